@@ -1,0 +1,232 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+// How the cursor works. ids are taken at INSERT and seen at COMMIT, so a reader
+// at "id > last" passes the id of a transaction that has not committed yet, and
+// never returns to it. We read the difference of two snapshots instead: a window
+// is what is visible in the snapshot of now (window) and was not in the one
+// before (base). It never changes, whatever commits later, and can be drained in
+// batches in the order of ids; then its end becomes the base of the next one.
+//
+// A crash of PostgreSQL can forget transactions whose ids we have seen and give
+// the same ids to others. A row of outbox_cursor is safe from that: the
+// transaction that wrote it has an id of its own, not below any that the
+// snapshot calls finished, and if the row survived, so did that id. Hence the
+// rule of this file: a window is used only once the row that announces it is
+// committed, and each statement that reads or moves makes sure that the newest
+// row still is the one that we know.
+
+// errStale means that the newest row of outbox_cursor is not the one that the
+// relay knows: it vanished in a crash, or somebody else moved. Load it again.
+var errStale = errors.New("cursor has changed")
+
+// position is a row of outbox_cursor: where a relay stands.
+type position struct {
+	cursorID int64
+	base     string // every event visible in this snapshot has been attempted
+	window   string // end of the open window; "" when none is open
+	last     int64  // highest outbox.id attempted of the open window
+	highest  int64  // highest outbox.id ever attempted
+	systemID int64  // the cluster whose transaction ids these are
+}
+
+// cursors reads and moves the position of one relay.
+type cursors struct {
+	db    *pgxpool.Pool
+	relay string
+
+	sqlLoad, sqlSeed, sqlOpen, sqlMove, sqlMoveRefused, sqlIDs, sqlFetch string
+}
+
+func newCursors(db *pgxpool.Pool, schema, relay string) *cursors {
+	return &cursors{
+		db: db, relay: relay,
+		sqlLoad:        inSchema(sqlLoad, schema),
+		sqlSeed:        inSchema(sqlSeed, schema),
+		sqlOpen:        inSchema(sqlOpen, schema),
+		sqlMove:        inSchema(sqlMove, schema),
+		sqlMoveRefused: inSchema(sqlMoveRefused, schema),
+		sqlIDs:         inSchema(sqlIDs, schema),
+		sqlFetch:       inSchema(sqlFetch, schema),
+	}
+}
+
+// sqlLoad reads the newest position, and whether its transaction ids are those
+// of this cluster: a dump that was restored brings ids from the future.
+const sqlLoad = `
+SELECT c.id, c.snapshot::text, coalesce(c.window_snapshot::text, ''), c.last_processed_id, c.highest_id,
+       c.system_identifier, s.system_identifier,
+       pg_snapshot_xmax(coalesce(c.window_snapshot, c.snapshot)) <= pg_snapshot_xmax(pg_current_snapshot())
+  FROM pg_control_system() AS s
+  LEFT JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
+                      WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c ON true`
+
+// sqlSeed begins a relay's history: before every transaction that ever was.
+const sqlSeed = `
+INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+SELECT $1::text, 0, '1:1:', 0, s.system_identifier, l.epoch
+  FROM (SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE) AS l,
+       pg_control_system() AS s
+ WHERE NOT EXISTS (SELECT FROM {schema}.outbox_cursor WHERE relay = $1::text)`
+
+// load returns the newest position; a relay that has none starts before the
+// first event. The lease must have been taken in an earlier statement: one that
+// waits for a lock goes on reading what was there before it waited.
+func (c *cursors) load(ctx context.Context, l *lease) (position, error) {
+	p, err := c.newest(ctx)
+	if !errors.Is(err, pgx.ErrNoRows) {
+		return p, err
+	}
+	tag, err := c.db.Exec(ctx, c.sqlSeed, c.relay, l.holder, l.epoch)
+	if err != nil {
+		return p, fmt.Errorf("seed cursor: %w", err)
+	}
+	if tag.RowsAffected() == 0 {
+		return p, errLeaseLost
+	}
+	return c.newest(ctx)
+}
+
+// newest returns pgx.ErrNoRows when the relay has no position yet.
+func (c *cursors) newest(ctx context.Context) (p position, err error) {
+	var id, last, highest, written pgtype.Int8
+	var base pgtype.Text
+	var here int64
+	var known pgtype.Bool
+	err = c.db.QueryRow(ctx, c.sqlLoad, c.relay).Scan(&id, &base, &p.window, &last, &highest, &written, &here, &known)
+	if err != nil {
+		return p, fmt.Errorf("load cursor: %w", err)
+	}
+	if !id.Valid {
+		return p, pgx.ErrNoRows
+	}
+	p.cursorID, p.base, p.last, p.highest, p.systemID = id.Int64, base.String, last.Int64, highest.Int64, written.Int64
+	if written.Int64 != here || !known.Bool {
+		return p, ErrForeignCursor
+	}
+	return p, nil
+}
+
+// sqlOpen ends the window that was drained, if any, opens the next one and
+// reads its first events, all under one snapshot. It announces the new window
+// in the same transaction that looked; when there is nothing to announce it
+// writes nothing, takes no lock and uses up no transaction id.
+//
+// The shape of ids is what keeps the poll at a dozen buffers over a million
+// published rows, under custom and generic plans alike: the bound xmax(base) is
+// a parameter of its own, the few transactions that base saw in progress are
+// looked up one by one, and OFFSET and MATERIALIZED keep the planner from
+// reading outbox in another order, by its primary key above all.
+//
+// The row needs no fsync of its own: if PostgreSQL crashes and forgets it, the
+// events since then are sent again, which at least once allows.
+const sqlOpen = `
+WITH ids AS MATERIALIZED (
+    SELECT w.id FROM (
+        SELECT id FROM {schema}.outbox WHERE xid >= $6::xid8
+         UNION ALL
+        SELECT late.id FROM pg_snapshot_xip($5::pg_snapshot) AS x
+         CROSS JOIN LATERAL (SELECT id FROM {schema}.outbox WHERE xid = x OFFSET 0) AS late
+    ) AS w ORDER BY w.id LIMIT $7
+), newest AS MATERIALIZED (
+    SELECT max(id) AS id FROM {schema}.outbox_cursor WHERE relay = $1::text
+), lease AS MATERIALIZED (
+    SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
+), moved AS (
+    INSERT INTO {schema}.outbox_cursor
+           (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
+    SELECT $1::text, $5::pg_snapshot,
+           CASE WHEN EXISTS (SELECT FROM ids) THEN pg_current_snapshot() END,
+           CASE WHEN EXISTS (SELECT FROM ids) THEN 0 ELSE $9::bigint END,
+           $10::bigint, $11::bigint, lease.epoch
+      FROM newest, lease, (SELECT set_config('synchronous_commit', 'off', true) AS value) AS fsync
+     WHERE newest.id = $4 AND ($8::bool OR EXISTS (SELECT FROM ids)) AND fsync.value = 'off'
+ RETURNING id
+)
+SELECT newest.id, moved.id, pg_current_snapshot()::text, ` + eventColumns + `
+  FROM newest
+  LEFT JOIN moved ON true
+  LEFT JOIN (SELECT o.* FROM ids JOIN {schema}.outbox o ON o.id = ids.id) AS e ON true
+ ORDER BY e.id`
+
+// open returns the position in the window that follows p and the first events
+// of it, at most limit. p's own window must be drained. Without new events the
+// position has no window, and equals p if p had none.
+func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (position, []envelope, error) {
+	next := position{cursorID: p.cursorID, base: p.base, last: p.last, highest: p.highest, systemID: p.systemID}
+	drained := p.window != ""
+	if drained {
+		next.base = p.window
+	}
+	rows, err := c.db.Query(ctx, c.sqlOpen, c.relay, l.holder, l.epoch, p.cursorID,
+		next.base, snapshotMax(next.base), limit, drained, p.last, p.highest, p.systemID)
+	if err != nil {
+		return p, nil, fmt.Errorf("open window: %w", err)
+	}
+	var newest, moved pgtype.Int8
+	var now string
+	events, err := readEvents(rows, &newest, &moved, &now)
+	switch {
+	case err != nil:
+		return p, nil, fmt.Errorf("open window: %w", err)
+	case newest.Int64 != p.cursorID:
+		return p, nil, errStale
+	case !moved.Valid && (drained || len(events) > 0):
+		return p, nil, errLeaseLost
+	case moved.Valid:
+		next.cursorID = moved.Int64
+	}
+	if len(events) > 0 {
+		next.window, next.last = now, 0
+	}
+	return next, events, nil
+}
+
+// snapshotMax returns the xmax of a snapshot's text, xmin:xmax:xip,…
+func snapshotMax(snapshot string) string {
+	_, rest, _ := strings.Cut(snapshot, ":")
+	xmax, _, _ := strings.Cut(rest, ":")
+	return xmax
+}
+
+// sqlMove notes how far the open window has been drained.
+const sqlMove = `
+INSERT INTO {schema}.outbox_cursor
+       (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
+SELECT $1::text, $5::pg_snapshot, $6::pg_snapshot, $7::bigint, $8::bigint, $9::bigint, lease.epoch
+  FROM (SELECT max(id) AS id FROM {schema}.outbox_cursor WHERE relay = $1::text) AS newest,
+       (SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE) AS lease,
+       (SELECT set_config('synchronous_commit', 'off', true) AS value) AS fsync
+ WHERE newest.id = $4 AND fsync.value = 'off'
+RETURNING id`
+
+// move records that the open window's events up to p.last have been attempted,
+// and the refused ones among them, in one statement. It returns the new row's
+// id, or errStale if the relay no longer is where it thought or who it was.
+func (c *cursors) move(ctx context.Context, l *lease, p position, refused []refusal) (int64, error) {
+	sql := c.sqlMove
+	args := []any{c.relay, l.holder, l.epoch, p.cursorID, p.base, p.window, p.last, p.highest, p.systemID}
+	if len(refused) > 0 {
+		sql = c.sqlMoveRefused
+		args = append(args, refusalArgs(refused)...)
+	}
+	var id int64
+	err := c.db.QueryRow(ctx, sql, args...).Scan(&id)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return 0, errStale
+	}
+	if err != nil {
+		return 0, fmt.Errorf("move cursor: %w", err)
+	}
+	return id, nil
+}

@@ -1,0 +1,316 @@
+package outbox
+
+import (
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"fmt"
+	"iter"
+	"maps"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+	"unicode/utf8"
+)
+
+// Characters that the columns of outbox hold.
+const (
+	maxSource        = 100
+	maxEventType     = 100
+	maxAggregateType = 100
+	maxAggregateID   = 255
+	maxPartitionKey  = 255
+	maxContentType   = 100
+	maxCorrelationID = 255
+)
+
+// Bytes.
+const (
+	// defaultMaxPayload leaves 16 KiB for headers and key in a record that Kafka
+	// takes by default (message.max.bytes, 1 MiB) and franz-go sends by default
+	// (ProducerBatchMaxBytes, 1,000,012).
+	defaultMaxPayload = 960 << 10
+	maxHeaders        = 8 << 10
+)
+
+// Mode is how a CloudEvent travels in a Kafka record.
+type Mode int
+
+const (
+	// Binary puts the payload into the record's value as it is, and the
+	// attributes into headers named ce_…. It is the default.
+	Binary Mode = iota
+	// Structured puts payload and attributes into the value, as one JSON object
+	// of content type application/cloudevents+json.
+	Structured
+)
+
+// Extension attributes of CloudEvents among the stored headers. As headers of a
+// record they carry the ce_ prefix; the names of the trace context are also
+// sent without it, because that is where tracing libraries look.
+const (
+	correlationAttr = "correlationid"
+	traceAttr       = "traceparent"
+)
+
+type contextKey int
+
+const (
+	correlationKey contextKey = iota
+	traceKey
+)
+
+// WithCorrelationID returns a context under which recorded events carry id, at
+// most 255 characters, as the CloudEvents extension correlationid.
+func WithCorrelationID(ctx context.Context, id string) context.Context {
+	return context.WithValue(ctx, correlationKey, id)
+}
+
+// CorrelationID returns what [WithCorrelationID] put into the context, or "".
+func CorrelationID(ctx context.Context) string {
+	id, _ := ctx.Value(correlationKey).(string)
+	return id
+}
+
+// WithTraceParent returns a context under which recorded events carry a W3C
+// traceparent, unless RecorderConfig.TraceParent reads it from elsewhere.
+func WithTraceParent(ctx context.Context, traceparent string) context.Context {
+	return context.WithValue(ctx, traceKey, traceparent)
+}
+
+// TraceParent returns what [WithTraceParent] put into the context, or "".
+func TraceParent(ctx context.Context) string {
+	tp, _ := ctx.Value(traceKey).(string)
+	return tp
+}
+
+// traceParentForm is the version 00 form of the W3C Trace Context.
+var traceParentForm = regexp.MustCompile(`^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$`)
+
+// encodeHeaders returns the stored form of an event's headers: a JSON object of
+// strings, or nil when there are none. A traceparent of another form is left
+// out, as the W3C asks of those who pass it on.
+func encodeHeaders(own map[string]string, correlationID, traceParent string) ([]byte, *FieldError) {
+	refuse := func(field string, err error) *FieldError { return &FieldError{Field: field, Err: err} }
+	all := make(map[string]string, len(own)+2)
+	for name, value := range own {
+		if err := checkHeader(name, value); err != nil {
+			return nil, refuse("headers", err)
+		}
+		all[name] = value
+	}
+	if correlationID != "" {
+		if err := checkText(correlationID, maxCorrelationID); err != nil {
+			return nil, refuse("correlation_id", err)
+		}
+		all[correlationAttr] = correlationID
+	}
+	if traceParentForm.MatchString(traceParent) {
+		all[traceAttr] = traceParent
+	}
+	if len(all) == 0 {
+		return nil, nil
+	}
+	b, err := json.Marshal(all)
+	if err != nil {
+		return nil, refuse("headers", fmt.Errorf("%w: %w", ErrEncode, err))
+	}
+	if len(b) > maxHeaders {
+		return nil, refuse("headers", fmt.Errorf("%w: %d bytes as JSON, at most %d", ErrTooLarge, len(b), maxHeaders))
+	}
+	return b, nil
+}
+
+// checkHeader refuses the names that CloudEvents and the recorder use.
+func checkHeader(name, value string) error {
+	switch lower := strings.ToLower(name); {
+	case name == "":
+		return fmt.Errorf("with a name that %w", ErrEmpty)
+	case strings.HasPrefix(lower, "ce_"), lower == "content-type", lower == correlationAttr, lower == traceAttr:
+		return fmt.Errorf("%q %w: the name is reserved", name, ErrMalformed)
+	}
+	for _, text := range []string{name, value} {
+		if text == "" {
+			continue
+		}
+		if err := checkText(text, maxHeaders); err != nil {
+			return fmt.Errorf("%q %w", name, err)
+		}
+	}
+	return nil
+}
+
+// checkText says why a varchar column of limit characters would not take s.
+func checkText(s string, limit int) error {
+	switch {
+	case s == "":
+		return ErrEmpty
+	case !utf8.ValidString(s):
+		return ErrUTF8
+	case strings.IndexByte(s, 0) >= 0:
+		return ErrNUL
+	}
+	if len(s) > limit {
+		if n := utf8.RuneCountInString(s); n > limit {
+			return fmt.Errorf("%w: %d characters, at most %d", ErrTooLong, n, limit)
+		}
+	}
+	return nil
+}
+
+// checkTime keeps to what RFC 3339 and so CloudEvents can write.
+func checkTime(t time.Time) error {
+	if t.IsZero() {
+		return fmt.Errorf("%w: zero", ErrTime)
+	}
+	if y := t.UTC().Year(); y < 1 || y > 9999 {
+		return fmt.Errorf("%w: year %d", ErrTime, y)
+	}
+	return nil
+}
+
+// envelope is an event as it is stored. Its slices belong to it.
+type envelope struct {
+	id            int64 // outbox.id
+	eventID       []byte
+	eventType     []byte
+	source        []byte
+	aggregateType []byte
+	aggregateID   []byte
+	payload       []byte
+	isJSON        bool // payload comes from the jsonb column
+	contentType   []byte
+	topic         []byte // nil: by convention
+	partitionKey  []byte // nil: aggregateID
+	headers       []byte // JSON object of strings, or nil
+	occurredAt    time.Time
+}
+
+// destination returns the topic. Rows that no [Recorder] wrote can have a type
+// from which none follows.
+func (e *envelope) destination() (string, error) {
+	if e.topic != nil {
+		return string(e.topic), nil
+	}
+	name := string(e.eventType)
+	if !dottedName.MatchString(name) {
+		return "", &FieldError{EventType: name, Field: "event_type", Err: ErrMalformed}
+	}
+	return topicOf(name), nil
+}
+
+// key returns the partition key.
+func (e *envelope) key() []byte {
+	if e.partitionKey != nil {
+		return e.partitionKey
+	}
+	return e.aggregateID
+}
+
+var (
+	specVersion    = []byte("1.0")
+	structuredType = []byte("application/cloudevents+json; charset=UTF-8")
+)
+
+// record returns the value and the headers of the event's Kafka record, as the
+// CloudEvents 1.0 Kafka protocol binding has them.
+func (e *envelope) record(mode Mode) ([]byte, iter.Seq2[string, []byte], error) {
+	own, err := e.ownHeaders()
+	if err != nil {
+		return nil, nil, err
+	}
+	if mode == Structured {
+		return e.structured(own), structuredHeaders(own), nil
+	}
+	return e.payload, e.binaryHeaders(own), nil
+}
+
+// ownHeaders decodes the stored headers.
+func (e *envelope) ownHeaders() (map[string]string, error) {
+	if e.headers == nil {
+		return nil, nil
+	}
+	var own map[string]string
+	if err := json.Unmarshal(e.headers, &own); err != nil {
+		return nil, &FieldError{EventType: string(e.eventType), Field: "headers", Err: fmt.Errorf("%w: %w", ErrMalformed, err)}
+	}
+	return own, nil
+}
+
+func (e *envelope) binaryHeaders(own map[string]string) iter.Seq2[string, []byte] {
+	return func(yield func(string, []byte) bool) {
+		if !yield("ce_specversion", specVersion) ||
+			!yield("ce_id", e.eventID) ||
+			!yield("ce_source", e.source) ||
+			!yield("ce_type", e.eventType) ||
+			!yield("ce_subject", e.aggregateID) ||
+			!yield("ce_time", e.time()) ||
+			!yield("ce_aggregatetype", e.aggregateType) ||
+			!yield("content-type", e.contentType) {
+			return
+		}
+		for _, name := range slices.Sorted(maps.Keys(own)) {
+			value := []byte(own[name])
+			if isAttribute(name) && !yield("ce_"+name, value) {
+				return
+			}
+			if name != correlationAttr && !yield(name, value) {
+				return
+			}
+		}
+	}
+}
+
+func structuredHeaders(own map[string]string) iter.Seq2[string, []byte] {
+	return func(yield func(string, []byte) bool) {
+		if !yield("content-type", structuredType) {
+			return
+		}
+		for _, name := range slices.Sorted(maps.Keys(own)) {
+			if name != correlationAttr && !yield(name, []byte(own[name])) {
+				return
+			}
+		}
+	}
+}
+
+// structured returns the event in the CloudEvents JSON format.
+func (e *envelope) structured(own map[string]string) []byte {
+	b := make([]byte, 0, 512+len(e.payload)*4/3)
+	b = append(b, `{"specversion":"1.0"`...)
+	b = appendAttribute(b, "id", e.eventID)
+	b = appendAttribute(b, "source", e.source)
+	b = appendAttribute(b, "type", e.eventType)
+	b = appendAttribute(b, "subject", e.aggregateID)
+	b = appendAttribute(b, "time", e.time())
+	b = appendAttribute(b, "aggregatetype", e.aggregateType)
+	for _, name := range []string{correlationAttr, traceAttr} {
+		if value, ok := own[name]; ok {
+			b = appendAttribute(b, name, []byte(value))
+		}
+	}
+	b = appendAttribute(b, "datacontenttype", e.contentType)
+	if e.isJSON {
+		b = append(append(b, `,"data":`...), e.payload...)
+	} else {
+		b = append(b, `,"data_base64":"`...)
+		b = base64.StdEncoding.AppendEncode(b, e.payload)
+		b = append(b, '"')
+	}
+	return append(b, '}')
+}
+
+// appendAttribute appends ,"name":"value".
+func appendAttribute(b []byte, name string, value []byte) []byte {
+	quoted, _ := json.Marshal(string(value)) // a string always encodes
+	b = append(append(append(b, `,"`...), name...), `":`...)
+	return append(b, quoted...)
+}
+
+func isAttribute(name string) bool { return name == correlationAttr || name == traceAttr }
+
+// time returns occurred_at in RFC 3339, UTC, to the microsecond.
+func (e *envelope) time() []byte {
+	return e.occurredAt.UTC().AppendFormat(make([]byte, 0, len("2006-01-02T15:04:05.000000Z")), "2006-01-02T15:04:05.999999Z07:00")
+}

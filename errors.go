@@ -1,0 +1,80 @@
+package outbox
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+)
+
+// What [NewRegistry], [Recorder.Record] and [Recorder.Queue] refuse. They come
+// wrapped in a [*FieldError], which names the event and the field.
+var (
+	// ErrUnregistered means that the registry does not know the Go type of an event.
+	ErrUnregistered = errors.New("is not registered")
+	// ErrMalformed means that a name does not have the form it must have, such as
+	// {company}.{domain}.{action}.v{n} for an event type.
+	ErrMalformed = errors.New("is malformed")
+	// ErrDuplicate means that an event type or a Go type was registered twice.
+	ErrDuplicate = errors.New("is registered already")
+	// ErrEmpty means that a required value is missing.
+	ErrEmpty = errors.New("is empty")
+	// ErrTooLong means that a text has more characters than its column.
+	ErrTooLong = errors.New("is too long")
+	// ErrTooLarge means that a payload or the headers exceed their limit in bytes.
+	ErrTooLarge = errors.New("is too large")
+	// ErrNUL means that a text holds U+0000, which PostgreSQL cannot store.
+	ErrNUL = errors.New("holds a NUL character")
+	// ErrUTF8 means that a text is not valid UTF-8.
+	ErrUTF8 = errors.New("is not valid UTF-8")
+	// ErrJSON means JSON that PostgreSQL's jsonb refuses although some encoders
+	// write it: half a surrogate pair, a number out of range, nesting too deep.
+	ErrJSON = errors.New("is JSON that PostgreSQL refuses")
+	// ErrEncode means that the event's codec failed; its error is wrapped as well.
+	ErrEncode = errors.New("cannot be encoded")
+	// ErrTime means a zero time, or one outside the years 1 to 9999.
+	ErrTime = errors.New("is not a usable time")
+	// ErrNil means a nil event, or a nil transaction or batch, typed or not.
+	ErrNil = errors.New("is nil")
+)
+
+var (
+	// ErrRunning is returned by [Relay.Run] while another call of it is running.
+	ErrRunning = errors.New("outbox: relay is running already")
+	// ErrNotMigrated is returned by [Relay.Run] when the tables of outbox are
+	// not there: call [Migrate] first, or check the Schema of the configuration.
+	ErrNotMigrated = errors.New("outbox: tables not found")
+	// ErrDatabaseAhead is returned by [Migrate] when the database was migrated by
+	// a newer release than this one.
+	ErrDatabaseAhead = errors.New("outbox: database is ahead of this release")
+	// ErrForeignCursor is returned by [Relay.Run] when the cursor speaks of
+	// another PostgreSQL cluster, because the database was restored from a dump:
+	// transaction ids mean nothing there.
+	ErrForeignCursor = errors.New("outbox: cursor belongs to another database cluster")
+)
+
+// FieldError says which field of which event was refused, and wraps why.
+type FieldError struct {
+	// EventType is the CloudEvents type, or the Go type where no other is known.
+	EventType string
+	// Index is the place of the event among those of the call, from 0.
+	Index int
+	// Field is the refused one, by its name in the table outbox, for example
+	// "aggregate_id"; "payload" covers both payload columns.
+	Field string
+	// Err is one of the Err values of this package, with details.
+	Err error
+}
+
+// Error implements error: "outbox: event 2 (shop.order.created.v1): aggregate_id is empty".
+func (e *FieldError) Error() string {
+	var b strings.Builder
+	b.WriteString("outbox: ")
+	if e.EventType != "" {
+		fmt.Fprintf(&b, "event %d (%s): ", e.Index, e.EventType)
+	}
+	fmt.Fprintf(&b, "%s %v", e.Field, e.Err)
+	return b.String()
+}
+
+// Unwrap returns Err.
+func (e *FieldError) Unwrap() error { return e.Err }

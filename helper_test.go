@@ -1,0 +1,179 @@
+package outbox_test
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// patience is how long a test waits for what should be there much sooner.
+const patience = 60 * time.Second
+
+// oracleEvent lets the oracle's events travel as domain events.
+type oracleEvent oracle.Event
+
+func (e oracleEvent) OccurredAt() time.Time { return time.UnixMilli(1_700_000_000_000 + e.Version) }
+func (e oracleEvent) Aggregate() string     { return e.Key }
+
+// house is a migrated schema, a topic of its own, and a recorder for events
+// that go there.
+type house struct {
+	db      *pgxpool.Pool
+	schema  string
+	topic   string
+	brokers []string
+	rec     *outbox.Recorder
+}
+
+func newHouse(t testing.TB) *house {
+	t.Helper()
+	db, schema := testenv.Schema(t)
+	require.NoError(t, outbox.Migrate(context.Background(), db, outbox.MigrateConfig{Schema: schema}))
+	h := &house{db: db, schema: schema, topic: "test-" + uuid.NewString(), brokers: testenv.Brokers(t)}
+	events, err := outbox.NewRegistry("test", outbox.Event("test.oracle.happened.v1", "Key", oracleEvent.Aggregate).Topic(h.topic))
+	require.NoError(t, err)
+	h.rec, err = outbox.NewRecorder(events, outbox.RecorderConfig{Schema: schema})
+	require.NoError(t, err)
+	return h
+}
+
+// record is an oracle.Record.
+func (h *house) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) error {
+	all := make([]outbox.DomainEvent, len(events))
+	for i, e := range events {
+		all[i] = oracleEvent(e)
+	}
+	return h.rec.Record(ctx, tx, all...)
+}
+
+// commit records events in a transaction of their own.
+func (h *house) commit(t testing.TB, events ...oracle.Event) {
+	t.Helper()
+	require.NoError(t, pgx.BeginFunc(context.Background(), h.db, func(tx pgx.Tx) error {
+		return h.record(context.Background(), tx, events...)
+	}))
+}
+
+// numbered returns n events of one key with versions from first.
+func numbered(key string, first, n int) []oracle.Event {
+	events := make([]oracle.Event, n)
+	for i := range events {
+		events[i] = oracle.Event{ID: uuid.NewString(), Key: key, Version: int64(first + i)}
+	}
+	return events
+}
+
+// kafka returns options for the test's broker.
+func (h *house) kafka() []kgo.Opt {
+	return []kgo.Opt{kgo.SeedBrokers(h.brokers...), kgo.AllowAutoTopicCreation(), kgo.MetadataMinAge(100 * time.Millisecond)}
+}
+
+// relay returns a relay of the house; cfg.Schema is set.
+func (h *house) relay(t testing.TB, cfg outbox.RelayConfig) *outbox.Relay {
+	t.Helper()
+	cfg.Schema = h.schema
+	if cfg.Logger == nil {
+		cfg.Logger = logTo(t, slog.LevelWarn)
+	}
+	r, err := outbox.NewRelay(h.db, h.kafka(), cfg)
+	require.NoError(t, err)
+	return r
+}
+
+// run starts a relay and returns a function that stops it and waits for it. The
+// test fails if Run does not return nil.
+func run(t testing.TB, r *outbox.Relay) (stop func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- r.Run(ctx) }()
+	stop = sync.OnceFunc(func() {
+		cancel()
+		select {
+		case err := <-done:
+			require.NoError(t, err)
+		case <-time.After(patience):
+			t.Error("Run did not return")
+		}
+	})
+	t.Cleanup(stop)
+	return stop
+}
+
+// follow reads the house's topic until the test ends.
+func (h *house) follow(t testing.TB) *oracle.Reader {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	t.Cleanup(cancel)
+	reader, err := oracle.Follow(ctx, h.brokers, h.topic, nil)
+	require.NoError(t, err)
+	return reader
+}
+
+// requireArrival waits until all events have arrived.
+func requireArrival(t testing.TB, reader *oracle.Reader, events ...oracle.Event) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		for _, e := range events {
+			if !reader.Has(e.ID) {
+				return false
+			}
+		}
+		return true
+	}, patience, 5*time.Millisecond, "events did not arrive")
+}
+
+// logTo sends log lines to the test's log.
+func logTo(t testing.TB, level slog.Level) *slog.Logger {
+	return slog.New(slog.NewTextHandler(testWriter{t}, &slog.HandlerOptions{Level: level}))
+}
+
+type testWriter struct{ t testing.TB }
+
+func (w testWriter) Write(b []byte) (int, error) {
+	w.t.Log(string(b[:len(b)-1]))
+	return len(b), nil
+}
+
+// judge waits until nothing committed is missing, or no longer comes, and the
+// reader has read to the end of the topic; then it judges.
+func (h *house) judge(t testing.TB, reader *oracle.Reader, v oracle.Verdict, stopRelays func()) oracle.Verdict {
+	t.Helper()
+	ctx := context.Background()
+	committed, err := oracle.Committed(ctx, h.db, h.schema)
+	require.NoError(t, err)
+	missing, progress := len(committed)+1, time.Now()
+	for missing > 0 && time.Since(progress) < patience/2 {
+		if now := reader.Missing(committed); now < missing {
+			missing, progress = now, time.Now()
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+	stopRelays()
+	ends, err := oracle.Ends(ctx, h.brokers, h.topic)
+	require.NoError(t, err)
+	require.Eventually(t, func() bool { return reader.CaughtUp(ends) }, patience, 10*time.Millisecond)
+	arrived, err := reader.Arrived()
+	require.NoError(t, err)
+	v.Judge(committed, arrived)
+	return v
+}
+
+func (h *house) count(t testing.TB, table string) (n int) {
+	t.Helper()
+	sql := fmt.Sprintf("SELECT count(*) FROM %s", pgx.Identifier{h.schema, table}.Sanitize())
+	require.NoError(t, h.db.QueryRow(context.Background(), sql).Scan(&n))
+	return n
+}

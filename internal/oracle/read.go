@@ -1,0 +1,148 @@
+package oracle
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"sync"
+
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+)
+
+// Reader follows a topic from its beginning and keeps what arrives. Make one
+// with [Follow]. It is safe for concurrent use.
+type Reader struct {
+	client *kgo.Client
+	decode func(*kgo.Record) (Event, error)
+
+	mu      sync.Mutex
+	arrived []Event
+	seen    map[string]struct{}
+	ends    map[int32]int64 // next offset to read, by partition
+	err     error
+}
+
+// Follow reads topic until ctx ends. decode turns a record into the event it
+// carries; nil means that the record's value is the event as JSON.
+func Follow(ctx context.Context, brokers []string, topic string, decode func(*kgo.Record) (Event, error)) (*Reader, error) {
+	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topic),
+		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))
+	if err != nil {
+		return nil, fmt.Errorf("oracle: follow %s: %w", topic, err)
+	}
+	if decode == nil {
+		decode = decodeValue
+	}
+	r := &Reader{client: client, decode: decode, seen: map[string]struct{}{}, ends: map[int32]int64{}}
+	go r.poll(ctx)
+	return r, nil
+}
+
+func decodeValue(r *kgo.Record) (e Event, err error) { return e, json.Unmarshal(r.Value, &e) }
+
+func (r *Reader) poll(ctx context.Context) {
+	defer r.client.Close()
+	for {
+		fetches := r.client.PollFetches(ctx)
+		if ctx.Err() != nil {
+			return
+		}
+		r.mu.Lock()
+		fetches.EachRecord(r.take)
+		r.mu.Unlock()
+	}
+}
+
+// take is called under mu.
+func (r *Reader) take(record *kgo.Record) {
+	e, err := r.decode(record)
+	if err != nil && r.err == nil {
+		r.err = fmt.Errorf("oracle: record %s/%d/%d: %w", record.Topic, record.Partition, record.Offset, err)
+	}
+	r.arrived = append(r.arrived, e)
+	r.seen[e.ID] = struct{}{}
+	r.ends[record.Partition] = record.Offset + 1
+}
+
+// Arrived returns what has arrived so far, repeats included, and the first
+// record that could not be decoded.
+func (r *Reader) Arrived() ([]Event, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.arrived[:len(r.arrived):len(r.arrived)], r.err
+}
+
+// Has reports whether an event has arrived.
+func (r *Reader) Has(id string) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	_, ok := r.seen[id]
+	return ok
+}
+
+// Missing returns how many of the committed events have not arrived.
+func (r *Reader) Missing(committed map[string]struct{}) int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	missing := 0
+	for id := range committed {
+		if _, ok := r.seen[id]; !ok {
+			missing++
+		}
+	}
+	return missing
+}
+
+// CaughtUp reports whether everything up to these offsets has been read.
+func (r *Reader) CaughtUp(ends map[int32]int64) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for partition, end := range ends {
+		if r.ends[partition] < end {
+			return false
+		}
+	}
+	return true
+}
+
+// Ends returns the offset behind the last record of each partition of a topic.
+func Ends(ctx context.Context, brokers []string, topic string) (map[int32]int64, error) {
+	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...))
+	if err != nil {
+		return nil, fmt.Errorf("oracle: ends of %s: %w", topic, err)
+	}
+	defer client.Close()
+	describe := kmsg.NewPtrMetadataRequest()
+	describe.Topics = []kmsg.MetadataRequestTopic{{Topic: kmsg.StringPtr(topic)}}
+	meta, err := describe.RequestWith(ctx, client)
+	if err != nil {
+		return nil, fmt.Errorf("oracle: ends of %s: %w", topic, err)
+	}
+	list := kmsg.NewListOffsetsRequestTopic()
+	list.Topic = topic
+	for _, p := range meta.Topics[0].Partitions {
+		partition := kmsg.NewListOffsetsRequestTopicPartition()
+		partition.Partition, partition.Timestamp = p.Partition, -1 // the latest
+		list.Partitions = append(list.Partitions, partition)
+	}
+	request := kmsg.NewPtrListOffsetsRequest()
+	request.ReplicaID = -1
+	request.Topics = []kmsg.ListOffsetsRequestTopic{list}
+	ends := map[int32]int64{}
+	for _, shard := range client.RequestSharded(ctx, request) {
+		if shard.Err != nil {
+			return nil, fmt.Errorf("oracle: ends of %s: %w", topic, shard.Err)
+		}
+		for _, t := range shard.Resp.(*kmsg.ListOffsetsResponse).Topics {
+			for _, p := range t.Partitions {
+				if err := kerr.ErrorForCode(p.ErrorCode); err != nil {
+					return nil, fmt.Errorf("oracle: ends of %s/%d: %w", topic, p.Partition, err)
+				}
+				ends[p.Partition] = p.Offset
+			}
+		}
+	}
+	return ends, nil
+}

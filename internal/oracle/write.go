@@ -1,0 +1,220 @@
+package oracle
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+// Record stores events in tx through whatever is being examined.
+type Record func(ctx context.Context, tx pgx.Tx, events ...Event) error
+
+// Writers says who writes. The schema must exist and hold nothing of the oracle.
+type Writers struct {
+	DB      *pgxpool.Pool
+	Schema  string
+	Record  Record
+	Seed    uint64
+	Events  int           // how many to commit, at least
+	Writers int           // concurrent ones
+	Keys    int           // fewer keys mean more contention
+	Pause   time.Duration // longest sleep inside a transaction
+	Open    int           // transactions that stay open until the others are done
+}
+
+// Write commits events as w says, under READ COMMITTED, REPEATABLE READ and
+// SERIALIZABLE, with savepoints, rollbacks, transactions that take their id long
+// before they write, and some that stay open all the time. It returns when all
+// of them have ended. The same seed gives the same plan; how the plans of the
+// writers interleave is up to the machine.
+func Write(ctx context.Context, w Writers) error {
+	if err := w.setUp(ctx); err != nil {
+		return fmt.Errorf("oracle: set up: %w", err)
+	}
+	release := make(chan struct{})
+	var open, busy sync.WaitGroup
+	errs := make(chan error, w.Open+w.Writers)
+	for i := range w.Open {
+		open.Go(func() { errs <- w.holdOpen(ctx, i, release) })
+	}
+	var committed atomic.Int64
+	for i := range w.Writers {
+		busy.Go(func() { errs <- w.write(ctx, i, &committed) })
+	}
+	busy.Wait()
+	close(release)
+	open.Wait()
+	close(errs)
+	var all []error
+	for err := range errs {
+		all = append(all, err)
+	}
+	return errors.Join(all...)
+}
+
+func (w *Writers) table(name string) string { return pgx.Identifier{w.Schema, name}.Sanitize() }
+
+func (w *Writers) setUp(ctx context.Context) error {
+	_, err := w.DB.Exec(ctx, fmt.Sprintf(`CREATE TABLE %s (key text PRIMARY KEY, version bigint NOT NULL)`, w.table("oracle_key")))
+	if err != nil {
+		return err
+	}
+	_, err = w.DB.Exec(ctx, fmt.Sprintf(`INSERT INTO %s SELECT 'key-' || n, 0 FROM generate_series(1, %d) n`, w.table("oracle_key"), w.Keys))
+	if err != nil {
+		return err
+	}
+	_, err = w.DB.Exec(ctx, fmt.Sprintf(`CREATE TABLE %s (event_id text PRIMARY KEY)`, w.table("oracle_history")))
+	return err
+}
+
+// holdOpen writes an event at once and commits it after everybody else's.
+func (w *Writers) holdOpen(ctx context.Context, i int, release <-chan struct{}) error {
+	return pgx.BeginFunc(ctx, w.DB, func(tx pgx.Tx) error {
+		e := Event{ID: uuid.NewString(), Key: fmt.Sprintf("open-%d", i), Version: 1}
+		if err := w.record(ctx, tx, e); err != nil {
+			return err
+		}
+		select {
+		case <-release:
+		case <-ctx.Done():
+		}
+		return ctx.Err()
+	})
+}
+
+// write runs transactions until enough events have committed.
+func (w *Writers) write(ctx context.Context, writer int, committed *atomic.Int64) error {
+	rng := rand.New(rand.NewPCG(w.Seed, uint64(writer)))
+	for committed.Load() < int64(w.Events) {
+		n, err := w.transaction(ctx, rng)
+		if err != nil {
+			return fmt.Errorf("writer %d: %w", writer, err)
+		}
+		committed.Add(int64(n))
+	}
+	return nil
+}
+
+var errRollback = errors.New("this one rolls back")
+
+// transaction runs one, and returns how many events it committed: none when it
+// rolled back by plan or lost against another one.
+func (w *Writers) transaction(ctx context.Context, rng *rand.Rand) (n int, err error) {
+	levels := []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable}
+	err = pgx.BeginTxFunc(ctx, w.DB, pgx.TxOptions{IsoLevel: levels[rng.IntN(len(levels))]}, func(tx pgx.Tx) error {
+		if rng.IntN(4) == 0 { // an early id, and others go by before it is used
+			if _, err := tx.Exec(ctx, `SELECT pg_current_xact_id()`); err != nil {
+				return err
+			}
+			w.pause(rng)
+		}
+		for range 1 + rng.IntN(3) {
+			wrote, err := w.step(ctx, tx, rng)
+			if err != nil {
+				return err
+			}
+			n += wrote
+			w.pause(rng)
+		}
+		if rng.IntN(10) == 0 {
+			return errRollback
+		}
+		return nil
+	})
+	if errors.Is(err, errRollback) || isConflict(err) {
+		return 0, nil
+	}
+	return n, err
+}
+
+// step records one to five events of one key, at times under a savepoint that
+// is then released or rolled back.
+func (w *Writers) step(ctx context.Context, tx pgx.Tx, rng *rand.Rand) (int, error) {
+	if rng.IntN(5) > 0 {
+		return w.bump(ctx, tx, rng)
+	}
+	undo := rng.IntN(2) == 0
+	n := 0
+	err := pgx.BeginFunc(ctx, tx, func(savepoint pgx.Tx) (err error) {
+		n, err = w.bump(ctx, savepoint, rng)
+		if err == nil && undo {
+			return errRollback
+		}
+		return err
+	})
+	if errors.Is(err, errRollback) {
+		return 0, nil
+	}
+	return n, err
+}
+
+// bump draws versions of a key under its row lock and records them.
+func (w *Writers) bump(ctx context.Context, tx pgx.Tx, rng *rand.Rand) (int, error) {
+	key := fmt.Sprintf("key-%d", 1+rng.IntN(w.Keys))
+	n := 1 + rng.IntN(5)
+	var version int64
+	err := tx.QueryRow(ctx, fmt.Sprintf(`UPDATE %s SET version = version + $2 WHERE key = $1 RETURNING version`, w.table("oracle_key")), key, n).Scan(&version)
+	if err != nil {
+		return 0, err
+	}
+	events := make([]Event, n)
+	for i := range events {
+		events[i] = Event{
+			ID: uuid.NewString(), Key: key, Version: version - int64(n-1-i),
+			Filler: strings.Repeat("x", rng.IntN(200)),
+		}
+	}
+	return n, w.record(ctx, tx, events...)
+}
+
+// record writes events and history.
+func (w *Writers) record(ctx context.Context, tx pgx.Tx, events ...Event) error {
+	ids := make([]string, len(events))
+	for i, e := range events {
+		ids[i] = e.ID
+	}
+	if _, err := tx.Exec(ctx, fmt.Sprintf(`INSERT INTO %s SELECT unnest($1::text[])`, w.table("oracle_history")), ids); err != nil {
+		return err
+	}
+	return w.Record(ctx, tx, events...)
+}
+
+func (w *Writers) pause(rng *rand.Rand) {
+	if rng.IntN(3) == 0 && w.Pause > 0 {
+		time.Sleep(time.Duration(rng.Int64N(int64(w.Pause))))
+	}
+}
+
+// isConflict reports what a transaction may lose to another one: 40001
+// serialization failure, 40P01 deadlock.
+func isConflict(err error) bool {
+	var pg *pgconn.PgError
+	return errors.As(err, &pg) && (pg.Code == "40001" || pg.Code == "40P01")
+}
+
+// Committed reads the history that [Write] left.
+func Committed(ctx context.Context, db *pgxpool.Pool, schema string) (map[string]struct{}, error) {
+	rows, err := db.Query(ctx, `SELECT event_id FROM `+pgx.Identifier{schema, "oracle_history"}.Sanitize())
+	if err != nil {
+		return nil, fmt.Errorf("oracle: read history: %w", err)
+	}
+	ids, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return nil, fmt.Errorf("oracle: read history: %w", err)
+	}
+	committed := make(map[string]struct{}, len(ids))
+	for _, id := range ids {
+		committed[id] = struct{}{}
+	}
+	return committed, nil
+}

@@ -1,0 +1,118 @@
+// Package testenv gives tests the real PostgreSQL and the real Kafka that
+// tools/services brings up. A test that cannot have them fails; only -short
+// skips it.
+package testenv
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+)
+
+// Variables that tools/services sets for the command it runs, or writes into
+// the file .services.env at the top of the repository.
+const (
+	PostgresVar  = "OUTBOX_POSTGRES_URL"
+	BrokersVar   = "OUTBOX_KAFKA_BROKERS"
+	KafkaKindVar = "OUTBOX_KAFKA_KIND"
+)
+
+// Schema returns a pool and the name of a new, empty schema of the test's own,
+// which is dropped when the test ends. The schema's name needs quoting, so that
+// a test finds out where that was forgotten.
+func Schema(t testing.TB) (*pgxpool.Pool, string) {
+	t.Helper()
+	db := Pool(t, nil)
+	schema := fmt.Sprintf("Test %.8s", uuid.NewString())
+	quoted := pgx.Identifier{schema}.Sanitize()
+	_, err := db.Exec(context.Background(), "CREATE SCHEMA "+quoted)
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		_, err := db.Exec(context.Background(), "DROP SCHEMA "+quoted+" CASCADE")
+		require.NoError(t, err)
+	})
+	return db, schema
+}
+
+// Pool returns a pool on the test database. configure may change its
+// configuration and may be nil.
+func Pool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
+	t.Helper()
+	cfg, err := pgxpool.ParseConfig(need(t, PostgresVar))
+	require.NoError(t, err)
+	cfg.MaxConns = 50
+	if configure != nil {
+		configure(cfg)
+	}
+	db, err := pgxpool.NewWithConfig(context.Background(), cfg)
+	require.NoError(t, err)
+	t.Cleanup(db.Close)
+	return db
+}
+
+// Brokers returns the seed brokers of Kafka. Where the truth of a real broker is
+// the point, RealBrokers is the one to call.
+func Brokers(t testing.TB) []string {
+	t.Helper()
+	return strings.Split(need(t, BrokersVar), ",")
+}
+
+// RealBrokers is Brokers, and fails the test where the broker is a fake one.
+func RealBrokers(t testing.TB) []string {
+	t.Helper()
+	brokers := Brokers(t)
+	if kind := need(t, KafkaKindVar); kind != "kafka" {
+		t.Fatalf("this test needs a real Kafka, and %s is %q", KafkaKindVar, kind)
+	}
+	return brokers
+}
+
+// need returns the value of a variable, skips under -short, else fails.
+func need(t testing.TB, name string) string {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("-short: runs without services")
+	}
+	value := os.Getenv(name)
+	if value == "" {
+		value = file()[name]
+	}
+	if value == "" {
+		t.Fatalf("%s is not set: run the tests with `make test`, or start the services with `make services` first", name)
+	}
+	return value
+}
+
+// file reads .services.env from the closest folder above that has one.
+var file = sync.OnceValue(func() map[string]string {
+	values := map[string]string{}
+	dir, err := os.Getwd()
+	if err != nil {
+		return values
+	}
+	for parent := filepath.Dir(dir); ; dir, parent = parent, filepath.Dir(parent) {
+		f, err := os.Open(filepath.Join(dir, ".services.env"))
+		if err == nil {
+			defer f.Close()
+			for lines := bufio.NewScanner(f); lines.Scan(); {
+				if name, value, ok := strings.Cut(lines.Text(), "="); ok {
+					values[name] = value
+				}
+			}
+			return values
+		}
+		if dir == parent {
+			return values
+		}
+	}
+})

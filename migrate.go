@@ -1,0 +1,159 @@
+package outbox
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"strconv"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox/migrations"
+)
+
+// MigrateConfig tunes [Migrate].
+type MigrateConfig struct {
+	// Schema receives the tables, and is created if need be. Empty means public.
+	Schema string
+}
+
+// Migrate brings the tables of outbox up to date. It may be called at every
+// start and by many processes at once: one of them migrates, the others wait for
+// it and find nothing to do. All steps are one transaction.
+//
+// It returns [ErrDatabaseAhead], and changes nothing, when a newer release has
+// migrated the database. The role needs CREATE on the schema, or on the database
+// if the schema does not exist. Projects with a migration tool of their own can
+// take the files from the package migrations instead.
+func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
+	cfg.Schema = cmp.Or(cfg.Schema, defaultSchema)
+	if err := checkSchema(cfg.Schema); err != nil {
+		return fmt.Errorf("outbox: migrate config: %w", err)
+	}
+	steps, err := migrationSteps()
+	if err != nil {
+		return fmt.Errorf("outbox: migrate: %w", err)
+	}
+	// Under READ COMMITTED each statement sees what the process before us left
+	// when it let go of the lock; a pool may have another default.
+	err = pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+		return migrate(ctx, tx, cfg.Schema, steps)
+	})
+	if err != nil {
+		return fmt.Errorf("outbox: migrate schema %s: %w", cfg.Schema, err)
+	}
+	return nil
+}
+
+// migration is one file of the package migrations.
+type migration struct {
+	version int
+	name    string
+	sql     string
+}
+
+// migrationSteps reads the files, which are numbered from 1 without gaps.
+func migrationSteps() ([]migration, error) {
+	names, err := fs.Glob(migrations.FS, "*.sql")
+	if err != nil {
+		return nil, err
+	}
+	steps := make([]migration, 0, len(names))
+	for i, name := range names {
+		number, _, _ := strings.Cut(name, "_")
+		version, err := strconv.Atoi(number)
+		if err != nil || version != i+1 {
+			return nil, fmt.Errorf("file %s: want number %d", name, i+1)
+		}
+		sql, err := fs.ReadFile(migrations.FS, name)
+		if err != nil {
+			return nil, err
+		}
+		steps = append(steps, migration{version, name, string(sql)})
+	}
+	return steps, nil
+}
+
+// sqlMigrateLock keeps other processes out until our transaction ends.
+const sqlMigrateLock = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.migrate.' || $1, 0))`
+
+// sqlMigrationState looks before anything is created, because CREATE … IF NOT
+// EXISTS wants the privilege to create also where there is nothing to do.
+const sqlMigrationState = `
+SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1),
+       to_regclass(format('%I.outbox_migration', $1::text)) IS NOT NULL`
+
+const sqlMigrationTable = `
+CREATE TABLE {schema}.outbox_migration (
+    version    int          PRIMARY KEY,
+    name       varchar(100) NOT NULL,
+    applied_at timestamptz  NOT NULL DEFAULT now()
+)`
+
+const sqlMigrationVersion = `SELECT coalesce(max(version), 0) FROM {schema}.outbox_migration`
+
+const sqlMigrationDone = `INSERT INTO {schema}.outbox_migration (version, name) VALUES ($1, $2)`
+
+// sqlSearchPath lets the unqualified names of the files mean the schema, until
+// the end of the transaction.
+const sqlSearchPath = `SELECT set_config('search_path', $1, true)`
+
+func migrate(ctx context.Context, tx pgx.Tx, schema string, steps []migration) error {
+	if _, err := tx.Exec(ctx, sqlMigrateLock, schema); err != nil {
+		return fmt.Errorf("lock: %w", err)
+	}
+	version, err := schemaVersion(ctx, tx, schema)
+	if err != nil {
+		return err
+	}
+	if version > len(steps) {
+		return fmt.Errorf("%w: it is at version %d, this release knows %d", ErrDatabaseAhead, version, len(steps))
+	}
+	if version == len(steps) {
+		return nil
+	}
+	if _, err := tx.Exec(ctx, sqlSearchPath, pgx.Identifier{schema}.Sanitize()); err != nil {
+		return fmt.Errorf("search path: %w", err)
+	}
+	for _, step := range steps[version:] {
+		// Without arguments, so that one file may hold many statements.
+		if _, err := tx.Conn().PgConn().Exec(ctx, step.sql).ReadAll(); err != nil {
+			return fmt.Errorf("%s: %w", step.name, err)
+		}
+		if _, err := tx.Exec(ctx, inSchema(sqlMigrationDone, schema), step.version, step.name); err != nil {
+			return fmt.Errorf("%s: %w", step.name, err)
+		}
+	}
+	return nil
+}
+
+// schemaVersion returns how far the schema is, after it has made sure that
+// there is one with a table to remember it in.
+func schemaVersion(ctx context.Context, tx pgx.Tx, schema string) (version int, err error) {
+	var hasSchema, hasTable bool
+	if err := tx.QueryRow(ctx, sqlMigrationState, schema).Scan(&hasSchema, &hasTable); err != nil {
+		return 0, fmt.Errorf("look for schema: %w", err)
+	}
+	if !hasSchema {
+		if _, err := tx.Exec(ctx, inSchema(`CREATE SCHEMA {schema}`, schema)); err != nil {
+			return 0, fmt.Errorf("create schema: %w", err)
+		}
+	}
+	if !hasTable {
+		if _, err := tx.Exec(ctx, inSchema(sqlMigrationTable, schema)); err != nil {
+			return 0, fmt.Errorf("create outbox_migration: %w", err)
+		}
+	}
+	err = tx.QueryRow(ctx, inSchema(sqlMigrationVersion, schema)).Scan(&version)
+	return version, err
+}
+
+// isUndefined reports whether PostgreSQL did not find a table or its schema.
+func isUndefined(err error) bool {
+	var pg *pgconn.PgError
+	return errors.As(err, &pg) && (pg.Code == "42P01" || pg.Code == "3F000")
+}

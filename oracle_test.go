@@ -1,0 +1,68 @@
+package outbox_test
+
+import (
+	"context"
+	"flag"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+)
+
+var (
+	oracleEvents = flag.Int("oracle.events", 20000, "how many events TestOracle commits")
+	oracleSeed   = flag.Uint64("oracle.seed", 0, "seed of TestOracle; 0 draws one")
+)
+
+// The promises hold for what really happens: many writers under transactions of
+// every kind, some of them open all the time, while the relay is stopped and
+// another takes over again and again. None of that excuses a duplicate.
+func TestOracle(t *testing.T) {
+	testenv.RealBrokers(t)
+	v := oracle.Verdict{Seed: *oracleSeed}
+	if v.Seed == 0 {
+		v.Seed = rand.Uint64()
+	}
+	t.Logf("seed %d (repeat with -oracle.seed)", v.Seed)
+	h := newHouse(t)
+	reader := h.follow(t)
+	stopped := make(chan struct{})
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	go func() {
+		defer close(stopped)
+		h.takeTurns(ctx, t, rand.New(rand.NewPCG(v.Seed, 1<<32)))
+	}()
+	start := time.Now()
+	require.NoError(t, oracle.Write(context.Background(), oracle.Writers{
+		DB: h.db, Schema: h.schema, Record: h.record, Seed: v.Seed,
+		Events: *oracleEvents, Writers: 24, Keys: 200, Pause: 5 * time.Millisecond, Open: 4,
+	}))
+	v = h.judge(t, reader, v, func() { cancel(); <-stopped })
+	v.Seconds = time.Since(start).Seconds()
+	t.Logf("%s", v)
+	require.NoError(t, v.Err())
+	require.Zero(t, h.count(t, "outbox_failed"))
+}
+
+// takeTurns runs two relays and stops one of them every now and then.
+func (h *house) takeTurns(ctx context.Context, t *testing.T, rng *rand.Rand) {
+	cfg := outbox.RelayConfig{BatchSize: 1 + rng.IntN(200), PollInterval: 20 * time.Millisecond}
+	relays := []*outbox.Relay{h.relay(t, cfg), h.relay(t, cfg)}
+	stops := []func(){run(t, relays[0]), run(t, relays[1])}
+	for ctx.Err() == nil {
+		select {
+		case <-ctx.Done():
+		case <-time.After(time.Duration(rng.IntN(1000)) * time.Millisecond):
+			i := rng.IntN(2)
+			stops[i]()
+			stops[i] = run(t, relays[i])
+		}
+	}
+	stops[0]()
+	stops[1]()
+}

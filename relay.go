@@ -1,0 +1,277 @@
+package outbox
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// RelayConfig tunes a [Relay]. The zero value is ready for production.
+type RelayConfig struct {
+	// Schema holds the tables of outbox. Empty means public.
+	Schema string
+
+	// Name of the relay, at most 100 characters. Each name has a cursor of its
+	// own and publishes every event; of the processes that run the same name one
+	// relays and the others stand by. Empty means default.
+	Name string
+
+	// Mode is how events travel as CloudEvents. Zero means [Binary].
+	Mode Mode
+
+	// BatchSize is the most events that are sent before the cursor moves, at most
+	// 10,000. A crash repeats up to this many. Zero means 1,000.
+	BatchSize int
+
+	// PollInterval is how long an idle relay waits before it looks for events,
+	// and a standby before it looks at the lease. Zero means 500 ms.
+	PollInterval time.Duration
+
+	// DeliveryTimeout, SendTimeout and Lease must grow in this order.
+	//
+	// DeliveryTimeout is when a record without an answer from Kafka counts as
+	// failed; it is sent again and may then arrive twice. Zero means 10 s.
+	DeliveryTimeout time.Duration
+	// SendTimeout bounds one send, and so about how long [Relay.Run] outlives
+	// its context. Zero means 15 s.
+	SendTimeout time.Duration
+	// Lease is how long a relay that has died keeps its standby waiting. It is
+	// renewed at a third of this. Zero means 30 s.
+	Lease time.Duration
+
+	// Logger receives what changes: WARN for trouble that begins or ends, and
+	// DEBUG for the rest. Nil means slog.Default().
+	Logger *slog.Logger
+}
+
+const (
+	defaultRelayName    = "default"
+	defaultBatchSize    = 1000
+	maxBatchSize        = 10_000
+	defaultPollInterval = 500 * time.Millisecond
+	defaultDelivery     = 10 * time.Second
+	defaultSend         = 15 * time.Second
+	defaultLease        = 30 * time.Second
+	maxRelayName        = 100
+)
+
+func (c RelayConfig) withDefaults() RelayConfig {
+	c.Schema = cmp.Or(c.Schema, defaultSchema)
+	c.Name = cmp.Or(c.Name, defaultRelayName)
+	c.BatchSize = cmp.Or(c.BatchSize, defaultBatchSize)
+	c.PollInterval = cmp.Or(c.PollInterval, defaultPollInterval)
+	c.DeliveryTimeout = cmp.Or(c.DeliveryTimeout, defaultDelivery)
+	c.SendTimeout = cmp.Or(c.SendTimeout, defaultSend)
+	c.Lease = cmp.Or(c.Lease, defaultLease)
+	c.Logger = cmp.Or(c.Logger, slog.Default())
+	return c
+}
+
+func (c RelayConfig) validate() error {
+	errs := []error{
+		checkSchema(c.Schema),
+		notNegative("BatchSize", c.BatchSize),
+		notNegative("PollInterval", c.PollInterval),
+		notNegative("DeliveryTimeout", c.DeliveryTimeout),
+		notNegative("SendTimeout", c.SendTimeout),
+		notNegative("Lease", c.Lease),
+	}
+	if err := checkText(c.Name, maxRelayName); err != nil {
+		errs = append(errs, fmt.Errorf("Name %w", err))
+	}
+	if c.Mode != Binary && c.Mode != Structured {
+		errs = append(errs, fmt.Errorf("Mode is %d: must be Binary or Structured", c.Mode))
+	}
+	if c.BatchSize > maxBatchSize {
+		errs = append(errs, fmt.Errorf("BatchSize is %d: at most %d", c.BatchSize, maxBatchSize))
+	}
+	if c.DeliveryTimeout >= c.SendTimeout {
+		errs = append(errs, fmt.Errorf("DeliveryTimeout is %v: must be shorter than SendTimeout, %v", c.DeliveryTimeout, c.SendTimeout))
+	}
+	if c.SendTimeout >= c.Lease {
+		errs = append(errs, fmt.Errorf("SendTimeout is %v: must be shorter than Lease, %v", c.SendTimeout, c.Lease))
+	}
+	return errors.Join(errs...)
+}
+
+// Relay hands committed events to Kafka: each at least once, those of one
+// partition key in order. Any number of processes may run it; one of them works.
+type Relay struct {
+	cfg     RelayConfig
+	kafka   []kgo.Opt
+	leases  *leases
+	cursors *cursors
+	log     *slog.Logger
+
+	running atomic.Bool
+	wake    chan struct{} // holds at most one wish to look at once
+}
+
+// NewRelay returns a relay that reads from db and produces with clients that it
+// makes from kafka when it runs: brokers, TLS, SASL, hooks and compression are
+// the caller's, acks=all and idempotence are the relay's. Options that name a
+// group, topics to consume or a transactional id, or that give up idempotence or
+// automatic flushing, are refused. The error names every bad field and option.
+//
+// NewRelay does no I/O, and makes and closes one client to look at the options.
+// A running relay uses up to three connections of db; closing db stays with the
+// caller.
+func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error) {
+	cfg = cfg.withDefaults()
+	err := errors.Join(cfg.validate(), checkKafkaOpts(kafka))
+	if db == nil {
+		err = errors.Join(fmt.Errorf("db %w", ErrNil), err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("outbox: relay config: %w", err)
+	}
+	return &Relay{
+		cfg:     cfg,
+		kafka:   kafka,
+		leases:  newLeases(db, cfg.Schema, cfg.Name, cfg.Lease),
+		cursors: newCursors(db, cfg.Schema, cfg.Name),
+		log:     cfg.Logger.With("relay", cfg.Name),
+		wake:    make(chan struct{}, 1),
+	}, nil
+}
+
+// Wake makes the relay look for events now instead of at its next poll. Call it
+// after a commit; it never blocks. Only a relay of this process is woken: when
+// another one holds the lease, that one sees the event at its poll.
+func (r *Relay) Wake() {
+	select {
+	case r.wake <- struct{}{}:
+	default: // it will look anyway
+	}
+}
+
+// Run relays events until ctx is cancelled, then finishes the batch in flight,
+// releases the lease so that a standby takes over at once, and returns nil. It
+// may be called again afterwards; a second call at the same time returns
+// [ErrRunning].
+//
+// Outages of Kafka and PostgreSQL are waited out, not returned. What is returned
+// needs a person: [ErrNotMigrated] and [ErrForeignCursor].
+func (r *Relay) Run(ctx context.Context) error {
+	if !r.running.CompareAndSwap(false, true) {
+		return ErrRunning
+	}
+	defer r.running.Store(false)
+	for {
+		l, err := r.standBy(ctx)
+		if err != nil || l == nil {
+			return err
+		}
+		err = r.lead(ctx, l)
+		if !errors.Is(err, errLeaseLost) {
+			return err
+		}
+		r.log.Warn("outbox: lease lost, standing by", "holder", l.holder, "epoch", l.epoch)
+	}
+}
+
+// standBy waits for the lease. It returns nil when ctx is cancelled first.
+func (r *Relay) standBy(ctx context.Context) (*lease, error) {
+	postgres := trouble{log: r.log, what: "PostgreSQL"}
+	for ctx.Err() == nil {
+		l, err := r.leases.acquire(ctx)
+		wait := r.cfg.PollInterval
+		switch {
+		case err == nil:
+			postgres.report(nil)
+			r.log.Debug("outbox: lease taken", "holder", l.holder, "epoch", l.epoch)
+			return l, nil
+		case isUndefined(err):
+			return nil, fmt.Errorf("%w in schema %s: %w", ErrNotMigrated, r.cfg.Schema, err)
+		case errors.Is(err, errHeld):
+			postgres.report(nil)
+		case ctx.Err() == nil:
+			postgres.report(err)
+			wait = postgres.backoff()
+		}
+		sleep(ctx, wait)
+	}
+	return nil, nil
+}
+
+// releaseTimeout is what Run spends at most to let a standby take over at once.
+const releaseTimeout = 2 * time.Second
+
+// lead relays until ctx is cancelled or the lease is lost.
+func (r *Relay) lead(ctx context.Context, l *lease) error {
+	// Cancelling ctx must not tear a batch apart: Kafka may already hold its
+	// records, and a cursor that did not move sends them again. What does tear it
+	// apart is the loss of the lease, and a batch that takes too long to finish.
+	held, lose := context.WithCancelCause(context.WithoutCancel(ctx))
+	stopped := context.AfterFunc(ctx, func() {
+		sleep(held, r.cfg.SendTimeout)
+		lose(errTooLate)
+	})
+	defer stopped()
+
+	var renewing sync.WaitGroup
+	renewing.Go(func() { r.keepLease(held, l, lose) })
+	s := newSession(r, l, held)
+	err := s.run(ctx)
+	s.close() // after this no record is on its way any more
+	lose(nil)
+	renewing.Wait()
+	if errors.Is(err, errLeaseLost) {
+		return err
+	}
+	if errors.Is(err, errTooLate) {
+		r.log.Warn("outbox: stopped before the batch in flight was finished; it will be sent again")
+		err = nil
+	}
+	released, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
+	defer cancel()
+	if rerr := r.leases.giveUp(released, l); rerr != nil {
+		r.log.Warn("outbox: lease not released, a standby waits until it expires", "error", rerr)
+	}
+	return err
+}
+
+// errTooLate ends a batch that is not finished SendTimeout after Run was told
+// to stop.
+var errTooLate = errors.New("not finished in time")
+
+// keepLease renews the lease until held ends, and ends held with errLeaseLost
+// when the lease is gone or could not be renewed before it expired.
+func (r *Relay) keepLease(held context.Context, l *lease, lose context.CancelCauseFunc) {
+	wait := r.cfg.Lease / 3
+	for {
+		sleep(held, min(wait, time.Until(*l.until.Load())))
+		if held.Err() != nil {
+			return
+		}
+		ctx, cancel := context.WithDeadline(held, *l.until.Load())
+		err := r.leases.renew(ctx, l)
+		cancel()
+		if errors.Is(err, errLeaseLost) || !l.held() {
+			lose(errLeaseLost)
+			return
+		}
+		wait = r.cfg.Lease / 3
+		if err != nil { // the session reports what ails PostgreSQL
+			wait = r.cfg.Lease / 30
+		}
+	}
+}
+
+// sleep waits for d or until ctx ends.
+func sleep(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+}

@@ -1,0 +1,247 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+)
+
+// session is the work under one lease. It belongs to the goroutine of Run; only
+// a prefetch reads the cursor beside it, and touches nothing of the session.
+type session struct {
+	*Relay
+	lease    *lease
+	held     context.Context // ends when the lease is lost or time is up
+	producer *producer
+	postgres trouble
+
+	pos      position
+	recorded bool    // pos stands in outbox_cursor
+	left     []int64 // ids of the open window that nobody has fetched
+	more     bool    // the window may have events behind left
+	fetching chan fetched
+}
+
+// fetched is what a prefetch brings: events, and what is left behind them.
+type fetched struct {
+	events []envelope
+	left   []int64
+	more   bool
+	err    error
+}
+
+func newSession(r *Relay, l *lease, held context.Context) *session {
+	return &session{
+		Relay: r, lease: l, held: held,
+		producer: newProducer(r.kafka, r.cfg, l, r.log),
+		postgres: trouble{log: r.log, what: "PostgreSQL"},
+	}
+}
+
+func (s *session) close() {
+	if s.fetching != nil {
+		<-s.fetching
+	}
+	s.producer.close()
+}
+
+// run relays until ctx is cancelled; then it returns nil. Whenever the cursor
+// turns out to be another than the one it knows, it forgets all and reads it.
+func (s *session) run(ctx context.Context) error {
+	for {
+		err := s.follow(ctx)
+		if !errors.Is(err, errStale) {
+			return err
+		}
+		s.log.Warn("outbox: cursor is not where it was left, reading it again; some events may be sent twice")
+	}
+}
+
+// follow relays from the newest cursor on.
+func (s *session) follow(ctx context.Context) error {
+	s.left, s.fetching = nil, s.forget()
+	err := s.try(func() (err error) {
+		s.pos, err = s.cursors.load(s.held, s.lease)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	s.recorded, s.more = true, s.pos.window != ""
+	for ctx.Err() == nil {
+		batch, err := s.next()
+		if err != nil {
+			return err
+		}
+		if len(batch) == 0 {
+			s.idle(ctx)
+			continue
+		}
+		if err := s.attempt(ctx, batch); err != nil {
+			return err
+		}
+	}
+	return s.record(nil)
+}
+
+// forget waits for a prefetch of a position that no longer rules.
+func (s *session) forget() chan fetched {
+	if s.fetching != nil {
+		<-s.fetching
+	}
+	return nil
+}
+
+// idle waits for the next poll or for Wake.
+func (s *session) idle(ctx context.Context) {
+	timer := time.NewTimer(s.cfg.PollInterval)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-s.wake:
+	case <-ctx.Done():
+	case <-s.held.Done():
+	}
+}
+
+// next returns the events to send next: further ones of the open window, else
+// the first of a new one. It returns none when there is nothing to send.
+func (s *session) next() (batch []envelope, err error) {
+	for s.fetching != nil || len(s.left) > 0 || s.more {
+		got := s.take()
+		s.left, s.more = got.left, got.more
+		if len(got.events) > 0 {
+			return got.events, nil
+		}
+		if got.err != nil {
+			return nil, got.err
+		}
+	}
+	err = s.try(func() (err error) {
+		s.pos, batch, err = s.cursors.open(s.held, s.lease, s.pos, s.cfg.BatchSize)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	s.recorded = true
+	s.more = len(batch) == s.cfg.BatchSize
+	return batch, nil
+}
+
+// take returns the events that were fetched ahead, or fetches them now.
+func (s *session) take() (got fetched) {
+	if s.fetching != nil {
+		got = <-s.fetching
+		s.fetching = nil
+		if got.err == nil {
+			return got
+		}
+	}
+	pos, left, more := s.pos, s.left, s.more
+	err := s.try(func() error {
+		got = s.fetch(pos, left, more)
+		return got.err
+	})
+	got.err = err
+	return got
+}
+
+// prefetch fetches what follows the event with id last while that one is in
+// flight. The window was announced before, so its rest cannot change.
+func (s *session) prefetch(last int64) {
+	if len(s.left) == 0 && !s.more {
+		return
+	}
+	pos, left, more := s.pos, s.left, s.more
+	pos.last = last
+	result := make(chan fetched, 1)
+	s.fetching = result
+	go func() { result <- s.fetch(pos, left, more) }()
+}
+
+// fetch reads the next events of the open window. On an error it returns what
+// it was given, so that it can be asked again.
+func (s *session) fetch(pos position, left []int64, more bool) fetched {
+	got := fetched{left: left, more: more}
+	if len(left) == 0 {
+		got.left, got.err = s.cursors.rest(s.held, pos, maxWindowIDs)
+		if got.err != nil {
+			return got
+		}
+		got.more = len(got.left) == maxWindowIDs
+	}
+	n := min(len(got.left), s.cfg.BatchSize)
+	if n == 0 {
+		return got
+	}
+	got.events, got.err = s.cursors.fetch(s.held, got.left[:n])
+	if got.err == nil {
+		got.left = got.left[n:]
+	}
+	return got
+}
+
+// attempt sends a batch, and moves the cursor behind what was decided of it. The
+// move behind the last batch of a window is left to the statement that opens the
+// next one. Stopping early, for ctx or the lease, is not an error of its own:
+// the next holder sends the rest.
+func (s *session) attempt(ctx context.Context, batch []envelope) error {
+	last := batch[len(batch)-1].id
+	s.prefetch(last)
+	start := time.Now()
+	decided, refused, err := s.producer.deliver(ctx, s.held, batch)
+	if decided > 0 {
+		s.pos.last = batch[decided-1].id
+		s.pos.highest = max(s.pos.highest, s.pos.last)
+		s.recorded = false
+	}
+	s.log.Debug("outbox: batch sent", "events", decided, "of", len(batch), "refused", len(refused), "last", s.pos.last,
+		"took", time.Since(start))
+	if errors.Is(err, errLeaseLost) {
+		return err
+	}
+	windowDrained := s.fetching == nil && len(s.left) == 0 && !s.more
+	if decided < len(batch) || len(refused) > 0 || !windowDrained {
+		if merr := s.record(refused); merr != nil {
+			return merr
+		}
+	}
+	return err
+}
+
+// record writes the position down if it is not yet, with what was refused on
+// the way to it.
+func (s *session) record(refused []refusal) error {
+	if s.recorded {
+		return nil
+	}
+	err := s.try(func() error {
+		id, err := s.cursors.move(s.held, s.lease, s.pos, refused)
+		if err == nil {
+			s.pos.cursorID, s.recorded = id, true
+		}
+		return err
+	})
+	return err
+}
+
+// try repeats f until PostgreSQL answers. It gives up when the lease is lost, or
+// the time to stop is over, and returns what no repetition mends.
+func (s *session) try(f func() error) error {
+	for {
+		err := f()
+		switch {
+		case s.held.Err() != nil && err != nil:
+			return context.Cause(s.held)
+		case isUndefined(err):
+			return fmt.Errorf("%w in schema %s: %w", ErrNotMigrated, s.cfg.Schema, err)
+		case err == nil, errors.Is(err, errStale), errors.Is(err, errLeaseLost), errors.Is(err, ErrForeignCursor):
+			s.postgres.report(nil)
+			return err
+		}
+		s.postgres.report(err)
+		sleep(s.held, s.postgres.backoff())
+	}
+}

@@ -1,0 +1,248 @@
+package outbox
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"reflect"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+)
+
+// DomainEvent is a fact of the business, as a plain Go struct. It knows no
+// topic, no encoding and no Kafka; how it travels is said in the [Registry].
+type DomainEvent interface {
+	// OccurredAt is when it happened. Microseconds are kept.
+	OccurredAt() time.Time
+}
+
+// Definition is what [NewRegistry] takes: the result of [Event].
+type Definition interface {
+	define() *definition
+}
+
+// EventType says how events of the Go type E travel. Make one with [Event].
+type EventType[E DomainEvent] struct{ def definition }
+
+// definition is an EventType without its type parameter.
+type definition struct {
+	goType        reflect.Type
+	eventType     string
+	aggregateType string
+	aggregateID   func(DomainEvent) string
+	topic         string                   // "" = by convention
+	key           func(DomainEvent) string // nil = aggregateID
+	codec         Codec
+}
+
+// Event defines an event type: its CloudEvents type, {company}.{domain}.{action}.v{n},
+// the type of the aggregate it belongs to, and which aggregate that is, usually
+// a method expression such as OrderCreated.AggregateID.
+//
+// It goes to the topic {domain}-events under the aggregate id as partition key,
+// as JSON, unless [EventType.Topic], [EventType.Key] and [EventType.Codec] say
+// otherwise.
+func Event[E DomainEvent](eventType, aggregateType string, aggregateID func(E) string) *EventType[E] {
+	return &EventType[E]{definition{
+		goType:        reflect.TypeFor[E](),
+		eventType:     eventType,
+		aggregateType: aggregateType,
+		aggregateID:   untyped(aggregateID),
+		codec:         JSON(),
+	}}
+}
+
+// Topic sends the events to this topic instead of the one that the convention
+// gives. The event type may then be any dotted name.
+func (t *EventType[E]) Topic(topic string) *EventType[E] {
+	t.def.topic = topic
+	return t
+}
+
+// Key orders and partitions the events by this instead of their aggregate id.
+// Events of one key arrive in the order in which they were recorded.
+func (t *EventType[E]) Key(key func(E) string) *EventType[E] {
+	t.def.key = untyped(key)
+	return t
+}
+
+// Codec encodes the payload with c instead of JSON.
+func (t *EventType[E]) Codec(c Codec) *EventType[E] {
+	t.def.codec = c
+	return t
+}
+
+func (t *EventType[E]) define() *definition {
+	if t == nil {
+		return nil
+	}
+	def := t.def
+	return &def
+}
+
+// untyped lets functions of different event types live in one map. The
+// registry looks events up by their type, so the assertion holds.
+func untyped[E DomainEvent](f func(E) string) func(DomainEvent) string {
+	if f == nil {
+		return nil
+	}
+	return func(e DomainEvent) string { return f(e.(E)) }
+}
+
+// Registry knows every event type of a service. It is immutable and safe for
+// concurrent use.
+type Registry struct {
+	source   string
+	byGoType map[reflect.Type]*definition
+	byName   map[string]*definition
+}
+
+// NewRegistry returns the registry of the service source, which becomes the
+// CloudEvents source of its events: a URI reference of at most 100 characters,
+// for example commerce-api. All bad definitions are reported in one error; each
+// is a [*FieldError].
+func NewRegistry(source string, events ...Definition) (*Registry, error) {
+	r := &Registry{
+		source:   source,
+		byGoType: make(map[reflect.Type]*definition, len(events)),
+		byName:   make(map[string]*definition, len(events)),
+	}
+	var bad []error
+	if err := checkText(source, maxSource); err != nil {
+		bad = append(bad, &FieldError{Field: "source", Err: err})
+	}
+	for i, e := range events {
+		if err := r.add(i, e); err != nil {
+			bad = append(bad, err)
+		}
+	}
+	if len(bad) > 0 {
+		return nil, errors.Join(bad...)
+	}
+	return r, nil
+}
+
+// add checks and stores one definition.
+func (r *Registry) add(i int, e Definition) error {
+	refuse := func(name, field string, err error) error {
+		return &FieldError{EventType: name, Index: i, Field: field, Err: err}
+	}
+	if isNil(e) {
+		return refuse("no definition", "event", ErrNil)
+	}
+	def := e.define()
+	name := cmp.Or(def.eventType, def.goType.String())
+	if err := def.check(); err != nil {
+		return refuse(name, err.Field, err.Err)
+	}
+	if r.byName[def.eventType] != nil {
+		return refuse(name, "event_type", ErrDuplicate)
+	}
+	if other := r.byGoType[def.goType]; other != nil {
+		return refuse(name, "event", fmt.Errorf("%s %w as %s", def.goType, ErrDuplicate, other.eventType))
+	}
+	r.byName[def.eventType], r.byGoType[def.goType] = def, def
+	return nil
+}
+
+// check returns the first thing that is wrong with a definition, or nil.
+func (d *definition) check() *FieldError {
+	if d.goType.Kind() == reflect.Pointer || d.goType.Kind() == reflect.Interface {
+		return &FieldError{Field: "event", Err: fmt.Errorf("of Go type %s %w: register the struct itself; Record takes pointers to it", d.goType, ErrMalformed)}
+	}
+	if err := checkEventType(d.eventType, d.topic == ""); err != nil {
+		return &FieldError{Field: "event_type", Err: err}
+	}
+	if err := checkText(d.aggregateType, maxAggregateType); err != nil {
+		return &FieldError{Field: "aggregate_type", Err: err}
+	}
+	if d.aggregateID == nil {
+		return &FieldError{Field: "aggregate_id", Err: fmt.Errorf("function %w", ErrNil)}
+	}
+	if d.topic != "" && (!topicName.MatchString(d.topic) || strings.Trim(d.topic, ".") == "") {
+		return &FieldError{Field: "topic", Err: fmt.Errorf("%q %w: at most 249 of a-z A-Z 0-9 . _ -", d.topic, ErrMalformed)}
+	}
+	if err := d.codec.check(); err != nil {
+		return &FieldError{Field: "content_type", Err: err}
+	}
+	return nil
+}
+
+// Topic returns the Kafka topic of an event type: the one it was registered
+// with, else the second segment of its name with "-events" behind it, so that
+// loopers.order.created.v1 goes to order-events. It returns [ErrUnregistered]
+// for a type that the registry does not know.
+func (r *Registry) Topic(eventType string) (string, error) {
+	def := r.byName[eventType]
+	if def == nil {
+		return "", &FieldError{EventType: eventType, Field: "event_type", Err: ErrUnregistered}
+	}
+	return cmp.Or(def.topic, topicOf(eventType)), nil
+}
+
+// Types returns the registered event types, sorted.
+func (r *Registry) Types() []string { return slices.Sorted(maps.Keys(r.byName)) }
+
+// lookup finds the definition of an event, and the event itself where e is a
+// pointer to it.
+func (r *Registry) lookup(e DomainEvent) (*definition, DomainEvent, error) {
+	if isNil(e) {
+		return nil, nil, &FieldError{EventType: fmt.Sprintf("%T", e), Field: "event", Err: ErrNil}
+	}
+	if v := reflect.ValueOf(e); v.Kind() == reflect.Pointer {
+		value, ok := v.Elem().Interface().(DomainEvent)
+		if !ok { // OccurredAt has a pointer receiver, so no value of it was registered
+			return nil, nil, unregistered(e)
+		}
+		e = value
+	}
+	def := r.byGoType[reflect.TypeOf(e)]
+	if def == nil {
+		return nil, nil, unregistered(e)
+	}
+	return def, e, nil
+}
+
+func unregistered(e DomainEvent) error {
+	return &FieldError{EventType: fmt.Sprintf("%T", e), Field: "event", Err: ErrUnregistered}
+}
+
+// isNil sees through an interface that holds a nil pointer.
+func isNil(v any) bool {
+	if v == nil {
+		return true
+	}
+	rv := reflect.ValueOf(v)
+	return rv.Kind() == reflect.Pointer && rv.IsNil()
+}
+
+// topicOf derives a topic from an event type that checkEventType has passed.
+func topicOf(eventType string) string {
+	_, rest, _ := strings.Cut(eventType, ".")
+	domain, _, _ := strings.Cut(rest, ".")
+	return domain + "-events"
+}
+
+var (
+	dottedName       = regexp.MustCompile(`^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+$`)
+	conventionalName = regexp.MustCompile(`^[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+\.v[1-9][0-9]*$`)
+	topicName        = regexp.MustCompile(`^[A-Za-z0-9._-]{1,249}$`)
+)
+
+// checkEventType holds a name against the convention, from which the topic is
+// derived, or only asks for a dotted name where the topic is given.
+func checkEventType(name string, convention bool) error {
+	if err := checkText(name, maxEventType); err != nil {
+		return err
+	}
+	if convention && !conventionalName.MatchString(name) {
+		return fmt.Errorf("%q %w: want {company}.{domain}.{action}.v{n}, or a Topic of its own", name, ErrMalformed)
+	}
+	if !dottedName.MatchString(name) {
+		return fmt.Errorf("%q %w: want segments of letters, digits, - and _ with dots between them", name, ErrMalformed)
+	}
+	return nil
+}
