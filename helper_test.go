@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"sync"
 	"testing"
 	"time"
@@ -14,6 +15,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -103,7 +105,7 @@ func run(t testing.TB, r *outbox.Relay) (stop func()) {
 		cancel()
 		select {
 		case err := <-done:
-			require.NoError(t, err)
+			assert.NoError(t, err)
 		case <-time.After(patience):
 			t.Error("Run did not return")
 		}
@@ -176,4 +178,13 @@ func (h *house) count(t testing.TB, table string) (n int) {
 	sql := fmt.Sprintf("SELECT count(*) FROM %s", pgx.Identifier{h.schema, table}.Sanitize())
 	require.NoError(t, h.db.QueryRow(context.Background(), sql).Scan(&n))
 	return n
+}
+
+// random returns n characters that do not compress well.
+func random(n int) string {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = "0123456789abcdefghijklmnopqrstuvwxyz"[rand.IntN(36)]
+	}
+	return string(b)
 }

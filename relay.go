@@ -38,7 +38,8 @@ type RelayConfig struct {
 	// DeliveryTimeout, SendTimeout and Lease must grow in this order.
 	//
 	// DeliveryTimeout is when a record without an answer from Kafka counts as
-	// failed; it is sent again and may then arrive twice. Zero means 10 s.
+	// failed; it is sent again and may then arrive twice. At least 1 s. Zero
+	// means 10 s.
 	DeliveryTimeout time.Duration
 	// SendTimeout bounds one send, and so about how long [Relay.Run] outlives
 	// its context. Zero means 15 s.
@@ -58,6 +59,7 @@ const (
 	maxBatchSize        = 10_000
 	defaultPollInterval = 500 * time.Millisecond
 	defaultDelivery     = 10 * time.Second
+	minDelivery         = time.Second // franz-go takes no less
 	defaultSend         = 15 * time.Second
 	defaultLease        = 30 * time.Second
 	maxRelayName        = 100
@@ -80,7 +82,6 @@ func (c RelayConfig) validate() error {
 		checkSchema(c.Schema),
 		notNegative("BatchSize", c.BatchSize),
 		notNegative("PollInterval", c.PollInterval),
-		notNegative("DeliveryTimeout", c.DeliveryTimeout),
 		notNegative("SendTimeout", c.SendTimeout),
 		notNegative("Lease", c.Lease),
 	}
@@ -92,6 +93,9 @@ func (c RelayConfig) validate() error {
 	}
 	if c.BatchSize > maxBatchSize {
 		errs = append(errs, fmt.Errorf("BatchSize is %d: at most %d", c.BatchSize, maxBatchSize))
+	}
+	if c.DeliveryTimeout < minDelivery {
+		errs = append(errs, fmt.Errorf("DeliveryTimeout is %v: at least %v", c.DeliveryTimeout, minDelivery))
 	}
 	if c.DeliveryTimeout >= c.SendTimeout {
 		errs = append(errs, fmt.Errorf("DeliveryTimeout is %v: must be shorter than SendTimeout, %v", c.DeliveryTimeout, c.SendTimeout))
@@ -127,6 +131,9 @@ type Relay struct {
 func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error) {
 	cfg = cfg.withDefaults()
 	err := errors.Join(cfg.validate(), checkKafkaOpts(kafka))
+	if err == nil {
+		err = kgo.ValidateOpts(producerOpts(kafka, cfg)...)
+	}
 	if db == nil {
 		err = errors.Join(fmt.Errorf("db %w", ErrNil), err)
 	}
@@ -135,7 +142,7 @@ func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error
 	}
 	return &Relay{
 		cfg:     cfg,
-		kafka:   kafka,
+		kafka:   producerOpts(kafka, cfg),
 		leases:  newLeases(db, cfg.Schema, cfg.Name, cfg.Lease),
 		cursors: newCursors(db, cfg.Schema, cfg.Name),
 		log:     cfg.Logger.With("relay", cfg.Name),

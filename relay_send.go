@@ -49,8 +49,13 @@ type producer struct {
 	client *kgo.Client // nil until needed, and after a send without an answer
 }
 
-func newProducer(host []kgo.Opt, cfg RelayConfig, l *lease, log *slog.Logger) *producer {
-	opts := append(append([]kgo.Opt(nil), host...),
+func newProducer(opts []kgo.Opt, cfg RelayConfig, l *lease, log *slog.Logger) *producer {
+	return &producer{opts: opts, cfg: cfg, lease: l, log: log, kafka: trouble{log: log, what: "Kafka"}}
+}
+
+// producerOpts are the host's options with what the promises need.
+func producerOpts(host []kgo.Opt, cfg RelayConfig) []kgo.Opt {
+	return append(append([]kgo.Opt(nil), host...),
 		kgo.RequiredAcks(kgo.AllISRAcks()),
 		// With idempotence alone, a record whose request was sent and never
 		// answered would neither fail nor time out.
@@ -59,7 +64,6 @@ func newProducer(host []kgo.Opt, cfg RelayConfig, l *lease, log *slog.Logger) *p
 		// Batches come full: there is no company to wait for.
 		kgo.ProducerLinger(0),
 	)
-	return &producer{opts: opts, cfg: cfg, lease: l, log: log, kafka: trouble{log: log, what: "Kafka"}}
 }
 
 // close throws the client away with everything that it still buffers; no
@@ -187,7 +191,7 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 	}
 	if p.client == nil {
 		client, err := kgo.NewClient(p.opts...)
-		if err != nil { // NewRelay has tried these options
+		if err != nil { // NewRelay has validated these options
 			return nil, fmt.Errorf("make Kafka client: %w", err)
 		}
 		p.client = client

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"sync"
+	"time"
 
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -28,7 +29,7 @@ type Reader struct {
 // carries; nil means that the record's value is the event as JSON.
 func Follow(ctx context.Context, brokers []string, topic string, decode func(*kgo.Record) (Event, error)) (*Reader, error) {
 	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topic),
-		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))
+		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()), kgo.MetadataMinAge(100*time.Millisecond)) // the topic may not be there yet
 	if err != nil {
 		return nil, fmt.Errorf("oracle: follow %s: %w", topic, err)
 	}

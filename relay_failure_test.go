@@ -1,0 +1,299 @@
+package outbox_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"net"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+)
+
+func TestNotMigrated(t *testing.T) {
+	db, schema := testenv.Schema(t)
+	relay, err := outbox.NewRelay(db, nil, outbox.RelayConfig{Schema: schema})
+	require.NoError(t, err)
+	err = relay.Run(background)
+	require.ErrorIs(t, err, outbox.ErrNotMigrated)
+	require.ErrorContains(t, err, schema)
+}
+
+// Transaction ids mean nothing in another cluster. A relay that took them for
+// its own would skip whatever they call visible.
+func TestForeignCursor(t *testing.T) {
+	for name, sql := range map[string]string{
+		"another cluster's cursor":   `UPDATE {s}.outbox_cursor SET system_identifier = system_identifier + 1`,
+		"snapshot from the future":   `UPDATE {s}.outbox_cursor SET snapshot = '1:1000000000000:'`,
+		"window end from the future": `UPDATE {s}.outbox_cursor SET window_snapshot = '1:1000000000000:'`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := newHouse(t)
+			reader := h.follow(t)
+			events := numbered("key", 1, 1)
+			h.commit(t, events...)
+			relay := h.relay(t, quick)
+			stop := run(t, relay)
+			requireArrival(t, reader, events...)
+			stop()
+			_, err := h.db.Exec(background, h.sql(sql))
+			require.NoError(t, err)
+			require.ErrorIs(t, relay.Run(background), outbox.ErrForeignCursor)
+		})
+	}
+}
+
+// A broker refuses what the client had put into one request, good events too.
+// Only what is refused alone is to blame, and it stops nothing.
+func TestRefusedEvent(t *testing.T) {
+	h := newHouse(t)
+	testenv.RealBrokers(t)
+	h.createTopic(t, "max.message.bytes", "2000")
+	reader := h.follow(t)
+	events := numbered("a", 1, 20)
+	events[10].Key = "b"
+	events[10].Filler = random(5000) // over the topic's limit, within the client's
+	h.commit(t, events...)
+	log := new(syncBuffer)
+	cfg := quick
+	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
+	run(t, h.relay(t, cfg))
+	good := append(append([]oracle.Event(nil), events[:10]...), events[11:]...)
+	requireArrival(t, reader, good...)
+	after := numbered("b", 100, 3)
+	h.commit(t, after...)
+	requireArrival(t, reader, after...)
+
+	arrived, err := reader.Arrived()
+	require.NoError(t, err)
+	require.ElementsMatch(t, append(good, after...), arrived, "each once")
+	row, err := h.db.Query(background, h.sql(`
+		SELECT f.status, f.error_class, f.last_error, f.retry_count, f.relay,
+		       (f.event_id, f.event_type, f.source, f.aggregate_type, f.aggregate_id, f.payload, f.content_type, f.topic, f.occurred_at)
+		     = (o.event_id, o.event_type, o.source, o.aggregate_type, o.aggregate_id, o.payload, o.content_type, o.topic, o.occurred_at) AS whole,
+		       o.payload->>'id' AS id
+		  FROM {s}.outbox_failed f JOIN {s}.outbox o ON o.id = f.outbox_id`))
+	require.NoError(t, err)
+	failed, err := pgx.CollectExactlyOneRow(row, pgx.RowToMap)
+	require.NoError(t, err)
+	require.Contains(t, failed["last_error"], "MESSAGE_TOO_LARGE")
+	delete(failed, "last_error")
+	require.Equal(t, map[string]any{"status": "failed", "error_class": "message_too_large", "retry_count": int32(0),
+		"relay": "default", "whole": true, "id": events[10].ID}, failed)
+	require.Contains(t, log.String(), "event refused")
+}
+
+// Rows that no Recorder wrote may be impossible to send. They stop nothing.
+func TestImpossibleRow(t *testing.T) {
+	h := newHouse(t)
+	reader := h.follow(t)
+	_, err := h.db.Exec(background, h.sql(`
+		INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, headers, occurred_at)
+		VALUES (gen_random_uuid(), 'nonsense', 's', 'a', 'k', '{}', 'application/json', NULL, now()),
+		       (gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', '[1]', now())`))
+	require.NoError(t, err)
+	events := numbered("key", 1, 3)
+	h.commit(t, events...)
+	cfg := quick
+	cfg.Logger = slog.New(slog.DiscardHandler)
+	run(t, h.relay(t, cfg))
+	requireArrival(t, reader, events...)
+	require.Eventually(t, func() bool { return h.count(t, "outbox_failed") == 2 }, patience, 10*time.Millisecond)
+}
+
+// While Kafka is away events wait: none is given up, none overtakes another.
+// The log says when it began and when it ended, not how often we tried.
+func TestKafkaAway(t *testing.T) {
+	h := newHouse(t)
+	reader := h.follow(t)
+	dialer := &brokenDialer{}
+	dialer.broken.Store(true)
+	log := new(syncBuffer)
+	cfg := quick
+	cfg.Schema = h.schema
+	cfg.DeliveryTimeout, cfg.SendTimeout = 1000*time.Millisecond, 1500*time.Millisecond
+	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
+	relay, err := outbox.NewRelay(h.db, append(h.kafka(), kgo.Dialer(dialer.dial)), cfg)
+	require.NoError(t, err)
+	run(t, relay)
+	var all []oracle.Event
+	for outage := range 3 {
+		events := numbered("key", 1+100*outage, 100)
+		h.commit(t, events...)
+		all = append(all, events...)
+		require.Eventually(t, func() bool { return strings.Count(log.String(), "Kafka fails") == outage+1 }, patience, time.Millisecond)
+		require.False(t, reader.Has(events[99].ID))
+		dialer.broken.Store(false)
+		requireArrival(t, reader, events...)
+		require.Eventually(t, func() bool { return strings.Count(log.String(), "Kafka works again") == outage+1 }, patience, time.Millisecond)
+		dialer.breakAll()
+	}
+	require.Zero(t, h.count(t, "outbox_failed"))
+	requireFirstsInOrder(t, reader, all)
+}
+
+// The relay can be stopped while Kafka is away, and loses nothing by it.
+func TestStopWhileKafkaIsAway(t *testing.T) {
+	h := newHouse(t)
+	reader := h.follow(t)
+	dialer := &brokenDialer{}
+	dialer.broken.Store(true)
+	log := new(syncBuffer)
+	cfg := quick
+	cfg.Schema = h.schema
+	cfg.DeliveryTimeout, cfg.SendTimeout = 1000*time.Millisecond, 1500*time.Millisecond
+	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
+	relay, err := outbox.NewRelay(h.db, append(h.kafka(), kgo.Dialer(dialer.dial)), cfg)
+	require.NoError(t, err)
+	stop := run(t, relay)
+	events := numbered("key", 1, 100)
+	h.commit(t, events...)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "Kafka fails") }, patience, time.Millisecond)
+	stop()
+	run(t, h.relay(t, quick))
+	requireArrival(t, reader, events...)
+	requireFirstsInOrder(t, reader, events)
+}
+
+// Connections to PostgreSQL die at any moment; nothing is lost or sent twice by
+// that, because a move whose outcome is unknown is looked up.
+func TestPostgresConnectionsDie(t *testing.T) {
+	h := newHouse(t)
+	reader := h.follow(t)
+	admin := h.db
+	h.db = testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["application_name"] = h.schema })
+	cfg := quick
+	cfg.BatchSize = 10
+	cfg.Logger = slog.New(slog.DiscardHandler)
+	run(t, h.relay(t, cfg))
+	h.db = admin
+	var all []oracle.Event
+	for i := range 40 {
+		events := numbered("key", 1+i*50, 50)
+		h.commit(t, events...)
+		all = append(all, events...)
+		_, err := admin.Exec(background, `SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = $1`, h.schema)
+		require.NoError(t, err)
+	}
+	requireArrival(t, reader, all...)
+	requireFirstsInOrder(t, reader, all)
+}
+
+// A relay whose lease was taken cannot move the cursor, whatever it believes.
+func TestTakenLease(t *testing.T) {
+	h := newHouse(t)
+	reader := h.follow(t)
+	log := new(syncBuffer)
+	cfg := quick
+	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
+	stop := run(t, h.relay(t, cfg))
+	first := numbered("key", 1, 1)
+	h.commit(t, first...)
+	requireArrival(t, reader, first...)
+	_, err := h.db.Exec(background, h.sql(`UPDATE {s}.outbox_lease SET holder = 'thief', epoch = epoch + 1`))
+	require.NoError(t, err)
+	cursors := h.count(t, "outbox_cursor")
+	h.commit(t, numbered("key", 2, 1)...)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "lease lost") }, patience, time.Millisecond)
+	require.LessOrEqual(t, h.count(t, "outbox_cursor"), cursors+1, "at most the move that was on its way")
+	stop()
+	require.Equal(t, 1, h.countWhere(t, `SELECT count(*) FROM {s}.outbox_lease WHERE holder = 'thief' AND expires_at > now()`))
+}
+
+func (h *house) countWhere(t testing.TB, sql string) (n int) {
+	t.Helper()
+	require.NoError(t, h.db.QueryRow(background, h.sql(sql)).Scan(&n))
+	return n
+}
+
+// requireFirstsInOrder holds the first arrivals against what was committed.
+func requireFirstsInOrder(t *testing.T, reader *oracle.Reader, want []oracle.Event) {
+	t.Helper()
+	arrived, err := reader.Arrived()
+	require.NoError(t, err)
+	seen := map[string]bool{}
+	var firsts []oracle.Event
+	for _, e := range arrived {
+		if !seen[e.ID] {
+			firsts = append(firsts, e)
+		}
+		seen[e.ID] = true
+	}
+	require.Equal(t, want, firsts)
+}
+
+// createTopic creates the house's topic with one partition and a setting.
+func (h *house) createTopic(t *testing.T, setting, value string) {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(h.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	topic := kmsg.NewCreateTopicsRequestTopic()
+	topic.Topic, topic.NumPartitions, topic.ReplicationFactor = h.topic, 1, 1
+	topic.Configs = []kmsg.CreateTopicsRequestTopicConfig{{Name: setting, Value: &value}}
+	request := kmsg.NewPtrCreateTopicsRequest()
+	request.Topics = []kmsg.CreateTopicsRequestTopic{topic}
+	response, err := request.RequestWith(background, client)
+	require.NoError(t, err)
+	require.Zero(t, response.Topics[0].ErrorCode)
+}
+
+// brokenDialer stands between the relay and Kafka.
+type brokenDialer struct {
+	broken atomic.Bool
+	mu     sync.Mutex
+	conns  []net.Conn
+}
+
+func (d *brokenDialer) dial(ctx context.Context, network, address string) (net.Conn, error) {
+	if d.broken.Load() {
+		return nil, errors.New("cable pulled")
+	}
+	conn, err := new(net.Dialer).DialContext(ctx, network, address)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if err == nil {
+		d.conns = append(d.conns, conn)
+	}
+	return conn, err
+}
+
+func (d *brokenDialer) breakAll() {
+	d.broken.Store(true)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, conn := range d.conns {
+		conn.Close()
+	}
+	d.conns = nil
+}
+
+// syncBuffer is a log that can be read while it is written.
+type syncBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (b *syncBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.Write(p)
+}
+
+func (b *syncBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.String()
+}
