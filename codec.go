@@ -97,6 +97,7 @@ func validStrings(v reflect.Value) bool {
 				return false
 			}
 		}
+	default: // no text in it
 	}
 	return true
 }

@@ -291,17 +291,17 @@ func inSchema(sql, schema string) string {
 // checkSchema refuses a name that PostgreSQL would cut off or not take.
 func checkSchema(schema string) error {
 	if err := checkText(schema, 63); err != nil {
-		return fmt.Errorf("Schema %w", err)
+		return fmt.Errorf("field Schema %w", err)
 	}
 	if len(schema) > 63 {
-		return fmt.Errorf("Schema %w: %d bytes, at most 63", ErrTooLong, len(schema))
+		return fmt.Errorf("field Schema %w: %d bytes, at most 63", ErrTooLong, len(schema))
 	}
 	return nil
 }
 
 func notNegative[N int | time.Duration](field string, n N) error {
 	if n < 0 {
-		return fmt.Errorf("%s is %v: must not be negative", field, n)
+		return fmt.Errorf("field %s is %v: must not be negative", field, n)
 	}
 	return nil
 }

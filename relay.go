@@ -86,22 +86,22 @@ func (c RelayConfig) validate() error {
 		notNegative("Lease", c.Lease),
 	}
 	if err := checkText(c.Name, maxRelayName); err != nil {
-		errs = append(errs, fmt.Errorf("Name %w", err))
+		errs = append(errs, fmt.Errorf("field Name %w", err))
 	}
 	if c.Mode != Binary && c.Mode != Structured {
-		errs = append(errs, fmt.Errorf("Mode is %d: must be Binary or Structured", c.Mode))
+		errs = append(errs, fmt.Errorf("field Mode is %d: must be Binary or Structured", c.Mode))
 	}
 	if c.BatchSize > maxBatchSize {
-		errs = append(errs, fmt.Errorf("BatchSize is %d: at most %d", c.BatchSize, maxBatchSize))
+		errs = append(errs, fmt.Errorf("field BatchSize is %d: at most %d", c.BatchSize, maxBatchSize))
 	}
 	if c.DeliveryTimeout < minDelivery {
-		errs = append(errs, fmt.Errorf("DeliveryTimeout is %v: at least %v", c.DeliveryTimeout, minDelivery))
+		errs = append(errs, fmt.Errorf("field DeliveryTimeout is %v: at least %v", c.DeliveryTimeout, minDelivery))
 	}
 	if c.DeliveryTimeout >= c.SendTimeout {
-		errs = append(errs, fmt.Errorf("DeliveryTimeout is %v: must be shorter than SendTimeout, %v", c.DeliveryTimeout, c.SendTimeout))
+		errs = append(errs, fmt.Errorf("field DeliveryTimeout is %v: must be shorter than SendTimeout, %v", c.DeliveryTimeout, c.SendTimeout))
 	}
 	if c.SendTimeout >= c.Lease {
-		errs = append(errs, fmt.Errorf("SendTimeout is %v: must be shorter than Lease, %v", c.SendTimeout, c.Lease))
+		errs = append(errs, fmt.Errorf("field SendTimeout is %v: must be shorter than Lease, %v", c.SendTimeout, c.Lease))
 	}
 	return errors.Join(errs...)
 }

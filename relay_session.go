@@ -40,9 +40,7 @@ func newSession(r *Relay, l *lease, held context.Context) *session {
 }
 
 func (s *session) close() {
-	if s.fetching != nil {
-		<-s.fetching
-	}
+	s.forget()
 	s.producer.close()
 }
 
@@ -60,7 +58,7 @@ func (s *session) run(ctx context.Context) error {
 
 // follow relays from the newest cursor on.
 func (s *session) follow(ctx context.Context) error {
-	s.left, s.fetching = nil, s.forget()
+	s.forget()
 	err := s.try(func() (err error) {
 		s.pos, err = s.cursors.load(s.held, s.lease)
 		return err
@@ -85,12 +83,13 @@ func (s *session) follow(ctx context.Context) error {
 	return s.record(nil)
 }
 
-// forget waits for a prefetch of a position that no longer rules.
-func (s *session) forget() chan fetched {
+// forget drops what was fetched for a position that no longer rules.
+func (s *session) forget() {
 	if s.fetching != nil {
 		<-s.fetching
+		s.fetching = nil
 	}
-	return nil
+	s.left = nil
 }
 
 // idle waits for the next poll or for Wake.

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"testing"
@@ -143,7 +144,7 @@ func TestRunTwice(t *testing.T) {
 	require.Eventually(t, func() bool {
 		ctx, cancel := context.WithCancel(background)
 		cancel()
-		return relay.Run(ctx) == outbox.ErrRunning
+		return errors.Is(relay.Run(ctx), outbox.ErrRunning)
 	}, patience, time.Millisecond)
 	stop()
 	events := numbered("key", 1, 3)

@@ -1,0 +1,46 @@
+# outbox: what can be made. `make` alone tells.
+
+MODULES  := . tools examples
+SERVICES := bin/services
+RUN      := $(SERVICES) run $(if $(POSTGRES),-postgres $(POSTGRES)) $(if $(KAFKA),-kafka $(KAFKA)) --
+
+.PHONY: help
+help: ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(SERVICES) ## A small shop whose events flow: needs only Go (KAFKA=real: a real broker, needs Java and Maven, or Docker)
+	@go build -C examples -o ../bin/demo ./demo
+	@$(SERVICES) run -quiet -postgres $(or $(POSTGRES),embedded) -kafka $(if $(filter real,$(KAFKA)),auto,$(or $(KAFKA),fake)) -- bin/demo $(ARGS)
+
+.PHONY: test
+test: $(SERVICES) ## Test everything against a real PostgreSQL and a real Kafka, with the race detector
+	@$(RUN) sh -c 'set -e; for m in $(MODULES); do echo "== $$m"; (cd $$m && go test -race -timeout 15m $(ARGS) ./...); done'
+
+.PHONY: oracle
+oracle: $(SERVICES) ## Commit EVENTS=200000 under transactions of every kind and check what arrives (SEED=… repeats a plan)
+	@$(RUN) go test -count=1 -timeout 0 -run '^TestOracle$$' . -v -oracle.events=$(or $(EVENTS),200000) $(if $(SEED),-oracle.seed=$(SEED))
+
+.PHONY: services
+services: $(SERVICES) ## Keep PostgreSQL and Kafka running for `go test`, until Ctrl-C
+	@$(SERVICES) up
+
+.PHONY: lint
+lint: bin/golangci-lint ## Check form and style
+	@for m in $(MODULES); do echo "== $$m"; (cd $$m && go vet ./... && $(CURDIR)/bin/golangci-lint run --config $(CURDIR)/.golangci.yml ./...) || exit 1; done
+
+.PHONY: fmt
+fmt: ## Format the code
+	@gofmt -w $$(git ls-files '*.go')
+
+.PHONY: clean
+clean: ## Remove what was built
+	@rm -rf bin
+
+# The go command knows best whether these are up to date.
+.PHONY: $(SERVICES) bin/golangci-lint
+$(SERVICES):
+	@go build -C tools -o ../bin/services ./services
+
+bin/golangci-lint:
+	@go build -C tools/lint -o ../../bin/golangci-lint github.com/golangci/golangci-lint/v2/cmd/golangci-lint
