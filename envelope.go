@@ -62,7 +62,8 @@ const (
 )
 
 // WithCorrelationID returns a context under which recorded events carry id, at
-// most 255 characters, as the CloudEvents extension correlationid.
+// most 255 characters, as the CloudEvents extension correlationid: in Kafka the
+// header ce_correlationid.
 func WithCorrelationID(ctx context.Context, id string) context.Context {
 	return context.WithValue(ctx, correlationKey, id)
 }
@@ -74,7 +75,8 @@ func CorrelationID(ctx context.Context) string {
 }
 
 // WithTraceParent returns a context under which recorded events carry a W3C
-// traceparent, unless RecorderConfig.TraceParent reads it from elsewhere.
+// traceparent, unless RecorderConfig.TraceParent reads it from elsewhere. In
+// Kafka it is the header ce_traceparent, and traceparent for tracing libraries.
 func WithTraceParent(ctx context.Context, traceparent string) context.Context {
 	return context.WithValue(ctx, traceKey, traceparent)
 }
@@ -195,7 +197,7 @@ func (e *envelope) destination() (string, error) {
 	}
 	name := string(e.eventType)
 	if !dottedName.MatchString(name) {
-		return "", &FieldError{EventType: name, Field: "event_type", Err: ErrMalformed}
+		return "", &FieldError{EventType: name, Index: -1, Field: "event_type", Err: ErrMalformed}
 	}
 	return topicOf(name), nil
 }
@@ -233,7 +235,7 @@ func (e *envelope) ownHeaders() (map[string]string, error) {
 	}
 	var own map[string]string
 	if err := json.Unmarshal(e.headers, &own); err != nil {
-		return nil, &FieldError{EventType: string(e.eventType), Field: "headers", Err: fmt.Errorf("%w: %w", ErrMalformed, err)}
+		return nil, &FieldError{EventType: string(e.eventType), Index: -1, Field: "headers", Err: fmt.Errorf("%w: %w", ErrMalformed, err)}
 	}
 	return own, nil
 }

@@ -56,7 +56,8 @@ var (
 type FieldError struct {
 	// EventType is the CloudEvents type, or the Go type where no other is known.
 	EventType string
-	// Index is the place of the event among those of the call, from 0.
+	// Index is the place of the event among those of the call, from 0; -1 when
+	// the error is not about one of several.
 	Index int
 	// Field is the refused one, by its name in the table outbox, for example
 	// "aggregate_id"; "payload" covers both payload columns.
@@ -69,8 +70,11 @@ type FieldError struct {
 func (e *FieldError) Error() string {
 	var b strings.Builder
 	b.WriteString("outbox: ")
-	if e.EventType != "" {
+	switch {
+	case e.Index >= 0:
 		fmt.Fprintf(&b, "event %d (%s): ", e.Index, e.EventType)
+	case e.EventType != "":
+		b.WriteString(e.EventType + ": ")
 	}
 	fmt.Fprintf(&b, "%s %v", e.Field, e.Err)
 	return b.String()

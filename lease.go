@@ -67,12 +67,14 @@ func newHolder() string {
 // sqlLeasePeek looks before anything is locked: a standby asks every poll
 // interval, and must neither write nor wait.
 const sqlLeasePeek = `
-SELECT EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND expires_at > clock_timestamp())`
+SELECT EXISTS (SELECT FROM {schema}.outbox_lease
+                WHERE name = $1::text AND holder <> $2::text AND expires_at > clock_timestamp())`
 
-// sqlLeaseTake takes a lease that is free or has expired. The new epoch is above
-// every epoch in outbox_cursor, so that a relay from before somebody emptied
-// the lease table does not pass for the new one. Its reading of outbox_cursor
-// may be as old as the statement; then the row of outbox_lease is the newer.
+// sqlLeaseTake takes a lease that is free, has expired, or became ours by a try
+// whose answer got lost. The new epoch is above every epoch in outbox_cursor, so
+// that a relay from before somebody emptied the lease table does not pass for
+// the new one. What it reads of outbox_cursor may be as old as the statement;
+// then the row of outbox_lease is the newer.
 const sqlLeaseTake = `
 INSERT INTO {schema}.outbox_lease AS l (name, holder, epoch, expires_at)
 SELECT $1::text, $2::text, 1 + coalesce((SELECT c.epoch FROM {schema}.outbox_cursor c
@@ -81,13 +83,13 @@ SELECT $1::text, $2::text, 1 + coalesce((SELECT c.epoch FROM {schema}.outbox_cur
     ON CONFLICT (name) DO UPDATE
    SET holder = excluded.holder, epoch = greatest(l.epoch + 1, excluded.epoch),
        expires_at = clock_timestamp() + $3::interval
- WHERE l.expires_at <= clock_timestamp()
+ WHERE l.expires_at <= clock_timestamp() OR l.holder = excluded.holder
 RETURNING epoch`
 
 // acquire takes the lease, or returns errHeld.
 func (s *leases) acquire(ctx context.Context) (*lease, error) {
 	var taken bool
-	if err := s.db.QueryRow(ctx, s.peek, s.relay).Scan(&taken); err != nil {
+	if err := s.db.QueryRow(ctx, s.peek, s.relay, s.holder).Scan(&taken); err != nil {
 		return nil, fmt.Errorf("look at lease: %w", err)
 	}
 	if taken {

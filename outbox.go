@@ -111,7 +111,7 @@ func NewRecorder(events *Registry, cfg RecorderConfig) (*Recorder, error) {
 // roll it back.
 func (r *Recorder) Record(ctx context.Context, tx pgx.Tx, events ...DomainEvent) error {
 	if isNil(tx) {
-		return &FieldError{Field: "tx", Err: ErrNil}
+		return &FieldError{Index: -1, Field: "tx", Err: ErrNil}
 	}
 	rows, err := r.rows(ctx, events)
 	if err != nil || len(events) == 0 {
@@ -129,7 +129,7 @@ func (r *Recorder) Record(ctx context.Context, tx pgx.Tx, events ...DomainEvent)
 // events adds none. Refused events leave the batch as it was.
 func (r *Recorder) Queue(ctx context.Context, batch *pgx.Batch, events ...DomainEvent) error {
 	if batch == nil {
-		return &FieldError{Field: "batch", Err: ErrNil}
+		return &FieldError{Index: -1, Field: "batch", Err: ErrNil}
 	}
 	rows, err := r.rows(ctx, events)
 	if err != nil || len(events) == 0 {

@@ -125,6 +125,9 @@ type Relay struct {
 // group, topics to consume or a transactional id, or that give up idempotence or
 // automatic flushing, are refused. The error names every bad field and option.
 //
+// The topics must exist, or be creatable with kgo.AllowAutoTopicCreation: events
+// of a missing topic are tried until it is there, and so far hold up the others.
+//
 // NewRelay does no I/O, and makes and closes one client to look at the options.
 // A running relay uses up to three connections of db; closing db stays with the
 // caller.
@@ -163,7 +166,8 @@ func (r *Relay) Wake() {
 // Run relays events until ctx is cancelled, then finishes the batch in flight,
 // releases the lease so that a standby takes over at once, and returns nil. It
 // may be called again afterwards; a second call at the same time returns
-// [ErrRunning].
+// [ErrRunning]. While Kafka does not answer, stopping takes until the send in
+// flight has failed, at most about SendTimeout; the next Run sends it again.
 //
 // Outages of Kafka and PostgreSQL are waited out, not returned. What is returned
 // needs a person: [ErrNotMigrated] and [ErrForeignCursor].
@@ -237,6 +241,9 @@ func (r *Relay) lead(ctx context.Context, l *lease) error {
 	if errors.Is(err, errTooLate) {
 		r.log.Warn("outbox: stopped before the batch in flight was finished; it will be sent again")
 		err = nil
+	}
+	if errors.Is(err, ErrNotMigrated) {
+		return err // and there is no lease either
 	}
 	released, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
 	defer cancel()

@@ -139,7 +139,7 @@ func (d *delivery) sendTogether() error {
 			d.down = d.down || class == ""
 			left = append(left, i)
 			if class == "" {
-				d.kafka.report(errs[n])
+				d.away(i, errs[n])
 			}
 		}
 	}
@@ -163,7 +163,7 @@ func (d *delivery) sendAlone() error {
 		case errs[0] == nil:
 		case class == "":
 			d.down = true
-			d.kafka.report(errs[0])
+			d.away(d.left[0], errs[0])
 			return nil
 		default:
 			d.refuse(d.left[0], class, errs[0])
@@ -173,6 +173,13 @@ func (d *delivery) sendAlone() error {
 	}
 	d.suspicious = false
 	return nil
+}
+
+// away notes that an event failed for want of Kafka.
+func (d *delivery) away(i int, err error) {
+	e := &d.batch[i]
+	topic, _ := e.destination() // it has one, or it would not have been sent
+	d.kafka.report(err, "topic", topic, "id", e.id, "event_id", string(e.eventID))
 }
 
 func (d *delivery) refuse(i int, class string, err error) {

@@ -16,14 +16,14 @@ type trouble struct {
 	tries int
 }
 
-// report takes the outcome of a try.
-func (t *trouble) report(err error) {
+// report takes the outcome of a try, and what else the log should say of it.
+func (t *trouble) report(err error, attrs ...any) {
 	switch {
 	case err == nil && !t.since.IsZero():
 		t.log.Warn("outbox: "+t.what+" works again", "after", time.Since(t.since).Round(time.Millisecond))
 		t.since, t.tries = time.Time{}, 0
 	case err != nil && t.since.IsZero():
-		t.log.Warn("outbox: "+t.what+" fails, trying until it works", "error", err)
+		t.log.Warn("outbox: "+t.what+" fails, trying until it works", append(attrs, "error", err)...)
 		t.since = time.Now()
 	}
 }

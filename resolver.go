@@ -15,7 +15,8 @@ import (
 // DomainEvent is a fact of the business, as a plain Go struct. It knows no
 // topic, no encoding and no Kafka; how it travels is said in the [Registry].
 type DomainEvent interface {
-	// OccurredAt is when it happened. Microseconds are kept.
+	// OccurredAt is when it happened, to the microsecond. It travels as the
+	// CloudEvents attribute time, whether the payload holds it as well or not.
 	OccurredAt() time.Time
 }
 
@@ -24,7 +25,8 @@ type Definition interface {
 	define() *definition
 }
 
-// EventType says how events of the Go type E travel. Make one with [Event].
+// EventType says how events of the Go type E travel. Make one with [Event]; it
+// does not change, its methods return changed copies.
 type EventType[E DomainEvent] struct{ def definition }
 
 // definition is an EventType without its type parameter.
@@ -43,8 +45,13 @@ type definition struct {
 // a method expression such as OrderCreated.AggregateID.
 //
 // It goes to the topic {domain}-events under the aggregate id as partition key,
-// as JSON, unless [EventType.Topic], [EventType.Key] and [EventType.Codec] say
-// otherwise.
+// unless [EventType.Topic] and [EventType.Key] say otherwise. The payload is what
+// encoding/json makes of it, stored as jsonb, which rewrites the order of keys,
+// spaces and numbers; [EventType.Codec] replaces that.
+//
+// E is a struct whose methods have value receivers; Record takes pointers to it
+// as well. A type that cannot have them, such as a generated Protobuf message,
+// is wrapped in one.
 func Event[E DomainEvent](eventType, aggregateType string, aggregateID func(E) string) *EventType[E] {
 	return &EventType[E]{definition{
 		goType:        reflect.TypeFor[E](),
@@ -58,21 +65,24 @@ func Event[E DomainEvent](eventType, aggregateType string, aggregateID func(E) s
 // Topic sends the events to this topic instead of the one that the convention
 // gives. The event type may then be any dotted name.
 func (t *EventType[E]) Topic(topic string) *EventType[E] {
-	t.def.topic = topic
-	return t
+	c := *t
+	c.def.topic = topic
+	return &c
 }
 
 // Key orders and partitions the events by this instead of their aggregate id.
 // Events of one key arrive in the order in which they were recorded.
 func (t *EventType[E]) Key(key func(E) string) *EventType[E] {
-	t.def.key = untyped(key)
-	return t
+	c := *t
+	c.def.key = untyped(key)
+	return &c
 }
 
 // Codec encodes the payload with c instead of JSON.
-func (t *EventType[E]) Codec(c Codec) *EventType[E] {
-	t.def.codec = c
-	return t
+func (t *EventType[E]) Codec(codec Codec) *EventType[E] {
+	c := *t
+	c.def.codec = codec
+	return &c
 }
 
 func (t *EventType[E]) define() *definition {
@@ -112,7 +122,7 @@ func NewRegistry(source string, events ...Definition) (*Registry, error) {
 	}
 	var bad []error
 	if err := checkText(source, maxSource); err != nil {
-		bad = append(bad, &FieldError{Field: "source", Err: err})
+		bad = append(bad, &FieldError{Index: -1, Field: "source", Err: err})
 	}
 	for i, e := range events {
 		if err := r.add(i, e); err != nil {
@@ -151,7 +161,7 @@ func (r *Registry) add(i int, e Definition) error {
 // check returns the first thing that is wrong with a definition, or nil.
 func (d *definition) check() *FieldError {
 	if d.goType.Kind() == reflect.Pointer || d.goType.Kind() == reflect.Interface {
-		return &FieldError{Field: "event", Err: fmt.Errorf("of Go type %s %w: register the struct itself; Record takes pointers to it", d.goType, ErrMalformed)}
+		return &FieldError{Field: "event", Err: fmt.Errorf("of Go type %s %w: want a struct whose methods have value receivers, or one that wraps it; Record takes pointers to it", d.goType, ErrMalformed)}
 	}
 	if err := checkEventType(d.eventType, d.topic == ""); err != nil {
 		return &FieldError{Field: "event_type", Err: err}
@@ -178,7 +188,7 @@ func (d *definition) check() *FieldError {
 func (r *Registry) Topic(eventType string) (string, error) {
 	def := r.byName[eventType]
 	if def == nil {
-		return "", &FieldError{EventType: eventType, Field: "event_type", Err: ErrUnregistered}
+		return "", &FieldError{EventType: eventType, Index: -1, Field: "event_type", Err: ErrUnregistered}
 	}
 	return cmp.Or(def.topic, topicOf(eventType)), nil
 }

@@ -1,0 +1,237 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+)
+
+// desk is what a relay works with, in a schema of the test's own.
+type desk struct {
+	db      *pgxpool.Pool
+	schema  string
+	cursors *cursors
+	leases  *leases
+}
+
+func newDesk(t *testing.T) *desk {
+	t.Helper()
+	db, schema := testenv.Schema(t)
+	require.NoError(t, Migrate(context.Background(), db, MigrateConfig{Schema: schema}))
+	return &desk{db, schema, newCursors(db, schema, "default"), newLeases(db, schema, "default", time.Minute)}
+}
+
+func (d *desk) exec(t *testing.T, sql string, args ...any) {
+	t.Helper()
+	_, err := d.db.Exec(context.Background(), inSchema(sql, d.schema), args...)
+	require.NoError(t, err)
+}
+
+func (d *desk) count(t *testing.T, table string) (n int) {
+	t.Helper()
+	require.NoError(t, d.db.QueryRow(context.Background(), inSchema("SELECT count(*) FROM {schema}."+table, d.schema)).Scan(&n))
+	return n
+}
+
+// insert adds n events in one transaction.
+func (d *desk) insert(t *testing.T, n int) {
+	t.Helper()
+	d.exec(t, `
+		INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
+		SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now() FROM generate_series(1, $1)`, n)
+}
+
+// takeOver lets another process take the lease.
+func (d *desk) takeOver(t *testing.T) *lease {
+	t.Helper()
+	d.exec(t, `UPDATE {schema}.outbox_lease SET expires_at = '-infinity'`)
+	l, err := newLeases(d.db, d.schema, "default", time.Minute).acquire(context.Background())
+	require.NoError(t, err)
+	return l
+}
+
+// opened returns a position with an open window of which one event was read.
+func (d *desk) opened(t *testing.T) (*lease, position) {
+	t.Helper()
+	ctx := context.Background()
+	l, err := d.leases.acquire(ctx)
+	require.NoError(t, err)
+	p, err := d.cursors.load(ctx, l)
+	require.NoError(t, err)
+	d.insert(t, 3)
+	p, events, err := d.cursors.open(ctx, l, p, 1)
+	require.NoError(t, err)
+	require.Len(t, events, 1)
+	p.last, p.highest = events[0].id, events[0].id
+	return l, p
+}
+
+var someRefusal = []refusal{{id: 1, class: "message_too_large", err: errors.New("too large")}}
+
+// Whoever lost the lease can neither move the cursor nor record a failure,
+// whatever it believes about itself.
+func TestLostLeaseMovesNothing(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	l, p := d.opened(t)
+	d.takeOver(t)
+	before := d.count(t, "outbox_cursor")
+	_, err := d.cursors.move(ctx, l, p, nil)
+	require.ErrorIs(t, err, errStale)
+	_, err = d.cursors.move(ctx, l, p, someRefusal)
+	require.ErrorIs(t, err, errStale)
+	_, _, err = d.cursors.open(ctx, l, p, 10)
+	require.ErrorIs(t, err, errLeaseLost)
+	_, err = newCursors(d.db, d.schema, "other").load(ctx, l)
+	require.ErrorIs(t, err, errLeaseLost)
+	require.ErrorIs(t, d.leases.renew(ctx, l), errLeaseLost)
+	require.Equal(t, before, d.count(t, "outbox_cursor"))
+	require.Zero(t, d.count(t, "outbox_failed"))
+}
+
+// A move that meets a takeover in progress waits for it and then fails: had it
+// looked only at what was committed when it began, it would pass.
+func TestMoveWaitsForTakeover(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	l, p := d.opened(t)
+	for name, refused := range map[string][]refusal{"move": nil, "move with a refusal": someRefusal} {
+		t.Run(name, func(t *testing.T) {
+			takeover, err := d.db.Begin(ctx)
+			require.NoError(t, err)
+			defer takeover.Rollback(ctx)
+			_, err = takeover.Exec(ctx, inSchema(`UPDATE {schema}.outbox_lease SET holder = 'other', epoch = epoch + 1`, d.schema))
+			require.NoError(t, err)
+			moved := make(chan error, 1)
+			go func() {
+				_, err := d.cursors.move(ctx, l, p, refused)
+				moved <- err
+			}()
+			require.Eventually(t, func() bool {
+				var waiting int
+				err := d.db.QueryRow(ctx, `SELECT count(*) FROM pg_stat_activity WHERE $1 = ANY(pg_blocking_pids(pid))`,
+					takeover.Conn().PgConn().PID()).Scan(&waiting)
+				return err == nil && waiting == 1
+			}, time.Minute, time.Millisecond)
+			require.NoError(t, takeover.Commit(ctx))
+			require.ErrorIs(t, <-moved, errStale)
+			require.Zero(t, d.count(t, "outbox_failed"))
+			d.exec(t, `UPDATE {schema}.outbox_lease SET holder = $1, epoch = $2`, l.holder, l.epoch)
+		})
+	}
+}
+
+// A row that vanished in a crash, or that somebody added, means that the relay
+// does not stand where it thinks.
+func TestChangedCursorIsStale(t *testing.T) {
+	for name, change := range map[string]string{
+		"vanished": `DELETE FROM {schema}.outbox_cursor WHERE id = (SELECT max(id) FROM {schema}.outbox_cursor)`,
+		"added": `INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		          SELECT last_processed_id, snapshot, highest_id, system_identifier, epoch FROM {schema}.outbox_cursor LIMIT 1`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			d, ctx := newDesk(t), context.Background()
+			l, p := d.opened(t)
+			d.exec(t, change)
+			before := d.count(t, "outbox_cursor")
+			_, err := d.cursors.move(ctx, l, p, nil)
+			require.ErrorIs(t, err, errStale)
+			_, err = d.cursors.move(ctx, l, p, someRefusal)
+			require.ErrorIs(t, err, errStale)
+			_, _, err = d.cursors.open(ctx, l, p, 10)
+			require.ErrorIs(t, err, errStale)
+			p.window = "" // also when there is nothing to end
+			_, _, err = d.cursors.open(ctx, l, p, 10)
+			require.ErrorIs(t, err, errStale)
+			require.Equal(t, before, d.count(t, "outbox_cursor"))
+			require.Zero(t, d.count(t, "outbox_failed"))
+		})
+	}
+}
+
+// A window does not change: what commits later is not in it, and what was
+// attempted of it is not read again by the next holder.
+func TestWindowIsResumed(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	l, err := d.leases.acquire(ctx)
+	require.NoError(t, err)
+	p, err := d.cursors.load(ctx, l)
+	require.NoError(t, err)
+
+	late, err := d.db.Begin(ctx) // takes ids in the middle and commits later
+	require.NoError(t, err)
+	d.insert(t, 5)
+	_, err = late.Exec(ctx, inSchema(`
+		INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
+		SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'late', '{}', 'application/json', now() FROM generate_series(1, 2)`, d.schema))
+	require.NoError(t, err)
+	d.insert(t, 5)
+
+	p, events, err := d.cursors.open(ctx, l, p, 4)
+	require.NoError(t, err)
+	require.Equal(t, []int64{1, 2, 3, 4}, ids(events))
+	require.NoError(t, late.Commit(ctx))
+	d.insert(t, 5)
+	p.last, p.highest = 4, 4
+	_, err = d.cursors.move(ctx, l, p, nil)
+	require.NoError(t, err)
+
+	l = d.takeOver(t)
+	p, err = d.cursors.load(ctx, l)
+	require.NoError(t, err)
+	rest, err := d.cursors.rest(ctx, p, 100)
+	require.NoError(t, err)
+	require.Equal(t, []int64{5, 8, 9, 10, 11, 12}, rest)
+	p.last, p.highest = 12, 12
+	p, events, err = d.cursors.open(ctx, l, p, 100)
+	require.NoError(t, err)
+	require.Equal(t, []int64{6, 7, 13, 14, 15, 16, 17}, ids(events))
+	require.Zero(t, p.last)
+}
+
+func ids(events []envelope) (all []int64) {
+	for _, e := range events {
+		all = append(all, e.id)
+	}
+	return all
+}
+
+// The poll of an idle relay neither locks nor writes nor takes a transaction id.
+func TestIdleOpen(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	l, err := d.leases.acquire(ctx)
+	require.NoError(t, err)
+	p, err := d.cursors.load(ctx, l)
+	require.NoError(t, err)
+	next := func() (xid string) {
+		require.NoError(t, d.db.QueryRow(ctx, `SELECT pg_snapshot_xmax(pg_current_snapshot())`).Scan(&xid))
+		return xid
+	}
+	require.Eventually(t, func() bool { // unless somebody else on this server took one
+		before := next()
+		idle, events, err := d.cursors.open(ctx, l, p, 10)
+		require.NoError(t, err)
+		require.Empty(t, events)
+		require.Equal(t, p, idle)
+		return next() == before
+	}, time.Minute, time.Millisecond)
+}
+
+// Every constructor completes every statement.
+func TestStatementsAreComplete(t *testing.T) {
+	c, l := newCursors(nil, "s", "r"), newLeases(nil, "s", "r", 1)
+	for _, sql := range []string{c.sqlLoad, c.sqlSeed, c.sqlOpen, c.sqlMove, c.sqlMoveRefused, c.sqlIDs, c.sqlFetch,
+		l.peek, l.take, l.renewal, l.release} {
+		require.Contains(t, sql, `"s".outbox`)
+		require.False(t, strings.Contains(sql, "{schema}"))
+	}
+}
+
+func TestSnapshotMax(t *testing.T) {
+	require.Equal(t, "1", snapshotMax("1:1:"))
+	require.Equal(t, "30", snapshotMax("10:30:10,12,29"))
+}

@@ -1,0 +1,178 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"io"
+	"os"
+	"os/exec"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+)
+
+// asDemo makes the test binary be the demo, so that the tests run the program as
+// a process of its own, built as they are, with the race detector or without.
+const asDemo = "OUTBOX_TEST_AS_DEMO"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(asDemo) != "" {
+		main()
+	}
+	os.Exit(m.Run())
+}
+
+// process is a demo that runs.
+type process struct {
+	cmd    *exec.Cmd
+	schema string       // its own
+	stdout bytes.Buffer // complete when wait has returned
+	stderr bytes.Buffer
+	copied chan struct{}
+}
+
+var schemaLine = regexp.MustCompile(`schema (demo_[0-9a-f]+)`)
+
+// startDemo starts a demo and returns when it has named its schema.
+func startDemo(t *testing.T, args ...string) *process {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	t.Cleanup(cancel)
+	p := &process{cmd: exec.CommandContext(ctx, os.Args[0], args...), copied: make(chan struct{})}
+	p.cmd.Env = append(os.Environ(), asDemo+"=1",
+		"OUTBOX_POSTGRES_URL="+testenv.Pool(t, nil).Config().ConnString(),
+		"OUTBOX_KAFKA_BROKERS="+strings.Join(testenv.Brokers(t), ","))
+	p.cmd.Stderr = &p.stderr
+	pipe, err := p.cmd.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, p.cmd.Start())
+	lines := bufio.NewReader(io.TeeReader(pipe, &p.stdout))
+	for p.schema == "" {
+		line, err := lines.ReadString('\n')
+		if found := schemaLine.FindStringSubmatch(line); found != nil {
+			p.schema = found[1]
+		} else if err != nil {
+			break
+		}
+	}
+	go func() {
+		defer close(p.copied)
+		_, _ = io.Copy(io.Discard, lines)
+	}()
+	if p.schema == "" {
+		t.Fatalf("the demo ended early: exit code %d\n%s", p.wait(t), p.stderr.String())
+	}
+	return p
+}
+
+// wait returns the exit code. What the demo printed goes to the test's log.
+func (p *process) wait(t *testing.T) int {
+	t.Helper()
+	<-p.copied
+	_ = p.cmd.Wait() // the exit code says it
+	t.Logf("%s%s", p.stdout.String(), p.stderr.String())
+	return p.cmd.ProcessState.ExitCode()
+}
+
+// requireRow finds a row of the summary, whatever the space between its columns.
+func (p *process) requireRow(t *testing.T, name, pattern string) {
+	t.Helper()
+	require.Regexp(t, `(?m)^  `+name+` +`+pattern, p.stdout.String())
+}
+
+func requireNoSchema(t *testing.T, schema string) {
+	t.Helper()
+	var there bool
+	err := testenv.Pool(t, nil).QueryRow(context.Background(),
+		`SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)`, schema).Scan(&there)
+	require.NoError(t, err)
+	require.False(t, there, "schema %s was left behind", schema)
+}
+
+func TestDemo(t *testing.T) {
+	p := startDemo(t, "-orders=400", "-rate=400")
+	require.Zero(t, p.wait(t))
+	p.requireRow(t, "missing", `0$`)
+	p.requireRow(t, "never committed", `0$`)
+	p.requireRow(t, "out of order", `0$`)
+	p.requireRow(t, "latency", `p50 .* ms, p99 .* ms, max .* ms`)
+	require.Contains(t, p.stdout.String(), "order 1 commits after")
+	require.NotContains(t, p.stdout.String(), "\x1b", "colour where nobody looks")
+	requireNoSchema(t, p.schema)
+}
+
+func TestDemoAsFastAsPossible(t *testing.T) {
+	p := startDemo(t, "-orders=400", "-rate=0", "-shoppers=30")
+	require.Zero(t, p.wait(t))
+	p.requireRow(t, "missing", `0$`)
+	p.requireRow(t, "latency", `not measured`)
+}
+
+// A line of the journal whose event nobody recorded is what an event looks like
+// that got lost on the way.
+func TestDemoMissesAnEvent(t *testing.T) {
+	p := startDemo(t, "-orders=800", "-rate=400", "-patience=1s")
+	db := testenv.Pool(t, nil)
+	journal := pgx.Identifier{p.schema, "journal"}.Sanitize()
+	require.Eventually(t, func() bool { // the demo makes its tables meanwhile
+		_, err := db.Exec(context.Background(), `INSERT INTO `+journal+` (order_id, event_type, key) VALUES (1000000, 'lost', '1')`)
+		return err == nil
+	}, 10*time.Second, 5*time.Millisecond)
+	require.Equal(t, exitWrong, p.wait(t))
+	p.requireRow(t, "missing", `1$`)
+	p.requireRow(t, "never committed", `0$`)
+	require.Contains(t, p.stdout.String(), "What arrived is not what committed.")
+	requireNoSchema(t, p.schema)
+}
+
+// Ctrl-C closes the shop; what was sold is delivered and judged.
+func TestDemoInterrupted(t *testing.T) {
+	p := startDemo(t, "-orders=1000000", "-rate=200")
+	db := testenv.Pool(t, nil)
+	orders := pgx.Identifier{p.schema, "orders"}.Sanitize()
+	require.Eventually(t, func() bool {
+		n := 0
+		err := db.QueryRow(context.Background(), `SELECT count(*) FROM `+orders).Scan(&n)
+		return err == nil && n > 50
+	}, 30*time.Second, 10*time.Millisecond)
+	require.NoError(t, p.cmd.Process.Signal(os.Interrupt))
+	require.Zero(t, p.wait(t))
+	p.requireRow(t, "missing", `0$`)
+	requireNoSchema(t, p.schema)
+}
+
+var usageTests = []struct {
+	name, postgres, brokers, args string
+	code                          int
+	stdout, stderr                string
+}{
+	{"help", "", "", "-h", exitRight, "-shoppers", ""},
+	{"no PostgreSQL", "", "b:1", "", exitUsage, "", "OUTBOX_POSTGRES_URL"},
+	{"no Kafka", "postgres://h/d", "", "", exitUsage, "", "OUTBOX_KAFKA_BROKERS"},
+	{"unknown flag", "postgres://h/d", "b:1", "-orderz=1", exitUsage, "", "-orderz"},
+	{"not a flag", "postgres://h/d", "b:1", "orders", exitUsage, "", `"orders" is not a flag`},
+	{"no orders", "postgres://h/d", "b:1", "-orders=0", exitUsage, "", "-orders"},
+	{"negative rate", "postgres://h/d", "b:1", "-rate=-1", exitUsage, "", "-rate"},
+	{"nobody answers", "postgres://127.0.0.1:1/d", "b:1", "-quiet", exitWrong, "", "connect"},
+}
+
+func TestUsage(t *testing.T) {
+	for _, tt := range usageTests {
+		t.Run(tt.name, func(t *testing.T) {
+			cmd := exec.Command(os.Args[0], strings.Fields(tt.args)...)
+			cmd.Env = append(os.Environ(), asDemo+"=1", "OUTBOX_POSTGRES_URL="+tt.postgres, "OUTBOX_KAFKA_BROKERS="+tt.brokers)
+			var stdout, stderr bytes.Buffer
+			cmd.Stdout, cmd.Stderr = &stdout, &stderr
+			_ = cmd.Run() // the exit code says it
+			require.Equal(t, tt.code, cmd.ProcessState.ExitCode())
+			require.Contains(t, stdout.String(), tt.stdout)
+			require.Contains(t, stderr.String(), tt.stderr)
+		})
+	}
+}

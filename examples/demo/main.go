@@ -1,0 +1,255 @@
+// Demo is a small shop that publishes its events with outbox. Customers place
+// orders from several goroutines; each order and its events are one transaction.
+// A relay hands the events to Kafka, a reader prints what arrives, and in the end
+// the demo compares what arrived with what the database says has committed.
+//
+// It reads in the order of its files: events.go is what happens in the shop,
+// shop.go records it, reader.go receives it, summary.go judges.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+const usage = `Demo runs a small shop on PostgreSQL and Kafka: customers place orders, every
+order records one to three events in its own transaction, and a relay publishes
+them. At the end it says whether each committed event arrived, in order.
+
+  OUTBOX_POSTGRES_URL   where PostgreSQL is, for example postgres://localhost/postgres
+  OUTBOX_KAFKA_BROKERS  where Kafka is, host:port with commas between them
+  OUTBOX_KAFKA_KIND     what Kafka is, kafka or kfake; only shown
+
+"make demo" starts both and sets these. A run makes a schema of its own and drops
+it at the end; its topics stay. Ctrl-C closes the shop early and still judges.
+
+Exit code: 0 all is right, 1 an event is missing, was never committed or is out
+of order, or the run failed, 2 wrong usage.
+
+Flags:
+`
+
+// The codes that the demo exits with.
+const (
+	exitRight = iota
+	exitWrong
+	exitUsage
+)
+
+type config struct {
+	orders, shoppers, rate int
+	patience               time.Duration
+	quiet                  bool
+	postgres, kind         string
+	brokers                []string
+}
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop) // a second Ctrl-C ends the program at once
+	os.Exit(start(ctx, os.Args[1:], os.Stdout, os.Stderr))
+}
+
+// start is main without the process around it. It returns the exit code.
+func start(ctx context.Context, args []string, stdout *os.File, stderr io.Writer) int {
+	cfg, err := parse(args, stdout)
+	if errors.Is(err, flag.ErrHelp) {
+		return exitRight
+	}
+	if err != nil {
+		_, _ = fmt.Fprintln(stderr, "demo:", err)
+		return exitUsage
+	}
+	out := newConsole(stdout, cfg.quiet)
+	s, err := run(ctx, cfg, out)
+	if err != nil {
+		_, _ = fmt.Fprintln(stderr, "demo:", err)
+		return exitWrong
+	}
+	s.print(out)
+	if !s.right() {
+		return exitWrong
+	}
+	return exitRight
+}
+
+// parse reads the flags and the environment.
+func parse(args []string, stdout io.Writer) (cfg config, err error) {
+	flags := flag.NewFlagSet("demo", flag.ContinueOnError)
+	flags.SetOutput(io.Discard) // errors are printed once, by start
+	flags.IntVar(&cfg.orders, "orders", 5000, "orders to place; the first stays in an open transaction until the shop closes")
+	flags.IntVar(&cfg.shoppers, "shoppers", 16, "customers who order at the same time")
+	flags.IntVar(&cfg.rate, "rate", 500, "orders per second; 0 means as fast as possible, and no latency is measured")
+	flags.DurationVar(&cfg.patience, "patience", 10*time.Second, "how long to wait for committed events while none arrives")
+	flags.BoolVar(&cfg.quiet, "quiet", false, "print the summary only")
+	if err := flags.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			_, _ = fmt.Fprint(stdout, usage)
+			flags.SetOutput(stdout)
+			flags.PrintDefaults()
+			return cfg, err
+		}
+		return cfg, fmt.Errorf("%w; see demo -h", err)
+	}
+	cfg.postgres, cfg.kind = os.Getenv("OUTBOX_POSTGRES_URL"), os.Getenv("OUTBOX_KAFKA_KIND")
+	brokers := os.Getenv("OUTBOX_KAFKA_BROKERS")
+	cfg.brokers = strings.Split(brokers, ",")
+	switch {
+	case flags.NArg() > 0:
+		err = fmt.Errorf("%q is not a flag; see demo -h", flags.Arg(0))
+	case cfg.orders < 1 || cfg.shoppers < 1 || cfg.rate < 0 || cfg.patience <= 0:
+		err = errors.New("-orders, -shoppers and -patience start above 0, -rate at 0; see demo -h")
+	case cfg.postgres == "" || brokers == "":
+		err = errors.New("OUTBOX_POSTGRES_URL and OUTBOX_KAFKA_BROKERS are not set: run it with `make demo`, or see demo -h")
+	}
+	return cfg, err
+}
+
+// run opens the shop, lets everybody order, waits for the events, and judges.
+func run(ctx context.Context, cfg config, out *console) (*summary, error) {
+	runID := "demo_" + uuid.NewString()[:8]
+	db, err := connect(ctx, cfg, runID)
+	if err != nil {
+		return nil, err
+	}
+	defer db.Close()
+	out.header(cfg, runID)
+
+	events, err := registry()
+	if err != nil {
+		return nil, err
+	}
+	defer dismantle(db, runID, out)
+	if err := outbox.Migrate(ctx, db, outbox.MigrateConfig{Schema: runID}); err != nil {
+		return nil, err
+	}
+	reader, err := newReader(ctx, cfg.brokers, events, runID)
+	if err != nil {
+		return nil, err
+	}
+	defer reader.close()
+	relay, err := outbox.NewRelay(db, []kgo.Opt{kgo.SeedBrokers(cfg.brokers...)}, outbox.RelayConfig{Schema: runID})
+	if err != nil {
+		return nil, err
+	}
+	shop, err := newShop(ctx, db, events, runID, relay.Wake)
+	if err != nil {
+		return nil, err
+	}
+
+	// Ctrl-C closes the shop and nothing else: what was sold is delivered and
+	// judged. A relay that gives up ends everything.
+	life, fail := context.WithCancelCause(context.WithoutCancel(ctx))
+	defer fail(nil)
+	selling, closeShop := context.WithCancel(life)
+	context.AfterFunc(ctx, closeShop)
+	defer closeShop()
+
+	stopRelay := background(life, fail, relay.Run)
+	defer stopRelay()
+	stopReading := background(life, fail, func(ctx context.Context) error {
+		reader.read(ctx, out)
+		return nil
+	})
+	defer stopReading()
+
+	if err := shop.sell(selling, cfg, out); err != nil {
+		return nil, err
+	}
+	if err := await(life, cfg.patience, shop, reader); err != nil {
+		return nil, err
+	}
+	stopRelay() // from here on nothing is sent, so the ends of the topics stay where they are
+	if err := reader.finish(life, cfg.patience); err != nil {
+		return nil, err
+	}
+	stopReading()
+	return sumUp(life, shop, reader)
+}
+
+// connect returns a pool whose connections look for tables in the run's schema.
+func connect(ctx context.Context, cfg config, schema string) (*pgxpool.Pool, error) {
+	pool, err := pgxpool.ParseConfig(cfg.postgres)
+	if err != nil {
+		return nil, err // pgx leaves the password out of it
+	}
+	pool.ConnConfig.RuntimeParams["search_path"] = schema
+	// One for each shopper, three for the relay, one for the transaction that
+	// stays open, and one to look around.
+	pool.MaxConns = int32(cfg.shoppers + 5)
+	db, err := pgxpool.NewWithConfig(ctx, pool)
+	if err != nil {
+		return nil, err
+	}
+	if err := db.Ping(ctx); err != nil {
+		db.Close()
+		return nil, fmt.Errorf("connect to PostgreSQL: %w", err)
+	}
+	return db, nil
+}
+
+// dismantle drops the run's schema, also after an error or Ctrl-C.
+func dismantle(db *pgxpool.Pool, schema string, out *console) {
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	_, err := db.Exec(ctx, "DROP SCHEMA IF EXISTS "+pgx.Identifier{schema}.Sanitize()+" CASCADE")
+	if err != nil {
+		out.note("schema %s was not dropped: %v", schema, err)
+	}
+}
+
+// background runs f until stop is called, which waits for it. An error of f
+// ends everybody's life.
+func background(life context.Context, fail context.CancelCauseFunc, f func(context.Context) error) (stop func()) {
+	ctx, cancel := context.WithCancel(life)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		if err := f(ctx); err != nil {
+			fail(err)
+		}
+	}()
+	return func() {
+		cancel()
+		<-done
+	}
+}
+
+// await waits until each committed event has arrived, or none has arrived for
+// as long as patience lasts. What is still missing then is for the judge.
+func await(life context.Context, patience time.Duration, s *shop, r *reader) error {
+	if life.Err() != nil {
+		return context.Cause(life)
+	}
+	journal, err := s.journal(life)
+	if err != nil {
+		return err
+	}
+	missing, progress := len(journal)+1, time.Now()
+	for missing > 0 && time.Since(progress) < patience {
+		if now := r.missing(journal); now < missing {
+			missing, progress = now, time.Now()
+			continue
+		}
+		select {
+		case <-time.After(10 * time.Millisecond):
+		case <-life.Done():
+			return context.Cause(life)
+		}
+	}
+	return nil
+}
