@@ -42,7 +42,8 @@ const (
 	// attributes into headers named ce_…. It is the default.
 	Binary Mode = iota
 	// Structured puts payload and attributes into the value, as one JSON object
-	// of content type application/cloudevents+json.
+	// of content type application/cloudevents+json. Payloads that are not JSON
+	// grow by a third in it (base64): choose RecorderConfig.MaxPayload for that.
 	Structured
 )
 

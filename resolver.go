@@ -63,7 +63,7 @@ func Event[E DomainEvent](eventType, aggregateType string, aggregateID func(E) s
 }
 
 // Topic sends the events to this topic instead of the one that the convention
-// gives. The event type may then be any dotted name.
+// gives. The event type may then have any form, such as LEDGER_POSTED.
 func (t *EventType[E]) Topic(topic string) *EventType[E] {
 	c := *t
 	c.def.topic = topic
@@ -237,13 +237,14 @@ func topicOf(eventType string) string {
 }
 
 var (
-	dottedName       = regexp.MustCompile(`^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+$`)
+	plainName        = regexp.MustCompile(`^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$`)
+	dottedName       = regexp.MustCompile(`^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+$`) // has a second segment
 	conventionalName = regexp.MustCompile(`^[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+\.v[1-9][0-9]*$`)
 	topicName        = regexp.MustCompile(`^[A-Za-z0-9._-]{1,249}$`)
 )
 
 // checkEventType holds a name against the convention, from which the topic is
-// derived, or only asks for a dotted name where the topic is given.
+// derived, or only asks for usual characters where the topic is given.
 func checkEventType(name string, convention bool) error {
 	if err := checkText(name, maxEventType); err != nil {
 		return err
@@ -251,8 +252,8 @@ func checkEventType(name string, convention bool) error {
 	if convention && !conventionalName.MatchString(name) {
 		return fmt.Errorf("%q %w: want {company}.{domain}.{action}.v{n}, or a Topic of its own", name, ErrMalformed)
 	}
-	if !dottedName.MatchString(name) {
-		return fmt.Errorf("%q %w: want segments of letters, digits, - and _ with dots between them", name, ErrMalformed)
+	if !plainName.MatchString(name) {
+		return fmt.Errorf("%q %w: want segments of letters, digits, - and _, with dots between them if there are several", name, ErrMalformed)
 	}
 	return nil
 }
