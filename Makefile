@@ -1,5 +1,8 @@
 # outbox: what can be made. `make` alone tells.
 
+SHELL       := bash
+.SHELLFLAGS := -eo pipefail -c
+
 MODULES  := . tools examples
 SERVICES := bin/services
 RUN      := $(SERVICES) run $(if $(POSTGRES),-postgres $(POSTGRES)) $(if $(KAFKA),-kafka $(KAFKA)) --
@@ -11,15 +14,16 @@ help: ## Show this list
 .PHONY: demo
 demo: $(SERVICES) ## A small shop whose events flow: needs only Go (KAFKA=real: a real broker, needs Java and Maven, or Docker)
 	@go build -C examples -o ../bin/demo ./demo
-	@$(SERVICES) run -quiet -postgres $(or $(POSTGRES),embedded) -kafka $(if $(filter real,$(KAFKA)),auto,$(or $(KAFKA),fake)) -- bin/demo $(ARGS)
+	@$(SERVICES) run -postgres $(or $(POSTGRES),embedded) -kafka $(if $(filter real,$(KAFKA)),auto,$(or $(KAFKA),fake)) -- bin/demo $(ARGS)
 
 .PHONY: test
 test: $(SERVICES) ## Test everything against a real PostgreSQL and a real Kafka, with the race detector
-	@$(RUN) sh -c 'set -e; for m in $(MODULES); do echo "== $$m"; (cd $$m && go test -race -timeout 15m $(ARGS) ./...); done'
+	@$(RUN) bash -ec 'for m in $(MODULES); do echo "== $$m"; (cd $$m && go test -race -timeout 15m $(ARGS) ./...); done'
 
 .PHONY: oracle
 oracle: $(SERVICES) ## Commit EVENTS=200000 under transactions of every kind and check what arrives (SEED=… repeats a plan)
-	@$(RUN) go test -count=1 -timeout 0 -run '^TestOracle$$' . -v -oracle.events=$(or $(EVENTS),200000) $(if $(SEED),-oracle.seed=$(SEED))
+	@$(RUN) go test -count=1 -timeout 0 -run '^TestOracle$$' . -v -oracle.events=$(or $(EVENTS),200000) $(if $(SEED),-oracle.seed=$(SEED)) \
+		| awk '{print} match($$0, /\{"seed".*/) && $$0 !~ /oracle:/ {verdict = substr($$0, RSTART)} END {print verdict}'
 
 .PHONY: services
 services: $(SERVICES) ## Keep PostgreSQL and Kafka running for `go test`, until Ctrl-C

@@ -1,0 +1,121 @@
+package kafkaserver_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"os"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/tools/kafkaserver"
+)
+
+func start(t *testing.T, cfg kafkaserver.Config) *kafkaserver.Server {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("-short: needs Apache Kafka")
+	}
+	cfg.Progress = t.Output()
+	began := time.Now()
+	s, err := kafkaserver.Start(t.Context(), cfg)
+	require.NoError(t, err)
+	t.Logf("ready in %v", time.Since(began))
+	t.Cleanup(func() { require.NoError(t, s.Stop(context.Background())) })
+	return s
+}
+
+func client(t *testing.T, s *kafkaserver.Server, opts ...kgo.Opt) *kgo.Client {
+	t.Helper()
+	c, err := kgo.NewClient(append(opts, kgo.SeedBrokers(s.Brokers()...), kgo.AllowAutoTopicCreation())...)
+	require.NoError(t, err)
+	t.Cleanup(c.Close)
+	return c
+}
+
+func requireGone(t *testing.T, pid int) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH)
+	}, 5*time.Second, 5*time.Millisecond, "process %d", pid)
+}
+
+func TestRecordSurvivesCrash(t *testing.T) {
+	tmp := t.TempDir()
+	t.Setenv("TMPDIR", tmp)
+	s := start(t, kafkaserver.Config{})
+	brokers, pid := s.Brokers(), s.PID()
+	producer := client(t, s, kgo.TransactionalID("t"))
+	require.NoError(t, producer.BeginTransaction())
+	require.NoError(t, producer.ProduceSync(t.Context(), &kgo.Record{Topic: "kept", Value: []byte("v")}).FirstErr())
+	require.NoError(t, producer.EndTransaction(t.Context(), kgo.TryCommit))
+
+	require.NoError(t, s.Kill())
+	requireGone(t, pid)
+	began := time.Now()
+	require.NoError(t, s.Restart(t.Context()))
+	t.Logf("back in %v", time.Since(began))
+	require.Equal(t, brokers, s.Brokers())
+
+	consumer := client(t, s, kgo.ConsumeTopics("kept"), kgo.ConsumerGroup("g"),
+		kgo.FetchIsolationLevel(kgo.ReadCommitted()), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))
+	began = time.Now()
+	fetches := consumer.PollRecords(t.Context(), 1)
+	require.NoError(t, fetches.Err())
+	require.Equal(t, "v", string(fetches.Records()[0].Value))
+	t.Logf("consumed in %v", time.Since(began))
+	producer.Close()
+	consumer.Close()
+
+	began = time.Now()
+	pid = s.PID()
+	require.NoError(t, s.Stop(t.Context()))
+	t.Logf("stopped in %v", time.Since(began))
+	requireGone(t, pid)
+	require.ErrorIs(t, s.Restart(t.Context()), kafkaserver.ErrStopped)
+	entries, err := os.ReadDir(tmp)
+	require.NoError(t, err)
+	require.Empty(t, entries)
+}
+
+func TestFailedStartTellsWhy(t *testing.T) {
+	if testing.Short() {
+		t.Skip("-short: needs Apache Kafka")
+	}
+	tmp := t.TempDir()
+	t.Setenv("TMPDIR", tmp)
+	var log bytes.Buffer
+	_, err := kafkaserver.Start(t.Context(), kafkaserver.Config{
+		Log: &log, Settings: map[string]string{"num.io.threads": "many"},
+	})
+	require.ErrorContains(t, err, "num.io.threads")
+	require.Contains(t, log.String(), "num.io.threads")
+	entries, err := os.ReadDir(tmp)
+	require.NoError(t, err)
+	require.Empty(t, entries)
+}
+
+func TestConfigErrors(t *testing.T) {
+	_, err := kafkaserver.Start(t.Context(), kafkaserver.Config{Settings: map[string]string{
+		"listeners": "x", "a b": "", "c": "two\nlines",
+	}})
+	require.ErrorContains(t, err, "setting listeners")
+	require.ErrorContains(t, err, `setting "a b"`)
+	require.ErrorContains(t, err, "setting c:")
+}
+
+func TestMissingProgramsAreNamed(t *testing.T) {
+	t.Setenv("JAVA_HOME", "")
+	t.Setenv("PATH", t.TempDir())
+	require.ErrorIs(t, kafkaserver.Available(), kafkaserver.ErrNoJava)
+	_, err := kafkaserver.Start(t.Context(), kafkaserver.Config{})
+	require.ErrorIs(t, err, kafkaserver.ErrNoJava)
+
+	t.Setenv("OUTBOX_SERVICES_CACHE", t.TempDir())
+	_, err = kafkaserver.Libraries(t.Context(), nil)
+	require.ErrorIs(t, err, kafkaserver.ErrNoMaven)
+}

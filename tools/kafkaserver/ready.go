@@ -1,0 +1,148 @@
+package kafkaserver
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/outboxgo/outbox/tools/internal/proc"
+)
+
+const (
+	// retryEvery is the pause between two tries.
+	retryEvery = 50 * time.Millisecond
+	// tryTimeout bounds one try. A broker that starts may accept a connection
+	// and answer late.
+	tryTimeout = 5 * time.Second
+)
+
+// newClusterID returns a random id in the form that Kafka wants.
+func newClusterID() string {
+	var id [16]byte
+	rand.Read(id[:])
+	id[0] &= 0x7f // no leading "-" after encoding: it would look like an option
+	return base64.RawURLEncoding.EncodeToString(id[:])
+}
+
+// awaitReady waits until p answers, dies, or ctx ends.
+func (s *Server) awaitReady(ctx context.Context, p *proc.Process) error {
+	for {
+		err := s.ready(ctx)
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-p.Done():
+			return errors.Join(errors.New("the broker ended instead of starting"), p.Err())
+		case <-ctx.Done():
+			return fmt.Errorf("wait for the broker: %w (%w); its log ends with:\n%s", context.Cause(ctx), err, p.Tail())
+		case <-time.After(retryEvery):
+		}
+	}
+}
+
+// Ping returns nil if the cluster at brokers answers and has a controller.
+func Ping(ctx context.Context, brokers []string) error {
+	return visit(ctx, brokers, func(ctx context.Context, client *kgo.Client) error {
+		_, err := askMetadata(ctx, client)
+		return err
+	})
+}
+
+// Ready returns nil if the cluster at brokers is of use: a topic can be created
+// and deleted.
+func Ready(ctx context.Context, brokers []string) error {
+	return visit(ctx, brokers, func(ctx context.Context, client *kgo.Client) error {
+		if _, err := askMetadata(ctx, client); err != nil {
+			return err
+		}
+		return tryTopic(ctx, client)
+	})
+}
+
+// ready is [Ready] for our own broker. A stranger may have taken the port: then
+// ours is about to end.
+func (s *Server) ready(ctx context.Context) error {
+	return visit(ctx, s.Brokers(), func(ctx context.Context, client *kgo.Client) error {
+		cluster, err := askMetadata(ctx, client)
+		if err != nil {
+			return err
+		}
+		if cluster != s.cluster {
+			return errors.New("the port belongs to another cluster")
+		}
+		return tryTopic(ctx, client)
+	})
+}
+
+func visit(ctx context.Context, brokers []string, try func(context.Context, *kgo.Client) error) error {
+	ctx, cancel := context.WithTimeout(ctx, tryTimeout)
+	defer cancel()
+	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...), kgo.RetryTimeout(0), kgo.RequestRetries(0))
+	if err != nil {
+		return fmt.Errorf("make client: %w", err)
+	}
+	defer client.Close()
+
+	return try(ctx, client)
+}
+
+// askMetadata returns the cluster's id.
+func askMetadata(ctx context.Context, client *kgo.Client) (cluster string, err error) {
+	request := kmsg.NewMetadataRequest()
+	request.Topics = []kmsg.MetadataRequestTopic{} // none; nil would be all
+	metadata, err := request.RequestWith(ctx, client)
+	switch {
+	case err != nil:
+		return "", fmt.Errorf("get metadata: %w", err)
+	case metadata.ControllerID < 0 || len(metadata.Brokers) == 0:
+		return "", errors.New("get metadata: no controller yet")
+	case metadata.ClusterID == nil:
+		return "", nil
+	}
+	return *metadata.ClusterID, nil
+}
+
+// tryTopic creates a topic and deletes it.
+func tryTopic(ctx context.Context, client *kgo.Client) error {
+	topic := "outbox-services-check-" + newClusterID()
+	if err := createTopic(ctx, client, topic); err != nil {
+		return fmt.Errorf("create topic: %w", err)
+	}
+	if err := deleteTopic(ctx, client, topic); err != nil {
+		return fmt.Errorf("delete topic: %w", err)
+	}
+	return nil
+}
+
+func createTopic(ctx context.Context, client *kgo.Client, name string) error {
+	topic := kmsg.NewCreateTopicsRequestTopic()
+	topic.Topic, topic.NumPartitions, topic.ReplicationFactor = name, 1, 1
+	request := kmsg.NewCreateTopicsRequest()
+	request.Topics = append(request.Topics, topic)
+	response, err := request.RequestWith(ctx, client)
+	if err != nil {
+		return err
+	}
+	return kerr.ErrorForCode(response.Topics[0].ErrorCode)
+}
+
+func deleteTopic(ctx context.Context, client *kgo.Client, name string) error {
+	topic := kmsg.NewDeleteTopicsRequestTopic()
+	topic.Topic = &name
+	request := kmsg.NewDeleteTopicsRequest()
+	request.Topics = append(request.Topics, topic)
+	request.TopicNames = []string{name} // for brokers before version 2.8
+	response, err := request.RequestWith(ctx, client)
+	if err != nil {
+		return err
+	}
+	return kerr.ErrorForCode(response.Topics[0].ErrorCode)
+}

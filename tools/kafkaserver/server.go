@@ -1,0 +1,323 @@
+// Package kafkaserver runs a real Apache Kafka broker for development and
+// tests: one node that is broker and controller (KRaft).
+//
+//   - It listens on 127.0.0.1 only, on free ports, and a topic can be created
+//     when [Start] returns.
+//   - It can crash ([Server.Kill]) and come back ([Server.Restart]) at the same
+//     address with the same data.
+//   - Nothing of it remains after [Server.Stop]. On Linux the broker also ends
+//     when the program that started it dies.
+//
+// It needs Java 17. [Libraries] brings the rest, with Maven.
+package kafkaserver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/outboxgo/outbox/tools/internal/place"
+	"github.com/outboxgo/outbox/tools/internal/proc"
+)
+
+const (
+	startTimeout = 90 * time.Second
+	stopTimeout  = 30 * time.Second
+	portTries    = 3
+)
+
+// Config says what to run. The zero value is fine.
+type Config struct {
+	// LibDir is the directory of Kafka's Java archives. Empty means that of
+	// [Libraries].
+	LibDir string
+
+	// Settings are lines of server.properties. They override the defaults
+	// (one replica of everything, 3 partitions, topics created when first
+	// used). The node's identity, listeners and log.dirs cannot be set.
+	Settings map[string]string
+
+	// Log receives what the broker prints, warnings and errors. Nil means
+	// nobody.
+	Log io.Writer
+
+	// Progress receives lines about a download. Nil means nobody.
+	Progress io.Writer
+}
+
+// Server is a running broker. Its methods may be called from several
+// goroutines.
+type Server struct {
+	cfg     Config
+	java    string
+	port    int
+	cluster string
+
+	mu   sync.Mutex
+	run  *place.Run // nil once stopped
+	proc *proc.Process
+}
+
+// Start starts a broker and waits until a topic can be created, at most 90 s.
+// If that fails, the error holds the last lines of its log, and nothing remains
+// running.
+func Start(ctx context.Context, cfg Config) (*Server, error) {
+	if err := cfg.validate(); err != nil {
+		return nil, fmt.Errorf("kafka: %w", err)
+	}
+	java, err := java()
+	if err != nil {
+		return nil, fmt.Errorf("kafka: %w", err)
+	}
+	if cfg.LibDir == "" {
+		if cfg.LibDir, err = Libraries(ctx, cfg.Progress); err != nil {
+			return nil, err
+		}
+	}
+	run, err := place.NewRun("kafka")
+	if err != nil {
+		return nil, fmt.Errorf("kafka: %w", err)
+	}
+	s := &Server{cfg: cfg, java: java, run: run}
+	if err := s.start(ctx); err != nil {
+		return nil, errors.Join(fmt.Errorf("kafka: %w", err), run.Remove())
+	}
+	return s, nil
+}
+
+// fixed are the settings that make the server ours to find and to stop.
+var fixed = []string{
+	"process.roles", "node.id", "controller.quorum.voters", "controller.listener.names",
+	"listeners", "advertised.listeners", "listener.security.protocol.map", "inter.broker.listener.name", "log.dirs",
+}
+
+func (c Config) validate() error {
+	var errs []error
+	for name, value := range c.Settings {
+		switch {
+		case slices.Contains(fixed, name):
+			errs = append(errs, fmt.Errorf("setting %s cannot be changed", name))
+		case name == "" || strings.ContainsAny(name, " \t\r\n=:#!\\"):
+			errs = append(errs, fmt.Errorf("setting %q: not a name", name))
+		case strings.ContainsAny(value, "\r\n"):
+			errs = append(errs, fmt.Errorf("setting %s: more than one line", name))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (s *Server) start(ctx context.Context) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, startTimeout, fmt.Errorf("no answer within %v", startTimeout))
+	defer cancel()
+	for try := 1; ; try++ {
+		controller, err := s.prepare(ctx)
+		if err != nil {
+			return err
+		}
+		err = s.launch(ctx)
+		// Another process can take a port before our server does. That is seen
+		// by looking, not by reading the log.
+		if err == nil || try == portTries || ctx.Err() != nil || place.Free(s.port) && place.Free(controller) {
+			return err
+		}
+	}
+}
+
+// prepare chooses ports, writes the configuration and formats the storage.
+func (s *Server) prepare(ctx context.Context) (controllerPort int, err error) {
+	if s.port, err = place.Port(); err != nil {
+		return 0, err
+	}
+	if controllerPort, err = place.Port(); err != nil {
+		return 0, err
+	}
+	if err := os.RemoveAll(s.path("data")); err != nil { // of the try before
+		return 0, fmt.Errorf("remove data: %w", err)
+	}
+	for name, content := range map[string][]byte{
+		"server.properties": s.properties(controllerPort),
+		"log4j2.xml":        log4jConfig,
+	} {
+		if err := os.WriteFile(s.path(name), content, 0o600); err != nil {
+			return 0, fmt.Errorf("write configuration: %w", err)
+		}
+	}
+	s.cluster = newClusterID()
+	err = proc.Run(ctx, s.command("kafka.tools.StorageTool",
+		"format", "--cluster-id", s.cluster, "--config", s.path("server.properties")))
+	if err != nil {
+		return 0, fmt.Errorf("format storage: %w", err)
+	}
+	return controllerPort, nil
+}
+
+func (s *Server) properties(controllerPort int) []byte {
+	broker, controller := place.Address(s.port), place.Address(controllerPort)
+	settings := map[string]string{
+		"process.roles":                  "broker,controller",
+		"node.id":                        "1",
+		"controller.quorum.voters":       "1@" + controller,
+		"controller.listener.names":      "CONTROLLER",
+		"listeners":                      "PLAINTEXT://" + broker + ",CONTROLLER://" + controller,
+		"advertised.listeners":           "PLAINTEXT://" + broker,
+		"listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+		"inter.broker.listener.name":     "PLAINTEXT",
+		"log.dirs":                       s.path("data"),
+	}
+	maps.Copy(settings, Defaults())
+	maps.Copy(settings, s.cfg.Settings)
+	var lines []string
+	for name, value := range settings {
+		lines = append(lines, name+"="+strings.ReplaceAll(value, `\`, `\\`)+"\n")
+	}
+	slices.Sort(lines)
+	return []byte(strings.Join(lines, ""))
+}
+
+// Defaults returns the settings for a single broker that serves tests.
+func Defaults() map[string]string {
+	return map[string]string{
+		"num.partitions":                   "3",
+		"auto.create.topics.enable":        "true",
+		"group.initial.rebalance.delay.ms": "0",
+
+		"offsets.topic.replication.factor":                 "1",
+		"transaction.state.log.replication.factor":         "1",
+		"transaction.state.log.min.isr":                    "1",
+		"share.coordinator.state.topic.replication.factor": "1",
+		"share.coordinator.state.topic.min.isr":            "1",
+
+		// The footprint of one that serves tests: a few partitions inside, and
+		// no 128 MB of buffers to compact logs that never grow.
+		"offsets.topic.num.partitions":                 "5",
+		"transaction.state.log.num.partitions":         "5",
+		"share.coordinator.state.topic.num.partitions": "1",
+		"log.cleaner.dedupe.buffer.size":               "8388608",
+
+		// A controller keeps a dead broker's place for this long. The one
+		// broker must not wait 9 s for itself after a crash.
+		"broker.session.timeout.ms":    "3000",
+		"broker.heartbeat.interval.ms": "500",
+	}
+}
+
+// launch starts the server and waits until it answers.
+func (s *Server) launch(ctx context.Context) error {
+	p, err := proc.Start(s.command("kafka.Kafka", s.path("server.properties")))
+	if err != nil {
+		return err
+	}
+	if err := s.awaitReady(ctx, p); err != nil {
+		return errors.Join(err, p.Kill())
+	}
+	s.proc = p
+	return nil
+}
+
+func (s *Server) command(class string, args ...string) proc.Command {
+	return proc.Command{
+		Path: s.java,
+		Args: append([]string{
+			"-Xmx512m", "-XX:+UseSerialGC",
+			"-Djava.io.tmpdir=" + s.run.Path, "-XX:-UsePerfData", // leave nothing elsewhere
+			"-Dlog4j2.configurationFile=" + s.path("log4j2.xml"),
+			"-cp", filepath.Join(s.cfg.LibDir, "*"), class,
+		}, args...),
+		Dir: s.run.Path,
+		Log: s.cfg.Log,
+	}
+}
+
+func (s *Server) path(name string) string { return filepath.Join(s.run.Path, name) }
+
+// Brokers returns the one broker's address, 127.0.0.1 and a port. It never
+// changes.
+func (s *Server) Brokers() []string { return []string{place.Address(s.port)} }
+
+// Port returns the broker's port.
+func (s *Server) Port() int { return s.port }
+
+// PID returns the id of the broker's process.
+func (s *Server) PID() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.proc.PID()
+}
+
+// Done is closed when the broker that runs now has ended, for whatever reason.
+func (s *Server) Done() <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.proc.Done()
+}
+
+// Tail returns the last lines of the broker's log.
+func (s *Server) Tail() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.proc.Tail()
+}
+
+// ErrStopped is returned for a server that [Server.Stop] has ended.
+var ErrStopped = errors.New("kafka: server is stopped")
+
+// Stop shuts the broker down and removes its directory. It takes at most 30 s;
+// then, or when ctx ends, the broker is killed and Stop says so. A second Stop
+// does nothing.
+func (s *Server) Stop(ctx context.Context) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.run == nil {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
+	defer cancel()
+	err := errors.Join(s.proc.Stop(ctx, syscall.SIGTERM), s.run.Remove())
+	s.run = nil
+	if err != nil {
+		return fmt.Errorf("kafka: %w", err)
+	}
+	return nil
+}
+
+// Kill ends the broker with SIGKILL, as a crash does, and returns when it is
+// gone. [Server.Restart] brings it back.
+func (s *Server) Kill() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.run == nil {
+		return ErrStopped
+	}
+	if err := s.proc.Kill(); err != nil {
+		return fmt.Errorf("kafka: %w", err)
+	}
+	return nil
+}
+
+// Restart starts the broker again with the same data and address, and waits
+// until a topic can be created. One that still runs is shut down first.
+func (s *Server) Restart(ctx context.Context) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.run == nil {
+		return ErrStopped
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, startTimeout, fmt.Errorf("no answer within %v", startTimeout))
+	defer cancel()
+	if err := s.proc.Stop(ctx, syscall.SIGTERM); err != nil {
+		return fmt.Errorf("kafka: restart: %w", err)
+	}
+	if err := s.launch(ctx); err != nil {
+		return fmt.Errorf("kafka: restart: %w", err)
+	}
+	return nil
+}

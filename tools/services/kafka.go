@@ -1,0 +1,156 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kfake"
+
+	"github.com/outboxgo/outbox/tools/internal/progress"
+	"github.com/outboxgo/outbox/tools/kafkaserver"
+)
+
+const (
+	brokersEnv = "OUTBOX_KAFKA_BROKERS"
+	kindEnv    = "OUTBOX_KAFKA_KIND"
+)
+
+// Values of OUTBOX_KAFKA_KIND.
+const (
+	kindReal = "kafka"
+	kindFake = "kfake"
+)
+
+// startKafka returns nil if none is wanted.
+func startKafka(ctx context.Context, o *options, docker *docker, say teller) (*service, error) {
+	k := &kafkaStarter{set: o.kafkaSet, docker: docker, say: say}
+	switch o.kafka {
+	case "none":
+		return nil, nil
+	case "auto":
+		return k.auto(ctx)
+	case "docker":
+		return k.container(ctx)
+	case "local":
+		return k.local(ctx)
+	default:
+		return k.fake()
+	}
+}
+
+type kafkaStarter struct {
+	set    settings
+	docker *docker
+	say    teller
+}
+
+func (k *kafkaStarter) auto(ctx context.Context) (*service, error) {
+	if brokers := os.Getenv(brokersEnv); brokers != "" {
+		return k.given(ctx, brokers)
+	}
+	if k.docker.answers(ctx) == nil {
+		s, err := k.container(ctx)
+		if err == nil || ctx.Err() != nil {
+			return s, err
+		}
+		k.say.step("no container, a local broker instead: %s", oneLine(err))
+	}
+	s, err := k.local(ctx)
+	if err == nil || ctx.Err() != nil {
+		return s, err
+	}
+	k.say.warn("no real broker, an imitation (kfake) instead; tests that need a real one will fail: %v", err)
+	return k.fake()
+}
+
+// given uses brokers that run already.
+func (k *kafkaStarter) given(ctx context.Context, brokers string) (*service, error) {
+	began := time.Now()
+	ctx, cancel := context.WithTimeout(ctx, givenTimeout)
+	defer cancel()
+	var seeds []string
+	for seed := range strings.SplitSeq(brokers, ",") {
+		seeds = append(seeds, strings.TrimSpace(seed))
+	}
+	if err := kafkaserver.Ping(ctx, seeds); err != nil {
+		return nil, fmt.Errorf("kafka: use the address in %s: %w", brokersEnv, err)
+	}
+	kind := cmp.Or(os.Getenv(kindEnv), kindReal)
+	k.ready(kind, "the environment", seeds, began)
+	return &service{name: "kafka", env: kafkaVariables(seeds, kind)}, nil
+}
+
+// local runs Apache Kafka with Java.
+func (k *kafkaStarter) local(ctx context.Context) (*service, error) {
+	if err := kafkaserver.Available(); err != nil {
+		return nil, fmt.Errorf("kafka: %w", err)
+	}
+	libraries, err := kafkaserver.Libraries(ctx, k.say.steps())
+	if err != nil {
+		return nil, err
+	}
+	began := time.Now()
+	stop := progress.Heartbeat(k.say.steps(), func() string { return "still starting" })
+	server, err := kafkaserver.Start(ctx, kafkaserver.Config{LibDir: libraries, Settings: k.set, Log: k.say.log()})
+	stop()
+	if err != nil {
+		return nil, err
+	}
+	k.ready(kafkaserver.Version, "Java archives", server.Brokers(), began)
+	return &service{
+		name:   "kafka",
+		env:    kafkaVariables(server.Brokers(), kindReal),
+		stop:   server.Stop,
+		server: server,
+	}, nil
+}
+
+func (k *kafkaStarter) container(ctx context.Context) (*service, error) {
+	image := cmp.Or(os.Getenv("OUTBOX_KAFKA_IMAGE"), kafkaImage)
+	k.say.step("starting a container of %s", image)
+	began := time.Now()
+	container, err := k.docker.kafka(ctx, image, k.set, k.say)
+	if err != nil {
+		return nil, fmt.Errorf("kafka: container of %s: %w", image, err)
+	}
+	k.ready(kindReal, "image "+image, []string{container.url}, began)
+	return &service{name: "kafka", env: kafkaVariables([]string{container.url}, kindReal), stop: container.stop}, nil
+}
+
+// fake runs franz-go's imitation of a broker in this process.
+func (k *kafkaStarter) fake() (*service, error) {
+	began := time.Now()
+	cluster, err := kfake.NewCluster(
+		kfake.NumBrokers(1),
+		kfake.DefaultNumPartitions(3),
+		kfake.AllowAutoTopicCreation(),
+		kfake.BrokerConfigs(k.set),
+	)
+	if err != nil {
+		return nil, fmt.Errorf("kafka: start imitation: %w", err)
+	}
+	k.ready(kindFake, "this process", cluster.ListenAddrs(), began)
+	return &service{
+		name: "kafka",
+		env:  kafkaVariables(cluster.ListenAddrs(), kindFake),
+		stop: func(context.Context) error { cluster.Close(); return nil },
+	}, nil
+}
+
+func (k *kafkaStarter) ready(what, origin string, brokers []string, began time.Time) {
+	k.say.step("%s from %s, %s, ready in %.1f s", what, origin, strings.Join(brokers, ","), time.Since(began).Seconds())
+}
+
+func kafkaVariables(brokers []string, kind string) []string {
+	return []string{brokersEnv + "=" + strings.Join(brokers, ","), kindEnv + "=" + kind}
+}
+
+// oneLine returns the first line of err's text.
+func oneLine(err error) string {
+	line, _, _ := strings.Cut(err.Error(), "\n")
+	return line
+}
