@@ -126,9 +126,3 @@ func majorOf(release embedded.PostgresVersion) string {
 	major, _, _ := strings.Cut(string(release), ".")
 	return major
 }
-
-// Cached reports whether [Embedded] has the version without a download.
-func Cached(version string) bool {
-	release, ok := releases[cmp.Or(version, DefaultVersion)]
-	return ok && place.Cached("postgres-"+string(release))
-}

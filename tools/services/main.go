@@ -31,14 +31,14 @@ const (
 	exitSignal   = 128 // plus the number of the signal that ended the command or the tool
 )
 
-const usage = `Services brings up PostgreSQL and Kafka for development and tests.
+const usage = `Brings up PostgreSQL and Kafka for development and tests.
 
 Usage:
 
 	services run [flags] -- command args...
-	        start the services, run the command, stop the services
+	        start both, run the command, stop both
 	services up [flags]
-	        start the services, stop them at Ctrl-C
+	        start both, stop them at Ctrl-C
 
 The command, or the file that "up" writes, gets:
 

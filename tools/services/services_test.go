@@ -3,6 +3,9 @@ package main_test
 import (
 	"bytes"
 	"errors"
+	"io"
+	"net"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -229,11 +232,11 @@ func TestRunStartsRealServicesAndLeavesNothing(t *testing.T) {
 
 func TestInterruptedStartLeavesNothing(t *testing.T) {
 	skipIfShort(t)
-	for _, after := range []time.Duration{30, 300, 700, 1500} {
-		t.Run((after * time.Millisecond).String(), func(t *testing.T) {
+	for _, after := range []time.Duration{30 * time.Millisecond, 300 * time.Millisecond, 700 * time.Millisecond, 1500 * time.Millisecond} {
+		t.Run(after.String(), func(t *testing.T) {
 			c := newTool(t, "run", "-postgres", "embedded", "-kafka", "local", "--", "sleep", "60")
 			require.NoError(t, c.Start())
-			time.Sleep(after * time.Millisecond)
+			time.Sleep(after)
 			started := children(t, c.Process.Pid)
 			require.NoError(t, c.Process.Signal(os.Interrupt))
 			require.Error(t, c.Wait())
@@ -329,4 +332,46 @@ func TestAutoWithoutJavaWarns(t *testing.T) {
 	require.Equal(t, 0, c.code(t))
 	require.Contains(t, c.err.String(), "WARNING")
 	require.Equal(t, "kfake", variables(c.out.String())["OUTBOX_KAFKA_KIND"])
+}
+
+// brokenEngine answers as a Docker engine that cannot get an image.
+func brokenEngine(t *testing.T) (host string) {
+	t.Helper()
+	socket := filepath.Join(t.TempDir(), "s")
+	listener, err := net.Listen("unix", socket)
+	require.NoError(t, err)
+	server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Api-Version", "1.50")
+		w.Header().Set("Content-Type", "application/json")
+		switch {
+		case strings.HasSuffix(r.URL.Path, "/_ping"):
+		case strings.HasSuffix(r.URL.Path, "/info"), strings.HasSuffix(r.URL.Path, "/version"):
+			io.WriteString(w, `{"ApiVersion": "1.50", "OSType": "linux"}`)
+		default:
+			w.WriteHeader(http.StatusNotFound)
+			io.WriteString(w, `{"message": "no such image"}`)
+		}
+	})}
+	go server.Serve(listener)
+	t.Cleanup(func() { server.Close() })
+	return "unix://" + socket
+}
+
+func TestDockerWithoutImages(t *testing.T) {
+	// In a container the library would look for the engine on another host.
+	t.Setenv("TESTCONTAINERS_HOST_OVERRIDE", "localhost")
+	host := brokenEngine(t)
+	t.Run("auto falls back", func(t *testing.T) {
+		c := newTool(t, "run", "-postgres", "none", "/usr/bin/env")
+		c.Env = append(c.Env, "PATH="+c.tmp, "JAVA_HOME=", "DOCKER_HOST="+host)
+		require.Equal(t, 0, c.code(t))
+		require.Contains(t, c.err.String(), "no container, a local broker instead")
+		require.Equal(t, "kfake", variables(c.out.String())["OUTBOX_KAFKA_KIND"])
+	})
+	t.Run("docker does not", func(t *testing.T) {
+		c := newTool(t, "run", "-postgres", "docker", "-kafka", "none", "true")
+		c.Env = append(c.Env, "DOCKER_HOST="+host)
+		require.Equal(t, 125, c.code(t))
+		require.Contains(t, c.err.String(), "container of postgres:18-alpine")
+	})
 }
