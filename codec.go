@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"reflect"
 	"unicode/utf8"
 )
 
@@ -52,7 +51,7 @@ func encodeJSON(event any) ([]byte, error) {
 	// json.Marshal writes the escape for U+FFFD only in place of a bad byte; a
 	// real U+FFFD is written as it is. A json.RawMessage may hold the escape
 	// rightly, so the value itself decides.
-	if hasReplacement(b) && !validStrings(reflect.ValueOf(event)) {
+	if hasReplacement(b) && hasBadText(event) {
 		return nil, ErrUTF8
 	}
 	return b, nil
@@ -72,36 +71,6 @@ func hasReplacement(b []byte) bool {
 	return false
 }
 
-// validStrings reports whether every string within v is valid UTF-8.
-func validStrings(v reflect.Value) bool {
-	switch v.Kind() {
-	case reflect.String:
-		return utf8.ValidString(v.String())
-	case reflect.Pointer, reflect.Interface:
-		return v.IsNil() || validStrings(v.Elem())
-	case reflect.Struct:
-		for i := range v.NumField() {
-			if !validStrings(v.Field(i)) {
-				return false
-			}
-		}
-	case reflect.Slice, reflect.Array:
-		for i := range v.Len() {
-			if !validStrings(v.Index(i)) {
-				return false
-			}
-		}
-	case reflect.Map:
-		for it := v.MapRange(); it.Next(); {
-			if !validStrings(it.Key()) || !validStrings(it.Value()) {
-				return false
-			}
-		}
-	default: // no text in it
-	}
-	return true
-}
-
 // What jsonb can hold. The digits are numeric's: 131072 before the point and
 // 16383 after it (PostgreSQL manual, "Numeric Types"). The depth is our own and
 // stays well below the one at which PostgreSQL's stack limit of 2 MB ends a parse.
@@ -109,6 +78,7 @@ const (
 	maxIntegerDigits  = 131072
 	maxFractionDigits = 16383
 	maxDepth          = 1000
+	maxExponent       = 1<<30 - 1 // and numeric looks at it first, also in 0e…
 )
 
 // checkJSONB returns the size of a JSON text as jsonb prints it, in bytes and
@@ -225,7 +195,7 @@ scan:
 				case b[n] == '-':
 					negative = true
 				case b[n] != '+':
-					exponent = min(exponent*10+int(b[n]-'0'), 1<<30)
+					exponent = min(exponent*10+int(b[n]-'0'), maxExponent)
 				}
 			}
 			break scan
@@ -233,7 +203,7 @@ scan:
 			break scan
 		}
 	}
-	if exponent == 1<<30 { // numeric looks at the exponent first
+	if exponent == maxExponent {
 		return 0, 0, fmt.Errorf("%w: %w", ErrJSON, errNumber)
 	}
 	if negative {

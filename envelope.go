@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"iter"
 	"maps"
+	"math"
 	"regexp"
 	"slices"
 	"strings"
@@ -88,7 +89,13 @@ func TraceParent(ctx context.Context) string {
 	return tp
 }
 
-// traceParentForm is the version 00 form of the W3C Trace Context.
+// isTraceParent holds a value against the W3C Trace Context: no version ff, no
+// id of zeros.
+func isTraceParent(s string) bool {
+	return traceParentForm.MatchString(s) && s[:2] != "ff" &&
+		strings.Trim(s[3:35], "0") != "" && strings.Trim(s[36:52], "0") != ""
+}
+
 var traceParentForm = regexp.MustCompile(`^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$`)
 
 // encodeHeaders returns the stored form of an event's headers: a JSON object of
@@ -109,7 +116,7 @@ func encodeHeaders(own map[string]string, correlationID, traceParent string) ([]
 		}
 		all[correlationAttr] = correlationID
 	}
-	if traceParentForm.MatchString(traceParent) {
+	if isTraceParent(traceParent) {
 		all[traceAttr] = traceParent
 	}
 	if len(all) == 0 {
@@ -137,7 +144,7 @@ func checkHeader(name, value string) error {
 		if text == "" {
 			continue
 		}
-		if err := checkText(text, maxHeaders); err != nil {
+		if err := checkText(text, math.MaxInt); err != nil { // encodeHeaders limits the whole
 			return fmt.Errorf("%q %w", name, err)
 		}
 	}

@@ -87,12 +87,17 @@ const sqlMigrationState = `
 SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1),
        to_regclass(format('%I.outbox_migration', $1::text)) IS NOT NULL`
 
-const sqlMigrationTable = `
+// ddlMigrationTable is several statements, which only the simple protocol takes.
+const ddlMigrationTable = `
 CREATE TABLE {schema}.outbox_migration (
     version    int          PRIMARY KEY,
     name       varchar(100) NOT NULL,
     applied_at timestamptz  NOT NULL DEFAULT now()
-)`
+);
+COMMENT ON TABLE {schema}.outbox_migration IS 'Which migrations of outbox have been applied.';
+COMMENT ON COLUMN {schema}.outbox_migration.version IS 'Number of the file, from 1.';
+COMMENT ON COLUMN {schema}.outbox_migration.name IS 'Name of the file.';
+COMMENT ON COLUMN {schema}.outbox_migration.applied_at IS 'When it was applied.';`
 
 const sqlMigrationVersion = `SELECT coalesce(max(version), 0) FROM {schema}.outbox_migration`
 
@@ -120,8 +125,7 @@ func migrate(ctx context.Context, tx pgx.Tx, schema string, steps []migration) e
 		return fmt.Errorf("search path: %w", err)
 	}
 	for _, step := range steps[version:] {
-		// Without arguments, so that one file may hold many statements.
-		if _, err := tx.Conn().PgConn().Exec(ctx, step.sql).ReadAll(); err != nil {
+		if err := execScript(ctx, tx, step.sql); err != nil {
 			return fmt.Errorf("%s: %w", step.name, err)
 		}
 		if _, err := tx.Exec(ctx, inSchema(sqlMigrationDone, schema), step.version, step.name); err != nil {
@@ -129,6 +133,12 @@ func migrate(ctx context.Context, tx pgx.Tx, schema string, steps []migration) e
 		}
 	}
 	return nil
+}
+
+// execScript runs any number of statements.
+func execScript(ctx context.Context, tx pgx.Tx, script string) error {
+	_, err := tx.Conn().PgConn().Exec(ctx, script).ReadAll()
+	return err
 }
 
 // schemaVersion returns how far the schema is, after it has made sure that
@@ -144,7 +154,7 @@ func schemaVersion(ctx context.Context, tx pgx.Tx, schema string) (version int, 
 		}
 	}
 	if !hasTable {
-		if _, err := tx.Exec(ctx, inSchema(sqlMigrationTable, schema)); err != nil {
+		if err := execScript(ctx, tx, inSchema(ddlMigrationTable, schema)); err != nil {
 			return 0, fmt.Errorf("create outbox_migration: %w", err)
 		}
 	}

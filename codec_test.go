@@ -1,0 +1,154 @@
+package outbox_test
+
+import (
+	"encoding/json"
+	"math"
+	"os"
+	"os/exec"
+	"runtime/debug"
+	"strings"
+	"testing"
+
+	"github.com/outboxgo/outbox"
+	"github.com/stretchr/testify/require"
+)
+
+const badText = "caf\xe9" // Latin-1
+
+type (
+	// note is a text in a field.
+	note struct {
+		Text string `json:"text"`
+	}
+	// sealed keeps its text in an unexported field of an unexported field.
+	sealed struct{ inner struct{ text *string } }
+	// labelled has texts of a named type, as keys and as values.
+	labelled struct{ Labels map[label]label }
+	label    string
+	// spoken knows how to turn itself into text.
+	spoken []byte
+)
+
+func seal(text string) (s sealed) { s.inner.text = &text; return s }
+
+func (s sealed) MarshalJSON() ([]byte, error) { return json.Marshal(s.inner.text) }
+func (s spoken) MarshalText() ([]byte, error) { return s, nil }
+
+// encoding/json would write U+FFFD for what is not UTF-8, and nobody would know.
+var badTexts = []struct {
+	name  string
+	value any
+}{
+	{"in a string", badText},
+	{"at the end of a field", note{"abc" + badText}},
+	{"in an embedded struct", struct{ note }{note{badText}}},
+	{"behind a pointer", &note{badText}},
+	{"behind a pointer to a pointer", new(new(badText))},
+	{"in a slice", []string{"a", badText}},
+	{"in an array", [2]note{{}, {badText}}},
+	{"in a map's value", map[string]any{"a": 1, "b": badText}},
+	{"in a map's key", map[string]int{badText: 1}},
+	{"in a map in a map in a slice", []any{map[string]any{"a": map[string][]string{"b": {badText}}}}},
+	{"of a named type", labelled{map[label]label{"a": badText}}},
+	{"of a named type as key", labelled{map[label]label{badText: "a"}}},
+	{"in an unexported field behind MarshalJSON", seal(badText)},
+	{"in the middle of what is large", append(make([]string, 1000), badText, strings.Repeat("x", 1<<20))},
+	{"beside U+FFFD", []string{"\ufffd", badText}},
+	{"as a surrogate in UTF-8", "\xed\xa0\x80"},
+	{"as half a character", "\xf0\x9f\x98"},
+}
+
+func TestJSONRefusesBadText(t *testing.T) {
+	for _, tt := range badTexts {
+		t.Run(tt.name, func(t *testing.T) {
+			_, err := json.Marshal(tt.value)
+			require.NoError(t, err, "encoding/json sees nothing")
+			_, err = outbox.JSON().Encode(tt.value)
+			require.ErrorIs(t, err, outbox.ErrUTF8)
+		})
+	}
+}
+
+// The text that MarshalText returns is no string field of anybody, and
+// encoding/json replaces its bad bytes too.
+func TestJSONRefusesBadMarshalText(t *testing.T) {
+	for name, value := range map[string]any{
+		"as a value": spoken(badText), "in a field": struct{ S spoken }{spoken(badText)},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := outbox.JSON().Encode(value)
+			require.ErrorIs(t, err, outbox.ErrUTF8)
+		})
+	}
+}
+
+var goodTexts = []struct {
+	name  string
+	value any
+	want  string
+}{
+	{"a real U+FFFD", note{"a\ufffdb"}, `{"text":"a` + "\ufffd" + `b"}`},
+	{"the six characters of its escape as JSON", json.RawMessage(`"\ufffd"`), `"\ufffd"`},
+	{"its escape in capitals", json.RawMessage(`"\uFFFD"`), `"\uFFFD"`},
+	{"the six characters of its escape as text", note{`\ufffd`}, `{"text":"\\ufffd"}`},
+	{"its escape beside good texts", map[string]any{"a": json.RawMessage(`"\ufffd"`), "b": "주문"}, `{"a":"\ufffd","b":"주문"}`},
+	{"its escape beside nil", []any{nil, (*note)(nil), map[string]string(nil), json.RawMessage(`"\ufffd"`)}, `[null,null,null,"\ufffd"]`},
+	{"its escape beside bytes that are no text", []any{[]byte(badText), json.RawMessage(`"\ufffd"`)}, `["Y2Fm6Q==","\ufffd"]`},
+	{"bytes that are no text", []byte(badText), `"Y2Fm6Q=="`},
+	{"good text in an unexported field", seal("주문"), `"주문"`},
+	{"every other control character", "\x01\x1f\x7f", `"\u0001\u001f` + "\x7f" + `"`},
+}
+
+func TestJSONAcceptsGoodText(t *testing.T) {
+	for _, tt := range goodTexts {
+		t.Run(tt.name, func(t *testing.T) {
+			b, err := outbox.JSON().Encode(tt.value)
+			require.NoError(t, err)
+			require.Equal(t, tt.want, string(b))
+		})
+	}
+}
+
+func TestJSONCannotEncode(t *testing.T) {
+	for name, value := range map[string]any{"a channel": make(chan int), "a function": func() {}, "NaN": math.NaN(), "infinity": math.Inf(1)} {
+		_, err := outbox.JSON().Encode(value)
+		require.Error(t, err, name)
+	}
+}
+
+// What JSON encodes, it decodes.
+func TestJSONDecode(t *testing.T) {
+	codec := outbox.JSON()
+	require.Equal(t, "application/json", codec.ContentType)
+	b, err := codec.Encode(note{"주문 \u2028 <>&"})
+	require.NoError(t, err)
+	var got note
+	require.NoError(t, codec.Decode(b, &got))
+	require.Equal(t, note{"주문 \u2028 <>&"}, got)
+	require.Error(t, codec.Decode([]byte(`{`), &got))
+}
+
+// family has a child that knows its parent; JSON leaves the way back out.
+type family struct {
+	Parent   *family   `json:"-"`
+	Children []*family `json:"children,omitempty"`
+	Name     string    `json:"name"`
+}
+
+// A bad byte in a name, which may come from any user, sends the search for it
+// round in circles where values point back at each other. A stack overflow
+// cannot be recovered from: it ends the process, so it happens in another one.
+func TestJSONRefusesBadTextInCircle(t *testing.T) {
+	if os.Getenv("OUTBOX_TEST_CIRCLE") != "" {
+		debug.SetMaxStack(16 << 20)
+		parent := &family{Name: badText}
+		parent.Children = []*family{{Parent: parent, Name: "good"}}
+		_, err := outbox.JSON().Encode(*parent)
+		require.ErrorIs(t, err, outbox.ErrUTF8)
+		return
+	}
+	cmd := exec.Command(os.Args[0], "-test.run=^TestJSONRefusesBadTextInCircle$")
+	cmd.Env = append(os.Environ(), "OUTBOX_TEST_CIRCLE=1")
+	out, err := cmd.CombinedOutput()
+	require.NoError(t, err, "%s", out[:min(len(out), 300)])
+}

@@ -1,0 +1,292 @@
+package outbox
+
+import (
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"iter"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+const someTrace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+// orderCreated is an envelope as the relay reads it; change makes it another.
+func orderCreated(change func(*envelope)) *envelope {
+	e := &envelope{
+		id:            7,
+		eventID:       []byte("0190a5c4-7b1e-7c3d-8a2b-1f2e3d4c5b6a"),
+		eventType:     []byte("loopers.order.created.v1"),
+		source:        []byte("commerce-api"),
+		aggregateType: []byte("Order"),
+		aggregateID:   []byte("order-1"),
+		payload:       []byte(`{"total": 1.50}`),
+		isJSON:        true,
+		contentType:   []byte("application/json"),
+		occurredAt:    time.Date(2026, 2, 3, 4, 5, 6, 0, time.UTC),
+	}
+	if change != nil {
+		change(e)
+	}
+	return e
+}
+
+// field is a header of a record.
+type field struct{ name, value string }
+
+func fields(headers iter.Seq2[string, []byte]) (all []field) {
+	for name, value := range headers {
+		all = append(all, field{name, string(value)})
+	}
+	return all
+}
+
+var orderCreatedAttributes = []field{
+	{"ce_specversion", "1.0"},
+	{"ce_id", "0190a5c4-7b1e-7c3d-8a2b-1f2e3d4c5b6a"},
+	{"ce_source", "commerce-api"},
+	{"ce_type", "loopers.order.created.v1"},
+	{"ce_subject", "order-1"},
+	{"ce_time", "2026-02-03T04:05:06Z"},
+	{"ce_aggregatetype", "Order"},
+	{"content-type", "application/json"},
+}
+
+var binaryTests = []struct {
+	name   string
+	change func(*envelope)
+	more   []field // behind orderCreatedAttributes
+}{
+	{"no headers", nil, nil},
+	{"headers of SQL NULL in JSON", func(e *envelope) { e.headers = []byte(`null`) }, nil},
+	{"no headers in an object", func(e *envelope) { e.headers = []byte(`{}`) }, nil},
+	{"a correlation id", func(e *envelope) { e.headers = []byte(`{"correlationid": "corr-1"}`) },
+		[]field{{"ce_correlationid", "corr-1"}}},
+	{"a trace, also where tracing libraries look", func(e *envelope) { e.headers = []byte(`{"traceparent": "` + someTrace + `"}`) },
+		[]field{{"ce_traceparent", someTrace}, {"traceparent", someTrace}}},
+	{"headers of its own, sorted", func(e *envelope) { e.headers = []byte(`{"tenant": "a \"b\" é", "Region": "", "zone": "1"}`) },
+		[]field{{"Region", ""}, {"tenant", `a "b" é`}, {"zone", "1"}}},
+	{"everything", func(e *envelope) {
+		e.headers = []byte(`{"a": "1", "correlationid": "c", "traceparent": "` + someTrace + `", "z": "2"}`)
+	}, []field{{"a", "1"}, {"ce_correlationid", "c"}, {"ce_traceparent", someTrace}, {"traceparent", someTrace}, {"z", "2"}}},
+}
+
+// https://github.com/cloudevents/spec/blob/v1.0.2/cloudevents/bindings/kafka-protocol-binding.md#32-binary-content-mode
+func TestBinary(t *testing.T) {
+	for _, tt := range binaryTests {
+		t.Run(tt.name, func(t *testing.T) {
+			value, headers, err := orderCreated(tt.change).record(Binary)
+			require.NoError(t, err)
+			require.Equal(t, `{"total": 1.50}`, string(value))
+			want := append([]field(nil), orderCreatedAttributes...)
+			require.Equal(t, append(want, tt.more...), fields(headers))
+		})
+	}
+}
+
+// Bytes travel as they are, under their own content type.
+func TestBinaryBytes(t *testing.T) {
+	value, headers, err := protobuf([]byte{0, 1, 255}).record(Binary)
+	require.NoError(t, err)
+	require.Equal(t, []byte{0, 1, 255}, value)
+	require.Contains(t, fields(headers), field{"content-type", "application/protobuf"})
+}
+
+func protobuf(payload []byte) *envelope {
+	return orderCreated(func(e *envelope) {
+		e.payload, e.isJSON, e.contentType = payload, false, []byte("application/protobuf")
+	})
+}
+
+// A reader of the headers may stop at any of them.
+func TestHeadersCanBeLeft(t *testing.T) {
+	e := orderCreated(func(e *envelope) { e.headers = []byte(`{"a": "1", "correlationid": "c", "traceparent": "t"}`) })
+	for _, mode := range []Mode{Binary, Structured} {
+		_, headers, err := e.record(mode)
+		require.NoError(t, err)
+		for stop := range len(fields(headers)) {
+			seen := 0
+			for range headers {
+				if seen++; seen > stop {
+					break
+				}
+			}
+			require.Equal(t, stop+1, seen)
+		}
+	}
+}
+
+// https://github.com/cloudevents/spec/blob/v1.0.2/cloudevents/formats/json-format.md
+func TestStructured(t *testing.T) {
+	e := orderCreated(func(e *envelope) {
+		e.headers = []byte(`{"correlationid": "corr-1", "tenant": "a", "traceparent": "` + someTrace + `"}`)
+	})
+	value, headers, err := e.record(Structured)
+	require.NoError(t, err)
+	require.Equal(t, `{"specversion":"1.0","id":"0190a5c4-7b1e-7c3d-8a2b-1f2e3d4c5b6a","source":"commerce-api",`+
+		`"type":"loopers.order.created.v1","subject":"order-1","time":"2026-02-03T04:05:06Z","aggregatetype":"Order",`+
+		`"correlationid":"corr-1","traceparent":"`+someTrace+`","datacontenttype":"application/json","data":{"total": 1.50}}`, string(value))
+	require.Equal(t, []field{
+		{"content-type", "application/cloudevents+json; charset=UTF-8"}, {"tenant", "a"}, {"traceparent", someTrace},
+	}, fields(headers))
+}
+
+var hardTexts = []string{
+	`a"b`, `a\b`, "a\nb\tc\x01\x7f", "</script>&", "주문 😀", "\u2028\u2029", "\ufffd", strings.Repeat("x", 255), `{"a":1}`, `\u0041`,
+}
+
+// Whatever the texts are, the value is JSON with those texts in it.
+func TestStructuredEscapes(t *testing.T) {
+	for _, text := range hardTexts {
+		headers, refused := encodeHeaders(map[string]string{"own": text}, text, "")
+		require.Nil(t, refused)
+		e := orderCreated(func(e *envelope) {
+			e.source, e.eventType, e.aggregateID, e.aggregateType, e.contentType = []byte(text), []byte(text), []byte(text), []byte(text), []byte(text)
+			e.headers = headers
+		})
+		value, own, err := e.record(Structured)
+		require.NoError(t, err)
+		var got map[string]any
+		require.NoError(t, json.Unmarshal(value, &got), "%s", value)
+		require.Equal(t, map[string]any{
+			"specversion": "1.0", "id": string(e.eventID), "time": "2026-02-03T04:05:06Z", "data": map[string]any{"total": 1.5},
+			"source": text, "type": text, "subject": text, "aggregatetype": text, "datacontenttype": text, "correlationid": text,
+		}, got)
+		require.Contains(t, fields(own), field{"own", text})
+
+		_, binary, err := e.record(Binary)
+		require.NoError(t, err)
+		for _, name := range []string{"ce_source", "ce_type", "ce_subject", "ce_aggregatetype", "ce_correlationid", "content-type", "own"} {
+			require.Contains(t, fields(binary), field{name, text}, "as it is, in bytes")
+		}
+	}
+}
+
+// data is any JSON value; data_base64 is what is not JSON.
+func TestStructuredData(t *testing.T) {
+	for _, data := range []string{`null`, `[]`, `"text"`, `1e5`, `{"a": "주문"}`} {
+		value, _, err := orderCreated(func(e *envelope) { e.payload = []byte(data) }).record(Structured)
+		require.NoError(t, err)
+		var got map[string]json.RawMessage
+		require.NoError(t, json.Unmarshal(value, &got))
+		require.Equal(t, data, string(got["data"]))
+		require.NotContains(t, got, "data_base64")
+	}
+	for _, data := range [][]byte{{}, {0}, {0, 1, 254, 255}, []byte("text"), []byte(strings.Repeat("\xff", 1000))} {
+		value, _, err := protobuf(data).record(Structured)
+		require.NoError(t, err)
+		var got map[string]any
+		require.NoError(t, json.Unmarshal(value, &got))
+		require.Equal(t, base64.StdEncoding.EncodeToString(data), got["data_base64"])
+		require.Equal(t, "application/protobuf", got["datacontenttype"])
+		require.NotContains(t, got, "data")
+	}
+}
+
+var timeTests = []struct {
+	name string
+	time time.Time
+	want string
+}{
+	{"a whole second", time.Date(2026, 2, 3, 4, 5, 6, 0, time.UTC), "2026-02-03T04:05:06Z"},
+	{"microseconds", time.Date(2026, 2, 3, 4, 5, 6, 123456000, time.UTC), "2026-02-03T04:05:06.123456Z"},
+	{"a tenth of a second", time.Date(2026, 2, 3, 4, 5, 6, 100000000, time.UTC), "2026-02-03T04:05:06.1Z"},
+	{"one microsecond", time.Date(2026, 2, 3, 4, 5, 6, 1000, time.UTC), "2026-02-03T04:05:06.000001Z"},
+	{"another zone", time.Date(2026, 2, 3, 4, 5, 6, 0, time.FixedZone("KST", 9*3600)), "2026-02-02T19:05:06Z"},
+	{"a zone of half an hour", time.Date(2026, 2, 3, 4, 5, 6, 0, time.FixedZone("", -(3*3600+1800))), "2026-02-03T07:35:06Z"},
+	{"the year 1", time.Date(1, 1, 1, 0, 0, 0, 1000, time.UTC), "0001-01-01T00:00:00.000001Z"},
+	{"the last microsecond of 9999", time.Date(9999, 12, 31, 23, 59, 59, 999999000, time.UTC), "9999-12-31T23:59:59.999999Z"},
+}
+
+func TestEventTime(t *testing.T) {
+	for _, tt := range timeTests {
+		t.Run(tt.name, func(t *testing.T) {
+			e := orderCreated(func(e *envelope) { e.occurredAt = tt.time })
+			_, headers, err := e.record(Binary)
+			require.NoError(t, err)
+			require.Contains(t, fields(headers), field{"ce_time", tt.want})
+			value, _, err := e.record(Structured)
+			require.NoError(t, err)
+			require.Contains(t, string(value), `"time":"`+tt.want+`"`)
+			parsed, err := time.Parse(time.RFC3339Nano, tt.want)
+			require.NoError(t, err)
+			require.True(t, tt.time.Equal(parsed))
+		})
+	}
+}
+
+func TestDestinationAndKey(t *testing.T) {
+	for _, tt := range []struct {
+		name       string
+		change     func(*envelope)
+		topic, key string
+	}{
+		{"by convention", nil, "order-events", "order-1"},
+		{"a topic of its own", func(e *envelope) { e.topic = []byte("orders") }, "orders", "order-1"},
+		{"a key of its own", func(e *envelope) { e.partitionKey = []byte("user-1") }, "order-events", "user-1"},
+		{"an empty key, which is not NULL", func(e *envelope) { e.partitionKey = []byte{} }, "order-events", ""},
+		{"a type without form but with a topic", func(e *envelope) { e.eventType, e.topic = []byte("!"), []byte("orders") }, "orders", "order-1"},
+		{"a type of two segments", func(e *envelope) { e.eventType = []byte("shop.order") }, "order-events", "order-1"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			e := orderCreated(tt.change)
+			topic, err := e.destination()
+			require.NoError(t, err)
+			require.Equal(t, tt.topic, topic)
+			require.Equal(t, tt.key, string(e.key()))
+		})
+	}
+}
+
+// Rows that somebody else has inserted cannot be sent if no topic follows from
+// their type.
+func TestDestinationOfForeignRow(t *testing.T) {
+	for _, eventType := range []string{"", "order", "LEDGER_POSTED", "a..b", ".order", "shop.", "shop.order created", "shop.주문", "shop.order\n", "shop/order.x"} {
+		_, err := orderCreated(func(e *envelope) { e.eventType = []byte(eventType) }).destination()
+		require.ErrorIs(t, err, ErrMalformed, "%q", eventType)
+		refused, ok := errors.AsType[*FieldError](err)
+		require.True(t, ok)
+		require.Equal(t, FieldError{EventType: eventType, Index: -1, Field: "event_type", Err: ErrMalformed}, *refused)
+	}
+}
+
+// Headers that somebody else has inserted are an object of strings, or an error.
+func TestHeadersOfForeignRow(t *testing.T) {
+	for _, headers := range []string{`[]`, `"a"`, `1`, `true`, `{"a": 1}`, `{"a": {"b": "c"}}`, `{"a": ["b"]}`, ``, `{`} {
+		for _, mode := range []Mode{Binary, Structured} {
+			_, _, err := orderCreated(func(e *envelope) { e.headers = []byte(headers) }).record(mode)
+			require.ErrorIs(t, err, ErrMalformed, headers)
+			refused, ok := errors.AsType[*FieldError](err)
+			require.True(t, ok)
+			require.Equal(t, "headers", refused.Field)
+			require.Equal(t, "loopers.order.created.v1", refused.EventType)
+			require.Equal(t, -1, refused.Index)
+		}
+	}
+}
+
+// What encodeHeaders stores, ownHeaders reads.
+func TestHeadersRoundTrip(t *testing.T) {
+	own := map[string]string{}
+	for _, text := range hardTexts {
+		own[text], own["n-"+text] = "", text
+	}
+	b, refused := encodeHeaders(own, "corr", someTrace)
+	require.Nil(t, refused)
+	got, err := (&envelope{headers: b}).ownHeaders()
+	require.NoError(t, err)
+	require.Len(t, got, len(own)+2)
+	require.Equal(t, "corr", got["correlationid"])
+	require.Equal(t, someTrace, got["traceparent"])
+	for name, value := range own {
+		require.Equal(t, value, got[name])
+	}
+	require.NotContains(t, own, "correlationid", "the caller's map is left alone")
+
+	b, refused = encodeHeaders(nil, "", "")
+	require.Nil(t, refused)
+	require.Nil(t, b)
+}
