@@ -78,7 +78,7 @@ const (
 	maxIntegerDigits  = 131072
 	maxFractionDigits = 16383
 	maxDepth          = 1000
-	maxExponent       = 1<<30 - 1 // and numeric looks at it first, also in 0e…
+	maxExponent       = 1<<30 - 1 // refused by some versions whatever the digits, also in 0e…
 )
 
 // checkJSONB returns the size of a JSON text as jsonb prints it, in bytes and
