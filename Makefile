@@ -3,6 +3,8 @@
 SHELL       := bash
 .SHELLFLAGS := -eo pipefail -c
 
+export ARGS # more arguments for go test, or for the demo
+
 MODULES  := . tools examples
 SERVICES := bin/services
 RUN      := $(SERVICES) run $(if $(POSTGRES),-postgres $(POSTGRES)) $(if $(KAFKA),-kafka $(KAFKA)) --
@@ -18,7 +20,7 @@ demo: $(SERVICES) ## A small shop whose events flow: needs only Go (KAFKA=real: 
 
 .PHONY: test
 test: $(SERVICES) ## Test everything against a real PostgreSQL and a real Kafka, with the race detector
-	@$(RUN) bash -ec 'for m in $(MODULES); do echo "== $$m"; (cd $$m && go test -race -timeout 15m $(ARGS) ./...); done'
+	@$(RUN) bash -ec 'for m in $(MODULES); do echo "== $$m"; (cd $$m && eval "go test -race -timeout 15m $$ARGS ./..."); done'
 
 .PHONY: oracle
 oracle: $(SERVICES) ## Commit EVENTS=200000 under transactions of every kind and check what arrives (SEED=… repeats a plan)
