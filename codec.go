@@ -28,7 +28,8 @@ const jsonType = "application/json"
 
 // JSON is the default codec: encoding/json, stored as jsonb. It refuses strings
 // that are not valid UTF-8 with [ErrUTF8], where encoding/json would replace
-// the bad bytes silently.
+// the bad bytes silently; only what a MarshalJSON of the event's own has replaced
+// itself is beyond it.
 func JSON() Codec {
 	return Codec{ContentType: jsonType, Encode: encodeJSON, Decode: json.Unmarshal}
 }

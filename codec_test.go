@@ -1,6 +1,7 @@
 package outbox_test
 
 import (
+	"encoding"
 	"encoding/json"
 	"math"
 	"os"
@@ -31,6 +32,20 @@ type (
 
 func seal(text string) (s sealed) { s.inner.text = &text; return s }
 
+// hidden is written by its MarshalJSON alone.
+type hidden struct {
+	Text string `json:"-"`
+}
+
+var someTexts = []string{"a", "b", badText}
+
+func (h hidden) MarshalJSON() ([]byte, error) { return json.Marshal(h.Text) }
+
+// stamp may be nil.
+type stamp struct{}
+
+func (*stamp) MarshalText() ([]byte, error) { return []byte("stamp"), nil }
+
 func (s sealed) MarshalJSON() ([]byte, error) { return json.Marshal(s.inner.text) }
 func (s spoken) MarshalText() ([]byte, error) { return s, nil }
 
@@ -54,6 +69,9 @@ var badTexts = []struct {
 	{"in an unexported field behind MarshalJSON", seal(badText)},
 	{"in the middle of what is large", append(make([]string, 1000), badText, strings.Repeat("x", 1<<20))},
 	{"beside U+FFFD", []string{"\ufffd", badText}},
+	{"behind the end of a shorter slice of the same array", [][]string{someTexts[:1], someTexts}},
+	{"behind an empty slice of the same array", struct{ None, All []string }{someTexts[:0], someTexts}},
+	{"in a field that JSON leaves out but MarshalJSON writes", hidden{Text: badText}},
 	{"as a surrogate in UTF-8", "\xed\xa0\x80"},
 	{"as half a character", "\xf0\x9f\x98"},
 }
@@ -67,6 +85,20 @@ func TestJSONRefusesBadText(t *testing.T) {
 			require.ErrorIs(t, err, outbox.ErrUTF8)
 		})
 	}
+}
+
+// encoding/json writes null for it, and there is nothing to ask.
+func TestJSONRefusesBadTextBesideNil(t *testing.T) {
+	type pair struct {
+		M    encoding.TextMarshaler
+		Text string
+	}
+	require.NotPanics(t, func() {
+		_, err := outbox.JSON().Encode(pair{nil, badText})
+		require.ErrorIs(t, err, outbox.ErrUTF8)
+		_, err = outbox.JSON().Encode(pair{(*stamp)(nil), badText})
+		require.ErrorIs(t, err, outbox.ErrUTF8)
+	})
 }
 
 // The text that MarshalText returns is no string field of anybody, and

@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"encoding"
+	"encoding/json"
 	"reflect"
 	"unicode/utf8"
 )
@@ -10,7 +11,7 @@ import (
 // that is not valid UTF-8. Only a value whose encoding looks suspicious comes
 // here, so it may take its time.
 func hasBadText(v any) bool {
-	return badText{}.in(reflect.ValueOf(v))
+	return badText{}.in(reflect.ValueOf(v), false)
 }
 
 // badText looks through values. It remembers what it has been in, because
@@ -19,45 +20,50 @@ type badText map[visit]bool
 
 type visit struct {
 	at  uintptr
+	len int // slices of one array begin at the same place
 	typ reflect.Type
+	all bool
 }
 
-var textMarshaler = reflect.TypeFor[encoding.TextMarshaler]()
+var (
+	textMarshaler = reflect.TypeFor[encoding.TextMarshaler]()
+	jsonMarshaler = reflect.TypeFor[json.Marshaler]()
+)
 
-func (b badText) in(v reflect.Value) bool {
-	if !v.IsValid() || b.badMarshalText(v) {
-		return v.IsValid()
+// in looks into v: into the fields that encoding/json sees, or into all of them
+// where a MarshalJSON decides what is written.
+func (b badText) in(v reflect.Value, all bool) bool {
+	for v.Kind() == reflect.Interface {
+		v = v.Elem()
 	}
+	if !v.IsValid() { // a nil interface
+		return false
+	}
+	if badMarshalText(v) {
+		return true
+	}
+	all = all || v.Type().Implements(jsonMarshaler) || reflect.PointerTo(v.Type()).Implements(jsonMarshaler)
 	switch v.Kind() {
 	case reflect.String:
 		return !utf8.ValidString(v.String())
-	case reflect.Interface:
-		return b.in(v.Elem())
 	case reflect.Pointer:
-		return b.enter(v) && b.in(v.Elem())
+		return b.enter(v, 0, all) && b.in(v.Elem(), all)
 	case reflect.Struct:
-		return b.inFields(v)
+		return b.inFields(v, all)
 	case reflect.Map:
-		if !b.enter(v) {
-			return false
-		}
-		for it := v.MapRange(); it.Next(); {
-			if b.in(it.Key()) || b.in(it.Value()) {
-				return true
-			}
-		}
+		return b.enter(v, 0, all) && b.inEntries(v, all)
 	case reflect.Slice:
-		return v.Type().Elem().Kind() != reflect.Uint8 && b.enter(v) && b.inElements(v)
+		return v.Type().Elem().Kind() != reflect.Uint8 && b.enter(v, v.Len(), all) && b.inElements(v, all)
 	case reflect.Array:
-		return b.inElements(v)
+		return b.inElements(v, all)
 	default: // no text in it
+		return false
 	}
-	return false
 }
 
 // enter reports whether what v points to exists and was not looked at before.
-func (b badText) enter(v reflect.Value) bool {
-	at := visit{v.Pointer(), v.Type()}
+func (b badText) enter(v reflect.Value, length int, all bool) bool {
+	at := visit{v.Pointer(), length, v.Type(), all}
 	if v.IsNil() || b[at] {
 		return false
 	}
@@ -65,19 +71,29 @@ func (b badText) enter(v reflect.Value) bool {
 	return true
 }
 
-func (b badText) inElements(v reflect.Value) bool {
-	for i := range v.Len() {
-		if b.in(v.Index(i)) {
+func (b badText) inFields(v reflect.Value, all bool) bool {
+	for i := range v.NumField() {
+		field := v.Type().Field(i)
+		seen := (field.IsExported() || field.Anonymous) && field.Tag.Get("json") != "-"
+		if (all || seen) && b.in(v.Field(i), all) {
 			return true
 		}
 	}
 	return false
 }
 
-// inFields looks at unexported fields as well: a MarshalJSON may write them.
-func (b badText) inFields(v reflect.Value) bool {
-	for i := range v.NumField() {
-		if v.Type().Field(i).Tag.Get("json") != "-" && b.in(v.Field(i)) {
+func (b badText) inEntries(v reflect.Value, all bool) bool {
+	for it := v.MapRange(); it.Next(); {
+		if b.in(it.Key(), all) || b.in(it.Value(), all) {
+			return true
+		}
+	}
+	return false
+}
+
+func (b badText) inElements(v reflect.Value, all bool) bool {
+	for i := range v.Len() {
+		if b.in(v.Index(i), all) {
 			return true
 		}
 	}
@@ -85,7 +101,7 @@ func (b badText) inFields(v reflect.Value) bool {
 }
 
 // badMarshalText reports whether v writes itself as text that is not UTF-8.
-func (b badText) badMarshalText(v reflect.Value) bool {
+func badMarshalText(v reflect.Value) bool {
 	if v.CanAddr() && !v.Type().Implements(textMarshaler) {
 		v = v.Addr()
 	}

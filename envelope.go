@@ -32,6 +32,7 @@ const (
 	// takes by default (message.max.bytes, 1 MiB) and franz-go sends by default
 	// (ProducerBatchMaxBytes, 1,000,012).
 	defaultMaxPayload = 960 << 10
+	maxMaxPayload     = 100 << 20 // socket.request.max.bytes of a broker
 	maxHeaders        = 8 << 10
 )
 
@@ -138,14 +139,14 @@ func checkHeader(name, value string) error {
 	case name == "":
 		return fmt.Errorf("with a name that %w", ErrEmpty)
 	case strings.HasPrefix(lower, "ce_"), lower == "content-type", lower == correlationAttr, lower == traceAttr:
-		return fmt.Errorf("%q %w: the name is reserved", name, ErrMalformed)
+		return fmt.Errorf("%.100q %w: the name is reserved", name, ErrMalformed)
 	}
 	for _, text := range []string{name, value} {
 		if text == "" {
 			continue
 		}
 		if err := checkText(text, math.MaxInt); err != nil { // encodeHeaders limits the whole
-			return fmt.Errorf("%q %w", name, err)
+			return fmt.Errorf("%.100q %w", name, err)
 		}
 	}
 	return nil

@@ -60,7 +60,8 @@ type FieldError struct {
 	// the error is not about one of several.
 	Index int
 	// Field is the refused one, by its name in the table outbox, for example
-	// "aggregate_id"; "payload" covers both payload columns.
+	// "aggregate_id"; "payload" covers both payload columns, "correlation_id" is
+	// the one in the context, "event", "tx" and "batch" are arguments.
 	Field string
 	// Err is one of the Err values of this package, with details.
 	Err error

@@ -44,8 +44,9 @@ type RecorderConfig struct {
 	NewID func() (uuid.UUID, error)
 
 	// MaxPayload bounds an encoded payload, in bytes; a JSON payload counts as
-	// jsonb prints it, with numbers in full. Zero means 983,040 (960 KiB), which
-	// fits with its headers into the record that Kafka takes by default.
+	// jsonb prints it, with numbers in full. At most 104,857,600 (100 MiB, what
+	// Kafka takes in one request). Zero means 983,040 (960 KiB), which fits with
+	// its headers into the record that Kafka takes by default.
 	MaxPayload int
 
 	// TraceParent reads the W3C traceparent of the caller's span from the
@@ -77,6 +78,7 @@ func (c RecorderConfig) validate() error {
 	return errors.Join(
 		checkSchema(c.Schema),
 		notNegative("MaxPayload", c.MaxPayload),
+		notAbove("MaxPayload", c.MaxPayload, maxMaxPayload),
 	)
 }
 
@@ -236,7 +238,7 @@ func (r *Recorder) add(c *columns, i int, def *definition, e DomainEvent) error 
 	if def.codec.ContentType == jsonType {
 		c.payload[i] = pgtype.Text{String: string(payload), Valid: true}
 	} else {
-		c.payloadBytes[i] = payload
+		c.payloadBytes[i] = append([]byte{}, payload...) // the codec may use its buffer again; empty is not NULL
 	}
 	id, err := r.cfg.NewID()
 	if err != nil {
@@ -263,8 +265,6 @@ func (r *Recorder) encode(def *definition, e DomainEvent) ([]byte, error) {
 		if size, err = checkJSONB(payload); err != nil {
 			return nil, err
 		}
-	} else if payload == nil {
-		payload = []byte{} // an empty Protobuf message is not NULL
 	}
 	if size > r.cfg.MaxPayload {
 		return nil, fmt.Errorf("%w: %d bytes, at most %d", ErrTooLarge, size, r.cfg.MaxPayload)
@@ -294,6 +294,9 @@ func checkSchema(schema string) error {
 	if err := checkText(schema, 63); err != nil {
 		return fmt.Errorf("field Schema %w", err)
 	}
+	if schema == "$user" { // in a search_path that means the role, however quoted
+		return fmt.Errorf("field Schema %w: %q is no name", ErrMalformed, schema)
+	}
 	if len(schema) > 63 {
 		return fmt.Errorf("field Schema %w: %d bytes, at most 63", ErrTooLong, len(schema))
 	}
@@ -303,6 +306,13 @@ func checkSchema(schema string) error {
 func notNegative[N int | time.Duration](field string, n N) error {
 	if n < 0 {
 		return fmt.Errorf("field %s is %v: must not be negative", field, n)
+	}
+	return nil
+}
+
+func notAbove(field string, n, limit int) error {
+	if n > limit {
+		return fmt.Errorf("field %s is %d: at most %d", field, n, limit)
 	}
 	return nil
 }

@@ -956,8 +956,29 @@ func TestConcurrentRecord(t *testing.T) {
 	require.Equal(t, []int{2}, slices.Compact(slices.Collect(maps.Values(seen))))
 }
 
+// A codec may encode into the same buffer again and again.
+func TestCodecReusesItsBuffer(t *testing.T) {
+	buffer := make([]byte, 1)
+	events, err := outbox.NewRegistry("post-office", outbox.Event(rawSent, "Raw", rawParcel.Number).Codec(outbox.Codec{
+		ContentType: "application/octet-stream",
+		Encode: func(event any) ([]byte, error) {
+			copy(buffer, event.(rawParcel).ID)
+			return buffer, nil
+		},
+		Decode: func([]byte, any) error { return nil },
+	}))
+	require.NoError(t, err)
+	c := newCounter(t, events)
+	c.commit(t, background, c.rec, rawParcel{parcel{ID: "a", Sent: noon}}, rawParcel{parcel{ID: "b", Sent: noon}})
+	var payloads string
+	require.NoError(t, c.db.QueryRow(background, c.sql(`SELECT string_agg(convert_from(payload_bytes, 'UTF8'), '' ORDER BY id) FROM {s}.outbox`)).Scan(&payloads))
+	require.Equal(t, "ab", payloads)
+}
+
 func TestRecorderConfig(t *testing.T) {
-	_, err := outbox.NewRecorder(nil, outbox.RecorderConfig{Schema: strings.Repeat("x", 64), MaxPayload: -1})
+	_, err := outbox.NewRecorder(parcels(t), outbox.RecorderConfig{MaxPayload: 100<<20 + 1})
+	require.ErrorContains(t, err, "MaxPayload")
+	_, err = outbox.NewRecorder(nil, outbox.RecorderConfig{Schema: strings.Repeat("x", 64), MaxPayload: -1})
 	require.ErrorIs(t, err, outbox.ErrNil)
 	require.ErrorIs(t, err, outbox.ErrTooLong)
 	for _, field := range []string{"registry", "Schema", "MaxPayload"} {
@@ -973,6 +994,7 @@ func TestRecorderConfig(t *testing.T) {
 		"quotes":                   {`a "b"`, nil},
 		"NUL":                      {"a\x00", outbox.ErrNUL},
 		"bytes that are not UTF-8": {badText, outbox.ErrUTF8},
+		"whoever is logged in":     {"$user", outbox.ErrMalformed},
 	} {
 		t.Run("a schema of "+name, func(t *testing.T) {
 			_, err := outbox.NewRecorder(parcels(t), outbox.RecorderConfig{Schema: tt.schema})
@@ -1112,7 +1134,8 @@ func TestThreeTopicsInOneTransaction(t *testing.T) {
 // keysByTopic waits for a record of each topic and returns its key.
 func keysByTopic(t *testing.T, kafka []kgo.Opt, topics []string) map[string]string {
 	t.Helper()
-	client, err := kgo.NewClient(append(kafka, kgo.ConsumeTopics(topics...), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))...)
+	client, err := kgo.NewClient(append(kafka, kgo.ConsumeTopics(topics...), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()),
+		kgo.FetchMaxWait(100*time.Millisecond))...) // a topic that appears later waits for the fetch before it
 	require.NoError(t, err)
 	defer client.Close()
 	ctx, cancel := context.WithTimeout(background, patience)

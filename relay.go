@@ -81,6 +81,7 @@ func (c RelayConfig) validate() error {
 	errs := []error{
 		checkSchema(c.Schema),
 		notNegative("BatchSize", c.BatchSize),
+		notAbove("BatchSize", c.BatchSize, maxBatchSize),
 		notNegative("PollInterval", c.PollInterval),
 		notNegative("SendTimeout", c.SendTimeout),
 		notNegative("Lease", c.Lease),
@@ -90,9 +91,6 @@ func (c RelayConfig) validate() error {
 	}
 	if c.Mode != Binary && c.Mode != Structured {
 		errs = append(errs, fmt.Errorf("field Mode is %d: must be Binary or Structured", c.Mode))
-	}
-	if c.BatchSize > maxBatchSize {
-		errs = append(errs, fmt.Errorf("field BatchSize is %d: at most %d", c.BatchSize, maxBatchSize))
 	}
 	if c.DeliveryTimeout < minDelivery {
 		errs = append(errs, fmt.Errorf("field DeliveryTimeout is %v: at least %v", c.DeliveryTimeout, minDelivery))

@@ -5,11 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/url"
 	"reflect"
 	"regexp"
 	"slices"
 	"strings"
 	"time"
+	"unicode"
 )
 
 // DomainEvent is a fact of the business, as a plain Go struct. It knows no
@@ -121,7 +123,7 @@ func NewRegistry(source string, events ...Definition) (*Registry, error) {
 		byName:   make(map[string]*definition, len(events)),
 	}
 	var bad []error
-	if err := checkText(source, maxSource); err != nil {
+	if err := checkSource(source); err != nil {
 		bad = append(bad, &FieldError{Index: -1, Field: "source", Err: err})
 	}
 	for i, e := range events {
@@ -133,6 +135,17 @@ func NewRegistry(source string, events ...Definition) (*Registry, error) {
 		return nil, errors.Join(bad...)
 	}
 	return r, nil
+}
+
+// checkSource asks for a URI reference, as CloudEvents does.
+func checkSource(source string) error {
+	if err := checkText(source, maxSource); err != nil {
+		return err
+	}
+	if _, err := url.Parse(source); err != nil || strings.ContainsFunc(source, unicode.IsSpace) {
+		return fmt.Errorf("%q %w: want a URI reference", source, ErrMalformed)
+	}
+	return nil
 }
 
 // add checks and stores one definition.

@@ -258,6 +258,8 @@ var badSources = []struct {
 	{"empty", "", outbox.ErrEmpty},
 	{"with NUL", "a\x00", outbox.ErrNUL},
 	{"not UTF-8", "a\xff", outbox.ErrUTF8},
+	{"no URI reference", "commerce api", outbox.ErrMalformed},
+	{"with a line break", "commerce-api\n", outbox.ErrMalformed},
 	{"of 101 characters", strings.Repeat("本", 101), outbox.ErrTooLong},
 }
 
