@@ -37,6 +37,7 @@ var rooms = map[string]kind{
 	"envelope.go":      pure,
 	"errors.go":        pure,
 	"resolver.go":      pure,
+	"config.go":        sql,
 	"cursor.go":        sql,
 	"cursor_window.go": sql,
 	"failed.go":        sql,

@@ -118,15 +118,7 @@ func TestImpossibleRow(t *testing.T) {
 func TestKafkaAway(t *testing.T) {
 	h := newHouse(t)
 	reader := h.follow(t)
-	dialer := &brokenDialer{}
-	dialer.broken.Store(true)
-	log := new(syncBuffer)
-	cfg := quick
-	cfg.Schema = h.schema
-	cfg.DeliveryTimeout, cfg.SendTimeout = 1000*time.Millisecond, 1500*time.Millisecond
-	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
-	relay, err := outbox.NewRelay(h.db, append(h.kafka(), kgo.Dialer(dialer.dial)), cfg)
-	require.NoError(t, err)
+	relay, dialer, log := h.relayWithoutKafka(t)
 	run(t, relay)
 	var all []oracle.Event
 	for outage := range 3 {
@@ -144,19 +136,26 @@ func TestKafkaAway(t *testing.T) {
 	requireFirstsInOrder(t, reader, all)
 }
 
-// The relay can be stopped while Kafka is away, and loses nothing by it.
-func TestStopWhileKafkaIsAway(t *testing.T) {
-	h := newHouse(t)
-	reader := h.follow(t)
-	dialer := &brokenDialer{}
+// relayWithoutKafka returns a relay whose connections to Kafka are cut, and what
+// it logs.
+func (h *house) relayWithoutKafka(t *testing.T) (*outbox.Relay, *brokenDialer, *syncBuffer) {
+	t.Helper()
+	dialer, log := &brokenDialer{}, new(syncBuffer)
 	dialer.broken.Store(true)
-	log := new(syncBuffer)
 	cfg := quick
 	cfg.Schema = h.schema
 	cfg.DeliveryTimeout, cfg.SendTimeout = 1000*time.Millisecond, 1500*time.Millisecond
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
 	relay, err := outbox.NewRelay(h.db, append(h.kafka(), kgo.Dialer(dialer.dial)), cfg)
 	require.NoError(t, err)
+	return relay, dialer, log
+}
+
+// The relay can be stopped while Kafka is away, and loses nothing by it.
+func TestStopWhileKafkaIsAway(t *testing.T) {
+	h := newHouse(t)
+	reader := h.follow(t)
+	relay, _, log := h.relayWithoutKafka(t)
 	stop := run(t, relay)
 	events := numbered("key", 1, 100)
 	h.commit(t, events...)
