@@ -66,3 +66,32 @@ func (h *house) takeTurns(ctx context.Context, t *testing.T, rng *rand.Rand) {
 	stops[0]()
 	stops[1]()
 }
+
+// The oracle is worth its name: it finds what is wrong with the cursors that
+// others use, under the same writers.
+func TestOracleBites(t *testing.T) {
+	for cursor, wrong := range map[string]func(oracle.Verdict) int{
+		"id":                       func(v oracle.Verdict) int { return v.Lost },
+		"id guarded by xmin":       func(v oracle.Verdict) int { return v.Lost },
+		"(xid, id) below xmin":     func(v oracle.Verdict) int { return v.Inversions },
+		"window up to xmin, by id": func(v oracle.Verdict) int { return v.Inversions },
+	} {
+		t.Run(cursor, func(t *testing.T) {
+			h := newHouse(t)
+			reader := h.follow(t)
+			cfg := quick
+			cfg.BatchSize = 10_000 // larger than any window, whose rest is read by our own statement
+			relay := h.relay(t, cfg)
+			relay.ReadLike(t, cursor)
+			stop := run(t, relay)
+			v := oracle.Verdict{Seed: rand.Uint64()}
+			require.NoError(t, oracle.Write(context.Background(), oracle.Writers{
+				DB: h.db, Schema: h.schema, Record: h.record, Seed: v.Seed,
+				Events: 3000, Writers: 24, Keys: 50, Pause: 5 * time.Millisecond,
+			}))
+			v = h.judgeWithin(t, reader, v, stop, time.Second)
+			t.Logf("%s", v)
+			require.Positive(t, wrong(v), "%s", v)
+		})
+	}
+}

@@ -1008,7 +1008,7 @@ func TestRecorderConfig(t *testing.T) {
 
 // A service without any setting uses the schema public.
 func TestDefaultSchema(t *testing.T) {
-	db := otherDatabase(t)
+	db := testenv.OtherDatabase(t)
 	require.NoError(t, outbox.Migrate(background, db, outbox.MigrateConfig{}))
 	rec, err := outbox.NewRecorder(parcels(t), outbox.RecorderConfig{})
 	require.NoError(t, err)

@@ -28,7 +28,7 @@ func TestReadmeProgram(t *testing.T) {
 	require.LessOrEqual(t, strings.Count(string(program), "\n"), 60)
 
 	brokers := strings.Join(testenv.Brokers(t), ",")
-	database := otherDatabase(t).Config().ConnConfig
+	database := testenv.OtherDatabase(t).Config().ConnConfig
 	here, err := os.Getwd()
 	require.NoError(t, err)
 	dir := t.TempDir()

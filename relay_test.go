@@ -5,7 +5,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"log/slog"
 	"testing"
 	"time"
@@ -70,7 +69,7 @@ func TestOpenTransactionDoesNotStall(t *testing.T) {
 	defer here.Rollback(background)
 	require.NoError(t, h.record(background, here, numbered("open", 1, 1)...))
 
-	elsewhere := otherDatabase(t)
+	elsewhere := testenv.OtherDatabase(t)
 	there, err := elsewhere.Begin(background)
 	require.NoError(t, err)
 	defer there.Rollback(background)
@@ -86,20 +85,6 @@ func TestOpenTransactionDoesNotStall(t *testing.T) {
 	arrived, err := reader.Arrived()
 	require.NoError(t, err)
 	require.Len(t, arrived, 30, "and what rolled back did not arrive")
-}
-
-// otherDatabase returns a pool on a second database of the same cluster.
-func otherDatabase(t *testing.T) *pgxpool.Pool {
-	t.Helper()
-	admin := testenv.Pool(t, nil)
-	name := fmt.Sprintf("elsewhere_%d", time.Now().UnixNano())
-	_, err := admin.Exec(background, "CREATE DATABASE "+name)
-	require.NoError(t, err)
-	t.Cleanup(func() {
-		_, err := admin.Exec(background, "DROP DATABASE "+name+" WITH (FORCE)")
-		require.NoError(t, err)
-	})
-	return testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Database = name })
 }
 
 // Ordering by (xid, id) delivers version 2 before version 1 when the transaction

@@ -60,6 +60,21 @@ func Pool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	return db
 }
 
+// OtherDatabase returns a pool on another database of the same cluster, which
+// is dropped when the test ends.
+func OtherDatabase(t testing.TB) *pgxpool.Pool {
+	t.Helper()
+	admin := Pool(t, nil)
+	name := "elsewhere_" + strings.ReplaceAll(uuid.NewString(), "-", "")
+	_, err := admin.Exec(context.Background(), "CREATE DATABASE "+name)
+	require.NoError(t, err)
+	t.Cleanup(func() {
+		_, err := admin.Exec(context.Background(), "DROP DATABASE "+name+" WITH (FORCE)")
+		require.NoError(t, err)
+	})
+	return Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Database = name })
+}
+
 // Brokers returns the seed brokers of Kafka. Where the truth of a real broker is
 // the point, RealBrokers is the one to call.
 func Brokers(t testing.TB) []string {

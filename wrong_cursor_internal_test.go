@@ -1,0 +1,281 @@
+package outbox
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+)
+
+// The cursors that others use, put in place of ours, fail where ours does not,
+// each in its own way. What they do is in the ids that sqlOpen reads and in
+// their order; all else is ours.
+var otherCursors = []struct {
+	name  string
+	ids   string // replaces the ids that sqlOpen reads
+	order string // replaces the order of its result
+	fails map[string]failure
+}{
+	{
+		name: "snapshot windows, ours", ids: sqlOpen, // unchanged
+	},
+	{
+		name:  "id",
+		ids:   `SELECT id FROM {schema}.outbox WHERE id > $10::bigint ORDER BY id LIMIT $7`,
+		fails: map[string]failure{"late commit": lost, "early id, late row": lost},
+	},
+	{
+		name: "id guarded by xmin",
+		ids: `SELECT id FROM {schema}.outbox WHERE id > $10::bigint AND xid < pg_snapshot_xmin(pg_current_snapshot())
+		       ORDER BY id LIMIT $7`,
+		fails: map[string]failure{"early id, late row": lost, "open transaction": stalled, "open transaction elsewhere": stalled,
+			"third one open": lost},
+	},
+	{
+		name: "(xid, id) below xmin",
+		ids: `SELECT id FROM {schema}.outbox o
+		       WHERE xid < pg_snapshot_xmin(pg_current_snapshot())
+		         AND (xid, id) > (coalesce((SELECT p.xid FROM {schema}.outbox p WHERE p.id = $9), '1'::xid8), $9::bigint)
+		       ORDER BY xid, id LIMIT $7`,
+		order: "e.xid, e.id",
+		fails: map[string]failure{"early transaction id": inverted, "third one open": inverted,
+			"open transaction": stalled, "open transaction elsewhere": stalled},
+	},
+	{
+		name: "window up to xmin, by id",
+		ids: `SELECT id FROM {schema}.outbox
+		       WHERE xid >= pg_snapshot_xmin($5::pg_snapshot) AND xid < pg_snapshot_xmin(pg_current_snapshot())
+		       ORDER BY id LIMIT $7`,
+		fails: map[string]failure{"third one open": inverted,
+			"open transaction": stalled, "open transaction elsewhere": stalled},
+	},
+}
+
+type failure string
+
+const (
+	none     failure = ""
+	lost     failure = "an event is lost"
+	stalled  failure = "events wait for another transaction"
+	inverted failure = "version 2 comes before version 1"
+)
+
+func TestOtherCursorsFail(t *testing.T) {
+	for _, cursor := range otherCursors {
+		for _, play := range plays {
+			t.Run(cursor.name+"/"+play.name, func(t *testing.T) {
+				d := newStage(t, cursor.ids, cursor.order)
+				require.Equal(t, cursor.fails[play.name], play.run(t, d))
+			})
+		}
+	}
+}
+
+// plays are short stories of transactions. Each returns how the cursor failed.
+var plays = []struct {
+	name string
+	run  func(*testing.T, *stage) failure
+}{
+	{"late commit", func(t *testing.T, s *stage) failure {
+		late := s.begin(t)
+		s.insert(t, late, 1)
+		s.commit(t, s.inserted(t, 2))
+		s.poll(t)
+		s.commit(t, late)
+		s.poll(t)
+		return s.verdict(1, 2)
+	}},
+	{"early id, late row", func(t *testing.T, s *stage) failure {
+		first, second := s.begin(t), s.begin(t)
+		s.takeID(t, first)
+		s.takeID(t, second)
+		s.insert(t, second, 1)
+		s.insert(t, first, 2)
+		s.commit(t, first)
+		s.poll(t)
+		s.commit(t, second)
+		s.poll(t)
+		return s.verdict(1, 2)
+	}},
+	{"open transaction", func(t *testing.T, s *stage) failure {
+		open := s.begin(t)
+		s.takeID(t, open)
+		s.commit(t, s.inserted(t, 1))
+		s.poll(t)
+		if len(s.read) == 0 {
+			return stalled
+		}
+		s.commit(t, open)
+		s.poll(t)
+		return s.verdict(1)
+	}},
+	{"open transaction elsewhere", func(t *testing.T, s *stage) failure {
+		open, err := testenv.OtherDatabase(t).Begin(s.ctx)
+		require.NoError(t, err)
+		defer open.Rollback(s.ctx)
+		s.takeID(t, open)
+		s.commit(t, s.inserted(t, 1))
+		s.poll(t)
+		if len(s.read) == 0 {
+			return stalled
+		}
+		return s.verdict(1)
+	}},
+	{"early transaction id", func(t *testing.T, s *stage) failure {
+		early := s.begin(t)
+		s.takeID(t, early)
+		s.commit(t, s.inserted(t, 1)) // version 1, of a later transaction
+		s.insert(t, early, 2)         // version 2, after it was committed
+		s.commit(t, early)
+		s.poll(t)
+		return s.ordered(1, 2)
+	}},
+	{"third one open", func(t *testing.T, s *stage) failure {
+		early := s.begin(t)
+		s.takeID(t, early)
+		third := s.begin(t)
+		s.takeID(t, third)
+		s.commit(t, s.inserted(t, 1))
+		s.insert(t, early, 2)
+		s.commit(t, early)
+		s.poll(t)
+		s.commit(t, third)
+		s.poll(t)
+		return s.ordered(1, 2)
+	}},
+}
+
+// stage is a desk with a cursor and what it has read.
+type stage struct {
+	*desk
+	ctx   context.Context
+	lease *lease
+	pos   position
+	read  []string // aggregate ids, which are the events' numbers in the play
+}
+
+func newStage(t *testing.T, ids, order string) *stage {
+	t.Helper()
+	s := &stage{desk: newDesk(t), ctx: context.Background()}
+	s.cursors.sqlOpen = withIDs(t, s.cursors.sqlOpen, s.schema, ids, order)
+	var err error
+	s.lease, err = s.leases.acquire(s.ctx)
+	require.NoError(t, err)
+	s.pos, err = s.cursors.load(s.ctx, s.lease)
+	require.NoError(t, err)
+	return s
+}
+
+// ReadLike puts one of the other cursors in place of the relay's own, for the
+// tests outside this package.
+func (r *Relay) ReadLike(t testing.TB, name string) {
+	t.Helper()
+	for _, c := range otherCursors {
+		if c.name == name {
+			r.cursors.sqlOpen = withIDs(t, r.cursors.sqlOpen, r.cfg.Schema, c.ids, c.order)
+			return
+		}
+	}
+	t.Fatalf("no cursor %q", name)
+}
+
+// withIDs puts another reading of ids into sqlOpen.
+func withIDs(t testing.TB, open, schema, ids, order string) string {
+	t.Helper()
+	if ids == sqlOpen {
+		return open
+	}
+	before, rest, ok := strings.Cut(open, "WITH ids AS MATERIALIZED (")
+	require.True(t, ok)
+	_, after, ok := strings.Cut(rest, "), newest AS")
+	require.True(t, ok)
+	// Every parameter keeps a use, or its type would not be known.
+	unused := ` UNION ALL SELECT 0 WHERE $5::pg_snapshot IS NULL OR $6::xid8 IS NULL OR $9::bigint IS NULL`
+	open = before + "WITH ids AS MATERIALIZED ((" + inSchema(ids, schema) + ")" + unused + "), newest AS" + after
+	if order != "" {
+		head, _, ok := strings.Cut(open, "ORDER BY e.id")
+		require.True(t, ok)
+		open = head + "ORDER BY " + order
+	}
+	return open
+}
+
+func (s *stage) begin(t *testing.T) pgx.Tx {
+	t.Helper()
+	tx, err := s.db.Begin(s.ctx)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = tx.Rollback(s.ctx) })
+	return tx
+}
+
+func (s *stage) takeID(t *testing.T, tx pgx.Tx) {
+	t.Helper()
+	_, err := tx.Exec(s.ctx, `SELECT pg_current_xact_id()`)
+	require.NoError(t, err)
+}
+
+func (s *stage) insert(t *testing.T, tx pgx.Tx, number int) {
+	t.Helper()
+	_, err := tx.Exec(s.ctx, inSchema(`
+		INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
+		VALUES (gen_random_uuid(), 'a.b.c.v1', 's', 'a', $1, '{}', 'application/json', now())`, s.schema), fmt.Sprint(number))
+	require.NoError(t, err)
+}
+
+// inserted returns a new transaction that has inserted.
+func (s *stage) inserted(t *testing.T, number int) pgx.Tx {
+	t.Helper()
+	tx := s.begin(t)
+	s.insert(t, tx, number)
+	return tx
+}
+
+func (s *stage) commit(t *testing.T, tx pgx.Tx) {
+	t.Helper()
+	require.NoError(t, tx.Commit(s.ctx))
+}
+
+// poll reads until there is nothing more.
+func (s *stage) poll(t *testing.T) {
+	t.Helper()
+	for range 10 {
+		next, events, err := s.cursors.open(s.ctx, s.lease, s.pos, 100)
+		require.NoError(t, err)
+		s.pos = next
+		if len(events) == 0 {
+			return
+		}
+		for _, e := range events {
+			s.read = append(s.read, string(e.aggregateID))
+			s.pos.last = e.id
+			s.pos.highest = max(s.pos.highest, e.id)
+		}
+	}
+	t.Fatal("the same events again and again")
+}
+
+// verdict says whether all events were read.
+func (s *stage) verdict(numbers ...int) failure {
+	for _, n := range numbers {
+		if !slices.Contains(s.read, fmt.Sprint(n)) {
+			return lost
+		}
+	}
+	return none
+}
+
+// ordered says whether all events were read, and these in this order.
+func (s *stage) ordered(numbers ...int) failure {
+	if f := s.verdict(numbers...); f != none {
+		return f
+	}
+	if slices.Index(s.read, fmt.Sprint(numbers[0])) > slices.Index(s.read, fmt.Sprint(numbers[1])) {
+		return inverted
+	}
+	return none
+}
