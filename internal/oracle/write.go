@@ -33,9 +33,10 @@ type Writers struct {
 }
 
 // Write commits events as w says, under READ COMMITTED, REPEATABLE READ and
-// SERIALIZABLE, with savepoints, rollbacks, transactions that take their id long
-// before they write, and some that stay open all the time. It returns when all
-// of them have ended. The same seed gives the same plan; how the plans of the
+// SERIALIZABLE, with savepoints, rollbacks, prepared transactions (the server's
+// max_prepared_transactions must not be below Writers), transactions that take
+// their id long before they write, and some that stay open all the time. It
+// returns when all of them have ended. The same seed gives the same plan; how the plans of the
 // writers interleave is up to the machine.
 func Write(ctx context.Context, w Writers) error {
 	if err := w.setUp(ctx); err != nil {
@@ -111,6 +112,10 @@ var errRollback = errors.New("this one rolls back")
 // rolled back by plan or lost against another one.
 func (w *Writers) transaction(ctx context.Context, rng *rand.Rand) (n int, err error) {
 	levels := []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable}
+	prepared := ""
+	if rng.IntN(12) == 0 {
+		prepared = "oracle-" + uuid.NewString()
+	}
 	err = pgx.BeginTxFunc(ctx, w.DB, pgx.TxOptions{IsoLevel: levels[rng.IntN(len(levels))]}, func(tx pgx.Tx) error {
 		if rng.IntN(4) == 0 { // an early id, and others go by before it is used
 			if _, err := tx.Exec(ctx, `SELECT pg_current_xact_id()`); err != nil {
@@ -129,11 +134,39 @@ func (w *Writers) transaction(ctx context.Context, rng *rand.Rand) (n int, err e
 		if rng.IntN(10) == 0 {
 			return errRollback
 		}
+		if prepared != "" {
+			return w.prepare(ctx, tx, prepared)
+		}
 		return nil
 	})
-	if errors.Is(err, errRollback) || isConflict(err) {
+	switch {
+	case errors.Is(err, errPrepared):
+		return w.decide(ctx, rng, prepared, n)
+	case errors.Is(err, errRollback), isConflict(err):
 		return 0, nil
 	}
+	return n, err
+}
+
+var errPrepared = errors.New("this one is prepared, and decided elsewhere")
+
+// prepare takes the transaction off its connection.
+func (w *Writers) prepare(ctx context.Context, tx pgx.Tx, name string) error {
+	if _, err := tx.Exec(ctx, fmt.Sprintf(`PREPARE TRANSACTION '%s'`, name)); err != nil {
+		return err
+	}
+	return errPrepared
+}
+
+// decide commits or rolls back a prepared transaction, from any connection. It
+// does so also when ctx has ended: what stays prepared holds its locks for ever.
+func (w *Writers) decide(ctx context.Context, rng *rand.Rand, name string, n int) (int, error) {
+	w.pause(rng)
+	act := "COMMIT"
+	if rng.IntN(4) == 0 {
+		act, n = "ROLLBACK", 0
+	}
+	_, err := w.DB.Exec(context.WithoutCancel(ctx), fmt.Sprintf(`%s PREPARED '%s'`, act, name))
 	return n, err
 }
 
