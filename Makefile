@@ -5,7 +5,7 @@ SHELL       := bash
 
 export ARGS # more arguments for go test, or for the demo
 
-MODULES  := . tools examples
+MODULES  := . tools examples faults
 SERVICES := bin/services
 RUN      := $(SERVICES) run $(if $(POSTGRES),-postgres $(POSTGRES)) $(if $(KAFKA),-kafka $(KAFKA)) --
 
@@ -26,6 +26,12 @@ test: $(SERVICES) ## Test everything against a real PostgreSQL and a real Kafka,
 oracle: $(SERVICES) ## Commit EVENTS=200000 under transactions of every kind and check what arrives (SEED=… repeats a plan)
 	@$(RUN) go test -count=1 -timeout 0 -run '^TestOracle$$' . -v -oracle.events=$(or $(EVENTS),200000) $(if $(SEED),-oracle.seed=$(SEED)) \
 		| awk '{print} match($$0, /\{"seed".*/) && $$0 !~ /oracle:/ {verdict = substr($$0, RSTART)} END {print verdict}'
+
+.PHONY: test-versions
+test-versions: $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18
+	@for v in $(or $(VERSIONS),14 15 16 17 18); do echo "== PostgreSQL $$v"; \
+		OUTBOX_POSTGRES_VERSION=$$v $(SERVICES) run -quiet -postgres $$v $(if $(KAFKA),-kafka $(KAFKA)) -- \
+		bash -ec 'for m in . faults; do (cd $$m && eval "go test -count=1 -race -timeout 15m $$ARGS ./..."); done'; done
 
 .PHONY: services
 services: $(SERVICES) ## Keep PostgreSQL and Kafka running for `go test`, until Ctrl-C

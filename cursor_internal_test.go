@@ -65,9 +65,10 @@ func (d *desk) opened(t *testing.T) (*lease, position) {
 	p, err := d.cursors.load(ctx, l)
 	require.NoError(t, err)
 	d.insert(t, 3)
-	p, events, err := d.cursors.open(ctx, l, p, 1)
+	p, events, large, err := d.cursors.open(ctx, l, p, 3)
 	require.NoError(t, err)
-	require.Len(t, events, 1)
+	require.False(t, large)
+	require.Len(t, events, 3)
 	p.last, p.highest = events[0].id, events[0].id
 	return l, p
 }
@@ -85,7 +86,7 @@ func TestLostLeaseMovesNothing(t *testing.T) {
 	require.ErrorIs(t, err, errStale)
 	_, err = d.cursors.move(ctx, l, p, someRefusal)
 	require.ErrorIs(t, err, errStale)
-	_, _, err = d.cursors.open(ctx, l, p, 10)
+	_, _, _, err = d.cursors.open(ctx, l, p, 10)
 	require.ErrorIs(t, err, errLeaseLost)
 	_, err = newCursors(d.db, d.schema, "other").load(ctx, l)
 	require.ErrorIs(t, err, errLeaseLost)
@@ -142,10 +143,10 @@ func TestChangedCursorIsStale(t *testing.T) {
 			require.ErrorIs(t, err, errStale)
 			_, err = d.cursors.move(ctx, l, p, someRefusal)
 			require.ErrorIs(t, err, errStale)
-			_, _, err = d.cursors.open(ctx, l, p, 10)
+			_, _, _, err = d.cursors.open(ctx, l, p, 10)
 			require.ErrorIs(t, err, errStale)
 			p.window = "" // also when there is nothing to end
-			_, _, err = d.cursors.open(ctx, l, p, 10)
+			_, _, _, err = d.cursors.open(ctx, l, p, 10)
 			require.ErrorIs(t, err, errStale)
 			require.Equal(t, before, d.count(t, "outbox_cursor"))
 			require.Zero(t, d.count(t, "outbox_failed"))
@@ -171,9 +172,13 @@ func TestWindowIsResumed(t *testing.T) {
 	require.NoError(t, err)
 	d.insert(t, 5)
 
-	p, events, err := d.cursors.open(ctx, l, p, 4)
+	p, events, large, err := d.cursors.open(ctx, l, p, 9)
 	require.NoError(t, err)
-	require.Equal(t, []int64{1, 2, 3, 4}, ids(events))
+	require.True(t, large, "ten events")
+	require.Empty(t, events)
+	first, err := d.cursors.rest(ctx, p, 4)
+	require.NoError(t, err)
+	require.Equal(t, []int64{1, 2, 3, 4}, first)
 	require.NoError(t, late.Commit(ctx))
 	d.insert(t, 5)
 	p.last, p.highest = 4, 4
@@ -187,8 +192,9 @@ func TestWindowIsResumed(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []int64{5, 8, 9, 10, 11, 12}, rest)
 	p.last, p.highest = 12, 12
-	p, events, err = d.cursors.open(ctx, l, p, 100)
+	p, events, large, err = d.cursors.open(ctx, l, p, 7)
 	require.NoError(t, err)
+	require.False(t, large)
 	require.Equal(t, []int64{6, 7, 13, 14, 15, 16, 17}, ids(events))
 	require.Zero(t, p.last)
 }
@@ -213,8 +219,9 @@ func TestIdleOpen(t *testing.T) {
 	}
 	require.Eventually(t, func() bool { // unless somebody else on this server took one
 		before := next()
-		idle, events, err := d.cursors.open(ctx, l, p, 10)
+		idle, events, large, err := d.cursors.open(ctx, l, p, 10)
 		require.NoError(t, err)
+		require.False(t, large)
 		require.Empty(t, events)
 		require.Equal(t, p, idle)
 		return next() == before

@@ -16,13 +16,14 @@ const maxWindowIDs = 1_000_000
 
 // sqlIDs reads which events of the open window are left. A large window is the
 // backlog after an outage; sorting it once, index only, is what keeps the cost
-// of a batch independent of the size of the backlog.
+// of a batch independent of the size of the backlog. Ranges and the fence of
+// OFFSET are there for the reasons told at sqlOpen.
 const sqlIDs = `
 WITH opened AS MATERIALIZED (
     SELECT id, xid FROM {schema}.outbox WHERE xid >= $2::xid8 AND xid < $4::xid8
      UNION ALL
     SELECT late.id, late.xid FROM pg_snapshot_xip($1::pg_snapshot) AS x
-     CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox WHERE xid = x OFFSET 0) AS late
+     CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox WHERE xid >= x AND xid <= x OFFSET 0) AS late
 )
 SELECT id FROM opened
  WHERE id > $5 AND pg_visible_in_snapshot(xid, $3::pg_snapshot)

@@ -105,28 +105,28 @@ func (s *session) idle(ctx context.Context) {
 }
 
 // next returns the events to send next: further ones of the open window, else
-// the first of a new one. It returns none when there is nothing to send.
+// those of a new one. It returns none when there is nothing to send.
 func (s *session) next() (batch []envelope, err error) {
-	for s.fetching != nil || len(s.left) > 0 || s.more {
-		got := s.take()
-		s.left, s.more = got.left, got.more
-		if len(got.events) > 0 {
-			return got.events, nil
+	for {
+		for s.fetching != nil || len(s.left) > 0 || s.more {
+			got := s.take()
+			s.left, s.more = got.left, got.more
+			if len(got.events) > 0 || got.err != nil {
+				return got.events, got.err
+			}
 		}
-		if got.err != nil {
-			return nil, got.err
+		err = s.try(func() (err error) {
+			s.pos, batch, s.more, err = s.cursors.open(s.held, s.lease, s.pos, s.cfg.BatchSize)
+			return err
+		})
+		if err != nil {
+			return nil, err
+		}
+		s.recorded = true
+		if !s.more {
+			return batch, nil
 		}
 	}
-	err = s.try(func() (err error) {
-		s.pos, batch, err = s.cursors.open(s.held, s.lease, s.pos, s.cfg.BatchSize)
-		return err
-	})
-	if err != nil {
-		return nil, err
-	}
-	s.recorded = true
-	s.more = len(batch) == s.cfg.BatchSize
-	return batch, nil
 }
 
 // take returns the events that were fetched ahead, or fetches them now.

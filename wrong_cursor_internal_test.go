@@ -192,11 +192,11 @@ func withIDs(t testing.TB, open, schema, ids, order string) string {
 	}
 	before, rest, ok := strings.Cut(open, "WITH ids AS MATERIALIZED (")
 	require.True(t, ok)
-	_, after, ok := strings.Cut(rest, "), newest AS")
+	_, after, ok := strings.Cut(rest, "), size AS")
 	require.True(t, ok)
 	// Every parameter keeps a use, or its type would not be known.
 	unused := ` UNION ALL SELECT 0 WHERE $5::pg_snapshot IS NULL OR $6::xid8 IS NULL OR $9::bigint IS NULL`
-	open = before + "WITH ids AS MATERIALIZED ((" + inSchema(ids, schema) + ")" + unused + "), newest AS" + after
+	open = before + "WITH ids AS MATERIALIZED ((" + inSchema(ids, schema) + ")" + unused + "), size AS" + after
 	if order != "" {
 		head, _, ok := strings.Cut(open, "ORDER BY e.id")
 		require.True(t, ok)
@@ -244,7 +244,7 @@ func (s *stage) commit(t *testing.T, tx pgx.Tx) {
 func (s *stage) poll(t *testing.T) {
 	t.Helper()
 	for range 10 {
-		next, events, err := s.cursors.open(s.ctx, s.lease, s.pos, 100)
+		next, events, _, err := s.cursors.open(s.ctx, s.lease, s.pos, 100)
 		require.NoError(t, err)
 		s.pos = next
 		if len(events) == 0 {

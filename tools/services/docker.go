@@ -1,10 +1,13 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net/netip"
+	"os"
 	"strconv"
 	"strings"
 	"sync"
@@ -30,7 +33,11 @@ const (
 const (
 	engineTimeout    = 5 * time.Second
 	containerTimeout = 90 * time.Second // from the image's arrival to readiness
+	createTimeout    = 5 * time.Second  // to finish a creation that is not wanted any more
+	removeTimeout    = 30 * time.Second
 )
+
+const logTail = 4 << 10 // how much of a container's log an error may hold, in bytes
 
 // docker starts containers. One is shared by all services.
 type docker struct {
@@ -40,7 +47,21 @@ type docker struct {
 
 func newDocker() *docker {
 	log.SetDefault(log.NewNoopLogger()) // it tells every step of every container
+	disableReaper()
 	return &docker{}
+}
+
+// disableReaper keeps the library, unless the environment decides, from
+// starting a container that removes ours should we crash: it listens on all
+// addresses, takes orders from anybody there, and has the engine's socket.
+func disableReaper() {
+	const name = "TESTCONTAINERS_RYUK_DISABLED"
+	if _, ok := os.LookupEnv(name); ok {
+		return
+	}
+	_ = os.Setenv(name, "true") // the name is a valid one
+	testcontainers.ReadConfig() // it reads the variable only once
+	_ = os.Unsetenv(name)       // the user's command must not inherit it
 }
 
 // answers returns nil if a Docker engine on this machine answers. It asks once.
@@ -60,7 +81,9 @@ func askEngine(ctx context.Context) (err error) {
 			err = fmt.Errorf("find a Docker engine: %v", cause)
 		}
 	}()
-	provider, err := testcontainers.NewDockerProvider()
+	// Without the name of a network DaemonHost makes one if we are in a container.
+	bridge := testcontainers.WithDefaultBridgeNetwork(testcontainers.Bridge)
+	provider, err := testcontainers.NewDockerProvider(bridge)
 	if err != nil {
 		return fmt.Errorf("find a Docker engine: %w", err)
 	}
@@ -85,12 +108,42 @@ type box struct {
 	container testcontainers.Container
 }
 
-// stop removes the container with its data.
+// stop kills the container and removes it with its data: there is nothing to
+// save. So it is quick, and goes on when ctx ends.
 func (b *box) stop(ctx context.Context) error {
-	if err := b.container.Terminate(ctx); err != nil {
+	late := fmt.Errorf("no answer within %v", removeTimeout)
+	ctx, cancel := context.WithTimeoutCause(context.WithoutCancel(ctx), removeTimeout, late)
+	defer cancel()
+	if err := b.container.Terminate(ctx, testcontainers.StopTimeout(0)); err != nil {
 		return fmt.Errorf("remove container: %w", err)
 	}
 	return nil
+}
+
+// ended returns an error if the container does not run any more.
+func (b *box) ended(ctx context.Context) error {
+	// If the engine does not tell, the container may well run.
+	if state, err := b.container.State(ctx); err == nil && !state.Running {
+		return fmt.Errorf("it ended with exit code %d", state.ExitCode)
+	}
+	return nil
+}
+
+// withLog adds the end of the container's log to err.
+func (b *box) withLog(ctx context.Context, err error) error {
+	ctx, cancel := context.WithTimeout(ctx, engineTimeout)
+	defer cancel()
+	logs, logErr := b.container.Logs(ctx)
+	if logErr != nil {
+		return errors.Join(err, fmt.Errorf("read its log: %w", logErr))
+	}
+	defer func() { _ = logs.Close() }()
+	text, logErr := io.ReadAll(logs)
+	if logErr != nil {
+		return errors.Join(err, fmt.Errorf("read its log: %w", logErr))
+	}
+	text = text[max(0, len(text)-logTail):]
+	return fmt.Errorf("%w\nits log ends with:\n%s", err, bytes.TrimSpace(text))
 }
 
 func (d *docker) postgres(ctx context.Context, image string, set settings, say teller) (*box, error) {
@@ -162,7 +215,7 @@ func (d *docker) start(ctx context.Context, b *box, say teller, image string, in
 		testcontainers.WithHostConfigModifier(func(c *container.HostConfig) {
 			c.PortBindings = network.PortMap{inside: {outside}}
 		}))
-	started, err := testcontainers.Run(ctx, image, opts...)
+	started, err := runImage(ctx, image, opts...)
 	if started != nil { // it may be there even if Run failed
 		b.container = started
 		defer func() {
@@ -174,20 +227,48 @@ func (d *docker) start(ctx context.Context, b *box, say teller, image string, in
 	if err != nil {
 		return nil, err
 	}
-	if err := await(ctx, ready); err != nil {
-		return nil, fmt.Errorf("wait until it is ready: %w", err)
+	if err := await(ctx, ready, b.ended); err != nil {
+		err = fmt.Errorf("wait until it is ready: %w", err)
+		if ctx.Err() == nil {
+			err = b.withLog(ctx, err)
+		}
+		return nil, err
 	}
 	return b, nil
 }
 
-// await calls try until it returns nil.
-func await(ctx context.Context, try func(context.Context) error) error {
+// runImage is testcontainers.Run, but when ctx ends only the arrival of the
+// image is broken off at once. The engine may finish a creation for which
+// nobody waits any more, and then the container would stay, unknown to us.
+func runImage(ctx context.Context, image string,
+	opts ...testcontainers.ContainerCustomizer) (*testcontainers.DockerContainer, error) {
+	late, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	defer cancel(nil)
+	breakOff := func() { cancel(context.Cause(ctx)) }
+	stop := context.AfterFunc(ctx, breakOff)
+	creating := testcontainers.ContainerLifecycleHooks{
+		PreCreates: []testcontainers.ContainerRequestHook{func(context.Context, testcontainers.ContainerRequest) error {
+			if !stop() {
+				return context.Cause(ctx)
+			}
+			context.AfterFunc(ctx, func() { time.AfterFunc(createTimeout, breakOff) })
+			return nil
+		}},
+	}
+	return testcontainers.Run(late, image, append(opts, testcontainers.WithAdditionalLifecycleHooks(creating))...)
+}
+
+// await calls try until it returns nil, or ended an error.
+func await(ctx context.Context, try, ended func(context.Context) error) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, containerTimeout, fmt.Errorf("no answer within %v", containerTimeout))
 	defer cancel()
 	for {
 		err := try(ctx)
 		if err == nil {
 			return nil
+		}
+		if err := ended(ctx); err != nil {
+			return err
 		}
 		select {
 		case <-ctx.Done():

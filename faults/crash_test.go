@@ -1,0 +1,205 @@
+package faults
+
+import (
+	"context"
+	"log/slog"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/tools/pgserver"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+const patience = time.Minute
+
+// A crash of PostgreSQL forgets transactions whose WAL was not flushed, and
+// gives their ids to others. A snapshot from before the crash calls those
+// visible: a relay that trusts it skips durable events.
+func TestCrashReusesTransactionIDs(t *testing.T) {
+	for name, story := range map[string]func(*testing.T, *site){
+		// The window of an event whose commit was not flushed is open, or just
+		// closed, when the server dies.
+		"after a window": func(t *testing.T, s *site) {
+			s.burnIDs(t, 50)
+			s.requireArrival(t, s.commit(t, "off", 1))
+		},
+		// The relay has only polled since its last durable cursor row.
+		"after idle polls": func(t *testing.T, s *site) {
+			s.burnIDs(t, 50)
+			s.awaitPolls(t)
+		},
+		// Both, and ids burnt before and after.
+		"after windows and polls": func(t *testing.T, s *site) {
+			for range 5 {
+				s.burnIDs(t, 20)
+				s.requireArrival(t, s.commit(t, "off", 2))
+			}
+			s.burnIDs(t, 20)
+			s.awaitPolls(t)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newSite(t)
+			s.requireArrival(t, s.commit(t, "on", 3))
+			s.flush(t) // the cursor's row too
+			story(t, s)
+			before := s.nextID(t)
+			require.NoError(t, s.server.Kill())
+			require.NoError(t, s.server.Restart(context.Background()))
+			require.Less(t, s.nextID(t), before, "the crash was meant to reuse ids")
+			for s.nextID(t) <= before { // each of them is given to a new event, or to the relay
+				s.requireArrival(t, s.commit(t, "on", 1))
+			}
+		})
+	}
+}
+
+// site is a server of the test's own with a relay at work.
+type site struct {
+	server *pgserver.Server
+	db     *pgxpool.Pool
+	rec    *outbox.Recorder
+	reader *oracle.Reader
+	topic  string
+}
+
+type happened oracle.Event
+
+func (e happened) OccurredAt() time.Time { return time.Unix(1_700_000_000, 0) }
+func (e happened) Aggregate() string     { return e.Key }
+
+func newSite(t *testing.T) *site {
+	t.Helper()
+	brokers := testenv.Brokers(t)
+	ctx, cancel := context.WithCancel(context.Background())
+	t.Cleanup(cancel)
+	s := &site{server: startServer(t), topic: "faults-" + uuid.NewString()}
+	s.db = s.pool(t)
+	require.NoError(t, outbox.Migrate(ctx, s.db, outbox.MigrateConfig{}))
+
+	events, err := outbox.NewRegistry("faults", outbox.Event("test.fault.happened.v1", "Key", happened.Aggregate).Topic(s.topic))
+	require.NoError(t, err)
+	s.rec, err = outbox.NewRecorder(events, outbox.RecorderConfig{})
+	require.NoError(t, err)
+	s.reader, err = oracle.Follow(ctx, brokers, s.topic, nil)
+	require.NoError(t, err)
+
+	kafka := []kgo.Opt{kgo.SeedBrokers(brokers...), kgo.AllowAutoTopicCreation(), kgo.MetadataMinAge(100 * time.Millisecond)}
+	relay, err := outbox.NewRelay(s.pool(t), kafka, outbox.RelayConfig{
+		PollInterval: 5 * time.Millisecond, Logger: slog.New(slog.DiscardHandler),
+	})
+	require.NoError(t, err)
+	done := make(chan error, 1)
+	go func() { done <- relay.Run(ctx) }()
+	t.Cleanup(func() { cancel(); require.NoError(t, <-done) })
+	return s
+}
+
+// startServer starts a server that flushes WAL only when a commit demands it.
+func startServer(t *testing.T) *pgserver.Server {
+	t.Helper()
+	bin, err := pgserver.Embedded(context.Background(), os.Getenv("OUTBOX_POSTGRES_VERSION"), nil)
+	require.NoError(t, err)
+	server, err := pgserver.Start(context.Background(), pgserver.Config{BinDir: bin, Settings: map[string]string{
+		"wal_writer_delay": "10s", "wal_writer_flush_after": "1GB", "bgwriter_delay": "10s", "checkpoint_timeout": "1h", "autovacuum": "off",
+	}})
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, server.Stop(context.Background())) })
+	return server
+}
+
+func (s *site) pool(t *testing.T) *pgxpool.Pool {
+	t.Helper()
+	db, err := pgxpool.New(context.Background(), s.server.URL())
+	require.NoError(t, err)
+	t.Cleanup(db.Close)
+	return db
+}
+
+// commit records n events in one transaction and returns them. Connections may
+// have died with the server, so it tries until one lives.
+func (s *site) commit(t *testing.T, synchronous string, n int) []oracle.Event {
+	t.Helper()
+	ctx := context.Background()
+	events := make([]oracle.Event, n)
+	for i := range events {
+		events[i] = oracle.Event{ID: uuid.NewString(), Key: "key"}
+	}
+	require.Eventually(t, func() bool {
+		return pgx.BeginFunc(ctx, s.db, func(tx pgx.Tx) error {
+			if _, err := tx.Exec(ctx, `SELECT set_config('synchronous_commit', $1, true)`, synchronous); err != nil {
+				return err
+			}
+			for _, e := range events {
+				if err := s.rec.Record(ctx, tx, happened(e)); err != nil {
+					return err
+				}
+			}
+			return nil
+		}) == nil
+	}, patience, 10*time.Millisecond)
+	return events
+}
+
+func (s *site) requireArrival(t *testing.T, events []oracle.Event) {
+	t.Helper()
+	for _, e := range events {
+		require.Eventually(t, func() bool { return s.reader.Has(e.ID) }, patience, time.Millisecond, "a durable event was skipped")
+	}
+}
+
+// burnIDs takes transaction ids and rolls back, in another database: nothing
+// of that is flushed.
+func (s *site) burnIDs(t *testing.T, n int) {
+	t.Helper()
+	ctx := context.Background()
+	cfg, err := pgx.ParseConfig(s.server.URL())
+	require.NoError(t, err)
+	cfg.Database = "template1"
+	conn, err := pgx.ConnectConfig(ctx, cfg)
+	require.NoError(t, err)
+	defer conn.Close(ctx)
+	for range n {
+		tx, err := conn.Begin(ctx)
+		require.NoError(t, err)
+		_, err = tx.Exec(ctx, `SELECT pg_current_xact_id()`)
+		require.NoError(t, err)
+		require.NoError(t, tx.Rollback(ctx))
+	}
+}
+
+// flush makes everything durable that was committed so far.
+func (s *site) flush(t *testing.T) {
+	t.Helper()
+	_, err := s.db.Exec(context.Background(), `CHECKPOINT`)
+	require.NoError(t, err)
+}
+
+// awaitPolls waits until the relay has looked again a few times.
+func (s *site) awaitPolls(t *testing.T) {
+	t.Helper()
+	polls := func() (n int64) {
+		require.NoError(t, s.db.QueryRow(context.Background(),
+			`SELECT seq_scan + coalesce(idx_scan, 0) FROM pg_stat_user_tables WHERE relname = 'outbox'`).Scan(&n))
+		return n
+	}
+	first := polls()
+	require.Eventually(t, func() bool { return polls() > first+10 }, patience, 10*time.Millisecond)
+}
+
+// nextID returns the transaction id that is given out next.
+func (s *site) nextID(t *testing.T) (id int64) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		return s.db.QueryRow(context.Background(), `SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint`).Scan(&id) == nil
+	}, patience, 10*time.Millisecond)
+	return id
+}

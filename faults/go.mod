@@ -1,0 +1,32 @@
+module github.com/outboxgo/outbox/faults
+
+go 1.26.0
+
+replace (
+	github.com/outboxgo/outbox => ../
+	github.com/outboxgo/outbox/tools => ../tools
+)
+
+require (
+	github.com/google/uuid v1.6.0
+	github.com/jackc/pgx/v5 v5.12.0
+	github.com/outboxgo/outbox v0.0.0-00010101000000-000000000000
+	github.com/outboxgo/outbox/tools v0.0.0-00010101000000-000000000000
+	github.com/stretchr/testify v1.12.1
+	github.com/twmb/franz-go v1.22.2
+)
+
+require (
+	github.com/fergusstrange/embedded-postgres v1.34.0 // indirect
+	github.com/jackc/pgpassfile v1.0.0 // indirect
+	github.com/jackc/pgservicefile v0.0.0-20240606120523-5a60cdf6a761 // indirect
+	github.com/jackc/puddle/v2 v2.2.3 // indirect
+	github.com/klauspost/compress v1.20.3 // indirect
+	github.com/lib/pq v1.10.9 // indirect
+	github.com/pierrec/lz4/v4 v4.1.33 // indirect
+	github.com/twmb/franz-go/pkg/kmsg v1.15.0 // indirect
+	github.com/xi2/xz v0.0.0-20171230120015-48954b6210f8 // indirect
+	go.yaml.in/yaml/v3 v3.0.5 // indirect
+	golang.org/x/sync v0.22.0 // indirect
+	golang.org/x/text v0.41.0 // indirect
+)
