@@ -48,6 +48,7 @@ func TestCrashReusesTransactionIDs(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := newSite(t)
+			s.relay(t)
 			s.requireArrival(t, s.commit(t, "on", 3))
 			s.flush(t) // the cursor's row too
 			story(t, s)
@@ -62,7 +63,7 @@ func TestCrashReusesTransactionIDs(t *testing.T) {
 	}
 }
 
-// site is a server of the test's own with a relay at work.
+// site is a server of the test's own, with a reader of what its relays send.
 type site struct {
 	server *pgserver.Server
 	db     *pgxpool.Pool
@@ -92,15 +93,25 @@ func newSite(t *testing.T) *site {
 	s.reader, err = oracle.Follow(ctx, brokers, s.topic, nil)
 	require.NoError(t, err)
 
-	kafka := []kgo.Opt{kgo.SeedBrokers(brokers...), kgo.AllowAutoTopicCreation(), kgo.MetadataMinAge(100 * time.Millisecond)}
-	relay, err := outbox.NewRelay(s.pool(t), kafka, outbox.RelayConfig{
+	return s
+}
+
+// kafkaOpts are a relay's options.
+func kafkaOpts(brokers []string) []kgo.Opt {
+	return []kgo.Opt{kgo.SeedBrokers(brokers...), kgo.AllowAutoTopicCreation(), kgo.MetadataMinAge(100 * time.Millisecond)}
+}
+
+// relay runs one in this process until the test ends.
+func (s *site) relay(t *testing.T) {
+	t.Helper()
+	relay, err := outbox.NewRelay(s.pool(t), kafkaOpts(testenv.Brokers(t)), outbox.RelayConfig{
 		PollInterval: 5 * time.Millisecond, Logger: slog.New(slog.DiscardHandler),
 	})
 	require.NoError(t, err)
+	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- relay.Run(ctx) }()
 	t.Cleanup(func() { cancel(); require.NoError(t, <-done) })
-	return s
 }
 
 // startServer starts a server that flushes WAL only when a commit demands it.
