@@ -17,17 +17,10 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 // patience is how long a test waits for what should be there much sooner.
 const patience = 60 * time.Second
-
-// oracleEvent lets the oracle's events travel as domain events.
-type oracleEvent oracle.Event
-
-func (e oracleEvent) OccurredAt() time.Time { return time.UnixMilli(1_700_000_000_000 + e.Version) }
-func (e oracleEvent) Aggregate() string     { return e.Key }
 
 // house is a migrated schema, a topic of its own, and a recorder for events
 // that go there.
@@ -44,7 +37,7 @@ func newHouse(t testing.TB) *house {
 	db, schema := testenv.Schema(t)
 	require.NoError(t, outbox.Migrate(context.Background(), db, outbox.MigrateConfig{Schema: schema}))
 	h := &house{db: db, schema: schema, topic: "test-" + uuid.NewString(), brokers: testenv.Brokers(t)}
-	events, err := outbox.NewRegistry("test", outbox.Event("test.oracle.happened.v1", "Key", oracleEvent.Aggregate).Topic(h.topic))
+	events, err := outbox.NewRegistry("test", outbox.Event("test.oracle.happened.v1", "Key", oracle.Event.Aggregate).Topic(h.topic))
 	require.NoError(t, err)
 	h.rec, err = outbox.NewRecorder(events, outbox.RecorderConfig{Schema: schema})
 	require.NoError(t, err)
@@ -55,7 +48,7 @@ func newHouse(t testing.TB) *house {
 func (h *house) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) error {
 	all := make([]outbox.DomainEvent, len(events))
 	for i, e := range events {
-		all[i] = oracleEvent(e)
+		all[i] = e
 	}
 	return h.rec.Record(ctx, tx, all...)
 }
@@ -77,11 +70,6 @@ func numbered(key string, first, n int) []oracle.Event {
 	return events
 }
 
-// kafka returns options for the test's broker.
-func (h *house) kafka() []kgo.Opt {
-	return []kgo.Opt{kgo.SeedBrokers(h.brokers...), kgo.AllowAutoTopicCreation(), kgo.MetadataMinAge(100 * time.Millisecond)}
-}
-
 // relay returns a relay of the house; cfg.Schema is set.
 func (h *house) relay(t testing.TB, cfg outbox.RelayConfig) *outbox.Relay {
 	t.Helper()
@@ -89,7 +77,7 @@ func (h *house) relay(t testing.TB, cfg outbox.RelayConfig) *outbox.Relay {
 	if cfg.Logger == nil {
 		cfg.Logger = logTo(t, slog.LevelWarn)
 	}
-	r, err := outbox.NewRelay(h.db, h.kafka(), cfg)
+	r, err := outbox.NewRelay(h.db, testenv.KafkaOpts(h.brokers), cfg)
 	require.NoError(t, err)
 	return r
 }

@@ -199,7 +199,7 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 			r.log.Debug("outbox: lease taken", "holder", l.holder, "epoch", l.epoch)
 			return l, nil
 		case isUndefined(err):
-			return nil, fmt.Errorf("%w in schema %s: %w", ErrNotMigrated, r.cfg.Schema, err)
+			return nil, r.notMigrated(err)
 		case errors.Is(err, errHeld):
 			postgres.report(nil)
 		case ctx.Err() == nil:
@@ -209,6 +209,11 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 		sleep(ctx, wait)
 	}
 	return nil, nil
+}
+
+// notMigrated says where a table was looked for that is not there.
+func (r *Relay) notMigrated(err error) error {
+	return fmt.Errorf("%w in schema %s: %w", ErrNotMigrated, r.cfg.Schema, err)
 }
 
 // releaseTimeout is what Run spends at most to let a standby take over at once.

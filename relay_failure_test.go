@@ -146,7 +146,7 @@ func (h *house) relayWithoutKafka(t *testing.T) (*outbox.Relay, *brokenDialer, *
 	cfg.Schema = h.schema
 	cfg.DeliveryTimeout, cfg.SendTimeout = 1000*time.Millisecond, 1500*time.Millisecond
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
-	relay, err := outbox.NewRelay(h.db, append(h.kafka(), kgo.Dialer(dialer.dial)), cfg)
+	relay, err := outbox.NewRelay(h.db, append(testenv.KafkaOpts(h.brokers), kgo.Dialer(dialer.dial)), cfg)
 	require.NoError(t, err)
 	return relay, dialer, log
 }

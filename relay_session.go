@@ -3,7 +3,6 @@ package outbox
 import (
 	"context"
 	"errors"
-	"fmt"
 	"time"
 )
 
@@ -138,9 +137,8 @@ func (s *session) take() (got fetched) {
 			return got
 		}
 	}
-	pos, left, more := s.pos, s.left, s.more
 	err := s.try(func() error {
-		got = s.fetch(pos, left, more)
+		got = s.fetch(s.pos, s.left, s.more)
 		return got.err
 	})
 	got.err = err
@@ -216,14 +214,13 @@ func (s *session) record(refused []refusal) error {
 	if s.recorded {
 		return nil
 	}
-	err := s.try(func() error {
+	return s.try(func() error {
 		id, err := s.cursors.move(s.held, s.lease, s.pos, refused)
 		if err == nil {
 			s.pos.cursorID, s.recorded = id, true
 		}
 		return err
 	})
-	return err
 }
 
 // try repeats f until PostgreSQL answers. It gives up when the lease is lost, or
@@ -235,7 +232,7 @@ func (s *session) try(f func() error) error {
 		case s.held.Err() != nil && err != nil:
 			return context.Cause(s.held)
 		case isUndefined(err):
-			return fmt.Errorf("%w in schema %s: %w", ErrNotMigrated, s.cfg.Schema, err)
+			return s.notMigrated(err)
 		case err == nil, errors.Is(err, errStale), errors.Is(err, errLeaseLost), errors.Is(err, ErrForeignCursor):
 			s.postgres.report(nil)
 			return err

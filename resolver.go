@@ -88,9 +88,6 @@ func (t *EventType[E]) Codec(codec Codec) *EventType[E] {
 }
 
 func (t *EventType[E]) define() *definition {
-	if t == nil {
-		return nil
-	}
 	def := t.def
 	return &def
 }

@@ -15,7 +15,6 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/tools/pgserver"
 	"github.com/stretchr/testify/require"
-	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 const patience = time.Minute
@@ -72,11 +71,6 @@ type site struct {
 	topic  string
 }
 
-type happened oracle.Event
-
-func (e happened) OccurredAt() time.Time { return time.Unix(1_700_000_000, 0) }
-func (e happened) Aggregate() string     { return e.Key }
-
 func newSite(t *testing.T) *site {
 	t.Helper()
 	brokers := testenv.Brokers(t)
@@ -86,7 +80,7 @@ func newSite(t *testing.T) *site {
 	s.db = s.pool(t)
 	require.NoError(t, outbox.Migrate(ctx, s.db, outbox.MigrateConfig{}))
 
-	events, err := outbox.NewRegistry("faults", outbox.Event("test.fault.happened.v1", "Key", happened.Aggregate).Topic(s.topic))
+	events, err := outbox.NewRegistry("faults", outbox.Event("test.fault.happened.v1", "Key", oracle.Event.Aggregate).Topic(s.topic))
 	require.NoError(t, err)
 	s.rec, err = outbox.NewRecorder(events, outbox.RecorderConfig{})
 	require.NoError(t, err)
@@ -96,15 +90,10 @@ func newSite(t *testing.T) *site {
 	return s
 }
 
-// kafkaOpts are a relay's options.
-func kafkaOpts(brokers []string) []kgo.Opt {
-	return []kgo.Opt{kgo.SeedBrokers(brokers...), kgo.AllowAutoTopicCreation(), kgo.MetadataMinAge(100 * time.Millisecond)}
-}
-
 // relay runs one in this process until the test ends.
 func (s *site) relay(t *testing.T) {
 	t.Helper()
-	relay, err := outbox.NewRelay(s.pool(t), kafkaOpts(testenv.Brokers(t)), outbox.RelayConfig{
+	relay, err := outbox.NewRelay(s.pool(t), testenv.KafkaOpts(testenv.Brokers(t)), outbox.RelayConfig{
 		PollInterval: 5 * time.Millisecond, Logger: slog.New(slog.DiscardHandler),
 	})
 	require.NoError(t, err)
@@ -150,7 +139,7 @@ func (s *site) commit(t *testing.T, synchronous string, n int) []oracle.Event {
 				return err
 			}
 			for _, e := range events {
-				if err := s.rec.Record(ctx, tx, happened(e)); err != nil {
+				if err := s.rec.Record(ctx, tx, e); err != nil {
 					return err
 				}
 			}

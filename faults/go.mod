@@ -13,7 +13,6 @@ require (
 	github.com/outboxgo/outbox v0.0.0-00010101000000-000000000000
 	github.com/outboxgo/outbox/tools v0.0.0-00010101000000-000000000000
 	github.com/stretchr/testify v1.12.1
-	github.com/twmb/franz-go v1.22.2
 )
 
 require (
@@ -24,6 +23,7 @@ require (
 	github.com/klauspost/compress v1.20.3 // indirect
 	github.com/lib/pq v1.10.9 // indirect
 	github.com/pierrec/lz4/v4 v4.1.33 // indirect
+	github.com/twmb/franz-go v1.22.2 // indirect
 	github.com/twmb/franz-go/pkg/kmsg v1.15.0 // indirect
 	github.com/xi2/xz v0.0.0-20171230120015-48954b6210f8 // indirect
 	go.yaml.in/yaml/v3 v3.0.5 // indirect

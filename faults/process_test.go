@@ -45,7 +45,7 @@ func runRelay(url string) error {
 	}
 	defer db.Close()
 	brokers := strings.Split(os.Getenv(testenv.BrokersVar), ",")
-	relay, err := outbox.NewRelay(db, kafkaOpts(brokers), outbox.RelayConfig{
+	relay, err := outbox.NewRelay(db, testenv.KafkaOpts(brokers), outbox.RelayConfig{
 		PollInterval: 5 * time.Millisecond, BatchSize: 20,
 		DeliveryTimeout: time.Second, SendTimeout: 2 * time.Second, Lease: lease,
 	})

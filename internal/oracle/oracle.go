@@ -9,6 +9,7 @@ package oracle
 import (
 	"encoding/json"
 	"fmt"
+	"time"
 )
 
 // Event is what a writer asks to be recorded. Its version grows by one with
@@ -20,6 +21,13 @@ type Event struct {
 	// Filler makes the payload about as large as a real one.
 	Filler string `json:"filler"`
 }
+
+// OccurredAt and Aggregate let an Event be recorded as the domain event it is.
+// The time follows from the version, so that a test can foretell it.
+func (e Event) OccurredAt() time.Time { return time.UnixMilli(1_700_000_000_000 + e.Version) }
+
+// Aggregate is the event's key.
+func (e Event) Aggregate() string { return e.Key }
 
 // Verdict compares what committed with what arrived.
 type Verdict struct {

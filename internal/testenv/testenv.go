@@ -12,11 +12,13 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 // Variables that tools/services sets for the command it runs, or writes into
@@ -90,6 +92,12 @@ func RealBrokers(t testing.TB) []string {
 		t.Fatalf("this test needs a real Kafka, and %s is %q", KafkaKindVar, kind)
 	}
 	return brokers
+}
+
+// KafkaOpts are a relay's options for a test's broker: topics come into being
+// when they are needed, and are noticed soon.
+func KafkaOpts(brokers []string) []kgo.Opt {
+	return []kgo.Opt{kgo.SeedBrokers(brokers...), kgo.AllowAutoTopicCreation(), kgo.MetadataMinAge(100 * time.Millisecond)}
 }
 
 // need returns the value of a variable, skips under -short, else fails.
