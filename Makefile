@@ -5,7 +5,7 @@ SHELL       := bash
 
 export ARGS # more arguments for go test, or for the demo
 
-MODULES  := . tools examples faults
+MODULES  := . tools examples faults interop
 SERVICES := bin/services
 RUN      := $(SERVICES) run $(if $(POSTGRES),-postgres $(POSTGRES)) $(if $(KAFKA),-kafka $(KAFKA)) --
 

@@ -4,6 +4,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"mime"
+	"strings"
 	"unicode/utf8"
 )
 
@@ -35,8 +37,16 @@ func JSON() Codec {
 }
 
 func (c Codec) check() error {
-	if err := checkText(c.ContentType, maxContentType); err != nil {
+	if err := checkAttribute(c.ContentType, maxContentType); err != nil {
 		return err
+	}
+	media, _, err := mime.ParseMediaType(c.ContentType)
+	if err != nil || !strings.Contains(media, "/") || strings.TrimSpace(c.ContentType) != c.ContentType {
+		return fmt.Errorf("%q %w: want a media type", c.ContentType, ErrMalformed)
+	}
+	if strings.HasPrefix(media, "application/cloudevents") {
+		// In binary mode readers would take the payload for the whole event.
+		return fmt.Errorf("%q %w: it says that the payload is a CloudEvent", c.ContentType, ErrMalformed)
 	}
 	if c.Encode == nil || c.Decode == nil {
 		return fmt.Errorf("codec function %w", ErrNil)

@@ -24,7 +24,8 @@ import (
 // snapshot calls finished, and if the row survived, so did that id. Hence the
 // rule of this file: a window is used only once the row that announces it is
 // committed, and each statement that reads or moves makes sure that the newest
-// row still is the one that we know.
+// row still is the one that we know, in the cluster that we know: a connection
+// may have come back to a copy that has the same rows.
 
 // errStale means that the newest row of outbox_cursor is not the one that the
 // relay knows: it vanished in a crash, or somebody else moved. Load it again.
@@ -42,15 +43,17 @@ type position struct {
 
 // cursors reads and moves the position of one relay.
 type cursors struct {
-	db    *pgxpool.Pool
-	relay string
+	db     *pgxpool.Pool
+	schema string
+	relay  string
 
 	sqlLoad, sqlSeed, sqlOpen, sqlMove, sqlMoveRefused, sqlIDs, sqlFetch string
+	sqlRebaseLook, sqlRebase, sqlRebaseProof                             string
 }
 
 func newCursors(db *pgxpool.Pool, schema, relay string) *cursors {
 	return &cursors{
-		db: db, relay: relay,
+		db: db, schema: schema, relay: relay,
 		sqlLoad:        inSchema(sqlLoad, schema),
 		sqlSeed:        inSchema(sqlSeed, schema),
 		sqlOpen:        inSchema(sqlOpen, schema),
@@ -58,15 +61,21 @@ func newCursors(db *pgxpool.Pool, schema, relay string) *cursors {
 		sqlMoveRefused: inSchema(sqlMoveRefused, schema),
 		sqlIDs:         inSchema(sqlIDs, schema),
 		sqlFetch:       inSchema(sqlFetch, schema),
+		sqlRebaseLook:  inSchema(sqlRebaseLook, schema),
+		sqlRebase:      inSchema(sqlRebase, schema),
+		sqlRebaseProof: inSchema(sqlRebaseProof, schema),
 	}
 }
 
-// sqlLoad reads the newest position, and whether its transaction ids are those
-// of this cluster: a dump that was restored brings ids from the future.
+// sqlLoad reads the newest position, and whether its transaction ids and those
+// of the events are of this cluster: what was restored from a dump may bring ids
+// from the future.
 const sqlLoad = `
 SELECT c.id, c.snapshot::text, coalesce(c.window_snapshot::text, ''), c.last_processed_id, c.highest_id,
        c.system_identifier, s.system_identifier,
        pg_snapshot_xmax(coalesce(c.window_snapshot, c.snapshot)) <= pg_snapshot_xmax(pg_current_snapshot())
+       AND coalesce((SELECT xid FROM {schema}.outbox ORDER BY xid DESC, id DESC LIMIT 1)
+                    < pg_snapshot_xmax(pg_current_snapshot()), true)
   FROM pg_control_system() AS s
   LEFT JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
                       WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c ON true`
@@ -79,11 +88,11 @@ SELECT $1::text, 0, '1:1:', 0, s.system_identifier, l.epoch
        pg_control_system() AS s
  WHERE NOT EXISTS (SELECT FROM {schema}.outbox_cursor WHERE relay = $1::text)`
 
-// load returns the newest position; a relay that has none starts before the
-// first event. The lease must have been taken in an earlier statement: one that
+// load returns the newest position, or errForeign: then [cursors.rebase] it. A
+// relay that has none starts before the first event. The lease must have been taken in an earlier statement: one that
 // waits for a lock goes on reading what was there before it waited.
 func (c *cursors) load(ctx context.Context, l *lease) (position, error) {
-	p, err := c.newest(ctx)
+	p, err := c.newest(ctx, c.db)
 	if !errors.Is(err, pgx.ErrNoRows) {
 		return p, err
 	}
@@ -94,16 +103,20 @@ func (c *cursors) load(ctx context.Context, l *lease) (position, error) {
 	if tag.RowsAffected() == 0 {
 		return p, errLeaseLost
 	}
-	return c.newest(ctx)
+	return c.newest(ctx, c.db)
 }
 
-// newest returns pgx.ErrNoRows when the relay has no position yet.
-func (c *cursors) newest(ctx context.Context) (p position, err error) {
+// newest returns pgx.ErrNoRows when the relay has no position yet, and errForeign
+// when its position is one in another cluster.
+func (c *cursors) newest(ctx context.Context, db interface {
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+},
+) (p position, err error) {
 	var id, last, highest, written pgtype.Int8
 	var base pgtype.Text
 	var here int64
 	var known pgtype.Bool
-	err = c.db.QueryRow(ctx, c.sqlLoad, c.relay).Scan(&id, &base, &p.window, &last, &highest, &written, &here, &known)
+	err = db.QueryRow(ctx, c.sqlLoad, c.relay).Scan(&id, &base, &p.window, &last, &highest, &written, &here, &known)
 	if err != nil {
 		return p, fmt.Errorf("load cursor: %w", err)
 	}
@@ -112,7 +125,7 @@ func (c *cursors) newest(ctx context.Context) (p position, err error) {
 	}
 	p.cursorID, p.base, p.last, p.highest, p.systemID = id.Int64, base.String, last.Int64, highest.Int64, written.Int64
 	if written.Int64 != here || !known.Bool {
-		return p, ErrForeignCursor
+		return p, errForeign
 	}
 	return p, nil
 }
@@ -146,7 +159,8 @@ WITH ids AS MATERIALIZED (
 ), size AS MATERIALIZED (
     SELECT count(*) AS n FROM ids
 ), newest AS MATERIALIZED (
-    SELECT max(id) AS id FROM {schema}.outbox_cursor WHERE relay = $1::text
+    SELECT (SELECT max(id) FROM {schema}.outbox_cursor WHERE relay = $1::text) AS id
+      FROM pg_control_system() WHERE system_identifier = $11
 ), lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
 ), moved AS (
@@ -214,7 +228,8 @@ const sqlMove = `
 INSERT INTO {schema}.outbox_cursor
        (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
 SELECT $1::text, $5::pg_snapshot, $6::pg_snapshot, $7::bigint, $8::bigint, $9::bigint, lease.epoch
-  FROM (SELECT max(id) AS id FROM {schema}.outbox_cursor WHERE relay = $1::text) AS newest,
+  FROM (SELECT (SELECT max(id) FROM {schema}.outbox_cursor WHERE relay = $1::text) AS id
+          FROM pg_control_system() WHERE system_identifier = $9) AS newest,
        (SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE) AS lease,
        (SELECT set_config('synchronous_commit', 'off', true) AS value) AS fsync
  WHERE newest.id = $4 AND fsync.value = 'off'

@@ -42,9 +42,7 @@ func (d *desk) count(t *testing.T, table string) (n int) {
 // insert adds n events in one transaction.
 func (d *desk) insert(t *testing.T, n int) {
 	t.Helper()
-	d.exec(t, `
-		INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
-		SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now() FROM generate_series(1, $1)`, n)
+	d.exec(t, sqlInsertEvents, n)
 }
 
 // takeOver lets another process take the lease.
@@ -231,7 +229,7 @@ func TestIdleOpen(t *testing.T) {
 // Every constructor completes every statement.
 func TestStatementsAreComplete(t *testing.T) {
 	c, l := newCursors(nil, "s", "r"), newLeases(nil, "s", "r", 1)
-	for _, sql := range []string{c.sqlLoad, c.sqlSeed, c.sqlOpen, c.sqlMove, c.sqlMoveRefused, c.sqlIDs, c.sqlFetch,
+	for _, sql := range []string{c.sqlLoad, c.sqlSeed, c.sqlOpen, c.sqlMove, c.sqlMoveRefused, c.sqlIDs, c.sqlFetch, c.sqlRebaseLook, c.sqlRebase, c.sqlRebaseProof,
 		l.peek, l.take, l.renewal, l.release} {
 		require.Contains(t, sql, `"s".outbox`)
 		require.False(t, strings.Contains(sql, "{schema}"))

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"time"
+	"unicode"
 	"unicode/utf8"
 )
 
@@ -112,7 +113,7 @@ func encodeHeaders(own map[string]string, correlationID, traceParent string) ([]
 		all[name] = value
 	}
 	if correlationID != "" {
-		if err := checkText(correlationID, maxCorrelationID); err != nil {
+		if err := checkAttribute(correlationID, maxCorrelationID); err != nil {
 			return nil, refuse("correlation_id", err)
 		}
 		all[correlationAttr] = correlationID
@@ -166,6 +167,24 @@ func checkText(s string, limit int) error {
 		if n := utf8.RuneCountInString(s); n > limit {
 			return fmt.Errorf("%w: %d characters, at most %d", ErrTooLong, n, limit)
 		}
+	}
+	return nil
+}
+
+// checkAttribute is checkText for what becomes an attribute of CloudEvents, whose
+// texts hold neither control characters nor noncharacters. One of blanks alone is
+// as good as empty: the official SDK for Go takes away blanks at the ends.
+func checkAttribute(s string, limit int) error {
+	if err := checkText(s, limit); err != nil {
+		return err
+	}
+	for _, r := range s {
+		if unicode.IsControl(r) || r&0xFFFE == 0xFFFE || 0xFDD0 <= r && r <= 0xFDEF {
+			return fmt.Errorf("%w: %U is not for attributes of CloudEvents", ErrMalformed, r)
+		}
+	}
+	if strings.TrimSpace(s) == "" {
+		return fmt.Errorf("%w: it is blank", ErrMalformed)
 	}
 	return nil
 }

@@ -46,10 +46,13 @@ var (
 	// ErrDatabaseAhead is returned by [Migrate] when the database was migrated by
 	// a newer release than this one.
 	ErrDatabaseAhead = errors.New("outbox: database is ahead of this release")
-	// ErrForeignCursor is returned by [Relay.Run] when the cursor speaks of
-	// another PostgreSQL cluster, because the database was restored from a dump:
-	// transaction ids mean nothing there.
-	ErrForeignCursor = errors.New("outbox: cursor belongs to another database cluster")
+	// ErrSequenceBehind is returned by [Relay.Run] in a database that was restored
+	// without the sequence of outbox.id, before it changes anything: new events
+	// would get the ids of events that were sent, and pass for them. The error has
+	// the statement that sets the sequence. Events that were recorded since the
+	// restore need new ids after it: UPDATE outbox SET id = nextval(…) WHERE
+	// created_at >= the time of the restore.
+	ErrSequenceBehind = errors.New("outbox: the sequence of outbox.id is behind the cursor")
 )
 
 // FieldError says which field of which event was refused, and wraps why.
@@ -61,7 +64,9 @@ type FieldError struct {
 	Index int
 	// Field is the refused one, by its name in the table outbox, for example
 	// "aggregate_id"; "payload" covers both payload columns, "correlation_id" is
-	// the one in the context, "event", "tx" and "batch" are arguments.
+	// the one in the context, "event", "tx" and "batch" are arguments. Of a record
+	// that was received it is an attribute of CloudEvents, "content-type", "data" or
+	// "value".
 	Field string
 	// Err is one of the Err values of this package, with details.
 	Err error

@@ -12,7 +12,8 @@ type refusal struct {
 // finds them there already.
 const sqlMoveRefused = `
 WITH newest AS MATERIALIZED (
-    SELECT max(id) AS id FROM {schema}.outbox_cursor WHERE relay = $1::text
+    SELECT (SELECT max(id) FROM {schema}.outbox_cursor WHERE relay = $1::text) AS id
+      FROM pg_control_system() WHERE system_identifier = $9
 ), lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
 ), refused AS (

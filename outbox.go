@@ -216,7 +216,7 @@ func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*columns, er
 // add encodes one event into row i.
 func (r *Recorder) add(c *columns, i int, def *definition, e DomainEvent) error {
 	aggregateID := def.aggregateID(e)
-	if err := checkText(aggregateID, maxAggregateID); err != nil {
+	if err := checkAttribute(aggregateID, maxAggregateID); err != nil {
 		return &FieldError{Field: "aggregate_id", Err: err}
 	}
 	if def.key != nil {

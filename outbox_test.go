@@ -421,6 +421,9 @@ var refusedEvents = []struct {
 	{"no aggregate id in a nil map", mapParcel(nil), "test.map.sent.v1", "aggregate_id", outbox.ErrEmpty},
 	{"an aggregate id of 256 characters", id(strings.Repeat("x", 256)), parcelSent, "aggregate_id", outbox.ErrTooLong},
 	{"an aggregate id of 256 characters of several bytes", id(strings.Repeat("주", 256)), parcelSent, "aggregate_id", outbox.ErrTooLong},
+	{"a blank aggregate id", id("  "), parcelSent, "aggregate_id", outbox.ErrMalformed},
+	{"a control character in the aggregate id", id("a\tb"), parcelSent, "aggregate_id", outbox.ErrMalformed},
+	{"a noncharacter in the aggregate id", id("a\ufffe"), parcelSent, "aggregate_id", outbox.ErrMalformed},
 	{"NUL in the aggregate id", id("a\x00"), parcelSent, "aggregate_id", outbox.ErrNUL},
 	{"an aggregate id that is not UTF-8", id(badText), parcelSent, "aggregate_id", outbox.ErrUTF8},
 	{"an aggregate id that is not UTF-8 and too long", id(strings.Repeat("\xff", 256)), parcelSent, "aggregate_id", outbox.ErrUTF8},
@@ -571,7 +574,7 @@ var acceptedEvents = []struct {
 }{
 	{"an aggregate id of 255 characters in 765 bytes", id(strings.Repeat("주", 255)), outbox.RecorderConfig{}},
 	{"a partition key of 255 characters in 1020 bytes", raw(strings.Repeat("😀", 255), nil), outbox.RecorderConfig{}},
-	{"spaces as aggregate id", id("  "), outbox.RecorderConfig{}},
+	{"blanks at the ends of the aggregate id", id(" 7 "), outbox.RecorderConfig{}},
 	{"a payload of 960 KiB", content(strings.Repeat("x", 960<<10-2)), outbox.RecorderConfig{}},
 	{"a raw payload of 960 KiB", raw("key", make([]byte, 960<<10)), outbox.RecorderConfig{}},
 	{"a payload at a limit of one byte", content(7), outbox.RecorderConfig{MaxPayload: len("-.7")}},

@@ -168,7 +168,7 @@ func (r *Relay) Wake() {
 // flight has failed, at most about SendTimeout; the next Run sends it again.
 //
 // Outages of Kafka and PostgreSQL are waited out, not returned. What is returned
-// needs a person: [ErrNotMigrated] and [ErrForeignCursor].
+// needs a person: [ErrNotMigrated] and [ErrSequenceBehind].
 func (r *Relay) Run(ctx context.Context) error {
 	if !r.running.CompareAndSwap(false, true) {
 		return ErrRunning

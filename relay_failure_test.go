@@ -31,30 +31,6 @@ func TestNotMigrated(t *testing.T) {
 	require.ErrorContains(t, err, schema)
 }
 
-// Transaction ids mean nothing in another cluster. A relay that took them for
-// its own would skip whatever they call visible.
-func TestForeignCursor(t *testing.T) {
-	for name, sql := range map[string]string{
-		"another cluster's cursor":   `UPDATE {s}.outbox_cursor SET system_identifier = system_identifier + 1`,
-		"snapshot from the future":   `UPDATE {s}.outbox_cursor SET snapshot = '1:1000000000000:'`,
-		"window end from the future": `UPDATE {s}.outbox_cursor SET window_snapshot = '1:1000000000000:'`,
-	} {
-		t.Run(name, func(t *testing.T) {
-			h := newHouse(t)
-			reader := h.follow(t)
-			events := numbered("key", 1, 1)
-			h.commit(t, events...)
-			relay := h.relay(t, quick)
-			stop := run(t, relay)
-			requireArrival(t, reader, events...)
-			stop()
-			_, err := h.db.Exec(background, h.sql(sql))
-			require.NoError(t, err)
-			require.ErrorIs(t, relay.Run(background), outbox.ErrForeignCursor)
-		})
-	}
-}
-
 // A broker refuses what the client had put into one request, good events too.
 // Only what is refused alone is to blame, and it stops nothing.
 func TestRefusedEvent(t *testing.T) {

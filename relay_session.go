@@ -46,26 +46,65 @@ func (s *session) close() {
 // run relays until ctx is cancelled; then it returns nil. Whenever the cursor
 // turns out to be another than the one it knows, it forgets all and reads it.
 func (s *session) run(ctx context.Context) error {
-	for {
-		err := s.follow(ctx)
+	err := s.load()
+	for err == nil {
+		left := s.pos.cursorID
+		err = s.follow(ctx)
 		if !errors.Is(err, errStale) {
 			return err
 		}
-		s.log.Warn("outbox: cursor is not where it was left, reading it again; some events may be sent twice")
+		s.forget()
+		if err = s.load(); err == nil {
+			s.reportJump(left)
+		}
 	}
+	return err
 }
 
-// follow relays from the newest cursor on.
-func (s *session) follow(ctx context.Context) error {
-	s.forget()
-	err := s.try(func() (err error) {
+// reportJump says that the cursor was not where it was left.
+func (s *session) reportJump(left int64) {
+	what := "outbox: cursor is not where it was left; some events may be sent twice"
+	if s.pos.cursorID < left {
+		what = "outbox: PostgreSQL has lost the newest rows of the cursor, in a crash or a failover to a server that lagged; " +
+			"events since then are sent again, and some that were sent may have lost their transactions"
+	}
+	s.log.Warn(what, "left", left, "found", s.pos.cursorID)
+}
+
+// load reads the newest position. One that was written in another cluster is
+// rebased first.
+func (s *session) load() error {
+	load := func() (err error) {
 		s.pos, err = s.cursors.load(s.held, s.lease)
 		return err
-	})
-	if err != nil {
-		return err
+	}
+	err := s.try(load)
+	if errors.Is(err, errForeign) {
+		if err = s.rebase(); err == nil {
+			err = s.try(load)
+		}
 	}
 	s.recorded, s.more = true, s.pos.window != ""
+	return err
+}
+
+// rebase moves the cursors here from the cluster that the database came from.
+func (s *session) rebase() error {
+	start := time.Now()
+	var unsent int64
+	err := s.try(func() (err error) {
+		unsent, err = s.cursors.rebase(s.held, s.lease)
+		return err
+	})
+	if err == nil {
+		s.log.Warn("outbox: database was restored from another cluster, the cursor is moved to this one",
+			"unsent", unsent, "took", time.Since(start).Round(time.Millisecond))
+	}
+	return err
+}
+
+// follow relays from the loaded position on.
+func (s *session) follow(ctx context.Context) error {
 	for ctx.Err() == nil {
 		batch, err := s.next()
 		if err != nil {
@@ -233,7 +272,8 @@ func (s *session) try(f func() error) error {
 			return context.Cause(s.held)
 		case isUndefined(err):
 			return s.notMigrated(err)
-		case err == nil, errors.Is(err, errStale), errors.Is(err, errLeaseLost), errors.Is(err, ErrForeignCursor):
+		case err == nil, errors.Is(err, errStale), errors.Is(err, errLeaseLost),
+			errors.Is(err, errForeign), errors.Is(err, ErrSequenceBehind):
 			s.postgres.report(nil)
 			return err
 		}

@@ -11,7 +11,6 @@ import (
 	"slices"
 	"strings"
 	"time"
-	"unicode"
 )
 
 // DomainEvent is a fact of the business, as a plain Go struct. It knows no
@@ -134,13 +133,18 @@ func NewRegistry(source string, events ...Definition) (*Registry, error) {
 	return r, nil
 }
 
-// checkSource asks for a URI reference, as CloudEvents does.
+// uriReference are the characters of RFC 3986. net/url lets more pass and
+// escapes them when it prints, so that some readers would see another source.
+var uriReference = regexp.MustCompile(`^([A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+$`)
+
+// checkSource asks for a URI reference, as CloudEvents does, in the form in
+// which net/url prints it.
 func checkSource(source string) error {
 	if err := checkText(source, maxSource); err != nil {
 		return err
 	}
-	if _, err := url.Parse(source); err != nil || strings.ContainsFunc(source, unicode.IsSpace) {
-		return fmt.Errorf("%q %w: want a URI reference", source, ErrMalformed)
+	if u, err := url.Parse(source); err != nil || u.String() != source || !uriReference.MatchString(source) {
+		return fmt.Errorf("%q %w: want a URI reference, other characters as %%XX", source, ErrMalformed)
 	}
 	return nil
 }
@@ -176,7 +180,7 @@ func (d *definition) check() *FieldError {
 	if err := checkEventType(d.eventType, d.topic == ""); err != nil {
 		return &FieldError{Field: "event_type", Err: err}
 	}
-	if err := checkText(d.aggregateType, maxAggregateType); err != nil {
+	if err := checkAttribute(d.aggregateType, maxAggregateType); err != nil {
 		return &FieldError{Field: "aggregate_type", Err: err}
 	}
 	if d.aggregateID == nil {

@@ -108,14 +108,14 @@ var goodDefinitions = []struct {
 	{"a topic of 249 characters", named("shop.order.created.v1").Topic(strings.Repeat("x", 249)), strings.Repeat("x", 249)},
 	{"a topic of all that Kafka allows", named("shop.order.created.v1").Topic(".a-Z_09."), ".a-Z_09."},
 	{"an aggregate type of 100 characters in 300 bytes", aggregate(strings.Repeat("주", 100)), "order-events"},
-	{"a content type of 100 characters", encoded(outbox.Codec{ContentType: strings.Repeat("é", 100), Encode: encodeNothing, Decode: decodeNothing}), "order-events"},
+	{"a content type of 100 characters", encoded(outbox.Codec{ContentType: "a/" + strings.Repeat("x", 98), Encode: encodeNothing, Decode: decodeNothing}), "order-events"},
 	{"no function for the key", named("shop.order.created.v1").Key(nil), "order-events"},
 }
 
 func TestGoodDefinitions(t *testing.T) {
 	for _, tt := range goodDefinitions {
 		t.Run(tt.name, func(t *testing.T) {
-			events, err := outbox.NewRegistry(strings.Repeat("本", 100), tt.event)
+			events, err := outbox.NewRegistry(strings.Repeat("x", 100), tt.event)
 			require.NoError(t, err)
 			require.Len(t, events.Types(), 1)
 			topic, err := events.Topic(events.Types()[0])
@@ -174,6 +174,12 @@ var badDefinitions = []struct {
 	{"no codec", encoded(outbox.Codec{}), "shop.order.created.v1", "content_type", outbox.ErrEmpty},
 	{"no encoder", encoded(outbox.Codec{ContentType: "text/plain", Decode: decodeNothing}), "shop.order.created.v1", "content_type", outbox.ErrNil},
 	{"no decoder", encoded(outbox.Codec{ContentType: "text/plain", Encode: encodeNothing}), "shop.order.created.v1", "content_type", outbox.ErrNil},
+	{"a content type that is no media type", contentType("protobuf"), "shop.order.created.v1", "content_type", outbox.ErrMalformed},
+	{"a content type with a blank inside", contentType("a b/c"), "shop.order.created.v1", "content_type", outbox.ErrMalformed},
+	{"a content type with blanks around", contentType(" text/plain "), "shop.order.created.v1", "content_type", outbox.ErrMalformed},
+	{"a content type that is an event's own", contentType("application/cloudevents+json"), "shop.order.created.v1", "content_type", outbox.ErrMalformed},
+	{"a blank aggregate type", aggregate(" "), "shop.order.created.v1", "aggregate_type", outbox.ErrMalformed},
+	{"an aggregate type with a control character", aggregate("a\tb"), "shop.order.created.v1", "aggregate_type", outbox.ErrMalformed},
 	{"a content type of 101 characters", encoded(outbox.Codec{ContentType: strings.Repeat("é", 101), Encode: encodeNothing, Decode: decodeNothing}), "shop.order.created.v1", "content_type", outbox.ErrTooLong},
 }
 
@@ -190,6 +196,10 @@ func aggregate(aggregateType string) *outbox.EventType[orderCreated] {
 
 func encoded(c outbox.Codec) *outbox.EventType[orderCreated] {
 	return named("shop.order.created.v1").Codec(c)
+}
+
+func contentType(text string) *outbox.EventType[orderCreated] {
+	return encoded(outbox.Codec{ContentType: text, Encode: encodeNothing, Decode: decodeNothing})
 }
 
 func encodeNothing(any) ([]byte, error) { return nil, nil }
@@ -260,6 +270,10 @@ var badSources = []struct {
 	{"not UTF-8", "a\xff", outbox.ErrUTF8},
 	{"no URI reference", "commerce api", outbox.ErrMalformed},
 	{"with a line break", "commerce-api\n", outbox.ErrMalformed},
+	{"with letters that a URI has to escape", "서비스", outbox.ErrMalformed},
+	{"with signs that a URI has to escape", `a"b<c>{d}`, outbox.ErrMalformed},
+	{"that others print otherwise", "HTTP://shop/", outbox.ErrMalformed},
+	{"of an empty fragment", "#", outbox.ErrMalformed},
 	{"of 101 characters", strings.Repeat("本", 101), outbox.ErrTooLong},
 }
 

@@ -22,7 +22,7 @@ CREATE TABLE outbox (
 CREATE INDEX outbox_xid_id_idx ON outbox (xid, id);
 
 COMMENT ON TABLE outbox IS
-    'Domain events, written by the transactions that caused them. Rows are never updated; retention removes what is published.';
+    'Domain events, written by the transactions that caused them. Rows are not updated, but for xid after a restore into another cluster; retention removes what is published.';
 COMMENT ON COLUMN outbox.id IS
     'Order of the events of one aggregate. Taken at INSERT and visible at COMMIT, so "id > last" alone would skip events.';
 COMMENT ON COLUMN outbox.event_id IS 'CloudEvents id; UUIDv7 unless the service brings its own generator.';

@@ -19,7 +19,8 @@ import (
 // Record stores events in tx through whatever is being examined.
 type Record func(ctx context.Context, tx pgx.Tx, events ...Event) error
 
-// Writers says who writes. The schema must exist and hold nothing of the oracle.
+// Writers says who writes. The schema must exist; what an earlier [Write] left in
+// it is continued.
 type Writers struct {
 	DB      *pgxpool.Pool
 	Schema  string
@@ -66,15 +67,16 @@ func Write(ctx context.Context, w Writers) error {
 func (w *Writers) table(name string) string { return pgx.Identifier{w.Schema, name}.Sanitize() }
 
 func (w *Writers) setUp(ctx context.Context) error {
-	_, err := w.DB.Exec(ctx, fmt.Sprintf(`CREATE TABLE %s (key text PRIMARY KEY, version bigint NOT NULL)`, w.table("oracle_key")))
+	_, err := w.DB.Exec(ctx, fmt.Sprintf(`CREATE TABLE IF NOT EXISTS %s (key text PRIMARY KEY, version bigint NOT NULL)`, w.table("oracle_key")))
 	if err != nil {
 		return err
 	}
-	_, err = w.DB.Exec(ctx, fmt.Sprintf(`INSERT INTO %s SELECT 'key-' || n, 0 FROM generate_series(1, %d) n`, w.table("oracle_key"), w.Keys))
+	_, err = w.DB.Exec(ctx, fmt.Sprintf(`INSERT INTO %s SELECT 'key-' || n, 0 FROM generate_series(1, %d) n ON CONFLICT DO NOTHING`,
+		w.table("oracle_key"), w.Keys))
 	if err != nil {
 		return err
 	}
-	_, err = w.DB.Exec(ctx, fmt.Sprintf(`CREATE TABLE %s (event_id text PRIMARY KEY)`, w.table("oracle_history")))
+	_, err = w.DB.Exec(ctx, fmt.Sprintf(`CREATE TABLE IF NOT EXISTS %s (event_id text PRIMARY KEY)`, w.table("oracle_history")))
 	return err
 }
 

@@ -1,0 +1,114 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// A dump that is restored into another cluster brings transaction ids and
+// snapshots that mean nothing there. Between them they still tell which events
+// were sent, because rows and cursor are of one moment; and ids above the
+// highest one that was sent are new in any case. So a relay that finds a cursor
+// from elsewhere rebases it once: events that were sent get a transaction id
+// that every snapshot of this cluster calls visible, the others one that the new
+// cursor calls unfinished, which is to say that they are its next window.
+
+// errForeign means that the newest cursor speaks of another cluster.
+var errForeign = errors.New("cursor belongs to another database cluster")
+
+// sqlRebaseLock lets one relay of a schema rebase at a time. It takes no
+// transaction id: see sqlRebase.
+const sqlRebaseLock = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || $1, 0))`
+
+// sqlRebaseLook tells how far the ids of events have come, here and by the
+// cursors. A copy of the rows without their sequence would give old ids to new
+// events, and they would pass for sent.
+const sqlRebaseLook = `
+SELECT coalesce(max(c.highest_id), 0), s.name, coalesce(pg_sequence_last_value(s.name::regclass), 0)
+  FROM pg_get_serial_sequence('{schema}.outbox', 'id') AS s (name)
+  LEFT JOIN {schema}.outbox_cursor AS c ON true
+ GROUP BY s.name`
+
+// sqlRebase finds out which events each relay has not attempted, and writes that
+// down in terms of this cluster. All relays are moved together, because they
+// share the rows: the events that the same relays lack get one label, a
+// transaction id from 3 upwards. Those belong to initdb, before there was a
+// table. A relay's new snapshot is that of now, with its labels in progress.
+//
+// The snapshot of now must not call our own transaction visible, as it may once
+// that has an id and later ones have finished: nothing before this statement
+// takes one.
+const sqlRebase = `
+WITH stands AS MATERIALIZED (
+    SELECT DISTINCT ON (relay) * FROM {schema}.outbox_cursor ORDER BY relay, id DESC
+), unsent AS MATERIALIZED (
+    SELECT o.id, array_agg(s.relay ORDER BY s.relay) AS relays
+      FROM {schema}.outbox AS o
+      JOIN stands AS s
+        ON o.id > s.highest_id
+        OR NOT (pg_visible_in_snapshot(o.xid, s.snapshot)
+                OR coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false))
+     GROUP BY o.id
+), labels AS MATERIALIZED (
+    SELECT relays, 2 + row_number() OVER (ORDER BY relays) AS label FROM unsent GROUP BY relays
+), relabelled AS (
+    UPDATE {schema}.outbox AS o SET xid = coalesce(l.label, 2)::text::xid8
+      FROM {schema}.outbox AS was
+      LEFT JOIN unsent AS u ON u.id = was.id
+      LEFT JOIN labels AS l ON l.relays = u.relays
+     WHERE o.id = was.id AND (l.label IS NOT NULL OR was.xid >= pg_snapshot_xmin(pg_current_snapshot()))
+), moved AS (
+    INSERT INTO {schema}.outbox_cursor (relay, snapshot, last_processed_id, highest_id, system_identifier, epoch)
+    SELECT s.relay, format('%s:%s:%s', coalesce(min(open.xid), pg_snapshot_xmin(pg_current_snapshot())::text::bigint),
+                           pg_snapshot_xmax(pg_current_snapshot()),
+                           string_agg(open.xid::text, ',' ORDER BY open.xid))::pg_snapshot,
+           s.last_processed_id, s.highest_id, c.system_identifier, CASE s.relay WHEN $1 THEN $2 ELSE s.epoch END
+      FROM pg_control_system() AS c, stands AS s
+      LEFT JOIN LATERAL (SELECT label AS xid FROM labels WHERE s.relay = ANY(relays)
+                          UNION ALL
+                         SELECT x::text::bigint FROM pg_snapshot_xip(pg_current_snapshot()) AS x) AS open ON true
+     GROUP BY s.relay, s.last_processed_id, s.highest_id, s.epoch, c.system_identifier
+)
+SELECT count(*) FILTER (WHERE $1 = ANY(relays)) FROM unsent`
+
+// sqlRebaseProof comes last, because renewing the lease must not have to wait
+// while many rows are relabelled.
+const sqlRebaseProof = `SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE`
+
+// rebase moves the cursors of all relays from another cluster to this one, and
+// returns how many events ours has not sent. The caller loads its position
+// afterwards. The error may be [ErrSequenceBehind].
+func (c *cursors) rebase(ctx context.Context, l *lease) (unsent int64, err error) {
+	err = pgx.BeginTxFunc(ctx, c.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, sqlRebaseLock, c.schema); err != nil {
+			return err
+		}
+		var highest, drawn int64
+		var sequence string
+		if err := tx.QueryRow(ctx, c.sqlRebaseLook).Scan(&highest, &sequence, &drawn); err != nil {
+			return err
+		}
+		if drawn < highest {
+			return fmt.Errorf("%w: the last id drawn is %d, and %d was sent already; see the comment at ErrSequenceBehind, then: SELECT setval('%s', %d)",
+				ErrSequenceBehind, drawn, highest, sequence, highest)
+		}
+		if _, err := c.newest(ctx, tx); !errors.Is(err, errForeign) {
+			return err // another relay has done it
+		}
+		if err := tx.QueryRow(ctx, c.sqlRebase, c.relay, l.epoch).Scan(&unsent); err != nil {
+			return err
+		}
+		tag, err := tx.Exec(ctx, c.sqlRebaseProof, c.relay, l.holder, l.epoch)
+		if err == nil && tag.RowsAffected() == 0 {
+			err = errLeaseLost
+		}
+		return err
+	})
+	if err != nil {
+		return 0, fmt.Errorf("rebase cursor: %w", err)
+	}
+	return unsent, nil
+}

@@ -1,0 +1,226 @@
+package outbox
+
+import (
+	"context"
+	"fmt"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+)
+
+const sqlInsertEvents = `
+INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
+SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now() FROM generate_series(1, $1)`
+
+// beginInsert adds n events in a transaction that the caller commits.
+func (d *desk) beginInsert(t *testing.T, n int) pgx.Tx {
+	t.Helper()
+	tx, err := d.db.Begin(context.Background())
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = tx.Rollback(context.Background()) }) // committed, in a test that passes
+	_, err = tx.Exec(context.Background(), inSchema(sqlInsertEvents, d.schema), n)
+	require.NoError(t, err)
+	return tx
+}
+
+// arrive takes the lease of a relay and loads its position.
+func (d *desk) arrive(t *testing.T, relay string) (*cursors, *lease, position, error) {
+	t.Helper()
+	ctx := context.Background()
+	d.exec(t, `UPDATE {schema}.outbox_lease SET expires_at = '-infinity' WHERE name = $1`, relay)
+	c := newCursors(d.db, d.schema, relay)
+	l, err := newLeases(d.db, d.schema, relay, time.Minute).acquire(ctx)
+	require.NoError(t, err)
+	p, err := c.load(ctx, l)
+	return c, l, p, err
+}
+
+// sendUpTo lets a relay open a window and drain it up to an id.
+func (d *desk) sendUpTo(t *testing.T, relay string, last int64) {
+	t.Helper()
+	c, l, p, err := d.arrive(t, relay)
+	require.NoError(t, err)
+	p, _, _, err = c.open(context.Background(), l, p, 100)
+	require.NoError(t, err)
+	p.last, p.highest = last, last
+	_, err = c.move(context.Background(), l, p, nil)
+	require.NoError(t, err)
+}
+
+// unsent returns the ids that a relay would send from where it stands.
+func (d *desk) unsent(t *testing.T, relay string) (ids []int64) {
+	t.Helper()
+	ctx := context.Background()
+	c, l, p, err := d.arrive(t, relay)
+	require.NoError(t, err)
+	for first := true; first || p.window != ""; first = false {
+		if p.window != "" {
+			rest, err := c.rest(ctx, p, 100)
+			require.NoError(t, err)
+			ids = append(ids, rest...)
+		}
+		var events []envelope
+		p, events, _, err = c.open(ctx, l, p, 100)
+		require.NoError(t, err)
+		if len(events) > 0 {
+			p.last = events[len(events)-1].id
+			p.highest = max(p.highest, p.last)
+		}
+		for _, e := range events {
+			ids = append(ids, e.id)
+		}
+	}
+	return ids
+}
+
+// emigrate makes the tables look as if they had been copied from a cluster whose
+// transaction ids are ahead of ours by so many.
+func (d *desk) emigrate(t *testing.T, ahead int64, otherCluster bool) {
+	t.Helper()
+	ctx := context.Background()
+	d.exec(t, `UPDATE {schema}.outbox SET xid = (xid::text::bigint + $1)::text::xid8`, ahead)
+	if otherCluster {
+		d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
+	}
+	rows, err := d.db.Query(ctx, inSchema(`SELECT id, snapshot::text, window_snapshot::text FROM {schema}.outbox_cursor`, d.schema))
+	require.NoError(t, err)
+	type cursor struct {
+		ID               int64
+		Snapshot, Window *string
+	}
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[cursor])
+	require.NoError(t, err)
+	for _, c := range all {
+		d.exec(t, `UPDATE {schema}.outbox_cursor SET snapshot = $2::text::pg_snapshot, window_snapshot = $3::text::pg_snapshot WHERE id = $1`,
+			c.ID, shifted(t, c.Snapshot, ahead), shifted(t, c.Window, ahead))
+	}
+}
+
+// shifted adds to every number of a snapshot but the 1 of a beginning.
+func shifted(t *testing.T, snapshot *string, ahead int64) *string {
+	if snapshot == nil || *snapshot == "1:1:" {
+		return snapshot
+	}
+	bounds := strings.Split(*snapshot, ":")
+	for i, list := range bounds {
+		numbers := strings.Split(list, ",")
+		for j, text := range numbers {
+			if text != "" {
+				n, err := strconv.ParseInt(text, 10, 64)
+				require.NoError(t, err)
+				numbers[j] = strconv.FormatInt(n+ahead, 10)
+			}
+		}
+		bounds[i] = strings.Join(numbers, ",")
+	}
+	s := strings.Join(bounds, ":")
+	return &s
+}
+
+// The relays of a schema stand at different places, one of them in the middle of
+// a window and one behind a transaction that was late. Each finds its own place
+// again after a restore, whichever of them rebases first.
+func TestRebase(t *testing.T) {
+	for name, from := range map[string]struct {
+		ahead        int64
+		otherCluster bool
+	}{
+		"from a cluster that was ahead":         {1_000_000_000, true},
+		"from a cluster with ids like ours":     {0, true},
+		"from the future of what calls it ours": {1_000_000_000, false},
+	} {
+		for _, first := range []string{"far", "near", "fresh"} {
+			t.Run(fmt.Sprintf("%s, %s first", name, first), func(t *testing.T) {
+				d, ctx := newDesk(t), context.Background()
+				_, _, _, err := d.arrive(t, "fresh") // from the beginning, and sends nothing
+				require.NoError(t, err)
+				late := d.beginInsert(t, 2) // 1, 2
+				d.insert(t, 4)              // 3 to 6
+				d.sendUpTo(t, "far", 6)
+				require.Empty(t, d.unsent(t, "far")) // which ends the window
+				require.NoError(t, late.Commit(ctx))
+				d.sendUpTo(t, "near", 4)
+				d.insert(t, 3) // 7 to 9
+				d.emigrate(t, from.ahead, from.otherCluster)
+				d.insert(t, 2) // 10, 11 in the new home, before the relay
+				open := d.beginInsert(t, 2)
+
+				c, l, _, err := d.arrive(t, first)
+				require.ErrorIs(t, err, errForeign)
+				unsent, err := c.rebase(ctx, l)
+				require.NoError(t, err)
+				again, err := c.rebase(ctx, l)
+				require.NoError(t, err)
+				require.Zero(t, again, "it is done")
+				require.NoError(t, open.Commit(ctx)) // 12, 13
+
+				want := map[string][]int64{
+					"far":   {1, 2, 7, 8, 9, 10, 11, 12, 13},
+					"near":  {5, 6, 7, 8, 9, 10, 11, 12, 13},
+					"fresh": {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13},
+				}
+				require.EqualValues(t, len(want[first])-2, unsent, "without those of the open transaction")
+				for relay, ids := range want {
+					require.Equal(t, ids, d.unsent(t, relay), relay)
+					require.Empty(t, d.unsent(t, relay), relay)
+				}
+				d.insert(t, 1)
+				require.Equal(t, []int64{14}, d.unsent(t, "default")[13:], "a relay that comes later starts from the beginning")
+			})
+		}
+	}
+}
+
+// A copy that has the same rows, the lease among them, and that the pool's
+// connections come back to: nothing is read with the old transaction ids.
+func TestSameRowsElsewhereAreStale(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	l, p := d.opened(t)
+	p.systemID++ // where we come from, and the row says so too
+	d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
+	_, err := d.cursors.move(ctx, l, p, nil)
+	require.ErrorIs(t, err, errStale)
+	_, err = d.cursors.move(ctx, l, p, someRefusal)
+	require.ErrorIs(t, err, errStale)
+	_, _, _, err = d.cursors.open(ctx, l, p, 10)
+	require.ErrorIs(t, err, errStale)
+	_, err = d.cursors.load(ctx, l)
+	require.ErrorIs(t, err, errForeign)
+}
+
+// Ids below the highest that was sent would pass for sent.
+func TestRebaseWithoutSequence(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	d.insert(t, 6)
+	d.sendUpTo(t, "default", 6)
+	d.emigrate(t, 1_000_000_000, true)
+	d.exec(t, `ALTER SEQUENCE {schema}.outbox_id_seq RESTART`)
+	c, l, _, err := d.arrive(t, "default")
+	require.ErrorIs(t, err, errForeign)
+	_, err = c.rebase(ctx, l)
+	require.ErrorIs(t, err, ErrSequenceBehind)
+	_, remedy, found := strings.Cut(err.Error(), "SELECT setval(")
+	require.True(t, found)
+	d.exec(t, "SELECT setval("+remedy)
+	_, err = c.rebase(ctx, l)
+	require.NoError(t, err)
+	d.insert(t, 1)
+	require.Equal(t, []int64{7}, d.unsent(t, "default"))
+}
+
+// A relay that lost its lease while it rebased has changed nothing.
+func TestRebaseProvesTheLease(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	l, _ := d.opened(t)
+	d.emigrate(t, 1_000_000_000, true)
+	d.takeOver(t)
+	before := d.count(t, "outbox_cursor")
+	_, err := d.cursors.rebase(ctx, l)
+	require.ErrorIs(t, err, errLeaseLost)
+	require.Equal(t, before, d.count(t, "outbox_cursor"))
+	require.Equal(t, 3, d.count(t, "outbox WHERE xid::text::bigint > 1000000000"))
+}

@@ -1,0 +1,164 @@
+package outbox
+
+import (
+	"encoding/json"
+	"fmt"
+	"iter"
+	"math"
+	"strings"
+	"time"
+	"unicode/utf8"
+)
+
+// received is an event as a record brought it, whoever sent it.
+type received struct {
+	id, source, eventType string
+	subject, contentType  string // "" = none
+	time                  time.Time
+	// extensions are the other attributes, dataschema among them, in their
+	// canonical form as text.
+	extensions map[string]string
+	data       []byte // nil: none; JSON is as it was written
+}
+
+// decodeRecord reads the value and the headers of a Kafka record as the
+// CloudEvents 1.0 Kafka protocol binding has them, in either mode. It is what
+// [envelope.record] is the opposite of. Its error is a [*FieldError].
+func decodeRecord(value []byte, headers iter.Seq2[string, []byte]) (*received, error) {
+	attributes, contentType := map[string]string{}, ""
+	for name, v := range headers {
+		name = strings.ToLower(name)
+		if attribute, ok := strings.CutPrefix(name, "ce_"); ok {
+			attributes[attribute] = string(v)
+		} else if name == "content-type" {
+			contentType = string(v)
+		}
+	}
+	switch media := mediaType(contentType); {
+	case media == "application/cloudevents+json":
+		var err error
+		if attributes, value, err = decodeStructured(value); err != nil {
+			return nil, err
+		}
+	case strings.HasPrefix(media, "application/cloudevents"):
+		return nil, unreadable("", "content-type", fmt.Errorf("%q %w: not a format that is known here", contentType, ErrMalformed))
+	case contentType != "":
+		attributes["datacontenttype"] = contentType
+	}
+	return newReceived(attributes, value)
+}
+
+func unreadable(eventType, field string, err error) error {
+	return &FieldError{EventType: eventType, Index: -1, Field: field, Err: err}
+}
+
+// newReceived checks attributes and keeps them.
+func newReceived(attributes map[string]string, data []byte) (*received, error) {
+	eventType := attributes["type"]
+	for _, name := range []string{"specversion", "id", "source", "type"} {
+		if attributes[name] == "" {
+			return nil, unreadable(eventType, name, ErrEmpty)
+		}
+	}
+	for name, value := range attributes {
+		for _, text := range []string{name, value} {
+			if err := checkText(text, math.MaxInt); err != nil && text != "" {
+				return nil, unreadable(eventType, name, err)
+			}
+		}
+	}
+	take := func(name string) string { defer delete(attributes, name); return attributes[name] }
+	if v := take("specversion"); v != string(specVersion) {
+		return nil, unreadable(eventType, "specversion", fmt.Errorf("%q %w: want %s", v, ErrMalformed, specVersion))
+	}
+	r := &received{
+		id: take("id"), source: take("source"), eventType: take("type"),
+		subject: take("subject"), contentType: take("datacontenttype"), data: data,
+	}
+	if at := take("time"); at != "" {
+		var err error
+		if r.time, err = time.Parse(time.RFC3339, strings.ToUpper(at)); err != nil {
+			return nil, unreadable(eventType, "time", fmt.Errorf("%w: %w", ErrTime, err))
+		}
+	}
+	r.extensions = attributes
+	return r, nil
+}
+
+// decodeStructured reads an event in the CloudEvents JSON format.
+func decodeStructured(value []byte) (attributes map[string]string, data []byte, err error) {
+	if !utf8.Valid(value) {
+		return nil, nil, unreadable("", "value", ErrUTF8)
+	}
+	var members map[string]json.RawMessage
+	if err := json.Unmarshal(value, &members); err != nil {
+		return nil, nil, unreadable("", "value", fmt.Errorf("%w: %w", ErrMalformed, err))
+	}
+	attributes = make(map[string]string, len(members))
+	for name, member := range members {
+		if name == "data" || name == "data_base64" || string(member) == "null" {
+			continue
+		}
+		text, err := attributeText(member)
+		if err != nil {
+			return nil, nil, unreadable("", name, err)
+		}
+		attributes[name] = text
+	}
+	data, err = structuredData(members["data"], members["data_base64"], attributes["datacontenttype"])
+	if err != nil {
+		return nil, nil, unreadable(attributes["type"], "data", err)
+	}
+	return attributes, data, nil
+}
+
+// attributeText returns the canonical text of an attribute's value: that of
+// numbers and booleans is how JSON writes them.
+func attributeText(member json.RawMessage) (text string, err error) {
+	switch member[0] {
+	case '{', '[':
+		return "", fmt.Errorf("%w: want a text, an integer or a boolean", ErrMalformed)
+	case '"':
+		if _, err := scanString(member); err != nil {
+			return "", err
+		}
+		err = json.Unmarshal(member, &text)
+		return text, err
+	}
+	return string(member), nil
+}
+
+// structuredData returns the bytes of data: JSON as it is, and what a text says
+// where the content type is not JSON's.
+func structuredData(data, dataBase64 json.RawMessage, contentType string) ([]byte, error) {
+	if dataBase64 == nil || string(dataBase64) == "null" {
+		if data == nil || isJSONType(contentType) {
+			return data, nil
+		}
+		var text string
+		if err := json.Unmarshal(data, &text); err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrMalformed, err)
+		}
+		return []byte(text), nil
+	}
+	if data != nil {
+		return nil, fmt.Errorf("%w: both data and data_base64", ErrMalformed)
+	}
+	decoded := []byte{} // empty is not none
+	if err := json.Unmarshal(dataBase64, &decoded); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrMalformed, err)
+	}
+	return decoded, nil
+}
+
+// isJSONType tells whether a content type is JSON's, as CloudEvents decides it.
+func isJSONType(contentType string) bool {
+	media := mediaType(contentType)
+	return media == "" || strings.HasSuffix(media, "/json") || strings.HasSuffix(media, "+json")
+}
+
+// mediaType returns a content type in small letters and without its parameters.
+func mediaType(contentType string) string {
+	media, _, _ := strings.Cut(contentType, ";")
+	return strings.ToLower(strings.TrimSpace(media))
+}

@@ -1,0 +1,186 @@
+package outbox
+
+import (
+	"encoding/json"
+	"iter"
+	"maps"
+	"os"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// sdkRecord is a case of testdata/cloudevents_sdk.json: a record that the official
+// CloudEvents SDK has sent, and the event that it was asked to send.
+type sdkRecord struct {
+	Name       string
+	Headers    map[string]string
+	Value      *sdkContent
+	Attributes map[string]string
+	Data       *sdkContent
+}
+
+type sdkContent struct {
+	Text   string
+	Base64 []byte
+}
+
+func (c *sdkContent) bytes() []byte {
+	switch {
+	case c == nil:
+		return nil
+	case c.Base64 != nil:
+		return c.Base64
+	default:
+		return []byte(c.Text)
+	}
+}
+
+// What the SDK sends is read as it was meant.
+func TestDecodeSDK(t *testing.T) {
+	file, err := os.ReadFile("testdata/cloudevents_sdk.json")
+	require.NoError(t, err)
+	var records []sdkRecord
+	require.NoError(t, json.Unmarshal(file, &records))
+	require.GreaterOrEqual(t, len(records), 40)
+	for _, r := range records {
+		t.Run(r.Name, func(t *testing.T) {
+			got, err := decodeRecord(r.Value.bytes(), headersIn(r.Headers))
+			if r.Attributes["specversion"] != "1.0" {
+				requireUnreadable(t, err, "specversion", ErrMalformed)
+				return
+			}
+			require.NoError(t, err)
+			require.Equal(t, r.Attributes, attributesOf(got))
+			require.Equal(t, r.Data.bytes(), got.data, "and nil is nil")
+		})
+	}
+}
+
+func headersIn(all map[string]string) iter.Seq2[string, []byte] {
+	return func(yield func(string, []byte) bool) {
+		for _, name := range slices.Sorted(maps.Keys(all)) {
+			if !yield(name, []byte(all[name])) {
+				return
+			}
+		}
+	}
+}
+
+// attributesOf returns everything of an event but its data.
+func attributesOf(r *received) map[string]string {
+	all := map[string]string{
+		"specversion": "1.0", "id": r.id, "source": r.source, "type": r.eventType, "subject": r.subject, "datacontenttype": r.contentType,
+	}
+	maps.DeleteFunc(all, func(_, value string) bool { return value == "" })
+	if !r.time.IsZero() {
+		all["time"] = r.time.UTC().Format(time.RFC3339Nano)
+	}
+	maps.Copy(all, r.extensions)
+	return all
+}
+
+func requireUnreadable(t *testing.T, err error, field string, want error) {
+	t.Helper()
+	var refused *FieldError
+	require.ErrorAs(t, err, &refused)
+	require.Equal(t, field, refused.Field, "%v", err)
+	require.ErrorIs(t, err, want)
+}
+
+// What we send, we read.
+func TestDecodeRecord(t *testing.T) {
+	headers := []byte(`{"correlationid": "corr-1", "tenant": "a", "traceparent": "` + someTrace + `"}`)
+	for name, e := range map[string]*envelope{
+		"JSON":         orderCreated(func(e *envelope) { e.headers = headers }),
+		"JSON null":    orderCreated(func(e *envelope) { e.headers, e.payload = headers, []byte(`null`) }),
+		"bytes":        protobuf([]byte{0, 1, 255}),
+		"no bytes":     protobuf([]byte{}),
+		"microseconds": orderCreated(func(e *envelope) { e.occurredAt = e.occurredAt.Add(time.Microsecond) }),
+	} {
+		own, err := e.ownHeaders()
+		require.NoError(t, err)
+		want := map[string]string{
+			"specversion": "1.0", "id": string(e.eventID), "source": "commerce-api", "type": "loopers.order.created.v1", "subject": "order-1",
+			"time": string(e.time()), "aggregatetype": "Order", "datacontenttype": string(e.contentType),
+		}
+		delete(own, "tenant") // not an attribute
+		maps.Copy(want, own)
+		for _, mode := range []Mode{Binary, Structured} {
+			t.Run(name, func(t *testing.T) {
+				value, headers, err := e.record(mode)
+				require.NoError(t, err)
+				got, err := decodeRecord(value, headers)
+				require.NoError(t, err)
+				require.Equal(t, want, attributesOf(got))
+				require.Equal(t, e.payload, got.data)
+			})
+		}
+	}
+}
+
+var structuredRecord = map[string]string{"content-type": "Application/CloudEvents+JSON ; charset=UTF-8"}
+
+var readableTests = []struct {
+	name, value string
+	want        map[string]string // beside id, source and type
+	data        string
+}{
+	{"members that are null", `"subject": null, "time": null, "data_base64": null, "x": null, "data": 1`, nil, "1"},
+	{"data of a JSON type, which is not looked into", `"datacontenttype": "a/B+JSON;c=d", "data": "{}"`, map[string]string{"datacontenttype": "a/B+JSON;c=d"}, `"{}"`},
+	{"data of another JSON type", `"datacontenttype": "text/json", "data": [1,  2]`, map[string]string{"datacontenttype": "text/json"}, "[1,  2]"},
+	{"data that is null", `"data": null`, nil, "null"},
+	{"an integer, and what is true", `"n": -5, "t": true, "data": 1`, map[string]string{"n": "-5", "t": "true"}, "1"},
+	{"a time in small letters", `"time": "2026-02-03t04:05:06z", "data": 1`, map[string]string{"time": "2026-02-03T04:05:06Z"}, "1"},
+}
+
+func TestDecodeStructured(t *testing.T) {
+	for _, tt := range readableTests {
+		t.Run(tt.name, func(t *testing.T) {
+			got, err := decodeRecord([]byte(`{"specversion": "1.0", "id": "1", "source": "/s", "type": "t", `+tt.value+`}`), headersIn(structuredRecord))
+			require.NoError(t, err)
+			want := map[string]string{"specversion": "1.0", "id": "1", "source": "/s", "type": "t"}
+			maps.Copy(want, tt.want)
+			require.Equal(t, want, attributesOf(got))
+			require.Equal(t, tt.data, string(got.data))
+		})
+	}
+}
+
+var unreadableTests = []struct {
+	name, value, field string
+	want               error
+}{
+	{"not JSON", `{`, "value", ErrMalformed},
+	{"an array", `[]`, "value", ErrMalformed},
+	{"null", `null`, "specversion", ErrEmpty},
+	{"bad UTF-8", "{\"id\": \"\xff\"}", "value", ErrUTF8},
+	{"no id", `{"specversion": "1.0", "source": "/s", "type": "t"}`, "id", ErrEmpty},
+	{"an empty source", `{"specversion": "1.0", "id": "1", "source": "", "type": "t"}`, "source", ErrEmpty},
+	{"a type that is null", `{"specversion": "1.0", "id": "1", "source": "/s", "type": null}`, "type", ErrEmpty},
+	{"another version", `{"specversion": "2.0", "id": "1", "source": "/s", "type": "t"}`, "specversion", ErrMalformed},
+	{"a time of no form", `{"specversion": "1.0", "id": "1", "source": "/s", "type": "t", "time": "today"}`, "time", ErrTime},
+	{"an object for an attribute", `{"x": {}}`, "x", ErrMalformed},
+	{"half a surrogate pair", `{"id": "\udead"}`, "id", ErrJSON},
+	{"a NUL", `{"id": "\u0000"}`, "id", ErrNUL},
+	{"data twice", `{"data": 1, "data_base64": "AA=="}`, "data", ErrMalformed},
+	{"data that is not base64", `{"data_base64": "?"}`, "data", ErrMalformed},
+	{"data that is not the text it should be", `{"datacontenttype": "text/plain", "data": 1}`, "data", ErrMalformed},
+}
+
+func TestDecodeUnreadable(t *testing.T) {
+	for _, tt := range unreadableTests {
+		t.Run(tt.name, func(t *testing.T) {
+			_, err := decodeRecord([]byte(tt.value), headersIn(structuredRecord))
+			requireUnreadable(t, err, tt.field, tt.want)
+		})
+	}
+	_, err := decodeRecord(nil, headersIn(map[string]string{"content-type": "application/cloudevents-batch+json"}))
+	requireUnreadable(t, err, "content-type", ErrMalformed)
+	_, err = decodeRecord([]byte(`{}`), headersIn(map[string]string{"content-type": "application/json"}))
+	requireUnreadable(t, err, "specversion", ErrEmpty)
+	_, err = decodeRecord(nil, headersIn(map[string]string{"ce_specversion": "1.0", "ce_id": "\xff", "ce_source": "/s", "ce_type": "t"}))
+	requireUnreadable(t, err, "id", ErrUTF8)
+}
