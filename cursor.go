@@ -88,6 +88,30 @@ SELECT $1::text, 0, '1:1:', 0, s.system_identifier, l.epoch
        pg_control_system() AS s
  WHERE NOT EXISTS (SELECT FROM {schema}.outbox_cursor WHERE relay = $1::text)`
 
+// sqlSettings precedes a statement in the same round trip and so in the same
+// transaction.
+//
+// The planner is not to choose: what it would plan on the first day, over an
+// empty table, reads all of outbox for each event once the table has grown, and
+// it does so until somebody analyses the table. With these settings the only
+// plans left are those that the comments at the statements speak of, planned
+// once for each connection.
+//
+// The rows of outbox_cursor need no fsync of their own: if PostgreSQL crashes and
+// forgets them, the events since then are sent again, which at least once allows.
+const sqlSettings = `
+SELECT set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
+       set_config('enable_bitmapscan', 'off', true), set_config('jit', 'off', true),
+       set_config('synchronous_commit', 'off', true)`
+
+// query runs a statement under sqlSettings and hands its rows to read.
+func (c *cursors) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
+	var batch pgx.Batch
+	batch.Queue(sqlSettings)
+	batch.Queue(sql, args...).Query(read)
+	return c.db.SendBatch(ctx, &batch).Close()
+}
+
 // load returns the newest position, or errForeign: then [cursors.rebase] it. A
 // relay that has none starts before the first event. The lease must have been taken in an earlier statement: one that
 // waits for a lock goes on reading what was there before it waited.
@@ -144,17 +168,14 @@ func (c *cursors) newest(ctx context.Context, db interface {
 // "xid = x" at everything where a bulk load left one value in the statistics.
 // ORDER BY xid, id LIMIT makes the index the cheapest way even so. MATERIALIZED
 // keeps the join from being turned round, into a walk of the primary key.
-//
-// The row needs no fsync of its own: if PostgreSQL crashes and forgets it, the
-// events since then are sent again, which at least once allows.
 const sqlOpen = `
 WITH ids AS MATERIALIZED (
-    SELECT w.id FROM (
-       (SELECT id FROM {schema}.outbox
+    SELECT w.id, w.xid FROM (
+       (SELECT id, xid FROM {schema}.outbox
          WHERE xid >= $6::xid8 AND xid <= '18446744073709551615'::xid8 ORDER BY xid, id LIMIT $7)
          UNION ALL
-        SELECT late.id FROM pg_snapshot_xip($5::pg_snapshot) AS x
-         CROSS JOIN LATERAL (SELECT id FROM {schema}.outbox WHERE xid >= x AND xid <= x ORDER BY xid, id LIMIT $7) AS late
+        SELECT late.id, late.xid FROM pg_snapshot_xip($5::pg_snapshot) AS x
+         CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox WHERE xid >= x AND xid <= x ORDER BY xid, id LIMIT $7) AS late
     ) AS w LIMIT $7
 ), size AS MATERIALIZED (
     SELECT count(*) AS n FROM ids
@@ -170,19 +191,19 @@ WITH ids AS MATERIALIZED (
            CASE WHEN EXISTS (SELECT FROM ids) THEN pg_current_snapshot() END,
            CASE WHEN EXISTS (SELECT FROM ids) THEN 0 ELSE $9::bigint END,
            $10::bigint, $11::bigint, lease.epoch
-      FROM newest, lease, (SELECT set_config('synchronous_commit', 'off', true) AS value) AS fsync
-     WHERE newest.id = $4 AND ($8::bool OR EXISTS (SELECT FROM ids)) AND fsync.value = 'off'
+      FROM newest, lease
+     WHERE newest.id = $4 AND ($8::bool OR EXISTS (SELECT FROM ids))
  RETURNING id
 )
 SELECT newest.id, moved.id, pg_current_snapshot()::text, size.n, ` + eventColumns + `
   FROM newest CROSS JOIN size
   LEFT JOIN moved ON true
-  LEFT JOIN (SELECT o.* FROM ids JOIN {schema}.outbox o ON o.id = ids.id
+  LEFT JOIN (SELECT o.* FROM ids CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE xid = ids.xid AND id = ids.id OFFSET 0) AS o
               WHERE (SELECT n FROM size) < $7) AS e ON true
  ORDER BY e.id`
 
 // open returns the position in the window that follows p, and its events if
-// they are at most limit; else large is true, and rest tells which they are.
+// they are at most limit and maxBatchBytes; else large is true, and rest tells which they are.
 // p's own window must be drained. Without new events the position has no window,
 // and equals p if p had none.
 func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (next position, events []envelope, large bool, err error) {
@@ -191,15 +212,17 @@ func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (ne
 	if drained {
 		next.base = p.window
 	}
-	rows, err := c.db.Query(ctx, c.sqlOpen, c.relay, l.holder, l.epoch, p.cursorID,
-		next.base, snapshotMax(next.base), limit+1, drained, p.last, p.highest, p.systemID)
-	if err != nil {
-		return p, nil, false, fmt.Errorf("open window: %w", err)
-	}
 	var newest, moved pgtype.Int8
 	var now string
 	var size int
-	events, err = readEvents(rows, &newest, &moved, &now, &size)
+	err = c.query(ctx, func(rows pgx.Rows) (err error) {
+		events, err = readEvents(rows, 0, &newest, &moved, &now, &size)
+		if errors.Is(err, errBatchTooLarge) {
+			large, err = true, nil
+		}
+		return err
+	}, c.sqlOpen, c.relay, l.holder, l.epoch, p.cursorID,
+		next.base, snapshotMax(next.base), limit+1, drained, p.last, p.highest, p.systemID)
 	switch {
 	case err != nil:
 		return p, nil, false, fmt.Errorf("open window: %w", err)
@@ -213,7 +236,7 @@ func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (ne
 	if size > 0 {
 		next.window, next.last = now, 0
 	}
-	return next, events, size > limit, nil
+	return next, events, large || size > limit, nil
 }
 
 // snapshotMax returns the xmax of a snapshot's text, xmin:xmax:xip,…
@@ -230,9 +253,8 @@ INSERT INTO {schema}.outbox_cursor
 SELECT $1::text, $5::pg_snapshot, $6::pg_snapshot, $7::bigint, $8::bigint, $9::bigint, lease.epoch
   FROM (SELECT (SELECT max(id) FROM {schema}.outbox_cursor WHERE relay = $1::text) AS id
           FROM pg_control_system() WHERE system_identifier = $9) AS newest,
-       (SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE) AS lease,
-       (SELECT set_config('synchronous_commit', 'off', true) AS value) AS fsync
- WHERE newest.id = $4 AND fsync.value = 'off'
+       (SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE) AS lease
+ WHERE newest.id = $4
 RETURNING id`
 
 // move records that the open window's events up to p.last have been attempted,
@@ -246,7 +268,10 @@ func (c *cursors) move(ctx context.Context, l *lease, p position, refused []refu
 		args = append(args, refusalArgs(refused)...)
 	}
 	var id int64
-	err := c.db.QueryRow(ctx, sql, args...).Scan(&id)
+	err := c.query(ctx, func(rows pgx.Rows) (err error) {
+		id, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int64])
+		return err
+	}, sql, args...)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return 0, errStale
 	}

@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"time"
 
@@ -11,52 +12,87 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 )
 
-// maxWindowIDs bounds the ids of a window that are held at once: 8 MB.
-const maxWindowIDs = 1_000_000
+const (
+	// maxWindowIDs bounds the ids of a window that are held at once: 8 MB.
+	maxWindowIDs = 1_000_000
+	// maxBatchBytes bounds the events that are read at once. A relay holds two
+	// batches: one is sent while the next is fetched.
+	maxBatchBytes = 32 << 20
+)
+
+// errBatchTooLarge means that several events together exceed maxBatchBytes.
+var errBatchTooLarge = errors.New("batch is too large")
 
 // sqlIDs reads which events of the open window are left. A large window is the
 // backlog after an outage; sorting it once, index only, is what keeps the cost
 // of a batch independent of the size of the backlog. Ranges and the fence of
 // OFFSET are there for the reasons told at sqlOpen.
+//
+// When the row that announced the window has vanished in a crash or a failover,
+// ids and transaction ids may be others' by now: nothing is found, and the
+// statement that moves or opens next tells. A newer row is the relay's own, from
+// a move while this was fetched ahead.
 const sqlIDs = `
 WITH opened AS MATERIALIZED (
-    SELECT id, xid FROM {schema}.outbox WHERE xid >= $2::xid8 AND xid < $4::xid8
+   (SELECT id, xid FROM {schema}.outbox WHERE xid >= $2::xid8 AND xid < $4::xid8 ORDER BY xid, id)
      UNION ALL
     SELECT late.id, late.xid FROM pg_snapshot_xip($1::pg_snapshot) AS x
-     CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox WHERE xid >= x AND xid <= x OFFSET 0) AS late
+     CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox WHERE xid >= x AND xid <= x ORDER BY xid, id OFFSET 0) AS late
 )
 SELECT id FROM opened
  WHERE id > $5 AND pg_visible_in_snapshot(xid, $3::pg_snapshot)
+   AND (SELECT max(id) FROM {schema}.outbox_cursor WHERE relay = $7::text) >= $8
+   AND EXISTS (SELECT FROM pg_control_system() WHERE system_identifier = $9)
  ORDER BY id LIMIT $6`
 
 // rest returns the ids of the open window's events behind p.last, in order, at
 // most limit.
-func (c *cursors) rest(ctx context.Context, p position, limit int) ([]int64, error) {
-	rows, err := c.db.Query(ctx, c.sqlIDs, p.base, snapshotMax(p.base), p.window, snapshotMax(p.window), p.last, limit)
-	if err != nil {
-		return nil, fmt.Errorf("read window: %w", err)
-	}
-	ids, err := pgx.CollectRows(rows, pgx.RowTo[int64])
+func (c *cursors) rest(ctx context.Context, p position, limit int) (ids []int64, err error) {
+	err = c.query(ctx, func(rows pgx.Rows) (err error) {
+		ids, err = readIDs(rows)
+		return err
+	}, c.sqlIDs, p.base, snapshotMax(p.base), p.window, snapshotMax(p.window), p.last, limit, c.relay, p.cursorID, p.systemID)
 	if err != nil {
 		return nil, fmt.Errorf("read window: %w", err)
 	}
 	return ids, nil
 }
 
-const sqlFetch = `SELECT ` + eventColumns + ` FROM {schema}.outbox AS e WHERE e.id = ANY($1::bigint[]) ORDER BY e.id`
+// sqlFetch reads events by ranges of ids. ORDER BY names the primary key to a
+// planner that sees an empty table, where the other index looks as good. It
+// finds nothing where sqlIDs would not.
+const sqlFetch = `
+SELECT ` + eventColumns + `
+  FROM unnest($1::bigint[], $2::bigint[]) AS r (first, last)
+ CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN r.first AND r.last ORDER BY id OFFSET 0) AS e
+ WHERE (SELECT max(id) FROM {schema}.outbox_cursor WHERE relay = $3::text) >= $4
+   AND EXISTS (SELECT FROM pg_control_system() WHERE system_identifier = $5)
+ ORDER BY e.id`
 
-// fetch reads events by their ids, in order. Rows that somebody has deleted are
-// missing from the result.
-func (c *cursors) fetch(ctx context.Context, ids []int64) ([]envelope, error) {
-	rows, err := c.db.Query(ctx, c.sqlFetch, ids)
-	if err != nil {
-		return nil, fmt.Errorf("fetch events: %w", err)
-	}
-	events, err := readEvents(rows)
+// fetch reads events of the open window by their ids, in order, or returns errBatchTooLarge. Rows
+// that somebody has deleted are missing from the result.
+func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []envelope, err error) {
+	first, last := ranges(ids)
+	err = c.query(ctx, func(rows pgx.Rows) (err error) {
+		events, err = readEvents(rows, len(ids))
+		return err
+	}, c.sqlFetch, first, last, c.relay, p.cursorID, p.systemID)
 	if err != nil {
 		return nil, fmt.Errorf("fetch events: %w", err)
 	}
 	return events, nil
+}
+
+// ranges tells which runs of numbers without a gap ids consists of; it ascends.
+// Almost all of a backlog is one run.
+func ranges(ids []int64) (first, last []int64) {
+	for i, id := range ids {
+		if i == 0 || id != ids[i-1]+1 {
+			first, last = append(first, id), append(last, id)
+		}
+		last[len(last)-1] = id
+	}
+	return first, last
 }
 
 // eventColumns is what eventReader reads, in its order. Texts are the same
@@ -64,20 +100,32 @@ func (c *cursors) fetch(ctx context.Context, ids []int64) ([]envelope, error) {
 const eventColumns = `e.id, e.event_id::text, e.event_type, e.source, e.aggregate_type, e.aggregate_id,
        e.payload::text, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::text, e.occurred_at`
 
-// readEvents reads all rows and closes them. Columns in front of the event's are
-// scanned into head, from the first row; a row without an event has head only.
-func readEvents(rows pgx.Rows, head ...any) ([]envelope, error) {
+// readIDs reads rows of one id and closes them.
+func readIDs(rows pgx.Rows) (ids []int64, err error) {
 	defer rows.Close()
-	var events []envelope
-	var r eventReader
+	r := eventReader{types: rows.Conn().TypeMap(), fields: rows.FieldDescriptions()}
 	for rows.Next() {
+		id, err := r.int8(0, rows.RawValues()[0])
+		if err != nil {
+			return nil, err
+		}
+		ids = append(ids, id)
+	}
+	return ids, rows.Err()
+}
+
+// readEvents reads all rows, about n of them, and closes them. Columns in front
+// of the event's are scanned into head, from the first row; a row without an
+// event has head only.
+func readEvents(rows pgx.Rows, n int, head ...any) ([]envelope, error) {
+	defer rows.Close()
+	events := make([]envelope, 0, n)
+	r := eventReader{types: rows.Conn().TypeMap(), fields: rows.FieldDescriptions()[len(head):]}
+	for first := true; rows.Next(); first = false {
 		raw := rows.RawValues()
-		if r.fields == nil {
-			r = eventReader{types: rows.Conn().TypeMap(), fields: rows.FieldDescriptions()[len(head):]}
-			for i, dst := range head {
-				if err := scanValue(r.types, rows.FieldDescriptions()[i], raw[i], dst); err != nil {
-					return nil, err
-				}
+		for i := 0; i < len(head) && first; i++ {
+			if err := scanValue(r.types, rows.FieldDescriptions()[i], raw[i], head[i]); err != nil {
+				return nil, err
 			}
 		}
 		if raw[len(head)] == nil {
@@ -88,6 +136,9 @@ func readEvents(rows pgx.Rows, head ...any) ([]envelope, error) {
 			return nil, err
 		}
 		events = append(events, e)
+		if r.kept > maxBatchBytes && len(events) > 1 {
+			return nil, errBatchTooLarge
+		}
 	}
 	return events, rows.Err()
 }
@@ -98,6 +149,7 @@ type eventReader struct {
 	types  *pgtype.Map
 	fields []pgconn.FieldDescription
 	chunk  []byte
+	kept   int // bytes, so far
 }
 
 func (r *eventReader) event(raw [][]byte) (e envelope, err error) {
@@ -122,53 +174,72 @@ func (r *eventReader) event(raw [][]byte) (e envelope, err error) {
 			return e, err
 		}
 	}
-	e.occurredAt, err = r.timestamptz(12, raw[12])
+	at, err := r.timestamptz(12, raw[12])
+	if err == nil {
+		e.occurredAt = r.time(at)
+	}
 	return e, err
 }
 
 // keep copies b out of the connection's buffer. NULL remains nil.
 func (r *eventReader) keep(b []byte) []byte {
-	const chunkSize = 64 << 10
 	if b == nil {
 		return nil
 	}
-	if len(b) > cap(r.chunk)-len(r.chunk) {
-		if len(b) > chunkSize/4 {
-			return append(make([]byte, 0, len(b)), b...)
-		}
-		r.chunk = make([]byte, 0, chunkSize)
+	r.kept += len(b)
+	if len(b) > chunkSize/4 {
+		return append(make([]byte, 0, len(b)), b...)
 	}
-	start := len(r.chunk)
+	start := r.reserve(len(b))
 	r.chunk = append(r.chunk, b...)
 	return r.chunk[start:len(r.chunk):len(r.chunk)]
+}
+
+// time keeps a time as text.
+func (r *eventReader) time(t time.Time) []byte {
+	start := r.reserve(len("2006-01-02T15:04:05.000000Z"))
+	r.chunk = appendTime(r.chunk, t)
+	return r.chunk[start:len(r.chunk):len(r.chunk)]
+}
+
+const chunkSize = 64 << 10
+
+// reserve makes room for n more bytes, and returns where they begin.
+func (r *eventReader) reserve(n int) (start int) {
+	if n > cap(r.chunk)-len(r.chunk) {
+		r.chunk = make([]byte, 0, chunkSize)
+	}
+	return len(r.chunk)
 }
 
 // The three types whose formats differ. Text comes from pools that are set to
 // the simple protocol or to QueryExecModeExec.
 
-func (r *eventReader) int8(column int, b []byte) (n int64, err error) {
+func (r *eventReader) int8(column int, b []byte) (int64, error) {
 	if r.fields[column].Format == pgx.BinaryFormatCode && len(b) == 8 {
 		return int64(binary.BigEndian.Uint64(b)), nil
 	}
-	err = scanValue(r.types, r.fields[column], b, &n)
-	return n, err
+	return scan[int64](r, column, b)
 }
 
-func (r *eventReader) bytea(column int, b []byte) (data []byte, err error) {
+func (r *eventReader) bytea(column int, b []byte) ([]byte, error) {
 	if r.fields[column].Format == pgx.BinaryFormatCode {
 		return r.keep(b), nil
 	}
-	err = scanValue(r.types, r.fields[column], b, &data)
-	return data, err
+	return scan[[]byte](r, column, b)
 }
 
-func (r *eventReader) timestamptz(column int, b []byte) (t time.Time, err error) {
+func (r *eventReader) timestamptz(column int, b []byte) (time.Time, error) {
 	if r.fields[column].Format == pgx.BinaryFormatCode && len(b) == 8 {
 		const epoch2000 = 946_684_800_000_000 // microseconds from 1970 to 2000, where PostgreSQL counts from
 		return time.UnixMicro(int64(binary.BigEndian.Uint64(b)) + epoch2000), nil
 	}
-	err = scanValue(r.types, r.fields[column], b, &t)
-	return t, err
+	return scan[time.Time](r, column, b)
+}
+
+func scan[T any](r *eventReader, column int, b []byte) (v T, err error) {
+	err = scanValue(r.types, r.fields[column], b, &v)
+	return v, err
 }
 
 func scanValue(types *pgtype.Map, field pgconn.FieldDescription, b []byte, dst any) error {

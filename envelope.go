@@ -5,7 +5,6 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"fmt"
-	"iter"
 	"maps"
 	"math"
 	"regexp"
@@ -214,7 +213,7 @@ type envelope struct {
 	topic         []byte // nil: by convention
 	partitionKey  []byte // nil: aggregateID
 	headers       []byte // JSON object of strings, or nil
-	occurredAt    time.Time
+	occurredAt    []byte // RFC 3339, see appendTime
 }
 
 // destination returns the topic. Rows that no [Recorder] wrote can have a type
@@ -243,17 +242,48 @@ var (
 	structuredType = []byte("application/cloudevents+json; charset=UTF-8")
 )
 
-// record returns the value and the headers of the event's Kafka record, as the
-// CloudEvents 1.0 Kafka protocol binding has them.
-func (e *envelope) record(mode Mode) ([]byte, iter.Seq2[string, []byte], error) {
+// recordHeaders is how many headers a record has, beside the event's own ones.
+const recordHeaders = 8
+
+// record returns the value of the event's Kafka record and hands its headers to
+// add, as the CloudEvents 1.0 Kafka protocol binding has them.
+func (e *envelope) record(mode Mode, add func(name string, value []byte)) ([]byte, error) {
 	own, err := e.ownHeaders()
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	if mode == Structured {
-		return e.structured(own), structuredHeaders(own), nil
+		add("content-type", structuredType)
+		addOwn(own, false, add)
+		return e.structured(own), nil
 	}
-	return e.payload, e.binaryHeaders(own), nil
+	add("ce_specversion", specVersion)
+	add("ce_id", e.eventID)
+	add("ce_source", e.source)
+	add("ce_type", e.eventType)
+	add("ce_subject", e.aggregateID)
+	add("ce_time", e.occurredAt)
+	add("ce_aggregatetype", e.aggregateType)
+	add("content-type", e.contentType)
+	addOwn(own, true, add)
+	return e.payload, nil
+}
+
+// addOwn adds an event's own headers in the order of their names, and, if wanted,
+// the attributes of CloudEvents that are among them.
+func addOwn(own map[string]string, attributes bool, add func(name string, value []byte)) {
+	if len(own) == 0 {
+		return
+	}
+	for _, name := range slices.Sorted(maps.Keys(own)) {
+		value := []byte(own[name])
+		if attributes && isAttribute(name) {
+			add("ce_"+name, value)
+		}
+		if name != correlationAttr {
+			add(name, value)
+		}
+	}
 }
 
 // ownHeaders decodes the stored headers.
@@ -268,43 +298,6 @@ func (e *envelope) ownHeaders() (map[string]string, error) {
 	return own, nil
 }
 
-func (e *envelope) binaryHeaders(own map[string]string) iter.Seq2[string, []byte] {
-	return func(yield func(string, []byte) bool) {
-		if !yield("ce_specversion", specVersion) ||
-			!yield("ce_id", e.eventID) ||
-			!yield("ce_source", e.source) ||
-			!yield("ce_type", e.eventType) ||
-			!yield("ce_subject", e.aggregateID) ||
-			!yield("ce_time", e.time()) ||
-			!yield("ce_aggregatetype", e.aggregateType) ||
-			!yield("content-type", e.contentType) {
-			return
-		}
-		for _, name := range slices.Sorted(maps.Keys(own)) {
-			value := []byte(own[name])
-			if isAttribute(name) && !yield("ce_"+name, value) {
-				return
-			}
-			if name != correlationAttr && !yield(name, value) {
-				return
-			}
-		}
-	}
-}
-
-func structuredHeaders(own map[string]string) iter.Seq2[string, []byte] {
-	return func(yield func(string, []byte) bool) {
-		if !yield("content-type", structuredType) {
-			return
-		}
-		for _, name := range slices.Sorted(maps.Keys(own)) {
-			if name != correlationAttr && !yield(name, []byte(own[name])) {
-				return
-			}
-		}
-	}
-}
-
 // structured returns the event in the CloudEvents JSON format.
 func (e *envelope) structured(own map[string]string) []byte {
 	b := make([]byte, 0, 512+len(e.payload)*4/3)
@@ -313,7 +306,7 @@ func (e *envelope) structured(own map[string]string) []byte {
 	b = appendAttribute(b, "source", e.source)
 	b = appendAttribute(b, "type", e.eventType)
 	b = appendAttribute(b, "subject", e.aggregateID)
-	b = appendAttribute(b, "time", e.time())
+	b = appendAttribute(b, "time", e.occurredAt)
 	b = appendAttribute(b, "aggregatetype", e.aggregateType)
 	for _, name := range []string{correlationAttr, traceAttr} {
 		if value, ok := own[name]; ok {
@@ -340,7 +333,7 @@ func appendAttribute(b []byte, name string, value []byte) []byte {
 
 func isAttribute(name string) bool { return name == correlationAttr || name == traceAttr }
 
-// time returns occurred_at in RFC 3339, UTC, to the microsecond.
-func (e *envelope) time() []byte {
-	return e.occurredAt.UTC().AppendFormat(make([]byte, 0, len("2006-01-02T15:04:05.000000Z")), "2006-01-02T15:04:05.999999Z07:00")
+// appendTime appends a time in RFC 3339, UTC, to the microsecond.
+func appendTime(b []byte, t time.Time) []byte {
+	return t.UTC().AppendFormat(b, "2006-01-02T15:04:05.999999Z07:00")
 }

@@ -23,7 +23,7 @@ WITH newest AS MATERIALIZED (
     SELECT $1::text, o.id, o.event_id, o.event_type, o.source, o.aggregate_type, o.aggregate_id, o.payload, o.payload_bytes,
            o.content_type, o.topic, o.partition_key, o.headers, o.occurred_at, o.created_at, 'failed', r.class, r.error
       FROM newest, lease, unnest($10::bigint[], $11::text[], $12::text[]) AS r (id, class, error)
-      JOIN {schema}.outbox o ON o.id = r.id
+     CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN r.id AND r.id ORDER BY id OFFSET 0) AS o
      WHERE newest.id = $4
      ORDER BY o.id
         ON CONFLICT (relay, outbox_id) DO NOTHING

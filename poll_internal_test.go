@@ -65,6 +65,7 @@ func (d *desk) explainPoll(t *testing.T, l *lease, p position, mode string, fres
 	require.NoError(t, err)
 	defer tx.Rollback(ctx)
 	for _, sql := range []string{
+		sqlSettings,
 		"SET LOCAL plan_cache_mode = " + mode,
 		fmt.Sprintf(`INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
 			SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now() FROM generate_series(1, %d)`, fresh),
@@ -73,11 +74,19 @@ func (d *desk) explainPoll(t *testing.T, l *lease, p position, mode string, fres
 		_, err := tx.Exec(ctx, inSchema(sql, d.schema))
 		require.NoError(t, err)
 	}
-	execute := fmt.Sprintf(`EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d)`,
+	execute := fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d)`,
 		l.holder, l.epoch, p.cursorID, p.base, snapshotMax(p.base), p.last, p.highest, p.systemID)
-	require.NoError(t, tx.QueryRow(ctx, execute, pgx.QueryExecModeSimpleProtocol).Scan(&plan))
+	buffers, plan = explain(t, tx, execute)
 	_, err = tx.Exec(ctx, "DEALLOCATE poll")
 	require.NoError(t, err)
+	return buffers, plan
+}
+
+// explain runs a statement and returns how many buffers it touched.
+func explain(t *testing.T, tx pgx.Tx, statement string) (buffers int, plan string) {
+	t.Helper()
+	ctx := context.Background()
+	require.NoError(t, tx.QueryRow(ctx, "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) "+statement, pgx.QueryExecModeSimpleProtocol).Scan(&plan))
 	var explained []struct {
 		Plan struct {
 			Hit  int `json:"Shared Hit Blocks"`
@@ -86,4 +95,76 @@ func (d *desk) explainPoll(t *testing.T, l *lease, p position, mode string, fres
 	}
 	require.NoError(t, json.Unmarshal([]byte(plan), &explained))
 	return explained[0].Plan.Hit + explained[0].Plan.Read, plan
+}
+
+// A service starts on the first day, and keeps its connections: what is planned
+// then, over empty tables, is what runs until somebody analyses them. Each access
+// by the wrong index would read all of it.
+func TestPlansOfTheFirstDay(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	for _, table := range []string{"outbox", "outbox_cursor"} {
+		d.exec(t, `ALTER TABLE {schema}.`+table+` SET (autovacuum_enabled = false)`)
+		d.exec(t, `ANALYZE {schema}.`+table)
+	}
+	conn, err := d.db.Acquire(ctx)
+	require.NoError(t, err)
+	defer conn.Release()
+	statements := map[string]string{
+		"poll": "(text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint) AS " + d.cursors.sqlOpen,
+		"ids":  "(pg_snapshot, xid8, pg_snapshot, xid8, bigint, bigint, text, bigint, bigint) AS " + d.cursors.sqlIDs,
+		"rows": "(bigint[], bigint[], text, bigint, bigint) AS " + d.cursors.sqlFetch,
+	}
+	first := map[string]string{
+		"poll": `('default', 'nobody', 1, 1, '3:3:', '3', 1000, false, 1, 1, 1)`,
+		"ids":  `('3:3:', '3', '4:4:', '4', 1, 1000, 'default', 1, 1)`,
+		"rows": `('{1}', '{1}', 'default', 1, 1)`,
+	}
+	for name, sql := range statements {
+		_, err := conn.Exec(ctx, "PREPARE "+name+" "+sql)
+		require.NoError(t, err)
+	}
+	inTx := func(do func(pgx.Tx)) {
+		tx, err := conn.Begin(ctx)
+		require.NoError(t, err)
+		defer tx.Rollback(ctx)
+		_, err = tx.Exec(ctx, sqlSettings)
+		require.NoError(t, err)
+		do(tx)
+	}
+	inTx(func(tx pgx.Tx) {
+		for name, args := range first {
+			_, err := tx.Exec(ctx, "EXECUTE "+name+args)
+			require.NoError(t, err)
+		}
+	})
+
+	// Then the tables grow.
+	l, err := d.leases.acquire(ctx)
+	require.NoError(t, err)
+	d.insert(t, retained/10)
+	p, err := d.cursors.load(ctx, l)
+	require.NoError(t, err)
+	d.exec(t, `
+		INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		SELECT n, pg_current_snapshot(), n, $1, $2 FROM generate_series(1, 10000) AS n`, p.systemID, l.epoch)
+	p, err = d.cursors.load(ctx, l)
+	require.NoError(t, err)
+	const fresh = 100
+	d.insert(t, fresh)
+	var now string
+	require.NoError(t, conn.QueryRow(ctx, `SELECT pg_current_snapshot()::text`).Scan(&now))
+	end := retained/10 + fresh
+	for name, args := range map[string]string{
+		"poll": fmt.Sprintf(`('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d)`,
+			l.holder, l.epoch, p.cursorID, p.base, snapshotMax(p.base), p.last, p.highest, p.systemID),
+		"ids": fmt.Sprintf(`('%s', '%s', '%s', '%s', 0, 1000, 'default', %d, %d)`,
+			p.base, snapshotMax(p.base), now, snapshotMax(now), p.cursorID, p.systemID),
+		"rows": fmt.Sprintf(`('{%d}', '{%d}', 'default', %d, %d)`, end-fresh+1, end, p.cursorID, p.systemID),
+	} {
+		inTx(func(tx pgx.Tx) {
+			buffers, plan := explain(t, tx, "EXECUTE "+name+args)
+			t.Logf("%s: %d buffers", name, buffers)
+			require.LessOrEqual(t, buffers, maxPollBuffers+4*fresh, "%s", plan)
+		})
+	}
 }

@@ -28,7 +28,9 @@ type RelayConfig struct {
 	Mode Mode
 
 	// BatchSize is the most events that are sent before the cursor moves, at most
-	// 10,000. A crash repeats up to this many. Zero means 1,000.
+	// 10,000. A crash repeats up to this many. Batches come as large as there are
+	// events: small where latency matters, of this size after an outage, smaller
+	// again where several events make 32 MiB. Zero means 5,000.
 	BatchSize int
 
 	// PollInterval is how long an idle relay waits before it looks for events,
@@ -55,7 +57,7 @@ type RelayConfig struct {
 
 const (
 	defaultRelayName    = "default"
-	defaultBatchSize    = 1000
+	defaultBatchSize    = 5000
 	maxBatchSize        = 10_000
 	defaultPollInterval = 500 * time.Millisecond
 	defaultDelivery     = 10 * time.Second

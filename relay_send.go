@@ -47,10 +47,15 @@ type producer struct {
 	kafka trouble
 
 	client *kgo.Client // nil until needed, and after a send without an answer
+
+	named, derived map[string]string // topics, by their name in the row or by the event type
 }
 
 func newProducer(opts []kgo.Opt, cfg RelayConfig, l *lease, log *slog.Logger) *producer {
-	return &producer{opts: opts, cfg: cfg, lease: l, log: log, kafka: trouble{log: log, what: "Kafka"}}
+	return &producer{
+		opts: opts, cfg: cfg, lease: l, log: log, kafka: trouble{log: log, what: "Kafka"},
+		named: map[string]string{}, derived: map[string]string{},
+	}
 }
 
 // producerOpts are the host's options with what the promises need.
@@ -206,9 +211,10 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 	errs := make([]error, len(which))
 	records := p.records(batch, which, errs)
 	sent := newAcks(records, errs)
+	promise := sent.promise
 	for i := range records {
 		if errs[i] == nil {
-			p.client.Produce(held, &records[i], sent.promise)
+			p.client.Produce(held, &records[i], promise)
 		}
 	}
 	timeout := time.NewTimer(p.cfg.SendTimeout)
@@ -230,28 +236,39 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 
 // records builds the Kafka records of events. Where that fails, errs says why.
 func (p *producer) records(batch []envelope, which []int, errs []error) []kgo.Record {
-	const headersPerEvent = 10
 	records := make([]kgo.Record, len(which))
-	headers := make([]kgo.RecordHeader, 0, len(which)*headersPerEvent)
+	headers := make([]kgo.RecordHeader, 0, len(which)*recordHeaders)
+	add := func(name string, value []byte) { headers = append(headers, kgo.RecordHeader{Key: name, Value: value}) }
 	for n, i := range which {
 		e, r := &batch[i], &records[n]
-		topic, err := e.destination()
-		if err != nil {
-			errs[n] = err
-			continue
-		}
-		value, attributes, err := e.record(p.cfg.Mode)
-		if err != nil {
-			errs[n] = err
+		if r.Topic, errs[n] = p.topic(e); errs[n] != nil {
 			continue
 		}
 		first := len(headers)
-		for name, v := range attributes {
-			headers = append(headers, kgo.RecordHeader{Key: name, Value: v})
+		if r.Value, errs[n] = e.record(p.cfg.Mode, add); errs[n] != nil {
+			continue
 		}
-		r.Topic, r.Key, r.Value, r.Headers = topic, e.key(), value, headers[first:len(headers):len(headers)]
+		r.Key, r.Headers = e.key(), headers[first:len(headers):len(headers)]
 	}
 	return records
+}
+
+// topic returns the event's destination. Events that go to the same place share
+// the string.
+func (p *producer) topic(e *envelope) (string, error) {
+	const maxTopics = 10_000 // far more than a service has
+	known, name := p.named, e.topic
+	if name == nil {
+		known, name = p.derived, e.eventType
+	}
+	if topic, ok := known[string(name)]; ok {
+		return topic, nil
+	}
+	topic, err := e.destination()
+	if err == nil && len(known) < maxTopics {
+		known[string(name)] = topic
+	}
+	return topic, err
 }
 
 // acks collects the outcomes of records. The client calls promise from its own
@@ -306,20 +323,20 @@ const invalidEvent = "invalid_event"
 // refusalClass names the refusals: errors that the event itself is to blame for
 // and that no waiting mends. Every other error returns "" and is taken for
 // trouble with the infrastructure; were the list open, an hour of lapsed
-// credentials would condemn the backlog.
+// credentials would condemn the backlog, and a host whose clock is an hour ahead
+// whatever it sends (Kafka calls that an invalid timestamp).
 func refusalClass(err error) string {
+	if err == nil {
+		return ""
+	}
 	var field *FieldError
 	switch {
-	case err == nil:
-		return ""
 	case errors.As(err, &field):
 		return invalidEvent
 	case errors.Is(err, kerr.MessageTooLarge), errors.Is(err, kerr.RecordListTooLarge):
 		return "message_too_large"
 	case errors.Is(err, kerr.InvalidRecord):
 		return "invalid_record"
-	case errors.Is(err, kerr.InvalidTimestamp):
-		return "invalid_timestamp"
 	case errors.Is(err, kerr.PolicyViolation):
 		return "policy_violation"
 	}

@@ -19,6 +19,7 @@ type session struct {
 	recorded bool    // pos stands in outbox_cursor
 	left     []int64 // ids of the open window that nobody has fetched
 	more     bool    // the window may have events behind left
+	size     int     // how many events to fetch at once
 	fetching chan fetched
 }
 
@@ -27,6 +28,7 @@ type fetched struct {
 	events []envelope
 	left   []int64
 	more   bool
+	size   int
 	err    error
 }
 
@@ -35,6 +37,7 @@ func newSession(r *Relay, l *lease, held context.Context) *session {
 		Relay: r, lease: l, held: held,
 		producer: newProducer(r.kafka, r.cfg, l, r.log),
 		postgres: trouble{log: r.log, what: "PostgreSQL"},
+		size:     r.cfg.BatchSize,
 	}
 }
 
@@ -54,7 +57,13 @@ func (s *session) run(ctx context.Context) error {
 			return err
 		}
 		s.forget()
-		if err = s.load(); err == nil {
+		// Loading proves nothing, and somebody else may have moved the cursor: the
+		// clock of a machine that was suspended has not seen the lease expire.
+		err = s.try(func() error { return s.leases.renew(s.held, s.lease) })
+		if err == nil {
+			err = s.load()
+		}
+		if err == nil {
 			s.reportJump(left)
 		}
 	}
@@ -148,7 +157,7 @@ func (s *session) next() (batch []envelope, err error) {
 	for {
 		for s.fetching != nil || len(s.left) > 0 || s.more {
 			got := s.take()
-			s.left, s.more = got.left, got.more
+			s.left, s.more, s.size = got.left, got.more, got.size
 			if len(got.events) > 0 || got.err != nil {
 				return got.events, got.err
 			}
@@ -177,7 +186,7 @@ func (s *session) take() (got fetched) {
 		}
 	}
 	err := s.try(func() error {
-		got = s.fetch(s.pos, s.left, s.more)
+		got = s.fetch(s.pos, s.left, s.more, s.size)
 		return got.err
 	})
 	got.err = err
@@ -190,17 +199,18 @@ func (s *session) prefetch(last int64) {
 	if len(s.left) == 0 && !s.more {
 		return
 	}
-	pos, left, more := s.pos, s.left, s.more
+	pos, left, more, size := s.pos, s.left, s.more, s.size
 	pos.last = last
 	result := make(chan fetched, 1)
 	s.fetching = result
-	go func() { result <- s.fetch(pos, left, more) }()
+	go func() { result <- s.fetch(pos, left, more, size) }()
 }
 
-// fetch reads the next events of the open window. On an error it returns what
-// it was given, so that it can be asked again.
-func (s *session) fetch(pos position, left []int64, more bool) fetched {
-	got := fetched{left: left, more: more}
+// fetch reads the next events of the open window: size of them, fewer where they
+// are large. On an error it returns what it was given, so that it can be asked
+// again.
+func (s *session) fetch(pos position, left []int64, more bool, size int) fetched {
+	got := fetched{left: left, more: more, size: size}
 	if len(left) == 0 {
 		got.left, got.err = s.cursors.rest(s.held, pos, maxWindowIDs)
 		if got.err != nil {
@@ -208,11 +218,17 @@ func (s *session) fetch(pos position, left []int64, more bool) fetched {
 		}
 		got.more = len(got.left) == maxWindowIDs
 	}
-	n := min(len(got.left), s.cfg.BatchSize)
+	n := min(len(got.left), size)
 	if n == 0 {
 		return got
 	}
-	got.events, got.err = s.cursors.fetch(s.held, got.left[:n])
+	got.events, got.err = s.cursors.fetch(s.held, pos, got.left[:n])
+	got.size = min(2*size, s.cfg.BatchSize)
+	for errors.Is(got.err, errBatchTooLarge) {
+		n /= 2 // not below 1: a single event is never too large
+		got.events, got.err = s.cursors.fetch(s.held, pos, got.left[:n])
+		got.size = n
+	}
 	if got.err == nil {
 		got.left = got.left[n:]
 	}

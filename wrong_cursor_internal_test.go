@@ -196,7 +196,8 @@ func withIDs(t testing.TB, open, schema, ids, order string) string {
 	require.True(t, ok)
 	// Every parameter keeps a use, or its type would not be known.
 	unused := ` UNION ALL SELECT 0 WHERE $5::pg_snapshot IS NULL OR $6::xid8 IS NULL OR $9::bigint IS NULL`
-	open = before + "WITH ids AS MATERIALIZED ((" + inSchema(ids, schema) + ")" + unused + "), size AS" + after
+	open = before + "WITH ids AS MATERIALIZED (SELECT id, xid FROM ((" + inSchema(ids, schema) + ")" + unused + ") AS i JOIN " +
+		inSchema("{schema}.outbox", schema) + " USING (id)), size AS" + after
 	if order != "" {
 		head, _, ok := strings.Cut(open, "ORDER BY e.id")
 		require.True(t, ok)

@@ -3,7 +3,9 @@ package faults
 import (
 	"context"
 	"log/slog"
+	"net"
 	"os"
+	"sync"
 	"testing"
 	"time"
 
@@ -47,17 +49,21 @@ func TestCrashReusesTransactionIDs(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := newSite(t)
-			s.relay(t)
+			s.relay(t, slog.DiscardHandler)
 			s.requireArrival(t, s.commit(t, "on", 3))
 			s.flush(t) // the cursor's row too
 			story(t, s)
 			before := s.nextID(t)
+			reunite := s.keepApart(t) // or it would see the ids before they are given out again
 			require.NoError(t, s.server.Kill())
 			require.NoError(t, s.server.Restart(context.Background()))
 			require.Less(t, s.nextID(t), before, "the crash was meant to reuse ids")
-			for s.nextID(t) <= before { // each of them is given to a new event, or to the relay
-				s.requireArrival(t, s.commit(t, "on", 1))
+			var events []oracle.Event
+			for s.nextID(t) <= before { // each of them is given to a new event
+				events = append(events, s.commit(t, "on", 1)...)
 			}
+			reunite()
+			s.requireArrival(t, events)
 		})
 	}
 }
@@ -65,18 +71,26 @@ func TestCrashReusesTransactionIDs(t *testing.T) {
 // site is a server of the test's own, with a reader of what its relays send.
 type site struct {
 	server *pgserver.Server
+	url    string // where clients find the database
 	db     *pgxpool.Pool
 	rec    *outbox.Recorder
 	reader *oracle.Reader
 	topic  string
+	apart  *sync.RWMutex // read by relays before they connect, see keepApart
 }
 
 func newSite(t *testing.T) *site {
 	t.Helper()
+	server := startServer(t, nil)
+	return newSiteOn(t, server, server.URL())
+}
+
+func newSiteOn(t *testing.T, server *pgserver.Server, url string) *site {
+	t.Helper()
 	brokers := testenv.Brokers(t)
 	ctx, cancel := context.WithCancel(context.Background())
 	t.Cleanup(cancel)
-	s := &site{server: startServer(t), topic: "faults-" + uuid.NewString()}
+	s := &site{server: server, url: url, topic: "faults-" + uuid.NewString(), apart: new(sync.RWMutex)}
 	s.db = s.pool(t)
 	require.NoError(t, outbox.Migrate(ctx, s.db, outbox.MigrateConfig{}))
 
@@ -90,26 +104,36 @@ func newSite(t *testing.T) *site {
 	return s
 }
 
-// relay runs one in this process until the test ends.
-func (s *site) relay(t *testing.T) {
+// relay runs one in this process until the test ends, or stop is called.
+func (s *site) relay(t *testing.T, log slog.Handler) (stop func()) {
 	t.Helper()
-	relay, err := outbox.NewRelay(s.pool(t), testenv.KafkaOpts(testenv.Brokers(t)), outbox.RelayConfig{
-		PollInterval: 5 * time.Millisecond, Logger: slog.New(slog.DiscardHandler),
+	relay, err := outbox.NewRelay(s.relayPool(t), testenv.KafkaOpts(testenv.Brokers(t)), outbox.RelayConfig{
+		PollInterval: 5 * time.Millisecond, Logger: slog.New(log),
 	})
 	require.NoError(t, err)
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- relay.Run(ctx) }()
-	t.Cleanup(func() { cancel(); require.NoError(t, <-done) })
+	stop = sync.OnceFunc(func() { cancel(); require.NoError(t, <-done) })
+	t.Cleanup(stop)
+	return stop
 }
 
-// startServer starts a server that flushes WAL only when a commit demands it.
-func startServer(t *testing.T) *pgserver.Server {
+// startServer starts a server that flushes WAL only when a commit demands it. It
+// replicates primary unless that is nil.
+func startServer(t *testing.T, primary *pgserver.Server) *pgserver.Server {
 	t.Helper()
-	bin, err := pgserver.Embedded(context.Background(), os.Getenv("OUTBOX_POSTGRES_VERSION"), nil)
+	return startVersion(t, os.Getenv("OUTBOX_POSTGRES_VERSION"), primary)
+}
+
+// startVersion starts a server of one version; empty means the newest.
+func startVersion(t *testing.T, version string, primary *pgserver.Server) *pgserver.Server {
+	t.Helper()
+	bin, err := pgserver.Embedded(context.Background(), version, nil)
 	require.NoError(t, err)
-	server, err := pgserver.Start(context.Background(), pgserver.Config{BinDir: bin, Settings: map[string]string{
+	server, err := pgserver.Start(context.Background(), pgserver.Config{BinDir: bin, Primary: primary, Settings: map[string]string{
 		"wal_writer_delay": "10s", "wal_writer_flush_after": "1GB", "bgwriter_delay": "10s", "checkpoint_timeout": "1h", "autovacuum": "off",
+		"max_prepared_transactions": "20", // more than an oracle has writers
 	}})
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, server.Stop(context.Background())) })
@@ -118,7 +142,42 @@ func startServer(t *testing.T) *pgserver.Server {
 
 func (s *site) pool(t *testing.T) *pgxpool.Pool {
 	t.Helper()
-	db, err := pgxpool.New(context.Background(), s.server.URL())
+	return openPool(t, s.poolConfig(t))
+}
+
+// relayPool is a pool whose connections wait while relays are kept apart.
+func (s *site) relayPool(t *testing.T) *pgxpool.Pool {
+	t.Helper()
+	cfg := s.poolConfig(t)
+	dial := cfg.ConnConfig.DialFunc
+	cfg.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
+		s.apart.RLock()
+		defer s.apart.RUnlock()
+		return dial(ctx, network, address)
+	}
+	return openPool(t, cfg)
+}
+
+// keepApart keeps relays from connecting again until reunite is called.
+func (s *site) keepApart(t *testing.T) (reunite func()) {
+	t.Helper()
+	s.apart.Lock()
+	reunite = sync.OnceFunc(s.apart.Unlock)
+	t.Cleanup(reunite)
+	return reunite
+}
+
+func (s *site) poolConfig(t *testing.T) *pgxpool.Config {
+	t.Helper()
+	cfg, err := pgxpool.ParseConfig(s.url)
+	require.NoError(t, err)
+	cfg.MaxConns = 30 // writers that wait for each other's locks must not wait for connections
+	return cfg
+}
+
+func openPool(t *testing.T, cfg *pgxpool.Config) *pgxpool.Pool {
+	t.Helper()
+	db, err := pgxpool.NewWithConfig(context.Background(), cfg)
 	require.NoError(t, err)
 	t.Cleanup(db.Close)
 	return db
@@ -161,7 +220,7 @@ func (s *site) requireArrival(t *testing.T, events []oracle.Event) {
 func (s *site) burnIDs(t *testing.T, n int) {
 	t.Helper()
 	ctx := context.Background()
-	cfg, err := pgx.ParseConfig(s.server.URL())
+	cfg, err := pgx.ParseConfig(s.url)
 	require.NoError(t, err)
 	cfg.Database = "template1"
 	conn, err := pgx.ConnectConfig(ctx, cfg)

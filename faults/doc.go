@@ -1,3 +1,4 @@
-// Package faults tests outbox where servers crash. It starts and kills
-// PostgreSQL servers of its own; Kafka is the one of the other tests.
+// Package faults tests outbox where servers and processes die, freeze, or tell
+// the wrong time. It starts and kills PostgreSQL servers and relays of its own;
+// Kafka is the one of the other tests.
 package faults

@@ -191,6 +191,32 @@ func TestDataDirIsKeptAndUsedAgain(t *testing.T) {
 	require.Equal(t, "9MB", query[string](t, second, "SHOW work_mem"))
 }
 
+func TestStandbyTakesThePlaceOfItsPrimary(t *testing.T) {
+	exec := func(s *pgserver.Server, sql string) {
+		conn, err := pgx.Connect(t.Context(), s.URL())
+		require.NoError(t, err)
+		defer conn.Close(t.Context())
+		_, err = conn.Exec(t.Context(), sql)
+		require.NoError(t, err)
+	}
+	primary := start(t, pgserver.Config{})
+	exec(primary, "CREATE TABLE kept AS SELECT 1 AS n")
+	standby := start(t, pgserver.Config{Primary: primary})
+	require.True(t, query[bool](t, standby, "SELECT pg_is_in_recovery()"))
+	require.Equal(t, 1, query[int](t, standby, "SELECT sum(n)::int FROM kept"), "copied")
+	exec(primary, "INSERT INTO kept VALUES (2)")
+	require.Eventually(t, func() bool {
+		return query[int](t, standby, "SELECT sum(n)::int FROM kept") == 3
+	}, 20*time.Second, 10*time.Millisecond, "replicated")
+
+	require.NoError(t, primary.Kill())
+	require.True(t, query[bool](t, standby, "SELECT pg_promote()"))
+	exec(standby, "INSERT INTO kept VALUES (4)")
+	require.Equal(t, 7, query[int](t, standby, "SELECT sum(n)::int FROM kept"))
+	require.NoError(t, standby.Restart(t.Context()))
+	require.False(t, query[bool](t, standby, "SELECT pg_is_in_recovery()"))
+}
+
 func TestFailedStartTellsWhy(t *testing.T) {
 	tmp := openTempDir(t)
 	bin := programs(t)

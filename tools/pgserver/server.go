@@ -5,6 +5,7 @@
 //   - It never runs as root: then an unprivileged user runs it.
 //   - It can crash ([Server.Kill]) and come back ([Server.Restart]) at the same
 //     address with the same data.
+//   - It can have standbys that replicate it ([Config]) and take its place.
 //   - Nothing of it remains after [Server.Stop]. On Linux the server also stops
 //     when the program that started it dies.
 //
@@ -58,6 +59,13 @@ type Config struct {
 	// max_connections 300, max_prepared_transactions 64, wal_level replica.
 	// The port, listen_addresses and unix_socket_directories cannot be set.
 	Settings map[string]string
+
+	// Primary makes the server a standby that replicates another one of this
+	// package, with the same programs. An empty DataDir becomes a copy of the
+	// primary's data, and for that the primary is shut down and started again.
+	// Replication is asynchronous until the primary is told otherwise, and ends
+	// with pg_promote(). Nil means a server with data of its own.
+	Primary *Server
 
 	// Log receives what the server prints. Nil means nobody.
 	Log io.Writer
@@ -151,12 +159,26 @@ func (s *Server) prepare(ctx context.Context) error {
 		return err
 	}
 	if _, err := os.Stat(filepath.Join(s.cfg.DataDir, "PG_VERSION")); errors.Is(err, os.ErrNotExist) {
-		if err := s.initData(ctx); err != nil {
-			return fmt.Errorf("initialise data: %w", err)
+		if err := s.makeData(ctx); err != nil {
+			return err
 		}
 	}
 	if err := s.writeSettings(); err != nil {
 		return fmt.Errorf("write settings: %w", err)
+	}
+	return nil
+}
+
+// makeData fills an empty data directory.
+func (s *Server) makeData(ctx context.Context) error {
+	if s.cfg.Primary != nil {
+		if err := s.copyPrimary(ctx); err != nil {
+			return fmt.Errorf("copy the primary's data: %w", err)
+		}
+		return nil
+	}
+	if err := s.initData(ctx); err != nil {
+		return fmt.Errorf("initialise data: %w", err)
 	}
 	return nil
 }
@@ -179,6 +201,9 @@ func (s *Server) writeSettings() error {
 		"max_connections":           "300",
 		"max_prepared_transactions": "64",
 		"wal_level":                 "replica",
+	}
+	if s.cfg.Primary != nil {
+		settings["primary_conninfo"] = s.cfg.Primary.URL()
 	}
 	for name, value := range s.cfg.Settings {
 		settings[strings.ToLower(name)] = value
@@ -320,6 +345,12 @@ func (s *Server) Kill() error {
 // Restart starts the server again with the same data and address, and waits
 // until it answers. One that still runs is shut down first.
 func (s *Server) Restart(ctx context.Context) error {
+	return s.restart(ctx, func() error { return nil })
+}
+
+// restart does something while the server is down. The server comes back also
+// when that fails.
+func (s *Server) restart(ctx context.Context, meanwhile func() error) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.run == nil {
@@ -330,7 +361,7 @@ func (s *Server) Restart(ctx context.Context) error {
 	if err := s.proc.Stop(ctx, syscall.SIGINT); err != nil {
 		return fmt.Errorf("postgres: restart: %w", err)
 	}
-	if err := s.launch(ctx); err != nil {
+	if err := errors.Join(meanwhile(), s.launch(ctx)); err != nil {
 		return fmt.Errorf("postgres: restart: %w", err)
 	}
 	return nil
