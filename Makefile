@@ -5,7 +5,7 @@ SHELL       := bash
 
 export ARGS # more arguments for go test, or for the demo
 
-MODULES  := . tools examples faults interop
+MODULES  := . tools examples faults interop bench
 SERVICES := bin/services
 RUN      := $(SERVICES) run $(if $(POSTGRES),-postgres $(POSTGRES)) $(if $(KAFKA),-kafka $(KAFKA)) --
 
@@ -32,6 +32,11 @@ test-versions: $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18
 	@for v in $(or $(VERSIONS),14 15 16 17 18); do echo "== PostgreSQL $$v"; \
 		OUTBOX_POSTGRES_VERSION=$$v $(SERVICES) run -quiet -postgres $$v $(if $(KAFKA),-kafka $(KAFKA)) -- \
 		bash -ec 'for m in . faults; do (cd $$m && eval "go test -count=1 -race -timeout 15m $$ARGS ./..."); done'; done
+
+.PHONY: bench
+bench: $(SERVICES) ## Measure against the least that could do the same, on a real Kafka (ARGS="-h" tells more)
+	@go build -C bench -o ../bin/bench .
+	@$(RUN) bin/bench $(ARGS)
 
 .PHONY: services
 services: $(SERVICES) ## Keep PostgreSQL and Kafka running for `go test`, until Ctrl-C

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
@@ -24,8 +25,9 @@ import (
 // snapshot calls finished, and if the row survived, so did that id. Hence the
 // rule of this file: a window is used only once the row that announces it is
 // committed, and each statement that reads or moves makes sure that the newest
-// row still is the one that we know, in the cluster that we know: a connection
-// may have come back to a copy that has the same rows.
+// row still is the one that we know, on the server that we know: a connection
+// may have come back to a copy that has the same rows. (A server is known by the
+// time of its start, because asking for the cluster's identifier reads a file.)
 
 // errStale means that the newest row of outbox_cursor is not the one that the
 // relay knows: it vanished in a crash, or somebody else moved. Load it again.
@@ -39,6 +41,8 @@ type position struct {
 	last     int64  // highest outbox.id attempted of the open window
 	highest  int64  // highest outbox.id ever attempted
 	systemID int64  // the cluster whose transaction ids these are
+
+	server time.Time // start of the server that said so; another one may be a copy
 }
 
 // cursors reads and moves the position of one relay.
@@ -72,7 +76,7 @@ func newCursors(db *pgxpool.Pool, schema, relay string) *cursors {
 // from the future.
 const sqlLoad = `
 SELECT c.id, c.snapshot::text, coalesce(c.window_snapshot::text, ''), c.last_processed_id, c.highest_id,
-       c.system_identifier, s.system_identifier,
+       c.system_identifier, s.system_identifier, pg_postmaster_start_time(),
        pg_snapshot_xmax(coalesce(c.window_snapshot, c.snapshot)) <= pg_snapshot_xmax(pg_current_snapshot())
        AND coalesce((SELECT xid FROM {schema}.outbox ORDER BY xid DESC, id DESC LIMIT 1)
                     < pg_snapshot_xmax(pg_current_snapshot()), true)
@@ -140,7 +144,7 @@ func (c *cursors) newest(ctx context.Context, db interface {
 	var base pgtype.Text
 	var here int64
 	var known pgtype.Bool
-	err = db.QueryRow(ctx, c.sqlLoad, c.relay).Scan(&id, &base, &p.window, &last, &highest, &written, &here, &known)
+	err = db.QueryRow(ctx, c.sqlLoad, c.relay).Scan(&id, &base, &p.window, &last, &highest, &written, &here, &p.server, &known)
 	if err != nil {
 		return p, fmt.Errorf("load cursor: %w", err)
 	}
@@ -180,8 +184,7 @@ WITH ids AS MATERIALIZED (
 ), size AS MATERIALIZED (
     SELECT count(*) AS n FROM ids
 ), newest AS MATERIALIZED (
-    SELECT (SELECT max(id) FROM {schema}.outbox_cursor WHERE relay = $1::text) AS id
-      FROM pg_control_system() WHERE system_identifier = $11
+    SELECT max(id) AS id FROM {schema}.outbox_cursor WHERE relay = $1::text AND pg_postmaster_start_time() = $12
 ), lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
 ), moved AS (
@@ -207,7 +210,7 @@ SELECT newest.id, moved.id, pg_current_snapshot()::text, size.n, ` + eventColumn
 // p's own window must be drained. Without new events the position has no window,
 // and equals p if p had none.
 func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (next position, events []envelope, large bool, err error) {
-	next = position{cursorID: p.cursorID, base: p.base, last: p.last, highest: p.highest, systemID: p.systemID}
+	next = position{cursorID: p.cursorID, base: p.base, last: p.last, highest: p.highest, systemID: p.systemID, server: p.server}
 	drained := p.window != ""
 	if drained {
 		next.base = p.window
@@ -222,7 +225,7 @@ func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (ne
 		}
 		return err
 	}, c.sqlOpen, c.relay, l.holder, l.epoch, p.cursorID,
-		next.base, snapshotMax(next.base), limit+1, drained, p.last, p.highest, p.systemID)
+		next.base, snapshotMax(next.base), limit+1, drained, p.last, p.highest, p.systemID, p.server)
 	switch {
 	case err != nil:
 		return p, nil, false, fmt.Errorf("open window: %w", err)
@@ -251,8 +254,7 @@ const sqlMove = `
 INSERT INTO {schema}.outbox_cursor
        (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
 SELECT $1::text, $5::pg_snapshot, $6::pg_snapshot, $7::bigint, $8::bigint, $9::bigint, lease.epoch
-  FROM (SELECT (SELECT max(id) FROM {schema}.outbox_cursor WHERE relay = $1::text) AS id
-          FROM pg_control_system() WHERE system_identifier = $9) AS newest,
+  FROM (SELECT max(id) AS id FROM {schema}.outbox_cursor WHERE relay = $1::text AND pg_postmaster_start_time() = $10) AS newest,
        (SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE) AS lease
  WHERE newest.id = $4
 RETURNING id`
@@ -262,7 +264,7 @@ RETURNING id`
 // id, or errStale if the relay no longer is where it thought or who it was.
 func (c *cursors) move(ctx context.Context, l *lease, p position, refused []refusal) (int64, error) {
 	sql := c.sqlMove
-	args := []any{c.relay, l.holder, l.epoch, p.cursorID, p.base, p.window, p.last, p.highest, p.systemID}
+	args := []any{c.relay, l.holder, l.epoch, p.cursorID, p.base, p.window, p.last, p.highest, p.systemID, p.server}
 	if len(refused) > 0 {
 		sql = c.sqlMoveRefused
 		args = append(args, refusalArgs(refused)...)

@@ -180,7 +180,7 @@ func TestRebase(t *testing.T) {
 func TestSameRowsElsewhereAreStale(t *testing.T) {
 	d, ctx := newDesk(t), context.Background()
 	l, p := d.opened(t)
-	p.systemID++ // where we come from, and the row says so too
+	p.server = p.server.Add(-time.Hour) // where we come from
 	d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
 	_, err := d.cursors.move(ctx, l, p, nil)
 	require.ErrorIs(t, err, errStale)

@@ -42,7 +42,7 @@ WITH opened AS MATERIALIZED (
 SELECT id FROM opened
  WHERE id > $5 AND pg_visible_in_snapshot(xid, $3::pg_snapshot)
    AND (SELECT max(id) FROM {schema}.outbox_cursor WHERE relay = $7::text) >= $8
-   AND EXISTS (SELECT FROM pg_control_system() WHERE system_identifier = $9)
+   AND pg_postmaster_start_time() = $9
  ORDER BY id LIMIT $6`
 
 // rest returns the ids of the open window's events behind p.last, in order, at
@@ -51,7 +51,7 @@ func (c *cursors) rest(ctx context.Context, p position, limit int) (ids []int64,
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
 		ids, err = readIDs(rows)
 		return err
-	}, c.sqlIDs, p.base, snapshotMax(p.base), p.window, snapshotMax(p.window), p.last, limit, c.relay, p.cursorID, p.systemID)
+	}, c.sqlIDs, p.base, snapshotMax(p.base), p.window, snapshotMax(p.window), p.last, limit, c.relay, p.cursorID, p.server)
 	if err != nil {
 		return nil, fmt.Errorf("read window: %w", err)
 	}
@@ -66,7 +66,7 @@ SELECT ` + eventColumns + `
   FROM unnest($1::bigint[], $2::bigint[]) AS r (first, last)
  CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN r.first AND r.last ORDER BY id OFFSET 0) AS e
  WHERE (SELECT max(id) FROM {schema}.outbox_cursor WHERE relay = $3::text) >= $4
-   AND EXISTS (SELECT FROM pg_control_system() WHERE system_identifier = $5)
+   AND pg_postmaster_start_time() = $5
  ORDER BY e.id`
 
 // fetch reads events of the open window by their ids, in order, or returns errBatchTooLarge. Rows
@@ -76,7 +76,7 @@ func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
 		events, err = readEvents(rows, len(ids))
 		return err
-	}, c.sqlFetch, first, last, c.relay, p.cursorID, p.systemID)
+	}, c.sqlFetch, first, last, c.relay, p.cursorID, p.server)
 	if err != nil {
 		return nil, fmt.Errorf("fetch events: %w", err)
 	}

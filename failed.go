@@ -12,8 +12,7 @@ type refusal struct {
 // finds them there already.
 const sqlMoveRefused = `
 WITH newest AS MATERIALIZED (
-    SELECT (SELECT max(id) FROM {schema}.outbox_cursor WHERE relay = $1::text) AS id
-      FROM pg_control_system() WHERE system_identifier = $9
+    SELECT max(id) AS id FROM {schema}.outbox_cursor WHERE relay = $1::text AND pg_postmaster_start_time() = $10
 ), lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
 ), refused AS (
@@ -22,7 +21,7 @@ WITH newest AS MATERIALIZED (
             content_type, topic, partition_key, headers, occurred_at, created_at, status, error_class, last_error)
     SELECT $1::text, o.id, o.event_id, o.event_type, o.source, o.aggregate_type, o.aggregate_id, o.payload, o.payload_bytes,
            o.content_type, o.topic, o.partition_key, o.headers, o.occurred_at, o.created_at, 'failed', r.class, r.error
-      FROM newest, lease, unnest($10::bigint[], $11::text[], $12::text[]) AS r (id, class, error)
+      FROM newest, lease, unnest($11::bigint[], $12::text[], $13::text[]) AS r (id, class, error)
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN r.id AND r.id ORDER BY id OFFSET 0) AS o
      WHERE newest.id = $4
      ORDER BY o.id

@@ -46,6 +46,7 @@ var rooms = map[string]kind{
 	"lease.go":         sql,
 	"migrate.go":       sql,
 	"outbox.go":        sql,
+	"outbox_rows.go":   sql,
 	"relay.go":         orchestrator,
 	"relay_send.go":    orchestrator,
 	"relay_session.go": orchestrator,

@@ -256,26 +256,29 @@ func (s *statements) TracePrepareEnd(_ context.Context, _ *pgx.Conn, d pgx.Trace
 	}
 }
 
-// However many events, it is one statement; a connection that meets it for the
-// first time prepares it before.
+// It is one statement, and COPY for many events. A connection that meets a
+// statement for the first time prepares it before.
 func TestRecordIsOneRoundTrip(t *testing.T) {
 	c := newCounter(t, parcels(t))
 	counts := &statements{}
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Tracer, cfg.MaxConns = counts, 1 })
 	events, _ := numberedParcels(manyEvents)
-	for i, n := range []int{1, 2, 3, 500, manyEvents} {
+	prepares := map[int]int{1: 1, 2: 1, 500: 1}
+	for _, n := range []int{1, 2, 3, 499, 1, 500, manyEvents} {
 		tx, err := db.Begin(background)
 		require.NoError(t, err)
+		defer tx.Rollback(background)
 		counts.reset()
 		require.NoError(t, c.rec.Record(background, tx, events[:n]...))
-		want := statements{queries: 1}
-		if i == 0 {
-			want.prepares = 1
+		want := statements{queries: 1, prepares: prepares[n]}
+		if n >= 500 {
+			want = statements{copies: 1, prepares: prepares[n]}
 		}
 		require.Equal(t, want, counts.reset(), "%d events", n)
+		delete(prepares, n)
 		require.NoError(t, tx.Commit(background))
 	}
-	require.Len(t, c.ids(t), 506+manyEvents)
+	require.Len(t, c.ids(t), 1006+manyEvents)
 }
 
 // A call of Queue is one statement among the caller's own, with one result.
@@ -905,6 +908,22 @@ func TestRecordExecModes(t *testing.T) {
 				require.NoError(t, rec.Queue(ctx, &batch, events[3:]...))
 				require.NoError(t, pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error { return tx.SendBatch(ctx, &batch).Close() }))
 				require.Equal(t, want, c.takeRows(t))
+
+				require.NoError(t, pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
+					for _, e := range events {
+						if err := rec.Record(ctx, tx, e); err != nil {
+							return err
+						}
+					}
+					return nil
+				}))
+				require.Equal(t, want, c.takeRows(t), "one by one")
+
+				times := 500/len(events) + 1
+				require.NoError(t, pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
+					return rec.Record(ctx, tx, slices.Repeat(events, times)...)
+				}))
+				require.Equal(t, slices.Repeat(want, times), c.takeRows(t), "by COPY")
 			}
 		})
 	}

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -69,13 +70,13 @@ func (d *desk) explainPoll(t *testing.T, l *lease, p position, mode string, fres
 		"SET LOCAL plan_cache_mode = " + mode,
 		fmt.Sprintf(`INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
 			SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now() FROM generate_series(1, %d)`, fresh),
-		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint) AS " + d.cursors.sqlOpen,
+		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz) AS " + d.cursors.sqlOpen,
 	} {
 		_, err := tx.Exec(ctx, inSchema(sql, d.schema))
 		require.NoError(t, err)
 	}
-	execute := fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d)`,
-		l.holder, l.epoch, p.cursorID, p.base, snapshotMax(p.base), p.last, p.highest, p.systemID)
+	execute := fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s')`,
+		l.holder, l.epoch, p.cursorID, p.base, snapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano))
 	buffers, plan = explain(t, tx, execute)
 	_, err = tx.Exec(ctx, "DEALLOCATE poll")
 	require.NoError(t, err)
@@ -110,14 +111,14 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	require.NoError(t, err)
 	defer conn.Release()
 	statements := map[string]string{
-		"poll": "(text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint) AS " + d.cursors.sqlOpen,
-		"ids":  "(pg_snapshot, xid8, pg_snapshot, xid8, bigint, bigint, text, bigint, bigint) AS " + d.cursors.sqlIDs,
-		"rows": "(bigint[], bigint[], text, bigint, bigint) AS " + d.cursors.sqlFetch,
+		"poll": "(text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz) AS " + d.cursors.sqlOpen,
+		"ids":  "(pg_snapshot, xid8, pg_snapshot, xid8, bigint, bigint, text, bigint, timestamptz) AS " + d.cursors.sqlIDs,
+		"rows": "(bigint[], bigint[], text, bigint, timestamptz) AS " + d.cursors.sqlFetch,
 	}
 	first := map[string]string{
-		"poll": `('default', 'nobody', 1, 1, '3:3:', '3', 1000, false, 1, 1, 1)`,
-		"ids":  `('3:3:', '3', '4:4:', '4', 1, 1000, 'default', 1, 1)`,
-		"rows": `('{1}', '{1}', 'default', 1, 1)`,
+		"poll": `('default', 'nobody', 1, 1, '3:3:', '3', 1000, false, 1, 1, 1, now())`,
+		"ids":  `('3:3:', '3', '4:4:', '4', 1, 1000, 'default', 1, now())`,
+		"rows": `('{1}', '{1}', 'default', 1, now())`,
 	}
 	for name, sql := range statements {
 		_, err := conn.Exec(ctx, "PREPARE "+name+" "+sql)
@@ -155,11 +156,11 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	require.NoError(t, conn.QueryRow(ctx, `SELECT pg_current_snapshot()::text`).Scan(&now))
 	end := retained/10 + fresh
 	for name, args := range map[string]string{
-		"poll": fmt.Sprintf(`('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d)`,
-			l.holder, l.epoch, p.cursorID, p.base, snapshotMax(p.base), p.last, p.highest, p.systemID),
-		"ids": fmt.Sprintf(`('%s', '%s', '%s', '%s', 0, 1000, 'default', %d, %d)`,
-			p.base, snapshotMax(p.base), now, snapshotMax(now), p.cursorID, p.systemID),
-		"rows": fmt.Sprintf(`('{%d}', '{%d}', 'default', %d, %d)`, end-fresh+1, end, p.cursorID, p.systemID),
+		"poll": fmt.Sprintf(`('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s')`,
+			l.holder, l.epoch, p.cursorID, p.base, snapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano)),
+		"ids": fmt.Sprintf(`('%s', '%s', '%s', '%s', 0, 1000, 'default', %d, '%s')`,
+			p.base, snapshotMax(p.base), now, snapshotMax(now), p.cursorID, p.server.Format(time.RFC3339Nano)),
+		"rows": fmt.Sprintf(`('{%d}', '{%d}', 'default', %d, '%s')`, end-fresh+1, end, p.cursorID, p.server.Format(time.RFC3339Nano)),
 	} {
 		inTx(func(tx pgx.Tx) {
 			buffers, plan := explain(t, tx, "EXECUTE "+name+args)

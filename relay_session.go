@@ -15,6 +15,7 @@ type session struct {
 	producer *producer
 	postgres trouble
 
+	woken    bool // the last look was asked for by Wake
 	pos      position
 	recorded bool    // pos stands in outbox_cursor
 	left     []int64 // ids of the open window that nobody has fetched
@@ -72,6 +73,9 @@ func (s *session) run(ctx context.Context) error {
 
 // reportJump says that the cursor was not where it was left.
 func (s *session) reportJump(left int64) {
+	if s.pos.cursorID == left { // another server, or the same one restarted
+		return
+	}
 	what := "outbox: cursor is not where it was left; some events may be sent twice"
 	if s.pos.cursorID < left {
 		what = "outbox: PostgreSQL has lost the newest rows of the cursor, in a crash or a failover to a server that lagged; " +
@@ -120,11 +124,14 @@ func (s *session) follow(ctx context.Context) error {
 			return err
 		}
 		if len(batch) == 0 {
-			s.idle(ctx)
+			s.woken = s.wait(ctx, s.cfg.PollInterval)
 			continue
 		}
 		if err := s.attempt(ctx, batch); err != nil {
 			return err
+		}
+		if s.woken && s.drained() {
+			s.woken = s.wait(ctx, wakeGrace)
 		}
 	}
 	return s.record(nil)
@@ -139,17 +146,27 @@ func (s *session) forget() {
 	s.left = nil
 }
 
-// idle waits for the next poll or for Wake.
-func (s *session) idle(ctx context.Context) {
-	timer := time.NewTimer(s.cfg.PollInterval)
+// wakeGrace is how long a relay that is woken waits for the next Wake before it
+// looks unasked. Looking at once would find nothing, most times, and keep an
+// event waiting that is committed meanwhile.
+const wakeGrace = 2 * time.Millisecond
+
+// wait waits for Wake, and reports whether it came within d.
+func (s *session) wait(ctx context.Context, d time.Duration) (woken bool) {
+	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
-	case <-timer.C:
 	case <-s.wake:
+		return true
+	case <-timer.C:
 	case <-ctx.Done():
 	case <-s.held.Done():
 	}
+	return false
 }
+
+// drained reports whether all of the open window has been taken.
+func (s *session) drained() bool { return s.fetching == nil && len(s.left) == 0 && !s.more }
 
 // next returns the events to send next: further ones of the open window, else
 // those of a new one. It returns none when there is nothing to send.
@@ -254,8 +271,7 @@ func (s *session) attempt(ctx context.Context, batch []envelope) error {
 	if errors.Is(err, errLeaseLost) {
 		return err
 	}
-	windowDrained := s.fetching == nil && len(s.left) == 0 && !s.more
-	if decided < len(batch) || len(refused) > 0 || !windowDrained {
+	if decided < len(batch) || len(refused) > 0 || !s.drained() {
 		if merr := s.record(refused); merr != nil {
 			return merr
 		}

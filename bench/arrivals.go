@@ -1,0 +1,120 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"strconv"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// lap is one turn at one rate: when its transactions committed and when their
+// events arrived, counted from its start. Only commits behind the first warm
+// ones are judged.
+type lap struct {
+	first, warm int // number of the first event; how many are not judged
+	rate        int
+	start       time.Time
+	committed   []time.Duration // each written by the worker that commits
+	arrived     []time.Duration // written by the reader; 0: not yet
+	missing     int             // known to the reader alone
+}
+
+func newLap(first, rate int, warm, measured time.Duration) *lap {
+	n := func(d time.Duration) int { return int(d.Seconds() * float64(rate)) }
+	total := n(warm) + n(measured)
+	return &lap{
+		first: first, warm: n(warm), rate: rate, start: time.Now(), missing: total,
+		committed: make([]time.Duration, total), arrived: make([]time.Duration, total),
+	}
+}
+
+func (l *lap) total() int { return len(l.committed) }
+
+// commit notes that Commit has returned for transaction n of the lap.
+func (l *lap) commit(n int) { l.committed[n] = time.Since(l.start) }
+
+// arrive notes the arrival of event number. Those of other laps are none of ours.
+func (l *lap) arrive(number int, at time.Duration) {
+	n := number - l.first
+	if n < 0 || n >= l.total() || l.arrived[n] != 0 {
+		return
+	}
+	l.arrived[n] = at
+	l.missing--
+}
+
+// latencies returns the time from commit to arrival, in milliseconds.
+func (l *lap) latencies() series {
+	s := make(series, 0, l.total()-l.warm)
+	for n := l.warm; n < l.total(); n++ {
+		s = append(s, (l.arrived[n]-l.committed[n]).Seconds()*1000)
+	}
+	return s
+}
+
+// achieved is the rate of the commits that are judged.
+func (l *lap) achieved() float64 {
+	committed := l.committed[l.warm:]
+	var last time.Duration
+	for _, at := range committed {
+		last = max(last, at)
+	}
+	due := offset(len(committed), l.rate)
+	return float64(len(committed)) / max(due, last-offset(l.warm, l.rate)).Seconds()
+}
+
+// reader follows the topic from its end on.
+type reader struct{ client *kgo.Client }
+
+// newReader knows where it starts before it returns: whatever is produced
+// afterwards will arrive.
+func (b *bench) newReader(ctx context.Context) (*reader, error) {
+	ends, err := b.ends(ctx)
+	if err != nil {
+		return nil, err
+	}
+	from := map[int32]kgo.Offset{}
+	ends.Each(func(o kadm.ListedOffset) { from[o.Partition] = kgo.NewOffset().At(o.Offset) })
+	client, err := kgo.NewClient(kgo.SeedBrokers(b.cfg.brokers...),
+		kgo.ConsumePartitions(map[string]map[int32]kgo.Offset{b.topic: from}))
+	if err != nil {
+		return nil, fmt.Errorf("make Kafka client: %w", err)
+	}
+	return &reader{client}, nil
+}
+
+// collect reads until all events of the lap have arrived.
+func (r *reader) collect(ctx context.Context, l *lap) error {
+	for l.missing > 0 {
+		fetches := r.client.PollFetches(ctx)
+		at := time.Since(l.start)
+		if err := fetches.Err(); err != nil {
+			return fmt.Errorf("read topic with %d events missing: %w", l.missing, err)
+		}
+		for record := range fetches.RecordsAll() {
+			n, err := eventNumber(record.Value)
+			if err != nil {
+				return err
+			}
+			l.arrive(n, at)
+		}
+	}
+	return nil
+}
+
+// eventNumber returns the member n of a payload, which comes first, as
+// PostgreSQL or encoding/json wrote it. Decoding all of it would take time from
+// what is measured.
+func eventNumber(payload []byte) (int, error) {
+	rest, ok := bytes.CutPrefix(payload, []byte(`{"n":`))
+	digits, _, _ := bytes.Cut(rest, []byte(","))
+	n, err := strconv.Atoi(string(bytes.TrimSpace(digits)))
+	if !ok || err != nil {
+		return 0, fmt.Errorf("%.20q is not the payload of an event", payload)
+	}
+	return n, nil
+}

@@ -1,0 +1,119 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"time"
+)
+
+// childCommand is the hidden argument that makes this program do one job.
+const childCommand = "child"
+
+// childPatience is what a child gets to end by itself before it is killed.
+const childPatience = 20 * time.Second
+
+// job is what a child does. Its CPU and its allocations are of nothing else.
+type job struct {
+	Work     string // a key of works
+	Postgres string
+	Brokers  []string
+	Topic    string
+	Schema   string
+	Relay    string
+	Events   int
+	Batch    int  // rows in one SELECT, not for the relay
+	Prefetch bool // read on while the batch is on its way, not for the relay
+	Profile  string
+}
+
+// works are the jobs. Each prepares, measures and returns what Events events
+// have cost, from being ready to the last acknowledgement.
+var works = map[string]func(context.Context, job) (used, error){
+	"read":    readAlone,
+	"produce": produceAlone,
+	"pipe":    pipe,
+	"relay":   relayAll,
+}
+
+// childMain reads a job from its standard input and writes what it cost to its
+// standard output. It gives up when the input ends, so it does not outlive the
+// program that started it.
+func childMain(ctx context.Context, stdin io.Reader, stdout, stderr io.Writer) int {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var j job
+	if err := json.NewDecoder(stdin).Decode(&j); err != nil {
+		fmt.Fprintln(stderr, "bench: child: read job:", err)
+		return exitUsage
+	}
+	go func() {
+		_, _ = io.Copy(io.Discard, stdin) // ends with the parent, however it ends
+		cancel()
+	}()
+	u, err := works[j.Work](ctx, j)
+	if err == nil {
+		err = json.NewEncoder(stdout).Encode(u)
+	}
+	if err != nil {
+		fmt.Fprintf(stderr, "bench: child: %s: %v\n", j.Work, err)
+		return exitFailed
+	}
+	return exitDone
+}
+
+// runChild does a job in a process of its own and returns what it cost. Then
+// the topic must hold as many records more as there were events to produce.
+func (b *bench) runChild(ctx context.Context, j job, s *stock) (u used, err error) {
+	j.Postgres, j.Brokers, j.Topic = b.cfg.postgres, b.cfg.brokers, b.topic
+	j.Schema, j.Events = s.schema, s.events
+	if b.cfg.profile != "" {
+		b.children++
+		j.Profile = filepath.Join(b.cfg.profile, fmt.Sprintf("%02d-%s", b.children, j.Work))
+	}
+	before, err := b.produced(ctx)
+	if err != nil {
+		return u, err
+	}
+	if err := spawn(ctx, j, b.stderr, &u); err != nil {
+		return u, fmt.Errorf("%s: %w", j.Work, err)
+	}
+	after, err := b.produced(ctx)
+	if err == nil && j.Work != "read" && after-before != int64(j.Events) {
+		err = fmt.Errorf("%s: %d events made %d records", j.Work, j.Events, after-before)
+	}
+	return u, errors.Join(err, b.emptyTopic(ctx))
+}
+
+// spawn starts this program again, waits for it and decodes what it writes.
+func spawn(ctx context.Context, j job, stderr io.Writer, result any) error {
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	cmd := exec.CommandContext(ctx, self, childCommand)
+	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
+	cmd.WaitDelay = childPatience
+	cmd.Stderr = stderr
+	stdin, err := cmd.StdinPipe() // stays open until Wait
+	if err != nil {
+		return err
+	}
+	stdout, err := cmd.StdoutPipe()
+	if err != nil {
+		return err
+	}
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	err = errors.Join(json.NewEncoder(stdin).Encode(j), json.NewDecoder(stdout).Decode(result))
+	if werr := cmd.Wait(); werr != nil {
+		return werr // why there was nothing to decode
+	}
+	return err
+}

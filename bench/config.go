@@ -1,0 +1,141 @@
+package main
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+const usage = `Bench measures outbox against what it is made of, on a real PostgreSQL and a real
+Kafka. "make bench" starts both, and passes ARGS on:
+
+    make bench ARGS="-run drain -runs 5"
+
+  OUTBOX_POSTGRES_URL   where PostgreSQL is, for example postgres://localhost/postgres
+  OUTBOX_KAFKA_BROKERS  where Kafka is, host:port with commas between them
+  OUTBOX_KAFKA_KIND     what Kafka is; anything but kafka is refused
+
+Progress goes to stderr, the table to stdout. A ratio belongs to two things that
+were measured in turns, A B A B …; it is the median of the ratios of the pairs.
+Spread is (max - min) / median of these ratios, or of the values where there is
+no ratio. A target that is missed does not fail the run. The README of this
+module says what each scenario compares.
+
+A run makes schemas and a topic of its own and removes them at the end, also
+after Ctrl-C. Give it the machine alone: everything shares its cores.
+
+Exit code: 0 all was measured, 1 something could not be, 2 wrong usage.
+
+Scenarios:
+`
+
+// config is what the flags and the environment say.
+type config struct {
+	postgres, kind string
+	brokers        []string
+
+	which      *regexp.Regexp
+	runs       int
+	events     int
+	backlog    int
+	rates      []int
+	seconds    float64
+	warm       float64
+	workers    int
+	polls      int
+	records    int
+	partitions int
+	json       string
+	profile    string
+}
+
+// parse reads the flags and the environment.
+func parse(args []string, stdout io.Writer) (cfg config, err error) {
+	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
+	flags.SetOutput(io.Discard) // errors are printed once, by start
+	which := flags.String("run", "", "measure the scenarios that match this `regexp` only")
+	rates := flags.String("rates", "200,1000,3000", "transactions per second of the latency scenario, with commas between them")
+	flags.IntVar(&cfg.runs, "runs", 5, "turns of everything that is compared")
+	flags.IntVar(&cfg.events, "events", 500_000, "events that a drain drains")
+	flags.IntVar(&cfg.backlog, "backlog", 1_000_000, "events of the large backlog; the small one has a tenth")
+	flags.Float64Var(&cfg.seconds, "seconds", 20, "seconds measured at each latency point, all turns together")
+	flags.Float64Var(&cfg.warm, "warm", 1.5, "seconds at the beginning of each turn at a latency point that do not count")
+	flags.IntVar(&cfg.workers, "workers", 32, "connections that commit at the same time, for latencies")
+	flags.IntVar(&cfg.polls, "polls", 3000, "idle polls to look at, all turns together")
+	flags.IntVar(&cfg.records, "records", 1500, "transactions that record one event, all turns together; those with more events are fewer")
+	flags.IntVar(&cfg.partitions, "partitions", 6, "partitions of the topic")
+	flags.StringVar(&cfg.json, "json", "", "write the results as JSON lines to this `file`; - means stdout, in place of the table")
+	flags.StringVar(&cfg.profile, "profile", "", "write CPU and allocation profiles of the drains into this `folder`")
+	if err := flags.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			help(flags, stdout)
+			return cfg, err
+		}
+		return cfg, fmt.Errorf("%w; see bench -h", err)
+	}
+	if flags.NArg() > 0 {
+		return cfg, fmt.Errorf("%q is not a flag; see bench -h", flags.Arg(0))
+	}
+	cfg.environment(os.Getenv)
+	var badRates, badRun error
+	cfg.rates, badRates = parseRates(*rates)
+	cfg.which, badRun = regexp.Compile(*which)
+	if err := errors.Join(badRates, badRun, cfg.validate()); err != nil {
+		return cfg, fmt.Errorf("%w; see bench -h", err)
+	}
+	return cfg, nil
+}
+
+func help(flags *flag.FlagSet, w io.Writer) {
+	fmt.Fprint(w, usage)
+	for _, s := range scenarios {
+		fmt.Fprintf(w, "  %-10s %s\n", s.name, s.what)
+	}
+	fmt.Fprint(w, "\nFlags:\n")
+	flags.SetOutput(w)
+	flags.PrintDefaults()
+}
+
+func (c *config) environment(get func(string) string) {
+	c.postgres, c.kind = get("OUTBOX_POSTGRES_URL"), get("OUTBOX_KAFKA_KIND")
+	if brokers := get("OUTBOX_KAFKA_BROKERS"); brokers != "" {
+		c.brokers = strings.Split(brokers, ",")
+	}
+}
+
+func parseRates(list string) (rates []int, err error) {
+	for text := range strings.SplitSeq(list, ",") {
+		rate, err := strconv.Atoi(strings.TrimSpace(text))
+		if err != nil || rate < 1 {
+			return nil, fmt.Errorf("-rates: %q is not a number above 0", text)
+		}
+		rates = append(rates, rate)
+	}
+	return rates, nil
+}
+
+func (c *config) validate() error {
+	var errs []error
+	refuse := func(bad bool, why string) {
+		if bad {
+			errs = append(errs, errors.New(why))
+		}
+	}
+	refuse(c.runs < 1 || c.workers < 1 || c.partitions < 1, "-runs, -workers and -partitions start above 0")
+	refuse(c.events < minEvents || c.backlog < 10*minEvents, fmt.Sprintf("-events starts at %d, -backlog at ten times that", minEvents))
+	refuse(c.seconds <= 0 || c.warm < 0, "-seconds starts above 0, -warm at 0")
+	refuse(c.polls < c.runs || c.records < c.runs, "-polls and -records start at -runs")
+	refuse(c.postgres == "" || len(c.brokers) == 0,
+		"OUTBOX_POSTGRES_URL and OUTBOX_KAFKA_BROKERS are not set: run it with `make bench`")
+	refuse(len(c.brokers) > 0 && c.kind != "kafka",
+		fmt.Sprintf("OUTBOX_KAFKA_KIND is %q: figures of anything but a real Kafka, kind kafka, say nothing", c.kind))
+	refuse(c.which != nil && !slices.ContainsFunc(scenarios, func(s scenario) bool { return c.which.MatchString(s.name) }),
+		"-run matches no scenario")
+	return errors.Join(errs...)
+}

@@ -1,0 +1,96 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"runtime/pprof"
+	"syscall"
+	"time"
+)
+
+// used is what some work cost its process.
+type used struct {
+	Events  int
+	Elapsed time.Duration
+	CPU     time.Duration // user and system
+	Allocs  uint64
+	Bytes   uint64
+}
+
+func (u used) rate() float64         { return float64(u.Events) / u.Elapsed.Seconds() }
+func (u used) micros() float64       { return u.per(float64(u.Elapsed.Nanoseconds()) / 1000) }
+func (u used) cpu() float64          { return u.per(float64(u.CPU.Nanoseconds()) / 1000) }
+func (u used) allocs() float64       { return u.per(float64(u.Allocs)) }
+func (u used) bytes() float64        { return u.per(float64(u.Bytes)) }
+func (u used) per(x float64) float64 { return x / float64(u.Events) }
+
+// each reads one quantity from all runs.
+func each(runs []used, quantity func(used) float64) series {
+	values := make(series, len(runs))
+	for i, u := range runs {
+		values[i] = quantity(u)
+	}
+	return values
+}
+
+// meter runs from startMeter to stop.
+type meter struct {
+	cpu     time.Duration
+	memory  runtime.MemStats
+	profile string
+	file    *os.File
+	start   time.Time
+}
+
+// startMeter leaves no garbage of the preparations to the work. profile names
+// files to write, without their extension; empty means none.
+func startMeter(profile string) (*meter, error) {
+	m := &meter{profile: profile}
+	if profile != "" {
+		f, err := os.Create(filepath.Clean(profile + ".cpu.pprof"))
+		if err != nil {
+			return nil, fmt.Errorf("profile: %w", err)
+		}
+		m.file = f
+	}
+	runtime.GC()
+	if m.file != nil {
+		if err := pprof.StartCPUProfile(m.file); err != nil {
+			return nil, errors.Join(fmt.Errorf("profile: %w", err), m.file.Close())
+		}
+	}
+	runtime.ReadMemStats(&m.memory)
+	m.cpu, m.start = cpuTime(), time.Now()
+	return m, nil
+}
+
+func (m *meter) stop(events int) (used, error) {
+	u := used{Events: events, Elapsed: time.Since(m.start), CPU: cpuTime() - m.cpu}
+	var memory runtime.MemStats
+	runtime.ReadMemStats(&memory)
+	u.Allocs, u.Bytes = memory.Mallocs-m.memory.Mallocs, memory.TotalAlloc-m.memory.TotalAlloc
+	return u, m.writeProfiles()
+}
+
+func (m *meter) writeProfiles() error {
+	if m.file == nil {
+		return nil
+	}
+	pprof.StopCPUProfile()
+	allocs, err := os.Create(filepath.Clean(m.profile + ".allocs.pprof"))
+	if err != nil {
+		return errors.Join(fmt.Errorf("profile: %w", err), m.file.Close())
+	}
+	err = pprof.Lookup("allocs").WriteTo(allocs, 0)
+	return errors.Join(err, allocs.Close(), m.file.Close())
+}
+
+// cpuTime is what this process has used so far.
+func cpuTime() time.Duration {
+	var u syscall.Rusage
+	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &u) // it fails for bad arguments only
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}

@@ -1,0 +1,43 @@
+package main
+
+import (
+	"context"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+)
+
+// pace calls do for the numbers from 0 to total-1, each at its time in a fixed
+// schedule of rate calls a second, from as many goroutines as there are workers.
+// The schedule waits for nobody: a call that finds no worker is made late.
+func pace(ctx context.Context, rate, total, workers int, do func(context.Context, int) error) error {
+	start := time.Now()
+	var next atomic.Int64
+	g, ctx := errgroup.WithContext(ctx)
+	for range workers {
+		g.Go(func() error {
+			timer := time.NewTimer(0)
+			defer timer.Stop()
+			for {
+				n := int(next.Add(1)) - 1
+				if n >= total {
+					return nil
+				}
+				timer.Reset(time.Until(start.Add(offset(n, rate))))
+				select {
+				case <-timer.C:
+				case <-ctx.Done():
+					return context.Cause(ctx)
+				}
+				if err := do(ctx, n); err != nil {
+					return err
+				}
+			}
+		})
+	}
+	return g.Wait()
+}
+
+// offset is when call n is due.
+func offset(n, rate int) time.Duration { return time.Duration(n) * time.Second / time.Duration(rate) }

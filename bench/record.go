@@ -1,0 +1,213 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+)
+
+// desk is where transactions record, one after the other on one connection.
+type desk struct {
+	*bench
+	conn   *pgx.Conn
+	schema string
+	rec    *outbox.Recorder
+	events []outbox.DomainEvent
+}
+
+const manyEvents = 10_000
+
+// record compares transactions that record events with the same ones that do
+// not, and with a bare COPY of the same rows.
+func (b *bench) record(ctx context.Context) error {
+	conn, err := b.db.Acquire(ctx)
+	if err != nil {
+		return err
+	}
+	defer conn.Release()
+	d := &desk{bench: b, conn: conn.Conn(), events: newEvents(0, manyEvents)}
+	if d.schema, err = b.newSchema(ctx, "record"); err != nil {
+		return err
+	}
+	if d.rec, err = b.recorder(d.schema); err != nil {
+		return err
+	}
+	if err := d.queue(ctx); err != nil {
+		return err
+	}
+	for _, events := range []int{1, 100} {
+		if err := d.several(ctx, events); err != nil {
+			return err
+		}
+	}
+	return d.many(ctx)
+}
+
+// queue adds an event to the batch of a transaction of three statements.
+func (d *desk) queue(ctx context.Context) error {
+	medians, err := d.inTurn(ctx, d.cfg.records, d.purchase(false), d.purchase(true))
+	if err != nil {
+		return err
+	}
+	d.report.add(measured("record/three-statements", "µs/tx", medians[0]),
+		compared("record/three-and-queue", "µs/tx", medians[1], "record/three-statements", medians[0]).ratioAtMost(1.15))
+	return nil
+}
+
+// several adds a Record of some events to a transaction of one statement.
+func (d *desk) several(ctx context.Context, events int) error {
+	medians, err := d.inTurn(ctx, d.cfg.records/events*min(events, 20), d.order(nothing), d.order(d.recordN(events)))
+	if err != nil {
+		return err
+	}
+	name := fmt.Sprintf("record/%d", events)
+	d.report.add(measured(name+"-none", "µs/tx", medians[0]),
+		compared(name, "µs/tx", medians[1], name+"-none", medians[0]))
+	return nil
+}
+
+// many compares a Record of 10,000 events with COPY.
+func (d *desk) many(ctx context.Context) error {
+	copied, err := d.newSchema(ctx, "copy")
+	if err != nil {
+		return err
+	}
+	rows, err := d.copyRows()
+	if err != nil {
+		return err
+	}
+	const n = manyEvents
+	medians, err := d.inTurn(ctx, d.cfg.records/100, d.order(nothing), d.order(copyInto(copied, rows)), d.order(d.recordN(n)))
+	if err != nil {
+		return err
+	}
+	name := fmt.Sprintf("record/%d", n)
+	d.report.add(measured(name+"-none", "µs/tx", medians[0]), measured(name+"-copy", "µs/tx", medians[1]),
+		compared(name, "µs/tx", medians[2], name+"-none", medians[0]),
+		compared(name, "µs/tx", medians[2], name+"-copy", medians[1]).ratioAtMost(1.5))
+	return nil
+}
+
+// act is what a transaction does beside its business; transaction is all of it.
+type (
+	act         func(ctx context.Context, tx pgx.Tx) error
+	transaction func(ctx context.Context) error
+)
+
+func nothing(context.Context, pgx.Tx) error { return nil }
+
+func (d *desk) recordN(n int) act {
+	return func(ctx context.Context, tx pgx.Tx) error { return d.rec.Record(ctx, tx, d.events[:n]...) }
+}
+
+// order is a transaction of one statement and an act.
+func (d *desk) order(more act) transaction {
+	sql := inSchema(sqlOrder, d.schema)
+	return func(ctx context.Context) error {
+		return pgx.BeginFunc(ctx, d.conn, func(tx pgx.Tx) error {
+			if _, err := tx.Exec(ctx, sql, "somebody"); err != nil {
+				return err
+			}
+			return more(ctx, tx)
+		})
+	}
+}
+
+const (
+	sqlItem  = `INSERT INTO {schema}.items (customer, sku) VALUES ($1, $2)`
+	sqlStock = `UPDATE {schema}.stock SET sold = sold + 1 WHERE sku = $1`
+)
+
+// purchase is a transaction of three statements in one batch, with an event or
+// without.
+func (d *desk) purchase(event bool) transaction {
+	order, item, stock := inSchema(sqlOrder, d.schema), inSchema(sqlItem, d.schema), inSchema(sqlStock, d.schema)
+	n := 0
+	return func(ctx context.Context) error {
+		e := d.events[n%manyEvents].(orderPlaced)
+		n++
+		return pgx.BeginFunc(ctx, d.conn, func(tx pgx.Tx) error {
+			var batch pgx.Batch
+			batch.Queue(order, e.Customer)
+			batch.Queue(item, e.Customer, e.Note)
+			batch.Queue(stock, n%10_000)
+			if event {
+				if err := d.rec.Queue(ctx, &batch, e); err != nil {
+					return err
+				}
+			}
+			return tx.SendBatch(ctx, &batch).Close()
+		})
+	}
+}
+
+var copyColumns = []string{
+	"event_id", "event_type", "source", "aggregate_type", "aggregate_id", "payload", "content_type", "occurred_at",
+}
+
+// copyRows are the rows that Record writes, encoded beforehand.
+func (d *desk) copyRows() ([][]any, error) {
+	rows := make([][]any, len(d.events))
+	for i, event := range d.events {
+		e := event.(orderPlaced)
+		payload, err := json.Marshal(e)
+		if err != nil {
+			return nil, err
+		}
+		id, err := uuid.NewV7()
+		if err != nil {
+			return nil, err
+		}
+		rows[i] = []any{[16]byte(id), d.eventType(), source, aggregate, e.Order, string(payload), "application/json", e.At}
+	}
+	return rows, nil
+}
+
+// copyInto copies rows into another outbox, with the same columns, defaults and
+// indexes.
+func copyInto(schema string, rows [][]any) act {
+	return func(ctx context.Context, tx pgx.Tx) error {
+		_, err := tx.CopyFrom(ctx, pgx.Identifier{schema, "outbox"}, copyColumns, pgx.CopyFromRows(rows))
+		return err
+	}
+}
+
+// inTurn runs transactions one after the other, n times all in all, after some
+// that do not count. It returns the medians of each turn, in microseconds.
+func (d *desk) inTurn(ctx context.Context, n int, all ...transaction) ([]series, error) {
+	const warm = 3
+	medians := make([]series, len(all))
+	perTurn := max(1, n/d.cfg.runs)
+	for turn := range d.cfg.runs {
+		times := make([]series, len(all))
+		for i := range warm + perTurn {
+			for k, do := range all {
+				start := time.Now()
+				if err := do(ctx); err != nil {
+					return nil, err
+				}
+				if i >= warm {
+					times[k] = append(times[k], float64(time.Since(start).Nanoseconds())/1000)
+				}
+			}
+		}
+		for k := range all {
+			medians[k] = append(medians[k], times[k].median())
+		}
+		d.say("%d/%d transactions, µs: %.0f", turn+1, d.cfg.runs, last(medians))
+	}
+	return medians, nil
+}
+
+func last(all []series) []float64 {
+	values := make([]float64, len(all))
+	for i, s := range all {
+		values[i] = s[len(s)-1]
+	}
+	return values
+}

@@ -1,0 +1,46 @@
+package main
+
+import (
+	"bytes"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+func example() *report {
+	r := &report{}
+	r.note("cores: %d", 2)
+	pipe, relay := series{100_000, 120_000, 110_000}, series{90_000, 60_000, 99_000}
+	r.add(measured("drain/pipe", "events/s", pipe),
+		compared("drain/relay", "events/s", relay, "drain/pipe", pipe).ratioAtLeast(0.8),
+		compared("drain/cpu", "µs/event", series{7}, "drain/pipe-cpu", series{3.5}).valueAtMost(6),
+		failed("latency/3000", "floor achieved 2000 of 3000 transactions/s"))
+	return r
+}
+
+func TestTable(t *testing.T) {
+	require.Equal(t, `cores: 2
+
+scenario        value  unit      ratio  against         target        met  spread  runs
+drain/pipe    110,000  events/s                                              18 %     3
+drain/relay    90,000  events/s   0.90  drain/pipe      ratio ≥ 0.80  yes    44 %     3
+drain/cpu        7.00  µs/event   2.00  drain/pipe-cpu  value ≤ 6     NO      0 %     1
+latency/3000  FAILED: floor achieved 2000 of 3000 transactions/s
+`, example().table())
+}
+
+func TestJSON(t *testing.T) {
+	var b bytes.Buffer
+	require.NoError(t, example().write(&b, "-"))
+	require.Equal(t, `{"scenario":"drain/pipe","value":110000,"unit":"events/s","runs":3,"spread":0.18181818181818182}
+{"scenario":"drain/relay","value":90000,"unit":"events/s","ratio":0.9,"against":"drain/pipe","runs":3,"spread":0.4444444444444445,"target":"ratio ≥ 0.80","met":true}
+{"scenario":"drain/cpu","value":7,"unit":"µs/event","ratio":2,"against":"drain/pipe-cpu","runs":1,"spread":0,"target":"value ≤ 6","met":false}
+{"scenario":"latency/3000","value":0,"unit":"","runs":0,"spread":0,"failed":"floor achieved 2000 of 3000 transactions/s"}
+`, b.String())
+}
+
+func TestNumber(t *testing.T) {
+	for want, v := range map[string]float64{"0.12": 0.123, "5.43": 5.432, "54.3": 54.32, "543": 543.2, "5,432": 5432.1, "1,234,568": 1234567.8} {
+		require.Equal(t, want, number(v))
+	}
+}

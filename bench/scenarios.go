@@ -1,0 +1,68 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"time"
+)
+
+// scenario is one thing to measure, chosen by its name.
+type scenario struct {
+	name, what string
+	kafka      bool // needs a broker that is warm
+	run        func(*bench, context.Context) error
+}
+
+// scenarios run in this order: latencies first, while nothing large is being
+// written back to the disk. They lead back to this list, hence init.
+var scenarios []scenario
+
+func init() {
+	scenarios = []scenario{
+		{"latency", "from commit to arrival, against producing after the commit", true, (*bench).latency},
+		{"open", "the same while another transaction stays open, against without", true, (*bench).open},
+		{"drain", "all events, against a bare loop that reads rows and produces them", true, (*bench).drain},
+		{"backlog", "a large backlog against a small one: time and CPU of an event", true, (*bench).backlog},
+		{"poll", "a poll that finds nothing, over published rows and over none", true, (*bench).poll},
+		{"record", "Record and Queue in a transaction, against the transaction without, and COPY", false, (*bench).record},
+	}
+}
+
+// bench is one run of the program.
+type bench struct {
+	*services
+	cfg    config
+	stderr io.Writer
+	report *report
+
+	stocks map[int]*stock
+	warm   bool
+
+	children int // started so far, for the names of profiles
+}
+
+// say tells how far the run is.
+func (b *bench) say(format string, args ...any) {
+	fmt.Fprintf(b.stderr, format+"\n", args...)
+}
+
+func (b *bench) measure(ctx context.Context) error {
+	for _, s := range scenarios {
+		if !b.cfg.which.MatchString(s.name) {
+			continue
+		}
+		if s.kafka {
+			if err := b.warmUp(ctx); err != nil {
+				return fmt.Errorf("warm up: %w", err)
+			}
+		}
+		start := time.Now()
+		b.say("%s: %s", s.name, s.what)
+		if err := s.run(b, ctx); err != nil {
+			return fmt.Errorf("%s: %w", s.name, err)
+		}
+		b.say("%s: done in %.0f s", s.name, time.Since(start).Seconds())
+	}
+	return nil
+}

@@ -1,0 +1,185 @@
+package outbox
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgtype"
+)
+
+// rowColumns are the columns of outbox that a recorder fills; the others have
+// defaults.
+var rowColumns = []string{
+	"event_id", "event_type", "source", "aggregate_type", "aggregate_id",
+	"payload", "payload_bytes", "content_type", "topic", "partition_key", "headers", "occurred_at",
+}
+
+// sqlInsertOne stores one event, which is what most transactions have.
+const sqlInsertOne = `
+INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
+       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at)
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)`
+
+// sqlInsert stores any number of events. unnest keeps the order of its arrays
+// and the sequence is asked row by row, so ids follow the order of the events.
+const sqlInsert = `
+INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
+       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at)
+SELECT e.event_id, e.event_type, $1::text, e.aggregate_type, e.aggregate_id,
+       e.payload::jsonb, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::jsonb, e.occurred_at
+  FROM unnest($2::uuid[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bytea[],
+              $8::text[], $9::text[], $10::text[], $11::text[], $12::timestamptz[])
+       AS e (event_id, event_type, aggregate_type, aggregate_id, payload, payload_bytes,
+             content_type, topic, partition_key, headers, occurred_at)`
+
+// columns are events turned on their side, in the order of sqlInsert.
+type columns struct {
+	source        string
+	eventID       []pgtype.UUID
+	eventType     []string
+	aggregateType []string
+	aggregateID   []string
+	payload       []pgtype.Text
+	payloadBytes  [][]byte
+	contentType   []string
+	topic         []pgtype.Text
+	partitionKey  []pgtype.Text
+	headers       []pgtype.Text
+	occurredAt    []time.Time
+}
+
+func (c *columns) len() int { return len(c.eventID) }
+
+// args are the parameters of sqlInsert.
+func (c *columns) args() []any {
+	return []any{
+		c.source, c.eventID, c.eventType, c.aggregateType, c.aggregateID, c.payload, c.payloadBytes,
+		c.contentType, c.topic, c.partitionKey, c.headers, c.occurredAt,
+	}
+}
+
+// row returns an event in the order of rowColumns. Its error is always nil: that
+// is how [pgx.CopyFromSlice] wants it.
+func (c *columns) row(i int) ([]any, error) {
+	return []any{
+		c.eventID[i], c.eventType[i], c.source, c.aggregateType[i], c.aggregateID[i],
+		jsonText(c.payload[i]), c.payloadBytes[i], c.contentType[i], c.topic[i], c.partitionKey[i], jsonText(c.headers[i]), c.occurredAt[i],
+	}, nil
+}
+
+// jsonText is a jsonb parameter: pgx takes a string for JSON, and would encode
+// any other value into JSON first.
+func jsonText(t pgtype.Text) any {
+	if !t.Valid {
+		return nil
+	}
+	return t.String
+}
+
+// rows encodes events, or says which field of which one cannot be stored.
+func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*columns, error) {
+	n := len(events)
+	c := &columns{
+		source:        r.events.source,
+		eventID:       make([]pgtype.UUID, 0, n),
+		eventType:     make([]string, 0, n),
+		aggregateType: make([]string, 0, n),
+		aggregateID:   make([]string, 0, n),
+		payload:       make([]pgtype.Text, n),
+		payloadBytes:  make([][]byte, n),
+		contentType:   make([]string, 0, n),
+		topic:         make([]pgtype.Text, 0, n),
+		partitionKey:  make([]pgtype.Text, n),
+		headers:       make([]pgtype.Text, n),
+		occurredAt:    make([]time.Time, 0, n),
+	}
+	correlation, trace := CorrelationID(ctx), r.cfg.TraceParent(ctx)
+	for i, e := range events {
+		def, e, err := r.events.lookup(e)
+		if err != nil {
+			return nil, atIndex(i, "", err)
+		}
+		headers, refused := encodeHeaders(r.cfg.Headers(ctx, e), correlation, trace)
+		if refused != nil {
+			return nil, atIndex(i, def.eventType, refused)
+		}
+		if headers != nil {
+			c.headers[i] = pgtype.Text{String: string(headers), Valid: true}
+		}
+		if err := r.add(c, i, def, e); err != nil {
+			return nil, atIndex(i, def.eventType, err)
+		}
+	}
+	return c, nil
+}
+
+// add encodes one event into row i.
+func (r *Recorder) add(c *columns, i int, def *definition, e DomainEvent) error {
+	aggregateID := def.aggregateID(e)
+	if err := checkAttribute(aggregateID, maxAggregateID); err != nil {
+		return &FieldError{Field: "aggregate_id", Err: err}
+	}
+	if def.key != nil {
+		key := def.key(e)
+		if err := checkText(key, maxPartitionKey); err != nil {
+			return &FieldError{Field: "partition_key", Err: err}
+		}
+		c.partitionKey[i] = pgtype.Text{String: key, Valid: true}
+	}
+	occurredAt := e.OccurredAt()
+	if err := checkTime(occurredAt); err != nil {
+		return &FieldError{Field: "occurred_at", Err: err}
+	}
+	payload, err := r.encode(def, e)
+	if err != nil {
+		return &FieldError{Field: "payload", Err: err}
+	}
+	if def.codec.ContentType == jsonType {
+		c.payload[i] = pgtype.Text{String: string(payload), Valid: true}
+	} else {
+		c.payloadBytes[i] = append([]byte{}, payload...) // the codec may use its buffer again; empty is not NULL
+	}
+	id, err := r.cfg.NewID()
+	if err != nil {
+		return &FieldError{Field: "event_id", Err: err}
+	}
+	c.eventID = append(c.eventID, pgtype.UUID{Bytes: id, Valid: true})
+	c.eventType = append(c.eventType, def.eventType)
+	c.aggregateType = append(c.aggregateType, def.aggregateType)
+	c.aggregateID = append(c.aggregateID, aggregateID)
+	c.contentType = append(c.contentType, def.codec.ContentType)
+	c.topic = append(c.topic, pgtype.Text{String: def.topic, Valid: def.topic != ""})
+	c.occurredAt = append(c.occurredAt, occurredAt)
+	return nil
+}
+
+// encode returns a payload that its column takes.
+func (r *Recorder) encode(def *definition, e DomainEvent) ([]byte, error) {
+	payload, err := def.codec.Encode(e)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrEncode, err)
+	}
+	size := len(payload)
+	if def.codec.ContentType == jsonType {
+		if size, err = checkJSONB(payload); err != nil {
+			return nil, err
+		}
+	}
+	if size > r.cfg.MaxPayload {
+		return nil, fmt.Errorf("%w: %d bytes, at most %d", ErrTooLarge, size, r.cfg.MaxPayload)
+	}
+	return payload, nil
+}
+
+// atIndex completes an error about one event with its place and type.
+func atIndex(i int, eventType string, err error) error {
+	var refused *FieldError
+	if errors.As(err, &refused) {
+		refused.Index = i
+		refused.EventType = cmp.Or(refused.EventType, eventType)
+	}
+	return err
+}
