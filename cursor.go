@@ -51,8 +51,8 @@ type cursors struct {
 	schema string
 	relay  string
 
-	sqlLoad, sqlSeed, sqlOpen, sqlMove, sqlMoveRefused, sqlIDs, sqlFetch string
-	sqlRebaseLook, sqlRebase, sqlRebaseProof                             string
+	sqlLoad, sqlSeed, sqlOpen, sqlMove, sqlMoveFailed, sqlIDs, sqlFetch string
+	sqlRebaseLook, sqlRebase, sqlRebaseProof                            string
 }
 
 func newCursors(db *pgxpool.Pool, schema, relay string) *cursors {
@@ -62,7 +62,7 @@ func newCursors(db *pgxpool.Pool, schema, relay string) *cursors {
 		sqlSeed:        inSchema(sqlSeed, schema),
 		sqlOpen:        inSchema(sqlOpen, schema),
 		sqlMove:        inSchema(sqlMove, schema),
-		sqlMoveRefused: inSchema(sqlMoveRefused, schema),
+		sqlMoveFailed:  inSchema(sqlMoveFailed, schema),
 		sqlIDs:         inSchema(sqlIDs, schema),
 		sqlFetch:       inSchema(sqlFetch, schema),
 		sqlRebaseLook:  inSchema(sqlRebaseLook, schema),
@@ -260,14 +260,14 @@ SELECT $1::text, $5::pg_snapshot, $6::pg_snapshot, $7::bigint, $8::bigint, $9::b
 RETURNING id`
 
 // move records that the open window's events up to p.last have been attempted,
-// and the refused ones among them, in one statement. It returns the new row's
+// and those of them that failed, in one statement. It returns the new row's
 // id, or errStale if the relay no longer is where it thought or who it was.
-func (c *cursors) move(ctx context.Context, l *lease, p position, refused []refusal) (int64, error) {
+func (c *cursors) move(ctx context.Context, l *lease, p position, failures []failure) (int64, error) {
 	sql := c.sqlMove
 	args := []any{c.relay, l.holder, l.epoch, p.cursorID, p.base, p.window, p.last, p.highest, p.systemID, p.server}
-	if len(refused) > 0 {
-		sql = c.sqlMoveRefused
-		args = append(args, refusalArgs(refused)...)
+	if len(failures) > 0 {
+		sql = c.sqlMoveFailed
+		args = append(args, failureArgs(failures)...)
 	}
 	var id int64
 	err := c.query(ctx, func(rows pgx.Rows) (err error) {

@@ -71,7 +71,9 @@ func (d *desk) opened(t *testing.T) (*lease, position) {
 	return l, p
 }
 
-var someRefusal = []refusal{{id: 1, class: "message_too_large", err: errors.New("too large")}}
+var someFailure = []failure{{
+	event: &envelope{id: 1}, key: "b-events/k", status: statusFailed, class: "message_too_large", err: errors.New("too large"),
+}}
 
 // Whoever lost the lease can neither move the cursor nor record a failure,
 // whatever it believes about itself.
@@ -82,7 +84,7 @@ func TestLostLeaseMovesNothing(t *testing.T) {
 	before := d.count(t, "outbox_cursor")
 	_, err := d.cursors.move(ctx, l, p, nil)
 	require.ErrorIs(t, err, errStale)
-	_, err = d.cursors.move(ctx, l, p, someRefusal)
+	_, err = d.cursors.move(ctx, l, p, someFailure)
 	require.ErrorIs(t, err, errStale)
 	_, _, _, err = d.cursors.open(ctx, l, p, 10)
 	require.ErrorIs(t, err, errLeaseLost)
@@ -98,7 +100,7 @@ func TestLostLeaseMovesNothing(t *testing.T) {
 func TestMoveWaitsForTakeover(t *testing.T) {
 	d, ctx := newDesk(t), context.Background()
 	l, p := d.opened(t)
-	for name, refused := range map[string][]refusal{"move": nil, "move with a refusal": someRefusal} {
+	for name, refused := range map[string][]failure{"move": nil, "move with a refusal": someFailure} {
 		t.Run(name, func(t *testing.T) {
 			takeover, err := d.db.Begin(ctx)
 			require.NoError(t, err)
@@ -139,7 +141,7 @@ func TestChangedCursorIsStale(t *testing.T) {
 			before := d.count(t, "outbox_cursor")
 			_, err := d.cursors.move(ctx, l, p, nil)
 			require.ErrorIs(t, err, errStale)
-			_, err = d.cursors.move(ctx, l, p, someRefusal)
+			_, err = d.cursors.move(ctx, l, p, someFailure)
 			require.ErrorIs(t, err, errStale)
 			_, _, _, err = d.cursors.open(ctx, l, p, 10)
 			require.ErrorIs(t, err, errStale)
@@ -247,7 +249,7 @@ func TestVanishedWindowIsNotRead(t *testing.T) {
 // Every constructor completes every statement.
 func TestStatementsAreComplete(t *testing.T) {
 	c, l := newCursors(nil, "s", "r"), newLeases(nil, "s", "r", 1)
-	for _, sql := range []string{c.sqlLoad, c.sqlSeed, c.sqlOpen, c.sqlMove, c.sqlMoveRefused, c.sqlIDs, c.sqlFetch, c.sqlRebaseLook, c.sqlRebase, c.sqlRebaseProof,
+	for _, sql := range []string{c.sqlLoad, c.sqlSeed, c.sqlOpen, c.sqlMove, c.sqlMoveFailed, c.sqlIDs, c.sqlFetch, c.sqlRebaseLook, c.sqlRebase, c.sqlRebaseProof,
 		l.peek, l.take, l.renewal, l.release} {
 		require.Contains(t, sql, `"s".outbox`)
 		require.False(t, strings.Contains(sql, "{schema}"))

@@ -184,7 +184,7 @@ func TestSameRowsElsewhereAreStale(t *testing.T) {
 	d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
 	_, err := d.cursors.move(ctx, l, p, nil)
 	require.ErrorIs(t, err, errStale)
-	_, err = d.cursors.move(ctx, l, p, someRefusal)
+	_, err = d.cursors.move(ctx, l, p, someFailure)
 	require.ErrorIs(t, err, errStale)
 	_, _, _, err = d.cursors.open(ctx, l, p, 10)
 	require.ErrorIs(t, err, errStale)

@@ -1,28 +1,59 @@
 package outbox
 
-// refusal is an event that Kafka will not take, and why.
-type refusal struct {
-	id    int64 // outbox.id
-	class string
-	err   error
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+// How outbox_failed works. An event that Kafka refuses, or that an outage keeps
+// back while others get through, leaves the path of the cursor for a row here;
+// later events of its topic and key are parked behind it without being sent. Of
+// each parking key at most one row, the head, is waiting or failed and has a time
+// at which it is due; the rest are parked and become head one after the other.
+
+// failure is an event that did not get through, and what is known about it.
+type failure struct {
+	event  *envelope
+	key    string // parking key
+	status string // statusWaiting, statusFailed or statusParked
+	class  string
+	err    error // nil when parked
+
+	pending bool // counted so by the parking
 }
 
-// sqlMoveRefused is sqlMove with refused events: they enter outbox_failed if
-// and only if the cursor passes them. A batch that is repeated after a crash
-// finds them there already.
-const sqlMoveRefused = `
+// Values of outbox_failed.status that a relay writes; resolved is the operator's,
+// and the relay's for rows that are kept after they were sent.
+const (
+	statusWaiting  = "waiting"
+	statusFailed   = "failed"
+	statusParked   = "parked"
+	statusDead     = "dead"
+	statusResolved = "resolved"
+)
+
+// sqlMoveFailed is sqlMove with failures: they enter outbox_failed if and only
+// if the cursor passes them. A batch that is repeated after a crash finds them
+// there already.
+const sqlMoveFailed = `
 WITH newest AS MATERIALIZED (
     SELECT max(id) AS id FROM {schema}.outbox_cursor WHERE relay = $1::text AND pg_postmaster_start_time() = $10
 ), lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
-), refused AS (
+), failed AS (
     INSERT INTO {schema}.outbox_failed
-           (relay, outbox_id, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes,
-            content_type, topic, partition_key, headers, occurred_at, created_at, status, error_class, last_error)
-    SELECT $1::text, o.id, o.event_id, o.event_type, o.source, o.aggregate_type, o.aggregate_id, o.payload, o.payload_bytes,
-           o.content_type, o.topic, o.partition_key, o.headers, o.occurred_at, o.created_at, 'failed', r.class, r.error
-      FROM newest, lease, unnest($11::bigint[], $12::text[], $13::text[]) AS r (id, class, error)
-     CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN r.id AND r.id ORDER BY id OFFSET 0) AS o
+           (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes,
+            content_type, topic, partition_key, headers, occurred_at, created_at, status, error_class, last_error, next_retry_at)
+    SELECT $1::text, o.id, f.key, o.event_id, o.event_type, o.source, o.aggregate_type, o.aggregate_id, o.payload, o.payload_bytes,
+           o.content_type, o.topic, o.partition_key, o.headers, o.occurred_at, o.created_at, f.status, f.class, f.error, now() + f.wait
+      FROM newest, lease, unnest($11::bigint[], $12::text[], $13::text[], $14::text[], $15::text[], $16::interval[])
+                       AS f (id, key, status, class, error, wait)
+     CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN f.id AND f.id ORDER BY id OFFSET 0) AS o
      WHERE newest.id = $4
      ORDER BY o.id
         ON CONFLICT (relay, outbox_id) DO NOTHING
@@ -34,13 +65,225 @@ SELECT $1::text, $5::pg_snapshot, $6::pg_snapshot, $7::bigint, $8::bigint, $9::b
  WHERE newest.id = $4
 RETURNING id`
 
-// refusalArgs are the last parameters of sqlMoveRefused.
-func refusalArgs(refused []refusal) []any {
-	ids := make([]int64, len(refused))
-	classes := make([]string, len(refused))
-	errs := make([]string, len(refused))
-	for i, r := range refused {
-		ids[i], classes[i], errs[i] = r.id, r.class, r.err.Error()
+// failureArgs are the last parameters of sqlMoveFailed.
+func failureArgs(failures []failure) []any {
+	n := len(failures)
+	ids, keys, statuses := make([]int64, n), make([]string, n), make([]string, n)
+	classes, errs, waits := make([]*string, n), make([]*string, n), make([]time.Duration, n)
+	for i, f := range failures {
+		ids[i], keys[i], statuses[i] = f.event.id, f.key, f.status
+		if f.err != nil {
+			text := f.err.Error()
+			classes[i], errs[i] = &failures[i].class, &text
+		}
+		if f.status == statusFailed {
+			waits[i] = retryWait(1)
+		}
 	}
-	return []any{ids, classes, errs}
+	return []any{ids, keys, statuses, classes, errs, waits}
+}
+
+// failedStore reads and settles the rows of one relay in outbox_failed.
+type failedStore struct {
+	db    *pgxpool.Pool
+	relay string
+	hold  bool // dead events hold their keys
+
+	sqlKeys, sqlPromote, sqlDue, sqlBehind, sqlSettle string
+}
+
+func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedStore {
+	return &failedStore{
+		db: db, relay: relay, hold: hold,
+		sqlKeys:    inSchema(sqlFailedKeys, schema),
+		sqlPromote: inSchema(sqlFailedPromote, schema),
+		sqlDue:     inSchema(sqlFailedDue, schema),
+		sqlBehind:  inSchema(sqlFailedBehind, schema),
+		sqlSettle:  inSchema(sqlFailedSettle, schema),
+	}
+}
+
+// sqlFailedKeys counts the rows that hold back their keys.
+const sqlFailedKeys = `
+SELECT parking_key, count(*)
+  FROM {schema}.outbox_failed
+ WHERE relay = $1::text AND status IN ('waiting', 'failed', 'parked', 'dead') AND (status <> 'dead' OR $2::bool)
+ GROUP BY parking_key`
+
+// keys returns how many rows hold back each key.
+func (f *failedStore) keys(ctx context.Context) (map[string]int, error) {
+	rows, err := f.db.Query(ctx, f.sqlKeys, f.relay, f.hold)
+	if err != nil {
+		return nil, fmt.Errorf("read parked keys: %w", err)
+	}
+	keys := map[string]int{}
+	var key string
+	var n int
+	_, err = pgx.ForEachRow(rows, []any{&key, &n}, func() error {
+		keys[key] = n
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read parked keys: %w", err)
+	}
+	return keys, nil
+}
+
+// sqlFailedPromote makes heads of the first parked rows of keys that have none:
+// their head was sent, has died and lets go, or an operator has resolved it.
+const sqlFailedPromote = `
+UPDATE {schema}.outbox_failed AS f
+   SET status = 'waiting', next_retry_at = now()
+  FROM (SELECT DISTINCT ON (parking_key) id, parking_key FROM {schema}.outbox_failed
+         WHERE relay = $1::text AND status IN ('waiting', 'failed', 'parked', 'dead') AND status = 'parked'
+         ORDER BY parking_key, outbox_id) AS first
+ WHERE f.id = first.id
+   AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)
+   AND NOT EXISTS (SELECT FROM {schema}.outbox_failed AS head
+                    WHERE head.relay = $1::text AND head.parking_key = first.parking_key
+                      AND head.status IN ('waiting', 'failed', 'parked', 'dead')
+                      AND (head.status IN ('waiting', 'failed') OR head.status = 'dead' AND $4::bool))`
+
+// promote gives a head to every key that has rows and none.
+func (f *failedStore) promote(ctx context.Context, l *lease) error {
+	if _, err := f.db.Exec(ctx, f.sqlPromote, f.relay, l.holder, l.epoch, f.hold); err != nil {
+		return fmt.Errorf("promote parked events: %w", err)
+	}
+	return nil
+}
+
+// failedEvent is a row of outbox_failed on its way to Kafka.
+type failedEvent struct {
+	envelope        // its id is outbox.id
+	row      int64  // outbox_failed.id
+	key      string // parking key
+	retries  int
+}
+
+// sqlFailedDue reads heads that are due, those of the oldest events first.
+const sqlFailedDue = `
+SELECT e.id, e.parking_key, e.retry_count, ` + failedColumns + `
+  FROM {schema}.outbox_failed AS e
+ WHERE e.relay = $1::text AND e.status IN ('waiting', 'failed') AND e.next_retry_at <= now()
+ ORDER BY e.outbox_id LIMIT $2`
+
+// sqlFailedBehind reads what is parked behind a head that got through.
+const sqlFailedBehind = `
+SELECT e.id, e.parking_key, e.retry_count, ` + failedColumns + `
+  FROM {schema}.outbox_failed AS e
+ WHERE e.relay = $1::text AND e.parking_key = $2 AND e.status IN ('waiting', 'failed', 'parked', 'dead')
+   AND e.status IN ('waiting', 'parked')
+ ORDER BY e.outbox_id LIMIT $3`
+
+// failedColumns are eventColumns of outbox_failed.
+const failedColumns = `e.outbox_id, e.event_id::text, e.event_type, e.source, e.aggregate_type, e.aggregate_id,
+       e.payload::text, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::text, e.occurred_at`
+
+// due returns at most limit heads whose time has come.
+func (f *failedStore) due(ctx context.Context, limit int) ([]failedEvent, error) {
+	events, err := f.read(ctx, f.sqlDue, f.relay, limit)
+	if err != nil {
+		return nil, fmt.Errorf("read events to retry: %w", err)
+	}
+	return events, nil
+}
+
+// behind returns at most limit events of a key, in order.
+func (f *failedStore) behind(ctx context.Context, key string, limit int) ([]failedEvent, error) {
+	events, err := f.read(ctx, f.sqlBehind, f.relay, key, limit)
+	if err != nil {
+		return nil, fmt.Errorf("read parked events: %w", err)
+	}
+	return events, nil
+}
+
+func (f *failedStore) read(ctx context.Context, sql string, args ...any) (events []failedEvent, err error) {
+	rows, err := f.db.Query(ctx, sql, args...)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	const head = 3
+	r := eventReader{types: rows.Conn().TypeMap(), fields: rows.FieldDescriptions()[head:]}
+	for rows.Next() {
+		var e failedEvent
+		raw := rows.RawValues()
+		for i, dst := range []any{&e.row, &e.key, &e.retries} {
+			if err := scanValue(r.types, rows.FieldDescriptions()[i], raw[i], dst); err != nil {
+				return nil, err
+			}
+		}
+		if e.envelope, err = r.event(raw[head:]); err != nil {
+			return nil, err
+		}
+		events = append(events, e)
+	}
+	return events, rows.Err()
+}
+
+// verdict is what became of a retry.
+type verdict struct {
+	row    int64
+	status string // statusResolved: it was sent
+	class  string
+	err    error
+	count  int           // 1 if the retry counts
+	wait   time.Duration // until the next one
+}
+
+// sqlFailedSettle writes down what became of retries, and gives the keys of
+// those that were sent, or died and let go, a new head.
+const sqlFailedSettle = `
+WITH lease AS MATERIALIZED (
+    SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
+), v AS MATERIALIZED (
+    SELECT v.* FROM lease, unnest($4::bigint[], $5::text[], $6::text[], $7::text[], $8::int[], $9::interval[])
+                        AS v (id, status, class, error, count, wait)
+), gone AS (
+    DELETE FROM {schema}.outbox_failed AS f USING v WHERE f.id = v.id AND v.status = 'resolved' AND NOT $11::bool RETURNING f.parking_key
+), kept AS (
+    UPDATE {schema}.outbox_failed AS f
+       SET status = v.status, retry_count = f.retry_count + v.count, next_retry_at = now() + v.wait,
+           last_error = coalesce(v.error, f.last_error), error_class = coalesce(v.class, f.error_class),
+           resolved_at = CASE v.status WHEN 'resolved' THEN now() END,
+           resolution = CASE v.status WHEN 'resolved' THEN 'sent' END
+      FROM v WHERE f.id = v.id AND (v.status <> 'resolved' OR $11::bool)
+ RETURNING f.parking_key, f.status
+), heirs AS (
+    SELECT DISTINCT ON (f.parking_key) f.id
+      FROM {schema}.outbox_failed AS f
+     WHERE f.relay = $1::text AND f.status IN ('waiting', 'failed', 'parked', 'dead') AND f.status = 'parked'
+       AND f.id NOT IN (SELECT id FROM v)
+       AND f.parking_key IN (SELECT parking_key FROM gone UNION SELECT parking_key FROM kept
+                              WHERE status = 'resolved' OR status = 'dead' AND NOT $10::bool)
+       AND f.parking_key NOT IN (SELECT parking_key FROM kept WHERE status IN ('waiting', 'failed') OR status = 'dead' AND $10::bool)
+     ORDER BY f.parking_key, f.outbox_id
+), crowned AS (
+    UPDATE {schema}.outbox_failed AS f SET status = 'waiting', next_retry_at = now() FROM heirs WHERE f.id = heirs.id
+)
+SELECT count(*) FROM lease`
+
+// settle writes verdicts down. The caller holds the parking lock: a row that is
+// being parked must not miss that its head goes.
+func (f *failedStore) settle(ctx context.Context, l *lease, verdicts []verdict, keep bool) error {
+	n := len(verdicts)
+	rows, statuses, classes, errs := make([]int64, n), make([]string, n), make([]*string, n), make([]*string, n)
+	counts, waits := make([]int, n), make([]time.Duration, n)
+	for i, v := range verdicts {
+		rows[i], statuses[i], counts[i], waits[i] = v.row, v.status, v.count, v.wait
+		if v.err != nil {
+			text := v.err.Error()
+			classes[i], errs[i] = &verdicts[i].class, &text
+		}
+	}
+	var proven int
+	err := f.db.QueryRow(ctx, f.sqlSettle, f.relay, l.holder, l.epoch,
+		rows, statuses, classes, errs, counts, waits, f.hold, keep).Scan(&proven)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows), err == nil && proven == 0:
+		return errLeaseLost
+	case err != nil:
+		return fmt.Errorf("settle retries: %w", err)
+	}
+	return nil
 }

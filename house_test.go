@@ -32,25 +32,29 @@ const (
 )
 
 var rooms = map[string]kind{
-	"codec.go":         pure,
-	"codec_text.go":    pure,
-	"envelope.go":      pure,
-	"envelope_read.go": pure,
-	"errors.go":        pure,
-	"resolver.go":      pure,
-	"config.go":        sql,
-	"cursor.go":        sql,
-	"cursor_rebase.go": sql,
-	"cursor_window.go": sql,
-	"failed.go":        sql,
-	"lease.go":         sql,
-	"migrate.go":       sql,
-	"outbox.go":        sql,
-	"outbox_rows.go":   sql,
-	"relay.go":         orchestrator,
-	"relay_send.go":    orchestrator,
-	"relay_session.go": orchestrator,
-	"relay_trouble.go": orchestrator,
+	"breaker.go":        pure,
+	"codec.go":          pure,
+	"codec_text.go":     pure,
+	"envelope.go":       pure,
+	"envelope_read.go":  pure,
+	"errors.go":         pure,
+	"resolver.go":       pure,
+	"config.go":         sql,
+	"cursor.go":         sql,
+	"cursor_rebase.go":  sql,
+	"cursor_window.go":  sql,
+	"failed.go":         sql,
+	"lease.go":          sql,
+	"migrate.go":        sql,
+	"outbox.go":         sql,
+	"outbox_rows.go":    sql,
+	"relay.go":          orchestrator,
+	"relay_delivery.go": orchestrator,
+	"relay_parking.go":  orchestrator,
+	"relay_retry.go":    orchestrator,
+	"relay_send.go":     orchestrator,
+	"relay_session.go":  orchestrator,
+	"relay_trouble.go":  orchestrator,
 }
 
 var forbiddenImports = map[kind][]string{
@@ -173,6 +177,7 @@ var allowedModules = map[string]string{
 	"github.com/klauspost/compress":     "franz-go",
 	"github.com/pierrec/lz4/v4":         "franz-go",
 	"github.com/google/uuid":            "event ids",
+	"github.com/sony/gobreaker/v2":      "the state of the circuit breaker",
 }
 
 // Whoever imports outbox pays for what it links. Anything heavier has a module

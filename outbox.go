@@ -13,8 +13,9 @@
 //     order in which transactions commit, however long they run, at every
 //     isolation level, through crashes of the service, PostgreSQL and Kafka.
 //   - Ordered per key. Events of one partition key first arrive in the order in
-//     which they were recorded; so far, an event that the broker refuses is
-//     overtaken, and so may be those that shared its request.
+//     which they were recorded: one that fails holds back the later ones of its
+//     own key, and of no other. Exceptions are what is in flight together with an
+//     event that only the broker can refuse, and dead events.
 //   - At least once. A crash may repeat the batch in flight and never loses it.
 //   - No stall. No open transaction, in any database of the cluster, delays the
 //     events of another one.

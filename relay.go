@@ -50,9 +50,57 @@ type RelayConfig struct {
 	// renewed at a third of this. Zero means 30 s.
 	Lease time.Duration
 
+	// RetryInterval is how long a relay waits before it looks for failed events
+	// that are due. It looks at once when the breaker closes. Zero means 5 s.
+	RetryInterval time.Duration
+	// MaxRetries is how often an event that Kafka refuses is sent again, after 1,
+	// 2, 4 … 300 s, before it is dead. An outage, a missing topic or a lapsed
+	// credential uses up none. Zero means 10.
+	MaxRetries int
+	// HoldDead keeps the later events of a dead one's key until somebody decides.
+	// Without it they go on.
+	HoldDead bool
+	// KeepSent keeps the rows of failed events in outbox_failed, as resolved, after
+	// they were sent. Without it they are removed.
+	KeepSent bool
+
+	// Breaker stops the sending for a while when Kafka fails.
+	Breaker BreakerConfig
+
+	// Hooks are told what happens.
+	Hooks RelayHooks
+
 	// Logger receives what changes: WARN for trouble that begins or ends, and
 	// DEBUG for the rest. Nil means slog.Default().
 	Logger *slog.Logger
+}
+
+// RelayHooks are called while a relay works, from several goroutines. They must
+// return soon. Nil ones are not called.
+type RelayHooks struct {
+	// Breaker is told of each change of the breaker's state.
+	Breaker func(from, to BreakerState)
+	// Refused is told of an event that Kafka refused and that is tried again.
+	Refused func(FailedEvent)
+	// Dead is told of an event that Kafka refused once too often.
+	Dead func(FailedEvent)
+}
+
+// FailedEvent tells which event failed, and why.
+type FailedEvent struct {
+	// OutboxID is outbox.id, and outbox_failed.outbox_id.
+	OutboxID int64
+	// EventID, Type, AggregateType and AggregateID are the event's, as in outbox.
+	EventID, Type, AggregateType, AggregateID string
+	// Topic and Key say where it would go. Topic is empty if none follows from the
+	// type.
+	Topic, Key string
+	// Retries is how often Kafka refused it after the first time.
+	Retries int
+	// Class is the kind of the error, as in outbox_failed.error_class.
+	Class string
+	// Err is what Kafka or the client said.
+	Err error
 }
 
 const (
@@ -64,6 +112,8 @@ const (
 	minDelivery         = time.Second // franz-go takes no less
 	defaultSend         = 15 * time.Second
 	defaultLease        = 30 * time.Second
+	defaultRetry        = 5 * time.Second
+	defaultMaxRetries   = 10
 	maxRelayName        = 100
 )
 
@@ -75,6 +125,9 @@ func (c RelayConfig) withDefaults() RelayConfig {
 	c.DeliveryTimeout = cmp.Or(c.DeliveryTimeout, defaultDelivery)
 	c.SendTimeout = cmp.Or(c.SendTimeout, defaultSend)
 	c.Lease = cmp.Or(c.Lease, defaultLease)
+	c.RetryInterval = cmp.Or(c.RetryInterval, defaultRetry)
+	c.MaxRetries = cmp.Or(c.MaxRetries, defaultMaxRetries)
+	c.Breaker = c.Breaker.withDefaults()
 	c.Logger = cmp.Or(c.Logger, slog.Default())
 	return c
 }
@@ -87,6 +140,9 @@ func (c RelayConfig) validate() error {
 		notNegative("PollInterval", c.PollInterval),
 		notNegative("SendTimeout", c.SendTimeout),
 		notNegative("Lease", c.Lease),
+		notNegative("RetryInterval", c.RetryInterval),
+		notNegative("MaxRetries", c.MaxRetries),
+		c.Breaker.validate(),
 	}
 	if err := checkText(c.Name, maxRelayName); err != nil {
 		errs = append(errs, fmt.Errorf("field Name %w", err))
@@ -113,7 +169,12 @@ type Relay struct {
 	kafka   []kgo.Opt
 	leases  *leases
 	cursors *cursors
+	failed  *failedStore
 	log     *slog.Logger
+	breaker *breaker
+	topics  troubles
+
+	breakerClosed chan struct{} // holds at most one wish to retry at once
 
 	running atomic.Bool
 	wake    chan struct{} // holds at most one wish to look at once
@@ -129,7 +190,7 @@ type Relay struct {
 // of a missing topic are tried until it is there, and so far hold up the others.
 //
 // NewRelay does no I/O, and makes and closes one client to look at the options.
-// A running relay uses up to three connections of db; closing db stays with the
+// A running relay uses up to four connections of db; closing db stays with the
 // caller.
 func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error) {
 	cfg = cfg.withDefaults()
@@ -143,14 +204,38 @@ func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error
 	if err != nil {
 		return nil, fmt.Errorf("outbox: relay config: %w", err)
 	}
-	return &Relay{
+	r := &Relay{
 		cfg:     cfg,
 		kafka:   producerOpts(kafka, cfg),
 		leases:  newLeases(db, cfg.Schema, cfg.Name, cfg.Lease),
 		cursors: newCursors(db, cfg.Schema, cfg.Name),
+		failed:  newFailedStore(db, cfg.Schema, cfg.Name, cfg.HoldDead),
 		log:     cfg.Logger.With("relay", cfg.Name),
 		wake:    make(chan struct{}, 1),
-	}, nil
+
+		breakerClosed: make(chan struct{}, 1),
+	}
+	r.breaker = newBreaker(cfg.Breaker, r.breakerChanged)
+	r.topics = troubles{log: r.log, what: "topic"}
+	return r, nil
+}
+
+// breakerChanged says that the breaker has, and lets the retry loop look at once
+// when it closes.
+func (r *Relay) breakerChanged(from, to BreakerState) {
+	if to == BreakerOpen && from == BreakerClosed {
+		r.log.Error("outbox: too many sends fail, breaker opens", "failure_rate", r.cfg.Breaker.FailureRate, "open_for", r.cfg.Breaker.OpenFor)
+	}
+	r.log.Warn("outbox: breaker changed", "from", from.String(), "to", to.String())
+	if r.cfg.Hooks.Breaker != nil {
+		r.cfg.Hooks.Breaker(from, to)
+	}
+	if to == BreakerClosed {
+		select {
+		case r.breakerClosed <- struct{}{}:
+		default: // it will look anyway
+		}
+	}
 }
 
 // Wake makes the relay look for events now instead of at its next poll. Call it

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -46,14 +47,17 @@ type producer struct {
 	log   *slog.Logger
 	kafka trouble
 
+	breaker *breaker  // these two are of all producers of a relay
+	topics  *troubles // that are missing or not ours to write
+
 	client *kgo.Client // nil until needed, and after a send without an answer
 
 	named, derived map[string]string // topics, by their name in the row or by the event type
 }
 
-func newProducer(opts []kgo.Opt, cfg RelayConfig, l *lease, log *slog.Logger) *producer {
+func newProducer(r *Relay, l *lease) *producer {
 	return &producer{
-		opts: opts, cfg: cfg, lease: l, log: log, kafka: trouble{log: log, what: "Kafka"},
+		opts: r.kafka, cfg: r.cfg, lease: l, log: r.log, kafka: trouble{log: r.log, what: "Kafka"}, breaker: r.breaker, topics: &r.topics,
 		named: map[string]string{}, derived: map[string]string{},
 	}
 }
@@ -80,126 +84,19 @@ func (p *producer) close() {
 	}
 }
 
-// deliver hands a batch to Kafka and repeats what fails for want of Kafka until
-// it is there. It returns how many events from the start of the batch were
-// decided, each sent or refused, and the refused ones among them. That is all of
-// them unless stop was cancelled while Kafka was away (no error) or the lease
-// was lost.
-func (p *producer) deliver(stop, held context.Context, batch []envelope) (decided int, refused []refusal, err error) {
-	d := delivery{producer: p, held: held, batch: batch, left: make([]int, len(batch))}
-	for i := range batch {
-		d.left[i] = i
-	}
-	err = d.sendTogether()
-	for err == nil && len(d.left) > 0 && stop.Err() == nil {
-		if d.down {
-			sleep(stop, p.kafka.backoff())
-		}
-		if d.suspicious {
-			err = d.sendAlone()
-		} else {
-			err = d.sendTogether()
-		}
-	}
-	decided = len(batch)
-	if len(d.left) > 0 {
-		decided = d.left[0]
-	}
-	for _, r := range d.refused {
-		if decided == len(batch) || r.id < batch[decided].id {
-			refused = append(refused, r)
-		}
-	}
-	return decided, refused, err
-}
-
-// delivery is one batch on its way.
-type delivery struct {
-	*producer
-	held       context.Context
-	batch      []envelope
-	left       []int // undecided events, by their index in batch
-	refused    []refusal
-	suspicious bool // Kafka refused something among left, and may not mean all of it
-	down       bool // the last send failed for want of Kafka
-}
-
-// sendTogether sends all undecided events at once. A refusal names whatever the
-// client had put into the same request, good events too, so that nothing but
-// what is refused alone is blamed.
-func (d *delivery) sendTogether() error {
-	errs, err := d.produce(d.held, d.batch, d.left)
-	if err != nil {
-		return err
-	}
-	d.down = false
-	left := d.left[:0]
-	for n, i := range d.left {
-		switch class := refusalClass(errs[n]); {
-		case errs[n] == nil:
-		case class == invalidEvent: // ours to know, whatever else was sent
-			d.refuse(i, class, errs[n])
-		default:
-			d.suspicious = d.suspicious || class != ""
-			d.down = d.down || class == ""
-			left = append(left, i)
-			if class == "" {
-				d.away(i, errs[n])
-			}
-		}
-	}
-	d.left = left
-	if !d.down {
-		d.kafka.report(nil)
-	}
-	return nil
-}
-
-// sendAlone sends the undecided events one by one in their order, up to the
-// first that fails for want of Kafka.
-func (d *delivery) sendAlone() error {
-	d.down = false
-	for len(d.left) > 0 {
-		errs, err := d.produce(d.held, d.batch, d.left[:1])
-		if err != nil {
-			return err
-		}
-		switch class := refusalClass(errs[0]); {
-		case errs[0] == nil:
-		case class == "":
-			d.down = true
-			d.away(d.left[0], errs[0])
-			return nil
-		default:
-			d.refuse(d.left[0], class, errs[0])
-		}
-		d.kafka.report(nil)
-		d.left = d.left[1:]
-	}
-	d.suspicious = false
-	return nil
-}
-
-// away notes that an event failed for want of Kafka.
-func (d *delivery) away(i int, err error) {
-	e := &d.batch[i]
-	topic, _ := e.destination() // it has one, or it would not have been sent
-	d.kafka.report(err, "topic", topic, "id", e.id, "event_id", string(e.eventID))
-}
-
-func (d *delivery) refuse(i int, class string, err error) {
-	e := &d.batch[i]
-	d.log.Warn("outbox: event refused", "id", e.id, "event_id", string(e.eventID), "type", string(e.eventType),
-		"key", string(e.key()), "class", class, "error", err)
-	d.refused = append(d.refused, refusal{id: e.id, class: class, err: err})
-}
-
-// produce sends the events of batch that which names, and returns the outcome
-// of each. An outcome is known when produce returns: nothing of it is on its way
-// any more. The error is the loss of the lease.
+// produce sends the events of batch that which names, as far as the breaker
+// permits, and returns the outcome of each that it took. An outcome is known
+// when produce returns: nothing of it is on its way any more. The error is the
+// loss of the lease.
 func (p *producer) produce(held context.Context, batch []envelope, which []int) ([]error, error) {
 	if !p.lease.held() {
 		return nil, errLeaseLost
+	}
+	permit := p.breaker.allow(len(which))
+	defer permit.release()
+	which = which[:permit.granted]
+	if len(which) == 0 {
+		return nil, nil
 	}
 	if p.client == nil {
 		client, err := kgo.NewClient(p.opts...)
@@ -210,34 +107,39 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 	}
 	errs := make([]error, len(which))
 	records := p.records(batch, which, errs)
-	sent := newAcks(records, errs)
-	promise := sent.promise
-	for i := range records {
-		if errs[i] == nil {
-			p.client.Produce(held, &records[i], promise)
+	acks := newAcks(held, permit, records, errs)
+	promise := acks.promise
+	n := 0
+	for ; n < len(records) && permit.holds(); n++ { // if the breaker opens, the rest is not attempted
+		if errs[n] == nil {
+			p.client.Produce(held, &records[n], promise)
 		}
 	}
+	acks.sent(errs[n:])
+	errs = errs[:n]
 	timeout := time.NewTimer(p.cfg.SendTimeout)
 	defer timeout.Stop()
 	select {
-	case <-sent.all:
+	case <-acks.all:
 		return errs, nil
 	case <-held.Done():
 	case <-timeout.C:
 	}
 	// Without its client no record can leave any more, and each callback comes.
 	p.close()
-	<-sent.all
+	<-acks.all
 	if err := context.Cause(held); err != nil {
 		return nil, err
 	}
 	return errs, nil
 }
 
-// records builds the Kafka records of events. Where that fails, errs says why.
+// records builds the Kafka records of events. Where that fails, errs says why,
+// and later events of the same key are left out with errBehind.
 func (p *producer) records(batch []envelope, which []int, errs []error) []kgo.Record {
 	records := make([]kgo.Record, len(which))
 	headers := make([]kgo.RecordHeader, 0, len(which)*recordHeaders)
+	var bad []string // keys of events that cannot be sent; few, if any
 	add := func(name string, value []byte) { headers = append(headers, kgo.RecordHeader{Key: name, Value: value}) }
 	for n, i := range which {
 		e, r := &batch[i], &records[n]
@@ -246,12 +148,20 @@ func (p *producer) records(batch []envelope, which []int, errs []error) []kgo.Re
 		}
 		first := len(headers)
 		if r.Value, errs[n] = e.record(p.cfg.Mode, add); errs[n] != nil {
+			bad = append(bad, parkingKey(r.Topic, e.key()))
 			continue
 		}
 		r.Key, r.Headers = e.key(), headers[first:len(headers):len(headers)]
+		if len(bad) > 0 && slices.Contains(bad, parkingKey(r.Topic, r.Key)) {
+			errs[n] = errBehind
+		}
 	}
 	return records
 }
+
+// errBehind is the outcome of an event that was not sent because an earlier one
+// of its key cannot be.
+var errBehind = errors.New("waits behind another event of its key")
 
 // topic returns the event's destination. Events that go to the same place share
 // the string.
@@ -274,30 +184,43 @@ func (p *producer) topic(e *envelope) (string, error) {
 // acks collects the outcomes of records. The client calls promise from its own
 // goroutine, one record after another.
 type acks struct {
+	held    context.Context
+	permit  *permit
 	records []kgo.Record
 	errs    []error
 	all     chan struct{} // closed when every outcome is in
 
 	mu     sync.Mutex
 	failed map[*kgo.Record]error
-	open   int
+	open   int // outcomes to come, and one until all records are on their way
 }
 
 // newAcks expects one outcome for each record without an error.
-func newAcks(records []kgo.Record, errs []error) *acks {
-	a := &acks{records: records, errs: errs, all: make(chan struct{})}
+func newAcks(held context.Context, p *permit, records []kgo.Record, errs []error) *acks {
+	a := &acks{held: held, permit: p, records: records, errs: errs, all: make(chan struct{}), open: 1}
 	for _, err := range errs {
 		if err == nil {
 			a.open++
 		}
 	}
-	if a.open == 0 {
-		close(a.all)
-	}
 	return a
 }
 
+// sent tells that all records are on their way but the last, for which no
+// outcome will come.
+func (a *acks) sent(unsent []error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, err := range unsent {
+		if err == nil {
+			a.open--
+		}
+	}
+	a.done()
+}
+
 func (a *acks) promise(r *kgo.Record, err error) {
+	a.permit.report(a.outcome(err)) // before the last one lets produce return
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if err != nil {
@@ -306,6 +229,11 @@ func (a *acks) promise(r *kgo.Record, err error) {
 		}
 		a.failed[r] = err
 	}
+	a.done()
+}
+
+// done counts one down, under mu.
+func (a *acks) done() {
 	if a.open--; a.open > 0 {
 		return
 	}
@@ -315,6 +243,18 @@ func (a *acks) promise(r *kgo.Record, err error) {
 		}
 	}
 	close(a.all)
+}
+
+// outcome is what the breaker learns. A refusal or a missing topic is no failure:
+// Kafka was there.
+func (a *acks) outcome(err error) outcome {
+	switch {
+	case err == nil, refusalClass(err) != "", isTopicTrouble(err):
+		return callSucceeded
+	case a.held.Err() != nil: // ended by us, which says nothing about Kafka
+		return callCancelled
+	}
+	return callFailed
 }
 
 // invalidEvent is the class of rows that cannot be made into a record at all.
@@ -341,4 +281,24 @@ func refusalClass(err error) string {
 		return "policy_violation"
 	}
 	return ""
+}
+
+// isTopicTrouble reports whether one topic is to blame and not Kafka: it is
+// missing, or not ours to write. Other topics do not wait for it.
+func isTopicTrouble(err error) bool {
+	return errors.Is(err, kerr.UnknownTopicOrPartition) || errors.Is(err, kerr.TopicAuthorizationFailed) ||
+		errors.Is(err, kerr.InvalidTopicException)
+}
+
+// awayClass names what an event waits for.
+func awayClass(err error) string {
+	switch {
+	case errors.Is(err, kerr.UnknownTopicOrPartition):
+		return "unknown_topic"
+	case errors.Is(err, kerr.TopicAuthorizationFailed):
+		return "not_authorized"
+	case errors.Is(err, kerr.InvalidTopicException):
+		return "invalid_topic"
+	}
+	return "unavailable"
 }

@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	"sync"
 	"time"
 )
 
@@ -13,6 +14,8 @@ type session struct {
 	lease    *lease
 	held     context.Context // ends when the lease is lost or time is up
 	producer *producer
+	parked   parking
+	failed   *failedStore
 	postgres trouble
 
 	woken    bool // the last look was asked for by Wake
@@ -36,7 +39,8 @@ type fetched struct {
 func newSession(r *Relay, l *lease, held context.Context) *session {
 	return &session{
 		Relay: r, lease: l, held: held,
-		producer: newProducer(r.kafka, r.cfg, l, r.log),
+		producer: newProducer(r, l),
+		failed:   r.failed,
 		postgres: trouble{log: r.log, what: "PostgreSQL"},
 		size:     r.cfg.BatchSize,
 	}
@@ -51,6 +55,16 @@ func (s *session) close() {
 // turns out to be another than the one it knows, it forgets all and reads it.
 func (s *session) run(ctx context.Context) error {
 	err := s.load()
+	if err != nil {
+		return err
+	}
+	var retrying sync.WaitGroup
+	retrying.Go(func() { newRetrier(s).run(ctx) })
+	defer retrying.Wait()
+	return s.stayUpToDate(ctx)
+}
+
+func (s *session) stayUpToDate(ctx context.Context) (err error) {
 	for err == nil {
 		left := s.pos.cursorID
 		err = s.follow(ctx)
@@ -98,6 +112,13 @@ func (s *session) load() error {
 		}
 	}
 	s.recorded, s.more = true, s.pos.window != ""
+	if err == nil {
+		err = s.try(func() error {
+			keys, err := s.failed.keys(s.held)
+			s.parked.reset(keys)
+			return err
+		})
+	}
 	return err
 }
 
@@ -257,38 +278,78 @@ func (s *session) fetch(pos position, left []int64, more bool, size int) fetched
 // next one. Stopping early, for ctx or the lease, is not an error of its own:
 // the next holder sends the rest.
 func (s *session) attempt(ctx context.Context, batch []envelope) error {
-	last := batch[len(batch)-1].id
-	s.prefetch(last)
+	s.prefetch(batch[len(batch)-1].id)
 	start := time.Now()
-	decided, refused, err := s.producer.deliver(ctx, s.held, batch)
+	fates, err := s.producer.deliver(ctx, s.held, batch, &s.parked)
+	decided, failures := s.failures(batch, fates)
 	if decided > 0 {
 		s.pos.last = batch[decided-1].id
 		s.pos.highest = max(s.pos.highest, s.pos.last)
 		s.recorded = false
 	}
-	s.log.Debug("outbox: batch sent", "events", decided, "of", len(batch), "refused", len(refused), "last", s.pos.last,
+	s.log.Debug("outbox: batch sent", "events", decided, "of", len(batch), "failed", len(failures), "last", s.pos.last,
 		"took", time.Since(start))
 	if errors.Is(err, errLeaseLost) {
 		return err
 	}
-	if decided < len(batch) || len(refused) > 0 || !s.drained() {
-		if merr := s.record(refused); merr != nil {
+	if decided < len(batch) || len(failures) > 0 || !s.drained() {
+		if merr := s.record(failures); merr != nil {
 			return merr
 		}
 	}
 	return err
 }
 
-// record writes the position down if it is not yet, with what was refused on
-// the way to it.
-func (s *session) record(refused []refusal) error {
+// failures returns how many events from the start of the batch were decided, and
+// those of them that did not get through.
+func (s *session) failures(batch []envelope, fates []fate) (decided int, failures []failure) {
+	for i, f := range fates {
+		e := &batch[i]
+		status := statusParked
+		switch f.kind {
+		case fateUndecided:
+			return i, failures
+		case fateSent:
+			continue
+		case fateRefused:
+			status = statusFailed
+			s.tellRefused(e, f)
+		case fateAway:
+			status = statusWaiting
+		case fateBehind, fatePending:
+		}
+		topic, _ := s.producer.topic(e)
+		failures = append(failures, failure{
+			event: e, key: parkingKey(topic, e.key()), status: status, class: f.class, err: f.err, pending: f.kind == fatePending,
+		})
+	}
+	return len(batch), failures
+}
+
+func (s *session) tellRefused(e *envelope, f fate) {
+	s.log.Warn("outbox: event refused", "id", e.id, "event_id", string(e.eventID), "type", string(e.eventType),
+		"key", string(e.key()), "class", f.class, "error", f.err)
+	if s.cfg.Hooks.Refused != nil {
+		s.cfg.Hooks.Refused(failedEventOf(e, f, 0))
+	}
+}
+
+// record writes the position down if it is not yet, with what failed on the way
+// to it.
+func (s *session) record(failures []failure) error {
 	if s.recorded {
 		return nil
 	}
+	if len(failures) > 0 {
+		s.parked.mu.Lock()
+		defer s.parked.mu.Unlock()
+		s.parked.assign(failures)
+	}
 	return s.try(func() error {
-		id, err := s.cursors.move(s.held, s.lease, s.pos, refused)
+		id, err := s.cursors.move(s.held, s.lease, s.pos, failures)
 		if err == nil {
 			s.pos.cursorID, s.recorded = id, true
+			s.parked.wrote(failures)
 		}
 		return err
 	})

@@ -21,7 +21,9 @@ import (
 var background = context.Background()
 
 // quick polls often, because tests wait for the poll.
-var quick = outbox.RelayConfig{PollInterval: 10 * time.Millisecond}
+var quick = outbox.RelayConfig{
+	PollInterval: 10 * time.Millisecond, RetryInterval: 20 * time.Millisecond, Breaker: outbox.BreakerConfig{OpenFor: 100 * time.Millisecond},
+}
 
 func TestRelayDeliversInOrder(t *testing.T) {
 	h := newHouse(t)

@@ -19,7 +19,7 @@ var otherCursors = []struct {
 	name  string
 	ids   string // replaces the ids that sqlOpen reads
 	order string // replaces the order of its result
-	fails map[string]failure
+	fails map[string]flaw
 }{
 	{
 		name: "snapshot windows, ours", ids: sqlOpen, // unchanged
@@ -27,13 +27,13 @@ var otherCursors = []struct {
 	{
 		name:  "id",
 		ids:   `SELECT id FROM {schema}.outbox WHERE id > $10::bigint ORDER BY id LIMIT $7`,
-		fails: map[string]failure{"late commit": lost, "early id, late row": lost},
+		fails: map[string]flaw{"late commit": lost, "early id, late row": lost},
 	},
 	{
 		name: "id guarded by xmin",
 		ids: `SELECT id FROM {schema}.outbox WHERE id > $10::bigint AND xid < pg_snapshot_xmin(pg_current_snapshot())
 		       ORDER BY id LIMIT $7`,
-		fails: map[string]failure{"early id, late row": lost, "open transaction": stalled, "open transaction elsewhere": stalled,
+		fails: map[string]flaw{"early id, late row": lost, "open transaction": stalled, "open transaction elsewhere": stalled,
 			"third one open": lost},
 	},
 	{
@@ -43,7 +43,7 @@ var otherCursors = []struct {
 		         AND (xid, id) > (coalesce((SELECT p.xid FROM {schema}.outbox p WHERE p.id = $9), '1'::xid8), $9::bigint)
 		       ORDER BY xid, id LIMIT $7`,
 		order: "e.xid, e.id",
-		fails: map[string]failure{"early transaction id": inverted, "third one open": inverted,
+		fails: map[string]flaw{"early transaction id": inverted, "third one open": inverted,
 			"open transaction": stalled, "open transaction elsewhere": stalled},
 	},
 	{
@@ -51,18 +51,18 @@ var otherCursors = []struct {
 		ids: `SELECT id FROM {schema}.outbox
 		       WHERE xid >= pg_snapshot_xmin($5::pg_snapshot) AND xid < pg_snapshot_xmin(pg_current_snapshot())
 		       ORDER BY id LIMIT $7`,
-		fails: map[string]failure{"third one open": inverted,
+		fails: map[string]flaw{"third one open": inverted,
 			"open transaction": stalled, "open transaction elsewhere": stalled},
 	},
 }
 
-type failure string
+type flaw string
 
 const (
-	none     failure = ""
-	lost     failure = "an event is lost"
-	stalled  failure = "events wait for another transaction"
-	inverted failure = "version 2 comes before version 1"
+	none     flaw = ""
+	lost     flaw = "an event is lost"
+	stalled  flaw = "events wait for another transaction"
+	inverted flaw = "version 2 comes before version 1"
 )
 
 func TestOtherCursorsFail(t *testing.T) {
@@ -79,9 +79,9 @@ func TestOtherCursorsFail(t *testing.T) {
 // plays are short stories of transactions. Each returns how the cursor failed.
 var plays = []struct {
 	name string
-	run  func(*testing.T, *stage) failure
+	run  func(*testing.T, *stage) flaw
 }{
-	{"late commit", func(t *testing.T, s *stage) failure {
+	{"late commit", func(t *testing.T, s *stage) flaw {
 		late := s.begin(t)
 		s.insert(t, late, 1)
 		s.commit(t, s.inserted(t, 2))
@@ -90,7 +90,7 @@ var plays = []struct {
 		s.poll(t)
 		return s.verdict(1, 2)
 	}},
-	{"early id, late row", func(t *testing.T, s *stage) failure {
+	{"early id, late row", func(t *testing.T, s *stage) flaw {
 		first, second := s.begin(t), s.begin(t)
 		s.takeID(t, first)
 		s.takeID(t, second)
@@ -102,7 +102,7 @@ var plays = []struct {
 		s.poll(t)
 		return s.verdict(1, 2)
 	}},
-	{"open transaction", func(t *testing.T, s *stage) failure {
+	{"open transaction", func(t *testing.T, s *stage) flaw {
 		open := s.begin(t)
 		s.takeID(t, open)
 		s.commit(t, s.inserted(t, 1))
@@ -114,7 +114,7 @@ var plays = []struct {
 		s.poll(t)
 		return s.verdict(1)
 	}},
-	{"open transaction elsewhere", func(t *testing.T, s *stage) failure {
+	{"open transaction elsewhere", func(t *testing.T, s *stage) flaw {
 		open, err := testenv.OtherDatabase(t).Begin(s.ctx)
 		require.NoError(t, err)
 		defer open.Rollback(s.ctx)
@@ -126,7 +126,7 @@ var plays = []struct {
 		}
 		return s.verdict(1)
 	}},
-	{"early transaction id", func(t *testing.T, s *stage) failure {
+	{"early transaction id", func(t *testing.T, s *stage) flaw {
 		early := s.begin(t)
 		s.takeID(t, early)
 		s.commit(t, s.inserted(t, 1)) // version 1, of a later transaction
@@ -135,7 +135,7 @@ var plays = []struct {
 		s.poll(t)
 		return s.ordered(1, 2)
 	}},
-	{"third one open", func(t *testing.T, s *stage) failure {
+	{"third one open", func(t *testing.T, s *stage) flaw {
 		early := s.begin(t)
 		s.takeID(t, early)
 		third := s.begin(t)
@@ -261,7 +261,7 @@ func (s *stage) poll(t *testing.T) {
 }
 
 // verdict says whether all events were read.
-func (s *stage) verdict(numbers ...int) failure {
+func (s *stage) verdict(numbers ...int) flaw {
 	for _, n := range numbers {
 		if !slices.Contains(s.read, fmt.Sprint(n)) {
 			return lost
@@ -271,7 +271,7 @@ func (s *stage) verdict(numbers ...int) failure {
 }
 
 // ordered says whether all events were read, and these in this order.
-func (s *stage) ordered(numbers ...int) failure {
+func (s *stage) ordered(numbers ...int) flaw {
 	if f := s.verdict(numbers...); f != none {
 		return f
 	}

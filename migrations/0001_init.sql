@@ -86,6 +86,7 @@ CREATE TABLE outbox_failed (
     id             bigserial    PRIMARY KEY,
     relay          varchar(100) NOT NULL DEFAULT 'default',
     outbox_id      bigint       NOT NULL,
+    parking_key    text         NOT NULL,
     event_id       uuid         NOT NULL,
     event_type     varchar(100) NOT NULL,
     source         varchar(100) NOT NULL,
@@ -114,12 +115,15 @@ CREATE TABLE outbox_failed (
 );
 
 CREATE INDEX idx_outbox_failed_retry ON outbox_failed (next_retry_at) WHERE status IN ('waiting', 'failed');
+CREATE INDEX idx_outbox_failed_parking ON outbox_failed (relay, parking_key, outbox_id)
+ WHERE status IN ('waiting', 'failed', 'parked', 'dead');
 
 COMMENT ON TABLE outbox_failed IS
     'Events that did not reach Kafka at the first attempt, with their whole envelope: a retry never reads outbox.';
 COMMENT ON COLUMN outbox_failed.id IS 'Order of the failures.';
 COMMENT ON COLUMN outbox_failed.relay IS 'The relay whose event it is.';
 COMMENT ON COLUMN outbox_failed.outbox_id IS 'outbox.id of the event; the order in which a key is sent again.';
+COMMENT ON COLUMN outbox_failed.parking_key IS 'Topic, a slash, and the record key: later events of both wait behind this one.';
 COMMENT ON COLUMN outbox_failed.event_id IS 'As in outbox.';
 COMMENT ON COLUMN outbox_failed.event_type IS 'As in outbox.';
 COMMENT ON COLUMN outbox_failed.source IS 'As in outbox.';

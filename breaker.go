@@ -1,0 +1,316 @@
+package outbox
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/sony/gobreaker/v2"
+)
+
+// BreakerConfig tunes the circuit breaker of a [Relay], which sends nothing for
+// a while when Kafka fails. An event that Kafka refuses is no failure: Kafka was
+// there. The zero value is ready for production.
+type BreakerConfig struct {
+	// Window is how many of the last outcomes are judged, at most 10,000. Zero
+	// means 10.
+	Window int
+	// MinCalls is how many outcomes it takes to judge them, at most Window. Zero
+	// means 5.
+	MinCalls int
+	// FailureRate is the share of failures that opens the breaker, above 0 and at
+	// most 1. Zero means 0.5.
+	FailureRate float64
+	// OpenFor is how long an open breaker lets nothing through; then it is
+	// half-open. Zero means 30 s.
+	OpenFor time.Duration
+	// Trials is how many calls a half-open breaker lets through, at most 10,000:
+	// when all of them succeed it closes, when one fails it opens again. Zero
+	// means 3.
+	Trials int
+}
+
+const (
+	defaultWindow      = 10
+	defaultMinCalls    = 5
+	defaultFailureRate = 0.5
+	defaultOpenFor     = 30 * time.Second
+	defaultTrials      = 3
+	maxBreakerCalls    = 10_000
+)
+
+func (c BreakerConfig) withDefaults() BreakerConfig {
+	c.Window = cmp.Or(c.Window, defaultWindow)
+	c.MinCalls = cmp.Or(c.MinCalls, defaultMinCalls)
+	c.FailureRate = cmp.Or(c.FailureRate, defaultFailureRate)
+	c.OpenFor = cmp.Or(c.OpenFor, defaultOpenFor)
+	c.Trials = cmp.Or(c.Trials, defaultTrials)
+	return c
+}
+
+func (c BreakerConfig) validate() error {
+	errs := []error{
+		notNegative("Breaker.Window", c.Window),
+		notAbove("Breaker.Window", c.Window, maxBreakerCalls),
+		notNegative("Breaker.MinCalls", c.MinCalls),
+		notNegative("Breaker.OpenFor", c.OpenFor),
+		notNegative("Breaker.Trials", c.Trials),
+		notAbove("Breaker.Trials", c.Trials, maxBreakerCalls),
+	}
+	if c.MinCalls > c.Window {
+		errs = append(errs, fmt.Errorf("field Breaker.MinCalls is %d: must not be above Breaker.Window, %d", c.MinCalls, c.Window))
+	}
+	if !(c.FailureRate > 0 && c.FailureRate <= 1) { // nor NaN
+		errs = append(errs, fmt.Errorf("field Breaker.FailureRate is %v: must be above 0 and at most 1", c.FailureRate))
+	}
+	return errors.Join(errs...)
+}
+
+// BreakerState is what a circuit breaker lets through.
+type BreakerState int
+
+const (
+	// BreakerClosed lets everything through.
+	BreakerClosed = BreakerState(gobreaker.StateClosed)
+	// BreakerHalfOpen lets trial calls through.
+	BreakerHalfOpen = BreakerState(gobreaker.StateHalfOpen)
+	// BreakerOpen lets nothing through.
+	BreakerOpen = BreakerState(gobreaker.StateOpen)
+)
+
+// String returns closed, half-open or open.
+func (s BreakerState) String() string { return gobreaker.State(s).String() }
+
+// breaker says whether a call may be tried, from the outcomes of those before.
+//
+// gobreaker keeps the state: its generations keep late outcomes out, and its
+// requests are the trial calls. When to open is decided here, because its windows
+// are of time, and because it asks ReadyToTrip after failures only, while a
+// success, too, can be the call with which there are enough to judge. So we judge
+// where it asks whether a call was successful, which is after each outcome that
+// counts, and answer no for the one that opens.
+//
+// A breaker may be used by any number of goroutines.
+type breaker struct {
+	cfg     BreakerConfig
+	changed func(from, to BreakerState)
+
+	// settled means that the breaker is closed and its window full of successes:
+	// one more changes nothing. It takes a failure to leave that, so every other
+	// state finds it false.
+	settled    atomic.Bool
+	generation atomic.Uint64 // counts changes of state
+
+	mu       sync.Mutex // of all below; machine has a lock of its own inside it
+	machine  *gobreaker.TwoStepCircuitBreaker[struct{}]
+	current  BreakerState // what machine was last seen in
+	last     window
+	trialsAt time.Time // when it was opened, plus OpenFor
+	untold   []stateChange
+	telling  bool // a goroutine is telling changes, without mu
+}
+
+type stateChange struct{ from, to BreakerState }
+
+// newBreaker returns a closed breaker. It calls changed after each change of
+// state, from one goroutine at a time and in the order of the changes; changed
+// may call the breaker. Of the change to half-open it hears from the first who
+// looks.
+func newBreaker(cfg BreakerConfig, changed func(from, to BreakerState)) *breaker {
+	b := &breaker{cfg: cfg, changed: changed, last: window{failed: make([]bool, cfg.Window)}}
+	b.machine = gobreaker.NewTwoStepCircuitBreaker[struct{}](gobreaker.Settings{
+		MaxRequests: uint32(cfg.Trials),
+		// gobreaker waits until more than Timeout has passed, and takes 0 for a minute.
+		Timeout:       max(cfg.OpenFor-1, 1),
+		IsExcluded:    func(err error) bool { return errors.Is(err, errCallCancelled) },
+		IsSuccessful:  b.judge,
+		ReadyToTrip:   func(gobreaker.Counts) bool { return true }, // judge has said so
+		OnStateChange: b.onChange,
+	})
+	return b
+}
+
+// How gobreaker is told of outcomes.
+var (
+	errCallFailed    = errors.New("call failed")
+	errCallCancelled = errors.New("call cancelled")
+)
+
+// judge takes the outcome of a call that was begun in the current state, and
+// returns whether this state can go on. Called by machine, under mu.
+func (b *breaker) judge(err error) bool {
+	if b.current == BreakerHalfOpen {
+		return err == nil
+	}
+	b.last.add(err != nil)
+	b.settled.Store(b.last.calls == b.cfg.Window && b.last.failures == 0)
+	return b.last.calls < b.cfg.MinCalls || b.last.failureRate() < b.cfg.FailureRate
+}
+
+// onChange is called by machine, under mu and under its own lock: asking
+// machine for its state would wait for ever.
+func (b *breaker) onChange(_ string, from, to gobreaker.State) {
+	b.current = BreakerState(to)
+	b.generation.Add(1)
+	b.last.clear()
+	if to == gobreaker.StateOpen {
+		b.trialsAt = time.Now().Add(b.cfg.OpenFor)
+	}
+	b.untold = append(b.untold, stateChange{BreakerState(from), BreakerState(to)})
+}
+
+// unlock releases mu and tells what has changed. While one goroutine tells, the
+// others leave their changes to it: each could otherwise overtake it between
+// mu and changed.
+func (b *breaker) unlock() {
+	for !b.telling && len(b.untold) > 0 {
+		c := b.untold[0]
+		b.untold = b.untold[1:]
+		b.telling = true
+		b.mu.Unlock()
+		b.changed(c.from, c.to)
+		b.mu.Lock()
+		b.telling = false
+	}
+	b.mu.Unlock()
+}
+
+// state returns the state by the clock: nobody has to call for an open breaker
+// to become half-open.
+func (b *breaker) state() BreakerState {
+	b.mu.Lock()
+	defer b.unlock()
+	return BreakerState(b.machine.State())
+}
+
+// wait returns how long an open breaker stays so, and 0 for any other. Where a
+// half-open one allows nothing, others have its trial calls; nobody knows for
+// how long.
+func (b *breaker) wait() time.Duration {
+	b.mu.Lock()
+	defer b.unlock()
+	if BreakerState(b.machine.State()) != BreakerOpen {
+		return 0
+	}
+	return time.Until(b.trialsAt)
+}
+
+// allow asks whether n calls may be tried. It grants all of them when closed,
+// the trial calls that are left when half-open, none when open. Each call that
+// was granted needs an outcome: release the permit when all of them are in.
+func (b *breaker) allow(n int) *permit {
+	p := &permit{breaker: b}
+	if n <= 0 {
+		return p
+	}
+	b.mu.Lock()
+	defer b.unlock()
+	done, err := b.machine.Allow()
+	if err != nil { // open, or out of trial calls: there is no other error
+		return p
+	}
+	p.done, p.generation, p.granted = done, b.generation.Load(), n
+	if b.current == BreakerHalfOpen {
+		p.trial, p.granted = true, 1
+		for p.granted < n {
+			// done knows nothing but the generation, so one serves for all. A closed
+			// breaker does not even count requests, and is asked only once.
+			if _, err := b.machine.Allow(); err != nil {
+				break
+			}
+			p.granted++
+		}
+	}
+	p.left.Store(int64(p.granted))
+	return p
+}
+
+// permit lets calls be tried. It may be used by several goroutines.
+type permit struct {
+	breaker    *breaker
+	granted    int // calls, from the first that was asked for
+	trial      bool
+	generation uint64
+	done       func(error)
+	left       atomic.Int64 // calls without an outcome; negative after too many
+}
+
+// holds reports whether the breaker has stayed as it was when it gave p. Calls
+// that have not begun when it no longer does should not.
+func (p *permit) holds() bool { return p.breaker.generation.Load() == p.generation }
+
+// outcome is how a call ended, as far as the breaker is concerned.
+type outcome int
+
+const (
+	callSucceeded outcome = iota // Kafka was there, even if it refused the event
+	callFailed                   // for want of Kafka
+	callCancelled                // says nothing, and gives the permission back
+)
+
+// report takes the outcome of one call. It does not count if the breaker has
+// changed since p was given, or if all calls have an outcome already.
+func (p *permit) report(o outcome) {
+	b := p.breaker
+	switch {
+	case p.left.Add(-1) < 0:
+		return
+	case o == callSucceeded && b.settled.Load():
+		return
+	case o == callCancelled && !p.trial:
+		return
+	}
+	var err error
+	switch o {
+	case callFailed:
+		err = errCallFailed
+	case callCancelled:
+		err = errCallCancelled
+	case callSucceeded:
+	}
+	b.mu.Lock()
+	defer b.unlock()
+	p.done(err)
+}
+
+// release gives back the calls that have no outcome. It may be called again.
+func (p *permit) release() {
+	for p.left.Load() > 0 {
+		p.report(callCancelled)
+	}
+}
+
+// window holds the last outcomes, as many as failed is long.
+type window struct {
+	failed          []bool // a ring; its oldest is at next, once it is full
+	next            int
+	calls, failures int
+}
+
+func (w *window) add(failed bool) {
+	if w.calls == len(w.failed) {
+		w.drop()
+	}
+	w.failed[w.next] = failed
+	w.next = (w.next + 1) % len(w.failed)
+	w.calls++
+	if failed {
+		w.failures++
+	}
+}
+
+// drop takes the oldest outcome out of a full window.
+func (w *window) drop() {
+	w.calls--
+	if w.failed[w.next] {
+		w.failures--
+	}
+}
+
+func (w *window) clear() { w.next, w.calls, w.failures = 0, 0, 0 }
+
+// failureRate divides, because 0.07 * 100 is more than 7.
+func (w *window) failureRate() float64 { return float64(w.failures) / float64(w.calls) }

@@ -1,0 +1,411 @@
+package outbox
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// many is more calls than a breaker takes trials: a closed one grants them all.
+const many = 100
+
+var breakerTests = []struct {
+	name string
+	// + a call that succeeds, - one that fails, x one that is cancelled (each only
+	// if it is allowed), ( a call that begins, ) its failure, . ten seconds pass
+	play  string
+	want  BreakerState
+	calls int // that would be allowed now, of many
+}{
+	{"nothing was called", "", BreakerClosed, many},
+	{"too few calls to judge", "----", BreakerClosed, many},
+	{"five calls are enough", "-----", BreakerOpen, 0},
+	{"half of the calls fail", "+++---", BreakerOpen, 0},
+	{"less than half of the calls fail", "+++--", BreakerClosed, many},
+	{"a success is the fifth call", "---++", BreakerOpen, 0},
+	{"a success is the fifth call, failures are few", "--+++", BreakerClosed, many},
+	{"ten good calls bear four failures", "++++++++++----", BreakerClosed, many},
+	{"ten good calls do not bear five failures", "++++++++++-----", BreakerOpen, 0},
+	{"failures older than ten calls do not count", "--++++++++++----", BreakerClosed, many},
+	{"failures among the last ten calls do", "++--++++++++---", BreakerClosed, many},
+	{"the window moves one call at a time", "--++++++--+++++++++++-----", BreakerOpen, 0},
+	{"cancelled calls do not count as successes", "xxxxx----xxxxx-", BreakerOpen, 0},
+	{"cancelled calls do not count as failures", "xxxxxxxxxx", BreakerClosed, many},
+	{"time alone forgets nothing", "----......-", BreakerOpen, 0},
+
+	{"still open after 20 s", "-----..", BreakerOpen, 0},
+	{"half-open after 30 s", "-----...", BreakerHalfOpen, 3},
+	{"half-open as long as nobody calls", "-----....................", BreakerHalfOpen, 3},
+	{"calls while it is open are refused", "-----.++++..", BreakerHalfOpen, 3},
+	{"refused calls do not prolong it", "-----.--.--.", BreakerHalfOpen, 3},
+
+	{"one trial leaves two", "-----...+", BreakerHalfOpen, 2},
+	{"two good trials do not close it", "-----...++", BreakerHalfOpen, 1},
+	{"three good trials close it", "-----...+++", BreakerClosed, many},
+	{"one bad trial opens it again", "-----...-", BreakerOpen, 0},
+	{"the third trial is bad", "-----...++-", BreakerOpen, 0},
+	{"a bad trial opens it for another 30 s", "-----...-..", BreakerOpen, 0},
+	{"half-open again", "-----...-...", BreakerHalfOpen, 3},
+	{"closed at the second attempt", "-----...-...+++", BreakerClosed, many},
+	{"a cancelled trial is given back", "-----...xxxx", BreakerHalfOpen, 3},
+	{"cancelled trials among good ones", "-----...+xx+x", BreakerHalfOpen, 1},
+	{"cancelled trials do not help to close it", "-----...++xx+", BreakerClosed, many},
+	{"trials without an outcome are all taken", "-----...(((+++", BreakerHalfOpen, 0},
+	{"time gives no trial back", "-----...(((......", BreakerHalfOpen, 0},
+
+	{"closed anew, it has forgotten the failures", "-----...+++----", BreakerClosed, many},
+	{"closed anew, it has forgotten the trials", "-----...+++--+-", BreakerClosed, many},
+	{"closed anew, it judges anew", "-----...+++-----", BreakerOpen, 0},
+
+	{"calls that were begun before it opened fail later", "(((((-----)))))..", BreakerOpen, 0},
+	{"late failures do not prolong it", "(((-----.).).).", BreakerHalfOpen, 3},
+	{"late failures are no trials", "(((-----...)))", BreakerHalfOpen, 3},
+	{"late failures do not count once it is closed", "(((((-----...+++)))))", BreakerClosed, many},
+	{"late trials do not count once it is closed", "-----...((-...+++))---", BreakerClosed, many},
+	{"late trials do not take up new ones", "-----...((-...)", BreakerHalfOpen, 3},
+}
+
+func TestBreaker(t *testing.T) {
+	for _, test := range breakerTests {
+		t.Run(test.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+				play(b, test.play)
+				require.Equal(t, test.want, b.state(), "%s", b.state())
+				require.Equal(t, test.calls, b.allow(many).granted)
+			})
+		})
+	}
+}
+
+// play makes calls, one by one, as breakerTests writes them.
+func play(b *breaker, calls string) {
+	var begun []*permit
+	for _, c := range calls {
+		switch c {
+		case '.':
+			time.Sleep(10 * time.Second)
+		case '(':
+			begun = append(begun, b.allow(1))
+		case ')':
+			begun[0].report(callFailed)
+			begun = begun[1:]
+		default:
+			b.allow(1).report(outcomes[c])
+		}
+	}
+}
+
+var outcomes = map[rune]outcome{'+': callSucceeded, '-': callFailed, 'x': callCancelled}
+
+// Whatever happens, the breaker is where a model of it is that keeps all
+// outcomes and knows no shortcut.
+func TestBreakerModel(t *testing.T) {
+	for seed := range uint64(100) {
+		synctest.Test(t, func(t *testing.T) {
+			random := rand.New(rand.NewPCG(seed, 0))
+			cfg := BreakerConfig{
+				Window: 4 + random.IntN(8), MinCalls: 1 + random.IntN(4),
+				FailureRate: float64(1+random.IntN(10)) / 10, Trials: 1 + random.IntN(4),
+			}.withDefaults()
+			b, m := newBreaker(cfg, func(_, _ BreakerState) {}), &breakerModel{cfg: cfg}
+			weights := []string{"++++++++++++++-x.", "+++-", "---+.", "+-x."}
+			var played strings.Builder
+			for range 200 {
+				calls := weights[random.IntN(len(weights))]
+				for range random.IntN(30) {
+					call := rune(calls[random.IntN(len(calls))])
+					played.WriteRune(call)
+					play(b, string(call))
+					m.play(call)
+					require.Equal(t, m.state, b.state(), "seed %d, %+v: %s", seed, cfg, &played)
+				}
+			}
+		})
+	}
+}
+
+// breakerModel is a breaker of one caller.
+type breakerModel struct {
+	cfg      BreakerConfig
+	state    BreakerState
+	outcomes string // since the last change of state
+	open     int    // in tens of seconds
+}
+
+func (m *breakerModel) play(call rune) {
+	switch {
+	case call == '.' && m.state == BreakerOpen:
+		if m.open++; m.open == 3 {
+			m.change(BreakerHalfOpen)
+		}
+	case call == '.' || call == 'x' || m.state == BreakerOpen:
+	case m.state == BreakerHalfOpen && call == '-':
+		m.change(BreakerOpen)
+	case m.state == BreakerHalfOpen:
+		if m.outcomes += "+"; len(m.outcomes) == m.cfg.Trials {
+			m.change(BreakerClosed)
+		}
+	default:
+		m.outcomes += string(call)
+		last := m.outcomes[max(0, len(m.outcomes)-m.cfg.Window):]
+		failed := strings.Count(last, "-")
+		if len(last) >= m.cfg.MinCalls && float64(failed)/float64(len(last)) >= m.cfg.FailureRate {
+			m.change(BreakerOpen)
+		}
+	}
+}
+
+func (m *breakerModel) change(to BreakerState) { m.state, m.outcomes, m.open = to, "", 0 }
+
+// A batch asks once; what it has not begun when the breaker opens must wait.
+func TestBreakerBatch(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+		batch := b.allow(5000)
+		require.Equal(t, 5000, batch.granted)
+		for range 4 {
+			batch.report(callFailed)
+		}
+		require.True(t, batch.holds())
+		batch.report(callFailed)
+		require.Equal(t, BreakerOpen, b.state())
+		require.False(t, batch.holds())
+		require.Zero(t, b.allow(5000).granted)
+
+		time.Sleep(b.wait())
+		trials := b.allow(5000)
+		require.Equal(t, 3, trials.granted)
+		require.True(t, trials.holds())
+		for range 1000 { // the batch goes on failing
+			batch.report(callFailed)
+		}
+		batch.release()
+		require.Equal(t, BreakerHalfOpen, b.state())
+		require.Zero(t, b.allow(1).granted, "release gave back what others have")
+
+		trials.report(callSucceeded)
+		trials.release()
+		trials.release()
+		trials.report(callFailed)
+		require.Equal(t, 2, b.allow(5000).granted)
+	})
+}
+
+// Nobody can close a breaker with more outcomes than calls.
+func TestBreakerTooManyOutcomes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+		for _, n := range []int{0, -1} {
+			none := b.allow(n)
+			require.Zero(t, none.granted)
+			for range many {
+				none.report(callFailed)
+			}
+			require.Equal(t, BreakerClosed, b.state())
+		}
+		play(b, "-----...")
+		require.Zero(t, b.allow(0).granted)
+		trial := b.allow(1)
+		require.Equal(t, 1, trial.granted)
+		for range many {
+			trial.report(callSucceeded)
+			trial.report(callCancelled)
+		}
+		require.Equal(t, 2, b.allow(many).granted)
+	})
+}
+
+func TestBreakerWait(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+		require.Zero(t, b.wait())
+		play(b, "-----.")
+		require.Equal(t, 20*time.Second, b.wait())
+		time.Sleep(b.wait() - 1)
+		require.Equal(t, BreakerOpen, b.state())
+		require.Zero(t, b.allow(1).granted)
+		time.Sleep(b.wait())
+		require.Equal(t, 1, b.allow(1).granted, "not half-open after the time it told to wait")
+		require.Zero(t, b.wait())
+	})
+	synctest.Test(t, func(t *testing.T) {
+		b := newBreaker(BreakerConfig{OpenFor: 1}.withDefaults(), func(_, _ BreakerState) {})
+		play(b, "-----.")
+		require.Equal(t, BreakerHalfOpen, b.state(), "gobreaker takes no Timeout for a minute")
+	})
+}
+
+// Changes are told once each and in order, to somebody who may ask back:
+// gobreaker tells them under its lock, where asking for the state hangs.
+func TestBreakerChanged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var told []string
+		var b *breaker
+		telling := false
+		b = newBreaker(BreakerConfig{}.withDefaults(), func(from, to BreakerState) {
+			require.False(t, telling, "told of a change before it was done with the last one")
+			telling = true
+			defer func() { telling = false }()
+			told = append(told, fmt.Sprintf("%s to %s", from, to))
+			require.Equal(t, to, b.state())
+			if to == BreakerHalfOpen { // the next change comes while this one is told
+				play(b, "+++")
+				require.Equal(t, BreakerClosed, b.state())
+			}
+		})
+		play(b, "+++++-----")
+		require.Equal(t, []string{"closed to open"}, told)
+		play(b, "...")
+		b.wait()
+		require.Equal(t, []string{"closed to open", "open to half-open", "half-open to closed"}, told)
+	})
+}
+
+// Any number of goroutines call: never more than three are on trial, and the
+// changes make a chain.
+func TestBreakerRace(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		now, changes := BreakerClosed, map[BreakerState]int{}
+		b := newBreaker(BreakerConfig{OpenFor: time.Second}.withDefaults(), func(from, to BreakerState) {
+			require.Equal(t, now, from)
+			now = to
+			changes[to]++
+		})
+		var mu sync.Mutex
+		onTrial := map[uint64]int{} // calls, by generation
+		trial := func(p *permit, calls int) {
+			mu.Lock()
+			defer mu.Unlock()
+			if p.trial {
+				onTrial[p.generation] += calls
+				require.LessOrEqual(t, onTrial[p.generation], 3)
+			}
+		}
+		var callers sync.WaitGroup
+		for seed := range uint64(50) {
+			callers.Go(func() {
+				random := rand.New(rand.NewPCG(seed, 1))
+				for range 500 {
+					p := b.allow(random.IntN(20))
+					trial(p, p.granted)
+					bad := random.IntN(3) == 0
+					for n := range p.granted {
+						time.Sleep(time.Duration(random.IntN(5)) * time.Millisecond)
+						switch {
+						case random.IntN(20) == 0 || !p.holds():
+							trial(p, n-p.granted)
+						case bad:
+							p.report(callFailed)
+							continue
+						default:
+							p.report(callSucceeded)
+							continue
+						}
+						p.release()
+						break
+					}
+					time.Sleep(min(b.wait(), time.Duration(random.IntN(2000))*time.Millisecond))
+				}
+			})
+		}
+		callers.Wait()
+		require.Equal(t, now, b.state())
+		for _, state := range []BreakerState{BreakerClosed, BreakerHalfOpen, BreakerOpen} {
+			require.Greater(t, changes[state], 10, "%s", state)
+		}
+		t.Log(changes)
+	})
+}
+
+func TestBreakerConfig(t *testing.T) {
+	require.Equal(t, BreakerConfig{Window: 10, MinCalls: 5, FailureRate: 0.5, OpenFor: 30 * time.Second, Trials: 3},
+		BreakerConfig{}.withDefaults())
+	require.NoError(t, BreakerConfig{}.withDefaults().validate())
+	require.NoError(t, BreakerConfig{Window: 1, MinCalls: 1, FailureRate: 1, OpenFor: 1, Trials: 1}.validate())
+
+	err := BreakerConfig{Window: -1, MinCalls: -2, FailureRate: -0.1, OpenFor: -1, Trials: -1}.validate()
+	for _, field := range []string{"Window", "MinCalls", "FailureRate", "OpenFor", "Trials"} {
+		require.ErrorContains(t, err, "field Breaker."+field+" is -")
+	}
+	require.ErrorContains(t, BreakerConfig{Window: 4}.withDefaults().validate(),
+		"field Breaker.MinCalls is 5: must not be above Breaker.Window, 4")
+	require.ErrorContains(t, BreakerConfig{Window: 10_001}.withDefaults().validate(), "field Breaker.Window is 10001: at most 10000")
+	require.ErrorContains(t, BreakerConfig{Trials: 10_001}.withDefaults().validate(), "field Breaker.Trials is 10001: at most 10000")
+	require.ErrorContains(t, BreakerConfig{}.validate(), "field Breaker.FailureRate is 0")
+	for _, rate := range []float64{1.01, math.NaN(), math.Inf(1)} {
+		require.ErrorContains(t, BreakerConfig{FailureRate: rate}.withDefaults().validate(), "field Breaker.FailureRate is ")
+	}
+}
+
+// 0.07 * 100 is 7.000000000000001 in floating point.
+func TestBreakerExactRate(t *testing.T) {
+	b := newBreaker(BreakerConfig{Window: 100, MinCalls: 100, FailureRate: 0.07}.withDefaults(), func(_, _ BreakerState) {})
+	play(b, strings.Repeat("-", 7)+strings.Repeat("+", 92))
+	require.Equal(t, BreakerClosed, b.state())
+	play(b, "+")
+	require.Equal(t, BreakerOpen, b.state())
+}
+
+func TestBreakerAllocs(t *testing.T) {
+	b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+	for _, o := range []outcome{callSucceeded, callCancelled, callFailed} { // it opens, and hears of it again and again
+		p := b.allow(100_000)
+		require.Zero(t, testing.AllocsPerRun(1000, func() { p.report(o) }), "outcome %d", o)
+	}
+}
+
+// What the breaker costs an event.
+func BenchmarkBreaker(b *testing.B) {
+	for _, batch := range []int{1, 100, 5000} {
+		b.Run(fmt.Sprintf("batch=%d", batch), func(b *testing.B) {
+			b.ReportAllocs()
+			breaker := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+			for left := b.N; left > 0; left -= batch {
+				p := breaker.allow(min(batch, left))
+				for range p.granted {
+					if p.holds() {
+						p.report(callSucceeded)
+					}
+				}
+				p.release()
+			}
+		})
+	}
+	b.Run("unsettled", func(b *testing.B) { // one in four fails
+		b.ReportAllocs()
+		breaker := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+		p := breaker.allow(b.N)
+		for n := range b.N {
+			if n%4 == 3 {
+				p.report(callFailed)
+			} else {
+				p.report(callSucceeded)
+			}
+		}
+		require.Equal(b, BreakerClosed, breaker.state())
+	})
+	b.Run("outage", func(b *testing.B) { // the rest of a batch fails after it opened
+		b.ReportAllocs()
+		p := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {}).allow(b.N)
+		for range b.N {
+			p.report(callFailed)
+		}
+	})
+	b.Run("parallel", func(b *testing.B) {
+		b.ReportAllocs()
+		breaker := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+		b.RunParallel(func(pb *testing.PB) {
+			for pb.Next() {
+				breaker.allow(1).report(callSucceeded)
+			}
+		})
+	})
+}

@@ -1,0 +1,293 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"time"
+)
+
+// fate is what became of an event of a batch.
+type fate struct {
+	kind  fateKind
+	class string
+	err   error
+}
+
+type fateKind uint8
+
+const (
+	fateUndecided fateKind = iota
+	fateSent
+	fateRefused // by Kafka, for what it is
+	fateAway    // Kafka, or its topic, was not there for it
+	fateBehind  // not sent: an earlier event of its key waits
+	fatePending // as fateBehind, and counted by the parking
+)
+
+// delivery is one batch on its way.
+type delivery struct {
+	*producer
+	stop, held context.Context
+	batch      []envelope
+	fates      []fate
+	left       []int // undecided events, by their index in batch
+	patient    bool  // wait for Kafka as long as it takes
+
+	blocked     map[string]bool // keys of events that did not get through
+	through     bool            // Kafka has taken something of the batch
+	suspicious  bool            // Kafka refused something among left, and may not mean all of it
+	down        bool            // the last send failed for want of Kafka
+	unpermitted bool            // the breaker let nothing through
+}
+
+// deliver hands a batch to Kafka and returns what became of each event. Events of
+// parked keys are not sent, nor are those behind one that does not get through.
+// While nothing of the batch gets through for want of Kafka, it is repeated; once
+// something does, the rest is left behind as away. Events are undecided only if
+// stop was cancelled meanwhile (no error) or the lease was lost.
+func (p *producer) deliver(stop, held context.Context, batch []envelope, parked *parking) ([]fate, error) {
+	d := p.delivery(stop, held, batch)
+	d.patient = true
+	for i := range batch {
+		if parked.busy.Load() && parked.takes(d.key(i)) {
+			d.fates[i].kind = fatePending
+		} else {
+			d.left = append(d.left, i)
+		}
+	}
+	err := d.run()
+	return d.fates, err
+}
+
+// attempt is deliver without patience: what does not get through is away, and
+// what the breaker does not let through is undecided.
+func (p *producer) attempt(stop, held context.Context, batch []envelope) ([]fate, error) {
+	d := p.delivery(stop, held, batch)
+	for i := range batch {
+		d.left = append(d.left, i)
+	}
+	err := d.run()
+	return d.fates, err
+}
+
+func (p *producer) delivery(stop, held context.Context, batch []envelope) *delivery {
+	return &delivery{
+		producer: p, stop: stop, held: held, batch: batch,
+		fates: make([]fate, len(batch)), left: make([]int, 0, len(batch)),
+	}
+}
+
+func (d *delivery) run() error {
+	for first := true; len(d.left) > 0 && (first || d.stop.Err() == nil); first = false {
+		if d.down {
+			sleep(d.stop, d.kafka.backoff())
+		}
+		d.down, d.unpermitted = false, false
+		send := d.sendTogether
+		if d.suspicious {
+			send = d.sendAlone
+		}
+		if err := send(); err != nil {
+			return err
+		}
+		if d.unpermitted {
+			if !d.patient {
+				return nil
+			}
+			d.awaitPermission()
+		}
+	}
+	return nil
+}
+
+// awaitPermission waits for an open breaker to become half-open, or for the trial
+// calls of somebody else.
+func (d *delivery) awaitPermission() {
+	const look = 50 * time.Millisecond
+	if d.breaker.state() == BreakerOpen {
+		e := &d.batch[d.left[0]]
+		d.log.Warn("outbox: breaker is open, batch stops", "id", e.id, "event_id", string(e.eventID), "wait", d.breaker.wait())
+	}
+	sleep(d.stop, max(d.breaker.wait(), look))
+}
+
+// sendTogether sends all undecided events at once. A refusal names whatever the
+// client had put into the same request, good events too, so that nothing but
+// what is refused alone is blamed.
+func (d *delivery) sendTogether() error {
+	d.leaveBlocked()
+	errs, err := d.produce(d.held, d.batch, d.left)
+	if err != nil {
+		return err
+	}
+	d.unpermitted = len(errs) == 0 && len(d.left) > 0
+	tried := d.left[:len(errs)]
+	var left, away []int
+	for n, i := range tried {
+		switch class := refusalClass(errs[n]); {
+		case errs[n] == nil:
+			d.arrived(i)
+		case errors.Is(errs[n], errBehind):
+			d.fates[i].kind = fateBehind
+		case class == invalidEvent: // ours to know, whatever else was sent
+			d.refuse(i, class, errs[n])
+		case class != "":
+			d.suspicious = true
+			left = append(left, i)
+		case isTopicTrouble(errs[n]):
+			d.leave(i, errs[n])
+		default:
+			d.complain(i, errs[n])
+			d.fates[i].err = errs[n] // until it is decided
+			away = append(away, i)
+		}
+	}
+	if d.through || !d.patient {
+		for _, i := range away {
+			d.leave(i, d.fates[i].err)
+		}
+	} else {
+		d.down = len(away) > 0
+		left = merge(left, away)
+	}
+	d.left = append(left, d.left[len(errs):]...)
+	if len(errs) > 0 && len(away) == 0 {
+		d.kafka.report(nil)
+	}
+	return nil
+}
+
+// merge returns the numbers of two ascending lists as one.
+func merge(a, b []int) []int {
+	all := make([]int, 0, len(a)+len(b))
+	for len(a) > 0 && len(b) > 0 {
+		if a[0] < b[0] {
+			all, a = append(all, a[0]), a[1:]
+		} else {
+			all, b = append(all, b[0]), b[1:]
+		}
+	}
+	return append(append(all, a...), b...)
+}
+
+// sendAlone sends the undecided events one by one in their order, up to the
+// first that fails for want of Kafka.
+func (d *delivery) sendAlone() error {
+	for len(d.left) > 0 {
+		i := d.left[0]
+		if d.leaveBlocked(); len(d.left) == 0 || d.left[0] != i {
+			continue
+		}
+		errs, err := d.produce(d.held, d.batch, d.left[:1])
+		if err != nil {
+			return err
+		}
+		if len(errs) == 0 {
+			d.unpermitted = true
+			return nil
+		}
+		d.left = d.left[1:]
+		switch class := refusalClass(errs[0]); {
+		case errs[0] == nil:
+			d.arrived(i)
+		case class != "":
+			d.refuse(i, class, errs[0])
+		case isTopicTrouble(errs[0]):
+			d.leave(i, errs[0])
+			continue
+		default:
+			d.complain(i, errs[0])
+			if !d.through && d.patient {
+				d.left = append([]int{i}, d.left...)
+				d.down = true
+				return nil
+			}
+			d.leaveTopic(i, errs[0])
+			continue
+		}
+		d.kafka.report(nil)
+	}
+	d.suspicious = false
+	return nil
+}
+
+// key returns an event's parking key.
+func (d *delivery) key(i int) string {
+	e := &d.batch[i]
+	topic, _ := d.topic(e) // one without cannot be sent, and parks what has no topic either
+	return parkingKey(topic, e.key())
+}
+
+func (d *delivery) arrived(i int) {
+	d.fates[i], d.through = fate{kind: fateSent}, true
+	if d.topics.busy.Load() {
+		topic, _ := d.topic(&d.batch[i]) // it has one: it was sent
+		d.topics.report(topic, nil)
+	}
+}
+
+func (d *delivery) refuse(i int, class string, err error) {
+	d.fates[i] = fate{kind: fateRefused, class: class, err: err}
+	d.block(i)
+}
+
+// leave gives an event up for now, for want of its topic or of Kafka.
+func (d *delivery) leave(i int, err error) {
+	if isTopicTrouble(err) {
+		topic, _ := d.topic(&d.batch[i])
+		d.topics.report(topic, err)
+	}
+	kind := fateAway
+	if d.blocked[d.key(i)] {
+		kind = fateBehind
+	}
+	d.fates[i] = fate{kind: kind, class: awayClass(err), err: err}
+	d.block(i)
+}
+
+// leaveTopic gives up an event and whatever is undecided for its topic: trying
+// each of them alone would take a timeout each.
+func (d *delivery) leaveTopic(i int, err error) {
+	d.leave(i, err)
+	topic, _ := d.topic(&d.batch[i])
+	left := d.left[:0]
+	for _, j := range d.left {
+		if other, _ := d.topic(&d.batch[j]); other == topic {
+			d.leave(j, err)
+		} else {
+			left = append(left, j)
+		}
+	}
+	d.left = left
+}
+
+func (d *delivery) block(i int) {
+	if d.blocked == nil {
+		d.blocked = map[string]bool{}
+	}
+	d.blocked[d.key(i)] = true
+}
+
+// leaveBlocked decides about undecided events behind one that did not get
+// through.
+func (d *delivery) leaveBlocked() {
+	if len(d.blocked) == 0 {
+		return
+	}
+	left := d.left[:0]
+	for _, i := range d.left {
+		if d.blocked[d.key(i)] {
+			d.fates[i] = fate{kind: fateBehind}
+		} else {
+			left = append(left, i)
+		}
+	}
+	d.left = left
+}
+
+// complain notes that an event failed for want of Kafka.
+func (d *delivery) complain(i int, err error) {
+	e := &d.batch[i]
+	topic, _ := d.topic(e)
+	d.kafka.report(err, "topic", topic, "id", e.id, "event_id", string(e.eventID))
+}

@@ -1,0 +1,226 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"time"
+)
+
+// retrier sends again what stands in outbox_failed. It works beside the session,
+// with a Kafka client of its own, so that what waits for one topic holds up
+// nothing else; the parking keeps the two from overtaking each other.
+type retrier struct {
+	*Relay
+	lease    *lease
+	held     context.Context
+	producer *producer
+	parked   *parking
+	postgres trouble
+
+	correctAt time.Time // not before
+}
+
+const (
+	dueAtOnce    = 50  // heads in a round trip
+	behindAtOnce = 500 // events of one key behind its head
+)
+
+func newRetrier(s *session) *retrier {
+	return &retrier{
+		Relay: s.Relay, lease: s.lease, held: s.held, producer: newProducer(s.Relay, s.lease), parked: &s.parked,
+		postgres: trouble{log: s.log, what: "PostgreSQL, for retries,"},
+	}
+}
+
+// run retries until ctx is cancelled, then finishes what is in flight.
+func (r *retrier) run(ctx context.Context) {
+	defer r.producer.close()
+	for ctx.Err() == nil && r.held.Err() == nil {
+		err := r.round(ctx)
+		if r.held.Err() != nil || errors.Is(err, errLeaseLost) {
+			return
+		}
+		r.postgres.report(err)
+		r.wait(ctx)
+	}
+}
+
+// wait waits for the next round, or for the breaker to close.
+func (r *retrier) wait(ctx context.Context) {
+	timer := time.NewTimer(r.cfg.RetryInterval)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-r.breakerClosed:
+	case <-ctx.Done():
+	case <-r.held.Done():
+	}
+}
+
+// round retries all that is due.
+func (r *retrier) round(ctx context.Context) error {
+	if r.breaker.state() == BreakerOpen {
+		return nil
+	}
+	if err := r.tend(); err != nil {
+		return err
+	}
+	for ctx.Err() == nil {
+		due, err := r.failed.due(r.held, dueAtOnce)
+		if err != nil || len(due) == 0 {
+			return err
+		}
+		through, done, err := r.retry(ctx, due)
+		if err != nil || !done {
+			return err
+		}
+		for _, key := range through {
+			if err := r.follow(ctx, key); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// tend puts right what operators and crashes leave: keys without a head, and
+// counts that are no longer so.
+func (r *retrier) tend() error {
+	if !r.parked.busy.Load() || time.Now().Before(r.correctAt) {
+		return nil
+	}
+	start := time.Now()
+	if err := r.failed.promote(r.held, r.lease); err != nil {
+		return err
+	}
+	r.parked.mu.Lock()
+	defer r.parked.mu.Unlock()
+	keys, err := r.failed.keys(r.held)
+	if err == nil {
+		r.parked.correct(keys)
+	}
+	// Over very many rows this takes long, and new failures wait meanwhile.
+	r.correctAt = time.Now().Add(20 * time.Since(start))
+	return err
+}
+
+// follow sends what is parked behind a head that got through, in order, as long
+// as all of it gets through.
+func (r *retrier) follow(ctx context.Context, key string) error {
+	for ctx.Err() == nil {
+		events, err := r.failed.behind(r.held, key, behindAtOnce)
+		if err != nil || len(events) == 0 {
+			return err
+		}
+		through, done, err := r.retry(ctx, events)
+		if err != nil || !done || len(through) == 0 {
+			return err
+		}
+	}
+	return nil
+}
+
+// retry sends events and writes down what became of them. It returns the keys of
+// which nothing failed, and whether all was decided.
+func (r *retrier) retry(ctx context.Context, events []failedEvent) (through []string, done bool, err error) {
+	batch := make([]envelope, len(events))
+	for i := range events {
+		batch[i] = events[i].envelope
+	}
+	fates, err := r.producer.attempt(ctx, r.held, batch)
+	if err != nil {
+		return nil, false, err
+	}
+	var verdicts []verdict
+	var free []string // keys of rows that hold nothing back any more
+	failed := map[string]bool{}
+	done = true
+	for i, f := range fates {
+		e := &events[i]
+		v, ok := r.judge(e, f)
+		done = done && f.kind != fateUndecided
+		if f.kind != fateSent {
+			failed[e.key] = true
+		}
+		if !ok {
+			continue
+		}
+		verdicts = append(verdicts, v)
+		if v.status == statusResolved || v.status == statusDead && !r.cfg.HoldDead {
+			free = append(free, e.key)
+		}
+	}
+	if len(verdicts) == 0 {
+		return nil, done, nil
+	}
+	if err := r.settle(verdicts, free); err != nil {
+		return nil, false, err
+	}
+	for _, e := range events {
+		if !failed[e.key] {
+			through, failed[e.key] = append(through, e.key), true // once
+		}
+	}
+	return through, done, nil
+}
+
+// settle writes verdicts down under the lock with which the session parks.
+func (r *retrier) settle(verdicts []verdict, free []string) error {
+	r.parked.mu.Lock()
+	defer r.parked.mu.Unlock()
+	if err := r.failed.settle(r.held, r.lease, verdicts, r.cfg.KeepSent); err != nil {
+		return err
+	}
+	for _, key := range free {
+		r.parked.removed(key)
+	}
+	return nil
+}
+
+// judge turns the fate of a retry into what is written down. There is nothing to
+// write for an event that was not tried.
+func (r *retrier) judge(e *failedEvent, f fate) (v verdict, ok bool) {
+	v = verdict{row: e.row, class: f.class, err: f.err}
+	switch f.kind {
+	case fateSent:
+		v.status, v.err = statusResolved, nil
+	case fateRefused:
+		v.status, v.count, v.wait = statusFailed, 1, retryWait(e.retries+2)
+		dead := e.retries+1 >= r.cfg.MaxRetries
+		if dead {
+			v.status = statusDead
+		}
+		r.tellRefused(e, f, dead)
+	case fateAway:
+		v.status, v.wait = statusWaiting, r.cfg.RetryInterval
+	case fateUndecided, fateBehind, fatePending:
+		return v, false
+	}
+	return v, true
+}
+
+func (r *retrier) tellRefused(e *failedEvent, f fate, dead bool) {
+	args := []any{"id", e.id, "event_id", string(e.eventID), "attempt", e.retries + 1, "class", f.class, "error", f.err}
+	if dead {
+		r.log.Error("outbox: event is dead", append(args, "key_is_held", r.cfg.HoldDead)...)
+	} else {
+		r.log.Warn("outbox: retry failed", args...)
+	}
+	hook := r.cfg.Hooks.Refused
+	if dead {
+		hook = r.cfg.Hooks.Dead
+	}
+	if hook != nil {
+		hook(failedEventOf(&e.envelope, f, e.retries+1))
+	}
+}
+
+// failedEventOf is what hooks are told.
+func failedEventOf(e *envelope, f fate, retries int) FailedEvent {
+	topic, _ := e.destination() // "" if none follows from its type
+	return FailedEvent{
+		OutboxID: e.id, EventID: string(e.eventID), Type: string(e.eventType),
+		AggregateType: string(e.aggregateType), AggregateID: string(e.aggregateID),
+		Topic: topic, Key: string(e.key()), Retries: retries, Class: f.class, Err: f.err,
+	}
+}

@@ -1,0 +1,282 @@
+package outbox_test
+
+import (
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+)
+
+// poisonedHouse has a topic that takes only small records, and a reader.
+func poisonedHouse(t *testing.T) (*house, *oracle.Reader) {
+	t.Helper()
+	h := newHouse(t)
+	testenv.RealBrokers(t)
+	h.createTopic(t, "max.message.bytes", "2000")
+	return h, h.follow(t)
+}
+
+// poison is an event that the topic of a poisonedHouse refuses.
+func poison(key string, version int) oracle.Event {
+	e := numbered(key, version, 1)[0]
+	e.Filler = random(5000)
+	return e
+}
+
+// statuses returns the rows of outbox_failed by status.
+func (h *house) statuses(t *testing.T) map[string]int {
+	t.Helper()
+	rows, err := h.db.Query(background, h.sql(`SELECT status, count(*)::int FROM {s}.outbox_failed GROUP BY status`))
+	require.NoError(t, err)
+	defer rows.Close()
+	all := map[string]int{}
+	for rows.Next() {
+		var status string
+		var n int
+		require.NoError(t, rows.Scan(&status, &n))
+		all[status] = n
+	}
+	require.NoError(t, rows.Err())
+	return all
+}
+
+func (h *house) awaitStatuses(t *testing.T, want map[string]int) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		got := h.statuses(t)
+		for status, n := range want {
+			if got[status] != n {
+				return false
+			}
+		}
+		return len(got) == len(want)
+	}, patience, 10*time.Millisecond, "%v, not %v", h.statuses(t), want)
+}
+
+// A refused event holds back the later ones of its key, and of no other. It is
+// tried again until it is dead; then its key goes on, in order.
+func TestDeadEventReleasesItsKey(t *testing.T) {
+	h, reader := poisonedHouse(t)
+	var refused, dead atomic.Int32
+	log := new(syncBuffer)
+	cfg := quick
+	cfg.MaxRetries = 2
+	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
+	cfg.Hooks.Refused = func(outbox.FailedEvent) { refused.Add(1) }
+	cfg.Hooks.Dead = func(e outbox.FailedEvent) {
+		if e.Class == "message_too_large" && e.Retries == 2 && e.Key == "bad" && e.Topic == h.topic {
+			dead.Add(1)
+		}
+	}
+	run(t, h.relay(t, cfg))
+
+	bad := poison("bad", 1)
+	same := numbered("bad", 2, 50)
+	h.commit(t, append([]oracle.Event{bad}, same[:20]...)...)
+	h.awaitStatuses(t, map[string]int{"failed": 1, "parked": 20})
+	h.commit(t, same[20:]...)
+	others := numbered("good", 1, 50)
+	h.commit(t, others...)
+	requireArrival(t, reader, others...)
+	require.False(t, reader.Has(same[0].ID), "it overtook the event that it stands behind")
+
+	requireArrival(t, reader, same...)
+	h.awaitStatuses(t, map[string]int{"dead": 1})
+	more := numbered("bad", 100, 3)
+	h.commit(t, more...)
+	requireArrival(t, reader, more...)
+
+	requireInOrder(t, reader, append(same, more...))
+	require.EqualValues(t, 2, refused.Load(), "at first, and at the first retry")
+	require.EqualValues(t, 1, dead.Load())
+	require.Equal(t, 1, strings.Count(log.String(), "level=ERROR"))
+	require.Contains(t, log.String(), "event is dead")
+	require.Contains(t, log.String(), "retry failed")
+}
+
+// requireInOrder requires that of all arrivals these are there once, in this
+// order.
+func requireInOrder(t *testing.T, reader *oracle.Reader, events []oracle.Event) {
+	t.Helper()
+	arrived, err := reader.Arrived()
+	require.NoError(t, err)
+	mine := map[string]bool{}
+	for _, e := range events {
+		mine[e.ID] = true
+	}
+	var got []oracle.Event
+	for _, e := range arrived {
+		if mine[e.ID] {
+			got = append(got, e)
+		}
+	}
+	require.Equal(t, events, got)
+}
+
+// With HoldDead the key waits for an operator, through restarts of the relay.
+func TestDeadEventHoldsItsKey(t *testing.T) {
+	h, reader := poisonedHouse(t)
+	cfg := quick
+	cfg.MaxRetries, cfg.HoldDead = 1, true
+	cfg.Logger = slog.New(slog.DiscardHandler)
+	stop := run(t, h.relay(t, cfg))
+	events := numbered("bad", 2, 10)
+	h.commit(t, append([]oracle.Event{poison("bad", 1)}, events[:5]...)...)
+	h.awaitStatuses(t, map[string]int{"dead": 1, "parked": 5})
+	stop()
+	run(t, h.relay(t, cfg))
+	h.commit(t, events[5:]...)
+	h.awaitStatuses(t, map[string]int{"dead": 1, "parked": 10})
+	others := numbered("good", 1, 5)
+	h.commit(t, others...)
+	requireArrival(t, reader, others...)
+	require.False(t, reader.Has(events[0].ID))
+
+	_, err := h.db.Exec(background, h.sql(`UPDATE {s}.outbox_failed SET status = 'resolved', resolved_at = now() WHERE status = 'dead'`))
+	require.NoError(t, err)
+	requireArrival(t, reader, events...)
+	h.awaitStatuses(t, map[string]int{"resolved": 1})
+	requireInOrder(t, reader, events)
+	more := numbered("bad", 100, 3)
+	h.commit(t, more...)
+	requireArrival(t, reader, more...)
+	h.awaitStatuses(t, map[string]int{"resolved": 1})
+}
+
+// What Kafka takes after all goes out in order, and leaves no row behind unless
+// that is wanted.
+func TestRefusedEventGetsThrough(t *testing.T) {
+	for name, keep := range map[string]bool{"removed": false, "kept": true} {
+		t.Run(name, func(t *testing.T) {
+			h, reader := poisonedHouse(t)
+			cfg := quick
+			cfg.KeepSent = keep
+			cfg.Logger = slog.New(slog.DiscardHandler)
+			run(t, h.relay(t, cfg))
+			events := append([]oracle.Event{poison("bad", 1)}, numbered("bad", 2, 700)...)
+			h.commit(t, events...)
+			h.awaitStatuses(t, map[string]int{"failed": 1, "parked": 700})
+			h.setTopic(t, "max.message.bytes", "1000000")
+			requireArrival(t, reader, events...)
+			requireInOrder(t, reader, events)
+			if keep {
+				h.awaitStatuses(t, map[string]int{"resolved": 701})
+			} else {
+				h.awaitStatuses(t, map[string]int{})
+			}
+			more := numbered("bad", 1000, 3)
+			h.commit(t, more...)
+			requireArrival(t, reader, more...)
+		})
+	}
+}
+
+// A topic that is missing holds up its own events, and nothing else. They wait as
+// long as it takes, without using up a try.
+func TestMissingTopicHoldsUpNothingElse(t *testing.T) {
+	h := newHouse(t)
+	testenv.RealBrokers(t)
+	h.createTopic(t, "max.message.bytes", "1000000")
+	reader := h.follow(t)
+	elsewhere := *h
+	elsewhere.topic = "missing-" + uuid.NewString()
+	registry, err := outbox.NewRegistry("test", outbox.Event("test.oracle.happened.v1", "Key", oracle.Event.Aggregate).Topic(elsewhere.topic))
+	require.NoError(t, err)
+	elsewhere.rec, err = outbox.NewRecorder(registry, outbox.RecorderConfig{Schema: h.schema})
+	require.NoError(t, err)
+
+	log := new(syncBuffer)
+	cfg := quick
+	cfg.Schema, cfg.Logger, cfg.MaxRetries = h.schema, slog.New(slog.NewTextHandler(log, nil)), 1
+	relay, err := outbox.NewRelay(h.db, []kgo.Opt{kgo.SeedBrokers(h.brokers...), kgo.UnknownTopicRetries(1), kgo.MetadataMinAge(20 * time.Millisecond)}, cfg)
+	require.NoError(t, err)
+	run(t, relay)
+	lost, good := numbered("key", 1, 40), numbered("key", 1, 40)
+	elsewhere.commit(t, lost[:20]...)
+	h.commit(t, good[:20]...)
+	requireArrival(t, reader, good[:20]...)
+	h.awaitStatuses(t, map[string]int{"waiting": 1, "parked": 19})
+	elsewhere.commit(t, lost[20:]...)
+	h.commit(t, good[20:]...)
+	requireArrival(t, reader, good[20:]...)
+	h.awaitStatuses(t, map[string]int{"waiting": 1, "parked": 39})
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "topic "+elsewhere.topic+" fails") }, patience, time.Millisecond)
+	var retries int
+	require.NoError(t, h.db.QueryRow(background, h.sql(`SELECT max(retry_count) FROM {s}.outbox_failed`)).Scan(&retries))
+	require.Zero(t, retries)
+
+	elsewhere.createTopic(t, "max.message.bytes", "1000000")
+	there := elsewhere.follow(t)
+	requireArrival(t, there, lost...)
+	requireInOrder(t, there, lost)
+	h.awaitStatuses(t, map[string]int{})
+	require.Equal(t, 1, strings.Count(log.String(), "topic "+elsewhere.topic+" fails"), "once")
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "topic "+elsewhere.topic+" works again") }, patience, time.Millisecond)
+}
+
+// A dead broker opens the breaker: nothing is tried for a while, the log and the
+// hook are told, and everything arrives when it is back.
+func TestBreakerStopsTheRelay(t *testing.T) {
+	h := newHouse(t)
+	reader := h.follow(t)
+	var mu sync.Mutex
+	var changes []string
+	log, dialer := new(syncBuffer), &brokenDialer{}
+	dialer.broken.Store(true)
+	cfg := quick
+	cfg.Schema, cfg.Logger = h.schema, slog.New(slog.NewTextHandler(log, nil))
+	cfg.DeliveryTimeout, cfg.Breaker.OpenFor = time.Second, 300*time.Millisecond
+	cfg.Hooks.Breaker = func(from, to outbox.BreakerState) {
+		mu.Lock()
+		defer mu.Unlock()
+		changes = append(changes, from.String()+" to "+to.String())
+	}
+	told := func(change string) func() bool {
+		return func() bool {
+			mu.Lock()
+			defer mu.Unlock()
+			return slices.Contains(changes, change)
+		}
+	}
+	relay, err := outbox.NewRelay(h.db, append(testenv.KafkaOpts(h.brokers), kgo.Dialer(dialer.dial)), cfg)
+	require.NoError(t, err)
+	run(t, relay)
+	events := numbered("key", 1, 200)
+	h.commit(t, events...)
+	require.Eventually(t, told("closed to open"), patience, time.Millisecond)
+	require.Eventually(t, told("half-open to open"), patience, time.Millisecond)
+	require.Contains(t, log.String(), "level=ERROR msg=\"outbox: too many sends fail, breaker opens\"")
+	require.Contains(t, log.String(), "batch stops")
+	dialer.broken.Store(false)
+	requireArrival(t, reader, events...)
+	require.Eventually(t, told("half-open to closed"), patience, time.Millisecond)
+	requireInOrder(t, reader, events)
+	require.Zero(t, h.count(t, "outbox_failed"), "an outage is not a failure")
+}
+
+// setTopic changes a setting of the house's topic.
+func (h *house) setTopic(t *testing.T, setting, value string) {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(h.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	request := kmsg.NewPtrIncrementalAlterConfigsRequest()
+	request.Resources = []kmsg.IncrementalAlterConfigsRequestResource{{
+		ResourceType: kmsg.ConfigResourceTypeTopic, ResourceName: h.topic,
+		Configs: []kmsg.IncrementalAlterConfigsRequestResourceConfig{{Name: setting, Value: &value}},
+	}}
+	response, err := request.RequestWith(background, client)
+	require.NoError(t, err)
+	require.Zero(t, response.Resources[0].ErrorCode)
+}
