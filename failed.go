@@ -24,6 +24,7 @@ type failure struct {
 	class  string
 	err    error // nil when parked
 
+	refused bool // by Kafka
 	pending bool // counted so by the parking
 }
 
@@ -160,12 +161,13 @@ type failedEvent struct {
 	retries  int
 }
 
-// sqlFailedDue reads heads that are due, those of the oldest events first.
+// sqlFailedDue reads heads that are due, those that have waited longest first: by
+// the age of their events, the first that fail again would keep out the others.
 const sqlFailedDue = `
 SELECT e.id, e.parking_key, e.retry_count, ` + failedColumns + `
   FROM {schema}.outbox_failed AS e
  WHERE e.relay = $1::text AND e.status IN ('waiting', 'failed') AND e.next_retry_at <= now()
- ORDER BY e.outbox_id LIMIT $2`
+ ORDER BY e.next_retry_at, e.outbox_id LIMIT $2`
 
 // sqlFailedBehind reads what is parked behind a head that got through.
 const sqlFailedBehind = `

@@ -50,6 +50,7 @@ var rooms = map[string]kind{
 	"outbox_rows.go":    sql,
 	"relay.go":          orchestrator,
 	"relay_delivery.go": orchestrator,
+	"relay_limits.go":   orchestrator,
 	"relay_parking.go":  orchestrator,
 	"relay_retry.go":    orchestrator,
 	"relay_send.go":     orchestrator,

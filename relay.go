@@ -53,8 +53,8 @@ type RelayConfig struct {
 	// RetryInterval is how long a relay waits before it looks for failed events
 	// that are due. It looks at once when the breaker closes. Zero means 5 s.
 	RetryInterval time.Duration
-	// MaxRetries is how often an event that Kafka refuses is sent again, after 1,
-	// 2, 4 … 300 s, before it is dead. An outage, a missing topic or a lapsed
+	// MaxRetries is how many retries of an event Kafka refuses, after 1, 2, 4 … 300 s,
+	// before it is dead. An outage, a missing topic or a lapsed
 	// credential uses up none. Zero means 10.
 	MaxRetries int
 	// HoldDead keeps the later events of a dead one's key until somebody decides.
@@ -70,8 +70,9 @@ type RelayConfig struct {
 	// Hooks are told what happens.
 	Hooks RelayHooks
 
-	// Logger receives what changes: WARN for trouble that begins or ends, and
-	// DEBUG for the rest. Nil means slog.Default().
+	// Logger receives what changes: ERROR for an event that is dead and for a
+	// breaker that opens, WARN for trouble that begins or ends, and DEBUG for the
+	// rest. Nil means slog.Default().
 	Logger *slog.Logger
 }
 
@@ -95,7 +96,7 @@ type FailedEvent struct {
 	// Topic and Key say where it would go. Topic is empty if none follows from the
 	// type.
 	Topic, Key string
-	// Retries is how often Kafka refused it after the first time.
+	// Retries is how many retries Kafka refused.
 	Retries int
 	// Class is the kind of the error, as in outbox_failed.error_class.
 	Class string
@@ -187,7 +188,7 @@ type Relay struct {
 // automatic flushing, are refused. The error names every bad field and option.
 //
 // The topics must exist, or be creatable with kgo.AllowAutoTopicCreation: events
-// of a missing topic are tried until it is there, and so far hold up the others.
+// of a missing topic wait until it is there, and hold up no others.
 //
 // NewRelay does no I/O, and makes and closes one client to look at the options.
 // A running relay uses up to four connections of db; closing db stays with the

@@ -80,7 +80,7 @@ func (p *producer) delivery(stop, held context.Context, batch []envelope) *deliv
 func (d *delivery) run() error {
 	for first := true; len(d.left) > 0 && (first || d.stop.Err() == nil); first = false {
 		if d.down {
-			sleep(d.stop, d.kafka.backoff())
+			d.sleep(d.kafka.backoff())
 		}
 		d.down, d.unpermitted = false, false
 		send := d.sendTogether
@@ -108,7 +108,15 @@ func (d *delivery) awaitPermission() {
 		e := &d.batch[d.left[0]]
 		d.log.Warn("outbox: breaker is open, batch stops", "id", e.id, "event_id", string(e.eventID), "wait", d.breaker.wait())
 	}
-	sleep(d.stop, max(d.breaker.wait(), look))
+	d.sleep(max(d.breaker.wait(), look))
+}
+
+// sleep waits until stop is cancelled or the lease is lost.
+func (d *delivery) sleep(wait time.Duration) {
+	either, cancel := context.WithCancel(d.stop)
+	defer context.AfterFunc(d.held, cancel)()
+	defer cancel()
+	sleep(either, wait)
 }
 
 // sendTogether sends all undecided events at once. A refusal names whatever the
@@ -131,7 +139,7 @@ func (d *delivery) sendTogether() error {
 			d.fates[i].kind = fateBehind
 		case class == invalidEvent: // ours to know, whatever else was sent
 			d.refuse(i, class, errs[n])
-		case class != "":
+		case class != "" || errors.Is(errs[n], errAlone):
 			d.suspicious = true
 			left = append(left, i)
 		case isTopicTrouble(errs[n]):

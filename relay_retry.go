@@ -132,6 +132,7 @@ func (r *retrier) retry(ctx context.Context, events []failedEvent) (through []st
 		return nil, false, err
 	}
 	var verdicts []verdict
+	var tell []func() // once it is written down
 	var free []string // keys of rows that hold nothing back any more
 	failed := map[string]bool{}
 	done = true
@@ -146,6 +147,9 @@ func (r *retrier) retry(ctx context.Context, events []failedEvent) (through []st
 			continue
 		}
 		verdicts = append(verdicts, v)
+		if f.kind == fateRefused {
+			tell = append(tell, func() { r.tellRefused(e, f, v.status == statusDead) })
+		}
 		if v.status == statusResolved || v.status == statusDead && !r.cfg.HoldDead {
 			free = append(free, e.key)
 		}
@@ -155,6 +159,9 @@ func (r *retrier) retry(ctx context.Context, events []failedEvent) (through []st
 	}
 	if err := r.settle(verdicts, free); err != nil {
 		return nil, false, err
+	}
+	for _, say := range tell {
+		say()
 	}
 	for _, e := range events {
 		if !failed[e.key] {
@@ -186,11 +193,9 @@ func (r *retrier) judge(e *failedEvent, f fate) (v verdict, ok bool) {
 		v.status, v.err = statusResolved, nil
 	case fateRefused:
 		v.status, v.count, v.wait = statusFailed, 1, retryWait(e.retries+2)
-		dead := e.retries+1 >= r.cfg.MaxRetries
-		if dead {
+		if e.retries+1 >= r.cfg.MaxRetries {
 			v.status = statusDead
 		}
-		r.tellRefused(e, f, dead)
 	case fateAway:
 		v.status, v.wait = statusWaiting, r.cfg.RetryInterval
 	case fateUndecided, fateBehind, fatePending:
@@ -200,7 +205,8 @@ func (r *retrier) judge(e *failedEvent, f fate) (v verdict, ok bool) {
 }
 
 func (r *retrier) tellRefused(e *failedEvent, f fate, dead bool) {
-	args := []any{"id", e.id, "event_id", string(e.eventID), "attempt", e.retries + 1, "class", f.class, "error", f.err}
+	args := []any{"id", e.id, "event_id", string(e.eventID), "type", string(e.eventType), "aggregate_id", string(e.aggregateID),
+		"key", string(e.envelope.key()), "attempt", e.retries + 1, "class", f.class, "error", f.err}
 	if dead {
 		r.log.Error("outbox: event is dead", append(args, "key_is_held", r.cfg.HoldDead)...)
 	} else {
@@ -211,16 +217,16 @@ func (r *retrier) tellRefused(e *failedEvent, f fate, dead bool) {
 		hook = r.cfg.Hooks.Dead
 	}
 	if hook != nil {
-		hook(failedEventOf(&e.envelope, f, e.retries+1))
+		hook(failedEventOf(&e.envelope, f.class, f.err, e.retries+1))
 	}
 }
 
 // failedEventOf is what hooks are told.
-func failedEventOf(e *envelope, f fate, retries int) FailedEvent {
+func failedEventOf(e *envelope, class string, err error, retries int) FailedEvent {
 	topic, _ := e.destination() // "" if none follows from its type
 	return FailedEvent{
 		OutboxID: e.id, EventID: string(e.eventID), Type: string(e.eventType),
 		AggregateType: string(e.aggregateType), AggregateID: string(e.aggregateID),
-		Topic: topic, Key: string(e.key()), Retries: retries, Class: f.class, Err: f.err,
+		Topic: topic, Key: string(e.key()), Retries: retries, Class: class, Err: err,
 	}
 }

@@ -3,6 +3,7 @@ package outbox_test
 import (
 	"log/slog"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -103,6 +104,59 @@ func TestDeadEventReleasesItsKey(t *testing.T) {
 	require.Equal(t, 1, strings.Count(log.String(), "level=ERROR"))
 	require.Contains(t, log.String(), "event is dead")
 	require.Contains(t, log.String(), "retry failed")
+}
+
+// batches counts what a client sends.
+type batches struct{ n atomic.Int32 }
+
+func (b *batches) OnProduceBatchWritten(kgo.BrokerMetadata, string, int32, kgo.ProduceBatchMetrics) {
+	b.n.Add(1)
+}
+
+// What may be too large is sent alone: its company need not be sent again one by
+// one, and the later events of its key are not there before it.
+func TestTooLargeEventIsSentAlone(t *testing.T) {
+	for name, tt := range map[string]struct{ topicLimit, clientLimit, size int }{
+		"for its topic":  {400_000, 900_000, 500_000},
+		"for the client": {900_000, 200_000, 300_000},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := newHouse(t)
+			testenv.RealBrokers(t)
+			h.createTopic(t, "max.message.bytes", strconv.Itoa(tt.topicLimit))
+			reader := h.follow(t)
+			good := numbered("good", 1, 1000)
+			bad := numbered("bad", 1, 4)
+			bad[0].Filler = random(tt.size)
+			h.commit(t, slices.Concat(good[:500], bad, good[500:])...)
+
+			sent := &batches{}
+			cfg := quick
+			cfg.Schema, cfg.Logger, cfg.MaxRetries = h.schema, slog.New(slog.DiscardHandler), 1
+			opts := append(testenv.KafkaOpts(h.brokers), kgo.WithHooks(sent), kgo.ProducerBatchMaxBytes(int32(tt.clientLimit)))
+			relay, err := outbox.NewRelay(h.db, opts, cfg)
+			require.NoError(t, err)
+			run(t, relay)
+			requireArrival(t, reader, good...)
+			require.Less(t, sent.n.Load(), int32(100), "sent one by one")
+			requireArrival(t, reader, bad[1:]...)
+			requireInOrder(t, reader, good)
+			requireInOrder(t, reader, bad[1:])
+			h.awaitStatuses(t, map[string]int{"dead": 1})
+		})
+	}
+}
+
+// The limit of a topic is one of compressed batches: what only looks too large
+// gets through.
+func TestCompressedEventIsNotTooLarge(t *testing.T) {
+	h, reader := poisonedHouse(t)
+	run(t, h.relay(t, quick))
+	squeezed := numbered("key", 1, 1)
+	squeezed[0].Filler = strings.Repeat("x", 5000)
+	h.commit(t, squeezed...)
+	requireArrival(t, reader, squeezed...)
+	require.Zero(t, h.count(t, "outbox_failed"))
 }
 
 // requireInOrder requires that of all arrivals these are there once, in this

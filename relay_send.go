@@ -53,6 +53,7 @@ type producer struct {
 	client *kgo.Client // nil until needed, and after a send without an answer
 
 	named, derived map[string]string // topics, by their name in the row or by the event type
+	limits         limits
 }
 
 func newProducer(r *Relay, l *lease) *producer {
@@ -86,8 +87,9 @@ func (p *producer) close() {
 
 // produce sends the events of batch that which names, as far as the breaker
 // permits, and returns the outcome of each that it took. An outcome is known
-// when produce returns: nothing of it is on its way any more. The error is the
-// loss of the lease.
+// when produce returns: nothing of it is on its way any more. Of several events,
+// those that may be too large for their topic are put off (errAlone). The error
+// is the loss of the lease.
 func (p *producer) produce(held context.Context, batch []envelope, which []int) ([]error, error) {
 	if !p.lease.held() {
 		return nil, errLeaseLost
@@ -107,6 +109,9 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 	}
 	errs := make([]error, len(which))
 	records := p.records(batch, which, errs)
+	if len(records) > 1 {
+		p.putOff(held, records, errs)
+	}
 	acks := newAcks(held, permit, records, errs)
 	promise := acks.promise
 	n := 0
@@ -159,14 +164,38 @@ func (p *producer) records(batch []envelope, which []int, errs []error) []kgo.Re
 	return records
 }
 
-// errBehind is the outcome of an event that was not sent because an earlier one
-// of its key cannot be.
-var errBehind = errors.New("waits behind another event of its key")
+var (
+	// errBehind is the outcome of an event that was not sent because an earlier one
+	// of its key cannot be.
+	errBehind = errors.New("waits behind another event of its key")
+	// errAlone is the outcome of an event that was not sent in company.
+	errAlone = errors.New("has to be sent alone")
+)
+
+// putOff takes out the records that may be too large for their topic, and those
+// behind them: a refusal would condemn their company, and the later events of
+// their key would be there already.
+func (p *producer) putOff(ctx context.Context, records []kgo.Record, errs []error) {
+	var keys []string // few, if any
+	for i := range records {
+		r := &records[i]
+		switch {
+		case errs[i] != nil:
+		case len(keys) > 0 && slices.Contains(keys, parkingKey(r.Topic, r.Key)):
+			errs[i] = errAlone
+		case p.limits.exceeds(ctx, p.client, r):
+			errs[i] = errAlone
+			keys = append(keys, parkingKey(r.Topic, r.Key))
+		}
+	}
+}
+
+// maxTopics bounds what is remembered of topics: far more than a service has.
+const maxTopics = 10_000
 
 // topic returns the event's destination. Events that go to the same place share
 // the string.
 func (p *producer) topic(e *envelope) (string, error) {
-	const maxTopics = 10_000 // far more than a service has
 	known, name := p.named, e.topic
 	if name == nil {
 		known, name = p.derived, e.eventType

@@ -296,6 +296,7 @@ func (s *session) attempt(ctx context.Context, batch []envelope) error {
 		if merr := s.record(failures); merr != nil {
 			return merr
 		}
+		s.tell(failures)
 	}
 	return err
 }
@@ -313,24 +314,31 @@ func (s *session) failures(batch []envelope, fates []fate) (decided int, failure
 			continue
 		case fateRefused:
 			status = statusFailed
-			s.tellRefused(e, f)
 		case fateAway:
 			status = statusWaiting
 		case fateBehind, fatePending:
 		}
 		topic, _ := s.producer.topic(e)
 		failures = append(failures, failure{
-			event: e, key: parkingKey(topic, e.key()), status: status, class: f.class, err: f.err, pending: f.kind == fatePending,
+			event: e, key: parkingKey(topic, e.key()), status: status, class: f.class, err: f.err,
+			refused: f.kind == fateRefused, pending: f.kind == fatePending,
 		})
 	}
 	return len(batch), failures
 }
 
-func (s *session) tellRefused(e *envelope, f fate) {
-	s.log.Warn("outbox: event refused", "id", e.id, "event_id", string(e.eventID), "type", string(e.eventType),
-		"key", string(e.key()), "class", f.class, "error", f.err)
-	if s.cfg.Hooks.Refused != nil {
-		s.cfg.Hooks.Refused(failedEventOf(e, f, 0))
+// tell says which events were refused, once that is written down.
+func (s *session) tell(failures []failure) {
+	for _, f := range failures {
+		if !f.refused {
+			continue
+		}
+		e := f.event
+		s.log.Warn("outbox: event refused", "id", e.id, "event_id", string(e.eventID), "type", string(e.eventType),
+			"key", string(e.key()), "class", f.class, "error", f.err)
+		if s.cfg.Hooks.Refused != nil {
+			s.cfg.Hooks.Refused(failedEventOf(e, f.class, f.err, 0))
+		}
 	}
 }
 

@@ -137,16 +137,16 @@ COMMENT ON COLUMN outbox_failed.partition_key IS 'As in outbox.';
 COMMENT ON COLUMN outbox_failed.headers IS 'As in outbox.';
 COMMENT ON COLUMN outbox_failed.occurred_at IS 'As in outbox.';
 COMMENT ON COLUMN outbox_failed.created_at IS 'As in outbox.';
-COMMENT ON COLUMN outbox_failed.retry_count IS 'Refusals after the first. Outages do not count.';
+COMMENT ON COLUMN outbox_failed.retry_count IS 'Retries that Kafka refused. Outages do not count.';
 COMMENT ON COLUMN outbox_failed.last_error IS 'What Kafka or the client said at the last attempt.';
 COMMENT ON COLUMN outbox_failed.error_class IS 'Kind of the last error, for example message_too_large.';
 COMMENT ON COLUMN outbox_failed.failed_at IS 'First failure.';
 COMMENT ON COLUMN outbox_failed.next_retry_at IS 'Not sent again before this time.';
 COMMENT ON COLUMN outbox_failed.status IS
-    'waiting: for infrastructure, uncounted; failed: refused, tried again; parked: behind another of its key; dead: given up; resolved: an operator has decided.';
+    'waiting: for infrastructure, uncounted; failed: refused, tried again; parked: behind another of its key; dead: given up; resolved: an operator has decided, or it was sent and is kept.';
 COMMENT ON COLUMN outbox_failed.resolved_at IS 'When it was resolved.';
 COMMENT ON COLUMN outbox_failed.resolved_by IS 'The operator who resolved it.';
-COMMENT ON COLUMN outbox_failed.resolution IS 'The operator''s note.';
+COMMENT ON COLUMN outbox_failed.resolution IS 'The operator''s note; sent, if the relay keeps what it sent.';
 
 CREATE TABLE event_handled (
     id             bigserial    PRIMARY KEY,

@@ -1,0 +1,62 @@
+package outbox
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// Of each key one row is the head, the first, and has a time at which it is due.
+func TestParkingAssigns(t *testing.T) {
+	var p parking
+	p.reset(map[string]int{"old": 2})
+	require.True(t, p.takes("old"))
+	require.False(t, p.takes("new"))
+	failures := []failure{
+		{key: "new", status: statusFailed},
+		{key: "old", status: statusParked, pending: true},
+		{key: "new", status: statusFailed}, // two refusals of one request
+		{key: "gone", status: statusParked},
+		{key: "gone", status: statusParked},
+		{key: "away", status: statusWaiting},
+	}
+	p.assign(failures)
+	var got []string
+	for _, f := range failures {
+		got = append(got, f.key+" "+f.status)
+	}
+	require.Equal(t, []string{
+		"new failed", "old parked", "new parked", "gone waiting", "gone parked", "away waiting",
+	}, got)
+}
+
+// A key stays parked as long as an event is on its way to a row, although the
+// last row is gone.
+func TestParkingWaitsForWhatIsPending(t *testing.T) {
+	var p parking
+	p.reset(map[string]int{"key": 1})
+	require.True(t, p.takes("key")) // v3 is on its way
+	p.removed("key")                // v2 was sent
+	require.True(t, p.takes("key"), "v4 would overtake v3")
+	failures := []failure{{key: "key", status: statusParked, pending: true}, {key: "key", status: statusParked, pending: true}}
+	p.assign(failures)
+	require.Equal(t, statusWaiting, failures[0].status, "it is the head now")
+	p.wrote(failures)
+	p.removed("key")
+	require.True(t, p.busy.Load())
+	p.removed("key")
+	require.False(t, p.busy.Load())
+	require.False(t, p.takes("key"))
+}
+
+// Operators resolve rows behind the relay's back.
+func TestParkingIsCorrected(t *testing.T) {
+	var p parking
+	p.reset(map[string]int{"resolved": 3, "fewer": 3, "pending": 1})
+	require.True(t, p.takes("pending"))
+	p.correct(map[string]int{"fewer": 1, "revived": 1})
+	require.False(t, p.takes("resolved"))
+	require.True(t, p.takes("pending"))
+	require.True(t, p.takes("fewer"))
+	require.True(t, p.takes("revived"))
+}
