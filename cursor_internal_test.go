@@ -246,6 +246,30 @@ func TestVanishedWindowIsNotRead(t *testing.T) {
 	require.Empty(t, left)
 }
 
+// A statement that was prepared and then fails has no columns to read.
+func TestReadsThatFail(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	l, p := d.opened(t)
+	failed := newFailedStore(d.db, d.schema, "default", false)
+	reads := map[string]func() error{
+		"fetch":  func() error { _, err := d.cursors.fetch(ctx, p, []int64{1}); return err },
+		"rest":   func() error { _, err := d.cursors.rest(ctx, p, 10); return err },
+		"due":    func() error { _, err := failed.due(ctx, 10); return err },
+		"behind": func() error { _, err := failed.behind(ctx, "key", 10); return err },
+		"open":   func() error { _, _, _, err := d.cursors.open(ctx, l, p, 10); return err },
+	}
+	for name, read := range reads {
+		if name != "open" { // it was, by opened
+			require.NoError(t, read(), name)
+		}
+	}
+	d.exec(t, `ALTER TABLE {schema}.outbox RENAME TO outbox_gone`)
+	d.exec(t, `ALTER TABLE {schema}.outbox_failed RENAME TO outbox_failed_gone`)
+	for name, read := range reads {
+		require.True(t, isUndefined(read()), name)
+	}
+}
+
 // Every constructor completes every statement.
 func TestStatementsAreComplete(t *testing.T) {
 	c, l := newCursors(nil, "s", "r"), newLeases(nil, "s", "r", 1)

@@ -103,8 +103,9 @@ const eventColumns = `e.id, e.event_id::text, e.event_type, e.source, e.aggregat
 // readIDs reads rows of one id and closes them.
 func readIDs(rows pgx.Rows) (ids []int64, err error) {
 	defer rows.Close()
-	r := eventReader{types: rows.Conn().TypeMap(), fields: rows.FieldDescriptions()}
+	var r eventReader
 	for rows.Next() {
+		r.describe(rows, 0)
 		id, err := r.int8(0, rows.RawValues()[0])
 		if err != nil {
 			return nil, err
@@ -120,8 +121,9 @@ func readIDs(rows pgx.Rows) (ids []int64, err error) {
 func readEvents(rows pgx.Rows, n int, head ...any) ([]envelope, error) {
 	defer rows.Close()
 	events := make([]envelope, 0, n)
-	r := eventReader{types: rows.Conn().TypeMap(), fields: rows.FieldDescriptions()[len(head):]}
+	var r eventReader
 	for first := true; rows.Next(); first = false {
+		r.describe(rows, len(head))
 		raw := rows.RawValues()
 		for i := 0; i < len(head) && first; i++ {
 			if err := scanValue(r.types, rows.FieldDescriptions()[i], raw[i], head[i]); err != nil {
@@ -150,6 +152,14 @@ type eventReader struct {
 	fields []pgconn.FieldDescription
 	chunk  []byte
 	kept   int // bytes, so far
+}
+
+// describe learns the types of the columns, those of the event begin at first. A
+// result that is an error has no columns, so it is called for rows.
+func (r *eventReader) describe(rows pgx.Rows, first int) {
+	if r.fields == nil {
+		r.types, r.fields = rows.Conn().TypeMap(), rows.FieldDescriptions()[first:]
+	}
 }
 
 func (r *eventReader) event(raw [][]byte) (e envelope, err error) {

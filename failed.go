@@ -206,8 +206,9 @@ func (f *failedStore) read(ctx context.Context, sql string, args ...any) (events
 	}
 	defer rows.Close()
 	const head = 3
-	r := eventReader{types: rows.Conn().TypeMap(), fields: rows.FieldDescriptions()[head:]}
+	var r eventReader
 	for rows.Next() {
+		r.describe(rows, head)
 		var e failedEvent
 		raw := rows.RawValues()
 		for i, dst := range []any{&e.row, &e.key, &e.retries} {

@@ -49,6 +49,7 @@ var rooms = map[string]kind{
 	"outbox.go":         sql,
 	"outbox_rows.go":    sql,
 	"relay.go":          orchestrator,
+	"relay_acks.go":     orchestrator,
 	"relay_delivery.go": orchestrator,
 	"relay_limits.go":   orchestrator,
 	"relay_parking.go":  orchestrator,

@@ -26,8 +26,10 @@ const (
 )
 
 func newRetrier(s *session) *retrier {
+	p := newProducer(s.Relay, s.lease)
+	p.sparing = true // what waits for one partition fails in company of its own
 	return &retrier{
-		Relay: s.Relay, lease: s.lease, held: s.held, producer: newProducer(s.Relay, s.lease), parked: &s.parked,
+		Relay: s.Relay, lease: s.lease, held: s.held, producer: p, parked: &s.parked,
 		postgres: trouble{log: s.log, what: "PostgreSQL, for retries,"},
 	}
 }

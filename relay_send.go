@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
-	"sync"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kerr"
@@ -49,6 +48,7 @@ type producer struct {
 
 	breaker *breaker  // these two are of all producers of a relay
 	topics  *troubles // that are missing or not ours to write
+	sparing bool      // of failures that the breaker hears of: one for each partition
 
 	client *kgo.Client // nil until needed, and after a send without an answer
 
@@ -112,7 +112,7 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 	if len(records) > 1 {
 		p.putOff(held, records, errs)
 	}
-	acks := newAcks(held, permit, records, errs)
+	acks := newAcks(held, permit, records, errs, p.sparing)
 	promise := acks.promise
 	n := 0
 	for ; n < len(records) && permit.holds(); n++ { // if the breaker opens, the rest is not attempted
@@ -208,82 +208,6 @@ func (p *producer) topic(e *envelope) (string, error) {
 		known[string(name)] = topic
 	}
 	return topic, err
-}
-
-// acks collects the outcomes of records. The client calls promise from its own
-// goroutine, one record after another.
-type acks struct {
-	held    context.Context
-	permit  *permit
-	records []kgo.Record
-	errs    []error
-	all     chan struct{} // closed when every outcome is in
-
-	mu     sync.Mutex
-	failed map[*kgo.Record]error
-	open   int // outcomes to come, and one until all records are on their way
-}
-
-// newAcks expects one outcome for each record without an error.
-func newAcks(held context.Context, p *permit, records []kgo.Record, errs []error) *acks {
-	a := &acks{held: held, permit: p, records: records, errs: errs, all: make(chan struct{}), open: 1}
-	for _, err := range errs {
-		if err == nil {
-			a.open++
-		}
-	}
-	return a
-}
-
-// sent tells that all records are on their way but the last, for which no
-// outcome will come.
-func (a *acks) sent(unsent []error) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	for _, err := range unsent {
-		if err == nil {
-			a.open--
-		}
-	}
-	a.done()
-}
-
-func (a *acks) promise(r *kgo.Record, err error) {
-	a.permit.report(a.outcome(err)) // before the last one lets produce return
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if err != nil {
-		if a.failed == nil {
-			a.failed = make(map[*kgo.Record]error)
-		}
-		a.failed[r] = err
-	}
-	a.done()
-}
-
-// done counts one down, under mu.
-func (a *acks) done() {
-	if a.open--; a.open > 0 {
-		return
-	}
-	for i := range a.records {
-		if err := a.failed[&a.records[i]]; err != nil {
-			a.errs[i] = err
-		}
-	}
-	close(a.all)
-}
-
-// outcome is what the breaker learns. A refusal or a missing topic is no failure:
-// Kafka was there.
-func (a *acks) outcome(err error) outcome {
-	switch {
-	case err == nil, refusalClass(err) != "", isTopicTrouble(err):
-		return callSucceeded
-	case a.held.Err() != nil: // ended by us, which says nothing about Kafka
-		return callCancelled
-	}
-	return callFailed
 }
 
 // invalidEvent is the class of rows that cannot be made into a record at all.
