@@ -38,6 +38,11 @@ bench: $(SERVICES) ## Measure against the least that could do the same, on a rea
 	@go build -C bench -o ../bin/bench .
 	@$(RUN) bin/bench $(ARGS)
 
+.PHONY: faults
+faults: ## Kill, freeze and cut off relays, PostgreSQL and Kafka for MINUTES=15 and check what arrives (SEED=… repeats a plan)
+	@cd faults && go test -count=1 -timeout 0 -run '^TestFaults$$' . -v -faults.minutes=$(or $(MINUTES),15) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
+		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {verdict = substr($$0, RSTART)} END {if (verdict) print verdict}')
+
 .PHONY: services
 services: $(SERVICES) ## Keep PostgreSQL and Kafka running for `go test`, until Ctrl-C
 	@$(SERVICES) up

@@ -279,7 +279,9 @@ func (r *Relay) Run(ctx context.Context) error {
 func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 	postgres := trouble{log: r.log, what: "PostgreSQL"}
 	for ctx.Err() == nil {
-		l, err := r.leases.acquire(ctx)
+		look, cancel := r.soon(ctx)
+		l, err := r.leases.acquire(look)
+		cancel()
 		wait := r.cfg.PollInterval
 		switch {
 		case err == nil:
@@ -297,6 +299,14 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 		sleep(ctx, wait)
 	}
 	return nil, nil
+}
+
+// soon bounds a statement, unless it is one that may take as long as it takes. A
+// connection can go dead without a word, and TCP needs a quarter of an hour to
+// find out: meanwhile a standby would not take over, and a leader do nothing with
+// the lease that keepLease, on another connection, renews for it.
+func (r *Relay) soon(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(ctx, r.cfg.Lease)
 }
 
 // notMigrated says where a table was looked for that is not there.
@@ -357,7 +367,8 @@ func (r *Relay) keepLease(held context.Context, l *lease, lose context.CancelCau
 		if held.Err() != nil {
 			return
 		}
-		ctx, cancel := context.WithDeadline(held, *l.until.Load())
+		// Half of the time that is left, so that another connection may do it.
+		ctx, cancel := context.WithTimeout(held, time.Until(*l.until.Load())/2)
 		err := r.leases.renew(ctx, l)
 		cancel()
 		if errors.Is(err, errLeaseLost) || !l.held() {

@@ -68,7 +68,9 @@ func (r *retrier) round(ctx context.Context) error {
 		return err
 	}
 	for ctx.Err() == nil {
-		due, err := r.failed.due(r.held, dueAtOnce)
+		read, cancel := r.soon(r.held)
+		due, err := r.failed.due(read, dueAtOnce)
+		cancel()
 		if err != nil || len(due) == 0 {
 			return err
 		}
@@ -92,12 +94,14 @@ func (r *retrier) tend() error {
 		return nil
 	}
 	start := time.Now()
-	if err := r.failed.promote(r.held, r.lease); err != nil {
+	ctx, cancel := r.soon(r.held)
+	defer cancel()
+	if err := r.failed.promote(ctx, r.lease); err != nil {
 		return err
 	}
 	r.parked.mu.Lock()
 	defer r.parked.mu.Unlock()
-	keys, err := r.failed.keys(r.held)
+	keys, err := r.failed.keys(ctx)
 	if err == nil {
 		r.parked.correct(keys)
 	}
@@ -110,7 +114,9 @@ func (r *retrier) tend() error {
 // as all of it gets through.
 func (r *retrier) follow(ctx context.Context, key string) error {
 	for ctx.Err() == nil {
-		events, err := r.failed.behind(r.held, key, behindAtOnce)
+		read, cancel := r.soon(r.held)
+		events, err := r.failed.behind(read, key, behindAtOnce)
+		cancel()
 		if err != nil || len(events) == 0 {
 			return err
 		}
@@ -177,7 +183,9 @@ func (r *retrier) retry(ctx context.Context, events []failedEvent) (through []st
 func (r *retrier) settle(verdicts []verdict, free []string) error {
 	r.parked.mu.Lock()
 	defer r.parked.mu.Unlock()
-	if err := r.failed.settle(r.held, r.lease, verdicts, r.cfg.KeepSent); err != nil {
+	ctx, cancel := r.soon(r.held)
+	defer cancel()
+	if err := r.failed.settle(ctx, r.lease, verdicts, r.cfg.KeepSent); err != nil {
 		return err
 	}
 	for _, key := range free {

@@ -59,22 +59,24 @@ func (s *session) run(ctx context.Context) error {
 		return err
 	}
 	var retrying sync.WaitGroup
-	retrying.Go(func() { newRetrier(s).run(ctx) })
+	retry, stop := context.WithCancel(ctx)
+	retrying.Go(func() { newRetrier(s).run(retry) })
 	defer retrying.Wait()
+	defer stop()
 	return s.stayUpToDate(ctx)
 }
 
 func (s *session) stayUpToDate(ctx context.Context) (err error) {
 	for err == nil {
-		left := s.pos.cursorID
 		err = s.follow(ctx)
+		left := s.pos.cursorID
 		if !errors.Is(err, errStale) {
 			return err
 		}
 		s.forget()
 		// Loading proves nothing, and somebody else may have moved the cursor: the
 		// clock of a machine that was suspended has not seen the lease expire.
-		err = s.try(func() error { return s.leases.renew(s.held, s.lease) })
+		err = s.try(func(ctx context.Context) error { return s.leases.renew(ctx, s.lease) })
 		if err == nil {
 			err = s.load()
 		}
@@ -101,8 +103,8 @@ func (s *session) reportJump(left int64) {
 // load reads the newest position. One that was written in another cluster is
 // rebased first.
 func (s *session) load() error {
-	load := func() (err error) {
-		s.pos, err = s.cursors.load(s.held, s.lease)
+	load := func(ctx context.Context) (err error) {
+		s.pos, err = s.cursors.load(ctx, s.lease)
 		return err
 	}
 	err := s.try(load)
@@ -113,9 +115,11 @@ func (s *session) load() error {
 	}
 	s.recorded, s.more = true, s.pos.window != ""
 	if err == nil {
-		err = s.try(func() error {
-			keys, err := s.failed.keys(s.held)
-			s.parked.reset(keys)
+		err = s.try(func(ctx context.Context) error {
+			keys, err := s.failed.keys(ctx)
+			if err == nil {
+				s.parked.reset(keys)
+			}
 			return err
 		})
 	}
@@ -126,7 +130,7 @@ func (s *session) load() error {
 func (s *session) rebase() error {
 	start := time.Now()
 	var unsent int64
-	err := s.try(func() (err error) {
+	err := s.try(func(context.Context) (err error) { // takes as long as it takes
 		unsent, err = s.cursors.rebase(s.held, s.lease)
 		return err
 	})
@@ -200,8 +204,8 @@ func (s *session) next() (batch []envelope, err error) {
 				return got.events, got.err
 			}
 		}
-		err = s.try(func() (err error) {
-			s.pos, batch, s.more, err = s.cursors.open(s.held, s.lease, s.pos, s.cfg.BatchSize)
+		err = s.try(func(ctx context.Context) (err error) {
+			s.pos, batch, s.more, err = s.cursors.open(ctx, s.lease, s.pos, s.cfg.BatchSize)
 			return err
 		})
 		if err != nil {
@@ -223,8 +227,8 @@ func (s *session) take() (got fetched) {
 			return got
 		}
 	}
-	err := s.try(func() error {
-		got = s.fetch(s.pos, s.left, s.more, s.size)
+	err := s.try(func(ctx context.Context) error {
+		got = s.fetch(ctx, s.pos, s.left, s.more, s.size)
 		return got.err
 	})
 	got.err = err
@@ -241,16 +245,20 @@ func (s *session) prefetch(last int64) {
 	pos.last = last
 	result := make(chan fetched, 1)
 	s.fetching = result
-	go func() { result <- s.fetch(pos, left, more, size) }()
+	go func() {
+		ctx, cancel := s.soon(s.held)
+		defer cancel()
+		result <- s.fetch(ctx, pos, left, more, size)
+	}()
 }
 
 // fetch reads the next events of the open window: size of them, fewer where they
 // are large. On an error it returns what it was given, so that it can be asked
 // again.
-func (s *session) fetch(pos position, left []int64, more bool, size int) fetched {
+func (s *session) fetch(ctx context.Context, pos position, left []int64, more bool, size int) fetched {
 	got := fetched{left: left, more: more, size: size}
 	if len(left) == 0 {
-		got.left, got.err = s.cursors.rest(s.held, pos, maxWindowIDs)
+		got.left, got.err = s.cursors.rest(ctx, pos, maxWindowIDs)
 		if got.err != nil {
 			return got
 		}
@@ -260,11 +268,11 @@ func (s *session) fetch(pos position, left []int64, more bool, size int) fetched
 	if n == 0 {
 		return got
 	}
-	got.events, got.err = s.cursors.fetch(s.held, pos, got.left[:n])
+	got.events, got.err = s.cursors.fetch(ctx, pos, got.left[:n])
 	got.size = min(2*size, s.cfg.BatchSize)
 	for errors.Is(got.err, errBatchTooLarge) {
 		n /= 2 // not below 1: a single event is never too large
-		got.events, got.err = s.cursors.fetch(s.held, pos, got.left[:n])
+		got.events, got.err = s.cursors.fetch(ctx, pos, got.left[:n])
 		got.size = n
 	}
 	if got.err == nil {
@@ -353,8 +361,8 @@ func (s *session) record(failures []failure) error {
 		defer s.parked.mu.Unlock()
 		s.parked.assign(failures)
 	}
-	return s.try(func() error {
-		id, err := s.cursors.move(s.held, s.lease, s.pos, failures)
+	return s.try(func(ctx context.Context) error {
+		id, err := s.cursors.move(ctx, s.lease, s.pos, failures)
 		if err == nil {
 			s.pos.cursorID, s.recorded = id, true
 			s.parked.wrote(failures)
@@ -365,9 +373,11 @@ func (s *session) record(failures []failure) error {
 
 // try repeats f until PostgreSQL answers. It gives up when the lease is lost, or
 // the time to stop is over, and returns what no repetition mends.
-func (s *session) try(f func() error) error {
+func (s *session) try(f func(context.Context) error) error {
 	for {
-		err := f()
+		ctx, cancel := s.soon(s.held)
+		err := f(ctx)
+		cancel()
 		switch {
 		case s.held.Err() != nil && err != nil:
 			return context.Cause(s.held)

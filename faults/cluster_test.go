@@ -14,16 +14,12 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-var clusterSeed = flag.Uint64("faults.seed", 0, "seed of TestTenProcesses; 0 draws one")
+var faultSeed = flag.Uint64("faults.seed", 0, "seed of TestTenProcesses and TestFaults; 0 draws one")
 
 // Ten relays at once, and whoever leads is killed, stopped cleanly or frozen,
 // again and again. The frozen go on later, when others have taken over.
 func TestTenProcesses(t *testing.T) {
-	seed := *clusterSeed
-	if seed == 0 {
-		seed = rand.Uint64()
-	}
-	t.Logf("seed %d (repeat with -faults.seed)", seed)
+	seed := seedOf(t)
 	s := newSite(t)
 	s.auditLease(t)
 	c := &cluster{site: s, rng: rand.New(rand.NewPCG(seed, 0))}

@@ -1,4 +1,5 @@
 // Package faults tests outbox where servers and processes die, freeze, or tell
-// the wrong time. It starts and kills PostgreSQL servers and relays of its own;
-// Kafka is the one of the other tests.
+// the wrong time, and where the network between them fails. It starts and kills
+// PostgreSQL servers and relays of its own. Kafka is the one of the other tests,
+// except in TestFaults, which kills that too.
 package faults

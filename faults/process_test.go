@@ -23,9 +23,13 @@ import (
 const relayVar = "OUTBOX_FAULTS_RELAY"
 
 func TestMain(m *testing.M) {
-	if url := os.Getenv(relayVar); url != "" {
+	for name, run := range map[string]func(string) error{relayVar: runRelay, workerVar: runWorker} {
+		value := os.Getenv(name)
+		if value == "" {
+			continue
+		}
 		fmt.Fprintln(os.Stdout, time.Now().Format(time.RFC3339Nano)) // by its own clock
-		if err := runRelay(url); err != nil {
+		if err := run(value); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
 		}

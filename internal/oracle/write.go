@@ -31,14 +31,22 @@ type Writers struct {
 	Keys    int           // fewer keys mean more contention
 	Pause   time.Duration // longest sleep inside a transaction
 	Open    int           // transactions that stay open until the others are done
+
+	// Stop ends the writing before Events have committed; nil: it does not.
+	Stop <-chan struct{}
+	// Outages says that the server may die. Writers then try again until it is
+	// back. Whether a transaction has committed whose connection was lost, only
+	// the history tells.
+	Outages bool
 }
 
 // Write commits events as w says, under READ COMMITTED, REPEATABLE READ and
 // SERIALIZABLE, with savepoints, rollbacks, prepared transactions (the server's
 // max_prepared_transactions must not be below Writers), transactions that take
 // their id long before they write, and some that stay open all the time. It
-// returns when all of them have ended. The same seed gives the same plan; how the plans of the
-// writers interleave is up to the machine.
+// returns when all of them have ended; no prepared transaction is left then,
+// unless ctx ended while the server was away. The same seed gives the same plan;
+// how the plans of the writers interleave is up to the machine.
 func Write(ctx context.Context, w Writers) error {
 	if err := w.setUp(ctx); err != nil {
 		return fmt.Errorf("oracle: set up: %w", err)
@@ -82,23 +90,47 @@ func (w *Writers) setUp(ctx context.Context) error {
 
 // holdOpen writes an event at once and commits it after everybody else's.
 func (w *Writers) holdOpen(ctx context.Context, i int, release <-chan struct{}) error {
-	return pgx.BeginFunc(ctx, w.DB, func(tx pgx.Tx) error {
-		e := Event{ID: uuid.NewString(), Key: fmt.Sprintf("open-%d", i), Version: 1}
-		if err := w.record(ctx, tx, e); err != nil {
+	for version := int64(1); ; version++ {
+		lost, err := w.begin(ctx, pgx.TxOptions{}, func(tx pgx.Tx) error {
+			e := Event{ID: uuid.NewString(), Key: fmt.Sprintf("open-%d", i), Version: version}
+			if err := w.record(ctx, tx, e); err != nil {
+				return err
+			}
+			select {
+			case <-release:
+			case <-ctx.Done():
+			}
+			return ctx.Err()
+		})
+		if !lost || ctx.Err() != nil {
 			return err
 		}
-		select {
-		case <-release:
-		case <-ctx.Done():
-		}
-		return ctx.Err()
+		time.Sleep(reconnectPause)
+	}
+}
+
+// reconnectPause is how long a writer whose connection was lost waits before it
+// tries again.
+const reconnectPause = 50 * time.Millisecond
+
+// begin runs f in a transaction. It reports as lost what an outage broke off:
+// then nobody knows whether it has committed.
+func (w *Writers) begin(ctx context.Context, opts pgx.TxOptions, f func(pgx.Tx) error) (lost bool, err error) {
+	broken := true // it did not begin
+	err = pgx.BeginTxFunc(ctx, w.DB, opts, func(tx pgx.Tx) error {
+		err := f(tx)
+		// Later the connection may be another writer's. If f went well, what
+		// remains to fail is the commit.
+		broken = err == nil || tx.Conn().IsClosed()
+		return err
 	})
+	return w.Outages && broken && err != nil && !isConflict(err), err
 }
 
 // write runs transactions until enough events have committed.
 func (w *Writers) write(ctx context.Context, writer int, committed *atomic.Int64) error {
 	rng := rand.New(rand.NewPCG(w.Seed, uint64(writer)))
-	for committed.Load() < int64(w.Events) {
+	for committed.Load() < int64(w.Events) && !w.stopped() {
 		n, err := w.transaction(ctx, rng)
 		if err != nil {
 			return fmt.Errorf("writer %d: %w", writer, err)
@@ -108,17 +140,26 @@ func (w *Writers) write(ctx context.Context, writer int, committed *atomic.Int64
 	return nil
 }
 
+func (w *Writers) stopped() bool {
+	select {
+	case <-w.Stop:
+		return true
+	default:
+		return false
+	}
+}
+
 var errRollback = errors.New("this one rolls back")
 
 // transaction runs one, and returns how many events it committed: none when it
 // rolled back by plan or lost against another one.
-func (w *Writers) transaction(ctx context.Context, rng *rand.Rand) (n int, err error) {
+func (w *Writers) transaction(ctx context.Context, rng *rand.Rand) (n int, _ error) {
 	levels := []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable}
 	prepared := ""
 	if rng.IntN(12) == 0 {
 		prepared = "oracle-" + uuid.NewString()
 	}
-	err = pgx.BeginTxFunc(ctx, w.DB, pgx.TxOptions{IsoLevel: levels[rng.IntN(len(levels))]}, func(tx pgx.Tx) error {
+	lost, err := w.begin(ctx, pgx.TxOptions{IsoLevel: levels[rng.IntN(len(levels))]}, func(tx pgx.Tx) error {
 		if rng.IntN(4) == 0 { // an early id, and others go by before it is used
 			if _, err := tx.Exec(ctx, `SELECT pg_current_xact_id()`); err != nil {
 				return err
@@ -142,9 +183,12 @@ func (w *Writers) transaction(ctx context.Context, rng *rand.Rand) (n int, err e
 		return nil
 	})
 	switch {
-	case errors.Is(err, errPrepared):
+	case errors.Is(err, errPrepared), lost && prepared != "":
 		return w.decide(ctx, rng, prepared, n)
 	case errors.Is(err, errRollback), isConflict(err):
+		return 0, nil
+	case lost && ctx.Err() == nil:
+		time.Sleep(reconnectPause)
 		return 0, nil
 	}
 	return n, err
@@ -168,9 +212,22 @@ func (w *Writers) decide(ctx context.Context, rng *rand.Rand, name string, n int
 	if rng.IntN(4) == 0 {
 		act, n = "ROLLBACK", 0
 	}
-	_, err := w.DB.Exec(context.WithoutCancel(ctx), fmt.Sprintf(`%s PREPARED '%s'`, act, name))
-	return n, err
+	for try := 1; ; try++ {
+		_, err := w.DB.Exec(context.WithoutCancel(ctx), fmt.Sprintf(`%s PREPARED '%s'`, act, name))
+		switch {
+		case err == nil || !w.Outages:
+			return n, err
+		case hasCode(err, "42704"): // undefined object: an earlier try decided it, or it was never prepared
+			return 0, nil
+		case ctx.Err() != nil, try == maxTries:
+			return 0, err
+		}
+		time.Sleep(reconnectPause)
+	}
 }
+
+// maxTries of decide take a minute at least, longer than servers are away.
+const maxTries = int(time.Minute / reconnectPause)
 
 // step records one to five events of one key, at times under a savepoint that
 // is then released or rolled back.
@@ -232,9 +289,11 @@ func (w *Writers) pause(rng *rand.Rand) {
 
 // isConflict reports what a transaction may lose to another one: 40001
 // serialization failure, 40P01 deadlock.
-func isConflict(err error) bool {
+func isConflict(err error) bool { return hasCode(err, "40001") || hasCode(err, "40P01") }
+
+func hasCode(err error, code string) bool {
 	var pg *pgconn.PgError
-	return errors.As(err, &pg) && (pg.Code == "40001" || pg.Code == "40P01")
+	return errors.As(err, &pg) && pg.Code == code
 }
 
 // Committed reads the history that [Write] left.

@@ -1,0 +1,196 @@
+package faults
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"hash/fnv"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+)
+
+// What the topic refuses: a record without a key, because it is compacted, and
+// a batch of more than this.
+const maxMessageBytes = 512 << 10
+
+// createTopic creates the topic. Nothing is compacted while the test runs.
+func (s *suite) createTopic(t *testing.T) {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(s.kafka.Brokers()...))
+	require.NoError(t, err)
+	defer client.Close()
+	topic := kmsg.NewCreateTopicsRequestTopic()
+	topic.Topic, topic.NumPartitions, topic.ReplicationFactor = s.topic, 3, 1
+	for name, value := range map[string]string{
+		"cleanup.policy":        "compact",
+		"min.compaction.lag.ms": fmt.Sprint((24 * time.Hour).Milliseconds()),
+		"max.message.bytes":     fmt.Sprint(maxMessageBytes),
+	} {
+		topic.Configs = append(topic.Configs, kmsg.CreateTopicsRequestTopicConfig{Name: name, Value: &value})
+	}
+	request := kmsg.NewPtrCreateTopicsRequest()
+	request.Topics = []kmsg.CreateTopicsRequestTopic{topic}
+	response, err := request.RequestWith(s.ctx, client)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(response.Topics[0].ErrorCode))
+}
+
+// The fillers of events that Kafka refuses.
+var (
+	tooLarge = strings.Repeat("too large ", maxMessageBytes/10+1) // and not for the client
+	keyless  = "loses its key"
+)
+
+// poison makes one in a thousand events one that the broker refuses: half of
+// them are too large for the topic, half lose their key on the way.
+func poison(e oracle.Event) oracle.Event {
+	hash := fnv.New32a()
+	_, _ = hash.Write([]byte(e.ID)) // never fails
+	switch hash.Sum32() % 2000 {
+	case 0:
+		e.Filler = tooLarge
+	case 1:
+		e.Filler = keyless
+	}
+	return e
+}
+
+// dropKey takes the key from records that are to be refused, as the host's own
+// hook may do, so that the client accepts them and the broker does not.
+type dropKey struct{}
+
+// OnProduceRecordBuffered implements kgo.HookProduceRecordBuffered.
+func (dropKey) OnProduceRecordBuffered(r *kgo.Record) {
+	if bytes.Contains(r.Value, []byte(keyless)) {
+		r.Key = nil
+	}
+}
+
+// judge fills in the verdict, after a time in which nothing is disturbed: what
+// has committed must have arrived, or stand in outbox_failed because of an event
+// that Kafka refuses.
+func (s *suite) judge(t *testing.T, v *verdict) {
+	t.Helper()
+	committed, err := oracle.Committed(s.ctx, s.db, "public")
+	require.NoError(t, err)
+	s.settle(t, committed)
+	for _, w := range s.workers {
+		w.stop(t)
+	}
+	ends, err := oracle.Ends(s.ctx, testenv.Brokers(t), s.topic)
+	require.NoError(t, err)
+	require.True(t, s.await(t, patience, func() bool { return s.reader.CaughtUp(ends) }), "the reader lags behind")
+	arrived, err := s.reader.Arrived()
+	require.NoError(t, err)
+
+	failed := s.failed(t)
+	t.Logf("outbox_failed: %v", countByStatus(failed))
+	released := releasedKeys(t, failed)
+	ordered := slices.Clone(arrived)
+	for i, e := range arrived {
+		if e.Filler == tooLarge || e.Filler == keyless {
+			t.Errorf("event %s was to be refused, and was delivered", e.ID)
+		}
+		if released[e.Key] {
+			ordered[i].Key = e.ID // alone in its order
+		}
+	}
+	expected := s.expected(committed, failed)
+	var o, strict oracle.Verdict
+	o.Judge(expected, ordered)
+	strict.Judge(expected, arrived)
+	t.Logf("%d keys were released; inversions of theirs, which are allowed: %d", len(released), strict.Inversions-o.Inversions)
+	v.Events, v.Lost, v.Phantom, v.Duplicates, v.Inversions = len(committed), o.Lost, o.Phantom, o.Duplicates, o.Inversions
+}
+
+// requireOneLeader is requireOneHolder where a relay may lose the lease and take
+// it again before anybody else does.
+func (s *suite) requireOneLeader(t *testing.T) {
+	t.Helper()
+	var early, long, epochs int
+	require.NoError(t, s.db.QueryRow(s.ctx, `
+		SELECT count(*) FILTER (WHERE (was).holder <> (became).holder AND (was).expires_at > at),
+		       count(*) FILTER (WHERE (became).expires_at > at + $1::interval),
+		       count(*) FILTER (WHERE (became).epoch < (was).epoch OR (was).holder <> (became).holder AND (became).epoch = (was).epoch)
+		  FROM lease_history`, lease).Scan(&early, &long, &epochs))
+	require.Zero(t, early, "takeovers of a lease that was held")
+	require.Zero(t, long, "leases of more than %v", lease)
+	require.Zero(t, epochs, "wrong epochs")
+}
+
+// settle waits until what has committed is where it must be, or no more comes.
+func (s *suite) settle(t *testing.T, committed map[string]struct{}) {
+	t.Helper()
+	missing, progress := len(committed)+1, time.Now()
+	for missing > 0 && time.Since(progress) < patience {
+		failed := s.failed(t)
+		now := s.reader.Missing(s.expected(committed, failed)) + countByStatus(failed)["waiting"]
+		if now < missing {
+			missing, progress = now, time.Now()
+		}
+		s.sleep(t, 200*time.Millisecond)
+	}
+}
+
+// expected returns what has committed and must arrive.
+func (s *suite) expected(committed map[string]struct{}, failed []failedEvent) map[string]struct{} {
+	expected := maps.Clone(committed)
+	for _, f := range failed {
+		if f.Status != "resolved" && !s.reader.Has(f.ID) {
+			delete(expected, f.ID)
+		}
+	}
+	return expected
+}
+
+// failedEvent is a row of outbox_failed.
+type failedEvent struct {
+	ID, Key, Status string
+	Poison          bool
+}
+
+func (s *suite) failed(t *testing.T) []failedEvent {
+	t.Helper()
+	rows, err := s.db.Query(context.Background(), `
+		SELECT payload->>'id', aggregate_id, status, (payload->>'filler')::text = ANY($1) FROM outbox_failed`, []string{tooLarge, keyless})
+	require.NoError(t, err)
+	failed, err := pgx.CollectRows(rows, pgx.RowToStructByPos[failedEvent])
+	require.NoError(t, err)
+	return failed
+}
+
+func countByStatus(failed []failedEvent) map[string]int {
+	counts := map[string]int{}
+	for _, f := range failed {
+		counts[f.Status]++
+	}
+	return counts
+}
+
+// releasedKeys returns the keys that were released when an event of theirs was
+// given up: they have no order any more. It fails the test if an event was blamed
+// that nothing is wrong with.
+func releasedKeys(t *testing.T, failed []failedEvent) (released map[string]bool) {
+	t.Helper()
+	released = map[string]bool{}
+	for _, f := range failed {
+		if (f.Status == "failed" || f.Status == "dead") && !f.Poison {
+			t.Errorf("event %s of %s is %s, and nothing is wrong with it", f.ID, f.Key, f.Status)
+		}
+		if f.Status == "dead" {
+			released[f.Key] = true
+		}
+	}
+	return released
+}

@@ -1,0 +1,236 @@
+package faults
+
+import (
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"net/url"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/faults/internal/proxy"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/tools/kafkaserver"
+	"github.com/stretchr/testify/require"
+)
+
+var (
+	faultMinutes = flag.Float64("faults.minutes", 0, "how long TestFaults disturbs; 0 means each kind of disturbance once, briefly")
+	faultPoison  = flag.Bool("faults.poison", true, "whether one in a thousand events of TestFaults is one that Kafka refuses")
+)
+
+// The promises hold while everything fails that can: relays are killed and
+// frozen, PostgreSQL and Kafka crash, and the network between them is cut, slow
+// or silent, all of it while many writers commit. Behind each disturbance the
+// events must flow again before the next begins, so that no kill hides that a
+// relay hangs.
+func TestFaults(t *testing.T) {
+	v := verdict{Seed: seedOf(t)}
+	s := newSuite(t)
+	stopWriting := s.write(t, v.Seed)
+	start := time.Now()
+	for _, step := range plan(v.Seed, *faultMinutes) {
+		if *faultMinutes > 0 && time.Since(start).Minutes() > *faultMinutes || t.Failed() {
+			break
+		}
+		s.run(t, step)
+	}
+	v.LongestGap = s.watch.stop().Milliseconds()
+	stopWriting()
+	v.Seconds, v.Kills = time.Since(start).Seconds(), s.kills
+	s.judge(t, &v)
+	t.Logf("%s", v)
+	require.NoError(t, v.Err())
+	require.GreaterOrEqual(t, v.Kills, int(*faultMinutes*50/15), "relays killed")
+	s.requireEpochsInOrder(t)
+	s.requireOneLeader(t)
+}
+
+// verdict is what TestFaults says in the end.
+type verdict struct {
+	Seed       uint64  `json:"seed"`
+	Seconds    float64 `json:"seconds"`
+	Kills      int     `json:"kills"`      // relays that got SIGKILL
+	Events     int     `json:"events"`     // that committed
+	Lost       int     `json:"lost"`       // committed, and neither arrived nor in outbox_failed
+	Phantom    int     `json:"phantom"`    // arrived and never committed
+	Duplicates int     `json:"duplicates"` // arrivals after the first
+	Inversions int     `json:"inversions"` // first arrivals behind a later version of their key
+	// LongestGap is the longest time without a first arrival while writers wrote
+	// and servers and network were whole, counted from when they became so. Relays
+	// may have been killed or frozen meanwhile.
+	LongestGap int64 `json:"longest_gap_ms"`
+}
+
+// String returns the verdict as one line of JSON.
+func (v verdict) String() string {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return err.Error()
+	}
+	return string(b)
+}
+
+// Err says what is wrong, or returns nil. To send twice is allowed here.
+func (v verdict) Err() error {
+	if v.Lost+v.Phantom+v.Inversions > 0 {
+		return fmt.Errorf("faults: %s", v)
+	}
+	return nil
+}
+
+// seedOf returns the seed that was asked for, or a new one.
+func seedOf(t *testing.T) uint64 {
+	t.Helper()
+	seed := *faultSeed
+	if seed == 0 {
+		seed = rand.Uint64()
+	}
+	t.Logf("seed %d (repeat with -faults.seed)", seed)
+	return seed
+}
+
+// suite is a site with a broker of its own. Relays reach the servers through
+// proxies, writers and the reader directly.
+type suite struct {
+	*site
+	ctx                 context.Context // ends with Ctrl-C
+	start               time.Time
+	kafka               *kafkaserver.Server
+	toPostgres, toKafka *proxy.Proxy
+	watch               *watch
+
+	spec           workerSpec
+	workers        []*worker // relays that run, the frozen too
+	log            *tail     // what they say
+	started, kills int
+}
+
+const workers = 3
+
+func newSuite(t *testing.T) *suite {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("-short: runs without services")
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	t.Cleanup(stop)
+	context.AfterFunc(ctx, stop) // a second Ctrl-C ends us at once, and the servers with us
+	s := &suite{ctx: ctx, start: time.Now(), log: &tail{}}
+	s.startKafka(t)
+	server := startServer(t, nil)
+	s.toPostgres = through(t, fmt.Sprintf("127.0.0.1:%d", server.Port()))
+	s.toKafka = through(t, s.kafka.Brokers()[0])
+	s.site = newSiteOn(t, server, server.URL())
+	s.auditLease(t)
+	s.createTopic(t)
+
+	address, err := url.Parse(server.URL())
+	require.NoError(t, err)
+	address.Host = s.toPostgres.Addr()
+	s.spec = workerSpec{Postgres: address.String(), Brokers: s.kafka.Brokers(), KafkaVia: s.toKafka.Addr()}
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("the relays' last words:\n%s", s.log)
+		}
+	})
+	s.replace(t)
+	s.watch = newWatch(t, s.reader)
+	return s
+}
+
+// startKafka starts the suite's own broker, which the rest of the test then
+// takes for the one of all tests. A process that is killed leaves what it wrote
+// with the operating system, so that one replica is enough to keep what it has
+// acknowledged.
+func (s *suite) startKafka(t *testing.T) {
+	t.Helper()
+	kafka, err := kafkaserver.Start(s.ctx, kafkaserver.Config{Progress: t.Output()})
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, kafka.Stop(context.Background())) })
+	s.kafka = kafka
+	t.Setenv(testenv.BrokersVar, strings.Join(kafka.Brokers(), ","))
+	t.Setenv(testenv.KafkaKindVar, "kafka")
+}
+
+func through(t *testing.T, target string) *proxy.Proxy {
+	t.Helper()
+	p, err := proxy.Listen(target)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, p.Close()) })
+	return p
+}
+
+// write lets writers commit until stop is called, through all outages.
+func (s *suite) write(t *testing.T, seed uint64) (stop func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	stopped, done := make(chan struct{}), make(chan error, 1)
+	go func() {
+		done <- oracle.Write(ctx, oracle.Writers{
+			DB: s.db, Schema: "public", Seed: seed, Record: s.record,
+			Events: 1 << 30, Stop: stopped, Outages: true,
+			Writers: 8, Keys: 1000, Pause: 200 * time.Millisecond, Open: 3,
+		})
+		close(done)
+	}()
+	t.Cleanup(func() {
+		cancel()
+		<-done
+	})
+	return func() {
+		close(stopped)
+		select {
+		case err := <-done:
+			require.NoError(t, err)
+		case <-time.After(2 * patience):
+			require.Fail(t, "writers do not end")
+		}
+	}
+}
+
+// record is an oracle.Record.
+func (s *suite) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) error {
+	all := make([]outbox.DomainEvent, len(events))
+	for i, e := range events {
+		all[i] = e
+		if *faultPoison {
+			all[i] = poison(e)
+		}
+	}
+	return s.rec.Record(ctx, tx, all...)
+}
+
+// await waits until something is so. It returns false when that takes too long,
+// and ends the test when somebody interrupts it or a relay has died by itself.
+func (s *suite) await(t *testing.T, limit time.Duration, so func() bool) bool {
+	t.Helper()
+	for end := time.Now().Add(limit); !so(); {
+		if time.Now().After(end) {
+			return false
+		}
+		s.sleep(t, 10*time.Millisecond)
+	}
+	return true
+}
+
+func (s *suite) sleep(t *testing.T, d time.Duration) {
+	t.Helper()
+	select {
+	case <-s.ctx.Done():
+		require.Fail(t, "interrupted")
+	case <-time.After(d):
+	}
+	for _, w := range s.workers {
+		require.NoError(t, w.ended(), "a relay ended by itself")
+	}
+}
