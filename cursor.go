@@ -117,8 +117,9 @@ func (c *cursors) query(ctx context.Context, read func(pgx.Rows) error, sql stri
 }
 
 // load returns the newest position, or errForeign: then [cursors.rebase] it. A
-// relay that has none starts before the first event. The lease must have been taken in an earlier statement: one that
-// waits for a lock goes on reading what was there before it waited.
+// relay that has none starts before the first event. The lease must have been
+// taken in an earlier statement: one that waits for a lock goes on reading what
+// was there before it waited.
 func (c *cursors) load(ctx context.Context, l *lease) (position, error) {
 	p, err := c.newest(ctx, c.db)
 	if !errors.Is(err, pgx.ErrNoRows) {
@@ -134,12 +135,14 @@ func (c *cursors) load(ctx context.Context, l *lease) (position, error) {
 	return c.newest(ctx, c.db)
 }
 
+// rowQuerier is a pool or a transaction.
+type rowQuerier interface {
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+}
+
 // newest returns pgx.ErrNoRows when the relay has no position yet, and errForeign
 // when its position is one in another cluster.
-func (c *cursors) newest(ctx context.Context, db interface {
-	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
-},
-) (p position, err error) {
+func (c *cursors) newest(ctx context.Context, db rowQuerier) (p position, err error) {
 	var id, last, highest, written pgtype.Int8
 	var base pgtype.Text
 	var here int64
@@ -206,7 +209,8 @@ SELECT newest.id, moved.id, pg_current_snapshot()::text, size.n, ` + eventColumn
  ORDER BY e.id`
 
 // open returns the position in the window that follows p, and its events if
-// they are at most limit and maxBatchBytes; else large is true, and rest tells which they are.
+// they are at most limit and maxBatchBytes; else large is true, and rest tells
+// which they are.
 // p's own window must be drained. Without new events the position has no window,
 // and equals p if p had none.
 func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (next position, events []envelope, large bool, err error) {

@@ -69,8 +69,8 @@ SELECT ` + eventColumns + `
    AND pg_postmaster_start_time() = $5
  ORDER BY e.id`
 
-// fetch reads events of the open window by their ids, in order, or returns errBatchTooLarge. Rows
-// that somebody has deleted are missing from the result.
+// fetch reads events of the open window by their ids, in order, or returns
+// errBatchTooLarge. Rows that somebody has deleted are missing from the result.
 func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []envelope, err error) {
 	first, last := ranges(ids)
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
@@ -97,8 +97,11 @@ func ranges(ids []int64) (first, last []int64) {
 
 // eventColumns is what eventReader reads, in its order. Texts are the same
 // bytes in both formats of the protocol.
-const eventColumns = `e.id, e.event_id::text, e.event_type, e.source, e.aggregate_type, e.aggregate_id,
+const (
+	eventColumns    = `e.id, ` + envelopeColumns
+	envelopeColumns = `e.event_id::text, e.event_type, e.source, e.aggregate_type, e.aggregate_id,
        e.payload::text, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::text, e.occurred_at`
+)
 
 // readIDs reads rows of one id and closes them.
 func readIDs(rows pgx.Rows) (ids []int64, err error) {

@@ -2,7 +2,6 @@ package outbox
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -73,15 +72,21 @@ func failureArgs(failures []failure) []any {
 	classes, errs, waits := make([]*string, n), make([]*string, n), make([]time.Duration, n)
 	for i, f := range failures {
 		ids[i], keys[i], statuses[i] = f.event.id, f.key, f.status
-		if f.err != nil {
-			text := f.err.Error()
-			classes[i], errs[i] = &failures[i].class, &text
-		}
+		classes[i], errs[i] = causeOf(f.class, f.err)
 		if f.status == statusFailed {
 			waits[i] = retryWait(1)
 		}
 	}
 	return []any{ids, keys, statuses, classes, errs, waits}
+}
+
+// causeOf returns error_class and last_error, both NULL without an error.
+func causeOf(class string, err error) (errorClass, lastError *string) {
+	if err == nil {
+		return nil, nil
+	}
+	text := err.Error()
+	return &class, &text
 }
 
 // failedStore reads and settles the rows of one relay in outbox_failed.
@@ -104,7 +109,9 @@ func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedSt
 	}
 }
 
-// sqlFailedKeys counts the rows that hold back their keys.
+// sqlFailedKeys counts the rows that hold back their keys. The first condition on
+// status is the one of idx_outbox_failed_parking, which the planner does not find
+// in the second.
 const sqlFailedKeys = `
 SELECT parking_key, count(*)
   FROM {schema}.outbox_failed
@@ -136,7 +143,7 @@ const sqlFailedPromote = `
 UPDATE {schema}.outbox_failed AS f
    SET status = 'waiting', next_retry_at = now()
   FROM (SELECT DISTINCT ON (parking_key) id, parking_key FROM {schema}.outbox_failed
-         WHERE relay = $1::text AND status IN ('waiting', 'failed', 'parked', 'dead') AND status = 'parked'
+         WHERE relay = $1::text AND status = 'parked'
          ORDER BY parking_key, outbox_id) AS first
  WHERE f.id = first.id
    AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)
@@ -173,13 +180,11 @@ SELECT e.id, e.parking_key, e.retry_count, ` + failedColumns + `
 const sqlFailedBehind = `
 SELECT e.id, e.parking_key, e.retry_count, ` + failedColumns + `
   FROM {schema}.outbox_failed AS e
- WHERE e.relay = $1::text AND e.parking_key = $2 AND e.status IN ('waiting', 'failed', 'parked', 'dead')
-   AND e.status IN ('waiting', 'parked')
+ WHERE e.relay = $1::text AND e.parking_key = $2 AND e.status IN ('waiting', 'parked')
  ORDER BY e.outbox_id LIMIT $3`
 
 // failedColumns are eventColumns of outbox_failed.
-const failedColumns = `e.outbox_id, e.event_id::text, e.event_type, e.source, e.aggregate_type, e.aggregate_id,
-       e.payload::text, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::text, e.occurred_at`
+const failedColumns = `e.outbox_id, ` + envelopeColumns
 
 // due returns at most limit heads whose time has come.
 func (f *failedStore) due(ctx context.Context, limit int) ([]failedEvent, error) {
@@ -255,7 +260,7 @@ WITH lease AS MATERIALIZED (
 ), heirs AS (
     SELECT DISTINCT ON (f.parking_key) f.id
       FROM {schema}.outbox_failed AS f
-     WHERE f.relay = $1::text AND f.status IN ('waiting', 'failed', 'parked', 'dead') AND f.status = 'parked'
+     WHERE f.relay = $1::text AND f.status = 'parked'
        AND f.id NOT IN (SELECT id FROM v)
        AND f.parking_key IN (SELECT parking_key FROM gone UNION SELECT parking_key FROM kept
                               WHERE status = 'resolved' OR status = 'dead' AND NOT $10::bool)
@@ -274,19 +279,16 @@ func (f *failedStore) settle(ctx context.Context, l *lease, verdicts []verdict, 
 	counts, waits := make([]int, n), make([]time.Duration, n)
 	for i, v := range verdicts {
 		rows[i], statuses[i], counts[i], waits[i] = v.row, v.status, v.count, v.wait
-		if v.err != nil {
-			text := v.err.Error()
-			classes[i], errs[i] = &verdicts[i].class, &text
-		}
+		classes[i], errs[i] = causeOf(v.class, v.err)
 	}
 	var proven int
 	err := f.db.QueryRow(ctx, f.sqlSettle, f.relay, l.holder, l.epoch,
 		rows, statuses, classes, errs, counts, waits, f.hold, keep).Scan(&proven)
-	switch {
-	case errors.Is(err, pgx.ErrNoRows), err == nil && proven == 0:
-		return errLeaseLost
-	case err != nil:
+	if err != nil {
 		return fmt.Errorf("settle retries: %w", err)
+	}
+	if proven == 0 {
+		return errLeaseLost
 	}
 	return nil
 }

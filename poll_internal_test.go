@@ -65,14 +65,14 @@ func (d *desk) explainPoll(t *testing.T, l *lease, p position, mode string, fres
 	tx, err := d.db.Begin(ctx)
 	require.NoError(t, err)
 	defer tx.Rollback(ctx)
+	_, err = tx.Exec(ctx, inSchema(sqlInsertEvents, d.schema), fresh)
+	require.NoError(t, err)
 	for _, sql := range []string{
 		sqlSettings,
 		"SET LOCAL plan_cache_mode = " + mode,
-		fmt.Sprintf(`INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
-			SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now() FROM generate_series(1, %d)`, fresh),
 		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz) AS " + d.cursors.sqlOpen,
 	} {
-		_, err := tx.Exec(ctx, inSchema(sql, d.schema))
+		_, err := tx.Exec(ctx, sql)
 		require.NoError(t, err)
 	}
 	execute := fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s')`,

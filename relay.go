@@ -53,9 +53,9 @@ type RelayConfig struct {
 	// RetryInterval is how long a relay waits before it looks for failed events
 	// that are due. It looks at once when the breaker closes. Zero means 5 s.
 	RetryInterval time.Duration
-	// MaxRetries is how many retries of an event Kafka refuses, after 1, 2, 4 … 300 s,
-	// before it is dead. An outage, a missing topic or a lapsed
-	// credential uses up none. Zero means 10.
+	// MaxRetries is how many retries of an event Kafka refuses, after 1, 2, 4 …
+	// 300 s, before it is dead. An outage, a missing topic or a lapsed credential
+	// uses up none. Zero means 10.
 	MaxRetries int
 	// HoldDead keeps the later events of a dead one's key until somebody decides.
 	// Without it they go on.
@@ -383,11 +383,19 @@ func (r *Relay) keepLease(held context.Context, l *lease, lose context.CancelCau
 }
 
 // sleep waits for d or until ctx ends.
-func sleep(ctx context.Context, d time.Duration) {
+func sleep(ctx context.Context, d time.Duration) { await(ctx, ctx, nil, d) }
+
+// await waits for a signal, and reports whether it came within d and before
+// either context ended.
+func await(ctx, held context.Context, signal <-chan struct{}, d time.Duration) bool {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
+	case <-signal:
+		return true
 	case <-timer.C:
 	case <-ctx.Done():
+	case <-held.Done():
 	}
+	return false
 }

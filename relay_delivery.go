@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	"slices"
 	"time"
 )
 
@@ -80,7 +81,7 @@ func (p *producer) delivery(stop, held context.Context, batch []envelope) *deliv
 func (d *delivery) run() error {
 	for first := true; len(d.left) > 0 && (first || d.stop.Err() == nil); first = false {
 		if d.down {
-			d.sleep(d.kafka.backoff())
+			await(d.stop, d.held, nil, d.kafka.backoff())
 		}
 		d.down, d.unpermitted = false, false
 		send := d.sendTogether
@@ -108,22 +109,14 @@ func (d *delivery) awaitPermission() {
 		e := &d.batch[d.left[0]]
 		d.log.Warn("outbox: breaker is open, batch stops", "id", e.id, "event_id", string(e.eventID), "wait", d.breaker.wait())
 	}
-	d.sleep(max(d.breaker.wait(), look))
-}
-
-// sleep waits until stop is cancelled or the lease is lost.
-func (d *delivery) sleep(wait time.Duration) {
-	either, cancel := context.WithCancel(d.stop)
-	defer context.AfterFunc(d.held, cancel)()
-	defer cancel()
-	sleep(either, wait)
+	await(d.stop, d.held, nil, max(d.breaker.wait(), look))
 }
 
 // sendTogether sends all undecided events at once. A refusal names whatever the
 // client had put into the same request, good events too, so that nothing but
 // what is refused alone is blamed.
 func (d *delivery) sendTogether() error {
-	d.leaveBlocked()
+	d.left = slices.DeleteFunc(d.left, d.leaveBehind)
 	errs, err := d.produce(d.held, d.batch, d.left)
 	if err != nil {
 		return err
@@ -156,7 +149,8 @@ func (d *delivery) sendTogether() error {
 		}
 	} else {
 		d.down = len(away) > 0
-		left = merge(left, away)
+		left = append(left, away...)
+		slices.Sort(left)
 	}
 	d.left = append(left, d.left[len(errs):]...)
 	if len(errs) > 0 && len(away) == 0 {
@@ -165,25 +159,13 @@ func (d *delivery) sendTogether() error {
 	return nil
 }
 
-// merge returns the numbers of two ascending lists as one.
-func merge(a, b []int) []int {
-	all := make([]int, 0, len(a)+len(b))
-	for len(a) > 0 && len(b) > 0 {
-		if a[0] < b[0] {
-			all, a = append(all, a[0]), a[1:]
-		} else {
-			all, b = append(all, b[0]), b[1:]
-		}
-	}
-	return append(append(all, a...), b...)
-}
-
 // sendAlone sends the undecided events one by one in their order, up to the
 // first that fails for want of Kafka.
 func (d *delivery) sendAlone() error {
 	for len(d.left) > 0 {
 		i := d.left[0]
-		if d.leaveBlocked(); len(d.left) == 0 || d.left[0] != i {
+		if d.leaveBehind(i) {
+			d.left = d.left[1:]
 			continue
 		}
 		errs, err := d.produce(d.held, d.batch, d.left[:1])
@@ -258,15 +240,13 @@ func (d *delivery) leave(i int, err error) {
 func (d *delivery) leaveTopic(i int, err error) {
 	d.leave(i, err)
 	topic, _ := d.topic(&d.batch[i])
-	left := d.left[:0]
-	for _, j := range d.left {
-		if other, _ := d.topic(&d.batch[j]); other == topic {
+	d.left = slices.DeleteFunc(d.left, func(j int) bool {
+		other, _ := d.topic(&d.batch[j])
+		if other == topic {
 			d.leave(j, err)
-		} else {
-			left = append(left, j)
 		}
-	}
-	d.left = left
+		return other == topic
+	})
 }
 
 func (d *delivery) block(i int) {
@@ -276,21 +256,14 @@ func (d *delivery) block(i int) {
 	d.blocked[d.key(i)] = true
 }
 
-// leaveBlocked decides about undecided events behind one that did not get
-// through.
-func (d *delivery) leaveBlocked() {
-	if len(d.blocked) == 0 {
-		return
+// leaveBehind decides about an event whose key is blocked, and reports whether it
+// is.
+func (d *delivery) leaveBehind(i int) bool {
+	if len(d.blocked) == 0 || !d.blocked[d.key(i)] {
+		return false
 	}
-	left := d.left[:0]
-	for _, i := range d.left {
-		if d.blocked[d.key(i)] {
-			d.fates[i] = fate{kind: fateBehind}
-		} else {
-			left = append(left, i)
-		}
-	}
-	d.left = left
+	d.fates[i] = fate{kind: fateBehind}
+	return true
 }
 
 // complain notes that an event failed for want of Kafka.

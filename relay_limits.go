@@ -16,7 +16,8 @@ import (
 // one of compressed batches, and only the broker knows. But no later event of its
 // key goes out with it: when the refusal comes, they would be there already.
 type limits struct {
-	known map[string]limit
+	client int // ProducerBatchMaxBytes
+	known  map[string]limit
 }
 
 type limit struct {
@@ -32,13 +33,19 @@ const (
 	limitsWorth = 1000
 )
 
+// of learns the limit of a client, whose options are slow to ask for.
+func (l *limits) of(client *kgo.Client) {
+	most, _ := client.OptValue(kgo.ProducerBatchMaxBytes).(int32) // it always has one
+	l.client = int(most)
+}
+
 // exceeds reports whether a record may be too large for its topic.
 func (l *limits) exceeds(ctx context.Context, client *kgo.Client, r *kgo.Record) bool {
 	size := recordSize(r)
 	if size < limitsWorth {
 		return false
 	}
-	if most, ok := client.OptValue(kgo.ProducerBatchMaxBytes).(int32); ok && size > int(most) {
+	if size > l.client {
 		return true
 	}
 	known, ok := l.known[r.Topic]

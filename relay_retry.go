@@ -43,19 +43,7 @@ func (r *retrier) run(ctx context.Context) {
 			return
 		}
 		r.postgres.report(err)
-		r.wait(ctx)
-	}
-}
-
-// wait waits for the next round, or for the breaker to close.
-func (r *retrier) wait(ctx context.Context) {
-	timer := time.NewTimer(r.cfg.RetryInterval)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-	case <-r.breakerClosed:
-	case <-ctx.Done():
-	case <-r.held.Done():
+		await(ctx, r.held, r.breakerClosed, r.cfg.RetryInterval)
 	}
 }
 

@@ -106,6 +106,7 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 			return nil, fmt.Errorf("make Kafka client: %w", err)
 		}
 		p.client = client
+		p.limits.of(client)
 	}
 	errs := make([]error, len(which))
 	records := p.records(batch, which, errs)

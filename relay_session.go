@@ -149,14 +149,14 @@ func (s *session) follow(ctx context.Context) error {
 			return err
 		}
 		if len(batch) == 0 {
-			s.woken = s.wait(ctx, s.cfg.PollInterval)
+			s.woken = await(ctx, s.held, s.wake, s.cfg.PollInterval)
 			continue
 		}
 		if err := s.attempt(ctx, batch); err != nil {
 			return err
 		}
 		if s.woken && s.drained() {
-			s.woken = s.wait(ctx, wakeGrace)
+			s.woken = await(ctx, s.held, s.wake, wakeGrace)
 		}
 	}
 	return s.record(nil)
@@ -175,20 +175,6 @@ func (s *session) forget() {
 // looks unasked. Looking at once would find nothing, most times, and keep an
 // event waiting that is committed meanwhile.
 const wakeGrace = 2 * time.Millisecond
-
-// wait waits for Wake, and reports whether it came within d.
-func (s *session) wait(ctx context.Context, d time.Duration) (woken bool) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-s.wake:
-		return true
-	case <-timer.C:
-	case <-ctx.Done():
-	case <-s.held.Done():
-	}
-	return false
-}
 
 // drained reports whether all of the open window has been taken.
 func (s *session) drained() bool { return s.fetching == nil && len(s.left) == 0 && !s.more }

@@ -197,15 +197,19 @@ func (s *site) commit(t *testing.T, synchronous string, n int) []oracle.Event {
 			if _, err := tx.Exec(ctx, `SELECT set_config('synchronous_commit', $1, true)`, synchronous); err != nil {
 				return err
 			}
-			for _, e := range events {
-				if err := s.rec.Record(ctx, tx, e); err != nil {
-					return err
-				}
-			}
-			return nil
+			return s.record(ctx, tx, events...)
 		}) == nil
 	}, patience, 10*time.Millisecond)
 	return events
+}
+
+// record is an oracle.Record.
+func (s *site) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) error {
+	all := make([]outbox.DomainEvent, len(events))
+	for i, e := range events {
+		all[i] = e
+	}
+	return s.rec.Record(ctx, tx, all...)
 }
 
 func (s *site) requireArrival(t *testing.T, events []oracle.Event) {

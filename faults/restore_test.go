@@ -11,7 +11,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
@@ -115,14 +114,7 @@ func (s *site) outrun(t *testing.T, other *site) {
 func (s *site) writeAll(seed uint64) error {
 	return oracle.Write(context.Background(), oracle.Writers{
 		DB: s.db, Schema: "public", Seed: seed, Events: 1000, Writers: 16, Keys: 50, Pause: 5 * time.Millisecond, Open: 2,
-		Record: func(ctx context.Context, tx pgx.Tx, events ...oracle.Event) error {
-			for _, e := range events {
-				if err := s.rec.Record(ctx, tx, e); err != nil {
-					return err
-				}
-			}
-			return nil
-		},
+		Record: s.record,
 	})
 }
 
