@@ -51,6 +51,7 @@ var rooms = map[string]kind{
 	"relay.go":          orchestrator,
 	"relay_acks.go":     orchestrator,
 	"relay_delivery.go": orchestrator,
+	"relay_leaders.go":  orchestrator,
 	"relay_limits.go":   orchestrator,
 	"relay_parking.go":  orchestrator,
 	"relay_retry.go":    orchestrator,

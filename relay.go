@@ -173,7 +173,7 @@ type Relay struct {
 	failed  *failedStore
 	log     *slog.Logger
 	breaker *breaker
-	topics  troubles
+	places  troubles
 
 	breakerClosed chan struct{} // holds at most one wish to retry at once
 
@@ -217,7 +217,7 @@ func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error
 		breakerClosed: make(chan struct{}, 1),
 	}
 	r.breaker = newBreaker(cfg.Breaker, r.breakerChanged)
-	r.topics = troubles{log: r.log, what: "topic"}
+	r.places = troubles{log: r.log}
 	return r, nil
 }
 

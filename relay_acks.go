@@ -1,7 +1,7 @@
 package outbox
 
 import (
-	"context"
+	"errors"
 	"sync"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -14,10 +14,8 @@ import (
 // is: its records fail together, and a few of them would open it for all others.
 // So the failures of a partition are told as one if another partition works.
 type acks struct {
-	held    context.Context
 	permit  *permit
 	records []kgo.Record
-	errs    []error
 	sparing bool          // tell the failures of a partition as one in any case
 	all     chan struct{} // closed when every outcome is in
 
@@ -28,8 +26,8 @@ type acks struct {
 }
 
 // newAcks expects one outcome for each record without an error.
-func newAcks(held context.Context, p *permit, records []kgo.Record, errs []error, sparing bool) *acks {
-	a := &acks{held: held, permit: p, records: records, errs: errs, sparing: sparing, all: make(chan struct{}), open: 1}
+func newAcks(p *permit, records []kgo.Record, errs []error, sparing bool) *acks {
+	a := &acks{permit: p, records: records, sparing: sparing, all: make(chan struct{}), open: 1}
 	for _, err := range errs {
 		if err == nil {
 			a.open++
@@ -70,33 +68,32 @@ func (a *acks) promise(r *kgo.Record, err error) {
 
 // done counts one down, under mu.
 func (a *acks) done() {
-	if a.open--; a.open > 0 {
-		return
+	if a.open--; a.open == 0 {
+		close(a.all)
 	}
-	if len(a.failed) > 0 {
-		a.fail()
-	}
-	close(a.all)
 }
 
-type partition struct {
-	topic  string
-	number int32
+// collect adds the errors to those of records that were not sent. All outcomes
+// must be in.
+func (a *acks) collect(errs []error) {
+	for i := range errs {
+		if err := a.failed[&a.records[i]]; err != nil {
+			errs[i] = err
+		}
+	}
 }
 
-// fail hands out the errors, in the order of the records.
-func (a *acks) fail() {
+// tell tells the breaker of the failures, in the order of the records.
+func (a *acks) tell(errs []error) {
 	told := map[partition]bool{}
-	for i := range a.records {
+	for i, err := range errs {
 		r := &a.records[i]
-		err := a.failed[r]
-		if err == nil {
+		if a.failed[r] == nil {
 			continue
 		}
-		a.errs[i] = err
-		o := a.outcome(err)
-		if at := (partition{r.Topic, r.Partition}); o == callFailed {
-			if told[at] && (a.works || a.sparing) {
+		o := outcomeOf(err)
+		if at := partitionOf(r); o == callFailed {
+			if told[at] && (a.works || a.sparing || errors.Is(err, errNoLeader)) {
 				o = callCancelled
 			}
 			told[at] = true
@@ -105,14 +102,11 @@ func (a *acks) fail() {
 	}
 }
 
-// outcome is what the breaker learns. A refusal or a missing topic is no failure:
-// Kafka was there.
-func (a *acks) outcome(err error) outcome {
-	switch {
-	case refusalClass(err) != "", isTopicTrouble(err):
+// outcomeOf is what the breaker learns. A refusal or a missing topic is no
+// failure: Kafka was there.
+func outcomeOf(err error) outcome {
+	if refusalClass(err) != "" || isTopicTrouble(err) {
 		return callSucceeded
-	case a.held.Err() != nil: // ended by us, which says nothing about Kafka
-		return callCancelled
 	}
 	return callFailed
 }

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"slices"
 	"time"
+
+	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 // fate is what became of an event of a batch.
@@ -31,8 +33,9 @@ type delivery struct {
 	stop, held context.Context
 	batch      []envelope
 	fates      []fate
-	left       []int // undecided events, by their index in batch
-	patient    bool  // wait for Kafka as long as it takes
+	left       []int     // undecided events, by their index in batch
+	began      time.Time // of the last send
+	patient    bool      // wait for Kafka as long as it takes
 
 	blocked     map[string]bool // keys of events that did not get through
 	through     bool            // Kafka has taken something of the batch
@@ -83,7 +86,7 @@ func (d *delivery) run() error {
 		if d.down {
 			await(d.stop, d.held, nil, d.kafka.backoff())
 		}
-		d.down, d.unpermitted = false, false
+		d.down, d.unpermitted, d.began = false, false, time.Now()
 		send := d.sendTogether
 		if d.suspicious {
 			send = d.sendAlone
@@ -117,17 +120,17 @@ func (d *delivery) awaitPermission() {
 // what is refused alone is blamed.
 func (d *delivery) sendTogether() error {
 	d.left = slices.DeleteFunc(d.left, d.leaveBehind)
-	errs, err := d.produce(d.held, d.batch, d.left)
+	records, errs, err := d.produce(d.held, d.batch, d.left)
 	if err != nil {
 		return err
 	}
 	d.unpermitted = len(errs) == 0 && len(d.left) > 0
 	tried := d.left[:len(errs)]
-	var left, away []int
+	var left, away []int // away: by their index in tried
 	for n, i := range tried {
 		switch class := refusalClass(errs[n]); {
 		case errs[n] == nil:
-			d.arrived(i)
+			d.arrived(i, &records[n])
 		case errors.Is(errs[n], errBehind):
 			d.fates[i].kind = fateBehind
 		case class == invalidEvent: // ours to know, whatever else was sent
@@ -135,25 +138,24 @@ func (d *delivery) sendTogether() error {
 		case class != "" || errors.Is(errs[n], errAlone):
 			d.suspicious = true
 			left = append(left, i)
-		case isTopicTrouble(errs[n]):
-			d.leave(i, errs[n])
+		case isTopicTrouble(errs[n]), errors.Is(errs[n], errNoLeader):
+			d.leave(i, &records[n], errs[n])
 		default:
+			away = append(away, n)
+		}
+	}
+	for _, n := range away {
+		if i := tried[n]; d.through || !d.patient {
+			d.leave(i, &records[n], errs[n])
+		} else {
 			d.complain(i, errs[n])
-			d.fates[i].err = errs[n] // until it is decided
-			away = append(away, i)
+			left = append(left, i)
 		}
 	}
-	if d.through || !d.patient {
-		for _, i := range away {
-			d.leave(i, d.fates[i].err)
-		}
-	} else {
-		d.down = len(away) > 0
-		left = append(left, away...)
-		slices.Sort(left)
-	}
+	slices.Sort(left)
 	d.left = append(left, d.left[len(errs):]...)
-	if len(errs) > 0 && len(away) == 0 {
+	d.down = d.patient && !d.through && len(away) > 0
+	if len(errs) > 0 && !d.down {
 		d.kafka.report(nil)
 	}
 	return nil
@@ -168,7 +170,7 @@ func (d *delivery) sendAlone() error {
 			d.left = d.left[1:]
 			continue
 		}
-		errs, err := d.produce(d.held, d.batch, d.left[:1])
+		records, errs, err := d.produce(d.held, d.batch, d.left[:1])
 		if err != nil {
 			return err
 		}
@@ -179,21 +181,18 @@ func (d *delivery) sendAlone() error {
 		d.left = d.left[1:]
 		switch class := refusalClass(errs[0]); {
 		case errs[0] == nil:
-			d.arrived(i)
+			d.arrived(i, &records[0])
 		case class != "":
 			d.refuse(i, class, errs[0])
-		case isTopicTrouble(errs[0]):
-			d.leave(i, errs[0])
-			continue
+		case isTopicTrouble(errs[0]), errors.Is(errs[0], errNoLeader):
+			d.leave(i, &records[0], errs[0])
+		case d.through || !d.patient:
+			d.leaveTopic(i, &records[0], errs[0])
 		default:
 			d.complain(i, errs[0])
-			if !d.through && d.patient {
-				d.left = append([]int{i}, d.left...)
-				d.down = true
-				return nil
-			}
-			d.leaveTopic(i, errs[0])
-			continue
+			d.left = append([]int{i}, d.left...)
+			d.down = true
+			return nil
 		}
 		d.kafka.report(nil)
 	}
@@ -208,11 +207,11 @@ func (d *delivery) key(i int) string {
 	return parkingKey(topic, e.key())
 }
 
-func (d *delivery) arrived(i int) {
+func (d *delivery) arrived(i int, r *kgo.Record) {
 	d.fates[i], d.through = fate{kind: fateSent}, true
-	if d.topics.busy.Load() {
-		topic, _ := d.topic(&d.batch[i]) // it has one: it was sent
-		d.topics.report(topic, nil)
+	if d.places.busy.Load() {
+		d.places.report("topic "+r.Topic, d.began, nil)
+		d.places.report(partitionOf(r).String(), d.began, nil)
 	}
 }
 
@@ -221,11 +220,12 @@ func (d *delivery) refuse(i int, class string, err error) {
 	d.block(i)
 }
 
-// leave gives an event up for now, for want of its topic or of Kafka.
-func (d *delivery) leave(i int, err error) {
-	if isTopicTrouble(err) {
-		topic, _ := d.topic(&d.batch[i])
-		d.topics.report(topic, err)
+// leave gives an event up for now, for want of its topic or its partition.
+func (d *delivery) leave(i int, r *kgo.Record, err error) {
+	if isTopicTrouble(err) || r.Partition == unassigned {
+		d.places.report("topic "+r.Topic, d.began, err)
+	} else {
+		d.places.report(partitionOf(r).String(), d.began, err)
 	}
 	kind := fateAway
 	if d.blocked[d.key(i)] {
@@ -237,15 +237,14 @@ func (d *delivery) leave(i int, err error) {
 
 // leaveTopic gives up an event and whatever is undecided for its topic: trying
 // each of them alone would take a timeout each.
-func (d *delivery) leaveTopic(i int, err error) {
-	d.leave(i, err)
-	topic, _ := d.topic(&d.batch[i])
+func (d *delivery) leaveTopic(i int, r *kgo.Record, err error) {
+	d.leave(i, r, err)
 	d.left = slices.DeleteFunc(d.left, func(j int) bool {
-		other, _ := d.topic(&d.batch[j])
-		if other == topic {
-			d.leave(j, err)
+		topic, _ := d.topic(&d.batch[j])
+		if topic == r.Topic {
+			d.leave(j, r, err)
 		}
-		return other == topic
+		return topic == r.Topic
 	})
 }
 

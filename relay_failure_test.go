@@ -1,7 +1,6 @@
 package outbox_test
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"log/slog"
@@ -42,7 +41,7 @@ func TestRefusedEvent(t *testing.T) {
 	events[10].Key = "b"
 	events[10].Filler = random(5000) // over the topic's limit, within the client's
 	h.commit(t, events...)
-	log := new(syncBuffer)
+	log := new(testenv.Buffer)
 	cfg := quick
 	cfg.RetryInterval = time.Hour // the first look finds nothing
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
@@ -112,9 +111,9 @@ func TestKafkaAway(t *testing.T) {
 
 // relayWithoutKafka returns a relay whose connections to Kafka are cut, and what
 // it logs.
-func (h *house) relayWithoutKafka(t *testing.T) (*outbox.Relay, *brokenDialer, *syncBuffer) {
+func (h *house) relayWithoutKafka(t *testing.T) (*outbox.Relay, *brokenDialer, *testenv.Buffer) {
 	t.Helper()
-	dialer, log := &brokenDialer{}, new(syncBuffer)
+	dialer, log := &brokenDialer{}, new(testenv.Buffer)
 	dialer.broken.Store(true)
 	cfg := quick
 	cfg.Schema = h.schema
@@ -170,7 +169,7 @@ func TestPostgresConnectionsDie(t *testing.T) {
 func TestTakenLease(t *testing.T) {
 	h := newHouse(t)
 	reader := h.follow(t)
-	log := new(syncBuffer)
+	log := new(testenv.Buffer)
 	cfg := quick
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
 	stop := run(t, h.relay(t, cfg))
@@ -253,22 +252,4 @@ func (d *brokenDialer) breakAll() {
 		conn.Close()
 	}
 	d.conns = nil
-}
-
-// syncBuffer is a log that can be read while it is written.
-type syncBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (b *syncBuffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.Write(p)
-}
-
-func (b *syncBuffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.String()
 }

@@ -70,7 +70,7 @@ func (h *house) awaitStatuses(t *testing.T, want map[string]int) {
 func TestDeadEventReleasesItsKey(t *testing.T) {
 	h, reader := poisonedHouse(t)
 	var refused, dead atomic.Int32
-	log := new(syncBuffer)
+	log := new(testenv.Buffer)
 	cfg := quick
 	cfg.MaxRetries = 2
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
@@ -250,7 +250,7 @@ func TestMissingTopicHoldsUpNothingElse(t *testing.T) {
 	elsewhere.rec, err = outbox.NewRecorder(registry, outbox.RecorderConfig{Schema: h.schema})
 	require.NoError(t, err)
 
-	log := new(syncBuffer)
+	log := new(testenv.Buffer)
 	cfg := quick
 	cfg.Schema, cfg.Logger, cfg.MaxRetries = h.schema, slog.New(slog.NewTextHandler(log, nil)), 1
 	relay, err := outbox.NewRelay(h.db, []kgo.Opt{kgo.SeedBrokers(h.brokers...), kgo.UnknownTopicRetries(1), kgo.MetadataMinAge(20 * time.Millisecond)}, cfg)
@@ -286,7 +286,7 @@ func TestBreakerStopsTheRelay(t *testing.T) {
 	reader := h.follow(t)
 	var mu sync.Mutex
 	var changes []string
-	log, dialer := new(syncBuffer), &brokenDialer{}
+	log, dialer := new(testenv.Buffer), &brokenDialer{}
 	dialer.broken.Store(true)
 	cfg := quick
 	cfg.Schema, cfg.Logger = h.schema, slog.New(slog.NewTextHandler(log, nil))

@@ -47,7 +47,7 @@ type producer struct {
 	kafka trouble
 
 	breaker *breaker  // these two are of all producers of a relay
-	topics  *troubles // that are missing or not ours to write
+	places  *troubles // topics that are missing or not ours to write, partitions that take nothing
 	sparing bool      // of failures that the breaker hears of: one for each partition
 
 	client *kgo.Client // nil until needed, and after a send without an answer
@@ -58,7 +58,7 @@ type producer struct {
 
 func newProducer(r *Relay, l *lease) *producer {
 	return &producer{
-		opts: r.kafka, cfg: r.cfg, lease: l, log: r.log, kafka: trouble{log: r.log, what: "Kafka"}, breaker: r.breaker, topics: &r.topics,
+		opts: r.kafka, cfg: r.cfg, lease: l, log: r.log, kafka: trouble{log: r.log, what: "Kafka"}, breaker: r.breaker, places: &r.places,
 		named: map[string]string{}, derived: map[string]string{},
 	}
 }
@@ -86,24 +86,24 @@ func (p *producer) close() {
 }
 
 // produce sends the events of batch that which names, as far as the breaker
-// permits, and returns the outcome of each that it took. An outcome is known
-// when produce returns: nothing of it is on its way any more. Of several events,
-// those that may be too large for their topic are put off (errAlone). The error
-// is the loss of the lease.
-func (p *producer) produce(held context.Context, batch []envelope, which []int) ([]error, error) {
+// permits, and returns the record and the outcome of each that it took. An
+// outcome is known when produce returns: nothing of it is on its way any more. Of
+// several events, those that may be too large for their topic are put off
+// (errAlone). The error is the loss of the lease.
+func (p *producer) produce(held context.Context, batch []envelope, which []int) ([]kgo.Record, []error, error) {
 	if !p.lease.held() {
-		return nil, errLeaseLost
+		return nil, nil, errLeaseLost
 	}
 	permit := p.breaker.allow(len(which))
 	defer permit.release()
 	which = which[:permit.granted]
 	if len(which) == 0 {
-		return nil, nil
+		return nil, nil, nil
 	}
 	if p.client == nil {
 		client, err := kgo.NewClient(p.opts...)
 		if err != nil { // NewRelay has validated these options
-			return nil, fmt.Errorf("make Kafka client: %w", err)
+			return nil, nil, fmt.Errorf("make Kafka client: %w", err)
 		}
 		p.client = client
 		p.limits.of(client)
@@ -113,7 +113,7 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 	if len(records) > 1 {
 		p.putOff(held, records, errs)
 	}
-	acks := newAcks(held, permit, records, errs, p.sparing)
+	acks := newAcks(permit, records, errs, p.sparing)
 	promise := acks.promise
 	n := 0
 	for ; n < len(records) && permit.holds(); n++ { // if the breaker opens, the rest is not attempted
@@ -127,18 +127,30 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 	defer timeout.Stop()
 	select {
 	case <-acks.all:
-		return errs, nil
+		acks.collect(errs)
+		blameLeaders(held, p.client, records[:n], errs)
 	case <-held.Done():
+		p.abandon(acks)
+		return nil, nil, context.Cause(held)
 	case <-timeout.C:
+		p.abandon(acks)
+		acks.collect(errs)
 	}
-	// Without its client no record can leave any more, and each callback comes.
+	if held.Err() == nil { // what was ended by us says nothing about Kafka
+		acks.tell(errs)
+	}
+	return records, errs, nil
+}
+
+// abandon ends a send without its answers. Without its client no record can
+// leave any more, and each callback comes.
+func (p *producer) abandon(acks *acks) {
 	p.close()
 	<-acks.all
-	if err := context.Cause(held); err != nil {
-		return nil, err
-	}
-	return errs, nil
 }
+
+// unassigned is the partition of a record that the client has not chosen one for.
+const unassigned = -1
 
 // records builds the Kafka records of events. Where that fails, errs says why,
 // and later events of the same key are left out with errBehind.
@@ -149,6 +161,7 @@ func (p *producer) records(batch []envelope, which []int, errs []error) []kgo.Re
 	add := func(name string, value []byte) { headers = append(headers, kgo.RecordHeader{Key: name, Value: value}) }
 	for n, i := range which {
 		e, r := &batch[i], &records[n]
+		r.Partition = unassigned
 		if r.Topic, errs[n] = p.topic(e); errs[n] != nil {
 			continue
 		}
@@ -253,6 +266,8 @@ func awayClass(err error) string {
 		return "not_authorized"
 	case errors.Is(err, kerr.InvalidTopicException):
 		return "invalid_topic"
+	case errors.Is(err, errNoLeader):
+		return "no_leader"
 	}
 	return "unavailable"
 }

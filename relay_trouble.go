@@ -47,32 +47,42 @@ func (t *trouble) backoff() time.Duration {
 // number of goroutines.
 type troubles struct {
 	log  *slog.Logger
-	what string
 	busy atomic.Bool // something fails; saves the lock where nothing does
 
-	mu      sync.Mutex
-	failing map[string]*trouble
+	mu    sync.Mutex
+	known map[string]*namedTrouble // what has ever failed
 }
 
-func (t *troubles) report(name string, err error) {
+type namedTrouble struct {
+	trouble
+	worked time.Time // last, if it has failed before
+}
+
+// report takes the outcome of a try that began at a time. A failure that began
+// before the last success is old news: two clients need not hear at once.
+func (t *troubles) report(name string, began time.Time, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	one := t.failing[name]
-	if one == nil {
-		if err == nil {
-			return
+	one := t.known[name]
+	switch {
+	case one == nil && err == nil, err != nil && one != nil && began.Before(one.worked):
+		return
+	case one == nil:
+		if t.known == nil {
+			t.known = map[string]*namedTrouble{}
 		}
-		if t.failing == nil {
-			t.failing = map[string]*trouble{}
-		}
-		one = &trouble{log: t.log, what: t.what + " " + name}
-		t.failing[name] = one
+		one = &namedTrouble{trouble: trouble{log: t.log, what: name}}
+		t.known[name] = one
 	}
 	one.report(err)
 	if err == nil {
-		delete(t.failing, name)
+		one.worked = time.Now()
 	}
-	t.busy.Store(len(t.failing) > 0)
+	failing := false
+	for _, one := range t.known {
+		failing = failing || !one.since.IsZero()
+	}
+	t.busy.Store(failing)
 }
 
 const (
