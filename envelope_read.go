@@ -10,21 +10,26 @@ import (
 	"unicode/utf8"
 )
 
-// received is an event as a record brought it, whoever sent it.
-type received struct {
-	id, source, eventType string
-	subject, contentType  string // "" = none
-	time                  time.Time
-	// extensions are the other attributes, dataschema among them, in their
+// Message is an event as a record brought it, whoever sent it, with the attributes
+// of CloudEvents.
+type Message struct {
+	// ID is unique together with Source.
+	ID, Source, Type string
+	// Subject and ContentType may be empty.
+	Subject, ContentType string
+	// Time may be zero.
+	Time time.Time
+	// Extensions are the other attributes, dataschema among them, in their
 	// canonical form as text.
-	extensions map[string]string
-	data       []byte // nil: none; JSON is as it was written
+	Extensions map[string]string
+	// Data is the payload, nil for none; JSON is as it was written.
+	Data []byte
 }
 
 // decodeRecord reads the value and the headers of a Kafka record as the
 // CloudEvents 1.0 Kafka protocol binding has them, in either mode. It is what
 // [envelope.record] is the opposite of. Its error is a [*FieldError].
-func decodeRecord(value []byte, headers iter.Seq2[string, []byte]) (*received, error) {
+func decodeRecord(value []byte, headers iter.Seq2[string, []byte]) (*Message, error) {
 	attributes, contentType := map[string]string{}, ""
 	for name, v := range headers {
 		name = strings.ToLower(name)
@@ -45,15 +50,15 @@ func decodeRecord(value []byte, headers iter.Seq2[string, []byte]) (*received, e
 	case contentType != "":
 		attributes["datacontenttype"] = contentType
 	}
-	return newReceived(attributes, value)
+	return newMessage(attributes, value)
 }
 
 func unreadable(eventType, field string, err error) error {
 	return &FieldError{EventType: eventType, Index: -1, Field: field, Err: err}
 }
 
-// newReceived checks attributes and keeps them.
-func newReceived(attributes map[string]string, data []byte) (*received, error) {
+// newMessage checks attributes and keeps them.
+func newMessage(attributes map[string]string, data []byte) (*Message, error) {
 	eventType := attributes["type"]
 	for _, name := range []string{"specversion", "id", "source", "type"} {
 		if attributes[name] == "" {
@@ -71,18 +76,18 @@ func newReceived(attributes map[string]string, data []byte) (*received, error) {
 	if v := take("specversion"); v != string(specVersion) {
 		return nil, unreadable(eventType, "specversion", fmt.Errorf("%q %w: want %s", v, ErrMalformed, specVersion))
 	}
-	r := &received{
-		id: take("id"), source: take("source"), eventType: take("type"),
-		subject: take("subject"), contentType: take("datacontenttype"), data: data,
+	m := &Message{
+		ID: take("id"), Source: take("source"), Type: take("type"),
+		Subject: take("subject"), ContentType: take("datacontenttype"), Data: data,
 	}
 	if at := take("time"); at != "" {
 		var err error
-		if r.time, err = time.Parse(time.RFC3339, strings.ToUpper(at)); err != nil {
+		if m.Time, err = time.Parse(time.RFC3339, strings.ToUpper(at)); err != nil {
 			return nil, unreadable(eventType, "time", fmt.Errorf("%w: %w", ErrTime, err))
 		}
 	}
-	r.extensions = attributes
-	return r, nil
+	m.Extensions = attributes
+	return m, nil
 }
 
 // decodeStructured reads an event in the CloudEvents JSON format.

@@ -54,7 +54,7 @@ func TestDecodeSDK(t *testing.T) {
 			}
 			require.NoError(t, err)
 			require.Equal(t, r.Attributes, attributesOf(got))
-			require.Equal(t, r.Data.bytes(), got.data, "and nil is nil")
+			require.Equal(t, r.Data.bytes(), got.Data, "and nil is nil")
 		})
 	}
 }
@@ -70,15 +70,15 @@ func headersIn(all map[string]string) iter.Seq2[string, []byte] {
 }
 
 // attributesOf returns everything of an event but its data.
-func attributesOf(r *received) map[string]string {
+func attributesOf(r *Message) map[string]string {
 	all := map[string]string{
-		"specversion": "1.0", "id": r.id, "source": r.source, "type": r.eventType, "subject": r.subject, "datacontenttype": r.contentType,
+		"specversion": "1.0", "id": r.ID, "source": r.Source, "type": r.Type, "subject": r.Subject, "datacontenttype": r.ContentType,
 	}
 	maps.DeleteFunc(all, func(_, value string) bool { return value == "" })
-	if !r.time.IsZero() {
-		all["time"] = r.time.UTC().Format(time.RFC3339Nano)
+	if !r.Time.IsZero() {
+		all["time"] = r.Time.UTC().Format(time.RFC3339Nano)
 	}
-	maps.Copy(all, r.extensions)
+	maps.Copy(all, r.Extensions)
 	return all
 }
 
@@ -121,7 +121,7 @@ func TestDecodeRecord(t *testing.T) {
 				})
 				require.NoError(t, err)
 				require.Equal(t, want, attributesOf(got))
-				require.Equal(t, e.payload, got.data)
+				require.Equal(t, e.payload, got.Data)
 			})
 		}
 	}
@@ -150,7 +150,7 @@ func TestDecodeStructured(t *testing.T) {
 			want := map[string]string{"specversion": "1.0", "id": "1", "source": "/s", "type": "t"}
 			maps.Copy(want, tt.want)
 			require.Equal(t, want, attributesOf(got))
-			require.Equal(t, tt.data, string(got.data))
+			require.Equal(t, tt.data, string(got.Data))
 		})
 	}
 }

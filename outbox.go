@@ -3,7 +3,8 @@
 //
 // [Recorder.Record] stores events in your transaction. A [Relay], running as a
 // goroutine of any process, hands committed events to Kafka in batches and
-// remembers in PostgreSQL how far it has come.
+// remembers in PostgreSQL how far it has come. A [Consumer] hands them to handlers
+// and skips what it has handled.
 //
 // What it promises:
 //
@@ -17,6 +18,8 @@
 //     own key, and of no other. Exceptions are what is in flight together with an
 //     event that only the broker can refuse, and dead events.
 //   - At least once. A crash may repeat the batch in flight and never loses it.
+//   - Handled once. What a handler does in PostgreSQL and the note that it is done
+//     commit together: see [Handle].
 //   - No stall. No open transaction, in any database of the cluster, delays the
 //     events of another one.
 //   - An outage is not a failure. While Kafka is away, events wait.

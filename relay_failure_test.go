@@ -18,7 +18,6 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
-	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
 func TestNotMigrated(t *testing.T) {
@@ -35,7 +34,7 @@ func TestNotMigrated(t *testing.T) {
 func TestRefusedEvent(t *testing.T) {
 	h := newHouse(t)
 	testenv.RealBrokers(t)
-	h.createTopic(t, "max.message.bytes", "2000")
+	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "2000")
 	reader := h.follow(t)
 	events := numbered("a", 1, 20)
 	events[10].Key = "b"
@@ -206,22 +205,6 @@ func requireFirstsInOrder(t *testing.T, reader *oracle.Reader, want []oracle.Eve
 		seen[e.ID] = true
 	}
 	require.Equal(t, want, firsts)
-}
-
-// createTopic creates the house's topic with one partition and a setting.
-func (h *house) createTopic(t *testing.T, setting, value string) {
-	t.Helper()
-	client, err := kgo.NewClient(kgo.SeedBrokers(h.brokers...))
-	require.NoError(t, err)
-	defer client.Close()
-	topic := kmsg.NewCreateTopicsRequestTopic()
-	topic.Topic, topic.NumPartitions, topic.ReplicationFactor = h.topic, 1, 1
-	topic.Configs = []kmsg.CreateTopicsRequestTopicConfig{{Name: setting, Value: &value}}
-	request := kmsg.NewPtrCreateTopicsRequest()
-	request.Topics = []kmsg.CreateTopicsRequestTopic{topic}
-	response, err := request.RequestWith(background, client)
-	require.NoError(t, err)
-	require.Zero(t, response.Topics[0].ErrorCode)
 }
 
 // brokenDialer stands between the relay and Kafka.

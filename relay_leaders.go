@@ -22,6 +22,9 @@ type partition struct {
 
 func partitionOf(r *kgo.Record) partition { return partition{r.Topic, r.Partition} }
 
+// only is the partition as franz-go names several.
+func (p partition) only() map[string][]int32 { return map[string][]int32{p.topic: {p.number}} }
+
 func (p partition) String() string { return fmt.Sprintf("partition %s/%d", p.topic, p.number) }
 
 // blameLeaders marks the failures for which a partition without a leader is to

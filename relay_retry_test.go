@@ -24,7 +24,7 @@ func poisonedHouse(t *testing.T) (*house, *oracle.Reader) {
 	t.Helper()
 	h := newHouse(t)
 	testenv.RealBrokers(t)
-	h.createTopic(t, "max.message.bytes", "2000")
+	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "2000")
 	return h, h.follow(t)
 }
 
@@ -123,7 +123,7 @@ func TestTooLargeEventIsSentAlone(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			h := newHouse(t)
 			testenv.RealBrokers(t)
-			h.createTopic(t, "max.message.bytes", strconv.Itoa(tt.topicLimit))
+			testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", strconv.Itoa(tt.topicLimit))
 			reader := h.follow(t)
 			good := numbered("good", 1, 1000)
 			bad := numbered("bad", 1, 4)
@@ -241,7 +241,7 @@ func TestRefusedEventGetsThrough(t *testing.T) {
 func TestMissingTopicHoldsUpNothingElse(t *testing.T) {
 	h := newHouse(t)
 	testenv.RealBrokers(t)
-	h.createTopic(t, "max.message.bytes", "1000000")
+	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "1000000")
 	reader := h.follow(t)
 	elsewhere := *h
 	elsewhere.topic = "missing-" + uuid.NewString()
@@ -270,7 +270,7 @@ func TestMissingTopicHoldsUpNothingElse(t *testing.T) {
 	require.NoError(t, h.db.QueryRow(background, h.sql(`SELECT max(retry_count) FROM {s}.outbox_failed`)).Scan(&retries))
 	require.Zero(t, retries)
 
-	elsewhere.createTopic(t, "max.message.bytes", "1000000")
+	testenv.CreateTopic(t, elsewhere.brokers, elsewhere.topic, 1, "max.message.bytes", "1000000")
 	there := elsewhere.follow(t)
 	requireArrival(t, there, lost...)
 	requireInOrder(t, there, lost)

@@ -14,28 +14,16 @@ import (
 
 // checkKafkaOpts refuses options that the relay's promises cannot live with.
 func checkKafkaOpts(opts []kgo.Opt) error {
-	client, err := kgo.NewClient(opts...)
-	if err != nil {
-		return fmt.Errorf("kafka options: %w", err)
-	}
-	defer client.Close()
-	var errs []error
-	refuse := func(set bool, option, why string) {
-		if set {
-			errs = append(errs, fmt.Errorf("kafka option %s: %s", option, why))
-		}
-	}
-	isSet := func(option any) bool { set, _ := client.OptValue(option).(bool); return set }
-	named := func(option any) bool { name, _ := client.OptValue(option).(string); return name != "" }
-	const notConsumer = "a relay does not consume"
-	refuse(named(kgo.ConsumerGroup), "ConsumerGroup", notConsumer)
-	refuse(named(kgo.ShareGroup), "ShareGroup", notConsumer)
-	refuse(named(kgo.InstanceID), "InstanceID", notConsumer)
-	refuse(len(client.GetConsumeTopics()) > 0, "ConsumeTopics or ConsumePartitions", notConsumer)
-	refuse(named(kgo.TransactionalID), "TransactionalID", "it belongs to the relay")
-	refuse(isSet(kgo.DisableIdempotentWrite), "DisableIdempotentWrite", "retries would repeat and reorder records")
-	refuse(isSet(kgo.ManualFlushing), "ManualFlushing", "nobody would flush")
-	return errors.Join(errs...)
+	return checkOpts(opts, func(o hostOpts) {
+		const notConsumer = "a relay does not consume"
+		o.refuse(o.names(kgo.ConsumerGroup), "ConsumerGroup", notConsumer)
+		o.refuse(o.names(kgo.ShareGroup), "ShareGroup", notConsumer)
+		o.refuse(o.names(kgo.InstanceID), "InstanceID", notConsumer)
+		o.refuse(len(o.client.GetConsumeTopics()) > 0, "ConsumeTopics or ConsumePartitions", notConsumer)
+		o.refuse(o.names(kgo.TransactionalID), "TransactionalID", "it belongs to the relay")
+		o.refuse(o.sets(kgo.DisableIdempotentWrite), "DisableIdempotentWrite", "retries would repeat and reorder records")
+		o.refuse(o.sets(kgo.ManualFlushing), "ManualFlushing", "nobody would flush")
+	})
 }
 
 // producer hands events to Kafka. It belongs to one goroutine.

@@ -85,6 +85,16 @@ func (t *troubles) report(name string, began time.Time, err error) {
 	t.busy.Store(failing)
 }
 
+// backoff returns the wait before the next try of what fails.
+func (t *troubles) backoff(name string) time.Duration {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if one := t.known[name]; one != nil {
+		return one.backoff()
+	}
+	return minBackoff // another try has worked meanwhile
+}
+
 const (
 	minRetryWait = time.Second
 	maxRetryWait = 300 * time.Second

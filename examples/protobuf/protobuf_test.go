@@ -101,7 +101,31 @@ func throughKafka(t *testing.T, mode outbox.Mode) (*kgo.Record, string) {
 	record := first(ctx, t, brokers, topic)
 	stop()
 	require.NoError(t, <-done)
+	require.Equal(t, anOrder, firstHandled(ctx, t, db, brokers, events, outbox.ConsumerConfig{Schema: schema, Group: topic, FromStart: true}))
 	return record, storedID(ctx, t, db, schema)
+}
+
+// firstHandled returns the first order that a consumer hands to its handler.
+func firstHandled(ctx context.Context, t *testing.T, db *pgxpool.Pool, brokers kgo.Opt, events *outbox.Registry, cfg outbox.ConsumerConfig) protobuf.OrderCreated {
+	t.Helper()
+	orders := make(chan protobuf.OrderCreated, 1)
+	c, err := outbox.NewConsumer(db, []kgo.Opt{brokers}, events, cfg, outbox.Handle("SEEN",
+		func(_ context.Context, _ pgx.Tx, e protobuf.OrderCreated, _ outbox.Metadata) error {
+			orders <- e
+			return nil
+		}))
+	require.NoError(t, err)
+	consuming, stop := context.WithCancel(ctx)
+	done := make(chan error, 1)
+	go func() { done <- c.Run(consuming) }()
+	defer func() { stop(); require.NoError(t, <-done) }()
+	select {
+	case order := <-orders:
+		return order
+	case <-ctx.Done():
+		require.Fail(t, "nothing was handled")
+	}
+	return protobuf.OrderCreated{}
 }
 
 // first returns the first record of a topic.

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -18,7 +19,9 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
 // Variables that tools/services sets for the command it runs, or writes into
@@ -98,6 +101,25 @@ func RealBrokers(t testing.TB) []string {
 // when they are needed, and are noticed soon.
 func KafkaOpts(brokers []string) []kgo.Opt {
 	return []kgo.Opt{kgo.SeedBrokers(brokers...), kgo.AllowAutoTopicCreation(), kgo.MetadataMinAge(100 * time.Millisecond)}
+}
+
+// CreateTopic creates a topic without replicas. Settings come in pairs of name and
+// value.
+func CreateTopic(t testing.TB, brokers []string, topic string, partitions int32, settings ...string) {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	one := kmsg.NewCreateTopicsRequestTopic()
+	one.Topic, one.NumPartitions, one.ReplicationFactor = topic, partitions, 1
+	for pair := range slices.Chunk(settings, 2) {
+		one.Configs = append(one.Configs, kmsg.CreateTopicsRequestTopicConfig{Name: pair[0], Value: &pair[1]})
+	}
+	request := kmsg.NewPtrCreateTopicsRequest()
+	request.Topics = append(request.Topics, one)
+	response, err := request.RequestWith(context.Background(), client)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(response.Topics[0].ErrorCode))
 }
 
 // need returns the value of a variable, skips under -short, else fails.

@@ -1,0 +1,186 @@
+package outbox
+
+import (
+	"fmt"
+	"iter"
+	"reflect"
+	"runtime/debug"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// DecodeCloudEvent reads a record as the CloudEvents 1.0 Kafka protocol binding has
+// them, in either mode: what a [Relay] sends. Its error is a [*FieldError]. Where
+// topics hold records of other producers as well, ConsumerConfig.Decode looks at the
+// headers and calls it, or another decoder.
+func DecodeCloudEvent(r *kgo.Record) (*Message, error) {
+	return decodeRecord(r.Value, func(yield func(string, []byte) bool) {
+		for _, h := range r.Headers {
+			if !yield(h.Key, h.Value) {
+				return
+			}
+		}
+	})
+}
+
+// PanicError is what a panic in a handler, a decoder or an upcaster becomes.
+type PanicError struct {
+	// Value is what was panicked with.
+	Value any
+	// Stack is that of the goroutine at the panic.
+	Stack []byte
+}
+
+// Error implements error, without the stack.
+func (e *PanicError) Error() string { return fmt.Sprintf("panic: %v", e.Value) }
+
+// guard calls f and turns a panic into an error.
+func guard(f func() error) (err error) {
+	defer func() {
+		if v := recover(); v != nil {
+			err = &PanicError{Value: v, Stack: debug.Stack()}
+		}
+	}()
+	return f()
+}
+
+// item is a record and what is to be done about it.
+type item struct {
+	record *kgo.Record
+	meta   Metadata
+	tasks  []task
+	class  string // why it is for nobody, or ""
+	err    error
+}
+
+// task is an action on an event.
+type task struct {
+	*handler
+	arrival
+}
+
+// inOrder yields the tasks with a transaction before those without.
+func (it *item) inOrder() iter.Seq[task] {
+	return func(yield func(task) bool) {
+		for _, late := range []bool{false, true} {
+			for _, t := range it.tasks {
+				if (t.kind == noTx) == late && !yield(t) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// Why a record is for no handler.
+const (
+	classUndecodable = "undecodable"
+	classUnknownType = "unknown_type"
+)
+
+// read decodes a record and finds its handlers.
+func (c *Consumer) read(r *kgo.Record) item {
+	it := item{record: r, meta: Metadata{Topic: r.Topic, Partition: r.Partition, Offset: r.Offset, Key: r.Key, Attempt: 1}}
+	group, action := replayOf(r)
+	if group != "" && group != c.cfg.Group {
+		return it
+	}
+	var route *route
+	err := guard(func() error {
+		m, err := c.cfg.Decode(r)
+		if err != nil {
+			return err
+		}
+		if m == nil {
+			return fmt.Errorf("decoded message %w", ErrNil)
+		}
+		it.meta.describe(m)
+		if route = c.routes.byName[m.Type]; route == nil {
+			return nil
+		}
+		it.tasks, err = c.tasks(route, m, it.meta, action)
+		return err
+	})
+	switch {
+	case err != nil:
+		it.tasks, it.class, it.err = nil, classUndecodable, err
+	case route == nil:
+		it.class, it.err = classUnknownType, unknownType(it.meta.Type)
+	}
+	return it
+}
+
+// unknownType is why an event type without a handler is a dead letter.
+func unknownType(name string) error {
+	return &FieldError{EventType: name, Index: -1, Field: "type", Err: ErrUnregistered}
+}
+
+func (m *Metadata) describe(msg *Message) {
+	m.ID, m.Source, m.Type, m.Subject = msg.ID, msg.Source, msg.Type, msg.Subject
+	m.Time, m.ContentType, m.Extensions = msg.Time, msg.ContentType, msg.Extensions
+}
+
+// tasks decodes the payload, brings it up to every version that has handlers, and
+// returns what they have to do, or the one action that is asked for.
+func (c *Consumer) tasks(route *route, m *Message, meta Metadata, action string) ([]task, error) {
+	event, err := c.decode(route.def, m)
+	if err != nil {
+		return nil, err
+	}
+	var tasks []task
+	for _, v := range route.versions {
+		if v.up != nil {
+			event = v.up(event)
+		}
+		for _, h := range v.handlers {
+			if action == "" || action == h.action {
+				tasks = append(tasks, task{h, arrival{event, meta}})
+			}
+		}
+	}
+	return tasks, nil
+}
+
+// decode reads a payload with the codec of its content type.
+func (c *Consumer) decode(def *definition, m *Message) (any, error) {
+	codec, err := c.codecFor(def, m.ContentType)
+	if err != nil {
+		return nil, unreadable(m.Type, "content-type", err)
+	}
+	event := reflect.New(def.goType)
+	if err := codec.Decode(m.Data, event.Interface()); err != nil {
+		return nil, unreadable(m.Type, "data", fmt.Errorf("%w: %w", ErrMalformed, err))
+	}
+	return event.Elem().Interface(), nil
+}
+
+// codecFor prefers the registered codec. Without a content type there is no other;
+// and what was recorded before another one was registered is mostly JSON.
+func (c *Consumer) codecFor(def *definition, contentType string) (Codec, error) {
+	media := mediaType(contentType)
+	if media == "" || media == mediaType(def.codec.ContentType) {
+		return def.codec, nil
+	}
+	for _, codec := range c.cfg.Codecs {
+		if media == mediaType(codec.ContentType) {
+			return codec, nil
+		}
+	}
+	if isJSONType(contentType) {
+		return JSON(), nil
+	}
+	return Codec{}, fmt.Errorf("%.100q %w: no codec for it", contentType, ErrMalformed)
+}
+
+// replayOf returns for whom a record was sent back from a dead-letter topic.
+func replayOf(r *kgo.Record) (group, action string) {
+	for _, h := range r.Headers {
+		switch h.Key {
+		case ReplayGroup:
+			group = string(h.Value)
+		case ReplayAction:
+			action = string(h.Value)
+		}
+	}
+	return group, action
+}

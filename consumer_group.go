@@ -1,0 +1,321 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// checkConsumerOpts refuses options that belong to the consumer.
+func checkConsumerOpts(opts []kgo.Opt) error {
+	const itsOwn = "it belongs to the consumer"
+	return checkOpts(opts, func(o hostOpts) {
+		o.refuse(o.names(kgo.ConsumerGroup), "ConsumerGroup", "name it in ConsumerConfig.Group")
+		o.refuse(o.names(kgo.ShareGroup), "ShareGroup", itsOwn)
+		o.refuse(len(o.client.GetConsumeTopics()) > 0, "ConsumeTopics or ConsumePartitions", "topics follow from the handlers")
+		o.refuse(o.names(kgo.TransactionalID), "TransactionalID", "a consumer has no Kafka transactions")
+		o.refuse(o.sets(kgo.OnPartitionsAssigned), "OnPartitionsAssigned", itsOwn)
+		o.refuse(o.sets(kgo.OnPartitionsRevoked), "OnPartitionsRevoked", itsOwn)
+		o.refuse(o.sets(kgo.OnPartitionsLost), "OnPartitionsLost", itsOwn)
+		o.refuse(o.sets(kgo.AdjustFetchOffsetsFn), "AdjustFetchOffsetsFn", itsOwn)
+	})
+}
+
+// consumerOpts are the host's options with what the promises need.
+func consumerOpts(host []kgo.Opt, cfg ConsumerConfig, topics []string) ([]kgo.Opt, error) {
+	var maxWrite int32 // dead letters are as large as what was read
+	err := checkOpts(host, func(o hostOpts) { maxWrite, _ = o.client.OptValue(kgo.BrokerMaxWriteBytes).(int32) })
+	if err != nil {
+		return nil, err
+	}
+	start := kgo.NewOffset().AtEnd()
+	if cfg.FromStart {
+		start = kgo.NewOffset().AtStart()
+	}
+	opts := append(append([]kgo.Opt(nil), host...),
+		kgo.ConsumerGroup(cfg.Group),
+		kgo.ConsumeTopics(topics...),
+		kgo.ConsumeStartOffset(start),
+		kgo.ConsumeResetOffset(start),
+		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
+		kgo.SessionTimeout(cfg.SessionTimeout),
+		kgo.HeartbeatInterval(cfg.HeartbeatInterval),
+		kgo.RebalanceTimeout(cfg.MaxPollInterval),
+		kgo.DisableAutoCommit(),
+		// Between a poll and the queues no partition may go.
+		kgo.BlockRebalanceOnPoll(),
+		// For dead letters, see producerOpts.
+		kgo.RequiredAcks(kgo.AllISRAcks()),
+		kgo.RecordDeliveryTimeout(defaultDelivery),
+		kgo.AllowIdempotentProduceCancellation(),
+		kgo.ProducerBatchMaxBytes(maxWrite),
+		kgo.ProducerLinger(0),
+	)
+	return opts, kgo.ValidateOpts(opts...)
+}
+
+// membership is one Run of a consumer: its client, and a worker for each partition
+// that it has.
+type membership struct {
+	*Consumer
+	client   *kgo.Client
+	progress chan struct{} // holds at most one wish to commit
+
+	committing sync.Mutex // held for a commit, so that none is under way while partitions go
+	mu         sync.Mutex
+	workers    map[partition]*worker
+	leaving    bool // takes no more partitions
+}
+
+// join makes the client. Kafka is asked for partitions in the background.
+func (c *Consumer) join() (*membership, error) {
+	m := &membership{Consumer: c, progress: make(chan struct{}, 1), workers: map[partition]*worker{}}
+	m.committing.Lock() // the client may want to commit before it is returned
+	defer m.committing.Unlock()
+	client, err := kgo.NewClient(append(slices.Clip(c.kafka),
+		kgo.OnPartitionsAssigned(m.assigned),
+		kgo.OnPartitionsRevoked(m.revoked),
+		kgo.OnPartitionsLost(m.lost),
+		kgo.AdjustFetchOffsetsFn(m.settleOffsets),
+	)...)
+	if err != nil {
+		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
+	}
+	m.client = client
+	return m, nil
+}
+
+// pollRecords is how many records a poll takes from what was fetched. How many are
+// handled together is for each partition to say.
+const pollRecords = 1_000
+
+// poll fills the queues until ctx is cancelled.
+func (m *membership) poll(ctx context.Context) {
+	var committing sync.WaitGroup
+	committing.Go(func() { m.keepCommitting(ctx) })
+	defer committing.Wait()
+	for ctx.Err() == nil {
+		began := time.Now()
+		fetches := m.client.PollRecords(ctx, pollRecords)
+		fetches.EachError(func(topic string, number int32, err error) { m.fetchFailed(ctx, began, partition{topic, number}, err) })
+		fetches.EachPartition(m.distribute)
+		m.client.AllowRebalance()
+	}
+}
+
+// distribute puts what a poll brought for a partition into its queue.
+func (m *membership) distribute(p kgo.FetchTopicPartition) {
+	if len(p.Records) == 0 {
+		return
+	}
+	at := partition{p.Topic, p.Partition}
+	m.mu.Lock()
+	w := m.workers[at]
+	m.mu.Unlock()
+	if w == nil { // fetched for an assignment that is over
+		return
+	}
+	if m.places.busy.Load() {
+		m.places.report("fetching", time.Now(), nil)
+	}
+	w.add(p.Records)
+}
+
+// fetchFailed tells the log. The client goes on trying whatever it is.
+func (m *membership) fetchFailed(ctx context.Context, began time.Time, at partition, err error) {
+	var loss *kgo.ErrDataLoss
+	switch {
+	case ctx.Err() != nil:
+	case errors.As(err, &loss):
+		m.log.Warn("outbox: Kafka has lost records of a partition", "partition", at.String(), "error", err)
+	default:
+		m.places.report("fetching", began, err)
+	}
+}
+
+func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[string][]int32) {
+	client.ResumeFetchPartitions(topics) // one that was paused, gone, and is back
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.leaving {
+		return
+	}
+	for topic, numbers := range topics {
+		for _, number := range numbers {
+			at := partition{topic, number}
+			w := newWorker(m, at)
+			m.workers[at] = w
+			go w.run()
+		}
+	}
+}
+
+// revoked lets go of partitions: what is in flight is finished and committed.
+// Kafka waits for it, and hears heartbeats meanwhile.
+func (m *membership) revoked(_ context.Context, _ *kgo.Client, topics map[string][]int32) {
+	m.committing.Lock()
+	defer m.committing.Unlock()
+	workers := m.remove(topics)
+	m.finish(workers)
+	if err := m.commit(workers); err != nil {
+		m.log.Debug("outbox: offsets of revoked partitions not committed, what they cover is repeated", "error", err)
+	}
+}
+
+// lost ends the work on partitions that are somebody else's already.
+func (m *membership) lost(_ context.Context, _ *kgo.Client, topics map[string][]int32) {
+	workers := m.remove(topics)
+	for _, w := range workers {
+		w.abandon()
+	}
+	for _, w := range workers {
+		<-w.gone
+	}
+}
+
+// remove takes the workers of partitions away, for nobody to commit for them.
+func (m *membership) remove(topics map[string][]int32) (workers []*worker) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for topic, numbers := range topics {
+		for _, number := range numbers {
+			at := partition{topic, number}
+			if w := m.workers[at]; w != nil {
+				workers = append(workers, w)
+				delete(m.workers, at)
+			}
+		}
+	}
+	return workers
+}
+
+// finish ends workers. What takes longer than SessionTimeout is rolled back.
+func (m *membership) finish(workers []*worker) {
+	for _, w := range workers {
+		w.finish()
+	}
+	patience := time.NewTimer(m.cfg.SessionTimeout)
+	defer patience.Stop()
+	for _, w := range workers {
+		select {
+		case <-w.gone:
+		case <-patience.C:
+			for _, w := range workers {
+				w.abandon()
+			}
+			<-w.gone
+		}
+	}
+	for _, w := range workers {
+		<-w.gone
+		w.abandon()
+	}
+}
+
+// leave finishes everything and gives the partitions to others.
+func (m *membership) leave() {
+	m.mu.Lock()
+	m.leaving = true
+	m.mu.Unlock()
+	m.finish(m.all())
+	m.lastCommit()
+	ctx, cancel := context.WithTimeout(context.Background(), commitTimeout)
+	defer cancel()
+	if err := m.client.LeaveGroupContext(ctx); err != nil {
+		m.log.Warn("outbox: group not left, others wait until the session ends", "error", err)
+	}
+	m.client.CloseAllowingRebalance()
+}
+
+func (m *membership) all() (workers []*worker) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, w := range m.workers {
+		workers = append(workers, w)
+	}
+	return workers
+}
+
+const (
+	// commitPause keeps busy partitions from committing all the time. A crash repeats
+	// that much, and skips what has its note in event_handled.
+	commitPause   = 100 * time.Millisecond
+	commitTimeout = 5 * time.Second
+)
+
+// keepCommitting commits what is handled until ctx is cancelled.
+func (m *membership) keepCommitting(ctx context.Context) {
+	for ctx.Err() == nil {
+		select {
+		case <-m.progress:
+			if m.commitAll() != nil {
+				m.wantCommit()
+			}
+			sleep(ctx, commitPause)
+		case <-ctx.Done():
+		}
+	}
+}
+
+// wantCommit wakes keepCommitting.
+func (m *membership) wantCommit() {
+	select {
+	case m.progress <- struct{}{}:
+	default: // it will look anyway
+	}
+}
+
+// lastCommit commits what the finished workers have done. It waits for a rebalance
+// under way: what goes with it is committed by revoked.
+func (m *membership) lastCommit() {
+	for patience := time.Now().Add(commitTimeout); m.commitAll() != nil && time.Now().Before(patience); {
+		sleep(context.Background(), commitPause)
+	}
+}
+
+// commitAll commits for the partitions that are not on their way out.
+func (m *membership) commitAll() error {
+	m.committing.Lock()
+	defer m.committing.Unlock()
+	return m.commit(m.all())
+}
+
+// commit tells Kafka how far workers have come. The caller holds committing.
+func (m *membership) commit(workers []*worker) error {
+	offsets, told := map[string]map[int32]kgo.EpochOffset{}, map[*worker]kgo.EpochOffset{}
+	for _, w := range workers {
+		if next, ok := w.uncommitted(); ok {
+			if offsets[w.at.topic] == nil {
+				offsets[w.at.topic] = map[int32]kgo.EpochOffset{}
+			}
+			offsets[w.at.topic][w.at.number], told[w] = next, next
+		}
+	}
+	if len(offsets) == 0 {
+		return nil
+	}
+	began := time.Now()
+	if err := m.commitOffsets(offsets); err != nil {
+		if !isRebalance(err) {
+			m.places.report("committing offsets", began, err)
+		}
+		return err
+	}
+	m.places.report("committing offsets", began, nil)
+	for w, next := range told {
+		w.committed(next)
+	}
+	return nil
+}
+
+// isRebalance reports whether the group is in motion: partitions that stay are
+// committed afterwards.
+func isRebalance(err error) bool {
+	return errors.Is(err, kerr.RebalanceInProgress) || errors.Is(err, kerr.IllegalGeneration) || errors.Is(err, kerr.UnknownMemberID)
+}

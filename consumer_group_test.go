@@ -1,0 +1,269 @@
+package outbox_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+)
+
+// sendTo puts n sales into each partition.
+func (s *till) sendTo(t testing.TB, partitions, n int) {
+	t.Helper()
+	var records []*kgo.Record
+	for i := range partitions * n {
+		r := s.saleRecord(uuid.NewString(), fmt.Appendf(nil, `{"product":"p-%d","amount":1}`, i%partitions))
+		r.Partition = int32(i % partitions)
+		records = append(records, r)
+	}
+	s.send(t, records...)
+}
+
+// committed returns the group's offset of a partition, -1 for none.
+func (s *till) committed(t testing.TB, group string, number int32) int64 {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	request := kmsg.NewPtrOffsetFetchRequest()
+	request.Group = group
+	request.Topics = []kmsg.OffsetFetchRequestTopic{{Topic: s.topic, Partitions: []int32{number}}}
+	one := kmsg.NewOffsetFetchRequestGroup()
+	one.Group = group
+	one.Topics = []kmsg.OffsetFetchRequestGroupTopic{{Topic: s.topic, Partitions: []int32{number}}}
+	request.Groups = append(request.Groups, one)
+	response, err := request.RequestWith(background, client)
+	require.NoError(t, err)
+	if len(response.Groups) > 0 {
+		return response.Groups[0].Topics[0].Partitions[0].Offset
+	}
+	return response.Topics[0].Partitions[0].Offset
+}
+
+// watch is a handler without a transaction that notes, for each partition, which
+// member works on it, and fails the test if two do, or if one goes backwards.
+type watch struct {
+	mu   sync.Mutex
+	busy map[int32]string
+	last map[string]int64 // by member and partition
+	seen atomic.Int64
+}
+
+func (w *watch) handler(t testing.TB, member string) outbox.Handler {
+	return outbox.HandleNoTx("WATCHED", func(_ context.Context, _ sale, m outbox.Metadata) error {
+		w.mu.Lock()
+		assert.Empty(t, w.busy[m.Partition], "partition %d is with %s too", m.Partition, member)
+		w.busy[m.Partition] = member
+		at := fmt.Sprint(member, m.Partition)
+		assert.Greater(t, m.Offset, w.last[at]-1, "order")
+		w.last[at] = m.Offset
+		w.mu.Unlock()
+		time.Sleep(time.Duration(rand.N(200)) * time.Microsecond)
+		w.seen.Add(1)
+		w.mu.Lock()
+		delete(w.busy, m.Partition)
+		w.mu.Unlock()
+		return nil
+	})
+}
+
+// Members come and go while events flow: no partition is with two of them at once,
+// each sees its records in order, and every sale is counted once.
+func TestRebalance(t *testing.T) {
+	for _, balancer := range []kgo.GroupBalancer{kgo.CooperativeStickyBalancer(), kgo.RangeBalancer()} {
+		t.Run(balancer.ProtocolName(), func(t *testing.T) {
+			const partitions, rounds, each = 6, 8, 200
+			s := newTill(t, partitions)
+			w := &watch{busy: map[int32]string{}, last: map[string]int64{}}
+			cfg := outbox.ConsumerConfig{Group: "rebalance-" + s.topic, FromStart: true, Schema: s.schema, Logger: logTo(t, slog.LevelWarn),
+				HeartbeatInterval: 200 * time.Millisecond, SessionTimeout: 6 * time.Second}
+			start := func(member string) func() {
+				c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.Balancers(balancer)), s.events, cfg,
+					outbox.Handle("COUNTED", s.count), w.handler(t, member))
+				require.NoError(t, err)
+				return consume(t, c)
+			}
+			members := []func(){start("first")}
+			for i := range rounds {
+				s.sendTo(t, partitions, each)
+				before := w.seen.Load()
+				members = append(members, start(fmt.Sprint("member ", i)))
+				require.Eventually(t, func() bool { return w.seen.Load() > before }, patience, time.Millisecond)
+				if len(members) > 2 {
+					n := rand.IntN(len(members))
+					members[n]()
+					members = append(members[:n], members[n+1:]...)
+				}
+			}
+			want := map[string]int{}
+			for i := range partitions {
+				want["p-"+strconv.Itoa(i)] = rounds * each
+			}
+			require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, patience, 20*time.Millisecond)
+			require.Eventually(t, func() bool { return w.seen.Load() >= partitions*rounds*each }, patience, time.Millisecond)
+			for _, stop := range members {
+				stop()
+			}
+			for i := range int32(partitions) {
+				require.EqualValues(t, rounds*each, s.committed(t, cfg.Group, i))
+			}
+			require.EqualValues(t, partitions*rounds*each, w.seen.Load(), "clean stops repeat nothing")
+		})
+	}
+}
+
+// A new group skips what was there before. Its place is committed before the first
+// record, so that one which dies at once leaves it behind.
+func TestNewGroup(t *testing.T) {
+	s := newTill(t, 1)
+	s.sendTo(t, 1, 7)
+	cfg := outbox.ConsumerConfig{Group: "new-" + s.topic}
+	require.EqualValues(t, -1, s.committed(t, cfg.Group, 0))
+	stop := consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
+	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 7 }, patience, 10*time.Millisecond)
+	stop()
+	s.sendTo(t, 1, 5) // while nobody is there
+	consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
+	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 5 }, patience, 10*time.Millisecond)
+	cfg.Group, cfg.FromStart = "all-"+s.topic, true
+	consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
+	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 5+12 }, patience, 10*time.Millisecond)
+}
+
+// While the dead-letter topic takes nothing, the partition waits and the others go
+// on. Nothing is lost, and the log says so once.
+func TestDeadLetterTopicMissing(t *testing.T) {
+	s := newTill(t, 2)
+	log := new(testenv.Buffer)
+	dlq := "later-" + uuid.NewString()
+	cfg := outbox.ConsumerConfig{Group: "dlq-" + s.topic, FromStart: true, Schema: s.schema, RetryWait: time.Millisecond,
+		DeadLetterTopic: func(string) string { return dlq }, Logger: slog.New(slog.NewTextHandler(log, nil))}
+	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.MetadataMinAge(50 * time.Millisecond), kgo.UnknownTopicRetries(1)}, s.events, cfg, outbox.Handle("COUNTED", s.count))
+	require.NoError(t, err)
+	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"poison":"permanent"}`)))
+	s.sendTo(t, 2, 10)
+	consume(t, c)
+	require.Eventually(t, func() bool { return s.counts(t)["p-1"] == 10 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "dead-letter topic "+dlq+" fails") }, patience, 10*time.Millisecond)
+	s.sendTo(t, 2, 10)
+	require.Eventually(t, func() bool { return s.counts(t)["p-1"] == 20 }, patience, 10*time.Millisecond)
+	require.Zero(t, s.counts(t)["p-0"])
+	require.Less(t, s.committed(t, cfg.Group, 0), int64(1))
+	testenv.CreateTopic(t, s.brokers, dlq, 1)
+	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 20 }, patience, 10*time.Millisecond)
+	for _, part := range []string{"fails, trying", "works again", "sent to the dead-letter topic"} {
+		require.Equal(t, 1, strings.Count(log.String(), part), part)
+	}
+}
+
+// An event that is tried again holds up its own partition only, whose queue does not
+// grow without bound meanwhile.
+func TestSlowPartition(t *testing.T) {
+	s := newTill(t, 2)
+	var open atomic.Bool
+	h := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+		if e.Product == "p-0" && !open.Load() {
+			return errors.New("not yet")
+		}
+		return s.count(ctx, tx, e, m)
+	})
+	s.sendTo(t, 2, 8000)
+	consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, MaxRetries: 1_000_000, RetryWait: 20 * time.Millisecond, Logger: slog.New(slog.DiscardHandler)}, h))
+	require.Eventually(t, func() bool { return s.counts(t)["p-1"] == 8000 }, patience, 10*time.Millisecond)
+	require.Zero(t, s.counts(t)["p-0"])
+	open.Store(true)
+	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 8000 }, patience, 10*time.Millisecond)
+}
+
+// Run finishes the transaction in flight before it returns, and begins no other.
+func TestConsumerStops(t *testing.T) {
+	s := newTill(t, 1)
+	began, finish := make(chan struct{}), make(chan struct{})
+	h := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+		began <- struct{}{}
+		<-finish
+		return s.count(ctx, tx, e, m)
+	})
+	cfg := outbox.ConsumerConfig{FromStart: true, Group: "stops-" + s.topic, MaxPoll: 1}
+	s.sendTo(t, 1, 3)
+	ctx, cancel := context.WithCancel(background)
+	done := make(chan error, 1)
+	c := s.consumer(t, cfg, h)
+	go func() { done <- c.Run(ctx) }()
+	<-began
+	cancel()
+	close(finish)
+	require.NoError(t, <-done)
+	require.Equal(t, 1, s.counts(t)["p-0"])
+	require.EqualValues(t, 1, s.committed(t, cfg.Group, 0))
+}
+
+// A handler that does not finish within SessionTimeout is told to, and its
+// transaction is rolled back.
+func TestConsumerGivesUp(t *testing.T) {
+	s := newTill(t, 1)
+	began := make(chan struct{})
+	h := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+		if err := s.count(ctx, tx, e, m); err != nil {
+			return err
+		}
+		close(began)
+		<-ctx.Done()
+		return ctx.Err()
+	})
+	cfg := outbox.ConsumerConfig{FromStart: true, Group: "gives-up-" + s.topic, HeartbeatInterval: time.Second, SessionTimeout: 6 * time.Second}
+	s.sendTo(t, 1, 1)
+	stop := consume(t, s.consumer(t, cfg, h))
+	<-began
+	stop()
+	require.Empty(t, s.counts(t))
+	require.EqualValues(t, 0, s.committed(t, cfg.Group, 0))
+}
+
+// While PostgreSQL is away nothing is counted as a failure of the events.
+func TestConsumerWithoutDatabase(t *testing.T) {
+	s := newTill(t, 1)
+	log := new(testenv.Buffer)
+	cable := &brokenDialer{}
+	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DialFunc = cable.dial })
+	var failed atomic.Int32
+	cfg := outbox.ConsumerConfig{FromStart: true, Group: "away-" + s.topic, Schema: s.schema, RetryWait: time.Millisecond,
+		Logger: slog.New(slog.NewTextHandler(log, nil)),
+		Hooks:  outbox.ConsumerHooks{Failed: func(outbox.Metadata, string, error) { failed.Add(1) }}}
+	c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events, cfg, outbox.Handle("COUNTED", s.count))
+	require.NoError(t, err)
+	consume(t, c)
+	reach := func(n int) {
+		t.Helper()
+		require.Eventually(t, func() bool { return s.counts(t)["p-0"] == n }, patience, 10*time.Millisecond)
+	}
+	for outage := range 3 {
+		s.sendTo(t, 1, 50)
+		reach(100*outage + 50)
+		cable.breakAll()
+		s.sendTo(t, 1, 50)
+		require.Eventually(t, func() bool { return strings.Count(log.String(), "PostgreSQL fails") == outage+1 }, patience, 10*time.Millisecond)
+		cable.broken.Store(false)
+		reach(100 * (outage + 1))
+		require.Equal(t, outage+1, strings.Count(log.String(), "PostgreSQL works again"))
+	}
+	require.Zero(t, failed.Load())
+	require.NotContains(t, log.String(), "dead-letter")
+}

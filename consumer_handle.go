@@ -1,0 +1,263 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// handled is a task that went well.
+type handled struct {
+	task
+	repeat bool          // done before
+	took   time.Duration // of the handler
+}
+
+// together runs the tasks of several records that need a transaction in a single
+// one. If one of them fails, nothing has happened.
+func (c *Consumer) together(ctx context.Context, items []item) error {
+	var tasks []task
+	for i := range items {
+		for _, t := range items[i].tasks {
+			if t.kind != noTx {
+				tasks = append(tasks, t)
+			}
+		}
+	}
+	if len(tasks) == 0 {
+		return nil
+	}
+	all, err := c.transact(ctx, tasks)
+	if err == nil {
+		c.tell(ctx, all)
+	}
+	return err
+}
+
+// once runs a task by itself.
+func (c *Consumer) once(ctx context.Context, t task) error {
+	var all []handled
+	var err error
+	if t.kind == noTx {
+		start := time.Now()
+		err = guard(func() error { return t.one(handlerContext(ctx, t.meta), nil, t.arrival) })
+		all = []handled{{task: t, took: time.Since(start)}}
+	} else {
+		all, err = c.transact(ctx, []task{t})
+	}
+	if err == nil {
+		c.tell(ctx, all)
+	}
+	return err
+}
+
+// transact runs tasks in a transaction, those that are not repeats.
+func (c *Consumer) transact(ctx context.Context, tasks []task) (all []handled, err error) {
+	keys := make([]handledKey, len(tasks))
+	for i, t := range tasks {
+		err := guard(func() (err error) { keys[i], err = keyOf(t); return err })
+		if err != nil {
+			return nil, err
+		}
+	}
+	err = c.inTx(ctx, func(tx pgx.Tx) error {
+		fresh, err := c.done.begin(ctx, tx, keys)
+		if err != nil {
+			return err
+		}
+		all, err = c.run(ctx, tx, tasks, keys, fresh)
+		return err
+	})
+	return all, err
+}
+
+// run calls the handlers in the order of the tasks, and then those of batches.
+func (c *Consumer) run(ctx context.Context, tx pgx.Tx, tasks []task, keys []handledKey, fresh map[handledKey]bool) ([]handled, error) {
+	all := make([]handled, len(tasks))
+	var batches [][]int // of tasks with the same handler, by their index
+	for i, t := range tasks {
+		all[i].task = t
+		if !fresh[keys[i]] {
+			all[i].repeat = true
+			continue
+		}
+		delete(fresh, keys[i]) // the next with this key is a repeat
+		if t.kind == inBatch {
+			batches = addToBatch(batches, tasks, i)
+			continue
+		}
+		start := time.Now()
+		if err := guard(func() error { return t.one(handlerContext(ctx, t.meta), tx, t.arrival) }); err != nil {
+			return nil, err
+		}
+		all[i].took = time.Since(start)
+	}
+	for _, batch := range batches {
+		arrivals := make([]arrival, len(batch))
+		for n, i := range batch {
+			arrivals[n] = tasks[i].arrival
+		}
+		start, first := time.Now(), tasks[batch[0]]
+		if err := guard(func() error { return first.many(batchContext(ctx, arrivals), tx, arrivals) }); err != nil {
+			return nil, err
+		}
+		for _, i := range batch {
+			all[i].took = time.Since(start) / time.Duration(len(batch))
+		}
+	}
+	return all, nil
+}
+
+// addToBatch puts task i to the others of its handler.
+func addToBatch(batches [][]int, tasks []task, i int) [][]int {
+	same := func(b []int) bool { return tasks[b[0]].handler == tasks[i].handler }
+	if n := slices.IndexFunc(batches, same); n >= 0 {
+		batches[n] = append(batches[n], i)
+		return batches
+	}
+	return append(batches, []int{i})
+}
+
+// handlerContext carries on what the event came with.
+func handlerContext(ctx context.Context, m Metadata) context.Context {
+	if id := m.Extensions[correlationAttr]; id != "" {
+		ctx = WithCorrelationID(ctx, id)
+	}
+	if tp := m.Extensions[traceAttr]; tp != "" {
+		ctx = WithTraceParent(ctx, tp)
+	}
+	return ctx
+}
+
+// batchContext carries on what a single event came with; several have no one trace.
+func batchContext(ctx context.Context, arrivals []arrival) context.Context {
+	if len(arrivals) == 1 {
+		return handlerContext(ctx, arrivals[0].meta)
+	}
+	return ctx
+}
+
+// tell reports what is done and committed.
+func (c *Consumer) tell(ctx context.Context, all []handled) {
+	debug := c.log.Enabled(ctx, slog.LevelDebug)
+	for _, h := range all {
+		switch {
+		case h.repeat:
+			if debug {
+				c.log.Debug("outbox: event handled already", "type", h.meta.Type, "event_id", h.meta.ID, "action", h.action)
+			}
+			if c.cfg.Hooks.Repeated != nil {
+				c.cfg.Hooks.Repeated(h.meta, h.action)
+			}
+		case c.cfg.Hooks.Handled != nil:
+			c.cfg.Hooks.Handled(h.meta, h.action, h.took)
+		}
+	}
+}
+
+// lostError is an error with which the connection to PostgreSQL was lost, or none
+// was to be had.
+type lostError struct {
+	err  error
+	none bool
+}
+
+func (e *lostError) Error() string { return e.err.Error() }
+func (e *lostError) Unwrap() error { return e.err }
+
+// inTx runs f in a transaction.
+func (c *Consumer) inTx(ctx context.Context, f func(pgx.Tx) error) error {
+	tx, err := c.done.db.Begin(ctx)
+	if err != nil {
+		return &lostError{err: fmt.Errorf("begin: %w", err), none: true}
+	}
+	conn := tx.Conn()
+	if err = f(tx); err == nil {
+		if err = tx.Commit(ctx); err != nil {
+			err = fmt.Errorf("commit: %w", err)
+		}
+	}
+	if err != nil && conn.IsClosed() {
+		err = &lostError{err: err}
+	}
+	if err != nil {
+		// A rollback that fails closes the connection, and that rolls back.
+		_ = tx.Rollback(ctx)
+	}
+	return err
+}
+
+// isTransient reports whether PostgreSQL asks for the transaction to be repeated.
+func isTransient(err error) bool {
+	var pg *pgconn.PgError
+	return errors.As(err, &pg) && (pg.Code == "40001" || pg.Code == "40P01")
+}
+
+// isOutage reports whether PostgreSQL is to blame and not the event. A lost
+// connection may be the handler's doing, so it is only if there is no other.
+func (c *Consumer) isOutage(ctx context.Context, err error) bool {
+	var pg *pgconn.PgError
+	if errors.As(err, &pg) {
+		for _, class := range []string{"08", "53", "57P", "25006"} { // connection, resources, shutdown, read-only
+			if strings.HasPrefix(pg.Code, class) {
+				return true
+			}
+		}
+	}
+	var lost *lostError
+	if !errors.As(err, &lost) {
+		return false
+	}
+	const patience = 5 * time.Second
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	return lost.none || c.done.db.Ping(ctx) != nil
+}
+
+// errClass names the kind of a handler's error.
+func errClass(err error) string {
+	var p *PanicError
+	var pg *pgconn.PgError
+	switch {
+	case errors.As(err, &p):
+		return "panic"
+	case errors.As(err, &pg):
+		return "postgres_" + pg.Code
+	case isPermanent(err):
+		return "permanent"
+	case errors.Is(err, context.DeadlineExceeded):
+		return "timeout"
+	}
+	return "handler"
+}
+
+// handlerWait returns the wait before the n-th retry of a handler, from 1.
+func (c *Consumer) handlerWait(n int) time.Duration {
+	d := min(c.cfg.RetryWait<<min(n-1, 10), max(maxHandlerWait, c.cfg.RetryWait))
+	return d - rand.N(d/5+1)
+}
+
+// Deliver hands a record to the handlers as [Consumer.Run] does, without Kafka: it
+// is for tests. Each action runs once, in a transaction of its own; errors are
+// returned, not tried again, and there are no dead letters. Actions that are done
+// already are skipped, and event types without a handler as Unknown says.
+func (c *Consumer) Deliver(ctx context.Context, record *kgo.Record) error {
+	it := c.read(record)
+	if it.class == classUnknownType && c.cfg.Unknown == SkipUnknown {
+		return nil
+	}
+	errs := []error{it.err}
+	for t := range it.inOrder() {
+		errs = append(errs, c.once(ctx, t))
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,176 @@
+package outbox
+
+import (
+	"context"
+	"fmt"
+	"reflect"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// Metadata is what a handler is told of an event beside the event itself.
+type Metadata struct {
+	// ID, Source, Type and Subject are attributes of CloudEvents. Events of a
+	// [Recorder] carry the aggregate's id as Subject. Type is the one that was sent,
+	// also where the handler gets a newer one by [Upcast].
+	ID, Source, Type, Subject string
+	// Time is when it happened; it may be zero in events of other producers.
+	Time time.Time
+	// ContentType is that of the payload.
+	ContentType string
+	// Extensions are the other attributes, such as aggregatetype, correlationid and
+	// traceparent.
+	Extensions map[string]string
+
+	// Topic of the record.
+	Topic string
+	// Partition of the record.
+	Partition int32
+	// Offset of the record.
+	Offset int64
+	// Key of the record.
+	Key []byte
+
+	// Attempt counts the tries of this action on this event, from 1. A batch that
+	// failed and whose events are handled one by one has used up none.
+	Attempt int
+}
+
+// Received is an event with what came along, for [HandleBatch].
+type Received[E DomainEvent] struct {
+	// Event as its codec decoded it, upcast where need be.
+	Event E
+	// Metadata of the event.
+	Metadata Metadata
+}
+
+// Handler is an action on the events of a type: what [Handle], [HandleNoTx] and
+// [HandleBatch] return.
+type Handler interface {
+	handler() *handler
+}
+
+// EventHandler is an action in a transaction. It does not change; its methods
+// return changed copies.
+type EventHandler[E DomainEvent] struct{ h handler }
+
+func (h *EventHandler[E]) handler() *handler { return &h.h }
+
+// OncePer says what the action is done once for. Without it that is the event: a
+// repeated one is skipped. With it every event of the same aggregate type (at most
+// 100 characters) and id (at most 255) is a repeat. Two handlers with the same
+// action and key are repeats of one another, also of different event types.
+func (h *EventHandler[E]) OncePer(key func(event E, m Metadata) (aggregateType, aggregateID string)) *EventHandler[E] {
+	c := *h
+	c.h.key = nil
+	if key != nil {
+		c.h.key = func(e any, m Metadata) (string, string) { return key(e.(E), m) }
+	}
+	return &c
+}
+
+// Handle makes a handler of f, for effects in PostgreSQL. What f does in tx commits
+// together with the note in event_handled that it is done, so that it is done once
+// however often the event arrives. Do not commit or roll back tx.
+//
+// The events that arrive together share a transaction. If one of them fails, it is
+// rolled back and each gets its own: f may run twice, and effects outside of tx
+// belong into [HandleNoTx]. An error is tried again as [ConsumerConfig] says;
+// [Permanent] marks one that no retry mends.
+//
+// ctx carries the event's correlation id and traceparent, so that events recorded
+// in f continue both. It ends when the handling takes longer than MaxPollInterval.
+//
+// The action names what is done, at most 100 characters, for example
+// SALES_COUNT_INCREASED. It is part of what marks a repeat: do not rename it.
+func Handle[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx, event E, m Metadata) error) *EventHandler[E] {
+	h := handler{action: action, goType: reflect.TypeFor[E](), kind: inTx}
+	if f != nil {
+		h.one = func(ctx context.Context, tx pgx.Tx, r arrival) error { return f(ctx, tx, r.event.(E), r.meta) }
+	}
+	return &EventHandler[E]{h}
+}
+
+// HandleBatch is [Handle] for handlers that aggregate: f gets the events of type E
+// that arrived together in a partition and are no repeats, in their order, at most
+// MaxPoll. If it fails, it gets each of them alone.
+func HandleBatch[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx, events []Received[E]) error) *EventHandler[E] {
+	h := handler{action: action, goType: reflect.TypeFor[E](), kind: inBatch}
+	if f != nil {
+		h.many = func(ctx context.Context, tx pgx.Tx, rs []arrival) error {
+			events := make([]Received[E], len(rs))
+			for i, r := range rs {
+				events[i] = Received[E]{r.event.(E), r.meta}
+			}
+			return f(ctx, tx, events)
+		}
+	}
+	return &EventHandler[E]{h}
+}
+
+// HandleNoTx makes a handler of f for effects that are idempotent by nature, such
+// as the deletion of a cache entry: nothing is noted in event_handled, and an event
+// that arrives twice is handled twice. It runs after the transactions of the
+// handlers that have one.
+func HandleNoTx[E DomainEvent](action string, f func(ctx context.Context, event E, m Metadata) error) Handler {
+	h := handler{action: action, goType: reflect.TypeFor[E](), kind: noTx}
+	if f != nil {
+		h.one = func(ctx context.Context, _ pgx.Tx, r arrival) error { return f(ctx, r.event.(E), r.meta) }
+	}
+	return &h
+}
+
+// handler is a Handler without its type parameter.
+type handler struct {
+	action string
+	goType reflect.Type
+	kind   handlerKind
+	one    func(context.Context, pgx.Tx, arrival) error   // inTx, noTx
+	many   func(context.Context, pgx.Tx, []arrival) error // inBatch
+	key    func(event any, m Metadata) (aggregateType, aggregateID string)
+}
+
+type handlerKind uint8
+
+const (
+	inTx handlerKind = iota
+	inBatch
+	noTx
+)
+
+func (h *handler) handler() *handler { return h }
+
+// arrival is an event, decoded, of the Go type that its handler takes.
+type arrival struct {
+	event any
+	meta  Metadata
+}
+
+// check says why a handler cannot be used.
+func (h *handler) check() error {
+	if err := checkText(h.action, maxAction); err != nil {
+		return &FieldError{EventType: h.goType.String(), Index: -1, Field: "action", Err: err}
+	}
+	if h.one == nil && h.many == nil {
+		return &FieldError{EventType: h.goType.String(), Index: -1, Field: "handler", Err: fmt.Errorf("function of %s %w", h.action, ErrNil)}
+	}
+	return nil
+}
+
+// Upcaster turns events of an older version into the next. Make one with [Upcast].
+type Upcaster struct {
+	from, to reflect.Type
+	up       func(any) any
+}
+
+// Upcast makes an upcaster of f. Handlers of To then get the events of From as
+// well. Upcasters form chains: from v1 to v2, and from v2 to v3. Both types are in
+// the registry.
+func Upcast[From, To DomainEvent](f func(From) To) Upcaster {
+	u := Upcaster{from: reflect.TypeFor[From](), to: reflect.TypeFor[To]()}
+	if f != nil {
+		u.up = func(e any) any { return f(e.(From)) }
+	}
+	return u
+}

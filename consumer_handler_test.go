@@ -1,0 +1,459 @@
+package outbox_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// saleRecord is a sale as a relay sends it.
+func (s *till) saleRecord(id string, value []byte) *kgo.Record {
+	return &kgo.Record{Topic: s.topic, Key: []byte("p"), Value: value, Timestamp: time.Now(), Headers: []kgo.RecordHeader{
+		{Key: "ce_specversion", Value: []byte("1.0")}, {Key: "ce_id", Value: []byte(id)}, {Key: "ce_source", Value: []byte("shop")},
+		{Key: "ce_type", Value: []byte(saleType)}, {Key: "content-type", Value: []byte("application/json")},
+	}}
+}
+
+// send puts records into the topic as they are.
+func (s *till) send(t testing.TB, records ...*kgo.Record) {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...), kgo.ProducerBatchMaxBytes(20<<20), kgo.RecordPartitioner(kgo.ManualPartitioner()))
+	require.NoError(t, err)
+	defer client.Close()
+	require.NoError(t, client.ProduceSync(background, records...).FirstErr())
+}
+
+var oneSale = []byte(`{"product":"p","amount":1}`)
+
+// An event that arrives again is skipped, in the same poll, in a later one, and
+// after a restart; another action and another group have not seen it.
+func TestRepeats(t *testing.T) {
+	s := newTill(t, 1)
+	var repeats atomic.Int32
+	cfg := outbox.ConsumerConfig{FromStart: true, Group: "g-" + uuid.NewString(), Hooks: outbox.ConsumerHooks{
+		Repeated: func(outbox.Metadata, string) { repeats.Add(1) },
+	}}
+	for _, id := range []string{uuid.NewString(), "not a uuid", strings.Repeat("long", 100)} {
+		for range 3 {
+			s.send(t, s.saleRecord(id, oneSale), s.saleRecord(id, oneSale))
+		}
+	}
+	for round := range 2 {
+		stop := consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
+		s.send(t, s.saleRecord("not a uuid", oneSale), s.saleRecord("end "+uuid.NewString(), oneSale))
+		require.Eventually(t, func() bool { return repeats.Load() == int32(16+round) && s.counts(t)["p"] == 4+round }, patience, 10*time.Millisecond)
+		stop()
+	}
+	require.Equal(t, map[string]int{"p": 5}, s.counts(t))
+	require.EqualValues(t, 17, repeats.Load())
+	cfg.Group = "another-" + uuid.NewString()
+	consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count), outbox.Handle("COUNTED_AGAIN", s.count)))
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 15 }, patience, 10*time.Millisecond)
+}
+
+// OncePer is the user's own idempotency key: here each product is counted once,
+// whatever the event and its type.
+func TestOncePer(t *testing.T) {
+	s := newTill(t, 3)
+	once := outbox.Handle("LISTED", s.count).OncePer(func(e sale, _ outbox.Metadata) (string, string) { return "Product", e.Product })
+	var ends atomic.Int32
+	end := outbox.HandleNoTx("END", func(_ context.Context, e sale, _ outbox.Metadata) error {
+		if e.Product == "end" {
+			ends.Add(1)
+		}
+		return nil
+	})
+	consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, once, end))
+	run(t, s.relay(t, quick))
+	for range 20 {
+		s.sell(t, sale{Product: "a", Amount: 1}, sale{Product: "b", Amount: 1}, sale{Product: "end", Amount: 1})
+	}
+	require.Eventually(t, func() bool { return ends.Load() == 20 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool {
+		return assert.ObjectsAreEqual(map[string]int{"a": 1, "b": 1, "end": 1}, s.counts(t))
+	}, patience, 10*time.Millisecond)
+	require.Equal(t, 3, s.house.count(t, "event_handled"))
+}
+
+// A key that event_handled cannot hold is the event's fault, and no try is wasted.
+func TestImpossibleKey(t *testing.T) {
+	s := newTill(t, 1)
+	h := outbox.Handle("LISTED", s.count).OncePer(func(e sale, _ outbox.Metadata) (string, string) { return "Product", e.Product })
+	consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, h))
+	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"product":"a\u0000b"}`)), s.saleRecord(uuid.NewString(), []byte(`{"product":""}`)), s.saleRecord(uuid.NewString(), oneSale))
+	for _, r := range s.letters(t, 2) {
+		h := letterHeaders(r)
+		require.Equal(t, []string{"permanent", "1"}, []string{h["dlq_error_class"], h["dlq_attempts"]})
+		require.Contains(t, h["dlq_error"], "aggregate_id of the key of LISTED")
+	}
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, patience, 10*time.Millisecond)
+}
+
+// A batch handler gets what arrived together, without repeats; if it fails, each
+// event alone.
+func TestHandleBatch(t *testing.T) {
+	s := newTill(t, 1)
+	var mu sync.Mutex
+	var sizes []int
+	h := outbox.HandleBatch("TOTALS", func(ctx context.Context, tx pgx.Tx, sales []outbox.Received[sale]) error {
+		mu.Lock()
+		sizes = append(sizes, len(sales))
+		mu.Unlock()
+		total := 0
+		for _, r := range sales {
+			if r.Event.Poison != "" {
+				return outbox.Permanent(errors.New(r.Event.Poison))
+			}
+			total += r.Event.Amount
+		}
+		return s.count(ctx, tx, sale{Product: "total", Amount: total}, sales[0].Metadata)
+	})
+	repeated := s.saleRecord(uuid.NewString(), oneSale)
+	records := []*kgo.Record{repeated}
+	for range 98 {
+		records = append(records, s.saleRecord(uuid.NewString(), oneSale))
+	}
+	s.send(t, append(records, s.saleRecord(repeated.Topic, oneSale), &kgo.Record{Topic: s.topic, Value: repeated.Value, Headers: repeated.Headers})...)
+	stop := consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, Group: "b-" + s.topic, MaxPoll: 1000}, h))
+	require.Eventually(t, func() bool { return s.counts(t)["total"] == 100 }, patience, 10*time.Millisecond)
+	stop()
+	mu.Lock()
+	require.Less(t, len(sizes), 10, "in batches: %v", sizes)
+	sizes = nil
+	mu.Unlock()
+
+	s.send(t, s.saleRecord(uuid.NewString(), oneSale), s.saleRecord(uuid.NewString(), []byte(`{"poison":"bad"}`)), s.saleRecord(uuid.NewString(), oneSale))
+	consume(t, s.consumer(t, outbox.ConsumerConfig{Group: "b-" + s.topic}, h))
+	require.Equal(t, "bad", letterHeaders(s.letters(t, 1)[0])["dlq_error"])
+	require.Eventually(t, func() bool { return s.counts(t)["total"] == 102 }, patience, 10*time.Millisecond)
+}
+
+// Handlers without a transaction leave no note, run after the others have
+// committed, and get retries of their own.
+func TestHandleNoTx(t *testing.T) {
+	s := newTill(t, 1)
+	var calls atomic.Int32
+	h := outbox.HandleNoTx("CACHE_INVALIDATED", func(_ context.Context, e sale, m outbox.Metadata) error {
+		assert.Positive(t, s.counts(t)[e.Product], "committed before")
+		if calls.Add(1); m.Attempt < 3 {
+			return errors.New("cache is away")
+		}
+		return nil
+	})
+	c := s.consumer(t, outbox.ConsumerConfig{FromStart: true}, h, outbox.Handle("COUNTED", s.count))
+	require.ErrorContains(t, c.Deliver(background, s.saleRecord(uuid.NewString(), []byte(`{"product":"alone","amount":1}`))), "cache is away")
+	calls.Store(0)
+	consume(t, c)
+	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
+	require.Eventually(t, func() bool { return calls.Load() == 3 }, patience, 10*time.Millisecond)
+	require.Equal(t, 1, s.counts(t)["p"])
+	require.Equal(t, 2, s.house.count(t, "event_handled"))
+}
+
+// A consumer whose handlers need no PostgreSQL runs without.
+func TestConsumerWithoutPostgres(t *testing.T) {
+	s := newTill(t, 1)
+	var calls atomic.Int32
+	c, err := outbox.NewConsumer(nil, testenv.KafkaOpts(s.brokers), s.events, outbox.ConsumerConfig{Group: "g-" + s.topic, FromStart: true},
+		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { calls.Add(1); return nil }))
+	require.NoError(t, err)
+	consume(t, c)
+	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
+	require.Eventually(t, func() bool { return calls.Load() == 1 }, patience, 10*time.Millisecond)
+}
+
+// One action fails for good, the other does not notice: only the one is a dead
+// letter, and only the one runs when it is sent back.
+func TestActionsAreApart(t *testing.T) {
+	s := newTill(t, 1)
+	var broken atomic.Bool
+	broken.Store(true)
+	cfg := outbox.ConsumerConfig{FromStart: true, Group: "apart-" + s.topic}
+	fragile := outbox.Handle("FRAGILE", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+		if broken.Load() {
+			return outbox.Permanent(errors.New("broken"))
+		}
+		return s.count(ctx, tx, sale{Product: "fragile", Amount: 1}, m)
+	})
+	var seen atomic.Int32
+	consume(t, s.consumer(t, cfg, fragile, outbox.Handle("COUNTED", s.count),
+		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { seen.Add(1); return nil })))
+	other := cfg
+	other.Group = "other-" + s.topic
+	var others atomic.Int32
+	consume(t, s.consumer(t, other, outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { others.Add(1); return nil })))
+	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
+	letter := s.letters(t, 1)[0]
+	require.Equal(t, "FRAGILE", letterHeaders(letter)["dlq_action"])
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 && others.Load() == 1 }, patience, 10*time.Millisecond)
+
+	broken.Store(false)
+	back := s.saleRecord(letterHeaders(letter)["ce_id"], letter.Value)
+	back.Headers = append(back.Headers, kgo.RecordHeader{Key: outbox.ReplayGroup, Value: []byte(cfg.Group)},
+		kgo.RecordHeader{Key: outbox.ReplayAction, Value: []byte("FRAGILE")})
+	s.send(t, back, s.saleRecord(uuid.NewString(), oneSale))
+	require.Eventually(t, func() bool { return s.counts(t)["fragile"] == 2 && others.Load() == 2 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 2 && seen.Load() == 2 }, patience, 10*time.Millisecond)
+}
+
+// Event types without a handler: passed over and counted, or dead letters.
+func TestUnknownTypes(t *testing.T) {
+	for _, unknown := range []outbox.UnknownTypes{outbox.SkipUnknown, outbox.DeadLetterUnknown} {
+		s := newTill(t, 1)
+		var told atomic.Int32
+		cfg := outbox.ConsumerConfig{FromStart: true, Unknown: unknown, Hooks: outbox.ConsumerHooks{
+			Unknown: func(m outbox.Metadata) { told.Add(1); assert.Equal(t, "someone.elses.v1", m.Type) },
+		}}
+		r := s.saleRecord(uuid.NewString(), oneSale)
+		r.Headers[3].Value = []byte("someone.elses.v1")
+		s.send(t, r, s.saleRecord(uuid.NewString(), oneSale))
+		consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
+		if unknown == outbox.DeadLetterUnknown {
+			h := letterHeaders(s.letters(t, 1)[0])
+			require.Equal(t, []string{"unknown_type", "", "0"}, []string{h["dlq_error_class"], h["dlq_action"], h["dlq_attempts"]})
+		}
+		require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, patience, 10*time.Millisecond)
+		require.EqualValues(t, 1, told.Load())
+	}
+}
+
+type saleV2 struct {
+	Product string `json:"product"`
+	Cents   int    `json:"cents"`
+}
+
+type saleV3 struct {
+	Product string `json:"product"`
+	Cents   int    `json:"cents"`
+	Note    string `json:"note"`
+}
+
+func (saleV2) OccurredAt() time.Time { return time.Unix(1, 0) }
+func (saleV3) OccurredAt() time.Time { return time.Unix(1, 0) }
+
+// A handler of version 3 gets events of all versions, one of version 1 only those.
+func TestUpcast(t *testing.T) {
+	s := newTill(t, 1,
+		outbox.Event("test.sale.made.v2", "Product", func(e saleV2) string { return e.Product }),
+		outbox.Event("test.sale.made.v3", "Product", func(e saleV3) string { return e.Product }))
+	cfg := outbox.ConsumerConfig{FromStart: true, Upcasters: []outbox.Upcaster{
+		outbox.Upcast(func(e saleV2) saleV3 { return saleV3{e.Product, e.Cents, "from v2"} }),
+		outbox.Upcast(func(e sale) saleV2 { return saleV2{e.Product, e.Amount * 100} }),
+	}}
+	var mu sync.Mutex
+	var got []any
+	keep := func(e any) error { mu.Lock(); defer mu.Unlock(); got = append(got, e); return nil }
+	c := s.consumer(t, cfg,
+		outbox.HandleNoTx("NEW", func(_ context.Context, e saleV3, m outbox.Metadata) error { return keep([]any{e, m.Type}) }),
+		outbox.HandleNoTx("OLD", func(_ context.Context, e sale, _ outbox.Metadata) error { return keep(e) }))
+	require.ElementsMatch(t, []string{s.topic, "sale-events"}, c.Topics())
+	v2, v3 := s.saleRecord("2", []byte(`{"product":"p","cents":7,"unknown field":[]}`)), s.saleRecord("3", []byte(`{"product":"p","cents":8,"note":"n"}`))
+	v2.Headers[3].Value, v3.Headers[3].Value = []byte("test.sale.made.v2"), []byte("test.sale.made.v3")
+	for _, r := range []*kgo.Record{s.saleRecord("1", oneSale), v2, v3} {
+		require.NoError(t, c.Deliver(background, r))
+	}
+	require.Equal(t, []any{
+		sale{Product: "p", Amount: 1}, []any{saleV3{"p", 100, "from v2"}, saleType},
+		[]any{saleV3{"p", 7, "from v2"}, "test.sale.made.v2"},
+		[]any{saleV3{"p", 8, "n"}, "test.sale.made.v3"},
+	}, got)
+}
+
+// A payload is decoded by the codec of its content type.
+func TestContentTypes(t *testing.T) {
+	s := newTill(t, 1)
+	csv := outbox.Codec{ContentType: "text/csv", Encode: func(any) ([]byte, error) { return nil, nil }, Decode: func(data []byte, event any) error {
+		product, amount, _ := bytes.Cut(data, []byte(","))
+		n, err := strconv.Atoi(string(amount))
+		*event.(*sale) = sale{Product: string(product), Amount: n}
+		return err
+	}}
+	c := s.consumer(t, outbox.ConsumerConfig{Codecs: []outbox.Codec{csv}}, outbox.Handle("COUNTED", s.count))
+	for _, tt := range []struct{ contentType, data, wantErr string }{
+		{"application/json", `{"product":"json","amount":1}`, ""},
+		{"application/json; charset=utf-8", `{"product":"json","amount":1}`, ""},
+		{"application/vnd.sale+json", `{"product":"json","amount":1}`, ""},
+		{"", `{"product":"none","amount":1}`, ""},
+		{"text/csv", `csv,3`, ""},
+		{"text/csv", `csv,three`, "data is malformed"},
+		{"application/octet-stream", `x`, "content-type"},
+		{"application/json", `{"product":7}`, "data is malformed"},
+		{"application/json", `{"product":`, "data is malformed"},
+		{"application/json", ``, "data is malformed"},
+	} {
+		r := s.saleRecord(uuid.NewString(), []byte(tt.data))
+		r.Headers[4].Value = []byte(tt.contentType)
+		err := c.Deliver(background, r)
+		if tt.wantErr == "" {
+			require.NoError(t, err, tt)
+			continue
+		}
+		var field *outbox.FieldError
+		require.ErrorAs(t, err, &field)
+		require.ErrorContains(t, err, tt.wantErr)
+	}
+	require.Equal(t, map[string]int{"json": 3, "none": 1, "csv": 3}, s.counts(t))
+}
+
+// Bad input never stops a consumer: it is in the dead-letter topic, and what
+// follows is handled.
+func TestBadRecords(t *testing.T) {
+	s := newTill(t, 1)
+	bare := &kgo.Record{Topic: s.topic, Value: []byte(`{"product":"p"}`)}
+	structured := &kgo.Record{Topic: s.topic, Value: []byte(`{"specversion":"1.0"`), Headers: []kgo.RecordHeader{{Key: "content-type", Value: []byte("application/cloudevents+json")}}}
+	records := []*kgo.Record{
+		bare, structured, {Topic: s.topic}, {Topic: s.topic, Value: []byte{0xff, 0, 0xfe}, Key: []byte{0xff}},
+		s.saleRecord("x", []byte(`{"amount":"one"}`)), s.saleRecord("", oneSale), s.saleRecord("a\x00b", oneSale),
+	}
+	s.send(t, append(records, s.saleRecord(uuid.NewString(), oneSale))...)
+	consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.Handle("COUNTED", s.count)))
+	for i, r := range s.letters(t, len(records)) {
+		require.Equal(t, "undecodable", letterHeaders(r)["dlq_error_class"])
+		require.Equal(t, [][]byte{records[i].Key, records[i].Value}, [][]byte{r.Key, r.Value})
+	}
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, patience, 10*time.Millisecond)
+}
+
+// A record of 10 MB that the dead-letter topic does not take goes there without
+// its value, rather than stop the partition.
+func TestHugeRecord(t *testing.T) {
+	testenv.RealBrokers(t)
+	s := newTillOn(t, func(h *house) {
+		testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "20000000")
+		testenv.CreateTopic(t, h.brokers, h.topic+".dlq", 1)
+	})
+	const size = 10_000_000
+	s.send(t, s.saleRecord(uuid.NewString(), []byte(random(size))), s.saleRecord(uuid.NewString(), oneSale))
+	consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.Handle("COUNTED", s.count)))
+	r := s.letters(t, 1)[0]
+	require.Empty(t, r.Value)
+	require.Equal(t, strconv.Itoa(size), letterHeaders(r)["dlq_value_omitted"])
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, patience, 10*time.Millisecond)
+}
+
+// Deadlocks and serialization failures are repeated, and no try is counted.
+func TestDeadlocksAreRepeated(t *testing.T) {
+	s := newTill(t, 1)
+	var calls, failed atomic.Int32
+	h := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+		if n := calls.Add(1); n <= 20 {
+			_, err := tx.Exec(ctx, `DO $$ BEGIN RAISE EXCEPTION 'made up' USING ERRCODE = '`+[]string{"40P01", "40001"}[n%2]+`'; END $$`)
+			return err
+		}
+		assert.Equal(t, 1, m.Attempt)
+		return s.count(ctx, tx, e, m)
+	})
+	consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, Hooks: outbox.ConsumerHooks{
+		Failed: func(outbox.Metadata, string, error) { failed.Add(1) },
+	}}, h))
+	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, patience, 10*time.Millisecond)
+	require.Zero(t, failed.Load())
+}
+
+// What cannot work is refused by the constructor, with every bad thing by name.
+func TestConsumerConfig(t *testing.T) {
+	events, err := outbox.NewRegistry("shop", outbox.Event(saleType, "Product", sale.productID),
+		outbox.Event("test.sale.made.v2", "Product", func(e saleV2) string { return e.Product }))
+	require.NoError(t, err)
+	db, err := pgxpool.New(background, "postgres://nobody@127.0.0.1:1/none")
+	require.NoError(t, err)
+	defer db.Close()
+	nothing := func(context.Context, sale, outbox.Metadata) error { return nil }
+	good := outbox.HandleNoTx("GOOD", nothing)
+	ok := outbox.ConsumerConfig{Group: "g"}
+	for _, tt := range []struct {
+		name     string
+		cfg      outbox.ConsumerConfig
+		kafka    []kgo.Opt
+		handlers []outbox.Handler
+		want     []string
+	}{
+		{"good", ok, nil, []outbox.Handler{good}, nil},
+		{"no group, negative numbers", outbox.ConsumerConfig{MaxPoll: -1, RetryWait: -1, HeartbeatInterval: -1, Unknown: 9, Schema: "a\x00"}, nil, []outbox.Handler{good},
+			[]string{"field Group is empty", "field MaxPoll is -1", "field RetryWait", "field HeartbeatInterval", "field Unknown is 9", "field Schema"}},
+		{"times in the wrong order", outbox.ConsumerConfig{Group: "g", HeartbeatInterval: 30 * time.Second, MaxPollInterval: time.Second, MaxPoll: 10_001}, nil, []outbox.Handler{good},
+			[]string{"HeartbeatInterval is 30s: must be shorter than SessionTimeout, 30s", "SessionTimeout is 30s: must be shorter than MaxPollInterval, 1s", "MaxPoll is 10001: at most 10000"}},
+		{"options that are not the host's", ok, []kgo.Opt{kgo.ConsumerGroup("mine"), kgo.ConsumeTopics("t"), kgo.TransactionalID("x"),
+			kgo.OnPartitionsRevoked(func(context.Context, *kgo.Client, map[string][]int32) {})}, []outbox.Handler{good},
+			[]string{"ConsumerGroup", "ConsumeTopics", "TransactionalID", "OnPartitionsRevoked"}},
+		{"no handlers", ok, nil, nil, []string{"handlers is empty"}},
+		{"bad handlers", ok, nil, []outbox.Handler{nil, outbox.HandleNoTx("", nothing), outbox.HandleNoTx[sale]("NIL", nil), good, good,
+			outbox.HandleNoTx("STRANGE", func(context.Context, saleV3, outbox.Metadata) error { return nil })},
+			[]string{"handler 0 is nil", "action is empty", "function of NIL is nil", "handler GOOD: event type outbox_test.sale is registered already", "outbox_test.saleV3 is not registered"}},
+		{"bad upcasters", outbox.ConsumerConfig{Group: "g", Upcasters: []outbox.Upcaster{
+			{}, outbox.Upcast(func(e sale) saleV3 { return saleV3{} }), outbox.Upcast(func(e sale) saleV2 { return saleV2{} }),
+			outbox.Upcast(func(e sale) saleV2 { return saleV2{} }), outbox.Upcast(func(e saleV2) sale { return sale{} })}}, nil, []outbox.Handler{good},
+			[]string{"is nil", "saleV3: is not registered", "to outbox_test.saleV2: is registered already", "leads back"}},
+		{"bad codec", outbox.ConsumerConfig{Group: "g", Codecs: []outbox.Codec{{ContentType: "x"}}}, nil, []outbox.Handler{good}, []string{"field Codecs"}},
+	} {
+		_, err := outbox.NewConsumer(db, tt.kafka, events, tt.cfg, tt.handlers...)
+		if tt.want == nil {
+			require.NoError(t, err, tt.name)
+			continue
+		}
+		require.Error(t, err, tt.name)
+		for _, part := range tt.want {
+			require.ErrorContains(t, err, part, tt.name)
+		}
+	}
+	_, err = outbox.NewConsumer(nil, nil, nil, ok, outbox.Handle("TX", func(context.Context, pgx.Tx, sale, outbox.Metadata) error { return nil }))
+	require.ErrorContains(t, err, "registry is nil")
+	require.ErrorContains(t, err, "db is nil")
+}
+
+// Without its tables a consumer says so; a second Run at the same time too.
+func TestConsumerRun(t *testing.T) {
+	s := newTill(t, 1)
+	c := s.consumer(t, outbox.ConsumerConfig{}, outbox.Handle("COUNTED", s.count))
+	stop := consume(t, c)
+	require.Eventually(t, func() bool { return errors.Is(c.Run(cancelled()), outbox.ErrRunning) }, patience, time.Millisecond)
+	stop()
+	require.NoError(t, c.Run(cancelled()))
+
+	_, err := s.db.Exec(background, s.sql(`DROP TABLE {s}.event_handled`))
+	require.NoError(t, err)
+	require.ErrorIs(t, c.Run(background), outbox.ErrNotMigrated)
+}
+
+func cancelled() context.Context {
+	ctx, cancel := context.WithCancel(background)
+	cancel()
+	return ctx
+}
+
+// The log of normal work is silent; a repeat is a line at DEBUG.
+func TestConsumerLog(t *testing.T) {
+	s := newTill(t, 1)
+	log := new(testenv.Buffer)
+	id := uuid.NewString()
+	cfg := outbox.ConsumerConfig{FromStart: true, Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))}
+	stop := consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
+	s.send(t, s.saleRecord(id, oneSale), s.saleRecord(id, oneSale))
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "event handled already") }, patience, 10*time.Millisecond)
+	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"poison":"permanent"}`)))
+	s.letters(t, 1)
+	stop()
+	for line := range strings.Lines(log.String()) {
+		require.False(t, strings.Contains(line, "level=INFO") || strings.Contains(line, "level=ERROR"), line)
+		if strings.Contains(line, "level=WARN") {
+			require.Contains(t, line, "sent to the dead-letter topic")
+		}
+	}
+}

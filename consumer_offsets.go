@@ -1,0 +1,74 @@
+package outbox
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+)
+
+// commitOffsets commits and waits for the answer. The caller holds committing.
+func (m *membership) commitOffsets(offsets map[string]map[int32]kgo.EpochOffset) (err error) {
+	ctx, cancel := context.WithTimeout(context.Background(), commitTimeout)
+	defer cancel()
+	m.client.CommitOffsetsSync(ctx, offsets, func(_ *kgo.Client, _ *kmsg.OffsetCommitRequest, response *kmsg.OffsetCommitResponse, cerr error) {
+		err = cerr
+		for _, t := range response.Topics {
+			for _, p := range t.Partitions {
+				if err == nil {
+					err = kerr.ErrorForCode(p.ErrorCode)
+				}
+			}
+		}
+	})
+	return err
+}
+
+// settleOffsets gives partitions that nobody has committed an offset for a place
+// in numbers, and commits it before anything is read: a member that dies before
+// its first commit would else leave nothing behind, and the next one begin later.
+// If that fails, the client tries the whole again.
+func (m *membership) settleOffsets(ctx context.Context, offsets map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
+	m.committing.Lock()
+	defer m.committing.Unlock()
+	request := kmsg.NewPtrListOffsetsRequest()
+	request.IsolationLevel = 1 // read committed, as the client reads
+	for topic, numbers := range offsets {
+		t := kmsg.NewListOffsetsRequestTopic()
+		t.Topic = topic
+		for number, offset := range numbers {
+			if at := offset.EpochOffset().Offset; at < 0 {
+				p := kmsg.NewListOffsetsRequestTopicPartition()
+				p.Partition, p.Timestamp = number, at // -1 is the end and -2 the start, for both
+				t.Partitions = append(t.Partitions, p)
+			}
+		}
+		if len(t.Partitions) > 0 {
+			request.Topics = append(request.Topics, t)
+		}
+	}
+	if len(request.Topics) == 0 {
+		return offsets, nil
+	}
+	response, err := request.RequestWith(ctx, m.client)
+	if err != nil {
+		return nil, fmt.Errorf("list offsets: %w", err)
+	}
+	places := map[string]map[int32]kgo.EpochOffset{}
+	for _, t := range response.Topics {
+		places[t.Topic] = map[int32]kgo.EpochOffset{}
+		for _, p := range t.Partitions {
+			if err := kerr.ErrorForCode(p.ErrorCode); err != nil {
+				return nil, fmt.Errorf("list offsets of %s: %w", partition{t.Topic, p.Partition}, err)
+			}
+			places[t.Topic][p.Partition] = kgo.EpochOffset{Epoch: -1, Offset: p.Offset}
+			offsets[t.Topic][p.Partition] = kgo.NewOffset().At(p.Offset)
+		}
+	}
+	if err := m.commitOffsets(places); err != nil {
+		return nil, fmt.Errorf("commit first offsets: %w", err)
+	}
+	return offsets, nil
+}

@@ -1,0 +1,128 @@
+package outbox
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"reflect"
+	"slices"
+)
+
+// routes knows who handles what.
+type routes struct {
+	byName map[string]*route // by event type
+	topics []string          // sorted
+}
+
+// route is what becomes of the events of a type.
+type route struct {
+	def      *definition
+	versions []version // from the one that is sent on
+}
+
+// version is an event type as handlers take it.
+type version struct {
+	up       func(any) any // from the version before; nil for the first
+	handlers []*handler
+}
+
+// newRoutes finds the event types that reach a handler, by themselves or upcast.
+// Its error names every bad handler and upcaster.
+func newRoutes(events *Registry, upcasters []Upcaster, handlers []Handler) (routes, error) {
+	byType, err := handlersByType(events, handlers)
+	up, uerr := upcastersByType(events, upcasters)
+	if err := errors.Join(err, uerr); err != nil {
+		return routes{}, err
+	}
+	r := routes{byName: map[string]*route{}}
+	topics := map[string]bool{}
+	for name, def := range events.byName {
+		versions := versionsOf(def.goType, byType, up)
+		if !slices.ContainsFunc(versions, func(v version) bool { return len(v.handlers) > 0 }) {
+			continue
+		}
+		r.byName[name] = &route{def: def, versions: versions}
+		topic, err := events.Topic(name)
+		if err != nil {
+			return routes{}, err
+		}
+		topics[topic] = true
+	}
+	r.topics = slices.Sorted(maps.Keys(topics))
+	return r, nil
+}
+
+func handlersByType(events *Registry, handlers []Handler) (map[reflect.Type][]*handler, error) {
+	byType := map[reflect.Type][]*handler{}
+	var bad []error
+	if len(handlers) == 0 {
+		bad = append(bad, fmt.Errorf("handlers %w: give at least one", ErrEmpty))
+	}
+	for i, one := range handlers {
+		if isNil(one) {
+			bad = append(bad, fmt.Errorf("handler %d %w", i, ErrNil))
+			continue
+		}
+		h := one.handler()
+		if err := h.check(); err != nil {
+			bad = append(bad, err)
+			continue
+		}
+		refuse := func(err error) {
+			bad = append(bad, fmt.Errorf("handler %s: event type %s %w", h.action, h.goType, err))
+		}
+		switch same := func(other *handler) bool { return other.action == h.action }; {
+		case events.byGoType[h.goType] == nil:
+			refuse(ErrUnregistered)
+		case slices.ContainsFunc(byType[h.goType], same):
+			refuse(ErrDuplicate)
+		default:
+			byType[h.goType] = append(byType[h.goType], h)
+		}
+	}
+	return byType, errors.Join(bad...)
+}
+
+func upcastersByType(events *Registry, upcasters []Upcaster) (map[reflect.Type]Upcaster, error) {
+	up := map[reflect.Type]Upcaster{}
+	var bad []error
+	for _, u := range upcasters {
+		refuse := func(err error) { bad = append(bad, fmt.Errorf("upcaster from %v to %v: %w", u.from, u.to, err)) }
+		_, again := up[u.from]
+		switch {
+		case u.up == nil:
+			refuse(ErrNil)
+		case again:
+			refuse(ErrDuplicate)
+		case events.byGoType[u.from] == nil || events.byGoType[u.to] == nil:
+			refuse(ErrUnregistered)
+		default:
+			up[u.from] = u
+			if circular(u.to, up) {
+				delete(up, u.from)
+				refuse(fmt.Errorf("%w: it leads back to where it began", ErrMalformed))
+			}
+		}
+	}
+	return up, errors.Join(bad...)
+}
+
+// circular reports whether upcasting never ends from t on.
+func circular(t reflect.Type, up map[reflect.Type]Upcaster) bool {
+	for n := 0; ; n++ {
+		u, ok := up[t]
+		if !ok || n > len(up) {
+			return ok
+		}
+		t = u.to
+	}
+}
+
+// versionsOf returns an event type and those that it is upcast to.
+func versionsOf(t reflect.Type, byType map[reflect.Type][]*handler, up map[reflect.Type]Upcaster) []version {
+	versions := []version{{handlers: byType[t]}}
+	for u, ok := up[t]; ok; u, ok = up[u.to] {
+		versions = append(versions, version{up: u.up, handlers: byType[u.to]})
+	}
+	return versions
+}

@@ -1,0 +1,46 @@
+package outbox
+
+import (
+	"errors"
+	"fmt"
+	"reflect"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// hostOpts looks at the Kafka options of the host, for those that are not the
+// host's to choose.
+type hostOpts struct {
+	client *kgo.Client // made of the options alone; never used
+	errs   *[]error
+}
+
+// checkOpts returns what look refuses.
+func checkOpts(opts []kgo.Opt, look func(hostOpts)) error {
+	client, err := kgo.NewClient(opts...)
+	if err != nil {
+		return fmt.Errorf("kafka options: %w", err)
+	}
+	defer client.Close()
+	var errs []error
+	look(hostOpts{client, &errs})
+	return errors.Join(errs...)
+}
+
+func (o hostOpts) refuse(set bool, option, why string) {
+	if set {
+		*o.errs = append(*o.errs, fmt.Errorf("kafka option %s: %s", option, why))
+	}
+}
+
+// names reports whether an option holds a name.
+func (o hostOpts) names(option any) bool {
+	name, _ := o.client.OptValue(option).(string)
+	return name != ""
+}
+
+// sets reports whether a switch is on, or a function given.
+func (o hostOpts) sets(option any) bool {
+	v := reflect.ValueOf(o.client.OptValue(option))
+	return v.IsValid() && !v.IsZero()
+}
