@@ -39,6 +39,7 @@ type delivery struct {
 
 	blocked     map[string]bool // keys of events that did not get through
 	through     bool            // Kafka has taken something of the batch
+	silent      bool            // Kafka did not answer when last asked
 	suspicious  bool            // Kafka refused something among left, and may not mean all of it
 	down        bool            // the last send failed for want of Kafka
 	unpermitted bool            // the breaker let nothing through
@@ -144,8 +145,9 @@ func (d *delivery) sendTogether() error {
 			away = append(away, n)
 		}
 	}
+	leave := len(away) > 0 && d.leaves()
 	for _, n := range away {
-		if i := tried[n]; d.through || !d.patient {
+		if i := tried[n]; leave {
 			d.leave(i, &records[n], errs[n])
 		} else {
 			d.complain(i, errs[n])
@@ -154,7 +156,7 @@ func (d *delivery) sendTogether() error {
 	}
 	slices.Sort(left)
 	d.left = append(left, d.left[len(errs):]...)
-	d.down = d.patient && !d.through && len(away) > 0
+	d.down = len(away) > 0 && !leave
 	if len(errs) > 0 && !d.down {
 		d.kafka.report(nil)
 	}
@@ -186,7 +188,7 @@ func (d *delivery) sendAlone() error {
 			d.refuse(i, class, errs[0])
 		case isTopicTrouble(errs[0]), errors.Is(errs[0], errNoLeader):
 			d.leave(i, &records[0], errs[0])
-		case d.through || !d.patient:
+		case d.leaves():
 			d.leaveTopic(i, &records[0], errs[0])
 		default:
 			d.complain(i, errs[0])
@@ -198,6 +200,20 @@ func (d *delivery) sendAlone() error {
 	}
 	d.suspicious = false
 	return nil
+}
+
+// leaves reports whether events that failed are left behind. If some of the batch
+// got through they are, because then a partition is to blame and not Kafka. But
+// Kafka may have gone in the middle of the batch: then they are repeated until it
+// answers, and once more. Left behind, they would park thousands of keys, and
+// whatever else comes for those has to go through outbox_failed.
+func (d *delivery) leaves() bool {
+	if !d.patient || !d.through {
+		return !d.patient
+	}
+	silent := d.silent
+	d.silent = !d.answers(d.held)
+	return !silent && !d.silent
 }
 
 // key returns an event's parking key.

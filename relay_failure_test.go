@@ -108,17 +108,52 @@ func TestKafkaAway(t *testing.T) {
 	requireFirstsInOrder(t, reader, all)
 }
 
+// Kafka goes away when it has taken the first part of a batch. The rest waits where
+// it is: were it left behind, its keys would be parked, and after the outage most
+// of a backlog would have to go through outbox_failed.
+func TestKafkaLeavesInTheMiddleOfABatch(t *testing.T) {
+	h := newHouse(t)
+	reader := h.follow(t)
+	cut := &cutter{}
+	relay, dialer, log := h.relayWithoutKafka(t, kgo.WithHooks(cut), kgo.ProducerBatchMaxBytes(5000), kgo.MaxProduceRequestsInflightPerBroker(1))
+	cut.dialer = dialer
+	events := numbered("key", 1, 300)
+	h.commit(t, events...)
+	dialer.broken.Store(false)
+	run(t, relay)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "Kafka fails") }, patience, time.Millisecond)
+	requireArrival(t, reader, events[0])
+	require.False(t, reader.Has(events[299].ID))
+	dialer.broken.Store(false)
+	requireArrival(t, reader, events...)
+	require.Zero(t, h.count(t, "outbox_failed"), "parked")
+	requireFirstsInOrder(t, reader, events)
+}
+
+// cutter is a hook that cuts the connections after the first acknowledgement.
+type cutter struct {
+	dialer *brokenDialer
+	once   sync.Once
+}
+
+// OnProduceBatchWritten implements [kgo.HookProduceBatchWritten].
+func (c *cutter) OnProduceBatchWritten(kgo.BrokerMetadata, string, int32, kgo.ProduceBatchMetrics) {
+	c.once.Do(c.dialer.breakAll)
+}
+
 // relayWithoutKafka returns a relay whose connections to Kafka are cut, and what
-// it logs.
-func (h *house) relayWithoutKafka(t *testing.T) (*outbox.Relay, *brokenDialer, *testenv.Buffer) {
+// it logs. What once enters outbox_failed stays there.
+func (h *house) relayWithoutKafka(t *testing.T, opts ...kgo.Opt) (*outbox.Relay, *brokenDialer, *testenv.Buffer) {
 	t.Helper()
 	dialer, log := &brokenDialer{}, new(testenv.Buffer)
 	dialer.broken.Store(true)
 	cfg := quick
 	cfg.Schema = h.schema
 	cfg.DeliveryTimeout, cfg.SendTimeout = 1000*time.Millisecond, 1500*time.Millisecond
+	cfg.KeepSent = true
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
-	relay, err := outbox.NewRelay(h.db, append(testenv.KafkaOpts(h.brokers), kgo.Dialer(dialer.dial)), cfg)
+	opts = append(append(testenv.KafkaOpts(h.brokers), kgo.Dialer(dialer.dial)), opts...)
+	relay, err := outbox.NewRelay(h.db, opts, cfg)
 	require.NoError(t, err)
 	return relay, dialer, log
 }

@@ -64,6 +64,30 @@ func producerOpts(host []kgo.Opt, cfg RelayConfig) []kgo.Opt {
 	)
 }
 
+// connect makes a client if there is none.
+func (p *producer) connect() error {
+	if p.client != nil {
+		return nil
+	}
+	client, err := kgo.NewClient(p.opts...)
+	if err != nil { // NewRelay has validated these options
+		return fmt.Errorf("make Kafka client: %w", err)
+	}
+	p.client = client
+	p.limits.of(client)
+	return nil
+}
+
+// answers reports whether any broker does.
+func (p *producer) answers(ctx context.Context) bool {
+	if p.connect() != nil {
+		return false // and the next send says why
+	}
+	ctx, cancel := context.WithTimeout(ctx, leadersTimeout)
+	defer cancel()
+	return p.client.Ping(ctx) == nil
+}
+
 // close throws the client away with everything that it still buffers; no
 // record leaves afterwards.
 func (p *producer) close() {
@@ -88,13 +112,8 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 	if len(which) == 0 {
 		return nil, nil, nil
 	}
-	if p.client == nil {
-		client, err := kgo.NewClient(p.opts...)
-		if err != nil { // NewRelay has validated these options
-			return nil, nil, fmt.Errorf("make Kafka client: %w", err)
-		}
-		p.client = client
-		p.limits.of(client)
+	if err := p.connect(); err != nil {
+		return nil, nil, err
 	}
 	errs := make([]error, len(which))
 	records := p.records(batch, which, errs)
