@@ -11,28 +11,51 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// lap is one turn at one rate: when its transactions committed and when their
-// events arrived, counted from its start. Only commits behind the first warm
-// ones are judged.
+// lap is one turn at one rate: when its transactions began and committed and
+// when their events arrived, counted from its start. Only commits behind the
+// first warm ones are judged.
 type lap struct {
 	first, warm int // number of the first event; how many are not judged
 	rate        int
 	start       time.Time
-	committed   []time.Duration // each written by the worker that commits
+	began       []time.Duration // each written by the worker that commits
+	committed   []time.Duration
 	arrived     []time.Duration // written by the reader; 0: not yet
+	order       []int           // in which they arrived, first times only
 	missing     int             // known to the reader alone
+	aside       map[int]bool    // not judged, and missed only if true
 }
 
 func newLap(first, rate int, warm, measured time.Duration) *lap {
 	n := func(d time.Duration) int { return int(d.Seconds() * float64(rate)) }
 	total := n(warm) + n(measured)
 	return &lap{
-		first: first, warm: n(warm), rate: rate, start: time.Now(), missing: total,
-		committed: make([]time.Duration, total), arrived: make([]time.Duration, total),
+		first: first, warm: n(warm), rate: rate, missing: total,
+		began: make([]time.Duration, total), committed: make([]time.Duration, total), arrived: make([]time.Duration, total),
+		order: make([]int, 0, total), aside: map[int]bool{},
 	}
 }
 
 func (l *lap) total() int { return len(l.committed) }
+
+// setAside takes event n of the lap out of what is judged and missed.
+func (l *lap) setAside(n int) {
+	if _, aside := l.aside[n]; !aside {
+		l.aside[n] = false
+		l.missing--
+	}
+}
+
+// miss waits for event n after all, which was set aside.
+func (l *lap) miss(n int) {
+	if !l.aside[n] && l.arrived[n] == 0 {
+		l.aside[n] = true
+		l.missing++
+	}
+}
+
+// begin notes that transaction n of the lap begins.
+func (l *lap) begin(n int) { l.began[n] = time.Since(l.start) }
 
 // commit notes that Commit has returned for transaction n of the lap.
 func (l *lap) commit(n int) { l.committed[n] = time.Since(l.start) }
@@ -44,14 +67,19 @@ func (l *lap) arrive(number int, at time.Duration) {
 		return
 	}
 	l.arrived[n] = at
-	l.missing--
+	l.order = append(l.order, n)
+	if missed, aside := l.aside[n]; missed || !aside {
+		l.missing--
+	}
 }
 
 // latencies returns the time from commit to arrival, in milliseconds.
 func (l *lap) latencies() series {
 	s := make(series, 0, l.total()-l.warm)
 	for n := l.warm; n < l.total(); n++ {
-		s = append(s, (l.arrived[n]-l.committed[n]).Seconds()*1000)
+		if _, aside := l.aside[n]; !aside {
+			s = append(s, (l.arrived[n]-l.committed[n]).Seconds()*1000)
+		}
 	}
 	return s
 }
@@ -67,16 +95,49 @@ func (l *lap) achieved() float64 {
 	return float64(len(committed)) / max(due, last-offset(l.warm, l.rate)).Seconds()
 }
 
-// reader follows the topic from its end on.
+// inOrder returns an error unless the events of each key arrived in order.
+func (l *lap) inOrder() error {
+	j := judge{}
+	for _, n := range l.order {
+		if err := j.see(newEvent(l.first+n).Order, int64(l.began[n]), int64(l.committed[n])); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// judge finds events that arrive before earlier ones of their key: by key, it
+// knows the latest beginning of a transaction whose event has arrived.
+type judge map[string]int64
+
+// see takes the first arrival of an event, and when its transaction began and
+// committed. Of two that overlap, neither is the earlier one.
+func (j judge) see(key string, began, committed int64) error {
+	latest, known := j[key]
+	if known && committed < latest {
+		return fmt.Errorf("an event of %s arrived after one that was recorded later", key)
+	}
+	if !known || began > latest {
+		j[key] = began
+	}
+	return nil
+}
+
+// reader reads the topic.
 type reader struct{ client *kgo.Client }
 
-// newReader knows where it starts before it returns: whatever is produced
-// afterwards will arrive.
+// newReader returns one that starts at the topic's end, which it knows before it
+// returns: whatever is produced afterwards will arrive.
 func (b *bench) newReader(ctx context.Context) (*reader, error) {
 	ends, err := b.ends(ctx)
 	if err != nil {
 		return nil, err
 	}
+	return b.readFrom(ends)
+}
+
+// readFrom returns a reader that starts where the topic once ended.
+func (b *bench) readFrom(ends kadm.ListedOffsets) (*reader, error) {
 	from := map[int32]kgo.Offset{}
 	ends.Each(func(o kadm.ListedOffset) { from[o.Partition] = kgo.NewOffset().At(o.Offset) })
 	client, err := kgo.NewClient(kgo.SeedBrokers(b.cfg.brokers...),

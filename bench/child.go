@@ -29,7 +29,10 @@ type job struct {
 	Events   int
 	Batch    int  // rows in one SELECT, not for the relay
 	Prefetch bool // read on while the batch is on its way, not for the relay
+	Outage   time.Duration
 	Profile  string
+
+	orders <-chan order // that come while the job is done
 }
 
 // works are the jobs. Each prepares, measures and returns what Events events
@@ -39,6 +42,7 @@ var works = map[string]func(context.Context, job) (used, error){
 	"produce": produceAlone,
 	"pipe":    pipe,
 	"relay":   relayAll,
+	"outage":  relayThroughOutage,
 }
 
 // childMain reads a job from its standard input and writes what it cost to its
@@ -47,14 +51,20 @@ var works = map[string]func(context.Context, job) (used, error){
 func childMain(ctx context.Context, stdin io.Reader, stdout, stderr io.Writer) int {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
+	input := json.NewDecoder(stdin)
 	var j job
-	if err := json.NewDecoder(stdin).Decode(&j); err != nil {
+	if err := input.Decode(&j); err != nil {
 		fmt.Fprintln(stderr, "bench: child: read job:", err)
 		return exitUsage
 	}
+	orders := make(chan order, 2) // as many as there are
+	j.orders = orders
 	go func() {
-		_, _ = io.Copy(io.Discard, stdin) // ends with the parent, however it ends
-		cancel()
+		defer cancel()
+		var o order
+		for input.Decode(&o) == nil { // ends with the parent, however it ends
+			orders <- o
+		}
 	}()
 	u, err := works[j.Work](ctx, j)
 	if err == nil {
@@ -70,17 +80,12 @@ func childMain(ctx context.Context, stdin io.Reader, stdout, stderr io.Writer) i
 // runChild does a job in a process of its own and returns what it cost. Then
 // the topic must hold as many records more as there were events to produce.
 func (b *bench) runChild(ctx context.Context, j job, s *stock) (u used, err error) {
-	j.Postgres, j.Brokers, j.Topic = b.cfg.postgres, b.cfg.brokers, b.topic
-	j.Schema, j.Events = s.schema, s.events
-	if b.cfg.profile != "" {
-		b.children++
-		j.Profile = filepath.Join(b.cfg.profile, fmt.Sprintf("%02d-%s", b.children, j.Work))
-	}
+	j = b.prepare(j, s)
 	before, err := b.produced(ctx)
 	if err != nil {
 		return u, err
 	}
-	if err := spawn(ctx, j, b.stderr, &u); err != nil {
+	if err := spawn(ctx, j, b.stderr, &u, nil); err != nil {
 		return u, fmt.Errorf("%s: %w", j.Work, err)
 	}
 	after, err := b.produced(ctx)
@@ -90,8 +95,20 @@ func (b *bench) runChild(ctx context.Context, j job, s *stock) (u used, err erro
 	return u, errors.Join(err, b.emptyTopic(ctx))
 }
 
-// spawn starts this program again, waits for it and decodes what it writes.
-func spawn(ctx context.Context, j job, stderr io.Writer, result any) error {
+// prepare completes a job on the events of a stock.
+func (b *bench) prepare(j job, s *stock) job {
+	j.Postgres, j.Brokers, j.Topic = b.cfg.postgres, b.cfg.brokers, b.topic
+	j.Schema, j.Events = s.schema, s.events
+	if b.cfg.profile != "" {
+		b.children++
+		j.Profile = filepath.Join(b.cfg.profile, fmt.Sprintf("%02d-%s", b.children, j.Work))
+	}
+	return j
+}
+
+// spawn starts this program again, waits for it and decodes what it writes. What
+// it has to be told meanwhile, talk tells it, if there is any.
+func spawn(ctx context.Context, j job, stderr io.Writer, result any, talk func(tell func(order) error) error) error {
 	self, err := os.Executable()
 	if err != nil {
 		return err
@@ -111,7 +128,16 @@ func spawn(ctx context.Context, j job, stderr io.Writer, result any) error {
 	if err := cmd.Start(); err != nil {
 		return err
 	}
-	err = errors.Join(json.NewEncoder(stdin).Encode(j), json.NewDecoder(stdout).Decode(result))
+	input := json.NewEncoder(stdin)
+	err = input.Encode(j)
+	if err == nil && talk != nil {
+		err = talk(func(o order) error { return input.Encode(o) })
+	}
+	if err != nil {
+		_ = stdin.Close() // the child gives up
+		return errors.Join(err, cmd.Wait())
+	}
+	err = json.NewDecoder(stdout).Decode(result)
 	if werr := cmd.Wait(); werr != nil {
 		return werr // why there was nothing to decode
 	}

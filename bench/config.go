@@ -51,8 +51,12 @@ type config struct {
 	polls      int
 	records    int
 	partitions int
-	json       string
-	profile    string
+
+	poisons, poisonEvery int
+	outage               float64
+
+	json    string
+	profile string
 }
 
 // parse reads the flags and the environment.
@@ -69,6 +73,9 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.IntVar(&cfg.workers, "workers", 32, "connections that commit at the same time, for latencies")
 	flags.IntVar(&cfg.polls, "polls", 3000, "idle polls to look at, all turns together")
 	flags.IntVar(&cfg.records, "records", 1500, "transactions that record one event, all turns together; those with more events are fewer")
+	flags.IntVar(&cfg.poisonEvery, "poison-every", 10_000, "one event among so many is a poison")
+	flags.IntVar(&cfg.poisons, "poisons", 2, "poisons among the measured events of each turn")
+	flags.Float64Var(&cfg.outage, "outage", 20, "seconds without Kafka; what a relay is configured to is as much shorter as they are than 600")
 	flags.IntVar(&cfg.partitions, "partitions", 6, "partitions of the topic")
 	flags.StringVar(&cfg.json, "json", "", "write the results as JSON lines to this `file`; - means stdout, in place of the table")
 	flags.StringVar(&cfg.profile, "profile", "", "write CPU and allocation profiles of the drains into this `folder`")
@@ -131,6 +138,8 @@ func (c *config) validate() error {
 	refuse(c.events < minEvents || c.backlog < 10*minEvents, fmt.Sprintf("-events starts at %d, -backlog at ten times that", minEvents))
 	refuse(c.seconds <= 0 || c.warm < 0, "-seconds starts above 0, -warm at 0")
 	refuse(c.polls < c.runs || c.records < c.runs, "-polls and -records start at -runs")
+	refuse(c.poisons < 1 || c.poisonEvery < 2, "-poisons starts above 0, -poison-every above 1")
+	refuse(c.outage < minOutage, fmt.Sprintf("-outage starts at %d", minOutage))
 	refuse(c.postgres == "" || len(c.brokers) == 0,
 		"OUTBOX_POSTGRES_URL and OUTBOX_KAFKA_BROKERS are not set: run it with `make bench`")
 	refuse(len(c.brokers) > 0 && c.kind != "kafka",

@@ -46,7 +46,7 @@ func (b *bench) drain(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	runs, err := b.inTurns(ctx, b.cfg.runs, []contestant{
+	runs, err := b.inTurns(ctx, []contestant{
 		{"drain/read", s, job{Work: "read", Batch: batch}},
 		{"drain/produce", s, job{Work: "produce"}},
 		{"drain/pipe", s, job{Work: "pipe", Batch: batch}},
@@ -85,24 +85,32 @@ type contestant struct {
 	job   job
 }
 
-// inTurns lets the contestants run one after the other, several times. A relay
-// gets a new name each time, and so starts before the first event.
-func (b *bench) inTurns(ctx context.Context, turns int, all []contestant) (map[string][]used, error) {
+// inTurns lets the contestants run one after the other, several times.
+func (b *bench) inTurns(ctx context.Context, all []contestant) (map[string][]used, error) {
 	runs := map[string][]used{}
-	for turn := range turns {
+	for turn := range b.cfg.runs {
 		for _, c := range all {
-			if c.job.Work == "relay" {
-				c.job.Relay = c.stock.relayName()
-			}
-			u, err := b.runChild(ctx, c.job, c.stock)
+			u, err := b.compete(ctx, turn, c)
 			if err != nil {
 				return nil, err
 			}
-			b.say("%d/%d %s: %s events/s, %.1f µs CPU/event", turn+1, turns, c.name, number(u.rate()), u.cpu())
 			runs[c.name] = append(runs[c.name], u)
 		}
 	}
 	return runs, nil
+}
+
+// compete lets a contestant run. A relay gets a new name, and so starts before
+// the first event.
+func (b *bench) compete(ctx context.Context, turn int, c contestant) (used, error) {
+	if c.job.Work == "relay" {
+		c.job.Relay = c.stock.relayName()
+	}
+	u, err := b.runChild(ctx, c.job, c.stock)
+	if err == nil {
+		b.say("%d/%d %s: %s events/s, %.1f µs CPU/event", turn+1, b.cfg.runs, c.name, number(u.rate()), u.cpu())
+	}
+	return u, err
 }
 
 func (b *bench) reportDrain(runs map[string][]used) {
@@ -134,7 +142,7 @@ func (b *bench) backlog(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	runs, err := b.inTurns(ctx, b.cfg.runs, []contestant{
+	runs, err := b.inTurns(ctx, []contestant{
 		{"backlog/small", small, job{Work: "relay"}},
 		{"backlog/large", large, job{Work: "relay"}},
 	})

@@ -33,6 +33,61 @@ func TestLapIgnoresRepeatsAndStrangers(t *testing.T) {
 	require.Equal(t, 1, l.missing)
 }
 
+func TestLapMissesWhatIsSetAsideWhenAsked(t *testing.T) {
+	l := newLap(100, 10, 0, 300*ms)
+	l.setAside(1)
+	l.setAside(1)
+	l.setAside(2)
+	for n := range 2 {
+		l.arrive(100+n, ms)
+	}
+	require.Zero(t, l.missing)
+	require.Len(t, l.latencies(), 1)
+	l.miss(1) // has arrived
+	l.miss(2)
+	l.miss(2)
+	require.Equal(t, 1, l.missing)
+	l.arrive(102, ms)
+	require.Zero(t, l.missing)
+	require.Len(t, l.latencies(), 1)
+}
+
+func TestLapInOrder(t *testing.T) {
+	const later = 1000 // as many events have some keys twice
+	for _, first := range []int{0, 1} {
+		l := newLap(100, later, 0, time.Second)
+		for n := range l.total() {
+			l.began[n], l.committed[n] = time.Duration(2*n), time.Duration(2*n+1)
+		}
+		for n := range l.total() {
+			l.arrive(100+(n*(1-2*first)+first*(later-1)), ms) // onwards, or backwards
+		}
+		if first == 0 {
+			require.NoError(t, l.inOrder())
+		} else {
+			require.ErrorContains(t, l.inOrder(), "recorded later")
+		}
+	}
+}
+
+func TestJudge(t *testing.T) {
+	j := judge{}
+	require.NoError(t, j.see("a", 10, 20))
+	require.NoError(t, j.see("a", 5, 10), "they overlapped")
+	require.NoError(t, j.see("b", 1, 2), "of another key")
+	require.Error(t, j.see("a", 5, 9))
+}
+
+func TestPoisonsAreOneAmongSoMany(t *testing.T) {
+	l := newLap(100, 10, 300*ms, 2*time.Second) // 3 and 20 transactions
+	poisons := l.poison(10)
+	require.Equal(t, map[int]bool{0: true, 8: true, 18: true}, poisons)
+	for n := range poisons {
+		require.Contains(t, l.aside, n)
+	}
+	require.Equal(t, 23-len(l.aside), l.missing)
+}
+
 func TestAchievedRate(t *testing.T) {
 	l := newLap(0, 10, 100*ms, 400*ms)
 	l.committed = []time.Duration{0, 101 * ms, 201 * ms, 301 * ms, 401 * ms}

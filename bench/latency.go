@@ -58,33 +58,47 @@ func (t *track) close() {
 // transaction has committed, and says so to committed at once.
 type way func(ctx context.Context, n int, committed func()) error
 
-// run runs one lap and waits until all of its events have arrived.
-func (t *track) run(ctx context.Context, rate int, measured time.Duration, transact way) (*lap, error) {
+// newLap returns the next lap.
+func (t *track) newLap(rate int, measured time.Duration) *lap {
 	l := newLap(t.next, rate, seconds(t.cfg.warm), measured)
 	t.next += l.total()
-	ctx, cancel := context.WithTimeout(ctx, offset(l.total(), rate)+lapPatience)
+	return l
+}
+
+// run runs a lap and waits until its events have arrived.
+func (t *track) run(ctx context.Context, l *lap, transact way) error {
+	ctx, cancel := context.WithTimeout(ctx, offset(l.total(), l.rate)+lapPatience)
 	defer cancel()
 	g, ctx := errgroup.WithContext(ctx)
+	l.start = time.Now()
 	g.Go(func() error { return t.reader.collect(ctx, l) })
 	g.Go(func() error {
-		return pace(ctx, rate, l.total(), t.cfg.workers, func(ctx context.Context, n int) error {
+		return pace(ctx, l.rate, l.total(), t.cfg.workers, func(ctx context.Context, n int) error {
+			l.begin(n)
 			return transact(ctx, l.first+n, func() { l.commit(n) })
 		})
 	})
-	return l, g.Wait()
+	return g.Wait()
 }
 
-// withRelay is the product: record, commit, wake. The relay runs in this
-// process, and only during the lap.
-func (t *track) withRelay(ctx context.Context, rate int, measured time.Duration) (l *lap, err error) {
-	relay, err := outbox.NewRelay(t.db, []kgo.Opt{kgo.SeedBrokers(t.cfg.brokers...)}, outbox.RelayConfig{Schema: t.schema})
+// withRelay is the product.
+func (t *track) withRelay(ctx context.Context, rate int, measured time.Duration) (*lap, error) {
+	l := t.newLap(rate, measured)
+	return l, t.relayed(ctx, l, outbox.RelayConfig{}, newEvent)
+}
+
+// relayed runs a lap of transactions that record, commit and wake. The relay
+// runs in this process, and only during the lap.
+func (t *track) relayed(ctx context.Context, l *lap, cfg outbox.RelayConfig, event func(n int) orderPlaced) error {
+	cfg.Schema = t.schema
+	relay, err := outbox.NewRelay(t.db, []kgo.Opt{kgo.SeedBrokers(t.cfg.brokers...)}, cfg)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	sql := inSchema(sqlOrder, t.schema)
 	running, stop := runRelay(ctx, relay)
-	l, err = t.run(running, rate, measured, func(ctx context.Context, n int, committed func()) error {
-		e := newEvent(n)
+	err = t.run(running, l, func(ctx context.Context, n int, committed func()) error {
+		e := event(n)
 		var batch pgx.Batch
 		batch.Queue(sql, e.Customer)
 		if err := t.rec.Queue(ctx, &batch, e); err != nil {
@@ -97,7 +111,7 @@ func (t *track) withRelay(ctx context.Context, rate int, measured time.Duration)
 		relay.Wake()
 		return nil
 	})
-	return l, errors.Join(err, stop())
+	return errors.Join(err, stop())
 }
 
 // withoutRelay is the floor: the transaction without the event, and then the
@@ -105,7 +119,8 @@ func (t *track) withRelay(ctx context.Context, rate int, measured time.Duration)
 func (t *track) withoutRelay(ctx context.Context, rate int, measured time.Duration) (*lap, error) {
 	sql := inSchema(sqlOrder, t.schema)
 	var acks kgo.FirstErrPromise
-	l, err := t.run(ctx, rate, measured, func(ctx context.Context, n int, committed func()) error {
+	l := t.newLap(rate, measured)
+	err := t.run(ctx, l, func(ctx context.Context, n int, committed func()) error {
 		e := newEvent(n)
 		record, err := t.recordOf(e)
 		if err != nil {
@@ -165,12 +180,13 @@ func (b *bench) latency(ctx context.Context) error {
 		return err
 	}
 	for _, rate := range b.cfg.rates {
-		name := "latency/" + strconv.Itoa(rate)
-		base, with, err := t.race(ctx, name, rate, "floor", t.withoutRelay, "relay", t.withRelay)
+		err := t.race(ctx, race{
+			name: "latency/" + strconv.Itoa(rate), rate: rate, measured: b.lapTime(), limit: 2,
+			base: side{"floor", t.withoutRelay}, with: side{"relay", t.withRelay},
+		})
 		if err != nil {
 			return err
 		}
-		b.reportRace(name, rate, base, with, "floor", "relay", 2)
 	}
 	return nil
 }
@@ -196,12 +212,10 @@ func (b *bench) open(ctx context.Context) error {
 	if err := t.warmUp(ctx); err != nil {
 		return err
 	}
-	base, with, err := t.race(ctx, "open", openRate, "without", t.withRelay, "beside", t.besideOpen)
-	if err != nil {
-		return err
-	}
-	b.reportRace("open", openRate, base, with, "without", "beside", 1.2)
-	return nil
+	return t.race(ctx, race{
+		name: "open", rate: openRate, measured: b.lapTime(), limit: 1.2,
+		base: side{"without", t.withRelay}, with: side{"beside", t.besideOpen},
+	})
 }
 
 // besideOpen is withRelay while another transaction that has written stays open.
@@ -217,50 +231,74 @@ func (t *track) besideOpen(ctx context.Context, rate int, measured time.Duration
 	return t.withRelay(ctx, rate, measured)
 }
 
-// runner runs a lap in one way.
-type runner func(ctx context.Context, rate int, measured time.Duration) (*lap, error)
+// race is two kinds of laps that are run in turns.
+type race struct {
+	name       string
+	rate       int
+	measured   time.Duration
+	limit      float64 // that the ratios at p50 and p99 should keep to
+	further    float64 // a percentile to report without a limit; 0: none
+	base, with side
+}
 
-// race runs two kinds of laps in turns.
-func (t *track) race(ctx context.Context, name string, rate int, nameA string, a runner, nameB string, b runner) (lapsA, lapsB []*lap, err error) {
+// side is one kind of laps of a race.
+type side struct {
+	name string
+	run  func(ctx context.Context, rate int, measured time.Duration) (*lap, error)
+}
+
+// race runs a race and reports it.
+func (t *track) race(ctx context.Context, r race) error {
+	var base, with []*lap
 	for turn := range t.cfg.runs {
-		la, err := a(ctx, rate, t.lapTime())
-		if err != nil {
-			return nil, nil, fmt.Errorf("%s, %s: %w", name, nameA, err)
+		for _, of := range []struct {
+			side
+			laps *[]*lap
+		}{{r.base, &base}, {r.with, &with}} {
+			l, err := of.run(ctx, r.rate, r.measured)
+			if err != nil {
+				return fmt.Errorf("%s, %s: %w", r.name, of.name, err)
+			}
+			*of.laps = append(*of.laps, l)
+			t.say("%d/%d %s: %s p50 %.2f p99 %.2f ms", turn+1, t.cfg.runs, r.name, of.name, l.latencies().median(), l.latencies().percentile(99))
 		}
-		lb, err := b(ctx, rate, t.lapTime())
-		if err != nil {
-			return nil, nil, fmt.Errorf("%s, %s: %w", name, nameB, err)
-		}
-		lapsA, lapsB = append(lapsA, la), append(lapsB, lb)
-		t.say("%d/%d %s: %s p50 %.2f p99 %.2f ms, %s p50 %.2f p99 %.2f ms", turn+1, t.cfg.runs, name,
-			nameA, la.latencies().median(), la.latencies().percentile(99), nameB, lb.latencies().median(), lb.latencies().percentile(99))
 	}
-	return lapsA, lapsB, nil
+	t.reportRace(r, base, with)
+	return nil
 }
 
 // reportRace reports percentiles and their ratios, unless the schedule was
 // not kept in half of the turns: then what was measured is another rate's.
-func (b *bench) reportRace(name string, rate int, base, with []*lap, baseName, withName string, limit float64) {
+func (b *bench) reportRace(r race, base, with []*lap) {
 	for _, side := range []struct {
 		name string
 		laps []*lap
-	}{{baseName, base}, {withName, with}} {
+	}{{r.base.name, base}, {r.with.name, with}} {
 		achieved := eachLap(side.laps, (*lap).achieved)
-		r := measured(fmt.Sprintf("%s/%s-rate", name, side.name), "tx/s", achieved)
-		if half := achieved.median(); half < enoughOfRate*float64(rate) {
-			why := fmt.Sprintf("%s achieved %.0f of %d transactions/s", side.name, half, rate)
-			b.say("%s FAILED: %s", name, why)
-			b.report.add(failed(name, why))
+		if half := achieved.median(); half < enoughOfRate*float64(r.rate) {
+			why := fmt.Sprintf("%s achieved %.0f of %d transactions/s", side.name, half, r.rate)
+			b.say("%s FAILED: %s", r.name, why)
+			b.report.add(failed(r.name, why))
 			return
 		}
-		b.report.add(r)
+		b.report.add(measured(fmt.Sprintf("%s/%s-rate", r.name, side.name), "tx/s", achieved))
 	}
 	for _, p := range []float64{50, 99} {
-		of := func(l *lap) float64 { return l.latencies().percentile(p) }
-		against := fmt.Sprintf("%s/%s-p%g", name, baseName, p)
-		b.report.add(measured(against, "ms", eachLap(base, of)),
-			compared(fmt.Sprintf("%s/%s-p%g", name, withName, p), "ms", eachLap(with, of), against, eachLap(base, of)).ratioAtMost(limit))
+		of, against := r.percentile(p, base, with)
+		b.report.add(against, of.ratioAtMost(r.limit))
 	}
+	if r.further > 0 {
+		of, against := r.percentile(r.further, base, with)
+		b.report.add(against, of)
+	}
+}
+
+// percentile compares a percentile of the latencies of all laps.
+func (r race) percentile(p float64, base, with []*lap) (of, against result) {
+	in := func(l *lap) float64 { return l.latencies().percentile(p) }
+	against = measured(fmt.Sprintf("%s/%s-p%g", r.name, r.base.name, p), "ms", eachLap(base, in))
+	of = compared(fmt.Sprintf("%s/%s-p%g", r.name, r.with.name, p), "ms", eachLap(with, in), against.Scenario, eachLap(base, in))
+	return of, against
 }
 
 // eachLap reads one quantity from all laps.

@@ -18,6 +18,11 @@ type used struct {
 	CPU     time.Duration // user and system
 	Allocs  uint64
 	Bytes   uint64
+
+	// Of an outage: the time from the return of Kafka to the first acknowledgement,
+	// how often the breaker has opened, and how many events came again.
+	Notice          time.Duration
+	Opened, Repeats int
 }
 
 func (u used) rate() float64         { return float64(u.Events) / u.Elapsed.Seconds() }
@@ -25,6 +30,7 @@ func (u used) micros() float64       { return u.per(float64(u.Elapsed.Nanosecond
 func (u used) cpu() float64          { return u.per(float64(u.CPU.Nanoseconds()) / 1000) }
 func (u used) allocs() float64       { return u.per(float64(u.Allocs)) }
 func (u used) bytes() float64        { return u.per(float64(u.Bytes)) }
+func (u used) notice() float64       { return u.Notice.Seconds() * 1000 }
 func (u used) per(x float64) float64 { return x / float64(u.Events) }
 
 // each reads one quantity from all runs.

@@ -41,3 +41,13 @@ func pace(ctx context.Context, rate, total, workers int, do func(context.Context
 
 // offset is when call n is due.
 func offset(n, rate int) time.Duration { return time.Duration(n) * time.Second / time.Duration(rate) }
+
+// sleep waits for d. It returns an error if ctx ends first.
+func sleep(ctx context.Context, d time.Duration) error {
+	select {
+	case <-time.After(d):
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}

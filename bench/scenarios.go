@@ -22,7 +22,9 @@ func init() {
 	scenarios = []scenario{
 		{"latency", "from commit to arrival, against producing after the commit", true, (*bench).latency},
 		{"open", "the same while another transaction stays open, against without", true, (*bench).open},
+		{"poison", "the same while Kafka refuses some events, for those of other keys, against without", true, (*bench).poison},
 		{"drain", "all events, against a bare loop that reads rows and produces them", true, (*bench).drain},
+		{"outage", "all events that pile up while Kafka is away, against the bare loop, and against a relay without an outage", true, (*bench).outage},
 		{"backlog", "a large backlog against a small one: time and CPU of an event", true, (*bench).backlog},
 		{"poll", "a poll that finds nothing, over published rows and over none", true, (*bench).poll},
 		{"record", "Record and Queue in a transaction, against the transaction without, and COPY", false, (*bench).record},

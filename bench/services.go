@@ -76,9 +76,7 @@ func (s *services) close() error {
 	defer cancel()
 	var errs []error
 	for _, schema := range s.schemas {
-		if _, err := s.db.Exec(ctx, inSchema(`DROP SCHEMA IF EXISTS {schema} CASCADE`, schema)); err != nil {
-			errs = append(errs, fmt.Errorf("drop schema %s: %w", schema, err))
-		}
+		errs = append(errs, s.dropSchema(ctx, schema))
 	}
 	s.db.Close()
 	if s.topic != "" {
@@ -111,8 +109,31 @@ func (s *services) newSchema(ctx context.Context, name string) (schema string, e
 	return schema, nil
 }
 
+// dropSchema drops one that may be gone already.
+func (s *services) dropSchema(ctx context.Context, schema string) error {
+	if _, err := s.db.Exec(ctx, inSchema(`DROP SCHEMA IF EXISTS {schema} CASCADE`, schema)); err != nil {
+		return fmt.Errorf("drop schema %s: %w", schema, err)
+	}
+	return nil
+}
+
 func inSchema(sql, schema string) string {
 	return strings.ReplaceAll(sql, "{schema}", pgx.Identifier{schema}.Sanitize())
+}
+
+// sqlUnresolved counts the events that did not get through.
+const sqlUnresolved = `SELECT count(*) FROM {schema}.outbox_failed WHERE status <> 'resolved'`
+
+// nothingFailed returns an error if events have not got through.
+func (s *services) nothingFailed(ctx context.Context, schema string) error {
+	var n int
+	if err := s.db.QueryRow(ctx, inSchema(sqlUnresolved, schema)).Scan(&n); err != nil {
+		return fmt.Errorf("look for failed events: %w", err)
+	}
+	if n > 0 {
+		return fmt.Errorf("%d events are left in outbox_failed", n)
+	}
+	return nil
 }
 
 // ends returns the offset behind the last record of each partition.

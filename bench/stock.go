@@ -37,7 +37,7 @@ func (b *bench) stock(ctx context.Context, n int) (*stock, error) {
 		return nil, err
 	}
 	start := time.Now()
-	if err := b.load(ctx, schema, n); err != nil {
+	if err := b.load(ctx, schema, 0, n); err != nil {
 		return nil, err
 	}
 	b.say("recorded %d events in %.1f s", n, time.Since(start).Seconds())
@@ -48,14 +48,15 @@ func (b *bench) stock(ctx context.Context, n int) (*stock, error) {
 	return b.stocks[n], nil
 }
 
-// load records n events, and leaves nothing to autovacuum and checkpoints.
-func (b *bench) load(ctx context.Context, schema string, n int) error {
+// load records n events from number first on, and leaves nothing to autovacuum
+// and checkpoints.
+func (b *bench) load(ctx context.Context, schema string, first, n int) error {
 	rec, err := b.recorder(schema)
 	if err != nil {
 		return err
 	}
-	for first := 0; first < n; first += loadPerTx {
-		if err := recordEvents(ctx, b, rec, newEvents(first, min(loadPerTx, n-first))); err != nil {
+	for done := 0; done < n; done += loadPerTx {
+		if err := recordEvents(ctx, b, rec, newEvents(first+done, min(loadPerTx, n-done))); err != nil {
 			return err
 		}
 	}
