@@ -11,7 +11,7 @@ RUN      := $(SERVICES) run $(if $(POSTGRES),-postgres $(POSTGRES)) $(if $(KAFKA
 
 .PHONY: help
 help: ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: $(SERVICES) ## A small shop whose events flow: needs only Go (KAFKA=real: a real broker, needs Java and Maven, or Docker)
@@ -41,6 +41,12 @@ bench: $(SERVICES) ## Measure against the least that could do the same, on a rea
 .PHONY: faults
 faults: ## Kill, freeze and cut off relays, PostgreSQL and Kafka for MINUTES=15 and check what arrives (SEED=… repeats a plan)
 	@cd faults && go test -count=1 -timeout 0 -run '^TestFaults$$' . -v -faults.minutes=$(or $(MINUTES),15) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
+		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {verdict = substr($$0, RSTART)} END {if (verdict) print verdict}')
+
+.PHONY: faults-consumer
+faults-consumer: ## Kill KILLS=50 consumers, stop and freeze others, while they handle EVENTS=100000 (BALANCER=eager; SEED=… repeats a plan)
+	@cd faults && go test -count=1 -race -timeout 0 -run '^TestKilledConsumers$$' . -v -faults.kills=$(or $(KILLS),50) -faults.events=$(or $(EVENTS),100000) \
+		$(if $(BALANCER),-faults.balancer=$(BALANCER)) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
 		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {verdict = substr($$0, RSTART)} END {if (verdict) print verdict}')
 
 .PHONY: services

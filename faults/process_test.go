@@ -23,7 +23,7 @@ import (
 const relayVar = "OUTBOX_FAULTS_RELAY"
 
 func TestMain(m *testing.M) {
-	for name, run := range map[string]func(string) error{relayVar: runRelay, workerVar: runWorker} {
+	for name, run := range map[string]func(string) error{relayVar: runRelay, workerVar: runWorker, memberVar: runMember} {
 		value := os.Getenv(name)
 		if value == "" {
 			continue

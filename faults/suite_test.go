@@ -7,10 +7,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/url"
-	"os"
-	"os/signal"
-	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -18,7 +14,6 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/faults/internal/proxy"
 	"github.com/outboxgo/outbox/internal/oracle"
-	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/tools/kafkaserver"
 	"github.com/stretchr/testify/require"
 )
@@ -103,30 +98,20 @@ func seedOf(t *testing.T) uint64 {
 // proxies, writers and the reader directly.
 type suite struct {
 	*site
-	ctx                 context.Context // ends with Ctrl-C
+	*crew
 	start               time.Time
 	kafka               *kafkaserver.Server
 	toPostgres, toKafka *proxy.Proxy
 	watch               *watch
-
-	spec           workerSpec
-	workers        []*worker // relays that run, the frozen too
-	log            *tail     // what they say
-	started, kills int
+	spec                workerSpec
 }
 
 const workers = 3
 
 func newSuite(t *testing.T) *suite {
 	t.Helper()
-	if testing.Short() {
-		t.Skip("-short: runs without services")
-	}
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	t.Cleanup(stop)
-	context.AfterFunc(ctx, stop) // a second Ctrl-C ends us at once, and the servers with us
-	s := &suite{ctx: ctx, start: time.Now(), log: &tail{}}
-	s.startKafka(t)
+	s := &suite{crew: newCrew(t), start: time.Now()}
+	s.kafka = s.startKafka(t, nil)
 	server := startServer(t, nil)
 	s.toPostgres = through(t, fmt.Sprintf("127.0.0.1:%d", server.Port()))
 	s.toKafka = through(t, s.kafka.Brokers()[0])
@@ -138,28 +123,9 @@ func newSuite(t *testing.T) *suite {
 	require.NoError(t, err)
 	address.Host = s.toPostgres.Addr()
 	s.spec = workerSpec{Postgres: address.String(), Brokers: s.kafka.Brokers(), KafkaVia: s.toKafka.Addr()}
-	t.Cleanup(func() {
-		if t.Failed() {
-			t.Logf("the relays' last words:\n%s", s.log)
-		}
-	})
 	s.replace(t)
 	s.watch = newWatch(t, s.reader)
 	return s
-}
-
-// startKafka starts the suite's own broker, which the rest of the test then
-// takes for the one of all tests. A process that is killed leaves what it wrote
-// with the operating system, so that one replica is enough to keep what it has
-// acknowledged.
-func (s *suite) startKafka(t *testing.T) {
-	t.Helper()
-	kafka, err := kafkaserver.Start(s.ctx, kafkaserver.Config{Progress: t.Output()})
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, kafka.Stop(context.Background())) })
-	s.kafka = kafka
-	t.Setenv(testenv.BrokersVar, strings.Join(kafka.Brokers(), ","))
-	t.Setenv(testenv.KafkaKindVar, "kafka")
 }
 
 func through(t *testing.T, target string) *proxy.Proxy {
@@ -208,29 +174,4 @@ func (s *suite) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) e
 		}
 	}
 	return s.rec.Record(ctx, tx, all...)
-}
-
-// await waits until something is so. It returns false when that takes too long,
-// and ends the test when somebody interrupts it or a relay has died by itself.
-func (s *suite) await(t *testing.T, limit time.Duration, so func() bool) bool {
-	t.Helper()
-	for end := time.Now().Add(limit); !so(); {
-		if time.Now().After(end) {
-			return false
-		}
-		s.sleep(t, 10*time.Millisecond)
-	}
-	return true
-}
-
-func (s *suite) sleep(t *testing.T, d time.Duration) {
-	t.Helper()
-	select {
-	case <-s.ctx.Done():
-		require.Fail(t, "interrupted")
-	case <-time.After(d):
-	}
-	for _, w := range s.workers {
-		require.NoError(t, w.ended(), "a relay ended by itself")
-	}
 }

@@ -1,0 +1,158 @@
+package faults
+
+import (
+	"bufio"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kmsg"
+)
+
+// judge fills in the verdict, once nothing moves any more.
+func (g *group) judge(t *testing.T, v *groupVerdict) {
+	t.Helper()
+	v.Seconds = time.Since(g.start).Seconds()
+	v.Kills, v.Stops, v.Freezes, v.LongestStop = g.kills, g.stops, g.freezes, g.longestStop.Milliseconds()
+	v.Records, v.Events = g.shop.records, g.shop.events
+	require.NoError(t, g.db.QueryRow(g.ctx, `SELECT count(*) FROM event_handled`).Scan(&v.Handled))
+	v.WrongNotes = max(v.Handled-g.shop.actions, g.shop.actions-v.Handled)
+	v.WrongCounts = g.wrongCounts(t)
+	v.Lag = g.lag(t)
+	for _, end := range g.ends(t, outbox.DeadLetterTopic(g.spec.Topic)) {
+		v.DeadLetters += int(end)
+	}
+	d := g.readDiaries(t)
+	v.RepeatsSkipped, v.RepeatsSeen, v.Rebalances = d.skipped, d.repeats, d.given
+	v.Disorder, v.FailedTries = d.disorder, d.failed
+	for partition, end := range g.ends(t, g.spec.Topic) {
+		v.Unseen += int(end) - len(d.seen[partition])
+	}
+}
+
+// wrongCounts returns how many counts of products are not what they must be.
+func (g *group) wrongCounts(t *testing.T) (wrong int) {
+	t.Helper()
+	rows, err := g.db.Query(g.ctx, `SELECT product_id, sales_count, view_count, like_count FROM product_statistic`)
+	require.NoError(t, err)
+	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[statistic])
+	require.NoError(t, err)
+	require.Len(t, all, len(g.shop.want))
+	for _, is := range all {
+		want := *g.shop.want[is.Product]
+		for _, pair := range [][2]int{{is.Sales, want.Sales}, {is.Views, want.Views}, {is.Likes, want.Likes}} {
+			if pair[0] != pair[1] {
+				wrong++
+				t.Logf("wrong: %+v, and not %+v", is, want)
+			}
+		}
+	}
+	return wrong
+}
+
+// lag returns how many records the committed offsets do not cover.
+func (g *group) lag(t *testing.T) (lag int) {
+	t.Helper()
+	request := kmsg.NewPtrOffsetFetchRequest()
+	request.Group = g.spec.Group
+	topic := kmsg.NewOffsetFetchRequestTopic()
+	topic.Topic = g.spec.Topic
+	ends := g.ends(t, g.spec.Topic)
+	for partition := range ends {
+		topic.Partitions = append(topic.Partitions, partition)
+	}
+	request.Topics = append(request.Topics, topic)
+	response, err := request.RequestWith(g.ctx, g.client)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(response.ErrorCode))
+	require.Len(t, response.Topics, 1)
+	require.Len(t, response.Topics[0].Partitions, len(ends))
+	for _, p := range response.Topics[0].Partitions {
+		require.NoError(t, kerr.ErrorForCode(p.ErrorCode))
+		lag += int(ends[p.Partition] - max(p.Offset, 0))
+	}
+	return lag
+}
+
+func (g *group) ends(t *testing.T, topic string) map[int32]int64 {
+	t.Helper()
+	ends, err := oracle.Ends(g.ctx, g.spec.Brokers, topic)
+	require.NoError(t, err)
+	return ends
+}
+
+// diaries are what all members have written down.
+type diaries struct {
+	seen     map[int32]map[int64]int // how often, by partition and offset
+	repeats  int                     // of what was seen
+	disorder int
+	skipped  int
+	failed   int
+	given    int
+}
+
+func (g *group) readDiaries(t *testing.T) *diaries {
+	t.Helper()
+	names, err := filepath.Glob(filepath.Join(g.diaries, "*"))
+	require.NoError(t, err)
+	d := &diaries{seen: map[int32]map[int64]int{}}
+	for _, name := range names {
+		d.read(t, name)
+	}
+	return d
+}
+
+// read reads the diary of a member. As long as the group stays together, the
+// offsets of a partition rise one by one.
+func (d *diaries) read(t *testing.T, name string) {
+	t.Helper()
+	file, err := os.Open(name)
+	require.NoError(t, err)
+	defer file.Close()
+	last := map[int32]int64{} // since the member was last given partitions
+	lines := bufio.NewScanner(file)
+	for lines.Scan() {
+		what, rest, _ := strings.Cut(lines.Text(), " ")
+		switch what {
+		case "given":
+			d.given++
+			clear(last)
+		case "skipped":
+			d.skipped++
+		case "failed":
+			d.failed++
+			t.Logf("%s: %s", filepath.Base(name), lines.Text())
+		case "saw":
+			var partition int32
+			var offset int64
+			_, err := fmt.Sscan(rest, &partition, &offset)
+			require.NoError(t, err)
+			if before, ok := last[partition]; ok && offset != before+1 {
+				d.disorder++
+				t.Logf("%s: saw %d of partition %d behind %d", filepath.Base(name), offset, partition, before)
+			}
+			last[partition] = offset
+			d.see(partition, offset)
+		default:
+			require.Fail(t, "not a line of a diary", "%s: %s", name, lines.Text())
+		}
+	}
+	require.NoError(t, lines.Err())
+}
+
+func (d *diaries) see(partition int32, offset int64) {
+	if d.seen[partition] == nil {
+		d.seen[partition] = map[int64]int{}
+	}
+	if d.seen[partition][offset]++; d.seen[partition][offset] > 1 {
+		d.repeats++
+	}
+}

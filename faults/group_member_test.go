@@ -1,0 +1,187 @@
+package faults
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"os/signal"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// memberVar makes this test's program a member of a consumer group: it holds a
+// memberSpec as JSON.
+const memberVar = "OUTBOX_FAULTS_MEMBER"
+
+// memberSpec says how a member reaches the servers and what it does.
+type memberSpec struct {
+	Postgres string
+	Brokers  []string
+	Topic    string
+	Group    string
+	Session  time.Duration
+	Eager    bool
+	Diary    string // the file that says what it has seen
+}
+
+// runMember is the whole life of a member.
+func runMember(value string) error {
+	var s memberSpec
+	if err := json.Unmarshal([]byte(value), &s); err != nil {
+		return fmt.Errorf("read %s: %w", memberVar, err)
+	}
+	endWithTest()
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+	defer stop()
+	db, err := pgxpool.New(ctx, s.Postgres)
+	if err != nil {
+		return err
+	}
+	defer db.Close()
+	d, err := openDiary(s.Diary)
+	if err != nil {
+		return err
+	}
+	events, err := shopEvents(s.Topic)
+	if err != nil {
+		return err
+	}
+	consumer, err := outbox.NewConsumer(db, s.kafkaOpts(d), events, s.config(d),
+		outbox.Handle("SALES_COUNT_INCREASED", addSale).
+			OncePer(func(e orderPaid, _ outbox.Metadata) (string, string) { return "Order", e.Order }),
+		outbox.HandleBatch("VIEW_COUNT_INCREASED", addViews).
+			OncePer(func(e productViewed, m outbox.Metadata) (string, string) {
+				return "ProductView", e.Product + "_" + m.ID
+			}),
+		outbox.Handle("LIKE_COUNT_CHANGED", addLike),
+		outbox.HandleNoTx("ORDER_SEEN", see[orderPaid](d)),
+		outbox.HandleNoTx("VIEW_SEEN", see[productViewed](d)),
+		outbox.HandleNoTx("LIKE_SEEN", see[productLiked](d)),
+	)
+	if err != nil {
+		return err
+	}
+	return consumer.Run(ctx)
+}
+
+// config makes polls small, so that a member is mostly in a transaction, and waits
+// short. The longest handling is longer than anybody is frozen.
+func (s memberSpec) config(d *diary) outbox.ConsumerConfig {
+	return outbox.ConsumerConfig{
+		Group: s.Group, FromStart: true, MaxPoll: 20, RetryWait: 5 * time.Millisecond,
+		HeartbeatInterval: heartbeat, SessionTimeout: s.Session, MaxPollInterval: 30 * time.Second,
+		Hooks: outbox.ConsumerHooks{
+			Repeated: func(outbox.Metadata, string) { d.must("skipped") },
+			Failed: func(m outbox.Metadata, action string, err error) {
+				if !errors.Is(err, errHiccup) {
+					d.must("failed %s %s/%d/%d: %v", action, m.Topic, m.Partition, m.Offset, err)
+				}
+			},
+		},
+	}
+}
+
+func (s memberSpec) kafkaOpts(d *diary) []kgo.Opt {
+	balancer := kgo.CooperativeStickyBalancer()
+	if s.Eager {
+		balancer = kgo.RangeBalancer()
+	}
+	return append(testenv.KafkaOpts(s.Brokers), kgo.Balancers(notingBalancer{balancer, d}))
+}
+
+// notingBalancer notes what a member is given when the group has come together.
+type notingBalancer struct {
+	kgo.GroupBalancer
+	diary *diary
+}
+
+// ParseSyncAssignment implements kgo.GroupBalancer.
+func (b notingBalancer) ParseSyncAssignment(assignment []byte) (map[string][]int32, error) {
+	given, err := b.GroupBalancer.ParseSyncAssignment(assignment)
+	b.diary.must("given %v", slices.Concat(slices.Collect(maps.Values(given))...))
+	return given, err
+}
+
+// diary is a file of lines. A process that is killed leaves in it what it wrote.
+type diary struct{ file *os.File }
+
+func openDiary(name string) (*diary, error) {
+	file, err := os.OpenFile(name, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600)
+	return &diary{file}, err
+}
+
+func (d *diary) note(format string, args ...any) error {
+	_, err := fmt.Fprintf(d.file, strings.ReplaceAll(format, "\n", " ")+"\n", args...)
+	return err
+}
+
+// must is note where an error has nowhere to go.
+func (d *diary) must(format string, args ...any) {
+	if err := d.note(format, args...); err != nil {
+		panic(err)
+	}
+}
+
+// see is a handler without a transaction: it is called again for what is repeated.
+func see[E outbox.DomainEvent](d *diary) func(context.Context, E, outbox.Metadata) error {
+	return func(_ context.Context, _ E, m outbox.Metadata) error {
+		return d.note("saw %d %d", m.Partition, m.Offset)
+	}
+}
+
+// errHiccup fails the first try of some events, so that those that arrived together
+// are handled one by one.
+var errHiccup = errors.New("hiccup")
+
+func hiccup(m outbox.Metadata) error {
+	if m.Attempt == 1 && m.Offset%307 == 0 {
+		return errHiccup
+	}
+	return nil
+}
+
+// The counts are not idempotent: what is handled twice is counted twice. The rows
+// of products are locked as events come, so that members get into deadlocks.
+const (
+	sqlAddSale = `
+INSERT INTO product_statistic AS s (product_id, sales_count, actions) VALUES ($1, $2, 1)
+    ON CONFLICT (product_id) DO UPDATE SET sales_count = s.sales_count + excluded.sales_count, actions = s.actions + 1`
+	sqlAddViews = `
+INSERT INTO product_statistic AS s (product_id, view_count, actions)
+SELECT p, count(*), count(*) FROM unnest($1::text[]) AS p GROUP BY p ORDER BY p
+    ON CONFLICT (product_id) DO UPDATE SET view_count = s.view_count + excluded.view_count, actions = s.actions + excluded.actions`
+	sqlAddLike = `
+INSERT INTO product_statistic AS s (product_id, like_count, actions) VALUES ($1, $2, 1)
+    ON CONFLICT (product_id) DO UPDATE SET like_count = s.like_count + excluded.like_count, actions = s.actions + 1`
+)
+
+func addSale(ctx context.Context, tx pgx.Tx, e orderPaid, m outbox.Metadata) error {
+	_, err := tx.Exec(ctx, sqlAddSale, e.Product, e.Quantity)
+	return errors.Join(err, hiccup(m))
+}
+
+func addViews(ctx context.Context, tx pgx.Tx, events []outbox.Received[productViewed]) error {
+	products, failed := make([]string, len(events)), error(nil)
+	for i, e := range events {
+		products[i] = e.Event.Product
+		failed = errors.Join(failed, hiccup(e.Metadata))
+	}
+	_, err := tx.Exec(ctx, sqlAddViews, products)
+	return errors.Join(err, failed)
+}
+
+func addLike(ctx context.Context, tx pgx.Tx, e productLiked, _ outbox.Metadata) error {
+	_, err := tx.Exec(ctx, sqlAddLike, e.Product, e.By)
+	return err
+}

@@ -1,0 +1,147 @@
+package faults
+
+import (
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+)
+
+// turn is something that befalls members while events arrive.
+type turn struct {
+	what  string
+	kind  string // the short form has one of each
+	times int    // how often in a round
+	kills int    // how many members get SIGKILL
+	min   time.Duration
+	max   time.Duration // until those that are gone are replaced, chosen at random
+	begin func(*group, *testing.T, turn)
+	end   func(*group, *testing.T, turn) // nil: it is over when it has begun
+
+	// What chance has decided, all of it drawn ahead, so that the same seed gives
+	// the same turns however they go.
+	lasts  time.Duration
+	delay  time.Duration // from the arrival of events
+	first  int           // the member it is about
+	settle bool          // whether all is to be handled before the next begins
+}
+
+// groupPlan returns the turns that a seed stands for: one of each kind if there are
+// to be no kills, else rounds that have everything, until there are enough.
+func groupPlan(seed uint64, kills int) (turns []turn) {
+	rng := rand.New(rand.NewPCG(seed, 1<<34))
+	if kills == 0 {
+		seen := map[string]bool{}
+		for _, p := range groupRound(rng) {
+			if !seen[p.kind] {
+				p.lasts, p.settle = p.min, true
+				turns = append(turns, p)
+			}
+			seen[p.kind] = true
+		}
+		return turns
+	}
+	for planned := 0; planned < kills; {
+		for _, p := range groupRound(rng) {
+			planned += p.kills
+			turns = append(turns, p)
+		}
+	}
+	turns[len(turns)-1].settle = true
+	return turns
+}
+
+func groupRound(rng *rand.Rand) (turns []turn) {
+	for _, p := range befalls() {
+		for range p.times {
+			p.lasts = p.min + time.Duration(rng.Int64N(int64(p.max-p.min)+1))
+			p.delay = time.Duration(rng.Int64N(int64(300 * time.Millisecond)))
+			p.first = rng.IntN(members)
+			p.settle = rng.IntN(2) == 0
+			turns = append(turns, p)
+		}
+	}
+	rng.Shuffle(len(turns), func(i, j int) { turns[i], turns[j] = turns[j], turns[i] })
+	return turns
+}
+
+func befalls() []turn {
+	const zombie, dead = 3 * session / 2, 5 * session / 2
+	return []turn{
+		{what: "kill a member", kind: "kill", times: 6, kills: 1, max: session, begin: (*group).killSome},
+		{what: "kill two members", kind: "kill", times: 1, kills: 2, max: session, begin: (*group).killSome},
+		{what: "kill all members", kind: "kill all", times: 1, kills: members, max: session, begin: (*group).killSome},
+		{what: "stop a member", kind: "stop", times: 2, max: session, begin: (*group).stopOne},
+		{what: "stop all members", kind: "stop", times: 1, max: session, begin: (*group).stopAll},
+		{what: "freeze a member until its session is over", kind: "freeze", times: 3, min: zombie, max: dead, begin: (*group).freeze, end: (*group).thaw},
+		{what: "freeze a member briefly", kind: "freeze briefly", times: 1, min: session / 10, max: session / 2, begin: (*group).freeze, end: (*group).thaw},
+		{what: "kill a member that is frozen", kind: "kill frozen", times: 1, kills: 1, min: zombie, max: dead, begin: (*group).freeze, end: (*group).killFrozen},
+	}
+}
+
+// run does a turn, in the middle of n events.
+func (g *group) run(t *testing.T, p turn, n int) {
+	t.Helper()
+	t.Logf("%5.1f s: %s for %v (%d events, %d kills so far)", time.Since(g.start).Seconds(), p.what, p.lasts.Round(time.Millisecond), g.shop.events, g.kills)
+	g.shop.sell(t, n/2)
+	g.sleep(t, p.delay)
+	p.begin(g, t, p)
+	g.shop.sell(t, n-n/2)
+	g.sleep(t, p.lasts)
+	if p.end != nil {
+		p.end(g, t, p)
+	}
+	g.replace(t)
+	if p.settle {
+		g.settle(t)
+	}
+}
+
+func (g *group) killSome(_ *testing.T, p turn) {
+	victims := make([]*worker, p.kills)
+	for i := range victims {
+		victims[i] = g.workers[(p.first+i)%len(g.workers)]
+	}
+	for _, w := range victims {
+		g.kill(w)
+	}
+}
+
+func (g *group) stopOne(t *testing.T, p turn) {
+	t.Helper()
+	g.stop(t, g.workers[p.first])
+}
+
+func (g *group) stopAll(t *testing.T, _ turn) {
+	t.Helper()
+	g.stop(t, g.workers...)
+}
+
+// stop stops members cleanly.
+func (g *group) stop(t *testing.T, leaving ...*worker) {
+	t.Helper()
+	began := time.Now()
+	for _, w := range leaving {
+		w.ask()
+	}
+	for _, w := range leaving {
+		w.stop(t)
+	}
+	g.longestStop = max(g.longestStop, time.Since(began))
+	g.stops += len(leaving)
+	leaving = slices.Clone(leaving)
+	g.workers = slices.DeleteFunc(g.workers, func(w *worker) bool { return slices.Contains(leaving, w) })
+}
+
+func (g *group) freeze(t *testing.T, p turn) {
+	t.Helper()
+	g.workers[p.first].freeze(t)
+	g.freezes++
+}
+
+func (g *group) thaw(t *testing.T, p turn) {
+	t.Helper()
+	g.workers[p.first].thaw(t)
+}
+
+func (g *group) killFrozen(_ *testing.T, p turn) { g.kill(g.workers[p.first]) }

@@ -1,0 +1,141 @@
+package faults
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/outboxgo/outbox"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// What happens in the shop whose events the group counts.
+type (
+	orderPaid struct {
+		Order, Product string
+		Quantity       int
+	}
+	productViewed struct{ Product string }
+	productLiked  struct {
+		Product string
+		By      int // -1 for one that is taken back
+	}
+)
+
+const (
+	paidType   = "test.order.paid.v1"
+	viewedType = "test.product.viewed.v1"
+	likedType  = "test.product.liked.v1"
+)
+
+var shopTime = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
+
+func (orderPaid) OccurredAt() time.Time     { return shopTime }
+func (productViewed) OccurredAt() time.Time { return shopTime }
+func (productLiked) OccurredAt() time.Time  { return shopTime }
+
+func (e orderPaid) key() string     { return e.Order }
+func (e productViewed) key() string { return e.Product }
+func (e productLiked) key() string  { return e.Product }
+
+func shopEvents(topic string) (*outbox.Registry, error) {
+	return outbox.NewRegistry("shop",
+		outbox.Event(paidType, "Order", orderPaid.key).Topic(topic),
+		outbox.Event(viewedType, "Product", productViewed.key).Topic(topic),
+		outbox.Event(likedType, "Product", productLiked.key).Topic(topic),
+	)
+}
+
+// statistic is a row of product_statistic.
+type statistic struct {
+	Product             string
+	Sales, Views, Likes int
+}
+
+// shop puts events on a topic and knows what must come of them.
+type shop struct {
+	client *kgo.Client
+	topic  string
+	rng    *rand.Rand
+
+	want    map[string]*statistic // by product
+	actions int                   // different ones
+	events  int                   // different ones
+	records int                   // repeats included
+	lately  []*kgo.Record
+	orders  []orderPaid
+}
+
+func newShop(client *kgo.Client, topic string, seed uint64) *shop {
+	return &shop{client: client, topic: topic, rng: rand.New(rand.NewPCG(seed, 1<<32)), want: map[string]*statistic{}}
+}
+
+// sell puts n events on the topic, and some of them twice, as a relay does that
+// is killed; and some orders are paid twice.
+func (s *shop) sell(t *testing.T, n int) {
+	t.Helper()
+	var records []*kgo.Record
+	for range n {
+		s.events++
+		record := s.happen()
+		records = append(records, record)
+		s.lately = append(s.lately, record)
+		if s.rng.IntN(30) == 0 {
+			old := s.lately[len(s.lately)-1-s.rng.IntN(min(len(s.lately), 2000))]
+			records = append(records, &kgo.Record{Topic: s.topic, Key: old.Key, Value: old.Value, Headers: old.Headers})
+		}
+	}
+	s.records += len(records)
+	require.NoError(t, s.client.ProduceSync(context.Background(), records...).FirstErr())
+}
+
+// happen makes an event and notes what must come of it.
+func (s *shop) happen() *kgo.Record {
+	product := fmt.Sprintf("product-%d", s.rng.IntN(300))
+	want := s.want[product]
+	if want == nil {
+		want = &statistic{Product: product}
+		s.want[product] = want
+	}
+	s.actions++
+	switch s.rng.IntN(3) {
+	case 0:
+		if len(s.orders) > 0 && s.rng.IntN(30) == 0 {
+			s.actions-- // paid already
+			return s.record(paidType, s.orders[s.rng.IntN(len(s.orders))])
+		}
+		e := orderPaid{Order: fmt.Sprintf("order-%d", s.events), Product: product, Quantity: 1 + s.rng.IntN(5)}
+		s.orders = append(s.orders, e)
+		want.Sales += e.Quantity
+		return s.record(paidType, e)
+	case 1:
+		want.Views++
+		return s.record(viewedType, productViewed{Product: product})
+	default:
+		e := productLiked{Product: product, By: 1 - 2*s.rng.IntN(2)}
+		want.Likes += e.By
+		return s.record(likedType, e)
+	}
+}
+
+// record returns an event as a relay sends it.
+func (s *shop) record(eventType string, e interface{ key() string }) *kgo.Record {
+	value, err := json.Marshal(e)
+	if err != nil {
+		panic(err) // of these types there is none
+	}
+	id := uuid.NewSHA1(uuid.Nil, []byte(fmt.Sprint(s.events))).String()
+	return &kgo.Record{Topic: s.topic, Key: []byte(e.key()), Value: value, Headers: []kgo.RecordHeader{
+		{Key: "ce_specversion", Value: []byte("1.0")},
+		{Key: "ce_id", Value: []byte(id)},
+		{Key: "ce_source", Value: []byte("shop")},
+		{Key: "ce_type", Value: []byte(eventType)},
+		{Key: "ce_time", Value: []byte(shopTime.Format(time.RFC3339))},
+		{Key: "content-type", Value: []byte("application/json")},
+	}}
+}

@@ -1,0 +1,187 @@
+package faults
+
+import (
+	"encoding/json"
+	"flag"
+	"fmt"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kversion"
+)
+
+var (
+	groupKills    = flag.Int("faults.kills", 0, "how many members TestKilledConsumers kills at least; 0 means each kind of disturbance once, briefly")
+	groupRecords  = flag.Int("faults.events", 5000, "how many events TestKilledConsumers has handled")
+	groupBalancer = flag.String("faults.balancer", "cooperative", "how its partitions are given out: cooperative or eager")
+)
+
+const (
+	members    = 3
+	partitions = 6
+	heartbeat  = 400 * time.Millisecond
+	session    = 2 * time.Second
+	// calmSession is one that does not end because the machine is busy.
+	calmSession = 20 * time.Second
+	// settled is how long offsets may lag behind what is handled.
+	settled = 15 * time.Second
+)
+
+// What handlers do in PostgreSQL is done once, while members of the group are
+// killed, stopped and started, and frozen past their session so that two have the
+// same partition for a while. Handlers without a transaction see everything, in
+// order, and repeats only where a member did not end cleanly.
+func TestKilledConsumers(t *testing.T) {
+	v := groupVerdict{Seed: seedOf(t), Balancer: *groupBalancer}
+	g := newGroup(t, v.Seed)
+	turns := groupPlan(v.Seed, *groupKills)
+	each := *groupRecords / (len(turns) + 3)
+
+	g.spec.Session = calmSession
+	g.replace(t)
+	for _, calm := range []turn{
+		{what: "start", begin: func(*group, *testing.T, turn) {}},
+		{what: "stop a member", begin: (*group).stopOne, lasts: time.Second / 2},
+		{what: "stop all members", begin: (*group).stopAll},
+	} {
+		calm.delay, calm.settle = 100*time.Millisecond, true
+		g.run(t, calm, each)
+	}
+	g.stop(t, g.workers...)
+	require.Zero(t, g.readDiaries(t).repeats, "seen again, though every member ended cleanly")
+
+	g.spec.Session = session
+	g.replace(t)
+	for _, p := range turns {
+		g.run(t, p, each)
+	}
+	g.shop.sell(t, *groupRecords-g.shop.events)
+	g.settle(t)
+	g.stop(t, g.workers...)
+	g.judge(t, &v)
+	t.Logf("%s", v)
+	require.NoError(t, v.Err())
+	require.GreaterOrEqual(t, v.Kills, *groupKills)
+}
+
+// groupVerdict is what TestKilledConsumers says in the end.
+type groupVerdict struct {
+	Seed        uint64  `json:"seed"`
+	Seconds     float64 `json:"seconds"`
+	Balancer    string  `json:"balancer"`
+	Kills       int     `json:"kills"`   // members that got SIGKILL
+	Stops       int     `json:"stops"`   // that were stopped cleanly
+	Freezes     int     `json:"freezes"` // that were frozen
+	LongestStop int64   `json:"longest_stop_ms"`
+	Rebalances  int     `json:"rebalances"` // times that a member was given partitions
+	Records     int     `json:"records"`    // on the topic
+	Events      int     `json:"events"`     // of these, different ones
+	Handled     int     `json:"handled"`    // actions in event_handled
+	// RepeatsSkipped are actions that members found done already, and RepeatsSeen
+	// records that the handler without a transaction saw again.
+	RepeatsSkipped int `json:"repeats_skipped"`
+	RepeatsSeen    int `json:"repeats_seen"`
+
+	WrongCounts int `json:"wrong_counts"` // of product_statistic
+	WrongNotes  int `json:"wrong_notes"`  // actions too many or too few in event_handled
+	Unseen      int `json:"unseen"`       // records that the handler without a transaction never saw
+	Disorder    int `json:"disorder"`     // that it saw out of order
+	DeadLetters int `json:"dead_letters"`
+	FailedTries int `json:"failed_tries"` // for which no handler was to blame
+	Lag         int `json:"lag"`          // records that the committed offsets do not cover
+}
+
+// String returns the verdict as one line of JSON.
+func (v groupVerdict) String() string {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return err.Error()
+	}
+	return string(b)
+}
+
+// Err says what is wrong, or returns nil.
+func (v groupVerdict) Err() error {
+	if v.WrongCounts+v.WrongNotes+v.Unseen+v.Disorder+v.DeadLetters+v.FailedTries+v.Lag > 0 {
+		return fmt.Errorf("faults: %s", v)
+	}
+	return nil
+}
+
+// group is a consumer group whose members are processes of their own.
+type group struct {
+	*crew
+	start   time.Time
+	db      *pgxpool.Pool
+	client  *kgo.Client
+	shop    *shop
+	spec    memberSpec
+	diaries string // the folder
+
+	stops, freezes int
+	longestStop    time.Duration
+}
+
+func newGroup(t *testing.T, seed uint64) *group {
+	t.Helper()
+	require.Contains(t, []string{"cooperative", "eager"}, *groupBalancer, "-faults.balancer")
+	g := &group{crew: newCrew(t), start: time.Now(), diaries: t.TempDir()}
+	kafka := g.startKafka(t, map[string]string{"group.min.session.timeout.ms": fmt.Sprint(session.Milliseconds())})
+	server := startServer(t, nil)
+	cfg, err := pgxpool.ParseConfig(server.URL())
+	require.NoError(t, err)
+	g.db = openPool(t, cfg)
+	require.NoError(t, outbox.Migrate(g.ctx, g.db, outbox.MigrateConfig{}))
+	_, err = g.db.Exec(g.ctx, `CREATE TABLE product_statistic (
+		product_id text PRIMARY KEY, sales_count bigint NOT NULL DEFAULT 0, view_count bigint NOT NULL DEFAULT 0,
+		like_count bigint NOT NULL DEFAULT 0, actions bigint NOT NULL)`)
+	require.NoError(t, err)
+
+	g.spec = memberSpec{
+		Postgres: server.URL() + "&deadlock_timeout=20ms", Brokers: kafka.Brokers(),
+		Topic: "shop-" + uuid.NewString(), Group: "product-statistics", Eager: *groupBalancer == "eager",
+	}
+	testenv.CreateTopic(t, kafka.Brokers(), g.spec.Topic, partitions)
+	testenv.CreateTopic(t, kafka.Brokers(), outbox.DeadLetterTopic(g.spec.Topic), 1)
+	// Later versions of the protocol know topics by ids alone.
+	g.client, err = kgo.NewClient(kgo.SeedBrokers(kafka.Brokers()...), kgo.MaxVersions(kversion.V3_9_0()))
+	require.NoError(t, err)
+	t.Cleanup(g.client.Close)
+	g.shop = newShop(g.client, g.spec.Topic, seed)
+	return g
+}
+
+// replace starts members for those that are gone.
+func (g *group) replace(t *testing.T) {
+	t.Helper()
+	for len(g.workers) < members {
+		g.started++
+		spec := g.spec
+		spec.Diary = filepath.Join(g.diaries, fmt.Sprintf("member-%d", g.started))
+		g.launch(t, memberVar, spec)
+	}
+}
+
+// settle waits until everything is handled, and the offsets say so.
+func (g *group) settle(t *testing.T) {
+	t.Helper()
+	began, done := time.Now(), 0
+	handled := func() bool {
+		require.NoError(t, g.db.QueryRow(g.ctx, `SELECT coalesce(sum(actions), 0) FROM product_statistic`).Scan(&done))
+		return done >= g.shop.actions
+	}
+	if !g.await(t, stall, handled) {
+		t.Errorf("%d of %d actions are done after %v", done, g.shop.actions, stall)
+	}
+	if !g.await(t, settled, func() bool { return g.lag(t) == 0 }) {
+		t.Errorf("all is handled, and the offsets lag %d behind after %v", g.lag(t), settled)
+	}
+	t.Logf("%5.1f s: settled after %v", time.Since(g.start).Seconds(), time.Since(began).Round(time.Millisecond))
+}
