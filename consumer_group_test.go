@@ -267,3 +267,30 @@ func TestConsumerWithoutDatabase(t *testing.T) {
 	require.Zero(t, failed.Load())
 	require.NotContains(t, log.String(), "dead-letter")
 }
+
+// A commit of offsets that gets no answer is repeated when Kafka is back, also if
+// nothing more arrives.
+func TestConsumerWithoutKafka(t *testing.T) {
+	s := newTill(t, 1)
+	log := new(testenv.Buffer)
+	cable := &brokenDialer{}
+	began, finish := make(chan struct{}), make(chan struct{})
+	cfg := outbox.ConsumerConfig{FromStart: true, Group: "cut-off-" + s.topic, Schema: s.schema, Logger: slog.New(slog.NewTextHandler(log, nil))}
+	c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.Dialer(cable.dial)), s.events, cfg, outbox.Handle("COUNTED",
+		func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+			close(began)
+			<-finish
+			return s.count(ctx, tx, e, m)
+		}))
+	require.NoError(t, err)
+	s.sendTo(t, 1, 1)
+	consume(t, c)
+	<-began
+	cable.breakAll()
+	close(finish)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "committing offsets fails") }, patience, 10*time.Millisecond)
+	require.Equal(t, map[string]int{"p-0": 1}, s.counts(t))
+	require.EqualValues(t, 0, s.committed(t, cfg.Group, 0))
+	cable.broken.Store(false)
+	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 1 }, patience, 10*time.Millisecond)
+}

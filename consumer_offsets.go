@@ -14,7 +14,9 @@ func (m *membership) commitOffsets(offsets map[string]map[int32]kgo.EpochOffset)
 	ctx, cancel := context.WithTimeout(context.Background(), commitTimeout)
 	defer cancel()
 	m.client.CommitOffsetsSync(ctx, offsets, func(_ *kgo.Client, _ *kmsg.OffsetCommitRequest, response *kmsg.OffsetCommitResponse, cerr error) {
-		err = cerr
+		if err = cerr; err != nil {
+			return // the response may be nil
+		}
 		for _, t := range response.Topics {
 			for _, p := range t.Partitions {
 				if err == nil {
