@@ -3,11 +3,12 @@
 SHELL       := bash
 .SHELLFLAGS := -eo pipefail -c
 
-export ARGS # more arguments for go test, or for the demo
+export ARGS # more arguments for go test, or for an example
 
 MODULES  := . tools examples faults interop bench
 SERVICES := bin/services
 RUN      := $(SERVICES) run $(if $(POSTGRES),-postgres $(POSTGRES)) $(if $(KAFKA),-kafka $(KAFKA)) --
+SHOW     := $(SERVICES) run -postgres $(or $(POSTGRES),embedded) -kafka $(if $(filter real,$(KAFKA)),auto,$(or $(KAFKA),fake)) --
 
 .PHONY: help
 help: ## Show this list
@@ -16,7 +17,12 @@ help: ## Show this list
 .PHONY: demo
 demo: $(SERVICES) ## A small shop whose events flow: needs only Go (KAFKA=real: a real broker, needs Java and Maven, or Docker)
 	@go build -C examples -o ../bin/demo ./demo
-	@$(SERVICES) run -postgres $(or $(POSTGRES),embedded) -kafka $(if $(filter real,$(KAFKA)),auto,$(or $(KAFKA),fake)) -- bin/demo $(ARGS)
+	@$(SHOW) bin/demo $(ARGS)
+
+.PHONY: commerce
+commerce: $(SERVICES) ## A shop and the consumers of its events, which count what is liked, sold and viewed (KAFKA=real, as above)
+	@go build -C examples -o ../bin/commerce ./commerce
+	@$(SHOW) bin/commerce $(ARGS)
 
 .PHONY: test
 test: $(SERVICES) ## Test everything against a real PostgreSQL and a real Kafka, with the race detector

@@ -1,0 +1,39 @@
+package main
+
+import (
+	"context"
+	"time"
+
+	"github.com/outboxgo/outbox"
+	"github.com/redis/go-redis/v9"
+)
+
+// pageDeleted is the action of the group cache-invalidation.
+const pageDeleted = "PAGE_DELETED"
+
+// pages are the product pages that the shop keeps in Redis.
+type pages struct {
+	redis  *redis.Client
+	prefix string // of the keys
+}
+
+func (p pages) key(product int64) string { return p.prefix + ":product:" + number(product) }
+
+func (p pages) put(ctx context.Context, product int64, html string) error {
+	return p.redis.Set(ctx, p.key(product), html, time.Hour).Err()
+}
+
+func (p pages) has(ctx context.Context, product int64) (bool, error) {
+	n, err := p.redis.Exists(ctx, p.key(product)).Result()
+	return n > 0, err
+}
+
+// handlers are those of the group cache-invalidation. To delete twice does no harm,
+// so the group needs neither event_handled nor a database.
+func (p pages) handlers() []outbox.Handler {
+	return []outbox.Handler{outbox.HandleNoTx(pageDeleted, p.stockDepleted)}
+}
+
+func (p pages) stockDepleted(ctx context.Context, e StockDepletedEventV1, _ outbox.Metadata) error {
+	return p.redis.Del(ctx, p.key(e.ProductID)).Err()
+}

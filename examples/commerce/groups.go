@@ -1,0 +1,65 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"math"
+	"strings"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/outboxgo/outbox"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// groups returns the consumers and makes their topics.
+func (a *app) groups(ctx context.Context) ([]*outbox.Consumer, error) {
+	counting, err := outbox.NewConsumer(a.db, a.kafka, a.events, a.group("product-statistics"), statistics{a.db}.handlers()...)
+	if err != nil {
+		return nil, err
+	}
+	deleting, err := outbox.NewConsumer(nil, a.kafka, a.events, a.group("cache-invalidation"), a.pages.handlers()...)
+	if err != nil {
+		return nil, err
+	}
+	groups := []*outbox.Consumer{counting, deleting}
+	return groups, makeTopics(ctx, a.kafka, a.events, append(counting.Topics(), deleting.Topics()...))
+}
+
+// group configures a group of this run. In a service a group keeps its name, and
+// needs no more than that and RetriesFor.
+func (a *app) group(name string) outbox.ConsumerConfig {
+	return outbox.ConsumerConfig{
+		Group:      name + "." + a.id,
+		Schema:     a.id,
+		FromStart:  true, // customers do not wait until the groups are ready
+		RetriesFor: retries,
+		Decode:     onlyFrom(a.source),
+		Hooks:      a.tally.hooks(),
+	}
+}
+
+// retries says how often a handler that fails is tried again before its event becomes
+// a dead letter. A consumer waits for a PostgreSQL that is away, but it cannot know
+// what handlers without a transaction speak to. So only that is given up for which the
+// event may be to blame: data that PostgreSQL refuses, and a panic.
+func retries(err error) int {
+	var pg *pgconn.PgError
+	var panicked *outbox.PanicError
+	refused := errors.As(err, &pg) && (strings.HasPrefix(pg.Code, "22") || strings.HasPrefix(pg.Code, "23"))
+	if refused || errors.As(err, &panicked) {
+		return 3
+	}
+	return math.MaxInt
+}
+
+// onlyFrom passes over what others send to the same topics, such as other runs of
+// this program: it gives their events a type that nobody handles.
+func onlyFrom(source string) func(*kgo.Record) (*outbox.Message, error) {
+	return func(r *kgo.Record) (*outbox.Message, error) {
+		m, err := outbox.DecodeCloudEvent(r)
+		if err == nil && m.Source != source {
+			m.Type = "other"
+		}
+		return m, err
+	}
+}
