@@ -66,7 +66,8 @@ type ConsumerConfig struct {
 	// [SkipUnknown].
 	Unknown UnknownTypes
 
-	// Decode reads records. Nil means [DecodeCloudEvent].
+	// Decode reads records. A nil message without an error passes over the record,
+	// for example because of its source. Nil means [DecodeCloudEvent].
 	Decode func(*kgo.Record) (*Message, error)
 
 	// Codecs decode payloads of content types other than the one that their event

@@ -86,13 +86,12 @@ func (c *Consumer) read(r *kgo.Record) item {
 		return it
 	}
 	var route *route
+	passed := false
 	err := guard(func() error {
 		m, err := c.cfg.Decode(r)
-		if err != nil {
+		if m == nil || err != nil {
+			passed = err == nil
 			return err
-		}
-		if m == nil {
-			return fmt.Errorf("decoded message %w", ErrNil)
 		}
 		it.meta.describe(m)
 		if route = c.routes.byName[m.Type]; route == nil {
@@ -104,7 +103,7 @@ func (c *Consumer) read(r *kgo.Record) item {
 	switch {
 	case err != nil:
 		it.tasks, it.class, it.err = nil, classUndecodable, err
-	case route == nil:
+	case route == nil && !passed:
 		it.class, it.err = classUnknownType, unknownType(it.meta.Type)
 	}
 	return it

@@ -247,7 +247,11 @@ func TestConsumerWithoutDatabase(t *testing.T) {
 	cfg := outbox.ConsumerConfig{FromStart: true, Group: "away-" + s.topic, Schema: s.schema, RetryWait: time.Millisecond,
 		Logger: slog.New(slog.NewTextHandler(log, nil)),
 		Hooks:  outbox.ConsumerHooks{Failed: func(outbox.Metadata, string, error) { failed.Add(1) }}}
-	c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events, cfg, outbox.Handle("COUNTED", s.count))
+	c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events, cfg, outbox.Handle("COUNTED", s.count),
+		outbox.HandleNoTx("LOOKED", func(ctx context.Context, _ sale, _ outbox.Metadata) error {
+			_, err := db.Exec(ctx, "SELECT 1")
+			return err
+		}))
 	require.NoError(t, err)
 	consume(t, c)
 	reach := func(n int) {

@@ -202,9 +202,11 @@ func isTransient(err error) bool {
 	return errors.As(err, &pg) && (pg.Code == "40001" || pg.Code == "40P01")
 }
 
-// isOutage reports whether PostgreSQL is to blame and not the event. A lost
-// connection may be the handler's doing, so it is only if there is no other.
-func (c *Consumer) isOutage(ctx context.Context, err error) bool {
+// isOutage reports whether PostgreSQL is to blame for the error of a task, and not
+// the event. A lost connection may be the handler's doing, and what a handler says
+// that has no transaction of ours may be about anything: they are an outage only if
+// there is no connection to be had.
+func (c *Consumer) isOutage(ctx context.Context, err error, kind handlerKind) bool {
 	var pg *pgconn.PgError
 	if errors.As(err, &pg) {
 		for _, class := range []string{"08", "53", "57P", "25006"} { // connection, resources, shutdown, read-only
@@ -214,13 +216,19 @@ func (c *Consumer) isOutage(ctx context.Context, err error) bool {
 		}
 	}
 	var lost *lostError
-	if !errors.As(err, &lost) {
+	var unreachable *pgconn.ConnectError
+	switch {
+	case errors.As(err, &unreachable):
+		return true
+	case errors.As(err, &lost) && lost.none:
+		return true
+	case c.done.db == nil || lost == nil && kind != noTx:
 		return false
 	}
 	const patience = 5 * time.Second
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	return lost.none || c.done.db.Ping(ctx) != nil
+	return c.done.db.Ping(ctx) != nil
 }
 
 // errClass names the kind of a handler's error.

@@ -112,7 +112,9 @@ func HandleBatch[E DomainEvent](action string, f func(ctx context.Context, tx pg
 // HandleNoTx makes a handler of f for effects that are idempotent by nature, such
 // as the deletion of a cache entry: nothing is noted in event_handled, and an event
 // that arrives twice is handled twice. It runs after the transactions of the
-// handlers that have one.
+// handlers that have one. An outage of PostgreSQL is waited out for it too; one of
+// something else that f needs is an error like any other, so give it retries enough
+// in RetriesFor.
 func HandleNoTx[E DomainEvent](action string, f func(ctx context.Context, event E, m Metadata) error) Handler {
 	h := handler{action: action, goType: reflect.TypeFor[E](), kind: noTx}
 	if f != nil {

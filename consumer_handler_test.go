@@ -233,6 +233,25 @@ func TestUnknownTypes(t *testing.T) {
 	}
 }
 
+// A decoder may pass over records that are not for this consumer.
+func TestDecodePassesOver(t *testing.T) {
+	s := newTill(t, 1)
+	var decoded atomic.Int32
+	cfg := outbox.ConsumerConfig{FromStart: true, Unknown: outbox.DeadLetterUnknown, Decode: func(r *kgo.Record) (*outbox.Message, error) {
+		decoded.Add(1)
+		if m, err := outbox.DecodeCloudEvent(r); err != nil || m.Source == "shop" {
+			return m, err
+		}
+		return nil, nil
+	}, Hooks: outbox.ConsumerHooks{DeadLettered: func(outbox.Metadata, string, string, error) { assert.Fail(t, "dead letter") }}}
+	consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
+	other := s.saleRecord(uuid.NewString(), oneSale)
+	other.Headers[2].Value = []byte("another shop")
+	s.send(t, other, s.saleRecord(uuid.NewString(), oneSale))
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, patience, 10*time.Millisecond)
+	require.EqualValues(t, 2, decoded.Load())
+}
+
 type saleV2 struct {
 	Product string `json:"product"`
 	Cents   int    `json:"cents"`

@@ -155,7 +155,7 @@ func (w *worker) tryTogether(items []item) bool {
 		case isTransient(err) && tries < deadlocks:
 			tries++
 			w.pause(rand.N(time.Millisecond))
-		case w.isOutage(w.held, err):
+		case w.isOutage(w.held, err, inTx):
 			w.awaitPostgres(began, err)
 		default:
 			w.log.Debug("outbox: records are handled one by one", "partition", w.at.String(), "records", len(items), "error", err)
@@ -213,7 +213,7 @@ func (w *worker) act(it *item, t task) error {
 			w.log.Debug("outbox: transaction is repeated", "event_id", t.meta.ID, "action", t.action, "error", err)
 			w.pause(rand.N(10 * time.Millisecond))
 			continue
-		case !late && t.kind != noTx && w.isOutage(w.held, err):
+		case !late && w.isOutage(w.held, err, t.kind):
 			w.awaitPostgres(began, err)
 			continue
 		}
