@@ -70,7 +70,8 @@ type membership struct {
 	committing sync.Mutex // held for a commit, so that none is under way while partitions go
 	mu         sync.Mutex
 	workers    map[partition]*worker
-	leaving    bool // takes no more partitions
+	member     string // what the group called us when it gave us the partitions
+	leaving    bool   // takes no more partitions
 }
 
 // join makes the client. Kafka is asked for partitions in the background.
@@ -143,6 +144,7 @@ func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[
 	client.ResumeFetchPartitions(topics) // one that was paused, gone, and is back
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	m.member, _ = client.GroupMetadata()
 	if m.leaving {
 		return
 	}
@@ -317,5 +319,6 @@ func (m *membership) commit(workers []*worker) error {
 // isRebalance reports whether the group is in motion: partitions that stay are
 // committed afterwards.
 func isRebalance(err error) bool {
-	return errors.Is(err, kerr.RebalanceInProgress) || errors.Is(err, kerr.IllegalGeneration) || errors.Is(err, kerr.UnknownMemberID)
+	return errors.Is(err, kerr.RebalanceInProgress) || errors.Is(err, kerr.IllegalGeneration) || errors.Is(err, kerr.UnknownMemberID) ||
+		errors.Is(err, errExpelled)
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 )
@@ -297,4 +298,65 @@ func TestConsumerWithoutKafka(t *testing.T) {
 	require.EqualValues(t, 0, s.committed(t, cfg.Group, 0))
 	cable.broken.Store(false)
 	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 1 }, patience, 10*time.Millisecond)
+}
+
+// expel takes a member out of its group, as Kafka does when its session is over.
+func (s *till) expel(t testing.TB, group, clientID string) {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	describe := kmsg.NewPtrDescribeGroupsRequest()
+	describe.Groups = []string{group}
+	described, err := describe.RequestWith(background, client)
+	require.NoError(t, err)
+	for _, m := range described.Groups[0].Members {
+		if m.ClientID == clientID {
+			leave := kmsg.NewPtrLeaveGroupRequest()
+			leave.Group = group
+			leave.Members = []kmsg.LeaveGroupRequestMember{{MemberID: m.MemberID}}
+			left, err := leave.RequestWith(background, client)
+			require.NoError(t, err)
+			require.NoError(t, kerr.ErrorForCode(left.ErrorCode))
+			return
+		}
+	}
+	require.Fail(t, "no such member", "%+v", described.Groups[0].Members)
+}
+
+// A member that was taken for dead, and comes back to a group in which another has
+// its partition and is further, does not put the offset back.
+func TestExpelledMember(t *testing.T) {
+	s := newTill(t, 1)
+	log := new(testenv.Buffer)
+	start := func(name string, heartbeat time.Duration, see func(outbox.Metadata)) {
+		c, err := outbox.NewConsumer(nil, append(testenv.KafkaOpts(s.brokers), kgo.ClientID(name)), s.events, outbox.ConsumerConfig{
+			Group: "expelled-" + s.topic, FromStart: true, MaxPoll: 1, HeartbeatInterval: heartbeat,
+			Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug})),
+		}, outbox.HandleNoTx("SEEN", func(_ context.Context, _ sale, m outbox.Metadata) error { see(m); return nil }))
+		require.NoError(t, err)
+		consume(t, c)
+	}
+	stuck, goOn := make(chan struct{}), make(chan struct{})
+	start("old", 20*time.Second, func(m outbox.Metadata) {
+		if m.Offset == 10 {
+			close(stuck)
+			<-goOn
+		}
+		if m.Offset > 10 {
+			time.Sleep(100 * time.Millisecond) // still far behind
+		}
+	})
+	s.sendTo(t, 1, 100)
+	<-stuck
+	at := func() int64 { return s.committed(t, "expelled-"+s.topic, 0) }
+	require.Eventually(t, func() bool { return at() == 10 }, patience, time.Millisecond) // or it would soon find out
+	s.expel(t, "expelled-"+s.topic, "old")
+	start("new", 100*time.Millisecond, func(outbox.Metadata) {})
+	require.Eventually(t, func() bool { return at() == 100 }, patience, 10*time.Millisecond)
+	close(goOn)
+	require.Eventually(t, func() bool {
+		return at() < 100 || strings.Contains(log.String(), "offsets of revoked partitions not committed")
+	}, patience, time.Millisecond)
+	require.EqualValues(t, 100, at())
 }

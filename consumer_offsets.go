@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"github.com/twmb/franz-go/pkg/kerr"
@@ -13,6 +14,7 @@ import (
 func (m *membership) commitOffsets(offsets map[string]map[int32]kgo.EpochOffset) (err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), commitTimeout)
 	defer cancel()
+	ctx = kgo.PreCommitFnContext(ctx, m.checkMember)
 	m.client.CommitOffsetsSync(ctx, offsets, func(_ *kgo.Client, _ *kmsg.OffsetCommitRequest, response *kmsg.OffsetCommitResponse, cerr error) {
 		if err = cerr; err != nil {
 			return // the response may be nil
@@ -26,6 +28,20 @@ func (m *membership) commitOffsets(offsets map[string]map[int32]kgo.EpochOffset)
 		}
 	})
 	return err
+}
+
+var errExpelled = errors.New("the group took this member for dead")
+
+// checkMember refuses a commit that would put an offset back. A member that Kafka
+// took for dead comes back under another name and learns only then that partitions
+// are with others; they may be further, and Kafka does not ask whose they are.
+func (m *membership) checkMember(commit *kmsg.OffsetCommitRequest) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if commit.MemberID != m.member {
+		return errExpelled
+	}
+	return nil
 }
 
 // settleOffsets gives partitions that nobody has committed an offset for a place
