@@ -28,6 +28,7 @@ const memberVar = "OUTBOX_FAULTS_MEMBER"
 type memberSpec struct {
 	Postgres string
 	Brokers  []string
+	KafkaVia string // where connections to any of them really go
 	Topic    string
 	Group    string
 	Session  time.Duration
@@ -97,7 +98,7 @@ func (s memberSpec) kafkaOpts(d *diary) []kgo.Opt {
 	if s.Eager {
 		balancer = kgo.RangeBalancer()
 	}
-	return append(testenv.KafkaOpts(s.Brokers), kgo.Balancers(notingBalancer{balancer, d}))
+	return append(testenv.KafkaOpts(s.Brokers), kafkaVia(s.KafkaVia), kgo.Balancers(notingBalancer{balancer, d}))
 }
 
 // notingBalancer notes what a member is given when the group has come together.

@@ -5,6 +5,8 @@ import (
 	"slices"
 	"testing"
 	"time"
+
+	"github.com/outboxgo/outbox/faults/internal/proxy"
 )
 
 // turn is something that befalls members while events arrive.
@@ -76,6 +78,8 @@ func befalls() []turn {
 		{what: "freeze a member until its session is over", kind: "freeze", times: 3, min: zombie, max: dead, begin: (*group).freeze, end: (*group).thaw},
 		{what: "freeze a member briefly", kind: "freeze briefly", times: 1, min: session / 10, max: session / 2, begin: (*group).freeze, end: (*group).thaw},
 		{what: "kill a member that is frozen", kind: "kill frozen", times: 1, kills: 1, min: zombie, max: dead, begin: (*group).freeze, end: (*group).killFrozen},
+		{what: "cut the way to Kafka", kind: "cut", times: 2, min: session / 2, max: dead, begin: (*group).cut, end: (*group).mend},
+		{what: "hold what goes to Kafka", kind: "hold", times: 1, min: zombie, max: dead, begin: (*group).hold, end: (*group).mend},
 	}
 }
 
@@ -143,5 +147,9 @@ func (g *group) thaw(t *testing.T, p turn) {
 	t.Helper()
 	g.workers[p.first].thaw(t)
 }
+
+func (g *group) cut(_ *testing.T, _ turn)  { g.toKafka.Set(proxy.Fault{Cut: true}) }
+func (g *group) hold(_ *testing.T, _ turn) { g.toKafka.Set(proxy.Fault{HoldUp: true}) }
+func (g *group) mend(_ *testing.T, _ turn) { g.toKafka.Set(proxy.Fault{}) }
 
 func (g *group) killFrozen(_ *testing.T, p turn) { g.kill(g.workers[p.first]) }

@@ -58,13 +58,17 @@ func runWorker(spec string) error {
 }
 
 func (s workerSpec) kafkaOpts() []kgo.Opt {
-	return append(testenv.KafkaOpts(s.Brokers),
-		kgo.Dialer(func(ctx context.Context, network, _ string) (net.Conn, error) {
-			return new(net.Dialer).DialContext(ctx, network, s.KafkaVia)
-		}),
+	return append(testenv.KafkaOpts(s.Brokers), kafkaVia(s.KafkaVia),
 		kgo.ProducerBatchCompression(kgo.NoCompression()), // what is too large stays so
 		kgo.WithHooks(dropKey{}),
 	)
+}
+
+// kafkaVia makes all connections to brokers go to one address.
+func kafkaVia(address string) kgo.Opt {
+	return kgo.Dialer(func(ctx context.Context, network, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, network, address)
+	})
 }
 
 // startWorker starts one more, and waits until it has a connection to
