@@ -58,6 +58,7 @@ var rooms = map[string]kind{
 	"lease.go":               sql,
 	"migrate.go":             sql,
 	"outbox.go":              sql,
+	"outbox_record.go":       orchestrator,
 	"outbox_rows.go":         sql,
 	"relay.go":               orchestrator,
 	"relay_acks.go":          orchestrator,

@@ -204,11 +204,41 @@ func (r *Registry) Topic(eventType string) (string, error) {
 	if def == nil {
 		return "", &FieldError{EventType: eventType, Index: -1, Field: "event_type", Err: ErrUnregistered}
 	}
-	return cmp.Or(def.topic, topicOf(eventType)), nil
+	return def.destination(), nil
 }
+
+func (d *definition) destination() string { return cmp.Or(d.topic, topicOf(d.eventType)) }
 
 // Types returns the registered event types, sorted.
 func (r *Registry) Types() []string { return slices.Sorted(maps.Keys(r.byName)) }
+
+// Registration is what a [Registry] knows of an event type.
+type Registration struct {
+	// EventType is the CloudEvents type.
+	EventType string
+	// GoType is the type of the events, a value and not a pointer.
+	GoType reflect.Type
+	// AggregateType is what they happen to.
+	AggregateType string
+	// Topic is where they go, by the convention or by [EventType.Topic].
+	Topic string
+	// Codec encodes their payloads.
+	Codec Codec
+}
+
+// Registrations returns all that is registered, sorted by event type: for tools and
+// tests that must know it.
+func (r *Registry) Registrations() []Registration {
+	all := make([]Registration, 0, len(r.byName))
+	for _, eventType := range r.Types() {
+		def := r.byName[eventType]
+		all = append(all, Registration{
+			EventType: eventType, GoType: def.goType, AggregateType: def.aggregateType,
+			Topic: def.destination(), Codec: def.codec,
+		})
+	}
+	return all
+}
 
 // lookup finds the definition of an event, and the event itself where e is a
 // pointer to it.

@@ -3,6 +3,7 @@ package outbox_test
 import (
 	"errors"
 	"fmt"
+	"reflect"
 	"strings"
 	"testing"
 	"time"
@@ -93,6 +94,32 @@ func TestTopicOverride(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, want, topic)
 	}
+}
+
+func TestRegistrations(t *testing.T) {
+	events, err := outbox.NewRegistry("commerce-api",
+		outbox.Event("loopers.product.viewed.v1", "Product", productViewed.AggregateID).Topic("product-view-events"),
+		outbox.Event("loopers.order.created.v1", "Order", orderCreated.AggregateID).Codec(outbox.Codec{
+			ContentType: "application/x-order",
+			Encode:      func(any) ([]byte, error) { return []byte("order"), nil },
+			Decode:      func([]byte, any) error { return errors.ErrUnsupported },
+		}),
+	)
+	require.NoError(t, err)
+	all := events.Registrations()
+	payload, err := all[0].Codec.Encode(orderCreated{})
+	require.NoError(t, err)
+	require.Equal(t, "order", string(payload))
+	require.Equal(t, "application/x-order", all[0].Codec.ContentType)
+	require.ErrorIs(t, all[0].Codec.Decode(nil, nil), errors.ErrUnsupported)
+	require.Equal(t, "application/json", all[1].Codec.ContentType)
+	for i := range all {
+		all[i].Codec = outbox.Codec{} // functions are never equal
+	}
+	require.Equal(t, []outbox.Registration{
+		{EventType: "loopers.order.created.v1", GoType: reflect.TypeFor[orderCreated](), AggregateType: "Order", Topic: "order-events"},
+		{EventType: "loopers.product.viewed.v1", GoType: reflect.TypeFor[productViewed](), AggregateType: "Product", Topic: "product-view-events"},
+	}, all)
 }
 
 var goodDefinitions = []struct {
