@@ -5,7 +5,7 @@ SHELL       := bash
 
 export ARGS # more arguments for go test, or for an example
 
-MODULES  := . tools examples faults interop bench
+MODULES  := . outboxtest tools examples faults interop bench
 SERVICES := bin/services
 RUN      := $(SERVICES) run $(if $(POSTGRES),-postgres $(POSTGRES)) $(if $(KAFKA),-kafka $(KAFKA)) --
 SHOW     := $(SERVICES) run -postgres $(or $(POSTGRES),embedded) -kafka $(if $(filter real,$(KAFKA)),auto,$(or $(KAFKA),fake)) --
@@ -37,7 +37,7 @@ oracle: $(SERVICES) ## Commit EVENTS=200000 under transactions of every kind and
 test-versions: $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18
 	@for v in $(or $(VERSIONS),14 15 16 17 18); do echo "== PostgreSQL $$v"; \
 		OUTBOX_POSTGRES_VERSION=$$v $(SERVICES) run -quiet -postgres $$v $(if $(KAFKA),-kafka $(KAFKA)) -- \
-		bash -ec 'for m in . faults; do (cd $$m && eval "go test -count=1 -race -timeout 15m $$ARGS ./..."); done'; done
+		bash -ec 'for m in . outboxtest faults; do (cd $$m && eval "go test -count=1 -race -timeout 15m $$ARGS ./..."); done'; done
 
 .PHONY: bench
 bench: $(SERVICES) ## Measure against the least that could do the same, on a real Kafka (ARGS="-h" tells more)

@@ -1,0 +1,204 @@
+package outboxtest
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// Drain runs a relay until all that was committed before the call has been sent,
+// and stops it. It decides by the tables, so another relay of the same name may do
+// the work: one that runs in the program under test.
+//
+// The test fails if that takes longer than the deadline of ctx, or 30 s if it has
+// none, and at once if an event is dead; the failure names what is still pending
+// and why, and has the warnings of the relay. While Kafka does not answer, it comes
+// up to SendTimeout later.
+//
+// The configuration is that of the relay, with a PollInterval and a RetryInterval of
+// 50 ms and a Logger for the failure, unless they are given.
+func Drain(ctx context.Context, t T, db *pgxpool.Pool, kafka []kgo.Opt, cfg outbox.RelayConfig) {
+	t.Helper()
+	ctx, cancel := patiently(ctx)
+	defer cancel()
+	if err := drain(ctx, db, kafka, cfg); err != nil {
+		t.Fatalf("outboxtest: %v", err)
+	}
+}
+
+const drainInterval = 50 * time.Millisecond
+
+func drain(ctx context.Context, db *pgxpool.Pool, kafka []kgo.Opt, cfg outbox.RelayConfig) error {
+	cfg.PollInterval = cmp.Or(cfg.PollInterval, drainInterval)
+	cfg.RetryInterval = cmp.Or(cfg.RetryInterval, drainInterval)
+	var warnings logBuffer
+	cfg.Logger = cmp.Or(cfg.Logger, slog.New(slog.NewTextHandler(&warnings, &slog.HandlerOptions{Level: slog.LevelWarn})))
+	relay, err := outbox.NewRelay(db, kafka, cfg)
+	if err != nil {
+		return err
+	}
+	b, err := newBacklog(ctx, db, cfg)
+	if err != nil {
+		return err
+	}
+	if left, err := b.left(ctx, nil); err != nil || len(left) == 0 {
+		return err
+	}
+	waiting, ended := context.WithCancel(ctx)
+	run, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	var failed error
+	var running sync.WaitGroup
+	running.Go(func() {
+		defer ended()
+		failed = relay.Run(run)
+	})
+	left, err := b.await(waiting)
+	stop()
+	running.Wait()
+	switch {
+	case failed != nil: // what the tables say then is a consequence
+		return fmt.Errorf("relay: %w", failed)
+	case err != nil:
+		return err
+	case len(left) > 0:
+		return fmt.Errorf("not sent:\n%s%s", list(left), warnings.tail())
+	}
+	return nil
+}
+
+// backlog is what was committed at some moment, and a relay of this name has to
+// send.
+type backlog struct {
+	db     *pgxpool.Pool
+	schema string
+	relay  string
+	until  string // the snapshot of that moment
+}
+
+func newBacklog(ctx context.Context, db *pgxpool.Pool, cfg outbox.RelayConfig) (backlog, error) {
+	b := backlog{db: db, schema: cmp.Or(cfg.Schema, "public"), relay: cmp.Or(cfg.Name, "default")}
+	if err := db.QueryRow(ctx, "SELECT pg_current_snapshot()::text").Scan(&b.until); err != nil {
+		return b, fmt.Errorf("look at what is committed: %w", err)
+	}
+	return b, nil
+}
+
+// await returns what of the backlog is left when ctx ends or an event is dead:
+// nothing, if all goes well.
+func (b backlog) await(ctx context.Context) ([]pending, error) {
+	one := 1
+	for {
+		first, err := b.left(ctx, &one)
+		switch {
+		case ctx.Err() != nil:
+		case err != nil || len(first) == 0:
+			return nil, err
+		case first[0].status != "dead" && pause(ctx):
+			continue
+		}
+		all, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+		defer cancel()
+		return b.left(all, nil)
+	}
+}
+
+// pending is an event that was committed and not sent.
+type pending struct {
+	id                     int64 // outbox.id
+	eventType, aggregateID string
+	status                 string // in outbox_failed, or "" before the first attempt
+	retries                int
+	problem                string
+}
+
+// String is a line of a failure message.
+func (p pending) String() string {
+	line := fmt.Sprintf("%d %s of %s: ", p.id, p.eventType, p.aggregateID)
+	if p.status == "" {
+		return line + "not attempted"
+	}
+	line += p.status
+	if p.retries > 0 {
+		line += fmt.Sprintf(" after %d retries", p.retries)
+	}
+	if p.problem != "" {
+		line += ", " + cut(p.problem)
+	}
+	return line
+}
+
+// sqlPending reads what was visible in a snapshot and has not been sent: not
+// attempted, as the newest row of outbox_cursor has it, or in outbox_failed. A row
+// of another cluster says nothing until the relay has rebased it. What failed
+// and is no longer in outbox has been there before.
+const sqlPending = `
+WITH at AS MATERIALIZED (
+    SELECT c.* FROM pg_control_system() AS s,
+           (SELECT * FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c
+     WHERE c.system_identifier = s.system_identifier
+), pending AS (
+    SELECT o.id, o.event_type, o.aggregate_id, '' AS status, 0 AS retries, '' AS problem
+      FROM {schema}.outbox AS o
+     WHERE pg_visible_in_snapshot(o.xid, $2::pg_snapshot)
+       AND NOT EXISTS (SELECT FROM at
+                        WHERE pg_visible_in_snapshot(o.xid, at.snapshot)
+                           OR pg_visible_in_snapshot(o.xid, at.window_snapshot) AND o.id <= at.last_processed_id)
+     UNION ALL
+    SELECT f.outbox_id, f.event_type, f.aggregate_id, f.status, f.retry_count, concat_ws(': ', f.error_class, f.last_error)
+      FROM {schema}.outbox_failed AS f
+     WHERE f.relay = $1::text AND f.status <> 'resolved'
+       AND NOT EXISTS (SELECT FROM {schema}.outbox AS o
+                        WHERE o.id = f.outbox_id AND NOT pg_visible_in_snapshot(o.xid, $2::pg_snapshot))
+)
+SELECT * FROM pending ORDER BY status = 'dead' DESC, id LIMIT $3::bigint`
+
+// left returns what is pending, dead events first; a nil limit is none.
+func (b backlog) left(ctx context.Context, limit *int) (left []pending, err error) {
+	rows, err := b.db.Query(ctx, completed(sqlPending, b.schema), b.relay, b.until, limit)
+	if err != nil {
+		return nil, fmt.Errorf("look at what is sent: %w", err)
+	}
+	var p pending
+	_, err = pgx.ForEachRow(rows, []any{&p.id, &p.eventType, &p.aggregateID, &p.status, &p.retries, &p.problem}, func() error {
+		left = append(left, p)
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("look at what is sent: %w", err)
+	}
+	return left, nil
+}
+
+// logBuffer keeps what a relay logs.
+type logBuffer struct {
+	mu    sync.Mutex
+	lines []string
+}
+
+// Write takes a line.
+func (l *logBuffer) Write(line []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.lines = append(l.lines, strings.TrimSpace(string(line)))
+	return len(line), nil
+}
+
+// tail returns the last lines, for a failure message.
+func (l *logBuffer) tail() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.lines) == 0 {
+		return ""
+	}
+	return "the relay warned:\n" + list(l.lines[max(0, len(l.lines)-maxLines):])
+}

@@ -1,0 +1,226 @@
+package outboxtest
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+)
+
+// DB is where recorded events are looked for: a transaction, a pool or a
+// connection. In a [pgx.Tx], only what that transaction itself has recorded counts,
+// so that tests which share a database and roll back do not see each other; in a
+// pool or a connection, all that is committed.
+type DB interface {
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+}
+
+// InSchema looks for the tables of outbox in another schema than public.
+func InSchema(db DB, schema string) DB { return inSchema{db, schema} }
+
+type inSchema struct {
+	DB
+	schema string
+}
+
+// RequireRecorded requires that each event of want was recorded, as often as it is
+// in want. Others may have been recorded as well, and the order does not matter:
+// see [Recorded] for more than that.
+//
+// Events are equal if their payloads are, JSON as jsonb, and others byte for byte
+// or by what the codec of the registry makes of them. OccurredAt counts as well, to
+// the microsecond, unless it is the zero time in want. What was recorded must be
+// readable again.
+func RequireRecorded(ctx context.Context, t T, db DB, events *outbox.Registry, want ...outbox.DomainEvent) {
+	t.Helper()
+	if err := requireRecorded(ctx, newTable(db), events, want); err != nil {
+		t.Fatalf("outboxtest: %v", err)
+	}
+}
+
+// RequireNotRecorded requires that no event of type E was recorded.
+func RequireNotRecorded[E outbox.DomainEvent](ctx context.Context, t T, db DB, events *outbox.Registry) {
+	t.Helper()
+	if err := requireNotRecorded(ctx, newTable(db), events, reflect.TypeFor[E]()); err != nil {
+		t.Fatalf("outboxtest: %v", err)
+	}
+}
+
+// Recorded returns the events of type E that were recorded, in their order, as the
+// codec of the registry decodes them: what does not travel in the payload, such as
+// an unexported field, is missing.
+func Recorded[E outbox.DomainEvent](ctx context.Context, t T, db DB, events *outbox.Registry) []E {
+	t.Helper()
+	decoded, err := recorded[E](ctx, newTable(db), events)
+	if err != nil {
+		t.Fatalf("outboxtest: %v", err)
+	}
+	return decoded
+}
+
+func requireRecorded(ctx context.Context, tab table, events *outbox.Registry, want []outbox.DomainEvent) error {
+	if len(want) == 0 {
+		return errors.New("no events are wanted: name at least one")
+	}
+	wanted, err := tab.encode(ctx, events, want)
+	if err != nil {
+		return err
+	}
+	rows, err := tab.read(ctx, typesOf(wanted))
+	if err != nil {
+		return err
+	}
+	missing, err := match(wanted, rows)
+	if err != nil || len(missing) == 0 {
+		return err
+	}
+	others, err := tab.others(ctx, typesOf(wanted))
+	if err != nil {
+		return err
+	}
+	return fmt.Errorf("not recorded %s:\n%sthese were:\n%s", tab.place(), list(missing), list(append(rows, others...)))
+}
+
+func requireNotRecorded(ctx context.Context, tab table, events *outbox.Registry, goType reflect.Type) error {
+	rows, err := tab.readType(ctx, events, goType)
+	if err != nil || len(rows) == 0 {
+		return err
+	}
+	return fmt.Errorf("recorded %s, and should not be:\n%s", tab.place(), list(rows))
+}
+
+func recorded[E outbox.DomainEvent](ctx context.Context, tab table, events *outbox.Registry) ([]E, error) {
+	rows, err := tab.readType(ctx, events, reflect.TypeFor[E]())
+	if err != nil {
+		return nil, err
+	}
+	decoded := make([]E, len(rows))
+	for i := range rows {
+		event, err := rows[i].decode()
+		if err != nil {
+			return nil, err
+		}
+		decoded[i] = event.(E)
+	}
+	return decoded, nil
+}
+
+// match finds a row for each wanted event and returns those without. Events that
+// ask for a time come first: the others take any.
+func match(wanted, rows []entry) (missing []entry, err error) {
+	rows = slices.Clone(rows)
+	for _, anyTime := range []bool{false, true} {
+		for _, w := range wanted {
+			if w.at.IsZero() != anyTime {
+				continue
+			}
+			i := slices.IndexFunc(rows, w.equals)
+			if i < 0 {
+				missing = append(missing, w)
+				continue
+			}
+			if _, err := rows[i].decode(); err != nil {
+				return nil, err
+			}
+			rows = slices.Delete(rows, i, i+1)
+		}
+	}
+	return missing, nil
+}
+
+// entry is an event in its encoded form: a row of outbox, or a wanted one.
+type entry struct {
+	eventType, contentType string
+	payload                []byte
+	at                     time.Time
+
+	registered *outbox.Registration // nil for types that were not asked for
+}
+
+const jsonType = "application/json" // what is stored as jsonb
+
+// equals reports whether a row holds the wanted event e.
+func (e entry) equals(row entry) bool {
+	if e.eventType != row.eventType || !e.at.IsZero() && !e.at.Equal(row.at) {
+		return false
+	}
+	if e.contentType != row.contentType {
+		return false
+	}
+	if same := bytes.Equal(e.payload, row.payload); same || e.contentType == jsonType {
+		return same
+	}
+	// Not every codec writes the same bytes for the same event.
+	want, werr := e.decode()
+	got, gerr := row.decode()
+	return werr == nil && gerr == nil && reflect.DeepEqual(want, got)
+}
+
+// decode returns the event, of its registered Go type.
+func (e entry) decode() (any, error) {
+	codec := e.registered.Codec
+	if e.contentType != codec.ContentType {
+		return nil, fmt.Errorf("%s was recorded as %s, and the registry's codec is for %s", e.eventType, e.contentType, codec.ContentType)
+	}
+	event := reflect.New(e.registered.GoType)
+	if err := codec.Decode(bytes.Clone(e.payload), event.Interface()); err != nil {
+		return nil, fmt.Errorf("%s was recorded, and the registry's codec cannot decode it: %w", e.eventType, err)
+	}
+	return event.Elem().Interface(), nil
+}
+
+// String is a line of a failure message.
+func (e entry) String() string {
+	var at string
+	if !e.at.IsZero() {
+		at = " at " + e.at.UTC().Format(time.RFC3339Nano)
+	}
+	return e.eventType + at + ": " + cut(e.text())
+}
+
+func (e entry) text() string {
+	if e.contentType == jsonType {
+		return string(e.payload)
+	}
+	if e.registered != nil {
+		if event, err := e.decode(); err == nil {
+			return fmt.Sprintf("%+v", event)
+		}
+	}
+	return fmt.Sprintf("%d bytes of %s: %q", len(e.payload), e.contentType, e.payload)
+}
+
+// What a failure message shows at most.
+const (
+	maxLines = 20
+	maxLine  = 1000 // bytes
+)
+
+func cut(s string) string {
+	if len(s) <= maxLine {
+		return s
+	}
+	return strings.ToValidUTF8(s[:maxLine], "") + fmt.Sprintf("… (%d bytes)", len(s))
+}
+
+// list prints entries as lines.
+func list[E any](entries []E) string {
+	var b strings.Builder
+	for _, e := range entries[:min(len(entries), maxLines)] {
+		fmt.Fprintf(&b, "  %v\n", e)
+	}
+	switch {
+	case len(entries) == 0:
+		b.WriteString("  none\n")
+	case len(entries) > maxLines:
+		fmt.Fprintf(&b, "  and %d more\n", len(entries)-maxLines)
+	}
+	return b.String()
+}

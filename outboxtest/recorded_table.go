@@ -1,0 +1,170 @@
+package outboxtest
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"reflect"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+)
+
+// table is outbox, as far as a test is to look at it.
+type table struct {
+	db     DB
+	schema string
+	own    bool // only what this transaction recorded
+}
+
+func newTable(db DB) table {
+	tab := table{db: db, schema: "public"}
+	if s, ok := db.(inSchema); ok {
+		tab.db, tab.schema = s.DB, s.schema
+	}
+	_, tab.own = tab.db.(pgx.Tx)
+	return tab
+}
+
+// place says in a failure message what was looked at.
+func (tab table) place() string {
+	if tab.own {
+		return "in this transaction"
+	}
+	return "in schema " + tab.schema
+}
+
+func (tab table) query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	return tab.db.Query(ctx, completed(sql, tab.schema), args...)
+}
+
+// completed puts a schema into a statement.
+func completed(sql, schema string) string {
+	return strings.ReplaceAll(sql, "{schema}", pgx.Identifier{schema}.Sanitize())
+}
+
+// sqlRecorded reads the events of some types, or those of all others.
+const sqlRecorded = `
+SELECT event_type, content_type, payload::text, payload_bytes, occurred_at
+  FROM {schema}.outbox
+ WHERE (NOT $1::bool OR xid = pg_current_xact_id_if_assigned())
+   AND (event_type = ANY($2::text[])) = $3::bool
+ ORDER BY id LIMIT $4::bigint`
+
+// read returns the events of these types, in the order in which they were recorded.
+func (tab table) read(ctx context.Context, types map[string]*outbox.Registration) ([]entry, error) {
+	return tab.collect(ctx, types, true, nil)
+}
+
+// others returns events of other types, for a failure message.
+func (tab table) others(ctx context.Context, types map[string]*outbox.Registration) ([]entry, error) {
+	limit := maxLines
+	return tab.collect(ctx, types, false, &limit)
+}
+
+func (tab table) collect(ctx context.Context, types map[string]*outbox.Registration, these bool, limit *int) (entries []entry, err error) {
+	names := make([]string, 0, len(types))
+	for name := range types {
+		names = append(names, name)
+	}
+	rows, err := tab.query(ctx, sqlRecorded, tab.own, names, these, limit)
+	if err != nil {
+		return nil, fmt.Errorf("read outbox: %w", err)
+	}
+	var e entry
+	var json *string
+	_, err = pgx.ForEachRow(rows, []any{&e.eventType, &e.contentType, &json, &e.payload, &e.at}, func() error {
+		if json != nil {
+			e.payload = []byte(*json)
+		}
+		e.registered = types[e.eventType]
+		entries = append(entries, e)
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read outbox: %w", err)
+	}
+	return entries, nil
+}
+
+// readType returns the events of a Go type.
+func (tab table) readType(ctx context.Context, events *outbox.Registry, goType reflect.Type) ([]entry, error) {
+	reg, err := registered(events, goType)
+	if err != nil {
+		return nil, err
+	}
+	return tab.read(ctx, map[string]*outbox.Registration{reg.EventType: reg})
+}
+
+// registered finds a type in the registry.
+func registered(events *outbox.Registry, goType reflect.Type) (*outbox.Registration, error) {
+	for _, reg := range events.Registrations() {
+		if reg.GoType == goType {
+			return &reg, nil
+		}
+	}
+	return nil, fmt.Errorf("event of Go type %v %w", goType, outbox.ErrUnregistered)
+}
+
+func typesOf(entries []entry) map[string]*outbox.Registration {
+	types := map[string]*outbox.Registration{}
+	for _, e := range entries {
+		types[e.eventType] = e.registered
+	}
+	return types
+}
+
+// encode turns wanted events into what their rows would be.
+func (tab table) encode(ctx context.Context, events *outbox.Registry, want []outbox.DomainEvent) ([]entry, error) {
+	entries := make([]entry, len(want))
+	for i, event := range want {
+		v := reflect.Indirect(reflect.ValueOf(event))
+		if !v.IsValid() {
+			return nil, fmt.Errorf("wanted event %d %w", i, outbox.ErrNil)
+		}
+		reg, err := registered(events, v.Type())
+		if err != nil {
+			return nil, err
+		}
+		payload, err := reg.Codec.Encode(v.Interface())
+		if err != nil {
+			return nil, fmt.Errorf("encode wanted event %d, %s: %w", i, reg.EventType, err)
+		}
+		entries[i] = entry{
+			eventType: reg.EventType, contentType: reg.Codec.ContentType, payload: bytes.Clone(payload),
+			at: event.OccurredAt().Truncate(time.Microsecond), registered: reg,
+		}
+	}
+	return entries, tab.throughJSONB(ctx, entries)
+}
+
+// sqlJSONB returns JSON as jsonb prints it.
+const sqlJSONB = `SELECT j::jsonb::text FROM unnest($1::text[]) WITH ORDINALITY AS w (j, n) ORDER BY n`
+
+// throughJSONB makes of JSON payloads what their column makes of them.
+func (tab table) throughJSONB(ctx context.Context, entries []entry) error {
+	var which []int
+	var texts []string
+	for i, e := range entries {
+		if e.contentType == jsonType {
+			which, texts = append(which, i), append(texts, string(e.payload))
+		}
+	}
+	if len(which) == 0 {
+		return nil
+	}
+	rows, err := tab.query(ctx, sqlJSONB, texts)
+	if err != nil {
+		return fmt.Errorf("wanted events as jsonb: %w", err)
+	}
+	printed, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return fmt.Errorf("wanted events as jsonb: %w", err)
+	}
+	for n, i := range which {
+		entries[i].payload = []byte(printed[n])
+	}
+	return nil
+}

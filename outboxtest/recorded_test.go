@@ -1,0 +1,268 @@
+package outboxtest_test
+
+import (
+	"encoding/json"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxtest"
+	"github.com/stretchr/testify/require"
+)
+
+type events = []outbox.DomainEvent
+
+var recordedTests = []struct {
+	name           string
+	recorded, want events
+}{
+	{"the one that there is", events{orderPlaced{ID: "1", Cents: 5, At: noon}}, events{orderPlaced{ID: "1", Cents: 5, At: noon}}},
+	{"pointers", events{&orderPlaced{ID: "1", At: noon}}, events{&orderPlaced{ID: "1", At: noon}}},
+	{"one of several", events{orderPlaced{ID: "1", At: noon}, orderPlaced{ID: "2", At: noon}, productLiked{"1", noon}}, events{orderPlaced{ID: "2", At: noon}}},
+	{"several types in another order", events{productLiked{"1", noon}, orderPlaced{ID: "1", At: noon}}, events{orderPlaced{ID: "1", At: noon}, productLiked{"1", noon}}},
+	{"as often as it was", events{productLiked{"1", noon}, productLiked{"1", noon}}, events{productLiked{"1", noon}, productLiked{"1", noon}}},
+	{"a time beside the payload", events{productLiked{"1", noon}}, events{productLiked{"1", noon}}},
+	{"any time", events{productLiked{"1", noon}}, events{productLiked{Product: "1"}}},
+	{"any time, but another one first", events{productLiked{"1", noon}, productLiked{"1", noon.Add(1e9)}}, events{productLiked{Product: "1"}, productLiked{"1", noon}}},
+	{"a time to the microsecond", events{productLiked{"1", noon.Add(1999)}}, events{productLiked{"1", noon.Add(1001)}}},
+	{"a time of another zone", events{productLiked{"1", noon.In(time.FixedZone("", 3600))}}, events{productLiked{"1", noon}}},
+	{"a time before 1970", events{productLiked{"1", time.Unix(-5, 999)}}, events{productLiked{"1", time.Unix(-5, 999)}}},
+	{"JSON that jsonb writes otherwise", events{orderPlaced{ID: "1", At: noon, Note: json.RawMessage(`{"bb":1e3,"a":"<&>"}`)}},
+		events{orderPlaced{ID: "1", At: noon, Note: json.RawMessage(`{"a":"<&>","bb":1000}`)}}},
+	{"another encoding of the same", events{parcelSent{"1", noon}, parcelSent{"2", noon}}, events{parcelSent{"2", noon}, parcelSent{"1", noon}}},
+}
+
+func TestRequireRecorded(t *testing.T) {
+	h := newHouse(t)
+	for _, tt := range recordedTests {
+		t.Run(tt.name, func(t *testing.T) {
+			tx := h.begin(t)
+			h.record(t, tx, tt.recorded...)
+			outboxtest.RequireRecorded(background, t, h.in(tx), h.events, tt.want...)
+		})
+	}
+}
+
+var notRecordedTests = []struct {
+	name           string
+	recorded, want events
+	says           []string
+}{
+	{"nothing was", nil, events{orderPlaced{ID: "1", Cents: 5, At: noon}}, []string{
+		"not recorded in this transaction:\n" +
+			`  acme.order.placed.v1 at 2026-02-03T12:00:00Z: {"at": "2026-02-03T12:00:00Z", "id": "1", "cents": 5}` + "\n" +
+			"these were:\n  none\n"}},
+	{"another payload", events{orderPlaced{ID: "1", Cents: 6, At: noon}}, events{orderPlaced{ID: "1", Cents: 5, At: noon}}, []string{
+		`"cents": 5}` + "\nthese were:\n" + `  acme.order.placed.v1 at 2026-02-03T12:00:00Z: {"at": "2026-02-03T12:00:00Z", "id": "1", "cents": 6}`}},
+	{"another type", events{productLiked{"1", noon}}, events{orderPlaced{ID: "1", At: noon}}, []string{
+		"these were:\n" + `  acme.product.liked.v1 at 2026-02-03T12:00:00Z: {"product": "1"}`}},
+	{"another time", events{productLiked{"1", noon.Add(time.Microsecond)}}, events{productLiked{"1", noon}}, []string{
+		"not recorded in this transaction:\n" + `  acme.product.liked.v1 at 2026-02-03T12:00:00Z: {`,
+		"these were:\n" + `  acme.product.liked.v1 at 2026-02-03T12:00:00.000001Z: {`}},
+	{"one of two", events{productLiked{"1", noon}, productLiked{"3", noon}}, events{productLiked{"1", noon}, productLiked{"2", noon}}, []string{
+		"not recorded in this transaction:\n" + `  acme.product.liked.v1 at 2026-02-03T12:00:00Z: {"product": "2"}` + "\nthese were:\n",
+		`"1"`, `"3"`}},
+	{"once, wanted twice", events{productLiked{"1", noon}}, events{productLiked{"1", noon}, productLiked{Product: "1"}}, []string{
+		"not recorded in this transaction:\n" + `  acme.product.liked.v1: {"product": "1"}`}},
+	{"other bytes", events{parcelSent{"1", noon}}, events{parcelSent{"2", noon}}, []string{
+		"acme.parcel.sent.v1 at 2026-02-03T12:00:00Z: {Number:2 at:", "these were:", "{Number:1 at:"}},
+	{"bytes of another type", events{parcelSent{"1", noon}}, events{productLiked{"2", noon}}, []string{"37 bytes of application/x-parcel: "}},
+	{"an unregistered event", nil, events{strayEvent{}}, []string{"outboxtest_test.strayEvent is not registered"}},
+	{"a nil event", nil, events{productLiked{"1", noon}, nil}, []string{"wanted event 1 is nil"}},
+	{"a nil pointer", nil, events{(*orderPlaced)(nil)}, []string{"wanted event 0 is nil"}},
+	{"an event that cannot be encoded", nil, events{orderPlaced{ID: "1", Note: func() {}}}, []string{"encode wanted event 0, acme.order.placed.v1: ", "unsupported type"}},
+	{"JSON that PostgreSQL refuses", nil, events{orderPlaced{ID: "a\x00"}}, []string{"wanted events as jsonb: "}},
+	{"nothing wanted", nil, nil, []string{"name at least one"}},
+}
+
+func TestRequireRecordedFails(t *testing.T) {
+	h := newHouse(t)
+	for _, tt := range notRecordedTests {
+		t.Run(tt.name, func(t *testing.T) {
+			tx := h.begin(t)
+			h.record(t, tx, tt.recorded...)
+			says := failure(t, func(f *fakeT) { outboxtest.RequireRecorded(background, f, h.in(tx), h.events, tt.want...) })
+			for _, want := range tt.says {
+				require.Contains(t, says, want)
+			}
+		})
+	}
+}
+
+// Tests that share a database and roll back do not see each other; whoever looks
+// through the pool sees what is committed.
+func TestRecordedWhere(t *testing.T) {
+	h := newHouse(t)
+	h.commit(t, productLiked{"committed", noon})
+	tx := h.begin(t)
+	require.Empty(t, outboxtest.Recorded[productLiked](background, t, h.in(tx), h.events), "it has recorded nothing")
+	h.record(t, tx, productLiked{"open", noon})
+	savepoint, err := tx.Begin(background)
+	require.NoError(t, err)
+	h.record(t, savepoint, productLiked{"nested", noon})
+	require.NoError(t, savepoint.Commit(background))
+	gone, err := tx.Begin(background)
+	require.NoError(t, err)
+	h.record(t, gone, productLiked{"gone", noon})
+	require.NoError(t, gone.Rollback(background))
+
+	conn, err := h.db.Acquire(background)
+	require.NoError(t, err)
+	defer conn.Release()
+	for _, tt := range []struct {
+		name string
+		db   outboxtest.DB
+		want []string
+	}{
+		{"transaction", tx, []string{"open", "nested"}},
+		{"pool", h.db, []string{"committed"}},
+		{"connection", conn, []string{"committed"}},
+	} {
+		var got []string
+		for _, e := range outboxtest.Recorded[productLiked](background, t, h.in(tt.db), h.events) {
+			got = append(got, e.Product)
+		}
+		require.Equal(t, tt.want, got, tt.name)
+	}
+	says := failure(t, func(f *fakeT) {
+		outboxtest.RequireRecorded(background, f, h.in(h.db), h.events, productLiked{"open", noon})
+	})
+	require.Contains(t, says, "not recorded in schema "+h.schema)
+}
+
+// Without InSchema, and for pools of every mode of the protocol.
+func TestRecordedInPublic(t *testing.T) {
+	other := testenv.OtherDatabase(t)
+	h := houseIn(t, other, "public")
+	h.commit(t, orderPlaced{ID: "1", At: noon}, parcelSent{"1", noon})
+	for _, mode := range []pgx.QueryExecMode{
+		pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec, pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
+	} {
+		db := testenv.Pool(t, func(cfg *pgxpool.Config) {
+			cfg.ConnConfig.Database, cfg.ConnConfig.DefaultQueryExecMode = other.Config().ConnConfig.Database, mode
+		})
+		outboxtest.RequireRecorded(background, t, db, h.events, orderPlaced{ID: "1", At: noon}, parcelSent{"1", noon})
+		outboxtest.RequireNotRecorded[productLiked](background, t, db, h.events)
+		db.Close()
+	}
+}
+
+func TestRequireNotRecorded(t *testing.T) {
+	h := newHouse(t)
+	tx := h.begin(t)
+	h.record(t, tx, orderPlaced{ID: "1", At: noon})
+	outboxtest.RequireNotRecorded[productLiked](background, t, h.in(tx), h.events)
+	says := failure(t, func(f *fakeT) { outboxtest.RequireNotRecorded[orderPlaced](background, f, h.in(tx), h.events) })
+	require.Contains(t, says, "recorded in this transaction, and should not be:\n"+`  acme.order.placed.v1 at 2026-02-03T12:00:00Z: {"at"`)
+	says = failure(t, func(f *fakeT) { outboxtest.RequireNotRecorded[strayEvent](background, f, h.in(tx), h.events) })
+	require.Contains(t, says, "strayEvent is not registered")
+}
+
+// Events come back in their order, with what travels in the payload.
+func TestRecorded(t *testing.T) {
+	h := newHouse(t)
+	tx := h.begin(t)
+	h.record(t, tx, orderPlaced{ID: "2", At: noon}, productLiked{"1", noon}, &orderPlaced{ID: "1", Cents: 5, At: noon}, parcelSent{"1", noon})
+	require.Equal(t, []orderPlaced{{ID: "2", At: noon}, {ID: "1", Cents: 5, At: noon}}, outboxtest.Recorded[orderPlaced](background, t, h.in(tx), h.events))
+	require.Equal(t, []productLiked{{Product: "1"}}, outboxtest.Recorded[productLiked](background, t, h.in(tx), h.events))
+	require.Equal(t, []parcelSent{{Number: "1"}}, outboxtest.Recorded[parcelSent](background, t, h.in(tx), h.events))
+	says := failure(t, func(f *fakeT) { outboxtest.Recorded[strayEvent](background, f, h.in(tx), h.events) })
+	require.Contains(t, says, "strayEvent is not registered")
+}
+
+// What nobody could read again was not recorded well.
+func TestRecordedUnreadable(t *testing.T) {
+	h := newHouse(t)
+	for _, tt := range []struct{ name, change, says string }{
+		{"the codec fails", `payload_bytes = 'short'`, "the registry's codec cannot decode it: no salt"},
+		{"of another content type", `content_type = 'application/x-old'`, "recorded as application/x-old, and the registry's codec is for application/x-parcel"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			tx := h.begin(t)
+			h.record(t, tx, parcelSent{"1", noon})
+			_, err := tx.Exec(background, `UPDATE `+pgx.Identifier{h.schema, "outbox"}.Sanitize()+` SET `+tt.change)
+			require.NoError(t, err)
+			says := failure(t, func(f *fakeT) { outboxtest.Recorded[parcelSent](background, f, h.in(tx), h.events) })
+			require.Contains(t, says, tt.says)
+			says = failure(t, func(f *fakeT) {
+				outboxtest.RequireRecorded(background, f, h.in(tx), h.events, parcelSent{"1", noon})
+			})
+			require.Contains(t, says, "not recorded")
+		})
+	}
+}
+
+// oneWay writes what it cannot read.
+type oneWay struct{ productLiked }
+
+func TestRecordedIsReadAgain(t *testing.T) {
+	h := newHouse(t)
+	codec := outbox.JSON()
+	codec.Decode = func([]byte, any) error { return errors.New("one way") }
+	h.register(t, outbox.Event("acme.one.way.v1", "Way", oneWay.product).Codec(codec))
+	tx := h.begin(t)
+	event := oneWay{productLiked{"1", noon}}
+	h.record(t, tx, event)
+	says := failure(t, func(f *fakeT) { outboxtest.RequireRecorded(background, f, h.in(tx), h.events, event) })
+	require.Contains(t, says, "acme.one.way.v1 was recorded, and the registry's codec cannot decode it: one way")
+}
+
+// secretive writes more than it reads: its codec decodes different payloads into
+// equal events.
+type secretive struct {
+	productLiked
+	secret string
+}
+
+func (e secretive) MarshalJSON() ([]byte, error) {
+	return json.Marshal(map[string]string{"secret": e.secret})
+}
+func (e *secretive) UnmarshalJSON([]byte) error { return nil }
+
+func TestRequireRecordedComparesPayloads(t *testing.T) {
+	h := newHouse(t)
+	h.register(t, outbox.Event("acme.secret.kept.v1", "Secret", secretive.product))
+	tx := h.begin(t)
+	h.record(t, tx, secretive{productLiked{"1", noon}, "a"})
+	outboxtest.RequireRecorded(background, t, h.in(tx), h.events, secretive{productLiked{"1", noon}, "a"})
+	says := failure(t, func(f *fakeT) {
+		outboxtest.RequireRecorded(background, f, h.in(tx), h.events, secretive{productLiked{"1", noon}, "b"})
+	})
+	require.Contains(t, says, `{"secret": "b"}`)
+}
+
+func TestRecordedWithoutTables(t *testing.T) {
+	h := newHouse(t)
+	says := failure(t, func(f *fakeT) {
+		outboxtest.RequireNotRecorded[orderPlaced](background, f, outboxtest.InSchema(h.db, "nowhere"), h.events)
+	})
+	require.Contains(t, says, "read outbox: ")
+	require.Contains(t, says, "nowhere.outbox")
+}
+
+// A failure message remains readable.
+func TestFailureIsCut(t *testing.T) {
+	h := newHouse(t)
+	tx := h.begin(t)
+	for range 25 {
+		h.record(t, tx, productLiked{strings.Repeat("é", 250), noon}, orderPlaced{ID: "1", At: noon, Note: strings.Repeat("é", 5000)})
+	}
+	says := failure(t, func(f *fakeT) { outboxtest.RequireNotRecorded[orderPlaced](background, f, h.in(tx), h.events) })
+	require.Contains(t, says, "and 5 more")
+	require.Contains(t, says, "é… (10")
+	require.Less(t, len(says), 23_000)
+}
+
+// A Fatalf that returns must not lead to a panic.
+func TestFatalfThatReturns(t *testing.T) {
+	h := newHouse(t)
+	f := &fakeT{returns: true}
+	require.Empty(t, outboxtest.Recorded[strayEvent](background, f, h.in(h.db), h.events))
+	require.NotEmpty(t, f.failure)
+	require.Empty(t, outboxtest.NewRecord(background, f, h.events, strayEvent{}))
+}

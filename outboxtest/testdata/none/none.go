@@ -1,0 +1,5 @@
+// Package none has no event types.
+package none
+
+// T is nothing.
+type T struct{}
