@@ -16,6 +16,19 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
+// The README's tests are those of the example, letter by letter.
+func TestReadmeTests(t *testing.T) {
+	readme, err := os.ReadFile("README.md")
+	require.NoError(t, err)
+	shop, err := os.ReadFile("examples/shop/shop_test.go")
+	require.NoError(t, err)
+	blocks := regexp.MustCompile("(?s)```go\n(.*?)```").FindAllSubmatch(readme, -1)[1:] // behind the program
+	require.NotEmpty(t, blocks)
+	for _, block := range blocks {
+		require.Contains(t, string(shop), string(block[1]))
+	}
+}
+
 // The README's program is the quickstart, letter by letter, and works when it is
 // copied into an empty module that requires this one.
 func TestReadmeProgram(t *testing.T) {

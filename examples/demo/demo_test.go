@@ -14,6 +14,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxtest"
 	"github.com/stretchr/testify/require"
 )
 
@@ -145,6 +146,12 @@ func TestDemoInterrupted(t *testing.T) {
 	require.Zero(t, p.wait(t))
 	p.requireRow(t, "missing", `0$`)
 	requireNoSchema(t, p.schema)
+}
+
+func TestAllEventsAreRegistered(t *testing.T) {
+	events, err := registry()
+	require.NoError(t, err)
+	outboxtest.RequireAllRegistered(t, events, "./...")
 }
 
 var usageTests = []struct {
