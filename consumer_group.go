@@ -42,7 +42,8 @@ func consumerOpts(host []kgo.Opt, cfg ConsumerConfig, topics []string) ([]kgo.Op
 		kgo.ConsumerGroup(cfg.Group),
 		kgo.ConsumeTopics(topics...),
 		kgo.ConsumeStartOffset(start),
-		kgo.ConsumeResetOffset(start),
+		// Where a group stood is gone: that is no reason to skip what there is.
+		kgo.ConsumeResetOffset(kgo.RewindOffset(time.Minute)),
 		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
 		kgo.SessionTimeout(cfg.SessionTimeout),
 		kgo.HeartbeatInterval(cfg.HeartbeatInterval),

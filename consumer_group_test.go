@@ -360,3 +360,26 @@ func TestExpelledMember(t *testing.T) {
 	}, patience, time.Millisecond)
 	require.EqualValues(t, 100, at())
 }
+
+// A group that was away for longer than its topic keeps events goes on with the
+// first one that is left, also if it did not begin at the start.
+func TestConsumerBehindRetention(t *testing.T) {
+	s := newTill(t, 1)
+	cfg := outbox.ConsumerConfig{Group: "behind-" + s.topic}
+	stop := consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
+	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 0 }, patience, 10*time.Millisecond)
+	stop()
+	s.sendTo(t, 1, 10)
+	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	request := kmsg.NewPtrDeleteRecordsRequest()
+	request.Topics = []kmsg.DeleteRecordsRequestTopic{{Topic: s.topic, Partitions: []kmsg.DeleteRecordsRequestTopicPartition{{Offset: 4}}}}
+	response, err := request.RequestWith(background, client)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(response.Topics[0].Partitions[0].ErrorCode))
+	consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
+	s.sendTo(t, 1, 1)
+	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 11 }, patience, 10*time.Millisecond)
+	require.Equal(t, 7, s.counts(t)["p-0"])
+}
