@@ -28,6 +28,10 @@ type turn struct {
 	settle bool          // whether all is to be handled before the next begins
 }
 
+// busy is how many turns of the long form pass before anybody waits for the events
+// that were there from the start.
+const busy = 10
+
 // groupPlan returns the turns that a seed stands for: one of each kind if there are
 // to be no kills, else rounds that have everything, until there are enough.
 func groupPlan(seed uint64, kills int) (turns []turn) {
@@ -49,7 +53,9 @@ func groupPlan(seed uint64, kills int) (turns []turn) {
 			turns = append(turns, p)
 		}
 	}
-	turns[len(turns)-1].settle = true
+	for i := range busy {
+		turns[i].settle = false
+	}
 	return turns
 }
 

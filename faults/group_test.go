@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"flag"
 	"fmt"
+	"os"
 	"path/filepath"
 	"testing"
 	"time"
@@ -164,7 +165,8 @@ func newGroup(t *testing.T, seed uint64) *group {
 	return g
 }
 
-// replace starts members for those that are gone.
+// replace starts members for those that are gone, and waits until they have begun
+// their diaries: until then they would not end cleanly.
 func (g *group) replace(t *testing.T) {
 	t.Helper()
 	for len(g.workers) < members {
@@ -172,6 +174,8 @@ func (g *group) replace(t *testing.T) {
 		spec := g.spec
 		spec.Diary = filepath.Join(g.diaries, fmt.Sprintf("member-%d", g.started))
 		g.launch(t, memberVar, spec)
+		begun := func() bool { _, err := os.Stat(spec.Diary); return err == nil }
+		require.True(t, g.await(t, patience, begun), "a member does not come up")
 	}
 }
 
