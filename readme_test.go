@@ -16,16 +16,22 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// The README's tests are those of the example, letter by letter.
-func TestReadmeTests(t *testing.T) {
+// What the README shows behind its program is compiled, line by line: the tests are
+// those of the shop.
+func TestReadmeBlocks(t *testing.T) {
 	readme, err := os.ReadFile("README.md")
 	require.NoError(t, err)
-	shop, err := os.ReadFile("examples/shop/shop_test.go")
-	require.NoError(t, err)
+	indent := regexp.MustCompile(`(?m)^\t+`)
+	var compiled string
+	for _, name := range []string{"example_test.go", "examples/shop/shop_test.go"} {
+		source, err := os.ReadFile(name)
+		require.NoError(t, err)
+		compiled += indent.ReplaceAllString(string(source), "")
+	}
 	blocks := regexp.MustCompile("(?s)```go\n(.*?)```").FindAllSubmatch(readme, -1)[1:] // behind the program
 	require.NotEmpty(t, blocks)
 	for _, block := range blocks {
-		require.Contains(t, string(shop), string(block[1]))
+		require.Contains(t, compiled, indent.ReplaceAllString(string(block[1]), ""))
 	}
 }
 

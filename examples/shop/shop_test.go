@@ -38,6 +38,16 @@ func TestOrderArrives(t *testing.T) {
 	require.Equal(t, "order-1", string(records[0].Key))
 }
 
+func TestSaleIsCountedOnce(t *testing.T) {
+	db, _, events := open(t)
+	sales, err := Sales(db, nil, events)
+	require.NoError(t, err)
+	require.NoError(t, outboxtest.DeliverTwice(t.Context(), t, sales, events, OrderPlaced{"order-1", 42_00, noon}))
+	var cents int64
+	require.NoError(t, db.QueryRow(t.Context(), `SELECT cents FROM sales WHERE day = $1`, noon).Scan(&cents))
+	require.EqualValues(t, 42_00, cents)
+}
+
 func TestAllEventsAreRegistered(t *testing.T) {
 	_, _, events := open(t)
 	outboxtest.RequireAllRegistered(t, events, "./...")
