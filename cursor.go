@@ -92,7 +92,7 @@ SELECT $1::text, 0, '1:1:', 0, s.system_identifier, l.epoch
        pg_control_system() AS s
  WHERE NOT EXISTS (SELECT FROM {schema}.outbox_cursor WHERE relay = $1::text)`
 
-// sqlSettings precedes a statement in the same round trip and so in the same
+// sqlPlans precedes a statement in the same round trip and so in the same
 // transaction.
 //
 // The planner is not to choose: what it would plan on the first day, over an
@@ -100,20 +100,25 @@ SELECT $1::text, 0, '1:1:', 0, s.system_identifier, l.epoch
 // it does so until somebody analyses the table. With these settings the only
 // plans left are those that the comments at the statements speak of, planned
 // once for each connection.
-//
-// The rows of outbox_cursor need no fsync of their own: if PostgreSQL crashes and
-// forgets them, the events since then are sent again, which at least once allows.
-const sqlSettings = `
+const sqlPlans = `
 SELECT set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
-       set_config('enable_bitmapscan', 'off', true), set_config('jit', 'off', true),
-       set_config('synchronous_commit', 'off', true)`
+       set_config('enable_bitmapscan', 'off', true), set_config('jit', 'off', true)`
 
-// query runs a statement under sqlSettings and hands its rows to read.
-func (c *cursors) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
+// sqlSettings is sqlPlans for statements that may write rows of outbox_cursor.
+// Those need no fsync of their own: if PostgreSQL crashes and forgets them, the
+// events since then are sent again, which at least once allows.
+const sqlSettings = sqlPlans + `, set_config('synchronous_commit', 'off', true)`
+
+// query runs a statement under settings and hands its rows to read.
+func query(ctx context.Context, db *pgxpool.Pool, settings string, read func(pgx.Rows) error, sql string, args ...any) error {
 	var batch pgx.Batch
-	batch.Queue(sqlSettings)
+	batch.Queue(settings)
 	batch.Queue(sql, args...).Query(read)
-	return c.db.SendBatch(ctx, &batch).Close()
+	return db.SendBatch(ctx, &batch).Close()
+}
+
+func (c *cursors) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
+	return query(ctx, c.db, sqlSettings, read, sql, args...)
 }
 
 // load returns the newest position, or errForeign: then [cursors.rebase] it. A

@@ -138,19 +138,22 @@ func (f *failedStore) keys(ctx context.Context) (map[string]int, error) {
 }
 
 // sqlFailedPromote makes heads of the first parked rows of keys that have none:
-// their head was sent, has died and lets go, or an operator has resolved it.
+// their head was sent, has died and lets go, or an operator has resolved it. It
+// reads the rows once: a search for each key's head took minutes where the planner
+// had it walk all rows for each.
 const sqlFailedPromote = `
+WITH headless AS MATERIALIZED (
+    SELECT min(outbox_id) FILTER (WHERE status = 'parked') AS first
+      FROM {schema}.outbox_failed
+     WHERE relay = $1::text AND status IN ('waiting', 'failed', 'parked', 'dead')
+     GROUP BY parking_key
+    HAVING NOT bool_or(status IN ('waiting', 'failed') OR status = 'dead' AND $4::bool)
+)
 UPDATE {schema}.outbox_failed AS f
    SET status = 'waiting', next_retry_at = now()
-  FROM (SELECT DISTINCT ON (parking_key) id, parking_key FROM {schema}.outbox_failed
-         WHERE relay = $1::text AND status = 'parked'
-         ORDER BY parking_key, outbox_id) AS first
- WHERE f.id = first.id
-   AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)
-   AND NOT EXISTS (SELECT FROM {schema}.outbox_failed AS head
-                    WHERE head.relay = $1::text AND head.parking_key = first.parking_key
-                      AND head.status IN ('waiting', 'failed', 'parked', 'dead')
-                      AND (head.status IN ('waiting', 'failed') OR head.status = 'dead' AND $4::bool))`
+  FROM headless
+ WHERE f.relay = $1::text AND f.outbox_id = headless.first
+   AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)`
 
 // promote gives a head to every key that has rows and none.
 func (f *failedStore) promote(ctx context.Context, l *lease) error {
@@ -204,29 +207,33 @@ func (f *failedStore) behind(ctx context.Context, key string, limit int) ([]fail
 	return events, nil
 }
 
+// read returns the events that a statement finds.
 func (f *failedStore) read(ctx context.Context, sql string, args ...any) (events []failedEvent, err error) {
-	rows, err := f.db.Query(ctx, sql, args...)
-	if err != nil {
-		return nil, err
-	}
-	defer rows.Close()
 	const head = 3
-	var r eventReader
-	for rows.Next() {
-		r.describe(rows, head)
-		var e failedEvent
-		raw := rows.RawValues()
-		for i, dst := range []any{&e.row, &e.key, &e.retries} {
-			if err := scanValue(r.types, rows.FieldDescriptions()[i], raw[i], dst); err != nil {
-				return nil, err
+	err = f.query(ctx, func(rows pgx.Rows) error {
+		var r eventReader
+		for rows.Next() {
+			r.describe(rows, head)
+			var e failedEvent
+			raw := rows.RawValues()
+			for i, dst := range []any{&e.row, &e.key, &e.retries} {
+				if err := scanValue(r.types, rows.FieldDescriptions()[i], raw[i], dst); err != nil {
+					return err
+				}
 			}
+			if e.envelope, err = r.event(raw[head:]); err != nil {
+				return err
+			}
+			events = append(events, e)
 		}
-		if e.envelope, err = r.event(raw[head:]); err != nil {
-			return nil, err
-		}
-		events = append(events, e)
-	}
-	return events, rows.Err()
+		return rows.Err()
+	}, sql, args...)
+	return events, err
+}
+
+// query runs a statement that looks up rows by an index.
+func (f *failedStore) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
+	return query(ctx, f.db, sqlPlans, read, sql, args...)
 }
 
 // verdict is what became of a retry.
@@ -240,7 +247,9 @@ type verdict struct {
 }
 
 // sqlFailedSettle writes down what became of retries, and gives the keys of
-// those that were sent, or died and let go, a new head.
+// those that were sent, or died and let go, a new head. Rows are looked up by
+// arrays of ids, and heads key by key: where the planner knows nothing of the
+// table, or knew it empty, it walks all of it for a join.
 const sqlFailedSettle = `
 WITH lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
@@ -248,26 +257,28 @@ WITH lease AS MATERIALIZED (
     SELECT v.* FROM lease, unnest($4::bigint[], $5::text[], $6::text[], $7::text[], $8::int[], $9::interval[])
                         AS v (id, status, class, error, count, wait)
 ), gone AS (
-    DELETE FROM {schema}.outbox_failed AS f USING v WHERE f.id = v.id AND v.status = 'resolved' AND NOT $11::bool RETURNING f.parking_key
+    DELETE FROM {schema}.outbox_failed AS f
+     WHERE f.id = ANY (ARRAY(SELECT id FROM v WHERE status = 'resolved' AND NOT $11::bool))
+ RETURNING f.parking_key
 ), kept AS (
     UPDATE {schema}.outbox_failed AS f
        SET status = v.status, retry_count = f.retry_count + v.count, next_retry_at = now() + v.wait,
            last_error = coalesce(v.error, f.last_error), error_class = coalesce(v.class, f.error_class),
            resolved_at = CASE v.status WHEN 'resolved' THEN now() END,
            resolution = CASE v.status WHEN 'resolved' THEN 'sent' END
-      FROM v WHERE f.id = v.id AND (v.status <> 'resolved' OR $11::bool)
+      FROM v WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE status <> 'resolved' OR $11::bool))
  RETURNING f.parking_key, f.status
 ), heirs AS (
-    SELECT DISTINCT ON (f.parking_key) f.id
-      FROM {schema}.outbox_failed AS f
-     WHERE f.relay = $1::text AND f.status = 'parked'
-       AND f.id NOT IN (SELECT id FROM v)
-       AND f.parking_key IN (SELECT parking_key FROM gone UNION SELECT parking_key FROM kept
-                              WHERE status = 'resolved' OR status = 'dead' AND NOT $10::bool)
-       AND f.parking_key NOT IN (SELECT parking_key FROM kept WHERE status IN ('waiting', 'failed') OR status = 'dead' AND $10::bool)
-     ORDER BY f.parking_key, f.outbox_id
+    SELECT heir.id
+      FROM (SELECT parking_key FROM gone
+             UNION SELECT parking_key FROM kept WHERE status = 'resolved' OR status = 'dead' AND NOT $10::bool
+            EXCEPT SELECT parking_key FROM kept WHERE status IN ('waiting', 'failed') OR status = 'dead' AND $10::bool) AS free
+     CROSS JOIN LATERAL (
+           SELECT f.id FROM {schema}.outbox_failed AS f
+            WHERE f.relay = $1::text AND f.parking_key = free.parking_key AND f.status = 'parked' AND f.id NOT IN (SELECT id FROM v)
+            ORDER BY f.outbox_id LIMIT 1) AS heir
 ), crowned AS (
-    UPDATE {schema}.outbox_failed AS f SET status = 'waiting', next_retry_at = now() FROM heirs WHERE f.id = heirs.id
+    UPDATE {schema}.outbox_failed AS f SET status = 'waiting', next_retry_at = now() WHERE f.id = ANY (ARRAY(SELECT id FROM heirs))
 )
 SELECT count(*) FROM lease`
 
@@ -282,8 +293,10 @@ func (f *failedStore) settle(ctx context.Context, l *lease, verdicts []verdict, 
 		classes[i], errs[i] = causeOf(v.class, v.err)
 	}
 	var proven int
-	err := f.db.QueryRow(ctx, f.sqlSettle, f.relay, l.holder, l.epoch,
-		rows, statuses, classes, errs, counts, waits, f.hold, keep).Scan(&proven)
+	err := f.query(ctx, func(rows pgx.Rows) (err error) {
+		proven, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int])
+		return err
+	}, f.sqlSettle, f.relay, l.holder, l.epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep)
 	if err != nil {
 		return fmt.Errorf("settle retries: %w", err)
 	}

@@ -114,7 +114,7 @@ CREATE TABLE outbox_failed (
     CONSTRAINT uk_outbox_failed UNIQUE (relay, outbox_id)
 );
 
-CREATE INDEX idx_outbox_failed_retry ON outbox_failed (next_retry_at) WHERE status IN ('waiting', 'failed');
+CREATE INDEX idx_outbox_failed_retry ON outbox_failed (relay, next_retry_at, outbox_id) WHERE status IN ('waiting', 'failed');
 CREATE INDEX idx_outbox_failed_parking ON outbox_failed (relay, parking_key, outbox_id)
  WHERE status IN ('waiting', 'failed', 'parked', 'dead');
 
