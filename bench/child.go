@@ -32,6 +32,11 @@ type job struct {
 	Outage   time.Duration
 	Profile  string
 
+	// Of consumers alone.
+	Group, EventType string
+	MaxPoll          int
+	InBatch          bool
+
 	orders <-chan order // that come while the job is done
 }
 
@@ -43,6 +48,7 @@ var works = map[string]func(context.Context, job) (used, error){
 	"pipe":    pipe,
 	"relay":   relayAll,
 	"outage":  relayThroughOutage,
+	"count":   countAll,
 }
 
 // childMain reads a job from its standard input and writes what it cost to its
@@ -97,8 +103,13 @@ func (b *bench) runChild(ctx context.Context, j job, s *stock) (u used, err erro
 
 // prepare completes a job on the events of a stock.
 func (b *bench) prepare(j job, s *stock) job {
-	j.Postgres, j.Brokers, j.Topic = b.cfg.postgres, b.cfg.brokers, b.topic
-	j.Schema, j.Events = s.schema, s.events
+	j.Topic, j.Schema, j.Events = b.topic, s.schema, s.events
+	return b.connect(j)
+}
+
+// connect tells a job where the services are, and where its profile goes.
+func (b *bench) connect(j job) job {
+	j.Postgres, j.Brokers = b.cfg.postgres, b.cfg.brokers
 	if b.cfg.profile != "" {
 		b.children++
 		j.Profile = filepath.Join(b.cfg.profile, fmt.Sprintf("%02d-%s", b.children, j.Work))

@@ -122,7 +122,7 @@ func (t *track) withoutRelay(ctx context.Context, rate int, measured time.Durati
 	l := t.newLap(rate, measured)
 	err := t.run(ctx, l, func(ctx context.Context, n int, committed func()) error {
 		e := newEvent(n)
-		record, err := t.recordOf(e)
+		record, err := t.recordOf(e, t.topic)
 		if err != nil {
 			return err
 		}
@@ -146,7 +146,7 @@ func (t *track) transact(ctx context.Context, batch *pgx.Batch) error {
 }
 
 // recordOf returns the record that a relay would make of an event.
-func (t *track) recordOf(e orderPlaced) (*kgo.Record, error) {
+func (s *services) recordOf(e orderPlaced, topic string) (*kgo.Record, error) {
 	id, err := uuid.NewV7()
 	if err != nil {
 		return nil, err
@@ -156,11 +156,11 @@ func (t *track) recordOf(e orderPlaced) (*kgo.Record, error) {
 		return nil, err
 	}
 	r := row{
-		occurredAt: e.At, eventID: []byte(id.String()), eventType: []byte(t.eventType()), source: []byte(source),
+		occurredAt: e.At, eventID: []byte(id.String()), eventType: []byte(s.eventType()), source: []byte(source),
 		aggregateType: []byte(aggregate), aggregateID: []byte(e.Order), payload: payload, contentType: []byte("application/json"),
 	}
 	var headers []kgo.RecordHeader
-	record := r.record(t.topic, &headers)
+	record := r.record(topic, &headers)
 	return &record, nil
 }
 

@@ -50,6 +50,10 @@ func (r result) valueAtMost(limit float64) result {
 	return r.target(fmt.Sprintf("value ≤ %g", limit), r.Value <= limit)
 }
 
+func (r result) valueAtLeast(limit float64) result {
+	return r.target(fmt.Sprintf("value ≥ %g", limit), r.Value >= limit)
+}
+
 func (r result) target(what string, met bool) result {
 	r.Target, r.Met = what, &met
 	return r

@@ -28,6 +28,7 @@ func init() {
 		{"backlog", "a large backlog against a small one: time and CPU of an event", true, (*bench).backlog},
 		{"poll", "a poll that finds nothing, over published rows and over none", true, (*bench).poll},
 		{"record", "Record and Queue in a transaction, against the transaction without, and COPY", false, (*bench).record},
+		{"consumer", "a consumer's transaction for many events, against one for each", true, (*bench).consumer},
 	}
 }
 

@@ -27,6 +27,7 @@ type services struct {
 	id      string // of this run, in the names of all that it makes
 	topic   string
 	schemas []string
+	topics  []string
 }
 
 // topicConfig frees the disk of deleted records soon.
@@ -44,13 +45,20 @@ func connect(ctx context.Context, cfg config) (*services, error) {
 		return nil, fmt.Errorf("make Kafka client: %w", err)
 	}
 	s := &services{db: db, admin: kadm.NewClient(client), id: uuid.NewString()[:8]}
-	topic := "bench-" + s.id + "-events"
-	_, err = s.admin.CreateTopic(ctx, int32(cfg.partitions), 1, topicConfig, topic)
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("create topic: %w", err), s.close())
+	if s.topic, err = s.newTopic(ctx, "events", cfg.partitions); err != nil {
+		return nil, errors.Join(err, s.close())
 	}
-	s.topic = topic
 	return s, nil
+}
+
+// newTopic makes a topic that goes with the run.
+func (s *services) newTopic(ctx context.Context, name string, partitions int) (topic string, err error) {
+	topic = "bench-" + s.id + "-" + name
+	if _, err := s.admin.CreateTopic(ctx, int32(partitions), 1, topicConfig, topic); err != nil {
+		return "", fmt.Errorf("create topic: %w", err)
+	}
+	s.topics = append(s.topics, topic)
+	return topic, nil
 }
 
 func newPool(ctx context.Context, url string, conns int) (*pgxpool.Pool, error) {
@@ -79,9 +87,9 @@ func (s *services) close() error {
 		errs = append(errs, s.dropSchema(ctx, schema))
 	}
 	s.db.Close()
-	if s.topic != "" {
-		if _, err := s.admin.DeleteTopic(ctx, s.topic); err != nil {
-			errs = append(errs, fmt.Errorf("delete topic %s: %w", s.topic, err))
+	for _, topic := range s.topics {
+		if _, err := s.admin.DeleteTopic(ctx, topic); err != nil {
+			errs = append(errs, fmt.Errorf("delete topic %s: %w", topic, err))
 		}
 	}
 	s.admin.Close()

@@ -150,7 +150,7 @@ func relayAll(ctx context.Context, j job) (u used, err error) {
 		return u, err
 	}
 	defer db.Close()
-	acked := newAcked(j.Events)
+	acked := &acked{newCountdown(j.Events)}
 	relay, err := outbox.NewRelay(db, []kgo.Opt{kgo.SeedBrokers(j.Brokers...), kgo.WithHooks(acked)},
 		outbox.RelayConfig{Schema: j.Schema, Name: j.Relay})
 	if err != nil {
@@ -172,33 +172,44 @@ func relayAll(ctx context.Context, j job) (u used, err error) {
 
 // acked is a hook that counts what Kafka has acknowledged, once per batch and
 // partition. It costs the relay nothing to speak of, and asks nobody.
-type acked struct {
-	left atomic.Int64
-	all  chan struct{} // closed with the last acknowledgement
-}
-
-func newAcked(n int) *acked {
-	a := &acked{all: make(chan struct{})}
-	a.left.Store(int64(n))
-	return a
-}
+type acked struct{ *countdown }
 
 // OnProduceBatchWritten implements [kgo.HookProduceBatchWritten].
 func (a *acked) OnProduceBatchWritten(_ kgo.BrokerMetadata, _ string, _ int32, m kgo.ProduceBatchMetrics) {
-	n := int64(m.NumRecords)
-	if left := a.left.Add(-n); left <= 0 && left+n > 0 {
-		close(a.all)
+	a.done(m.NumRecords)
+}
+
+// countdown tells when all of something is done.
+type countdown struct {
+	left atomic.Int64
+	all  chan struct{} // closed with the last one
+}
+
+func newCountdown(n int) *countdown {
+	c := &countdown{all: make(chan struct{})}
+	c.left.Store(int64(n))
+	return c
+}
+
+func (c *countdown) done(n int) {
+	if left := c.left.Add(int64(-n)); left <= 0 && left+int64(n) > 0 {
+		close(c.all)
 	}
 }
 
-// runRelay runs a relay until stop is called, which returns what Run returned.
-// running ends with the relay, whoever ended it.
+// runRelay runs a relay aside.
 func runRelay(ctx context.Context, relay *outbox.Relay) (running context.Context, stop func() error) {
+	return runAside(ctx, relay.Run)
+}
+
+// runAside runs something until stop is called, which returns what run returned.
+// running ends with it, whoever ended it.
+func runAside(ctx context.Context, run func(context.Context) error) (running context.Context, stop func() error) {
 	ctx, cancel := context.WithCancel(ctx)
 	running, ended := context.WithCancel(ctx)
 	done := make(chan error, 1)
 	go func() {
-		done <- relay.Run(ctx)
+		done <- run(ctx)
 		ended()
 	}()
 	return running, func() error {
