@@ -1,6 +1,7 @@
 package outbox_test
 
 import (
+	"context"
 	"log/slog"
 	"slices"
 	"strconv"
@@ -11,6 +12,7 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
@@ -234,6 +236,55 @@ func TestRefusedEventGetsThrough(t *testing.T) {
 			requireArrival(t, reader, more...)
 		})
 	}
+}
+
+// What waits in outbox_failed needs no row in outbox: retention may have removed
+// it, and what was sent all around.
+func TestRetryOutlivesItsRow(t *testing.T) {
+	h, reader := poisonedHouse(t)
+	cfg := quick
+	cfg.Logger = slog.New(slog.DiscardHandler)
+	run(t, h.relay(t, cfg))
+	events := append([]oracle.Event{poison("bad", 1)}, numbered("bad", 2, 10)...)
+	ctx := outbox.WithCorrelationID(background, "kept")
+	require.NoError(t, pgx.BeginFunc(ctx, h.db, func(tx pgx.Tx) error { return h.record(ctx, tx, events...) }))
+	good := numbered("good", 1, 10)
+	h.commit(t, good...)
+	h.awaitStatuses(t, map[string]int{"failed": 1, "parked": 10})
+	requireArrival(t, reader, good...)
+	_, err := h.db.Exec(background, h.sql(`DELETE FROM {s}.outbox`))
+	require.NoError(t, err)
+
+	h.setTopic(t, "max.message.bytes", "1000000")
+	requireArrival(t, reader, events...)
+	h.awaitStatuses(t, map[string]int{})
+	more := append(numbered("bad", 100, 3), numbered("good", 100, 3)...)
+	h.commit(t, more...)
+	requireArrival(t, reader, more...)
+	requireInOrder(t, reader, append(events, more[:3]...))
+	requireInOrder(t, reader, append(good, more[3:]...))
+	require.Equal(t, len(events), h.countHeaders(t, "ce_correlationid=kept", len(events)+len(good)+len(more)))
+}
+
+// countHeaders returns how many of the first n records have a header.
+func (h *house) countHeaders(t *testing.T, header string, n int) (count int) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(background, patience)
+	defer cancel()
+	client, err := kgo.NewClient(kgo.SeedBrokers(h.brokers...), kgo.ConsumeTopics(h.topic), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))
+	require.NoError(t, err)
+	defer client.Close()
+	for read := 0; read < n; {
+		fetches := client.PollFetches(ctx)
+		require.NoError(t, ctx.Err())
+		read += fetches.NumRecords()
+		fetches.EachRecord(func(r *kgo.Record) {
+			if slices.ContainsFunc(r.Headers, func(one kgo.RecordHeader) bool { return one.Key+"="+string(one.Value) == header }) {
+				count++
+			}
+		})
+	}
+	return count
 }
 
 // A topic that is missing holds up its own events, and nothing else. They wait as
