@@ -238,9 +238,11 @@ func (d *delivery) refuse(i int, class string, err error) {
 
 // leave gives an event up for now, for want of its topic or its partition.
 func (d *delivery) leave(i int, r *kgo.Record, err error) {
-	if isTopicTrouble(err) || r.Partition == unassigned {
+	switch {
+	case isReplaced(err): // whether it is there, only the next client knows
+	case isTopicTrouble(err) || r.Partition == unassigned:
 		d.places.report("topic "+r.Topic, d.began, err)
-	} else {
+	default:
 		d.places.report(partitionOf(r).String(), d.began, err)
 	}
 	kind := fateAway

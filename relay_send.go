@@ -38,7 +38,7 @@ type producer struct {
 	places  *troubles // topics that are missing or not ours to write, partitions that take nothing
 	sparing bool      // of failures that the breaker hears of: one for each partition
 
-	client *kgo.Client // nil until needed, and after a send without an answer
+	client *kgo.Client // nil until needed, after a send without an answer, and when it is at its end
 
 	named, derived map[string]string // topics, by their name in the row or by the event type
 	limits         limits
@@ -136,6 +136,9 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 	case <-acks.all:
 		acks.collect(errs)
 		blameLeaders(held, p.client, records[:n], errs)
+		if slices.ContainsFunc(errs, isFinal) {
+			p.close()
+		}
 	case <-held.Done():
 		p.abandon(acks)
 		return nil, nil, context.Cause(held)
@@ -261,13 +264,28 @@ func refusalClass(err error) string {
 // missing, or not ours to write. Other topics do not wait for it.
 func isTopicTrouble(err error) bool {
 	return errors.Is(err, kerr.UnknownTopicOrPartition) || errors.Is(err, kerr.TopicAuthorizationFailed) ||
-		errors.Is(err, kerr.InvalidTopicException)
+		errors.Is(err, kerr.InvalidTopicException) || isReplaced(err)
+}
+
+// isReplaced reports whether the topic that a client has sent to is gone, and may
+// be there again under the same name. A client holds on to the old one for ever.
+func isReplaced(err error) bool { return errors.Is(err, kerr.UnknownTopicID) }
+
+// isFinal reports whether the client takes an error for the end, and would return
+// it for ever: its next send then needs another client. Such is every answer to
+// its question for a producer id that is not worth a retry to it.
+func isFinal(err error) bool {
+	var answer *kerr.Error
+	if !errors.As(err, &answer) || refusalClass(err) != "" {
+		return false
+	}
+	return isReplaced(err) || !answer.Retriable && !isTopicTrouble(err)
 }
 
 // awayClass names what an event waits for.
 func awayClass(err error) string {
 	switch {
-	case errors.Is(err, kerr.UnknownTopicOrPartition):
+	case errors.Is(err, kerr.UnknownTopicOrPartition), isReplaced(err):
 		return "unknown_topic"
 	case errors.Is(err, kerr.TopicAuthorizationFailed):
 		return "not_authorized"

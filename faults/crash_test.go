@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"net"
+	"net/url"
 	"os"
 	"sync"
 	"testing"
@@ -17,6 +18,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/tools/pgserver"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 const patience = time.Minute
@@ -68,15 +70,17 @@ func TestCrashReusesTransactionIDs(t *testing.T) {
 	}
 }
 
-// site is a server of the test's own, with a reader of what its relays send.
+// site is a database of the test's own, with a reader of what its relays send.
 type site struct {
-	server *pgserver.Server
-	url    string // where clients find the database
-	db     *pgxpool.Pool
-	rec    *outbox.Recorder
-	reader *oracle.Reader
-	topic  string
-	apart  *sync.RWMutex // read by relays before they connect, see keepApart
+	server  *pgserver.Server // of the test's own; nil in a guest
+	url     string           // where clients find the database
+	db      *pgxpool.Pool
+	rec     *outbox.Recorder
+	brokers []string
+	as      []kgo.Opt // who reads, where the brokers ask
+	topic   string
+	reader  *oracle.Reader
+	apart   *sync.RWMutex // read by relays before they connect, see keepApart
 }
 
 func newSite(t *testing.T) *site {
@@ -87,29 +91,73 @@ func newSite(t *testing.T) *site {
 
 func newSiteOn(t *testing.T, server *pgserver.Server, url string) *site {
 	t.Helper()
-	brokers := testenv.Brokers(t)
-	ctx, cancel := context.WithCancel(context.Background())
-	t.Cleanup(cancel)
-	s := &site{server: server, url: url, topic: "faults-" + uuid.NewString(), apart: new(sync.RWMutex)}
-	s.db = s.pool(t)
-	require.NoError(t, outbox.Migrate(ctx, s.db, outbox.MigrateConfig{}))
+	s := &site{server: server, url: url, brokers: testenv.Brokers(t), topic: "faults-" + uuid.NewString()}
+	s.open(t)
+	return s
+}
 
+// guest is a site in a database of its own on the shared server, where nothing
+// is done to the server itself.
+func guest(t *testing.T, brokers []string, topic string, as ...kgo.Opt) *site {
+	t.Helper()
+	conn := testenv.OtherDatabase(t).Config().ConnConfig
+	address, err := url.Parse(conn.ConnString())
+	require.NoError(t, err)
+	address.Path = conn.Database
+	s := &site{url: address.String(), brokers: brokers, topic: topic, as: as}
+	s.open(t)
+	return s
+}
+
+func (s *site) open(t *testing.T) {
+	t.Helper()
+	s.apart = new(sync.RWMutex)
+	s.db = s.pool(t)
+	require.NoError(t, outbox.Migrate(t.Context(), s.db, outbox.MigrateConfig{}))
+	s.publish(t)
+}
+
+// publish makes the recorder of the events of s.topic and follows that.
+func (s *site) publish(t *testing.T) {
+	t.Helper()
 	events, err := outbox.NewRegistry("faults", outbox.Event("test.fault.happened.v1", "Key", oracle.Event.Aggregate).Topic(s.topic))
 	require.NoError(t, err)
 	s.rec, err = outbox.NewRecorder(events, outbox.RecorderConfig{})
 	require.NoError(t, err)
-	s.reader, err = oracle.Follow(ctx, brokers, s.topic, nil)
-	require.NoError(t, err)
+	s.reader = s.follow(t)
+}
 
-	return s
+// follow reads the topic from its beginning until the test ends.
+func (s *site) follow(t *testing.T) *oracle.Reader {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	t.Cleanup(cancel)
+	reader, err := oracle.Follow(ctx, s.brokers, s.topic, nil, s.as...)
+	require.NoError(t, err)
+	return reader
+}
+
+// sideBySide is the same database, whose events of another topic are looked at.
+func (s *site) sideBySide(t *testing.T, topic string) *site {
+	t.Helper()
+	other := *s
+	other.topic = topic
+	other.publish(t)
+	return &other
 }
 
 // relay runs one in this process until the test ends, or stop is called.
 func (s *site) relay(t *testing.T, log slog.Handler) (stop func()) {
 	t.Helper()
-	relay, err := outbox.NewRelay(s.relayPool(t), testenv.KafkaOpts(testenv.Brokers(t)), outbox.RelayConfig{
+	return run(t, s.relayPool(t), testenv.KafkaOpts(s.brokers), outbox.RelayConfig{
 		PollInterval: 5 * time.Millisecond, Logger: slog.New(log),
 	})
+}
+
+// run runs a relay in this process until the test ends, or stop is called.
+func run(t *testing.T, db *pgxpool.Pool, kafka []kgo.Opt, cfg outbox.RelayConfig) (stop func()) {
+	t.Helper()
+	relay, err := outbox.NewRelay(db, kafka, cfg)
 	require.NoError(t, err)
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
@@ -201,6 +249,12 @@ func (s *site) commit(t *testing.T, synchronous string, n int) []oracle.Event {
 		}) == nil
 	}, patience, 10*time.Millisecond)
 	return events
+}
+
+// add records events in one transaction.
+func (s *site) add(t *testing.T, events ...oracle.Event) {
+	t.Helper()
+	require.NoError(t, pgx.BeginFunc(t.Context(), s.db, func(tx pgx.Tx) error { return s.record(t.Context(), tx, events...) }))
 }
 
 // record is an oracle.Record.

@@ -72,7 +72,7 @@ func (s *site) process(t *testing.T) *exec.Cmd {
 // start starts a build of this test's program as a relay.
 func (s *site) start(t *testing.T, cmd *exec.Cmd) {
 	t.Helper()
-	cmd.Env = append(cmd.Environ(), relayVar+"="+s.url, testenv.BrokersVar+"="+strings.Join(testenv.Brokers(t), ","))
+	cmd.Env = append(cmd.Environ(), relayVar+"="+s.url, testenv.BrokersVar+"="+strings.Join(s.brokers, ","))
 	cmd.Stderr = os.Stderr
 	require.NoError(t, cmd.Start())
 	t.Cleanup(func() {

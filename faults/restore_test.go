@@ -77,7 +77,7 @@ func TestRestoredWithoutSequence(t *testing.T) {
 	to := from.elsewhere(t, startServer(t, nil))
 	copyRows(t, from, to)
 
-	relay, err := outbox.NewRelay(to.db, testenv.KafkaOpts(testenv.Brokers(t)), outbox.RelayConfig{Logger: slog.New(slog.DiscardHandler)})
+	relay, err := outbox.NewRelay(to.db, testenv.KafkaOpts(to.brokers), outbox.RelayConfig{Logger: slog.New(slog.DiscardHandler)})
 	require.NoError(t, err)
 	err = relay.Run(context.Background())
 	require.ErrorIs(t, err, outbox.ErrSequenceBehind)

@@ -11,7 +11,6 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox/internal/oracle"
-	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 )
 
@@ -72,7 +71,7 @@ func (s *site) awaitArrivals(t *testing.T, n int) {
 
 // requireRight requires that everything that outbox holds arrives, and nothing
 // else, each key in its order, and that outbox holds what was confirmed.
-func (s *site) requireRight(t *testing.T, confirmed map[string]struct{}) {
+func (s *site) requireRight(t *testing.T, confirmed map[string]struct{}) oracle.Verdict {
 	t.Helper()
 	committed := s.recorded(t)
 	for id := range confirmed {
@@ -82,13 +81,14 @@ func (s *site) requireRight(t *testing.T, confirmed map[string]struct{}) {
 	v := s.compare(t, committed)
 	t.Logf("%s", v)
 	require.Zero(t, v.Lost+v.Phantom+v.Inversions, "%s", v)
+	return v
 }
 
 // compare waits until what committed has arrived, and judges all that arrived.
 func (s *site) compare(t *testing.T, committed map[string]struct{}) (v oracle.Verdict) {
 	t.Helper()
 	require.Eventually(t, func() bool { return s.reader.Missing(committed) == 0 }, patience, 10*time.Millisecond, "events are missing")
-	ends, err := oracle.Ends(context.Background(), testenv.Brokers(t), s.topic)
+	ends, err := oracle.Ends(context.Background(), s.brokers, s.topic, s.as...)
 	require.NoError(t, err)
 	require.Eventually(t, func() bool { return s.reader.CaughtUp(ends) }, patience, 10*time.Millisecond)
 	arrived, err := s.reader.Arrived()
@@ -97,10 +97,10 @@ func (s *site) compare(t *testing.T, committed map[string]struct{}) (v oracle.Ve
 	return v
 }
 
-// recorded returns the ids of all events in outbox.
+// recorded returns the ids of all events of the topic in outbox.
 func (s *site) recorded(t *testing.T) map[string]struct{} {
 	t.Helper()
-	rows, err := s.db.Query(context.Background(), `SELECT payload->>'id' FROM outbox`)
+	rows, err := s.db.Query(context.Background(), `SELECT payload->>'id' FROM outbox WHERE topic = $1`, s.topic)
 	require.NoError(t, err)
 	ids, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)

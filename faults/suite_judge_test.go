@@ -3,47 +3,29 @@ package faults
 import (
 	"bytes"
 	"context"
-	"fmt"
 	"hash/fnv"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox/internal/oracle"
-	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
-	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
-	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
 // What the topic refuses: a record without a key, because it is compacted, and
 // a batch of more than this.
 const maxMessageBytes = 512 << 10
 
-// createTopic creates the topic. Nothing is compacted while the test runs.
-func (s *suite) createTopic(t *testing.T) {
-	t.Helper()
-	client, err := kgo.NewClient(kgo.SeedBrokers(s.kafka.Brokers()...))
-	require.NoError(t, err)
-	defer client.Close()
-	topic := kmsg.NewCreateTopicsRequestTopic()
-	topic.Topic, topic.NumPartitions, topic.ReplicationFactor = s.topic, 3, 1
-	for name, value := range map[string]string{
-		"cleanup.policy":        "compact",
-		"min.compaction.lag.ms": fmt.Sprint((24 * time.Hour).Milliseconds()),
-		"max.message.bytes":     fmt.Sprint(maxMessageBytes),
-	} {
-		topic.Configs = append(topic.Configs, kmsg.CreateTopicsRequestTopicConfig{Name: name, Value: &value})
-	}
-	request := kmsg.NewPtrCreateTopicsRequest()
-	request.Topics = []kmsg.CreateTopicsRequestTopic{topic}
-	response, err := request.RequestWith(s.ctx, client)
-	require.NoError(t, err)
-	require.NoError(t, kerr.ErrorForCode(response.Topics[0].ErrorCode))
+// refusing are the settings of the topic. Nothing is compacted while the test runs.
+var refusing = []string{
+	"cleanup.policy", "compact",
+	"min.compaction.lag.ms", strconv.FormatInt((24 * time.Hour).Milliseconds(), 10),
+	"max.message.bytes", strconv.Itoa(maxMessageBytes),
 }
 
 // The fillers of events that Kafka refuses.
@@ -88,7 +70,7 @@ func (s *suite) judge(t *testing.T, v *verdict) {
 	for _, w := range s.workers {
 		w.stop(t)
 	}
-	ends, err := oracle.Ends(s.ctx, testenv.Brokers(t), s.topic)
+	ends, err := oracle.Ends(s.ctx, s.brokers, s.topic)
 	require.NoError(t, err)
 	require.True(t, s.await(t, patience, func() bool { return s.reader.CaughtUp(ends) }), "the reader lags behind")
 	arrived, err := s.reader.Arrived()

@@ -14,6 +14,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/faults/internal/proxy"
 	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/tools/kafkaserver"
 	"github.com/stretchr/testify/require"
 )
@@ -117,7 +118,7 @@ func newSuite(t *testing.T) *suite {
 	s.toKafka = through(t, s.kafka.Brokers()[0])
 	s.site = newSiteOn(t, server, server.URL())
 	s.auditLease(t)
-	s.createTopic(t)
+	testenv.CreateTopic(t, s.brokers, s.topic, 3, refusing...)
 
 	address, err := url.Parse(server.URL())
 	require.NoError(t, err)

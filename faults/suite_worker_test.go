@@ -65,10 +65,13 @@ func (s workerSpec) kafkaOpts() []kgo.Opt {
 }
 
 // kafkaVia makes all connections to brokers go to one address.
-func kafkaVia(address string) kgo.Opt {
-	return kgo.Dialer(func(ctx context.Context, network, _ string) (net.Conn, error) {
+func kafkaVia(address string) kgo.Opt { return kgo.Dialer(dialTo(address)) }
+
+// dialTo makes connections to one address, whatever else is asked for.
+func dialTo(address string) func(ctx context.Context, network, _ string) (net.Conn, error) {
+	return func(ctx context.Context, network, _ string) (net.Conn, error) {
 		return new(net.Dialer).DialContext(ctx, network, address)
-	})
+	}
 }
 
 // startWorker starts one more, and waits until it has a connection to

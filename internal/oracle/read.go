@@ -26,10 +26,11 @@ type Reader struct {
 }
 
 // Follow reads topic until ctx ends. decode turns a record into the event it
-// carries; nil means that the record's value is the event as JSON.
-func Follow(ctx context.Context, brokers []string, topic string, decode func(*kgo.Record) (Event, error)) (*Reader, error) {
-	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topic),
-		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()), kgo.MetadataMinAge(100*time.Millisecond)) // the topic may not be there yet
+// carries; nil means that the record's value is the event as JSON. opts are what
+// else the brokers ask for: credentials.
+func Follow(ctx context.Context, brokers []string, topic string, decode func(*kgo.Record) (Event, error), opts ...kgo.Opt) (*Reader, error) {
+	client, err := kgo.NewClient(append(opts[:len(opts):len(opts)], kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topic),
+		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()), kgo.MetadataMinAge(100*time.Millisecond))...) // the topic may not be there yet
 	if err != nil {
 		return nil, fmt.Errorf("oracle: follow %s: %w", topic, err)
 	}
@@ -109,8 +110,9 @@ func (r *Reader) CaughtUp(ends map[int32]int64) bool {
 }
 
 // Ends returns the offset behind the last record of each partition of a topic.
-func Ends(ctx context.Context, brokers []string, topic string) (map[int32]int64, error) {
-	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...))
+// opts are as for [Follow].
+func Ends(ctx context.Context, brokers []string, topic string, opts ...kgo.Opt) (map[int32]int64, error) {
+	client, err := kgo.NewClient(append(opts[:len(opts):len(opts)], kgo.SeedBrokers(brokers...))...)
 	if err != nil {
 		return nil, fmt.Errorf("oracle: ends of %s: %w", topic, err)
 	}
