@@ -167,13 +167,17 @@ func (c RelayConfig) validate() error {
 // partition key in order. Any number of processes may run it; one of them works.
 type Relay struct {
 	cfg     RelayConfig
-	kafka   []kgo.Opt
+	opts    []kgo.Opt // for Kafka
 	leases  *leases
 	cursors *cursors
 	failed  *failedStore
 	log     *slog.Logger
 	breaker *breaker
 	places  troubles
+
+	// An outage may outlast the lease, and is still the same one.
+	postgres, kafka trouble // belong to the goroutine of Run
+	retriesPostgres trouble // belongs to the retrier
 
 	breakerClosed chan struct{} // holds at most one wish to retry at once
 
@@ -207,7 +211,7 @@ func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error
 	}
 	r := &Relay{
 		cfg:     cfg,
-		kafka:   producerOpts(kafka, cfg),
+		opts:    producerOpts(kafka, cfg),
 		leases:  newLeases(db, cfg.Schema, cfg.Name, cfg.Lease),
 		cursors: newCursors(db, cfg.Schema, cfg.Name),
 		failed:  newFailedStore(db, cfg.Schema, cfg.Name, cfg.HoldDead),
@@ -218,6 +222,9 @@ func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error
 	}
 	r.breaker = newBreaker(cfg.Breaker, r.breakerChanged)
 	r.places = troubles{log: r.log}
+	r.postgres = trouble{log: r.log, what: "PostgreSQL"}
+	r.kafka = trouble{log: r.log, what: "Kafka"}
+	r.retriesPostgres = trouble{log: r.log, what: "PostgreSQL, for retries,"}
 	return r, nil
 }
 
@@ -277,7 +284,6 @@ func (r *Relay) Run(ctx context.Context) error {
 
 // standBy waits for the lease. It returns nil when ctx is cancelled first.
 func (r *Relay) standBy(ctx context.Context) (*lease, error) {
-	postgres := trouble{log: r.log, what: "PostgreSQL"}
 	for ctx.Err() == nil {
 		look, cancel := r.soon(ctx)
 		l, err := r.leases.acquire(look)
@@ -285,16 +291,16 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 		wait := r.cfg.PollInterval
 		switch {
 		case err == nil:
-			postgres.report(nil)
+			r.postgres.report(nil)
 			r.log.Debug("outbox: lease taken", "holder", l.holder, "epoch", l.epoch)
 			return l, nil
 		case isUndefined(err):
 			return nil, r.notMigrated(err)
 		case errors.Is(err, errHeld):
-			postgres.report(nil)
+			r.postgres.report(nil)
 		case ctx.Err() == nil:
-			postgres.report(err)
-			wait = postgres.backoff()
+			r.postgres.report(err)
+			wait = r.postgres.backoff()
 		}
 		sleep(ctx, wait)
 	}

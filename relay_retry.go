@@ -15,7 +15,6 @@ type retrier struct {
 	held     context.Context
 	producer *producer
 	parked   *parking
-	postgres trouble
 
 	correctAt time.Time // not before
 }
@@ -26,11 +25,10 @@ const (
 )
 
 func newRetrier(s *session) *retrier {
-	p := newProducer(s.Relay, s.lease)
+	p := newProducer(s.Relay, s.lease, &trouble{log: s.log, what: "Kafka, for retries,"})
 	p.sparing = true // what waits for one partition fails in company of its own
 	return &retrier{
 		Relay: s.Relay, lease: s.lease, held: s.held, producer: p, parked: &s.parked,
-		postgres: trouble{log: s.log, what: "PostgreSQL, for retries,"},
 	}
 }
 
@@ -42,7 +40,7 @@ func (r *retrier) run(ctx context.Context) {
 		if r.held.Err() != nil || errors.Is(err, errLeaseLost) {
 			return
 		}
-		r.postgres.report(err)
+		r.retriesPostgres.report(err)
 		await(ctx, r.held, r.breakerClosed, r.cfg.RetryInterval)
 	}
 }

@@ -32,7 +32,7 @@ type producer struct {
 	cfg   RelayConfig
 	lease *lease
 	log   *slog.Logger
-	kafka trouble
+	kafka *trouble
 
 	breaker *breaker  // these two are of all producers of a relay
 	places  *troubles // topics that are missing or not ours to write, partitions that take nothing
@@ -44,9 +44,9 @@ type producer struct {
 	limits         limits
 }
 
-func newProducer(r *Relay, l *lease) *producer {
+func newProducer(r *Relay, l *lease, kafka *trouble) *producer {
 	return &producer{
-		opts: r.kafka, cfg: r.cfg, lease: l, log: r.log, kafka: trouble{log: r.log, what: "Kafka"}, breaker: r.breaker, places: &r.places,
+		opts: r.opts, cfg: r.cfg, lease: l, log: r.log, kafka: kafka, breaker: r.breaker, places: &r.places,
 		named: map[string]string{}, derived: map[string]string{},
 	}
 }

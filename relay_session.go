@@ -16,7 +16,6 @@ type session struct {
 	producer *producer
 	parked   parking
 	failed   *failedStore
-	postgres trouble
 
 	woken    bool // the last look was asked for by Wake
 	pos      position
@@ -39,9 +38,8 @@ type fetched struct {
 func newSession(r *Relay, l *lease, held context.Context) *session {
 	return &session{
 		Relay: r, lease: l, held: held,
-		producer: newProducer(r, l),
+		producer: newProducer(r, l, &r.kafka),
 		failed:   r.failed,
-		postgres: trouble{log: r.log, what: "PostgreSQL"},
 		size:     r.cfg.BatchSize,
 	}
 }

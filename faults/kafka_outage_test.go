@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"context"
 	"maps"
+	"net"
 	"slices"
+	"strconv"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -308,6 +310,35 @@ func TestSilentKafka(t *testing.T) {
 	s.requireRecovery(t, stop())
 	log.requireOutages(t, "Kafka", 1)
 	requireSome(t, made)
+}
+
+// The relay's host is cut off from Kafka, and then from PostgreSQL too, until its
+// lease is lost. The outage of Kafka is still the same one in the next session.
+func TestHostCutOff(t *testing.T) {
+	t.Parallel()
+	topic := "faults-" + uuid.NewString()
+	kafka := fakeKafka(t, kfake.NumBrokers(1), kfake.SeedTopics(3, topic))
+	s := guest(t, kafka.ListenAddrs(), topic)
+	cfg := s.poolConfig(t)
+	toKafka := through(t, kafka.ListenAddrs()[0])
+	toPostgres := through(t, net.JoinHostPort(cfg.ConnConfig.Host, strconv.Itoa(int(cfg.ConnConfig.Port))))
+	cfg.ConnConfig.DialFunc = dialTo(toPostgres.Addr())
+	log := new(warnings)
+	run(t, openPool(t, cfg), fakeOpts(kafka, kafkaVia(toKafka.Addr())), shortly(t, log))
+	stop := s.stream(t)
+	s.awaitFlow(t)
+
+	toKafka.Set(proxy.Fault{Cut: true})
+	s.awaitOutage(t, log, 1)
+	toPostgres.Set(proxy.Fault{Cut: true})
+	log.await(t, "outbox: lease lost, standing by", 1)
+	log.awaitFailure(t, "PostgreSQL", 1)
+	toPostgres.Set(proxy.Fault{})
+	toKafka.Set(proxy.Fault{})
+	s.awaitFlow(t)
+	s.requireRecovery(t, stop())
+	log.requireOutages(t, "Kafka", 1)
+	log.requireOutages(t, "PostgreSQL", 1)
 }
 
 // A topic is deleted and created again while nothing is sent. The next event

@@ -44,7 +44,7 @@ func TestPromotedStandby(t *testing.T) {
 
 // Nothing that was confirmed is lost, and nothing is sent that is not there.
 func testSynchronousStandby(t *testing.T) {
-	p := newPair(t)
+	p := newPair(t, "read-write")
 	p.waitForStandby(t)
 	p.relay(t, slog.DiscardHandler)
 	p.relay(t, slog.DiscardHandler)
@@ -59,7 +59,7 @@ func testSynchronousStandby(t *testing.T) {
 // What the standby never received is lost with its business data. What it holds
 // arrives, whatever ids it was given.
 func testLaggingStandby(t *testing.T, story func(*testing.T, *pair) []oracle.Event) {
-	p := newPair(t)
+	p := newPair(t, "read-write")
 	log := &warnings{}
 	p.relay(t, log)
 	p.requireArrival(t, p.commit(t, "on", 3))
@@ -97,13 +97,15 @@ type pair struct {
 	onOther *pgxpool.Pool // connects to the standby only
 }
 
-func newPair(t *testing.T) *pair {
+// newPair returns a pair whose clients connect to a server of which something is
+// so, or to any.
+func newPair(t *testing.T, sessions string) *pair {
 	t.Helper()
 	primary := startServer(t, nil)
 	standby := startServer(t, primary)
 	p := &pair{standby: standby}
-	p.site = newSiteOn(t, primary, fmt.Sprintf("postgres://%s:%s@127.0.0.1:%d,127.0.0.1:%d/postgres?sslmode=disable&target_session_attrs=read-write",
-		pgserver.User, pgserver.Password, primary.Port(), standby.Port()))
+	p.site = newSiteOn(t, primary, fmt.Sprintf("postgres://%s:%s@127.0.0.1:%d,127.0.0.1:%d/postgres?sslmode=disable&target_session_attrs=%s",
+		pgserver.User, pgserver.Password, primary.Port(), standby.Port(), sessions))
 	var err error
 	p.onOther, err = pgxpool.New(context.Background(), standby.URL())
 	require.NoError(t, err)
@@ -132,7 +134,7 @@ func (p *pair) awaitStandby(t *testing.T, sql string, args ...any) {
 // waitForStandby makes every commit wait until the standby has it.
 func (p *pair) waitForStandby(t *testing.T) {
 	t.Helper()
-	p.set(t, p.db, `synchronous_standby_names = '*'`)
+	alterSystem(t, p.db, `SET synchronous_standby_names = '*'`)
 	require.Eventually(t, func() (yes bool) {
 		require.NoError(t, p.db.QueryRow(context.Background(), `SELECT bool_or(sync_state = 'sync') FROM pg_stat_replication`).Scan(&yes))
 		return yes
@@ -144,13 +146,14 @@ func (p *pair) cutOff(t *testing.T) {
 	t.Helper()
 	p.flush(t)
 	p.awaitReplay(t)
-	p.set(t, p.onOther, `primary_conninfo = ''`)
+	alterSystem(t, p.onOther, `SET primary_conninfo = ''`)
 	p.awaitStandby(t, `SELECT NOT EXISTS (SELECT FROM pg_stat_wal_receiver)`)
 }
 
-func (p *pair) set(t *testing.T, db *pgxpool.Pool, setting string) {
+// alterSystem changes a setting of a server, for sessions that run as well.
+func alterSystem(t *testing.T, db *pgxpool.Pool, act string) {
 	t.Helper()
-	for _, sql := range []string{`ALTER SYSTEM SET ` + setting, `SELECT pg_reload_conf()`} {
+	for _, sql := range []string{`ALTER SYSTEM ` + act, `SELECT pg_reload_conf()`} {
 		_, err := db.Exec(context.Background(), sql)
 		require.NoError(t, err)
 	}
