@@ -59,7 +59,8 @@ type ConsumerConfig struct {
 	RetryWait time.Duration
 
 	// DeadLetterTopic names the topic for the dead letters of another. Nil means
-	// {topic}.dlq. It must exist: while it takes nothing, the partition waits.
+	// {topic}.dlq. It must exist, see [EnsureTopics]: while it takes nothing, the
+	// partition waits.
 	DeadLetterTopic func(topic string) string
 
 	// Unknown says what becomes of event types without a handler. Zero means

@@ -60,6 +60,8 @@ var rooms = map[string]kind{
 	"outbox.go":              sql,
 	"outbox_record.go":       orchestrator,
 	"outbox_rows.go":         sql,
+	"topics.go":              orchestrator,
+	"topics_admin.go":        orchestrator,
 	"relay.go":               orchestrator,
 	"relay_acks.go":          orchestrator,
 	"relay_delivery.go":      orchestrator,

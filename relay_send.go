@@ -15,7 +15,7 @@ import (
 // checkKafkaOpts refuses options that the relay's promises cannot live with.
 func checkKafkaOpts(opts []kgo.Opt) error {
 	return checkOpts(opts, func(o hostOpts) {
-		const notConsumer = "a relay does not consume"
+		const notConsumer = "that is for a consumer"
 		o.refuse(o.names(kgo.ConsumerGroup), "ConsumerGroup", notConsumer)
 		o.refuse(o.names(kgo.ShareGroup), "ShareGroup", notConsumer)
 		o.refuse(o.names(kgo.InstanceID), "InstanceID", notConsumer)

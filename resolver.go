@@ -186,8 +186,8 @@ func (d *definition) check() *FieldError {
 	if d.aggregateID == nil {
 		return &FieldError{Field: "aggregate_id", Err: fmt.Errorf("function %w", ErrNil)}
 	}
-	if d.topic != "" && (!topicName.MatchString(d.topic) || strings.Trim(d.topic, ".") == "") {
-		return &FieldError{Field: "topic", Err: fmt.Errorf("%q %w: at most 249 of a-z A-Z 0-9 . _ -", d.topic, ErrMalformed)}
+	if err := checkTopic(d.topic); err != nil && d.topic != "" {
+		return &FieldError{Field: "topic", Err: err}
 	}
 	if err := d.codec.check(); err != nil {
 		return &FieldError{Field: "content_type", Err: err}
@@ -286,6 +286,14 @@ var (
 	conventionalName = regexp.MustCompile(`^[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+\.v[1-9][0-9]*$`)
 	topicName        = regexp.MustCompile(`^[A-Za-z0-9._-]{1,249}$`)
 )
+
+// checkTopic holds a name against Kafka's rules.
+func checkTopic(name string) error {
+	if !topicName.MatchString(name) || strings.Trim(name, ".") == "" {
+		return fmt.Errorf("%.250q %w: at most 249 of a-z A-Z 0-9 . _ -", name, ErrMalformed)
+	}
+	return nil
+}
 
 // checkEventType holds a name against the convention, from which the topic is
 // derived, or only asks for usual characters where the topic is given.

@@ -49,7 +49,7 @@ func TestRedisAway(t *testing.T) {
 	cfg.Hooks.Failed = func(outbox.Metadata, string, error) { failed.Add(1) }
 	c, err := outbox.NewConsumer(nil, a.kafka, a.events, cfg, a.pages.handlers()...)
 	require.NoError(t, err)
-	require.NoError(t, makeTopics(t.Context(), a.kafka, a.events, c.Topics()))
+	require.NoError(t, makeTopics(t.Context(), a.kafka, a.events))
 	a.relayAnd(t, c)
 	a.record(t, StockDepletedEventV1{ProductID: 3, happened: noon})
 

@@ -22,7 +22,7 @@ func (a *app) groups(ctx context.Context) ([]*outbox.Consumer, error) {
 		return nil, err
 	}
 	groups := []*outbox.Consumer{counting, deleting}
-	return groups, makeTopics(ctx, a.kafka, a.events, append(counting.Topics(), deleting.Topics()...))
+	return groups, makeTopics(ctx, a.kafka, a.events)
 }
 
 // group configures a group of this run. In a service a group keeps its name, and

@@ -192,7 +192,7 @@ func TestOrderThatCannotBeCounted(t *testing.T) {
 	}
 	c, err := outbox.NewConsumer(a.db, a.kafka, a.events, cfg, statistics{a.db}.handlers()...)
 	require.NoError(t, err)
-	require.NoError(t, makeTopics(t.Context(), a.kafka, a.events, c.Topics()))
+	require.NoError(t, makeTopics(t.Context(), a.kafka, a.events))
 	a.relayAnd(t, c)
 
 	sold := func(order, quantity int64) outbox.DomainEvent {
