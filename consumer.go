@@ -68,7 +68,9 @@ type ConsumerConfig struct {
 	Unknown UnknownTypes
 
 	// Decode reads records. A nil message without an error passes over the record,
-	// for example because of its source. Nil means [DecodeCloudEvent].
+	// for example because of its source. For other producers' records there are
+	// [PlainRecords], [DecodeDebezium] and [DecodeByTopic]. Nil means
+	// [DecodeCloudEvent].
 	Decode func(*kgo.Record) (*Message, error)
 
 	// Codecs decode payloads of content types other than the one that their event

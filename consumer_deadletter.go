@@ -43,6 +43,11 @@ const (
 	ReplayAction = "replay_action"
 )
 
+// ReplayOf is a header of such a record too: where it was first, as
+// topic-partition-offset. It stands for the id of an event that has none, see
+// [PlainRecords].
+const ReplayOf = "replay_of"
+
 // DeadLetterTopic returns the name of the topic for the dead letters of another:
 // {topic}.dlq.
 func DeadLetterTopic(topic string) string { return topic + ".dlq" }

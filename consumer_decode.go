@@ -11,8 +11,7 @@ import (
 
 // DecodeCloudEvent reads a record as the CloudEvents 1.0 Kafka protocol binding has
 // them, in either mode: what a [Relay] sends. Its error is a [*FieldError]. Where
-// topics hold records of other producers as well, ConsumerConfig.Decode looks at the
-// headers and calls it, or another decoder.
+// topics hold records of other producers as well, see [PlainRecords].
 func DecodeCloudEvent(r *kgo.Record) (*Message, error) {
 	return decodeRecord(r.Value, func(yield func(string, []byte) bool) {
 		for _, h := range r.Headers {

@@ -139,16 +139,22 @@ func consume(t testing.TB, c *outbox.Consumer) (stop func()) {
 }
 
 // letters reads n dead letters.
-func (s *till) letters(t testing.TB, n int) (records []*kgo.Record) {
+func (s *till) letters(t testing.TB, n int) []*kgo.Record {
 	t.Helper()
-	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...), kgo.ConsumeTopics(s.topic+".dlq"))
+	return readAll(t, s.brokers, s.topic+".dlq", n)
+}
+
+// readAll reads the n records of a topic.
+func readAll(t testing.TB, brokers []string, topic string, n int) (records []*kgo.Record) {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topic))
 	require.NoError(t, err)
 	defer client.Close()
 	ctx, cancel := context.WithTimeout(background, patience)
 	defer cancel()
 	for len(records) < n {
 		fetches := client.PollFetches(ctx)
-		require.NoError(t, fetches.Err0(), "%d of %d dead letters", len(records), n)
+		require.NoError(t, fetches.Err0(), "%d of %d records", len(records), n)
 		records = append(records, fetches.Records()...)
 	}
 	require.Len(t, records, n)

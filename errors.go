@@ -65,8 +65,8 @@ type FieldError struct {
 	// Field is the refused one, by its name in the table outbox, for example
 	// "aggregate_id"; "payload" covers both payload columns, "correlation_id" is
 	// the one in the context, "event", "tx" and "batch" are arguments. Of a record
-	// that was received it is an attribute of CloudEvents, "content-type", "data" or
-	// "value".
+	// that was received it is an attribute of CloudEvents, "content-type", "data",
+	// "value", or the name of a header or a member.
 	Field string
 	// Err is one of the Err values of this package, with details.
 	Err error

@@ -43,6 +43,7 @@ var rooms = map[string]kind{
 	"consumer.go":            orchestrator,
 	"consumer_deadletter.go": orchestrator,
 	"consumer_decode.go":     orchestrator,
+	"consumer_foreign.go":    orchestrator,
 	"consumer_group.go":      orchestrator,
 	"consumer_handle.go":     orchestrator,
 	"consumer_handler.go":    sql,

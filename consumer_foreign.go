@@ -1,0 +1,290 @@
+package outbox
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// PlainRecords reads the records of producers that know no CloudEvents: a payload, and
+// perhaps headers. Its method Decode is a [ConsumerConfig.Decode]. Records that are
+// CloudEvents are read as such, so that a topic may have both.
+//
+// What a header does not say, a member of the JSON in the value may, if it is named
+// here. Names of headers are the same in capitals and small letters. A header that
+// should be one of those below and is no text is an error; all others that are text and
+// have no name of an attribute of CloudEvents become extensions, under their names in
+// small letters. The key becomes the subject.
+//
+// A payload that is a JSON text which itself holds an object or an array is taken for
+// what it holds. Where a header content-type says that the value is not JSON, nobody
+// looks into it.
+type PlainRecords struct {
+	// Type is the event type of records that do not name one.
+	Type string
+	// Source is where the events come from. Empty means the name of the topic.
+	Source string
+
+	// IDHeader has the event's id. Empty means event-id, or else id. A record without
+	// an id goes by its place, topic-partition-offset: an event that its producer sends
+	// twice is then two.
+	IDHeader string
+	// TypeHeader has the event type. Empty means event-type, eventType or type.
+	TypeHeader string
+	// TimeHeader has the time in RFC 3339, or in milliseconds since 1970. Empty means
+	// event-time. A record without has the time of its timestamp.
+	TimeHeader string
+
+	// IDMember, TypeMember and TimeMember are members of the JSON object in the value.
+	// Empty means none.
+	IDMember, TypeMember, TimeMember string
+	// DataMember is the member that is the payload. Empty means the whole value.
+	DataMember string
+
+	// Connect takes off what converters of Kafka Connect put around keys, headers and
+	// values: an object of schema and payload, or the quotes of JSON.
+	Connect bool
+}
+
+// DecodeDebezium reads what the outbox event router of Debezium sends: the event's id in
+// the header id, its type in a header by the option
+// table.fields.additional.placement=type:header:eventType, the aggregate's id in the
+// key, and the payload as JSON or, without table.expand.json.payload, as a text that
+// holds it, with any converter for JSON or texts. It is [PlainRecords] with Connect.
+//
+// Without that option the records name no type. Where all of a topic have the same one,
+// use PlainRecords{Type: …, Connect: true}; with type:envelope:eventType, set TypeMember
+// to eventType and DataMember to payload.
+func DecodeDebezium(r *kgo.Record) (*Message, error) {
+	return PlainRecords{Connect: true}.Decode(r)
+}
+
+// DecodeByTopic returns a [ConsumerConfig.Decode] that has a decoder for each of some
+// topics. Records of other topics are read with [DecodeCloudEvent].
+func DecodeByTopic(decoders map[string]func(*kgo.Record) (*Message, error)) func(*kgo.Record) (*Message, error) {
+	decoders = maps.Clone(decoders)
+	return func(r *kgo.Record) (*Message, error) {
+		if decode := decoders[r.Topic]; decode != nil {
+			return decode(r)
+		}
+		return DecodeCloudEvent(r)
+	}
+}
+
+// Decode reads a record. Its error is a [*FieldError].
+func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
+	if isCloudEvent(r) {
+		return DecodeCloudEvent(r)
+	}
+	f := p.headers(r)
+	contentType := f.take("content-type")
+	data, err := p.payload(&f, r.Value, contentType)
+	if err != nil {
+		return nil, err
+	}
+	place := cmp.Or(f.take(ReplayOf), placeOf(r.Topic, r.Partition, r.Offset))
+	f.take(ReplayGroup, ReplayAction)
+	id := cmp.Or(f.find(p.IDMember, p.IDHeader, "event-id", "id"), place)
+	eventType := cmp.Or(f.find(p.TypeMember, p.TypeHeader, "event-type", "eventtype", "type"), p.Type)
+	at := f.find(p.TimeMember, p.TimeHeader, "event-time")
+	if f.err != nil {
+		return nil, f.err
+	}
+	if at, err = timeText(at, r.Timestamp); err != nil {
+		return nil, unreadable(eventType, "time", err)
+	}
+	attributes := f.headers // the rest of them; those of these names are not theirs to say
+	attributes["specversion"], attributes["id"], attributes["type"] = string(specVersion), id, eventType
+	subject, _ := p.text(r.Key) // nothing, where the key is no text
+	attributes["source"], attributes["subject"] = cmp.Or(p.Source, r.Topic), subject
+	attributes["time"], attributes["datacontenttype"] = at, contentType
+	return newMessage(attributes, data)
+}
+
+func isCloudEvent(r *kgo.Record) bool {
+	return slices.ContainsFunc(r.Headers, func(h kgo.RecordHeader) bool {
+		name := strings.ToLower(h.Key)
+		return strings.HasPrefix(name, "ce_") ||
+			name == "content-type" && strings.HasPrefix(mediaType(string(h.Value)), "application/cloudevents")
+	})
+}
+
+// placeOf names a record by where it is.
+func placeOf(topic string, partition int32, offset int64) string {
+	return fmt.Sprintf("%s-%d-%d", topic, partition, offset)
+}
+
+// foreign is what a record says beside its payload.
+type foreign struct {
+	headers map[string]string // by names in small letters
+	binary  map[string]error  // those that are no text, such as some trace contexts
+	members map[string]json.RawMessage
+	err     error
+}
+
+// headers returns those of a record, the last of each name.
+func (p PlainRecords) headers(r *kgo.Record) foreign {
+	f := foreign{headers: map[string]string{}, binary: map[string]error{}}
+	for _, h := range r.Headers {
+		name := strings.ToLower(h.Key)
+		if value, err := p.text(h.Value); err != nil {
+			f.binary[name] = err
+		} else if value != "" && checkText(name, math.MaxInt) == nil {
+			f.headers[name] = value
+		}
+	}
+	return f
+}
+
+// text returns a key or the value of a header.
+func (p PlainRecords) text(b []byte) (string, error) {
+	if p.Connect && json.Valid(b) {
+		b = connectPayload(b)
+		var text string
+		if json.Unmarshal(b, &text) == nil {
+			b = []byte(text)
+		}
+	}
+	if err := checkText(string(b), math.MaxInt); err != nil && len(b) > 0 {
+		return "", err
+	}
+	return string(b), nil
+}
+
+// take returns the first header that is there, and takes all of them out.
+func (f *foreign) take(names ...string) (value string) {
+	for _, name := range names {
+		if err := f.binary[name]; err != nil && value == "" && f.err == nil {
+			f.err = unreadable("", name, err)
+		}
+		value = cmp.Or(value, f.headers[name])
+		delete(f.headers, name)
+	}
+	return value
+}
+
+// find returns what the header says, or one of the usual ones where none is named, or
+// else the member.
+func (f *foreign) find(member, header string, usual ...string) string {
+	if header != "" {
+		usual = []string{strings.ToLower(header)}
+	}
+	if said := f.take(usual...); said != "" || member == "" {
+		return said
+	}
+	raw := f.members[member]
+	if raw == nil || isNull(raw) {
+		return ""
+	}
+	text, err := attributeText(raw)
+	if err != nil && f.err == nil {
+		f.err = unreadable("", member, err)
+	}
+	return text
+}
+
+func isNull(raw []byte) bool { return string(bytes.TrimSpace(raw)) == "null" }
+
+// payload returns the payload in a value, and keeps the members around it.
+func (p PlainRecords) payload(f *foreign, value []byte, contentType string) ([]byte, error) {
+	if value == nil {
+		return nil, unreadable("", "value", ErrEmpty)
+	}
+	if !isJSONType(contentType) {
+		return value, nil
+	}
+	if p.Connect {
+		value = connectPayload(value)
+	}
+	value, err := unquoted(value)
+	if err != nil {
+		return nil, unreadable("", "value", err)
+	}
+	if err := p.readMembers(f, value); err != nil {
+		return nil, unreadable("", "value", err)
+	}
+	if p.DataMember != "" {
+		if value, err = unquoted(f.members[p.DataMember]); err != nil {
+			return nil, unreadable("", p.DataMember, err)
+		}
+	}
+	if len(value) == 0 || isNull(value) {
+		return nil, unreadable("", "data", ErrEmpty)
+	}
+	return value, nil
+}
+
+// readMembers reads the members of a JSON object if one of them is wanted.
+func (p PlainRecords) readMembers(f *foreign, value []byte) error {
+	if cmp.Or(p.IDMember, p.TypeMember, p.TimeMember, p.DataMember) == "" {
+		return nil
+	}
+	if !utf8.Valid(value) {
+		return ErrUTF8
+	}
+	if err := json.Unmarshal(value, &f.members); err != nil {
+		return fmt.Errorf("%w: %w", ErrMalformed, err)
+	}
+	return nil
+}
+
+// connectPayload returns what a converter of Kafka Connect has put a schema beside.
+func connectPayload(value []byte) []byte {
+	var object map[string]json.RawMessage
+	if json.Unmarshal(value, &object) != nil || len(object) != 2 || object["schema"] == nil || object["payload"] == nil {
+		return value
+	}
+	return object["payload"]
+}
+
+// unquoted returns the object or array that a JSON text holds, or the value as it is.
+func unquoted(value []byte) ([]byte, error) {
+	trimmed := bytes.TrimSpace(value)
+	if !bytes.HasPrefix(trimmed, []byte{'"'}) || !json.Valid(trimmed) {
+		return value, nil
+	}
+	if !utf8.Valid(trimmed) {
+		return nil, ErrUTF8
+	}
+	var text string
+	if err := json.Unmarshal(trimmed, &text); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrMalformed, err)
+	}
+	if inner := strings.TrimSpace(text); !strings.HasPrefix(inner, "{") && !strings.HasPrefix(inner, "[") {
+		return value, nil
+	}
+	if _, err := scanString(trimmed); err != nil { // json.Unmarshal has replaced what is wrong
+		return nil, err
+	}
+	return []byte(text), nil
+}
+
+// timeText returns a time in RFC 3339: what a record says, or its timestamp, or
+// nothing.
+func timeText(said string, timestamp time.Time) (string, error) {
+	at := timestamp
+	switch ms, err := strconv.ParseInt(said, 10, 64); {
+	case said == "":
+		if at.UnixMilli() <= 0 { // the producer has set none
+			return "", nil
+		}
+	case err == nil:
+		at = time.UnixMilli(ms)
+	default:
+		return said, nil // as CloudEvents has it, or refused like theirs
+	}
+	if err := checkTime(at); err != nil {
+		return "", err
+	}
+	return string(at.UTC().AppendFormat(nil, time.RFC3339Nano)), nil
+}
