@@ -58,7 +58,7 @@ func consumerOpts(host []kgo.Opt, cfg ConsumerConfig, topics []string) ([]kgo.Op
 		kgo.ProducerBatchMaxBytes(maxWrite),
 		kgo.ProducerLinger(0),
 	)
-	return opts, kgo.ValidateOpts(opts...)
+	return opts, validateOpts(opts)
 }
 
 // membership is one Run of a consumer: its client, and a worker for each partition
@@ -80,12 +80,12 @@ func (c *Consumer) join() (*membership, error) {
 	m := &membership{Consumer: c, progress: make(chan struct{}, 1), workers: map[partition]*worker{}}
 	m.committing.Lock() // the client may want to commit before it is returned
 	defer m.committing.Unlock()
-	client, err := kgo.NewClient(append(slices.Clip(c.kafka),
+	client, err := newClient(append(slices.Clip(c.kafka),
 		kgo.OnPartitionsAssigned(m.assigned),
 		kgo.OnPartitionsRevoked(m.revoked),
 		kgo.OnPartitionsLost(m.lost),
 		kgo.AdjustFetchOffsetsFn(m.settleOffsets),
-	)...)
+	))
 	if err != nil {
 		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
 	}

@@ -4,9 +4,27 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"sync"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 )
+
+// making is held while franz-go reads options: it sorts out the codecs of
+// ProducerBatchCompression where the host has put them, and the two clients of a
+// relay, or those of a relay and a consumer, may be made of the same options.
+var making sync.Mutex
+
+func newClient(opts []kgo.Opt) (*kgo.Client, error) {
+	making.Lock()
+	defer making.Unlock()
+	return kgo.NewClient(opts...)
+}
+
+func validateOpts(opts []kgo.Opt) error {
+	making.Lock()
+	defer making.Unlock()
+	return kgo.ValidateOpts(opts...)
+}
 
 // hostOpts looks at the Kafka options of the host, for those that are not the
 // host's to choose.
@@ -17,7 +35,7 @@ type hostOpts struct {
 
 // checkOpts returns what look refuses.
 func checkOpts(opts []kgo.Opt, look func(hostOpts)) error {
-	client, err := kgo.NewClient(opts...)
+	client, err := newClient(opts)
 	if err != nil {
 		return fmt.Errorf("kafka options: %w", err)
 	}

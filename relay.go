@@ -201,7 +201,7 @@ func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error
 	cfg = cfg.withDefaults()
 	err := errors.Join(cfg.validate(), checkKafkaOpts(kafka))
 	if err == nil {
-		err = kgo.ValidateOpts(producerOpts(kafka, cfg)...)
+		err = validateOpts(producerOpts(kafka, cfg))
 	}
 	if db == nil {
 		err = errors.Join(fmt.Errorf("db %w", ErrNil), err)

@@ -69,7 +69,7 @@ func (p *producer) connect() error {
 	if p.client != nil {
 		return nil
 	}
-	client, err := kgo.NewClient(p.opts...)
+	client, err := newClient(p.opts)
 	if err != nil { // NewRelay has validated these options
 		return fmt.Errorf("make Kafka client: %w", err)
 	}

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"log/slog"
+	"sync"
 	"testing"
 	"time"
 
@@ -14,6 +15,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -388,4 +390,18 @@ func TestKafkaOptions(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Several may be made of the same options at once, and a relay makes its clients
+// when it runs. The race detector finds what franz-go writes to them.
+func TestOptionsAreShared(t *testing.T) {
+	opts := []kgo.Opt{kgo.ProducerBatchCompression(kgo.ZstdCompression(), kgo.SnappyCompression())}
+	var relays sync.WaitGroup
+	for range 8 {
+		relays.Go(func() {
+			_, err := outbox.NewRelay(new(pgxpool.Pool), opts, outbox.RelayConfig{})
+			assert.NoError(t, err)
+		})
+	}
+	relays.Wait()
 }
