@@ -72,7 +72,7 @@ func (d *desk) opened(t *testing.T) (*lease, position) {
 }
 
 var someFailure = []failure{{
-	event: &envelope{id: 1}, key: "b-events/k", status: statusFailed, class: "message_too_large", err: errors.New("too large"),
+	event: &envelope{id: 1}, key: "b-events/k", status: StatusFailed, class: "message_too_large", err: errors.New("too large"),
 }}
 
 // Whoever lost the lease can neither move the cursor nor record a failure,

@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -19,23 +20,13 @@ import (
 type failure struct {
 	event  *envelope
 	key    string // parking key
-	status string // statusWaiting, statusFailed or statusParked
+	status string // StatusWaiting, StatusFailed or StatusParked
 	class  string
 	err    error // nil when parked
 
 	refused bool // by Kafka
 	pending bool // counted so by the parking
 }
-
-// Values of outbox_failed.status that a relay writes; resolved is the operator's,
-// and the relay's for rows that are kept after they were sent.
-const (
-	statusWaiting  = "waiting"
-	statusFailed   = "failed"
-	statusParked   = "parked"
-	statusDead     = "dead"
-	statusResolved = "resolved"
-)
 
 // sqlMoveFailed is sqlMove with failures: they enter outbox_failed if and only
 // if the cursor passes them. A batch that is repeated after a crash finds them
@@ -73,7 +64,7 @@ func failureArgs(failures []failure) []any {
 	for i, f := range failures {
 		ids[i], keys[i], statuses[i] = f.event.id, f.key, f.status
 		classes[i], errs[i] = causeOf(f.class, f.err)
-		if f.status == statusFailed {
+		if f.status == StatusFailed {
 			waits[i] = retryWait(1)
 		}
 	}
@@ -95,7 +86,7 @@ type failedStore struct {
 	relay string
 	hold  bool // dead events hold their keys
 
-	sqlKeys, sqlPromote, sqlDue, sqlBehind, sqlSettle string
+	sqlKeys, sqlPromote, sqlRevive, sqlDue, sqlBehind, sqlSettle string
 }
 
 func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedStore {
@@ -103,6 +94,7 @@ func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedSt
 		db: db, relay: relay, hold: hold,
 		sqlKeys:    inSchema(sqlFailedKeys, schema),
 		sqlPromote: inSchema(sqlFailedPromote, schema),
+		sqlRevive:  inSchema(sqlFailedRevive, schema),
 		sqlDue:     inSchema(sqlFailedDue, schema),
 		sqlBehind:  inSchema(sqlFailedBehind, schema),
 		sqlSettle:  inSchema(sqlFailedSettle, schema),
@@ -115,12 +107,12 @@ func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedSt
 const sqlFailedKeys = `
 SELECT parking_key, count(*)
   FROM {schema}.outbox_failed
- WHERE relay = $1::text AND status IN ('waiting', 'failed', 'parked', 'dead') AND (status <> 'dead' OR $2::bool)
+ WHERE relay = $1::text AND status IN ('waiting', 'failed', 'parked', 'dead') AND (status <> 'dead' OR held)
  GROUP BY parking_key`
 
 // keys returns how many rows hold back each key.
 func (f *failedStore) keys(ctx context.Context) (map[string]int, error) {
-	rows, err := f.db.Query(ctx, f.sqlKeys, f.relay, f.hold)
+	rows, err := f.db.Query(ctx, f.sqlKeys, f.relay)
 	if err != nil {
 		return nil, fmt.Errorf("read parked keys: %w", err)
 	}
@@ -137,28 +129,67 @@ func (f *failedStore) keys(ctx context.Context) (map[string]int, error) {
 	return keys, nil
 }
 
-// sqlFailedPromote makes heads of the first parked rows of keys that have none:
-// their head was sent, has died and lets go, or an operator has resolved it. It
-// reads the rows once: a search for each key's head took minutes where the planner
-// had it walk all rows for each.
+// sqlFailedPromote makes heads of the first rows of keys that have none: their
+// head was sent, has died and lets go, or an operator has resolved it. Where an
+// operator has put a dead event back before the head, or has made another one, the
+// first is the head. It reads the rows once: a search for each key's head took
+// minutes where the planner had it walk all rows for each.
 const sqlFailedPromote = `
-WITH headless AS MATERIALIZED (
-    SELECT min(outbox_id) FILTER (WHERE status = 'parked') AS first
+WITH keys AS MATERIALIZED (
+    SELECT min(outbox_id) FILTER (WHERE status <> 'dead') AS first,
+           array_agg(outbox_id) FILTER (WHERE status IN ('waiting', 'failed')) AS heads
       FROM {schema}.outbox_failed
      WHERE relay = $1::text AND status IN ('waiting', 'failed', 'parked', 'dead')
      GROUP BY parking_key
-    HAVING NOT bool_or(status IN ('waiting', 'failed') OR status = 'dead' AND $4::bool)
+    HAVING NOT bool_or(status = 'dead' AND held)
+), wrong AS MATERIALIZED (
+    SELECT first, unnest(array_append(heads, first)) AS outbox_id FROM keys WHERE heads IS DISTINCT FROM ARRAY[first]
 )
 UPDATE {schema}.outbox_failed AS f
-   SET status = 'waiting', next_retry_at = now()
-  FROM headless
- WHERE f.relay = $1::text AND f.outbox_id = headless.first
+   SET status = CASE f.outbox_id WHEN wrong.first THEN 'waiting' ELSE 'parked' END, next_retry_at = now()
+  FROM wrong
+ WHERE f.relay = $1::text AND f.outbox_id = wrong.outbox_id
    AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)`
 
-// promote gives a head to every key that has rows and none.
+// promote gives every key that has rows one head, the first. The caller has no
+// head in its hands.
 func (f *failedStore) promote(ctx context.Context, l *lease) error {
-	if _, err := f.db.Exec(ctx, f.sqlPromote, f.relay, l.holder, l.epoch, f.hold); err != nil {
+	if _, err := f.db.Exec(ctx, f.sqlPromote, f.relay, l.holder, l.epoch); err != nil {
 		return fmt.Errorf("promote parked events: %w", err)
+	}
+	return nil
+}
+
+// sqlFailedRevive puts dead events back whose class is tried again after a time.
+const sqlFailedRevive = `
+WITH lease AS MATERIALIZED (
+    SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
+), chosen AS MATERIALIZED (
+    SELECT f.id
+      FROM {schema}.outbox_failed AS f, lease, unnest($4::text[], $5::interval[]) AS policy (class, wait)
+     WHERE f.relay = $1::text AND f.status = 'dead' AND f.error_class = policy.class AND f.next_retry_at + policy.wait <= now()
+     ORDER BY f.id LIMIT 500 FOR UPDATE OF f
+), changed AS (
+    UPDATE {schema}.outbox_failed AS f
+       SET status = 'parked', retry_count = 0, held = false, next_retry_at = now()
+     WHERE id = ANY (ARRAY(SELECT id FROM chosen))
+ RETURNING f.*
+)
+INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id)
+SELECT 'relay ' || left(relay, 94), 'retry', 'revived: ' || error_class, relay, parking_key, id, outbox_id, event_id FROM changed`
+
+// revive puts dead events back, so long after their death as their class says.
+func (f *failedStore) revive(ctx context.Context, l *lease, after map[string]time.Duration) error {
+	if len(after) == 0 {
+		return nil
+	}
+	var classes []string
+	var waits []time.Duration
+	for class, wait := range after {
+		classes, waits = append(classes, class), append(waits, wait)
+	}
+	if _, err := f.db.Exec(ctx, f.sqlRevive, f.relay, l.holder, l.epoch, classes, waits); err != nil {
+		return fmt.Errorf("revive dead events: %w", err)
 	}
 	return nil
 }
@@ -169,19 +200,20 @@ type failedEvent struct {
 	row      int64  // outbox_failed.id
 	key      string // parking key
 	retries  int
+	held     bool
 }
 
 // sqlFailedDue reads heads that are due, those that have waited longest first: by
 // the age of their events, the first that fail again would keep out the others.
 const sqlFailedDue = `
-SELECT e.id, e.parking_key, e.retry_count, ` + failedColumns + `
+SELECT e.id, e.parking_key, e.retry_count, e.held, ` + failedColumns + `
   FROM {schema}.outbox_failed AS e
- WHERE e.relay = $1::text AND e.status IN ('waiting', 'failed') AND e.next_retry_at <= now()
+ WHERE e.relay = $1::text AND e.status IN ('waiting', 'failed') AND NOT e.held AND e.next_retry_at <= now()
  ORDER BY e.next_retry_at, e.outbox_id LIMIT $2`
 
 // sqlFailedBehind reads what is parked behind a head that got through.
 const sqlFailedBehind = `
-SELECT e.id, e.parking_key, e.retry_count, ` + failedColumns + `
+SELECT e.id, e.parking_key, e.retry_count, e.held, ` + failedColumns + `
   FROM {schema}.outbox_failed AS e
  WHERE e.relay = $1::text AND e.parking_key = $2 AND e.status IN ('waiting', 'parked')
  ORDER BY e.outbox_id LIMIT $3`
@@ -198,25 +230,29 @@ func (f *failedStore) due(ctx context.Context, limit int) ([]failedEvent, error)
 	return events, nil
 }
 
-// behind returns at most limit events of a key, in order.
+// behind returns at most limit events of a key, in order, up to one that an operator
+// holds.
 func (f *failedStore) behind(ctx context.Context, key string, limit int) ([]failedEvent, error) {
 	events, err := f.read(ctx, f.sqlBehind, f.relay, key, limit)
 	if err != nil {
 		return nil, fmt.Errorf("read parked events: %w", err)
+	}
+	if held := slices.IndexFunc(events, func(e failedEvent) bool { return e.held }); held >= 0 {
+		events = events[:held]
 	}
 	return events, nil
 }
 
 // read returns the events that a statement finds.
 func (f *failedStore) read(ctx context.Context, sql string, args ...any) (events []failedEvent, err error) {
-	const head = 3
+	const head = 4
 	err = f.query(ctx, func(rows pgx.Rows) error {
 		var r eventReader
 		for rows.Next() {
 			r.describe(rows, head)
 			var e failedEvent
 			raw := rows.RawValues()
-			for i, dst := range []any{&e.row, &e.key, &e.retries} {
+			for i, dst := range []any{&e.row, &e.key, &e.retries, &e.held} {
 				if err := scanValue(r.types, rows.FieldDescriptions()[i], raw[i], dst); err != nil {
 					return err
 				}
@@ -239,7 +275,7 @@ func (f *failedStore) query(ctx context.Context, read func(pgx.Rows) error, sql 
 // verdict is what became of a retry.
 type verdict struct {
 	row    int64
-	status string // statusResolved: it was sent
+	status string // StatusResolved: it was sent
 	class  string
 	err    error
 	count  int           // 1 if the retry counts
@@ -249,7 +285,8 @@ type verdict struct {
 // sqlFailedSettle writes down what became of retries, and gives the keys of
 // those that were sent, or died and let go, a new head. Rows are looked up by
 // arrays of ids, and heads key by key: where the planner knows nothing of the
-// table, or knew it empty, it walks all of it for a join.
+// table, or knew it empty, it walks all of it for a join. What an operator has
+// resolved meanwhile stays so.
 const sqlFailedSettle = `
 WITH lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
@@ -258,21 +295,22 @@ WITH lease AS MATERIALIZED (
                         AS v (id, status, class, error, count, wait)
 ), gone AS (
     DELETE FROM {schema}.outbox_failed AS f
-     WHERE f.id = ANY (ARRAY(SELECT id FROM v WHERE status = 'resolved' AND NOT $11::bool))
+     WHERE f.id = ANY (ARRAY(SELECT id FROM v WHERE status = 'resolved' AND NOT $11::bool)) AND f.status <> 'resolved'
  RETURNING f.parking_key
 ), kept AS (
     UPDATE {schema}.outbox_failed AS f
-       SET status = v.status, retry_count = f.retry_count + v.count, next_retry_at = now() + v.wait,
+       SET status = v.status, held = f.held OR v.status = 'dead' AND $10::bool, retry_count = f.retry_count + v.count, next_retry_at = now() + v.wait,
            last_error = coalesce(v.error, f.last_error), error_class = coalesce(v.class, f.error_class),
            resolved_at = CASE v.status WHEN 'resolved' THEN now() END,
            resolution = CASE v.status WHEN 'resolved' THEN 'sent' END
-      FROM v WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE status <> 'resolved' OR $11::bool))
- RETURNING f.parking_key, f.status
+      FROM v
+     WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE status <> 'resolved' OR $11::bool)) AND f.status <> 'resolved'
+ RETURNING f.parking_key, f.status, f.held
 ), heirs AS (
     SELECT heir.id
       FROM (SELECT parking_key FROM gone
-             UNION SELECT parking_key FROM kept WHERE status = 'resolved' OR status = 'dead' AND NOT $10::bool
-            EXCEPT SELECT parking_key FROM kept WHERE status IN ('waiting', 'failed') OR status = 'dead' AND $10::bool) AS free
+             UNION SELECT parking_key FROM kept WHERE status = 'resolved' OR status = 'dead' AND NOT held
+            EXCEPT SELECT parking_key FROM kept WHERE status IN ('waiting', 'failed') OR status = 'dead' AND held) AS free
      CROSS JOIN LATERAL (
            SELECT f.id FROM {schema}.outbox_failed AS f
             WHERE f.relay = $1::text AND f.parking_key = free.parking_key AND f.status = 'parked' AND f.id NOT IN (SELECT id FROM v)

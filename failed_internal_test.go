@@ -105,3 +105,26 @@ func busiest(t *testing.T, plan string) int {
 	}
 	return most(explained[0].Plan)
 }
+
+// What an operator resolves while it is on its way stays resolved, whatever Kafka
+// says of it.
+func TestSettleLeavesWhatIsResolved(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	failed := newFailedStore(d.db, d.schema, "default", false)
+	l, err := d.leases.acquire(ctx)
+	require.NoError(t, err)
+	d.exec(t, sqlInsertParked, 3, 3)
+	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved', resolution = 'kim'`)
+	verdicts := []verdict{
+		{row: 1, status: StatusFailed, count: 1, class: "c", err: ErrEmpty},
+		{row: 2, status: StatusDead, count: 1, class: "c", err: ErrEmpty},
+		{row: 3, status: StatusResolved},
+	}
+	for _, keep := range []bool{true, false} {
+		require.NoError(t, failed.settle(ctx, l, verdicts, keep))
+		var n int
+		sql := inSchema(`SELECT count(*) FROM {schema}.outbox_failed WHERE status = 'resolved' AND resolution = 'kim' AND retry_count = 0`, d.schema)
+		require.NoError(t, d.db.QueryRow(ctx, sql).Scan(&n))
+		require.Equal(t, 3, n)
+	}
+}

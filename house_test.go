@@ -56,6 +56,8 @@ var rooms = map[string]kind{
 	"cursor_rebase.go":       sql,
 	"cursor_window.go":       sql,
 	"failed.go":              sql,
+	"failed_actions.go":      sql,
+	"failed_events.go":       sql,
 	"lease.go":               sql,
 	"migrate.go":             sql,
 	"outbox.go":              sql,

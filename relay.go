@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -60,6 +62,10 @@ type RelayConfig struct {
 	// HoldDead keeps the later events of a dead one's key until somebody decides.
 	// Without it they go on.
 	HoldDead bool
+	// Revive lets dead events be tried again without an operator: so long after the
+	// death of an event whose last error was of a class, message_too_large for
+	// example, it has all its tries again. Nil means that operators decide.
+	Revive map[string]time.Duration
 	// KeepSent keeps the rows of failed events in outbox_failed, as resolved, after
 	// they were sent. Without it they are removed.
 	KeepSent bool
@@ -144,6 +150,11 @@ func (c RelayConfig) validate() error {
 		notNegative("RetryInterval", c.RetryInterval),
 		notNegative("MaxRetries", c.MaxRetries),
 		c.Breaker.validate(),
+	}
+	for _, class := range slices.Sorted(maps.Keys(c.Revive)) {
+		if c.Revive[class] <= 0 {
+			errs = append(errs, fmt.Errorf("field Revive of %q is %v: must be above 0", class, c.Revive[class]))
+		}
 	}
 	if err := checkText(c.Name, maxRelayName); err != nil {
 		errs = append(errs, fmt.Errorf("field Name %w", err))

@@ -107,9 +107,9 @@ func (p *parking) assign(failures []failure) {
 		k := p.keys[f.key]
 		switch head := !added[f.key] && (k == nil || k.rows <= 0); {
 		case !head:
-			f.status = statusParked
-		case f.status == statusParked:
-			f.status = statusWaiting // what it was behind is gone
+			f.status = StatusParked
+		case f.status == StatusParked:
+			f.status = StatusWaiting // what it was behind is gone
 		}
 		added[f.key] = true
 	}

@@ -13,12 +13,12 @@ func TestParkingAssigns(t *testing.T) {
 	require.True(t, p.takes("old"))
 	require.False(t, p.takes("new"))
 	failures := []failure{
-		{key: "new", status: statusFailed},
-		{key: "old", status: statusParked, pending: true},
-		{key: "new", status: statusFailed}, // two refusals of one request
-		{key: "gone", status: statusParked},
-		{key: "gone", status: statusParked},
-		{key: "away", status: statusWaiting},
+		{key: "new", status: StatusFailed},
+		{key: "old", status: StatusParked, pending: true},
+		{key: "new", status: StatusFailed}, // two refusals of one request
+		{key: "gone", status: StatusParked},
+		{key: "gone", status: StatusParked},
+		{key: "away", status: StatusWaiting},
 	}
 	p.assign(failures)
 	var got []string
@@ -38,9 +38,9 @@ func TestParkingWaitsForWhatIsPending(t *testing.T) {
 	require.True(t, p.takes("key")) // v3 is on its way
 	p.removed("key")                // v2 was sent
 	require.True(t, p.takes("key"), "v4 would overtake v3")
-	failures := []failure{{key: "key", status: statusParked, pending: true}, {key: "key", status: statusParked, pending: true}}
+	failures := []failure{{key: "key", status: StatusParked, pending: true}, {key: "key", status: StatusParked, pending: true}}
 	p.assign(failures)
-	require.Equal(t, statusWaiting, failures[0].status, "it is the head now")
+	require.Equal(t, StatusWaiting, failures[0].status, "it is the head now")
 	p.wrote(failures)
 	p.removed("key")
 	require.True(t, p.busy.Load())

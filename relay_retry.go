@@ -74,14 +74,17 @@ func (r *retrier) round(ctx context.Context) error {
 }
 
 // tend puts right what operators and crashes leave: keys without a head, and
-// counts that are no longer so.
+// counts that are no longer so. It revives what is to be tried again.
 func (r *retrier) tend() error {
-	if !r.parked.busy.Load() || time.Now().Before(r.correctAt) {
+	if time.Now().Before(r.correctAt) {
 		return nil
 	}
 	start := time.Now()
 	ctx, cancel := r.soon(r.held)
 	defer cancel()
+	if err := r.failed.revive(ctx, r.lease, r.cfg.Revive); err != nil {
+		return err
+	}
 	if err := r.failed.promote(ctx, r.lease); err != nil {
 		return err
 	}
@@ -142,9 +145,9 @@ func (r *retrier) retry(ctx context.Context, events []failedEvent) (through []st
 		}
 		verdicts = append(verdicts, v)
 		if f.kind == fateRefused {
-			tell = append(tell, func() { r.tellRefused(e, f, v.status == statusDead) })
+			tell = append(tell, func() { r.tellRefused(e, f, v.status == StatusDead) })
 		}
-		if v.status == statusResolved || v.status == statusDead && !r.cfg.HoldDead {
+		if v.status == StatusResolved || v.status == StatusDead && !r.cfg.HoldDead {
 			free = append(free, e.key)
 		}
 	}
@@ -186,14 +189,14 @@ func (r *retrier) judge(e *failedEvent, f fate) (v verdict, ok bool) {
 	v = verdict{row: e.row, class: f.class, err: f.err}
 	switch f.kind {
 	case fateSent:
-		v.status, v.err = statusResolved, nil
+		v.status, v.err = StatusResolved, nil
 	case fateRefused:
-		v.status, v.count, v.wait = statusFailed, 1, retryWait(e.retries+2)
+		v.status, v.count, v.wait = StatusFailed, 1, retryWait(e.retries+2)
 		if e.retries+1 >= r.cfg.MaxRetries {
-			v.status = statusDead
+			v.status = StatusDead
 		}
 	case fateAway:
-		v.status, v.wait = statusWaiting, r.cfg.RetryInterval
+		v.status, v.wait = StatusWaiting, r.cfg.RetryInterval
 	case fateUndecided, fateBehind, fatePending:
 		return v, false
 	}

@@ -298,16 +298,16 @@ func (s *session) attempt(ctx context.Context, batch []envelope) error {
 func (s *session) failures(batch []envelope, fates []fate) (decided int, failures []failure) {
 	for i, f := range fates {
 		e := &batch[i]
-		status := statusParked
+		status := StatusParked
 		switch f.kind {
 		case fateUndecided:
 			return i, failures
 		case fateSent:
 			continue
 		case fateRefused:
-			status = statusFailed
+			status = StatusFailed
 		case fateAway:
-			status = statusWaiting
+			status = StatusWaiting
 		case fateBehind, fatePending:
 		}
 		topic, _ := s.producer.topic(e)

@@ -106,6 +106,7 @@ CREATE TABLE outbox_failed (
     failed_at      timestamptz  NOT NULL DEFAULT now(),
     next_retry_at  timestamptz  NOT NULL DEFAULT now(),
     status         varchar(10)  NOT NULL,
+    held           boolean      NOT NULL DEFAULT false,
     resolved_at    timestamptz,
     resolved_by    varchar(100),
     resolution     text,
@@ -117,6 +118,8 @@ CREATE TABLE outbox_failed (
 CREATE INDEX idx_outbox_failed_retry ON outbox_failed (relay, next_retry_at, outbox_id) WHERE status IN ('waiting', 'failed');
 CREATE INDEX idx_outbox_failed_parking ON outbox_failed (relay, parking_key, outbox_id)
  WHERE status IN ('waiting', 'failed', 'parked', 'dead');
+
+CREATE INDEX idx_outbox_failed_dead ON outbox_failed (id) WHERE status = 'dead';
 
 COMMENT ON TABLE outbox_failed IS
     'Events that did not reach Kafka at the first attempt, with their whole envelope: a retry never reads outbox.';
@@ -141,12 +144,45 @@ COMMENT ON COLUMN outbox_failed.retry_count IS 'Retries that Kafka refused. Outa
 COMMENT ON COLUMN outbox_failed.last_error IS 'What Kafka or the client said at the last attempt.';
 COMMENT ON COLUMN outbox_failed.error_class IS 'Kind of the last error, for example message_too_large.';
 COMMENT ON COLUMN outbox_failed.failed_at IS 'First failure.';
-COMMENT ON COLUMN outbox_failed.next_retry_at IS 'Not sent again before this time.';
+COMMENT ON COLUMN outbox_failed.next_retry_at IS 'Not sent again before this time; of a dead one, when it died.';
 COMMENT ON COLUMN outbox_failed.status IS
     'waiting: for infrastructure, uncounted; failed: refused, tried again; parked: behind another of its key; dead: given up; resolved: an operator has decided, or it was sent and is kept.';
+COMMENT ON COLUMN outbox_failed.held IS
+    'Its key waits for an operator: nothing of it is sent, and later events join it here.';
 COMMENT ON COLUMN outbox_failed.resolved_at IS 'When it was resolved.';
 COMMENT ON COLUMN outbox_failed.resolved_by IS 'The operator who resolved it.';
 COMMENT ON COLUMN outbox_failed.resolution IS 'The operator''s note; sent, if the relay keeps what it sent.';
+
+CREATE TABLE outbox_audit (
+    id            bigserial    PRIMARY KEY,
+    created_at    timestamptz  NOT NULL DEFAULT now(),
+    operator      varchar(100) NOT NULL,
+    action        varchar(20)  NOT NULL,
+    reason        text         NOT NULL,
+    relay         varchar(100) NOT NULL,
+    parking_key   text         NOT NULL,
+    failed_id     bigint,
+    outbox_id     bigint,
+    event_id      uuid,
+    payload       jsonb,
+    payload_bytes bytea
+);
+
+CREATE INDEX outbox_audit_failed_id_idx ON outbox_audit (failed_id, id);
+
+COMMENT ON TABLE outbox_audit IS 'What operators did about failed events, and why.';
+COMMENT ON COLUMN outbox_audit.id IS 'Order of the actions.';
+COMMENT ON COLUMN outbox_audit.created_at IS 'When it was done.';
+COMMENT ON COLUMN outbox_audit.operator IS 'Who did it; of a relay "relay" and its name.';
+COMMENT ON COLUMN outbox_audit.action IS 'retry, resolve, edit, hold or release.';
+COMMENT ON COLUMN outbox_audit.reason IS 'The operator''s note.';
+COMMENT ON COLUMN outbox_audit.relay IS 'The relay whose event or key it is.';
+COMMENT ON COLUMN outbox_audit.parking_key IS 'Topic, a slash, and the record key.';
+COMMENT ON COLUMN outbox_audit.failed_id IS 'outbox_failed.id; NULL where it was done to the key.';
+COMMENT ON COLUMN outbox_audit.outbox_id IS 'outbox.id of the event; NULL likewise.';
+COMMENT ON COLUMN outbox_audit.event_id IS 'As in outbox; NULL likewise.';
+COMMENT ON COLUMN outbox_audit.payload IS 'What the payload was before an edit; NULL for all else.';
+COMMENT ON COLUMN outbox_audit.payload_bytes IS 'The same, for payloads that are not JSON.';
 
 CREATE TABLE event_handled (
     id             bigserial    PRIMARY KEY,

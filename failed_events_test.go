@@ -1,0 +1,413 @@
+package outbox_test
+
+import (
+	"context"
+	"log/slog"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+)
+
+var kim = outbox.Decision{Operator: "kim", Reason: "the topic's limit was too small"}
+
+// operator returns the failed events of the house.
+func (h *house) operator(t *testing.T) *outbox.FailedEvents {
+	t.Helper()
+	f, err := outbox.NewFailedEvents(h.db, outbox.FailedEventsConfig{Schema: h.schema})
+	require.NoError(t, err)
+	return f
+}
+
+// only returns the one failed event with a status.
+func only(t *testing.T, f *outbox.FailedEvents, status string) outbox.FailedRow {
+	t.Helper()
+	rows, err := f.List(background, outbox.FailedFilter{Statuses: []string{status}}, outbox.FailedPage{})
+	require.NoError(t, err)
+	require.Len(t, rows, 1)
+	return rows[0]
+}
+
+// patiently retries soon, and has one try until an event is dead.
+func patiently() outbox.RelayConfig {
+	cfg := quick
+	cfg.MaxRetries = 1
+	cfg.Logger = slog.New(slog.DiscardHandler)
+	return cfg
+}
+
+// dead lets the house's relay give up a poison of key bad, which others follow.
+func (h *house) dead(t *testing.T, cfg outbox.RelayConfig, followers ...oracle.Event) (event oracle.Event, stop func()) {
+	t.Helper()
+	event = poison("bad", 1)
+	stop = run(t, h.relay(t, cfg))
+	h.commit(t, append([]oracle.Event{event}, followers...)...)
+	require.Eventually(t, func() bool { return h.statuses(t)[outbox.StatusDead] == 1 }, patience, 10*time.Millisecond)
+	return event, stop
+}
+
+func (h *house) actions(t *testing.T, f *outbox.FailedEvents, id int64) (actions []string) {
+	t.Helper()
+	entries, err := f.Audit(background, id, outbox.FailedPage{})
+	require.NoError(t, err)
+	for _, e := range slices.Backward(entries) {
+		require.WithinDuration(t, time.Now(), e.At, patience)
+		require.Equal(t, "default", e.Relay)
+		require.Equal(t, h.topic, e.Topic)
+		actions = append(actions, e.Operator+" "+e.Action+" "+e.Key)
+	}
+	return actions
+}
+
+// What an operator sees of a dead event, and that it is sent when Kafka takes it.
+func TestRetryDeadEvent(t *testing.T) {
+	h, reader := poisonedHouse(t)
+	f := h.operator(t)
+	event, _ := h.dead(t, patiently(), numbered("bad", 2, 3)...)
+	row := only(t, f, outbox.StatusDead)
+	require.Equal(t, []string{"default", h.topic, "bad", "test.oracle.happened.v1", "Key", "bad", "message_too_large"},
+		[]string{row.Relay, row.Topic, row.Key, row.Type, row.AggregateType, row.AggregateID, row.Class})
+	require.Equal(t, 1, row.Retries)
+	require.ErrorContains(t, row.Err, "MESSAGE_TOO_LARGE")
+	require.Nil(t, row.Payload)
+	full, err := f.Get(background, row.ID)
+	require.NoError(t, err)
+	require.Contains(t, string(full.Payload), event.ID)
+	require.Equal(t, "application/json", full.ContentType)
+
+	h.setTopic(t, "max.message.bytes", "1000000")
+	require.NoError(t, f.Retry(background, row.ID, kim))
+	requireArrival(t, reader, event)
+	h.awaitStatuses(t, map[string]int{})
+	require.Equal(t, []string{"kim retry bad"}, h.actions(t, f, row.ID))
+	require.ErrorIs(t, f.Retry(background, row.ID, kim), outbox.ErrNotFound)
+	_, err = f.Get(background, row.ID)
+	require.ErrorIs(t, err, outbox.ErrNotFound)
+}
+
+// A dead event that is retried goes before the later ones of its key that wait.
+func TestRetryKeepsTheOrderOfTheKey(t *testing.T) {
+	h, reader := poisonedHouse(t)
+	f := h.operator(t)
+	second := poison("bad", 2)
+	cfg := patiently()
+	cfg.MaxRetries = 2
+	stop := run(t, h.relay(t, cfg))
+	first := poison("bad", 1)
+	h.commit(t, first)
+	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 1})
+	third := numbered("bad", 3, 30)
+	h.commit(t, append([]oracle.Event{second}, third...)...)
+	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 1, outbox.StatusFailed: 1, outbox.StatusParked: 30})
+	stop()
+	row := only(t, f, outbox.StatusDead)
+	require.NoError(t, f.Retry(background, row.ID, kim))
+	h.setTopic(t, "max.message.bytes", "1000000")
+	run(t, h.relay(t, cfg))
+	all := append([]oracle.Event{first, second}, third...)
+	requireArrival(t, reader, all...)
+	requireInOrder(t, reader, all)
+	h.awaitStatuses(t, map[string]int{})
+}
+
+// What is resolved is never sent, and what waits behind it goes on.
+func TestResolveFailedEvent(t *testing.T) {
+	h, reader := poisonedHouse(t)
+	f := h.operator(t)
+	run(t, h.relay(t, quickAndQuiet()))
+	events := numbered("bad", 2, 20)
+	h.commit(t, append([]oracle.Event{poison("bad", 1)}, events...)...)
+	h.awaitStatuses(t, map[string]int{outbox.StatusFailed: 1, outbox.StatusParked: 20})
+	head := only(t, f, outbox.StatusFailed)
+	require.NoError(t, f.Resolve(background, head.ID, kim))
+	requireArrival(t, reader, events...)
+	requireInOrder(t, reader, events)
+	h.awaitStatuses(t, map[string]int{outbox.StatusResolved: 1})
+	row, err := f.Get(background, head.ID)
+	require.NoError(t, err)
+	require.Equal(t, []string{"kim", kim.Reason}, []string{row.ResolvedBy, row.Resolution})
+	require.WithinDuration(t, time.Now(), row.ResolvedAt, patience)
+	for name, again := range map[string]func(context.Context, int64, outbox.Decision) error{"resolve": f.Resolve, "retry": f.Retry} {
+		err := again(background, head.ID, kim)
+		require.ErrorIs(t, err, outbox.ErrStatus, name)
+		require.ErrorContains(t, err, "it is resolved", name)
+	}
+	require.Equal(t, []string{"kim resolve bad"}, h.actions(t, f, head.ID))
+}
+
+func quickAndQuiet() outbox.RelayConfig {
+	cfg := quick
+	cfg.Logger = slog.New(slog.DiscardHandler)
+	return cfg
+}
+
+// A parked event is not retried: the one in front of it is.
+func TestRetryOfAParkedEvent(t *testing.T) {
+	h, _ := poisonedHouse(t)
+	f := h.operator(t)
+	run(t, h.relay(t, quickAndQuiet()))
+	h.commit(t, append([]oracle.Event{poison("bad", 1)}, numbered("bad", 2, 1)...)...)
+	h.awaitStatuses(t, map[string]int{outbox.StatusFailed: 1, outbox.StatusParked: 1})
+	require.ErrorIs(t, f.Retry(background, only(t, f, outbox.StatusParked).ID, kim), outbox.ErrStatus)
+	require.ErrorIs(t, f.Edit(background, only(t, f, outbox.StatusParked).ID, []byte(`{}`), kim), outbox.ErrStatus)
+	require.Empty(t, h.actions(t, f, 0))
+}
+
+// A key that is held sends nothing, though Kafka would take it, until it is
+// released; others go on.
+func TestHoldKey(t *testing.T) {
+	h, reader := poisonedHouse(t)
+	f := h.operator(t)
+	stop := run(t, h.relay(t, quickAndQuiet()))
+	events := append([]oracle.Event{poison("bad", 1)}, numbered("bad", 2, 20)...)
+	others := append([]oracle.Event{poison("other", 1)}, numbered("other", 2, 9)...)
+	h.commit(t, append(events[:10:10], others...)...)
+	h.awaitStatuses(t, map[string]int{outbox.StatusFailed: 2, outbox.StatusParked: 18})
+	stop()
+	require.NoError(t, f.Hold(background, "default", h.topic, "bad", kim))
+	h.setTopic(t, "max.message.bytes", "1000000")
+	_, err := h.db.Exec(background, h.sql(`UPDATE {s}.outbox_failed SET next_retry_at = now()`))
+	require.NoError(t, err)
+	run(t, h.relay(t, quickAndQuiet()))
+	h.commit(t, events[10:]...)
+	requireArrival(t, reader, others...)
+	h.awaitStatuses(t, map[string]int{outbox.StatusFailed: 1, outbox.StatusParked: 20})
+	require.ErrorIs(t, f.Retry(background, only(t, f, outbox.StatusFailed).ID, kim), outbox.ErrStatus)
+	n, err := f.RetryAll(background, outbox.FailedFilter{}, outbox.BulkConfig{}, kim)
+	require.NoError(t, err)
+	require.Zero(t, n, "it is held")
+	require.False(t, reader.Has(events[0].ID))
+
+	require.NoError(t, f.Release(background, "default", h.topic, "bad", kim))
+	requireArrival(t, reader, events...)
+	requireInOrder(t, reader, events)
+	require.Equal(t, []string{"kim hold bad", "kim release bad"}, h.actions(t, f, 0))
+	require.ErrorIs(t, f.Hold(background, "default", h.topic, "bad", kim), outbox.ErrNotFound)
+	require.ErrorIs(t, f.Release(background, "default", h.topic, "bad", kim), outbox.ErrNotFound)
+}
+
+// Under HoldDead a key can go on without its dead event, which stays dead.
+func TestReleaseKeyOfDeadEvent(t *testing.T) {
+	h, reader := poisonedHouse(t)
+	f := h.operator(t)
+	cfg := patiently()
+	cfg.HoldDead = true
+	events := numbered("bad", 2, 5)
+	h.dead(t, cfg, events...)
+	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 1, outbox.StatusParked: 5})
+	require.True(t, only(t, f, outbox.StatusDead).Held)
+	require.NoError(t, f.Release(background, "default", h.topic, "bad", kim))
+	requireArrival(t, reader, events...)
+	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 1})
+	more := numbered("bad", 10, 5)
+	h.commit(t, more...)
+	requireArrival(t, reader, more...)
+}
+
+// Holding a dead event's key, which had passed it, holds later events too.
+func TestHoldKeyOfDeadEvent(t *testing.T) {
+	h, reader := poisonedHouse(t)
+	f := h.operator(t)
+	h.dead(t, patiently())
+	require.NoError(t, f.Hold(background, "default", h.topic, "bad", kim))
+	events := numbered("bad", 2, 0)
+	for i := 2; h.statuses(t)[outbox.StatusParked] == 0; i++ { // those before the relay's next look still pass
+		events = append(events, numbered("bad", i, 1)...)
+		h.commit(t, events[len(events)-1])
+	}
+	require.NoError(t, f.Release(background, "default", h.topic, "bad", kim))
+	requireArrival(t, reader, events...)
+	requireInOrder(t, reader, events)
+}
+
+func TestEditDeadEvent(t *testing.T) {
+	h, reader := poisonedHouse(t)
+	f := h.operator(t)
+	event, _ := h.dead(t, patiently())
+	row := only(t, f, outbox.StatusDead)
+	var refused *outbox.FieldError
+	for _, bad := range []string{``, `{`, `{} {}`, `"\ud800"`, `"\u0000"`} {
+		require.ErrorAs(t, f.Edit(background, row.ID, []byte(bad), kim), &refused, bad)
+		require.Equal(t, "payload", refused.Field)
+	}
+	edited := event
+	edited.Filler = "short"
+	full, err := f.Get(background, row.ID)
+	require.NoError(t, err)
+	payload := strings.Replace(string(full.Payload), event.Filler, edited.Filler, 1)
+	require.NoError(t, f.Edit(background, row.ID, []byte(payload), kim))
+	requireArrival(t, reader, event)
+	requireInOrder(t, reader, []oracle.Event{edited})
+	h.awaitStatuses(t, map[string]int{})
+	entries, err := f.Audit(background, row.ID, outbox.FailedPage{})
+	require.NoError(t, err)
+	require.Len(t, entries, 1)
+	require.Equal(t, "edit", entries[0].Action)
+	require.JSONEq(t, string(full.Payload), string(entries[0].Payload), "what it was")
+}
+
+// A class that is revived has all its tries again after a while, and an audit row.
+func TestReviveDeadEvents(t *testing.T) {
+	h, reader := poisonedHouse(t)
+	f := h.operator(t)
+	cfg := patiently()
+	cfg.Revive = map[string]time.Duration{"message_too_large": 100 * time.Millisecond}
+	event, _ := h.dead(t, cfg)
+	row := only(t, f, outbox.StatusDead)
+	require.Eventually(t, func() bool { return len(h.actions(t, f, row.ID)) >= 2 }, patience, 20*time.Millisecond, "it dies again, and is revived again")
+	require.Equal(t, "relay default retry bad", h.actions(t, f, row.ID)[0])
+	h.setTopic(t, "max.message.bytes", "1000000")
+	requireArrival(t, reader, event)
+}
+
+// insertFailed adds rows of every status, of the types a.order.placed.v1 and
+// a.user.joined.v1, without a relay.
+func (h *house) insertFailed(t *testing.T, n int) {
+	t.Helper()
+	_, err := h.db.Exec(background, h.sql(`
+INSERT INTO {s}.outbox_failed (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type,
+            occurred_at, created_at, status, error_class, last_error, failed_at)
+SELECT i, (ARRAY['order-events','user-events'])[1 + i % 2] || '/key/' || i % 10, gen_random_uuid(),
+       (ARRAY['a.order.placed.v1','a.user.joined.v1'])[1 + i % 2], 's', 'A', 'id-' || i % 10, '{}', 'application/json', now(), now(),
+       (ARRAY['waiting','failed','parked','dead','resolved'])[1 + i % 5], CASE WHEN i % 5 <> 2 THEN 'class-' || i % 3 END, 'bad', now() - i * interval '1 hour'
+  FROM generate_series(0, $1::int - 1) AS i`), n)
+	require.NoError(t, err)
+}
+
+func TestListFailedEvents(t *testing.T) {
+	h := newHouse(t)
+	f := h.operator(t)
+	h.insertFailed(t, 300)
+	now := time.Now()
+	filters := []struct {
+		name   string
+		filter outbox.FailedFilter
+		want   func(i int) bool
+	}{
+		{"what is not resolved", outbox.FailedFilter{}, func(i int) bool { return i%5 != 4 }},
+		{"by status", outbox.FailedFilter{Statuses: []string{"dead", "resolved"}}, func(i int) bool { return i%5 >= 3 }},
+		{"by type", outbox.FailedFilter{Type: "a.user.joined.v1"}, func(i int) bool { return i%5 != 4 && i%2 == 1 }},
+		{"by topic", outbox.FailedFilter{Topic: "order-events"}, func(i int) bool { return i%5 != 4 && i%2 == 0 }},
+		{"by a part of a topic's name", outbox.FailedFilter{Topic: "order"}, func(int) bool { return false }},
+		{"by key", outbox.FailedFilter{Key: "key/3"}, func(i int) bool { return i%5 != 4 && i%10 == 3 }},
+		{"by aggregate", outbox.FailedFilter{AggregateType: "A", AggregateID: "id-3"}, func(i int) bool { return i%5 != 4 && i%10 == 3 }},
+		{"by class", outbox.FailedFilter{Class: "class-1"}, func(i int) bool { return i%5 != 4 && i%5 != 2 && i%3 == 1 }},
+		{"by relay", outbox.FailedFilter{Relay: "other"}, func(int) bool { return false }},
+		{"by time", outbox.FailedFilter{Since: now.Add(-100*time.Hour - 30*time.Minute), Until: now.Add(-10*time.Hour - 30*time.Minute)},
+			func(i int) bool { return i%5 != 4 && i > 10 && i <= 100 }},
+	}
+	for _, tt := range filters {
+		t.Run(tt.name, func(t *testing.T) {
+			var want, got []int64
+			for i := 299; i >= 0; i-- {
+				if tt.want(i) {
+					want = append(want, int64(i))
+				}
+			}
+			page := outbox.FailedPage{Limit: 7}
+			for {
+				rows, err := f.List(background, tt.filter, page)
+				require.NoError(t, err)
+				if len(rows) == 0 {
+					break
+				}
+				require.LessOrEqual(t, len(rows), 7)
+				for _, row := range rows {
+					got = append(got, row.OutboxID)
+				}
+				page.After = rows[len(rows)-1].ID
+			}
+			require.Equal(t, want, got)
+			counts, err := f.Count(background, tt.filter)
+			require.NoError(t, err)
+			total := 0
+			for _, c := range counts {
+				total += c.Events
+			}
+			require.Equal(t, len(want), total)
+		})
+	}
+	counts, err := f.Count(background, outbox.FailedFilter{Statuses: []string{"parked"}, Type: "a.user.joined.v1"})
+	require.NoError(t, err)
+	require.Len(t, counts, 1)
+	require.WithinDuration(t, now.Add(-297*time.Hour), counts[0].Oldest, time.Minute)
+	require.Equal(t, 30, counts[0].Events)
+	for _, limit := range []int{-1, 1001} {
+		_, err = f.List(background, outbox.FailedFilter{}, outbox.FailedPage{Limit: limit})
+		require.ErrorContains(t, err, "Limit")
+	}
+}
+
+func TestSettleAllFailedEvents(t *testing.T) {
+	h := newHouse(t)
+	f := h.operator(t)
+	h.insertFailed(t, 1000)
+	before := h.statuses(t)
+	var told []int
+	cfg := outbox.BulkConfig{DryRun: true, Rate: 10_000, Progress: func(done int) { told = append(told, done) }}
+	n, err := f.RetryAll(background, outbox.FailedFilter{Type: "a.order.placed.v1"}, cfg, kim)
+	require.NoError(t, err)
+	require.Equal(t, 300, n, "waiting, failed and dead")
+	require.Equal(t, before, h.statuses(t))
+	require.Equal(t, []int{100, 200, 300}, told)
+	cfg.DryRun = false
+	n, err = f.RetryAll(background, outbox.FailedFilter{Type: "a.order.placed.v1"}, cfg, kim)
+	require.NoError(t, err)
+	require.Equal(t, 300, n)
+	require.Equal(t, 100, h.statuses(t)[outbox.StatusDead])
+	require.Equal(t, 300, h.statuses(t)[outbox.StatusParked])
+
+	n, err = f.RetryAll(background, outbox.FailedFilter{Statuses: []string{outbox.StatusParked}}, cfg, kim)
+	require.NoError(t, err)
+	require.Zero(t, n, "what is parked is not retried")
+
+	n, err = f.ResolveAll(background, outbox.FailedFilter{Class: "class-1"}, cfg, kim)
+	require.NoError(t, err)
+	require.Positive(t, n)
+	require.Equal(t, 200+n, h.statuses(t)[outbox.StatusResolved])
+	require.Equal(t, 300+n, h.count(t, "outbox_audit"))
+
+	ctx, cancel := context.WithCancel(background)
+	cfg.Progress = func(int) { cancel() }
+	n, err = f.ResolveAll(ctx, outbox.FailedFilter{}, cfg, kim)
+	require.ErrorIs(t, err, context.Canceled)
+	require.Equal(t, 100, n)
+}
+
+func TestFailedEventsRefuse(t *testing.T) {
+	db, schema := testenv.Schema(t)
+	_, err := outbox.NewFailedEvents(nil, outbox.FailedEventsConfig{Schema: strings.Repeat("x", 64)})
+	require.ErrorContains(t, err, "pool")
+	require.ErrorContains(t, err, "Schema")
+	f, err := outbox.NewFailedEvents(db, outbox.FailedEventsConfig{Schema: schema})
+	require.NoError(t, err)
+	for _, act := range []func(outbox.Decision) error{
+		func(d outbox.Decision) error { return f.Retry(background, 1, d) },
+		func(d outbox.Decision) error { return f.Resolve(background, 1, d) },
+		func(d outbox.Decision) error { return f.Edit(background, 1, nil, d) },
+		func(d outbox.Decision) error { return f.Hold(background, "default", "t", "k", d) },
+		func(d outbox.Decision) error { return f.Release(background, "default", "t", "k", d) },
+		func(d outbox.Decision) error {
+			_, err := f.RetryAll(background, outbox.FailedFilter{}, outbox.BulkConfig{Rate: -1}, d)
+			require.ErrorContains(t, err, "Rate")
+			return err
+		},
+	} {
+		err := act(outbox.Decision{})
+		require.ErrorContains(t, err, "Operator")
+		require.ErrorContains(t, err, "Reason")
+		require.ErrorIs(t, err, outbox.ErrEmpty)
+		require.ErrorIs(t, act(outbox.Decision{Operator: strings.Repeat("x", 101), Reason: "r"}), outbox.ErrTooLong)
+	}
+	_, err = f.List(background, outbox.FailedFilter{}, outbox.FailedPage{})
+	var missing interface{ SQLState() string }
+	require.ErrorAs(t, err, &missing)
+	require.Equal(t, "42P01", missing.SQLState())
+	require.NotErrorIs(t, err, pgx.ErrNoRows)
+}
