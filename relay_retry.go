@@ -36,20 +36,19 @@ func newRetrier(s *session) *retrier {
 func (r *retrier) run(ctx context.Context) {
 	defer r.producer.close()
 	for ctx.Err() == nil && r.held.Err() == nil {
-		err := r.round(ctx)
-		if r.held.Err() != nil || errors.Is(err, errLeaseLost) {
-			return
+		if r.breaker.state() != BreakerOpen { // a round that is skipped says nothing about PostgreSQL
+			err := r.round(ctx)
+			if r.held.Err() != nil || errors.Is(err, errLeaseLost) {
+				return
+			}
+			r.retriesPostgres.report(err)
 		}
-		r.retriesPostgres.report(err)
 		await(ctx, r.held, r.breakerClosed, r.cfg.RetryInterval)
 	}
 }
 
 // round retries all that is due.
 func (r *retrier) round(ctx context.Context) error {
-	if r.breaker.state() == BreakerOpen {
-		return nil
-	}
 	if err := r.tend(); err != nil {
 		return err
 	}
