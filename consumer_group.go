@@ -29,8 +29,7 @@ func checkConsumerOpts(opts []kgo.Opt) error {
 
 // consumerOpts are the host's options with what the promises need.
 func consumerOpts(host []kgo.Opt, cfg ConsumerConfig, topics []string) ([]kgo.Opt, error) {
-	var maxWrite int32 // dead letters are as large as what was read
-	err := checkOpts(host, func(o hostOpts) { maxWrite, _ = o.client.OptValue(kgo.BrokerMaxWriteBytes).(int32) })
+	maxWrite, err := largestWrite(host) // dead letters are as large as what was read
 	if err != nil {
 		return nil, err
 	}

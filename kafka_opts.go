@@ -45,6 +45,13 @@ func checkOpts(opts []kgo.Opt, look func(hostOpts)) error {
 	return errors.Join(errs...)
 }
 
+// largestWrite returns the size of the largest request that a client writes. Who sends
+// what others have sent cannot have a lower limit for records than they had.
+func largestWrite(opts []kgo.Opt) (bytes int32, err error) {
+	err = checkOpts(opts, func(o hostOpts) { bytes, _ = o.client.OptValue(kgo.BrokerMaxWriteBytes).(int32) })
+	return bytes, err
+}
+
 func (o hostOpts) refuse(set bool, option, why string) {
 	if set {
 		*o.errs = append(*o.errs, fmt.Errorf("kafka option %s: %s", option, why))

@@ -1,0 +1,34 @@
+package outbox
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// A partition that gives nothing of what it should have, as after an unclean change of
+// its leader, is no end of the reading.
+func TestReadNothing(t *testing.T) {
+	topic := "nothing-" + uuid.NewString()
+	client, err := kgo.NewClient(testenv.KafkaOpts(testenv.Brokers(t))...)
+	require.NoError(t, err)
+	defer client.Close()
+	require.NoError(t, client.ProduceSync(context.Background(), &kgo.Record{Topic: topic, Value: []byte("v")}).FirstErr())
+	reader := &offsetReader{client: client}
+	spans, err := reader.spans(context.Background(), topic, nil)
+	require.NoError(t, err)
+	for _, s := range spans {
+		s.next = s.end
+		s.end += 5
+		ctx, cancel := context.WithTimeout(context.Background(), 700*time.Millisecond)
+		defer cancel()
+		_, err := reader.read(ctx, &s)
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		require.ErrorContains(t, err, "read "+s.String()+" at offset ")
+	}
+}
