@@ -100,14 +100,11 @@ func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
 	if f.err != nil {
 		return nil, f.err
 	}
-	if at, err = timeText(at, r.Timestamp); err != nil {
-		return nil, unreadable(eventType, "time", err)
-	}
 	attributes := f.headers // the rest of them; those of these names are not theirs to say
 	attributes["specversion"], attributes["id"], attributes["type"] = string(specVersion), id, eventType
 	subject, _ := p.text(r.Key) // nothing, where the key is no text
 	attributes["source"], attributes["subject"] = cmp.Or(p.Source, r.Topic), subject
-	attributes["time"], attributes["datacontenttype"] = at, contentType
+	attributes["time"], attributes["datacontenttype"] = timeText(at, r.Timestamp), contentType
 	return newMessage(attributes, data)
 }
 
@@ -270,21 +267,19 @@ func unquoted(value []byte) ([]byte, error) {
 }
 
 // timeText returns a time in RFC 3339: what a record says, or its timestamp, or
-// nothing.
-func timeText(said string, timestamp time.Time) (string, error) {
+// nothing. What is no time, or of no year of four digits, is refused like that of a
+// CloudEvent.
+func timeText(said string, timestamp time.Time) string {
 	at := timestamp
 	switch ms, err := strconv.ParseInt(said, 10, 64); {
 	case said == "":
 		if at.UnixMilli() <= 0 { // the producer has set none
-			return "", nil
+			return ""
 		}
 	case err == nil:
 		at = time.UnixMilli(ms)
 	default:
-		return said, nil // as CloudEvents has it, or refused like theirs
+		return said
 	}
-	if err := checkTime(at); err != nil {
-		return "", err
-	}
-	return string(at.UTC().AppendFormat(nil, time.RFC3339Nano)), nil
+	return at.UTC().Format(time.RFC3339Nano)
 }
