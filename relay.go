@@ -73,12 +73,16 @@ type RelayConfig struct {
 	// Breaker stops the sending for a while when Kafka fails.
 	Breaker BreakerConfig
 
+	// Retention says how long rows stay in the tables.
+	Retention RetentionConfig
+
 	// Hooks are told what happens.
 	Hooks RelayHooks
 
 	// Logger receives what changes: ERROR for an event that is dead and for a
-	// breaker that opens, WARN for trouble that begins or ends, and DEBUG for the
-	// rest. Nil means slog.Default().
+	// breaker that opens, WARN for trouble that begins or ends, INFO for a run of
+	// retention that removes 1,000,000 rows or more, and DEBUG for the rest. Nil
+	// means slog.Default().
 	Logger *slog.Logger
 }
 
@@ -91,6 +95,8 @@ type RelayHooks struct {
 	Refused func(FailedEvent)
 	// Dead is told of an event that Kafka refused once too often.
 	Dead func(FailedEvent)
+	// Cleaned is told of each run of retention that removed rows.
+	Cleaned func(Cleaned)
 }
 
 // FailedEvent tells which event failed, and why.
@@ -135,6 +141,7 @@ func (c RelayConfig) withDefaults() RelayConfig {
 	c.RetryInterval = cmp.Or(c.RetryInterval, defaultRetry)
 	c.MaxRetries = cmp.Or(c.MaxRetries, defaultMaxRetries)
 	c.Breaker = c.Breaker.withDefaults()
+	c.Retention = c.Retention.withDefaults()
 	c.Logger = cmp.Or(c.Logger, slog.Default())
 	return c
 }
@@ -150,6 +157,7 @@ func (c RelayConfig) validate() error {
 		notNegative("RetryInterval", c.RetryInterval),
 		notNegative("MaxRetries", c.MaxRetries),
 		c.Breaker.validate(),
+		c.Retention.validate(),
 	}
 	for _, class := range slices.Sorted(maps.Keys(c.Revive)) {
 		if c.Revive[class] <= 0 {
@@ -189,6 +197,7 @@ type Relay struct {
 	// An outage may outlast the lease, and is still the same one.
 	postgres, kafka trouble // belong to the goroutine of Run
 	retriesPostgres trouble // belongs to the retrier
+	retention *retention
 
 	breakerClosed chan struct{} // holds at most one wish to retry at once
 
@@ -206,7 +215,7 @@ type Relay struct {
 // of a missing topic wait until it is there, and hold up no others.
 //
 // NewRelay does no I/O, and makes and closes one client to look at the options.
-// A running relay uses up to four connections of db; closing db stays with the
+// A running relay uses up to five connections of db; closing db stays with the
 // caller.
 func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error) {
 	cfg = cfg.withDefaults()
@@ -228,6 +237,8 @@ func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error
 		failed:  newFailedStore(db, cfg.Schema, cfg.Name, cfg.HoldDead),
 		log:     cfg.Logger.With("relay", cfg.Name),
 		wake:    make(chan struct{}, 1),
+
+		retention: newRetention(db, cfg.Schema, cfg.Retention),
 
 		breakerClosed: make(chan struct{}, 1),
 	}

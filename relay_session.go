@@ -4,11 +4,12 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
-// session is the work under one lease. It belongs to the goroutine of Run; only
-// a prefetch reads the cursor beside it, and touches nothing of the session.
+// session is the work under one lease. It belongs to the goroutine of Run; a
+// prefetch reads the cursor beside it, and touches nothing of the session.
 type session struct {
 	*Relay
 	lease    *lease
@@ -24,6 +25,8 @@ type session struct {
 	more     bool    // the window may have events behind left
 	size     int     // how many events to fetch at once
 	fetching chan fetched
+
+	behind atomic.Bool // more than a batch is left to send; read by the cleaner
 }
 
 // fetched is what a prefetch brings: events, and what is left behind them.
@@ -56,10 +59,11 @@ func (s *session) run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	var retrying sync.WaitGroup
-	retry, stop := context.WithCancel(ctx)
-	retrying.Go(func() { newRetrier(s).run(retry) })
-	defer retrying.Wait()
+	var beside sync.WaitGroup
+	running, stop := context.WithCancel(ctx)
+	beside.Go(func() { newRetrier(s).run(running) })
+	beside.Go(func() { newCleaner(s).run(running) })
+	defer beside.Wait()
 	defer stop()
 	return s.stayUpToDate(ctx)
 }
@@ -146,6 +150,7 @@ func (s *session) follow(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
+		s.behind.Store(!s.drained())
 		if len(batch) == 0 {
 			s.woken = await(ctx, s.held, s.wake, s.cfg.PollInterval)
 			continue

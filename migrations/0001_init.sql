@@ -118,6 +118,7 @@ CREATE TABLE outbox_failed (
 CREATE INDEX idx_outbox_failed_retry ON outbox_failed (relay, next_retry_at, outbox_id) WHERE status IN ('waiting', 'failed');
 CREATE INDEX idx_outbox_failed_parking ON outbox_failed (relay, parking_key, outbox_id)
  WHERE status IN ('waiting', 'failed', 'parked', 'dead');
+CREATE INDEX idx_outbox_failed_resolved ON outbox_failed (resolved_at) WHERE status = 'resolved';
 
 CREATE INDEX idx_outbox_failed_dead ON outbox_failed (id) WHERE status = 'dead';
 

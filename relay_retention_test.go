@@ -1,0 +1,176 @@
+package outbox_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+)
+
+// tidy is quick, with a relay that cleans all the time.
+func tidy() outbox.RelayConfig {
+	cfg := quick
+	cfg.Retention = outbox.RetentionConfig{Interval: 5 * time.Millisecond, Pause: time.Millisecond}
+	return cfg
+}
+
+// aged makes rows of outbox old enough to go.
+const aged = `UPDATE {s}.outbox SET created_at = now() - '8 days'::interval`
+
+func (h *house) exec(t testing.TB, sql string, args ...any) {
+	t.Helper()
+	_, err := h.db.Exec(background, h.sql(sql), args...)
+	require.NoError(t, err)
+}
+
+// A relay publishes, cleans, and says so. What a transaction commits that was
+// prepared long ago it still publishes.
+func TestRelayCleans(t *testing.T) {
+	h := newHouse(t)
+	reader := h.follow(t)
+	late := numbered("late", 1, 3)
+	tx, err := h.db.Begin(background)
+	require.NoError(t, err)
+	require.NoError(t, h.record(background, tx, late...))
+	_, err = tx.Exec(background, h.sql(aged))
+	require.NoError(t, err)
+	_, err = tx.Exec(background, fmt.Sprintf(`PREPARE TRANSACTION '%s'`, h.schema))
+	require.NoError(t, err)
+	require.NoError(t, tx.Rollback(background)) // ends pgx's part; the transaction is PostgreSQL's
+	t.Cleanup(func() {                          // fails where the test has committed it
+		_, _ = h.db.Exec(background, fmt.Sprintf(`ROLLBACK PREPARED '%s'`, h.schema))
+	})
+
+	early := numbered("early", 1, 50)
+	h.commit(t, early...)
+	cfg := tidy()
+	cfg.Retention.BatchSize = 7
+	var cleaned atomic.Int64
+	cfg.Hooks.Cleaned = func(c outbox.Cleaned) { cleaned.Add(c.Published) }
+	log := new(testenv.Buffer)
+	cfg.Logger = slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	stop := run(t, h.relay(t, cfg))
+	requireArrival(t, reader, early...)
+	require.Never(t, func() bool { return h.count(t, "outbox") < 50 }, 50*time.Millisecond, 10*time.Millisecond, "they are young")
+	h.exec(t, aged)
+	require.Eventually(t, func() bool { return h.count(t, "outbox") == 0 }, patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return cleaned.Load() == 50 }, patience, 5*time.Millisecond)
+
+	_, err = h.db.Exec(background, fmt.Sprintf(`COMMIT PREPARED '%s'`, h.schema))
+	require.NoError(t, err)
+	requireArrival(t, reader, late...)
+	stop()
+	require.Contains(t, log.String(), `level=DEBUG msg="outbox: cleaned" relay=default published=`)
+	require.Equal(t, 3, h.count(t, "outbox"), "they lie behind; tomorrow it begins from the start again")
+	run(t, h.relay(t, cfg)) // and so does the next relay
+	require.Eventually(t, func() bool { return h.count(t, "outbox") == 0 }, patience, 5*time.Millisecond)
+}
+
+// Rows stay while a relay has not published them, and the log has its name, once.
+func TestStandingRelayKeepsRows(t *testing.T) {
+	h := newHouse(t)
+	reader := h.follow(t)
+	audit := tidy()
+	audit.Name = "audit"
+	audit.Retention.PublishedFor = outbox.Forever
+	stop := run(t, h.relay(t, audit))
+	first := numbered("key", 1, 5)
+	h.commit(t, first...)
+	requireArrival(t, reader, first...)
+	stop()
+
+	second := numbered("key", 6, 5)
+	h.commit(t, second...)
+	cfg := tidy()
+	log := new(testenv.Buffer)
+	cfg.Logger = slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	run(t, h.relay(t, cfg))
+	requireArrival(t, reader, second...)
+	h.exec(t, aged)
+	require.Eventually(t, func() bool { return h.count(t, "outbox") == 5 }, patience, 5*time.Millisecond, "both have sent five")
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "standing=audit") }, patience, 5*time.Millisecond)
+	runs := strings.Count(log.String(), "outbox: cleaned")
+	require.Eventually(t, func() bool { return strings.Count(log.String(), "outbox: cleaned") > runs+10 }, patience, 5*time.Millisecond)
+	require.Equal(t, 1, strings.Count(log.String(), "standing=audit"))
+	require.Equal(t, 5, h.count(t, "outbox"))
+
+	run(t, h.relay(t, audit))
+	require.Eventually(t, func() bool { return h.count(t, "outbox") == 0 }, patience, 5*time.Millisecond)
+}
+
+// What cannot be archived stays, and the log says so once, and when it works again.
+func TestArchiveFails(t *testing.T) {
+	h := newHouse(t)
+	reader := h.follow(t)
+	events := numbered("key", 1, 5)
+	h.commit(t, events...)
+	cfg := tidy()
+	var works atomic.Bool
+	var tries atomic.Int64
+	cfg.Retention.Archive = func(_ context.Context, _ pgx.Tx, rows []outbox.ArchivedEvent) error {
+		tries.Add(1)
+		if !works.Load() {
+			return errors.New("no space is left")
+		}
+		return nil
+	}
+	log := new(testenv.Buffer)
+	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
+	run(t, h.relay(t, cfg))
+	requireArrival(t, reader, events...)
+	h.exec(t, aged)
+	require.Eventually(t, func() bool { return tries.Load() > 5 }, patience, 5*time.Millisecond)
+	require.Equal(t, 5, h.count(t, "outbox"))
+	require.Equal(t, 1, strings.Count(log.String(), "retention of outbox fails"))
+	require.Contains(t, log.String(), "no space is left")
+	works.Store(true)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "retention of outbox works again") }, patience, 5*time.Millisecond)
+	require.Zero(t, h.count(t, "outbox"))
+}
+
+// Writers and the relay do not wait for a cleaning of very many rows.
+func TestCleaningBlocksNobody(t *testing.T) {
+	h := newHouse(t)
+	reader := h.follow(t)
+	cfg := tidy()
+	cfg.PollInterval = 2 * time.Millisecond
+	stop := run(t, h.relay(t, cfg))
+	first := numbered("first", 1, 1)
+	h.commit(t, first...)
+	requireArrival(t, reader, first...)
+	stop()
+	const many = 20_000
+	h.exec(t, `
+		INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, xid)
+		SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now(), now() - '8 days'::interval, '3' FROM generate_series(1, $1)`, many)
+	h.exec(t, `UPDATE {s}.outbox_cursor SET highest_id = $1`, many+1)
+
+	run(t, h.relay(t, cfg))
+	var all []oracle.Event
+	left := many
+	for version := 1; left > 1000; version++ {
+		e := numbered("key", version, 1)
+		require.NoError(t, pgx.BeginFunc(background, h.db, func(tx pgx.Tx) error {
+			if _, err := tx.Exec(background, `SET LOCAL lock_timeout = '100ms'`); err != nil {
+				return err
+			}
+			return h.record(background, tx, e...)
+		}))
+		all = append(all, e...)
+		if version%20 == 0 {
+			left = h.countWhere(t, `SELECT count(*) FROM {s}.outbox WHERE created_at < now() - '7 days'::interval`)
+		}
+	}
+	t.Logf("%d events recorded meanwhile", len(all))
+	requireArrival(t, reader, all...)
+}

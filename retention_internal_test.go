@@ -1,0 +1,482 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+)
+
+// cleaning returns what removes rows of the desk, with a lease to prove.
+func (d *desk) cleaning(t *testing.T, cfg RetentionConfig) (*retention, *proof) {
+	t.Helper()
+	l, err := newLeases(d.db, d.schema, "cleaner", time.Minute).acquire(context.Background())
+	require.NoError(t, err)
+	return newRetention(d.db, d.schema, cfg.withDefaults()), &proof{l, "cleaner"}
+}
+
+// age makes all rows of a table older.
+func (d *desk) age(t *testing.T, table, column, by string) {
+	t.Helper()
+	d.exec(t, fmt.Sprintf(`UPDATE {schema}.%s SET %s = %[2]s - '%s'::interval`, table, column, by))
+}
+
+func (d *desk) ids(t *testing.T, table string) []int64 {
+	t.Helper()
+	rows, err := d.db.Query(context.Background(), inSchema(`SELECT id FROM {schema}.`+table+` ORDER BY id`, d.schema))
+	require.NoError(t, err)
+	ids, err := pgx.CollectRows(rows, pgx.RowTo[int64])
+	require.NoError(t, err)
+	return ids
+}
+
+// A row goes when every relay has published it. Six rows are recorded, in order.
+func TestPublishedRowsGo(t *testing.T) {
+	for _, test := range []struct {
+		name  string
+		play  func(*testing.T, *desk)
+		stay  []int64
+		stops string // relay that the log should name
+	}{
+		{"no relay has a cursor", func(t *testing.T, d *desk) {}, []int64{1, 2, 3, 4, 5, 6}, ""},
+		{"all of them", func(t *testing.T, d *desk) { d.unsent(t, "default") }, nil, ""},
+		{"up to where the open window is drained", func(t *testing.T, d *desk) { d.sendUpTo(t, "default", 4) }, []int64{5, 6}, "default"},
+		{"what two relays have sent", func(t *testing.T, d *desk) {
+			d.unsent(t, "default")
+			d.sendUpTo(t, "audit", 2)
+		}, []int64{3, 4, 5, 6}, "audit"},
+		{"nothing while a relay has not begun", func(t *testing.T, d *desk) {
+			d.unsent(t, "default")
+			_, _, _, err := d.arrive(t, "audit")
+			require.NoError(t, err)
+		}, []int64{1, 2, 3, 4, 5, 6}, "audit"},
+		{"nothing that is too young", func(t *testing.T, d *desk) {
+			d.unsent(t, "default")
+			d.exec(t, `UPDATE {schema}.outbox SET created_at = now() - '6 days'::interval WHERE id IN (3, 5)`)
+		}, []int64{3, 5}, ""},
+		{"nothing that was committed after it was passed", func(t *testing.T, d *desk) {
+			d.unsent(t, "default")
+			d.exec(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 2`)
+		}, []int64{2}, ""},
+		{"nothing that one of two relays has not sent, wherever it stands", func(t *testing.T, d *desk) {
+			d.unsent(t, "default")
+			d.unsent(t, "audit")
+			d.exec(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 2`)
+			d.unsent(t, "default")
+		}, []int64{2}, ""},
+		{"nothing by a cursor of another cluster", func(t *testing.T, d *desk) {
+			d.unsent(t, "default")
+			d.sendUpTo(t, "audit", 6)
+			d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1 WHERE relay = 'audit'`)
+		}, []int64{1, 2, 3, 4, 5, 6}, ""},
+		{"nothing by a cursor from the future", func(t *testing.T, d *desk) {
+			d.unsent(t, "default")
+			d.exec(t, `UPDATE {schema}.outbox_cursor SET snapshot = '4000000000:4000000000:'`)
+		}, []int64{1, 2, 3, 4, 5, 6}, ""},
+		{"nothing beside an event from the future", func(t *testing.T, d *desk) {
+			d.unsent(t, "default")
+			d.exec(t, `UPDATE {schema}.outbox SET xid = '4000000000' WHERE id = 6`)
+		}, []int64{1, 2, 3, 4, 5, 6}, ""},
+		{"what failed and is written down elsewhere", func(t *testing.T, d *desk) {
+			d.unsent(t, "default")
+			d.exec(t, `INSERT INTO {schema}.outbox_failed
+			                  (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, status)
+			           SELECT id, 'k', event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, 'failed'
+			             FROM {schema}.outbox WHERE id = 3`)
+		}, nil, ""},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			d, ctx := newDesk(t), context.Background()
+			for range 3 {
+				d.insert(t, 2)
+			}
+			d.age(t, "outbox", "created_at", "8 days")
+			test.play(t, d)
+			r, l := d.cleaning(t, RetentionConfig{})
+			s, err := r.published(ctx, l, 0)
+			require.NoError(t, err)
+			require.EqualValues(t, 6-len(test.stay), s.gone)
+			require.ElementsMatch(t, test.stay, d.ids(t, "outbox"))
+			require.Equal(t, test.stops, s.standing)
+		})
+	}
+}
+
+// A transaction that was prepared a week ago commits: its rows are old, and have
+// the lowest ids, and nobody has seen them.
+func TestPreparedTransactionIsNotRemoved(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	tx := d.beginInsert(t, 2)
+	_, err := tx.Exec(ctx, inSchema(`UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval`, d.schema))
+	require.NoError(t, err)
+	_, err = tx.Exec(ctx, fmt.Sprintf(`PREPARE TRANSACTION '%s'`, d.schema))
+	require.NoError(t, err)
+	t.Cleanup(func() { // fails where the test has committed it
+		_, _ = d.db.Exec(ctx, fmt.Sprintf(`ROLLBACK PREPARED '%s'`, d.schema))
+	})
+	d.insert(t, 3)
+	d.age(t, "outbox", "created_at", "8 days")
+	require.Equal(t, []int64{3, 4, 5}, d.unsent(t, "default"))
+	r, l := d.cleaning(t, RetentionConfig{})
+	_, err = d.db.Exec(ctx, fmt.Sprintf(`COMMIT PREPARED '%s'`, d.schema))
+	require.NoError(t, err)
+
+	s, err := r.published(ctx, l, 0)
+	require.NoError(t, err)
+	require.EqualValues(t, 3, s.gone)
+	require.Equal(t, []int64{1, 2}, d.unsent(t, "default"))
+	s, err = r.published(ctx, l, 0)
+	require.NoError(t, err)
+	require.EqualValues(t, 2, s.gone)
+}
+
+// Whoever lost the lease removes nothing that only its holder may.
+func TestLostLeaseRemovesNothing(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	d.insert(t, 2)
+	d.age(t, "outbox", "created_at", "8 days")
+	d.unsent(t, "default")
+	d.unsent(t, "default")
+	d.age(t, "outbox_cursor", "created_at", "8 days")
+	r, l := d.cleaning(t, RetentionConfig{})
+	l.epoch--
+	before := d.count(t, "outbox_cursor")
+	_, err := r.published(ctx, l, 0)
+	require.ErrorIs(t, err, errLeaseLost)
+	_, err = r.cursors(ctx, l, 0)
+	require.ErrorIs(t, err, errLeaseLost)
+	require.Equal(t, 2, d.count(t, "outbox"))
+	require.Equal(t, before, d.count(t, "outbox_cursor"))
+}
+
+// Another relay of the schema is at the same rows: we wait for it no longer than
+// for a blink, and leave them to it.
+func TestLockedRowsAreLeft(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	d.insert(t, 2)
+	d.age(t, "outbox", "created_at", "8 days")
+	d.unsent(t, "default")
+	tx, err := d.db.Begin(ctx)
+	require.NoError(t, err)
+	defer tx.Rollback(ctx)
+	_, err = tx.Exec(ctx, inSchema(`SELECT FROM {schema}.outbox WHERE id = 2 FOR UPDATE`, d.schema))
+	require.NoError(t, err)
+	r, l := d.cleaning(t, RetentionConfig{})
+	_, err = r.published(ctx, l, 0)
+	require.ErrorIs(t, err, errBusy)
+	require.Equal(t, 2, d.count(t, "outbox"))
+}
+
+// History keeps a row for each minute, until it is too old. The newest row of each
+// relay stays, and the relay goes on from it.
+func TestCursorHistory(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	d.insert(t, 3)
+	d.unsent(t, "default")
+	first := d.ids(t, "outbox_cursor")
+	d.exec(t, `
+		INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch, created_at)
+		SELECT r, 0, '1:1:', 0, 1, 1, date_trunc('minute', now()) - ago * '1 minute'::interval + n * '1 second'::interval
+		  FROM unnest(ARRAY['gone', 'default']) AS r, unnest(ARRAY[20000, 10100, 70, 65, 5]) WITH ORDINALITY AS a (ago, place), generate_series(1, 4) AS n
+		 WHERE r = 'default' OR ago > 10100
+		 ORDER BY r DESC, place, n`)
+	d.exec(t, `UPDATE {schema}.outbox_cursor SET created_at = now() - '20 days'::interval WHERE id = ANY ($1)`, first)
+	d.exec(t, `
+		INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, window_snapshot, highest_id, system_identifier, epoch)
+		SELECT relay, last_processed_id, snapshot, window_snapshot, highest_id, system_identifier, epoch FROM {schema}.outbox_cursor WHERE id = $1`,
+		first[len(first)-1])
+	newest := d.ids(t, "outbox_cursor")
+	r, l := d.cleaning(t, RetentionConfig{})
+	s, err := r.cursors(ctx, l, 0)
+	require.NoError(t, err)
+	require.False(t, s.more)
+
+	rows, err := d.db.Query(ctx, inSchema(`
+		SELECT relay || ' ' || CASE WHEN id = $1 THEN 'newest' ELSE round(extract(epoch FROM now() - created_at) / 60) || ' min' END
+		  FROM {schema}.outbox_cursor ORDER BY id`, d.schema), newest[len(newest)-1])
+	require.NoError(t, err)
+	left, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	require.Len(t, left, 1+2+4+1, "%v", left) // gone's newest, one of each minute, all of the last hour, the newest
+	require.Contains(t, left[0], "gone 2000") // or a minute more
+	require.Equal(t, "default newest", left[7])
+	d.insert(t, 1)
+	require.Equal(t, []int64{4}, d.unsent(t, "default"))
+}
+
+// Resolved rows go by when they were resolved, and one without a time gets it.
+func TestResolvedRowsGo(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	d.exec(t, `
+		INSERT INTO {schema}.outbox_failed
+		       (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, failed_at, status, resolved_at)
+		SELECT row_number() OVER (), 'k', gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now(), now(), now() - '90 days'::interval, status, now() - ago
+		  FROM (VALUES ('resolved', '31 days'::interval), ('resolved', '29 days'), ('resolved', NULL), ('dead', '90 days'), ('failed', NULL)) AS v (status, ago)`)
+	r, l := d.cleaning(t, RetentionConfig{})
+	s, err := r.resolved(ctx, l)
+	require.NoError(t, err)
+	require.EqualValues(t, 1, s.gone)
+	require.Equal(t, []int64{2, 3, 4, 5}, d.ids(t, "outbox_failed"))
+	d.age(t, "outbox_failed", "resolved_at", "31 days")
+	s, err = r.resolved(ctx, l)
+	require.NoError(t, err)
+	require.EqualValues(t, 2, s.gone)
+	require.Equal(t, []int64{4, 5}, d.ids(t, "outbox_failed"))
+	l.epoch--
+	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved'`)
+	d.age(t, "outbox_failed", "resolved_at", "31 days")
+	_, err = r.resolved(ctx, l)
+	require.ErrorIs(t, err, errLeaseLost)
+	require.Equal(t, 2, d.count(t, "outbox_failed"))
+}
+
+func TestCleanHandled(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	d.exec(t, `
+		INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, handled_at)
+		SELECT 'g', 'a', n::text, 'x', now() - CASE WHEN n <= 250 THEN '32 days' ELSE '30 days' END::interval FROM generate_series(1, 500) AS n`)
+	cfg := RetentionConfig{BatchSize: 100, Pause: 1}
+	gone, err := CleanHandled(ctx, d.db, d.schema, cfg)
+	require.NoError(t, err)
+	require.EqualValues(t, 250, gone)
+	require.Equal(t, 250, d.count(t, "event_handled"))
+	cfg.HandledFor = Forever
+	gone, err = CleanHandled(ctx, d.db, d.schema, cfg)
+	require.NoError(t, err)
+	require.Zero(t, gone)
+
+	cancelled, cancel := context.WithCancel(ctx)
+	cancel()
+	_, err = CleanHandled(cancelled, d.db, d.schema, RetentionConfig{})
+	require.ErrorIs(t, err, context.Canceled)
+	_, err = CleanHandled(ctx, nil, "$user", RetentionConfig{HandledFor: -1})
+	require.ErrorIs(t, err, ErrNil)
+	require.ErrorIs(t, err, ErrMalformed)
+	require.ErrorContains(t, err, "field Retention.HandledFor is -1ns")
+}
+
+// The archive has the rows before they go, and what it writes commits with that.
+func TestArchive(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	d.exec(t, `CREATE TABLE {schema}.archive (id bigint, payload text)`)
+	d.insert(t, 2)
+	d.exec(t, `UPDATE {schema}.outbox SET payload = NULL, payload_bytes = '\x00ff', topic = 't', partition_key = 'p', headers = '{"a": "b"}' WHERE id = 2`)
+	d.insert(t, 1)
+	d.unsent(t, "default")
+	d.exec(t, `UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval WHERE id < 3`)
+	fails := errors.New("the archive is full")
+	var got []ArchivedEvent
+	var full error
+	r, l := d.cleaning(t, RetentionConfig{Archive: func(ctx context.Context, tx pgx.Tx, rows []ArchivedEvent) error {
+		got = rows
+		for _, e := range rows {
+			if _, err := tx.Exec(ctx, inSchema(`INSERT INTO {schema}.archive VALUES ($1, $2)`, d.schema), e.OutboxID, fmt.Sprintf("%q", e.Payload)); err != nil {
+				return err
+			}
+		}
+		return full
+	}})
+	full = fails
+	_, err := r.published(ctx, l, 0)
+	require.ErrorIs(t, err, fails)
+	require.Equal(t, 3, d.count(t, "outbox"))
+	require.Zero(t, d.count(t, "archive"))
+
+	full = nil
+	s, err := r.published(ctx, l, 0)
+	require.NoError(t, err)
+	require.EqualValues(t, 2, s.gone)
+	require.Equal(t, []int64{3}, d.ids(t, "outbox"))
+	require.Equal(t, []int64{1, 2}, d.ids(t, "archive"))
+	require.Len(t, got, 2)
+	for i := range got {
+		require.NotEmpty(t, got[i].EventID)
+		require.WithinDuration(t, time.Now(), got[i].OccurredAt, time.Minute)
+		require.WithinDuration(t, time.Now().Add(-8*day), got[i].CreatedAt, time.Minute)
+		got[i].EventID, got[i].OccurredAt, got[i].CreatedAt = "", time.Time{}, time.Time{}
+	}
+	plain := ArchivedEvent{OutboxID: 1, Type: "a.b.c.v1", Source: "s", AggregateType: "a", AggregateID: "k", Payload: []byte("{}"), ContentType: "application/json"}
+	other := plain
+	other.OutboxID, other.Payload, other.Topic, other.PartitionKey, other.Headers = 2, []byte{0, 255}, "t", "p", []byte(`{"a": "b"}`)
+	require.Equal(t, []ArchivedEvent{plain, other}, got)
+
+	got = nil
+	s, err = r.published(ctx, l, 0)
+	require.NoError(t, err)
+	require.Zero(t, s.gone)
+	require.Nil(t, got, "there is nothing to archive")
+}
+
+// Each walk looks at the rows that have become old since the last one, and no other.
+func TestWalk(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const size = 10
+		rows := make(map[int64]string) // o: old, h: held, y: young
+		add := func(from int64, kinds string) {
+			for i, k := range kinds {
+				rows[from+int64(i)] = string(k)
+			}
+		}
+		var looks []int64
+		w := walk{rest: func(time.Duration) bool { return true }}
+		w.batch = func(_ context.Context, after int64) (s step, err error) {
+			n, young := 0, 0
+			for id := after + 1; id <= 200 && n < size; id++ {
+				kind, ok := rows[id]
+				if !ok {
+					continue
+				}
+				looks = append(looks, id)
+				n, s.last = n+1, id
+				switch kind {
+				case "o":
+					delete(rows, id)
+					s.gone++
+				case "y":
+					young++
+					if s.young == 0 {
+						s.young = id
+					}
+				}
+			}
+			s.more = n == size && young < n
+			return s, nil
+		}
+		run := func(gone int, want ...int64) {
+			t.Helper()
+			looks = nil
+			n, err := w.run(context.Background())
+			require.NoError(t, err)
+			require.EqualValues(t, gone, n)
+			require.Equal(t, want, looks)
+		}
+		run(0)
+		add(1, "ooh"+"oooyo"+"ooooo"+"yyyyyyyyyyyyyyyyy"+"o")
+		run(11, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30)
+		// From the young one on, which may be young by a clock that was ahead: what is
+		// held is not looked at, and a batch of young ones ends it.
+		run(0, 7, 14, 15, 16, 17, 18, 19, 20, 21, 22)
+		add(7, "o")
+		add(3, "o")
+		add(14, "oooooooooooooooooo")
+		run(19, 7, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31)
+		run(0)
+		time.Sleep(lookAgain + 1) // then from the start, for what could not go in its turn
+		run(1, 3)
+	})
+}
+
+func TestRetentionConfig(t *testing.T) {
+	require.Equal(t, RetentionConfig{PublishedFor: 7 * day, CursorsFor: 7 * day, ResolvedFor: 30 * day, HandledFor: 31 * day,
+		Interval: 10 * time.Minute, BatchSize: 1000, Pause: 50 * time.Millisecond}, RetentionConfig{}.withDefaults())
+	require.NoError(t, RetentionConfig{}.withDefaults().validate())
+	require.NoError(t, RetentionConfig{PublishedFor: Forever, CursorsFor: Forever, ResolvedFor: Forever, HandledFor: Forever}.withDefaults().validate())
+
+	err := RetentionConfig{PublishedFor: -1, CursorsFor: -1, ResolvedFor: -1, HandledFor: -1, Interval: -1, BatchSize: -1, Pause: -1}.validate()
+	for _, field := range []string{"PublishedFor", "CursorsFor", "ResolvedFor", "HandledFor", "Interval", "BatchSize", "Pause"} {
+		require.ErrorContains(t, err, "field Retention."+field+" is -1")
+	}
+	require.ErrorContains(t, RetentionConfig{BatchSize: 10_001}.withDefaults().validate(), "field Retention.BatchSize is 10001: at most 10000")
+	none := func(context.Context, pgx.Tx, []ArchivedEvent) error { return nil }
+	require.ErrorContains(t, RetentionConfig{PublishedFor: Forever, Archive: none}.withDefaults().validate(), "field Retention.Archive is set")
+	_, err = NewRelay(nil, nil, RelayConfig{Retention: RetentionConfig{PublishedFor: -1}})
+	require.ErrorContains(t, err, "field Retention.PublishedFor is -1ns")
+
+	cfg := RetentionConfig{}.withDefaults()
+	require.Equal(t, 50*time.Millisecond, cfg.pause(time.Millisecond))
+	require.Equal(t, 4*time.Second, cfg.pause(time.Second), "it gives way")
+}
+
+// maxCleanBuffers is what a batch of a hundred may touch: for each row its page,
+// to look at it, to lock it and to mark it, and some leaves of indexes. A plan that
+// walks an index of these tables touches thousands.
+const maxCleanBuffers = 100 + 5*100
+
+// A batch costs what it does, whatever the tables hold, by every plan, also by one
+// of the first day, when they were empty.
+func TestCleaningOverManyRows(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	for _, table := range []string{"outbox", "outbox_cursor", "outbox_failed", "event_handled"} {
+		d.exec(t, `ALTER TABLE {schema}.`+table+` SET (autovacuum_enabled = false)`)
+		d.exec(t, `ANALYZE {schema}.`+table)
+	}
+	const many, batch = retained / 10, 100
+	r, _ := d.cleaning(t, RetentionConfig{BatchSize: batch})
+	conn, err := d.db.Acquire(ctx)
+	require.NoError(t, err)
+	defer conn.Release()
+	inTx := func(mode string, do func(pgx.Tx)) {
+		tx, err := conn.Begin(ctx)
+		require.NoError(t, err)
+		defer tx.Rollback(ctx)
+		_, err = tx.Exec(ctx, sqlCleanSettings)
+		require.NoError(t, err)
+		_, err = tx.Exec(ctx, `SET LOCAL plan_cache_mode = `+mode)
+		require.NoError(t, err)
+		do(tx)
+	}
+	statements := []struct{ name, sql, args string }{
+		{"published", "(bigint, bigint, interval) AS " + r.sqlPublished, fmt.Sprintf(`(0, %d, '7 days')`, batch)},
+		{"archived", "(bigint, bigint, interval) AS " + r.sqlArchived, fmt.Sprintf(`(0, %d, '7 days')`, batch)},
+		{"held back", "", fmt.Sprintf(`(%d, %d, '7 days')`, many, batch)}, // of published
+		{"cursors", "(bigint, bigint, interval, interval) AS " + r.sqlCursors, fmt.Sprintf(`(0, %d, '7 days', '1 hour')`, batch)},
+		{"resolved", "(bigint, interval) AS " + r.sqlResolved, fmt.Sprintf(`(%d, '30 days')`, batch)},
+		{"handled", "(bigint, bigint, interval) AS " + r.sqlHandled, fmt.Sprintf(`(0, %d, '31 days')`, batch)},
+	}
+	prepared := func(name string) string {
+		if name == "held back" {
+			return "published"
+		}
+		return name
+	}
+	inTx("force_generic_plan", func(tx pgx.Tx) {
+		for _, s := range statements {
+			if s.sql != "" {
+				_, err := tx.Exec(ctx, "PREPARE "+s.name+" "+s.sql)
+				require.NoError(t, err)
+			}
+			_, err := tx.Exec(ctx, "EXECUTE "+prepared(s.name)+s.args)
+			require.NoError(t, err)
+		}
+	})
+
+	// Then the tables grow.
+	d.insert(t, many)
+	d.age(t, "outbox", "created_at", "8 days")
+	d.exec(t, `
+		INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch, created_at)
+		SELECT 'relay ' || n % 3, $1, pg_current_snapshot(), $1, system_identifier, 1, now() - '20 days'::interval
+		  FROM pg_control_system(), generate_series(1, $1) AS n`, many)
+	d.insert(t, many)
+	d.exec(t, `UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval WHERE id > $1`, many)
+	d.exec(t, `
+		INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, handled_at)
+		SELECT 'g', 'a', n::text, 'x', now() - '40 days'::interval FROM generate_series(1, $1) AS n`, many)
+	d.exec(t, `
+		INSERT INTO {schema}.outbox_failed
+		       (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, status, resolved_at)
+		SELECT n, 'k', gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now(), now(),
+		       CASE WHEN n > $1 / 2 THEN 'resolved' ELSE 'dead' END, now() - '40 days'::interval
+		  FROM generate_series(1, $1::bigint) AS n`, many)
+	for _, analysed := range []string{"before ANALYZE", "after ANALYZE"} {
+		for _, mode := range []string{"force_generic_plan", "force_custom_plan"} {
+			for _, s := range statements {
+				t.Run(analysed+", "+mode+", "+s.name, func(t *testing.T) {
+					inTx(mode, func(tx pgx.Tx) {
+						buffers, plan := explain(t, tx, "EXECUTE "+prepared(s.name)+s.args)
+						t.Logf("%d buffers", buffers)
+						require.LessOrEqual(t, buffers, maxCleanBuffers, "%s", plan)
+					})
+				})
+			}
+		}
+		for _, table := range []string{"outbox", "outbox_cursor", "outbox_failed", "event_handled"} {
+			d.exec(t, `ANALYZE {schema}.`+table)
+		}
+	}
+}
