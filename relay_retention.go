@@ -138,15 +138,8 @@ func (c *cleaner) reportStanding(relay string) {
 		"if it is gone for good, delete its rows of outbox_cursor", "standing", relay, "older_than", c.cfg.Retention.PublishedFor)
 }
 
-// manyCleaned is how many rows in a run are worth a line at INFO.
-const manyCleaned = 1_000_000
-
 func (c *cleaner) tell(done Cleaned, took time.Duration) {
-	say := c.log.Debug
-	if done.total() >= manyCleaned {
-		say = c.log.Info
-	}
-	say("outbox: cleaned", "published", done.Published, "cursors", done.Cursors, "resolved", done.Resolved, "handled", done.Handled,
+	c.log.Debug("outbox: cleaned", "published", done.Published, "cursors", done.Cursors, "resolved", done.Resolved, "handled", done.Handled,
 		"took", took.Round(time.Millisecond))
 	if c.cfg.Hooks.Cleaned != nil && done.total() > 0 {
 		c.cfg.Hooks.Cleaned(done)
