@@ -272,9 +272,9 @@ func TestReadsThatFail(t *testing.T) {
 
 // Every constructor completes every statement.
 func TestStatementsAreComplete(t *testing.T) {
-	c, l := newCursors(nil, "s", "r"), newLeases(nil, "s", "r", 1)
+	c, l, r := newCursors(nil, "s", "r"), newLeases(nil, "s", "r", 1), newRetention(nil, "s", RetentionConfig{})
 	for _, sql := range []string{c.sqlLoad, c.sqlSeed, c.sqlOpen, c.sqlMove, c.sqlMoveFailed, c.sqlIDs, c.sqlFetch, c.sqlRebaseLook, c.sqlRebase, c.sqlRebaseProof,
-		l.peek, l.take, l.renewal, l.release} {
+		l.peek, l.take, l.renewal, l.release, r.sqlPublished, r.sqlArchived, r.sqlCursors, r.sqlResolved, r.sqlProof} {
 		require.Contains(t, sql, `"s".outbox`)
 		require.False(t, strings.Contains(sql, "{schema}"))
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -368,6 +369,28 @@ func TestWalk(t *testing.T) {
 		run(0)
 		time.Sleep(lookAgain + 1) // then from the start, for what could not go in its turn
 		run(1, 3)
+	})
+}
+
+// While there is a backlog no batch begins, and a relay that stops waits for none.
+func TestCleanerGivesWay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var backlog atomic.Bool
+		ctx, cancel := context.WithCancel(context.Background())
+		cfg := RelayConfig{}.withDefaults()
+		c := &cleaner{Relay: &Relay{cfg: cfg}, held: context.Background(), waits: backlog.Load}
+		start := time.Now()
+		require.True(t, c.rest(ctx, time.Second))
+		require.Equal(t, 4*time.Second, time.Since(start))
+
+		backlog.Store(true)
+		time.AfterFunc(time.Hour, func() { backlog.Store(false) })
+		require.True(t, c.rest(ctx, 0))
+		require.GreaterOrEqual(t, time.Since(start), time.Hour)
+
+		backlog.Store(true)
+		time.AfterFunc(time.Hour, cancel)
+		require.False(t, c.rest(ctx, 0))
 	})
 }
 
