@@ -142,20 +142,20 @@ func (o *offsetReader) read(ctx context.Context, s *span) ([]*kgo.Record, error)
 		if err == nil {
 			err = errNothingFetched
 		}
-		if isFinal(err) || time.Since(begun) > readPatience {
+		if isLasting(err) || time.Since(begun) > readPatience {
 			return nil, fmt.Errorf("read %v at offset %d: %w", s.partition, s.next, err)
 		}
 		if sleep(ctx, readPause); ctx.Err() != nil {
 			return nil, fmt.Errorf("read %v at offset %d: %w", s.partition, s.next, context.Cause(ctx))
 		}
-		if err := o.askLeaders(ctx, s.topic); err != nil && isFinal(err) {
+		if err := o.askLeaders(ctx, s.topic); err != nil && isLasting(err) {
 			return nil, err
 		}
 	}
 }
 
-// isFinal reports whether Kafka will say the same again.
-func isFinal(err error) bool {
+// isLasting reports whether Kafka will say the same again.
+func isLasting(err error) bool {
 	var k *kerr.Error
 	return errors.As(err, &k) && !k.Retriable
 }

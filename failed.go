@@ -86,47 +86,55 @@ type failedStore struct {
 	relay string
 	hold  bool // dead events hold their keys
 
-	sqlKeys, sqlPromote, sqlRevive, sqlDue, sqlBehind, sqlSettle string
+	sqlKeys, sqlPromote, sqlRevivable, sqlRevive, sqlDue, sqlBehind, sqlSettle string
 }
 
 func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedStore {
 	return &failedStore{
 		db: db, relay: relay, hold: hold,
-		sqlKeys:    inSchema(sqlFailedKeys, schema),
-		sqlPromote: inSchema(sqlFailedPromote, schema),
-		sqlRevive:  inSchema(sqlFailedRevive, schema),
-		sqlDue:     inSchema(sqlFailedDue, schema),
-		sqlBehind:  inSchema(sqlFailedBehind, schema),
-		sqlSettle:  inSchema(sqlFailedSettle, schema),
+		sqlKeys:      inSchema(sqlFailedKeys, schema),
+		sqlPromote:   inSchema(sqlFailedPromote, schema),
+		sqlRevivable: inSchema(sqlFailedRevivable, schema),
+		sqlRevive:    inSchema(sqlFailedRevive, schema),
+		sqlDue:       inSchema(sqlFailedDue, schema),
+		sqlBehind:    inSchema(sqlFailedBehind, schema),
+		sqlSettle:    inSchema(sqlFailedSettle, schema),
 	}
 }
 
-// sqlFailedKeys counts the rows that hold back their keys. The first condition on
-// status is the one of idx_outbox_failed_parking, which the planner does not find
-// in the second.
+// sqlFailedKeys counts the rows that hold back their keys, and says which keys
+// promote is for. The first condition on status is the one of
+// idx_outbox_failed_parking, which the planner does not find in the second.
 const sqlFailedKeys = `
-SELECT parking_key, count(*)
+SELECT parking_key, count(*), NOT bool_or(status = 'dead') AND ` + wrongHead + `
   FROM {schema}.outbox_failed
  WHERE relay = $1::text AND status IN ('waiting', 'failed', 'parked', 'dead') AND (status <> 'dead' OR held)
  GROUP BY parking_key`
 
-// keys returns how many rows hold back each key.
-func (f *failedStore) keys(ctx context.Context) (map[string]int, error) {
+// wrongHead holds of the rows of a key if it has no head, another than its first
+// row, or several.
+const wrongHead = `array_agg(outbox_id) FILTER (WHERE status IN ('waiting', 'failed'))
+           IS DISTINCT FROM ARRAY[min(outbox_id) FILTER (WHERE status <> 'dead')]`
+
+// keys returns how many rows hold back each key, and whether there is something to
+// promote. It writes nothing.
+func (f *failedStore) keys(ctx context.Context) (keys map[string]int, wrong bool, err error) {
 	rows, err := f.db.Query(ctx, f.sqlKeys, f.relay)
 	if err != nil {
-		return nil, fmt.Errorf("read parked keys: %w", err)
+		return nil, false, fmt.Errorf("read parked keys: %w", err)
 	}
-	keys := map[string]int{}
+	keys = map[string]int{}
 	var key string
 	var n int
-	_, err = pgx.ForEachRow(rows, []any{&key, &n}, func() error {
-		keys[key] = n
+	var wrongHere bool
+	_, err = pgx.ForEachRow(rows, []any{&key, &n, &wrongHere}, func() error {
+		keys[key], wrong = n, wrong || wrongHere
 		return nil
 	})
 	if err != nil {
-		return nil, fmt.Errorf("read parked keys: %w", err)
+		return nil, false, fmt.Errorf("read parked keys: %w", err)
 	}
-	return keys, nil
+	return keys, wrong, nil
 }
 
 // sqlFailedPromote makes heads of the first rows of keys that have none: their
@@ -141,9 +149,9 @@ WITH keys AS MATERIALIZED (
       FROM {schema}.outbox_failed
      WHERE relay = $1::text AND status IN ('waiting', 'failed', 'parked', 'dead')
      GROUP BY parking_key
-    HAVING NOT bool_or(status = 'dead' AND held)
+    HAVING NOT bool_or(status = 'dead' AND held) AND ` + wrongHead + `
 ), wrong AS MATERIALIZED (
-    SELECT first, unnest(array_append(heads, first)) AS outbox_id FROM keys WHERE heads IS DISTINCT FROM ARRAY[first]
+    SELECT first, unnest(array_append(heads, first)) AS outbox_id FROM keys
 )
 UPDATE {schema}.outbox_failed AS f
    SET status = CASE f.outbox_id WHEN wrong.first THEN 'waiting' ELSE 'parked' END, next_retry_at = now()
@@ -160,19 +168,23 @@ func (f *failedStore) promote(ctx context.Context, l *lease) error {
 	return nil
 }
 
-// sqlFailedRevive puts dead events back whose class is tried again after a time.
+// sqlFailedRevivable finds dead events whose class is tried again after a time. It
+// is a statement of its own because an idle relay writes nothing, and to prove the
+// lease is to lock a row.
+const sqlFailedRevivable = `
+SELECT f.id
+  FROM {schema}.outbox_failed AS f, unnest($2::text[], $3::interval[]) AS policy (class, wait)
+ WHERE f.relay = $1::text AND f.status = 'dead' AND f.error_class = policy.class AND f.next_retry_at + policy.wait <= now()
+ ORDER BY f.id LIMIT 500`
+
 const sqlFailedRevive = `
-WITH lease AS MATERIALIZED (
-    SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
-), chosen AS MATERIALIZED (
-    SELECT f.id
-      FROM {schema}.outbox_failed AS f, lease, unnest($4::text[], $5::interval[]) AS policy (class, wait)
-     WHERE f.relay = $1::text AND f.status = 'dead' AND f.error_class = policy.class AND f.next_retry_at + policy.wait <= now()
-     ORDER BY f.id LIMIT 500 FOR UPDATE OF f
+WITH chosen AS MATERIALIZED (
+    SELECT id FROM {schema}.outbox_failed WHERE id = ANY ($4::bigint[]) AND status = 'dead' ORDER BY id FOR UPDATE
 ), changed AS (
     UPDATE {schema}.outbox_failed AS f
        SET status = 'parked', retry_count = 0, held = false, next_retry_at = now()
      WHERE id = ANY (ARRAY(SELECT id FROM chosen))
+       AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)
  RETURNING f.*
 )
 INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id)
@@ -188,7 +200,14 @@ func (f *failedStore) revive(ctx context.Context, l *lease, after map[string]tim
 	for class, wait := range after {
 		classes, waits = append(classes, class), append(waits, wait)
 	}
-	if _, err := f.db.Exec(ctx, f.sqlRevive, f.relay, l.holder, l.epoch, classes, waits); err != nil {
+	rows, err := f.db.Query(ctx, f.sqlRevivable, f.relay, classes, waits)
+	if err == nil {
+		var ids []int64
+		if ids, err = pgx.CollectRows(rows, pgx.RowTo[int64]); err == nil && len(ids) > 0 {
+			_, err = f.db.Exec(ctx, f.sqlRevive, f.relay, l.holder, l.epoch, ids)
+		}
+	}
+	if err != nil {
 		return fmt.Errorf("revive dead events: %w", err)
 	}
 	return nil

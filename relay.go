@@ -80,9 +80,8 @@ type RelayConfig struct {
 	Hooks RelayHooks
 
 	// Logger receives what changes: ERROR for an event that is dead and for a
-	// breaker that opens, WARN for trouble that begins or ends, INFO for a run of
-	// retention that removes 1,000,000 rows or more, and DEBUG for the rest. Nil
-	// means slog.Default().
+	// breaker that opens, WARN for trouble that begins or ends, and DEBUG for the
+	// rest. Nil means slog.Default().
 	Logger *slog.Logger
 }
 
@@ -197,7 +196,7 @@ type Relay struct {
 	// An outage may outlast the lease, and is still the same one.
 	postgres, kafka trouble // belong to the goroutine of Run
 	retriesPostgres trouble // belongs to the retrier
-	retention *retention
+	retention       *retention
 
 	breakerClosed chan struct{} // holds at most one wish to retry at once
 

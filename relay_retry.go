@@ -84,18 +84,24 @@ func (r *retrier) tend() error {
 	if err := r.failed.revive(ctx, r.lease, r.cfg.Revive); err != nil {
 		return err
 	}
-	if err := r.failed.promote(ctx, r.lease); err != nil {
-		return err
-	}
-	r.parked.mu.Lock()
-	defer r.parked.mu.Unlock()
-	keys, err := r.failed.keys(ctx)
-	if err == nil {
-		r.parked.correct(keys)
+	wrong, err := r.correct(ctx)
+	if err == nil && wrong {
+		err = r.failed.promote(ctx, r.lease)
 	}
 	// Over very many rows this takes long, and new failures wait meanwhile.
 	r.correctAt = time.Now().Add(20 * time.Since(start))
 	return err
+}
+
+// correct makes the counts true, and reports whether there is something to promote.
+func (r *retrier) correct(ctx context.Context) (wrong bool, err error) {
+	r.parked.mu.Lock()
+	defer r.parked.mu.Unlock()
+	keys, wrong, err := r.failed.keys(ctx)
+	if err == nil {
+		r.parked.correct(keys)
+	}
+	return wrong, err
 }
 
 // follow sends what is parked behind a head that got through, in order, as long

@@ -118,7 +118,7 @@ func (s *session) load() error {
 	s.recorded, s.more = true, s.pos.window != ""
 	if err == nil {
 		err = s.try(func(ctx context.Context) error {
-			keys, err := s.failed.keys(ctx)
+			keys, _, err := s.failed.keys(ctx)
 			if err == nil {
 				s.parked.reset(keys)
 			}
