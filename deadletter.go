@@ -149,7 +149,7 @@ func eachDeadLetter(ctx context.Context, kafka []kgo.Opt, topic string, from map
 	if err := errors.Join(checkFrom(from), checkKafkaOpts(kafka)); err != nil {
 		return err
 	}
-	client, err := kgo.NewClient(kafka...)
+	client, err := newClient(kafka)
 	if err != nil { // checkKafkaOpts has made one from these options
 		return fmt.Errorf("make Kafka client: %w", err)
 	}

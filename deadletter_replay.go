@@ -131,11 +131,11 @@ func newReplay(kafka []kgo.Opt, cfg ReplayConfig) (*replay, error) {
 		return nil, err
 	}
 	opts := producerOpts(kafka, RelayConfig{DeliveryTimeout: replayDelivery})
-	client, err := kgo.NewClient(opts...)
+	client, err := newClient(opts)
 	if err != nil {
 		return nil, err
 	}
-	single, err := kgo.NewClient(append(opts, kgo.ProducerBatchMaxBytes(maxWrite))...)
+	single, err := newClient(append(opts, kgo.ProducerBatchMaxBytes(maxWrite)))
 	if err != nil {
 		client.Close()
 		return nil, err

@@ -170,7 +170,7 @@ func EnsureTopics(ctx context.Context, kafka []kgo.Opt, events *Registry, cfg To
 	if err := errors.Join(err, derr); err != nil {
 		return nil, fmt.Errorf("outbox: topics config: %w", err)
 	}
-	client, err := kgo.NewClient(kafka...)
+	client, err := newClient(kafka)
 	if err != nil { // checkKafkaOpts has made one from these options
 		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
 	}
