@@ -334,6 +334,7 @@ func TestMissingTopicHoldsUpNothingElse(t *testing.T) {
 // hook are told, and everything arrives when it is back.
 func TestBreakerStopsTheRelay(t *testing.T) {
 	h := newHouse(t)
+	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere
 	reader := h.follow(t)
 	var mu sync.Mutex
 	var changes []string
