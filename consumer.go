@@ -204,6 +204,11 @@ type Consumer struct {
 // NewConsumer does no I/O. A running consumer uses a connection of db for each
 // partition that it handles at the moment; closing db stays with the caller. It
 // may be nil if every handler is one of [HandleNoTx].
+//
+// Of each partition up to 20,000 records or 16 MiB wait in memory, and what a fetch
+// brings beyond that. A fetch waits up to 250 ms for something to arrive, unless
+// kafka says otherwise: the longer it may, the longer a partition that was full waits
+// for more where others have nothing.
 func NewConsumer(db *pgxpool.Pool, kafka []kgo.Opt, events *Registry, cfg ConsumerConfig, handlers ...Handler) (*Consumer, error) {
 	cfg = cfg.withDefaults()
 	errs := []error{cfg.validate(), checkConsumerOpts(kafka)}

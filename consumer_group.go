@@ -27,6 +27,11 @@ func checkConsumerOpts(opts []kgo.Opt) error {
 	})
 }
 
+// fetchMaxWait is how long a broker may keep a fetch that finds nothing, unless the
+// host says otherwise. A partition that is resumed is in none until the one that is
+// under way returns, so its queue has to last that long.
+const fetchMaxWait = 250 * time.Millisecond
+
 // consumerOpts are the host's options with what the promises need.
 func consumerOpts(host []kgo.Opt, cfg ConsumerConfig, topics []string) ([]kgo.Opt, error) {
 	maxWrite, err := largestWrite(host) // dead letters are as large as what was read
@@ -37,7 +42,7 @@ func consumerOpts(host []kgo.Opt, cfg ConsumerConfig, topics []string) ([]kgo.Op
 	if cfg.FromStart {
 		start = kgo.NewOffset().AtStart()
 	}
-	opts := append(append([]kgo.Opt(nil), host...),
+	opts := append(append([]kgo.Opt{kgo.FetchMaxWait(fetchMaxWait)}, host...),
 		kgo.ConsumerGroup(cfg.Group),
 		kgo.ConsumeTopics(topics...),
 		kgo.ConsumeStartOffset(start),

@@ -85,6 +85,30 @@ func (w *watch) handler(t testing.TB, member string) outbox.Handler {
 	})
 }
 
+// One partition has much to do and the others nothing. Each time that it is paused
+// and resumed, it would wait for as long as a broker may keep the fetch for the
+// others: at the client's default of 5 s that made more than a minute of this.
+func TestBusyPartitionBesideIdleOnes(t *testing.T) {
+	const n = 100_000
+	s := newTill(t, 3)
+	records := make([]*kgo.Record, n)
+	for i := range records {
+		records[i] = s.saleRecord(uuid.NewString(), []byte(`{"product":"p","amount":1}`))
+		records[i].Partition = 1
+	}
+	s.send(t, records...)
+	var handled atomic.Int64
+	cfg := outbox.ConsumerConfig{Group: "busy-" + s.topic, FromStart: true, Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}
+	c, err := outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, cfg,
+		outbox.HandleBatch("COUNTED", func(_ context.Context, _ pgx.Tx, sales []outbox.Received[sale]) error {
+			handled.Add(int64(len(sales)))
+			return nil
+		}))
+	require.NoError(t, err)
+	consume(t, c)
+	require.Eventually(t, func() bool { return handled.Load() == n }, patience, 10*time.Millisecond)
+}
+
 // Members come and go while events flow: no partition is with two of them at once,
 // each sees its records in order, and every sale is counted once.
 func TestRebalance(t *testing.T) {

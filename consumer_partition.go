@@ -34,10 +34,11 @@ type worker struct {
 	advanced bool            // next is not committed
 }
 
-// What a queue may hold before its partition is paused, and resumed again.
+// What a queue may hold before its partition is paused. It is resumed when half of
+// it is left, see fetchMaxWait.
 const (
-	queueRecords = 5_000
-	queueBytes   = 8 << 20
+	queueRecords = 20_000
+	queueBytes   = 16 << 20
 )
 
 func newWorker(m *membership, at partition) *worker {
