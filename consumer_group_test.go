@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -96,7 +97,9 @@ func TestBusyPartitionBesideIdleOnes(t *testing.T) {
 		records[i] = s.saleRecord(uuid.NewString(), []byte(`{"product":"p","amount":1}`))
 		records[i].Partition = 1
 	}
-	s.send(t, records...)
+	for some := range slices.Chunk(records, 5000) {
+		s.send(t, some...)
+	}
 	var handled atomic.Int64
 	cfg := outbox.ConsumerConfig{Group: "busy-" + s.topic, FromStart: true, Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}
 	c, err := outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, cfg,
