@@ -98,23 +98,6 @@ const (
 	DeadLetterUnknown
 )
 
-// ConsumerHooks are called while a consumer works, from several goroutines. They
-// must return soon. Nil ones are not called.
-type ConsumerHooks struct {
-	// Handled is told of an action that is done, once that is committed. Took is the
-	// handler's own time; of a batch, its share of it.
-	Handled func(m Metadata, action string, took time.Duration)
-	// Repeated is told of an action that was done before.
-	Repeated func(m Metadata, action string)
-	// Failed is told of a try that failed and counts.
-	Failed func(m Metadata, action string, err error)
-	// DeadLettered is told of an event that went to a dead-letter topic. Action is
-	// empty where the event was not fit for any.
-	DeadLettered func(m Metadata, action, topic string, err error)
-	// Unknown is told of an event of a type without a handler, skipped or not.
-	Unknown func(m Metadata)
-}
-
 const (
 	defaultMaxPoll         = 100
 	maxMaxPoll             = 10_000
@@ -190,6 +173,7 @@ type Consumer struct {
 	places troubles // what fails: PostgreSQL, dead-letter topics, Kafka
 
 	running atomic.Bool
+	current atomic.Pointer[membership] // nil while it does not run
 }
 
 // NewConsumer returns a consumer of the topics in which the registry has the events
@@ -261,7 +245,9 @@ func (c *Consumer) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	c.current.Store(m)
 	m.poll(ctx)
+	c.current.Store(nil)
 	m.leave()
 	return nil
 }

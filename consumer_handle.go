@@ -49,7 +49,7 @@ func (c *Consumer) once(ctx context.Context, t task) error {
 	var err error
 	if t.kind == noTx {
 		start := time.Now()
-		err = guard(func() error { return t.one(handlerContext(ctx, t.meta), nil, t.arrival) })
+		err = c.handle(handlerContext(ctx, t.meta), t.action, []arrival{t.arrival}, func(ctx context.Context) error { return t.one(ctx, nil, t.arrival) })
 		all = []handled{{task: t, took: time.Since(start)}}
 	} else {
 		all, err = c.transact(ctx, []task{t})
@@ -96,7 +96,8 @@ func (c *Consumer) run(ctx context.Context, tx pgx.Tx, tasks []task, keys []hand
 			continue
 		}
 		start := time.Now()
-		if err := guard(func() error { return t.one(handlerContext(ctx, t.meta), tx, t.arrival) }); err != nil {
+		err := c.handle(handlerContext(ctx, t.meta), t.action, []arrival{t.arrival}, func(ctx context.Context) error { return t.one(ctx, tx, t.arrival) })
+		if err != nil {
 			return nil, err
 		}
 		all[i].took = time.Since(start)
@@ -107,7 +108,8 @@ func (c *Consumer) run(ctx context.Context, tx pgx.Tx, tasks []task, keys []hand
 			arrivals[n] = tasks[i].arrival
 		}
 		start, first := time.Now(), tasks[batch[0]]
-		if err := guard(func() error { return first.many(batchContext(ctx, arrivals), tx, arrivals) }); err != nil {
+		err := c.handle(batchContext(ctx, arrivals), first.action, arrivals, func(ctx context.Context) error { return first.many(ctx, tx, arrivals) })
+		if err != nil {
 			return nil, err
 		}
 		for _, i := range batch {
@@ -115,6 +117,21 @@ func (c *Consumer) run(ctx context.Context, tx pgx.Tx, tasks []task, keys []hand
 		}
 	}
 	return all, nil
+}
+
+// handle calls a handler, and tells the hooks.
+func (c *Consumer) handle(ctx context.Context, action string, arrivals []arrival, call func(context.Context) error) error {
+	if c.cfg.Hooks.Handling == nil {
+		return guard(func() error { return call(ctx) })
+	}
+	events := make([]Metadata, len(arrivals))
+	for i, r := range arrivals {
+		events[i] = r.meta
+	}
+	ctx, done := c.cfg.Hooks.Handling(ctx, action, events)
+	err := guard(func() error { return call(ctx) })
+	done(err)
+	return err
 }
 
 // addToBatch puts task i to the others of its handler.

@@ -51,42 +51,69 @@ func (m *membership) checkMember(commit *kmsg.OffsetCommitRequest) error {
 func (m *membership) settleOffsets(ctx context.Context, offsets map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
 	m.committing.Lock()
 	defer m.committing.Unlock()
-	request := kmsg.NewPtrListOffsetsRequest()
-	request.IsolationLevel = 1 // read committed, as the client reads
+	open := map[string]map[int32]int64{}
 	for topic, numbers := range offsets {
-		t := kmsg.NewListOffsetsRequestTopic()
-		t.Topic = topic
 		for number, offset := range numbers {
 			if at := offset.EpochOffset().Offset; at < 0 {
-				p := kmsg.NewListOffsetsRequestTopicPartition()
-				p.Partition, p.Timestamp = number, at // -1 is the end and -2 the start, for both
-				t.Partitions = append(t.Partitions, p)
+				put(open, topic, number, at) // -1 is the end and -2 the start, for both
 			}
 		}
-		if len(t.Partitions) > 0 {
-			request.Topics = append(request.Topics, t)
-		}
 	}
-	if len(request.Topics) == 0 {
+	if len(open) == 0 {
 		return offsets, nil
 	}
-	response, err := request.RequestWith(ctx, m.client)
+	found, err := listOffsets(ctx, m.client, open)
 	if err != nil {
-		return nil, fmt.Errorf("list offsets: %w", err)
+		return nil, err
 	}
 	places := map[string]map[int32]kgo.EpochOffset{}
-	for _, t := range response.Topics {
-		places[t.Topic] = map[int32]kgo.EpochOffset{}
-		for _, p := range t.Partitions {
-			if err := kerr.ErrorForCode(p.ErrorCode); err != nil {
-				return nil, fmt.Errorf("list offsets of %s: %w", partition{t.Topic, p.Partition}, err)
-			}
-			places[t.Topic][p.Partition] = kgo.EpochOffset{Epoch: -1, Offset: p.Offset}
-			offsets[t.Topic][p.Partition] = kgo.NewOffset().At(p.Offset)
+	for topic, numbers := range found {
+		for number, at := range numbers {
+			put(places, topic, number, kgo.EpochOffset{Epoch: -1, Offset: at})
+			offsets[topic][number] = kgo.NewOffset().At(at)
 		}
 	}
 	if err := m.commitOffsets(places); err != nil {
 		return nil, fmt.Errorf("commit first offsets: %w", err)
 	}
 	return offsets, nil
+}
+
+// put sets what belongs to a partition.
+func put[V any](m map[string]map[int32]V, topic string, number int32, v V) {
+	if m[topic] == nil {
+		m[topic] = map[int32]V{}
+	}
+	m[topic][number] = v
+}
+
+// listOffsets asks Kafka where partitions have their end (-1) or start (-2), as a
+// client that reads committed records sees it.
+func listOffsets(ctx context.Context, client *kgo.Client, wanted map[string]map[int32]int64) (map[string]map[int32]int64, error) {
+	request := kmsg.NewPtrListOffsetsRequest()
+	request.IsolationLevel = 1
+	for topic, numbers := range wanted {
+		t := kmsg.NewListOffsetsRequestTopic()
+		t.Topic = topic
+		for number, place := range numbers {
+			p := kmsg.NewListOffsetsRequestTopicPartition()
+			p.Partition, p.Timestamp = number, place
+			t.Partitions = append(t.Partitions, p)
+		}
+		request.Topics = append(request.Topics, t)
+	}
+	response, err := request.RequestWith(ctx, client)
+	if err != nil {
+		return nil, fmt.Errorf("list offsets: %w", err)
+	}
+	found := map[string]map[int32]int64{}
+	for _, t := range response.Topics {
+		for _, p := range t.Partitions {
+			if err := kerr.ErrorForCode(p.ErrorCode); err != nil {
+				return nil, fmt.Errorf("list offsets of %s: %w", partition{t.Topic, p.Partition}, err)
+			}
+			put(found, t.Topic, p.Partition, p.Offset)
+		}
+	}
+	return found, nil
 }

@@ -100,7 +100,7 @@ func ranges(ids []int64) (first, last []int64) {
 const (
 	eventColumns    = `e.id, ` + envelopeColumns
 	envelopeColumns = `e.event_id::text, e.event_type, e.source, e.aggregate_type, e.aggregate_id,
-       e.payload::text, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::text, e.occurred_at`
+       e.payload::text, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::text, e.occurred_at, e.created_at`
 )
 
 // readIDs reads rows of one id and closes them.
@@ -188,9 +188,11 @@ func (r *eventReader) event(raw [][]byte) (e envelope, err error) {
 		}
 	}
 	at, err := r.timestamptz(12, raw[12])
-	if err == nil {
-		e.occurredAt = r.time(at)
+	if err != nil {
+		return e, err
 	}
+	e.occurredAt = r.time(at)
+	e.createdAt, err = r.timestamptz(13, raw[13])
 	return e, err
 }
 

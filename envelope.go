@@ -210,10 +210,11 @@ type envelope struct {
 	payload       []byte
 	isJSON        bool // payload comes from the jsonb column
 	contentType   []byte
-	topic         []byte // nil: by convention
-	partitionKey  []byte // nil: aggregateID
-	headers       []byte // JSON object of strings, or nil
-	occurredAt    []byte // RFC 3339, see appendTime
+	topic         []byte    // nil: by convention
+	partitionKey  []byte    // nil: aggregateID
+	headers       []byte    // JSON object of strings, or nil
+	occurredAt    []byte    // RFC 3339, see appendTime
+	createdAt     time.Time // start of its transaction; only hooks are told
 }
 
 // destination returns the topic. Rows that no [Recorder] wrote can have a type

@@ -58,6 +58,9 @@ type RecorderConfig struct {
 	// Names that begin with ce_, and content-type, correlationid and traceparent,
 	// are taken. Nil means none.
 	Headers func(ctx context.Context, event DomainEvent) map[string]string
+
+	// Hooks are told what happens.
+	Hooks RecorderHooks
 }
 
 func (c RecorderConfig) withDefaults() RecorderConfig {
@@ -121,6 +124,21 @@ func (r *Recorder) Record(ctx context.Context, tx pgx.Tx, events ...DomainEvent)
 	if isNil(tx) {
 		return &FieldError{Index: -1, Field: "tx", Err: ErrNil}
 	}
+	return r.hooked(ctx, events, func(ctx context.Context) error { return r.record(ctx, tx, events) })
+}
+
+// hooked tells the hooks of something that is done about events.
+func (r *Recorder) hooked(ctx context.Context, events []DomainEvent, do func(context.Context) error) error {
+	if r.cfg.Hooks.Recording == nil || len(events) == 0 {
+		return do(ctx)
+	}
+	ctx, done := r.cfg.Hooks.Recording(ctx, events)
+	err := do(ctx)
+	done(err)
+	return err
+}
+
+func (r *Recorder) record(ctx context.Context, tx pgx.Tx, events []DomainEvent) error {
 	rows, err := r.rows(ctx, events)
 	if err != nil || len(events) == 0 {
 		return err
@@ -158,11 +176,13 @@ func (r *Recorder) Queue(ctx context.Context, batch *pgx.Batch, events ...Domain
 	if batch == nil {
 		return &FieldError{Index: -1, Field: "batch", Err: ErrNil}
 	}
-	rows, err := r.rows(ctx, events)
-	if err != nil || len(events) == 0 {
-		return err
-	}
-	sql, args := r.statement(rows)
-	batch.Queue(sql, args...)
-	return nil
+	return r.hooked(ctx, events, func(ctx context.Context) error {
+		rows, err := r.rows(ctx, events)
+		if err != nil || len(events) == 0 {
+			return err
+		}
+		sql, args := r.statement(rows)
+		batch.Queue(sql, args...)
+		return nil
+	})
 }

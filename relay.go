@@ -85,36 +85,6 @@ type RelayConfig struct {
 	Logger *slog.Logger
 }
 
-// RelayHooks are called while a relay works, from several goroutines. They must
-// return soon. Nil ones are not called.
-type RelayHooks struct {
-	// Breaker is told of each change of the breaker's state.
-	Breaker func(from, to BreakerState)
-	// Refused is told of an event that Kafka refused and that is tried again.
-	Refused func(FailedEvent)
-	// Dead is told of an event that Kafka refused once too often.
-	Dead func(FailedEvent)
-	// Cleaned is told of each run of retention that removed rows.
-	Cleaned func(Cleaned)
-}
-
-// FailedEvent tells which event failed, and why.
-type FailedEvent struct {
-	// OutboxID is outbox.id, and outbox_failed.outbox_id.
-	OutboxID int64
-	// EventID, Type, AggregateType and AggregateID are the event's, as in outbox.
-	EventID, Type, AggregateType, AggregateID string
-	// Topic and Key say where it would go. Topic is empty if none follows from the
-	// type.
-	Topic, Key string
-	// Retries is how many retries Kafka refused.
-	Retries int
-	// Class is the kind of the error, as in outbox_failed.error_class.
-	Class string
-	// Err is what Kafka or the client said.
-	Err error
-}
-
 const (
 	defaultRelayName    = "default"
 	defaultBatchSize    = 5000
@@ -356,6 +326,8 @@ func (r *Relay) lead(ctx context.Context, l *lease) error {
 	})
 	defer stopped()
 
+	r.tellLeading(true)
+	defer r.tellLeading(false)
 	var renewing sync.WaitGroup
 	renewing.Go(func() { r.keepLease(held, l, lose) })
 	s := newSession(r, l, held)
@@ -379,6 +351,12 @@ func (r *Relay) lead(ctx context.Context, l *lease) error {
 		r.log.Warn("outbox: lease not released, a standby waits until it expires", "error", rerr)
 	}
 	return err
+}
+
+func (r *Relay) tellLeading(leading bool) {
+	if r.cfg.Hooks.Leading != nil {
+		r.cfg.Hooks.Leading(leading)
+	}
 }
 
 // errTooLate ends a batch that is not finished SendTimeout after Run was told

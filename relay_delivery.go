@@ -75,6 +75,16 @@ func (p *producer) attempt(stop, held context.Context, batch []envelope) ([]fate
 	return d.fates, err
 }
 
+// tellSent tells the hook what became of a batch.
+func (r *Relay) tellSent(batch []envelope, fates []fate, began time.Time, retried bool) {
+	if r.cfg.Hooks.Sent == nil {
+		return
+	}
+	if sent, ok := newSentBatch(batch, fates, began, retried); ok {
+		r.cfg.Hooks.Sent(sent)
+	}
+}
+
 func (p *producer) delivery(stop, held context.Context, batch []envelope) *delivery {
 	return &delivery{
 		producer: p, stop: stop, held: held, batch: batch,

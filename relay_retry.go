@@ -129,7 +129,9 @@ func (r *retrier) retry(ctx context.Context, events []failedEvent) (through []st
 	for i := range events {
 		batch[i] = events[i].envelope
 	}
+	start := time.Now()
 	fates, err := r.producer.attempt(ctx, r.held, batch)
+	r.tellSent(batch, fates, start, true)
 	if err != nil {
 		return nil, false, err
 	}

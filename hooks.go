@@ -1,0 +1,154 @@
+package outbox
+
+import (
+	"context"
+	"iter"
+	"time"
+)
+
+// Hooks are how metrics and traces are made; the module outboxotel brings those of
+// OpenTelemetry. They are called from several goroutines and must return soon. Nil
+// ones are not called.
+
+// RecorderHooks are called by [Recorder.Record] and [Recorder.Queue].
+type RecorderHooks struct {
+	// Recording is called before events are encoded. The context that it returns is
+	// the one that RecorderConfig.TraceParent and Headers get, and PostgreSQL. Done is
+	// called at the end, with the error of Record; of Queue, which does not know what
+	// PostgreSQL will say, once the events are on the batch.
+	Recording func(ctx context.Context, events []DomainEvent) (recording context.Context, done func(error))
+}
+
+// RelayHooks are called while a relay works.
+type RelayHooks struct {
+	// Leading is told when this process takes the lease and when it no longer holds it.
+	Leading func(leading bool)
+	// Sent is told what Kafka has taken of events that were sent together.
+	Sent func(SentBatch)
+	// Breaker is told of each change of the breaker's state.
+	Breaker func(from, to BreakerState)
+	// Refused is told of an event that Kafka refused and that is tried again.
+	Refused func(FailedEvent)
+	// Dead is told of an event that Kafka refused once too often.
+	Dead func(FailedEvent)
+	// Cleaned is told of each run of retention that removed rows.
+	Cleaned func(Cleaned)
+}
+
+// SentBatch is what became of events that were sent together. It is valid during
+// the call of the hook only.
+type SentBatch struct {
+	// Events is how many Kafka has taken. Failed is how many it has not, for want of
+	// Kafka or because it refused them, and Waiting how many were not sent, because an
+	// earlier event of their key waits.
+	Events, Failed, Waiting int
+	// Retried is set if they come from outbox_failed.
+	Retried bool
+	// Began is when the sending began.
+	Began time.Time
+	// Took is how long it was until the last outcome was known.
+	Took time.Duration
+
+	batch []envelope
+	fates []fate
+}
+
+// All yields the events that Kafka has taken, in the order in which they were sent.
+func (b SentBatch) All() iter.Seq[SentEvent] {
+	return func(yield func(SentEvent) bool) {
+		for i := range b.batch {
+			if b.fates[i].kind == fateSent && !yield(SentEvent{&b.batch[i]}) {
+				return
+			}
+		}
+	}
+}
+
+// SentEvent is an event that Kafka has taken.
+type SentEvent struct{ e *envelope }
+
+// OutboxID returns outbox.id.
+func (s SentEvent) OutboxID() int64 { return s.e.id }
+
+// ID returns the CloudEvents id.
+func (s SentEvent) ID() string { return string(s.e.eventID) }
+
+// Type returns the CloudEvents type.
+func (s SentEvent) Type() string { return string(s.e.eventType) }
+
+// Topic returns where it was sent.
+func (s SentEvent) Topic() string {
+	topic, _ := s.e.destination() // it has one, or it could not have been sent
+	return topic
+}
+
+// Key returns the record key.
+func (s SentEvent) Key() string { return string(s.e.key()) }
+
+// Size returns the length of the payload, in bytes.
+func (s SentEvent) Size() int { return len(s.e.payload) }
+
+// RecordedAt returns when the transaction that recorded it began.
+func (s SentEvent) RecordedAt() time.Time { return s.e.createdAt }
+
+// TraceParent returns the W3C traceparent that it was recorded with, or "".
+func (s SentEvent) TraceParent() string {
+	own, _ := s.e.ownHeaders() // they could be sent
+	return own[traceAttr]
+}
+
+// newSentBatch counts what became of a batch. It returns false if nothing of it was
+// tried or decided.
+func newSentBatch(batch []envelope, fates []fate, began time.Time, retried bool) (b SentBatch, ok bool) {
+	b = SentBatch{Retried: retried, Began: began, Took: time.Since(began), batch: batch, fates: fates}
+	for _, f := range fates {
+		switch f.kind {
+		case fateSent:
+			b.Events++
+		case fateRefused, fateAway:
+			b.Failed++
+		case fateBehind, fatePending:
+			b.Waiting++
+		case fateUndecided:
+		}
+	}
+	return b, b.Events+b.Failed+b.Waiting > 0
+}
+
+// FailedEvent tells which event failed, and why.
+type FailedEvent struct {
+	// OutboxID is outbox.id, and outbox_failed.outbox_id.
+	OutboxID int64
+	// EventID, Type, AggregateType and AggregateID are the event's, as in outbox.
+	EventID, Type, AggregateType, AggregateID string
+	// Topic and Key say where it would go. Topic is empty if none follows from the
+	// type.
+	Topic, Key string
+	// Retries is how many retries Kafka refused.
+	Retries int
+	// Class is the kind of the error, as in outbox_failed.error_class.
+	Class string
+	// Err is what Kafka or the client said.
+	Err error
+}
+
+// ConsumerHooks are called while a consumer works.
+type ConsumerHooks struct {
+	// Handling is called before a handler is, with the event, or with those of a
+	// batch; repeats are not among them. The handler gets the context that it
+	// returns. Done is called when the handler has returned; its transaction may
+	// fail even then.
+	Handling func(ctx context.Context, action string, events []Metadata) (handling context.Context, done func(error))
+	// Handled is told of an action that is done, once that is committed. Took is the
+	// handler's own time; of a batch, its share of it.
+	Handled func(m Metadata, action string, took time.Duration)
+	// Repeated is told of an action that was done before.
+	Repeated func(m Metadata, action string)
+	// Failed is told of a try that failed and counts.
+	Failed func(m Metadata, action string, err error)
+	// DeadLettered is told of an event that went to a dead-letter topic. Action is
+	// empty where the event was not fit for any.
+	DeadLettered func(m Metadata, action, topic string, err error)
+	// Unknown is told of an event of a type without a handler, skipped or not.
+	Unknown func(m Metadata)
+}

@@ -1,0 +1,190 @@
+package outbox_test
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+)
+
+const traceParent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+// What was sent is told with what metrics and traces need, once, by the process
+// that leads.
+func TestRelayHooks(t *testing.T) {
+	h := newHouse(t)
+	before := time.Now().Add(-time.Second)
+	ctx := outbox.WithTraceParent(background, traceParent)
+	events := numbered("a", 1, 3)
+	require.NoError(t, pgx.BeginFunc(ctx, h.db, func(tx pgx.Tx) error { return h.record(ctx, tx, events...) }))
+	plain := numbered("b", 1, 1)
+	h.commit(t, plain...)
+
+	var mu sync.Mutex
+	var leading []bool
+	var sent []string
+	cfg := quick
+	cfg.Hooks = outbox.RelayHooks{
+		Leading: func(l bool) {
+			mu.Lock()
+			defer mu.Unlock()
+			leading = append(leading, l)
+		},
+		Sent: func(b outbox.SentBatch) {
+			mu.Lock()
+			defer mu.Unlock()
+			require.False(t, b.Retried)
+			require.Zero(t, b.Failed+b.Waiting)
+			require.Positive(t, b.Took)
+			n := 0
+			for e := range b.All() {
+				n++
+				sent = append(sent, e.Key()+" "+e.TraceParent())
+				require.Equal(t, []string{"test.oracle.happened.v1", h.topic}, []string{e.Type(), e.Topic()})
+				require.True(t, e.RecordedAt().After(before) && e.RecordedAt().Before(time.Now().Add(time.Second)), e.RecordedAt())
+				require.Positive(t, e.OutboxID())
+				require.Len(t, e.ID(), 36)
+				require.Positive(t, e.Size())
+			}
+			require.Equal(t, b.Events, n)
+		},
+	}
+	stop := run(t, h.relay(t, cfg))
+	require.Eventually(t, func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return len(sent) == 4
+	}, patience, 5*time.Millisecond)
+	stop()
+	require.Equal(t, []string{"a " + traceParent, "a " + traceParent, "a " + traceParent, "b "}, sent)
+	require.Equal(t, []bool{true, false}, leading)
+}
+
+// Events that Kafka refuses are told as failed, those behind them as waiting, and
+// what is sent in the end as retried.
+func TestSentHookOfFailures(t *testing.T) {
+	h := newHouse(t)
+	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "2000")
+	big := oracle.Event{ID: numbered("x", 1, 1)[0].ID, Key: "a", Version: 1, Filler: random(4000)}
+	h.commit(t, append([]oracle.Event{big}, numbered("a", 2, 2)...)...)
+	h.commit(t, numbered("b", 1, 2)...)
+	var mu sync.Mutex
+	var sum, retried outbox.SentBatch
+	cfg := quick
+	cfg.Hooks.Sent = func(b outbox.SentBatch) {
+		mu.Lock()
+		defer mu.Unlock()
+		to := &sum
+		if b.Retried {
+			to = &retried
+		}
+		to.Events, to.Failed, to.Waiting = to.Events+b.Events, to.Failed+b.Failed, to.Waiting+b.Waiting
+	}
+	run(t, h.relay(t, cfg))
+	require.Eventually(t, func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return sum.Events == 2 && retried.Failed > 0
+	}, patience, 5*time.Millisecond)
+	h.setTopic(t, "max.message.bytes", "100000")
+	require.Eventually(t, func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return retried.Events == 3
+	}, patience, 5*time.Millisecond)
+	require.Equal(t, []int{2, 1, 2}, []int{sum.Events, sum.Failed, sum.Waiting})
+}
+
+// The context of Recording is what TraceParent reads, and its end hears the error.
+func TestRecordingHook(t *testing.T) {
+	h := newHouse(t)
+	var ends []error
+	hooks := outbox.RecorderHooks{Recording: func(ctx context.Context, events []outbox.DomainEvent) (context.Context, func(error)) {
+		require.Len(t, events, 1)
+		return outbox.WithTraceParent(ctx, traceParent), func(err error) { ends = append(ends, err) }
+	}}
+	events, err := outbox.NewRegistry("test", outbox.Event("test.oracle.happened.v1", "Key", oracle.Event.Aggregate))
+	require.NoError(t, err)
+	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{Schema: h.schema, Hooks: hooks})
+	require.NoError(t, err)
+	e := numbered("a", 1, 1)[0]
+	require.NoError(t, pgx.BeginFunc(background, h.db, func(tx pgx.Tx) error { return rec.Record(background, tx, e) }))
+	require.NoError(t, rec.Queue(background, &pgx.Batch{}, e))
+	require.ErrorIs(t, rec.Queue(background, &pgx.Batch{}, nil), outbox.ErrNil)
+	require.Len(t, ends, 3)
+	require.NoError(t, errors.Join(ends[:2]...))
+	require.ErrorIs(t, ends[2], outbox.ErrNil)
+	var stored string
+	require.NoError(t, h.db.QueryRow(background, `SELECT headers->>'traceparent' FROM `+pgx.Identifier{h.schema, "outbox"}.Sanitize()).Scan(&stored))
+	require.Equal(t, traceParent, stored)
+}
+
+// A handler gets the context of Handling, and its end hears the handler's error, of
+// batches too. Repeats are not told.
+func TestHandlingHook(t *testing.T) {
+	s := newTill(t, 1)
+	type mark struct{}
+	var mu sync.Mutex
+	var told []string
+	hooks := outbox.ConsumerHooks{
+		Handling: func(ctx context.Context, action string, events []outbox.Metadata) (context.Context, func(error)) {
+			return context.WithValue(ctx, mark{}, action), func(err error) {
+				mu.Lock()
+				defer mu.Unlock()
+				for range events {
+					told = append(told, action+map[bool]string{true: " failed"}[err != nil])
+				}
+			}
+		},
+	}
+	marked := func(ctx context.Context, action string) { require.Equal(t, action, ctx.Value(mark{})) }
+	consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, MaxRetries: -1, Hooks: hooks},
+		outbox.Handle("ONE", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error { marked(ctx, "ONE"); return nil }),
+		outbox.HandleBatch("ALL", func(ctx context.Context, tx pgx.Tx, es []outbox.Received[sale]) error { marked(ctx, "ALL"); return nil }),
+		outbox.HandleNoTx("BAD", func(ctx context.Context, e sale, m outbox.Metadata) error {
+			marked(ctx, "BAD")
+			return outbox.Permanent(errors.New("bad"))
+		})))
+	s.send(t, s.saleRecord("1", oneSale), s.saleRecord("1", oneSale))
+	require.Eventually(t, func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		slices.Sort(told)
+		return slices.Equal(told, []string{"ALL", "BAD failed", "BAD failed", "ONE"})
+	}, patience, 10*time.Millisecond, "%v", told)
+}
+
+// Lag counts what is not handled, and knows a partition in which nothing ever was.
+func TestConsumerLag(t *testing.T) {
+	s := newTill(t, 2)
+	release := make(chan struct{})
+	c := s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.HandleNoTx("WAIT", func(ctx context.Context, e sale, m outbox.Metadata) error {
+		<-release
+		return nil
+	}))
+	lag := func() (records []int64) {
+		lags, err := c.Lag(background)
+		require.NoError(t, err)
+		for i, l := range lags {
+			require.Equal(t, []any{s.topic, int32(i)}, []any{l.Topic, l.Partition})
+			records = append(records, l.Records())
+		}
+		return records
+	}
+	require.Empty(t, lag(), "before it runs")
+	s.send(t, s.saleRecord("1", oneSale), s.saleRecord("2", oneSale), s.saleRecord("3", oneSale)) // to partition 0
+	stop := consume(t, c)
+	require.Eventually(t, func() bool { return slices.Equal([]int64{3, 0}, lag()) }, patience, 10*time.Millisecond)
+	close(release)
+	require.Eventually(t, func() bool { return slices.Equal([]int64{0, 0}, lag()) }, patience, 10*time.Millisecond)
+	stop()
+	require.Empty(t, lag(), "after it ran")
+}
