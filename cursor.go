@@ -84,6 +84,21 @@ SELECT c.id, c.snapshot::text, coalesce(c.window_snapshot::text, ''), c.last_pro
   LEFT JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
                       WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c ON true`
 
+// newestCursors begins a statement that asks where each relay stands: its newest row
+// is in stands. What an index on (relay, id) gives is not sought in any other way,
+// under sqlPlans.
+const newestCursors = `
+WITH RECURSIVE names AS (
+   (SELECT relay FROM {schema}.outbox_cursor ORDER BY relay LIMIT 1)
+     UNION ALL
+    SELECT (SELECT c.relay FROM {schema}.outbox_cursor AS c WHERE c.relay > names.relay ORDER BY c.relay LIMIT 1)
+      FROM names WHERE names.relay IS NOT NULL
+), stands AS MATERIALIZED (
+    SELECT c.* FROM names
+     CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
+                          WHERE relay >= names.relay AND relay <= names.relay ORDER BY relay DESC, id DESC LIMIT 1) AS c
+)`
+
 // sqlSeed begins a relay's history: before every transaction that ever was.
 const sqlSeed = `
 INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)

@@ -71,6 +71,11 @@ func TestRetryDeadEvent(t *testing.T) {
 	f := h.operator(t)
 	event, _ := h.dead(t, patiently(), numbered("bad", 2, 3)...)
 	row := only(t, f, outbox.StatusDead)
+	for id, found := range map[int64]int{row.OutboxID: 1, 1 << 60: 0} {
+		rows, err := f.List(background, outbox.FailedFilter{OutboxID: id}, outbox.FailedPage{})
+		require.NoError(t, err)
+		require.Len(t, rows, found)
+	}
 	require.Equal(t, []string{"default", h.topic, "bad", "test.oracle.happened.v1", "Key", "bad", "message_too_large"},
 		[]string{row.Relay, row.Topic, row.Key, row.Type, row.AggregateType, row.AggregateID, row.Class})
 	require.Equal(t, 1, row.Retries)

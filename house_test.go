@@ -61,6 +61,8 @@ var rooms = map[string]kind{
 	"failed.go":              sql,
 	"failed_actions.go":      sql,
 	"failed_events.go":       sql,
+	"inspect.go":             sql,
+	"inspect_events.go":      sql,
 	"lease.go":               sql,
 	"migrate.go":             sql,
 	"outbox.go":              sql,

@@ -296,17 +296,7 @@ type proof struct {
 // nothing. Names and their newest rows are found one by one; "relay = name" would
 // let the planner walk the history of all of them. Rows are deleted by their place,
 // because an index of an empty table is as good as any other to it.
-const cleanPublished = `
-WITH RECURSIVE names AS (
-   (SELECT relay FROM {schema}.outbox_cursor ORDER BY relay LIMIT 1)
-     UNION ALL
-    SELECT (SELECT c.relay FROM {schema}.outbox_cursor AS c WHERE c.relay > names.relay ORDER BY c.relay LIMIT 1)
-      FROM names WHERE names.relay IS NOT NULL
-), stands AS MATERIALIZED (
-    SELECT c.* FROM names
-     CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
-                          WHERE relay >= names.relay AND relay <= names.relay ORDER BY relay DESC, id DESC LIMIT 1) AS c
-), ceiling AS MATERIALIZED (
+const cleanPublished = newestCursors + `, ceiling AS MATERIALIZED (
     SELECT min(s.highest_id) AS id
       FROM stands AS s, pg_control_system() AS here
     HAVING bool_and(s.system_identifier = here.system_identifier

@@ -100,6 +100,18 @@ func TestRoles(t *testing.T) {
 	require.Eventually(t, func() bool { return h.count(t, "outbox_audit") > 0 }, patience, 10*time.Millisecond, "revived")
 	require.Eventually(t, func() bool { return h.count(t, "outbox") == 0 && h.count(t, "event_handled") == 0 }, patience, 10*time.Millisecond, "removed")
 
+	inspector, err := outbox.NewInspector(r.as(t, "reader"), outbox.InspectorConfig{Schema: h.schema})
+	require.NoError(t, err)
+	relays, err := inspector.Relays(background)
+	require.NoError(t, err)
+	require.Len(t, relays, 1)
+	_, err = inspector.Moves(background, "default", time.Now().Add(-time.Minute), time.Second)
+	require.NoError(t, err)
+	_, err = inspector.Transactions(background, 0)
+	require.NoError(t, err)
+	_, err = inspector.Events(background, outbox.EventFilter{}, outbox.EventPage{})
+	require.NoError(t, err)
+
 	operator, err := outbox.NewFailedEvents(r.as(t, "operator"), outbox.FailedEventsConfig{Schema: h.schema})
 	require.NoError(t, err)
 	require.Eventually(t, func() bool { // it is revived and dies again and again

@@ -1,0 +1,225 @@
+package outbox
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+)
+
+// RecordedEvent is a row of outbox.
+type RecordedEvent struct {
+	// OutboxID is outbox.id.
+	OutboxID int64
+	// EventID, Type, Source, AggregateType and AggregateID are the event's.
+	EventID, Type, Source, AggregateType, AggregateID string
+	// Topic and Key say where it goes. Topic is empty if none follows from the type.
+	Topic, Key string
+	// ContentType is that of Payload.
+	ContentType string
+	// OccurredAt is the event's own time, CreatedAt the start of the transaction that
+	// recorded it.
+	OccurredAt, CreatedAt time.Time
+	// Size is the length of the payload, in bytes.
+	Size int
+
+	// Payload is the event; nil in lists, see [Inspector.Event].
+	Payload []byte
+	// Headers are the further Kafka headers; nil in lists.
+	Headers map[string]string
+	// AttemptedBy are the relays that have sent it or written it into outbox_failed,
+	// PendingFor those that have not come to it; nil in lists.
+	AttemptedBy, PendingFor []string
+}
+
+// EventFilter picks recorded events. Empty fields pick all.
+type EventFilter struct {
+	// EventID is the CloudEvents id, a UUID.
+	EventID string
+	// Type is the CloudEvents type.
+	Type string
+	// AggregateType and AggregateID say what it happened to.
+	AggregateType, AggregateID string
+	// Since and Until bound the start of the recording transaction: from Since on,
+	// before Until.
+	Since, Until time.Time
+}
+
+// args are the parameters of eventWhere.
+func (f EventFilter) args() []any {
+	at := func(t time.Time) pgtype.Timestamptz { return pgtype.Timestamptz{Time: t, Valid: !t.IsZero()} }
+	return []any{f.EventID, f.Type, f.AggregateType, f.AggregateID, at(f.Since), at(f.Until)}
+}
+
+// eventWhere is an [EventFilter].
+const eventWhere = `
+       ($1::text = '' OR event_id::text = lower($1))
+   AND ($2::text = '' OR event_type = $2)
+   AND ($3::text = '' OR aggregate_type = $3)
+   AND ($4::text = '' OR aggregate_id = $4)
+   AND created_at >= coalesce($5::timestamptz, '-infinity') AND created_at < coalesce($6::timestamptz, 'infinity')`
+
+// EventPage says which part of a list is wanted. The zero value is the newest events.
+type EventPage struct {
+	// Before is the OutboxID of the last event that is known. Zero means from the
+	// newest on.
+	Before int64
+	// Limit is how many events are returned at most, up to 1,000. Zero means 100.
+	Limit int
+}
+
+// recordedColumns are those of a list, in the order of scanRecorded.
+const recordedColumns = `o.id, event_id::text, event_type, source, aggregate_type, aggregate_id, topic, partition_key, content_type,
+       occurred_at, created_at, coalesce(octet_length(payload_bytes), octet_length(payload::text))`
+
+const wholeColumns = `payload::text, payload_bytes, headers`
+
+const sqlEvents = `
+SELECT ` + recordedColumns + `
+  FROM {schema}.outbox AS o WHERE` + eventWhere + `
+   AND ($7::bigint = 0 OR id < $7)
+ ORDER BY id DESC LIMIT $8`
+
+// Events returns recorded events without their payloads, the newest first: what is
+// committed and not yet removed by retention. An empty slice means that there are no
+// more.
+//
+// It walks the table from its newest event on, which takes long where few events
+// match and many are kept: bound it by ctx, or create an index on (aggregate_id, id)
+// if you often look for aggregates.
+func (i *Inspector) Events(ctx context.Context, filter EventFilter, page EventPage) ([]RecordedEvent, error) {
+	limit, err := FailedPage{Limit: page.Limit}.limit()
+	if err != nil {
+		return nil, fmt.Errorf("outbox: inspect events: %w", err)
+	}
+	rows, err := i.db.Query(ctx, i.sql.events, append([]any{planEachTime}, append(filter.args(), page.Before, limit)...)...)
+	if err == nil {
+		var all []RecordedEvent
+		if all, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (RecordedEvent, error) { return scanRecorded(row) }); err == nil {
+			return all, nil
+		}
+	}
+	return nil, fmt.Errorf("outbox: inspect events: %w", err)
+}
+
+// sqlEvent also says which relays have come to the event, as retention asks it.
+const sqlEvent = newestCursors + `
+SELECT ` + recordedColumns + `, ` + wholeColumns + `,
+       ARRAY(SELECT relay::text FROM stands AS s WHERE ` + attempted + ` ORDER BY 1),
+       ARRAY(SELECT relay::text FROM stands AS s WHERE NOT ` + attempted + ` ORDER BY 1)
+  FROM {schema}.outbox AS o WHERE id = $1`
+
+const attempted = `(pg_visible_in_snapshot(o.xid, s.snapshot)
+       OR coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false))`
+
+// Event returns a recorded event with its payload. It returns [ErrNotFound] if there
+// is none: retention may have removed it.
+func (i *Inspector) Event(ctx context.Context, outboxID int64) (RecordedEvent, error) {
+	var attempted, pending []string
+	e, err := scanWhole(i.db.QueryRow(ctx, i.sql.event, outboxID), &attempted, &pending)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		return e, fmt.Errorf("outbox: event %d: %w", outboxID, ErrNotFound)
+	case err != nil:
+		return e, fmt.Errorf("outbox: inspect event %d: %w", outboxID, err)
+	}
+	e.AttemptedBy, e.PendingFor = attempted, pending
+	return e, nil
+}
+
+// scanWhole reads recordedColumns and the columns of payload and headers, and more
+// behind them.
+func scanWhole(row pgx.Row, more ...any) (RecordedEvent, error) {
+	var payload *string
+	var bytes, headers []byte
+	e, err := scanRecorded(row, append([]any{&payload, &bytes, &headers}, more...)...)
+	if err != nil {
+		return e, err
+	}
+	e.Payload = bytes
+	if payload != nil {
+		e.Payload = []byte(*payload)
+	}
+	if headers != nil {
+		err = json.Unmarshal(headers, &e.Headers)
+	}
+	return e, err
+}
+
+// scanRecorded reads recordedColumns, and more behind them.
+func scanRecorded(row pgx.Row, more ...any) (RecordedEvent, error) {
+	var r RecordedEvent
+	var topic, key pgtype.Text
+	err := row.Scan(append([]any{&r.OutboxID, &r.EventID, &r.Type, &r.Source, &r.AggregateType, &r.AggregateID, &topic, &key,
+		&r.ContentType, &r.OccurredAt, &r.CreatedAt, &r.Size}, more...)...)
+	r.Topic, r.Key = topic.String, key.String
+	if !topic.Valid && dottedName.MatchString(r.Type) {
+		r.Topic = topicOf(r.Type)
+	}
+	if !key.Valid {
+		r.Key = r.AggregateID
+	}
+	return r, err
+}
+
+// sqlTail reads what was committed since snapshot $7; its xmax is $8. The row without
+// an event says what the snapshot of now is. For its shape see sqlOpen.
+const sqlTail = `
+WITH ids AS MATERIALIZED (
+   (SELECT id, xid FROM {schema}.outbox WHERE xid >= $8::xid8 AND xid <= '18446744073709551615'::xid8 ORDER BY xid, id)
+     UNION ALL
+    SELECT late.id, late.xid FROM pg_snapshot_xip($7::pg_snapshot) AS x
+     CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox WHERE xid >= x AND xid <= x ORDER BY xid, id OFFSET 0) AS late
+)
+SELECT e.*, pg_current_snapshot()::text
+  FROM (SELECT) AS always
+  LEFT JOIN (SELECT ` + recordedColumns + `, ` + wholeColumns + `
+               FROM ids CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE xid = ids.xid AND id = ids.id OFFSET 0) AS o
+              WHERE` + eventWhere + `) AS e ON true
+ ORDER BY e.id`
+
+// tailInterval is how often [Inspector.Tail] looks.
+const tailInterval = 500 * time.Millisecond
+
+// Tail hands events to see as they are committed, with their payloads, from now on
+// and until ctx ends; then it returns nil. It returns the first error of see, or
+// PostgreSQL's. It sends nothing and moves no cursor, and unlike a relay it may miss
+// events in a crash of PostgreSQL.
+func (i *Inspector) Tail(ctx context.Context, filter EventFilter, see func(RecordedEvent) error) error {
+	var since string
+	err := i.db.QueryRow(ctx, `SELECT pg_current_snapshot()::text`).Scan(&since)
+	for err == nil && ctx.Err() == nil {
+		sleep(ctx, tailInterval)
+		args := append(filter.args(), since, snapshotMax(since))
+		err = query(ctx, i.db, sqlPlans, func(rows pgx.Rows) (err error) {
+			since, err = readTail(rows, see)
+			return err
+		}, i.sql.tail, args...)
+	}
+	if ctx.Err() == nil {
+		return fmt.Errorf("outbox: tail events: %w", err)
+	}
+	return nil
+}
+
+// readTail hands rows to see and returns their snapshot.
+func readTail(rows pgx.Rows, see func(RecordedEvent) error) (snapshot string, err error) {
+	defer rows.Close()
+	for rows.Next() {
+		if raw := rows.RawValues(); raw[0] == nil { // no event
+			return string(raw[len(raw)-1]), nil
+		}
+		e, err := scanWhole(rows, &snapshot)
+		if err == nil {
+			err = see(e)
+		}
+		if err != nil {
+			return "", err
+		}
+	}
+	return snapshot, rows.Err()
+}

@@ -1,0 +1,290 @@
+package outbox_test
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+)
+
+func (h *house) inspector(t testing.TB) *outbox.Inspector {
+	t.Helper()
+	i, err := outbox.NewInspector(h.db, outbox.InspectorConfig{Schema: h.schema})
+	require.NoError(t, err)
+	return i
+}
+
+// relayStatus returns how a relay stands.
+func (h *house) relayStatus(t testing.TB, name string) outbox.RelayStatus {
+	t.Helper()
+	all, err := h.inspector(t).Relays(background)
+	require.NoError(t, err)
+	i := slices.IndexFunc(all, func(r outbox.RelayStatus) bool { return r.Name == name })
+	require.GreaterOrEqual(t, i, 0, "%s is not among %v", name, all)
+	return all[i]
+}
+
+func TestInspectorConfig(t *testing.T) {
+	_, err := outbox.NewInspector(nil, outbox.InspectorConfig{Schema: "$user"})
+	require.ErrorIs(t, err, outbox.ErrNil)
+	require.ErrorContains(t, err, "Schema")
+	require.ErrorContains(t, err, "db")
+}
+
+// What a relay has to do is seen from outside: before it ever ran nothing, then what
+// came since it stopped, whatever is open.
+func TestInspectRelays(t *testing.T) {
+	h := newHouse(t)
+	i := h.inspector(t)
+	all, err := i.Relays(background)
+	require.NoError(t, err)
+	require.Empty(t, all)
+
+	reader := h.follow(t)
+	first := numbered("a", 1, 3)
+	h.commit(t, first...)
+	stop := run(t, h.relay(t, quick))
+	requireArrival(t, reader, first...)
+	require.Eventually(t, func() bool { return h.relayStatus(t, "default").Pending == 0 }, patience, 5*time.Millisecond)
+	led := h.relayStatus(t, "default")
+	require.NotEmpty(t, led.Holder)
+	require.True(t, led.LeaseUntil.After(time.Now()))
+	require.WithinDuration(t, time.Now(), led.MovedAt, patience)
+	require.Zero(t, led.Oldest)
+	stop()
+
+	late, err := h.db.Begin(background)
+	require.NoError(t, err)
+	defer func() { _ = late.Rollback(background) }()
+	require.NoError(t, h.record(background, late, numbered("late", 1, 2)...))
+	began := time.Now()
+	h.commit(t, numbered("b", 1, 4)...)
+	stood := h.relayStatus(t, "default")
+	require.Empty(t, stood.Holder)
+	require.Zero(t, stood.LeaseUntil)
+	require.EqualValues(t, 4, stood.Pending)
+	require.False(t, stood.PendingMore)
+	require.WithinDuration(t, began, stood.Oldest, patience)
+	require.NoError(t, late.Commit(background))
+	require.EqualValues(t, 6, h.relayStatus(t, "default").Pending)
+}
+
+// Of an open window only what is left is pending; rows of outbox_failed are counted
+// by their status.
+func TestInspectOpenWindow(t *testing.T) {
+	h := newHouse(t)
+	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "2000")
+	h.commit(t, oracle.Event{ID: uuid.NewString(), Key: "a", Version: 1, Filler: random(4000)})
+	h.commit(t, numbered("a", 2, 2)...)
+	h.commit(t, numbered("b", 1, 7)...)
+	reader := h.follow(t)
+	stop := run(t, h.relay(t, quick))
+	b := numbered("b", 8, 1)
+	h.commit(t, b...)
+	requireArrival(t, reader, b...)
+	stop()
+	s := h.relayStatus(t, "default")
+	require.Equal(t, []int64{0, 1, 2, 0, 1, 0}, []int64{s.Waiting, s.Failed, s.Parked, s.Dead, s.ParkedKeys, s.HeldKeys})
+	require.Zero(t, s.Pending)
+
+	h.commit(t, numbered("c", 1, 5)...)
+	_, err := h.db.Exec(background, fmt.Sprintf(`
+		INSERT INTO %[1]s.outbox_cursor (relay, last_processed_id, snapshot, window_snapshot, highest_id, system_identifier, epoch)
+		SELECT relay, (SELECT max(id) - 2 FROM %[1]s.outbox), snapshot, pg_current_snapshot(), highest_id, system_identifier, epoch
+		  FROM %[1]s.outbox_cursor ORDER BY id DESC LIMIT 1`, pgx.Identifier{h.schema}.Sanitize()))
+	require.NoError(t, err)
+	require.EqualValues(t, 2, h.relayStatus(t, "default").Pending)
+}
+
+func TestInspectMoves(t *testing.T) {
+	h := newHouse(t)
+	i := h.inspector(t)
+	since := time.Now().Add(-10 * time.Second)
+	first := numbered("a", 1, 1)
+	h.commit(t, first...)
+	reader := h.follow(t)
+	stop := run(t, h.relay(t, quick))
+	requireArrival(t, reader, first...)
+	var all []oracle.Event
+	for n := range 5 {
+		all = append(all, numbered("b", 1+10*n, 10)...)
+		h.commit(t, all[10*n:]...)
+	}
+	requireArrival(t, reader, all...)
+	stop()
+	moves, err := i.Moves(background, "default", since, time.Second)
+	require.NoError(t, err)
+	require.GreaterOrEqual(t, len(moves), 10)
+	var events int64
+	var latency time.Duration
+	for n, m := range moves {
+		require.True(t, n == 0 || m.At.Equal(moves[n-1].At.Add(time.Second)))
+		events, latency = events+m.Events, max(latency, m.Latency)
+	}
+	require.EqualValues(t, 51, events)
+	require.Positive(t, latency)
+	require.Less(t, latency, patience)
+
+	_, err = i.Moves(background, "default", since, time.Millisecond)
+	require.ErrorContains(t, err, "step")
+	_, err = i.Moves(background, "default", time.Now().Add(-30*24*time.Hour), time.Second)
+	require.ErrorContains(t, err, "steps")
+}
+
+// Who blocks: the oldest transaction, with what it does, and whether events wait in
+// it; a prepared one too.
+func TestInspectTransactions(t *testing.T) {
+	h := newHouse(t)
+	i := h.inspector(t)
+	mine := func() (found []outbox.OpenTransaction) {
+		all, err := i.Transactions(background, 0)
+		require.NoError(t, err)
+		require.True(t, slices.IsSortedFunc(all, func(a, b outbox.OpenTransaction) int { return a.Since.Compare(b.Since) }))
+		return slices.DeleteFunc(all, func(o outbox.OpenTransaction) bool { return !o.Recording })
+	}
+	require.Empty(t, mine())
+	tx, err := h.db.Begin(background)
+	require.NoError(t, err)
+	require.NoError(t, h.record(background, tx, numbered("a", 1, 1)...))
+	var pid int
+	require.NoError(t, tx.QueryRow(background, `SELECT pg_backend_pid()`).Scan(&pid))
+	found := mine()
+	require.Len(t, found, 1)
+	require.Equal(t, pid, found[0].PID)
+	require.Equal(t, "idle in transaction", found[0].State)
+	require.Contains(t, found[0].Query, "pg_backend_pid")
+	require.WithinDuration(t, time.Now(), found[0].Since, patience)
+	all, err := i.Transactions(background, time.Hour)
+	require.NoError(t, err)
+	require.NotContains(t, all, found[0])
+
+	name := "prepared-" + uuid.NewString()
+	_, err = tx.Exec(background, fmt.Sprintf(`PREPARE TRANSACTION '%s'`, name))
+	require.NoError(t, err)
+	t.Cleanup(func() { _, _ = h.db.Exec(background, fmt.Sprintf(`ROLLBACK PREPARED '%s'`, name)) }) // or the schema cannot go
+	_ = tx.Rollback(background)                                                                     // of nothing
+	found = mine()
+	require.Len(t, found, 1)
+	require.Equal(t, []any{name, "prepared", 0}, []any{found[0].Prepared, found[0].State, found[0].PID})
+	_, err = h.db.Exec(background, fmt.Sprintf(`ROLLBACK PREPARED '%s'`, name))
+	require.NoError(t, err)
+	require.Empty(t, mine())
+}
+
+func TestInspectEvents(t *testing.T) {
+	h := newHouse(t)
+	i := h.inspector(t)
+	ctx := outbox.WithCorrelationID(background, "order-7")
+	a, b := numbered("a", 1, 3), numbered("b", 1, 2)
+	require.NoError(t, pgx.BeginFunc(ctx, h.db, func(tx pgx.Tx) error { return h.record(ctx, tx, slices.Concat(a, b)...) }))
+
+	list := func(f outbox.EventFilter, p outbox.EventPage) (versions []string) {
+		events, err := i.Events(background, f, p)
+		require.NoError(t, err)
+		for _, e := range events {
+			require.Equal(t, []string{"test.oracle.happened.v1", "test", "Key", h.topic, e.AggregateID}, []string{e.Type, e.Source, e.AggregateType, e.Topic, e.Key})
+			require.Positive(t, e.Size)
+			require.Nil(t, e.Payload)
+			versions = append(versions, e.AggregateID)
+		}
+		return versions
+	}
+	require.Equal(t, []string{"b", "b", "a", "a", "a"}, list(outbox.EventFilter{}, outbox.EventPage{}))
+	require.Equal(t, []string{"b", "b"}, list(outbox.EventFilter{AggregateType: "Key", AggregateID: "b"}, outbox.EventPage{}))
+	require.Empty(t, list(outbox.EventFilter{Type: "test.oracle.other.v1"}, outbox.EventPage{}))
+	require.Empty(t, list(outbox.EventFilter{Until: time.Now().Add(-time.Hour)}, outbox.EventPage{}))
+	require.Len(t, list(outbox.EventFilter{Since: time.Now().Add(-time.Hour)}, outbox.EventPage{Limit: 4}), 4)
+	all, err := i.Events(background, outbox.EventFilter{}, outbox.EventPage{})
+	require.NoError(t, err)
+	require.Equal(t, []string{"a", "a", "a"}, list(outbox.EventFilter{}, outbox.EventPage{Before: all[1].OutboxID}))
+	require.Len(t, list(outbox.EventFilter{EventID: all[2].EventID}, outbox.EventPage{}), 1)
+	_, err = i.Events(background, outbox.EventFilter{}, outbox.EventPage{Limit: -1})
+	require.ErrorContains(t, err, "Limit")
+
+	reader := h.follow(t)
+	stop := run(t, h.relay(t, quick))
+	requireArrival(t, reader, slices.Concat(a, b)...)
+	stop()
+	late := numbered("c", 1, 1)
+	h.commit(t, late...)
+	whole, err := i.Event(background, all[0].OutboxID)
+	require.NoError(t, err)
+	require.JSONEq(t, fmt.Sprintf(`{"id":%q,"key":"b","version":2,"filler":""}`, b[1].ID), string(whole.Payload))
+	require.Equal(t, map[string]string{"correlationid": "order-7"}, whole.Headers)
+	require.Equal(t, []string{"default"}, whole.AttemptedBy)
+	require.Empty(t, whole.PendingFor)
+	newest, err := i.Events(background, outbox.EventFilter{}, outbox.EventPage{Limit: 1})
+	require.NoError(t, err)
+	whole, err = i.Event(background, newest[0].OutboxID)
+	require.NoError(t, err)
+	require.Equal(t, []string{"default"}, whole.PendingFor)
+	require.Empty(t, whole.AttemptedBy)
+	_, err = i.Event(background, 1<<60)
+	require.ErrorIs(t, err, outbox.ErrNotFound)
+}
+
+// Tail sees events when they are committed, the late ones too, and nothing of before.
+func TestInspectTail(t *testing.T) {
+	h := newHouse(t)
+	h.commit(t, numbered("before", 1, 3)...)
+	late, err := h.db.Begin(background)
+	require.NoError(t, err)
+	require.NoError(t, h.record(background, late, numbered("late", 1, 1)...))
+	ctx, cancel := context.WithCancel(background)
+	defer cancel()
+	var mu sync.Mutex
+	var seen []string
+	done := make(chan error, 1)
+	go func() {
+		done <- h.inspector(t).Tail(ctx, outbox.EventFilter{AggregateType: "Key"}, func(e outbox.RecordedEvent) error {
+			mu.Lock()
+			defer mu.Unlock()
+			require.NotEmpty(t, e.Payload)
+			seen = append(seen, e.AggregateID)
+			return nil
+		})
+	}()
+	saw := func(key string) func() bool {
+		return func() bool {
+			mu.Lock()
+			defer mu.Unlock()
+			return slices.Contains(seen, key)
+		}
+	}
+	for n := range 1000 {
+		h.commit(t, numbered("now", n, 1)...)
+		if saw("now")() {
+			break
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+	require.Eventually(t, saw("now"), patience, 5*time.Millisecond)
+	require.NoError(t, late.Commit(background))
+	require.Eventually(t, saw("late"), patience, 5*time.Millisecond)
+	cancel()
+	require.NoError(t, <-done)
+	require.False(t, saw("before")())
+	bad := context.DeadlineExceeded
+	go func() {
+		done <- h.inspector(t).Tail(background, outbox.EventFilter{}, func(outbox.RecordedEvent) error { return bad })
+	}()
+	require.Eventually(t, func() bool {
+		h.commit(t, numbered("end", 1, 1)...)
+		select {
+		case err := <-done:
+			require.ErrorIs(t, err, bad)
+			return true
+		case <-time.After(5 * time.Millisecond):
+			return false
+		}
+	}, patience, 5*time.Millisecond)
+}
