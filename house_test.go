@@ -37,7 +37,9 @@ var rooms = map[string]kind{
 	"codec_text.go":          pure,
 	"envelope.go":            pure,
 	"envelope_read.go":       pure,
+	"alert.go":               orchestrator,
 	"errors.go":              pure,
+	"health.go":              pure,
 	"hooks.go":               pure,
 	"resolver.go":            pure,
 	"retention.go":           sql,
@@ -65,6 +67,7 @@ var rooms = map[string]kind{
 	"inspect_events.go":      sql,
 	"lease.go":               sql,
 	"migrate.go":             sql,
+	"monitor.go":             orchestrator,
 	"outbox.go":              sql,
 	"outbox_record.go":       orchestrator,
 	"outbox_rows.go":         sql,
@@ -84,6 +87,7 @@ var rooms = map[string]kind{
 	"relay_send.go":          orchestrator,
 	"relay_session.go":       orchestrator,
 	"relay_trouble.go":       orchestrator,
+	"relay_watch.go":         orchestrator,
 }
 
 var forbiddenImports = map[kind][]string{

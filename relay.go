@@ -76,6 +76,11 @@ type RelayConfig struct {
 	// Retention says how long rows stay in the tables.
 	Retention RetentionConfig
 
+	// Alerts says when somebody is told that something is wrong with this relay, and
+	// who. The process that leads does it; it also tells of relays of the schema that
+	// nobody leads. See [Monitor] for processes without a relay.
+	Alerts AlertConfig
+
 	// Hooks are told what happens.
 	Hooks RelayHooks
 
@@ -111,7 +116,11 @@ func (c RelayConfig) withDefaults() RelayConfig {
 	c.MaxRetries = cmp.Or(c.MaxRetries, defaultMaxRetries)
 	c.Breaker = c.Breaker.withDefaults()
 	c.Retention = c.Retention.withDefaults()
+	c.Alerts = c.Alerts.withDefaults()
 	c.Logger = cmp.Or(c.Logger, slog.Default())
+	if c.Alerts.Alerter == nil {
+		c.Alerts.Alerter = LogAlerter{Logger: c.Logger, quiet: true}
+	}
 	return c
 }
 
@@ -127,6 +136,7 @@ func (c RelayConfig) validate() error {
 		notNegative("MaxRetries", c.MaxRetries),
 		c.Breaker.validate(),
 		c.Retention.validate(),
+		c.Alerts.validate(),
 	}
 	for _, class := range slices.Sorted(maps.Keys(c.Revive)) {
 		if c.Revive[class] <= 0 {
@@ -167,10 +177,13 @@ type Relay struct {
 	postgres, kafka trouble // belong to the goroutine of Run
 	retriesPostgres trouble // belongs to the retrier
 	retention       *retention
+	watch           *watch // belongs to keepWatch
 
 	breakerClosed chan struct{} // holds at most one wish to retry at once
+	alarm         chan struct{} // holds at most one wish to check at once
 
 	running atomic.Bool
+	vitals  vitals
 	wake    chan struct{} // holds at most one wish to look at once
 }
 
@@ -184,7 +197,7 @@ type Relay struct {
 // of a missing topic wait until it is there, and hold up no others.
 //
 // NewRelay does no I/O, and makes and closes one client to look at the options.
-// A running relay uses up to five connections of db; closing db stays with the
+// A running relay uses up to six connections of db; closing db stays with the
 // caller.
 func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error) {
 	cfg = cfg.withDefaults()
@@ -208,10 +221,13 @@ func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error
 		wake:    make(chan struct{}, 1),
 
 		retention: newRetention(db, cfg.Schema, cfg.Retention),
+		watch:     newWatch(db, cfg.Schema, cfg.Alerts, cfg.Logger),
 
 		breakerClosed: make(chan struct{}, 1),
+		alarm:         make(chan struct{}, 1),
 	}
 	r.breaker = newBreaker(cfg.Breaker, r.breakerChanged)
+	r.watch.own, r.watch.breaker = cfg.Name, r.breaker.state
 	r.places = troubles{log: r.log}
 	r.postgres = trouble{log: r.log, what: "PostgreSQL"}
 	r.kafka = trouble{log: r.log, what: "Kafka"}
@@ -230,22 +246,25 @@ func (r *Relay) breakerChanged(from, to BreakerState) {
 		r.cfg.Hooks.Breaker(from, to)
 	}
 	if to == BreakerClosed {
-		select {
-		case r.breakerClosed <- struct{}{}:
-		default: // it will look anyway
-		}
+		signal(r.breakerClosed)
+	}
+	if to != BreakerHalfOpen {
+		signal(r.alarm)
+	}
+}
+
+// signal leaves a wish in a channel of one.
+func signal(c chan<- struct{}) {
+	select {
+	case c <- struct{}{}:
+	default: // there is one already
 	}
 }
 
 // Wake makes the relay look for events now instead of at its next poll. Call it
 // after a commit; it never blocks. Only a relay of this process is woken: when
 // another one holds the lease, that one sees the event at its poll.
-func (r *Relay) Wake() {
-	select {
-	case r.wake <- struct{}{}:
-	default: // it will look anyway
-	}
-}
+func (r *Relay) Wake() { signal(r.wake) }
 
 // Run relays events until ctx is cancelled, then finishes the batch in flight,
 // releases the lease so that a standby takes over at once, and returns nil. It
@@ -260,6 +279,14 @@ func (r *Relay) Run(ctx context.Context) error {
 		return ErrRunning
 	}
 	defer r.running.Store(false)
+	r.vitals.begin()
+	err := r.serve(ctx)
+	r.vitals.end(err)
+	return err
+}
+
+// serve stands by and leads in turns.
+func (r *Relay) serve(ctx context.Context) error {
 	for {
 		l, err := r.standBy(ctx)
 		if err != nil || l == nil {
@@ -276,6 +303,7 @@ func (r *Relay) Run(ctx context.Context) error {
 // standBy waits for the lease. It returns nil when ctx is cancelled first.
 func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 	for ctx.Err() == nil {
+		r.vitals.note(nil)
 		look, cancel := r.soon(ctx)
 		l, err := r.leases.acquire(look)
 		cancel()
@@ -288,6 +316,7 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 		case isUndefined(err):
 			return nil, r.notMigrated(err)
 		case errors.Is(err, errHeld):
+			r.vitals.note(sawLease)
 			r.postgres.report(nil)
 		case ctx.Err() == nil:
 			r.postgres.report(err)
@@ -354,6 +383,7 @@ func (r *Relay) lead(ctx context.Context, l *lease) error {
 }
 
 func (r *Relay) tellLeading(leading bool) {
+	r.vitals.lead(leading)
 	if r.cfg.Hooks.Leading != nil {
 		r.cfg.Hooks.Leading(leading)
 	}

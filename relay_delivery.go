@@ -94,6 +94,9 @@ func (p *producer) delivery(stop, held context.Context, batch []envelope) *deliv
 
 func (d *delivery) run() error {
 	for first := true; len(d.left) > 0 && (first || d.stop.Err() == nil); first = false {
+		if d.turn != nil {
+			d.turn()
+		}
 		if d.down {
 			await(d.stop, d.held, nil, d.kafka.backoff())
 		}

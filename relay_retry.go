@@ -215,6 +215,7 @@ func (r *retrier) tellRefused(e *failedEvent, f fate, dead bool) {
 		"key", string(e.envelope.key()), "attempt", e.retries + 1, "class", f.class, "error", f.err}
 	if dead {
 		r.log.Error("outbox: event is dead", append(args, "key_is_held", r.cfg.HoldDead)...)
+		signal(r.alarm)
 	} else {
 		r.log.Warn("outbox: retry failed", args...)
 	}

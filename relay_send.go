@@ -38,6 +38,7 @@ type producer struct {
 	places  *troubles // topics that are missing or not ours to write, partitions that take nothing
 	sparing bool      // of failures that the breaker hears of: one for each partition
 
+	turn   func()      // told of each send; may be nil
 	client *kgo.Client // nil until needed, after a send without an answer, and when it is at its end
 
 	named, derived map[string]string // topics, by their name in the row or by the event type

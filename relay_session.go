@@ -39,12 +39,14 @@ type fetched struct {
 }
 
 func newSession(r *Relay, l *lease, held context.Context) *session {
-	return &session{
+	s := &session{
 		Relay: r, lease: l, held: held,
 		producer: newProducer(r, l, &r.kafka),
 		failed:   r.failed,
 		size:     r.cfg.BatchSize,
 	}
+	s.producer.turn = func() { r.vitals.note(nil) }
+	return s
 }
 
 func (s *session) close() {
@@ -63,6 +65,7 @@ func (s *session) run(ctx context.Context) error {
 	running, stop := context.WithCancel(ctx)
 	beside.Go(func() { newRetrier(s).run(running) })
 	beside.Go(func() { newCleaner(s).run(running) })
+	beside.Go(func() { s.keepWatch(running) })
 	defer beside.Wait()
 	defer stop()
 	return s.stayUpToDate(ctx)
@@ -132,6 +135,8 @@ func (s *session) load() error {
 func (s *session) rebase() error {
 	start := time.Now()
 	var unsent int64
+	s.vitals.takesLong("the cursor is moved here from another cluster")
+	defer s.vitals.takesLong("")
 	err := s.try(func(context.Context) (err error) { // takes as long as it takes
 		unsent, err = s.cursors.rebase(s.held, s.lease)
 		return err
@@ -152,6 +157,7 @@ func (s *session) follow(ctx context.Context) error {
 		}
 		s.behind.Store(!s.drained())
 		if len(batch) == 0 {
+			s.vitals.note(hasAdvanced)
 			s.woken = await(ctx, s.held, s.wake, s.cfg.PollInterval)
 			continue
 		}
@@ -281,6 +287,7 @@ func (s *session) attempt(ctx context.Context, batch []envelope) error {
 	s.tellSent(batch, fates, start, false)
 	decided, failures := s.failures(batch, fates)
 	if decided > 0 {
+		s.vitals.note(hasAdvanced)
 		s.pos.last = batch[decided-1].id
 		s.pos.highest = max(s.pos.highest, s.pos.last)
 		s.recorded = false
@@ -365,6 +372,7 @@ func (s *session) record(failures []failure) error {
 // the time to stop is over, and returns what no repetition mends.
 func (s *session) try(f func(context.Context) error) error {
 	for {
+		s.vitals.note(nil)
 		ctx, cancel := s.soon(s.held)
 		err := f(ctx)
 		cancel()

@@ -16,6 +16,14 @@ type trouble struct {
 	what  string
 	since time.Time // zero: no trouble
 	tries int
+
+	ails atomic.Pointer[ailment] // for others to see; nil: no trouble
+}
+
+// ailment is the last failure of what fails.
+type ailment struct {
+	err   error
+	since time.Time // of the first one
 }
 
 // report takes the outcome of a try, and what else the log should say of it.
@@ -27,6 +35,11 @@ func (t *trouble) report(err error, attrs ...any) {
 	case err != nil && t.since.IsZero():
 		t.log.Warn("outbox: "+t.what+" fails, trying until it works", append(attrs, "error", err)...)
 		t.since = time.Now()
+	}
+	if err != nil {
+		t.ails.Store(&ailment{err, t.since})
+	} else {
+		t.ails.Store(nil)
 	}
 }
 

@@ -1,0 +1,187 @@
+package outbox
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"time"
+)
+
+// Alerter is told what an operator should know. There are [LogAlerter] and, in the
+// package outboxhttp, one for Slack's webhooks; your own may send mail or page
+// somebody. An error is told to the log, and the alert comes again at the next check.
+type Alerter interface {
+	Alert(ctx context.Context, a Alert) error
+}
+
+// AlertKind is what an alert is about.
+type AlertKind string
+
+const (
+	// AlertDead means that events died: Kafka refused them once too often.
+	AlertDead AlertKind = "dead_events"
+	// AlertManyDead means that AlertConfig.DeadThreshold or more events are dead and
+	// nobody has decided about them. It comes again when there are more.
+	AlertManyDead AlertKind = "many_dead_events"
+	// AlertStale means that events wait to be published for longer than they should.
+	AlertStale AlertKind = "stale_events"
+	// AlertNoLeader means that no process runs a relay that has a cursor.
+	AlertNoLeader AlertKind = "no_leader"
+	// AlertBreaker means that a relay's circuit breaker is open, because Kafka fails.
+	AlertBreaker AlertKind = "breaker_open"
+	// AlertReport tells every AlertConfig.ReportInterval what waits for a decision, if
+	// there is something.
+	AlertReport AlertKind = "report"
+)
+
+// Alert is one thing that an operator should know.
+type Alert struct {
+	// Kind says what it is about.
+	Kind AlertKind
+	// Relay is the name of the relay.
+	Relay string
+	// Over is set when what was told before is over.
+	Over bool
+	// At is when it was found out.
+	At time.Time
+	// Status is how the relay stands.
+	Status RelayStatus
+	// Died is how many events have died, and Dead the first of them, at most 20,
+	// without their payloads. Of [AlertDead] only.
+	Died int
+	// Dead are some of those that died.
+	Dead []FailedRow
+	// Unresolved is what has failed and is not resolved, by status, type and class. Of
+	// [AlertReport] only.
+	Unresolved []FailedCount
+}
+
+// String tells it in a sentence.
+func (a Alert) String() string {
+	s := a.Status
+	switch {
+	case a.Over && a.Kind == AlertManyDead:
+		return fmt.Sprintf("relay %s: %d dead events are left", a.Relay, s.Dead)
+	case a.Over && a.Kind == AlertStale:
+		return fmt.Sprintf("relay %s: events no longer wait too long", a.Relay)
+	case a.Over && a.Kind == AlertNoLeader:
+		return fmt.Sprintf("relay %s: %s leads", a.Relay, s.Holder)
+	case a.Over:
+		return fmt.Sprintf("relay %s: the circuit breaker has closed", a.Relay)
+	case a.Kind == AlertDead:
+		return fmt.Sprintf("relay %s: %s died; %d are dead", a.Relay, counted(a.Died, "event"), s.Dead)
+	case a.Kind == AlertManyDead:
+		return fmt.Sprintf("relay %s: %d dead events wait for a decision", a.Relay, s.Dead)
+	case a.Kind == AlertStale:
+		more := ""
+		if s.PendingMore {
+			more = "more than "
+		}
+		return fmt.Sprintf("relay %s: %s%d events are not published, the oldest for %s", a.Relay, more, s.Pending, a.At.Sub(s.Oldest).Round(time.Second))
+	case a.Kind == AlertNoLeader:
+		return fmt.Sprintf("relay %s: no process runs it, %d events wait", a.Relay, s.Pending)
+	case a.Kind == AlertBreaker:
+		return fmt.Sprintf("relay %s: the circuit breaker is open, Kafka fails", a.Relay)
+	}
+	return fmt.Sprintf("relay %s: %s", a.Relay, a.report())
+}
+
+func (a Alert) report() string {
+	var parts []string
+	var oldest time.Time
+	for _, c := range a.Unresolved {
+		parts = append(parts, fmt.Sprintf("%d %s %s", c.Events, c.Status, strings.TrimSpace(c.Type+" "+c.Class)))
+		if oldest.IsZero() || c.Oldest.Before(oldest) {
+			oldest = c.Oldest
+		}
+	}
+	return fmt.Sprintf("failed events: %s; the oldest since %s", strings.Join(parts, ", "), oldest.UTC().Format(time.RFC3339))
+}
+
+func counted(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}
+
+// AlertConfig says when somebody is told, and who. The zero value is ready for
+// production: it tells the log.
+type AlertConfig struct {
+	// Alerter is told. Nil means a [LogAlerter] on the logger; of a relay without what
+	// its log has anyway, dead events and the breaker.
+	Alerter Alerter
+	// Interval is the time between two checks. A relay also checks when an event dies
+	// and when its breaker changes. Zero means 1 min.
+	Interval time.Duration
+	// ReportInterval is the time between two reports of what has failed and is not
+	// resolved; [Forever] means none. Zero means 10 min.
+	ReportInterval time.Duration
+	// DeadThreshold is how many unresolved dead events of a relay are an alert of
+	// their own. Zero means 10.
+	DeadThreshold int
+	// StaleAfter and StalePending: an alert are that many pending events of which the
+	// oldest is as old. Zero means 5 min.
+	StaleAfter time.Duration
+	// StalePending is how many events have to wait. Zero means 100.
+	StalePending int
+}
+
+const (
+	defaultMonitoring    = time.Minute
+	defaultReports       = 10 * time.Minute
+	defaultDeadThreshold = 10
+	defaultStaleAfter    = 5 * time.Minute
+	defaultStalePending  = 100
+)
+
+func (c AlertConfig) withDefaults() AlertConfig {
+	c.Interval = cmp.Or(c.Interval, defaultMonitoring)
+	c.ReportInterval = cmp.Or(c.ReportInterval, defaultReports)
+	c.DeadThreshold = cmp.Or(c.DeadThreshold, defaultDeadThreshold)
+	c.StaleAfter = cmp.Or(c.StaleAfter, defaultStaleAfter)
+	c.StalePending = cmp.Or(c.StalePending, defaultStalePending)
+	return c
+}
+
+func (c AlertConfig) validate() error {
+	return errors.Join(
+		notNegative("Alerts.Interval", c.Interval),
+		notNegative("Alerts.ReportInterval", c.ReportInterval),
+		notNegative("Alerts.DeadThreshold", c.DeadThreshold),
+		notNegative("Alerts.StaleAfter", c.StaleAfter),
+		notNegative("Alerts.StalePending", c.StalePending),
+		notAbove("Alerts.StalePending", c.StalePending, maxPendingCount),
+	)
+}
+
+// LogAlerter tells a log: ERROR for what is wrong, with a line for each event that
+// died, and WARN for reports and for what is over.
+type LogAlerter struct {
+	// Logger is told. Nil means slog.Default().
+	Logger *slog.Logger
+
+	quiet bool // without dead events and the breaker
+}
+
+// Alert implements [Alerter]. It never fails.
+func (l LogAlerter) Alert(ctx context.Context, a Alert) error {
+	if l.quiet && (a.Kind == AlertDead || a.Kind == AlertBreaker) {
+		return nil
+	}
+	level := slog.LevelError
+	if a.Over || a.Kind == AlertReport {
+		level = slog.LevelWarn
+	}
+	log := cmp.Or(l.Logger, slog.Default())
+	log.Log(ctx, level, "outbox: "+a.String(), "alert", string(a.Kind), "over", a.Over, "dead", a.Status.Dead, "pending", a.Status.Pending)
+	for _, e := range a.Dead {
+		log.Log(ctx, level, "outbox: event is dead", "failed_id", e.ID, "id", e.OutboxID, "event_id", e.EventID, "type", e.Type,
+			"aggregate_type", e.AggregateType, "aggregate_id", e.AggregateID, "retries", e.Retries, "class", e.Class, "error", e.Err,
+			"failed_at", e.FailedAt)
+	}
+	return nil
+}

@@ -1,0 +1,299 @@
+package outbox_test
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/outboxgo/outbox"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// mailbox is an alerter that keeps what it is told, and fails as often as it is to.
+type mailbox struct {
+	mu     sync.Mutex
+	alerts []outbox.Alert
+	fails  int
+	checks int // alerts that were tried
+}
+
+func (m *mailbox) Alert(_ context.Context, a outbox.Alert) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.checks++
+	if m.fails > 0 {
+		m.fails--
+		return errors.New("mailbox is full")
+	}
+	m.alerts = append(m.alerts, a)
+	return nil
+}
+
+// told returns the kinds that came, with ! for what is over, and empties the box.
+func (m *mailbox) told(kinds ...outbox.AlertKind) string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	var all []string
+	for _, a := range m.alerts {
+		for _, kind := range kinds {
+			if a.Kind == kind {
+				all = append(all, string(a.Kind)+map[bool]string{true: "!"}[a.Over])
+			}
+		}
+	}
+	return strings.Join(all, " ")
+}
+
+// await waits until an alert of a kind has come, and returns the last one.
+func (m *mailbox) await(t *testing.T, kind outbox.AlertKind, over bool) (found outbox.Alert) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		for _, a := range m.alerts {
+			if a.Kind == kind && a.Over == over {
+				found = a
+			}
+		}
+		return found.Kind != ""
+	}, patience, 5*time.Millisecond, "no %s", kind)
+	return found
+}
+
+func (h *house) monitor(t *testing.T, alerts outbox.AlertConfig) *outbox.Monitor {
+	t.Helper()
+	m, err := outbox.NewMonitor(h.db, outbox.MonitorConfig{Schema: h.schema, Alerts: alerts, Logger: logTo(t, slog.LevelWarn)})
+	require.NoError(t, err)
+	return m
+}
+
+// watched runs a monitor until the test ends.
+func watched(t *testing.T, m *outbox.Monitor) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(background)
+	done := make(chan error, 1)
+	go func() { done <- m.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		require.NoError(t, <-done)
+	})
+}
+
+func TestAlertConfig(t *testing.T) {
+	bad := outbox.AlertConfig{Interval: -1, ReportInterval: -1, DeadThreshold: -1, StaleAfter: -1, StalePending: 1_000_000}
+	fields := []string{"db", "Schema", "Interval", "ReportInterval", "DeadThreshold", "StaleAfter", "StalePending"}
+	_, err := outbox.NewMonitor(nil, outbox.MonitorConfig{Schema: "$user", Alerts: bad})
+	require.ErrorIs(t, err, outbox.ErrNil)
+	_, relayErr := outbox.NewRelay(nil, nil, outbox.RelayConfig{Schema: "$user", Alerts: bad})
+	for _, field := range fields {
+		require.ErrorContains(t, err, field)
+		require.ErrorContains(t, relayErr, field)
+	}
+}
+
+// A relay tells of an event that died when it has, once, however often the alerter
+// must be asked; of many when there are more than before; and when they are settled.
+func TestDeadEventsAreAlertedTo(t *testing.T) {
+	h, _ := poisonedHouse(t)
+	box := &mailbox{fails: 2}
+	cfg := patiently()
+	cfg.Alerts = outbox.AlertConfig{Alerter: box, Interval: 50 * time.Millisecond, DeadThreshold: 3}
+	event, _ := h.dead(t, cfg)
+	a := box.await(t, outbox.AlertDead, false)
+	require.Equal(t, []any{"default", 1, int64(1)}, []any{a.Relay, a.Died, a.Status.Dead})
+	require.Len(t, a.Dead, 1)
+	require.Equal(t, []any{event.Key, "message_too_large"}, []any{a.Dead[0].AggregateID, a.Dead[0].Class})
+	require.Equal(t, "relay default: 1 event died; 1 are dead", a.String())
+
+	h.commit(t, poison("worse", 1), poison("worst", 1))
+	a = box.await(t, outbox.AlertManyDead, false)
+	require.EqualValues(t, 3, a.Status.Dead)
+	h.commit(t, poison("at last", 1))
+	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 4})
+	require.Eventually(t, func() bool {
+		return box.told(outbox.AlertManyDead) == "many_dead_events many_dead_events"
+	}, patience, 5*time.Millisecond)
+	_, err := h.operator(t).ResolveAll(background, outbox.FailedFilter{}, outbox.BulkConfig{}, kim)
+	require.NoError(t, err)
+	box.await(t, outbox.AlertManyDead, true)
+
+	box.mu.Lock()
+	defer box.mu.Unlock()
+	died := map[int64]int{}
+	for _, a := range box.alerts {
+		for _, e := range a.Dead {
+			died[e.ID]++
+		}
+	}
+	require.Len(t, died, 4)
+	for id, n := range died {
+		require.Equal(t, 1, n, id)
+	}
+}
+
+// It does not wait for the next check.
+func TestDeadEventIsAlertedToAtOnce(t *testing.T) {
+	h, _ := poisonedHouse(t)
+	box := &mailbox{}
+	cfg := patiently()
+	cfg.Alerts = outbox.AlertConfig{Alerter: box, Interval: time.Hour}
+	h.dead(t, cfg)
+	box.await(t, outbox.AlertDead, false)
+}
+
+// What waits for too long, and a relay that nobody runs, are told once, by a process
+// that runs none, and once more when it is over.
+func TestStaleEventsAreAlertedTo(t *testing.T) {
+	h := newHouse(t)
+	reader := h.follow(t)
+	box := &mailbox{}
+	first := numbered("a", 1, 1)
+	h.commit(t, first...)
+	stop := run(t, h.relay(t, quick))
+	requireArrival(t, reader, first...)
+	stop()
+	h.commit(t, numbered("a", 2, 2)...)
+	watched(t, h.monitor(t, outbox.AlertConfig{Alerter: box, Interval: 5 * time.Millisecond, StaleAfter: time.Millisecond, StalePending: 3}))
+	a := box.await(t, outbox.AlertNoLeader, false)
+	require.Equal(t, "relay default: no process runs it, 2 events wait", a.String())
+	require.Empty(t, box.told(outbox.AlertStale), "not as many")
+	h.commit(t, numbered("a", 4, 1)...)
+	a = box.await(t, outbox.AlertStale, false)
+	require.EqualValues(t, 3, a.Status.Pending)
+	require.Contains(t, a.String(), "relay default: 3 events are not published, the oldest for ")
+	h.commit(t, numbered("a", 5, 10)...) // more of the same is no news
+
+	stop = run(t, h.relay(t, quick))
+	box.await(t, outbox.AlertNoLeader, true)
+	box.await(t, outbox.AlertStale, true)
+	stop()
+	require.Equal(t, "no_leader no_leader!", box.told(outbox.AlertNoLeader)[:len("no_leader no_leader!")])
+	require.Equal(t, "stale_events stale_events!", box.told(outbox.AlertStale))
+}
+
+// A standby needs a moment to take over: one look without a leader is no alert.
+func TestBriefAbsenceOfALeader(t *testing.T) {
+	h := newHouse(t)
+	stop := run(t, h.relay(t, quick))
+	require.Eventually(t, func() bool { return h.relayStatus(t, "default").Holder != "" }, patience, 5*time.Millisecond)
+	stop()
+	h.commit(t, numbered("a", 1, 1)...)
+	box := &mailbox{}
+	m := h.monitor(t, outbox.AlertConfig{Alerter: box, Interval: time.Hour, StaleAfter: time.Nanosecond, StalePending: 1})
+	ctx, cancel := context.WithCancel(background)
+	done := make(chan error, 1)
+	go func() { done <- m.Run(ctx) }()
+	box.await(t, outbox.AlertStale, false)
+	cancel()
+	require.NoError(t, <-done)
+	require.Empty(t, box.told(outbox.AlertNoLeader))
+}
+
+// Of two relays that lead, the first tells of a third that nobody leads.
+func TestRelayWithoutLeader(t *testing.T) {
+	h := newHouse(t)
+	led := map[string]*mailbox{"a": {}, "b": {}}
+	gone := quick
+	gone.Name = "gone"
+	stop := run(t, h.relay(t, gone))
+	require.Eventually(t, func() bool { return h.relayStatus(t, "gone").Holder != "" }, patience, 5*time.Millisecond)
+	for name, box := range led {
+		cfg := quick
+		cfg.Name, cfg.Alerts = name, outbox.AlertConfig{Alerter: box, Interval: 5 * time.Millisecond}
+		run(t, h.relay(t, cfg))
+	}
+	for name := range led {
+		require.Eventually(t, func() bool { return h.relayStatus(t, name).Holder != "" }, patience, 5*time.Millisecond)
+	}
+	require.Empty(t, led["a"].told(outbox.AlertNoLeader))
+	stop()
+	require.Equal(t, "gone", led["a"].await(t, outbox.AlertNoLeader, false).Relay)
+	run(t, h.relay(t, gone))
+	led["a"].await(t, outbox.AlertNoLeader, true)
+	require.Empty(t, led["b"].told(outbox.AlertNoLeader))
+}
+
+// away is a relay whose Kafka is not there.
+func (h *house) away(t *testing.T, cfg outbox.RelayConfig) *outbox.Relay {
+	t.Helper()
+	cfg.Schema, cfg.Logger = h.schema, slog.New(slog.DiscardHandler)
+	cfg.DeliveryTimeout, cfg.SendTimeout, cfg.Lease = time.Second, 1100*time.Millisecond, 1200*time.Millisecond
+	r, err := outbox.NewRelay(h.db, []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1"), kgo.RequestRetries(0)}, cfg)
+	require.NoError(t, err)
+	return r
+}
+
+func TestOpenBreakerIsAlertedTo(t *testing.T) {
+	h := newHouse(t)
+	h.commit(t, numbered("a", 1, 10)...)
+	box := &mailbox{}
+	var opens atomic.Int32
+	run(t, h.away(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{OpenFor: 50 * time.Millisecond},
+		Alerts: outbox.AlertConfig{Alerter: box, Interval: 10 * time.Millisecond},
+		Hooks: outbox.RelayHooks{Breaker: func(_, to outbox.BreakerState) {
+			if to == outbox.BreakerOpen {
+				opens.Add(1)
+			}
+		}}}))
+	a := box.await(t, outbox.AlertBreaker, false)
+	require.Equal(t, "relay default: the circuit breaker is open, Kafka fails", a.String())
+	require.Eventually(t, func() bool { return opens.Load() >= 4 }, patience, 10*time.Millisecond, "it opens again and again")
+	require.Equal(t, "breaker_open", box.told(outbox.AlertBreaker))
+}
+
+// A report tells what has failed, by type and class, and that there is nothing it
+// does not tell.
+func TestReports(t *testing.T) {
+	h, _ := poisonedHouse(t)
+	box := &mailbox{}
+	cfg := patiently()
+	cfg.Alerts = outbox.AlertConfig{Alerter: box, Interval: 5 * time.Millisecond, ReportInterval: 10 * time.Millisecond}
+	stop := run(t, h.relay(t, cfg))
+	h.commit(t, numbered("good", 1, 5)...)
+	require.Eventually(t, func() bool { s := h.relayStatus(t, "default"); return s.Name != "" && s.Pending == 0 }, patience, 5*time.Millisecond)
+	require.Empty(t, box.told(outbox.AlertReport))
+	h.commit(t, poison("bad", 1), poison("worse", 1))
+	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 2})
+	require.Eventually(t, func() bool {
+		a := box.await(t, outbox.AlertReport, false)
+		return strings.HasPrefix(a.String(), "relay default: failed events: 2 dead test.oracle.happened.v1 message_too_large; the oldest since ")
+	}, patience, 5*time.Millisecond)
+	stop()
+}
+
+// The log is told where nobody else is, with what operators look for.
+func TestLogAlerter(t *testing.T) {
+	var out strings.Builder
+	log := outbox.LogAlerter{Logger: slog.New(slog.NewTextHandler(&out, nil))}
+	require.NoError(t, log.Alert(background, outbox.Alert{
+		Kind: outbox.AlertDead, Relay: "default", Died: 1, Status: outbox.RelayStatus{Dead: 1},
+		Dead: []outbox.FailedRow{{ID: 7, FailedEvent: outbox.FailedEvent{
+			EventID: "e-1", Type: "shop.order.created.v1", AggregateType: "Order", AggregateID: "42", Retries: 10, Err: errors.New("too large"),
+		}}},
+	}))
+	for _, part := range []string{"level=ERROR", "alert=dead_events", "failed_id=7", "event_id=e-1", "type=shop.order.created.v1",
+		"aggregate_type=Order", "aggregate_id=42", "retries=10", `error="too large"`, "failed_at="} {
+		require.Contains(t, out.String(), part)
+	}
+	out.Reset()
+	require.NoError(t, log.Alert(background, outbox.Alert{Kind: outbox.AlertBreaker, Relay: "default", Over: true}))
+	require.Contains(t, out.String(), "level=WARN")
+}
+
+// A monitor waits for PostgreSQL, and does not for tables that nobody makes.
+func TestMonitorWithoutTables(t *testing.T) {
+	h := newHouse(t)
+	_, err := h.db.Exec(background, h.sql(`DROP TABLE {s}.outbox_cursor`))
+	require.NoError(t, err)
+	require.ErrorIs(t, h.monitor(t, outbox.AlertConfig{}).Run(background), outbox.ErrNotMigrated)
+	m := h.monitor(t, outbox.AlertConfig{})
+	ctx, cancel := context.WithCancel(background)
+	cancel()
+	require.NoError(t, m.Run(ctx))
+}
