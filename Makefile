@@ -39,6 +39,11 @@ test-versions: $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18
 		OUTBOX_POSTGRES_VERSION=$$v $(SERVICES) run -quiet -postgres $$v $(if $(KAFKA),-kafka $(KAFKA)) -- \
 		bash -ec 'for m in . outboxtest faults; do (cd $$m && eval "go test -count=1 -race -timeout 15m $$ARGS ./..."); done'; done
 
+.PHONY: test-pgbouncer
+test-pgbouncer: $(SERVICES) ## Test the library and the examples through PgBouncer, which must be installed, in transaction mode
+	@$(SERVICES) run -pgbouncer $(if $(POSTGRES),-postgres $(POSTGRES)) $(if $(KAFKA),-kafka $(KAFKA)) -- \
+		bash -ec 'for m in . outboxtest examples; do echo "== $$m"; (cd $$m && eval "go test -timeout 15m $$ARGS ./..."); done'
+
 .PHONY: bench
 bench: $(SERVICES) ## Measure against the least that could do the same, on a real Kafka (ARGS="-h" tells more)
 	@go build -C bench -o ../bin/bench .

@@ -440,9 +440,11 @@ func TestConsumerConfig(t *testing.T) {
 // Without its tables a consumer says so; a second Run at the same time too.
 func TestConsumerRun(t *testing.T) {
 	s := newTill(t, 1)
-	c := s.consumer(t, outbox.ConsumerConfig{}, outbox.Handle("COUNTED", s.count))
+	c := s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.Handle("COUNTED", s.count))
 	stop := consume(t, c)
-	require.Eventually(t, func() bool { return errors.Is(c.Run(cancelled()), outbox.ErrRunning) }, patience, time.Millisecond)
+	s.sendTo(t, 1, 1)
+	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 1 }, patience, 10*time.Millisecond, "it runs")
+	require.ErrorIs(t, c.Run(cancelled()), outbox.ErrRunning)
 	stop()
 	require.NoError(t, c.Run(cancelled()))
 

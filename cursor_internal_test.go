@@ -112,10 +112,11 @@ func TestMoveWaitsForTakeover(t *testing.T) {
 				_, err := d.cursors.move(ctx, l, p, refused)
 				moved <- err
 			}()
+			var pid int // PgBouncer tells its clients another one
+			require.NoError(t, takeover.QueryRow(ctx, `SELECT pg_backend_pid()`).Scan(&pid))
 			require.Eventually(t, func() bool {
 				var waiting int
-				err := d.db.QueryRow(ctx, `SELECT count(*) FROM pg_stat_activity WHERE $1 = ANY(pg_blocking_pids(pid))`,
-					takeover.Conn().PgConn().PID()).Scan(&waiting)
+				err := d.db.QueryRow(ctx, `SELECT count(*) FROM pg_stat_activity WHERE $1 = ANY(pg_blocking_pids(pid))`, pid).Scan(&waiting)
 				return err == nil && waiting == 1
 			}, time.Minute, time.Millisecond)
 			require.NoError(t, takeover.Commit(ctx))

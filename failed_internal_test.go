@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 )
 
@@ -25,6 +26,7 @@ SELECT 'default', n, 'b-events/key-' || n % $2::bigint, gen_random_uuid(), 'a.b.
 // what was planned then walked all of them for a few. Nobody has analysed it yet
 // when the topic is back.
 func TestRetriesOverManyParkedRows(t *testing.T) {
+	testenv.Direct(t) // prepared statements
 	const parked, keys, heads = 60_000, 2000, 50
 	d, ctx := newDesk(t), context.Background()
 	failed := newFailedStore(d.db, d.schema, "default", false)

@@ -82,6 +82,7 @@ func files(t *testing.T) []string {
 // applied the files.
 func migratedByHand(t *testing.T, apply func(conn *pgx.Conn, sql string)) (*pgxpool.Pool, string) {
 	t.Helper()
+	testenv.Direct(t) // a setting of a session
 	db, schema := testenv.Schema(t)
 	conn, err := db.Acquire(background)
 	require.NoError(t, err)
@@ -151,6 +152,7 @@ func TestMigrateIsIdempotent(t *testing.T) {
 func TestMigrateAtOnce(t *testing.T) {
 	for _, level := range []string{"read committed", "repeatable read", "serializable"} {
 		t.Run(level, func(t *testing.T) {
+			testenv.Direct(t) // a setting of sessions
 			db, schema := unborn(t)
 			var pools []*pgxpool.Pool
 			for range 10 {
@@ -193,7 +195,7 @@ func TestMigrateExecModes(t *testing.T) {
 	for _, mode := range execModes {
 		t.Run(mode.String(), func(t *testing.T) {
 			db, schema := unborn(t)
-			pool := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DefaultQueryExecMode = mode })
+			pool := testenv.PoolIn(t, mode)
 			for range 2 {
 				require.NoError(t, outbox.Migrate(background, pool, outbox.MigrateConfig{Schema: schema}))
 			}
@@ -204,6 +206,7 @@ func TestMigrateExecModes(t *testing.T) {
 
 // The connection goes back to the pool as it was: search_path and all.
 func TestMigrateLeavesTheConnectionAlone(t *testing.T) {
+	testenv.Direct(t) // a setting of sessions
 	_, schema := unborn(t)
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) {
 		cfg.MaxConns = 1
@@ -278,6 +281,7 @@ func TestMigrateIsOneTransaction(t *testing.T) {
 // A service's role that may use the tables and create nothing can call Migrate at
 // every start, as long as somebody else has migrated.
 func TestMigrateWithoutPrivileges(t *testing.T) {
+	testenv.Direct(t) // a role of sessions
 	db, schema := testenv.Schema(t)
 	role := "outbox_user_" + strings.ReplaceAll(uuid.NewString(), "-", "")
 	quoted := pgx.Identifier{schema}.Sanitize()
@@ -306,6 +310,7 @@ func TestMigrateWithoutPrivileges(t *testing.T) {
 // A role that may only write events records them with no more than INSERT and
 // the sequence.
 func TestRecordWithFewestPrivileges(t *testing.T) {
+	testenv.Direct(t) // a role of sessions
 	c := newCounter(t, parcels(t))
 	role := "outbox_writer_" + strings.ReplaceAll(uuid.NewString(), "-", "")
 	exec := func(sql string) {

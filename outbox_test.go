@@ -610,7 +610,7 @@ func TestLastNanosecond(t *testing.T) {
 	c := newCounter(t, parcels(t))
 	for _, mode := range execModes {
 		t.Run(mode.String(), func(t *testing.T) {
-			db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DefaultQueryExecMode = mode })
+			db := testenv.PoolIn(t, mode)
 			require.NoError(t, pgx.BeginFunc(background, db, func(tx pgx.Tx) error {
 				return c.rec.Record(background, tx, at(time.Date(9999, 12, 31, 23, 59, 59, 999_999_999, time.UTC)))
 			}))
@@ -821,7 +821,7 @@ func TestRawPayload(t *testing.T) {
 	}
 	for _, mode := range execModes {
 		t.Run(mode.String(), func(t *testing.T) {
-			db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DefaultQueryExecMode = mode })
+			db := testenv.PoolIn(t, mode)
 			require.NoError(t, pgx.BeginFunc(background, db, func(tx pgx.Tx) error { return c.rec.Record(background, tx, events...) }))
 			rows := c.rows(t)
 			for i, r := range rows[len(rows)-len(payloads):] {
@@ -889,7 +889,7 @@ func TestRecordExecModes(t *testing.T) {
 	var want []row
 	for _, mode := range execModes {
 		t.Run(mode.String(), func(t *testing.T) {
-			db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DefaultQueryExecMode = mode })
+			db := testenv.PoolIn(t, mode)
 			for range 2 { // the second time with what the first one has cached
 				require.NoError(t, pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error { return rec.Record(ctx, tx, events...) }))
 				got := c.takeRows(t)
@@ -1043,6 +1043,7 @@ func TestDefaultSchema(t *testing.T) {
 // A schema that is not on the search path, and a search path that leads to
 // another outbox: the recorder writes where it was told to.
 func TestSearchPathDoesNotMatter(t *testing.T) {
+	testenv.Direct(t) // a setting of sessions
 	c, trap := newCounter(t, parcels(t)), newCounter(t, parcels(t))
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) {
 		cfg.ConnConfig.RuntimeParams["search_path"] = pgx.Identifier{trap.schema}.Sanitize()

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 )
 
@@ -102,6 +103,7 @@ func explain(t *testing.T, tx pgx.Tx, statement string) (buffers int, plan strin
 // then, over empty tables, is what runs until somebody analyses them. Each access
 // by the wrong index would read all of it.
 func TestPlansOfTheFirstDay(t *testing.T) {
+	testenv.Direct(t) // prepared statements
 	d, ctx := newDesk(t), context.Background()
 	for _, table := range []string{"outbox", "outbox_cursor"} {
 		d.exec(t, `ALTER TABLE {schema}.`+table+` SET (autovacuum_enabled = false)`)

@@ -47,15 +47,16 @@ func TestReadmeProgram(t *testing.T) {
 	require.LessOrEqual(t, strings.Count(string(program), "\n"), 60)
 
 	brokers := strings.Join(testenv.Brokers(t), ",")
-	database := testenv.OtherDatabase(t).Config().ConnConfig
+	database := testenv.OtherDatabase(t).Config()
 	here, err := os.Getwd()
 	require.NoError(t, err)
 	dir := t.TempDir()
 	mod := fmt.Sprintf("module try\n\ngo 1.26\n\nrequire github.com/outboxgo/outbox v0.0.0\n\nreplace github.com/outboxgo/outbox => %s\n", here)
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "go.mod"), []byte(mod), 0o600))
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "main.go"), program, 0o600))
-	dsn := url.URL{Scheme: "postgres", User: url.UserPassword(database.User, database.Password),
-		Host: fmt.Sprintf("%s:%d", database.Host, database.Port), Path: database.Database}
+	dsn, err := url.Parse(database.ConnString())
+	require.NoError(t, err)
+	dsn.Path = database.ConnConfig.Database
 	ctx, cancel := context.WithTimeout(background, 5*time.Minute)
 	defer cancel()
 	for _, args := range [][]string{{"mod", "tidy"}, {"run", "."}} {

@@ -250,7 +250,7 @@ func TestRelayExecModes(t *testing.T) {
 		t.Run(mode.String(), func(t *testing.T) {
 			h := newHouse(t)
 			reader := h.follow(t)
-			h.db = testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DefaultQueryExecMode = mode })
+			h.db = testenv.PoolIn(t, mode)
 			events := numbered("key", 1, 250)
 			h.commit(t, events...)
 			cfg := quick

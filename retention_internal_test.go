@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 )
 
@@ -423,6 +424,7 @@ const maxCleanBuffers = 100 + 5*100
 // A batch costs what it does, whatever the tables hold, by every plan, also by one
 // of the first day, when they were empty.
 func TestCleaningOverManyRows(t *testing.T) {
+	testenv.Direct(t) // prepared statements
 	d, ctx := newDesk(t), context.Background()
 	for _, table := range []string{"outbox", "outbox_cursor", "outbox_failed", "event_handled"} {
 		d.exec(t, `ALTER TABLE {schema}.`+table+` SET (autovacuum_enabled = false)`)

@@ -64,6 +64,7 @@ func newRoles(t *testing.T, h *house) *roles {
 // as returns a pool that works under a role.
 func (r *roles) as(t *testing.T, role string) *pgxpool.Pool {
 	t.Helper()
+	testenv.Direct(t) // a role of sessions
 	return testenv.Pool(t, func(cfg *pgxpool.Config) {
 		cfg.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
 			_, err := conn.Exec(ctx, "SET ROLE outbox_"+role+r.suffix)

@@ -141,8 +141,11 @@ func TestRecordedInPublic(t *testing.T) {
 	h := houseIn(t, other, "public")
 	h.commit(t, orderPlaced{ID: "1", At: noon}, parcelSent{"1", noon})
 	for _, mode := range []pgx.QueryExecMode{
-		pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec, pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
+		pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol, pgx.QueryExecModeCacheStatement, pgx.QueryExecModeDescribeExec,
 	} {
+		if mode == pgx.QueryExecModeCacheStatement || mode == pgx.QueryExecModeDescribeExec {
+			testenv.Direct(t) // prepared statements, from here on
+		}
 		db := testenv.Pool(t, func(cfg *pgxpool.Config) {
 			cfg.ConnConfig.Database, cfg.ConnConfig.DefaultQueryExecMode = other.Config().ConnConfig.Database, mode
 		})

@@ -24,6 +24,7 @@ const patience = 60 * time.Second
 // a server in this process with the protocol of Redis and its own idea of the rest.
 func newApp(t *testing.T) *app {
 	t.Helper()
+	testenv.Direct(t) // a setting of sessions
 	_, schema := testenv.Schema(t)
 	a := &app{
 		id: schema, source: "commerce-api/" + uuid.NewString(),

@@ -43,6 +43,7 @@ var schemaLine = regexp.MustCompile(`schema (commerce_[0-9a-f]+)`)
 // it has named its schema.
 func startCommerce(t *testing.T, args ...string) *process {
 	t.Helper()
+	testenv.Direct(t) // a setting of sessions
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	t.Cleanup(cancel)
 	p := &process{cmd: exec.CommandContext(ctx, os.Args[0], args...), copied: make(chan struct{})}

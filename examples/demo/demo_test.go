@@ -43,6 +43,7 @@ var schemaLine = regexp.MustCompile(`schema (demo_[0-9a-f]+)`)
 // startDemo starts a demo and returns when it has named its schema.
 func startDemo(t *testing.T, args ...string) *process {
 	t.Helper()
+	testenv.Direct(t) // a setting of sessions
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	t.Cleanup(cancel)
 	p := &process{cmd: exec.CommandContext(ctx, os.Args[0], args...), copied: make(chan struct{})}

@@ -28,6 +28,7 @@ import (
 // the file .services.env at the top of the repository.
 const (
 	PostgresVar  = "OUTBOX_POSTGRES_URL"
+	DirectVar    = "OUTBOX_POSTGRES_DIRECT_URL" // past PgBouncer; only where there is one
 	BrokersVar   = "OUTBOX_KAFKA_BROKERS"
 	KafkaKindVar = "OUTBOX_KAFKA_KIND"
 )
@@ -63,6 +64,25 @@ func Pool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	require.NoError(t, err)
 	t.Cleanup(db.Close)
 	return db
+}
+
+// PoolIn returns a pool that runs its statements in a mode, one that prepares them
+// past PgBouncer.
+func PoolIn(t testing.TB, mode pgx.QueryExecMode) *pgxpool.Pool {
+	t.Helper()
+	if mode == pgx.QueryExecModeCacheStatement || mode == pgx.QueryExecModeDescribeExec {
+		Direct(t)
+	}
+	return Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DefaultQueryExecMode = mode })
+}
+
+// Direct lets the rest of the test go past PgBouncer, if there is one: a test that
+// itself sets up a session, and says so.
+func Direct(t testing.TB) {
+	t.Helper()
+	if address := lookUp(DirectVar); address != "" {
+		t.Setenv(PostgresVar, address)
+	}
 }
 
 // OtherDatabase returns a pool on another database of the same cluster, which
@@ -128,14 +148,18 @@ func need(t testing.TB, name string) string {
 	if testing.Short() {
 		t.Skip("-short: runs without services")
 	}
-	value := os.Getenv(name)
-	if value == "" {
-		value = file()[name]
-	}
+	value := lookUp(name)
 	if value == "" {
 		t.Fatalf("%s is not set: run the tests with `make test`, or start the services with `make services` first", name)
 	}
 	return value
+}
+
+func lookUp(name string) string {
+	if value := os.Getenv(name); value != "" {
+		return value
+	}
+	return file()[name]
 }
 
 // file reads .services.env from the closest folder above that has one.

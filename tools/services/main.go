@@ -43,6 +43,8 @@ Usage:
 The command, or the file that "up" writes, gets:
 
 	OUTBOX_POSTGRES_URL   address of a database, as superuser
+	OUTBOX_POSTGRES_DIRECT_URL
+	                      with -pgbouncer only: the same without PgBouncer
 	OUTBOX_KAFKA_BROKERS  broker addresses, separated by commas
 	OUTBOX_KAFKA_KIND     kafka, or kfake for the imitation inside this tool
 
@@ -100,15 +102,16 @@ func run(args []string, stdout, stderr io.Writer) int {
 
 // options are the parsed arguments.
 type options struct {
-	up       bool // else run
-	postgres string
-	kafka    string
-	pgSet    settings
-	kafkaSet settings
-	quiet    bool
-	verbose  bool
-	envFile  string
-	command  []string
+	up        bool // else run
+	postgres  string
+	pgbouncer bool
+	kafka     string
+	pgSet     settings
+	kafkaSet  settings
+	quiet     bool
+	verbose   bool
+	envFile   string
+	command   []string
 }
 
 // settings is a repeatable flag "name=value".
@@ -168,6 +171,7 @@ func (o *options) flags() *flag.FlagSet {
 	f.Func("postgres", "which PostgreSQL, a `mode`: auto, docker, embedded (downloaded), installed,\n"+
 		strings.Join(pgserver.Versions(), ", ")+" (embedded, of that version) or none (default auto)",
 		oneOf(&o.postgres, append([]string{"auto", "docker", "embedded", "installed", "none"}, pgserver.Versions()...)...))
+	f.BoolVar(&o.pgbouncer, "pgbouncer", false, "put PgBouncer, which must be installed, in front of PostgreSQL, in transaction\nmode")
 	f.Func("kafka", "which Kafka, a `mode`: auto, docker, local (a Java process), fake (imitation\ninside this tool) or none (default auto)",
 		oneOf(&o.kafka, "auto", "docker", "local", "fake", "none"))
 	f.Func("pg-set", "`name=value` for postgresql.conf; may be repeated", o.pgSet.set)
@@ -215,6 +219,8 @@ func (o *options) check() error {
 		return errors.New("-quiet and -v exclude each other")
 	case o.postgres == "none" && len(o.pgSet) > 0:
 		return errors.New("-pg-set needs a server, and -postgres is none")
+	case o.postgres == "none" && o.pgbouncer:
+		return errors.New("-pgbouncer needs a server, and -postgres is none")
 	case o.kafka == "none" && len(o.kafkaSet) > 0:
 		return errors.New("-kafka-set needs a broker, and -kafka is none")
 	case o.postgres == "auto" && len(o.pgSet) > 0 && os.Getenv(postgresEnv) != "":

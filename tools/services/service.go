@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 )
 
@@ -32,11 +33,14 @@ func startAll(ctx context.Context, o *options, say teller) (*stack, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	docker := newDocker()
-	starts := []func() (*service, error){
-		func() (*service, error) { return startPostgres(ctx, o, docker, say.about("postgres")) },
-		func() (*service, error) { return startKafka(ctx, o, docker, say.about("kafka")) },
+	starts := []func() ([]*service, error){
+		func() ([]*service, error) { return startBounced(ctx, o, docker, say.about) },
+		func() ([]*service, error) {
+			kafka, err := startKafka(ctx, o, docker, say.about("kafka"))
+			return []*service{kafka}, err
+		},
 	}
-	started, errs := make([]*service, len(starts)), make([]error, len(starts))
+	started, errs := make([][]*service, len(starts)), make([]error, len(starts))
 	var wg sync.WaitGroup
 	for i, start := range starts {
 		wg.Go(func() {
@@ -47,7 +51,7 @@ func startAll(ctx context.Context, o *options, say teller) (*stack, error) {
 	}
 	wg.Wait()
 	s := &stack{}
-	for _, service := range started {
+	for _, service := range slices.Concat(started...) {
 		if service != nil {
 			s.services = append(s.services, service)
 		}

@@ -141,6 +141,7 @@ func TestArgumentErrorsNameTheFlag(t *testing.T) {
 		{"run -pg-set fsync true", "-pg-set: want name=value"},
 		{"run -kafka-set =1 true", "-kafka-set: want name=value"},
 		{"run -postgres none -pg-set a=b true", "-pg-set needs a server"},
+		{"run -postgres none -pgbouncer true", "-pgbouncer needs a server"},
 		{"run -kafka none -kafka-set a=b true", "-kafka-set needs a broker"},
 		{"run -quiet -v true", "-quiet and -v"},
 		{"run -env-file x true", "-env-file"},
@@ -228,6 +229,17 @@ func TestRunStartsRealServicesAndLeavesNothing(t *testing.T) {
 	require.Contains(t, env["OUTBOX_POSTGRES_URL"], "@127.0.0.1:")
 	require.Equal(t, "kafka", env["OUTBOX_KAFKA_KIND"])
 	t.Log(c.err.String())
+}
+
+func TestRunThroughPgBouncer(t *testing.T) {
+	skipIfShort(t)
+	c := newTool(t, "run", "-postgres", "embedded", "-kafka", "none", "-pgbouncer", "--", "env")
+	require.Equal(t, 0, c.code(t))
+	env := variables(c.out.String())
+	require.NotEqual(t, env["OUTBOX_POSTGRES_URL"], env["OUTBOX_POSTGRES_DIRECT_URL"])
+	require.Contains(t, env["OUTBOX_POSTGRES_URL"], "default_query_exec_mode=")
+	require.Contains(t, env["OUTBOX_POSTGRES_DIRECT_URL"], "@127.0.0.1:")
+	requireEmpty(t, c.tmp)
 }
 
 func TestInterruptedStartLeavesNothing(t *testing.T) {
