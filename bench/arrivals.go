@@ -84,6 +84,14 @@ func (l *lap) latencies() series {
 	return s
 }
 
+// longest is how long the longest transaction took that is judged, in milliseconds.
+func (l *lap) longest() (ms float64) {
+	for n := l.warm; n < l.total(); n++ {
+		ms = max(ms, (l.committed[n]-l.began[n]).Seconds()*1000)
+	}
+	return ms
+}
+
 // achieved is the rate of the commits that are judged.
 func (l *lap) achieved() float64 {
 	committed := l.committed[l.warm:]

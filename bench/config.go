@@ -52,6 +52,7 @@ type config struct {
 	records    int
 	partitions int
 	handled    int
+	retained   int
 
 	poisons, poisonEvery int
 	outage               float64
@@ -79,6 +80,7 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.Float64Var(&cfg.outage, "outage", 20, "seconds without Kafka; what a relay is configured to is as much shorter as they are than 600")
 	flags.IntVar(&cfg.partitions, "partitions", 6, "partitions of the topic")
 	flags.IntVar(&cfg.handled, "handled", 100_000, "events that a consumer handles; with a transaction for each, a tenth")
+	flags.IntVar(&cfg.retained, "retained", 5_000_000, "old rows that retention begins with")
 	flags.StringVar(&cfg.json, "json", "", "write the results as JSON lines to this `file`; - means stdout, in place of the table")
 	flags.StringVar(&cfg.profile, "profile", "", "write CPU and allocation profiles of drains and consumers into this `folder`")
 	if err := flags.Parse(args); err != nil {
@@ -139,6 +141,7 @@ func (c *config) validate() error {
 	refuse(c.runs < 1 || c.workers < 1 || c.partitions < 1, "-runs, -workers and -partitions start above 0")
 	refuse(c.events < minEvents || c.backlog < 10*minEvents, fmt.Sprintf("-events starts at %d, -backlog at ten times that", minEvents))
 	refuse(c.handled < minEvents, fmt.Sprintf("-handled starts at %d", minEvents))
+	refuse(c.retained < minEvents, fmt.Sprintf("-retained starts at %d", minEvents))
 	refuse(c.seconds <= 0 || c.warm < 0, "-seconds starts above 0, -warm at 0")
 	refuse(c.polls < c.runs || c.records < c.runs, "-polls and -records start at -runs")
 	refuse(c.poisons < 1 || c.poisonEvery < 2, "-poisons starts above 0, -poison-every above 1")

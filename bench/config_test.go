@@ -34,6 +34,7 @@ func TestParseRefuses(t *testing.T) {
 		"not a number above 0": {"-rates", "10,fast"},
 		"-events starts at":    {"-events", "10"},
 		"-handled starts at":   {"-handled", "10"},
+		"-retained starts at":  {"-retained", "10"},
 		"start above 0":        {"-runs", "0"},
 		"-poisons starts":      {"-poisons", "0"},
 		"-outage starts at 3":  {"-outage", "1"},

@@ -27,6 +27,7 @@ func init() {
 		{"outage", "all events that pile up while Kafka is away, against the bare loop, and against a relay without an outage", true, (*bench).outage},
 		{"backlog", "a large backlog against a small one: time and CPU of an event", true, (*bench).backlog},
 		{"poll", "a poll that finds nothing, over published rows and over none", true, (*bench).poll},
+		{"retention", "from commit to arrival while old rows are removed, against while they stay", true, (*bench).retention},
 		{"record", "Record and Queue in a transaction, against the transaction without, and COPY", false, (*bench).record},
 		{"consumer", "a consumer's transaction for many events, against one for each", true, (*bench).consumer},
 	}

@@ -24,10 +24,13 @@ func (s series) percentile(p float64) float64 {
 	return sorted[below] + (place-float64(below))*(sorted[above]-sorted[below])
 }
 
-// spread is (max - min) / median.
+// spread is (max - min) / median; of equal values, also of zeros, it is 0.
 func (s series) spread() float64 {
 	if len(s) == 0 {
 		return math.NaN()
+	}
+	if slices.Max(s) == slices.Min(s) {
+		return 0
 	}
 	return (slices.Max(s) - slices.Min(s)) / s.median()
 }
