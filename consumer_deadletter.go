@@ -87,7 +87,7 @@ func (w *worker) bury(it *item, l letter) error {
 		err := w.client.ProduceSync(w.held, record).FirstErr()
 		if err == nil {
 			w.places.report("dead-letter topic "+record.Topic, began, nil)
-			w.log.Warn("outbox: sent to the dead-letter topic", "topic", record.Topic, "type", it.meta.Type, "event_id", it.meta.ID,
+			w.log.WarnContext(handlerContext(w.held, it.meta), "outbox: sent to the dead-letter topic", "topic", record.Topic, "type", it.meta.Type, "event_id", it.meta.ID,
 				"partition", w.at.String(), "offset", it.record.Offset, "action", l.action, "attempts", l.attempts, "class", l.class, "error", l.err)
 			if w.cfg.Hooks.DeadLettered != nil {
 				w.cfg.Hooks.DeadLettered(it.meta, l.action, record.Topic, l.err)

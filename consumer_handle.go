@@ -170,7 +170,7 @@ func (c *Consumer) tell(ctx context.Context, all []handled) {
 		switch {
 		case h.repeat:
 			if debug {
-				c.log.Debug("outbox: event handled already", "type", h.meta.Type, "event_id", h.meta.ID, "action", h.action)
+				c.log.DebugContext(handlerContext(ctx, h.meta), "outbox: event handled already", "type", h.meta.Type, "event_id", h.meta.ID, "action", h.action)
 			}
 			if c.cfg.Hooks.Repeated != nil {
 				c.cfg.Hooks.Repeated(h.meta, h.action)

@@ -195,6 +195,7 @@ func (w *worker) settle(it *item, committed bool) error {
 
 // act runs a task until it is done or given up.
 func (w *worker) act(it *item, t task) error {
+	told := handlerContext(w.held, t.meta) // so that lines about an event can have its correlation id
 	for attempt := 1; w.stopping.Err() == nil; {
 		t.meta.Attempt = attempt
 		began := time.Now()
@@ -211,7 +212,7 @@ func (w *worker) act(it *item, t task) error {
 		case w.held.Err() != nil:
 			return errStopped
 		case isTransient(err):
-			w.log.Debug("outbox: transaction is repeated", "event_id", t.meta.ID, "action", t.action, "error", err)
+			w.log.DebugContext(told, "outbox: transaction is repeated", "event_id", t.meta.ID, "action", t.action, "error", err)
 			w.pause(rand.N(10 * time.Millisecond))
 			continue
 		case !late && w.isOutage(w.held, err, t.kind):
@@ -225,7 +226,7 @@ func (w *worker) act(it *item, t task) error {
 			return w.bury(it, letter{action: t.action, class: errClass(err), attempts: attempt, err: err})
 		}
 		wait := w.handlerWait(attempt)
-		w.log.Warn("outbox: handler failed, trying again", "type", t.meta.Type, "event_id", t.meta.ID, "action", t.action,
+		w.log.WarnContext(told, "outbox: handler failed, trying again", "type", t.meta.Type, "event_id", t.meta.ID, "action", t.action,
 			"attempt", attempt, "wait", wait, "error", err)
 		w.pause(wait)
 		attempt++

@@ -299,6 +299,15 @@ func (e *envelope) ownHeaders() (map[string]string, error) {
 	return own, nil
 }
 
+// context carries on the correlation id, for lines about the event.
+func (e *envelope) context(ctx context.Context) context.Context {
+	own, _ := e.ownHeaders() // a line about bad ones has none
+	if id := own[correlationAttr]; id != "" {
+		ctx = WithCorrelationID(ctx, id)
+	}
+	return ctx
+}
+
 // structured returns the event in the CloudEvents JSON format.
 func (e *envelope) structured(own map[string]string) []byte {
 	b := make([]byte, 0, 512+len(e.payload)*4/3)

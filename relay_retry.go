@@ -213,11 +213,12 @@ func (r *retrier) judge(e *failedEvent, f fate) (v verdict, ok bool) {
 func (r *retrier) tellRefused(e *failedEvent, f fate, dead bool) {
 	args := []any{"id", e.id, "event_id", string(e.eventID), "type", string(e.eventType), "aggregate_id", string(e.aggregateID),
 		"key", string(e.envelope.key()), "attempt", e.retries + 1, "class", f.class, "error", f.err}
+	ctx := e.context(r.held)
 	if dead {
-		r.log.Error("outbox: event is dead", append(args, "key_is_held", r.cfg.HoldDead)...)
+		r.log.ErrorContext(ctx, "outbox: event is dead", append(args, "key_is_held", r.cfg.HoldDead)...)
 		signal(r.alarm)
 	} else {
-		r.log.Warn("outbox: retry failed", args...)
+		r.log.WarnContext(ctx, "outbox: retry failed", args...)
 	}
 	hook := r.cfg.Hooks.Refused
 	if dead {

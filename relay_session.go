@@ -339,7 +339,7 @@ func (s *session) tell(failures []failure) {
 			continue
 		}
 		e := f.event
-		s.log.Warn("outbox: event refused", "id", e.id, "event_id", string(e.eventID), "type", string(e.eventType),
+		s.log.WarnContext(e.context(s.held), "outbox: event refused", "id", e.id, "event_id", string(e.eventID), "type", string(e.eventType),
 			"key", string(e.key()), "class", f.class, "error", f.err)
 		if s.cfg.Hooks.Refused != nil {
 			s.cfg.Hooks.Refused(failedEventOf(e, f.class, f.err, 0))

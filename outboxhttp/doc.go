@@ -1,3 +1,4 @@
-// Package outboxhttp is what outbox has to do with HTTP: answers for the probes of a
-// scheduler ([Live], [Ready]), and alerts for Slack ([Slack]).
+// Package outboxhttp is what outbox has to do with HTTP: trace ids from requests to
+// events and log lines ([TraceID]), answers for the probes of a scheduler ([Live],
+// [Ready]), and alerts for Slack ([Slack]).
 package outboxhttp
