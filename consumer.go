@@ -223,6 +223,9 @@ func NewConsumer(db *pgxpool.Pool, kafka []kgo.Opt, events *Registry, cfg Consum
 	}, nil
 }
 
+// Group returns the consumer group.
+func (c *Consumer) Group() string { return c.cfg.Group }
+
 // Topics returns the topics that the consumer reads, sorted.
 func (c *Consumer) Topics() []string { return slices.Clone(c.routes.topics) }
 

@@ -64,7 +64,19 @@ func (b SentBatch) All() iter.Seq[SentEvent] {
 	}
 }
 
-// SentEvent is an event that Kafka has taken.
+// NotTaken yields the events that count as Failed, each with the kind of its error, as
+// in outbox_failed.error_class.
+func (b SentBatch) NotTaken() iter.Seq2[SentEvent, string] {
+	return func(yield func(SentEvent, string) bool) {
+		for i, f := range b.fates {
+			if (f.kind == fateRefused || f.kind == fateAway) && !yield(SentEvent{&b.batch[i]}, f.class) {
+				return
+			}
+		}
+	}
+}
+
+// SentEvent is an event of a [SentBatch].
 type SentEvent struct{ e *envelope }
 
 // OutboxID returns outbox.id.
@@ -76,9 +88,9 @@ func (s SentEvent) ID() string { return string(s.e.eventID) }
 // Type returns the CloudEvents type.
 func (s SentEvent) Type() string { return string(s.e.eventType) }
 
-// Topic returns where it was sent.
+// Topic returns where it was sent, or "" if that does not follow from its type.
 func (s SentEvent) Topic() string {
-	topic, _ := s.e.destination() // it has one, or it could not have been sent
+	topic, _ := s.e.destination() // without one it was refused
 	return topic
 }
 
@@ -93,7 +105,7 @@ func (s SentEvent) RecordedAt() time.Time { return s.e.createdAt }
 
 // TraceParent returns the W3C traceparent that it was recorded with, or "".
 func (s SentEvent) TraceParent() string {
-	own, _ := s.e.ownHeaders() // they could be sent
+	own, _ := s.e.ownHeaders() // with bad ones it was refused
 	return own[traceAttr]
 }
 

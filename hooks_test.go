@@ -87,6 +87,12 @@ func TestSentHookOfFailures(t *testing.T) {
 			to = &retried
 		}
 		to.Events, to.Failed, to.Waiting = to.Events+b.Events, to.Failed+b.Failed, to.Waiting+b.Waiting
+		n := 0
+		for e, class := range b.NotTaken() {
+			n++
+			require.Equal(t, []string{h.topic, "a", "message_too_large"}, []string{e.Topic(), e.Key(), class})
+		}
+		require.Equal(t, b.Failed, n)
 	}
 	run(t, h.relay(t, cfg))
 	require.Eventually(t, func() bool {
