@@ -5,7 +5,7 @@ SHELL       := bash
 
 export ARGS # more arguments for go test, or for an example
 
-MODULES  := . outboxtest tools examples faults interop bench
+MODULES  := . outboxtest outboxotel tools examples faults interop bench
 SERVICES := bin/services
 RUN      := $(SERVICES) run $(if $(POSTGRES),-postgres $(POSTGRES)) $(if $(KAFKA),-kafka $(KAFKA)) --
 SHOW     := $(SERVICES) run -postgres $(or $(POSTGRES),embedded) -kafka $(if $(filter real,$(KAFKA)),auto,$(or $(KAFKA),fake)) --

@@ -270,3 +270,30 @@ func TestHeadersRoundTrip(t *testing.T) {
 	require.Nil(t, refused)
 	require.Nil(t, b)
 }
+
+// A traceparent is found as jsonb prints it, as anybody else may write it, and nowhere
+// else.
+func TestTraceParentOfEnvelope(t *testing.T) {
+	const tp = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+	for headers, want := range map[string]string{
+		``:                              "",
+		`{}`:                            "",
+		`{"traceparent": "` + tp + `"}`: tp,
+		`{"a": "b", "traceparent": "` + tp + `", "z": "y"}`:                        tp,
+		`{"a":"b","traceparent":"` + tp + `"}`:                                     tp,
+		`{"a": "\"traceparent\": \"` + tp + `\""}`:                                 "",
+		`{"a": "\"traceparent\": \"", "traceparent": "` + tp + `"}`:                tp,
+		`{"a": "traceparent"}`:                                                     "",
+		`{"a": "traceparent", "traceparent": "` + tp + `"}`:                        tp,
+		`{"traceparent": "short", "z": "123456789012345678901234567890123456789"}`: "short",
+		`{"traceparent": "\u0061` + tp[6:] + `"}`:                                  "a" + tp[6:],
+		`{"traceparent": 1}`:                                                       "",
+		`{"traceparent`:                                                            "",
+	} {
+		e := envelope{}
+		if headers != "" {
+			e.headers = []byte(headers)
+		}
+		require.Equal(t, want, e.traceParent(), headers)
+	}
+}

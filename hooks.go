@@ -51,13 +51,16 @@ type SentBatch struct {
 
 	batch []envelope
 	fates []fate
+	topic topicOfEvent
 }
+
+type topicOfEvent = func(*envelope) (string, error)
 
 // All yields the events that Kafka has taken, in the order in which they were sent.
 func (b SentBatch) All() iter.Seq[SentEvent] {
 	return func(yield func(SentEvent) bool) {
 		for i := range b.batch {
-			if b.fates[i].kind == fateSent && !yield(SentEvent{&b.batch[i]}) {
+			if b.fates[i].kind == fateSent && !yield(SentEvent{&b.batch[i], b.topic}) {
 				return
 			}
 		}
@@ -69,7 +72,7 @@ func (b SentBatch) All() iter.Seq[SentEvent] {
 func (b SentBatch) NotTaken() iter.Seq2[SentEvent, string] {
 	return func(yield func(SentEvent, string) bool) {
 		for i, f := range b.fates {
-			if (f.kind == fateRefused || f.kind == fateAway) && !yield(SentEvent{&b.batch[i]}, f.class) {
+			if (f.kind == fateRefused || f.kind == fateAway) && !yield(SentEvent{&b.batch[i], b.topic}, f.class) {
 				return
 			}
 		}
@@ -77,7 +80,10 @@ func (b SentBatch) NotTaken() iter.Seq2[SentEvent, string] {
 }
 
 // SentEvent is an event of a [SentBatch].
-type SentEvent struct{ e *envelope }
+type SentEvent struct {
+	e     *envelope
+	topic topicOfEvent
+}
 
 // OutboxID returns outbox.id.
 func (s SentEvent) OutboxID() int64 { return s.e.id }
@@ -90,7 +96,7 @@ func (s SentEvent) Type() string { return string(s.e.eventType) }
 
 // Topic returns where it was sent, or "" if that does not follow from its type.
 func (s SentEvent) Topic() string {
-	topic, _ := s.e.destination() // without one it was refused
+	topic, _ := s.topic(s.e) // without one it was refused
 	return topic
 }
 
@@ -104,15 +110,12 @@ func (s SentEvent) Size() int { return len(s.e.payload) }
 func (s SentEvent) RecordedAt() time.Time { return s.e.createdAt }
 
 // TraceParent returns the W3C traceparent that it was recorded with, or "".
-func (s SentEvent) TraceParent() string {
-	own, _ := s.e.ownHeaders() // with bad ones it was refused
-	return own[traceAttr]
-}
+func (s SentEvent) TraceParent() string { return s.e.traceParent() }
 
 // newSentBatch counts what became of a batch. It returns false if nothing of it was
 // tried or decided.
-func newSentBatch(batch []envelope, fates []fate, began time.Time, retried bool) (b SentBatch, ok bool) {
-	b = SentBatch{Retried: retried, Began: began, Took: time.Since(began), batch: batch, fates: fates}
+func newSentBatch(batch []envelope, fates []fate, began time.Time, retried bool, topic topicOfEvent) (b SentBatch, ok bool) {
+	b = SentBatch{Retried: retried, Began: began, Took: time.Since(began), batch: batch, fates: fates, topic: topic}
 	for _, f := range fates {
 		switch f.kind {
 		case fateSent:

@@ -76,12 +76,12 @@ func (p *producer) attempt(stop, held context.Context, batch []envelope) ([]fate
 }
 
 // tellSent tells the hook what became of a batch.
-func (r *Relay) tellSent(batch []envelope, fates []fate, began time.Time, retried bool) {
-	if r.cfg.Hooks.Sent == nil {
+func (p *producer) tellSent(batch []envelope, fates []fate, began time.Time, retried bool) {
+	if p.cfg.Hooks.Sent == nil {
 		return
 	}
-	if sent, ok := newSentBatch(batch, fates, began, retried); ok {
-		r.cfg.Hooks.Sent(sent)
+	if sent, ok := newSentBatch(batch, fates, began, retried, p.topic); ok {
+		p.cfg.Hooks.Sent(sent)
 	}
 }
 

@@ -131,7 +131,7 @@ func (r *retrier) retry(ctx context.Context, events []failedEvent) (through []st
 	}
 	start := time.Now()
 	fates, err := r.producer.attempt(ctx, r.held, batch)
-	r.tellSent(batch, fates, start, true)
+	r.producer.tellSent(batch, fates, start, true)
 	if err != nil {
 		return nil, false, err
 	}

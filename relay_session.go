@@ -284,7 +284,7 @@ func (s *session) attempt(ctx context.Context, batch []envelope) error {
 	s.prefetch(batch[len(batch)-1].id)
 	start := time.Now()
 	fates, err := s.producer.deliver(ctx, s.held, batch, &s.parked)
-	s.tellSent(batch, fates, start, false)
+	s.producer.tellSent(batch, fates, start, false)
 	decided, failures := s.failures(batch, fates)
 	if decided > 0 {
 		s.vitals.note(hasAdvanced)

@@ -1,0 +1,168 @@
+package outboxotel
+
+import (
+	"context"
+	"time"
+
+	"github.com/outboxgo/outbox"
+	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/metric"
+	semconv "go.opentelemetry.io/otel/semconv/v1.43.0"
+	"go.opentelemetry.io/otel/trace"
+	"go.opentelemetry.io/otel/trace/noop"
+)
+
+// consumer is the hooks of a consumer.
+type consumer struct {
+	*Telemetry
+	group   attribute.KeyValue
+	series  cache[handlerKey, metric.MeasurementOption] // of handlers
+	settled cache[handlerKey, metric.MeasurementOption] // of results
+}
+
+// handlerKey says what a measurement is about.
+type handlerKey struct{ topic, eventType, action, outcome string }
+
+// Consumer returns cfg with metrics and traces.
+func (t *Telemetry) Consumer(cfg outbox.ConsumerConfig) outbox.ConsumerConfig {
+	c := &consumer{Telemetry: t, group: semconv.MessagingConsumerGroupName(cfg.Group)}
+	theirs := cfg.Hooks
+	skips := cfg.Unknown == outbox.SkipUnknown
+	cfg.Hooks = outbox.ConsumerHooks{
+		Handling: c.handling(theirs.Handling),
+		Handled: func(m outbox.Metadata, action string, took time.Duration) {
+			c.settle(m.Topic, m.Type, action, "handled")
+			if theirs.Handled != nil {
+				theirs.Handled(m, action, took)
+			}
+		},
+		Repeated: func(m outbox.Metadata, action string) {
+			c.settle(m.Topic, m.Type, action, "repeated")
+			if theirs.Repeated != nil {
+				theirs.Repeated(m, action)
+			}
+		},
+		Failed: func(m outbox.Metadata, action string, err error) {
+			c.failed.Add(context.Background(), 1, c.set(c.group, semconv.MessagingDestinationName(m.Topic),
+				semconv.CloudEventsEventType(m.Type), actionKey.String(action), semconv.ErrorTypeKey.String(c.cfg.ErrorType(err))))
+			if theirs.Failed != nil {
+				theirs.Failed(m, action, err)
+			}
+		},
+		DeadLettered: func(m outbox.Metadata, action, topic string, err error) {
+			known := m.Type
+			if action == "" { // then it may be anything
+				known = ""
+			}
+			c.settle(m.Topic, known, action, "dead_lettered")
+			if theirs.DeadLettered != nil {
+				theirs.DeadLettered(m, action, topic, err)
+			}
+		},
+		Unknown: func(m outbox.Metadata) {
+			if skips {
+				c.settle(m.Topic, "", "", "unknown")
+			}
+			if theirs.Unknown != nil {
+				theirs.Unknown(m)
+			}
+		},
+	}
+	return cfg
+}
+
+// settle counts an event and action that are done with.
+func (c *consumer) settle(topic, eventType, action, result string) {
+	c.processed.Add(context.Background(), 1, c.settled.get(handlerKey{topic, eventType, action, result}, func() metric.MeasurementOption {
+		return c.set(append(c.about(topic, eventType, action), resultKey.String(result))...)
+	}))
+}
+
+func (c *consumer) about(topic, eventType, action string) []attribute.KeyValue {
+	attrs := []attribute.KeyValue{c.group, semconv.MessagingDestinationName(topic)}
+	if eventType != "" {
+		attrs = append(attrs, semconv.CloudEventsEventType(eventType))
+	}
+	if action != "" {
+		attrs = append(attrs, actionKey.String(action))
+	}
+	return attrs
+}
+
+type handlingHook = func(context.Context, string, []outbox.Metadata) (context.Context, func(error))
+
+// handling measures and traces calls of handlers.
+func (c *consumer) handling(theirs handlingHook) handlingHook {
+	return func(ctx context.Context, action string, events []outbox.Metadata) (context.Context, func(error)) {
+		ctx, span := c.process(ctx, action, events)
+		theirDone := func(error) {}
+		if theirs != nil {
+			ctx, theirDone = theirs(ctx, action, events)
+		}
+		began := time.Now()
+		return ctx, func(err error) {
+			took := time.Since(began)
+			theirDone(err)
+			about := c.handler(events[0], action, err) // those of a batch are from one partition
+			c.handlerTook.Record(ctx, took.Seconds(), about)
+			c.consumed.Add(ctx, int64(len(events)), about)
+			c.end(span, err)
+		}
+	}
+}
+
+// handler returns the attributes of a call of a handler.
+func (c *consumer) handler(m outbox.Metadata, action string, err error) metric.MeasurementOption {
+	key := handlerKey{topic: m.Topic, eventType: m.Type, action: action}
+	if err != nil {
+		key.outcome = c.cfg.ErrorType(err)
+	}
+	return c.series.get(key, func() metric.MeasurementOption {
+		attrs := append(operation(processOperation), c.about(key.topic, key.eventType, key.action)...)
+		if key.outcome != "" {
+			attrs = append(attrs, semconv.ErrorTypeKey.String(key.outcome))
+		}
+		return c.set(attrs...)
+	})
+}
+
+const traceParentExtension = traceParentHeader // of CloudEvents
+
+// process begins the span of a call of a handler. That of one event is a child of the
+// span that recorded it; that of several begins a trace, with links.
+func (c *consumer) process(ctx context.Context, action string, events []outbox.Metadata) (context.Context, trace.Span) {
+	if !c.traced {
+		return ctx, noop.Span{}
+	}
+	first := events[0]
+	attrs := append(operation(processOperation), semconv.MessagingOperationTypeProcess)
+	attrs = append(attrs, c.about(first.Topic, first.Type, action)...)
+	attrs = append(attrs, semconv.MessagingDestinationPartitionID(partitionID(first.Partition)))
+	opts := []trace.SpanStartOption{trace.WithSpanKind(trace.SpanKindConsumer)}
+	if len(events) == 1 {
+		ctx = within(ctx, first.Extensions[traceParentExtension])
+		attrs = append(attrs, semconv.MessagingMessageID(first.ID), semconv.MessagingKafkaOffset(int(first.Offset)),
+			semconv.MessagingKafkaMessageKey(string(first.Key)))
+	} else {
+		attrs = append(attrs, semconv.MessagingBatchMessageCount(len(events)))
+		opts = append(opts, trace.WithLinks(linksTo(events)...))
+	}
+	opts = append(opts, trace.WithAttributes(c.attributes(attrs...)...))
+	return c.tracer.Start(ctx, processOperation+" "+first.Topic, opts...)
+}
+
+// linksTo returns a link to each span that recorded some of the events.
+func linksTo(events []outbox.Metadata) (links []trace.Link) {
+	seen := map[string]bool{}
+	for _, m := range events {
+		traceParent := m.Extensions[traceParentExtension]
+		if seen[traceParent] {
+			continue
+		}
+		seen[traceParent] = true
+		if of := spanContext(traceParent); of.IsValid() {
+			links = append(links, trace.Link{SpanContext: of})
+		}
+	}
+	return links
+}

@@ -1,0 +1,117 @@
+package outboxotel
+
+import (
+	"errors"
+
+	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/metric"
+	semconv "go.opentelemetry.io/otel/semconv/v1.43.0"
+	"go.opentelemetry.io/otel/semconv/v1.43.0/messagingconv"
+)
+
+// Attributes without a semantic convention.
+const (
+	relayKey   = attribute.Key("outbox.relay.name")
+	retryKey   = attribute.Key("outbox.retry") // whether events come from outbox_failed
+	stateKey   = attribute.Key("outbox.state")
+	statusKey  = attribute.Key("outbox.status")
+	actionKey  = attribute.Key("outbox.action")
+	resultKey  = attribute.Key("outbox.result")
+	watchedKey = attribute.Key("outbox.watched")
+)
+
+// Names of operations, for messaging.operation.name.
+const (
+	recordOperation  = "record"
+	sendOperation    = "send"
+	processOperation = "process"
+)
+
+// Bounds of histograms. Those of durations are what the conventions advise, with
+// minutes and hours for what can wait behind an outage.
+var (
+	durationBounds = []float64{0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10}
+	latencyBounds  = []float64{0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200}
+	batchBounds    = []float64{1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000}
+)
+
+type instruments struct {
+	recorded, sent, refused, dead, removed metric.Int64Counter
+	sendTook, latency                      metric.Float64Histogram
+	batchSize                              metric.Int64Histogram
+
+	consumed, processed, failed metric.Int64Counter
+	handlerTook                 metric.Float64Histogram
+
+	leader, breaker                       metric.Int64ObservableGauge
+	pending, led, stored, keys, lag, isUp metric.Int64ObservableGauge
+	age                                   metric.Float64ObservableGauge
+}
+
+// maker makes instruments and gathers what goes wrong.
+type maker struct {
+	metric.Meter
+	errs []error
+}
+
+func (m *maker) counter(name, unit, what string) metric.Int64Counter {
+	c, err := m.Int64Counter(name, metric.WithUnit(unit), metric.WithDescription(what))
+	m.errs = append(m.errs, err)
+	return c
+}
+
+func (m *maker) gauge(name, unit, what string) metric.Int64ObservableGauge {
+	g, err := m.Int64ObservableGauge(name, metric.WithUnit(unit), metric.WithDescription(what))
+	m.errs = append(m.errs, err)
+	return g
+}
+
+// make makes all instruments.
+func (i *instruments) make(meter metric.Meter) error {
+	m := &maker{Meter: meter}
+	i.recorded = m.counter("outbox.recorder.events", "{event}", "Events that were given to a recorder.")
+	i.refused = m.counter("outbox.relay.refused", "{event}", "Events that Kafka refused and that are tried again.")
+	i.dead = m.counter("outbox.relay.dead", "{event}", "Events that Kafka refused once too often.")
+	i.removed = m.counter("outbox.relay.removed", "{row}", "Rows that retention removed.")
+	i.processed = m.counter("outbox.consumer.processed", "{event}", "Events and actions that a consumer is done with.")
+	i.failed = m.counter("outbox.consumer.failed", "{event}", "Tries of actions on events that failed.")
+	i.leader = m.gauge("outbox.relay.leader", "1", "1 where this process leads.")
+	i.breaker = m.gauge("outbox.relay.breaker.state", "1", "1 for the state that the breaker is in.")
+	i.pending = m.gauge("outbox.relay.pending", "{event}", "Committed events that were not attempted, counted up to 100,000.")
+	i.led = m.gauge("outbox.relay.led", "1", "1 if somebody holds the lease, 0 if nobody.")
+	i.stored = m.gauge("outbox.relay.stored", "{event}", "Failed events, and those behind them, in outbox_failed.")
+	i.keys = m.gauge("outbox.relay.keys", "{key}", "Keys whose events wait.")
+	i.lag = m.gauge("outbox.consumer.lag", "{message}", "Records of a partition that are left to handle.")
+	i.isUp = m.gauge("outbox.watch.up", "1", "1 if the last look into the database or Kafka worked, 0 if not.")
+	var err error
+	i.age, err = m.Float64ObservableGauge("outbox.relay.pending.age", metric.WithUnit("s"),
+		metric.WithDescription("How long ago the oldest pending event was recorded; 0 without one."))
+	m.errs = append(m.errs, err)
+	i.latency, err = m.Float64Histogram("outbox.relay.publish.latency", metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(latencyBounds...),
+		metric.WithDescription("Time from the start of the transaction that recorded an event until Kafka had it."))
+	m.errs = append(m.errs, err)
+	i.batchSize, err = m.Int64Histogram("outbox.relay.batch.size", metric.WithUnit("{event}"), metric.WithExplicitBucketBoundaries(batchBounds...),
+		metric.WithDescription("Events that were sent together."))
+	m.errs = append(m.errs, err, i.makeConventional(meter))
+	return errors.Join(m.errs...)
+}
+
+// makeConventional makes the instruments that the semantic conventions name.
+func (i *instruments) makeConventional(meter metric.Meter) error {
+	sent, err1 := messagingconv.NewClientSentMessages(meter)
+	consumed, err2 := messagingconv.NewClientConsumedMessages(meter)
+	send, err3 := messagingconv.NewClientOperationDuration(meter, metric.WithExplicitBucketBoundaries(durationBounds...))
+	process, err4 := messagingconv.NewProcessDuration(meter, metric.WithExplicitBucketBoundaries(durationBounds...))
+	i.sent, i.consumed, i.sendTook, i.handlerTook = sent.Inst(), consumed.Inst(), send.Inst(), process.Inst()
+	return errors.Join(err1, err2, err3, err4)
+}
+
+// observables are the instruments that the callback observes.
+func (i *instruments) observables() []metric.Observable {
+	return []metric.Observable{i.leader, i.breaker, i.pending, i.led, i.stored, i.keys, i.lag, i.isUp, i.age}
+}
+
+// operation is what conventional metrics and spans say about what is done.
+func operation(name string) []attribute.KeyValue {
+	return []attribute.KeyValue{semconv.MessagingSystemKafka, semconv.MessagingOperationName(name)}
+}

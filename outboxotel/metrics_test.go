@@ -1,0 +1,317 @@
+package outboxotel_test
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxotel"
+	"github.com/stretchr/testify/require"
+	"go.opentelemetry.io/otel/sdk/metric/metricdata"
+	sdk "go.opentelemetry.io/otel/sdk/trace"
+)
+
+// tooLarge is an event that the topics of a scene do not take.
+func tooLarge(id string) placed {
+	e := placed{ID: id, At: time.Now(), Filler: make([]byte, 4000)}
+	_, _ = rand.Read(e.Filler)
+	return e
+}
+
+// What a relay and a consumer do can be read from their metrics, number by number.
+func TestMetrics(t *testing.T) {
+	s := newScene(t, sdk.AlwaysSample())
+	inspector, err := outbox.NewInspector(s.db, outbox.InspectorConfig{Schema: s.schema})
+	require.NoError(t, err)
+	tried := false
+	c := s.consumer(t, outbox.ConsumerConfig{RetryWait: time.Millisecond, MaxRetries: 1},
+		outbox.Handle("COUNT", func(ctx context.Context, tx pgx.Tx, e placed, m outbox.Metadata) error { return nil }),
+		outbox.HandleNoTx("MAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
+			switch {
+			case e.ID == "bad":
+				return outbox.Permanent(context.DeadlineExceeded)
+			case e.ID == "late" && !tried:
+				tried = true
+				return errors.New("try again")
+			}
+			return nil
+		}))
+	s.tel.Watch(inspector, c)
+
+	require.Error(t, s.rec.Queue(t.Context(), &pgx.Batch{}, orders("")...))
+	s.commit(t.Context(), t, orders("1", "bad", "late")...)
+	s.commit(t.Context(), t, tooLarge("large"), placed{ID: "large", At: time.Now()})
+	m := s.collect(t)
+	require.Equal(t, []float64{5, 1}, []float64{m.value("outbox.recorder.events", "error.type", ""), m.value("outbox.recorder.events", "error.type", "invalid_event")})
+	require.Zero(t, m.value("outbox.relay.pending"), "no relay has begun")
+
+	run(t, c.Run)
+	again := s.relay(t, outbox.RelayConfig{Name: "again", MaxRetries: 1, RetryInterval: 10 * time.Millisecond, HoldDead: true})
+	eventually(t, func() bool { m = s.collect(t); return m.value("outbox.relay.stored", "outbox.status", "dead") == 1 }, "nothing is dead")
+	again()
+	s.relay(t, outbox.RelayConfig{RetryInterval: time.Hour})
+	topic := []string{"messaging.destination.name", s.orders}
+	with := func(more ...string) []string { return append(topic[:2:2], more...) }
+	eventually(t, func() bool {
+		m = s.collect(t)
+		return m.value("outbox.consumer.processed", with("outbox.action", "COUNT")...) == 6 &&
+			m.value("outbox.consumer.processed", with("outbox.action", "MAIL")...) == 6 &&
+			m.value("outbox.relay.stored", "outbox.relay.name", "default", "outbox.status", "parked") == 1 && m.value("outbox.consumer.lag") == 0
+	}, "not all was handled: %v", &m)
+
+	for _, tt := range []struct {
+		want float64
+		name string
+		is   []string
+	}{
+		{3, "messaging.client.sent.messages", with("outbox.relay.name", "default", "error.type", "", "messaging.system", "kafka")},
+		{1, "messaging.client.sent.messages", with("outbox.relay.name", "default", "error.type", "message_too_large")},
+		{3, "messaging.client.sent.messages", with("outbox.relay.name", "again", "error.type", "", "messaging.operation.name", "send")},
+		{1, "messaging.client.sent.messages", with("outbox.relay.name", "again", "error.type", "message_too_large", "outbox.retry", "false")},
+		{1, "messaging.client.sent.messages", with("outbox.relay.name", "again", "error.type", "message_too_large", "outbox.retry", "true")},
+		{3, "outbox.relay.publish.latency", with("outbox.relay.name", "default")},
+		{1, "outbox.relay.refused", with("outbox.relay.name", "again", "error.type", "message_too_large", "cloudevents.event_type", placedType)},
+		{1, "outbox.relay.dead", with("outbox.relay.name", "again", "error.type", "message_too_large", "cloudevents.event_type", placedType)},
+		{1, "outbox.relay.leader", []string{"outbox.relay.name", "default"}},
+		{0, "outbox.relay.leader", []string{"outbox.relay.name", "again"}},
+		{1, "outbox.relay.breaker.state", []string{"outbox.relay.name", "default"}},
+		{1, "outbox.relay.breaker.state", []string{"outbox.relay.name", "default", "outbox.state", "closed"}},
+		{0, "outbox.relay.pending", nil},
+		{1, "outbox.relay.led", []string{"outbox.relay.name", "default"}},
+		{0, "outbox.relay.led", []string{"outbox.relay.name", "again"}},
+		{1, "outbox.relay.stored", []string{"outbox.relay.name", "default", "outbox.status", "failed"}},
+		{1, "outbox.relay.keys", []string{"outbox.relay.name", "again", "outbox.state", "held"}},
+		{1, "outbox.relay.keys", []string{"outbox.relay.name", "default", "outbox.state", "parked"}},
+		{3, "outbox.consumer.processed", with("outbox.action", "COUNT", "outbox.result", "handled", "cloudevents.event_type", placedType)},
+		{3, "outbox.consumer.processed", with("outbox.action", "COUNT", "outbox.result", "repeated")},
+		{4, "outbox.consumer.processed", with("outbox.action", "MAIL", "outbox.result", "handled")},
+		{2, "outbox.consumer.processed", with("outbox.action", "MAIL", "outbox.result", "dead_lettered")},
+		{2, "outbox.consumer.failed", with("outbox.action", "MAIL", "error.type", "timeout")},
+		{1, "outbox.consumer.failed", with("outbox.action", "MAIL", "error.type", "_OTHER")},
+		{4, "messaging.client.consumed.messages", with("outbox.action", "MAIL", "error.type", "")},
+		{1, "messaging.client.consumed.messages", with("outbox.action", "MAIL", "error.type", "_OTHER")},
+		{7, "messaging.process.duration", with("outbox.action", "MAIL", "messaging.consumer.group.name", s.orders)},
+		{2, "outbox.watch.up", nil},
+	} {
+		require.Equal(t, tt.want, m.value(tt.name, tt.is...), "%s %v\n%v", tt.name, tt.is, m[tt.name])
+	}
+	require.Positive(t, m.value("outbox.relay.batch.size", "outbox.relay.name", "default"))
+	latency := m["outbox.relay.publish.latency"].Data.(metricdata.Histogram[float64]).DataPoints[0]
+	require.Less(t, latency.Sum/float64(latency.Count), patience.Seconds(), "in seconds")
+	require.NotEmpty(t, latency.Exemplars, "of sampled events")
+	require.Empty(t, unboundedAttributes(m))
+}
+
+// unboundedAttributes are those of metrics that are not in the closed list.
+func unboundedAttributes(m metrics) (unknown []string) {
+	known := regexp.MustCompile(`^(test|messaging\.(system|operation\.name|destination\.name|destination\.partition\.id|consumer\.group\.name)|` +
+		`error\.type|cloudevents\.event_type|db\.collection\.name|outbox\.(relay\.name|retry|state|status|action|result|watched))$`)
+	for name, one := range m {
+		for _, attr := range regexp.MustCompile(`{Key:(\S+) `).FindAllStringSubmatch(fmt.Sprintf("%+v", one.Data), -1) {
+			if !known.MatchString(attr[1]) {
+				unknown = append(unknown, name+" "+attr[1])
+			}
+		}
+	}
+	return unknown
+}
+
+// Pending events are counted, and the age of the oldest grows.
+func TestPending(t *testing.T) {
+	s := newScene(t, sdk.AlwaysSample())
+	inspector, err := outbox.NewInspector(s.db, outbox.InspectorConfig{Schema: s.schema})
+	require.NoError(t, err)
+	s.tel.Watch(inspector)
+	stop := s.relay(t, outbox.RelayConfig{})
+	eventually(t, func() bool { return s.collect(t).value("outbox.relay.led") == 1 }, "nobody leads")
+	stop()
+	m := s.collect(t)
+	require.Zero(t, m.value("outbox.relay.led"))
+	require.Zero(t, m.value("outbox.relay.pending.age"))
+	s.commit(t.Context(), t, orders("1", "2", "3")...)
+	m = s.collect(t)
+	require.Equal(t, 3.0, m.value("outbox.relay.pending"))
+	first := m.value("outbox.relay.pending.age")
+	require.Eventually(t, func() bool { return s.collect(t).value("outbox.relay.pending.age") > first }, patience, time.Millisecond)
+	require.Less(t, first, patience.Seconds())
+}
+
+// Every metric of the package documentation is there, with its unit, and no other.
+func TestMetricNames(t *testing.T) {
+	s := newScene(t, sdk.AlwaysSample())
+	inspector, err := outbox.NewInspector(s.db, outbox.InspectorConfig{Schema: s.schema})
+	require.NoError(t, err)
+	c := s.consumer(t, outbox.ConsumerConfig{MaxRetries: -1}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
+		return errors.New("no")
+	}))
+	s.tel.Watch(inspector, c)
+	run(t, c.Run)
+	s.commit(t.Context(), t, tooLarge("1"), placed{ID: "2", At: time.Now()})
+	cfg := outbox.RelayConfig{MaxRetries: 1, RetryInterval: 10 * time.Millisecond}
+	cfg.Retention.PublishedFor, cfg.Retention.Interval = time.Millisecond, 100*time.Millisecond
+	s.relay(t, cfg)
+
+	source, err := os.ReadFile("outboxotel.go")
+	require.NoError(t, err)
+	told := map[string]bool{}
+	for _, name := range regexp.MustCompile(`(?m)^//\t(\S+) `).FindAllStringSubmatch(string(source), -1) {
+		told[name[1]] = true
+	}
+	require.Len(t, told, 21)
+	var m metrics
+	eventually(t, func() bool { m = s.collect(t); return len(m) >= len(told) }, "%v of %v", m, told)
+	require.ElementsMatch(t, slices.Collect(maps.Keys(told)), slices.Collect(maps.Keys(m)))
+	units := map[string]string{"duration": "s", "latency": "s", "age": "s", "messages": "{message}", "lag": "{message}", "leader": "1",
+		"led": "1", "state": "1", "up": "1", "keys": "{key}", "removed": "{row}"}
+	for name, one := range m {
+		unit, ok := units[name[strings.LastIndex(name, ".")+1:]]
+		if !ok {
+			unit = "{event}"
+		}
+		require.Equal(t, unit, one.Unit, name)
+		require.NotEmpty(t, one.Description, name)
+	}
+	require.Positive(t, m.value("outbox.relay.removed", "db.collection.name", "outbox"))
+}
+
+// The breaker's state is one of three, and half-open is none of the others.
+func TestBreakerState(t *testing.T) {
+	s := newScene(t, sdk.AlwaysSample())
+	var told []outbox.BreakerState
+	cfg := s.tel.Relay(outbox.RelayConfig{Hooks: outbox.RelayHooks{Breaker: func(_, to outbox.BreakerState) { told = append(told, to) }}})
+	states := func() (now []string) {
+		m := s.collect(t)
+		for _, state := range []string{"closed", "half-open", "open"} {
+			if m.value("outbox.relay.breaker.state", "outbox.state", state) == 1 {
+				now = append(now, state)
+			}
+		}
+		return now
+	}
+	require.Equal(t, []string{"closed"}, states())
+	from := outbox.BreakerClosed
+	for _, to := range []outbox.BreakerState{outbox.BreakerOpen, outbox.BreakerHalfOpen, outbox.BreakerClosed} {
+		cfg.Hooks.Breaker(from, to)
+		require.Equal(t, []string{to.String()}, states())
+		from = to
+	}
+	require.Len(t, told, 3)
+}
+
+// The hooks of the host are called as before, and handlers get the context of both.
+func TestHooksOfHost(t *testing.T) {
+	s := newScene(t, sdk.AlwaysSample())
+	type mark struct{}
+	var told []string
+	tell := func(what string) { told = append(told, what) }
+
+	rec := s.tel.Recorder(outbox.RecorderConfig{Hooks: outbox.RecorderHooks{
+		Recording: func(ctx context.Context, _ []outbox.DomainEvent) (context.Context, func(error)) {
+			return context.WithValue(ctx, mark{}, 1), func(error) { tell("recorded") }
+		},
+	}})
+	ctx, done := rec.Hooks.Recording(t.Context(), orders("1"))
+	require.Equal(t, 1, ctx.Value(mark{}))
+	require.NotEmpty(t, rec.TraceParent(ctx))
+	done(nil)
+
+	relay := s.tel.Relay(outbox.RelayConfig{Hooks: outbox.RelayHooks{
+		Leading: func(bool) { tell("leading") },
+		Sent:    func(outbox.SentBatch) { tell("sent") },
+		Refused: func(outbox.FailedEvent) { tell("refused") },
+		Dead:    func(outbox.FailedEvent) { tell("dead") },
+		Cleaned: func(outbox.Cleaned) { tell("cleaned") },
+		Breaker: func(_, _ outbox.BreakerState) { tell("breaker") },
+	}}).Hooks
+	relay.Leading(true)
+	relay.Sent(outbox.SentBatch{})
+	relay.Refused(outbox.FailedEvent{})
+	relay.Dead(outbox.FailedEvent{})
+	relay.Cleaned(outbox.Cleaned{})
+	relay.Breaker(outbox.BreakerClosed, outbox.BreakerOpen)
+
+	consumer := s.tel.Consumer(outbox.ConsumerConfig{Group: "g", Hooks: outbox.ConsumerHooks{
+		Handling: func(ctx context.Context, _ string, _ []outbox.Metadata) (context.Context, func(error)) {
+			return context.WithValue(ctx, mark{}, 2), func(error) { tell("handling") }
+		},
+		Handled:      func(outbox.Metadata, string, time.Duration) { tell("handled") },
+		Repeated:     func(outbox.Metadata, string) { tell("repeated") },
+		Failed:       func(outbox.Metadata, string, error) { tell("failed") },
+		DeadLettered: func(outbox.Metadata, string, string, error) { tell("dead-lettered") },
+		Unknown:      func(outbox.Metadata) { tell("unknown") },
+	}}).Hooks
+	ctx, done = consumer.Handling(t.Context(), "A", []outbox.Metadata{{}})
+	require.Equal(t, 2, ctx.Value(mark{}))
+	done(nil)
+	consumer.Handled(outbox.Metadata{}, "A", 0)
+	consumer.Repeated(outbox.Metadata{}, "A")
+	consumer.Failed(outbox.Metadata{}, "A", errors.New("no"))
+	consumer.DeadLettered(outbox.Metadata{}, "A", "t.dlq", errors.New("no"))
+	consumer.Unknown(outbox.Metadata{})
+	require.Equal(t, []string{"recorded", "leading", "sent", "refused", "dead", "cleaned", "breaker",
+		"handling", "handled", "repeated", "failed", "dead-lettered", "unknown"}, told)
+}
+
+// What anybody may send to a topic, or write into a row, names no series.
+func TestTypesOfOthers(t *testing.T) {
+	s := newScene(t, sdk.AlwaysSample())
+	hooks := s.tel.Consumer(outbox.ConsumerConfig{Group: "g"}).Hooks
+	for i := range 100 {
+		m := outbox.Metadata{Topic: "t", Type: fmt.Sprint("type", i), ID: fmt.Sprint(i), Key: []byte(fmt.Sprint(i))}
+		hooks.Unknown(m)
+		hooks.DeadLettered(m, "", "t.dlq", errors.New("no codec"))
+	}
+	m := s.collect(t)
+	require.Len(t, m["outbox.consumer.processed"].Data.(metricdata.Sum[int64]).DataPoints, 2)
+	require.Equal(t, 100.0, m.value("outbox.consumer.processed", "outbox.result", "unknown"))
+
+	buries := s.tel.Consumer(outbox.ConsumerConfig{Group: "g", Unknown: outbox.DeadLetterUnknown}).Hooks
+	buries.Unknown(outbox.Metadata{Topic: "t"})
+	require.Equal(t, 100.0, s.collect(t).value("outbox.consumer.processed", "outbox.result", "unknown"), "what is buried is no skip")
+}
+
+type named struct{ error }
+
+func (named) ErrorType() string { return "own" }
+
+var errorTypes = map[string]error{
+	"own":            fmt.Errorf("wrapped: %w", named{errors.New("no")}),
+	"panic":          &outbox.PanicError{Value: 1},
+	"postgres_23505": fmt.Errorf("wrapped: %w", &pgconn.PgError{Code: "23505"}),
+	"timeout":        context.DeadlineExceeded,
+	"canceled":       context.Canceled,
+	"invalid_event":  &outbox.FieldError{},
+	"_OTHER":         errors.New("order 4711 is gone"),
+}
+
+// Kinds of errors are few, whatever their texts say.
+func TestErrorTypes(t *testing.T) {
+	s := newScene(t, sdk.AlwaysSample())
+	hooks := s.tel.Consumer(outbox.ConsumerConfig{Group: "g"}).Hooks
+	for want, err := range errorTypes {
+		hooks.Failed(outbox.Metadata{}, "A", err)
+		require.Equal(t, 1.0, s.collect(t).value("outbox.consumer.failed", "error.type", want), want)
+	}
+}
+
+// A wrong configuration is refused, by the names of its fields.
+func TestConfig(t *testing.T) {
+	_, err := outboxotel.New(outboxotel.Config{Interval: -1, Timeout: -1})
+	require.ErrorIs(t, err, outboxotel.ErrNegative)
+	require.ErrorContains(t, err, "Interval")
+	require.ErrorContains(t, err, "Timeout")
+	tel, err := outboxotel.New(outboxotel.Config{})
+	require.NoError(t, err, "the global providers do")
+	require.NoError(t, tel.Close())
+}

@@ -1,0 +1,237 @@
+package outboxotel
+
+import (
+	"cmp"
+	"context"
+	"sync/atomic"
+	"time"
+
+	"github.com/outboxgo/outbox"
+	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/metric"
+	semconv "go.opentelemetry.io/otel/semconv/v1.43.0"
+	"go.opentelemetry.io/otel/trace"
+)
+
+// relayState is what is observed of the relays of a name in this process.
+type relayState struct {
+	leading atomic.Int64 // how many of them; one lease, so at most one but for moments
+	breaker atomic.Int64 // an outbox.BreakerState
+}
+
+// relay is the hooks of a relay.
+type relay struct {
+	*Telemetry
+	name  attribute.KeyValue
+	state *relayState
+
+	topics  cache[topicKey, topicOptions]
+	batches [2]metric.MeasurementOption // by whether they are retries
+}
+
+// topicOptions are the attributes of sent events. Of latency, which is measured for
+// each event, they are few: the SDK looks at each of them each time.
+type topicOptions struct {
+	count   []metric.AddOption
+	latency []metric.RecordOption
+}
+
+// topicKey says what a measurement of sent events is about.
+type topicKey struct {
+	topic, errorType string
+	retried          bool
+}
+
+// Relay returns cfg with metrics and traces.
+func (t *Telemetry) Relay(cfg outbox.RelayConfig) outbox.RelayConfig {
+	const defaultName = "default" // of outbox.RelayConfig
+	name := cmp.Or(cfg.Name, defaultName)
+	t.mu.Lock()
+	state := t.relays[name]
+	if state == nil {
+		state = &relayState{}
+		t.relays[name] = state
+	}
+	t.mu.Unlock()
+	r := &relay{Telemetry: t, name: relayKey.String(name), state: state}
+	for i, retried := range []bool{false, true} {
+		r.batches[i] = t.set(append(operation(sendOperation), r.name, retryKey.Bool(retried))...)
+	}
+	h := &cfg.Hooks
+	h.Leading = both(r.leads, h.Leading)
+	h.Sent = both(r.sentBatch, h.Sent)
+	h.Refused = both(r.refusedEvent, h.Refused)
+	h.Dead = both(r.deadEvent, h.Dead)
+	h.Cleaned = both(r.cleaned, h.Cleaned)
+	theirs := h.Breaker
+	h.Breaker = func(from, to outbox.BreakerState) {
+		r.state.breaker.Store(int64(to))
+		if theirs != nil {
+			theirs(from, to)
+		}
+	}
+	return cfg
+}
+
+// both calls ours and then theirs, if there is one.
+func both[T any](ours, theirs func(T)) func(T) {
+	if theirs == nil {
+		return ours
+	}
+	return func(told T) {
+		ours(told)
+		theirs(told)
+	}
+}
+
+func (r *relay) leads(yes bool) {
+	if yes {
+		r.state.leading.Add(1)
+	} else {
+		r.state.leading.Add(-1)
+	}
+}
+
+func (r *relay) refusedEvent(e outbox.FailedEvent) {
+	r.refused.Add(context.Background(), 1, r.set(r.name, semconv.MessagingDestinationName(e.Topic),
+		semconv.CloudEventsEventType(e.Type), semconv.ErrorTypeKey.String(e.Class)))
+}
+
+func (r *relay) deadEvent(e outbox.FailedEvent) {
+	r.dead.Add(context.Background(), 1, r.set(r.name, semconv.MessagingDestinationName(e.Topic),
+		semconv.CloudEventsEventType(e.Type), semconv.ErrorTypeKey.String(e.Class)))
+}
+
+func (r *relay) cleaned(c outbox.Cleaned) {
+	for table, n := range map[string]int64{
+		"outbox": c.Published, "outbox_cursor": c.Cursors, "outbox_failed": c.Resolved, "event_handled": c.Handled,
+	} {
+		if n > 0 {
+			r.removed.Add(context.Background(), n, r.set(r.name, semconv.DBCollectionName(table)))
+		}
+	}
+}
+
+// sentBatch measures a batch, and makes the spans of its events.
+func (r *relay) sentBatch(b outbox.SentBatch) {
+	ctx := context.Background()
+	end := b.Began.Add(b.Took)
+	about := r.batches[0]
+	if b.Retried {
+		about = r.batches[1]
+	}
+	if tried := b.Events + b.Failed; tried > 0 {
+		r.batchSize.Record(ctx, int64(tried), about)
+		r.sendTook.Record(ctx, b.Took.Seconds(), about)
+	}
+	r.taken(ctx, b, end)
+	for e, class := range b.NotTaken() {
+		r.sent.Add(ctx, 1, r.about(topicKey{e.Topic(), class, b.Retried}).count...)
+	}
+}
+
+// taken measures and traces what Kafka has taken. Runs of events of one topic are
+// counted together, because a batch has thousands.
+func (r *relay) taken(ctx context.Context, b outbox.SentBatch, end time.Time) {
+	spans := spans{relay: r, began: b.Began, end: end, retried: b.Retried}
+	key, n := topicKey{retried: b.Retried}, int64(0)
+	var about topicOptions
+	for e := range b.All() {
+		if topic := e.Topic(); n == 0 || topic != key.topic {
+			if n > 0 {
+				r.sent.Add(ctx, n, about.count...)
+			}
+			key.topic, n = topic, 0
+			about = r.about(key)
+		}
+		n++
+		of := ctx
+		if r.traced {
+			of = spans.add(ctx, e)
+		}
+		r.latency.Record(of, max(0, end.Sub(e.RecordedAt()).Seconds()), about.latency...)
+	}
+	if n > 0 {
+		r.sent.Add(ctx, n, about.count...)
+	}
+	spans.finish()
+}
+
+// about returns the attributes of sent events.
+func (r *relay) about(key topicKey) topicOptions {
+	return r.topics.get(key, func() topicOptions {
+		topic := []attribute.KeyValue{r.name}
+		if key.topic != "" {
+			topic = append(topic, semconv.MessagingDestinationName(key.topic))
+		}
+		count := append(operation(sendOperation), retryKey.Bool(key.retried))
+		if key.errorType != "" {
+			count = append(count, semconv.ErrorTypeKey.String(key.errorType))
+		}
+		return topicOptions{
+			count:   []metric.AddOption{r.set(append(count, topic...)...)},
+			latency: []metric.RecordOption{r.set(topic...)},
+		}
+	})
+}
+
+// spans are those of a batch: one for the events of one Record and topic.
+type spans struct {
+	*relay
+	began, end time.Time
+	retried    bool
+	open       map[spanKey]*sendSpan
+	order      []*sendSpan
+}
+
+type spanKey struct{ traceParent, topic string }
+
+// sendSpan is a span that will be made.
+type sendSpan struct {
+	parent context.Context
+	topic  string
+	first  outbox.SentEvent
+	n      int
+}
+
+// add counts an event for its span, and returns a context in its trace.
+func (s *spans) add(ctx context.Context, e outbox.SentEvent) context.Context {
+	traceParent := e.TraceParent()
+	if !isSampled(traceParent) {
+		return ctx
+	}
+	key := spanKey{traceParent, e.Topic()}
+	if span := s.open[key]; span != nil {
+		span.n++
+		return span.parent
+	}
+	parent := within(ctx, traceParent)
+	if !trace.SpanContextFromContext(parent).IsSampled() { // it is not valid
+		return ctx
+	}
+	if s.open == nil {
+		s.open = map[spanKey]*sendSpan{}
+	}
+	span := &sendSpan{parent: parent, topic: key.topic, first: e, n: 1}
+	s.open[key] = span
+	s.order = append(s.order, span)
+	return parent
+}
+
+// finish makes the spans. A recorder's span is what the events were created under, so
+// that of the send is one of a client.
+func (s *spans) finish() {
+	for _, send := range s.order {
+		attrs := append(operation(sendOperation), semconv.MessagingOperationTypeSend,
+			semconv.MessagingDestinationName(send.topic), s.name, retryKey.Bool(s.retried))
+		if send.n > 1 {
+			attrs = append(attrs, semconv.MessagingBatchMessageCount(send.n))
+		} else {
+			attrs = append(attrs, semconv.MessagingMessageID(send.first.ID()), semconv.MessagingKafkaMessageKey(send.first.Key()),
+				semconv.MessagingMessageBodySize(send.first.Size()))
+		}
+		_, span := s.tracer.Start(send.parent, sendOperation+" "+send.topic, trace.WithSpanKind(trace.SpanKindClient),
+			trace.WithTimestamp(s.began), trace.WithAttributes(s.attributes(attrs...)...))
+		span.End(trace.WithTimestamp(s.end))
+	}
+}
