@@ -75,14 +75,14 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.removed = m.counter("outbox.relay.removed", "{row}", "Rows that retention removed.")
 	i.processed = m.counter("outbox.consumer.processed", "{event}", "Events and actions that a consumer is done with.")
 	i.failed = m.counter("outbox.consumer.failed", "{event}", "Tries of actions on events that failed.")
-	i.leader = m.gauge("outbox.relay.leader", "1", "1 where this process leads.")
-	i.breaker = m.gauge("outbox.relay.breaker.state", "1", "1 for the state that the breaker is in.")
+	i.leader = m.gauge("outbox.relay.leader", "{relay}", "1 where this process leads.")
+	i.breaker = m.gauge("outbox.relay.breaker.state", "{state}", "1 for the state that the breaker is in.")
 	i.pending = m.gauge("outbox.relay.pending", "{event}", "Committed events that were not attempted, counted up to 100,000.")
-	i.led = m.gauge("outbox.relay.led", "1", "1 if somebody holds the lease, 0 if nobody.")
+	i.led = m.gauge("outbox.relay.led", "{relay}", "1 if somebody holds the lease, 0 if nobody.")
 	i.stored = m.gauge("outbox.relay.stored", "{event}", "Failed events, and those behind them, in outbox_failed.")
 	i.keys = m.gauge("outbox.relay.keys", "{key}", "Keys whose events wait.")
 	i.lag = m.gauge("outbox.consumer.lag", "{message}", "Records of a partition that are left to handle.")
-	i.isUp = m.gauge("outbox.watch.up", "1", "1 if the last look into the database or Kafka worked, 0 if not.")
+	i.isUp = m.gauge("outbox.watch.up", "{look}", "1 if the last look into the database or Kafka worked, 0 if not.")
 	var err error
 	i.age, err = m.Float64ObservableGauge("outbox.relay.pending.age", metric.WithUnit("s"),
 		metric.WithDescription("How long ago the oldest pending event was recorded; 0 without one."))

@@ -172,8 +172,8 @@ func TestMetricNames(t *testing.T) {
 	var m metrics
 	eventually(t, func() bool { m = s.collect(t); return len(m) >= len(told) }, "%v of %v", m, told)
 	require.ElementsMatch(t, slices.Collect(maps.Keys(told)), slices.Collect(maps.Keys(m)))
-	units := map[string]string{"duration": "s", "latency": "s", "age": "s", "messages": "{message}", "lag": "{message}", "leader": "1",
-		"led": "1", "state": "1", "up": "1", "keys": "{key}", "removed": "{row}"}
+	units := map[string]string{"duration": "s", "latency": "s", "age": "s", "messages": "{message}", "lag": "{message}", "leader": "{relay}",
+		"led": "{relay}", "state": "{state}", "up": "{look}", "keys": "{key}", "removed": "{row}"}
 	for name, one := range m {
 		unit, ok := units[name[strings.LastIndex(name, ".")+1:]]
 		if !ok {

@@ -1,0 +1,66 @@
+package main
+
+import (
+	"context"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+)
+
+// The program serves and sells until it is told to end, and cleans up.
+func TestStart(t *testing.T) {
+	db := testenv.Pool(t, nil)
+	t.Setenv("OUTBOX_POSTGRES_URL", db.Config().ConnString())
+	t.Setenv("OUTBOX_KAFKA_BROKERS", strings.Join(testenv.Brokers(t), ","))
+	schemas := func() (names []string) {
+		rows, err := db.Query(context.Background(), `SELECT nspname FROM pg_namespace WHERE nspname LIKE 'observability\_%'`)
+		require.NoError(t, err)
+		names, err = pgx.CollectRows(rows, pgx.RowTo[string])
+		require.NoError(t, err)
+		return names
+	}
+	before := schemas()
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	var stdout, stderr testenv.Buffer
+	code := make(chan int, 1)
+	go func() { code <- start(ctx, []string{"-listen=127.0.0.1:0", "-rate=50", "-traces"}, &stdout, &stderr) }()
+	require.Eventually(t, func() bool { return strings.Contains(stdout.String(), `"Name":"process observability_`) },
+		patience, 10*time.Millisecond, "no span of the consumer: %s", &stderr)
+	require.Contains(t, stdout.String(), "metrics: http://127.0.0.1:")
+	stop()
+	require.Equal(t, exitDone, <-code, &stderr)
+	require.Equal(t, before, schemas())
+}
+
+// Wrong usage names what is wrong.
+var usageTests = []struct {
+	name, postgres, brokers, args string
+	code                          int
+	stdout, stderr                string
+}{
+	{"help", "", "", "--help", exitDone, "-listen", ""},
+	{"no PostgreSQL", "", "b:1", "", exitUsage, "", "OUTBOX_POSTGRES_URL"},
+	{"no Kafka", "postgres://h/d", "", "", exitUsage, "", "OUTBOX_KAFKA_BROKERS"},
+	{"unknown flag", "postgres://h/d", "b:1", "-ratez=1", exitUsage, "", "-ratez"},
+	{"not a flag", "postgres://h/d", "b:1", "rate", exitUsage, "", `"rate" is not a flag`},
+	{"too many orders", "postgres://h/d", "b:1", "-rate=1001", exitUsage, "", "-rate"},
+	{"nobody answers", "postgres://127.0.0.1:1/d", "b:1", "", exitFailed, "", "connect"},
+}
+
+func TestUsage(t *testing.T) {
+	for _, tt := range usageTests {
+		t.Run(tt.name, func(t *testing.T) {
+			t.Setenv("OUTBOX_POSTGRES_URL", tt.postgres)
+			t.Setenv("OUTBOX_KAFKA_BROKERS", tt.brokers)
+			var stdout, stderr strings.Builder
+			require.Equal(t, tt.code, start(t.Context(), strings.Fields(tt.args), &stdout, &stderr))
+			require.Contains(t, stdout.String(), tt.stdout)
+			require.Contains(t, stderr.String(), tt.stderr)
+		})
+	}
+}

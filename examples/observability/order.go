@@ -1,0 +1,64 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+)
+
+// orderPlaced says that a customer placed an order.
+type orderPlaced struct {
+	ID    string    `json:"id"`
+	Cents int64     `json:"cents"`
+	Note  string    `json:"note,omitempty"`
+	At    time.Time `json:"at"`
+}
+
+// OccurredAt is when the customer did.
+func (e orderPlaced) OccurredAt() time.Time { return e.At }
+
+func (e orderPlaced) order() string { return e.ID }
+
+// registry says how the event travels.
+func registry(topic string) (*outbox.Registry, error) {
+	return outbox.NewRegistry("observability", outbox.Event("acme.order.placed.v1", "Order", orderPlaced.order).Topic(topic))
+}
+
+// sqlTables makes the tables of the service.
+const sqlTables = `
+CREATE TABLE orders (id text PRIMARY KEY, cents bigint NOT NULL);
+CREATE TABLE sales (day date PRIMARY KEY, cents bigint NOT NULL);`
+
+// place stores an order and records its event.
+func (s *service) place(ctx context.Context, o orderPlaced) error {
+	err := pgx.BeginFunc(ctx, s.db, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, `INSERT INTO orders VALUES ($1, $2)`, o.ID, o.Cents); err != nil {
+			return err
+		}
+		return s.rec.Record(ctx, tx, o)
+	})
+	if err == nil {
+		s.relay.Wake()
+	}
+	return err
+}
+
+var errNoPrice = errors.New("order without a price")
+
+const sqlSale = `
+INSERT INTO sales (day, cents) VALUES ($1, $2)
+    ON CONFLICT (day) DO UPDATE SET cents = sales.cents + excluded.cents`
+
+// countSale is the handler of the event. It refuses what is free of charge, so that
+// there is something to see among the dead letters.
+func (s *service) countSale(ctx context.Context, tx pgx.Tx, e orderPlaced, _ outbox.Metadata) error {
+	if e.Cents <= 0 {
+		return outbox.Permanent(errNoPrice)
+	}
+	_, err := tx.Exec(ctx, sqlSale, e.At, e.Cents)
+	s.log.DebugContext(ctx, "sale counted", "order", e.ID)
+	return err
+}

@@ -1,0 +1,265 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxhttp"
+	"github.com/twmb/franz-go/pkg/kgo"
+	sdk "go.opentelemetry.io/otel/sdk/trace"
+	"golang.org/x/sync/errgroup"
+)
+
+type config struct {
+	listen   string
+	rate     int // orders in a second that the service places by itself
+	postgres string
+	brokers  []string
+	spans    sdk.SpanExporter // nil: spans go nowhere
+	log      *slog.Logger
+
+	topic    string             // empty: a new one
+	interval time.Duration      // between looks into the database
+	relay    outbox.RelayConfig // what a test wants otherwise
+}
+
+const maxRate = 1000
+
+// service takes orders, publishes them and counts sales, all in one process.
+type service struct {
+	cfg      config
+	id       string // of this run: its schema and its group
+	log      *slog.Logger
+	tel      *telemetry
+	db       *pgxpool.Pool
+	kafka    []kgo.Opt
+	events   *outbox.Registry
+	rec      *outbox.Recorder
+	relay    *outbox.Relay
+	sales    *outbox.Consumer
+	listener net.Listener
+}
+
+// serve runs a service until ctx is cancelled.
+func serve(ctx context.Context, cfg config, stdout io.Writer) error {
+	s, err := open(ctx, cfg)
+	if err != nil {
+		return err
+	}
+	fmt.Fprintf(stdout, "orders:  POST http://%[1]s/orders\nmetrics: http://%[1]s/metrics\n", s.listener.Addr())
+	return errors.Join(s.run(ctx), s.close())
+}
+
+// open makes a service, its tables and its topics.
+func open(ctx context.Context, cfg config) (s *service, err error) {
+	s = &service{cfg: cfg, id: "observability_" + uuid.NewString()[:8], log: cfg.log, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.brokers...)}}
+	if s.cfg.topic == "" {
+		s.cfg.topic = s.id + "-events"
+	}
+	if s.db, err = connect(ctx, cfg.postgres, s.id); err != nil {
+		return nil, err
+	}
+	for _, step := range []func(context.Context) error{s.makeTables, s.wire, s.makeTopics, s.listen} {
+		if err := step(ctx); err != nil {
+			return nil, errors.Join(err, s.close())
+		}
+	}
+	return s, nil
+}
+
+// wire is the part to copy: telemetry adds itself to what configures the recorder, the
+// relay and the consumer, and watches the database and the consumer.
+func (s *service) wire(context.Context) (err error) {
+	if s.tel, err = newTelemetry(s.cfg); err != nil {
+		return err
+	}
+	if s.events, err = registry(s.cfg.topic); err != nil {
+		return err
+	}
+	s.rec, err = outbox.NewRecorder(s.events, s.tel.Recorder(outbox.RecorderConfig{Schema: s.id, Headers: outboxhttp.TraceHeaders}))
+	if err != nil {
+		return err
+	}
+	relay := s.cfg.relay
+	relay.Schema, relay.Logger = s.id, s.log
+	if s.relay, err = outbox.NewRelay(s.db, s.kafka, s.tel.Relay(relay)); err != nil {
+		return err
+	}
+	s.sales, err = outbox.NewConsumer(s.db, s.kafka, s.events,
+		s.tel.Consumer(outbox.ConsumerConfig{Schema: s.id, Group: "sales-" + s.id, FromStart: true, Logger: s.log}),
+		outbox.Handle("SALE_COUNTED", s.countSale))
+	if err != nil {
+		return err
+	}
+	inspector, err := outbox.NewInspector(s.db, outbox.InspectorConfig{Schema: s.id})
+	if err != nil {
+		return err
+	}
+	s.tel.Watch(inspector, s.sales)
+	return nil
+}
+
+// handler has the trace id outside, so that the lines of all that is inside have it.
+func (s *service) handler() http.Handler {
+	mux := http.NewServeMux()
+	orders := outboxhttp.Trace(outboxhttp.TraceConfig{}, s.tel.traced(http.HandlerFunc(s.placeOrder)))
+	mux.Handle("POST /orders", orders)
+	mux.Handle("GET /metrics", s.tel.scraped)
+	return mux
+}
+
+const maxOrder = 1 << 20
+
+func (s *service) placeOrder(w http.ResponseWriter, r *http.Request) {
+	var o orderPlaced
+	if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxOrder)).Decode(&o); err != nil || o.ID == "" {
+		http.Error(w, "an order has an id, and cents", http.StatusBadRequest)
+		return
+	}
+	o.At = time.Now()
+	if err := s.place(r.Context(), o); err != nil {
+		s.log.ErrorContext(r.Context(), "order not placed", "order", o.ID, "error", err)
+		http.Error(w, "the order was not placed", http.StatusInternalServerError)
+		return
+	}
+	w.WriteHeader(http.StatusCreated)
+}
+
+// run runs all parts until ctx is cancelled, HTTP first to end.
+func (s *service) run(ctx context.Context) error {
+	server := &http.Server{Handler: s.handler(), ReadHeaderTimeout: 10 * time.Second}
+	behind, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	g, failed := errgroup.WithContext(behind)
+	g.Go(func() error { return s.relay.Run(failed) })
+	g.Go(func() error { return s.sales.Run(failed) })
+	g.Go(func() error {
+		if err := server.Serve(s.listener); !errors.Is(err, http.ErrServerClosed) {
+			return err
+		}
+		return nil
+	})
+	g.Go(func() error {
+		defer stop() // relay and consumer finish what is in flight
+		s.shopAt(ctx, failed)
+		end, cancel := context.WithTimeout(context.WithoutCancel(ctx), 10*time.Second)
+		defer cancel()
+		return server.Shutdown(end)
+	})
+	return g.Wait()
+}
+
+// shopAt places orders as customers would, until ctx or failed ends.
+func (s *service) shopAt(ctx, failed context.Context) {
+	if s.cfg.rate == 0 {
+		select {
+		case <-ctx.Done():
+		case <-failed.Done():
+		}
+		return
+	}
+	ticks := time.NewTicker(time.Second / time.Duration(s.cfg.rate))
+	defer ticks.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-failed.Done():
+			return
+		case <-ticks.C:
+			if err := s.buy(ctx); err != nil && ctx.Err() == nil {
+				s.log.Warn("customer goes away", "error", err)
+			}
+		}
+	}
+}
+
+// buy places an order, by HTTP. One of a hundred costs nothing, see countSale.
+func (s *service) buy(ctx context.Context) error {
+	body, err := json.Marshal(orderPlaced{ID: uuid.NewString(), Cents: rand.Int64N(100) * 100})
+	if err != nil {
+		return err
+	}
+	r, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+s.listener.Addr().String()+"/orders", bytes.NewReader(body))
+	if err != nil {
+		return err
+	}
+	response, err := http.DefaultClient.Do(r)
+	if err != nil {
+		return err
+	}
+	return response.Body.Close()
+}
+
+func (s *service) makeTables(ctx context.Context) error {
+	if err := outbox.Migrate(ctx, s.db, outbox.MigrateConfig{Schema: s.id}); err != nil {
+		return err
+	}
+	if _, err := s.db.Exec(ctx, sqlTables); err != nil {
+		return fmt.Errorf("make tables: %w", err)
+	}
+	return nil
+}
+
+func (s *service) makeTopics(ctx context.Context) error {
+	_, err := outbox.EnsureTopics(ctx, s.kafka, s.events, outbox.TopicsConfig{ReplicationFactor: -1}) // the broker's
+	return err
+}
+
+func (s *service) listen(ctx context.Context) (err error) {
+	s.listener, err = (&net.ListenConfig{}).Listen(ctx, "tcp", s.cfg.listen)
+	return err
+}
+
+// connect returns a pool whose connections look for tables in a schema.
+func connect(ctx context.Context, url, schema string) (*pgxpool.Pool, error) {
+	cfg, err := pgxpool.ParseConfig(url)
+	if err != nil {
+		return nil, err // pgx leaves the password out of it
+	}
+	cfg.ConnConfig.RuntimeParams["search_path"] = schema
+	cfg.MaxConns = 20
+	db, err := pgxpool.NewWithConfig(ctx, cfg)
+	if err != nil {
+		return nil, err
+	}
+	if err := db.Ping(ctx); err != nil {
+		db.Close()
+		return nil, fmt.Errorf("connect to PostgreSQL: %w", err)
+	}
+	return db, nil
+}
+
+// close sends what is left of the traces, drops the tables of this run and closes the
+// rest.
+func (s *service) close() error {
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	defer s.db.Close()
+	var errs []error
+	if s.tel != nil {
+		errs = append(errs, s.tel.shutdown(ctx))
+	}
+	if s.listener != nil {
+		if err := s.listener.Close(); !errors.Is(err, net.ErrClosed) {
+			errs = append(errs, err)
+		}
+	}
+	if _, err := s.db.Exec(ctx, "DROP SCHEMA IF EXISTS "+pgx.Identifier{s.id}.Sanitize()+" CASCADE"); err != nil {
+		errs = append(errs, fmt.Errorf("drop schema %s: %w", s.id, err))
+	}
+	return errors.Join(errs...)
+}
