@@ -315,3 +315,27 @@ func TestConfig(t *testing.T) {
 	require.NoError(t, err, "the global providers do")
 	require.NoError(t, tel.Close())
 }
+
+// Latency begins with the transaction, not with its commit, and is in seconds; that of
+// sends begins with the send.
+func TestLatency(t *testing.T) {
+	s := newScene(t, sdk.AlwaysSample())
+	began := time.Now()
+	require.NoError(t, pgx.BeginFunc(t.Context(), s.db, func(tx pgx.Tx) error {
+		if err := s.rec.Record(t.Context(), tx, orders("1")...); err != nil {
+			return err
+		}
+		_, err := tx.Exec(t.Context(), `SELECT pg_sleep(0.5)`)
+		return err
+	}))
+	s.relay(t, outbox.RelayConfig{})
+	eventually(t, func() bool { return s.collect(t).value("outbox.relay.publish.latency") == 1 }, "not sent")
+	elapsed := time.Since(began).Seconds()
+	m := s.collect(t)
+	latency := m["outbox.relay.publish.latency"].Data.(metricdata.Histogram[float64]).DataPoints[0].Sum
+	require.GreaterOrEqual(t, latency, 0.5)
+	require.LessOrEqual(t, latency, elapsed)
+	took := m["messaging.client.operation.duration"].Data.(metricdata.Histogram[float64]).DataPoints[0].Sum
+	require.Positive(t, took)
+	require.LessOrEqual(t, took, elapsed-0.5)
+}
