@@ -24,6 +24,11 @@ commerce: $(SERVICES) ## A shop and the consumers of its events, which count wha
 	@go build -C examples -o ../bin/commerce ./commerce
 	@$(SHOW) bin/commerce $(ARGS)
 
+.PHONY: observability
+observability: $(SERVICES) ## A service with metrics for Prometheus, and traces (ARGS="-traces" prints them; KAFKA=real, as above)
+	@go build -C examples -o ../bin/observability ./observability
+	@$(SHOW) bin/observability $(ARGS)
+
 .PHONY: test
 test: $(SERVICES) ## Test everything against a real PostgreSQL and a real Kafka, with the race detector
 	@$(RUN) bash -ec 'for m in $(MODULES); do echo "== $$m"; (cd $$m && eval "go test -race -timeout 15m $$ARGS ./..."); done'

@@ -1,0 +1,43 @@
+package outboxotel_test
+
+import (
+	"context"
+	"log/slog"
+	"net/http"
+	"os"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxhttp"
+	"github.com/outboxgo/outbox/outboxotel"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// A service with metrics and traces. Without its own providers a Telemetry uses
+// OpenTelemetry's global ones.
+func Example() {
+	_ = func(db *pgxpool.Pool, kafka []kgo.Opt, events *outbox.Registry, countSale outbox.Handler) {
+		tel := must(outboxotel.New(outboxotel.Config{}))
+		rec := must(outbox.NewRecorder(events, tel.Recorder(outbox.RecorderConfig{})))
+		relay := must(outbox.NewRelay(db, kafka, tel.Relay(outbox.RelayConfig{})))
+		sales := must(outbox.NewConsumer(db, kafka, events, tel.Consumer(outbox.ConsumerConfig{Group: "sales"}), countSale))
+		tel.Watch(must(outbox.NewInspector(db, outbox.InspectorConfig{})), sales)
+		// X-Trace-Id of a request goes into its events, and into the lines of all who handle them.
+		handler := outboxhttp.Trace(outboxhttp.TraceConfig{}, api{rec})
+		slog.SetDefault(slog.New(outboxhttp.LogTrace(slog.NewJSONHandler(os.Stdout, nil))))
+		go func() { _ = relay.Run(context.Background()) }()
+		_ = http.ListenAndServe("127.0.0.1:8080", handler)
+	}
+}
+
+func must[T any](v T, err error) T {
+	if err != nil {
+		panic(err)
+	}
+	return v
+}
+
+// api is the service's own handler.
+type api struct{ rec *outbox.Recorder }
+
+func (api) ServeHTTP(http.ResponseWriter, *http.Request) {}
