@@ -29,13 +29,15 @@ func registry(topic string) (*outbox.Registry, error) {
 
 // sqlTables makes the tables of the service.
 const sqlTables = `
-CREATE TABLE orders (id text PRIMARY KEY, cents bigint NOT NULL);
-CREATE TABLE sales (day date PRIMARY KEY, cents bigint NOT NULL);`
+CREATE TABLE {schema}.orders (id text PRIMARY KEY, cents bigint NOT NULL);
+CREATE TABLE {schema}.sales (day date PRIMARY KEY, cents bigint NOT NULL);`
+
+const sqlOrder = `INSERT INTO {schema}.orders VALUES ($1, $2)`
 
 // place stores an order and records its event.
 func (s *service) place(ctx context.Context, o orderPlaced) error {
 	err := pgx.BeginFunc(ctx, s.db, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, `INSERT INTO orders VALUES ($1, $2)`, o.ID, o.Cents); err != nil {
+		if _, err := tx.Exec(ctx, s.sql(sqlOrder), o.ID, o.Cents); err != nil {
 			return err
 		}
 		return s.rec.Record(ctx, tx, o)
@@ -49,8 +51,8 @@ func (s *service) place(ctx context.Context, o orderPlaced) error {
 var errNoPrice = errors.New("order without a price")
 
 const sqlSale = `
-INSERT INTO sales (day, cents) VALUES ($1, $2)
-    ON CONFLICT (day) DO UPDATE SET cents = sales.cents + excluded.cents`
+INSERT INTO {schema}.sales AS s (day, cents) VALUES ($1, $2)
+    ON CONFLICT (day) DO UPDATE SET cents = s.cents + excluded.cents`
 
 // countSale is the handler of the event. It refuses what is free of charge, so that
 // there is something to see among the dead letters.
@@ -58,7 +60,7 @@ func (s *service) countSale(ctx context.Context, tx pgx.Tx, e orderPlaced, _ out
 	if e.Cents <= 0 {
 		return outbox.Permanent(errNoPrice)
 	}
-	_, err := tx.Exec(ctx, sqlSale, e.At, e.Cents)
+	_, err := tx.Exec(ctx, s.sql(sqlSale), e.At, e.Cents)
 	s.log.DebugContext(ctx, "sale counted", "order", e.ID)
 	return err
 }

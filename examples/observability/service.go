@@ -11,6 +11,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/google/uuid"
@@ -69,7 +70,7 @@ func open(ctx context.Context, cfg config) (s *service, err error) {
 	if s.cfg.topic == "" {
 		s.cfg.topic = s.id + "-events"
 	}
-	if s.db, err = connect(ctx, cfg.postgres, s.id); err != nil {
+	if s.db, err = connect(ctx, cfg.postgres); err != nil {
 		return nil, err
 	}
 	for _, step := range []func(context.Context) error{s.makeTables, s.wire, s.makeTopics, s.listen} {
@@ -208,7 +209,7 @@ func (s *service) makeTables(ctx context.Context) error {
 	if err := outbox.Migrate(ctx, s.db, outbox.MigrateConfig{Schema: s.id}); err != nil {
 		return err
 	}
-	if _, err := s.db.Exec(ctx, sqlTables); err != nil {
+	if _, err := s.db.Exec(ctx, s.sql(sqlTables)); err != nil {
 		return fmt.Errorf("make tables: %w", err)
 	}
 	return nil
@@ -224,13 +225,17 @@ func (s *service) listen(ctx context.Context) (err error) {
 	return err
 }
 
-// connect returns a pool whose connections look for tables in a schema.
-func connect(ctx context.Context, url, schema string) (*pgxpool.Pool, error) {
+// sql puts a statement into the schema of this run. A search_path would do without
+// PgBouncer only.
+func (s *service) sql(text string) string {
+	return strings.ReplaceAll(text, "{schema}", pgx.Identifier{s.id}.Sanitize())
+}
+
+func connect(ctx context.Context, url string) (*pgxpool.Pool, error) {
 	cfg, err := pgxpool.ParseConfig(url)
 	if err != nil {
 		return nil, err // pgx leaves the password out of it
 	}
-	cfg.ConnConfig.RuntimeParams["search_path"] = schema
 	cfg.MaxConns = 20
 	db, err := pgxpool.NewWithConfig(ctx, cfg)
 	if err != nil {
