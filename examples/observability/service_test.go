@@ -181,6 +181,7 @@ func TestMetricsAreScraped(t *testing.T) {
 		name   string
 		labels []string
 	}{
+		{1, "target_info", []string{"service_name", "observability"}},
 		{7, "outbox_recorder_events_total", nil},
 		{6, "messaging_client_sent_messages_total", []string{"outbox_relay_name", "default", "error_type", ""}},
 		{2, "messaging_client_sent_messages_total", []string{"outbox_relay_name", "default", "error_type", "message_too_large", "messaging_destination_name", r.cfg.topic}},

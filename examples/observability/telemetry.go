@@ -12,7 +12,9 @@ import (
 	exporter "go.opentelemetry.io/otel/exporters/prometheus"
 	"go.opentelemetry.io/otel/propagation"
 	"go.opentelemetry.io/otel/sdk/metric"
+	"go.opentelemetry.io/otel/sdk/resource"
 	sdk "go.opentelemetry.io/otel/sdk/trace"
+	semconv "go.opentelemetry.io/otel/semconv/v1.43.0"
 	"go.opentelemetry.io/otel/trace"
 )
 
@@ -34,11 +36,12 @@ func newTelemetry(cfg config) (*telemetry, error) {
 	if err != nil {
 		return nil, err
 	}
+	about := resource.NewSchemaless(semconv.ServiceName("observability"))
 	t := &telemetry{
-		meters:  metric.NewMeterProvider(metric.WithReader(reader)),
+		meters:  metric.NewMeterProvider(metric.WithReader(reader), metric.WithResource(about)),
 		scraped: promhttp.HandlerFor(registry, promhttp.HandlerOpts{EnableOpenMetrics: true}),
 	}
-	var spans []sdk.TracerProviderOption
+	spans := []sdk.TracerProviderOption{sdk.WithResource(about)}
 	if cfg.spans != nil {
 		spans = append(spans, sdk.WithBatcher(cfg.spans))
 	}
