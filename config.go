@@ -31,7 +31,7 @@ func checkSchema(schema string) error {
 	return nil
 }
 
-func notNegative[N int | time.Duration](field string, n N) error {
+func notNegative[N int | int64 | time.Duration](field string, n N) error {
 	if n < 0 {
 		return fmt.Errorf("field %s is %v: must not be negative", field, n)
 	}

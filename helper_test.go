@@ -34,8 +34,14 @@ type house struct {
 
 func newHouse(t testing.TB) *house {
 	t.Helper()
+	return newHouseOf(t, 0)
+}
+
+// newHouseOf returns a house whose outbox has partitions of so many ids; 0: none.
+func newHouseOf(t testing.TB, partitionRows int64) *house {
+	t.Helper()
 	db, schema := testenv.Schema(t)
-	require.NoError(t, outbox.Migrate(context.Background(), db, outbox.MigrateConfig{Schema: schema}))
+	require.NoError(t, outbox.Migrate(context.Background(), db, outbox.MigrateConfig{Schema: schema, PartitionRows: partitionRows}))
 	h := &house{db: db, schema: schema, topic: "test-" + uuid.NewString(), brokers: testenv.Brokers(t)}
 	events, err := outbox.NewRegistry("test", outbox.Event("test.oracle.happened.v1", "Key", oracle.Event.Aggregate).Topic(h.topic))
 	require.NoError(t, err)

@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -19,6 +20,24 @@ import (
 type MigrateConfig struct {
 	// Schema receives the tables, and is created if need be. Empty means public.
 	Schema string
+	// PartitionRows makes outbox a table that is partitioned by ranges of so many
+	// ids, at most a billion. Old events then go with their partition, once all of it
+	// is published and old. The relay makes partitions ahead of need: one should
+	// hold more than is recorded in RetentionConfig.Interval. A plain table becomes
+	// the first partition, with ten times as many ids as the others; no row is
+	// written, and writers wait no longer than 50 ms at a time. A table that is
+	// partitioned stays as it is. Zero means a plain table.
+	PartitionRows int64
+}
+
+const maxPartitionRows = 1_000_000_000
+
+func (c MigrateConfig) validate() error {
+	err := errors.Join(checkSchema(c.Schema), notNegative("PartitionRows", c.PartitionRows))
+	if c.PartitionRows > maxPartitionRows {
+		err = errors.Join(err, fmt.Errorf("field PartitionRows is %d: at most %d", c.PartitionRows, maxPartitionRows))
+	}
+	return err
 }
 
 // Migrate brings the tables of outbox up to date. It may be called at every
@@ -31,7 +50,7 @@ type MigrateConfig struct {
 // take the files from the package migrations instead.
 func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	cfg.Schema = cmp.Or(cfg.Schema, defaultSchema)
-	if err := checkSchema(cfg.Schema); err != nil {
+	if err := cfg.validate(); err != nil {
 		return fmt.Errorf("outbox: migrate config: %w", err)
 	}
 	steps, err := migrationSteps()
@@ -43,8 +62,59 @@ func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	err = pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		return migrate(ctx, tx, cfg.Schema, steps)
 	})
+	if err == nil && cfg.PartitionRows > 0 {
+		err = makePartitioned(ctx, db, cfg)
+	}
 	if err != nil {
 		return fmt.Errorf("outbox: migrate schema %s: %w", cfg.Schema, err)
+	}
+	return nil
+}
+
+// Migrating to partitions waits for a lock for 50 ms at a time.
+const (
+	lockTries = 300
+	lockPause = 200 * time.Millisecond
+)
+
+// makePartitioned makes outbox a partitioned table. It tries again where it does not
+// get a lock, and where another process is at it.
+func makePartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
+	for try := 1; ; try++ {
+		err := tryPartitioned(ctx, db, cfg)
+		var pg *pgconn.PgError
+		again := errors.As(err, &pg) && (pg.Code == "55P03" || pg.Code == "55000" || pg.Code == "42704") // locked, not ready, constraint gone
+		if !again || try == lockTries {
+			return err
+		}
+		sleep(ctx, lockPause)
+		if ctx.Err() != nil {
+			return errors.Join(ctx.Err(), err)
+		}
+	}
+}
+
+// The steps of [makePartitioned], each a transaction of its own, so that no lock is
+// held while rows are read. An outbox that has gone part of the way, or all of it,
+// goes on from there.
+const (
+	sqlPreparePartitions = `SELECT {schema}.outbox_prepare_partitions($1)`
+	sqlCheckPartitions   = `ALTER TABLE {schema}.outbox VALIDATE CONSTRAINT outbox_before_partitions`
+	sqlPartition         = `SELECT {schema}.outbox_partition()`
+)
+
+func tryPartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
+	var is bool
+	if err := db.QueryRow(ctx, inSchema(sqlPartitioned, cfg.Schema)).Scan(&is); err != nil || is {
+		return err
+	}
+	if _, err := db.Exec(ctx, inSchema(sqlPreparePartitions, cfg.Schema), cfg.PartitionRows); err != nil {
+		return fmt.Errorf("prepare partitions: %w", err)
+	}
+	for _, sql := range []string{sqlCheckPartitions, sqlPartition, sqlMakePartitions} {
+		if _, err := db.Exec(ctx, inSchema(sql, cfg.Schema)); err != nil {
+			return fmt.Errorf("make partitions: %w", err)
+		}
 	}
 	return nil
 }

@@ -108,22 +108,32 @@ func execWhole(t *testing.T) func(*pgx.Conn, string) {
 }
 
 // execEach runs the statements of a file one by one, cut where goose cuts them:
-// at the end of each line that ends in a semicolon.
+// at the end of each line that ends in a semicolon, but for those between its marks.
 func execEach(t *testing.T) func(*pgx.Conn, string) {
 	return func(conn *pgx.Conn, sql string) {
 		first, rest, _ := strings.Cut(sql, "\n")
 		require.Equal(t, "-- +goose Up", first)
 		var statement strings.Builder
+		end := func() {
+			_, err := conn.Exec(background, statement.String())
+			require.NoError(t, err, statement.String())
+			statement.Reset()
+		}
+		marked := false
 		for line := range strings.Lines(rest) {
-			if strings.HasPrefix(line, "--") {
-				require.NotContains(t, line, "+goose Down", "there is no way back")
-				continue
-			}
-			statement.WriteString(line)
-			if strings.HasSuffix(strings.TrimSpace(line), ";") {
-				_, err := conn.Exec(background, statement.String())
-				require.NoError(t, err, statement.String())
-				statement.Reset()
+			switch {
+			case strings.HasPrefix(line, "-- +goose StatementBegin"):
+				marked = true
+			case strings.HasPrefix(line, "-- +goose StatementEnd"):
+				marked = false
+				end()
+			case strings.HasPrefix(line, "--"):
+				require.NotContains(t, line, "+goose", "there is no way back")
+			default:
+				statement.WriteString(line)
+				if strings.HasSuffix(strings.TrimSpace(line), ";") && !marked {
+					end()
+				}
 			}
 		}
 		require.Empty(t, strings.TrimSpace(statement.String()), "the file ends with a statement")

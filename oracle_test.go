@@ -21,21 +21,29 @@ var (
 // The promises hold for what really happens: many writers under transactions of
 // every kind, some of them open all the time, while the relay is stopped and
 // another takes over again and again. None of that excuses a duplicate.
-func TestOracle(t *testing.T) {
+func TestOracle(t *testing.T) { testOracle(t, newHouse(t), outbox.RetentionConfig{}) }
+
+// And over partitions whose rows go all the while.
+func TestOracleOverPartitions(t *testing.T) {
+	h := newHouseOf(t, 500)
+	testOracle(t, h, outbox.RetentionConfig{PublishedFor: 2 * time.Second, Interval: 100 * time.Millisecond, Pause: time.Millisecond})
+	require.Less(t, h.count(t, "outbox"), *oracleEvents, "many went")
+}
+
+func testOracle(t *testing.T, h *house, retention outbox.RetentionConfig) {
 	testenv.RealBrokers(t)
 	v := oracle.Verdict{Seed: *oracleSeed}
 	if v.Seed == 0 {
 		v.Seed = rand.Uint64()
 	}
 	t.Logf("seed %d (repeat with -oracle.seed)", v.Seed)
-	h := newHouse(t)
 	reader := h.follow(t)
 	stopped := make(chan struct{})
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	go func() {
 		defer close(stopped)
-		h.takeTurns(ctx, t, rand.New(rand.NewPCG(v.Seed, 1<<32)))
+		h.takeTurns(ctx, t, retention, rand.New(rand.NewPCG(v.Seed, 1<<32)))
 	}()
 	start := time.Now()
 	require.NoError(t, oracle.Write(context.Background(), oracle.Writers{
@@ -50,8 +58,8 @@ func TestOracle(t *testing.T) {
 }
 
 // takeTurns runs two relays and stops one of them every now and then.
-func (h *house) takeTurns(ctx context.Context, t *testing.T, rng *rand.Rand) {
-	cfg := outbox.RelayConfig{BatchSize: 1 + rng.IntN(200), PollInterval: 20 * time.Millisecond}
+func (h *house) takeTurns(ctx context.Context, t *testing.T, retention outbox.RetentionConfig, rng *rand.Rand) {
+	cfg := outbox.RelayConfig{BatchSize: 1 + rng.IntN(200), PollInterval: 20 * time.Millisecond, Retention: retention}
 	relays := []*outbox.Relay{h.relay(t, cfg), h.relay(t, cfg)}
 	stops := []func(){run(t, relays[0]), run(t, relays[1])}
 	for ctx.Err() == nil {

@@ -58,6 +58,47 @@ func TestPollOverRetainedRows(t *testing.T) {
 	}
 }
 
+// Each partition has an index of its own, whose roots and leaves a poll merges; a
+// transaction in progress is looked for in each.
+func TestPollOverPartitions(t *testing.T) {
+	d, ctx := newPartDesk(t, retained/200), context.Background()
+	r, _ := d.cleaning(t, RetentionConfig{})
+	for range 5 {
+		d.insert(t, retained/50)
+		_, err := r.makePartitions(ctx)
+		require.NoError(t, err)
+	}
+	const ids = retained / 10
+	l, err := d.leases.acquire(ctx)
+	require.NoError(t, err)
+	for range 3 { // these were in progress when the snapshot was taken
+		tx, err := d.db.Begin(ctx)
+		require.NoError(t, err)
+		defer tx.Rollback(ctx)
+		_, err = tx.Exec(ctx, `SELECT pg_current_xact_id()`)
+		require.NoError(t, err)
+	}
+	d.exec(t, `
+		INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		SELECT $1, pg_current_snapshot(), $1, system_identifier, $2 FROM pg_control_system()`, ids, l.epoch)
+	p, err := d.cursors.load(ctx, l)
+	require.NoError(t, err)
+	n := len(d.parts(t))
+	require.Greater(t, n, 20)
+	for _, analysed := range []string{"before ANALYZE", "after ANALYZE"} {
+		for _, mode := range []string{"force_custom_plan", "force_generic_plan"} {
+			for fresh := range 2 {
+				t.Run(fmt.Sprintf("%s, %s, %d new", analysed, mode, fresh), func(t *testing.T) {
+					buffers, plan := d.explainPoll(t, l, p, mode, fresh)
+					t.Logf("%d buffers, %d partitions", buffers, n)
+					require.LessOrEqual(t, buffers, maxPollBuffers+2*n, "%s", plan)
+				})
+			}
+		}
+		d.exec(t, `ANALYZE {schema}.outbox`)
+	}
+}
+
 // explainPoll runs sqlOpen with some new events, in a transaction that rolls
 // back, and returns how many buffers it touched.
 func (d *desk) explainPoll(t *testing.T, l *lease, p position, mode string, fresh int) (buffers int, plan string) {

@@ -16,9 +16,11 @@ type cleaner struct {
 	waits func() bool // there is a backlog to send
 	fails troubles
 
-	published, handled walk   // from where they stood in the last run
-	standing           string // relay that held rows back in the last run; "" if none
-	told               bool   // the log has its name
+	published, handled walk             // from where they stood in the last run
+	parts              map[string]*walk // the same by partition, where rows go one by one
+	review             *review          // of the partition that goes next; nil: not begun
+	standing           string           // relay that held rows back in the last run; "" if none
+	told               bool             // the log has its name
 }
 
 func newCleaner(s *session) *cleaner {
@@ -52,22 +54,24 @@ func (c *cleaner) round(ctx context.Context) (done Cleaned, err error) {
 	rest := c.published.rest
 	cursors := walk{batch: c.cleanCursors, rest: rest}
 	resolved := walk{batch: c.cleanResolved, rest: rest}
+	var made int64
 	for _, task := range []struct {
 		name string
 		keep time.Duration
-		walk *walk
+		run  func(context.Context) (int64, error)
 		gone *int64
 	}{
-		{"retention of outbox", c.cfg.Retention.PublishedFor, &c.published, &done.Published},
-		{"retention of outbox_cursor", c.cfg.Retention.CursorsFor, &cursors, &done.Cursors},
-		{"retention of outbox_failed", c.cfg.Retention.ResolvedFor, &resolved, &done.Resolved},
-		{"retention of event_handled", c.cfg.Retention.HandledFor, &c.handled, &done.Handled},
+		{"partitions of outbox", 0, c.makePartitions, &made},
+		{"retention of outbox", c.cfg.Retention.PublishedFor, c.cleanOutbox, &done.Published},
+		{"retention of outbox_cursor", c.cfg.Retention.CursorsFor, cursors.run, &done.Cursors},
+		{"retention of outbox_failed", c.cfg.Retention.ResolvedFor, resolved.run, &done.Resolved},
+		{"retention of event_handled", c.cfg.Retention.HandledFor, c.handled.run, &done.Handled},
 	} {
 		if task.keep == Forever || ctx.Err() != nil || c.held.Err() != nil {
 			continue
 		}
 		start := time.Now()
-		*task.gone, err = task.walk.run(ctx)
+		*task.gone, err = task.run(ctx)
 		switch {
 		case errors.Is(err, errLeaseLost), errors.Is(err, errBusy):
 		case c.held.Err() == nil:

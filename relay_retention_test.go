@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -173,4 +174,59 @@ func TestCleaningBlocksNobody(t *testing.T) {
 	}
 	t.Logf("%d events recorded meanwhile", len(all))
 	requireArrival(t, reader, all...)
+}
+
+// partitions returns the names of outbox's partitions.
+func (h *house) partitions(t testing.TB) []string {
+	t.Helper()
+	rows, err := h.db.Query(background, h.sql(`SELECT name::text FROM {s}.outbox_partitions() ORDER BY first`))
+	require.NoError(t, err)
+	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	return names
+}
+
+// ahead counts the partitions of 50 ids that no id has reached.
+func (h *house) ahead(t testing.TB) (n int) {
+	t.Helper()
+	require.NoError(t, h.db.QueryRow(background, h.sql(
+		`SELECT count(*) FROM {s}.outbox_partitions(), {s}.outbox_id_seq WHERE first > last_value AND behind - greatest(first, 0) = 50`)).Scan(&n))
+	return n
+}
+
+// A relay makes partitions ahead, publishes over all of them, drops what is old, and
+// removes one by one what came to where no partition is any more.
+func TestRelayKeepsPartitions(t *testing.T) {
+	h := newHouseOf(t, 50)
+	reader := h.follow(t)
+	log := new(testenv.Buffer)
+	cfg := tidy()
+	cfg.Logger = slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	var cleaned atomic.Int64
+	cfg.Hooks.Cleaned = func(c outbox.Cleaned) { cleaned.Add(c.Published) }
+	stop := run(t, h.relay(t, cfg))
+	var all []oracle.Event
+	for i := range 6 {
+		events := numbered(fmt.Sprint("key-", i), 1, 100)
+		h.commit(t, events...)
+		requireArrival(t, reader, events...)
+		all = append(all, events...)
+		require.Eventually(t, func() bool { return h.ahead(t) >= 6 }, patience, 5*time.Millisecond)
+	}
+	require.Equal(t, 600, h.count(t, "outbox"), "they are young")
+	h.exec(t, aged)
+	require.Eventually(t, func() bool { return h.count(t, "outbox") < 60 }, patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return !slices.Contains(h.partitions(t), "outbox_min_50") }, patience, 5*time.Millisecond, "dropped")
+	require.Eventually(t, func() bool { return cleaned.Load() >= 550 }, patience, 5*time.Millisecond)
+	require.Contains(t, log.String(), "outbox: partition removed")
+	h.exec(t, `UPDATE {s}.outbox SET id = 7, xid = pg_current_xact_id() WHERE id = (SELECT max(id) FROM {s}.outbox)`)
+	require.Eventually(t, func() bool {
+		var n int
+		require.NoError(t, h.db.QueryRow(background, h.sql(`SELECT count(*) FROM {s}.outbox_default`)).Scan(&n))
+		return n == 0
+	}, patience, 5*time.Millisecond, "it was published, and went")
+	stop()
+	arrived, err := reader.Arrived()
+	require.NoError(t, err)
+	require.Subset(t, arrived, all)
 }

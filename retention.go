@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 )
@@ -56,8 +55,9 @@ type RetentionConfig struct {
 	// Archive gets rows of outbox before they go, at most BatchSize of them, in the
 	// transaction that removes them. What it writes with tx commits with that, or not
 	// at all; what it writes elsewhere it may be given again, because the commit
-	// may fail. An error keeps the rows, and they come again in the next run. ctx
-	// ends after RelayConfig.Lease, and SendTimeout after the relay is told to stop.
+	// may fail. An error keeps the rows, and they come again in the next run. The
+	// rows of a partition come before it is dropped, in transactions of their own,
+	// and again after a restart. ctx ends after RelayConfig.Lease, and SendTimeout after the relay is told to stop.
 	// Nil archives nothing.
 	Archive func(ctx context.Context, tx pgx.Tx, rows []ArchivedEvent) error
 }
@@ -189,6 +189,7 @@ type walk struct {
 
 // step is what a batch saw and did.
 type step struct {
+	looked   int64 // rows
 	last     int64 // highest id it looked at
 	young    int64 // lowest id of a row that is too young; 0: none was
 	gone     int64
@@ -229,6 +230,8 @@ type retention struct {
 	cfg RetentionConfig
 
 	sqlPublished, sqlArchived, sqlCursors, sqlResolved, sqlHandled, sqlProof string
+
+	partitions
 }
 
 func newRetention(db *pgxpool.Pool, schema string, cfg RetentionConfig) *retention {
@@ -240,6 +243,7 @@ func newRetention(db *pgxpool.Pool, schema string, cfg RetentionConfig) *retenti
 		sqlResolved:  inSchema(sqlCleanResolved, schema),
 		sqlHandled:   inSchema(sqlCleanHandled, schema),
 		sqlProof:     inSchema(sqlRebaseProof, schema),
+		partitions:   newPartitions(schema),
 	}
 }
 
@@ -269,8 +273,7 @@ func (r *retention) transact(ctx context.Context, l *proof, remove func(pgx.Tx) 
 		}
 		return err
 	})
-	var pg *pgconn.PgError
-	if errors.As(err, &pg) && pg.Code == "55P03" { // lock_not_available
+	if isLocked(err) {
 		return errBusy
 	}
 	return err
@@ -282,7 +285,7 @@ type proof struct {
 	relay string
 }
 
-// cleanPublished finds and removes published rows. What is published follows from
+// publishedRows and what follows it find and remove published rows. What is published follows from
 // the newest row of each relay's cursor, as in sqlRebase, and never from an age or
 // an id: a transaction that was prepared long ago may commit today, and then its
 // rows are old, have low ids, and nobody has seen them. Whatever is published stays
@@ -296,23 +299,32 @@ type proof struct {
 // nothing. Names and their newest rows are found one by one; "relay = name" would
 // let the planner walk the history of all of them. Rows are deleted by their place,
 // because an index of an empty table is as good as any other to it.
-const cleanPublished = newestCursors + `, ceiling AS MATERIALIZED (
+const publishedRows = newestCursors + `, ceiling AS MATERIALIZED (
     SELECT min(s.highest_id) AS id
       FROM stands AS s, pg_control_system() AS here
     HAVING bool_and(s.system_identifier = here.system_identifier
                     AND pg_snapshot_xmax(coalesce(s.window_snapshot, s.snapshot)) <= pg_snapshot_xmax(pg_current_snapshot()))
        AND coalesce((SELECT xid FROM {schema}.outbox ORDER BY xid DESC, id DESC LIMIT 1) < pg_snapshot_xmax(pg_current_snapshot()), true)
 ), looked AS MATERIALIZED (
-    SELECT ctid AS place, id, xid, created_at < now() - $3::interval AS old
-      FROM {schema}.outbox WHERE id > $1 AND id <= (SELECT id FROM ceiling) ORDER BY id LIMIT $2
+    SELECT tableoid AS part, ctid AS place, id, xid, created_at < now() - $3::interval AS old
+      FROM {schema}.outbox WHERE id > $1 AND id < $4`
+
+// belowCeiling is where statements stop that delete.
+const belowCeiling = ` AND id <= (SELECT id FROM ceiling)`
+
+const publishedAmong = ` ORDER BY id LIMIT $2
 ), published AS MATERIALIZED (
-    SELECT o.place FROM looked AS o
-     WHERE o.old AND NOT EXISTS (
+    SELECT o.part, o.place, o.id FROM looked AS o
+     WHERE o.old AND (SELECT id FROM ceiling) IS NOT NULL AND NOT EXISTS (
            SELECT FROM stands AS s
             WHERE NOT (pg_visible_in_snapshot(o.xid, s.snapshot)
                        OR coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false)))
-), gone AS (
-    DELETE FROM {schema}.outbox WHERE ctid = ANY (ARRAY(SELECT place FROM published)) RETURNING *
+), gone AS (`
+
+const deletePublished = `
+    DELETE FROM {schema}.outbox WHERE ctid = ANY (ARRAY(SELECT place FROM published))`
+
+const countGone = `
 )
 SELECT ` + lookedColumns + `,
        (SELECT min(relay) FROM stands
@@ -325,10 +337,12 @@ SELECT ` + lookedColumns + `,
 const lookedColumns = `(SELECT count(*) FROM looked), (SELECT max(id) FROM looked),
        (SELECT min(id) FROM looked WHERE NOT old), (SELECT count(*) FROM looked WHERE NOT old)`
 
-const sqlCleanPublished = cleanPublished
+const sqlCleanPublished = publishedRows + belowCeiling + publishedAmong + deletePublished + ` RETURNING *` + countGone
 
-// sqlCleanArchived returns the rows as well, in the order of ids.
-const sqlCleanArchived = cleanPublished + `, g.id, g.event_id::text, g.event_type, g.source, g.aggregate_type, g.aggregate_id,
+const sqlCleanArchived = sqlCleanPublished + archivedColumns
+
+// archivedColumns returns the rows as well, in the order of ids.
+const archivedColumns = `, g.id, g.event_id::text, g.event_type, g.source, g.aggregate_type, g.aggregate_id,
        coalesce(g.payload_bytes, convert_to(g.payload::text, 'UTF8')), g.content_type, coalesce(g.topic, ''), coalesce(g.partition_key, ''),
        convert_to(g.headers::text, 'UTF8'), g.occurred_at, g.created_at
   FROM (VALUES (1)) AS head LEFT JOIN gone AS g ON true
@@ -336,13 +350,18 @@ const sqlCleanArchived = cleanPublished + `, g.id, g.event_id::text, g.event_typ
 
 // published removes rows of outbox behind an id.
 func (r *retention) published(ctx context.Context, l *proof, after int64) (step, error) {
-	sql := r.sqlPublished
+	return r.publishedBy(ctx, l, r.sqlPublished, r.sqlArchived, after, math.MaxInt64)
+}
+
+// publishedBy runs the statement that fits, over the ids between after and behind.
+func (r *retention) publishedBy(ctx context.Context, l *proof, plain, archived string, after, behind int64) (step, error) {
+	sql := plain
 	if r.cfg.Archive != nil {
-		sql = r.sqlArchived
+		sql = archived
 	}
 	var s step
 	err := r.transact(ctx, l, func(tx pgx.Tx) (int64, error) {
-		rows, err := tx.Query(ctx, sql, after, r.cfg.BatchSize, r.cfg.PublishedFor)
+		rows, err := tx.Query(ctx, sql, after, r.cfg.BatchSize, r.cfg.PublishedFor, behind)
 		if err != nil {
 			return 0, err
 		}
@@ -365,9 +384,9 @@ func (r *retention) published(ctx context.Context, l *proof, after int64) (step,
 // returns them. extra is what stands before the count of what is gone.
 func (r *retention) readStep(rows pgx.Rows, extra ...any) (s step, events []ArchivedEvent, err error) {
 	defer rows.Close()
-	var looked, youngs int64
+	var youngs int64
 	var last, young pgtype.Int8
-	head := append([]any{&looked, &last, &young, &youngs}, extra...)
+	head := append([]any{&s.looked, &last, &young, &youngs}, extra...)
 	head = append(head, &s.gone)
 	for rows.Next() {
 		var e ArchivedEvent
@@ -388,7 +407,7 @@ func (r *retention) readStep(rows pgx.Rows, extra ...any) (s step, events []Arch
 		}
 	}
 	s.last, s.young = last.Int64, young.Int64
-	s.more = looked == int64(r.cfg.BatchSize) && youngs < looked
+	s.more = s.looked == int64(r.cfg.BatchSize) && youngs < s.looked
 	return s, events, rows.Err()
 }
 

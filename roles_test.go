@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"os"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -76,6 +77,19 @@ func (r *roles) as(t *testing.T, role string) *pgxpool.Pool {
 // Everybody can do his work under his role of docs/roles.md.
 func TestRoles(t *testing.T) {
 	h, reader := poisonedHouse(t)
+	testRoles(t, h, reader, 0)
+}
+
+// The relay makes and drops partitions that are not its own.
+func TestRolesOverPartitions(t *testing.T) {
+	h, reader := poisonedHouse(t)
+	require.NoError(t, outbox.Migrate(background, h.db, outbox.MigrateConfig{Schema: h.schema, PartitionRows: 100}))
+	testRoles(t, h, reader, 99) // the last partition goes when the next one is in use
+	require.Eventually(t, func() bool { return !slices.Contains(h.partitions(t), "outbox_min_100") }, patience, 10*time.Millisecond)
+	require.Greater(t, len(h.partitions(t)), 9)
+}
+
+func testRoles(t *testing.T, h *house, reader *oracle.Reader, left int) {
 	r := newRoles(t, h)
 
 	writer := r.as(t, "writer")
@@ -99,7 +113,7 @@ func TestRoles(t *testing.T) {
 	stop := run(t, relay)
 	requireArrival(t, reader, events...)
 	require.Eventually(t, func() bool { return h.count(t, "outbox_audit") > 0 }, patience, 10*time.Millisecond, "revived")
-	require.Eventually(t, func() bool { return h.count(t, "outbox") == 0 && h.count(t, "event_handled") == 0 }, patience, 10*time.Millisecond, "removed")
+	require.Eventually(t, func() bool { return h.count(t, "outbox") <= left && h.count(t, "event_handled") == 0 }, patience, 10*time.Millisecond, "removed")
 
 	inspector, err := outbox.NewInspector(r.as(t, "reader"), outbox.InspectorConfig{Schema: h.schema})
 	require.NoError(t, err)
@@ -155,7 +169,7 @@ func TestRolesCannot(t *testing.T) {
 	h := newHouse(t)
 	r := newRoles(t, h)
 	h.commit(t, numbered("key", 1, 1)...)
-	tables := []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled"}
+	tables := []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "outbox_partitioning"}
 	statements := map[string]string{
 		"select": `SELECT FROM {t}`, "update": `UPDATE {t} SET {c} = {c}`, "delete": `DELETE FROM {t}`, "truncate": `TRUNCATE {t}`,
 		"insert": `INSERT INTO {t} DEFAULT VALUES`, "trigger": `CREATE TRIGGER x AFTER INSERT ON {t} EXECUTE FUNCTION suppress_redundant_updates_trigger()`,
@@ -172,7 +186,7 @@ func TestRolesCannot(t *testing.T) {
 			"event_handled select", "outbox_failed update", "outbox_audit insert"},
 	}
 	column := map[string]string{"outbox": "payload", "outbox_cursor": "relay", "outbox_lease": "holder", "outbox_failed": "status",
-		"outbox_audit": "reason", "event_handled": "action"}
+		"outbox_audit": "reason", "event_handled": "action", "outbox_partitioning": "rows"}
 	for role, allowed := range can {
 		db := r.as(t, role)
 		var got []string

@@ -27,10 +27,12 @@ func TestRestoredElsewhere(t *testing.T) {
 		name   string
 		server func(*testing.T) *pgserver.Server
 		copy   func(t *testing.T, from, to *site)
+		parts  int64 // ids in a partition; 0: a plain table
 	}{
 		// pg_dump may be newer than the server, but not older.
-		{"dumped by pg_dump", func(t *testing.T) *pgserver.Server { return startVersion(t, "14", nil) }, dump},
-		{"copied table by table", func(t *testing.T) *pgserver.Server { return startServer(t, nil) }, copyTables},
+		{"dumped by pg_dump", func(t *testing.T) *pgserver.Server { return startVersion(t, "14", nil) }, dump, 0},
+		{"with partitions, dumped by pg_dump", func(t *testing.T) *pgserver.Server { return startVersion(t, "14", nil) }, dump, 100},
+		{"copied table by table", func(t *testing.T) *pgserver.Server { return startServer(t, nil) }, copyTables, 0},
 	} {
 		for name, ahead := range map[string]bool{"into lower transaction ids": false, "into higher transaction ids": true} {
 			t.Run(copying.name+" "+name, func(t *testing.T) {
@@ -38,6 +40,7 @@ func TestRestoredElsewhere(t *testing.T) {
 				t.Logf("seed %d", seed)
 				server := copying.server(t)
 				from := newSiteOn(t, server, server.URL())
+				require.NoError(t, outbox.Migrate(context.Background(), from.db, outbox.MigrateConfig{PartitionRows: copying.parts}))
 				to := from.elsewhere(t, copying.server(t))
 				if ahead {
 					to.outrun(t, from)

@@ -4,6 +4,17 @@
 // migration tool of its own can hand [FS] to it instead: names are unqualified,
 // so the tool's search_path chooses the schema, and the first line of each file
 // is the annotation that goose asks for (a comment to tern and atlas).
+//
+// outbox is a plain table then. To partition it by ranges of a million ids, run
+// these as three transactions, in a file of your own (goose: NO TRANSACTION), each
+// again where it does not get its lock within 50 ms:
+//
+//	SELECT outbox_prepare_partitions(1000000);
+//	ALTER TABLE outbox VALIDATE CONSTRAINT outbox_before_partitions;
+//	SELECT outbox_partition();
+//
+// From the first to the last of them, ids beyond the next ten million are refused.
+// The relay, which needs the rights in docs/roles.md, makes and drops partitions.
 package migrations
 
 import "embed"

@@ -1,0 +1,206 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
+)
+
+// Partitions of outbox are ranges of ids. The functions of 0002_partitions.sql do to
+// the tables what only their owner may; here is when.
+//
+// A partition goes as a whole. All its rows are looked at first, in batches and
+// without a lock (review): each must be published for every relay, and old. Then
+// outbox_drop_partition locks it and judges again, by a snapshot newer than the lock:
+// nothing has come in that the review's first snapshot does not call visible, no
+// relay has begun, the server and its transaction ids are the same. A transaction
+// that has put rows into the partition and is open, prepared ones too, holds a lock
+// on it: then the lock is not had, and all stays. Waiting for locks is limited to
+// 50 ms, because others queue up behind.
+//
+// With the lock on the partition its rows go at once (TRUNCATE), which holds up no
+// writer: they are at later partitions. To drop the empty table takes a lock on outbox
+// as well, which is not had while any transaction is open that has recorded something;
+// until then it stays, empty. Who drew an id long ago and inserts it when the
+// partition is gone puts it into the default one, which the relay reads like the
+// others.
+
+// idRange is a partition, but not the default one: first <= id < behind.
+type idRange struct {
+	name          string
+	first, behind int64
+	closed        bool // all its ids have been drawn
+	large         bool // its rows are removed one by one
+}
+
+// partitions are the statements for a partitioned table.
+type partitions struct {
+	sqlPartitioned, sqlPartitions, sqlMakePartitions, sqlDropPartition, sqlReviewed string
+
+	sqlPart, sqlPartArchived, sqlReview, sqlReviewArchived string
+}
+
+func newPartitions(schema string) partitions {
+	return partitions{
+		sqlPartitioned:    inSchema(sqlPartitioned, schema),
+		sqlPartitions:     inSchema(sqlPartitions, schema),
+		sqlMakePartitions: inSchema(sqlMakePartitions, schema),
+		sqlDropPartition:  inSchema(sqlDropPartition, schema),
+		sqlReviewed:       inSchema(sqlReviewed, schema),
+		sqlPart:           inSchema(sqlCleanPart, schema),
+		sqlPartArchived:   inSchema(sqlCleanPartArchived, schema),
+		sqlReview:         inSchema(sqlReview, schema),
+		sqlReviewArchived: inSchema(sqlReviewArchived, schema),
+	}
+}
+
+// sqlPartitioned comes before all else: the relay of a plain table needs no right to
+// call functions.
+const sqlPartitioned = `SELECT relkind = 'p' FROM pg_class WHERE oid = '{schema}.outbox'::regclass`
+
+const sqlPartitions = `SELECT name::text, first, behind, closed, large FROM {schema}.outbox_partitions() ORDER BY first`
+
+// isPartitioned reports whether outbox has partitions.
+func (r *retention) isPartitioned(ctx context.Context) (is bool, err error) {
+	err = r.db.QueryRow(ctx, r.sqlPartitioned).Scan(&is)
+	return is, wrapClean("outbox", err)
+}
+
+// list returns the partitions by their ids.
+func (r *retention) list(ctx context.Context) ([]idRange, error) {
+	rows, err := r.db.Query(ctx, r.sqlPartitions)
+	if err != nil {
+		return nil, wrapClean("outbox", err)
+	}
+	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (p idRange, err error) {
+		err = row.Scan(&p.name, &p.first, &p.behind, &p.closed, &p.large)
+		return p, err
+	})
+	return all, wrapClean("outbox", err)
+}
+
+const sqlMakePartitions = `SELECT {schema}.outbox_make_partitions()`
+
+// makePartitions makes partitions ahead of need. It is one statement, so that no
+// lock outlives this process.
+func (r *retention) makePartitions(ctx context.Context) (n int, err error) {
+	err = r.db.QueryRow(ctx, r.sqlMakePartitions).Scan(&n)
+	if isLocked(err) {
+		return 0, errBusy
+	}
+	if err != nil {
+		return 0, fmt.Errorf("make partitions: %w", err)
+	}
+	return n, nil
+}
+
+// isLocked reports whether PostgreSQL did not get a lock in time.
+func isLocked(err error) bool {
+	var pg *pgconn.PgError
+	return errors.As(err, &pg) && pg.Code == "55P03" // lock_not_available
+}
+
+// deletePart is deletePublished for a range of ids that lies in one partition: the
+// range lets PostgreSQL leave out the others, whose rows are in the same places.
+const deletePart = deletePublished + ` AND id > $1 AND id <= (SELECT max(id) FROM looked) AND tableoid = ANY (ARRAY(SELECT part FROM published)) RETURNING *`
+
+const sqlCleanPart = publishedRows + belowCeiling + publishedAmong + deletePart + countGone
+
+const sqlCleanPartArchived = sqlCleanPart + archivedColumns
+
+// part removes published rows of one partition behind an id.
+func (r *retention) part(ctx context.Context, l *proof, after, behind int64) (step, error) {
+	return r.publishedBy(ctx, l, r.sqlPart, r.sqlPartArchived, after, behind)
+}
+
+// wholeBatch lets a review have all that it looked at, or nothing.
+const wholeBatch = `(SELECT count(*) FROM looked) = (SELECT count(*) FROM published)`
+
+const sqlReview = publishedRows + publishedAmong + `SELECT FROM published WHERE ` + wholeBatch + countGone
+
+const sqlReviewArchived = publishedRows + publishedAmong + `
+    SELECT * FROM {schema}.outbox WHERE id > $1 AND id <= (SELECT max(id) FROM looked) AND ` + wholeBatch + countGone + archivedColumns
+
+// review is a look at all rows of a partition, which may take many runs.
+type review struct {
+	idRange
+	seen   string    // snapshot from before the first look
+	server time.Time // start of the server whose snapshot it is
+	relays []string
+
+	after int64 // looked at up to here
+	rows  int64
+	done  bool
+}
+
+// sqlReviewed tells where a review begins, and whether the last row of the partition
+// is old; NULL if there is none.
+const sqlReviewed = `
+SELECT pg_current_snapshot()::text, pg_postmaster_start_time(), {schema}.outbox_relays(),
+       (SELECT created_at < now() - $3::interval FROM {schema}.outbox WHERE id >= $1 AND id < $2 ORDER BY id DESC LIMIT 1)`
+
+// begin begins a review, unless the last row of the partition is too young.
+func (r *retention) begin(ctx context.Context, p idRange) (*review, error) {
+	v := &review{idRange: p, after: max(p.first, 1) - 1}
+	var old pgtype.Bool
+	err := query(ctx, r.db, sqlCleanSettings, func(rows pgx.Rows) error {
+		_, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
+			return struct{}{}, row.Scan(&v.seen, &v.server, &v.relays, &old)
+		})
+		return err
+	}, r.sqlReviewed, p.first, p.behind, r.cfg.PublishedFor)
+	if err != nil {
+		return nil, wrapClean("outbox", err)
+	}
+	if old.Valid && !old.Bool {
+		return nil, nil
+	}
+	return v, nil
+}
+
+// look is a batch of a review. It reports whether all that it looked at may go; if
+// not, the next look begins there again.
+func (r *retention) look(ctx context.Context, l *proof, v *review) (ok bool, err error) {
+	s, err := r.publishedBy(ctx, l, r.sqlReview, r.sqlReviewArchived, v.after, v.behind)
+	if err != nil || s.gone < s.looked {
+		return false, err
+	}
+	v.after, v.rows = max(v.after, s.last), v.rows+s.looked
+	v.done = s.looked < int64(r.cfg.BatchSize)
+	return true, nil
+}
+
+const sqlDropPartition = `
+SELECT {schema}.outbox_drop_partition($1::text::name, $2::bool, $3::text::pg_snapshot, $4::timestamptz, $5::text[], $6::text, $7::text, $8::bigint)`
+
+// errReview means that a review is worth nothing any more.
+var errReview = errors.New("partition has changed")
+
+// drop removes the rows of a partition that was reviewed, and the table too if that
+// is wanted and its lock is had; or it returns errBusy, errLeaseLost or errReview. All
+// is sent at once: a process that stops in between must not hold the lock.
+func (r *retention) drop(ctx context.Context, l *proof, v *review, whole bool) (dropped bool, err error) {
+	var why string
+	var batch pgx.Batch
+	batch.Queue(`BEGIN ISOLATION LEVEL READ COMMITTED`)
+	batch.Queue(r.sqlDropPartition, v.name, whole, v.seen, v.server, v.relays, l.relay, l.holder, l.epoch).
+		QueryRow(func(row pgx.Row) error { return row.Scan(&why) })
+	batch.Queue(`COMMIT`)
+	if err := r.db.SendBatch(ctx, &batch).Close(); err != nil {
+		return false, fmt.Errorf("drop partition %s: %w", v.name, err)
+	}
+	switch why {
+	case "dropped", "emptied":
+		return why == "dropped", nil
+	case "busy":
+		return false, errBusy
+	case "lease":
+		return false, errLeaseLost
+	}
+	return false, fmt.Errorf("%w: %s", errReview, why)
+}

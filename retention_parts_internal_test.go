@@ -1,0 +1,438 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+)
+
+// newPartDesk returns a desk whose outbox has partitions of so many ids.
+func newPartDesk(t *testing.T, rows int64) *desk {
+	t.Helper()
+	d := newDesk(t)
+	require.NoError(t, Migrate(context.Background(), d.db, MigrateConfig{Schema: d.schema, PartitionRows: rows}))
+	return d
+}
+
+// parts returns the names of all partitions, the default one too.
+func (d *desk) parts(t *testing.T) []string {
+	t.Helper()
+	rows, err := d.db.Query(context.Background(), inSchema(`
+		SELECT c.relname FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
+		 WHERE i.inhparent = '{schema}.outbox'::regclass ORDER BY c.relname`, d.schema))
+	require.NoError(t, err)
+	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	return names
+}
+
+// has reports whether there is a partition of these ids.
+func (d *desk) has(t *testing.T, ids string) bool { return slices.Contains(d.parts(t), "outbox_"+ids) }
+
+var errEmptied = errors.New("emptied only")
+
+func (r *retention) dropWhole(ctx context.Context, l *proof, v *review) error {
+	dropped, err := r.drop(ctx, l, v, true)
+	if err == nil && !dropped {
+		err = errEmptied
+	}
+	return err
+}
+
+// first returns the lowest partition, reviewed as far as it goes.
+func (d *desk) first(t *testing.T, r *retention, l *proof) *review {
+	t.Helper()
+	ctx := context.Background()
+	all, err := r.list(ctx)
+	require.NoError(t, err)
+	v, err := r.begin(ctx, all[0])
+	require.NoError(t, err)
+	if v == nil {
+		return nil
+	}
+	d.reviewOn(t, r, l, v)
+	return v
+}
+
+func (d *desk) reviewOn(t *testing.T, r *retention, l *proof, v *review) {
+	t.Helper()
+	for ok := true; ok && !v.done; {
+		var err error
+		ok, err = r.look(context.Background(), l, v)
+		require.NoError(t, err)
+	}
+}
+
+// full returns a desk with two full partitions of ten ids and some of a third, all
+// old.
+func full(t *testing.T) *desk {
+	t.Helper()
+	d := newPartDesk(t, 10)
+	d.insert(t, 25)
+	d.age(t, "outbox", "created_at", "8 days")
+	return d
+}
+
+func TestPartitionGoes(t *testing.T) {
+	d, ctx := full(t), context.Background()
+	r, l := d.cleaning(t, RetentionConfig{BatchSize: 4})
+	v := d.first(t, r, l)
+	require.False(t, v.done, "nobody has published it")
+	require.Len(t, d.unsent(t, "default"), 25)
+	d.reviewOn(t, r, l, v)
+	require.True(t, v.done)
+	require.ErrorIs(t, r.dropWhole(ctx, l, v), errReview, "the relay was not known when it began")
+
+	v = d.first(t, r, l)
+	require.NoError(t, r.dropWhole(ctx, l, v))
+	require.EqualValues(t, 9, v.rows)
+	require.False(t, d.has(t, "min_10"))
+	require.EqualValues(t, 10, d.ids(t, "outbox")[0])
+	v = d.first(t, r, l)
+	require.NoError(t, r.dropWhole(ctx, l, v))
+	require.EqualValues(t, 10, v.rows)
+	require.Equal(t, []int64{20, 21, 22, 23, 24, 25}, d.ids(t, "outbox"))
+}
+
+func TestPartitionStays(t *testing.T) {
+	for name, play := range map[string]func(*testing.T, *desk){
+		"one row is not published": func(t *testing.T, d *desk) {
+			d.exec(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 3`)
+		},
+		"one row is young": func(t *testing.T, d *desk) {
+			d.exec(t, `UPDATE {schema}.outbox SET created_at = now() WHERE id = 3`)
+		},
+		"another relay has not published it": func(t *testing.T, d *desk) { d.sendUpTo(t, "audit", 5) },
+		"a cursor is of another cluster": func(t *testing.T, d *desk) {
+			d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
+		},
+		"there is no cursor": func(t *testing.T, d *desk) { d.exec(t, `DELETE FROM {schema}.outbox_cursor`) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := full(t)
+			d.unsent(t, "default")
+			play(t, d)
+			r, l := d.cleaning(t, RetentionConfig{})
+			require.False(t, d.first(t, r, l).done)
+		})
+	}
+	t.Run("the last row is young", func(t *testing.T) {
+		d := full(t)
+		d.unsent(t, "default")
+		d.exec(t, `UPDATE {schema}.outbox SET created_at = now() WHERE id = 9`)
+		r, l := d.cleaning(t, RetentionConfig{})
+		require.Nil(t, d.first(t, r, l))
+	})
+}
+
+// What happens between the review and the lock is seen under the lock.
+func TestPartitionIsJudgedUnderItsLock(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		play func(*testing.T, *desk, *review)
+		want error
+	}{
+		{"a row came in, by its id", func(t *testing.T, d *desk, _ *review) {
+			d.exec(t, `UPDATE {schema}.outbox SET id = 4 WHERE id = 24`)
+			d.exec(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 4`)
+		}, errReview},
+		{"a relay began", func(t *testing.T, d *desk, _ *review) { d.sendUpTo(t, "audit", 1) }, errReview},
+		{"the server started again", func(_ *testing.T, _ *desk, v *review) { v.server = v.server.Add(-time.Second) }, errReview},
+		{"the lease was lost", func(t *testing.T, d *desk, _ *review) {
+			d.exec(t, `UPDATE {schema}.outbox_lease SET epoch = epoch + 1 WHERE name = 'cleaner'`)
+		}, errLeaseLost},
+		{"somebody else dropped it", func(t *testing.T, d *desk, _ *review) { d.exec(t, `DROP TABLE {schema}.outbox_min_10`) }, errReview},
+		{"nothing", func(*testing.T, *desk, *review) {}, nil},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			d := full(t)
+			d.exec(t, `DELETE FROM {schema}.outbox WHERE id = 4`)
+			d.unsent(t, "default")
+			r, l := d.cleaning(t, RetentionConfig{})
+			v := d.first(t, r, l)
+			require.True(t, v.done)
+			test.play(t, d, v)
+			require.ErrorIs(t, r.dropWhole(context.Background(), l, v), test.want)
+		})
+	}
+}
+
+// insertAt records an event under an id that was drawn before.
+const insertAt = `
+INSERT INTO {schema}.outbox (id, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at)
+VALUES ($1, gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now(), now() - '8 days'::interval)`
+
+// A transaction that was prepared holds its partition until it ends. Then its rows
+// are new, and have to be published.
+func TestPreparedTransactionKeepsItsPartition(t *testing.T) {
+	d, ctx := newPartDesk(t, 10), context.Background()
+	tx := d.beginInsert(t, 2)
+	_, err := tx.Exec(ctx, inSchema(`UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval`, d.schema))
+	require.NoError(t, err)
+	_, err = tx.Exec(ctx, fmt.Sprintf(`PREPARE TRANSACTION '%s'`, d.schema))
+	require.NoError(t, err)
+	t.Cleanup(func() { _, _ = d.db.Exec(ctx, fmt.Sprintf(`ROLLBACK PREPARED '%s'`, d.schema)) }) // fails where the test has committed it
+	d.insert(t, 20)
+	d.age(t, "outbox", "created_at", "8 days")
+	require.Len(t, d.unsent(t, "default"), 20)
+	r, l := d.cleaning(t, RetentionConfig{})
+	v := d.first(t, r, l)
+	require.True(t, v.done, "it is not to be seen")
+	start := time.Now()
+	require.ErrorIs(t, r.dropWhole(ctx, l, v), errBusy)
+	require.Less(t, time.Since(start), time.Second)
+
+	_, err = d.db.Exec(ctx, fmt.Sprintf(`COMMIT PREPARED '%s'`, d.schema))
+	require.NoError(t, err)
+	require.ErrorIs(t, r.dropWhole(ctx, l, v), errReview)
+	v = d.first(t, r, l)
+	require.False(t, v.done)
+	require.Equal(t, []int64{1, 2}, d.unsent(t, "default"))
+	d.reviewOn(t, r, l, v)
+	require.True(t, v.done)
+	require.NoError(t, r.dropWhole(ctx, l, v))
+}
+
+// Who began before the partition was full, sees nothing of all this, and records
+// afterwards, draws a new id.
+func TestRepeatableReadWriterBehindTheCut(t *testing.T) {
+	d, ctx := newPartDesk(t, 10), context.Background()
+	tx, err := d.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.RepeatableRead})
+	require.NoError(t, err)
+	defer tx.Rollback(ctx)
+	_, err = tx.Exec(ctx, `SELECT pg_current_xact_id()`) // its snapshot and its transaction id are old
+	require.NoError(t, err)
+	d.insert(t, 25)
+	d.age(t, "outbox", "created_at", "8 days")
+	require.Len(t, d.unsent(t, "default"), 25)
+	r, l := d.cleaning(t, RetentionConfig{})
+	require.NoError(t, r.dropWhole(ctx, l, d.first(t, r, l)))
+	_, err = tx.Exec(ctx, inSchema(sqlInsertEvents, d.schema), 2)
+	require.NoError(t, err)
+	require.NoError(t, tx.Commit(ctx))
+	require.Equal(t, []int64{26, 27}, d.unsent(t, "default"))
+	require.Subset(t, d.ids(t, "outbox"), []int64{26, 27})
+}
+
+// An id that was drawn long ago has no partition any more. It is recorded, published
+// and removed all the same, and holds up no further partitions.
+func TestIDDrawnBeforeItsPartitionWent(t *testing.T) {
+	d, ctx := newPartDesk(t, 10), context.Background()
+	d.insert(t, 2)
+	var drawn int64
+	require.NoError(t, d.db.QueryRow(ctx, inSchema(`SELECT nextval('{schema}.outbox_id_seq')`, d.schema)).Scan(&drawn))
+	d.insert(t, 45)
+	d.age(t, "outbox", "created_at", "8 days")
+	d.unsent(t, "default")
+	r, l := d.cleaning(t, RetentionConfig{})
+	require.NoError(t, r.dropWhole(ctx, l, d.first(t, r, l)))
+	d.exec(t, insertAt, drawn)
+	n, err := r.makePartitions(ctx)
+	require.NoError(t, err)
+	require.Positive(t, n)
+	require.Equal(t, []int64{drawn}, d.unsent(t, "default"))
+	all, err := r.list(ctx)
+	require.NoError(t, err)
+	s, err := r.part(ctx, l, 0, all[0].first)
+	require.NoError(t, err)
+	require.EqualValues(t, 1, s.gone)
+	require.NotContains(t, d.ids(t, "outbox"), drawn)
+	require.Contains(t, d.ids(t, "outbox"), int64(10))
+}
+
+// Rows of one partition go, and none that is in the same place of another one.
+func TestPartRemovesItsOwnRows(t *testing.T) {
+	d, ctx := full(t), context.Background()
+	d.unsent(t, "default")
+	r, l := d.cleaning(t, RetentionConfig{BatchSize: 3})
+	s, err := r.part(ctx, l, 9, 20)
+	require.NoError(t, err)
+	require.EqualValues(t, 3, s.gone)
+	ids := d.ids(t, "outbox")
+	require.Len(t, ids, 22)
+	for _, id := range []int64{10, 11, 12} {
+		require.NotContains(t, ids, id)
+	}
+}
+
+// No relay comes, for long: everybody records on, and the first relay to come makes
+// partitions again.
+func TestNobodyMakesPartitions(t *testing.T) {
+	d, ctx := newPartDesk(t, 10), context.Background()
+	d.insert(t, 400) // the eight, the first larger one, of 100 ids, and the second
+	require.Len(t, d.ids(t, "outbox"), 400)
+	d.age(t, "outbox", "created_at", "8 days")
+	l, err := d.leases.acquire(ctx)
+	require.NoError(t, err)
+	d.exec(t, `INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
+	           SELECT 400, pg_current_snapshot(), 400, system_identifier, $1 FROM pg_control_system()`, l.epoch)
+	r, p := d.cleaning(t, RetentionConfig{})
+	_, err = r.makePartitions(ctx)
+	require.NoError(t, err)
+	require.True(t, d.has(t, "10190_10200"), "behind the larger one: %s", d.parts(t))
+	dropped := 0
+	for {
+		all, err := r.list(ctx)
+		require.NoError(t, err)
+		if !all[0].closed {
+			require.True(t, all[0].large)
+			s, err := r.part(ctx, p, all[0].first-1, all[0].behind)
+			require.NoError(t, err)
+			require.EqualValues(t, 211, s.gone)
+			break
+		}
+		require.NoError(t, r.dropWhole(ctx, p, d.first(t, r, p)))
+		dropped++
+	}
+	require.Equal(t, 10, dropped)
+	require.Empty(t, d.ids(t, "outbox"))
+	d.exec(t, `SELECT setval('{schema}.outbox_id_seq', 10195)`)
+	d.insert(t, 1)
+	_, err = r.makePartitions(ctx)
+	require.NoError(t, err)
+}
+
+// Who waits for a transaction that writes waits for 50 ms, and so do writers behind
+// him.
+func TestNobodyWaitsLongForPartitions(t *testing.T) {
+	d, ctx := full(t), context.Background()
+	d.unsent(t, "default")
+	r, l := d.cleaning(t, RetentionConfig{})
+	v := d.first(t, r, l)
+	writer := d.beginInsert(t, 10)
+	stop, longest := make(chan struct{}), make(chan time.Duration)
+	go func() {
+		var most time.Duration
+		for {
+			select {
+			case <-stop:
+				longest <- most
+				return
+			default:
+			}
+			start := time.Now()
+			d.exec(t, sqlInsertEvents, 1)
+			most = max(most, time.Since(start))
+		}
+	}()
+	for range 10 {
+		require.ErrorIs(t, r.dropWhole(ctx, l, v), errEmptied)
+		require.EqualValues(t, 10, d.ids(t, "outbox")[0])
+		_, err := r.makePartitions(ctx)
+		if err != nil {
+			require.ErrorIs(t, err, errBusy)
+		}
+	}
+	close(stop)
+	most := <-longest
+	t.Logf("a writer waited %v", most)
+	require.Greater(t, most, 30*time.Millisecond, "somebody asked for the lock")
+	require.Less(t, most, 500*time.Millisecond, "the limit is 100 ms; the machine may be busy")
+	require.NoError(t, writer.Commit(ctx))
+	require.Eventually(t, func() bool { return r.dropWhole(ctx, l, v) == nil }, time.Minute, time.Millisecond)
+	require.False(t, d.has(t, "min_10"))
+}
+
+func TestPartitionsAreArchived(t *testing.T) {
+	d, ctx := full(t), context.Background()
+	d.unsent(t, "default")
+	var got []int64
+	broken := errors.New("no room")
+	fail := true
+	r, l := d.cleaning(t, RetentionConfig{BatchSize: 4, Archive: func(_ context.Context, _ pgx.Tx, rows []ArchivedEvent) error {
+		for _, e := range rows {
+			if e.OutboxID == 6 && fail {
+				fail = false
+				return broken
+			}
+			got = append(got, e.OutboxID)
+		}
+		return nil
+	}})
+	all, err := r.list(ctx)
+	require.NoError(t, err)
+	v, err := r.begin(ctx, all[0])
+	require.NoError(t, err)
+	_, err = r.look(ctx, l, v)
+	require.NoError(t, err)
+	_, err = r.look(ctx, l, v)
+	require.ErrorIs(t, err, broken)
+	require.False(t, v.done)
+	d.reviewOn(t, r, l, v)
+	require.True(t, v.done)
+	require.Equal(t, []int64{1, 2, 3, 4, 5, 5, 6, 7, 8, 9}, got, "5 came with the batch that failed")
+	require.NoError(t, r.dropWhole(ctx, l, v))
+}
+
+// Many processes make partitions of a table that has rows and rights, while others
+// write.
+func TestPlainTableBecomesFirstPartition(t *testing.T) {
+	d, ctx := newDesk(t), context.Background()
+	role := "part_" + strings.ReplaceAll(strings.ToLower(d.schema), " ", "_")
+	d.exec(t, `CREATE ROLE `+role)
+	t.Cleanup(func() { d.exec(t, `DROP OWNED BY `+role); d.exec(t, `DROP ROLE `+role) })
+	d.exec(t, `GRANT SELECT ON {schema}.outbox TO `+role)
+	d.exec(t, `GRANT INSERT (event_id, source) ON {schema}.outbox TO `+role)
+	d.insert(t, 100)
+	file := func(table string) (n int64) {
+		require.NoError(t, d.db.QueryRow(ctx, inSchema(`SELECT pg_relation_filenode('{schema}.`+table+`')::bigint`, d.schema)).Scan(&n))
+		return n
+	}
+	before := file("outbox")
+	writer := d.beginInsert(t, 1)
+	done := make(chan error, 4)
+	for range cap(done) {
+		go func() { done <- Migrate(ctx, d.db, MigrateConfig{Schema: d.schema, PartitionRows: 20}) }()
+	}
+	var most time.Duration
+	for range 20 {
+		start := time.Now()
+		d.exec(t, sqlInsertEvents, 1)
+		most = max(most, time.Since(start))
+	}
+	require.Less(t, most, 500*time.Millisecond, "the limit is 50 ms; the machine may be busy")
+	require.NoError(t, writer.Commit(ctx))
+	for range cap(done) {
+		require.NoError(t, <-done)
+	}
+	require.NoError(t, Migrate(ctx, d.db, MigrateConfig{Schema: d.schema, PartitionRows: 20}), "once more")
+	require.NoError(t, Migrate(ctx, d.db, MigrateConfig{Schema: d.schema}))
+	first := d.parts(t)[slices.IndexFunc(d.parts(t), func(name string) bool { return strings.HasPrefix(name, "outbox_min_") })]
+	require.Equal(t, before, file(first), "no row was written anew")
+	require.Len(t, d.ids(t, "outbox"), 121)
+	d.insert(t, 1)
+	for _, right := range []string{`has_table_privilege($1, $2, 'SELECT')`, `has_column_privilege($1, $2, 'event_id', 'INSERT')`,
+		`has_column_privilege($1, $2, 'source', 'INSERT')`, `NOT has_column_privilege($1, $2, 'xid', 'INSERT')`, `NOT has_table_privilege($1, $2, 'DELETE')`} {
+		var has bool
+		require.NoError(t, d.db.QueryRow(ctx, `SELECT `+right, role, pgx.Identifier{d.schema, "outbox"}.Sanitize()).Scan(&has))
+		require.True(t, has, right)
+	}
+	var comment string
+	require.NoError(t, d.db.QueryRow(ctx, `SELECT obj_description($1::regclass)`, pgx.Identifier{d.schema, "outbox"}.Sanitize()).Scan(&comment))
+	require.Contains(t, comment, "Domain events")
+	require.Len(t, d.unsent(t, "default"), 100, "a window of more than 100 is read in parts")
+}
+
+func TestPartitionRowsOutOfRange(t *testing.T) {
+	for _, rows := range []int64{-1, maxPartitionRows + 1} {
+		require.ErrorContains(t, Migrate(context.Background(), nil, MigrateConfig{PartitionRows: rows}), "field PartitionRows")
+	}
+}
+
+// A table with what would not go with its name stays plain.
+func TestPartitionsWouldLoseATrigger(t *testing.T) {
+	d := newDesk(t)
+	d.exec(t, `CREATE TRIGGER mine BEFORE UPDATE ON {schema}.outbox FOR EACH ROW EXECUTE FUNCTION suppress_redundant_updates_trigger()`)
+	err := Migrate(context.Background(), d.db, MigrateConfig{Schema: d.schema, PartitionRows: 20})
+	var pg *pgconn.PgError
+	require.ErrorAs(t, err, &pg)
+	require.Contains(t, pg.Message, "triggers")
+}
