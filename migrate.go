@@ -42,7 +42,9 @@ func (c MigrateConfig) validate() error {
 
 // Migrate brings the tables of outbox up to date. It may be called at every
 // start and by many processes at once: one of them migrates, the others wait for
-// it and find nothing to do. All steps are one transaction.
+// it and find nothing to do. All steps are one transaction; those that partition a
+// table follow in their own, and a call that was stopped between them is to be made
+// again: ids far ahead are refused until then.
 //
 // It returns [ErrDatabaseAhead], and changes nothing, when a newer release has
 // migrated the database. The role needs CREATE on the schema, or on the database

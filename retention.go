@@ -26,7 +26,8 @@ type RetentionConfig struct {
 	// transaction that recorded them. However old, a row goes only when every relay
 	// that has a cursor in the schema has published it, so a relay that no longer
 	// runs keeps them all: its name is in the log. One that could not go when its time
-	// came may stay a day longer than it must. Zero means 7 days.
+	// came may stay a day longer than it must. Rows of a partition go when all of them
+	// may (MigrateConfig.PartitionRows). Zero means 7 days.
 	PublishedFor time.Duration
 	// CursorsFor is how long the history in outbox_cursor goes back; from an hour on
 	// it has a row for each minute. The newest row of each relay stays. Zero means

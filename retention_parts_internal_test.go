@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 )
 
@@ -121,6 +122,8 @@ func TestPartitionStays(t *testing.T) {
 			d.unsent(t, "default")
 			play(t, d)
 			r, l := d.cleaning(t, RetentionConfig{})
+			require.False(t, d.first(t, r, l).done)
+			r.cfg.Archive = func(context.Context, pgx.Tx, []ArchivedEvent) error { return errors.New("nothing is to be archived") }
 			require.False(t, d.first(t, r, l).done)
 		})
 	}
@@ -435,4 +438,62 @@ func TestPartitionsWouldLoseATrigger(t *testing.T) {
 	var pg *pgconn.PgError
 	require.ErrorAs(t, err, &pg)
 	require.Contains(t, pg.Message, "triggers")
+}
+
+// What is planned over empty tables on the first day runs when one of the larger
+// partitions has grown: no index of it is walked as a whole.
+func TestCleaningOverPartitions(t *testing.T) {
+	testenv.Direct(t) // prepared statements
+	d, ctx := newPartDesk(t, 100), context.Background()
+	const batch, ids = 100, 50_000
+	r, _ := d.cleaning(t, RetentionConfig{BatchSize: batch})
+	conn, err := d.db.Acquire(ctx)
+	require.NoError(t, err)
+	defer conn.Release()
+	inTx := func(mode string, do func(pgx.Tx)) {
+		tx, err := conn.Begin(ctx)
+		require.NoError(t, err)
+		defer tx.Rollback(ctx)
+		for _, sql := range []string{sqlCleanSettings, `SET LOCAL plan_cache_mode = ` + mode} {
+			_, err = tx.Exec(ctx, sql)
+			require.NoError(t, err)
+		}
+		do(tx)
+	}
+	statements := map[string]string{"part": r.sqlPart, "part_archived": r.sqlPartArchived, "review": r.sqlReview, "review_archived": r.sqlReviewArchived}
+	args := fmt.Sprintf(`(%d, %d, '7 days', %d)`, ids/2, batch, ids)
+	inTx("force_generic_plan", func(tx pgx.Tx) {
+		for name, sql := range statements {
+			_, err := tx.Exec(ctx, "PREPARE "+name+" (bigint, bigint, interval, bigint) AS "+sql)
+			require.NoError(t, err)
+			_, err = tx.Exec(ctx, "EXECUTE "+name+args)
+			require.NoError(t, err)
+		}
+	})
+	for range 10 {
+		d.insert(t, ids/10)
+	}
+	d.age(t, "outbox", "created_at", "8 days")
+	d.exec(t, `INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
+	           SELECT $1, pg_current_snapshot(), $1, system_identifier, 1 FROM pg_control_system()`, ids)
+	most := maxCleanBuffers + 3*len(d.parts(t))
+	for _, analysed := range []string{"before ANALYZE", "after ANALYZE"} {
+		for _, mode := range []string{"force_generic_plan", "force_custom_plan"} {
+			for name := range statements {
+				t.Run(analysed+", "+mode+", "+name, func(t *testing.T) {
+					inTx(mode, func(tx pgx.Tx) {
+						_, err := tx.Exec(ctx, "SAVEPOINT before")
+						require.NoError(t, err)
+						explain(t, tx, "EXECUTE "+name+args) // reads the catalog
+						_, err = tx.Exec(ctx, "ROLLBACK TO before")
+						require.NoError(t, err)
+						buffers, plan := explain(t, tx, "EXECUTE "+name+args)
+						t.Logf("%d buffers", buffers)
+						require.LessOrEqual(t, buffers, most, "%s", plan)
+					})
+				})
+			}
+		}
+		d.exec(t, `ANALYZE {schema}.outbox`)
+	}
 }
