@@ -110,11 +110,15 @@ func tryPartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) er
 	if err := db.QueryRow(ctx, inSchema(sqlPartitioned, cfg.Schema)).Scan(&is); err != nil || is {
 		return err
 	}
-	if _, err := db.Exec(ctx, inSchema(sqlPreparePartitions, cfg.Schema), cfg.PartitionRows); err != nil {
+	done := func(row pgx.Row) error { return row.Scan(nil) }
+	if err := atOnce(ctx, db, done, inSchema(sqlPreparePartitions, cfg.Schema), cfg.PartitionRows); err != nil {
 		return fmt.Errorf("prepare partitions: %w", err)
 	}
-	for _, sql := range []string{sqlCheckPartitions, sqlPartition, sqlMakePartitions} {
-		if _, err := db.Exec(ctx, inSchema(sql, cfg.Schema)); err != nil {
+	if _, err := db.Exec(ctx, inSchema(sqlCheckPartitions, cfg.Schema)); err != nil {
+		return fmt.Errorf("check partitions: %w", err)
+	}
+	for _, sql := range []string{sqlPartition, sqlMakePartitions} {
+		if err := atOnce(ctx, db, done, inSchema(sql, cfg.Schema)); err != nil {
 			return fmt.Errorf("make partitions: %w", err)
 		}
 	}

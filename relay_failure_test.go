@@ -176,6 +176,7 @@ func TestStopWhileKafkaIsAway(t *testing.T) {
 // Connections to PostgreSQL die at any moment; nothing is lost or sent twice by
 // that, because a move whose outcome is unknown is looked up.
 func TestPostgresConnectionsDie(t *testing.T) {
+	testenv.Direct(t) // which connections are whose
 	h := newHouse(t)
 	reader := h.follow(t)
 	admin := h.db

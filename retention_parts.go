@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
 )
 
 // Partitions of outbox are ranges of ids. The functions of 0002_partitions.sql do to
@@ -86,10 +87,20 @@ func (r *retention) list(ctx context.Context) ([]idRange, error) {
 
 const sqlMakePartitions = `SELECT {schema}.outbox_make_partitions()`
 
-// makePartitions makes partitions ahead of need. It is one statement, so that no
-// lock outlives this process.
+// atOnce runs a statement that takes locks, in a transaction that is sent as a whole:
+// a process that stops in between must not hold them. Each look must see what was
+// there when the lock was had, hence READ COMMITTED; a pool may have another default.
+func atOnce(ctx context.Context, db *pgxpool.Pool, read func(pgx.Row) error, sql string, args ...any) error {
+	var batch pgx.Batch
+	batch.Queue(`BEGIN ISOLATION LEVEL READ COMMITTED`)
+	batch.Queue(sql, args...).QueryRow(read)
+	batch.Queue(`COMMIT`)
+	return db.SendBatch(ctx, &batch).Close()
+}
+
+// makePartitions makes partitions ahead of need.
 func (r *retention) makePartitions(ctx context.Context) (n int, err error) {
-	err = r.db.QueryRow(ctx, r.sqlMakePartitions).Scan(&n)
+	err = atOnce(ctx, r.db, func(row pgx.Row) error { return row.Scan(&n) }, r.sqlMakePartitions)
 	if isLocked(err) {
 		return 0, errBusy
 	}
@@ -182,16 +193,12 @@ SELECT {schema}.outbox_drop_partition($1::text::name, $2::bool, $3::text::pg_sna
 var errReview = errors.New("partition has changed")
 
 // drop removes the rows of a partition that was reviewed, and the table too if that
-// is wanted and its lock is had; or it returns errBusy, errLeaseLost or errReview. All
-// is sent at once: a process that stops in between must not hold the lock.
+// is wanted and its lock is had; or it returns errBusy, errLeaseLost or errReview.
 func (r *retention) drop(ctx context.Context, l *proof, v *review, whole bool) (dropped bool, err error) {
 	var why string
-	var batch pgx.Batch
-	batch.Queue(`BEGIN ISOLATION LEVEL READ COMMITTED`)
-	batch.Queue(r.sqlDropPartition, v.name, whole, v.seen, v.server, v.relays, l.relay, l.holder, l.epoch).
-		QueryRow(func(row pgx.Row) error { return row.Scan(&why) })
-	batch.Queue(`COMMIT`)
-	if err := r.db.SendBatch(ctx, &batch).Close(); err != nil {
+	err = atOnce(ctx, r.db, func(row pgx.Row) error { return row.Scan(&why) }, r.sqlDropPartition,
+		v.name, whole, v.seen, v.server, v.relays, l.relay, l.holder, l.epoch)
+	if err != nil {
 		return false, fmt.Errorf("drop partition %s: %w", v.name, err)
 	}
 	switch why {

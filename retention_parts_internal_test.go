@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 )
@@ -422,6 +423,24 @@ func TestPlainTableBecomesFirstPartition(t *testing.T) {
 	require.NoError(t, d.db.QueryRow(ctx, `SELECT obj_description($1::regclass)`, pgx.Identifier{d.schema, "outbox"}.Sanitize()).Scan(&comment))
 	require.Contains(t, comment, "Domain events")
 	require.Len(t, d.unsent(t, "default"), 100, "a window of more than 100 is read in parts")
+}
+
+// Pools may have any isolation by default.
+func TestPartitionsUnderSerializable(t *testing.T) {
+	testenv.Direct(t) // a setting of sessions
+	d, ctx := newDesk(t), context.Background()
+	d.db = testenv.Pool(t, func(cfg *pgxpool.Config) {
+		cfg.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable"
+	})
+	require.NoError(t, Migrate(ctx, d.db, MigrateConfig{Schema: d.schema, PartitionRows: 10}))
+	d.insert(t, 95)
+	d.age(t, "outbox", "created_at", "8 days")
+	require.Len(t, d.unsent(t, "default"), 95)
+	r, l := d.cleaning(t, RetentionConfig{})
+	n, err := r.makePartitions(ctx)
+	require.NoError(t, err)
+	require.Positive(t, n)
+	require.NoError(t, r.dropWhole(ctx, l, d.first(t, r, l)))
 }
 
 func TestPartitionRowsOutOfRange(t *testing.T) {

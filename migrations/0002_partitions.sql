@@ -41,11 +41,13 @@ DECLARE
     highest bigint;
     cut     bigint;
 BEGIN
-    IF (SELECT relkind = 'p' FROM pg_class WHERE oid = 'outbox'::regclass)
-       OR EXISTS (SELECT FROM pg_constraint WHERE conrelid = 'outbox'::regclass AND conname = 'outbox_before_partitions') THEN
-        RETURN;
-    END IF;
-    LOCK TABLE outbox IN ACCESS EXCLUSIVE MODE;
+    FOR look IN 1 .. 2 LOOP -- again under the lock: others may be at it
+        IF (SELECT relkind = 'p' FROM pg_class WHERE oid = 'outbox'::regclass)
+           OR EXISTS (SELECT FROM pg_constraint WHERE conrelid = 'outbox'::regclass AND conname = 'outbox_before_partitions') THEN
+            RETURN;
+        END IF;
+        LOCK TABLE outbox IN ACCESS EXCLUSIVE MODE;
+    END LOOP;
     SELECT greatest(s.last_value, coalesce((SELECT max(id) FROM outbox), 0)) INTO highest FROM outbox_id_seq AS s;
     -- Until outbox_partition() is called, ids from cut on are refused: keep it far.
     cut := CASE WHEN highest <= 1 THEN rows ELSE (highest / rows + 11) * rows END;
@@ -66,14 +68,16 @@ DECLARE
     owner   text;
     granted record;
 BEGIN
-    IF (SELECT relkind = 'p' FROM pg_class WHERE oid = 'outbox'::regclass) THEN
-        RETURN;
-    END IF;
-    IF NOT EXISTS (SELECT FROM pg_constraint WHERE conrelid = 'outbox'::regclass AND conname = 'outbox_before_partitions' AND convalidated) THEN
-        RAISE EXCEPTION 'call outbox_prepare_partitions(rows), and ALTER TABLE outbox VALIDATE CONSTRAINT outbox_before_partitions, first'
-            USING ERRCODE = 'object_not_in_prerequisite_state';
-    END IF;
-    LOCK TABLE outbox IN ACCESS EXCLUSIVE MODE;
+    FOR look IN 1 .. 2 LOOP -- again under the lock: others may be at it
+        IF (SELECT relkind = 'p' FROM pg_class WHERE oid = 'outbox'::regclass) THEN
+            RETURN;
+        END IF;
+        IF NOT EXISTS (SELECT FROM pg_constraint WHERE conrelid = 'outbox'::regclass AND conname = 'outbox_before_partitions' AND convalidated) THEN
+            RAISE EXCEPTION 'call outbox_prepare_partitions(rows), and ALTER TABLE outbox VALIDATE CONSTRAINT outbox_before_partitions, first'
+                USING ERRCODE = 'object_not_in_prerequisite_state';
+        END IF;
+        LOCK TABLE outbox IN ACCESS EXCLUSIVE MODE;
+    END LOOP;
     IF (SELECT relrowsecurity FROM pg_class WHERE oid = 'outbox'::regclass)
        OR EXISTS (SELECT FROM pg_trigger WHERE tgrelid = 'outbox'::regclass)
        OR EXISTS (SELECT FROM pg_publication_rel WHERE prrelid = 'outbox'::regclass) THEN
@@ -131,6 +135,9 @@ DECLARE
     bounds text[] := '{}';
     filled boolean;
 BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'partitions are made under READ COMMITTED only' USING ERRCODE = 'invalid_transaction_state';
+    END IF;
     SELECT p.rows INTO n FROM outbox_partitioning AS p FOR UPDATE; -- one at a time
     SELECT last_value INTO drawn FROM outbox_id_seq;
     IF (SELECT count(*) FROM outbox_partitions() AS p WHERE p.first > drawn AND p.behind - greatest(p.first, 0) <= n) >= 6 THEN
