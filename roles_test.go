@@ -207,6 +207,18 @@ func TestRolesCannot(t *testing.T) {
 		}
 		require.ElementsMatch(t, allowed, got, role)
 	}
+	functions := map[string]bool{ // and whether the relay may call it
+		`outbox_partitions()`: true, `outbox_relays()`: true, `outbox_make_partitions()`: true,
+		`outbox_drop_partition('x', true, '1:1:', now(), '{}', 'r', 'h', 1)`: true,
+		`outbox_prepare_partitions(10)`:                                      false, `outbox_partition()`: false,
+	}
+	for role := range can {
+		db := r.as(t, role)
+		for function, relay := range functions {
+			_, err := db.Exec(background, h.sql(`SELECT {s}.`+function))
+			require.Equal(t, role != "relay" || !relay, isDenied(err), "%s calls %s: %v", role, function, err)
+		}
+	}
 	_, err := r.as(t, "writer").Exec(background, h.sql(`INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload,
 		content_type, occurred_at, xid) VALUES (gen_random_uuid(), 't', 's', 'a', 'i', '{}', 'application/json', now(), '3')`))
 	require.True(t, isDenied(err), "a forged transaction id: %v", err)
