@@ -12,9 +12,12 @@ import (
 // limits knows the max.message.bytes of topics, as far as the brokers tell, and
 // what the client takes. It belongs to one goroutine.
 //
-// A record above the limit of its topic is not refused here, because the limit is
-// one of compressed batches, and only the broker knows. But no later event of its
-// key goes out with it: when the refusal comes, they would be there already.
+// The limit is one of batches, after compression, and a broker refuses a batch as a
+// whole. So a record above the limit is not refused here, because only the broker
+// knows; but no later event of its key goes out with it: when the refusal comes, they
+// would be there already. And records are not handed over together if they could
+// make a batch above the limit: it would be refused, and the next one, which is
+// smaller, be there before what is sent again.
 type limits struct {
 	client int // ProducerBatchMaxBytes
 	known  map[string]limit
@@ -28,8 +31,8 @@ type limit struct {
 const (
 	limitsFresh   = time.Minute
 	limitsTimeout = 2 * time.Second
-	// limitsWorth is the size from which on a record is worth asking for: no
-	// sensible topic has a lower limit, and most events are never asked about.
+	// limitsWorth is how many bytes for a topic are worth asking for: no sensible one
+	// has a lower limit, and events that come alone are mostly not asked about.
 	limitsWorth = 1000
 )
 
@@ -39,58 +42,129 @@ func (l *limits) of(client *kgo.Client) {
 	l.client = int(most)
 }
 
-// exceeds reports whether a record may be too large for its topic.
-func (l *limits) exceeds(ctx context.Context, client *kgo.Client, r *kgo.Record) bool {
-	size := recordSize(r)
-	if size < limitsWorth {
-		return false
-	}
-	if size > l.client {
-		return true
-	}
-	known, ok := l.known[r.Topic]
-	if !ok || time.Now().After(known.until) {
-		if l.known == nil || len(l.known) > maxTopics {
-			l.known = map[string]limit{}
+// learn asks for the limits of the topics to which records go, where they matter and
+// are not known.
+func (l *limits) learn(ctx context.Context, client *kgo.Client, records []kgo.Record) {
+	var topics []string
+	var sums sums
+	for i := range records {
+		r := &records[i]
+		before, sum := sums.add(r)
+		if before < limitsWorth && sum >= limitsWorth && time.Now().After(l.known[r.Topic].until) {
+			topics = append(topics, r.Topic)
 		}
-		known = limit{bytes: askLimit(ctx, client, r.Topic), until: time.Now().Add(limitsFresh)}
-		l.known[r.Topic] = known
 	}
-	return known.bytes > 0 && size > known.bytes
+	if len(topics) == 0 {
+		return
+	}
+	if l.known == nil || len(l.known) > maxTopics {
+		l.known = map[string]limit{}
+	}
+	told := askLimits(ctx, client, topics)
+	for _, topic := range topics {
+		l.known[topic] = limit{bytes: told[topic], until: time.Now().Add(limitsFresh)}
+	}
 }
 
-// recordSize is what a record needs in a batch of its own, without compression.
+// exceeds reports whether a record may be too large for its topic.
+func (l *limits) exceeds(r *kgo.Record) bool {
+	size, most := batchOverhead+recordSize(r), l.known[r.Topic].bytes
+	return size >= limitsWorth && (size > l.client || most > 0 && size > most)
+}
+
+// fitting returns how many records, from the first on, no topic can refuse for being
+// in one batch. Those with an error stay behind.
+func (l *limits) fitting(records []kgo.Record, errs []error) int {
+	if !l.narrow() {
+		return len(records)
+	}
+	var sums sums
+	for i := range records {
+		r := &records[i]
+		most := l.known[r.Topic].bytes
+		if errs[i] != nil || most == 0 || most >= l.client {
+			continue
+		}
+		if before, sum := sums.add(r); before > 0 && batchOverhead+sum > most {
+			return i
+		}
+	}
+	return len(records)
+}
+
+// narrow reports whether a topic takes less than the client, which is rare.
+func (l *limits) narrow() bool {
+	for _, known := range l.known {
+		if known.bytes > 0 && known.bytes < l.client {
+			return true
+		}
+	}
+	return false
+}
+
+// sums adds up the sizes of records by topic. Most come in runs of one topic.
+type sums struct {
+	of    map[string]*int
+	topic string
+	sum   *int // of topic
+}
+
+// add returns what the record's topic had before, and has now.
+func (s *sums) add(r *kgo.Record) (before, now int) {
+	if s.sum == nil || s.topic != r.Topic {
+		if s.of == nil {
+			s.of = map[string]*int{}
+		}
+		s.topic, s.sum = r.Topic, s.of[r.Topic]
+		if s.sum == nil {
+			s.sum = new(int)
+			s.of[r.Topic] = s.sum
+		}
+	}
+	before = *s.sum
+	*s.sum += recordSize(r)
+	return before, *s.sum
+}
+
+// batchOverhead is what a batch needs beside its records, in bytes.
+const batchOverhead = 61
+
+// recordSize is what a record needs in a batch at most, without compression.
 func recordSize(r *kgo.Record) int {
-	const batchOverhead, fieldOverhead = 61 + 30, 10
-	n := batchOverhead + len(r.Key) + len(r.Value)
+	const overhead, fieldOverhead = 30, 10
+	n := overhead + len(r.Key) + len(r.Value)
 	for _, h := range r.Headers {
 		n += fieldOverhead + len(h.Key) + len(h.Value)
 	}
 	return n
 }
 
-// askLimit asks the brokers. Where they do not answer, or not to us, the limit is
+// askLimits asks the brokers. Where they do not answer, or not to us, a limit is
 // unknown, and what they refuse is found out by sending.
-func askLimit(ctx context.Context, client *kgo.Client, topic string) int {
+func askLimits(ctx context.Context, client *kgo.Client, topics []string) map[string]int {
 	ctx, cancel := context.WithTimeout(ctx, limitsTimeout)
 	defer cancel()
 	request := kmsg.NewPtrDescribeConfigsRequest()
-	resource := kmsg.NewDescribeConfigsRequestResource()
-	resource.ResourceType, resource.ResourceName = kmsg.ConfigResourceTypeTopic, topic
-	resource.ConfigNames = []string{"max.message.bytes"}
-	request.Resources = append(request.Resources, resource)
-	response, err := request.RequestWith(ctx, client)
-	if err != nil || len(response.Resources) == 0 {
-		return 0
+	for _, topic := range topics {
+		resource := kmsg.NewDescribeConfigsRequestResource()
+		resource.ResourceType, resource.ResourceName = kmsg.ConfigResourceTypeTopic, topic
+		resource.ConfigNames = []string{"max.message.bytes"}
+		request.Resources = append(request.Resources, resource)
 	}
-	for _, c := range response.Resources[0].Configs {
-		if c.Name == "max.message.bytes" && c.Value != nil {
-			n, err := strconv.Atoi(*c.Value)
-			if err != nil {
-				return 0
+	told := map[string]int{}
+	response, err := request.RequestWith(ctx, client)
+	if err != nil {
+		return told
+	}
+	for _, resource := range response.Resources {
+		for _, c := range resource.Configs {
+			if c.Name != "max.message.bytes" || c.Value == nil {
+				continue
 			}
-			return n
+			if n, err := strconv.Atoi(*c.Value); err == nil {
+				told[resource.ResourceName] = n
+			}
 		}
 	}
-	return 0
+	return told
 }

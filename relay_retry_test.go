@@ -115,6 +115,39 @@ func (b *batches) OnProduceBatchWritten(kgo.BrokerMetadata, string, int32, kgo.P
 	b.n.Add(1)
 }
 
+// largest is the largest batch that a client has written.
+type largest struct{ bytes atomic.Int64 }
+
+func (l *largest) OnProduceBatchWritten(_ kgo.BrokerMetadata, _ string, _ int32, m kgo.ProduceBatchMetrics) {
+	for n := int64(m.UncompressedBytes); ; {
+		before := l.bytes.Load()
+		if n <= before || l.bytes.CompareAndSwap(before, n) {
+			return
+		}
+	}
+}
+
+// A broker refuses a batch as a whole. Were it one of many good events, those of the
+// next batch, which is smaller, would be there before them.
+func TestBatchesFitTheirTopic(t *testing.T) {
+	h, reader := poisonedHouse(t)
+	events := numbered("a", 1, 300)
+	h.commit(t, events...)
+	var log largest
+	cfg := quick
+	cfg.Schema, cfg.Logger = h.schema, logTo(t, slog.LevelWarn)
+	var refused atomic.Int32
+	cfg.Hooks.Sent = func(b outbox.SentBatch) { refused.Add(int32(b.Failed)) }
+	r, err := outbox.NewRelay(h.db, append(testenv.KafkaOpts(h.brokers), kgo.WithHooks(&log), kgo.ProducerBatchCompression(kgo.NoCompression())), cfg)
+	require.NoError(t, err)
+	run(t, r)
+	requireArrival(t, reader, events...)
+	requireInOrder(t, reader, events)
+	require.Zero(t, refused.Load())
+	require.LessOrEqual(t, log.bytes.Load(), int64(2000))
+	require.Greater(t, log.bytes.Load(), int64(1000), "several go together")
+}
+
 // What may be too large is sent alone: its company need not be sent again one by
 // one, and the later events of its key are not there before it.
 func TestTooLargeEventIsSentAlone(t *testing.T) {

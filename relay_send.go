@@ -99,7 +99,8 @@ func (p *producer) close() {
 }
 
 // produce sends the events of batch that which names, as far as the breaker
-// permits, and returns the record and the outcome of each that it took. An
+// permits and as they fit into a batch of their topic, and returns the record and
+// the outcome of each that it took. An
 // outcome is known when produce returns: nothing of it is on its way any more. Of
 // several events, those that may be too large for their topic are put off
 // (errAlone). The error is the loss of the lease.
@@ -119,7 +120,10 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 	errs := make([]error, len(which))
 	records := p.records(batch, which, errs)
 	if len(records) > 1 {
-		p.putOff(held, records, errs)
+		p.limits.learn(held, p.client, records)
+		p.putOff(records, errs)
+		fit := p.limits.fitting(records, errs)
+		records, errs = records[:fit], errs[:fit]
 	}
 	acks := newAcks(permit, records, errs, p.sparing)
 	promise := acks.promise
@@ -200,7 +204,7 @@ var (
 // putOff takes out the records that may be too large for their topic, and those
 // behind them: a refusal would condemn their company, and the later events of
 // their key would be there already.
-func (p *producer) putOff(ctx context.Context, records []kgo.Record, errs []error) {
+func (p *producer) putOff(records []kgo.Record, errs []error) {
 	var keys []string // few, if any
 	for i := range records {
 		r := &records[i]
@@ -208,7 +212,7 @@ func (p *producer) putOff(ctx context.Context, records []kgo.Record, errs []erro
 		case errs[i] != nil:
 		case len(keys) > 0 && slices.Contains(keys, parkingKey(r.Topic, r.Key)):
 			errs[i] = errAlone
-		case p.limits.exceeds(ctx, p.client, r):
+		case p.limits.exceeds(r):
 			errs[i] = errAlone
 			keys = append(keys, parkingKey(r.Topic, r.Key))
 		}
