@@ -66,6 +66,7 @@ SELECT id, 't/k', event_id, event_type, source, aggregate_type, aggregate_id, pa
 func TestLeft(t *testing.T) {
 	for _, tt := range leftTests {
 		t.Run(tt.name, func(t *testing.T) {
+			testenv.Direct(t) // a setting of a session
 			ctx := context.Background()
 			db, schema := testenv.Schema(t)
 			require.NoError(t, outbox.Migrate(ctx, db, outbox.MigrateConfig{Schema: schema}))
