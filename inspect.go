@@ -22,8 +22,8 @@ type Inspector struct {
 
 // inspectorSQL are the statements of [Inspector], in their schema.
 type inspectorSQL struct {
-	relays, moves, transactions string
-	events, event, tail         string
+	relays, moves, transactions, topics string
+	events, event, tail                 string
 }
 
 // InspectorConfig says where to look. It may be zero.
@@ -45,7 +45,7 @@ func NewInspector(db *pgxpool.Pool, cfg InspectorConfig) (*Inspector, error) {
 	}
 	in := func(sql string) string { return inSchema(sql, cfg.Schema) }
 	return &Inspector{db: db, sql: inspectorSQL{
-		relays: in(sqlRelays), moves: in(sqlMoves), transactions: in(sqlTransactions),
+		relays: in(sqlRelays), moves: in(sqlMoves), transactions: in(sqlTransactions), topics: in(sqlRecordedTopics),
 		events: in(sqlEvents), event: in(sqlEvent), tail: in(sqlTail),
 	}}, nil
 }

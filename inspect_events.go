@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -156,14 +158,83 @@ func scanRecorded(row pgx.Row, more ...any) (RecordedEvent, error) {
 	var topic, key pgtype.Text
 	err := row.Scan(append([]any{&r.OutboxID, &r.EventID, &r.Type, &r.Source, &r.AggregateType, &r.AggregateID, &topic, &key,
 		&r.ContentType, &r.OccurredAt, &r.CreatedAt, &r.Size}, more...)...)
-	r.Topic, r.Key = topic.String, key.String
-	if !topic.Valid && dottedName.MatchString(r.Type) {
-		r.Topic = topicOf(r.Type)
-	}
+	r.Topic, r.Key = destinationOf(r.Type, topic), key.String
 	if !key.Valid {
 		r.Key = r.AggregateID
 	}
 	return r, err
+}
+
+// RecordedTopic is a topic to which recorded events go.
+type RecordedTopic struct {
+	// Topic is its name.
+	Topic string
+	// Types are the event types that go there, sorted.
+	Types []string
+	// Events is how many events of those looked at go there, failed ones included.
+	Events int64
+	// Newest is when the transaction of the newest of them began.
+	Newest time.Time
+}
+
+// newestForTopics is how many events [Inspector.Topics] looks at.
+const newestForTopics = 100_000
+
+const sqlRecordedTopics = `
+SELECT topic, event_type, count(*), max(created_at)
+  FROM ((SELECT topic, event_type, created_at FROM {schema}.outbox ORDER BY id DESC LIMIT $1)
+         UNION ALL
+         SELECT split_part(parking_key, '/', 1), event_type, created_at FROM {schema}.outbox_failed WHERE status <> 'resolved') AS e
+ GROUP BY topic, event_type
+ ORDER BY event_type, topic`
+
+// Topics returns the topics of the newest 100,000 events in outbox and of all that
+// have failed and are not resolved, sorted by name. Types from which no topic
+// follows are under the name "".
+func (i *Inspector) Topics(ctx context.Context) ([]RecordedTopic, error) {
+	topics := map[string]*RecordedTopic{}
+	rows, err := i.db.Query(ctx, i.sql.topics, newestForTopics)
+	if err == nil {
+		var topic pgtype.Text
+		var eventType string
+		var events int64
+		var newest time.Time
+		_, err = pgx.ForEachRow(rows, []any{&topic, &eventType, &events, &newest}, func() error {
+			name := destinationOf(eventType, topic)
+			if topics[name] == nil {
+				topics[name] = &RecordedTopic{Topic: name}
+			}
+			topics[name].add(eventType, events, newest)
+			return nil
+		})
+	}
+	if err != nil {
+		return nil, fmt.Errorf("outbox: inspect topics: %w", err)
+	}
+	var all []RecordedTopic
+	for _, name := range slices.Sorted(maps.Keys(topics)) {
+		all = append(all, *topics[name])
+	}
+	return all, nil
+}
+
+// add counts events of a type; types come sorted.
+func (r *RecordedTopic) add(eventType string, events int64, newest time.Time) {
+	if n := len(r.Types); n == 0 || r.Types[n-1] != eventType {
+		r.Types = append(r.Types, eventType)
+	}
+	r.Events += events
+	if newest.After(r.Newest) {
+		r.Newest = newest
+	}
+}
+
+// destinationOf returns where an event of a type goes, with the topic of its row.
+func destinationOf(eventType string, topic pgtype.Text) string {
+	if !topic.Valid && dottedName.MatchString(eventType) {
+		return topicOf(eventType)
+	}
+	return topic.String
 }
 
 // sqlTail reads what was committed since snapshot $7; its xmax is $8. The row without

@@ -291,3 +291,31 @@ func TestInspectTail(t *testing.T) {
 		}
 	}, patience, 5*time.Millisecond)
 }
+
+// Topics are those of rows and of types, of what is recorded and of what has failed.
+func TestInspectTopics(t *testing.T) {
+	h, _ := poisonedHouse(t)
+	all, err := h.inspector(t).Topics(background)
+	require.NoError(t, err)
+	require.Empty(t, all)
+	h.commit(t, poison("bad", 1))
+	h.commit(t, numbered("good", 1, 2)...)
+	cfg := patiently()
+	run(t, h.relay(t, cfg))
+	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 1})
+	_, err = h.db.Exec(background, h.sql(`INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
+		SELECT gen_random_uuid(), kind, 's', 'a', 'i', '{}', 'application/json', now() FROM unnest($1::text[]) AS kind`),
+		[]string{"test.anorder.canceled.v1", "test.anorder.created.v1", "nowhere"})
+	require.NoError(t, err)
+	all, err = h.inspector(t).Topics(background)
+	require.NoError(t, err)
+	for i := range all {
+		require.WithinDuration(t, time.Now(), all[i].Newest, patience)
+		all[i].Newest = time.Time{}
+	}
+	require.Equal(t, []outbox.RecordedTopic{
+		{Topic: "", Types: []string{"nowhere"}, Events: 1},
+		{Topic: "anorder-events", Types: []string{"test.anorder.canceled.v1", "test.anorder.created.v1"}, Events: 2},
+		{Topic: h.topic, Types: []string{"test.oracle.happened.v1"}, Events: 4},
+	}, all)
+}

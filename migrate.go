@@ -238,6 +238,55 @@ func schemaVersion(ctx context.Context, tx pgx.Tx, schema string) (version int, 
 	return version, err
 }
 
+// Migration is one step of [Migrate].
+type Migration struct {
+	// Version is its number, from 1.
+	Version int
+	// Name is that of its file in the package migrations.
+	Name string
+	// AppliedAt is when it was applied; zero if it is pending.
+	AppliedAt time.Time
+	// Unknown is set if a newer release applied it and this one does not know it.
+	Unknown bool
+}
+
+const sqlMigrations = `SELECT version, name, applied_at FROM {schema}.outbox_migration ORDER BY version`
+
+// MigrationStatus returns the migrations that this release knows or that have been
+// applied, by version. It changes nothing; where there is no schema or no table, all
+// of them are pending. What another tool than [Migrate] has applied, it cannot see.
+func MigrationStatus(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) ([]Migration, error) {
+	cfg.Schema = cmp.Or(cfg.Schema, defaultSchema)
+	if err := checkSchema(cfg.Schema); err != nil {
+		return nil, fmt.Errorf("outbox: migrate config: %w", err)
+	}
+	steps, err := migrationSteps()
+	if err != nil {
+		return nil, fmt.Errorf("outbox: migration status: %w", err)
+	}
+	var applied []Migration
+	rows, err := db.Query(ctx, inSchema(sqlMigrations, cfg.Schema))
+	if err == nil {
+		applied, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (m Migration, err error) {
+			return m, row.Scan(&m.Version, &m.Name, &m.AppliedAt)
+		})
+	}
+	if err != nil && !isUndefined(err) {
+		return nil, fmt.Errorf("outbox: migration status of schema %s: %w", cfg.Schema, err)
+	}
+	for i := range applied {
+		applied[i].Unknown = applied[i].Version > len(steps)
+	}
+	version := 0 // Migrate applies what comes after the highest
+	if n := len(applied); n > 0 {
+		version = applied[n-1].Version
+	}
+	for _, step := range steps[min(version, len(steps)):] {
+		applied = append(applied, Migration{Version: step.version, Name: step.name})
+	}
+	return applied, nil
+}
+
 // isUndefined reports whether PostgreSQL did not find a table or its schema.
 func isUndefined(err error) bool {
 	var pg *pgconn.PgError

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
@@ -409,4 +410,40 @@ func requireWaiting(t *testing.T, db *pgxpool.Pool, application string) {
 		err := db.QueryRow(background, `SELECT EXISTS (SELECT FROM pg_stat_activity WHERE application_name = $1 AND wait_event_type = 'Lock')`, application).Scan(&waits)
 		return err == nil && waits
 	}, patience, patience/6000)
+}
+
+// What is pending and what is applied is told without changing anything.
+func TestMigrationStatus(t *testing.T) {
+	db, schema := unborn(t)
+	cfg := outbox.MigrateConfig{Schema: schema}
+	names := files(t)
+	status := func() []outbox.Migration {
+		all, err := outbox.MigrationStatus(background, db, cfg)
+		require.NoError(t, err)
+		return all
+	}
+	all := status()
+	require.Len(t, all, len(names))
+	for i, m := range all {
+		require.Equal(t, outbox.Migration{Version: i + 1, Name: names[i]}, m)
+	}
+	var there bool
+	require.NoError(t, db.QueryRow(background, `SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)`, schema).Scan(&there))
+	require.False(t, there)
+
+	require.NoError(t, outbox.Migrate(background, db, cfg))
+	all = status()
+	require.Len(t, all, len(names))
+	for i, m := range all {
+		require.WithinDuration(t, time.Now(), m.AppliedAt, patience)
+		require.Equal(t, outbox.Migration{Version: i + 1, Name: names[i], AppliedAt: m.AppliedAt}, m)
+	}
+	_, err := db.Exec(background, `INSERT INTO `+pgx.Identifier{schema, "outbox_migration"}.Sanitize()+` VALUES (1000, '1000_later.sql')`)
+	require.NoError(t, err)
+	all = status()
+	require.Len(t, all, len(names)+1)
+	require.True(t, all[len(names)].Unknown)
+
+	_, err = outbox.MigrationStatus(background, db, outbox.MigrateConfig{Schema: "$user"})
+	require.ErrorIs(t, err, outbox.ErrMalformed)
 }

@@ -157,15 +157,31 @@ func checkRetention(field string, d time.Duration) error {
 // The error names every bad field, and every topic that Kafka refuses; the states
 // are then those of the others. Without its topic, no dead-letter topic is made.
 func EnsureTopics(ctx context.Context, kafka []kgo.Opt, events *Registry, cfg TopicsConfig) ([]TopicState, error) {
+	if events == nil {
+		err := errors.Join(cfg.withDefaults().validate(), checkKafkaOpts(kafka), fmt.Errorf("registry %w", ErrNil))
+		return nil, fmt.Errorf("outbox: topics config: %w", err)
+	}
+	var topics []string
+	for _, def := range events.byName {
+		topics = append(topics, def.destination())
+	}
+	return EnsureNamedTopics(ctx, kafka, topics, cfg)
+}
+
+// EnsureNamedTopics is [EnsureTopics] for topics whose names are known and whose
+// registry is not, as in a tool for operators. A name may be there more than once.
+func EnsureNamedTopics(ctx context.Context, kafka []kgo.Opt, topics []string, cfg TopicsConfig) ([]TopicState, error) {
 	cfg = cfg.withDefaults()
 	errs := []error{cfg.validate(), checkKafkaOpts(kafka)}
-	if events == nil {
-		errs = append(errs, fmt.Errorf("registry %w", ErrNil))
+	for _, topic := range topics {
+		if err := checkTopic(topic); err != nil {
+			errs = append(errs, fmt.Errorf("topic %w", err))
+		}
 	}
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("outbox: topics config: %w", err)
 	}
-	specs, err := cfg.eventTopics(events)
+	specs, err := cfg.eventTopics(topics)
 	deadLetters, derr := cfg.deadLetterTopics(specs)
 	if err := errors.Join(err, derr); err != nil {
 		return nil, fmt.Errorf("outbox: topics config: %w", err)
@@ -236,15 +252,11 @@ func (c TopicsConfig) spec(topic string, partitions int, retention time.Duration
 	return spec
 }
 
-// eventTopics returns what the topics of a registry should be, sorted.
-func (c TopicsConfig) eventTopics(events *Registry) ([]topicSpec, error) {
-	topics := map[string]bool{}
-	for _, def := range events.byName {
-		topics[def.destination()] = true
-	}
+// eventTopics returns what topics of events should be, sorted.
+func (c TopicsConfig) eventTopics(topics []string) ([]topicSpec, error) {
 	var specs []topicSpec
 	var errs []error
-	for _, topic := range slices.Sorted(maps.Keys(topics)) {
+	for _, topic := range slices.Compact(slices.Sorted(slices.Values(topics))) {
 		partitions := c.Partitions
 		if c.PartitionsFor != nil {
 			partitions = cmp.Or(c.PartitionsFor(topic), partitions)

@@ -14,6 +14,45 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
+// TopicInfo is what Kafka tells of a topic.
+type TopicInfo struct {
+	// Topic is its name.
+	Topic string
+	// Partitions is how many it has.
+	Partitions int
+	// Replicas and InSync are those of the partition that has the fewest.
+	Replicas, InSync int
+	// Leaderless is how many partitions have no leader: nothing can be sent there.
+	Leaderless int
+	// Settings are its own and the cluster's, by Kafka's names.
+	Settings map[string]string
+}
+
+// DescribeTopics returns the topics that are there, sorted by name. It makes none. It
+// makes one Kafka client from kafka and closes it. The error names every topic that
+// Kafka refuses to describe; the rest is returned beside it.
+func DescribeTopics(ctx context.Context, kafka []kgo.Opt, topics ...string) ([]TopicInfo, error) {
+	if len(topics) == 0 {
+		return nil, nil
+	}
+	client, err := newClient(kafka)
+	if err != nil {
+		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
+	}
+	defer client.Close()
+	found, refused, err := (&topicAdmin{client: client}).describe(ctx, topics)
+	var infos []TopicInfo
+	for _, name := range slices.Sorted(maps.Keys(found)) {
+		info := found[name]
+		infos = append(infos, TopicInfo{Topic: name, Partitions: info.partitions, Replicas: info.replicas,
+			InSync: info.inSync, Leaderless: info.leaderless, Settings: info.settings})
+	}
+	if err := errors.Join(append(sortedErrors(refused), err)...); err != nil {
+		return infos, fmt.Errorf("outbox: %w", err)
+	}
+	return infos, nil
+}
+
 // topicAdmin asks Kafka about topics and makes them.
 type topicAdmin struct {
 	client *kgo.Client
@@ -22,9 +61,10 @@ type topicAdmin struct {
 
 // topicInfo is what Kafka tells of a topic.
 type topicInfo struct {
-	partitions, replicas int
-	led                  bool // every partition has a leader
-	settings             map[string]string
+	partitions, replicas, inSync int
+	leaderless                   int
+	led                          bool // every partition has a leader
+	settings                     map[string]string
 }
 
 // maxMessageBytes returns the topic's limit, or Kafka's default where a broker does
@@ -244,9 +284,15 @@ func askTopics(ctx context.Context, client *kgo.Client, names ...string) (*kmsg.
 func describedTopic(t kmsg.MetadataResponseTopic) topicInfo {
 	info := topicInfo{partitions: len(t.Partitions), led: len(t.Partitions) > 0}
 	for i, p := range t.Partitions {
-		info.led = info.led && p.Leader >= 0
+		if p.Leader < 0 {
+			info.led = false
+			info.leaderless++
+		}
 		if i == 0 || len(p.Replicas) < info.replicas {
 			info.replicas = len(p.Replicas)
+		}
+		if i == 0 || len(p.ISR) < info.inSync {
+			info.inSync = len(p.ISR)
 		}
 	}
 	return info

@@ -329,3 +329,32 @@ func TestTopicsConfig(t *testing.T) {
 		require.ErrorContains(t, err, want)
 	}
 }
+
+// A tool that knows no registry makes topics by name.
+func TestEnsureNamedTopics(t *testing.T) {
+	brokers := testenv.RealBrokers(t)
+	topic := "named-" + uuid.NewString()
+	_, err := outbox.EnsureNamedTopics(background, testenv.KafkaOpts(brokers), []string{topic, "not a name"}, oneBroker)
+	require.ErrorIs(t, err, outbox.ErrMalformed)
+	states, err := outbox.EnsureNamedTopics(background, testenv.KafkaOpts(brokers), []string{topic, topic}, oneBroker)
+	require.NoError(t, err)
+	require.Equal(t, []outbox.TopicState{{Topic: topic, Created: true}, {Topic: topic + ".dlq", Created: true}}, states)
+}
+
+func TestDescribeTopics(t *testing.T) {
+	brokers := testenv.RealBrokers(t)
+	topic := "described-" + uuid.NewString()
+	makeTopic(t, brokers, topic, 2, map[string]string{"retention.ms": "1234567"})
+	infos, err := outbox.DescribeTopics(background, testenv.KafkaOpts(brokers), "missing-"+topic, topic)
+	require.NoError(t, err)
+	require.Len(t, infos, 1, "and makes none that is missing")
+	require.Equal(t, "1234567", infos[0].Settings["retention.ms"])
+	require.NotEmpty(t, infos[0].Settings["max.message.bytes"], "those of the cluster too")
+	infos[0].Settings = nil
+	require.Equal(t, outbox.TopicInfo{Topic: topic, Partitions: 2, Replicas: 1, InSync: 1}, infos[0])
+	_, err = outbox.DescribeTopics(background, testenv.KafkaOpts(brokers), "not a name")
+	require.ErrorIs(t, err, kerr.InvalidTopicException)
+	infos, err = outbox.DescribeTopics(background, nil)
+	require.NoError(t, err)
+	require.Empty(t, infos)
+}
