@@ -1,0 +1,219 @@
+package main
+
+import (
+	"os"
+	"runtime/debug"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// Help of every command can be had in two ways, and fits a screen.
+func TestHelp(t *testing.T) {
+	d := &desk{}
+	pages := map[string][]string{"": nil, "flags": {"flags"}, "failed": {"failed"}, "dlq": {"dlq"}, "migrate": {"migrate"}}
+	for _, c := range commands() {
+		pages[c.name] = strings.Fields(c.name)
+	}
+	for name, words := range pages {
+		t.Run(name, func(t *testing.T) {
+			text := d.ok(t, append([]string{"help"}, words...)...)
+			require.NotEmpty(t, text)
+			requireNarrow(t, text)
+			require.LessOrEqual(t, strings.Count(text, "\n"), 24, text)
+			if name == "flags" {
+				return
+			}
+			for _, flag := range []string{"--help", "-h"} {
+				require.Equal(t, text, d.ok(t, append(words[:len(words):len(words)], flag)...))
+			}
+		})
+	}
+}
+
+// Flags of a command do not hide those that all take, and its words make sense.
+func TestCommandsAreConsistent(t *testing.T) {
+	global := newFlagSet()
+	(&globals{}).define(global)
+	seen := map[string]bool{}
+	for _, c := range commands() {
+		require.False(t, seen[c.name], c.name)
+		seen[c.name] = true
+		require.NotEmpty(t, c.summary, c.name)
+		require.Equal(t, c.max > 0, c.synopsis != "", c.name)
+		fs := newFlagSet()
+		require.NotNil(t, c.prepare(fs), c.name)
+		require.NotPanics(t, func() { (&globals{}).define(fs) }, c.name)
+	}
+}
+
+// docs/cli.md is the help.
+func TestDocs(t *testing.T) {
+	var b strings.Builder
+	b.WriteString("# The command line\n\nWhat `outbox help` says, command by command; a test keeps this file so.\n\n")
+	b.WriteString("    go install github.com/outboxgo/outbox/cmd/outbox@latest\n\n```text\n" + overview() + "```\n\n## Flags that all take\n\n```text\n" + flagsHelp() + "```\n")
+	for _, c := range commands() {
+		b.WriteString("\n## outbox " + c.name + "\n\n" + strings.ToUpper(c.summary[:1]) + c.summary[1:] + ".\n\n```text\n" + c.help() + "```\n")
+	}
+	requireFile(t, "../../docs/cli.md", b.String())
+}
+
+// requireFile compares a file, or writes it under -update.
+func requireFile(t *testing.T, name, want string) {
+	t.Helper()
+	if *update {
+		require.NoError(t, os.WriteFile(name, []byte(want), 0o600))
+	}
+	have, err := os.ReadFile(name)
+	require.NoError(t, err)
+	require.Equal(t, want, string(have), "%s: go test ./cmd/outbox -update writes it", name)
+}
+
+// What is called in a wrong way ends with 2 and a hint, before anything is connected to.
+func TestUsage(t *testing.T) {
+	for _, test := range []struct{ args, want string }{
+		{"", "what shall it do?"},
+		{"staus", `there is no command "staus": did you mean "status"?`},
+		{"help staus", `did you mean "status"?`},
+		{"xyzzy", `there is no command "xyzzy"`},
+		{"failed", "want one of list, show, retry, resolve, edit, hold, release"},
+		{"failed --json", "want one of list"},
+		{"failed lsit", `there is no command "failed lsit": did you mean "list"?`},
+		{"status --wach", `there is no flag --wach: did you mean "--watch"?`},
+		{"--jsn status", `there is no flag --jsn: did you mean "--json"?`},
+		{"status --every", "--every wants a value"},
+		{"status --every soon", `--every "soon"`},
+		{"status --every 1ms", "at least 100ms"},
+		{"status --watch --check", "do not go together"},
+		{"status --timeout -1s", "--timeout -1s"},
+		{"status here", `status: "here" is too much`},
+		{"failed show", "failed show: want ID"},
+		{"failed show x", `"x" is no id`},
+		{"failed list --status ded", `did you mean "dead"?`},
+		{"failed list --since yesterday", "want how long ago"},
+		{"failed list --limit 0", "--limit is 1 to 1000"},
+		{"failed list --aggregate /1", "want TYPE or TYPE/ID"},
+		{"failed retry 1", "--reason is missing"},
+		{"failed retry --reason x", "which? an ID, flags that pick events, or --all"},
+		{"failed retry 1 --all --reason x", "not both"},
+		{"failed retry --all --yes --dry-run", "contradict"},
+		{"failed retry --all --rate -1", "must not be negative"},
+		{"failed resolve --all --yes", "--reason is missing"},
+		{"failed edit 1 --reason x", "--payload is missing"},
+		{"failed hold topic --reason x", "want TOPIC KEY"},
+		{"dlq list", "want TOPIC"},
+		{"dlq list t", "which Kafka?"},
+		{"dlq list t --from 0", "want PARTITION:OFFSET"},
+		{"dlq list t --limit 0", "at least 1"},
+		{"dlq list t --kafka k:1 --kafka-user u --kafka-mechanism pain", `did you mean "plain"?`},
+		{"topics", "which Kafka?"},
+		{"topics --partitions 0", "must be positive"},
+		{"topics --retention 0", "want a time"},
+		{"tail --limit -1", "must not be negative"},
+		{"doctor --as wirter", `did you mean "writer"?`},
+		{"migrate print --from 99", "there are versions 1 to"},
+		{"status --database postgres://u:hunter22@[", "--database: that is no URL"},
+	} {
+		t.Run(test.args, func(t *testing.T) {
+			a := (&desk{change: terminal}).call(t, strings.Fields(test.args)...)
+			require.Equal(t, exitUsage, a.code, a.err)
+			require.Contains(t, strings.Join(strings.Fields(a.err), " "), test.want)
+			require.Contains(t, a.err, "See outbox help")
+			require.Empty(t, a.out)
+			require.NotContains(t, a.err, "hunter22")
+			requireNarrow(t, a.err)
+		})
+	}
+}
+
+func TestVersion(t *testing.T) {
+	d := &desk{}
+	require.Contains(t, d.ok(t, "version"), "outbox ")
+	var b build
+	d.json(t, &b, exitOK, "version")
+	require.Contains(t, b.Go, "go1.")
+	require.Equal(t, build{"v1.2.3", "abc", "2026-02-03T04:05:06Z", true, "go1.26"}, readBuild(&debug.BuildInfo{GoVersion: "go1.26",
+		Main: debug.Module{Version: "v1.2.3"}, Settings: []debug.BuildSetting{{Key: "vcs.revision", Value: "abc"},
+			{Key: "vcs.time", Value: "2026-02-03T04:05:06Z"}, {Key: "vcs.modified", Value: "true"}}}))
+}
+
+// Flags may stand before the command, between its words and behind them.
+func TestFlagsStandAnywhere(t *testing.T) {
+	fs := newFlagSet()
+	var g globals
+	g.define(fs)
+	words, err := parse(fs, strings.Fields("a --json b --schema=s -- --kafka"), true)
+	require.NoError(t, err)
+	require.Equal(t, []string{"a", "b", "--kafka"}, words)
+	require.True(t, g.json)
+	require.Equal(t, "s", g.schema)
+	a := (&desk{}).call(t, "--json", "migrate", "--schema", "x", "print")
+	require.Equal(t, exitUsage, a.code, "but not within its name")
+	require.Equal(t, exitOK, (&desk{}).call(t, "--json", "migrate", "print").code)
+}
+
+func TestTimes(t *testing.T) {
+	now := time.Date(2026, 2, 3, 4, 5, 6, 0, time.UTC)
+	for text, want := range map[string]time.Time{
+		"90m": now.Add(-90 * time.Minute), "7d": now.Add(-7 * 24 * time.Hour),
+		"2026-01-02T03:04:05Z": time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC),
+		"2026-01-02":           time.Date(2026, 1, 2, 0, 0, 0, 0, time.Local),
+	} {
+		var w when
+		require.NoError(t, w.Set(text))
+		require.True(t, want.Equal(w.time(now)), text)
+	}
+	require.Error(t, new(when).Set("-5m"))
+	for text, d := range map[string]time.Duration{"0s": -1, "12ms": 12 * time.Millisecond, "1.2s": 1234 * time.Millisecond,
+		"2m03s": 123 * time.Second, "3h04m": 184 * time.Minute, "2d05h": 53 * time.Hour} {
+		require.Equal(t, text, length(d))
+	}
+	require.Equal(t, "-", age(time.Time{}, now))
+	for text, n := range map[string]int{"0": 0, "999": 999, "1,000": 1000, "-12,345": -12345, "1,234,567": 1234567} {
+		require.Equal(t, text, count(n))
+	}
+}
+
+// On a terminal a row fits on its line, whatever is in it.
+func TestTable(t *testing.T) {
+	d := &desk{}
+	d.change = func(e *env) {
+		terminal(e)
+		tab := table{head: []string{"ID", "NAME", "TEXT"}, flex: []int{1, 2}}
+		tab.add("1", strings.Repeat("n", 60), strings.Repeat("é", 70))
+		tab.add("2", "bell\a", "red\x1b[31m")
+		e.writeTable(tab)
+		e.outTTY = false
+		e.writeTable(tab)
+	}
+	out := d.call(t, "version")
+	lines := strings.Split(out.out, "\n")
+	requireNarrow(t, strings.Join(lines[:3], "\n"))
+	require.Contains(t, lines[1], "…")
+	require.NotContains(t, out.out, "\x1b")
+	require.Contains(t, lines[2], "bell·")
+	require.Contains(t, lines[4], strings.Repeat("é", 70), "and all of it elsewhere")
+}
+
+// Work that takes long shows a bar on a terminal and lines elsewhere, now and then.
+func TestProgress(t *testing.T) {
+	for _, tty := range []bool{true, false} {
+		now := time.Now()
+		var b strings.Builder
+		e := &env{stderr: &b, errTTY: tty, now: func() time.Time { return now }}
+		p := e.progress("retried", 3000)
+		for done := 100; done <= 3000; done += 100 {
+			p.show(done)
+			now = now.Add(300 * time.Millisecond)
+		}
+		p.end()
+		if tty {
+			require.Contains(t, b.String(), "\rretried [###############...............] 1,500 of 3,000")
+			require.True(t, strings.HasSuffix(b.String(), "\r\x1b[K"), "and goes")
+		} else {
+			require.Equal(t, "retried 1,800 of 3,000\n", b.String())
+		}
+	}
+}

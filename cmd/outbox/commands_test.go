@@ -1,0 +1,551 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+type migrationsDoc struct {
+	Schema     string          `json:"schema"`
+	Applied    []migrationJSON `json:"applied"`
+	Migrations []migrationJSON `json:"migrations"`
+}
+
+func TestMigrate(t *testing.T) {
+	d := newDesk(t)
+	require.Contains(t, d.ok(t, "migrate", "status"), "pending")
+	require.Equal(t, exitProblems, d.call(t, "migrate", "status", "--check").code)
+	require.Contains(t, d.ok(t, "migrate", "up"), "applied 0001_init.sql\n")
+	require.Contains(t, d.ok(t, "migrate", "up"), "is up to date")
+	require.Contains(t, d.ok(t, "migrate", "status", "--check"), "0001_init.sql")
+	var doc migrationsDoc
+	d.json(t, &doc, exitOK, "migrate", "status")
+	require.Equal(t, d.schema, doc.Schema)
+	require.Equal(t, 1, doc.Migrations[0].Version)
+	require.WithinDuration(t, time.Now(), *doc.Migrations[0].AppliedAt, patience)
+	doc = migrationsDoc{}
+	d.json(t, &doc, exitOK, "migrate", "up")
+	require.NotNil(t, doc.Applied)
+	require.Empty(t, doc.Applied)
+	d.exec(t, `INSERT INTO {s}.outbox_migration VALUES (1000, '1000_later.sql')`)
+	a := d.call(t, "migrate", "up")
+	require.Equal(t, exitError, a.code)
+	require.Contains(t, a.err, "ahead of this release")
+	require.Equal(t, exitProblems, d.call(t, "migrate", "status", "--check").code)
+}
+
+// What is printed makes the tables.
+func TestMigratePrint(t *testing.T) {
+	d := newDesk(t)
+	sql := d.ok(t, "migrate", "print")
+	conn, err := d.db.Acquire(background)
+	require.NoError(t, err)
+	defer conn.Release()
+	_, err = conn.Exec(background, sql, pgx.QueryExecModeSimpleProtocol)
+	require.NoError(t, err)
+	_, err = conn.Exec(background, "RESET search_path")
+	require.NoError(t, err)
+	have, err := things(background, &env{db: d.db, globals: globals{schema: d.schema}})
+	require.NoError(t, err)
+	require.Empty(t, compare(expected(), have))
+	var doc struct {
+		Migrations []struct{ Name, SQL string } `json:"migrations"`
+	}
+	d.json(t, &doc, exitOK, "migrate", "print", "--from", "1")
+	require.Contains(t, doc.Migrations[0].SQL, "CREATE TABLE outbox")
+}
+
+func TestStatus(t *testing.T) {
+	d := newShop(t)
+	require.Contains(t, d.ok(t, "status"), "No relay has run here yet.")
+	stop := d.relay(t)
+	d.record(t, "a", "b")
+	require.Eventually(t, func() bool { return d.pending(t) == 0 }, patience, 10*time.Millisecond)
+	var doc statusJSON
+	d.json(t, &doc, exitOK, "status", "--check", "--open-for", "1h")
+	require.Len(t, doc.Relays, 1)
+	require.Equal(t, "default", doc.Relays[0].Name)
+	require.NotEmpty(t, doc.Relays[0].Leader)
+	require.NotNil(t, doc.Relays[0].MovedAt)
+	require.Empty(t, doc.Problems)
+	require.NotNil(t, doc.Transactions)
+	require.Equal(t, d.schema, doc.Schema)
+	require.NotContains(t, doc.Database, ":postgres@")
+
+	stop()
+	d.record(t, "c")
+	d.fail(t, outbox.StatusDead, "dead")
+	d.change = terminal
+	a := d.call(t, "status", "--check", "--open-for", "1h", "--max-age", "1ns")
+	require.Equal(t, exitProblems, a.code)
+	require.Empty(t, a.err)
+	requireNarrow(t, a.out)
+	for _, want := range []string{"RELAY ", "nobody", "ERROR   relay default: nobody leads", "WARNING relay default: 1 event is dead", "the oldest of 1 pending events"} {
+		require.Contains(t, a.out, want)
+	}
+	d.change = nil
+	tx, err := d.db.Begin(background)
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(background) }()
+	require.NoError(t, d.rec.Record(background, tx, happened{Key: "open", At: time.Now()}))
+	require.Eventually(t, func() bool {
+		doc = statusJSON{}
+		d.json(t, &doc, exitOK, "status", "--open-for", "1ms")
+		for _, o := range doc.Transactions {
+			if o.Recording {
+				return true
+			}
+		}
+		return false
+	}, patience, 10*time.Millisecond)
+}
+
+// What watches goes on until it is interrupted, and ends well then.
+func TestStatusWatch(t *testing.T) {
+	d := newShop(t)
+	d.relay(t)
+	for _, tty := range []bool{false, true} {
+		if d.change = nil; tty {
+			d.change = terminal
+		}
+		ctx, cancel := context.WithCancel(background)
+		var out, errs testenv.Buffer
+		ended := make(chan int, 1)
+		go func() { ended <- d.start(ctx, &out, &errs, "status", "--watch", "--every", "100ms") }()
+		require.Eventually(t, func() bool { return strings.Count(out.String(), "RELAY ") >= 3 }, patience, 10*time.Millisecond)
+		cancel()
+		require.Equal(t, exitOK, <-ended)
+		require.Empty(t, errs.String())
+		require.Equal(t, tty, strings.Contains(out.String(), "\x1b[2J"))
+	}
+	ctx, cancel := context.WithCancel(background)
+	defer cancel()
+	var out, errs testenv.Buffer
+	ended := make(chan int, 1)
+	go func() { ended <- d.start(ctx, &out, &errs, "status", "--watch", "--every", "100ms", "--json") }()
+	require.Eventually(t, func() bool { return strings.Count(out.String(), "\n") >= 2 }, patience, 10*time.Millisecond)
+	cancel()
+	require.Equal(t, exitOK, <-ended)
+	for line := range strings.Lines(out.String()) {
+		unmarshal(t, line, new(statusJSON))
+	}
+}
+
+// tailing runs tail until the test ends, and returns what it has written.
+func (d *desk) tailing(t *testing.T, args ...string) (*testenv.Buffer, chan int) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(background)
+	var out, errs testenv.Buffer
+	ended := make(chan int, 1)
+	go func() { ended <- d.start(ctx, &out, &errs, append([]string{"tail"}, args...)...) }()
+	t.Cleanup(cancel)
+	return &out, ended
+}
+
+func TestTail(t *testing.T) {
+	d := newShop(t)
+	plain, _ := d.tailing(t, "--payload")
+	lines, ended := d.tailing(t, "--json", "--aggregate", "Thing/mine", "--type", "test.desk.happened.v1", "--topic", d.topic, "--key", "mine", "--limit", "2")
+	require.Eventually(t, func() bool { // it tells of what comes after its start
+		d.record(t, "other", "mine")
+		return strings.Count(lines.String(), "\n") == 2
+	}, patience, 100*time.Millisecond)
+	require.Equal(t, exitOK, <-ended)
+	for line := range strings.Lines(lines.String()) {
+		var event recordedJSON
+		unmarshal(t, line, &event)
+		require.Equal(t, "mine", event.AggregateID)
+		require.Contains(t, string(event.Payload), `"Key":"mine"`)
+		require.Equal(t, d.topic, event.Topic)
+	}
+	require.Eventually(t, func() bool {
+		return strings.Contains(plain.String(), "test.desk.happened.v1  Thing/other  "+d.topic) && strings.Contains(plain.String(), `"Key": "mine"`)
+	}, patience, 10*time.Millisecond)
+
+	ctx, cancel := context.WithCancel(background)
+	cancel()
+	require.NotEqual(t, exitUsage, d.callWithin(t, ctx, "tail").code)
+}
+
+type failedDoc struct {
+	Failed []failedJSON `json:"failed"`
+	More   bool         `json:"more"`
+}
+
+func TestFailedList(t *testing.T) {
+	d := newShop(t)
+	require.Contains(t, d.ok(t, "failed", "list"), "Nothing has failed")
+	d.fail(t, outbox.StatusDead, "a", "b")
+	d.fail(t, outbox.StatusParked, "c")
+	d.fail(t, outbox.StatusResolved, "d")
+	list := func(args ...string) (keys string) {
+		var doc failedDoc
+		d.json(t, &doc, exitOK, append([]string{"failed", "list"}, args...)...)
+		for _, f := range doc.Failed {
+			keys += f.Key
+		}
+		if doc.More {
+			keys += "+"
+		}
+		return keys
+	}
+	for args, want := range map[string]string{
+		"": "cba", "--status dead": "ba", "--status dead,resolved": "dba", "--key a": "a", "--aggregate Thing/b": "b", "--aggregate Thing": "cba",
+		"--aggregate Other": "", "--type test.desk.happened.v1": "cba", "--type x": "", "--topic " + d.topic: "cba", "--topic x": "",
+		"--class message_too_large": "cba", "--class x": "", "--relay default": "cba", "--relay x": "", "--since 1h": "cba", "--until 1h": "",
+		"--since 2020-01-01": "cba", "--limit 2": "cb+", "--limit 3": "cba", "--limit 1000": "cba",
+	} {
+		require.Equal(t, want, list(strings.Fields(args)...), args)
+	}
+	var doc failedDoc
+	d.json(t, &doc, exitOK, "failed", "list", "--limit", "1")
+	require.Equal(t, "ba", list("--after", strconv.FormatInt(doc.Failed[0].ID, 10)))
+	d.change = terminal
+	text := d.ok(t, "failed", "list", "--limit", "2")
+	requireNarrow(t, text)
+	require.Contains(t, text, "There is more: --after ")
+	require.NotContains(t, text, "\x1b")
+	require.Contains(t, d.ok(t, "failed", "list", "--count"), "3 in all")
+	var counts struct {
+		Total  int `json:"total"`
+		Counts []struct {
+			Relay, Status, Type, Class string
+			Events                     int
+			Oldest                     time.Time
+		} `json:"counts"`
+	}
+	d.json(t, &counts, exitOK, "failed", "list", "--count")
+	require.Equal(t, 3, counts.Total)
+	require.Equal(t, 2, counts.Counts[0].Events)
+}
+
+// firstFailed returns the id of the only failed event of a key.
+func (d *desk) firstFailed(t testing.TB, key string) string {
+	t.Helper()
+	var doc failedDoc
+	d.json(t, &doc, exitOK, "failed", "list", "--key", key, "--status", strings.Join(statuses, ","))
+	require.Len(t, doc.Failed, 1)
+	return strconv.FormatInt(doc.Failed[0].ID, 10)
+}
+
+func TestFailedShow(t *testing.T) {
+	d := newShop(t)
+	d.fail(t, outbox.StatusDead, "a")
+	id := d.firstFailed(t, "a")
+	d.ok(t, "failed", "resolve", id, "--reason", "seen by hand", "--operator", "lee")
+	var one failedJSON
+	d.json(t, &one, exitOK, "failed", "show", id)
+	require.JSONEq(t, `{"key": 1}`, string(one.Payload))
+	require.Equal(t, map[string]string{"traceparent": "00-x"}, one.Headers)
+	require.Equal(t, "lee", one.Audit[0].Operator)
+	require.Equal(t, "resolve", one.Audit[0].Action)
+	require.Equal(t, "seen by hand", one.Resolution)
+	require.Contains(t, one.Error, "\x1b[31m", "JSON has it as it is")
+	text := d.ok(t, "failed", "show", id)
+	for _, want := range []string{"status     resolved", "aggregate  Thing/a", "error      too large·[31m", "traceparent: 00-x", `  "key": 1`, "resolve by lee: seen by hand"} {
+		require.Contains(t, text, want)
+	}
+	require.NotContains(t, text, "\x1b")
+	requireNarrow(t, text)
+	text = d.ok(t, "failed", "show", id, "--no-payload")
+	require.NotContains(t, text, `"key": 1`)
+	require.NotContains(t, text, "traceparent")
+	a := d.call(t, "failed", "show", "4711")
+	require.Equal(t, exitError, a.code)
+	require.Equal(t, "outbox: failed event 4711: not found\n", a.err)
+}
+
+type bulkDoc struct {
+	Action string `json:"action"`
+	Events int    `json:"events"`
+	DryRun bool   `json:"dry_run"`
+}
+
+func TestFailedRetryAndResolveOne(t *testing.T) {
+	d := newShop(t)
+	d.fail(t, outbox.StatusDead, "a", "b")
+	d.fail(t, outbox.StatusParked, "c")
+	a, c := d.firstFailed(t, "a"), d.firstFailed(t, "c")
+	require.Equal(t, "would retry 1 event\n", d.ok(t, "failed", "retry", a, "--dry-run"))
+	require.Equal(t, "would retry 0 events\n", d.ok(t, "failed", "retry", c, "--dry-run"), "it is parked")
+	require.Equal(t, map[string]int{"dead": 2, "parked": 1}, d.statuses(t))
+	require.Equal(t, "retried 1 event\n", d.ok(t, "failed", "retry", a, "--reason", "x"))
+	require.Equal(t, map[string]int{"dead": 1, "parked": 2}, d.statuses(t))
+	refused := d.call(t, "failed", "retry", c, "--reason", "x")
+	require.Equal(t, exitError, refused.code)
+	require.Contains(t, refused.err, "not possible in this status: it is parked")
+	var doc bulkDoc
+	d.json(t, &doc, exitOK, "failed", "resolve", a, "--reason", "x")
+	require.Equal(t, bulkDoc{"resolve", 1, false}, doc)
+	require.Equal(t, map[string]int{"dead": 1, "parked": 1, "resolved": 1}, d.statuses(t))
+	var who string
+	require.NoError(t, d.db.QueryRow(background, `SELECT string_agg(DISTINCT operator || ':' || reason, ',') FROM `+pgx.Identifier{d.schema, "outbox_audit"}.Sanitize()).Scan(&who))
+	require.Equal(t, "kim:x", who, "the user of the system")
+}
+
+// What flags pick is only counted, until --yes.
+func TestFailedRetryAndResolveMany(t *testing.T) {
+	d := newShop(t)
+	d.fail(t, outbox.StatusDead, "a", "b", "c")
+	d.fail(t, outbox.StatusParked, "d")
+	require.Equal(t, "would retry 3 events; --yes does it\n", d.ok(t, "failed", "retry", "--all"))
+	require.Equal(t, "would retry 1 event; --yes does it\n", d.ok(t, "failed", "retry", "--until", "2100-01-01", "--key", "a"))
+	require.Equal(t, "would resolve 1 event; --yes does it\n", d.ok(t, "failed", "resolve", "--key", "d", "--reason", "x"))
+	require.Equal(t, "would resolve 0 events\n", d.ok(t, "failed", "resolve", "--key", "nobody"))
+	require.Equal(t, map[string]int{"dead": 3, "parked": 1}, d.statuses(t))
+	require.Equal(t, "retried 1 event\n", d.ok(t, "failed", "retry", "--key", "a", "--yes", "--reason", "x"))
+	require.Equal(t, map[string]int{"dead": 2, "parked": 2}, d.statuses(t))
+	var doc bulkDoc
+	d.json(t, &doc, exitOK, "failed", "resolve", "--all", "--yes", "--reason", "x", "--rate", "100000")
+	require.Equal(t, bulkDoc{"resolve", 4, false}, doc)
+	require.Equal(t, map[string]int{"resolved": 4}, d.statuses(t))
+}
+
+// Ctrl-C ends a long run between two parts, and what was done is told.
+func TestFailedRetryIsInterrupted(t *testing.T) {
+	d := newShop(t)
+	var keys []string
+	for i := range 300 {
+		keys = append(keys, fmt.Sprint("k", i))
+	}
+	d.fail(t, outbox.StatusDead, keys...)
+	ctx, cancel := context.WithCancel(background)
+	var out, errs testenv.Buffer
+	ended := make(chan int, 1)
+	d.change = terminal
+	go func() {
+		ended <- d.start(ctx, &out, &errs, "failed", "retry", "--all", "--yes", "--reason", "x", "--rate", "10")
+	}()
+	require.Eventually(t, func() bool { return strings.Contains(errs.String(), "retried [") }, patience, 5*time.Millisecond, "a bar")
+	cancel()
+	require.Equal(t, exitError, <-ended)
+	require.Contains(t, errs.String(), "outbox: interrupted")
+	done := d.statuses(t)["parked"]
+	require.Positive(t, done)
+	require.Less(t, done, 300)
+	require.Contains(t, out.String(), fmt.Sprintf("retried %d events", done))
+}
+
+func TestFailedEditHoldRelease(t *testing.T) {
+	d := newShop(t)
+	d.fail(t, outbox.StatusDead, "a")
+	id := d.firstFailed(t, "a")
+	d.stdin = `{"key": 2}`
+	require.Contains(t, d.ok(t, "failed", "edit", id, "--payload", "-", "--reason", "x"), "edited")
+	require.Contains(t, d.ok(t, "failed", "show", id), `"key": 2`)
+	file := filepath.Join(t.TempDir(), "payload")
+	require.NoError(t, os.WriteFile(file, []byte("{"), 0o600))
+	a := d.call(t, "failed", "edit", id, "--payload", file, "--reason", "x")
+	require.Equal(t, exitError, a.code)
+	require.Contains(t, a.err, "no JSON")
+	require.Equal(t, exitError, d.call(t, "failed", "edit", id, "--payload", file+"s", "--reason", "x").code)
+
+	require.Contains(t, d.ok(t, "failed", "hold", d.topic, "a", "--reason", "x"), "hold: key a")
+	require.Contains(t, d.ok(t, "failed", "list"), "parked,held")
+	var doc struct{ Action, Relay, Topic, Key string }
+	d.json(t, &doc, exitOK, "failed", "release", d.topic, "a", "--reason", "x")
+	require.Equal(t, "release", doc.Action)
+	a = d.call(t, "failed", "release", d.topic, "a", "--reason", "x")
+	require.Equal(t, exitError, a.code)
+	require.Contains(t, a.err, "not found")
+}
+
+type dlqDoc struct {
+	Topic       string       `json:"topic"`
+	DeadLetters []letterJSON `json:"dead_letters"`
+	More        bool         `json:"more"`
+}
+
+type replayDoc struct {
+	Topic  string `json:"topic"`
+	DryRun bool   `json:"dry_run"`
+	Read   int    `json:"read"`
+	Sent   int    `json:"sent"`
+	Failed []struct {
+		Partition int32
+		Offset    int64
+		Error     string
+	} `json:"failed"`
+	Next map[int32]int64 `json:"next"`
+}
+
+// deadLetter returns a record of a dead-letter topic.
+func deadLetter(dlq, topic, key, group, action string, failedAt time.Time) *kgo.Record {
+	r := &kgo.Record{Topic: dlq, Key: []byte(key), Value: []byte(`{"n": 1}`)}
+	for _, h := range [][2]string{{outbox.DeadLetterOriginalTopic, topic}, {outbox.DeadLetterOriginalPartition, "0"}, {outbox.DeadLetterOriginalOffset, "1"},
+		{outbox.DeadLetterGroup, group}, {outbox.DeadLetterAction, action}, {outbox.DeadLetterError, "boom"}, {outbox.DeadLetterClass, "handler"},
+		{outbox.DeadLetterAttempts, "4"}, {outbox.DeadLetterFailedAt, failedAt.UTC().Format(time.RFC3339)}} {
+		r.Headers = append(r.Headers, kgo.RecordHeader{Key: h[0], Value: []byte(h[1])})
+	}
+	return r
+}
+
+func TestDLQ(t *testing.T) {
+	d := (&desk{vars: map[string]string{}}).withKafka(t)
+	topic := "cli-" + uuid.NewString()
+	dlq := outbox.DeadLetterTopic(topic)
+	testenv.CreateTopic(t, d.brokers, topic, 1)
+	testenv.CreateTopic(t, d.brokers, dlq, 1)
+	client, err := kgo.NewClient(kgo.SeedBrokers(d.brokers...), kgo.MetadataMinAge(50*time.Millisecond), kgo.UnknownTopicRetries(-1))
+	require.NoError(t, err)
+	defer client.Close()
+	now := time.Now()
+	require.NoError(t, client.ProduceSync(background, deadLetter(dlq, topic, "a", "stats", "COUNT", now), deadLetter(dlq, topic, "b", "stats", "SUM", now.Add(-2*time.Hour)),
+		&kgo.Record{Topic: dlq, Key: []byte("none")}, deadLetter(dlq, topic, "c", "mail", "SEND", now)).FirstErr())
+
+	list := func(args ...string) (keys string) {
+		var doc dlqDoc
+		d.json(t, &doc, exitOK, append([]string{"dlq", "list", dlq}, args...)...)
+		for _, l := range doc.DeadLetters {
+			keys += l.Key[:1]
+		}
+		if doc.More {
+			keys += "+"
+		}
+		return keys
+	}
+	for args, want := range map[string]string{"": "abnc", "--group stats": "abn", "--action SUM": "bn", "--class x": "n", "--key c": "nc",
+		"--since 1h": "anc", "--until 1h": "bn", "--from 0:2": "nc", "--limit 2": "ab+", "--limit 4": "abnc"} {
+		require.Equal(t, want, list(strings.Fields(args)...), args)
+	}
+	var doc dlqDoc
+	d.json(t, &doc, exitOK, "dlq", "list", dlq, "--values", "--limit", "1")
+	require.JSONEq(t, `{"n": 1}`, string(doc.DeadLetters[0].Value))
+	d.change = terminal
+	text := d.ok(t, "dlq", "list", dlq)
+	requireNarrow(t, text)
+	require.Contains(t, text, "boom")
+	d.change = nil
+
+	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats"), "would send 2; --yes does it (next: --from 0:4)")
+	var report replayDoc
+	d.json(t, &report, exitOK, "dlq", "replay", dlq, "--group", "stats")
+	require.True(t, report.DryRun)
+	require.Equal(t, map[int32]int64{0: 4}, report.Next)
+	require.Contains(t, d.ok(t, "dlq", "list", topic), "No dead letters", "nothing was sent")
+	report = replayDoc{}
+	d.json(t, &report, exitOK, "dlq", "replay", dlq, "--group", "stats", "--yes")
+	require.Equal(t, 4, report.Read)
+	require.Equal(t, 2, report.Sent)
+	require.Len(t, report.Failed, 1, "what is no dead letter")
+	var arrived dlqDoc
+	d.json(t, &arrived, exitOK, "dlq", "list", topic)
+	require.Len(t, arrived.DeadLetters, 2)
+
+	a := d.call(t, "dlq", "list", "missing-"+dlq)
+	require.Equal(t, exitError, a.code)
+	require.Contains(t, a.err, "UNKNOWN_TOPIC_OR_PARTITION")
+	a = d.call(t, "dlq", "replay", dlq, "--kafka", "127.0.0.1:1")
+	require.Equal(t, exitError, a.code)
+	require.Contains(t, a.err, "connection refused")
+}
+
+// A broker that says nothing is given up after a while.
+func TestSilentKafka(t *testing.T) {
+	silent, err := net.Listen("tcp", "127.0.0.1:0") // takes connections, and reads nothing
+	require.NoError(t, err)
+	defer silent.Close()
+	d := &desk{vars: map[string]string{"KAFKA_BROKERS": silent.Addr().String()}}
+	for _, args := range []string{"dlq list t.dlq", "dlq replay t.dlq", "topics t"} {
+		a := d.call(t, append(strings.Fields(args), "--timeout", "500ms")...)
+		require.Equal(t, exitError, a.code)
+		require.Contains(t, a.err, "--timeout is 500ms", args)
+	}
+}
+
+type topicsDoc struct {
+	Topics  []topicJSON `json:"topics"`
+	Nowhere []string    `json:"types_without_topic"`
+}
+
+func TestTopics(t *testing.T) {
+	d := newShop(t).withKafka(t)
+	require.Contains(t, d.ok(t, "topics"), "No events are recorded")
+	d.record(t, "a", "b")
+	var doc topicsDoc
+	d.json(t, &doc, exitProblems, "topics", "--check")
+	require.Len(t, doc.Topics, 2)
+	require.Equal(t, "missing", doc.Topics[0].State)
+	require.EqualValues(t, 2, doc.Topics[0].Events)
+	require.Contains(t, d.ok(t, "topics"), "missing")
+
+	doc = topicsDoc{}
+	d.json(t, &doc, exitOK, "topics", "--create", "--partitions", "2", "--retention", "1d", "--check")
+	for i, topic := range []string{d.topic, d.topic + ".dlq"} {
+		require.Equal(t, topic, doc.Topics[i].Topic)
+		require.Equal(t, "created", doc.Topics[i].State)
+		require.Equal(t, 2-i, doc.Topics[i].Partitions)
+	}
+	require.EqualValues(t, 24*60*60*1000, doc.Topics[0].RetentionMS)
+	doc = topicsDoc{}
+	d.json(t, &doc, exitProblems, "topics", "--check", "--create", "--replication", "1")
+	require.Equal(t, "there", doc.Topics[0].State)
+	require.Equal(t, []differenceJSON{{"partitions", "3", "2"}, {"retention.ms", "604800000", "86400000"}}, doc.Topics[0].Differences)
+	d.change = terminal
+	text := d.ok(t, "topics")
+	requireNarrow(t, text)
+	require.Contains(t, text, "1d00h")
+
+	d.exec(t, `UPDATE {s}.outbox SET topic = NULL, event_type = 'nowhere' WHERE aggregate_id = 'b'`)
+	require.Contains(t, d.ok(t, "topics"), "No topic follows from nowhere")
+	a := d.call(t, "topics", d.topic, "--replication", "5", "not/a/name")
+	require.Equal(t, exitError, a.code)
+	named := (&desk{vars: map[string]string{}}).withKafka(t)
+	require.Contains(t, named.ok(t, "topics", d.topic), d.topic, "without a database")
+	a = named.call(t, "topics", "--create", "--replication", "5", "cli-"+uuid.NewString())
+	require.Equal(t, exitError, a.code)
+	require.Contains(t, a.err, "INVALID_REPLICATION_FACTOR")
+}
+
+// Passwords are in no output, whatever fails.
+func TestSecretsStayHidden(t *testing.T) {
+	d := newShop(t)
+	c := d.db.Config().ConnConfig
+	role := fmt.Sprintf("cli_%.8s", uuid.NewString())
+	d.exec(t, "CREATE ROLE "+role+" LOGIN PASSWORD 'right'")
+	t.Cleanup(func() { d.exec(t, "DROP ROLE "+role) })
+	d.vars["DATABASE_URL"] = fmt.Sprintf("postgres://%s:hunter22@%s:%d/%s?sslmode=disable", role, c.Host, c.Port, c.Database)
+	d.vars["KAFKA_BROKERS"], d.vars["KAFKA_USER"], d.vars["KAFKA_PASSWORD"] = "127.0.0.1:1", "me", "hunter33"
+	for _, args := range []string{"status", "doctor", "doctor --json", "migrate up", "topics t", "dlq list t", "status --database postgres://x:hunter44@127.0.0.1:1/db",
+		"status --database user=x&password=hunter55&host=127.0.0.1&port=1"} {
+		words := strings.Fields(args)
+		words[len(words)-1] = strings.ReplaceAll(words[len(words)-1], "&", " ")
+		a := d.call(t, append(words, "--timeout", "2s")...)
+		require.NotEqual(t, exitOK, a.code, args)
+		require.NotContains(t, a.out+a.err, "hunter", args)
+	}
+}
+
+// A step that takes too long ends with an error that says why.
+func TestTimeout(t *testing.T) {
+	d := newShop(t)
+	d.fail(t, outbox.StatusDead, "a")
+	id := d.firstFailed(t, "a")
+	tx, err := d.db.Begin(background)
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(background) }()
+	_, err = tx.Exec(background, `SELECT FROM `+pgx.Identifier{d.schema, "outbox_failed"}.Sanitize()+` FOR UPDATE`)
+	require.NoError(t, err)
+	a := d.call(t, "failed", "resolve", id, "--reason", "x", "--timeout", "300ms")
+	require.Equal(t, exitError, a.code)
+	require.Contains(t, a.err, "--timeout is 300ms")
+	ctx, cancel := context.WithCancel(background)
+	cancel()
+	a = d.callWithin(t, ctx, "failed", "list")
+	require.Equal(t, exitError, a.code)
+	require.Equal(t, "outbox: interrupted\n", a.err)
+}

@@ -1,0 +1,214 @@
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"strings"
+
+	"github.com/outboxgo/outbox"
+)
+
+var doctorCommand = command{
+	name:    "doctor",
+	summary: "what is wrong here, and what to do about it",
+	about: `
+Looks at the tables, privileges, settings, transactions, relays and failed
+events, and at Kafka and its topics if --kafka or $KAFKA_BROKERS is there.
+It changes nothing. Each finding is an error, a warning or a note; it exits
+with 3 if there are errors or warnings. --only and --skip take the beginnings
+of ids: --skip kafka,server.slot
+
+Privileges are those of the connected role unless another is named:
+--as relay=shop_relay,writer=shop. The parts are relay, writer, consumer,
+reader and operator, as in docs/roles.md.`,
+	endless: true,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		d := &doctor{}
+		d.limits.define(fs)
+		fs.StringVar(&d.as, "as", "relay,writer", "`PART[=ROLE],…` whose privileges to look at (relay,writer)")
+		fs.StringVar(&d.only, "only", "", "`ID,…` only these findings")
+		fs.StringVar(&d.skip, "skip", "", "`ID,…` all but these findings")
+		return d.run
+	},
+}
+
+// doctor looks for what is wrong. Its checks add to findings and go on; one that
+// cannot be made is a finding too.
+type doctor struct {
+	limits         limits
+	as, only, skip string
+
+	e        *env
+	parts    []part
+	findings []finding
+	checks   int
+	about    [][2]string // what was looked at
+}
+
+// check is a question of the doctor's. Those of a group that cannot be connected to are
+// left out.
+type check struct {
+	name string
+	make func(*doctor, context.Context) error
+}
+
+func (d *doctor) run(ctx context.Context, e *env) error {
+	d.e = e
+	var err error
+	if d.parts, err = parseParts(d.as); err != nil {
+		return err
+	}
+	d.examine(ctx)
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	d.findings = d.chosen()
+	if e.json {
+		err = e.writeJSON(map[string]any{"database": e.databaseName(), "schema": e.schemaName(), "kafka": e.brokers(),
+			"checks": d.checks, "findings": append([]finding{}, d.findings...)})
+	} else {
+		d.show()
+	}
+	if err == nil && areProblems(d.findings) {
+		return errProblems
+	}
+	return err
+}
+
+func (d *doctor) examine(ctx context.Context) {
+	if d.connect(ctx) {
+		for _, c := range databaseChecks {
+			d.try(ctx, c)
+		}
+		if d.migrated(ctx) {
+			for _, c := range tableChecks {
+				d.try(ctx, c)
+			}
+		}
+	}
+	if d.e.brokers() == "" {
+		d.about = append(d.about, [2]string{"kafka", "not looked at: --kafka, or $KAFKA_BROKERS"})
+		return
+	}
+	d.kafka(ctx)
+}
+
+// try makes a check, and says so if it cannot be made.
+func (d *doctor) try(ctx context.Context, c check) {
+	step, cancel := d.e.step(ctx)
+	defer cancel()
+	d.checks++
+	if err := c.make(d, step); err != nil && ctx.Err() == nil {
+		d.add("doctor."+c.name, severityWarning, fmt.Sprintf("cannot look at %s: %s", c.name, errorText(err)),
+			"Whether something is wrong there is not known.",
+			"Give the role that the doctor uses what docs/roles.md gives a reader, or name another role with --database.")
+	}
+}
+
+func (d *doctor) add(id, severity, what, means, do string) {
+	d.findings = append(d.findings, finding{id, severity, what, means, do})
+}
+
+// chosen returns the findings that --only and --skip leave.
+func (d *doctor) chosen() (all []finding) {
+	for _, f := range d.findings {
+		if (d.only == "" || startsWithAny(f.ID, d.only)) && (d.skip == "" || !startsWithAny(f.ID, d.skip)) {
+			all = append(all, f)
+		}
+	}
+	return all
+}
+
+func startsWithAny(id, list string) bool {
+	for _, prefix := range strings.Split(list, ",") {
+		if id == prefix || strings.HasPrefix(id, prefix+".") {
+			return true
+		}
+	}
+	return false
+}
+
+func (d *doctor) show() {
+	d.e.writeFields(d.about)
+	number := map[string]int{}
+	for _, severity := range []string{severityError, severityWarning, severityNote} {
+		for _, f := range d.findings {
+			if f.Severity == severity {
+				number[severity]++
+				d.showFinding(f)
+			}
+		}
+	}
+	d.e.printf("\n")
+	if len(d.findings) == 0 {
+		d.e.printf("%s\n", d.e.paint(green, fmt.Sprintf("Nothing is wrong: %d checks.", d.checks)))
+		return
+	}
+	d.e.printf("%s, %s, %s\n", plural(int64(number[severityError]), "error", "errors"),
+		plural(int64(number[severityWarning]), "warning", "warnings"), plural(int64(number[severityNote]), "note", "notes"))
+}
+
+func (d *doctor) showFinding(f finding) {
+	e := d.e
+	e.printf("\n")
+	e.writeSeverity(f.Severity, f.What+" ["+f.ID+"]")
+	for _, text := range []string{f.Means, "Do: " + f.Do} {
+		for _, line := range wrap(visible(text), max(e.width, usualWidth)-severityWidth) {
+			e.printf("%s%s\n", strings.Repeat(" ", severityWidth), line)
+		}
+	}
+}
+
+// connect reports whether there is a database to look at.
+func (d *doctor) connect(ctx context.Context) bool {
+	d.checks++
+	db, err := d.e.connect(ctx)
+	if err != nil {
+		d.add("database.connect", severityError, errorText(err),
+			"Nothing of the database could be looked at.",
+			"Check the URL (--database, $DATABASE_URL), that PostgreSQL runs and listens there, that its pg_hba.conf lets the role in, and the password.")
+		return false
+	}
+	var version string
+	if err := db.QueryRow(ctx, `SELECT current_setting('server_version')`).Scan(&version); err != nil {
+		d.add("database.connect", severityError, errorText(err), "Nothing of the database could be looked at.", "Look into the log of PostgreSQL.")
+		return false
+	}
+	d.about = append(d.about, [2]string{"database", fmt.Sprintf("%s, PostgreSQL %s, schema %s", d.e.databaseName(), version, d.e.schemaName())})
+	return true
+}
+
+// relays judges how relays stand and what is open.
+func (d *doctor) relays(ctx context.Context) error {
+	s, err := look(ctx, d.e, d.limits)
+	if err != nil {
+		return err
+	}
+	if len(s.relays) == 0 {
+		d.add("relay.none", severityNote, "no relay has run here yet", "Recorded events are not sent until one runs.", "Start a process that calls Relay.Run.")
+	}
+	d.findings = append(d.findings, s.findings...)
+	return nil
+}
+
+// routes judges whether events have somewhere to go.
+func (d *doctor) routes(ctx context.Context) error {
+	topics, err := d.recorded(ctx)
+	for _, t := range topics {
+		if t.Topic == "" {
+			d.add("events.topic", severityError, fmt.Sprintf("no topic follows from %s", strings.Join(t.Types, ", ")),
+				"These rows have no topic, and their type is not {company}.{domain}.{action}.v{n}: somebody else than Recorder wrote them. They cannot be sent.",
+				"Give the types topics of their own where they are written, and settle what failed: outbox failed list.")
+		}
+	}
+	return err
+}
+
+func (d *doctor) recorded(ctx context.Context) ([]outbox.RecordedTopic, error) {
+	inspector, err := d.e.inspector(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return inspector.Topics(ctx)
+}

@@ -1,0 +1,168 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// part is a part of outbox and the role that plays it, the connected one if empty.
+type part struct{ name, role string }
+
+// parseParts reads --as.
+func parseParts(text string) (parts []part, err error) {
+	for _, one := range strings.Split(text, ",") {
+		name, role, _ := strings.Cut(one, "=")
+		if err := oneOf("--as", name, slices.Sorted(maps.Keys(partNeeds))); err != nil {
+			return nil, err
+		}
+		parts = append(parts, part{name, role})
+	}
+	return parts, nil
+}
+
+// need is a privilege on a table, on some of its columns, or on a sequence.
+type need struct {
+	privilege string
+	table     string
+	columns   []string
+	sequence  string
+}
+
+func onTable(table string, privileges ...string) (all []need) {
+	for _, p := range privileges {
+		all = append(all, need{privilege: p, table: table})
+	}
+	return all
+}
+
+func onSequences(names ...string) (all []need) {
+	for _, name := range names {
+		all = append(all, need{privilege: "USAGE", sequence: name})
+	}
+	return all
+}
+
+var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_cursor", "SELECT"), onTable("outbox_lease", "SELECT"),
+	onTable("outbox_failed", "SELECT"), onTable("outbox_audit", "SELECT"), onTable("event_handled", "SELECT"))
+
+// partNeeds is what docs/roles.md grants, beside USAGE of the schema.
+var partNeeds = map[string][]need{
+	"writer": append(onSequences("outbox_id_seq"), need{privilege: "INSERT", table: "outbox", columns: []string{"event_id", "event_type", "source",
+		"aggregate_type", "aggregate_id", "payload", "payload_bytes", "content_type", "topic", "partition_key", "headers", "occurred_at"}}),
+	"relay": slices.Concat(onTable("outbox", "SELECT", "DELETE"), []need{{privilege: "UPDATE", table: "outbox", columns: []string{"xid"}},
+		{privilege: "SELECT", sequence: "outbox_id_seq"}}, onTable("outbox_cursor", "SELECT", "INSERT", "DELETE"),
+		onTable("outbox_lease", "SELECT", "INSERT", "UPDATE"), onTable("outbox_failed", "SELECT", "INSERT", "UPDATE", "DELETE"),
+		onTable("outbox_audit", "INSERT"), onTable("event_handled", "SELECT", "DELETE"),
+		onSequences("outbox_cursor_id_seq", "outbox_failed_id_seq", "outbox_audit_id_seq")),
+	"consumer": append(onTable("event_handled", "SELECT", "INSERT", "DELETE"), onSequences("event_handled_id_seq")...),
+	"reader":   readerNeeds,
+	"operator": slices.Concat(readerNeeds, onTable("outbox_failed", "UPDATE"), onTable("outbox_audit", "INSERT"), onSequences("outbox_audit_id_seq")),
+}
+
+// on says what the privilege is for, and grant how to give it.
+func (n need) on() string {
+	switch {
+	case n.sequence != "":
+		return "sequence " + n.sequence
+	case len(n.columns) > 0:
+		return fmt.Sprintf("%s (%s)", n.table, strings.Join(n.columns, ", "))
+	}
+	return n.table
+}
+
+func (n need) grant(schema, role string) string {
+	role = pgx.Identifier{role}.Sanitize()
+	switch {
+	case n.sequence != "":
+		return fmt.Sprintf("GRANT %s ON SEQUENCE %s TO %s", n.privilege, pgx.Identifier{schema, n.sequence}.Sanitize(), role)
+	case len(n.columns) > 0:
+		return fmt.Sprintf("GRANT %s (%s) ON %s TO %s", n.privilege, strings.Join(n.columns, ", "), pgx.Identifier{schema, n.table}.Sanitize(), role)
+	}
+	return fmt.Sprintf("GRANT %s ON %s TO %s", n.privilege, pgx.Identifier{schema, n.table}.Sanitize(), role)
+}
+
+// What is not there is no matter of privileges: the answer is then NULL. Who may
+// UPDATE a sequence may draw from it too.
+const (
+	sqlTableNeed    = `SELECT coalesce(has_table_privilege($1, to_regclass($2)::oid, $3), true)`
+	sqlColumnNeed   = `SELECT coalesce(has_column_privilege($1, to_regclass($2)::oid, $3, $4), true)`
+	sqlSequenceNeed = `SELECT coalesce(has_sequence_privilege($1, to_regclass($2)::oid, CASE $3 WHEN 'USAGE' THEN 'USAGE, UPDATE' ELSE $3 END), true)`
+	sqlSchemaNeed   = `SELECT has_schema_privilege($1, $2, 'USAGE')`
+)
+
+// privileges judges whether roles can do their work.
+func (d *doctor) privileges(ctx context.Context) error {
+	for _, p := range d.parts {
+		if p.role == "" {
+			if err := d.e.db.QueryRow(ctx, `SELECT current_user`).Scan(&p.role); err != nil {
+				return err
+			}
+		}
+		var there bool
+		if err := d.e.db.QueryRow(ctx, `SELECT EXISTS (SELECT FROM pg_roles WHERE rolname = $1)`, p.role).Scan(&there); err != nil {
+			return err
+		}
+		if !there {
+			d.add("privileges.role", severityError, fmt.Sprintf("there is no role %q", p.role), "Nobody can work as it.", "CREATE ROLE, or another name in --as.")
+			continue
+		}
+		if err := d.privilegesOf(ctx, p); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (d *doctor) privilegesOf(ctx context.Context, p part) error {
+	schema := d.e.schemaName()
+	ok, err := d.has(ctx, sqlSchemaNeed, p.role, schema)
+	if err != nil {
+		return err
+	}
+	if !ok {
+		d.lacks(p, "USAGE of schema "+schema, fmt.Sprintf("GRANT USAGE ON SCHEMA %s TO %s", pgx.Identifier{schema}.Sanitize(), pgx.Identifier{p.role}.Sanitize()))
+	}
+	for _, n := range partNeeds[p.name] {
+		ok, err := d.hasNeed(ctx, p.role, n)
+		if err != nil {
+			return err
+		}
+		if !ok {
+			d.lacks(p, n.privilege+" on "+n.on(), n.grant(schema, p.role))
+		}
+	}
+	return nil
+}
+
+func (d *doctor) lacks(p part, what, grant string) {
+	d.add("privileges."+p.name, severityError, fmt.Sprintf("role %s lacks %s", p.role, what),
+		"It cannot work as "+p.name+": statements are refused.", grant)
+}
+
+func (d *doctor) hasNeed(ctx context.Context, role string, n need) (bool, error) {
+	schema := d.e.schemaName()
+	if n.sequence != "" {
+		return d.has(ctx, sqlSequenceNeed, role, pgx.Identifier{schema, n.sequence}.Sanitize(), n.privilege)
+	}
+	table := pgx.Identifier{schema, n.table}.Sanitize()
+	if len(n.columns) == 0 {
+		return d.has(ctx, sqlTableNeed, role, table, n.privilege)
+	}
+	for _, column := range n.columns {
+		ok, err := d.has(ctx, sqlColumnNeed, role, table, column, n.privilege)
+		if err != nil || !ok {
+			return false, err
+		}
+	}
+	return true, nil
+}
+
+func (d *doctor) has(ctx context.Context, sql string, args ...any) (ok bool, err error) {
+	err = d.e.db.QueryRow(ctx, sql, args...).Scan(&ok)
+	return ok, err
+}

@@ -1,0 +1,290 @@
+package main
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+)
+
+// tableChecks look at what Migrate has made.
+var tableChecks = []check{
+	{"tables", (*doctor).tables},
+	{"sequence", (*doctor).sequence},
+	{"tables.vacuum", (*doctor).vacuum},
+	{"privileges", (*doctor).privileges},
+	{"relay", (*doctor).relays},
+	{"events", (*doctor).routes},
+}
+
+var outboxTables = []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled"}
+
+// migrated reports whether the tables are there and of this release, so that it is
+// worth while to look further.
+func (d *doctor) migrated(ctx context.Context) (ok bool) {
+	d.try(ctx, check{"migrations", func(d *doctor, ctx context.Context) (err error) {
+		ok, err = d.migrations(ctx)
+		return err
+	}})
+	return ok
+}
+
+func (d *doctor) migrations(ctx context.Context) (bool, error) {
+	var there int
+	err := d.e.db.QueryRow(ctx, `SELECT count(*) FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+WHERE n.nspname = $1 AND c.relkind IN ('r', 'p') AND c.relname = ANY ($2::text[])`, d.e.schemaName(), outboxTables).Scan(&there)
+	if err != nil {
+		return false, err
+	}
+	if there == 0 {
+		d.add("migrations.none", severityError, fmt.Sprintf("schema %s has no tables of outbox", d.e.schemaName()),
+			"Nothing can be recorded or sent.", "outbox migrate up, or outbox.Migrate at the start of your service. If they are in another schema: --schema.")
+		return false, nil
+	}
+	all, err := outbox.MigrationStatus(ctx, d.e.db, outbox.MigrateConfig{Schema: d.e.schema})
+	if err != nil {
+		return false, err
+	}
+	return d.judgeMigrations(all), nil
+}
+
+// judgeMigrations reports whether the tables are those of this release.
+func (d *doctor) judgeMigrations(all []outbox.Migration) bool {
+	var pending, unknown []string
+	for _, m := range all {
+		switch {
+		case m.Unknown:
+			unknown = append(unknown, m.Name)
+		case m.AppliedAt.IsZero():
+			pending = append(pending, m.Name)
+		}
+	}
+	if len(unknown) > 0 {
+		d.add("migrations.ahead", severityError, "the database has migrations that this release does not know: "+strings.Join(unknown, ", "),
+			"A newer release of outbox has migrated it. Migrate of this one refuses to start services.", "Use the newer release of this tool and in your services.")
+		return false
+	}
+	if len(pending) == len(all) { // another tool has applied the files, and the tables show whether all
+		return true
+	}
+	if len(pending) > 0 {
+		d.add("migrations.pending", severityError, "pending: "+strings.Join(pending, ", "),
+			"This release expects tables, columns or indexes that are not there yet.", "outbox migrate up, before the services of this release start.")
+	}
+	return len(pending) == 0
+}
+
+// expectedText is what Migrate makes: what sqlThings returns for it, as lines of kind,
+// table, name and definition, with tabs between. A test keeps it true.
+//
+//go:embed expected.txt
+var expectedText string
+
+// thing is a table, or a column, index, constraint or trigger of one.
+type thing struct{ kind, table, name, definition string }
+
+func (t thing) key() string { return t.kind + " " + t.table + " " + t.name }
+
+func expected() (all []thing) {
+	for line := range strings.Lines(expectedText) {
+		f := strings.SplitN(strings.TrimSuffix(line, "\n"), "\t", 4)
+		all = append(all, thing{f[0], f[1], f[2], f[3]})
+	}
+	return all
+}
+
+// sqlThings writes definitions as they are where the schema is in the search path. What
+// PostgreSQL 18 calls a NOT NULL constraint is with its column.
+const sqlThings = `
+WITH tables AS MATERIALIZED (
+    SELECT c.oid, c.relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+     WHERE n.nspname = $1 AND c.relkind IN ('r', 'p') AND c.relname = ANY ($2::text[])
+)
+SELECT 'table', relname, relname, '' FROM tables
+ UNION ALL
+SELECT 'column', t.relname, a.attname,
+       concat_ws(' ', format_type(a.atttypid, a.atttypmod), CASE WHEN a.attnotnull THEN 'NOT NULL' END, 'DEFAULT ' || pg_get_expr(d.adbin, d.adrelid, true))
+  FROM tables AS t JOIN pg_attribute AS a ON a.attrelid = t.oid AND a.attnum > 0 AND NOT a.attisdropped
+  LEFT JOIN pg_attrdef AS d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
+ UNION ALL
+SELECT 'index', t.relname, c.relname, pg_get_indexdef(i.indexrelid, 0, true) || CASE WHEN i.indisvalid THEN '' ELSE ' INVALID' END
+  FROM tables AS t JOIN pg_index AS i ON i.indrelid = t.oid JOIN pg_class AS c ON c.oid = i.indexrelid
+ UNION ALL
+SELECT 'constraint', t.relname, c.conname, pg_get_constraintdef(c.oid, true)
+  FROM tables AS t JOIN pg_constraint AS c ON c.conrelid = t.oid AND c.contype IN ('p', 'u', 'c', 'f', 'x')
+ UNION ALL
+SELECT 'trigger', t.relname, g.tgname, pg_get_triggerdef(g.oid, true)
+  FROM tables AS t JOIN pg_trigger AS g ON g.tgrelid = t.oid AND NOT g.tgisinternal`
+
+// things returns what is there.
+func things(ctx context.Context, e *env) (all []thing, err error) {
+	err = pgx.BeginTxFunc(ctx, e.db, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, `SELECT set_config('search_path', $1, true)`, pgx.Identifier{e.schemaName()}.Sanitize()); err != nil {
+			return err
+		}
+		rows, err := tx.Query(ctx, sqlThings, e.schemaName(), outboxTables)
+		if err != nil {
+			return err
+		}
+		all, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (t thing, err error) {
+			return t, row.Scan(&t.kind, &t.table, &t.name, &t.definition)
+		})
+		return err
+	})
+	return all, err
+}
+
+// tables compares what is there with what Migrate makes.
+func (d *doctor) tables(ctx context.Context) error {
+	have, err := things(ctx, d.e)
+	if err == nil {
+		d.findings = append(d.findings, compare(expected(), have)...)
+	}
+	return err
+}
+
+func compare(want, have []thing) (all []finding) {
+	byKey := map[string]thing{}
+	tables := map[string]bool{}
+	for _, t := range have {
+		byKey[t.key()] = t
+		tables[t.table] = true
+	}
+	for _, w := range want {
+		h, there := byKey[w.key()]
+		delete(byKey, w.key())
+		switch {
+		case !there && (w.kind == "table" || tables[w.table]): // of a missing table it is enough to name that
+			all = append(all, missing(w))
+		case there && h.definition != w.definition:
+			all = append(all, altered(w, h))
+		}
+	}
+	for _, t := range have {
+		if _, extra := byKey[t.key()]; extra && matters(t) {
+			all = append(all, finding{"tables." + t.kind, severityWarning, fmt.Sprintf("%s %s of %s is not of outbox: %s", t.kind, t.name, t.table, t.definition),
+				"It can refuse or change events, or make every record dearer.", "If nothing needs it, drop it."})
+		}
+	}
+	return all
+}
+
+// matters reports whether something additional can do harm. Indexes only cost.
+func matters(t thing) bool {
+	return t.kind == "trigger" || t.kind == "constraint" && !strings.HasPrefix(t.definition, "PRIMARY KEY") ||
+		t.kind == "index" && strings.HasPrefix(t.definition, "CREATE UNIQUE") ||
+		t.kind == "column" && strings.Contains(t.definition, "NOT NULL") && !strings.Contains(t.definition, "DEFAULT")
+}
+
+func missing(t thing) finding {
+	f := finding{"tables." + t.kind, severityError, fmt.Sprintf("%s %s of %s is missing", t.kind, t.name, t.table), "", ""}
+	switch t.kind {
+	case "index":
+		f.Means, f.Do = "Statements that go by it read the whole table instead, or are refused.", t.definition
+	case "constraint":
+		f.Means, f.Do = "What it keeps out gets in.", fmt.Sprintf("ALTER TABLE %s ADD CONSTRAINT %s %s", t.table, t.name, t.definition)
+	case "column":
+		f.Means, f.Do = "Statements of outbox fail.", fmt.Sprintf("ALTER TABLE %s ADD COLUMN %s %s", t.table, t.name, t.definition)
+	default:
+		f.What = "table " + t.name + " is missing"
+		f.Means, f.Do = "Statements of outbox fail.", "Restore it from a backup, or take its statements from outbox migrate print."
+	}
+	return f
+}
+
+func altered(want, have thing) finding {
+	if strings.HasSuffix(have.definition, " INVALID") {
+		return finding{"tables.index", severityError, fmt.Sprintf("index %s of %s is invalid", have.name, have.table),
+			"Its making was interrupted: it costs and serves nobody.", fmt.Sprintf("REINDEX INDEX CONCURRENTLY %s", have.name)}
+	}
+	return finding{"tables." + want.kind, severityWarning, fmt.Sprintf("%s %s of %s is altered: %s", want.kind, want.name, want.table, have.definition),
+		"outbox is tested with: " + want.definition, "Change it back, unless you know better."}
+}
+
+const sqlSequence = `
+SELECT s.seqcache, s.seqincrement, CASE WHEN p.may THEN pg_sequence_last_value(s.seqrelid) END, p.may,
+       (SELECT greatest((SELECT max(id) FROM {schema}.outbox), (SELECT max(highest_id) FROM {schema}.outbox_cursor)))
+  FROM pg_sequence AS s CROSS JOIN LATERAL (SELECT has_sequence_privilege(s.seqrelid, 'SELECT, USAGE') AS may) AS p
+ WHERE s.seqrelid = pg_get_serial_sequence('{schema}.outbox', 'id')::regclass`
+
+func (d *doctor) sequence(ctx context.Context) error {
+	var cache, step int64
+	var last, highest *int64
+	var may bool
+	schema := pgx.Identifier{d.e.schemaName()}.Sanitize()
+	sql := strings.ReplaceAll(strings.ReplaceAll(sqlSequence, "'{schema}.outbox'", quoteText(schema+".outbox")), "{schema}", schema)
+	err := d.e.db.QueryRow(ctx, sql).Scan(&cache, &step, &last, &may, &highest)
+	if errors.Is(err, pgx.ErrNoRows) {
+		d.add("sequence.missing", severityError, "outbox.id has no sequence of its own", "ids may repeat, and order is by id.",
+			"ALTER SEQUENCE … OWNED BY outbox.id for the sequence that is its default.")
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	name := schema + ".outbox_id_seq"
+	if cache != 1 || step != 1 {
+		d.add("sequence.cache", severityError, fmt.Sprintf("the sequence of outbox.id has CACHE %d and INCREMENT %d", cache, step),
+			"Sessions take ids in advance: a later event can have a lower id than an earlier one of its aggregate, and overtake it.",
+			"ALTER SEQUENCE "+name+" INCREMENT BY 1 CACHE 1")
+	}
+	if may && highest != nil && deref(last) < *highest {
+		d.add("sequence.behind", severityError, fmt.Sprintf("the sequence of outbox.id is at %d, behind id %d", deref(last), *highest),
+			"New events would get the ids of events that were sent. It comes of a restore without its sequences.",
+			fmt.Sprintf("SELECT setval('%s', %d)", name, *highest))
+	}
+	return nil
+}
+
+func deref(n *int64) int64 {
+	if n == nil {
+		return 0
+	}
+	return *n
+}
+
+// quoteText writes a text as SQL does.
+func quoteText(text string) string { return "'" + strings.ReplaceAll(text, "'", "''") + "'" }
+
+// From on so many dead rows, and twice the live ones, a table is bloated.
+const bloatedRows = 100_000
+
+const sqlVacuum = `
+SELECT c.relname, coalesce(s.n_live_tup, 0), coalesce(s.n_dead_tup, 0),
+       coalesce((SELECT option_value FROM pg_options_to_table(c.reloptions) WHERE option_name = 'autovacuum_enabled'), 'true')::bool
+  FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+  LEFT JOIN pg_stat_user_tables AS s ON s.relid = c.oid
+ WHERE n.nspname = $1 AND c.relname = ANY ($2::text[])
+ ORDER BY 1`
+
+// vacuum judges whether what retention removes is cleaned up.
+func (d *doctor) vacuum(ctx context.Context) error {
+	rows, err := d.e.db.Query(ctx, sqlVacuum, d.e.schemaName(), outboxTables)
+	if err != nil {
+		return err
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var name string
+		var live, dead int64
+		var auto bool
+		if err := rows.Scan(&name, &live, &dead, &auto); err != nil {
+			return err
+		}
+		if !auto {
+			d.add("tables.autovacuum", severityWarning, "autovacuum is off for "+name,
+				"Rows that are removed leave their space behind: the table grows, and statements become slower.",
+				fmt.Sprintf("ALTER TABLE %s RESET (autovacuum_enabled)", name))
+		}
+		if dead > bloatedRows && dead > 2*live {
+			d.add("tables.bloat", severityWarning, fmt.Sprintf("%s has %s dead rows beside %s live ones", name, count(dead), count(live)),
+				"They are not cleaned up: autovacuum does not come to it, or an old transaction keeps them.",
+				"End old transactions (outbox status), then VACUUM "+name+". ALTER TABLE "+name+" SET (autovacuum_vacuum_scale_factor = 0.02) has it done earlier.")
+		}
+	}
+	return rows.Err()
+}

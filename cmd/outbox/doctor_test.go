@@ -1,0 +1,444 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+)
+
+// doctorJSON is the document of doctor.
+type doctorJSON struct {
+	Database string    `json:"database"`
+	Schema   string    `json:"schema"`
+	Kafka    string    `json:"kafka"`
+	Checks   int       `json:"checks"`
+	Findings []finding `json:"findings"`
+}
+
+// newClinic is a shop in which nothing is wrong but what a test breaks. Other tests on
+// the cluster may have transactions open.
+func newClinic(t testing.TB) *desk {
+	t.Helper()
+	d := newShop(t)
+	d.vars["DATABASE_URL"] = d.url("&options=-c%20idle_in_transaction_session_timeout%3D60000")
+	return d
+}
+
+// findings asks the doctor. The exit code must agree with what he says.
+func (d *desk) findings(t testing.TB, args ...string) []finding {
+	t.Helper()
+	a := d.call(t, append([]string{"doctor", "--json", "--open-for", "1h"}, args...)...)
+	require.Empty(t, a.err)
+	var out doctorJSON
+	unmarshal(t, a.out, &out)
+	require.Equal(t, areProblems(out.Findings), a.code == exitProblems, a.out)
+	require.Contains(t, []int{exitOK, exitProblems}, a.code)
+	require.Positive(t, out.Checks)
+	for _, f := range out.Findings {
+		require.NotEmpty(t, f.What)
+		require.NotEmpty(t, f.Means, f.ID)
+		require.NotEmpty(t, f.Do, f.ID)
+	}
+	return out.Findings
+}
+
+// requireFinding requires one finding and nothing else.
+func (d *desk) requireFinding(t testing.TB, id, severity, what string, args ...string) finding {
+	t.Helper()
+	all := d.findings(t, args...)
+	require.Len(t, all, 1, "%v", all)
+	require.Equal(t, id, all[0].ID)
+	require.Equal(t, severity, all[0].Severity)
+	require.Contains(t, all[0].What, what)
+	return all[0]
+}
+
+// Where nothing is wrong nothing is found.
+func TestDoctorFindsNothing(t *testing.T) {
+	d := newClinic(t).withKafka(t)
+	testenv.CreateTopic(t, d.brokers, d.topic, 1)
+	d.relay(t)
+	d.record(t, "a", "b")
+	d.requireFinding(t, "kafka.auto_create", severityNote, "auto.create.topics.enable") // so the broker of the tests is
+	require.Empty(t, d.findings(t, "--skip", "kafka.auto_create"))
+	require.Empty(t, d.findings(t, "--only", "tables,relay"))
+	d.change = terminal
+	text := d.ok(t, "doctor", "--open-for", "1h", "--skip", "kafka")
+	require.Contains(t, text, "Nothing is wrong: ")
+	require.Contains(t, text, "database ")
+	requireNarrow(t, text)
+}
+
+// ailments are what a test breaks in the tables of a shop, and what is found.
+var ailments = []struct {
+	name, breaks       string // {s} is the schema
+	id, severity, what string
+}{
+	{"index dropped", `DROP INDEX {s}.outbox_xid_id_idx`, "tables.index", severityError, "outbox_xid_id_idx of outbox is missing"},
+	{"index altered", `DROP INDEX {s}.idx_outbox_failed_dead; CREATE INDEX idx_outbox_failed_dead ON {s}.outbox_failed (id)`,
+		"tables.index", severityWarning, "idx_outbox_failed_dead of outbox_failed is altered"},
+	{"unique index added", `CREATE UNIQUE INDEX mine ON {s}.outbox (event_id)`, "tables.index", severityWarning, "index mine of outbox is not of outbox"},
+	{"constraint dropped", `ALTER TABLE {s}.outbox DROP CONSTRAINT outbox_one_payload`, "tables.constraint", severityError, "outbox_one_payload of outbox is missing"},
+	{"constraint altered", `ALTER TABLE {s}.outbox_failed DROP CONSTRAINT outbox_failed_status, ADD CONSTRAINT outbox_failed_status CHECK (status <> '')`,
+		"tables.constraint", severityWarning, "outbox_failed_status of outbox_failed is altered"},
+	{"constraint added", `ALTER TABLE {s}.outbox ADD CONSTRAINT mine CHECK (aggregate_id <> '')`, "tables.constraint", severityWarning, "mine of outbox is not of outbox"},
+	{"column dropped", `ALTER TABLE {s}.outbox_audit DROP COLUMN payload_bytes`, "tables.column", severityError, "payload_bytes of outbox_audit is missing"},
+	{"column altered", `ALTER TABLE {s}.outbox ALTER COLUMN aggregate_id TYPE text`, "tables.column", severityWarning, "aggregate_id of outbox is altered: text"},
+	{"default dropped", `ALTER TABLE {s}.outbox ALTER COLUMN xid DROP DEFAULT`, "tables.column", severityWarning, "xid of outbox is altered"},
+	{"column added", `ALTER TABLE {s}.outbox ADD COLUMN mine int NOT NULL DEFAULT 0; ALTER TABLE {s}.outbox ALTER COLUMN mine DROP DEFAULT`, "tables.column", severityWarning, "mine of outbox is not of outbox"},
+	{"table dropped", `DROP TABLE {s}.event_handled`, "tables.table", severityError, "table event_handled is missing"},
+	{"trigger added", `CREATE TRIGGER mine BEFORE UPDATE ON {s}.outbox FOR EACH ROW EXECUTE FUNCTION suppress_redundant_updates_trigger()`,
+		"tables.trigger", severityWarning, "trigger mine of outbox is not of outbox"},
+	{"autovacuum off", `ALTER TABLE {s}.outbox SET (autovacuum_enabled = off)`, "tables.autovacuum", severityWarning, "autovacuum is off for outbox"},
+	{"sequence cached", `ALTER SEQUENCE {s}.outbox_id_seq CACHE 20`, "sequence.cache", severityError, "CACHE 20"},
+	{"sequence behind", `INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		SELECT relay, last_processed_id, snapshot, 1000, system_identifier, epoch FROM {s}.outbox_cursor ORDER BY id DESC LIMIT 1`,
+		"sequence.behind", severityError, "behind id 1000"},
+	{"sequence missing", `ALTER SEQUENCE {s}.outbox_id_seq OWNED BY NONE`, "sequence.missing", severityError, "no sequence of its own"},
+	{"migration unknown", `INSERT INTO {s}.outbox_migration VALUES (1000, '1000_later.sql')`, "migrations.ahead", severityError, "1000_later.sql"},
+	{"dead", `UPDATE {s}.outbox_failed SET status = 'dead'`, "failed.dead", severityWarning, "1 event is dead"},
+	{"parked", `UPDATE {s}.outbox_failed SET status = 'waiting', next_retry_at = now() + '1 day'`, "failed.parked", severityWarning, "1 key is parked"},
+	{"held", `UPDATE {s}.outbox_failed SET status = 'waiting', held = true`, "failed.held", severityWarning, "1 key is held"},
+	{"type without topic", `UPDATE {s}.outbox SET topic = NULL, event_type = 'nowhere'`, "events.topic", severityError, "nowhere"},
+	{"nothing harmful", `CREATE INDEX mine ON {s}.outbox (aggregate_id, id); ALTER TABLE {s}.outbox ADD COLUMN mine int`, "", "", ""},
+}
+
+// Each thing that is broken is found, and nothing else.
+func TestDoctorFindsWhatIsBroken(t *testing.T) {
+	for _, test := range ailments {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			d := newClinic(t)
+			d.relay(t)
+			d.record(t, "a")
+			require.Eventually(t, func() bool { return d.pending(t) == 0 }, patience, 10*time.Millisecond)
+			d.fail(t, outbox.StatusResolved, "b")
+			require.Empty(t, d.findings(t))
+			for _, statement := range strings.Split(test.breaks, ";") {
+				d.exec(t, statement)
+			}
+			if test.id == "" {
+				require.Empty(t, d.findings(t))
+				return
+			}
+			d.requireFinding(t, test.id, test.severity, test.what)
+			d.change = terminal
+			text := d.call(t, "doctor", "--open-for", "1h").out
+			requireNarrowOrStatement(t, text)
+			require.Contains(t, text, "["+test.id+"]")
+		})
+	}
+}
+
+// requireNarrowOrStatement allows for words that cannot be broken.
+func requireNarrowOrStatement(t testing.TB, text string) {
+	t.Helper()
+	for line := range strings.Lines(text) {
+		if len(strings.Fields(line)) > 1 {
+			requireNarrow(t, line)
+		}
+	}
+}
+
+func (d *desk) pending(t testing.TB) int64 {
+	t.Helper()
+	relays, err := d.inspector(t).Relays(background)
+	require.NoError(t, err)
+	require.Len(t, relays, 1)
+	return relays[0].Pending
+}
+
+// What the doctor compares with is what Migrate makes.
+func TestExpectedTables(t *testing.T) {
+	d := newShop(t)
+	e := &env{db: d.db, globals: globals{schema: d.schema}}
+	have, err := things(background, e)
+	require.NoError(t, err)
+	var lines []string
+	for _, thing := range have {
+		lines = append(lines, strings.Join([]string{thing.kind, thing.table, thing.name, thing.definition}, "\t")+"\n")
+	}
+	slices.Sort(lines)
+	requireFile(t, "expected.txt", strings.Join(lines, ""))
+	require.Empty(t, compare(expected(), have))
+}
+
+func TestDoctorWithoutDatabase(t *testing.T) {
+	d := newClinic(t)
+	d.vars["DATABASE_URL"] = "postgres://someone:hunter22@127.0.0.1:1/nowhere?connect_timeout=2"
+	f := d.requireFinding(t, "database.connect", severityError, "someone@127.0.0.1:1/nowhere")
+	require.NotContains(t, fmt.Sprint(f), "hunter22")
+}
+
+// Tables that are missing, elsewhere, or made by another tool.
+func TestDoctorOnMigrations(t *testing.T) {
+	d := newClinic(t)
+	d.requireFinding(t, "migrations.none", severityError, "schema public", "--schema", "public")
+	d.exec(t, `DELETE FROM {s}.outbox_migration`)
+	d.relay(t)
+	require.Empty(t, d.findings(t), "another tool has made them")
+	if _, err := outbox.MigrationStatus(background, d.db, outbox.MigrateConfig{Schema: d.schema}); err != nil {
+		t.Fatal(err)
+	}
+	all := []outbox.Migration{{Version: 1, Name: "1", AppliedAt: time.Now()}, {Version: 2, Name: "2_new.sql"}}
+	doc := &doctor{}
+	require.False(t, doc.judgeMigrations(all))
+	require.Equal(t, "migrations.pending", doc.findings[0].ID)
+	require.Contains(t, doc.findings[0].What, "2_new.sql")
+}
+
+// Nobody leads, nobody ever did, and what is recorded gets old.
+func TestDoctorOnRelays(t *testing.T) {
+	d := newClinic(t)
+	d.requireFinding(t, "relay.none", severityNote, "no relay has run here yet")
+	d.relay(t)()
+	f := d.requireFinding(t, "relay.leader", severityError, "relay default: nobody leads")
+	require.Contains(t, f.Do, "Relay.Run")
+	d.record(t, "a")
+	require.Eventually(t, func() bool {
+		all := d.findings(t, "--max-age", "50ms", "--skip", "relay.leader")
+		return len(all) == 1 && all[0].ID == "relay.backlog"
+	}, patience, 20*time.Millisecond)
+}
+
+// Transactions that were left open are found, with who has them, and prepared ones.
+func TestDoctorOnTransactions(t *testing.T) {
+	d := newClinic(t)
+	d.relay(t)
+	named := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["application_name"] = d.topic })
+	tx, err := named.Begin(background)
+	require.NoError(t, err)
+	require.NoError(t, d.rec.Record(background, tx, happened{Key: "open", At: time.Now()}))
+	find := func(what string) func() bool {
+		return func() bool {
+			var out doctorJSON
+			unmarshal(t, d.call(t, "doctor", "--json", "--open-for", "50ms").out, &out)
+			i := slices.IndexFunc(out.Findings, func(f finding) bool { return strings.Contains(f.What, what) })
+			return i >= 0 && strings.Contains(out.Findings[i].Means, "wait for its commit") && strings.HasPrefix(out.Findings[i].ID, "transaction.")
+		}
+	}
+	require.Eventually(t, find(d.topic), patience, 20*time.Millisecond)
+	require.NoError(t, tx.Rollback(background))
+	require.False(t, find(d.topic)())
+
+	gid := "cli-" + uuid.NewString()
+	tx, err = named.Begin(background)
+	require.NoError(t, err)
+	require.NoError(t, d.rec.Record(background, tx, happened{Key: "prepared", At: time.Now()}))
+	_, err = tx.Exec(background, "PREPARE TRANSACTION '"+gid+"'")
+	require.NoError(t, err)
+	require.NoError(t, tx.Rollback(background)) // there is none any more
+	require.Eventually(t, find(gid), patience, 20*time.Millisecond)
+	d.exec(t, "ROLLBACK PREPARED '"+gid+"'")
+	require.False(t, find(gid)())
+}
+
+// The roles of docs/roles.md have what they need, and whatever is taken from them is
+// missed.
+func TestDoctorOnPrivileges(t *testing.T) {
+	d := newClinic(t)
+	d.relay(t)
+	doc, err := os.ReadFile("../../docs/roles.md")
+	require.NoError(t, err)
+	suffix := fmt.Sprintf("_%.8s", uuid.NewString())
+	schema := pgx.Identifier{d.schema}.Sanitize()
+	var grants []string
+	require.NoError(t, pgx.BeginFunc(background, d.db, func(tx pgx.Tx) error {
+		_, err := tx.Exec(background, "SET LOCAL search_path = "+schema)
+		require.NoError(t, err)
+		for _, block := range regexp.MustCompile("(?s)```sql\n(.*?)```").FindAllSubmatch(doc, -1) {
+			sql := regexp.MustCompile(`\boutbox_(writer|relay|consumer|reader|operator)\b`).ReplaceAllString(string(block[1]), "outbox_${1}"+suffix)
+			for _, statement := range strings.Split(strings.ReplaceAll(sql, "SCHEMA public", "SCHEMA "+schema), ";") {
+				if statement = strings.TrimSpace(statement); strings.HasPrefix(statement, "GRANT") {
+					grants = append(grants, statement)
+				}
+				if _, err := tx.Exec(background, statement); err != nil {
+					return err
+				}
+			}
+		}
+		return nil
+	}))
+	parts := []string{"writer", "relay", "consumer", "reader", "operator"}
+	var as []string
+	for _, p := range parts {
+		as = append(as, p+"=outbox_"+p+suffix)
+		t.Cleanup(func() {
+			d.exec(t, "DROP OWNED BY outbox_"+p+suffix)
+			d.exec(t, "DROP ROLE outbox_"+p+suffix)
+		})
+	}
+	find := func() []finding { return d.findings(t, "--as", strings.Join(as, ","), "--only", "privileges,doctor") }
+	require.Empty(t, find())
+	require.Greater(t, len(grants), 15)
+	run := func(statement string) {
+		require.NoError(t, pgx.BeginFunc(background, d.db, func(tx pgx.Tx) error {
+			if _, err := tx.Exec(background, "SET LOCAL search_path = "+schema); err != nil {
+				return err
+			}
+			_, err := tx.Exec(background, statement)
+			return err
+		}), statement)
+	}
+	revoke := func(grant string) string {
+		return strings.Replace(strings.Replace(grant, "GRANT", "REVOKE", 1), " TO ", " FROM ", 1)
+	}
+	for _, grant := range grants {
+		run(revoke(grant))
+		all := find()
+		require.NotEmpty(t, all, grant)
+		for _, f := range all {
+			require.True(t, strings.HasPrefix(f.ID, "privileges."), f.ID)
+		}
+		run(grant)
+		require.Empty(t, find(), grant)
+	}
+	for _, grant := range grants { // what he says to do helps
+		run(revoke(grant))
+	}
+	for _, f := range find() {
+		run(f.Do)
+	}
+	require.Empty(t, find())
+	d.requireFinding(t, "privileges.role", severityError, `no role "nobody here"`, "--as", "relay=nobody here")
+}
+
+// A role that may not look is told so, and the rest goes on.
+func TestDoctorMayNotLook(t *testing.T) {
+	d := newClinic(t)
+	role := fmt.Sprintf("cli_%.8s", uuid.NewString())
+	d.exec(t, "CREATE ROLE "+role)
+	d.exec(t, "GRANT USAGE ON SCHEMA {s} TO "+role)
+	t.Cleanup(func() {
+		d.exec(t, "DROP OWNED BY "+role)
+		d.exec(t, "DROP ROLE "+role)
+	})
+	d.vars["DATABASE_URL"] = d.url("&options=-c%20role%3D" + role)
+	var ids []string
+	for _, f := range d.findings(t) {
+		ids = append(ids, f.ID)
+	}
+	require.Contains(t, ids, "doctor.migrations")
+}
+
+// Clocks that differ.
+func TestDoctorOnClock(t *testing.T) {
+	d := newClinic(t)
+	d.relay(t)
+	for offset, want := range map[time.Duration]string{time.Hour: " ahead of that", -time.Hour: " behind that"} {
+		d.change = func(e *env) { e.now = func() time.Time { return time.Now().Add(offset) } }
+		require.Contains(t, d.requireFinding(t, "clock", severityWarning, "the clock of this machine").What, want)
+	}
+}
+
+// Settings of the session are seen as they are; those of the server are judged alike.
+func TestDoctorOnSettings(t *testing.T) {
+	d := newClinic(t)
+	d.relay(t)
+	d.vars["DATABASE_URL"] = d.url("&options=-c%20idle_in_transaction_session_timeout%3D0")
+	d.requireFinding(t, "server.idle_in_transaction", severityNote, "is 0")
+	d.vars["DATABASE_URL"] = d.url("&options=-c%20idle_in_transaction_session_timeout%3D60000%20-c%20synchronous_commit%3Doff")
+	d.requireFinding(t, "server.synchronous_commit", severityWarning, "is off")
+
+	good := map[string]string{"fsync": "on", "full_page_writes": "on", "synchronous_commit": "on", "autovacuum": "on", "track_counts": "on",
+		"idle_in_transaction_session_timeout": "1000", "server_version_num": "140000", "in_hot_standby": "off"}
+	require.Empty(t, settingFindings(good))
+	for setting, bad := range map[string]string{"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off", "autovacuum": "off",
+		"track_counts": "off", "idle_in_transaction_session_timeout": "0", "server_version_num": "130012", "in_hot_standby": "on"} {
+		was := good[setting]
+		good[setting] = bad
+		require.Len(t, settingFindings(good), 1, setting)
+		good[setting] = was
+	}
+	rows, err := d.db.Query(background, `SELECT name FROM pg_settings`)
+	require.NoError(t, err)
+	names, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	for setting := range good {
+		require.Contains(t, names, setting, "that is what PostgreSQL calls it")
+	}
+	require.Empty(t, connectionFindings(89, 100))
+	require.Len(t, connectionFindings(90, 100), 1)
+}
+
+// A slot that nobody reads holds WAL.
+func TestDoctorOnSlots(t *testing.T) {
+	d := newClinic(t)
+	name := strings.ReplaceAll("cli_"+uuid.NewString(), "-", "_")
+	d.exec(t, `SELECT pg_create_physical_replication_slot($1, true)`, name)
+	t.Cleanup(func() { d.exec(t, `SELECT pg_drop_replication_slot($1)`, name) })
+	e := &env{db: d.db, globals: globals{schema: d.schema}}
+	doc := &doctor{e: e}
+	require.NoError(t, doc.slots(background))
+	require.False(t, slices.ContainsFunc(doc.findings, func(f finding) bool { return strings.Contains(f.What, name) }), "it holds little")
+	require.Eventually(t, func() bool {
+		d.record(t, "wal")
+		doc.findings = nil
+		require.NoError(t, doc.slotsAbove(background, 0))
+		return slices.ContainsFunc(doc.findings, func(f finding) bool {
+			return f.ID == "server.slot" && strings.Contains(f.What, name) && strings.Contains(f.What, "nobody reads it")
+		})
+	}, patience, 20*time.Millisecond)
+}
+
+// Rows that were rolled back and not cleaned up.
+func TestDoctorOnBloat(t *testing.T) {
+	d := newClinic(t)
+	d.relay(t)
+	d.exec(t, `ALTER TABLE {s}.outbox SET (autovacuum_enabled = off)`)
+	tx, err := d.db.Begin(background)
+	require.NoError(t, err)
+	_, err = tx.Exec(background, strings.ReplaceAll(`INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
+		SELECT gen_random_uuid(), 't', 's', 'a', 'i', '{}', 'application/json', now() FROM generate_series(1, 100001)`, "{s}", pgx.Identifier{d.schema}.Sanitize()))
+	require.NoError(t, err)
+	require.NoError(t, tx.Rollback(background))
+	require.Eventually(t, func() bool {
+		all := d.findings(t, "--skip", "tables.autovacuum,transaction")
+		return len(all) == 1 && all[0].ID == "tables.bloat" && strings.Contains(all[0].What, "outbox has 100,001 dead rows")
+	}, patience, 50*time.Millisecond)
+}
+
+func TestDoctorOnKafka(t *testing.T) {
+	d := newClinic(t).withKafka(t)
+	d.relay(t)()
+	const skip = "relay,kafka.auto_create"
+	d.record(t, "a")
+	d.requireFinding(t, "kafka.topic.missing", severityError, d.topic, "--skip", skip)
+	testenv.CreateTopic(t, d.brokers, d.topic, 1)
+	require.Eventually(t, func() bool { return len(d.findings(t, "--skip", skip)) == 0 }, patience, 50*time.Millisecond)
+	for _, test := range []struct{ setting, value, id, severity string }{
+		{"min.insync.replicas", "2", "kafka.topic.min_insync", severityError},
+		{"max.message.bytes", "900000", "kafka.topic.max_message_bytes", severityWarning},
+		{"cleanup.policy", "compact", "kafka.topic.compacted", severityWarning},
+	} {
+		other := newClinic(t).withKafka(t)
+		testenv.CreateTopic(t, other.brokers, other.topic, 1, test.setting, test.value)
+		other.record(t, "a")
+		require.Eventually(t, func() bool {
+			all := other.findings(t, "--skip", skip)
+			return len(all) == 1 && all[0].ID == test.id && all[0].Severity == test.severity && strings.Contains(all[0].What, test.setting)
+		}, patience, 50*time.Millisecond, test.setting)
+	}
+	d.vars["KAFKA_BROKERS"] = "127.0.0.1:1"
+	d.requireFinding(t, "kafka.connect", severityError, "127.0.0.1:1", "--skip", skip, "--timeout", "2s")
+
+	good := outbox.TopicInfo{Topic: "t", Partitions: 3, Replicas: 3, InSync: 3, Settings: map[string]string{"min.insync.replicas": "2", "max.message.bytes": "1048588"}}
+	require.Empty(t, topicFindings(good))
+	down := good
+	down.InSync, down.Leaderless = 1, 1
+	all := topicFindings(down)
+	require.Len(t, all, 2)
+	require.Equal(t, "kafka.topic.leader", all[0].ID)
+	require.Equal(t, "kafka.topic.in_sync", all[1].ID)
+}

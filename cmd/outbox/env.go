@@ -1,0 +1,238 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"io"
+	"os"
+	"os/user"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/sasl/plain"
+	"github.com/twmb/franz-go/pkg/sasl/scram"
+)
+
+// env is all that commands know of the world.
+type env struct {
+	stdin          io.Reader
+	stdout, stderr io.Writer
+	// outTTY and errTTY say whether stdout and stderr are terminals.
+	outTTY, errTTY bool
+	width          int // of the terminal
+	getenv         func(string) string
+	now            func() time.Time
+	user           func() string // who calls
+
+	globals
+	args    []string // without flags
+	db      *pgxpool.Pool
+	secrets []string
+}
+
+// newEnv returns that of the process.
+func newEnv() *env {
+	return &env{
+		stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr, outTTY: isTerminal(os.Stdout), errTTY: isTerminal(os.Stderr),
+		width: columns(os.Getenv("COLUMNS")), getenv: os.Getenv, now: time.Now, user: osUser, globals: globals{timeout: defaultTimeout},
+	}
+}
+
+func isTerminal(f *os.File) bool {
+	info, err := f.Stat()
+	return err == nil && info.Mode()&os.ModeCharDevice != 0
+}
+
+const usualWidth = 80
+
+func columns(text string) int {
+	if n, err := strconv.Atoi(text); err == nil && n >= 40 {
+		return n
+	}
+	return usualWidth
+}
+
+func osUser() string {
+	if u, err := user.Current(); err == nil {
+		return u.Username
+	}
+	return os.Getenv("USER")
+}
+
+func (e *env) checkGlobals() error {
+	if e.timeout < 0 {
+		return usagef("--timeout %v: must not be negative", e.timeout)
+	}
+	return nil
+}
+
+func (e *env) close() {
+	if e.db != nil {
+		e.db.Close()
+		e.db = nil
+	}
+}
+
+// mask leaves passwords out of a text that is shown.
+func (e *env) mask(text string) string {
+	for _, secret := range e.secrets {
+		text = strings.ReplaceAll(text, secret, "xxxxx")
+	}
+	return text
+}
+
+// secret notes a password. One that equals a name that is shown anyway hides nothing.
+func (e *env) secret(text string, names ...string) {
+	if text != "" && !slices.Contains(names, text) {
+		e.secrets = append(e.secrets, text)
+	}
+}
+
+// databaseConfig reads the URL, or what libpq's variables say.
+func (e *env) databaseConfig() (*pgxpool.Config, error) {
+	cfg, err := pgxpool.ParseConfig(cmp.Or(e.database, e.getenv("DATABASE_URL")))
+	if err != nil {
+		// The error shows what could not be read, and a password may be in it.
+		return nil, usagef("--database: that is no URL of PostgreSQL, nor a list of name=value (postgres://user:password@host:5432/database)")
+	}
+	c := cfg.ConnConfig
+	e.secret(c.Password, c.User, c.Database, c.Host)
+	cfg.MaxConns = 4
+	if c.RuntimeParams["application_name"] == "" {
+		c.RuntimeParams["application_name"] = "outbox-cli"
+	}
+	return cfg, nil
+}
+
+// connect opens the database. It may be called again.
+func (e *env) connect(ctx context.Context) (*pgxpool.Pool, error) {
+	if e.db != nil {
+		return e.db, nil
+	}
+	cfg, err := e.databaseConfig()
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := e.step(ctx)
+	defer cancel()
+	db, err := pgxpool.NewWithConfig(ctx, cfg)
+	if err != nil {
+		return nil, fmt.Errorf("connect to %s: %w", e.databaseName(), err)
+	}
+	if err := db.Ping(ctx); err != nil {
+		db.Close()
+		return nil, fmt.Errorf("connect to %s: %w", e.databaseName(), err)
+	}
+	e.db = db
+	return db, nil
+}
+
+// step bounds one part of what may as a whole take longer.
+func (e *env) step(ctx context.Context) (context.Context, context.CancelFunc) {
+	if e.timeout > 0 {
+		return context.WithTimeout(ctx, e.timeout)
+	}
+	return context.WithCancel(ctx)
+}
+
+// databaseName says which database is meant, without the password.
+func (e *env) databaseName() string {
+	cfg, err := e.databaseConfig()
+	if err != nil {
+		return "the database"
+	}
+	c := cfg.ConnConfig
+	return fmt.Sprintf("%s@%s:%d/%s", c.User, c.Host, c.Port, c.Database)
+}
+
+func (e *env) inspector(ctx context.Context) (*outbox.Inspector, error) {
+	db, err := e.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return outbox.NewInspector(db, outbox.InspectorConfig{Schema: e.schema})
+}
+
+func (e *env) failed(ctx context.Context) (*outbox.FailedEvents, error) {
+	db, err := e.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return outbox.NewFailedEvents(db, outbox.FailedEventsConfig{Schema: e.schema})
+}
+
+func (e *env) schemaName() string { return cmp.Or(e.schema, "public") }
+
+func (e *env) brokers() string { return cmp.Or(e.kafka, e.getenv("KAFKA_BROKERS")) }
+
+// kafkaPatience is how long a request to Kafka is repeated, and kafkaSilence how long a
+// broker may say nothing: closing a client waits for that too.
+const (
+	kafkaPatience = 10 * time.Second
+	kafkaSilence  = 5 * time.Second
+)
+
+// kafkaOpts returns the options for a client, as the flags say.
+func (e *env) kafkaOpts() ([]kgo.Opt, error) {
+	if e.brokers() == "" {
+		return nil, usagef("which Kafka? --kafka HOST:PORT, or $KAFKA_BROKERS")
+	}
+	silence := kafkaSilence
+	if e.timeout > 0 {
+		silence = min(silence, max(e.timeout, time.Second))
+	}
+	opts := []kgo.Opt{kgo.SeedBrokers(strings.Split(e.brokers(), ",")...), kgo.ClientID("outbox-cli"), kgo.RetryTimeout(kafkaPatience),
+		kgo.DialTimeout(silence), kgo.RequestTimeoutOverhead(silence)}
+	secure, err := e.kafkaTLSConfig()
+	if err != nil {
+		return nil, err
+	}
+	if secure != nil {
+		opts = append(opts, kgo.DialTLSConfig(secure))
+	}
+	login, err := e.kafkaLogin()
+	return append(opts, login...), err
+}
+
+func (e *env) kafkaTLSConfig() (*tls.Config, error) {
+	if e.kafkaCA == "" {
+		if e.kafkaTLS {
+			return &tls.Config{MinVersion: tls.VersionTLS12}, nil
+		}
+		return nil, nil
+	}
+	pem, err := os.ReadFile(e.kafkaCA)
+	if err != nil {
+		return nil, fmt.Errorf("--kafka-ca: %w", err)
+	}
+	roots := x509.NewCertPool()
+	if !roots.AppendCertsFromPEM(pem) {
+		return nil, fmt.Errorf("--kafka-ca: %s holds no certificate in PEM", e.kafkaCA)
+	}
+	return &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: roots}, nil
+}
+
+func (e *env) kafkaLogin() ([]kgo.Opt, error) {
+	name, password := cmp.Or(e.kafkaUser, e.getenv("KAFKA_USER")), e.getenv("KAFKA_PASSWORD")
+	if name == "" {
+		return nil, nil
+	}
+	e.secret(password, name)
+	switch e.kafkaMechanism {
+	case "plain":
+		return []kgo.Opt{kgo.SASL(plain.Auth{User: name, Pass: password}.AsMechanism())}, nil
+	case "", "scram-sha-256":
+		return []kgo.Opt{kgo.SASL(scram.Auth{User: name, Pass: password}.AsSha256Mechanism())}, nil
+	case "scram-sha-512":
+		return []kgo.Opt{kgo.SASL(scram.Auth{User: name, Pass: password}.AsSha512Mechanism())}, nil
+	}
+	return nil, oneOf("--kafka-mechanism", e.kafkaMechanism, []string{"plain", "scram-sha-256", "scram-sha-512"})
+}

@@ -1,0 +1,282 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"flag"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/outboxgo/outbox"
+)
+
+var failedListCommand = command{
+	name:    "failed list",
+	summary: "events that did not reach Kafka, and why",
+	about: `
+Lists events of outbox_failed, those that failed last first, or counts them.`,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		var l failedList
+		l.pick.define(fs)
+		fs.IntVar(&l.page.Limit, "limit", 50, "`NUMBER` events at most, up to 1000 (50)")
+		fs.Int64Var(&l.page.After, "after", 0, "`ID` of the last one known: what follows")
+		fs.BoolVar(&l.count, "count", false, "only how many, by relay, status, type and class")
+		return l.run
+	},
+}
+
+type failedList struct {
+	pick  failedFlags
+	page  outbox.FailedPage
+	count bool
+}
+
+func (l *failedList) run(ctx context.Context, e *env) error {
+	filter, _, err := l.pick.filter(e.now())
+	if err != nil {
+		return err
+	}
+	if l.page.Limit < 1 || l.page.Limit > 1000 || l.page.After < 0 {
+		return usagef("--limit is 1 to 1000, --after an id")
+	}
+	failed, err := e.failed(ctx)
+	if err != nil {
+		return err
+	}
+	if l.count {
+		counts, err := failed.Count(ctx, filter)
+		if err != nil {
+			return err
+		}
+		return showCounts(e, counts)
+	}
+	page := l.page
+	page.Limit = min(page.Limit+1, 1000) // one more tells whether there is more
+	rows, err := failed.List(ctx, filter, page)
+	if err != nil {
+		return err
+	}
+	more := len(rows) > l.page.Limit
+	return showFailed(e, rows[:min(len(rows), l.page.Limit)], more)
+}
+
+// failedJSON is a failed event in the output.
+type failedJSON struct {
+	ID            int64             `json:"id"`
+	Relay         string            `json:"relay"`
+	Status        string            `json:"status"`
+	Held          bool              `json:"held"`
+	OutboxID      int64             `json:"outbox_id"`
+	EventID       string            `json:"event_id"`
+	Type          string            `json:"type"`
+	Source        string            `json:"source"`
+	AggregateType string            `json:"aggregate_type"`
+	AggregateID   string            `json:"aggregate_id"`
+	Topic         string            `json:"topic"`
+	Key           string            `json:"key"`
+	Retries       int               `json:"retries"`
+	Class         string            `json:"class"`
+	Error         string            `json:"error"`
+	OccurredAt    time.Time         `json:"occurred_at"`
+	CreatedAt     time.Time         `json:"created_at"`
+	FailedAt      time.Time         `json:"failed_at"`
+	NextRetryAt   time.Time         `json:"next_retry_at"`
+	ResolvedAt    *time.Time        `json:"resolved_at,omitempty"`
+	ResolvedBy    string            `json:"resolved_by,omitempty"`
+	Resolution    string            `json:"resolution,omitempty"`
+	ContentType   string            `json:"content_type"`
+	Payload       json.RawMessage   `json:"payload,omitempty"`
+	PayloadBase64 []byte            `json:"payload_base64,omitempty"`
+	Headers       map[string]string `json:"headers,omitempty"`
+	Audit         []auditJSON       `json:"audit,omitempty"`
+}
+
+type auditJSON struct {
+	At       time.Time `json:"at"`
+	Operator string    `json:"operator"`
+	Action   string    `json:"action"`
+	Reason   string    `json:"reason"`
+}
+
+func failedOf(r outbox.FailedRow) failedJSON {
+	f := failedJSON{
+		ID: r.ID, Relay: r.Relay, Status: r.Status, Held: r.Held, OutboxID: r.OutboxID, EventID: r.EventID, Type: r.Type, Source: r.Source,
+		AggregateType: r.AggregateType, AggregateID: r.AggregateID, Topic: r.Topic, Key: r.Key, Retries: r.Retries, Class: r.Class,
+		OccurredAt: r.OccurredAt.UTC(), CreatedAt: r.CreatedAt.UTC(), FailedAt: r.FailedAt.UTC(), NextRetryAt: r.NextRetryAt.UTC(),
+		ResolvedAt: optional(r.ResolvedAt), ResolvedBy: r.ResolvedBy, Resolution: r.Resolution, ContentType: r.ContentType, Headers: r.Headers,
+	}
+	if r.Err != nil {
+		f.Error = r.Err.Error()
+	}
+	return f
+}
+
+func showFailed(e *env, rows []outbox.FailedRow, more bool) error {
+	if e.json {
+		out := make([]failedJSON, 0, len(rows))
+		for _, r := range rows {
+			out = append(out, failedOf(r))
+		}
+		return e.writeJSON(map[string]any{"failed": out, "more": more})
+	}
+	if len(rows) == 0 {
+		e.printf("Nothing has failed, or nothing like that.\n")
+		return nil
+	}
+	t := table{head: []string{"ID", "STATUS", "AGE", "TRIES", "CLASS", "TOPIC", "KEY", "TYPE"}, flex: []int{4, 5, 6, 7}}
+	for _, r := range rows {
+		status := r.Status
+		if r.Held {
+			status += ",held"
+		}
+		t.add(strconv.FormatInt(r.ID, 10), status, age(r.FailedAt, e.now()), strconv.Itoa(r.Retries), r.Class, r.Topic, r.Key, r.Type)
+	}
+	e.writeTable(t)
+	if more {
+		e.printf("There is more: --after %d\n", rows[len(rows)-1].ID)
+	}
+	return nil
+}
+
+func showCounts(e *env, counts []outbox.FailedCount) error {
+	type row struct {
+		Relay  string    `json:"relay"`
+		Status string    `json:"status"`
+		Type   string    `json:"type"`
+		Class  string    `json:"class"`
+		Events int       `json:"events"`
+		Oldest time.Time `json:"oldest"`
+	}
+	rows, total := make([]row, 0, len(counts)), 0
+	t := table{head: []string{"EVENTS", "STATUS", "CLASS", "OLDEST", "RELAY", "TYPE"}, flex: []int{2, 4, 5}}
+	for _, c := range counts {
+		rows = append(rows, row{c.Relay, c.Status, c.Type, c.Class, c.Events, c.Oldest.UTC()})
+		t.add(count(c.Events), c.Status, c.Class, age(c.Oldest, e.now()), c.Relay, c.Type)
+		total += c.Events
+	}
+	if e.json {
+		return e.writeJSON(map[string]any{"total": total, "counts": rows})
+	}
+	if total > 0 {
+		e.writeTable(t)
+	}
+	e.printf("%s in all\n", count(total))
+	return nil
+}
+
+var failedShowCommand = command{
+	name: "failed show", synopsis: "ID", min: 1, max: 1,
+	summary: "one of them: error, payload, headers, what was done",
+	about: `
+Shows the event with its payload, which may be personal data: --no-payload
+leaves it out.`,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		bare := fs.Bool("no-payload", false, "without payload and headers")
+		return func(ctx context.Context, e *env) error { return failedShow(ctx, e, *bare) }
+	},
+}
+
+// argID returns the first argument as an id.
+func (e *env) argID() (int64, error) {
+	id, err := strconv.ParseInt(e.args[0], 10, 64)
+	if err != nil || id < 1 {
+		return 0, usagef("%q is no id: outbox failed list shows them", e.args[0])
+	}
+	return id, nil
+}
+
+func failedShow(ctx context.Context, e *env, bare bool) error {
+	id, err := e.argID()
+	if err != nil {
+		return err
+	}
+	failed, err := e.failed(ctx)
+	if err != nil {
+		return err
+	}
+	row, err := failed.Get(ctx, id)
+	if err != nil {
+		return err
+	}
+	audit, err := failed.Audit(ctx, id, outbox.FailedPage{Limit: 1000})
+	if err != nil {
+		return err
+	}
+	if bare {
+		row.Payload, row.Headers = nil, nil
+	}
+	if e.json {
+		out := failedOf(row)
+		out.Payload, out.PayloadBase64 = body(row.Payload)
+		for _, a := range audit {
+			out.Audit = append(out.Audit, auditJSON{a.At.UTC(), a.Operator, a.Action, a.Reason})
+		}
+		return e.writeJSON(out)
+	}
+	showEvent(e, row)
+	for _, a := range audit {
+		e.printf("%s  %s by %s: %s\n", clock(a.At), a.Action, visible(a.Operator), visible(a.Reason))
+	}
+	return nil
+}
+
+func showEvent(e *env, r outbox.FailedRow) {
+	status := r.Status
+	if r.Held {
+		status += ", its key is held"
+	}
+	fields := [][2]string{
+		{"id", strconv.FormatInt(r.ID, 10)}, {"status", status}, {"type", r.Type}, {"aggregate", r.AggregateType + "/" + r.AggregateID},
+		{"topic", r.Topic}, {"key", r.Key}, {"event id", r.EventID}, {"outbox id", strconv.FormatInt(r.OutboxID, 10)}, {"source", r.Source},
+		{"relay", r.Relay}, {"occurred", clock(r.OccurredAt)}, {"recorded", clock(r.CreatedAt)}, {"failed", clock(r.FailedAt)},
+		{"tries", strconv.Itoa(r.Retries)},
+	}
+	if r.Status == outbox.StatusWaiting || r.Status == outbox.StatusFailed {
+		fields = append(fields, [2]string{"next try", clock(r.NextRetryAt)})
+	}
+	if r.Err != nil {
+		fields = append(fields, [2]string{"class", r.Class}, [2]string{"error", r.Err.Error()})
+	}
+	if !r.ResolvedAt.IsZero() {
+		fields = append(fields, [2]string{"resolved", clock(r.ResolvedAt) + " by " + r.ResolvedBy}, [2]string{"note", r.Resolution})
+	}
+	e.writeFields(fields)
+	for _, name := range slices.Sorted(maps.Keys(r.Headers)) {
+		e.printf("header     %s: %s\n", visible(name), visible(r.Headers[name]))
+	}
+	e.printf("\n")
+	if r.Payload != nil {
+		e.printf("%s\n\n", payloadText(r.ContentType, r.Payload))
+	}
+}
+
+// writeFields writes names and values below each other; what is long is wrapped.
+func (e *env) writeFields(fields [][2]string) {
+	const width = 11
+	for _, f := range fields {
+		for i, line := range wrap(visible(f[1]), max(e.width, usualWidth)-width) {
+			name := ""
+			if i == 0 {
+				name = f[0]
+			}
+			e.printf("%s\n", strings.TrimRight(name+strings.Repeat(" ", width-len(name))+line, " "))
+		}
+	}
+}
+
+// payloadText is a payload for people.
+func payloadText(contentType string, payload []byte) string {
+	var pretty bytes.Buffer
+	if json.Indent(&pretty, payload, "", "  ") == nil {
+		lines := strings.Split(pretty.String(), "\n")
+		for i, line := range lines {
+			lines[i] = visible(line)
+		}
+		return strings.Join(lines, "\n")
+	}
+	return count(len(payload)) + " bytes of " + visible(contentType) + " (--json has them)"
+}

@@ -1,0 +1,155 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/outboxgo/outbox"
+)
+
+// Severities of findings, the worst first.
+const (
+	severityError   = "error"   // something does not work
+	severityWarning = "warning" // it works, and will not for long, or not as it should
+	severityNote    = "note"    // worth knowing; no problem by itself
+)
+
+// finding is something that is not as it should be.
+type finding struct {
+	ID       string `json:"id"`
+	Severity string `json:"severity"`
+	What     string `json:"what"`
+	Means    string `json:"means"`
+	Do       string `json:"do"`
+}
+
+// areProblems reports whether there is more than notes.
+func areProblems(all []finding) bool {
+	for _, f := range all {
+		if f.Severity != severityNote {
+			return true
+		}
+	}
+	return false
+}
+
+// limits say from where on something is a finding.
+type limits struct {
+	maxAge  time.Duration // of the oldest pending event
+	openFor time.Duration // of a transaction
+}
+
+const (
+	defaultMaxAge  = 5 * time.Minute
+	defaultOpenFor = time.Minute
+)
+
+// relayFindings judges how relays stand.
+func relayFindings(relays []outbox.RelayStatus, now time.Time, l limits) (all []finding) {
+	for _, r := range relays {
+		if r.Holder == "" {
+			all = append(all, finding{"relay.leader", severityError, fmt.Sprintf("relay %s: nobody leads", r.Name),
+				"No process runs this relay, or none can take its lease: its events are not sent.",
+				"Start a process that calls Relay.Run with this name, or read its log. If the relay is not used any more, delete its rows from outbox_cursor and outbox_lease: until then retention keeps all that it has not published."})
+		}
+		if r.Pending > 0 && !r.Oldest.IsZero() && now.Sub(r.Oldest) > l.maxAge {
+			all = append(all, finding{"relay.backlog", severityWarning, fmt.Sprintf("relay %s: the oldest of %s pending events is %s old", r.Name, pending(r), age(r.Oldest, now)),
+				"Events arrive late. Kafka may be away or slow, the relay stopped, or more is recorded than is sent. A transaction that was open for long makes its events old at its commit.",
+				"Look at the log of the leader and at Kafka; outbox status --watch shows whether it shrinks."})
+		}
+		all = append(all, failedFindings(r)...)
+	}
+	return all
+}
+
+// failedFindings judges what did not reach Kafka.
+func failedFindings(r outbox.RelayStatus) (all []finding) {
+	if r.Dead > 0 {
+		all = append(all, finding{"failed.dead", severityWarning, fmt.Sprintf("relay %s: %s dead", r.Name, events(r.Dead)),
+			"Kafka refused them until their tries were used up. Consumers will not see them unless somebody retries them.",
+			"outbox failed list --status dead tells why. Mend the cause, then outbox failed retry, or outbox failed resolve."})
+	}
+	if r.HeldKeys > 0 {
+		all = append(all, finding{"failed.held", severityWarning, fmt.Sprintf("relay %s: %s held", r.Name, keys(r.HeldKeys)),
+			"They wait for an operator, and so do all later events of these keys.",
+			"outbox failed list shows them; outbox failed retry, resolve or release lets them go on."})
+	}
+	if waiting := r.ParkedKeys - r.HeldKeys; waiting > 0 {
+		all = append(all, finding{"failed.parked", severityWarning, fmt.Sprintf("relay %s: %s parked", r.Name, keys(waiting)),
+			"An event of each was refused or cannot be sent now, and the later ones of its key wait behind it. The relay tries by itself.",
+			"outbox failed list --status failed,waiting tells why."})
+	}
+	return all
+}
+
+func pending(r outbox.RelayStatus) string {
+	if r.PendingMore {
+		return "more than " + count(r.Pending)
+	}
+	return count(r.Pending)
+}
+
+func events(n int64) string { return plural(n, "event is", "events are") }
+
+func keys(n int64) string { return plural(n, "key is", "keys are") }
+
+func plural(n int64, one, more string) string {
+	if n == 1 {
+		return "1 " + one
+	}
+	return count(n) + " " + more
+}
+
+// transactionFindings judges what has been open for long.
+func transactionFindings(open []outbox.OpenTransaction, now time.Time) (all []finding) {
+	for _, t := range open {
+		f := finding{"transaction.open", severityWarning, fmt.Sprintf("process %d, %s of %s, has a transaction open for %s (%s)", t.PID, orNameless(t.Application), t.User, age(t.Since, now), t.State),
+			"It delays no other events. While it is open PostgreSQL cleans up nothing that it might see: tables and indexes grow, and polls become slower.",
+			fmt.Sprintf("Find out what it waits for. SELECT pg_terminate_backend(%d) ends it and rolls it back.", t.PID)}
+		if t.Prepared != "" {
+			f.ID = "transaction.prepared"
+			f.What = fmt.Sprintf("transaction %q of %s has been prepared for %s", t.Prepared, t.User, age(t.Since, now))
+			f.Do = fmt.Sprintf("Ask its transaction manager. COMMIT PREPARED '%s' or ROLLBACK PREPARED '%s' ends it, in database %s.", t.Prepared, t.Prepared, t.Database)
+		}
+		if t.Recording {
+			f.Means = "It has recorded events, which wait for its commit. " + f.Means
+		}
+		all = append(all, f)
+	}
+	return all
+}
+
+func orNameless(application string) string {
+	if application == "" {
+		return "nameless"
+	}
+	return application
+}
+
+// standing is how relays stand, and what is wrong about it.
+type standing struct {
+	relays   []outbox.RelayStatus
+	open     []outbox.OpenTransaction
+	now      time.Time // the database's
+	findings []finding
+}
+
+// look asks the database how everything stands.
+func look(ctx context.Context, e *env, l limits) (s standing, err error) {
+	inspector, err := e.inspector(ctx)
+	if err != nil {
+		return s, err
+	}
+	if err := e.db.QueryRow(ctx, `SELECT clock_timestamp()`).Scan(&s.now); err != nil {
+		return s, err
+	}
+	if s.relays, err = inspector.Relays(ctx); err != nil {
+		return s, err
+	}
+	if s.open, err = inspector.Transactions(ctx, l.openFor); err != nil {
+		return s, err
+	}
+	s.findings = append(relayFindings(s.relays, s.now, l), transactionFindings(s.open, s.now)...)
+	return s, nil
+}

@@ -1,0 +1,217 @@
+package main
+
+import (
+	"flag"
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/outboxgo/outbox"
+)
+
+// globals are the flags that all commands take, before their name or behind it.
+type globals struct {
+	database, schema string
+
+	kafka, kafkaCA, kafkaUser, kafkaMechanism string
+	kafkaTLS                                  bool
+
+	json, noColor bool
+	timeout       time.Duration
+}
+
+const defaultTimeout = 30 * time.Second
+
+// define binds the flags, with what has been parsed so far as their defaults.
+func (g *globals) define(fs *flag.FlagSet) {
+	fs.StringVar(&g.database, "database", g.database, "`URL` of PostgreSQL; else $DATABASE_URL, $PGHOST …")
+	fs.StringVar(&g.schema, "schema", g.schema, "`NAME` schema of the tables (public)")
+	fs.StringVar(&g.kafka, "kafka", g.kafka, "`HOST:PORT,…` brokers; else $KAFKA_BROKERS")
+	fs.BoolVar(&g.kafkaTLS, "kafka-tls", g.kafkaTLS, "speak TLS with Kafka")
+	fs.StringVar(&g.kafkaCA, "kafka-ca", g.kafkaCA, "`FILE` PEM of the authorities for Kafka; means TLS")
+	fs.StringVar(&g.kafkaUser, "kafka-user", g.kafkaUser, "`NAME` for SASL; else $KAFKA_USER; password: $KAFKA_PASSWORD")
+	fs.StringVar(&g.kafkaMechanism, "kafka-mechanism", g.kafkaMechanism, "`NAME` plain, scram-sha-256 (default), scram-sha-512")
+	fs.BoolVar(&g.json, "json", g.json, "write one JSON document (tail, --watch: lines)")
+	fs.BoolVar(&g.noColor, "no-color", g.noColor, "no colors; so does $NO_COLOR")
+	fs.DurationVar(&g.timeout, "timeout", g.timeout, "`TIME` at most, or for each step of long work (30s); 0: any")
+}
+
+func newFlagSet() *flag.FlagSet {
+	fs := flag.NewFlagSet("outbox", flag.ContinueOnError)
+	fs.SetOutput(io.Discard)
+	return fs
+}
+
+// parse sets flags and returns the other words. Unlike the package flag it goes on
+// behind the first of those, if mixed is set, and suggests what was meant.
+func parse(fs *flag.FlagSet, args []string, mixed bool) (words []string, err error) {
+	for i := 0; i < len(args); i++ {
+		arg := args[i]
+		switch {
+		case arg == "--":
+			return append(words, args[i+1:]...), nil
+		case len(arg) < 2 || arg[0] != '-':
+			if !mixed {
+				return args[i:], nil
+			}
+			words = append(words, arg)
+			continue
+		}
+		name, value, hasValue := strings.Cut(strings.TrimPrefix(arg[1:], "-"), "=")
+		f, err := lookup(fs, name)
+		if err != nil {
+			return nil, err
+		}
+		if !hasValue && isSwitch(f) {
+			value, hasValue = "true", true
+		}
+		if !hasValue {
+			if i++; i == len(args) {
+				return nil, usagef("--%s wants a value", name)
+			}
+			value = args[i]
+		}
+		if err := fs.Set(name, value); err != nil {
+			return nil, usagef("--%s %q: %v", name, value, err)
+		}
+	}
+	return words, nil
+}
+
+func lookup(fs *flag.FlagSet, name string) (*flag.Flag, error) {
+	if name == "h" || name == "help" {
+		return nil, flag.ErrHelp
+	}
+	f := fs.Lookup(name)
+	if f == nil {
+		var names []string
+		fs.VisitAll(func(f *flag.Flag) { names = append(names, f.Name) })
+		hint := suggest(name, names)
+		return nil, usagef("there is no flag --%s%s", name, strings.Replace(hint, `"`, `"--`, 1))
+	}
+	return f, nil
+}
+
+func isSwitch(f *flag.Flag) bool {
+	b, ok := f.Value.(interface{ IsBoolFlag() bool })
+	return ok && b.IsBoolFlag()
+}
+
+// when is a flag for a point in time: how long ago, or a date with or without a time.
+type when struct {
+	ago time.Duration
+	at  time.Time
+}
+
+func (w *when) String() string { return "" }
+
+// Set implements flag.Value.
+func (w *when) Set(text string) error {
+	for _, layout := range []string{time.RFC3339, "2006-01-02 15:04:05", "2006-01-02 15:04", time.DateOnly} {
+		if t, err := time.ParseInLocation(layout, text, time.Local); err == nil {
+			*w = when{at: t}
+			return nil
+		}
+	}
+	d, err := parseDuration(text)
+	if err != nil || d <= 0 {
+		return fmt.Errorf("want how long ago (90m, 7d) or a time (2006-01-02, 2006-01-02T15:04:05Z)")
+	}
+	*w = when{ago: d}
+	return nil
+}
+
+// time returns the point, which is zero if none was given.
+func (w when) time(now time.Time) time.Time {
+	if w.ago > 0 {
+		return now.Add(-w.ago)
+	}
+	return w.at
+}
+
+// parseDuration also takes days.
+func parseDuration(text string) (time.Duration, error) {
+	if days, ok := strings.CutSuffix(text, "d"); ok {
+		n, err := strconv.ParseFloat(days, 64)
+		return time.Duration(n * 24 * float64(time.Hour)), err
+	}
+	return time.ParseDuration(text)
+}
+
+// span is a flag for a time that may be days.
+type span time.Duration
+
+func (s *span) String() string { return "" }
+
+// Set implements flag.Value.
+func (s *span) Set(text string) error {
+	d, err := parseDuration(text)
+	if err != nil || d <= 0 {
+		return fmt.Errorf("want a time such as 90s, 12h or 7d")
+	}
+	*s = span(d)
+	return nil
+}
+
+// aggregate is a flag for what an event happened to.
+type aggregate struct{ kind, id string }
+
+func (a *aggregate) String() string { return "" }
+
+// Set implements flag.Value.
+func (a *aggregate) Set(text string) error {
+	a.kind, a.id, _ = strings.Cut(text, "/")
+	if a.kind == "" {
+		return fmt.Errorf("want TYPE or TYPE/ID")
+	}
+	return nil
+}
+
+// failedFlags pick failed events.
+type failedFlags struct {
+	relay, eventType, topic, key, class, status string
+
+	of           aggregate
+	since, until when
+}
+
+func (f *failedFlags) define(fs *flag.FlagSet) {
+	fs.StringVar(&f.status, "status", "", "`LIST` waiting,failed,parked,dead,resolved (not resolved)")
+	fs.StringVar(&f.eventType, "type", "", "`TYPE` of the event, shop.order.created.v1")
+	fs.StringVar(&f.topic, "topic", "", "`NAME` topic that it goes to")
+	fs.StringVar(&f.key, "key", "", "`KEY` of the record")
+	fs.Var(&f.of, "aggregate", "`TYPE[/ID]` what it happened to, Order/42")
+	fs.StringVar(&f.class, "class", "", "`NAME` kind of error, message_too_large")
+	fs.StringVar(&f.relay, "relay", "", "`NAME` whose events")
+	fs.Var(&f.since, "since", "`TIME` failed first from then on: 2h (ago), 2006-01-02")
+	fs.Var(&f.until, "until", "`TIME` failed first before")
+}
+
+var statuses = []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked, outbox.StatusDead, outbox.StatusResolved}
+
+// filter returns what the flags say, and whether they say anything.
+func (f *failedFlags) filter(now time.Time) (filter outbox.FailedFilter, picks bool, err error) {
+	filter = outbox.FailedFilter{Relay: f.relay, Type: f.eventType, Topic: f.topic, Key: f.key,
+		AggregateType: f.of.kind, AggregateID: f.of.id, Class: f.class, Since: f.since.time(now), Until: f.until.time(now)}
+	if f.status != "" {
+		for _, s := range strings.Split(f.status, ",") {
+			if err := oneOf("--status", s, statuses); err != nil {
+				return filter, false, err
+			}
+			filter.Statuses = append(filter.Statuses, s)
+		}
+	}
+	return filter, *f != failedFlags{}, nil
+}
+
+// oneOf refuses a value that is not among those possible.
+func oneOf(flag, value string, possible []string) error {
+	for _, p := range possible {
+		if p == value {
+			return nil
+		}
+	}
+	return usagef("%s %q: want %s%s", flag, value, strings.Join(possible, ", "), suggest(value, possible))
+}

@@ -1,0 +1,108 @@
+package main
+
+import (
+	"flag"
+	"fmt"
+	"io"
+	"strings"
+	"unicode/utf8"
+)
+
+const intro = `outbox looks after a transactional outbox: PostgreSQL, relays, Kafka.
+
+`
+
+const outro = `
+outbox help COMMAND tells more, outbox help flags the flags that all take.
+It exits with 0: done, 1: error, 2: wrong usage, 3: problems found.
+`
+
+// help writes the help of a command, of a group of them, or the list of all.
+func help(e *env, words []string) error {
+	if len(words) == 0 {
+		fmt.Fprint(e.stdout, overview())
+		return nil
+	}
+	if len(words) == 1 && words[0] == "flags" {
+		fmt.Fprint(e.stdout, flagsHelp())
+		return nil
+	}
+	if text, ok := groupHelp(words); ok {
+		fmt.Fprint(e.stdout, text)
+		return nil
+	}
+	c, _, err := find(words)
+	if err != nil {
+		return err
+	}
+	fmt.Fprint(e.stdout, c.help())
+	return nil
+}
+
+func overview() string { return intro + summaries(commands()) + outro }
+
+func summaries(all []command) string {
+	var b strings.Builder
+	for _, c := range all {
+		fmt.Fprintf(&b, "  %-15s  %s\n", c.name, c.summary)
+	}
+	return b.String()
+}
+
+// groupHelp is that of commands that share their first word.
+func groupHelp(words []string) (string, bool) {
+	var group []command
+	for _, c := range commands() {
+		if len(words) == 1 && strings.HasPrefix(c.name, words[0]+" ") {
+			group = append(group, c)
+		}
+	}
+	return summaries(group), len(group) > 0
+}
+
+// help returns what `outbox help COMMAND` writes. It fits a screen of 80 by 24.
+func (c command) help() string {
+	fs := newFlagSet()
+	c.prepare(fs)
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s\n\n", strings.TrimSpace(strings.Join([]string{"usage: outbox", c.name, "[flags]", c.synopsis}, " ")))
+	if c.about != "" {
+		fmt.Fprintf(&b, "%s\n\n", strings.TrimSpace(c.about))
+	}
+	writeFlags(&b, fs)
+	return strings.TrimRight(b.String(), "\n") + "\n"
+}
+
+func flagsHelp() string {
+	fs := newFlagSet()
+	(&globals{}).define(fs)
+	var b strings.Builder
+	b.WriteString("All commands take these flags, before their name or behind it:\n\n")
+	writeFlags(&b, fs)
+	b.WriteString(`
+Passwords come from the environment or a file: $PGPASSWORD, $PGPASSFILE, that in
+the URL, and $KAFKA_PASSWORD. None is ever shown.
+
+Exit codes: 0 done; 1 error; 2 wrong usage; 3 problems found (doctor, --check).
+`)
+	return b.String()
+}
+
+// writeFlags writes a line for each flag.
+func writeFlags(w io.Writer, fs *flag.FlagSet) {
+	var names, usages []string
+	width := 0
+	fs.VisitAll(func(f *flag.Flag) {
+		value, usage := flag.UnquoteUsage(f)
+		usage = strings.TrimPrefix(usage, value+" ") // it is there to name the value
+		name := "--" + f.Name
+		if !isSwitch(f) && value != "" {
+			name += " " + value
+		}
+		names, usages = append(names, name), append(usages, usage)
+		width = max(width, utf8.RuneCountInString(name))
+	})
+	for i, name := range names {
+		fmt.Fprintf(w, "  %s%s  %s\n", name, strings.Repeat(" ", width-utf8.RuneCountInString(name)), usages[i])
+	}
+}

@@ -1,0 +1,167 @@
+package main
+
+import (
+	"context"
+	"flag"
+	"io/fs"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/migrations"
+)
+
+var migrateUpCommand = command{
+	name:    "migrate up",
+	summary: "create the tables or bring them up to date",
+	about: `
+Applies what is pending, in one transaction. It may run at every deployment and
+in many places at once. The role needs CREATE on the schema, or on the database
+if there is no such schema. It is what outbox.Migrate does.`,
+	prepare: func(*flag.FlagSet) func(context.Context, *env) error { return migrateUp },
+}
+
+// migrationJSON is a migration in the output.
+type migrationJSON struct {
+	Version   int        `json:"version"`
+	Name      string     `json:"name"`
+	AppliedAt *time.Time `json:"applied_at,omitempty"`
+	Unknown   bool       `json:"unknown,omitempty"`
+}
+
+func migrationsJSON(all []outbox.Migration) []migrationJSON {
+	out := make([]migrationJSON, 0, len(all))
+	for _, m := range all {
+		out = append(out, migrationJSON{m.Version, m.Name, optional(m.AppliedAt), m.Unknown})
+	}
+	return out
+}
+
+func migrateUp(ctx context.Context, e *env) error {
+	db, err := e.connect(ctx)
+	if err != nil {
+		return err
+	}
+	cfg := outbox.MigrateConfig{Schema: e.schema}
+	before, err := outbox.MigrationStatus(ctx, db, cfg)
+	if err == nil {
+		err = outbox.Migrate(ctx, db, cfg)
+	}
+	if err != nil {
+		return err
+	}
+	applied := make([]outbox.Migration, 0, len(before))
+	for _, m := range before {
+		if m.AppliedAt.IsZero() {
+			applied = append(applied, m)
+		}
+	}
+	if e.json {
+		return e.writeJSON(map[string]any{"schema": e.schemaName(), "applied": migrationsJSON(applied)})
+	}
+	for _, m := range applied {
+		e.printf("applied %s\n", m.Name)
+	}
+	if len(applied) == 0 {
+		e.printf("schema %s is up to date\n", e.schemaName())
+	}
+	return nil
+}
+
+var migrateStatusCommand = command{
+	name:    "migrate status",
+	summary: "which migrations are applied, and which pending",
+	about: `
+Changes nothing. What goose, tern or another tool has applied it cannot see:
+outbox doctor looks at the tables themselves.`,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		check := fs.Bool("check", false, "exit with 3 if any is pending or unknown to this release")
+		return func(ctx context.Context, e *env) error { return migrateStatus(ctx, e, *check) }
+	},
+}
+
+func migrateStatus(ctx context.Context, e *env, check bool) error {
+	db, err := e.connect(ctx)
+	if err != nil {
+		return err
+	}
+	all, err := outbox.MigrationStatus(ctx, db, outbox.MigrateConfig{Schema: e.schema})
+	if err != nil {
+		return err
+	}
+	if e.json {
+		err = e.writeJSON(map[string]any{"schema": e.schemaName(), "migrations": migrationsJSON(all)})
+	} else {
+		t := table{head: []string{"VERSION", "NAME", "APPLIED"}, flex: []int{1}}
+		for _, m := range all {
+			t.add(strconv.Itoa(m.Version), m.Name, migrationState(m))
+		}
+		e.writeTable(t)
+	}
+	if check && err == nil {
+		for _, m := range all {
+			if m.AppliedAt.IsZero() || m.Unknown {
+				return errProblems
+			}
+		}
+	}
+	return err
+}
+
+func migrationState(m outbox.Migration) string {
+	switch {
+	case m.AppliedAt.IsZero():
+		return "pending"
+	case m.Unknown:
+		return clock(m.AppliedAt) + " by a newer release"
+	}
+	return clock(m.AppliedAt)
+}
+
+var migratePrintCommand = command{
+	name:    "migrate print",
+	summary: "the statements, for another tool or to read",
+	about: `
+Writes all migrations as SQL and needs no database. What is applied by hand is
+not noted in outbox_migration: do not mix it with migrate up. With --schema it
+begins with statements that make the schema and choose it.`,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		from := fs.Int("from", 1, "`VERSION` to begin with (1)")
+		return func(_ context.Context, e *env) error { return migratePrint(e, *from) }
+	},
+}
+
+func migratePrint(e *env, from int) error {
+	names, err := fs.Glob(migrations.FS, "*.sql")
+	if err != nil {
+		return err
+	}
+	if from < 1 || from > len(names) {
+		return usagef("--from %d: there are versions 1 to %d", from, len(names))
+	}
+	type file struct {
+		Name string `json:"name"`
+		SQL  string `json:"sql"`
+	}
+	var files []file
+	for _, name := range names[from-1:] {
+		sql, err := fs.ReadFile(migrations.FS, name)
+		if err != nil {
+			return err
+		}
+		files = append(files, file{name, string(sql)})
+	}
+	if e.json {
+		return e.writeJSON(map[string]any{"migrations": files})
+	}
+	if e.schema != "" {
+		schema := pgx.Identifier{e.schema}.Sanitize()
+		e.printf("CREATE SCHEMA IF NOT EXISTS %s;\nSET search_path TO %s;\n\n", schema, schema)
+	}
+	for _, f := range files {
+		e.printf("-- %s\n%s\n", f.Name, strings.TrimRight(f.SQL, "\n"))
+	}
+	return nil
+}

@@ -1,0 +1,278 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+	"time"
+	"unicode"
+	"unicode/utf8"
+)
+
+// writeJSON writes one document.
+func (e *env) writeJSON(v any) error {
+	enc := json.NewEncoder(e.stdout)
+	enc.SetEscapeHTML(false)
+	enc.SetIndent("", "  ")
+	return enc.Encode(v)
+}
+
+// writeLine writes one line of JSON.
+func (e *env) writeLine(v any) error {
+	enc := json.NewEncoder(e.stdout)
+	enc.SetEscapeHTML(false)
+	return enc.Encode(v)
+}
+
+func (e *env) printf(format string, args ...any) { fmt.Fprintf(e.stdout, format, args...) }
+
+// complain says what went wrong.
+func (e *env) complain(text string) {
+	text = "outbox: " + e.mask(text)
+	if e.errTTY {
+		text = strings.Join(wrap(text, e.width), "\n")
+	}
+	fmt.Fprintln(e.stderr, text)
+}
+
+// say writes a text for people, on a terminal in lines that fit.
+func (e *env) say(text string) {
+	if e.outTTY {
+		text = strings.Join(wrap(text, e.width), "\n")
+	}
+	e.printf("%s\n", text)
+}
+
+// color is an escape sequence of terminals.
+type color string
+
+const (
+	red    color = "\x1b[31m"
+	yellow color = "\x1b[33m"
+	green  color = "\x1b[32m"
+	dim    color = "\x1b[2m"
+	plainC color = "\x1b[0m"
+)
+
+func (e *env) paint(c color, text string) string {
+	if !e.outTTY || e.noColor || e.getenv("NO_COLOR") != "" {
+		return text
+	}
+	return string(c) + text + string(plainC)
+}
+
+// visible replaces what would move the cursor or worse: keys and errors come from
+// elsewhere.
+func visible(text string) string {
+	return strings.Map(func(r rune) rune {
+		if !unicode.IsPrint(r) {
+			return '·'
+		}
+		return r
+	}, text)
+}
+
+// table is what is shown in columns. On a terminal the columns named in flex, by
+// index, are cut so that a row fits on its line.
+type table struct {
+	head []string
+	flex []int
+	rows [][]string
+}
+
+func (t *table) add(cells ...string) {
+	for i := range cells {
+		cells[i] = visible(cells[i])
+	}
+	t.rows = append(t.rows, cells)
+}
+
+const (
+	gap     = 2 // between columns
+	minFlex = 6
+)
+
+func (t *table) widths(limit int) []int {
+	widths := make([]int, len(t.head))
+	total := -gap
+	for i := range widths {
+		for _, row := range append([][]string{t.head}, t.rows...) {
+			widths[i] = max(widths[i], utf8.RuneCountInString(row[i]))
+		}
+		total += widths[i] + gap
+	}
+	for limit > 0 && total > limit {
+		widest := -1
+		for _, i := range t.flex {
+			if widths[i] > minFlex && (widest < 0 || widths[i] > widths[widest]) {
+				widest = i
+			}
+		}
+		if widest < 0 {
+			break
+		}
+		widths[widest]--
+		total--
+	}
+	return widths
+}
+
+func (e *env) writeTable(t table) {
+	limit := 0
+	if e.outTTY {
+		limit = e.width
+	}
+	widths := t.widths(limit)
+	e.writeRow(t.head, widths, dim)
+	for _, row := range t.rows {
+		e.writeRow(row, widths, "")
+	}
+}
+
+func (e *env) writeRow(row []string, widths []int, c color) {
+	var line strings.Builder
+	for i, cell := range row {
+		cell = cut(cell, widths[i])
+		line.WriteString(cell)
+		line.WriteString(strings.Repeat(" ", widths[i]-utf8.RuneCountInString(cell)+gap))
+	}
+	text := strings.TrimRight(line.String(), " ")
+	if c != "" {
+		text = e.paint(c, text)
+	}
+	fmt.Fprintln(e.stdout, text)
+}
+
+// cut shortens a text to so many characters.
+func cut(text string, width int) string {
+	if utf8.RuneCountInString(text) <= width {
+		return text
+	}
+	return string([]rune(text)[:max(width-1, 0)]) + "…"
+}
+
+// wrap breaks a text at spaces into lines of at most so many characters. A longer
+// word has a line of its own.
+func wrap(text string, width int) (lines []string) {
+	for _, paragraph := range strings.Split(text, "\n") {
+		line := ""
+		for _, word := range strings.Fields(paragraph) {
+			switch {
+			case line == "":
+				line = word
+			case utf8.RuneCountInString(line)+1+utf8.RuneCountInString(word) <= width:
+				line += " " + word
+			default:
+				lines, line = append(lines, line), word
+			}
+		}
+		lines = append(lines, line)
+	}
+	return lines
+}
+
+// count writes a number with commas.
+func count[N int | int32 | int64](n N) string {
+	text := strconv.FormatInt(int64(n), 10)
+	for i := len(text) - 3; i > 0 && text[i-1] != '-'; i -= 3 {
+		text = text[:i] + "," + text[i:]
+	}
+	return text
+}
+
+// age writes how long ago something was, roughly; "-" for never.
+func age(t, now time.Time) string {
+	if t.IsZero() {
+		return "-"
+	}
+	return length(now.Sub(t))
+}
+
+// length writes a time in its two largest units.
+func length(d time.Duration) string {
+	switch {
+	case d < 0:
+		return "0s"
+	case d < time.Second:
+		return d.Round(time.Millisecond).String()
+	case d < time.Minute:
+		return d.Round(100 * time.Millisecond).String()
+	case d < time.Hour:
+		return fmt.Sprintf("%dm%02ds", d/time.Minute, d%time.Minute/time.Second)
+	case d < 24*time.Hour:
+		return fmt.Sprintf("%dh%02dm", d/time.Hour, d%time.Hour/time.Minute)
+	}
+	return fmt.Sprintf("%dd%02dh", d/(24*time.Hour), d%(24*time.Hour)/time.Hour)
+}
+
+// clock writes a point in time; "-" for none.
+func clock(t time.Time) string {
+	if t.IsZero() {
+		return "-"
+	}
+	return t.Local().Format("2006-01-02 15:04:05")
+}
+
+// optional is a time for JSON: nothing where there is none.
+func optional(t time.Time) *time.Time {
+	if t.IsZero() {
+		return nil
+	}
+	utc := t.UTC()
+	return &utc
+}
+
+// body is a payload for JSON: as it is if it is JSON itself, else in base64.
+func body(payload []byte) (asJSON json.RawMessage, base64 []byte) {
+	if json.Valid(payload) {
+		return payload, nil
+	}
+	return nil, payload
+}
+
+// progress shows how far something is: a bar on a terminal, else a line now and then.
+type progress struct {
+	w     io.Writer
+	bar   bool
+	quiet bool
+	what  string
+	total int
+	now   func() time.Time
+	shown time.Time
+}
+
+const (
+	barWidth  = 30
+	barEvery  = 100 * time.Millisecond
+	lineEvery = 5 * time.Second
+)
+
+func (e *env) progress(what string, total int) *progress {
+	return &progress{w: e.stderr, bar: e.errTTY, quiet: e.json, what: what, total: total, now: e.now, shown: e.now()}
+}
+
+func (p *progress) show(done int) {
+	every := lineEvery
+	if p.bar {
+		every = barEvery
+	}
+	if p.quiet || p.now().Sub(p.shown) < every {
+		return
+	}
+	p.shown = p.now()
+	if !p.bar {
+		fmt.Fprintf(p.w, "%s %s of %s\n", p.what, count(done), count(p.total))
+		return
+	}
+	full := barWidth * min(done, p.total) / max(p.total, 1)
+	fmt.Fprintf(p.w, "\r%s [%s%s] %s of %s ", p.what, strings.Repeat("#", full), strings.Repeat(".", barWidth-full), count(done), count(p.total))
+}
+
+// end takes the bar away.
+func (p *progress) end() {
+	if p.bar && !p.quiet {
+		fmt.Fprint(p.w, "\r\x1b[K")
+	}
+}

@@ -1,0 +1,258 @@
+package main
+
+import (
+	"context"
+	"flag"
+	"strings"
+	"time"
+
+	"github.com/outboxgo/outbox"
+)
+
+var statusCommand = command{
+	name:    "status",
+	summary: "who leads, what is pending, what failed, what is open",
+	about: `
+Shows for each relay who leads and for how long its lease is valid, how many
+committed events it has yet to send and how old the oldest is, how many have
+failed by status, and what it sent in the last minute.`,
+	endless: true,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		s := statusFlags{limits: limits{defaultMaxAge, defaultOpenFor}}
+		fs.BoolVar(&s.watch, "watch", false, "go on until Ctrl-C")
+		fs.DurationVar(&s.every, "every", 2*time.Second, "`TIME` between two looks of --watch (2s)")
+		fs.BoolVar(&s.check, "check", false, "exit with 3 if something is wrong")
+		s.limits.define(fs)
+		return s.run
+	},
+}
+
+func (l *limits) define(fs *flag.FlagSet) {
+	fs.DurationVar(&l.maxAge, "max-age", defaultMaxAge, "`TIME` an event may be pending (5m)")
+	fs.DurationVar(&l.openFor, "open-for", defaultOpenFor, "`TIME` a transaction may be open (1m)")
+}
+
+type statusFlags struct {
+	watch, check bool
+	every        time.Duration
+	limits       limits
+}
+
+func (s *statusFlags) run(ctx context.Context, e *env) error {
+	if s.every < 100*time.Millisecond {
+		return usagef("--every %v: at least 100ms", s.every)
+	}
+	if s.watch && s.check {
+		return usagef("--watch and --check do not go together")
+	}
+	if !s.watch {
+		return s.once(ctx, e)
+	}
+	for ctx.Err() == nil {
+		if err := s.once(ctx, e); err != nil && ctx.Err() == nil {
+			return err
+		}
+		pause(ctx, s.every)
+	}
+	return nil
+}
+
+// pause waits, or until ctx ends.
+func pause(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+	case <-timer.C:
+	}
+}
+
+// once looks and shows.
+func (s *statusFlags) once(ctx context.Context, e *env) error {
+	ctx, cancel := e.step(ctx)
+	defer cancel()
+	now, err := look(ctx, e, s.limits)
+	if err != nil {
+		return err
+	}
+	minutes, err := lastMinute(ctx, e, now.relays)
+	if err != nil {
+		return err
+	}
+	switch {
+	case e.json && s.watch:
+		err = e.writeLine(statusOf(now, minutes, e.databaseName(), e.schemaName()))
+	case e.json:
+		err = e.writeJSON(statusOf(now, minutes, e.databaseName(), e.schemaName()))
+	default:
+		s.show(e, now, minutes)
+	}
+	if err == nil && s.check && areProblems(now.findings) {
+		return errProblems
+	}
+	return err
+}
+
+// minute is what a relay did in the last one.
+type minute struct {
+	events  int64
+	latency time.Duration
+}
+
+func lastMinute(ctx context.Context, e *env, relays []outbox.RelayStatus) (map[string]minute, error) {
+	inspector, err := e.inspector(ctx)
+	if err != nil {
+		return nil, err
+	}
+	all := map[string]minute{}
+	for _, r := range relays {
+		moves, err := inspector.Moves(ctx, r.Name, time.Now().Add(-time.Minute), 10*time.Second)
+		if err != nil {
+			return nil, err
+		}
+		var sum minute
+		for _, m := range moves {
+			sum.events += m.Events
+			sum.latency = max(sum.latency, m.Latency)
+		}
+		all[r.Name] = sum
+	}
+	return all, nil
+}
+
+func (s *statusFlags) show(e *env, now standing, minutes map[string]minute) {
+	if s.watch && e.outTTY {
+		e.printf("\x1b[H\x1b[2J")
+	}
+	e.printf("%s  %s, schema %s\n\n", clock(now.now), visible(e.databaseName()), visible(e.schemaName()))
+	if len(now.relays) == 0 {
+		e.printf("No relay has run here yet.\n")
+	} else {
+		e.writeTable(relayTable(now))
+		e.printf("\n")
+	}
+	for _, r := range now.relays {
+		m := minutes[r.Name]
+		line := visible(r.Name) + ": in the last minute about " + count(m.events) + " events"
+		if m.latency > 0 {
+			line += ", " + length(m.latency) + " from recording to Kafka"
+		}
+		e.printf("%s\n", line)
+	}
+	if len(now.open) > 0 {
+		e.printf("\n")
+		e.writeTable(transactionTable(now))
+	}
+	if len(now.findings) > 0 {
+		e.printf("\n")
+	}
+	for _, f := range now.findings {
+		e.writeSeverity(f.Severity, f.What)
+	}
+	if s.watch && !e.outTTY {
+		e.printf("\n")
+	}
+}
+
+func relayTable(now standing) table {
+	t := table{head: []string{"RELAY", "LEADER", "LEASE", "PENDING", "OLDEST", "WAIT", "FAIL", "PARK", "DEAD"}, flex: []int{0, 1}}
+	for _, r := range now.relays {
+		leader, lease, more := "nobody", "-", ""
+		if r.Holder != "" {
+			leader, lease = r.Holder, length(r.LeaseUntil.Sub(now.now))
+		}
+		if r.PendingMore {
+			more = "+"
+		}
+		t.add(r.Name, leader, lease, count(r.Pending)+more, age(r.Oldest, now.now), count(r.Waiting), count(r.Failed), count(r.Parked), count(r.Dead))
+	}
+	return t
+}
+
+func transactionTable(now standing) table {
+	t := table{head: []string{"OPEN", "PID", "USER", "APPLICATION", "STATE", "RECORDS", "QUERY"}, flex: []int{2, 3, 4, 6}}
+	for _, o := range now.open {
+		pid, records := count(o.PID), ""
+		if o.Prepared != "" {
+			pid = o.Prepared
+		}
+		if o.Recording {
+			records = "yes"
+		}
+		t.add(age(o.Since, now.now), pid, o.User, o.Application, o.State, records, o.Query)
+	}
+	return t
+}
+
+// statusJSON is the document of status.
+type statusJSON struct {
+	At           time.Time         `json:"at"`
+	Database     string            `json:"database"`
+	Schema       string            `json:"schema"`
+	Relays       []relayJSON       `json:"relays"`
+	Transactions []transactionJSON `json:"transactions"`
+	Problems     []finding         `json:"problems"`
+}
+
+type relayJSON struct {
+	Name        string     `json:"name"`
+	Leader      string     `json:"leader"`
+	Epoch       int64      `json:"epoch"`
+	LeaseUntil  *time.Time `json:"lease_until"`
+	MovedAt     *time.Time `json:"moved_at"`
+	Pending     int64      `json:"pending"`
+	PendingMore bool       `json:"pending_more"`
+	Oldest      *time.Time `json:"oldest"`
+	Waiting     int64      `json:"waiting"`
+	Failed      int64      `json:"failed"`
+	Parked      int64      `json:"parked"`
+	Dead        int64      `json:"dead"`
+	ParkedKeys  int64      `json:"parked_keys"`
+	HeldKeys    int64      `json:"held_keys"`
+	LastMinute  int64      `json:"last_minute_events"`
+	Latency     float64    `json:"last_minute_latency_seconds"`
+}
+
+type transactionJSON struct {
+	PID         int       `json:"pid,omitempty"`
+	Prepared    string    `json:"prepared,omitempty"`
+	Database    string    `json:"database"`
+	User        string    `json:"user"`
+	Application string    `json:"application"`
+	Client      string    `json:"client"`
+	State       string    `json:"state"`
+	Since       time.Time `json:"since"`
+	Query       string    `json:"query"`
+	Recording   bool      `json:"recording"`
+	WaitsFor    []int32   `json:"waits_for,omitempty"`
+}
+
+func statusOf(s standing, minutes map[string]minute, database, schema string) statusJSON {
+	out := statusJSON{At: s.now.UTC(), Database: database, Schema: schema, Relays: []relayJSON{}, Transactions: []transactionJSON{}, Problems: append([]finding{}, s.findings...)}
+	for _, r := range s.relays {
+		out.Relays = append(out.Relays, relayJSON{
+			Name: r.Name, Leader: r.Holder, Epoch: r.Epoch, LeaseUntil: optional(r.LeaseUntil), MovedAt: optional(r.MovedAt),
+			Pending: r.Pending, PendingMore: r.PendingMore, Oldest: optional(r.Oldest),
+			Waiting: r.Waiting, Failed: r.Failed, Parked: r.Parked, Dead: r.Dead, ParkedKeys: r.ParkedKeys, HeldKeys: r.HeldKeys,
+			LastMinute: minutes[r.Name].events, Latency: minutes[r.Name].latency.Seconds(),
+		})
+	}
+	for _, o := range s.open {
+		out.Transactions = append(out.Transactions, transactionJSON{o.PID, o.Prepared, o.Database, o.User, o.Application, o.Client,
+			o.State, o.Since.UTC(), o.Query, o.Recording, o.WaitsFor})
+	}
+	return out
+}
+
+const severityWidth = 8
+
+// writeSeverity writes what is wrong beside how bad it is.
+func (e *env) writeSeverity(severity, what string) {
+	label := map[string]string{
+		severityError: e.paint(red, "ERROR") + "   ", severityWarning: e.paint(yellow, "WARNING") + " ", severityNote: e.paint(dim, "NOTE") + "    ",
+	}[severity]
+	for _, line := range wrap(visible(what), max(e.width, usualWidth)-severityWidth) {
+		e.printf("%s%s\n", label, line)
+		label = strings.Repeat(" ", severityWidth)
+	}
+}

@@ -1,0 +1,110 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"time"
+
+	"github.com/outboxgo/outbox"
+)
+
+var tailCommand = command{
+	name:    "tail",
+	summary: "events as they are recorded, until Ctrl-C",
+	about: `
+Shows events once their transactions commit, sent or not. It moves no cursor and
+disturbs no relay. With --json each is a line, payload and headers included.`,
+	endless: true,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		var t tailFlags
+		fs.StringVar(&t.filter.Type, "type", "", "`TYPE` of the event, shop.order.created.v1")
+		fs.Var(&t.of, "aggregate", "`TYPE[/ID]` what it happened to, Order/42")
+		fs.StringVar(&t.topic, "topic", "", "`NAME` topic that it goes to")
+		fs.StringVar(&t.key, "key", "", "`KEY` of the record")
+		fs.BoolVar(&t.payload, "payload", false, "payloads too")
+		fs.IntVar(&t.limit, "limit", 0, "`NUMBER` stop after so many events")
+		return t.run
+	},
+}
+
+type tailFlags struct {
+	filter     outbox.EventFilter
+	of         aggregate
+	topic, key string
+	payload    bool
+	limit      int
+	seen       int
+}
+
+// errEnough ends a tail at its limit.
+var errEnough = errors.New("enough")
+
+func (t *tailFlags) run(ctx context.Context, e *env) error {
+	if t.limit < 0 {
+		return usagef("--limit %d: must not be negative", t.limit)
+	}
+	inspector, err := e.inspector(ctx)
+	if err != nil {
+		return err
+	}
+	t.filter.AggregateType, t.filter.AggregateID = t.of.kind, t.of.id
+	err = inspector.Tail(ctx, t.filter, func(event outbox.RecordedEvent) error { return t.see(e, event) })
+	if errors.Is(err, errEnough) {
+		return nil
+	}
+	return err
+}
+
+func (t *tailFlags) see(e *env, event outbox.RecordedEvent) error {
+	if (t.topic != "" && event.Topic != t.topic) || (t.key != "" && event.Key != t.key) {
+		return nil
+	}
+	t.seen++
+	err := t.show(e, event)
+	if err == nil && t.seen == t.limit {
+		return errEnough
+	}
+	return err
+}
+
+// recordedJSON is a line of tail.
+type recordedJSON struct {
+	OutboxID      int64             `json:"outbox_id"`
+	EventID       string            `json:"event_id"`
+	Type          string            `json:"type"`
+	Source        string            `json:"source"`
+	AggregateType string            `json:"aggregate_type"`
+	AggregateID   string            `json:"aggregate_id"`
+	Topic         string            `json:"topic"`
+	Key           string            `json:"key"`
+	OccurredAt    time.Time         `json:"occurred_at"`
+	CreatedAt     time.Time         `json:"created_at"`
+	Size          int               `json:"size"`
+	ContentType   string            `json:"content_type"`
+	Payload       json.RawMessage   `json:"payload,omitempty"`
+	PayloadBase64 []byte            `json:"payload_base64,omitempty"`
+	Headers       map[string]string `json:"headers,omitempty"`
+}
+
+func (t *tailFlags) show(e *env, event outbox.RecordedEvent) error {
+	if e.json {
+		line := recordedJSON{OutboxID: event.OutboxID, EventID: event.EventID, Type: event.Type, Source: event.Source,
+			AggregateType: event.AggregateType, AggregateID: event.AggregateID, Topic: event.Topic, Key: event.Key,
+			OccurredAt: event.OccurredAt.UTC(), CreatedAt: event.CreatedAt.UTC(), Size: event.Size, ContentType: event.ContentType, Headers: event.Headers}
+		line.Payload, line.PayloadBase64 = body(event.Payload)
+		return e.writeLine(line)
+	}
+	text := event.CreatedAt.Local().Format("15:04:05.000") + "  " + count(event.OutboxID) + "  " + event.Type + "  " +
+		event.AggregateType + "/" + event.AggregateID + "  " + event.Topic + "  " + count(event.Size) + " B"
+	text = visible(text)
+	if e.outTTY {
+		text = cut(text, e.width)
+	}
+	e.printf("%s\n", text)
+	if t.payload {
+		e.printf("%s\n", payloadText(event.ContentType, event.Payload))
+	}
+	return nil
+}

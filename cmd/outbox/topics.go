@@ -1,0 +1,215 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"flag"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/outboxgo/outbox"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+var topicsCommand = command{
+	name: "topics", synopsis: "[TOPIC…]", max: 100,
+	summary: "topics of the events: missing, different, --create",
+	about: `
+Looks at the topics of the newest 100,000 recorded events and of failed ones, or
+at those named, and at {topic}.dlq of each, and says where they are not as the
+flags say. Without --create it makes nothing; what is there it never changes.`,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		t := topicsFlags{retention: span(7 * 24 * time.Hour)}
+		fs.BoolVar(&t.create, "create", false, "make what is missing")
+		fs.BoolVar(&t.check, "check", false, "exit with 3 if one is missing or different")
+		fs.IntVar(&t.partitions, "partitions", 3, "`NUMBER` of each topic (3; of dead letters always 1)")
+		fs.IntVar(&t.replicas, "replication", 0, "`NUMBER` of replicas (the cluster's default)")
+		fs.IntVar(&t.minInSync, "min-insync", 0, "`NUMBER` replicas that must have a record (cluster)")
+		fs.Var(&t.retention, "retention", "`TIME` records are kept, 12h (7d; dead letters 30d)")
+		fs.IntVar(&t.maxBytes, "max-message-bytes", 0, "`BYTES` the largest batch (the cluster's)")
+		return t.run
+	},
+}
+
+type topicsFlags struct {
+	create, check                             bool
+	partitions, replicas, minInSync, maxBytes int
+	retention                                 span
+}
+
+// config returns what topics should be.
+func (t *topicsFlags) config() outbox.TopicsConfig {
+	return outbox.TopicsConfig{Partitions: t.partitions, ReplicationFactor: cmp.Or(t.replicas, -1), MinInSyncReplicas: t.minInSync,
+		Retention: time.Duration(t.retention), MaxMessageBytes: t.maxBytes, DryRun: !t.create}
+}
+
+// topicJSON is a topic in the output.
+type topicJSON struct {
+	Topic       string           `json:"topic"`
+	State       string           `json:"state"` // there, missing, or created
+	Types       []string         `json:"types,omitempty"`
+	Events      int64            `json:"events"`
+	Partitions  int              `json:"partitions"`
+	Replicas    int              `json:"replicas"`
+	InSync      int              `json:"in_sync"`
+	Leaderless  int              `json:"leaderless"`
+	MinInSync   int64            `json:"min_insync_replicas"`
+	RetentionMS int64            `json:"retention_ms"`
+	MaxBytes    int64            `json:"max_message_bytes"`
+	Differences []differenceJSON `json:"differences"`
+}
+
+type differenceJSON struct {
+	Setting string `json:"setting"`
+	Want    string `json:"want"`
+	Have    string `json:"have"`
+}
+
+func (t *topicsFlags) run(ctx context.Context, e *env) error {
+	if t.partitions < 1 || t.replicas < 0 || t.minInSync < 0 || t.maxBytes < 0 {
+		return usagef("--partitions, --replication, --min-insync and --max-message-bytes must be positive")
+	}
+	kafka, err := e.kafkaOpts()
+	if err != nil {
+		return err
+	}
+	recorded, err := recordedTopics(ctx, e)
+	if err != nil {
+		return err
+	}
+	var names []string
+	for _, r := range recorded {
+		if r.Topic != "" {
+			names = append(names, r.Topic)
+		}
+	}
+	all, err := t.look(ctx, kafka, names, recorded)
+	if serr := showTopics(e, all, recorded); err == nil {
+		err = serr
+	}
+	if err == nil && t.check && slices.ContainsFunc(all, func(t topicJSON) bool { return t.State == "missing" || len(t.Differences) > 0 }) {
+		return errProblems
+	}
+	return err
+}
+
+// recordedTopics returns the topics that are named, or else those of events.
+func recordedTopics(ctx context.Context, e *env) ([]outbox.RecordedTopic, error) {
+	var named []outbox.RecordedTopic
+	for _, name := range e.args {
+		named = append(named, outbox.RecordedTopic{Topic: name})
+	}
+	if len(named) > 0 {
+		return named, nil
+	}
+	inspector, err := e.inspector(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return inspector.Topics(ctx)
+}
+
+// look compares or makes the topics, and then reads what they are. What Kafka refuses
+// is in the error, beside the others.
+func (t *topicsFlags) look(ctx context.Context, kafka []kgo.Opt, names []string, recorded []outbox.RecordedTopic) ([]topicJSON, error) {
+	if len(names) == 0 {
+		return []topicJSON{}, nil
+	}
+	states, refused := outbox.EnsureNamedTopics(ctx, kafka, names, t.config())
+	all := map[string]*topicJSON{}
+	var order []string
+	for _, name := range names {
+		for _, n := range []string{name, outbox.DeadLetterTopic(name)} {
+			all[n] = &topicJSON{Topic: n, State: "missing", Differences: []differenceJSON{}}
+			order = append(order, n)
+		}
+	}
+	infos, err := outbox.DescribeTopics(ctx, kafka, order...)
+	for _, info := range infos {
+		all[info.Topic].describe(info)
+	}
+	for _, s := range states {
+		if s.Created && t.create {
+			all[s.Topic].State = "created"
+		}
+		for _, d := range s.Differences {
+			all[s.Topic].Differences = append(all[s.Topic].Differences, differenceJSON{d.Setting, d.Want, d.Have})
+		}
+	}
+	for _, r := range recorded {
+		if at := all[r.Topic]; at != nil {
+			at.Types, at.Events = r.Types, r.Events
+		}
+	}
+	slices.Sort(order)
+	out := []topicJSON{}
+	for _, name := range slices.Compact(order) {
+		out = append(out, *all[name])
+	}
+	return out, cmp.Or(refused, err)
+}
+
+func (t *topicJSON) describe(info outbox.TopicInfo) {
+	t.State = "there"
+	t.Partitions, t.Replicas, t.InSync, t.Leaderless = info.Partitions, info.Replicas, info.InSync, info.Leaderless
+	t.MinInSync, t.RetentionMS, t.MaxBytes = setting(info, "min.insync.replicas"), setting(info, "retention.ms"), setting(info, "max.message.bytes")
+}
+
+// setting returns a number, 0 where the broker does not tell.
+func setting(info outbox.TopicInfo, name string) int64 {
+	n, err := strconv.ParseInt(info.Settings[name], 10, 64)
+	if err != nil {
+		return 0
+	}
+	return n
+}
+
+func showTopics(e *env, all []topicJSON, recorded []outbox.RecordedTopic) error {
+	var nowhere []string
+	for _, r := range recorded {
+		if r.Topic == "" {
+			nowhere = r.Types
+		}
+	}
+	if e.json {
+		return e.writeJSON(map[string]any{"topics": all, "types_without_topic": append([]string{}, nowhere...)})
+	}
+	if len(all) == 0 {
+		e.printf("No events are recorded: name the topics that you mean.\n")
+	} else {
+		e.writeTable(topicTable(all))
+	}
+	for _, t := range all {
+		for _, d := range t.Differences {
+			e.say(fmt.Sprintf("%s: %s is %s, want %s", visible(t.Topic), d.Setting, visible(d.Have), d.Want))
+		}
+	}
+	if len(nowhere) > 0 {
+		e.say("No topic follows from " + visible(strings.Join(nowhere, ", ")))
+	}
+	return nil
+}
+
+func topicTable(all []topicJSON) table {
+	t := table{head: []string{"TOPIC", "STATE", "EVENTS", "PARTS", "REPL", "IN-SYNC", "RETENTION", "MAX-BYTES"}, flex: []int{0}}
+	for _, topic := range all {
+		if topic.State == "missing" {
+			t.add(topic.Topic, topic.State, count(topic.Events), "", "", "", "", "")
+			continue
+		}
+		inSync := count(topic.InSync) + "/" + count(topic.MinInSync)
+		t.add(topic.Topic, topic.State, count(topic.Events), count(topic.Partitions), count(topic.Replicas), inSync,
+			retention(topic.RetentionMS), count(topic.MaxBytes))
+	}
+	return t
+}
+
+func retention(ms int64) string {
+	if ms < 0 {
+		return "for ever"
+	}
+	return length(time.Duration(ms) * time.Millisecond)
+}
