@@ -6,6 +6,8 @@ import (
 	"flag"
 	"fmt"
 	"strings"
+
+	"github.com/jackc/pgx/v5/pgconn"
 )
 
 // What a process ends with.
@@ -78,8 +80,23 @@ func run(ctx context.Context, args []string, e *env) int {
 		e.complain(fmt.Sprintf("%s (--timeout is %v)", errorText(err), e.timeout))
 	default:
 		e.complain(errorText(err))
+		e.hint(err)
 	}
 	return exitError
+}
+
+// hint says what to do about errors that have one usual cause.
+func (e *env) hint(err error) {
+	var pg *pgconn.PgError
+	if !errors.As(err, &pg) {
+		return
+	}
+	switch pg.Code {
+	case "42P01", "3F000": // no such table, no such schema
+		fmt.Fprintf(e.stderr, "Schema %s has no tables of outbox, or not all: try --schema, outbox doctor,\nor outbox migrate up.\n", visible(e.schemaName()))
+	case "42501": // no privilege
+		fmt.Fprintln(e.stderr, "The role may not do that. outbox doctor --as reader, or operator, tells why.")
+	}
 }
 
 // errorText leaves out what the line begins with anyway.

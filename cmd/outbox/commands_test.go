@@ -2,12 +2,19 @@ package main
 
 import (
 	"context"
+	"crypto/tls"
+	"encoding/pem"
 	"fmt"
+	"io"
+	"log"
 	"net"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -17,6 +24,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/sasl"
 )
 
 type migrationsDoc struct {
@@ -548,4 +556,69 @@ func TestTimeout(t *testing.T) {
 	a = d.callWithin(t, ctx, "failed", "list")
 	require.Equal(t, exitError, a.code)
 	require.Equal(t, "outbox: interrupted\n", a.err)
+}
+
+// An error that has one usual cause comes with what to do about it.
+func TestHints(t *testing.T) {
+	d := newDesk(t)
+	a := d.call(t, "status")
+	require.Equal(t, exitError, a.code)
+	require.Contains(t, a.err, "outbox migrate up")
+	d.migrate(t)
+	role := fmt.Sprintf("cli_%.8s", uuid.NewString())
+	d.exec(t, "CREATE ROLE "+role)
+	t.Cleanup(func() { d.exec(t, "DROP OWNED BY "+role); d.exec(t, "DROP ROLE "+role) })
+	d.exec(t, "GRANT USAGE ON SCHEMA {s} TO "+role)
+	d.vars["DATABASE_URL"] = d.url("&options=-c%20role%3D" + role)
+	a = d.call(t, "failed", "list")
+	require.Equal(t, exitError, a.code)
+	require.Contains(t, a.err, "outbox doctor --as reader")
+}
+
+// TLS is spoken with whom the authorities vouch for, and with nobody else.
+func TestKafkaTLS(t *testing.T) {
+	var handshakes atomic.Int64
+	server := httptest.NewUnstartedServer(nil)
+	server.Config.ErrorLog = log.New(io.Discard, "", 0)
+	server.Config.ConnState = func(c net.Conn, _ http.ConnState) {
+		if secure, ok := c.(*tls.Conn); ok && secure.ConnectionState().HandshakeComplete {
+			handshakes.Add(1)
+		}
+	}
+	server.StartTLS()
+	defer server.Close()
+	file := filepath.Join(t.TempDir(), "ca.pem")
+	encoded := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw})
+	require.NoError(t, os.WriteFile(file, encoded, 0o600))
+	d := &desk{vars: map[string]string{"KAFKA_BROKERS": server.Listener.Addr().String()}}
+	call := func(args ...string) answer {
+		return d.call(t, append([]string{"dlq", "list", "t", "--timeout", "1s"}, args...)...)
+	}
+	require.Contains(t, call("--kafka-tls").err, "unknown authority")
+	require.Zero(t, handshakes.Load())
+	require.NotContains(t, call("--kafka-ca", file).err, "unknown authority")
+	require.Positive(t, handshakes.Load())
+	require.NoError(t, os.WriteFile(file, []byte("no"), 0o600))
+	require.Contains(t, call("--kafka-ca", file).err, "holds no certificate")
+	require.Contains(t, call("--kafka-ca", file+"s").err, "--kafka-ca")
+}
+
+// The login is that of flags and environment.
+func TestKafkaLogin(t *testing.T) {
+	for mechanism, want := range map[string]string{"": "SCRAM-SHA-256", "plain": "PLAIN", "scram-sha-256": "SCRAM-SHA-256", "scram-sha-512": "SCRAM-SHA-512"} {
+		vars := map[string]string{"KAFKA_USER": "me", "KAFKA_PASSWORD": "secret"}
+		e := &env{getenv: func(name string) string { return vars[name] }, globals: globals{kafka: "127.0.0.1:1", kafkaMechanism: mechanism}}
+		opts, err := e.kafkaOpts()
+		require.NoError(t, err)
+		client, err := kgo.NewClient(opts...)
+		require.NoError(t, err)
+		defer client.Close()
+		logins, ok := client.OptValue(kgo.SASL).([]sasl.Mechanism)
+		require.True(t, ok)
+		require.Len(t, logins, 1)
+		require.Equal(t, want, logins[0].Name())
+		_, first, err := logins[0].Authenticate(background, "127.0.0.1")
+		require.NoError(t, err)
+		require.Contains(t, string(first), "me")
+	}
 }

@@ -107,7 +107,7 @@ func (d *doctor) try(ctx context.Context, c check) {
 }
 
 func (d *doctor) add(id, severity, what, means, do string) {
-	d.findings = append(d.findings, finding{id, severity, what, means, do})
+	d.findings = append(d.findings, finding{id, severity, d.e.mask(what), means, do})
 }
 
 // chosen returns the findings that --only and --skip leave.

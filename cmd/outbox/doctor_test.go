@@ -192,7 +192,7 @@ func TestDoctorOnMigrations(t *testing.T) {
 		t.Fatal(err)
 	}
 	all := []outbox.Migration{{Version: 1, Name: "1", AppliedAt: time.Now()}, {Version: 2, Name: "2_new.sql"}}
-	doc := &doctor{}
+	doc := &doctor{e: &env{}}
 	require.False(t, doc.judgeMigrations(all))
 	require.Equal(t, "migrations.pending", doc.findings[0].ID)
 	require.Contains(t, doc.findings[0].What, "2_new.sql")
