@@ -64,7 +64,7 @@ func TestDocs(t *testing.T) {
 func requireFile(t *testing.T, name, want string) {
 	t.Helper()
 	if *update {
-		require.NoError(t, os.WriteFile(name, []byte(want), 0o600))
+		require.NoError(t, os.WriteFile(name, []byte(want), 0o644))
 	}
 	have, err := os.ReadFile(name)
 	require.NoError(t, err)

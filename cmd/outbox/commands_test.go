@@ -168,6 +168,8 @@ func TestTail(t *testing.T) {
 	d := newShop(t)
 	plain, _ := d.tailing(t, "--payload")
 	lines, ended := d.tailing(t, "--json", "--aggregate", "Thing/mine", "--type", "test.desk.happened.v1", "--topic", d.topic, "--key", "mine", "--limit", "2")
+	byKey, _ := d.tailing(t, "--json", "--key", "mine")
+	nothing, _ := d.tailing(t, "--topic", "nowhere")
 	require.Eventually(t, func() bool { // it tells of what comes after its start
 		d.record(t, "other", "mine")
 		return strings.Count(lines.String(), "\n") == 2
@@ -183,10 +185,9 @@ func TestTail(t *testing.T) {
 	require.Eventually(t, func() bool {
 		return strings.Contains(plain.String(), "test.desk.happened.v1  Thing/other  "+d.topic) && strings.Contains(plain.String(), `"Key": "mine"`)
 	}, patience, 10*time.Millisecond)
-
-	ctx, cancel := context.WithCancel(background)
-	cancel()
-	require.NotEqual(t, exitUsage, d.callWithin(t, ctx, "tail").code)
+	require.Eventually(t, func() bool { return strings.Contains(byKey.String(), "mine") }, patience, 10*time.Millisecond)
+	require.NotContains(t, byKey.String(), "other")
+	require.Empty(t, nothing.String())
 }
 
 type failedDoc struct {
@@ -538,6 +539,14 @@ func TestSecretsStayHidden(t *testing.T) {
 	}
 }
 
+func TestMask(t *testing.T) {
+	e := &env{getenv: func(string) string { return "" }, globals: globals{database: "postgres://kim:hunter22@h/d"}}
+	require.Equal(t, "kim@h:5432/d", e.databaseName())
+	require.Equal(t, "what xxxxx said", e.mask("what hunter22 said"))
+	e = &env{getenv: func(string) string { return "" }, globals: globals{database: "postgres://kim:kim@h/d"}}
+	require.Equal(t, "kim@h:5432/d", e.mask(e.databaseName()), "it is no secret")
+}
+
 // A step that takes too long ends with an error that says why.
 func TestTimeout(t *testing.T) {
 	d := newShop(t)
@@ -546,14 +555,16 @@ func TestTimeout(t *testing.T) {
 	tx, err := d.db.Begin(background)
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(background) }()
-	_, err = tx.Exec(background, `SELECT FROM `+pgx.Identifier{d.schema, "outbox_failed"}.Sanitize()+` FOR UPDATE`)
+	_, err = tx.Exec(background, `LOCK TABLE `+pgx.Identifier{d.schema, "outbox_failed"}.Sanitize())
 	require.NoError(t, err)
-	a := d.call(t, "failed", "resolve", id, "--reason", "x", "--timeout", "300ms")
-	require.Equal(t, exitError, a.code)
-	require.Contains(t, a.err, "--timeout is 300ms")
+	for _, args := range []string{"failed list", "failed resolve " + id + " --reason x", "status", "failed show " + id} {
+		a := d.call(t, append(strings.Fields(args), "--timeout", "300ms")...)
+		require.Equal(t, exitError, a.code)
+		require.Contains(t, a.err, "--timeout is 300ms", args)
+	}
 	ctx, cancel := context.WithCancel(background)
 	cancel()
-	a = d.callWithin(t, ctx, "failed", "list")
+	a := d.callWithin(t, ctx, "failed", "list")
 	require.Equal(t, exitError, a.code)
 	require.Equal(t, "outbox: interrupted\n", a.err)
 }
