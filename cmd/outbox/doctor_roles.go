@@ -25,12 +25,13 @@ func parseParts(text string) (parts []part, err error) {
 	return parts, nil
 }
 
-// need is a privilege on a table, on some of its columns, or on a sequence.
+// need is a privilege on a table, on some of its columns, on a sequence, or on a function.
 type need struct {
 	privilege string
 	table     string
 	columns   []string
 	sequence  string
+	function  string // with the types of its parameters; needed where outbox has partitions
 }
 
 func onTable(table string, privileges ...string) (all []need) {
@@ -47,6 +48,13 @@ func onSequences(names ...string) (all []need) {
 	return all
 }
 
+func onFunctions(signatures ...string) (all []need) {
+	for _, f := range signatures {
+		all = append(all, need{privilege: "EXECUTE", function: f})
+	}
+	return all
+}
+
 var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_cursor", "SELECT"), onTable("outbox_lease", "SELECT"),
 	onTable("outbox_failed", "SELECT"), onTable("outbox_audit", "SELECT"), onTable("event_handled", "SELECT"))
 
@@ -58,7 +66,9 @@ var partNeeds = map[string][]need{
 		{privilege: "SELECT", sequence: "outbox_id_seq"}}, onTable("outbox_cursor", "SELECT", "INSERT", "DELETE"),
 		onTable("outbox_lease", "SELECT", "INSERT", "UPDATE"), onTable("outbox_failed", "SELECT", "INSERT", "UPDATE", "DELETE"),
 		onTable("outbox_audit", "INSERT"), onTable("event_handled", "SELECT", "DELETE"),
-		onSequences("outbox_cursor_id_seq", "outbox_failed_id_seq", "outbox_audit_id_seq")),
+		onSequences("outbox_cursor_id_seq", "outbox_failed_id_seq", "outbox_audit_id_seq"),
+		onFunctions("outbox_partitions()", "outbox_relays()", "outbox_make_partitions()",
+			"outbox_drop_partition(name, boolean, pg_snapshot, timestamptz, text[], text, text, bigint)")),
 	"consumer": append(onTable("event_handled", "SELECT", "INSERT", "DELETE"), onSequences("event_handled_id_seq")...),
 	"reader":   readerNeeds,
 	"operator": slices.Concat(readerNeeds, onTable("outbox_failed", "UPDATE"), onTable("outbox_audit", "INSERT"), onSequences("outbox_audit_id_seq")),
@@ -69,6 +79,8 @@ func (n need) on() string {
 	switch {
 	case n.sequence != "":
 		return "sequence " + n.sequence
+	case n.function != "":
+		return "function " + n.function
 	case len(n.columns) > 0:
 		return fmt.Sprintf("%s (%s)", n.table, strings.Join(n.columns, ", "))
 	}
@@ -80,6 +92,8 @@ func (n need) grant(schema, role string) string {
 	switch {
 	case n.sequence != "":
 		return fmt.Sprintf("GRANT %s ON SEQUENCE %s TO %s", n.privilege, pgx.Identifier{schema, n.sequence}.Sanitize(), role)
+	case n.function != "":
+		return fmt.Sprintf("GRANT %s ON FUNCTION %s.%s TO %s", n.privilege, pgx.Identifier{schema}.Sanitize(), n.function, role)
 	case len(n.columns) > 0:
 		return fmt.Sprintf("GRANT %s (%s) ON %s TO %s", n.privilege, strings.Join(n.columns, ", "), pgx.Identifier{schema, n.table}.Sanitize(), role)
 	}
@@ -92,7 +106,9 @@ const (
 	sqlTableNeed    = `SELECT coalesce(has_table_privilege($1, to_regclass($2)::oid, $3), true)`
 	sqlColumnNeed   = `SELECT coalesce(has_column_privilege($1, to_regclass($2)::oid, $3, $4), true)`
 	sqlSequenceNeed = `SELECT coalesce(has_sequence_privilege($1, to_regclass($2)::oid, CASE $3 WHEN 'USAGE' THEN 'USAGE, UPDATE' ELSE $3 END), true)`
-	sqlSchemaNeed   = `SELECT has_schema_privilege($1, $2, 'USAGE')`
+	sqlFunctionNeed = `SELECT coalesce(has_function_privilege($1, to_regprocedure($2)::oid, $3), true)
+                           OR NOT EXISTS (SELECT FROM pg_class WHERE oid = to_regclass($4) AND relkind = 'p')`
+	sqlSchemaNeed = `SELECT has_schema_privilege($1, $2, 'USAGE')`
 )
 
 // privileges judges whether roles can do their work.
@@ -148,6 +164,10 @@ func (d *doctor) hasNeed(ctx context.Context, role string, n need) (bool, error)
 	schema := d.e.schemaName()
 	if n.sequence != "" {
 		return d.has(ctx, sqlSequenceNeed, role, pgx.Identifier{schema, n.sequence}.Sanitize(), n.privilege)
+	}
+	if n.function != "" {
+		quoted := pgx.Identifier{schema}.Sanitize()
+		return d.has(ctx, sqlFunctionNeed, role, quoted+"."+n.function, n.privilege, quoted+".outbox")
 	}
 	table := pgx.Identifier{schema, n.table}.Sanitize()
 	if len(n.columns) == 0 {

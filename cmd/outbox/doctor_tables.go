@@ -21,7 +21,7 @@ var tableChecks = []check{
 	{"events", (*doctor).routes},
 }
 
-var outboxTables = []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled"}
+var outboxTables = []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "outbox_partitioning"}
 
 // migrated reports whether the tables are there and of this release, so that it is
 // worth while to look further.
@@ -97,8 +97,9 @@ func expected() (all []thing) {
 	return all
 }
 
-// sqlThings writes definitions as they are where the schema is in the search path. What
-// PostgreSQL 18 calls a NOT NULL constraint is with its column.
+// sqlThings writes definitions as they are where the schema is in the search path, alike
+// whether outbox has partitions or not. What PostgreSQL 18 calls a NOT NULL constraint is
+// with its column.
 const sqlThings = `
 WITH tables AS MATERIALIZED (
     SELECT c.oid, c.relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
@@ -111,7 +112,7 @@ SELECT 'column', t.relname, a.attname,
   FROM tables AS t JOIN pg_attribute AS a ON a.attrelid = t.oid AND a.attnum > 0 AND NOT a.attisdropped
   LEFT JOIN pg_attrdef AS d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
  UNION ALL
-SELECT 'index', t.relname, c.relname, pg_get_indexdef(i.indexrelid, 0, true) || CASE WHEN i.indisvalid THEN '' ELSE ' INVALID' END
+SELECT 'index', t.relname, c.relname, replace(pg_get_indexdef(i.indexrelid, 0, true), ' ON ONLY ', ' ON ') || CASE WHEN i.indisvalid THEN '' ELSE ' INVALID' END
   FROM tables AS t JOIN pg_index AS i ON i.indrelid = t.oid JOIN pg_class AS c ON c.oid = i.indexrelid
  UNION ALL
 SELECT 'constraint', t.relname, c.conname, pg_get_constraintdef(c.oid, true)
@@ -258,7 +259,8 @@ SELECT c.relname, coalesce(s.n_live_tup, 0), coalesce(s.n_dead_tup, 0),
        coalesce((SELECT option_value FROM pg_options_to_table(c.reloptions) WHERE option_name = 'autovacuum_enabled'), 'true')::bool
   FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
   LEFT JOIN pg_stat_user_tables AS s ON s.relid = c.oid
- WHERE n.nspname = $1 AND c.relname = ANY ($2::text[])
+ WHERE n.nspname = $1 AND c.relkind = 'r' AND (c.relname = ANY ($2::text[])
+       OR EXISTS (SELECT FROM pg_inherits AS i WHERE i.inhrelid = c.oid AND i.inhparent = to_regclass(format('%I.outbox', $1::text))))
  ORDER BY 1`
 
 // vacuum judges whether what retention removes is cleaned up.

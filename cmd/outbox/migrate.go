@@ -19,8 +19,13 @@ var migrateUpCommand = command{
 	about: `
 Applies what is pending, in one transaction. It may run at every deployment and
 in many places at once. The role needs CREATE on the schema, or on the database
-if there is no such schema. It is what outbox.Migrate does.`,
-	prepare: func(*flag.FlagSet) func(context.Context, *env) error { return migrateUp },
+if there is no such schema. It is what outbox.Migrate does. --timeout is for
+connecting only.`,
+	endless: true,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		rows := fs.Int64("partition-rows", 0, "`NUMBER` of ids in a partition of outbox; 0 leaves it as it is")
+		return func(ctx context.Context, e *env) error { return migrateUp(ctx, e, *rows) }
+	},
 }
 
 // migrationJSON is a migration in the output.
@@ -39,12 +44,12 @@ func migrationsJSON(all []outbox.Migration) []migrationJSON {
 	return out
 }
 
-func migrateUp(ctx context.Context, e *env) error {
+func migrateUp(ctx context.Context, e *env, partitionRows int64) error {
 	db, err := e.connect(ctx)
 	if err != nil {
 		return err
 	}
-	cfg := outbox.MigrateConfig{Schema: e.schema}
+	cfg := outbox.MigrateConfig{Schema: e.schema, PartitionRows: partitionRows}
 	before, err := outbox.MigrationStatus(ctx, db, cfg)
 	if err == nil {
 		err = outbox.Migrate(ctx, db, cfg)
