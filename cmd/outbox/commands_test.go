@@ -571,6 +571,7 @@ func TestTimeout(t *testing.T) {
 
 // An error that has one usual cause comes with what to do about it.
 func TestHints(t *testing.T) {
+	testenv.Direct(t)
 	d := newDesk(t)
 	a := d.call(t, "status")
 	require.Equal(t, exitError, a.code)

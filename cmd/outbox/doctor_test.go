@@ -27,7 +27,7 @@ type doctorJSON struct {
 }
 
 // newClinic is a shop in which nothing is wrong but what a test breaks. Other tests on
-// the cluster may have transactions open.
+// the cluster may have transactions open. It sets up sessions: call testenv.Direct first.
 func newClinic(t testing.TB) *desk {
 	t.Helper()
 	d := newShop(t)
@@ -66,6 +66,7 @@ func (d *desk) requireFinding(t testing.TB, id, severity, what string, args ...s
 
 // Where nothing is wrong nothing is found.
 func TestDoctorFindsNothing(t *testing.T) {
+	testenv.Direct(t)
 	d := newClinic(t).withKafka(t)
 	testenv.CreateTopic(t, d.brokers, d.topic, 1)
 	d.relay(t)
@@ -116,6 +117,7 @@ var ailments = []struct {
 
 // Each thing that is broken is found, and nothing else.
 func TestDoctorFindsWhatIsBroken(t *testing.T) {
+	testenv.Direct(t)
 	for _, test := range ailments {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
@@ -177,6 +179,7 @@ func TestExpectedTables(t *testing.T) {
 }
 
 func TestDoctorWithoutDatabase(t *testing.T) {
+	testenv.Direct(t)
 	d := newClinic(t)
 	d.vars["DATABASE_URL"] = "postgres://someone:hunter22@127.0.0.1:1/nowhere?connect_timeout=2"
 	f := d.requireFinding(t, "database.connect", severityError, "someone@127.0.0.1:1/nowhere")
@@ -185,6 +188,7 @@ func TestDoctorWithoutDatabase(t *testing.T) {
 
 // Tables that are missing, elsewhere, or made by another tool.
 func TestDoctorOnMigrations(t *testing.T) {
+	testenv.Direct(t)
 	d := newClinic(t)
 	d.requireFinding(t, "migrations.none", severityError, "schema public", "--schema", "public")
 	d.exec(t, `DELETE FROM {s}.outbox_migration`)
@@ -202,6 +206,7 @@ func TestDoctorOnMigrations(t *testing.T) {
 
 // Partitions are no alteration, and are looked at like tables.
 func TestDoctorOnPartitions(t *testing.T) {
+	testenv.Direct(t)
 	d := newClinic(t)
 	d.ok(t, "migrate", "up", "--partition-rows", "1000")
 	d.relay(t)
@@ -216,6 +221,7 @@ func TestDoctorOnPartitions(t *testing.T) {
 
 // Nobody leads, nobody ever did, and what is recorded gets old.
 func TestDoctorOnRelays(t *testing.T) {
+	testenv.Direct(t)
 	d := newClinic(t)
 	d.requireFinding(t, "relay.none", severityNote, "no relay has run here yet")
 	d.relay(t)()
@@ -230,6 +236,7 @@ func TestDoctorOnRelays(t *testing.T) {
 
 // Transactions that were left open are found, with who has them, and prepared ones.
 func TestDoctorOnTransactions(t *testing.T) {
+	testenv.Direct(t)
 	d := newClinic(t)
 	d.relay(t)
 	named := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["application_name"] = d.topic })
@@ -263,6 +270,7 @@ func TestDoctorOnTransactions(t *testing.T) {
 // The roles of docs/roles.md have what they need, and whatever is taken from them is
 // missed.
 func TestDoctorOnPrivileges(t *testing.T) {
+	testenv.Direct(t)
 	d := newClinic(t)
 	d.ok(t, "migrate", "up", "--partition-rows", "1000")
 	d.relay(t)
@@ -333,6 +341,7 @@ func TestDoctorOnPrivileges(t *testing.T) {
 
 // A role that may not look is told so, and the rest goes on.
 func TestDoctorMayNotLook(t *testing.T) {
+	testenv.Direct(t)
 	d := newClinic(t)
 	role := fmt.Sprintf("cli_%.8s", uuid.NewString())
 	d.exec(t, "CREATE ROLE "+role)
@@ -351,6 +360,7 @@ func TestDoctorMayNotLook(t *testing.T) {
 
 // Clocks that differ.
 func TestDoctorOnClock(t *testing.T) {
+	testenv.Direct(t)
 	d := newClinic(t)
 	d.relay(t)
 	for offset, want := range map[time.Duration]string{time.Hour: " ahead of that", -time.Hour: " behind that"} {
@@ -361,6 +371,7 @@ func TestDoctorOnClock(t *testing.T) {
 
 // Settings of the session are seen as they are; those of the server are judged alike.
 func TestDoctorOnSettings(t *testing.T) {
+	testenv.Direct(t)
 	d := newClinic(t)
 	d.relay(t)
 	d.vars["DATABASE_URL"] = d.url("&options=-c%20idle_in_transaction_session_timeout%3D0")
@@ -391,6 +402,7 @@ func TestDoctorOnSettings(t *testing.T) {
 
 // A slot that nobody reads holds WAL.
 func TestDoctorOnSlots(t *testing.T) {
+	testenv.Direct(t)
 	d := newClinic(t)
 	name := strings.ReplaceAll("cli_"+uuid.NewString(), "-", "_")
 	d.exec(t, `SELECT pg_create_physical_replication_slot($1, true)`, name)
@@ -411,6 +423,7 @@ func TestDoctorOnSlots(t *testing.T) {
 
 // Rows that were rolled back and not cleaned up.
 func TestDoctorOnBloat(t *testing.T) {
+	testenv.Direct(t)
 	d := newClinic(t)
 	d.relay(t)
 	d.exec(t, `ALTER TABLE {s}.outbox SET (autovacuum_enabled = off)`)
@@ -427,6 +440,7 @@ func TestDoctorOnBloat(t *testing.T) {
 }
 
 func TestDoctorOnKafka(t *testing.T) {
+	testenv.Direct(t)
 	d := newClinic(t).withKafka(t)
 	d.relay(t)()
 	const skip = "relay,kafka.auto_create"

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -106,6 +107,11 @@ func (e *env) databaseConfig() (*pgxpool.Config, error) {
 	c := cfg.ConnConfig
 	e.secret(c.Password, c.User, c.Database, c.Host)
 	cfg.MaxConns = 4
+	// PgBouncer may be in between, and statements are not run often enough to gain by
+	// being prepared.
+	if c.DefaultQueryExecMode == pgx.QueryExecModeCacheStatement {
+		c.DefaultQueryExecMode = pgx.QueryExecModeCacheDescribe
+	}
 	if c.RuntimeParams["application_name"] == "" {
 		c.RuntimeParams["application_name"] = "outbox-cli"
 	}
