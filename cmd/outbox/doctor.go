@@ -39,11 +39,12 @@ type doctor struct {
 	limits         limits
 	as, only, skip string
 
-	e        *env
-	parts    []part
-	findings []finding
-	checks   int
-	about    [][2]string // what was looked at
+	e         *env
+	parts     []part
+	findings  []finding
+	checks    int
+	hasTables bool        // there are tables to look at
+	about     [][2]string // what was looked at
 }
 
 // check is a question of the doctor's. Those of a group that cannot be connected to are
@@ -81,7 +82,8 @@ func (d *doctor) examine(ctx context.Context) {
 		for _, c := range databaseChecks {
 			d.try(ctx, c)
 		}
-		if d.migrated(ctx) {
+		d.hasTables = d.migrated(ctx)
+		if d.hasTables {
 			for _, c := range tableChecks {
 				d.try(ctx, c)
 			}

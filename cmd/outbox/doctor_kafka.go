@@ -23,7 +23,7 @@ func (d *doctor) kafka(ctx context.Context) {
 		return
 	}
 	d.about = append(d.about, [2]string{"kafka", fmt.Sprintf("%s, %s", d.e.brokers(), plural(int64(brokers), "broker", "brokers"))})
-	if d.e.db != nil {
+	if d.hasTables {
 		d.try(ctx, check{"kafka.topics", func(d *doctor, ctx context.Context) error { return d.topics(ctx, opts, auto) }})
 	}
 }
