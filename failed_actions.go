@@ -234,8 +234,8 @@ const (
 
 const sqlFailedIDs = `
 SELECT id FROM {schema}.outbox_failed` + failedWhere + `
-   AND id > $12 AND ($13::bool OR NOT held OR status = 'dead')
- ORDER BY id LIMIT $14`
+   AND id > $13 AND ($14::bool OR NOT held OR status = 'dead')
+ ORDER BY id LIMIT $15`
 
 // RetryAll is [FailedEvents.Retry] for all events that a filter picks and that can
 // be retried: waiting, failed or dead. It returns how many that were, also beside an

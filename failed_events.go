@@ -114,20 +114,22 @@ type FailedFilter struct {
 	AggregateType, AggregateID string
 	// OutboxID is that of one event.
 	OutboxID int64
+	// EventID is the CloudEvents id of one event, a UUID.
+	EventID string
 	// Class is the kind of the last error, message_too_large for example.
 	Class string
 	// Since and Until bound the time of the first failure: from Since on, before Until.
 	Since, Until time.Time
 }
 
-// args are the first eleven parameters of statements with failedWhere.
+// args are the first twelve parameters of statements with failedWhere.
 func (f FailedFilter) args() []any {
 	statuses := f.Statuses
 	if len(statuses) == 0 {
 		statuses = unresolved
 	}
 	at := func(t time.Time) pgtype.Timestamptz { return pgtype.Timestamptz{Time: t, Valid: !t.IsZero()} }
-	return []any{statuses, f.Relay, f.Type, f.Topic, f.Key, f.AggregateType, f.AggregateID, f.Class, at(f.Since), at(f.Until), f.OutboxID}
+	return []any{statuses, f.Relay, f.Type, f.Topic, f.Key, f.AggregateType, f.AggregateID, f.Class, at(f.Since), at(f.Until), f.OutboxID, f.EventID}
 }
 
 // failedWhere is a [FailedFilter]. A parking key is a topic, a slash and a record key.
@@ -141,7 +143,8 @@ const failedWhere = `
    AND ($7::text = '' OR aggregate_id = $7)
    AND ($8::text = '' OR error_class = $8)
    AND failed_at >= coalesce($9::timestamptz, '-infinity') AND failed_at < coalesce($10::timestamptz, 'infinity')
-   AND ($11::bigint = 0 OR outbox_id = $11)`
+   AND ($11::bigint = 0 OR outbox_id = $11)
+   AND ($12::text = '' OR event_id::text = lower($12))`
 
 // planEachTime has a statement planned for its arguments: most filters are empty.
 const planEachTime = pgx.QueryExecModeCacheDescribe
@@ -177,8 +180,8 @@ const failedRowColumns = `id, relay, outbox_id, parking_key, event_id::text, eve
 const sqlFailedList = `
 SELECT ` + failedRowColumns + `
   FROM {schema}.outbox_failed` + failedWhere + `
-   AND ($12::bigint = 0 OR id < $12)
- ORDER BY id DESC LIMIT $13`
+   AND ($13::bigint = 0 OR id < $13)
+ ORDER BY id DESC LIMIT $14`
 
 // List returns failed events without their payloads, those that failed last first.
 // An empty slice means that there are no more.

@@ -343,6 +343,11 @@ func TestListFailedEvents(t *testing.T) {
 	require.Len(t, counts, 1)
 	require.WithinDuration(t, now.Add(-297*time.Hour), counts[0].Oldest, time.Minute)
 	require.Equal(t, 30, counts[0].Events)
+	newest, err := f.List(background, outbox.FailedFilter{}, outbox.FailedPage{Limit: 2})
+	require.NoError(t, err)
+	found, err := f.List(background, outbox.FailedFilter{EventID: strings.ToUpper(newest[1].EventID)}, outbox.FailedPage{})
+	require.NoError(t, err)
+	require.Equal(t, newest[1:], found)
 	for _, limit := range []int{-1, 1001} {
 		_, err = f.List(background, outbox.FailedFilter{}, outbox.FailedPage{Limit: limit})
 		require.ErrorContains(t, err, "Limit")

@@ -34,8 +34,21 @@ type RecordedEvent struct {
 	// Headers are the further Kafka headers; nil in lists.
 	Headers map[string]string
 	// AttemptedBy are the relays that have sent it or written it into outbox_failed,
-	// PendingFor those that have not come to it; nil in lists.
+	// PendingFor those that have not come to it; nil in [Inspector.Tail].
 	AttemptedBy, PendingFor []string
+	// Failures are its rows of outbox_failed, sorted by relay; nil in [Inspector.Tail].
+	// What a relay has attempted and is not here, it has sent.
+	Failures []RecordedFailure
+}
+
+// RecordedFailure is the row of outbox_failed of a recorded event and a relay.
+type RecordedFailure struct {
+	// ID is outbox_failed.id.
+	ID int64
+	// Relay is the one that could not send it.
+	Relay string
+	// Status is one of the constants, [StatusDead] for example.
+	Status string
 }
 
 // EventFilter picks recorded events. Empty fields pick all.
@@ -80,8 +93,19 @@ const recordedColumns = `o.id, event_id::text, event_type, source, aggregate_typ
 
 const wholeColumns = `payload::text, payload_bytes, headers`
 
-const sqlEvents = `
-SELECT ` + recordedColumns + `
+// progressColumns say which relays have come to an event, as retention asks it, and
+// which have not got it through.
+const progressColumns = `
+       ARRAY(SELECT relay::text FROM stands AS s WHERE ` + attempted + ` ORDER BY 1),
+       ARRAY(SELECT relay::text FROM stands AS s WHERE NOT ` + attempted + ` ORDER BY 1),
+       (SELECT jsonb_agg(jsonb_build_object('ID', f.id, 'Relay', f.relay, 'Status', f.status) ORDER BY f.relay)
+          FROM stands AS s JOIN {schema}.outbox_failed AS f ON f.relay = s.relay AND f.outbox_id = o.id)`
+
+const attempted = `(pg_visible_in_snapshot(o.xid, s.snapshot)
+       OR coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false))`
+
+const sqlEvents = newestCursors + `
+SELECT ` + recordedColumns + `, ` + progressColumns + `
   FROM {schema}.outbox AS o WHERE` + eventWhere + `
    AND ($7::bigint = 0 OR id < $7)
  ORDER BY id DESC LIMIT $8`
@@ -101,36 +125,49 @@ func (i *Inspector) Events(ctx context.Context, filter EventFilter, page EventPa
 	rows, err := i.db.Query(ctx, i.sql.events, append([]any{planEachTime}, append(filter.args(), page.Before, limit)...)...)
 	if err == nil {
 		var all []RecordedEvent
-		if all, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (RecordedEvent, error) { return scanRecorded(row) }); err == nil {
+		if all, err = pgx.CollectRows(rows, scanListed); err == nil {
 			return all, nil
 		}
 	}
 	return nil, fmt.Errorf("outbox: inspect events: %w", err)
 }
 
-// sqlEvent also says which relays have come to the event, as retention asks it.
 const sqlEvent = newestCursors + `
-SELECT ` + recordedColumns + `, ` + wholeColumns + `,
-       ARRAY(SELECT relay::text FROM stands AS s WHERE ` + attempted + ` ORDER BY 1),
-       ARRAY(SELECT relay::text FROM stands AS s WHERE NOT ` + attempted + ` ORDER BY 1)
+SELECT ` + recordedColumns + `, ` + wholeColumns + `, ` + progressColumns + `
   FROM {schema}.outbox AS o WHERE id = $1`
-
-const attempted = `(pg_visible_in_snapshot(o.xid, s.snapshot)
-       OR coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false))`
 
 // Event returns a recorded event with its payload. It returns [ErrNotFound] if there
 // is none: retention may have removed it.
 func (i *Inspector) Event(ctx context.Context, outboxID int64) (RecordedEvent, error) {
-	var attempted, pending []string
-	e, err := scanWhole(i.db.QueryRow(ctx, i.sql.event, outboxID), &attempted, &pending)
+	var p progress
+	e, err := scanWhole(i.db.QueryRow(ctx, i.sql.event, outboxID), p.columns()...)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return e, fmt.Errorf("outbox: event %d: %w", outboxID, ErrNotFound)
 	case err != nil:
 		return e, fmt.Errorf("outbox: inspect event %d: %w", outboxID, err)
 	}
-	e.AttemptedBy, e.PendingFor = attempted, pending
-	return e, nil
+	return p.of(e), nil
+}
+
+// progress is read from progressColumns.
+type progress struct {
+	attempted, pending []string
+	failures           []RecordedFailure
+}
+
+func (p *progress) columns() []any { return []any{&p.attempted, &p.pending, &p.failures} }
+
+func (p *progress) of(e RecordedEvent) RecordedEvent {
+	e.AttemptedBy, e.PendingFor, e.Failures = p.attempted, p.pending, p.failures
+	return e
+}
+
+// scanListed reads recordedColumns and progressColumns.
+func scanListed(row pgx.CollectableRow) (RecordedEvent, error) {
+	var p progress
+	e, err := scanRecorded(row, p.columns()...)
+	return p.of(e), err
 }
 
 // scanWhole reads recordedColumns and the columns of payload and headers, and more

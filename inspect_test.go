@@ -225,8 +225,18 @@ func TestInspectEvents(t *testing.T) {
 	require.Equal(t, map[string]string{"correlationid": "order-7"}, whole.Headers)
 	require.Equal(t, []string{"default"}, whole.AttemptedBy)
 	require.Empty(t, whole.PendingFor)
-	newest, err := i.Events(background, outbox.EventFilter{}, outbox.EventPage{Limit: 1})
+	_, err = h.db.Exec(background, fmt.Sprintf(`
+		INSERT INTO %[1]s.outbox_failed (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id,
+		       payload, content_type, occurred_at, created_at, status)
+		SELECT 'default', id, 't/k', event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, 'dead'
+		  FROM %[1]s.outbox WHERE id = $1`, pgx.Identifier{h.schema}.Sanitize()), all[1].OutboxID)
 	require.NoError(t, err)
+	newest, err := i.Events(background, outbox.EventFilter{}, outbox.EventPage{Limit: 3})
+	require.NoError(t, err)
+	require.Equal(t, [][]string{{"default"}, {}, {}}, [][]string{newest[0].PendingFor, newest[1].PendingFor, newest[2].PendingFor})
+	require.Equal(t, [][]string{{}, {"default"}, {"default"}}, [][]string{newest[0].AttemptedBy, newest[1].AttemptedBy, newest[2].AttemptedBy})
+	require.Equal(t, []outbox.RecordedFailure{{ID: 1, Relay: "default", Status: outbox.StatusDead}}, newest[2].Failures)
+	require.Empty(t, newest[1].Failures)
 	whole, err = i.Event(background, newest[0].OutboxID)
 	require.NoError(t, err)
 	require.Equal(t, []string{"default"}, whole.PendingFor)
