@@ -5,7 +5,7 @@ SHELL       := bash
 
 export ARGS # more arguments for go test, or for an example
 
-MODULES  := . outboxtest outboxotel tools examples faults interop bench
+MODULES  := . outboxtest outboxotel outboxadmin/browser tools examples faults interop bench
 SERVICES := bin/services
 RUN      := $(SERVICES) run $(if $(POSTGRES),-postgres $(POSTGRES)) $(if $(KAFKA),-kafka $(KAFKA)) --
 SHOW     := $(SERVICES) run -postgres $(or $(POSTGRES),embedded) -kafka $(if $(filter real,$(KAFKA)),auto,$(or $(KAFKA),fake)) --
@@ -32,6 +32,11 @@ observability: $(SERVICES) ## A service with metrics for Prometheus, and traces 
 .PHONY: test
 test: $(SERVICES) ## Test everything against a real PostgreSQL and a real Kafka, with the race detector
 	@$(RUN) bash -ec 'for m in $(MODULES); do echo "== $$m"; (cd $$m && eval "go test -race -timeout 15m $$ARGS ./..."); done'
+
+.PHONY: screenshots
+screenshots: $(SERVICES) ## Pictures of the operators' page into screenshots/: light, dark, as a phone shows it (needs Chromium)
+	@$(SHOW) bash -ec 'cd outboxadmin/browser && go test -count=1 -timeout 15m -run "^TestScreenshots$$" . -screenshots=$(CURDIR)/screenshots'
+	@ls screenshots
 
 .PHONY: oracle
 oracle: $(SERVICES) ## Commit EVENTS=200000 under transactions of every kind and check what arrives (SEED=… repeats a plan)

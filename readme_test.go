@@ -23,7 +23,7 @@ func TestReadmeBlocks(t *testing.T) {
 	require.NoError(t, err)
 	indent := regexp.MustCompile(`(?m)^\t+`)
 	var compiled string
-	for _, name := range []string{"example_test.go", "outboxotel/example_test.go", "examples/shop/shop_test.go"} {
+	for _, name := range []string{"example_test.go", "outboxotel/example_test.go", "outboxadmin/example_test.go", "examples/shop/shop_test.go"} {
 		source, err := os.ReadFile(name)
 		require.NoError(t, err)
 		compiled += indent.ReplaceAllString(string(source), "")

@@ -1,0 +1,133 @@
+// Package outboxadmin is a page for those who operate outbox: how the relays stand,
+// which events have failed and why, what was recorded, and what operators did about
+// it. The same is there as JSON under api/, described by api/openapi.json.
+//
+//   - Nothing is open: [New] demands a [Config.Authorize], which is asked about every
+//     request, those for stylesheets included. A [Reader] may look; only an
+//     [Operator] may act, and each of his actions needs a reason and is kept.
+//   - It works under any prefix, behind [http.StripPrefix] or a proxy, because all its
+//     links are relative.
+//   - It needs nothing but the database, and works without JavaScript.
+package outboxadmin
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"html/template"
+	"log/slog"
+	"net/http"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+)
+
+// Config says who may come in, and what is shown. Authorize is required.
+type Config struct {
+	// Authorize says who sends a request, and what he may do here. It is called for
+	// each request, before anything else. An error, or [None], is answered with 401;
+	// the error is logged and not shown. Required.
+	Authorize func(*http.Request) (Access, error)
+	// Challenge is the header WWW-Authenticate of such an answer, for example
+	// `Basic realm="outbox"`, which makes a browser ask for a password. Empty means
+	// that there is none.
+	Challenge string
+
+	// Schema of the tables. Empty means public.
+	Schema string
+	// MaskPayload returns what is to be shown of a payload, on the page and in the
+	// API; nothing else shows payloads. It must not change the one that it gets. Where
+	// it returns something else than it got, an operator who edits the event does not
+	// see what it was. Nil shows all.
+	MaskPayload func(eventType string, payload []byte) []byte
+	// Health tells of relays what the database does not know. It is called for each
+	// view of the overview, and should not wait for anything. Nil means that nobody
+	// knows.
+	Health func(context.Context) []RelayHealth
+	// Logger gets errors. Nil means slog.Default().
+	Logger *slog.Logger
+}
+
+// Access is who sends a request, and what he may do.
+type Access struct {
+	// Operator is his name. It goes into outbox_audit with all that he does, at most
+	// 100 characters. Required, unless Role is [None].
+	Operator string
+	// Role is what he may do.
+	Role Role
+}
+
+// Role is what somebody may do.
+type Role int
+
+// The roles. Each may do what the ones before it may.
+const (
+	None     Role = iota // nothing
+	Reader               // look at everything, payloads as [Config.MaskPayload] leaves them
+	Operator             // retry, resolve and edit events, hold and release keys
+)
+
+// String returns none, reader or operator.
+func (r Role) String() string {
+	switch r {
+	case Reader:
+		return "reader"
+	case Operator:
+		return "operator"
+	default:
+		return "none"
+	}
+}
+
+// RelayHealth is what only a process that runs a relay knows about it.
+type RelayHealth struct {
+	// Relay is its name.
+	Relay string
+	// Breaker is whether it tries Kafka.
+	Breaker outbox.BreakerState
+	// Reasons say why it is not ready. None means that it is.
+	Reasons []string
+	// Partitions are those that take nothing now, order-events/2 for example.
+	Partitions []string
+}
+
+// admin is the handler.
+type admin struct {
+	cfg     Config
+	failed  *outbox.FailedEvents
+	inspect *outbox.Inspector
+	samples samples
+	origin  *http.CrossOriginProtection
+	mux     *http.ServeMux
+	pages   map[string]*template.Template
+}
+
+// New returns a handler of all pages, of the API and of what they need. Mount it with
+// a slash at the end:
+//
+//	mux.Handle("/admin/outbox/", http.StripPrefix("/admin/outbox", handler))
+//
+// It does no I/O; closing db, for which the privileges of an operator are enough, stays
+// with the caller. Requests that change something are refused where a browser says that
+// they come from another site.
+func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
+	var errs []error
+	if cfg.Authorize == nil {
+		errs = append(errs, fmt.Errorf("field Authorize %w: it says who may come in", outbox.ErrNil))
+	}
+	failed, err := outbox.NewFailedEvents(db, outbox.FailedEventsConfig{Schema: cfg.Schema})
+	errs = append(errs, err)
+	inspect, err := outbox.NewInspector(db, outbox.InspectorConfig{Schema: cfg.Schema})
+	errs = append(errs, err)
+	if err := errors.Join(errs...); err != nil {
+		return nil, fmt.Errorf("outboxadmin: config: %w", err)
+	}
+	cfg.Logger = cmp.Or(cfg.Logger, slog.Default())
+	a := &admin{cfg: cfg, failed: failed, inspect: inspect, origin: http.NewCrossOriginProtection(), mux: http.NewServeMux(), pages: parsePages()}
+	for _, rt := range routes {
+		a.mux.Handle(rt.method+" "+rt.path, a.handler(rt))
+	}
+	a.mux.Handle("/", a.handler(route{role: Reader, serve: (*admin).nothingHere}))
+	return a, nil
+}

@@ -1,0 +1,314 @@
+package outboxadmin
+
+import (
+	"encoding/base64"
+	"encoding/json"
+	"time"
+
+	"github.com/outboxgo/outbox"
+)
+
+// Every member is always there, or omitempty and then not required; times are in UTC,
+// and null where there is none.
+
+type apiError struct {
+	Error string `json:"error"`
+}
+
+type apiRelayList struct {
+	Relays []apiRelay `json:"relays"`
+}
+
+type apiRelay struct {
+	Name        string     `json:"name"`
+	Holder      string     `json:"holder"`
+	Epoch       int64      `json:"epoch"`
+	LeaseUntil  *time.Time `json:"lease_until"`
+	MovedAt     *time.Time `json:"moved_at"`
+	Pending     int64      `json:"pending"`
+	PendingMore bool       `json:"pending_more"`
+	Oldest      *time.Time `json:"oldest"`
+	Waiting     int64      `json:"waiting"`
+	Failed      int64      `json:"failed"`
+	Parked      int64      `json:"parked"`
+	Dead        int64      `json:"dead"`
+	ParkedKeys  int64      `json:"parked_keys"`
+	HeldKeys    int64      `json:"held_keys"`
+	Health      *apiHealth `json:"health"`
+}
+
+type apiHealth struct {
+	Breaker    string   `json:"breaker"`
+	Reasons    []string `json:"reasons"`
+	Partitions []string `json:"partitions"`
+}
+
+type apiMoveList struct {
+	StepSeconds float64   `json:"step_seconds"`
+	Moves       []apiMove `json:"moves"`
+}
+
+type apiMove struct {
+	At        time.Time `json:"at"`
+	Events    int64     `json:"events"`
+	LatencyMS *float64  `json:"latency_ms"`
+}
+
+type apiSampleList struct {
+	Samples []apiSample `json:"samples"`
+}
+
+type apiSample struct {
+	At      time.Time `json:"at"`
+	Pending int64     `json:"pending"`
+	Failed  int64     `json:"failed"`
+}
+
+type apiTransactionList struct {
+	Transactions []apiTransaction `json:"transactions"`
+}
+
+type apiTransaction struct {
+	PID         int       `json:"pid"`
+	Prepared    string    `json:"prepared"`
+	Database    string    `json:"database"`
+	User        string    `json:"user"`
+	Application string    `json:"application"`
+	Client      string    `json:"client"`
+	State       string    `json:"state"`
+	Since       time.Time `json:"since"`
+	Query       string    `json:"query"`
+	Recording   bool      `json:"recording"`
+	WaitsFor    []int32   `json:"waits_for"`
+}
+
+type apiFailedList struct {
+	Failed []apiFailed `json:"failed"`
+	Next   *int64      `json:"next"`
+}
+
+type apiFailed struct {
+	ID            int64      `json:"id"`
+	Relay         string     `json:"relay"`
+	OutboxID      int64      `json:"outbox_id"`
+	EventID       string     `json:"event_id"`
+	Type          string     `json:"type"`
+	Source        string     `json:"source"`
+	AggregateType string     `json:"aggregate_type"`
+	AggregateID   string     `json:"aggregate_id"`
+	Topic         string     `json:"topic"`
+	Key           string     `json:"key"`
+	ContentType   string     `json:"content_type"`
+	Status        string     `json:"status"`
+	Held          bool       `json:"held"`
+	Retries       int        `json:"retries"`
+	Class         string     `json:"class"`
+	Error         string     `json:"error"`
+	OccurredAt    time.Time  `json:"occurred_at"`
+	CreatedAt     time.Time  `json:"created_at"`
+	FailedAt      time.Time  `json:"failed_at"`
+	NextRetryAt   time.Time  `json:"next_retry_at"`
+	ResolvedAt    *time.Time `json:"resolved_at"`
+	ResolvedBy    string     `json:"resolved_by"`
+	Resolution    string     `json:"resolution"`
+}
+
+// apiPayload has one of two members: what is no JSON, as masked, is in base64.
+type apiPayload struct {
+	Payload       json.RawMessage `json:"payload,omitempty"`
+	PayloadBase64 *string         `json:"payload_base64,omitempty"`
+	Masked        bool            `json:"masked"`
+}
+
+type apiFailedWhole struct {
+	apiFailed
+	apiPayload
+	Headers map[string]string `json:"headers"`
+	History []apiAudit        `json:"history"`
+}
+
+type apiCountList struct {
+	Counts []apiCount `json:"counts"`
+}
+
+type apiCount struct {
+	Relay  string    `json:"relay"`
+	Status string    `json:"status"`
+	Type   string    `json:"type"`
+	Class  string    `json:"class"`
+	Events int       `json:"events"`
+	Oldest time.Time `json:"oldest"`
+}
+
+type apiAuditList struct {
+	Audit []apiAudit `json:"audit"`
+	Next  *int64     `json:"next"`
+}
+
+type apiAudit struct {
+	ID       int64       `json:"id"`
+	At       time.Time   `json:"at"`
+	Operator string      `json:"operator"`
+	Action   string      `json:"action"`
+	Reason   string      `json:"reason"`
+	Relay    string      `json:"relay"`
+	Topic    string      `json:"topic"`
+	Key      string      `json:"key"`
+	FailedID int64       `json:"failed_id"`
+	OutboxID int64       `json:"outbox_id"`
+	EventID  string      `json:"event_id"`
+	Before   *apiPayload `json:"before"`
+}
+
+type apiEventList struct {
+	Events []apiEvent `json:"events"`
+	Next   *int64     `json:"next"`
+}
+
+type apiEvent struct {
+	OutboxID      int64      `json:"outbox_id"`
+	EventID       string     `json:"event_id"`
+	Type          string     `json:"type"`
+	Source        string     `json:"source"`
+	AggregateType string     `json:"aggregate_type"`
+	AggregateID   string     `json:"aggregate_id"`
+	Topic         string     `json:"topic"`
+	Key           string     `json:"key"`
+	ContentType   string     `json:"content_type"`
+	OccurredAt    time.Time  `json:"occurred_at"`
+	CreatedAt     time.Time  `json:"created_at"`
+	Size          int        `json:"size"`
+	Removed       bool       `json:"removed"`
+	States        []apiState `json:"states"`
+}
+
+type apiState struct {
+	Relay    string `json:"relay"`
+	Status   string `json:"status"`
+	FailedID int64  `json:"failed_id"`
+}
+
+type apiEventWhole struct {
+	apiEvent
+	apiPayload
+	Headers map[string]string `json:"headers"`
+}
+
+type apiReason struct {
+	Reason string `json:"reason"`
+}
+
+type apiEdit struct {
+	Reason        string          `json:"reason"`
+	Payload       json.RawMessage `json:"payload,omitempty"`
+	PayloadBase64 *string         `json:"payload_base64,omitempty"`
+}
+
+type apiBulkRequest struct {
+	Filter map[string]string `json:"filter"`
+	Reason string            `json:"reason,omitempty"`
+	DryRun bool              `json:"dry_run,omitempty"`
+}
+
+type apiBulkResult struct {
+	Events int  `json:"events"`
+	DryRun bool `json:"dry_run"`
+}
+
+type apiKeyRequest struct {
+	Relay  string `json:"relay"`
+	Topic  string `json:"topic"`
+	Key    string `json:"key"`
+	Reason string `json:"reason"`
+}
+
+// each translates a list; an empty one is [] in JSON.
+func each[A, B any](all []A, f func(A) B) []B {
+	list := make([]B, 0, len(all))
+	for _, one := range all {
+		list = append(list, f(one))
+	}
+	return list
+}
+
+func same[A any](one A) A { return one }
+
+func orNull(t time.Time) *time.Time {
+	if t.IsZero() {
+		return nil
+	}
+	t = t.UTC()
+	return &t
+}
+
+func relayOf(s outbox.RelayStatus, h *RelayHealth) apiRelay {
+	r := apiRelay{Name: s.Name, Holder: s.Holder, Epoch: s.Epoch, LeaseUntil: orNull(s.LeaseUntil), MovedAt: orNull(s.MovedAt),
+		Pending: s.Pending, PendingMore: s.PendingMore, Oldest: orNull(s.Oldest),
+		Waiting: s.Waiting, Failed: s.Failed, Parked: s.Parked, Dead: s.Dead, ParkedKeys: s.ParkedKeys, HeldKeys: s.HeldKeys}
+	if h != nil {
+		r.Health = &apiHealth{h.Breaker.String(), each(h.Reasons, same), each(h.Partitions, same)}
+	}
+	return r
+}
+
+func moveOf(m outbox.Move) apiMove {
+	move := apiMove{At: m.At.UTC(), Events: m.Events}
+	if m.Latency > 0 {
+		ms := float64(m.Latency.Microseconds()) / 1000
+		move.LatencyMS = &ms
+	}
+	return move
+}
+
+func transactionOf(t outbox.OpenTransaction) apiTransaction {
+	return apiTransaction{t.PID, t.Prepared, t.Database, t.User, t.Application, t.Client, t.State, t.Since.UTC(), t.Query, t.Recording,
+		each(t.WaitsFor, same)}
+}
+
+func failedOf(r outbox.FailedRow) apiFailed {
+	return apiFailed{ID: r.ID, Relay: r.Relay, OutboxID: r.OutboxID, EventID: r.EventID, Type: r.Type, Source: r.Source,
+		AggregateType: r.AggregateType, AggregateID: r.AggregateID, Topic: r.Topic, Key: r.Key, ContentType: r.ContentType,
+		Status: r.Status, Held: r.Held, Retries: r.Retries, Class: r.Class, Error: errorText(r.Err),
+		OccurredAt: r.OccurredAt.UTC(), CreatedAt: r.CreatedAt.UTC(), FailedAt: r.FailedAt.UTC(), NextRetryAt: r.NextRetryAt.UTC(),
+		ResolvedAt: orNull(r.ResolvedAt), ResolvedBy: r.ResolvedBy, Resolution: r.Resolution}
+}
+
+func errorText(err error) string {
+	if err == nil {
+		return ""
+	}
+	return err.Error()
+}
+
+func headersOf(h map[string]string) map[string]string {
+	if h == nil {
+		return map[string]string{}
+	}
+	return h
+}
+
+func (p payload) api() apiPayload {
+	if p.Kind() == "json" && p.IsJSON() {
+		return apiPayload{Payload: p.Data, Masked: p.Masked}
+	}
+	text := base64.StdEncoding.EncodeToString(p.Data)
+	return apiPayload{PayloadBase64: &text, Masked: p.Masked}
+}
+
+// auditOf translates an entry about an event of a type.
+func (a *admin) auditOf(e outbox.AuditEntry, eventType, contentType string) apiAudit {
+	entry := apiAudit{ID: e.ID, At: e.At.UTC(), Operator: e.Operator, Action: e.Action, Reason: e.Reason, Relay: e.Relay, Topic: e.Topic,
+		Key: e.Key, FailedID: e.FailedID, OutboxID: e.OutboxID, EventID: e.EventID}
+	if e.Payload != nil {
+		before := a.payloadOf(eventType, contentType, e.Payload).api()
+		entry.Before = &before
+	}
+	return entry
+}
+
+func eventOf(r eventRow) apiEvent {
+	return apiEvent{OutboxID: r.OutboxID, EventID: r.EventID, Type: r.Type, Source: r.Source, AggregateType: r.AggregateType,
+		AggregateID: r.AggregateID, Topic: r.Topic, Key: r.Key, ContentType: r.ContentType, OccurredAt: r.OccurredAt.UTC(),
+		CreatedAt: r.CreatedAt.UTC(), Size: r.Size, Removed: r.Removed,
+		States: each(r.States, func(s eventState) apiState { return apiState(s) })}
+}

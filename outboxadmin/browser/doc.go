@@ -1,0 +1,2 @@
+// Package browser drives the operators' page with a real Chromium.
+package browser

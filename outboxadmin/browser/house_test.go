@@ -1,0 +1,112 @@
+package browser
+
+import (
+	"context"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/chromedp/chromedp"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxadmin"
+	"github.com/outboxgo/outbox/outboxadmin/internal/seed"
+	"github.com/stretchr/testify/require"
+)
+
+// patience is how long a tab may take for all it does.
+const patience = 60 * time.Second
+
+// house is a page under a prefix, with the shop's events.
+type house struct {
+	db     *pgxpool.Pool
+	schema string
+	url    string // of the first page, with its slash
+}
+
+func newHouse(t *testing.T, access outboxadmin.Access) *house {
+	t.Helper()
+	db, schema := testenv.Schema(t)
+	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema}))
+	require.NoError(t, seed.Fill(t.Context(), db, schema))
+	handler, err := outboxadmin.New(db, outboxadmin.Config{
+		Schema:    schema,
+		Authorize: func(*http.Request) (outboxadmin.Access, error) { return access, nil },
+		Health: func(context.Context) []outboxadmin.RelayHealth {
+			return []outboxadmin.RelayHealth{{Relay: "default", Breaker: outbox.BreakerClosed}}
+		},
+		Logger: slog.New(slog.DiscardHandler),
+	})
+	require.NoError(t, err)
+	mux := http.NewServeMux()
+	mux.Handle("/ops/outbox/", http.StripPrefix("/ops/outbox", handler))
+	server := httptest.NewServer(mux)
+	t.Cleanup(server.Close)
+	return &house{db, schema, server.URL + "/ops/outbox/"}
+}
+
+var operator = outboxadmin.Access{Operator: "sora.lim", Role: outboxadmin.Operator}
+
+// query returns one value.
+func query[T any](t *testing.T, h *house, sql string) (v T) {
+	t.Helper()
+	sql = strings.ReplaceAll(sql, "{s}", pgx.Identifier{h.schema}.Sanitize())
+	require.NoError(t, h.db.QueryRow(t.Context(), sql).Scan(&v))
+	return v
+}
+
+// life ends when all tests have.
+var life, endLife = context.WithCancel(context.Background())
+
+// chromium is started once, and ends with life.
+var chromium = sync.OnceValues(func() (context.Context, error) {
+	options := append(chromedp.DefaultExecAllocatorOptions[:], chromedp.DisableGPU)
+	if os.Getuid() == 0 {
+		options = append(options, chromedp.NoSandbox)
+	}
+	allocator, _ := chromedp.NewExecAllocator(life, options...)
+	browser, _ := chromedp.NewContext(allocator)
+	return browser, chromedp.Do(browser)
+})
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if browser, err := chromium(); err == nil {
+		_ = chromedp.Cancel(browser) // waits for its process
+	}
+	endLife()
+	os.Exit(code)
+}
+
+// newTab opens a tab, whose actions have their time.
+func newTab(t *testing.T) context.Context {
+	t.Helper()
+	browser, err := chromium()
+	require.NoError(t, err, "Chromium is needed: apt-get install chromium")
+	tab, end := chromedp.NewContext(browser)
+	t.Cleanup(end)
+	tab, endTime := context.WithTimeout(tab, patience)
+	t.Cleanup(endTime)
+	return tab
+}
+
+// do runs actions in a tab.
+func do(t *testing.T, tab context.Context, actions ...chromedp.Action[chromedp.Void]) {
+	t.Helper()
+	require.NoError(t, chromedp.Do(tab, actions...))
+}
+
+// js returns the value of an expression.
+func js[T any](t *testing.T, tab context.Context, expression string, opts ...chromedp.EvaluateOption) T {
+	t.Helper()
+	v, err := chromedp.Run(tab, chromedp.Evaluate[T](expression, opts...))
+	require.NoError(t, err, expression)
+	return v
+}

@@ -1,0 +1,209 @@
+package outboxadmin
+
+import (
+	"cmp"
+	"context"
+	"html/template"
+	"math"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/outboxgo/outbox"
+)
+
+// eventList is the page that finds recorded events.
+type eventList struct {
+	Filter   outbox.EventFilter
+	Query    template.URL // the filter as parameters
+	Filtered bool
+	InOrder  bool // of one aggregate: the first event on top
+	Rows     []eventRow
+	Older    template.URL // parameters, or empty
+	Newer    bool         // newer ones are left out
+}
+
+// eventRow is an event as recorded, or as it stands in outbox_failed after retention has
+// removed the original.
+type eventRow struct {
+	outbox.RecordedEvent
+	Removed bool
+	States  []eventState
+}
+
+// eventState is what became of an event.
+type eventState struct {
+	Relay, Status string
+	FailedID      int64 // 0 if it is not in outbox_failed
+}
+
+// What an event can be besides the statuses of outbox_failed.
+const (
+	stateSent    = "sent"
+	statePending = "pending"
+)
+
+// statesOf returns what became of an event, by relay.
+func statesOf(e outbox.RecordedEvent) (states []eventState) {
+	failed := func(relay string) bool {
+		return slices.ContainsFunc(e.Failures, func(f outbox.RecordedFailure) bool { return f.Relay == relay })
+	}
+	for _, f := range e.Failures {
+		states = append(states, eventState{f.Relay, f.Status, f.ID})
+	}
+	for _, relay := range e.AttemptedBy {
+		if !failed(relay) {
+			states = append(states, eventState{relay, stateSent, 0})
+		}
+	}
+	for _, relay := range e.PendingFor {
+		if !failed(relay) {
+			states = append(states, eventState{relay, statePending, 0})
+		}
+	}
+	slices.SortFunc(states, func(a, b eventState) int { return cmp.Compare(a.Relay, b.Relay) })
+	return states
+}
+
+func (a *admin) eventList(w http.ResponseWriter, r *http.Request) error {
+	q := query{values: r.URL.Query()}
+	filter, before, limit := q.eventFilter(), q.number("before"), q.limit(rowsPerPage)
+	if err := q.done(); err != nil {
+		return err
+	}
+	rows, last, err := a.events(r.Context(), filter, before, limit)
+	if err != nil {
+		return err
+	}
+	values := eventValues(filter)
+	page := eventList{Filter: filter, Query: encode(values), Filtered: len(values) > 0, InOrder: filter.AggregateID != "", Rows: rows, Newer: before != 0}
+	if last != 0 {
+		values.Set("before", strconv.FormatInt(last, 10))
+		page.Older = encode(values)
+	}
+	if page.InOrder {
+		slices.Reverse(page.Rows)
+	}
+	a.render(w, r, http.StatusOK, "events", "Events", page)
+	return nil
+}
+
+// events returns recorded events, the newest first, and the id before which there may be
+// more, or 0. Where somebody looks for an aggregate or an id, the failed events whose
+// originals retention has removed are among them.
+func (a *admin) events(ctx context.Context, filter outbox.EventFilter, before int64, limit int) (rows []eventRow, last int64, err error) {
+	found, err := a.inspect.Events(ctx, filter, outbox.EventPage{Before: before, Limit: limit})
+	if err != nil {
+		return nil, 0, err
+	}
+	for _, e := range found {
+		rows = append(rows, eventRow{RecordedEvent: e, States: statesOf(e)})
+	}
+	if len(found) == limit {
+		last = found[limit-1].OutboxID
+	}
+	if filter.AggregateID == "" && filter.EventID == "" {
+		return rows, last, nil
+	}
+	left, err := a.failed.List(ctx, outbox.FailedFilter{Statuses: statuses, Type: filter.Type, AggregateType: filter.AggregateType,
+		AggregateID: filter.AggregateID, EventID: filter.EventID}, outbox.FailedPage{Limit: 1000})
+	if err != nil {
+		return nil, 0, err
+	}
+	return withRemoved(rows, left, last, cmp.Or(before, math.MaxInt64), filter), last, nil
+}
+
+// withRemoved adds the failed events between two ids that are not among the recorded
+// ones.
+func withRemoved(rows []eventRow, failed []outbox.FailedRow, from, before int64, filter outbox.EventFilter) []eventRow {
+	recorded := len(rows)
+	for _, f := range failed {
+		inTime := !f.CreatedAt.Before(filter.Since) && (filter.Until.IsZero() || f.CreatedAt.Before(filter.Until))
+		if !inTime || f.OutboxID < from || f.OutboxID >= before {
+			continue
+		}
+		i := slices.IndexFunc(rows, func(r eventRow) bool { return r.OutboxID == f.OutboxID })
+		if i >= 0 && i < recorded {
+			continue
+		}
+		state := eventState{f.Relay, f.Status, f.ID}
+		if i >= 0 { // of another relay
+			rows[i].States = append(rows[i].States, state)
+			continue
+		}
+		rows = append(rows, eventRow{Removed: true, States: []eventState{state}, RecordedEvent: outbox.RecordedEvent{
+			OutboxID: f.OutboxID, EventID: f.EventID, Type: f.Type, Source: f.Source, AggregateType: f.AggregateType, AggregateID: f.AggregateID,
+			Topic: f.Topic, Key: f.Key, ContentType: f.ContentType, OccurredAt: f.OccurredAt, CreatedAt: f.CreatedAt}})
+	}
+	slices.SortStableFunc(rows, func(a, b eventRow) int { return cmp.Compare(b.OutboxID, a.OutboxID) })
+	return rows
+}
+
+// eventPage is the page of one recorded event.
+type eventPage struct {
+	Row     eventRow
+	Payload payload
+}
+
+func (a *admin) eventOne(w http.ResponseWriter, r *http.Request) error {
+	id, err := pathID(r)
+	if err != nil {
+		return err
+	}
+	e, err := a.inspect.Event(r.Context(), id)
+	if err != nil {
+		return err
+	}
+	page := eventPage{eventRow{RecordedEvent: e, States: statesOf(e)}, a.payloadOf(e.Type, e.ContentType, e.Payload)}
+	a.render(w, r, http.StatusOK, "event_one", e.Type, page)
+	return nil
+}
+
+// auditList is the page of what was done.
+type auditList struct {
+	Rows  []outbox.AuditEntry
+	Next  template.URL // parameters, or empty
+	Later bool
+}
+
+func (a *admin) auditList(w http.ResponseWriter, r *http.Request) error {
+	q := query{values: r.URL.Query()}
+	after, limit := q.number("after"), q.limit(rowsPerPage)
+	if err := q.done(); err != nil {
+		return err
+	}
+	rows, err := a.failed.Audit(r.Context(), 0, outbox.FailedPage{After: after, Limit: limit})
+	if err != nil {
+		return err
+	}
+	page := auditList{Rows: rows, Later: after != 0}
+	if len(rows) == limit {
+		page.Next = encode(url.Values{"after": {strconv.FormatInt(rows[limit-1].ID, 10)}})
+	}
+	a.render(w, r, http.StatusOK, "audit", "Audit", page)
+	return nil
+}
+
+// aggregateLink leads to all events of an aggregate.
+func aggregateLink(aggregateType, aggregateID string) string {
+	return "events?" + url.Values{"aggregate_type": {aggregateType}, "aggregate_id": {aggregateID}}.Encode()
+}
+
+// keyLink leads to the failed events of a key.
+func keyLink(relay, topic, key string) string {
+	v := url.Values{"relay": {relay}, "topic": {topic}, "status": {statusAny}}
+	if key != "" {
+		v.Set("key", key)
+	}
+	return "failed?" + v.Encode()
+}
+
+// fieldTime is a time as a field of a form has it, in UTC.
+func fieldTime(t time.Time) string {
+	if t.IsZero() {
+		return ""
+	}
+	return t.UTC().Format("2006-01-02T15:04")
+}

@@ -1,0 +1,45 @@
+package outboxadmin_test
+
+import (
+	"log"
+	"net/http"
+	"regexp"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox/outboxadmin"
+)
+
+type user struct {
+	Name   string
+	OnCall bool
+}
+
+var (
+	db      *pgxpool.Pool
+	mux     *http.ServeMux
+	session func(*http.Request) (user, error)
+	email   = regexp.MustCompile(`[\w.]+@[\w.]+`)
+)
+
+func ExampleNew() {
+	admin, err := outboxadmin.New(db, outboxadmin.Config{
+		Authorize: func(r *http.Request) (outboxadmin.Access, error) {
+			user, err := session(r) // yours: a cookie, a header of your proxy, basic authentication
+			if err != nil {
+				return outboxadmin.Access{}, err // answered with 401
+			}
+			role := outboxadmin.Reader // may look
+			if user.OnCall {
+				role = outboxadmin.Operator // may act
+			}
+			return outboxadmin.Access{Operator: user.Name, Role: role}, nil
+		},
+		MaskPayload: func(eventType string, payload []byte) []byte {
+			return email.ReplaceAll(payload, []byte("…@…"))
+		},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	mux.Handle("/ops/outbox/", http.StripPrefix("/ops/outbox", admin))
+}

@@ -1,0 +1,325 @@
+package outboxadmin
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"html/template"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/outboxgo/outbox"
+)
+
+const rowsPerPage = 50
+
+// failedList is the page of failed events.
+type failedList struct {
+	Filter   outbox.FailedFilter
+	Status   string // as it was asked for
+	Statuses []string
+	Query    template.URL // the filter as parameters
+	Filtered bool         // anything but the status is picked
+	Wide     bool         // one of the less usual fields is picked
+	Rows     []outbox.FailedRow
+	Total    int64
+	Types    []string // to choose from
+	Classes  []string
+	Relays   []string
+	Next     template.URL // those of older ones, or empty
+	Later    bool         // newer ones are left out
+	Done     string       // what was done before
+}
+
+func (a *admin) failedList(w http.ResponseWriter, r *http.Request) error {
+	q := query{values: r.URL.Query()}
+	filter, after, limit, done := q.failedFilter(), q.number("after"), q.limit(rowsPerPage), q.doneText("done", "n")
+	if err := q.done(); err != nil {
+		return err
+	}
+	rows, err := a.failed.List(r.Context(), filter, outbox.FailedPage{After: after, Limit: limit})
+	if err != nil {
+		return err
+	}
+	counts, err := a.failed.Count(r.Context(), filter)
+	if err != nil {
+		return err
+	}
+	values := failedValues(filter)
+	page := failedList{Filter: filter, Status: values.Get("status"), Statuses: statuses, Query: encode(values), Rows: rows, Later: after != 0, Done: done}
+	for name := range values {
+		page.Filtered = page.Filtered || name != "status"
+		page.Wide = page.Wide || slices.Contains([]string{"key", "aggregate_type", "event_id", "outbox_id", "relay", "since", "until"}, name)
+	}
+	for _, c := range counts {
+		page.Total += int64(c.Events)
+	}
+	if page.Types, page.Classes, page.Relays, err = a.choices(r.Context(), filter); err != nil {
+		return err
+	}
+	if len(rows) == limit {
+		values.Set("after", strconv.FormatInt(rows[limit-1].ID, 10))
+		page.Next = encode(values)
+	}
+	a.render(w, r, http.StatusOK, "failed", "Failed events", page)
+	return nil
+}
+
+// choices returns the types, classes and relays that a filter may be narrowed to.
+func (a *admin) choices(ctx context.Context, f outbox.FailedFilter) (types, classes, relays []string, err error) {
+	counts, err := a.failed.Count(ctx, outbox.FailedFilter{Statuses: f.Statuses})
+	for _, c := range counts {
+		types, classes, relays = append(types, c.Type), append(classes, c.Class), append(relays, c.Relay)
+	}
+	return choice(types), choice(classes), choice(relays), err
+}
+
+func choice(all []string) []string {
+	slices.Sort(all)
+	return slices.DeleteFunc(slices.Compact(all), func(s string) bool { return s == "" })
+}
+
+// failedPage is the page of one failed event.
+type failedPage struct {
+	Row     outbox.FailedRow
+	Payload payload
+	History []outbox.AuditEntry
+	Before  map[int64]payload // payloads from before an edit, by the id of the entry
+	Done    string
+	Wrong   string // why an action was refused
+	Act     string // which one
+	Reason  string // as it was written
+	Edit    string // likewise
+}
+
+func (a *admin) failedOne(w http.ResponseWriter, r *http.Request) error {
+	q := query{values: r.URL.Query()}
+	done := q.doneText("done", "n")
+	if err := q.done(); err != nil {
+		return err
+	}
+	return a.showFailed(w, r, http.StatusOK, failedPage{Done: done})
+}
+
+// showFailed completes a page of the event in the path, and writes it.
+func (a *admin) showFailed(w http.ResponseWriter, r *http.Request, status int, page failedPage) error {
+	id, err := pathID(r)
+	if err != nil {
+		return err
+	}
+	if page.Row, page.History, err = a.failedWhole(r.Context(), id); err != nil {
+		return err
+	}
+	row := page.Row
+	page.Payload = a.payloadOf(row.Type, row.ContentType, row.Payload)
+	page.Before = map[int64]payload{}
+	for _, h := range page.History {
+		if h.Payload != nil {
+			page.Before[h.ID] = a.payloadOf(row.Type, row.ContentType, h.Payload)
+		}
+	}
+	if page.Edit == "" {
+		page.Edit = page.Payload.Original()
+	}
+	a.render(w, r, status, "failed_one", row.Type, page)
+	return nil
+}
+
+// failedWhole returns a failed event with its history.
+func (a *admin) failedWhole(ctx context.Context, id int64) (outbox.FailedRow, []outbox.AuditEntry, error) {
+	row, err := a.failed.Get(ctx, id)
+	if err != nil {
+		return row, nil, err
+	}
+	history, err := a.failed.Audit(ctx, id, outbox.FailedPage{Limit: 1000})
+	return row, history, err
+}
+
+// action is what an operator does about one event or its key.
+type action func(ctx context.Context, f *outbox.FailedEvents, row outbox.FailedRow, form url.Values, why outbox.Decision) error
+
+var actions = map[string]action{
+	"retry": func(ctx context.Context, f *outbox.FailedEvents, row outbox.FailedRow, _ url.Values, why outbox.Decision) error {
+		return f.Retry(ctx, row.ID, why)
+	},
+	"resolve": func(ctx context.Context, f *outbox.FailedEvents, row outbox.FailedRow, _ url.Values, why outbox.Decision) error {
+		return f.Resolve(ctx, row.ID, why)
+	},
+	"edit": func(ctx context.Context, f *outbox.FailedEvents, row outbox.FailedRow, form url.Values, why outbox.Decision) error {
+		data, err := edited(row.ContentType == jsonType, form.Get("payload"))
+		if err != nil {
+			return err
+		}
+		return f.Edit(ctx, row.ID, data, why)
+	},
+	"hold": func(ctx context.Context, f *outbox.FailedEvents, row outbox.FailedRow, _ url.Values, why outbox.Decision) error {
+		return f.Hold(ctx, row.Relay, row.Topic, row.Key, why)
+	},
+	"release": func(ctx context.Context, f *outbox.FailedEvents, row outbox.FailedRow, _ url.Values, why outbox.Decision) error {
+		return f.Release(ctx, row.Relay, row.Topic, row.Key, why)
+	},
+}
+
+const jsonType = "application/json"
+
+// failedAct does what the last element of the path says. Where that is refused, it shows
+// the event as it is, with what was written.
+func (a *admin) failedAct(w http.ResponseWriter, r *http.Request) error {
+	id, err := pathID(r)
+	if err != nil {
+		return err
+	}
+	act := r.PathValue("act")
+	do, ok := actions[act]
+	if !ok {
+		return errNowhere
+	}
+	if err := r.ParseForm(); err != nil {
+		return formError(err)
+	}
+	row, err := a.failed.Get(r.Context(), id)
+	if err != nil {
+		return err
+	}
+	reason := r.PostForm.Get("reason")
+	err = do(r.Context(), a.failed, row, r.PostForm, decision(r, reason))
+	if err == nil {
+		redirect(w, "../"+r.PathValue("id")+"?done="+act)
+		return nil
+	}
+	p, ours := shown(err)
+	if !ours {
+		return err
+	}
+	return a.showFailed(w, r, p.status, failedPage{Wrong: p.text, Act: act, Reason: reason, Edit: r.PostForm.Get("payload")})
+}
+
+// decision is that of who sends a request. A reason of nothing but spaces is none.
+func decision(r *http.Request, reason string) outbox.Decision {
+	return outbox.Decision{Operator: accessOf(r).Operator, Reason: strings.TrimSpace(reason)}
+}
+
+// formError is one of reading a form.
+func formError(err error) error {
+	var large *http.MaxBytesError
+	if errors.As(err, &large) {
+		return err
+	}
+	return wrong("form", err.Error())
+}
+
+// redirect leads on from a form, relative to its address.
+func redirect(w http.ResponseWriter, to string) {
+	w.Header().Set("Location", to)
+	w.WriteHeader(http.StatusSeeOther)
+}
+
+// bulkPage shows what would be done to many events.
+type bulkPage struct {
+	Act    string
+	Filter outbox.FailedFilter
+	Values url.Values   // the filter, to be sent again
+	Query  template.URL // to go back
+	Count  int
+	Sample []outbox.FailedRow
+	Wrong  string
+}
+
+// bulkRate is how many events are changed in a second.
+const bulkRate = 5000
+
+// bulk runs retry or resolve for all that a filter picks.
+func (a *admin) bulk(ctx context.Context, act string, filter outbox.FailedFilter, dryRun bool, why outbox.Decision) (int, error) {
+	cfg := outbox.BulkConfig{DryRun: dryRun, Rate: bulkRate}
+	if act == "retry" {
+		return a.failed.RetryAll(ctx, filter, cfg, why)
+	}
+	return a.failed.ResolveAll(ctx, filter, cfg, why)
+}
+
+// bulkReview is the dry run. What fails after it is not picked any more, so that what is
+// confirmed is what was shown, or less.
+func bulkReview(act string) func(*admin, http.ResponseWriter, *http.Request) error {
+	return func(a *admin, w http.ResponseWriter, r *http.Request) error {
+		q := query{values: r.URL.Query()}
+		filter := q.failedFilter()
+		if err := q.done(); err != nil {
+			return err
+		}
+		return a.showBulk(w, r, http.StatusOK, act, filter, "")
+	}
+}
+
+func (a *admin) showBulk(w http.ResponseWriter, r *http.Request, status int, act string, filter outbox.FailedFilter, wrong string) error {
+	page := bulkPage{Act: act, Query: encode(failedValues(filter)), Wrong: wrong}
+	if now := time.Now(); filter.Until.IsZero() || filter.Until.After(now) {
+		filter.Until = now
+	}
+	page.Filter, page.Values = filter, failedValues(filter)
+	var err error
+	page.Count, err = a.bulk(r.Context(), act, filter, true, decision(r, "dry run"))
+	if err != nil {
+		return err
+	}
+	if page.Sample, err = a.failed.List(r.Context(), filter, outbox.FailedPage{Limit: 5}); err != nil {
+		return err
+	}
+	a.render(w, r, status, "bulk", bulkTitles[act], page)
+	return nil
+}
+
+var bulkTitles = map[string]string{"retry": "Retry many events", "resolve": "Resolve many events"}
+
+func bulkAct(act string) func(*admin, http.ResponseWriter, *http.Request) error {
+	return func(a *admin, w http.ResponseWriter, r *http.Request) error {
+		if err := r.ParseForm(); err != nil {
+			return formError(err)
+		}
+		q := query{values: r.PostForm}
+		filter, reason := q.failedFilter(), q.text("reason")
+		if err := q.done(); err != nil {
+			return err
+		}
+		n, err := a.bulk(r.Context(), act, filter, false, decision(r, reason))
+		if err == nil {
+			back := failedValues(filter)
+			back.Del("until")
+			back.Set("done", act+"_all")
+			back.Set("n", strconv.Itoa(n))
+			redirect(w, "../failed?"+back.Encode())
+			return nil
+		}
+		p, ours := shown(err)
+		if !ours {
+			return err
+		}
+		return a.showBulk(w, r, p.status, act, filter, p.text)
+	}
+}
+
+// doneTexts say what was done, behind a redirect.
+var doneTexts = map[string]string{
+	"retry":       "The relay sends it at its next look. It leaves this list once Kafka has it.",
+	"resolve":     "It is resolved. What waited behind it goes on.",
+	"edit":        "The payload is changed, and the relay sends it at its next look.",
+	"hold":        "The key is held: nothing more of it is sent until it is released.",
+	"release":     "The key is released and goes on.",
+	"retry_all":   "The relay sends %s at its next look.",
+	"resolve_all": "%s resolved. What waited behind goes on.",
+}
+
+// doneText reads what was done, as a sentence.
+func (q *query) doneText(name, number string) string {
+	text, n := doneTexts[q.text(name)], q.number(number)
+	switch q.values.Get(name) {
+	case "retry_all":
+		return fmt.Sprintf(text, plural(n, "event", "events"))
+	case "resolve_all":
+		return fmt.Sprintf(text, plural(n, "event is", "events are"))
+	}
+	return text
+}

@@ -1,0 +1,179 @@
+package outboxadmin
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"net/url"
+	"slices"
+	"time"
+
+	"github.com/outboxgo/outbox"
+)
+
+// span is a length of time that the plots can show.
+type span struct {
+	Name         string
+	length, step time.Duration
+}
+
+var spans = []span{
+	{"15m", 15 * time.Minute, 15 * time.Second},
+	{"1h", time.Hour, time.Minute},
+	{"6h", 6 * time.Hour, 5 * time.Minute},
+	{"24h", 24 * time.Hour, 20 * time.Minute},
+}
+
+func (q *query) span() span {
+	name := q.text("span")
+	i := slices.IndexFunc(spans, func(s span) bool { return s.Name == name })
+	if i < 0 && name != "" {
+		q.fail("span", "is none of 15m, 1h, 6h and 24h")
+	}
+	return spans[max(i, 0)]
+}
+
+// overview is the first page.
+type overview struct {
+	Notices      []notice
+	Relays       []relayView
+	Counts       []outbox.FailedCount
+	Transactions []outbox.OpenTransaction
+	Spans        []span
+	Span         string
+}
+
+// notice is something that an operator should know.
+type notice struct {
+	Level string // bad or warn
+	Text  string
+	Link  string // to what is to be done about it, from the root; or empty
+	Act   string // the words of the link
+}
+
+// relayView is a relay on the overview.
+type relayView struct {
+	outbox.RelayStatus
+	Health *RelayHealth
+	Plots  []plot
+}
+
+// openFor is how long a transaction is open before it is shown.
+const openFor = 10 * time.Second
+
+func (a *admin) overview(w http.ResponseWriter, r *http.Request) error {
+	q := query{values: r.URL.Query()}
+	s := q.span()
+	if err := q.done(); err != nil {
+		return err
+	}
+	ctx, now := r.Context(), time.Now()
+	relays, err := a.relays(ctx, now)
+	if err != nil {
+		return err
+	}
+	page := overview{Spans: spans, Span: s.Name}
+	health := a.health(ctx)
+	for _, status := range relays {
+		view, err := a.relayView(ctx, status, health[status.Name], now, s)
+		if err != nil {
+			return err
+		}
+		page.Relays = append(page.Relays, view)
+	}
+	if page.Counts, err = a.failed.Count(ctx, outbox.FailedFilter{}); err != nil {
+		return err
+	}
+	if page.Transactions, err = a.inspect.Transactions(ctx, openFor); err != nil {
+		return err
+	}
+	page.Notices = notices(now, page.Relays)
+	a.render(w, r, http.StatusOK, "overview", "Overview", page)
+	return nil
+}
+
+// relays asks how they stand, and notes it.
+func (a *admin) relays(ctx context.Context, now time.Time) ([]outbox.RelayStatus, error) {
+	relays, err := a.inspect.Relays(ctx)
+	if err == nil {
+		a.samples.add(now, relays)
+	}
+	return relays, err
+}
+
+// health returns what processes say of their relays, by name.
+func (a *admin) health(ctx context.Context) map[string]*RelayHealth {
+	told := map[string]*RelayHealth{}
+	if a.cfg.Health != nil {
+		for _, h := range a.cfg.Health(ctx) {
+			told[h.Relay] = &h
+		}
+	}
+	return told
+}
+
+func (a *admin) relayView(ctx context.Context, status outbox.RelayStatus, health *RelayHealth, now time.Time, s span) (relayView, error) {
+	moves, err := a.inspect.Moves(ctx, status.Name, now.Add(-s.length), s.step)
+	if err != nil {
+		return relayView{}, err
+	}
+	var rate, latency, backlog []point
+	for _, m := range moves {
+		rate = append(rate, point{m.At, float64(m.Events) / s.step.Seconds()})
+		if m.Latency > 0 {
+			latency = append(latency, point{m.At, float64(m.Latency.Microseconds()) / 1000})
+		}
+	}
+	for _, waited := range a.samples.since(status.Name, now.Add(-s.length)) {
+		backlog = append(backlog, point{waited.at, float64(waited.pending + waited.failed)})
+	}
+	scale := func(gap time.Duration, least float64, format func(float64) string) scale {
+		return scale{from: now.Add(-s.length), to: now, gap: gap, least: least, format: format}
+	}
+	return relayView{RelayStatus: status, Health: health, Plots: []plot{
+		newPlot("Throughput", rate, scale(s.step+s.step/2, 1, rateText)),
+		newPlot("Latency", latency, scale(3*s.step, 10, millisText)),
+		newPlot("Backlog", backlog, scale(sampleBreath, 10, countText)),
+	}}, nil
+}
+
+// An event that is pending for so long is worth a look: a relay takes less than a
+// second.
+const oldPending = 5 * time.Minute
+
+// notices says what is wrong, the worst first.
+func notices(now time.Time, relays []relayView) []notice {
+	var bad, warn []notice
+	tell := func(list *[]notice, level, link, act, format string, args ...any) {
+		*list = append(*list, notice{level, fmt.Sprintf(format, args...), link, act})
+	}
+	for _, r := range relays {
+		failed := func(status string) string {
+			return "failed?" + url.Values{"relay": {r.Name}, "status": {status}}.Encode()
+		}
+		if r.Holder == "" {
+			tell(&bad, "bad", "", "", "Relay %s: nobody leads. Nothing of it is sent until a process takes the lease.", r.Name)
+		}
+		if r.Dead > 0 {
+			tell(&bad, "bad", failed(outbox.StatusDead), "Look at them", "Relay %s: %s, refused by Kafka too often.", r.Name, plural(r.Dead, "event is dead", "events are dead"))
+		}
+		if !r.Oldest.IsZero() && now.Sub(r.Oldest) > oldPending {
+			tell(&bad, "bad", "", "", "Relay %s: it is behind. Its oldest pending event is %s old.", r.Name, short(now.Sub(r.Oldest)))
+		}
+		if r.HeldKeys > 0 {
+			tell(&warn, "warn", failed(statusAny), "Look at them", "Relay %s: %s for an operator.", r.Name, plural(r.HeldKeys, "key waits", "keys wait"))
+		}
+		if n := r.Failed + r.Waiting; n > 0 {
+			tell(&warn, "warn", failed(outbox.StatusFailed+","+outbox.StatusWaiting), "Look at them", "Relay %s: %s.", r.Name, plural(n, "event is tried again by itself", "events are tried again by themselves"))
+		}
+		if r.Health != nil {
+			if r.Health.Breaker != outbox.BreakerClosed {
+				tell(&bad, "bad", "", "", "Relay %s: its breaker is %s, because Kafka does not answer as it should.", r.Name, r.Health.Breaker)
+			}
+			for _, reason := range r.Health.Reasons {
+				tell(&bad, "bad", "", "", "Relay %s: %s", r.Name, reason)
+			}
+		}
+	}
+	return append(bad, warn...)
+}

@@ -1,0 +1,124 @@
+package outboxadmin
+
+import (
+	"bytes"
+	"embed"
+	"html/template"
+	"net/http"
+	"net/url"
+	"path"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/outboxgo/outbox"
+)
+
+//go:embed pages/*.html
+var pageFiles embed.FS
+
+//go:embed assets openapi.json
+var assetFiles embed.FS
+
+// frame is what all pages have.
+type frame struct {
+	Title  string
+	Base   string // leads from here to the first page
+	Here   string // the path
+	Now    time.Time
+	Access Access
+	Body   any
+}
+
+// CanAct is set for operators.
+func (f frame) CanAct() bool { return f.Access.Role >= Operator }
+
+// part is a template's data with something beside it.
+type part struct {
+	frame
+	Part any
+}
+
+// With hands part of a page to a template of its own.
+func (f frame) With(p any) part { return part{f, p} }
+
+// Ago is a time as seen from now.
+func (f frame) Ago(t time.Time) string { return relative(f.Now, t) }
+
+var pageFuncs = template.FuncMap{
+	"exact": exact, "thousands": thousands, "bytes": bytesText, "plain": plain, "plural": plural,
+	"aggregate": aggregateLink, "key": keyLink, "fieldTime": fieldTime,
+	"kind": kindLink, "stat": statOf, "past": func(action string) string { return pastActions[action] },
+	"iso":    func(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) },
+	"wide":   func(n int) int64 { return int64(n) },
+	"known":  func(status string) bool { return status == statusAny || slices.Contains(statuses, status) },
+	"commas": func(s string) string { return strings.ReplaceAll(s, ",", ", ") },
+}
+
+var pastActions = map[string]string{"retry": "retried", "resolve": "resolved", "edit": "edited", "hold": "held", "release": "released"}
+
+// stat is a number on the overview.
+type stat struct {
+	Name, Status, Link, Note string
+	Count                    int64
+}
+
+func statOf(name string, count int64, relay, status, note string) stat {
+	return stat{name, status, "failed?" + url.Values{"relay": {relay}, "status": {status}}.Encode(), note, count}
+}
+
+// kindLink leads to the events that have failed alike.
+func kindLink(c outbox.FailedCount) string {
+	return "failed?" + failedValues(outbox.FailedFilter{Relay: c.Relay, Statuses: []string{c.Status}, Type: c.Type, Class: c.Class}).Encode()
+}
+
+// parsePages returns each page with the layout around it.
+func parsePages() map[string]*template.Template {
+	layout := template.Must(template.New("layout.html").Funcs(pageFuncs).ParseFS(pageFiles, "pages/layout.html", "pages/parts.html"))
+	pages := map[string]*template.Template{}
+	for _, name := range []string{"overview", "failed", "failed_one", "bulk", "events", "event_one", "audit", "problem"} {
+		pages[name] = template.Must(template.Must(layout.Clone()).ParseFS(pageFiles, "pages/"+name+".html"))
+	}
+	return pages
+}
+
+// render writes a page, the whole or nothing of it.
+func (a *admin) render(w http.ResponseWriter, r *http.Request, status int, page, title string, body any) {
+	f := frame{Title: title, Base: baseOf(r.URL.Path), Here: r.URL.Path, Now: time.Now(), Access: accessOf(r), Body: body}
+	var b bytes.Buffer
+	if err := a.pages[page].Execute(&b, f); err != nil {
+		a.cfg.Logger.ErrorContext(r.Context(), "outboxadmin: page "+page, "error", err)
+		http.Error(w, "This page cannot be shown.", http.StatusInternalServerError)
+		return
+	}
+	w.Header().Set("Content-Type", "text/html; charset=utf-8")
+	w.WriteHeader(status)
+	_, _ = b.WriteTo(w) // to who may have gone
+}
+
+// baseOf leads from a path back to the first page.
+func baseOf(p string) string {
+	return "./" + strings.Repeat("../", max(0, strings.Count(p, "/")-1))
+}
+
+// assetTypes are named here because those of the host differ.
+var assetTypes = map[string]string{
+	".css":  "text/css; charset=utf-8",
+	".js":   "text/javascript; charset=utf-8",
+	".svg":  "image/svg+xml",
+	".json": "application/json",
+}
+
+func serveAsset(w http.ResponseWriter, name string) error {
+	data, err := assetFiles.ReadFile(name)
+	if err != nil {
+		return errNowhere
+	}
+	w.Header().Set("Content-Type", assetTypes[path.Ext(name)])
+	_, _ = w.Write(data) // to who may have gone
+	return nil
+}
+
+func (a *admin) asset(w http.ResponseWriter, r *http.Request) error {
+	return serveAsset(w, "assets/"+path.Base(r.PathValue("name")))
+}

@@ -1,0 +1,240 @@
+package outboxadmin
+
+import (
+	"html"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxadmin/internal/seed"
+	"github.com/stretchr/testify/require"
+)
+
+var linked = regexp.MustCompile(`(?:href|src)="([^"]+)"`)
+
+// crawl follows all links from a page, and returns what is there, by path.
+func (h *house) crawl(from string) map[string]string {
+	h.t.Helper()
+	found := map[string]string{}
+	for todo := []string{from}; len(todo) > 0 && len(found) < 250; {
+		path := todo[0]
+		todo = todo[1:]
+		if _, seen := found[path]; seen {
+			continue
+		}
+		found[path] = h.get(path)
+		at, err := url.Parse(prefix + path)
+		require.NoError(h.t, err)
+		for _, link := range linked.FindAllStringSubmatch(found[path], -1) {
+			if strings.HasPrefix(link[1], "#") {
+				continue
+			}
+			require.NotRegexp(h.t, `^(/|[a-z]+:)`, link[1], "on %s: links are relative", path)
+			to, err := at.Parse(html.UnescapeString(link[1]))
+			require.NoError(h.t, err)
+			inside, ok := strings.CutPrefix(to.RequestURI(), prefix)
+			require.True(h.t, ok, "%s leads out, to %s", path, to)
+			todo = append(todo, inside)
+		}
+	}
+	return found
+}
+
+// No link leads astray, under a prefix; nothing is written into a page that the policy
+// forbids.
+func TestLinks(t *testing.T) {
+	h := newHouse(t, nil)
+	found := h.crawl("/failed/1")
+	require.Greater(t, len(found), 100)
+	for _, path := range []string{"/failed/1", "/failed/retry?", "/events/4099001", "/audit", "/api/openapi.json", "/assets/admin.css"} {
+		_, ok := found[path]
+		require.True(t, ok, path)
+	}
+	for path, page := range found {
+		if !strings.HasPrefix(page, "<!doctype html>") {
+			continue
+		}
+		require.NotRegexp(t, `(?i)<style|\sstyle="|\son[a-z]+="|<script(?: defer)?>|javascript:`, page, path)
+		require.NotContains(t, page, "ZgotmplZ", path)
+		require.NotContains(t, page, "%!", path)
+		require.Equal(t, 1, strings.Count(page, "<h1"), path)
+	}
+}
+
+func TestOverview(t *testing.T) {
+	h := newHouse(t, nil)
+	page := h.get("/")
+	for _, words := range []string{"Relay default: 15 events are dead, refused", "Relay default: Kafka is away", "breaker open", "order-events/2",
+		"Relay default: 1 key waits for an operator.", "known to its process only", "message too large"} {
+		require.Contains(t, page, words)
+	}
+	require.Equal(t, 6, strings.Count(page, `<path class="plot-line"`), "each relay has three plots")
+	require.NotContains(t, page, "nobody leads")
+	_, err := h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".outbox_lease SET expires_at = now() - interval '1 s'`)
+	require.NoError(t, err)
+	page = h.get("/?span=1h")
+	require.Contains(t, page, "Relay analytics: nobody leads.")
+	require.Contains(t, page, "Relay default: nobody leads.")
+	require.Equal(t, http.StatusBadRequest, h.send("reader", http.MethodGet, "/?span=2h", "", "").Code)
+}
+
+func TestNotices(t *testing.T) {
+	now := time.Now()
+	told := func(r outbox.RelayStatus) (all []string) {
+		r.Name, r.Holder = "default", "x"
+		for _, n := range notices(now, []relayView{{RelayStatus: r}}) {
+			all = append(all, n.Text)
+		}
+		return all
+	}
+	require.Empty(t, told(outbox.RelayStatus{}))
+	require.Empty(t, told(outbox.RelayStatus{Pending: 1, Oldest: now.Add(-4 * time.Minute)}))
+	require.Equal(t, []string{"Relay default: it is behind. Its oldest pending event is 10 min old."},
+		told(outbox.RelayStatus{Pending: 1, Oldest: now.Add(-10 * time.Minute)}))
+	require.Equal(t, []string{"Relay default: 1 event is dead, refused by Kafka too often.", "Relay default: 3 events are tried again by themselves."},
+		told(outbox.RelayStatus{Dead: 1, Failed: 1, Waiting: 2}))
+}
+
+// Who blocks is on the first page.
+func TestOpenTransactions(t *testing.T) {
+	handler, err := New(testenv.Pool(t, nil), Config{Authorize: authorize})
+	require.NoError(t, err)
+	w := httptest.NewRecorder()
+	handler.(*admin).render(w, httptest.NewRequest(http.MethodGet, "/", nil), http.StatusOK, "overview", "Overview", overview{Transactions: []outbox.OpenTransaction{
+		{PID: 4711, User: "shop", Application: "checkout", State: "idle in transaction", Since: time.Now().Add(-time.Hour), Query: "SELECT '<1>'", Recording: true, WaitsFor: []int32{12, 13}},
+		{Prepared: "settlement-7", State: "prepared", Since: time.Now().Add(-50 * time.Hour)},
+	}})
+	for _, words := range []string{"4711", "checkout", "idle in transaction", "60 min ago", "SELECT &#39;&lt;1&gt;&#39;", "waits for 12, 13", "settlement-7", "2 days ago", "No relay has run yet"} {
+		require.Contains(t, w.Body.String(), words)
+	}
+}
+
+var filterTests = []struct {
+	name, query string
+	rows        int
+	total       string
+}{
+	{"what is unresolved", "", 50, "104 events"},
+	{"the dead", "status=dead", 15, "15 events"},
+	{"all of one order", "status=any&aggregate_type=Order&aggregate_id=" + seed.Order, 2, "2 events"},
+	{"by type and class", "type=loopers.payment.paid.v1&class=invalid_record", 15, "15 events"},
+	{"by topic", "topic=product-events&limit=10", 10, "29 events"},
+	{"by key, as a form sends it", "status=&type=&topic=order-events&key=" + seed.Order + "&since=&until=&event_id=&relay=&outbox_id=&class=&aggregate_id=&aggregate_type=", 2, "2 events"},
+	{"the future", "since=2100-01-01T00:00", 0, "Nothing matches"},
+	{"by place", "outbox_id=4099003", 1, "1 event"},
+}
+
+func TestFailedFilters(t *testing.T) {
+	h := newHouse(t, nil)
+	for _, tt := range filterTests {
+		t.Run(tt.name, func(t *testing.T) {
+			h.t = t
+			page := h.get("/failed?" + tt.query)
+			require.Equal(t, tt.rows, strings.Count(page, `<th scope="row">`))
+			require.Contains(t, page, tt.total)
+		})
+	}
+	h.t = t
+	for _, bad := range []string{"stauts=dead", "status=gone", "since=yesterday", "outbox_id=x", "limit=1001", "status=dead&status=failed", "type=%00", "type=%ff"} {
+		for _, path := range []string{"/failed?", "/api/failed?", "/failed/retry?"} {
+			require.Equal(t, http.StatusBadRequest, h.send("operator", http.MethodGet, path+bad, "", "").Code, path+bad)
+		}
+	}
+}
+
+// The pages of a list have each event once.
+func TestPaging(t *testing.T) {
+	h := newHouse(t, nil)
+	seen := map[string]bool{}
+	next := regexp.MustCompile(`rel="next" href="([^"]+)"`)
+	pages := 0
+	for path := "failed?limit=50"; path != ""; pages++ {
+		page := h.get("/" + path)
+		for _, link := range regexp.MustCompile(`href="failed/(\d+)"`).FindAllStringSubmatch(page, -1) {
+			require.False(t, seen[link[1]], "event %s is there twice", link[1])
+			seen[link[1]] = true
+		}
+		path = ""
+		if link := next.FindStringSubmatch(page); link != nil {
+			path = html.UnescapeString(link[1])
+		}
+	}
+	require.Equal(t, 3, pages)
+	require.Len(t, seen, 104)
+}
+
+// An aggregate's events come in order, with what became of each, those that retention
+// has removed among them.
+func TestAggregate(t *testing.T) {
+	h := newHouse(t, nil)
+	_, err := h.db.Exec(t.Context(), `DELETE FROM "`+h.schema+`".outbox WHERE id = 4099003`)
+	require.NoError(t, err)
+	page := h.get("/events?aggregate_type=Order&aggregate_id=" + seed.Order)
+	var at []int
+	for _, words := range []string{"loopers.order.created.v1", "loopers.order.paid.v1", "loopers.order.packed.v1", "loopers.order.shipped.v1"} {
+		require.Equal(t, 1, strings.Count(page, ">"+words+"<"), words)
+		at = append(at, strings.Index(page, ">"+words+"<"))
+	}
+	require.IsIncreasing(t, at)
+	require.Equal(t, 5, strings.Count(page, "badge is-sent"))
+	require.Equal(t, 1, strings.Count(page, "badge is-dead"))
+	require.Equal(t, 1, strings.Count(page, "badge is-parked"))
+	id := query1[string](h, `SELECT event_id::text FROM {s}.outbox_failed WHERE outbox_id = 4099003`)
+	require.Contains(t, h.get("/events?event_id="+strings.ToUpper(id)), ">loopers.order.packed.v1<")
+	require.Contains(t, h.get("/events?event_id=00000000-0000-0000-0000-000000000000"), "No such event")
+}
+
+// Nothing of a masked payload is anywhere; an edit of one begins with an empty field.
+func TestMask(t *testing.T) {
+	const secret = "mina@example.com"
+	plain := newHouse(t, nil)
+	require.Contains(t, html.UnescapeString(plain.get("/failed/1")), secret)
+	h := newHouse(t, func(c *Config) {
+		c.MaskPayload = func(_ string, payload []byte) []byte {
+			if strings.Contains(string(payload), "gift") {
+				return []byte(`{"masked": true}`)
+			}
+			return payload
+		}
+	})
+	for path, page := range h.crawl("/failed/1") {
+		require.NotContains(t, html.UnescapeString(page), secret, path)
+		require.NotContains(t, html.UnescapeString(page), `"yes"`, path+" shows the payload from before the edit")
+	}
+	require.NotContains(t, h.get("/api/failed/1"), secret)
+	require.NotContains(t, h.get("/api/failed/1"), "yes")
+	page := h.get("/failed/1")
+	require.Contains(t, page, "<strong>masked</strong>")
+	require.Contains(t, page, `spellcheck="false" required></textarea>`)
+	require.Contains(t, h.get("/failed/5"), "SKU-", "what the mask leaves is shown")
+}
+
+// An error of the database is logged and not shown.
+func TestDatabaseIsAway(t *testing.T) {
+	h := newHouse(t, nil)
+	_, err := h.db.Exec(t.Context(), `ALTER TABLE "`+h.schema+`".outbox_failed RENAME TO elsewhere`)
+	require.NoError(t, err)
+	for _, path := range []string{"/", "/failed", "/api/failed"} {
+		w := h.send("reader", http.MethodGet, path, "", "")
+		require.Equal(t, http.StatusServiceUnavailable, w.Code)
+		require.NotContains(t, w.Body.String(), "outbox_failed")
+	}
+	require.Contains(t, h.log.String(), "outbox_failed")
+}
+
+// What others wrote cannot become part of the page.
+func TestEscaping(t *testing.T) {
+	h := newHouse(t, nil)
+	_, err := h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".outbox_failed SET event_type = '<img src=x>', last_error = '<script>alert(1)</script>',
+		aggregate_id = '"><b>', parking_key = 'javascript:alert(1)/<i>', payload = '{"a":"</pre><script>"}', headers = '{"<b>":"<b>"}' WHERE id = 1`)
+	require.NoError(t, err)
+	for _, path := range []string{"/", "/failed?status=dead", "/failed/1", "/failed/retry?status=dead", "/audit", "/failed?type=%3Cscript%3Ealert(1)%3C/script%3E"} {
+		require.NotRegexp(t, `<img|<script>|<b>|<i>|href="javascript`, h.get(path), path)
+	}
+}

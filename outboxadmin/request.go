@@ -1,0 +1,187 @@
+package outboxadmin
+
+import (
+	"fmt"
+	"html/template"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/outboxgo/outbox"
+)
+
+// query reads the parameters of a request and keeps the first error. A parameter that
+// nobody reads is one: a filter that was mistyped must not pick everything.
+type query struct {
+	values url.Values
+	known  []string
+	err    error
+}
+
+func (q *query) text(name string) string {
+	q.known = append(q.known, name)
+	if len(q.values[name]) > 1 {
+		q.fail(name, "is given more than once")
+	}
+	text := strings.TrimSpace(q.values.Get(name))
+	if !utf8.ValidString(text) || strings.ContainsRune(text, 0) {
+		q.fail(name, "is no text that PostgreSQL takes")
+	}
+	return text
+}
+
+func (q *query) fail(name, text string) {
+	if q.err == nil {
+		q.err = wrong(name, text)
+	}
+}
+
+func (q *query) number(name string) int64 {
+	text := q.text(name)
+	if text == "" {
+		return 0
+	}
+	n, err := strconv.ParseInt(text, 10, 64)
+	if err != nil || n < 0 {
+		q.fail(name, fmt.Sprintf("%q is not a number from 0 on", text))
+	}
+	return n
+}
+
+// timeForms are how a time may be written: with its zone, or as browsers send it, in UTC.
+var timeForms = []string{time.RFC3339Nano, "2006-01-02T15:04", "2006-01-02T15:04:05", time.DateOnly}
+
+func (q *query) time(name string) time.Time {
+	text := q.text(name)
+	if text == "" {
+		return time.Time{}
+	}
+	for _, form := range timeForms {
+		if t, err := time.Parse(form, text); err == nil {
+			return t
+		}
+	}
+	q.fail(name, fmt.Sprintf("%q is not a time such as 2026-01-31T12:30 (UTC) or 2026-01-31T12:30:00+01:00", text))
+	return time.Time{}
+}
+
+// done returns the first error.
+func (q *query) done() error {
+	for name := range q.values {
+		if !slices.Contains(q.known, name) {
+			q.fail(name, "is not a parameter of this")
+		}
+	}
+	return q.err
+}
+
+// statusAny is the value of the parameter status that picks everything; none picks what
+// is not resolved.
+const statusAny = "any"
+
+var statuses = []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked, outbox.StatusDead, outbox.StatusResolved}
+
+func (q *query) statuses() []string {
+	var picked []string
+	for one := range strings.SplitSeq(q.text("status"), ",") {
+		switch {
+		case one == "":
+		case one == statusAny:
+			picked = append(picked, statuses...)
+		case slices.Contains(statuses, one):
+			picked = append(picked, one)
+		default:
+			q.fail("status", fmt.Sprintf("%q is none of %s and any", one, strings.Join(statuses, ", ")))
+		}
+	}
+	return picked
+}
+
+// failedFilter reads what picks failed events.
+func (q *query) failedFilter() outbox.FailedFilter {
+	return outbox.FailedFilter{
+		Statuses: q.statuses(), Relay: q.text("relay"), Type: q.text("type"), Topic: q.text("topic"), Key: q.text("key"),
+		AggregateType: q.text("aggregate_type"), AggregateID: q.text("aggregate_id"), EventID: q.text("event_id"),
+		OutboxID: q.number("outbox_id"), Class: q.text("class"), Since: q.time("since"), Until: q.time("until"),
+	}
+}
+
+// eventFilter reads what picks recorded events.
+func (q *query) eventFilter() outbox.EventFilter {
+	return outbox.EventFilter{
+		EventID: q.text("event_id"), Type: q.text("type"), AggregateType: q.text("aggregate_type"), AggregateID: q.text("aggregate_id"),
+		Since: q.time("since"), Until: q.time("until"),
+	}
+}
+
+// failedValues writes a filter as parameters.
+func failedValues(f outbox.FailedFilter) url.Values {
+	v := url.Values{}
+	set := func(name, value string) {
+		if value != "" {
+			v.Set(name, value)
+		}
+	}
+	status := strings.Join(f.Statuses, ",")
+	if len(f.Statuses) == len(statuses) {
+		status = statusAny
+	}
+	set("status", status)
+	set("relay", f.Relay)
+	set("type", f.Type)
+	set("topic", f.Topic)
+	set("key", f.Key)
+	set("aggregate_type", f.AggregateType)
+	set("aggregate_id", f.AggregateID)
+	set("event_id", f.EventID)
+	set("class", f.Class)
+	if f.OutboxID != 0 {
+		set("outbox_id", strconv.FormatInt(f.OutboxID, 10))
+	}
+	set("since", stamp(f.Since))
+	set("until", stamp(f.Until))
+	return v
+}
+
+// eventValues writes a filter as parameters.
+func eventValues(f outbox.EventFilter) url.Values {
+	return failedValues(outbox.FailedFilter{EventID: f.EventID, Type: f.Type, AggregateType: f.AggregateType, AggregateID: f.AggregateID,
+		Since: f.Since, Until: f.Until})
+}
+
+// encode writes parameters as they stand behind a question mark.
+func encode(v url.Values) template.URL {
+	return template.URL(v.Encode())
+}
+
+func stamp(t time.Time) string {
+	if t.IsZero() {
+		return ""
+	}
+	return t.UTC().Format(time.RFC3339Nano)
+}
+
+// pathID is the id in the path of a request.
+func pathID(r *http.Request) (int64, error) {
+	id, err := strconv.ParseInt(r.PathValue("id"), 10, 64)
+	if err != nil {
+		return 0, errNowhere
+	}
+	return id, nil
+}
+
+// limit reads how many rows are wanted, of at most 1,000.
+func (q *query) limit(otherwise int) int {
+	n := q.number("limit")
+	switch {
+	case n == 0:
+		return otherwise
+	case n > 1000:
+		q.fail("limit", "is above 1000")
+	}
+	return int(n)
+}

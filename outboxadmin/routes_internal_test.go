@@ -1,0 +1,122 @@
+package outboxadmin
+
+import (
+	"io/fs"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+)
+
+func TestConfig(t *testing.T) {
+	_, err := New(nil, Config{Schema: "$user"})
+	require.ErrorIs(t, err, outbox.ErrNil)
+	require.ErrorContains(t, err, "Authorize")
+	require.ErrorContains(t, err, "db")
+	require.ErrorContains(t, err, "Schema")
+	db := testenv.Pool(t, nil)
+	_, err = New(db, Config{})
+	require.ErrorIs(t, err, outbox.ErrNil, "nothing is open by default")
+	_, err = New(db, Config{Authorize: authorize})
+	require.NoError(t, err)
+}
+
+// everything are the routes with something in the place of their wildcards, all assets,
+// and what is not there.
+func everything(t *testing.T) []route {
+	t.Helper()
+	fill := strings.NewReplacer("{$}", "", "{id}", "1", "{act}", "retry", "{relay}", "default")
+	var all []route
+	for _, rt := range routes {
+		rt.path = fill.Replace(rt.path)
+		if rt.path != "/assets/{name}" {
+			all = append(all, rt)
+		}
+	}
+	require.NoError(t, fs.WalkDir(assetFiles, "assets", func(path string, d fs.DirEntry, err error) error {
+		if !d.IsDir() {
+			all = append(all, route{method: http.MethodGet, path: "/" + path, role: Reader})
+		}
+		return err
+	}))
+	return append(all,
+		route{method: http.MethodGet, path: "/nowhere", role: Reader}, route{method: http.MethodPost, path: "/nowhere", role: Reader},
+		route{method: http.MethodGet, path: "/api/nowhere", role: Reader}, route{method: http.MethodDelete, path: "/failed/1", role: Reader},
+		route{method: http.MethodGet, path: "/failed//1", role: Reader}, route{method: http.MethodGet, path: "/assets/../admin.go", role: Reader})
+}
+
+// Who is not known gets nothing, a reader does nothing, and nobody does anything from
+// another site.
+func TestEveryRouteIsGuarded(t *testing.T) {
+	h := newHouse(t, func(c *Config) { c.Challenge = `Basic realm="outbox"` })
+	state := func() string {
+		return query1[string](h, `SELECT md5(string_agg(f::text, ',' ORDER BY id)) FROM {s}.outbox_failed AS f`) +
+			query1[string](h, `SELECT count(*)::text FROM {s}.outbox_audit`)
+	}
+	before := state()
+	var acting int
+	for _, rt := range everything(t) {
+		t.Run(rt.method+" "+rt.path, func(t *testing.T) {
+			h.t = t
+			ask := func(user string, header ...string) *httptest.ResponseRecorder {
+				w := h.send(user, rt.method, rt.path, "application/x-www-form-urlencoded", "reason=because", header...)
+				require.Equal(t, policy, w.Header().Get("Content-Security-Policy"))
+				require.Equal(t, "nosniff", w.Header().Get("X-Content-Type-Options"))
+				require.Equal(t, "no-store", w.Header().Get("Cache-Control"))
+				require.Equal(t, "same-origin", w.Header().Get("Referrer-Policy"))
+				return w
+			}
+			for _, user := range []string{"", "somebody"} {
+				w := ask(user)
+				require.Equal(t, http.StatusUnauthorized, w.Code)
+				require.Equal(t, `Basic realm="outbox"`, w.Header().Get("WWW-Authenticate"))
+				require.NotContains(t, w.Body.String(), "session", "why is not told")
+			}
+			require.Equal(t, http.StatusForbidden, ask("nameless").Code)
+			if rt.role == Operator {
+				acting++
+				require.Equal(t, http.StatusForbidden, ask("reader").Code)
+			} else {
+				require.NotContains(t, []int{http.StatusUnauthorized, http.StatusForbidden}, ask("reader").Code)
+			}
+			if rt.method == http.MethodPost {
+				require.Equal(t, http.StatusForbidden, ask("operator", "Sec-Fetch-Site", "cross-site").Code)
+				require.Equal(t, http.StatusForbidden, ask("operator", "Sec-Fetch-Site", "same-site").Code)
+				require.Equal(t, http.StatusForbidden, ask("operator", "Origin", "https://evil.example").Code)
+			}
+		})
+	}
+	h.t = t
+	require.Equal(t, before, state(), "nothing was done")
+	require.Equal(t, 12, acting)
+	require.Contains(t, h.log.String(), "the session has ended")
+	require.Equal(t, http.StatusSeeOther, h.send("operator", http.MethodPost, "/failed/1/retry", "application/x-www-form-urlencoded", "reason=because",
+		"Sec-Fetch-Site", "same-origin", "Origin", "http://ops.example").Code, "what was refused above is possible")
+}
+
+// A method that acts is not to be had by GET.
+func TestOnlyPostsAct(t *testing.T) {
+	for _, rt := range routes {
+		if rt.method == http.MethodPost {
+			require.Equal(t, Operator, rt.role, rt.path)
+		} else {
+			require.Equal(t, http.MethodGet, rt.method, rt.path)
+		}
+	}
+}
+
+// The prefix without its slash leads to the first page, wherever it is mounted.
+func TestPrefixWithoutSlash(t *testing.T) {
+	handler, err := New(testenv.Pool(t, nil), Config{Authorize: authorize})
+	require.NoError(t, err)
+	r := httptest.NewRequest(http.MethodGet, "/ops/outbox?x=1", nil)
+	r.Header.Set("X-User", "reader")
+	w := httptest.NewRecorder()
+	http.StripPrefix("/ops/outbox", handler).ServeHTTP(w, r)
+	require.Equal(t, http.StatusPermanentRedirect, w.Code)
+	require.Equal(t, "outbox/", w.Header().Get("Location"))
+}

@@ -1,0 +1,74 @@
+package outboxadmin
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// Times are told as how long ago, and exactly in UTC beside it.
+
+func clock(t time.Time) string { return t.UTC().Format("15:04:05") }
+
+// exact is a time as it stands in the title of a relative one.
+func exact(t time.Time) string { return t.UTC().Format("2006-01-02 15:04:05.000 UTC") }
+
+// short is a length of time in its largest unit.
+func short(d time.Duration) string {
+	switch {
+	case d < time.Second:
+		return fmt.Sprintf("%d ms", d.Milliseconds())
+	case d < 2*time.Minute:
+		return fmt.Sprintf("%d s", int(d.Seconds()))
+	case d < 2*time.Hour:
+		return fmt.Sprintf("%d min", int(d.Minutes()))
+	case d < 48*time.Hour:
+		return fmt.Sprintf("%d h", int(d.Hours()))
+	}
+	return fmt.Sprintf("%d days", int(d.Hours()/24))
+}
+
+// relative is a time as seen from now.
+func relative(now, t time.Time) string {
+	switch d := now.Sub(t); {
+	case t.IsZero():
+		return "never"
+	case d >= time.Second:
+		return short(d) + " ago"
+	case d <= -time.Second:
+		return "in " + short(-d)
+	}
+	return "now"
+}
+
+// thousands writes n with a comma before each group of three digits.
+func thousands(n int64) string {
+	digits := strconv.FormatInt(n, 10)
+	for i := len(digits) - 3; i > 0 && digits[i-1] != '-'; i -= 3 {
+		digits = digits[:i] + "," + digits[i:]
+	}
+	return digits
+}
+
+// plural is a number of things.
+func plural(n int64, one, many string) string {
+	if n == 1 {
+		return "1 " + one
+	}
+	return thousands(n) + " " + many
+}
+
+// bytesText is a size.
+func bytesText(n int) string {
+	switch {
+	case n < 1024:
+		return plural(int64(n), "byte", "bytes")
+	case n < 1024*1024:
+		return trimZero(float64(n)/1024) + " KiB"
+	}
+	return trimZero(float64(n)/1024/1024) + " MiB"
+}
+
+// plain is an error class as words.
+func plain(class string) string { return strings.ReplaceAll(class, "_", " ") }
