@@ -35,7 +35,7 @@ func (h *house) crawl(from string) map[string]string {
 			if strings.HasPrefix(link[1], "#") {
 				continue
 			}
-			require.NotRegexp(h.t, `^(/|[a-z]+:)`, link[1], "on %s: links are relative", path)
+			require.NotRegexp(h.t, `^(/|[a-z]+:|$)`, link[1], "on %s: links are relative", path)
 			to, err := at.Parse(html.UnescapeString(link[1]))
 			require.NoError(h.t, err)
 			inside, ok := strings.CutPrefix(to.RequestURI(), prefix)

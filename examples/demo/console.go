@@ -47,7 +47,7 @@ func (c *console) println(text string) {
 	_, _ = fmt.Fprintln(c.w, text) // who closed the pipe is still told by the exit code
 }
 
-func (c *console) header(cfg config, runID string) {
+func (c *console) header(cfg config, runID, page string) {
 	if c.quiet {
 		return
 	}
@@ -63,6 +63,7 @@ func (c *console) header(cfg config, runID string) {
 	c.row("orders", "%s by %d customers, %s", thousands(cfg.orders), cfg.shoppers, pace)
 	c.row("PostgreSQL", "schema %s, of this run", runID)
 	c.row("Kafka", "%s at %s", kind, strings.Join(cfg.brokers, ", "))
+	c.row("page", "%s, for operators", page)
 	c.println("")
 }
 

@@ -3,12 +3,15 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"io"
+	"net/http"
 	"os"
 	"os/exec"
 	"regexp"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -32,10 +35,28 @@ func TestMain(m *testing.M) {
 // process is a demo that runs.
 type process struct {
 	cmd    *exec.Cmd
-	schema string       // its own
-	stdout bytes.Buffer // complete when wait has returned
+	schema string // its own
+	stdout output // complete when wait has returned
 	stderr bytes.Buffer
 	copied chan struct{}
+}
+
+// output is what a process prints, to be read while it runs.
+type output struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (o *output) Write(b []byte) (int, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.buf.Write(b)
+}
+
+func (o *output) String() string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.buf.String()
 }
 
 var schemaLine = regexp.MustCompile(`schema (demo_[0-9a-f]+)`)
@@ -107,6 +128,38 @@ func TestDemo(t *testing.T) {
 	require.Contains(t, p.stdout.String(), "order 1 commits after")
 	require.NotContains(t, p.stdout.String(), "\x1b", "colour where nobody looks")
 	requireNoSchema(t, p.schema)
+}
+
+// The operators' page is open while the demo runs, and with -keep until Ctrl-C; only to
+// who names this machine by its address.
+func TestDemoKeepsThePage(t *testing.T) {
+	p := startDemo(t, "-orders=100", "-rate=0", "-keep")
+	var page string
+	require.Eventually(t, func() bool {
+		found := regexp.MustCompile(`page stays at (\S+)`).FindStringSubmatch(p.stdout.String())
+		if found != nil {
+			page = found[1]
+		}
+		return page != ""
+	}, 30*time.Second, 10*time.Millisecond)
+	require.Equal(t, http.StatusOK, status(t, page, ""))
+	require.Equal(t, http.StatusOK, status(t, page+"failed", ""))
+	require.Equal(t, http.StatusUnauthorized, status(t, page, "rebound.example"))
+	require.NoError(t, p.cmd.Process.Signal(os.Interrupt))
+	require.Zero(t, p.wait(t))
+	requireNoSchema(t, p.schema)
+}
+
+// status asks for a page under another name of its host.
+func status(t *testing.T, page, host string) int {
+	t.Helper()
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, page, http.NoBody)
+	require.NoError(t, err)
+	r.Host = cmp.Or(host, r.Host)
+	response, err := http.DefaultClient.Do(r)
+	require.NoError(t, err)
+	require.NoError(t, response.Body.Close())
+	return response.StatusCode
 }
 
 func TestDemoAsFastAsPossible(t *testing.T) {

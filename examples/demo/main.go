@@ -4,7 +4,8 @@
 // the demo compares what arrived with what the database says has committed.
 //
 // It reads in the order of its files: events.go is what happens in the shop,
-// shop.go records it, reader.go receives it, summary.go judges.
+// shop.go records it, reader.go receives it, summary.go judges; page.go is the page
+// of the operators.
 package main
 
 import (
@@ -35,7 +36,8 @@ them. At the end it says whether each committed event arrived, in order.
   OUTBOX_KAFKA_KIND     what Kafka is, kafka or kfake; only shown
 
 "make demo" starts both and sets these. A run makes a schema of its own and drops
-it at the end; its topics stay. Ctrl-C closes the shop early and still judges.
+it at the end; its topics stay. Ctrl-C closes the shop early and still judges. While it
+runs, the operators' page is open to this machine, at the address that it prints.
 
 Exit code: 0 all is right, 1 an event is missing, was never committed or is out
 of order, or the run failed, 2 wrong usage.
@@ -53,7 +55,7 @@ const (
 type config struct {
 	orders, shoppers, rate int
 	patience               time.Duration
-	quiet                  bool
+	quiet, keep            bool
 	postgres, kind         string
 	brokers                []string
 }
@@ -80,7 +82,6 @@ func start(ctx context.Context, args []string, stdout *os.File, stderr io.Writer
 		_, _ = fmt.Fprintln(stderr, "demo:", err)
 		return exitWrong
 	}
-	s.print(out)
 	if !s.right() {
 		return exitWrong
 	}
@@ -96,6 +97,7 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.IntVar(&cfg.rate, "rate", 500, "orders per second; 0 means as fast as possible, and no latency is measured")
 	flags.DurationVar(&cfg.patience, "patience", 10*time.Second, "how long to wait for committed events while none arrives")
 	flags.BoolVar(&cfg.quiet, "quiet", false, "print the summary only")
+	flags.BoolVar(&cfg.keep, "keep", false, "stay open for a look at the operators' page at the end, until Ctrl-C")
 	if err := flags.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			_, _ = fmt.Fprint(stdout, usage)
@@ -127,7 +129,12 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 		return nil, err
 	}
 	defer db.Close()
-	out.header(cfg, runID)
+	page, closePage, err := openPage(ctx, db, runID)
+	if err != nil {
+		return nil, err
+	}
+	defer closePage()
+	out.header(cfg, runID, page)
 
 	events, err := registry()
 	if err != nil {
@@ -178,7 +185,20 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 		return nil, err
 	}
 	stopReading()
-	return sumUp(life, shop, reader)
+	s, err := sumUp(life, shop, reader)
+	if err != nil {
+		return nil, err
+	}
+	s.print(out)
+	if cfg.keep && ctx.Err() == nil {
+		out.println("\nThe operators' page stays at " + page + " until Ctrl-C.")
+		defer background(life, fail, relay.Run)() // so that there is something to see
+		select {
+		case <-ctx.Done():
+		case <-life.Done():
+		}
+	}
+	return s, nil
 }
 
 // connect returns a pool whose connections look for tables in the run's schema.
@@ -189,8 +209,8 @@ func connect(ctx context.Context, cfg config, schema string) (*pgxpool.Pool, err
 	}
 	pool.ConnConfig.RuntimeParams["search_path"] = schema
 	// One for each shopper, three for the relay, one for the transaction that
-	// stays open, and one to look around.
-	pool.MaxConns = int32(cfg.shoppers + 5)
+	// stays open, one to look around, and two for the operators' page.
+	pool.MaxConns = int32(cfg.shoppers + 7)
 	db, err := pgxpool.NewWithConfig(ctx, pool)
 	if err != nil {
 		return nil, err
