@@ -37,9 +37,10 @@ type Config struct {
 	// Schema of the tables. Empty means public.
 	Schema string
 	// MaskPayload returns what is to be shown of a payload, on the page and in the
-	// API; nothing else shows payloads. It must not change the one that it gets. Where
-	// it returns something else than it got, an operator who edits the event does not
-	// see what it was. Nil shows all.
+	// API. It must not change the one that it gets. Where it returns something else
+	// than it got, an operator who edits the event does not see what it was. Nothing
+	// else shows payloads; but the statements of open transactions are shown as
+	// PostgreSQL has them, whatever is written into them. Nil shows all.
 	MaskPayload func(eventType string, payload []byte) []byte
 	// Health tells of relays what the database does not know. It is called for each
 	// view of the overview, and should not wait for anything. Nil means that nobody
@@ -110,7 +111,8 @@ type admin struct {
 //
 // It does no I/O; closing db, for which the privileges of an operator are enough, stays
 // with the caller. Requests that change something are refused where a browser says that
-// they come from another site.
+// they come from another site. To retry or resolve many events takes a second for each
+// 5,000, for which the server's WriteTimeout should leave time.
 func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 	var errs []error
 	if cfg.Authorize == nil {

@@ -19,6 +19,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
+var background = context.Background()
+
 // prefix is where the tests mount the page.
 const prefix = "/ops/outbox"
 

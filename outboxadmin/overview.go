@@ -130,11 +130,13 @@ func (a *admin) relayView(ctx context.Context, status outbox.RelayStatus, health
 	scale := func(gap time.Duration, least float64, format func(float64) string) scale {
 		return scale{from: now.Add(-s.length), to: now, gap: gap, least: least, format: format}
 	}
-	return relayView{RelayStatus: status, Health: health, Plots: []plot{
+	plots := []plot{
 		newPlot("Throughput", rate, scale(s.step+s.step/2, 1, rateText)),
 		newPlot("Latency", latency, scale(3*s.step, 10, millisText)),
 		newPlot("Backlog", backlog, scale(sampleBreath, 10, countText)),
-	}}, nil
+	}
+	plots[2].From += ", known while somebody looks"
+	return relayView{RelayStatus: status, Health: health, Plots: plots}, nil
 }
 
 // An event that is pending for so long is worth a look: a relay takes less than a
@@ -155,16 +157,16 @@ func notices(now time.Time, relays []relayView) []notice {
 			tell(&bad, "bad", "", "", "Relay %s: nobody leads. Nothing of it is sent until a process takes the lease.", r.Name)
 		}
 		if r.Dead > 0 {
-			tell(&bad, "bad", failed(outbox.StatusDead), "Look at them", "Relay %s: %s, refused by Kafka too often.", r.Name, plural(r.Dead, "event is dead", "events are dead"))
+			tell(&bad, "bad", failed(outbox.StatusDead), "Show", "Relay %s: %s, refused by Kafka too often.", r.Name, plural(r.Dead, "event is dead", "events are dead"))
 		}
 		if !r.Oldest.IsZero() && now.Sub(r.Oldest) > oldPending {
 			tell(&bad, "bad", "", "", "Relay %s: it is behind. Its oldest pending event is %s old.", r.Name, short(now.Sub(r.Oldest)))
 		}
 		if r.HeldKeys > 0 {
-			tell(&warn, "warn", failed(statusAny), "Look at them", "Relay %s: %s for an operator.", r.Name, plural(r.HeldKeys, "key waits", "keys wait"))
+			tell(&warn, "warn", failed(statusAny), "Show", "Relay %s: %s for an operator.", r.Name, plural(r.HeldKeys, "key waits", "keys wait"))
 		}
 		if n := r.Failed + r.Waiting; n > 0 {
-			tell(&warn, "warn", failed(outbox.StatusFailed+","+outbox.StatusWaiting), "Look at them", "Relay %s: %s.", r.Name, plural(n, "event is tried again by itself", "events are tried again by themselves"))
+			tell(&warn, "warn", failed(outbox.StatusFailed+","+outbox.StatusWaiting), "Show", "Relay %s: %s.", r.Name, plural(n, "event is tried again by itself", "events are tried again by themselves"))
 		}
 		if r.Health != nil {
 			if r.Health.Breaker != outbox.BreakerClosed {

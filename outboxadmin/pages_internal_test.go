@@ -1,6 +1,7 @@
 package outboxadmin
 
 import (
+	"context"
 	"html"
 	"net/http"
 	"net/http/httptest"
@@ -16,7 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-var linked = regexp.MustCompile(`(?:href|src)="([^"]+)"`)
+var linked = regexp.MustCompile(`(?:href|src)="([^"]*)"`)
 
 // crawl follows all links from a page, and returns what is there, by path.
 func (h *house) crawl(from string) map[string]string {
@@ -226,6 +227,24 @@ func TestDatabaseIsAway(t *testing.T) {
 		require.NotContains(t, w.Body.String(), "outbox_failed")
 	}
 	require.Contains(t, h.log.String(), "outbox_failed")
+}
+
+// What takes too long ends, and is told as what it is.
+func TestTooLong(t *testing.T) {
+	h := newHouse(t, nil)
+	tx, err := h.db.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(background) }()
+	_, err = tx.Exec(t.Context(), `LOCK TABLE "`+h.schema+`".outbox_failed`)
+	require.NoError(t, err)
+	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond) // before patience ends
+	defer cancel()
+	r := httptest.NewRequestWithContext(ctx, http.MethodGet, prefix+"/failed", nil)
+	r.Header.Set("X-User", "reader")
+	w := httptest.NewRecorder()
+	h.handler.ServeHTTP(w, r)
+	require.Equal(t, http.StatusGatewayTimeout, w.Code)
+	require.Contains(t, w.Body.String(), "That took too long")
 }
 
 // What others wrote cannot become part of the page.

@@ -8,6 +8,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -22,13 +23,15 @@ import (
 )
 
 // patience is how long a tab may take for all it does.
-const patience = 60 * time.Second
+const patience = 2 * time.Minute
 
 // house is a page under a prefix, with the shop's events.
 type house struct {
 	db     *pgxpool.Pool
 	schema string
 	url    string // of the first page, with its slash
+
+	trouble atomic.Bool // Kafka is away
 }
 
 func newHouse(t *testing.T, access outboxadmin.Access) *house {
@@ -36,10 +39,15 @@ func newHouse(t *testing.T, access outboxadmin.Access) *house {
 	db, schema := testenv.Schema(t)
 	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema}))
 	require.NoError(t, seed.Fill(t.Context(), db, schema))
+	h := &house{db: db, schema: schema}
 	handler, err := outboxadmin.New(db, outboxadmin.Config{
 		Schema:    schema,
 		Authorize: func(*http.Request) (outboxadmin.Access, error) { return access, nil },
 		Health: func(context.Context) []outboxadmin.RelayHealth {
+			if h.trouble.Load() {
+				return []outboxadmin.RelayHealth{{Relay: "default", Breaker: outbox.BreakerOpen,
+					Reasons: []string{"nothing was sent for 94 s, and events are pending"}, Partitions: []string{"order-events/1", "order-events/2"}}}
+			}
 			return []outboxadmin.RelayHealth{{Relay: "default", Breaker: outbox.BreakerClosed}}
 		},
 		Logger: slog.New(slog.DiscardHandler),
@@ -49,7 +57,19 @@ func newHouse(t *testing.T, access outboxadmin.Access) *house {
 	mux.Handle("/ops/outbox/", http.StripPrefix("/ops/outbox", handler))
 	server := httptest.NewServer(mux)
 	t.Cleanup(server.Close)
-	return &house{db, schema, server.URL + "/ops/outbox/"}
+	h.url = server.URL + "/ops/outbox/"
+	return h
+}
+
+// prepare makes the house be what a view is of: relays lead, or one does not and Kafka is
+// away.
+func (h *house) prepare(t *testing.T, v view) {
+	t.Helper()
+	h.trouble.Store(v.trouble)
+	query[int](t, h, `WITH led AS (UPDATE {s}.outbox_lease SET expires_at = now() + interval '24 s' RETURNING name) SELECT count(*) FROM led`)
+	if v.trouble {
+		query[int](t, h, `WITH lost AS (UPDATE {s}.outbox_lease SET expires_at = now() - interval '3 min' WHERE name = 'analytics' RETURNING name) SELECT count(*) FROM lost`)
+	}
 }
 
 var operator = outboxadmin.Access{Operator: "sora.lim", Role: outboxadmin.Operator}

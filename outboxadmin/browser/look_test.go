@@ -50,6 +50,7 @@ func TestLooks(t *testing.T) {
 	for _, l := range looks {
 		t.Run(l.name, func(t *testing.T) {
 			for _, v := range views {
+				h.prepare(t, v)
 				tab := newTab(t)
 				look(t, tab, l.scheme, l.width, l.height, 1)
 				do(t, tab, chromedp.Navigate(h.url+v.path), chromedp.WaitReady(chromedp.CSS("#main")),

@@ -55,7 +55,7 @@ func TestFilter(t *testing.T) {
 	h := newHouse(t, operator)
 	tab := h.open(t, "")
 	require.Contains(t, text(t, tab, ".notices"), "15 events are dead")
-	press(t, tab, "Look at them")
+	press(t, tab, "Show")
 	require.Equal(t, 15, rows(t, tab))
 	fill(t, tab, "Event type", "loopers.order.packed.v1")
 	press(t, tab, "Filter")

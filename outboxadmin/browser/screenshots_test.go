@@ -12,27 +12,34 @@ import (
 
 	"github.com/chromedp/cdproto/emulation"
 	"github.com/chromedp/chromedp"
+	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox/outboxadmin/internal/seed"
 	"github.com/stretchr/testify/require"
 )
 
 var screenshots = flag.String("screenshots", "", "folder to write pictures of all pages into")
 
+type view struct {
+	name, path string
+	trouble    bool
+}
+
 // views are all pages, with something on them.
-var views = []struct{ name, path string }{
-	{"overview", ""},
-	{"failed", "failed"},
-	{"failed-filtered", "failed?status=dead&since=2026-01-01T00:00"},
-	{"event-dead", fmt.Sprintf("failed/%d", seed.Dead)},
-	{"event-waiting", "failed/5"},
-	{"bulk-retry", "failed/retry?status=dead"},
-	{"bulk-resolve", "failed/resolve?class=message_too_large"},
-	{"events", "events"},
-	{"aggregate", "events?aggregate_type=Order&aggregate_id=" + seed.Order},
-	{"event", "events/4099001"},
-	{"audit", "audit"},
-	{"empty", "failed?type=nobody.ever.recorded.v1"},
-	{"not-found", "failed/999999"},
+var views = []view{
+	{"overview", "", false},
+	{"overview-trouble", "?span=1h", true},
+	{"failed", "failed", false},
+	{"failed-filtered", "failed?status=dead&since=2026-01-01T00:00", false},
+	{"event-dead", fmt.Sprintf("failed/%d", seed.Dead), false},
+	{"event-waiting", "failed/4", false},
+	{"bulk-retry", "failed/retry?status=dead", false},
+	{"bulk-resolve", "failed/resolve?class=message_too_large", false},
+	{"events", "events", false},
+	{"aggregate", "events?aggregate_type=Order&aggregate_id=" + seed.Order, false},
+	{"event", "events/4099001", false},
+	{"audit", "audit", false},
+	{"empty", "failed?type=nobody.ever.recorded.v1", false},
+	{"not-found", "failed/999999", false},
 }
 
 var looks = []struct {
@@ -64,11 +71,16 @@ func TestScreenshots(t *testing.T) {
 	}
 	require.NoError(t, os.MkdirAll(*screenshots, 0o750))
 	h := newHouse(t, operator)
+	tx, err := h.db.Begin(t.Context()) // is open for more than 10 s when the pictures are taken
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(t.Context()) }()
+	_, err = tx.Exec(t.Context(), `LOCK TABLE `+pgx.Identifier{h.schema, "outbox"}.Sanitize()+` IN ROW EXCLUSIVE MODE`)
+	require.NoError(t, err)
 	warmUp(t, h)
 	for _, l := range looks {
 		for _, v := range views {
 			t.Run(v.name+"-"+l.name, func(t *testing.T) {
-				query[int](t, h, `WITH led AS (UPDATE {s}.outbox_lease SET expires_at = now() + interval '24 s' RETURNING name) SELECT count(*) FROM led`)
+				h.prepare(t, v)
 				tab := newTab(t)
 				look(t, tab, l.scheme, l.width, l.height, l.scale)
 				do(t, tab, chromedp.Navigate(h.url+v.path), chromedp.WaitReady(chromedp.CSS("#main")))
@@ -84,7 +96,7 @@ func TestScreenshots(t *testing.T) {
 // something to show.
 func warmUp(t *testing.T, h *house) {
 	t.Helper()
-	for n := range 5 {
+	for n := range 6 {
 		if n > 0 {
 			time.Sleep(2100 * time.Millisecond)
 		}
