@@ -229,7 +229,8 @@ type BulkConfig struct {
 
 const (
 	defaultBulkRate = 1000
-	bulkPart        = 100 // events in a statement
+	bulkPart        = 100    // events in a statement
+	dryRunPart      = 10_000 // the same, where they are only counted
 )
 
 const sqlFailedIDs = `
@@ -277,6 +278,9 @@ func (f *FailedEvents) settleAll(ctx context.Context, act, sql string, filter Fa
 	}
 	part := min(cfg.Rate, bulkPart)
 	pause := time.Duration(part) * time.Second / time.Duration(cfg.Rate)
+	if cfg.DryRun {
+		part = dryRunPart
+	}
 	for last := int64(0); ; {
 		ids, err := f.ids(ctx, filter, last, heldToo, part)
 		if err != nil || len(ids) == 0 {
