@@ -12,7 +12,6 @@ package outboxadmin
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
 	"html/template"
@@ -42,10 +41,11 @@ type Config struct {
 	// else shows payloads; but the statements of open transactions are shown as
 	// PostgreSQL has them, whatever is written into them. Nil shows all.
 	MaskPayload func(eventType string, payload []byte) []byte
-	// Health tells of relays what the database does not know. It is called for each
-	// view of the overview, and should not wait for anything. Nil means that nobody
-	// knows.
-	Health func(context.Context) []RelayHealth
+	// Health returns the health of the relays of this process, [outbox.Relay.Health] of
+	// each, for the breaker and the reasons why one is not ready, which the database
+	// does not know. It is called for each view of the overview. Nil means that this
+	// process has none.
+	Health func() []outbox.Health
 	// Logger gets errors. Nil means slog.Default().
 	Logger *slog.Logger
 }
@@ -79,18 +79,6 @@ func (r Role) String() string {
 	default:
 		return "none"
 	}
-}
-
-// RelayHealth is what only a process that runs a relay knows about it.
-type RelayHealth struct {
-	// Relay is its name.
-	Relay string
-	// Breaker is whether it tries Kafka.
-	Breaker outbox.BreakerState
-	// Reasons say why it is not ready. None means that it is.
-	Reasons []string
-	// Partitions are those that take nothing now, order-events/2 for example.
-	Partitions []string
 }
 
 // admin is the handler.

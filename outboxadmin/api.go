@@ -30,7 +30,7 @@ func (a *admin) apiRelays(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	health := a.health(r.Context())
+	health := a.health()
 	writeJSON(w, http.StatusOK, apiRelayList{Relays: each(relays, func(s outbox.RelayStatus) apiRelay { return relayOf(s, health[s.Name]) })})
 	return nil
 }

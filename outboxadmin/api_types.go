@@ -38,9 +38,11 @@ type apiRelay struct {
 }
 
 type apiHealth struct {
-	Breaker    string   `json:"breaker"`
-	Reasons    []string `json:"reasons"`
-	Partitions []string `json:"partitions"`
+	Live    bool     `json:"live"`
+	Ready   bool     `json:"ready"`
+	Leading bool     `json:"leading"`
+	Breaker string   `json:"breaker"`
+	Reasons []string `json:"reasons"`
 }
 
 type apiMoveList struct {
@@ -241,12 +243,12 @@ func orNull(t time.Time) *time.Time {
 	return &t
 }
 
-func relayOf(s outbox.RelayStatus, h *RelayHealth) apiRelay {
+func relayOf(s outbox.RelayStatus, h *outbox.Health) apiRelay {
 	r := apiRelay{Name: s.Name, Holder: s.Holder, Epoch: s.Epoch, LeaseUntil: orNull(s.LeaseUntil), MovedAt: orNull(s.MovedAt),
 		Pending: s.Pending, PendingMore: s.PendingMore, Oldest: orNull(s.Oldest),
 		Waiting: s.Waiting, Failed: s.Failed, Parked: s.Parked, Dead: s.Dead, ParkedKeys: s.ParkedKeys, HeldKeys: s.HeldKeys}
 	if h != nil {
-		r.Health = &apiHealth{h.Breaker.String(), each(h.Reasons, same), each(h.Partitions, same)}
+		r.Health = &apiHealth{h.Live, h.Ready, h.Leading, h.Breaker.String(), each(h.Reasons, same)}
 	}
 	return r
 }

@@ -6,6 +6,7 @@ import (
 	"regexp"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxadmin"
 )
 
@@ -16,6 +17,7 @@ type user struct {
 
 var (
 	db      *pgxpool.Pool
+	relay   *outbox.Relay
 	mux     *http.ServeMux
 	session func(*http.Request) (user, error)
 	email   = regexp.MustCompile(`[\w.]+@[\w.]+`)
@@ -34,6 +36,7 @@ func ExampleNew() {
 			}
 			return outboxadmin.Access{Operator: user.Name, Role: role}, nil
 		},
+		Health: func() []outbox.Health { return []outbox.Health{relay.Health()} }, // of this process
 		MaskPayload: func(eventType string, payload []byte) []byte {
 			return email.ReplaceAll(payload, []byte("…@…"))
 		},

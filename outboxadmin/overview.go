@@ -54,7 +54,7 @@ type notice struct {
 // relayView is a relay on the overview.
 type relayView struct {
 	outbox.RelayStatus
-	Health *RelayHealth
+	Health *outbox.Health
 	Plots  []plot
 }
 
@@ -73,7 +73,7 @@ func (a *admin) overview(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	page := overview{Spans: spans, Span: s.Name}
-	health := a.health(ctx)
+	health := a.health()
 	for _, status := range relays {
 		view, err := a.relayView(ctx, status, health[status.Name], now, s)
 		if err != nil {
@@ -101,18 +101,18 @@ func (a *admin) relays(ctx context.Context, now time.Time) ([]outbox.RelayStatus
 	return relays, err
 }
 
-// health returns what processes say of their relays, by name.
-func (a *admin) health(ctx context.Context) map[string]*RelayHealth {
-	told := map[string]*RelayHealth{}
+// health returns what this process says of its relays, by name.
+func (a *admin) health() map[string]*outbox.Health {
+	told := map[string]*outbox.Health{}
 	if a.cfg.Health != nil {
-		for _, h := range a.cfg.Health(ctx) {
+		for _, h := range a.cfg.Health() {
 			told[h.Relay] = &h
 		}
 	}
 	return told
 }
 
-func (a *admin) relayView(ctx context.Context, status outbox.RelayStatus, health *RelayHealth, now time.Time, s span) (relayView, error) {
+func (a *admin) relayView(ctx context.Context, status outbox.RelayStatus, health *outbox.Health, now time.Time, s span) (relayView, error) {
 	moves, err := a.inspect.Moves(ctx, status.Name, now.Add(-s.length), s.step)
 	if err != nil {
 		return relayView{}, err
@@ -169,11 +169,8 @@ func notices(now time.Time, relays []relayView) []notice {
 			tell(&warn, "warn", failed(outbox.StatusFailed+","+outbox.StatusWaiting), "Show", "Relay %s: %s.", r.Name, plural(n, "event is tried again by itself", "events are tried again by themselves"))
 		}
 		if r.Health != nil {
-			if r.Health.Breaker != outbox.BreakerClosed {
-				tell(&bad, "bad", "", "", "Relay %s: its breaker is %s, because Kafka does not answer as it should.", r.Name, r.Health.Breaker)
-			}
 			for _, reason := range r.Health.Reasons {
-				tell(&bad, "bad", "", "", "Relay %s: %s", r.Name, reason)
+				tell(&bad, "bad", "", "", "Relay %s, in this process: %s.", r.Name, reason)
 			}
 		}
 	}

@@ -71,8 +71,8 @@ func TestLinks(t *testing.T) {
 func TestOverview(t *testing.T) {
 	h := newHouse(t, nil)
 	page := h.get("/")
-	for _, words := range []string{"Relay default: 15 events are dead, refused", "Relay default: Kafka is away", "breaker open", "order-events/2",
-		"Relay default: 1 key waits for an operator.", "known to its process only", "message too large"} {
+	for _, words := range []string{"Relay default: 15 events are dead, refused", "Relay default, in this process: the circuit breaker is open.", "breaker open", "not ready",
+		"Relay default: 1 key waits for an operator.", "has no such relay", "message too large"} {
 		require.Contains(t, page, words)
 	}
 	require.Equal(t, 6, strings.Count(page, `<path class="plot-line"`), "each relay has three plots")

@@ -43,12 +43,12 @@ func newHouse(t *testing.T, access outboxadmin.Access) *house {
 	handler, err := outboxadmin.New(db, outboxadmin.Config{
 		Schema:    schema,
 		Authorize: func(*http.Request) (outboxadmin.Access, error) { return access, nil },
-		Health: func(context.Context) []outboxadmin.RelayHealth {
+		Health: func() []outbox.Health {
 			if h.trouble.Load() {
-				return []outboxadmin.RelayHealth{{Relay: "default", Breaker: outbox.BreakerOpen,
-					Reasons: []string{"nothing was sent for 94 s, and events are pending"}, Partitions: []string{"order-events/1", "order-events/2"}}}
+				return []outbox.Health{{Relay: "default", Live: true, Leading: true, Breaker: outbox.BreakerOpen,
+					Reasons: []string{"nothing has moved for 1m34s, although there are events to send", "the circuit breaker is open"}}}
 			}
-			return []outboxadmin.RelayHealth{{Relay: "default", Breaker: outbox.BreakerClosed}}
+			return []outbox.Health{{Relay: "default", Live: true, Ready: true, Leading: true}}
 		},
 		Logger: slog.New(slog.DiscardHandler),
 	})
