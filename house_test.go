@@ -66,6 +66,7 @@ var rooms = map[string]kind{
 	"failed_events.go":       sql,
 	"inspect.go":             sql,
 	"inspect_events.go":      sql,
+	"inspect_partitions.go":  sql,
 	"lease.go":               sql,
 	"migrate.go":             sql,
 	"monitor.go":             orchestrator,

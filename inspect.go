@@ -22,8 +22,8 @@ type Inspector struct {
 
 // inspectorSQL are the statements of [Inspector], in their schema.
 type inspectorSQL struct {
-	relays, moves, transactions, topics string
-	events, event, tail                 string
+	relays, moves, transactions, topics, partitions string
+	events, event, tail                             string
 }
 
 // InspectorConfig says where to look. It may be zero.
@@ -46,7 +46,8 @@ func NewInspector(db *pgxpool.Pool, cfg InspectorConfig) (*Inspector, error) {
 	in := func(sql string) string { return inSchema(sql, cfg.Schema) }
 	return &Inspector{db: db, sql: inspectorSQL{
 		relays: in(sqlRelays), moves: in(sqlMoves), transactions: in(sqlTransactions), topics: in(sqlRecordedTopics),
-		events: in(sqlEvents), event: in(sqlEvent), tail: in(sqlTail),
+		partitions: in(sqlPartitionSizes),
+		events:     in(sqlEvents), event: in(sqlEvent), tail: in(sqlTail),
 	}}, nil
 }
 

@@ -3,6 +3,7 @@ package outbox_test
 import (
 	"context"
 	"fmt"
+	"math"
 	"slices"
 	"sync"
 	"testing"
@@ -243,6 +244,34 @@ func TestInspectEvents(t *testing.T) {
 	require.Empty(t, whole.AttemptedBy)
 	_, err = i.Event(background, 1<<60)
 	require.ErrorIs(t, err, outbox.ErrNotFound)
+}
+
+// Partitions come with their ranges, without gaps; a plain table has none.
+func TestInspectPartitions(t *testing.T) {
+	none, err := newHouse(t).inspector(t).Partitions(background)
+	require.NoError(t, err)
+	require.Empty(t, none)
+
+	h := newHouseOf(t, 20)
+	i := h.inspector(t)
+	empty, err := i.Partitions(background)
+	require.NoError(t, err)
+	require.False(t, slices.ContainsFunc(empty, func(p outbox.Partition) bool { return p.Current }))
+	h.commit(t, numbered("a", 1, 25)...)
+	parts, err := i.Partitions(background)
+	require.NoError(t, err)
+	require.Greater(t, len(parts), 2)
+	require.EqualValues(t, math.MinInt64, parts[0].First)
+	require.EqualValues(t, math.MaxInt64, parts[len(parts)-1].Behind)
+	newest := int64(h.count(t, "outbox"))
+	for n, p := range parts {
+		require.NotEmpty(t, p.Name)
+		require.Positive(t, p.Bytes)
+		require.Equal(t, p.First <= newest && newest < p.Behind, p.Current, p.Name)
+		if n > 0 {
+			require.Equal(t, parts[n-1].Behind, p.First)
+		}
+	}
 }
 
 // Tail sees events when they are committed, the late ones too, and nothing of before.

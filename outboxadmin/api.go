@@ -77,6 +77,21 @@ func (a *admin) apiTransactions(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
+func (a *admin) apiPartitions(w http.ResponseWriter, r *http.Request) error {
+	q := query{values: r.URL.Query()}
+	if err := q.done(); err != nil {
+		return err
+	}
+	all, err := a.inspect.Partitions(r.Context())
+	if err != nil {
+		return err
+	}
+	writeJSON(w, http.StatusOK, apiPartitionList{Partitions: each(all, func(p outbox.Partition) apiPartition {
+		return apiPartition{p.Name, boundOf(p.First), boundOf(p.Behind), p.Bytes, p.Current}
+	})})
+	return nil
+}
+
 func (a *admin) apiFailedList(w http.ResponseWriter, r *http.Request) error {
 	q := query{values: r.URL.Query()}
 	filter, after, limit := q.failedFilter(), q.number("after"), q.limit(100)

@@ -3,6 +3,7 @@ package outboxadmin
 import (
 	"encoding/base64"
 	"encoding/json"
+	"math"
 	"time"
 
 	"github.com/outboxgo/outbox"
@@ -82,6 +83,18 @@ type apiTransaction struct {
 	Query       string    `json:"query"`
 	Recording   bool      `json:"recording"`
 	WaitsFor    []int32   `json:"waits_for"`
+}
+
+type apiPartitionList struct {
+	Partitions []apiPartition `json:"partitions"`
+}
+
+type apiPartition struct {
+	Name    string `json:"name"`
+	First   *int64 `json:"first"`
+	Behind  *int64 `json:"behind"`
+	Bytes   int64  `json:"bytes"`
+	Current bool   `json:"current"`
 }
 
 type apiFailedList struct {
@@ -260,6 +273,14 @@ func moveOf(m outbox.Move) apiMove {
 		move.LatencyMS = &ms
 	}
 	return move
+}
+
+// boundOf is an end of a range of ids; nil where there is none.
+func boundOf(id int64) *int64 {
+	if id == math.MinInt64 || id == math.MaxInt64 {
+		return nil
+	}
+	return &id
 }
 
 func transactionOf(t outbox.OpenTransaction) apiTransaction {

@@ -52,7 +52,7 @@ func authorize(r *http.Request) (Access, error) {
 func newHouse(t *testing.T, configure func(*Config)) *house {
 	t.Helper()
 	db, schema := testenv.Schema(t)
-	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema}))
+	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema, PartitionRows: 1_000_000}))
 	require.NoError(t, seed.Fill(t.Context(), db, schema))
 	h := &house{t: t, db: db, schema: schema}
 	cfg := Config{Authorize: authorize, Schema: schema, Logger: slog.New(slog.NewTextHandler(&h.log, nil)),

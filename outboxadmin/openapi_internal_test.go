@@ -203,6 +203,7 @@ func TestOpenAPIHasTheTypes(t *testing.T) {
 	types := map[string]any{
 		"Error": apiError{}, "RelayList": apiRelayList{}, "Relay": apiRelay{}, "Health": apiHealth{}, "MoveList": apiMoveList{}, "Move": apiMove{},
 		"SampleList": apiSampleList{}, "Sample": apiSample{}, "TransactionList": apiTransactionList{}, "Transaction": apiTransaction{},
+		"PartitionList": apiPartitionList{}, "Partition": apiPartition{},
 		"FailedList": apiFailedList{}, "Failed": apiFailed{}, "FailedWhole": apiFailedWhole{}, "CountList": apiCountList{}, "Count": apiCount{},
 		"AuditList": apiAuditList{}, "Audit": apiAudit{}, "Payload": apiPayload{}, "EventList": apiEventList{}, "Event": apiEvent{}, "State": apiState{},
 		"EventWhole": apiEventWhole{}, "Reason": apiReason{}, "Edit": apiEdit{}, "BulkRequest": apiBulkRequest{}, "BulkResult": apiBulkResult{}, "KeyRequest": apiKeyRequest{},

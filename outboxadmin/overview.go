@@ -39,6 +39,7 @@ type overview struct {
 	Relays       []relayView
 	Counts       []outbox.FailedCount
 	Transactions []outbox.OpenTransaction
+	Partitions   []outbox.Partition
 	Spans        []span
 	Span         string
 }
@@ -85,6 +86,9 @@ func (a *admin) overview(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	if page.Transactions, err = a.inspect.Transactions(ctx, openFor); err != nil {
+		return err
+	}
+	if page.Partitions, err = a.inspect.Partitions(ctx); err != nil {
 		return err
 	}
 	page.Notices = notices(now, page.Relays)

@@ -50,6 +50,8 @@ var pageFuncs = template.FuncMap{
 	"aggregate": aggregateLink, "key": keyLink, "fieldTime": fieldTime,
 	"kind": kindLink, "stat": statOf, "past": func(action string) string { return pastActions[action] },
 	"iso":    func(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) },
+	"int":    func(n int64) int { return int(n) },
+	"bound":  boundText,
 	"wide":   func(n int) int64 { return int64(n) },
 	"known":  func(status string) bool { return status == statusAny || slices.Contains(statuses, status) },
 	"commas": func(s string) string { return strings.ReplaceAll(s, ",", ", ") },

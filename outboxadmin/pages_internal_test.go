@@ -72,7 +72,7 @@ func TestOverview(t *testing.T) {
 	h := newHouse(t, nil)
 	page := h.get("/")
 	for _, words := range []string{"Relay default: 15 events are dead, refused", "Relay default, in this process: the circuit breaker is open.", "breaker open", "not ready",
-		"Relay default: 1 key waits for an operator.", "has no such relay", "message too large"} {
+		"Relay default: 1 key waits for an operator.", "has no such relay", "message too large", "badge is-sent\">current"} {
 		require.Contains(t, page, words)
 	}
 	require.Equal(t, 6, strings.Count(page, `<path class="plot-line"`), "each relay has three plots")

@@ -22,6 +22,7 @@ var routes = []route{
 	{http.MethodGet, "/api/relays/{relay}/moves", Reader, (*admin).apiMoves},
 	{http.MethodGet, "/api/relays/{relay}/backlog", Reader, (*admin).apiBacklog},
 	{http.MethodGet, "/api/transactions", Reader, (*admin).apiTransactions},
+	{http.MethodGet, "/api/partitions", Reader, (*admin).apiPartitions},
 	{http.MethodGet, "/api/failed", Reader, (*admin).apiFailedList},
 	{http.MethodGet, "/api/failed/counts", Reader, (*admin).apiCounts},
 	{http.MethodGet, "/api/failed/{id}", Reader, (*admin).apiFailedOne},

@@ -72,3 +72,11 @@ func bytesText(n int) string {
 
 // plain is an error class as words.
 func plain(class string) string { return strings.ReplaceAll(class, "_", " ") }
+
+// boundText is an end of a range of ids.
+func boundText(id int64) string {
+	if boundOf(id) == nil {
+		return "open"
+	}
+	return thousands(id)
+}

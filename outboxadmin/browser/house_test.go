@@ -37,7 +37,7 @@ type house struct {
 func newHouse(t *testing.T, access outboxadmin.Access) *house {
 	t.Helper()
 	db, schema := testenv.Schema(t)
-	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema}))
+	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema, PartitionRows: 1_000_000}))
 	require.NoError(t, seed.Fill(t.Context(), db, schema))
 	h := &house{db: db, schema: schema}
 	handler, err := outboxadmin.New(db, outboxadmin.Config{
