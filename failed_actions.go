@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -31,7 +32,11 @@ func (d Decision) check() error {
 		name, text string
 		limit      int
 	}{{"Operator", d.Operator, maxOperator}, {"Reason", d.Reason, maxReason}} {
-		if err := checkText(field.text, field.limit); err != nil {
+		err := checkText(field.text, field.limit)
+		if err == nil && strings.TrimSpace(field.text) == "" {
+			err = ErrEmpty
+		}
+		if err != nil {
 			errs = append(errs, fmt.Errorf("field %s %w", field.name, err))
 		}
 	}

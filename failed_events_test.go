@@ -414,6 +414,7 @@ func TestFailedEventsRefuse(t *testing.T) {
 		require.ErrorContains(t, err, "Operator")
 		require.ErrorContains(t, err, "Reason")
 		require.ErrorIs(t, err, outbox.ErrEmpty)
+		require.ErrorIs(t, act(outbox.Decision{Operator: "kim", Reason: " \n"}), outbox.ErrEmpty)
 		require.ErrorIs(t, act(outbox.Decision{Operator: strings.Repeat("x", 101), Reason: "r"}), outbox.ErrTooLong)
 	}
 	_, err = f.List(background, outbox.FailedFilter{}, outbox.FailedPage{})

@@ -72,6 +72,7 @@ func TestRelayHooks(t *testing.T) {
 // what is sent in the end as retried.
 func TestSentHookOfFailures(t *testing.T) {
 	h := newHouse(t)
+	testenv.RealBrokers(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "2000")
 	big := oracle.Event{ID: numbered("x", 1, 1)[0].ID, Key: "a", Version: 1, Filler: random(4000)}
 	h.commit(t, append([]oracle.Event{big}, numbered("a", 2, 2)...)...)

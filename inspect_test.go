@@ -86,6 +86,7 @@ func TestInspectRelays(t *testing.T) {
 // by their status.
 func TestInspectOpenWindow(t *testing.T) {
 	h := newHouse(t)
+	testenv.RealBrokers(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "2000")
 	h.commit(t, oracle.Event{ID: uuid.NewString(), Key: "a", Version: 1, Filler: random(4000)})
 	h.commit(t, numbered("a", 2, 2)...)
