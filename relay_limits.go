@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+	"fmt"
 	"strconv"
 	"time"
 
@@ -30,6 +31,7 @@ type limit struct {
 
 const (
 	limitsFresh   = time.Minute
+	limitsRetry   = 5 * time.Second // after no answer
 	limitsTimeout = 2 * time.Second
 	// limitsWorth is how many bytes for a topic are worth asking for: no sensible one
 	// has a lower limit, and events that come alone are mostly not asked about.
@@ -60,9 +62,13 @@ func (l *limits) learn(ctx context.Context, client *kgo.Client, records []kgo.Re
 	if l.known == nil || len(l.known) > maxTopics {
 		l.known = map[string]limit{}
 	}
-	told := askLimits(ctx, client, topics)
+	told, err := askLimits(ctx, client, topics)
+	until := time.Now().Add(limitsFresh)
+	if err != nil {
+		until = time.Now().Add(limitsRetry)
+	}
 	for _, topic := range topics {
-		l.known[topic] = limit{bytes: told[topic], until: time.Now().Add(limitsFresh)}
+		l.known[topic] = limit{bytes: told[topic], until: until}
 	}
 }
 
@@ -141,7 +147,7 @@ func recordSize(r *kgo.Record) int {
 
 // askLimits asks the brokers. Where they do not answer, or not to us, a limit is
 // unknown, and what they refuse is found out by sending.
-func askLimits(ctx context.Context, client *kgo.Client, topics []string) map[string]int {
+func askLimits(ctx context.Context, client *kgo.Client, topics []string) (map[string]int, error) {
 	ctx, cancel := context.WithTimeout(ctx, limitsTimeout)
 	defer cancel()
 	request := kmsg.NewPtrDescribeConfigsRequest()
@@ -151,11 +157,11 @@ func askLimits(ctx context.Context, client *kgo.Client, topics []string) map[str
 		resource.ConfigNames = []string{"max.message.bytes"}
 		request.Resources = append(request.Resources, resource)
 	}
-	told := map[string]int{}
 	response, err := request.RequestWith(ctx, client)
 	if err != nil {
-		return told
+		return nil, fmt.Errorf("describe topics: %w", err)
 	}
+	told := map[string]int{}
 	for _, resource := range response.Resources {
 		for _, c := range resource.Configs {
 			if c.Name != "max.message.bytes" || c.Value == nil {
@@ -166,5 +172,5 @@ func askLimits(ctx context.Context, client *kgo.Client, topics []string) map[str
 			}
 		}
 	}
-	return told
+	return told, nil
 }
