@@ -29,9 +29,11 @@ observability: $(SERVICES) ## A service with metrics for Prometheus, and traces 
 	@go build -C examples -o ../bin/observability ./observability
 	@$(SHOW) bin/observability $(ARGS)
 
+# -p 1, here and below: packages share one PostgreSQL, and what TestOtherCursorsFail
+# shows of others' cursors depends on who else has a transaction open.
 .PHONY: test
 test: $(SERVICES) ## Test everything against a real PostgreSQL and a real Kafka, with the race detector
-	@$(RUN) bash -ec 'for m in $(MODULES); do echo "== $$m"; (cd $$m && eval "go test -race -timeout 15m $$ARGS ./..."); done'
+	@$(RUN) bash -ec 'for m in $(MODULES); do echo "== $$m"; (cd $$m && eval "go test -p 1 -race -timeout 15m $$ARGS ./..."); done'
 
 .PHONY: screenshots
 screenshots: $(SERVICES) ## Pictures of the operators' page into screenshots/: light, dark, as a phone shows it (needs Chromium)
@@ -47,12 +49,12 @@ oracle: $(SERVICES) ## Commit EVENTS=200000 under transactions of every kind and
 test-versions: $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18
 	@for v in $(or $(VERSIONS),14 15 16 17 18); do echo "== PostgreSQL $$v"; \
 		OUTBOX_POSTGRES_VERSION=$$v $(SERVICES) run -quiet -postgres $$v $(if $(KAFKA),-kafka $(KAFKA)) -- \
-		bash -ec 'for m in . outboxtest faults; do (cd $$m && eval "go test -count=1 -race -timeout 15m $$ARGS ./..."); done'; done
+		bash -ec 'for m in . outboxtest faults; do (cd $$m && eval "go test -p 1 -count=1 -race -timeout 15m $$ARGS ./..."); done'; done
 
 .PHONY: test-pgbouncer
 test-pgbouncer: $(SERVICES) ## Test the library and the examples through PgBouncer, which must be installed, in transaction mode
 	@$(SERVICES) run -pgbouncer $(if $(POSTGRES),-postgres $(POSTGRES)) $(if $(KAFKA),-kafka $(KAFKA)) -- \
-		bash -ec 'for m in . outboxtest examples; do echo "== $$m"; (cd $$m && eval "go test -timeout 15m $$ARGS ./..."); done'
+		bash -ec 'for m in . outboxtest examples; do echo "== $$m"; (cd $$m && eval "go test -p 1 -timeout 15m $$ARGS ./..."); done'
 
 .PHONY: bench
 bench: $(SERVICES) ## Measure against the least that could do the same, on a real Kafka (ARGS="-h" tells more)

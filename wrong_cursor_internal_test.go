@@ -65,6 +65,8 @@ const (
 	inverted flaw = "version 2 comes before version 1"
 )
 
+// Nobody else may have a transaction open in the cluster meanwhile: most of these
+// cursors wait for it.
 func TestOtherCursorsFail(t *testing.T) {
 	for _, cursor := range otherCursors {
 		for _, play := range plays {
