@@ -176,8 +176,9 @@ type Relay struct {
 	// An outage may outlast the lease, and is still the same one.
 	postgres, kafka trouble // belong to the goroutine of Run
 	retriesPostgres trouble // belongs to the retrier
+	alertsPostgres  trouble // belongs to keepWatch, as watch does
 	retention       *retention
-	watch           *watch // belongs to keepWatch
+	watch           *watch
 
 	breakerClosed chan struct{} // holds at most one wish to retry at once
 	alarm         chan struct{} // holds at most one wish to check at once
@@ -232,6 +233,7 @@ func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error
 	r.postgres = trouble{log: r.log, what: "PostgreSQL"}
 	r.kafka = trouble{log: r.log, what: "Kafka"}
 	r.retriesPostgres = trouble{log: r.log, what: "PostgreSQL, for retries,"}
+	r.alertsPostgres = trouble{log: r.log, what: "PostgreSQL, for alerts,"}
 	return r, nil
 }
 

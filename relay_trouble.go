@@ -43,6 +43,8 @@ func (t *trouble) report(err error, attrs ...any) {
 	}
 }
 
+func (t *trouble) failing() bool { return !t.since.IsZero() }
+
 const (
 	minBackoff = 100 * time.Millisecond
 	maxBackoff = 5 * time.Second

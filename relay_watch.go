@@ -5,17 +5,21 @@ import (
 )
 
 // keepWatch alerts to what is wrong until ctx is cancelled. It only reads, so it may
-// go on for a moment after the lease is lost.
+// go on for a moment after the lease is lost. While PostgreSQL fails it asks again
+// soon, also what failed under an earlier lease.
 func (r *Relay) keepWatch(ctx context.Context) {
-	postgres := trouble{log: r.log, what: "PostgreSQL, for alerts,"}
 	for {
-		await(ctx, ctx, r.alarm, r.cfg.Alerts.Interval)
+		wait := r.cfg.Alerts.Interval
+		if r.alertsPostgres.failing() {
+			wait = min(wait, r.alertsPostgres.backoff())
+		}
+		await(ctx, ctx, r.alarm, wait)
 		if ctx.Err() != nil {
 			return
 		}
 		err := r.watch.check(ctx)
 		if ctx.Err() == nil {
-			postgres.report(err)
+			r.alertsPostgres.report(err)
 		}
 	}
 }
