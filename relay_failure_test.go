@@ -89,6 +89,7 @@ func TestImpossibleRow(t *testing.T) {
 // The log says when it began and when it ended, not how often we tried.
 func TestKafkaAway(t *testing.T) {
 	h := newHouse(t)
+	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere
 	reader := h.follow(t)
 	relay, dialer, log := h.relayWithoutKafka(t)
 	run(t, relay)
@@ -113,6 +114,7 @@ func TestKafkaAway(t *testing.T) {
 // of a backlog would have to go through outbox_failed.
 func TestKafkaLeavesInTheMiddleOfABatch(t *testing.T) {
 	h := newHouse(t)
+	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere
 	reader := h.follow(t)
 	cut := &cutter{}
 	relay, dialer, log := h.relayWithoutKafka(t, kgo.WithHooks(cut), kgo.ProducerBatchMaxBytes(5000), kgo.MaxProduceRequestsInflightPerBroker(1))
@@ -161,6 +163,7 @@ func (h *house) relayWithoutKafka(t *testing.T, opts ...kgo.Opt) (*outbox.Relay,
 // The relay can be stopped while Kafka is away, and loses nothing by it.
 func TestStopWhileKafkaIsAway(t *testing.T) {
 	h := newHouse(t)
+	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere
 	reader := h.follow(t)
 	relay, _, log := h.relayWithoutKafka(t)
 	stop := run(t, relay)
