@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 // What the configurations have in common.
@@ -37,6 +38,9 @@ func notNegative[N int | int64 | time.Duration](field string, n N) error {
 	}
 	return nil
 }
+
+// orNull is a parameter: a zero time is NULL.
+func orNull(t time.Time) pgtype.Timestamptz { return pgtype.Timestamptz{Time: t, Valid: !t.IsZero()} }
 
 func notAbove(field string, n, limit int) error {
 	if n > limit {

@@ -271,12 +271,7 @@ func (m *membership) keepCommitting(ctx context.Context) {
 }
 
 // wantCommit wakes keepCommitting.
-func (m *membership) wantCommit() {
-	select {
-	case m.progress <- struct{}{}:
-	default: // it will look anyway
-	}
-}
+func (m *membership) wantCommit() { signal(m.progress) }
 
 // lastCommit commits what the finished workers have done. It waits for a rebalance
 // under way: what goes with it is committed by revoked.

@@ -56,10 +56,7 @@ func (w *worker) add(records []*kgo.Record) {
 		w.bytes += len(r.Key) + len(r.Value)
 	}
 	w.queue = append(w.queue, records...)
-	select {
-	case w.added <- struct{}{}:
-	default:
-	}
+	signal(w.added)
 	if !w.paused && (len(w.queue) > queueRecords || w.bytes > queueBytes) {
 		w.paused = true
 		w.client.PauseFetchPartitions(w.at.only())
@@ -104,10 +101,7 @@ func (w *worker) advance(last *kgo.Record) {
 	w.mu.Lock()
 	w.next, w.advanced = kgo.EpochOffset{Epoch: last.LeaderEpoch, Offset: last.Offset + 1}, true
 	w.mu.Unlock()
-	select {
-	case w.progress <- struct{}{}:
-	default:
-	}
+	w.wantCommit()
 }
 
 // uncommitted returns how far the worker has come, if Kafka does not know yet.
@@ -195,7 +189,6 @@ func (w *worker) settle(it *item, committed bool) error {
 
 // act runs a task until it is done or given up.
 func (w *worker) act(it *item, t task) error {
-	told := handlerContext(w.held, t.meta) // so that lines about an event can have its correlation id
 	for attempt := 1; w.stopping.Err() == nil; {
 		t.meta.Attempt = attempt
 		began := time.Now()
@@ -212,7 +205,7 @@ func (w *worker) act(it *item, t task) error {
 		case w.held.Err() != nil:
 			return errStopped
 		case isTransient(err):
-			w.log.DebugContext(told, "outbox: transaction is repeated", "event_id", t.meta.ID, "action", t.action, "error", err)
+			w.log.DebugContext(handlerContext(w.held, t.meta), "outbox: transaction is repeated", "event_id", t.meta.ID, "action", t.action, "error", err)
 			w.pause(rand.N(10 * time.Millisecond))
 			continue
 		case !late && w.isOutage(w.held, err, t.kind):
@@ -226,7 +219,7 @@ func (w *worker) act(it *item, t task) error {
 			return w.bury(it, letter{action: t.action, class: errClass(err), attempts: attempt, err: err})
 		}
 		wait := w.handlerWait(attempt)
-		w.log.WarnContext(told, "outbox: handler failed, trying again", "type", t.meta.Type, "event_id", t.meta.ID, "action", t.action,
+		w.log.WarnContext(handlerContext(w.held, t.meta), "outbox: handler failed, trying again", "type", t.meta.Type, "event_id", t.meta.ID, "action", t.action,
 			"attempt", attempt, "wait", wait, "error", err)
 		w.pause(wait)
 		attempt++

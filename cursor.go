@@ -99,6 +99,10 @@ WITH RECURSIVE names AS (
                           WHERE relay >= names.relay AND relay <= names.relay ORDER BY relay DESC, id DESC LIMIT 1) AS c
 )`
 
+// attempted says whether relay s has come to event o.
+const attempted = `(pg_visible_in_snapshot(o.xid, s.snapshot)
+       OR coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false))`
+
 // sqlSeed begins a relay's history: before every transaction that ever was.
 const sqlSeed = `
 INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)

@@ -49,8 +49,7 @@ WITH stands AS MATERIALIZED (
       FROM {schema}.outbox AS o
       JOIN stands AS s
         ON o.id > s.highest_id
-        OR NOT (pg_visible_in_snapshot(o.xid, s.snapshot)
-                OR coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false))
+        OR NOT ` + attempted + `
      GROUP BY o.id
 ), labels AS MATERIALIZED (
     SELECT relays, 2 + row_number() OVER (ORDER BY relays) AS label FROM unsent GROUP BY relays

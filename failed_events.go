@@ -2,14 +2,12 @@ package outbox
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
@@ -128,8 +126,7 @@ func (f FailedFilter) args() []any {
 	if len(statuses) == 0 {
 		statuses = unresolved
 	}
-	at := func(t time.Time) pgtype.Timestamptz { return pgtype.Timestamptz{Time: t, Valid: !t.IsZero()} }
-	return []any{statuses, f.Relay, f.Type, f.Topic, f.Key, f.AggregateType, f.AggregateID, f.Class, at(f.Since), at(f.Until), f.OutboxID, f.EventID}
+	return []any{statuses, f.Relay, f.Type, f.Topic, f.Key, f.AggregateType, f.AggregateID, f.Class, orNull(f.Since), orNull(f.Until), f.OutboxID, f.EventID}
 }
 
 // failedWhere is a [FailedFilter]. A parking key is a topic, a slash and a record key.
@@ -231,31 +228,22 @@ func (f *FailedEvents) Count(ctx context.Context, filter FailedFilter) ([]Failed
 }
 
 const sqlFailedGet = `
-SELECT ` + failedRowColumns + `, payload::text, payload_bytes, headers
+SELECT ` + failedRowColumns + `, ` + wholeColumns + `
   FROM {schema}.outbox_failed WHERE id = $1`
 
 // Get returns a failed event, with its payload. It returns [ErrNotFound] if there is
 // none: it may have been sent meanwhile.
 func (f *FailedEvents) Get(ctx context.Context, id int64) (FailedRow, error) {
-	var payload *string
-	var bytes []byte
-	var headers []byte
-	row, err := scanFailed(f.db.QueryRow(ctx, f.sql.get, id), &payload, &bytes, &headers)
+	var payload []byte
+	var headers map[string]string
+	row, err := scanFailed(f.db.QueryRow(ctx, f.sql.get, id), &payload, &headers)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return row, fmt.Errorf("outbox: failed event %d: %w", id, ErrNotFound)
 	case err != nil:
 		return row, fmt.Errorf("outbox: read failed event %d: %w", id, err)
 	}
-	row.Payload = bytes
-	if payload != nil {
-		row.Payload = []byte(*payload)
-	}
-	if headers != nil {
-		if err := json.Unmarshal(headers, &row.Headers); err != nil {
-			return row, fmt.Errorf("outbox: headers of failed event %d: %w", id, err)
-		}
-	}
+	row.Payload, row.Headers = payload, headers
 	return row, nil
 }
 

@@ -44,6 +44,7 @@ var rooms = map[string]kind{
 	"resolver.go":            pure,
 	"retention.go":           sql,
 	"retention_parts.go":     sql,
+	"retention_walk.go":      pure,
 	"config.go":              sql,
 	"consumer.go":            orchestrator,
 	"consumer_deadletter.go": orchestrator,

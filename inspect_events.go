@@ -2,7 +2,6 @@ package outbox
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -66,8 +65,7 @@ type EventFilter struct {
 
 // args are the parameters of eventWhere.
 func (f EventFilter) args() []any {
-	at := func(t time.Time) pgtype.Timestamptz { return pgtype.Timestamptz{Time: t, Valid: !t.IsZero()} }
-	return []any{f.EventID, f.Type, f.AggregateType, f.AggregateID, at(f.Since), at(f.Until)}
+	return []any{f.EventID, f.Type, f.AggregateType, f.AggregateID, orNull(f.Since), orNull(f.Until)}
 }
 
 // eventWhere is an [EventFilter].
@@ -91,7 +89,8 @@ type EventPage struct {
 const recordedColumns = `o.id, event_id::text, event_type, source, aggregate_type, aggregate_id, topic, partition_key, content_type,
        occurred_at, created_at, coalesce(octet_length(payload_bytes), octet_length(payload::text))`
 
-const wholeColumns = `payload::text, payload_bytes, headers`
+// wholeColumns are payload and headers, of outbox or outbox_failed.
+const wholeColumns = `coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), headers`
 
 // progressColumns say which relays have come to an event, as retention asks it, and
 // which have not got it through.
@@ -100,9 +99,6 @@ const progressColumns = `
        ARRAY(SELECT relay::text FROM stands AS s WHERE NOT ` + attempted + ` ORDER BY 1),
        (SELECT jsonb_agg(jsonb_build_object('ID', f.id, 'Relay', f.relay, 'Status', f.status) ORDER BY f.relay)
           FROM stands AS s JOIN {schema}.outbox_failed AS f ON f.relay = s.relay AND f.outbox_id = o.id)`
-
-const attempted = `(pg_visible_in_snapshot(o.xid, s.snapshot)
-       OR coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false))`
 
 const sqlEvents = newestCursors + `
 SELECT ` + recordedColumns + `, ` + progressColumns + `
@@ -173,19 +169,10 @@ func scanListed(row pgx.CollectableRow) (RecordedEvent, error) {
 // scanWhole reads recordedColumns and the columns of payload and headers, and more
 // behind them.
 func scanWhole(row pgx.Row, more ...any) (RecordedEvent, error) {
-	var payload *string
-	var bytes, headers []byte
-	e, err := scanRecorded(row, append([]any{&payload, &bytes, &headers}, more...)...)
-	if err != nil {
-		return e, err
-	}
-	e.Payload = bytes
-	if payload != nil {
-		e.Payload = []byte(*payload)
-	}
-	if headers != nil {
-		err = json.Unmarshal(headers, &e.Headers)
-	}
+	var payload []byte
+	var headers map[string]string
+	e, err := scanRecorded(row, append([]any{&payload, &headers}, more...)...)
+	e.Payload, e.Headers = payload, headers
 	return e, err
 }
 

@@ -14,10 +14,9 @@ import (
 type trouble struct {
 	log   *slog.Logger
 	what  string
-	since time.Time // zero: no trouble
 	tries int
 
-	ails atomic.Pointer[ailment] // for others to see; nil: no trouble
+	ails atomic.Pointer[ailment] // nil: no trouble; others may look
 }
 
 // ailment is the last failure of what fails.
@@ -28,22 +27,21 @@ type ailment struct {
 
 // report takes the outcome of a try, and what else the log should say of it.
 func (t *trouble) report(err error, attrs ...any) {
+	before := t.ails.Load()
 	switch {
-	case err == nil && !t.since.IsZero():
-		t.log.Warn("outbox: "+t.what+" works again", "after", time.Since(t.since).Round(time.Millisecond))
-		t.since, t.tries = time.Time{}, 0
-	case err != nil && t.since.IsZero():
-		t.log.Warn("outbox: "+t.what+" fails, trying until it works", append(attrs, "error", err)...)
-		t.since = time.Now()
-	}
-	if err != nil {
-		t.ails.Store(&ailment{err, t.since})
-	} else {
+	case err == nil && before != nil:
+		t.log.Warn("outbox: "+t.what+" works again", "after", time.Since(before.since).Round(time.Millisecond))
 		t.ails.Store(nil)
+		t.tries = 0
+	case err != nil && before == nil:
+		t.log.Warn("outbox: "+t.what+" fails, trying until it works", append(attrs, "error", err)...)
+		t.ails.Store(&ailment{err, time.Now()})
+	case err != nil:
+		t.ails.Store(&ailment{err, before.since})
 	}
 }
 
-func (t *trouble) failing() bool { return !t.since.IsZero() }
+func (t *trouble) failing() bool { return t.ails.Load() != nil }
 
 const (
 	minBackoff = 100 * time.Millisecond
@@ -95,7 +93,7 @@ func (t *troubles) report(name string, began time.Time, err error) {
 	}
 	failing := false
 	for _, one := range t.known {
-		failing = failing || !one.since.IsZero()
+		failing = failing || one.failing()
 	}
 	t.busy.Store(failing)
 }
