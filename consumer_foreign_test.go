@@ -323,10 +323,10 @@ func TestConsumerOfForeignRecords(t *testing.T) {
 	d.send(t, sent, again(sent), received, again(received), nameless, again(nameless), event, again(event))
 	cfg := d.config()
 	for round := range 2 {
-		stop := consume(t, d.consumer(t, cfg, d.handlers()...))
+		stop := testenv.Run(t, d.consumer(t, cfg, d.handlers()...).Run)
 		require.Eventually(t, func() bool {
 			return assert.ObjectsAreEqual(map[string]int{"ParcelSent a": 1, "parcel.received b": 1, "parcel.received c": 2, saleType + " p": 1 + round}, d.counts(t))
-		}, patience, 10*time.Millisecond)
+		}, testenv.Patience, 10*time.Millisecond)
 		if round == 0 {
 			stop()
 			d.send(t, again(sent), again(received), d.saleRecord(uuid.NewString(), oneSale))

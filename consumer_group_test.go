@@ -108,8 +108,8 @@ func TestBusyPartitionBesideIdleOnes(t *testing.T) {
 			return nil
 		}))
 	require.NoError(t, err)
-	consume(t, c)
-	require.Eventually(t, func() bool { return handled.Load() == n }, patience, 10*time.Millisecond)
+	testenv.Run(t, c.Run)
+	require.Eventually(t, func() bool { return handled.Load() == n }, testenv.Patience, 10*time.Millisecond)
 }
 
 // Members come and go while events flow: no partition is with two of them at once,
@@ -126,14 +126,14 @@ func TestRebalance(t *testing.T) {
 				c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.Balancers(balancer)), s.events, cfg,
 					outbox.Handle("COUNTED", s.count), w.handler(t, member))
 				require.NoError(t, err)
-				return consume(t, c)
+				return testenv.Run(t, c.Run)
 			}
 			members := []func(){start("first")}
 			for i := range rounds {
 				s.sendTo(t, partitions, each)
 				before := w.seen.Load()
 				members = append(members, start(fmt.Sprint("member ", i)))
-				require.Eventually(t, func() bool { return w.seen.Load() > before }, patience, time.Millisecond)
+				require.Eventually(t, func() bool { return w.seen.Load() > before }, testenv.Patience, time.Millisecond)
 				if len(members) > 2 {
 					n := rand.IntN(len(members))
 					members[n]()
@@ -144,8 +144,8 @@ func TestRebalance(t *testing.T) {
 			for i := range partitions {
 				want["p-"+strconv.Itoa(i)] = rounds * each
 			}
-			require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, patience, 20*time.Millisecond)
-			require.Eventually(t, func() bool { return w.seen.Load() >= partitions*rounds*each }, patience, time.Millisecond)
+			require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, testenv.Patience, 20*time.Millisecond)
+			require.Eventually(t, func() bool { return w.seen.Load() >= partitions*rounds*each }, testenv.Patience, time.Millisecond)
 			for _, stop := range members {
 				stop()
 			}
@@ -164,15 +164,15 @@ func TestNewGroup(t *testing.T) {
 	s.sendTo(t, 1, 7)
 	cfg := outbox.ConsumerConfig{Group: "new-" + s.topic}
 	require.EqualValues(t, -1, s.committed(t, cfg.Group, 0))
-	stop := consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
-	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 7 }, patience, 10*time.Millisecond)
+	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
+	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 7 }, testenv.Patience, 10*time.Millisecond)
 	stop()
 	s.sendTo(t, 1, 5) // while nobody is there
-	consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
-	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 5 }, patience, 10*time.Millisecond)
+	testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
+	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 5 }, testenv.Patience, 10*time.Millisecond)
 	cfg.Group, cfg.FromStart = "all-"+s.topic, true
-	consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
-	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 5+12 }, patience, 10*time.Millisecond)
+	testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
+	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 5+12 }, testenv.Patience, 10*time.Millisecond)
 }
 
 // While the dead-letter topic takes nothing, the partition waits and the others go
@@ -187,15 +187,15 @@ func TestDeadLetterTopicMissing(t *testing.T) {
 	require.NoError(t, err)
 	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"poison":"permanent"}`)))
 	s.sendTo(t, 2, 10)
-	consume(t, c)
-	require.Eventually(t, func() bool { return s.counts(t)["p-1"] == 10 }, patience, 10*time.Millisecond)
-	require.Eventually(t, func() bool { return strings.Contains(log.String(), "dead-letter topic "+dlq+" fails") }, patience, 10*time.Millisecond)
+	testenv.Run(t, c.Run)
+	require.Eventually(t, func() bool { return s.counts(t)["p-1"] == 10 }, testenv.Patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "dead-letter topic "+dlq+" fails") }, testenv.Patience, 10*time.Millisecond)
 	s.sendTo(t, 2, 10)
-	require.Eventually(t, func() bool { return s.counts(t)["p-1"] == 20 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.counts(t)["p-1"] == 20 }, testenv.Patience, 10*time.Millisecond)
 	require.Zero(t, s.counts(t)["p-0"])
 	require.Less(t, s.committed(t, cfg.Group, 0), int64(1))
 	testenv.CreateTopic(t, s.brokers, dlq, 1)
-	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 20 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 20 }, testenv.Patience, 10*time.Millisecond)
 	for _, part := range []string{"fails, trying", "works again", "sent to the dead-letter topic"} {
 		require.Equal(t, 1, strings.Count(log.String(), part), part)
 	}
@@ -213,11 +213,11 @@ func TestSlowPartition(t *testing.T) {
 		return s.count(ctx, tx, e, m)
 	})
 	s.sendTo(t, 2, 8000)
-	consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, MaxRetries: 1_000_000, RetryWait: 20 * time.Millisecond, Logger: slog.New(slog.DiscardHandler)}, h))
-	require.Eventually(t, func() bool { return s.counts(t)["p-1"] == 8000 }, patience, 10*time.Millisecond)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, MaxRetries: 1_000_000, RetryWait: 20 * time.Millisecond, Logger: slog.New(slog.DiscardHandler)}, h).Run)
+	require.Eventually(t, func() bool { return s.counts(t)["p-1"] == 8000 }, testenv.Patience, 10*time.Millisecond)
 	require.Zero(t, s.counts(t)["p-0"])
 	open.Store(true)
-	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 8000 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 8000 }, testenv.Patience, 10*time.Millisecond)
 }
 
 // Run finishes the transaction in flight before it returns, and begins no other.
@@ -258,7 +258,7 @@ func TestConsumerGivesUp(t *testing.T) {
 	})
 	cfg := outbox.ConsumerConfig{FromStart: true, Group: "gives-up-" + s.topic, HeartbeatInterval: time.Second, SessionTimeout: 6 * time.Second}
 	s.sendTo(t, 1, 1)
-	stop := consume(t, s.consumer(t, cfg, h))
+	stop := testenv.Run(t, s.consumer(t, cfg, h).Run)
 	<-began
 	stop()
 	require.Empty(t, s.counts(t))
@@ -281,21 +281,21 @@ func TestConsumerWithoutDatabase(t *testing.T) {
 			return err
 		}))
 	require.NoError(t, err)
-	consume(t, c)
+	testenv.Run(t, c.Run)
 	reach := func(n int) {
 		t.Helper()
-		require.Eventually(t, func() bool { return s.counts(t)["p-0"] == n }, patience, 10*time.Millisecond)
+		require.Eventually(t, func() bool { return s.counts(t)["p-0"] == n }, testenv.Patience, 10*time.Millisecond)
 	}
 	for outage := range 3 {
 		s.sendTo(t, 1, 50)
 		reach(100*outage + 50)
 		cable.breakAll()
 		s.sendTo(t, 1, 50)
-		require.Eventually(t, func() bool { return strings.Count(log.String(), "PostgreSQL fails") == outage+1 }, patience, 10*time.Millisecond)
+		require.Eventually(t, func() bool { return strings.Count(log.String(), "PostgreSQL fails") == outage+1 }, testenv.Patience, 10*time.Millisecond)
 		cable.broken.Store(false)
 		reach(100 * (outage + 1))
 		again := func() bool { return strings.Count(log.String(), "PostgreSQL works again") == outage+1 }
-		require.Eventually(t, again, patience, time.Millisecond, "told behind the commit")
+		require.Eventually(t, again, testenv.Patience, time.Millisecond, "told behind the commit")
 	}
 	require.Zero(t, failed.Load())
 	require.NotContains(t, log.String(), "dead-letter")
@@ -317,15 +317,15 @@ func TestConsumerWithoutKafka(t *testing.T) {
 		}))
 	require.NoError(t, err)
 	s.sendTo(t, 1, 1)
-	consume(t, c)
+	testenv.Run(t, c.Run)
 	<-began
 	cable.breakAll()
 	close(finish)
-	require.Eventually(t, func() bool { return strings.Contains(log.String(), "committing offsets fails") }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "committing offsets fails") }, testenv.Patience, 10*time.Millisecond)
 	require.Equal(t, map[string]int{"p-0": 1}, s.counts(t))
 	require.EqualValues(t, 0, s.committed(t, cfg.Group, 0))
 	cable.broken.Store(false)
-	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 1 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 1 }, testenv.Patience, 10*time.Millisecond)
 }
 
 // expel takes a member out of its group, as Kafka does when its session is over.
@@ -363,7 +363,7 @@ func TestExpelledMember(t *testing.T) {
 			Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug})),
 		}, outbox.HandleNoTx("SEEN", func(_ context.Context, _ sale, m outbox.Metadata) error { see(m); return nil }))
 		require.NoError(t, err)
-		consume(t, c)
+		testenv.Run(t, c.Run)
 	}
 	stuck, goOn := make(chan struct{}), make(chan struct{})
 	start("old", 20*time.Second, func(m outbox.Metadata) {
@@ -378,14 +378,14 @@ func TestExpelledMember(t *testing.T) {
 	s.sendTo(t, 1, 100)
 	<-stuck
 	at := func() int64 { return s.committed(t, "expelled-"+s.topic, 0) }
-	require.Eventually(t, func() bool { return at() == 10 }, patience, time.Millisecond) // or it would soon find out
+	require.Eventually(t, func() bool { return at() == 10 }, testenv.Patience, time.Millisecond) // or it would soon find out
 	s.expel(t, "expelled-"+s.topic, "old")
 	start("new", 100*time.Millisecond, func(outbox.Metadata) {})
-	require.Eventually(t, func() bool { return at() == 100 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return at() == 100 }, testenv.Patience, 10*time.Millisecond)
 	close(goOn)
 	require.Eventually(t, func() bool {
 		return at() < 100 || strings.Contains(log.String(), "offsets of revoked partitions not committed")
-	}, patience, time.Millisecond)
+	}, testenv.Patience, time.Millisecond)
 	require.EqualValues(t, 100, at())
 }
 
@@ -394,8 +394,8 @@ func TestExpelledMember(t *testing.T) {
 func TestConsumerBehindRetention(t *testing.T) {
 	s := newTill(t, 1)
 	cfg := outbox.ConsumerConfig{Group: "behind-" + s.topic}
-	stop := consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
-	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 0 }, patience, 10*time.Millisecond)
+	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
+	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 0 }, testenv.Patience, 10*time.Millisecond)
 	stop()
 	s.sendTo(t, 1, 10)
 	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...))
@@ -406,8 +406,8 @@ func TestConsumerBehindRetention(t *testing.T) {
 	response, err := request.RequestWith(background, client)
 	require.NoError(t, err)
 	require.NoError(t, kerr.ErrorForCode(response.Topics[0].Partitions[0].ErrorCode))
-	consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
+	testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	s.sendTo(t, 1, 1)
-	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 11 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 11 }, testenv.Patience, 10*time.Millisecond)
 	require.Equal(t, 7, s.counts(t)["p-0"])
 }

@@ -55,16 +55,16 @@ func TestRepeats(t *testing.T) {
 		}
 	}
 	for round := range 2 {
-		stop := consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
+		stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 		s.send(t, s.saleRecord("not a uuid", oneSale), s.saleRecord("end "+uuid.NewString(), oneSale))
-		require.Eventually(t, func() bool { return repeats.Load() == int32(16+round) && s.counts(t)["p"] == 4+round }, patience, 10*time.Millisecond)
+		require.Eventually(t, func() bool { return repeats.Load() == int32(16+round) && s.counts(t)["p"] == 4+round }, testenv.Patience, 10*time.Millisecond)
 		stop()
 	}
 	require.Equal(t, map[string]int{"p": 5}, s.counts(t))
 	require.EqualValues(t, 17, repeats.Load())
 	cfg.Group = "another-" + uuid.NewString()
-	consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count), outbox.Handle("COUNTED_AGAIN", s.count)))
-	require.Eventually(t, func() bool { return s.counts(t)["p"] == 15 }, patience, 10*time.Millisecond)
+	testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count), outbox.Handle("COUNTED_AGAIN", s.count)).Run)
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 15 }, testenv.Patience, 10*time.Millisecond)
 }
 
 // OncePer is the user's own idempotency key: here each product is counted once,
@@ -79,15 +79,15 @@ func TestOncePer(t *testing.T) {
 		}
 		return nil
 	})
-	consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, once, end))
-	run(t, s.relay(t, quick))
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, once, end).Run)
+	testenv.Run(t, s.relay(t, quick).Run)
 	for range 20 {
 		s.sell(t, sale{Product: "a", Amount: 1}, sale{Product: "b", Amount: 1}, sale{Product: "end", Amount: 1})
 	}
-	require.Eventually(t, func() bool { return ends.Load() == 20 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return ends.Load() == 20 }, testenv.Patience, 10*time.Millisecond)
 	require.Eventually(t, func() bool {
 		return assert.ObjectsAreEqual(map[string]int{"a": 1, "b": 1, "end": 1}, s.counts(t))
-	}, patience, 10*time.Millisecond)
+	}, testenv.Patience, 10*time.Millisecond)
 	require.Equal(t, 3, s.house.count(t, "event_handled"))
 }
 
@@ -95,14 +95,14 @@ func TestOncePer(t *testing.T) {
 func TestImpossibleKey(t *testing.T) {
 	s := newTill(t, 1)
 	h := outbox.Handle("LISTED", s.count).OncePer(func(e sale, _ outbox.Metadata) (string, string) { return "Product", e.Product })
-	consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, h))
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, h).Run)
 	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"product":"a\u0000b"}`)), s.saleRecord(uuid.NewString(), []byte(`{"product":""}`)), s.saleRecord(uuid.NewString(), oneSale))
 	for _, r := range s.letters(t, 2) {
 		h := letterHeaders(r)
 		require.Equal(t, []string{"permanent", "1"}, []string{h["dlq_error_class"], h["dlq_attempts"]})
 		require.Contains(t, h["dlq_error"], "aggregate_id of the key of LISTED")
 	}
-	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
 }
 
 // A batch handler gets what arrived together, without repeats; if it fails, each
@@ -130,8 +130,8 @@ func TestHandleBatch(t *testing.T) {
 		records = append(records, s.saleRecord(uuid.NewString(), oneSale))
 	}
 	s.send(t, append(records, s.saleRecord(repeated.Topic, oneSale), &kgo.Record{Topic: s.topic, Value: repeated.Value, Headers: repeated.Headers})...)
-	stop := consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, Group: "b-" + s.topic, MaxPoll: 1000}, h))
-	require.Eventually(t, func() bool { return s.counts(t)["total"] == 100 }, patience, 10*time.Millisecond)
+	stop := testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, Group: "b-" + s.topic, MaxPoll: 1000}, h).Run)
+	require.Eventually(t, func() bool { return s.counts(t)["total"] == 100 }, testenv.Patience, 10*time.Millisecond)
 	stop()
 	mu.Lock()
 	require.Less(t, len(sizes), 10, "in batches: %v", sizes)
@@ -139,9 +139,9 @@ func TestHandleBatch(t *testing.T) {
 	mu.Unlock()
 
 	s.send(t, s.saleRecord(uuid.NewString(), oneSale), s.saleRecord(uuid.NewString(), []byte(`{"poison":"bad"}`)), s.saleRecord(uuid.NewString(), oneSale))
-	consume(t, s.consumer(t, outbox.ConsumerConfig{Group: "b-" + s.topic}, h))
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{Group: "b-" + s.topic}, h).Run)
 	require.Equal(t, "bad", letterHeaders(s.letters(t, 1)[0])["dlq_error"])
-	require.Eventually(t, func() bool { return s.counts(t)["total"] == 102 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.counts(t)["total"] == 102 }, testenv.Patience, 10*time.Millisecond)
 }
 
 // Handlers without a transaction leave no note, run after the others have
@@ -159,9 +159,9 @@ func TestHandleNoTx(t *testing.T) {
 	c := s.consumer(t, outbox.ConsumerConfig{FromStart: true}, h, outbox.Handle("COUNTED", s.count))
 	require.ErrorContains(t, c.Deliver(background, s.saleRecord(uuid.NewString(), []byte(`{"product":"alone","amount":1}`))), "cache is away")
 	calls.Store(0)
-	consume(t, c)
+	testenv.Run(t, c.Run)
 	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
-	require.Eventually(t, func() bool { return calls.Load() == 3 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return calls.Load() == 3 }, testenv.Patience, 10*time.Millisecond)
 	require.Equal(t, 1, s.counts(t)["p"])
 	require.Equal(t, 2, s.house.count(t, "event_handled"))
 }
@@ -173,9 +173,9 @@ func TestConsumerWithoutPostgres(t *testing.T) {
 	c, err := outbox.NewConsumer(nil, testenv.KafkaOpts(s.brokers), s.events, outbox.ConsumerConfig{Group: "g-" + s.topic, FromStart: true},
 		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { calls.Add(1); return nil }))
 	require.NoError(t, err)
-	consume(t, c)
+	testenv.Run(t, c.Run)
 	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
-	require.Eventually(t, func() bool { return calls.Load() == 1 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return calls.Load() == 1 }, testenv.Patience, 10*time.Millisecond)
 }
 
 // One action fails for good, the other does not notice: only the one is a dead
@@ -192,24 +192,24 @@ func TestActionsAreApart(t *testing.T) {
 		return s.count(ctx, tx, sale{Product: "fragile", Amount: 1}, m)
 	})
 	var seen atomic.Int32
-	consume(t, s.consumer(t, cfg, fragile, outbox.Handle("COUNTED", s.count),
-		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { seen.Add(1); return nil })))
+	testenv.Run(t, s.consumer(t, cfg, fragile, outbox.Handle("COUNTED", s.count),
+		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { seen.Add(1); return nil })).Run)
 	other := cfg
 	other.Group = "other-" + s.topic
 	var others atomic.Int32
-	consume(t, s.consumer(t, other, outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { others.Add(1); return nil })))
+	testenv.Run(t, s.consumer(t, other, outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { others.Add(1); return nil })).Run)
 	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
 	letter := s.letters(t, 1)[0]
 	require.Equal(t, "FRAGILE", letterHeaders(letter)["dlq_action"])
-	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 && others.Load() == 1 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 && others.Load() == 1 }, testenv.Patience, 10*time.Millisecond)
 
 	broken.Store(false)
 	back := s.saleRecord(letterHeaders(letter)["ce_id"], letter.Value)
 	back.Headers = append(back.Headers, kgo.RecordHeader{Key: outbox.ReplayGroup, Value: []byte(cfg.Group)},
 		kgo.RecordHeader{Key: outbox.ReplayAction, Value: []byte("FRAGILE")})
 	s.send(t, back, s.saleRecord(uuid.NewString(), oneSale))
-	require.Eventually(t, func() bool { return s.counts(t)["fragile"] == 2 && others.Load() == 2 }, patience, 10*time.Millisecond)
-	require.Eventually(t, func() bool { return s.counts(t)["p"] == 2 && seen.Load() == 2 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.counts(t)["fragile"] == 2 && others.Load() == 2 }, testenv.Patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 2 && seen.Load() == 2 }, testenv.Patience, 10*time.Millisecond)
 }
 
 // Event types without a handler: passed over and counted, or dead letters.
@@ -223,12 +223,12 @@ func TestUnknownTypes(t *testing.T) {
 		r := s.saleRecord(uuid.NewString(), oneSale)
 		r.Headers[3].Value = []byte("someone.elses.v1")
 		s.send(t, r, s.saleRecord(uuid.NewString(), oneSale))
-		consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
+		testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 		if unknown == outbox.DeadLetterUnknown {
 			h := letterHeaders(s.letters(t, 1)[0])
 			require.Equal(t, []string{"unknown_type", "", "0"}, []string{h["dlq_error_class"], h["dlq_action"], h["dlq_attempts"]})
 		}
-		require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, patience, 10*time.Millisecond)
+		require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
 		require.EqualValues(t, 1, told.Load())
 	}
 }
@@ -244,11 +244,11 @@ func TestDecodePassesOver(t *testing.T) {
 		}
 		return nil, nil
 	}, Hooks: outbox.ConsumerHooks{DeadLettered: func(outbox.Metadata, string, string, error) { assert.Fail(t, "dead letter") }}}
-	consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
+	testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	other := s.saleRecord(uuid.NewString(), oneSale)
 	other.Headers[2].Value = []byte("another shop")
 	s.send(t, other, s.saleRecord(uuid.NewString(), oneSale))
-	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
 	require.EqualValues(t, 2, decoded.Load())
 }
 
@@ -341,12 +341,12 @@ func TestBadRecords(t *testing.T) {
 		s.saleRecord("x", []byte(`{"amount":"one"}`)), s.saleRecord("", oneSale), s.saleRecord("a\x00b", oneSale),
 	}
 	s.send(t, append(records, s.saleRecord(uuid.NewString(), oneSale))...)
-	consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.Handle("COUNTED", s.count)))
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.Handle("COUNTED", s.count)).Run)
 	for i, r := range s.letters(t, len(records)) {
 		require.Equal(t, "undecodable", letterHeaders(r)["dlq_error_class"])
 		require.Equal(t, [][]byte{records[i].Key, records[i].Value}, [][]byte{r.Key, r.Value})
 	}
-	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
 }
 
 // A record of 10 MB that the dead-letter topic does not take goes there without
@@ -359,11 +359,11 @@ func TestHugeRecord(t *testing.T) {
 	})
 	const size = 10_000_000
 	s.send(t, s.saleRecord(uuid.NewString(), []byte(random(size))), s.saleRecord(uuid.NewString(), oneSale))
-	consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.Handle("COUNTED", s.count)))
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.Handle("COUNTED", s.count)).Run)
 	r := s.letters(t, 1)[0]
 	require.Empty(t, r.Value)
 	require.Equal(t, strconv.Itoa(size), letterHeaders(r)["dlq_value_omitted"])
-	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
 }
 
 // Deadlocks and serialization failures are repeated, and no try is counted.
@@ -378,11 +378,11 @@ func TestDeadlocksAreRepeated(t *testing.T) {
 		assert.Equal(t, 1, m.Attempt)
 		return s.count(ctx, tx, e, m)
 	})
-	consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, Hooks: outbox.ConsumerHooks{
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, Hooks: outbox.ConsumerHooks{
 		Failed: func(outbox.Metadata, string, error) { failed.Add(1) },
-	}}, h))
+	}}, h).Run)
 	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
-	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
 	require.Zero(t, failed.Load())
 }
 
@@ -441,9 +441,9 @@ func TestConsumerConfig(t *testing.T) {
 func TestConsumerRun(t *testing.T) {
 	s := newTill(t, 1)
 	c := s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.Handle("COUNTED", s.count))
-	stop := consume(t, c)
+	stop := testenv.Run(t, c.Run)
 	s.sendTo(t, 1, 1)
-	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 1 }, patience, 10*time.Millisecond, "it runs")
+	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 1 }, testenv.Patience, 10*time.Millisecond, "it runs")
 	require.ErrorIs(t, c.Run(cancelled()), outbox.ErrRunning)
 	stop()
 	require.NoError(t, c.Run(cancelled()))
@@ -465,9 +465,9 @@ func TestConsumerLog(t *testing.T) {
 	log := new(testenv.Buffer)
 	id := uuid.NewString()
 	cfg := outbox.ConsumerConfig{FromStart: true, Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))}
-	stop := consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
+	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	s.send(t, s.saleRecord(id, oneSale), s.saleRecord(id, oneSale))
-	require.Eventually(t, func() bool { return strings.Contains(log.String(), "event handled already") }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "event handled already") }, testenv.Patience, 10*time.Millisecond)
 	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"poison":"permanent"}`)))
 	s.letters(t, 1)
 	stop()

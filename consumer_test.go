@@ -119,25 +119,6 @@ func (s *till) consumer(t testing.TB, cfg outbox.ConsumerConfig, handlers ...out
 	return c
 }
 
-// consume starts a consumer and returns a function that stops it and waits for it.
-func consume(t testing.TB, c *outbox.Consumer) (stop func()) {
-	t.Helper()
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- c.Run(ctx) }()
-	stop = sync.OnceFunc(func() {
-		cancel()
-		select {
-		case err := <-done:
-			assert.NoError(t, err)
-		case <-time.After(patience):
-			t.Error("Run did not return")
-		}
-	})
-	t.Cleanup(stop)
-	return stop
-}
-
 // letters reads n dead letters.
 func (s *till) letters(t testing.TB, n int) []*kgo.Record {
 	t.Helper()
@@ -150,7 +131,7 @@ func readAll(t testing.TB, brokers []string, topic string, n int) (records []*kg
 	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topic))
 	require.NoError(t, err)
 	defer client.Close()
-	ctx, cancel := context.WithTimeout(background, patience)
+	ctx, cancel := context.WithTimeout(background, testenv.Patience)
 	defer cancel()
 	for len(records) < n {
 		fetches := client.PollFetches(ctx)
@@ -180,17 +161,17 @@ func TestRoundTrip(t *testing.T) {
 		cfg := outbox.ConsumerConfig{FromStart: true, Hooks: outbox.ConsumerHooks{
 			Repeated: func(outbox.Metadata, string) { assert.Fail(t, "handled twice") },
 		}}
-		consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED",
+		testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED",
 			func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 				mu.Lock()
 				defer mu.Unlock()
 				seen = append(seen, m)
 				assert.Equal(t, "corr-1", outbox.CorrelationID(ctx))
 				return s.count(ctx, tx, e, m)
-			})))
+			})).Run)
 		relayed := quick
 		relayed.Mode = mode
-		run(t, s.relay(t, relayed))
+		testenv.Run(t, s.relay(t, relayed).Run)
 		want := map[string]int{}
 		require.NoError(t, pgx.BeginFunc(background, s.db, func(tx pgx.Tx) error {
 			for i := range 300 {
@@ -202,7 +183,7 @@ func TestRoundTrip(t *testing.T) {
 			}
 			return nil
 		}))
-		require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, patience, 10*time.Millisecond)
+		require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, testenv.Patience, 10*time.Millisecond)
 		require.Equal(t, 300, s.house.count(t, "event_handled"))
 		mu.Lock()
 		m := seen[0]
@@ -218,7 +199,7 @@ func TestRoundTrip(t *testing.T) {
 // the dead-letter topic with all headers, and the offsets go on.
 func TestPoison(t *testing.T) {
 	s := newTill(t, 1)
-	run(t, s.relay(t, quick))
+	testenv.Run(t, s.relay(t, quick).Run)
 	poisons := []string{"permanent", "error", "panic", "sql"}
 	want := map[string]int{}
 	for i := range 100 {
@@ -247,9 +228,9 @@ func TestPoison(t *testing.T) {
 			assert.Equal(t, []string{"COUNTED", s.topic + ".dlq"}, []string{action, topic})
 		},
 	}}
-	stop := consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
+	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	letters := s.letters(t, 4)
-	require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, testenv.Patience, 10*time.Millisecond)
 	stop()
 	classes := map[string]string{"permanent": "permanent", "error": "handler", "panic": "panic", "sql": "postgres_22012"}
 	attempts := map[string]string{"permanent": "1", "error": "4", "panic": "4", "sql": "4"}
@@ -276,7 +257,7 @@ func TestPoison(t *testing.T) {
 	// Another start of the group has nothing left to do.
 	s.sell(t, sale{Product: "last", Amount: 1})
 	want["last"] = 1
-	consume(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)))
-	require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, patience, 10*time.Millisecond)
+	testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
+	require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, testenv.Patience, 10*time.Millisecond)
 	s.letters(t, 4)
 }

@@ -217,7 +217,7 @@ func TestDeadLettersOfTransactions(t *testing.T) {
 	}
 	requireReadable := func(want ...string) {
 		t.Helper()
-		ctx, cancel := context.WithTimeout(background, patience)
+		ctx, cancel := context.WithTimeout(background, testenv.Patience)
 		defer cancel()
 		require.Eventually(t, func() bool { // markers are written after the transaction has ended
 			var got []string
@@ -226,7 +226,7 @@ func TestDeadLettersOfTransactions(t *testing.T) {
 				got = append(got, string(d.Record.Key))
 			}
 			return slices.Equal(want, got)
-		}, patience, 10*time.Millisecond)
+		}, testenv.Patience, 10*time.Millisecond)
 	}
 	transaction("aborted")(kgo.TryAbort)
 	requireReadable()
@@ -265,7 +265,7 @@ func (m *morgue) awaitStable(t testing.TB, topic string, offset int64) {
 		response, err := request.RequestWith(background, m.client)
 		require.NoError(t, err)
 		return response.Topics[0].Partitions[0].Offset == offset
-	}, patience, 10*time.Millisecond)
+	}, testenv.Patience, 10*time.Millisecond)
 }
 
 func TestDeadLettersOfNoTopic(t *testing.T) {
@@ -327,7 +327,7 @@ func TestReplay(t *testing.T) {
 	for i, want := range []*kgo.Record{m.letter("a", "v1"), noAction, empty, none, again} {
 		require.Equal(t, want.Key, sent[i].Key)
 		require.Equal(t, want.Value, sent[i].Value, "and nil is nil")
-		require.WithinDuration(t, time.Now(), sent[i].Timestamp, patience, "an old one might be deleted at once")
+		require.WithinDuration(t, time.Now(), sent[i].Timestamp, testenv.Patience, "an old one might be deleted at once")
 	}
 	back := map[string]string{"ce_id": "e-a", outbox.ReplayOf: m.topic + "-0-17", outbox.ReplayGroup: "statistics", outbox.ReplayAction: "COUNT"}
 	require.Equal(t, back, allHeaders(sent[0]))
@@ -543,7 +543,7 @@ func (w *ward) start(t testing.TB, group string, actions ...string) {
 			w.repeats[group+" "+action]++
 		}},
 	}
-	consume(t, w.consumer(t, cfg, handlers...))
+	testenv.Run(t, w.consumer(t, cfg, handlers...).Run)
 }
 
 // replay sends n dead letters back.
@@ -571,7 +571,7 @@ func (w *ward) requireCounts(t testing.TB, counts, repeats map[string]int) {
 			}
 		}
 		return true
-	}, patience, 10*time.Millisecond)
+	}, testenv.Patience, 10*time.Millisecond)
 	now := w.counts(t)
 	for name, n := range now {
 		now[name] = n % mark

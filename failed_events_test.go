@@ -46,9 +46,9 @@ func patiently() outbox.RelayConfig {
 func (h *house) dead(t *testing.T, cfg outbox.RelayConfig, followers ...oracle.Event) (event oracle.Event, stop func()) {
 	t.Helper()
 	event = poison("bad", 1)
-	stop = run(t, h.relay(t, cfg))
+	stop = testenv.Run(t, h.relay(t, cfg).Run)
 	h.commit(t, append([]oracle.Event{event}, followers...)...)
-	require.Eventually(t, func() bool { return h.statuses(t)[outbox.StatusDead] == 1 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return h.statuses(t)[outbox.StatusDead] == 1 }, testenv.Patience, 10*time.Millisecond)
 	return event, stop
 }
 
@@ -57,7 +57,7 @@ func (h *house) actions(t *testing.T, f *outbox.FailedEvents, id int64) (actions
 	entries, err := f.Audit(background, id, outbox.FailedPage{})
 	require.NoError(t, err)
 	for _, e := range slices.Backward(entries) {
-		require.WithinDuration(t, time.Now(), e.At, patience)
+		require.WithinDuration(t, time.Now(), e.At, testenv.Patience)
 		require.Equal(t, "default", e.Relay)
 		require.Equal(t, h.topic, e.Topic)
 		actions = append(actions, e.Operator+" "+e.Action+" "+e.Key)
@@ -103,7 +103,7 @@ func TestRetryKeepsTheOrderOfTheKey(t *testing.T) {
 	second := poison("bad", 2)
 	cfg := patiently()
 	cfg.MaxRetries = 2
-	stop := run(t, h.relay(t, cfg))
+	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	first := poison("bad", 1)
 	h.commit(t, first)
 	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 1})
@@ -114,7 +114,7 @@ func TestRetryKeepsTheOrderOfTheKey(t *testing.T) {
 	row := only(t, f, outbox.StatusDead)
 	require.NoError(t, f.Retry(background, row.ID, kim))
 	h.setTopic(t, "max.message.bytes", "1000000")
-	run(t, h.relay(t, cfg))
+	testenv.Run(t, h.relay(t, cfg).Run)
 	all := append([]oracle.Event{first, second}, third...)
 	requireArrival(t, reader, all...)
 	requireInOrder(t, reader, all)
@@ -125,7 +125,7 @@ func TestRetryKeepsTheOrderOfTheKey(t *testing.T) {
 func TestResolveFailedEvent(t *testing.T) {
 	h, reader := poisonedHouse(t)
 	f := h.operator(t)
-	run(t, h.relay(t, quickAndQuiet()))
+	testenv.Run(t, h.relay(t, quickAndQuiet()).Run)
 	events := numbered("bad", 2, 20)
 	h.commit(t, append([]oracle.Event{poison("bad", 1)}, events...)...)
 	h.awaitStatuses(t, map[string]int{outbox.StatusFailed: 1, outbox.StatusParked: 20})
@@ -137,7 +137,7 @@ func TestResolveFailedEvent(t *testing.T) {
 	row, err := f.Get(background, head.ID)
 	require.NoError(t, err)
 	require.Equal(t, []string{"kim", kim.Reason}, []string{row.ResolvedBy, row.Resolution})
-	require.WithinDuration(t, time.Now(), row.ResolvedAt, patience)
+	require.WithinDuration(t, time.Now(), row.ResolvedAt, testenv.Patience)
 	for name, again := range map[string]func(context.Context, int64, outbox.Decision) error{"resolve": f.Resolve, "retry": f.Retry} {
 		err := again(background, head.ID, kim)
 		require.ErrorIs(t, err, outbox.ErrStatus, name)
@@ -156,7 +156,7 @@ func quickAndQuiet() outbox.RelayConfig {
 func TestRetryOfAParkedEvent(t *testing.T) {
 	h, _ := poisonedHouse(t)
 	f := h.operator(t)
-	run(t, h.relay(t, quickAndQuiet()))
+	testenv.Run(t, h.relay(t, quickAndQuiet()).Run)
 	h.commit(t, append([]oracle.Event{poison("bad", 1)}, numbered("bad", 2, 1)...)...)
 	h.awaitStatuses(t, map[string]int{outbox.StatusFailed: 1, outbox.StatusParked: 1})
 	require.ErrorIs(t, f.Retry(background, only(t, f, outbox.StatusParked).ID, kim), outbox.ErrStatus)
@@ -169,7 +169,7 @@ func TestRetryOfAParkedEvent(t *testing.T) {
 func TestHoldKey(t *testing.T) {
 	h, reader := poisonedHouse(t)
 	f := h.operator(t)
-	stop := run(t, h.relay(t, quickAndQuiet()))
+	stop := testenv.Run(t, h.relay(t, quickAndQuiet()).Run)
 	events := append([]oracle.Event{poison("bad", 1)}, numbered("bad", 2, 20)...)
 	others := append([]oracle.Event{poison("other", 1)}, numbered("other", 2, 9)...)
 	h.commit(t, append(events[:10:10], others...)...)
@@ -179,7 +179,7 @@ func TestHoldKey(t *testing.T) {
 	h.setTopic(t, "max.message.bytes", "1000000")
 	_, err := h.db.Exec(background, h.sql(`UPDATE {s}.outbox_failed SET next_retry_at = now()`))
 	require.NoError(t, err)
-	run(t, h.relay(t, quickAndQuiet()))
+	testenv.Run(t, h.relay(t, quickAndQuiet()).Run)
 	h.commit(t, events[10:]...)
 	requireArrival(t, reader, others...)
 	h.awaitStatuses(t, map[string]int{outbox.StatusFailed: 1, outbox.StatusParked: 20})
@@ -265,7 +265,7 @@ func TestReviveDeadEvents(t *testing.T) {
 	cfg.Revive = map[string]time.Duration{"message_too_large": 100 * time.Millisecond}
 	event, _ := h.dead(t, cfg)
 	row := only(t, f, outbox.StatusDead)
-	require.Eventually(t, func() bool { return len(h.actions(t, f, row.ID)) >= 2 }, patience, 20*time.Millisecond, "it dies again, and is revived again")
+	require.Eventually(t, func() bool { return len(h.actions(t, f, row.ID)) >= 2 }, testenv.Patience, 20*time.Millisecond, "it dies again, and is revived again")
 	require.Equal(t, "relay default retry bad", h.actions(t, f, row.ID)[0])
 	h.setTopic(t, "max.message.bytes", "1000000")
 	requireArrival(t, reader, event)

@@ -28,7 +28,7 @@ func awaitHealth(t *testing.T, r *outbox.Relay, live, ready bool, reasons ...str
 			}
 		}
 		return h.Live == live && h.Ready == ready && (len(h.Reasons) == 0) == (live && ready)
-	}, patience, 5*time.Millisecond, "not %v, %v, %v", live, ready, reasons)
+	}, testenv.Patience, 5*time.Millisecond, "not %v, %v, %v", live, ready, reasons)
 	return h
 }
 
@@ -37,14 +37,14 @@ func TestHealthOfLeaderAndStandby(t *testing.T) {
 	h := newHouse(t)
 	leader, standby := h.relay(t, quick), h.relay(t, quick)
 	awaitHealth(t, leader, true, false, "it does not run")
-	stop := run(t, leader)
-	require.Eventually(t, func() bool { return leader.Health().Leading }, patience, 5*time.Millisecond)
-	run(t, standby)
+	stop := testenv.Run(t, leader.Run)
+	require.Eventually(t, func() bool { return leader.Health().Leading }, testenv.Patience, 5*time.Millisecond)
+	testenv.Run(t, standby.Run)
 	awaitHealth(t, leader, true, true)
 	require.False(t, awaitHealth(t, standby, true, true).Leading)
 	stop()
 	require.False(t, awaitHealth(t, leader, true, false, "it does not run").Leading)
-	require.Eventually(t, func() bool { return standby.Health().Leading }, patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return standby.Health().Leading }, testenv.Patience, 5*time.Millisecond)
 	awaitHealth(t, standby, true, true)
 }
 
@@ -62,8 +62,8 @@ func TestHealthOfARelayThatHasEnded(t *testing.T) {
 func TestHealthWithoutKafka(t *testing.T) {
 	h := newHouse(t)
 	open := h.away(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{OpenFor: time.Hour}})
-	stop := run(t, open)
-	require.Eventually(t, func() bool { return open.Health().Leading }, patience, 5*time.Millisecond)
+	stop := testenv.Run(t, open.Run)
+	require.Eventually(t, func() bool { return open.Health().Leading }, testenv.Patience, 5*time.Millisecond)
 	for began := time.Now(); time.Since(began) < 1500*time.Millisecond; time.Sleep(10 * time.Millisecond) { // longer than its lease
 		require.True(t, open.Health().Ready, "there is nothing to send")
 	}
@@ -72,7 +72,7 @@ func TestHealthWithoutKafka(t *testing.T) {
 	stop()
 
 	closed := h.away(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{Window: 10_000, MinCalls: 10_000}})
-	run(t, closed)
+	testenv.Run(t, closed.Run)
 	awaitHealth(t, closed, true, false, "nothing has moved for", "Kafka fails since")
 }
 
@@ -88,12 +88,12 @@ func TestHealthWithoutPostgres(t *testing.T) {
 			return true, nil
 		}
 	})
-	run(t, h.relay(t, quick))
-	require.Eventually(t, func() bool { return h.relayStatus(t, "default").Holder != "" }, patience, 5*time.Millisecond)
+	testenv.Run(t, h.relay(t, quick).Run)
+	require.Eventually(t, func() bool { return h.relayStatus(t, "default").Holder != "" }, testenv.Patience, 5*time.Millisecond)
 	standby, err := outbox.NewRelay(db, testenv.KafkaOpts(h.brokers), outbox.RelayConfig{Schema: h.schema, PollInterval: 10 * time.Millisecond,
 		DeliveryTimeout: time.Second, SendTimeout: 1100 * time.Millisecond, Lease: 1200 * time.Millisecond, Logger: slog.New(slog.DiscardHandler)})
 	require.NoError(t, err)
-	run(t, standby)
+	testenv.Run(t, standby.Run)
 	awaitHealth(t, standby, true, true)
 	down.Store(true)
 	awaitHealth(t, standby, true, false, "nobody is seen to hold the lease", "PostgreSQL fails since", "unplugged")

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
-	"sync"
 	"testing"
 	"time"
 
@@ -15,12 +14,8 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
-
-// patience is how long a test waits for what should be there much sooner.
-const patience = 60 * time.Second
 
 // house is a migrated schema, a topic of its own, and a recorder for events
 // that go there.
@@ -88,26 +83,6 @@ func (h *house) relay(t testing.TB, cfg outbox.RelayConfig) *outbox.Relay {
 	return r
 }
 
-// run starts a relay and returns a function that stops it and waits for it. The
-// test fails if Run does not return nil.
-func run(t testing.TB, r *outbox.Relay) (stop func()) {
-	t.Helper()
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- r.Run(ctx) }()
-	stop = sync.OnceFunc(func() {
-		cancel()
-		select {
-		case err := <-done:
-			assert.NoError(t, err)
-		case <-time.After(patience):
-			t.Error("Run did not return")
-		}
-	})
-	t.Cleanup(stop)
-	return stop
-}
-
 // follow reads the house's topic until the test ends.
 func (h *house) follow(t testing.TB) *oracle.Reader {
 	t.Helper()
@@ -128,7 +103,7 @@ func requireArrival(t testing.TB, reader *oracle.Reader, events ...oracle.Event)
 			}
 		}
 		return true
-	}, patience, 5*time.Millisecond, "events did not arrive")
+	}, testenv.Patience, 5*time.Millisecond, "events did not arrive")
 }
 
 // logTo sends log lines to the test's log.
@@ -147,7 +122,7 @@ func (w testWriter) Write(b []byte) (int, error) {
 // reader has read to the end of the topic; then it judges.
 func (h *house) judge(t testing.TB, reader *oracle.Reader, v oracle.Verdict, stopRelays func()) oracle.Verdict {
 	t.Helper()
-	return h.judgeWithin(t, reader, v, stopRelays, patience/2)
+	return h.judgeWithin(t, reader, v, stopRelays, testenv.Patience/2)
 }
 
 // judgeWithin gives up on what is missing when nothing came for so long.
@@ -166,7 +141,7 @@ func (h *house) judgeWithin(t testing.TB, reader *oracle.Reader, v oracle.Verdic
 	stopRelays()
 	ends, err := oracle.Ends(ctx, h.brokers, h.topic)
 	require.NoError(t, err)
-	require.Eventually(t, func() bool { return reader.CaughtUp(ends) }, time.Minute, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return reader.CaughtUp(ends) }, testenv.Patience, 10*time.Millisecond)
 	arrived, err := reader.Arrived()
 	require.NoError(t, err)
 	v.Judge(committed, arrived)

@@ -57,12 +57,12 @@ func TestRelayHooks(t *testing.T) {
 			require.Equal(t, b.Events, n)
 		},
 	}
-	stop := run(t, h.relay(t, cfg))
+	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	require.Eventually(t, func() bool {
 		mu.Lock()
 		defer mu.Unlock()
 		return len(sent) == 4
-	}, patience, 5*time.Millisecond)
+	}, testenv.Patience, 5*time.Millisecond)
 	stop()
 	require.Equal(t, []string{"a " + traceParent, "a " + traceParent, "a " + traceParent, "b "}, sent)
 	require.Equal(t, []bool{true, false}, leading)
@@ -95,18 +95,18 @@ func TestSentHookOfFailures(t *testing.T) {
 		}
 		require.Equal(t, b.Failed, n)
 	}
-	run(t, h.relay(t, cfg))
+	testenv.Run(t, h.relay(t, cfg).Run)
 	require.Eventually(t, func() bool {
 		mu.Lock()
 		defer mu.Unlock()
 		return sum.Events == 2 && retried.Failed > 0
-	}, patience, 5*time.Millisecond)
+	}, testenv.Patience, 5*time.Millisecond)
 	h.setTopic(t, "max.message.bytes", "100000")
 	require.Eventually(t, func() bool {
 		mu.Lock()
 		defer mu.Unlock()
 		return retried.Events == 3
-	}, patience, 5*time.Millisecond)
+	}, testenv.Patience, 5*time.Millisecond)
 	require.Equal(t, []int{2, 1, 2}, []int{sum.Events, sum.Failed, sum.Waiting})
 }
 
@@ -153,20 +153,20 @@ func TestHandlingHook(t *testing.T) {
 		},
 	}
 	marked := func(ctx context.Context, action string) { require.Equal(t, action, ctx.Value(mark{})) }
-	consume(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, MaxRetries: -1, Hooks: hooks},
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, MaxRetries: -1, Hooks: hooks},
 		outbox.Handle("ONE", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error { marked(ctx, "ONE"); return nil }),
 		outbox.HandleBatch("ALL", func(ctx context.Context, tx pgx.Tx, es []outbox.Received[sale]) error { marked(ctx, "ALL"); return nil }),
 		outbox.HandleNoTx("BAD", func(ctx context.Context, e sale, m outbox.Metadata) error {
 			marked(ctx, "BAD")
 			return outbox.Permanent(errors.New("bad"))
-		})))
+		})).Run)
 	s.send(t, s.saleRecord("1", oneSale), s.saleRecord("1", oneSale))
 	require.Eventually(t, func() bool {
 		mu.Lock()
 		defer mu.Unlock()
 		slices.Sort(told)
 		return slices.Equal(told, []string{"ALL", "BAD failed", "BAD failed", "ONE"})
-	}, patience, 10*time.Millisecond, "%v", told)
+	}, testenv.Patience, 10*time.Millisecond, "%v", told)
 }
 
 // Lag counts what is not handled, and knows a partition in which nothing ever was.
@@ -188,10 +188,10 @@ func TestConsumerLag(t *testing.T) {
 	}
 	require.Empty(t, lag(), "before it runs")
 	s.send(t, s.saleRecord("1", oneSale), s.saleRecord("2", oneSale), s.saleRecord("3", oneSale)) // to partition 0
-	stop := consume(t, c)
-	require.Eventually(t, func() bool { return slices.Equal([]int64{3, 0}, lag()) }, patience, 10*time.Millisecond)
+	stop := testenv.Run(t, c.Run)
+	require.Eventually(t, func() bool { return slices.Equal([]int64{3, 0}, lag()) }, testenv.Patience, 10*time.Millisecond)
 	close(release)
-	require.Eventually(t, func() bool { return slices.Equal([]int64{0, 0}, lag()) }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return slices.Equal([]int64{0, 0}, lag()) }, testenv.Patience, 10*time.Millisecond)
 	stop()
 	require.Empty(t, lag(), "after it ran")
 }

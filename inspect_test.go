@@ -56,13 +56,13 @@ func TestInspectRelays(t *testing.T) {
 	reader := h.follow(t)
 	first := numbered("a", 1, 3)
 	h.commit(t, first...)
-	stop := run(t, h.relay(t, quick))
+	stop := testenv.Run(t, h.relay(t, quick).Run)
 	requireArrival(t, reader, first...)
-	require.Eventually(t, func() bool { s := h.relayStatus(t, "default"); return s.Name != "" && s.Pending == 0 }, patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { s := h.relayStatus(t, "default"); return s.Name != "" && s.Pending == 0 }, testenv.Patience, 5*time.Millisecond)
 	led := h.relayStatus(t, "default")
 	require.NotEmpty(t, led.Holder)
 	require.True(t, led.LeaseUntil.After(time.Now()))
-	require.WithinDuration(t, time.Now(), led.MovedAt, patience)
+	require.WithinDuration(t, time.Now(), led.MovedAt, testenv.Patience)
 	require.Zero(t, led.Oldest)
 	stop()
 
@@ -77,7 +77,7 @@ func TestInspectRelays(t *testing.T) {
 	require.Zero(t, stood.LeaseUntil)
 	require.EqualValues(t, 4, stood.Pending)
 	require.False(t, stood.PendingMore)
-	require.WithinDuration(t, began, stood.Oldest, patience)
+	require.WithinDuration(t, began, stood.Oldest, testenv.Patience)
 	require.NoError(t, late.Commit(background))
 	require.EqualValues(t, 6, h.relayStatus(t, "default").Pending)
 }
@@ -92,7 +92,7 @@ func TestInspectOpenWindow(t *testing.T) {
 	h.commit(t, numbered("a", 2, 2)...)
 	h.commit(t, numbered("b", 1, 7)...)
 	reader := h.follow(t)
-	stop := run(t, h.relay(t, quick))
+	stop := testenv.Run(t, h.relay(t, quick).Run)
 	b := numbered("b", 8, 1)
 	h.commit(t, b...)
 	requireArrival(t, reader, b...)
@@ -117,7 +117,7 @@ func TestInspectMoves(t *testing.T) {
 	first := numbered("a", 1, 1)
 	h.commit(t, first...)
 	reader := h.follow(t)
-	stop := run(t, h.relay(t, quick))
+	stop := testenv.Run(t, h.relay(t, quick).Run)
 	requireArrival(t, reader, first...)
 	var all []oracle.Event
 	for n := range 5 {
@@ -137,7 +137,7 @@ func TestInspectMoves(t *testing.T) {
 	}
 	require.EqualValues(t, 51, events)
 	require.Positive(t, latency)
-	require.Less(t, latency, patience)
+	require.Less(t, latency, testenv.Patience)
 
 	_, err = i.Moves(background, "default", since, time.Millisecond)
 	require.ErrorContains(t, err, "step")
@@ -167,7 +167,7 @@ func TestInspectTransactions(t *testing.T) {
 	require.Equal(t, pid, found[0].PID)
 	require.Equal(t, "idle in transaction", found[0].State)
 	require.Contains(t, found[0].Query, "pg_backend_pid")
-	require.WithinDuration(t, time.Now(), found[0].Since, patience)
+	require.WithinDuration(t, time.Now(), found[0].Since, testenv.Patience)
 	all, err := i.Transactions(background, time.Hour)
 	require.NoError(t, err)
 	require.NotContains(t, all, found[0])
@@ -216,7 +216,7 @@ func TestInspectEvents(t *testing.T) {
 	require.ErrorContains(t, err, "Limit")
 
 	reader := h.follow(t)
-	stop := run(t, h.relay(t, quick))
+	stop := testenv.Run(t, h.relay(t, quick).Run)
 	requireArrival(t, reader, slices.Concat(a, b)...)
 	stop()
 	late := numbered("c", 1, 1)
@@ -310,9 +310,9 @@ func TestInspectTail(t *testing.T) {
 		}
 		time.Sleep(5 * time.Millisecond)
 	}
-	require.Eventually(t, saw("now"), patience, 5*time.Millisecond)
+	require.Eventually(t, saw("now"), testenv.Patience, 5*time.Millisecond)
 	require.NoError(t, late.Commit(background))
-	require.Eventually(t, saw("late"), patience, 5*time.Millisecond)
+	require.Eventually(t, saw("late"), testenv.Patience, 5*time.Millisecond)
 	cancel()
 	require.NoError(t, <-done)
 	require.False(t, saw("before")())
@@ -329,7 +329,7 @@ func TestInspectTail(t *testing.T) {
 		case <-time.After(5 * time.Millisecond):
 			return false
 		}
-	}, patience, 5*time.Millisecond)
+	}, testenv.Patience, 5*time.Millisecond)
 }
 
 // Topics are those of rows and of types, of what is recorded and of what has failed.
@@ -341,7 +341,7 @@ func TestInspectTopics(t *testing.T) {
 	h.commit(t, poison("bad", 1))
 	h.commit(t, numbered("good", 1, 2)...)
 	cfg := patiently()
-	run(t, h.relay(t, cfg))
+	testenv.Run(t, h.relay(t, cfg).Run)
 	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 1})
 	_, err = h.db.Exec(background, h.sql(`INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
 		SELECT gen_random_uuid(), kind, 's', 'a', 'i', '{}', 'application/json', now() FROM unnest($1::text[]) AS kind`),
@@ -350,7 +350,7 @@ func TestInspectTopics(t *testing.T) {
 	all, err = h.inspector(t).Topics(background)
 	require.NoError(t, err)
 	for i := range all {
-		require.WithinDuration(t, time.Now(), all[i].Newest, patience)
+		require.WithinDuration(t, time.Now(), all[i].Newest, testenv.Patience)
 		all[i].Newest = time.Time{}
 	}
 	require.Equal(t, []outbox.RecordedTopic{

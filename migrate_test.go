@@ -409,7 +409,7 @@ func requireWaiting(t *testing.T, db *pgxpool.Pool, application string) {
 		var waits bool
 		err := db.QueryRow(background, `SELECT EXISTS (SELECT FROM pg_stat_activity WHERE application_name = $1 AND wait_event_type = 'Lock')`, application).Scan(&waits)
 		return err == nil && waits
-	}, patience, patience/6000)
+	}, testenv.Patience, testenv.Patience/6000)
 }
 
 // What is pending and what is applied is told without changing anything.
@@ -435,7 +435,7 @@ func TestMigrationStatus(t *testing.T) {
 	all = status()
 	require.Len(t, all, len(names))
 	for i, m := range all {
-		require.WithinDuration(t, time.Now(), m.AppliedAt, patience)
+		require.WithinDuration(t, time.Now(), m.AppliedAt, testenv.Patience)
 		require.Equal(t, outbox.Migration{Version: i + 1, Name: names[i], AppliedAt: m.AppliedAt}, m)
 	}
 	_, err := db.Exec(background, `INSERT INTO `+pgx.Identifier{schema, "outbox_migration"}.Sanitize()+` VALUES (1000, '1000_later.sql')`)

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -62,7 +63,7 @@ func (m *mailbox) await(t *testing.T, kind outbox.AlertKind, over bool) (found o
 			}
 		}
 		return found.Kind != ""
-	}, patience, 5*time.Millisecond, "no %s", kind)
+	}, testenv.Patience, 5*time.Millisecond, "no %s", kind)
 	return found
 }
 
@@ -71,18 +72,6 @@ func (h *house) monitor(t *testing.T, alerts outbox.AlertConfig) *outbox.Monitor
 	m, err := outbox.NewMonitor(h.db, outbox.MonitorConfig{Schema: h.schema, Alerts: alerts, Logger: logTo(t, slog.LevelWarn)})
 	require.NoError(t, err)
 	return m
-}
-
-// watched runs a monitor until the test ends.
-func watched(t *testing.T, m *outbox.Monitor) {
-	t.Helper()
-	ctx, cancel := context.WithCancel(background)
-	done := make(chan error, 1)
-	go func() { done <- m.Run(ctx) }()
-	t.Cleanup(func() {
-		cancel()
-		require.NoError(t, <-done)
-	})
 }
 
 func TestAlertConfig(t *testing.T) {
@@ -118,7 +107,7 @@ func TestDeadEventsAreAlertedTo(t *testing.T) {
 	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 4})
 	require.Eventually(t, func() bool {
 		return box.told(outbox.AlertManyDead) == "many_dead_events many_dead_events"
-	}, patience, 5*time.Millisecond)
+	}, testenv.Patience, 5*time.Millisecond)
 	_, err := h.operator(t).ResolveAll(background, outbox.FailedFilter{}, outbox.BulkConfig{}, kim)
 	require.NoError(t, err)
 	box.await(t, outbox.AlertManyDead, true)
@@ -155,11 +144,11 @@ func TestStaleEventsAreAlertedTo(t *testing.T) {
 	box := &mailbox{}
 	first := numbered("a", 1, 1)
 	h.commit(t, first...)
-	stop := run(t, h.relay(t, quick))
+	stop := testenv.Run(t, h.relay(t, quick).Run)
 	requireArrival(t, reader, first...)
 	stop()
 	h.commit(t, numbered("a", 2, 2)...)
-	watched(t, h.monitor(t, outbox.AlertConfig{Alerter: box, Interval: 5 * time.Millisecond, StaleAfter: time.Millisecond, StalePending: 3}))
+	testenv.Run(t, h.monitor(t, outbox.AlertConfig{Alerter: box, Interval: 5 * time.Millisecond, StaleAfter: time.Millisecond, StalePending: 3}).Run)
 	a := box.await(t, outbox.AlertNoLeader, false)
 	require.Equal(t, "relay default: no process runs it, 2 events wait", a.String())
 	require.Empty(t, box.told(outbox.AlertStale), "not as many")
@@ -169,7 +158,7 @@ func TestStaleEventsAreAlertedTo(t *testing.T) {
 	require.Contains(t, a.String(), "relay default: 3 events are not published, the oldest for ")
 	h.commit(t, numbered("a", 5, 10)...) // more of the same is no news
 
-	stop = run(t, h.relay(t, quick))
+	stop = testenv.Run(t, h.relay(t, quick).Run)
 	box.await(t, outbox.AlertNoLeader, true)
 	box.await(t, outbox.AlertStale, true)
 	stop()
@@ -180,8 +169,8 @@ func TestStaleEventsAreAlertedTo(t *testing.T) {
 // A standby needs a moment to take over: one look without a leader is no alert.
 func TestBriefAbsenceOfALeader(t *testing.T) {
 	h := newHouse(t)
-	stop := run(t, h.relay(t, quick))
-	require.Eventually(t, func() bool { return h.relayStatus(t, "default").Holder != "" }, patience, 5*time.Millisecond)
+	stop := testenv.Run(t, h.relay(t, quick).Run)
+	require.Eventually(t, func() bool { return h.relayStatus(t, "default").Holder != "" }, testenv.Patience, 5*time.Millisecond)
 	stop()
 	h.commit(t, numbered("a", 1, 1)...)
 	box := &mailbox{}
@@ -201,20 +190,20 @@ func TestRelayWithoutLeader(t *testing.T) {
 	led := map[string]*mailbox{"a": {}, "b": {}}
 	gone := quick
 	gone.Name = "gone"
-	stop := run(t, h.relay(t, gone))
-	require.Eventually(t, func() bool { return h.relayStatus(t, "gone").Holder != "" }, patience, 5*time.Millisecond)
+	stop := testenv.Run(t, h.relay(t, gone).Run)
+	require.Eventually(t, func() bool { return h.relayStatus(t, "gone").Holder != "" }, testenv.Patience, 5*time.Millisecond)
 	for name, box := range led {
 		cfg := quick
 		cfg.Name, cfg.Alerts = name, outbox.AlertConfig{Alerter: box, Interval: 5 * time.Millisecond}
-		run(t, h.relay(t, cfg))
+		testenv.Run(t, h.relay(t, cfg).Run)
 	}
 	for name := range led {
-		require.Eventually(t, func() bool { return h.relayStatus(t, name).Holder != "" }, patience, 5*time.Millisecond)
+		require.Eventually(t, func() bool { return h.relayStatus(t, name).Holder != "" }, testenv.Patience, 5*time.Millisecond)
 	}
 	require.Empty(t, led["a"].told(outbox.AlertNoLeader))
 	stop()
 	require.Equal(t, "gone", led["a"].await(t, outbox.AlertNoLeader, false).Relay)
-	run(t, h.relay(t, gone))
+	testenv.Run(t, h.relay(t, gone).Run)
 	led["a"].await(t, outbox.AlertNoLeader, true)
 	require.Empty(t, led["b"].told(outbox.AlertNoLeader))
 }
@@ -234,16 +223,16 @@ func TestOpenBreakerIsAlertedTo(t *testing.T) {
 	h.commit(t, numbered("a", 1, 10)...)
 	box := &mailbox{}
 	var opens atomic.Int32
-	run(t, h.away(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{OpenFor: 50 * time.Millisecond},
+	testenv.Run(t, h.away(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{OpenFor: 50 * time.Millisecond},
 		Alerts: outbox.AlertConfig{Alerter: box, Interval: 10 * time.Millisecond},
 		Hooks: outbox.RelayHooks{Breaker: func(_, to outbox.BreakerState) {
 			if to == outbox.BreakerOpen {
 				opens.Add(1)
 			}
-		}}}))
+		}}}).Run)
 	a := box.await(t, outbox.AlertBreaker, false)
 	require.Equal(t, "relay default: the circuit breaker is open, Kafka fails", a.String())
-	require.Eventually(t, func() bool { return opens.Load() >= 4 }, patience, 10*time.Millisecond, "it opens again and again")
+	require.Eventually(t, func() bool { return opens.Load() >= 4 }, testenv.Patience, 10*time.Millisecond, "it opens again and again")
 	require.Equal(t, "breaker_open", box.told(outbox.AlertBreaker))
 }
 
@@ -254,16 +243,16 @@ func TestReports(t *testing.T) {
 	box := &mailbox{}
 	cfg := patiently()
 	cfg.Alerts = outbox.AlertConfig{Alerter: box, Interval: 5 * time.Millisecond, ReportInterval: 10 * time.Millisecond}
-	stop := run(t, h.relay(t, cfg))
+	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	h.commit(t, numbered("good", 1, 5)...)
-	require.Eventually(t, func() bool { s := h.relayStatus(t, "default"); return s.Name != "" && s.Pending == 0 }, patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { s := h.relayStatus(t, "default"); return s.Name != "" && s.Pending == 0 }, testenv.Patience, 5*time.Millisecond)
 	require.Empty(t, box.told(outbox.AlertReport))
 	h.commit(t, poison("bad", 1), poison("worse", 1))
 	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 2})
 	require.Eventually(t, func() bool {
 		a := box.await(t, outbox.AlertReport, false)
 		return strings.HasPrefix(a.String(), "relay default: failed events: 2 dead test.oracle.happened.v1 message_too_large; the oldest since ")
-	}, patience, 5*time.Millisecond)
+	}, testenv.Patience, 5*time.Millisecond)
 	stop()
 }
 

@@ -61,14 +61,14 @@ func testOracle(t *testing.T, h *house, retention outbox.RetentionConfig) {
 func (h *house) takeTurns(ctx context.Context, t *testing.T, retention outbox.RetentionConfig, rng *rand.Rand) {
 	cfg := outbox.RelayConfig{BatchSize: 1 + rng.IntN(200), PollInterval: 20 * time.Millisecond, Retention: retention}
 	relays := []*outbox.Relay{h.relay(t, cfg), h.relay(t, cfg)}
-	stops := []func(){run(t, relays[0]), run(t, relays[1])}
+	stops := []func(){testenv.Run(t, relays[0].Run), testenv.Run(t, relays[1].Run)}
 	for ctx.Err() == nil {
 		select {
 		case <-ctx.Done():
 		case <-time.After(time.Duration(rng.IntN(1000)) * time.Millisecond):
 			i := rng.IntN(2)
 			stops[i]()
-			stops[i] = run(t, relays[i])
+			stops[i] = testenv.Run(t, relays[i].Run)
 		}
 	}
 	stops[0]()
@@ -91,7 +91,7 @@ func TestOracleBites(t *testing.T) {
 			cfg.BatchSize = 10_000 // larger than any window, whose rest is read by our own statement
 			relay := h.relay(t, cfg)
 			relay.ReadLike(t, cursor)
-			stop := run(t, relay)
+			stop := testenv.Run(t, relay.Run)
 			v := oracle.Verdict{Seed: rand.Uint64()}
 			require.NoError(t, oracle.Write(context.Background(), oracle.Writers{
 				DB: h.db, Schema: h.schema, Record: h.record, Seed: v.Seed,

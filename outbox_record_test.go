@@ -81,8 +81,8 @@ func (c *counter) sent(t *testing.T, topic string, n int) map[string]*kgo.Record
 	cfg.Schema = c.schema
 	relay, err := outbox.NewRelay(c.db, testenv.KafkaOpts(brokers), cfg)
 	require.NoError(t, err)
-	run(t, relay)
-	ctx, cancel := context.WithTimeout(background, patience)
+	testenv.Run(t, relay.Run)
+	ctx, cancel := context.WithTimeout(background, testenv.Patience)
 	defer cancel()
 	records := map[string]*kgo.Record{}
 	for len(records) < n {

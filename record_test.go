@@ -189,7 +189,7 @@ func TestThreeTopicsInOneTransaction(t *testing.T) {
 	cfg.Schema = c.schema
 	relay, err := outbox.NewRelay(c.db, kafka, cfg)
 	require.NoError(t, err)
-	run(t, relay)
+	testenv.Run(t, relay.Run)
 	require.Equal(t, map[string]string{
 		topics["order"]: "order-1", topics["payment"]: "payment-1", topics["like"]: "like-1",
 	}, keysByTopic(t, kafka, slices.Collect(maps.Values(topics))))
@@ -202,7 +202,7 @@ func keysByTopic(t *testing.T, kafka []kgo.Opt, topics []string) map[string]stri
 		kgo.FetchMaxWait(100*time.Millisecond))...) // a topic that appears later waits for the fetch before it
 	require.NoError(t, err)
 	defer client.Close()
-	ctx, cancel := context.WithTimeout(background, patience)
+	ctx, cancel := context.WithTimeout(background, testenv.Patience)
 	defer cancel()
 	keys := map[string]string{}
 	for len(keys) < len(topics) {

@@ -44,7 +44,7 @@ func TestRefusedEvent(t *testing.T) {
 	cfg := quick
 	cfg.RetryInterval = time.Hour // the first look finds nothing
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
-	run(t, h.relay(t, cfg))
+	testenv.Run(t, h.relay(t, cfg).Run)
 	good := append(append([]oracle.Event(nil), events[:10]...), events[11:]...)
 	requireArrival(t, reader, good...)
 	arrived, err := reader.Arrived()
@@ -80,9 +80,9 @@ func TestImpossibleRow(t *testing.T) {
 	h.commit(t, events...)
 	cfg := quick
 	cfg.Logger = slog.New(slog.DiscardHandler)
-	run(t, h.relay(t, cfg))
+	testenv.Run(t, h.relay(t, cfg).Run)
 	requireArrival(t, reader, events...)
-	require.Eventually(t, func() bool { return h.count(t, "outbox_failed") == 2 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return h.count(t, "outbox_failed") == 2 }, testenv.Patience, 10*time.Millisecond)
 }
 
 // While Kafka is away events wait: none is given up, none overtakes another.
@@ -92,17 +92,17 @@ func TestKafkaAway(t *testing.T) {
 	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere
 	reader := h.follow(t)
 	relay, dialer, log := h.relayWithoutKafka(t)
-	run(t, relay)
+	testenv.Run(t, relay.Run)
 	var all []oracle.Event
 	for outage := range 3 {
 		events := numbered("key", 1+100*outage, 100)
 		h.commit(t, events...)
 		all = append(all, events...)
-		require.Eventually(t, func() bool { return strings.Count(log.String(), "Kafka fails") == outage+1 }, patience, time.Millisecond)
+		require.Eventually(t, func() bool { return strings.Count(log.String(), "Kafka fails") == outage+1 }, testenv.Patience, time.Millisecond)
 		require.False(t, reader.Has(events[99].ID))
 		dialer.broken.Store(false)
 		requireArrival(t, reader, events...)
-		require.Eventually(t, func() bool { return strings.Count(log.String(), "Kafka works again") == outage+1 }, patience, time.Millisecond)
+		require.Eventually(t, func() bool { return strings.Count(log.String(), "Kafka works again") == outage+1 }, testenv.Patience, time.Millisecond)
 		dialer.breakAll()
 	}
 	require.Zero(t, h.count(t, "outbox_failed"))
@@ -122,8 +122,8 @@ func TestKafkaLeavesInTheMiddleOfABatch(t *testing.T) {
 	events := numbered("key", 1, 300)
 	h.commit(t, events...)
 	dialer.broken.Store(false)
-	run(t, relay)
-	require.Eventually(t, func() bool { return strings.Contains(log.String(), "Kafka fails") }, patience, time.Millisecond)
+	testenv.Run(t, relay.Run)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "Kafka fails") }, testenv.Patience, time.Millisecond)
 	requireArrival(t, reader, events[0])
 	require.False(t, reader.Has(events[299].ID))
 	dialer.broken.Store(false)
@@ -166,12 +166,12 @@ func TestStopWhileKafkaIsAway(t *testing.T) {
 	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere
 	reader := h.follow(t)
 	relay, _, log := h.relayWithoutKafka(t)
-	stop := run(t, relay)
+	stop := testenv.Run(t, relay.Run)
 	events := numbered("key", 1, 100)
 	h.commit(t, events...)
-	require.Eventually(t, func() bool { return strings.Contains(log.String(), "Kafka fails") }, patience, time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "Kafka fails") }, testenv.Patience, time.Millisecond)
 	stop()
-	run(t, h.relay(t, quick))
+	testenv.Run(t, h.relay(t, quick).Run)
 	requireArrival(t, reader, events...)
 	requireFirstsInOrder(t, reader, events)
 }
@@ -187,7 +187,7 @@ func TestPostgresConnectionsDie(t *testing.T) {
 	cfg := quick
 	cfg.BatchSize = 10
 	cfg.Logger = slog.New(slog.DiscardHandler)
-	run(t, h.relay(t, cfg))
+	testenv.Run(t, h.relay(t, cfg).Run)
 	h.db = admin
 	var all []oracle.Event
 	for i := range 40 {
@@ -210,7 +210,7 @@ func TestTakenLease(t *testing.T) {
 	log := new(testenv.Buffer)
 	cfg := quick
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
-	stop := run(t, h.relay(t, cfg))
+	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	first := numbered("key", 1, 1)
 	h.commit(t, first...)
 	requireArrival(t, reader, first...)
@@ -218,7 +218,7 @@ func TestTakenLease(t *testing.T) {
 	require.NoError(t, err)
 	cursors := h.count(t, "outbox_cursor")
 	h.commit(t, numbered("key", 2, 1)...)
-	require.Eventually(t, func() bool { return strings.Contains(log.String(), "lease lost") }, patience, time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "lease lost") }, testenv.Patience, time.Millisecond)
 	require.LessOrEqual(t, h.count(t, "outbox_cursor"), cursors+1, "at most the move that was on its way")
 	stop()
 	require.Equal(t, 1, h.countWhere(t, `SELECT count(*) FROM {s}.outbox_lease WHERE holder = 'thief' AND expires_at > now()`))

@@ -60,12 +60,12 @@ func TestRelayCleans(t *testing.T) {
 	cfg.Hooks.Cleaned = func(c outbox.Cleaned) { cleaned.Add(c.Published) }
 	log := new(testenv.Buffer)
 	cfg.Logger = slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	stop := run(t, h.relay(t, cfg))
+	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	requireArrival(t, reader, early...)
 	require.Never(t, func() bool { return h.count(t, "outbox") < 50 }, 50*time.Millisecond, 10*time.Millisecond, "they are young")
 	h.exec(t, aged)
-	require.Eventually(t, func() bool { return h.count(t, "outbox") == 0 }, patience, 5*time.Millisecond)
-	require.Eventually(t, func() bool { return cleaned.Load() == 50 }, patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return h.count(t, "outbox") == 0 }, testenv.Patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return cleaned.Load() == 50 }, testenv.Patience, 5*time.Millisecond)
 
 	_, err = h.db.Exec(background, fmt.Sprintf(`COMMIT PREPARED '%s'`, h.schema))
 	require.NoError(t, err)
@@ -73,8 +73,8 @@ func TestRelayCleans(t *testing.T) {
 	stop()
 	require.Contains(t, log.String(), `level=DEBUG msg="outbox: cleaned" relay=default published=`)
 	require.Equal(t, 3, h.count(t, "outbox"), "they lie behind; tomorrow it begins from the start again")
-	run(t, h.relay(t, cfg)) // and so does the next relay
-	require.Eventually(t, func() bool { return h.count(t, "outbox") == 0 }, patience, 5*time.Millisecond)
+	testenv.Run(t, h.relay(t, cfg).Run) // and so does the next relay
+	require.Eventually(t, func() bool { return h.count(t, "outbox") == 0 }, testenv.Patience, 5*time.Millisecond)
 }
 
 // Rows stay while a relay has not published them, and the log has its name, once.
@@ -84,7 +84,7 @@ func TestStandingRelayKeepsRows(t *testing.T) {
 	audit := tidy()
 	audit.Name = "audit"
 	audit.Retention.PublishedFor = outbox.Forever
-	stop := run(t, h.relay(t, audit))
+	stop := testenv.Run(t, h.relay(t, audit).Run)
 	first := numbered("key", 1, 5)
 	h.commit(t, first...)
 	requireArrival(t, reader, first...)
@@ -95,18 +95,18 @@ func TestStandingRelayKeepsRows(t *testing.T) {
 	cfg := tidy()
 	log := new(testenv.Buffer)
 	cfg.Logger = slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	run(t, h.relay(t, cfg))
+	testenv.Run(t, h.relay(t, cfg).Run)
 	requireArrival(t, reader, second...)
 	h.exec(t, aged)
-	require.Eventually(t, func() bool { return h.count(t, "outbox") == 5 }, patience, 5*time.Millisecond, "both have sent five")
-	require.Eventually(t, func() bool { return strings.Contains(log.String(), "standing=audit") }, patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return h.count(t, "outbox") == 5 }, testenv.Patience, 5*time.Millisecond, "both have sent five")
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "standing=audit") }, testenv.Patience, 5*time.Millisecond)
 	runs := strings.Count(log.String(), "outbox: cleaned")
-	require.Eventually(t, func() bool { return strings.Count(log.String(), "outbox: cleaned") > runs+10 }, patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Count(log.String(), "outbox: cleaned") > runs+10 }, testenv.Patience, 5*time.Millisecond)
 	require.Equal(t, 1, strings.Count(log.String(), "standing=audit"))
 	require.Equal(t, 5, h.count(t, "outbox"))
 
-	run(t, h.relay(t, audit))
-	require.Eventually(t, func() bool { return h.count(t, "outbox") == 0 }, patience, 5*time.Millisecond)
+	testenv.Run(t, h.relay(t, audit).Run)
+	require.Eventually(t, func() bool { return h.count(t, "outbox") == 0 }, testenv.Patience, 5*time.Millisecond)
 }
 
 // What cannot be archived stays, and the log says so once, and when it works again.
@@ -127,15 +127,15 @@ func TestArchiveFails(t *testing.T) {
 	}
 	log := new(testenv.Buffer)
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
-	run(t, h.relay(t, cfg))
+	testenv.Run(t, h.relay(t, cfg).Run)
 	requireArrival(t, reader, events...)
 	h.exec(t, aged)
-	require.Eventually(t, func() bool { return tries.Load() > 5 }, patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return tries.Load() > 5 }, testenv.Patience, 5*time.Millisecond)
 	require.Equal(t, 5, h.count(t, "outbox"))
 	require.Equal(t, 1, strings.Count(log.String(), "retention of outbox fails"))
 	require.Contains(t, log.String(), "no space is left")
 	works.Store(true)
-	require.Eventually(t, func() bool { return strings.Contains(log.String(), "retention of outbox works again") }, patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "retention of outbox works again") }, testenv.Patience, 5*time.Millisecond)
 	require.Zero(t, h.count(t, "outbox"))
 }
 
@@ -145,7 +145,7 @@ func TestCleaningBlocksNobody(t *testing.T) {
 	reader := h.follow(t)
 	cfg := tidy()
 	cfg.PollInterval = 2 * time.Millisecond
-	stop := run(t, h.relay(t, cfg))
+	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	first := numbered("first", 1, 1)
 	h.commit(t, first...)
 	requireArrival(t, reader, first...)
@@ -156,7 +156,7 @@ func TestCleaningBlocksNobody(t *testing.T) {
 		SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now(), now() - '8 days'::interval, '3' FROM generate_series(1, $1)`, many)
 	h.exec(t, `UPDATE {s}.outbox_cursor SET highest_id = $1`, many+1)
 
-	run(t, h.relay(t, cfg))
+	testenv.Run(t, h.relay(t, cfg).Run)
 	var all []oracle.Event
 	left := many
 	for version := 1; left > 1000; version++ {
@@ -204,27 +204,27 @@ func TestRelayKeepsPartitions(t *testing.T) {
 	cfg.Logger = slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	var cleaned atomic.Int64
 	cfg.Hooks.Cleaned = func(c outbox.Cleaned) { cleaned.Add(c.Published) }
-	stop := run(t, h.relay(t, cfg))
+	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	var all []oracle.Event
 	for i := range 6 {
 		events := numbered(fmt.Sprint("key-", i), 1, 100)
 		h.commit(t, events...)
 		requireArrival(t, reader, events...)
 		all = append(all, events...)
-		require.Eventually(t, func() bool { return h.ahead(t) >= 6 }, patience, 5*time.Millisecond)
+		require.Eventually(t, func() bool { return h.ahead(t) >= 6 }, testenv.Patience, 5*time.Millisecond)
 	}
 	require.Equal(t, 600, h.count(t, "outbox"), "they are young")
 	h.exec(t, aged)
-	require.Eventually(t, func() bool { return h.count(t, "outbox") < 60 }, patience, 5*time.Millisecond)
-	require.Eventually(t, func() bool { return !slices.Contains(h.partitions(t), "outbox_min_50") }, patience, 5*time.Millisecond, "dropped")
-	require.Eventually(t, func() bool { return cleaned.Load() >= 550 }, patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return h.count(t, "outbox") < 60 }, testenv.Patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return !slices.Contains(h.partitions(t), "outbox_min_50") }, testenv.Patience, 5*time.Millisecond, "dropped")
+	require.Eventually(t, func() bool { return cleaned.Load() >= 550 }, testenv.Patience, 5*time.Millisecond)
 	require.Contains(t, log.String(), "outbox: partition removed")
 	h.exec(t, `UPDATE {s}.outbox SET id = 7, xid = pg_current_xact_id() WHERE id = (SELECT max(id) FROM {s}.outbox)`)
 	require.Eventually(t, func() bool {
 		var n int
 		require.NoError(t, h.db.QueryRow(background, h.sql(`SELECT count(*) FROM {s}.outbox_default`)).Scan(&n))
 		return n == 0
-	}, patience, 5*time.Millisecond, "it was published, and went")
+	}, testenv.Patience, 5*time.Millisecond, "it was published, and went")
 	stop()
 	arrived, err := reader.Arrived()
 	require.NoError(t, err)

@@ -64,7 +64,7 @@ func (h *house) awaitStatuses(t *testing.T, want map[string]int) {
 			}
 		}
 		return len(got) == len(want)
-	}, patience, 10*time.Millisecond, "%v, not %v", h.statuses(t), want)
+	}, testenv.Patience, 10*time.Millisecond, "%v, not %v", h.statuses(t), want)
 }
 
 // A refused event holds back the later ones of its key, and of no other. It is
@@ -82,7 +82,7 @@ func TestDeadEventReleasesItsKey(t *testing.T) {
 			dead.Add(1)
 		}
 	}
-	run(t, h.relay(t, cfg))
+	testenv.Run(t, h.relay(t, cfg).Run)
 
 	bad := poison("bad", 1)
 	same := numbered("bad", 2, 50)
@@ -140,7 +140,7 @@ func TestBatchesFitTheirTopic(t *testing.T) {
 	cfg.Hooks.Sent = func(b outbox.SentBatch) { refused.Add(int32(b.Failed)) }
 	r, err := outbox.NewRelay(h.db, append(testenv.KafkaOpts(h.brokers), kgo.WithHooks(&log), kgo.ProducerBatchCompression(kgo.NoCompression())), cfg)
 	require.NoError(t, err)
-	run(t, r)
+	testenv.Run(t, r.Run)
 	requireArrival(t, reader, events...)
 	requireInOrder(t, reader, events)
 	require.Zero(t, refused.Load())
@@ -171,7 +171,7 @@ func TestTooLargeEventIsSentAlone(t *testing.T) {
 			opts := append(testenv.KafkaOpts(h.brokers), kgo.WithHooks(sent), kgo.ProducerBatchMaxBytes(int32(tt.clientLimit)))
 			relay, err := outbox.NewRelay(h.db, opts, cfg)
 			require.NoError(t, err)
-			run(t, relay)
+			testenv.Run(t, relay.Run)
 			requireArrival(t, reader, good...)
 			require.Less(t, sent.n.Load(), int32(100), "sent one by one")
 			requireArrival(t, reader, bad[1:]...)
@@ -186,7 +186,7 @@ func TestTooLargeEventIsSentAlone(t *testing.T) {
 // gets through.
 func TestCompressedEventIsNotTooLarge(t *testing.T) {
 	h, reader := poisonedHouse(t)
-	run(t, h.relay(t, quick))
+	testenv.Run(t, h.relay(t, quick).Run)
 	squeezed := numbered("key", 1, 1)
 	squeezed[0].Filler = strings.Repeat("x", 5000)
 	h.commit(t, squeezed...)
@@ -219,12 +219,12 @@ func TestDeadEventHoldsItsKey(t *testing.T) {
 	cfg := quick
 	cfg.MaxRetries, cfg.HoldDead = 1, true
 	cfg.Logger = slog.New(slog.DiscardHandler)
-	stop := run(t, h.relay(t, cfg))
+	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	events := numbered("bad", 2, 10)
 	h.commit(t, append([]oracle.Event{poison("bad", 1)}, events[:5]...)...)
 	h.awaitStatuses(t, map[string]int{"dead": 1, "parked": 5})
 	stop()
-	run(t, h.relay(t, cfg))
+	testenv.Run(t, h.relay(t, cfg).Run)
 	h.commit(t, events[5:]...)
 	h.awaitStatuses(t, map[string]int{"dead": 1, "parked": 10})
 	others := numbered("good", 1, 5)
@@ -252,7 +252,7 @@ func TestRefusedEventGetsThrough(t *testing.T) {
 			cfg := quick
 			cfg.KeepSent = keep
 			cfg.Logger = slog.New(slog.DiscardHandler)
-			run(t, h.relay(t, cfg))
+			testenv.Run(t, h.relay(t, cfg).Run)
 			events := append([]oracle.Event{poison("bad", 1)}, numbered("bad", 2, 700)...)
 			h.commit(t, events...)
 			h.awaitStatuses(t, map[string]int{"failed": 1, "parked": 700})
@@ -277,7 +277,7 @@ func TestRetryOutlivesItsRow(t *testing.T) {
 	h, reader := poisonedHouse(t)
 	cfg := quick
 	cfg.Logger = slog.New(slog.DiscardHandler)
-	run(t, h.relay(t, cfg))
+	testenv.Run(t, h.relay(t, cfg).Run)
 	events := append([]oracle.Event{poison("bad", 1)}, numbered("bad", 2, 10)...)
 	ctx := outbox.WithCorrelationID(background, "kept")
 	require.NoError(t, pgx.BeginFunc(ctx, h.db, func(tx pgx.Tx) error { return h.record(ctx, tx, events...) }))
@@ -302,7 +302,7 @@ func TestRetryOutlivesItsRow(t *testing.T) {
 // countHeaders returns how many of the first n records have a header.
 func (h *house) countHeaders(t *testing.T, header string, n int) (count int) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(background, patience)
+	ctx, cancel := context.WithTimeout(background, testenv.Patience)
 	defer cancel()
 	client, err := kgo.NewClient(kgo.SeedBrokers(h.brokers...), kgo.ConsumeTopics(h.topic), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))
 	require.NoError(t, err)
@@ -339,7 +339,7 @@ func TestMissingTopicHoldsUpNothingElse(t *testing.T) {
 	cfg.Schema, cfg.Logger, cfg.MaxRetries = h.schema, slog.New(slog.NewTextHandler(log, nil)), 1
 	relay, err := outbox.NewRelay(h.db, []kgo.Opt{kgo.SeedBrokers(h.brokers...), kgo.UnknownTopicRetries(1), kgo.MetadataMinAge(20 * time.Millisecond)}, cfg)
 	require.NoError(t, err)
-	run(t, relay)
+	testenv.Run(t, relay.Run)
 	lost, good := numbered("key", 1, 40), numbered("key", 1, 40)
 	elsewhere.commit(t, lost[:20]...)
 	h.commit(t, good[:20]...)
@@ -349,7 +349,7 @@ func TestMissingTopicHoldsUpNothingElse(t *testing.T) {
 	h.commit(t, good[20:]...)
 	requireArrival(t, reader, good[20:]...)
 	h.awaitStatuses(t, map[string]int{"waiting": 1, "parked": 39})
-	require.Eventually(t, func() bool { return strings.Contains(log.String(), "topic "+elsewhere.topic+" fails") }, patience, time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "topic "+elsewhere.topic+" fails") }, testenv.Patience, time.Millisecond)
 	var retries int
 	require.NoError(t, h.db.QueryRow(background, h.sql(`SELECT max(retry_count) FROM {s}.outbox_failed`)).Scan(&retries))
 	require.Zero(t, retries)
@@ -360,7 +360,7 @@ func TestMissingTopicHoldsUpNothingElse(t *testing.T) {
 	requireInOrder(t, there, lost)
 	h.awaitStatuses(t, map[string]int{})
 	require.Equal(t, 1, strings.Count(log.String(), "topic "+elsewhere.topic+" fails"), "once")
-	require.Eventually(t, func() bool { return strings.Contains(log.String(), "topic "+elsewhere.topic+" works again") }, patience, time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "topic "+elsewhere.topic+" works again") }, testenv.Patience, time.Millisecond)
 }
 
 // A dead broker opens the breaker: nothing is tried for a while, the log and the
@@ -390,16 +390,16 @@ func TestBreakerStopsTheRelay(t *testing.T) {
 	}
 	relay, err := outbox.NewRelay(h.db, append(testenv.KafkaOpts(h.brokers), kgo.Dialer(dialer.dial)), cfg)
 	require.NoError(t, err)
-	run(t, relay)
+	testenv.Run(t, relay.Run)
 	events := numbered("key", 1, 200)
 	h.commit(t, events...)
-	require.Eventually(t, told("closed to open"), patience, time.Millisecond)
-	require.Eventually(t, told("half-open to open"), patience, time.Millisecond)
+	require.Eventually(t, told("closed to open"), testenv.Patience, time.Millisecond)
+	require.Eventually(t, told("half-open to open"), testenv.Patience, time.Millisecond)
 	require.Contains(t, log.String(), "level=ERROR msg=\"outbox: too many sends fail, breaker opens\"")
 	require.Contains(t, log.String(), "batch stops")
 	dialer.broken.Store(false)
 	requireArrival(t, reader, events...)
-	require.Eventually(t, told("half-open to closed"), patience, time.Millisecond)
+	require.Eventually(t, told("half-open to closed"), testenv.Patience, time.Millisecond)
 	requireInOrder(t, reader, events)
 	require.Zero(t, h.count(t, "outbox_failed"), "an outage is not a failure")
 }

@@ -34,7 +34,7 @@ func TestRelayDeliversInOrder(t *testing.T) {
 	h.commit(t, events...)
 	cfg := quick
 	cfg.BatchSize = 300 // many batches of one window, the last one not full
-	stop := run(t, h.relay(t, cfg))
+	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	requireArrival(t, reader, events...)
 	stop()
 	arrived, err := reader.Arrived()
@@ -47,7 +47,7 @@ func TestRelayDeliversInOrder(t *testing.T) {
 func TestLateCommitIsNotSkipped(t *testing.T) {
 	h := newHouse(t)
 	reader := h.follow(t)
-	run(t, h.relay(t, quick))
+	testenv.Run(t, h.relay(t, quick).Run)
 	late, err := h.db.Begin(background)
 	require.NoError(t, err)
 	slow := numbered("slow", 1, 1)
@@ -66,7 +66,7 @@ func TestLateCommitIsNotSkipped(t *testing.T) {
 func TestOpenTransactionDoesNotStall(t *testing.T) {
 	h := newHouse(t)
 	reader := h.follow(t)
-	run(t, h.relay(t, quick))
+	testenv.Run(t, h.relay(t, quick).Run)
 
 	here, err := h.db.Begin(background)
 	require.NoError(t, err)
@@ -104,7 +104,7 @@ func TestEarlyTransactionIDDoesNotInvert(t *testing.T) {
 	h.commit(t, versions[0])
 	require.NoError(t, h.record(background, early, versions[1]))
 	require.NoError(t, early.Commit(background))
-	run(t, h.relay(t, quick))
+	testenv.Run(t, h.relay(t, quick).Run)
 	requireArrival(t, reader, versions...)
 	arrived, err := reader.Arrived()
 	require.NoError(t, err)
@@ -115,7 +115,7 @@ func TestWake(t *testing.T) {
 	h := newHouse(t)
 	reader := h.follow(t)
 	relay := h.relay(t, outbox.RelayConfig{PollInterval: time.Hour})
-	run(t, relay)
+	testenv.Run(t, relay.Run)
 	for i := range 3 {
 		events := numbered("key", 1+i, 1)
 		h.commit(t, events...)
@@ -129,16 +129,16 @@ func TestRunTwice(t *testing.T) {
 	h := newHouse(t)
 	reader := h.follow(t)
 	relay := h.relay(t, quick)
-	stop := run(t, relay)
+	stop := testenv.Run(t, relay.Run)
 	require.Eventually(t, func() bool {
 		ctx, cancel := context.WithCancel(background)
 		cancel()
 		return errors.Is(relay.Run(ctx), outbox.ErrRunning)
-	}, patience, time.Millisecond)
+	}, testenv.Patience, time.Millisecond)
 	stop()
 	events := numbered("key", 1, 3)
 	h.commit(t, events...)
-	run(t, relay) // again, after it was stopped
+	testenv.Run(t, relay.Run) // again, after it was stopped
 	requireArrival(t, reader, events...)
 }
 
@@ -149,11 +149,11 @@ func TestStandbyTakesOver(t *testing.T) {
 	reader := h.follow(t)
 	cfg := quick
 	cfg.Lease = time.Hour
-	first := run(t, h.relay(t, cfg))
+	first := testenv.Run(t, h.relay(t, cfg).Run)
 	before := numbered("key", 1, 100)
 	h.commit(t, before...)
 	requireArrival(t, reader, before...)
-	run(t, h.relay(t, cfg))
+	testenv.Run(t, h.relay(t, cfg).Run)
 	first()
 	after := numbered("key", 101, 100)
 	h.commit(t, after...)
@@ -171,7 +171,7 @@ func TestEmptiedLeaseTable(t *testing.T) {
 	cfg := quick
 	cfg.DeliveryTimeout, cfg.SendTimeout, cfg.Lease = time.Second, 1100*time.Millisecond, 1200*time.Millisecond
 	cfg.Logger = slog.New(slog.DiscardHandler)
-	run(t, h.relay(t, cfg))
+	testenv.Run(t, h.relay(t, cfg).Run)
 	var epoch int64
 	for i := range 4 {
 		events := numbered("key", 1+i, 1)
@@ -198,12 +198,12 @@ func TestTwoNames(t *testing.T) {
 	for _, name := range []string{"one", "two"} {
 		cfg := quick
 		cfg.Name = name
-		run(t, h.relay(t, cfg))
+		testenv.Run(t, h.relay(t, cfg).Run)
 	}
 	require.Eventually(t, func() bool {
 		arrived, err := reader.Arrived()
 		return err == nil && len(arrived) == 20
-	}, patience, time.Millisecond)
+	}, testenv.Patience, time.Millisecond)
 }
 
 // An idle relay must not use up transaction ids, nor write to the database.
@@ -212,7 +212,7 @@ func TestIdlePollWritesNothing(t *testing.T) {
 	reader := h.follow(t)
 	cfg := quick
 	cfg.PollInterval = time.Millisecond
-	run(t, h.relay(t, cfg))
+	testenv.Run(t, h.relay(t, cfg).Run)
 	events := numbered("key", 1, 1)
 	h.commit(t, events...)
 	requireArrival(t, reader, events...)
@@ -230,11 +230,11 @@ func TestIdlePollWritesNothing(t *testing.T) {
 		before := cursors
 		cursors, lease, calls = state()
 		return before == cursors && cursors > 1
-	}, patience, 50*time.Millisecond)
+	}, testenv.Patience, 50*time.Millisecond)
 	require.Eventually(t, func() bool { // and many polls later nothing was written
 		_, _, now := state()
 		return now > calls+100
-	}, patience, 10*time.Millisecond)
+	}, testenv.Patience, 10*time.Millisecond)
 	cursorsNow, leaseNow, _ := state()
 	require.Equal(t, cursors, cursorsNow)
 	require.Equal(t, lease, leaseNow)
@@ -255,7 +255,7 @@ func TestRelayExecModes(t *testing.T) {
 			h.commit(t, events...)
 			cfg := quick
 			cfg.BatchSize = 100
-			run(t, h.relay(t, cfg))
+			testenv.Run(t, h.relay(t, cfg).Run)
 			requireArrival(t, reader, events...)
 			arrived, err := reader.Arrived()
 			require.NoError(t, err)
@@ -275,7 +275,7 @@ func TestRecordsAreCloudEvents(t *testing.T) {
 	for name, mode := range map[string]outbox.Mode{"binary": outbox.Binary, "structured": outbox.Structured} {
 		cfg := quick
 		cfg.Name, cfg.Mode = name, mode
-		run(t, h.relay(t, cfg))
+		testenv.Run(t, h.relay(t, cfg).Run)
 	}
 	binary, structured := h.firstOfEach(t)
 	headers := map[string]string{}
@@ -313,7 +313,7 @@ func (h *house) firstOfEach(t *testing.T) (binary, structured *kgo.Record) {
 		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))
 	require.NoError(t, err)
 	defer client.Close()
-	ctx, cancel := context.WithTimeout(background, patience)
+	ctx, cancel := context.WithTimeout(background, testenv.Patience)
 	defer cancel()
 	for binary == nil || structured == nil {
 		fetches := client.PollFetches(ctx)

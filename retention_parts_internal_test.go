@@ -341,7 +341,7 @@ func TestNobodyWaitsLongForPartitions(t *testing.T) {
 	require.Greater(t, most, 30*time.Millisecond, "somebody asked for the lock")
 	require.Less(t, most, 500*time.Millisecond, "the limit is 100 ms; the machine may be busy")
 	require.NoError(t, writer.Commit(ctx))
-	require.Eventually(t, func() bool { return r.dropWhole(ctx, l, v) == nil }, time.Minute, time.Millisecond)
+	require.Eventually(t, func() bool { return r.dropWhole(ctx, l, v) == nil }, testenv.Patience, time.Millisecond)
 	require.False(t, d.has(t, "min_10"))
 }
 

@@ -85,7 +85,7 @@ func TestRolesOverPartitions(t *testing.T) {
 	h, reader := poisonedHouse(t)
 	require.NoError(t, outbox.Migrate(background, h.db, outbox.MigrateConfig{Schema: h.schema, PartitionRows: 100}))
 	testRoles(t, h, reader, 99) // the last partition goes when the next one is in use
-	require.Eventually(t, func() bool { return !slices.Contains(h.partitions(t), "outbox_min_100") }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return !slices.Contains(h.partitions(t), "outbox_min_100") }, testenv.Patience, 10*time.Millisecond)
 	require.Greater(t, len(h.partitions(t)), 9)
 }
 
@@ -110,10 +110,10 @@ func testRoles(t *testing.T, h *house, reader *oracle.Reader, left int) {
 	require.NoError(t, err)
 	_, err = h.db.Exec(background, h.sql(`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('g', 't', 'i', 'a')`))
 	require.NoError(t, err)
-	stop := run(t, relay)
+	stop := testenv.Run(t, relay.Run)
 	requireArrival(t, reader, events...)
-	require.Eventually(t, func() bool { return h.count(t, "outbox_audit") > 0 }, patience, 10*time.Millisecond, "revived")
-	require.Eventually(t, func() bool { return h.count(t, "outbox") <= left && h.count(t, "event_handled") == 0 }, patience, 10*time.Millisecond, "removed")
+	require.Eventually(t, func() bool { return h.count(t, "outbox_audit") > 0 }, testenv.Patience, 10*time.Millisecond, "revived")
+	require.Eventually(t, func() bool { return h.count(t, "outbox") <= left && h.count(t, "event_handled") == 0 }, testenv.Patience, 10*time.Millisecond, "removed")
 
 	inspector, err := outbox.NewInspector(r.as(t, "reader"), outbox.InspectorConfig{Schema: h.schema})
 	require.NoError(t, err)
@@ -134,14 +134,14 @@ func testRoles(t *testing.T, h *house, reader *oracle.Reader, left int) {
 		require.NoError(t, err)
 		return len(rows) == 1 && operator.Hold(background, "default", h.topic, "bad", kim) == nil &&
 			operator.Release(background, "default", h.topic, "bad", kim) == nil && operator.Resolve(background, rows[0].ID, kim) == nil
-	}, patience, 10*time.Millisecond)
+	}, testenv.Patience, 10*time.Millisecond)
 	h.awaitStatuses(t, map[string]int{}) // retention has removed it
 	stop()
 
 	// After a restore into another cluster.
 	_, err = h.db.Exec(background, h.sql(`UPDATE {s}.outbox_cursor SET system_identifier = system_identifier + 1`))
 	require.NoError(t, err)
-	run(t, relay)
+	testenv.Run(t, relay.Run)
 	more := numbered("later", 1, 10)
 	require.NoError(t, pgx.BeginFunc(background, writer, func(tx pgx.Tx) error { return h.record(background, tx, more...) }))
 	requireArrival(t, reader, more...)
@@ -157,8 +157,8 @@ func TestConsumerRole(t *testing.T) {
 	c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events,
 		outbox.ConsumerConfig{Group: "roles-" + s.topic, FromStart: true, Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
-	consume(t, c)
-	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 10 }, patience, 10*time.Millisecond)
+	testenv.Run(t, c.Run)
+	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 10 }, testenv.Patience, 10*time.Millisecond)
 	n, err := outbox.CleanHandled(background, db, s.schema, outbox.RetentionConfig{HandledFor: time.Nanosecond})
 	require.NoError(t, err)
 	require.EqualValues(t, 10, n)

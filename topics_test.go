@@ -100,7 +100,7 @@ func makeTopic(t testing.TB, brokers []string, name string, partitions int32, se
 		pairs = append(pairs, setting, value)
 	}
 	testenv.CreateTopic(t, brokers, name, partitions, pairs...)
-	require.Eventually(t, func() bool { _, ok := askTopic(t, brokers, name); return ok }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { _, ok := askTopic(t, brokers, name); return ok }, testenv.Patience, 10*time.Millisecond)
 }
 
 // The defaults of the users' document (A64 to A66), but for the replicas.

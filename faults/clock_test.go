@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 )
 
@@ -72,7 +73,7 @@ func (s *site) awaitRenewals(t *testing.T, n int) {
 		return n
 	}
 	first := renewals()
-	require.Eventually(t, func() bool { return renewals() >= first+n }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return renewals() >= first+n }, testenv.Patience, 10*time.Millisecond)
 }
 
 // buildWithClockShift builds this test's program once more, with a standard

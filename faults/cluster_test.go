@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 )
 
@@ -102,7 +103,7 @@ func (c *cluster) leader(t *testing.T) (i int) {
 		pid, err := strconv.Atoi(c.holder(t))
 		i = slices.IndexFunc(c.running, func(cmd *exec.Cmd) bool { return err == nil && cmd.Process.Pid == pid })
 		return i >= 0
-	}, patience, 5*time.Millisecond, "nobody leads")
+	}, testenv.Patience, 5*time.Millisecond, "nobody leads")
 	return i
 }
 

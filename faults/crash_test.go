@@ -21,8 +21,6 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-const patience = time.Minute
-
 // A crash of PostgreSQL forgets transactions whose WAL was not flushed, and
 // gives their ids to others. A snapshot from before the crash calls those
 // visible: a relay that trusts it skips durable events.
@@ -159,12 +157,7 @@ func run(t *testing.T, db *pgxpool.Pool, kafka []kgo.Opt, cfg outbox.RelayConfig
 	t.Helper()
 	relay, err := outbox.NewRelay(db, kafka, cfg)
 	require.NoError(t, err)
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- relay.Run(ctx) }()
-	stop = sync.OnceFunc(func() { cancel(); require.NoError(t, <-done) })
-	t.Cleanup(stop)
-	return stop
+	return testenv.Run(t, relay.Run)
 }
 
 // startServer starts a server that flushes WAL only when a commit demands it. It
@@ -247,7 +240,7 @@ func (s *site) commit(t *testing.T, synchronous string, n int) []oracle.Event {
 			}
 			return s.record(ctx, tx, events...)
 		}) == nil
-	}, patience, 10*time.Millisecond)
+	}, testenv.Patience, 10*time.Millisecond)
 	return events
 }
 
@@ -269,7 +262,7 @@ func (s *site) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) er
 func (s *site) requireArrival(t *testing.T, events []oracle.Event) {
 	t.Helper()
 	for _, e := range events {
-		require.Eventually(t, func() bool { return s.reader.Has(e.ID) }, patience, time.Millisecond, "a durable event was skipped")
+		require.Eventually(t, func() bool { return s.reader.Has(e.ID) }, testenv.Patience, time.Millisecond, "a durable event was skipped")
 	}
 }
 
@@ -309,7 +302,7 @@ func (s *site) awaitPolls(t *testing.T) {
 		return n
 	}
 	first := polls()
-	require.Eventually(t, func() bool { return polls() > first+10 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return polls() > first+10 }, testenv.Patience, 10*time.Millisecond)
 }
 
 // nextID returns the transaction id that is given out next.
@@ -317,6 +310,6 @@ func (s *site) nextID(t *testing.T) (id int64) {
 	t.Helper()
 	require.Eventually(t, func() bool {
 		return s.db.QueryRow(context.Background(), `SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint`).Scan(&id) == nil
-	}, patience, 10*time.Millisecond)
+	}, testenv.Patience, 10*time.Millisecond)
 	return id
 }

@@ -155,8 +155,8 @@ func (w *worker) stop(t *testing.T) {
 		if w.err != nil {
 			t.Errorf("a process that was told to stop ended with: %v", w.err)
 		}
-	case <-time.After(patience):
-		t.Errorf("a process that was told to stop did not within %v", patience)
+	case <-time.After(testenv.Patience):
+		t.Errorf("a process that was told to stop did not within %v", testenv.Patience)
 	}
 }
 

@@ -175,7 +175,7 @@ func (g *group) replace(t *testing.T) {
 		spec.Diary = filepath.Join(g.diaries, fmt.Sprintf("member-%d", g.started))
 		g.launch(t, memberVar, spec)
 		begun := func() bool { _, err := os.Stat(spec.Diary); return err == nil }
-		require.True(t, g.await(t, patience, begun), "a member does not come up")
+		require.True(t, g.await(t, testenv.Patience, begun), "a member does not come up")
 	}
 }
 

@@ -303,7 +303,7 @@ func TestSilentKafka(t *testing.T) {
 	s.awaitOutage(t, log, 1)
 	made := dials.during(func() {
 		enough := dials.n.Load() + 2
-		require.Eventually(t, func() bool { return dials.n.Load() >= enough }, patience, time.Millisecond, "no connection is given up")
+		require.Eventually(t, func() bool { return dials.n.Load() >= enough }, testenv.Patience, time.Millisecond, "no connection is given up")
 	})
 	way.Set(proxy.Fault{})
 	s.awaitFlow(t)

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -40,7 +41,7 @@ func shortly(t *testing.T, log *warnings) outbox.RelayConfig {
 // outbox_failed.
 func (s *site) awaitFlow(t *testing.T) {
 	t.Helper()
-	for end := time.Now().Add(patience); ; {
+	for end := time.Now().Add(testenv.Patience); ; {
 		before := s.countFailed(t, "true")
 		s.awaitArrivals(t, 100)
 		if s.countFailed(t, "true") == before {
@@ -63,7 +64,7 @@ func (s *site) requireRecovery(t *testing.T, confirmed map[string]struct{}) orac
 // sent in the end and has used up no retry.
 func (s *site) requireHeldUpOnly(t *testing.T) {
 	t.Helper()
-	require.Eventually(t, func() bool { return s.countFailed(t, `status <> 'resolved'`) == 0 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.countFailed(t, `status <> 'resolved'`) == 0 }, testenv.Patience, 10*time.Millisecond)
 	require.Zero(t, s.countFailed(t, `retry_count > 0 OR resolution <> 'sent'`), "events that were not only held up")
 }
 
@@ -100,7 +101,7 @@ func (w *warnings) awaitFailure(t *testing.T, what string, n int) {
 // await waits until n warnings say this.
 func (w *warnings) await(t *testing.T, text string, n int) {
 	t.Helper()
-	require.Eventually(t, func() bool { return w.count(text) >= n }, patience, time.Millisecond, "not told: %s", w)
+	require.Eventually(t, func() bool { return w.count(text) >= n }, testenv.Patience, time.Millisecond, "not told: %s", w)
 }
 
 // requireOutages waits until the log says of all that failed that it works again,
@@ -126,7 +127,7 @@ func (w *warnings) awaitEnd(t *testing.T) (changes map[string]change) {
 			}
 		}
 		return true
-	}, patience, 10*time.Millisecond, "%s", w)
+	}, testenv.Patience, 10*time.Millisecond, "%s", w)
 	return changes
 }
 

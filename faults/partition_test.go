@@ -8,6 +8,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
@@ -62,7 +63,7 @@ func TestPartitionWithoutLeader(t *testing.T) {
 	for version := range int64(2) {
 		alive, gone := keysOf(h.topic, version)
 		h.lost = append(h.lost, h.commitTo(t, version+1, gone...)...)
-		require.Eventually(t, func() bool { return h.countFailed(t, "true") == len(h.lost) }, patience, 10*time.Millisecond, "taken for an outage")
+		require.Eventually(t, func() bool { return h.countFailed(t, "true") == len(h.lost) }, testenv.Patience, 10*time.Millisecond, "taken for an outage")
 		h.requireArrival(t, h.commitTo(t, version+1, alive...))
 	}
 	h.requireWaiting(t)

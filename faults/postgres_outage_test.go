@@ -23,7 +23,7 @@ func TestPoolExhausted(t *testing.T) {
 	f.log.await(t, "outbox: lease lost, standing by", 1)
 	asked := func() int64 { return f.pool.Stat().CanceledAcquireCount() }
 	before := asked()
-	require.Eventually(t, func() bool { return asked() > before }, patience, 10*time.Millisecond, "it no longer tries")
+	require.Eventually(t, func() bool { return asked() > before }, testenv.Patience, 10*time.Millisecond, "it no longer tries")
 	release()
 	s.awaitFlow(t)
 	s.requireRecovery(t, f.stop())
@@ -53,7 +53,7 @@ func TestStatementTimeout(t *testing.T) {
 	alterSystem(t, admin, `RESET statement_timeout`)
 	require.Eventually(t, func() (over bool) {
 		return s.db.QueryRow(t.Context(), `SELECT current_setting('statement_timeout') = '0'`).Scan(&over) == nil && over
-	}, patience, time.Millisecond)
+	}, testenv.Patience, time.Millisecond)
 	require.NoError(t, lock.Rollback(t.Context()))
 	s.awaitFlow(t)
 	s.requireRecovery(t, f.stop())

@@ -91,7 +91,7 @@ func (s *site) leads(t *testing.T, cmd *exec.Cmd) (epoch int64) {
 			fmt.Sprintf("%%/%d/%%", cmd.Process.Pid)).Scan(&epoch)
 		require.True(t, err == nil || errors.Is(err, pgx.ErrNoRows), "%v", err)
 		return err == nil
-	}, patience, 5*time.Millisecond, "process %d does not lead", cmd.Process.Pid)
+	}, testenv.Patience, 5*time.Millisecond, "process %d does not lead", cmd.Process.Pid)
 	return epoch
 }
 
@@ -130,7 +130,7 @@ func TestKilledLeader(t *testing.T) {
 func (s *site) requireAll(t *testing.T) {
 	t.Helper()
 	committed := s.recorded(t)
-	require.Eventually(t, func() bool { return s.reader.Missing(committed) == 0 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.reader.Missing(committed) == 0 }, testenv.Patience, 10*time.Millisecond)
 }
 
 // A leader that is stopped past its lease and goes on: it must not move the

@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/tools/pgserver"
 	"github.com/stretchr/testify/require"
 )
@@ -128,7 +129,7 @@ func (p *pair) awaitStandby(t *testing.T, sql string, args ...any) {
 	require.Eventually(t, func() (yes bool) {
 		require.NoError(t, p.onOther.QueryRow(context.Background(), sql, args...).Scan(&yes))
 		return yes
-	}, patience, 10*time.Millisecond)
+	}, testenv.Patience, 10*time.Millisecond)
 }
 
 // waitForStandby makes every commit wait until the standby has it.
@@ -138,7 +139,7 @@ func (p *pair) waitForStandby(t *testing.T) {
 	require.Eventually(t, func() (yes bool) {
 		require.NoError(t, p.db.QueryRow(context.Background(), `SELECT bool_or(sync_state = 'sync') FROM pg_stat_replication`).Scan(&yes))
 		return yes
-	}, patience, 10*time.Millisecond)
+	}, testenv.Patience, 10*time.Millisecond)
 }
 
 // cutOff ends the replication, after the standby has received all so far.
@@ -171,7 +172,7 @@ func (p *pair) lastEvent(t *testing.T) (id int64) {
 	t.Helper()
 	require.Eventually(t, func() bool {
 		return p.db.QueryRow(context.Background(), `SELECT max(id) FROM outbox`).Scan(&id) == nil
-	}, patience, 10*time.Millisecond)
+	}, testenv.Patience, 10*time.Millisecond)
 	return id
 }
 

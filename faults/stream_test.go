@@ -11,6 +11,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 )
 
@@ -66,7 +67,7 @@ func (s *site) awaitArrivals(t *testing.T, n int) {
 		return len(arrived)
 	}
 	first := count()
-	require.Eventually(t, func() bool { return count() >= first+n }, patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return count() >= first+n }, testenv.Patience, 5*time.Millisecond)
 }
 
 // requireRight requires that everything that outbox holds arrives, and nothing
@@ -87,10 +88,10 @@ func (s *site) requireRight(t *testing.T, confirmed map[string]struct{}) oracle.
 // compare waits until what committed has arrived, and judges all that arrived.
 func (s *site) compare(t *testing.T, committed map[string]struct{}) (v oracle.Verdict) {
 	t.Helper()
-	require.Eventually(t, func() bool { return s.reader.Missing(committed) == 0 }, patience, 10*time.Millisecond, "events are missing")
+	require.Eventually(t, func() bool { return s.reader.Missing(committed) == 0 }, testenv.Patience, 10*time.Millisecond, "events are missing")
 	ends, err := oracle.Ends(context.Background(), s.brokers, s.topic, s.as...)
 	require.NoError(t, err)
-	require.Eventually(t, func() bool { return s.reader.CaughtUp(ends) }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.reader.CaughtUp(ends) }, testenv.Patience, 10*time.Millisecond)
 	arrived, err := s.reader.Arrived()
 	require.NoError(t, err)
 	v.Judge(committed, arrived)

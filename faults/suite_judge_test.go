@@ -13,6 +13,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -72,7 +73,7 @@ func (s *suite) judge(t *testing.T, v *verdict) {
 	}
 	ends, err := oracle.Ends(s.ctx, s.brokers, s.topic)
 	require.NoError(t, err)
-	require.True(t, s.await(t, patience, func() bool { return s.reader.CaughtUp(ends) }), "the reader lags behind")
+	require.True(t, s.await(t, testenv.Patience, func() bool { return s.reader.CaughtUp(ends) }), "the reader lags behind")
 	arrived, err := s.reader.Arrived()
 	require.NoError(t, err)
 
@@ -115,7 +116,7 @@ func (s *suite) requireOneLeader(t *testing.T) {
 func (s *suite) settle(t *testing.T, committed map[string]struct{}) {
 	t.Helper()
 	missing, progress := len(committed)+1, time.Now()
-	for missing > 0 && time.Since(progress) < patience {
+	for missing > 0 && time.Since(progress) < testenv.Patience {
 		failed := s.failed(t)
 		now := s.reader.Missing(s.expected(committed, failed)) + countByStatus(failed)["waiting"]
 		if now < missing {

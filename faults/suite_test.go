@@ -159,7 +159,7 @@ func (s *suite) write(t *testing.T, seed uint64) (stop func()) {
 		select {
 		case err := <-done:
 			require.NoError(t, err)
-		case <-time.After(2 * patience):
+		case <-time.After(2 * testenv.Patience):
 			require.Fail(t, "writers do not end")
 		}
 	}

@@ -88,7 +88,7 @@ func (s *suite) startWorker(t *testing.T) {
 		require.NoError(t, s.db.QueryRow(s.ctx, `SELECT EXISTS (SELECT FROM pg_stat_activity WHERE application_name = $1)`, name).Scan(&is))
 		return is
 	}
-	require.True(t, s.await(t, patience, connected), "a relay does not come up")
+	require.True(t, s.await(t, testenv.Patience, connected), "a relay does not come up")
 }
 
 // replace starts relays for those that were killed.

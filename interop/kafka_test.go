@@ -7,11 +7,10 @@ import (
 
 	"github.com/IBM/sarama"
 	"github.com/google/uuid"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
-
-const patience = time.Minute
 
 // newTopic makes a topic of the test's own, with one partition: what is sent to
 // it comes in order.
@@ -42,7 +41,7 @@ func next(t *testing.T, messages <-chan *sarama.ConsumerMessage) *sarama.Consume
 	select {
 	case message := <-messages:
 		return message
-	case <-time.After(patience):
+	case <-time.After(testenv.Patience):
 		t.Fatal("nothing came")
 		return nil
 	}
@@ -54,7 +53,7 @@ func fetch(t *testing.T, brokers []string, topic string, n int) (records []*kgo.
 	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topic))
 	require.NoError(t, err)
 	defer client.Close()
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	ctx, cancel := context.WithTimeout(t.Context(), testenv.Patience)
 	defer cancel()
 	for len(records) < n {
 		fetches := client.PollFetches(ctx)

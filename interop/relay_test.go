@@ -173,10 +173,7 @@ func relay(t *testing.T, db *pgxpool.Pool, brokers []string, cfg outbox.RelayCon
 	cfg.Logger = slog.New(slog.NewTextHandler(t.Output(), nil))
 	r, err := outbox.NewRelay(db, testenv.KafkaOpts(brokers), cfg)
 	require.NoError(t, err)
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- r.Run(ctx) }()
-	t.Cleanup(func() { cancel(); require.NoError(t, <-done) })
+	testenv.Run(t, r.Run)
 }
 
 // requireFact requires that the SDK finds f in a message.

@@ -219,13 +219,13 @@ func TestTraceReachesHandler(t *testing.T) {
 	select {
 	case id := <-handled:
 		require.Equal(t, ownID, id)
-	case <-time.After(time.Minute):
+	case <-time.After(testenv.Patience):
 		t.Fatal("the event did not come")
 	}
 	var stored string
 	require.NoError(t, db.QueryRow(t.Context(), `SELECT DISTINCT headers->>'x-trace-id' FROM `+pgx.Identifier{schema, "outbox"}.Sanitize()).Scan(&stored))
 	require.Equal(t, ownID, stored)
-	require.Eventually(t, func() bool { return strings.Contains(out.String(), "event refused") }, time.Minute, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(out.String(), "event refused") }, testenv.Patience, 10*time.Millisecond)
 	told := map[string]any{}
 	for line := range strings.Lines(out.String()) {
 		l := lineOf(t, line)

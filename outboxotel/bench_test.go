@@ -82,7 +82,7 @@ func withBatch(b *testing.B, events, records int, flags string, f func(outbox.Se
 			close(done)
 		}}})
 	require.NoError(b, err)
-	stop := run(b, relay.Run)
+	stop := testenv.Run(b, relay.Run)
 	<-done
 	stop()
 }

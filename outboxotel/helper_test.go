@@ -4,7 +4,6 @@ import (
 	"context"
 	"log/slog"
 	"slices"
-	"sync"
 	"testing"
 	"time"
 
@@ -14,7 +13,6 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxotel"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/sdk/metric"
@@ -22,9 +20,6 @@ import (
 	"go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/sdk/trace/tracetest"
 )
-
-// patience is how long a test waits for what should be there much sooner.
-const patience = 60 * time.Second
 
 // placed and shipped are the events of these tests.
 type placed struct {
@@ -121,7 +116,7 @@ func (s *scene) relay(t testing.TB, cfg outbox.RelayConfig) (stop func()) {
 	cfg.Schema, cfg.PollInterval, cfg.Logger = s.schema, 10*time.Millisecond, quiet
 	relay, err := outbox.NewRelay(s.db, testenv.KafkaOpts(s.brokers), s.tel.Relay(cfg))
 	require.NoError(t, err)
-	return run(t, relay.Run)
+	return testenv.Run(t, relay.Run)
 }
 
 // consumer returns a consumer of a group of its own.
@@ -133,28 +128,10 @@ func (s *scene) consumer(t testing.TB, cfg outbox.ConsumerConfig, handlers ...ou
 	return c
 }
 
-// run runs something until the test ends, or stop is called.
-func run(t testing.TB, f func(context.Context) error) (stop func()) {
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- f(ctx) }()
-	stop = sync.OnceFunc(func() {
-		cancel()
-		select {
-		case err := <-done:
-			assert.NoError(t, err)
-		case <-time.After(patience):
-			t.Error("Run did not return")
-		}
-	})
-	t.Cleanup(stop)
-	return stop
-}
-
 // eventually waits for a condition.
 func eventually(t testing.TB, met func() bool, msg string, args ...any) {
 	t.Helper()
-	require.Eventuallyf(t, met, patience, 10*time.Millisecond, msg, args...)
+	require.Eventuallyf(t, met, testenv.Patience, 10*time.Millisecond, msg, args...)
 }
 
 // metrics are what one collection brought, by name.

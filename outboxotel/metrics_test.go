@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxotel"
 	"github.com/stretchr/testify/require"
 	"go.opentelemetry.io/otel/sdk/metric/metricdata"
@@ -56,7 +57,7 @@ func TestMetrics(t *testing.T) {
 	require.Equal(t, []float64{5, 1}, []float64{m.value("outbox.recorder.events", "error.type", ""), m.value("outbox.recorder.events", "error.type", "invalid_event")})
 	require.Zero(t, m.value("outbox.relay.pending"), "no relay has begun")
 
-	run(t, c.Run)
+	testenv.Run(t, c.Run)
 	again := s.relay(t, outbox.RelayConfig{Name: "again", MaxRetries: 1, RetryInterval: 10 * time.Millisecond, HoldDead: true})
 	eventually(t, func() bool { m = s.collect(t); return m.value("outbox.relay.stored", "outbox.status", "dead") == 1 }, "nothing is dead")
 	again()
@@ -108,7 +109,7 @@ func TestMetrics(t *testing.T) {
 	}
 	require.Positive(t, m.value("outbox.relay.batch.size", "outbox.relay.name", "default"))
 	latency := m["outbox.relay.publish.latency"].Data.(metricdata.Histogram[float64]).DataPoints[0]
-	require.Less(t, latency.Sum/float64(latency.Count), patience.Seconds(), "in seconds")
+	require.Less(t, latency.Sum/float64(latency.Count), testenv.Patience.Seconds(), "in seconds")
 	require.NotEmpty(t, latency.Exemplars, "of sampled events")
 	require.Empty(t, unboundedAttributes(m))
 }
@@ -143,8 +144,8 @@ func TestPending(t *testing.T) {
 	m = s.collect(t)
 	require.Equal(t, 3.0, m.value("outbox.relay.pending"))
 	first := m.value("outbox.relay.pending.age")
-	require.Eventually(t, func() bool { return s.collect(t).value("outbox.relay.pending.age") > first }, patience, time.Millisecond)
-	require.Less(t, first, patience.Seconds())
+	require.Eventually(t, func() bool { return s.collect(t).value("outbox.relay.pending.age") > first }, testenv.Patience, time.Millisecond)
+	require.Less(t, first, testenv.Patience.Seconds())
 }
 
 // Every metric of the package documentation is there, with its unit, and no other.
@@ -156,7 +157,7 @@ func TestMetricNames(t *testing.T) {
 		return errors.New("no")
 	}))
 	s.tel.Watch(inspector, c)
-	run(t, c.Run)
+	testenv.Run(t, c.Run)
 	s.commit(t.Context(), t, tooLarge("1"), placed{ID: "2", At: time.Now()})
 	cfg := outbox.RelayConfig{MaxRetries: 1, RetryInterval: 10 * time.Millisecond}
 	cfg.Retention.PublishedFor, cfg.Retention.Interval = time.Millisecond, 100*time.Millisecond

@@ -8,6 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxotel"
 	"github.com/stretchr/testify/require"
 	"go.opentelemetry.io/otel/codes"
@@ -28,7 +29,7 @@ func requireChild(t *testing.T, child, parent tracetest.SpanStub) {
 // on from what the handler records.
 func TestOneTrace(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
-	run(t, s.consumer(t, outbox.ConsumerConfig{}, outbox.Handle("SHIP", func(ctx context.Context, tx pgx.Tx, e placed, m outbox.Metadata) error {
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{}, outbox.Handle("SHIP", func(ctx context.Context, tx pgx.Tx, e placed, m outbox.Metadata) error {
 		return s.rec.Record(ctx, tx, shipped{e.ID, time.Now()})
 	})).Run)
 	ctx, request := s.tracers.Tracer("test").Start(t.Context(), "request")
@@ -83,7 +84,7 @@ func TestTraceOfBatch(t *testing.T) {
 	eventually(t, func() bool { return len(s.named("send "+s.orders)) == 2 }, "no spans of sends")
 	stop()
 	var linked tracetest.SpanStub
-	run(t, s.consumer(t, outbox.ConsumerConfig{}, outbox.HandleBatch("COUNT", func(ctx context.Context, tx pgx.Tx, es []outbox.Received[placed]) error {
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{}, outbox.HandleBatch("COUNT", func(ctx context.Context, tx pgx.Tx, es []outbox.Received[placed]) error {
 		return nil
 	})).Run)
 	linked = s.one(t, "process "+s.orders)
@@ -106,7 +107,7 @@ func TestTraceOfBatch(t *testing.T) {
 func TestUnsampledTrace(t *testing.T) {
 	s := newScene(t, sdk.ParentBased(sdk.NeverSample()))
 	seen := make(chan trace.SpanContext, 1)
-	run(t, s.consumer(t, outbox.ConsumerConfig{}, outbox.HandleNoTx("SEE", func(ctx context.Context, e placed, m outbox.Metadata) error {
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{}, outbox.HandleNoTx("SEE", func(ctx context.Context, e placed, m outbox.Metadata) error {
 		require.Regexp(t, `-00$`, m.Extensions["traceparent"])
 		seen <- trace.SpanContextFromContext(ctx)
 		return nil
@@ -130,7 +131,7 @@ func TestFailedSpans(t *testing.T) {
 
 	s.commit(t.Context(), t, orders("1")...)
 	s.relay(t, outbox.RelayConfig{})
-	run(t, s.consumer(t, outbox.ConsumerConfig{MaxRetries: -1}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{MaxRetries: -1}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
 		panic("no")
 	})).Run)
 	failed := s.one(t, "process "+s.orders)

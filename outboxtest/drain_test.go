@@ -14,7 +14,7 @@ import (
 )
 
 func (h *house) drain(t outboxtest.T, kafka []kgo.Opt, cfg outbox.RelayConfig) {
-	ctx, cancel := context.WithTimeout(background, time.Minute)
+	ctx, cancel := context.WithTimeout(background, testenv.Patience)
 	defer cancel()
 	cfg.Schema = h.schema
 	outboxtest.Drain(ctx, t, h.db, kafka, cfg)
@@ -60,15 +60,12 @@ func TestDrainBesideAnotherRelay(t *testing.T) {
 		Schema: h.schema, PollInterval: 10 * time.Millisecond, Logger: slog.New(slog.DiscardHandler),
 	})
 	require.NoError(t, err)
-	ctx, stop := context.WithCancel(background)
-	done := make(chan error)
-	go func() { done <- relay.Run(ctx) }()
-	defer func() { stop(); require.NoError(t, <-done) }()
+	testenv.Run(t, relay.Run)
 	require.Eventually(t, func() bool {
 		var held bool
 		err := h.db.QueryRow(background, `SELECT EXISTS (SELECT FROM `+h.table("outbox_lease")+` WHERE expires_at > now())`).Scan(&held)
 		return err == nil && held
-	}, time.Minute, time.Millisecond)
+	}, testenv.Patience, time.Millisecond)
 	for range 20 {
 		h.commit(t, orderPlaced{ID: "1", At: noon})
 	}
@@ -148,7 +145,7 @@ func TestDrainFails(t *testing.T) {
 func TestDrainFailsAtOnce(t *testing.T) {
 	h := newHouse(t)
 	kafka := outboxtest.Kafka(t)
-	ctx, cancel := context.WithTimeout(background, time.Minute)
+	ctx, cancel := context.WithTimeout(background, testenv.Patience)
 	defer cancel()
 	drain := func(cfg outbox.RelayConfig) string {
 		return failure(t, func(f *fakeT) { outboxtest.Drain(ctx, f, h.db, kafka, cfg) })

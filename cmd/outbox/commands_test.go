@@ -44,7 +44,7 @@ func TestMigrate(t *testing.T) {
 	d.json(t, &doc, exitOK, "migrate", "status")
 	require.Equal(t, d.schema, doc.Schema)
 	require.Equal(t, 1, doc.Migrations[0].Version)
-	require.WithinDuration(t, time.Now(), *doc.Migrations[0].AppliedAt, patience)
+	require.WithinDuration(t, time.Now(), *doc.Migrations[0].AppliedAt, testenv.Patience)
 	doc = migrationsDoc{}
 	d.json(t, &doc, exitOK, "migrate", "up")
 	require.NotNil(t, doc.Applied)
@@ -82,7 +82,7 @@ func TestStatus(t *testing.T) {
 	require.Contains(t, d.ok(t, "status"), "No relay has run here yet.")
 	stop := d.relay(t)
 	d.record(t, "a", "b")
-	require.Eventually(t, func() bool { return d.pending(t) == 0 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return d.pending(t) == 0 }, testenv.Patience, 10*time.Millisecond)
 	var doc statusJSON
 	d.json(t, &doc, exitOK, "status", "--check", "--open-for", "1h")
 	require.Len(t, doc.Relays, 1)
@@ -119,7 +119,7 @@ func TestStatus(t *testing.T) {
 			}
 		}
 		return false
-	}, patience, 10*time.Millisecond)
+	}, testenv.Patience, 10*time.Millisecond)
 }
 
 // What watches goes on until it is interrupted, and ends well then.
@@ -134,7 +134,7 @@ func TestStatusWatch(t *testing.T) {
 		var out, errs testenv.Buffer
 		ended := make(chan int, 1)
 		go func() { ended <- d.start(ctx, &out, &errs, "status", "--watch", "--every", "100ms") }()
-		require.Eventually(t, func() bool { return strings.Count(out.String(), "RELAY ") >= 3 }, patience, 10*time.Millisecond)
+		require.Eventually(t, func() bool { return strings.Count(out.String(), "RELAY ") >= 3 }, testenv.Patience, 10*time.Millisecond)
 		cancel()
 		require.Equal(t, exitOK, <-ended)
 		require.Empty(t, errs.String())
@@ -145,7 +145,7 @@ func TestStatusWatch(t *testing.T) {
 	var out, errs testenv.Buffer
 	ended := make(chan int, 1)
 	go func() { ended <- d.start(ctx, &out, &errs, "status", "--watch", "--every", "100ms", "--json") }()
-	require.Eventually(t, func() bool { return strings.Count(out.String(), "\n") >= 2 }, patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Count(out.String(), "\n") >= 2 }, testenv.Patience, 10*time.Millisecond)
 	cancel()
 	require.Equal(t, exitOK, <-ended)
 	for line := range strings.Lines(out.String()) {
@@ -173,7 +173,7 @@ func TestTail(t *testing.T) {
 	require.Eventually(t, func() bool { // it tells of what comes after its start
 		d.record(t, "other", "mine")
 		return strings.Count(lines.String(), "\n") == 2
-	}, patience, 100*time.Millisecond)
+	}, testenv.Patience, 100*time.Millisecond)
 	require.Equal(t, exitOK, <-ended)
 	for line := range strings.Lines(lines.String()) {
 		var event recordedJSON
@@ -184,8 +184,8 @@ func TestTail(t *testing.T) {
 	}
 	require.Eventually(t, func() bool {
 		return strings.Contains(plain.String(), "test.desk.happened.v1  Thing/other  "+d.topic) && strings.Contains(plain.String(), `"Key": "mine"`)
-	}, patience, 10*time.Millisecond)
-	require.Eventually(t, func() bool { return strings.Contains(byKey.String(), "mine") }, patience, 10*time.Millisecond)
+	}, testenv.Patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(byKey.String(), "mine") }, testenv.Patience, 10*time.Millisecond)
 	require.NotContains(t, byKey.String(), "other")
 	require.Empty(t, nothing.String())
 }
@@ -339,7 +339,7 @@ func TestFailedRetryIsInterrupted(t *testing.T) {
 	go func() {
 		ended <- d.start(ctx, &out, &errs, "failed", "retry", "--all", "--yes", "--reason", "x", "--rate", "10")
 	}()
-	require.Eventually(t, func() bool { return strings.Contains(errs.String(), "retried [") }, patience, 5*time.Millisecond, "a bar")
+	require.Eventually(t, func() bool { return strings.Contains(errs.String(), "retried [") }, testenv.Patience, 5*time.Millisecond, "a bar")
 	cancel()
 	require.Equal(t, exitError, <-ended)
 	require.Contains(t, errs.String(), "outbox: interrupted")

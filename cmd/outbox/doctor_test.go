@@ -124,7 +124,7 @@ func TestDoctorFindsWhatIsBroken(t *testing.T) {
 			d := newClinic(t)
 			d.relay(t)
 			d.record(t, "a")
-			require.Eventually(t, func() bool { return d.pending(t) == 0 }, patience, 10*time.Millisecond)
+			require.Eventually(t, func() bool { return d.pending(t) == 0 }, testenv.Patience, 10*time.Millisecond)
 			d.fail(t, outbox.StatusResolved, "b")
 			require.Empty(t, d.findings(t))
 			for _, statement := range strings.Split(test.breaks, ";") {
@@ -234,7 +234,7 @@ func TestDoctorOnRelays(t *testing.T) {
 	require.Eventually(t, func() bool {
 		all := d.findings(t, "--max-age", "50ms", "--skip", "relay.leader")
 		return len(all) == 1 && all[0].ID == "relay.backlog"
-	}, patience, 20*time.Millisecond)
+	}, testenv.Patience, 20*time.Millisecond)
 }
 
 // Transactions that were left open are found, with who has them, and prepared ones.
@@ -254,7 +254,7 @@ func TestDoctorOnTransactions(t *testing.T) {
 			return i >= 0 && strings.Contains(out.Findings[i].Means, "wait for its commit") && strings.HasPrefix(out.Findings[i].ID, "transaction.")
 		}
 	}
-	require.Eventually(t, find(d.topic), patience, 20*time.Millisecond)
+	require.Eventually(t, find(d.topic), testenv.Patience, 20*time.Millisecond)
 	require.NoError(t, tx.Rollback(background))
 	require.False(t, find(d.topic)())
 
@@ -265,7 +265,7 @@ func TestDoctorOnTransactions(t *testing.T) {
 	_, err = tx.Exec(background, "PREPARE TRANSACTION '"+gid+"'")
 	require.NoError(t, err)
 	require.NoError(t, tx.Rollback(background)) // there is none any more
-	require.Eventually(t, find(gid), patience, 20*time.Millisecond)
+	require.Eventually(t, find(gid), testenv.Patience, 20*time.Millisecond)
 	d.exec(t, "ROLLBACK PREPARED '"+gid+"'")
 	require.False(t, find(gid)())
 }
@@ -421,7 +421,7 @@ func TestDoctorOnSlots(t *testing.T) {
 		return slices.ContainsFunc(doc.findings, func(f finding) bool {
 			return f.ID == "server.slot" && strings.Contains(f.What, name) && strings.Contains(f.What, "nobody reads it")
 		})
-	}, patience, 20*time.Millisecond)
+	}, testenv.Patience, 20*time.Millisecond)
 }
 
 // Rows that were rolled back and not cleaned up.
@@ -439,7 +439,7 @@ func TestDoctorOnBloat(t *testing.T) {
 	require.Eventually(t, func() bool {
 		all := d.findings(t, "--skip", "tables.autovacuum,transaction")
 		return len(all) == 1 && all[0].ID == "tables.bloat" && strings.Contains(all[0].What, "outbox has 100,001 dead rows")
-	}, patience, 50*time.Millisecond)
+	}, testenv.Patience, 50*time.Millisecond)
 }
 
 func TestDoctorOnKafka(t *testing.T) {
@@ -450,7 +450,7 @@ func TestDoctorOnKafka(t *testing.T) {
 	d.record(t, "a")
 	d.requireFinding(t, "kafka.topic.missing", severityError, d.topic, "--skip", skip)
 	testenv.CreateTopic(t, d.brokers, d.topic, 1)
-	require.Eventually(t, func() bool { return len(d.findings(t, "--skip", skip)) == 0 }, patience, 50*time.Millisecond)
+	require.Eventually(t, func() bool { return len(d.findings(t, "--skip", skip)) == 0 }, testenv.Patience, 50*time.Millisecond)
 	for _, test := range []struct{ setting, value, id, severity string }{
 		{"min.insync.replicas", "2", "kafka.topic.min_insync", severityError},
 		{"max.message.bytes", "900000", "kafka.topic.max_message_bytes", severityWarning},
@@ -462,7 +462,7 @@ func TestDoctorOnKafka(t *testing.T) {
 		require.Eventually(t, func() bool {
 			all := other.findings(t, "--skip", skip)
 			return len(all) == 1 && all[0].ID == test.id && all[0].Severity == test.severity && strings.Contains(all[0].What, test.setting)
-		}, patience, 50*time.Millisecond, test.setting)
+		}, testenv.Patience, 50*time.Millisecond, test.setting)
 	}
 	d.vars["KAFKA_BROKERS"] = "127.0.0.1:1"
 	d.requireFinding(t, "kafka.connect", severityError, "127.0.0.1:1", "--skip", skip, "--timeout", "2s")

@@ -8,7 +8,6 @@ import (
 	"log/slog"
 	"net/url"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -17,15 +16,11 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
 // update has tests write the files that they would compare.
 var update = flag.Bool("update", false, "write expected.txt and docs/cli.md")
-
-// patience is how long a test waits for what should be there much sooner.
-const patience = 60 * time.Second
 
 var background = context.Background()
 
@@ -114,19 +109,12 @@ func (d *desk) relay(t testing.TB) (stop func()) {
 	r, err := outbox.NewRelay(d.db, testenv.KafkaOpts(d.brokers), outbox.RelayConfig{Schema: d.schema, PollInterval: 10 * time.Millisecond,
 		RetryInterval: 20 * time.Millisecond, MaxRetries: 1, Logger: slog.New(slog.DiscardHandler)})
 	require.NoError(t, err)
-	ctx, cancel := context.WithCancel(background)
-	done := make(chan error, 1)
-	go func() { done <- r.Run(ctx) }()
-	stop = sync.OnceFunc(func() {
-		cancel()
-		assert.NoError(t, <-done)
-	})
-	t.Cleanup(stop)
+	stop = testenv.Run(t, r.Run)
 	require.Eventually(t, func() bool {
 		relays, err := d.inspector(t).Relays(background)
 		require.NoError(t, err)
 		return len(relays) == 1 && relays[0].Holder != "" && !relays[0].MovedAt.IsZero()
-	}, patience, 10*time.Millisecond, "the relay leads")
+	}, testenv.Patience, 10*time.Millisecond, "the relay leads")
 	return stop
 }
 

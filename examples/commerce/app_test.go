@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"testing"
-	"time"
 
 	"github.com/alicebob/miniredis/v2"
 	"github.com/google/uuid"
@@ -15,9 +14,6 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
 )
-
-// patience is how long a test waits for what should be there much sooner.
-const patience = 60 * time.Second
 
 // newApp returns the parts of the program on a schema of the test's own. The tests
 // speak to a real PostgreSQL and to the Kafka of the environment. Redis is miniredis:

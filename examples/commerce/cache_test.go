@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 )
 
@@ -53,8 +54,8 @@ func TestRedisAway(t *testing.T) {
 	a.relayAnd(t, c)
 	a.record(t, StockDepletedEventV1{ProductID: 3, happened: noon})
 
-	require.Eventually(t, func() bool { return failed.Load() > 5 }, patience, time.Millisecond)
+	require.Eventually(t, func() bool { return failed.Load() > 5 }, testenv.Patience, time.Millisecond)
 	server.SetError("")
-	require.Eventually(t, func() bool { return !server.Exists(a.pages.key(3)) }, patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return !server.Exists(a.pages.key(3)) }, testenv.Patience, 5*time.Millisecond)
 	require.Zero(t, a.tally.look().deadLetters)
 }

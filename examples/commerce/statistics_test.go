@@ -11,6 +11,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -168,7 +169,7 @@ func TestRowsAreLockedInOrder(t *testing.T) {
 				var waits bool
 				row := a.db.QueryRow(t.Context(), `SELECT cardinality(pg_blocking_pids($1)) > 0`, waiter.Conn().PgConn().PID())
 				return row.Scan(&waits) == nil && waits
-			}, patience, 5*time.Millisecond)
+			}, testenv.Patience, 5*time.Millisecond)
 
 			rows, err := a.db.Query(t.Context(), `SELECT product_id FROM product_statistic ORDER BY product_id FOR UPDATE SKIP LOCKED`)
 			require.NoError(t, err)
@@ -203,13 +204,13 @@ func TestOrderThatCannotBeCounted(t *testing.T) {
 	select {
 	case letter := <-letters:
 		require.Equal(t, "SALES_COUNT_INCREASED loopers.order.paid.v1 of 2 to order-events.dlq", letter)
-	case <-time.After(patience):
+	case <-time.After(testenv.Patience):
 		t.Fatal("no dead letter")
 	}
 	require.Eventually(t, func() bool {
 		var sales int64
 		err := a.db.QueryRow(t.Context(), `SELECT sales_count FROM product_statistic WHERE product_id = 3`).Scan(&sales)
 		return err == nil && sales == 6
-	}, patience, 5*time.Millisecond)
+	}, testenv.Patience, 5*time.Millisecond)
 	a.requireHandled(t, "Order 1 SALES_COUNT_INCREASED", "Order 3 SALES_COUNT_INCREASED")
 }

@@ -36,7 +36,7 @@ func requireTopic(t *testing.T, client *kgo.Client, topic string, partitions int
 	require.Eventually(t, func() bool { // a new topic takes a moment to be known everywhere
 		topics, err := admin.ListTopics(t.Context(), topic)
 		return err == nil && topics[topic].Err == nil && len(topics[topic].Partitions) == partitions
-	}, patience, 10*time.Millisecond, "partitions of %s", topic)
+	}, testenv.Patience, 10*time.Millisecond, "partitions of %s", topic)
 	configs, err := admin.DescribeTopicConfigs(t.Context(), topic)
 	require.NoError(t, err)
 	values := map[string]string{}

@@ -30,7 +30,7 @@ func TestStart(t *testing.T) {
 	code := make(chan int, 1)
 	go func() { code <- start(ctx, []string{"-listen=127.0.0.1:0", "-rate=50", "-traces"}, &stdout, &stderr) }()
 	require.Eventually(t, func() bool { return strings.Contains(stdout.String(), `"Name":"process observability_`) },
-		patience, 10*time.Millisecond, "no span of the consumer: %s", &stderr)
+		testenv.Patience, 10*time.Millisecond, "no span of the consumer: %s", &stderr)
 	require.Contains(t, stdout.String(), "metrics: http://127.0.0.1:")
 	stop()
 	require.Equal(t, exitDone, <-code, &stderr)

@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 )
 
@@ -128,7 +129,7 @@ func (p *server) value(expr string) float64 {
 
 func (p *server) eventually(met func() bool, msg string, args ...any) {
 	p.t.Helper()
-	require.Eventuallyf(p.t, met, patience, 100*time.Millisecond, msg, args...)
+	require.Eventuallyf(p.t, met, testenv.Patience, 100*time.Millisecond, msg, args...)
 }
 
 // A real Prometheus scrapes the service, understands every query of the dashboard, and
@@ -144,7 +145,7 @@ func TestPrometheus(t *testing.T) {
 	require.Equal(t, 1.0, p.value(`up{job="orders"}`))
 	median := p.value(`histogram_quantile(0.5, sum by (le) (outbox_relay_publish_latency_seconds_bucket{outbox_relay_name="default"}))`)
 	require.Greater(t, median, 0.0)
-	require.Less(t, median, patience.Seconds())
+	require.Less(t, median, testenv.Patience.Seconds())
 
 	for title, expr := range dashboardQueries(t) {
 		p.eventually(func() bool {

@@ -2,7 +2,6 @@ package main
 
 import (
 	"bytes"
-	"context"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -26,8 +25,6 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.opentelemetry.io/otel/sdk/trace/tracetest"
 )
-
-const patience = 60 * time.Second
 
 // running is a service that serves.
 type running struct {
@@ -55,14 +52,8 @@ func startService(t *testing.T) *running {
 		log: slog.New(outboxhttp.LogTrace(slog.NewJSONHandler(&r.logs, &slog.HandlerOptions{Level: slog.LevelDebug}))),
 	})
 	require.NoError(t, err)
-	ctx, stop := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- r.run(ctx) }()
-	t.Cleanup(func() {
-		stop()
-		assert.NoError(t, <-done)
-		assert.NoError(t, r.close())
-	})
+	t.Cleanup(func() { assert.NoError(t, r.close()) })
+	testenv.Run(t, r.run)
 	return r
 }
 
@@ -96,10 +87,7 @@ func (r *running) trouble() {
 	require.Equal(r.t, http.StatusBadRequest, r.order(orderPlaced{}).StatusCode)
 	again, err := outbox.NewRelay(r.db, r.kafka, r.tel.Relay(outbox.RelayConfig{Schema: r.id, Name: "again", Logger: r.log}))
 	require.NoError(r.t, err)
-	ctx, stop := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- again.Run(ctx) }()
-	r.t.Cleanup(func() { stop(); assert.NoError(r.t, <-done) })
+	testenv.Run(r.t, again.Run)
 }
 
 // noise returns n characters that do not compress well.
@@ -151,7 +139,7 @@ func (s scraped) value(name string, labels ...string) float64 {
 // await scrapes until a condition is met.
 func (r *running) await(met func(scraped) bool) (s scraped) {
 	r.t.Helper()
-	require.Eventually(r.t, func() bool { s = r.scrape(); return met(s) }, patience, 20*time.Millisecond)
+	require.Eventually(r.t, func() bool { s = r.scrape(); return met(s) }, testenv.Patience, 20*time.Millisecond)
 	return s
 }
 
@@ -208,7 +196,7 @@ func TestMetricsAreScraped(t *testing.T) {
 	}
 	latency := s["outbox_relay_publish_latency_seconds"].GetMetric()[0].GetHistogram()
 	require.Greater(t, latency.GetSampleSum(), 0.0)
-	require.Less(t, latency.GetSampleSum()/float64(latency.GetSampleCount()), patience.Seconds())
+	require.Less(t, latency.GetSampleSum()/float64(latency.GetSampleCount()), testenv.Patience.Seconds())
 }
 
 // What dashboard and alerts ask for is there: every metric and every label.

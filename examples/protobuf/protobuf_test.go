@@ -80,7 +80,7 @@ func requireOrder(t *testing.T, payload []byte) {
 // record that arrived and the id of the event in the table.
 func throughKafka(t *testing.T, mode outbox.Mode) (*kgo.Record, string) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), testenv.Patience)
 	defer cancel()
 	db, schema := testenv.Schema(t)
 	require.NoError(t, outbox.Migrate(ctx, db, outbox.MigrateConfig{Schema: schema}))
@@ -95,12 +95,9 @@ func throughKafka(t *testing.T, mode outbox.Mode) (*kgo.Record, string) {
 	relay, err := outbox.NewRelay(db, []kgo.Opt{brokers, kgo.AllowAutoTopicCreation()},
 		outbox.RelayConfig{Schema: schema, Mode: mode})
 	require.NoError(t, err)
-	relaying, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- relay.Run(relaying) }()
+	stop := testenv.Run(t, relay.Run)
 	record := first(ctx, t, brokers, topic)
 	stop()
-	require.NoError(t, <-done)
 	require.Equal(t, anOrder, firstHandled(ctx, t, db, brokers, events, outbox.ConsumerConfig{Schema: schema, Group: topic, FromStart: true}))
 	return record, storedID(ctx, t, db, schema)
 }
@@ -115,10 +112,7 @@ func firstHandled(ctx context.Context, t *testing.T, db *pgxpool.Pool, brokers k
 			return nil
 		}))
 	require.NoError(t, err)
-	consuming, stop := context.WithCancel(ctx)
-	done := make(chan error, 1)
-	go func() { done <- c.Run(consuming) }()
-	defer func() { stop(); require.NoError(t, <-done) }()
+	defer testenv.Run(t, c.Run)()
 	select {
 	case order := <-orders:
 		return order

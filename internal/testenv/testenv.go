@@ -54,7 +54,7 @@ func Schema(t testing.TB) (*pgxpool.Pool, string) {
 // configuration and may be nil.
 func Pool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	t.Helper()
-	cfg, err := pgxpool.ParseConfig(need(t, PostgresVar))
+	cfg, err := pgxpool.ParseConfig(postgresURL(t))
 	require.NoError(t, err)
 	cfg.MaxConns = 50
 	if configure != nil {
@@ -80,9 +80,26 @@ func PoolIn(t testing.TB, mode pgx.QueryExecMode) *pgxpool.Pool {
 // itself sets up a session, and says so.
 func Direct(t testing.TB) {
 	t.Helper()
-	if address := lookUp(DirectVar); address != "" {
-		t.Setenv(PostgresVar, address)
+	if _, seen := direct.LoadOrStore(t.Name(), true); !seen {
+		t.Cleanup(func() { direct.Delete(t.Name()) })
 	}
+}
+
+// direct has the names of the tests that called [Direct].
+var direct sync.Map
+
+// postgresURL returns the address of the database, of PgBouncer's only if neither
+// the test nor one that it is part of called [Direct].
+func postgresURL(t testing.TB) string {
+	t.Helper()
+	address := need(t, PostgresVar)
+	past := lookUp(DirectVar)
+	for name := t.Name(); past != "" && name != ""; name = name[:max(0, strings.LastIndex(name, "/"))] {
+		if _, ok := direct.Load(name); ok {
+			return past
+		}
+	}
+	return address
 }
 
 // OtherDatabase returns a pool on another database of the same cluster, which

@@ -22,8 +22,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// patience is how long a tab may take for all it does.
-const patience = 2 * time.Minute
+// tabTimeout is how long a tab may take for all it does.
+const tabTimeout = 2 * time.Minute
 
 // house is a page under a prefix, with the shop's events.
 type house struct {
@@ -112,7 +112,7 @@ func newTab(t *testing.T) context.Context {
 	require.NoError(t, err, "Chromium is needed: apt-get install chromium")
 	tab, end := chromedp.NewContext(browser)
 	t.Cleanup(end)
-	tab, endTime := context.WithTimeout(tab, patience)
+	tab, endTime := context.WithTimeout(tab, tabTimeout)
 	t.Cleanup(endTime)
 	return tab
 }

@@ -10,10 +10,9 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/faults/internal/proxy"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 )
-
-const patience = 30 * time.Second
 
 func TestBytesAndEndsPass(t *testing.T) {
 	_, client, server := connect(t)
@@ -92,7 +91,7 @@ func TestHoldHidesTheEnd(t *testing.T) {
 			end(client)
 			requireSilence(t, server)
 			p.Set(proxy.Fault{})
-			require.NoError(t, server.SetReadDeadline(time.Now().Add(patience)))
+			require.NoError(t, server.SetReadDeadline(time.Now().Add(testenv.Patience)))
 			_, err := server.Read(make([]byte, 1))
 			require.True(t, errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET), "%v", err)
 		})
@@ -209,7 +208,7 @@ func say(t *testing.T, conn *net.TCPConn, text string) {
 
 func requireHears(t *testing.T, conn *net.TCPConn, text string) {
 	t.Helper()
-	require.NoError(t, conn.SetReadDeadline(time.Now().Add(patience)))
+	require.NoError(t, conn.SetReadDeadline(time.Now().Add(testenv.Patience)))
 	got := make([]byte, len(text))
 	_, err := io.ReadFull(conn, got)
 	require.NoError(t, err)
@@ -235,7 +234,7 @@ func requireSilence(t *testing.T, conn *net.TCPConn) {
 
 func requireReset(t *testing.T, conn *net.TCPConn) {
 	t.Helper()
-	require.NoError(t, conn.SetReadDeadline(time.Now().Add(patience)))
+	require.NoError(t, conn.SetReadDeadline(time.Now().Add(testenv.Patience)))
 	_, err := io.Copy(io.Discard, conn)
 	require.ErrorIs(t, err, syscall.ECONNRESET)
 }
