@@ -8,6 +8,8 @@ import (
 	"log/slog"
 	"strings"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/check"
 )
 
 // Alerter is told what an operator should know. There are [LogAlerter] and, in the
@@ -149,12 +151,12 @@ func (c AlertConfig) withDefaults() AlertConfig {
 
 func (c AlertConfig) validate() error {
 	return errors.Join(
-		notNegative("Alerts.Interval", c.Interval),
-		notNegative("Alerts.ReportInterval", c.ReportInterval),
-		notNegative("Alerts.DeadThreshold", c.DeadThreshold),
-		notNegative("Alerts.StaleAfter", c.StaleAfter),
-		notNegative("Alerts.StalePending", c.StalePending),
-		notAbove("Alerts.StalePending", c.StalePending, maxPendingCount),
+		check.NotNegative("Alerts.Interval", c.Interval),
+		check.NotNegative("Alerts.ReportInterval", c.ReportInterval),
+		check.NotNegative("Alerts.DeadThreshold", c.DeadThreshold),
+		check.NotNegative("Alerts.StaleAfter", c.StaleAfter),
+		check.NotNegative("Alerts.StalePending", c.StalePending),
+		check.NotAbove("Alerts.StalePending", c.StalePending, maxPendingCount),
 	)
 }
 

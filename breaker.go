@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/sony/gobreaker/v2"
+
+	"github.com/outboxgo/outbox/internal/check"
 )
 
 // BreakerConfig tunes the circuit breaker of a [Relay], which sends nothing for
@@ -53,12 +55,12 @@ func (c BreakerConfig) withDefaults() BreakerConfig {
 
 func (c BreakerConfig) validate() error {
 	errs := []error{
-		notNegative("Breaker.Window", c.Window),
-		notAbove("Breaker.Window", c.Window, maxBreakerCalls),
-		notNegative("Breaker.MinCalls", c.MinCalls),
-		notNegative("Breaker.OpenFor", c.OpenFor),
-		notNegative("Breaker.Trials", c.Trials),
-		notAbove("Breaker.Trials", c.Trials, maxBreakerCalls),
+		check.NotNegative("Breaker.Window", c.Window),
+		check.NotAbove("Breaker.Window", c.Window, maxBreakerCalls),
+		check.NotNegative("Breaker.MinCalls", c.MinCalls),
+		check.NotNegative("Breaker.OpenFor", c.OpenFor),
+		check.NotNegative("Breaker.Trials", c.Trials),
+		check.NotAbove("Breaker.Trials", c.Trials, maxBreakerCalls),
 	}
 	if c.MinCalls > c.Window {
 		errs = append(errs, fmt.Errorf("field Breaker.MinCalls is %d: must not be above Breaker.Window, %d", c.MinCalls, c.Window))
@@ -243,17 +245,17 @@ type permit struct {
 func (p *permit) holds() bool { return p.breaker.generation.Load() == p.generation }
 
 // outcome is how a call ended, as far as the breaker is concerned.
-type outcome int
+type callResult int
 
 const (
-	callSucceeded outcome = iota // Kafka was there, even if it refused the event
-	callFailed                   // for want of Kafka
-	callCancelled                // says nothing, and gives the permission back
+	callSucceeded callResult = iota // Kafka was there, even if it refused the event
+	callFailed                      // for want of Kafka
+	callCancelled                   // says nothing, and gives the permission back
 )
 
 // report takes the outcome of one call. It does not count if the breaker has
 // changed since p was given, or if all calls have an outcome already.
-func (p *permit) report(o outcome) {
+func (p *permit) report(o callResult) {
 	b := p.breaker
 	switch {
 	case p.left.Add(-1) < 0:

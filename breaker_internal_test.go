@@ -103,7 +103,7 @@ func play(b *breaker, calls string) {
 	}
 }
 
-var outcomes = map[rune]outcome{'+': callSucceeded, '-': callFailed, 'x': callCancelled}
+var outcomes = map[rune]callResult{'+': callSucceeded, '-': callFailed, 'x': callCancelled}
 
 // Whatever happens, the breaker is where a model of it is that keeps all
 // outcomes and knows no shortcut.
@@ -356,7 +356,7 @@ func TestBreakerExactRate(t *testing.T) {
 
 func TestBreakerAllocs(t *testing.T) {
 	b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
-	for _, o := range []outcome{callSucceeded, callCancelled, callFailed} { // it opens, and hears of it again and again
+	for _, o := range []callResult{callSucceeded, callCancelled, callFailed} { // it opens, and hears of it again and again
 		p := b.allow(100_000)
 		require.Zero(t, testing.AllocsPerRun(1000, func() { p.report(o) }), "outcome %d", o)
 	}

@@ -10,8 +10,9 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/outboxgo/outbox"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
 )
 
 const badText = "caf\xe9" // Latin-1

@@ -12,6 +12,11 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // ConsumerConfig tunes a [Consumer]. All but Group may be zero.
@@ -109,10 +114,11 @@ const (
 	maxHandlerWait         = 30 * time.Second
 	maxGroup               = 255
 	maxAction              = 100
+	deadLetterDelivery     = 10 * time.Second // after which a dead letter without an answer is sent again
 )
 
 func (c ConsumerConfig) withDefaults() ConsumerConfig {
-	c.Schema = cmp.Or(c.Schema, defaultSchema)
+	c.Schema = cmp.Or(c.Schema, pg.DefaultSchema)
 	c.MaxPoll = cmp.Or(c.MaxPoll, defaultMaxPoll)
 	c.HeartbeatInterval = cmp.Or(c.HeartbeatInterval, defaultHeartbeat)
 	c.SessionTimeout = cmp.Or(c.SessionTimeout, defaultSession)
@@ -135,18 +141,18 @@ func (c ConsumerConfig) withDefaults() ConsumerConfig {
 
 func (c ConsumerConfig) validate() error {
 	errs := []error{
-		checkSchema(c.Schema),
-		notNegative("MaxPoll", c.MaxPoll),
-		notAbove("MaxPoll", c.MaxPoll, maxMaxPoll),
-		notNegative("HeartbeatInterval", c.HeartbeatInterval),
-		notNegative("RetryWait", c.RetryWait),
+		check.Schema(c.Schema),
+		check.NotNegative("MaxPoll", c.MaxPoll),
+		check.NotAbove("MaxPoll", c.MaxPoll, maxMaxPoll),
+		check.NotNegative("HeartbeatInterval", c.HeartbeatInterval),
+		check.NotNegative("RetryWait", c.RetryWait),
 	}
 	for _, codec := range c.Codecs {
 		if err := codec.check(); err != nil {
 			errs = append(errs, fmt.Errorf("field Codecs: content type %w", err))
 		}
 	}
-	if err := checkText(c.Group, maxGroup); err != nil {
+	if err := check.Text(c.Group, maxGroup); err != nil {
 		errs = append(errs, fmt.Errorf("field Group %w", err))
 	}
 	if c.HeartbeatInterval >= c.SessionTimeout {
@@ -165,19 +171,19 @@ func (c ConsumerConfig) validate() error {
 // partitions side by side. Any number of processes may run the same group; each
 // partition is with one of them.
 type Consumer struct {
-	cfg    ConsumerConfig
-	kafka  []kgo.Opt
-	routes routes
-	done   *handledStore
-	log    *slog.Logger
-	places troubles // what fails: PostgreSQL, dead-letter topics, Kafka
+	cfg     ConsumerConfig
+	opts    []kgo.Opt
+	routes  routes
+	done    *handledStore
+	log     *slog.Logger
+	outages *outage.Logs // what fails: PostgreSQL, dead-letter topics, Kafka
 
 	running atomic.Bool
 	current atomic.Pointer[membership] // nil while it does not run
 }
 
 // NewConsumer returns a consumer of the topics in which the registry has the events
-// of the handlers. It makes its own Kafka client from kafka when it runs: brokers,
+// of the handlers. It makes its own Kafka client from opts when it runs: brokers,
 // TLS, SASL and hooks are the caller's, group, topics and commits the consumer's.
 // Options that name these are refused. The error names every bad field, option and
 // handler.
@@ -191,11 +197,11 @@ type Consumer struct {
 //
 // Of each partition up to 20,000 records or 16 MiB wait in memory, and what a fetch
 // brings beyond that. A fetch waits up to 250 ms for something to arrive, unless
-// kafka says otherwise: the longer it may, the longer a partition that was full waits
+// opts says otherwise: the longer it may, the longer a partition that was full waits
 // for more where others have nothing.
-func NewConsumer(db *pgxpool.Pool, kafka []kgo.Opt, events *Registry, cfg ConsumerConfig, handlers ...Handler) (*Consumer, error) {
+func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg ConsumerConfig, handlers ...Handler) (*Consumer, error) {
 	cfg = cfg.withDefaults()
-	errs := []error{cfg.validate(), checkConsumerOpts(kafka)}
+	errs := []error{cfg.validate(), checkConsumerOpts(opts)}
 	if events == nil {
 		errs = append(errs, fmt.Errorf("registry %w", ErrNil))
 	}
@@ -210,16 +216,16 @@ func NewConsumer(db *pgxpool.Pool, kafka []kgo.Opt, events *Registry, cfg Consum
 	}
 	err := errors.Join(errs...)
 	if err == nil {
-		kafka, err = consumerOpts(kafka, cfg, routes.topics)
+		opts, err = consumerOpts(opts, cfg, routes.topics)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("outbox: consumer config: %w", err)
 	}
 	log := cfg.Logger.With("group", cfg.Group)
 	return &Consumer{
-		cfg: cfg, kafka: kafka, routes: routes,
+		cfg: cfg, opts: opts, routes: routes,
 		done: newHandledStore(db, cfg.Schema, cfg.Group),
-		log:  log, places: troubles{log: log},
+		log:  log, outages: outage.NewLogs(log),
 	}, nil
 }
 
@@ -263,19 +269,19 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 	for ctx.Err() == nil {
 		began := time.Now()
 		err := c.done.check(ctx)
-		if isUndefined(err) {
+		if pg.IsUndefined(err) {
 			return fmt.Errorf("%w in schema %s: %w", ErrNotMigrated, c.cfg.Schema, err)
 		}
 		if err == nil {
-			c.places.report(postgresName, began, nil)
+			c.outages.Report(postgresName, began, nil)
 			return nil
 		}
 		if ctx.Err() == nil {
-			c.places.report(postgresName, began, err)
-			sleep(ctx, c.places.backoff(postgresName))
+			c.outages.Report(postgresName, began, err)
+			wait.Sleep(ctx, c.outages.Backoff(postgresName))
 		}
 	}
 	return nil
 }
 
-func needsTx(h Handler) bool { return !isNil(h) && h.handler().kind != noTx }
+func needsTx(h Handler) bool { return !check.IsNil(h) && h.handler().kind != noTx }

@@ -8,6 +8,8 @@ import (
 	"unicode/utf8"
 
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/kafka"
 )
 
 // The headers of a dead letter, beside those of the record itself, whose key and
@@ -86,7 +88,7 @@ func (w *worker) bury(it *item, l letter) error {
 		began := time.Now()
 		err := w.client.ProduceSync(w.held, record).FirstErr()
 		if err == nil {
-			w.places.report("dead-letter topic "+record.Topic, began, nil)
+			w.outages.Report("dead-letter topic "+record.Topic, began, nil)
 			w.log.WarnContext(handlerContext(w.held, it.meta), "outbox: sent to the dead-letter topic", "topic", record.Topic, "type", it.meta.Type, "event_id", it.meta.ID,
 				"partition", w.at.String(), "offset", it.record.Offset, "action", l.action, "attempts", l.attempts, "class", l.class, "error", l.err)
 			if w.cfg.Hooks.DeadLettered != nil {
@@ -94,14 +96,14 @@ func (w *worker) bury(it *item, l letter) error {
 			}
 			return nil
 		}
-		if refusalClass(err) != "" && record.Value != nil {
+		if kafka.RejectionClass(err) != "" && record.Value != nil {
 			record.Headers = append(record.Headers, header(DeadLetterValueOmitted, strconv.Itoa(len(record.Value))))
 			record.Value = nil
 			continue
 		}
 		if w.held.Err() == nil {
-			w.places.report("dead-letter topic "+record.Topic, began, err)
-			w.pause(w.places.backoff("dead-letter topic " + record.Topic))
+			w.outages.Report("dead-letter topic "+record.Topic, began, err)
+			w.pause(w.outages.Backoff("dead-letter topic " + record.Topic))
 		}
 	}
 	return errStopped

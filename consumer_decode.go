@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"iter"
 	"reflect"
-	"runtime/debug"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -20,27 +19,6 @@ func DecodeCloudEvent(r *kgo.Record) (*Message, error) {
 			}
 		}
 	})
-}
-
-// PanicError is what a panic in a handler, a decoder or an upcaster becomes.
-type PanicError struct {
-	// Value is what was panicked with.
-	Value any
-	// Stack is that of the goroutine at the panic.
-	Stack []byte
-}
-
-// Error implements error, without the stack.
-func (e *PanicError) Error() string { return fmt.Sprintf("panic: %v", e.Value) }
-
-// guard calls f and turns a panic into an error.
-func guard(f func() error) (err error) {
-	defer func() {
-		if v := recover(); v != nil {
-			err = &PanicError{Value: v, Stack: debug.Stack()}
-		}
-	}()
-	return f()
 }
 
 // item is a record and what is to be done about it.

@@ -14,6 +14,9 @@ import (
 	"unicode/utf8"
 
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/jsonb"
 )
 
 // PlainRecords reads the records of producers that know no CloudEvents: a payload, and
@@ -136,7 +139,7 @@ func (p PlainRecords) headers(r *kgo.Record) foreign {
 		name := strings.ToLower(h.Key)
 		if value, err := p.text(h.Value); err != nil {
 			f.binary[name] = err
-		} else if value != "" && checkText(name, math.MaxInt) == nil {
+		} else if value != "" && check.Text(name, math.MaxInt) == nil {
 			f.headers[name] = value
 		}
 	}
@@ -152,7 +155,7 @@ func (p PlainRecords) text(b []byte) (string, error) {
 			b = []byte(text)
 		}
 	}
-	if err := checkText(string(b), math.MaxInt); err != nil && len(b) > 0 {
+	if err := check.Text(string(b), math.MaxInt); err != nil && len(b) > 0 {
 		return "", err
 	}
 	return string(b), nil
@@ -260,7 +263,7 @@ func unquoted(value []byte) ([]byte, error) {
 	if inner := strings.TrimSpace(text); !strings.HasPrefix(inner, "{") && !strings.HasPrefix(inner, "[") {
 		return value, nil
 	}
-	if _, err := scanString(trimmed); err != nil { // json.Unmarshal has replaced what is wrong
+	if _, err := jsonb.ScanString(trimmed); err != nil { // json.Unmarshal has replaced what is wrong
 		return nil, err
 	}
 	return []byte(text), nil

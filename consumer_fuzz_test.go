@@ -4,9 +4,10 @@ import (
 	"context"
 	"testing"
 
-	"github.com/outboxgo/outbox"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox"
 )
 
 // Whatever a record holds, it is an event or an error that says what is wrong with

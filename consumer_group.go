@@ -10,20 +10,23 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // checkConsumerOpts refuses options that belong to the consumer.
 func checkConsumerOpts(opts []kgo.Opt) error {
 	const itsOwn = "it belongs to the consumer"
-	return checkOpts(opts, func(o hostOpts) {
-		o.refuse(o.names(kgo.ConsumerGroup), "ConsumerGroup", "name it in ConsumerConfig.Group")
-		o.refuse(o.names(kgo.ShareGroup), "ShareGroup", itsOwn)
-		o.refuse(len(o.client.GetConsumeTopics()) > 0, "ConsumeTopics or ConsumePartitions", "topics follow from the handlers")
-		o.refuse(o.names(kgo.TransactionalID), "TransactionalID", "a consumer has no Kafka transactions")
-		o.refuse(o.sets(kgo.OnPartitionsAssigned), "OnPartitionsAssigned", itsOwn)
-		o.refuse(o.sets(kgo.OnPartitionsRevoked), "OnPartitionsRevoked", itsOwn)
-		o.refuse(o.sets(kgo.OnPartitionsLost), "OnPartitionsLost", itsOwn)
-		o.refuse(o.sets(kgo.AdjustFetchOffsetsFn), "AdjustFetchOffsetsFn", itsOwn)
+	return kafka.CheckOpts(opts, func(o kafka.HostOpts) {
+		o.Refuse(o.Names(kgo.ConsumerGroup), "ConsumerGroup", "name it in ConsumerConfig.Group")
+		o.Refuse(o.Names(kgo.ShareGroup), "ShareGroup", itsOwn)
+		o.Refuse(len(o.Client.GetConsumeTopics()) > 0, "ConsumeTopics or ConsumePartitions", "topics follow from the handlers")
+		o.Refuse(o.Names(kgo.TransactionalID), "TransactionalID", "a consumer has no Kafka transactions")
+		o.Refuse(o.Sets(kgo.OnPartitionsAssigned), "OnPartitionsAssigned", itsOwn)
+		o.Refuse(o.Sets(kgo.OnPartitionsRevoked), "OnPartitionsRevoked", itsOwn)
+		o.Refuse(o.Sets(kgo.OnPartitionsLost), "OnPartitionsLost", itsOwn)
+		o.Refuse(o.Sets(kgo.AdjustFetchOffsetsFn), "AdjustFetchOffsetsFn", itsOwn)
 	})
 }
 
@@ -34,7 +37,7 @@ const fetchMaxWait = 250 * time.Millisecond
 
 // consumerOpts are the host's options with what the promises need.
 func consumerOpts(host []kgo.Opt, cfg ConsumerConfig, topics []string) ([]kgo.Opt, error) {
-	maxWrite, err := largestWrite(host) // dead letters are as large as what was read
+	maxWrite, err := kafka.LargestWrite(host) // dead letters are as large as what was read
 	if err != nil {
 		return nil, err
 	}
@@ -55,14 +58,14 @@ func consumerOpts(host []kgo.Opt, cfg ConsumerConfig, topics []string) ([]kgo.Op
 		kgo.DisableAutoCommit(),
 		// Between a poll and the queues no partition may go.
 		kgo.BlockRebalanceOnPoll(),
-		// For dead letters, see producerOpts.
+		// For dead letters, see kafka.ProducerOpts.
 		kgo.RequiredAcks(kgo.AllISRAcks()),
-		kgo.RecordDeliveryTimeout(defaultDelivery),
+		kgo.RecordDeliveryTimeout(deadLetterDelivery),
 		kgo.AllowIdempotentProduceCancellation(),
 		kgo.ProducerBatchMaxBytes(maxWrite),
 		kgo.ProducerLinger(0),
 	)
-	return opts, validateOpts(opts)
+	return opts, kafka.ValidateOpts(opts)
 }
 
 // membership is one Run of a consumer: its client, and a worker for each partition
@@ -74,17 +77,17 @@ type membership struct {
 
 	committing sync.Mutex // held for a commit, so that none is under way while partitions go
 	mu         sync.Mutex
-	workers    map[partition]*worker
+	workers    map[kafka.Partition]*worker
 	member     string // what the group called us when it gave us the partitions
 	leaving    bool   // takes no more partitions
 }
 
 // join makes the client. Kafka is asked for partitions in the background.
 func (c *Consumer) join() (*membership, error) {
-	m := &membership{Consumer: c, progress: make(chan struct{}, 1), workers: map[partition]*worker{}}
+	m := &membership{Consumer: c, progress: make(chan struct{}, 1), workers: map[kafka.Partition]*worker{}}
 	m.committing.Lock() // the client may want to commit before it is returned
 	defer m.committing.Unlock()
-	client, err := newClient(append(slices.Clip(c.kafka),
+	client, err := kafka.NewClient(append(slices.Clip(c.opts),
 		kgo.OnPartitionsAssigned(m.assigned),
 		kgo.OnPartitionsRevoked(m.revoked),
 		kgo.OnPartitionsLost(m.lost),
@@ -109,7 +112,9 @@ func (m *membership) poll(ctx context.Context) {
 	for ctx.Err() == nil {
 		began := time.Now()
 		fetches := m.client.PollRecords(ctx, pollRecords)
-		fetches.EachError(func(topic string, number int32, err error) { m.fetchFailed(ctx, began, partition{topic, number}, err) })
+		fetches.EachError(func(topic string, number int32, err error) {
+			m.fetchFailed(ctx, began, kafka.Partition{Topic: topic, Number: number}, err)
+		})
 		fetches.EachPartition(m.distribute)
 		m.client.AllowRebalance()
 	}
@@ -120,28 +125,28 @@ func (m *membership) distribute(p kgo.FetchTopicPartition) {
 	if len(p.Records) == 0 {
 		return
 	}
-	at := partition{p.Topic, p.Partition}
+	at := kafka.Partition{Topic: p.Topic, Number: p.Partition}
 	m.mu.Lock()
 	w := m.workers[at]
 	m.mu.Unlock()
 	if w == nil { // fetched for an assignment that is over
 		return
 	}
-	if m.places.busy.Load() {
-		m.places.report("fetching", time.Now(), nil)
+	if m.outages.Failing() {
+		m.outages.Report("fetching", time.Now(), nil)
 	}
 	w.add(p.Records)
 }
 
 // fetchFailed tells the log. The client goes on trying whatever it is.
-func (m *membership) fetchFailed(ctx context.Context, began time.Time, at partition, err error) {
+func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.Partition, err error) {
 	var loss *kgo.ErrDataLoss
 	switch {
 	case ctx.Err() != nil:
 	case errors.As(err, &loss):
 		m.log.Warn("outbox: Kafka has lost records of a partition", "partition", at.String(), "error", err)
 	default:
-		m.places.report("fetching", began, err)
+		m.outages.Report("fetching", began, err)
 	}
 }
 
@@ -155,7 +160,7 @@ func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[
 	}
 	for topic, numbers := range topics {
 		for _, number := range numbers {
-			at := partition{topic, number}
+			at := kafka.Partition{Topic: topic, Number: number}
 			w := newWorker(m, at)
 			m.workers[at] = w
 			go w.run()
@@ -192,7 +197,7 @@ func (m *membership) remove(topics map[string][]int32) (workers []*worker) {
 	defer m.mu.Unlock()
 	for topic, numbers := range topics {
 		for _, number := range numbers {
-			at := partition{topic, number}
+			at := kafka.Partition{Topic: topic, Number: number}
 			if w := m.workers[at]; w != nil {
 				workers = append(workers, w)
 				delete(m.workers, at)
@@ -264,20 +269,20 @@ func (m *membership) keepCommitting(ctx context.Context) {
 			if m.commitAll() != nil {
 				m.wantCommit()
 			}
-			sleep(ctx, commitPause)
+			wait.Sleep(ctx, commitPause)
 		case <-ctx.Done():
 		}
 	}
 }
 
 // wantCommit wakes keepCommitting.
-func (m *membership) wantCommit() { signal(m.progress) }
+func (m *membership) wantCommit() { wait.Signal(m.progress) }
 
 // lastCommit commits what the finished workers have done. It waits for a rebalance
 // under way: what goes with it is committed by revoked.
 func (m *membership) lastCommit() {
 	for patience := time.Now().Add(commitTimeout); m.commitAll() != nil && time.Now().Before(patience); {
-		sleep(context.Background(), commitPause)
+		wait.Sleep(context.Background(), commitPause)
 	}
 }
 
@@ -293,10 +298,10 @@ func (m *membership) commit(workers []*worker) error {
 	offsets, told := map[string]map[int32]kgo.EpochOffset{}, map[*worker]kgo.EpochOffset{}
 	for _, w := range workers {
 		if next, ok := w.uncommitted(); ok {
-			if offsets[w.at.topic] == nil {
-				offsets[w.at.topic] = map[int32]kgo.EpochOffset{}
+			if offsets[w.at.Topic] == nil {
+				offsets[w.at.Topic] = map[int32]kgo.EpochOffset{}
 			}
-			offsets[w.at.topic][w.at.number], told[w] = next, next
+			offsets[w.at.Topic][w.at.Number], told[w] = next, next
 		}
 	}
 	if len(offsets) == 0 {
@@ -305,11 +310,11 @@ func (m *membership) commit(workers []*worker) error {
 	began := time.Now()
 	if err := m.commitOffsets(offsets); err != nil {
 		if !isRebalance(err) {
-			m.places.report("committing offsets", began, err)
+			m.outages.Report("committing offsets", began, err)
 		}
 		return err
 	}
-	m.places.report("committing offsets", began, nil)
+	m.outages.Report("committing offsets", began, nil)
 	for w, next := range told {
 		w.committed(next)
 	}

@@ -2,17 +2,24 @@ package outbox
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"strings"
 	"time"
+	"unicode/utf8"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/check"
 )
 
 // handled is a task that went well.
@@ -213,12 +220,6 @@ func (c *Consumer) inTx(ctx context.Context, f func(pgx.Tx) error) error {
 	return err
 }
 
-// isTransient reports whether PostgreSQL asks for the transaction to be repeated.
-func isTransient(err error) bool {
-	var pg *pgconn.PgError
-	return errors.As(err, &pg) && (pg.Code == "40001" || pg.Code == "40P01")
-}
-
 // isOutage reports whether PostgreSQL is to blame for the error of a task, and not
 // the event. A lost connection may be the handler's doing, and what a handler says
 // that has no transaction of ours may be about anything: they are an outage only if
@@ -285,4 +286,35 @@ func (c *Consumer) Deliver(ctx context.Context, record *kgo.Record) error {
 		errs = append(errs, c.once(ctx, t))
 	}
 	return errors.Join(errs...)
+}
+
+// keyOf returns what a task is done once for.
+func keyOf(t task) (handledKey, error) {
+	k := handledKey{t.meta.Type, eventKey(t.meta), t.action}
+	if t.key != nil {
+		k.aggregateType, k.aggregateID = t.key(t.event, t.meta)
+	}
+	for _, part := range []struct {
+		field, text string
+		limit       int
+	}{{"aggregate_type", k.aggregateType, maxAggregateType}, {"aggregate_id", k.aggregateID, maxAggregateID}} {
+		if err := check.Text(part.text, part.limit); err != nil {
+			return k, Permanent(&FieldError{EventType: t.meta.Type, Index: -1, Field: part.field, Err: fmt.Errorf("of the key of %s %w", t.action, err)})
+		}
+	}
+	return k, nil
+}
+
+// eventKey names an event in a column of limited length. A UUID is unique by itself,
+// another id together with its source.
+func eventKey(m Metadata) string {
+	if _, err := uuid.Parse(m.ID); err == nil {
+		return m.ID
+	}
+	key := m.Source + " " + m.ID
+	if utf8.RuneCountInString(key) <= maxAggregateID && check.Text(key, math.MaxInt) == nil {
+		return key
+	}
+	sum := sha256.Sum256([]byte(key))
+	return hex.EncodeToString(sum[:])
 }

@@ -4,38 +4,12 @@ import (
 	"context"
 	"fmt"
 	"reflect"
-	"time"
+	"runtime/debug"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox/internal/check"
 )
-
-// Metadata is what a handler is told of an event beside the event itself.
-type Metadata struct {
-	// ID, Source, Type and Subject are attributes of CloudEvents. Events of a
-	// [Recorder] carry the aggregate's id as Subject. Type is the one that was sent,
-	// also where the handler gets a newer one by [Upcast].
-	ID, Source, Type, Subject string
-	// Time is when it happened; it may be zero in events of other producers.
-	Time time.Time
-	// ContentType is that of the payload.
-	ContentType string
-	// Extensions are the other attributes, such as aggregatetype, correlationid and
-	// traceparent.
-	Extensions map[string]string
-
-	// Topic of the record.
-	Topic string
-	// Partition of the record.
-	Partition int32
-	// Offset of the record.
-	Offset int64
-	// Key of the record.
-	Key []byte
-
-	// Attempt counts the tries of this action on this event, from 1. A batch that
-	// failed and whose events are handled one by one has used up none.
-	Attempt int
-}
 
 // Received is an event with what came along, for [HandleBatch].
 type Received[E DomainEvent] struct {
@@ -151,7 +125,7 @@ type arrival struct {
 
 // check says why a handler cannot be used.
 func (h *handler) check() error {
-	if err := checkText(h.action, maxAction); err != nil {
+	if err := check.Text(h.action, maxAction); err != nil {
 		return &FieldError{EventType: h.goType.String(), Index: -1, Field: "action", Err: err}
 	}
 	if h.one == nil && h.many == nil {
@@ -175,4 +149,25 @@ func Upcast[From, To DomainEvent](f func(From) To) Upcaster {
 		u.up = func(e any) any { return f(e.(From)) }
 	}
 	return u
+}
+
+// PanicError is what a panic in a handler, a decoder or an upcaster becomes.
+type PanicError struct {
+	// Value is what was panicked with.
+	Value any
+	// Stack is that of the goroutine at the panic.
+	Stack []byte
+}
+
+// Error implements error, without the stack.
+func (e *PanicError) Error() string { return fmt.Sprintf("panic: %v", e.Value) }
+
+// guard calls f and turns a panic into an error.
+func guard(f func() error) (err error) {
+	defer func() {
+		if v := recover(); v != nil {
+			err = &PanicError{Value: v, Stack: debug.Stack()}
+		}
+	}()
+	return f()
 }

@@ -32,9 +32,9 @@ func (c *Consumer) Lag(ctx context.Context) ([]PartitionLag, error) {
 	}
 	committed, ends := m.client.CommittedOffsets(), map[string]map[int32]int64{}
 	for _, w := range m.all() {
-		if _, ok := committed[w.at.topic][w.at.number]; ok {
+		if _, ok := committed[w.at.Topic][w.at.Number]; ok {
 			const end = -1
-			put(ends, w.at.topic, w.at.number, end)
+			put(ends, w.at.Topic, w.at.Number, end)
 		}
 	}
 	if len(ends) == 0 {

@@ -8,6 +8,8 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/outboxgo/outbox/internal/kafka"
 )
 
 // commitOffsets commits and waits for the answer. The caller holds committing.
@@ -33,7 +35,7 @@ func (m *membership) commitOffsets(offsets map[string]map[int32]kgo.EpochOffset)
 var errExpelled = errors.New("the group took this member for dead")
 
 // checkMember refuses a commit that would put an offset back. A member that Kafka
-// took for dead comes back under another name and learns only then that partitions
+// took for dead comes back under another name and learns only then that kafka.Partitions
 // are with others; they may be further, and Kafka does not ask whose they are.
 func (m *membership) checkMember(commit *kmsg.OffsetCommitRequest) error {
 	m.mu.Lock()
@@ -110,7 +112,7 @@ func listOffsets(ctx context.Context, client *kgo.Client, wanted map[string]map[
 	for _, t := range response.Topics {
 		for _, p := range t.Partitions {
 			if err := kerr.ErrorForCode(p.ErrorCode); err != nil {
-				return nil, fmt.Errorf("list offsets of %s: %w", partition{t.Topic, p.Partition}, err)
+				return nil, fmt.Errorf("list offsets of %s: %w", kafka.Partition{Topic: t.Topic, Number: p.Partition}, err)
 			}
 			put(found, t.Topic, p.Partition, p.Offset)
 		}

@@ -8,6 +8,10 @@ import (
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // worker handles the records of a partition in their order. It takes them from a
@@ -18,7 +22,7 @@ import (
 // long, abandon ends the transaction too.
 type worker struct {
 	*membership
-	at       partition
+	at       kafka.Partition
 	stopping context.Context // ended by finish
 	finish   context.CancelFunc
 	held     context.Context // ended by abandon
@@ -41,7 +45,7 @@ const (
 	queueBytes   = 16 << 20
 )
 
-func newWorker(m *membership, at partition) *worker {
+func newWorker(m *membership, at kafka.Partition) *worker {
 	w := &worker{membership: m, at: at, added: make(chan struct{}, 1), gone: make(chan struct{})}
 	w.held, w.abandon = context.WithCancel(context.Background())
 	w.stopping, w.finish = context.WithCancel(w.held)
@@ -56,10 +60,10 @@ func (w *worker) add(records []*kgo.Record) {
 		w.bytes += len(r.Key) + len(r.Value)
 	}
 	w.queue = append(w.queue, records...)
-	signal(w.added)
+	wait.Signal(w.added)
 	if !w.paused && (len(w.queue) > queueRecords || w.bytes > queueBytes) {
 		w.paused = true
-		w.client.PauseFetchPartitions(w.at.only())
+		w.client.PauseFetchPartitions(w.at.Only())
 	}
 }
 
@@ -76,7 +80,7 @@ func (w *worker) take() []*kgo.Record {
 	}
 	if w.paused && len(w.queue) < queueRecords/2 && w.bytes < queueBytes/2 {
 		w.paused = false
-		w.client.ResumeFetchPartitions(w.at.only())
+		w.client.ResumeFetchPartitions(w.at.Only())
 	}
 	return records
 }
@@ -147,7 +151,7 @@ func (w *worker) tryTogether(items []item) bool {
 			w.worksAgain(began)
 			return true
 		case w.held.Err() != nil:
-		case isTransient(err) && tries < deadlocks:
+		case pg.IsTransient(err) && tries < deadlocks:
 			tries++
 			w.pause(rand.N(time.Millisecond))
 		case w.isOutage(w.held, err, inTx):
@@ -204,7 +208,7 @@ func (w *worker) act(it *item, t task) error {
 			return nil
 		case w.held.Err() != nil:
 			return errStopped
-		case isTransient(err):
+		case pg.IsTransient(err):
 			w.log.DebugContext(handlerContext(w.held, t.meta), "outbox: transaction is repeated", "event_id", t.meta.ID, "action", t.action, "error", err)
 			w.pause(rand.N(10 * time.Millisecond))
 			continue
@@ -228,19 +232,19 @@ func (w *worker) act(it *item, t task) error {
 }
 
 // pause waits, unless the worker is to end.
-func (w *worker) pause(d time.Duration) { sleep(w.stopping, d) }
+func (w *worker) pause(d time.Duration) { wait.Sleep(w.stopping, d) }
 
 const postgresName = "PostgreSQL"
 
 // awaitPostgres waits a little while PostgreSQL is away.
 func (w *worker) awaitPostgres(began time.Time, err error) {
-	w.places.report(postgresName, began, err)
-	w.pause(w.places.backoff(postgresName))
+	w.outages.Report(postgresName, began, err)
+	w.pause(w.outages.Backoff(postgresName))
 }
 
 // worksAgain ends an outage, if there is one.
 func (w *worker) worksAgain(began time.Time) {
-	if w.places.busy.Load() {
-		w.places.report(postgresName, began, nil)
+	if w.outages.Failing() {
+		w.outages.Report(postgresName, began, nil)
 	}
 }

@@ -6,6 +6,8 @@ import (
 	"maps"
 	"reflect"
 	"slices"
+
+	"github.com/outboxgo/outbox/internal/check"
 )
 
 // routes knows who handles what.
@@ -59,7 +61,7 @@ func handlersByType(events *Registry, handlers []Handler) (map[reflect.Type][]*h
 		bad = append(bad, fmt.Errorf("handlers %w: give at least one", ErrEmpty))
 	}
 	for i, one := range handlers {
-		if isNil(one) {
+		if check.IsNil(one) {
 			bad = append(bad, fmt.Errorf("handler %d %w", i, ErrNil))
 			continue
 		}

@@ -10,6 +10,8 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // How the cursor works. ids are taken at INSERT and seen at COMMIT, so a reader
@@ -58,16 +60,16 @@ type cursors struct {
 func newCursors(db *pgxpool.Pool, schema, relay string) *cursors {
 	return &cursors{
 		db: db, schema: schema, relay: relay,
-		sqlLoad:        inSchema(sqlLoad, schema),
-		sqlSeed:        inSchema(sqlSeed, schema),
-		sqlOpen:        inSchema(sqlOpen, schema),
-		sqlMove:        inSchema(sqlMove, schema),
-		sqlMoveFailed:  inSchema(sqlMoveFailed, schema),
-		sqlIDs:         inSchema(sqlIDs, schema),
-		sqlFetch:       inSchema(sqlFetch, schema),
-		sqlRebaseLook:  inSchema(sqlRebaseLook, schema),
-		sqlRebase:      inSchema(sqlRebase, schema),
-		sqlRebaseProof: inSchema(sqlRebaseProof, schema),
+		sqlLoad:        pg.InSchema(sqlLoad, schema),
+		sqlSeed:        pg.InSchema(sqlSeed, schema),
+		sqlOpen:        pg.InSchema(sqlOpen, schema),
+		sqlMove:        pg.InSchema(sqlMove, schema),
+		sqlMoveFailed:  pg.InSchema(sqlMoveFailed, schema),
+		sqlIDs:         pg.InSchema(sqlIDs, schema),
+		sqlFetch:       pg.InSchema(sqlFetch, schema),
+		sqlRebaseLook:  pg.InSchema(sqlRebaseLook, schema),
+		sqlRebase:      pg.InSchema(sqlRebase, schema),
+		sqlRebaseProof: pg.InSchema(sqlRebaseProof, schema),
 	}
 }
 
@@ -86,7 +88,7 @@ SELECT c.id, c.snapshot::text, coalesce(c.window_snapshot::text, ''), c.last_pro
 
 // newestCursors begins a statement that asks where each relay stands: its newest row
 // is in stands. What an index on (relay, id) gives is not sought in any other way,
-// under sqlPlans.
+// under pg.PlannerSettings.
 const newestCursors = `
 WITH RECURSIVE names AS (
    (SELECT relay FROM {schema}.outbox_cursor ORDER BY relay LIMIT 1)
@@ -111,33 +113,13 @@ SELECT $1::text, 0, '1:1:', 0, s.system_identifier, l.epoch
        pg_control_system() AS s
  WHERE NOT EXISTS (SELECT FROM {schema}.outbox_cursor WHERE relay = $1::text)`
 
-// sqlPlans precedes a statement in the same round trip and so in the same
-// transaction.
-//
-// The planner is not to choose: what it would plan on the first day, over an
-// empty table, reads all of outbox for each event once the table has grown, and
-// it does so until somebody analyses the table. With these settings the only
-// plans left are those that the comments at the statements speak of, planned
-// once for each connection.
-const sqlPlans = `
-SELECT set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
-       set_config('enable_bitmapscan', 'off', true), set_config('jit', 'off', true)`
-
-// sqlSettings is sqlPlans for statements that may write rows of outbox_cursor.
+// sqlSettings is pg.PlannerSettings for statements that may write rows of outbox_cursor.
 // Those need no fsync of their own: if PostgreSQL crashes and forgets them, the
 // events since then are sent again, which at least once allows.
-const sqlSettings = sqlPlans + `, set_config('synchronous_commit', 'off', true)`
-
-// query runs a statement under settings and hands its rows to read.
-func query(ctx context.Context, db *pgxpool.Pool, settings string, read func(pgx.Rows) error, sql string, args ...any) error {
-	var batch pgx.Batch
-	batch.Queue(settings)
-	batch.Queue(sql, args...).Query(read)
-	return db.SendBatch(ctx, &batch).Close()
-}
+const sqlSettings = pg.PlannerSettings + `, set_config('synchronous_commit', 'off', true)`
 
 func (c *cursors) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
-	return query(ctx, c.db, sqlSettings, read, sql, args...)
+	return pg.Query(ctx, c.db, sqlSettings, read, sql, args...)
 }
 
 // load returns the newest position, or errForeign: then [cursors.rebase] it. A
@@ -159,14 +141,9 @@ func (c *cursors) load(ctx context.Context, l *lease) (position, error) {
 	return c.newest(ctx, c.db)
 }
 
-// rowQuerier is a pool or a transaction.
-type rowQuerier interface {
-	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
-}
-
 // newest returns pgx.ErrNoRows when the relay has no position yet, and errForeign
 // when its position is one in another cluster.
-func (c *cursors) newest(ctx context.Context, db rowQuerier) (p position, err error) {
+func (c *cursors) newest(ctx context.Context, db pg.RowQuerier) (p position, err error) {
 	var id, last, highest, written pgtype.Int8
 	var base pgtype.Text
 	var here int64

@@ -8,8 +8,10 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // desk is what a relay works with, in a schema of the test's own.
@@ -29,13 +31,13 @@ func newDesk(t *testing.T) *desk {
 
 func (d *desk) exec(t *testing.T, sql string, args ...any) {
 	t.Helper()
-	_, err := d.db.Exec(context.Background(), inSchema(sql, d.schema), args...)
+	_, err := d.db.Exec(context.Background(), pg.InSchema(sql, d.schema), args...)
 	require.NoError(t, err)
 }
 
 func (d *desk) count(t *testing.T, table string) (n int) {
 	t.Helper()
-	require.NoError(t, d.db.QueryRow(context.Background(), inSchema("SELECT count(*) FROM {schema}."+table, d.schema)).Scan(&n))
+	require.NoError(t, d.db.QueryRow(context.Background(), pg.InSchema("SELECT count(*) FROM {schema}."+table, d.schema)).Scan(&n))
 	return n
 }
 
@@ -105,7 +107,7 @@ func TestMoveWaitsForTakeover(t *testing.T) {
 			takeover, err := d.db.Begin(ctx)
 			require.NoError(t, err)
 			defer takeover.Rollback(ctx)
-			_, err = takeover.Exec(ctx, inSchema(`UPDATE {schema}.outbox_lease SET holder = 'other', epoch = epoch + 1`, d.schema))
+			_, err = takeover.Exec(ctx, pg.InSchema(`UPDATE {schema}.outbox_lease SET holder = 'other', epoch = epoch + 1`, d.schema))
 			require.NoError(t, err)
 			moved := make(chan error, 1)
 			go func() {
@@ -167,7 +169,7 @@ func TestWindowIsResumed(t *testing.T) {
 	late, err := d.db.Begin(ctx) // takes ids in the middle and commits later
 	require.NoError(t, err)
 	d.insert(t, 5)
-	_, err = late.Exec(ctx, inSchema(`
+	_, err = late.Exec(ctx, pg.InSchema(`
 		INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
 		SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'late', '{}', 'application/json', now() FROM generate_series(1, 2)`, d.schema))
 	require.NoError(t, err)
@@ -267,7 +269,7 @@ func TestReadsThatFail(t *testing.T) {
 	d.exec(t, `ALTER TABLE {schema}.outbox RENAME TO outbox_gone`)
 	d.exec(t, `ALTER TABLE {schema}.outbox_failed RENAME TO outbox_failed_gone`)
 	for name, read := range reads {
-		require.True(t, isUndefined(read()), name)
+		require.True(t, pg.IsUndefined(read()), name)
 	}
 }
 

@@ -10,6 +10,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 const sqlInsertEvents = `
@@ -22,7 +24,7 @@ func (d *desk) beginInsert(t *testing.T, n int) pgx.Tx {
 	tx, err := d.db.Begin(context.Background())
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = tx.Rollback(context.Background()) }) // committed, in a test that passes
-	_, err = tx.Exec(context.Background(), inSchema(sqlInsertEvents, d.schema), n)
+	_, err = tx.Exec(context.Background(), pg.InSchema(sqlInsertEvents, d.schema), n)
 	require.NoError(t, err)
 	return tx
 }
@@ -86,7 +88,7 @@ func (d *desk) emigrate(t *testing.T, ahead int64, otherCluster bool) {
 	if otherCluster {
 		d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
 	}
-	rows, err := d.db.Query(ctx, inSchema(`SELECT id, snapshot::text, window_snapshot::text FROM {schema}.outbox_cursor`, d.schema))
+	rows, err := d.db.Query(ctx, pg.InSchema(`SELECT id, snapshot::text, window_snapshot::text FROM {schema}.outbox_cursor`, d.schema))
 	require.NoError(t, err)
 	type cursor struct {
 		ID               int64

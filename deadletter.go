@@ -10,6 +10,9 @@ import (
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/kafka"
 )
 
 // DeadLetter is a record of a dead-letter topic and what its headers say.
@@ -97,7 +100,7 @@ func (h *dlqHeaders) need(names ...string) {
 }
 
 func (h *dlqHeaders) topic(name string) string {
-	if err := checkTopic(h.values[name]); err != nil {
+	if err := check.Topic(h.values[name]); err != nil {
 		h.refuse(name, err)
 	}
 	return h.values[name]
@@ -136,20 +139,20 @@ func (h *dlqHeaders) time(name string) time.Time {
 //
 // Beside an error stands either a DeadLetter that has only its Record, which is none
 // for the reason that the error says; or one without a Record, and reading ends.
-func DeadLetters(ctx context.Context, kafka []kgo.Opt, topic string, from map[int32]int64) iter.Seq2[DeadLetter, error] {
+func DeadLetters(ctx context.Context, opts []kgo.Opt, topic string, from map[int32]int64) iter.Seq2[DeadLetter, error] {
 	return func(yield func(DeadLetter, error) bool) {
-		err := eachDeadLetter(ctx, kafka, topic, from, yield)
+		err := eachDeadLetter(ctx, opts, topic, from, yield)
 		if err != nil {
 			yield(DeadLetter{}, fmt.Errorf("outbox: dead letters of %s: %w", topic, err))
 		}
 	}
 }
 
-func eachDeadLetter(ctx context.Context, kafka []kgo.Opt, topic string, from map[int32]int64, yield func(DeadLetter, error) bool) error {
-	if err := errors.Join(checkFrom(from), checkKafkaOpts(kafka)); err != nil {
+func eachDeadLetter(ctx context.Context, opts []kgo.Opt, topic string, from map[int32]int64, yield func(DeadLetter, error) bool) error {
+	if err := errors.Join(checkFrom(from), kafka.CheckProducerOpts(opts)); err != nil {
 		return err
 	}
-	client, err := newClient(kafka)
+	client, err := kafka.NewClient(opts)
 	if err != nil { // checkKafkaOpts has made one from these options
 		return fmt.Errorf("make Kafka client: %w", err)
 	}

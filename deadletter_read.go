@@ -11,6 +11,9 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // offsetReader reads what is committed between two offsets. It fetches by itself,
@@ -18,7 +21,7 @@ import (
 // the end where aborted ones are the last.
 type offsetReader struct {
 	client  *kgo.Client
-	leaders map[partition]leader
+	leaders map[kafka.Partition]leader
 }
 
 // leader is whom to ask for a partition, and the id by which it knows the topic.
@@ -29,7 +32,7 @@ type leader struct {
 
 // span is what is left to read of a partition.
 type span struct {
-	partition
+	kafka.Partition
 	next, end int64
 }
 
@@ -73,15 +76,15 @@ func (o *offsetReader) spans(ctx context.Context, topic string, from map[int32]i
 	}
 	for number := range from {
 		if _, ok := ends[number]; !ok {
-			return nil, fmt.Errorf("%v to begin with: %w", partition{topic, number}, kerr.UnknownTopicOrPartition)
+			return nil, fmt.Errorf("%v to begin with: %w", kafka.Partition{Topic: topic, Number: number}, kerr.UnknownTopicOrPartition)
 		}
 	}
 	var spans []span
 	for number, end := range ends {
 		next := max(from[number], firsts[number]) // what was before is deleted
-		spans = append(spans, span{partition{topic, number}, min(next, end), end})
+		spans = append(spans, span{kafka.Partition{Topic: topic, Number: number}, min(next, end), end})
 	}
-	slices.SortFunc(spans, func(a, b span) int { return cmp.Compare(a.number, b.number) })
+	slices.SortFunc(spans, func(a, b span) int { return cmp.Compare(a.Number, b.Number) })
 	return spans, nil
 }
 
@@ -91,13 +94,13 @@ func (o *offsetReader) askLeaders(ctx context.Context, topic string) error {
 	if err != nil {
 		return err
 	}
-	o.leaders = map[partition]leader{}
+	o.leaders = map[kafka.Partition]leader{}
 	for _, t := range response.Topics {
 		if err := kerr.ErrorForCode(t.ErrorCode); err != nil {
 			return fmt.Errorf("topic %s: %w", topic, err)
 		}
 		for _, p := range t.Partitions {
-			o.leaders[partition{topic, p.Partition}] = leader{p.Leader, t.TopicID}
+			o.leaders[kafka.Partition{Topic: topic, Number: p.Partition}] = leader{p.Leader, t.TopicID}
 		}
 	}
 	return nil
@@ -109,7 +112,7 @@ func (o *offsetReader) offsets(ctx context.Context, topic string, which int64) (
 	list.Topic = topic
 	for p := range o.leaders {
 		one := kmsg.NewListOffsetsRequestTopicPartition()
-		one.Partition, one.Timestamp = p.number, which
+		one.Partition, one.Timestamp = p.Number, which
 		list.Partitions = append(list.Partitions, one)
 	}
 	request := kmsg.NewPtrListOffsetsRequest()
@@ -123,7 +126,7 @@ func (o *offsetReader) offsets(ctx context.Context, topic string, which int64) (
 	for _, t := range response.Topics {
 		for _, p := range t.Partitions {
 			if err := kerr.ErrorForCode(p.ErrorCode); err != nil {
-				return nil, fmt.Errorf("offsets of %v: %w", partition{topic, p.Partition}, err)
+				return nil, fmt.Errorf("offsets of %v: %w", kafka.Partition{Topic: topic, Number: p.Partition}, err)
 			}
 			offsets[p.Partition] = p.Offset
 		}
@@ -134,7 +137,7 @@ func (o *offsetReader) offsets(ctx context.Context, topic string, which int64) (
 // read returns what comes next of a span, which may be nothing, and moves it on.
 func (o *offsetReader) read(ctx context.Context, s *span) ([]*kgo.Record, error) {
 	for begun := time.Now(); ; {
-		records, next, err := o.fetch(ctx, s.partition, s.next)
+		records, next, err := o.fetch(ctx, s.Partition, s.next)
 		if next > s.next { // what follows may be bad, and is then met next time
 			s.next = min(next, s.end)
 			return slices.DeleteFunc(records, func(r *kgo.Record) bool { return r.Offset >= s.end }), nil
@@ -143,12 +146,12 @@ func (o *offsetReader) read(ctx context.Context, s *span) ([]*kgo.Record, error)
 			err = errNothingFetched
 		}
 		if isLasting(err) || time.Since(begun) > readPatience {
-			return nil, fmt.Errorf("read %v at offset %d: %w", s.partition, s.next, err)
+			return nil, fmt.Errorf("read %v at offset %d: %w", s.Partition, s.next, err)
 		}
-		if sleep(ctx, readPause); ctx.Err() != nil {
-			return nil, fmt.Errorf("read %v at offset %d: %w", s.partition, s.next, context.Cause(ctx))
+		if wait.Sleep(ctx, readPause); ctx.Err() != nil {
+			return nil, fmt.Errorf("read %v at offset %d: %w", s.Partition, s.next, context.Cause(ctx))
 		}
-		if err := o.askLeaders(ctx, s.topic); err != nil && isLasting(err) {
+		if err := o.askLeaders(ctx, s.Topic); err != nil && isLasting(err) {
 			return nil, err
 		}
 	}
@@ -162,12 +165,12 @@ func isLasting(err error) bool {
 
 // fetch returns committed records of a partition from an offset on, and the offset
 // behind what it has seen.
-func (o *offsetReader) fetch(ctx context.Context, p partition, from int64) ([]*kgo.Record, int64, error) {
+func (o *offsetReader) fetch(ctx context.Context, p kafka.Partition, from int64) ([]*kgo.Record, int64, error) {
 	leader := o.leaders[p]
 	one := kmsg.NewFetchRequestTopicPartition()
-	one.Partition, one.FetchOffset, one.PartitionMaxBytes = p.number, from, readBytes
+	one.Partition, one.FetchOffset, one.PartitionMaxBytes = p.Number, from, readBytes
 	topic := kmsg.NewFetchRequestTopic()
-	topic.Topic, topic.TopicID = p.topic, leader.topic // by its name, or by its id since Kafka 3.1
+	topic.Topic, topic.TopicID = p.Topic, leader.topic // by its name, or by its id since Kafka 3.1
 	topic.Partitions = append(topic.Partitions, one)
 	request := kmsg.NewPtrFetchRequest()
 	request.MaxWaitMillis, request.MinBytes, request.IsolationLevel = int32(readWait.Milliseconds()), 1, readCommitted
@@ -183,7 +186,7 @@ func (o *offsetReader) fetch(ctx context.Context, p partition, from int64) ([]*k
 	for _, t := range fetched.Topics {
 		for _, rp := range t.Partitions {
 			got, next := kgo.ProcessFetchPartition(kgo.ProcessFetchPartitionOpts{
-				Offset: from, IsolationLevel: kgo.ReadCommitted(), Topic: p.topic, Partition: p.number,
+				Offset: from, IsolationLevel: kgo.ReadCommitted(), Topic: p.Topic, Partition: p.Number,
 			}, &rp, kgo.DefaultDecompressor(), nil)
 			return got.Records, next, got.Err
 		}

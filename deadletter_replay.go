@@ -13,6 +13,9 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/kafka"
 )
 
 // ReplayConfig tunes [ReplayDeadLetters]. All but Topic may be zero.
@@ -40,7 +43,7 @@ func (c ReplayConfig) validate() error {
 	var errs []error
 	if c.Topic == "" {
 		errs = append(errs, fmt.Errorf("field Topic %w", ErrEmpty))
-	} else if err := checkTopic(c.Topic); err != nil {
+	} else if err := check.Topic(c.Topic); err != nil {
 		errs = append(errs, fmt.Errorf("field Topic %w", err))
 	}
 	if err := checkFrom(c.From); err != nil {
@@ -98,10 +101,10 @@ const replayDelivery = 30 * time.Second
 // what is in flight is known; so does the end of ctx. The report is valid beside an
 // error too, and [ReplayReport.Left] picks the rest for another run.
 //
-// It makes two Kafka clients from kafka and closes them; options that are not for a
+// It makes two Kafka clients from opts and closes them; options that are not for a
 // relay are not for this either.
-func ReplayDeadLetters(ctx context.Context, kafka []kgo.Opt, cfg ReplayConfig) (ReplayReport, error) {
-	r, err := newReplay(kafka, cfg)
+func ReplayDeadLetters(ctx context.Context, opts []kgo.Opt, cfg ReplayConfig) (ReplayReport, error) {
+	r, err := newReplay(opts, cfg)
 	if err != nil {
 		return ReplayReport{}, fmt.Errorf("outbox: replay config: %w", err)
 	}
@@ -122,20 +125,20 @@ type replay struct {
 	report            ReplayReport
 }
 
-func newReplay(kafka []kgo.Opt, cfg ReplayConfig) (*replay, error) {
-	if err := errors.Join(cfg.validate(), checkKafkaOpts(kafka)); err != nil {
+func newReplay(opts []kgo.Opt, cfg ReplayConfig) (*replay, error) {
+	if err := errors.Join(cfg.validate(), kafka.CheckProducerOpts(opts)); err != nil {
 		return nil, err
 	}
-	maxWrite, err := largestWrite(kafka)
+	maxWrite, err := kafka.LargestWrite(opts)
 	if err != nil {
 		return nil, err
 	}
-	opts := producerOpts(kafka, RelayConfig{DeliveryTimeout: replayDelivery})
-	client, err := newClient(opts)
+	opts = kafka.ProducerOpts(opts, replayDelivery)
+	client, err := kafka.NewClient(opts)
 	if err != nil {
 		return nil, err
 	}
-	single, err := newClient(append(opts, kgo.ProducerBatchMaxBytes(maxWrite)))
+	single, err := kafka.NewClient(append(opts, kgo.ProducerBatchMaxBytes(maxWrite)))
 	if err != nil {
 		client.Close()
 		return nil, err
@@ -153,7 +156,7 @@ func (r *replay) run(ctx context.Context) error {
 	}
 	r.report.Next = map[int32]int64{}
 	for _, s := range spans {
-		r.report.Next[s.number] = s.next
+		r.report.Next[s.Number] = s.next
 	}
 	for _, s := range spans {
 		for s.next < s.end {
@@ -164,7 +167,7 @@ func (r *replay) run(ctx context.Context) error {
 			if err := r.replay(ctx, records); err != nil {
 				return err
 			}
-			r.report.Next[s.number] = s.next
+			r.report.Next[s.Number] = s.next
 		}
 	}
 	return nil
@@ -190,7 +193,7 @@ func (r *replay) replay(ctx context.Context, records []*kgo.Record) error {
 			at := l.Record
 			r.report.Failed = append(r.report.Failed, ReplayFailure{Partition: at.Partition, Offset: at.Offset, Err: l.err})
 			if stop == nil && !isOwnFault(l.err) {
-				stop = fmt.Errorf("%v at offset %d: %w", partitionOf(at), at.Offset, l.err)
+				stop = fmt.Errorf("%v at offset %d: %w", kafka.PartitionOf(at), at.Offset, l.err)
 			}
 		}
 		if r.cfg.Progress != nil {
@@ -202,7 +205,7 @@ func (r *replay) replay(ctx context.Context, records []*kgo.Record) error {
 
 // isOwnFault reports whether a record is to blame and others may be sent.
 func isOwnFault(err error) bool {
-	return refusalClass(err) != "" || errors.Is(err, ErrOriginalGone)
+	return kafka.RejectionClass(err) != "" || errors.Is(err, ErrOriginalGone)
 }
 
 // choose returns the chosen ones of records, and those that are no dead letters. Its
@@ -216,7 +219,7 @@ func (r *replay) choose(ctx context.Context, records []*kgo.Record) (letters []r
 			l.back, l.err = r.back(ctx, l.DeadLetter)
 		}
 		if l.err != nil && !isOwnFault(l.err) {
-			return letters, fmt.Errorf("original of %v at offset %d: %w", partitionOf(record), record.Offset, l.err)
+			return letters, fmt.Errorf("original of %v at offset %d: %w", kafka.PartitionOf(record), record.Offset, l.err)
 		}
 		if chosen {
 			letters = append(letters, l)
@@ -266,7 +269,7 @@ func (r *replay) original(ctx context.Context, d DeadLetter) (*kgo.Record, error
 	if err != nil {
 		return nil, err
 	}
-	at := slices.IndexFunc(spans, func(s span) bool { return s.number == d.OriginalPartition })
+	at := slices.IndexFunc(spans, func(s span) bool { return s.Number == d.OriginalPartition })
 	if spans[at].next >= spans[at].end {
 		return nil, ErrOriginalGone
 	}
@@ -296,7 +299,7 @@ func (r *replay) send(ctx context.Context, letters []returning) {
 	ctx = context.WithoutCancel(ctx)
 	produce(ctx, r.client, letters)
 	for i := range letters {
-		if letters[i].back != nil && refusalClass(letters[i].err) != "" {
+		if letters[i].back != nil && kafka.RejectionClass(letters[i].err) != "" {
 			produce(ctx, r.single, letters[i:i+1])
 		}
 	}

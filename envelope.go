@@ -12,8 +12,8 @@ import (
 	"slices"
 	"strings"
 	"time"
-	"unicode"
-	"unicode/utf8"
+
+	"github.com/outboxgo/outbox/internal/check"
 )
 
 // Characters that the columns of outbox hold.
@@ -113,7 +113,7 @@ func encodeHeaders(own map[string]string, correlationID, traceParent string) ([]
 		all[name] = value
 	}
 	if correlationID != "" {
-		if err := checkAttribute(correlationID, maxCorrelationID); err != nil {
+		if err := check.Attribute(correlationID, maxCorrelationID); err != nil {
 			return nil, refuse("correlation_id", err)
 		}
 		all[correlationAttr] = correlationID
@@ -146,56 +146,9 @@ func checkHeader(name, value string) error {
 		if text == "" {
 			continue
 		}
-		if err := checkText(text, math.MaxInt); err != nil { // encodeHeaders limits the whole
+		if err := check.Text(text, math.MaxInt); err != nil { // encodeHeaders limits the whole
 			return fmt.Errorf("%.100q %w", name, err)
 		}
-	}
-	return nil
-}
-
-// checkText says why a varchar column of limit characters would not take s.
-func checkText(s string, limit int) error {
-	switch {
-	case s == "":
-		return ErrEmpty
-	case !utf8.ValidString(s):
-		return ErrUTF8
-	case strings.IndexByte(s, 0) >= 0:
-		return ErrNUL
-	}
-	if len(s) > limit {
-		if n := utf8.RuneCountInString(s); n > limit {
-			return fmt.Errorf("%w: %d characters, at most %d", ErrTooLong, n, limit)
-		}
-	}
-	return nil
-}
-
-// checkAttribute is checkText for what becomes an attribute of CloudEvents, whose
-// texts hold neither control characters nor noncharacters. One of blanks alone is
-// as good as empty: the official SDK for Go takes away blanks at the ends.
-func checkAttribute(s string, limit int) error {
-	if err := checkText(s, limit); err != nil {
-		return err
-	}
-	for _, r := range s {
-		if unicode.IsControl(r) || r&0xFFFE == 0xFFFE || 0xFDD0 <= r && r <= 0xFDEF {
-			return fmt.Errorf("%w: %U is not for attributes of CloudEvents", ErrMalformed, r)
-		}
-	}
-	if strings.TrimSpace(s) == "" {
-		return fmt.Errorf("%w: it is blank", ErrMalformed)
-	}
-	return nil
-}
-
-// checkTime keeps to what RFC 3339 and so CloudEvents can write.
-func checkTime(t time.Time) error {
-	if t.IsZero() {
-		return fmt.Errorf("%w: zero", ErrTime)
-	}
-	if y := t.UTC().Year(); y < 1 || y > 9999 {
-		return fmt.Errorf("%w: year %d", ErrTime, y)
 	}
 	return nil
 }
@@ -365,4 +318,15 @@ func isAttribute(name string) bool { return name == correlationAttr || name == t
 // appendTime appends a time in RFC 3339, UTC, to the microsecond.
 func appendTime(b []byte, t time.Time) []byte {
 	return t.UTC().AppendFormat(b, "2006-01-02T15:04:05.999999Z07:00")
+}
+
+// parkingKey is what an event shares with those that must not overtake it. A
+// topic has no slash in it.
+func parkingKey(topic string, key []byte) string {
+	var b strings.Builder
+	b.Grow(len(topic) + 1 + len(key))
+	b.WriteString(topic)
+	b.WriteByte('/')
+	b.Write(key)
+	return b.String()
 }

@@ -8,6 +8,9 @@ import (
 	"strings"
 	"time"
 	"unicode/utf8"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/jsonb"
 )
 
 // Message is an event as a record brought it, whoever sent it, with the attributes
@@ -24,6 +27,34 @@ type Message struct {
 	Extensions map[string]string
 	// Data is the payload, nil for none; JSON is as it was written.
 	Data []byte
+}
+
+// Metadata is what a handler is told of an event beside the event itself.
+type Metadata struct {
+	// ID, Source, Type and Subject are attributes of CloudEvents. Events of a
+	// [Recorder] carry the aggregate's id as Subject. Type is the one that was sent,
+	// also where the handler gets a newer one by [Upcast].
+	ID, Source, Type, Subject string
+	// Time is when it happened; it may be zero in events of other producers.
+	Time time.Time
+	// ContentType is that of the payload.
+	ContentType string
+	// Extensions are the other attributes, such as aggregatetype, correlationid and
+	// traceparent.
+	Extensions map[string]string
+
+	// Topic of the record.
+	Topic string
+	// Partition of the record.
+	Partition int32
+	// Offset of the record.
+	Offset int64
+	// Key of the record.
+	Key []byte
+
+	// Attempt counts the tries of this action on this event, from 1. A batch that
+	// failed and whose events are handled one by one has used up none.
+	Attempt int
 }
 
 // decodeRecord reads the value and the headers of a Kafka record as the
@@ -67,7 +98,7 @@ func newMessage(attributes map[string]string, data []byte) (*Message, error) {
 	}
 	for name, value := range attributes {
 		for _, text := range []string{name, value} {
-			if err := checkText(text, math.MaxInt); err != nil && text != "" {
+			if err := check.Text(text, math.MaxInt); err != nil && text != "" {
 				return nil, unreadable(eventType, name, err)
 			}
 		}
@@ -124,7 +155,7 @@ func attributeText(member json.RawMessage) (text string, err error) {
 	case '{', '[':
 		return "", fmt.Errorf("%w: want a text, an integer or a boolean", ErrMalformed)
 	case '"':
-		if _, err := scanString(member); err != nil {
+		if _, err := jsonb.ScanString(member); err != nil {
 			return "", err
 		}
 		err = json.Unmarshal(member, &text)

@@ -4,6 +4,8 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+
+	"github.com/outboxgo/outbox/internal/check"
 )
 
 // What [NewRegistry], [Recorder.Record] and [Recorder.Queue] refuse. They come
@@ -13,28 +15,28 @@ var (
 	ErrUnregistered = errors.New("is not registered")
 	// ErrMalformed means that a name does not have the form it must have, such as
 	// {company}.{domain}.{action}.v{n} for an event type.
-	ErrMalformed = errors.New("is malformed")
+	ErrMalformed = check.ErrMalformed
 	// ErrDuplicate means that an event type or a Go type was registered twice.
 	ErrDuplicate = errors.New("is registered already")
 	// ErrEmpty means that a required value is missing.
-	ErrEmpty = errors.New("is empty")
+	ErrEmpty = check.ErrEmpty
 	// ErrTooLong means that a text has more characters than its column.
-	ErrTooLong = errors.New("is too long")
+	ErrTooLong = check.ErrTooLong
 	// ErrTooLarge means that a payload or the headers exceed their limit in bytes.
 	ErrTooLarge = errors.New("is too large")
 	// ErrNUL means that a text holds U+0000, which PostgreSQL cannot store.
-	ErrNUL = errors.New("holds a NUL character")
+	ErrNUL = check.ErrNUL
 	// ErrUTF8 means that a text is not valid UTF-8.
-	ErrUTF8 = errors.New("is not valid UTF-8")
+	ErrUTF8 = check.ErrUTF8
 	// ErrJSON means JSON that PostgreSQL's jsonb refuses although some encoders
 	// write it: half a surrogate pair, a number out of range, nesting too deep.
-	ErrJSON = errors.New("is JSON that PostgreSQL refuses")
+	ErrJSON = check.ErrJSON
 	// ErrEncode means that the event's codec failed; its error is wrapped as well.
 	ErrEncode = errors.New("cannot be encoded")
 	// ErrTime means a zero time, or one outside the years 1 to 9999.
-	ErrTime = errors.New("is not a usable time")
+	ErrTime = check.ErrTime
 	// ErrNil means a nil event, or a nil transaction or batch, typed or not.
-	ErrNil = errors.New("is nil")
+	ErrNil = check.ErrNil
 )
 
 var (

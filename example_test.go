@@ -7,8 +7,9 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/outboxgo/outbox"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox"
 )
 
 type OrderPaid struct {

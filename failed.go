@@ -3,11 +3,15 @@ package outbox
 import (
 	"context"
 	"fmt"
+	"math/rand/v2"
 	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // How outbox_failed works. An event that Kafka refuses, or that an outage keeps
@@ -92,13 +96,13 @@ type failedStore struct {
 func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedStore {
 	return &failedStore{
 		db: db, relay: relay, hold: hold,
-		sqlKeys:      inSchema(sqlFailedKeys, schema),
-		sqlPromote:   inSchema(sqlFailedPromote, schema),
-		sqlRevivable: inSchema(sqlFailedRevivable, schema),
-		sqlRevive:    inSchema(sqlFailedRevive, schema),
-		sqlDue:       inSchema(sqlFailedDue, schema),
-		sqlBehind:    inSchema(sqlFailedBehind, schema),
-		sqlSettle:    inSchema(sqlFailedSettle, schema),
+		sqlKeys:      pg.InSchema(sqlFailedKeys, schema),
+		sqlPromote:   pg.InSchema(sqlFailedPromote, schema),
+		sqlRevivable: pg.InSchema(sqlFailedRevivable, schema),
+		sqlRevive:    pg.InSchema(sqlFailedRevive, schema),
+		sqlDue:       pg.InSchema(sqlFailedDue, schema),
+		sqlBehind:    pg.InSchema(sqlFailedBehind, schema),
+		sqlSettle:    pg.InSchema(sqlFailedSettle, schema),
 	}
 }
 
@@ -288,7 +292,7 @@ func (f *failedStore) read(ctx context.Context, sql string, args ...any) (events
 
 // query runs a statement that looks up rows by an index.
 func (f *failedStore) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
-	return query(ctx, f.db, sqlPlans, read, sql, args...)
+	return pg.Query(ctx, f.db, pg.PlannerSettings, read, sql, args...)
 }
 
 // verdict is what became of a retry.
@@ -361,4 +365,17 @@ func (f *failedStore) settle(ctx context.Context, l *lease, verdicts []verdict, 
 		return errLeaseLost
 	}
 	return nil
+}
+
+// The first and the longest wait before a retry of a rejected event.
+const (
+	minRetryWait = time.Second
+	maxRetryWait = 300 * time.Second
+)
+
+// retryWait returns the wait before the n-th retry of a rejected event, from 1: it
+// doubles from 1 s to 300 s, less up to a fifth.
+func retryWait(n int) time.Duration {
+	d := wait.Exponential(minRetryWait, maxRetryWait, n-1)
+	return d - rand.N(d/5)
 }

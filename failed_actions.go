@@ -10,6 +10,11 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/jsonb"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // Decision says who decides about failed events, and why. It goes into
@@ -32,7 +37,7 @@ func (d Decision) check() error {
 		name, text string
 		limit      int
 	}{{"Operator", d.Operator, maxOperator}, {"Reason", d.Reason, maxReason}} {
-		err := checkText(field.text, field.limit)
+		err := check.Text(field.text, field.limit)
 		if err == nil && strings.TrimSpace(field.text) == "" {
 			err = ErrEmpty
 		}
@@ -164,7 +169,7 @@ func checkPayload(payload []byte) error {
 	if !json.Valid(payload) {
 		return fmt.Errorf("%w: it is no JSON", ErrJSON)
 	}
-	_, err := checkJSONB(payload)
+	_, err := jsonb.Check(payload)
 	return err
 }
 
@@ -278,7 +283,7 @@ func (f *FailedEvents) settleAll(ctx context.Context, act, sql string, filter Fa
 	if cfg.Rate == 0 {
 		cfg.Rate = defaultBulkRate
 	}
-	if err := errors.Join(notNegative("Rate", cfg.Rate), why.check()); err != nil {
+	if err := errors.Join(check.NotNegative("Rate", cfg.Rate), why.check()); err != nil {
 		return 0, fmt.Errorf("outbox: %s failed events: %w", act, err)
 	}
 	part := min(cfg.Rate, bulkPart)
@@ -307,7 +312,7 @@ func (f *FailedEvents) settleAll(ctx context.Context, act, sql string, filter Fa
 			return done, nil
 		}
 		if !cfg.DryRun {
-			sleep(ctx, pause)
+			wait.Sleep(ctx, pause)
 		}
 		if err := ctx.Err(); err != nil {
 			return done, fmt.Errorf("outbox: %s failed events: %w", act, err)
@@ -317,7 +322,7 @@ func (f *FailedEvents) settleAll(ctx context.Context, act, sql string, filter Fa
 
 // ids returns the next events that a filter picks.
 func (f *FailedEvents) ids(ctx context.Context, filter FailedFilter, last int64, heldToo bool, limit int) ([]int64, error) {
-	rows, err := f.db.Query(ctx, f.sql.ids, append([]any{planEachTime}, append(filter.args(), last, heldToo, limit)...)...)
+	rows, err := f.db.Query(ctx, f.sql.ids, append([]any{pg.PlanEachTime}, append(filter.args(), last, heldToo, limit)...)...)
 	if err == nil {
 		var ids []int64
 		if ids, err = pgx.CollectRows(rows, pgx.RowTo[int64]); err == nil {
@@ -365,7 +370,7 @@ func (f *FailedEvents) Audit(ctx context.Context, id int64, page FailedPage) ([]
 	if err != nil {
 		return nil, fmt.Errorf("outbox: read audit: %w", err)
 	}
-	rows, err := f.db.Query(ctx, f.sql.audit, planEachTime, id, page.After, limit)
+	rows, err := f.db.Query(ctx, f.sql.audit, pg.PlanEachTime, id, page.After, limit)
 	if err == nil {
 		var entries []AuditEntry
 		if entries, err = pgx.CollectRows(rows, pgx.RowToStructByPos[AuditEntry]); err == nil {

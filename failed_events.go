@@ -9,6 +9,9 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // FailedEvents lets operators see and settle the events that did not reach Kafka.
@@ -35,34 +38,22 @@ type FailedEventsConfig struct {
 // closing db stays with the caller.
 func NewFailedEvents(db *pgxpool.Pool, cfg FailedEventsConfig) (*FailedEvents, error) {
 	if cfg.Schema == "" {
-		cfg.Schema = defaultSchema
+		cfg.Schema = pg.DefaultSchema
 	}
-	errs := []error{checkSchema(cfg.Schema)}
+	errs := []error{check.Schema(cfg.Schema)}
 	if db == nil {
 		errs = append(errs, fmt.Errorf("pool %w", ErrNil))
 	}
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("outbox: failed events config: %w", err)
 	}
-	in := func(sql string) string { return inSchema(sql, cfg.Schema) }
+	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
 	return &FailedEvents{db: db, sql: failedSQL{
 		list: in(sqlFailedList), count: in(sqlFailedCount), get: in(sqlFailedGet), ids: in(sqlFailedIDs),
 		retry: in(sqlFailedRetry), resolve: in(sqlFailedResolve), edit: in(sqlFailedEdit),
 		hold: in(sqlFailedHold), release: in(sqlFailedRelease), audit: in(sqlFailedAudit),
 	}}, nil
 }
-
-// Values of outbox_failed.status.
-const (
-	StatusWaiting  = "waiting"  // for Kafka, its topic or its partition; tries are not counted
-	StatusFailed   = "failed"   // refused, and tried again
-	StatusParked   = "parked"   // behind another event of its key
-	StatusDead     = "dead"     // given up
-	StatusResolved = "resolved" // by an operator, or sent and kept
-)
-
-// unresolved are the statuses that somebody or something has yet to deal with.
-var unresolved = []string{StatusWaiting, StatusFailed, StatusParked, StatusDead}
 
 // FailedRow is a row of outbox_failed.
 type FailedRow struct {
@@ -126,7 +117,7 @@ func (f FailedFilter) args() []any {
 	if len(statuses) == 0 {
 		statuses = unresolved
 	}
-	return []any{statuses, f.Relay, f.Type, f.Topic, f.Key, f.AggregateType, f.AggregateID, f.Class, orNull(f.Since), orNull(f.Until), f.OutboxID, f.EventID}
+	return []any{statuses, f.Relay, f.Type, f.Topic, f.Key, f.AggregateType, f.AggregateID, f.Class, pg.OrNull(f.Since), pg.OrNull(f.Until), f.OutboxID, f.EventID}
 }
 
 // failedWhere is a [FailedFilter]. A parking key is a topic, a slash and a record key.
@@ -143,9 +134,6 @@ const failedWhere = `
    AND ($11::bigint = 0 OR outbox_id = $11)
    AND ($12::text = '' OR event_id::text = lower($12))`
 
-// planEachTime has a statement planned for its arguments: most filters are empty.
-const planEachTime = pgx.QueryExecModeCacheDescribe
-
 const (
 	defaultFailedLimit = 100
 	maxFailedLimit     = 1000
@@ -160,7 +148,7 @@ type FailedPage struct {
 }
 
 func (p FailedPage) limit() (int, error) {
-	if err := errors.Join(notNegative("Limit", p.Limit), notAbove("Limit", p.Limit, maxFailedLimit)); err != nil {
+	if err := errors.Join(check.NotNegative("Limit", p.Limit), check.NotAbove("Limit", p.Limit, maxFailedLimit)); err != nil {
 		return 0, err
 	}
 	if p.Limit == 0 {
@@ -187,7 +175,7 @@ func (f *FailedEvents) List(ctx context.Context, filter FailedFilter, page Faile
 	if err != nil {
 		return nil, fmt.Errorf("outbox: list failed events: %w", err)
 	}
-	rows, err := f.db.Query(ctx, f.sql.list, append([]any{planEachTime}, append(filter.args(), page.After, limit)...)...)
+	rows, err := f.db.Query(ctx, f.sql.list, append([]any{pg.PlanEachTime}, append(filter.args(), page.After, limit)...)...)
 	if err == nil {
 		var all []FailedRow
 		if all, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (FailedRow, error) { return scanFailed(row) }); err == nil {
@@ -217,7 +205,7 @@ SELECT relay, status, event_type, coalesce(error_class, ''), count(*), min(faile
 // Count returns how many events have failed, by relay, status, type and class, the
 // largest number first.
 func (f *FailedEvents) Count(ctx context.Context, filter FailedFilter) ([]FailedCount, error) {
-	rows, err := f.db.Query(ctx, f.sql.count, append([]any{planEachTime}, filter.args()...)...)
+	rows, err := f.db.Query(ctx, f.sql.count, append([]any{pg.PlanEachTime}, filter.args()...)...)
 	if err == nil {
 		var counts []FailedCount
 		if counts, err = pgx.CollectRows(rows, pgx.RowToStructByPos[FailedCount]); err == nil {

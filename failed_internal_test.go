@@ -8,8 +8,10 @@ import (
 	"testing"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // sqlInsertParked adds $1 events that wait for Kafka, those of a key behind one
@@ -51,10 +53,10 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 		name, sql, args, settings string
 		most                      int // buffers
 	}{
-		{"due", "(text, int) AS " + failed.sqlDue, fmt.Sprintf("('default', %d)", heads), sqlPlans, 2 * heads},
-		{"behind", "(text, text, int) AS " + failed.sqlBehind, "('default', 'b-events/key-7', 500)", sqlPlans, 2 * parked / keys},
-		{"settle_sent", settleArgs + failed.sqlSettle, settle("resolved"), sqlPlans, 40 * heads},
-		{"settle_refused", settleArgs + failed.sqlSettle, settle("failed"), sqlPlans, 40 * heads},
+		{"due", "(text, int) AS " + failed.sqlDue, fmt.Sprintf("('default', %d)", heads), pg.PlannerSettings, 2 * heads},
+		{"behind", "(text, text, int) AS " + failed.sqlBehind, "('default', 'b-events/key-7', 500)", pg.PlannerSettings, 2 * parked / keys},
+		{"settle_sent", settleArgs + failed.sqlSettle, settle("resolved"), pg.PlannerSettings, 40 * heads},
+		{"settle_refused", settleArgs + failed.sqlSettle, settle("failed"), pg.PlannerSettings, 40 * heads},
 		{"promote", "(text, text, bigint, bool) AS " + failed.sqlPromote, fmt.Sprintf("('default', '%s', %d, false)", l.holder, l.epoch), "SELECT", 2 * parked},
 	}
 	inTx := func(settings string, do func(pgx.Tx)) {
@@ -125,7 +127,7 @@ func TestSettleLeavesWhatIsResolved(t *testing.T) {
 	for _, keep := range []bool{true, false} {
 		require.NoError(t, failed.settle(ctx, l, verdicts, keep))
 		var n int
-		sql := inSchema(`SELECT count(*) FROM {schema}.outbox_failed WHERE status = 'resolved' AND resolution = 'kim' AND retry_count = 0`, d.schema)
+		sql := pg.InSchema(`SELECT count(*) FROM {schema}.outbox_failed WHERE status = 'resolved' AND resolution = 'kim' AND retry_count = 0`, d.schema)
 		require.NoError(t, d.db.QueryRow(ctx, sql).Scan(&n))
 		require.Equal(t, 3, n)
 	}

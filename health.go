@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"sync"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/outage"
 )
 
 // Health is how a relay of this process is.
@@ -106,9 +108,9 @@ func (v *vitals) health(r *Relay) Health {
 	if h.Breaker == BreakerOpen {
 		ill("the circuit breaker is open")
 	}
-	for _, t := range []*trouble{&r.postgres, &r.kafka} {
-		if a := t.ails.Load(); a != nil && !h.Ready {
-			h.Reasons = append(h.Reasons, fmt.Sprintf("%s fails since %v: %v", t.what, since(a.since), a.err))
+	for _, t := range []*outage.Log{r.postgresOutage, r.kafkaOutage} {
+		if a := t.Current(); a != nil && !h.Ready {
+			h.Reasons = append(h.Reasons, fmt.Sprintf("%s fails since %v: %v", t.What(), since(a.Since), a.Err))
 		}
 	}
 	return h

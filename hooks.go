@@ -49,9 +49,9 @@ type SentBatch struct {
 	// Took is how long it was until the last outcome was known.
 	Took time.Duration
 
-	batch []envelope
-	fates []fate
-	topic topicOfEvent
+	batch    []envelope
+	outcomes []outcome
+	topic    topicOfEvent
 }
 
 type topicOfEvent = func(*envelope) (string, error)
@@ -60,7 +60,7 @@ type topicOfEvent = func(*envelope) (string, error)
 func (b SentBatch) All() iter.Seq[SentEvent] {
 	return func(yield func(SentEvent) bool) {
 		for i := range b.batch {
-			if b.fates[i].kind == fateSent && !yield(SentEvent{&b.batch[i], b.topic}) {
+			if b.outcomes[i].kind == outcomeSent && !yield(SentEvent{&b.batch[i], b.topic}) {
 				return
 			}
 		}
@@ -71,8 +71,8 @@ func (b SentBatch) All() iter.Seq[SentEvent] {
 // in outbox_failed.error_class.
 func (b SentBatch) NotTaken() iter.Seq2[SentEvent, string] {
 	return func(yield func(SentEvent, string) bool) {
-		for i, f := range b.fates {
-			if (f.kind == fateRefused || f.kind == fateAway) && !yield(SentEvent{&b.batch[i], b.topic}, f.class) {
+		for i, f := range b.outcomes {
+			if (f.kind == outcomeRejected || f.kind == outcomeUnavailable) && !yield(SentEvent{&b.batch[i], b.topic}, f.class) {
 				return
 			}
 		}
@@ -114,17 +114,17 @@ func (s SentEvent) TraceParent() string { return s.e.traceParent() }
 
 // newSentBatch counts what became of a batch. It returns false if nothing of it was
 // tried or decided.
-func newSentBatch(batch []envelope, fates []fate, began time.Time, retried bool, topic topicOfEvent) (b SentBatch, ok bool) {
-	b = SentBatch{Retried: retried, Began: began, Took: time.Since(began), batch: batch, fates: fates, topic: topic}
-	for _, f := range fates {
+func newSentBatch(batch []envelope, outcomes []outcome, began time.Time, retried bool, topic topicOfEvent) (b SentBatch, ok bool) {
+	b = SentBatch{Retried: retried, Began: began, Took: time.Since(began), batch: batch, outcomes: outcomes, topic: topic}
+	for _, f := range outcomes {
 		switch f.kind {
-		case fateSent:
+		case outcomeSent:
 			b.Events++
-		case fateRefused, fateAway:
+		case outcomeRejected, outcomeUnavailable:
 			b.Failed++
-		case fateBehind, fatePending:
+		case outcomeBlocked, outcomeParked:
 			b.Waiting++
-		case fateUndecided:
+		case outcomePending:
 		}
 	}
 	return b, b.Events+b.Failed+b.Waiting > 0
@@ -166,4 +166,14 @@ type ConsumerHooks struct {
 	DeadLettered func(m Metadata, action, topic string, err error)
 	// Unknown is told of an event of a type without a handler, skipped or not.
 	Unknown func(m Metadata)
+}
+
+// failedEventOf is what hooks are told.
+func failedEventOf(e *envelope, class string, err error, retries int) FailedEvent {
+	topic, _ := e.destination() // "" if none follows from its type
+	return FailedEvent{
+		OutboxID: e.id, EventID: string(e.eventID), Type: string(e.eventType),
+		AggregateType: string(e.aggregateType), AggregateID: string(e.aggregateID),
+		Topic: topic, Key: string(e.key()), Retries: retries, Class: class, Err: err,
+	}
 }

@@ -2,127 +2,25 @@ package outbox_test
 
 import (
 	"go/ast"
+	"go/constant"
 	"go/doc"
 	"go/parser"
 	"go/token"
+	"go/types"
 	"io/fs"
 	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
-	"github.com/stretchr/testify/require"
 )
-
-// The rules of the house, as ARCHITECTURE.md tells them.
-
-// kind says what a file of the root package may know.
-type kind int
-
-const (
-	pure         kind = iota // neither the database nor the broker
-	sql                      // the database; starts no goroutine, writes no log
-	orchestrator             // all of it
-)
-
-var rooms = map[string]kind{
-	"breaker.go":             pure,
-	"codec.go":               pure,
-	"codec_text.go":          pure,
-	"envelope.go":            pure,
-	"envelope_read.go":       pure,
-	"alert.go":               orchestrator,
-	"errors.go":              pure,
-	"health.go":              pure,
-	"hooks.go":               pure,
-	"resolver.go":            pure,
-	"retention.go":           sql,
-	"retention_parts.go":     sql,
-	"retention_walk.go":      pure,
-	"config.go":              sql,
-	"consumer.go":            orchestrator,
-	"consumer_deadletter.go": orchestrator,
-	"consumer_decode.go":     orchestrator,
-	"consumer_foreign.go":    orchestrator,
-	"consumer_group.go":      orchestrator,
-	"consumer_handle.go":     orchestrator,
-	"consumer_handler.go":    sql,
-	"consumer_lag.go":        orchestrator,
-	"consumer_offsets.go":    orchestrator,
-	"consumer_partition.go":  orchestrator,
-	"kafka_opts.go":          orchestrator,
-	"consumer_routes.go":     pure,
-	"idempotency.go":         sql,
-	"cursor.go":              sql,
-	"cursor_rebase.go":       sql,
-	"cursor_window.go":       sql,
-	"failed.go":              sql,
-	"failed_actions.go":      sql,
-	"failed_events.go":       sql,
-	"inspect.go":             sql,
-	"inspect_events.go":      sql,
-	"inspect_partitions.go":  sql,
-	"lease.go":               sql,
-	"migrate.go":             sql,
-	"monitor.go":             orchestrator,
-	"outbox.go":              sql,
-	"outbox_record.go":       orchestrator,
-	"outbox_rows.go":         sql,
-	"deadletter.go":          orchestrator,
-	"deadletter_read.go":     orchestrator,
-	"deadletter_replay.go":   orchestrator,
-	"topics.go":              orchestrator,
-	"topics_admin.go":        orchestrator,
-	"relay.go":               orchestrator,
-	"relay_acks.go":          orchestrator,
-	"relay_delivery.go":      orchestrator,
-	"relay_leaders.go":       orchestrator,
-	"relay_limits.go":        orchestrator,
-	"relay_parking.go":       orchestrator,
-	"relay_parts.go":         orchestrator,
-	"relay_retention.go":     orchestrator,
-	"relay_retry.go":         orchestrator,
-	"relay_send.go":          orchestrator,
-	"relay_session.go":       orchestrator,
-	"relay_trouble.go":       orchestrator,
-	"relay_watch.go":         orchestrator,
-}
-
-var forbiddenImports = map[kind][]string{
-	pure: {"github.com/jackc/pgx", "github.com/twmb/franz-go", "log/slog", "os"},
-	sql:  {"github.com/twmb/franz-go", "log/slog"},
-}
-
-func TestFileImports(t *testing.T) {
-	files := sources(t, ".")
-	for name := range rooms {
-		require.Contains(t, files, name, "a room without a file")
-	}
-	for name, file := range files {
-		kind, ok := rooms[name]
-		require.True(t, ok, "%s: say in rooms what this file may know", name)
-		for _, spec := range file.Imports {
-			path, err := strconv.Unquote(spec.Path.Value)
-			require.NoError(t, err)
-			for _, forbidden := range forbiddenImports[kind] {
-				require.False(t, strings.HasPrefix(path, forbidden), "%s imports %s", name, path)
-			}
-		}
-		if kind != orchestrator {
-			ast.Inspect(file, func(n ast.Node) bool {
-				_, starts := n.(*ast.GoStmt)
-				require.False(t, starts, "%s starts a goroutine", name)
-				return true
-			})
-		}
-	}
-}
 
 // internal serves the packages around it and knows none of them.
 func TestInternalImports(t *testing.T) {
@@ -248,38 +146,11 @@ func TestQueries(t *testing.T) {
 // sqlConsts returns the constants of the root package whose names begin with sql.
 func sqlConsts(t *testing.T) map[string]string {
 	t.Helper()
-	values := map[string]ast.Expr{}
-	for _, file := range sources(t, ".") {
-		ast.Inspect(file, func(n ast.Node) bool {
-			if decl, ok := n.(*ast.GenDecl); ok && decl.Tok == token.CONST {
-				for _, spec := range decl.Specs {
-					if spec := spec.(*ast.ValueSpec); len(spec.Values) == 1 {
-						values[spec.Names[0].Name] = spec.Values[0]
-					}
-				}
-			}
-			return true
-		})
-	}
-	var text func(ast.Expr) string
-	text = func(e ast.Expr) string {
-		switch e := e.(type) {
-		case *ast.BasicLit:
-			s, err := strconv.Unquote(e.Value)
-			require.NoError(t, err)
-			return s
-		case *ast.Ident:
-			return text(values[e.Name])
-		case *ast.BinaryExpr:
-			return text(e.X) + text(e.Y)
-		}
-		t.Fatalf("constant of an unexpected form: %T", e)
-		return ""
-	}
+	scope := typeCheck(t).pkg.Scope()
 	queries := map[string]string{}
-	for name, value := range values {
-		if regexp.MustCompile(`^sql[A-Z]`).MatchString(name) {
-			queries[name] = text(value)
+	for _, name := range scope.Names() {
+		if c, ok := scope.Lookup(name).(*types.Const); ok && regexp.MustCompile(`^sql[A-Z]`).MatchString(name) {
+			queries[name] = constant.StringVal(c.Val())
 		}
 	}
 	return queries
@@ -295,11 +166,15 @@ func sources(t *testing.T, dir string) map[string]*ast.File {
 		if strings.HasSuffix(name, "_test.go") {
 			continue
 		}
-		file, err := parser.ParseFile(token.NewFileSet(), name, nil, parser.ParseComments)
+		file, err := parseFile(token.NewFileSet(), name)
 		require.NoError(t, err)
 		files[filepath.Base(name)] = file
 	}
 	return files
+}
+
+func parseFile(fset *token.FileSet, name string) (*ast.File, error) {
+	return parser.ParseFile(fset, name, nil, parser.ParseComments)
 }
 
 // packageDirs returns the folders of the packages of this module.

@@ -2,15 +2,12 @@ package outbox
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"fmt"
-	"math"
-	"unicode/utf8"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // handledStore is the table event_handled, for one group.
@@ -22,7 +19,7 @@ type handledStore struct {
 }
 
 func newHandledStore(db *pgxpool.Pool, schema, group string) *handledStore {
-	return &handledStore{db: db, group: group, mark: inSchema(sqlMark, schema), look: inSchema(sqlLookHandled, schema)}
+	return &handledStore{db: db, group: group, mark: pg.InSchema(sqlMark, schema), look: pg.InSchema(sqlLookHandled, schema)}
 }
 
 // handledKey marks an action that is done.
@@ -68,35 +65,4 @@ const sqlLookHandled = `SELECT FROM {schema}.event_handled LIMIT 0`
 func (s *handledStore) check(ctx context.Context) error {
 	_, err := s.db.Exec(ctx, s.look)
 	return err
-}
-
-// keyOf returns what a task is done once for.
-func keyOf(t task) (handledKey, error) {
-	k := handledKey{t.meta.Type, eventKey(t.meta), t.action}
-	if t.key != nil {
-		k.aggregateType, k.aggregateID = t.key(t.event, t.meta)
-	}
-	for _, part := range []struct {
-		field, text string
-		limit       int
-	}{{"aggregate_type", k.aggregateType, maxAggregateType}, {"aggregate_id", k.aggregateID, maxAggregateID}} {
-		if err := checkText(part.text, part.limit); err != nil {
-			return k, Permanent(&FieldError{EventType: t.meta.Type, Index: -1, Field: part.field, Err: fmt.Errorf("of the key of %s %w", t.action, err)})
-		}
-	}
-	return k, nil
-}
-
-// eventKey names an event in a column of limited length. A UUID is unique by itself,
-// another id together with its source.
-func eventKey(m Metadata) string {
-	if _, err := uuid.Parse(m.ID); err == nil {
-		return m.ID
-	}
-	key := m.Source + " " + m.ID
-	if utf8.RuneCountInString(key) <= maxAggregateID && checkText(key, math.MaxInt) == nil {
-		return key
-	}
-	sum := sha256.Sum256([]byte(key))
-	return hex.EncodeToString(sum[:])
 }

@@ -10,6 +10,9 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // Inspector tells how relays stand, what is recorded, and which transactions are
@@ -35,15 +38,15 @@ type InspectorConfig struct {
 // NewInspector returns a view of what is in db. It does no I/O; closing db stays
 // with the caller.
 func NewInspector(db *pgxpool.Pool, cfg InspectorConfig) (*Inspector, error) {
-	cfg.Schema = cmp.Or(cfg.Schema, defaultSchema)
-	err := checkSchema(cfg.Schema)
+	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
+	err := check.Schema(cfg.Schema)
 	if db == nil {
 		err = errors.Join(fmt.Errorf("db %w", ErrNil), err)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("outbox: inspector config: %w", err)
 	}
-	in := func(sql string) string { return inSchema(sql, cfg.Schema) }
+	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
 	return &Inspector{db: db, sql: inspectorSQL{
 		relays: in(sqlRelays), moves: in(sqlMoves), transactions: in(sqlTransactions), topics: in(sqlRecordedTopics),
 		partitions: in(sqlPartitionSizes),
@@ -83,7 +86,7 @@ type RelayStatus struct {
 
 const maxPendingCount = 100_000
 
-// sqlRelays takes its shape from sqlOpen, and is to be run under sqlPlans.
+// sqlRelays takes its shape from sqlOpen, and is to be run under pg.PlannerSettings.
 const sqlRelays = newestCursors + `, known AS MATERIALIZED (
     SELECT relay AS name FROM stands UNION SELECT name FROM {schema}.outbox_lease
 )
@@ -118,7 +121,7 @@ SELECT n.name, CASE WHEN l.expires_at > clock_timestamp() THEN l.holder ELSE '' 
 // Relays returns how the relays of the schema stand, sorted by name: those that have
 // a cursor or ever took a lease.
 func (i *Inspector) Relays(ctx context.Context) (all []RelayStatus, err error) {
-	err = query(ctx, i.db, sqlPlans, func(rows pgx.Rows) error {
+	err = pg.Query(ctx, i.db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		all, err = pgx.CollectRows(rows, scanRelay)
 		return err
 	}, i.sql.relays, maxPendingCount+1)
@@ -186,7 +189,7 @@ func (i *Inspector) Moves(ctx context.Context, relay string, since time.Time, st
 		return nil, fmt.Errorf("outbox: inspect moves: %d steps of %v: at most %d", now.Sub(since)/step, step, maxMoves)
 	}
 	var moves []Move
-	err := query(ctx, i.db, sqlPlans, func(rows pgx.Rows) error {
+	err := pg.Query(ctx, i.db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		var at time.Time
 		var reached, began, highest int64
 		var latency pgtype.Interval

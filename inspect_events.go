@@ -10,6 +10,9 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // RecordedEvent is a row of outbox.
@@ -65,7 +68,7 @@ type EventFilter struct {
 
 // args are the parameters of eventWhere.
 func (f EventFilter) args() []any {
-	return []any{f.EventID, f.Type, f.AggregateType, f.AggregateID, orNull(f.Since), orNull(f.Until)}
+	return []any{f.EventID, f.Type, f.AggregateType, f.AggregateID, pg.OrNull(f.Since), pg.OrNull(f.Until)}
 }
 
 // eventWhere is an [EventFilter].
@@ -118,7 +121,7 @@ func (i *Inspector) Events(ctx context.Context, filter EventFilter, page EventPa
 	if err != nil {
 		return nil, fmt.Errorf("outbox: inspect events: %w", err)
 	}
-	rows, err := i.db.Query(ctx, i.sql.events, append([]any{planEachTime}, append(filter.args(), page.Before, limit)...)...)
+	rows, err := i.db.Query(ctx, i.sql.events, append([]any{pg.PlanEachTime}, append(filter.args(), page.Before, limit)...)...)
 	if err == nil {
 		var all []RecordedEvent
 		if all, err = pgx.CollectRows(rows, scanListed); err == nil {
@@ -288,9 +291,9 @@ func (i *Inspector) Tail(ctx context.Context, filter EventFilter, see func(Recor
 	var since string
 	err := i.db.QueryRow(ctx, `SELECT pg_current_snapshot()::text`).Scan(&since)
 	for err == nil && ctx.Err() == nil {
-		sleep(ctx, tailInterval)
+		wait.Sleep(ctx, tailInterval)
 		args := append(filter.args(), since, snapshotMax(since))
-		err = query(ctx, i.db, sqlPlans, func(rows pgx.Rows) (err error) {
+		err = pg.Query(ctx, i.db, pg.PlannerSettings, func(rows pgx.Rows) (err error) {
 			since, err = readTail(rows, see)
 			return err
 		}, i.sql.tail, args...)

@@ -6,6 +6,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // Somebody looks every few seconds. What is published, and the history of the cursor,
@@ -41,9 +43,9 @@ func TestInspectionOverManyRows(t *testing.T) {
 				tx, err := d.db.Begin(ctx)
 				require.NoError(t, err)
 				defer tx.Rollback(ctx)
-				_, err = tx.Exec(ctx, sqlPlans)
+				_, err = tx.Exec(ctx, pg.PlannerSettings)
 				require.NoError(t, err)
-				_, err = tx.Exec(ctx, "PREPARE look ("+look.parameters+") AS "+inSchema(look.sql, d.schema), pgx.QueryExecModeSimpleProtocol)
+				_, err = tx.Exec(ctx, "PREPARE look ("+look.parameters+") AS "+pg.InSchema(look.sql, d.schema), pgx.QueryExecModeSimpleProtocol)
 				require.NoError(t, err)
 				buffers, plan := explain(t, tx, "EXECUTE look ("+look.arguments+")")
 				t.Logf("%d buffers", buffers)

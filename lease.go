@@ -11,6 +11,8 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 var (
@@ -48,10 +50,10 @@ type leases struct {
 func newLeases(db *pgxpool.Pool, schema, relay string, duration time.Duration) *leases {
 	return &leases{
 		db: db, relay: relay, holder: newHolder(), duration: duration,
-		peek:    inSchema(sqlLeasePeek, schema),
-		take:    inSchema(sqlLeaseTake, schema),
-		renewal: inSchema(sqlLeaseRenew, schema),
-		release: inSchema(sqlLeaseRelease, schema),
+		peek:    pg.InSchema(sqlLeasePeek, schema),
+		take:    pg.InSchema(sqlLeaseTake, schema),
+		renewal: pg.InSchema(sqlLeaseRenew, schema),
+		release: pg.InSchema(sqlLeaseRelease, schema),
 	}
 }
 

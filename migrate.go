@@ -13,6 +13,10 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/outboxgo/outbox/migrations"
 )
 
@@ -33,7 +37,7 @@ type MigrateConfig struct {
 const maxPartitionRows = 1_000_000_000
 
 func (c MigrateConfig) validate() error {
-	err := errors.Join(checkSchema(c.Schema), notNegative("PartitionRows", c.PartitionRows))
+	err := errors.Join(check.Schema(c.Schema), check.NotNegative("PartitionRows", c.PartitionRows))
 	if c.PartitionRows > maxPartitionRows {
 		err = errors.Join(err, fmt.Errorf("field PartitionRows is %d: at most %d", c.PartitionRows, maxPartitionRows))
 	}
@@ -42,7 +46,7 @@ func (c MigrateConfig) validate() error {
 
 // Migrate brings the tables of outbox up to date. It may be called at every
 // start and by many processes at once: one of them migrates, the others wait for
-// it and find nothing to do. All steps are one transaction; those that partition a
+// it and find nothing to do. All steps are one transaction; those that kafka.Partition a
 // table follow in their own, and a call that was stopped between them is to be made
 // again: ids far ahead are refused until then.
 //
@@ -51,7 +55,7 @@ func (c MigrateConfig) validate() error {
 // if the schema does not exist. Projects with a migration tool of their own can
 // take the files from the package migrations instead.
 func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
-	cfg.Schema = cmp.Or(cfg.Schema, defaultSchema)
+	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
 	if err := cfg.validate(); err != nil {
 		return fmt.Errorf("outbox: migrate config: %w", err)
 	}
@@ -89,7 +93,7 @@ func makePartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) e
 		if !again || try == lockTries {
 			return err
 		}
-		sleep(ctx, lockPause)
+		wait.Sleep(ctx, lockPause)
 		if ctx.Err() != nil {
 			return errors.Join(ctx.Err(), err)
 		}
@@ -107,18 +111,18 @@ const (
 
 func tryPartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	var is bool
-	if err := db.QueryRow(ctx, inSchema(sqlPartitioned, cfg.Schema)).Scan(&is); err != nil || is {
+	if err := db.QueryRow(ctx, pg.InSchema(sqlPartitioned, cfg.Schema)).Scan(&is); err != nil || is {
 		return err
 	}
 	done := func(row pgx.Row) error { return row.Scan(nil) }
-	if err := atOnce(ctx, db, done, inSchema(sqlPreparePartitions, cfg.Schema), cfg.PartitionRows); err != nil {
+	if err := atOnce(ctx, db, done, pg.InSchema(sqlPreparePartitions, cfg.Schema), cfg.PartitionRows); err != nil {
 		return fmt.Errorf("prepare partitions: %w", err)
 	}
-	if _, err := db.Exec(ctx, inSchema(sqlCheckPartitions, cfg.Schema)); err != nil {
+	if _, err := db.Exec(ctx, pg.InSchema(sqlCheckPartitions, cfg.Schema)); err != nil {
 		return fmt.Errorf("check partitions: %w", err)
 	}
 	for _, sql := range []string{sqlPartition, sqlMakePartitions} {
-		if err := atOnce(ctx, db, done, inSchema(sql, cfg.Schema)); err != nil {
+		if err := atOnce(ctx, db, done, pg.InSchema(sql, cfg.Schema)); err != nil {
 			return fmt.Errorf("make partitions: %w", err)
 		}
 	}
@@ -204,7 +208,7 @@ func migrate(ctx context.Context, tx pgx.Tx, schema string, steps []migration) e
 		if err := execScript(ctx, tx, step.sql); err != nil {
 			return fmt.Errorf("%s: %w", step.name, err)
 		}
-		if _, err := tx.Exec(ctx, inSchema(sqlMigrationDone, schema), step.version, step.name); err != nil {
+		if _, err := tx.Exec(ctx, pg.InSchema(sqlMigrationDone, schema), step.version, step.name); err != nil {
 			return fmt.Errorf("%s: %w", step.name, err)
 		}
 	}
@@ -225,16 +229,16 @@ func schemaVersion(ctx context.Context, tx pgx.Tx, schema string) (version int, 
 		return 0, fmt.Errorf("look for schema: %w", err)
 	}
 	if !hasSchema {
-		if _, err := tx.Exec(ctx, inSchema(`CREATE SCHEMA {schema}`, schema)); err != nil {
+		if _, err := tx.Exec(ctx, pg.InSchema(`CREATE SCHEMA {schema}`, schema)); err != nil {
 			return 0, fmt.Errorf("create schema: %w", err)
 		}
 	}
 	if !hasTable {
-		if err := execScript(ctx, tx, inSchema(ddlMigrationTable, schema)); err != nil {
+		if err := execScript(ctx, tx, pg.InSchema(ddlMigrationTable, schema)); err != nil {
 			return 0, fmt.Errorf("create outbox_migration: %w", err)
 		}
 	}
-	err = tx.QueryRow(ctx, inSchema(sqlMigrationVersion, schema)).Scan(&version)
+	err = tx.QueryRow(ctx, pg.InSchema(sqlMigrationVersion, schema)).Scan(&version)
 	return version, err
 }
 
@@ -256,8 +260,8 @@ const sqlMigrations = `SELECT version, name, applied_at FROM {schema}.outbox_mig
 // applied, by version. It changes nothing; where there is no schema or no table, all
 // of them are pending. What another tool than [Migrate] has applied, it cannot see.
 func MigrationStatus(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) ([]Migration, error) {
-	cfg.Schema = cmp.Or(cfg.Schema, defaultSchema)
-	if err := checkSchema(cfg.Schema); err != nil {
+	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
+	if err := check.Schema(cfg.Schema); err != nil {
 		return nil, fmt.Errorf("outbox: migrate config: %w", err)
 	}
 	steps, err := migrationSteps()
@@ -265,13 +269,13 @@ func MigrationStatus(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) (
 		return nil, fmt.Errorf("outbox: migration status: %w", err)
 	}
 	var applied []Migration
-	rows, err := db.Query(ctx, inSchema(sqlMigrations, cfg.Schema))
+	rows, err := db.Query(ctx, pg.InSchema(sqlMigrations, cfg.Schema))
 	if err == nil {
 		applied, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (m Migration, err error) {
 			return m, row.Scan(&m.Version, &m.Name, &m.AppliedAt)
 		})
 	}
-	if err != nil && !isUndefined(err) {
+	if err != nil && !pg.IsUndefined(err) {
 		return nil, fmt.Errorf("outbox: migration status of schema %s: %w", cfg.Schema, err)
 	}
 	for i := range applied {
@@ -285,10 +289,4 @@ func MigrationStatus(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) (
 		applied = append(applied, Migration{Version: step.version, Name: step.name})
 	}
 	return applied, nil
-}
-
-// isUndefined reports whether PostgreSQL did not find a table or its schema.
-func isUndefined(err error) bool {
-	var pg *pgconn.PgError
-	return errors.As(err, &pg) && (pg.Code == "42P01" || pg.Code == "3F000")
 }

@@ -13,6 +13,11 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // MonitorConfig tunes a [Monitor]. The zero value is ready for production.
@@ -39,10 +44,10 @@ type Monitor struct {
 // NewMonitor returns a monitor of the relays in db. It does no I/O; closing db stays
 // with the caller. The error names every bad field.
 func NewMonitor(db *pgxpool.Pool, cfg MonitorConfig) (*Monitor, error) {
-	cfg.Schema = cmp.Or(cfg.Schema, defaultSchema)
+	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
 	cfg.Alerts = cfg.Alerts.withDefaults()
 	cfg.Logger = cmp.Or(cfg.Logger, slog.Default())
-	err := errors.Join(checkSchema(cfg.Schema), cfg.Alerts.validate())
+	err := errors.Join(check.Schema(cfg.Schema), cfg.Alerts.validate())
 	if db == nil {
 		err = errors.Join(fmt.Errorf("db %w", ErrNil), err)
 	}
@@ -63,20 +68,20 @@ func (m *Monitor) Run(ctx context.Context) error {
 		return ErrRunning
 	}
 	defer m.running.Store(false)
-	postgres := trouble{log: m.log, what: "PostgreSQL, for the monitor,"}
+	postgres := outage.NewLog(m.log, "PostgreSQL, for the monitor,")
 	for ctx.Err() == nil {
 		err := m.w.check(ctx)
-		if isUndefined(err) {
+		if pg.IsUndefined(err) {
 			return fmt.Errorf("%w: %w", ErrNotMigrated, err)
 		}
-		wait := m.w.cfg.Interval
+		pause := m.w.cfg.Interval
 		if ctx.Err() == nil {
-			postgres.report(err)
+			postgres.Report(err)
 		}
 		if err != nil {
-			wait = min(wait, postgres.backoff())
+			pause = min(pause, postgres.Backoff())
 		}
-		sleep(ctx, wait)
+		wait.Sleep(ctx, pause)
 	}
 	return nil
 }
@@ -106,7 +111,7 @@ type alertKey struct {
 }
 
 func newWatch(db *pgxpool.Pool, schema string, cfg AlertConfig, log *slog.Logger) *watch {
-	in := func(sql string) string { return inSchema(sql, schema) }
+	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &watch{
 		cfg: cfg, log: log,
 		inspector: &Inspector{db: db, sql: inspectorSQL{relays: in(sqlRelays)}},
@@ -119,7 +124,7 @@ func newWatch(db *pgxpool.Pool, schema string, cfg AlertConfig, log *slog.Logger
 
 // check looks once, and alerts to what has changed. Its error is PostgreSQL's.
 func (w *watch) check(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, defaultLease)
+	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
 	defer cancel()
 	relays, err := w.inspector.Relays(ctx)
 	if err != nil {
@@ -181,7 +186,7 @@ func (w *watch) alert(ctx context.Context, a Alert) bool {
 	a.At = time.Now()
 	ctx, cancel := context.WithTimeout(ctx, alertTimeout)
 	defer cancel()
-	err := guard(func() error { return w.cfg.Alerter.Alert(ctx, a) })
+	err := w.deliver(ctx, a)
 	if err != nil {
 		w.log.Warn("outbox: alert not delivered, it comes again at the next check", "alert", a.String(), "error", err)
 	}
@@ -190,6 +195,7 @@ func (w *watch) alert(ctx context.Context, a Alert) bool {
 
 const (
 	alertTimeout = 10 * time.Second
+	checkTimeout = 30 * time.Second // of all statements of a check
 	maxDeadTold  = 20
 	maxDeadRead  = 10_000
 	// deadOverlap is how far a check looks back behind the last one: an event's time of
@@ -267,4 +273,14 @@ func (w *watch) report(ctx context.Context, relays []RelayStatus) error {
 	}
 	w.reportAt = time.Now().Add(w.cfg.ReportInterval)
 	return nil
+}
+
+// deliver calls the alerter. A panic of it counts as an error.
+func (w *watch) deliver(ctx context.Context, a Alert) (err error) {
+	defer func() {
+		if v := recover(); v != nil {
+			err = fmt.Errorf("panic: %v", v)
+		}
+	}()
+	return w.cfg.Alerter.Alert(ctx, a)
 }

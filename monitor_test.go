@@ -10,10 +10,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // mailbox is an alerter that keeps what it is told, and fails as often as it is to.

@@ -33,6 +33,9 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // RecorderConfig tunes a [Recorder]. The zero value is ready for production.
@@ -64,7 +67,7 @@ type RecorderConfig struct {
 }
 
 func (c RecorderConfig) withDefaults() RecorderConfig {
-	c.Schema = cmp.Or(c.Schema, defaultSchema)
+	c.Schema = cmp.Or(c.Schema, pg.DefaultSchema)
 	c.MaxPayload = cmp.Or(c.MaxPayload, defaultMaxPayload)
 	if c.NewID == nil {
 		c.NewID = uuid.NewV7
@@ -80,9 +83,9 @@ func (c RecorderConfig) withDefaults() RecorderConfig {
 
 func (c RecorderConfig) validate() error {
 	return errors.Join(
-		checkSchema(c.Schema),
-		notNegative("MaxPayload", c.MaxPayload),
-		notAbove("MaxPayload", c.MaxPayload, maxMaxPayload),
+		check.Schema(c.Schema),
+		check.NotNegative("MaxPayload", c.MaxPayload),
+		check.NotAbove("MaxPayload", c.MaxPayload, maxMaxPayload),
 	)
 }
 
@@ -108,7 +111,7 @@ func NewRecorder(events *Registry, cfg RecorderConfig) (*Recorder, error) {
 	}
 	return &Recorder{
 		events: events, cfg: cfg,
-		insert: inSchema(sqlInsert, cfg.Schema), insertOne: inSchema(sqlInsertOne, cfg.Schema),
+		insert: pg.InSchema(sqlInsert, cfg.Schema), insertOne: pg.InSchema(sqlInsertOne, cfg.Schema),
 	}, nil
 }
 
@@ -121,7 +124,7 @@ func NewRecorder(events *Registry, cfg RecorderConfig) (*Recorder, error) {
 // remains usable. Any other error is PostgreSQL's and means that tx is aborted:
 // roll it back.
 func (r *Recorder) Record(ctx context.Context, tx pgx.Tx, events ...DomainEvent) error {
-	if isNil(tx) {
+	if check.IsNil(tx) {
 		return &FieldError{Index: -1, Field: "tx", Err: ErrNil}
 	}
 	return r.hooked(ctx, events, func(ctx context.Context) error { return r.record(ctx, tx, events) })

@@ -8,6 +8,9 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/jsonb"
 )
 
 // rowColumns are the columns of outbox that a recorder fills; the others have
@@ -119,18 +122,18 @@ func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*columns, er
 // add encodes one event into row i.
 func (r *Recorder) add(c *columns, i int, def *definition, e DomainEvent) error {
 	aggregateID := def.aggregateID(e)
-	if err := checkAttribute(aggregateID, maxAggregateID); err != nil {
+	if err := check.Attribute(aggregateID, maxAggregateID); err != nil {
 		return &FieldError{Field: "aggregate_id", Err: err}
 	}
 	if def.key != nil {
 		key := def.key(e)
-		if err := checkText(key, maxPartitionKey); err != nil {
+		if err := check.Text(key, maxPartitionKey); err != nil {
 			return &FieldError{Field: "partition_key", Err: err}
 		}
 		c.partitionKey[i] = pgtype.Text{String: key, Valid: true}
 	}
 	occurredAt := e.OccurredAt()
-	if err := checkTime(occurredAt); err != nil {
+	if err := check.Time(occurredAt); err != nil {
 		return &FieldError{Field: "occurred_at", Err: err}
 	}
 	payload, err := r.encode(def, e)
@@ -164,7 +167,7 @@ func (r *Recorder) encode(def *definition, e DomainEvent) ([]byte, error) {
 	}
 	size := len(payload)
 	if def.codec.ContentType == jsonType {
-		if size, err = checkJSONB(payload); err != nil {
+		if size, err = jsonb.Check(payload); err != nil {
 			return nil, err
 		}
 	}

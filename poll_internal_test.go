@@ -8,8 +8,10 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // retained is how many published rows the poll must not notice.
@@ -107,7 +109,7 @@ func (d *desk) explainPoll(t *testing.T, l *lease, p position, mode string, fres
 	tx, err := d.db.Begin(ctx)
 	require.NoError(t, err)
 	defer tx.Rollback(ctx)
-	_, err = tx.Exec(ctx, inSchema(sqlInsertEvents, d.schema), fresh)
+	_, err = tx.Exec(ctx, pg.InSchema(sqlInsertEvents, d.schema), fresh)
 	require.NoError(t, err)
 	for _, sql := range []string{
 		sqlSettings,

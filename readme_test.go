@@ -12,8 +12,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // What the README shows behind its program is compiled, line by line: the tests are

@@ -5,8 +5,9 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/outboxgo/outbox"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
 )
 
 var traceParentTests = []struct {

@@ -11,8 +11,9 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
-	"github.com/outboxgo/outbox"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
 )
 
 var errGenerator = errors.New("out of numbers")

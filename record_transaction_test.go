@@ -10,8 +10,9 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/outboxgo/outbox"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
 )
 
 func TestRollback(t *testing.T) {

@@ -14,6 +14,12 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // RelayConfig tunes a [Relay]. The zero value is ready for production.
@@ -105,7 +111,7 @@ const (
 )
 
 func (c RelayConfig) withDefaults() RelayConfig {
-	c.Schema = cmp.Or(c.Schema, defaultSchema)
+	c.Schema = cmp.Or(c.Schema, pg.DefaultSchema)
 	c.Name = cmp.Or(c.Name, defaultRelayName)
 	c.BatchSize = cmp.Or(c.BatchSize, defaultBatchSize)
 	c.PollInterval = cmp.Or(c.PollInterval, defaultPollInterval)
@@ -126,14 +132,14 @@ func (c RelayConfig) withDefaults() RelayConfig {
 
 func (c RelayConfig) validate() error {
 	errs := []error{
-		checkSchema(c.Schema),
-		notNegative("BatchSize", c.BatchSize),
-		notAbove("BatchSize", c.BatchSize, maxBatchSize),
-		notNegative("PollInterval", c.PollInterval),
-		notNegative("SendTimeout", c.SendTimeout),
-		notNegative("Lease", c.Lease),
-		notNegative("RetryInterval", c.RetryInterval),
-		notNegative("MaxRetries", c.MaxRetries),
+		check.Schema(c.Schema),
+		check.NotNegative("BatchSize", c.BatchSize),
+		check.NotAbove("BatchSize", c.BatchSize, maxBatchSize),
+		check.NotNegative("PollInterval", c.PollInterval),
+		check.NotNegative("SendTimeout", c.SendTimeout),
+		check.NotNegative("Lease", c.Lease),
+		check.NotNegative("RetryInterval", c.RetryInterval),
+		check.NotNegative("MaxRetries", c.MaxRetries),
 		c.Breaker.validate(),
 		c.Retention.validate(),
 		c.Alerts.validate(),
@@ -143,7 +149,7 @@ func (c RelayConfig) validate() error {
 			errs = append(errs, fmt.Errorf("field Revive of %q is %v: must be above 0", class, c.Revive[class]))
 		}
 	}
-	if err := checkText(c.Name, maxRelayName); err != nil {
+	if err := check.Text(c.Name, maxRelayName); err != nil {
 		errs = append(errs, fmt.Errorf("field Name %w", err))
 	}
 	if c.Mode != Binary && c.Mode != Structured {
@@ -171,14 +177,14 @@ type Relay struct {
 	failed  *failedStore
 	log     *slog.Logger
 	breaker *breaker
-	places  troubles
+	outages *outage.Logs
 
 	// An outage may outlast the lease, and is still the same one.
-	postgres, kafka trouble // belong to the goroutine of Run
-	retriesPostgres trouble // belongs to the retrier
-	alertsPostgres  trouble // belongs to keepWatch, as watch does
-	retention       *retention
-	watch           *watch
+	postgresOutage, kafkaOutage *outage.Log // belong to the goroutine of Run
+	retryOutage                 *outage.Log // belongs to the retrier
+	alertOutage                 *outage.Log // belongs to keepWatch, as watch does
+	retention                   *retention
+	watch                       *watch
 
 	breakerClosed chan struct{} // holds at most one wish to retry at once
 	alarm         chan struct{} // holds at most one wish to check at once
@@ -189,7 +195,7 @@ type Relay struct {
 }
 
 // NewRelay returns a relay that reads from db and produces with clients that it
-// makes from kafka when it runs: brokers, TLS, SASL, hooks and compression are
+// makes from opts when it runs: brokers, TLS, SASL, hooks and compression are
 // the caller's, acks=all and idempotence are the relay's. Options that name a
 // group, topics to consume or a transactional id, or that give up idempotence or
 // automatic flushing, are refused. The error names every bad field and option.
@@ -200,11 +206,11 @@ type Relay struct {
 // NewRelay does no I/O, and makes and closes one client to look at the options.
 // A running relay uses up to six connections of db; closing db stays with the
 // caller.
-func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error) {
+func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error) {
 	cfg = cfg.withDefaults()
-	err := errors.Join(cfg.validate(), checkKafkaOpts(kafka))
+	err := errors.Join(cfg.validate(), kafka.CheckProducerOpts(opts))
 	if err == nil {
-		err = validateOpts(producerOpts(kafka, cfg))
+		err = kafka.ValidateOpts(kafka.ProducerOpts(opts, cfg.DeliveryTimeout))
 	}
 	if db == nil {
 		err = errors.Join(fmt.Errorf("db %w", ErrNil), err)
@@ -214,7 +220,7 @@ func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error
 	}
 	r := &Relay{
 		cfg:     cfg,
-		opts:    producerOpts(kafka, cfg),
+		opts:    kafka.ProducerOpts(opts, cfg.DeliveryTimeout),
 		leases:  newLeases(db, cfg.Schema, cfg.Name, cfg.Lease),
 		cursors: newCursors(db, cfg.Schema, cfg.Name),
 		failed:  newFailedStore(db, cfg.Schema, cfg.Name, cfg.HoldDead),
@@ -229,11 +235,11 @@ func NewRelay(db *pgxpool.Pool, kafka []kgo.Opt, cfg RelayConfig) (*Relay, error
 	}
 	r.breaker = newBreaker(cfg.Breaker, r.breakerChanged)
 	r.watch.own, r.watch.breaker = cfg.Name, r.breaker.state
-	r.places = troubles{log: r.log}
-	r.postgres = trouble{log: r.log, what: "PostgreSQL"}
-	r.kafka = trouble{log: r.log, what: "Kafka"}
-	r.retriesPostgres = trouble{log: r.log, what: "PostgreSQL, for retries,"}
-	r.alertsPostgres = trouble{log: r.log, what: "PostgreSQL, for alerts,"}
+	r.outages = outage.NewLogs(r.log)
+	r.postgresOutage = outage.NewLog(r.log, "PostgreSQL")
+	r.kafkaOutage = outage.NewLog(r.log, "Kafka")
+	r.retryOutage = outage.NewLog(r.log, "PostgreSQL, for retries,")
+	r.alertOutage = outage.NewLog(r.log, "PostgreSQL, for alerts,")
 	return r, nil
 }
 
@@ -248,25 +254,17 @@ func (r *Relay) breakerChanged(from, to BreakerState) {
 		r.cfg.Hooks.Breaker(from, to)
 	}
 	if to == BreakerClosed {
-		signal(r.breakerClosed)
+		wait.Signal(r.breakerClosed)
 	}
 	if to != BreakerHalfOpen {
-		signal(r.alarm)
-	}
-}
-
-// signal leaves a wish in a channel of one.
-func signal(c chan<- struct{}) {
-	select {
-	case c <- struct{}{}:
-	default: // there is one already
+		wait.Signal(r.alarm)
 	}
 }
 
 // Wake makes the relay look for events now instead of at its next poll. Call it
 // after a commit; it never blocks. Only a relay of this process is woken: when
 // another one holds the lease, that one sees the event at its poll.
-func (r *Relay) Wake() { signal(r.wake) }
+func (r *Relay) Wake() { wait.Signal(r.wake) }
 
 // Run relays events until ctx is cancelled, then finishes the batch in flight,
 // releases the lease so that a standby takes over at once, and returns nil. It
@@ -309,22 +307,22 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 		look, cancel := r.soon(ctx)
 		l, err := r.leases.acquire(look)
 		cancel()
-		wait := r.cfg.PollInterval
+		pause := r.cfg.PollInterval
 		switch {
 		case err == nil:
-			r.postgres.report(nil)
+			r.postgresOutage.Report(nil)
 			r.log.Debug("outbox: lease taken", "holder", l.holder, "epoch", l.epoch)
 			return l, nil
-		case isUndefined(err):
+		case pg.IsUndefined(err):
 			return nil, r.notMigrated(err)
 		case errors.Is(err, errHeld):
 			r.vitals.note(sawLease)
-			r.postgres.report(nil)
+			r.postgresOutage.Report(nil)
 		case ctx.Err() == nil:
-			r.postgres.report(err)
-			wait = r.postgres.backoff()
+			r.postgresOutage.Report(err)
+			pause = r.postgresOutage.Backoff()
 		}
-		sleep(ctx, wait)
+		wait.Sleep(ctx, pause)
 	}
 	return nil, nil
 }
@@ -352,7 +350,7 @@ func (r *Relay) lead(ctx context.Context, l *lease) error {
 	// apart is the loss of the lease, and a batch that takes too long to finish.
 	held, lose := context.WithCancelCause(context.WithoutCancel(ctx))
 	stopped := context.AfterFunc(ctx, func() {
-		sleep(held, r.cfg.SendTimeout)
+		wait.Sleep(held, r.cfg.SendTimeout)
 		lose(errTooLate)
 	})
 	defer stopped()
@@ -398,9 +396,9 @@ var errTooLate = errors.New("not finished in time")
 // keepLease renews the lease until held ends, and ends held with errLeaseLost
 // when the lease is gone or could not be renewed before it expired.
 func (r *Relay) keepLease(held context.Context, l *lease, lose context.CancelCauseFunc) {
-	wait := r.cfg.Lease / 3
+	pause := r.cfg.Lease / 3
 	for {
-		sleep(held, min(wait, time.Until(*l.until.Load())))
+		wait.Sleep(held, min(pause, time.Until(*l.until.Load())))
 		if held.Err() != nil {
 			return
 		}
@@ -412,27 +410,9 @@ func (r *Relay) keepLease(held context.Context, l *lease, lose context.CancelCau
 			lose(errLeaseLost)
 			return
 		}
-		wait = r.cfg.Lease / 3
+		pause = r.cfg.Lease / 3
 		if err != nil { // the session reports what ails PostgreSQL
-			wait = r.cfg.Lease / 30
+			pause = r.cfg.Lease / 30
 		}
 	}
-}
-
-// sleep waits for d or until ctx ends.
-func sleep(ctx context.Context, d time.Duration) { await(ctx, ctx, nil, d) }
-
-// await waits for a signal, and reports whether it came within d and before
-// either context ended.
-func await(ctx, held context.Context, signal <-chan struct{}, d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-signal:
-		return true
-	case <-timer.C:
-	case <-ctx.Done():
-	case <-held.Done():
-	}
-	return false
 }

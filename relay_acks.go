@@ -5,6 +5,8 @@ import (
 	"sync"
 
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/kafka"
 )
 
 // acks collects the outcomes of records, and tells the breaker. The client calls
@@ -85,15 +87,15 @@ func (a *acks) collect(errs []error) {
 
 // tell tells the breaker of the failures, in the order of the records.
 func (a *acks) tell(errs []error) {
-	told := map[partition]bool{}
+	told := map[kafka.Partition]bool{}
 	for i, err := range errs {
 		r := &a.records[i]
 		if a.failed[r] == nil {
 			continue
 		}
-		o := outcomeOf(err)
-		if at := partitionOf(r); o == callFailed {
-			if told[at] && (a.works || a.sparing || errors.Is(err, errNoLeader)) {
+		o := callResultOf(err)
+		if at := kafka.PartitionOf(r); o == callFailed {
+			if told[at] && (a.works || a.sparing || errors.Is(err, kafka.ErrNoLeader)) {
 				o = callCancelled
 			}
 			told[at] = true
@@ -102,10 +104,10 @@ func (a *acks) tell(errs []error) {
 	}
 }
 
-// outcomeOf is what the breaker learns. A refusal or a missing topic is no
+// callResultOf is what the breaker learns. A refusal or a missing topic is no
 // failure: Kafka was there.
-func outcomeOf(err error) outcome {
-	if refusalClass(err) != "" || isTopicTrouble(err) {
+func callResultOf(err error) callResult {
+	if rejectionClass(err) != "" || kafka.IsTopicOutage(err) {
 		return callSucceeded
 	}
 	return callFailed

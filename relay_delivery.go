@@ -7,24 +7,9 @@ import (
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
-)
 
-// fate is what became of an event of a batch.
-type fate struct {
-	kind  fateKind
-	class string
-	err   error
-}
-
-type fateKind uint8
-
-const (
-	fateUndecided fateKind = iota
-	fateSent
-	fateRefused // by Kafka, for what it is
-	fateAway    // Kafka, or its topic, was not there for it
-	fateBehind  // not sent: an earlier event of its key waits
-	fatePending // as fateBehind, and counted by the parking
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // delivery is one batch on its way.
@@ -32,7 +17,7 @@ type delivery struct {
 	*producer
 	stop, held context.Context
 	batch      []envelope
-	fates      []fate
+	outcomes   []outcome
 	left       []int     // undecided events, by their index in batch
 	began      time.Time // of the last send
 	patient    bool      // wait for Kafka as long as it takes
@@ -50,37 +35,37 @@ type delivery struct {
 // While nothing of the batch gets through for want of Kafka, it is repeated; once
 // something does, the rest is left behind as away. Events are undecided only if
 // stop was cancelled meanwhile (no error) or the lease was lost.
-func (p *producer) deliver(stop, held context.Context, batch []envelope, parked *parking) ([]fate, error) {
+func (p *producer) deliver(stop, held context.Context, batch []envelope, parked *parking) ([]outcome, error) {
 	d := p.delivery(stop, held, batch)
 	d.patient = true
 	for i := range batch {
 		if parked.busy.Load() && parked.takes(d.key(i)) {
-			d.fates[i].kind = fatePending
+			d.outcomes[i].kind = outcomeParked
 		} else {
 			d.left = append(d.left, i)
 		}
 	}
 	err := d.run()
-	return d.fates, err
+	return d.outcomes, err
 }
 
 // attempt is deliver without patience: what does not get through is away, and
 // what the breaker does not let through is undecided.
-func (p *producer) attempt(stop, held context.Context, batch []envelope) ([]fate, error) {
+func (p *producer) attempt(stop, held context.Context, batch []envelope) ([]outcome, error) {
 	d := p.delivery(stop, held, batch)
 	for i := range batch {
 		d.left = append(d.left, i)
 	}
 	err := d.run()
-	return d.fates, err
+	return d.outcomes, err
 }
 
 // tellSent tells the hook what became of a batch.
-func (p *producer) tellSent(batch []envelope, fates []fate, began time.Time, retried bool) {
+func (p *producer) tellSent(batch []envelope, outcomes []outcome, began time.Time, retried bool) {
 	if p.cfg.Hooks.Sent == nil {
 		return
 	}
-	if sent, ok := newSentBatch(batch, fates, began, retried, p.topic); ok {
+	if sent, ok := newSentBatch(batch, outcomes, began, retried, p.topic); ok {
 		p.cfg.Hooks.Sent(sent)
 	}
 }
@@ -88,7 +73,7 @@ func (p *producer) tellSent(batch []envelope, fates []fate, began time.Time, ret
 func (p *producer) delivery(stop, held context.Context, batch []envelope) *delivery {
 	return &delivery{
 		producer: p, stop: stop, held: held, batch: batch,
-		fates: make([]fate, len(batch)), left: make([]int, 0, len(batch)),
+		outcomes: make([]outcome, len(batch)), left: make([]int, 0, len(batch)),
 	}
 }
 
@@ -98,7 +83,7 @@ func (d *delivery) run() error {
 			d.turn()
 		}
 		if d.down {
-			await(d.stop, d.held, nil, d.kafka.backoff())
+			wait.Await(d.stop, d.held, nil, d.kafkaOutage.Backoff())
 		}
 		d.down, d.unpermitted, d.began = false, false, time.Now()
 		send := d.sendTogether
@@ -126,7 +111,7 @@ func (d *delivery) awaitPermission() {
 		e := &d.batch[d.left[0]]
 		d.log.Warn("outbox: breaker is open, batch stops", "id", e.id, "event_id", string(e.eventID), "wait", d.breaker.wait())
 	}
-	await(d.stop, d.held, nil, max(d.breaker.wait(), look))
+	wait.Await(d.stop, d.held, nil, max(d.breaker.wait(), look))
 }
 
 // sendTogether sends all undecided events at once. A refusal names whatever the
@@ -142,17 +127,17 @@ func (d *delivery) sendTogether() error {
 	tried := d.left[:len(errs)]
 	var left, away []int // away: by their index in tried
 	for n, i := range tried {
-		switch class := refusalClass(errs[n]); {
+		switch class := rejectionClass(errs[n]); {
 		case errs[n] == nil:
 			d.arrived(i, &records[n])
 		case errors.Is(errs[n], errBehind):
-			d.fates[i].kind = fateBehind
+			d.outcomes[i].kind = outcomeBlocked
 		case class == invalidEvent: // ours to know, whatever else was sent
 			d.refuse(i, class, errs[n])
 		case class != "" || errors.Is(errs[n], errAlone):
 			d.suspicious = true
 			left = append(left, i)
-		case isTopicTrouble(errs[n]), errors.Is(errs[n], errNoLeader):
+		case kafka.IsTopicOutage(errs[n]), errors.Is(errs[n], kafka.ErrNoLeader):
 			d.leave(i, &records[n], errs[n])
 		default:
 			away = append(away, n)
@@ -171,7 +156,7 @@ func (d *delivery) sendTogether() error {
 	d.left = append(left, d.left[len(errs):]...)
 	d.down = len(away) > 0 && !leave
 	if len(errs) > 0 && !d.down {
-		d.kafka.report(nil)
+		d.kafkaOutage.Report(nil)
 	}
 	return nil
 }
@@ -194,12 +179,12 @@ func (d *delivery) sendAlone() error {
 			return nil
 		}
 		d.left = d.left[1:]
-		switch class := refusalClass(errs[0]); {
+		switch class := rejectionClass(errs[0]); {
 		case errs[0] == nil:
 			d.arrived(i, &records[0])
 		case class != "":
 			d.refuse(i, class, errs[0])
-		case isTopicTrouble(errs[0]), errors.Is(errs[0], errNoLeader):
+		case kafka.IsTopicOutage(errs[0]), errors.Is(errs[0], kafka.ErrNoLeader):
 			d.leave(i, &records[0], errs[0])
 		case d.leaves():
 			d.leaveTopic(i, &records[0], errs[0])
@@ -209,7 +194,7 @@ func (d *delivery) sendAlone() error {
 			d.down = true
 			return nil
 		}
-		d.kafka.report(nil)
+		d.kafkaOutage.Report(nil)
 	}
 	d.suspicious = false
 	return nil
@@ -237,32 +222,32 @@ func (d *delivery) key(i int) string {
 }
 
 func (d *delivery) arrived(i int, r *kgo.Record) {
-	d.fates[i], d.through = fate{kind: fateSent}, true
-	if d.places.busy.Load() {
-		d.places.report("topic "+r.Topic, d.began, nil)
-		d.places.report(partitionOf(r).String(), d.began, nil)
+	d.outcomes[i], d.through = outcome{kind: outcomeSent}, true
+	if d.outages.Failing() {
+		d.outages.Report("topic "+r.Topic, d.began, nil)
+		d.outages.Report(kafka.PartitionOf(r).String(), d.began, nil)
 	}
 }
 
 func (d *delivery) refuse(i int, class string, err error) {
-	d.fates[i] = fate{kind: fateRefused, class: class, err: err}
+	d.outcomes[i] = outcome{kind: outcomeRejected, class: class, err: err}
 	d.block(i)
 }
 
 // leave gives an event up for now, for want of its topic or its partition.
 func (d *delivery) leave(i int, r *kgo.Record, err error) {
 	switch {
-	case isReplaced(err): // whether it is there, only the next client knows
-	case isTopicTrouble(err) || r.Partition == unassigned:
-		d.places.report("topic "+r.Topic, d.began, err)
+	case kafka.IsReplaced(err): // whether it is there, only the next client knows
+	case kafka.IsTopicOutage(err) || r.Partition == kafka.Unassigned:
+		d.outages.Report("topic "+r.Topic, d.began, err)
 	default:
-		d.places.report(partitionOf(r).String(), d.began, err)
+		d.outages.Report(kafka.PartitionOf(r).String(), d.began, err)
 	}
-	kind := fateAway
+	kind := outcomeUnavailable
 	if d.blocked[d.key(i)] {
-		kind = fateBehind
+		kind = outcomeBlocked
 	}
-	d.fates[i] = fate{kind: kind, class: awayClass(err), err: err}
+	d.outcomes[i] = outcome{kind: kind, class: kafka.UnavailableClass(err), err: err}
 	d.block(i)
 }
 
@@ -292,7 +277,7 @@ func (d *delivery) leaveBehind(i int) bool {
 	if len(d.blocked) == 0 || !d.blocked[d.key(i)] {
 		return false
 	}
-	d.fates[i] = fate{kind: fateBehind}
+	d.outcomes[i] = outcome{kind: outcomeBlocked}
 	return true
 }
 
@@ -300,5 +285,5 @@ func (d *delivery) leaveBehind(i int) bool {
 func (d *delivery) complain(i int, err error) {
 	e := &d.batch[i]
 	topic, _ := d.topic(e)
-	d.kafka.report(err, "topic", topic, "id", e.id, "event_id", string(e.eventID))
+	d.kafkaOutage.Report(err, "topic", topic, "id", e.id, "event_id", string(e.eventID))
 }

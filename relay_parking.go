@@ -1,7 +1,6 @@
 package outbox
 
 import (
-	"strings"
 	"sync"
 	"sync/atomic"
 )
@@ -26,17 +25,6 @@ type parking struct {
 type parkedKey struct {
 	rows    int // in outbox_failed
 	pending int // on their way there
-}
-
-// parkingKey is what an event shares with those that must not overtake it. A
-// topic has no slash in it.
-func parkingKey(topic string, key []byte) string {
-	var b strings.Builder
-	b.Grow(len(topic) + 1 + len(key))
-	b.WriteString(topic)
-	b.WriteByte('/')
-	b.Write(key)
-	return b.String()
 }
 
 // takes reports whether an event has to wait behind others of its key. One that

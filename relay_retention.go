@@ -4,6 +4,9 @@ import (
 	"context"
 	"errors"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // cleaner removes what is kept no longer. It works beside the session and shares
@@ -14,7 +17,7 @@ type cleaner struct {
 	held  context.Context
 	store *retention
 	waits func() bool // there is a backlog to send
-	fails troubles
+	fails *outage.Logs
 
 	published, handled walk             // from where they stood in the last run
 	parts              map[string]*walk // the same by partition, where rows go one by one
@@ -24,7 +27,7 @@ type cleaner struct {
 }
 
 func newCleaner(s *session) *cleaner {
-	c := &cleaner{Relay: s.Relay, lease: s.lease, held: s.held, store: s.retention, waits: s.behind.Load, fails: troubles{log: s.log}}
+	c := &cleaner{Relay: s.Relay, lease: s.lease, held: s.held, store: s.retention, waits: s.behind.Load, fails: outage.NewLogs(s.log)}
 	return c
 }
 
@@ -35,7 +38,7 @@ func (c *cleaner) run(ctx context.Context) {
 	c.published = walk{batch: c.cleanPublished, rest: rest}
 	c.handled = walk{batch: c.cleanHandled, rest: rest}
 	for {
-		await(ctx, c.held, nil, c.cfg.Retention.Interval)
+		wait.Await(ctx, c.held, nil, c.cfg.Retention.Interval)
 		if !c.rest(ctx, 0) {
 			return
 		}
@@ -75,7 +78,7 @@ func (c *cleaner) round(ctx context.Context) (done Cleaned, err error) {
 		switch {
 		case errors.Is(err, errLeaseLost), errors.Is(err, errBusy):
 		case c.held.Err() == nil:
-			c.fails.report(task.name, start, err)
+			c.fails.Report(task.name, start, err)
 		}
 		if errors.Is(err, errLeaseLost) {
 			return done, err
@@ -87,9 +90,9 @@ func (c *cleaner) round(ctx context.Context) (done Cleaned, err error) {
 // rest gives way: for longer after a batch that took long, and while there is a
 // backlog. It reports whether to go on.
 func (c *cleaner) rest(ctx context.Context, took time.Duration) bool {
-	await(ctx, c.held, nil, c.cfg.Retention.pause(took))
+	wait.Await(ctx, c.held, nil, c.cfg.Retention.pause(took))
 	for c.waits() && ctx.Err() == nil && c.held.Err() == nil {
-		await(ctx, c.held, nil, c.cfg.PollInterval)
+		wait.Await(ctx, c.held, nil, c.cfg.PollInterval)
 	}
 	return ctx.Err() == nil && c.held.Err() == nil
 }

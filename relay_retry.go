@@ -4,6 +4,9 @@ import (
 	"context"
 	"errors"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // retrier sends again what stands in outbox_failed. It works beside the session,
@@ -25,7 +28,7 @@ const (
 )
 
 func newRetrier(s *session) *retrier {
-	p := newProducer(s.Relay, s.lease, &trouble{log: s.log, what: "Kafka, for retries,"})
+	p := newProducer(s.Relay, s.lease, outage.NewLog(s.log, "Kafka, for retries,"))
 	p.sparing = true // what waits for one partition fails in company of its own
 	return &retrier{
 		Relay: s.Relay, lease: s.lease, held: s.held, producer: p, parked: &s.parked,
@@ -41,9 +44,9 @@ func (r *retrier) run(ctx context.Context) {
 			if r.held.Err() != nil || errors.Is(err, errLeaseLost) {
 				return
 			}
-			r.retriesPostgres.report(err)
+			r.retryOutage.Report(err)
 		}
-		await(ctx, r.held, r.breakerClosed, r.cfg.RetryInterval)
+		wait.Await(ctx, r.held, r.breakerClosed, r.cfg.RetryInterval)
 	}
 }
 
@@ -130,8 +133,8 @@ func (r *retrier) retry(ctx context.Context, events []failedEvent) (through []st
 		batch[i] = events[i].envelope
 	}
 	start := time.Now()
-	fates, err := r.producer.attempt(ctx, r.held, batch)
-	r.producer.tellSent(batch, fates, start, true)
+	outcomes, err := r.producer.attempt(ctx, r.held, batch)
+	r.producer.tellSent(batch, outcomes, start, true)
 	if err != nil {
 		return nil, false, err
 	}
@@ -140,18 +143,18 @@ func (r *retrier) retry(ctx context.Context, events []failedEvent) (through []st
 	var free []string // keys of rows that hold nothing back any more
 	failed := map[string]bool{}
 	done = true
-	for i, f := range fates {
+	for i, f := range outcomes {
 		e := &events[i]
 		v, ok := r.judge(e, f)
-		done = done && f.kind != fateUndecided
-		if f.kind != fateSent {
+		done = done && f.kind != outcomePending
+		if f.kind != outcomeSent {
 			failed[e.key] = true
 		}
 		if !ok {
 			continue
 		}
 		verdicts = append(verdicts, v)
-		if f.kind == fateRefused {
+		if f.kind == outcomeRejected {
 			tell = append(tell, func() { r.tellRefused(e, f, v.status == StatusDead) })
 		}
 		if v.status == StatusResolved || v.status == StatusDead && !r.cfg.HoldDead {
@@ -190,33 +193,33 @@ func (r *retrier) settle(verdicts []verdict, free []string) error {
 	return nil
 }
 
-// judge turns the fate of a retry into what is written down. There is nothing to
+// judge turns the outcome of a retry into what is written down. There is nothing to
 // write for an event that was not tried.
-func (r *retrier) judge(e *failedEvent, f fate) (v verdict, ok bool) {
+func (r *retrier) judge(e *failedEvent, f outcome) (v verdict, ok bool) {
 	v = verdict{row: e.row, class: f.class, err: f.err}
 	switch f.kind {
-	case fateSent:
+	case outcomeSent:
 		v.status, v.err = StatusResolved, nil
-	case fateRefused:
+	case outcomeRejected:
 		v.status, v.count, v.wait = StatusFailed, 1, retryWait(e.retries+2)
 		if e.retries+1 >= r.cfg.MaxRetries {
 			v.status = StatusDead
 		}
-	case fateAway:
+	case outcomeUnavailable:
 		v.status, v.wait = StatusWaiting, r.cfg.RetryInterval
-	case fateUndecided, fateBehind, fatePending:
+	case outcomePending, outcomeBlocked, outcomeParked:
 		return v, false
 	}
 	return v, true
 }
 
-func (r *retrier) tellRefused(e *failedEvent, f fate, dead bool) {
+func (r *retrier) tellRefused(e *failedEvent, f outcome, dead bool) {
 	args := []any{"id", e.id, "event_id", string(e.eventID), "type", string(e.eventType), "aggregate_id", string(e.aggregateID),
 		"key", string(e.envelope.key()), "attempt", e.retries + 1, "class", f.class, "error", f.err}
 	ctx := e.context(r.held)
 	if dead {
 		r.log.ErrorContext(ctx, "outbox: event is dead", append(args, "key_is_held", r.cfg.HoldDead)...)
-		signal(r.alarm)
+		wait.Signal(r.alarm)
 	} else {
 		r.log.WarnContext(ctx, "outbox: retry failed", args...)
 	}
@@ -226,15 +229,5 @@ func (r *retrier) tellRefused(e *failedEvent, f fate, dead bool) {
 	}
 	if hook != nil {
 		hook(failedEventOf(&e.envelope, f.class, f.err, e.retries+1))
-	}
-}
-
-// failedEventOf is what hooks are told.
-func failedEventOf(e *envelope, class string, err error, retries int) FailedEvent {
-	topic, _ := e.destination() // "" if none follows from its type
-	return FailedEvent{
-		OutboxID: e.id, EventID: string(e.eventID), Type: string(e.eventType),
-		AggregateType: string(e.aggregateType), AggregateID: string(e.aggregateID),
-		Topic: topic, Key: string(e.key()), Retries: retries, Class: class, Err: err,
 	}
 }

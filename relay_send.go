@@ -8,61 +8,36 @@ import (
 	"slices"
 	"time"
 
-	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
-)
 
-// checkKafkaOpts refuses options that the relay's promises cannot live with.
-func checkKafkaOpts(opts []kgo.Opt) error {
-	return checkOpts(opts, func(o hostOpts) {
-		const notConsumer = "that is for a consumer"
-		o.refuse(o.names(kgo.ConsumerGroup), "ConsumerGroup", notConsumer)
-		o.refuse(o.names(kgo.ShareGroup), "ShareGroup", notConsumer)
-		o.refuse(o.names(kgo.InstanceID), "InstanceID", notConsumer)
-		o.refuse(len(o.client.GetConsumeTopics()) > 0, "ConsumeTopics or ConsumePartitions", notConsumer)
-		o.refuse(o.names(kgo.TransactionalID), "TransactionalID", "it belongs to the relay")
-		o.refuse(o.sets(kgo.DisableIdempotentWrite), "DisableIdempotentWrite", "retries would repeat and reorder records")
-		o.refuse(o.sets(kgo.ManualFlushing), "ManualFlushing", "nobody would flush")
-	})
-}
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/outage"
+)
 
 // producer hands events to Kafka. It belongs to one goroutine.
 type producer struct {
-	opts  []kgo.Opt
-	cfg   RelayConfig
-	lease *lease
-	log   *slog.Logger
-	kafka *trouble
+	opts        []kgo.Opt
+	cfg         RelayConfig
+	lease       *lease
+	log         *slog.Logger
+	kafkaOutage *outage.Log
 
-	breaker *breaker  // these two are of all producers of a relay
-	places  *troubles // topics that are missing or not ours to write, partitions that take nothing
-	sparing bool      // of failures that the breaker hears of: one for each partition
+	breaker *breaker     // these two are of all producers of a relay
+	outages *outage.Logs // topics that are missing or not ours to write, partitions that take nothing
+	sparing bool         // of failures that the breaker hears of: one for each partition
 
 	turn   func()      // told of each send; may be nil
 	client *kgo.Client // nil until needed, after a send without an answer, and when it is at its end
 
 	named, derived map[string]string // topics, by their name in the row or by the event type
-	limits         limits
+	limits         kafka.Limits
 }
 
-func newProducer(r *Relay, l *lease, kafka *trouble) *producer {
+func newProducer(r *Relay, l *lease, kafkaOutage *outage.Log) *producer {
 	return &producer{
-		opts: r.opts, cfg: r.cfg, lease: l, log: r.log, kafka: kafka, breaker: r.breaker, places: &r.places,
+		opts: r.opts, cfg: r.cfg, lease: l, log: r.log, kafkaOutage: kafkaOutage, breaker: r.breaker, outages: r.outages,
 		named: map[string]string{}, derived: map[string]string{},
 	}
-}
-
-// producerOpts are the host's options with what the promises need.
-func producerOpts(host []kgo.Opt, cfg RelayConfig) []kgo.Opt {
-	return append(append([]kgo.Opt(nil), host...),
-		kgo.RequiredAcks(kgo.AllISRAcks()),
-		// With idempotence alone, a record whose request was sent and never
-		// answered would neither fail nor time out.
-		kgo.RecordDeliveryTimeout(cfg.DeliveryTimeout),
-		kgo.AllowIdempotentProduceCancellation(),
-		// Batches come full: there is no company to wait for.
-		kgo.ProducerLinger(0),
-	)
 }
 
 // connect makes a client if there is none.
@@ -70,12 +45,12 @@ func (p *producer) connect() error {
 	if p.client != nil {
 		return nil
 	}
-	client, err := newClient(p.opts)
+	client, err := kafka.NewClient(p.opts)
 	if err != nil { // NewRelay has validated these options
 		return fmt.Errorf("make Kafka client: %w", err)
 	}
 	p.client = client
-	p.limits.of(client)
+	p.limits.ReadClient(client)
 	return nil
 }
 
@@ -84,7 +59,7 @@ func (p *producer) answers(ctx context.Context) bool {
 	if p.connect() != nil {
 		return false // and the next send says why
 	}
-	ctx, cancel := context.WithTimeout(ctx, leadersTimeout)
+	ctx, cancel := context.WithTimeout(ctx, kafka.AnswerTimeout)
 	defer cancel()
 	return p.client.Ping(ctx) == nil
 }
@@ -120,9 +95,9 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 	errs := make([]error, len(which))
 	records := p.records(batch, which, errs)
 	if len(records) > 1 {
-		p.limits.learn(held, p.client, records)
+		p.limits.Learn(held, p.client, records)
 		p.putOff(records, errs)
-		fit := p.limits.fitting(records, errs)
+		fit := p.limits.Fitting(records, errs)
 		records, errs = records[:fit], errs[:fit]
 	}
 	acks := newAcks(permit, records, errs, p.sparing)
@@ -140,8 +115,8 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 	select {
 	case <-acks.all:
 		acks.collect(errs)
-		blameLeaders(held, p.client, records[:n], errs)
-		if slices.ContainsFunc(errs, isFinal) {
+		kafka.MarkLeaderless(held, p.client, records[:n], errs)
+		if slices.ContainsFunc(errs, kafka.IsFinal) {
 			p.close()
 		}
 	case <-held.Done():
@@ -164,9 +139,6 @@ func (p *producer) abandon(acks *acks) {
 	<-acks.all
 }
 
-// unassigned is the partition of a record that the client has not chosen one for.
-const unassigned = -1
-
 // records builds the Kafka records of events. Where that fails, errs says why,
 // and later events of the same key are left out with errBehind.
 func (p *producer) records(batch []envelope, which []int, errs []error) []kgo.Record {
@@ -176,7 +148,7 @@ func (p *producer) records(batch []envelope, which []int, errs []error) []kgo.Re
 	add := func(name string, value []byte) { headers = append(headers, kgo.RecordHeader{Key: name, Value: value}) }
 	for n, i := range which {
 		e, r := &batch[i], &records[n]
-		r.Partition = unassigned
+		r.Partition = kafka.Unassigned
 		if r.Topic, errs[n] = p.topic(e); errs[n] != nil {
 			continue
 		}
@@ -212,15 +184,12 @@ func (p *producer) putOff(records []kgo.Record, errs []error) {
 		case errs[i] != nil:
 		case len(keys) > 0 && slices.Contains(keys, parkingKey(r.Topic, r.Key)):
 			errs[i] = errAlone
-		case p.limits.exceeds(r):
+		case p.limits.Exceeds(r):
 			errs[i] = errAlone
 			keys = append(keys, parkingKey(r.Topic, r.Key))
 		}
 	}
 }
-
-// maxTopics bounds what is remembered of topics: far more than a service has.
-const maxTopics = 10_000
 
 // topic returns the event's destination. Events that go to the same place share
 // the string.
@@ -233,7 +202,7 @@ func (p *producer) topic(e *envelope) (string, error) {
 		return topic, nil
 	}
 	topic, err := e.destination()
-	if err == nil && len(known) < maxTopics {
+	if err == nil && len(known) < kafka.MaxTopics {
 		known[string(name)] = topic
 	}
 	return topic, err
@@ -242,62 +211,13 @@ func (p *producer) topic(e *envelope) (string, error) {
 // invalidEvent is the class of rows that cannot be made into a record at all.
 const invalidEvent = "invalid_event"
 
-// refusalClass names the refusals: errors that the event itself is to blame for
-// and that no waiting mends. Every other error returns "" and is taken for
-// trouble with the infrastructure; were the list open, an hour of lapsed
-// credentials would condemn the backlog, and a host whose clock is an hour ahead
-// whatever it sends (Kafka calls that an invalid timestamp).
-func refusalClass(err error) string {
-	if err == nil {
-		return ""
-	}
+// rejectionClass names the error of an event that was rejected for what it is: a row
+// that cannot be made into a record, or one of [kafka.RejectionClass]. It returns ""
+// for every other error.
+func rejectionClass(err error) string {
 	var field *FieldError
-	switch {
-	case errors.As(err, &field):
+	if errors.As(err, &field) {
 		return invalidEvent
-	case errors.Is(err, kerr.MessageTooLarge), errors.Is(err, kerr.RecordListTooLarge):
-		return "message_too_large"
-	case errors.Is(err, kerr.InvalidRecord):
-		return "invalid_record"
-	case errors.Is(err, kerr.PolicyViolation):
-		return "policy_violation"
 	}
-	return ""
-}
-
-// isTopicTrouble reports whether one topic is to blame and not Kafka: it is
-// missing, or not ours to write. Other topics do not wait for it.
-func isTopicTrouble(err error) bool {
-	return errors.Is(err, kerr.UnknownTopicOrPartition) || errors.Is(err, kerr.TopicAuthorizationFailed) ||
-		errors.Is(err, kerr.InvalidTopicException) || isReplaced(err)
-}
-
-// isReplaced reports whether the topic that a client has sent to is gone, and may
-// be there again under the same name. A client holds on to the old one for ever.
-func isReplaced(err error) bool { return errors.Is(err, kerr.UnknownTopicID) }
-
-// isFinal reports whether the client takes an error for the end, and would return
-// it for ever: its next send then needs another client. Such is every answer to
-// its question for a producer id that is not worth a retry to it.
-func isFinal(err error) bool {
-	var answer *kerr.Error
-	if !errors.As(err, &answer) || refusalClass(err) != "" {
-		return false
-	}
-	return isReplaced(err) || !answer.Retriable && !isTopicTrouble(err)
-}
-
-// awayClass names what an event waits for.
-func awayClass(err error) string {
-	switch {
-	case errors.Is(err, kerr.UnknownTopicOrPartition), isReplaced(err):
-		return "unknown_topic"
-	case errors.Is(err, kerr.TopicAuthorizationFailed):
-		return "not_authorized"
-	case errors.Is(err, kerr.InvalidTopicException):
-		return "invalid_topic"
-	case errors.Is(err, errNoLeader):
-		return "no_leader"
-	}
-	return "unavailable"
+	return kafka.RejectionClass(err)
 }

@@ -6,6 +6,9 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // session is the work under one lease. It belongs to the goroutine of Run; a
@@ -41,7 +44,7 @@ type fetched struct {
 func newSession(r *Relay, l *lease, held context.Context) *session {
 	s := &session{
 		Relay: r, lease: l, held: held,
-		producer: newProducer(r, l, &r.kafka),
+		producer: newProducer(r, l, r.kafkaOutage),
 		failed:   r.failed,
 		size:     r.cfg.BatchSize,
 	}
@@ -158,14 +161,14 @@ func (s *session) follow(ctx context.Context) error {
 		s.behind.Store(!s.drained())
 		if len(batch) == 0 {
 			s.vitals.note(hasAdvanced)
-			s.woken = await(ctx, s.held, s.wake, s.cfg.PollInterval)
+			s.woken = wait.Await(ctx, s.held, s.wake, s.cfg.PollInterval)
 			continue
 		}
 		if err := s.attempt(ctx, batch); err != nil {
 			return err
 		}
 		if s.woken && s.drained() {
-			s.woken = await(ctx, s.held, s.wake, wakeGrace)
+			s.woken = wait.Await(ctx, s.held, s.wake, wakeGrace)
 		}
 	}
 	return s.record(nil)
@@ -283,9 +286,9 @@ func (s *session) fetch(ctx context.Context, pos position, left []int64, more bo
 func (s *session) attempt(ctx context.Context, batch []envelope) error {
 	s.prefetch(batch[len(batch)-1].id)
 	start := time.Now()
-	fates, err := s.producer.deliver(ctx, s.held, batch, &s.parked)
-	s.producer.tellSent(batch, fates, start, false)
-	decided, failures := s.failures(batch, fates)
+	outcomes, err := s.producer.deliver(ctx, s.held, batch, &s.parked)
+	s.producer.tellSent(batch, outcomes, start, false)
+	decided, failures := s.failures(batch, outcomes)
 	if decided > 0 {
 		s.vitals.note(hasAdvanced)
 		s.pos.last = batch[decided-1].id
@@ -308,25 +311,25 @@ func (s *session) attempt(ctx context.Context, batch []envelope) error {
 
 // failures returns how many events from the start of the batch were decided, and
 // those of them that did not get through.
-func (s *session) failures(batch []envelope, fates []fate) (decided int, failures []failure) {
-	for i, f := range fates {
+func (s *session) failures(batch []envelope, outcomes []outcome) (decided int, failures []failure) {
+	for i, f := range outcomes {
 		e := &batch[i]
 		status := StatusParked
 		switch f.kind {
-		case fateUndecided:
+		case outcomePending:
 			return i, failures
-		case fateSent:
+		case outcomeSent:
 			continue
-		case fateRefused:
+		case outcomeRejected:
 			status = StatusFailed
-		case fateAway:
+		case outcomeUnavailable:
 			status = StatusWaiting
-		case fateBehind, fatePending:
+		case outcomeBlocked, outcomeParked:
 		}
 		topic, _ := s.producer.topic(e)
 		failures = append(failures, failure{
 			event: e, key: parkingKey(topic, e.key()), status: status, class: f.class, err: f.err,
-			refused: f.kind == fateRefused, pending: f.kind == fatePending,
+			refused: f.kind == outcomeRejected, pending: f.kind == outcomeParked,
 		})
 	}
 	return len(batch), failures
@@ -379,14 +382,14 @@ func (s *session) try(f func(context.Context) error) error {
 		switch {
 		case s.held.Err() != nil && err != nil:
 			return context.Cause(s.held)
-		case isUndefined(err):
+		case pg.IsUndefined(err):
 			return s.notMigrated(err)
 		case err == nil, errors.Is(err, errStale), errors.Is(err, errLeaseLost),
 			errors.Is(err, errForeign), errors.Is(err, ErrSequenceBehind):
-			s.postgres.report(nil)
+			s.postgresOutage.Report(nil)
 			return err
 		}
-		s.postgres.report(err)
-		sleep(s.held, s.postgres.backoff())
+		s.postgresOutage.Report(err)
+		wait.Sleep(s.held, s.postgresOutage.Backoff())
 	}
 }

@@ -2,6 +2,8 @@ package outbox
 
 import (
 	"context"
+
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // keepWatch alerts to what is wrong until ctx is cancelled. It only reads, so it may
@@ -9,17 +11,17 @@ import (
 // soon, also what failed under an earlier lease.
 func (r *Relay) keepWatch(ctx context.Context) {
 	for {
-		wait := r.cfg.Alerts.Interval
-		if r.alertsPostgres.failing() {
-			wait = min(wait, r.alertsPostgres.backoff())
+		pause := r.cfg.Alerts.Interval
+		if r.alertOutage.Current() != nil {
+			pause = min(pause, r.alertOutage.Backoff())
 		}
-		await(ctx, ctx, r.alarm, wait)
+		wait.Await(ctx, ctx, r.alarm, pause)
 		if ctx.Err() != nil {
 			return
 		}
 		err := r.watch.check(ctx)
 		if ctx.Err() == nil {
-			r.alertsPostgres.report(err)
+			r.alertOutage.Report(err)
 		}
 	}
 }

@@ -11,6 +11,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/check"
 )
 
 // DomainEvent is a fact of the business, as a plain Go struct. It knows no
@@ -140,7 +142,7 @@ var uriReference = regexp.MustCompile(`^([A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]|%[0
 // checkSource asks for a URI reference, as CloudEvents does, in the form in
 // which net/url prints it.
 func checkSource(source string) error {
-	if err := checkText(source, maxSource); err != nil {
+	if err := check.Text(source, maxSource); err != nil {
 		return err
 	}
 	if u, err := url.Parse(source); err != nil || u.String() != source || !uriReference.MatchString(source) {
@@ -154,7 +156,7 @@ func (r *Registry) add(i int, e Definition) error {
 	refuse := func(name, field string, err error) error {
 		return &FieldError{EventType: name, Index: i, Field: field, Err: err}
 	}
-	if isNil(e) {
+	if check.IsNil(e) {
 		return refuse("no definition", "event", ErrNil)
 	}
 	def := e.define()
@@ -180,13 +182,13 @@ func (d *definition) check() *FieldError {
 	if err := checkEventType(d.eventType, d.topic == ""); err != nil {
 		return &FieldError{Field: "event_type", Err: err}
 	}
-	if err := checkAttribute(d.aggregateType, maxAggregateType); err != nil {
+	if err := check.Attribute(d.aggregateType, maxAggregateType); err != nil {
 		return &FieldError{Field: "aggregate_type", Err: err}
 	}
 	if d.aggregateID == nil {
 		return &FieldError{Field: "aggregate_id", Err: fmt.Errorf("function %w", ErrNil)}
 	}
-	if err := checkTopic(d.topic); err != nil && d.topic != "" {
+	if err := check.Topic(d.topic); err != nil && d.topic != "" {
 		return &FieldError{Field: "topic", Err: err}
 	}
 	if err := d.codec.check(); err != nil {
@@ -243,7 +245,7 @@ func (r *Registry) Registrations() []Registration {
 // lookup finds the definition of an event, and the event itself where e is a
 // pointer to it.
 func (r *Registry) lookup(e DomainEvent) (*definition, DomainEvent, error) {
-	if isNil(e) {
+	if check.IsNil(e) {
 		return nil, nil, &FieldError{EventType: fmt.Sprintf("%T", e), Field: "event", Err: ErrNil}
 	}
 	if v := reflect.ValueOf(e); v.Kind() == reflect.Pointer {
@@ -264,15 +266,6 @@ func unregistered(e DomainEvent) error {
 	return &FieldError{EventType: fmt.Sprintf("%T", e), Field: "event", Err: ErrUnregistered}
 }
 
-// isNil sees through an interface that holds a nil pointer.
-func isNil(v any) bool {
-	if v == nil {
-		return true
-	}
-	rv := reflect.ValueOf(v)
-	return rv.Kind() == reflect.Pointer && rv.IsNil()
-}
-
 // topicOf derives a topic from an event type that checkEventType has passed.
 func topicOf(eventType string) string {
 	_, rest, _ := strings.Cut(eventType, ".")
@@ -287,18 +280,10 @@ var (
 	topicName        = regexp.MustCompile(`^[A-Za-z0-9._-]{1,249}$`)
 )
 
-// checkTopic holds a name against Kafka's rules.
-func checkTopic(name string) error {
-	if !topicName.MatchString(name) || strings.Trim(name, ".") == "" {
-		return fmt.Errorf("%.250q %w: at most 249 of a-z A-Z 0-9 . _ -", name, ErrMalformed)
-	}
-	return nil
-}
-
 // checkEventType holds a name against the convention, from which the topic is
 // derived, or only asks for usual characters where the topic is given.
 func checkEventType(name string, convention bool) error {
-	if err := checkText(name, maxEventType); err != nil {
+	if err := check.Text(name, maxEventType); err != nil {
 		return err
 	}
 	if convention && !conventionalName.MatchString(name) {

@@ -8,8 +8,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/outboxgo/outbox"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
 )
 
 // shopEvent is what the events of the users' shop have in common.

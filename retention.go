@@ -12,6 +12,10 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // Forever as a duration of [RetentionConfig] keeps the rows.
@@ -116,14 +120,14 @@ func (c RetentionConfig) withDefaults() RetentionConfig {
 
 func (c RetentionConfig) validate() error {
 	errs := []error{
-		notNegative("Retention.PublishedFor", c.PublishedFor),
-		notNegative("Retention.CursorsFor", c.CursorsFor),
-		notNegative("Retention.ResolvedFor", c.ResolvedFor),
-		notNegative("Retention.HandledFor", c.HandledFor),
-		notNegative("Retention.Interval", c.Interval),
-		notNegative("Retention.BatchSize", c.BatchSize),
-		notAbove("Retention.BatchSize", c.BatchSize, maxCleanBatch),
-		notNegative("Retention.Pause", c.Pause),
+		check.NotNegative("Retention.PublishedFor", c.PublishedFor),
+		check.NotNegative("Retention.CursorsFor", c.CursorsFor),
+		check.NotNegative("Retention.ResolvedFor", c.ResolvedFor),
+		check.NotNegative("Retention.HandledFor", c.HandledFor),
+		check.NotNegative("Retention.Interval", c.Interval),
+		check.NotNegative("Retention.BatchSize", c.BatchSize),
+		check.NotAbove("Retention.BatchSize", c.BatchSize, maxCleanBatch),
+		check.NotNegative("Retention.Pause", c.Pause),
 	}
 	if c.Archive != nil && c.PublishedFor == Forever {
 		errs = append(errs, errors.New("field Retention.Archive is set: nothing is archived while PublishedFor is Forever"))
@@ -145,8 +149,8 @@ func (c RetentionConfig) pause(took time.Duration) time.Duration {
 // number of processes. An empty schema means public. The error names every bad
 // field, or is PostgreSQL's; rows may have gone before it.
 func CleanHandled(ctx context.Context, db *pgxpool.Pool, schema string, cfg RetentionConfig) (int64, error) {
-	schema, cfg = cmp.Or(schema, defaultSchema), cfg.withDefaults()
-	err := errors.Join(checkSchema(schema), cfg.validate())
+	schema, cfg = cmp.Or(schema, pg.DefaultSchema), cfg.withDefaults()
+	err := errors.Join(check.Schema(schema), cfg.validate())
 	if db == nil {
 		err = errors.Join(fmt.Errorf("db %w", ErrNil), err)
 	}
@@ -157,7 +161,7 @@ func CleanHandled(ctx context.Context, db *pgxpool.Pool, schema string, cfg Rete
 		return 0, nil
 	}
 	w := walk{batch: newRetention(db, schema, cfg).handled, rest: func(took time.Duration) bool {
-		sleep(ctx, cfg.pause(took))
+		wait.Sleep(ctx, cfg.pause(took))
 		return ctx.Err() == nil
 	}}
 	gone, err := w.run(ctx)
@@ -183,19 +187,19 @@ type retention struct {
 func newRetention(db *pgxpool.Pool, schema string, cfg RetentionConfig) *retention {
 	return &retention{
 		db: db, cfg: cfg,
-		sqlPublished: inSchema(sqlCleanPublished, schema),
-		sqlArchived:  inSchema(sqlCleanArchived, schema),
-		sqlCursors:   inSchema(sqlCleanCursors, schema),
-		sqlResolved:  inSchema(sqlCleanResolved, schema),
-		sqlHandled:   inSchema(sqlCleanHandled, schema),
-		sqlProof:     inSchema(sqlRebaseProof, schema),
+		sqlPublished: pg.InSchema(sqlCleanPublished, schema),
+		sqlArchived:  pg.InSchema(sqlCleanArchived, schema),
+		sqlCursors:   pg.InSchema(sqlCleanCursors, schema),
+		sqlResolved:  pg.InSchema(sqlCleanResolved, schema),
+		sqlHandled:   pg.InSchema(sqlCleanHandled, schema),
+		sqlProof:     pg.InSchema(sqlRebaseProof, schema),
 		partitions:   newPartitions(schema),
 	}
 }
 
-// sqlCleanSettings is sqlPlans for statements that wait for nobody: another relay
+// sqlCleanSettings is pg.PlannerSettings for statements that wait for nobody: another relay
 // of the schema may be removing the same rows.
-const sqlCleanSettings = sqlPlans + `, set_config('lock_timeout', '100ms', true)`
+const sqlCleanSettings = pg.PlannerSettings + `, set_config('lock_timeout', '100ms', true)`
 
 // errBusy means that somebody else has locked rows that we would remove: they are
 // his.
@@ -219,7 +223,7 @@ func (r *retention) transact(ctx context.Context, l *proof, remove func(pgx.Tx) 
 		}
 		return err
 	})
-	if isLocked(err) {
+	if pg.IsLocked(err) {
 		return errBusy
 	}
 	return err

@@ -11,8 +11,10 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // cleaning returns what removes rows of the desk, with a lease to prove.
@@ -31,7 +33,7 @@ func (d *desk) age(t *testing.T, table, column, by string) {
 
 func (d *desk) ids(t *testing.T, table string) []int64 {
 	t.Helper()
-	rows, err := d.db.Query(context.Background(), inSchema(`SELECT id FROM {schema}.`+table+` ORDER BY id`, d.schema))
+	rows, err := d.db.Query(context.Background(), pg.InSchema(`SELECT id FROM {schema}.`+table+` ORDER BY id`, d.schema))
 	require.NoError(t, err)
 	ids, err := pgx.CollectRows(rows, pgx.RowTo[int64])
 	require.NoError(t, err)
@@ -115,7 +117,7 @@ func TestPublishedRowsGo(t *testing.T) {
 func TestPreparedTransactionIsNotRemoved(t *testing.T) {
 	d, ctx := newDesk(t), context.Background()
 	tx := d.beginInsert(t, 2)
-	_, err := tx.Exec(ctx, inSchema(`UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval`, d.schema))
+	_, err := tx.Exec(ctx, pg.InSchema(`UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval`, d.schema))
 	require.NoError(t, err)
 	_, err = tx.Exec(ctx, fmt.Sprintf(`PREPARE TRANSACTION '%s'`, d.schema))
 	require.NoError(t, err)
@@ -167,7 +169,7 @@ func TestLockedRowsAreLeft(t *testing.T) {
 	tx, err := d.db.Begin(ctx)
 	require.NoError(t, err)
 	defer tx.Rollback(ctx)
-	_, err = tx.Exec(ctx, inSchema(`SELECT FROM {schema}.outbox WHERE id = 2 FOR UPDATE`, d.schema))
+	_, err = tx.Exec(ctx, pg.InSchema(`SELECT FROM {schema}.outbox WHERE id = 2 FOR UPDATE`, d.schema))
 	require.NoError(t, err)
 	r, l := d.cleaning(t, RetentionConfig{})
 	_, err = r.published(ctx, l, 0)
@@ -199,7 +201,7 @@ func TestCursorHistory(t *testing.T) {
 	require.NoError(t, err)
 	require.False(t, s.more)
 
-	rows, err := d.db.Query(ctx, inSchema(`
+	rows, err := d.db.Query(ctx, pg.InSchema(`
 		SELECT relay || ' ' || CASE WHEN id = $1 THEN 'newest' ELSE round(extract(epoch FROM now() - created_at) / 60) || ' min' END
 		  FROM {schema}.outbox_cursor ORDER BY id`, d.schema), newest[len(newest)-1])
 	require.NoError(t, err)
@@ -278,7 +280,7 @@ func TestArchive(t *testing.T) {
 	r, l := d.cleaning(t, RetentionConfig{Archive: func(ctx context.Context, tx pgx.Tx, rows []ArchivedEvent) error {
 		got = rows
 		for _, e := range rows {
-			if _, err := tx.Exec(ctx, inSchema(`INSERT INTO {schema}.archive VALUES ($1, $2)`, d.schema), e.OutboxID, fmt.Sprintf("%q", e.Payload)); err != nil {
+			if _, err := tx.Exec(ctx, pg.InSchema(`INSERT INTO {schema}.archive VALUES ($1, $2)`, d.schema), e.OutboxID, fmt.Sprintf("%q", e.Payload)); err != nil {
 				return err
 			}
 		}

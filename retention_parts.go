@@ -7,9 +7,10 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // Partitions of outbox are ranges of ids. The functions of 0002_partitions.sql do to
@@ -48,15 +49,15 @@ type partitions struct {
 
 func newPartitions(schema string) partitions {
 	return partitions{
-		sqlPartitioned:    inSchema(sqlPartitioned, schema),
-		sqlPartitions:     inSchema(sqlPartitions, schema),
-		sqlMakePartitions: inSchema(sqlMakePartitions, schema),
-		sqlDropPartition:  inSchema(sqlDropPartition, schema),
-		sqlReviewed:       inSchema(sqlReviewed, schema),
-		sqlPart:           inSchema(sqlCleanPart, schema),
-		sqlPartArchived:   inSchema(sqlCleanPartArchived, schema),
-		sqlReview:         inSchema(sqlReview, schema),
-		sqlReviewArchived: inSchema(sqlReviewArchived, schema),
+		sqlPartitioned:    pg.InSchema(sqlPartitioned, schema),
+		sqlPartitions:     pg.InSchema(sqlPartitions, schema),
+		sqlMakePartitions: pg.InSchema(sqlMakePartitions, schema),
+		sqlDropPartition:  pg.InSchema(sqlDropPartition, schema),
+		sqlReviewed:       pg.InSchema(sqlReviewed, schema),
+		sqlPart:           pg.InSchema(sqlCleanPart, schema),
+		sqlPartArchived:   pg.InSchema(sqlCleanPartArchived, schema),
+		sqlReview:         pg.InSchema(sqlReview, schema),
+		sqlReviewArchived: pg.InSchema(sqlReviewArchived, schema),
 	}
 }
 
@@ -101,19 +102,13 @@ func atOnce(ctx context.Context, db *pgxpool.Pool, read func(pgx.Row) error, sql
 // makePartitions makes partitions ahead of need.
 func (r *retention) makePartitions(ctx context.Context) (n int, err error) {
 	err = atOnce(ctx, r.db, func(row pgx.Row) error { return row.Scan(&n) }, r.sqlMakePartitions)
-	if isLocked(err) {
+	if pg.IsLocked(err) {
 		return 0, errBusy
 	}
 	if err != nil {
 		return 0, fmt.Errorf("make partitions: %w", err)
 	}
 	return n, nil
-}
-
-// isLocked reports whether PostgreSQL did not get a lock in time.
-func isLocked(err error) bool {
-	var pg *pgconn.PgError
-	return errors.As(err, &pg) && pg.Code == "55P03" // lock_not_available
 }
 
 // deletePart is deletePublished for a range of ids that lies in one partition: the
@@ -159,7 +154,7 @@ SELECT pg_current_snapshot()::text, pg_postmaster_start_time(), {schema}.outbox_
 func (r *retention) begin(ctx context.Context, p idRange) (*review, error) {
 	v := &review{idRange: p, after: max(p.first, 1) - 1}
 	var old pgtype.Bool
-	err := query(ctx, r.db, sqlCleanSettings, func(rows pgx.Rows) error {
+	err := pg.Query(ctx, r.db, sqlCleanSettings, func(rows pgx.Rows) error {
 		_, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
 			return struct{}{}, row.Scan(&v.seen, &v.server, &v.relays, &old)
 		})

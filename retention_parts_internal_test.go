@@ -12,8 +12,10 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // newPartDesk returns a desk whose outbox has partitions of so many ids.
@@ -27,7 +29,7 @@ func newPartDesk(t *testing.T, rows int64) *desk {
 // parts returns the names of all partitions, the default one too.
 func (d *desk) parts(t *testing.T) []string {
 	t.Helper()
-	rows, err := d.db.Query(context.Background(), inSchema(`
+	rows, err := d.db.Query(context.Background(), pg.InSchema(`
 		SELECT c.relname FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
 		 WHERE i.inhparent = '{schema}.outbox'::regclass ORDER BY c.relname`, d.schema))
 	require.NoError(t, err)
@@ -179,7 +181,7 @@ VALUES ($1, gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/jso
 func TestPreparedTransactionKeepsItsPartition(t *testing.T) {
 	d, ctx := newPartDesk(t, 10), context.Background()
 	tx := d.beginInsert(t, 2)
-	_, err := tx.Exec(ctx, inSchema(`UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval`, d.schema))
+	_, err := tx.Exec(ctx, pg.InSchema(`UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval`, d.schema))
 	require.NoError(t, err)
 	_, err = tx.Exec(ctx, fmt.Sprintf(`PREPARE TRANSACTION '%s'`, d.schema))
 	require.NoError(t, err)
@@ -219,7 +221,7 @@ func TestRepeatableReadWriterBehindTheCut(t *testing.T) {
 	require.Len(t, d.unsent(t, "default"), 25)
 	r, l := d.cleaning(t, RetentionConfig{})
 	require.NoError(t, r.dropWhole(ctx, l, d.first(t, r, l)))
-	_, err = tx.Exec(ctx, inSchema(sqlInsertEvents, d.schema), 2)
+	_, err = tx.Exec(ctx, pg.InSchema(sqlInsertEvents, d.schema), 2)
 	require.NoError(t, err)
 	require.NoError(t, tx.Commit(ctx))
 	require.Equal(t, []int64{26, 27}, d.unsent(t, "default"))
@@ -232,7 +234,7 @@ func TestIDDrawnBeforeItsPartitionWent(t *testing.T) {
 	d, ctx := newPartDesk(t, 10), context.Background()
 	d.insert(t, 2)
 	var drawn int64
-	require.NoError(t, d.db.QueryRow(ctx, inSchema(`SELECT nextval('{schema}.outbox_id_seq')`, d.schema)).Scan(&drawn))
+	require.NoError(t, d.db.QueryRow(ctx, pg.InSchema(`SELECT nextval('{schema}.outbox_id_seq')`, d.schema)).Scan(&drawn))
 	d.insert(t, 45)
 	d.age(t, "outbox", "created_at", "8 days")
 	d.unsent(t, "default")
@@ -387,7 +389,7 @@ func TestPlainTableBecomesFirstPartition(t *testing.T) {
 	d.exec(t, `GRANT INSERT (event_id, source) ON {schema}.outbox TO `+role)
 	d.insert(t, 100)
 	file := func(table string) (n int64) {
-		require.NoError(t, d.db.QueryRow(ctx, inSchema(`SELECT pg_relation_filenode('{schema}.`+table+`')::bigint`, d.schema)).Scan(&n))
+		require.NoError(t, d.db.QueryRow(ctx, pg.InSchema(`SELECT pg_relation_filenode('{schema}.`+table+`')::bigint`, d.schema)).Scan(&n))
 		return n
 	}
 	before := file("outbox")

@@ -13,6 +13,9 @@ import (
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/kafka"
 )
 
 // TopicsConfig says how [EnsureTopics] makes topics. The zero value is for a cluster
@@ -115,16 +118,16 @@ func (c TopicsConfig) withDefaults() TopicsConfig {
 
 func (c TopicsConfig) validate() error {
 	errs := []error{
-		notNegative("Partitions", c.Partitions),
-		notAbove("Partitions", c.Partitions, maxPartitions),
-		notAbove("ReplicationFactor", c.ReplicationFactor, math.MaxInt16),
-		notNegative("MinInSyncReplicas", c.MinInSyncReplicas),
-		notNegative("MaxMessageBytes", c.MaxMessageBytes),
-		notAbove("MaxMessageBytes", c.MaxMessageBytes, math.MaxInt32-deadLetterRoom),
-		notNegative("DeadLetterPartitions", c.DeadLetterPartitions),
-		notAbove("DeadLetterPartitions", c.DeadLetterPartitions, maxPartitions),
-		notNegative("DeadLetterMaxMessageBytes", c.DeadLetterMaxMessageBytes),
-		notAbove("DeadLetterMaxMessageBytes", c.DeadLetterMaxMessageBytes, math.MaxInt32),
+		check.NotNegative("Partitions", c.Partitions),
+		check.NotAbove("Partitions", c.Partitions, maxPartitions),
+		check.NotAbove("ReplicationFactor", c.ReplicationFactor, math.MaxInt16),
+		check.NotNegative("MinInSyncReplicas", c.MinInSyncReplicas),
+		check.NotNegative("MaxMessageBytes", c.MaxMessageBytes),
+		check.NotAbove("MaxMessageBytes", c.MaxMessageBytes, math.MaxInt32-deadLetterRoom),
+		check.NotNegative("DeadLetterPartitions", c.DeadLetterPartitions),
+		check.NotAbove("DeadLetterPartitions", c.DeadLetterPartitions, maxPartitions),
+		check.NotNegative("DeadLetterMaxMessageBytes", c.DeadLetterMaxMessageBytes),
+		check.NotAbove("DeadLetterMaxMessageBytes", c.DeadLetterMaxMessageBytes, math.MaxInt32),
 		checkRetention("Retention", c.Retention),
 		checkRetention("DeadLetterRetention", c.DeadLetterRetention),
 	}
@@ -150,31 +153,31 @@ func checkRetention(field string, d time.Duration) error {
 // states are sorted by topic.
 //
 // Several processes may call it at the same time. When it returns, the topics that
-// it made have leaders. It makes one Kafka client from kafka and closes it; options
+// it made have leaders. It makes one Kafka client from opts and closes it; options
 // that are not for a relay are not for this either. The client needs the right to
 // describe the topics and their configurations, and to create what is missing.
 //
 // The error names every bad field, and every topic that Kafka refuses; the states
 // are then those of the others. Without its topic, no dead-letter topic is made.
-func EnsureTopics(ctx context.Context, kafka []kgo.Opt, events *Registry, cfg TopicsConfig) ([]TopicState, error) {
+func EnsureTopics(ctx context.Context, opts []kgo.Opt, events *Registry, cfg TopicsConfig) ([]TopicState, error) {
 	if events == nil {
-		err := errors.Join(cfg.withDefaults().validate(), checkKafkaOpts(kafka), fmt.Errorf("registry %w", ErrNil))
+		err := errors.Join(cfg.withDefaults().validate(), kafka.CheckProducerOpts(opts), fmt.Errorf("registry %w", ErrNil))
 		return nil, fmt.Errorf("outbox: topics config: %w", err)
 	}
 	var topics []string
 	for _, def := range events.byName {
 		topics = append(topics, def.destination())
 	}
-	return EnsureNamedTopics(ctx, kafka, topics, cfg)
+	return EnsureNamedTopics(ctx, opts, topics, cfg)
 }
 
 // EnsureNamedTopics is [EnsureTopics] for topics whose names are known and whose
 // registry is not, as in a tool for operators. A name may be there more than once.
-func EnsureNamedTopics(ctx context.Context, kafka []kgo.Opt, topics []string, cfg TopicsConfig) ([]TopicState, error) {
+func EnsureNamedTopics(ctx context.Context, opts []kgo.Opt, topics []string, cfg TopicsConfig) ([]TopicState, error) {
 	cfg = cfg.withDefaults()
-	errs := []error{cfg.validate(), checkKafkaOpts(kafka)}
+	errs := []error{cfg.validate(), kafka.CheckProducerOpts(opts)}
 	for _, topic := range topics {
-		if err := checkTopic(topic); err != nil {
+		if err := check.Topic(topic); err != nil {
 			errs = append(errs, fmt.Errorf("topic %w", err))
 		}
 	}
@@ -186,7 +189,7 @@ func EnsureNamedTopics(ctx context.Context, kafka []kgo.Opt, topics []string, cf
 	if err := errors.Join(err, derr); err != nil {
 		return nil, fmt.Errorf("outbox: topics config: %w", err)
 	}
-	client, err := newClient(kafka)
+	client, err := kafka.NewClient(opts)
 	if err != nil { // checkKafkaOpts has made one from these options
 		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
 	}
@@ -261,7 +264,7 @@ func (c TopicsConfig) eventTopics(topics []string) ([]topicSpec, error) {
 		if c.PartitionsFor != nil {
 			partitions = cmp.Or(c.PartitionsFor(topic), partitions)
 			field := "PartitionsFor " + topic
-			errs = append(errs, notNegative(field, partitions), notAbove(field, partitions, maxPartitions))
+			errs = append(errs, check.NotNegative(field, partitions), check.NotAbove(field, partitions, maxPartitions))
 		}
 		spec := c.spec(topic, partitions, c.Retention)
 		if c.MaxMessageBytes > 0 {
@@ -278,7 +281,7 @@ func (c TopicsConfig) deadLetterTopics(specs []topicSpec) (map[string][]string, 
 	var errs []error
 	for _, spec := range specs {
 		name := c.DeadLetterTopic(spec.topic)
-		err := checkTopic(name)
+		err := check.Topic(name)
 		if slices.ContainsFunc(specs, func(s topicSpec) bool { return s.topic == name }) {
 			err = fmt.Errorf("%q: must not be a topic of events", name)
 		}

@@ -12,6 +12,9 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // TopicInfo is what Kafka tells of a topic.
@@ -29,13 +32,13 @@ type TopicInfo struct {
 }
 
 // DescribeTopics returns the topics that are there, sorted by name. It makes none. It
-// makes one Kafka client from kafka and closes it. The error names every topic that
+// makes one Kafka client from opts and closes it. The error names every topic that
 // Kafka refuses to describe; the rest is returned beside it.
-func DescribeTopics(ctx context.Context, kafka []kgo.Opt, topics ...string) ([]TopicInfo, error) {
+func DescribeTopics(ctx context.Context, opts []kgo.Opt, topics ...string) ([]TopicInfo, error) {
 	if len(topics) == 0 {
 		return nil, nil
 	}
-	client, err := newClient(kafka)
+	client, err := kafka.NewClient(opts)
 	if err != nil {
 		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
 	}
@@ -243,7 +246,7 @@ func (a *topicAdmin) await(ctx context.Context, specs []topicSpec, found map[str
 		if !slices.ContainsFunc(names, waiting) {
 			return nil
 		}
-		if sleep(ctx, topicsPause); ctx.Err() != nil {
+		if wait.Sleep(ctx, topicsPause); ctx.Err() != nil {
 			return fmt.Errorf("await topics %v: %w", names, context.Cause(ctx))
 		}
 	}

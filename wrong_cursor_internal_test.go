@@ -8,8 +8,10 @@ import (
 	"testing"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // The cursors that others use, put in place of ours, fail where ours does not,
@@ -198,8 +200,8 @@ func withIDs(t testing.TB, open, schema, ids, order string) string {
 	require.True(t, ok)
 	// Every parameter keeps a use, or its type would not be known.
 	unused := ` UNION ALL SELECT 0 WHERE $5::pg_snapshot IS NULL OR $6::xid8 IS NULL OR $9::bigint IS NULL`
-	open = before + "WITH ids AS MATERIALIZED (SELECT id, xid FROM ((" + inSchema(ids, schema) + ")" + unused + ") AS i JOIN " +
-		inSchema("{schema}.outbox", schema) + " USING (id)), size AS" + after
+	open = before + "WITH ids AS MATERIALIZED (SELECT id, xid FROM ((" + pg.InSchema(ids, schema) + ")" + unused + ") AS i JOIN " +
+		pg.InSchema("{schema}.outbox", schema) + " USING (id)), size AS" + after
 	if order != "" {
 		head, _, ok := strings.Cut(open, "ORDER BY e.id")
 		require.True(t, ok)
@@ -224,7 +226,7 @@ func (s *stage) takeID(t *testing.T, tx pgx.Tx) {
 
 func (s *stage) insert(t *testing.T, tx pgx.Tx, number int) {
 	t.Helper()
-	_, err := tx.Exec(s.ctx, inSchema(`
+	_, err := tx.Exec(s.ctx, pg.InSchema(`
 		INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
 		VALUES (gen_random_uuid(), 'a.b.c.v1', 's', 'a', $1, '{}', 'application/json', now())`, s.schema), fmt.Sprint(number))
 	require.NoError(t, err)

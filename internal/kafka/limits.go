@@ -1,4 +1,4 @@
-package outbox
+package kafka
 
 import (
 	"context"
@@ -10,7 +10,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
-// limits knows the max.message.bytes of topics, as far as the brokers tell, and
+// Limits knows the max.message.bytes of topics, as far as the brokers tell, and
 // what the client takes. It belongs to one goroutine.
 //
 // The limit is one of batches, after compression, and a broker refuses a batch as a
@@ -19,7 +19,7 @@ import (
 // would be there already. And records are not handed over together if they could
 // make a batch above the limit: it would be refused, and the next one, which is
 // smaller, be there before what is sent again.
-type limits struct {
+type Limits struct {
 	client int // ProducerBatchMaxBytes
 	known  map[string]limit
 }
@@ -28,6 +28,9 @@ type limit struct {
 	bytes int // 0: unknown
 	until time.Time
 }
+
+// MaxTopics bounds what is remembered about topics: far more than a service has.
+const MaxTopics = 10_000
 
 const (
 	limitsFresh   = time.Minute
@@ -38,15 +41,15 @@ const (
 	limitsWorth = 1000
 )
 
-// of learns the limit of a client, whose options are slow to ask for.
-func (l *limits) of(client *kgo.Client) {
+// ReadClient learns the limit of a client, whose options are slow to ask for.
+func (l *Limits) ReadClient(client *kgo.Client) {
 	most, _ := client.OptValue(kgo.ProducerBatchMaxBytes).(int32) // it always has one
 	l.client = int(most)
 }
 
-// learn asks for the limits of the topics to which records go, where they matter and
+// Learn asks for the limits of the topics to which records go, where they matter and
 // are not known.
-func (l *limits) learn(ctx context.Context, client *kgo.Client, records []kgo.Record) {
+func (l *Limits) Learn(ctx context.Context, client *kgo.Client, records []kgo.Record) {
 	var topics []string
 	var sums sums
 	for i := range records {
@@ -59,7 +62,7 @@ func (l *limits) learn(ctx context.Context, client *kgo.Client, records []kgo.Re
 	if len(topics) == 0 {
 		return
 	}
-	if l.known == nil || len(l.known) > maxTopics {
+	if l.known == nil || len(l.known) > MaxTopics {
 		l.known = map[string]limit{}
 	}
 	told, err := askLimits(ctx, client, topics)
@@ -72,15 +75,15 @@ func (l *limits) learn(ctx context.Context, client *kgo.Client, records []kgo.Re
 	}
 }
 
-// exceeds reports whether a record may be too large for its topic.
-func (l *limits) exceeds(r *kgo.Record) bool {
+// Exceeds reports whether a record may be too large for its topic.
+func (l *Limits) Exceeds(r *kgo.Record) bool {
 	size, most := batchOverhead+recordSize(r), l.known[r.Topic].bytes
 	return size >= limitsWorth && (size > l.client || most > 0 && size > most)
 }
 
-// fitting returns how many records, from the first on, no topic can refuse for being
+// Fitting returns how many records, from the first on, no topic can refuse for being
 // in one batch. Those with an error stay behind.
-func (l *limits) fitting(records []kgo.Record, errs []error) int {
+func (l *Limits) Fitting(records []kgo.Record, errs []error) int {
 	if !l.narrow() {
 		return len(records)
 	}
@@ -99,7 +102,7 @@ func (l *limits) fitting(records []kgo.Record, errs []error) int {
 }
 
 // narrow reports whether a topic takes less than the client, which is rare.
-func (l *limits) narrow() bool {
+func (l *Limits) narrow() bool {
 	for _, known := range l.known {
 		if known.bytes > 0 && known.bytes < l.client {
 			return true

@@ -1,4 +1,4 @@
-package outbox
+package jsonb
 
 import (
 	"encoding"
@@ -7,11 +7,28 @@ import (
 	"unicode/utf8"
 )
 
-// hasBadText reports whether a value that encoding/json has encoded holds text
-// that is not valid UTF-8. Only a value whose encoding looks suspicious comes
-// here, so it may take its time.
-func hasBadText(v any) bool {
-	return badText{}.in(reflect.ValueOf(v), false)
+// HidesBadText reports whether a value holds text that is not valid UTF-8, which
+// encoding/json replaces silently. encoded is what json.Marshal returned for it.
+//
+// json.Marshal writes the escape for U+FFFD only in place of a bad byte; a real
+// U+FFFD is written as it is. A json.RawMessage may hold the escape rightly, so the
+// value itself decides. Only a value whose encoding looks suspicious is walked.
+func HidesBadText(v any, encoded []byte) bool {
+	return hasReplacement(encoded) && badText{}.in(reflect.ValueOf(v), false)
+}
+
+// hasReplacement reports whether b holds \ufffd.
+func hasReplacement(b []byte) bool {
+	const escape = `\ufffd`
+	for i := 0; i+len(escape) <= len(b); i++ {
+		if b[i] == '\\' {
+			if string(b[i:i+len(escape)]) == escape {
+				return true
+			}
+			i++ // an escaped backslash does not begin an escape
+		}
+	}
+	return false
 }
 
 // badText looks through values. It remembers what it has been in, because

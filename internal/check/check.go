@@ -1,0 +1,123 @@
+// Package check validates names, texts and fields of configurations. Its errors are
+// those that the package outbox exports.
+package check
+
+import (
+	"errors"
+	"fmt"
+	"reflect"
+	"regexp"
+	"strings"
+	"time"
+	"unicode"
+	"unicode/utf8"
+)
+
+// The package outbox exports these under the same names and describes them there.
+var (
+	ErrMalformed = errors.New("is malformed")
+	ErrEmpty     = errors.New("is empty")
+	ErrTooLong   = errors.New("is too long")
+	ErrNUL       = errors.New("holds a NUL character")
+	ErrUTF8      = errors.New("is not valid UTF-8")
+	ErrJSON      = errors.New("is JSON that PostgreSQL refuses")
+	ErrTime      = errors.New("is not a usable time")
+	ErrNil       = errors.New("is nil")
+)
+
+// Text says why a varchar column of limit characters would not take s.
+func Text(s string, limit int) error {
+	switch {
+	case s == "":
+		return ErrEmpty
+	case !utf8.ValidString(s):
+		return ErrUTF8
+	case strings.IndexByte(s, 0) >= 0:
+		return ErrNUL
+	}
+	if len(s) > limit {
+		if n := utf8.RuneCountInString(s); n > limit {
+			return fmt.Errorf("%w: %d characters, at most %d", ErrTooLong, n, limit)
+		}
+	}
+	return nil
+}
+
+// Attribute is [Text] for what becomes an attribute of CloudEvents, whose texts hold
+// neither control characters nor noncharacters. A text of blanks alone is refused
+// like an empty one: the official SDK for Go removes blanks at both ends.
+func Attribute(s string, limit int) error {
+	if err := Text(s, limit); err != nil {
+		return err
+	}
+	for _, r := range s {
+		if unicode.IsControl(r) || r&0xFFFE == 0xFFFE || 0xFDD0 <= r && r <= 0xFDEF {
+			return fmt.Errorf("%w: %U is not for attributes of CloudEvents", ErrMalformed, r)
+		}
+	}
+	if strings.TrimSpace(s) == "" {
+		return fmt.Errorf("%w: it is blank", ErrMalformed)
+	}
+	return nil
+}
+
+// Time accepts the times that RFC 3339, and so CloudEvents, can write.
+func Time(t time.Time) error {
+	if t.IsZero() {
+		return fmt.Errorf("%w: zero", ErrTime)
+	}
+	if y := t.UTC().Year(); y < 1 || y > 9999 {
+		return fmt.Errorf("%w: year %d", ErrTime, y)
+	}
+	return nil
+}
+
+// Schema refuses the name of a schema that PostgreSQL would truncate or not accept.
+func Schema(schema string) error {
+	const limit = 63 // bytes of an identifier
+	if err := Text(schema, limit); err != nil {
+		return fmt.Errorf("field Schema %w", err)
+	}
+	if schema == "$user" { // in a search_path that means the role, however quoted
+		return fmt.Errorf("field Schema %w: %q is no name", ErrMalformed, schema)
+	}
+	if len(schema) > limit {
+		return fmt.Errorf("field Schema %w: %d bytes, at most %d", ErrTooLong, len(schema), limit)
+	}
+	return nil
+}
+
+var topicName = regexp.MustCompile(`^[A-Za-z0-9._-]{1,249}$`)
+
+// Topic checks the name of a topic against Kafka's rules.
+func Topic(name string) error {
+	if !topicName.MatchString(name) || strings.Trim(name, ".") == "" {
+		return fmt.Errorf("%.250q %w: at most 249 of a-z A-Z 0-9 . _ -", name, ErrMalformed)
+	}
+	return nil
+}
+
+// NotNegative checks a field of a configuration.
+func NotNegative[N int | int64 | time.Duration](field string, n N) error {
+	if n < 0 {
+		return fmt.Errorf("field %s is %v: must not be negative", field, n)
+	}
+	return nil
+}
+
+// NotAbove checks a field of a configuration against its limit.
+func NotAbove(field string, n, limit int) error {
+	if n > limit {
+		return fmt.Errorf("field %s is %d: at most %d", field, n, limit)
+	}
+	return nil
+}
+
+// IsNil reports whether v is nil or an interface that holds a nil pointer.
+func IsNil(v any) bool {
+	if v == nil {
+		return true
+	}
+	rv := reflect.ValueOf(v)
+	return rv.Kind() == reflect.Pointer && rv.IsNil()
+}

@@ -1,0 +1,62 @@
+package kafka
+
+import (
+	"errors"
+
+	"github.com/twmb/franz-go/pkg/kerr"
+)
+
+// RejectionClass names an error with which Kafka rejects a record for what it is, so
+// that no waiting helps. Every other error returns "" and counts as an outage. The
+// list is closed on purpose: otherwise an hour of lapsed credentials would reject
+// the whole backlog, and a host whose clock is an hour ahead whatever it sends
+// (Kafka calls that an invalid timestamp).
+func RejectionClass(err error) string {
+	switch {
+	case errors.Is(err, kerr.MessageTooLarge), errors.Is(err, kerr.RecordListTooLarge):
+		return "message_too_large"
+	case errors.Is(err, kerr.InvalidRecord):
+		return "invalid_record"
+	case errors.Is(err, kerr.PolicyViolation):
+		return "policy_violation"
+	}
+	return ""
+}
+
+// IsTopicOutage reports whether the failure is that of one topic and not of Kafka:
+// the topic is missing, or we may not write to it. Other topics do not wait for it.
+func IsTopicOutage(err error) bool {
+	return errors.Is(err, kerr.UnknownTopicOrPartition) || errors.Is(err, kerr.TopicAuthorizationFailed) ||
+		errors.Is(err, kerr.InvalidTopicException) || IsReplaced(err)
+}
+
+// IsReplaced reports whether the topic that a client has sent to was deleted, and
+// perhaps created again under the same name. The client keeps sending to the deleted
+// one; only a new client sees the new topic.
+func IsReplaced(err error) bool { return errors.Is(err, kerr.UnknownTopicID) }
+
+// IsFinal reports whether the client will return this error for ever, so that the
+// next send needs another client. Such is every answer to its request for a producer
+// id that the client does not retry.
+func IsFinal(err error) bool {
+	var answer *kerr.Error
+	if !errors.As(err, &answer) || RejectionClass(err) != "" {
+		return false
+	}
+	return IsReplaced(err) || !answer.Retriable && !IsTopicOutage(err)
+}
+
+// UnavailableClass names what an event waits for.
+func UnavailableClass(err error) string {
+	switch {
+	case errors.Is(err, kerr.UnknownTopicOrPartition), IsReplaced(err):
+		return "unknown_topic"
+	case errors.Is(err, kerr.TopicAuthorizationFailed):
+		return "not_authorized"
+	case errors.Is(err, kerr.InvalidTopicException):
+		return "invalid_topic"
+	case errors.Is(err, ErrNoLeader):
+		return "no_leader"
+	}
+	return "unavailable"
+}

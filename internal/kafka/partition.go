@@ -1,0 +1,25 @@
+package kafka
+
+import (
+	"fmt"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// Partition is one partition of a topic.
+type Partition struct {
+	Topic  string
+	Number int32
+}
+
+// Unassigned is the partition of a record before the client has chosen one.
+const Unassigned = -1
+
+// PartitionOf returns the partition of a record.
+func PartitionOf(r *kgo.Record) Partition { return Partition{r.Topic, r.Partition} }
+
+// Only returns p in the form in which franz-go names several.
+func (p Partition) Only() map[string][]int32 { return map[string][]int32{p.Topic: {p.Number}} }
+
+// String returns "partition topic/number".
+func (p Partition) String() string { return fmt.Sprintf("partition %s/%d", p.Topic, p.Number) }

@@ -1,0 +1,113 @@
+// Package outage logs outages: once when something begins to fail, and once when it
+// works again.
+package outage
+
+import (
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// Log reports one thing that is tried until it works. It belongs to one goroutine,
+// but for [Log.Current], which any goroutine may call.
+type Log struct {
+	log     *slog.Logger
+	what    string
+	backoff wait.Backoff
+	current atomic.Pointer[Outage] // nil: it works
+}
+
+// Outage is a failure that has not ended.
+type Outage struct {
+	Err   error     // of the last try
+	Since time.Time // the first try that failed
+}
+
+// NewLog returns the log of what, which begins the sentences that are logged:
+// "PostgreSQL fails, trying until it works".
+func NewLog(log *slog.Logger, what string) *Log { return &Log{log: log, what: what} }
+
+// What returns the name that was given to [NewLog].
+func (l *Log) What() string { return l.what }
+
+// Report takes the result of a try. It logs the first failure, with attrs, and the
+// first success after it.
+func (l *Log) Report(err error, attrs ...any) {
+	before := l.current.Load()
+	switch {
+	case err == nil && before != nil:
+		l.log.Warn("outbox: "+l.what+" works again", "after", time.Since(before.Since).Round(time.Millisecond))
+		l.current.Store(nil)
+		l.backoff.Reset()
+	case err != nil && before == nil:
+		l.log.Warn("outbox: "+l.what+" fails, trying until it works", append(attrs, "error", err)...)
+		l.current.Store(&Outage{err, time.Now()})
+	case err != nil:
+		l.current.Store(&Outage{err, before.Since})
+	}
+}
+
+// Current returns the outage, or nil if the last try succeeded.
+func (l *Log) Current() *Outage { return l.current.Load() }
+
+// Backoff returns the wait before the next try, see [wait.Backoff].
+func (l *Log) Backoff() time.Duration { return l.backoff.Next() }
+
+// Logs reports many things by name. Any number of goroutines may use it.
+type Logs struct {
+	log     *slog.Logger
+	failing atomic.Bool // something fails; spares the lock while nothing does
+
+	mu    sync.Mutex
+	known map[string]*named // what has ever failed
+}
+
+type named struct {
+	*Log
+	succeeded time.Time // last, if it has failed before
+}
+
+// NewLogs returns the logs of things that have not failed yet.
+func NewLogs(log *slog.Logger) *Logs { return &Logs{log: log, known: map[string]*named{}} }
+
+// Failing reports whether anything fails. While it does not, a success need not be
+// reported.
+func (l *Logs) Failing() bool { return l.failing.Load() }
+
+// Report takes the result of a try that began at a time. A failure that began
+// before the last success is out of date and ignored, because two clients need not
+// notice the end of an outage at the same time.
+func (l *Logs) Report(name string, began time.Time, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	one := l.known[name]
+	switch {
+	case one == nil && err == nil, err != nil && one != nil && began.Before(one.succeeded):
+		return
+	case one == nil:
+		one = &named{Log: NewLog(l.log, name)}
+		l.known[name] = one
+	}
+	one.Report(err)
+	if err == nil {
+		one.succeeded = time.Now()
+	}
+	failing := false
+	for _, one := range l.known {
+		failing = failing || one.Current() != nil
+	}
+	l.failing.Store(failing)
+}
+
+// Backoff returns the wait before the next try of what fails.
+func (l *Logs) Backoff(name string) time.Duration {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if one := l.known[name]; one != nil {
+		return one.Backoff()
+	}
+	return wait.MinBackoff // another try has succeeded meanwhile
+}

@@ -1,0 +1,51 @@
+package pg
+
+import (
+	"errors"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// IsUndefined reports whether PostgreSQL did not find a table or its schema.
+func IsUndefined(err error) bool {
+	const undefinedTable, invalidSchemaName = "42P01", "3F000"
+	return hasCode(err, undefinedTable, invalidSchemaName)
+}
+
+// IsLocked reports whether PostgreSQL did not get a lock in time.
+func IsLocked(err error) bool {
+	const lockNotAvailable = "55P03"
+	return hasCode(err, lockNotAvailable)
+}
+
+// IsTransient reports whether PostgreSQL asks for the transaction to be repeated.
+func IsTransient(err error) bool {
+	const serializationFailure, deadlockDetected = "40001", "40P01"
+	return hasCode(err, serializationFailure, deadlockDetected)
+}
+
+// IsOutage reports whether PostgreSQL itself is unavailable: no connection could be
+// made, the server lacks resources, shuts down, or has become read-only.
+func IsOutage(err error) bool {
+	const connection, resources, operatorIntervention, readOnlyTransaction = "08", "53", "57P", "25006"
+	var unreachable *pgconn.ConnectError
+	if errors.As(err, &unreachable) {
+		return true
+	}
+	code := Code(err)
+	return code != "" && slices.ContainsFunc([]string{connection, resources, operatorIntervention, readOnlyTransaction},
+		func(class string) bool { return strings.HasPrefix(code, class) })
+}
+
+// Code returns the SQLSTATE of an error of PostgreSQL, or "" for any other error.
+func Code(err error) string {
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) {
+		return pgErr.Code
+	}
+	return ""
+}
+
+func hasCode(err error, codes ...string) bool { return slices.Contains(codes, Code(err)) }

@@ -1,0 +1,53 @@
+// Package pg holds what every file that talks to PostgreSQL needs: statements in a
+// schema, settings of the planner, and classes of errors.
+package pg
+
+import (
+	"context"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+// DefaultSchema is the schema of a configuration that names none.
+const DefaultSchema = "public"
+
+// InSchema replaces {schema} in a statement by a quoted identifier. It is called
+// once for each statement, in constructors.
+func InSchema(sql, schema string) string {
+	return strings.ReplaceAll(sql, "{schema}", pgx.Identifier{schema}.Sanitize())
+}
+
+// PlannerSettings precedes a statement in the same round trip and so in the same
+// transaction.
+//
+// The planner is not to choose: what it would plan on the first day, over an
+// empty table, reads all of outbox for each event once the table has grown, and
+// it does so until the table is analysed. With these settings the only
+// plans left are those that the comments at the statements speak of, planned
+// once for each connection.
+const PlannerSettings = `
+SELECT set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
+       set_config('enable_bitmapscan', 'off', true), set_config('jit', 'off', true)`
+
+// PlanEachTime has a statement planned for its arguments: most filters are empty.
+const PlanEachTime = pgx.QueryExecModeCacheDescribe
+
+// Query runs a statement under settings and passes its rows to read.
+func Query(ctx context.Context, db *pgxpool.Pool, settings string, read func(pgx.Rows) error, sql string, args ...any) error {
+	var batch pgx.Batch
+	batch.Queue(settings)
+	batch.Queue(sql, args...).Query(read)
+	return db.SendBatch(ctx, &batch).Close()
+}
+
+// RowQuerier is a pool, a connection or a transaction.
+type RowQuerier interface {
+	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
+}
+
+// OrNull is a parameter: a zero time is NULL.
+func OrNull(t time.Time) pgtype.Timestamptz { return pgtype.Timestamptz{Time: t, Valid: !t.IsZero()} }
