@@ -71,20 +71,42 @@ func (c BreakerConfig) validate() error {
 	return errors.Join(errs...)
 }
 
-// BreakerState is what a circuit breaker lets through.
+// BreakerState is the state of a circuit breaker.
 type BreakerState int
 
 const (
 	// BreakerClosed lets everything through.
-	BreakerClosed = BreakerState(gobreaker.StateClosed)
+	BreakerClosed BreakerState = iota
 	// BreakerHalfOpen lets trial calls through.
-	BreakerHalfOpen = BreakerState(gobreaker.StateHalfOpen)
+	BreakerHalfOpen
 	// BreakerOpen lets nothing through.
-	BreakerOpen = BreakerState(gobreaker.StateOpen)
+	BreakerOpen
 )
 
 // String returns closed, half-open or open.
-func (s BreakerState) String() string { return gobreaker.State(s).String() }
+func (s BreakerState) String() string {
+	switch s {
+	case BreakerClosed:
+		return "closed"
+	case BreakerHalfOpen:
+		return "half-open"
+	case BreakerOpen:
+		return "open"
+	}
+	return fmt.Sprintf("unknown state: %d", int(s))
+}
+
+// breakerStateOf translates a state of the machine.
+func breakerStateOf(s gobreaker.State) BreakerState {
+	switch s {
+	case gobreaker.StateHalfOpen:
+		return BreakerHalfOpen
+	case gobreaker.StateOpen:
+		return BreakerOpen
+	case gobreaker.StateClosed:
+	}
+	return BreakerClosed
+}
 
 // breaker says whether a call may be tried, from the outcomes of those before.
 //
@@ -155,13 +177,13 @@ func (b *breaker) judge(err error) bool {
 // onChange is called by machine, under mu and under its own lock: asking
 // machine for its state would wait for ever.
 func (b *breaker) onChange(_ string, from, to gobreaker.State) {
-	b.current = BreakerState(to)
+	b.current = breakerStateOf(to)
 	b.generation.Add(1)
 	b.last.clear()
 	if to == gobreaker.StateOpen {
 		b.trialsAt = time.Now().Add(b.cfg.OpenFor)
 	}
-	b.untold = append(b.untold, stateChange{BreakerState(from), BreakerState(to)})
+	b.untold = append(b.untold, stateChange{breakerStateOf(from), breakerStateOf(to)})
 }
 
 // unlock releases mu and tells what has changed. While one goroutine tells, the
@@ -185,7 +207,7 @@ func (b *breaker) unlock() {
 func (b *breaker) state() BreakerState {
 	b.mu.Lock()
 	defer b.unlock()
-	return BreakerState(b.machine.State())
+	return breakerStateOf(b.machine.State())
 }
 
 // wait returns how long an open breaker stays so, and 0 for any other. Where a
@@ -194,7 +216,7 @@ func (b *breaker) state() BreakerState {
 func (b *breaker) wait() time.Duration {
 	b.mu.Lock()
 	defer b.unlock()
-	if BreakerState(b.machine.State()) != BreakerOpen {
+	if breakerStateOf(b.machine.State()) != BreakerOpen {
 		return 0
 	}
 	return time.Until(b.trialsAt)

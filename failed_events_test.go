@@ -263,7 +263,7 @@ func TestReviveDeadEvents(t *testing.T) {
 	h, reader := poisonedHouse(t)
 	f := h.operator(t)
 	cfg := patiently()
-	cfg.Revive = map[string]time.Duration{"message_too_large": 100 * time.Millisecond}
+	cfg.RetryDeadAfter = map[string]time.Duration{"message_too_large": 100 * time.Millisecond}
 	event, _ := h.dead(t, cfg)
 	row := only(t, f, outbox.StatusDead)
 	require.Eventually(t, func() bool { return len(h.actions(t, f, row.ID)) >= 2 }, testenv.Patience, 20*time.Millisecond, "it dies again, and is revived again")

@@ -8,8 +8,8 @@ import (
 	"github.com/outboxgo/outbox/internal/outage"
 )
 
-// Health is how a relay of this process is.
-type Health struct {
+// RelayHealth is how a relay of this process is.
+type RelayHealth struct {
 	// Relay is its name.
 	Relay string
 	// Live is false when only a new start of the process may help: Run has returned an
@@ -33,7 +33,7 @@ type Health struct {
 // A leader whose cursor has not moved for longer than the lease lasts, although it has
 // events to send, is not ready, whatever the cause. The package outboxhttp serves
 // this to probes.
-func (r *Relay) Health() Health { return r.vitals.health(r) }
+func (r *Relay) Health() RelayHealth { return r.vitals.health(r) }
 
 // vitals are what the goroutine of Run leaves for others to see.
 type vitals struct {
@@ -76,10 +76,10 @@ func (v *vitals) takesLong(what string) {
 	v.note(func(v *vitals, _ time.Time) { v.lengthy = what })
 }
 
-func (v *vitals) health(r *Relay) Health {
+func (v *vitals) health(r *Relay) RelayHealth {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	h := Health{Relay: r.cfg.Name, Live: true, Ready: true, Leading: v.leading, Breaker: r.breaker.state()}
+	h := RelayHealth{Relay: r.cfg.Name, Live: true, Ready: true, Leading: v.leading, Breaker: r.breaker.state()}
 	ill := func(reason string, args ...any) {
 		h.Ready, h.Reasons = false, append(h.Reasons, fmt.Sprintf(reason, args...))
 	}

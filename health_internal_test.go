@@ -17,7 +17,7 @@ func TestHealthOfAHangingRun(t *testing.T) {
 		r.vitals.lead(true)
 		require.True(t, r.Health().Ready)
 		time.Sleep(r.hangsAfter())
-		require.Equal(t, Health{Relay: "default", Live: true, Leading: true,
+		require.Equal(t, RelayHealth{Relay: "default", Live: true, Leading: true,
 			Reasons: []string{"nothing has moved for 1m46s, although there are events to send"}}, r.Health())
 		r.vitals.takesLong("the cursor is moved")
 		time.Sleep(time.Hour)

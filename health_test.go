@@ -18,7 +18,7 @@ import (
 )
 
 // awaitHealth waits until a relay is as it should be.
-func awaitHealth(t *testing.T, r *outbox.Relay, live, ready bool, reasons ...string) (h outbox.Health) {
+func awaitHealth(t *testing.T, r *outbox.Relay, live, ready bool, reasons ...string) (h outbox.RelayHealth) {
 	t.Helper()
 	require.Eventually(t, func() bool {
 		h = r.Health()

@@ -27,12 +27,12 @@ type RelayHooks struct {
 	Sent func(SentBatch)
 	// Breaker is told of each change of the breaker's state.
 	Breaker func(from, to BreakerState)
-	// Refused is told of an event that Kafka refused and that is tried again.
-	Refused func(FailedEvent)
+	// Rejected is called for an event that Kafka rejected and that will be tried again.
+	Rejected func(FailedEvent)
 	// Dead is told of an event that Kafka refused once too often.
 	Dead func(FailedEvent)
-	// Cleaned is told of each run of retention that removed rows.
-	Cleaned func(Cleaned)
+	// RowsRemoved is called after each run of retention that removed rows.
+	RowsRemoved func(RetentionResult)
 }
 
 // SentBatch is what became of events that were sent together. It is valid during

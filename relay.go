@@ -68,10 +68,10 @@ type RelayConfig struct {
 	// HoldDead keeps the later events of a dead one's key until somebody decides.
 	// Without it they go on.
 	HoldDead bool
-	// Revive lets dead events be tried again without an operator: so long after the
+	// RetryDeadAfter lets dead events be tried again without an operator: so long after the
 	// death of an event whose last error was of a class, message_too_large for
 	// example, it has all its tries again. Nil means that operators decide.
-	Revive map[string]time.Duration
+	RetryDeadAfter map[string]time.Duration
 	// KeepSent keeps the rows of failed events in outbox_failed, as resolved, after
 	// they were sent. Without it they are removed.
 	KeepSent bool
@@ -144,9 +144,9 @@ func (c RelayConfig) validate() error {
 		c.Retention.validate(),
 		c.Alerts.validate(),
 	}
-	for _, class := range slices.Sorted(maps.Keys(c.Revive)) {
-		if c.Revive[class] <= 0 {
-			errs = append(errs, fmt.Errorf("field Revive of %q is %v: must be above 0", class, c.Revive[class]))
+	for _, class := range slices.Sorted(maps.Keys(c.RetryDeadAfter)) {
+		if c.RetryDeadAfter[class] <= 0 {
+			errs = append(errs, fmt.Errorf("field RetryDeadAfter of %q is %v: must be above 0", class, c.RetryDeadAfter[class]))
 		}
 	}
 	if err := check.Text(c.Name, maxRelayName); err != nil {

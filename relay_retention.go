@@ -53,7 +53,7 @@ func (c *cleaner) run(ctx context.Context) {
 
 // round removes from each table what may go. Trouble with one holds up no other;
 // the loss of the lease ends it.
-func (c *cleaner) round(ctx context.Context) (done Cleaned, err error) {
+func (c *cleaner) round(ctx context.Context) (done RetentionResult, err error) {
 	rest := c.published.rest
 	cursors := walk{batch: c.cleanCursors, rest: rest}
 	resolved := walk{batch: c.cleanResolved, rest: rest}
@@ -145,10 +145,10 @@ func (c *cleaner) reportStanding(relay string) {
 		"if it is gone for good, delete its rows of outbox_cursor", "standing", relay, "older_than", c.cfg.Retention.PublishedFor)
 }
 
-func (c *cleaner) tell(done Cleaned, took time.Duration) {
+func (c *cleaner) tell(done RetentionResult, took time.Duration) {
 	c.log.Debug("outbox: cleaned", "published", done.Published, "cursors", done.Cursors, "resolved", done.Resolved, "handled", done.Handled,
 		"took", took.Round(time.Millisecond))
-	if c.cfg.Hooks.Cleaned != nil && done.total() > 0 {
-		c.cfg.Hooks.Cleaned(done)
+	if c.cfg.Hooks.RowsRemoved != nil && done.total() > 0 {
+		c.cfg.Hooks.RowsRemoved(done)
 	}
 }

@@ -58,7 +58,7 @@ func TestRelayCleans(t *testing.T) {
 	cfg := tidy()
 	cfg.Retention.BatchSize = 7
 	var cleaned atomic.Int64
-	cfg.Hooks.Cleaned = func(c outbox.Cleaned) { cleaned.Add(c.Published) }
+	cfg.Hooks.RowsRemoved = func(c outbox.RetentionResult) { cleaned.Add(c.Published) }
 	log := new(testenv.Buffer)
 	cfg.Logger = slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	stop := testenv.Run(t, h.relay(t, cfg).Run)
@@ -204,7 +204,7 @@ func TestRelayKeepsPartitions(t *testing.T) {
 	cfg := tidy()
 	cfg.Logger = slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	var cleaned atomic.Int64
-	cfg.Hooks.Cleaned = func(c outbox.Cleaned) { cleaned.Add(c.Published) }
+	cfg.Hooks.RowsRemoved = func(c outbox.RetentionResult) { cleaned.Add(c.Published) }
 	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	var all []oracle.Event
 	for i := range 6 {

@@ -84,7 +84,7 @@ func (r *retrier) tend() error {
 	start := time.Now()
 	ctx, cancel := r.soon(r.held)
 	defer cancel()
-	if err := r.failed.revive(ctx, r.lease, r.cfg.Revive); err != nil {
+	if err := r.failed.revive(ctx, r.lease, r.cfg.RetryDeadAfter); err != nil {
 		return err
 	}
 	wrong, err := r.correct(ctx)
@@ -223,7 +223,7 @@ func (r *retrier) tellRefused(e *failedEvent, f outcome, dead bool) {
 	} else {
 		r.log.WarnContext(ctx, "outbox: retry failed", args...)
 	}
-	hook := r.cfg.Hooks.Refused
+	hook := r.cfg.Hooks.Rejected
 	if dead {
 		hook = r.cfg.Hooks.Dead
 	}

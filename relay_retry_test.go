@@ -77,7 +77,7 @@ func TestDeadEventReleasesItsKey(t *testing.T) {
 	cfg := quick
 	cfg.MaxRetries = 2
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
-	cfg.Hooks.Refused = func(outbox.FailedEvent) { refused.Add(1) }
+	cfg.Hooks.Rejected = func(outbox.FailedEvent) { refused.Add(1) }
 	cfg.Hooks.Dead = func(e outbox.FailedEvent) {
 		if e.Class == "message_too_large" && e.Retries == 2 && e.Key == "bad" && e.Topic == h.topic {
 			dead.Add(1)

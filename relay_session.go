@@ -344,8 +344,8 @@ func (s *session) tell(failures []failure) {
 		e := f.event
 		s.log.WarnContext(e.context(s.held), "outbox: event refused", "id", e.id, "event_id", string(e.eventID), "type", string(e.eventType),
 			"key", string(e.key()), "class", f.class, "error", f.err)
-		if s.cfg.Hooks.Refused != nil {
-			s.cfg.Hooks.Refused(failedEventOf(e, f.class, f.err, 0))
+		if s.cfg.Hooks.Rejected != nil {
+			s.cfg.Hooks.Rejected(failedEventOf(e, f.class, f.err, 0))
 		}
 	}
 }

@@ -86,14 +86,14 @@ type ArchivedEvent struct {
 	OccurredAt, CreatedAt time.Time
 }
 
-// Cleaned is how many rows a run of retention removed.
-type Cleaned struct {
+// RetentionResult is how many rows a run of retention removed.
+type RetentionResult struct {
 	// Published rows of outbox, Cursors of outbox_cursor, Resolved of outbox_failed,
 	// Handled of event_handled.
 	Published, Cursors, Resolved, Handled int64
 }
 
-func (c Cleaned) total() int64 { return c.Published + c.Cursors + c.Resolved + c.Handled }
+func (c RetentionResult) total() int64 { return c.Published + c.Cursors + c.Resolved + c.Handled }
 
 const (
 	day               = 24 * time.Hour
@@ -143,35 +143,47 @@ func (c RetentionConfig) pause(took time.Duration) time.Duration {
 	return max(c.Pause, pauseInBatches*took)
 }
 
-// CleanHandled removes what event_handled has held for longer than cfg.HandledFor,
-// in batches, and returns how many rows went. It is for services that consume and
-// have no relay on their schema, which would do it: call it now and then, from any
-// number of processes. An empty schema means public. The error names every bad
-// field, or is PostgreSQL's; rows may have gone before it.
-func CleanHandled(ctx context.Context, db *pgxpool.Pool, schema string, cfg RetentionConfig) (int64, error) {
-	schema, cfg = cmp.Or(schema, pg.DefaultSchema), cfg.withDefaults()
-	err := errors.Join(check.Schema(schema), cfg.validate())
+// CleanHandledConfig tunes [CleanHandled]. The zero value is ready for production.
+type CleanHandledConfig struct {
+	// Schema holds the tables of outbox. Empty means public.
+	Schema string
+	// HandledFor, BatchSize and Pause are as in [RetentionConfig], with the same
+	// defaults; there is no relay whose backlog could delay a batch.
+	HandledFor time.Duration
+	BatchSize  int
+	Pause      time.Duration
+}
+
+// CleanHandled removes the rows of event_handled that are older than cfg.HandledFor,
+// in batches, and returns how many it removed. Where a relay runs on the schema, the
+// relay does this. Services that only consume call it at intervals, from any number
+// of processes. The error names every bad field, or is PostgreSQL's; some rows may
+// have been removed before it.
+func CleanHandled(ctx context.Context, db *pgxpool.Pool, cfg CleanHandledConfig) (int64, error) {
+	schema := cmp.Or(cfg.Schema, pg.DefaultSchema)
+	keep := RetentionConfig{HandledFor: cfg.HandledFor, BatchSize: cfg.BatchSize, Pause: cfg.Pause}.withDefaults()
+	err := errors.Join(check.Schema(schema), keep.validate())
 	if db == nil {
 		err = errors.Join(fmt.Errorf("db %w", ErrNil), err)
 	}
 	if err != nil {
 		return 0, fmt.Errorf("outbox: retention config: %w", err)
 	}
-	if cfg.HandledFor == Forever {
+	if keep.HandledFor == Forever {
 		return 0, nil
 	}
-	w := walk{batch: newRetention(db, schema, cfg).handled, rest: func(took time.Duration) bool {
-		wait.Sleep(ctx, cfg.pause(took))
+	w := walk{batch: newRetention(db, schema, keep).handled, rest: func(took time.Duration) bool {
+		wait.Sleep(ctx, keep.pause(took))
 		return ctx.Err() == nil
 	}}
-	gone, err := w.run(ctx)
+	removed, err := w.run(ctx)
 	if err == nil {
 		err = ctx.Err()
 	}
 	if err != nil && !errors.Is(err, errBusy) {
-		return gone, fmt.Errorf("outbox: %w", err)
+		return removed, fmt.Errorf("outbox: %w", err)
 	}
-	return gone, nil
+	return removed, nil
 }
 
 // retention removes rows.

@@ -245,21 +245,21 @@ func TestCleanHandled(t *testing.T) {
 	d.exec(t, `
 		INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, handled_at)
 		SELECT 'g', 'a', n::text, 'x', now() - CASE WHEN n <= 250 THEN '32 days' ELSE '30 days' END::interval FROM generate_series(1, 500) AS n`)
-	cfg := RetentionConfig{BatchSize: 100, Pause: 1}
-	gone, err := CleanHandled(ctx, d.db, d.schema, cfg)
+	cfg := CleanHandledConfig{Schema: d.schema, BatchSize: 100, Pause: 1}
+	gone, err := CleanHandled(ctx, d.db, cfg)
 	require.NoError(t, err)
 	require.EqualValues(t, 250, gone)
 	require.Equal(t, 250, d.count(t, "event_handled"))
 	cfg.HandledFor = Forever
-	gone, err = CleanHandled(ctx, d.db, d.schema, cfg)
+	gone, err = CleanHandled(ctx, d.db, cfg)
 	require.NoError(t, err)
 	require.Zero(t, gone)
 
 	cancelled, cancel := context.WithCancel(ctx)
 	cancel()
-	_, err = CleanHandled(cancelled, d.db, d.schema, RetentionConfig{})
+	_, err = CleanHandled(cancelled, d.db, CleanHandledConfig{Schema: d.schema})
 	require.ErrorIs(t, err, context.Canceled)
-	_, err = CleanHandled(ctx, nil, "$user", RetentionConfig{HandledFor: -1})
+	_, err = CleanHandled(ctx, nil, CleanHandledConfig{Schema: "$user", HandledFor: -1})
 	require.ErrorIs(t, err, ErrNil)
 	require.ErrorIs(t, err, ErrMalformed)
 	require.ErrorContains(t, err, "field Retention.HandledFor is -1ns")

@@ -104,7 +104,7 @@ func testRoles(t *testing.T, h *house, reader *oracle.Reader, left int) {
 
 	cfg := quick
 	cfg.Schema, cfg.MaxRetries, cfg.Logger = h.schema, 1, slog.New(slog.DiscardHandler)
-	cfg.Revive = map[string]time.Duration{"message_too_large": time.Millisecond}
+	cfg.RetryDeadAfter = map[string]time.Duration{"message_too_large": time.Millisecond}
 	cfg.Retention = outbox.RetentionConfig{PublishedFor: time.Nanosecond, CursorsFor: time.Nanosecond, HandledFor: time.Nanosecond,
 		ResolvedFor: time.Nanosecond, Interval: 10 * time.Millisecond}
 	relay, err := outbox.NewRelay(r.as(t, "relay"), testenv.KafkaOpts(h.brokers), cfg)
@@ -160,7 +160,7 @@ func TestConsumerRole(t *testing.T) {
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 10 }, testenv.Patience, 10*time.Millisecond)
-	n, err := outbox.CleanHandled(background, db, s.schema, outbox.RetentionConfig{HandledFor: time.Nanosecond})
+	n, err := outbox.CleanHandled(background, db, outbox.CleanHandledConfig{Schema: s.schema, HandledFor: time.Nanosecond})
 	require.NoError(t, err)
 	require.EqualValues(t, 10, n)
 }

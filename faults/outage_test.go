@@ -32,7 +32,7 @@ func shortly(t *testing.T, log *warnings) outbox.RelayConfig {
 		PollInterval: 10 * time.Millisecond, RetryInterval: 100 * time.Millisecond, KeepSent: true,
 		DeliveryTimeout: 2 * time.Second, SendTimeout: 2500 * time.Millisecond, Lease: lease,
 		Breaker: outbox.BreakerConfig{OpenFor: 500 * time.Millisecond},
-		Hooks:   outbox.RelayHooks{Refused: blamed, Dead: blamed},
+		Hooks:   outbox.RelayHooks{Rejected: blamed, Dead: blamed},
 		Logger:  slog.New(log),
 	}
 }

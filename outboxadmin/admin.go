@@ -45,7 +45,7 @@ type Config struct {
 	// each, for the breaker and the reasons why one is not ready, which the database
 	// does not know. It is called for each view of the overview. Nil means that this
 	// process has none.
-	Health func() []outbox.Health
+	Health func() []outbox.RelayHealth
 	// Logger gets errors. Nil means slog.Default().
 	Logger *slog.Logger
 }

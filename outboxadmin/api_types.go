@@ -256,7 +256,7 @@ func orNull(t time.Time) *time.Time {
 	return &t
 }
 
-func relayOf(s outbox.RelayStatus, h *outbox.Health) apiRelay {
+func relayOf(s outbox.RelayStatus, h *outbox.RelayHealth) apiRelay {
 	r := apiRelay{Name: s.Name, Holder: s.Holder, Epoch: s.Epoch, LeaseUntil: orNull(s.LeaseUntil), MovedAt: orNull(s.MovedAt),
 		Pending: s.Pending, PendingMore: s.PendingMore, Oldest: orNull(s.Oldest),
 		Waiting: s.Waiting, Failed: s.Failed, Parked: s.Parked, Dead: s.Dead, ParkedKeys: s.ParkedKeys, HeldKeys: s.HeldKeys}

@@ -36,7 +36,7 @@ func ExampleNew() {
 			}
 			return outboxadmin.Access{Operator: user.Name, Role: role}, nil
 		},
-		Health: func() []outbox.Health { return []outbox.Health{relay.Health()} }, // of this process
+		Health: func() []outbox.RelayHealth { return []outbox.RelayHealth{relay.Health()} }, // of this process
 		MaskPayload: func(eventType string, payload []byte) []byte {
 			return email.ReplaceAll(payload, []byte("…@…"))
 		},

@@ -56,8 +56,8 @@ func newHouse(t *testing.T, configure func(*Config)) *house {
 	require.NoError(t, seed.Fill(t.Context(), db, schema))
 	h := &house{t: t, db: db, schema: schema}
 	cfg := Config{Authorize: authorize, Schema: schema, Logger: slog.New(slog.NewTextHandler(&h.log, nil)),
-		Health: func() []outbox.Health {
-			return []outbox.Health{{Relay: "default", Live: true, Leading: true, Breaker: outbox.BreakerOpen, Reasons: []string{"the circuit breaker is open"}}}
+		Health: func() []outbox.RelayHealth {
+			return []outbox.RelayHealth{{Relay: "default", Live: true, Leading: true, Breaker: outbox.BreakerOpen, Reasons: []string{"the circuit breaker is open"}}}
 		}}
 	if configure != nil {
 		configure(&cfg)

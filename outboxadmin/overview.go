@@ -55,7 +55,7 @@ type notice struct {
 // relayView is a relay on the overview.
 type relayView struct {
 	outbox.RelayStatus
-	Health *outbox.Health
+	Health *outbox.RelayHealth
 	Plots  []plot
 }
 
@@ -106,8 +106,8 @@ func (a *admin) relays(ctx context.Context, now time.Time) ([]outbox.RelayStatus
 }
 
 // health returns what this process says of its relays, by name.
-func (a *admin) health() map[string]*outbox.Health {
-	told := map[string]*outbox.Health{}
+func (a *admin) health() map[string]*outbox.RelayHealth {
+	told := map[string]*outbox.RelayHealth{}
 	if a.cfg.Health != nil {
 		for _, h := range a.cfg.Health() {
 			told[h.Relay] = &h
@@ -116,7 +116,7 @@ func (a *admin) health() map[string]*outbox.Health {
 	return told
 }
 
-func (a *admin) relayView(ctx context.Context, status outbox.RelayStatus, health *outbox.Health, now time.Time, s span) (relayView, error) {
+func (a *admin) relayView(ctx context.Context, status outbox.RelayStatus, health *outbox.RelayHealth, now time.Time, s span) (relayView, error) {
 	moves, err := a.inspect.Moves(ctx, status.Name, now.Add(-s.length), s.step)
 	if err != nil {
 		return relayView{}, err

@@ -9,14 +9,14 @@ import (
 
 // Healthy is a [outbox.Relay], or whatever else knows its health.
 type Healthy interface {
-	Health() outbox.Health
+	Health() outbox.RelayHealth
 }
 
 // Live answers a liveness probe: 200 while all relays are live, else 503. Only a new
 // start helps one that is not, so an outage of Kafka or PostgreSQL does not show here.
 // The body is that of [Ready].
 func Live(relays ...Healthy) http.Handler {
-	return health(relays, func(h outbox.Health) bool { return h.Live })
+	return health(relays, func(h outbox.RelayHealth) bool { return h.Live })
 }
 
 // Ready answers a readiness probe: 200 while all relays are ready, else 503. The body
@@ -28,7 +28,7 @@ func Live(relays ...Healthy) http.Handler {
 // A process whose relay is not ready may well serve requests, because recording needs
 // no relay; use this for a process of its own, or to be told.
 func Ready(relays ...Healthy) http.Handler {
-	return health(relays, func(h outbox.Health) bool { return h.Ready })
+	return health(relays, func(h outbox.RelayHealth) bool { return h.Ready })
 }
 
 type healthReport struct {
@@ -45,7 +45,7 @@ type relayReport struct {
 	Reasons []string `json:"reasons"`
 }
 
-func health(relays []Healthy, ok func(outbox.Health) bool) http.Handler {
+func health(relays []Healthy, ok func(outbox.RelayHealth) bool) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		report := healthReport{OK: true, Relays: []relayReport{}}
 		for _, r := range relays {

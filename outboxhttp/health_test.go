@@ -10,9 +10,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-type patient outbox.Health
+type patient outbox.RelayHealth
 
-func (p patient) Health() outbox.Health { return outbox.Health(p) }
+func (p patient) Health() outbox.RelayHealth { return outbox.RelayHealth(p) }
 
 // A probe fails if one of the relays does, and the body says why.
 func TestProbes(t *testing.T) {

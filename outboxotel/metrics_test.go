@@ -230,16 +230,16 @@ func TestHooksOfHost(t *testing.T) {
 	relay := s.tel.Relay(outbox.RelayConfig{Hooks: outbox.RelayHooks{
 		Leading: func(bool) { tell("leading") },
 		Sent:    func(outbox.SentBatch) { tell("sent") },
-		Refused: func(outbox.FailedEvent) { tell("refused") },
+		Rejected: func(outbox.FailedEvent) { tell("rejected") },
 		Dead:    func(outbox.FailedEvent) { tell("dead") },
-		Cleaned: func(outbox.Cleaned) { tell("cleaned") },
+		RowsRemoved: func(outbox.RetentionResult) { tell("rows removed") },
 		Breaker: func(_, _ outbox.BreakerState) { tell("breaker") },
 	}}).Hooks
 	relay.Leading(true)
 	relay.Sent(outbox.SentBatch{})
-	relay.Refused(outbox.FailedEvent{})
+	relay.Rejected(outbox.FailedEvent{})
 	relay.Dead(outbox.FailedEvent{})
-	relay.Cleaned(outbox.Cleaned{})
+	relay.RowsRemoved(outbox.RetentionResult{})
 	relay.Breaker(outbox.BreakerClosed, outbox.BreakerOpen)
 
 	consumer := s.tel.Consumer(outbox.ConsumerConfig{Group: "g", Hooks: outbox.ConsumerHooks{
@@ -260,7 +260,7 @@ func TestHooksOfHost(t *testing.T) {
 	consumer.Failed(outbox.Metadata{}, "A", errors.New("no"))
 	consumer.DeadLettered(outbox.Metadata{}, "A", "t.dlq", errors.New("no"))
 	consumer.Unknown(outbox.Metadata{})
-	require.Equal(t, []string{"recorded", "leading", "sent", "refused", "dead", "cleaned", "breaker",
+	require.Equal(t, []string{"recorded", "leading", "sent", "rejected", "dead", "rows removed", "breaker",
 		"handling", "handled", "repeated", "failed", "dead-lettered", "unknown"}, told)
 }
 

@@ -60,9 +60,9 @@ func (t *Telemetry) Relay(cfg outbox.RelayConfig) outbox.RelayConfig {
 	h := &cfg.Hooks
 	h.Leading = both(r.leads, h.Leading)
 	h.Sent = both(r.sentBatch, h.Sent)
-	h.Refused = both(r.refusedEvent, h.Refused)
+	h.Rejected = both(r.rejectedEvent, h.Rejected)
 	h.Dead = both(r.deadEvent, h.Dead)
-	h.Cleaned = both(r.cleaned, h.Cleaned)
+	h.RowsRemoved = both(r.rowsRemoved, h.RowsRemoved)
 	theirs := h.Breaker
 	h.Breaker = func(from, to outbox.BreakerState) {
 		r.state.breaker.Store(int64(to))
@@ -92,7 +92,7 @@ func (r *relay) leads(yes bool) {
 	}
 }
 
-func (r *relay) refusedEvent(e outbox.FailedEvent) {
+func (r *relay) rejectedEvent(e outbox.FailedEvent) {
 	r.refused.Add(context.Background(), 1, r.set(r.name, semconv.MessagingDestinationName(e.Topic),
 		semconv.CloudEventsEventType(e.Type), semconv.ErrorTypeKey.String(e.Class)))
 }
@@ -102,7 +102,7 @@ func (r *relay) deadEvent(e outbox.FailedEvent) {
 		semconv.CloudEventsEventType(e.Type), semconv.ErrorTypeKey.String(e.Class)))
 }
 
-func (r *relay) cleaned(c outbox.Cleaned) {
+func (r *relay) rowsRemoved(c outbox.RetentionResult) {
 	for table, n := range map[string]int64{
 		"outbox": c.Published, "outbox_cursor": c.Cursors, "outbox_failed": c.Resolved, "event_handled": c.Handled,
 	} {

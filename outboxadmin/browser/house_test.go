@@ -43,12 +43,12 @@ func newHouse(t *testing.T, access outboxadmin.Access) *house {
 	handler, err := outboxadmin.New(db, outboxadmin.Config{
 		Schema:    schema,
 		Authorize: func(*http.Request) (outboxadmin.Access, error) { return access, nil },
-		Health: func() []outbox.Health {
+		Health: func() []outbox.RelayHealth {
 			if h.trouble.Load() {
-				return []outbox.Health{{Relay: "default", Live: true, Leading: true, Breaker: outbox.BreakerOpen,
+				return []outbox.RelayHealth{{Relay: "default", Live: true, Leading: true, Breaker: outbox.BreakerOpen,
 					Reasons: []string{"nothing has moved for 1m34s, although there are events to send", "the circuit breaker is open"}}}
 			}
-			return []outbox.Health{{Relay: "default", Live: true, Ready: true, Leading: true}}
+			return []outbox.RelayHealth{{Relay: "default", Live: true, Ready: true, Leading: true}}
 		},
 		Logger: slog.New(slog.DiscardHandler),
 	})
