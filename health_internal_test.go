@@ -1,18 +1,24 @@
 package outbox
 
 import (
+	"log/slog"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/outage"
 )
 
 // A Run that hangs is not live, one that does what takes long is.
 func TestHealthOfAHangingRun(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		cfg := RelayConfig{}.withDefaults()
-		r := &Relay{cfg: cfg, breaker: newBreaker(cfg.Breaker, func(BreakerState, BreakerState) {})}
+		r := &Relay{
+			cfg: cfg, breaker: newBreaker(cfg.Breaker, func(BreakerState, BreakerState) {}),
+			postgresOutage: outage.NewLog(slog.Default(), "PostgreSQL"), kafkaOutage: outage.NewLog(slog.Default(), "Kafka"),
+		}
 		r.vitals.begin()
 		r.vitals.lead(true)
 		require.True(t, r.Health().Ready)

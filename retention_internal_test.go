@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math"
 	"sync/atomic"
 	"testing"
@@ -13,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -382,7 +384,7 @@ func TestCleanerGivesWay(t *testing.T) {
 		var backlog atomic.Bool
 		ctx, cancel := context.WithCancel(context.Background())
 		cfg := RelayConfig{}.withDefaults()
-		c := &cleaner{Relay: &Relay{cfg: cfg}, held: context.Background(), waits: backlog.Load}
+		c := &cleaner{Relay: &Relay{cfg: cfg}, held: context.Background(), waits: backlog.Load, fails: outage.NewLogs(slog.Default())}
 		start := time.Now()
 		require.True(t, c.rest(ctx, time.Second))
 		require.Equal(t, 4*time.Second, time.Since(start))
