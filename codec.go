@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"mime"
@@ -20,10 +21,14 @@ type Codec struct {
 	// application/protobuf. At most 100 characters.
 	ContentType string
 	// Encode returns the payload of an event, which is a value of the registered
-	// Go type, never a pointer to it.
-	Encode func(event any) ([]byte, error)
-	// Decode reads a payload into event, a pointer to the registered Go type.
-	Decode func(data []byte, event any) error
+	// Go type, never a pointer to it. ctx is the one that [Recorder.Record],
+	// [Recorder.Queue] or [Recorder.KafkaRecord] got.
+	Encode func(ctx context.Context, event any) ([]byte, error)
+	// Decode reads a payload into event, a pointer to the registered Go type. ctx
+	// carries the event's correlation id and traceparent as that of the event's
+	// handlers does, and ends when decoding takes too long or the partition is
+	// taken away.
+	Decode func(ctx context.Context, data []byte, event any) error
 }
 
 // jsonType is the content type whose payloads are stored as jsonb.
@@ -34,7 +39,7 @@ const jsonType = "application/json"
 // the bad bytes silently; only what a MarshalJSON of the event's own has replaced
 // itself is beyond it.
 func JSON() Codec {
-	return Codec{ContentType: jsonType, Encode: encodeJSON, Decode: json.Unmarshal}
+	return Codec{ContentType: jsonType, Encode: encodeJSON, Decode: decodeJSON}
 }
 
 func (c Codec) check() error {
@@ -55,7 +60,7 @@ func (c Codec) check() error {
 	return nil
 }
 
-func encodeJSON(event any) ([]byte, error) {
+func encodeJSON(_ context.Context, event any) ([]byte, error) {
 	b, err := json.Marshal(event)
 	if err != nil {
 		return nil, err
@@ -65,3 +70,5 @@ func encodeJSON(event any) ([]byte, error) {
 	}
 	return b, nil
 }
+
+func decodeJSON(_ context.Context, data []byte, event any) error { return json.Unmarshal(data, event) }

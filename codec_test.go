@@ -1,6 +1,7 @@
 package outbox_test
 
 import (
+	"context"
 	"encoding"
 	"encoding/json"
 	"math"
@@ -82,7 +83,7 @@ func TestJSONRefusesBadText(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			_, err := json.Marshal(tt.value)
 			require.NoError(t, err, "encoding/json sees nothing")
-			_, err = outbox.JSON().Encode(tt.value)
+			_, err = outbox.JSON().Encode(t.Context(), tt.value)
 			require.ErrorIs(t, err, outbox.ErrUTF8)
 		})
 	}
@@ -95,9 +96,9 @@ func TestJSONRefusesBadTextBesideNil(t *testing.T) {
 		Text string
 	}
 	require.NotPanics(t, func() {
-		_, err := outbox.JSON().Encode(pair{nil, badText})
+		_, err := outbox.JSON().Encode(t.Context(), pair{nil, badText})
 		require.ErrorIs(t, err, outbox.ErrUTF8)
-		_, err = outbox.JSON().Encode(pair{(*stamp)(nil), badText})
+		_, err = outbox.JSON().Encode(t.Context(), pair{(*stamp)(nil), badText})
 		require.ErrorIs(t, err, outbox.ErrUTF8)
 	})
 }
@@ -109,7 +110,7 @@ func TestJSONRefusesBadMarshalText(t *testing.T) {
 		"as a value": spoken(badText), "in a field": struct{ S spoken }{spoken(badText)},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, err := outbox.JSON().Encode(value)
+			_, err := outbox.JSON().Encode(t.Context(), value)
 			require.ErrorIs(t, err, outbox.ErrUTF8)
 		})
 	}
@@ -135,7 +136,7 @@ var goodTexts = []struct {
 func TestJSONAcceptsGoodText(t *testing.T) {
 	for _, tt := range goodTexts {
 		t.Run(tt.name, func(t *testing.T) {
-			b, err := outbox.JSON().Encode(tt.value)
+			b, err := outbox.JSON().Encode(t.Context(), tt.value)
 			require.NoError(t, err)
 			require.Equal(t, tt.want, string(b))
 		})
@@ -144,7 +145,7 @@ func TestJSONAcceptsGoodText(t *testing.T) {
 
 func TestJSONCannotEncode(t *testing.T) {
 	for name, value := range map[string]any{"a channel": make(chan int), "a function": func() {}, "NaN": math.NaN(), "infinity": math.Inf(1)} {
-		_, err := outbox.JSON().Encode(value)
+		_, err := outbox.JSON().Encode(t.Context(), value)
 		require.Error(t, err, name)
 	}
 }
@@ -153,12 +154,12 @@ func TestJSONCannotEncode(t *testing.T) {
 func TestJSONDecode(t *testing.T) {
 	codec := outbox.JSON()
 	require.Equal(t, "application/json", codec.ContentType)
-	b, err := codec.Encode(note{"주문 \u2028 <>&"})
+	b, err := codec.Encode(t.Context(), note{"주문 \u2028 <>&"})
 	require.NoError(t, err)
 	var got note
-	require.NoError(t, codec.Decode(b, &got))
+	require.NoError(t, codec.Decode(t.Context(), b, &got))
 	require.Equal(t, note{"주문 \u2028 <>&"}, got)
-	require.Error(t, codec.Decode([]byte(`{`), &got))
+	require.Error(t, codec.Decode(t.Context(), []byte(`{`), &got))
 }
 
 // family has a child that knows its parent; JSON leaves the way back out.
@@ -176,7 +177,7 @@ func TestJSONRefusesBadTextInCircle(t *testing.T) {
 		debug.SetMaxStack(16 << 20)
 		parent := &family{Name: badText}
 		parent.Children = []*family{{Parent: parent, Name: "good"}}
-		_, err := outbox.JSON().Encode(*parent)
+		_, err := outbox.JSON().Encode(t.Context(), *parent)
 		require.ErrorIs(t, err, outbox.ErrUTF8)
 		return
 	}
@@ -184,4 +185,33 @@ func TestJSONRefusesBadTextInCircle(t *testing.T) {
 	cmd.Env = append(os.Environ(), "OUTBOX_TEST_CIRCLE=1")
 	out, err := cmd.CombinedOutput()
 	require.NoError(t, err, "%s", out[:min(len(out), 300)])
+}
+
+// A codec gets the context of Record, and that of the handlers.
+func TestCodecContext(t *testing.T) {
+	type tenantKey struct{}
+	codec := outbox.JSON()
+	var encodedFor any
+	var decodedFor string
+	codec.Encode = func(ctx context.Context, event any) ([]byte, error) {
+		encodedFor = ctx.Value(tenantKey{})
+		return outbox.JSON().Encode(ctx, event)
+	}
+	codec.Decode = func(ctx context.Context, data []byte, event any) error {
+		decodedFor = outbox.CorrelationID(ctx)
+		return outbox.JSON().Decode(ctx, data, event)
+	}
+	events, err := outbox.NewRegistry("shop", outbox.Event(saleType, "Product", sale.productID).Codec(codec))
+	require.NoError(t, err)
+	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{})
+	require.NoError(t, err)
+	ctx := context.WithValue(outbox.WithCorrelationID(t.Context(), "corr-1"), tenantKey{}, "acme")
+	record, err := rec.KafkaRecord(ctx, sale{Product: "p"})
+	require.NoError(t, err)
+	require.Equal(t, "acme", encodedFor)
+	c, err := outbox.NewConsumer(nil, nil, events, outbox.ConsumerConfig{Group: "g"},
+		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { return nil }))
+	require.NoError(t, err)
+	require.NoError(t, c.Deliver(t.Context(), record))
+	require.Equal(t, "corr-1", decodedFor, "from the event, as handlers have it")
 }

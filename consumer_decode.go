@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"context"
 	"fmt"
 	"iter"
 	"reflect"
@@ -56,7 +57,7 @@ const (
 )
 
 // read decodes a record and finds its handlers.
-func (c *Consumer) read(r *kgo.Record) item {
+func (c *Consumer) read(ctx context.Context, r *kgo.Record) item {
 	it := item{record: r, meta: Metadata{Topic: r.Topic, Partition: r.Partition, Offset: r.Offset, Key: r.Key, Attempt: 1}}
 	group, action := replayOf(r)
 	if group != "" && group != c.cfg.Group {
@@ -74,7 +75,7 @@ func (c *Consumer) read(r *kgo.Record) item {
 		if route = c.routes.byName[m.Type]; route == nil {
 			return nil
 		}
-		it.tasks, err = c.tasks(route, m, it.meta, action)
+		it.tasks, err = c.tasks(ctx, route, m, it.meta, action)
 		return err
 	})
 	switch {
@@ -98,8 +99,8 @@ func (m *Metadata) describe(msg *Message) {
 
 // tasks decodes the payload, brings it up to every version that has handlers, and
 // returns what they have to do, or the one action that is asked for.
-func (c *Consumer) tasks(route *route, m *Message, meta Metadata, action string) ([]task, error) {
-	event, err := c.decode(route.def, m)
+func (c *Consumer) tasks(ctx context.Context, route *route, m *Message, meta Metadata, action string) ([]task, error) {
+	event, err := c.decode(handlerContext(ctx, meta), route.def, m)
 	if err != nil {
 		return nil, err
 	}
@@ -118,13 +119,13 @@ func (c *Consumer) tasks(route *route, m *Message, meta Metadata, action string)
 }
 
 // decode reads a payload with the codec of its content type.
-func (c *Consumer) decode(def *definition, m *Message) (any, error) {
+func (c *Consumer) decode(ctx context.Context, def *definition, m *Message) (any, error) {
 	codec, err := c.codecFor(def, m.ContentType)
 	if err != nil {
 		return nil, unreadable(m.Type, "content-type", err)
 	}
 	event := reflect.New(def.goType)
-	if err := codec.Decode(m.Data, event.Interface()); err != nil {
+	if err := codec.Decode(ctx, m.Data, event.Interface()); err != nil {
 		return nil, unreadable(m.Type, "data", fmt.Errorf("%w: %w", ErrMalformed, err))
 	}
 	return event.Elem().Interface(), nil

@@ -298,7 +298,7 @@ func TestUpcast(t *testing.T) {
 // A payload is decoded by the codec of its content type.
 func TestContentTypes(t *testing.T) {
 	s := newTill(t, 1)
-	csv := outbox.Codec{ContentType: "text/csv", Encode: func(any) ([]byte, error) { return nil, nil }, Decode: func(data []byte, event any) error {
+	csv := outbox.Codec{ContentType: "text/csv", Encode: func(context.Context, any) ([]byte, error) { return nil, nil }, Decode: func(_ context.Context, data []byte, event any) error {
 		product, amount, _ := bytes.Cut(data, []byte(","))
 		n, err := strconv.Atoi(string(amount))
 		*event.(*sale) = sale{Product: string(product), Amount: n}

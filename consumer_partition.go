@@ -124,10 +124,7 @@ func (w *worker) committed(next kgo.EpochOffset) {
 
 // handle handles records, unless the worker is to end before.
 func (w *worker) handle(records []*kgo.Record) {
-	items := make([]item, len(records))
-	for i, r := range records {
-		items[i] = w.read(r)
-	}
+	items := w.readAll(records)
 	committed := w.tryTogether(items)
 	for i := range items {
 		if err := w.settle(&items[i], committed); err != nil {
@@ -135,6 +132,17 @@ func (w *worker) handle(records []*kgo.Record) {
 		}
 		w.advance(records[i])
 	}
+}
+
+// readAll decodes records. Codecs may do I/O, so it has as long as a handler.
+func (w *worker) readAll(records []*kgo.Record) []item {
+	ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
+	defer cancel()
+	items := make([]item, len(records))
+	for i, r := range records {
+		items[i] = w.read(ctx, r)
+	}
+	return items
 }
 
 // tryTogether reports whether the tasks with a transaction are done, in one for

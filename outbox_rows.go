@@ -112,7 +112,7 @@ func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*columns, er
 		if headers != nil {
 			c.headers[i] = pgtype.Text{String: string(headers), Valid: true}
 		}
-		if err := r.add(c, i, def, e); err != nil {
+		if err := r.add(ctx, c, i, def, e); err != nil {
 			return nil, atIndex(i, def.eventType, err)
 		}
 	}
@@ -120,7 +120,7 @@ func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*columns, er
 }
 
 // add encodes one event into row i.
-func (r *Recorder) add(c *columns, i int, def *definition, e DomainEvent) error {
+func (r *Recorder) add(ctx context.Context, c *columns, i int, def *definition, e DomainEvent) error {
 	aggregateID := def.aggregateID(e)
 	if err := check.Attribute(aggregateID, maxAggregateID); err != nil {
 		return &FieldError{Field: "aggregate_id", Err: err}
@@ -136,7 +136,7 @@ func (r *Recorder) add(c *columns, i int, def *definition, e DomainEvent) error 
 	if err := check.Time(occurredAt); err != nil {
 		return &FieldError{Field: "occurred_at", Err: err}
 	}
-	payload, err := r.encode(def, e)
+	payload, err := r.encode(ctx, def, e)
 	if err != nil {
 		return &FieldError{Field: "payload", Err: err}
 	}
@@ -160,8 +160,8 @@ func (r *Recorder) add(c *columns, i int, def *definition, e DomainEvent) error 
 }
 
 // encode returns a payload that its column takes.
-func (r *Recorder) encode(def *definition, e DomainEvent) ([]byte, error) {
-	payload, err := def.codec.Encode(e)
+func (r *Recorder) encode(ctx context.Context, def *definition, e DomainEvent) ([]byte, error) {
+	payload, err := def.codec.Encode(ctx, e)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrEncode, err)
 	}

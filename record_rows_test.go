@@ -141,7 +141,7 @@ func TestJSONWithParameterIsRaw(t *testing.T) {
 func TestBadJSONFromCodec(t *testing.T) {
 	for _, text := range []string{"", "{", "1 2"} {
 		codec := outbox.JSON()
-		codec.Encode = func(any) ([]byte, error) { return []byte(text), nil }
+		codec.Encode = func(context.Context, any) ([]byte, error) { return []byte(text), nil }
 		events, err := outbox.NewRegistry("post-office", outbox.Event(parcelSent, "Parcel", parcel.Number).Codec(codec))
 		require.NoError(t, err)
 		rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{})
@@ -233,11 +233,11 @@ func TestCodecReusesItsBuffer(t *testing.T) {
 	buffer := make([]byte, 1)
 	events, err := outbox.NewRegistry("post-office", outbox.Event(rawSent, "Raw", rawParcel.Number).Codec(outbox.Codec{
 		ContentType: "application/octet-stream",
-		Encode: func(event any) ([]byte, error) {
+		Encode: func(_ context.Context, event any) ([]byte, error) {
 			copy(buffer, event.(rawParcel).ID)
 			return buffer, nil
 		},
-		Decode: func([]byte, any) error { return nil },
+		Decode: func(context.Context, []byte, any) error { return nil },
 	}))
 	require.NoError(t, err)
 	c := newCounter(t, events)

@@ -59,11 +59,11 @@ var (
 // rawCodec hands over the content as it is.
 var rawCodec = outbox.Codec{
 	ContentType: "application/octet-stream",
-	Encode: func(event any) ([]byte, error) {
+	Encode: func(_ context.Context, event any) ([]byte, error) {
 		b, _ := event.(rawParcel).Content.([]byte)
 		return b, nil
 	},
-	Decode: func(data []byte, event any) error { event.(*rawParcel).Content = data; return nil },
+	Decode: func(_ context.Context, data []byte, event any) error { event.(*rawParcel).Content = data; return nil },
 }
 
 func parcels(t testing.TB) *outbox.Registry {

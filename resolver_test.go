@@ -1,6 +1,7 @@
 package outbox_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"reflect"
@@ -102,17 +103,17 @@ func TestRegistrations(t *testing.T) {
 		outbox.Event("loopers.product.viewed.v1", "Product", productViewed.AggregateID).Topic("product-view-events"),
 		outbox.Event("loopers.order.created.v1", "Order", orderCreated.AggregateID).Codec(outbox.Codec{
 			ContentType: "application/x-order",
-			Encode:      func(any) ([]byte, error) { return []byte("order"), nil },
-			Decode:      func([]byte, any) error { return errors.ErrUnsupported },
+			Encode:      func(context.Context, any) ([]byte, error) { return []byte("order"), nil },
+			Decode:      func(context.Context, []byte, any) error { return errors.ErrUnsupported },
 		}),
 	)
 	require.NoError(t, err)
 	all := events.Registrations()
-	payload, err := all[0].Codec.Encode(orderCreated{})
+	payload, err := all[0].Codec.Encode(background, orderCreated{})
 	require.NoError(t, err)
 	require.Equal(t, "order", string(payload))
 	require.Equal(t, "application/x-order", all[0].Codec.ContentType)
-	require.ErrorIs(t, all[0].Codec.Decode(nil, nil), errors.ErrUnsupported)
+	require.ErrorIs(t, all[0].Codec.Decode(background, nil, nil), errors.ErrUnsupported)
 	require.Equal(t, "application/json", all[1].Codec.ContentType)
 	for i := range all {
 		all[i].Codec = outbox.Codec{} // functions are never equal
@@ -230,8 +231,8 @@ func contentType(text string) *outbox.EventType[orderCreated] {
 	return encoded(outbox.Codec{ContentType: text, Encode: encodeNothing, Decode: decodeNothing})
 }
 
-func encodeNothing(any) ([]byte, error) { return nil, nil }
-func decodeNothing([]byte, any) error   { return nil }
+func encodeNothing(context.Context, any) ([]byte, error) { return nil, nil }
+func decodeNothing(context.Context, []byte, any) error   { return nil }
 
 func TestBadDefinition(t *testing.T) {
 	for _, tt := range badDefinitions {

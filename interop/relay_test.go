@@ -149,8 +149,8 @@ func record(t *testing.T, db *pgxpool.Pool, schema, topic string, f fact) string
 	if f.contentType != "application/json" {
 		def = def.Codec(outbox.Codec{
 			ContentType: f.contentType,
-			Encode:      func(e any) ([]byte, error) { return []byte(e.(fact).data), nil },
-			Decode:      func([]byte, any) error { return errors.ErrUnsupported },
+			Encode:      func(_ context.Context, e any) ([]byte, error) { return []byte(e.(fact).data), nil },
+			Decode:      func(context.Context, []byte, any) error { return errors.ErrUnsupported },
 		})
 	}
 	events, err := outbox.NewRegistry(f.source, def)

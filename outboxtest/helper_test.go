@@ -59,8 +59,10 @@ func (e parcelSent) parcel() string          { return e.Number }
 
 var salted = outbox.Codec{
 	ContentType: "application/x-parcel",
-	Encode:      func(event any) ([]byte, error) { return []byte(uuid.NewString() + event.(parcelSent).Number), nil },
-	Decode: func(data []byte, event any) error {
+	Encode: func(_ context.Context, event any) ([]byte, error) {
+		return []byte(uuid.NewString() + event.(parcelSent).Number), nil
+	},
+	Decode: func(_ context.Context, data []byte, event any) error {
 		const salt = 36
 		if len(data) < salt {
 			return errors.New("no salt")

@@ -77,7 +77,7 @@ func requireRecorded(ctx context.Context, tab table, events *outbox.Registry, wa
 	if err != nil {
 		return err
 	}
-	missing, err := match(wanted, rows)
+	missing, err := match(ctx, wanted, rows)
 	if err != nil || len(missing) == 0 {
 		return err
 	}
@@ -85,7 +85,7 @@ func requireRecorded(ctx context.Context, tab table, events *outbox.Registry, wa
 	if err != nil {
 		return err
 	}
-	return fmt.Errorf("not recorded %s:\n%sthese were:\n%s", tab.place(), list(missing), list(append(rows, others...)))
+	return fmt.Errorf("not recorded %s:\n%sthese were:\n%s", tab.place(), listEntries(ctx, missing), listEntries(ctx, append(rows, others...)))
 }
 
 func requireNotRecorded(ctx context.Context, tab table, events *outbox.Registry, goType reflect.Type) error {
@@ -93,7 +93,7 @@ func requireNotRecorded(ctx context.Context, tab table, events *outbox.Registry,
 	if err != nil || len(rows) == 0 {
 		return err
 	}
-	return fmt.Errorf("recorded %s, and should not be:\n%s", tab.place(), list(rows))
+	return fmt.Errorf("recorded %s, and should not be:\n%s", tab.place(), listEntries(ctx, rows))
 }
 
 func recorded[E outbox.DomainEvent](ctx context.Context, tab table, events *outbox.Registry) ([]E, error) {
@@ -103,7 +103,7 @@ func recorded[E outbox.DomainEvent](ctx context.Context, tab table, events *outb
 	}
 	decoded := make([]E, len(rows))
 	for i := range rows {
-		event, err := rows[i].decode()
+		event, err := rows[i].decode(ctx)
 		if err != nil {
 			return nil, err
 		}
@@ -114,19 +114,19 @@ func recorded[E outbox.DomainEvent](ctx context.Context, tab table, events *outb
 
 // match finds a row for each wanted event and returns those without. Events that
 // ask for a time come first: the others take any.
-func match(wanted, rows []entry) (missing []entry, err error) {
+func match(ctx context.Context, wanted, rows []entry) (missing []entry, err error) {
 	rows = slices.Clone(rows)
 	for _, anyTime := range []bool{false, true} {
 		for _, w := range wanted {
 			if w.at.IsZero() != anyTime {
 				continue
 			}
-			i := slices.IndexFunc(rows, w.equals)
+			i := slices.IndexFunc(rows, func(row entry) bool { return w.equals(ctx, row) })
 			if i < 0 {
 				missing = append(missing, w)
 				continue
 			}
-			if _, err := rows[i].decode(); err != nil {
+			if _, err := rows[i].decode(ctx); err != nil {
 				return nil, err
 			}
 			rows = slices.Delete(rows, i, i+1)
@@ -147,7 +147,7 @@ type entry struct {
 const jsonType = "application/json" // what is stored as jsonb
 
 // equals reports whether a row holds the wanted event e.
-func (e entry) equals(row entry) bool {
+func (e entry) equals(ctx context.Context, row entry) bool {
 	if e.eventType != row.eventType || !e.at.IsZero() && !e.at.Equal(row.at) {
 		return false
 	}
@@ -158,39 +158,39 @@ func (e entry) equals(row entry) bool {
 		return same
 	}
 	// Not every codec writes the same bytes for the same event.
-	want, werr := e.decode()
-	got, gerr := row.decode()
+	want, werr := e.decode(ctx)
+	got, gerr := row.decode(ctx)
 	return werr == nil && gerr == nil && reflect.DeepEqual(want, got)
 }
 
 // decode returns the event, of its registered Go type.
-func (e entry) decode() (any, error) {
+func (e entry) decode(ctx context.Context) (any, error) {
 	codec := e.registered.Codec
 	if e.contentType != codec.ContentType {
 		return nil, fmt.Errorf("%s was recorded as %s, and the registry's codec is for %s", e.eventType, e.contentType, codec.ContentType)
 	}
 	event := reflect.New(e.registered.GoType)
-	if err := codec.Decode(bytes.Clone(e.payload), event.Interface()); err != nil {
+	if err := codec.Decode(ctx, bytes.Clone(e.payload), event.Interface()); err != nil {
 		return nil, fmt.Errorf("%s was recorded, and the registry's codec cannot decode it: %w", e.eventType, err)
 	}
 	return event.Elem().Interface(), nil
 }
 
-// String is a line of a failure message.
-func (e entry) String() string {
+// line returns a line of a failure message.
+func (e entry) line(ctx context.Context) string {
 	var at string
 	if !e.at.IsZero() {
 		at = " at " + e.at.UTC().Format(time.RFC3339Nano)
 	}
-	return e.eventType + at + ": " + cut(e.text())
+	return e.eventType + at + ": " + cut(e.text(ctx))
 }
 
-func (e entry) text() string {
+func (e entry) text(ctx context.Context) string {
 	if e.contentType == jsonType {
 		return string(e.payload)
 	}
 	if e.registered != nil {
-		if event, err := e.decode(); err == nil {
+		if event, err := e.decode(ctx); err == nil {
 			return fmt.Sprintf("%+v", event)
 		}
 	}
@@ -208,6 +208,15 @@ func cut(s string) string {
 		return s
 	}
 	return strings.ToValidUTF8(s[:maxLine], "") + fmt.Sprintf("… (%d bytes)", len(s))
+}
+
+// listEntries prints events as lines.
+func listEntries(ctx context.Context, entries []entry) string {
+	lines := make([]string, len(entries))
+	for i, e := range entries[:min(len(entries), maxLines)] {
+		lines[i] = e.line(ctx)
+	}
+	return list(lines)
 }
 
 // list prints entries as lines.

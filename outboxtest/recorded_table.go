@@ -128,7 +128,7 @@ func (tab table) encode(ctx context.Context, events *outbox.Registry, want []out
 		if err != nil {
 			return nil, err
 		}
-		payload, err := reg.Codec.Encode(v.Interface())
+		payload, err := reg.Codec.Encode(ctx, v.Interface())
 		if err != nil {
 			return nil, fmt.Errorf("encode wanted event %d, %s: %w", i, reg.EventType, err)
 		}

@@ -1,6 +1,7 @@
 package outboxtest_test
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"strings"
@@ -206,7 +207,7 @@ type oneWay struct{ productLiked }
 func TestRecordedIsReadAgain(t *testing.T) {
 	h := newHouse(t)
 	codec := outbox.JSON()
-	codec.Decode = func([]byte, any) error { return errors.New("one way") }
+	codec.Decode = func(context.Context, []byte, any) error { return errors.New("one way") }
 	h.register(t, outbox.Event("acme.one.way.v1", "Way", oneWay.product).Codec(codec))
 	tx := h.begin(t)
 	event := oneWay{productLiked{"1", noon}}

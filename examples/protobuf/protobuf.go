@@ -19,6 +19,7 @@ package protobuf
 //go:generate python3 -m grpc_tools.protoc -I . --go_out=. --go_opt=paths=source_relative shoppb/shop.proto
 
 import (
+	"context"
 	"fmt"
 	"strconv"
 	"time"
@@ -41,7 +42,7 @@ const ContentType = "application/protobuf"
 func Codec[E any, M proto.Message](toMessage func(E) M, fromMessage func(M) (E, error)) outbox.Codec {
 	return outbox.Codec{
 		ContentType: ContentType,
-		Encode: func(event any) ([]byte, error) {
+		Encode: func(_ context.Context, event any) ([]byte, error) {
 			e, ok := event.(E)
 			if !ok {
 				return nil, fmt.Errorf("event is %T, the codec is for %T", event, e)
@@ -50,7 +51,7 @@ func Codec[E any, M proto.Message](toMessage func(E) M, fromMessage func(M) (E, 
 			// payloads comparable as long as the library stays the same.
 			return proto.MarshalOptions{Deterministic: true}.Marshal(toMessage(e))
 		},
-		Decode: func(data []byte, event any) error {
+		Decode: func(_ context.Context, data []byte, event any) error {
 			e, ok := event.(*E)
 			if !ok {
 				return fmt.Errorf("event is %T, the codec is for %T", event, e)

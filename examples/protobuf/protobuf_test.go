@@ -72,7 +72,7 @@ func requireOrder(t *testing.T, payload []byte) {
 	require.NoError(t, err)
 	require.Equal(t, want, payload)
 	var decoded protobuf.OrderCreated
-	require.NoError(t, protobuf.OrderCodec().Decode(payload, &decoded))
+	require.NoError(t, protobuf.OrderCodec().Decode(t.Context(), payload, &decoded))
 	require.Equal(t, anOrder, decoded)
 }
 
@@ -158,21 +158,21 @@ func header(record *kgo.Record, name string) string {
 type ticket struct{}
 
 func TestCodecRefuses(t *testing.T) {
-	_, err := protobuf.OrderCodec().Encode(ticket{})
+	_, err := protobuf.OrderCodec().Encode(t.Context(), ticket{})
 	require.ErrorContains(t, err, "protobuf_test.ticket")
-	require.ErrorContains(t, protobuf.OrderCodec().Decode(nil, &ticket{}), "protobuf_test.ticket")
+	require.ErrorContains(t, protobuf.OrderCodec().Decode(t.Context(), nil, &ticket{}), "protobuf_test.ticket")
 
 	kept := anOrder
-	require.Error(t, protobuf.OrderCodec().Decode([]byte{0xff}, &kept), "not a message")
-	require.ErrorContains(t, protobuf.OrderCodec().Decode(nil, &kept), "created_at", "an empty message is valid Protobuf")
+	require.Error(t, protobuf.OrderCodec().Decode(t.Context(), []byte{0xff}, &kept), "not a message")
+	require.ErrorContains(t, protobuf.OrderCodec().Decode(t.Context(), nil, &kept), "created_at", "an empty message is valid Protobuf")
 	require.Equal(t, anOrder, kept, "what cannot be decoded changes nothing")
 }
 
 func TestSameEventSameBytes(t *testing.T) {
-	one, err := protobuf.OrderCodec().Encode(anOrder)
+	one, err := protobuf.OrderCodec().Encode(t.Context(), anOrder)
 	require.NoError(t, err)
 	for range 100 {
-		again, err := protobuf.OrderCodec().Encode(anOrder)
+		again, err := protobuf.OrderCodec().Encode(t.Context(), anOrder)
 		require.NoError(t, err)
 		require.True(t, bytes.Equal(one, again))
 	}
@@ -180,8 +180,9 @@ func TestSameEventSameBytes(t *testing.T) {
 
 // An event goes in as a struct and comes out as one; Protobuf is in between.
 func ExampleCodec() {
+	ctx := context.Background()
 	codec := protobuf.OrderCodec()
-	payload, err := codec.Encode(protobuf.OrderCreated{
+	payload, err := codec.Encode(ctx, protobuf.OrderCreated{
 		OrderID: 17, UserID: 4, CreatedAt: time.Unix(1_800_000_000, 0),
 		Items: []protobuf.Item{{ProductID: 8, Quantity: 2, Price: 19_90}},
 	})
@@ -190,7 +191,7 @@ func ExampleCodec() {
 		return
 	}
 	var order protobuf.OrderCreated
-	if err := codec.Decode(payload, &order); err != nil {
+	if err := codec.Decode(ctx, payload, &order); err != nil {
 		fmt.Println(err)
 		return
 	}
