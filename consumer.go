@@ -64,7 +64,7 @@ type ConsumerConfig struct {
 	RetryWait time.Duration
 
 	// DeadLetterTopic names the topic for the dead letters of another. Nil means
-	// {topic}.dlq. It must exist, see [EnsureTopics]: while it takes nothing, the
+	// {topic}.dlq. It must exist, see the package outboxtopics: while it takes nothing, the
 	// partition waits.
 	DeadLetterTopic func(topic string) string
 

@@ -9,6 +9,7 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/kafka"
 )
 
@@ -126,7 +127,7 @@ func (c *Consumer) deadLetter(r *kgo.Record, l letter) *kgo.Record {
 	}
 	headers := make([]kgo.RecordHeader, 0, len(r.Headers)+len(own))
 	for _, h := range r.Headers {
-		if !isReplayHeader(h.Key) && !strings.HasPrefix(h.Key, deadLetterPrefix) {
+		if !isReplayHeader(h.Key) && !strings.HasPrefix(h.Key, deadletter.Prefix) {
 			headers = append(headers, h)
 		}
 	}
@@ -145,9 +146,8 @@ func cutText(s string, n int) string {
 }
 
 const (
-	deadLetterPrefix = "dlq_"
-	maxErrorText     = 2_000
-	timestampForm    = "2006-01-02T15:04:05.000Z07:00"
+	maxErrorText  = 2_000
+	timestampForm = "2006-01-02T15:04:05.000Z07:00"
 )
 
 func header(name, value string) kgo.RecordHeader {

@@ -16,6 +16,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/jsonb"
 )
 
@@ -95,7 +96,7 @@ func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
 	if err != nil {
 		return nil, err
 	}
-	place := cmp.Or(f.take(ReplayOf), placeOf(r.Topic, r.Partition, r.Offset))
+	place := cmp.Or(f.take(ReplayOf), deadletter.Origin(r.Topic, r.Partition, r.Offset))
 	f.take(ReplayGroup, ReplayAction)
 	id := cmp.Or(f.find(p.IDMember, p.IDHeader, "event-id", "id"), place)
 	eventType := cmp.Or(f.find(p.TypeMember, p.TypeHeader, "event-type", "eventtype", "type"), p.Type)
@@ -117,11 +118,6 @@ func isCloudEvent(r *kgo.Record) bool {
 		return strings.HasPrefix(name, "ce_") ||
 			name == "content-type" && strings.HasPrefix(mediaType(string(h.Value)), "application/cloudevents")
 	})
-}
-
-// placeOf names a record by where it is.
-func placeOf(topic string, partition int32, offset int64) string {
-	return fmt.Sprintf("%s-%d-%d", topic, partition, offset)
 }
 
 // foreign is what a record says beside its payload.

@@ -61,9 +61,6 @@ var (
 	// restore need new ids after it: UPDATE outbox SET id = nextval(…) WHERE
 	// created_at >= the time of the restore.
 	ErrSequenceBehind = errors.New("outbox: the sequence of outbox.id is behind the cursor")
-	// ErrOriginalGone is why [ReplayDeadLetters] cannot send a dead letter that has no
-	// value: the record that has it is not where it was any more.
-	ErrOriginalGone = errors.New("outbox: the original record is gone")
 )
 
 // FieldError says which field of which event was refused, and wraps why.

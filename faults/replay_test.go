@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxdlq"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
@@ -36,7 +37,7 @@ func deadLetters(t *testing.T, opts []kgo.Opt, topic string, n int) {
 
 func arrived(t *testing.T, opts []kgo.Opt, topic string) (keys []string) {
 	t.Helper()
-	for d, err := range outbox.DeadLetters(t.Context(), opts, topic, nil) {
+	for d, err := range outboxdlq.Read(t.Context(), opts, topic, nil) {
 		require.NotNil(t, d.Record, "%v", err)
 		keys = append(keys, string(d.Record.Key))
 	}
@@ -49,14 +50,14 @@ func TestReplayStops(t *testing.T) {
 	kafka, opts := fakeKafka(t, kfake.SeedTopics(1, "orders", "orders.dlq"))
 	deadLetters(t, opts, "orders", 5)
 	denied := kafka.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Produce}, Topic: "orders", Err: kerr.TopicAuthorizationFailed, Count: -1})
-	report, err := outbox.ReplayDeadLetters(t.Context(), opts, outbox.ReplayConfig{Topic: "orders.dlq"})
+	report, err := outboxdlq.Replay(t.Context(), opts, outboxdlq.ReplayConfig{Topic: "orders.dlq"})
 	require.ErrorIs(t, err, kerr.TopicAuthorizationFailed)
 	require.ErrorContains(t, err, "outbox: replay of orders.dlq: partition orders.dlq/0 at offset 0: ")
 	require.Equal(t, 1, denied.Hits(), "it was tried once")
 	require.Zero(t, report.Sent)
 	require.Len(t, report.Failed, 5)
 	for i, f := range report.Failed {
-		require.Equal(t, outbox.ReplayFailure{Offset: int64(i), Err: f.Err}, f)
+		require.Equal(t, outboxdlq.ReplayFailure{Offset: int64(i), Err: f.Err}, f)
 		require.ErrorIs(t, f.Err, kerr.TopicAuthorizationFailed)
 	}
 	require.Equal(t, map[int32]int64{0: 5}, report.Next)
@@ -64,7 +65,7 @@ func TestReplayStops(t *testing.T) {
 
 	denied.Remove()
 	deadLetters(t, opts, "orders", 1) // a new one
-	rest, err := outbox.ReplayDeadLetters(t.Context(), opts, outbox.ReplayConfig{Topic: "orders.dlq", Choose: func(d outbox.DeadLetter) bool {
+	rest, err := outboxdlq.Replay(t.Context(), opts, outboxdlq.ReplayConfig{Topic: "orders.dlq", Choose: func(d outboxdlq.DeadLetter) bool {
 		return report.Left(d) && string(d.Record.Key) != "3"
 	}})
 	require.NoError(t, err)
@@ -80,7 +81,7 @@ func TestReplayBlamesTheRightOnes(t *testing.T) {
 	batches := kafka.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Produce}, Topic: "orders", Err: kerr.InvalidRecord, Count: -1, When: func(r kmsg.Request) bool {
 		return bytes.Contains(r.(*kmsg.ProduceRequest).Topics[0].Partitions[0].Records, []byte("orders-0-150"))
 	}})
-	report, err := outbox.ReplayDeadLetters(t.Context(), opts, outbox.ReplayConfig{Topic: "orders.dlq"})
+	report, err := outboxdlq.Replay(t.Context(), opts, outboxdlq.ReplayConfig{Topic: "orders.dlq"})
 	require.NoError(t, err)
 	require.Equal(t, 2, batches.Hits(), "in company and alone")
 	require.Equal(t, 199, report.Sent)
@@ -118,7 +119,7 @@ func TestReadAfterTrouble(t *testing.T) {
 			denied := kafka.Fault(tt.fault)
 			defer denied.Remove()
 			began := time.Now()
-			report, err := outbox.ReplayDeadLetters(t.Context(), opts, outbox.ReplayConfig{Topic: "orders.dlq"})
+			report, err := outboxdlq.Replay(t.Context(), opts, outboxdlq.ReplayConfig{Topic: "orders.dlq"})
 			require.ErrorIs(t, err, kerr.TopicAuthorizationFailed)
 			require.ErrorContains(t, err, tt.want)
 			require.Zero(t, report.Read)
@@ -142,13 +143,13 @@ func TestReplayOfUnreadableOriginal(t *testing.T) {
 	}}
 	require.NoError(t, client.ProduceSync(t.Context(), &kgo.Record{Topic: "orders", Value: []byte("value")}, r).FirstErr())
 	denied := kafka.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Fetch}, Topic: "orders", Err: kerr.TopicAuthorizationFailed})
-	report, err := outbox.ReplayDeadLetters(t.Context(), opts, outbox.ReplayConfig{Topic: "orders.dlq"})
+	report, err := outboxdlq.Replay(t.Context(), opts, outboxdlq.ReplayConfig{Topic: "orders.dlq"})
 	require.ErrorIs(t, err, kerr.TopicAuthorizationFailed)
 	require.ErrorContains(t, err, "original of partition orders.dlq/0 at offset 2: ")
 	require.Equal(t, 1, denied.Hits())
-	require.Equal(t, outbox.ReplayReport{Read: 2, Sent: 2, Next: map[int32]int64{0: 2}}, report, "those before it are sent")
-	report, err = outbox.ReplayDeadLetters(t.Context(), opts, outbox.ReplayConfig{Topic: "orders.dlq", From: report.Next})
+	require.Equal(t, outboxdlq.ReplayReport{Read: 2, Sent: 2, Next: map[int32]int64{0: 2}}, report, "those before it are sent")
+	report, err = outboxdlq.Replay(t.Context(), opts, outboxdlq.ReplayConfig{Topic: "orders.dlq", From: report.Next})
 	require.NoError(t, err)
-	require.Equal(t, outbox.ReplayReport{Read: 1, Sent: 1, Next: map[int32]int64{0: 3}}, report)
+	require.Equal(t, outboxdlq.ReplayReport{Read: 1, Sent: 1, Next: map[int32]int64{0: 3}}, report)
 	require.Equal(t, []string{"", "0", "1", ""}, arrived(t, opts, "orders"))
 }

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kfake"
@@ -41,7 +42,7 @@ func fakeKafka(t *testing.T, opts ...kfake.Opt) (*kfake.Cluster, []kgo.Opt) {
 	return kafka, []kgo.Opt{kgo.SeedBrokers(kafka.ListenAddrs()...), kgo.MetadataMinAge(50 * time.Millisecond)}
 }
 
-var oneReplica = outbox.TopicsConfig{ReplicationFactor: 1}
+var oneReplica = outboxtopics.Config{ReplicationFactor: 1}
 
 // A topic that was missing a moment ago is there when we make it: that is no error,
 // and it is compared like one that was there before.
@@ -49,16 +50,16 @@ func TestTopicMadeMeanwhile(t *testing.T) {
 	kafka, opts := fakeKafka(t, kfake.SeedTopics(7, "order-events"))
 	hidden := kafka.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Metadata}, Topic: "order-events", Err: kerr.UnknownTopicOrPartition})
 	refused := kafka.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.CreateTopics}, Topic: "order-events", Observe: true})
-	states, err := outbox.EnsureTopics(t.Context(), opts, shop(t), oneReplica)
+	states, err := outboxtopics.Ensure(t.Context(), opts, shop(t), oneReplica)
 	require.NoError(t, err)
 	require.Equal(t, 1, hidden.Hits())
 	require.Equal(t, 1, refused.Hits(), "it was to be made")
 	require.Len(t, states, 4)
 	require.Equal(t, "order-events", states[0].Topic)
 	require.False(t, states[0].Created)
-	require.Contains(t, states[0].Differences, outbox.TopicDifference{Setting: "partitions", Want: "3", Have: "7"})
+	require.Contains(t, states[0].Differences, outboxtopics.Difference{Setting: "partitions", Want: "3", Have: "7"})
 	for _, s := range states[1:] {
-		require.Equal(t, outbox.TopicState{Topic: s.Topic, Created: true}, s)
+		require.Equal(t, outboxtopics.State{Topic: s.Topic, Created: true}, s)
 	}
 }
 
@@ -69,7 +70,7 @@ func TestTopicNotKnownYet(t *testing.T) {
 		kfake.Fault{Keys: []kmsg.Key{kmsg.Metadata}, Topic: "payment-events", Err: kerr.UnknownTopicOrPartition, Count: 4},
 		kfake.Fault{Keys: []kmsg.Key{kmsg.DescribeConfigs}, Resource: "order-events", Err: kerr.UnknownTopicOrPartition, Count: 3},
 	)
-	states, err := outbox.EnsureTopics(t.Context(), opts, shop(t), oneReplica)
+	states, err := outboxtopics.Ensure(t.Context(), opts, shop(t), oneReplica)
 	require.NoError(t, err)
 	require.Equal(t, 7, late.Hits())
 	require.Len(t, states, 4)
@@ -94,11 +95,11 @@ func TestTopicsWithoutRights(t *testing.T) {
 			kafka, opts := fakeKafka(t)
 			tt.fault.Err, tt.fault.Count = kerr.TopicAuthorizationFailed, -1
 			kafka.Fault(tt.fault)
-			states, err := outbox.EnsureTopics(t.Context(), opts, shop(t), oneReplica)
+			states, err := outboxtopics.Ensure(t.Context(), opts, shop(t), oneReplica)
 			require.ErrorIs(t, err, kerr.TopicAuthorizationFailed)
 			require.ErrorContains(t, err, tt.want)
 			require.NotContains(t, err.Error(), "\n", "it is about nothing else")
-			require.Equal(t, []outbox.TopicState{{Topic: "payment-events", Created: true}, {Topic: "payment-events.dlq", Created: true}}, states)
+			require.Equal(t, []outboxtopics.State{{Topic: "payment-events", Created: true}, {Topic: "payment-events.dlq", Created: true}}, states)
 			require.Equal(t, tt.there, kafka.TopicInfo("order-events") != nil)
 			require.Nil(t, kafka.TopicInfo("order-events.dlq"))
 		})

@@ -11,7 +11,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxdlq"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
@@ -33,11 +33,11 @@ func (l *letterFlags) define(fs *flag.FlagSet) {
 	fs.Var(&l.from, "from", "`PARTITION:OFFSET,…` where to begin")
 }
 
-// choose returns what the flags say, as outbox.ReplayConfig wants it.
-func (l *letterFlags) choose(now time.Time) func(outbox.DeadLetter) bool {
+// choose returns what the flags say, as outboxdlq.ReplayConfig wants it.
+func (l *letterFlags) choose(now time.Time) func(outboxdlq.DeadLetter) bool {
 	since, until := l.since.time(now), l.until.time(now)
 	is := func(want, have string) bool { return want == "" || want == have }
-	return func(d outbox.DeadLetter) bool {
+	return func(d outboxdlq.DeadLetter) bool {
 		return is(l.group, d.Group) && is(l.action, d.Action) && is(l.class, d.Class) && is(l.key, string(d.Record.Key)) &&
 			!d.FailedAt.Before(since) && (until.IsZero() || d.FailedAt.Before(until))
 	}
@@ -115,7 +115,7 @@ type letterJSON struct {
 	ValueBase64       []byte          `json:"value_base64,omitempty"`
 }
 
-func letterOf(d outbox.DeadLetter, err error, values bool) letterJSON {
+func letterOf(d outboxdlq.DeadLetter, err error, values bool) letterJSON {
 	l := letterJSON{Partition: d.Record.Partition, Offset: d.Record.Offset, Key: string(d.Record.Key), OriginalTopic: d.OriginalTopic,
 		OriginalPartition: d.OriginalPartition, OriginalOffset: d.OriginalOffset, Group: d.Group, Action: d.Action, Class: d.Class,
 		Error: d.Error, Attempts: d.Attempts, FailedAt: optional(d.FailedAt), ReplayOf: d.ReplayOf, ValueOmitted: d.ValueOmitted}
@@ -155,7 +155,7 @@ func (l *dlqList) read(ctx context.Context, e *env, kafka []kgo.Opt) (letters []
 	defer stuck.stop()
 	chosen := l.pick.choose(e.now())
 	letters = []letterJSON{}
-	for d, err := range outbox.DeadLetters(ctx, kafka, e.args[0], l.pick.from) {
+	for d, err := range outboxdlq.Read(ctx, kafka, e.args[0], l.pick.from) {
 		stuck.alive()
 		if d.Record == nil {
 			return nil, false, because(ctx, err)
@@ -224,14 +224,14 @@ func (r *dlqReplay) run(ctx context.Context, e *env) error {
 	defer cancel(nil)
 	stuck := e.watchdog(cancel)
 	defer stuck.stop()
-	cfg := outbox.ReplayConfig{Topic: e.args[0], From: r.pick.from, DryRun: true}
+	cfg := outboxdlq.ReplayConfig{Topic: e.args[0], From: r.pick.from, DryRun: true}
 	chosen := r.pick.choose(e.now())
-	cfg.Choose = func(d outbox.DeadLetter) bool { stuck.alive(); return chosen(d) }
-	report, err := outbox.ReplayDeadLetters(ctx, kafka, cfg)
+	cfg.Choose = func(d outboxdlq.DeadLetter) bool { stuck.alive(); return chosen(d) }
+	report, err := outboxdlq.Replay(ctx, kafka, cfg)
 	if r.yes && err == nil {
 		p, done := e.progress("sent", report.Sent), 0
-		cfg.DryRun, cfg.Progress = false, func(outbox.DeadLetter, error) { stuck.alive(); done++; p.show(done) }
-		report, err = outbox.ReplayDeadLetters(ctx, kafka, cfg)
+		cfg.DryRun, cfg.Progress = false, func(outboxdlq.DeadLetter, error) { stuck.alive(); done++; p.show(done) }
+		report, err = outboxdlq.Replay(ctx, kafka, cfg)
 		p.end()
 	}
 	if serr := r.show(e, report); err == nil {
@@ -241,7 +241,7 @@ func (r *dlqReplay) run(ctx context.Context, e *env) error {
 }
 
 // show says what was done, or would be.
-func (r *dlqReplay) show(e *env, report outbox.ReplayReport) error {
+func (r *dlqReplay) show(e *env, report outboxdlq.ReplayReport) error {
 	if e.json {
 		type failure struct {
 			Partition int32  `json:"partition"`

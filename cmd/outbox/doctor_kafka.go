@@ -5,7 +5,7 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
@@ -60,7 +60,7 @@ func (d *doctor) brokers(ctx context.Context, opts []kgo.Opt) (brokers int, auto
 	if auto {
 		d.add("kafka.auto_create", severityNote, "brokers make topics that are asked for (auto.create.topics.enable)",
 			"A topic that is missing or mistyped comes into being with the defaults of the cluster, often 1 partition and 1 replica.",
-			"Make topics with outbox.EnsureTopics or outbox topics --create, and turn auto.create.topics.enable off.")
+			"Make topics with outboxtopics.Ensure or outbox topics --create, and turn auto.create.topics.enable off.")
 	}
 	return len(response.Brokers), auto, true
 }
@@ -103,7 +103,7 @@ func (d *doctor) topics(ctx context.Context, opts []kgo.Opt, auto bool) error {
 			names = append(names, r.Topic)
 		}
 	}
-	infos, err := outbox.DescribeTopics(ctx, opts, names...)
+	infos, err := outboxtopics.Describe(ctx, opts, names...)
 	if err != nil {
 		return err
 	}
@@ -115,7 +115,7 @@ func (d *doctor) topics(ctx context.Context, opts []kgo.Opt, auto bool) error {
 	for _, name := range names {
 		if !there[name] {
 			d.add("kafka.topic.missing", severityError, "topic "+name+" is missing", missingMeans(auto),
-				"outbox topics --create makes what is missing; outbox.EnsureTopics does so at the start of a service.")
+				"outbox topics --create makes what is missing; outboxtopics.Ensure does so at the start of a service.")
 		}
 	}
 	return nil
@@ -133,7 +133,7 @@ func missingMeans(auto bool) string {
 const roomNeeded = 983_040 + 16<<10
 
 // topicFindings judges a topic.
-func topicFindings(t outbox.TopicInfo) (all []finding) {
+func topicFindings(t outboxtopics.Info) (all []finding) {
 	add := func(id, severity, what, means, do string) {
 		all = append(all, finding{"kafka.topic." + id, severity, "topic " + t.Topic + ": " + what, means, do})
 	}

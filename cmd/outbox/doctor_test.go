@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/stretchr/testify/require"
 )
 
@@ -467,7 +468,7 @@ func TestDoctorOnKafka(t *testing.T) {
 	d.vars["KAFKA_BROKERS"] = "127.0.0.1:1"
 	d.requireFinding(t, "kafka.connect", severityError, "127.0.0.1:1", "--skip", skip, "--timeout", "2s")
 
-	good := outbox.TopicInfo{Topic: "t", Partitions: 3, Replicas: 3, InSync: 3, Settings: map[string]string{"min.insync.replicas": "2", "max.message.bytes": "1048588"}}
+	good := outboxtopics.Info{Topic: "t", Partitions: 3, Replicas: 3, InSync: 3, Settings: map[string]string{"min.insync.replicas": "2", "max.message.bytes": "1048588"}}
 	require.Empty(t, topicFindings(good))
 	down := good
 	down.InSync, down.Leaderless = 1, 1

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
@@ -41,8 +42,8 @@ type topicsFlags struct {
 }
 
 // config returns what topics should be.
-func (t *topicsFlags) config() outbox.TopicsConfig {
-	return outbox.TopicsConfig{Partitions: t.partitions, ReplicationFactor: cmp.Or(t.replicas, -1), MinInSyncReplicas: t.minInSync,
+func (t *topicsFlags) config() outboxtopics.Config {
+	return outboxtopics.Config{Partitions: t.partitions, ReplicationFactor: cmp.Or(t.replicas, -1), MinInSyncReplicas: t.minInSync,
 		Retention: time.Duration(t.retention), MaxMessageBytes: t.maxBytes, DryRun: !t.create}
 }
 
@@ -118,7 +119,7 @@ func (t *topicsFlags) look(ctx context.Context, kafka []kgo.Opt, names []string,
 	if len(names) == 0 {
 		return []topicJSON{}, nil
 	}
-	states, refused := outbox.EnsureNamedTopics(ctx, kafka, names, t.config())
+	states, refused := outboxtopics.EnsureNamed(ctx, kafka, names, t.config())
 	all := map[string]*topicJSON{}
 	var order []string
 	for _, name := range names {
@@ -127,7 +128,7 @@ func (t *topicsFlags) look(ctx context.Context, kafka []kgo.Opt, names []string,
 			order = append(order, n)
 		}
 	}
-	infos, err := outbox.DescribeTopics(ctx, kafka, order...)
+	infos, err := outboxtopics.Describe(ctx, kafka, order...)
 	for _, info := range infos {
 		all[info.Topic].describe(info)
 	}
@@ -152,14 +153,14 @@ func (t *topicsFlags) look(ctx context.Context, kafka []kgo.Opt, names []string,
 	return out, cmp.Or(refused, err)
 }
 
-func (t *topicJSON) describe(info outbox.TopicInfo) {
+func (t *topicJSON) describe(info outboxtopics.Info) {
 	t.State = "there"
 	t.Partitions, t.Replicas, t.InSync, t.Leaderless = info.Partitions, info.Replicas, info.InSync, info.Leaderless
 	t.MinInSync, t.RetentionMS, t.MaxBytes = setting(info, "min.insync.replicas"), setting(info, "retention.ms"), setting(info, "max.message.bytes")
 }
 
 // setting returns a number, 0 where the broker does not tell.
-func setting(info outbox.TopicInfo, name string) int64 {
+func setting(info outboxtopics.Info, name string) int64 {
 	n, err := strconv.ParseInt(info.Settings[name], 10, 64)
 	if err != nil {
 		return 0

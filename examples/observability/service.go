@@ -19,6 +19,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxhttp"
+	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/twmb/franz-go/pkg/kgo"
 	sdk "go.opentelemetry.io/otel/sdk/trace"
 	"golang.org/x/sync/errgroup"
@@ -216,7 +217,7 @@ func (s *service) makeTables(ctx context.Context) error {
 }
 
 func (s *service) makeTopics(ctx context.Context) error {
-	_, err := outbox.EnsureTopics(ctx, s.kafka, s.events, outbox.TopicsConfig{ReplicationFactor: -1}) // the broker's
+	_, err := outboxtopics.Ensure(ctx, s.kafka, s.events, outboxtopics.Config{ReplicationFactor: -1}) // the broker's
 	return err
 }
 

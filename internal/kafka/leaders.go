@@ -4,10 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
-	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
 // ErrNoLeader is the outcome of an event whose partition has no leader, while
@@ -47,13 +48,7 @@ const AnswerTimeout = 2 * time.Second
 func askLeaders(ctx context.Context, client *kgo.Client, topics map[string]bool) map[Partition]bool {
 	ctx, cancel := context.WithTimeout(ctx, AnswerTimeout)
 	defer cancel()
-	request := kmsg.NewPtrMetadataRequest()
-	for topic := range topics {
-		one := kmsg.NewMetadataRequestTopic()
-		one.Topic = &topic
-		request.Topics = append(request.Topics, one)
-	}
-	response, err := request.RequestWith(ctx, client)
+	response, err := Metadata(ctx, client, slices.Collect(maps.Keys(topics))...)
 	if err != nil {
 		return nil
 	}

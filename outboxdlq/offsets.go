@@ -1,4 +1,4 @@
-package outbox
+package outboxdlq
 
 import (
 	"cmp"
@@ -16,43 +16,43 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// offsetReader reads what is committed between two offsets. It fetches by itself,
-// because a consuming client hands out records only, and does not say that it is at
-// the end where aborted ones are the last.
+// offsetReader reads the committed records between two offsets. It sends its own fetch
+// requests: a consuming client returns records only, so it does not tell that it is at
+// the end of a partition if the last records there are of aborted transactions.
 type offsetReader struct {
 	client  *kgo.Client
 	leaders map[kafka.Partition]leader
 }
 
-// leader is whom to ask for a partition, and the id by which it knows the topic.
+// leader is the broker that leads a partition, and the id by which it knows the topic.
 type leader struct {
 	broker int32
 	topic  [16]byte
 }
 
-// span is what is left to read of a partition.
+// span is the part of a partition that remains to be read: from next up to end.
 type span struct {
 	kafka.Partition
 	next, end int64
 }
 
 const (
-	readBytes = 1 << 20 // of a partition at once; a larger batch comes whole
-	readWait  = 500 * time.Millisecond
-	readPause = 100 * time.Millisecond
-	// readPatience is how long a partition may give nothing of what it has.
-	readPatience = 30 * time.Second
+	fetchBytes      = 1 << 20 // of a partition at once; Kafka sends a larger batch whole
+	fetchWait       = 500 * time.Millisecond
+	fetchRetryPause = 100 * time.Millisecond
+	// fetchTimeout bounds the wait for a partition that returns nothing before its end.
+	fetchTimeout = 30 * time.Second
 
-	// What Kafka calls the ends of a partition, as timestamps, and the isolation
-	// level of what is committed.
+	// firstOffset and endOffset ask for the ends of a partition, in place of a
+	// timestamp. readCommitted is an isolation level.
 	firstOffset, endOffset = -2, -1
 	readCommitted          = 1
 )
 
 var errNothingFetched = errors.New("the broker has nothing there")
 
-// checkFrom refuses offsets that no record has.
-func checkFrom(from map[int32]int64) error {
+// checkOffsets rejects offsets and partitions that cannot exist.
+func checkOffsets(from map[int32]int64) error {
 	for number, offset := range from {
 		if number < 0 || offset < 0 {
 			return fmt.Errorf("offset %d of partition %d to begin with: must not be negative", offset, number)
@@ -61,7 +61,8 @@ func checkFrom(from map[int32]int64) error {
 	return nil
 }
 
-// spans returns what the partitions of a topic have now, from the given offsets on.
+// spans returns the spans of the partitions of a topic, from the given offsets to their
+// ends now.
 func (o *offsetReader) spans(ctx context.Context, topic string, from map[int32]int64) ([]span, error) {
 	if err := o.askLeaders(ctx, topic); err != nil {
 		return nil, err
@@ -81,16 +82,16 @@ func (o *offsetReader) spans(ctx context.Context, topic string, from map[int32]i
 	}
 	var spans []span
 	for number, end := range ends {
-		next := max(from[number], firsts[number]) // what was before is deleted
+		next := max(from[number], firsts[number]) // records before the first offset are deleted
 		spans = append(spans, span{kafka.Partition{Topic: topic, Number: number}, min(next, end), end})
 	}
 	slices.SortFunc(spans, func(a, b span) int { return cmp.Compare(a.Number, b.Number) })
 	return spans, nil
 }
 
-// askLeaders learns who leads the partitions of a topic.
+// askLeaders asks Kafka which brokers lead the partitions of a topic.
 func (o *offsetReader) askLeaders(ctx context.Context, topic string) error {
-	response, err := askTopics(ctx, o.client, topic)
+	response, err := kafka.Metadata(ctx, o.client, topic)
 	if err != nil {
 		return err
 	}
@@ -106,7 +107,7 @@ func (o *offsetReader) askLeaders(ctx context.Context, topic string) error {
 	return nil
 }
 
-// offsets returns an end of each partition of the topic whose leaders are known.
+// offsets returns the first or the end offset of each partition whose leader is known.
 func (o *offsetReader) offsets(ctx context.Context, topic string, which int64) (map[int32]int64, error) {
 	list := kmsg.NewListOffsetsRequestTopic()
 	list.Topic = topic
@@ -134,21 +135,21 @@ func (o *offsetReader) offsets(ctx context.Context, topic string, which int64) (
 	return offsets, nil
 }
 
-// read returns what comes next of a span, which may be nothing, and moves it on.
+// read returns the next records of a span, which may be none, and advances the span.
 func (o *offsetReader) read(ctx context.Context, s *span) ([]*kgo.Record, error) {
-	for begun := time.Now(); ; {
+	for start := time.Now(); ; {
 		records, next, err := o.fetch(ctx, s.Partition, s.next)
-		if next > s.next { // what follows may be bad, and is then met next time
+		if next > s.next { // an error about later records comes again with the next read
 			s.next = min(next, s.end)
 			return slices.DeleteFunc(records, func(r *kgo.Record) bool { return r.Offset >= s.end }), nil
 		}
 		if err == nil {
 			err = errNothingFetched
 		}
-		if isLasting(err) || time.Since(begun) > readPatience {
+		if isLasting(err) || time.Since(start) > fetchTimeout {
 			return nil, fmt.Errorf("read %v at offset %d: %w", s.Partition, s.next, err)
 		}
-		if wait.Sleep(ctx, readPause); ctx.Err() != nil {
+		if wait.Sleep(ctx, fetchRetryPause); ctx.Err() != nil {
 			return nil, fmt.Errorf("read %v at offset %d: %w", s.Partition, s.next, context.Cause(ctx))
 		}
 		if err := o.askLeaders(ctx, s.Topic); err != nil && isLasting(err) {
@@ -157,38 +158,38 @@ func (o *offsetReader) read(ctx context.Context, s *span) ([]*kgo.Record, error)
 	}
 }
 
-// isLasting reports whether Kafka will say the same again.
+// isLasting reports whether a retry would return the same error.
 func isLasting(err error) bool {
 	var k *kerr.Error
 	return errors.As(err, &k) && !k.Retriable
 }
 
 // fetch returns committed records of a partition from an offset on, and the offset
-// behind what it has seen.
+// behind the records that it has read, which include aborted ones.
 func (o *offsetReader) fetch(ctx context.Context, p kafka.Partition, from int64) ([]*kgo.Record, int64, error) {
 	leader := o.leaders[p]
 	one := kmsg.NewFetchRequestTopicPartition()
-	one.Partition, one.FetchOffset, one.PartitionMaxBytes = p.Number, from, readBytes
+	one.Partition, one.FetchOffset, one.PartitionMaxBytes = p.Number, from, fetchBytes
 	topic := kmsg.NewFetchRequestTopic()
 	topic.Topic, topic.TopicID = p.Topic, leader.topic // by its name, or by its id since Kafka 3.1
 	topic.Partitions = append(topic.Partitions, one)
 	request := kmsg.NewPtrFetchRequest()
-	request.MaxWaitMillis, request.MinBytes, request.IsolationLevel = int32(readWait.Milliseconds()), 1, readCommitted
+	request.MaxWaitMillis, request.MinBytes, request.IsolationLevel = int32(fetchWait.Milliseconds()), 1, readCommitted
 	request.Topics = append(request.Topics, topic)
 	response, err := o.client.Broker(int(leader.broker)).RetriableRequest(ctx, request)
 	if err != nil {
 		return nil, from, err
 	}
-	fetched, _ := response.(*kmsg.FetchResponse) // that is what answers this request
-	if err := kerr.ErrorForCode(fetched.ErrorCode); err != nil {
+	answer, _ := response.(*kmsg.FetchResponse) // the type that answers this request
+	if err := kerr.ErrorForCode(answer.ErrorCode); err != nil {
 		return nil, from, err
 	}
-	for _, t := range fetched.Topics {
+	for _, t := range answer.Topics {
 		for _, rp := range t.Partitions {
-			got, next := kgo.ProcessFetchPartition(kgo.ProcessFetchPartitionOpts{
+			fetched, next := kgo.ProcessFetchPartition(kgo.ProcessFetchPartitionOpts{
 				Offset: from, IsolationLevel: kgo.ReadCommitted(), Topic: p.Topic, Partition: p.Number,
 			}, &rp, kgo.DefaultDecompressor(), nil)
-			return got.Records, next, got.Err
+			return fetched.Records, next, fetched.Err
 		}
 	}
 	return nil, from, nil

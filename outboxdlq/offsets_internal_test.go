@@ -1,4 +1,4 @@
-package outbox
+package outboxdlq
 
 import (
 	"context"
@@ -12,8 +12,8 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// A partition that gives nothing of what it should have, as after an unclean change of
-// its leader, is no end of the reading.
+// A partition that returns nothing before its end, as after an unclean change of its
+// leader, is an error and not the end.
 func TestReadNothing(t *testing.T) {
 	topic := "nothing-" + uuid.NewString()
 	client, err := kgo.NewClient(testenv.KafkaOpts(testenv.Brokers(t))...)

@@ -1,0 +1,261 @@
+package outboxdlq_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxdlq"
+)
+
+// sale is the event that the consumers of these tests count.
+type sale struct {
+	Amount int `json:"amount"`
+}
+
+func (sale) OccurredAt() time.Time { return time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC) }
+
+const saleType = "test.sale.made.v1"
+
+// replayFixture is a topic of sales that the consumer groups a and b count. The action
+// FAILS of group a fails while failing is set, and group a cannot read any record
+// while unreadable is set.
+type replayFixture struct {
+	db         *pgxpool.Pool
+	schema     string
+	topic, dlq string
+	brokers    []string
+	events     *outbox.Registry
+
+	failing, unreadable atomic.Bool
+
+	mu      sync.Mutex
+	repeats map[string]int // by group and action
+}
+
+// newReplayFixture returns a fixture whose topic takes batches of up to maxBytes.
+func newReplayFixture(t testing.TB, maxBytes int) *replayFixture {
+	t.Helper()
+	f := &replayFixture{topic: "sales-" + uuid.NewString(), brokers: testenv.RealBrokers(t), repeats: map[string]int{}}
+	f.dlq = outbox.DeadLetterTopic(f.topic)
+	testenv.CreateTopic(t, f.brokers, f.topic, 1, "max.message.bytes", strconv.Itoa(maxBytes))
+	testenv.CreateTopic(t, f.brokers, f.dlq, 1)
+	requireTopics(t, f.brokers, f.topic, f.dlq)
+	f.db, f.schema = testenv.Schema(t)
+	require.NoError(t, outbox.Migrate(background, f.db, outbox.MigrateConfig{Schema: f.schema}))
+	_, err := f.db.Exec(background, "CREATE TABLE "+f.countsTable()+" (name text PRIMARY KEY, n int NOT NULL)")
+	require.NoError(t, err)
+	f.events, err = outbox.NewRegistry("shop", outbox.Event(saleType, "Product", func(sale) string { return "p" }).Topic(f.topic))
+	require.NoError(t, err)
+	f.start(t, "a", "FAILS", "WORKS")
+	f.start(t, "b", "FAILS")
+	return f
+}
+
+func (f *replayFixture) countsTable() string { return pgx.Identifier{f.schema, "counts"}.Sanitize() }
+
+// start runs a consumer group with a handler for each action.
+func (f *replayFixture) start(t testing.TB, group string, actions ...string) {
+	t.Helper()
+	var handlers []outbox.Handler
+	for _, action := range actions {
+		handlers = append(handlers, outbox.Handle(action, func(ctx context.Context, tx pgx.Tx, e sale, _ outbox.Metadata) error {
+			if group == "a" && action == "FAILS" && f.failing.Load() {
+				return outbox.Permanent(errors.New("failing"))
+			}
+			_, err := tx.Exec(ctx, "INSERT INTO "+f.countsTable()+` AS c VALUES ($1, $2)
+				ON CONFLICT (name) DO UPDATE SET n = c.n + excluded.n`, group+" "+action, e.Amount)
+			return err
+		}))
+	}
+	plain := outbox.PlainRecords{Type: saleType}
+	cfg := outbox.ConsumerConfig{
+		Group: group + "-" + f.topic, FromStart: true, Schema: f.schema, Logger: slog.New(slog.DiscardHandler),
+		Decode: func(r *kgo.Record) (*outbox.Message, error) {
+			if group == "a" && f.unreadable.Load() {
+				return nil, errors.New("unreadable")
+			}
+			return plain.Decode(r)
+		},
+		Hooks: outbox.ConsumerHooks{Repeated: func(_ outbox.Metadata, action string) {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			f.repeats[group+" "+action]++
+		}},
+	}
+	c, err := outbox.NewConsumer(f.db, testenv.KafkaOpts(f.brokers), f.events, cfg, handlers...)
+	require.NoError(t, err)
+	testenv.Run(t, c.Run)
+}
+
+// saleRecord returns a sale as a record in CloudEvents binary mode.
+func (f *replayFixture) saleRecord(id string, value []byte) *kgo.Record {
+	return &kgo.Record{Topic: f.topic, Key: []byte("p"), Value: value, Headers: []kgo.RecordHeader{
+		{Key: "ce_specversion", Value: []byte("1.0")}, {Key: "ce_id", Value: []byte(id)}, {Key: "ce_source", Value: []byte("shop")},
+		{Key: "ce_type", Value: []byte(saleType)}, {Key: "content-type", Value: []byte("application/json")},
+	}}
+}
+
+func (f *replayFixture) send(t testing.TB, records ...*kgo.Record) {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(f.brokers...), kgo.ProducerBatchMaxBytes(20<<20))
+	require.NoError(t, err)
+	defer client.Close()
+	require.NoError(t, client.ProduceSync(background, records...).FirstErr())
+}
+
+// counts returns what the actions have counted.
+func (f *replayFixture) counts(t testing.TB) map[string]int {
+	t.Helper()
+	counts := map[string]int{"a FAILS": 0, "a WORKS": 0, "b FAILS": 0}
+	rows, err := f.db.Query(background, "SELECT name, n FROM "+f.countsTable())
+	require.NoError(t, err)
+	var name string
+	var n int
+	_, err = pgx.ForEachRow(rows, []any{&name, &n}, func() error { counts[name] = n; return nil })
+	require.NoError(t, err)
+	return counts
+}
+
+// deadLetters waits for n dead letters and returns them.
+func (f *replayFixture) deadLetters(t testing.TB, n int) (records []*kgo.Record) {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(f.brokers...), kgo.ConsumeTopics(f.dlq))
+	require.NoError(t, err)
+	defer client.Close()
+	ctx, cancel := context.WithTimeout(background, testenv.Patience)
+	defer cancel()
+	for len(records) < n {
+		fetches := client.PollFetches(ctx)
+		require.NoError(t, fetches.Err0(), "%d of %d records", len(records), n)
+		records = append(records, fetches.Records()...)
+	}
+	require.Len(t, records, n)
+	return records
+}
+
+// replay sends n dead letters back.
+func (f *replayFixture) replay(t testing.TB, n int, choose func(outboxdlq.DeadLetter) bool) {
+	t.Helper()
+	report, err := outboxdlq.Replay(background, []kgo.Opt{kgo.SeedBrokers(f.brokers...)},
+		outboxdlq.ReplayConfig{Topic: f.dlq, Choose: choose})
+	require.NoError(t, err)
+	require.Empty(t, report.Failed)
+	require.Equal(t, n, report.Sent)
+}
+
+// requireCounts waits until all actions have handled what the topic holds now, and
+// requires what they have counted and which repeats they have skipped.
+func (f *replayFixture) requireCounts(t testing.TB, counts, repeats map[string]int) {
+	t.Helper()
+	const mark = 1_000_000
+	before := f.counts(t)
+	f.send(t, f.saleRecord(uuid.NewString(), fmt.Appendf(nil, `{"amount": %d}`, mark)))
+	require.Eventually(t, func() bool {
+		now := f.counts(t)
+		for _, name := range []string{"a FAILS", "a WORKS", "b FAILS"} {
+			if now[name]/mark == before[name]/mark {
+				return false
+			}
+		}
+		return true
+	}, testenv.Patience, 10*time.Millisecond)
+	now := f.counts(t)
+	for name, n := range now {
+		now[name] = n % mark
+	}
+	require.Equal(t, counts, now)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	require.Equal(t, repeats, f.repeats)
+}
+
+// A dead letter that is sent back is handled by the group and the action that failed,
+// by no other, and only once, however often it is sent.
+func TestReplayToConsumer(t *testing.T) {
+	f := newReplayFixture(t, 1_048_588)
+	f.failing.Store(true)
+	for _, amount := range []int{1, 2, 4, 8, 16} {
+		f.send(t, f.saleRecord(uuid.NewString(), fmt.Appendf(nil, `{"amount": %d}`, amount)))
+	}
+	f.deadLetters(t, 5)
+	f.failing.Store(false)
+	f.requireCounts(t, map[string]int{"a FAILS": 0, "a WORKS": 31, "b FAILS": 31}, map[string]int{})
+	f.replay(t, 3, func(d outboxdlq.DeadLetter) bool { return d.Action == "FAILS" && d.Record.Offset < 3 })
+	f.requireCounts(t, map[string]int{"a FAILS": 7, "a WORKS": 31, "b FAILS": 31}, map[string]int{})
+	f.replay(t, 5, nil)
+	f.requireCounts(t, map[string]int{"a FAILS": 31, "a WORKS": 31, "b FAILS": 31}, map[string]int{"a FAILS": 3})
+	f.replay(t, 5, nil)
+	f.requireCounts(t, map[string]int{"a FAILS": 31, "a WORKS": 31, "b FAILS": 31}, map[string]int{"a FAILS": 8})
+}
+
+// A record that fails again is a dead letter again, which says where it was this time
+// and where it was first. Both dead letters together are handled once.
+func TestReplayFailsAgain(t *testing.T) {
+	f := newReplayFixture(t, 1_048_588)
+	f.failing.Store(true)
+	id := uuid.NewString()
+	f.send(t, f.saleRecord(uuid.NewString(), []byte(`{"amount": 1}`)), f.saleRecord(id, []byte(`{"amount": 2}`)))
+	f.deadLetters(t, 2)
+	f.replay(t, 1, func(d outboxdlq.DeadLetter) bool { return d.OriginalOffset == 1 })
+	again := f.deadLetters(t, 3)[2]
+	d, err := outboxdlq.Decode(again)
+	require.NoError(t, err)
+	require.Equal(t, outboxdlq.DeadLetter{
+		OriginalTopic: f.topic, OriginalOffset: 2, OriginalTimestamp: d.OriginalTimestamp, ReplayOf: f.topic + "-0-1",
+		Group: "a-" + f.topic, Action: "FAILS", Error: "failing", Class: d.Class, Attempts: 1, FailedAt: d.FailedAt, Record: again,
+	}, d)
+	require.Equal(t, id, allHeaders(again)["ce_id"])
+	require.NotContains(t, allHeaders(again), outbox.ReplayGroup)
+	f.replay(t, 1, func(d outboxdlq.DeadLetter) bool { return d.Record.Offset == 2 })
+	fourth, err := outboxdlq.Decode(f.deadLetters(t, 4)[3])
+	require.NoError(t, err)
+	require.Equal(t, []any{int64(3), f.topic + "-0-1"}, []any{fourth.OriginalOffset, fourth.ReplayOf}, "where it was first, not last")
+	f.failing.Store(false)
+	f.replay(t, 4, nil)
+	f.requireCounts(t, map[string]int{"a FAILS": 3, "a WORKS": 3, "b FAILS": 3}, map[string]int{"a FAILS": 2})
+}
+
+// A record without an id that the group could not read goes to all its actions, and is
+// recognized when it comes again.
+func TestReplayOfUnreadable(t *testing.T) {
+	f := newReplayFixture(t, 1_048_588)
+	f.unreadable.Store(true)
+	f.send(t, &kgo.Record{Topic: f.topic, Value: []byte(`{"amount": 5}`)})
+	headers := allHeaders(f.deadLetters(t, 1)[0])
+	require.Equal(t, "undecodable", headers[outbox.DeadLetterClass])
+	f.replay(t, 1, nil)
+	f.deadLetters(t, 2) // still unreadable
+	f.unreadable.Store(false)
+	f.replay(t, 2, nil)
+	f.replay(t, 1, func(d outboxdlq.DeadLetter) bool { return d.Record.Offset == 0 })
+	f.requireCounts(t, map[string]int{"a FAILS": 5, "a WORKS": 5, "b FAILS": 5}, map[string]int{"a FAILS": 2, "a WORKS": 2})
+}
+
+// A record too large for its dead-letter topic is there without its value, and is sent
+// back with its value.
+func TestReplayOfHugeRecord(t *testing.T) {
+	f := newReplayFixture(t, 20_000_000)
+	f.failing.Store(true)
+	f.send(t, f.saleRecord(uuid.NewString(), fmt.Appendf(nil, `{"amount": 6, "more": %q}`, random(3_000_000))))
+	require.Empty(t, f.deadLetters(t, 1)[0].Value)
+	f.failing.Store(false)
+	for range 2 {
+		f.replay(t, 1, nil)
+	}
+	f.requireCounts(t, map[string]int{"a FAILS": 6, "a WORKS": 6, "b FAILS": 6}, map[string]int{"a FAILS": 1})
+}

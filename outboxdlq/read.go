@@ -1,0 +1,60 @@
+package outboxdlq
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+)
+
+// Read reads a dead-letter topic, or any other topic, up to its end at the time of the
+// call, each partition in order. It begins each partition at its offset in from, or at
+// the first one if from has none. It joins no consumer group and commits no offsets.
+// It does not return records of transactions that are aborted or not committed yet.
+//
+// With an error comes either a DeadLetter that has only its Record, because the record
+// is no dead letter for the reason that the error says; or a DeadLetter without a
+// Record, and the reading ends.
+func Read(ctx context.Context, opts []kgo.Opt, topic string, from map[int32]int64) iter.Seq2[DeadLetter, error] {
+	return func(yield func(DeadLetter, error) bool) {
+		err := read(ctx, opts, topic, from, yield)
+		if err != nil {
+			yield(DeadLetter{}, fmt.Errorf("outbox: dead letters of %s: %w", topic, err))
+		}
+	}
+}
+
+// read is [Read] with the error that ends it.
+func read(ctx context.Context, opts []kgo.Opt, topic string, from map[int32]int64, yield func(DeadLetter, error) bool) error {
+	if err := errors.Join(checkOffsets(from), kafka.CheckProducerOpts(opts)); err != nil {
+		return err
+	}
+	client, err := kafka.NewClient(opts)
+	if err != nil { // CheckProducerOpts has made one from these options
+		return fmt.Errorf("make Kafka client: %w", err)
+	}
+	defer client.Close()
+	reader := &offsetReader{client: client}
+	spans, err := reader.spans(ctx, topic, from)
+	if err != nil {
+		return err
+	}
+	for _, s := range spans {
+		for s.next < s.end {
+			records, err := reader.read(ctx, &s)
+			if err != nil {
+				return err
+			}
+			for _, r := range records {
+				if !yield(Decode(r)) {
+					return nil
+				}
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,226 @@
+package outboxdlq_test
+
+import (
+	"context"
+	"slices"
+	"strconv"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxdlq"
+)
+
+// A record that is sent back is the original, and says which group and action it is for.
+func TestReplay(t *testing.T) {
+	f := newFixture(t, 1)
+	noAction := f.deadLetter("c", "v3")
+	noAction.Headers = slices.DeleteFunc(noAction.Headers, func(h kgo.RecordHeader) bool { return h.Key == outbox.DeadLetterAction })
+	empty, none := f.deadLetter("d", ""), f.deadLetter("e", "")
+	empty.Value, none.Value, none.Key = []byte{}, nil, nil
+	again := f.deadLetter("f", "v6", outbox.ReplayOf, "elsewhere-0-1", outbox.ReplayGroup, "old", outbox.ReplayAction, "OLD")
+	f.produce(t, f.deadLetter("a", "v1"), f.deadLetter("b", "v2"), noAction, empty, none, again)
+
+	var reported []string
+	report, err := outboxdlq.Replay(background, f.kafka, outboxdlq.ReplayConfig{
+		Topic:  f.dlq,
+		Choose: func(d outboxdlq.DeadLetter) bool { return string(d.Record.Key) != "b" },
+		Progress: func(d outboxdlq.DeadLetter, err error) {
+			require.NoError(t, err)
+			reported = append(reported, string(d.Record.Key))
+		},
+	})
+	require.NoError(t, err)
+	require.Equal(t, outboxdlq.ReplayReport{Read: 6, Sent: 5, Next: map[int32]int64{0: 6}}, report)
+	require.Equal(t, []string{"a", "c", "d", "", "f"}, reported)
+
+	sent := f.records(t, f.topic)
+	require.Len(t, sent, 5)
+	for i, want := range []*kgo.Record{f.deadLetter("a", "v1"), noAction, empty, none, again} {
+		require.Equal(t, want.Key, sent[i].Key)
+		require.Equal(t, want.Value, sent[i].Value, "nil stays nil")
+		require.WithinDuration(t, time.Now(), sent[i].Timestamp, testenv.Patience, "an old one might be deleted at once")
+	}
+	back := map[string]string{"ce_id": "e-a", outbox.ReplayOf: f.topic + "-0-17", outbox.ReplayGroup: "statistics", outbox.ReplayAction: "COUNT"}
+	require.Equal(t, back, allHeaders(sent[0]))
+	delete(back, outbox.ReplayAction)
+	back["ce_id"] = "e-c"
+	require.Equal(t, back, allHeaders(sent[1]))
+	require.Equal(t, map[string]string{"ce_id": "e-f", outbox.ReplayOf: "elsewhere-0-1", outbox.ReplayGroup: "statistics", outbox.ReplayAction: "COUNT"},
+		allHeaders(sent[4]), "where it was first, and which action it is for now")
+	require.Len(t, f.records(t, f.dlq), 6, "they stay")
+}
+
+func TestReplayDryRun(t *testing.T) {
+	f := newFixture(t, 1)
+	f.produce(t, f.deadLetter("a", "v"), &kgo.Record{Topic: f.dlq}, f.deadLetter("b", "", outbox.DeadLetterValueOmitted, "5"), f.deadLetter("c", "v"))
+	reported := map[string]error{}
+	report, err := outboxdlq.Replay(background, f.kafka, outboxdlq.ReplayConfig{
+		Topic: f.dlq, DryRun: true, From: map[int32]int64{0: 1},
+		Progress: func(d outboxdlq.DeadLetter, err error) { reported[string(d.Record.Key)] = err },
+	})
+	require.NoError(t, err)
+	require.Equal(t, 3, report.Read)
+	require.Equal(t, 1, report.Sent)
+	require.Equal(t, map[int32]int64{0: 4}, report.Next)
+	require.Len(t, report.Failed, 2)
+	require.Equal(t, int64(1), report.Failed[0].Offset)
+	requireFieldError(t, report.Failed[0].Err, outbox.ErrEmpty, outbox.DeadLetterOriginalTopic)
+	require.Equal(t, outboxdlq.ReplayFailure{Offset: 2, Err: outboxdlq.ErrOriginalGone}, report.Failed[1])
+	require.Empty(t, f.records(t, f.topic))
+	require.Equal(t, map[string]error{"": report.Failed[0].Err, "b": outboxdlq.ErrOriginalGone, "c": nil}, reported)
+}
+
+// A value that was omitted from the dead letter is read from the original, if the record
+// there is still the same.
+func TestReplayOfOmittedValue(t *testing.T) {
+	f := newFixture(t, 1)
+	original := func(key, value string) *kgo.Record {
+		return &kgo.Record{Topic: f.topic, Key: []byte(key), Value: []byte(value), Timestamp: failedAt}
+	}
+	f.produce(t, original("a", "deleted"), original("b", "value b"), original("c", "value c"), original("d", "value d"))
+	f.deleteBefore(t, 1)
+	f.transaction(t, original("e", "value e"))(kgo.TryAbort)
+	f.produce(t, original("e", "value e"))
+	f.awaitStable(t, f.topic, 7)
+	omitted := func(key string, size, offset int, timestamp string) *kgo.Record {
+		return f.deadLetter(key, "", outbox.DeadLetterValueOmitted, strconv.Itoa(size), outbox.DeadLetterOriginalOffset, strconv.Itoa(offset),
+			outbox.DeadLetterOriginalTimestamp, timestamp)
+	}
+	const then = "2026-02-03T04:05:06.789Z"
+	elsewhere := omitted("b", 7, 1, then)
+	elsewhere.Headers = append(elsewhere.Headers, kgo.RecordHeader{Key: outbox.DeadLetterOriginalPartition, Value: []byte("5")})
+	nowhere := omitted("b", 7, 1, then)
+	nowhere.Headers = append(nowhere.Headers, kgo.RecordHeader{Key: outbox.DeadLetterOriginalTopic, Value: []byte(f.topic + ".gone")})
+	f.produce(t,
+		omitted("b", 7, 0, then),                       // deleted
+		omitted("b", 7, 1, then),                       // there
+		omitted("x", 7, 2, then),                       // another key
+		omitted("c", 8, 2, then),                       // another size
+		omitted("c", 7, 2, "2026-02-03T04:05:06.788Z"), // another time
+		omitted("e", 7, 4, then),                       // aborted
+		omitted("e", 7, 7, then),                       // at the end
+		omitted("e", 7, 40, then),                      // behind it
+		elsewhere, nowhere,
+		f.deadLetter("e", "its own", outbox.DeadLetterValueOmitted, "0"),
+		omitted("d", 7, 3, then), // there
+	)
+	report, err := outboxdlq.Replay(background, f.kafka, outboxdlq.ReplayConfig{Topic: f.dlq})
+	require.NoError(t, err)
+	require.Equal(t, 3, report.Sent)
+	var gone []int64
+	for _, f := range report.Failed {
+		require.ErrorIs(t, f.Err, outboxdlq.ErrOriginalGone)
+		gone = append(gone, f.Offset)
+	}
+	require.Equal(t, []int64{0, 2, 3, 4, 5, 6, 7, 8, 9}, gone)
+	sent := f.records(t, f.topic)[4:]
+	require.Equal(t, "value b", string(sent[0].Value))
+	require.Equal(t, "its own", string(sent[1].Value))
+	require.Equal(t, "value d", string(sent[2].Value))
+	require.Equal(t, map[string]string{"ce_id": "e-d", outbox.ReplayOf: f.topic + "-0-3", outbox.ReplayGroup: "statistics", outbox.ReplayAction: "COUNT"}, allHeaders(sent[2]))
+}
+
+// Records that the topic rejects are reported; records in the same request are sent.
+func TestReplayOfRefused(t *testing.T) {
+	f := newFixture(t, 1)
+	var want []string
+	for n := range 20 {
+		value := "v"
+		if n%7 == 3 {
+			value = random(20_000) // over the topic's limit, within the client's
+		} else {
+			want = append(want, strconv.Itoa(n))
+		}
+		f.produce(t, f.deadLetter(strconv.Itoa(n), value))
+	}
+	report, err := outboxdlq.Replay(background, f.kafka, outboxdlq.ReplayConfig{Topic: f.dlq})
+	require.NoError(t, err)
+	require.Equal(t, 20, report.Read)
+	require.Equal(t, 17, report.Sent)
+	for i, f := range report.Failed {
+		require.Equal(t, int64(3+7*i), f.Offset)
+		require.ErrorIs(t, f.Err, kerr.MessageTooLarge)
+	}
+	var got []string
+	for _, r := range f.records(t, f.topic) {
+		got = append(got, string(r.Key))
+	}
+	require.ElementsMatch(t, want, got, "each once")
+}
+
+// A run that is stopped reports how far it came, and another run sends the rest.
+func TestReplayGoesOn(t *testing.T) {
+	f := newFixture(t, 2)
+	var want []string
+	for n := range 400 {
+		r := f.deadLetter(strconv.Itoa(n), random(8000))
+		r.Partition = int32(n % 2)
+		f.client.Produce(background, r, nil)
+		want = append(want, string(r.Key))
+	}
+	require.NoError(t, f.client.Flush(background))
+	ctx, cancel := context.WithCancel(background)
+	report, err := outboxdlq.Replay(ctx, f.kafka, outboxdlq.ReplayConfig{Topic: f.dlq, Choose: func(outboxdlq.DeadLetter) bool {
+		cancel()
+		return true
+	}})
+	require.ErrorIs(t, err, context.Canceled)
+	require.ErrorContains(t, err, "outbox: replay of "+f.dlq)
+	require.Positive(t, report.Sent)
+	require.Less(t, report.Sent, 200)
+	require.Equal(t, report.Sent, report.Read)
+	require.Len(t, f.records(t, f.topic), report.Sent, "what was in flight is acknowledged")
+	require.Equal(t, map[int32]int64{0: int64(report.Sent), 1: 0}, report.Next)
+
+	late := func(d outboxdlq.DeadLetter, _ error) {
+		if string(d.Record.Key) == want[1] { // the first of the last partition, which is about to be read
+			f.produce(t, &kgo.Record{Topic: f.dlq, Partition: 1, Key: []byte("late")})
+		}
+	}
+	rest, err := outboxdlq.Replay(background, f.kafka, outboxdlq.ReplayConfig{Topic: f.dlq, Choose: report.Left, From: report.Next, Progress: late})
+	require.NoError(t, err)
+	require.Equal(t, map[int32]int64{0: 200, 1: 200}, rest.Next, "as far as it was at the start")
+	require.Equal(t, 400, report.Sent+rest.Sent)
+	var got []string
+	for _, r := range f.records(t, f.topic) {
+		got = append(got, string(r.Key))
+	}
+	require.ElementsMatch(t, want, got, "each once")
+	require.False(t, rest.Left(outboxdlq.DeadLetter{Record: &kgo.Record{Partition: 1, Offset: 199}}))
+	require.True(t, rest.Left(outboxdlq.DeadLetter{Record: &kgo.Record{Partition: 1, Offset: 200}}))
+	none, err := outboxdlq.Replay(background, f.kafka, outboxdlq.ReplayConfig{Topic: f.dlq, From: map[int32]int64{0: 1_000_000, 1: 201}})
+	require.NoError(t, err)
+	require.Equal(t, outboxdlq.ReplayReport{Next: map[int32]int64{0: 200, 1: 201}}, none)
+}
+
+func TestReplayConfig(t *testing.T) {
+	nowhere := []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1"), kgo.RequestRetries(0)}
+	for name, tt := range map[string]struct {
+		cfg   outboxdlq.ReplayConfig
+		kafka []kgo.Opt
+		want  string
+	}{
+		"no topic":            {outboxdlq.ReplayConfig{}, nowhere, "outbox: replay config: field Topic is empty"},
+		"a topic of no name":  {outboxdlq.ReplayConfig{Topic: "a b"}, nowhere, `outbox: replay config: field Topic "a b" is malformed`},
+		"a negative offset":   {outboxdlq.ReplayConfig{Topic: "a", From: map[int32]int64{0: -1}}, nowhere, "field From: offset -1 of partition 0"},
+		"no idempotence":      {outboxdlq.ReplayConfig{Topic: "a"}, append(nowhere, kgo.DisableIdempotentWrite()), "kafka option DisableIdempotentWrite"},
+		"no broker":           {outboxdlq.ReplayConfig{Topic: "a"}, nowhere, "outbox: replay of a: "},
+		"no broker, and more": {outboxdlq.ReplayConfig{Topic: "a", DryRun: true}, nowhere, "outbox: replay of a: "},
+	} {
+		t.Run(name, func(t *testing.T) {
+			report, err := outboxdlq.Replay(background, tt.kafka, tt.cfg)
+			require.ErrorContains(t, err, tt.want)
+			require.Empty(t, report)
+		})
+	}
+	_, err := outboxdlq.Replay(background, append(nowhere, kgo.ConsumerGroup("g")), outboxdlq.ReplayConfig{From: map[int32]int64{-1: 0}})
+	for _, want := range []string{"field Topic", "field From", "kafka option ConsumerGroup"} {
+		require.ErrorContains(t, err, want)
+	}
+}

@@ -1,0 +1,117 @@
+package outboxtopics
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"math"
+	"time"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/check"
+)
+
+// Config says how [Ensure] creates topics. The zero value is for a cluster of three
+// brokers or more, of which one may fail.
+type Config struct {
+	// Partitions is how many a topic of events gets. Kafka can add partitions later,
+	// and never remove any. Adding them moves keys to other partitions: until
+	// consumers have read what was there before, they may get a key's later events
+	// first. Zero means 3.
+	Partitions int
+	// PartitionsFor replaces Partitions for a topic where it is not zero. Nil means
+	// Partitions for all.
+	PartitionsFor func(topic string) int
+
+	// ReplicationFactor is how many brokers have a copy of each partition, those of
+	// dead-letter topics too. Negative means the cluster's default, which Kafka 2.4 or
+	// newer applies. Zero means 3.
+	ReplicationFactor int
+	// MinInSyncReplicas is how many of them must have a record before it counts as
+	// sent, at most ReplicationFactor. Zero means 2, or 1 if ReplicationFactor is less
+	// than 3, or the cluster's default if ReplicationFactor is negative.
+	MinInSyncReplicas int
+
+	// Retention is how long a topic keeps its records, at least 1 ms. Zero means 7
+	// days.
+	Retention time.Duration
+	// MaxMessageBytes is the largest batch of records that a topic takes, after
+	// compression. Zero means the cluster's default, usually 1,048,588, which suits
+	// RecorderConfig.MaxPayload at its default.
+	MaxMessageBytes int
+
+	// DeadLetterTopic returns the topic for the dead letters of a topic, like that of
+	// [outbox.ConsumerConfig]. Nil means {topic}.dlq.
+	DeadLetterTopic func(topic string) string
+	// DeadLetterPartitions is how many a dead-letter topic gets. Zero means 1.
+	DeadLetterPartitions int
+	// DeadLetterRetention is how long dead letters are kept, at least 1 ms. Zero
+	// means 30 days.
+	DeadLetterRetention time.Duration
+	// DeadLetterMaxMessageBytes is MaxMessageBytes of the dead-letter topics. Zero
+	// means 16 KiB more than the topic of the events takes, for the headers of dead
+	// letters.
+	DeadLetterMaxMessageBytes int
+
+	// DryRun lets Kafka check what would be created, and creates nothing.
+	DryRun bool
+}
+
+const (
+	defaultPartitions          = 3
+	maxPartitions              = 10_000 // that Kafka creates in one request
+	defaultReplicationFactor   = 3
+	defaultRetention           = 7 * 24 * time.Hour
+	defaultDeadLetterRetention = 30 * 24 * time.Hour
+	// headerRoom is for the headers of a dead letter: their names, 2,000 bytes of the
+	// error, and the names of group, action and topic of up to 2 KiB.
+	headerRoom = 16 << 10
+	// kafkaMaxMessageBytes is the default of a broker's message.max.bytes.
+	kafkaMaxMessageBytes = 1_048_588
+)
+
+func (c Config) withDefaults() Config {
+	c.Partitions = cmp.Or(c.Partitions, defaultPartitions)
+	c.ReplicationFactor = cmp.Or(c.ReplicationFactor, defaultReplicationFactor)
+	if c.ReplicationFactor > 0 {
+		c.MinInSyncReplicas = cmp.Or(c.MinInSyncReplicas, max(1, min(2, c.ReplicationFactor-1)))
+	}
+	c.Retention = cmp.Or(c.Retention, defaultRetention)
+	c.DeadLetterPartitions = cmp.Or(c.DeadLetterPartitions, 1)
+	c.DeadLetterRetention = cmp.Or(c.DeadLetterRetention, defaultDeadLetterRetention)
+	if c.DeadLetterTopic == nil {
+		c.DeadLetterTopic = outbox.DeadLetterTopic
+	}
+	return c
+}
+
+func (c Config) validate() error {
+	errs := []error{
+		check.NotNegative("Partitions", c.Partitions),
+		check.NotAbove("Partitions", c.Partitions, maxPartitions),
+		check.NotAbove("ReplicationFactor", c.ReplicationFactor, math.MaxInt16),
+		check.NotNegative("MinInSyncReplicas", c.MinInSyncReplicas),
+		check.NotNegative("MaxMessageBytes", c.MaxMessageBytes),
+		check.NotAbove("MaxMessageBytes", c.MaxMessageBytes, math.MaxInt32-headerRoom),
+		check.NotNegative("DeadLetterPartitions", c.DeadLetterPartitions),
+		check.NotAbove("DeadLetterPartitions", c.DeadLetterPartitions, maxPartitions),
+		check.NotNegative("DeadLetterMaxMessageBytes", c.DeadLetterMaxMessageBytes),
+		check.NotAbove("DeadLetterMaxMessageBytes", c.DeadLetterMaxMessageBytes, math.MaxInt32),
+		checkRetention("Retention", c.Retention),
+		checkRetention("DeadLetterRetention", c.DeadLetterRetention),
+	}
+	if c.ReplicationFactor > 0 && c.MinInSyncReplicas > c.ReplicationFactor {
+		errs = append(errs, fmt.Errorf("field MinInSyncReplicas is %d: must not be above ReplicationFactor, %d", c.MinInSyncReplicas, c.ReplicationFactor))
+	}
+	if c.DeadLetterMaxMessageBytes > 0 && c.DeadLetterMaxMessageBytes < c.MaxMessageBytes {
+		errs = append(errs, fmt.Errorf("field DeadLetterMaxMessageBytes is %d: must not be below MaxMessageBytes, %d", c.DeadLetterMaxMessageBytes, c.MaxMessageBytes))
+	}
+	return errors.Join(errs...)
+}
+
+func checkRetention(field string, d time.Duration) error {
+	if d < time.Millisecond {
+		return fmt.Errorf("field %s is %v: at least 1ms", field, d)
+	}
+	return nil
+}
