@@ -55,7 +55,7 @@ func (c Codec) check() error {
 		return fmt.Errorf("%q %w: it says that the payload is a CloudEvent", c.ContentType, ErrMalformed)
 	}
 	if c.Encode == nil || c.Decode == nil {
-		return fmt.Errorf("codec function %w", ErrNil)
+		return fmt.Errorf("codec function %w", ErrNilArgument)
 	}
 	return nil
 }

@@ -203,7 +203,7 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	cfg = cfg.withDefaults()
 	errs := []error{cfg.validate(), checkConsumerOpts(opts)}
 	if events == nil {
-		errs = append(errs, fmt.Errorf("registry %w", ErrNil))
+		errs = append(errs, fmt.Errorf("registry %w", ErrNilArgument))
 	}
 	var routes routes
 	if events != nil {
@@ -212,7 +212,7 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 		errs = append(errs, err)
 	}
 	if db == nil && slices.ContainsFunc(handlers, needsTx) {
-		errs = append(errs, fmt.Errorf("db %w", ErrNil))
+		errs = append(errs, fmt.Errorf("db %w", ErrNilArgument))
 	}
 	err := errors.Join(errs...)
 	if err == nil {

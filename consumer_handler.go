@@ -129,7 +129,7 @@ func (h *handler) check() error {
 		return &FieldError{EventType: h.goType.String(), Index: -1, Field: "action", Err: err}
 	}
 	if h.one == nil && h.many == nil {
-		return &FieldError{EventType: h.goType.String(), Index: -1, Field: "handler", Err: fmt.Errorf("function of %s %w", h.action, ErrNil)}
+		return &FieldError{EventType: h.goType.String(), Index: -1, Field: "handler", Err: fmt.Errorf("function of %s %w", h.action, ErrNilArgument)}
 	}
 	return nil
 }

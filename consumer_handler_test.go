@@ -416,11 +416,11 @@ func TestConsumerConfig(t *testing.T) {
 		{"no handlers", ok, nil, nil, []string{"handlers is empty"}},
 		{"bad handlers", ok, nil, []outbox.Handler{nil, outbox.HandleNoTx("", nothing), outbox.HandleNoTx[sale]("NIL", nil), good, good,
 			outbox.HandleNoTx("STRANGE", func(context.Context, saleV3, outbox.Metadata) error { return nil })},
-			[]string{"handler 0 is nil", "action is empty", "function of NIL is nil", "handler GOOD: event type outbox_test.sale is registered already", "outbox_test.saleV3 is not registered"}},
+			[]string{"handler 0 must not be nil", "action is empty", "function of NIL must not be nil", "handler GOOD: event type outbox_test.sale is registered already", "outbox_test.saleV3 is not registered"}},
 		{"bad upcasters", outbox.ConsumerConfig{Group: "g", Upcasters: []outbox.Upcaster{
 			{}, outbox.Upcast(func(e sale) saleV3 { return saleV3{} }), outbox.Upcast(func(e sale) saleV2 { return saleV2{} }),
 			outbox.Upcast(func(e sale) saleV2 { return saleV2{} }), outbox.Upcast(func(e saleV2) sale { return sale{} })}}, nil, []outbox.Handler{good},
-			[]string{"is nil", "saleV3: is not registered", "to outbox_test.saleV2: is registered already", "leads back"}},
+			[]string{"must not be nil", "saleV3: is not registered", "to outbox_test.saleV2: is registered already", "leads back"}},
 		{"bad codec", outbox.ConsumerConfig{Group: "g", Codecs: []outbox.Codec{{ContentType: "x"}}}, nil, []outbox.Handler{good}, []string{"field Codecs"}},
 	} {
 		_, err := outbox.NewConsumer(db, tt.kafka, events, tt.cfg, tt.handlers...)
@@ -434,8 +434,8 @@ func TestConsumerConfig(t *testing.T) {
 		}
 	}
 	_, err = outbox.NewConsumer(nil, nil, nil, ok, outbox.Handle("TX", func(context.Context, pgx.Tx, sale, outbox.Metadata) error { return nil }))
-	require.ErrorContains(t, err, "registry is nil")
-	require.ErrorContains(t, err, "db is nil")
+	require.ErrorContains(t, err, "registry must not be nil")
+	require.ErrorContains(t, err, "db must not be nil")
 }
 
 // Without its tables a consumer says so; a second Run at the same time too.

@@ -62,7 +62,7 @@ func handlersByType(events *Registry, handlers []Handler) (map[reflect.Type][]*h
 	}
 	for i, one := range handlers {
 		if check.IsNil(one) {
-			bad = append(bad, fmt.Errorf("handler %d %w", i, ErrNil))
+			bad = append(bad, fmt.Errorf("handler %d %w", i, ErrNilArgument))
 			continue
 		}
 		h := one.handler()
@@ -93,7 +93,7 @@ func upcastersByType(events *Registry, upcasters []Upcaster) (map[reflect.Type]U
 		_, again := up[u.from]
 		switch {
 		case u.up == nil:
-			refuse(ErrNil)
+			refuse(ErrNilArgument)
 		case again:
 			refuse(ErrDuplicate)
 		case events.byGoType[u.from] == nil || events.byGoType[u.to] == nil:

@@ -35,8 +35,9 @@ var (
 	ErrEncode = errors.New("cannot be encoded")
 	// ErrTime means a zero time, or one outside the years 1 to 9999.
 	ErrTime = check.ErrTime
-	// ErrNil means a nil event, or a nil transaction or batch, typed or not.
-	ErrNil = check.ErrNil
+	// ErrNilArgument means a nil event, transaction or batch, or a nil pointer in
+	// place of one.
+	ErrNilArgument = check.ErrNilArgument
 )
 
 var (

@@ -42,7 +42,7 @@ func NewFailedEvents(db *pgxpool.Pool, cfg FailedEventsConfig) (*FailedEvents, e
 	}
 	errs := []error{check.Schema(cfg.Schema)}
 	if db == nil {
-		errs = append(errs, fmt.Errorf("pool %w", ErrNil))
+		errs = append(errs, fmt.Errorf("pool %w", ErrNilArgument))
 	}
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("outbox: failed events config: %w", err)

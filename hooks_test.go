@@ -126,10 +126,10 @@ func TestRecordingHook(t *testing.T) {
 	e := numbered("a", 1, 1)[0]
 	require.NoError(t, pgx.BeginFunc(background, h.db, func(tx pgx.Tx) error { return rec.Record(background, tx, e) }))
 	require.NoError(t, rec.Queue(background, &pgx.Batch{}, e))
-	require.ErrorIs(t, rec.Queue(background, &pgx.Batch{}, nil), outbox.ErrNil)
+	require.ErrorIs(t, rec.Queue(background, &pgx.Batch{}, nil), outbox.ErrNilArgument)
 	require.Len(t, ends, 3)
 	require.NoError(t, errors.Join(ends[:2]...))
-	require.ErrorIs(t, ends[2], outbox.ErrNil)
+	require.ErrorIs(t, ends[2], outbox.ErrNilArgument)
 	var stored string
 	require.NoError(t, h.db.QueryRow(background, `SELECT headers->>'traceparent' FROM `+pgx.Identifier{h.schema, "outbox"}.Sanitize()).Scan(&stored))
 	require.Equal(t, traceParent, stored)

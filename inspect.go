@@ -41,7 +41,7 @@ func NewInspector(db *pgxpool.Pool, cfg InspectorConfig) (*Inspector, error) {
 	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
 	err := check.Schema(cfg.Schema)
 	if db == nil {
-		err = errors.Join(fmt.Errorf("db %w", ErrNil), err)
+		err = errors.Join(fmt.Errorf("db %w", ErrNilArgument), err)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("outbox: inspector config: %w", err)

@@ -40,7 +40,7 @@ func (h *house) relayStatus(t testing.TB, name string) (status outbox.RelayStatu
 
 func TestInspectorConfig(t *testing.T) {
 	_, err := outbox.NewInspector(nil, outbox.InspectorConfig{Schema: "$user"})
-	require.ErrorIs(t, err, outbox.ErrNil)
+	require.ErrorIs(t, err, outbox.ErrNilArgument)
 	require.ErrorContains(t, err, "Schema")
 	require.ErrorContains(t, err, "db")
 }

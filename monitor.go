@@ -49,7 +49,7 @@ func NewMonitor(db *pgxpool.Pool, cfg MonitorConfig) (*Monitor, error) {
 	cfg.Logger = cmp.Or(cfg.Logger, slog.Default())
 	err := errors.Join(check.Schema(cfg.Schema), cfg.Alerts.validate())
 	if db == nil {
-		err = errors.Join(fmt.Errorf("db %w", ErrNil), err)
+		err = errors.Join(fmt.Errorf("db %w", ErrNilArgument), err)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("outbox: monitor config: %w", err)

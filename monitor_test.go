@@ -79,7 +79,7 @@ func TestAlertConfig(t *testing.T) {
 	bad := outbox.AlertConfig{Interval: -1, ReportInterval: -1, DeadThreshold: -1, StaleAfter: -1, StalePending: 1_000_000}
 	fields := []string{"db", "Schema", "Interval", "ReportInterval", "DeadThreshold", "StaleAfter", "StalePending"}
 	_, err := outbox.NewMonitor(nil, outbox.MonitorConfig{Schema: "$user", Alerts: bad})
-	require.ErrorIs(t, err, outbox.ErrNil)
+	require.ErrorIs(t, err, outbox.ErrNilArgument)
 	_, relayErr := outbox.NewRelay(nil, nil, outbox.RelayConfig{Schema: "$user", Alerts: bad})
 	for _, field := range fields {
 		require.ErrorContains(t, err, field)

@@ -104,7 +104,7 @@ func NewRecorder(events *Registry, cfg RecorderConfig) (*Recorder, error) {
 	cfg = cfg.withDefaults()
 	err := cfg.validate()
 	if events == nil {
-		err = errors.Join(fmt.Errorf("registry %w", ErrNil), err)
+		err = errors.Join(fmt.Errorf("registry %w", ErrNilArgument), err)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("outbox: recorder config: %w", err)
@@ -125,7 +125,7 @@ func NewRecorder(events *Registry, cfg RecorderConfig) (*Recorder, error) {
 // roll it back.
 func (r *Recorder) Record(ctx context.Context, tx pgx.Tx, events ...DomainEvent) error {
 	if check.IsNil(tx) {
-		return &FieldError{Index: -1, Field: "tx", Err: ErrNil}
+		return &FieldError{Index: -1, Field: "tx", Err: ErrNilArgument}
 	}
 	return r.hooked(ctx, events, func(ctx context.Context) error { return r.record(ctx, tx, events) })
 }
@@ -177,7 +177,7 @@ func (r *Recorder) statement(rows *columns) (sql string, args []any) {
 // events adds none. Refused events leave the batch as it was.
 func (r *Recorder) Queue(ctx context.Context, batch *pgx.Batch, events ...DomainEvent) error {
 	if batch == nil {
-		return &FieldError{Index: -1, Field: "batch", Err: ErrNil}
+		return &FieldError{Index: -1, Field: "batch", Err: ErrNilArgument}
 	}
 	return r.hooked(ctx, events, func(ctx context.Context) error {
 		rows, err := r.rows(ctx, events)

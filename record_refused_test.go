@@ -29,8 +29,8 @@ var refusedEvents = []struct {
 	{"a type that nobody registered", strayParcel{good}, "outbox_test.strayParcel", "event", outbox.ErrUnregistered},
 	{"a pointer to a type that nobody registered", &strayParcel{good}, "outbox_test.strayParcel", "event", outbox.ErrUnregistered},
 	{"a type with pointer receivers", &pointerParcel{noon}, "*outbox_test.pointerParcel", "event", outbox.ErrUnregistered},
-	{"a nil event", nil, "<nil>", "event", outbox.ErrNil},
-	{"a typed nil event", (*parcel)(nil), "*outbox_test.parcel", "event", outbox.ErrNil},
+	{"a nil event", nil, "<nil>", "event", outbox.ErrNilArgument},
+	{"a typed nil event", (*parcel)(nil), "*outbox_test.parcel", "event", outbox.ErrNilArgument},
 
 	{"no aggregate id", id(""), parcelSent, "aggregate_id", outbox.ErrEmpty},
 	{"no aggregate id in a nil map", mapParcel(nil), "test.map.sent.v1", "aggregate_id", outbox.ErrEmpty},

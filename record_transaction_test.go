@@ -79,12 +79,12 @@ func TestNilTransactionAndBatch(t *testing.T) {
 	var typed *pgxpool.Tx
 	for name, tx := range map[string]pgx.Tx{"nil": nil, "typed nil": typed} {
 		t.Run(name, func(t *testing.T) {
-			requireRefused(t, rec.Record(background, tx, good), outbox.ErrNil, refusal{"", -1, "tx"})
-			requireRefused(t, rec.Record(background, tx), outbox.ErrNil, refusal{"", -1, "tx"})
+			requireRefused(t, rec.Record(background, tx, good), outbox.ErrNilArgument, refusal{"", -1, "tx"})
+			requireRefused(t, rec.Record(background, tx), outbox.ErrNilArgument, refusal{"", -1, "tx"})
 		})
 	}
-	requireRefused(t, rec.Queue(background, nil, good), outbox.ErrNil, refusal{"", -1, "batch"})
-	requireRefused(t, rec.Queue(background, nil), outbox.ErrNil, refusal{"", -1, "batch"})
+	requireRefused(t, rec.Queue(background, nil, good), outbox.ErrNilArgument, refusal{"", -1, "batch"})
+	requireRefused(t, rec.Queue(background, nil), outbox.ErrNilArgument, refusal{"", -1, "batch"})
 }
 
 // Nothing that commits each statement for itself can be passed as a transaction (T10).

@@ -16,7 +16,7 @@ func TestRecorderConfig(t *testing.T) {
 	_, err := outbox.NewRecorder(parcels(t), outbox.RecorderConfig{MaxPayload: 100<<20 + 1})
 	require.ErrorContains(t, err, "MaxPayload")
 	_, err = outbox.NewRecorder(nil, outbox.RecorderConfig{Schema: strings.Repeat("x", 64), MaxPayload: -1})
-	require.ErrorIs(t, err, outbox.ErrNil)
+	require.ErrorIs(t, err, outbox.ErrNilArgument)
 	require.ErrorIs(t, err, outbox.ErrTooLong)
 	for _, field := range []string{"registry", "Schema", "MaxPayload"} {
 		require.ErrorContains(t, err, field)

@@ -213,7 +213,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 		err = kafka.ValidateOpts(kafka.ProducerOpts(opts, cfg.DeliveryTimeout))
 	}
 	if db == nil {
-		err = errors.Join(fmt.Errorf("db %w", ErrNil), err)
+		err = errors.Join(fmt.Errorf("db %w", ErrNilArgument), err)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("outbox: relay config: %w", err)

@@ -363,7 +363,7 @@ func TestRelayConfig(t *testing.T) {
 		})
 	}
 	_, err := outbox.NewRelay(nil, nil, outbox.RelayConfig{})
-	require.ErrorIs(t, err, outbox.ErrNil)
+	require.ErrorIs(t, err, outbox.ErrNilArgument)
 }
 
 var kafkaOptionTests = []struct {

@@ -157,7 +157,7 @@ func (r *Registry) add(i int, e Definition) error {
 		return &FieldError{EventType: name, Index: i, Field: field, Err: err}
 	}
 	if check.IsNil(e) {
-		return refuse("no definition", "event", ErrNil)
+		return refuse("no definition", "event", ErrNilArgument)
 	}
 	def := e.define()
 	name := cmp.Or(def.eventType, def.goType.String())
@@ -186,7 +186,7 @@ func (d *definition) check() *FieldError {
 		return &FieldError{Field: "aggregate_type", Err: err}
 	}
 	if d.aggregateID == nil {
-		return &FieldError{Field: "aggregate_id", Err: fmt.Errorf("function %w", ErrNil)}
+		return &FieldError{Field: "aggregate_id", Err: fmt.Errorf("function %w", ErrNilArgument)}
 	}
 	if err := check.Topic(d.topic); err != nil && d.topic != "" {
 		return &FieldError{Field: "topic", Err: err}
@@ -246,7 +246,7 @@ func (r *Registry) Registrations() []Registration {
 // pointer to it.
 func (r *Registry) lookup(e DomainEvent) (*definition, DomainEvent, error) {
 	if check.IsNil(e) {
-		return nil, nil, &FieldError{EventType: fmt.Sprintf("%T", e), Field: "event", Err: ErrNil}
+		return nil, nil, &FieldError{EventType: fmt.Sprintf("%T", e), Field: "event", Err: ErrNilArgument}
 	}
 	if v := reflect.ValueOf(e); v.Kind() == reflect.Pointer {
 		value, ok := v.Elem().Interface().(DomainEvent)

@@ -161,8 +161,8 @@ var badDefinitions = []struct {
 	field     string
 	want      error
 }{
-	{"nil", nil, "no definition", "event", outbox.ErrNil},
-	{"a typed nil", (*outbox.EventType[orderCreated])(nil), "no definition", "event", outbox.ErrNil},
+	{"nil", nil, "no definition", "event", outbox.ErrNilArgument},
+	{"a typed nil", (*outbox.EventType[orderCreated])(nil), "no definition", "event", outbox.ErrNilArgument},
 	{"a pointer type", outbox.Event("shop.order.created.v1", "Order", (*orderCreated).AggregateID), "shop.order.created.v1", "event", outbox.ErrMalformed},
 	{"an interface", outbox.Event("shop.order.created.v1", "Order", func(outbox.DomainEvent) string { return "" }), "shop.order.created.v1", "event", outbox.ErrMalformed},
 
@@ -191,7 +191,7 @@ var badDefinitions = []struct {
 	{"NUL in the aggregate type", aggregate("\x00"), "shop.order.created.v1", "aggregate_type", outbox.ErrNUL},
 	{"an aggregate type that is not UTF-8", aggregate("\xc0"), "shop.order.created.v1", "aggregate_type", outbox.ErrUTF8},
 	{"an aggregate type of 101 characters", aggregate(strings.Repeat("주", 101)), "shop.order.created.v1", "aggregate_type", outbox.ErrTooLong},
-	{"no function for the aggregate id", outbox.Event[orderCreated]("shop.order.created.v1", "Order", nil), "shop.order.created.v1", "aggregate_id", outbox.ErrNil},
+	{"no function for the aggregate id", outbox.Event[orderCreated]("shop.order.created.v1", "Order", nil), "shop.order.created.v1", "aggregate_id", outbox.ErrNilArgument},
 
 	{"topic .", named("shop.order.created.v1").Topic("."), "shop.order.created.v1", "topic", outbox.ErrMalformed},
 	{"topic ..", named("shop.order.created.v1").Topic(".."), "shop.order.created.v1", "topic", outbox.ErrMalformed},
@@ -201,8 +201,8 @@ var badDefinitions = []struct {
 	{"a topic of 250 characters", named("shop.order.created.v1").Topic(strings.Repeat("x", 250)), "shop.order.created.v1", "topic", outbox.ErrMalformed},
 
 	{"no codec", encoded(outbox.Codec{}), "shop.order.created.v1", "content_type", outbox.ErrEmpty},
-	{"no encoder", encoded(outbox.Codec{ContentType: "text/plain", Decode: decodeNothing}), "shop.order.created.v1", "content_type", outbox.ErrNil},
-	{"no decoder", encoded(outbox.Codec{ContentType: "text/plain", Encode: encodeNothing}), "shop.order.created.v1", "content_type", outbox.ErrNil},
+	{"no encoder", encoded(outbox.Codec{ContentType: "text/plain", Decode: decodeNothing}), "shop.order.created.v1", "content_type", outbox.ErrNilArgument},
+	{"no decoder", encoded(outbox.Codec{ContentType: "text/plain", Encode: encodeNothing}), "shop.order.created.v1", "content_type", outbox.ErrNilArgument},
 	{"a content type that is no media type", contentType("protobuf"), "shop.order.created.v1", "content_type", outbox.ErrMalformed},
 	{"a content type with a blank inside", contentType("a b/c"), "shop.order.created.v1", "content_type", outbox.ErrMalformed},
 	{"a content type with blanks around", contentType(" text/plain "), "shop.order.created.v1", "content_type", outbox.ErrMalformed},
@@ -266,7 +266,7 @@ func TestAllBadDefinitions(t *testing.T) {
 		}
 	}
 	require.Equal(t, want, got)
-	for _, is := range []error{outbox.ErrEmpty, outbox.ErrNil, outbox.ErrMalformed, outbox.ErrTooLong, outbox.ErrNUL, outbox.ErrUTF8} {
+	for _, is := range []error{outbox.ErrEmpty, outbox.ErrNilArgument, outbox.ErrMalformed, outbox.ErrTooLong, outbox.ErrNUL, outbox.ErrUTF8} {
 		require.ErrorIs(t, err, is)
 	}
 	var first *outbox.FieldError
@@ -320,7 +320,7 @@ func TestFieldErrorText(t *testing.T) {
 		"outbox: event 2 (shop.order.created.v1): aggregate_id is empty")
 	require.EqualError(t, &outbox.FieldError{EventType: "shop.order.created.v1", Index: -1, Field: "headers", Err: outbox.ErrMalformed},
 		"outbox: shop.order.created.v1: headers is malformed")
-	require.EqualError(t, &outbox.FieldError{Index: -1, Field: "tx", Err: outbox.ErrNil}, "outbox: tx is nil")
+	require.EqualError(t, &outbox.FieldError{Index: -1, Field: "tx", Err: outbox.ErrNilArgument}, "outbox: tx must not be nil")
 }
 
 // refusal is what a FieldError says beside its reason.

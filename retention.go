@@ -164,7 +164,7 @@ func CleanHandled(ctx context.Context, db *pgxpool.Pool, cfg CleanHandledConfig)
 	keep := RetentionConfig{HandledFor: cfg.HandledFor, BatchSize: cfg.BatchSize, Pause: cfg.Pause}.withDefaults()
 	err := errors.Join(check.Schema(schema), keep.validate())
 	if db == nil {
-		err = errors.Join(fmt.Errorf("db %w", ErrNil), err)
+		err = errors.Join(fmt.Errorf("db %w", ErrNilArgument), err)
 	}
 	if err != nil {
 		return 0, fmt.Errorf("outbox: retention config: %w", err)

@@ -262,7 +262,7 @@ func TestCleanHandled(t *testing.T) {
 	_, err = CleanHandled(cancelled, d.db, CleanHandledConfig{Schema: d.schema})
 	require.ErrorIs(t, err, context.Canceled)
 	_, err = CleanHandled(ctx, nil, CleanHandledConfig{Schema: "$user", HandledFor: -1})
-	require.ErrorIs(t, err, ErrNil)
+	require.ErrorIs(t, err, ErrNilArgument)
 	require.ErrorIs(t, err, ErrMalformed)
 	require.ErrorContains(t, err, "field Retention.HandledFor is -1ns")
 }

@@ -104,7 +104,7 @@ type admin struct {
 func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 	var errs []error
 	if cfg.Authorize == nil {
-		errs = append(errs, fmt.Errorf("field Authorize %w: it says who may come in", outbox.ErrNil))
+		errs = append(errs, fmt.Errorf("field Authorize %w: it says who may come in", outbox.ErrNilArgument))
 	}
 	failed, err := outbox.NewFailedEvents(db, outbox.FailedEventsConfig{Schema: cfg.Schema})
 	errs = append(errs, err)

@@ -14,13 +14,13 @@ import (
 
 func TestConfig(t *testing.T) {
 	_, err := New(nil, Config{Schema: "$user"})
-	require.ErrorIs(t, err, outbox.ErrNil)
+	require.ErrorIs(t, err, outbox.ErrNilArgument)
 	require.ErrorContains(t, err, "Authorize")
 	require.ErrorContains(t, err, "db")
 	require.ErrorContains(t, err, "Schema")
 	db := testenv.Pool(t, nil)
 	_, err = New(db, Config{})
-	require.ErrorIs(t, err, outbox.ErrNil, "nothing is open by default")
+	require.ErrorIs(t, err, outbox.ErrNilArgument, "nothing is open by default")
 	_, err = New(db, Config{Authorize: authorize})
 	require.NoError(t, err)
 }

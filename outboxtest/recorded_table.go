@@ -122,7 +122,7 @@ func (tab table) encode(ctx context.Context, events *outbox.Registry, want []out
 	for i, event := range want {
 		v := reflect.Indirect(reflect.ValueOf(event))
 		if !v.IsValid() {
-			return nil, fmt.Errorf("wanted event %d %w", i, outbox.ErrNil)
+			return nil, fmt.Errorf("wanted event %d %w", i, outbox.ErrNilArgument)
 		}
 		reg, err := registered(events, v.Type())
 		if err != nil {

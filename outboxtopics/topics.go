@@ -63,7 +63,7 @@ func (d Difference) String() string {
 // be created, its dead-letter topic is not created either.
 func Ensure(ctx context.Context, opts []kgo.Opt, events *outbox.Registry, cfg Config) ([]State, error) {
 	if events == nil {
-		err := errors.Join(cfg.withDefaults().validate(), kafka.CheckProducerOpts(opts), fmt.Errorf("registry %w", outbox.ErrNil))
+		err := errors.Join(cfg.withDefaults().validate(), kafka.CheckProducerOpts(opts), fmt.Errorf("registry %w", outbox.ErrNilArgument))
 		return nil, fmt.Errorf("outbox: topics config: %w", err)
 	}
 	var topics []string

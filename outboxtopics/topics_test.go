@@ -342,7 +342,7 @@ func TestTopicsConfig(t *testing.T) {
 		})
 	}
 	_, err = outboxtopics.Ensure(background, append(nowhere, kgo.ConsumerGroup("g")), nil, outboxtopics.Config{Partitions: -1, Retention: -1})
-	for _, want := range []string{"field Partitions", "field Retention", "kafka option ConsumerGroup", "registry is nil"} {
+	for _, want := range []string{"field Partitions", "field Retention", "kafka option ConsumerGroup", "registry must not be nil"} {
 		require.ErrorContains(t, err, want)
 	}
 }

@@ -15,14 +15,14 @@ import (
 
 // The package outbox exports these under the same names and describes them there.
 var (
-	ErrMalformed = errors.New("is malformed")
-	ErrEmpty     = errors.New("is empty")
-	ErrTooLong   = errors.New("is too long")
-	ErrNUL       = errors.New("holds a NUL character")
-	ErrUTF8      = errors.New("is not valid UTF-8")
-	ErrJSON      = errors.New("is JSON that PostgreSQL refuses")
-	ErrTime      = errors.New("is not a usable time")
-	ErrNil       = errors.New("is nil")
+	ErrMalformed   = errors.New("is malformed")
+	ErrEmpty       = errors.New("is empty")
+	ErrTooLong     = errors.New("is too long")
+	ErrNUL         = errors.New("holds a NUL character")
+	ErrUTF8        = errors.New("is not valid UTF-8")
+	ErrJSON        = errors.New("is JSON that PostgreSQL refuses")
+	ErrTime        = errors.New("is not a usable time")
+	ErrNilArgument = errors.New("must not be nil")
 )
 
 // Text says why a varchar column of limit characters would not take s.
