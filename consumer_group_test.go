@@ -39,7 +39,8 @@ func (s *till) sendTo(t testing.TB, partitions, n int) {
 	s.send(t, records...)
 }
 
-// committed returns the group's offset of a partition, -1 for none.
+// committed returns the group's offset of a partition, -1 for none. A broker that
+// has just started may need a moment until it has a coordinator for the group.
 func (s *till) committed(t testing.TB, group string, number int32) int64 {
 	t.Helper()
 	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...))
@@ -52,12 +53,37 @@ func (s *till) committed(t testing.TB, group string, number int32) int64 {
 	one.Group = group
 	one.Topics = []kmsg.OffsetFetchRequestGroupTopic{{Topic: s.topic, Partitions: []int32{number}}}
 	request.Groups = append(request.Groups, one)
-	response, err := request.RequestWith(background, client)
-	require.NoError(t, err)
-	if len(response.Groups) > 0 {
-		return response.Groups[0].Topics[0].Partitions[0].Offset
+	ctx, cancel := context.WithTimeout(background, testenv.Patience)
+	defer cancel()
+	for {
+		response, err := request.RequestWith(ctx, client)
+		var offset int64
+		if err == nil {
+			offset, err = fetchedOffset(response)
+		}
+		if !kerr.IsRetriable(err) {
+			require.NoError(t, err)
+			return offset
+		}
+		time.Sleep(50 * time.Millisecond)
 	}
-	return response.Topics[0].Partitions[0].Offset
+}
+
+// fetchedOffset returns the offset in a response for one partition.
+func fetchedOffset(response *kmsg.OffsetFetchResponse) (int64, error) {
+	if len(response.Groups) == 0 { // of a broker that does not know groups of requests
+		if err := kerr.ErrorForCode(response.ErrorCode); err != nil {
+			return 0, err
+		}
+		p := response.Topics[0].Partitions[0]
+		return p.Offset, kerr.ErrorForCode(p.ErrorCode)
+	}
+	group := response.Groups[0]
+	if err := kerr.ErrorForCode(group.ErrorCode); err != nil {
+		return 0, err
+	}
+	p := group.Topics[0].Partitions[0]
+	return p.Offset, kerr.ErrorForCode(p.ErrorCode)
 }
 
 // watch is a handler without a transaction that notes, for each partition, which
