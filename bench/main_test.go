@@ -13,6 +13,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"go.uber.org/goleak"
 )
 
 // TestMain makes the test's program the child that scenarios start.
@@ -20,7 +21,7 @@ func TestMain(m *testing.M) {
 	if len(os.Args) == 2 && os.Args[1] == childCommand {
 		os.Exit(childMain(context.Background(), os.Stdin, os.Stdout, os.Stderr))
 	}
-	os.Exit(m.Run())
+	goleak.VerifyTestMain(m)
 }
 
 // tiny measures everything, and nothing well.

@@ -17,6 +17,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
 )
 
 // relayVar makes this test's program a relay: it holds the database's address.
@@ -35,7 +36,7 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(0)
 	}
-	os.Exit(m.Run())
+	goleak.VerifyTestMain(m)
 }
 
 // lease is short, so that a test need not wait long for it to expire.

@@ -13,6 +13,7 @@ require (
 	github.com/outboxgo/outbox v0.0.0-00010101000000-000000000000
 	github.com/stretchr/testify v1.12.1
 	github.com/twmb/franz-go v1.22.2
+	go.uber.org/goleak v1.3.0
 )
 
 require (

@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
 )
 
 // asCommerce makes the test binary be the program, so that the tests run it as a
@@ -25,7 +26,7 @@ func TestMain(m *testing.M) {
 	if os.Getenv(asCommerce) != "" {
 		main()
 	}
-	os.Exit(m.Run())
+	goleak.VerifyTestMain(m)
 }
 
 // process is a program that runs.

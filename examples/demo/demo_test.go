@@ -19,6 +19,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxtest"
 	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
 )
 
 // asDemo makes the test binary be the demo, so that the tests run the program as
@@ -29,7 +30,7 @@ func TestMain(m *testing.M) {
 	if os.Getenv(asDemo) != "" {
 		main()
 	}
-	os.Exit(m.Run())
+	goleak.VerifyTestMain(m)
 }
 
 // process is a demo that runs.

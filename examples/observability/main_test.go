@@ -9,7 +9,11 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
 )
+
+// TestMain fails if a goroutine is left when all tests have ended.
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // The program serves and sells until it is told to end, and cleans up.
 func TestStart(t *testing.T) {

@@ -2,6 +2,7 @@ package browser
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -20,6 +21,7 @@ import (
 	"github.com/outboxgo/outbox/outboxadmin"
 	"github.com/outboxgo/outbox/outboxadmin/internal/seed"
 	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
 )
 
 // tabTimeout is how long a tab may take for all it does.
@@ -102,6 +104,10 @@ func TestMain(m *testing.M) {
 		_ = chromedp.Cancel(browser) // waits for its process
 	}
 	endLife()
+	if err := goleak.Find(); code == 0 && err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		code = 1
+	}
 	os.Exit(code)
 }
 

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
 
 	"github.com/outboxgo/outbox/tools/kafkaserver"
 	"github.com/outboxgo/outbox/tools/pgserver"
@@ -35,9 +36,10 @@ func TestMain(m *testing.M) {
 	if err != nil {
 		panic(string(out))
 	}
-	code := m.Run()
-	os.RemoveAll(dir)
-	os.Exit(code)
+	goleak.VerifyTestMain(m, goleak.Cleanup(func(code int) {
+		os.RemoveAll(dir)
+		os.Exit(code)
+	}))
 }
 
 // tool is a run of the tool.
