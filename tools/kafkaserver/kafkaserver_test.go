@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"syscall"
 	"testing"
@@ -114,8 +116,28 @@ func TestMissingProgramsAreNamed(t *testing.T) {
 	require.ErrorIs(t, kafkaserver.Available(), kafkaserver.ErrNoJava)
 	_, err := kafkaserver.Start(t.Context(), kafkaserver.Config{})
 	require.ErrorIs(t, err, kafkaserver.ErrNoJava)
+}
 
-	t.Setenv("OUTBOX_SERVICES_CACHE", t.TempDir())
-	_, err = kafkaserver.Libraries(t.Context(), nil)
-	require.ErrorIs(t, err, kafkaserver.ErrNoMaven)
+// The version that is named is the one that is listed.
+func TestListedVersion(t *testing.T) {
+	list, err := os.ReadFile("jars.txt")
+	require.NoError(t, err)
+	for _, name := range []string{"kafka_2.13", "kafka-server", "kafka-clients"} {
+		require.Contains(t, string(list), "/"+name+"-"+kafkaserver.Version+".jar\n")
+	}
+}
+
+// A repository that has nothing is named, and nothing remains in the cache.
+func TestRepositoryWithoutKafka(t *testing.T) {
+	empty := httptest.NewServer(http.NotFoundHandler())
+	defer empty.Close()
+	cache := t.TempDir()
+	t.Setenv("OUTBOX_SERVICES_CACHE", cache)
+	t.Setenv("OUTBOX_MAVEN_REPOSITORY", empty.URL+"/")
+	_, err := kafkaserver.Libraries(t.Context(), nil)
+	require.ErrorContains(t, err, "404")
+	require.ErrorContains(t, err, ".jar")
+	entries, err := os.ReadDir(cache)
+	require.NoError(t, err)
+	require.Len(t, entries, 1, "nothing but the lock")
 }

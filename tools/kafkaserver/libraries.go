@@ -1,7 +1,6 @@
 package kafkaserver
 
 import (
-	"bytes"
 	"context"
 	"crypto/sha256"
 	_ "embed"
@@ -11,47 +10,31 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"sync/atomic"
 	"time"
 
+	"github.com/outboxgo/outbox/tools/internal/maven"
 	"github.com/outboxgo/outbox/tools/internal/place"
-	"github.com/outboxgo/outbox/tools/internal/proc"
-	"github.com/outboxgo/outbox/tools/internal/progress"
 )
 
 // Version is the version of Apache Kafka that runs.
 const Version = "4.1.0"
 
-// copyLibraries is the Maven goal that resolves the pom and copies the result.
-const copyLibraries = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy-dependencies"
-
-//go:embed pom.xml
-var pom []byte
+// jars lists the Java archives of that version; jars.sh writes it.
+//
+//go:embed jars.txt
+var jars string
 
 //go:embed log4j2.xml
 var log4jConfig []byte
 
-// ErrNoJava and ErrNoMaven say what [Libraries] and [Start] miss.
-var (
-	ErrNoJava = errors.New("no java command: install a Java runtime, version 17 or later, " +
-		"or set JAVA_HOME; or name a running broker with OUTBOX_KAFKA_BROKERS")
-	ErrNoMaven = errors.New("no mvn command: install Maven, to download Apache Kafka " + Version +
-		" once; or name a running broker with OUTBOX_KAFKA_BROKERS")
-)
+// ErrNoJava says what [Start] misses.
+var ErrNoJava = errors.New("no java command: install a Java runtime, version 17 or later, " +
+	"or set JAVA_HOME; or name a running broker with OUTBOX_KAFKA_BROKERS")
 
-// Available returns nil if this machine can run the server: it has Java, and
-// either the libraries or Maven to download them.
+// Available returns nil if this machine can run the server: it has Java.
 func Available() error {
-	if _, err := java(); err != nil {
-		return err
-	}
-	if place.Cached(cacheName()) {
-		return nil
-	}
-	if _, err := exec.LookPath("mvn"); err != nil {
-		return ErrNoMaven
-	}
-	return nil
+	_, err := java()
+	return err
 }
 
 // Libraries returns the directory with Kafka's Java archives. They are
@@ -70,53 +53,27 @@ func Libraries(ctx context.Context, progress io.Writer) (dir string, err error) 
 	return dir, nil
 }
 
+// cacheName changes with the list, so that each version of it is downloaded.
 func cacheName() string {
-	return fmt.Sprintf("kafka-%s-%.4x", Version, sha256.Sum256(pom))
+	return fmt.Sprintf("kafka-%s-%.4x", Version, sha256.Sum256([]byte(jars)))
 }
 
 func download(ctx context.Context, dir string, w io.Writer) error {
-	maven, err := exec.LookPath("mvn")
+	files, err := maven.ParseList(jars)
 	if err != nil {
-		return ErrNoMaven
+		return fmt.Errorf("read jars.txt: %w", err)
 	}
-	work, err := os.MkdirTemp(dir, "work-")
+	repository, err := maven.Repository()
 	if err != nil {
-		return fmt.Errorf("make download directory: %w", err)
+		return err
 	}
-	defer os.RemoveAll(work)
-	if err := os.WriteFile(filepath.Join(work, "pom.xml"), pom, 0o644); err != nil {
-		return fmt.Errorf("write pom: %w", err)
-	}
-
-	fmt.Fprintf(w, "downloading Apache Kafka %s with Maven (about 45 MB, once)\n", Version)
+	fmt.Fprintf(w, "downloading Apache Kafka %s (%d files, about 45 MB, once)\n", Version, len(files))
 	start := time.Now()
-	var files fileCounter
-	stop := progress.Heartbeat(w, func() string {
-		return fmt.Sprintf("still downloading Apache Kafka, %d files", files.Load())
-	})
-	defer stop()
-	err = proc.Run(ctx, proc.Command{
-		Path: maven,
-		Args: []string{"--batch-mode", copyLibraries, "-DincludeScope=runtime", "-DoutputDirectory=" + dir},
-		Dir:  work,
-		Log:  &files,
-	})
-	if err != nil {
-		return fmt.Errorf("download Apache Kafka: %w", err)
-	}
-	if _, err := os.Stat(filepath.Join(dir, "kafka_2.13-"+Version+".jar")); err != nil {
-		return fmt.Errorf("download Apache Kafka: Maven ended well, but: %w", err)
+	if err := maven.Download(ctx, repository, dir, "Apache Kafka", files, w); err != nil {
+		return err
 	}
 	fmt.Fprintf(w, "downloaded Apache Kafka %s in %.1f s\n", Version, time.Since(start).Seconds())
 	return nil
-}
-
-// fileCounter counts the lines in Maven's output that tell of a file.
-type fileCounter struct{ atomic.Int64 }
-
-func (c *fileCounter) Write(b []byte) (int, error) {
-	c.Add(int64(bytes.Count(b, []byte("Downloaded from"))))
-	return len(b), nil
 }
 
 // java returns the path of the java command.

@@ -8,7 +8,7 @@
 //   - Nothing of it remains after [Server.Stop]. On Linux the broker also ends
 //     when the program that started it dies.
 //
-// It needs Java 17. [Libraries] brings the rest, with Maven.
+// It needs Java 17. [Libraries] downloads the rest.
 package kafkaserver
 
 import (

@@ -14,6 +14,7 @@ import (
 
 	embedded "github.com/fergusstrange/embedded-postgres"
 
+	"github.com/outboxgo/outbox/tools/internal/maven"
 	"github.com/outboxgo/outbox/tools/internal/place"
 	"github.com/outboxgo/outbox/tools/internal/progress"
 )
@@ -102,8 +103,12 @@ func fetch(release embedded.PostgresVersion, dir string) error {
 	if err != nil {
 		return err
 	}
+	repository, err := maven.Repository() // the archives are there, too
+	if err != nil {
+		return err
+	}
 	database := embedded.NewDatabase(embedded.DefaultConfig().
-		Version(release).Port(uint32(port)).Logger(io.Discard).
+		Version(release).Port(uint32(port)).Logger(io.Discard).BinaryRepositoryURL(repository).
 		CachePath(filepath.Join(work, "archive")).RuntimePath(filepath.Join(work, "runtime")).
 		DataPath(data).BinariesPath(server))
 	startErr := database.Start()

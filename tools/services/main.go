@@ -58,10 +58,12 @@ With "auto", each service is the first of these that there is:
 	   those in OUTBOX_POSTGRES_IMAGE (` + postgresImage + `) and
 	   OUTBOX_KAFKA_IMAGE (` + kafkaImage + `)
 	3. a local process: PostgreSQL ` + pgserver.DefaultVersion + `, downloaded once, else an installed
-	   one; Apache Kafka, downloaded once with Maven, if there is Java
+	   one; Apache Kafka, downloaded once, if there is Java
 	4. for Kafka: an imitation inside this tool, with a warning
 
-Downloads are kept in the user's cache directory, or in that of
+Downloads come from Maven Central, its mirror in ~/.m2/settings.xml, or the Maven
+repository in OUTBOX_MAVEN_REPOSITORY, by way of HTTPS_PROXY if that is set. They
+are kept in the user's cache directory, or in that of
 OUTBOX_SERVICES_CACHE. What the tool starts listens on 127.0.0.1 only, keeps
 its data in the temporary directory, and is stopped and removed at the end.
 
