@@ -61,6 +61,9 @@ func (s *till) committed(t testing.TB, group string, number int32) int64 {
 		if err == nil {
 			offset, err = fetchedOffset(response)
 		}
+		if errors.Is(err, kerr.GroupIDNotFound) {
+			return -1
+		}
 		if !kerr.IsRetriable(err) {
 			require.NoError(t, err)
 			return offset

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -12,7 +13,9 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox/tools/kafkaserver"
 )
@@ -82,6 +85,25 @@ func TestRecordSurvivesCrash(t *testing.T) {
 	entries, err := os.ReadDir(tmp)
 	require.NoError(t, err)
 	require.Empty(t, entries)
+}
+
+// A broker that has just started serves groups and transactions at the first request.
+func TestCoordinatorsAreReady(t *testing.T) {
+	s := start(t, kafkaserver.Config{})
+	for i := range 20 {
+		name := fmt.Sprintf("name-%d-%d", i, i*i*i)
+		c := client(t, s, kgo.RequestRetries(0), kgo.RetryTimeout(0))
+		offsets := kmsg.NewOffsetFetchRequest()
+		offsets.Groups = []kmsg.OffsetFetchRequestGroup{{Group: name}}
+		fetched, err := offsets.RequestWith(t.Context(), c)
+		require.NoError(t, err)
+		require.NoError(t, kerr.ErrorForCode(fetched.Groups[0].ErrorCode))
+		id := kmsg.NewInitProducerIDRequest()
+		id.TransactionalID, id.TransactionTimeoutMillis = &name, 1000
+		begun, err := id.RequestWith(t.Context(), c)
+		require.NoError(t, err)
+		require.NoError(t, kerr.ErrorForCode(begun.ErrorCode))
+	}
 }
 
 func TestFailedStartTellsWhy(t *testing.T) {

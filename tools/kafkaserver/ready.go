@@ -6,6 +6,7 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"strconv"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kerr"
@@ -56,14 +57,14 @@ func Ping(ctx context.Context, brokers []string) error {
 	})
 }
 
-// Ready returns nil if the cluster at brokers is of use: a topic can be created
-// and deleted.
+// Ready returns nil if the cluster at brokers can be used: a topic can be created
+// and deleted, and consumer groups and transactions have their coordinators.
 func Ready(ctx context.Context, brokers []string) error {
 	return visit(ctx, brokers, func(ctx context.Context, client *kgo.Client) error {
 		if _, err := askMetadata(ctx, client); err != nil {
 			return err
 		}
-		return tryTopic(ctx, client)
+		return tryAll(ctx, client)
 	})
 }
 
@@ -78,7 +79,7 @@ func (s *Server) ready(ctx context.Context) error {
 		if cluster != s.cluster {
 			return errors.New("the port belongs to another cluster")
 		}
-		return tryTopic(ctx, client)
+		return tryAll(ctx, client)
 	})
 }
 
@@ -108,6 +109,60 @@ func askMetadata(ctx context.Context, client *kgo.Client) (cluster string, err e
 		return "", nil
 	}
 	return *metadata.ClusterID, nil
+}
+
+func tryAll(ctx context.Context, client *kgo.Client) error {
+	if err := tryCoordinators(ctx, client); err != nil {
+		return err
+	}
+	return tryTopic(ctx, client)
+}
+
+// coordinatorPartitions is how many partitions [Defaults] gives to each of the topics
+// of the coordinators.
+const coordinatorPartitions = 5
+
+// tryCoordinators asks for a group and for a transactional id in each partition of
+// the topics of the coordinators. A broker makes these topics when the first client
+// asks, refuses requests until it has read them, and reads them one by one.
+func tryCoordinators(ctx context.Context, client *kgo.Client) error {
+	prefix := "outbox-services-check-" + newClusterID()
+	for i := range coordinatorPartitions {
+		// The partition is a hash modulo their number, and names that differ by one
+		// in the last character have hashes that differ by one.
+		name := prefix + strconv.Itoa(i)
+		if err := tryGroup(ctx, client, name); err != nil {
+			return fmt.Errorf("use a consumer group: %w", err)
+		}
+		if err := tryTransactions(ctx, client, name); err != nil {
+			return fmt.Errorf("use a transactional id: %w", err)
+		}
+	}
+	return nil
+}
+
+func tryGroup(ctx context.Context, client *kgo.Client, name string) error {
+	request := kmsg.NewOffsetFetchRequest()
+	request.Group = name
+	response, err := request.RequestWith(ctx, client)
+	if err != nil {
+		return err
+	}
+	if response.ErrorCode == kerr.GroupIDNotFound.Code {
+		return nil // the coordinator knows all of its groups
+	}
+	return kerr.ErrorForCode(response.ErrorCode)
+}
+
+func tryTransactions(ctx context.Context, client *kgo.Client, name string) error {
+	request := kmsg.NewInitProducerIDRequest()
+	request.TransactionalID = &name
+	request.TransactionTimeoutMillis = int32(tryTimeout.Milliseconds())
+	response, err := request.RequestWith(ctx, client)
+	if err != nil {
+		return err
+	}
+	return kerr.ErrorForCode(response.ErrorCode)
 }
 
 // tryTopic creates a topic and deletes it.

@@ -1,8 +1,8 @@
 // Package kafkaserver runs a real Apache Kafka broker for development and
 // tests: one node that is broker and controller (KRaft).
 //
-//   - It listens on 127.0.0.1 only, on free ports, and a topic can be created
-//     when [Start] returns.
+//   - It listens on 127.0.0.1 only, on free ports, and topics, consumer groups and
+//     transactions can be used when [Start] returns.
 //   - It can crash ([Server.Kill]) and come back ([Server.Restart]) at the same
 //     address with the same data.
 //   - Nothing of it remains after [Server.Stop]. On Linux the broker also ends
@@ -67,7 +67,7 @@ type Server struct {
 	proc *proc.Process
 }
 
-// Start starts a broker and waits until a topic can be created, at most 90 s.
+// Start starts a broker and waits until it can be used, as [Ready] says, at most 90 s.
 // If that fails, the error holds the last lines of its log, and nothing remains
 // running.
 func Start(ctx context.Context, cfg Config) (*Server, error) {
@@ -304,7 +304,7 @@ func (s *Server) Kill() error {
 }
 
 // Restart starts the broker again with the same data and address, and waits
-// until a topic can be created. One that still runs is shut down first.
+// until it can be used. One that still runs is shut down first.
 func (s *Server) Restart(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
