@@ -7,74 +7,71 @@ export ARGS # more arguments for go test, or for an example
 
 MODULES  := . outboxtest outboxotel outboxadmin/browser tools examples faults interop bench
 SERVICES := bin/services
-RUN      := $(SERVICES) run $(if $(POSTGRES),-postgres $(POSTGRES)) $(if $(KAFKA),-kafka $(KAFKA)) --
-SHOW     := $(SERVICES) run -postgres $(or $(POSTGRES),embedded) -kafka $(if $(filter real,$(KAFKA)),auto,$(or $(KAFKA),fake)) --
+SHORT    := $(filter -short -short=true -test.short,$(ARGS))
+USE      := $(if $(POSTGRES),-postgres $(POSTGRES)) -kafka $(or $(KAFKA),$(if $(SHORT),fake,real))
+RUN      := $(SERVICES) run $(USE) --
+SHOW     := $(SERVICES) run -postgres $(or $(POSTGRES),embedded) -kafka $(or $(KAFKA),fake) --
 
 .PHONY: help
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: $(SERVICES) ## A small shop whose events flow: needs only Go (KAFKA=real: a real broker, needs Java, or Docker)
-	@go build -C examples -o ../bin/demo ./demo
+demo: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/demo ## A small shop whose events flow: needs only Go (KAFKA=real: a real broker, needs Java, or Docker)
 	@$(SHOW) bin/demo $(ARGS)
 
 .PHONY: commerce
-commerce: $(SERVICES) ## A shop and the consumers of its events, which count what is liked, sold and viewed (KAFKA=real, as above)
-	@go build -C examples -o ../bin/commerce ./commerce
+commerce: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/commerce ## A shop and the consumers of its events, which count what is liked, sold and viewed (KAFKA=real, as above)
 	@$(SHOW) bin/commerce $(ARGS)
 
 .PHONY: observability
-observability: $(SERVICES) ## A service with metrics for Prometheus, and traces (ARGS="-traces" prints them; KAFKA=real, as above)
-	@go build -C examples -o ../bin/observability ./observability
+observability: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/observability ## A service with metrics for Prometheus, and traces (ARGS="-traces" prints them; KAFKA=real, as above)
 	@$(SHOW) bin/observability $(ARGS)
 
 # -p 1, here and below: packages share one PostgreSQL, and what TestOtherCursorsFail
 # shows of others' cursors depends on who else has a transaction open.
 .PHONY: test
-test: $(SERVICES) ## Test everything against a real PostgreSQL and a real Kafka, with the race detector
-	@$(RUN) bash -ec 'for m in $(MODULES); do echo "== $$m"; (cd $$m && eval "go test -p 1 -race -timeout 15m $$ARGS ./..."); done'
+test: needs-$(if $(SHORT),short,test) $(SERVICES) bin/testall ## Test everything against a real PostgreSQL and a real Kafka, with the race detector (ARGS=-short: what needs only Go and gcc)
+	@$(RUN) bash -ec 'eval "exec bin/testall $(MODULES) -- -p 1 -race -timeout 15m $$ARGS"'
 
 .PHONY: screenshots
-screenshots: $(SERVICES) ## Pictures of the operators' page into screenshots/: light, dark, as a phone shows it (needs Chromium)
+screenshots: needs-screenshots $(SERVICES) ## Pictures of the operators' page into screenshots/: light, dark, as a phone shows it (needs Chromium)
 	@$(SHOW) bash -ec 'cd outboxadmin/browser && go test -count=1 -timeout 15m -run "^TestScreenshots$$" . -screenshots=$(CURDIR)/screenshots'
 	@ls screenshots
 
 .PHONY: oracle
-oracle: $(SERVICES) ## Commit EVENTS=200000 under transactions of every kind and check what arrives (SEED=… repeats a plan)
+oracle: needs-kafka $(SERVICES) ## Commit EVENTS=200000 under transactions of every kind and check what arrives (SEED=… repeats a plan)
 	@$(RUN) go test -count=1 -timeout 0 -run '^TestOracle$$' . -v -oracle.events=$(or $(EVENTS),200000) $(if $(SEED),-oracle.seed=$(SEED)) \
 		| awk '{print} match($$0, /\{"seed".*/) && $$0 !~ /oracle:/ {verdict = substr($$0, RSTART)} END {print verdict}'
 
 .PHONY: test-versions
-test-versions: $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18
+test-versions: needs-test-versions $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18
 	@for v in $(or $(VERSIONS),14 15 16 17 18); do echo "== PostgreSQL $$v"; \
-		OUTBOX_POSTGRES_VERSION=$$v $(SERVICES) run -quiet -postgres $$v $(if $(KAFKA),-kafka $(KAFKA)) -- \
+		OUTBOX_POSTGRES_VERSION=$$v $(SERVICES) run -quiet -postgres $$v -kafka $(or $(KAFKA),real) -- \
 		bash -ec 'for m in . outboxtest faults; do (cd $$m && eval "go test -p 1 -count=1 -race -timeout 15m $$ARGS ./..."); done'; done
 
 .PHONY: test-pgbouncer
-test-pgbouncer: $(SERVICES) ## Test the library and the examples through PgBouncer, which must be installed, in transaction mode
-	@$(SERVICES) run -pgbouncer $(if $(POSTGRES),-postgres $(POSTGRES)) $(if $(KAFKA),-kafka $(KAFKA)) -- \
-		bash -ec 'for m in . outboxtest examples; do echo "== $$m"; (cd $$m && eval "go test -p 1 -timeout 15m $$ARGS ./..."); done'
+test-pgbouncer: needs-test-pgbouncer $(SERVICES) bin/testall ## Test the library and the examples through PgBouncer in transaction mode
+	@$(SERVICES) run -pgbouncer $(USE) -- bash -ec 'eval "exec bin/testall . outboxtest examples -- -p 1 -timeout 15m $$ARGS"'
 
 .PHONY: bench
-bench: $(SERVICES) ## Measure against the least that could do the same, on a real Kafka (ARGS="-h" tells more)
-	@go build -C bench -o ../bin/bench .
+bench: needs-kafka $(SERVICES) bin/bench ## Measure against the least that could do the same, on a real Kafka (ARGS="-h" tells more)
 	@$(RUN) bin/bench $(ARGS)
 
 .PHONY: faults
-faults: ## Kill, freeze and cut off relays, PostgreSQL and Kafka for MINUTES=15 and check what arrives (SEED=… repeats a plan)
+faults: needs-faults ## Kill, freeze and cut off relays, PostgreSQL and Kafka for MINUTES=15 and check what arrives (SEED=… repeats a plan)
 	@cd faults && go test -count=1 -timeout 0 -run '^TestFaults$$' . -v -faults.minutes=$(or $(MINUTES),15) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
 		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {verdict = substr($$0, RSTART)} END {if (verdict) print verdict}')
 
 .PHONY: faults-consumer
-faults-consumer: ## Kill KILLS=50 consumers, stop and freeze others, while they handle EVENTS=100000 (BALANCER=eager; SEED=… repeats a plan)
+faults-consumer: needs-faults ## Kill KILLS=50 consumers, stop and freeze others, while they handle EVENTS=100000 (BALANCER=eager; SEED=… repeats a plan)
 	@cd faults && go test -count=1 -race -timeout 0 -run '^TestKilledConsumers$$' . -v -faults.kills=$(or $(KILLS),50) -faults.events=$(or $(EVENTS),100000) \
 		$(if $(BALANCER),-faults.balancer=$(BALANCER)) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
 		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {verdict = substr($$0, RSTART)} END {if (verdict) print verdict}')
 
 .PHONY: services
-services: $(SERVICES) ## Keep PostgreSQL and Kafka running for `go test`, until Ctrl-C
-	@$(SERVICES) up
+services: needs-kafka $(SERVICES) ## Keep PostgreSQL and Kafka running for `go test`, until Ctrl-C
+	@$(SERVICES) up $(USE)
 
 .PHONY: lint
 lint: bin/golangci-lint ## Check form and style
@@ -88,10 +85,24 @@ fmt: ## Format the code
 clean: ## Remove what was built
 	@rm -rf bin
 
+# What a command needs is checked before anything is compiled. tools/needs.sh has the list.
+needs-%:
+	@tools/needs.sh $*
+
 # The go command knows best whether these are up to date.
-.PHONY: $(SERVICES) bin/golangci-lint
-$(SERVICES):
-	@go build -C tools -o ../bin/services ./services
+.PHONY: $(SERVICES) bin/testall bin/demo bin/commerce bin/observability bin/bench bin/golangci-lint
+$(SERVICES) bin/testall:
+	@echo "building $@"
+	@go build -C tools -o ../$@ ./$(@F)
+
+bin/demo bin/commerce bin/observability:
+	@echo "building $@"
+	@go build -C examples -o ../$@ ./$(@F)
+
+bin/bench:
+	@echo "building $@"
+	@go build -C bench -o ../$@ .
 
 bin/golangci-lint:
-	@go build -C tools/lint -o ../../bin/golangci-lint github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+	@echo "building $@"
+	@go build -C tools/lint -o ../../$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint

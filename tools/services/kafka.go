@@ -33,6 +33,8 @@ func startKafka(ctx context.Context, o *options, docker *docker, say teller) (*s
 		return nil, nil
 	case "auto":
 		return k.auto(ctx)
+	case "real":
+		return k.real(ctx)
 	case "docker":
 		return k.container(ctx)
 	case "local":
@@ -48,8 +50,25 @@ type kafkaStarter struct {
 	say    teller
 }
 
+// auto is real, or else fake.
 func (k *kafkaStarter) auto(ctx context.Context) (*service, error) {
 	if brokers := os.Getenv(brokersEnv); brokers != "" {
+		return k.given(ctx, brokers)
+	}
+	s, err := k.real(ctx)
+	if err == nil || ctx.Err() != nil {
+		return s, err
+	}
+	k.say.warn("no real broker, an imitation (kfake) instead; tests that need a real one will fail: %v", err)
+	return k.fake()
+}
+
+// real returns the broker of the environment, a container, or a local process.
+func (k *kafkaStarter) real(ctx context.Context) (*service, error) {
+	if brokers := os.Getenv(brokersEnv); brokers != "" {
+		if os.Getenv(kindEnv) == kindFake {
+			return nil, fmt.Errorf("kafka: a real one is wanted, and %s says that the one in %s is an imitation", kindEnv, brokersEnv)
+		}
 		return k.given(ctx, brokers)
 	}
 	if k.docker.answers(ctx) == nil {
@@ -59,12 +78,7 @@ func (k *kafkaStarter) auto(ctx context.Context) (*service, error) {
 		}
 		k.say.step("no container, a local broker instead: %s", oneLine(err))
 	}
-	s, err := k.local(ctx)
-	if err == nil || ctx.Err() != nil {
-		return s, err
-	}
-	k.say.warn("no real broker, an imitation (kfake) instead; tests that need a real one will fail: %v", err)
-	return k.fake()
+	return k.local(ctx)
 }
 
 // given uses brokers that run already.

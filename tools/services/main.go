@@ -174,8 +174,8 @@ func (o *options) flags() *flag.FlagSet {
 		strings.Join(pgserver.Versions(), ", ")+" (embedded, of that version) or none (default auto)",
 		oneOf(&o.postgres, append([]string{"auto", "docker", "embedded", "installed", "none"}, pgserver.Versions()...)...))
 	f.BoolVar(&o.pgbouncer, "pgbouncer", false, "put PgBouncer, which must be installed, in front of PostgreSQL, in transaction\nmode")
-	f.Func("kafka", "which Kafka, a `mode`: auto, docker, local (a Java process), fake (imitation\ninside this tool) or none (default auto)",
-		oneOf(&o.kafka, "auto", "docker", "local", "fake", "none"))
+	f.Func("kafka", "which Kafka, a `mode`: auto, real (auto without the imitation), docker, local (a\nJava process), fake (imitation inside this tool) or none (default auto)",
+		oneOf(&o.kafka, "auto", "real", "docker", "local", "fake", "none"))
 	f.Func("pg-set", "`name=value` for postgresql.conf; may be repeated", o.pgSet.set)
 	f.Func("kafka-set", "`name=value` for server.properties; may be repeated (the imitation knows few of\nthem and ignores the rest)", o.kafkaSet.set)
 	f.BoolVar(&o.quiet, "quiet", false, "print warnings and errors only")
@@ -227,7 +227,7 @@ func (o *options) check() error {
 		return errors.New("-kafka-set needs a broker, and -kafka is none")
 	case o.postgres == "auto" && len(o.pgSet) > 0 && os.Getenv(postgresEnv) != "":
 		return fmt.Errorf("-pg-set cannot change the server of %s; choose another with -postgres", postgresEnv)
-	case o.kafka == "auto" && len(o.kafkaSet) > 0 && os.Getenv(brokersEnv) != "":
+	case (o.kafka == "auto" || o.kafka == "real") && len(o.kafkaSet) > 0 && os.Getenv(brokersEnv) != "":
 		return fmt.Errorf("-kafka-set cannot change the broker of %s; choose another with -kafka", brokersEnv)
 	}
 	return nil

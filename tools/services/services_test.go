@@ -348,6 +348,23 @@ func TestAutoWithoutJavaWarns(t *testing.T) {
 	require.Equal(t, "kfake", variables(c.out.String())["OUTBOX_KAFKA_KIND"])
 }
 
+// Where a real broker is wanted, an imitation is refused, wherever it comes from.
+func TestRealWithoutJavaFails(t *testing.T) {
+	for _, tt := range []struct {
+		want string
+		env  []string
+	}{
+		{"no java command", nil},
+		{"an imitation", []string{"OUTBOX_KAFKA_BROKERS=127.0.0.1:1", "OUTBOX_KAFKA_KIND=kfake"}},
+	} {
+		c := newTool(t, "run", "-postgres", "none", "-kafka", "real", "/usr/bin/env")
+		c.Env = append(append(c.Env, "PATH="+c.tmp, "JAVA_HOME=", "DOCKER_HOST=unix:///no-such-socket"), tt.env...)
+		require.Equal(t, 125, c.code(t))
+		require.Contains(t, c.err.String(), tt.want)
+		require.Empty(t, c.out.String())
+	}
+}
+
 // brokenEngine answers as a Docker engine that cannot get an image.
 func brokenEngine(t *testing.T) (host string) {
 	t.Helper()

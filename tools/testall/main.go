@@ -1,0 +1,122 @@
+// Testall runs the tests of several Go modules, one after the other.
+//
+//	testall module... -- [arguments of go test]
+//
+// A module that fails does not keep the others from running. It prints what go test
+// prints, failures as soon as they happen, and a summary at the end: what failed in
+// which module, and what was skipped and why.
+//
+// It exits with 0 if all tests passed, 1 if some failed, 2 if its arguments are wrong,
+// and 128 + n if signal n ended it.
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"os/signal"
+	"slices"
+	"syscall"
+	"time"
+
+	"github.com/outboxgo/outbox/tools/internal/proc"
+)
+
+const (
+	exitFailed = 1
+	exitUsage  = 2
+	exitSignal = 128 // plus the number of the signal
+)
+
+func main() {
+	os.Exit(run(os.Args[1:], os.Stdout, os.Stderr))
+}
+
+// run is main with an exit code.
+func run(args []string, stdout, stderr io.Writer) int {
+	dash := slices.Index(args, "--")
+	if dash < 1 {
+		fmt.Fprintln(stderr, "usage: testall module... -- [arguments of go test]")
+		return exitUsage
+	}
+	signals := make(chan os.Signal, 2)
+	signal.Notify(signals, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
+	defer signal.Stop(signals)
+
+	var results []*module
+	stopped, failed := syscall.Signal(0), false
+	for _, dir := range args[:dash] {
+		fmt.Fprintf(stdout, "== %s\n", dir)
+		m := newModule(dir, args[dash+1:], stdout)
+		stopped = m.run(signals, stderr)
+		results = append(results, m)
+		failed = failed || m.failed()
+		if stopped != 0 {
+			break
+		}
+	}
+	summarize(stdout, results, args[len(results):dash])
+	switch {
+	case stopped != 0:
+		return exitSignal + int(stopped)
+	case failed:
+		return exitFailed
+	}
+	return 0
+}
+
+// run runs go test in the module's directory and reads its events. A signal is passed
+// on to go test and to what it started, and then returned; a second one kills them.
+func (m *module) run(signals <-chan os.Signal, stderr io.Writer) (stoppedBy syscall.Signal) {
+	began := time.Now()
+	defer func() { m.took = time.Since(began) }()
+	cmd := exec.Command("go", slices.Concat([]string{"test", "-json"}, m.args, []string{"./..."})...)
+	cmd.Dir, cmd.Stderr = m.dir, stderr
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // so that a signal reaches the tests, too
+	events, output, err := os.Pipe()
+	if err != nil {
+		m.err = fmt.Errorf("make a pipe: %w", err)
+		return 0
+	}
+	defer events.Close()
+	cmd.Stdout = output
+	ended, err := proc.Launch(cmd, syscall.SIGKILL)
+	output.Close()
+	if err != nil {
+		m.err = fmt.Errorf("start go test: %w", err)
+		return 0
+	}
+	read := make(chan error, 1)
+	go func() { read <- m.read(events) }()
+	stoppedBy, err = m.await(cmd.Process.Pid, ended, signals)
+	m.err = <-read
+	var exit *exec.ExitError
+	if err != nil && (!errors.As(err, &exit) || !m.failed() && stoppedBy == 0) {
+		m.err = errors.Join(m.err, fmt.Errorf("go test: %w", err))
+	}
+	return stoppedBy
+}
+
+// await waits for go test to end, and says from time to time what it is doing.
+func (m *module) await(pid int, ended <-chan error, signals <-chan os.Signal) (stoppedBy syscall.Signal, err error) {
+	beat := time.NewTicker(quietTime)
+	defer beat.Stop()
+	for {
+		select {
+		case err := <-ended:
+			return stoppedBy, err
+		case s := <-signals:
+			sig := s.(syscall.Signal) // as all are that Notify was asked for
+			if stoppedBy == 0 {
+				stoppedBy = sig
+			} else {
+				sig = syscall.SIGKILL
+			}
+			_ = syscall.Kill(-pid, sig) // it may just have ended
+		case <-beat.C:
+			m.beat()
+		}
+	}
+}

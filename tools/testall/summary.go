@@ -1,0 +1,143 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"maps"
+	"regexp"
+	"slices"
+	"strings"
+)
+
+// failed reports whether the module did not pass.
+func (m *module) failed() bool {
+	return m.err != nil || slices.ContainsFunc(m.packages, func(p *testPackage) bool { return p.result != "pass" && p.result != "skip" })
+}
+
+// counts are of tests without a parent.
+type counts struct{ passed, failed, skipped int }
+
+func (c *counts) add(other counts) {
+	c.passed += other.passed
+	c.failed += other.failed
+	c.skipped += other.skipped
+}
+
+func (c counts) String() string {
+	s := fmt.Sprintf("%d passed, %d failed", c.passed, c.failed)
+	if c.skipped > 0 {
+		s += fmt.Sprintf(", %d skipped", c.skipped)
+	}
+	return s
+}
+
+func (m *module) counts() (c counts) {
+	for _, p := range m.packages {
+		for _, t := range p.tests {
+			switch {
+			case strings.Contains(t.name, "/"):
+			case t.result == "pass":
+				c.passed++
+			case t.result == "skip":
+				c.skipped++
+			default:
+				c.failed++
+			}
+		}
+	}
+	return c
+}
+
+// summarize prints the results of modules, the names of what failed, and why tests
+// were skipped. notRun are the modules that a signal left out.
+func summarize(w io.Writer, modules []*module, notRun []string) {
+	fmt.Fprintln(w, "\n== summary")
+	var total counts
+	for _, m := range modules {
+		c, result := m.counts(), "ok"
+		if m.failed() {
+			result = "FAIL"
+		}
+		total.add(c)
+		fmt.Fprintf(w, "%-4s %-20s %s (%.0f s)\n", result, m.dir, c, m.took.Seconds())
+		for _, line := range m.failures() {
+			fmt.Fprintf(w, "       %s\n", line)
+		}
+	}
+	for _, dir := range notRun {
+		fmt.Fprintf(w, "     %-20s not run\n", dir)
+	}
+	printSkipped(w, modules)
+	fmt.Fprintln(w, total)
+}
+
+// failures returns a line for each test that failed by itself, and for each package
+// that failed without one.
+func (m *module) failures() (lines []string) {
+	if m.err != nil {
+		lines = append(lines, m.err.Error())
+	}
+	for _, p := range m.packages {
+		if p.result == "pass" || p.result == "skip" {
+			continue
+		}
+		named := false
+		for _, t := range p.tests {
+			if t.result != "pass" && t.result != "skip" && !p.failedBelow(t) {
+				lines = append(lines, p.name+": "+t.name)
+				named = true
+			}
+		}
+		if !named {
+			lines = append(lines, p.name)
+		}
+	}
+	return lines
+}
+
+// failedBelow reports whether a subtest of t failed, which then explains it.
+func (p *testPackage) failedBelow(t *test) bool {
+	return slices.ContainsFunc(p.tests, func(sub *test) bool {
+		return strings.HasPrefix(sub.name, t.name+"/") && sub.result != "pass" && sub.result != "skip"
+	})
+}
+
+// maxNames is how many tests are named for one reason. Above, they are counted.
+const maxNames = 3
+
+func printSkipped(w io.Writer, modules []*module) {
+	byReason := map[string][]string{}
+	for _, m := range modules {
+		for _, p := range m.packages {
+			for _, t := range p.tests {
+				if t.result == "skip" {
+					byReason[t.reason()] = append(byReason[t.reason()], t.name)
+				}
+			}
+		}
+	}
+	if len(byReason) > 0 {
+		fmt.Fprintln(w, "left out:")
+	}
+	for _, reason := range slices.Sorted(maps.Keys(byReason)) {
+		names := byReason[reason]
+		what := strings.Join(names, ", ")
+		if len(names) > maxNames {
+			what = fmt.Sprintf("%d tests", len(names))
+		}
+		fmt.Fprintf(w, "     %s: %s\n", reason, what)
+	}
+}
+
+// message matches a line that a test logs.
+var message = regexp.MustCompile(`^\s+\S+\.go:\d+: (.*)`)
+
+// reason returns why a test was skipped: the last that it logged.
+func (t *test) reason() string {
+	for _, line := range slices.Backward(t.lines) {
+		if found := message.FindStringSubmatch(line); found != nil {
+			return found[1]
+		}
+	}
+	return "no reason given"
+}
