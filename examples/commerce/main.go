@@ -72,6 +72,10 @@ func start(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		return exitUsage
 	}
 	r, err := run(ctx, cfg, stdout)
+	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
+		fmt.Fprintln(stderr, "commerce: ended by a signal:", err)
+		return exitRight
+	}
 	if err != nil {
 		fmt.Fprintln(stderr, "commerce:", err)
 		return exitWrong

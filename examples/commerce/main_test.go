@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/examples/internal/ending"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
@@ -124,19 +125,29 @@ func TestCommerceMissesALike(t *testing.T) {
 	p.requireNoSchema(t)
 }
 
-// Ctrl-C closes the shop; what was sold is counted and judged.
+// A signal closes the shop; what was sold is counted and judged.
 func TestCommerceInterrupted(t *testing.T) {
-	p := startCommerce(t, "-visits=1000000", "-patience=60s")
-	db := testenv.Pool(t, nil)
-	orders := pgx.Identifier{p.schema, "orders"}.Sanitize()
-	require.Eventually(t, func() bool {
-		n := 0
-		err := db.QueryRow(context.Background(), `SELECT count(*) FROM `+orders).Scan(&n)
-		return err == nil && n > 50
-	}, 30*time.Second, 10*time.Millisecond)
-	require.NoError(t, p.cmd.Process.Signal(os.Interrupt))
-	require.Zero(t, p.wait(t))
-	p.requireNoSchema(t)
+	for _, signal := range ending.Signals {
+		t.Run(signal.String(), func(t *testing.T) {
+			p := startCommerce(t, "-visits=1000000", "-patience=60s")
+			db := testenv.Pool(t, nil)
+			orders := pgx.Identifier{p.schema, "orders"}.Sanitize()
+			require.Eventually(t, func() bool {
+				n := 0
+				err := db.QueryRow(context.Background(), `SELECT count(*) FROM `+orders).Scan(&n)
+				return err == nil && n > 50
+			}, 30*time.Second, 10*time.Millisecond)
+			require.NoError(t, p.cmd.Process.Signal(signal))
+			require.Zero(t, p.wait(t))
+			p.requireNoSchema(t)
+		})
+	}
+}
+
+func TestCommerceInterruptedWhileStarting(t *testing.T) {
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), asCommerce+"=1", "OUTBOX_KAFKA_BROKERS=127.0.0.1:1", "REDIS_URL=")
+	ending.RequireWhileStarting(t, cmd, "OUTBOX_POSTGRES_URL")
 }
 
 // Wrong usage names what is wrong.

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/examples/internal/ending"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxtest"
 	"github.com/stretchr/testify/require"
@@ -187,20 +188,30 @@ func TestDemoMissesAnEvent(t *testing.T) {
 	requireNoSchema(t, p.schema)
 }
 
-// Ctrl-C closes the shop; what was sold is delivered and judged.
+// A signal closes the shop; what was sold is delivered and judged.
 func TestDemoInterrupted(t *testing.T) {
-	p := startDemo(t, "-orders=1000000", "-rate=200")
-	db := testenv.Pool(t, nil)
-	orders := pgx.Identifier{p.schema, "orders"}.Sanitize()
-	require.Eventually(t, func() bool {
-		n := 0
-		err := db.QueryRow(context.Background(), `SELECT count(*) FROM `+orders).Scan(&n)
-		return err == nil && n > 50
-	}, 30*time.Second, 10*time.Millisecond)
-	require.NoError(t, p.cmd.Process.Signal(os.Interrupt))
-	require.Zero(t, p.wait(t))
-	p.requireRow(t, "missing", `0$`)
-	requireNoSchema(t, p.schema)
+	for _, signal := range ending.Signals {
+		t.Run(signal.String(), func(t *testing.T) {
+			p := startDemo(t, "-orders=1000000", "-rate=200")
+			db := testenv.Pool(t, nil)
+			orders := pgx.Identifier{p.schema, "orders"}.Sanitize()
+			require.Eventually(t, func() bool {
+				n := 0
+				err := db.QueryRow(context.Background(), `SELECT count(*) FROM `+orders).Scan(&n)
+				return err == nil && n > 50
+			}, 30*time.Second, 10*time.Millisecond)
+			require.NoError(t, p.cmd.Process.Signal(signal))
+			require.Zero(t, p.wait(t))
+			p.requireRow(t, "missing", `0$`)
+			requireNoSchema(t, p.schema)
+		})
+	}
+}
+
+func TestDemoInterruptedWhileStarting(t *testing.T) {
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), asDemo+"=1", "OUTBOX_KAFKA_BROKERS=127.0.0.1:1")
+	ending.RequireWhileStarting(t, cmd, "OUTBOX_POSTGRES_URL")
 }
 
 func TestAllEventsAreRegistered(t *testing.T) {

@@ -78,6 +78,10 @@ func start(ctx context.Context, args []string, stdout *os.File, stderr io.Writer
 	}
 	out := newConsole(stdout, cfg.quiet)
 	s, err := run(ctx, cfg, out)
+	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
+		_, _ = fmt.Fprintln(stderr, "demo: ended by a signal:", err)
+		return exitRight
+	}
 	if err != nil {
 		_, _ = fmt.Fprintln(stderr, "demo:", err)
 		return exitWrong

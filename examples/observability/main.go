@@ -62,7 +62,12 @@ func start(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		return exitUsage
 	}
 	cfg.log = slog.New(outboxhttp.LogTrace(slog.NewTextHandler(stderr, nil)))
-	if err := serve(ctx, cfg, stdout); err != nil {
+	err = serve(ctx, cfg, stdout)
+	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
+		fmt.Fprintln(stderr, "observability: ended by a signal:", err)
+		return exitDone
+	}
+	if err != nil {
 		fmt.Fprintln(stderr, "observability:", err)
 		return exitFailed
 	}

@@ -2,11 +2,14 @@ package main
 
 import (
 	"context"
+	"os"
+	"os/exec"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/examples/internal/ending"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
@@ -39,6 +42,45 @@ func TestStart(t *testing.T) {
 	stop()
 	require.Equal(t, exitDone, <-code, &stderr)
 	require.Equal(t, before, schemas())
+}
+
+// asObservability makes the test binary be the program.
+const asObservability = "OUTBOX_TEST_AS_OBSERVABILITY"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(asObservability) != "" {
+		main()
+	}
+	os.Exit(m.Run())
+}
+
+func observability(args ...string) *exec.Cmd {
+	cmd := exec.Command(os.Args[0], args...)
+	cmd.Env = append(os.Environ(), asObservability+"=1")
+	return cmd
+}
+
+func TestSignal(t *testing.T) {
+	for _, signal := range ending.Signals {
+		t.Run(signal.String(), func(t *testing.T) {
+			cmd := observability("-listen=127.0.0.1:0", "-rate=50")
+			cmd.Env = append(cmd.Env, "OUTBOX_POSTGRES_URL="+testenv.Pool(t, nil).Config().ConnString(),
+				"OUTBOX_KAFKA_BROKERS="+strings.Join(testenv.Brokers(t), ","))
+			var stdout, stderr testenv.Buffer
+			cmd.Stdout, cmd.Stderr = &stdout, &stderr
+			defer func() { t.Logf("it printed:\n%s", stderr.String()) }()
+			require.NoError(t, cmd.Start())
+			require.Eventually(t, func() bool { return strings.Contains(stdout.String(), "metrics: http://127.0.0.1:") },
+				testenv.Patience, 10*time.Millisecond)
+			ending.Require(t, cmd, signal)
+		})
+	}
+}
+
+func TestSignalWhileStarting(t *testing.T) {
+	cmd := observability("-listen=127.0.0.1:0")
+	cmd.Env = append(cmd.Env, "OUTBOX_KAFKA_BROKERS=127.0.0.1:1")
+	ending.RequireWhileStarting(t, cmd, "OUTBOX_POSTGRES_URL")
 }
 
 // Wrong usage names what is wrong.

@@ -24,10 +24,10 @@ import (
 func need(t *testing.T, program string) string {
 	t.Helper()
 	if testing.Short() {
-		t.Skip("-short: runs without Prometheus")
+		t.Skip("-short: needs Prometheus")
 	}
 	path, err := exec.LookPath(program)
-	require.NoError(t, err, "install Debian's package prometheus, which has it")
+	require.NoError(t, err, "this test needs Prometheus: tools/needs.sh test says how to install it")
 	return path
 }
 

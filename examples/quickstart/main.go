@@ -3,9 +3,11 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/signal"
+	"syscall"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -23,7 +25,7 @@ func (e GreetingSent) OccurredAt() time.Time { return e.At }
 func (e GreetingSent) Recipient() string     { return e.To }
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	db := must(pgxpool.New(ctx, os.Getenv("DATABASE_URL")))
 	kafka := []kgo.Opt{kgo.SeedBrokers(os.Getenv("KAFKA_BROKERS")), kgo.AllowAutoTopicCreation()}
@@ -50,7 +52,7 @@ func main() {
 }
 
 func must[T any](v T, err error) T {
-	if err != nil {
+	if err != nil && !errors.Is(err, context.Canceled) { // a signal is no error, and ends Run at once
 		panic(err)
 	}
 	return v
