@@ -170,6 +170,9 @@ func startServer(t *testing.T, primary *pgserver.Server) *pgserver.Server {
 // startVersion starts a server of one version; empty means the newest.
 func startVersion(t *testing.T, version string, primary *pgserver.Server) *pgserver.Server {
 	t.Helper()
+	if testing.Short() {
+		t.Skip("-short: needs a PostgreSQL of its own")
+	}
 	bin, err := pgserver.Embedded(context.Background(), version, nil)
 	require.NoError(t, err)
 	server, err := pgserver.Start(context.Background(), pgserver.Config{BinDir: bin, Primary: primary, Settings: map[string]string{

@@ -41,7 +41,7 @@ type crew struct {
 func newCrew(t *testing.T) *crew {
 	t.Helper()
 	if testing.Short() {
-		t.Skip("-short: runs without services")
+		t.Skip("-short: needs a real Kafka")
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	t.Cleanup(stop)

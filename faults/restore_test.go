@@ -125,7 +125,7 @@ func (s *site) writeAll(seed uint64) error {
 func dump(t *testing.T, from, to *site) {
 	t.Helper()
 	sql, err := exec.Command("pg_dump", "--dbname="+from.server.URL()).Output()
-	require.NoError(t, err, "this test needs pg_dump and psql: Debian's package postgresql-client")
+	require.NoError(t, err, "this test needs pg_dump and psql: tools/needs.sh test says how to install them")
 	restore := exec.Command("psql", "--quiet", "--dbname="+to.server.URL())
 	restore.Stdin = bytes.NewReader(sql)
 	out, err := restore.CombinedOutput()

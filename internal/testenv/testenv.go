@@ -1,6 +1,6 @@
 // Package testenv gives tests the real PostgreSQL and the real Kafka that
-// tools/services brings up. A test that cannot have them fails; only -short
-// skips it.
+// tools/services brings up. A test that cannot have them fails; only under -short it
+// is skipped.
 package testenv
 
 import (
@@ -124,11 +124,15 @@ func Brokers(t testing.TB) []string {
 	return strings.Split(need(t, BrokersVar), ",")
 }
 
-// RealBrokers is Brokers, and fails the test where the broker is a fake one.
+// RealBrokers is Brokers, and fails the test where the broker is a fake one; under
+// -short it skips it.
 func RealBrokers(t testing.TB) []string {
 	t.Helper()
 	brokers := Brokers(t)
 	if kind := need(t, KafkaKindVar); kind != "kafka" {
+		if testing.Short() {
+			t.Skip("-short: needs a real Kafka")
+		}
 		t.Fatalf("this test needs a real Kafka, and %s is %q", KafkaKindVar, kind)
 	}
 	return brokers
@@ -159,14 +163,14 @@ func CreateTopic(t testing.TB, brokers []string, topic string, partitions int32,
 	require.NoError(t, kerr.ErrorForCode(response.Topics[0].ErrorCode))
 }
 
-// need returns the value of a variable, skips under -short, else fails.
+// need returns the value of a variable. Without one it skips under -short, else fails.
 func need(t testing.TB, name string) string {
 	t.Helper()
-	if testing.Short() {
-		t.Skip("-short: runs without services")
-	}
 	value := lookUp(name)
 	if value == "" {
+		if testing.Short() {
+			t.Skip("-short: " + name + " is not set")
+		}
 		t.Fatalf("%s is not set: run the tests with `make test`, or start the services with `make services` first", name)
 	}
 	return value

@@ -38,6 +38,9 @@ type house struct {
 
 func newHouse(t *testing.T, access outboxadmin.Access) *house {
 	t.Helper()
+	if testing.Short() {
+		t.Skip("-short: needs Chromium")
+	}
 	db, schema := testenv.Schema(t)
 	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema, PartitionRows: 1_000_000}))
 	require.NoError(t, seed.Fill(t.Context(), db, schema))
@@ -115,7 +118,7 @@ func TestMain(m *testing.M) {
 func newTab(t *testing.T) context.Context {
 	t.Helper()
 	browser, err := chromium()
-	require.NoError(t, err, "Chromium is needed: apt-get install chromium")
+	require.NoError(t, err, "this test needs Chromium: tools/needs.sh test says how to install it")
 	tab, end := chromedp.NewContext(browser)
 	t.Cleanup(end)
 	tab, endTime := context.WithTimeout(tab, tabTimeout)

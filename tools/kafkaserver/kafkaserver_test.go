@@ -23,7 +23,7 @@ import (
 func start(t *testing.T, cfg kafkaserver.Config) *kafkaserver.Server {
 	t.Helper()
 	if testing.Short() {
-		t.Skip("-short: needs Apache Kafka")
+		t.Skip("-short: needs a real Kafka")
 	}
 	cfg.Progress = t.Output()
 	began := time.Now()
@@ -108,7 +108,7 @@ func TestCoordinatorsAreReady(t *testing.T) {
 
 func TestFailedStartTellsWhy(t *testing.T) {
 	if testing.Short() {
-		t.Skip("-short: needs Apache Kafka")
+		t.Skip("-short: needs a real Kafka")
 	}
 	tmp := t.TempDir()
 	t.Setenv("TMPDIR", tmp)

@@ -24,7 +24,7 @@ import (
 func programs(t *testing.T) string {
 	t.Helper()
 	if testing.Short() {
-		t.Skip("-short: needs PostgreSQL")
+		t.Skip("-short: needs a PostgreSQL of its own")
 	}
 	dir, err := pgserver.Embedded(t.Context(), "", t.Output())
 	if err != nil {

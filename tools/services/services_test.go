@@ -129,7 +129,7 @@ func children(t *testing.T, parent int) []int {
 func skipIfShort(t *testing.T) {
 	t.Helper()
 	if testing.Short() {
-		t.Skip("-short: needs PostgreSQL and Kafka")
+		t.Skip("-short: needs a real Kafka")
 	}
 }
 
