@@ -72,7 +72,7 @@ have_certificates() {
 # The headers of C belong to a package that a compiler only recommends.
 have_gcc() {
   [ "$(uname)" = Darwin ] && return # the race detector needs no C there
-  printf '#include <stdlib.h>\n' | ${CC:-gcc} -E - >/dev/null 2>&1
+  ${CC:-gcc} -E - <<<'#include <stdlib.h>' >/dev/null 2>&1
 }
 
 # Some tests start brokers of their own. Apart from these, a container or a given
