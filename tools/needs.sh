@@ -93,7 +93,7 @@ have_java() {
 have_docker() {
   local socket host=${DOCKER_HOST:-}
   case $host in tcp:* | ssh:* | http*) return ;; esac
-  for socket in "${host#unix://}" /var/run/docker.sock "$HOME/.docker/run/docker.sock" "/run/user/$(id -u)/docker.sock"; do
+  for socket in "${host#unix://}" /var/run/docker.sock "${HOME:-}/.docker/run/docker.sock" "/run/user/$(id -u)/docker.sock"; do
     [ -S "$socket" ] && return
   done
   return 1
