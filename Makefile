@@ -3,6 +3,9 @@
 SHELL       := bash
 .SHELLFLAGS := -eo pipefail -c
 
+# The version of all modules that is tagged next. After a change: make tidy.
+RELEASE := v0.1.0
+
 export ARGS # more arguments for go test, or for an example
 
 MODULES  := . outboxtest outboxotel outboxadmin/browser tools examples faults interop bench
@@ -77,6 +80,16 @@ services: needs-kafka $(SERVICES) ## Keep PostgreSQL and Kafka running for `go t
 lint: bin/golangci-lint ## Check form and style
 	@for m in $(MODULES); do echo "== $$m"; (cd $$m && go vet ./... && $(CURDIR)/bin/golangci-lint run --config $(CURDIR)/.golangci.yml ./...) || exit 1; done
 
+.PHONY: tidy
+tidy: ## Tidy all modules and the workspace; they require each other at RELEASE, the version that is tagged next
+	@GOWORK=off go build -C tools -mod=mod -o ../bin/release ./release
+	@bin/release tidy $(RELEASE)
+
+.PHONY: release-check
+release-check: ## Check that RELEASE can be tagged: get, build and use it from empty modules, through a proxy made of files
+	@GOWORK=off go build -C tools -o ../bin/release ./release
+	@bin/release check $(RELEASE)
+
 .PHONY: fmt
 fmt: ## Format the code
 	@gofmt -w $$(git ls-files '*.go')
@@ -105,4 +118,4 @@ bin/bench:
 
 bin/golangci-lint:
 	@echo "building $@"
-	@go build -C tools/lint -o ../../$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+	@GOWORK=off go build -C tools/lint -o ../../$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint

@@ -1,0 +1,131 @@
+// Release checks that the modules of this repository can be released: that each
+// one that is published can be got, built and used from an empty module, at the
+// version that is about to be tagged, before there is a tag.
+//
+//	release check [-dir folder] version
+//	release tidy [-dir folder] version
+//
+// "release -h" says the rest.
+package main
+
+import (
+	"context"
+	"embed"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"os/signal"
+	"syscall"
+	"time"
+)
+
+const usage = `Checks that the modules of a repository can be released.
+
+Usage:
+
+	release check [-dir folder] version
+	        pack the published modules as the version, into a module proxy made of
+	        files; get, build and run a program against each from an empty module
+	release tidy [-dir folder] version
+	        let all modules require each other at the version, and tidy them
+
+The modules are those of the files that git knows or would add, so changes that are
+not committed count. Nothing gets into the module cache of the user.
+`
+
+// programs holds one folder for each published module, under the last element of
+// its path: a program or a test that uses the module.
+//
+//go:embed testdata/programs
+var programs embed.FS
+
+// unpublished lists the folders of the modules that nobody outside requires. Every
+// other module has a program.
+var unpublished = []string{"bench", "examples", "faults", "interop", "outboxadmin/browser", "tools", "tools/lint"}
+
+// outsideWorkspace lists the modules that go.work leaves out: the linter's
+// dependencies must not decide about versions of ours.
+var outsideWorkspace = []string{"tools/lint"}
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	err := run(ctx, os.Args[1:], os.Stdout)
+	switch {
+	case errors.Is(err, flag.ErrHelp):
+	case err != nil:
+		fmt.Fprintf(os.Stderr, "release: %v\n", err)
+		stop()
+		os.Exit(1)
+	}
+}
+
+// run is main with an error.
+func run(ctx context.Context, args []string, out io.Writer) error {
+	if len(args) == 0 {
+		return errors.New(`want check or tidy; "release -h" says more`)
+	}
+	flags := flag.NewFlagSet("release", flag.ContinueOnError)
+	flags.SetOutput(io.Discard) // main prints the error
+	dir := flags.String("dir", ".", "")
+	err := flags.Parse(args[1:])
+	if errors.Is(err, flag.ErrHelp) || args[0] == "-h" || args[0] == "help" {
+		fmt.Fprint(out, usage)
+		return flag.ErrHelp
+	}
+	if err != nil {
+		return err
+	}
+	if flags.NArg() != 1 {
+		return fmt.Errorf("want one version, such as v0.1.0: %q", flags.Args())
+	}
+	r, err := open(*dir, flags.Arg(0), out)
+	if err != nil {
+		return err
+	}
+	switch args[0] {
+	case "check":
+		return r.check(ctx)
+	case "tidy":
+		return r.tidy(ctx)
+	}
+	return fmt.Errorf("unknown command %q: want check or tidy", args[0])
+}
+
+// check runs all checks, those that take no time first.
+func (r *release) check(ctx context.Context) error {
+	start := time.Now()
+	if err := r.checkFiles(); err != nil {
+		return err
+	}
+	r.printf("%d modules agree on %s\n", len(r.modules), r.version)
+	if err := r.checkTidy(ctx); err != nil {
+		return err
+	}
+	temp, err := os.MkdirTemp("", "outbox-release-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(temp)
+	if err := r.tryAll(ctx, temp); err != nil {
+		return err
+	}
+	r.printf("ready to tag %s (%.0f s)\n", r.version, time.Since(start).Seconds())
+	return nil
+}
+
+// open reads the modules under dir. The programs and lists are those of this
+// repository; tests replace them.
+func open(dir, version string, out io.Writer) (*release, error) {
+	mine, err := fs.Sub(programs, "testdata/programs")
+	if err != nil {
+		return nil, err
+	}
+	return newRelease(config{
+		dir: dir, version: version, programs: mine, out: out,
+		unpublished: unpublished, outsideWorkspace: outsideWorkspace,
+	})
+}
