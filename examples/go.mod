@@ -2,19 +2,13 @@ module github.com/outboxgo/outbox/examples
 
 go 1.26.0
 
-replace (
-	github.com/outboxgo/outbox => ../
-	github.com/outboxgo/outbox/outboxotel => ../outboxotel
-	github.com/outboxgo/outbox/outboxtest => ../outboxtest
-)
-
 require (
 	github.com/alicebob/miniredis/v2 v2.40.0
 	github.com/google/uuid v1.6.0
 	github.com/jackc/pgx/v5 v5.12.0
-	github.com/outboxgo/outbox v0.0.0-00010101000000-000000000000
-	github.com/outboxgo/outbox/outboxotel v0.0.0-00010101000000-000000000000
-	github.com/outboxgo/outbox/outboxtest v0.0.0-00010101000000-000000000000
+	github.com/outboxgo/outbox v0.1.0
+	github.com/outboxgo/outbox/outboxotel v0.1.0
+	github.com/outboxgo/outbox/outboxtest v0.1.0
 	github.com/prometheus/client_golang v1.25.0
 	github.com/prometheus/client_model v0.6.3
 	github.com/prometheus/common v0.72.0

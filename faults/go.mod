@@ -2,16 +2,11 @@ module github.com/outboxgo/outbox/faults
 
 go 1.26.0
 
-replace (
-	github.com/outboxgo/outbox => ../
-	github.com/outboxgo/outbox/tools => ../tools
-)
-
 require (
 	github.com/google/uuid v1.6.0
 	github.com/jackc/pgx/v5 v5.12.0
-	github.com/outboxgo/outbox v0.0.0-00010101000000-000000000000
-	github.com/outboxgo/outbox/tools v0.0.0-00010101000000-000000000000
+	github.com/outboxgo/outbox v0.1.0
+	github.com/outboxgo/outbox/tools v0.1.0
 	github.com/stretchr/testify v1.12.1
 	github.com/twmb/franz-go v1.22.2
 	github.com/twmb/franz-go/pkg/kfake v0.0.0-20260918054303-01f206a7e32c

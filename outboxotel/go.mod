@@ -2,12 +2,10 @@ module github.com/outboxgo/outbox/outboxotel
 
 go 1.26.0
 
-replace github.com/outboxgo/outbox => ../
-
 require (
 	github.com/google/uuid v1.6.0
 	github.com/jackc/pgx/v5 v5.12.0
-	github.com/outboxgo/outbox v0.0.0-00010101000000-000000000000
+	github.com/outboxgo/outbox v0.1.0
 	github.com/stretchr/testify v1.12.1
 	github.com/twmb/franz-go v1.22.2
 	go.opentelemetry.io/otel v1.47.0

@@ -2,13 +2,11 @@ module github.com/outboxgo/outbox/outboxadmin/browser
 
 go 1.26.0
 
-replace github.com/outboxgo/outbox => ../../
-
 require (
 	github.com/chromedp/cdproto v0.159.2
 	github.com/chromedp/chromedp v0.23.0
 	github.com/jackc/pgx/v5 v5.12.0
-	github.com/outboxgo/outbox v0.0.0-00010101000000-000000000000
+	github.com/outboxgo/outbox v0.1.0
 	github.com/stretchr/testify v1.12.1
 	go.uber.org/goleak v1.3.0
 )
