@@ -81,13 +81,12 @@ lint: bin/golangci-lint ## Check form and style
 	@for m in $(MODULES); do echo "== $$m"; (cd $$m && go vet ./... && $(CURDIR)/bin/golangci-lint run --config $(CURDIR)/.golangci.yml ./...) || exit 1; done
 
 .PHONY: tidy
-tidy: ## Tidy all modules and the workspace; they require each other at RELEASE, the version that is tagged next
-	@GOWORK=off go build -C tools -mod=mod -o ../bin/release ./release
+tidy: bin/release ## Tidy all modules and the workspace; they require each other at RELEASE, the version that is tagged next
 	@bin/release tidy $(RELEASE)
+tidy: MOD := -mod=mod # the tool itself may miss something that tidy adds
 
 .PHONY: release-check
-release-check: ## Check that RELEASE can be tagged: get, build and use it from empty modules, through a proxy made of files
-	@GOWORK=off go build -C tools -o ../bin/release ./release
+release-check: bin/release ## Check that RELEASE can be tagged: get, build and use it from empty modules, through a proxy made of files
 	@bin/release check $(RELEASE)
 
 .PHONY: fmt
@@ -103,7 +102,7 @@ needs-%:
 	@tools/needs.sh $*
 
 # The go command knows best whether these are up to date.
-.PHONY: $(SERVICES) bin/testall bin/demo bin/commerce bin/observability bin/bench bin/golangci-lint
+.PHONY: $(SERVICES) bin/testall bin/demo bin/commerce bin/observability bin/bench bin/release bin/golangci-lint
 $(SERVICES) bin/testall:
 	@echo "building $@"
 	@go build -C tools -o ../$@ ./$(@F)
@@ -115,6 +114,11 @@ bin/demo bin/commerce bin/observability:
 bin/bench:
 	@echo "building $@"
 	@go build -C bench -o ../$@ .
+
+# These two do not depend on the workspace: one checks it, the other is not in it.
+bin/release:
+	@echo "building $@"
+	@GOWORK=off go build -C tools $(MOD) -o ../bin/release ./release
 
 bin/golangci-lint:
 	@echo "building $@"
