@@ -15,9 +15,6 @@ import (
 	"go.uber.org/goleak"
 )
 
-// TestMain fails if a goroutine is left when all tests have ended.
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
-
 // The program serves and sells until it is told to end, and cleans up.
 func TestStart(t *testing.T) {
 	db := testenv.Pool(t, nil)
@@ -51,7 +48,7 @@ func TestMain(m *testing.M) {
 	if os.Getenv(asObservability) != "" {
 		main()
 	}
-	os.Exit(m.Run())
+	goleak.VerifyTestMain(m)
 }
 
 func observability(args ...string) *exec.Cmd {

@@ -12,6 +12,7 @@ import (
 	"github.com/outboxgo/outbox/examples/internal/ending"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
+	"go.uber.org/goleak"
 )
 
 // asQuickstart makes the test binary be the program.
@@ -22,7 +23,7 @@ func TestMain(m *testing.M) {
 		main()
 		os.Exit(0)
 	}
-	os.Exit(m.Run())
+	goleak.VerifyTestMain(m)
 }
 
 func quickstart() *exec.Cmd {
