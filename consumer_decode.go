@@ -56,9 +56,11 @@ const (
 	classUnknownType = "unknown_type"
 )
 
-// read decodes a record and finds its handlers.
-func (c *Consumer) read(ctx context.Context, r *kgo.Record) item {
-	it := item{record: r, meta: Metadata{Topic: r.Topic, Partition: r.Partition, Offset: r.Offset, Key: r.Key, Attempt: 1}}
+// read decodes a record and finds its handlers. It fills in at, which their Metadata
+// points to.
+func (c *Consumer) read(ctx context.Context, r *kgo.Record, at *KafkaMetadata) item {
+	*at = KafkaMetadata{Topic: r.Topic, Partition: r.Partition, Offset: r.Offset, Key: r.Key}
+	it := item{record: r, meta: Metadata{Kafka: at, Attempt: 1}}
 	group, action := replayOf(r)
 	if group != "" && group != c.cfg.Group {
 		return it

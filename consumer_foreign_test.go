@@ -256,7 +256,9 @@ func newDepot(t testing.TB) *depot {
 
 func (d *depot) config() outbox.ConsumerConfig {
 	return outbox.ConsumerConfig{
-		Group: "depot-" + uuid.NewString(), FromStart: true, Unknown: outbox.DeadLetterUnknown, MaxRetries: -1,
+		HandlerConfig: outbox.HandlerConfig{
+			Group: "depot-" + uuid.NewString(), Unknown: outbox.DeadLetterUnknown, MaxRetries: -1,
+		}, FromStart: true,
 		Decode: outbox.DecodeByTopic(map[string]func(*kgo.Record) (*outbox.Message, error){
 			d.debezium: outbox.DecodeDebezium,
 			d.plain:    outbox.PlainRecords{TypeMember: "type", TimeMember: "at", DataMember: "parcel"}.Decode,

@@ -19,7 +19,7 @@ import (
 func checkConsumerOpts(opts []kgo.Opt) error {
 	const itsOwn = "it belongs to the consumer"
 	return kafka.CheckOpts(opts, func(o kafka.HostOpts) {
-		o.Refuse(o.Names(kgo.ConsumerGroup), "ConsumerGroup", "name it in ConsumerConfig.Group")
+		o.Refuse(o.Names(kgo.ConsumerGroup), "ConsumerGroup", "name it in HandlerConfig.Group")
 		o.Refuse(o.Names(kgo.ShareGroup), "ShareGroup", itsOwn)
 		o.Refuse(len(o.Client.GetConsumeTopics()) > 0, "ConsumeTopics or ConsumePartitions", "topics follow from the handlers")
 		o.Refuse(o.Names(kgo.TransactionalID), "TransactionalID", "a consumer has no Kafka transactions")

@@ -101,16 +101,16 @@ type watch struct {
 func (w *watch) handler(t testing.TB, member string) outbox.Handler {
 	return outbox.HandleNoTx("WATCHED", func(_ context.Context, _ sale, m outbox.Metadata) error {
 		w.mu.Lock()
-		assert.Empty(t, w.busy[m.Partition], "partition %d is with %s too", m.Partition, member)
-		w.busy[m.Partition] = member
-		at := fmt.Sprint(member, m.Partition)
-		assert.Greater(t, m.Offset, w.last[at]-1, "order")
-		w.last[at] = m.Offset
+		assert.Empty(t, w.busy[m.Kafka.Partition], "partition %d is with %s too", m.Kafka.Partition, member)
+		w.busy[m.Kafka.Partition] = member
+		at := fmt.Sprint(member, m.Kafka.Partition)
+		assert.Greater(t, m.Kafka.Offset, w.last[at]-1, "order")
+		w.last[at] = m.Kafka.Offset
 		w.mu.Unlock()
 		time.Sleep(time.Duration(rand.N(200)) * time.Microsecond)
 		w.seen.Add(1)
 		w.mu.Lock()
-		delete(w.busy, m.Partition)
+		delete(w.busy, m.Kafka.Partition)
 		w.mu.Unlock()
 		return nil
 	})
@@ -131,7 +131,7 @@ func TestBusyPartitionBesideIdleOnes(t *testing.T) {
 		s.send(t, some...)
 	}
 	var handled atomic.Int64
-	cfg := outbox.ConsumerConfig{Group: "busy-" + s.topic, FromStart: true, Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "busy-" + s.topic, Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, FromStart: true}
 	c, err := outbox.NewConsumer(s.db, testenv.KafkaOpts(s.brokers), s.events, cfg,
 		outbox.HandleBatch("COUNTED", func(_ context.Context, _ pgx.Tx, sales []outbox.Received[sale]) error {
 			handled.Add(int64(len(sales)))
@@ -150,7 +150,7 @@ func TestRebalance(t *testing.T) {
 			const partitions, rounds, each = 6, 8, 200
 			s := newTill(t, partitions)
 			w := &watch{busy: map[int32]string{}, last: map[string]int64{}}
-			cfg := outbox.ConsumerConfig{Group: "rebalance-" + s.topic, FromStart: true, Schema: s.schema, Logger: logTo(t, slog.LevelWarn),
+			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "rebalance-" + s.topic, Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, FromStart: true,
 				HeartbeatInterval: 200 * time.Millisecond, SessionTimeout: 6 * time.Second}
 			start := func(member string) func() {
 				c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.Balancers(balancer)), s.events, cfg,
@@ -192,7 +192,7 @@ func TestRebalance(t *testing.T) {
 func TestNewGroup(t *testing.T) {
 	s := newTill(t, 1)
 	s.sendTo(t, 1, 7)
-	cfg := outbox.ConsumerConfig{Group: "new-" + s.topic}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "new-" + s.topic}}
 	require.EqualValues(t, -1, s.committed(t, cfg.Group, 0))
 	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 7 }, testenv.Patience, 10*time.Millisecond)
@@ -211,8 +211,8 @@ func TestDeadLetterTopicMissing(t *testing.T) {
 	s := newTill(t, 2)
 	log := new(testenv.Buffer)
 	dlq := "later-" + uuid.NewString()
-	cfg := outbox.ConsumerConfig{Group: "dlq-" + s.topic, FromStart: true, Schema: s.schema, RetryWait: time.Millisecond,
-		DeadLetterTopic: func(string) string { return dlq }, Logger: slog.New(slog.NewTextHandler(log, nil))}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "dlq-" + s.topic, Schema: s.schema, RetryWait: time.Millisecond, Logger: slog.New(slog.NewTextHandler(log, nil))}, FromStart: true,
+		DeadLetterTopic: func(string) string { return dlq }}
 	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.MetadataMinAge(50 * time.Millisecond), kgo.UnknownTopicRetries(1)}, s.events, cfg, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
 	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"poison":"permanent"}`)))
@@ -243,7 +243,7 @@ func TestSlowPartition(t *testing.T) {
 		return s.count(ctx, tx, e, m)
 	})
 	s.sendTo(t, 2, 8000)
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, MaxRetries: 1_000_000, RetryWait: 20 * time.Millisecond, Logger: slog.New(slog.DiscardHandler)}, h).Run)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: 1_000_000, RetryWait: 20 * time.Millisecond, Logger: slog.New(slog.DiscardHandler)}, FromStart: true}, h).Run)
 	require.Eventually(t, func() bool { return s.counts(t)["p-1"] == 8000 }, testenv.Patience, 10*time.Millisecond)
 	require.Zero(t, s.counts(t)["p-0"])
 	open.Store(true)
@@ -259,7 +259,7 @@ func TestConsumerStops(t *testing.T) {
 		<-finish
 		return s.count(ctx, tx, e, m)
 	})
-	cfg := outbox.ConsumerConfig{FromStart: true, Group: "stops-" + s.topic, MaxPoll: 1}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "stops-" + s.topic}, FromStart: true, MaxPoll: 1}
 	s.sendTo(t, 1, 3)
 	ctx, cancel := context.WithCancel(background)
 	done := make(chan error, 1)
@@ -286,7 +286,7 @@ func TestConsumerGivesUp(t *testing.T) {
 		<-ctx.Done()
 		return ctx.Err()
 	})
-	cfg := outbox.ConsumerConfig{FromStart: true, Group: "gives-up-" + s.topic, HeartbeatInterval: time.Second, SessionTimeout: 6 * time.Second}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "gives-up-" + s.topic}, FromStart: true, HeartbeatInterval: time.Second, SessionTimeout: 6 * time.Second}
 	s.sendTo(t, 1, 1)
 	stop := testenv.Run(t, s.consumer(t, cfg, h).Run)
 	<-began
@@ -302,9 +302,9 @@ func TestConsumerWithoutDatabase(t *testing.T) {
 	cable := &brokenDialer{}
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DialFunc = cable.dial })
 	var failed atomic.Int32
-	cfg := outbox.ConsumerConfig{FromStart: true, Group: "away-" + s.topic, Schema: s.schema, RetryWait: time.Millisecond,
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "away-" + s.topic, Schema: s.schema, RetryWait: time.Millisecond,
 		Logger: slog.New(slog.NewTextHandler(log, nil)),
-		Hooks:  outbox.ConsumerHooks{Failed: func(outbox.Metadata, string, error) { failed.Add(1) }}}
+		Hooks:  outbox.ConsumerHooks{Failed: func(outbox.Metadata, string, error) { failed.Add(1) }}}, FromStart: true}
 	c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events, cfg, outbox.Handle("COUNTED", s.count),
 		outbox.HandleNoTx("LOOKED", func(ctx context.Context, _ sale, _ outbox.Metadata) error {
 			_, err := db.Exec(ctx, "SELECT 1")
@@ -338,7 +338,7 @@ func TestConsumerWithoutKafka(t *testing.T) {
 	log := new(testenv.Buffer)
 	cable := &brokenDialer{}
 	began, finish := make(chan struct{}), make(chan struct{})
-	cfg := outbox.ConsumerConfig{FromStart: true, Group: "cut-off-" + s.topic, Schema: s.schema, Logger: slog.New(slog.NewTextHandler(log, nil))}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "cut-off-" + s.topic, Schema: s.schema, Logger: slog.New(slog.NewTextHandler(log, nil))}, FromStart: true}
 	c, err := outbox.NewConsumer(s.db, append(testenv.KafkaOpts(s.brokers), kgo.Dialer(cable.dial)), s.events, cfg, outbox.Handle("COUNTED",
 		func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 			close(began)
@@ -389,19 +389,21 @@ func TestExpelledMember(t *testing.T) {
 	log := new(testenv.Buffer)
 	start := func(name string, heartbeat time.Duration, see func(outbox.Metadata)) {
 		c, err := outbox.NewConsumer(nil, append(testenv.KafkaOpts(s.brokers), kgo.ClientID(name)), s.events, outbox.ConsumerConfig{
-			Group: "expelled-" + s.topic, FromStart: true, MaxPoll: 1, HeartbeatInterval: heartbeat,
-			Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug})),
+			HandlerConfig: outbox.HandlerConfig{
+				Group:  "expelled-" + s.topic,
+				Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug})),
+			}, FromStart: true, MaxPoll: 1, HeartbeatInterval: heartbeat,
 		}, outbox.HandleNoTx("SEEN", func(_ context.Context, _ sale, m outbox.Metadata) error { see(m); return nil }))
 		require.NoError(t, err)
 		testenv.Run(t, c.Run)
 	}
 	stuck, goOn := make(chan struct{}), make(chan struct{})
 	start("old", 20*time.Second, func(m outbox.Metadata) {
-		if m.Offset == 10 {
+		if m.Kafka.Offset == 10 {
 			close(stuck)
 			<-goOn
 		}
-		if m.Offset > 10 {
+		if m.Kafka.Offset > 10 {
 			time.Sleep(100 * time.Millisecond) // still far behind
 		}
 	})
@@ -423,7 +425,7 @@ func TestExpelledMember(t *testing.T) {
 // first one that is left, also if it did not begin at the start.
 func TestConsumerBehindRetention(t *testing.T) {
 	s := newTill(t, 1)
-	cfg := outbox.ConsumerConfig{Group: "behind-" + s.topic}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "behind-" + s.topic}}
 	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 0 }, testenv.Patience, 10*time.Millisecond)
 	stop()

@@ -294,7 +294,7 @@ func (c *Consumer) handlerWait(n int) time.Duration {
 // returned, not tried again, and there are no dead letters. Actions that are done
 // already are skipped, and event types without a handler as Unknown says.
 func (c *Consumer) Deliver(ctx context.Context, record *kgo.Record) error {
-	it := c.read(ctx, record)
+	it := c.read(ctx, record, new(KafkaMetadata))
 	if it.class == classUnknownType && c.cfg.Unknown == SkipUnknown {
 		return nil
 	}

@@ -138,9 +138,9 @@ func (w *worker) handle(records []*kgo.Record) {
 func (w *worker) readAll(records []*kgo.Record) []item {
 	ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
 	defer cancel()
-	items := make([]item, len(records))
+	items, places := make([]item, len(records)), make([]KafkaMetadata, len(records))
 	for i, r := range records {
-		items[i] = w.read(ctx, r)
+		items[i] = w.read(ctx, r, &places[i])
 	}
 	return items
 }

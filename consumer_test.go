@@ -159,9 +159,9 @@ func TestRoundTrip(t *testing.T) {
 		s := newTill(t, 3)
 		var mu sync.Mutex
 		var seen []outbox.Metadata
-		cfg := outbox.ConsumerConfig{FromStart: true, Hooks: outbox.ConsumerHooks{
+		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
 			Repeated: func(outbox.Metadata, string) { assert.Fail(t, "handled twice") },
-		}}
+		}}, FromStart: true}
 		testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED",
 			func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 				mu.Lock()
@@ -189,8 +189,8 @@ func TestRoundTrip(t *testing.T) {
 		mu.Lock()
 		m := seen[0]
 		mu.Unlock()
-		require.Equal(t, []any{saleType, "shop", "application/json", s.topic, 1, string(m.Key)},
-			[]any{m.Type, m.Source, m.ContentType, m.Topic, m.Attempt, m.Subject})
+		require.Equal(t, []any{saleType, "shop", "application/json", s.topic, 1, string(m.Kafka.Key)},
+			[]any{m.Type, m.Source, m.ContentType, m.Kafka.Topic, m.Attempt, m.Subject})
 		require.Equal(t, sale{}.OccurredAt(), m.Time)
 		require.Equal(t, "Product", m.Extensions["aggregatetype"])
 	}
@@ -215,7 +215,7 @@ func TestPoison(t *testing.T) {
 	var mu sync.Mutex
 	failed, buried := map[string]int{}, 0
 	group := "group-" + uuid.NewString()
-	cfg := outbox.ConsumerConfig{FromStart: true, Group: group, Hooks: outbox.ConsumerHooks{
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: group, Hooks: outbox.ConsumerHooks{
 		Failed: func(m outbox.Metadata, _ string, err error) {
 			mu.Lock()
 			defer mu.Unlock()
@@ -228,7 +228,7 @@ func TestPoison(t *testing.T) {
 			buried++
 			assert.Equal(t, []string{"COUNTED", s.topic + ".dlq"}, []string{action, topic})
 		},
-	}}
+	}}, FromStart: true}
 	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	letters := s.letters(t, 4)
 	require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, testenv.Patience, 10*time.Millisecond)

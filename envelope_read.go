@@ -43,6 +43,16 @@ type Metadata struct {
 	// traceparent.
 	Extensions map[string]string
 
+	// Kafka says which record brought the event. It is nil where no record did.
+	Kafka *KafkaMetadata
+
+	// Attempt counts the tries of this action on this event, from 1. A batch that
+	// failed and whose events are handled one by one has used up none.
+	Attempt int
+}
+
+// KafkaMetadata is where a Kafka record is, and its key. It is not to be changed.
+type KafkaMetadata struct {
 	// Topic of the record.
 	Topic string
 	// Partition of the record.
@@ -51,10 +61,6 @@ type Metadata struct {
 	Offset int64
 	// Key of the record.
 	Key []byte
-
-	// Attempt counts the tries of this action on this event, from 1. A batch that
-	// failed and whose events are handled one by one has used up none.
-	Attempt int
 }
 
 // decodeRecord reads the value and the headers of a Kafka record as the

@@ -154,7 +154,7 @@ func TestHandlingHook(t *testing.T) {
 		},
 	}
 	marked := func(ctx context.Context, action string) { require.Equal(t, action, ctx.Value(mark{})) }
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, MaxRetries: -1, Hooks: hooks},
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: -1, Hooks: hooks}, FromStart: true},
 		outbox.Handle("ONE", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error { marked(ctx, "ONE"); return nil }),
 		outbox.HandleBatch("ALL", func(ctx context.Context, tx pgx.Tx, es []outbox.Received[sale]) error { marked(ctx, "ALL"); return nil }),
 		outbox.HandleNoTx("BAD", func(ctx context.Context, e sale, m outbox.Metadata) error {

@@ -156,7 +156,7 @@ func TestConsumerRole(t *testing.T) {
 	db := r.as(t, "consumer")
 	s.sendTo(t, 1, 10)
 	c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events,
-		outbox.ConsumerConfig{Group: "roles-" + s.topic, FromStart: true, Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, outbox.Handle("COUNTED", s.count))
+		outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "roles-" + s.topic, Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, FromStart: true}, outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 10 }, testenv.Patience, 10*time.Millisecond)

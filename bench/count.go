@@ -26,8 +26,11 @@ func countAll(ctx context.Context, j job) (u used, err error) {
 	first, counted := &firstBatch{profile: j.Profile}, newCountdown(j.Events)
 	consumer, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(j.Brokers...), kgo.WithHooks(first)}, events,
 		outbox.ConsumerConfig{
-			Group: j.Group, Schema: j.Schema, FromStart: true, MaxPoll: j.MaxPoll,
-			Hooks: outbox.ConsumerHooks{Handled: func(outbox.Metadata, string, time.Duration) { counted.done(1) }},
+			HandlerConfig: outbox.HandlerConfig{
+				Group: j.Group, Schema: j.Schema,
+				Hooks: outbox.ConsumerHooks{Handled: func(outbox.Metadata, string, time.Duration) { counted.done(1) }},
+			},
+			FromStart: true, MaxPoll: j.MaxPoll,
 		}, j.counter())
 	if err != nil {
 		return u, err

@@ -59,10 +59,10 @@ func runMember(value string) error {
 		return err
 	}
 	consumer, err := outbox.NewConsumer(db, s.kafkaOpts(d), events, s.config(d),
-		outbox.Handle("SALES_COUNT_INCREASED", addSale).
-			OncePer(func(e orderPaid, _ outbox.Metadata) (string, string) { return "Order", e.Order }),
-		outbox.HandleBatch("VIEW_COUNT_INCREASED", addViews).
-			OncePer(func(e productViewed, m outbox.Metadata) (string, string) {
+		outbox.OncePer(outbox.Handle("SALES_COUNT_INCREASED", addSale),
+			func(e orderPaid, _ outbox.Metadata) (string, string) { return "Order", e.Order }),
+		outbox.OncePer(outbox.HandleBatch("VIEW_COUNT_INCREASED", addViews),
+			func(e productViewed, m outbox.Metadata) (string, string) {
 				return "ProductView", e.Product + "_" + m.ID
 			}),
 		outbox.Handle("LIKE_COUNT_CHANGED", addLike),
@@ -80,16 +80,19 @@ func runMember(value string) error {
 // short. The longest handling is longer than anybody is frozen.
 func (s memberSpec) config(d *diary) outbox.ConsumerConfig {
 	return outbox.ConsumerConfig{
-		Group: s.Group, FromStart: true, MaxPoll: 20, RetryWait: 5 * time.Millisecond,
-		HeartbeatInterval: heartbeat, SessionTimeout: s.Session, MaxPollInterval: 30 * time.Second,
-		Hooks: outbox.ConsumerHooks{
-			Repeated: func(outbox.Metadata, string) { d.must("skipped") },
-			Failed: func(m outbox.Metadata, action string, err error) {
-				if !errors.Is(err, errHiccup) {
-					d.must("failed %s %s/%d/%d: %v", action, m.Topic, m.Partition, m.Offset, err)
-				}
+		HandlerConfig: outbox.HandlerConfig{
+			Group: s.Group, RetryWait: 5 * time.Millisecond,
+			Hooks: outbox.ConsumerHooks{
+				Repeated: func(outbox.Metadata, string) { d.must("skipped") },
+				Failed: func(m outbox.Metadata, action string, err error) {
+					if !errors.Is(err, errHiccup) {
+						d.must("failed %s %s/%d/%d: %v", action, m.Kafka.Topic, m.Kafka.Partition, m.Kafka.Offset, err)
+					}
+				},
 			},
 		},
+		FromStart: true, MaxPoll: 20,
+		HeartbeatInterval: heartbeat, SessionTimeout: s.Session, MaxPollInterval: 30 * time.Second,
 	}
 }
 
@@ -137,7 +140,7 @@ func (d *diary) must(format string, args ...any) {
 // see is a handler without a transaction: it is called again for what is repeated.
 func see[E outbox.DomainEvent](d *diary) func(context.Context, E, outbox.Metadata) error {
 	return func(_ context.Context, _ E, m outbox.Metadata) error {
-		return d.note("saw %d %d", m.Partition, m.Offset)
+		return d.note("saw %d %d", m.Kafka.Partition, m.Kafka.Offset)
 	}
 }
 
@@ -146,7 +149,7 @@ func see[E outbox.DomainEvent](d *diary) func(context.Context, E, outbox.Metadat
 var errHiccup = errors.New("hiccup")
 
 func hiccup(m outbox.Metadata) error {
-	if m.Attempt == 1 && m.Offset%307 == 0 {
+	if m.Attempt == 1 && m.Kafka.Offset%307 == 0 {
 		return errHiccup
 	}
 	return nil

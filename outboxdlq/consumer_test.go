@@ -84,18 +84,21 @@ func (f *replayFixture) start(t testing.TB, group string, actions ...string) {
 	}
 	plain := outbox.PlainRecords{Type: saleType}
 	cfg := outbox.ConsumerConfig{
-		Group: group + "-" + f.topic, FromStart: true, Schema: f.schema, Logger: slog.New(slog.DiscardHandler),
+		HandlerConfig: outbox.HandlerConfig{
+			Group: group + "-" + f.topic, Schema: f.schema, Logger: slog.New(slog.DiscardHandler),
+			Hooks: outbox.ConsumerHooks{Repeated: func(_ outbox.Metadata, action string) {
+				f.mu.Lock()
+				defer f.mu.Unlock()
+				f.repeats[group+" "+action]++
+			}},
+		},
+		FromStart: true,
 		Decode: func(r *kgo.Record) (*outbox.Message, error) {
 			if group == "a" && f.unreadable.Load() {
 				return nil, errors.New("unreadable")
 			}
 			return plain.Decode(r)
 		},
-		Hooks: outbox.ConsumerHooks{Repeated: func(_ outbox.Metadata, action string) {
-			f.mu.Lock()
-			defer f.mu.Unlock()
-			f.repeats[group+" "+action]++
-		}},
 	}
 	c, err := outbox.NewConsumer(f.db, testenv.KafkaOpts(f.brokers), f.events, cfg, handlers...)
 	require.NoError(t, err)

@@ -31,19 +31,19 @@ func (t *Telemetry) Consumer(cfg outbox.ConsumerConfig) outbox.ConsumerConfig {
 	cfg.Hooks = outbox.ConsumerHooks{
 		Handling: c.handling(theirs.Handling),
 		Handled: func(m outbox.Metadata, action string, took time.Duration) {
-			c.settle(m.Topic, m.Type, action, "handled")
+			c.settle(recordOf(m).Topic, m.Type, action, "handled")
 			if theirs.Handled != nil {
 				theirs.Handled(m, action, took)
 			}
 		},
 		Repeated: func(m outbox.Metadata, action string) {
-			c.settle(m.Topic, m.Type, action, "repeated")
+			c.settle(recordOf(m).Topic, m.Type, action, "repeated")
 			if theirs.Repeated != nil {
 				theirs.Repeated(m, action)
 			}
 		},
 		Failed: func(m outbox.Metadata, action string, err error) {
-			c.failed.Add(context.Background(), 1, c.set(c.group, semconv.MessagingDestinationName(m.Topic),
+			c.failed.Add(context.Background(), 1, c.set(c.group, semconv.MessagingDestinationName(recordOf(m).Topic),
 				semconv.CloudEventsEventType(m.Type), actionKey.String(action), semconv.ErrorTypeKey.String(c.cfg.ErrorType(err))))
 			if theirs.Failed != nil {
 				theirs.Failed(m, action, err)
@@ -54,14 +54,14 @@ func (t *Telemetry) Consumer(cfg outbox.ConsumerConfig) outbox.ConsumerConfig {
 			if action == "" { // then it may be anything
 				known = ""
 			}
-			c.settle(m.Topic, known, action, "dead_lettered")
+			c.settle(recordOf(m).Topic, known, action, "dead_lettered")
 			if theirs.DeadLettered != nil {
 				theirs.DeadLettered(m, action, topic, err)
 			}
 		},
 		Unknown: func(m outbox.Metadata) {
 			if skips {
-				c.settle(m.Topic, "", "", "unknown")
+				c.settle(recordOf(m).Topic, "", "", "unknown")
 			}
 			if theirs.Unknown != nil {
 				theirs.Unknown(m)
@@ -69,6 +69,14 @@ func (t *Telemetry) Consumer(cfg outbox.ConsumerConfig) outbox.ConsumerConfig {
 		},
 	}
 	return cfg
+}
+
+// recordOf returns the record that brought an event, the zero value without one.
+func recordOf(m outbox.Metadata) outbox.KafkaMetadata {
+	if m.Kafka == nil {
+		return outbox.KafkaMetadata{}
+	}
+	return *m.Kafka
 }
 
 // settle counts an event and action that are done with.
@@ -113,7 +121,7 @@ func (c *consumer) handling(theirs handlingHook) handlingHook {
 
 // handler returns the attributes of a call of a handler.
 func (c *consumer) handler(m outbox.Metadata, action string, err error) metric.MeasurementOption {
-	key := handlerKey{topic: m.Topic, eventType: m.Type, action: action}
+	key := handlerKey{topic: recordOf(m).Topic, eventType: m.Type, action: action}
 	if err != nil {
 		key.outcome = c.cfg.ErrorType(err)
 	}
@@ -134,21 +142,21 @@ func (c *consumer) process(ctx context.Context, action string, events []outbox.M
 	if !c.traced {
 		return ctx, noop.Span{}
 	}
-	first := events[0]
+	first, record := events[0], recordOf(events[0])
 	attrs := append(operation(processOperation), semconv.MessagingOperationTypeProcess)
-	attrs = append(attrs, c.about(first.Topic, first.Type, action)...)
-	attrs = append(attrs, semconv.MessagingDestinationPartitionID(partitionID(first.Partition)))
+	attrs = append(attrs, c.about(record.Topic, first.Type, action)...)
+	attrs = append(attrs, semconv.MessagingDestinationPartitionID(partitionID(record.Partition)))
 	opts := []trace.SpanStartOption{trace.WithSpanKind(trace.SpanKindConsumer)}
 	if len(events) == 1 {
 		ctx = within(ctx, first.Extensions[traceParentExtension])
-		attrs = append(attrs, semconv.MessagingMessageID(first.ID), semconv.MessagingKafkaOffset(int(first.Offset)),
-			semconv.MessagingKafkaMessageKey(string(first.Key)))
+		attrs = append(attrs, semconv.MessagingMessageID(first.ID), semconv.MessagingKafkaOffset(int(record.Offset)),
+			semconv.MessagingKafkaMessageKey(string(record.Key)))
 	} else {
 		attrs = append(attrs, semconv.MessagingBatchMessageCount(len(events)))
 		opts = append(opts, trace.WithLinks(linksTo(events)...))
 	}
 	opts = append(opts, trace.WithAttributes(c.attributes(attrs...)...))
-	return c.tracer.Start(ctx, processOperation+" "+first.Topic, opts...)
+	return c.tracer.Start(ctx, processOperation+" "+record.Topic, opts...)
 }
 
 // linksTo returns a link to each span that recorded some of the events.

@@ -20,7 +20,7 @@ func Example() {
 		tel := must(outboxotel.New(outboxotel.Config{}))
 		rec := must(outbox.NewRecorder(events, tel.Recorder(outbox.RecorderConfig{})))
 		relay := must(outbox.NewRelay(db, kafka, tel.Relay(outbox.RelayConfig{})))
-		sales := must(outbox.NewConsumer(db, kafka, events, tel.Consumer(outbox.ConsumerConfig{Group: "sales"}), countSale))
+		sales := must(outbox.NewConsumer(db, kafka, events, tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "sales"}}), countSale))
 		tel.Watch(must(outbox.NewInspector(db, outbox.InspectorConfig{})), sales)
 		// X-Trace-Id of a request goes into its events, and into the lines of all who handle them.
 		handler := outboxhttp.Trace(outboxhttp.TraceConfig{}, api{rec})

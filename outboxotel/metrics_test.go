@@ -36,7 +36,7 @@ func TestMetrics(t *testing.T) {
 	inspector, err := outbox.NewInspector(s.db, outbox.InspectorConfig{Schema: s.schema})
 	require.NoError(t, err)
 	tried := false
-	c := s.consumer(t, outbox.ConsumerConfig{RetryWait: time.Millisecond, MaxRetries: 1},
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{RetryWait: time.Millisecond, MaxRetries: 1}},
 		outbox.Handle("COUNT", func(ctx context.Context, tx pgx.Tx, e placed, m outbox.Metadata) error { return nil }),
 		outbox.HandleNoTx("MAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
 			switch {
@@ -153,7 +153,7 @@ func TestMetricNames(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
 	inspector, err := outbox.NewInspector(s.db, outbox.InspectorConfig{Schema: s.schema})
 	require.NoError(t, err)
-	c := s.consumer(t, outbox.ConsumerConfig{MaxRetries: -1}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: -1}}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
 		return errors.New("no")
 	}))
 	s.tel.Watch(inspector, c)
@@ -228,12 +228,12 @@ func TestHooksOfHost(t *testing.T) {
 	done(nil)
 
 	relay := s.tel.Relay(outbox.RelayConfig{Hooks: outbox.RelayHooks{
-		Leading: func(bool) { tell("leading") },
-		Sent:    func(outbox.SentBatch) { tell("sent") },
-		Rejected: func(outbox.FailedEvent) { tell("rejected") },
-		Dead:    func(outbox.FailedEvent) { tell("dead") },
+		Leading:     func(bool) { tell("leading") },
+		Sent:        func(outbox.SentBatch) { tell("sent") },
+		Rejected:    func(outbox.FailedEvent) { tell("rejected") },
+		Dead:        func(outbox.FailedEvent) { tell("dead") },
 		RowsRemoved: func(outbox.RetentionResult) { tell("rows removed") },
-		Breaker: func(_, _ outbox.BreakerState) { tell("breaker") },
+		Breaker:     func(_, _ outbox.BreakerState) { tell("breaker") },
 	}}).Hooks
 	relay.Leading(true)
 	relay.Sent(outbox.SentBatch{})
@@ -242,7 +242,7 @@ func TestHooksOfHost(t *testing.T) {
 	relay.RowsRemoved(outbox.RetentionResult{})
 	relay.Breaker(outbox.BreakerClosed, outbox.BreakerOpen)
 
-	consumer := s.tel.Consumer(outbox.ConsumerConfig{Group: "g", Hooks: outbox.ConsumerHooks{
+	consumer := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Hooks: outbox.ConsumerHooks{
 		Handling: func(ctx context.Context, _ string, _ []outbox.Metadata) (context.Context, func(error)) {
 			return context.WithValue(ctx, mark{}, 2), func(error) { tell("handling") }
 		},
@@ -251,7 +251,7 @@ func TestHooksOfHost(t *testing.T) {
 		Failed:       func(outbox.Metadata, string, error) { tell("failed") },
 		DeadLettered: func(outbox.Metadata, string, string, error) { tell("dead-lettered") },
 		Unknown:      func(outbox.Metadata) { tell("unknown") },
-	}}).Hooks
+	}}}).Hooks
 	ctx, done = consumer.Handling(t.Context(), "A", []outbox.Metadata{{}})
 	require.Equal(t, 2, ctx.Value(mark{}))
 	done(nil)
@@ -267,9 +267,9 @@ func TestHooksOfHost(t *testing.T) {
 // What anybody may send to a topic, or write into a row, names no series.
 func TestTypesOfOthers(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
-	hooks := s.tel.Consumer(outbox.ConsumerConfig{Group: "g"}).Hooks
+	hooks := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks
 	for i := range 100 {
-		m := outbox.Metadata{Topic: "t", Type: fmt.Sprint("type", i), ID: fmt.Sprint(i), Key: []byte(fmt.Sprint(i))}
+		m := outbox.Metadata{Kafka: &outbox.KafkaMetadata{Topic: "t", Key: []byte(fmt.Sprint(i))}, Type: fmt.Sprint("type", i), ID: fmt.Sprint(i)}
 		hooks.Unknown(m)
 		hooks.DeadLettered(m, "", "t.dlq", errors.New("no codec"))
 	}
@@ -277,8 +277,8 @@ func TestTypesOfOthers(t *testing.T) {
 	require.Len(t, m["outbox.consumer.processed"].Data.(metricdata.Sum[int64]).DataPoints, 2)
 	require.Equal(t, 100.0, m.value("outbox.consumer.processed", "outbox.result", "unknown"))
 
-	buries := s.tel.Consumer(outbox.ConsumerConfig{Group: "g", Unknown: outbox.DeadLetterUnknown}).Hooks
-	buries.Unknown(outbox.Metadata{Topic: "t"})
+	buries := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Unknown: outbox.DeadLetterUnknown}}).Hooks
+	buries.Unknown(outbox.Metadata{Kafka: &outbox.KafkaMetadata{Topic: "t"}})
 	require.Equal(t, 100.0, s.collect(t).value("outbox.consumer.processed", "outbox.result", "unknown"), "what is buried is no skip")
 }
 
@@ -299,7 +299,7 @@ var errorTypes = map[string]error{
 // Kinds of errors are few, whatever their texts say.
 func TestErrorTypes(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
-	hooks := s.tel.Consumer(outbox.ConsumerConfig{Group: "g"}).Hooks
+	hooks := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks
 	for want, err := range errorTypes {
 		hooks.Failed(outbox.Metadata{}, "A", err)
 		require.Equal(t, 1.0, s.collect(t).value("outbox.consumer.failed", "error.type", want), want)

@@ -131,7 +131,7 @@ func TestFailedSpans(t *testing.T) {
 
 	s.commit(t.Context(), t, orders("1")...)
 	s.relay(t, outbox.RelayConfig{})
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{MaxRetries: -1}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: -1}}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
 		panic("no")
 	})).Run)
 	failed := s.one(t, "process "+s.orders)
@@ -178,7 +178,7 @@ func TestNoTracer(t *testing.T) {
 	untraced, err := outboxotel.New(outboxotel.Config{TracerProvider: noop.NewTracerProvider()})
 	require.NoError(t, err)
 	ctx, span := s.tracers.Tracer("test").Start(t.Context(), "mine")
-	cfg := untraced.Consumer(outbox.ConsumerConfig{Group: "g"})
+	cfg := untraced.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}})
 	_, done := cfg.Hooks.Handling(ctx, "A", []outbox.Metadata{{Extensions: map[string]string{"traceparent": elsewhere}}})
 	done(errors.New("no"))
 	require.True(t, span.IsRecording())

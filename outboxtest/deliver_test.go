@@ -15,7 +15,7 @@ import (
 func (h *house) consumer(t testing.TB, handlers ...outbox.Handler) *outbox.Consumer {
 	t.Helper()
 	h.exec(t, `CREATE TABLE IF NOT EXISTS {s}.sales (cents bigint NOT NULL)`)
-	c, err := outbox.NewConsumer(h.db, nil, h.events, outbox.ConsumerConfig{Group: "sales", Schema: h.schema}, handlers...)
+	c, err := outbox.NewConsumer(h.db, nil, h.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "sales", Schema: h.schema}}, handlers...)
 	require.NoError(t, err)
 	return c
 }
@@ -50,7 +50,7 @@ func TestDeliverMetadata(t *testing.T) {
 	var events []parcelSent
 	var told []outbox.Metadata
 	var correlation string
-	c, err := outbox.NewConsumer(nil, nil, h.events, outbox.ConsumerConfig{Group: "g"},
+	c, err := outbox.NewConsumer(nil, nil, h.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}},
 		outbox.HandleNoTx("NOTED", func(ctx context.Context, e parcelSent, m outbox.Metadata) error {
 			events, told, correlation = append(events, e), append(told, m), outbox.CorrelationID(ctx)
 			return nil
@@ -61,12 +61,12 @@ func TestDeliverMetadata(t *testing.T) {
 	require.Equal(t, []parcelSent{{Number: "7"}, {Number: "7"}}, events)
 	require.Equal(t, "corr-1", correlation)
 	require.Equal(t, told[0].ID, told[1].ID, "it is the same event")
-	require.Less(t, told[0].Offset, told[1].Offset, "that arrives again")
+	require.Less(t, told[0].Kafka.Offset, told[1].Kafka.Offset, "that arrives again")
 	m := told[0]
 	require.NotEmpty(t, m.ID)
 	require.True(t, noon.Equal(m.Time))
 	require.Equal(t, []string{"shop", "acme.parcel.sent.v1", "7", "application/x-parcel", "parcel-events", "7"},
-		[]string{m.Source, m.Type, m.Subject, m.ContentType, m.Topic, string(m.Key)})
+		[]string{m.Source, m.Type, m.Subject, m.ContentType, m.Kafka.Topic, string(m.Kafka.Key)})
 	require.Equal(t, "Parcel", m.Extensions["aggregatetype"])
 }
 

@@ -54,7 +54,7 @@ func TestNewRecordFails(t *testing.T) {
 // An event that cannot come is a mistake of the test, not of the handler.
 func TestDeliverFails(t *testing.T) {
 	h := newHouse(t)
-	c, err := outbox.NewConsumer(nil, nil, h.events, outbox.ConsumerConfig{Group: "g"},
+	c, err := outbox.NewConsumer(nil, nil, h.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}},
 		outbox.HandleNoTx("NOTHING", func(context.Context, orderPlaced, outbox.Metadata) error { panic("not handled") }))
 	require.NoError(t, err)
 	for _, deliver := range []func(context.Context, outboxtest.T, *outbox.Consumer, *outbox.Registry, outbox.DomainEvent) error{

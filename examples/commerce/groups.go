@@ -29,12 +29,14 @@ func (a *app) groups(ctx context.Context) ([]*outbox.Consumer, error) {
 // needs no more than that and RetriesFor.
 func (a *app) group(name string) outbox.ConsumerConfig {
 	return outbox.ConsumerConfig{
-		Group:      name + "." + a.id,
-		Schema:     a.id,
-		FromStart:  true, // customers do not wait until the groups are ready
-		RetriesFor: retries,
-		Decode:     onlyFrom(a.source),
-		Hooks:      a.tally.hooks(),
+		HandlerConfig: outbox.HandlerConfig{
+			Group:      name + "." + a.id,
+			Schema:     a.id,
+			RetriesFor: retries,
+			Hooks:      a.tally.hooks(),
+		},
+		FromStart: true, // customers do not wait until the groups are ready
+		Decode:    onlyFrom(a.source),
 	}
 }
 

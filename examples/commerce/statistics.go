@@ -40,14 +40,12 @@ type statistics struct{ db *pgxpool.Pool }
 // looks twice counts twice. Likes have a key of their own.
 func (s statistics) handlers() []outbox.Handler {
 	return []outbox.Handler{
-		outbox.HandleBatch(salesCounted, s.orderPaid).
-			OncePer(func(e OrderPaidEventV1, _ outbox.Metadata) (string, string) {
-				return "Order", number(e.OrderID)
-			}),
-		outbox.HandleBatch(viewsCounted, s.productViewed).
-			OncePer(func(e ProductViewedEventV1, m outbox.Metadata) (string, string) {
-				return "ProductView", number(e.ProductID) + "_" + m.ID
-			}),
+		outbox.OncePer(outbox.HandleBatch(salesCounted, s.orderPaid), func(e OrderPaidEventV1, _ outbox.Metadata) (string, string) {
+			return "Order", number(e.OrderID)
+		}),
+		outbox.OncePer(outbox.HandleBatch(viewsCounted, s.productViewed), func(e ProductViewedEventV1, m outbox.Metadata) (string, string) {
+			return "ProductView", number(e.ProductID) + "_" + m.ID
+		}),
 		outbox.HandleNoTx(likeCounted, s.likeCreated),
 		outbox.HandleNoTx(likeTakenOff, s.likeCanceled),
 	}

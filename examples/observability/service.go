@@ -101,7 +101,7 @@ func (s *service) wire(context.Context) (err error) {
 		return err
 	}
 	s.sales, err = outbox.NewConsumer(s.db, s.kafka, s.events,
-		s.tel.Consumer(outbox.ConsumerConfig{Schema: s.id, Group: "sales-" + s.id, FromStart: true, Logger: s.log}),
+		s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.id, Group: "sales-" + s.id, Logger: s.log}, FromStart: true}),
 		outbox.Handle("SALE_COUNTED", s.countSale))
 	if err != nil {
 		return err

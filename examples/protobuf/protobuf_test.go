@@ -98,7 +98,7 @@ func throughKafka(t *testing.T, mode outbox.Mode) (*kgo.Record, string) {
 	stop := testenv.Run(t, relay.Run)
 	record := first(ctx, t, brokers, topic)
 	stop()
-	require.Equal(t, anOrder, firstHandled(ctx, t, db, brokers, events, outbox.ConsumerConfig{Schema: schema, Group: topic, FromStart: true}))
+	require.Equal(t, anOrder, firstHandled(ctx, t, db, brokers, events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: schema, Group: topic}, FromStart: true}))
 	return record, storedID(ctx, t, db, schema)
 }
 

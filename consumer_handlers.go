@@ -20,28 +20,9 @@ type Received[E DomainEvent] struct {
 }
 
 // Handler is an action on the events of a type: what [Handle], [HandleNoTx] and
-// [HandleBatch] return.
+// [HandleBatch] return. It does not change; [OncePer] returns a changed copy.
 type Handler interface {
 	handler() *handler
-}
-
-// EventHandler is an action in a transaction. It does not change; its methods
-// return changed copies.
-type EventHandler[E DomainEvent] struct{ h handler }
-
-func (h *EventHandler[E]) handler() *handler { return &h.h }
-
-// OncePer says what the action is done once for. Without it that is the event: a
-// repeated one is skipped. With it every event of the same aggregate type (at most
-// 100 characters) and id (at most 255) is a repeat. Two handlers with the same
-// action and key are repeats of one another, also of different event types.
-func (h *EventHandler[E]) OncePer(key func(event E, m Metadata) (aggregateType, aggregateID string)) *EventHandler[E] {
-	c := *h
-	c.h.key = nil
-	if key != nil {
-		c.h.key = func(e any, m Metadata) (string, string) { return key(e.(E), m) }
-	}
-	return &c
 }
 
 // Handle makes a handler of f, for effects in PostgreSQL. What f does in tx commits
@@ -50,7 +31,7 @@ func (h *EventHandler[E]) OncePer(key func(event E, m Metadata) (aggregateType, 
 //
 // The events that arrive together share a transaction. If one of them fails, it is
 // rolled back and each gets its own: f may run twice, and effects outside of tx
-// belong into [HandleNoTx]. An error is tried again as [ConsumerConfig] says;
+// belong into [HandleNoTx]. An error is tried again as [HandlerConfig] says;
 // [Permanent] marks one that no retry mends.
 //
 // ctx carries the event's correlation id and traceparent, so that events recorded
@@ -58,18 +39,18 @@ func (h *EventHandler[E]) OncePer(key func(event E, m Metadata) (aggregateType, 
 //
 // The action names what is done, at most 100 characters, for example
 // SALES_COUNT_INCREASED. It is part of what marks a repeat: do not rename it.
-func Handle[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx, event E, m Metadata) error) *EventHandler[E] {
+func Handle[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx, event E, m Metadata) error) Handler {
 	h := handler{action: action, goType: reflect.TypeFor[E](), kind: inTx}
 	if f != nil {
 		h.one = func(ctx context.Context, tx pgx.Tx, r arrival) error { return f(ctx, tx, r.event.(E), r.meta) }
 	}
-	return &EventHandler[E]{h}
+	return &h
 }
 
 // HandleBatch is [Handle] for handlers that aggregate: f gets the events of type E
 // that arrived together in a partition and are no repeats, in their order, at most
 // MaxPoll. If it fails, it gets each of them alone.
-func HandleBatch[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx, events []Received[E]) error) *EventHandler[E] {
+func HandleBatch[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx, events []Received[E]) error) Handler {
 	h := handler{action: action, goType: reflect.TypeFor[E](), kind: inBatch}
 	if f != nil {
 		h.many = func(ctx context.Context, tx pgx.Tx, rs []arrival) error {
@@ -80,7 +61,7 @@ func HandleBatch[E DomainEvent](action string, f func(ctx context.Context, tx pg
 			return f(ctx, tx, events)
 		}
 	}
-	return &EventHandler[E]{h}
+	return &h
 }
 
 // HandleNoTx makes a handler of f for effects that are idempotent by nature, such
@@ -97,14 +78,35 @@ func HandleNoTx[E DomainEvent](action string, f func(ctx context.Context, event 
 	return &h
 }
 
+// OncePer returns a copy of a [Handle] or [HandleBatch] handler that says what its
+// action is done once for. Without it that is the event: a repeated one is skipped.
+// With it every event of the same aggregate type (at most 100 characters) and id (at
+// most 255) is a repeat. Two handlers with the same action and key are repeats of one
+// another, also of different event types. A nil key means the event again.
+//
+// E is the event type of h. [NewConsumer] refuses another one, and a handler of
+// [HandleNoTx], because nothing notes what that has done.
+func OncePer[E DomainEvent](h Handler, key func(event E, m Metadata) (aggregateType, aggregateID string)) Handler {
+	if check.IsNil(h) {
+		return h // NewConsumer names it
+	}
+	c := *h.handler()
+	c.key, c.keyType = nil, reflect.TypeFor[E]()
+	if key != nil {
+		c.key = func(e any, m Metadata) (string, string) { return key(e.(E), m) }
+	}
+	return &c
+}
+
 // handler is a Handler without its type parameter.
 type handler struct {
-	action string
-	goType reflect.Type
-	kind   handlerKind
-	one    func(context.Context, pgx.Tx, arrival) error   // inTx, noTx
-	many   func(context.Context, pgx.Tx, []arrival) error // inBatch
-	key    func(event any, m Metadata) (aggregateType, aggregateID string)
+	action  string
+	goType  reflect.Type
+	kind    handlerKind
+	one     func(context.Context, pgx.Tx, arrival) error   // inTx, noTx
+	many    func(context.Context, pgx.Tx, []arrival) error // inBatch
+	key     func(event any, m Metadata) (aggregateType, aggregateID string)
+	keyType reflect.Type // the E of OncePer; nil without
 }
 
 type handlerKind uint8
@@ -125,11 +127,18 @@ type arrival struct {
 
 // check says why a handler cannot be used.
 func (h *handler) check() error {
-	if err := check.Text(h.action, maxAction); err != nil {
-		return &FieldError{EventType: h.goType.String(), Index: -1, Field: "action", Err: err}
+	refuse := func(field string, err error) error {
+		return &FieldError{EventType: h.goType.String(), Index: -1, Field: field, Err: err}
 	}
-	if h.one == nil && h.many == nil {
-		return &FieldError{EventType: h.goType.String(), Index: -1, Field: "handler", Err: fmt.Errorf("function of %s %w", h.action, ErrNilArgument)}
+	switch err := check.Text(h.action, maxAction); {
+	case err != nil:
+		return refuse("action", err)
+	case h.one == nil && h.many == nil:
+		return refuse("handler", fmt.Errorf("function of %s %w", h.action, ErrNilArgument))
+	case h.keyType != nil && h.kind == noTx:
+		return refuse("OncePer", fmt.Errorf("of %s %w: a handler of HandleNoTx notes nothing", h.action, ErrMalformed))
+	case h.keyType != nil && h.keyType != h.goType:
+		return refuse("OncePer", fmt.Errorf("of %s %w: its key is of %s", h.action, ErrMalformed, h.keyType))
 	}
 	return nil
 }

@@ -47,9 +47,9 @@ var oneSale = []byte(`{"product":"p","amount":1}`)
 func TestRepeats(t *testing.T) {
 	s := newTill(t, 1)
 	var repeats atomic.Int32
-	cfg := outbox.ConsumerConfig{FromStart: true, Group: "g-" + uuid.NewString(), Hooks: outbox.ConsumerHooks{
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g-" + uuid.NewString(), Hooks: outbox.ConsumerHooks{
 		Repeated: func(outbox.Metadata, string) { repeats.Add(1) },
-	}}
+	}}, FromStart: true}
 	for _, id := range []string{uuid.NewString(), "not a uuid", strings.Repeat("long", 100)} {
 		for range 3 {
 			s.send(t, s.saleRecord(id, oneSale), s.saleRecord(id, oneSale))
@@ -72,7 +72,7 @@ func TestRepeats(t *testing.T) {
 // whatever the event and its type.
 func TestOncePer(t *testing.T) {
 	s := newTill(t, 3)
-	once := outbox.Handle("LISTED", s.count).OncePer(func(e sale, _ outbox.Metadata) (string, string) { return "Product", e.Product })
+	once := outbox.OncePer(outbox.Handle("LISTED", s.count), func(e sale, _ outbox.Metadata) (string, string) { return "Product", e.Product })
 	var ends atomic.Int32
 	end := outbox.HandleNoTx("END", func(_ context.Context, e sale, _ outbox.Metadata) error {
 		if e.Product == "end" {
@@ -95,7 +95,7 @@ func TestOncePer(t *testing.T) {
 // A key that event_handled cannot hold is the event's fault, and no try is wasted.
 func TestImpossibleKey(t *testing.T) {
 	s := newTill(t, 1)
-	h := outbox.Handle("LISTED", s.count).OncePer(func(e sale, _ outbox.Metadata) (string, string) { return "Product", e.Product })
+	h := outbox.OncePer(outbox.Handle("LISTED", s.count), func(e sale, _ outbox.Metadata) (string, string) { return "Product", e.Product })
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, h).Run)
 	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"product":"a\u0000b"}`)), s.saleRecord(uuid.NewString(), []byte(`{"product":""}`)), s.saleRecord(uuid.NewString(), oneSale))
 	for _, r := range s.letters(t, 2) {
@@ -131,7 +131,7 @@ func TestHandleBatch(t *testing.T) {
 		records = append(records, s.saleRecord(uuid.NewString(), oneSale))
 	}
 	s.send(t, append(records, s.saleRecord(repeated.Topic, oneSale), &kgo.Record{Topic: s.topic, Value: repeated.Value, Headers: repeated.Headers})...)
-	stop := testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, Group: "b-" + s.topic, MaxPoll: 1000}, h).Run)
+	stop := testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "b-" + s.topic}, FromStart: true, MaxPoll: 1000}, h).Run)
 	require.Eventually(t, func() bool { return s.counts(t)["total"] == 100 }, testenv.Patience, 10*time.Millisecond)
 	stop()
 	mu.Lock()
@@ -140,7 +140,7 @@ func TestHandleBatch(t *testing.T) {
 	mu.Unlock()
 
 	s.send(t, s.saleRecord(uuid.NewString(), oneSale), s.saleRecord(uuid.NewString(), []byte(`{"poison":"bad"}`)), s.saleRecord(uuid.NewString(), oneSale))
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{Group: "b-" + s.topic}, h).Run)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "b-" + s.topic}}, h).Run)
 	require.Equal(t, "bad", letterHeaders(s.letters(t, 1)[0])["dlq_error"])
 	require.Eventually(t, func() bool { return s.counts(t)["total"] == 102 }, testenv.Patience, 10*time.Millisecond)
 }
@@ -171,7 +171,7 @@ func TestHandleNoTx(t *testing.T) {
 func TestConsumerWithoutPostgres(t *testing.T) {
 	s := newTill(t, 1)
 	var calls atomic.Int32
-	c, err := outbox.NewConsumer(nil, testenv.KafkaOpts(s.brokers), s.events, outbox.ConsumerConfig{Group: "g-" + s.topic, FromStart: true},
+	c, err := outbox.NewConsumer(nil, testenv.KafkaOpts(s.brokers), s.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g-" + s.topic}, FromStart: true},
 		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { calls.Add(1); return nil }))
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)
@@ -185,7 +185,7 @@ func TestActionsAreApart(t *testing.T) {
 	s := newTill(t, 1)
 	var broken atomic.Bool
 	broken.Store(true)
-	cfg := outbox.ConsumerConfig{FromStart: true, Group: "apart-" + s.topic}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "apart-" + s.topic}, FromStart: true}
 	fragile := outbox.Handle("FRAGILE", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 		if broken.Load() {
 			return outbox.Permanent(errors.New("broken"))
@@ -218,9 +218,9 @@ func TestUnknownTypes(t *testing.T) {
 	for _, unknown := range []outbox.UnknownTypes{outbox.SkipUnknown, outbox.DeadLetterUnknown} {
 		s := newTill(t, 1)
 		var told atomic.Int32
-		cfg := outbox.ConsumerConfig{FromStart: true, Unknown: unknown, Hooks: outbox.ConsumerHooks{
+		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Unknown: unknown, Hooks: outbox.ConsumerHooks{
 			Unknown: func(m outbox.Metadata) { told.Add(1); assert.Equal(t, "someone.elses.v1", m.Type) },
-		}}
+		}}, FromStart: true}
 		r := s.saleRecord(uuid.NewString(), oneSale)
 		r.Headers[3].Value = []byte("someone.elses.v1")
 		s.send(t, r, s.saleRecord(uuid.NewString(), oneSale))
@@ -238,13 +238,13 @@ func TestUnknownTypes(t *testing.T) {
 func TestDecodePassesOver(t *testing.T) {
 	s := newTill(t, 1)
 	var decoded atomic.Int32
-	cfg := outbox.ConsumerConfig{FromStart: true, Unknown: outbox.DeadLetterUnknown, Decode: func(r *kgo.Record) (*outbox.Message, error) {
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Unknown: outbox.DeadLetterUnknown, Hooks: outbox.ConsumerHooks{DeadLettered: func(outbox.Metadata, string, string, error) { assert.Fail(t, "dead letter") }}}, FromStart: true, Decode: func(r *kgo.Record) (*outbox.Message, error) {
 		decoded.Add(1)
 		if m, err := outbox.DecodeCloudEvent(r); err != nil || m.Source == "shop" {
 			return m, err
 		}
 		return nil, nil
-	}, Hooks: outbox.ConsumerHooks{DeadLettered: func(outbox.Metadata, string, string, error) { assert.Fail(t, "dead letter") }}}
+	}}
 	testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	other := s.saleRecord(uuid.NewString(), oneSale)
 	other.Headers[2].Value = []byte("another shop")
@@ -272,10 +272,10 @@ func TestUpcast(t *testing.T) {
 	s := newTill(t, 1,
 		outbox.Event("test.sale.made.v2", "Product", func(e saleV2) string { return e.Product }),
 		outbox.Event("test.sale.made.v3", "Product", func(e saleV3) string { return e.Product }))
-	cfg := outbox.ConsumerConfig{FromStart: true, Upcasters: []outbox.Upcaster{
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Upcasters: []outbox.Upcaster{
 		outbox.Upcast(func(e saleV2) saleV3 { return saleV3{e.Product, e.Cents, "from v2"} }),
 		outbox.Upcast(func(e sale) saleV2 { return saleV2{e.Product, e.Amount * 100} }),
-	}}
+	}}, FromStart: true}
 	var mu sync.Mutex
 	var got []any
 	keep := func(e any) error { mu.Lock(); defer mu.Unlock(); got = append(got, e); return nil }
@@ -304,7 +304,7 @@ func TestContentTypes(t *testing.T) {
 		*event.(*sale) = sale{Product: string(product), Amount: n}
 		return err
 	}}
-	c := s.consumer(t, outbox.ConsumerConfig{Codecs: []outbox.Codec{csv}}, outbox.Handle("COUNTED", s.count))
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Codecs: []outbox.Codec{csv}}}, outbox.Handle("COUNTED", s.count))
 	for _, tt := range []struct{ contentType, data, wantErr string }{
 		{"application/json", `{"product":"json","amount":1}`, ""},
 		{"application/json; charset=utf-8", `{"product":"json","amount":1}`, ""},
@@ -379,9 +379,9 @@ func TestDeadlocksAreRepeated(t *testing.T) {
 		assert.Equal(t, 1, m.Attempt)
 		return s.count(ctx, tx, e, m)
 	})
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true, Hooks: outbox.ConsumerHooks{
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
 		Failed: func(outbox.Metadata, string, error) { failed.Add(1) },
-	}}, h).Run)
+	}}, FromStart: true}, h).Run)
 	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
 	require.Zero(t, failed.Load())
@@ -397,7 +397,8 @@ func TestConsumerConfig(t *testing.T) {
 	defer db.Close()
 	nothing := func(context.Context, sale, outbox.Metadata) error { return nil }
 	good := outbox.HandleNoTx("GOOD", nothing)
-	ok := outbox.ConsumerConfig{Group: "g"}
+	count := func(context.Context, pgx.Tx, sale, outbox.Metadata) error { return nil }
+	ok := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}
 	for _, tt := range []struct {
 		name     string
 		cfg      outbox.ConsumerConfig
@@ -406,9 +407,9 @@ func TestConsumerConfig(t *testing.T) {
 		want     []string
 	}{
 		{"good", ok, nil, []outbox.Handler{good}, nil},
-		{"no group, negative numbers", outbox.ConsumerConfig{MaxPoll: -1, RetryWait: -1, HeartbeatInterval: -1, Unknown: 9, Schema: "a\x00"}, nil, []outbox.Handler{good},
+		{"no group, negative numbers", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{RetryWait: -1, Unknown: 9, Schema: "a\x00"}, MaxPoll: -1, HeartbeatInterval: -1}, nil, []outbox.Handler{good},
 			[]string{"field Group is empty", "field MaxPoll is -1", "field RetryWait", "field HeartbeatInterval", "field Unknown is 9", "field Schema"}},
-		{"times in the wrong order", outbox.ConsumerConfig{Group: "g", HeartbeatInterval: 30 * time.Second, MaxPollInterval: time.Second, MaxPoll: 10_001}, nil, []outbox.Handler{good},
+		{"times in the wrong order", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}, HeartbeatInterval: 30 * time.Second, MaxPollInterval: time.Second, MaxPoll: 10_001}, nil, []outbox.Handler{good},
 			[]string{"HeartbeatInterval is 30s: must be shorter than SessionTimeout, 30s", "SessionTimeout is 30s: must be shorter than MaxPollInterval, 1s", "MaxPoll is 10001: at most 10000"}},
 		{"options that are not the host's", ok, []kgo.Opt{kgo.ConsumerGroup("mine"), kgo.ConsumeTopics("t"), kgo.TransactionalID("x"),
 			kgo.OnPartitionsRevoked(func(context.Context, *kgo.Client, map[string][]int32) {})}, []outbox.Handler{good},
@@ -417,11 +418,16 @@ func TestConsumerConfig(t *testing.T) {
 		{"bad handlers", ok, nil, []outbox.Handler{nil, outbox.HandleNoTx("", nothing), outbox.HandleNoTx[sale]("NIL", nil), good, good,
 			outbox.HandleNoTx("STRANGE", func(context.Context, saleV3, outbox.Metadata) error { return nil })},
 			[]string{"handler 0 must not be nil", "action is empty", "function of NIL must not be nil", "handler GOOD: event type outbox_test.sale is registered already", "outbox_test.saleV3 is not registered"}},
-		{"bad upcasters", outbox.ConsumerConfig{Group: "g", Upcasters: []outbox.Upcaster{
+		{"bad keys", ok, nil, []outbox.Handler{outbox.OncePer(nil, func(e sale, _ outbox.Metadata) (string, string) { return "", "" }),
+			outbox.OncePer[sale](good, nil), outbox.OncePer[saleV2](outbox.Handle("COUNTED", count), nil)},
+			[]string{"handler 0 must not be nil", "outbox_test.sale: OncePer of GOOD is malformed: a handler of HandleNoTx notes nothing",
+				"outbox_test.sale: OncePer of COUNTED is malformed: its key is of outbox_test.saleV2"}},
+		{"a key that is the event again", ok, nil, []outbox.Handler{outbox.OncePer[sale](outbox.Handle("COUNTED", count), nil)}, nil},
+		{"bad upcasters", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Upcasters: []outbox.Upcaster{
 			{}, outbox.Upcast(func(e sale) saleV3 { return saleV3{} }), outbox.Upcast(func(e sale) saleV2 { return saleV2{} }),
-			outbox.Upcast(func(e sale) saleV2 { return saleV2{} }), outbox.Upcast(func(e saleV2) sale { return sale{} })}}, nil, []outbox.Handler{good},
+			outbox.Upcast(func(e sale) saleV2 { return saleV2{} }), outbox.Upcast(func(e saleV2) sale { return sale{} })}}}, nil, []outbox.Handler{good},
 			[]string{"must not be nil", "saleV3: is not registered", "to outbox_test.saleV2: is registered already", "leads back"}},
-		{"bad codec", outbox.ConsumerConfig{Group: "g", Codecs: []outbox.Codec{{ContentType: "x"}}}, nil, []outbox.Handler{good}, []string{"field Codecs"}},
+		{"bad codec", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Codecs: []outbox.Codec{{ContentType: "x"}}}}, nil, []outbox.Handler{good}, []string{"field Codecs"}},
 	} {
 		_, err := outbox.NewConsumer(db, tt.kafka, events, tt.cfg, tt.handlers...)
 		if tt.want == nil {
@@ -433,7 +439,7 @@ func TestConsumerConfig(t *testing.T) {
 			require.ErrorContains(t, err, part, tt.name)
 		}
 	}
-	_, err = outbox.NewConsumer(nil, nil, nil, ok, outbox.Handle("TX", func(context.Context, pgx.Tx, sale, outbox.Metadata) error { return nil }))
+	_, err = outbox.NewConsumer(nil, nil, nil, ok, outbox.Handle("TX", count))
 	require.ErrorContains(t, err, "registry must not be nil")
 	require.ErrorContains(t, err, "db must not be nil")
 }
@@ -465,7 +471,7 @@ func TestConsumerLog(t *testing.T) {
 	s := newTill(t, 1)
 	log := new(testenv.Buffer)
 	id := uuid.NewString()
-	cfg := outbox.ConsumerConfig{FromStart: true, Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))}
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, FromStart: true}
 	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	s.send(t, s.saleRecord(id, oneSale), s.saleRecord(id, oneSale))
 	require.Eventually(t, func() bool { return strings.Contains(log.String(), "event handled already") }, testenv.Patience, 10*time.Millisecond)

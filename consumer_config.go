@@ -1,0 +1,176 @@
+package outbox
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// HandlerConfig says how events are handled, whatever brings them.
+type HandlerConfig struct {
+	// Group is the consumer group, at most 255 characters. It is part of what marks
+	// a repeat. Required.
+	Group string
+
+	// Schema holds the tables of outbox. Empty means public.
+	Schema string
+
+	// MaxRetries is how often an action on an event that failed is tried again, in
+	// place, before the event is given up and becomes a dead letter. What PostgreSQL
+	// rolls back for a deadlock or a serialization failure is repeated at once, and an
+	// outage of PostgreSQL waited out; neither counts. Negative means never. Zero
+	// means 3.
+	MaxRetries int
+	// RetriesFor replaces MaxRetries for an error. Nil means MaxRetries for all.
+	RetriesFor func(error) int
+	// RetryWait is the wait before the first retry. It doubles up to 30 s, less up to
+	// a fifth. Zero means 1 s.
+	RetryWait time.Duration
+
+	// Unknown says what happens to event types without a handler. Zero means
+	// [SkipUnknown].
+	Unknown UnknownTypes
+
+	// Codecs decode payloads of content types other than the one that their event
+	// type was registered with. JSON is always understood.
+	Codecs []Codec
+
+	// Upcasters let handlers of newer versions get the events of older ones.
+	Upcasters []Upcaster
+
+	// Hooks are called when events are handled, repeated or given up.
+	Hooks ConsumerHooks
+
+	// Logger receives what changes: WARN for outages that begin or end, retries and
+	// dead letters, and DEBUG for the rest. Nil means slog.Default().
+	Logger *slog.Logger
+}
+
+// ConsumerConfig tunes a [Consumer]. All but Group may be zero.
+type ConsumerConfig struct {
+	// HandlerConfig is what has nothing to do with Kafka.
+	HandlerConfig
+
+	// FromStart lets a new group begin with what is in the topics. Without it, it
+	// begins with what comes after its first start, and so does a group whose
+	// offsets are lost.
+	FromStart bool
+
+	// MaxPoll is the most records of a partition that are handled together, at most
+	// 10,000. Zero means 100.
+	MaxPoll int
+
+	// HeartbeatInterval, SessionTimeout and MaxPollInterval must grow in this order.
+	//
+	// HeartbeatInterval is how often this member sends Kafka a heartbeat. Zero means
+	// 10 s.
+	HeartbeatInterval time.Duration
+	// SessionTimeout is how long Kafka waits for a heartbeat before it gives the
+	// partitions to others; and how long a handler may go on when its partition is
+	// taken away, or when the consumer stops. Zero means 30 s.
+	SessionTimeout time.Duration
+	// MaxPollInterval bounds one handling of records that arrived together: the
+	// context of a handler ends after it, and Kafka waits so long for a member
+	// that has to let go of a partition. Zero means 5 min.
+	MaxPollInterval time.Duration
+
+	// DeadLetterTopic names the topic for the dead letters of another. Nil means
+	// {topic}.dlq. It must exist, see the package outboxtopics: while it takes
+	// nothing, the partition waits.
+	DeadLetterTopic func(topic string) string
+
+	// Decode reads records. A nil message without an error passes over the record,
+	// for example because of its source. For other producers' records there are
+	// [PlainRecords], [DecodeDebezium] and [DecodeByTopic]. Nil means
+	// [DecodeCloudEvent].
+	Decode func(*kgo.Record) (*Message, error)
+}
+
+// UnknownTypes says what happens to events of a type without a handler.
+type UnknownTypes int
+
+const (
+	// SkipUnknown passes over them. It is the default, because topics are shared.
+	SkipUnknown UnknownTypes = iota
+	// DeadLetterUnknown sends them to the dead-letter topic.
+	DeadLetterUnknown
+)
+
+const (
+	defaultMaxPoll         = 100
+	maxMaxPoll             = 10_000
+	defaultHeartbeat       = 10 * time.Second
+	defaultSession         = 30 * time.Second
+	defaultMaxPollInterval = 5 * time.Minute
+	defaultHandlerRetries  = 3
+	defaultRetryWait       = time.Second
+	maxHandlerWait         = 30 * time.Second
+	maxGroup               = 255
+	maxAction              = 100
+	deadLetterDelivery     = 10 * time.Second // after which a dead letter without an answer is sent again
+)
+
+func (c HandlerConfig) withDefaults() HandlerConfig {
+	c.Schema = cmp.Or(c.Schema, pg.DefaultSchema)
+	c.MaxRetries = cmp.Or(c.MaxRetries, defaultHandlerRetries)
+	c.RetryWait = cmp.Or(c.RetryWait, defaultRetryWait)
+	c.Logger = cmp.Or(c.Logger, slog.Default())
+	if c.RetriesFor == nil {
+		retries := c.MaxRetries
+		c.RetriesFor = func(error) int { return retries }
+	}
+	return c
+}
+
+func (c HandlerConfig) validate() error {
+	errs := []error{check.Schema(c.Schema), check.NotNegative("RetryWait", c.RetryWait)}
+	for _, codec := range c.Codecs {
+		if err := codec.check(); err != nil {
+			errs = append(errs, fmt.Errorf("field Codecs: content type %w", err))
+		}
+	}
+	if err := check.Text(c.Group, maxGroup); err != nil {
+		errs = append(errs, fmt.Errorf("field Group %w", err))
+	}
+	if c.Unknown != SkipUnknown && c.Unknown != DeadLetterUnknown {
+		errs = append(errs, fmt.Errorf("field Unknown is %d: must be SkipUnknown or DeadLetterUnknown", c.Unknown))
+	}
+	return errors.Join(errs...)
+}
+
+func (c ConsumerConfig) withDefaults() ConsumerConfig {
+	c.HandlerConfig = c.HandlerConfig.withDefaults()
+	c.MaxPoll = cmp.Or(c.MaxPoll, defaultMaxPoll)
+	c.HeartbeatInterval = cmp.Or(c.HeartbeatInterval, defaultHeartbeat)
+	c.SessionTimeout = cmp.Or(c.SessionTimeout, defaultSession)
+	c.MaxPollInterval = cmp.Or(c.MaxPollInterval, defaultMaxPollInterval)
+	if c.DeadLetterTopic == nil {
+		c.DeadLetterTopic = DeadLetterTopic
+	}
+	if c.Decode == nil {
+		c.Decode = DecodeCloudEvent
+	}
+	return c
+}
+
+func (c ConsumerConfig) validate() error {
+	errs := []error{
+		c.HandlerConfig.validate(),
+		check.NotNegative("MaxPoll", c.MaxPoll),
+		check.NotAbove("MaxPoll", c.MaxPoll, maxMaxPoll),
+		check.NotNegative("HeartbeatInterval", c.HeartbeatInterval),
+	}
+	if c.HeartbeatInterval >= c.SessionTimeout {
+		errs = append(errs, fmt.Errorf("field HeartbeatInterval is %v: must be shorter than SessionTimeout, %v", c.HeartbeatInterval, c.SessionTimeout))
+	}
+	if c.SessionTimeout >= c.MaxPollInterval {
+		errs = append(errs, fmt.Errorf("field SessionTimeout is %v: must be shorter than MaxPollInterval, %v", c.SessionTimeout, c.MaxPollInterval))
+	}
+	return errors.Join(errs...)
+}
