@@ -122,7 +122,7 @@ func (c *cursors) query(ctx context.Context, read func(pgx.Rows) error, sql stri
 	return pg.Query(ctx, c.db, sqlSettings, read, sql, args...)
 }
 
-// load returns the newest position, or errForeign: then [cursors.rebase] it. A
+// load returns the newest position, or errOtherCluster: then [cursors.rebase] it. A
 // relay that has none starts before the first event. The lease must have been
 // taken in an earlier statement: one that waits for a lock goes on reading what
 // was there before it waited.
@@ -141,7 +141,7 @@ func (c *cursors) load(ctx context.Context, l *lease) (position, error) {
 	return c.newest(ctx, c.db)
 }
 
-// newest returns pgx.ErrNoRows when the relay has no position yet, and errForeign
+// newest returns pgx.ErrNoRows when the relay has no position yet, and errOtherCluster
 // when its position is one in another cluster.
 func (c *cursors) newest(ctx context.Context, db pg.RowQuerier) (p position, err error) {
 	var id, last, highest, written pgtype.Int8
@@ -157,7 +157,7 @@ func (c *cursors) newest(ctx context.Context, db pg.RowQuerier) (p position, err
 	}
 	p.cursorID, p.base, p.last, p.highest, p.systemID = id.Int64, base.String, last.Int64, highest.Int64, written.Int64
 	if written.Int64 != here || !known.Bool {
-		return p, errForeign
+		return p, errOtherCluster
 	}
 	return p, nil
 }

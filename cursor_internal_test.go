@@ -179,7 +179,7 @@ func TestWindowIsResumed(t *testing.T) {
 	require.NoError(t, err)
 	require.True(t, large, "ten events")
 	require.Empty(t, events)
-	first, err := d.cursors.rest(ctx, p, 4)
+	first, err := d.cursors.remaining(ctx, p, 4)
 	require.NoError(t, err)
 	require.Equal(t, []int64{1, 2, 3, 4}, first)
 	require.NoError(t, late.Commit(ctx))
@@ -191,7 +191,7 @@ func TestWindowIsResumed(t *testing.T) {
 	l = d.takeOver(t)
 	p, err = d.cursors.load(ctx, l)
 	require.NoError(t, err)
-	rest, err := d.cursors.rest(ctx, p, 100)
+	rest, err := d.cursors.remaining(ctx, p, 100)
 	require.NoError(t, err)
 	require.Equal(t, []int64{5, 8, 9, 10, 11, 12}, rest)
 	p.last, p.highest = 12, 12
@@ -236,7 +236,7 @@ func TestIdleOpen(t *testing.T) {
 func TestVanishedWindowIsNotRead(t *testing.T) {
 	d, ctx := newDesk(t), context.Background()
 	_, p := d.opened(t)
-	left, err := d.cursors.rest(ctx, p, 100)
+	left, err := d.cursors.remaining(ctx, p, 100)
 	require.NoError(t, err)
 	require.Len(t, left, 2)
 	d.exec(t, `DELETE FROM {schema}.outbox_cursor WHERE id >= $1`, p.cursorID)
@@ -244,7 +244,7 @@ func TestVanishedWindowIsNotRead(t *testing.T) {
 	events, err := d.cursors.fetch(ctx, p, left)
 	require.NoError(t, err)
 	require.Empty(t, events)
-	left, err = d.cursors.rest(ctx, p, 100)
+	left, err = d.cursors.remaining(ctx, p, 100)
 	require.NoError(t, err)
 	require.Empty(t, left)
 }
@@ -255,11 +255,11 @@ func TestReadsThatFail(t *testing.T) {
 	l, p := d.opened(t)
 	failed := newFailedStore(d.db, d.schema, "default", false)
 	reads := map[string]func() error{
-		"fetch":  func() error { _, err := d.cursors.fetch(ctx, p, []int64{1}); return err },
-		"rest":   func() error { _, err := d.cursors.rest(ctx, p, 10); return err },
-		"due":    func() error { _, err := failed.due(ctx, 10); return err },
-		"behind": func() error { _, err := failed.behind(ctx, "key", 10); return err },
-		"open":   func() error { _, _, _, err := d.cursors.open(ctx, l, p, 10); return err },
+		"fetch":     func() error { _, err := d.cursors.fetch(ctx, p, []int64{1}); return err },
+		"remaining": func() error { _, err := d.cursors.remaining(ctx, p, 10); return err },
+		"due":       func() error { _, err := failed.due(ctx, 10); return err },
+		"parked":    func() error { _, err := failed.parked(ctx, "key", 10); return err },
+		"open":      func() error { _, _, _, err := d.cursors.open(ctx, l, p, 10); return err },
 	}
 	for name, read := range reads {
 		if name != "open" { // it was, by opened

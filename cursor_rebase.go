@@ -16,8 +16,8 @@ import (
 // that every snapshot of this cluster calls visible, the others one that the new
 // cursor calls unfinished, which is to say that they are its next window.
 
-// errForeign means that the newest cursor speaks of another cluster.
-var errForeign = errors.New("cursor belongs to another database cluster")
+// errOtherCluster means that the newest cursor speaks of another cluster.
+var errOtherCluster = errors.New("cursor belongs to another database cluster")
 
 // sqlRebaseLock lets one relay of a schema rebase at a time. It takes no
 // transaction id: see sqlRebase.
@@ -94,7 +94,7 @@ func (c *cursors) rebase(ctx context.Context, l *lease) (unsent int64, err error
 			return fmt.Errorf("%w: the last id drawn is %d, and %d was sent already; see the comment at ErrSequenceBehind, then: SELECT setval('%s', %d)",
 				ErrSequenceBehind, drawn, highest, sequence, highest)
 		}
-		if _, err := c.newest(ctx, tx); !errors.Is(err, errForeign) {
+		if _, err := c.newest(ctx, tx); !errors.Is(err, errOtherCluster) {
 			return err // another relay has done it
 		}
 		if err := tx.QueryRow(ctx, c.sqlRebase, c.relay, l.epoch).Scan(&unsent); err != nil {

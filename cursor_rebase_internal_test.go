@@ -61,7 +61,7 @@ func (d *desk) unsent(t *testing.T, relay string) (ids []int64) {
 	require.NoError(t, err)
 	for first := true; first || p.window != ""; first = false {
 		if p.window != "" {
-			rest, err := c.rest(ctx, p, 100)
+			rest, err := c.remaining(ctx, p, 100)
 			require.NoError(t, err)
 			ids = append(ids, rest...)
 		}
@@ -152,7 +152,7 @@ func TestRebase(t *testing.T) {
 				open := d.beginInsert(t, 2)
 
 				c, l, _, err := d.arrive(t, first)
-				require.ErrorIs(t, err, errForeign)
+				require.ErrorIs(t, err, errOtherCluster)
 				unsent, err := c.rebase(ctx, l)
 				require.NoError(t, err)
 				again, err := c.rebase(ctx, l)
@@ -191,7 +191,7 @@ func TestSameRowsElsewhereAreStale(t *testing.T) {
 	_, _, _, err = d.cursors.open(ctx, l, p, 10)
 	require.ErrorIs(t, err, errStale)
 	_, err = d.cursors.load(ctx, l)
-	require.ErrorIs(t, err, errForeign)
+	require.ErrorIs(t, err, errOtherCluster)
 }
 
 // Ids below the highest that was sent would pass for sent.
@@ -202,7 +202,7 @@ func TestRebaseWithoutSequence(t *testing.T) {
 	d.emigrate(t, 1_000_000_000, true)
 	d.exec(t, `ALTER SEQUENCE {schema}.outbox_id_seq RESTART`)
 	c, l, _, err := d.arrive(t, "default")
-	require.ErrorIs(t, err, errForeign)
+	require.ErrorIs(t, err, errOtherCluster)
 	_, err = c.rebase(ctx, l)
 	require.ErrorIs(t, err, ErrSequenceBehind)
 	_, remedy, found := strings.Cut(err.Error(), "SELECT setval(")

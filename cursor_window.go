@@ -45,9 +45,9 @@ SELECT id FROM opened
    AND pg_postmaster_start_time() = $9
  ORDER BY id LIMIT $6`
 
-// rest returns the ids of the open window's events behind p.last, in order, at
-// most limit.
-func (c *cursors) rest(ctx context.Context, p position, limit int) (ids []int64, err error) {
+// remaining returns the ids of the open window's events above p.last, in order, at most
+// limit.
+func (c *cursors) remaining(ctx context.Context, p position, limit int) (ids []int64, err error) {
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
 		ids, err = readIDs(rows)
 		return err

@@ -14,11 +14,11 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// How outbox_failed works. An event that Kafka refuses, or that an outage keeps
-// back while others get through, leaves the path of the cursor for a row here;
-// later events of its topic and key are parked behind it without being sent. Of
-// each parking key at most one row, the head, is waiting or failed and has a time
-// at which it is due; the rest are parked and become head one after the other.
+// How outbox_failed works. An event that Kafka rejects, or that is unavailable while
+// others get through, gets a row here, and the cursor passes it. Later events of its
+// topic and key are parked behind it without being sent. Of each parking key at most one
+// row, the head, is waiting or failed and has a time at which it is due. The other rows
+// are parked and become the head one after the other.
 
 // failure is an event that did not get through, and what is known about it.
 type failure struct {
@@ -28,12 +28,12 @@ type failure struct {
 	class  string
 	err    error // nil when parked
 
-	refused bool // by Kafka
-	pending bool // counted so by the parking
+	rejected bool // by Kafka
+	pending  bool // the parking counts it as pending
 }
 
 // sqlMoveFailed is sqlMove with failures: they enter outbox_failed if and only
-// if the cursor passes them. A batch that is repeated after a crash finds them
+// if the cursor passes them. When a batch is repeated after a crash, the rows may be
 // there already.
 const sqlMoveFailed = `
 WITH newest AS MATERIALIZED (
@@ -84,13 +84,13 @@ func causeOf(class string, err error) (errorClass, lastError *string) {
 	return &class, &text
 }
 
-// failedStore reads and settles the rows of one relay in outbox_failed.
+// failedStore reads and changes the rows of one relay in outbox_failed.
 type failedStore struct {
 	db    *pgxpool.Pool
 	relay string
 	hold  bool // dead events hold their keys
 
-	sqlKeys, sqlPromote, sqlRevivable, sqlRevive, sqlDue, sqlBehind, sqlSettle string
+	sqlKeys, sqlPromote, sqlDeadDue, sqlRetryDead, sqlDue, sqlParked, sqlSave string
 }
 
 func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedStore {
@@ -98,16 +98,16 @@ func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedSt
 		db: db, relay: relay, hold: hold,
 		sqlKeys:      pg.InSchema(sqlFailedKeys, schema),
 		sqlPromote:   pg.InSchema(sqlFailedPromote, schema),
-		sqlRevivable: pg.InSchema(sqlFailedRevivable, schema),
-		sqlRevive:    pg.InSchema(sqlFailedRevive, schema),
+		sqlDeadDue:   pg.InSchema(sqlFailedDeadDue, schema),
+		sqlRetryDead: pg.InSchema(sqlFailedRetryDead, schema),
 		sqlDue:       pg.InSchema(sqlFailedDue, schema),
-		sqlBehind:    pg.InSchema(sqlFailedBehind, schema),
-		sqlSettle:    pg.InSchema(sqlFailedSettle, schema),
+		sqlParked:    pg.InSchema(sqlFailedParked, schema),
+		sqlSave:      pg.InSchema(sqlFailedSave, schema),
 	}
 }
 
-// sqlFailedKeys counts the rows that hold back their keys, and says which keys
-// promote is for. The first condition on status is the one of
+// sqlFailedKeys counts the rows that hold back their keys, and finds the keys for
+// sqlFailedPromote. The first condition on status is the one of
 // idx_outbox_failed_parking, which the planner does not find in the second.
 const sqlFailedKeys = `
 SELECT parking_key, count(*), NOT bool_or(status = 'dead') AND ` + wrongHead + `
@@ -115,13 +115,13 @@ SELECT parking_key, count(*), NOT bool_or(status = 'dead') AND ` + wrongHead + `
  WHERE relay = $1::text AND status IN ('waiting', 'failed', 'parked', 'dead') AND (status <> 'dead' OR held)
  GROUP BY parking_key`
 
-// wrongHead holds of the rows of a key if it has no head, another than its first
-// row, or several.
+// wrongHead is true for the rows of a key that has no head, several heads, or a head
+// that is not the first row.
 const wrongHead = `array_agg(outbox_id) FILTER (WHERE status IN ('waiting', 'failed'))
            IS DISTINCT FROM ARRAY[min(outbox_id) FILTER (WHERE status <> 'dead')]`
 
-// keys returns how many rows hold back each key, and whether there is something to
-// promote. It writes nothing.
+// keys returns how many rows hold back each key, and whether a key has a wrong head. It
+// writes nothing.
 func (f *failedStore) keys(ctx context.Context) (keys map[string]int, wrong bool, err error) {
 	rows, err := f.db.Query(ctx, f.sqlKeys, f.relay)
 	if err != nil {
@@ -141,11 +141,11 @@ func (f *failedStore) keys(ctx context.Context) (keys map[string]int, wrong bool
 	return keys, wrong, nil
 }
 
-// sqlFailedPromote makes heads of the first rows of keys that have none: their
-// head was sent, has died and lets go, or an operator has resolved it. Where an
-// operator has put a dead event back before the head, or has made another one, the
-// first is the head. It reads the rows once: a search for each key's head took
-// minutes where the planner had it walk all rows for each.
+// sqlFailedPromote makes the first row of each key its head, where the key has another
+// head or none: the head was sent, is dead and does not hold its key, or was resolved by
+// an operator; or an operator has put a dead event back in front of the head. It reads
+// the rows once: a search for the head of each key took minutes where the planner read
+// all rows for each.
 const sqlFailedPromote = `
 WITH keys AS MATERIALIZED (
     SELECT min(outbox_id) FILTER (WHERE status <> 'dead') AS first,
@@ -163,8 +163,8 @@ UPDATE {schema}.outbox_failed AS f
  WHERE f.relay = $1::text AND f.outbox_id = wrong.outbox_id
    AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)`
 
-// promote gives every key that has rows one head, the first. The caller has no
-// head in its hands.
+// promote makes the first row of every key its head. No head may be on its way to Kafka
+// meanwhile.
 func (f *failedStore) promote(ctx context.Context, l *lease) error {
 	if _, err := f.db.Exec(ctx, f.sqlPromote, f.relay, l.holder, l.epoch); err != nil {
 		return fmt.Errorf("promote parked events: %w", err)
@@ -172,16 +172,16 @@ func (f *failedStore) promote(ctx context.Context, l *lease) error {
 	return nil
 }
 
-// sqlFailedRevivable finds dead events whose class is tried again after a time. It
-// is a statement of its own because an idle relay writes nothing, and to prove the
-// lease is to lock a row.
-const sqlFailedRevivable = `
+// sqlFailedDeadDue finds dead events whose class is tried again after a time. It is a
+// statement of its own because an idle relay must write nothing, and proving the lease
+// locks a row.
+const sqlFailedDeadDue = `
 SELECT f.id
   FROM {schema}.outbox_failed AS f, unnest($2::text[], $3::interval[]) AS policy (class, wait)
  WHERE f.relay = $1::text AND f.status = 'dead' AND f.error_class = policy.class AND f.next_retry_at + policy.wait <= now()
  ORDER BY f.id LIMIT 500`
 
-const sqlFailedRevive = `
+const sqlFailedRetryDead = `
 WITH chosen AS MATERIALIZED (
     SELECT id FROM {schema}.outbox_failed WHERE id = ANY ($4::bigint[]) AND status = 'dead' ORDER BY id FOR UPDATE
 ), changed AS (
@@ -194,8 +194,9 @@ WITH chosen AS MATERIALIZED (
 INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id)
 SELECT 'relay ' || left(relay, 94), 'retry', 'revived: ' || error_class, relay, parking_key, id, outbox_id, event_id FROM changed`
 
-// revive puts dead events back, so long after their death as their class says.
-func (f *failedStore) revive(ctx context.Context, l *lease, after map[string]time.Duration) error {
+// retryDead parks dead events again, so that they are retried, when the time after their
+// death that after holds for their class has passed.
+func (f *failedStore) retryDead(ctx context.Context, l *lease, after map[string]time.Duration) error {
 	if len(after) == 0 {
 		return nil
 	}
@@ -204,15 +205,15 @@ func (f *failedStore) revive(ctx context.Context, l *lease, after map[string]tim
 	for class, wait := range after {
 		classes, waits = append(classes, class), append(waits, wait)
 	}
-	rows, err := f.db.Query(ctx, f.sqlRevivable, f.relay, classes, waits)
+	rows, err := f.db.Query(ctx, f.sqlDeadDue, f.relay, classes, waits)
 	if err == nil {
 		var ids []int64
 		if ids, err = pgx.CollectRows(rows, pgx.RowTo[int64]); err == nil && len(ids) > 0 {
-			_, err = f.db.Exec(ctx, f.sqlRevive, f.relay, l.holder, l.epoch, ids)
+			_, err = f.db.Exec(ctx, f.sqlRetryDead, f.relay, l.holder, l.epoch, ids)
 		}
 	}
 	if err != nil {
-		return fmt.Errorf("revive dead events: %w", err)
+		return fmt.Errorf("retry dead events: %w", err)
 	}
 	return nil
 }
@@ -226,16 +227,16 @@ type failedEvent struct {
 	held     bool
 }
 
-// sqlFailedDue reads heads that are due, those that have waited longest first: by
-// the age of their events, the first that fail again would keep out the others.
+// sqlFailedDue reads heads that are due, those that have been due longest first. In the
+// order of the events' age, heads that fail again and again would keep out the others.
 const sqlFailedDue = `
 SELECT e.id, e.parking_key, e.retry_count, e.held, ` + failedColumns + `
   FROM {schema}.outbox_failed AS e
  WHERE e.relay = $1::text AND e.status IN ('waiting', 'failed') AND NOT e.held AND e.next_retry_at <= now()
  ORDER BY e.next_retry_at, e.outbox_id LIMIT $2`
 
-// sqlFailedBehind reads what is parked behind a head that got through.
-const sqlFailedBehind = `
+// sqlFailedParked reads the events that are parked behind a head that was sent.
+const sqlFailedParked = `
 SELECT e.id, e.parking_key, e.retry_count, e.held, ` + failedColumns + `
   FROM {schema}.outbox_failed AS e
  WHERE e.relay = $1::text AND e.parking_key = $2 AND e.status IN ('waiting', 'parked')
@@ -244,7 +245,7 @@ SELECT e.id, e.parking_key, e.retry_count, e.held, ` + failedColumns + `
 // failedColumns are eventColumns of outbox_failed.
 const failedColumns = `e.outbox_id, ` + envelopeColumns
 
-// due returns at most limit heads whose time has come.
+// due returns at most limit heads that are due.
 func (f *failedStore) due(ctx context.Context, limit int) ([]failedEvent, error) {
 	events, err := f.read(ctx, f.sqlDue, f.relay, limit)
 	if err != nil {
@@ -253,10 +254,10 @@ func (f *failedStore) due(ctx context.Context, limit int) ([]failedEvent, error)
 	return events, nil
 }
 
-// behind returns at most limit events of a key, in order, up to one that an operator
+// parked returns at most limit events of a key, in order, up to one that an operator
 // holds.
-func (f *failedStore) behind(ctx context.Context, key string, limit int) ([]failedEvent, error) {
-	events, err := f.read(ctx, f.sqlBehind, f.relay, key, limit)
+func (f *failedStore) parked(ctx context.Context, key string, limit int) ([]failedEvent, error) {
+	events, err := f.read(ctx, f.sqlParked, f.relay, key, limit)
 	if err != nil {
 		return nil, fmt.Errorf("read parked events: %w", err)
 	}
@@ -295,9 +296,10 @@ func (f *failedStore) query(ctx context.Context, read func(pgx.Rows) error, sql 
 	return pg.Query(ctx, f.db, pg.PlannerSettings, read, sql, args...)
 }
 
-// verdict is what became of a retry.
-type verdict struct {
-	row    int64
+// retryResult is what is saved about a retry.
+type retryResult struct {
+	event  *failedEvent
+	row    int64  // outbox_failed.id
 	status string // StatusResolved: it was sent
 	class  string
 	err    error
@@ -305,12 +307,12 @@ type verdict struct {
 	wait   time.Duration // until the next one
 }
 
-// sqlFailedSettle writes down what became of retries, and gives the keys of
-// those that were sent, or died and let go, a new head. Rows are looked up by
-// arrays of ids, and heads key by key: where the planner knows nothing of the
-// table, or knew it empty, it walks all of it for a join. What an operator has
-// resolved meanwhile stays so.
-const sqlFailedSettle = `
+// sqlFailedSave saves the results of retries. A key whose head was sent, or is dead and
+// does not hold the key, gets the next row as its head. Rows are looked up by arrays of
+// ids, and heads key by key: where the planner has no statistics of the table, or those of
+// an empty one, it would read the whole table for a join. A row that an operator has
+// resolved meanwhile stays as it is.
+const sqlFailedSave = `
 WITH lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
 ), v AS MATERIALIZED (
@@ -329,27 +331,28 @@ WITH lease AS MATERIALIZED (
       FROM v
      WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE status <> 'resolved' OR $11::bool)) AND f.status <> 'resolved'
  RETURNING f.parking_key, f.status, f.held
-), heirs AS (
-    SELECT heir.id
+), next_heads AS (
+    SELECT next_head.id
       FROM (SELECT parking_key FROM gone
              UNION SELECT parking_key FROM kept WHERE status = 'resolved' OR status = 'dead' AND NOT held
             EXCEPT SELECT parking_key FROM kept WHERE status IN ('waiting', 'failed') OR status = 'dead' AND held) AS free
      CROSS JOIN LATERAL (
            SELECT f.id FROM {schema}.outbox_failed AS f
             WHERE f.relay = $1::text AND f.parking_key = free.parking_key AND f.status = 'parked' AND f.id NOT IN (SELECT id FROM v)
-            ORDER BY f.outbox_id LIMIT 1) AS heir
-), crowned AS (
-    UPDATE {schema}.outbox_failed AS f SET status = 'waiting', next_retry_at = now() WHERE f.id = ANY (ARRAY(SELECT id FROM heirs))
+            ORDER BY f.outbox_id LIMIT 1) AS next_head
+), promoted AS (
+    UPDATE {schema}.outbox_failed AS f SET status = 'waiting', next_retry_at = now() WHERE f.id = ANY (ARRAY(SELECT id FROM next_heads))
 )
 SELECT count(*) FROM lease`
 
-// settle writes verdicts down. The caller holds the parking lock: a row that is
-// being parked must not miss that its head goes.
-func (f *failedStore) settle(ctx context.Context, l *lease, verdicts []verdict, keep bool) error {
-	n := len(verdicts)
+// saveResults saves the results of retries. The caller holds the lock of the parking:
+// otherwise an event could be parked behind a head that is just being removed, and its
+// key would have no head until reconcile finds it.
+func (f *failedStore) saveResults(ctx context.Context, l *lease, results []retryResult, keep bool) error {
+	n := len(results)
 	rows, statuses, classes, errs := make([]int64, n), make([]string, n), make([]*string, n), make([]*string, n)
 	counts, waits := make([]int, n), make([]time.Duration, n)
-	for i, v := range verdicts {
+	for i, v := range results {
 		rows[i], statuses[i], counts[i], waits[i] = v.row, v.status, v.count, v.wait
 		classes[i], errs[i] = causeOf(v.class, v.err)
 	}
@@ -357,9 +360,9 @@ func (f *failedStore) settle(ctx context.Context, l *lease, verdicts []verdict, 
 	err := f.query(ctx, func(rows pgx.Rows) (err error) {
 		proven, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int])
 		return err
-	}, f.sqlSettle, f.relay, l.holder, l.epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep)
+	}, f.sqlSave, f.relay, l.holder, l.epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep)
 	if err != nil {
-		return fmt.Errorf("settle retries: %w", err)
+		return fmt.Errorf("save retries: %w", err)
 	}
 	if proven == 0 {
 		return errLeaseLost

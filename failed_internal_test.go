@@ -43,20 +43,20 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 	for id := range heads {
 		ids = append(ids, id+1)
 	}
-	settle := func(status string) string {
+	saved := func(status string) string {
 		return fmt.Sprintf(`('default', '%s', %d, '{%s}', array_fill('%s'::text, '{%[5]d}'), array_fill('x'::text, '{%[5]d}'),
 			array_fill('x'::text, '{%[5]d}'), array_fill(1, '{%[5]d}'), array_fill('1 s'::interval, '{%[5]d}'), false, false)`,
 			l.holder, l.epoch, strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ","), status, heads)
 	}
-	const settleArgs = "(text, text, bigint, bigint[], text[], text[], text[], int[], interval[], bool, bool) AS "
+	const saveArgs = "(text, text, bigint, bigint[], text[], text[], text[], int[], interval[], bool, bool) AS "
 	statements := []struct {
 		name, sql, args, settings string
 		most                      int // buffers
 	}{
 		{"due", "(text, int) AS " + failed.sqlDue, fmt.Sprintf("('default', %d)", heads), pg.PlannerSettings, 2 * heads},
-		{"behind", "(text, text, int) AS " + failed.sqlBehind, "('default', 'b-events/key-7', 500)", pg.PlannerSettings, 2 * parked / keys},
-		{"settle_sent", settleArgs + failed.sqlSettle, settle("resolved"), pg.PlannerSettings, 40 * heads},
-		{"settle_refused", settleArgs + failed.sqlSettle, settle("failed"), pg.PlannerSettings, 40 * heads},
+		{"parked", "(text, text, int) AS " + failed.sqlParked, "('default', 'b-events/key-7', 500)", pg.PlannerSettings, 2 * parked / keys},
+		{"save_sent", saveArgs + failed.sqlSave, saved("resolved"), pg.PlannerSettings, 40 * heads},
+		{"save_rejected", saveArgs + failed.sqlSave, saved("failed"), pg.PlannerSettings, 40 * heads},
 		{"promote", "(text, text, bigint, bool) AS " + failed.sqlPromote, fmt.Sprintf("('default', '%s', %d, false)", l.holder, l.epoch), "SELECT", 2 * parked},
 	}
 	inTx := func(settings string, do func(pgx.Tx)) {
@@ -119,13 +119,13 @@ func TestSettleLeavesWhatIsResolved(t *testing.T) {
 	require.NoError(t, err)
 	d.exec(t, sqlInsertParked, 3, 3)
 	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved', resolution = 'kim'`)
-	verdicts := []verdict{
+	results := []retryResult{
 		{row: 1, status: StatusFailed, count: 1, class: "c", err: ErrEmpty},
 		{row: 2, status: StatusDead, count: 1, class: "c", err: ErrEmpty},
 		{row: 3, status: StatusResolved},
 	}
 	for _, keep := range []bool{true, false} {
-		require.NoError(t, failed.settle(ctx, l, verdicts, keep))
+		require.NoError(t, failed.saveResults(ctx, l, results, keep))
 		var n int
 		sql := pg.InSchema(`SELECT count(*) FROM {schema}.outbox_failed WHERE status = 'resolved' AND resolution = 'kim' AND retry_count = 0`, d.schema)
 		require.NoError(t, d.db.QueryRow(ctx, sql).Scan(&n))

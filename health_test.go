@@ -97,7 +97,7 @@ func TestHealthWithoutPostgres(t *testing.T) {
 	testenv.Run(t, standby.Run)
 	awaitHealth(t, standby, true, true)
 	down.Store(true)
-	awaitHealth(t, standby, true, false, "nobody is seen to hold the lease", "PostgreSQL fails since", "unplugged")
+	awaitHealth(t, standby, true, false, "no relay is seen to hold the lease", "PostgreSQL fails since", "unplugged")
 	down.Store(false)
 	awaitHealth(t, standby, true, true)
 }

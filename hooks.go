@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"iter"
+	"slices"
 	"time"
 )
 
@@ -21,58 +22,52 @@ type RecorderHooks struct {
 
 // RelayHooks are called while a relay works.
 type RelayHooks struct {
-	// Leading is told when this process takes the lease and when it no longer holds it.
+	// Leading is called when this process takes the lease and when it no longer holds it.
 	Leading func(leading bool)
-	// Sent is told what Kafka has taken of events that were sent together.
+	// Sent is called after a batch was sent, with the outcomes of its events.
 	Sent func(SentBatch)
-	// Breaker is told of each change of the breaker's state.
+	// Breaker is called after each change of the breaker's state.
 	Breaker func(from, to BreakerState)
 	// Rejected is called for an event that Kafka rejected and that will be tried again.
 	Rejected func(FailedEvent)
-	// Dead is told of an event that Kafka refused once too often.
+	// Dead is called for an event that Kafka has rejected too often.
 	Dead func(FailedEvent)
 	// RowsRemoved is called after each run of retention that removed rows.
 	RowsRemoved func(RetentionResult)
 }
 
-// SentBatch is what became of events that were sent together. It is valid during
-// the call of the hook only.
+// SentBatch holds the outcomes of events that were sent together. It is valid only
+// during the call of the hook.
 type SentBatch struct {
-	// Events is how many Kafka has taken. Failed is how many it has not, for want of
-	// Kafka or because it refused them, and Waiting how many were not sent, because an
+	// Events is how many Kafka has accepted. Failed is how many it has not, because it
+	// rejected them or was unavailable. Waiting is how many were not sent, because an
 	// earlier event of their key waits.
 	Events, Failed, Waiting int
-	// Retried is set if they come from outbox_failed.
+	// Retried is set if the events come from outbox_failed.
 	Retried bool
 	// Began is when the sending began.
 	Began time.Time
-	// Took is how long it was until the last outcome was known.
+	// Took is the time until the last outcome was known.
 	Took time.Duration
 
-	batch    []envelope
-	outcomes []outcome
-	topic    topicOfEvent
+	sent     []SentEvent
+	notTaken []notTaken
 }
 
-type topicOfEvent = func(*envelope) (string, error)
-
-// All yields the events that Kafka has taken, in the order in which they were sent.
-func (b SentBatch) All() iter.Seq[SentEvent] {
-	return func(yield func(SentEvent) bool) {
-		for i := range b.batch {
-			if b.outcomes[i].kind == outcomeSent && !yield(SentEvent{&b.batch[i], b.topic}) {
-				return
-			}
-		}
-	}
+type notTaken struct {
+	event SentEvent
+	class string
 }
 
-// NotTaken yields the events that count as Failed, each with the kind of its error, as
+// All yields the events that Kafka has accepted, in the order in which they were sent.
+func (b SentBatch) All() iter.Seq[SentEvent] { return slices.Values(b.sent) }
+
+// NotTaken yields the events that count as Failed, each with the class of its error, as
 // in outbox_failed.error_class.
 func (b SentBatch) NotTaken() iter.Seq2[SentEvent, string] {
 	return func(yield func(SentEvent, string) bool) {
-		for i, f := range b.outcomes {
-			if (f.kind == outcomeRejected || f.kind == outcomeUnavailable) && !yield(SentEvent{&b.batch[i], b.topic}, f.class) {
+		for _, n := range b.notTaken {
+			if !yield(n.event, n.class) {
 				return
 			}
 		}
@@ -82,7 +77,7 @@ func (b SentBatch) NotTaken() iter.Seq2[SentEvent, string] {
 // SentEvent is an event of a [SentBatch].
 type SentEvent struct {
 	e     *envelope
-	topic topicOfEvent
+	topic string
 }
 
 // OutboxID returns outbox.id.
@@ -94,11 +89,8 @@ func (s SentEvent) ID() string { return string(s.e.eventID) }
 // Type returns the CloudEvents type.
 func (s SentEvent) Type() string { return string(s.e.eventType) }
 
-// Topic returns where it was sent, or "" if that does not follow from its type.
-func (s SentEvent) Topic() string {
-	topic, _ := s.topic(s.e) // without one it was refused
-	return topic
-}
+// Topic returns the topic, or "" if none follows from its type.
+func (s SentEvent) Topic() string { return s.topic }
 
 // Key returns the record key.
 func (s SentEvent) Key() string { return string(s.e.key()) }
@@ -112,25 +104,7 @@ func (s SentEvent) RecordedAt() time.Time { return s.e.createdAt }
 // TraceParent returns the W3C traceparent that it was recorded with, or "".
 func (s SentEvent) TraceParent() string { return s.e.traceParent() }
 
-// newSentBatch counts what became of a batch. It returns false if nothing of it was
-// tried or decided.
-func newSentBatch(batch []envelope, outcomes []outcome, began time.Time, retried bool, topic topicOfEvent) (b SentBatch, ok bool) {
-	b = SentBatch{Retried: retried, Began: began, Took: time.Since(began), batch: batch, outcomes: outcomes, topic: topic}
-	for _, f := range outcomes {
-		switch f.kind {
-		case outcomeSent:
-			b.Events++
-		case outcomeRejected, outcomeUnavailable:
-			b.Failed++
-		case outcomeBlocked, outcomeParked:
-			b.Waiting++
-		case outcomePending:
-		}
-	}
-	return b, b.Events+b.Failed+b.Waiting > 0
-}
-
-// FailedEvent tells which event failed, and why.
+// FailedEvent is an event that failed, with the error.
 type FailedEvent struct {
 	// OutboxID is outbox.id, and outbox_failed.outbox_id.
 	OutboxID int64
@@ -139,11 +113,11 @@ type FailedEvent struct {
 	// Topic and Key say where it would go. Topic is empty if none follows from the
 	// type.
 	Topic, Key string
-	// Retries is how many retries Kafka refused.
+	// Retries is how many retries Kafka rejected.
 	Retries int
-	// Class is the kind of the error, as in outbox_failed.error_class.
+	// Class is the class of the error, as in outbox_failed.error_class.
 	Class string
-	// Err is what Kafka or the client said.
+	// Err is the error of Kafka or of the client.
 	Err error
 }
 
@@ -168,7 +142,7 @@ type ConsumerHooks struct {
 	Unknown func(m Metadata)
 }
 
-// failedEventOf is what hooks are told.
+// failedEventOf returns the argument of the hooks Rejected and Dead.
 func failedEventOf(e *envelope, class string, err error, retries int) FailedEvent {
 	topic, _ := e.destination() // "" if none follows from its type
 	return FailedEvent{

@@ -22,20 +22,38 @@ var (
 	errLeaseLost = errors.New("lease is lost")
 )
 
-// lease is the right to relay, and its proof: holder and epoch.
+// lease is the right to relay. Holder and epoch prove it.
 type lease struct {
 	holder string
 	epoch  int64
-	// until is a time of this process's monotonic clock at which the lease is
-	// still ours by the clock of the database: it counts from before the
-	// statement that took or renewed it. Written by the renewing goroutine,
-	// read by the sending one.
+	// until is when the lease expires by the monotonic clock of this process. It
+	// counts from before the statement that took or renewed the lease, so by the clock
+	// of the database the lease expires later. Written by the goroutine that renews,
+	// read by the one that sends.
 	until atomic.Pointer[time.Time]
 }
 
-// held reports whether the lease surely has not expired. A process that was
-// stopped for long finds out here, before a timer had the chance to fire.
+// held reports whether the lease has certainly not expired. A process that was
+// stopped for long finds out here, before any timer has fired.
 func (l *lease) held() bool { return time.Now().Before(*l.until.Load()) }
+
+// leadership is what the parts of a relay share while the relay leads.
+type leadership struct {
+	lease *lease
+	// held ends when the lease is lost, and when a relay that was told to stop takes
+	// too long to finish its batch. The cause says which.
+	held context.Context
+	// statementTimeout is RelayConfig.Lease.
+	statementTimeout time.Duration
+}
+
+// withStatementTimeout returns a context for one statement, unless that is one that
+// may take as long as it takes. A connection can go dead without any notice, and TCP
+// needs a quarter of an hour to find out. Meanwhile a leader would do nothing with the
+// lease that keepLease, on another connection, renews for it.
+func (l *leadership) withStatementTimeout() (context.Context, context.CancelFunc) {
+	return context.WithTimeout(l.held, l.statementTimeout)
+}
 
 // leases takes, renews and releases the lease of a relay name.
 type leases struct {
@@ -57,7 +75,7 @@ func newLeases(db *pgxpool.Pool, schema, relay string, duration time.Duration) *
 	}
 }
 
-// newHolder tells an operator where to look; the random part makes it a proof.
+// newHolder names the process for operators. The random part makes the name a proof.
 func newHolder() string {
 	host, err := os.Hostname()
 	if err != nil {
@@ -66,17 +84,18 @@ func newHolder() string {
 	return fmt.Sprintf("%.150s/%d/%s", host, os.Getpid(), uuid.NewString())
 }
 
-// sqlLeasePeek looks before anything is locked: a standby asks every poll
-// interval, and must neither write nor wait.
+// sqlLeasePeek locks nothing: a standby runs it every poll interval, and must
+// neither write nor wait.
 const sqlLeasePeek = `
 SELECT EXISTS (SELECT FROM {schema}.outbox_lease
                 WHERE name = $1::text AND holder <> $2::text AND expires_at > clock_timestamp())`
 
 // sqlLeaseTake takes a lease that is free, has expired, or became ours by a try
-// whose answer got lost. The new epoch is above every epoch in outbox_cursor, so
-// that a relay from before somebody emptied the lease table does not pass for
-// the new one. What it reads of outbox_cursor may be as old as the statement;
-// then the row of outbox_lease is the newer.
+// whose answer got lost. The new epoch is above every epoch in outbox_cursor.
+// Otherwise, if an operator empties the lease table, a relay from before that could
+// have the same epoch as the new one. The row that the statement reads of
+// outbox_cursor may be older than the row of outbox_lease; then greatest takes the
+// epoch of the latter.
 const sqlLeaseTake = `
 INSERT INTO {schema}.outbox_lease AS l (name, holder, epoch, expires_at)
 SELECT $1::text, $2::text, 1 + coalesce((SELECT c.epoch FROM {schema}.outbox_cursor c
@@ -110,7 +129,7 @@ func (s *leases) acquire(ctx context.Context) (*lease, error) {
 	return l, nil
 }
 
-// sqlLeaseRenew also revives a lease that has expired and that nobody took.
+// sqlLeaseRenew also renews a lease that has expired, if no other process took it.
 const sqlLeaseRenew = `
 UPDATE {schema}.outbox_lease
    SET expires_at = clock_timestamp() + $4::interval
@@ -136,7 +155,7 @@ UPDATE {schema}.outbox_lease
    SET expires_at = '-infinity'
  WHERE name = $1::text AND holder = $2::text AND epoch = $3`
 
-// giveUp lets a standby take over at once.
+// giveUp releases the lease, so that a standby takes over at once.
 func (s *leases) giveUp(ctx context.Context, l *lease) error {
 	if _, err := s.db.Exec(ctx, s.release, s.relay, l.holder, l.epoch); err != nil {
 		return fmt.Errorf("release lease: %w", err)

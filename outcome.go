@@ -10,10 +10,10 @@ type outcome struct {
 type outcomeKind uint8
 
 const (
-	outcomePending     outcomeKind = iota // not decided: it will be sent again
-	outcomeSent                           // Kafka has acknowledged it
-	outcomeRejected                       // Kafka refused it for what it is
-	outcomeUnavailable                    // Kafka, its topic or its partition was unavailable
-	outcomeBlocked                        // not sent: an earlier event of its key did not get through
-	outcomeParked                         // not sent: its key is parked, and the parking has counted it
+	outcomePending     outcomeKind = iota // not decided: the event will be sent again
+	outcomeSent                           // Kafka has acknowledged the event
+	outcomeRejected                       // Kafka rejected the event for what it is
+	outcomeUnavailable                    // Kafka, the topic or the partition was unavailable
+	outcomeBlocked                        // not sent: an earlier event of the key did not get through
+	outcomeParked                         // not sent: the key is parked, and the parking has counted the event
 )

@@ -9,27 +9,28 @@ import (
 	"github.com/outboxgo/outbox/internal/kafka"
 )
 
-// acks collects the outcomes of records, and tells the breaker. The client calls
-// promise from its own goroutine, one record after another.
+// acks collects the outcomes of the records of one send and reports them to the
+// breaker. The client calls promise from its own goroutine, one record after another.
 //
-// The breaker is to stop the sending when Kafka is away, not when one partition
-// is: its records fail together, and a few of them would open it for all others.
-// So the failures of a partition are told as one if another partition works.
+// The breaker must open when Kafka is unavailable, and not when a single partition is:
+// the records of a partition fail together, and a few of them would stop the sending
+// to all others. So if another partition works, the failures of a partition are
+// reported as one.
 type acks struct {
-	permit  *permit
-	records []kgo.Record
-	sparing bool          // tell the failures of a partition as one in any case
-	all     chan struct{} // closed when every outcome is in
+	permit           *permit
+	records          []kgo.Record
+	oncePerPartition bool          // report the failures of a partition as one in any case
+	all              chan struct{} // closed when every outcome is known
 
-	mu     sync.Mutex
-	failed map[*kgo.Record]error
-	works  bool // a record has arrived
-	open   int  // outcomes to come, and one until all records are on their way
+	mu       sync.Mutex
+	failed   map[*kgo.Record]error
+	accepted bool // Kafka has accepted a record
+	open     int  // outcomes that are not known, and one until all records are handed over
 }
 
 // newAcks expects one outcome for each record without an error.
-func newAcks(p *permit, records []kgo.Record, errs []error, sparing bool) *acks {
-	a := &acks{permit: p, records: records, sparing: sparing, all: make(chan struct{}), open: 1}
+func newAcks(p *permit, records []kgo.Record, errs []error, oncePerPartition bool) *acks {
+	a := &acks{permit: p, records: records, oncePerPartition: oncePerPartition, all: make(chan struct{}), open: 1}
 	for _, err := range errs {
 		if err == nil {
 			a.open++
@@ -38,9 +39,9 @@ func newAcks(p *permit, records []kgo.Record, errs []error, sparing bool) *acks 
 	return a
 }
 
-// sent tells that all records are on their way but the last, for which no
-// outcome will come.
-func (a *acks) sent(unsent []error) {
+// handedOver is called once, when all records are in the hands of the client but the
+// last ones, whose errors are unsent. No outcome will come for those.
+func (a *acks) handedOver(unsent []error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for _, err := range unsent {
@@ -63,20 +64,19 @@ func (a *acks) promise(r *kgo.Record, err error) {
 		}
 		a.failed[r] = err
 	} else {
-		a.works = true
+		a.accepted = true
 	}
 	a.done()
 }
 
-// done counts one down, under mu.
+// done counts one outcome. The caller holds mu.
 func (a *acks) done() {
 	if a.open--; a.open == 0 {
 		close(a.all)
 	}
 }
 
-// collect adds the errors to those of records that were not sent. All outcomes
-// must be in.
+// collect adds the errors of the client to errs. Every outcome must be known.
 func (a *acks) collect(errs []error) {
 	for i := range errs {
 		if err := a.failed[&a.records[i]]; err != nil {
@@ -85,27 +85,27 @@ func (a *acks) collect(errs []error) {
 	}
 }
 
-// tell tells the breaker of the failures, in the order of the records.
-func (a *acks) tell(errs []error) {
-	told := map[kafka.Partition]bool{}
+// reportFailures reports the failures to the breaker, in the order of the records.
+func (a *acks) reportFailures(errs []error) {
+	reported := map[kafka.Partition]bool{}
 	for i, err := range errs {
 		r := &a.records[i]
 		if a.failed[r] == nil {
 			continue
 		}
-		o := callResultOf(err)
-		if at := kafka.PartitionOf(r); o == callFailed {
-			if told[at] && (a.works || a.sparing || errors.Is(err, kafka.ErrNoLeader)) {
-				o = callCancelled
+		result := callResultOf(err)
+		if at := kafka.PartitionOf(r); result == callFailed {
+			if reported[at] && (a.accepted || a.oncePerPartition || errors.Is(err, kafka.ErrNoLeader)) {
+				result = callCancelled
 			}
-			told[at] = true
+			reported[at] = true
 		}
-		a.permit.report(o)
+		a.permit.report(result)
 	}
 }
 
-// callResultOf is what the breaker learns. A refusal or a missing topic is no
-// failure: Kafka was there.
+// callResultOf is what the breaker learns about an error. A rejected record and a
+// missing topic count as success, because Kafka answered.
 func callResultOf(err error) callResult {
 	if rejectionClass(err) != "" || kafka.IsTopicOutage(err) {
 		return callSucceeded

@@ -3,245 +3,302 @@ package outbox
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"slices"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
+// sender hands events to Kafka. [producer] is the sender of a relay.
+type sender interface {
+	// produce sends the events of batch whose indexes are in which, and returns the
+	// record and the error of each event that it took. It takes events from the start
+	// of which: fewer than all if not all may go together, none if the breaker permits
+	// no call. When produce returns, no record is on its way any more. The last error
+	// ends the delivery: the lease is lost.
+	produce(held context.Context, batch []envelope, which []int) ([]kgo.Record, []error, error)
+	// answers reports whether any broker answers.
+	answers(ctx context.Context) bool
+	// topic returns the topic of an event.
+	topic(e *envelope) (string, error)
+}
+
+// deliveryParts is what deliveries use.
+type deliveryParts struct {
+	sender       sender
+	breaker      *breaker
+	log          *slog.Logger
+	kafkaOutage  *outage.Log       // Kafka as a whole
+	topicOutages *outage.Logs      // topics and partitions
+	onSend       func()            // called before each send
+	onSent       func(b SentBatch) // called after each delivery; may be nil
+}
+
+// deliverer sends batches and decides about each event. It belongs to one goroutine.
+type deliverer struct{ parts deliveryParts }
+
+// topic returns the topic of an event.
+func (p *deliverer) topic(e *envelope) (string, error) { return p.parts.sender.topic(e) }
+
+// deliver hands a batch to Kafka and returns the outcome of each event. Events of
+// parked keys are not sent, and neither are events behind one that did not get
+// through. If no event of the batch was accepted because Kafka is unavailable, deliver
+// retries the whole batch. As soon as one event is accepted, the remaining failures are
+// local to a topic or a partition, and their outcome is unavailable. Events stay pending
+// only if stop was cancelled (no error) or the lease was lost.
+func (p *deliverer) deliver(stop, held context.Context, batch []envelope, parked *parking) ([]outcome, error) {
+	d := p.begin(stop, held, batch)
+	d.patient = true
+	for i := range batch {
+		if parked.busy.Load() && parked.mustWait(d.key(i)) {
+			d.outcomes[i].kind = outcomeParked
+		} else {
+			d.pending = append(d.pending, i)
+		}
+	}
+	return d.finish()
+}
+
+// attempt sends a batch of events that have failed before. It differs from deliver in
+// that it waits for nothing: an event that fails is unavailable, and an event that the
+// breaker does not permit stays pending.
+func (p *deliverer) attempt(stop, held context.Context, batch []envelope) ([]outcome, error) {
+	d := p.begin(stop, held, batch)
+	for i := range batch {
+		d.pending = append(d.pending, i)
+	}
+	return d.finish()
+}
+
+func (p *deliverer) begin(stop, held context.Context, batch []envelope) *delivery {
+	return &delivery{
+		deliveryParts: p.parts, stop: stop, held: held, batch: batch, began: time.Now(),
+		outcomes: make([]outcome, len(batch)), pending: make([]int, 0, len(batch)),
+	}
+}
+
 // delivery is one batch on its way.
 type delivery struct {
-	*producer
+	deliveryParts
 	stop, held context.Context
 	batch      []envelope
 	outcomes   []outcome
-	left       []int     // undecided events, by their index in batch
-	began      time.Time // of the last send
-	patient    bool      // wait for Kafka as long as it takes
+	pending    []int // events without an outcome, by their index in batch
+	patient    bool  // wait for Kafka and for the breaker
 
-	blocked     map[string]bool // keys of events that did not get through
-	through     bool            // Kafka has taken something of the batch
-	silent      bool            // Kafka did not answer when last asked
-	suspicious  bool            // Kafka refused something among left, and may not mean all of it
-	down        bool            // the last send failed for want of Kafka
-	unpermitted bool            // the breaker let nothing through
+	began      time.Time // of the delivery
+	sendBegan  time.Time // of the last send
+	mode       sendMode
+	obstacle   obstacle
+	blocked    map[string]bool // keys of events that did not get through
+	accepted   bool            // Kafka has accepted an event of the batch
+	unanswered bool            // Kafka did not answer when it was last asked
 }
 
-// deliver hands a batch to Kafka and returns what became of each event. Events of
-// parked keys are not sent, nor are those behind one that does not get through.
-// While nothing of the batch gets through for want of Kafka, it is repeated; once
-// something does, the rest is left behind as away. Events are undecided only if
-// stop was cancelled meanwhile (no error) or the lease was lost.
-func (p *producer) deliver(stop, held context.Context, batch []envelope, parked *parking) ([]outcome, error) {
-	d := p.delivery(stop, held, batch)
-	d.patient = true
-	for i := range batch {
-		if parked.busy.Load() && parked.takes(d.key(i)) {
-			d.outcomes[i].kind = outcomeParked
-		} else {
-			d.left = append(d.left, i)
-		}
-	}
+// sendMode is how the pending events are sent next.
+type sendMode uint8
+
+const (
+	sendInBatch  sendMode = iota
+	sendOneByOne          // Kafka rejected a record of the batch, perhaps with others
+)
+
+// obstacle is why the last send did not bring an outcome for all of its events.
+type obstacle uint8
+
+const (
+	noObstacle       obstacle = iota
+	kafkaUnavailable          // wait before the next send, longer each time
+	breakerOpen               // the breaker permitted no call
+)
+
+// finish runs the delivery, and passes what was sent to the hook.
+func (d *delivery) finish() ([]outcome, error) {
 	err := d.run()
+	d.notifySent()
 	return d.outcomes, err
-}
-
-// attempt is deliver without patience: what does not get through is away, and
-// what the breaker does not let through is undecided.
-func (p *producer) attempt(stop, held context.Context, batch []envelope) ([]outcome, error) {
-	d := p.delivery(stop, held, batch)
-	for i := range batch {
-		d.left = append(d.left, i)
-	}
-	err := d.run()
-	return d.outcomes, err
-}
-
-// tellSent tells the hook what became of a batch.
-func (p *producer) tellSent(batch []envelope, outcomes []outcome, began time.Time, retried bool) {
-	if p.cfg.Hooks.Sent == nil {
-		return
-	}
-	if sent, ok := newSentBatch(batch, outcomes, began, retried, p.topic); ok {
-		p.cfg.Hooks.Sent(sent)
-	}
-}
-
-func (p *producer) delivery(stop, held context.Context, batch []envelope) *delivery {
-	return &delivery{
-		producer: p, stop: stop, held: held, batch: batch,
-		outcomes: make([]outcome, len(batch)), left: make([]int, 0, len(batch)),
-	}
 }
 
 func (d *delivery) run() error {
-	for first := true; len(d.left) > 0 && (first || d.stop.Err() == nil); first = false {
-		if d.turn != nil {
-			d.turn()
-		}
-		if d.down {
+	for first := true; len(d.pending) > 0 && (first || d.stop.Err() == nil); first = false {
+		d.onSend()
+		if d.obstacle == kafkaUnavailable {
 			wait.Await(d.stop, d.held, nil, d.kafkaOutage.Backoff())
 		}
-		d.down, d.unpermitted, d.began = false, false, time.Now()
-		send := d.sendTogether
-		if d.suspicious {
-			send = d.sendAlone
+		d.obstacle, d.sendBegan = noObstacle, time.Now()
+		send := d.sendBatch
+		if d.mode == sendOneByOne {
+			send = d.sendEach
 		}
 		if err := send(); err != nil {
 			return err
 		}
-		if d.unpermitted {
+		if d.obstacle == breakerOpen {
 			if !d.patient {
 				return nil
 			}
-			d.awaitPermission()
+			d.awaitBreaker()
 		}
 	}
 	return nil
 }
 
-// awaitPermission waits for an open breaker to become half-open, or for the trial
-// calls of somebody else.
-func (d *delivery) awaitPermission() {
-	const look = 50 * time.Millisecond
+// awaitBreaker waits until an open breaker becomes half-open, or for a moment where
+// another goroutine uses the trial calls.
+func (d *delivery) awaitBreaker() {
+	const shortest = 50 * time.Millisecond
 	if d.breaker.state() == BreakerOpen {
-		e := &d.batch[d.left[0]]
+		e := &d.batch[d.pending[0]]
 		d.log.Warn("outbox: breaker is open, batch stops", "id", e.id, "event_id", string(e.eventID), "wait", d.breaker.wait())
 	}
-	wait.Await(d.stop, d.held, nil, max(d.breaker.wait(), look))
+	wait.Await(d.stop, d.held, nil, max(d.breaker.wait(), shortest))
 }
 
-// sendTogether sends all undecided events at once. A refusal names whatever the
-// client had put into the same request, good events too, so that nothing but
-// what is refused alone is blamed.
-func (d *delivery) sendTogether() error {
-	d.left = slices.DeleteFunc(d.left, d.leaveBehind)
-	records, errs, err := d.produce(d.held, d.batch, d.left)
+// sendBatch sends all pending events at once. If Kafka rejects a request, it names all
+// records in it, good ones too. So no event is rejected here: sendEach sends them alone.
+func (d *delivery) sendBatch() error {
+	d.pending = slices.DeleteFunc(d.pending, d.skipBlocked)
+	records, errs, err := d.sender.produce(d.held, d.batch, d.pending)
 	if err != nil {
 		return err
 	}
-	d.unpermitted = len(errs) == 0 && len(d.left) > 0
-	tried := d.left[:len(errs)]
-	var left, away []int // away: by their index in tried
+	if len(errs) == 0 {
+		if len(d.pending) > 0 {
+			d.obstacle = breakerOpen
+		}
+		return nil
+	}
+	tried := d.pending[:len(errs)]
+	var again, failed []int // failed: indexes in tried
 	for n, i := range tried {
 		switch class := rejectionClass(errs[n]); {
 		case errs[n] == nil:
-			d.arrived(i, &records[n])
-		case errors.Is(errs[n], errBehind):
+			d.markSent(i, &records[n])
+		case errors.Is(errs[n], errBlocked):
 			d.outcomes[i].kind = outcomeBlocked
-		case class == invalidEvent: // ours to know, whatever else was sent
-			d.refuse(i, class, errs[n])
-		case class != "" || errors.Is(errs[n], errAlone):
-			d.suspicious = true
-			left = append(left, i)
-		case kafka.IsTopicOutage(errs[n]), errors.Is(errs[n], kafka.ErrNoLeader):
-			d.leave(i, &records[n], errs[n])
+		case class == invalidEvent: // found by us, whatever else was sent
+			d.markRejected(i, class, errs[n])
+		case class != "" || errors.Is(errs[n], errSendAlone):
+			d.mode = sendOneByOne
+			again = append(again, i)
+		case isLocal(errs[n]):
+			d.parkUnavailable(i, &records[n], errs[n])
 		default:
-			away = append(away, n)
+			failed = append(failed, n)
 		}
 	}
-	leave := len(away) > 0 && d.leaves()
-	for _, n := range away {
-		if i := tried[n]; leave {
-			d.leave(i, &records[n], errs[n])
+	// The rest failed because Kafka or their partitions are unavailable. If Kafka works
+	// for others, park them. Otherwise they stay pending; run sends them again.
+	park := len(failed) > 0 && d.shouldParkRest()
+	for _, n := range failed {
+		if i := tried[n]; park {
+			d.parkUnavailable(i, &records[n], errs[n])
 		} else {
-			d.complain(i, errs[n])
-			left = append(left, i)
+			d.reportKafkaOutage(i, errs[n])
+			again = append(again, i)
 		}
 	}
-	slices.Sort(left)
-	d.left = append(left, d.left[len(errs):]...)
-	d.down = len(away) > 0 && !leave
-	if len(errs) > 0 && !d.down {
+	slices.Sort(again)
+	d.pending = append(again, d.pending[len(errs):]...)
+	if len(failed) > 0 && !park {
+		d.obstacle = kafkaUnavailable
+	} else {
 		d.kafkaOutage.Report(nil)
 	}
 	return nil
 }
 
-// sendAlone sends the undecided events one by one in their order, up to the
-// first that fails for want of Kafka.
-func (d *delivery) sendAlone() error {
-	for len(d.left) > 0 {
-		i := d.left[0]
-		if d.leaveBehind(i) {
-			d.left = d.left[1:]
+// sendEach sends the pending events one by one in their order, up to the first that
+// fails because Kafka is unavailable. What is rejected alone is rejected.
+func (d *delivery) sendEach() error {
+	for len(d.pending) > 0 {
+		i := d.pending[0]
+		if d.skipBlocked(i) {
+			d.pending = d.pending[1:]
 			continue
 		}
-		records, errs, err := d.produce(d.held, d.batch, d.left[:1])
+		records, errs, err := d.sender.produce(d.held, d.batch, d.pending[:1])
 		if err != nil {
 			return err
 		}
 		if len(errs) == 0 {
-			d.unpermitted = true
+			d.obstacle = breakerOpen
 			return nil
 		}
-		d.left = d.left[1:]
+		d.pending = d.pending[1:]
 		switch class := rejectionClass(errs[0]); {
 		case errs[0] == nil:
-			d.arrived(i, &records[0])
+			d.markSent(i, &records[0])
 		case class != "":
-			d.refuse(i, class, errs[0])
-		case kafka.IsTopicOutage(errs[0]), errors.Is(errs[0], kafka.ErrNoLeader):
-			d.leave(i, &records[0], errs[0])
-		case d.leaves():
-			d.leaveTopic(i, &records[0], errs[0])
+			d.markRejected(i, class, errs[0])
+		case isLocal(errs[0]):
+			d.parkUnavailable(i, &records[0], errs[0])
+		case d.shouldParkRest():
+			d.parkTopic(i, &records[0], errs[0])
 		default:
-			d.complain(i, errs[0])
-			d.left = append([]int{i}, d.left...)
-			d.down = true
+			d.reportKafkaOutage(i, errs[0])
+			d.pending = append([]int{i}, d.pending...)
+			d.obstacle = kafkaUnavailable
 			return nil
 		}
 		d.kafkaOutage.Report(nil)
 	}
-	d.suspicious = false
+	d.mode = sendInBatch
 	return nil
 }
 
-// leaves reports whether events that failed are left behind. If some of the batch
-// got through they are, because then a partition is to blame and not Kafka. But
-// Kafka may have gone in the middle of the batch: then they are repeated until it
-// answers, and once more. Left behind, they would park thousands of keys, and
-// whatever else comes for those has to go through outbox_failed.
-func (d *delivery) leaves() bool {
-	if !d.patient || !d.through {
+// isLocal reports whether an error is known to be that of one topic or partition.
+func isLocal(err error) bool { return kafka.IsTopicOutage(err) || errors.Is(err, kafka.ErrNoLeader) }
+
+// shouldParkRest reports whether events that failed are parked, so that they hold up no
+// others. They are if Kafka accepted other events of the batch, because then the failure
+// is that of a partition. But Kafka may have become unavailable in the middle of the
+// batch. So if Kafka does not answer now, or did not when it was asked before, the events
+// are sent again: parking them would park thousands of keys, and every later event of
+// these keys would have to go through outbox_failed.
+func (d *delivery) shouldParkRest() bool {
+	if !d.patient || !d.accepted {
 		return !d.patient
 	}
-	silent := d.silent
-	d.silent = !d.answers(d.held)
-	return !silent && !d.silent
+	before := d.unanswered
+	d.unanswered = !d.sender.answers(d.held)
+	return !before && !d.unanswered
 }
 
-// key returns an event's parking key.
+// key returns the parking key of an event.
 func (d *delivery) key(i int) string {
 	e := &d.batch[i]
-	topic, _ := d.topic(e) // one without cannot be sent, and parks what has no topic either
+	topic, _ := d.sender.topic(e) // an event without a topic cannot be sent; the key then has no topic either
 	return parkingKey(topic, e.key())
 }
 
-func (d *delivery) arrived(i int, r *kgo.Record) {
-	d.outcomes[i], d.through = outcome{kind: outcomeSent}, true
-	if d.outages.Failing() {
-		d.outages.Report("topic "+r.Topic, d.began, nil)
-		d.outages.Report(kafka.PartitionOf(r).String(), d.began, nil)
+func (d *delivery) markSent(i int, r *kgo.Record) {
+	d.outcomes[i], d.accepted = outcome{kind: outcomeSent}, true
+	if d.topicOutages.Failing() {
+		d.topicOutages.Report("topic "+r.Topic, d.sendBegan, nil)
+		d.topicOutages.Report(kafka.PartitionOf(r).String(), d.sendBegan, nil)
 	}
 }
 
-func (d *delivery) refuse(i int, class string, err error) {
+func (d *delivery) markRejected(i int, class string, err error) {
 	d.outcomes[i] = outcome{kind: outcomeRejected, class: class, err: err}
 	d.block(i)
 }
 
-// leave gives an event up for now, for want of its topic or its partition.
-func (d *delivery) leave(i int, r *kgo.Record, err error) {
+// parkUnavailable gives up an event for now, because its topic or partition is
+// unavailable.
+func (d *delivery) parkUnavailable(i int, r *kgo.Record, err error) {
 	switch {
-	case kafka.IsReplaced(err): // whether it is there, only the next client knows
+	case kafka.IsReplaced(err): // only the next client knows whether the topic exists
 	case kafka.IsTopicOutage(err) || r.Partition == kafka.Unassigned:
-		d.outages.Report("topic "+r.Topic, d.began, err)
+		d.topicOutages.Report("topic "+r.Topic, d.sendBegan, err)
 	default:
-		d.outages.Report(kafka.PartitionOf(r).String(), d.began, err)
+		d.topicOutages.Report(kafka.PartitionOf(r).String(), d.sendBegan, err)
 	}
 	kind := outcomeUnavailable
 	if d.blocked[d.key(i)] {
@@ -251,19 +308,20 @@ func (d *delivery) leave(i int, r *kgo.Record, err error) {
 	d.block(i)
 }
 
-// leaveTopic gives up an event and whatever is undecided for its topic: trying
-// each of them alone would take a timeout each.
-func (d *delivery) leaveTopic(i int, r *kgo.Record, err error) {
-	d.leave(i, r, err)
-	d.left = slices.DeleteFunc(d.left, func(j int) bool {
-		topic, _ := d.topic(&d.batch[j])
+// parkTopic gives up an event and all pending events of its topic: trying each of them
+// alone would take a timeout each.
+func (d *delivery) parkTopic(i int, r *kgo.Record, err error) {
+	d.parkUnavailable(i, r, err)
+	d.pending = slices.DeleteFunc(d.pending, func(j int) bool {
+		topic, _ := d.sender.topic(&d.batch[j])
 		if topic == r.Topic {
-			d.leave(j, r, err)
+			d.parkUnavailable(j, r, err)
 		}
 		return topic == r.Topic
 	})
 }
 
+// block makes the later events of an event's key wait.
 func (d *delivery) block(i int) {
 	if d.blocked == nil {
 		d.blocked = map[string]bool{}
@@ -271,9 +329,8 @@ func (d *delivery) block(i int) {
 	d.blocked[d.key(i)] = true
 }
 
-// leaveBehind decides about an event whose key is blocked, and reports whether it
-// is.
-func (d *delivery) leaveBehind(i int) bool {
+// skipBlocked reports whether the key of an event is blocked. Such an event is not sent.
+func (d *delivery) skipBlocked(i int) bool {
 	if len(d.blocked) == 0 || !d.blocked[d.key(i)] {
 		return false
 	}
@@ -281,9 +338,40 @@ func (d *delivery) leaveBehind(i int) bool {
 	return true
 }
 
-// complain notes that an event failed for want of Kafka.
-func (d *delivery) complain(i int, err error) {
+func (d *delivery) reportKafkaOutage(i int, err error) {
 	e := &d.batch[i]
-	topic, _ := d.topic(e)
+	topic, _ := d.sender.topic(e)
 	d.kafkaOutage.Report(err, "topic", topic, "id", e.id, "event_id", string(e.eventID))
+}
+
+// notifySent passes the events with an outcome to the hook, if there are any.
+func (d *delivery) notifySent() {
+	if d.onSent == nil {
+		return
+	}
+	b := SentBatch{Retried: !d.patient, Began: d.began, Took: time.Since(d.began)}
+	for i, o := range d.outcomes {
+		switch o.kind {
+		case outcomeSent:
+			if b.sent == nil {
+				b.sent = make([]SentEvent, 0, len(d.batch))
+			}
+			b.sent = append(b.sent, d.sentEvent(i))
+		case outcomeRejected, outcomeUnavailable:
+			b.notTaken = append(b.notTaken, notTaken{d.sentEvent(i), o.class})
+		case outcomeBlocked, outcomeParked:
+			b.Waiting++
+		case outcomePending:
+		}
+	}
+	b.Events, b.Failed = len(b.sent), len(b.notTaken)
+	if b.Events+b.Failed+b.Waiting > 0 {
+		d.onSent(b)
+	}
+}
+
+func (d *delivery) sentEvent(i int) SentEvent {
+	e := &d.batch[i]
+	topic, _ := d.sender.topic(e) // "" for an event that was rejected because it has none
+	return SentEvent{e, topic}
 }

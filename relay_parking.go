@@ -5,14 +5,14 @@ import (
 	"sync/atomic"
 )
 
-// parking knows which keys have rows in outbox_failed. Their later events join
+// parking knows which keys have rows in outbox_failed. Later events of these keys join
 // them there instead of being sent.
 //
-// A race that it must not lose: the retry loop sends the last row of a key and
-// removes it, while the main loop is about to add another one behind it; were the
-// key free in between, the event after that would be sent first. So an event is
-// counted as soon as it is decided that it waits (pending), and rows are added
-// and removed under the lock that counts them.
+// It must not lose this race: the retrier sends the last row of a key and removes it,
+// while the session is about to add another row behind it. If the key were free in
+// between, the session would send the event after that one first. So an event is
+// counted as soon as it is decided that it waits (pending), and rows are added and
+// removed under the lock that counts them.
 type parking struct {
 	busy atomic.Bool // there are keys; saves the lock where there are none
 
@@ -20,16 +20,16 @@ type parking struct {
 	keys map[string]*parkedKey
 }
 
-// parkedKey counts what holds back a key. It is in the map as long as there is
-// something.
+// parkedKey counts what holds back a key. It is in the map only while a count is above
+// zero.
 type parkedKey struct {
 	rows    int // in outbox_failed
-	pending int // on their way there
+	pending int // events whose rows will be written
 }
 
-// takes reports whether an event has to wait behind others of its key. One that
-// does is pending until its row is written.
-func (p *parking) takes(key string) bool {
+// mustWait reports whether an event has to wait behind others of its key. If so, the
+// event counts as pending until its row is written.
+func (p *parking) mustWait(key string) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	k := p.keys[key]
@@ -40,7 +40,7 @@ func (p *parking) takes(key string) bool {
 	return true
 }
 
-// reset makes rows what outbox_failed holds; nothing is pending.
+// reset starts again with the rows that outbox_failed holds; no event is pending.
 func (p *parking) reset(rows map[string]int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -51,10 +51,10 @@ func (p *parking) reset(rows map[string]int) {
 	p.busy.Store(len(p.keys) > 0)
 }
 
-// The rest is called under mu.
+// The caller of all other methods holds mu.
 
-// correct makes rows what outbox_failed holds, after an operator may have
-// resolved some, and keeps what is pending.
+// correct replaces the counts of rows by those of outbox_failed, because an operator may
+// have resolved some. Pending events stay counted.
 func (p *parking) correct(rows map[string]int) {
 	for key, n := range rows {
 		p.at(key).rows = n
@@ -62,12 +62,12 @@ func (p *parking) correct(rows map[string]int) {
 	for key, k := range p.keys {
 		if _, ok := rows[key]; !ok {
 			k.rows = 0
-			p.drop(key)
+			p.freeUnused(key)
 		}
 	}
 }
 
-// at returns a key's count, which may be new.
+// at returns the counts of a key, which may be new.
 func (p *parking) at(key string) *parkedKey {
 	k := p.keys[key]
 	if k == nil {
@@ -78,16 +78,16 @@ func (p *parking) at(key string) *parkedKey {
 	return k
 }
 
-// drop lets a key go if nothing holds it back.
-func (p *parking) drop(key string) {
+// freeUnused removes a key that has neither rows nor pending events.
+func (p *parking) freeUnused(key string) {
 	if k := p.keys[key]; k != nil && k.rows <= 0 && k.pending <= 0 {
 		delete(p.keys, key)
 		p.busy.Store(len(p.keys) > 0)
 	}
 }
 
-// assign gives failures their final status: the first of a key without rows is
-// its head, all others are parked.
+// assign gives failures their final status: the first failure of a key without rows is
+// the head of the key, all others are parked.
 func (p *parking) assign(failures []failure) {
 	added := map[string]bool{}
 	for i := range failures {
@@ -97,14 +97,14 @@ func (p *parking) assign(failures []failure) {
 		case !head:
 			f.status = StatusParked
 		case f.status == StatusParked:
-			f.status = StatusWaiting // what it was behind is gone
+			f.status = StatusWaiting // the rows that it was behind are gone
 		}
 		added[f.key] = true
 	}
 }
 
-// wrote counts failures whose rows are written.
-func (p *parking) wrote(failures []failure) {
+// rowsWritten counts the rows of failures.
+func (p *parking) rowsWritten(failures []failure) {
 	for _, f := range failures {
 		k := p.at(f.key)
 		k.rows++
@@ -114,10 +114,10 @@ func (p *parking) wrote(failures []failure) {
 	}
 }
 
-// removed counts a row less.
-func (p *parking) removed(key string) {
+// rowRemoved counts one row less.
+func (p *parking) rowRemoved(key string) {
 	if k := p.keys[key]; k != nil {
 		k.rows--
-		p.drop(key)
+		p.freeUnused(key)
 	}
 }

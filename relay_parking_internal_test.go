@@ -10,15 +10,15 @@ import (
 func TestParkingAssigns(t *testing.T) {
 	var p parking
 	p.reset(map[string]int{"old": 2})
-	require.True(t, p.takes("old"))
-	require.False(t, p.takes("new"))
+	require.True(t, p.mustWait("old"))
+	require.False(t, p.mustWait("new"))
 	failures := []failure{
 		{key: "new", status: StatusFailed},
 		{key: "old", status: StatusParked, pending: true},
-		{key: "new", status: StatusFailed}, // two refusals of one request
+		{key: "new", status: StatusFailed}, // two rejections of one request
 		{key: "gone", status: StatusParked},
 		{key: "gone", status: StatusParked},
-		{key: "away", status: StatusWaiting},
+		{key: "unavailable", status: StatusWaiting},
 	}
 	p.assign(failures)
 	var got []string
@@ -26,7 +26,7 @@ func TestParkingAssigns(t *testing.T) {
 		got = append(got, f.key+" "+f.status)
 	}
 	require.Equal(t, []string{
-		"new failed", "old parked", "new parked", "gone waiting", "gone parked", "away waiting",
+		"new failed", "old parked", "new parked", "gone waiting", "gone parked", "unavailable waiting",
 	}, got)
 }
 
@@ -35,28 +35,28 @@ func TestParkingAssigns(t *testing.T) {
 func TestParkingWaitsForWhatIsPending(t *testing.T) {
 	var p parking
 	p.reset(map[string]int{"key": 1})
-	require.True(t, p.takes("key")) // v3 is on its way
-	p.removed("key")                // v2 was sent
-	require.True(t, p.takes("key"), "v4 would overtake v3")
+	require.True(t, p.mustWait("key")) // v3 is on its way
+	p.rowRemoved("key")                // v2 was sent
+	require.True(t, p.mustWait("key"), "v4 would overtake v3")
 	failures := []failure{{key: "key", status: StatusParked, pending: true}, {key: "key", status: StatusParked, pending: true}}
 	p.assign(failures)
 	require.Equal(t, StatusWaiting, failures[0].status, "it is the head now")
-	p.wrote(failures)
-	p.removed("key")
+	p.rowsWritten(failures)
+	p.rowRemoved("key")
 	require.True(t, p.busy.Load())
-	p.removed("key")
+	p.rowRemoved("key")
 	require.False(t, p.busy.Load())
-	require.False(t, p.takes("key"))
+	require.False(t, p.mustWait("key"))
 }
 
 // Operators resolve rows behind the relay's back.
 func TestParkingIsCorrected(t *testing.T) {
 	var p parking
 	p.reset(map[string]int{"resolved": 3, "fewer": 3, "pending": 1})
-	require.True(t, p.takes("pending"))
+	require.True(t, p.mustWait("pending"))
 	p.correct(map[string]int{"fewer": 1, "revived": 1})
-	require.False(t, p.takes("resolved"))
-	require.True(t, p.takes("pending"))
-	require.True(t, p.takes("fewer"))
-	require.True(t, p.takes("revived"))
+	require.False(t, p.mustWait("resolved"))
+	require.True(t, p.mustWait("pending"))
+	require.True(t, p.mustWait("fewer"))
+	require.True(t, p.mustWait("revived"))
 }

@@ -3,152 +3,159 @@ package outbox
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// cleaner removes what is kept no longer. It works beside the session and shares
-// nothing with it but the lease, and the knowledge of a backlog.
+// cleaner removes rows that are not kept any longer. It works beside the session and
+// shares with it only the leadership, and whether there is a backlog.
 type cleaner struct {
-	*Relay
-	lease *lease
-	held  context.Context
-	store *retention
-	waits func() bool // there is a backlog to send
-	fails *outage.Logs
+	leadership
+	cfg        RelayConfig
+	store      *retention
+	hasBacklog func() bool // of events to send
+	log        *slog.Logger
+	outages    *outage.Logs
 
-	published, handled walk             // from where they stood in the last run
-	parts              map[string]*walk // the same by partition, where rows go one by one
-	review             *review          // of the partition that goes next; nil: not begun
-	standing           string           // relay that held rows back in the last run; "" if none
-	told               bool             // the log has its name
+	published, handled walk             // each continues where its last run ended
+	partitions         map[string]*walk // the same by partition, where rows are removed one by one
+	review             *review          // of the next partition to drop; nil: not begun
+	lagging            laggingRelay
 }
 
-func newCleaner(s *session) *cleaner {
-	c := &cleaner{Relay: s.Relay, lease: s.lease, held: s.held, store: s.retention, waits: s.behind.Load, fails: outage.NewLogs(s.log)}
-	return c
+// laggingRelay is a relay that has not published events which are old enough to go.
+type laggingRelay struct {
+	name     string // "" for none
+	reported bool
 }
 
-// run cleans now and then until ctx is cancelled; then it finishes the batch in
-// its hands.
+func newCleaner(leads leadership, cfg RelayConfig, store *retention, hasBacklog func() bool, log *slog.Logger) *cleaner {
+	return &cleaner{leadership: leads, cfg: cfg, store: store, hasBacklog: hasBacklog, log: log, outages: outage.NewLogs(log)}
+}
+
+// run removes rows at intervals until ctx is cancelled; then it finishes the current
+// batch.
 func (c *cleaner) run(ctx context.Context) {
-	rest := func(took time.Duration) bool { return c.rest(ctx, took) }
-	c.published = walk{batch: c.cleanPublished, rest: rest}
-	c.handled = walk{batch: c.cleanHandled, rest: rest}
+	pause := func(took time.Duration) bool { return c.pause(ctx, took) }
+	c.published = walk{batch: c.removePublished, pause: pause}
+	c.handled = walk{batch: c.removeHandled, pause: pause}
 	for {
 		wait.Await(ctx, c.held, nil, c.cfg.Retention.Interval)
-		if !c.rest(ctx, 0) {
+		if !c.pause(ctx, 0) {
 			return
 		}
 		start := time.Now()
-		done, err := c.round(ctx)
+		result, err := c.runTasks(ctx)
 		if errors.Is(err, errLeaseLost) {
 			return
 		}
-		c.tell(done, time.Since(start))
+		c.notify(result, time.Since(start))
 	}
 }
 
-// round removes from each table what may go. Trouble with one holds up no other;
-// the loss of the lease ends it.
-func (c *cleaner) round(ctx context.Context) (done RetentionResult, err error) {
-	rest := c.published.rest
-	cursors := walk{batch: c.cleanCursors, rest: rest}
-	resolved := walk{batch: c.cleanResolved, rest: rest}
+// cleanerTask removes rows of one table.
+type cleanerTask struct {
+	name string // in the log of outages
+	keep time.Duration
+	run  func(context.Context) (removed int64, err error)
+	sum  *int64
+}
+
+// runTasks removes rows from each table. A failure for one table holds up no other; the
+// loss of the lease ends all.
+func (c *cleaner) runTasks(ctx context.Context) (result RetentionResult, err error) {
+	cursors := walk{batch: c.removeCursors, pause: c.published.pause}
+	resolved := walk{batch: c.removeResolved, pause: c.published.pause}
 	var made int64
-	for _, task := range []struct {
-		name string
-		keep time.Duration
-		run  func(context.Context) (int64, error)
-		gone *int64
-	}{
+	for _, task := range []cleanerTask{
 		{"partitions of outbox", 0, c.makePartitions, &made},
-		{"retention of outbox", c.cfg.Retention.PublishedFor, c.cleanOutbox, &done.Published},
-		{"retention of outbox_cursor", c.cfg.Retention.CursorsFor, cursors.run, &done.Cursors},
-		{"retention of outbox_failed", c.cfg.Retention.ResolvedFor, resolved.run, &done.Resolved},
-		{"retention of event_handled", c.cfg.Retention.HandledFor, c.handled.run, &done.Handled},
+		{"retention of outbox", c.cfg.Retention.PublishedFor, c.cleanOutbox, &result.Published},
+		{"retention of outbox_cursor", c.cfg.Retention.CursorsFor, cursors.run, &result.Cursors},
+		{"retention of outbox_failed", c.cfg.Retention.ResolvedFor, resolved.run, &result.Resolved},
+		{"retention of event_handled", c.cfg.Retention.HandledFor, c.handled.run, &result.Handled},
 	} {
 		if task.keep == Forever || ctx.Err() != nil || c.held.Err() != nil {
 			continue
 		}
 		start := time.Now()
-		*task.gone, err = task.run(ctx)
+		*task.sum, err = task.run(ctx)
 		switch {
-		case errors.Is(err, errLeaseLost), errors.Is(err, errBusy):
+		case errors.Is(err, errLeaseLost):
+			return result, err
+		case errors.Is(err, errBusy):
 		case c.held.Err() == nil:
-			c.fails.Report(task.name, start, err)
-		}
-		if errors.Is(err, errLeaseLost) {
-			return done, err
+			c.outages.Report(task.name, start, err)
 		}
 	}
-	return done, nil
+	return result, nil
 }
 
-// rest gives way: for longer after a batch that took long, and while there is a
-// backlog. It reports whether to go on.
-func (c *cleaner) rest(ctx context.Context, took time.Duration) bool {
+// pause waits after a batch: longer after a batch that took long, and as long as there is
+// a backlog to send. It reports whether to go on.
+func (c *cleaner) pause(ctx context.Context, took time.Duration) bool {
 	wait.Await(ctx, c.held, nil, c.cfg.Retention.pause(took))
-	for c.waits() && ctx.Err() == nil && c.held.Err() == nil {
+	for c.hasBacklog() && ctx.Err() == nil && c.held.Err() == nil {
 		wait.Await(ctx, c.held, nil, c.cfg.PollInterval)
 	}
 	return ctx.Err() == nil && c.held.Err() == nil
 }
 
-// The batches are not torn by ctx: they are short, and an archive may have what it
-// was given.
+// Cancelling ctx does not end a batch: batches are short, and an archive may already have
+// the rows.
 
-func (c *cleaner) cleanPublished(_ context.Context, after int64) (step, error) {
-	ctx, cancel := c.soon(c.held)
+func (c *cleaner) removePublished(_ context.Context, after int64) (step, error) {
+	ctx, cancel := c.withStatementTimeout()
 	defer cancel()
 	s, err := c.store.published(ctx, c.proof(), after)
 	if err == nil && !s.more {
-		c.reportStanding(s.standing)
+		c.reportLagging(s.lagging)
 	}
 	return s, err
 }
 
-func (c *cleaner) cleanCursors(_ context.Context, after int64) (step, error) {
-	ctx, cancel := c.soon(c.held)
+func (c *cleaner) removeCursors(_ context.Context, after int64) (step, error) {
+	ctx, cancel := c.withStatementTimeout()
 	defer cancel()
 	return c.store.cursors(ctx, c.proof(), after)
 }
 
-func (c *cleaner) cleanResolved(context.Context, int64) (step, error) {
-	ctx, cancel := c.soon(c.held)
+func (c *cleaner) removeResolved(context.Context, int64) (step, error) {
+	ctx, cancel := c.withStatementTimeout()
 	defer cancel()
 	return c.store.resolved(ctx, c.proof())
 }
 
-func (c *cleaner) cleanHandled(_ context.Context, after int64) (step, error) {
-	ctx, cancel := c.soon(c.held)
+func (c *cleaner) removeHandled(_ context.Context, after int64) (step, error) {
+	ctx, cancel := c.withStatementTimeout()
 	defer cancel()
 	return c.store.handled(ctx, after)
 }
 
 func (c *cleaner) proof() *proof { return &proof{c.lease, c.cfg.Name} }
 
-// reportStanding says once which relay holds back rows that are old enough. In two
-// runs, because an old row may have been committed just now.
-func (c *cleaner) reportStanding(relay string) {
-	if relay != c.standing {
-		c.standing, c.told = relay, false
+// reportLagging logs once which relay keeps back rows that are old enough to go. It takes
+// two runs with the same relay, because an old row may have been committed just now.
+func (c *cleaner) reportLagging(relay string) {
+	if relay != c.lagging.name {
+		c.lagging = laggingRelay{name: relay}
 		return
 	}
-	if relay == "" || c.told {
+	if relay == "" || c.lagging.reported {
 		return
 	}
-	c.told = true
+	c.lagging.reported = true
 	c.log.Warn("outbox: a relay has not published events that are old enough to go, so they stay; "+
-		"if it is gone for good, delete its rows of outbox_cursor", "standing", relay, "older_than", c.cfg.Retention.PublishedFor)
+		"if it is gone for good, delete its rows of outbox_cursor", "lagging_relay", relay, "older_than", c.cfg.Retention.PublishedFor)
 }
 
-func (c *cleaner) tell(done RetentionResult, took time.Duration) {
-	c.log.Debug("outbox: cleaned", "published", done.Published, "cursors", done.Cursors, "resolved", done.Resolved, "handled", done.Handled,
-		"took", took.Round(time.Millisecond))
-	if c.cfg.Hooks.RowsRemoved != nil && done.total() > 0 {
-		c.cfg.Hooks.RowsRemoved(done)
+// notify logs how many rows were removed and calls the hook.
+func (c *cleaner) notify(result RetentionResult, took time.Duration) {
+	c.log.Debug("outbox: rows removed", "published", result.Published, "cursors", result.Cursors, "resolved", result.Resolved,
+		"handled", result.Handled, "took", took.Round(time.Millisecond))
+	if c.cfg.Hooks.RowsRemoved != nil && result.total() > 0 {
+		c.cfg.Hooks.RowsRemoved(result)
 	}
 }

@@ -72,7 +72,7 @@ func TestRelayCleans(t *testing.T) {
 	require.NoError(t, err)
 	requireArrival(t, reader, late...)
 	stop()
-	require.Contains(t, log.String(), `level=DEBUG msg="outbox: cleaned" relay=default published=`)
+	require.Contains(t, log.String(), `level=DEBUG msg="outbox: rows removed" relay=default published=`)
 	require.Equal(t, 3, h.count(t, "outbox"), "they lie behind; tomorrow it begins from the start again")
 	testenv.Run(t, h.relay(t, cfg).Run) // and so does the next relay
 	require.Eventually(t, func() bool { return h.count(t, "outbox") == 0 }, testenv.Patience, 5*time.Millisecond)
@@ -100,10 +100,10 @@ func TestStandingRelayKeepsRows(t *testing.T) {
 	requireArrival(t, reader, second...)
 	h.exec(t, aged)
 	require.Eventually(t, func() bool { return h.count(t, "outbox") == 5 }, testenv.Patience, 5*time.Millisecond, "both have sent five")
-	require.Eventually(t, func() bool { return strings.Contains(log.String(), "standing=audit") }, testenv.Patience, 5*time.Millisecond)
-	runs := strings.Count(log.String(), "outbox: cleaned")
-	require.Eventually(t, func() bool { return strings.Count(log.String(), "outbox: cleaned") > runs+10 }, testenv.Patience, 5*time.Millisecond)
-	require.Equal(t, 1, strings.Count(log.String(), "standing=audit"))
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "lagging_relay=audit") }, testenv.Patience, 5*time.Millisecond)
+	runs := strings.Count(log.String(), "outbox: rows removed")
+	require.Eventually(t, func() bool { return strings.Count(log.String(), "outbox: rows removed") > runs+10 }, testenv.Patience, 5*time.Millisecond)
+	require.Equal(t, 1, strings.Count(log.String(), "lagging_relay=audit"))
 	require.Equal(t, 5, h.count(t, "outbox"))
 
 	testenv.Run(t, h.relay(t, audit).Run)

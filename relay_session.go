@@ -3,144 +3,163 @@ package outbox
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// session is the work under one lease. It belongs to the goroutine of Run; a
-// prefetch reads the cursor beside it, and touches nothing of the session.
-type session struct {
-	*Relay
-	lease    *lease
-	held     context.Context // ends when the lease is lost or time is up
-	producer *producer
-	parked   parking
-	failed   *failedStore
+// cursorStore reads and moves the cursor of a relay. [cursors] does so in PostgreSQL.
+type cursorStore interface {
+	load(ctx context.Context, l *lease) (position, error)
+	rebase(ctx context.Context, l *lease) (unsent int64, err error)
+	open(ctx context.Context, l *lease, p position, limit int) (next position, events []envelope, large bool, err error)
+	remaining(ctx context.Context, p position, limit int) (ids []int64, err error)
+	fetch(ctx context.Context, p position, ids []int64) (events []envelope, err error)
+	move(ctx context.Context, l *lease, p position, failures []failure) (id int64, err error)
+}
 
-	woken    bool // the last look was asked for by Wake
+// sessionParts is what a session uses.
+type sessionParts struct {
+	leadership
+	cfg     RelayConfig
+	cursors cursorStore
+	leases  interface {
+		renew(ctx context.Context, l *lease) error
+	}
+	failed interface {
+		keys(ctx context.Context) (keys map[string]int, wrong bool, err error)
+	}
+	deliverer interface {
+		deliver(stop, held context.Context, batch []envelope, parked *parking) ([]outcome, error)
+		topic(e *envelope) (string, error)
+	}
+	parked *parking // shared with the retrier
+	health *healthState
+	log    *slog.Logger
+	outage *outage.Log     // PostgreSQL
+	wake   <-chan struct{} // wake requests
+}
+
+// session relays events under one lease. It belongs to the goroutine of Run. A prefetch
+// runs beside it and touches none of its fields.
+type session struct {
+	sessionParts
+
+	woken    bool // the last wait ended by a wake request
 	pos      position
-	recorded bool    // pos stands in outbox_cursor
-	left     []int64 // ids of the open window that nobody has fetched
-	more     bool    // the window may have events behind left
+	recorded bool    // pos is in outbox_cursor
+	ids      []int64 // of events of the open window that nothing has fetched yet
+	more     bool    // the window may have events behind ids
 	size     int     // how many events to fetch at once
 	fetching chan fetched
 
-	behind atomic.Bool // more than a batch is left to send; read by the cleaner
+	backlog atomic.Bool // more than a batch is left to send; read by the cleaner
 }
 
-// fetched is what a prefetch brings: events, and what is left behind them.
+// fetched is the result of a fetch: events, and what remains behind them.
 type fetched struct {
 	events []envelope
-	left   []int64
+	ids    []int64
 	more   bool
 	size   int
 	err    error
 }
 
-func newSession(r *Relay, l *lease, held context.Context) *session {
-	s := &session{
-		Relay: r, lease: l, held: held,
-		producer: newProducer(r, l, r.kafkaOutage),
-		failed:   r.failed,
-		size:     r.cfg.BatchSize,
-	}
-	s.producer.turn = func() { r.vitals.note(nil) }
-	return s
-}
+func newSession(p sessionParts) *session { return &session{sessionParts: p, size: p.cfg.BatchSize} }
 
-func (s *session) close() {
-	s.forget()
-	s.producer.close()
-}
-
-// run relays until ctx is cancelled; then it returns nil. Whenever the cursor
-// turns out to be another than the one it knows, it forgets all and reads it.
-func (s *session) run(ctx context.Context) error {
+// run relays until ctx is cancelled; then it returns nil. Once the position is loaded it
+// runs the other parts of the relay beside it, until it returns.
+func (s *session) run(ctx context.Context, others ...func(context.Context)) error {
+	defer s.forget()
 	err := s.load()
 	if err != nil {
 		return err
 	}
 	var beside sync.WaitGroup
 	running, stop := context.WithCancel(ctx)
-	beside.Go(func() { newRetrier(s).run(running) })
-	beside.Go(func() { newCleaner(s).run(running) })
-	beside.Go(func() { s.keepWatch(running) })
+	for _, other := range others {
+		beside.Go(func() { other(running) })
+	}
 	defer beside.Wait()
 	defer stop()
 	return s.stayUpToDate(ctx)
 }
 
+// stayUpToDate relays. Whenever the cursor is not the one that the session knows, it
+// forgets all and loads it again.
 func (s *session) stayUpToDate(ctx context.Context) (err error) {
 	for err == nil {
 		err = s.follow(ctx)
-		left := s.pos.cursorID
+		known := s.pos.cursorID
 		if !errors.Is(err, errStale) {
 			return err
 		}
 		s.forget()
-		// Loading proves nothing, and somebody else may have moved the cursor: the
-		// clock of a machine that was suspended has not seen the lease expire.
+		// Loading proves nothing, and another process may have moved the cursor: on a
+		// machine that was suspended, the clock has not seen the lease expire.
 		err = s.try(func(ctx context.Context) error { return s.leases.renew(ctx, s.lease) })
 		if err == nil {
 			err = s.load()
 		}
 		if err == nil {
-			s.reportJump(left)
+			s.reportJump(known)
 		}
 	}
 	return err
 }
 
-// reportJump says that the cursor was not where it was left.
-func (s *session) reportJump(left int64) {
-	if s.pos.cursorID == left { // another server, or the same one restarted
+// reportJump logs that the cursor is not where the session had left it.
+func (s *session) reportJump(known int64) {
+	if s.pos.cursorID == known { // another server, or the same one restarted
 		return
 	}
 	what := "outbox: cursor is not where it was left; some events may be sent twice"
-	if s.pos.cursorID < left {
+	if s.pos.cursorID < known {
 		what = "outbox: PostgreSQL has lost the newest rows of the cursor, in a crash or a failover to a server that lagged; " +
 			"events since then are sent again, and some that were sent may have lost their transactions"
 	}
-	s.log.Warn(what, "left", left, "found", s.pos.cursorID)
+	s.log.Warn(what, "left", known, "found", s.pos.cursorID)
 }
 
-// load reads the newest position. One that was written in another cluster is
-// rebased first.
+// load reads the newest position. One that was written in another cluster is rebased
+// first.
 func (s *session) load() error {
 	load := func(ctx context.Context) (err error) {
 		s.pos, err = s.cursors.load(ctx, s.lease)
 		return err
 	}
 	err := s.try(load)
-	if errors.Is(err, errForeign) {
+	if errors.Is(err, errOtherCluster) {
 		if err = s.rebase(); err == nil {
 			err = s.try(load)
 		}
 	}
 	s.recorded, s.more = true, s.pos.window != ""
-	if err == nil {
-		err = s.try(func(ctx context.Context) error {
-			keys, _, err := s.failed.keys(ctx)
-			if err == nil {
-				s.parked.reset(keys)
-			}
-			return err
-		})
+	if err != nil {
+		return err
 	}
-	return err
+	return s.try(func(ctx context.Context) error {
+		keys, _, err := s.failed.keys(ctx)
+		if err == nil {
+			s.parked.reset(keys)
+		}
+		return err
+	})
 }
 
-// rebase moves the cursors here from the cluster that the database came from.
+// rebase moves the cursors here from the cluster that the database came from. It may
+// take as long as it takes.
 func (s *session) rebase() error {
 	start := time.Now()
 	var unsent int64
-	s.vitals.takesLong("the cursor is moved here from another cluster")
-	defer s.vitals.takesLong("")
-	err := s.try(func(context.Context) (err error) { // takes as long as it takes
+	s.health.beginLongTask("the cursor is moved here from another cluster")
+	defer s.health.endLongTask()
+	err := s.try(func(context.Context) (err error) {
 		unsent, err = s.cursors.rebase(s.held, s.lease)
 		return err
 	})
@@ -158,13 +177,13 @@ func (s *session) follow(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		s.behind.Store(!s.drained())
+		s.backlog.Store(!s.drained())
 		if len(batch) == 0 {
-			s.vitals.note(hasAdvanced)
+			s.health.cursorMoved()
 			s.woken = wait.Await(ctx, s.held, s.wake, s.cfg.PollInterval)
 			continue
 		}
-		if err := s.attempt(ctx, batch); err != nil {
+		if err := s.send(ctx, batch); err != nil {
 			return err
 		}
 		if s.woken && s.drained() {
@@ -174,30 +193,30 @@ func (s *session) follow(ctx context.Context) error {
 	return s.record(nil)
 }
 
-// forget drops what was fetched for a position that no longer rules.
+// forget drops what was fetched for a position that is not valid any more.
 func (s *session) forget() {
 	if s.fetching != nil {
 		<-s.fetching
 		s.fetching = nil
 	}
-	s.left = nil
+	s.ids = nil
 }
 
-// wakeGrace is how long a relay that is woken waits for the next Wake before it
-// looks unasked. Looking at once would find nothing, most times, and keep an
-// event waiting that is committed meanwhile.
+// wakeGrace is how long a relay that was woken waits for the next wake request before it
+// looks unasked. If it looked at once it would find nothing, most times, and an event that
+// is committed meanwhile would have to wait.
 const wakeGrace = 2 * time.Millisecond
 
-// drained reports whether all of the open window has been taken.
-func (s *session) drained() bool { return s.fetching == nil && len(s.left) == 0 && !s.more }
+// drained reports whether all events of the open window have been taken.
+func (s *session) drained() bool { return s.fetching == nil && len(s.ids) == 0 && !s.more }
 
-// next returns the events to send next: further ones of the open window, else
-// those of a new one. It returns none when there is nothing to send.
+// next returns the events to send next: further ones of the open window, or those of a
+// new one. It returns none when there is nothing to send.
 func (s *session) next() (batch []envelope, err error) {
 	for {
-		for s.fetching != nil || len(s.left) > 0 || s.more {
+		for !s.drained() {
 			got := s.take()
-			s.left, s.more, s.size = got.left, got.more, got.size
+			s.ids, s.more, s.size = got.ids, got.more, got.size
 			if len(got.events) > 0 || got.err != nil {
 				return got.events, got.err
 			}
@@ -226,71 +245,68 @@ func (s *session) take() (got fetched) {
 		}
 	}
 	err := s.try(func(ctx context.Context) error {
-		got = s.fetch(ctx, s.pos, s.left, s.more, s.size)
+		got = s.fetch(ctx, s.pos, s.ids, s.more, s.size)
 		return got.err
 	})
 	got.err = err
 	return got
 }
 
-// prefetch fetches what follows the event with id last while that one is in
-// flight. The window was announced before, so its rest cannot change.
+// prefetch fetches what follows the event with id last while that event is in flight. The
+// row that announces the window was written before, so the rest of it cannot change.
 func (s *session) prefetch(last int64) {
-	if len(s.left) == 0 && !s.more {
+	if len(s.ids) == 0 && !s.more {
 		return
 	}
-	pos, left, more, size := s.pos, s.left, s.more, s.size
+	pos, ids, more, size := s.pos, s.ids, s.more, s.size
 	pos.last = last
 	result := make(chan fetched, 1)
 	s.fetching = result
 	go func() {
-		ctx, cancel := s.soon(s.held)
+		ctx, cancel := s.withStatementTimeout()
 		defer cancel()
-		result <- s.fetch(ctx, pos, left, more, size)
+		result <- s.fetch(ctx, pos, ids, more, size)
 	}()
 }
 
-// fetch reads the next events of the open window: size of them, fewer where they
-// are large. On an error it returns what it was given, so that it can be asked
-// again.
-func (s *session) fetch(ctx context.Context, pos position, left []int64, more bool, size int) fetched {
-	got := fetched{left: left, more: more, size: size}
-	if len(left) == 0 {
-		got.left, got.err = s.cursors.rest(ctx, pos, maxWindowIDs)
+// fetch reads the next events of the open window: size of them, or fewer where they are
+// large. On an error it returns its arguments, so that it can be called again.
+func (s *session) fetch(ctx context.Context, pos position, ids []int64, more bool, size int) fetched {
+	got := fetched{ids: ids, more: more, size: size}
+	if len(ids) == 0 {
+		got.ids, got.err = s.cursors.remaining(ctx, pos, maxWindowIDs)
 		if got.err != nil {
 			return got
 		}
-		got.more = len(got.left) == maxWindowIDs
+		got.more = len(got.ids) == maxWindowIDs
 	}
-	n := min(len(got.left), size)
+	n := min(len(got.ids), size)
 	if n == 0 {
 		return got
 	}
-	got.events, got.err = s.cursors.fetch(ctx, pos, got.left[:n])
+	got.events, got.err = s.cursors.fetch(ctx, pos, got.ids[:n])
 	got.size = min(2*size, s.cfg.BatchSize)
 	for errors.Is(got.err, errBatchTooLarge) {
 		n /= 2 // not below 1: a single event is never too large
-		got.events, got.err = s.cursors.fetch(ctx, pos, got.left[:n])
+		got.events, got.err = s.cursors.fetch(ctx, pos, got.ids[:n])
 		got.size = n
 	}
 	if got.err == nil {
-		got.left = got.left[n:]
+		got.ids = got.ids[n:]
 	}
 	return got
 }
 
-// attempt sends a batch, and moves the cursor behind what was decided of it. The
-// move behind the last batch of a window is left to the statement that opens the
-// next one. Stopping early, for ctx or the lease, is not an error of its own:
-// the next holder sends the rest.
-func (s *session) attempt(ctx context.Context, batch []envelope) error {
+// send sends a batch, and moves the cursor behind the events that have an outcome. The
+// move behind the last batch of a window is left to the statement that opens the next
+// window. If ctx or the lease ends first, the next holder sends the rest.
+func (s *session) send(ctx context.Context, batch []envelope) error {
 	s.prefetch(batch[len(batch)-1].id)
 	start := time.Now()
-	outcomes, err := s.producer.deliver(ctx, s.held, batch, &s.parked)
-	s.producer.tellSent(batch, outcomes, start, false)
+	outcomes, err := s.deliverer.deliver(ctx, s.held, batch, s.parked)
 	decided, failures := s.failures(batch, outcomes)
 	if decided > 0 {
-		s.vitals.note(hasAdvanced)
+		s.health.cursorMoved()
 		s.pos.last = batch[decided-1].id
 		s.pos.highest = max(s.pos.highest, s.pos.last)
 		s.recorded = false
@@ -304,18 +320,18 @@ func (s *session) attempt(ctx context.Context, batch []envelope) error {
 		if merr := s.record(failures); merr != nil {
 			return merr
 		}
-		s.tell(failures)
+		s.notifyRejected(failures)
 	}
 	return err
 }
 
-// failures returns how many events from the start of the batch were decided, and
-// those of them that did not get through.
+// failures returns how many events from the start of the batch have an outcome, and those
+// of them that did not get through.
 func (s *session) failures(batch []envelope, outcomes []outcome) (decided int, failures []failure) {
-	for i, f := range outcomes {
+	for i, o := range outcomes {
 		e := &batch[i]
 		status := StatusParked
-		switch f.kind {
+		switch o.kind {
 		case outcomePending:
 			return i, failures
 		case outcomeSent:
@@ -326,23 +342,24 @@ func (s *session) failures(batch []envelope, outcomes []outcome) (decided int, f
 			status = StatusWaiting
 		case outcomeBlocked, outcomeParked:
 		}
-		topic, _ := s.producer.topic(e)
+		topic, _ := s.deliverer.topic(e)
 		failures = append(failures, failure{
-			event: e, key: parkingKey(topic, e.key()), status: status, class: f.class, err: f.err,
-			refused: f.kind == outcomeRejected, pending: f.kind == outcomeParked,
+			event: e, key: parkingKey(topic, e.key()), status: status, class: o.class, err: o.err,
+			rejected: o.kind == outcomeRejected, pending: o.kind == outcomeParked,
 		})
 	}
 	return len(batch), failures
 }
 
-// tell says which events were refused, once that is written down.
-func (s *session) tell(failures []failure) {
+// notifyRejected logs the events that were rejected and calls the hook, once the cursor
+// has passed them.
+func (s *session) notifyRejected(failures []failure) {
 	for _, f := range failures {
-		if !f.refused {
+		if !f.rejected {
 			continue
 		}
 		e := f.event
-		s.log.WarnContext(e.context(s.held), "outbox: event refused", "id", e.id, "event_id", string(e.eventID), "type", string(e.eventType),
+		s.log.WarnContext(e.context(s.held), "outbox: event rejected", "id", e.id, "event_id", string(e.eventID), "type", string(e.eventType),
 			"key", string(e.key()), "class", f.class, "error", f.err)
 		if s.cfg.Hooks.Rejected != nil {
 			s.cfg.Hooks.Rejected(failedEventOf(e, f.class, f.err, 0))
@@ -350,8 +367,7 @@ func (s *session) tell(failures []failure) {
 	}
 }
 
-// record writes the position down if it is not yet, with what failed on the way
-// to it.
+// record writes the position, if that is not done yet, and the failures that it passes.
 func (s *session) record(failures []failure) error {
 	if s.recorded {
 		return nil
@@ -365,31 +381,31 @@ func (s *session) record(failures []failure) error {
 		id, err := s.cursors.move(ctx, s.lease, s.pos, failures)
 		if err == nil {
 			s.pos.cursorID, s.recorded = id, true
-			s.parked.wrote(failures)
+			s.parked.rowsWritten(failures)
 		}
 		return err
 	})
 }
 
-// try repeats f until PostgreSQL answers. It gives up when the lease is lost, or
-// the time to stop is over, and returns what no repetition mends.
+// try repeats f until PostgreSQL answers. It gives up when the lease is lost or the time
+// to stop is over, and returns the errors that repeating cannot correct.
 func (s *session) try(f func(context.Context) error) error {
 	for {
-		s.vitals.note(nil)
-		ctx, cancel := s.soon(s.held)
+		s.health.progressed()
+		ctx, cancel := s.withStatementTimeout()
 		err := f(ctx)
 		cancel()
 		switch {
 		case s.held.Err() != nil && err != nil:
 			return context.Cause(s.held)
 		case pg.IsUndefined(err):
-			return s.notMigrated(err)
+			return notMigrated(s.cfg.Schema, err)
 		case err == nil, errors.Is(err, errStale), errors.Is(err, errLeaseLost),
-			errors.Is(err, errForeign), errors.Is(err, ErrSequenceBehind):
-			s.postgresOutage.Report(nil)
+			errors.Is(err, errOtherCluster), errors.Is(err, ErrSequenceBehind):
+			s.outage.Report(nil)
 			return err
 		}
-		s.postgresOutage.Report(err)
-		wait.Sleep(s.held, s.postgresOutage.Backoff())
+		s.outage.Report(err)
+		wait.Sleep(s.held, s.outage.Backoff())
 	}
 }

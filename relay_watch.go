@@ -15,7 +15,7 @@ func (r *Relay) keepWatch(ctx context.Context) {
 		if r.alertOutage.Current() != nil {
 			pause = min(pause, r.alertOutage.Backoff())
 		}
-		wait.Await(ctx, ctx, r.alarm, pause)
+		wait.Await(ctx, ctx, r.checkNow, pause)
 		if ctx.Err() != nil {
 			return
 		}

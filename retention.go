@@ -27,23 +27,23 @@ const Forever time.Duration = math.MaxInt64
 // errors.
 type RetentionConfig struct {
 	// PublishedFor is how long rows stay in outbox, counted from the start of the
-	// transaction that recorded them. However old, a row goes only when every relay
-	// that has a cursor in the schema has published it, so a relay that no longer
-	// runs keeps them all: its name is in the log. One that could not go when its time
-	// came may stay a day longer than it must. Rows of a partition go when all of them
-	// may (MigrateConfig.PartitionRows). Zero means 7 days.
+	// transaction that recorded them. However old, a row is removed only when every relay
+	// that has a cursor in the schema has published it. So a relay that no longer runs
+	// keeps all rows; the log names it. A row that cannot be removed when its time comes
+	// may stay a day longer than it must. Rows of a partition are removed when all of them
+	// may be (MigrateConfig.PartitionRows). Zero means 7 days.
 	PublishedFor time.Duration
 	// CursorsFor is how long the history in outbox_cursor goes back; from an hour on
 	// it has a row for each minute. The newest row of each relay stays. Zero means
 	// 7 days.
 	CursorsFor time.Duration
-	// ResolvedFor is how long resolved rows stay in outbox_failed. One that was
-	// resolved without a time counts from when the relay first sees it. Zero means
-	// 30 days.
+	// ResolvedFor is how long resolved rows stay in outbox_failed. For a row that was
+	// resolved without a time it counts from when the relay first sees the row. Zero
+	// means 30 days.
 	ResolvedFor time.Duration
-	// HandledFor is how long event_handled remembers. A record that is read again
-	// later has its effect again, so it must not be shorter than the longest
-	// retention of a topic that is consumed, dead-letter topics included, which
+	// HandledFor is how long rows stay in event_handled. A record that is read again
+	// later is handled again, so HandledFor must not be shorter than the longest
+	// retention of a topic that is consumed. This includes dead-letter topics, which
 	// commonly keep 30 days. Zero means 31 days.
 	HandledFor time.Duration
 
@@ -52,18 +52,19 @@ type RetentionConfig struct {
 	// BatchSize is the most rows that a transaction looks at, at most 10,000. Zero
 	// means 1,000.
 	BatchSize int
-	// Pause is the least time between two batches; it is four times as long as the
-	// last batch took if that is more. While the relay has a backlog to send, no
-	// batch begins. Zero means 50 ms.
+	// Pause is the shortest time between two batches. After a batch that took long the
+	// pause is four times as long as the batch. While the relay has a backlog to send,
+	// no batch begins. Zero means 50 ms.
 	Pause time.Duration
 
-	// Archive gets rows of outbox before they go, at most BatchSize of them, in the
-	// transaction that removes them. What it writes with tx commits with that, or not
-	// at all; what it writes elsewhere it may be given again, because the commit
-	// may fail. An error keeps the rows, and they come again in the next run. The
-	// rows of a partition come before it is dropped, in transactions of their own,
-	// and again after a restart. ctx ends after RelayConfig.Lease, and SendTimeout after the relay is told to stop.
-	// Nil archives nothing.
+	// Archive gets rows of outbox before they are removed, at most BatchSize of them, in
+	// the transaction that removes them. What it writes with tx commits together with
+	// the removal, or not at all. If it writes elsewhere, it may get the same rows again,
+	// because the commit may fail. After an error the rows stay, and come again in the
+	// next run. The rows of a partition come before the partition is dropped, in
+	// transactions of their own, and again after a restart. ctx ends after
+	// RelayConfig.Lease, and SendTimeout after the relay is told to stop. Nil archives
+	// nothing.
 	Archive func(ctx context.Context, tx pgx.Tx, rows []ArchivedEvent) error
 }
 
@@ -135,10 +136,10 @@ func (c RetentionConfig) validate() error {
 	return errors.Join(errs...)
 }
 
-// pauseInBatches is how many times as long as a batch the rest after it is.
+// pauseInBatches is how many times as long as a batch the pause after it is.
 const pauseInBatches = 4
 
-// pause is how long to rest after a batch.
+// pause returns how long to wait after a batch.
 func (c RetentionConfig) pause(took time.Duration) time.Duration {
 	return max(c.Pause, pauseInBatches*took)
 }
@@ -147,11 +148,14 @@ func (c RetentionConfig) pause(took time.Duration) time.Duration {
 type CleanHandledConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// HandledFor, BatchSize and Pause are as in [RetentionConfig], with the same
-	// defaults; there is no relay whose backlog could delay a batch.
+	// HandledFor is how long rows stay, see [RetentionConfig]. Zero means 31 days.
 	HandledFor time.Duration
-	BatchSize  int
-	Pause      time.Duration
+	// BatchSize is the most rows that a transaction looks at, at most 10,000. Zero
+	// means 1,000.
+	BatchSize int
+	// Pause is the shortest time between two batches. After a batch that took long the
+	// pause is four times as long as the batch. Zero means 50 ms.
+	Pause time.Duration
 }
 
 // CleanHandled removes the rows of event_handled that are older than cfg.HandledFor,
@@ -172,7 +176,7 @@ func CleanHandled(ctx context.Context, db *pgxpool.Pool, cfg CleanHandledConfig)
 	if keep.HandledFor == Forever {
 		return 0, nil
 	}
-	w := walk{batch: newRetention(db, schema, keep).handled, rest: func(took time.Duration) bool {
+	w := walk{batch: newRetention(db, schema, keep).handled, pause: func(took time.Duration) bool {
 		wait.Sleep(ctx, keep.pause(took))
 		return ctx.Err() == nil
 	}}
@@ -186,7 +190,7 @@ func CleanHandled(ctx context.Context, db *pgxpool.Pool, cfg CleanHandledConfig)
 	return removed, nil
 }
 
-// retention removes rows.
+// retention removes rows that are not kept any longer.
 type retention struct {
 	db  *pgxpool.Pool
 	cfg RetentionConfig
@@ -209,24 +213,23 @@ func newRetention(db *pgxpool.Pool, schema string, cfg RetentionConfig) *retenti
 	}
 }
 
-// sqlCleanSettings is pg.PlannerSettings for statements that wait for nobody: another relay
-// of the schema may be removing the same rows.
+// sqlCleanSettings is pg.PlannerSettings for statements that must not wait for locks:
+// another relay of the schema may be removing the same rows.
 const sqlCleanSettings = pg.PlannerSettings + `, set_config('lock_timeout', '100ms', true)`
 
-// errBusy means that somebody else has locked rows that we would remove: they are
-// his.
+// errBusy means that another transaction has locked the rows. They are skipped.
 var errBusy = errors.New("rows are locked")
 
-// transact runs what removes rows in a transaction, and proves the lease if there
-// is one. The proof comes last, because renewing the lease must not have to wait
+// transact calls remove in a transaction, and proves the lease if l is set. The proof
+// locks the row of the lease, so it comes last: renewing the lease must not have to wait
 // for an archive.
-func (r *retention) transact(ctx context.Context, l *proof, remove func(pgx.Tx) (gone int64, err error)) error {
+func (r *retention) transact(ctx context.Context, l *proof, remove func(pgx.Tx) (removed int64, err error)) error {
 	err := pgx.BeginTxFunc(ctx, r.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, sqlCleanSettings); err != nil {
 			return err
 		}
-		gone, err := remove(tx)
-		if err != nil || gone == 0 || l == nil {
+		removed, err := remove(tx)
+		if err != nil || removed == 0 || l == nil {
 			return err
 		}
 		tag, err := tx.Exec(ctx, r.sqlProof, l.relay, l.holder, l.epoch)
@@ -241,26 +244,26 @@ func (r *retention) transact(ctx context.Context, l *proof, remove func(pgx.Tx) 
 	return err
 }
 
-// proof is a lease and the relay whose it is.
+// proof is a lease and the name of its relay.
 type proof struct {
 	*lease
 	relay string
 }
 
-// publishedRows and what follows it find and remove published rows. What is published follows from
-// the newest row of each relay's cursor, as in sqlRebase, and never from an age or
-// an id: a transaction that was prepared long ago may commit today, and then its
-// rows are old, have low ids, and nobody has seen them. Whatever is published stays
-// so, which is why it does not matter what moves meanwhile; and if a crash forgets
-// those rows of outbox_cursor, it forgets what was committed after them, us
-// included. Where a cursor speaks of another cluster, and where there is none, no
-// row is looked at.
+// publishedRows and the constants below find and remove published rows. Whether a row is
+// published follows from the newest row of each relay's cursor, as in sqlRebase, and
+// never from an age or an id: a transaction that was prepared long ago may commit today,
+// and then its rows are old and have low ids, but no relay has seen them. A published row
+// stays published, so cursors may move meanwhile. If a crash of PostgreSQL forgets rows
+// of outbox_cursor, it also forgets everything that was committed after them, our
+// removals included. If a cursor belongs to another cluster, or if there is no cursor, no
+// row is removed.
 //
-// No relay has published an id above its highest_id, so nothing above the lowest of
-// these is looked at either: rows that a relay holds back which stands still cost
-// nothing. Names and their newest rows are found one by one; "relay = name" would
-// let the planner walk the history of all of them. Rows are deleted by their place,
-// because an index of an empty table is as good as any other to it.
+// No relay has published an id above its highest_id, so no row above the lowest
+// highest_id is looked at: rows that a lagging relay keeps back cost nothing. The names of
+// relays and their newest rows are found one by one; with "relay = name" the planner might
+// read the history of all relays. Rows are deleted by ctid, because to the planner any
+// index of an empty table looks as good as any other.
 const publishedRows = newestCursors + `, ceiling AS MATERIALIZED (
     SELECT min(s.highest_id) AS id
       FROM stands AS s, pg_control_system() AS here
@@ -271,7 +274,7 @@ const publishedRows = newestCursors + `, ceiling AS MATERIALIZED (
     SELECT tableoid AS part, ctid AS place, id, xid, created_at < now() - $3::interval AS old
       FROM {schema}.outbox WHERE id > $1 AND id < $4`
 
-// belowCeiling is where statements stop that delete.
+// belowCeiling is the upper bound for statements that delete.
 const belowCeiling = ` AND id <= (SELECT id FROM ceiling)`
 
 const publishedAmong = ` ORDER BY id LIMIT $2
@@ -293,8 +296,8 @@ SELECT ` + lookedColumns + `,
            AND (SELECT created_at FROM {schema}.outbox WHERE id > (SELECT id FROM ceiling) ORDER BY id LIMIT 1) < now() - $3::interval),
        (SELECT count(*) FROM gone)`
 
-// lookedColumns are how many rows a batch looked at, the last of them, the first
-// that is too young, and how many are.
+// lookedColumns are the number of rows that a batch looked at, the last of them, the first
+// that is too young, and the number of those that are too young.
 const lookedColumns = `(SELECT count(*) FROM looked), (SELECT max(id) FROM looked),
        (SELECT min(id) FROM looked WHERE NOT old), (SELECT count(*) FROM looked WHERE NOT old)`
 
@@ -309,52 +312,53 @@ const archivedColumns = `, g.id, g.event_id::text, g.event_type, g.source, g.agg
   FROM (VALUES (1)) AS head LEFT JOIN gone AS g ON true
  ORDER BY g.id`
 
-// published removes rows of outbox behind an id.
+// published removes rows of outbox above an id.
 func (r *retention) published(ctx context.Context, l *proof, after int64) (step, error) {
 	return r.publishedBy(ctx, l, r.sqlPublished, r.sqlArchived, after, math.MaxInt64)
 }
 
-// publishedBy runs the statement that fits, over the ids between after and behind.
-func (r *retention) publishedBy(ctx context.Context, l *proof, plain, archived string, after, behind int64) (step, error) {
+// publishedBy runs one of two statements, depending on whether there is an archive, over
+// the ids above after and below end.
+func (r *retention) publishedBy(ctx context.Context, l *proof, plain, archived string, after, end int64) (step, error) {
 	sql := plain
 	if r.cfg.Archive != nil {
 		sql = archived
 	}
 	var s step
 	err := r.transact(ctx, l, func(tx pgx.Tx) (int64, error) {
-		rows, err := tx.Query(ctx, sql, after, r.cfg.BatchSize, r.cfg.PublishedFor, behind)
+		rows, err := tx.Query(ctx, sql, after, r.cfg.BatchSize, r.cfg.PublishedFor, end)
 		if err != nil {
 			return 0, err
 		}
-		var standing pgtype.Text
+		var lagging pgtype.Text
 		var events []ArchivedEvent
-		s, events, err = r.readStep(rows, &standing)
-		s.standing = standing.String
+		s, events, err = r.readStep(rows, &lagging)
+		s.lagging = lagging.String
 		if err != nil || len(events) == 0 {
-			return s.gone, err
+			return s.removed, err
 		}
 		if err := r.cfg.Archive(ctx, tx, events); err != nil {
 			return 0, fmt.Errorf("archive: %w", err)
 		}
-		return s.gone, nil
+		return s.removed, nil
 	})
 	return s, wrapClean("outbox", err)
 }
 
-// readStep reads what a batch saw and did, and the rows that it removed, if it
-// returns them. extra is what stands before the count of what is gone.
+// readStep reads the result of a batch, and the rows that it removed, if the statement
+// returns them. extra are the columns in front of the count of removed rows.
 func (r *retention) readStep(rows pgx.Rows, extra ...any) (s step, events []ArchivedEvent, err error) {
 	defer rows.Close()
 	var youngs int64
 	var last, young pgtype.Int8
 	head := append([]any{&s.looked, &last, &young, &youngs}, extra...)
-	head = append(head, &s.gone)
+	head = append(head, &s.removed)
 	for rows.Next() {
 		var e ArchivedEvent
 		raw, dst := rows.RawValues(), slices.Clone(head)
 		switch {
 		case len(raw) == len(head):
-		case raw[len(head)] == nil: // nothing went
+		case raw[len(head)] == nil: // nothing was removed
 			dst = append(dst, make([]any, len(raw)-len(head))...)
 		default:
 			dst = append(dst, &e.OutboxID, &e.EventID, &e.Type, &e.Source, &e.AggregateType, &e.AggregateID, &e.Payload, &e.ContentType,
@@ -372,13 +376,13 @@ func (r *retention) readStep(rows pgx.Rows, extra ...any) (s step, events []Arch
 	return s, events, rows.Err()
 }
 
-// thinAfter is from when on the history of cursors has a row for each minute.
+// thinAfter is the age from which on the history of cursors has one row for each minute.
 const thinAfter = time.Hour
 
-// sqlCleanCursors removes history: of each relay's minute all rows but the first,
-// and what is older than $3. The newest row of a relay stays, whatever its age, and
-// no statement reads another one. The walk begins at the start each time, over what
-// thinning has left.
+// sqlCleanCursors removes history: all rows but the first of each relay and minute, and
+// the rows that are older than $3. The newest row of a relay stays, whatever its age; no
+// statement reads any other. Each walk begins at the start of the table, which is short
+// after the first walk.
 const sqlCleanCursors = `
 WITH looked AS MATERIALIZED (
     SELECT ctid AS place, id, relay, created_at, created_at < now() - least($3::interval, $4::interval) AS old
@@ -397,7 +401,7 @@ WITH looked AS MATERIALIZED (
 )
 SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`
 
-// cursors removes rows of outbox_cursor behind an id.
+// cursors removes rows of outbox_cursor above an id.
 func (r *retention) cursors(ctx context.Context, l *proof, after int64) (step, error) {
 	s, err := r.step(ctx, l, r.sqlCursors, after, r.cfg.BatchSize, r.cfg.CursorsFor, thinAfter)
 	return s, wrapClean("outbox_cursor", err)
@@ -413,8 +417,8 @@ WITH looked AS MATERIALIZED (
 )
 SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`
 
-// handled removes rows of event_handled behind an id. It needs no lease: their age
-// decides, whoever looks.
+// handled removes rows of event_handled above an id. It needs no lease: only the age of
+// a row decides, whichever process removes it.
 func (r *retention) handled(ctx context.Context, after int64) (step, error) {
 	s, err := r.step(ctx, nil, r.sqlHandled, after, r.cfg.BatchSize, r.cfg.HandledFor)
 	return s, wrapClean("event_handled", err)
@@ -427,14 +431,14 @@ func (r *retention) step(ctx context.Context, l *proof, sql string, args ...any)
 		if err == nil {
 			s, _, err = r.readStep(rows)
 		}
-		return s.gone, err
+		return s.removed, err
 	})
 	return s, err
 }
 
-// sqlCleanResolved removes resolved rows of outbox_failed, and gives those a time
-// that an operator resolved without one. Rows are locked first, because one that
-// is wanted again meanwhile must stay; those that somebody is at are left to him.
+// sqlCleanResolved removes resolved rows of outbox_failed, and sets the time of those that
+// an operator resolved without a time. Rows are locked first, because a row that is
+// changed back meanwhile must stay. Rows locked by another transaction are skipped.
 const sqlCleanResolved = `
 WITH timeless AS MATERIALIZED (
     SELECT id FROM {schema}.outbox_failed
@@ -453,10 +457,10 @@ SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM timed)`
 func (r *retention) resolved(ctx context.Context, l *proof) (s step, err error) {
 	var timed int64
 	err = r.transact(ctx, l, func(tx pgx.Tx) (int64, error) {
-		err := tx.QueryRow(ctx, r.sqlResolved, r.cfg.BatchSize, r.cfg.ResolvedFor).Scan(&s.gone, &timed)
-		return s.gone + timed, err
+		err := tx.QueryRow(ctx, r.sqlResolved, r.cfg.BatchSize, r.cfg.ResolvedFor).Scan(&s.removed, &timed)
+		return s.removed + timed, err
 	})
-	s.more = max(s.gone, timed) == int64(r.cfg.BatchSize)
+	s.more = max(s.removed, timed) == int64(r.cfg.BatchSize)
 	return s, wrapClean("outbox_failed", err)
 }
 

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"math"
 	"sync/atomic"
 	"testing"
@@ -14,7 +13,6 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
-	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -107,9 +105,9 @@ func TestPublishedRowsGo(t *testing.T) {
 			r, l := d.cleaning(t, RetentionConfig{})
 			s, err := r.published(ctx, l, 0)
 			require.NoError(t, err)
-			require.EqualValues(t, 6-len(test.stay), s.gone)
+			require.EqualValues(t, 6-len(test.stay), s.removed)
 			require.ElementsMatch(t, test.stay, d.ids(t, "outbox"))
-			require.Equal(t, test.stops, s.standing)
+			require.Equal(t, test.stops, s.lagging)
 		})
 	}
 }
@@ -135,11 +133,11 @@ func TestPreparedTransactionIsNotRemoved(t *testing.T) {
 
 	s, err := r.published(ctx, l, 0)
 	require.NoError(t, err)
-	require.EqualValues(t, 3, s.gone)
+	require.EqualValues(t, 3, s.removed)
 	require.Equal(t, []int64{1, 2}, d.unsent(t, "default"))
 	s, err = r.published(ctx, l, 0)
 	require.NoError(t, err)
-	require.EqualValues(t, 2, s.gone)
+	require.EqualValues(t, 2, s.removed)
 }
 
 // Whoever lost the lease removes nothing that only its holder may.
@@ -227,12 +225,12 @@ func TestResolvedRowsGo(t *testing.T) {
 	r, l := d.cleaning(t, RetentionConfig{})
 	s, err := r.resolved(ctx, l)
 	require.NoError(t, err)
-	require.EqualValues(t, 1, s.gone)
+	require.EqualValues(t, 1, s.removed)
 	require.Equal(t, []int64{2, 3, 4, 5}, d.ids(t, "outbox_failed"))
 	d.age(t, "outbox_failed", "resolved_at", "31 days")
 	s, err = r.resolved(ctx, l)
 	require.NoError(t, err)
-	require.EqualValues(t, 2, s.gone)
+	require.EqualValues(t, 2, s.removed)
 	require.Equal(t, []int64{4, 5}, d.ids(t, "outbox_failed"))
 	l.epoch--
 	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved'`)
@@ -297,7 +295,7 @@ func TestArchive(t *testing.T) {
 	full = nil
 	s, err := r.published(ctx, l, 0)
 	require.NoError(t, err)
-	require.EqualValues(t, 2, s.gone)
+	require.EqualValues(t, 2, s.removed)
 	require.Equal(t, []int64{3}, d.ids(t, "outbox"))
 	require.Equal(t, []int64{1, 2}, d.ids(t, "archive"))
 	require.Len(t, got, 2)
@@ -315,7 +313,7 @@ func TestArchive(t *testing.T) {
 	got = nil
 	s, err = r.published(ctx, l, 0)
 	require.NoError(t, err)
-	require.Zero(t, s.gone)
+	require.Zero(t, s.removed)
 	require.Nil(t, got, "there is nothing to archive")
 }
 
@@ -330,7 +328,7 @@ func TestWalk(t *testing.T) {
 			}
 		}
 		var looks []int64
-		w := walk{rest: func(time.Duration) bool { return true }}
+		w := walk{pause: func(time.Duration) bool { return true }}
 		w.batch = func(_ context.Context, after int64) (s step, err error) {
 			n, young := 0, 0
 			for id := after + 1; id <= 200 && n < size; id++ {
@@ -343,7 +341,7 @@ func TestWalk(t *testing.T) {
 				switch kind {
 				case "o":
 					delete(rows, id)
-					s.gone++
+					s.removed++
 				case "y":
 					young++
 					if s.young == 0 {
@@ -384,19 +382,19 @@ func TestCleanerGivesWay(t *testing.T) {
 		var backlog atomic.Bool
 		ctx, cancel := context.WithCancel(context.Background())
 		cfg := RelayConfig{}.withDefaults()
-		c := &cleaner{Relay: &Relay{cfg: cfg}, held: context.Background(), waits: backlog.Load, fails: outage.NewLogs(slog.Default())}
+		c := newCleaner(leadership{held: context.Background()}, cfg, nil, backlog.Load, cfg.Logger)
 		start := time.Now()
-		require.True(t, c.rest(ctx, time.Second))
+		require.True(t, c.pause(ctx, time.Second))
 		require.Equal(t, 4*time.Second, time.Since(start))
 
 		backlog.Store(true)
 		time.AfterFunc(time.Hour, func() { backlog.Store(false) })
-		require.True(t, c.rest(ctx, 0))
+		require.True(t, c.pause(ctx, 0))
 		require.GreaterOrEqual(t, time.Since(start), time.Hour)
 
 		backlog.Store(true)
 		time.AfterFunc(time.Hour, cancel)
-		require.False(t, c.rest(ctx, 0))
+		require.False(t, c.pause(ctx, 0))
 	})
 }
 

@@ -5,39 +5,39 @@ import (
 	"time"
 )
 
-// walk removes rows of a table in the order of ids, by its primary key: no index
-// is kept for retention alone. A row's time is the start of its transaction, and
-// its id was drawn after that; so behind a row that is too young there are old
-// ones only by way of long transactions and of clocks that were set. It ends at a
-// batch of which every row is too young.
+// walk removes rows of a table in the order of ids, by the primary key: there is no index
+// for retention alone. The time of a row is the start of its transaction, and its id was
+// drawn after that. So after a row that is too young, old rows come only from long
+// transactions and from clocks that were set. A walk ends at a batch of which every row
+// is too young.
 //
-// mark is where the next walk begins, so that each passes the rows once that have
-// become old since the last one, whatever stays behind: what must not go yet, and
-// what a transaction commits there later. Those it meets when it begins from the
-// start again, once in lookAgain.
+// mark is where the next walk begins, so that each walk looks only at the rows that have
+// become old since the last walk. Rows below mark that had to stay, or that a transaction
+// commits there later, are found when a walk begins at the start of the table, which it
+// does once in lookAgain.
 type walk struct {
 	batch func(ctx context.Context, after int64) (step, error)
-	rest  func(took time.Duration) bool // false: stop
+	pause func(took time.Duration) bool // between two batches; false: stop
 
 	mark  int64
-	began time.Time // at the start of the table
+	began time.Time // when a walk last began at the start of the table
 }
 
-// step is what a batch saw and did.
+// step is the result of a batch.
 type step struct {
-	looked   int64 // rows
-	last     int64 // highest id it looked at
-	young    int64 // lowest id of a row that is too young; 0: none was
-	gone     int64
-	more     bool   // there may be more to do
-	standing string // relay that has not published what is old enough to go
+	looked  int64 // number of rows that it looked at
+	last    int64 // highest id among them
+	young   int64 // lowest id of a row that is too young; 0: there was none
+	removed int64
+	more    bool   // there may be more to do
+	lagging string // relay that has not published rows that are old enough to go
 }
 
-// lookAgain is how long a row may stay that could not go in its turn.
+// lookAgain is how long a row may stay that could not be removed when it became old.
 const lookAgain = day
 
-// run removes what may go, and returns how much that was, also with an error.
-func (w *walk) run(ctx context.Context) (gone int64, err error) {
+// run returns how many rows it removed, also with an error.
+func (w *walk) run(ctx context.Context) (removed int64, err error) {
 	if w.began.IsZero() || time.Since(w.began) > lookAgain {
 		w.mark, w.began = 0, time.Now()
 	}
@@ -45,17 +45,17 @@ func (w *walk) run(ctx context.Context) (gone int64, err error) {
 		start := time.Now()
 		s, err := w.batch(ctx, at)
 		if err != nil {
-			return gone, err
+			return removed, err
 		}
-		at, gone = max(at, s.last), gone+s.gone
+		at, removed = max(at, s.last), removed+s.removed
 		if s.young > 0 && !young {
 			w.mark, young = s.young-1, true
 		}
 		if !young {
 			w.mark = at
 		}
-		if !s.more || !w.rest(time.Since(start)) {
-			return gone, nil
+		if !s.more || !w.pause(time.Since(start)) {
+			return removed, nil
 		}
 	}
 }

@@ -46,12 +46,12 @@ var rooms = []room{
 	{"breaker", "breaker.go", "errors", []string{noPgx, noFranz, noLogs, noSystem}},
 	{"cursor", "lease.go cursor*.go failed.go", "errors event", []string{noFranz, noLogs}},
 	{"retention", "retention*.go", "errors event cursor", []string{noFranz, noLogs, noSystem}},
-	{"hooks", "hooks.go outcome.go", "errors event breaker retention", []string{noPgx, noFranz, noLogs, noSystem}},
+	{"hooks", "hooks.go", "errors event breaker retention", []string{noPgx, noFranz, noLogs, noSystem}},
 	{"recorder", "outbox*.go", "errors event hooks", []string{noLogs, noSystem}},
 	{"migrate", "migrate.go", "errors retention", []string{noFranz, noLogs, noSystem}},
 	{"operators", "failed_*.go inspect*.go", "errors event hooks cursor retention", []string{noFranz, noLogs, noSystem}},
 	{"alerts", "alert.go monitor.go", "errors breaker retention operators hooks", []string{noFranz, noSystem}},
-	{"relay", "relay*.go health.go", "errors event breaker cursor retention hooks alerts", []string{noSystem}},
+	{"relay", "relay*.go outcome.go health.go", "errors event breaker cursor retention hooks alerts", []string{noSystem}},
 	{"consumer", "consumer*.go idempotency.go", "errors event hooks", []string{noSystem}},
 }
 

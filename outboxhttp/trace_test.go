@@ -225,12 +225,12 @@ func TestTraceReachesHandler(t *testing.T) {
 	var stored string
 	require.NoError(t, db.QueryRow(t.Context(), `SELECT DISTINCT headers->>'x-trace-id' FROM `+pgx.Identifier{schema, "outbox"}.Sanitize()).Scan(&stored))
 	require.Equal(t, ownID, stored)
-	require.Eventually(t, func() bool { return strings.Contains(out.String(), "event refused") }, testenv.Patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(out.String(), "event rejected") }, testenv.Patience, 10*time.Millisecond)
 	told := map[string]any{}
 	for line := range strings.Lines(out.String()) {
 		l := lineOf(t, line)
 		told[l["msg"].(string)] = l["trace_id"]
 	}
-	require.Equal(t, map[string]any{"recorded": ownID, "outbox: event refused": ownID,
+	require.Equal(t, map[string]any{"recorded": ownID, "outbox: event rejected": ownID,
 		"outbox: handler failed, trying again": ownID, "handled": ownID}, told)
 }

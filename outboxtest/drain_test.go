@@ -109,7 +109,7 @@ var drainFailures = []struct {
 		h.impossible(t)
 		h.commit(t, orderPlaced{ID: "1", At: noon})
 		return outboxtest.Kafka(t, "order-events")
-	}, outbox.RelayConfig{}, []string{"not sent:\n  1 nonsense of impossible: failed", ", invalid_event: ", "event refused"}},
+	}, outbox.RelayConfig{}, []string{"not sent:\n  1 nonsense of impossible: failed", ", invalid_event: ", "event rejected"}},
 	{"Kafka is away", func(t *testing.T, h *house) []kgo.Opt {
 		h.commit(t, orderPlaced{ID: "1", At: noon})
 		return []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}

@@ -13,34 +13,34 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Partitions of outbox are ranges of ids. The functions of 0002_partitions.sql do to
-// the tables what only their owner may; here is when.
+// Partitions of outbox are ranges of ids. The functions of 0002_partitions.sql change the
+// tables with the rights of their owner; this file decides when.
 //
-// A partition goes as a whole. All its rows are looked at first, in batches and
-// without a lock (review): each must be published for every relay, and old. Then
-// outbox_drop_partition locks it and judges again, by a snapshot newer than the lock:
-// nothing has come in that the review's first snapshot does not call visible, no
-// relay has begun, the server and its transaction ids are the same. A transaction
-// that has put rows into the partition and is open, prepared ones too, holds a lock
-// on it: then the lock is not had, and all stays. Waiting for locks is limited to
-// 50 ms, because others queue up behind.
+// A partition is removed as a whole. First all its rows are reviewed, in batches and
+// without a lock: each must be old, and published by every relay. Then
+// outbox_drop_partition locks the partition and checks again, by a snapshot newer than
+// the lock: there are no rows that the first snapshot of the review does not call
+// visible, no relay is new, the server and its transaction ids are the same. An open
+// transaction that has inserted rows into the partition, prepared or not, holds a lock on
+// it: then the lock is not available, and the partition stays. Waiting for locks is
+// limited to 50 ms, because other transactions queue up behind.
 //
-// With the lock on the partition its rows go at once (TRUNCATE), which holds up no
-// writer: they are at later partitions. To drop the empty table takes a lock on outbox
-// as well, which is not had while any transaction is open that has recorded something;
-// until then it stays, empty. Who drew an id long ago and inserts it when the
-// partition is gone puts it into the default one, which the relay reads like the
-// others.
+// With the lock on the partition its rows are removed at once (TRUNCATE). That holds up
+// no writer, because writers use later partitions. Dropping the empty table takes a lock
+// on outbox as well, which is not available while any transaction is open that has
+// recorded an event; until then the empty table stays. A transaction that drew an id long
+// ago and inserts it after the partition was dropped inserts into the default partition,
+// which the relay reads like the others.
 
-// idRange is a partition, but not the default one: first <= id < behind.
+// idRange is a partition, but not the default one: first <= id < end.
 type idRange struct {
-	name          string
-	first, behind int64
-	closed        bool // all its ids have been drawn
-	large         bool // its rows are removed one by one
+	name       string
+	first, end int64
+	closed     bool // all its ids have been drawn
+	large      bool // its rows are removed one by one
 }
 
-// partitions are the statements for a partitioned table.
+// partitions holds the statements for a partitioned table.
 type partitions struct {
 	sqlPartitioned, sqlPartitions, sqlMakePartitions, sqlDropPartition, sqlReviewed string
 
@@ -80,7 +80,7 @@ func (r *retention) list(ctx context.Context) ([]idRange, error) {
 		return nil, wrapClean("outbox", err)
 	}
 	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (p idRange, err error) {
-		err = row.Scan(&p.name, &p.first, &p.behind, &p.closed, &p.large)
+		err = row.Scan(&p.name, &p.first, &p.end, &p.closed, &p.large)
 		return p, err
 	})
 	return all, wrapClean("outbox", err)
@@ -89,8 +89,9 @@ func (r *retention) list(ctx context.Context) ([]idRange, error) {
 const sqlMakePartitions = `SELECT {schema}.outbox_make_partitions()`
 
 // atOnce runs a statement that takes locks, in a transaction that is sent as a whole:
-// a process that stops in between must not hold them. Each look must see what was
-// there when the lock was had, hence READ COMMITTED; a pool may have another default.
+// a process that stops in between must not hold them. Each query in it must see what was
+// committed before it got its locks, hence READ COMMITTED; a pool may have another
+// default.
 func atOnce(ctx context.Context, db *pgxpool.Pool, read func(pgx.Row) error, sql string, args ...any) error {
 	var batch pgx.Batch
 	batch.Queue(`BEGIN ISOLATION LEVEL READ COMMITTED`)
@@ -119,12 +120,12 @@ const sqlCleanPart = publishedRows + belowCeiling + publishedAmong + deletePart 
 
 const sqlCleanPartArchived = sqlCleanPart + archivedColumns
 
-// part removes published rows of one partition behind an id.
-func (r *retention) part(ctx context.Context, l *proof, after, behind int64) (step, error) {
-	return r.publishedBy(ctx, l, r.sqlPart, r.sqlPartArchived, after, behind)
+// publishedIn removes published rows of one partition, above after and below end.
+func (r *retention) publishedIn(ctx context.Context, l *proof, after, end int64) (step, error) {
+	return r.publishedBy(ctx, l, r.sqlPart, r.sqlPartArchived, after, end)
 }
 
-// wholeBatch lets a review have all that it looked at, or nothing.
+// wholeBatch makes a review return all rows that it looked at, or none.
 const wholeBatch = `(SELECT count(*) FROM looked) = (SELECT count(*) FROM published)`
 
 const sqlReview = publishedRows + publishedAmong + `SELECT FROM published WHERE ` + wholeBatch + countGone
@@ -132,26 +133,26 @@ const sqlReview = publishedRows + publishedAmong + `SELECT FROM published WHERE 
 const sqlReviewArchived = publishedRows + publishedAmong + `
     SELECT * FROM {schema}.outbox WHERE id > $1 AND id <= (SELECT max(id) FROM looked) AND ` + wholeBatch + countGone + archivedColumns
 
-// review is a look at all rows of a partition, which may take many runs.
+// review checks all rows of a partition, which may take many runs.
 type review struct {
 	idRange
-	seen   string    // snapshot from before the first look
+	seen   string    // snapshot from before the first batch
 	server time.Time // start of the server whose snapshot it is
 	relays []string
 
-	after int64 // looked at up to here
+	after int64 // reviewed up to here
 	rows  int64
 	done  bool
 }
 
-// sqlReviewed tells where a review begins, and whether the last row of the partition
-// is old; NULL if there is none.
+// sqlReviewed returns what a review starts with, and whether the last row of the
+// partition is old; NULL if there is no row.
 const sqlReviewed = `
 SELECT pg_current_snapshot()::text, pg_postmaster_start_time(), {schema}.outbox_relays(),
        (SELECT created_at < now() - $3::interval FROM {schema}.outbox WHERE id >= $1 AND id < $2 ORDER BY id DESC LIMIT 1)`
 
-// begin begins a review, unless the last row of the partition is too young.
-func (r *retention) begin(ctx context.Context, p idRange) (*review, error) {
+// beginReview begins a review, unless the last row of the partition is too young.
+func (r *retention) beginReview(ctx context.Context, p idRange) (*review, error) {
 	v := &review{idRange: p, after: max(p.first, 1) - 1}
 	var old pgtype.Bool
 	err := pg.Query(ctx, r.db, sqlCleanSettings, func(rows pgx.Rows) error {
@@ -159,7 +160,7 @@ func (r *retention) begin(ctx context.Context, p idRange) (*review, error) {
 			return struct{}{}, row.Scan(&v.seen, &v.server, &v.relays, &old)
 		})
 		return err
-	}, r.sqlReviewed, p.first, p.behind, r.cfg.PublishedFor)
+	}, r.sqlReviewed, p.first, p.end, r.cfg.PublishedFor)
 	if err != nil {
 		return nil, wrapClean("outbox", err)
 	}
@@ -169,11 +170,11 @@ func (r *retention) begin(ctx context.Context, p idRange) (*review, error) {
 	return v, nil
 }
 
-// look is a batch of a review. It reports whether all that it looked at may go; if
-// not, the next look begins there again.
-func (r *retention) look(ctx context.Context, l *proof, v *review) (ok bool, err error) {
-	s, err := r.publishedBy(ctx, l, r.sqlReview, r.sqlReviewArchived, v.after, v.behind)
-	if err != nil || s.gone < s.looked {
+// reviewBatch reviews a batch of rows. It reports whether all of them may be removed; if
+// not, the next batch begins with the same row.
+func (r *retention) reviewBatch(ctx context.Context, l *proof, v *review) (ok bool, err error) {
+	s, err := r.publishedBy(ctx, l, r.sqlReview, r.sqlReviewArchived, v.after, v.end)
+	if err != nil || s.removed < s.looked {
 		return false, err
 	}
 	v.after, v.rows = max(v.after, s.last), v.rows+s.looked
@@ -184,15 +185,15 @@ func (r *retention) look(ctx context.Context, l *proof, v *review) (ok bool, err
 const sqlDropPartition = `
 SELECT {schema}.outbox_drop_partition($1::text::name, $2::bool, $3::text::pg_snapshot, $4::timestamptz, $5::text[], $6::text, $7::text, $8::bigint)`
 
-// errReview means that a review is worth nothing any more.
+// errReview means that a review is not valid any more.
 var errReview = errors.New("partition has changed")
 
-// drop removes the rows of a partition that was reviewed, and the table too if that
-// is wanted and its lock is had; or it returns errBusy, errLeaseLost or errReview.
-func (r *retention) drop(ctx context.Context, l *proof, v *review, whole bool) (dropped bool, err error) {
+// drop removes the rows of a partition that was reviewed, and the table too if table is
+// set and its lock is available; or it returns errBusy, errLeaseLost or errReview.
+func (r *retention) drop(ctx context.Context, l *proof, v *review, table bool) (dropped bool, err error) {
 	var why string
 	err = atOnce(ctx, r.db, func(row pgx.Row) error { return row.Scan(&why) }, r.sqlDropPartition,
-		v.name, whole, v.seen, v.server, v.relays, l.relay, l.holder, l.epoch)
+		v.name, table, v.seen, v.server, v.relays, l.relay, l.holder, l.epoch)
 	if err != nil {
 		return false, fmt.Errorf("drop partition %s: %w", v.name, err)
 	}

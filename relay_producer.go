@@ -4,40 +4,39 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"slices"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/kafka"
-	"github.com/outboxgo/outbox/internal/outage"
 )
+
+// producerConfig is what a producer takes from the relay's configuration.
+type producerConfig struct {
+	opts        []kgo.Opt
+	mode        Mode
+	sendTimeout time.Duration
+	// oncePerPartition counts the failures of a partition once for the breaker, also
+	// where no other partition works. The retrier sets it: a batch that it sends may
+	// consist of events of one unavailable partition only.
+	oncePerPartition bool
+}
 
 // producer hands events to Kafka. It belongs to one goroutine.
 type producer struct {
-	opts        []kgo.Opt
-	cfg         RelayConfig
-	lease       *lease
-	log         *slog.Logger
-	kafkaOutage *outage.Log
+	cfg     producerConfig
+	lease   *lease
+	breaker *breaker // shared by all producers of a relay
 
-	breaker *breaker     // these two are of all producers of a relay
-	outages *outage.Logs // topics that are missing or not ours to write, partitions that take nothing
-	sparing bool         // of failures that the breaker hears of: one for each partition
-
-	turn   func()      // told of each send; may be nil
-	client *kgo.Client // nil until needed, after a send without an answer, and when it is at its end
+	client *kgo.Client // nil until needed, after a send without an answer, and after a final error
+	limits kafka.Limits
 
 	named, derived map[string]string // topics, by their name in the row or by the event type
-	limits         kafka.Limits
 }
 
-func newProducer(r *Relay, l *lease, kafkaOutage *outage.Log) *producer {
-	return &producer{
-		opts: r.opts, cfg: r.cfg, lease: l, log: r.log, kafkaOutage: kafkaOutage, breaker: r.breaker, outages: r.outages,
-		named: map[string]string{}, derived: map[string]string{},
-	}
+func newProducer(cfg producerConfig, l *lease, b *breaker) *producer {
+	return &producer{cfg: cfg, lease: l, breaker: b, named: map[string]string{}, derived: map[string]string{}}
 }
 
 // connect makes a client if there is none.
@@ -45,7 +44,7 @@ func (p *producer) connect() error {
 	if p.client != nil {
 		return nil
 	}
-	client, err := kafka.NewClient(p.opts)
+	client, err := kafka.NewClient(p.cfg.opts)
 	if err != nil { // NewRelay has validated these options
 		return fmt.Errorf("make Kafka client: %w", err)
 	}
@@ -54,18 +53,18 @@ func (p *producer) connect() error {
 	return nil
 }
 
-// answers reports whether any broker does.
+// answers reports whether any broker answers.
 func (p *producer) answers(ctx context.Context) bool {
 	if p.connect() != nil {
-		return false // and the next send says why
+		return false // the next send returns the error
 	}
 	ctx, cancel := context.WithTimeout(ctx, kafka.AnswerTimeout)
 	defer cancel()
 	return p.client.Ping(ctx) == nil
 }
 
-// close throws the client away with everything that it still buffers; no
-// record leaves afterwards.
+// close closes the client and drops all records that it still buffers. No record
+// leaves afterwards.
 func (p *producer) close() {
 	if p.client != nil {
 		p.client.Close()
@@ -73,12 +72,8 @@ func (p *producer) close() {
 	}
 }
 
-// produce sends the events of batch that which names, as far as the breaker
-// permits and as they fit into a batch of their topic, and returns the record and
-// the outcome of each that it took. An
-// outcome is known when produce returns: nothing of it is on its way any more. Of
-// several events, those that may be too large for their topic are put off
-// (errAlone). The error is the loss of the lease.
+// produce implements [sender]. If the breaker permits fewer calls, or a batch of the
+// topic holds fewer records, it takes only the first of the events.
 func (p *producer) produce(held context.Context, batch []envelope, which []int) ([]kgo.Record, []error, error) {
 	if !p.lease.held() {
 		return nil, nil, errLeaseLost
@@ -96,21 +91,27 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 	records := p.records(batch, which, errs)
 	if len(records) > 1 {
 		p.limits.Learn(held, p.client, records)
-		p.putOff(records, errs)
+		p.sendAloneLater(records, errs)
 		fit := p.limits.Fitting(records, errs)
 		records, errs = records[:fit], errs[:fit]
 	}
-	acks := newAcks(permit, records, errs, p.sparing)
+	return p.send(held, permit, records, errs)
+}
+
+// send hands records without an error to the client and waits until the outcome of
+// each is known. It stops early if the breaker opens meanwhile.
+func (p *producer) send(held context.Context, permit *permit, records []kgo.Record, errs []error) ([]kgo.Record, []error, error) {
+	acks := newAcks(permit, records, errs, p.cfg.oncePerPartition)
 	promise := acks.promise
 	n := 0
-	for ; n < len(records) && permit.holds(); n++ { // if the breaker opens, the rest is not attempted
+	for ; n < len(records) && permit.holds(); n++ {
 		if errs[n] == nil {
 			p.client.Produce(held, &records[n], promise)
 		}
 	}
-	acks.sent(errs[n:])
+	acks.handedOver(errs[n:])
 	errs = errs[:n]
-	timeout := time.NewTimer(p.cfg.SendTimeout)
+	timeout := time.NewTimer(p.cfg.sendTimeout)
 	defer timeout.Stop()
 	select {
 	case <-acks.all:
@@ -126,21 +127,21 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 		p.abandon(acks)
 		acks.collect(errs)
 	}
-	if held.Err() == nil { // what was ended by us says nothing about Kafka
-		acks.tell(errs)
+	if held.Err() == nil { // failures that we caused ourselves say nothing about Kafka
+		acks.reportFailures(errs)
 	}
 	return records, errs, nil
 }
 
-// abandon ends a send without its answers. Without its client no record can
-// leave any more, and each callback comes.
+// abandon ends a send without waiting for Kafka. Once the client is closed no record
+// can leave any more, and the client calls back for each record.
 func (p *producer) abandon(acks *acks) {
 	p.close()
 	<-acks.all
 }
 
-// records builds the Kafka records of events. Where that fails, errs says why,
-// and later events of the same key are left out with errBehind.
+// records builds the Kafka records of events. Where that fails, errs says why, and
+// later events of the same key get errBlocked.
 func (p *producer) records(batch []envelope, which []int, errs []error) []kgo.Record {
 	records := make([]kgo.Record, len(which))
 	headers := make([]kgo.RecordHeader, 0, len(which)*recordHeaders)
@@ -153,46 +154,47 @@ func (p *producer) records(batch []envelope, which []int, errs []error) []kgo.Re
 			continue
 		}
 		first := len(headers)
-		if r.Value, errs[n] = e.record(p.cfg.Mode, add); errs[n] != nil {
+		if r.Value, errs[n] = e.record(p.cfg.mode, add); errs[n] != nil {
 			bad = append(bad, parkingKey(r.Topic, e.key()))
 			continue
 		}
 		r.Key, r.Headers = e.key(), headers[first:len(headers):len(headers)]
 		if len(bad) > 0 && slices.Contains(bad, parkingKey(r.Topic, r.Key)) {
-			errs[n] = errBehind
+			errs[n] = errBlocked
 		}
 	}
 	return records
 }
 
 var (
-	// errBehind is the outcome of an event that was not sent because an earlier one
-	// of its key cannot be.
-	errBehind = errors.New("waits behind another event of its key")
-	// errAlone is the outcome of an event that was not sent in company.
-	errAlone = errors.New("has to be sent alone")
+	// errBlocked is the error of an event that was not sent because an earlier event of
+	// its key cannot be sent.
+	errBlocked = errors.New("waits behind another event of its key")
+	// errSendAlone is the error of an event that was not sent because it must not share
+	// a batch with other events.
+	errSendAlone = errors.New("has to be sent alone")
 )
 
-// putOff takes out the records that may be too large for their topic, and those
-// behind them: a refusal would condemn their company, and the later events of
-// their key would be there already.
-func (p *producer) putOff(records []kgo.Record, errs []error) {
+// sendAloneLater marks the records that may be too large for their topic with
+// errSendAlone, and the later records of their keys. If Kafka rejected such a record
+// in a batch, it would reject the other records of the batch with it, and later events
+// of the key could already have been accepted in another batch.
+func (p *producer) sendAloneLater(records []kgo.Record, errs []error) {
 	var keys []string // few, if any
 	for i := range records {
 		r := &records[i]
 		switch {
 		case errs[i] != nil:
 		case len(keys) > 0 && slices.Contains(keys, parkingKey(r.Topic, r.Key)):
-			errs[i] = errAlone
+			errs[i] = errSendAlone
 		case p.limits.Exceeds(r):
-			errs[i] = errAlone
+			errs[i] = errSendAlone
 			keys = append(keys, parkingKey(r.Topic, r.Key))
 		}
 	}
 }
 
-// topic returns the event's destination. Events that go to the same place share
-// the string.
+// topic returns the topic of an event. Events of one topic share the string.
 func (p *producer) topic(e *envelope) (string, error) {
 	known, name := p.named, e.topic
 	if name == nil {
@@ -208,12 +210,12 @@ func (p *producer) topic(e *envelope) (string, error) {
 	return topic, err
 }
 
-// invalidEvent is the class of rows that cannot be made into a record at all.
+// invalidEvent is the error class of rows from which no record can be made.
 const invalidEvent = "invalid_event"
 
-// rejectionClass names the error of an event that was rejected for what it is: a row
-// that cannot be made into a record, or one of [kafka.RejectionClass]. It returns ""
-// for every other error.
+// rejectionClass returns the class of an error with which an event was rejected for
+// what it is: invalidEvent, or a class of [kafka.RejectionClass]. It returns "" for
+// every other error.
 func rejectionClass(err error) string {
 	var field *FieldError
 	if errors.As(err, &field) {

@@ -57,7 +57,7 @@ func (d *desk) first(t *testing.T, r *retention, l *proof) *review {
 	ctx := context.Background()
 	all, err := r.list(ctx)
 	require.NoError(t, err)
-	v, err := r.begin(ctx, all[0])
+	v, err := r.beginReview(ctx, all[0])
 	require.NoError(t, err)
 	if v == nil {
 		return nil
@@ -70,7 +70,7 @@ func (d *desk) reviewOn(t *testing.T, r *retention, l *proof, v *review) {
 	t.Helper()
 	for ok := true; ok && !v.done; {
 		var err error
-		ok, err = r.look(context.Background(), l, v)
+		ok, err = r.reviewBatch(context.Background(), l, v)
 		require.NoError(t, err)
 	}
 }
@@ -247,9 +247,9 @@ func TestIDDrawnBeforeItsPartitionWent(t *testing.T) {
 	require.Equal(t, []int64{drawn}, d.unsent(t, "default"))
 	all, err := r.list(ctx)
 	require.NoError(t, err)
-	s, err := r.part(ctx, l, 0, all[0].first)
+	s, err := r.publishedIn(ctx, l, 0, all[0].first)
 	require.NoError(t, err)
-	require.EqualValues(t, 1, s.gone)
+	require.EqualValues(t, 1, s.removed)
 	require.NotContains(t, d.ids(t, "outbox"), drawn)
 	require.Contains(t, d.ids(t, "outbox"), int64(10))
 }
@@ -259,9 +259,9 @@ func TestPartRemovesItsOwnRows(t *testing.T) {
 	d, ctx := full(t), context.Background()
 	d.unsent(t, "default")
 	r, l := d.cleaning(t, RetentionConfig{BatchSize: 3})
-	s, err := r.part(ctx, l, 9, 20)
+	s, err := r.publishedIn(ctx, l, 9, 20)
 	require.NoError(t, err)
-	require.EqualValues(t, 3, s.gone)
+	require.EqualValues(t, 3, s.removed)
 	ids := d.ids(t, "outbox")
 	require.Len(t, ids, 22)
 	for _, id := range []int64{10, 11, 12} {
@@ -290,9 +290,9 @@ func TestNobodyMakesPartitions(t *testing.T) {
 		require.NoError(t, err)
 		if !all[0].closed {
 			require.True(t, all[0].large)
-			s, err := r.part(ctx, p, all[0].first-1, all[0].behind)
+			s, err := r.publishedIn(ctx, p, all[0].first-1, all[0].end)
 			require.NoError(t, err)
-			require.EqualValues(t, 211, s.gone)
+			require.EqualValues(t, 211, s.removed)
 			break
 		}
 		require.NoError(t, r.dropWhole(ctx, p, d.first(t, r, p)))
@@ -365,11 +365,11 @@ func TestPartitionsAreArchived(t *testing.T) {
 	}})
 	all, err := r.list(ctx)
 	require.NoError(t, err)
-	v, err := r.begin(ctx, all[0])
+	v, err := r.beginReview(ctx, all[0])
 	require.NoError(t, err)
-	_, err = r.look(ctx, l, v)
+	_, err = r.reviewBatch(ctx, l, v)
 	require.NoError(t, err)
-	_, err = r.look(ctx, l, v)
+	_, err = r.reviewBatch(ctx, l, v)
 	require.ErrorIs(t, err, broken)
 	require.False(t, v.done)
 	d.reviewOn(t, r, l, v)

@@ -1,0 +1,159 @@
+package outbox
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// RelayConfig tunes a [Relay]. The zero value is ready for production.
+type RelayConfig struct {
+	// Schema holds the tables of outbox. Empty means public.
+	Schema string
+
+	// Name of the relay, at most 100 characters. Each name has a cursor of its
+	// own and publishes every event; of the processes that run the same name one
+	// relays and the others stand by. Empty means default.
+	Name string
+
+	// Mode is how events travel as CloudEvents. Zero means [Binary].
+	Mode Mode
+
+	// BatchSize is the most events that are sent before the cursor moves, at most
+	// 10,000. A crash repeats up to this many. Batches come as large as there are
+	// events: small where latency matters, of this size after an outage, smaller
+	// again where several events make 32 MiB. Zero means 5,000.
+	BatchSize int
+
+	// PollInterval is how long an idle relay waits before it looks for events,
+	// and a standby before it looks at the lease. Zero means 500 ms.
+	PollInterval time.Duration
+
+	// DeliveryTimeout, SendTimeout and Lease must grow in this order.
+	//
+	// DeliveryTimeout is when a record without an answer from Kafka counts as
+	// failed; it is sent again and may then arrive twice. At least 1 s. Zero
+	// means 10 s.
+	DeliveryTimeout time.Duration
+	// SendTimeout bounds one send, and so about how long [Relay.Run] outlives
+	// its context. Zero means 15 s.
+	SendTimeout time.Duration
+	// Lease is how long a relay that has died keeps its standby waiting. It is
+	// renewed at a third of this. Zero means 30 s.
+	Lease time.Duration
+
+	// RetryInterval is how long a relay waits before it looks for failed events
+	// that are due. It looks at once when the breaker closes. Zero means 5 s.
+	RetryInterval time.Duration
+	// MaxRetries is how many retries of an event Kafka refuses, after 1, 2, 4 …
+	// 300 s, before it is dead. An outage, a missing topic or a lapsed credential
+	// uses up none. Zero means 10.
+	MaxRetries int
+	// HoldDead keeps the later events of a dead one's key until somebody decides.
+	// Without it they go on.
+	HoldDead bool
+	// RetryDeadAfter lets dead events be tried again without an operator: so long after the
+	// death of an event whose last error was of a class, message_too_large for
+	// example, it has all its tries again. Nil means that operators decide.
+	RetryDeadAfter map[string]time.Duration
+	// KeepSent keeps the rows of failed events in outbox_failed, as resolved, after
+	// they were sent. Without it they are removed.
+	KeepSent bool
+
+	// Breaker stops the sending for a while when Kafka fails.
+	Breaker BreakerConfig
+
+	// Retention says how long rows stay in the tables.
+	Retention RetentionConfig
+
+	// Alerts says when somebody is told that something is wrong with this relay, and
+	// who. The process that leads does it; it also tells of relays of the schema that
+	// nobody leads. See [Monitor] for processes without a relay.
+	Alerts AlertConfig
+
+	// Hooks are told what happens.
+	Hooks RelayHooks
+
+	// Logger receives what changes: ERROR for an event that is dead and for a
+	// breaker that opens, WARN for trouble that begins or ends, and DEBUG for the
+	// rest. Nil means slog.Default().
+	Logger *slog.Logger
+}
+
+const (
+	defaultRelayName    = "default"
+	defaultBatchSize    = 5000
+	maxBatchSize        = 10_000
+	defaultPollInterval = 500 * time.Millisecond
+	defaultDelivery     = 10 * time.Second
+	minDelivery         = time.Second // franz-go takes no less
+	defaultSend         = 15 * time.Second
+	defaultLease        = 30 * time.Second
+	defaultRetry        = 5 * time.Second
+	defaultMaxRetries   = 10
+	maxRelayName        = 100
+)
+
+func (c RelayConfig) withDefaults() RelayConfig {
+	c.Schema = cmp.Or(c.Schema, pg.DefaultSchema)
+	c.Name = cmp.Or(c.Name, defaultRelayName)
+	c.BatchSize = cmp.Or(c.BatchSize, defaultBatchSize)
+	c.PollInterval = cmp.Or(c.PollInterval, defaultPollInterval)
+	c.DeliveryTimeout = cmp.Or(c.DeliveryTimeout, defaultDelivery)
+	c.SendTimeout = cmp.Or(c.SendTimeout, defaultSend)
+	c.Lease = cmp.Or(c.Lease, defaultLease)
+	c.RetryInterval = cmp.Or(c.RetryInterval, defaultRetry)
+	c.MaxRetries = cmp.Or(c.MaxRetries, defaultMaxRetries)
+	c.Breaker = c.Breaker.withDefaults()
+	c.Retention = c.Retention.withDefaults()
+	c.Alerts = c.Alerts.withDefaults()
+	c.Logger = cmp.Or(c.Logger, slog.Default())
+	if c.Alerts.Alerter == nil {
+		c.Alerts.Alerter = LogAlerter{Logger: c.Logger, quiet: true}
+	}
+	return c
+}
+
+func (c RelayConfig) validate() error {
+	errs := []error{
+		check.Schema(c.Schema),
+		check.NotNegative("BatchSize", c.BatchSize),
+		check.NotAbove("BatchSize", c.BatchSize, maxBatchSize),
+		check.NotNegative("PollInterval", c.PollInterval),
+		check.NotNegative("SendTimeout", c.SendTimeout),
+		check.NotNegative("Lease", c.Lease),
+		check.NotNegative("RetryInterval", c.RetryInterval),
+		check.NotNegative("MaxRetries", c.MaxRetries),
+		c.Breaker.validate(),
+		c.Retention.validate(),
+		c.Alerts.validate(),
+	}
+	for _, class := range slices.Sorted(maps.Keys(c.RetryDeadAfter)) {
+		if c.RetryDeadAfter[class] <= 0 {
+			errs = append(errs, fmt.Errorf("field RetryDeadAfter of %q is %v: must be above 0", class, c.RetryDeadAfter[class]))
+		}
+	}
+	if err := check.Text(c.Name, maxRelayName); err != nil {
+		errs = append(errs, fmt.Errorf("field Name %w", err))
+	}
+	if c.Mode != Binary && c.Mode != Structured {
+		errs = append(errs, fmt.Errorf("field Mode is %d: must be Binary or Structured", c.Mode))
+	}
+	if c.DeliveryTimeout < minDelivery {
+		errs = append(errs, fmt.Errorf("field DeliveryTimeout is %v: at least %v", c.DeliveryTimeout, minDelivery))
+	}
+	if c.DeliveryTimeout >= c.SendTimeout {
+		errs = append(errs, fmt.Errorf("field DeliveryTimeout is %v: must be shorter than SendTimeout, %v", c.DeliveryTimeout, c.SendTimeout))
+	}
+	if c.SendTimeout >= c.Lease {
+		errs = append(errs, fmt.Errorf("field SendTimeout is %v: must be shorter than Lease, %v", c.SendTimeout, c.Lease))
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,158 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"time"
+)
+
+// makePartitions makes partitions ahead of need, if outbox is partitioned.
+func (c *cleaner) makePartitions(context.Context) (int64, error) {
+	ctx, cancel := c.withStatementTimeout()
+	defer cancel()
+	is, err := c.store.isPartitioned(ctx)
+	if err != nil || !is {
+		return 0, err
+	}
+	n, err := c.store.makePartitions(ctx)
+	if n > 0 {
+		c.log.Debug("outbox: partitions made", "n", n)
+	}
+	return int64(n), err
+}
+
+// cleanOutbox removes published rows: one by one from a plain table, and with their
+// partition from a partitioned one. The default partition is never dropped, and of large
+// ones the rows are many; from these, too, rows are removed one by one.
+func (c *cleaner) cleanOutbox(ctx context.Context) (removed int64, err error) {
+	partitions, err := c.listPartitions()
+	if err != nil {
+		return 0, err
+	}
+	if len(partitions) == 0 {
+		return c.published.run(ctx)
+	}
+	if removed, err = c.dropOld(ctx, partitions); err != nil && !errors.Is(err, errBusy) {
+		return removed, err
+	}
+	for _, w := range c.walks(partitions) {
+		n, walkErr := w.run(ctx)
+		removed += n
+		if walkErr != nil {
+			return removed, walkErr
+		}
+	}
+	return removed, err
+}
+
+// listPartitions returns the partitions, none for a plain table.
+func (c *cleaner) listPartitions() ([]idRange, error) {
+	ctx, cancel := c.withStatementTimeout()
+	defer cancel()
+	is, err := c.store.isPartitioned(ctx)
+	if err != nil || !is {
+		return nil, err
+	}
+	return c.store.list(ctx)
+}
+
+// walks returns the walks over the partitions whose rows are removed one by one. Each
+// continues where it ended before. The default partition holds the ids below all others.
+func (c *cleaner) walks(partitions []idRange) []*walk {
+	kept, all := map[string]*walk{}, []*walk{}
+	add := func(p idRange) {
+		w := c.partitions[p.name]
+		if w == nil {
+			w = &walk{pause: c.published.pause}
+		}
+		w.batch = func(_ context.Context, after int64) (step, error) { return c.removeFrom(p, after) }
+		kept[p.name], all = w, append(all, w)
+	}
+	add(idRange{end: partitions[0].first})
+	for _, p := range partitions {
+		if p.large {
+			add(p)
+		}
+	}
+	c.partitions = kept
+	return all
+}
+
+// removeFrom removes a batch of published rows of one partition.
+func (c *cleaner) removeFrom(p idRange, after int64) (step, error) {
+	ctx, cancel := c.withStatementTimeout()
+	defer cancel()
+	s, err := c.store.publishedIn(ctx, c.proof(), max(after, p.first-1), p.end)
+	if err == nil && !s.more && p.name == "" {
+		c.reportLagging(s.lagging)
+	}
+	return s, err
+}
+
+// dropOld drops partitions in the order of ids, up to the first that must stay. If the
+// lock on outbox is not available, the other partitions are emptied only, and the next
+// run drops them.
+func (c *cleaner) dropOld(ctx context.Context, partitions []idRange) (int64, error) {
+	removed, table := int64(0), true
+	for _, p := range partitions {
+		if stopped := ctx.Err() != nil || c.held.Err() != nil; stopped || !p.closed {
+			break
+		}
+		reviewed, err := c.reviewed(p)
+		if err != nil || !reviewed {
+			return removed, err
+		}
+		if table, err = c.drop(table); err != nil {
+			return removed, err
+		}
+		removed, c.review = removed+c.review.rows, nil
+	}
+	return removed, nil
+}
+
+// reviewed reports whether all rows of the partition have been reviewed and may be
+// removed. A review that has to stop continues in the next run.
+func (c *cleaner) reviewed(p idRange) (bool, error) {
+	if c.review == nil || c.review.name != p.name {
+		ctx, cancel := c.withStatementTimeout()
+		defer cancel()
+		v, err := c.store.beginReview(ctx, p)
+		if err != nil || v == nil {
+			return false, err
+		}
+		c.review = v
+	}
+	for !c.review.done {
+		start := time.Now()
+		ok, err := c.reviewBatch()
+		if err != nil || !ok {
+			return false, err
+		}
+		if !c.review.done && !c.published.pause(time.Since(start)) {
+			return false, nil
+		}
+	}
+	return true, nil
+}
+
+func (c *cleaner) reviewBatch() (bool, error) {
+	ctx, cancel := c.withStatementTimeout()
+	defer cancel()
+	return c.store.reviewBatch(ctx, c.proof(), c.review)
+}
+
+// drop removes the partition that was reviewed, or only its rows unless table is set; or
+// it returns errBusy.
+func (c *cleaner) drop(table bool) (dropped bool, err error) {
+	ctx, cancel := c.withStatementTimeout()
+	defer cancel()
+	dropped, err = c.store.drop(ctx, c.proof(), c.review, table)
+	switch {
+	case errors.Is(err, errReview): // the next run reviews it again
+		c.log.Debug("outbox: partition stays", "partition", c.review.name, "why", err)
+		c.review, err = nil, errBusy
+	case err == nil && (dropped || c.review.rows > 0):
+		c.log.Debug("outbox: partition removed", "partition", c.review.name, "rows", c.review.rows, "dropped", dropped)
+	}
+	return dropped, err
+}
