@@ -13,25 +13,23 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 )
 
-// BreakerConfig tunes the circuit breaker of a [Relay], which sends nothing for
-// a while when Kafka fails. An event that Kafka refuses is no failure: Kafka was
-// there. The zero value is ready for production.
+// BreakerConfig tunes the circuit breaker of a [Relay], which sends nothing for a while
+// when Kafka fails. An event that Kafka rejects is no failure, because Kafka answered.
+// The zero value is ready for production.
 type BreakerConfig struct {
-	// Window is how many of the last outcomes are judged, at most 10,000. Zero
-	// means 10.
+	// Window is how many of the last outcomes count, at most 10,000. Zero means 10.
 	Window int
-	// MinCalls is how many outcomes it takes to judge them, at most Window. Zero
-	// means 5.
+	// MinCalls is how many outcomes must be known before the breaker can open, at most
+	// Window. Zero means 5.
 	MinCalls int
 	// FailureRate is the share of failures that opens the breaker, above 0 and at
 	// most 1. Zero means 0.5.
 	FailureRate float64
-	// OpenFor is how long an open breaker lets nothing through; then it is
+	// OpenFor is how long an open breaker lets nothing through; after that it is
 	// half-open. Zero means 30 s.
 	OpenFor time.Duration
-	// Trials is how many calls a half-open breaker lets through, at most 10,000:
-	// when all of them succeed it closes, when one fails it opens again. Zero
-	// means 3.
+	// Trials is how many calls a half-open breaker lets through, at most 10,000. When
+	// all of them succeed the breaker closes, when one fails it opens again. Zero means 3.
 	Trials int
 }
 
@@ -108,41 +106,40 @@ func breakerStateOf(s gobreaker.State) BreakerState {
 	return BreakerClosed
 }
 
-// breaker says whether a call may be tried, from the outcomes of those before.
+// breaker decides whether a call may be tried, from the outcomes of earlier calls.
 //
-// gobreaker keeps the state: its generations keep late outcomes out, and its
-// requests are the trial calls. When to open is decided here, because its windows
-// are of time, and because it asks ReadyToTrip after failures only, while a
-// success, too, can be the call with which there are enough to judge. So we judge
-// where it asks whether a call was successful, which is after each outcome that
-// counts, and answer no for the one that opens.
+// gobreaker keeps the state: its generations exclude late outcomes, and its requests are
+// the trial calls. This file decides when to open, for two reasons. The windows of
+// gobreaker are periods of time. And it calls ReadyToTrip after failures only, but a
+// success, too, can be the call that brings the number of outcomes to MinCalls. So the
+// decision is made in IsSuccessful, which gobreaker calls after each outcome that counts:
+// classify returns false for the outcome that opens the breaker.
 //
 // A breaker may be used by any number of goroutines.
 type breaker struct {
 	cfg     BreakerConfig
 	changed func(from, to BreakerState)
 
-	// settled means that the breaker is closed and its window full of successes:
-	// one more changes nothing. It takes a failure to leave that, so every other
-	// state finds it false.
-	settled    atomic.Bool
+	// steady means that the breaker is closed and its window full of successes, so that
+	// one more success changes nothing. Only a failure ends that, so steady is false in
+	// every other state.
+	steady     atomic.Bool
 	generation atomic.Uint64 // counts changes of state
 
-	mu       sync.Mutex // of all below; machine has a lock of its own inside it
-	machine  *gobreaker.TwoStepCircuitBreaker[struct{}]
-	current  BreakerState // what machine was last seen in
-	last     window
-	trialsAt time.Time // when it was opened, plus OpenFor
-	untold   []stateChange
-	telling  bool // a goroutine is telling changes, without mu
+	mu        sync.Mutex // of all below; machine has a lock of its own inside it
+	machine   *gobreaker.TwoStepCircuitBreaker[struct{}]
+	current   BreakerState // what machine was last seen in
+	last      window
+	trialsAt  time.Time     // when it was opened, plus OpenFor
+	changes   []stateChange // for which changed has not been called yet
+	notifying bool          // a goroutine is calling changed, without mu
 }
 
 type stateChange struct{ from, to BreakerState }
 
-// newBreaker returns a closed breaker. It calls changed after each change of
-// state, from one goroutine at a time and in the order of the changes; changed
-// may call the breaker. Of the change to half-open it hears from the first who
-// looks.
+// newBreaker returns a closed breaker. It calls changed after each change of state, from
+// one goroutine at a time and in the order of the changes; changed may call the breaker.
+// The change to half-open happens when a method of the breaker is called.
 func newBreaker(cfg BreakerConfig, changed func(from, to BreakerState)) *breaker {
 	b := &breaker{cfg: cfg, changed: changed, last: window{failed: make([]bool, cfg.Window)}}
 	b.machine = gobreaker.NewTwoStepCircuitBreaker[struct{}](gobreaker.Settings{
@@ -150,32 +147,32 @@ func newBreaker(cfg BreakerConfig, changed func(from, to BreakerState)) *breaker
 		// gobreaker waits until more than Timeout has passed, and takes 0 for a minute.
 		Timeout:       max(cfg.OpenFor-1, 1),
 		IsExcluded:    func(err error) bool { return errors.Is(err, errCallCancelled) },
-		IsSuccessful:  b.judge,
-		ReadyToTrip:   func(gobreaker.Counts) bool { return true }, // judge has said so
+		IsSuccessful:  b.classify,
+		ReadyToTrip:   func(gobreaker.Counts) bool { return true }, // classify has decided
 		OnStateChange: b.onChange,
 	})
 	return b
 }
 
-// How gobreaker is told of outcomes.
+// The outcomes of calls that are not successful, as gobreaker gets them.
 var (
 	errCallFailed    = errors.New("call failed")
 	errCallCancelled = errors.New("call cancelled")
 )
 
-// judge takes the outcome of a call that was begun in the current state, and
-// returns whether this state can go on. Called by machine, under mu.
-func (b *breaker) judge(err error) bool {
+// classify takes the outcome of a call that was begun in the current state, and returns
+// whether the breaker can stay in this state. machine calls it under mu.
+func (b *breaker) classify(err error) bool {
 	if b.current == BreakerHalfOpen {
 		return err == nil
 	}
 	b.last.add(err != nil)
-	b.settled.Store(b.last.calls == b.cfg.Window && b.last.failures == 0)
+	b.steady.Store(b.last.calls == b.cfg.Window && b.last.failures == 0)
 	return b.last.calls < b.cfg.MinCalls || b.last.failureRate() < b.cfg.FailureRate
 }
 
-// onChange is called by machine, under mu and under its own lock: asking
-// machine for its state would wait for ever.
+// onChange is called by machine, under mu and under the lock of machine. Asking machine
+// for its state here would deadlock.
 func (b *breaker) onChange(_ string, from, to gobreaker.State) {
 	b.current = breakerStateOf(to)
 	b.generation.Add(1)
@@ -183,36 +180,34 @@ func (b *breaker) onChange(_ string, from, to gobreaker.State) {
 	if to == gobreaker.StateOpen {
 		b.trialsAt = time.Now().Add(b.cfg.OpenFor)
 	}
-	b.untold = append(b.untold, stateChange{breakerStateOf(from), breakerStateOf(to)})
+	b.changes = append(b.changes, stateChange{breakerStateOf(from), breakerStateOf(to)})
 }
 
-// unlock releases mu and tells what has changed. While one goroutine tells, the
-// others leave their changes to it: each could otherwise overtake it between
-// mu and changed.
+// unlock releases mu and calls changed. While one goroutine does that, the others leave
+// their changes to it: otherwise one could overtake another between mu and changed.
 func (b *breaker) unlock() {
-	for !b.telling && len(b.untold) > 0 {
-		c := b.untold[0]
-		b.untold = b.untold[1:]
-		b.telling = true
+	for !b.notifying && len(b.changes) > 0 {
+		c := b.changes[0]
+		b.changes = b.changes[1:]
+		b.notifying = true
 		b.mu.Unlock()
 		b.changed(c.from, c.to)
 		b.mu.Lock()
-		b.telling = false
+		b.notifying = false
 	}
 	b.mu.Unlock()
 }
 
-// state returns the state by the clock: nobody has to call for an open breaker
-// to become half-open.
+// state returns the present state. An open breaker becomes half-open by time alone.
 func (b *breaker) state() BreakerState {
 	b.mu.Lock()
 	defer b.unlock()
 	return breakerStateOf(b.machine.State())
 }
 
-// wait returns how long an open breaker stays so, and 0 for any other. Where a
-// half-open one allows nothing, others have its trial calls; nobody knows for
-// how long.
+// wait returns how long an open breaker stays open, and 0 in any other state. If a
+// half-open breaker allows nothing, other goroutines use the trial calls, and it is not
+// known for how long.
 func (b *breaker) wait() time.Duration {
 	b.mu.Lock()
 	defer b.unlock()
@@ -222,9 +217,9 @@ func (b *breaker) wait() time.Duration {
 	return time.Until(b.trialsAt)
 }
 
-// allow asks whether n calls may be tried. It grants all of them when closed,
-// the trial calls that are left when half-open, none when open. Each call that
-// was granted needs an outcome: release the permit when all of them are in.
+// allow asks for permission for n calls. It grants all of them when closed, the trial
+// calls that are left when half-open, none when open. Each call that was granted needs an
+// outcome; release the permit when all outcomes are reported.
 func (b *breaker) allow(n int) *permit {
 	p := &permit{breaker: b}
 	if n <= 0 {
@@ -262,17 +257,17 @@ type permit struct {
 	left       atomic.Int64 // calls without an outcome; negative after too many
 }
 
-// holds reports whether the breaker has stayed as it was when it gave p. Calls
-// that have not begun when it no longer does should not.
+// holds reports whether the breaker is still in the state in which it gave p. If not,
+// calls that have not begun should not begin.
 func (p *permit) holds() bool { return p.breaker.generation.Load() == p.generation }
 
-// outcome is how a call ended, as far as the breaker is concerned.
+// callResult is how a call ended, as far as the breaker is concerned.
 type callResult int
 
 const (
-	callSucceeded callResult = iota // Kafka was there, even if it refused the event
-	callFailed                      // for want of Kafka
-	callCancelled                   // says nothing, and gives the permission back
+	callSucceeded callResult = iota // Kafka answered, even if it rejected the event
+	callFailed                      // Kafka was unavailable
+	callCancelled                   // does not count, and gives the permission back
 )
 
 // report takes the outcome of one call. It does not count if the breaker has
@@ -282,7 +277,7 @@ func (p *permit) report(o callResult) {
 	switch {
 	case p.left.Add(-1) < 0:
 		return
-	case o == callSucceeded && b.settled.Load():
+	case o == callSucceeded && b.steady.Load():
 		return
 	case o == callCancelled && !p.trial:
 		return
@@ -307,7 +302,7 @@ func (p *permit) release() {
 	}
 }
 
-// window holds the last outcomes, as many as failed is long.
+// window holds the last outcomes. Its size is the length of failed.
 type window struct {
 	failed          []bool // a ring; its oldest is at next, once it is full
 	next            int

@@ -14,28 +14,28 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// How the cursor works. ids are taken at INSERT and seen at COMMIT, so a reader
-// at "id > last" passes the id of a transaction that has not committed yet, and
-// never returns to it. We read the difference of two snapshots instead: a window
-// is what is visible in the snapshot of now (window) and was not in the one
-// before (base). It never changes, whatever commits later, and can be drained in
-// batches in the order of ids; then its end becomes the base of the next one.
+// How the cursor works. ids are drawn at INSERT and become visible at COMMIT, so a reader
+// at "id > last" passes the id of a transaction that has not committed yet, and never
+// returns to it. We read the difference of two snapshots instead: a window is what is
+// visible in the present snapshot (window) and was not visible in the one before (base).
+// It never changes, whatever commits later, and can be drained in batches in the order of
+// ids. Then its end becomes the base of the next window.
 //
-// A crash of PostgreSQL can forget transactions whose ids we have seen and give
-// the same ids to others. A row of outbox_cursor is safe from that: the
-// transaction that wrote it has an id of its own, not below any that the
-// snapshot calls finished, and if the row survived, so did that id. Hence the
-// rule of this file: a window is used only once the row that announces it is
-// committed, and each statement that reads or moves makes sure that the newest
-// row still is the one that we know, on the server that we know: a connection
-// may have come back to a copy that has the same rows. (A server is known by the
-// time of its start, because asking for the cluster's identifier reads a file.)
+// A crash of PostgreSQL can forget transactions whose ids we have seen, and give the same
+// ids to others. A row of outbox_cursor is safe from that: the transaction that wrote it
+// has an id of its own, not below any id that the snapshot calls finished. If the row
+// survived the crash, so did that id. Hence the rule of this file: a window is used only
+// after the row that announces it is committed, and each statement that reads or moves
+// makes sure that the newest row is still the one that we know. It must also be on the
+// server that we know: a connection may have come back to a copy that has the same rows.
+// (A server is identified by the time of its start, because asking for the cluster's
+// identifier reads a file.)
 
-// errStale means that the newest row of outbox_cursor is not the one that the
-// relay knows: it vanished in a crash, or somebody else moved. Load it again.
+// errStale means that the newest row of outbox_cursor is not the one that the relay knows:
+// that row vanished in a crash, or another process moved the cursor. Load it again.
 var errStale = errors.New("cursor has changed")
 
-// position is a row of outbox_cursor: where a relay stands.
+// position is a row of outbox_cursor: how far a relay has come.
 type position struct {
 	cursorID int64
 	base     string // every event visible in this snapshot has been attempted
@@ -44,7 +44,7 @@ type position struct {
 	highest  int64  // highest outbox.id ever attempted
 	systemID int64  // the cluster whose transaction ids these are
 
-	server time.Time // start of the server that said so; another one may be a copy
+	server time.Time // start of the server that returned the row; another server may be a copy
 }
 
 // cursors reads and moves the position of one relay.
@@ -73,9 +73,9 @@ func newCursors(db *pgxpool.Pool, schema, relay string) *cursors {
 	}
 }
 
-// sqlLoad reads the newest position, and whether its transaction ids and those
-// of the events are of this cluster: what was restored from a dump may bring ids
-// from the future.
+// sqlLoad reads the newest position, and whether its transaction ids and those of the
+// events are of this cluster. Rows that were restored from a dump may have ids that this
+// cluster has not drawn yet.
 const sqlLoad = `
 SELECT c.id, c.snapshot::text, coalesce(c.window_snapshot::text, ''), c.last_processed_id, c.highest_id,
        c.system_identifier, s.system_identifier, pg_postmaster_start_time(),
@@ -86,9 +86,8 @@ SELECT c.id, c.snapshot::text, coalesce(c.window_snapshot::text, ''), c.last_pro
   LEFT JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
                       WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c ON true`
 
-// newestCursors begins a statement that asks where each relay stands: its newest row
-// is in stands. What an index on (relay, id) gives is not sought in any other way,
-// under pg.PlannerSettings.
+// newestCursors begins a statement that reads the position of each relay: its newest row
+// is in stands. Under pg.PlannerSettings the planner uses the index on (relay, id) for it.
 const newestCursors = `
 WITH RECURSIVE names AS (
    (SELECT relay FROM {schema}.outbox_cursor ORDER BY relay LIMIT 1)
@@ -101,11 +100,11 @@ WITH RECURSIVE names AS (
                           WHERE relay >= names.relay AND relay <= names.relay ORDER BY relay DESC, id DESC LIMIT 1) AS c
 )`
 
-// attempted says whether relay s has come to event o.
+// attempted is true if relay s has attempted event o.
 const attempted = `(pg_visible_in_snapshot(o.xid, s.snapshot)
        OR coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false))`
 
-// sqlSeed begins a relay's history: before every transaction that ever was.
+// sqlSeed inserts the first row of a relay: a position before every transaction.
 const sqlSeed = `
 INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
 SELECT $1::text, 0, '1:1:', 0, s.system_identifier, l.epoch
@@ -114,8 +113,8 @@ SELECT $1::text, 0, '1:1:', 0, s.system_identifier, l.epoch
  WHERE NOT EXISTS (SELECT FROM {schema}.outbox_cursor WHERE relay = $1::text)`
 
 // sqlSettings is pg.PlannerSettings for statements that may write rows of outbox_cursor.
-// Those need no fsync of their own: if PostgreSQL crashes and forgets them, the
-// events since then are sent again, which at least once allows.
+// These rows need no fsync: if PostgreSQL crashes and forgets them, the events since then
+// are sent again, as at-least-once delivery allows.
 const sqlSettings = pg.PlannerSettings + `, set_config('synchronous_commit', 'off', true)`
 
 func (c *cursors) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
@@ -123,9 +122,9 @@ func (c *cursors) query(ctx context.Context, read func(pgx.Rows) error, sql stri
 }
 
 // load returns the newest position, or errOtherCluster: then [cursors.rebase] it. A
-// relay that has none starts before the first event. The lease must have been
-// taken in an earlier statement: one that waits for a lock goes on reading what
-// was there before it waited.
+// relay without a position starts before the first event. The lease must have been taken
+// in an earlier statement: a statement that waits for a lock goes on reading what was
+// committed before it began to wait.
 func (c *cursors) load(ctx context.Context, l *lease) (position, error) {
 	p, err := c.newest(ctx, c.db)
 	if !errors.Is(err, pgx.ErrNoRows) {
@@ -162,20 +161,20 @@ func (c *cursors) newest(ctx context.Context, db pg.RowQuerier) (p position, err
 	return p, nil
 }
 
-// sqlOpen ends the window that was drained, if any, opens the next one and
-// reads its events, all under one snapshot. It announces the new window in the
-// same transaction that looked; when there is nothing to announce it writes
-// nothing, takes no lock and uses up no transaction id. Of a window with $7
-// events or more it reads none: its ids have to be sorted first, see sqlIDs.
+// sqlOpen ends the window that was drained, if any, opens the next window and reads its
+// events, all under one snapshot. It announces the new window in the transaction that
+// found it. When there is nothing to announce it writes nothing, takes no lock and uses
+// up no transaction id. Of a window with $7 events or more it reads none: its ids have to
+// be sorted first, see sqlIDs.
 //
-// The shape of ids is what keeps the poll at a few dozen buffers over a million
-// published rows, under custom and generic plans, with statistics and without.
-// The bound xmax(base) is a parameter of its own, and the few transactions that
-// base saw in progress are looked up one by one. A range is estimated at half a
-// per cent where the planner knows nothing, "xid >= $6" alone at a third, and
-// "xid = x" at everything where a bulk load left one value in the statistics.
-// ORDER BY xid, id LIMIT makes the index the cheapest way even so. MATERIALIZED
-// keeps the join from being turned round, into a walk of the primary key.
+// The shape of ids keeps the poll at a few dozen buffers over a million published rows,
+// under custom and generic plans, with statistics and without. The bound xmax(base) is a
+// parameter of its own, and the few transactions that base saw in progress are looked up
+// one by one. The planner estimates a range at half a per cent of the table if it has no
+// statistics, "xid >= $6" alone at a third, and "xid = x" at the whole table where a bulk
+// load left a single value in the statistics. With ORDER BY xid, id LIMIT the index is
+// the cheapest way even then. MATERIALIZED keeps the planner from reversing the join and
+// reading the whole primary key.
 const sqlOpen = `
 WITH ids AS MATERIALIZED (
     SELECT w.id, w.xid FROM (
@@ -209,11 +208,10 @@ SELECT newest.id, moved.id, pg_current_snapshot()::text, size.n, ` + eventColumn
               WHERE (SELECT n FROM size) < $7) AS e ON true
  ORDER BY e.id`
 
-// open returns the position in the window that follows p, and its events if
-// they are at most limit and maxBatchBytes; else large is true, and rest tells
-// which they are.
-// p's own window must be drained. Without new events the position has no window,
-// and equals p if p had none.
+// open returns the position in the window that follows p, and its events if they are at
+// most limit and maxBatchBytes. Otherwise large is true, and remaining returns their ids.
+// The window of p must be drained. Without new events the position has no window, and
+// equals p if p had none.
 func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (next position, events []envelope, large bool, err error) {
 	next = position{cursorID: p.cursorID, base: p.base, last: p.last, highest: p.highest, systemID: p.systemID, server: p.server}
 	drained := p.window != ""
@@ -254,7 +252,7 @@ func snapshotMax(snapshot string) string {
 	return xmax
 }
 
-// sqlMove notes how far the open window has been drained.
+// sqlMove writes how far the open window has been drained.
 const sqlMove = `
 INSERT INTO {schema}.outbox_cursor
        (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
@@ -264,9 +262,9 @@ SELECT $1::text, $5::pg_snapshot, $6::pg_snapshot, $7::bigint, $8::bigint, $9::b
  WHERE newest.id = $4
 RETURNING id`
 
-// move records that the open window's events up to p.last have been attempted,
-// and those of them that failed, in one statement. It returns the new row's
-// id, or errStale if the relay no longer is where it thought or who it was.
+// move records that the events of the open window up to p.last have been attempted, and
+// those of them that failed, in one statement. It returns the id of the new row, or
+// errStale if the cursor has changed or the lease is lost.
 func (c *cursors) move(ctx context.Context, l *lease, p position, failures []failure) (int64, error) {
 	sql := c.sqlMove
 	args := []any{c.relay, l.holder, l.epoch, p.cursorID, p.base, p.window, p.last, p.highest, p.systemID, p.server}

@@ -8,39 +8,39 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// A dump that is restored into another cluster brings transaction ids and
-// snapshots that mean nothing there. Between them they still tell which events
-// were sent, because rows and cursor are of one moment; and ids above the
-// highest one that was sent are new in any case. So a relay that finds a cursor
-// from elsewhere rebases it once: events that were sent get a transaction id
-// that every snapshot of this cluster calls visible, the others one that the new
-// cursor calls unfinished, which is to say that they are its next window.
+// A dump that is restored into another cluster brings transaction ids and snapshots that
+// have no meaning there. Compared with each other they still show which events were sent,
+// because rows and cursor are of the same moment; and an id above the highest one that was
+// sent is new in any case. So a relay that finds a cursor of another cluster rebases it
+// once. Events that were sent get a transaction id that every snapshot of this cluster
+// calls visible. The others get one that the new cursor calls unfinished, so they are its
+// next window.
 
-// errOtherCluster means that the newest cursor speaks of another cluster.
+// errOtherCluster means that the newest cursor was written in another cluster.
 var errOtherCluster = errors.New("cursor belongs to another database cluster")
 
 // sqlRebaseLock lets one relay of a schema rebase at a time. It takes no
 // transaction id: see sqlRebase.
 const sqlRebaseLock = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || $1, 0))`
 
-// sqlRebaseLook tells how far the ids of events have come, here and by the
-// cursors. A copy of the rows without their sequence would give old ids to new
-// events, and they would pass for sent.
+// sqlRebaseLook reads the highest id that the sequence has drawn, and the highest id that a
+// relay has sent. If the rows were copied without the sequence, new events would get old
+// ids, and relays would take them for sent.
 const sqlRebaseLook = `
 SELECT coalesce(max(c.highest_id), 0), s.name, coalesce(pg_sequence_last_value(s.name::regclass), 0)
   FROM pg_get_serial_sequence('{schema}.outbox', 'id') AS s (name)
   LEFT JOIN {schema}.outbox_cursor AS c ON true
  GROUP BY s.name`
 
-// sqlRebase finds out which events each relay has not attempted, and writes that
-// down in terms of this cluster. All relays are moved together, because they
-// share the rows: the events that the same relays lack get one label, a
-// transaction id from 3 upwards. Those belong to initdb, before there was a
-// table. A relay's new snapshot is that of now, with its labels in progress.
+// sqlRebase finds the events that each relay has not attempted, and writes that as
+// transaction ids and snapshots of this cluster. It moves all relays at once, because they
+// share the rows: the events that the same relays have not attempted get one label, a
+// transaction id from 3 upwards. These ids were used by initdb, before there was any
+// table. The new snapshot of a relay is the present one, with its labels in progress.
 //
-// The snapshot of now must not call our own transaction visible, as it may once
-// that has an id and later ones have finished: nothing before this statement
-// takes one.
+// The present snapshot must not call our own transaction visible. It could if the
+// transaction already had an id and later transactions had finished. So no statement
+// before this one may take an id.
 const sqlRebase = `
 WITH stands AS MATERIALIZED (
     SELECT DISTINCT ON (relay) * FROM {schema}.outbox_cursor ORDER BY relay, id DESC
@@ -73,13 +73,13 @@ WITH stands AS MATERIALIZED (
 )
 SELECT count(*) FILTER (WHERE $1 = ANY(relays)) FROM unsent`
 
-// sqlRebaseProof comes last, because renewing the lease must not have to wait
-// while many rows are relabelled.
+// sqlRebaseProof locks the row of the lease. It comes last, because renewing the lease
+// must not have to wait while many rows are relabelled.
 const sqlRebaseProof = `SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE`
 
-// rebase moves the cursors of all relays from another cluster to this one, and
-// returns how many events ours has not sent. The caller loads its position
-// afterwards. The error may be [ErrSequenceBehind].
+// rebase moves the cursors of all relays from another cluster to this one, and returns how
+// many events our relay has not sent. The caller loads the position afterwards. The error
+// may be [ErrSequenceBehind].
 func (c *cursors) rebase(ctx context.Context, l *lease) (unsent int64, err error) {
 	err = pgx.BeginTxFunc(ctx, c.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, sqlRebaseLock, c.schema); err != nil {
@@ -95,7 +95,7 @@ func (c *cursors) rebase(ctx context.Context, l *lease) (unsent int64, err error
 				ErrSequenceBehind, drawn, highest, sequence, highest)
 		}
 		if _, err := c.newest(ctx, tx); !errors.Is(err, errOtherCluster) {
-			return err // another relay has done it
+			return err // another relay has rebased the cursors
 		}
 		if err := tx.QueryRow(ctx, c.sqlRebase, c.relay, l.epoch).Scan(&unsent); err != nil {
 			return err

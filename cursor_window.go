@@ -16,22 +16,22 @@ const (
 	// maxWindowIDs bounds the ids of a window that are held at once: 8 MB.
 	maxWindowIDs = 1_000_000
 	// maxBatchBytes bounds the events that are read at once. A relay holds two
-	// batches: one is sent while the next is fetched.
+	// batches: one is being sent while the next is fetched.
 	maxBatchBytes = 32 << 20
 )
 
 // errBatchTooLarge means that several events together exceed maxBatchBytes.
 var errBatchTooLarge = errors.New("batch is too large")
 
-// sqlIDs reads which events of the open window are left. A large window is the
-// backlog after an outage; sorting it once, index only, is what keeps the cost
-// of a batch independent of the size of the backlog. Ranges and the fence of
-// OFFSET are there for the reasons told at sqlOpen.
+// sqlIDs reads the ids of the open window that are left. A large window is the backlog
+// after an outage. Sorting it once, from the index only, keeps the cost of a batch
+// independent of the size of the backlog. The comment at sqlOpen explains the ranges and
+// OFFSET.
 //
-// When the row that announced the window has vanished in a crash or a failover,
-// ids and transaction ids may be others' by now: nothing is found, and the
-// statement that moves or opens next tells. A newer row is the relay's own, from
-// a move while this was fetched ahead.
+// If the row that announced the window has vanished in a crash or a failover, ids and
+// transaction ids may have been given to other rows. Then nothing is found, and the next
+// statement that moves or opens returns errStale. A newer row is the relay's own, written
+// while this was fetched ahead.
 const sqlIDs = `
 WITH opened AS MATERIALIZED (
    (SELECT id, xid FROM {schema}.outbox WHERE xid >= $2::xid8 AND xid < $4::xid8 ORDER BY xid, id)
@@ -58,9 +58,9 @@ func (c *cursors) remaining(ctx context.Context, p position, limit int) (ids []i
 	return ids, nil
 }
 
-// sqlFetch reads events by ranges of ids. ORDER BY names the primary key to a
-// planner that sees an empty table, where the other index looks as good. It
-// finds nothing where sqlIDs would not.
+// sqlFetch reads events by ranges of ids. ORDER BY makes the planner use the primary key:
+// over an empty table the other index looks as good. Where sqlIDs would find nothing, this
+// finds nothing either.
 const sqlFetch = `
 SELECT ` + eventColumns + `
   FROM unnest($1::bigint[], $2::bigint[]) AS r (first, last)
@@ -70,7 +70,7 @@ SELECT ` + eventColumns + `
  ORDER BY e.id`
 
 // fetch reads events of the open window by their ids, in order, or returns
-// errBatchTooLarge. Rows that somebody has deleted are missing from the result.
+// errBatchTooLarge. Rows that have been deleted are missing from the result.
 func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []envelope, err error) {
 	first, last := ranges(ids)
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
@@ -83,8 +83,8 @@ func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []
 	return events, nil
 }
 
-// ranges tells which runs of numbers without a gap ids consists of; it ascends.
-// Almost all of a backlog is one run.
+// ranges returns the first and the last number of each run without a gap in ids, which
+// ascend. Almost all of a backlog is one run.
 func ranges(ids []int64) (first, last []int64) {
 	for i, id := range ids {
 		if i == 0 || id != ids[i-1]+1 {
@@ -95,7 +95,7 @@ func ranges(ids []int64) (first, last []int64) {
 	return first, last
 }
 
-// eventColumns is what eventReader reads, in its order. Texts are the same
+// eventColumns are the columns that eventReader reads, in its order. A text has the same
 // bytes in both formats of the protocol.
 const (
 	eventColumns    = `e.id, ` + envelopeColumns
@@ -118,9 +118,9 @@ func readIDs(rows pgx.Rows) (ids []int64, err error) {
 	return ids, rows.Err()
 }
 
-// readEvents reads all rows, about n of them, and closes them. Columns in front
-// of the event's are scanned into head, from the first row; a row without an
-// event has head only.
+// readEvents reads all rows, about n of them, and closes them. The columns in front of
+// those of the event are scanned into head, from the first row only. A row without an
+// event has only these columns.
 func readEvents(rows pgx.Rows, n int, head ...any) ([]envelope, error) {
 	defer rows.Close()
 	events := make([]envelope, 0, n)
@@ -148,8 +148,8 @@ func readEvents(rows pgx.Rows, n int, head ...any) ([]envelope, error) {
 	return events, rows.Err()
 }
 
-// eventReader turns rows into envelopes. The bytes of many rows share one
-// allocation: they are sent together and forgotten together.
+// eventReader turns rows into envelopes. The bytes of many rows share one allocation,
+// because they are sent together and freed together.
 type eventReader struct {
 	types  *pgtype.Map
 	fields []pgconn.FieldDescription
@@ -157,8 +157,8 @@ type eventReader struct {
 	kept   int // bytes, so far
 }
 
-// describe learns the types of the columns, those of the event begin at first. A
-// result that is an error has no columns, so it is called for rows.
+// describe reads the types of the columns; those of the event begin at first. It is called
+// with a row, because a result that is an error has no columns.
 func (r *eventReader) describe(rows pgx.Rows, first int) {
 	if r.fields == nil {
 		r.types, r.fields = rows.Conn().TypeMap(), rows.FieldDescriptions()[first:]
@@ -196,7 +196,7 @@ func (r *eventReader) event(raw [][]byte) (e envelope, err error) {
 	return e, err
 }
 
-// keep copies b out of the connection's buffer. NULL remains nil.
+// keep copies b out of the buffer of the connection. NULL stays nil.
 func (r *eventReader) keep(b []byte) []byte {
 	if b == nil {
 		return nil
@@ -219,7 +219,7 @@ func (r *eventReader) time(t time.Time) []byte {
 
 const chunkSize = 64 << 10
 
-// reserve makes room for n more bytes, and returns where they begin.
+// reserve makes room for n more bytes in chunk, and returns where they begin.
 func (r *eventReader) reserve(n int) (start int) {
 	if n > cap(r.chunk)-len(r.chunk) {
 		r.chunk = make([]byte, 0, chunkSize)
@@ -227,8 +227,8 @@ func (r *eventReader) reserve(n int) (start int) {
 	return len(r.chunk)
 }
 
-// The three types whose formats differ. Text comes from pools that are set to
-// the simple protocol or to QueryExecModeExec.
+// These three types differ between the formats. Pools that are set to the simple protocol
+// or to QueryExecModeExec return the text format.
 
 func (r *eventReader) int8(column int, b []byte) (int64, error) {
 	if r.fields[column].Format == pgx.BinaryFormatCode && len(b) == 8 {

@@ -7,9 +7,8 @@ import (
 	"time"
 )
 
-// Hooks are how metrics and traces are made; the module outboxotel brings those of
-// OpenTelemetry. They are called from several goroutines and must return soon. Nil
-// ones are not called.
+// Hooks serve metrics and traces; the module outboxotel has those of OpenTelemetry. They
+// are called from several goroutines and must return quickly. Nil hooks are not called.
 
 // RecorderHooks are called by [Recorder.Record] and [Recorder.Queue].
 type RecorderHooks struct {

@@ -27,9 +27,8 @@ type RelayConfig struct {
 	Mode Mode
 
 	// BatchSize is the most events that are sent before the cursor moves, at most
-	// 10,000. A crash repeats up to this many. Batches come as large as there are
-	// events: small where latency matters, of this size after an outage, smaller
-	// again where several events make 32 MiB. Zero means 5,000.
+	// 10,000. After a crash up to this many are sent again. A batch is smaller if there
+	// are fewer events to send, or if fewer events make 32 MiB. Zero means 5,000.
 	BatchSize int
 
 	// PollInterval is how long an idle relay waits before it looks for events,
@@ -52,19 +51,20 @@ type RelayConfig struct {
 	// RetryInterval is how long a relay waits before it looks for failed events
 	// that are due. It looks at once when the breaker closes. Zero means 5 s.
 	RetryInterval time.Duration
-	// MaxRetries is how many retries of an event Kafka refuses, after 1, 2, 4 …
-	// 300 s, before it is dead. An outage, a missing topic or a lapsed credential
+	// MaxRetries is how many retries of an event Kafka rejects, after 1, 2, 4 …
+	// 300 s, before the event is dead. An outage, a missing topic or a lapsed credential
 	// uses up none. Zero means 10.
 	MaxRetries int
-	// HoldDead keeps the later events of a dead one's key until somebody decides.
-	// Without it they go on.
+	// HoldDead keeps the later events of a dead event's key until an operator decides.
+	// Without it they are sent.
 	HoldDead bool
-	// RetryDeadAfter lets dead events be tried again without an operator: so long after the
-	// death of an event whose last error was of a class, message_too_large for
-	// example, it has all its tries again. Nil means that operators decide.
+	// RetryDeadAfter lets dead events be retried without an operator. Its keys are error
+	// classes, message_too_large for example. This long after the death of an event
+	// whose last error was of the class, the event has all its retries again. Nil means
+	// that operators decide.
 	RetryDeadAfter map[string]time.Duration
 	// KeepSent keeps the rows of failed events in outbox_failed, as resolved, after
-	// they were sent. Without it they are removed.
+	// the events were sent. Without it the rows are removed.
 	KeepSent bool
 
 	// Breaker stops the sending for a while when Kafka fails.
@@ -73,16 +73,16 @@ type RelayConfig struct {
 	// Retention says how long rows stay in the tables.
 	Retention RetentionConfig
 
-	// Alerts says when somebody is told that something is wrong with this relay, and
-	// who. The process that leads does it; it also tells of relays of the schema that
-	// nobody leads. See [Monitor] for processes without a relay.
+	// Alerts says when an alert is sent that something is wrong with this relay, and to
+	// whom. The process that leads sends them, also for relays of the schema that no
+	// process leads. See [Monitor] for processes without a relay.
 	Alerts AlertConfig
 
-	// Hooks are told what happens.
+	// Hooks are called when something happens.
 	Hooks RelayHooks
 
 	// Logger receives what changes: ERROR for an event that is dead and for a
-	// breaker that opens, WARN for trouble that begins or ends, and DEBUG for the
+	// breaker that opens, WARN for an outage that begins or ends, and DEBUG for the
 	// rest. Nil means slog.Default().
 	Logger *slog.Logger
 }
