@@ -16,7 +16,7 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 )
 
-// Characters that the columns of outbox hold.
+// Limits of the columns of outbox, in characters.
 const (
 	maxSource        = 100
 	maxEventType     = 100
@@ -27,17 +27,17 @@ const (
 	maxCorrelationID = 255
 )
 
-// Bytes.
+// Limits in bytes.
 const (
-	// defaultMaxPayload leaves 16 KiB for headers and key in a record that Kafka
-	// takes by default (message.max.bytes, 1 MiB) and franz-go sends by default
-	// (ProducerBatchMaxBytes, 1,000,012).
+	// defaultMaxPayload leaves 16 KiB for headers and key, both below the default of
+	// Kafka's message.max.bytes (1 MiB) and of franz-go's ProducerBatchMaxBytes
+	// (1,000,012).
 	defaultMaxPayload = 960 << 10
 	maxMaxPayload     = 100 << 20 // socket.request.max.bytes of a broker
 	maxHeaders        = 8 << 10
 )
 
-// Mode is how a CloudEvent travels in a Kafka record.
+// Mode is how a CloudEvent is written into a Kafka record.
 type Mode int
 
 const (
@@ -45,14 +45,15 @@ const (
 	// attributes into headers named ce_…. It is the default.
 	Binary Mode = iota
 	// Structured puts payload and attributes into the value, as one JSON object
-	// of content type application/cloudevents+json. Payloads that are not JSON
-	// grow by a third in it (base64): choose RecorderConfig.MaxPayload for that.
+	// of content type application/cloudevents+json. Payloads that are not JSON are
+	// encoded as base64 in it, which is a third larger: RecorderConfig.MaxPayload
+	// must leave room for that.
 	Structured
 )
 
 // Extension attributes of CloudEvents among the stored headers. As headers of a
-// record they carry the ce_ prefix; the names of the trace context are also
-// sent without it, because that is where tracing libraries look.
+// record they have the prefix ce_; traceparent is also sent without it, because
+// tracing libraries look for it there.
 const (
 	correlationAttr = "correlationid"
 	traceAttr       = "traceparent"
@@ -91,8 +92,8 @@ func TraceParent(ctx context.Context) string {
 	return tp
 }
 
-// isTraceParent holds a value against the W3C Trace Context: no version ff, no
-// id of zeros.
+// isTraceParent checks a value against the W3C Trace Context, which allows neither the
+// version ff nor ids of zeros.
 func isTraceParent(s string) bool {
 	return traceParentForm.MatchString(s) && s[:2] != "ff" &&
 		strings.Trim(s[3:35], "0") != "" && strings.Trim(s[36:52], "0") != ""
@@ -101,20 +102,20 @@ func isTraceParent(s string) bool {
 var traceParentForm = regexp.MustCompile(`^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$`)
 
 // encodeHeaders returns the stored form of an event's headers: a JSON object of
-// strings, or nil when there are none. A traceparent of another form is left
-// out, as the W3C asks of those who pass it on.
+// strings, or nil when there are none. It omits a traceparent of another form, as the
+// W3C demands.
 func encodeHeaders(own map[string]string, correlationID, traceParent string) ([]byte, *FieldError) {
-	refuse := func(field string, err error) *FieldError { return &FieldError{Field: field, Err: err} }
+	reject := func(field string, err error) *FieldError { return &FieldError{Field: field, Err: err} }
 	all := make(map[string]string, len(own)+2)
 	for name, value := range own {
 		if err := checkHeader(name, value); err != nil {
-			return nil, refuse("headers", err)
+			return nil, reject("headers", err)
 		}
 		all[name] = value
 	}
 	if correlationID != "" {
 		if err := check.Attribute(correlationID, maxCorrelationID); err != nil {
-			return nil, refuse("correlation_id", err)
+			return nil, reject("correlation_id", err)
 		}
 		all[correlationAttr] = correlationID
 	}
@@ -126,15 +127,16 @@ func encodeHeaders(own map[string]string, correlationID, traceParent string) ([]
 	}
 	b, err := json.Marshal(all)
 	if err != nil {
-		return nil, refuse("headers", fmt.Errorf("%w: %w", ErrEncode, err))
+		return nil, reject("headers", fmt.Errorf("%w: %w", ErrEncode, err))
 	}
 	if len(b) > maxHeaders {
-		return nil, refuse("headers", fmt.Errorf("%w: %d bytes as JSON, at most %d", ErrTooLarge, len(b), maxHeaders))
+		return nil, reject("headers", fmt.Errorf("%w: %d bytes as JSON, at most %d", ErrTooLarge, len(b), maxHeaders))
 	}
 	return b, nil
 }
 
-// checkHeader refuses the names that CloudEvents and the recorder use.
+// checkHeader rejects texts that cannot be stored, and the names that CloudEvents and
+// the recorder use.
 func checkHeader(name, value string) error {
 	switch lower := strings.ToLower(name); {
 	case name == "":
@@ -146,14 +148,14 @@ func checkHeader(name, value string) error {
 		if text == "" {
 			continue
 		}
-		if err := check.Text(text, math.MaxInt); err != nil { // encodeHeaders limits the whole
+		if err := check.Text(text, math.MaxInt); err != nil { // encodeHeaders limits the size of all headers
 			return fmt.Errorf("%.100q %w", name, err)
 		}
 	}
 	return nil
 }
 
-// envelope is an event as it is stored. Its slices belong to it.
+// envelope is an event as it is stored. It owns its slices.
 type envelope struct {
 	id            int64 // outbox.id
 	eventID       []byte
@@ -164,15 +166,15 @@ type envelope struct {
 	payload       []byte
 	isJSON        bool // payload comes from the jsonb column
 	contentType   []byte
-	topic         []byte    // nil: by convention
+	topic         []byte    // nil: derived from eventType
 	partitionKey  []byte    // nil: aggregateID
 	headers       []byte    // JSON object of strings, or nil
 	occurredAt    []byte    // RFC 3339, see appendTime
-	createdAt     time.Time // start of its transaction; only hooks are told
+	createdAt     time.Time // start of its transaction; only for hooks
 }
 
-// destination returns the topic. Rows that no [Recorder] wrote can have a type
-// from which none follows.
+// destination returns the topic. A row that was not written by a [Recorder] may have a
+// type from which no topic can be derived.
 func (e *envelope) destination() (string, error) {
 	if e.topic != nil {
 		return string(e.topic), nil
@@ -197,11 +199,11 @@ var (
 	structuredType = []byte("application/cloudevents+json; charset=UTF-8")
 )
 
-// recordHeaders is how many headers a record has, beside the event's own ones.
+// recordHeaders is the number of headers of a record, without the event's own ones.
 const recordHeaders = 8
 
-// record returns the value of the event's Kafka record and hands its headers to
-// add, as the CloudEvents 1.0 Kafka protocol binding has them.
+// record returns the value of the event's Kafka record and passes its headers to add,
+// in the form of the CloudEvents 1.0 Kafka protocol binding.
 func (e *envelope) record(mode Mode, add func(name string, value []byte)) ([]byte, error) {
 	own, err := e.ownHeaders()
 	if err != nil {
@@ -224,8 +226,8 @@ func (e *envelope) record(mode Mode, add func(name string, value []byte)) ([]byt
 	return e.payload, nil
 }
 
-// addOwn adds an event's own headers in the order of their names, and, if wanted,
-// the attributes of CloudEvents that are among them.
+// addOwn adds an event's own headers in the order of their names. With attributes, it
+// also adds those that are attributes of CloudEvents as such.
 func addOwn(own map[string]string, attributes bool, add func(name string, value []byte)) {
 	if len(own) == 0 {
 		return
@@ -253,10 +255,10 @@ func (e *envelope) ownHeaders() (map[string]string, error) {
 	return own, nil
 }
 
-// traceParent returns what is among the stored headers, or "". Batches are asked event
-// by event, and to decode a JSON object takes microseconds: so one without is known by
-// its text, in which a name in a value would have its quotes escaped; and one that
-// stands there as jsonb prints it is cut out.
+// traceParent returns the traceparent among the stored headers, or "". It is called for
+// every event of a batch, and decoding a JSON object takes microseconds. So it first
+// looks for the quoted name in the text, where the quotes of the same name in a value
+// would be escaped, and cuts out the value if it is printed as jsonb prints it.
 func (e *envelope) traceParent() string {
 	const name, length = `"` + traceAttr + `"`, 55
 	at := bytes.Index(e.headers, []byte(name))
@@ -267,13 +269,13 @@ func (e *envelope) traceParent() string {
 	if ok && len(value) > length && value[length] == '"' && bytes.IndexByte(value[:length], '\\') < 0 && bytes.IndexByte(value[:length], '"') < 0 {
 		return string(value[:length])
 	}
-	own, _ := e.ownHeaders() // with bad ones it was refused
+	own, _ := e.ownHeaders() // an event with bad headers was rejected before
 	return own[traceAttr]
 }
 
-// context carries on the correlation id, for lines about the event.
+// context adds the event's correlation id to ctx, for log lines about the event.
 func (e *envelope) context(ctx context.Context) context.Context {
-	own, _ := e.ownHeaders() // a line about bad ones has none
+	own, _ := e.ownHeaders() // without one if the headers are bad
 	if id := own[correlationAttr]; id != "" {
 		ctx = WithCorrelationID(ctx, id)
 	}
@@ -320,8 +322,8 @@ func appendTime(b []byte, t time.Time) []byte {
 	return t.UTC().AppendFormat(b, "2006-01-02T15:04:05.999999Z07:00")
 }
 
-// parkingKey is what an event shares with those that must not overtake it. A
-// topic has no slash in it.
+// parkingKey identifies the events that must stay in order: those of one topic and
+// record key. The name of a topic has no slash.
 func parkingKey(topic string, key []byte) string {
 	var b strings.Builder
 	b.Grow(len(topic) + 1 + len(key))

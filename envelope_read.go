@@ -13,8 +13,8 @@ import (
 	"github.com/outboxgo/outbox/internal/jsonb"
 )
 
-// Message is an event as a record brought it, whoever sent it, with the attributes
-// of CloudEvents.
+// Message is an event as it was received in a record, from any producer, with the
+// attributes of CloudEvents.
 type Message struct {
 	// ID is unique together with Source.
 	ID, Source, Type string
@@ -25,7 +25,7 @@ type Message struct {
 	// Extensions are the other attributes, dataschema among them, in their
 	// canonical form as text.
 	Extensions map[string]string
-	// Data is the payload, nil for none; JSON is as it was written.
+	// Data is the payload, nil for none. JSON is as the producer wrote it.
 	Data []byte
 }
 
@@ -63,9 +63,9 @@ type KafkaMetadata struct {
 	Key []byte
 }
 
-// decodeRecord reads the value and the headers of a Kafka record as the
-// CloudEvents 1.0 Kafka protocol binding has them, in either mode. It is what
-// [envelope.record] is the opposite of. Its error is a [*FieldError].
+// decodeRecord reads the value and the headers of a Kafka record in either mode of the
+// CloudEvents 1.0 Kafka protocol binding. It is the inverse of [envelope.record]. Its
+// error is a [*FieldError].
 func decodeRecord(value []byte, headers iter.Seq2[string, []byte]) (*Message, error) {
 	attributes, contentType := map[string]string{}, ""
 	for name, v := range headers {
@@ -90,11 +90,12 @@ func decodeRecord(value []byte, headers iter.Seq2[string, []byte]) (*Message, er
 	return newMessage(attributes, value)
 }
 
+// unreadable returns an error about a field of a received record.
 func unreadable(eventType, field string, err error) error {
 	return &FieldError{EventType: eventType, Index: -1, Field: field, Err: err}
 }
 
-// newMessage checks attributes and keeps them.
+// newMessage checks attributes and makes a message of them. It keeps the map.
 func newMessage(attributes map[string]string, data []byte) (*Message, error) {
 	eventType := attributes["type"]
 	for _, name := range []string{"specversion", "id", "source", "type"} {
@@ -154,8 +155,8 @@ func decodeStructured(value []byte) (attributes map[string]string, data []byte, 
 	return attributes, data, nil
 }
 
-// attributeText returns the canonical text of an attribute's value: that of
-// numbers and booleans is how JSON writes them.
+// attributeText returns the canonical text of an attribute's value. For numbers and
+// booleans it is their JSON.
 func attributeText(member json.RawMessage) (text string, err error) {
 	switch member[0] {
 	case '{', '[':
@@ -170,8 +171,8 @@ func attributeText(member json.RawMessage) (text string, err error) {
 	return string(member), nil
 }
 
-// structuredData returns the bytes of data: JSON as it is, and what a text says
-// where the content type is not JSON's.
+// structuredData returns the bytes of data: the JSON as it is, or, if the content type
+// is not JSON's, the text of a JSON string.
 func structuredData(data, dataBase64 json.RawMessage, contentType string) ([]byte, error) {
 	if dataBase64 == nil || string(dataBase64) == "null" {
 		if data == nil || isJSONType(contentType) {
@@ -186,20 +187,20 @@ func structuredData(data, dataBase64 json.RawMessage, contentType string) ([]byt
 	if data != nil {
 		return nil, fmt.Errorf("%w: both data and data_base64", ErrMalformed)
 	}
-	decoded := []byte{} // empty is not none
+	decoded := []byte{} // not nil, because empty data is not the same as no data
 	if err := json.Unmarshal(dataBase64, &decoded); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrMalformed, err)
 	}
 	return decoded, nil
 }
 
-// isJSONType tells whether a content type is JSON's, as CloudEvents decides it.
+// isJSONType reports whether a content type is JSON's, as CloudEvents decides it.
 func isJSONType(contentType string) bool {
 	media := mediaType(contentType)
 	return media == "" || strings.HasSuffix(media, "/json") || strings.HasSuffix(media, "+json")
 }
 
-// mediaType returns a content type in small letters and without its parameters.
+// mediaType returns a content type in lower case and without its parameters.
 func mediaType(contentType string) string {
 	media, _, _ := strings.Cut(contentType, ";")
 	return strings.ToLower(strings.TrimSpace(media))

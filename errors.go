@@ -8,10 +8,10 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 )
 
-// What [NewRegistry], [Recorder.Record] and [Recorder.Queue] refuse. They come
-// wrapped in a [*FieldError], which names the event and the field.
+// Reasons why [NewRegistry], [Recorder.Record] and [Recorder.Queue] reject an event.
+// They are wrapped in a [*FieldError], which names the event and the field.
 var (
-	// ErrUnregistered means that the registry does not know the Go type of an event.
+	// ErrUnregistered means that the registry does not have the Go type of an event.
 	ErrUnregistered = errors.New("is not registered")
 	// ErrMalformed means that a name does not have the form it must have, such as
 	// {company}.{domain}.{action}.v{n} for an event type.
@@ -28,7 +28,7 @@ var (
 	ErrNUL = check.ErrNUL
 	// ErrUTF8 means that a text is not valid UTF-8.
 	ErrUTF8 = check.ErrUTF8
-	// ErrJSON means JSON that PostgreSQL's jsonb refuses although some encoders
+	// ErrJSON means JSON that PostgreSQL's jsonb rejects although some encoders
 	// write it: half a surrogate pair, a number out of range, nesting too deep.
 	ErrJSON = check.ErrJSON
 	// ErrEncode means that the event's codec failed; its error is wrapped as well.
@@ -55,27 +55,27 @@ var (
 	// ErrStatus is returned by the methods of [FailedEvents] for what cannot be done to
 	// an event in its status.
 	ErrStatus = errors.New("not possible in this status")
-	// ErrSequenceBehind is returned by [Relay.Run] in a database that was restored
-	// without the sequence of outbox.id, before it changes anything: new events
-	// would get the ids of events that were sent, and pass for them. The error has
-	// the statement that sets the sequence. Events that were recorded since the
-	// restore need new ids after it: UPDATE outbox SET id = nextval(…) WHERE
-	// created_at >= the time of the restore.
+	// ErrSequenceBehind is returned by [Relay.Run], before it changes anything, in a
+	// database that was restored without the sequence of outbox.id. New events would
+	// get the ids of events that were sent, and would be taken for sent. The error
+	// contains the statement that sets the sequence. After that, give new ids to the
+	// events that were recorded since the restore: UPDATE outbox SET id = nextval(…)
+	// WHERE created_at >= the time of the restore.
 	ErrSequenceBehind = errors.New("outbox: the sequence of outbox.id is behind the cursor")
 )
 
-// FieldError says which field of which event was refused, and wraps why.
+// FieldError says which field of which event was rejected, and wraps the reason.
 type FieldError struct {
-	// EventType is the CloudEvents type, or the Go type where no other is known.
+	// EventType is the CloudEvents type, or the Go type if the former is not known.
 	EventType string
-	// Index is the place of the event among those of the call, from 0; -1 when
-	// the error is not about one of several.
+	// Index is the index of the event among those of the call, or -1 if the error is
+	// not about one of several.
 	Index int
-	// Field is the refused one, by its name in the table outbox, for example
-	// "aggregate_id"; "payload" covers both payload columns, "correlation_id" is
-	// the one in the context, "event", "tx" and "batch" are arguments. Of a record
-	// that was received it is an attribute of CloudEvents, "content-type", "data",
-	// "value", or the name of a header or a member.
+	// Field is the rejected field, by its name in the table outbox, for example
+	// "aggregate_id"; "payload" is either payload column, "correlation_id" is the
+	// one in the context, and "event", "tx" and "batch" are arguments. If a received
+	// record was rejected, it is an attribute of CloudEvents, "content-type", "data",
+	// "value", or the name of a header or of a JSON member.
 	Field string
 	// Err is one of the Err values of this package, with details.
 	Err error

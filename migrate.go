@@ -22,15 +22,17 @@ import (
 
 // MigrateConfig tunes [Migrate].
 type MigrateConfig struct {
-	// Schema receives the tables, and is created if need be. Empty means public.
+	// Schema is where the tables are. It is created if it is missing. Empty means
+	// public.
 	Schema string
-	// PartitionRows makes outbox a table that is partitioned by ranges of so many
-	// ids, at most a billion. Old events then go with their partition, once all of it
-	// is published and old. The relay makes partitions ahead of need: one should
-	// hold more than is recorded in RetentionConfig.Interval. A plain table becomes
-	// the first partition, with ten times as many ids as the others; no row is
-	// written, and writers wait no longer than 50 ms at a time. A table that is
-	// partitioned stays as it is. Zero means a plain table.
+	// PartitionRows makes outbox a partitioned table, whose partitions are ranges of
+	// this many ids, at most a billion. Retention then drops a whole partition when
+	// all its events are published and old. The relay creates partitions in advance:
+	// one should hold more events than are recorded in RetentionConfig.Interval. An
+	// existing plain table becomes the first partition, with ten times as many ids as
+	// the others; no row is rewritten, and writers wait no longer than 50 ms at a
+	// time. A table that is partitioned already is not changed. Zero means a plain
+	// table.
 	PartitionRows int64
 }
 
@@ -44,16 +46,16 @@ func (c MigrateConfig) validate() error {
 	return err
 }
 
-// Migrate brings the tables of outbox up to date. It may be called at every
-// start and by many processes at once: one of them migrates, the others wait for
-// it and find nothing to do. All steps are one transaction; those that kafka.Partition a
-// table follow in their own, and a call that was stopped between them is to be made
-// again: ids far ahead are refused until then.
+// Migrate brings the tables of outbox up to date. It may be called at every start and
+// by many processes at once: one of them migrates, the others wait for it and find
+// nothing to do. All steps are one transaction. The steps that partition a table follow
+// in transactions of their own; if Migrate is stopped between them, call it again, since
+// until then the table rejects ids that are far ahead.
 //
-// It returns [ErrDatabaseAhead], and changes nothing, when a newer release has
-// migrated the database. The role needs CREATE on the schema, or on the database
-// if the schema does not exist. Projects with a migration tool of their own can
-// take the files from the package migrations instead.
+// It returns [ErrDatabaseAhead], and changes nothing, if a newer release has migrated
+// the database. The role needs CREATE on the schema, or on the database if the schema
+// does not exist. A project that uses a migration tool can apply the files of the
+// package migrations with that instead.
 func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
 	if err := cfg.validate(); err != nil {
@@ -63,8 +65,8 @@ func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	if err != nil {
 		return fmt.Errorf("outbox: migrate: %w", err)
 	}
-	// Under READ COMMITTED each statement sees what the process before us left
-	// when it let go of the lock; a pool may have another default.
+	// Under READ COMMITTED each statement sees what the process that had the lock
+	// before has committed. The pool's default may be another level.
 	err = pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		return migrate(ctx, tx, cfg.Schema, steps)
 	})
@@ -77,20 +79,20 @@ func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	return nil
 }
 
-// Migrating to partitions waits for a lock for 50 ms at a time.
+// Each try to partition the table waits 50 ms at most for a lock.
 const (
 	lockTries = 300
 	lockPause = 200 * time.Millisecond
 )
 
-// makePartitioned makes outbox a partitioned table. It tries again where it does not
-// get a lock, and where another process is at it.
+// makePartitioned makes outbox a partitioned table. It tries again if it does not get a
+// lock, or if another process is doing the same.
 func makePartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	for try := 1; ; try++ {
 		err := tryPartitioned(ctx, db, cfg)
 		var pg *pgconn.PgError
-		again := errors.As(err, &pg) && (pg.Code == "55P03" || pg.Code == "55000" || pg.Code == "42704") // locked, not ready, constraint gone
-		if !again || try == lockTries {
+		retry := errors.As(err, &pg) && (pg.Code == "55P03" || pg.Code == "55000" || pg.Code == "42704") // locked, not ready, constraint gone
+		if !retry || try == lockTries {
 			return err
 		}
 		wait.Sleep(ctx, lockPause)
@@ -100,29 +102,29 @@ func makePartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) e
 	}
 }
 
-// The steps of [makePartitioned], each a transaction of its own, so that no lock is
-// held while rows are read. An outbox that has gone part of the way, or all of it,
-// goes on from there.
+// The steps of [makePartitioned]. Each is a transaction of its own, so that no lock is
+// held while rows are read. A step that was done before does nothing.
 const (
 	sqlPreparePartitions = `SELECT {schema}.outbox_prepare_partitions($1)`
 	sqlCheckPartitions   = `ALTER TABLE {schema}.outbox VALIDATE CONSTRAINT outbox_before_partitions`
 	sqlPartition         = `SELECT {schema}.outbox_partition()`
 )
 
+// tryPartitioned runs the steps, unless the table is partitioned already.
 func tryPartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
-	var is bool
-	if err := db.QueryRow(ctx, pg.InSchema(sqlPartitioned, cfg.Schema)).Scan(&is); err != nil || is {
+	var partitioned bool
+	if err := db.QueryRow(ctx, pg.InSchema(sqlPartitioned, cfg.Schema)).Scan(&partitioned); err != nil || partitioned {
 		return err
 	}
-	done := func(row pgx.Row) error { return row.Scan(nil) }
-	if err := atOnce(ctx, db, done, pg.InSchema(sqlPreparePartitions, cfg.Schema), cfg.PartitionRows); err != nil {
+	ignoreResult := func(row pgx.Row) error { return row.Scan(nil) }
+	if err := atOnce(ctx, db, ignoreResult, pg.InSchema(sqlPreparePartitions, cfg.Schema), cfg.PartitionRows); err != nil {
 		return fmt.Errorf("prepare partitions: %w", err)
 	}
 	if _, err := db.Exec(ctx, pg.InSchema(sqlCheckPartitions, cfg.Schema)); err != nil {
 		return fmt.Errorf("check partitions: %w", err)
 	}
 	for _, sql := range []string{sqlPartition, sqlMakePartitions} {
-		if err := atOnce(ctx, db, done, pg.InSchema(sql, cfg.Schema)); err != nil {
+		if err := atOnce(ctx, db, ignoreResult, pg.InSchema(sql, cfg.Schema)); err != nil {
 			return fmt.Errorf("make partitions: %w", err)
 		}
 	}
@@ -158,16 +160,16 @@ func migrationSteps() ([]migration, error) {
 	return steps, nil
 }
 
-// sqlMigrateLock keeps other processes out until our transaction ends.
+// sqlMigrateLock makes other processes wait until our transaction ends.
 const sqlMigrateLock = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.migrate.' || $1, 0))`
 
-// sqlMigrationState looks before anything is created, because CREATE … IF NOT
-// EXISTS wants the privilege to create also where there is nothing to do.
+// sqlMigrationState tells what has to be created. CREATE … IF NOT EXISTS would not do,
+// because it needs the privilege to create even if there is nothing to create.
 const sqlMigrationState = `
 SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1),
        to_regclass(format('%I.outbox_migration', $1::text)) IS NOT NULL`
 
-// ddlMigrationTable is several statements, which only the simple protocol takes.
+// ddlMigrationTable consists of several statements, which need the simple protocol.
 const ddlMigrationTable = `
 CREATE TABLE {schema}.outbox_migration (
     version    int          PRIMARY KEY,
@@ -183,10 +185,11 @@ const sqlMigrationVersion = `SELECT coalesce(max(version), 0) FROM {schema}.outb
 
 const sqlMigrationDone = `INSERT INTO {schema}.outbox_migration (version, name) VALUES ($1, $2)`
 
-// sqlSearchPath lets the unqualified names of the files mean the schema, until
-// the end of the transaction.
+// sqlSearchPath makes the schema the default for unqualified names, which the files
+// have, until the end of the transaction.
 const sqlSearchPath = `SELECT set_config('search_path', $1, true)`
 
+// migrate applies the steps that the schema does not have yet.
 func migrate(ctx context.Context, tx pgx.Tx, schema string, steps []migration) error {
 	if _, err := tx.Exec(ctx, sqlMigrateLock, schema); err != nil {
 		return fmt.Errorf("lock: %w", err)
@@ -221,8 +224,8 @@ func execScript(ctx context.Context, tx pgx.Tx, script string) error {
 	return err
 }
 
-// schemaVersion returns how far the schema is, after it has made sure that
-// there is one with a table to remember it in.
+// schemaVersion returns the version of the last step that was applied. It first creates
+// the schema and the table of applied steps if they are missing.
 func schemaVersion(ctx context.Context, tx pgx.Tx, schema string) (version int, err error) {
 	var hasSchema, hasTable bool
 	if err := tx.QueryRow(ctx, sqlMigrationState, schema).Scan(&hasSchema, &hasTable); err != nil {
@@ -246,19 +249,19 @@ func schemaVersion(ctx context.Context, tx pgx.Tx, schema string) (version int, 
 type Migration struct {
 	// Version is its number, from 1.
 	Version int
-	// Name is that of its file in the package migrations.
+	// Name is the name of its file in the package migrations.
 	Name string
 	// AppliedAt is when it was applied; zero if it is pending.
 	AppliedAt time.Time
-	// Unknown is set if a newer release applied it and this one does not know it.
+	// Unknown is set if a newer release has applied it and this one does not have it.
 	Unknown bool
 }
 
 const sqlMigrations = `SELECT version, name, applied_at FROM {schema}.outbox_migration ORDER BY version`
 
-// MigrationStatus returns the migrations that this release knows or that have been
-// applied, by version. It changes nothing; where there is no schema or no table, all
-// of them are pending. What another tool than [Migrate] has applied, it cannot see.
+// MigrationStatus returns the migrations that this release has or that have been
+// applied, by version. It changes nothing; without the schema or the table, all of them
+// are pending. It does not see what a tool other than [Migrate] has applied.
 func MigrationStatus(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) ([]Migration, error) {
 	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
 	if err := check.Schema(cfg.Schema); err != nil {

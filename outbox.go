@@ -2,27 +2,27 @@
 // transaction that changes the data, so that neither happens without the other.
 //
 // [Recorder.Record] stores events in your transaction. A [Relay], running as a
-// goroutine of any process, hands committed events to Kafka in batches and
-// remembers in PostgreSQL how far it has come. A [Consumer] hands them to handlers
-// and skips what it has handled.
+// goroutine of any process, sends committed events to Kafka in batches and stores its
+// position in PostgreSQL. A [Consumer] passes them to handlers and skips those that it
+// has handled before.
 //
 // What it promises:
 //
 //   - Atomic. An event exists if and only if the transaction that recorded it
 //     committed.
-//   - Nothing skipped. Every committed event is handed to Kafka, whatever the
-//     order in which transactions commit, however long they run, at every
-//     isolation level, through crashes of the service, PostgreSQL and Kafka.
+//   - Nothing skipped. Every committed event is sent to Kafka, in whatever order
+//     transactions commit and however long they run, at every isolation level,
+//     through crashes of the service, of PostgreSQL and of Kafka.
 //   - Ordered per key. Events of one partition key first arrive in the order in
-//     which they were recorded: one that fails holds back the later ones of its
-//     own key, and of no other. Exceptions are what is in flight together with an
-//     event that only the broker can refuse, and dead events.
+//     which they were recorded. An event that fails blocks the later events of its
+//     key and of no other key. There are two exceptions: events in flight together
+//     with one that only the broker can reject, and dead events.
 //   - At least once. A crash may repeat the batch in flight and never loses it.
-//   - Handled once. What a handler does in PostgreSQL and the note that it is done
-//     commit together: see [Handle].
+//   - Handled once. The changes of a handler in PostgreSQL and the row that marks the
+//     event as handled commit together: see [Handle].
 //   - No stall. No open transaction, in any database of the cluster, delays the
 //     events of another one.
-//   - An outage is not a failure. While Kafka is away, events wait.
+//   - An outage is not a failure. While Kafka is unavailable, events wait.
 package outbox
 
 import (
@@ -43,14 +43,14 @@ type RecorderConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
-	// NewID makes the ids of events. They must be unique. Nil means UUIDv7,
-	// whose order is about that of time.
+	// NewID generates the ids of events. They must be unique. Nil means UUIDv7,
+	// which sorts by time.
 	NewID func() (uuid.UUID, error)
 
 	// MaxPayload bounds an encoded payload, in bytes; a JSON payload counts as
-	// jsonb prints it, with numbers in full. At most 104,857,600 (100 MiB, what
-	// Kafka takes in one request). Zero means 983,040 (960 KiB), which fits with
-	// its headers into the record that Kafka takes by default.
+	// jsonb prints it, with numbers in full. At most 104,857,600 (100 MiB, the limit
+	// of a request to Kafka). Zero means 983,040 (960 KiB), which together with its
+	// headers is below Kafka's default limit of a record.
 	MaxPayload int
 
 	// TraceParent reads the W3C traceparent of the caller's span from the
@@ -59,10 +59,10 @@ type RecorderConfig struct {
 
 	// Headers returns further Kafka headers for an event, at most 8 KiB as JSON.
 	// Names that begin with ce_, and content-type, correlationid and traceparent,
-	// are taken. Nil means none.
+	// are reserved. Nil means none.
 	Headers func(ctx context.Context, event DomainEvent) map[string]string
 
-	// Hooks are told what happens.
+	// Hooks are called when events are recorded.
 	Hooks RecorderHooks
 }
 
@@ -116,10 +116,10 @@ func NewRecorder(events *Registry, cfg RecorderConfig) (*Recorder, error) {
 }
 
 // Record stores events in tx, in their order, with one INSERT and one round
-// trip, or with COPY if they are 500 or more; with no events it does nothing. The
-// relay sees them once tx has committed, and nobody does if it rolls back.
+// trip, or with COPY if there are 500 or more; without events it does nothing. The
+// relay sees the events after tx has committed. If tx rolls back, they do not exist.
 //
-// An event that cannot be stored is refused before anything is sent to
+// Record rejects an event that cannot be stored before it sends anything to
 // PostgreSQL: the error is a [*FieldError], none of the events is stored, and tx
 // remains usable. Any other error is PostgreSQL's and means that tx is aborted:
 // roll it back.
@@ -127,16 +127,16 @@ func (r *Recorder) Record(ctx context.Context, tx pgx.Tx, events ...DomainEvent)
 	if check.IsNil(tx) {
 		return &FieldError{Index: -1, Field: "tx", Err: ErrNilArgument}
 	}
-	return r.hooked(ctx, events, func(ctx context.Context) error { return r.record(ctx, tx, events) })
+	return r.withHooks(ctx, events, func(ctx context.Context) error { return r.record(ctx, tx, events) })
 }
 
-// hooked tells the hooks of something that is done about events.
-func (r *Recorder) hooked(ctx context.Context, events []DomainEvent, do func(context.Context) error) error {
+// withHooks calls the hooks around record, which records or queues events.
+func (r *Recorder) withHooks(ctx context.Context, events []DomainEvent, record func(context.Context) error) error {
 	if r.cfg.Hooks.Recording == nil || len(events) == 0 {
-		return do(ctx)
+		return record(ctx)
 	}
 	ctx, done := r.cfg.Hooks.Recording(ctx, events)
-	err := do(ctx)
+	err := record(ctx)
 	done(err)
 	return err
 }
@@ -146,7 +146,7 @@ func (r *Recorder) record(ctx context.Context, tx pgx.Tx, events []DomainEvent) 
 	if err != nil || len(events) == 0 {
 		return err
 	}
-	if len(events) < copyFrom {
+	if len(events) < minCopyRows {
 		sql, args := r.statement(rows)
 		_, err = tx.Exec(ctx, sql, args...)
 	} else {
@@ -158,14 +158,14 @@ func (r *Recorder) record(ctx context.Context, tx pgx.Tx, events []DomainEvent) 
 	return nil
 }
 
-// copyFrom is from how many events on COPY is faster, by measurement: below, its
-// second round trip weighs more.
-const copyFrom = 500
+// minCopyRows is the smallest number of events for which COPY is faster, as measured.
+// COPY takes a second round trip, which costs more than it saves for fewer events.
+const minCopyRows = 500
 
-// statement returns what stores rows in one statement.
+// statement returns the one statement that stores rows, and its arguments.
 func (r *Recorder) statement(rows *columns) (sql string, args []any) {
 	if rows.len() == 1 {
-		args, _ := rows.row(0) // it has no error
+		args, _ := rows.row(0) // its error is always nil
 		return r.insertOne, args
 	}
 	return r.insert, rows.args()
@@ -174,12 +174,12 @@ func (r *Recorder) statement(rows *columns) (sql string, args []any) {
 // Queue is [Recorder.Record] on a batch that the caller sends in a transaction
 // of its own: no round trip is added. A call adds one statement, hence one
 // result to [pgx.BatchResults], however many events it has; a call without
-// events adds none. Refused events leave the batch as it was.
+// events adds none. If it rejects an event, it does not change the batch.
 func (r *Recorder) Queue(ctx context.Context, batch *pgx.Batch, events ...DomainEvent) error {
 	if batch == nil {
 		return &FieldError{Index: -1, Field: "batch", Err: ErrNilArgument}
 	}
-	return r.hooked(ctx, events, func(ctx context.Context) error {
+	return r.withHooks(ctx, events, func(ctx context.Context) error {
 		rows, err := r.rows(ctx, events)
 		if err != nil || len(events) == 0 {
 			return err

@@ -20,14 +20,14 @@ var rowColumns = []string{
 	"payload", "payload_bytes", "content_type", "topic", "partition_key", "headers", "occurred_at",
 }
 
-// sqlInsertOne stores one event, which is what most transactions have.
+// sqlInsertOne stores one event: most transactions record only one.
 const sqlInsertOne = `
 INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
        payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at)
 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)`
 
-// sqlInsert stores any number of events. unnest keeps the order of its arrays
-// and the sequence is asked row by row, so ids follow the order of the events.
+// sqlInsert stores any number of events. unnest keeps the order of its arrays, and the
+// sequence is called row by row, so ids are in the order of the events.
 const sqlInsert = `
 INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
        payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at)
@@ -38,7 +38,7 @@ SELECT e.event_id, e.event_type, $1::text, e.aggregate_type, e.aggregate_id,
        AS e (event_id, event_type, aggregate_type, aggregate_id, payload, payload_bytes,
              content_type, topic, partition_key, headers, occurred_at)`
 
-// columns are events turned on their side, in the order of sqlInsert.
+// columns holds the rows of events column by column, in the order of sqlInsert.
 type columns struct {
 	source        string
 	eventID       []pgtype.UUID
@@ -56,7 +56,7 @@ type columns struct {
 
 func (c *columns) len() int { return len(c.eventID) }
 
-// args are the parameters of sqlInsert.
+// args returns the arguments of sqlInsert.
 func (c *columns) args() []any {
 	return []any{
 		c.source, c.eventID, c.eventType, c.aggregateType, c.aggregateID, c.payload, c.payloadBytes,
@@ -64,8 +64,8 @@ func (c *columns) args() []any {
 	}
 }
 
-// row returns an event in the order of rowColumns. Its error is always nil: that
-// is how [pgx.CopyFromSlice] wants it.
+// row returns an event in the order of rowColumns. Its error is always nil; the
+// signature is the one that [pgx.CopyFromSlice] takes.
 func (c *columns) row(i int) ([]any, error) {
 	return []any{
 		c.eventID[i], c.eventType[i], c.source, c.aggregateType[i], c.aggregateID[i],
@@ -73,8 +73,8 @@ func (c *columns) row(i int) ([]any, error) {
 	}, nil
 }
 
-// jsonText is a jsonb parameter: pgx takes a string for JSON, and would encode
-// any other value into JSON first.
+// jsonText returns an argument for a jsonb column: pgx sends a string as it is, and
+// would encode any other value as JSON first.
 func jsonText(t pgtype.Text) any {
 	if !t.Valid {
 		return nil
@@ -82,7 +82,7 @@ func jsonText(t pgtype.Text) any {
 	return t.String
 }
 
-// rows encodes events, or says which field of which one cannot be stored.
+// rows encodes events. Its error says which field of which event cannot be stored.
 func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*columns, error) {
 	n := len(events)
 	c := &columns{
@@ -105,9 +105,9 @@ func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*columns, er
 		if err != nil {
 			return nil, atIndex(i, "", err)
 		}
-		headers, refused := encodeHeaders(r.cfg.Headers(ctx, e), correlation, trace)
-		if refused != nil {
-			return nil, atIndex(i, def.eventType, refused)
+		headers, rejected := encodeHeaders(r.cfg.Headers(ctx, e), correlation, trace)
+		if rejected != nil {
+			return nil, atIndex(i, def.eventType, rejected)
 		}
 		if headers != nil {
 			c.headers[i] = pgtype.Text{String: string(headers), Valid: true}
@@ -143,7 +143,7 @@ func (r *Recorder) add(ctx context.Context, c *columns, i int, def *definition, 
 	if def.codec.ContentType == jsonType {
 		c.payload[i] = pgtype.Text{String: string(payload), Valid: true}
 	} else {
-		c.payloadBytes[i] = append([]byte{}, payload...) // the codec may use its buffer again; empty is not NULL
+		c.payloadBytes[i] = append([]byte{}, payload...) // a copy, because the codec may reuse its buffer; empty is not NULL
 	}
 	id, err := r.cfg.NewID()
 	if err != nil {
@@ -159,7 +159,7 @@ func (r *Recorder) add(ctx context.Context, c *columns, i int, def *definition, 
 	return nil
 }
 
-// encode returns a payload that its column takes.
+// encode returns the payload of an event, checked for its column.
 func (r *Recorder) encode(ctx context.Context, def *definition, e DomainEvent) ([]byte, error) {
 	payload, err := def.codec.Encode(ctx, e)
 	if err != nil {
@@ -177,12 +177,12 @@ func (r *Recorder) encode(ctx context.Context, def *definition, e DomainEvent) (
 	return payload, nil
 }
 
-// atIndex completes an error about one event with its place and type.
+// atIndex adds to an error about one event its index in the call and its type.
 func atIndex(i int, eventType string, err error) error {
-	var refused *FieldError
-	if errors.As(err, &refused) {
-		refused.Index = i
-		refused.EventType = cmp.Or(refused.EventType, eventType)
+	var rejected *FieldError
+	if errors.As(err, &rejected) {
+		rejected.Index = i
+		rejected.EventType = cmp.Or(rejected.EventType, eventType)
 	}
 	return err
 }

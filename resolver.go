@@ -15,21 +15,21 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 )
 
-// DomainEvent is a fact of the business, as a plain Go struct. It knows no
-// topic, no encoding and no Kafka; how it travels is said in the [Registry].
+// DomainEvent is something that happened in the domain, as a plain Go struct. Its
+// topic, partition key and encoding are not part of it; the [Registry] has them.
 type DomainEvent interface {
-	// OccurredAt is when it happened, to the microsecond. It travels as the
-	// CloudEvents attribute time, whether the payload holds it as well or not.
+	// OccurredAt is when it happened, to the microsecond. It is sent as the
+	// CloudEvents attribute time, whether the payload contains it as well or not.
 	OccurredAt() time.Time
 }
 
-// Definition is what [NewRegistry] takes: the result of [Event].
+// Definition is an argument of [NewRegistry]: the result of [Event].
 type Definition interface {
 	define() *definition
 }
 
-// EventType says how events of the Go type E travel. Make one with [Event]; it
-// does not change, its methods return changed copies.
+// EventType defines how events of the Go type E are encoded and where they are sent.
+// [Event] returns one. It is immutable: its methods return changed copies.
 type EventType[E DomainEvent] struct{ def definition }
 
 // definition is an EventType without its type parameter.
@@ -38,23 +38,23 @@ type definition struct {
 	eventType     string
 	aggregateType string
 	aggregateID   func(DomainEvent) string
-	topic         string                   // "" = by convention
+	topic         string                   // "" = derived from eventType
 	key           func(DomainEvent) string // nil = aggregateID
 	codec         Codec
 }
 
 // Event defines an event type: its CloudEvents type, {company}.{domain}.{action}.v{n},
-// the type of the aggregate it belongs to, and which aggregate that is, usually
-// a method expression such as OrderCreated.AggregateID.
+// the type of its aggregate, and a function that returns the aggregate's id, usually a
+// method expression such as OrderCreated.AggregateID.
 //
-// It goes to the topic {domain}-events under the aggregate id as partition key,
-// unless [EventType.Topic] and [EventType.Key] say otherwise. The payload is what
-// encoding/json makes of it, stored as jsonb, which rewrites the order of keys,
-// spaces and numbers; [EventType.Codec] replaces that.
+// Events are sent to the topic {domain}-events with the aggregate id as partition key,
+// unless [EventType.Topic] or [EventType.Key] changes that. The payload is encoded by
+// encoding/json and stored as jsonb, which changes the order of keys, spaces and the
+// form of numbers, unless [EventType.Codec] sets another codec.
 //
-// E is a struct whose methods have value receivers; Record takes pointers to it
-// as well. A type that cannot have them, such as a generated Protobuf message,
-// is wrapped in one.
+// E is a struct whose methods have value receivers; Record takes pointers to it as
+// well. Wrap a type that cannot have such methods, for example a generated Protobuf
+// message, in a struct.
 func Event[E DomainEvent](eventType, aggregateType string, aggregateID func(E) string) *EventType[E] {
 	return &EventType[E]{definition{
 		goType:        reflect.TypeFor[E](),
@@ -65,15 +65,15 @@ func Event[E DomainEvent](eventType, aggregateType string, aggregateID func(E) s
 	}}
 }
 
-// Topic sends the events to this topic instead of the one that the convention
-// gives. The event type may then have any form, such as LEDGER_POSTED.
+// Topic sends the events to this topic instead of the one that is derived from the
+// event type, which may then have any form, such as LEDGER_POSTED.
 func (t *EventType[E]) Topic(topic string) *EventType[E] {
 	c := *t
 	c.def.topic = topic
 	return &c
 }
 
-// Key orders and partitions the events by this instead of their aggregate id.
+// Key sets the partition key of the events, which is their aggregate id otherwise.
 // Events of one key arrive in the order in which they were recorded.
 func (t *EventType[E]) Key(key func(E) string) *EventType[E] {
 	c := *t
@@ -93,8 +93,8 @@ func (t *EventType[E]) define() *definition {
 	return &def
 }
 
-// untyped lets functions of different event types live in one map. The
-// registry looks events up by their type, so the assertion holds.
+// untyped returns f as a function of any event, so that one map can hold definitions of
+// all types. The type assertion cannot fail: the registry looks events up by their type.
 func untyped[E DomainEvent](f func(E) string) func(DomainEvent) string {
 	if f == nil {
 		return nil
@@ -102,8 +102,8 @@ func untyped[E DomainEvent](f func(E) string) func(DomainEvent) string {
 	return func(e DomainEvent) string { return f(e.(E)) }
 }
 
-// Registry knows every event type of a service. It is immutable and safe for
-// concurrent use.
+// Registry holds the event types of a service. It is immutable and safe for concurrent
+// use.
 type Registry struct {
 	source   string
 	byGoType map[reflect.Type]*definition
@@ -135,12 +135,12 @@ func NewRegistry(source string, events ...Definition) (*Registry, error) {
 	return r, nil
 }
 
-// uriReference are the characters of RFC 3986. net/url lets more pass and
+// uriReference matches the characters that RFC 3986 allows. net/url accepts others and
 // escapes them when it prints, so that some readers would see another source.
 var uriReference = regexp.MustCompile(`^([A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+$`)
 
-// checkSource asks for a URI reference, as CloudEvents does, in the form in
-// which net/url prints it.
+// checkSource accepts URI references, as CloudEvents demands, in the form in which
+// net/url prints them.
 func checkSource(source string) error {
 	if err := check.Text(source, maxSource); err != nil {
 		return err
@@ -153,28 +153,28 @@ func checkSource(source string) error {
 
 // add checks and stores one definition.
 func (r *Registry) add(i int, e Definition) error {
-	refuse := func(name, field string, err error) error {
+	reject := func(name, field string, err error) error {
 		return &FieldError{EventType: name, Index: i, Field: field, Err: err}
 	}
 	if check.IsNil(e) {
-		return refuse("no definition", "event", ErrNilArgument)
+		return reject("no definition", "event", ErrNilArgument)
 	}
 	def := e.define()
 	name := cmp.Or(def.eventType, def.goType.String())
 	if err := def.check(); err != nil {
-		return refuse(name, err.Field, err.Err)
+		return reject(name, err.Field, err.Err)
 	}
 	if r.byName[def.eventType] != nil {
-		return refuse(name, "event_type", ErrDuplicate)
+		return reject(name, "event_type", ErrDuplicate)
 	}
 	if other := r.byGoType[def.goType]; other != nil {
-		return refuse(name, "event", fmt.Errorf("%s %w as %s", def.goType, ErrDuplicate, other.eventType))
+		return reject(name, "event", fmt.Errorf("%s %w as %s", def.goType, ErrDuplicate, other.eventType))
 	}
 	r.byName[def.eventType], r.byGoType[def.goType] = def, def
 	return nil
 }
 
-// check returns the first thing that is wrong with a definition, or nil.
+// check returns the first error in a definition, or nil.
 func (d *definition) check() *FieldError {
 	if d.goType.Kind() == reflect.Pointer || d.goType.Kind() == reflect.Interface {
 		return &FieldError{Field: "event", Err: fmt.Errorf("of Go type %s %w: want a struct whose methods have value receivers, or one that wraps it; Record takes pointers to it", d.goType, ErrMalformed)}
@@ -197,10 +197,10 @@ func (d *definition) check() *FieldError {
 	return nil
 }
 
-// Topic returns the Kafka topic of an event type: the one it was registered
-// with, else the second segment of its name with "-events" behind it, so that
-// loopers.order.created.v1 goes to order-events. It returns [ErrUnregistered]
-// for a type that the registry does not know.
+// Topic returns the Kafka topic of an event type: the one it was registered with, or
+// else the second segment of its name followed by "-events": loopers.order.created.v1
+// is sent to order-events. It returns [ErrUnregistered] for a type that is not in the
+// registry.
 func (r *Registry) Topic(eventType string) (string, error) {
 	def := r.byName[eventType]
 	if def == nil {
@@ -214,22 +214,21 @@ func (d *definition) destination() string { return cmp.Or(d.topic, topicOf(d.eve
 // Types returns the registered event types, sorted.
 func (r *Registry) Types() []string { return slices.Sorted(maps.Keys(r.byName)) }
 
-// Registration is what a [Registry] knows of an event type.
+// Registration describes an event type of a [Registry].
 type Registration struct {
 	// EventType is the CloudEvents type.
 	EventType string
 	// GoType is the type of the events, a value and not a pointer.
 	GoType reflect.Type
-	// AggregateType is what they happen to.
+	// AggregateType is the type of their aggregate.
 	AggregateType string
-	// Topic is where they go, by the convention or by [EventType.Topic].
+	// Topic is where they are sent: see [Registry.Topic].
 	Topic string
 	// Codec encodes their payloads.
 	Codec Codec
 }
 
-// Registrations returns all that is registered, sorted by event type: for tools and
-// tests that must know it.
+// Registrations describes all event types, sorted by name, for tools and tests.
 func (r *Registry) Registrations() []Registration {
 	all := make([]Registration, 0, len(r.byName))
 	for _, eventType := range r.Types() {
@@ -242,15 +241,15 @@ func (r *Registry) Registrations() []Registration {
 	return all
 }
 
-// lookup finds the definition of an event, and the event itself where e is a
-// pointer to it.
+// lookup returns the definition of an event, and the event itself as a value, also if e
+// is a pointer to it.
 func (r *Registry) lookup(e DomainEvent) (*definition, DomainEvent, error) {
 	if check.IsNil(e) {
 		return nil, nil, &FieldError{EventType: fmt.Sprintf("%T", e), Field: "event", Err: ErrNilArgument}
 	}
 	if v := reflect.ValueOf(e); v.Kind() == reflect.Pointer {
 		value, ok := v.Elem().Interface().(DomainEvent)
-		if !ok { // OccurredAt has a pointer receiver, so no value of it was registered
+		if !ok { // OccurredAt has a pointer receiver, so the value type cannot be registered
 			return nil, nil, unregistered(e)
 		}
 		e = value
@@ -266,7 +265,7 @@ func unregistered(e DomainEvent) error {
 	return &FieldError{EventType: fmt.Sprintf("%T", e), Field: "event", Err: ErrUnregistered}
 }
 
-// topicOf derives a topic from an event type that checkEventType has passed.
+// topicOf derives a topic from an event type that checkEventType has accepted.
 func topicOf(eventType string) string {
 	_, rest, _ := strings.Cut(eventType, ".")
 	domain, _, _ := strings.Cut(rest, ".")
@@ -280,13 +279,13 @@ var (
 	topicName        = regexp.MustCompile(`^[A-Za-z0-9._-]{1,249}$`)
 )
 
-// checkEventType holds a name against the convention, from which the topic is
-// derived, or only asks for usual characters where the topic is given.
-func checkEventType(name string, convention bool) error {
+// checkEventType checks the name of an event type. With deriveTopic, the name must have
+// the form from which a topic can be derived; otherwise only its characters matter.
+func checkEventType(name string, deriveTopic bool) error {
 	if err := check.Text(name, maxEventType); err != nil {
 		return err
 	}
-	if convention && !conventionalName.MatchString(name) {
+	if deriveTopic && !conventionalName.MatchString(name) {
 		return fmt.Errorf("%q %w: want {company}.{domain}.{action}.v{n}, or a Topic of its own", name, ErrMalformed)
 	}
 	if !plainName.MatchString(name) {

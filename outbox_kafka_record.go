@@ -7,13 +7,13 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// KafkaRecord returns the record in which a [Relay] would send an event, under a
-// new event id, and stores nothing: it is for tests of consumers. It takes from ctx
-// what [Recorder.Record] takes, and refuses what that refuses.
+// KafkaRecord returns the Kafka record that a [Relay] would send for an event, with a
+// new event id, and stores nothing: it is for tests of consumers. It reads the same
+// values from ctx as [Recorder.Record] and rejects the same events.
 //
 // The record is in [Binary] mode and has no partition, offset or timestamp. A JSON
-// payload is as the codec wrote it; PostgreSQL's jsonb, through which a relay's has
-// gone, rewrites the order of keys, spaces and numbers.
+// payload is as the codec wrote it, whereas a relay sends it as jsonb prints it, with
+// other spaces, order of keys and form of numbers.
 func (r *Recorder) KafkaRecord(ctx context.Context, event DomainEvent) (*kgo.Record, error) {
 	rows, err := r.rows(ctx, []DomainEvent{event})
 	if err != nil {
@@ -34,8 +34,8 @@ func (r *Recorder) KafkaRecord(ctx context.Context, event DomainEvent) (*kgo.Rec
 	return &kgo.Record{Topic: topic, Key: e.key(), Value: value, Headers: headers}, nil
 }
 
-// envelope returns an event as a relay reads it, but for what the columns make of
-// its JSON.
+// envelope returns an event as a relay reads it, except that its JSON is not as jsonb
+// prints it.
 func (c *columns) envelope(i int) *envelope {
 	e := &envelope{
 		eventID:       []byte(c.eventID[i].String()),
@@ -57,7 +57,7 @@ func (c *columns) envelope(i int) *envelope {
 	return e
 }
 
-// textBytes returns nil for NULL.
+// textBytes returns the bytes of a text, nil for NULL.
 func textBytes(t pgtype.Text) []byte {
 	if !t.Valid {
 		return nil
