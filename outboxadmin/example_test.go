@@ -6,6 +6,7 @@ import (
 	"regexp"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxadmin"
 )

@@ -7,10 +7,11 @@ import (
 	"os"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kgo"
+
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxhttp"
 	"github.com/outboxgo/outbox/outboxotel"
-	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 // A service with metrics and traces. Without its own providers a Telemetry uses

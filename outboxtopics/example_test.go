@@ -1,0 +1,79 @@
+package outboxtopics_test
+
+import (
+	"context"
+	"fmt"
+	"log"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxtopics"
+)
+
+// ShipmentSent goes to the topic shipment-events, by its type.
+type ShipmentSent struct {
+	ID string
+	At time.Time
+}
+
+func (e ShipmentSent) OccurredAt() time.Time { return e.At }
+func (e ShipmentSent) shipment() string      { return e.ID }
+
+var (
+	kafka  []kgo.Opt
+	events *outbox.Registry
+)
+
+// At the start of a service: create what is missing, and log what differs.
+func ExampleEnsure() {
+	ctx := context.Background()
+	states, err := outboxtopics.Ensure(ctx, kafka, events, outboxtopics.Config{
+		Partitions:        6,
+		ReplicationFactor: -1, // the cluster's default
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	for _, s := range states {
+		for _, d := range s.Differences {
+			log.Printf("topic %s: %v", s.Topic, d)
+		}
+	}
+}
+
+// Describe tells what topics there are.
+func ExampleDescribe() {
+	infos, err := outboxtopics.Describe(context.Background(), kafka)
+	if err != nil {
+		log.Fatal(err)
+	}
+	for _, info := range infos {
+		log.Printf("%+v", info)
+	}
+}
+
+// A difference reads as a phrase.
+func ExampleDifference() {
+	fmt.Println(outboxtopics.Difference{Setting: "retention.ms", Want: "604800000", Have: "86400000"})
+	// Output: retention.ms is 86400000, want 604800000
+}
+
+func TestExamples(t *testing.T) {
+	kafka = []kgo.Opt{kgo.SeedBrokers(testenv.Brokers(t)...)}
+	domain := strings.ReplaceAll(uuid.NewString(), "-", "")
+	var err error
+	events, err = outbox.NewRegistry("warehouse", outbox.Event("acme."+domain+".sent.v1", "Shipment", ShipmentSent.shipment))
+	require.NoError(t, err)
+	ExampleEnsure()
+	ExampleDescribe()
+	infos, err := outboxtopics.Describe(t.Context(), kafka, domain+"-events")
+	require.NoError(t, err)
+	require.Len(t, infos, 1)
+}
