@@ -25,9 +25,9 @@ func (e TicketSold) seat() string          { return e.Seat }
 
 // What a test of yours has: its *testing.T, a migrated database, and the service's events.
 var (
-	t      *testing.T
-	db     *pgxpool.Pool
-	events *outbox.Registry
+	t       *testing.T
+	db      *pgxpool.Pool
+	tickets *outbox.Registry
 )
 
 // sell is the code under test.
@@ -37,7 +37,7 @@ func sell(ctx context.Context, tx pgx.Tx, rec *outbox.Recorder, seat string, at 
 
 // What a transaction recorded can be compared before it commits, so the test rolls back.
 func ExampleRequireRecorded() {
-	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{})
+	rec, err := outbox.NewRecorder(tickets, outbox.RecorderConfig{})
 	require.NoError(t, err)
 	tx, err := db.Begin(t.Context())
 	require.NoError(t, err)
@@ -45,19 +45,19 @@ func ExampleRequireRecorded() {
 
 	noon := time.Date(2026, 5, 1, 12, 0, 0, 0, time.UTC)
 	require.NoError(t, sell(t.Context(), tx, rec, "A-1", noon))
-	outboxtest.RequireRecorded(t.Context(), t, tx, events, TicketSold{"A-1", noon})
+	outboxtest.RequireRecorded(t.Context(), t, tx, tickets, TicketSold{"A-1", noon})
 }
 
 // Deliver calls the handlers of a consumer with an event, without Kafka; DeliverTwice
 // shows that a repeated event has no second effect.
 func ExampleDeliverTwice() {
-	consumer, err := outbox.NewConsumer(db, nil, events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "seats"}},
+	consumer, err := outbox.NewConsumer(db, nil, tickets, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "seats"}},
 		outbox.Handle("SEAT_TAKEN", func(ctx context.Context, tx pgx.Tx, e TicketSold, _ outbox.Metadata) error {
 			_, err := tx.Exec(ctx, `INSERT INTO seats_taken VALUES ($1)`, e.Seat)
 			return err
 		}))
 	require.NoError(t, err)
-	require.NoError(t, outboxtest.DeliverTwice(t.Context(), t, consumer, events, TicketSold{"A-2", time.Now()}))
+	require.NoError(t, outboxtest.DeliverTwice(t.Context(), t, consumer, tickets, TicketSold{"A-2", time.Now()}))
 
 	var taken int
 	require.NoError(t, db.QueryRow(t.Context(), `SELECT count(*) FROM seats_taken`).Scan(&taken))
@@ -66,7 +66,7 @@ func ExampleDeliverTwice() {
 
 // Drain relays what is committed to a broker inside the test.
 func ExampleDrain() {
-	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{})
+	rec, err := outbox.NewRecorder(tickets, outbox.RecorderConfig{})
 	require.NoError(t, err)
 	kafka := outboxtest.Kafka(t, "ticket-events")
 	require.NoError(t, pgx.BeginFunc(t.Context(), db, func(tx pgx.Tx) error {
@@ -83,7 +83,7 @@ func TestExamples(running *testing.T) {
 	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{}))
 	_, err := db.Exec(t.Context(), `CREATE TABLE seats_taken (seat text NOT NULL)`)
 	require.NoError(t, err)
-	events, err = outbox.NewRegistry("theatre", outbox.Event("acme.ticket.sold.v1", "Ticket", TicketSold.seat))
+	tickets, err = outbox.NewRegistry("theatre", outbox.Event("acme.ticket.sold.v1", "Ticket", TicketSold.seat))
 	require.NoError(t, err)
 	ExampleRequireRecorded()
 	ExampleDeliverTwice()
