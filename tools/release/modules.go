@@ -30,8 +30,8 @@ type config struct {
 // release is a repository with modules that are released together.
 type release struct {
 	config
-	files   []string // slash-separated, relative to dir
-	modules []goModule
+	files   []string   // slash-separated, relative to dir
+	modules []goModule // the root is the first
 }
 
 // goModule is one go.mod file.
@@ -66,7 +66,7 @@ func newRelease(cfg config) (*release, error) {
 		r.modules = append(r.modules, m)
 	}
 	slices.SortFunc(r.modules, func(a, b goModule) int { return strings.Compare(a.dir, b.dir) })
-	if _, ok := r.moduleIn("."); !ok {
+	if len(r.modules) == 0 || r.root().dir != "." {
 		return nil, fmt.Errorf("%s has no go.mod", dir)
 	}
 	return r, nil
@@ -120,19 +120,13 @@ func (r *release) own(path string) (goModule, bool) {
 	return r.modules[i], true
 }
 
-func (r *release) moduleIn(dir string) (goModule, bool) {
-	i := slices.IndexFunc(r.modules, func(m goModule) bool { return m.dir == dir })
-	if i < 0 {
-		return goModule{}, false
-	}
-	return r.modules[i], true
-}
+// root returns the module that the others are in.
+func (r *release) root() goModule { return r.modules[0] }
 
 // isOwn reports whether a path belongs to this repository, whether or not there is
 // such a module.
 func (r *release) isOwn(path string) bool {
-	root, _ := r.moduleIn(".")
-	return path == root.path || strings.HasPrefix(path, root.path+"/")
+	return path == r.root().path || strings.HasPrefix(path, r.root().path+"/")
 }
 
 func (r *release) isPublished(m goModule) bool { return !slices.Contains(r.unpublished, m.dir) }
@@ -148,6 +142,3 @@ func (m goModule) program() string {
 	prefix, _, _ := module.SplitPathVersion(m.path)
 	return path.Base(prefix)
 }
-
-// tag returns the tag that the module gets.
-func (m goModule) tag(version string) string { return path.Join(m.dir, version) }

@@ -61,7 +61,6 @@ func (r *release) outsideTool(ctx context.Context, temp, proxy string) (goTool, 
 	if err != nil {
 		return goTool{}, err
 	}
-	root, _ := r.moduleIn(".")
 	return goTool{out: r.out, env: []string{
 		"GOENV=off",
 		"GOWORK=off",
@@ -71,7 +70,7 @@ func (r *release) outsideTool(ctx context.Context, temp, proxy string) (goTool, 
 		"GOBIN=" + filepath.Join(temp, "bin"),
 		"GOMODCACHE=" + filepath.Join(temp, "modcache"),
 		"GOPROXY=" + fileURL(proxy) + "," + fileURL(filepath.Join(user["GOMODCACHE"], "cache", "download")) + "," + user["GOPROXY"],
-		"GONOSUMDB=" + strings.TrimSuffix(root.path+","+user["GONOSUMDB"], ","), // and what is below the path
+		"GONOSUMDB=" + strings.TrimSuffix(r.root().path+","+user["GONOSUMDB"], ","), // and what is below the path
 		"GOSUMDB=" + user["GOSUMDB"],
 		"GOCACHE=" + user["GOCACHE"],
 		"GOTOOLCHAIN=" + user["GOTOOLCHAIN"],

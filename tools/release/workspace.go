@@ -50,11 +50,10 @@ func (r *release) tidiedWorkspace(ctx context.Context) (fileSet, error) {
 // It replaces the modules that others require: the go command asks for the go.mod
 // of the required version even if the workspace has the module.
 func (r *release) workspace(dir string) []byte {
-	root, _ := r.moduleIn(".")
 	var text bytes.Buffer
 	fmt.Fprint(&text, "// make tidy writes this file.\n\n")
-	if root.file.Go != nil {
-		fmt.Fprintf(&text, "go %s\n\n", root.file.Go.Version)
+	if r.root().file.Go != nil {
+		fmt.Fprintf(&text, "go %s\n\n", r.root().file.Go.Version)
 	}
 	fmt.Fprint(&text, "use (\n")
 	for _, m := range r.modules {
