@@ -91,7 +91,7 @@ func TestCheckPasses(t *testing.T) {
 	var out strings.Builder
 	cfg.out = &out
 	require.NoError(t, mustRelease(t, cfg).check(t.Context()))
-	require.Contains(t, out.String(), "example.com/house@v0.1.0 can be got: 1 packages built, 1 commands installed")
+	require.Contains(t, out.String(), "example.com/house@v0.1.0 can be got: packages built: 1, commands installed: 1")
 	require.Contains(t, out.String(), "example.com/house/garden@v0.1.0 can be got")
 	require.NotContains(t, out.String(), "example.com/house/try@")
 }

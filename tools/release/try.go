@@ -39,7 +39,7 @@ func (r *release) tryAll(ctx context.Context, temp string) error {
 				return err
 			}
 		}
-		r.printf("%s@%s can be got: %d packages built, %d commands installed, its program passes (%.0f s)\n",
+		r.printf("%s@%s can be got: packages built: %d, commands installed: %d, its program passes (%.0f s)\n",
 			m.path, r.version, len(packages), len(commands), time.Since(start).Seconds())
 	}
 	return nil
