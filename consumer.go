@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"slices"
 	"sync/atomic"
 	"time"
@@ -22,12 +21,11 @@ import (
 // partitions side by side. Any number of processes may run the same group; each
 // partition is with one of them.
 type Consumer struct {
-	cfg     ConsumerConfig
-	opts    []kgo.Opt
-	routes  routes
-	done    *handledStore
-	log     *slog.Logger
-	outages *outage.Logs // what fails: PostgreSQL, dead-letter topics, Kafka
+	cfg       ConsumerConfig
+	opts      []kgo.Opt
+	processor *processor
+	handled   *handledStore // nil without PostgreSQL
+	outages   *outage.Logs  // of PostgreSQL, Kafka and dead-letter topics
 
 	running atomic.Bool
 	current atomic.Pointer[membership] // nil while it does not run
@@ -73,18 +71,22 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 		return nil, fmt.Errorf("outbox: consumer config: %w", err)
 	}
 	log := cfg.Logger.With("group", cfg.Group)
-	return &Consumer{
-		cfg: cfg, opts: opts, routes: routes,
-		done: newHandledStore(db, cfg.Schema, cfg.Group),
-		log:  log, outages: outage.NewLogs(log),
-	}, nil
+	c := &Consumer{
+		cfg: cfg, opts: opts, outages: outage.NewLogs(log),
+		processor: &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, log: log},
+	}
+	if db != nil {
+		c.handled = newHandledStore(db, cfg.Schema, cfg.Group)
+		c.processor.store = c.handled
+	}
+	return c, nil
 }
 
 // Group returns the consumer group.
 func (c *Consumer) Group() string { return c.cfg.Group }
 
 // Topics returns the topics that the consumer reads, sorted.
-func (c *Consumer) Topics() []string { return slices.Clone(c.routes.topics) }
+func (c *Consumer) Topics() []string { return slices.Clone(c.processor.routes.topics) }
 
 // Run handles events until ctx is cancelled; then it finishes the transactions in
 // flight, within SessionTimeout, commits the offsets, leaves the group and returns
@@ -101,7 +103,7 @@ func (c *Consumer) Run(ctx context.Context) error {
 	if err := c.checkTables(ctx); err != nil || ctx.Err() != nil {
 		return err
 	}
-	m, err := c.join()
+	m, err := join(c.opts, &c.cfg, c.processor, c.outages)
 	if err != nil {
 		return err
 	}
@@ -112,27 +114,51 @@ func (c *Consumer) Run(ctx context.Context) error {
 	return nil
 }
 
-// checkTables waits for PostgreSQL and looks whether event_handled is there.
+// What outages of a consumer are named in its log; those of dead-letter topics have a
+// name each.
+const (
+	outagePostgres   = "PostgreSQL"
+	outageFetching   = "fetching"
+	outageCommitting = "committing offsets"
+)
+
+// checkTables waits for PostgreSQL and checks that event_handled exists.
 func (c *Consumer) checkTables(ctx context.Context) error {
-	if c.done.db == nil {
+	if c.handled == nil {
 		return nil
 	}
 	for ctx.Err() == nil {
 		began := time.Now()
-		err := c.done.check(ctx)
+		err := c.handled.check(ctx)
 		if pg.IsUndefined(err) {
 			return fmt.Errorf("%w in schema %s: %w", ErrNotMigrated, c.cfg.Schema, err)
 		}
 		if err == nil {
-			c.outages.Report(postgresName, began, nil)
+			c.outages.Report(outagePostgres, began, nil)
 			return nil
 		}
 		if ctx.Err() == nil {
-			c.outages.Report(postgresName, began, err)
-			wait.Sleep(ctx, c.outages.Backoff(postgresName))
+			c.outages.Report(outagePostgres, began, err)
+			wait.Sleep(ctx, c.outages.Backoff(outagePostgres))
 		}
 	}
 	return nil
+}
+
+// Deliver hands a record to the handlers as [Consumer.Run] does, without Kafka: it
+// is for tests. Each action runs once, in a transaction of its own; errors are
+// returned, not tried again, and there are no dead letters. Actions that are done
+// already are skipped, and event types without a handler as Unknown says.
+func (c *Consumer) Deliver(ctx context.Context, record *kgo.Record) error {
+	it := c.processor.read(ctx, record, new(KafkaMetadata))
+	if it.class == classUnknownType && c.cfg.Unknown == SkipUnknown {
+		return nil
+	}
+	errs := []error{it.err}
+	for t := range it.inOrder() {
+		errs = append(errs, c.processor.processOne(ctx, t))
+	}
+	return errors.Join(errs...)
 }
 
 func needsTx(h Handler) bool { return !check.IsNil(h) && h.handler().kind != noTx }

@@ -1,7 +1,6 @@
 package outbox
 
 import (
-	"errors"
 	"strconv"
 	"strings"
 	"time"
@@ -55,46 +54,24 @@ const ReplayOf = "replay_of"
 // {topic}.dlq.
 func DeadLetterTopic(topic string) string { return topic + ".dlq" }
 
-// Permanent marks an error that no retry mends: the event goes to the dead-letter
-// topic at once. It returns nil for nil.
-func Permanent(err error) error {
-	if err == nil {
-		return nil
-	}
-	return &permanentError{err}
-}
-
-type permanentError struct{ err error }
-
-func (e *permanentError) Error() string { return e.err.Error() }
-func (e *permanentError) Unwrap() error { return e.err }
-
-func isPermanent(err error) bool {
-	var p *permanentError
-	return errors.As(err, &p)
-}
-
-// letter says why a record is buried.
-type letter struct {
+// deadLetter says why a record is given up.
+type deadLetter struct {
 	action, class string
 	attempts      int
 	err           error
 }
 
-// bury sends a record to the dead-letter topic. It returns when Kafka has it, or
-// when the worker is to end: until then the partition waits.
-func (w *worker) bury(it *item, l letter) error {
-	record := w.deadLetter(it.record, l)
+// sendToDLQ sends a record to the dead-letter topic. It returns when Kafka has it, or
+// with errStopped when the worker is to end: until then the partition waits.
+func (w *worker) sendToDLQ(it *item, why deadLetter) error {
+	record := why.record(it.record, w.cfg)
+	outageName := "dead-letter topic " + record.Topic
 	for w.stopping.Err() == nil {
 		began := time.Now()
-		err := w.client.ProduceSync(w.held, record).FirstErr()
+		err := w.group.produce(w.held, record)
 		if err == nil {
-			w.outages.Report("dead-letter topic "+record.Topic, began, nil)
-			w.log.WarnContext(handlerContext(w.held, it.meta), "outbox: sent to the dead-letter topic", "topic", record.Topic, "type", it.meta.Type, "event_id", it.meta.ID,
-				"partition", w.at.String(), "offset", it.record.Offset, "action", l.action, "attempts", l.attempts, "class", l.class, "error", l.err)
-			if w.cfg.Hooks.DeadLettered != nil {
-				w.cfg.Hooks.DeadLettered(it.meta, l.action, record.Topic, l.err)
-			}
+			w.outages.Report(outageName, began, nil)
+			w.reportDeadLetter(it, record.Topic, why)
 			return nil
 		}
 		if kafka.RejectionClass(err) != "" && record.Value != nil {
@@ -103,26 +80,35 @@ func (w *worker) bury(it *item, l letter) error {
 			continue
 		}
 		if w.held.Err() == nil {
-			w.outages.Report("dead-letter topic "+record.Topic, began, err)
-			w.pause(w.outages.Backoff("dead-letter topic " + record.Topic))
+			w.outages.Report(outageName, began, err)
+			w.pause(w.outages.Backoff(outageName))
 		}
 	}
 	return errStopped
 }
 
-// deadLetter returns the record for the dead-letter topic.
-func (c *Consumer) deadLetter(r *kgo.Record, l letter) *kgo.Record {
+// reportDeadLetter logs that a dead letter was sent and calls its hook.
+func (w *worker) reportDeadLetter(it *item, topic string, why deadLetter) {
+	w.log.WarnContext(handlerContext(w.held, it.meta), "outbox: sent to the dead-letter topic", "topic", topic, "type", it.meta.Type, "event_id", it.meta.ID,
+		"partition", w.partition.String(), "offset", it.record.Offset, "action", why.action, "attempts", why.attempts, "class", why.class, "error", why.err)
+	if w.cfg.Hooks.DeadLettered != nil {
+		w.cfg.Hooks.DeadLettered(it.meta, why.action, topic, why.err)
+	}
+}
+
+// record returns the record for the dead-letter topic of r's.
+func (d deadLetter) record(r *kgo.Record, cfg *ConsumerConfig) *kgo.Record {
 	now := time.Now().UTC()
 	own := []kgo.RecordHeader{
 		header(DeadLetterOriginalTopic, r.Topic),
 		header(DeadLetterOriginalPartition, strconv.Itoa(int(r.Partition))),
 		header(DeadLetterOriginalOffset, strconv.FormatInt(r.Offset, 10)),
 		header(DeadLetterOriginalTimestamp, r.Timestamp.UTC().Format(timestampForm)),
-		header(DeadLetterGroup, c.cfg.Group),
-		header(DeadLetterAction, l.action),
-		header(DeadLetterError, cutText(l.err.Error(), maxErrorText)),
-		header(DeadLetterClass, l.class),
-		header(DeadLetterAttempts, strconv.Itoa(l.attempts)),
+		header(DeadLetterGroup, cfg.Group),
+		header(DeadLetterAction, d.action),
+		header(DeadLetterError, cutText(d.err.Error(), maxErrorText)),
+		header(DeadLetterClass, d.class),
+		header(DeadLetterAttempts, strconv.Itoa(d.attempts)),
 		header(DeadLetterFailedAt, now.Format(timestampForm)),
 	}
 	headers := make([]kgo.RecordHeader, 0, len(r.Headers)+len(own))
@@ -131,7 +117,7 @@ func (c *Consumer) deadLetter(r *kgo.Record, l letter) *kgo.Record {
 			headers = append(headers, h)
 		}
 	}
-	return &kgo.Record{Topic: c.cfg.DeadLetterTopic(r.Topic), Key: r.Key, Value: r.Value, Headers: append(headers, own...)}
+	return &kgo.Record{Topic: cfg.DeadLetterTopic(r.Topic), Key: r.Key, Value: r.Value, Headers: append(headers, own...)}
 }
 
 // cutText shortens a text to at most n bytes, without cutting a character in two.

@@ -22,12 +22,12 @@ func DecodeCloudEvent(r *kgo.Record) (*Message, error) {
 	})
 }
 
-// item is a record and what is to be done about it.
+// item is a record and its tasks.
 type item struct {
 	record *kgo.Record
 	meta   Metadata
 	tasks  []task
-	class  string // why it is for nobody, or ""
+	class  string // why no handler gets it, or ""
 	err    error
 }
 
@@ -50,7 +50,7 @@ func (it *item) inOrder() iter.Seq[task] {
 	}
 }
 
-// Why a record is for no handler.
+// Why no handler gets a record.
 const (
 	classUndecodable = "undecodable"
 	classUnknownType = "unknown_type"
@@ -58,32 +58,32 @@ const (
 
 // read decodes a record and finds its handlers. It fills in at, which their Metadata
 // points to.
-func (c *Consumer) read(ctx context.Context, r *kgo.Record, at *KafkaMetadata) item {
+func (p *processor) read(ctx context.Context, r *kgo.Record, at *KafkaMetadata) item {
 	*at = KafkaMetadata{Topic: r.Topic, Partition: r.Partition, Offset: r.Offset, Key: r.Key}
 	it := item{record: r, meta: Metadata{Kafka: at, Attempt: 1}}
 	group, action := replayOf(r)
-	if group != "" && group != c.cfg.Group {
+	if group != "" && group != p.cfg.Group {
 		return it
 	}
 	var route *route
-	passed := false
+	skipped := false
 	err := guard(func() error {
-		m, err := c.cfg.Decode(r)
+		m, err := p.decode(r)
 		if m == nil || err != nil {
-			passed = err == nil
+			skipped = err == nil
 			return err
 		}
 		it.meta.describe(m)
-		if route = c.routes.byName[m.Type]; route == nil {
+		if route = p.routes.byName[m.Type]; route == nil {
 			return nil
 		}
-		it.tasks, err = c.tasks(ctx, route, m, it.meta, action)
+		it.tasks, err = p.tasks(ctx, route, m, it.meta, action)
 		return err
 	})
 	switch {
 	case err != nil:
 		it.tasks, it.class, it.err = nil, classUndecodable, err
-	case route == nil && !passed:
+	case route == nil && !skipped:
 		it.class, it.err = classUnknownType, unknownType(it.meta.Type)
 	}
 	return it
@@ -94,15 +94,16 @@ func unknownType(name string) error {
 	return &FieldError{EventType: name, Index: -1, Field: "type", Err: ErrUnregistered}
 }
 
+// describe takes over what a message says of itself.
 func (m *Metadata) describe(msg *Message) {
 	m.ID, m.Source, m.Type, m.Subject = msg.ID, msg.Source, msg.Type, msg.Subject
 	m.Time, m.ContentType, m.Extensions = msg.Time, msg.ContentType, msg.Extensions
 }
 
-// tasks decodes the payload, brings it up to every version that has handlers, and
-// returns what they have to do, or the one action that is asked for.
-func (c *Consumer) tasks(ctx context.Context, route *route, m *Message, meta Metadata, action string) ([]task, error) {
-	event, err := c.decode(handlerContext(ctx, meta), route.def, m)
+// tasks decodes the payload, upcasts it to every version that has handlers, and returns
+// a task for each of them, or for the one action that is asked for.
+func (p *processor) tasks(ctx context.Context, route *route, m *Message, meta Metadata, action string) ([]task, error) {
+	event, err := p.decodePayload(handlerContext(ctx, meta), route.def, m)
 	if err != nil {
 		return nil, err
 	}
@@ -120,9 +121,9 @@ func (c *Consumer) tasks(ctx context.Context, route *route, m *Message, meta Met
 	return tasks, nil
 }
 
-// decode reads a payload with the codec of its content type.
-func (c *Consumer) decode(ctx context.Context, def *definition, m *Message) (any, error) {
-	codec, err := c.codecFor(def, m.ContentType)
+// decodePayload reads a payload with the codec of its content type.
+func (p *processor) decodePayload(ctx context.Context, def *definition, m *Message) (any, error) {
+	codec, err := p.codecFor(def, m.ContentType)
 	if err != nil {
 		return nil, unreadable(m.Type, "content-type", err)
 	}
@@ -135,12 +136,12 @@ func (c *Consumer) decode(ctx context.Context, def *definition, m *Message) (any
 
 // codecFor prefers the registered codec. Without a content type there is no other;
 // and what was recorded before another one was registered is mostly JSON.
-func (c *Consumer) codecFor(def *definition, contentType string) (Codec, error) {
+func (p *processor) codecFor(def *definition, contentType string) (Codec, error) {
 	media := mediaType(contentType)
 	if media == "" || media == mediaType(def.codec.ContentType) {
 		return def.codec, nil
 	}
-	for _, codec := range c.cfg.Codecs {
+	for _, codec := range p.cfg.Codecs {
 		if media == mediaType(codec.ContentType) {
 			return codec, nil
 		}
@@ -151,7 +152,8 @@ func (c *Consumer) codecFor(def *definition, contentType string) (Codec, error) 
 	return Codec{}, fmt.Errorf("%.100q %w: no codec for it", contentType, ErrMalformed)
 }
 
-// replayOf returns for whom a record was sent back from a dead-letter topic.
+// replayOf returns the group and the action for which a record was sent back from a
+// dead-letter topic, "" for any.
 func replayOf(r *kgo.Record) (group, action string) {
 	for _, h := range r.Headers {
 		switch h.Key {

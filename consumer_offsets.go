@@ -34,11 +34,12 @@ func (m *membership) commitOffsets(offsets map[string]map[int32]kgo.EpochOffset)
 	return err
 }
 
-var errExpelled = errors.New("the group took this member for dead")
+var errExpelled = errors.New("the group has expelled this member")
 
-// checkMember refuses a commit that would put an offset back. A member that Kafka
-// took for dead comes back under another name and learns only then that kafka.Partitions
-// are with others; they may be further, and Kafka does not ask whose they are.
+// checkMember refuses a commit that would set an offset back. A member that Kafka
+// expelled comes back under another member id and learns only then that its partitions
+// are assigned to others. These may be further on, and Kafka does not check on a commit
+// whose the partitions are.
 func (m *membership) checkMember(commit *kmsg.OffsetCommitRequest) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -48,42 +49,42 @@ func (m *membership) checkMember(commit *kmsg.OffsetCommitRequest) error {
 	return nil
 }
 
-// settleOffsets gives partitions that nobody has committed an offset for a place
-// in numbers, and commits it before anything is read: a member that dies before
-// its first commit would else leave nothing behind, and the next one begin later.
-// If that fails, the client tries the whole again.
-func (m *membership) settleOffsets(ctx context.Context, offsets map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
+// commitStartOffsets is called before partitions are read. Where the group has no
+// committed offset, it commits the one to begin with: if this member died before its
+// first commit, the next one would begin at a later end of the partition. If that
+// fails, the client tries the whole again.
+func (m *membership) commitStartOffsets(ctx context.Context, offsets map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
 	m.committing.Lock()
 	defer m.committing.Unlock()
-	open := map[string]map[int32]int64{}
+	missing := map[string]map[int32]int64{}
 	for topic, numbers := range offsets {
 		for number, offset := range numbers {
 			if at := offset.EpochOffset().Offset; at < 0 {
-				put(open, topic, number, at) // -1 is the end and -2 the start, for both
+				put(missing, topic, number, at) // -1 is the end and -2 the start, for both
 			}
 		}
 	}
-	if len(open) == 0 {
+	if len(missing) == 0 {
 		return offsets, nil
 	}
-	found, err := listOffsets(ctx, m.client, open)
+	found, err := listOffsets(ctx, m.client, missing)
 	if err != nil {
 		return nil, err
 	}
-	places := map[string]map[int32]kgo.EpochOffset{}
+	starts := map[string]map[int32]kgo.EpochOffset{}
 	for topic, numbers := range found {
 		for number, at := range numbers {
-			put(places, topic, number, kgo.EpochOffset{Epoch: -1, Offset: at})
+			put(starts, topic, number, kgo.EpochOffset{Epoch: -1, Offset: at})
 			offsets[topic][number] = kgo.NewOffset().At(at)
 		}
 	}
-	if err := m.commitOffsets(places); err != nil {
+	if err := m.commitOffsets(starts); err != nil {
 		return nil, fmt.Errorf("commit first offsets: %w", err)
 	}
 	return offsets, nil
 }
 
-// put sets what belongs to a partition.
+// put sets the value of a partition.
 func put[V any](m map[string]map[int32]V, topic string, number int32, v V) {
 	if m[topic] == nil {
 		m[topic] = map[int32]V{}
@@ -91,17 +92,17 @@ func put[V any](m map[string]map[int32]V, topic string, number int32, v V) {
 	m[topic][number] = v
 }
 
-// listOffsets asks Kafka where partitions have their end (-1) or start (-2), as a
-// client that reads committed records sees it.
+// listOffsets asks Kafka for the end (-1) or the start (-2) of partitions, as a client
+// that reads committed records sees it.
 func listOffsets(ctx context.Context, client *kgo.Client, wanted map[string]map[int32]int64) (map[string]map[int32]int64, error) {
 	request := kmsg.NewPtrListOffsetsRequest()
 	request.IsolationLevel = 1
 	for topic, numbers := range wanted {
 		t := kmsg.NewListOffsetsRequestTopic()
 		t.Topic = topic
-		for number, place := range numbers {
+		for number, position := range numbers {
 			p := kmsg.NewListOffsetsRequestTopicPartition()
-			p.Partition, p.Timestamp = number, place
+			p.Partition, p.Timestamp = number, position
 			t.Partitions = append(t.Partitions, p)
 		}
 		request.Topics = append(request.Topics, t)
@@ -138,8 +139,8 @@ type PartitionLag struct {
 // records, because markers of transactions and gaps of compaction have some too.
 func (l PartitionLag) Records() int64 { return max(0, l.End-l.Next) }
 
-// Lag returns how far the partitions that this process has at the moment are behind,
-// sorted. It asks Kafka for their ends. A consumer that does not run has none.
+// Lag returns how far the partitions that this process holds at the moment are behind,
+// sorted. It asks Kafka for their ends. A consumer that does not run holds none.
 func (c *Consumer) Lag(ctx context.Context) ([]PartitionLag, error) {
 	m := c.current.Load()
 	if m == nil {
@@ -147,9 +148,9 @@ func (c *Consumer) Lag(ctx context.Context) ([]PartitionLag, error) {
 	}
 	committed, ends := m.client.CommittedOffsets(), map[string]map[int32]int64{}
 	for _, w := range m.all() {
-		if _, ok := committed[w.at.Topic][w.at.Number]; ok {
+		if _, ok := committed[w.partition.Topic][w.partition.Number]; ok {
 			const end = -1
-			put(ends, w.at.Topic, w.at.Number, end)
+			put(ends, w.partition.Topic, w.partition.Number, end)
 		}
 	}
 	if len(ends) == 0 {

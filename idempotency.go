@@ -2,20 +2,27 @@ package outbox
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"fmt"
+	"math"
+	"unicode/utf8"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// handledStore is the table event_handled, for one group.
+// handledStore is the table event_handled, for one group, and the transactions that
+// write to it.
 type handledStore struct {
 	db    *pgxpool.Pool
 	group string
-	mark  string
-	look  string
+	mark  string // sqlMark
+	look  string // sqlLookHandled
 }
 
 func newHandledStore(db *pgxpool.Pool, schema, group string) *handledStore {
@@ -25,9 +32,9 @@ func newHandledStore(db *pgxpool.Pool, schema, group string) *handledStore {
 // handledKey marks an action that is done.
 type handledKey struct{ aggregateType, aggregateID, action string }
 
-// sqlMark notes what is being done, and returns what nobody has done before. It
-// waits where another transaction is about to do the same. Sorted keys keep two
-// partitions from waiting for each other here; what handlers lock is theirs.
+// sqlMark notes what is being done, and returns what was not done before. It waits
+// where another transaction is about to do the same. Sorted keys keep two partitions
+// from waiting for each other here; it cannot prevent that in what handlers lock.
 const sqlMark = `
 INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action)
 SELECT $1, t, i, a
@@ -36,9 +43,8 @@ SELECT $1, t, i, a
     ON CONFLICT DO NOTHING
 RETURNING aggregate_type, aggregate_id, action`
 
-// begin notes keys as done in tx, which the caller commits with the effect. It
-// returns those that are new, without repeats.
-func (s *handledStore) begin(ctx context.Context, tx pgx.Tx, keys []handledKey) (map[handledKey]bool, error) {
+// markHandled implements transactor.
+func (s *handledStore) markHandled(ctx context.Context, tx pgx.Tx, keys []handledKey) (map[handledKey]bool, error) {
 	types, ids, actions := make([]string, len(keys)), make([]string, len(keys)), make([]string, len(keys))
 	for i, k := range keys {
 		types[i], ids[i], actions[i] = k.aggregateType, k.aggregateID, k.action
@@ -59,10 +65,76 @@ func (s *handledStore) begin(ctx context.Context, tx pgx.Tx, keys []handledKey) 
 	return fresh, nil
 }
 
-// sqlLookHandled fails where the table is not there.
+// sqlLookHandled fails if the table does not exist.
 const sqlLookHandled = `SELECT FROM {schema}.event_handled LIMIT 0`
 
+// check reports why the table cannot be used.
 func (s *handledStore) check(ctx context.Context) error {
 	_, err := s.db.Exec(ctx, s.look)
 	return err
+}
+
+// ping implements transactor.
+func (s *handledStore) ping(ctx context.Context) error { return s.db.Ping(ctx) }
+
+// connectionError is an error with which the connection to PostgreSQL was lost.
+type connectionError struct {
+	err         error
+	unavailable bool // there was no connection to be had in the first place
+}
+
+func (e *connectionError) Error() string { return e.err.Error() }
+func (e *connectionError) Unwrap() error { return e.err }
+
+// inTx implements transactor.
+func (s *handledStore) inTx(ctx context.Context, f func(pgx.Tx) error) error {
+	tx, err := s.db.Begin(ctx)
+	if err != nil {
+		return &connectionError{err: fmt.Errorf("begin: %w", err), unavailable: true}
+	}
+	conn := tx.Conn()
+	if err = f(tx); err == nil {
+		if err = tx.Commit(ctx); err != nil {
+			err = fmt.Errorf("commit: %w", err)
+		}
+	}
+	if err != nil && conn.IsClosed() {
+		err = &connectionError{err: err}
+	}
+	if err != nil {
+		// A rollback that fails closes the connection, and that rolls back.
+		_ = tx.Rollback(ctx)
+	}
+	return err
+}
+
+// keyOf returns the key by which a repeat of a task is known.
+func keyOf(t task) (handledKey, error) {
+	k := handledKey{t.meta.Type, eventKey(t.meta), t.action}
+	if t.key != nil {
+		k.aggregateType, k.aggregateID = t.key(t.event, t.meta)
+	}
+	for _, part := range []struct {
+		field, text string
+		limit       int
+	}{{"aggregate_type", k.aggregateType, maxAggregateType}, {"aggregate_id", k.aggregateID, maxAggregateID}} {
+		if err := check.Text(part.text, part.limit); err != nil {
+			return k, Permanent(&FieldError{EventType: t.meta.Type, Index: -1, Field: part.field, Err: fmt.Errorf("of the key of %s %w", t.action, err)})
+		}
+	}
+	return k, nil
+}
+
+// eventKey names an event in a column of limited length. A UUID is unique by itself,
+// another id together with its source.
+func eventKey(m Metadata) string {
+	if _, err := uuid.Parse(m.ID); err == nil {
+		return m.ID
+	}
+	key := m.Source + " " + m.ID
+	if utf8.RuneCountInString(key) <= maxAggregateID && check.Text(key, math.MaxInt) == nil {
+		return key
+	}
+	sum := sha256.Sum256([]byte(key))
+	return hex.EncodeToString(sum[:])
 }

@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"math/rand/v2"
 	"sync"
 	"time"
@@ -10,6 +11,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -17,25 +19,40 @@ import (
 // worker handles the records of a partition in their order. It takes them from a
 // queue that the poll loop fills.
 //
-// When the partition is to be let go, finish ends it: the transaction in flight is
-// finished and nothing is begun. When it is gone already, or finishing takes too
-// long, abandon ends the transaction too.
+// When the partition is to be given to another member, finish ends the worker: it
+// finishes the transaction in flight and begins no other. When the partition is lost
+// already, or finishing takes too long, abandon rolls the transaction back.
 type worker struct {
-	*membership
-	at       kafka.Partition
+	partition kafka.Partition
+	processor *processor
+	group     workerGroup
+	cfg       *ConsumerConfig
+	outages   *outage.Logs
+	log       *slog.Logger
+
 	stopping context.Context // ended by finish
 	finish   context.CancelFunc
 	held     context.Context // ended by abandon
 	abandon  context.CancelFunc
-	added    chan struct{} // holds at most one wish to look at the queue
-	gone     chan struct{} // closed when nothing runs any more
+	added    chan struct{} // holds at most one request to look at the queue
+	ended    chan struct{} // closed when run has returned
 
-	mu       sync.Mutex
+	mu       sync.Mutex // run takes from the queue, the poll loop adds and commits
 	queue    []*kgo.Record
 	bytes    int // of the queue
 	paused   bool
 	next     kgo.EpochOffset // behind what is handled
 	advanced bool            // next is not committed
+}
+
+// workerGroup is what a worker needs of the group: a [membership], or a fake.
+type workerGroup interface {
+	pauseFetching(kafka.Partition)
+	resumeFetching(kafka.Partition)
+	// requestCommit asks for a commit soon of how far the workers have come.
+	requestCommit()
+	// produce sends a dead letter and waits for the answer.
+	produce(context.Context, *kgo.Record) error
 }
 
 // What a queue may hold before its partition is paused. It is resumed when half of
@@ -45,8 +62,11 @@ const (
 	queueBytes   = 16 << 20
 )
 
-func newWorker(m *membership, at kafka.Partition) *worker {
-	w := &worker{membership: m, at: at, added: make(chan struct{}, 1), gone: make(chan struct{})}
+func newWorker(partition kafka.Partition, p *processor, group workerGroup, cfg *ConsumerConfig, outages *outage.Logs) *worker {
+	w := &worker{
+		partition: partition, processor: p, group: group, cfg: cfg, outages: outages, log: p.log,
+		added: make(chan struct{}, 1), ended: make(chan struct{}),
+	}
 	w.held, w.abandon = context.WithCancel(context.Background())
 	w.stopping, w.finish = context.WithCancel(w.held)
 	return w
@@ -63,7 +83,7 @@ func (w *worker) add(records []*kgo.Record) {
 	wait.Signal(w.added)
 	if !w.paused && (len(w.queue) > queueRecords || w.bytes > queueBytes) {
 		w.paused = true
-		w.client.PauseFetchPartitions(w.at.Only())
+		w.group.pauseFetching(w.partition)
 	}
 }
 
@@ -80,13 +100,14 @@ func (w *worker) take() []*kgo.Record {
 	}
 	if w.paused && len(w.queue) < queueRecords/2 && w.bytes < queueBytes/2 {
 		w.paused = false
-		w.client.ResumeFetchPartitions(w.at.Only())
+		w.group.resumeFetching(w.partition)
 	}
 	return records
 }
 
+// run handles records until finish or abandon is called.
 func (w *worker) run() {
-	defer close(w.gone)
+	defer close(w.ended)
 	for w.stopping.Err() == nil {
 		records := w.take()
 		if len(records) == 0 {
@@ -105,7 +126,7 @@ func (w *worker) advance(last *kgo.Record) {
 	w.mu.Lock()
 	w.next, w.advanced = kgo.EpochOffset{Epoch: last.LeaderEpoch, Offset: last.Offset + 1}, true
 	w.mu.Unlock()
-	w.wantCommit()
+	w.group.requestCommit()
 }
 
 // uncommitted returns how far the worker has come, if Kafka does not know yet.
@@ -125,9 +146,9 @@ func (w *worker) committed(next kgo.EpochOffset) {
 // handle handles records, unless the worker is to end before.
 func (w *worker) handle(records []*kgo.Record) {
 	items := w.readAll(records)
-	committed := w.tryTogether(items)
+	committed := w.tryBatch(items)
 	for i := range items {
-		if err := w.settle(&items[i], committed); err != nil {
+		if err := w.finishRecord(&items[i], committed); err != nil {
 			return
 		}
 		w.advance(records[i])
@@ -138,45 +159,45 @@ func (w *worker) handle(records []*kgo.Record) {
 func (w *worker) readAll(records []*kgo.Record) []item {
 	ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
 	defer cancel()
-	items, places := make([]item, len(records)), make([]KafkaMetadata, len(records))
+	items, origins := make([]item, len(records)), make([]KafkaMetadata, len(records))
 	for i, r := range records {
-		items[i] = w.read(ctx, r, &places[i])
+		items[i] = w.processor.read(ctx, r, &origins[i])
 	}
 	return items
 }
 
-// tryTogether reports whether the tasks with a transaction are done, in one for
-// all. Otherwise each needs its own.
-func (w *worker) tryTogether(items []item) bool {
-	const deadlocks = 3 // small transactions get into each other's way less
+// tryBatch reports whether the tasks with a transaction are done, in one for all.
+// Otherwise each needs its own.
+func (w *worker) tryBatch(items []item) bool {
+	const deadlocks = 3 // small transactions block each other less
 	for tries := 0; w.stopping.Err() == nil; {
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
-		err := w.together(ctx, items)
+		err := w.processor.processBatch(ctx, items)
 		cancel()
 		switch {
 		case err == nil:
-			w.worksAgain(began)
+			w.reportPostgresWorks(began)
 			return true
 		case w.held.Err() != nil:
 		case pg.IsTransient(err) && tries < deadlocks:
 			tries++
 			w.pause(rand.N(time.Millisecond))
-		case w.isOutage(w.held, err, inTx):
+		case w.processor.isOutage(w.held, err, inTx):
 			w.awaitPostgres(began, err)
 		default:
-			w.log.Debug("outbox: records are handled one by one", "partition", w.at.String(), "records", len(items), "error", err)
+			w.log.Debug("outbox: records are handled one by one", "partition", w.partition.String(), "records", len(items), "error", err)
 			return false
 		}
 	}
 	return false
 }
 
-var errStopped = errors.New("partition is let go")
+// errStopped says that the worker is to end.
+var errStopped = errors.New("partition is given up")
 
-// settle does what is left to do about a record. Its error says that the worker is
-// to end.
-func (w *worker) settle(it *item, committed bool) error {
+// finishRecord does what is left to do about a record. Its error is errStopped.
+func (w *worker) finishRecord(it *item, committed bool) error {
 	if it.class == classUnknownType {
 		if w.cfg.Hooks.Unknown != nil {
 			w.cfg.Hooks.Unknown(it.meta)
@@ -186,32 +207,33 @@ func (w *worker) settle(it *item, committed bool) error {
 		}
 	}
 	if it.class != "" {
-		return w.bury(it, letter{class: it.class, err: it.err})
+		return w.sendToDLQ(it, deadLetter{class: it.class, err: it.err})
 	}
 	for t := range it.inOrder() {
 		if committed && t.kind != noTx {
 			continue
 		}
-		if err := w.act(it, t); err != nil {
+		if err := w.runTask(it, t); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// act runs a task until it is done or given up.
-func (w *worker) act(it *item, t task) error {
+// runTask runs a task until it is done, or given up as a dead letter. Its error is
+// errStopped.
+func (w *worker) runTask(it *item, t task) error {
 	for attempt := 1; w.stopping.Err() == nil; {
 		t.meta.Attempt = attempt
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
-		err := w.once(ctx, t)
+		err := w.processor.processOne(ctx, t)
 		late := ctx.Err() != nil
 		cancel()
 		switch {
 		case err == nil:
 			if t.kind != noTx {
-				w.worksAgain(began)
+				w.reportPostgresWorks(began)
 			}
 			return nil
 		case w.held.Err() != nil:
@@ -220,7 +242,7 @@ func (w *worker) act(it *item, t task) error {
 			w.log.DebugContext(handlerContext(w.held, t.meta), "outbox: transaction is repeated", "event_id", t.meta.ID, "action", t.action, "error", err)
 			w.pause(rand.N(10 * time.Millisecond))
 			continue
-		case !late && w.isOutage(w.held, err, t.kind):
+		case !late && w.processor.isOutage(w.held, err, t.kind):
 			w.awaitPostgres(began, err)
 			continue
 		}
@@ -228,31 +250,34 @@ func (w *worker) act(it *item, t task) error {
 			w.cfg.Hooks.Failed(t.meta, t.action, err)
 		}
 		if isPermanent(err) || attempt > w.cfg.RetriesFor(err) {
-			return w.bury(it, letter{action: t.action, class: errClass(err), attempts: attempt, err: err})
+			return w.sendToDLQ(it, deadLetter{action: t.action, class: errorClass(err), attempts: attempt, err: err})
 		}
-		wait := w.handlerWait(attempt)
-		w.log.WarnContext(handlerContext(w.held, t.meta), "outbox: handler failed, trying again", "type", t.meta.Type, "event_id", t.meta.ID, "action", t.action,
-			"attempt", attempt, "wait", wait, "error", err)
-		w.pause(wait)
+		w.awaitRetry(t, err)
 		attempt++
 	}
 	return errStopped
 }
 
+// awaitRetry waits before a task is tried again, longer after each attempt.
+func (w *worker) awaitRetry(t task, err error) {
+	d := w.processor.retryWait(t.meta.Attempt)
+	w.log.WarnContext(handlerContext(w.held, t.meta), "outbox: handler failed, trying again", "type", t.meta.Type, "event_id", t.meta.ID, "action", t.action,
+		"attempt", t.meta.Attempt, "wait", d, "error", err)
+	w.pause(d)
+}
+
 // pause waits, unless the worker is to end.
 func (w *worker) pause(d time.Duration) { wait.Sleep(w.stopping, d) }
 
-const postgresName = "PostgreSQL"
-
-// awaitPostgres waits a little while PostgreSQL is away.
+// awaitPostgres waits a little while PostgreSQL is unavailable.
 func (w *worker) awaitPostgres(began time.Time, err error) {
-	w.outages.Report(postgresName, began, err)
-	w.pause(w.outages.Backoff(postgresName))
+	w.outages.Report(outagePostgres, began, err)
+	w.pause(w.outages.Backoff(outagePostgres))
 }
 
-// worksAgain ends an outage, if there is one.
-func (w *worker) worksAgain(began time.Time) {
+// reportPostgresWorks ends an outage of PostgreSQL, if there is one.
+func (w *worker) reportPostgresWorks(began time.Time) {
 	if w.outages.Failing() {
-		w.outages.Report(postgresName, began, nil)
+		w.outages.Report(outagePostgres, began, nil)
 	}
 }

@@ -40,7 +40,7 @@ type PlainRecords struct {
 	Source string
 
 	// IDHeader has the event's id. Empty means event-id, or else id. A record without
-	// an id goes by its place, topic-partition-offset: an event that its producer sends
+	// an id goes by its position, topic-partition-offset: an event that its producer sends
 	// twice is then two.
 	IDHeader string
 	// TypeHeader has the event type. Empty means event-type, eventType or type.
@@ -96,9 +96,9 @@ func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
 	if err != nil {
 		return nil, err
 	}
-	place := cmp.Or(f.take(ReplayOf), deadletter.Origin(r.Topic, r.Partition, r.Offset))
+	position := cmp.Or(f.take(ReplayOf), deadletter.Origin(r.Topic, r.Partition, r.Offset))
 	f.take(ReplayGroup, ReplayAction)
-	id := cmp.Or(f.find(p.IDMember, p.IDHeader, "event-id", "id"), place)
+	id := cmp.Or(f.find(p.IDMember, p.IDHeader, "event-id", "id"), position)
 	eventType := cmp.Or(f.find(p.TypeMember, p.TypeHeader, "event-type", "eventtype", "type"), p.Type)
 	at := f.find(p.TimeMember, p.TimeHeader, "event-time")
 	if f.err != nil {
@@ -120,8 +120,8 @@ func isCloudEvent(r *kgo.Record) bool {
 	})
 }
 
-// foreign is what a record says beside its payload.
-type foreign struct {
+// externalRecord is what a record says beside its payload.
+type externalRecord struct {
 	headers map[string]string // by names in small letters
 	binary  map[string]error  // those that are no text, such as some trace contexts
 	members map[string]json.RawMessage
@@ -129,8 +129,8 @@ type foreign struct {
 }
 
 // headers returns those of a record, the last of each name.
-func (p PlainRecords) headers(r *kgo.Record) foreign {
-	f := foreign{headers: map[string]string{}, binary: map[string]error{}}
+func (p PlainRecords) headers(r *kgo.Record) externalRecord {
+	f := externalRecord{headers: map[string]string{}, binary: map[string]error{}}
 	for _, h := range r.Headers {
 		name := strings.ToLower(h.Key)
 		if value, err := p.text(h.Value); err != nil {
@@ -158,7 +158,7 @@ func (p PlainRecords) text(b []byte) (string, error) {
 }
 
 // take returns the first header that is there, and takes all of them out.
-func (f *foreign) take(names ...string) (value string) {
+func (f *externalRecord) take(names ...string) (value string) {
 	for _, name := range names {
 		if err := f.binary[name]; err != nil && value == "" && f.err == nil {
 			f.err = unreadable("", name, err)
@@ -171,7 +171,7 @@ func (f *foreign) take(names ...string) (value string) {
 
 // find returns what the header says, or one of the usual ones where none is named, or
 // else the member.
-func (f *foreign) find(member, header string, usual ...string) string {
+func (f *externalRecord) find(member, header string, usual ...string) string {
 	if header != "" {
 		usual = []string{strings.ToLower(header)}
 	}
@@ -192,7 +192,7 @@ func (f *foreign) find(member, header string, usual ...string) string {
 func isNull(raw []byte) bool { return string(bytes.TrimSpace(raw)) == "null" }
 
 // payload returns the payload in a value, and keeps the members around it.
-func (p PlainRecords) payload(f *foreign, value []byte, contentType string) ([]byte, error) {
+func (p PlainRecords) payload(f *externalRecord, value []byte, contentType string) ([]byte, error) {
 	if value == nil {
 		return nil, unreadable("", "value", ErrEmpty)
 	}
@@ -221,7 +221,7 @@ func (p PlainRecords) payload(f *foreign, value []byte, contentType string) ([]b
 }
 
 // readMembers reads the members of a JSON object if one of them is wanted.
-func (p PlainRecords) readMembers(f *foreign, value []byte) error {
+func (p PlainRecords) readMembers(f *externalRecord, value []byte) error {
 	if cmp.Or(p.IDMember, p.TypeMember, p.TimeMember, p.DataMember) == "" {
 		return nil
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"sync"
 	"time"
@@ -12,6 +13,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -49,14 +51,14 @@ func consumerOpts(host []kgo.Opt, cfg ConsumerConfig, topics []string) ([]kgo.Op
 		kgo.ConsumerGroup(cfg.Group),
 		kgo.ConsumeTopics(topics...),
 		kgo.ConsumeStartOffset(start),
-		// Where a group stood is gone: that is no reason to skip what there is.
+		// If the committed offset no longer exists, what there is must not be skipped.
 		kgo.ConsumeResetOffset(kgo.RewindOffset(time.Minute)),
 		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
 		kgo.SessionTimeout(cfg.SessionTimeout),
 		kgo.HeartbeatInterval(cfg.HeartbeatInterval),
 		kgo.RebalanceTimeout(cfg.MaxPollInterval),
 		kgo.DisableAutoCommit(),
-		// Between a poll and the queues no partition may go.
+		// No partition may be revoked between a poll and the queues.
 		kgo.BlockRebalanceOnPoll(),
 		// For dead letters, see kafka.ProducerOpts.
 		kgo.RequiredAcks(kgo.AllISRAcks()),
@@ -68,36 +70,52 @@ func consumerOpts(host []kgo.Opt, cfg ConsumerConfig, topics []string) ([]kgo.Op
 	return opts, kafka.ValidateOpts(opts)
 }
 
-// membership is one Run of a consumer: its client, and a worker for each partition
-// that it has.
+// membership is one Run of a consumer in its group: a Kafka client, and a worker for
+// each partition that the group has assigned to it.
 type membership struct {
-	*Consumer
-	client   *kgo.Client
-	progress chan struct{} // holds at most one wish to commit
+	cfg            *ConsumerConfig
+	processor      *processor
+	outages        *outage.Logs
+	log            *slog.Logger
+	client         *kgo.Client
+	commitRequests chan struct{} // holds at most one
 
 	committing sync.Mutex // held for a commit, so that none is under way while partitions go
 	mu         sync.Mutex
 	workers    map[kafka.Partition]*worker
-	member     string // what the group called us when it gave us the partitions
+	member     string // the member id under which the group assigned the partitions
 	leaving    bool   // takes no more partitions
 }
 
-// join makes the client. Kafka is asked for partitions in the background.
-func (c *Consumer) join() (*membership, error) {
-	m := &membership{Consumer: c, progress: make(chan struct{}, 1), workers: map[kafka.Partition]*worker{}}
+// join makes the client from opts. Kafka is asked for partitions in the background.
+func join(opts []kgo.Opt, cfg *ConsumerConfig, p *processor, outages *outage.Logs) (*membership, error) {
+	m := &membership{
+		cfg: cfg, processor: p, outages: outages, log: p.log,
+		commitRequests: make(chan struct{}, 1), workers: map[kafka.Partition]*worker{},
+	}
 	m.committing.Lock() // the client may want to commit before it is returned
 	defer m.committing.Unlock()
-	client, err := kafka.NewClient(append(slices.Clip(c.opts),
+	client, err := kafka.NewClient(append(slices.Clip(opts),
 		kgo.OnPartitionsAssigned(m.assigned),
 		kgo.OnPartitionsRevoked(m.revoked),
 		kgo.OnPartitionsLost(m.lost),
-		kgo.AdjustFetchOffsetsFn(m.settleOffsets),
+		kgo.AdjustFetchOffsetsFn(m.commitStartOffsets),
 	))
 	if err != nil {
 		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
 	}
 	m.client = client
 	return m, nil
+}
+
+// What a [worker] needs of its group, see [workerGroup].
+
+func (m *membership) pauseFetching(p kafka.Partition)  { m.client.PauseFetchPartitions(p.Only()) }
+func (m *membership) resumeFetching(p kafka.Partition) { m.client.ResumeFetchPartitions(p.Only()) }
+func (m *membership) requestCommit()                   { wait.Signal(m.commitRequests) }
+
+func (m *membership) produce(ctx context.Context, record *kgo.Record) error {
+	return m.client.ProduceSync(ctx, record).FirstErr()
 }
 
 // pollRecords is how many records a poll takes from what was fetched. How many are
@@ -125,20 +143,19 @@ func (m *membership) distribute(p kgo.FetchTopicPartition) {
 	if len(p.Records) == 0 {
 		return
 	}
-	at := kafka.Partition{Topic: p.Topic, Number: p.Partition}
 	m.mu.Lock()
-	w := m.workers[at]
+	w := m.workers[kafka.Partition{Topic: p.Topic, Number: p.Partition}]
 	m.mu.Unlock()
 	if w == nil { // fetched for an assignment that is over
 		return
 	}
 	if m.outages.Failing() {
-		m.outages.Report("fetching", time.Now(), nil)
+		m.outages.Report(outageFetching, time.Now(), nil)
 	}
 	w.add(p.Records)
 }
 
-// fetchFailed tells the log. The client goes on trying whatever it is.
+// fetchFailed logs the failure of a fetch. The client goes on trying in any case.
 func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.Partition, err error) {
 	var loss *kgo.ErrDataLoss
 	switch {
@@ -146,12 +163,12 @@ func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.
 	case errors.As(err, &loss):
 		m.log.Warn("outbox: Kafka has lost records of a partition", "partition", at.String(), "error", err)
 	default:
-		m.outages.Report("fetching", began, err)
+		m.outages.Report(outageFetching, began, err)
 	}
 }
 
 func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[string][]int32) {
-	client.ResumeFetchPartitions(topics) // one that was paused, gone, and is back
+	client.ResumeFetchPartitions(topics) // one may have been paused when it was revoked
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.member, _ = client.GroupMetadata()
@@ -161,15 +178,15 @@ func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[
 	for topic, numbers := range topics {
 		for _, number := range numbers {
 			at := kafka.Partition{Topic: topic, Number: number}
-			w := newWorker(m, at)
+			w := newWorker(at, m.processor, m, m.cfg, m.outages)
 			m.workers[at] = w
 			go w.run()
 		}
 	}
 }
 
-// revoked lets go of partitions: what is in flight is finished and committed.
-// Kafka waits for it, and hears heartbeats meanwhile.
+// revoked gives partitions up: what is in flight is finished and committed. Kafka
+// waits for it, and the client sends heartbeats meanwhile.
 func (m *membership) revoked(_ context.Context, _ *kgo.Client, topics map[string][]int32) {
 	m.committing.Lock()
 	defer m.committing.Unlock()
@@ -180,18 +197,19 @@ func (m *membership) revoked(_ context.Context, _ *kgo.Client, topics map[string
 	}
 }
 
-// lost ends the work on partitions that are somebody else's already.
+// lost ends the work on partitions that another member may have already.
 func (m *membership) lost(_ context.Context, _ *kgo.Client, topics map[string][]int32) {
 	workers := m.remove(topics)
 	for _, w := range workers {
 		w.abandon()
 	}
 	for _, w := range workers {
-		<-w.gone
+		<-w.ended
 	}
 }
 
-// remove takes the workers of partitions away, for nobody to commit for them.
+// remove takes the workers of partitions out of the map, so that nothing else commits
+// for them.
 func (m *membership) remove(topics map[string][]int32) (workers []*worker) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -216,21 +234,21 @@ func (m *membership) finish(workers []*worker) {
 	defer patience.Stop()
 	for _, w := range workers {
 		select {
-		case <-w.gone:
+		case <-w.ended:
 		case <-patience.C:
 			for _, w := range workers {
 				w.abandon()
 			}
-			<-w.gone
+			<-w.ended
 		}
 	}
 	for _, w := range workers {
-		<-w.gone
+		<-w.ended
 		w.abandon()
 	}
 }
 
-// leave finishes everything and gives the partitions to others.
+// leave finishes what is in flight, commits, and gives the partitions to others.
 func (m *membership) leave() {
 	m.mu.Lock()
 	m.leaving = true
@@ -255,19 +273,20 @@ func (m *membership) all() (workers []*worker) {
 }
 
 const (
-	// commitPause keeps busy partitions from committing all the time. A crash repeats
-	// that much, and skips what has its note in event_handled.
+	// commitPause keeps busy partitions from committing all the time. After a crash
+	// that much arrives again, and what is noted in event_handled is skipped.
 	commitPause   = 100 * time.Millisecond
 	commitTimeout = 5 * time.Second
 )
 
-// keepCommitting commits what is handled until ctx is cancelled.
+// keepCommitting commits what is handled until ctx is cancelled. A commit that failed
+// is tried again.
 func (m *membership) keepCommitting(ctx context.Context) {
 	for ctx.Err() == nil {
 		select {
-		case <-m.progress:
+		case <-m.commitRequests:
 			if m.commitAll() != nil {
-				m.wantCommit()
+				m.requestCommit()
 			}
 			wait.Sleep(ctx, commitPause)
 		case <-ctx.Done():
@@ -275,33 +294,28 @@ func (m *membership) keepCommitting(ctx context.Context) {
 	}
 }
 
-// wantCommit wakes keepCommitting.
-func (m *membership) wantCommit() { wait.Signal(m.progress) }
-
 // lastCommit commits what the finished workers have done. It waits for a rebalance
-// under way: what goes with it is committed by revoked.
+// under way: revoked commits for the partitions that it takes.
 func (m *membership) lastCommit() {
 	for patience := time.Now().Add(commitTimeout); m.commitAll() != nil && time.Now().Before(patience); {
 		wait.Sleep(context.Background(), commitPause)
 	}
 }
 
-// commitAll commits for the partitions that are not on their way out.
+// commitAll commits for the partitions that are not being revoked.
 func (m *membership) commitAll() error {
 	m.committing.Lock()
 	defer m.committing.Unlock()
 	return m.commit(m.all())
 }
 
-// commit tells Kafka how far workers have come. The caller holds committing.
+// commit commits how far workers have come. The caller holds committing.
 func (m *membership) commit(workers []*worker) error {
-	offsets, told := map[string]map[int32]kgo.EpochOffset{}, map[*worker]kgo.EpochOffset{}
+	offsets, covered := map[string]map[int32]kgo.EpochOffset{}, map[*worker]kgo.EpochOffset{}
 	for _, w := range workers {
 		if next, ok := w.uncommitted(); ok {
-			if offsets[w.at.Topic] == nil {
-				offsets[w.at.Topic] = map[int32]kgo.EpochOffset{}
-			}
-			offsets[w.at.Topic][w.at.Number], told[w] = next, next
+			put(offsets, w.partition.Topic, w.partition.Number, next)
+			covered[w] = next
 		}
 	}
 	if len(offsets) == 0 {
@@ -310,19 +324,19 @@ func (m *membership) commit(workers []*worker) error {
 	began := time.Now()
 	if err := m.commitOffsets(offsets); err != nil {
 		if !isRebalance(err) {
-			m.outages.Report("committing offsets", began, err)
+			m.outages.Report(outageCommitting, began, err)
 		}
 		return err
 	}
-	m.outages.Report("committing offsets", began, nil)
-	for w, next := range told {
+	m.outages.Report(outageCommitting, began, nil)
+	for w, next := range covered {
 		w.committed(next)
 	}
 	return nil
 }
 
-// isRebalance reports whether the group is in motion: partitions that stay are
-// committed afterwards.
+// isRebalance reports whether a commit failed because the group is rebalancing. The
+// partitions that stay are committed afterwards.
 func isRebalance(err error) bool {
 	return errors.Is(err, kerr.RebalanceInProgress) || errors.Is(err, kerr.IllegalGeneration) || errors.Is(err, kerr.UnknownMemberID) ||
 		errors.Is(err, errExpelled)
