@@ -375,7 +375,7 @@ func TestFailedEditHoldRelease(t *testing.T) {
 
 type dlqDoc struct {
 	Topic       string       `json:"topic"`
-	DeadLetters []letterJSON `json:"dead_letters"`
+	DeadLetters []deadLetterJSON `json:"dead_letters"`
 	More        bool         `json:"more"`
 }
 

@@ -15,35 +15,35 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// letterFlags pick dead letters.
-type letterFlags struct {
+// deadLetterFlags choose dead letters.
+type deadLetterFlags struct {
 	group, action, class, key string
 
 	since, until when
 	from         offsets
 }
 
-func (l *letterFlags) define(fs *flag.FlagSet) {
-	fs.StringVar(&l.group, "group", "", "`NAME` consumer group that could not handle it")
-	fs.StringVar(&l.action, "action", "", "`NAME` action that failed")
-	fs.StringVar(&l.class, "class", "", "`NAME` kind of error")
-	fs.StringVar(&l.key, "key", "", "`KEY` of the record")
-	fs.Var(&l.since, "since", "`TIME` given up from then on: 2h (ago), 2006-01-02")
-	fs.Var(&l.until, "until", "`TIME` given up before")
-	fs.Var(&l.from, "from", "`PARTITION:OFFSET,…` where to begin")
+func (f *deadLetterFlags) define(fs *flag.FlagSet) {
+	fs.StringVar(&f.group, "group", "", "`NAME` consumer group that failed")
+	fs.StringVar(&f.action, "action", "", "`NAME` action that failed")
+	fs.StringVar(&f.class, "class", "", "`NAME` kind of error")
+	fs.StringVar(&f.key, "key", "", "`KEY` of the record")
+	fs.Var(&f.since, "since", "`TIME` failed from then on: 2h (ago), 2006-01-02")
+	fs.Var(&f.until, "until", "`TIME` failed before")
+	fs.Var(&f.from, "from", "`PARTITION:OFFSET,…` where to begin")
 }
 
-// choose returns what the flags say, as outboxdlq.ReplayConfig wants it.
-func (l *letterFlags) choose(now time.Time) func(outboxdlq.DeadLetter) bool {
-	since, until := l.since.time(now), l.until.time(now)
+// choose returns the flags as a function for outboxdlq.ReplayConfig.
+func (f *deadLetterFlags) choose(now time.Time) func(outboxdlq.DeadLetter) bool {
+	since, until := f.since.time(now), f.until.time(now)
 	is := func(want, have string) bool { return want == "" || want == have }
 	return func(d outboxdlq.DeadLetter) bool {
-		return is(l.group, d.Group) && is(l.action, d.Action) && is(l.class, d.Class) && is(l.key, string(d.Record.Key)) &&
+		return is(f.group, d.Group) && is(f.action, d.Action) && is(f.class, d.Class) && is(f.key, string(d.Record.Key)) &&
 			!d.FailedAt.Before(since) && (until.IsZero() || d.FailedAt.Before(until))
 	}
 }
 
-// offsets is a flag for places in partitions.
+// offsets is a flag for offsets in partitions.
 type offsets map[int32]int64
 
 func (o *offsets) String() string { return "" }
@@ -51,8 +51,8 @@ func (o *offsets) String() string { return "" }
 // Set implements flag.Value.
 func (o *offsets) Set(text string) error {
 	*o = offsets{}
-	for _, place := range strings.Split(text, ",") {
-		number, offset, _ := strings.Cut(place, ":")
+	for _, pair := range strings.Split(text, ",") {
+		number, offset, _ := strings.Cut(pair, ":")
 		n, err := strconv.ParseInt(number, 10, 32)
 		at, aerr := strconv.ParseInt(offset, 10, 64)
 		if err != nil || aerr != nil || n < 0 || at < 0 {
@@ -63,25 +63,25 @@ func (o *offsets) Set(text string) error {
 	return nil
 }
 
-// text writes them as the flag takes them.
+// text returns the offsets as the flag takes them.
 func (o offsets) text() string {
-	var places []string
+	var pairs []string
 	for _, n := range slices.Sorted(maps.Keys(o)) {
-		places = append(places, fmt.Sprintf("%d:%d", n, o[n]))
+		pairs = append(pairs, fmt.Sprintf("%d:%d", n, o[n]))
 	}
-	return strings.Join(places, ",")
+	return strings.Join(pairs, ",")
 }
 
 var dlqListCommand = command{
 	name: "dlq list", synopsis: "TOPIC", min: 1, max: 1,
-	summary: "dead letters in Kafka: what consumers gave up",
+	summary: "dead letters in Kafka: what consumers could not handle",
 	about: `
 Reads a dead-letter topic, order-events.dlq for example, to its end. It belongs
 to no group and commits nothing.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var l dlqList
-		l.pick.define(fs)
+		l.filter.define(fs)
 		fs.IntVar(&l.limit, "limit", 100, "`NUMBER` dead letters at most (100)")
 		fs.BoolVar(&l.values, "values", false, "with their values, in --json")
 		return l.run
@@ -89,13 +89,13 @@ to no group and commits nothing.`,
 }
 
 type dlqList struct {
-	pick   letterFlags
+	filter deadLetterFlags
 	limit  int
 	values bool
 }
 
-// letterJSON is a dead letter in the output.
-type letterJSON struct {
+// deadLetterJSON is a dead letter in the output.
+type deadLetterJSON struct {
 	Partition         int32           `json:"partition"`
 	Offset            int64           `json:"offset"`
 	Key               string          `json:"key"`
@@ -115,8 +115,8 @@ type letterJSON struct {
 	ValueBase64       []byte          `json:"value_base64,omitempty"`
 }
 
-func letterOf(d outboxdlq.DeadLetter, err error, values bool) letterJSON {
-	l := letterJSON{Partition: d.Record.Partition, Offset: d.Record.Offset, Key: string(d.Record.Key), OriginalTopic: d.OriginalTopic,
+func toDeadLetterJSON(d outboxdlq.DeadLetter, err error, values bool) deadLetterJSON {
+	l := deadLetterJSON{Partition: d.Record.Partition, Offset: d.Record.Offset, Key: string(d.Record.Key), OriginalTopic: d.OriginalTopic,
 		OriginalPartition: d.OriginalPartition, OriginalOffset: d.OriginalOffset, Group: d.Group, Action: d.Action, Class: d.Class,
 		Error: d.Error, Attempts: d.Attempts, FailedAt: optional(d.FailedAt), ReplayOf: d.ReplayOf, ValueOmitted: d.ValueOmitted}
 	if err != nil {
@@ -136,48 +136,48 @@ func (l *dlqList) run(ctx context.Context, e *env) error {
 	if err != nil {
 		return err
 	}
-	letters, more, err := l.read(ctx, e, kafka)
+	deadLetters, more, err := l.read(ctx, e, kafka)
 	if err != nil {
 		return err
 	}
 	if e.json {
-		return e.writeJSON(map[string]any{"topic": e.args[0], "dead_letters": letters, "more": more})
+		return e.writeJSON(map[string]any{"topic": e.args[0], "dead_letters": deadLetters, "more": more})
 	}
-	l.show(e, letters, more)
+	l.show(e, deadLetters, more)
 	return nil
 }
 
-func (l *dlqList) read(ctx context.Context, e *env, kafka []kgo.Opt) (letters []letterJSON, more bool, err error) {
+func (l *dlqList) read(ctx context.Context, e *env, kafka []kgo.Opt) (deadLetters []deadLetterJSON, more bool, err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	// --timeout is for getting somewhere: each record gives more time.
-	stuck := e.watchdog(cancel)
-	defer stuck.stop()
-	chosen := l.pick.choose(e.now())
-	letters = []letterJSON{}
-	for d, err := range outboxdlq.Read(ctx, kafka, e.args[0], l.pick.from) {
-		stuck.alive()
+	// --timeout bounds the time without progress: each record starts it again.
+	watchdog := e.watchdog(cancel)
+	defer watchdog.stop()
+	chosen := l.filter.choose(e.now())
+	deadLetters = []deadLetterJSON{}
+	for d, err := range outboxdlq.Read(ctx, kafka, e.args[0], l.filter.from) {
+		watchdog.reset()
 		if d.Record == nil {
-			return nil, false, because(ctx, err)
+			return nil, false, withCause(ctx, err)
 		}
 		if err == nil && !chosen(d) {
 			continue
 		}
-		if len(letters) == l.limit {
-			return letters, true, nil
+		if len(deadLetters) == l.limit {
+			return deadLetters, true, nil
 		}
-		letters = append(letters, letterOf(d, err, l.values))
+		deadLetters = append(deadLetters, toDeadLetterJSON(d, err, l.values))
 	}
-	return letters, false, nil
+	return deadLetters, false, nil
 }
 
-func (l *dlqList) show(e *env, letters []letterJSON, more bool) {
-	if len(letters) == 0 {
+func (l *dlqList) show(e *env, deadLetters []deadLetterJSON, more bool) {
+	if len(deadLetters) == 0 {
 		e.printf("No dead letters, or none like that.\n")
 		return
 	}
 	t := table{head: []string{"PART", "OFFSET", "AGE", "TRIES", "GROUP", "ACTION", "KEY", "CLASS", "ERROR"}, flex: []int{4, 5, 6, 7, 8}}
-	for _, d := range letters {
+	for _, d := range deadLetters {
 		failedAt := time.Time{}
 		if d.FailedAt != nil {
 			failedAt = *d.FailedAt
@@ -197,22 +197,22 @@ func (l *dlqList) show(e *env, letters []letterJSON, more bool) {
 
 var dlqReplayCommand = command{
 	name: "dlq replay", synopsis: "TOPIC", min: 1, max: 1,
-	summary: "send dead letters back to who could not handle them",
+	summary: "send dead letters back to the group that failed",
 	about: `
-Only the group and the action that failed take what is sent back, and what they
-have handled meanwhile is skipped. It sends nothing unless --yes is given.`,
+Only the group and the action that failed handle what is sent back, and they
+skip what they have handled meanwhile. It sends nothing unless --yes is given.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var r dlqReplay
-		r.pick.define(fs)
-		fs.BoolVar(&r.yes, "yes", false, "do it; without, they are only counted")
+		r.filter.define(fs)
+		fs.BoolVar(&r.yes, "yes", false, "send them; without it they are only counted")
 		return r.run
 	},
 }
 
 type dlqReplay struct {
-	pick letterFlags
-	yes  bool
+	filter deadLetterFlags
+	yes    bool
 }
 
 func (r *dlqReplay) run(ctx context.Context, e *env) error {
@@ -222,25 +222,25 @@ func (r *dlqReplay) run(ctx context.Context, e *env) error {
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	stuck := e.watchdog(cancel)
-	defer stuck.stop()
-	cfg := outboxdlq.ReplayConfig{Topic: e.args[0], From: r.pick.from, DryRun: true}
-	chosen := r.pick.choose(e.now())
-	cfg.Choose = func(d outboxdlq.DeadLetter) bool { stuck.alive(); return chosen(d) }
+	watchdog := e.watchdog(cancel)
+	defer watchdog.stop()
+	cfg := outboxdlq.ReplayConfig{Topic: e.args[0], From: r.filter.from, DryRun: true}
+	chosen := r.filter.choose(e.now())
+	cfg.Choose = func(d outboxdlq.DeadLetter) bool { watchdog.reset(); return chosen(d) }
 	report, err := outboxdlq.Replay(ctx, kafka, cfg)
 	if r.yes && err == nil {
 		p, done := e.progress("sent", report.Sent), 0
-		cfg.DryRun, cfg.Progress = false, func(outboxdlq.DeadLetter, error) { stuck.alive(); done++; p.show(done) }
+		cfg.DryRun, cfg.Progress = false, func(outboxdlq.DeadLetter, error) { watchdog.reset(); done++; p.show(done) }
 		report, err = outboxdlq.Replay(ctx, kafka, cfg)
 		p.end()
 	}
 	if serr := r.show(e, report); err == nil {
 		return serr
 	}
-	return because(ctx, err)
+	return withCause(ctx, err)
 }
 
-// show says what was done, or would be.
+// show prints the report.
 func (r *dlqReplay) show(e *env, report outboxdlq.ReplayReport) error {
 	if e.json {
 		type failure struct {
@@ -273,10 +273,10 @@ func (r *dlqReplay) show(e *env, report outboxdlq.ReplayReport) error {
 	return nil
 }
 
-// watchdog ends what makes no progress for as long as --timeout.
+// watchdog cancels a context after --timeout without progress.
 type watchdog struct {
-	timer *time.Timer
-	every time.Duration
+	timer   *time.Timer
+	timeout time.Duration
 }
 
 func (e *env) watchdog(cancel context.CancelCauseFunc) *watchdog {
@@ -286,20 +286,22 @@ func (e *env) watchdog(cancel context.CancelCauseFunc) *watchdog {
 	return &watchdog{time.AfterFunc(e.timeout, func() { cancel(context.DeadlineExceeded) }), e.timeout}
 }
 
-func (w *watchdog) alive() {
+// reset gives another --timeout.
+func (w *watchdog) reset() {
 	if w.timer != nil {
-		w.timer.Reset(w.every)
+		w.timer.Reset(w.timeout)
 	}
 }
 
+// stop stops the watchdog.
 func (w *watchdog) stop() {
 	if w.timer != nil {
 		w.timer.Stop()
 	}
 }
 
-// because names what ended ctx beside what followed from it.
-func because(ctx context.Context, err error) error {
+// withCause adds to an error the cause for which ctx ended.
+func withCause(ctx context.Context, err error) error {
 	if cause := context.Cause(ctx); cause != nil && err != nil {
 		return fmt.Errorf("%w: %w", err, cause)
 	}

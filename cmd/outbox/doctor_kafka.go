@@ -11,7 +11,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
-// kafka looks at the brokers and at the topics of events.
+// kafka checks the brokers and the topics of events.
 func (d *doctor) kafka(ctx context.Context) {
 	opts, err := d.e.kafkaOpts()
 	if err != nil {
@@ -35,8 +35,8 @@ func (d *doctor) unreachable(err error) {
 		"Check --kafka, the brokers' advertised.listeners, TLS (--kafka-tls, --kafka-ca) and the login (--kafka-user, $KAFKA_PASSWORD).")
 }
 
-// brokers asks how many there are and whether they make topics by themselves. It
-// reports false if Kafka does not answer.
+// brokers returns how many brokers there are and whether they create topics
+// automatically. ok is false if Kafka does not answer.
 func (d *doctor) brokers(ctx context.Context, opts []kgo.Opt) (brokers int, auto, ok bool) {
 	ctx, cancel := d.e.step(ctx)
 	defer cancel()
@@ -54,19 +54,19 @@ func (d *doctor) brokers(ctx context.Context, opts []kgo.Opt) (brokers int, auto
 		return 0, false, false
 	}
 	d.try(ctx, check{"kafka.settings", func(d *doctor, ctx context.Context) (err error) {
-		auto, err = makesTopics(ctx, client, response.Brokers)
+		auto, err = autoCreatesTopics(ctx, client, response.Brokers)
 		return err
 	}})
 	if auto {
-		d.add("kafka.auto_create", severityNote, "brokers make topics that are asked for (auto.create.topics.enable)",
-			"A topic that is missing or mistyped comes into being with the defaults of the cluster, often 1 partition and 1 replica.",
-			"Make topics with outboxtopics.Ensure or outbox topics --create, and turn auto.create.topics.enable off.")
+		d.add("kafka.auto_create", severityNote, "brokers create topics that clients ask for (auto.create.topics.enable)",
+			"A topic that is missing or mistyped is created with the defaults of the cluster, often 1 partition and 1 replica.",
+			"Create topics with outboxtopics.Ensure or outbox topics --create, and turn auto.create.topics.enable off.")
 	}
 	return len(response.Brokers), auto, true
 }
 
-// makesTopics asks the brokers for auto.create.topics.enable.
-func makesTopics(ctx context.Context, client *kgo.Client, brokers []kmsg.MetadataResponseBroker) (bool, error) {
+// autoCreatesTopics asks the brokers for auto.create.topics.enable.
+func autoCreatesTopics(ctx context.Context, client *kgo.Client, brokers []kmsg.MetadataResponseBroker) (bool, error) {
 	for _, broker := range brokers {
 		request := kmsg.NewPtrDescribeConfigsRequest()
 		resource := kmsg.NewDescribeConfigsRequestResource()
@@ -91,7 +91,7 @@ func makesTopics(ctx context.Context, client *kgo.Client, brokers []kmsg.Metadat
 	return false, nil
 }
 
-// topics judges those of recorded events.
+// topics checks the topics of recorded events.
 func (d *doctor) topics(ctx context.Context, opts []kgo.Opt, auto bool) error {
 	recorded, err := d.recorded(ctx)
 	if err != nil {
@@ -107,15 +107,15 @@ func (d *doctor) topics(ctx context.Context, opts []kgo.Opt, auto bool) error {
 	if err != nil {
 		return err
 	}
-	there := map[string]bool{}
+	exists := map[string]bool{}
 	for _, info := range infos {
-		there[info.Topic] = true
+		exists[info.Topic] = true
 		d.findings = append(d.findings, topicFindings(info)...)
 	}
 	for _, name := range names {
-		if !there[name] {
+		if !exists[name] {
 			d.add("kafka.topic.missing", severityError, "topic "+name+" is missing", missingMeans(auto),
-				"outbox topics --create makes what is missing; outboxtopics.Ensure does so at the start of a service.")
+				"Create it with outbox topics --create, or with outboxtopics.Ensure at the start of the service.")
 		}
 	}
 	return nil
@@ -123,16 +123,16 @@ func (d *doctor) topics(ctx context.Context, opts []kgo.Opt, auto bool) error {
 
 func missingMeans(auto bool) string {
 	if auto {
-		return "Events wait, unless the relay's client may have it made (kgo.AllowAutoTopicCreation): then it gets the defaults of the cluster."
+		return "Events wait, unless the relay's client creates topics (kgo.AllowAutoTopicCreation): then it gets the defaults of the cluster."
 	}
-	return "Its events wait in outbox_failed until it is there; they use up no try."
+	return "Its events wait in outbox_failed until the topic exists; that uses up no try."
 }
 
-// roomNeeded is what a topic must take so that an event with a payload of the
-// Recorder's default limit, 983,040 bytes, gets through with its headers.
-const roomNeeded = 983_040 + 16<<10
+// neededMaxBytes is the max.message.bytes that a topic needs for an event whose payload
+// has the Recorder's default limit of 983,040 bytes, with its headers.
+const neededMaxBytes = 983_040 + 16<<10
 
-// topicFindings judges a topic.
+// topicFindings checks the settings of a topic.
 func topicFindings(t outboxtopics.Info) (all []finding) {
 	add := func(id, severity, what, means, do string) {
 		all = append(all, finding{"kafka.topic." + id, severity, "topic " + t.Topic + ": " + what, means, do})
@@ -140,7 +140,7 @@ func topicFindings(t outboxtopics.Info) (all []finding) {
 	minInSync, limit := setting(t, "min.insync.replicas"), setting(t, "max.message.bytes")
 	if t.Leaderless > 0 {
 		add("leader", severityError, fmt.Sprintf("%d of %d partitions have no leader", t.Leaderless, t.Partitions),
-			"Events of their keys wait in outbox_failed; they use up no try.", "Start the brokers that have these partitions.")
+			"Events of their keys wait in outbox_failed; that uses up no try.", "Start the brokers that have these partitions.")
 	}
 	switch {
 	case minInSync > int64(t.Replicas):
@@ -150,14 +150,14 @@ func topicFindings(t outboxtopics.Info) (all []finding) {
 		add("in_sync", severityError, fmt.Sprintf("a partition has %d replicas in sync, and min.insync.replicas is %d", t.InSync, minInSync),
 			"It takes no records until more replicas have caught up: its events wait.", "Start the brokers that are down.")
 	}
-	if limit > 0 && limit < roomNeeded {
+	if limit > 0 && limit < neededMaxBytes {
 		add("max_message_bytes", severityWarning, fmt.Sprintf("max.message.bytes is %s", count(limit)),
-			fmt.Sprintf("Recorder takes payloads of up to %s bytes by default. Larger ones than the topic takes, after compression, are refused and die.", count(983_040)),
+			fmt.Sprintf("Recorder takes payloads of up to %s bytes by default. Kafka rejects an event that is larger than the limit of its topic, after compression, and it becomes dead.", count(983_040)),
 			"Raise max.message.bytes of the topic to 1048588, or lower RecorderConfig.MaxPayload.")
 	}
 	if strings.Contains(t.Settings["cleanup.policy"], "compact") {
 		add("compacted", severityWarning, "cleanup.policy is "+t.Settings["cleanup.policy"],
-			"Kafka removes all but the last event of a key, read or not.", "Set cleanup.policy to delete, unless consumers need the last event only.")
+			"Kafka deletes all but the last event of each key, whether it was read or not.", "Set cleanup.policy to delete, unless consumers need only the last event.")
 	}
 	return all
 }

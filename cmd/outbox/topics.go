@@ -19,12 +19,13 @@ var topicsCommand = command{
 	name: "topics", synopsis: "[TOPIC…]", max: 100,
 	summary: "topics of the events: missing, different, --create",
 	about: `
-Looks at the topics of the newest 100,000 recorded events and of failed ones, or
-at those named, and at {topic}.dlq of each, and says where they are not as the
-flags say. Without --create it makes nothing; what is there it never changes.`,
+Compares topics and the {topic}.dlq of each with the flags, and prints the
+differences: the topics named, or else those of the newest 100,000 recorded
+events and of failed events. It creates missing topics only with --create, and
+never changes existing ones.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		t := topicsFlags{retention: span(7 * 24 * time.Hour)}
-		fs.BoolVar(&t.create, "create", false, "make what is missing")
+		fs.BoolVar(&t.create, "create", false, "create what is missing")
 		fs.BoolVar(&t.check, "check", false, "exit with 3 if one is missing or different")
 		fs.IntVar(&t.partitions, "partitions", 3, "`NUMBER` of each topic (3; of dead letters always 1)")
 		fs.IntVar(&t.replicas, "replication", 0, "`NUMBER` of replicas (the cluster's default)")
@@ -41,7 +42,7 @@ type topicsFlags struct {
 	retention                                 span
 }
 
-// config returns what topics should be.
+// config returns the flags as a configuration.
 func (t *topicsFlags) config() outboxtopics.Config {
 	return outboxtopics.Config{Partitions: t.partitions, ReplicationFactor: cmp.Or(t.replicas, -1), MinInSyncReplicas: t.minInSync,
 		Retention: time.Duration(t.retention), MaxMessageBytes: t.maxBytes, DryRun: !t.create}
@@ -50,7 +51,7 @@ func (t *topicsFlags) config() outboxtopics.Config {
 // topicJSON is a topic in the output.
 type topicJSON struct {
 	Topic       string           `json:"topic"`
-	State       string           `json:"state"` // there, missing, or created
+	State       string           `json:"state"` // there, missing or created
 	Types       []string         `json:"types,omitempty"`
 	Events      int64            `json:"events"`
 	Partitions  int              `json:"partitions"`
@@ -87,7 +88,7 @@ func (t *topicsFlags) run(ctx context.Context, e *env) error {
 			names = append(names, r.Topic)
 		}
 	}
-	all, err := t.look(ctx, kafka, names, recorded)
+	all, err := t.ensure(ctx, kafka, names, recorded)
 	if serr := showTopics(e, all, recorded); err == nil {
 		err = serr
 	}
@@ -97,7 +98,7 @@ func (t *topicsFlags) run(ctx context.Context, e *env) error {
 	return err
 }
 
-// recordedTopics returns the topics that are named, or else those of events.
+// recordedTopics returns the topics in the arguments, or else those of recorded events.
 func recordedTopics(ctx context.Context, e *env) ([]outbox.RecordedTopic, error) {
 	var named []outbox.RecordedTopic
 	for _, name := range e.args {
@@ -113,13 +114,13 @@ func recordedTopics(ctx context.Context, e *env) ([]outbox.RecordedTopic, error)
 	return inspector.Topics(ctx)
 }
 
-// look compares or makes the topics, and then reads what they are. What Kafka refuses
-// is in the error, beside the others.
-func (t *topicsFlags) look(ctx context.Context, kafka []kgo.Opt, names []string, recorded []outbox.RecordedTopic) ([]topicJSON, error) {
+// ensure compares or creates the topics, and then reads their settings. With an error
+// about some topics it returns the others.
+func (t *topicsFlags) ensure(ctx context.Context, kafka []kgo.Opt, names []string, recorded []outbox.RecordedTopic) ([]topicJSON, error) {
 	if len(names) == 0 {
 		return []topicJSON{}, nil
 	}
-	states, refused := outboxtopics.EnsureNamed(ctx, kafka, names, t.config())
+	states, ensureErr := outboxtopics.EnsureNamed(ctx, kafka, names, t.config())
 	all := map[string]*topicJSON{}
 	var order []string
 	for _, name := range names {
@@ -150,16 +151,17 @@ func (t *topicsFlags) look(ctx context.Context, kafka []kgo.Opt, names []string,
 	for _, name := range slices.Compact(order) {
 		out = append(out, *all[name])
 	}
-	return out, cmp.Or(refused, err)
+	return out, cmp.Or(ensureErr, err)
 }
 
+// describe sets what Kafka says about the topic.
 func (t *topicJSON) describe(info outboxtopics.Info) {
 	t.State = "there"
 	t.Partitions, t.Replicas, t.InSync, t.Leaderless = info.Partitions, info.Replicas, info.InSync, info.Leaderless
 	t.MinInSync, t.RetentionMS, t.MaxBytes = setting(info, "min.insync.replicas"), setting(info, "retention.ms"), setting(info, "max.message.bytes")
 }
 
-// setting returns a number, 0 where the broker does not tell.
+// setting returns a number, or 0 if the broker does not return it.
 func setting(info outboxtopics.Info, name string) int64 {
 	n, err := strconv.ParseInt(info.Settings[name], 10, 64)
 	if err != nil {
@@ -169,14 +171,14 @@ func setting(info outboxtopics.Info, name string) int64 {
 }
 
 func showTopics(e *env, all []topicJSON, recorded []outbox.RecordedTopic) error {
-	var nowhere []string
+	var withoutTopic []string
 	for _, r := range recorded {
 		if r.Topic == "" {
-			nowhere = r.Types
+			withoutTopic = r.Types
 		}
 	}
 	if e.json {
-		return e.writeJSON(map[string]any{"topics": all, "types_without_topic": append([]string{}, nowhere...)})
+		return e.writeJSON(map[string]any{"topics": all, "types_without_topic": append([]string{}, withoutTopic...)})
 	}
 	if len(all) == 0 {
 		e.printf("No events are recorded: name the topics that you mean.\n")
@@ -188,8 +190,8 @@ func showTopics(e *env, all []topicJSON, recorded []outbox.RecordedTopic) error 
 			e.say(fmt.Sprintf("%s: %s is %s, want %s", visible(t.Topic), d.Setting, visible(d.Have), d.Want))
 		}
 	}
-	if len(nowhere) > 0 {
-		e.say("No topic follows from " + visible(strings.Join(nowhere, ", ")))
+	if len(withoutTopic) > 0 {
+		e.say("No topic follows from " + visible(strings.Join(withoutTopic, ", ")))
 	}
 	return nil
 }
