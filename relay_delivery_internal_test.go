@@ -1,0 +1,304 @@
+package outbox
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"log/slog"
+	"regexp"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/outage"
+)
+
+// An event is a letter, and the letter is its key: A is a later event of key a. Keys up
+// to m go to the topic orders, the others to payments; each key has a partition of its
+// own.
+//
+// A play is a list of sends, each with the events that were handed over, and Kafka's
+// answer to each of them:
+//
+//   - accepted             - unavailable           t its topic is missing
+//     x rejected             n no leader             i it cannot be made into a record
+//     a has to be sent alone b behind such an event
+//
+// Fewer answers than events mean that fewer were taken, no answer that the breaker is
+// open, stop that the relay is told to stop meanwhile, lost that the lease is lost. ?yes
+// and ?no are the answers to the question whether any broker answers.
+//
+// The outcomes are one for each event: + sent, x rejected, u unavailable, b blocked,
+// p parked, . pending.
+type deliveryTest struct {
+	name, batch, play, want string
+	fails                   string        // what the log says has failed, in this order
+	waits                   time.Duration // the shortest time that it takes; 0: no time at all
+}
+
+const (
+	aBackoff = 50 * time.Millisecond // at least
+	aLook    = 50 * time.Millisecond // at the breaker
+)
+
+var deliverTests = []deliveryTest{
+	{"all is accepted", "abA", "abA:+++", "+++", "", 0},
+	{"nothing is to be sent", "", "", "", "", 0},
+
+	// Kafka is unavailable.
+	{"the whole batch is unavailable: it is sent again, and nothing is parked", "abc", "abc:--- abc:--- abc:+++", "+++", "Kafka", 2 * aBackoff},
+	{"Kafka was gone for one send", "ab", "ab:-- ab:++", "++", "Kafka", aBackoff},
+	{"the relay is told to stop while Kafka is unavailable", "abc", "abc:---stop", "...", "Kafka", 0},
+	{"the lease is lost", "abc", "abc:lost", "...", "", 0},
+	{"the lease is lost while the batch is sent again", "abc", "abc:--- abc:lost", "...", "Kafka", aBackoff},
+
+	// Some of it is.
+	{"one partition fails while others work", "abc", "abc:+-+ ?yes", "+u+", "partition orders/1", 0},
+	{"later events of an unavailable one are blocked", "abBc", "abBc:+--+ ?yes", "+ub+", "partition orders/1", 0},
+	{"Kafka goes in the middle of the batch: the rest is sent again", "abc", "abc:+-- ?no bc:-- ?no bc:++", "+++", "Kafka", 2 * aBackoff},
+	{"Kafka is back, a partition is not: it has one more try", "abc", "abc:+-- ?no bc:-- ?yes bc:+- ?yes", "++u", "Kafka, partition orders/2", 2 * aBackoff},
+	{"the rest of a batch that is sent again works for others", "ab", "ab:-- ab:+- ?yes", "+u", "Kafka, partition orders/1", aBackoff},
+	{"the relay is told to stop in the middle", "abc", "abc:+--stop ?no", "+..", "Kafka", 0},
+
+	// A topic or a partition is known to be.
+	{"one topic is missing: only its events are unavailable", "anbo", "anbo:+t+t", "+u+u", "topic payments", 0},
+	{"all topics are missing: Kafka is there", "an", "an:tt", "uu", "topic orders, topic payments", 0},
+	{"later events of a missing topic's key are blocked", "nNa", "nNa:tt+", "ub+", "topic payments", 0},
+	{"a partition without a leader is unavailable, although nothing was accepted", "abc", "abc:n-- bc:++", "u++", "partition orders/0, Kafka", aBackoff},
+	{"a batch of a partition without a leader waits for nothing", "aA", "aA:nn", "ub", "partition orders/0", 0},
+
+	// Something is rejected.
+	{"a rejection names all: each is sent alone, and only the one that is rejected alone is blamed", "abc", "abc:xxx a:+ b:x c:+", "+x+", "", 0},
+	{"what was rejected with others gets through alone", "ab", "ab:x+ a:+", "++", "", 0},
+	{"later events of a rejected one are not sent", "abAB", "abAB:xxxx a:+ b:x A:+", "+x+b", "", 0},
+	{"too large: sent alone after the others, and before what is behind it", "abAc", "abAc:a+a+ a:+ A:+", "++++", "", 0},
+	{"too large, and rejected alone", "abA", "abA:a+a a:x", "x+b", "", 0},
+	{"an event that cannot be sent is rejected at once, and its key waits", "abA", "abA:i+b", "x+b", "", 0},
+	{"Kafka goes between events that are sent alone", "abc", "abc:xxx a:+ b:- ?no b:+ c:+", "+++", "Kafka", aBackoff},
+	{"alone, a topic fails: all that is left of it is unavailable", "abnc", "abnc:xxxx a:+ b:- ?yes n:+", "+u+u", "partition orders/1", 0},
+	{"alone, a topic is missing", "an", "an:xx a:t n:+", "u+", "topic orders", 0},
+	{"alone, nothing was accepted yet: Kafka is waited for", "ab", "ab:xx a:- a:+ b:+", "++", "Kafka", aBackoff},
+	{"the relay is told to stop between events that are sent alone", "ab", "ab:xx a:-stop", "..", "Kafka", 0},
+
+	// Not all goes together.
+	{"fewer are taken: the others follow", "abc", "abc:++ c:+", "+++", "", 0},
+	{"a rejection among those that were taken", "abc", "abc:xx a:+ b:x c:+", "+x+", "", 0},
+	{"the breaker is open: the batch waits until it is half-open", "ab", "ab: ab:+ b:+", "++", "", 30 * time.Second},
+	{"the breaker opens in the middle", "abc", "abc:+ bc: bc:++", "+++", "", 30 * time.Second},
+	{"the breaker opens between events that are sent alone", "ab", "ab:xx a: a:+ b:+", "++", "", 30 * time.Second},
+	{"the relay is told to stop while the breaker is open", "ab", "ab:stop", "..", "", 0},
+}
+
+func TestDeliver(t *testing.T) {
+	for _, test := range deliverTests {
+		t.Run(test.name, func(t *testing.T) {
+			testDelivery(t, test, func(d *deliverer, stop context.Context, batch []envelope) ([]outcome, error) {
+				return d.deliver(stop, context.Background(), batch, &parking{})
+			})
+		})
+	}
+}
+
+// What has failed before is tried once.
+func TestAttempt(t *testing.T) {
+	for _, test := range []deliveryTest{
+		{"all is accepted", "ab", "ab:++", "++", "", 0},
+		{"an event that fails is unavailable at once", "ab", "ab:--", "uu", "partition orders/0, partition orders/1", 0},
+		{"whatever the others do", "ab", "ab:+-", "+u", "partition orders/1", 0},
+		{"the breaker lets nothing through", "ab", "ab:", "..", "", 0},
+		{"the breaker lets one through", "ab", "ab:+ b:", "+.", "", 0},
+		{"a rejection names all: each is sent alone", "abA", "abA:xxx a:x b:+", "x+b", "", 0},
+		{"alone, a topic fails: all that is left of it is unavailable", "abn", "abn:xxx a:- n:+", "uu+", "partition orders/0", 0},
+		{"the breaker opens between events that are sent alone", "ab", "ab:xx a:+ b:", "+.", "", 0},
+		{"the lease is lost", "ab", "ab:lost", "..", "", 0},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			testDelivery(t, test, func(d *deliverer, stop context.Context, batch []envelope) ([]outcome, error) {
+				return d.attempt(stop, context.Background(), batch)
+			})
+		})
+	}
+}
+
+// Events of keys that have rows in outbox_failed are not sent, and count as pending.
+func TestDeliverParks(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var parked parking
+		parked.reset(map[string]int{"orders/a": 1, "payments/b": 1})
+		s := newFakeSender(t, "bc:++")
+		outcomes, err := s.deliverer(nil).deliver(t.Context(), t.Context(), envelopesOf("abAc"), &parked)
+		require.NoError(t, err)
+		require.Equal(t, "p+p+", outcomeSymbols(outcomes))
+		require.Equal(t, 2, parked.keys["orders/a"].pending)
+	})
+}
+
+// The hook gets what has an outcome, and is not called where nothing has one.
+func TestDeliverNotifies(t *testing.T) {
+	for _, test := range []struct{ name, batch, play, want string }{
+		{"all is accepted", "ab", "ab:++", "2 sent [a b], 0 failed [], 0 waiting"},
+		{"one is rejected, one is unavailable, and one waits", "abBcn", "abBcn:+ib+t", "2 sent [a c], 2 failed [b:invalid_event n:unknown_topic], 1 waiting"},
+		{"the relay is told to stop", "ab", "ab:--stop", ""},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				var got string
+				s := newFakeSender(t, test.play)
+				stop, cancel := context.WithCancel(t.Context())
+				s.stop = cancel
+				d := s.deliverer(func(b SentBatch) {
+					var sent, failed []string
+					for e := range b.All() {
+						sent = append(sent, e.Key())
+					}
+					for e, class := range b.NotTaken() {
+						failed = append(failed, e.Key()+":"+class)
+					}
+					require.False(t, b.Retried)
+					got = fmt.Sprintf("%d sent %v, %d failed %v, %d waiting", b.Events, sent, b.Failed, failed, b.Waiting)
+				})
+				_, err := d.deliver(stop, t.Context(), envelopesOf(test.batch), &parking{})
+				require.NoError(t, err)
+				require.Equal(t, test.want, got)
+			})
+		})
+	}
+}
+
+func testDelivery(t *testing.T, test deliveryTest, run func(*deliverer, context.Context, []envelope) ([]outcome, error)) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newFakeSender(t, test.play)
+		stop, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		s.stop = cancel
+		start := time.Now()
+		outcomes, err := run(s.deliverer(nil), stop, envelopesOf(test.batch))
+		if strings.Contains(test.play, "lost") {
+			require.ErrorIs(t, err, errLeaseLost)
+		} else {
+			require.NoError(t, err)
+		}
+		require.Empty(t, s.play, "the delivery ended too early")
+		require.Equal(t, test.want, outcomeSymbols(outcomes))
+		require.Equal(t, test.fails, s.failures())
+		if test.waits == 0 {
+			require.Zero(t, time.Since(start))
+		}
+		require.GreaterOrEqual(t, time.Since(start), test.waits)
+	})
+}
+
+// fakeSender is a sender that knows what it will be asked, and what it answers.
+type fakeSender struct {
+	t       *testing.T
+	play    []string // sends that have not come yet
+	stop    func()
+	breaker *breaker
+	log     bytes.Buffer
+	errs    map[rune]error
+}
+
+func newFakeSender(t *testing.T, play string) *fakeSender {
+	return &fakeSender{
+		t: t, play: strings.Fields(play), breaker: newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {}),
+		errs: map[rune]error{
+			'+': nil, '-': kgo.ErrRecordTimeout, 't': kerr.UnknownTopicOrPartition, 'n': fmt.Errorf("%w: %w", kafka.ErrNoLeader, kgo.ErrRecordTimeout),
+			'x': kerr.MessageTooLarge, 'a': errSendAlone, 'i': &FieldError{Field: "Type", Err: ErrEmpty}, 'b': errBlocked,
+		},
+	}
+}
+
+func (s *fakeSender) deliverer(onSent func(SentBatch)) *deliverer {
+	log := slog.New(slog.NewTextHandler(&s.log, nil))
+	return &deliverer{deliveryParts{
+		sender: s, breaker: s.breaker, log: log, onSend: func() {}, onSent: onSent,
+		kafkaOutage: outage.NewLog(log, "Kafka"), topicOutages: outage.NewLogs(log),
+	}}
+}
+
+// failures returns what the log says has failed, in this order.
+func (s *fakeSender) failures() string {
+	var names []string
+	for _, match := range regexp.MustCompile(`outbox: ([^"]*) fails, trying`).FindAllStringSubmatch(s.log.String(), -1) {
+		names = append(names, match[1])
+	}
+	return strings.Join(names, ", ")
+}
+
+// next returns what comes next in the play, which begins as it has to.
+func (s *fakeSender) next(begins string) string {
+	s.t.Helper()
+	require.NotEmpty(s.t, s.play, "after the play: %s", begins)
+	line := s.play[0]
+	s.play = s.play[1:]
+	rest, ok := strings.CutPrefix(line, begins)
+	require.True(s.t, ok, "%s instead of %s", begins, line)
+	return rest
+}
+
+func (s *fakeSender) answers(context.Context) bool { return s.next("?") == "yes" }
+
+func (s *fakeSender) topic(e *envelope) (string, error) {
+	if string(e.key()) <= "m" {
+		return "orders", nil
+	}
+	return "payments", nil
+}
+
+func (s *fakeSender) produce(_ context.Context, batch []envelope, which []int) ([]kgo.Record, []error, error) {
+	events := ""
+	for _, i := range which {
+		events += string(batch[i].eventID)
+	}
+	answers := s.next(events + ":")
+	if answers == "lost" {
+		return nil, nil, errLeaseLost
+	}
+	if left, ok := strings.CutSuffix(answers, "stop"); ok {
+		s.stop()
+		answers = left
+	}
+	if answers == "" {
+		s.openBreaker()
+	}
+	var records []kgo.Record
+	var errs []error
+	for n, symbol := range answers {
+		e := &batch[which[n]]
+		err := s.errs[symbol]
+		r := kgo.Record{Partition: int32(e.key()[0] - 'a')}
+		r.Topic, _ = s.topic(e)
+		records, errs = append(records, r), append(errs, err)
+	}
+	return records, errs, nil
+}
+
+// openBreaker opens the breaker, if it has been closed until now.
+func (s *fakeSender) openBreaker() {
+	p := s.breaker.allow(10)
+	for range p.granted {
+		p.report(callFailed)
+	}
+}
+
+func envelopesOf(events string) (batch []envelope) {
+	for i, event := range events {
+		batch = append(batch, envelope{id: int64(i + 1), eventID: []byte(string(event)), partitionKey: []byte(strings.ToLower(string(event)))})
+	}
+	return batch
+}
+
+func outcomeSymbols(outcomes []outcome) (symbols string) {
+	for _, o := range outcomes {
+		symbols += map[outcomeKind]string{
+			outcomePending: ".", outcomeSent: "+", outcomeRejected: "x", outcomeUnavailable: "u", outcomeBlocked: "b", outcomeParked: "p",
+		}[o.kind]
+	}
+	return symbols
+}
