@@ -3,18 +3,17 @@ package outbox
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"strings"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/watch"
 )
 
-// Alerter is told what an operator should know. There are [LogAlerter] and, in the
-// package outboxhttp, one for Slack's webhooks; your own may send mail or page
-// somebody. An error is told to the log, and the alert comes again at the next check.
+// Alerter passes alerts on to operators. There are [LogAlerter] and, in the package
+// outboxhttp, one for Slack's webhooks; your own may send mail or page the operator on
+// duty. After an error, which is logged, the alert comes again at the next check.
 type Alerter interface {
 	Alert(ctx context.Context, a Alert) error
 }
@@ -25,8 +24,8 @@ type AlertKind string
 const (
 	// AlertDead means that events died: Kafka refused them once too often.
 	AlertDead AlertKind = "dead_events"
-	// AlertManyDead means that AlertConfig.DeadThreshold or more events are dead and
-	// nobody has decided about them. It comes again when there are more.
+	// AlertManyDead means that AlertConfig.DeadThreshold or more events are dead and wait
+	// for an operator. It comes again when there are more.
 	AlertManyDead AlertKind = "many_dead_events"
 	// AlertStale means that events wait to be published for longer than they should.
 	AlertStale AlertKind = "stale_events"
@@ -34,8 +33,8 @@ const (
 	AlertNoLeader AlertKind = "no_leader"
 	// AlertBreaker means that a relay's circuit breaker is open, because Kafka fails.
 	AlertBreaker AlertKind = "breaker_open"
-	// AlertReport tells every AlertConfig.ReportInterval what waits for a decision, if
-	// there is something.
+	// AlertReport comes every AlertConfig.ReportInterval with what has failed and is not
+	// resolved, if there is something.
 	AlertReport AlertKind = "report"
 )
 
@@ -45,23 +44,45 @@ type Alert struct {
 	Kind AlertKind
 	// Relay is the name of the relay.
 	Relay string
-	// Over is set when what was told before is over.
+	// Over is set when what an earlier alert was about is over.
 	Over bool
-	// At is when it was found out.
+	// At is when the check found it.
 	At time.Time
-	// Status is how the relay stands.
+	// Status is the state of the relay.
 	Status RelayStatus
-	// Died is how many events have died, and Dead the first of them, at most 20,
-	// without their payloads. Of [AlertDead] only.
+	// Died is how many events have died, and Dead the first of them, at most 20. Of
+	// [AlertDead] only.
 	Died int
 	// Dead are some of those that died.
-	Dead []FailedRow
+	Dead []DeadEvent
 	// Unresolved is what has failed and is not resolved, by status, type and class. Of
 	// [AlertReport] only.
 	Unresolved []FailedCount
 }
 
-// String tells it in a sentence.
+// DeadEvent is an event that has died, as an alert shows it.
+type DeadEvent struct {
+	FailedEvent
+
+	// ID is outbox_failed.id. The package outboxops and the command outbox name the
+	// event by it: relay-17.
+	ID int64
+	// FailedAt is when it failed first.
+	FailedAt time.Time
+}
+
+// FailedCount is how many events have failed alike, as an alert shows it.
+type FailedCount struct {
+	// Relay, Status, Type and Class are what they have in common. Class is empty for
+	// what is parked.
+	Relay, Status, Type, Class string
+	// Events is how many there are.
+	Events int
+	// Oldest is when the first of them failed.
+	Oldest time.Time
+}
+
+// String returns the alert as a sentence.
 func (a Alert) String() string {
 	s := a.Status
 	switch {
@@ -110,11 +131,11 @@ func counted(n int, what string) string {
 	return fmt.Sprintf("%d %ss", n, what)
 }
 
-// AlertConfig says when somebody is told, and who. The zero value is ready for
-// production: it tells the log.
+// AlertConfig says when alerts are sent, and to whom. The zero value is ready for
+// production: it logs them.
 type AlertConfig struct {
-	// Alerter is told. Nil means a [LogAlerter] on the logger; of a relay without what
-	// its log has anyway, dead events and the breaker.
+	// Alerter gets the alerts. Nil means a [LogAlerter] on the logger; of a relay without
+	// what its log has anyway, dead events and the breaker.
 	Alerter Alerter
 	// Interval is the time between two checks. A relay also checks when an event dies
 	// and when its breaker changes. Zero means 1 min.
@@ -132,38 +153,16 @@ type AlertConfig struct {
 	StalePending int
 }
 
-const (
-	defaultMonitoring    = time.Minute
-	defaultReports       = 10 * time.Minute
-	defaultDeadThreshold = 10
-	defaultStaleAfter    = 5 * time.Minute
-	defaultStalePending  = 100
-)
-
-func (c AlertConfig) withDefaults() AlertConfig {
-	c.Interval = cmp.Or(c.Interval, defaultMonitoring)
-	c.ReportInterval = cmp.Or(c.ReportInterval, defaultReports)
-	c.DeadThreshold = cmp.Or(c.DeadThreshold, defaultDeadThreshold)
-	c.StaleAfter = cmp.Or(c.StaleAfter, defaultStaleAfter)
-	c.StalePending = cmp.Or(c.StalePending, defaultStalePending)
-	return c
+func (c AlertConfig) settings() watch.Settings {
+	return watch.Settings{
+		Interval: c.Interval, ReportInterval: c.ReportInterval, DeadThreshold: c.DeadThreshold, StaleAfter: c.StaleAfter, StalePending: c.StalePending,
+	}
 }
 
-func (c AlertConfig) validate() error {
-	return errors.Join(
-		check.NotNegative("Alerts.Interval", c.Interval),
-		check.NotNegative("Alerts.ReportInterval", c.ReportInterval),
-		check.NotNegative("Alerts.DeadThreshold", c.DeadThreshold),
-		check.NotNegative("Alerts.StaleAfter", c.StaleAfter),
-		check.NotNegative("Alerts.StalePending", c.StalePending),
-		check.NotAbove("Alerts.StalePending", c.StalePending, maxPendingCount),
-	)
-}
-
-// LogAlerter tells a log: ERROR for what is wrong, with a line for each event that
-// died, and WARN for reports and for what is over.
+// LogAlerter logs alerts: as ERROR what is wrong, with a line for each event that died,
+// and as WARN reports and what is over.
 type LogAlerter struct {
-	// Logger is told. Nil means slog.Default().
+	// Logger gets the lines. Nil means slog.Default().
 	Logger *slog.Logger
 
 	quiet bool // without dead events and the breaker

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -12,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // How the cursor works. ids are drawn at INSERT and become visible at COMMIT, so a reader
@@ -85,24 +85,6 @@ SELECT c.id, c.snapshot::text, coalesce(c.window_snapshot::text, ''), c.last_pro
   FROM pg_control_system() AS s
   LEFT JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
                       WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c ON true`
-
-// newestCursors begins a statement that reads the position of each relay: its newest row
-// is in stands. Under pg.PlannerSettings the planner uses the index on (relay, id) for it.
-const newestCursors = `
-WITH RECURSIVE names AS (
-   (SELECT relay FROM {schema}.outbox_cursor ORDER BY relay LIMIT 1)
-     UNION ALL
-    SELECT (SELECT c.relay FROM {schema}.outbox_cursor AS c WHERE c.relay > names.relay ORDER BY c.relay LIMIT 1)
-      FROM names WHERE names.relay IS NOT NULL
-), stands AS MATERIALIZED (
-    SELECT c.* FROM names
-     CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
-                          WHERE relay >= names.relay AND relay <= names.relay ORDER BY relay DESC, id DESC LIMIT 1) AS c
-)`
-
-// attempted is true if relay s has attempted event o.
-const attempted = `(pg_visible_in_snapshot(o.xid, s.snapshot)
-       OR coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false))`
 
 // sqlSeed inserts the first row of a relay: a position before every transaction.
 const sqlSeed = `
@@ -228,7 +210,7 @@ func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (ne
 		}
 		return err
 	}, c.sqlOpen, c.relay, l.holder, l.epoch, p.cursorID,
-		next.base, snapshotMax(next.base), limit+1, drained, p.last, p.highest, p.systemID, p.server)
+		next.base, tables.SnapshotMax(next.base), limit+1, drained, p.last, p.highest, p.systemID, p.server)
 	switch {
 	case err != nil:
 		return p, nil, false, fmt.Errorf("open window: %w", err)
@@ -243,13 +225,6 @@ func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (ne
 		next.window, next.last = now, 0
 	}
 	return next, events, large || size > limit, nil
-}
-
-// snapshotMax returns the xmax of a snapshot's text, xmin:xmax:xip,…
-func snapshotMax(snapshot string) string {
-	_, rest, _ := strings.Cut(snapshot, ":")
-	xmax, _, _ := strings.Cut(rest, ":")
-	return xmax
 }
 
 // sqlMove writes how far the open window has been drained.

@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -284,6 +285,6 @@ func TestStatementsAreComplete(t *testing.T) {
 }
 
 func TestSnapshotMax(t *testing.T) {
-	require.Equal(t, "1", snapshotMax("1:1:"))
-	require.Equal(t, "30", snapshotMax("10:30:10,12,29"))
+	require.Equal(t, "1", tables.SnapshotMax("1:1:"))
+	require.Equal(t, "30", tables.SnapshotMax("10:30:10,12,29"))
 }

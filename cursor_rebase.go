@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // A dump that is restored into another cluster brings transaction ids and snapshots that
@@ -42,14 +43,14 @@ SELECT coalesce(max(c.highest_id), 0), s.name, coalesce(pg_sequence_last_value(s
 // transaction already had an id and later transactions had finished. So no statement
 // before this one may take an id.
 const sqlRebase = `
-WITH stands AS MATERIALIZED (
+WITH positions AS MATERIALIZED (
     SELECT DISTINCT ON (relay) * FROM {schema}.outbox_cursor ORDER BY relay, id DESC
 ), unsent AS MATERIALIZED (
     SELECT o.id, array_agg(s.relay ORDER BY s.relay) AS relays
       FROM {schema}.outbox AS o
-      JOIN stands AS s
+      JOIN positions AS s
         ON o.id > s.highest_id
-        OR NOT ` + attempted + `
+        OR NOT ` + tables.Attempted + `
      GROUP BY o.id
 ), labels AS MATERIALIZED (
     SELECT relays, 2 + row_number() OVER (ORDER BY relays) AS label FROM unsent GROUP BY relays
@@ -65,7 +66,7 @@ WITH stands AS MATERIALIZED (
                            pg_snapshot_xmax(pg_current_snapshot()),
                            string_agg(open.xid::text, ',' ORDER BY open.xid))::pg_snapshot,
            s.last_processed_id, s.highest_id, c.system_identifier, CASE s.relay WHEN $1 THEN $2 ELSE s.epoch END
-      FROM pg_control_system() AS c, stands AS s
+      FROM pg_control_system() AS c, positions AS s
       LEFT JOIN LATERAL (SELECT label AS xid FROM labels WHERE s.relay = ANY(relays)
                           UNION ALL
                          SELECT x::text::bigint FROM pg_snapshot_xip(pg_current_snapshot()) AS x) AS open ON true

@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 const (
@@ -51,7 +52,7 @@ func (c *cursors) remaining(ctx context.Context, p position, limit int) (ids []i
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
 		ids, err = readIDs(rows)
 		return err
-	}, c.sqlIDs, p.base, snapshotMax(p.base), p.window, snapshotMax(p.window), p.last, limit, c.relay, p.cursorID, p.server)
+	}, c.sqlIDs, p.base, tables.SnapshotMax(p.base), p.window, tables.SnapshotMax(p.window), p.last, limit, c.relay, p.cursorID, p.server)
 	if err != nil {
 		return nil, fmt.Errorf("read window: %w", err)
 	}

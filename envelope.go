@@ -180,10 +180,10 @@ func (e *envelope) destination() (string, error) {
 		return string(e.topic), nil
 	}
 	name := string(e.eventType)
-	if !dottedName.MatchString(name) {
+	if !check.HasTopic(name) {
 		return "", &FieldError{EventType: name, Index: -1, Field: "event_type", Err: ErrMalformed}
 	}
-	return topicOf(name), nil
+	return check.TopicOf(name), nil
 }
 
 // key returns the partition key.
@@ -320,15 +320,4 @@ func isAttribute(name string) bool { return name == correlationAttr || name == t
 // appendTime appends a time in RFC 3339, UTC, to the microsecond.
 func appendTime(b []byte, t time.Time) []byte {
 	return t.UTC().AppendFormat(b, "2006-01-02T15:04:05.999999Z07:00")
-}
-
-// parkingKey identifies the events that must stay in order: those of one topic and
-// record key. The name of a topic has no slash.
-func parkingKey(topic string, key []byte) string {
-	var b strings.Builder
-	b.Grow(len(topic) + 1 + len(key))
-	b.WriteString(topic)
-	b.WriteByte('/')
-	b.Write(key)
-	return b.String()
 }

@@ -49,12 +49,6 @@ var (
 	// ErrDatabaseAhead is returned by [Migrate] when the database was migrated by
 	// a newer release than this one.
 	ErrDatabaseAhead = errors.New("outbox: database is ahead of this release")
-	// ErrNotFound is returned by the methods of [FailedEvents] for an event that is
-	// not, or no longer, in outbox_failed, and for a key of which nothing is there.
-	ErrNotFound = errors.New("not found")
-	// ErrStatus is returned by the methods of [FailedEvents] for what cannot be done to
-	// an event in its status.
-	ErrStatus = errors.New("not possible in this status")
 	// ErrSequenceBehind is returned by [Relay.Run], before it changes anything, in a
 	// database that was restored without the sequence of outbox.id. New events would
 	// get the ids of events that were sent, and would be taken for sent. The error

@@ -16,6 +16,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // house is a migrated schema, a topic of its own, and a recorder for events
@@ -147,6 +148,29 @@ func (h *house) judgeWithin(t testing.TB, reader *oracle.Reader, v oracle.Verdic
 	require.NoError(t, err)
 	v.Judge(committed, arrived)
 	return v
+}
+
+// failures returns the failed events of the house.
+func (h *house) failures(t *testing.T) *outboxops.Failures {
+	t.Helper()
+	f, err := outboxops.NewFailures(h.db, outboxops.FailuresConfig{Schema: h.schema})
+	require.NoError(t, err)
+	return f
+}
+
+// relayStatus returns the state of a relay; of one that is not known, nothing.
+func (h *house) relayStatus(t testing.TB, name string) (status outbox.RelayStatus) {
+	t.Helper()
+	i, err := outboxops.NewInspector(h.db, outboxops.InspectorConfig{Schema: h.schema})
+	require.NoError(t, err)
+	all, err := i.Relays(background)
+	require.NoError(t, err)
+	for _, r := range all {
+		if r.Name == name {
+			status = r
+		}
+	}
+	return status
 }
 
 func (h *house) count(t testing.TB, table string) (n int) {

@@ -135,7 +135,7 @@ func TestQueries(t *testing.T) {
 	require.NoError(t, err)
 	defer conn.Release()
 	queries := sqlConsts(t)
-	require.GreaterOrEqual(t, len(queries), 14)
+	require.GreaterOrEqual(t, len(queries), 50)
 	for name, query := range queries {
 		query = strings.ReplaceAll(query, "{schema}", pgx.Identifier{schema}.Sanitize())
 		_, err := conn.Conn().Prepare(background, name, query)
@@ -143,14 +143,18 @@ func TestQueries(t *testing.T) {
 	}
 }
 
-// sqlConsts returns the constants of the root package whose names begin with sql.
+// sqlConsts returns the constants whose names begin with sql, or with SQL where other
+// packages use them, by package and name.
 func sqlConsts(t *testing.T) map[string]string {
 	t.Helper()
-	scope := typeCheck(t).pkg.Scope()
 	queries := map[string]string{}
-	for _, name := range scope.Names() {
-		if c, ok := scope.Lookup(name).(*types.Const); ok && regexp.MustCompile(`^sql[A-Z]`).MatchString(name) {
-			queries[name] = constant.StringVal(c.Val())
+	for _, dir := range []string{".", "internal/tables", "internal/watch", "outboxops"} {
+		c, err := checkPackage(dir)
+		require.NoError(t, err)
+		for _, name := range c.pkg.Scope().Names() {
+			if c, ok := c.pkg.Scope().Lookup(name).(*types.Const); ok && regexp.MustCompile(`^(sql|SQL)[A-Z]`).MatchString(name) {
+				queries[dir+" "+name] = constant.StringVal(c.Val())
+			}
 		}
 	}
 	return queries

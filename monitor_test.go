@@ -14,7 +14,9 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // mailbox is an alerter that keeps what it is told, and fails as often as it is to.
@@ -68,22 +70,30 @@ func (m *mailbox) await(t *testing.T, kind outbox.AlertKind, over bool) (found o
 	return found
 }
 
-func (h *house) monitor(t *testing.T, alerts outbox.AlertConfig) *outbox.Monitor {
+// patiently retries soon, and has one try until an event is dead.
+func patiently() outbox.RelayConfig {
+	cfg := quick
+	cfg.MaxRetries = 1
+	cfg.Logger = slog.New(slog.DiscardHandler)
+	return cfg
+}
+
+// dead lets the house's relay give up a poison of key bad.
+func (h *house) dead(t *testing.T, cfg outbox.RelayConfig) (event oracle.Event) {
 	t.Helper()
-	m, err := outbox.NewMonitor(h.db, outbox.MonitorConfig{Schema: h.schema, Alerts: alerts, Logger: logTo(t, slog.LevelWarn)})
-	require.NoError(t, err)
-	return m
+	event = poison("bad", 1)
+	testenv.Run(t, h.relay(t, cfg).Run)
+	h.commit(t, event)
+	require.Eventually(t, func() bool { return h.statuses(t)[outbox.StatusDead] == 1 }, testenv.Patience, 10*time.Millisecond)
+	return event
 }
 
 func TestAlertConfig(t *testing.T) {
-	bad := outbox.AlertConfig{Interval: -1, ReportInterval: -1, DeadThreshold: -1, StaleAfter: -1, StalePending: 1_000_000}
-	fields := []string{"db", "Schema", "Interval", "ReportInterval", "DeadThreshold", "StaleAfter", "StalePending"}
-	_, err := outbox.NewMonitor(nil, outbox.MonitorConfig{Schema: "$user", Alerts: bad})
-	require.ErrorIs(t, err, outbox.ErrNilArgument)
-	_, relayErr := outbox.NewRelay(nil, nil, outbox.RelayConfig{Schema: "$user", Alerts: bad})
-	for _, field := range fields {
+	_, err := outbox.NewRelay(nil, nil, outbox.RelayConfig{Schema: "$user", Alerts: outbox.AlertConfig{
+		Interval: -1, ReportInterval: -1, DeadThreshold: -1, StaleAfter: -1, StalePending: 1_000_000,
+	}})
+	for _, field := range []string{"db", "Schema", "Interval", "ReportInterval", "DeadThreshold", "StaleAfter", "StalePending"} {
 		require.ErrorContains(t, err, field)
-		require.ErrorContains(t, relayErr, field)
 	}
 }
 
@@ -94,7 +104,7 @@ func TestDeadEventsAreAlertedTo(t *testing.T) {
 	box := &mailbox{fails: 2}
 	cfg := patiently()
 	cfg.Alerts = outbox.AlertConfig{Alerter: box, Interval: 50 * time.Millisecond, DeadThreshold: 3}
-	event, _ := h.dead(t, cfg)
+	event := h.dead(t, cfg)
 	a := box.await(t, outbox.AlertDead, false)
 	require.Equal(t, []any{"default", 1, int64(1)}, []any{a.Relay, a.Died, a.Status.Dead})
 	require.Len(t, a.Dead, 1)
@@ -109,7 +119,7 @@ func TestDeadEventsAreAlertedTo(t *testing.T) {
 	require.Eventually(t, func() bool {
 		return box.told(outbox.AlertManyDead) == "many_dead_events many_dead_events"
 	}, testenv.Patience, 5*time.Millisecond)
-	_, err := h.operator(t).ResolveAll(background, outbox.FailedFilter{}, outbox.BulkConfig{}, kim)
+	_, err := h.failures(t).ResolveAll(background, outboxops.FailureFilter{}, outboxops.BulkConfig{}, kim)
 	require.NoError(t, err)
 	box.await(t, outbox.AlertManyDead, true)
 
@@ -135,54 +145,6 @@ func TestDeadEventIsAlertedToAtOnce(t *testing.T) {
 	cfg.Alerts = outbox.AlertConfig{Alerter: box, Interval: time.Hour}
 	h.dead(t, cfg)
 	box.await(t, outbox.AlertDead, false)
-}
-
-// What waits for too long, and a relay that nobody runs, are told once, by a process
-// that runs none, and once more when it is over.
-func TestStaleEventsAreAlertedTo(t *testing.T) {
-	h := newHouse(t)
-	reader := h.follow(t)
-	box := &mailbox{}
-	first := numbered("a", 1, 1)
-	h.commit(t, first...)
-	stop := testenv.Run(t, h.relay(t, quick).Run)
-	requireArrival(t, reader, first...)
-	stop()
-	h.commit(t, numbered("a", 2, 2)...)
-	testenv.Run(t, h.monitor(t, outbox.AlertConfig{Alerter: box, Interval: 5 * time.Millisecond, StaleAfter: time.Millisecond, StalePending: 3}).Run)
-	a := box.await(t, outbox.AlertNoLeader, false)
-	require.Equal(t, "relay default: no process runs it, 2 events wait", a.String())
-	require.Empty(t, box.told(outbox.AlertStale), "not as many")
-	h.commit(t, numbered("a", 4, 1)...)
-	a = box.await(t, outbox.AlertStale, false)
-	require.EqualValues(t, 3, a.Status.Pending)
-	require.Contains(t, a.String(), "relay default: 3 events are not published, the oldest for ")
-	h.commit(t, numbered("a", 5, 10)...) // more of the same is no news
-
-	stop = testenv.Run(t, h.relay(t, quick).Run)
-	box.await(t, outbox.AlertNoLeader, true)
-	box.await(t, outbox.AlertStale, true)
-	stop()
-	require.Equal(t, "no_leader no_leader!", box.told(outbox.AlertNoLeader)[:len("no_leader no_leader!")])
-	require.Equal(t, "stale_events stale_events!", box.told(outbox.AlertStale))
-}
-
-// A standby needs a moment to take over: one look without a leader is no alert.
-func TestBriefAbsenceOfALeader(t *testing.T) {
-	h := newHouse(t)
-	stop := testenv.Run(t, h.relay(t, quick).Run)
-	require.Eventually(t, func() bool { return h.relayStatus(t, "default").Holder != "" }, testenv.Patience, 5*time.Millisecond)
-	stop()
-	h.commit(t, numbered("a", 1, 1)...)
-	box := &mailbox{}
-	m := h.monitor(t, outbox.AlertConfig{Alerter: box, Interval: time.Hour, StaleAfter: time.Nanosecond, StalePending: 1})
-	ctx, cancel := context.WithCancel(background)
-	done := make(chan error, 1)
-	go func() { done <- m.Run(ctx) }()
-	box.await(t, outbox.AlertStale, false)
-	cancel()
-	require.NoError(t, <-done)
-	require.Empty(t, box.told(outbox.AlertNoLeader))
 }
 
 // Of two relays that lead, the first tells of a third that nobody leads.
@@ -263,7 +225,7 @@ func TestLogAlerter(t *testing.T) {
 	log := outbox.LogAlerter{Logger: slog.New(slog.NewTextHandler(&out, nil))}
 	require.NoError(t, log.Alert(background, outbox.Alert{
 		Kind: outbox.AlertDead, Relay: "default", Died: 1, Status: outbox.RelayStatus{Dead: 1},
-		Dead: []outbox.FailedRow{{ID: 7, FailedEvent: outbox.FailedEvent{
+		Dead: []outbox.DeadEvent{{ID: 7, FailedEvent: outbox.FailedEvent{
 			EventID: "e-1", Type: "shop.order.created.v1", AggregateType: "Order", AggregateID: "42", Retries: 10, Err: errors.New("too large"),
 		}}},
 	}))
@@ -274,16 +236,4 @@ func TestLogAlerter(t *testing.T) {
 	out.Reset()
 	require.NoError(t, log.Alert(background, outbox.Alert{Kind: outbox.AlertBreaker, Relay: "default", Over: true}))
 	require.Contains(t, out.String(), "level=WARN")
-}
-
-// A monitor waits for PostgreSQL, and does not for tables that nobody makes.
-func TestMonitorWithoutTables(t *testing.T) {
-	h := newHouse(t)
-	_, err := h.db.Exec(background, h.sql(`DROP TABLE {s}.outbox_cursor`))
-	require.NoError(t, err)
-	require.ErrorIs(t, h.monitor(t, outbox.AlertConfig{}).Run(background), outbox.ErrNotMigrated)
-	m := h.monitor(t, outbox.AlertConfig{})
-	ctx, cancel := context.WithCancel(background)
-	cancel()
-	require.NoError(t, m.Run(ctx))
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -120,7 +121,7 @@ func (d *desk) explainPoll(t *testing.T, l *lease, p position, mode string, fres
 		require.NoError(t, err)
 	}
 	execute := fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s')`,
-		l.holder, l.epoch, p.cursorID, p.base, snapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano))
+		l.holder, l.epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano))
 	buffers, plan = explain(t, tx, execute)
 	_, err = tx.Exec(ctx, "DEALLOCATE poll")
 	require.NoError(t, err)
@@ -202,9 +203,9 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	end := retained/10 + fresh
 	for name, args := range map[string]string{
 		"poll": fmt.Sprintf(`('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s')`,
-			l.holder, l.epoch, p.cursorID, p.base, snapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano)),
+			l.holder, l.epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano)),
 		"ids": fmt.Sprintf(`('%s', '%s', '%s', '%s', 0, 1000, 'default', %d, '%s')`,
-			p.base, snapshotMax(p.base), now, snapshotMax(now), p.cursorID, p.server.Format(time.RFC3339Nano)),
+			p.base, tables.SnapshotMax(p.base), now, tables.SnapshotMax(now), p.cursorID, p.server.Format(time.RFC3339Nano)),
 		"rows": fmt.Sprintf(`('{%d}', '{%d}', 'default', %d, '%s')`, end-fresh+1, end, p.cursorID, p.server.Format(time.RFC3339Nano)),
 	} {
 		inTx(func(tx pgx.Tx) {

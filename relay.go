@@ -16,6 +16,7 @@ import (
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
+	"github.com/outboxgo/outbox/internal/watch"
 )
 
 // Relay hands committed events to Kafka: each at least once, those of one
@@ -27,7 +28,7 @@ type Relay struct {
 	cursors   *cursors
 	failed    *failedStore
 	retention *retention
-	watch     *watch
+	watch     *watch.Watch
 	log       *slog.Logger
 	breaker   *breaker
 	health    *healthState
@@ -78,7 +79,6 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 		cursors:   newCursors(db, cfg.Schema, cfg.Name),
 		failed:    newFailedStore(db, cfg.Schema, cfg.Name, cfg.HoldDead),
 		retention: newRetention(db, cfg.Schema, cfg.Retention),
-		watch:     newWatch(db, cfg.Schema, cfg.Alerts, cfg.Logger),
 		log:       log,
 
 		postgresOutage: outage.NewLog(log, "PostgreSQL"),
@@ -92,7 +92,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 		checkNow: make(chan struct{}, 1),
 	}
 	r.breaker = newBreaker(cfg.Breaker, r.breakerChanged)
-	r.watch.own, r.watch.breaker = cfg.Name, r.breaker.state
+	r.watch = newWatch(db, cfg, r.breaker)
 	r.health = newHealthState(cfg, r.breaker, r.postgresOutage, r.kafkaOutage)
 	return r, nil
 }

@@ -75,7 +75,7 @@ type RelayConfig struct {
 
 	// Alerts says when an alert is sent that something is wrong with this relay, and to
 	// whom. The process that leads sends them, also for relays of the schema that no
-	// process leads. See [Monitor] for processes without a relay.
+	// process leads. The package outboxops has a Monitor for processes without a relay.
 	Alerts AlertConfig
 
 	// Hooks are called when something happens.
@@ -113,7 +113,6 @@ func (c RelayConfig) withDefaults() RelayConfig {
 	c.MaxRetries = cmp.Or(c.MaxRetries, defaultMaxRetries)
 	c.Breaker = c.Breaker.withDefaults()
 	c.Retention = c.Retention.withDefaults()
-	c.Alerts = c.Alerts.withDefaults()
 	c.Logger = cmp.Or(c.Logger, slog.Default())
 	if c.Alerts.Alerter == nil {
 		c.Alerts.Alerter = LogAlerter{Logger: c.Logger, quiet: true}
@@ -133,7 +132,7 @@ func (c RelayConfig) validate() error {
 		check.NotNegative("MaxRetries", c.MaxRetries),
 		c.Breaker.validate(),
 		c.Retention.validate(),
-		c.Alerts.validate(),
+		c.Alerts.settings().Validate(),
 	}
 	for _, class := range slices.Sorted(maps.Keys(c.RetryDeadAfter)) {
 		if c.RetryDeadAfter[class] <= 0 {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -274,7 +275,7 @@ func (d *delivery) shouldParkRest() bool {
 func (d *delivery) key(i int) string {
 	e := &d.batch[i]
 	topic, _ := d.sender.topic(e) // an event without a topic cannot be sent; the key then has no topic either
-	return parkingKey(topic, e.key())
+	return tables.ParkingKey(topic, e.key())
 }
 
 func (d *delivery) markSent(i int, r *kgo.Record) {

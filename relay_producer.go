@@ -10,6 +10,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // producerConfig is what a producer takes from the relay's configuration.
@@ -155,11 +156,11 @@ func (p *producer) records(batch []envelope, which []int, errs []error) []kgo.Re
 		}
 		first := len(headers)
 		if r.Value, errs[n] = e.record(p.cfg.mode, add); errs[n] != nil {
-			bad = append(bad, parkingKey(r.Topic, e.key()))
+			bad = append(bad, tables.ParkingKey(r.Topic, e.key()))
 			continue
 		}
 		r.Key, r.Headers = e.key(), headers[first:len(headers):len(headers)]
-		if len(bad) > 0 && slices.Contains(bad, parkingKey(r.Topic, r.Key)) {
+		if len(bad) > 0 && slices.Contains(bad, tables.ParkingKey(r.Topic, r.Key)) {
 			errs[n] = errBlocked
 		}
 	}
@@ -185,11 +186,11 @@ func (p *producer) sendAloneLater(records []kgo.Record, errs []error) {
 		r := &records[i]
 		switch {
 		case errs[i] != nil:
-		case len(keys) > 0 && slices.Contains(keys, parkingKey(r.Topic, r.Key)):
+		case len(keys) > 0 && slices.Contains(keys, tables.ParkingKey(r.Topic, r.Key)):
 			errs[i] = errSendAlone
 		case p.limits.Exceeds(r):
 			errs[i] = errSendAlone
-			keys = append(keys, parkingKey(r.Topic, r.Key))
+			keys = append(keys, tables.ParkingKey(r.Topic, r.Key))
 		}
 	}
 }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -344,7 +345,7 @@ func (s *session) failures(batch []envelope, outcomes []outcome) (decided int, f
 		}
 		topic, _ := s.deliverer.topic(e)
 		failures = append(failures, failure{
-			event: e, key: parkingKey(topic, e.key()), status: status, class: o.class, err: o.err,
+			event: e, key: tables.ParkingKey(topic, e.key()), status: status, class: o.class, err: o.err,
 			rejected: o.kind == outcomeRejected, pending: o.kind == outcomeParked,
 		})
 	}

@@ -9,7 +9,6 @@ import (
 	"reflect"
 	"regexp"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -209,7 +208,7 @@ func (r *Registry) Topic(eventType string) (string, error) {
 	return def.destination(), nil
 }
 
-func (d *definition) destination() string { return cmp.Or(d.topic, topicOf(d.eventType)) }
+func (d *definition) destination() string { return cmp.Or(d.topic, check.TopicOf(d.eventType)) }
 
 // Types returns the registered event types, sorted.
 func (r *Registry) Types() []string { return slices.Sorted(maps.Keys(r.byName)) }
@@ -265,16 +264,8 @@ func unregistered(e DomainEvent) error {
 	return &FieldError{EventType: fmt.Sprintf("%T", e), Field: "event", Err: ErrUnregistered}
 }
 
-// topicOf derives a topic from an event type that checkEventType has accepted.
-func topicOf(eventType string) string {
-	_, rest, _ := strings.Cut(eventType, ".")
-	domain, _, _ := strings.Cut(rest, ".")
-	return domain + "-events"
-}
-
 var (
 	plainName        = regexp.MustCompile(`^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$`)
-	dottedName       = regexp.MustCompile(`^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+$`) // has a second segment
 	conventionalName = regexp.MustCompile(`^[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+\.v[1-9][0-9]*$`)
 	topicName        = regexp.MustCompile(`^[A-Za-z0-9._-]{1,249}$`)
 )

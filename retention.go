@@ -15,6 +15,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -264,9 +265,9 @@ type proof struct {
 // relays and their newest rows are found one by one; with "relay = name" the planner might
 // read the history of all relays. Rows are deleted by ctid, because to the planner any
 // index of an empty table looks as good as any other.
-const publishedRows = newestCursors + `, ceiling AS MATERIALIZED (
+const publishedRows = tables.NewestCursors + `, ceiling AS MATERIALIZED (
     SELECT min(s.highest_id) AS id
-      FROM stands AS s, pg_control_system() AS here
+      FROM positions AS s, pg_control_system() AS here
     HAVING bool_and(s.system_identifier = here.system_identifier
                     AND pg_snapshot_xmax(coalesce(s.window_snapshot, s.snapshot)) <= pg_snapshot_xmax(pg_current_snapshot()))
        AND coalesce((SELECT xid FROM {schema}.outbox ORDER BY xid DESC, id DESC LIMIT 1) < pg_snapshot_xmax(pg_current_snapshot()), true)
@@ -281,8 +282,8 @@ const publishedAmong = ` ORDER BY id LIMIT $2
 ), published AS MATERIALIZED (
     SELECT o.part, o.place, o.id FROM looked AS o
      WHERE o.old AND (SELECT id FROM ceiling) IS NOT NULL AND NOT EXISTS (
-           SELECT FROM stands AS s
-            WHERE NOT ` + attempted + `)
+           SELECT FROM positions AS s
+            WHERE NOT ` + tables.Attempted + `)
 ), gone AS (`
 
 const deletePublished = `
@@ -291,7 +292,7 @@ const deletePublished = `
 const countGone = `
 )
 SELECT ` + lookedColumns + `,
-       (SELECT min(relay) FROM stands
+       (SELECT min(relay) FROM positions
          WHERE highest_id = (SELECT id FROM ceiling)
            AND (SELECT created_at FROM {schema}.outbox WHERE id > (SELECT id FROM ceiling) ORDER BY id LIMIT 1) < now() - $3::interval),
        (SELECT count(*) FROM gone)`

@@ -21,6 +21,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // roles are those of docs/roles.md, in the schema of a house and under names of
@@ -29,6 +30,8 @@ type roles struct {
 	*house
 	suffix string
 }
+
+var kim = outboxops.AuditInfo{Operator: "kim", Reason: "the topic's limit was too small"}
 
 func newRoles(t *testing.T, h *house) *roles {
 	t.Helper()
@@ -116,22 +119,22 @@ func testRoles(t *testing.T, h *house, reader *oracle.Reader, left int) {
 	require.Eventually(t, func() bool { return h.count(t, "outbox_audit") > 0 }, testenv.Patience, 10*time.Millisecond, "revived")
 	require.Eventually(t, func() bool { return h.count(t, "outbox") <= left && h.count(t, "event_handled") == 0 }, testenv.Patience, 10*time.Millisecond, "removed")
 
-	inspector, err := outbox.NewInspector(r.as(t, "reader"), outbox.InspectorConfig{Schema: h.schema})
+	inspector, err := outboxops.NewInspector(r.as(t, "reader"), outboxops.InspectorConfig{Schema: h.schema})
 	require.NoError(t, err)
 	relays, err := inspector.Relays(background)
 	require.NoError(t, err)
 	require.Len(t, relays, 1)
-	_, err = inspector.Moves(background, "default", time.Now().Add(-time.Minute), time.Second)
+	_, err = inspector.Progress(background, "default", time.Now().Add(-time.Minute), time.Second)
 	require.NoError(t, err)
 	_, err = inspector.Transactions(background, 0)
 	require.NoError(t, err)
-	_, err = inspector.Events(background, outbox.EventFilter{}, outbox.EventPage{})
+	_, err = inspector.Events(background, outboxops.EventFilter{}, outboxops.EventPage{})
 	require.NoError(t, err)
 
-	operator, err := outbox.NewFailedEvents(r.as(t, "operator"), outbox.FailedEventsConfig{Schema: h.schema})
+	operator, err := outboxops.NewFailures(r.as(t, "operator"), outboxops.FailuresConfig{Schema: h.schema})
 	require.NoError(t, err)
 	require.Eventually(t, func() bool { // it is revived and dies again and again
-		rows, err := operator.List(background, outbox.FailedFilter{}, outbox.FailedPage{})
+		rows, err := operator.List(background, outboxops.FailureFilter{}, outboxops.FailurePage{})
 		require.NoError(t, err)
 		return len(rows) == 1 && operator.Hold(background, "default", h.topic, "bad", kim) == nil &&
 			operator.Release(background, "default", h.topic, "bad", kim) == nil && operator.Resolve(background, rows[0].ID, kim) == nil

@@ -1,5 +1,7 @@
 package outbox
 
+import "time"
+
 // Values of outbox_failed.status.
 const (
 	StatusWaiting  = "waiting"  // for Kafka, its topic or its partition; tries are not counted
@@ -9,5 +11,33 @@ const (
 	StatusResolved = "resolved" // by an operator, or sent and kept
 )
 
-// unresolved are the statuses that somebody or something has yet to deal with.
-var unresolved = []string{StatusWaiting, StatusFailed, StatusParked, StatusDead}
+// RelayStatus is the state of a relay, by the database.
+type RelayStatus struct {
+	// Name of the relay.
+	Name string
+	// Holder is who leads: host, process id and a random part. Empty means that no
+	// process does.
+	Holder string
+	// Epoch grows with every change of holder.
+	Epoch int64
+	// LeaseUntil is when the lease expires unless it is renewed, or when it did;
+	// zero if it was given back, or never taken.
+	LeaseUntil time.Time
+	// MovedAt is when the cursor moved last; zero if it has no cursor yet.
+	MovedAt time.Time
+
+	// Pending is how many committed events it has not tried to send, counted up to
+	// 100,000.
+	Pending int64
+	// PendingMore is set if there are more than Pending.
+	PendingMore bool
+	// Oldest is when the transaction of the first pending event began; zero if none is
+	// pending. A transaction that was open for long makes it old at its commit.
+	Oldest time.Time
+
+	// Waiting, Failed, Parked and Dead are how many rows of outbox_failed have the
+	// status.
+	Waiting, Failed, Parked, Dead int64
+	// ParkedKeys is how many keys wait, HeldKeys how many of them for an operator.
+	ParkedKeys, HeldKeys int64
+}

@@ -35,16 +35,16 @@ func TestActs(t *testing.T) {
 	for _, tt := range actTests {
 		t.Run(tt.act, func(t *testing.T) {
 			h := newHouse(t, nil)
-			w := h.post("/failed/1/"+tt.act, "reason", "the <reason>", "payload", tt.more)
+			w := h.post("/failed/relay-1/"+tt.act, "reason", "the <reason>", "payload", tt.more)
 			require.Equal(t, http.StatusSeeOther, w.Code, w.Body)
 			require.Equal(t, "../1?done="+tt.act, w.Header().Get("Location"))
-			require.Contains(t, h.get("/failed/1?done="+tt.act), tt.told)
+			require.Contains(t, h.get("/failed/relay-1?done="+tt.act), tt.told)
 			require.Equal(t, tt.status, h.status(seed.Dead))
 			require.Equal(t, audited{"o.operator", tt.act, "the <reason>"}, h.lastAudit())
 
 			h = newHouse(t, nil)
 			body := map[string]any{"reason": "by API"}
-			path := "/api/failed/1/" + tt.act
+			path := "/api/failed/relay-1/" + tt.act
 			if tt.act == "hold" || tt.act == "release" {
 				path = "/api/keys/" + tt.act
 				body["relay"], body["topic"], body["key"] = "default", "order-events", seed.Order
@@ -71,12 +71,12 @@ func TestRefusedActs(t *testing.T) {
 		code          int
 		told, keeping string
 	}{
-		{"no reason", "/failed/1/retry", []string{"reason", " \n"}, 422, "Reason is empty", ""},
-		{"no form", "/failed/1/resolve", nil, 422, "Reason is empty", ""},
-		{"not JSON", "/failed/1/edit", []string{"reason", "see OPS-1", "payload", `{"half":`}, 422, "payload", "see OPS-1"},
-		{"settled", "/failed/7/retry", []string{"reason", "again"}, 409, "it is resolved", ""},
-		{"gone", "/failed/99999/retry", []string{"reason", "again"}, 404, "not here any more", ""},
-		{"no such action", "/failed/1/delete", []string{"reason", "again"}, 404, "Nothing is here", ""},
+		{"no reason", "/failed/relay-1/retry", []string{"reason", " \n"}, 422, "Reason is empty", ""},
+		{"no form", "/failed/relay-1/resolve", nil, 422, "Reason is empty", ""},
+		{"not JSON", "/failed/relay-1/edit", []string{"reason", "see OPS-1", "payload", `{"half":`}, 422, "payload", "see OPS-1"},
+		{"settled", "/failed/relay-7/retry", []string{"reason", "again"}, 409, "it is resolved", ""},
+		{"gone", "/failed/relay-99999/retry", []string{"reason", "again"}, 404, "not here any more", ""},
+		{"no such action", "/failed/relay-1/delete", []string{"reason", "again"}, 404, "Nothing is here", ""},
 		{"no id", "/failed/one/retry", []string{"reason", "again"}, 404, "Nothing is here", ""},
 		{"a filter mistyped", "/failed/retry", []string{"reason", "again", "stauts", "dead"}, 400, "stauts", ""},
 		{"all without a reason", "/failed/resolve", []string{"status", "dead"}, 422, "Reason is empty", ""},
@@ -97,7 +97,7 @@ func TestRefusedActs(t *testing.T) {
 		require.Equal(t, code, h.send("operator", http.MethodPost, "/api/failed/retry", "application/json", body).Code, body)
 	}
 	require.Equal(t, 415, h.send("operator", http.MethodPost, "/api/failed/retry", "text/plain", `{"filter": {}, "reason": "x"}`).Code)
-	require.Equal(t, 400, h.call("/api/failed/1/edit", map[string]any{"reason": "x"}).Code)
+	require.Equal(t, 400, h.call("/api/failed/relay-1/edit", map[string]any{"reason": "x"}).Code)
 	require.Equal(t, 404, h.call("/api/keys/hold", map[string]any{"reason": "x", "relay": "default", "topic": "t", "key": "k"}).Code)
 	require.Equal(t, before, query1[int](h, `SELECT count(*) FROM {s}.outbox_audit`))
 }
@@ -135,11 +135,11 @@ func TestEditBytes(t *testing.T) {
 	h := newHouse(t, nil)
 	_, err := h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".outbox_failed SET payload = NULL, payload_bytes = '\x0a03c0ffee', content_type = 'application/protobuf' WHERE id = 1`)
 	require.NoError(t, err)
-	page := h.get("/failed/1")
+	page := h.get("/failed/relay-1")
 	require.Contains(t, page, "0a 03 c0 ff ee")
 	require.Contains(t, page, "required>0a03c0ffee</textarea>")
-	require.Contains(t, h.get("/api/failed/1"), `"payload_base64":"CgPA/+4="`)
-	require.Equal(t, 400, h.post("/failed/1/edit", "reason", "x", "payload", "0a0").Code)
-	require.Equal(t, http.StatusSeeOther, h.post("/failed/1/edit", "reason", "x", "payload", "0a 03\r\nc0ffef").Code)
+	require.Contains(t, h.get("/api/failed/relay-1"), `"payload_base64":"CgPA/+4="`)
+	require.Equal(t, 400, h.post("/failed/relay-1/edit", "reason", "x", "payload", "0a0").Code)
+	require.Equal(t, http.StatusSeeOther, h.post("/failed/relay-1/edit", "reason", "x", "payload", "0a 03\r\nc0ffef").Code)
 	require.Equal(t, []byte{0x0a, 0x03, 0xc0, 0xff, 0xef}, query1[[]byte](h, `SELECT payload_bytes FROM {s}.outbox_failed WHERE id = 1`))
 }

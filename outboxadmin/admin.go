@@ -20,6 +20,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // Config says who may come in, and what is shown. Authorize is required.
@@ -84,8 +85,8 @@ func (r Role) String() string {
 // admin is the handler.
 type admin struct {
 	cfg     Config
-	failed  *outbox.FailedEvents
-	inspect *outbox.Inspector
+	failed  *outboxops.Failures
+	inspect *outboxops.Inspector
 	samples samples
 	origin  *http.CrossOriginProtection
 	mux     *http.ServeMux
@@ -106,9 +107,9 @@ func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 	if cfg.Authorize == nil {
 		errs = append(errs, fmt.Errorf("field Authorize %w: it says who may come in", outbox.ErrNilArgument))
 	}
-	failed, err := outbox.NewFailedEvents(db, outbox.FailedEventsConfig{Schema: cfg.Schema})
+	failed, err := outboxops.NewFailures(db, outboxops.FailuresConfig{Schema: cfg.Schema})
 	errs = append(errs, err)
-	inspect, err := outbox.NewInspector(db, outbox.InspectorConfig{Schema: cfg.Schema})
+	inspect, err := outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: cfg.Schema})
 	errs = append(errs, err)
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("outboxadmin: config: %w", err)

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // The API answers what the pages show. Its types are in api_types.go, and what
@@ -35,17 +36,17 @@ func (a *admin) apiRelays(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-func (a *admin) apiMoves(w http.ResponseWriter, r *http.Request) error {
+func (a *admin) apiProgress(w http.ResponseWriter, r *http.Request) error {
 	q := query{values: r.URL.Query()}
 	s := q.span()
 	if err := q.done(); err != nil {
 		return err
 	}
-	moves, err := a.inspect.Moves(r.Context(), r.PathValue("relay"), time.Now().Add(-s.length), s.step)
+	progress, err := a.inspect.Progress(r.Context(), r.PathValue("relay"), time.Now().Add(-s.length), s.step)
 	if err != nil {
 		return err
 	}
-	writeJSON(w, http.StatusOK, apiMoveList{StepSeconds: s.step.Seconds(), Moves: each(moves, moveOf)})
+	writeJSON(w, http.StatusOK, apiProgressList{StepSeconds: s.step.Seconds(), Progress: each(progress, progressOf)})
 	return nil
 }
 
@@ -86,7 +87,7 @@ func (a *admin) apiPartitions(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	writeJSON(w, http.StatusOK, apiPartitionList{Partitions: each(all, func(p outbox.Partition) apiPartition {
+	writeJSON(w, http.StatusOK, apiPartitionList{Partitions: each(all, func(p outboxops.TablePartition) apiPartition {
 		return apiPartition{p.Name, boundOf(p.First), boundOf(p.Behind), p.Bytes, p.Current}
 	})})
 	return nil
@@ -94,17 +95,18 @@ func (a *admin) apiPartitions(w http.ResponseWriter, r *http.Request) error {
 
 func (a *admin) apiFailedList(w http.ResponseWriter, r *http.Request) error {
 	q := query{values: r.URL.Query()}
-	filter, after, limit := q.failedFilter(), q.number("after"), q.limit(100)
+	filter, after, limit := q.failedFilter(), q.failure("after"), q.limit(100)
 	if err := q.done(); err != nil {
 		return err
 	}
-	rows, err := a.failed.List(r.Context(), filter, outbox.FailedPage{After: after, Limit: limit})
+	rows, err := a.failed.List(r.Context(), filter, outboxops.FailurePage{After: after, Limit: limit})
 	if err != nil {
 		return err
 	}
 	list := apiFailedList{Failed: each(rows, failedOf)}
 	if len(rows) == limit {
-		list.Next = &rows[limit-1].ID
+		next := rows[limit-1].ID.String()
+		list.Next = &next
 	}
 	writeJSON(w, http.StatusOK, list)
 	return nil
@@ -120,14 +122,14 @@ func (a *admin) apiCounts(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	writeJSON(w, http.StatusOK, apiCountList{Counts: each(counts, func(c outbox.FailedCount) apiCount {
-		return apiCount{c.Relay, c.Status, c.Type, c.Class, c.Events, c.Oldest.UTC()}
+	writeJSON(w, http.StatusOK, apiCountList{Counts: each(counts, func(c outboxops.FailureCount) apiCount {
+		return apiCount{string(c.Kind), c.Relay, c.Status, c.Type, c.Class, c.Events, c.Oldest.UTC()}
 	})})
 	return nil
 }
 
 func (a *admin) apiFailedOne(w http.ResponseWriter, r *http.Request) error {
-	id, err := pathID(r)
+	id, err := pathFailure(r)
 	if err != nil {
 		return err
 	}
@@ -135,14 +137,14 @@ func (a *admin) apiFailedOne(w http.ResponseWriter, r *http.Request) error {
 }
 
 // writeFailed answers with a failed event as it is now.
-func (a *admin) writeFailed(w http.ResponseWriter, r *http.Request, id int64) error {
+func (a *admin) writeFailed(w http.ResponseWriter, r *http.Request, id outboxops.FailureID) error {
 	row, history, err := a.failedWhole(r.Context(), id)
 	if err != nil {
 		return err
 	}
 	whole := apiFailedWhole{apiFailed: failedOf(row), Headers: headersOf(row.Headers),
 		apiPayload: a.payloadOf(row.Type, row.ContentType, row.Payload).api(),
-		History:    each(history, func(e outbox.AuditEntry) apiAudit { return a.auditOf(e, row.Type, row.ContentType) })}
+		History:    each(history, func(e outboxops.AuditEntry) apiAudit { return a.auditOf(e, row.Type, row.ContentType) })}
 	writeJSON(w, http.StatusOK, whole)
 	return nil
 }
@@ -199,11 +201,11 @@ func (a *admin) apiEdit(w http.ResponseWriter, r *http.Request) error {
 
 // actOn does something about the event in the path, and answers with what it is then.
 func (a *admin) actOn(w http.ResponseWriter, r *http.Request, act, reason string, data []byte) error {
-	id, err := pathID(r)
+	id, err := pathFailure(r)
 	if err != nil {
 		return err
 	}
-	why := decision(r, reason)
+	why := auditInfo(r, reason)
 	switch act {
 	case "retry":
 		err = a.failed.Retry(r.Context(), id, why)
@@ -240,7 +242,7 @@ func apiBulk(act string) func(*admin, http.ResponseWriter, *http.Request) error 
 		if body.DryRun && body.Reason == "" {
 			body.Reason = "dry run"
 		}
-		n, err := a.bulk(r.Context(), act, filter, body.DryRun, decision(r, body.Reason))
+		n, err := a.bulk(r.Context(), act, filter, body.DryRun, auditInfo(r, body.Reason))
 		if err != nil {
 			return err
 		}
@@ -256,8 +258,8 @@ func apiKey(act string) func(*admin, http.ResponseWriter, *http.Request) error {
 		if err := readJSON(r, &body); err != nil {
 			return err
 		}
-		do := map[string]func(context.Context, string, string, string, outbox.Decision) error{"hold": a.failed.Hold, "release": a.failed.Release}[act]
-		err := do(r.Context(), body.Relay, body.Topic, body.Key, decision(r, body.Reason))
+		do := map[string]func(context.Context, string, string, string, outboxops.AuditInfo) error{"hold": a.failed.Hold, "release": a.failed.Release}[act]
+		err := do(r.Context(), body.Relay, body.Topic, body.Key, auditInfo(r, body.Reason))
 		if err == nil {
 			w.WriteHeader(http.StatusNoContent)
 		}
@@ -299,15 +301,15 @@ func (a *admin) apiEvent(w http.ResponseWriter, r *http.Request) error {
 
 func (a *admin) apiAudit(w http.ResponseWriter, r *http.Request) error {
 	q := query{values: r.URL.Query()}
-	after, limit := q.number("after"), q.limit(100)
+	before, limit := q.number("before"), q.limit(100)
 	if err := q.done(); err != nil {
 		return err
 	}
-	entries, err := a.failed.Audit(r.Context(), 0, outbox.FailedPage{After: after, Limit: limit})
+	entries, err := a.failed.Audit(r.Context(), outboxops.FailureID{}, outboxops.AuditPage{Before: before, Limit: limit})
 	if err != nil {
 		return err
 	}
-	list := apiAuditList{Audit: each(entries, func(e outbox.AuditEntry) apiAudit {
+	list := apiAuditList{Audit: each(entries, func(e outboxops.AuditEntry) apiAudit {
 		e.Payload = nil // its type is not known here, and so not how to mask it
 		return a.auditOf(e, "", "")
 	})}

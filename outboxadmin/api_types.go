@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // Every member is always there, or omitempty and then not required; times are in UTC,
@@ -46,12 +47,12 @@ type apiHealth struct {
 	Reasons []string `json:"reasons"`
 }
 
-type apiMoveList struct {
-	StepSeconds float64   `json:"step_seconds"`
-	Moves       []apiMove `json:"moves"`
+type apiProgressList struct {
+	StepSeconds float64       `json:"step_seconds"`
+	Progress    []apiProgress `json:"progress"`
 }
 
-type apiMove struct {
+type apiProgress struct {
 	At        time.Time `json:"at"`
 	Events    int64     `json:"events"`
 	LatencyMS *float64  `json:"latency_ms"`
@@ -99,11 +100,12 @@ type apiPartition struct {
 
 type apiFailedList struct {
 	Failed []apiFailed `json:"failed"`
-	Next   *int64      `json:"next"`
+	Next   *string     `json:"next"`
 }
 
 type apiFailed struct {
-	ID            int64      `json:"id"`
+	ID            string     `json:"id"`
+	Kind          string     `json:"kind"`
 	Relay         string     `json:"relay"`
 	OutboxID      int64      `json:"outbox_id"`
 	EventID       string     `json:"event_id"`
@@ -147,6 +149,7 @@ type apiCountList struct {
 }
 
 type apiCount struct {
+	Kind   string    `json:"kind"`
 	Relay  string    `json:"relay"`
 	Status string    `json:"status"`
 	Type   string    `json:"type"`
@@ -161,18 +164,18 @@ type apiAuditList struct {
 }
 
 type apiAudit struct {
-	ID       int64       `json:"id"`
-	At       time.Time   `json:"at"`
-	Operator string      `json:"operator"`
-	Action   string      `json:"action"`
-	Reason   string      `json:"reason"`
-	Relay    string      `json:"relay"`
-	Topic    string      `json:"topic"`
-	Key      string      `json:"key"`
-	FailedID int64       `json:"failed_id"`
-	OutboxID int64       `json:"outbox_id"`
-	EventID  string      `json:"event_id"`
-	Before   *apiPayload `json:"before"`
+	ID        int64       `json:"id"`
+	At        time.Time   `json:"at"`
+	Operator  string      `json:"operator"`
+	Action    string      `json:"action"`
+	Reason    string      `json:"reason"`
+	Relay     string      `json:"relay"`
+	Topic     string      `json:"topic"`
+	Key       string      `json:"key"`
+	FailureID string      `json:"failure_id"`
+	OutboxID  int64       `json:"outbox_id"`
+	EventID   string      `json:"event_id"`
+	Before    *apiPayload `json:"before"`
 }
 
 type apiEventList struct {
@@ -198,9 +201,9 @@ type apiEvent struct {
 }
 
 type apiState struct {
-	Relay    string `json:"relay"`
-	Status   string `json:"status"`
-	FailedID int64  `json:"failed_id"`
+	Relay     string `json:"relay"`
+	Status    string `json:"status"`
+	FailureID string `json:"failure_id"`
 }
 
 type apiEventWhole struct {
@@ -266,13 +269,13 @@ func relayOf(s outbox.RelayStatus, h *outbox.RelayHealth) apiRelay {
 	return r
 }
 
-func moveOf(m outbox.Move) apiMove {
-	move := apiMove{At: m.At.UTC(), Events: m.Events}
-	if m.Latency > 0 {
-		ms := float64(m.Latency.Microseconds()) / 1000
-		move.LatencyMS = &ms
+func progressOf(p outboxops.RelayProgress) apiProgress {
+	progress := apiProgress{At: p.At.UTC(), Events: p.Events}
+	if p.Latency > 0 {
+		ms := float64(p.Latency.Microseconds()) / 1000
+		progress.LatencyMS = &ms
 	}
-	return move
+	return progress
 }
 
 // boundOf is an end of a range of ids; nil where there is none.
@@ -283,13 +286,13 @@ func boundOf(id int64) *int64 {
 	return &id
 }
 
-func transactionOf(t outbox.OpenTransaction) apiTransaction {
+func transactionOf(t outboxops.OpenTransaction) apiTransaction {
 	return apiTransaction{t.PID, t.Prepared, t.Database, t.User, t.Application, t.Client, t.State, t.Since.UTC(), t.Query, t.Recording,
 		each(t.WaitsFor, same)}
 }
 
-func failedOf(r outbox.FailedRow) apiFailed {
-	return apiFailed{ID: r.ID, Relay: r.Relay, OutboxID: r.OutboxID, EventID: r.EventID, Type: r.Type, Source: r.Source,
+func failedOf(r outboxops.Failure) apiFailed {
+	return apiFailed{ID: r.ID.String(), Kind: string(r.ID.Kind), Relay: r.Relay, OutboxID: r.OutboxID, EventID: r.EventID, Type: r.Type, Source: r.Source,
 		AggregateType: r.AggregateType, AggregateID: r.AggregateID, Topic: r.Topic, Key: r.Key, ContentType: r.ContentType,
 		Status: r.Status, Held: r.Held, Retries: r.Retries, Class: r.Class, Error: errorText(r.Err),
 		OccurredAt: r.OccurredAt.UTC(), CreatedAt: r.CreatedAt.UTC(), FailedAt: r.FailedAt.UTC(), NextRetryAt: r.NextRetryAt.UTC(),
@@ -319,9 +322,9 @@ func (p payload) api() apiPayload {
 }
 
 // auditOf translates an entry about an event of a type.
-func (a *admin) auditOf(e outbox.AuditEntry, eventType, contentType string) apiAudit {
+func (a *admin) auditOf(e outboxops.AuditEntry, eventType, contentType string) apiAudit {
 	entry := apiAudit{ID: e.ID, At: e.At.UTC(), Operator: e.Operator, Action: e.Action, Reason: e.Reason, Relay: e.Relay, Topic: e.Topic,
-		Key: e.Key, FailedID: e.FailedID, OutboxID: e.OutboxID, EventID: e.EventID}
+		Key: e.Key, FailureID: e.Failure.String(), OutboxID: e.OutboxID, EventID: e.EventID}
 	if e.Payload != nil {
 		before := a.payloadOf(eventType, contentType, e.Payload).api()
 		entry.Before = &before
@@ -333,5 +336,5 @@ func eventOf(r eventRow) apiEvent {
 	return apiEvent{OutboxID: r.OutboxID, EventID: r.EventID, Type: r.Type, Source: r.Source, AggregateType: r.AggregateType,
 		AggregateID: r.AggregateID, Topic: r.Topic, Key: r.Key, ContentType: r.ContentType, OccurredAt: r.OccurredAt.UTC(),
 		CreatedAt: r.CreatedAt.UTC(), Size: r.Size, Removed: r.Removed,
-		States: each(r.States, func(s eventState) apiState { return apiState(s) })}
+		States: each(r.States, func(s eventState) apiState { return apiState{s.Relay, s.Status, s.Failure.String()} })}
 }

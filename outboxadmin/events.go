@@ -11,12 +11,12 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // eventList is the page that finds recorded events.
 type eventList struct {
-	Filter   outbox.EventFilter
+	Filter   outboxops.EventFilter
 	Query    template.URL // the filter as parameters
 	Filtered bool
 	InOrder  bool // of one aggregate: the first event on top
@@ -25,10 +25,10 @@ type eventList struct {
 	Newer    bool         // newer ones are left out
 }
 
-// eventRow is an event as recorded, or as it stands in outbox_failed after retention has
+// eventRow is a recorded event, or the copy of it in outbox_failed after retention has
 // removed the original.
 type eventRow struct {
-	outbox.RecordedEvent
+	outboxops.RecordedEvent
 	Removed bool
 	States  []eventState
 }
@@ -36,7 +36,7 @@ type eventRow struct {
 // eventState is what became of an event.
 type eventState struct {
 	Relay, Status string
-	FailedID      int64 // 0 if it is not in outbox_failed
+	Failure       outboxops.FailureID // zero if it has not failed
 }
 
 // What an event can be besides the statuses of outbox_failed.
@@ -46,21 +46,21 @@ const (
 )
 
 // statesOf returns what became of an event, by relay.
-func statesOf(e outbox.RecordedEvent) (states []eventState) {
+func statesOf(e outboxops.RecordedEvent) (states []eventState) {
 	failed := func(relay string) bool {
-		return slices.ContainsFunc(e.Failures, func(f outbox.RecordedFailure) bool { return f.Relay == relay })
+		return slices.ContainsFunc(e.Failures, func(f outboxops.EventFailure) bool { return f.Relay == relay })
 	}
 	for _, f := range e.Failures {
 		states = append(states, eventState{f.Relay, f.Status, f.ID})
 	}
 	for _, relay := range e.AttemptedBy {
 		if !failed(relay) {
-			states = append(states, eventState{relay, stateSent, 0})
+			states = append(states, eventState{Relay: relay, Status: stateSent})
 		}
 	}
 	for _, relay := range e.PendingFor {
 		if !failed(relay) {
-			states = append(states, eventState{relay, statePending, 0})
+			states = append(states, eventState{Relay: relay, Status: statePending})
 		}
 	}
 	slices.SortFunc(states, func(a, b eventState) int { return cmp.Compare(a.Relay, b.Relay) })
@@ -93,8 +93,8 @@ func (a *admin) eventList(w http.ResponseWriter, r *http.Request) error {
 // events returns recorded events, the newest first, and the id before which there may be
 // more, or 0. Where somebody looks for an aggregate or an id, the failed events whose
 // originals retention has removed are among them.
-func (a *admin) events(ctx context.Context, filter outbox.EventFilter, before int64, limit int) (rows []eventRow, last int64, err error) {
-	found, err := a.inspect.Events(ctx, filter, outbox.EventPage{Before: before, Limit: limit})
+func (a *admin) events(ctx context.Context, filter outboxops.EventFilter, before int64, limit int) (rows []eventRow, last int64, err error) {
+	found, err := a.inspect.Events(ctx, filter, outboxops.EventPage{Before: before, Limit: limit})
 	if err != nil {
 		return nil, 0, err
 	}
@@ -107,8 +107,8 @@ func (a *admin) events(ctx context.Context, filter outbox.EventFilter, before in
 	if filter.AggregateID == "" && filter.EventID == "" {
 		return rows, last, nil
 	}
-	left, err := a.failed.List(ctx, outbox.FailedFilter{Statuses: statuses, Type: filter.Type, AggregateType: filter.AggregateType,
-		AggregateID: filter.AggregateID, EventID: filter.EventID}, outbox.FailedPage{Limit: 1000})
+	left, err := a.failed.List(ctx, outboxops.FailureFilter{Statuses: statuses, Type: filter.Type, AggregateType: filter.AggregateType,
+		AggregateID: filter.AggregateID, EventID: filter.EventID}, outboxops.FailurePage{Limit: 1000})
 	if err != nil {
 		return nil, 0, err
 	}
@@ -117,7 +117,7 @@ func (a *admin) events(ctx context.Context, filter outbox.EventFilter, before in
 
 // withRemoved adds the failed events between two ids that are not among the recorded
 // ones.
-func withRemoved(rows []eventRow, failed []outbox.FailedRow, from, before int64, filter outbox.EventFilter) []eventRow {
+func withRemoved(rows []eventRow, failed []outboxops.Failure, from, before int64, filter outboxops.EventFilter) []eventRow {
 	recorded := len(rows)
 	for _, f := range failed {
 		inTime := !f.CreatedAt.Before(filter.Since) && (filter.Until.IsZero() || f.CreatedAt.Before(filter.Until))
@@ -133,7 +133,7 @@ func withRemoved(rows []eventRow, failed []outbox.FailedRow, from, before int64,
 			rows[i].States = append(rows[i].States, state)
 			continue
 		}
-		rows = append(rows, eventRow{Removed: true, States: []eventState{state}, RecordedEvent: outbox.RecordedEvent{
+		rows = append(rows, eventRow{Removed: true, States: []eventState{state}, RecordedEvent: outboxops.RecordedEvent{
 			OutboxID: f.OutboxID, EventID: f.EventID, Type: f.Type, Source: f.Source, AggregateType: f.AggregateType, AggregateID: f.AggregateID,
 			Topic: f.Topic, Key: f.Key, ContentType: f.ContentType, OccurredAt: f.OccurredAt, CreatedAt: f.CreatedAt}})
 	}
@@ -163,24 +163,24 @@ func (a *admin) eventOne(w http.ResponseWriter, r *http.Request) error {
 
 // auditList is the page of what was done.
 type auditList struct {
-	Rows  []outbox.AuditEntry
-	Next  template.URL // parameters, or empty
-	Later bool
+	Rows  []outboxops.AuditEntry
+	Older template.URL // parameters, or empty
+	Newer bool         // newer ones are left out
 }
 
 func (a *admin) auditList(w http.ResponseWriter, r *http.Request) error {
 	q := query{values: r.URL.Query()}
-	after, limit := q.number("after"), q.limit(rowsPerPage)
+	before, limit := q.number("before"), q.limit(rowsPerPage)
 	if err := q.done(); err != nil {
 		return err
 	}
-	rows, err := a.failed.Audit(r.Context(), 0, outbox.FailedPage{After: after, Limit: limit})
+	rows, err := a.failed.Audit(r.Context(), outboxops.FailureID{}, outboxops.AuditPage{Before: before, Limit: limit})
 	if err != nil {
 		return err
 	}
-	page := auditList{Rows: rows, Later: after != 0}
+	page := auditList{Rows: rows, Newer: before != 0}
 	if len(rows) == limit {
-		page.Next = encode(url.Values{"after": {strconv.FormatInt(rows[limit-1].ID, 10)}})
+		page.Older = encode(url.Values{"before": {strconv.FormatInt(rows[limit-1].ID, 10)}})
 	}
 	a.render(w, r, http.StatusOK, "audit", "Audit", page)
 	return nil

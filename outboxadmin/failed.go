@@ -12,20 +12,20 @@ import (
 	"strings"
 	"time"
 
-	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 const rowsPerPage = 50
 
 // failedList is the page of failed events.
 type failedList struct {
-	Filter   outbox.FailedFilter
+	Filter   outboxops.FailureFilter
 	Status   string // as it was asked for
 	Statuses []string
 	Query    template.URL // the filter as parameters
 	Filtered bool         // anything but the status is picked
 	Wide     bool         // one of the less usual fields is picked
-	Rows     []outbox.FailedRow
+	Rows     []outboxops.Failure
 	Total    int64
 	Types    []string // to choose from
 	Classes  []string
@@ -37,11 +37,11 @@ type failedList struct {
 
 func (a *admin) failedList(w http.ResponseWriter, r *http.Request) error {
 	q := query{values: r.URL.Query()}
-	filter, after, limit, done := q.failedFilter(), q.number("after"), q.limit(rowsPerPage), q.doneText("done", "n")
+	filter, after, limit, done := q.failedFilter(), q.failure("after"), q.limit(rowsPerPage), q.doneText("done", "n")
 	if err := q.done(); err != nil {
 		return err
 	}
-	rows, err := a.failed.List(r.Context(), filter, outbox.FailedPage{After: after, Limit: limit})
+	rows, err := a.failed.List(r.Context(), filter, outboxops.FailurePage{After: after, Limit: limit})
 	if err != nil {
 		return err
 	}
@@ -50,7 +50,7 @@ func (a *admin) failedList(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	values := failedValues(filter)
-	page := failedList{Filter: filter, Status: values.Get("status"), Statuses: statuses, Query: encode(values), Rows: rows, Later: after != 0, Done: done}
+	page := failedList{Filter: filter, Status: values.Get("status"), Statuses: statuses, Query: encode(values), Rows: rows, Later: after != (outboxops.FailureID{}), Done: done}
 	for name := range values {
 		page.Filtered = page.Filtered || name != "status"
 		page.Wide = page.Wide || slices.Contains([]string{"key", "aggregate_type", "event_id", "outbox_id", "relay", "since", "until"}, name)
@@ -62,7 +62,7 @@ func (a *admin) failedList(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	if len(rows) == limit {
-		values.Set("after", strconv.FormatInt(rows[limit-1].ID, 10))
+		values.Set("after", rows[limit-1].ID.String())
 		page.Next = encode(values)
 	}
 	a.render(w, r, http.StatusOK, "failed", "Failed events", page)
@@ -70,8 +70,8 @@ func (a *admin) failedList(w http.ResponseWriter, r *http.Request) error {
 }
 
 // choices returns the types, classes and relays that a filter may be narrowed to.
-func (a *admin) choices(ctx context.Context, f outbox.FailedFilter) (types, classes, relays []string, err error) {
-	counts, err := a.failed.Count(ctx, outbox.FailedFilter{Statuses: f.Statuses})
+func (a *admin) choices(ctx context.Context, f outboxops.FailureFilter) (types, classes, relays []string, err error) {
+	counts, err := a.failed.Count(ctx, outboxops.FailureFilter{Statuses: f.Statuses})
 	for _, c := range counts {
 		types, classes, relays = append(types, c.Type), append(classes, c.Class), append(relays, c.Relay)
 	}
@@ -85,9 +85,9 @@ func choice(all []string) []string {
 
 // failedPage is the page of one failed event.
 type failedPage struct {
-	Row     outbox.FailedRow
+	Row     outboxops.Failure
 	Payload payload
-	History []outbox.AuditEntry
+	History []outboxops.AuditEntry
 	Before  map[int64]payload // payloads from before an edit, by the id of the entry
 	Done    string
 	Wrong   string // why an action was refused
@@ -107,7 +107,7 @@ func (a *admin) failedOne(w http.ResponseWriter, r *http.Request) error {
 
 // showFailed completes a page of the event in the path, and writes it.
 func (a *admin) showFailed(w http.ResponseWriter, r *http.Request, status int, page failedPage) error {
-	id, err := pathID(r)
+	id, err := pathFailure(r)
 	if err != nil {
 		return err
 	}
@@ -130,46 +130,46 @@ func (a *admin) showFailed(w http.ResponseWriter, r *http.Request, status int, p
 }
 
 // failedWhole returns a failed event with its history.
-func (a *admin) failedWhole(ctx context.Context, id int64) (outbox.FailedRow, []outbox.AuditEntry, error) {
+func (a *admin) failedWhole(ctx context.Context, id outboxops.FailureID) (outboxops.Failure, []outboxops.AuditEntry, error) {
 	row, err := a.failed.Get(ctx, id)
 	if err != nil {
 		return row, nil, err
 	}
-	history, err := a.failed.Audit(ctx, id, outbox.FailedPage{Limit: 1000})
+	history, err := a.failed.Audit(ctx, id, outboxops.AuditPage{Limit: 1000})
 	return row, history, err
 }
 
 // action is what an operator does about one event or its key.
-type action func(ctx context.Context, f *outbox.FailedEvents, row outbox.FailedRow, form url.Values, why outbox.Decision) error
+type action func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, form url.Values, why outboxops.AuditInfo) error
 
 var actions = map[string]action{
-	"retry": func(ctx context.Context, f *outbox.FailedEvents, row outbox.FailedRow, _ url.Values, why outbox.Decision) error {
+	"retry": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, _ url.Values, why outboxops.AuditInfo) error {
 		return f.Retry(ctx, row.ID, why)
 	},
-	"resolve": func(ctx context.Context, f *outbox.FailedEvents, row outbox.FailedRow, _ url.Values, why outbox.Decision) error {
+	"resolve": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, _ url.Values, why outboxops.AuditInfo) error {
 		return f.Resolve(ctx, row.ID, why)
 	},
-	"edit": func(ctx context.Context, f *outbox.FailedEvents, row outbox.FailedRow, form url.Values, why outbox.Decision) error {
+	"edit": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, form url.Values, why outboxops.AuditInfo) error {
 		data, err := edited(row.ContentType == jsonType, form.Get("payload"))
 		if err != nil {
 			return err
 		}
 		return f.Edit(ctx, row.ID, data, why)
 	},
-	"hold": func(ctx context.Context, f *outbox.FailedEvents, row outbox.FailedRow, _ url.Values, why outbox.Decision) error {
+	"hold": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, _ url.Values, why outboxops.AuditInfo) error {
 		return f.Hold(ctx, row.Relay, row.Topic, row.Key, why)
 	},
-	"release": func(ctx context.Context, f *outbox.FailedEvents, row outbox.FailedRow, _ url.Values, why outbox.Decision) error {
+	"release": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, _ url.Values, why outboxops.AuditInfo) error {
 		return f.Release(ctx, row.Relay, row.Topic, row.Key, why)
 	},
 }
 
 const jsonType = "application/json"
 
-// failedAct does what the last element of the path says. Where that is refused, it shows
-// the event as it is, with what was written.
+// failedAct does what the last element of the path says. If that is refused, it shows
+// the event as it is, with what the operator wrote.
 func (a *admin) failedAct(w http.ResponseWriter, r *http.Request) error {
-	id, err := pathID(r)
+	id, err := pathFailure(r)
 	if err != nil {
 		return err
 	}
@@ -186,7 +186,7 @@ func (a *admin) failedAct(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	reason := r.PostForm.Get("reason")
-	err = do(r.Context(), a.failed, row, r.PostForm, decision(r, reason))
+	err = do(r.Context(), a.failed, row, r.PostForm, auditInfo(r, reason))
 	if err == nil {
 		redirect(w, "../"+r.PathValue("id")+"?done="+act)
 		return nil
@@ -198,9 +198,9 @@ func (a *admin) failedAct(w http.ResponseWriter, r *http.Request) error {
 	return a.showFailed(w, r, p.status, failedPage{Wrong: p.text, Act: act, Reason: reason, Edit: r.PostForm.Get("payload")})
 }
 
-// decision is that of who sends a request. A reason of nothing but spaces is none.
-func decision(r *http.Request, reason string) outbox.Decision {
-	return outbox.Decision{Operator: accessOf(r).Operator, Reason: strings.TrimSpace(reason)}
+// auditInfo names who sends a request. A reason of nothing but spaces is none.
+func auditInfo(r *http.Request, reason string) outboxops.AuditInfo {
+	return outboxops.AuditInfo{Operator: accessOf(r).Operator, Reason: strings.TrimSpace(reason)}
 }
 
 // formError is one of reading a form.
@@ -221,11 +221,11 @@ func redirect(w http.ResponseWriter, to string) {
 // bulkPage shows what would be done to many events.
 type bulkPage struct {
 	Act    string
-	Filter outbox.FailedFilter
+	Filter outboxops.FailureFilter
 	Values url.Values   // the filter, to be sent again
 	Query  template.URL // to go back
 	Count  int
-	Sample []outbox.FailedRow
+	Sample []outboxops.Failure
 	Wrong  string
 }
 
@@ -233,8 +233,8 @@ type bulkPage struct {
 const bulkRate = 5000
 
 // bulk runs retry or resolve for all that a filter picks.
-func (a *admin) bulk(ctx context.Context, act string, filter outbox.FailedFilter, dryRun bool, why outbox.Decision) (int, error) {
-	cfg := outbox.BulkConfig{DryRun: dryRun, Rate: bulkRate}
+func (a *admin) bulk(ctx context.Context, act string, filter outboxops.FailureFilter, dryRun bool, why outboxops.AuditInfo) (int, error) {
+	cfg := outboxops.BulkConfig{DryRun: dryRun, Rate: bulkRate}
 	if act == "retry" {
 		return a.failed.RetryAll(ctx, filter, cfg, why)
 	}
@@ -254,18 +254,18 @@ func bulkReview(act string) func(*admin, http.ResponseWriter, *http.Request) err
 	}
 }
 
-func (a *admin) showBulk(w http.ResponseWriter, r *http.Request, status int, act string, filter outbox.FailedFilter, wrong string) error {
+func (a *admin) showBulk(w http.ResponseWriter, r *http.Request, status int, act string, filter outboxops.FailureFilter, wrong string) error {
 	page := bulkPage{Act: act, Query: encode(failedValues(filter)), Wrong: wrong}
 	if now := time.Now(); filter.Until.IsZero() || filter.Until.After(now) {
 		filter.Until = now
 	}
 	page.Filter, page.Values = filter, failedValues(filter)
 	var err error
-	page.Count, err = a.bulk(r.Context(), act, filter, true, decision(r, "dry run"))
+	page.Count, err = a.bulk(r.Context(), act, filter, true, auditInfo(r, "dry run"))
 	if err != nil {
 		return err
 	}
-	if page.Sample, err = a.failed.List(r.Context(), filter, outbox.FailedPage{Limit: 5}); err != nil {
+	if page.Sample, err = a.failed.List(r.Context(), filter, outboxops.FailurePage{Limit: 5}); err != nil {
 		return err
 	}
 	a.render(w, r, status, "bulk", bulkTitles[act], page)
@@ -284,7 +284,7 @@ func bulkAct(act string) func(*admin, http.ResponseWriter, *http.Request) error 
 		if err := q.done(); err != nil {
 			return err
 		}
-		n, err := a.bulk(r.Context(), act, filter, false, decision(r, reason))
+		n, err := a.bulk(r.Context(), act, filter, false, auditInfo(r, reason))
 		if err == nil {
 			back := failedValues(filter)
 			back.Del("until")

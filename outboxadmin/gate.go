@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // route is one thing that can be asked for.
@@ -150,10 +151,10 @@ func shown(err error) (*problem, bool) {
 	switch {
 	case errors.As(err, &p):
 		return p, true
-	case errors.Is(err, outbox.ErrNotFound):
+	case errors.Is(err, outboxops.ErrNotFound):
 		return &problem{http.StatusNotFound, "It is not here any more",
 			"A failed event leaves this list once it is sent, or some time after it was resolved; a recorded one when retention removes it."}, true
-	case errors.Is(err, outbox.ErrStatus):
+	case errors.Is(err, outboxops.ErrStatus):
 		return &problem{http.StatusConflict, "Not possible any more", trimmed(err) + "."}, true
 	case errors.As(err, &field):
 		return &problem{http.StatusUnprocessableEntity, "That payload cannot be stored", trimmed(err) + "."}, true

@@ -201,7 +201,7 @@ func TestOpenAPIHasTheRoutes(t *testing.T) {
 func TestOpenAPIHasTheTypes(t *testing.T) {
 	file := readOpenAPI(t)
 	types := map[string]any{
-		"Error": apiError{}, "RelayList": apiRelayList{}, "Relay": apiRelay{}, "Health": apiHealth{}, "MoveList": apiMoveList{}, "Move": apiMove{},
+		"Error": apiError{}, "RelayList": apiRelayList{}, "Relay": apiRelay{}, "Health": apiHealth{}, "ProgressList": apiProgressList{}, "Progress": apiProgress{},
 		"SampleList": apiSampleList{}, "Sample": apiSample{}, "TransactionList": apiTransactionList{}, "Transaction": apiTransaction{},
 		"PartitionList": apiPartitionList{}, "Partition": apiPartition{},
 		"FailedList": apiFailedList{}, "Failed": apiFailed{}, "FailedWhole": apiFailedWhole{}, "CountList": apiCountList{}, "Count": apiCount{},
@@ -267,7 +267,7 @@ func TestOpenAPIHasTheAnswers(t *testing.T) {
 	h := newHouse(t, nil)
 	h.get("/") // a sample of the backlog
 	file := readOpenAPI(t)
-	values := map[string]string{"status": "dead", "since": "2026-01-01T00:00:00Z", "until": "2126-01-01T00:00", "outbox_id": "4099003", "after": "90", "before": "4200000",
+	values := map[string]string{"status": "dead", "since": "2026-01-01T00:00:00Z", "until": "2126-01-01T00:00", "outbox_id": "4099003", "after": "relay-90", "before": "4200000",
 		"limit": "3", "span": "1h", "open_seconds": "1"}
 	require.Error(t, file.check("", &schema{Ref: "#/components/schemas/Count"}, map[string]any{"relay": 1.0}), "the check checks")
 	asked := 0
@@ -276,7 +276,7 @@ func TestOpenAPIHasTheAnswers(t *testing.T) {
 		if !ok {
 			continue
 		}
-		at := "/api" + strings.NewReplacer("/events/{id}", "/events/4099001", "{id}", fmt.Sprint(seed.Dead), "{relay}", "default").Replace(path)
+		at := "/api" + strings.NewReplacer("/events/{id}", "/events/4099001", "{id}", fmt.Sprintf("relay-%d", seed.Dead), "{relay}", "default").Replace(path)
 		ask := func(query string) {
 			w := h.send("reader", http.MethodGet, at+query, "", "")
 			require.Equal(t, http.StatusOK, w.Code, "%s%s: %s", at, query, w.Body)
@@ -298,7 +298,7 @@ func TestOpenAPIHasTheAnswers(t *testing.T) {
 		}
 	}
 	require.GreaterOrEqual(t, asked, 50)
-	for _, path := range []string{"/api/failed/99999", "/api/nowhere", "/api/failed?status=gone"} {
+	for _, path := range []string{"/api/failed/relay-99999", "/api/nowhere", "/api/failed?status=gone"} {
 		var v any
 		require.NoError(t, json.Unmarshal(h.send("reader", http.MethodGet, path, "", "").Body.Bytes(), &v))
 		require.NoError(t, file.check(path, &schema{Ref: "#/components/schemas/Error"}, v))
@@ -308,12 +308,12 @@ func TestOpenAPIHasTheAnswers(t *testing.T) {
 // Lists of the API go on where they ended.
 func TestAPIPaging(t *testing.T) {
 	h := newHouse(t, nil)
-	for _, path := range []string{"/api/failed?after=", "/api/audit?after=", "/api/events?before="} {
+	for _, path := range []string{"/api/failed?after=", "/api/audit?before=", "/api/events?before="} {
 		var ids []string
-		for next := "0"; next != "null"; {
+		for next := ""; next != "null"; {
 			answer := h.get(path + next + "&limit=37")
-			ids = append(ids, regexp.MustCompile(`\{"(?:id|outbox_id)":(\d+)`).FindAllString(answer, -1)...)
-			next = regexp.MustCompile(`"next":(\w+)`).FindStringSubmatch(answer)[1]
+			ids = append(ids, regexp.MustCompile(`\{"(?:id|outbox_id)":"?((?:relay-)?\d+)`).FindAllString(answer, -1)...)
+			next = regexp.MustCompile(`"next":"?([\w-]+)`).FindStringSubmatch(answer)[1]
 		}
 		require.Greater(t, len(ids), 15, path)
 		slices.Sort(ids)

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // span is a length of time that the plots can show.
@@ -37,9 +38,9 @@ func (q *query) span() span {
 type overview struct {
 	Notices      []notice
 	Relays       []relayView
-	Counts       []outbox.FailedCount
-	Transactions []outbox.OpenTransaction
-	Partitions   []outbox.Partition
+	Counts       []outboxops.FailureCount
+	Transactions []outboxops.OpenTransaction
+	Partitions   []outboxops.TablePartition
 	Spans        []span
 	Span         string
 }
@@ -82,7 +83,7 @@ func (a *admin) overview(w http.ResponseWriter, r *http.Request) error {
 		}
 		page.Relays = append(page.Relays, view)
 	}
-	if page.Counts, err = a.failed.Count(ctx, outbox.FailedFilter{}); err != nil {
+	if page.Counts, err = a.failed.Count(ctx, outboxops.FailureFilter{}); err != nil {
 		return err
 	}
 	if page.Transactions, err = a.inspect.Transactions(ctx, openFor); err != nil {
@@ -117,15 +118,15 @@ func (a *admin) health() map[string]*outbox.RelayHealth {
 }
 
 func (a *admin) relayView(ctx context.Context, status outbox.RelayStatus, health *outbox.RelayHealth, now time.Time, s span) (relayView, error) {
-	moves, err := a.inspect.Moves(ctx, status.Name, now.Add(-s.length), s.step)
+	progress, err := a.inspect.Progress(ctx, status.Name, now.Add(-s.length), s.step)
 	if err != nil {
 		return relayView{}, err
 	}
 	var rate, latency, backlog []point
-	for _, m := range moves {
-		rate = append(rate, point{m.At, float64(m.Events) / s.step.Seconds()})
-		if m.Latency > 0 {
-			latency = append(latency, point{m.At, float64(m.Latency.Microseconds()) / 1000})
+	for _, p := range progress {
+		rate = append(rate, point{p.At, float64(p.Events) / s.step.Seconds()})
+		if p.Latency > 0 {
+			latency = append(latency, point{p.At, float64(p.Latency.Microseconds()) / 1000})
 		}
 	}
 	for _, waited := range a.samples.since(status.Name, now.Add(-s.length)) {

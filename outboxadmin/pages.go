@@ -11,7 +11,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 //go:embed pages/*.html
@@ -70,8 +70,8 @@ func statOf(name string, count int64, relay, status, note string) stat {
 }
 
 // kindLink leads to the events that have failed alike.
-func kindLink(c outbox.FailedCount) string {
-	return "failed?" + failedValues(outbox.FailedFilter{Relay: c.Relay, Statuses: []string{c.Status}, Type: c.Type, Class: c.Class}).Encode()
+func kindLink(c outboxops.FailureCount) string {
+	return "failed?" + failedValues(outboxops.FailureFilter{Relay: c.Relay, Statuses: []string{c.Status}, Type: c.Type, Class: c.Class}).Encode()
 }
 
 // parsePages returns each page with the layout around it.

@@ -14,6 +14,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxadmin/internal/seed"
+	"github.com/outboxgo/outbox/outboxops"
 	"github.com/stretchr/testify/require"
 )
 
@@ -51,9 +52,9 @@ func (h *house) crawl(from string) map[string]string {
 // forbids.
 func TestLinks(t *testing.T) {
 	h := newHouse(t, nil)
-	found := h.crawl("/failed/1")
+	found := h.crawl("/failed/relay-1")
 	require.Greater(t, len(found), 100)
-	for _, path := range []string{"/failed/1", "/failed/retry?", "/events/4099001", "/audit", "/api/openapi.json", "/assets/admin.css"} {
+	for _, path := range []string{"/failed/relay-1", "/failed/retry?", "/events/4099001", "/audit", "/api/openapi.json", "/assets/admin.css"} {
 		_, ok := found[path]
 		require.True(t, ok, path)
 	}
@@ -107,7 +108,7 @@ func TestOpenTransactions(t *testing.T) {
 	handler, err := New(testenv.Pool(t, nil), Config{Authorize: authorize})
 	require.NoError(t, err)
 	w := httptest.NewRecorder()
-	handler.(*admin).render(w, httptest.NewRequest(http.MethodGet, "/", nil), http.StatusOK, "overview", "Overview", overview{Transactions: []outbox.OpenTransaction{
+	handler.(*admin).render(w, httptest.NewRequest(http.MethodGet, "/", nil), http.StatusOK, "overview", "Overview", overview{Transactions: []outboxops.OpenTransaction{
 		{PID: 4711, User: "shop", Application: "checkout", State: "idle in transaction", Since: time.Now().Add(-time.Hour), Query: "SELECT '<1>'", Recording: true, WaitsFor: []int32{12, 13}},
 		{Prepared: "settlement-7", State: "prepared", Since: time.Now().Add(-50 * time.Hour)},
 	}})
@@ -157,7 +158,7 @@ func TestPaging(t *testing.T) {
 	pages := 0
 	for path := "failed?limit=50"; path != ""; pages++ {
 		page := h.get("/" + path)
-		for _, link := range regexp.MustCompile(`href="failed/(\d+)"`).FindAllStringSubmatch(page, -1) {
+		for _, link := range regexp.MustCompile(`href="failed/relay-(\d+)"`).FindAllStringSubmatch(page, -1) {
 			require.False(t, seen[link[1]], "event %s is there twice", link[1])
 			seen[link[1]] = true
 		}
@@ -195,7 +196,7 @@ func TestAggregate(t *testing.T) {
 func TestMask(t *testing.T) {
 	const secret = "mina@example.com"
 	plain := newHouse(t, nil)
-	require.Contains(t, html.UnescapeString(plain.get("/failed/1")), secret)
+	require.Contains(t, html.UnescapeString(plain.get("/failed/relay-1")), secret)
 	h := newHouse(t, func(c *Config) {
 		c.MaskPayload = func(_ string, payload []byte) []byte {
 			if strings.Contains(string(payload), "gift") {
@@ -204,16 +205,16 @@ func TestMask(t *testing.T) {
 			return payload
 		}
 	})
-	for path, page := range h.crawl("/failed/1") {
+	for path, page := range h.crawl("/failed/relay-1") {
 		require.NotContains(t, html.UnescapeString(page), secret, path)
 		require.NotContains(t, html.UnescapeString(page), `"yes"`, path+" shows the payload from before the edit")
 	}
-	require.NotContains(t, h.get("/api/failed/1"), secret)
-	require.NotContains(t, h.get("/api/failed/1"), "yes")
-	page := h.get("/failed/1")
+	require.NotContains(t, h.get("/api/failed/relay-1"), secret)
+	require.NotContains(t, h.get("/api/failed/relay-1"), "yes")
+	page := h.get("/failed/relay-1")
 	require.Contains(t, page, "<strong>masked</strong>")
 	require.Contains(t, page, `spellcheck="false" required></textarea>`)
-	require.Contains(t, h.get("/failed/5"), "SKU-", "what the mask leaves is shown")
+	require.Contains(t, h.get("/failed/relay-5"), "SKU-", "what the mask leaves is shown")
 }
 
 // An error of the database is logged and not shown.
@@ -253,7 +254,7 @@ func TestEscaping(t *testing.T) {
 	_, err := h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".outbox_failed SET event_type = '<img src=x>', last_error = '<script>alert(1)</script>',
 		aggregate_id = '"><b>', parking_key = 'javascript:alert(1)/<i>', payload = '{"a":"</pre><script>"}', headers = '{"<b>":"<b>"}' WHERE id = 1`)
 	require.NoError(t, err)
-	for _, path := range []string{"/", "/failed?status=dead", "/failed/1", "/failed/retry?status=dead", "/audit", "/failed?type=%3Cscript%3Ealert(1)%3C/script%3E"} {
+	for _, path := range []string{"/", "/failed?status=dead", "/failed/relay-1", "/failed/retry?status=dead", "/audit", "/failed?type=%3Cscript%3Ealert(1)%3C/script%3E"} {
 		require.NotRegexp(t, `<img|<script>|<b>|<i>|href="javascript`, h.get(path), path)
 	}
 }

@@ -12,6 +12,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // query reads the parameters of a request and keeps the first error. A parameter that
@@ -50,6 +51,19 @@ func (q *query) number(name string) int64 {
 		q.fail(name, fmt.Sprintf("%q is not a number from 0 on", text))
 	}
 	return n
+}
+
+// failure reads the id of a failed event.
+func (q *query) failure(name string) (id outboxops.FailureID) {
+	text := q.text(name)
+	if text == "" {
+		return id
+	}
+	id, err := outboxops.ParseFailureID(text)
+	if err != nil {
+		q.fail(name, fmt.Sprintf("%q is not an id such as relay-17", text))
+	}
+	return id
 }
 
 // timeForms are how a time may be written: with its zone, or as browsers send it, in UTC.
@@ -102,8 +116,8 @@ func (q *query) statuses() []string {
 }
 
 // failedFilter reads what picks failed events.
-func (q *query) failedFilter() outbox.FailedFilter {
-	return outbox.FailedFilter{
+func (q *query) failedFilter() outboxops.FailureFilter {
+	return outboxops.FailureFilter{
 		Statuses: q.statuses(), Relay: q.text("relay"), Type: q.text("type"), Topic: q.text("topic"), Key: q.text("key"),
 		AggregateType: q.text("aggregate_type"), AggregateID: q.text("aggregate_id"), EventID: q.text("event_id"),
 		OutboxID: q.number("outbox_id"), Class: q.text("class"), Since: q.time("since"), Until: q.time("until"),
@@ -111,15 +125,15 @@ func (q *query) failedFilter() outbox.FailedFilter {
 }
 
 // eventFilter reads what picks recorded events.
-func (q *query) eventFilter() outbox.EventFilter {
-	return outbox.EventFilter{
+func (q *query) eventFilter() outboxops.EventFilter {
+	return outboxops.EventFilter{
 		EventID: q.text("event_id"), Type: q.text("type"), AggregateType: q.text("aggregate_type"), AggregateID: q.text("aggregate_id"),
 		Since: q.time("since"), Until: q.time("until"),
 	}
 }
 
 // failedValues writes a filter as parameters.
-func failedValues(f outbox.FailedFilter) url.Values {
+func failedValues(f outboxops.FailureFilter) url.Values {
 	v := url.Values{}
 	set := func(name, value string) {
 		if value != "" {
@@ -148,8 +162,8 @@ func failedValues(f outbox.FailedFilter) url.Values {
 }
 
 // eventValues writes a filter as parameters.
-func eventValues(f outbox.EventFilter) url.Values {
-	return failedValues(outbox.FailedFilter{EventID: f.EventID, Type: f.Type, AggregateType: f.AggregateType, AggregateID: f.AggregateID,
+func eventValues(f outboxops.EventFilter) url.Values {
+	return failedValues(outboxops.FailureFilter{EventID: f.EventID, Type: f.Type, AggregateType: f.AggregateType, AggregateID: f.AggregateID,
 		Since: f.Since, Until: f.Until})
 }
 
@@ -165,7 +179,16 @@ func stamp(t time.Time) string {
 	return t.UTC().Format(time.RFC3339Nano)
 }
 
-// pathID is the id in the path of a request.
+// pathFailure is the id of a failed event in the path of a request.
+func pathFailure(r *http.Request) (outboxops.FailureID, error) {
+	id, err := outboxops.ParseFailureID(r.PathValue("id"))
+	if err != nil {
+		return id, errNowhere
+	}
+	return id, nil
+}
+
+// pathID is the id of a recorded event in the path of a request.
 func pathID(r *http.Request) (int64, error) {
 	id, err := strconv.ParseInt(r.PathValue("id"), 10, 64)
 	if err != nil {

@@ -57,7 +57,7 @@ func TestPrivilegesOfOperator(t *testing.T) {
 		}
 	}
 	for _, act := range []string{"release", "hold", "edit", "resolve"} {
-		require.Equal(t, http.StatusSeeOther, h.post("/failed/1/"+act, "reason", "because", "payload", "{}").Code, act)
+		require.Equal(t, http.StatusSeeOther, h.post("/failed/relay-1/"+act, "reason", "because", "payload", "{}").Code, act)
 	}
 	require.Equal(t, http.StatusSeeOther, h.post("/failed/retry", "reason", "because", "status", "dead").Code)
 }

@@ -19,7 +19,7 @@ var routes = []route{
 
 	{http.MethodGet, "/api/openapi.json", Reader, (*admin).apiFile},
 	{http.MethodGet, "/api/relays", Reader, (*admin).apiRelays},
-	{http.MethodGet, "/api/relays/{relay}/moves", Reader, (*admin).apiMoves},
+	{http.MethodGet, "/api/relays/{relay}/progress", Reader, (*admin).apiProgress},
 	{http.MethodGet, "/api/relays/{relay}/backlog", Reader, (*admin).apiBacklog},
 	{http.MethodGet, "/api/transactions", Reader, (*admin).apiTransactions},
 	{http.MethodGet, "/api/partitions", Reader, (*admin).apiPartitions},

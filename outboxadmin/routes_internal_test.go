@@ -29,7 +29,7 @@ func TestConfig(t *testing.T) {
 // and what is not there.
 func everything(t *testing.T) []route {
 	t.Helper()
-	fill := strings.NewReplacer("{$}", "", "{id}", "1", "{act}", "retry", "{relay}", "default")
+	fill := strings.NewReplacer("{$}", "", "events/{id}", "events/1", "{id}", "relay-1", "{act}", "retry", "{relay}", "default")
 	var all []route
 	for _, rt := range routes {
 		rt.path = fill.Replace(rt.path)
@@ -45,8 +45,8 @@ func everything(t *testing.T) []route {
 	}))
 	return append(all,
 		route{method: http.MethodGet, path: "/nowhere", role: Reader}, route{method: http.MethodPost, path: "/nowhere", role: Reader},
-		route{method: http.MethodGet, path: "/api/nowhere", role: Reader}, route{method: http.MethodDelete, path: "/failed/1", role: Reader},
-		route{method: http.MethodGet, path: "/failed//1", role: Reader}, route{method: http.MethodGet, path: "/assets/../admin.go", role: Reader})
+		route{method: http.MethodGet, path: "/api/nowhere", role: Reader}, route{method: http.MethodDelete, path: "/failed/relay-1", role: Reader},
+		route{method: http.MethodGet, path: "/failed//relay-1", role: Reader}, route{method: http.MethodGet, path: "/assets/../admin.go", role: Reader})
 }
 
 // Who is not known gets nothing, a reader does nothing, and nobody does anything from
@@ -94,7 +94,7 @@ func TestEveryRouteIsGuarded(t *testing.T) {
 	require.Equal(t, before, state(), "nothing was done")
 	require.Equal(t, 12, acting)
 	require.Contains(t, h.log.String(), "the session has ended")
-	require.Equal(t, http.StatusSeeOther, h.send("operator", http.MethodPost, "/failed/1/retry", "application/x-www-form-urlencoded", "reason=because",
+	require.Equal(t, http.StatusSeeOther, h.send("operator", http.MethodPost, "/failed/relay-1/retry", "application/x-www-form-urlencoded", "reason=because",
 		"Sec-Fetch-Site", "same-origin", "Origin", "http://ops.example").Code, "what was refused above is possible")
 }
 

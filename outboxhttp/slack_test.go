@@ -21,7 +21,7 @@ var slackTests = []struct {
 		"events that died",
 		outbox.Alert{
 			Kind: outbox.AlertDead, Relay: "default", Status: outbox.RelayStatus{Dead: 12}, Died: 3,
-			Dead: []outbox.FailedRow{{FailedEvent: outbox.FailedEvent{
+			Dead: []outbox.DeadEvent{{FailedEvent: outbox.FailedEvent{
 				EventID: "e-1", Type: "shop.order.created.v1", AggregateType: "Order", AggregateID: "<!channel> & `7`", Class: "message_too_large",
 			}}},
 		},

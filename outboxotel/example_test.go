@@ -11,6 +11,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxhttp"
+	"github.com/outboxgo/outbox/outboxops"
 	"github.com/outboxgo/outbox/outboxotel"
 )
 
@@ -22,7 +23,7 @@ func Example() {
 		rec := must(outbox.NewRecorder(events, tel.Recorder(outbox.RecorderConfig{})))
 		relay := must(outbox.NewRelay(db, kafka, tel.Relay(outbox.RelayConfig{})))
 		sales := must(outbox.NewConsumer(db, kafka, events, tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "sales"}}), countSale))
-		tel.Watch(must(outbox.NewInspector(db, outbox.InspectorConfig{})), sales)
+		tel.Watch(must(outboxops.NewInspector(db, outboxops.InspectorConfig{})), sales)
 		// X-Trace-Id of a request goes into its events, and into the lines of all who handle them.
 		handler := outboxhttp.Trace(outboxhttp.TraceConfig{}, api{rec})
 		slog.SetDefault(slog.New(outboxhttp.LogTrace(slog.NewJSONHandler(os.Stdout, nil))))

@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxops"
 	"github.com/outboxgo/outbox/outboxotel"
 	"github.com/stretchr/testify/require"
 	"go.opentelemetry.io/otel/sdk/metric/metricdata"
@@ -33,7 +34,7 @@ func tooLarge(id string) placed {
 // What a relay and a consumer do can be read from their metrics, number by number.
 func TestMetrics(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
-	inspector, err := outbox.NewInspector(s.db, outbox.InspectorConfig{Schema: s.schema})
+	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.schema})
 	require.NoError(t, err)
 	tried := false
 	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{RetryWait: time.Millisecond, MaxRetries: 1}},
@@ -131,7 +132,7 @@ func unboundedAttributes(m metrics) (unknown []string) {
 // Pending events are counted, and the age of the oldest grows.
 func TestPending(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
-	inspector, err := outbox.NewInspector(s.db, outbox.InspectorConfig{Schema: s.schema})
+	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.schema})
 	require.NoError(t, err)
 	s.tel.Watch(inspector)
 	stop := s.relay(t, outbox.RelayConfig{})
@@ -151,7 +152,7 @@ func TestPending(t *testing.T) {
 // Every metric of the package documentation is there, with its unit, and no other.
 func TestMetricNames(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
-	inspector, err := outbox.NewInspector(s.db, outbox.InspectorConfig{Schema: s.schema})
+	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.schema})
 	require.NoError(t, err)
 	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: -1}}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
 		return errors.New("no")

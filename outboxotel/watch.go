@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 	"go.opentelemetry.io/otel"
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/metric"
@@ -23,7 +24,7 @@ import (
 // The inspector may be nil. It sees the same from every process: one that watches is
 // enough, and with several the same numbers come from each. Call Watch once for each
 // inspector and each consumer.
-func (t *Telemetry) Watch(inspector *outbox.Inspector, consumers ...*outbox.Consumer) {
+func (t *Telemetry) Watch(inspector *outboxops.Inspector, consumers ...*outbox.Consumer) {
 	if inspector != nil {
 		t.watch(attribute.NewSet(t.attributes(watchedKey.String("relays"))...), func(ctx context.Context) (observation, error) {
 			relays, err := inspector.Relays(ctx)

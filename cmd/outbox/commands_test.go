@@ -12,7 +12,6 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -222,7 +221,7 @@ func TestFailedList(t *testing.T) {
 	}
 	var doc failedDoc
 	d.json(t, &doc, exitOK, "failed", "list", "--limit", "1")
-	require.Equal(t, "ba", list("--after", strconv.FormatInt(doc.Failed[0].ID, 10)))
+	require.Equal(t, "ba", list("--after", doc.Failed[0].ID))
 	d.change = terminal
 	text := d.ok(t, "failed", "list", "--limit", "2")
 	requireNarrow(t, text)
@@ -248,7 +247,7 @@ func (d *desk) firstFailed(t testing.TB, key string) string {
 	var doc failedDoc
 	d.json(t, &doc, exitOK, "failed", "list", "--key", key, "--status", strings.Join(statuses, ","))
 	require.Len(t, doc.Failed, 1)
-	return strconv.FormatInt(doc.Failed[0].ID, 10)
+	return doc.Failed[0].ID
 }
 
 func TestFailedShow(t *testing.T) {
@@ -273,9 +272,16 @@ func TestFailedShow(t *testing.T) {
 	text = d.ok(t, "failed", "show", id, "--no-payload")
 	require.NotContains(t, text, `"key": 1`)
 	require.NotContains(t, text, "traceparent")
-	a := d.call(t, "failed", "show", "4711")
-	require.Equal(t, exitError, a.code)
-	require.Equal(t, "outbox: failed event 4711: not found\n", a.err)
+	for _, id := range []string{"relay-4711", "4711"} {
+		a := d.call(t, "failed", "show", id)
+		require.Equal(t, exitError, a.code)
+		require.Equal(t, "outbox: failure relay-4711: not found\n", a.err)
+	}
+	for _, id := range []string{"0", "-1", "other-1", "relay-", "relay-0", "relay"} {
+		a := d.call(t, "failed", "show", "--", id)
+		require.Equal(t, exitUsage, a.code, id)
+		require.Contains(t, a.err, "is no id", id)
+	}
 }
 
 type bulkDoc struct {

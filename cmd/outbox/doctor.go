@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 var doctorCommand = command{
@@ -207,7 +207,7 @@ func (d *doctor) routes(ctx context.Context) error {
 	return err
 }
 
-func (d *doctor) recorded(ctx context.Context) ([]outbox.RecordedTopic, error) {
+func (d *doctor) recorded(ctx context.Context) ([]outboxops.RecordedTopic, error) {
 	inspector, err := d.e.inspector(ctx)
 	if err != nil {
 		return nil, err

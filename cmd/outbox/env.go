@@ -16,7 +16,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/sasl/plain"
 	"github.com/twmb/franz-go/pkg/sasl/scram"
@@ -159,20 +159,20 @@ func (e *env) databaseName() string {
 	return fmt.Sprintf("%s@%s:%d/%s", c.User, c.Host, c.Port, c.Database)
 }
 
-func (e *env) inspector(ctx context.Context) (*outbox.Inspector, error) {
+func (e *env) inspector(ctx context.Context) (*outboxops.Inspector, error) {
 	db, err := e.connect(ctx)
 	if err != nil {
 		return nil, err
 	}
-	return outbox.NewInspector(db, outbox.InspectorConfig{Schema: e.schema})
+	return outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: e.schema})
 }
 
-func (e *env) failed(ctx context.Context) (*outbox.FailedEvents, error) {
+func (e *env) failed(ctx context.Context) (*outboxops.Failures, error) {
 	db, err := e.connect(ctx)
 	if err != nil {
 		return nil, err
 	}
-	return outbox.NewFailedEvents(db, outbox.FailedEventsConfig{Schema: e.schema})
+	return outboxops.NewFailures(db, outboxops.FailuresConfig{Schema: e.schema})
 }
 
 func (e *env) schemaName() string { return cmp.Or(e.schema, "public") }

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 var failedListCommand = command{
@@ -22,8 +23,8 @@ Lists events of outbox_failed, those that failed last first, or counts them.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var l failedList
 		l.pick.define(fs)
-		fs.IntVar(&l.page.Limit, "limit", 50, "`NUMBER` events at most, up to 1000 (50)")
-		fs.Int64Var(&l.page.After, "after", 0, "`ID` of the last one known: what follows")
+		fs.IntVar(&l.limit, "limit", 50, "`NUMBER` events at most, up to 1000 (50)")
+		fs.Var(&l.after, "after", "`ID` of the last one known: what follows")
 		fs.BoolVar(&l.count, "count", false, "only how many, by relay, status, type and class")
 		return l.run
 	},
@@ -31,7 +32,8 @@ Lists events of outbox_failed, those that failed last first, or counts them.`,
 
 type failedList struct {
 	pick  failedFlags
-	page  outbox.FailedPage
+	limit int
+	after failureID
 	count bool
 }
 
@@ -40,8 +42,8 @@ func (l *failedList) run(ctx context.Context, e *env) error {
 	if err != nil {
 		return err
 	}
-	if l.page.Limit < 1 || l.page.Limit > 1000 || l.page.After < 0 {
-		return usagef("--limit is 1 to 1000, --after an id")
+	if l.limit < 1 || l.limit > 1000 {
+		return usagef("--limit is 1 to 1000")
 	}
 	failed, err := e.failed(ctx)
 	if err != nil {
@@ -54,19 +56,19 @@ func (l *failedList) run(ctx context.Context, e *env) error {
 		}
 		return showCounts(e, counts)
 	}
-	page := l.page
-	page.Limit = min(page.Limit+1, 1000) // one more tells whether there is more
+	page := outboxops.FailurePage{After: l.after.FailureID, Limit: min(l.limit+1, 1000)} // one more shows whether there is more
 	rows, err := failed.List(ctx, filter, page)
 	if err != nil {
 		return err
 	}
-	more := len(rows) > l.page.Limit
-	return showFailed(e, rows[:min(len(rows), l.page.Limit)], more)
+	more := len(rows) > l.limit
+	return showFailed(e, rows[:min(len(rows), l.limit)], more)
 }
 
 // failedJSON is a failed event in the output.
 type failedJSON struct {
-	ID            int64             `json:"id"`
+	ID            string            `json:"id"`
+	Kind          string            `json:"kind"`
 	Relay         string            `json:"relay"`
 	Status        string            `json:"status"`
 	Held          bool              `json:"held"`
@@ -102,9 +104,9 @@ type auditJSON struct {
 	Reason   string    `json:"reason"`
 }
 
-func failedOf(r outbox.FailedRow) failedJSON {
+func failedOf(r outboxops.Failure) failedJSON {
 	f := failedJSON{
-		ID: r.ID, Relay: r.Relay, Status: r.Status, Held: r.Held, OutboxID: r.OutboxID, EventID: r.EventID, Type: r.Type, Source: r.Source,
+		ID: r.ID.String(), Kind: string(r.ID.Kind), Relay: r.Relay, Status: r.Status, Held: r.Held, OutboxID: r.OutboxID, EventID: r.EventID, Type: r.Type, Source: r.Source,
 		AggregateType: r.AggregateType, AggregateID: r.AggregateID, Topic: r.Topic, Key: r.Key, Retries: r.Retries, Class: r.Class,
 		OccurredAt: r.OccurredAt.UTC(), CreatedAt: r.CreatedAt.UTC(), FailedAt: r.FailedAt.UTC(), NextRetryAt: r.NextRetryAt.UTC(),
 		ResolvedAt: optional(r.ResolvedAt), ResolvedBy: r.ResolvedBy, Resolution: r.Resolution, ContentType: r.ContentType, Headers: r.Headers,
@@ -115,7 +117,7 @@ func failedOf(r outbox.FailedRow) failedJSON {
 	return f
 }
 
-func showFailed(e *env, rows []outbox.FailedRow, more bool) error {
+func showFailed(e *env, rows []outboxops.Failure, more bool) error {
 	if e.json {
 		out := make([]failedJSON, 0, len(rows))
 		for _, r := range rows {
@@ -133,17 +135,18 @@ func showFailed(e *env, rows []outbox.FailedRow, more bool) error {
 		if r.Held {
 			status += ",held"
 		}
-		t.add(strconv.FormatInt(r.ID, 10), status, age(r.FailedAt, e.now()), strconv.Itoa(r.Retries), r.Class, r.Topic, r.Key, r.Type)
+		t.add(r.ID.String(), status, age(r.FailedAt, e.now()), strconv.Itoa(r.Retries), r.Class, r.Topic, r.Key, r.Type)
 	}
 	e.writeTable(t)
 	if more {
-		e.printf("There is more: --after %d\n", rows[len(rows)-1].ID)
+		e.printf("There is more: --after %v\n", rows[len(rows)-1].ID)
 	}
 	return nil
 }
 
-func showCounts(e *env, counts []outbox.FailedCount) error {
+func showCounts(e *env, counts []outboxops.FailureCount) error {
 	type row struct {
+		Kind   string    `json:"kind"`
 		Relay  string    `json:"relay"`
 		Status string    `json:"status"`
 		Type   string    `json:"type"`
@@ -154,7 +157,7 @@ func showCounts(e *env, counts []outbox.FailedCount) error {
 	rows, total := make([]row, 0, len(counts)), 0
 	t := table{head: []string{"EVENTS", "STATUS", "CLASS", "OLDEST", "RELAY", "TYPE"}, flex: []int{2, 4, 5}}
 	for _, c := range counts {
-		rows = append(rows, row{c.Relay, c.Status, c.Type, c.Class, c.Events, c.Oldest.UTC()})
+		rows = append(rows, row{string(c.Kind), c.Relay, c.Status, c.Type, c.Class, c.Events, c.Oldest.UTC()})
 		t.add(count(c.Events), c.Status, c.Class, age(c.Oldest, e.now()), c.Relay, c.Type)
 		total += c.Events
 	}
@@ -173,20 +176,20 @@ var failedShowCommand = command{
 	summary: "one of them: error, payload, headers, what was done",
 	about: `
 Shows the event with its payload, which may be personal data: --no-payload
-leaves it out.`,
+leaves it out. An ID is relay-17, or 17 for short.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		bare := fs.Bool("no-payload", false, "without payload and headers")
 		return func(ctx context.Context, e *env) error { return failedShow(ctx, e, *bare) }
 	},
 }
 
-// argID returns the first argument as an id.
-func (e *env) argID() (int64, error) {
-	id, err := strconv.ParseInt(e.args[0], 10, 64)
-	if err != nil || id < 1 {
-		return 0, usagef("%q is no id: outbox failed list shows them", e.args[0])
+// argID returns the first argument as the id of a failed event.
+func (e *env) argID() (outboxops.FailureID, error) {
+	var id failureID
+	if err := id.Set(e.args[0]); err != nil {
+		return outboxops.FailureID{}, usagef("%q is no id: outbox failed list shows them", e.args[0])
 	}
-	return id, nil
+	return id.FailureID, nil
 }
 
 func failedShow(ctx context.Context, e *env, bare bool) error {
@@ -202,7 +205,7 @@ func failedShow(ctx context.Context, e *env, bare bool) error {
 	if err != nil {
 		return err
 	}
-	audit, err := failed.Audit(ctx, id, outbox.FailedPage{Limit: 1000})
+	audit, err := failed.Audit(ctx, id, outboxops.AuditPage{Limit: 1000})
 	if err != nil {
 		return err
 	}
@@ -224,13 +227,13 @@ func failedShow(ctx context.Context, e *env, bare bool) error {
 	return nil
 }
 
-func showEvent(e *env, r outbox.FailedRow) {
+func showEvent(e *env, r outboxops.Failure) {
 	status := r.Status
 	if r.Held {
 		status += ", its key is held"
 	}
 	fields := [][2]string{
-		{"id", strconv.FormatInt(r.ID, 10)}, {"status", status}, {"type", r.Type}, {"aggregate", r.AggregateType + "/" + r.AggregateID},
+		{"id", r.ID.String()}, {"status", status}, {"type", r.Type}, {"aggregate", r.AggregateType + "/" + r.AggregateID},
 		{"topic", r.Topic}, {"key", r.Key}, {"event id", r.EventID}, {"outbox id", strconv.FormatInt(r.OutboxID, 10)}, {"source", r.Source},
 		{"relay", r.Relay}, {"occurred", clock(r.OccurredAt)}, {"recorded", clock(r.CreatedAt)}, {"failed", clock(r.FailedAt)},
 		{"tries", strconv.Itoa(r.Retries)},

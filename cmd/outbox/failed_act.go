@@ -10,93 +10,93 @@ import (
 	"os"
 	"strings"
 
-	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
-// decision says who decides, and why, as the flags say.
-type decision struct{ operator, reason string }
+// auditFlags say who acts, and why.
+type auditFlags struct{ operator, reason string }
 
-func (d *decision) define(fs *flag.FlagSet) {
-	fs.StringVar(&d.reason, "reason", "", "`TEXT` why; required, and kept in outbox_audit")
-	fs.StringVar(&d.operator, "operator", "", "`NAME` who decides; else the user of the system")
+func (a *auditFlags) define(fs *flag.FlagSet) {
+	fs.StringVar(&a.reason, "reason", "", "`TEXT` why; required, and kept in outbox_audit")
+	fs.StringVar(&a.operator, "operator", "", "`NAME` who does it; else the user of the system")
 }
 
-func (d *decision) decide(e *env) (outbox.Decision, error) {
-	if strings.TrimSpace(d.reason) == "" {
-		return outbox.Decision{}, usagef("--reason is missing: it is kept with what was done")
+func (a *auditFlags) info(e *env) (outboxops.AuditInfo, error) {
+	if strings.TrimSpace(a.reason) == "" {
+		return outboxops.AuditInfo{}, usagef("--reason is missing: it is kept with what was done")
 	}
-	who := cmp.Or(d.operator, e.user())
+	who := cmp.Or(a.operator, e.user())
 	if who == "" {
-		return outbox.Decision{}, usagef("--operator is missing, and the system does not know who you are")
+		return outboxops.AuditInfo{}, usagef("--operator is missing, and the system does not know who you are")
 	}
-	return outbox.Decision{Operator: who, Reason: d.reason}, nil
+	return outboxops.AuditInfo{Operator: who, Reason: a.reason}, nil
 }
 
 var failedRetryCommand = command{
 	name: "failed retry", synopsis: "[ID]", max: 1,
 	summary: "send them again: one, or all that flags pick",
 	about: `
-The relay sends one ID at its next look; dead events have all their tries again.
+The relay sends the event at its next look; dead events have all their tries again.
 With flags that pick events, or --all, it only counts unless --yes is given.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		return prepareSettle(fs, settle{act: "retry", past: "retried", one: (*outbox.FailedEvents).Retry, all: (*outbox.FailedEvents).RetryAll})
+		return prepareChange(fs, change{act: "retry", past: "retried", one: (*outboxops.Failures).Retry, all: (*outboxops.Failures).RetryAll})
 	},
 }
 
 var failedResolveCommand = command{
 	name: "failed resolve", synopsis: "[ID]", max: 1,
-	summary: "settle them without sending, with a note",
+	summary: "close them without sending, with a note",
 	about: `
 Consumers will never see the event; what waits behind it goes on.
 With flags that pick events, or --all, it only counts unless --yes is given.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		return prepareSettle(fs, settle{act: "resolve", past: "resolved", one: (*outbox.FailedEvents).Resolve, all: (*outbox.FailedEvents).ResolveAll})
+		return prepareChange(fs, change{act: "resolve", past: "resolved", one: (*outboxops.Failures).Resolve, all: (*outboxops.Failures).ResolveAll})
 	},
 }
 
-// settle retries or resolves.
-type settle struct {
+// change retries or resolves.
+type change struct {
 	act, past string
-	one       func(*outbox.FailedEvents, context.Context, int64, outbox.Decision) error
-	all       func(*outbox.FailedEvents, context.Context, outbox.FailedFilter, outbox.BulkConfig, outbox.Decision) (int, error)
+	one       func(*outboxops.Failures, context.Context, outboxops.FailureID, outboxops.AuditInfo) error
+	all       func(*outboxops.Failures, context.Context, outboxops.FailureFilter, outboxops.BulkConfig, outboxops.AuditInfo) (int, error)
 
 	pick           failedFlags
-	why            decision
+	why            auditFlags
 	any, yes, dryn bool
 	rate           int
 }
 
-func prepareSettle(fs *flag.FlagSet, s settle) func(context.Context, *env) error {
-	s.pick.define(fs)
-	s.why.define(fs)
-	fs.BoolVar(&s.any, "all", false, "all that is not resolved, where no flag picks")
-	fs.BoolVar(&s.yes, "yes", false, "do it; without, events that flags pick are only counted")
-	fs.BoolVar(&s.dryn, "dry-run", false, "only count, with an ID too")
-	fs.IntVar(&s.rate, "rate", 0, "`NUMBER` events in a second at most (1000)")
-	return s.run
+func prepareChange(fs *flag.FlagSet, c change) func(context.Context, *env) error {
+	c.pick.define(fs)
+	c.why.define(fs)
+	fs.BoolVar(&c.any, "all", false, "all that is not resolved, where no flag picks")
+	fs.BoolVar(&c.yes, "yes", false, "do it; without, events that flags pick are only counted")
+	fs.BoolVar(&c.dryn, "dry-run", false, "only count, with an ID too")
+	fs.IntVar(&c.rate, "rate", 0, "`NUMBER` events in a second at most (1000)")
+	return c.run
 }
 
-func (s *settle) run(ctx context.Context, e *env) error {
-	filter, picks, err := s.pick.filter(e.now())
+func (c *change) run(ctx context.Context, e *env) error {
+	filter, picks, err := c.pick.filter(e.now())
 	if err != nil {
 		return err
 	}
 	switch {
-	case len(e.args) == 1 && (picks || s.any):
+	case len(e.args) == 1 && (picks || c.any):
 		return usagef("an ID, or flags that pick events: not both")
-	case len(e.args) == 0 && !picks && !s.any:
+	case len(e.args) == 0 && !picks && !c.any:
 		return usagef("which? an ID, flags that pick events, or --all")
-	case s.yes && s.dryn:
+	case c.yes && c.dryn:
 		return usagef("--yes and --dry-run contradict each other")
-	case s.rate < 0:
-		return usagef("--rate %d: must not be negative", s.rate)
+	case c.rate < 0:
+		return usagef("--rate %d: must not be negative", c.rate)
 	}
-	s.dryn = s.dryn || len(e.args) == 0 && !s.yes
-	why := outbox.Decision{Operator: "nobody", Reason: "to count"}
-	if !s.dryn {
-		if why, err = s.why.decide(e); err != nil {
+	c.dryn = c.dryn || len(e.args) == 0 && !c.yes
+	why := outboxops.AuditInfo{Operator: "nobody", Reason: "to count"}
+	if !c.dryn {
+		if why, err = c.why.info(e); err != nil {
 			return err
 		}
 	}
@@ -105,64 +105,64 @@ func (s *settle) run(ctx context.Context, e *env) error {
 		return err
 	}
 	if len(e.args) == 1 {
-		return s.runOne(ctx, e, failed, why)
+		return c.runOne(ctx, e, failed, why)
 	}
-	return s.runAll(ctx, e, failed, filter, why)
+	return c.runAll(ctx, e, failed, filter, why)
 }
 
-func (s *settle) runOne(ctx context.Context, e *env, failed *outbox.FailedEvents, why outbox.Decision) error {
+func (c *change) runOne(ctx context.Context, e *env, failed *outboxops.Failures, why outboxops.AuditInfo) error {
 	ctx, cancel := e.step(ctx)
 	defer cancel()
 	id, err := e.argID()
 	if err != nil {
 		return err
 	}
-	if !s.dryn {
-		if err := s.one(failed, ctx, id, why); err != nil {
+	if !c.dryn {
+		if err := c.one(failed, ctx, id, why); err != nil {
 			return err
 		}
-		return s.report(e, 1, false)
+		return c.report(e, 1, false)
 	}
 	row, err := failed.Get(ctx, id)
 	if err != nil {
 		return err
 	}
 	// Of a relay, an event fails once: this filter picks the row.
-	n, err := s.all(failed, ctx, outbox.FailedFilter{Relay: row.Relay, OutboxID: row.OutboxID}, outbox.BulkConfig{DryRun: true}, why)
+	n, err := c.all(failed, ctx, outboxops.FailureFilter{Relay: row.Relay, OutboxID: row.OutboxID}, outboxops.BulkConfig{DryRun: true}, why)
 	if err != nil {
 		return err
 	}
-	return s.report(e, n, true)
+	return c.report(e, n, true)
 }
 
-func (s *settle) runAll(ctx context.Context, e *env, failed *outbox.FailedEvents, filter outbox.FailedFilter, why outbox.Decision) error {
-	n, err := s.all(failed, ctx, filter, outbox.BulkConfig{DryRun: true}, why)
+func (c *change) runAll(ctx context.Context, e *env, failed *outboxops.Failures, filter outboxops.FailureFilter, why outboxops.AuditInfo) error {
+	n, err := c.all(failed, ctx, filter, outboxops.BulkConfig{DryRun: true}, why)
 	if err != nil {
 		return err
 	}
-	if s.dryn {
-		return s.report(e, n, true)
+	if c.dryn {
+		return c.report(e, n, true)
 	}
-	p := e.progress(s.past, n)
-	n, err = s.all(failed, ctx, filter, outbox.BulkConfig{Rate: s.rate, Progress: p.show}, why)
+	p := e.progress(c.past, n)
+	n, err = c.all(failed, ctx, filter, outboxops.BulkConfig{Rate: c.rate, Progress: p.show}, why)
 	p.end()
 	if err != nil {
-		return errors.Join(err, s.report(e, n, false))
+		return errors.Join(err, c.report(e, n, false))
 	}
-	return s.report(e, n, false)
+	return c.report(e, n, false)
 }
 
 // report says what was done, or would be.
-func (s *settle) report(e *env, n int, dryRun bool) error {
+func (c *change) report(e *env, n int, dryRun bool) error {
 	if e.json {
-		return e.writeJSON(map[string]any{"action": s.act, "events": n, "dry_run": dryRun})
+		return e.writeJSON(map[string]any{"action": c.act, "events": n, "dry_run": dryRun})
 	}
 	things := plural(int64(n), "event", "events")
 	if !dryRun {
-		e.printf("%s %s\n", s.past, things)
+		e.printf("%s %s\n", c.past, things)
 		return nil
 	}
-	e.printf("would %s %s", s.act, things)
+	e.printf("would %s %s", c.act, things)
 	if len(e.args) == 0 && n > 0 {
 		e.printf("; --yes does it")
 	}
@@ -176,19 +176,19 @@ var failedEditCommand = command{
 	about: `
 The payload is of the same content type; the old one stays in outbox_audit.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		var why decision
+		var why auditFlags
 		why.define(fs)
 		file := fs.String("payload", "", "`FILE` the new payload; - is the standard input")
 		return func(ctx context.Context, e *env) error { return failedEdit(ctx, e, why, *file) }
 	},
 }
 
-func failedEdit(ctx context.Context, e *env, why decision, file string) error {
+func failedEdit(ctx context.Context, e *env, why auditFlags, file string) error {
 	id, err := e.argID()
 	if err != nil {
 		return err
 	}
-	decided, err := why.decide(e)
+	info, err := why.info(e)
 	if err != nil {
 		return err
 	}
@@ -200,7 +200,7 @@ func failedEdit(ctx context.Context, e *env, why decision, file string) error {
 	if err != nil {
 		return err
 	}
-	if err := failed.Edit(ctx, id, payload, decided); err != nil {
+	if err := failed.Edit(ctx, id, payload, info); err != nil {
 		return err
 	}
 	if e.json {
@@ -229,10 +229,10 @@ var failedHoldCommand = command{
 	name: "failed hold", synopsis: "TOPIC KEY", min: 2, max: 2,
 	summary: "send nothing more of a key of which something failed",
 	about: `
-Later events of the key wait behind those that have failed, until somebody
-releases it or settles them.`,
+Later events of the key wait behind those that have failed, until it is
+released, or those are sent or resolved.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		return prepareKey(fs, "hold", (*outbox.FailedEvents).Hold)
+		return prepareKey(fs, "hold", (*outboxops.Failures).Hold)
 	},
 }
 
@@ -242,20 +242,20 @@ var failedReleaseCommand = command{
 	about: `
 What is dead of it stays dead.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		return prepareKey(fs, "release", (*outbox.FailedEvents).Release)
+		return prepareKey(fs, "release", (*outboxops.Failures).Release)
 	},
 }
 
 const defaultRelay = "default"
 
-type keyAction func(f *outbox.FailedEvents, ctx context.Context, relay, topic, key string, why outbox.Decision) error
+type keyAction func(f *outboxops.Failures, ctx context.Context, relay, topic, key string, why outboxops.AuditInfo) error
 
 func prepareKey(fs *flag.FlagSet, act string, do keyAction) func(context.Context, *env) error {
-	var why decision
+	var why auditFlags
 	why.define(fs)
 	relay := fs.String("relay", defaultRelay, "`NAME` whose key (default)")
 	return func(ctx context.Context, e *env) error {
-		decided, err := why.decide(e)
+		info, err := why.info(e)
 		if err != nil {
 			return err
 		}
@@ -263,7 +263,7 @@ func prepareKey(fs *flag.FlagSet, act string, do keyAction) func(context.Context
 		if err != nil {
 			return err
 		}
-		if err := do(failed, ctx, *relay, e.args[0], e.args[1], decided); err != nil {
+		if err := do(failed, ctx, *relay, e.args[0], e.args[1], info); err != nil {
 			return err
 		}
 		if e.json {

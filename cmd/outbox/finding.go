@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // Severities of findings, the worst first.
@@ -102,7 +103,7 @@ func plural(n int64, one, more string) string {
 }
 
 // transactionFindings judges what has been open for long.
-func transactionFindings(open []outbox.OpenTransaction, now time.Time) (all []finding) {
+func transactionFindings(open []outboxops.OpenTransaction, now time.Time) (all []finding) {
 	for _, t := range open {
 		f := finding{"transaction.open", severityWarning, fmt.Sprintf("process %d, %s of %s, has a transaction open for %s (%s)", t.PID, orNameless(t.Application), t.User, age(t.Since, now), t.State),
 			"It delays no other events. While it is open PostgreSQL cleans up nothing that it might see: tables and indexes grow, and polls become slower.",
@@ -130,7 +131,7 @@ func orNameless(application string) string {
 // standing is how relays stand, and what is wrong about it.
 type standing struct {
 	relays   []outbox.RelayStatus
-	open     []outbox.OpenTransaction
+	open     []outboxops.OpenTransaction
 	now      time.Time // the database's
 	findings []finding
 }

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // globals are the flags that all commands take, before their name or behind it.
@@ -169,6 +170,26 @@ func (a *aggregate) Set(text string) error {
 	return nil
 }
 
+// failureID is a flag or an argument for a failed event: relay-17, or 17, which is
+// short for it.
+type failureID struct{ outboxops.FailureID }
+
+func (f *failureID) String() string { return f.FailureID.String() }
+
+// Set implements flag.Value.
+func (f *failureID) Set(text string) error {
+	if n, err := strconv.ParseInt(text, 10, 64); err == nil && n > 0 {
+		f.FailureID = outboxops.FailureID{Kind: outboxops.KindRelay, Number: n}
+		return nil
+	}
+	id, err := outboxops.ParseFailureID(text)
+	if err != nil {
+		return fmt.Errorf("want an id such as relay-17, or 17 for short")
+	}
+	f.FailureID = id
+	return nil
+}
+
 // failedFlags pick failed events.
 type failedFlags struct {
 	relay, eventType, topic, key, class, status string
@@ -192,8 +213,8 @@ func (f *failedFlags) define(fs *flag.FlagSet) {
 var statuses = []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked, outbox.StatusDead, outbox.StatusResolved}
 
 // filter returns what the flags say, and whether they say anything.
-func (f *failedFlags) filter(now time.Time) (filter outbox.FailedFilter, picks bool, err error) {
-	filter = outbox.FailedFilter{Relay: f.relay, Type: f.eventType, Topic: f.topic, Key: f.key,
+func (f *failedFlags) filter(now time.Time) (filter outboxops.FailureFilter, picks bool, err error) {
+	filter = outboxops.FailureFilter{Relay: f.relay, Type: f.eventType, Topic: f.topic, Key: f.key,
 		AggregateType: f.of.kind, AggregateID: f.of.id, Class: f.class, Since: f.since.time(now), Until: f.until.time(now)}
 	if f.status != "" {
 		for _, s := range strings.Split(f.status, ",") {

@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxops"
 	"github.com/stretchr/testify/require"
 )
 
@@ -118,9 +119,9 @@ func (d *desk) relay(t testing.TB) (stop func()) {
 	return stop
 }
 
-func (d *desk) inspector(t testing.TB) *outbox.Inspector {
+func (d *desk) inspector(t testing.TB) *outboxops.Inspector {
 	t.Helper()
-	i, err := outbox.NewInspector(d.db, outbox.InspectorConfig{Schema: d.schema})
+	i, err := outboxops.NewInspector(d.db, outboxops.InspectorConfig{Schema: d.schema})
 	require.NoError(t, err)
 	return i
 }

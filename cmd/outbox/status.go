@@ -106,14 +106,14 @@ func lastMinute(ctx context.Context, e *env, relays []outbox.RelayStatus) (map[s
 	}
 	all := map[string]minute{}
 	for _, r := range relays {
-		moves, err := inspector.Moves(ctx, r.Name, time.Now().Add(-time.Minute), 10*time.Second)
+		progress, err := inspector.Progress(ctx, r.Name, time.Now().Add(-time.Minute), 10*time.Second)
 		if err != nil {
 			return nil, err
 		}
 		var sum minute
-		for _, m := range moves {
-			sum.events += m.Events
-			sum.latency = max(sum.latency, m.Latency)
+		for _, p := range progress {
+			sum.events += p.Events
+			sum.latency = max(sum.latency, p.Latency)
 		}
 		all[r.Name] = sum
 	}

@@ -3,11 +3,10 @@ package main
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"flag"
 	"time"
 
-	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 var tailCommand = command{
@@ -30,16 +29,12 @@ disturbs no relay. With --json each is a line, payload and headers included.`,
 }
 
 type tailFlags struct {
-	filter     outbox.EventFilter
+	filter     outboxops.EventFilter
 	of         aggregate
 	topic, key string
 	payload    bool
 	limit      int
-	seen       int
 }
-
-// errEnough ends a tail at its limit.
-var errEnough = errors.New("enough")
 
 func (t *tailFlags) run(ctx context.Context, e *env) error {
 	if t.limit < 0 {
@@ -50,23 +45,23 @@ func (t *tailFlags) run(ctx context.Context, e *env) error {
 		return err
 	}
 	t.filter.AggregateType, t.filter.AggregateID = t.of.kind, t.of.id
-	err = inspector.Tail(ctx, t.filter, func(event outbox.RecordedEvent) error { return t.see(e, event) })
-	if errors.Is(err, errEnough) {
-		return nil
+	shown := 0
+	for event, err := range inspector.Tail(ctx, t.filter) {
+		if err == nil && !t.picks(event) {
+			continue
+		}
+		if err == nil {
+			err = t.show(e, event)
+		}
+		if shown++; err != nil || shown == t.limit {
+			return err
+		}
 	}
-	return err
+	return nil
 }
 
-func (t *tailFlags) see(e *env, event outbox.RecordedEvent) error {
-	if (t.topic != "" && event.Topic != t.topic) || (t.key != "" && event.Key != t.key) {
-		return nil
-	}
-	t.seen++
-	err := t.show(e, event)
-	if err == nil && t.seen == t.limit {
-		return errEnough
-	}
-	return err
+func (t *tailFlags) picks(event outboxops.RecordedEvent) bool {
+	return (t.topic == "" || event.Topic == t.topic) && (t.key == "" || event.Key == t.key)
 }
 
 // recordedJSON is a line of tail.
@@ -88,7 +83,7 @@ type recordedJSON struct {
 	Headers       map[string]string `json:"headers,omitempty"`
 }
 
-func (t *tailFlags) show(e *env, event outbox.RecordedEvent) error {
+func (t *tailFlags) show(e *env, event outboxops.RecordedEvent) error {
 	if e.json {
 		line := recordedJSON{OutboxID: event.OutboxID, EventID: event.EventID, Type: event.Type, Source: event.Source,
 			AggregateType: event.AggregateType, AggregateID: event.AggregateID, Topic: event.Topic, Key: event.Key,

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -99,10 +100,10 @@ func (t *topicsFlags) run(ctx context.Context, e *env) error {
 }
 
 // recordedTopics returns the topics in the arguments, or else those of recorded events.
-func recordedTopics(ctx context.Context, e *env) ([]outbox.RecordedTopic, error) {
-	var named []outbox.RecordedTopic
+func recordedTopics(ctx context.Context, e *env) ([]outboxops.RecordedTopic, error) {
+	var named []outboxops.RecordedTopic
 	for _, name := range e.args {
-		named = append(named, outbox.RecordedTopic{Topic: name})
+		named = append(named, outboxops.RecordedTopic{Topic: name})
 	}
 	if len(named) > 0 {
 		return named, nil
@@ -116,7 +117,7 @@ func recordedTopics(ctx context.Context, e *env) ([]outbox.RecordedTopic, error)
 
 // ensure compares or creates the topics, and then reads their settings. With an error
 // about some topics it returns the others.
-func (t *topicsFlags) ensure(ctx context.Context, kafka []kgo.Opt, names []string, recorded []outbox.RecordedTopic) ([]topicJSON, error) {
+func (t *topicsFlags) ensure(ctx context.Context, kafka []kgo.Opt, names []string, recorded []outboxops.RecordedTopic) ([]topicJSON, error) {
 	if len(names) == 0 {
 		return []topicJSON{}, nil
 	}
@@ -170,7 +171,7 @@ func setting(info outboxtopics.Info, name string) int64 {
 	return n
 }
 
-func showTopics(e *env, all []topicJSON, recorded []outbox.RecordedTopic) error {
+func showTopics(e *env, all []topicJSON, recorded []outboxops.RecordedTopic) error {
 	var withoutTopic []string
 	for _, r := range recorded {
 		if r.Topic == "" {

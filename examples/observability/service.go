@@ -19,6 +19,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxhttp"
+	"github.com/outboxgo/outbox/outboxops"
 	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/twmb/franz-go/pkg/kgo"
 	sdk "go.opentelemetry.io/otel/sdk/trace"
@@ -106,7 +107,7 @@ func (s *service) wire(context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	inspector, err := outbox.NewInspector(s.db, outbox.InspectorConfig{Schema: s.id})
+	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.id})
 	if err != nil {
 		return err
 	}

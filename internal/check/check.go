@@ -97,6 +97,19 @@ func Topic(name string) error {
 	return nil
 }
 
+var dottedName = regexp.MustCompile(`^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+$`)
+
+// HasTopic reports whether [TopicOf] can derive a topic from an event type: it has a
+// second segment.
+func HasTopic(eventType string) bool { return dottedName.MatchString(eventType) }
+
+// TopicOf derives a topic from the second segment of an event type.
+func TopicOf(eventType string) string {
+	_, rest, _ := strings.Cut(eventType, ".")
+	domain, _, _ := strings.Cut(rest, ".")
+	return domain + "-events"
+}
+
 // NotNegative checks a field of a configuration.
 func NotNegative[N int | int64 | time.Duration](field string, n N) error {
 	if n < 0 {

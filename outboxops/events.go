@@ -1,9 +1,10 @@
-package outbox
+package outboxops
 
 import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"maps"
 	"slices"
 	"time"
@@ -11,7 +12,9 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
 
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -36,20 +39,21 @@ type RecordedEvent struct {
 	// Headers are the further Kafka headers; nil in lists.
 	Headers map[string]string
 	// AttemptedBy are the relays that have sent it or written it into outbox_failed,
-	// PendingFor those that have not come to it; nil in [Inspector.Tail].
+	// PendingFor those that have not attempted it yet; nil in [Inspector.Tail].
 	AttemptedBy, PendingFor []string
 	// Failures are its rows of outbox_failed, sorted by relay; nil in [Inspector.Tail].
 	// What a relay has attempted and is not here, it has sent.
-	Failures []RecordedFailure
+	Failures []EventFailure
 }
 
-// RecordedFailure is the row of outbox_failed of a recorded event and a relay.
-type RecordedFailure struct {
-	// ID is outbox_failed.id.
-	ID int64
+// EventFailure is the failure of a recorded event: what [RecordedEvent] shows of a
+// [Failure].
+type EventFailure struct {
+	// ID names the failure.
+	ID FailureID
 	// Relay is the one that could not send it.
 	Relay string
-	// Status is one of the constants, [StatusDead] for example.
+	// Status is one of the constants, [outbox.StatusDead] for example.
 	Status string
 }
 
@@ -92,19 +96,16 @@ type EventPage struct {
 const recordedColumns = `o.id, event_id::text, event_type, source, aggregate_type, aggregate_id, topic, partition_key, content_type,
        occurred_at, created_at, coalesce(octet_length(payload_bytes), octet_length(payload::text))`
 
-// wholeColumns are payload and headers, of outbox or outbox_failed.
-const wholeColumns = `coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), headers`
-
-// progressColumns say which relays have come to an event, as retention asks it, and
-// which have not got it through.
-const progressColumns = `
-       ARRAY(SELECT relay::text FROM stands AS s WHERE ` + attempted + ` ORDER BY 1),
-       ARRAY(SELECT relay::text FROM stands AS s WHERE NOT ` + attempted + ` ORDER BY 1),
+// relayColumns say which relays have attempted an event, by the condition of
+// retention, and which of them failed. They are in the order of eventRelays.
+const relayColumns = `
+       ARRAY(SELECT relay::text FROM positions AS s WHERE ` + tables.Attempted + ` ORDER BY 1),
+       ARRAY(SELECT relay::text FROM positions AS s WHERE NOT ` + tables.Attempted + ` ORDER BY 1),
        (SELECT jsonb_agg(jsonb_build_object('ID', f.id, 'Relay', f.relay, 'Status', f.status) ORDER BY f.relay)
-          FROM stands AS s JOIN {schema}.outbox_failed AS f ON f.relay = s.relay AND f.outbox_id = o.id)`
+          FROM positions AS s JOIN {schema}.outbox_failed AS f ON f.relay = s.relay AND f.outbox_id = o.id)`
 
-const sqlEvents = newestCursors + `
-SELECT ` + recordedColumns + `, ` + progressColumns + `
+const sqlEvents = tables.NewestCursors + `
+SELECT ` + recordedColumns + `, ` + relayColumns + `
   FROM {schema}.outbox AS o WHERE` + eventWhere + `
    AND ($7::bigint = 0 OR id < $7)
  ORDER BY id DESC LIMIT $8`
@@ -117,7 +118,7 @@ SELECT ` + recordedColumns + `, ` + progressColumns + `
 // match and many are kept: bound it by ctx, or create an index on (aggregate_id, id)
 // if you often look for aggregates.
 func (i *Inspector) Events(ctx context.Context, filter EventFilter, page EventPage) ([]RecordedEvent, error) {
-	limit, err := FailedPage{Limit: page.Limit}.limit()
+	limit, err := limitOf(page.Limit)
 	if err != nil {
 		return nil, fmt.Errorf("outbox: inspect events: %w", err)
 	}
@@ -131,42 +132,48 @@ func (i *Inspector) Events(ctx context.Context, filter EventFilter, page EventPa
 	return nil, fmt.Errorf("outbox: inspect events: %w", err)
 }
 
-const sqlEvent = newestCursors + `
-SELECT ` + recordedColumns + `, ` + wholeColumns + `, ` + progressColumns + `
+const sqlEvent = tables.NewestCursors + `
+SELECT ` + recordedColumns + `, ` + tables.PayloadColumns + `, ` + relayColumns + `
   FROM {schema}.outbox AS o WHERE id = $1`
 
 // Event returns a recorded event with its payload. It returns [ErrNotFound] if there
 // is none: retention may have removed it.
 func (i *Inspector) Event(ctx context.Context, outboxID int64) (RecordedEvent, error) {
-	var p progress
-	e, err := scanWhole(i.db.QueryRow(ctx, i.sql.event, outboxID), p.columns()...)
+	var relays eventRelays
+	e, err := scanWhole(i.db.QueryRow(ctx, i.sql.event, outboxID), relays.columns()...)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return e, fmt.Errorf("outbox: event %d: %w", outboxID, ErrNotFound)
 	case err != nil:
 		return e, fmt.Errorf("outbox: inspect event %d: %w", outboxID, err)
 	}
-	return p.of(e), nil
+	return relays.addTo(e), nil
 }
 
-// progress is read from progressColumns.
-type progress struct {
+// eventRelays is read from relayColumns.
+type eventRelays struct {
 	attempted, pending []string
-	failures           []RecordedFailure
+	failures           []struct {
+		ID            int64
+		Relay, Status string
+	}
 }
 
-func (p *progress) columns() []any { return []any{&p.attempted, &p.pending, &p.failures} }
+func (r *eventRelays) columns() []any { return []any{&r.attempted, &r.pending, &r.failures} }
 
-func (p *progress) of(e RecordedEvent) RecordedEvent {
-	e.AttemptedBy, e.PendingFor, e.Failures = p.attempted, p.pending, p.failures
+func (r *eventRelays) addTo(e RecordedEvent) RecordedEvent {
+	e.AttemptedBy, e.PendingFor = r.attempted, r.pending
+	for _, f := range r.failures {
+		e.Failures = append(e.Failures, EventFailure{relayID(f.ID), f.Relay, f.Status})
+	}
 	return e
 }
 
-// scanListed reads recordedColumns and progressColumns.
+// scanListed reads recordedColumns and relayColumns.
 func scanListed(row pgx.CollectableRow) (RecordedEvent, error) {
-	var p progress
-	e, err := scanRecorded(row, p.columns()...)
-	return p.of(e), err
+	var relays eventRelays
+	e, err := scanRecorded(row, relays.columns()...)
+	return relays.addTo(e), err
 }
 
 // scanWhole reads recordedColumns and the columns of payload and headers, and more
@@ -258,8 +265,8 @@ func (r *RecordedTopic) add(eventType string, events int64, newest time.Time) {
 
 // destinationOf returns where an event of a type goes, with the topic of its row.
 func destinationOf(eventType string, topic pgtype.Text) string {
-	if !topic.Valid && dottedName.MatchString(eventType) {
-		return topicOf(eventType)
+	if !topic.Valid && check.HasTopic(eventType) {
+		return check.TopicOf(eventType)
 	}
 	return topic.String
 }
@@ -275,48 +282,61 @@ WITH ids AS MATERIALIZED (
 )
 SELECT e.*, pg_current_snapshot()::text
   FROM (SELECT) AS always
-  LEFT JOIN (SELECT ` + recordedColumns + `, ` + wholeColumns + `
+  LEFT JOIN (SELECT ` + recordedColumns + `, ` + tables.PayloadColumns + `
                FROM ids CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE xid = ids.xid AND id = ids.id OFFSET 0) AS o
               WHERE` + eventWhere + `) AS e ON true
  ORDER BY e.id`
 
-// tailInterval is how often [Inspector.Tail] looks.
+// tailInterval is the time between two looks of [Inspector.Tail].
 const tailInterval = 500 * time.Millisecond
 
-// Tail hands events to see as they are committed, with their payloads, from now on
-// and until ctx ends; then it returns nil. It returns the first error of see, or
-// PostgreSQL's. It sends nothing and moves no cursor, and unlike a relay it may miss
+// errStopped ends a tail whose loop has ended.
+var errStopped = errors.New("stopped")
+
+// Tail yields events as they are committed, with their payloads, from the start of the
+// loop on and until ctx ends. An error is PostgreSQL's; it comes without an event, as
+// the last. Tail sends nothing and moves no cursor, and unlike a relay it may miss
 // events in a crash of PostgreSQL.
-func (i *Inspector) Tail(ctx context.Context, filter EventFilter, see func(RecordedEvent) error) error {
+//
+// The loop keeps a connection while it handles the events of one look, so it should
+// not take long for each.
+func (i *Inspector) Tail(ctx context.Context, filter EventFilter) iter.Seq2[RecordedEvent, error] {
+	return func(yield func(RecordedEvent, error) bool) {
+		err := i.tail(ctx, filter, yield)
+		if ctx.Err() == nil && !errors.Is(err, errStopped) {
+			yield(RecordedEvent{}, fmt.Errorf("outbox: tail events: %w", err))
+		}
+	}
+}
+
+// tail looks for events until ctx ends or an error comes.
+func (i *Inspector) tail(ctx context.Context, filter EventFilter, yield func(RecordedEvent, error) bool) error {
 	var since string
 	err := i.db.QueryRow(ctx, `SELECT pg_current_snapshot()::text`).Scan(&since)
 	for err == nil && ctx.Err() == nil {
 		wait.Sleep(ctx, tailInterval)
-		args := append(filter.args(), since, snapshotMax(since))
+		args := append(filter.args(), since, tables.SnapshotMax(since))
 		err = pg.Query(ctx, i.db, pg.PlannerSettings, func(rows pgx.Rows) (err error) {
-			since, err = readTail(rows, see)
+			since, err = readTail(rows, yield)
 			return err
 		}, i.sql.tail, args...)
 	}
-	if ctx.Err() == nil {
-		return fmt.Errorf("outbox: tail events: %w", err)
-	}
-	return nil
+	return err
 }
 
-// readTail hands rows to see and returns their snapshot.
-func readTail(rows pgx.Rows, see func(RecordedEvent) error) (snapshot string, err error) {
+// readTail yields the events of rows and returns their snapshot.
+func readTail(rows pgx.Rows, yield func(RecordedEvent, error) bool) (snapshot string, err error) {
 	defer rows.Close()
 	for rows.Next() {
 		if raw := rows.RawValues(); raw[0] == nil { // no event
 			return string(raw[len(raw)-1]), nil
 		}
 		e, err := scanWhole(rows, &snapshot)
-		if err == nil {
-			err = see(e)
-		}
 		if err != nil {
 			return "", err
+		}
+		if !yield(e, nil) {
+			return "", errStopped
 		}
 	}
 	return snapshot, rows.Err()

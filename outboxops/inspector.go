@@ -1,4 +1,4 @@
-package outbox
+package outboxops
 
 import (
 	"cmp"
@@ -11,11 +11,13 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// Inspector tells how relays stand, what is recorded, and which transactions are
+// Inspector reads the state of relays, what is recorded, and which transactions are
 // open, from the database alone: any process may have one. It changes nothing. It is
 // safe for concurrent use.
 type Inspector struct {
@@ -25,8 +27,8 @@ type Inspector struct {
 
 // inspectorSQL are the statements of [Inspector], in their schema.
 type inspectorSQL struct {
-	relays, moves, transactions, topics, partitions string
-	events, event, tail                             string
+	relays, progress, transactions, topics, partitions string
+	events, event, tail                                string
 }
 
 // InspectorConfig says where to look. It may be zero.
@@ -41,109 +43,35 @@ func NewInspector(db *pgxpool.Pool, cfg InspectorConfig) (*Inspector, error) {
 	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
 	err := check.Schema(cfg.Schema)
 	if db == nil {
-		err = errors.Join(fmt.Errorf("db %w", ErrNilArgument), err)
+		err = errors.Join(fmt.Errorf("db %w", outbox.ErrNilArgument), err)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("outbox: inspector config: %w", err)
 	}
 	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
 	return &Inspector{db: db, sql: inspectorSQL{
-		relays: in(sqlRelays), moves: in(sqlMoves), transactions: in(sqlTransactions), topics: in(sqlRecordedTopics),
+		relays: in(tables.SQLRelays), progress: in(sqlProgress), transactions: in(sqlTransactions), topics: in(sqlRecordedTopics),
 		partitions: in(sqlPartitionSizes),
 		events:     in(sqlEvents), event: in(sqlEvent), tail: in(sqlTail),
 	}}, nil
 }
 
-// RelayStatus is how a relay stands.
-type RelayStatus struct {
-	// Name of the relay.
-	Name string
-	// Holder is who leads: host, process id and a random part. Empty means nobody.
-	Holder string
-	// Epoch grows with every change of holder.
-	Epoch int64
-	// LeaseUntil is when the lease expires unless it is renewed, or when it did;
-	// zero if it was given back, or never taken.
-	LeaseUntil time.Time
-	// MovedAt is when the cursor moved last; zero if it has no cursor yet.
-	MovedAt time.Time
-
-	// Pending is how many committed events it has not tried to send, counted up to
-	// 100,000.
-	Pending int64
-	// PendingMore is set if there are more than Pending.
-	PendingMore bool
-	// Oldest is when the transaction of the first pending event began; zero if none is
-	// pending. A transaction that was open for long makes it old at its commit.
-	Oldest time.Time
-
-	// Waiting, Failed, Parked and Dead are how many rows of outbox_failed have the
-	// status.
-	Waiting, Failed, Parked, Dead int64
-	// ParkedKeys is how many keys wait, HeldKeys how many of them for an operator.
-	ParkedKeys, HeldKeys int64
-}
-
-const maxPendingCount = 100_000
-
-// sqlRelays takes its shape from sqlOpen, and is to be run under pg.PlannerSettings.
-const sqlRelays = newestCursors + `, known AS MATERIALIZED (
-    SELECT relay AS name FROM stands UNION SELECT name FROM {schema}.outbox_lease
-)
-SELECT n.name, CASE WHEN l.expires_at > clock_timestamp() THEN l.holder ELSE '' END, coalesce(l.epoch, 0),
-       CASE WHEN isfinite(l.expires_at) THEN l.expires_at END, c.created_at, p.events,
-       (SELECT created_at FROM {schema}.outbox WHERE id = p.first),
-       f.waiting, f.failed, f.parked, f.dead, f.parked_keys, f.held_keys
-  FROM known AS n
-  LEFT JOIN {schema}.outbox_lease AS l ON l.name = n.name
-  LEFT JOIN stands AS c ON c.relay = n.name
- CROSS JOIN LATERAL (
-       SELECT count(*) AS events, min(id) AS first FROM (
-             (SELECT id FROM {schema}.outbox
-               WHERE xid >= pg_snapshot_xmax(c.snapshot) AND xid <= '18446744073709551615'::xid8
-                 AND NOT coalesce(id <= c.last_processed_id AND pg_visible_in_snapshot(xid, c.window_snapshot), false)
-               ORDER BY xid, id LIMIT $1)
-               UNION ALL
-              SELECT late.id FROM pg_snapshot_xip(c.snapshot) AS x
-               CROSS JOIN LATERAL (SELECT id FROM {schema}.outbox
-                                    WHERE xid >= x AND xid <= x
-                                      AND NOT coalesce(id <= c.last_processed_id AND pg_visible_in_snapshot(xid, c.window_snapshot), false)
-                                    ORDER BY xid, id LIMIT $1) AS late
-       ) AS w) AS p
- CROSS JOIN LATERAL (
-       SELECT count(*) FILTER (WHERE status = 'waiting') AS waiting, count(*) FILTER (WHERE status = 'failed') AS failed,
-              count(*) FILTER (WHERE status = 'parked') AS parked, count(*) FILTER (WHERE status = 'dead') AS dead,
-              count(DISTINCT parking_key) FILTER (WHERE status <> 'dead' OR held) AS parked_keys,
-              count(DISTINCT parking_key) FILTER (WHERE held) AS held_keys
-         FROM {schema}.outbox_failed WHERE relay = n.name AND status IN ('waiting', 'failed', 'parked', 'dead')) AS f
- ORDER BY n.name`
-
-// Relays returns how the relays of the schema stand, sorted by name: those that have
-// a cursor or ever took a lease.
-func (i *Inspector) Relays(ctx context.Context) (all []RelayStatus, err error) {
-	err = pg.Query(ctx, i.db, pg.PlannerSettings, func(rows pgx.Rows) error {
-		all, err = pgx.CollectRows(rows, scanRelay)
-		return err
-	}, i.sql.relays, maxPendingCount+1)
+// Relays returns the relays of the schema, sorted by name: those that have a cursor or
+// ever took a lease.
+func (i *Inspector) Relays(ctx context.Context) ([]outbox.RelayStatus, error) {
+	relays, err := tables.Relays(ctx, i.db, i.sql.relays)
 	if err != nil {
 		return nil, fmt.Errorf("outbox: inspect relays: %w", err)
+	}
+	all := make([]outbox.RelayStatus, len(relays))
+	for n, r := range relays {
+		all[n] = outbox.RelayStatus(r)
 	}
 	return all, nil
 }
 
-func scanRelay(row pgx.CollectableRow) (r RelayStatus, err error) {
-	var until, moved, oldest pgtype.Timestamptz
-	err = row.Scan(&r.Name, &r.Holder, &r.Epoch, &until, &moved, &r.Pending, &oldest,
-		&r.Waiting, &r.Failed, &r.Parked, &r.Dead, &r.ParkedKeys, &r.HeldKeys)
-	r.LeaseUntil, r.MovedAt, r.Oldest = until.Time, moved.Time, oldest.Time
-	if r.Pending > maxPendingCount {
-		r.Pending, r.PendingMore = maxPendingCount, true
-	}
-	return r, err
-}
-
-// Move is what a relay did in a span of time.
-type Move struct {
+// RelayProgress is what a relay did in a span of time.
+type RelayProgress struct {
 	// At is the end of the span.
 	At time.Time
 	// Events is by how many ids the cursor moved: about the number of events, because
@@ -155,10 +83,10 @@ type Move struct {
 	Latency time.Duration
 }
 
-// sqlMoves looks at the newest row of each span. Its highest_id may be that of rows
+// sqlProgress looks at the newest row of each span. Its highest_id may be that of rows
 // before it; when that was reached is the time of the first of them. The last column is
-// where the relay stood at the beginning.
-const sqlMoves = `
+// the position of the relay at the beginning.
+const sqlProgress = `
 SELECT g.at, coalesce(m.highest_id, 0), reached.created_at - (SELECT o.created_at FROM {schema}.outbox AS o WHERE o.id = m.highest_id),
        (SELECT coalesce((SELECT highest_id FROM {schema}.outbox_cursor WHERE relay = $1::text AND created_at <= $2::timestamptz
                           ORDER BY created_at DESC, id DESC LIMIT 1),
@@ -175,40 +103,43 @@ SELECT g.at, coalesce(m.highest_id, 0), reached.created_at - (SELECT o.created_a
   LEFT JOIN LATERAL (SELECT first.created_at WHERE first.created_at > g.at - $4::interval) AS reached ON true
  ORDER BY g.at`
 
-const maxMoves = 10_000
+const (
+	maxProgress = 10_000
+	day         = 24 * time.Hour
+)
 
-// Moves returns what a relay did in each step of time up to now, oldest first, from
+// Progress returns what a relay did in each step of time up to now, oldest first, from
 // the history of its cursor, which becomes coarse after an hour and goes as
-// [RetentionConfig] says. Step is at least 1 s, and there are at most 10,000.
-func (i *Inspector) Moves(ctx context.Context, relay string, since time.Time, step time.Duration) ([]Move, error) {
+// [outbox.RetentionConfig] says. Step is at least 1 s, and there are at most 10,000.
+func (i *Inspector) Progress(ctx context.Context, relay string, since time.Time, step time.Duration) ([]RelayProgress, error) {
 	now := time.Now()
 	switch {
 	case step < time.Second:
-		return nil, fmt.Errorf("outbox: inspect moves: step is %v: at least 1 s", step)
-	case now.Sub(since)/step > maxMoves:
-		return nil, fmt.Errorf("outbox: inspect moves: %d steps of %v: at most %d", now.Sub(since)/step, step, maxMoves)
+		return nil, fmt.Errorf("outbox: inspect progress: step is %v: at least 1 s", step)
+	case now.Sub(since)/step > maxProgress:
+		return nil, fmt.Errorf("outbox: inspect progress: %d steps of %v: at most %d", now.Sub(since)/step, step, maxProgress)
 	}
-	var moves []Move
+	var all []RelayProgress
 	err := pg.Query(ctx, i.db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		var at time.Time
 		var reached, began, highest int64
 		var latency pgtype.Interval
 		_, err := pgx.ForEachRow(rows, []any{&at, &reached, &latency, &began}, func() error {
 			highest = max(highest, began)
-			m := Move{At: at, Events: max(0, reached-highest)}
+			p := RelayProgress{At: at, Events: max(0, reached-highest)}
 			highest = max(highest, reached)
 			if latency.Valid {
-				m.Latency = time.Duration(latency.Microseconds)*time.Microsecond + time.Duration(latency.Days)*day
+				p.Latency = time.Duration(latency.Microseconds)*time.Microsecond + time.Duration(latency.Days)*day
 			}
-			moves = append(moves, m)
+			all = append(all, p)
 			return nil
 		})
 		return err
-	}, i.sql.moves, relay, now.Add(-now.Sub(since).Truncate(step)), now, step)
+	}, i.sql.progress, relay, now.Add(-now.Sub(since).Truncate(step)), now, step)
 	if err != nil {
-		return nil, fmt.Errorf("outbox: inspect moves: %w", err)
+		return nil, fmt.Errorf("outbox: inspect progress: %w", err)
 	}
-	return moves, nil
+	return all, nil
 }
 
 // OpenTransaction is a transaction that has begun and not ended. None delays the
@@ -263,4 +194,42 @@ func (i *Inspector) Transactions(ctx context.Context, openFor time.Duration) ([]
 		}
 	}
 	return nil, fmt.Errorf("outbox: inspect transactions: %w", err)
+}
+
+// TablePartition is a part of a table outbox that is partitioned by ranges of ids.
+type TablePartition struct {
+	// Name of its table.
+	Name string
+	// First is its lowest id, and Behind the one behind its highest; the smallest and
+	// the largest int64 where it has no bound.
+	First, Behind int64
+	// Bytes is what it takes on disk, with its indexes.
+	Bytes int64
+	// Current is set for the one that has the newest event. Those behind it are made
+	// ahead of need.
+	Current bool
+}
+
+const sqlPartitionSizes = `
+SELECT name, first, behind, bytes, coalesce(newest >= first AND newest < behind, false)
+  FROM (SELECT c.relname::text AS name, pg_total_relation_size(c.oid) AS bytes,
+               coalesce(substring(e.bound FROM 'FROM \(''?(-?\d+)')::bigint, -9223372036854775808) AS first,
+               coalesce(substring(e.bound FROM 'TO \(''?(-?\d+)')::bigint, 9223372036854775807) AS behind
+          FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
+         CROSS JOIN LATERAL pg_get_expr(c.relpartbound, c.oid) AS e (bound)
+         WHERE i.inhparent = to_regclass('{schema}.outbox') AND e.bound <> 'DEFAULT') AS p,
+       (SELECT max(id) AS newest FROM {schema}.outbox) AS o
+ ORDER BY first`
+
+// Partitions returns the partitions of outbox, in the order of their ids; none of a
+// plain table.
+func (i *Inspector) Partitions(ctx context.Context) ([]TablePartition, error) {
+	rows, err := i.db.Query(ctx, i.sql.partitions)
+	if err == nil {
+		var all []TablePartition
+		if all, err = pgx.CollectRows(rows, pgx.RowToStructByPos[TablePartition]); err == nil {
+			return all, nil
+		}
+	}
+	return nil, fmt.Errorf("outbox: inspect partitions: %w", err)
 }

@@ -1,8 +1,7 @@
-package outbox_test
+package outboxops_test
 
 import (
 	"context"
-	"log/slog"
 	"slices"
 	"strings"
 	"testing"
@@ -14,22 +13,23 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
-var kim = outbox.Decision{Operator: "kim", Reason: "the topic's limit was too small"}
+var kim = outboxops.AuditInfo{Operator: "kim", Reason: "the topic's limit was too small"}
 
 // operator returns the failed events of the house.
-func (h *house) operator(t *testing.T) *outbox.FailedEvents {
+func (h *opsFixture) operator(t *testing.T) *outboxops.Failures {
 	t.Helper()
-	f, err := outbox.NewFailedEvents(h.db, outbox.FailedEventsConfig{Schema: h.schema})
+	f, err := outboxops.NewFailures(h.db, outboxops.FailuresConfig{Schema: h.schema})
 	require.NoError(t, err)
 	return f
 }
 
 // only returns the one failed event with a status.
-func only(t *testing.T, f *outbox.FailedEvents, status string) outbox.FailedRow {
+func only(t *testing.T, f *outboxops.Failures, status string) outboxops.Failure {
 	t.Helper()
-	rows, err := f.List(background, outbox.FailedFilter{Statuses: []string{status}}, outbox.FailedPage{})
+	rows, err := f.List(background, outboxops.FailureFilter{Statuses: []string{status}}, outboxops.FailurePage{})
 	require.NoError(t, err)
 	require.Len(t, rows, 1)
 	return rows[0]
@@ -39,12 +39,11 @@ func only(t *testing.T, f *outbox.FailedEvents, status string) outbox.FailedRow 
 func patiently() outbox.RelayConfig {
 	cfg := quick
 	cfg.MaxRetries = 1
-	cfg.Logger = slog.New(slog.DiscardHandler)
 	return cfg
 }
 
 // dead lets the house's relay give up a poison of key bad, which others follow.
-func (h *house) dead(t *testing.T, cfg outbox.RelayConfig, followers ...oracle.Event) (event oracle.Event, stop func()) {
+func (h *opsFixture) dead(t *testing.T, cfg outbox.RelayConfig, followers ...oracle.Event) (event oracle.Event, stop func()) {
 	t.Helper()
 	event = poison("bad", 1)
 	stop = testenv.Run(t, h.relay(t, cfg).Run)
@@ -53,9 +52,9 @@ func (h *house) dead(t *testing.T, cfg outbox.RelayConfig, followers ...oracle.E
 	return event, stop
 }
 
-func (h *house) actions(t *testing.T, f *outbox.FailedEvents, id int64) (actions []string) {
+func (h *opsFixture) actions(t *testing.T, f *outboxops.Failures, id outboxops.FailureID) (actions []string) {
 	t.Helper()
-	entries, err := f.Audit(background, id, outbox.FailedPage{})
+	entries, err := f.Audit(background, id, outboxops.AuditPage{})
 	require.NoError(t, err)
 	for _, e := range slices.Backward(entries) {
 		require.WithinDuration(t, time.Now(), e.At, testenv.Patience)
@@ -68,12 +67,12 @@ func (h *house) actions(t *testing.T, f *outbox.FailedEvents, id int64) (actions
 
 // What an operator sees of a dead event, and that it is sent when Kafka takes it.
 func TestRetryDeadEvent(t *testing.T) {
-	h, reader := poisonedHouse(t)
+	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	event, _ := h.dead(t, patiently(), numbered("bad", 2, 3)...)
 	row := only(t, f, outbox.StatusDead)
 	for id, found := range map[int64]int{row.OutboxID: 1, 1 << 60: 0} {
-		rows, err := f.List(background, outbox.FailedFilter{OutboxID: id}, outbox.FailedPage{})
+		rows, err := f.List(background, outboxops.FailureFilter{OutboxID: id}, outboxops.FailurePage{})
 		require.NoError(t, err)
 		require.Len(t, rows, found)
 	}
@@ -92,14 +91,14 @@ func TestRetryDeadEvent(t *testing.T) {
 	requireArrival(t, reader, event)
 	h.awaitStatuses(t, map[string]int{})
 	require.Equal(t, []string{"kim retry bad"}, h.actions(t, f, row.ID))
-	require.ErrorIs(t, f.Retry(background, row.ID, kim), outbox.ErrNotFound)
+	require.ErrorIs(t, f.Retry(background, row.ID, kim), outboxops.ErrNotFound)
 	_, err = f.Get(background, row.ID)
-	require.ErrorIs(t, err, outbox.ErrNotFound)
+	require.ErrorIs(t, err, outboxops.ErrNotFound)
 }
 
 // A dead event that is retried goes before the later ones of its key that wait.
 func TestRetryKeepsTheOrderOfTheKey(t *testing.T) {
-	h, reader := poisonedHouse(t)
+	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	second := poison("bad", 2)
 	cfg := patiently()
@@ -124,9 +123,9 @@ func TestRetryKeepsTheOrderOfTheKey(t *testing.T) {
 
 // What is resolved is never sent, and what waits behind it goes on.
 func TestResolveFailedEvent(t *testing.T) {
-	h, reader := poisonedHouse(t)
+	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
-	testenv.Run(t, h.relay(t, quickAndQuiet()).Run)
+	testenv.Run(t, h.relay(t, quick).Run)
 	events := numbered("bad", 2, 20)
 	h.commit(t, append([]oracle.Event{poison("bad", 1)}, events...)...)
 	h.awaitStatuses(t, map[string]int{outbox.StatusFailed: 1, outbox.StatusParked: 20})
@@ -139,38 +138,32 @@ func TestResolveFailedEvent(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []string{"kim", kim.Reason}, []string{row.ResolvedBy, row.Resolution})
 	require.WithinDuration(t, time.Now(), row.ResolvedAt, testenv.Patience)
-	for name, again := range map[string]func(context.Context, int64, outbox.Decision) error{"resolve": f.Resolve, "retry": f.Retry} {
+	for name, again := range map[string]func(context.Context, outboxops.FailureID, outboxops.AuditInfo) error{"resolve": f.Resolve, "retry": f.Retry} {
 		err := again(background, head.ID, kim)
-		require.ErrorIs(t, err, outbox.ErrStatus, name)
+		require.ErrorIs(t, err, outboxops.ErrStatus, name)
 		require.ErrorContains(t, err, "it is resolved", name)
 	}
 	require.Equal(t, []string{"kim resolve bad"}, h.actions(t, f, head.ID))
 }
 
-func quickAndQuiet() outbox.RelayConfig {
-	cfg := quick
-	cfg.Logger = slog.New(slog.DiscardHandler)
-	return cfg
-}
-
 // A parked event is not retried: the one in front of it is.
 func TestRetryOfAParkedEvent(t *testing.T) {
-	h, _ := poisonedHouse(t)
+	h, _ := newPoisonedFixture(t)
 	f := h.operator(t)
-	testenv.Run(t, h.relay(t, quickAndQuiet()).Run)
+	testenv.Run(t, h.relay(t, quick).Run)
 	h.commit(t, append([]oracle.Event{poison("bad", 1)}, numbered("bad", 2, 1)...)...)
 	h.awaitStatuses(t, map[string]int{outbox.StatusFailed: 1, outbox.StatusParked: 1})
-	require.ErrorIs(t, f.Retry(background, only(t, f, outbox.StatusParked).ID, kim), outbox.ErrStatus)
-	require.ErrorIs(t, f.Edit(background, only(t, f, outbox.StatusParked).ID, []byte(`{}`), kim), outbox.ErrStatus)
-	require.Empty(t, h.actions(t, f, 0))
+	require.ErrorIs(t, f.Retry(background, only(t, f, outbox.StatusParked).ID, kim), outboxops.ErrStatus)
+	require.ErrorIs(t, f.Edit(background, only(t, f, outbox.StatusParked).ID, []byte(`{}`), kim), outboxops.ErrStatus)
+	require.Empty(t, h.actions(t, f, outboxops.FailureID{}))
 }
 
 // A key that is held sends nothing, though Kafka would take it, until it is
 // released; others go on.
 func TestHoldKey(t *testing.T) {
-	h, reader := poisonedHouse(t)
+	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
-	stop := testenv.Run(t, h.relay(t, quickAndQuiet()).Run)
+	stop := testenv.Run(t, h.relay(t, quick).Run)
 	events := append([]oracle.Event{poison("bad", 1)}, numbered("bad", 2, 20)...)
 	others := append([]oracle.Event{poison("other", 1)}, numbered("other", 2, 9)...)
 	h.commit(t, append(events[:10:10], others...)...)
@@ -178,14 +171,14 @@ func TestHoldKey(t *testing.T) {
 	stop()
 	require.NoError(t, f.Hold(background, "default", h.topic, "bad", kim))
 	h.setTopic(t, "max.message.bytes", "1000000")
-	_, err := h.db.Exec(background, h.sql(`UPDATE {s}.outbox_failed SET next_retry_at = now()`))
+	_, err := h.db.Exec(background, h.sql(`UPDATE {schema}.outbox_failed SET next_retry_at = now()`))
 	require.NoError(t, err)
-	testenv.Run(t, h.relay(t, quickAndQuiet()).Run)
+	testenv.Run(t, h.relay(t, quick).Run)
 	h.commit(t, events[10:]...)
 	requireArrival(t, reader, others...)
 	h.awaitStatuses(t, map[string]int{outbox.StatusFailed: 1, outbox.StatusParked: 20})
-	require.ErrorIs(t, f.Retry(background, only(t, f, outbox.StatusFailed).ID, kim), outbox.ErrStatus)
-	n, err := f.RetryAll(background, outbox.FailedFilter{}, outbox.BulkConfig{}, kim)
+	require.ErrorIs(t, f.Retry(background, only(t, f, outbox.StatusFailed).ID, kim), outboxops.ErrStatus)
+	n, err := f.RetryAll(background, outboxops.FailureFilter{}, outboxops.BulkConfig{}, kim)
 	require.NoError(t, err)
 	require.Zero(t, n, "it is held")
 	require.False(t, reader.Has(events[0].ID))
@@ -193,14 +186,14 @@ func TestHoldKey(t *testing.T) {
 	require.NoError(t, f.Release(background, "default", h.topic, "bad", kim))
 	requireArrival(t, reader, events...)
 	requireInOrder(t, reader, events)
-	require.Equal(t, []string{"kim hold bad", "kim release bad"}, h.actions(t, f, 0))
-	require.ErrorIs(t, f.Hold(background, "default", h.topic, "bad", kim), outbox.ErrNotFound)
-	require.ErrorIs(t, f.Release(background, "default", h.topic, "bad", kim), outbox.ErrNotFound)
+	require.Equal(t, []string{"kim hold bad", "kim release bad"}, h.actions(t, f, outboxops.FailureID{}))
+	require.ErrorIs(t, f.Hold(background, "default", h.topic, "bad", kim), outboxops.ErrNotFound)
+	require.ErrorIs(t, f.Release(background, "default", h.topic, "bad", kim), outboxops.ErrNotFound)
 }
 
 // Under HoldDead a key can go on without its dead event, which stays dead.
 func TestReleaseKeyOfDeadEvent(t *testing.T) {
-	h, reader := poisonedHouse(t)
+	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	cfg := patiently()
 	cfg.HoldDead = true
@@ -218,7 +211,7 @@ func TestReleaseKeyOfDeadEvent(t *testing.T) {
 
 // Holding a dead event's key, which had passed it, holds later events too.
 func TestHoldKeyOfDeadEvent(t *testing.T) {
-	h, reader := poisonedHouse(t)
+	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	h.dead(t, patiently())
 	require.NoError(t, f.Hold(background, "default", h.topic, "bad", kim))
@@ -233,7 +226,7 @@ func TestHoldKeyOfDeadEvent(t *testing.T) {
 }
 
 func TestEditDeadEvent(t *testing.T) {
-	h, reader := poisonedHouse(t)
+	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	event, _ := h.dead(t, patiently())
 	row := only(t, f, outbox.StatusDead)
@@ -251,7 +244,7 @@ func TestEditDeadEvent(t *testing.T) {
 	requireArrival(t, reader, event)
 	requireInOrder(t, reader, []oracle.Event{edited})
 	h.awaitStatuses(t, map[string]int{})
-	entries, err := f.Audit(background, row.ID, outbox.FailedPage{})
+	entries, err := f.Audit(background, row.ID, outboxops.AuditPage{})
 	require.NoError(t, err)
 	require.Len(t, entries, 1)
 	require.Equal(t, "edit", entries[0].Action)
@@ -260,7 +253,7 @@ func TestEditDeadEvent(t *testing.T) {
 
 // A class that is revived has all its tries again after a while, and an audit row.
 func TestReviveDeadEvents(t *testing.T) {
-	h, reader := poisonedHouse(t)
+	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	cfg := patiently()
 	cfg.RetryDeadAfter = map[string]time.Duration{"message_too_large": 100 * time.Millisecond}
@@ -274,10 +267,10 @@ func TestReviveDeadEvents(t *testing.T) {
 
 // insertFailed adds rows of every status, of the types a.order.placed.v1 and
 // a.user.joined.v1, without a relay.
-func (h *house) insertFailed(t *testing.T, n int) {
+func (h *opsFixture) insertFailed(t *testing.T, n int) {
 	t.Helper()
 	_, err := h.db.Exec(background, h.sql(`
-INSERT INTO {s}.outbox_failed (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type,
+INSERT INTO {schema}.outbox_failed (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type,
             occurred_at, created_at, status, error_class, last_error, failed_at)
 SELECT i, (ARRAY['order-events','user-events'])[1 + i % 2] || '/key/' || i % 10, gen_random_uuid(),
        (ARRAY['a.order.placed.v1','a.user.joined.v1'])[1 + i % 2], 's', 'A', 'id-' || i % 10, '{}', 'application/json', now(), now(),
@@ -287,25 +280,25 @@ SELECT i, (ARRAY['order-events','user-events'])[1 + i % 2] || '/key/' || i % 10,
 }
 
 func TestListFailedEvents(t *testing.T) {
-	h := newHouse(t)
+	h := newFixture(t)
 	f := h.operator(t)
 	h.insertFailed(t, 300)
 	now := time.Now()
 	filters := []struct {
 		name   string
-		filter outbox.FailedFilter
+		filter outboxops.FailureFilter
 		want   func(i int) bool
 	}{
-		{"what is not resolved", outbox.FailedFilter{}, func(i int) bool { return i%5 != 4 }},
-		{"by status", outbox.FailedFilter{Statuses: []string{"dead", "resolved"}}, func(i int) bool { return i%5 >= 3 }},
-		{"by type", outbox.FailedFilter{Type: "a.user.joined.v1"}, func(i int) bool { return i%5 != 4 && i%2 == 1 }},
-		{"by topic", outbox.FailedFilter{Topic: "order-events"}, func(i int) bool { return i%5 != 4 && i%2 == 0 }},
-		{"by a part of a topic's name", outbox.FailedFilter{Topic: "order"}, func(int) bool { return false }},
-		{"by key", outbox.FailedFilter{Key: "key/3"}, func(i int) bool { return i%5 != 4 && i%10 == 3 }},
-		{"by aggregate", outbox.FailedFilter{AggregateType: "A", AggregateID: "id-3"}, func(i int) bool { return i%5 != 4 && i%10 == 3 }},
-		{"by class", outbox.FailedFilter{Class: "class-1"}, func(i int) bool { return i%5 != 4 && i%5 != 2 && i%3 == 1 }},
-		{"by relay", outbox.FailedFilter{Relay: "other"}, func(int) bool { return false }},
-		{"by time", outbox.FailedFilter{Since: now.Add(-100*time.Hour - 30*time.Minute), Until: now.Add(-10*time.Hour - 30*time.Minute)},
+		{"what is not resolved", outboxops.FailureFilter{}, func(i int) bool { return i%5 != 4 }},
+		{"by status", outboxops.FailureFilter{Statuses: []string{"dead", "resolved"}}, func(i int) bool { return i%5 >= 3 }},
+		{"by type", outboxops.FailureFilter{Type: "a.user.joined.v1"}, func(i int) bool { return i%5 != 4 && i%2 == 1 }},
+		{"by topic", outboxops.FailureFilter{Topic: "order-events"}, func(i int) bool { return i%5 != 4 && i%2 == 0 }},
+		{"by a part of a topic's name", outboxops.FailureFilter{Topic: "order"}, func(int) bool { return false }},
+		{"by key", outboxops.FailureFilter{Key: "key/3"}, func(i int) bool { return i%5 != 4 && i%10 == 3 }},
+		{"by aggregate", outboxops.FailureFilter{AggregateType: "A", AggregateID: "id-3"}, func(i int) bool { return i%5 != 4 && i%10 == 3 }},
+		{"by class", outboxops.FailureFilter{Class: "class-1"}, func(i int) bool { return i%5 != 4 && i%5 != 2 && i%3 == 1 }},
+		{"by relay", outboxops.FailureFilter{Relay: "other"}, func(int) bool { return false }},
+		{"by time", outboxops.FailureFilter{Since: now.Add(-100*time.Hour - 30*time.Minute), Until: now.Add(-10*time.Hour - 30*time.Minute)},
 			func(i int) bool { return i%5 != 4 && i > 10 && i <= 100 }},
 	}
 	for _, tt := range filters {
@@ -316,7 +309,7 @@ func TestListFailedEvents(t *testing.T) {
 					want = append(want, int64(i))
 				}
 			}
-			page := outbox.FailedPage{Limit: 7}
+			page := outboxops.FailurePage{Limit: 7}
 			for {
 				rows, err := f.List(background, tt.filter, page)
 				require.NoError(t, err)
@@ -339,47 +332,47 @@ func TestListFailedEvents(t *testing.T) {
 			require.Equal(t, len(want), total)
 		})
 	}
-	counts, err := f.Count(background, outbox.FailedFilter{Statuses: []string{"parked"}, Type: "a.user.joined.v1"})
+	counts, err := f.Count(background, outboxops.FailureFilter{Statuses: []string{"parked"}, Type: "a.user.joined.v1"})
 	require.NoError(t, err)
 	require.Len(t, counts, 1)
 	require.WithinDuration(t, now.Add(-297*time.Hour), counts[0].Oldest, time.Minute)
 	require.Equal(t, 30, counts[0].Events)
-	newest, err := f.List(background, outbox.FailedFilter{}, outbox.FailedPage{Limit: 2})
+	newest, err := f.List(background, outboxops.FailureFilter{}, outboxops.FailurePage{Limit: 2})
 	require.NoError(t, err)
-	found, err := f.List(background, outbox.FailedFilter{EventID: strings.ToUpper(newest[1].EventID)}, outbox.FailedPage{})
+	found, err := f.List(background, outboxops.FailureFilter{EventID: strings.ToUpper(newest[1].EventID)}, outboxops.FailurePage{})
 	require.NoError(t, err)
 	require.Equal(t, newest[1:], found)
 	for _, limit := range []int{-1, 1001} {
-		_, err = f.List(background, outbox.FailedFilter{}, outbox.FailedPage{Limit: limit})
+		_, err = f.List(background, outboxops.FailureFilter{}, outboxops.FailurePage{Limit: limit})
 		require.ErrorContains(t, err, "Limit")
 	}
 }
 
 func TestSettleAllFailedEvents(t *testing.T) {
-	h := newHouse(t)
+	h := newFixture(t)
 	f := h.operator(t)
 	h.insertFailed(t, 1000)
 	before := h.statuses(t)
-	var told []int
-	cfg := outbox.BulkConfig{DryRun: true, Rate: 10_000, Progress: func(done int) { told = append(told, done) }}
-	n, err := f.RetryAll(background, outbox.FailedFilter{Type: "a.order.placed.v1"}, cfg, kim)
+	var progress []int
+	cfg := outboxops.BulkConfig{DryRun: true, Rate: 10_000, Progress: func(done int) { progress = append(progress, done) }}
+	n, err := f.RetryAll(background, outboxops.FailureFilter{Type: "a.order.placed.v1"}, cfg, kim)
 	require.NoError(t, err)
 	require.Equal(t, 300, n, "waiting, failed and dead")
 	require.Equal(t, before, h.statuses(t))
-	require.Equal(t, []int{300}, told)
-	cfg.DryRun, told = false, nil
-	n, err = f.RetryAll(background, outbox.FailedFilter{Type: "a.order.placed.v1"}, cfg, kim)
+	require.Equal(t, []int{300}, progress)
+	cfg.DryRun, progress = false, nil
+	n, err = f.RetryAll(background, outboxops.FailureFilter{Type: "a.order.placed.v1"}, cfg, kim)
 	require.NoError(t, err)
 	require.Equal(t, 300, n)
-	require.Equal(t, []int{100, 200, 300}, told)
+	require.Equal(t, []int{100, 200, 300}, progress)
 	require.Equal(t, 100, h.statuses(t)[outbox.StatusDead])
 	require.Equal(t, 300, h.statuses(t)[outbox.StatusParked])
 
-	n, err = f.RetryAll(background, outbox.FailedFilter{Statuses: []string{outbox.StatusParked}}, cfg, kim)
+	n, err = f.RetryAll(background, outboxops.FailureFilter{Statuses: []string{outbox.StatusParked}}, cfg, kim)
 	require.NoError(t, err)
 	require.Zero(t, n, "what is parked is not retried")
 
-	n, err = f.ResolveAll(background, outbox.FailedFilter{Class: "class-1"}, cfg, kim)
+	n, err = f.ResolveAll(background, outboxops.FailureFilter{Class: "class-1"}, cfg, kim)
 	require.NoError(t, err)
 	require.Positive(t, n)
 	require.Equal(t, 200+n, h.statuses(t)[outbox.StatusResolved])
@@ -387,38 +380,39 @@ func TestSettleAllFailedEvents(t *testing.T) {
 
 	ctx, cancel := context.WithCancel(background)
 	cfg.Progress = func(int) { cancel() }
-	n, err = f.ResolveAll(ctx, outbox.FailedFilter{}, cfg, kim)
+	n, err = f.ResolveAll(ctx, outboxops.FailureFilter{}, cfg, kim)
 	require.ErrorIs(t, err, context.Canceled)
 	require.Equal(t, 100, n)
 }
 
 func TestFailedEventsRefuse(t *testing.T) {
 	db, schema := testenv.Schema(t)
-	_, err := outbox.NewFailedEvents(nil, outbox.FailedEventsConfig{Schema: strings.Repeat("x", 64)})
+	_, err := outboxops.NewFailures(nil, outboxops.FailuresConfig{Schema: strings.Repeat("x", 64)})
 	require.ErrorContains(t, err, "pool")
 	require.ErrorContains(t, err, "Schema")
-	f, err := outbox.NewFailedEvents(db, outbox.FailedEventsConfig{Schema: schema})
+	f, err := outboxops.NewFailures(db, outboxops.FailuresConfig{Schema: schema})
 	require.NoError(t, err)
-	for _, act := range []func(outbox.Decision) error{
-		func(d outbox.Decision) error { return f.Retry(background, 1, d) },
-		func(d outbox.Decision) error { return f.Resolve(background, 1, d) },
-		func(d outbox.Decision) error { return f.Edit(background, 1, nil, d) },
-		func(d outbox.Decision) error { return f.Hold(background, "default", "t", "k", d) },
-		func(d outbox.Decision) error { return f.Release(background, "default", "t", "k", d) },
-		func(d outbox.Decision) error {
-			_, err := f.RetryAll(background, outbox.FailedFilter{}, outbox.BulkConfig{Rate: -1}, d)
+	first := outboxops.FailureID{Kind: outboxops.KindRelay, Number: 1}
+	for _, act := range []func(outboxops.AuditInfo) error{
+		func(a outboxops.AuditInfo) error { return f.Retry(background, first, a) },
+		func(a outboxops.AuditInfo) error { return f.Resolve(background, first, a) },
+		func(a outboxops.AuditInfo) error { return f.Edit(background, first, nil, a) },
+		func(a outboxops.AuditInfo) error { return f.Hold(background, "default", "t", "k", a) },
+		func(a outboxops.AuditInfo) error { return f.Release(background, "default", "t", "k", a) },
+		func(a outboxops.AuditInfo) error {
+			_, err := f.RetryAll(background, outboxops.FailureFilter{}, outboxops.BulkConfig{Rate: -1}, a)
 			require.ErrorContains(t, err, "Rate")
 			return err
 		},
 	} {
-		err := act(outbox.Decision{})
+		err := act(outboxops.AuditInfo{})
 		require.ErrorContains(t, err, "Operator")
 		require.ErrorContains(t, err, "Reason")
 		require.ErrorIs(t, err, outbox.ErrEmpty)
-		require.ErrorIs(t, act(outbox.Decision{Operator: "kim", Reason: " \n"}), outbox.ErrEmpty)
-		require.ErrorIs(t, act(outbox.Decision{Operator: strings.Repeat("x", 101), Reason: "r"}), outbox.ErrTooLong)
+		require.ErrorIs(t, act(outboxops.AuditInfo{Operator: "kim", Reason: " \n"}), outbox.ErrEmpty)
+		require.ErrorIs(t, act(outboxops.AuditInfo{Operator: strings.Repeat("x", 101), Reason: "r"}), outbox.ErrTooLong)
 	}
-	_, err = f.List(background, outbox.FailedFilter{}, outbox.FailedPage{})
+	_, err = f.List(background, outboxops.FailureFilter{}, outboxops.FailurePage{})
 	var missing interface{ SQLState() string }
 	require.ErrorAs(t, err, &missing)
 	require.Equal(t, "42P01", missing.SQLState())

@@ -1,4 +1,4 @@
-package outbox_test
+package outboxops_test
 
 import (
 	"context"
@@ -16,17 +16,18 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
-func (h *house) inspector(t testing.TB) *outbox.Inspector {
+func (h *opsFixture) inspector(t testing.TB) *outboxops.Inspector {
 	t.Helper()
-	i, err := outbox.NewInspector(h.db, outbox.InspectorConfig{Schema: h.schema})
+	i, err := outboxops.NewInspector(h.db, outboxops.InspectorConfig{Schema: h.schema})
 	require.NoError(t, err)
 	return i
 }
 
 // relayStatus returns how a relay stands; of one that is not known, nothing.
-func (h *house) relayStatus(t testing.TB, name string) (status outbox.RelayStatus) {
+func (h *opsFixture) relayStatus(t testing.TB, name string) (status outbox.RelayStatus) {
 	t.Helper()
 	all, err := h.inspector(t).Relays(background)
 	require.NoError(t, err)
@@ -39,7 +40,7 @@ func (h *house) relayStatus(t testing.TB, name string) (status outbox.RelayStatu
 }
 
 func TestInspectorConfig(t *testing.T) {
-	_, err := outbox.NewInspector(nil, outbox.InspectorConfig{Schema: "$user"})
+	_, err := outboxops.NewInspector(nil, outboxops.InspectorConfig{Schema: "$user"})
 	require.ErrorIs(t, err, outbox.ErrNilArgument)
 	require.ErrorContains(t, err, "Schema")
 	require.ErrorContains(t, err, "db")
@@ -48,7 +49,7 @@ func TestInspectorConfig(t *testing.T) {
 // What a relay has to do is seen from outside: before it ever ran nothing, then what
 // came since it stopped, whatever is open.
 func TestInspectRelays(t *testing.T) {
-	h := newHouse(t)
+	h := newFixture(t)
 	i := h.inspector(t)
 	all, err := i.Relays(background)
 	require.NoError(t, err)
@@ -86,7 +87,7 @@ func TestInspectRelays(t *testing.T) {
 // Of an open window only what is left is pending; rows of outbox_failed are counted
 // by their status.
 func TestInspectOpenWindow(t *testing.T) {
-	h := newHouse(t)
+	h := newFixture(t)
 	testenv.RealBrokers(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "2000")
 	h.commit(t, oracle.Event{ID: uuid.NewString(), Key: "a", Version: 1, Filler: random(4000)})
@@ -111,8 +112,8 @@ func TestInspectOpenWindow(t *testing.T) {
 	require.EqualValues(t, 2, h.relayStatus(t, "default").Pending)
 }
 
-func TestInspectMoves(t *testing.T) {
-	h := newHouse(t)
+func TestInspectProgress(t *testing.T) {
+	h := newFixture(t)
 	i := h.inspector(t)
 	since := time.Now().Add(-10 * time.Second)
 	first := numbered("a", 1, 1)
@@ -127,35 +128,35 @@ func TestInspectMoves(t *testing.T) {
 	}
 	requireArrival(t, reader, all...)
 	stop()
-	moves, err := i.Moves(background, "default", since, time.Second)
+	progress, err := i.Progress(background, "default", since, time.Second)
 	require.NoError(t, err)
-	require.GreaterOrEqual(t, len(moves), 10)
+	require.GreaterOrEqual(t, len(progress), 10)
 	var events int64
 	var latency time.Duration
-	for n, m := range moves {
-		require.True(t, n == 0 || m.At.Equal(moves[n-1].At.Add(time.Second)))
-		events, latency = events+m.Events, max(latency, m.Latency)
+	for n, p := range progress {
+		require.True(t, n == 0 || p.At.Equal(progress[n-1].At.Add(time.Second)))
+		events, latency = events+p.Events, max(latency, p.Latency)
 	}
 	require.EqualValues(t, 51, events)
 	require.Positive(t, latency)
 	require.Less(t, latency, testenv.Patience)
 
-	_, err = i.Moves(background, "default", since, time.Millisecond)
+	_, err = i.Progress(background, "default", since, time.Millisecond)
 	require.ErrorContains(t, err, "step")
-	_, err = i.Moves(background, "default", time.Now().Add(-30*24*time.Hour), time.Second)
+	_, err = i.Progress(background, "default", time.Now().Add(-30*24*time.Hour), time.Second)
 	require.ErrorContains(t, err, "steps")
 }
 
 // Who blocks: the oldest transaction, with what it does, and whether events wait in
 // it; a prepared one too.
 func TestInspectTransactions(t *testing.T) {
-	h := newHouse(t)
+	h := newFixture(t)
 	i := h.inspector(t)
-	mine := func() (found []outbox.OpenTransaction) {
+	mine := func() (found []outboxops.OpenTransaction) {
 		all, err := i.Transactions(background, 0)
 		require.NoError(t, err)
-		require.True(t, slices.IsSortedFunc(all, func(a, b outbox.OpenTransaction) int { return a.Since.Compare(b.Since) }))
-		return slices.DeleteFunc(all, func(o outbox.OpenTransaction) bool { return !o.Recording })
+		require.True(t, slices.IsSortedFunc(all, func(a, b outboxops.OpenTransaction) int { return a.Since.Compare(b.Since) }))
+		return slices.DeleteFunc(all, func(o outboxops.OpenTransaction) bool { return !o.Recording })
 	}
 	require.Empty(t, mine())
 	tx, err := h.db.Begin(background)
@@ -187,13 +188,13 @@ func TestInspectTransactions(t *testing.T) {
 }
 
 func TestInspectEvents(t *testing.T) {
-	h := newHouse(t)
+	h := newFixture(t)
 	i := h.inspector(t)
 	ctx := outbox.WithCorrelationID(background, "order-7")
 	a, b := numbered("a", 1, 3), numbered("b", 1, 2)
 	require.NoError(t, pgx.BeginFunc(ctx, h.db, func(tx pgx.Tx) error { return h.record(ctx, tx, slices.Concat(a, b)...) }))
 
-	list := func(f outbox.EventFilter, p outbox.EventPage) (versions []string) {
+	list := func(f outboxops.EventFilter, p outboxops.EventPage) (versions []string) {
 		events, err := i.Events(background, f, p)
 		require.NoError(t, err)
 		for _, e := range events {
@@ -204,16 +205,16 @@ func TestInspectEvents(t *testing.T) {
 		}
 		return versions
 	}
-	require.Equal(t, []string{"b", "b", "a", "a", "a"}, list(outbox.EventFilter{}, outbox.EventPage{}))
-	require.Equal(t, []string{"b", "b"}, list(outbox.EventFilter{AggregateType: "Key", AggregateID: "b"}, outbox.EventPage{}))
-	require.Empty(t, list(outbox.EventFilter{Type: "test.oracle.other.v1"}, outbox.EventPage{}))
-	require.Empty(t, list(outbox.EventFilter{Until: time.Now().Add(-time.Hour)}, outbox.EventPage{}))
-	require.Len(t, list(outbox.EventFilter{Since: time.Now().Add(-time.Hour)}, outbox.EventPage{Limit: 4}), 4)
-	all, err := i.Events(background, outbox.EventFilter{}, outbox.EventPage{})
+	require.Equal(t, []string{"b", "b", "a", "a", "a"}, list(outboxops.EventFilter{}, outboxops.EventPage{}))
+	require.Equal(t, []string{"b", "b"}, list(outboxops.EventFilter{AggregateType: "Key", AggregateID: "b"}, outboxops.EventPage{}))
+	require.Empty(t, list(outboxops.EventFilter{Type: "test.oracle.other.v1"}, outboxops.EventPage{}))
+	require.Empty(t, list(outboxops.EventFilter{Until: time.Now().Add(-time.Hour)}, outboxops.EventPage{}))
+	require.Len(t, list(outboxops.EventFilter{Since: time.Now().Add(-time.Hour)}, outboxops.EventPage{Limit: 4}), 4)
+	all, err := i.Events(background, outboxops.EventFilter{}, outboxops.EventPage{})
 	require.NoError(t, err)
-	require.Equal(t, []string{"a", "a", "a"}, list(outbox.EventFilter{}, outbox.EventPage{Before: all[1].OutboxID}))
-	require.Len(t, list(outbox.EventFilter{EventID: all[2].EventID}, outbox.EventPage{}), 1)
-	_, err = i.Events(background, outbox.EventFilter{}, outbox.EventPage{Limit: -1})
+	require.Equal(t, []string{"a", "a", "a"}, list(outboxops.EventFilter{}, outboxops.EventPage{Before: all[1].OutboxID}))
+	require.Len(t, list(outboxops.EventFilter{EventID: all[2].EventID}, outboxops.EventPage{}), 1)
+	_, err = i.Events(background, outboxops.EventFilter{}, outboxops.EventPage{Limit: -1})
 	require.ErrorContains(t, err, "Limit")
 
 	reader := h.follow(t)
@@ -234,31 +235,31 @@ func TestInspectEvents(t *testing.T) {
 		SELECT 'default', id, 't/k', event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, 'dead'
 		  FROM %[1]s.outbox WHERE id = $1`, pgx.Identifier{h.schema}.Sanitize()), all[1].OutboxID)
 	require.NoError(t, err)
-	newest, err := i.Events(background, outbox.EventFilter{}, outbox.EventPage{Limit: 3})
+	newest, err := i.Events(background, outboxops.EventFilter{}, outboxops.EventPage{Limit: 3})
 	require.NoError(t, err)
 	require.Equal(t, [][]string{{"default"}, {}, {}}, [][]string{newest[0].PendingFor, newest[1].PendingFor, newest[2].PendingFor})
 	require.Equal(t, [][]string{{}, {"default"}, {"default"}}, [][]string{newest[0].AttemptedBy, newest[1].AttemptedBy, newest[2].AttemptedBy})
-	require.Equal(t, []outbox.RecordedFailure{{ID: 1, Relay: "default", Status: outbox.StatusDead}}, newest[2].Failures)
+	require.Equal(t, []outboxops.EventFailure{{ID: outboxops.FailureID{Kind: outboxops.KindRelay, Number: 1}, Relay: "default", Status: outbox.StatusDead}}, newest[2].Failures)
 	require.Empty(t, newest[1].Failures)
 	whole, err = i.Event(background, newest[0].OutboxID)
 	require.NoError(t, err)
 	require.Equal(t, []string{"default"}, whole.PendingFor)
 	require.Empty(t, whole.AttemptedBy)
 	_, err = i.Event(background, 1<<60)
-	require.ErrorIs(t, err, outbox.ErrNotFound)
+	require.ErrorIs(t, err, outboxops.ErrNotFound)
 }
 
 // Partitions come with their ranges, without gaps; a plain table has none.
 func TestInspectPartitions(t *testing.T) {
-	none, err := newHouse(t).inspector(t).Partitions(background)
+	none, err := newFixture(t).inspector(t).Partitions(background)
 	require.NoError(t, err)
 	require.Empty(t, none)
 
-	h := newHouseOf(t, 20)
+	h := newFixtureOf(t, 20)
 	i := h.inspector(t)
 	empty, err := i.Partitions(background)
 	require.NoError(t, err)
-	require.False(t, slices.ContainsFunc(empty, func(p outbox.Partition) bool { return p.Current }))
+	require.False(t, slices.ContainsFunc(empty, func(p outboxops.TablePartition) bool { return p.Current }))
 	h.commit(t, numbered("a", 1, 25)...)
 	parts, err := i.Partitions(background)
 	require.NoError(t, err)
@@ -278,7 +279,7 @@ func TestInspectPartitions(t *testing.T) {
 
 // Tail sees events when they are committed, the late ones too, and nothing of before.
 func TestInspectTail(t *testing.T) {
-	h := newHouse(t)
+	h := newFixture(t)
 	h.commit(t, numbered("before", 1, 3)...)
 	late, err := h.db.Begin(background)
 	require.NoError(t, err)
@@ -289,13 +290,16 @@ func TestInspectTail(t *testing.T) {
 	var seen []string
 	done := make(chan error, 1)
 	go func() {
-		done <- h.inspector(t).Tail(ctx, outbox.EventFilter{AggregateType: "Key"}, func(e outbox.RecordedEvent) error {
+		for e, err := range h.inspector(t).Tail(ctx, outboxops.EventFilter{AggregateType: "Key"}) {
+			if err != nil || len(e.Payload) == 0 {
+				done <- fmt.Errorf("event %d has %d bytes: %w", e.OutboxID, len(e.Payload), err)
+				return
+			}
 			mu.Lock()
-			defer mu.Unlock()
-			require.NotEmpty(t, e.Payload)
 			seen = append(seen, e.AggregateID)
-			return nil
-		})
+			mu.Unlock()
+		}
+		done <- nil
 	}()
 	saw := func(key string) func() bool {
 		return func() bool {
@@ -317,25 +321,51 @@ func TestInspectTail(t *testing.T) {
 	cancel()
 	require.NoError(t, <-done)
 	require.False(t, saw("before")())
-	bad := context.DeadlineExceeded
+}
+
+// A loop that ends ends the tail, and gives its connection back.
+func TestInspectTailEnds(t *testing.T) {
+	h := newFixture(t)
+	done := make(chan int, 1)
 	go func() {
-		done <- h.inspector(t).Tail(background, outbox.EventFilter{}, func(outbox.RecordedEvent) error { return bad })
+		seen := 0
+		for _, err := range h.inspector(t).Tail(background, outboxops.EventFilter{}) {
+			if seen++; err != nil || seen == 2 {
+				break
+			}
+		}
+		done <- seen
 	}()
 	require.Eventually(t, func() bool {
-		h.commit(t, numbered("end", 1, 1)...)
+		h.commit(t, numbered("end", 1, 5)...)
 		select {
-		case err := <-done:
-			require.ErrorIs(t, err, bad)
+		case seen := <-done:
+			require.Equal(t, 2, seen)
 			return true
 		case <-time.After(5 * time.Millisecond):
 			return false
 		}
 	}, testenv.Patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return h.db.Stat().AcquiredConns() == 0 }, testenv.Patience, 5*time.Millisecond)
+}
+
+// An error comes without an event, and ends the tail.
+func TestInspectTailFails(t *testing.T) {
+	db, schema := testenv.Schema(t)
+	i, err := outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: schema})
+	require.NoError(t, err)
+	var errs []error
+	for e, err := range i.Tail(background, outboxops.EventFilter{}) {
+		require.Zero(t, e)
+		errs = append(errs, err)
+	}
+	require.Len(t, errs, 1)
+	require.ErrorContains(t, errs[0], "tail events")
 }
 
 // Topics are those of rows and of types, of what is recorded and of what has failed.
 func TestInspectTopics(t *testing.T) {
-	h, _ := poisonedHouse(t)
+	h, _ := newPoisonedFixture(t)
 	all, err := h.inspector(t).Topics(background)
 	require.NoError(t, err)
 	require.Empty(t, all)
@@ -344,7 +374,7 @@ func TestInspectTopics(t *testing.T) {
 	cfg := patiently()
 	testenv.Run(t, h.relay(t, cfg).Run)
 	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 1})
-	_, err = h.db.Exec(background, h.sql(`INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
+	_, err = h.db.Exec(background, h.sql(`INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
 		SELECT gen_random_uuid(), kind, 's', 'a', 'i', '{}', 'application/json', now() FROM unnest($1::text[]) AS kind`),
 		[]string{"test.anorder.canceled.v1", "test.anorder.created.v1", "nowhere"})
 	require.NoError(t, err)
@@ -354,7 +384,7 @@ func TestInspectTopics(t *testing.T) {
 		require.WithinDuration(t, time.Now(), all[i].Newest, testenv.Patience)
 		all[i].Newest = time.Time{}
 	}
-	require.Equal(t, []outbox.RecordedTopic{
+	require.Equal(t, []outboxops.RecordedTopic{
 		{Topic: "", Types: []string{"nowhere"}, Events: 1},
 		{Topic: "anorder-events", Types: []string{"test.anorder.canceled.v1", "test.anorder.created.v1"}, Events: 2},
 		{Topic: h.topic, Types: []string{"test.oracle.happened.v1"}, Events: 4},

@@ -1,0 +1,132 @@
+package tables
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// Event is an event that failed. Its fields are those of outbox.FailedEvent, which
+// describes them.
+type Event struct {
+	OutboxID                                  int64
+	EventID, Type, AggregateType, AggregateID string
+	Topic, Key                                string
+	Retries                                   int
+	Class                                     string
+	Err                                       error
+}
+
+// Failure is a row of outbox_failed, without payload and headers. Its fields are
+// those of outboxops.Failure, which describes them.
+type Failure struct {
+	Event
+
+	ID                     int64
+	Relay                  string
+	Status                 string
+	Held                   bool
+	Source                 string
+	ContentType            string
+	OccurredAt, CreatedAt  time.Time
+	FailedAt               time.Time
+	NextRetryAt            time.Time
+	ResolvedAt             time.Time
+	ResolvedBy, Resolution string
+}
+
+// FailureColumns are those of outbox_failed in the order of [ScanFailure].
+const FailureColumns = `id, relay, outbox_id, parking_key, event_id::text, event_type, source, aggregate_type, aggregate_id,
+       content_type, occurred_at, created_at, retry_count, last_error, error_class, failed_at, next_retry_at, status, held,
+       resolved_at, coalesce(resolved_by, ''), coalesce(resolution, '')`
+
+// ScanFailure reads [FailureColumns], and more behind them.
+func ScanFailure(row pgx.Row, more ...any) (Failure, error) {
+	var r Failure
+	var parkingKey string
+	var lastError, class *string
+	var resolvedAt *time.Time
+	err := row.Scan(append([]any{&r.ID, &r.Relay, &r.OutboxID, &parkingKey, &r.EventID, &r.Type, &r.Source, &r.AggregateType, &r.AggregateID,
+		&r.ContentType, &r.OccurredAt, &r.CreatedAt, &r.Retries, &lastError, &class, &r.FailedAt, &r.NextRetryAt, &r.Status, &r.Held,
+		&resolvedAt, &r.ResolvedBy, &r.Resolution}, more...)...)
+	r.Topic, r.Key, _ = strings.Cut(parkingKey, "/")
+	if lastError != nil {
+		r.Err = errors.New(*lastError)
+	}
+	if class != nil {
+		r.Class = *class
+	}
+	if resolvedAt != nil {
+		r.ResolvedAt = *resolvedAt
+	}
+	return r, err
+}
+
+// CollectFailures reads all rows of [FailureColumns].
+func CollectFailures(rows pgx.Rows) ([]Failure, error) {
+	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (Failure, error) { return ScanFailure(row) })
+}
+
+// FailureFilter picks rows of outbox_failed. Empty fields pick all, but Statuses are
+// required. outboxops.FailureFilter describes them.
+type FailureFilter struct {
+	Statuses                   []string
+	Relay                      string
+	Type                       string
+	Topic, Key                 string
+	AggregateType, AggregateID string
+	OutboxID                   int64
+	EventID                    string
+	Class                      string
+	Since, Until               time.Time
+}
+
+// Args are the first twelve parameters of statements with [FailureWhere].
+func (f FailureFilter) Args() []any {
+	return []any{f.Statuses, f.Relay, f.Type, f.Topic, f.Key, f.AggregateType, f.AggregateID, f.Class, pg.OrNull(f.Since), pg.OrNull(f.Until), f.OutboxID, f.EventID}
+}
+
+// FailureWhere is a [FailureFilter]. A parking key is a topic, a slash and a record key.
+const FailureWhere = `
+ WHERE status = ANY ($1::text[])
+   AND ($2::text = '' OR relay = $2)
+   AND ($3::text = '' OR event_type = $3)
+   AND ($4::text = '' OR starts_with(parking_key, $4 || '/'))
+   AND ($5::text = '' OR substr(parking_key, strpos(parking_key, '/') + 1) = $5)
+   AND ($6::text = '' OR aggregate_type = $6)
+   AND ($7::text = '' OR aggregate_id = $7)
+   AND ($8::text = '' OR error_class = $8)
+   AND failed_at >= coalesce($9::timestamptz, '-infinity') AND failed_at < coalesce($10::timestamptz, 'infinity')
+   AND ($11::bigint = 0 OR outbox_id = $11)
+   AND ($12::text = '' OR event_id::text = lower($12))`
+
+// FailureCount is how many events have failed alike. Its fields are those of
+// outbox.FailedCount, which describes them.
+type FailureCount struct {
+	Relay, Status, Type, Class string
+	Events                     int
+	Oldest                     time.Time
+}
+
+// SQLFailureCount has the parameters of a [FailureFilter].
+const SQLFailureCount = `
+SELECT relay, status, event_type, coalesce(error_class, ''), count(*), min(failed_at)
+  FROM {schema}.outbox_failed` + FailureWhere + `
+ GROUP BY 1, 2, 3, 4
+ ORDER BY 5 DESC, 1, 2, 3, 4`
+
+// CountFailures runs [SQLFailureCount], completed, and returns how many events have
+// failed by relay, status, type and class, the largest number first.
+func CountFailures(ctx context.Context, db *pgxpool.Pool, sql string, filter FailureFilter) ([]FailureCount, error) {
+	rows, err := db.Query(ctx, sql, append([]any{pg.PlanEachTime}, filter.Args()...)...)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, pgx.RowToStructByPos[FailureCount])
+}

@@ -1,0 +1,47 @@
+// Package tables reads what several packages need to know about the tables of
+// outbox: the positions of relays, and the rows of outbox_failed. pg.InSchema
+// completes its statements.
+package tables
+
+import "strings"
+
+// NewestCursors begins a statement that needs the position of each relay: its newest
+// row of outbox_cursor is in positions. What an index on (relay, id) gives is not
+// sought in any other way, under pg.PlannerSettings.
+const NewestCursors = `
+WITH RECURSIVE names AS (
+   (SELECT relay FROM {schema}.outbox_cursor ORDER BY relay LIMIT 1)
+     UNION ALL
+    SELECT (SELECT c.relay FROM {schema}.outbox_cursor AS c WHERE c.relay > names.relay ORDER BY c.relay LIMIT 1)
+      FROM names WHERE names.relay IS NOT NULL
+), positions AS MATERIALIZED (
+    SELECT c.* FROM names
+     CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
+                          WHERE relay >= names.relay AND relay <= names.relay ORDER BY relay DESC, id DESC LIMIT 1) AS c
+)`
+
+// Attempted is the condition that the relay at position s has attempted event o: the
+// event is sent or in outbox_failed.
+const Attempted = `(pg_visible_in_snapshot(o.xid, s.snapshot)
+       OR coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false))`
+
+// PayloadColumns are payload and headers, of outbox or outbox_failed.
+const PayloadColumns = `coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), headers`
+
+// SnapshotMax returns the xmax of a snapshot's text, xmin:xmax:xip,…
+func SnapshotMax(snapshot string) string {
+	_, rest, _ := strings.Cut(snapshot, ":")
+	xmax, _, _ := strings.Cut(rest, ":")
+	return xmax
+}
+
+// ParkingKey returns what an event shares with those that must not overtake it. The
+// name of a topic has no slash.
+func ParkingKey(topic string, key []byte) string {
+	var b strings.Builder
+	b.Grow(len(topic) + 1 + len(key))
+	b.WriteString(topic)
+	b.WriteByte('/')
+	b.Write(key)
+	return b.String()
+}

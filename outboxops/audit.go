@@ -1,0 +1,115 @@
+package outboxops
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// AuditInfo says who acts, and why. It goes into outbox_audit.
+type AuditInfo struct {
+	// Operator is who acts, at most 100 characters. Required.
+	Operator string
+	// Reason is why. Required.
+	Reason string
+}
+
+const (
+	maxOperator = 100
+	maxReason   = 10_000
+)
+
+func (a AuditInfo) check() error {
+	var errs []error
+	for _, field := range []struct {
+		name, text string
+		limit      int
+	}{{"Operator", a.Operator, maxOperator}, {"Reason", a.Reason, maxReason}} {
+		err := check.Text(field.text, field.limit)
+		if err == nil && strings.TrimSpace(field.text) == "" {
+			err = outbox.ErrEmpty
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("field %s %w", field.name, err))
+		}
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("outbox: audit info: %w", err)
+	}
+	return nil
+}
+
+// AuditEntry is a row of outbox_audit: an action on a failure or a key.
+type AuditEntry struct {
+	// ID orders the entries.
+	ID int64
+	// At is when it was done.
+	At time.Time
+	// Operator is who did it, and Reason why. What a relay retries by RetryDeadAfter, it
+	// retries as "relay" and its name.
+	Operator, Reason string
+	// Action is retry, resolve, edit, hold or release.
+	Action string
+	// Relay, Topic and Key are where the event belongs.
+	Relay, Topic, Key string
+	// Failure, OutboxID and EventID are the event's. They are zero for an action on a
+	// key.
+	Failure FailureID
+	// OutboxID is outbox.id.
+	OutboxID int64
+	// EventID is the CloudEvents id.
+	EventID string
+	// Payload is that from before an edit, nil for all else.
+	Payload []byte
+}
+
+// AuditPage says which part of the audit is wanted. The zero value is the newest part.
+type AuditPage struct {
+	// Before is the ID of the last entry that is known. Zero means from the newest on.
+	Before int64
+	// Limit is how many entries are returned at most, up to 1,000. Zero means 100.
+	Limit int
+}
+
+const sqlAudit = `
+SELECT id, created_at, operator, reason, action, relay, split_part(parking_key, '/', 1), substr(parking_key, strpos(parking_key, '/') + 1),
+       coalesce(failed_id, 0), coalesce(outbox_id, 0), coalesce(event_id::text, ''),
+       coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))
+  FROM {schema}.outbox_audit
+ WHERE ($1::bigint = 0 OR failed_id = $1) AND ($2::bigint = 0 OR id < $2)
+ ORDER BY id DESC LIMIT $3`
+
+// Audit returns the actions on a failure, or all actions for the zero FailureID, the
+// last first.
+func (f *Failures) Audit(ctx context.Context, id FailureID, page AuditPage) ([]AuditEntry, error) {
+	limit, err := limitOf(page.Limit)
+	if id != (FailureID{}) {
+		err = errors.Join(id.check(), err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("outbox: read audit: %w", err)
+	}
+	rows, err := f.db.Query(ctx, f.sql.audit, pg.PlanEachTime, id.Number, page.Before, limit)
+	if err == nil {
+		var entries []AuditEntry
+		if entries, err = pgx.CollectRows(rows, scanAudit); err == nil {
+			return entries, nil
+		}
+	}
+	return nil, fmt.Errorf("outbox: read audit: %w", err)
+}
+
+func scanAudit(row pgx.CollectableRow) (e AuditEntry, err error) {
+	var failure int64
+	err = row.Scan(&e.ID, &e.At, &e.Operator, &e.Reason, &e.Action, &e.Relay, &e.Topic, &e.Key, &failure, &e.OutboxID, &e.EventID, &e.Payload)
+	e.Failure = relayID(failure)
+	return e, err
+}

@@ -1,0 +1,125 @@
+package outboxops
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// BulkConfig tunes [Failures.RetryAll] and [Failures.ResolveAll]. It may be
+// zero.
+type BulkConfig struct {
+	// DryRun counts and changes nothing.
+	DryRun bool
+	// Rate is how many events are changed in a second at most. Zero means 1,000.
+	Rate int
+	// Progress is called with how many are done, after each part. Nil is not called.
+	Progress func(done int)
+}
+
+const (
+	defaultBulkRate = 1000
+	bulkPart        = 100    // events in a statement
+	dryRunPart      = 10_000 // the same, where they are only counted
+)
+
+const sqlFailureIDs = `
+SELECT id FROM {schema}.outbox_failed` + tables.FailureWhere + `
+   AND id > $13 AND ($14::bool OR NOT held OR status = 'dead')
+ ORDER BY id LIMIT $15`
+
+// RetryAll is [Failures.Retry] for all events that a filter picks and that can
+// be retried: waiting, failed or dead. It returns how many that were, also beside an
+// error. They are changed in parts, each in a transaction of its own; what fails
+// again meanwhile is not picked twice.
+func (f *Failures) RetryAll(ctx context.Context, filter FailureFilter, cfg BulkConfig, why AuditInfo) (int, error) {
+	return f.changeAll(ctx, "retry", f.sql.retry, filter.only(outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusDead), false, cfg, why)
+}
+
+// ResolveAll is [Failures.Resolve] for all events that a filter picks.
+func (f *Failures) ResolveAll(ctx context.Context, filter FailureFilter, cfg BulkConfig, why AuditInfo) (int, error) {
+	return f.changeAll(ctx, "resolve", f.sql.resolve, filter.only(unresolved...), true, cfg, why)
+}
+
+// only leaves those of the filter's statuses that are possible.
+func (f FailureFilter) only(possible ...string) FailureFilter {
+	if len(f.Statuses) == 0 {
+		f.Statuses = possible
+		return f
+	}
+	statuses := []string{""} // matches nothing, where an empty list matches all
+	for _, s := range possible {
+		if slices.Contains(f.Statuses, s) {
+			statuses = append(statuses, s)
+		}
+	}
+	f.Statuses = statuses
+	return f
+}
+
+func (f *Failures) changeAll(ctx context.Context, act, sql string, filter FailureFilter, heldToo bool, cfg BulkConfig, why AuditInfo) (done int, err error) {
+	if cfg.Rate == 0 {
+		cfg.Rate = defaultBulkRate
+	}
+	if err := errors.Join(check.NotNegative("Rate", cfg.Rate), why.check()); err != nil {
+		return 0, fmt.Errorf("outbox: %s failures: %w", act, err)
+	}
+	part := min(cfg.Rate, bulkPart)
+	pause := time.Duration(part) * time.Second / time.Duration(cfg.Rate)
+	if cfg.DryRun {
+		part = dryRunPart
+	}
+	picked, err := filter.args()
+	if err != nil {
+		return 0, fmt.Errorf("outbox: %s failures: %w", act, err)
+	}
+	for last := int64(0); ; {
+		ids, err := f.ids(ctx, picked, last, heldToo, part)
+		if err != nil || len(ids) == 0 {
+			return done, err
+		}
+		n := len(ids)
+		if !cfg.DryRun {
+			tag, err := f.db.Exec(ctx, sql, why.Operator, why.Reason, ids)
+			if err != nil {
+				return done, fmt.Errorf("outbox: %s failures: %w", act, err)
+			}
+			n = int(tag.RowsAffected())
+		}
+		last, done = ids[len(ids)-1], done+n
+		if cfg.Progress != nil {
+			cfg.Progress(done)
+		}
+		if len(ids) < part {
+			return done, nil
+		}
+		if !cfg.DryRun {
+			wait.Sleep(ctx, pause)
+		}
+		if err := ctx.Err(); err != nil {
+			return done, fmt.Errorf("outbox: %s failures: %w", act, err)
+		}
+	}
+}
+
+// ids returns the next rows that a filter picks.
+func (f *Failures) ids(ctx context.Context, filter []any, last int64, heldToo bool, limit int) ([]int64, error) {
+	rows, err := f.db.Query(ctx, f.sql.ids, slices.Concat([]any{pg.PlanEachTime}, filter, []any{last, heldToo, limit})...)
+	if err == nil {
+		var ids []int64
+		if ids, err = pgx.CollectRows(rows, pgx.RowTo[int64]); err == nil {
+			return ids, nil
+		}
+	}
+	return nil, fmt.Errorf("outbox: find failures: %w", err)
+}

@@ -1,0 +1,100 @@
+package outboxops
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/outboxgo/outbox"
+)
+
+// Kind is what failed: each kind of failures is kept in a table of its own.
+type Kind string
+
+// KindRelay is an event that a relay could not send. It is in outbox_failed.
+const KindRelay Kind = "relay"
+
+func (k Kind) check(field string) error {
+	switch k {
+	case KindRelay:
+		return nil
+	case "":
+		return fmt.Errorf("field %s %w", field, outbox.ErrEmpty)
+	}
+	return fmt.Errorf("field %s %w: %q is no kind of failures, want %s", field, outbox.ErrMalformed, string(k), KindRelay)
+}
+
+// FailureID names a failure: relay-17 is row 17 of outbox_failed.
+type FailureID struct {
+	// Kind says which table it is in.
+	Kind Kind
+	// Number is the id of its row.
+	Number int64
+}
+
+// ParseFailureID reads the text that [FailureID.String] returns. Its error names the
+// part that is wrong.
+func ParseFailureID(text string) (FailureID, error) {
+	kind, digits, ok := strings.Cut(text, "-")
+	if !ok {
+		return FailureID{}, fmt.Errorf("outbox: failure id %q %w: want a kind and a number, relay-17 for example", text, outbox.ErrMalformed)
+	}
+	number, err := strconv.ParseInt(digits, 10, 64)
+	if err != nil {
+		return FailureID{}, fmt.Errorf("outbox: failure id %q: field Number %w: %q is no number", text, outbox.ErrMalformed, digits)
+	}
+	id := FailureID{Kind(kind), number}
+	if err := id.check(); err != nil {
+		return FailureID{}, fmt.Errorf("outbox: failure id %q: %w", text, err)
+	}
+	return id, nil
+}
+
+// String returns the kind and the number, relay-17 for example; for the zero value it
+// returns "".
+func (id FailureID) String() string {
+	if id == (FailureID{}) {
+		return ""
+	}
+	return string(id.Kind) + "-" + strconv.FormatInt(id.Number, 10)
+}
+
+// MarshalText implements [encoding.TextMarshaler] by [FailureID.String].
+func (id FailureID) MarshalText() ([]byte, error) { return []byte(id.String()), nil }
+
+// UnmarshalText implements [encoding.TextUnmarshaler] by [ParseFailureID]. An empty
+// text is the zero value.
+func (id *FailureID) UnmarshalText(text []byte) (err error) {
+	if len(text) == 0 {
+		*id = FailureID{}
+		return nil
+	}
+	*id, err = ParseFailureID(string(text))
+	return err
+}
+
+func (id FailureID) check() error {
+	if err := id.Kind.check("Kind"); err != nil {
+		return err
+	}
+	if id.Number < 1 {
+		return fmt.Errorf("field Number is %d: must be above 0", id.Number)
+	}
+	return nil
+}
+
+// checkFor is check for an action.
+func (id FailureID) checkFor(action string) error {
+	if err := id.check(); err != nil {
+		return fmt.Errorf("outbox: %s failure: %w", action, err)
+	}
+	return nil
+}
+
+// relayID is the id of a row of outbox_failed; of 0 it is the zero value.
+func relayID(number int64) FailureID {
+	if number == 0 {
+		return FailureID{}
+	}
+	return FailureID{KindRelay, number}
+}

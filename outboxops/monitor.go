@@ -1,0 +1,107 @@
+package outboxops
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync/atomic"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
+	"github.com/outboxgo/outbox/internal/watch"
+)
+
+// MonitorConfig tunes a [Monitor]. The zero value is ready for production.
+type MonitorConfig struct {
+	// Schema holds the tables of outbox. Empty means public.
+	Schema string
+	// Alerts says when alerts are sent, and to whom.
+	Alerts outbox.AlertConfig
+	// Logger receives failures of the monitor itself, and the alerts unless there is an
+	// Alerter. Nil means slog.Default().
+	Logger *slog.Logger
+}
+
+// Monitor alerts to what is wrong with the relays of a schema, as far as the database
+// knows: all but [outbox.AlertBreaker]. A relay that leads alerts by itself, to its
+// own name; a monitor is for processes that run none, so that there are alerts even
+// when no relay runs any more. Where several monitors run, each alerts.
+type Monitor struct {
+	watch   *watch.Watch
+	log     *slog.Logger
+	running atomic.Bool
+}
+
+// NewMonitor returns a monitor of the relays in db. It does no I/O; closing db stays
+// with the caller. The error names every bad field.
+func NewMonitor(db *pgxpool.Pool, cfg MonitorConfig) (*Monitor, error) {
+	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
+	cfg.Logger = cmp.Or(cfg.Logger, slog.Default())
+	settings := settingsOf(cfg.Alerts)
+	err := errors.Join(check.Schema(cfg.Schema), settings.Validate())
+	if db == nil {
+		err = errors.Join(fmt.Errorf("db %w", outbox.ErrNilArgument), err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("outbox: monitor config: %w", err)
+	}
+	alerter := cfg.Alerts.Alerter
+	if alerter == nil {
+		alerter = outbox.LogAlerter{Logger: cfg.Logger}
+	}
+	return &Monitor{log: cfg.Logger, watch: watch.New(watch.NewStore(db, cfg.Schema), watch.Config{
+		Settings: settings,
+		Deliver:  func(ctx context.Context, a watch.Alert) error { return alerter.Alert(ctx, alertOf(a)) },
+		Logger:   cfg.Logger,
+	})}, nil
+}
+
+func settingsOf(c outbox.AlertConfig) watch.Settings {
+	return watch.Settings{
+		Interval: c.Interval, ReportInterval: c.ReportInterval, DeadThreshold: c.DeadThreshold, StaleAfter: c.StaleAfter, StalePending: c.StalePending,
+	}.WithDefaults()
+}
+
+func alertOf(a watch.Alert) outbox.Alert {
+	alert := outbox.Alert{Kind: outbox.AlertKind(a.Kind), Relay: a.Relay, Over: a.Over, At: a.At, Status: outbox.RelayStatus(a.Status), Died: a.Died}
+	for _, f := range a.Dead {
+		alert.Dead = append(alert.Dead, outbox.DeadEvent{FailedEvent: outbox.FailedEvent(f.Event), ID: f.ID, FailedAt: f.FailedAt})
+	}
+	for _, c := range a.Unresolved {
+		alert.Unresolved = append(alert.Unresolved, outbox.FailedCount(c))
+	}
+	return alert
+}
+
+// Run checks and alerts until ctx is cancelled; then it returns nil. A second call at
+// the same time returns [outbox.ErrRunning]. Outages of PostgreSQL are waited out and
+// logged; [outbox.ErrNotMigrated] is returned.
+func (m *Monitor) Run(ctx context.Context) error {
+	if !m.running.CompareAndSwap(false, true) {
+		return outbox.ErrRunning
+	}
+	defer m.running.Store(false)
+	postgres := outage.NewLog(m.log, "PostgreSQL, for the monitor,")
+	for ctx.Err() == nil {
+		err := m.watch.Check(ctx)
+		if pg.IsUndefined(err) {
+			return fmt.Errorf("%w: %w", outbox.ErrNotMigrated, err)
+		}
+		pause := m.watch.Interval()
+		if ctx.Err() == nil {
+			postgres.Report(err)
+		}
+		if err != nil {
+			pause = min(pause, postgres.Backoff())
+		}
+		wait.Sleep(ctx, pause)
+	}
+	return nil
+}

@@ -1,0 +1,46 @@
+// Package outboxops is what operators need: it looks at the tables of outbox and
+// changes what has failed. The page of outboxadmin and the command outbox are built
+// on it, and your own tools can be.
+//
+//   - [Failures] lists what did not get through, and retries, resolves, edits or holds
+//     it. Each action is kept in outbox_audit with the name of the operator and the
+//     reason.
+//   - [Inspector] shows the state of relays, recorded events, open transactions and
+//     partitions. It changes nothing.
+//   - [Monitor] alerts where no relay runs that could.
+//
+// It reads and writes tables only, so any process may use it, whether or not it runs
+// a relay.
+package outboxops
+
+import (
+	"errors"
+
+	"github.com/outboxgo/outbox/internal/check"
+)
+
+var (
+	// ErrNotFound is returned by the methods of [Failures] for an event that is not, or
+	// no longer, in outbox_failed, and for a key of which nothing is there; and by
+	// [Inspector.Event].
+	ErrNotFound = errors.New("not found")
+	// ErrStatus is returned by the methods of [Failures] for an action that is not
+	// possible in the status of the event.
+	ErrStatus = errors.New("not possible in this status")
+)
+
+const (
+	defaultLimit = 100
+	maxLimit     = 1000
+)
+
+// limitOf is how many rows a page has.
+func limitOf(limit int) (int, error) {
+	if err := errors.Join(check.NotNegative("Limit", limit), check.NotAbove("Limit", limit, maxLimit)); err != nil {
+		return 0, err
+	}
+	if limit == 0 {
+		return defaultLimit, nil
+	}
+	return limit, nil
+}
