@@ -74,7 +74,7 @@ func TestRefusedActs(t *testing.T) {
 		{"no reason", "/failed/relay-1/retry", []string{"reason", " \n"}, 422, "Reason is empty", ""},
 		{"no form", "/failed/relay-1/resolve", nil, 422, "Reason is empty", ""},
 		{"not JSON", "/failed/relay-1/edit", []string{"reason", "see OPS-1", "payload", `{"half":`}, 422, "payload", "see OPS-1"},
-		{"settled", "/failed/relay-7/retry", []string{"reason", "again"}, 409, "it is resolved", ""},
+		{"resolved", "/failed/relay-7/retry", []string{"reason", "again"}, 409, "it is resolved", ""},
 		{"gone", "/failed/relay-99999/retry", []string{"reason", "again"}, 404, "not here any more", ""},
 		{"no such action", "/failed/relay-1/delete", []string{"reason", "again"}, 404, "Nothing is here", ""},
 		{"no id", "/failed/one/retry", []string{"reason", "again"}, 404, "Nothing is here", ""},

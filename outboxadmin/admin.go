@@ -1,10 +1,10 @@
-// Package outboxadmin is a page for those who operate outbox: how the relays stand,
+// Package outboxadmin is a page for those who operate outbox: the state of the relays,
 // which events have failed and why, what was recorded, and what operators did about
 // it. The same is there as JSON under api/, described by api/openapi.json.
 //
 //   - Nothing is open: [New] demands a [Config.Authorize], which is asked about every
 //     request, those for stylesheets included. A [Reader] may look; only an
-//     [Operator] may act, and each of his actions needs a reason and is kept.
+//     [Operator] may act, and each action needs a reason and is kept.
 //   - It works under any prefix, behind [http.StripPrefix] or a proxy, because all its
 //     links are relative.
 //   - It needs nothing but the database, and works without JavaScript.
@@ -25,7 +25,7 @@ import (
 
 // Config says who may come in, and what is shown. Authorize is required.
 type Config struct {
-	// Authorize says who sends a request, and what he may do here. It is called for
+	// Authorize says who sends a request, and what that user may do here. It is called for
 	// each request, before anything else. An error, or [None], is answered with 401;
 	// the error is logged and not shown. Required.
 	Authorize func(*http.Request) (Access, error)
@@ -51,16 +51,16 @@ type Config struct {
 	Logger *slog.Logger
 }
 
-// Access is who sends a request, and what he may do.
+// Access is who sends a request, and what that user may do.
 type Access struct {
-	// Operator is his name. It goes into outbox_audit with all that he does, at most
+	// Operator is the name. It goes into outbox_audit with each action, at most
 	// 100 characters. Required, unless Role is [None].
 	Operator string
-	// Role is what he may do.
+	// Role is what the user may do.
 	Role Role
 }
 
-// Role is what somebody may do.
+// Role is what a user may do.
 type Role int
 
 // The roles. Each may do what the ones before it may.

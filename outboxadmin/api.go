@@ -15,8 +15,8 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// The API answers what the pages show. Its types are in api_types.go, and what
-// openapi.json says of them is held against them by tests.
+// The API answers what the pages show. Its types are in api_types.go; tests compare
+// openapi.json with them.
 
 func (a *admin) apiFile(w http.ResponseWriter, _ *http.Request) error {
 	return serveAsset(w, "openapi.json")
@@ -149,7 +149,7 @@ func (a *admin) writeFailed(w http.ResponseWriter, r *http.Request, id outboxops
 	return nil
 }
 
-// readJSON reads the body of a request. A member that nobody knows is an error: a filter
+// readJSON reads the body of a request. A member that the API does not have is an error: a filter
 // that was mistyped must not pick everything.
 func readJSON(r *http.Request, v any) error {
 	if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != jsonType {

@@ -91,7 +91,7 @@ func (a *admin) eventList(w http.ResponseWriter, r *http.Request) error {
 }
 
 // events returns recorded events, the newest first, and the id before which there may be
-// more, or 0. Where somebody looks for an aggregate or an id, the failed events whose
+// more, or 0. For a search by aggregate or id, the failed events whose
 // originals retention has removed are among them.
 func (a *admin) events(ctx context.Context, filter outboxops.EventFilter, before int64, limit int) (rows []eventRow, last int64, err error) {
 	found, err := a.inspect.Events(ctx, filter, outboxops.EventPage{Before: before, Limit: limit})

@@ -45,7 +45,7 @@ func accessOf(r *http.Request) Access {
 	return access
 }
 
-// ServeHTTP is the only way in: it lets nobody pass whom Authorize does not know.
+// ServeHTTP is the only way in: it serves only users that Authorize knows.
 func (a *admin) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	secure(w.Header())
 	access, err := a.cfg.Authorize(r)
@@ -142,8 +142,8 @@ func wrong(field, text string) error {
 	return &problem{http.StatusBadRequest, "That cannot be asked", field + ": " + text}
 }
 
-// shown says how to show an error. It returns false for one that tells nothing to who
-// asked.
+// shown says how to show an error. It returns false for one that the user can do nothing
+// about.
 func shown(err error) (*problem, bool) {
 	var p *problem
 	var field *outbox.FieldError

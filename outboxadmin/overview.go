@@ -97,7 +97,7 @@ func (a *admin) overview(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// relays asks how they stand, and notes it.
+// relays reads the state of all relays, and adds a sample of it.
 func (a *admin) relays(ctx context.Context, now time.Time) ([]outbox.RelayStatus, error) {
 	relays, err := a.inspect.Relays(ctx)
 	if err == nil {
@@ -108,13 +108,13 @@ func (a *admin) relays(ctx context.Context, now time.Time) ([]outbox.RelayStatus
 
 // health returns what this process says of its relays, by name.
 func (a *admin) health() map[string]*outbox.RelayHealth {
-	told := map[string]*outbox.RelayHealth{}
+	reported := map[string]*outbox.RelayHealth{}
 	if a.cfg.Health != nil {
 		for _, h := range a.cfg.Health() {
-			told[h.Relay] = &h
+			reported[h.Relay] = &h
 		}
 	}
-	return told
+	return reported
 }
 
 func (a *admin) relayView(ctx context.Context, status outbox.RelayStatus, health *outbox.RelayHealth, now time.Time, s span) (relayView, error) {
@@ -140,7 +140,7 @@ func (a *admin) relayView(ctx context.Context, status outbox.RelayStatus, health
 		newPlot("Latency", latency, scale(3*s.step, 10, millisText)),
 		newPlot("Backlog", backlog, scale(sampleBreath, 10, countText)),
 	}
-	plots[2].From += ", known while somebody looks"
+	plots[2].From += ", known while a page is open"
 	return relayView{RelayStatus: status, Health: health, Plots: plots}, nil
 }
 
@@ -151,7 +151,7 @@ const oldPending = 5 * time.Minute
 // notices says what is wrong, the worst first.
 func notices(now time.Time, relays []relayView) []notice {
 	var bad, warn []notice
-	tell := func(list *[]notice, level, link, act, format string, args ...any) {
+	add := func(list *[]notice, level, link, act, format string, args ...any) {
 		*list = append(*list, notice{level, fmt.Sprintf(format, args...), link, act})
 	}
 	for _, r := range relays {
@@ -159,23 +159,23 @@ func notices(now time.Time, relays []relayView) []notice {
 			return "failed?" + url.Values{"relay": {r.Name}, "status": {status}}.Encode()
 		}
 		if r.Holder == "" {
-			tell(&bad, "bad", "", "", "Relay %s: nobody leads. Nothing of it is sent until a process takes the lease.", r.Name)
+			add(&bad, "bad", "", "", "Relay %s: no process leads. Nothing of it is sent until a process takes the lease.", r.Name)
 		}
 		if r.Dead > 0 {
-			tell(&bad, "bad", failed(outbox.StatusDead), "Show", "Relay %s: %s, refused by Kafka too often.", r.Name, plural(r.Dead, "event is dead", "events are dead"))
+			add(&bad, "bad", failed(outbox.StatusDead), "Show", "Relay %s: %s, refused by Kafka too often.", r.Name, plural(r.Dead, "event is dead", "events are dead"))
 		}
 		if !r.Oldest.IsZero() && now.Sub(r.Oldest) > oldPending {
-			tell(&bad, "bad", "", "", "Relay %s: it is behind. Its oldest pending event is %s old.", r.Name, short(now.Sub(r.Oldest)))
+			add(&bad, "bad", "", "", "Relay %s: it is behind. Its oldest pending event is %s old.", r.Name, short(now.Sub(r.Oldest)))
 		}
 		if r.HeldKeys > 0 {
-			tell(&warn, "warn", failed(statusAny), "Show", "Relay %s: %s for an operator.", r.Name, plural(r.HeldKeys, "key waits", "keys wait"))
+			add(&warn, "warn", failed(statusAny), "Show", "Relay %s: %s for an operator.", r.Name, plural(r.HeldKeys, "key waits", "keys wait"))
 		}
 		if n := r.Failed + r.Waiting; n > 0 {
-			tell(&warn, "warn", failed(outbox.StatusFailed+","+outbox.StatusWaiting), "Show", "Relay %s: %s.", r.Name, plural(n, "event is tried again by itself", "events are tried again by themselves"))
+			add(&warn, "warn", failed(outbox.StatusFailed+","+outbox.StatusWaiting), "Show", "Relay %s: %s.", r.Name, plural(n, "event is tried again by itself", "events are tried again by themselves"))
 		}
 		if r.Health != nil {
 			for _, reason := range r.Health.Reasons {
-				tell(&bad, "bad", "", "", "Relay %s, in this process: %s.", r.Name, reason)
+				add(&bad, "bad", "", "", "Relay %s, in this process: %s.", r.Name, reason)
 			}
 		}
 	}

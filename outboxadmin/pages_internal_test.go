@@ -77,12 +77,12 @@ func TestOverview(t *testing.T) {
 		require.Contains(t, page, words)
 	}
 	require.Equal(t, 6, strings.Count(page, `<path class="plot-line"`), "each relay has three plots")
-	require.NotContains(t, page, "nobody leads")
+	require.NotContains(t, page, "no process leads")
 	_, err := h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".outbox_lease SET expires_at = now() - interval '1 s'`)
 	require.NoError(t, err)
 	page = h.get("/?span=1h")
-	require.Contains(t, page, "Relay analytics: nobody leads.")
-	require.Contains(t, page, "Relay default: nobody leads.")
+	require.Contains(t, page, "Relay analytics: no process leads.")
+	require.Contains(t, page, "Relay default: no process leads.")
 	require.Equal(t, http.StatusBadRequest, h.send("reader", http.MethodGet, "/?span=2h", "", "").Code)
 }
 

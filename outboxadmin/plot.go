@@ -80,7 +80,7 @@ func newPlot(name string, points []point, s scale) plot {
 }
 
 // paths draws points as a line, and as the area under it, with breaks where nothing is
-// known. A point that stands alone is a dot.
+// known. A point without neighbours is a dot.
 func paths(points []point, gap time.Duration, x func(time.Time) float64, y func(float64) float64) (line, area string) {
 	var l, a strings.Builder
 	for i, pt := range points {

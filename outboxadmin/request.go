@@ -16,7 +16,7 @@ import (
 )
 
 // query reads the parameters of a request and keeps the first error. A parameter that
-// nobody reads is one: a filter that was mistyped must not pick everything.
+// is not known is one: a filter that was mistyped must not pick everything.
 type query struct {
 	values url.Values
 	known  []string
@@ -167,7 +167,7 @@ func eventValues(f outboxops.EventFilter) url.Values {
 		Since: f.Since, Until: f.Until})
 }
 
-// encode writes parameters as they stand behind a question mark.
+// encode writes parameters as they come behind a question mark.
 func encode(v url.Values) template.URL {
 	return template.URL(v.Encode())
 }

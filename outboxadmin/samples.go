@@ -20,17 +20,17 @@ const (
 	maxSamples   = 4000            // of a relay: a look each 5 s for 5 hours and more
 	sampleSpace  = 2 * time.Second // several who look at once make no more of them
 	maxSampled   = 100             // relays
-	sampleBreath = time.Minute     // a longer gap is one in which nobody looked
+	sampleBreath = time.Minute     // a longer gap is one without a look
 )
 
-// samples are kept while somebody looks: nobody else knows what was pending some
+// samples are kept while a page is open: nothing else remembers what was pending some
 // minutes ago. It is safe for concurrent use.
 type samples struct {
 	mu    sync.Mutex
 	relay map[string][]sample
 }
 
-// add notes how relays stand.
+// add adds the state of relays.
 func (s *samples) add(now time.Time, relays []outbox.RelayStatus) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

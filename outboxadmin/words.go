@@ -7,11 +7,11 @@ import (
 	"time"
 )
 
-// Times are told as how long ago, and exactly in UTC beside it.
+// Times are shown as how long ago, and exactly in UTC beside it.
 
 func clock(t time.Time) string { return t.UTC().Format("15:04:05") }
 
-// exact is a time as it stands in the title of a relative one.
+// exact is a time as it is in the title of a relative one.
 func exact(t time.Time) string { return t.UTC().Format("2006-01-02 15:04:05.000 UTC") }
 
 // short is a length of time in its largest unit.

@@ -45,7 +45,7 @@ func commands() []command {
 	}
 }
 
-// errProblems ends a command that has told of problems and did nothing wrong itself.
+// errProblems ends a command that has shown problems and did nothing wrong itself.
 var errProblems = errors.New("problems found")
 
 // usageError is a mistake in how a command was called.
@@ -71,15 +71,15 @@ func run(ctx context.Context, args []string, e *env) int {
 	case errors.Is(err, errProblems):
 		return exitProblems
 	case errors.As(err, &usage):
-		e.complain(usage.text)
+		e.printError(usage.text)
 		fmt.Fprintf(e.stderr, "See %s.\n", helpFor(usage.command))
 		return exitUsage
 	case ctx.Err() != nil && errors.Is(err, context.Canceled):
-		e.complain("interrupted")
+		e.printError("interrupted")
 	case errors.Is(err, context.DeadlineExceeded):
-		e.complain(fmt.Sprintf("%s (--timeout is %v)", errorText(err), e.timeout))
+		e.printError(fmt.Sprintf("%s (--timeout is %v)", errorText(err), e.timeout))
 	default:
-		e.complain(errorText(err))
+		e.printError(errorText(err))
 		e.hint(err)
 	}
 	return exitError
@@ -95,7 +95,7 @@ func (e *env) hint(err error) {
 	case "42P01", "3F000": // no such table, no such schema
 		fmt.Fprintf(e.stderr, "Schema %s has no tables of outbox, or not all: try --schema, outbox doctor,\nor outbox migrate up.\n", visible(e.schemaName()))
 	case "42501": // no privilege
-		fmt.Fprintln(e.stderr, "The role may not do that. outbox doctor --as reader, or operator, tells why.")
+		fmt.Fprintln(e.stderr, "The role may not do that. outbox doctor --as reader, or operator, says why.")
 	}
 }
 

@@ -181,7 +181,7 @@ func (d *doctor) connect(ctx context.Context) bool {
 	return true
 }
 
-// relays judges how relays stand and what is open.
+// relays checks the state of relays and open transactions.
 func (d *doctor) relays(ctx context.Context) error {
 	s, err := look(ctx, d.e, d.limits)
 	if err != nil {
@@ -194,14 +194,14 @@ func (d *doctor) relays(ctx context.Context) error {
 	return nil
 }
 
-// routes judges whether events have somewhere to go.
+// routes checks that events have a topic to go to.
 func (d *doctor) routes(ctx context.Context) error {
 	topics, err := d.recorded(ctx)
 	for _, t := range topics {
 		if t.Topic == "" {
 			d.add("events.topic", severityError, fmt.Sprintf("no topic follows from %s", strings.Join(t.Types, ", ")),
-				"These rows have no topic, and their type is not {company}.{domain}.{action}.v{n}: somebody else than Recorder wrote them. They cannot be sent.",
-				"Give the types topics of their own where they are written, and settle what failed: outbox failed list.")
+				"These rows have no topic, and their type is not {company}.{domain}.{action}.v{n}: something else than a Recorder wrote them. They cannot be sent.",
+				"Give the types topics of their own where they are written, and resolve what failed: outbox failed list.")
 		}
 	}
 	return err

@@ -111,7 +111,7 @@ const (
 	sqlSchemaNeed = `SELECT has_schema_privilege($1, $2, 'USAGE')`
 )
 
-// privileges judges whether roles can do their work.
+// privileges checks that roles can do their work.
 func (d *doctor) privileges(ctx context.Context) error {
 	for _, p := range d.parts {
 		if p.role == "" {

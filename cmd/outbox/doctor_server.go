@@ -15,13 +15,13 @@ var databaseChecks = []check{
 	{"clock", (*doctor).clock},
 }
 
-// verdict is what a setting of the server means where it has a bad value.
-type verdict struct {
+// settingRule is what a setting of the server means where it has a bad value.
+type settingRule struct {
 	setting, value string
 	finding        finding
 }
 
-var settingVerdicts = []verdict{
+var settingRules = []settingRule{
 	{"fsync", "off", finding{"server.fsync", severityError, "fsync is off",
 		"A crash of the machine can destroy the whole database, events included.", "ALTER SYSTEM SET fsync = on; SELECT pg_reload_conf();"}},
 	{"full_page_writes", "off", finding{"server.full_page_writes", severityWarning, "full_page_writes is off",
@@ -41,7 +41,7 @@ var settingVerdicts = []verdict{
 // oldestServer is the first major version that outbox is tested with.
 const oldestServer = 14
 
-// settings judges the server, as this session sees it.
+// settings checks the settings of the server, as this session has them.
 func (d *doctor) settings(ctx context.Context) error {
 	rows, err := d.e.db.Query(ctx, `SELECT name, setting FROM pg_settings`)
 	if err != nil {
@@ -61,7 +61,7 @@ func (d *doctor) settings(ctx context.Context) error {
 }
 
 func settingFindings(have map[string]string) (all []finding) {
-	for _, v := range settingVerdicts {
+	for _, v := range settingRules {
 		if have[v.setting] == v.value {
 			all = append(all, v.finding)
 		}
@@ -105,7 +105,7 @@ const slotLimit = 1 << 30
 
 func (d *doctor) slots(ctx context.Context) error { return d.slotsAbove(ctx, slotLimit) }
 
-// slotsAbove judges replication slots that hold more than so many bytes of WAL.
+// slotsAbove finds replication slots that hold more than so many bytes of WAL.
 func (d *doctor) slotsAbove(ctx context.Context, limit int64) error {
 	rows, err := d.e.db.Query(ctx, `
 SELECT slot_name, active, coalesce(wal_status, ''),
@@ -125,9 +125,9 @@ SELECT slot_name, active, coalesce(wal_status, ''),
 		if held <= limit && status != "lost" {
 			continue
 		}
-		reads := "nobody reads it"
+		reads := "nothing reads it"
 		if active {
-			reads = "somebody reads it, too slowly"
+			reads = "it is read, too slowly"
 		}
 		d.add("server.slot", severityWarning, fmt.Sprintf("replication slot %s holds %s MiB of WAL, and %s", name, count(held>>20), reads),
 			"The server keeps that WAL until it is read. When the disk is full it stops, and nothing can be recorded.",

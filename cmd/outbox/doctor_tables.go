@@ -200,7 +200,7 @@ func missing(t thing) finding {
 func altered(want, have thing) finding {
 	if strings.HasSuffix(have.definition, " INVALID") {
 		return finding{"tables.index", severityError, fmt.Sprintf("index %s of %s is invalid", have.name, have.table),
-			"Its making was interrupted: it costs and serves nobody.", fmt.Sprintf("REINDEX INDEX CONCURRENTLY %s", have.name)}
+			"Its making was interrupted: it costs and serves nothing.", fmt.Sprintf("REINDEX INDEX CONCURRENTLY %s", have.name)}
 	}
 	return finding{"tables." + want.kind, severityWarning, fmt.Sprintf("%s %s of %s is altered: %s", want.kind, want.name, want.table, have.definition),
 		"outbox is tested with: " + want.definition, "Change it back, unless you know better."}
@@ -263,7 +263,7 @@ SELECT c.relname, coalesce(s.n_live_tup, 0), coalesce(s.n_dead_tup, 0),
        OR EXISTS (SELECT FROM pg_inherits AS i WHERE i.inhrelid = c.oid AND i.inhparent = to_regclass(format('%I.outbox', $1::text))))
  ORDER BY 1`
 
-// vacuum judges whether what retention removes is cleaned up.
+// vacuum checks that what retention removes is cleaned up.
 func (d *doctor) vacuum(ctx context.Context) error {
 	rows, err := d.e.db.Query(ctx, sqlVacuum, d.e.schemaName(), outboxTables)
 	if err != nil {

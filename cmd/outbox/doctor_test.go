@@ -223,13 +223,13 @@ func TestDoctorOnPartitions(t *testing.T) {
 	d.requireFinding(t, "tables.autovacuum", severityWarning, partition)
 }
 
-// Nobody leads, nobody ever did, and what is recorded gets old.
+// No process leads, none ever did, and what is recorded gets old.
 func TestDoctorOnRelays(t *testing.T) {
 	testenv.Direct(t)
 	d := newClinic(t)
 	d.requireFinding(t, "relay.none", severityNote, "no relay has run here yet")
 	d.relay(t)()
-	f := d.requireFinding(t, "relay.leader", severityError, "relay default: nobody leads")
+	f := d.requireFinding(t, "relay.leader", severityError, "relay default: no process leads")
 	require.Contains(t, f.Do, "Relay.Run")
 	d.record(t, "a")
 	require.Eventually(t, func() bool {
@@ -404,7 +404,7 @@ func TestDoctorOnSettings(t *testing.T) {
 	require.Len(t, connectionFindings(90, 100), 1)
 }
 
-// A slot that nobody reads holds WAL.
+// A slot that nothing reads holds WAL.
 func TestDoctorOnSlots(t *testing.T) {
 	testenv.Direct(t)
 	d := newClinic(t)
@@ -420,7 +420,7 @@ func TestDoctorOnSlots(t *testing.T) {
 		doc.findings = nil
 		require.NoError(t, doc.slotsAbove(background, 0))
 		return slices.ContainsFunc(doc.findings, func(f finding) bool {
-			return f.ID == "server.slot" && strings.Contains(f.What, name) && strings.Contains(f.What, "nobody reads it")
+			return f.ID == "server.slot" && strings.Contains(f.What, name) && strings.Contains(f.What, "nothing reads it")
 		})
 	}, testenv.Patience, 20*time.Millisecond)
 }

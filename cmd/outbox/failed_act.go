@@ -94,7 +94,7 @@ func (c *change) run(ctx context.Context, e *env) error {
 		return usagef("--rate %d: must not be negative", c.rate)
 	}
 	c.dryn = c.dryn || len(e.args) == 0 && !c.yes
-	why := outboxops.AuditInfo{Operator: "nobody", Reason: "to count"}
+	why := outboxops.AuditInfo{Operator: "none", Reason: "to count"}
 	if !c.dryn {
 		if why, err = c.why.info(e); err != nil {
 			return err

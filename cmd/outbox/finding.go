@@ -46,11 +46,11 @@ const (
 	defaultOpenFor = time.Minute
 )
 
-// relayFindings judges how relays stand.
+// relayFindings are what is wrong with relays.
 func relayFindings(relays []outbox.RelayStatus, now time.Time, l limits) (all []finding) {
 	for _, r := range relays {
 		if r.Holder == "" {
-			all = append(all, finding{"relay.leader", severityError, fmt.Sprintf("relay %s: nobody leads", r.Name),
+			all = append(all, finding{"relay.leader", severityError, fmt.Sprintf("relay %s: no process leads", r.Name),
 				"No process runs this relay, or none can take its lease: its events are not sent.",
 				"Start a process that calls Relay.Run with this name, or read its log. If the relay is not used any more, delete its rows from outbox_cursor and outbox_lease: until then retention keeps all that it has not published."})
 		}
@@ -64,12 +64,12 @@ func relayFindings(relays []outbox.RelayStatus, now time.Time, l limits) (all []
 	return all
 }
 
-// failedFindings judges what did not reach Kafka.
+// failedFindings are what did not reach Kafka.
 func failedFindings(r outbox.RelayStatus) (all []finding) {
 	if r.Dead > 0 {
 		all = append(all, finding{"failed.dead", severityWarning, fmt.Sprintf("relay %s: %s dead", r.Name, events(r.Dead)),
-			"Kafka refused them until their tries were used up. Consumers will not see them unless somebody retries them.",
-			"outbox failed list --status dead tells why. Mend the cause, then outbox failed retry, or outbox failed resolve."})
+			"Kafka refused them until their tries were used up. Consumers will not see them unless they are retried.",
+			"outbox failed list --status dead shows why. Mend the cause, then outbox failed retry, or outbox failed resolve."})
 	}
 	if r.HeldKeys > 0 {
 		all = append(all, finding{"failed.held", severityWarning, fmt.Sprintf("relay %s: %s held", r.Name, keys(r.HeldKeys)),
@@ -79,7 +79,7 @@ func failedFindings(r outbox.RelayStatus) (all []finding) {
 	if waiting := r.ParkedKeys - r.HeldKeys; waiting > 0 {
 		all = append(all, finding{"failed.parked", severityWarning, fmt.Sprintf("relay %s: %s parked", r.Name, keys(waiting)),
 			"An event of each was refused or cannot be sent now, and the later ones of its key wait behind it. The relay tries by itself.",
-			"outbox failed list --status failed,waiting tells why."})
+			"outbox failed list --status failed,waiting shows why."})
 	}
 	return all
 }
@@ -102,7 +102,7 @@ func plural(n int64, one, more string) string {
 	return count(n) + " " + more
 }
 
-// transactionFindings judges what has been open for long.
+// transactionFindings are transactions that have been open for long.
 func transactionFindings(open []outboxops.OpenTransaction, now time.Time) (all []finding) {
 	for _, t := range open {
 		f := finding{"transaction.open", severityWarning, fmt.Sprintf("process %d, %s of %s, has a transaction open for %s (%s)", t.PID, orNameless(t.Application), t.User, age(t.Since, now), t.State),
@@ -128,16 +128,16 @@ func orNameless(application string) string {
 	return application
 }
 
-// standing is how relays stand, and what is wrong about it.
-type standing struct {
+// snapshot is the state of relays and transactions, and what is wrong with it.
+type snapshot struct {
 	relays   []outbox.RelayStatus
 	open     []outboxops.OpenTransaction
 	now      time.Time // the database's
 	findings []finding
 }
 
-// look asks the database how everything stands.
-func look(ctx context.Context, e *env, l limits) (s standing, err error) {
+// look reads a snapshot from the database.
+func look(ctx context.Context, e *env, l limits) (s snapshot, err error) {
 	inspector, err := e.inspector(ctx)
 	if err != nil {
 		return s, err

@@ -13,7 +13,7 @@ const intro = `outbox looks after a transactional outbox: PostgreSQL, relays, Ka
 `
 
 const outro = `
-outbox help COMMAND tells more, outbox help flags the flags that all take.
+outbox help COMMAND says more, outbox help flags the flags that all take.
 It exits with 0: done, 1: error, 2: wrong usage, 3: problems found.
 `
 

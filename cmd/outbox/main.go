@@ -1,5 +1,5 @@
-// Command outbox looks after a transactional outbox: it makes its tables, shows how
-// its relays stand and what failed, settles that, sends dead letters back, makes
+// Command outbox looks after a transactional outbox: it makes its tables, shows the state of
+// its relays and what failed, retries or resolves that, sends dead letters back, makes
 // topics, and says what is wrong. `outbox help` lists the commands.
 //
 // It exits with 0 if all went well, 1 for an error, 2 for wrong usage, and 3 if it was

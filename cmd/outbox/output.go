@@ -28,8 +28,8 @@ func (e *env) writeLine(v any) error {
 
 func (e *env) printf(format string, args ...any) { fmt.Fprintf(e.stdout, format, args...) }
 
-// complain says what went wrong.
-func (e *env) complain(text string) {
+// printError says what went wrong.
+func (e *env) printError(text string) {
 	text = "outbox: " + e.mask(text)
 	if e.errTTY {
 		text = strings.Join(wrap(text, e.width), "\n")

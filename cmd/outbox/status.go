@@ -120,7 +120,7 @@ func lastMinute(ctx context.Context, e *env, relays []outbox.RelayStatus) (map[s
 	return all, nil
 }
 
-func (s *statusFlags) show(e *env, now standing, minutes map[string]minute) {
+func (s *statusFlags) show(e *env, now snapshot, minutes map[string]minute) {
 	if s.watch && e.outTTY {
 		e.printf("\x1b[H\x1b[2J")
 	}
@@ -154,10 +154,10 @@ func (s *statusFlags) show(e *env, now standing, minutes map[string]minute) {
 	}
 }
 
-func relayTable(now standing) table {
+func relayTable(now snapshot) table {
 	t := table{head: []string{"RELAY", "LEADER", "LEASE", "PENDING", "OLDEST", "WAIT", "FAIL", "PARK", "DEAD"}, flex: []int{0, 1}}
 	for _, r := range now.relays {
-		leader, lease, more := "nobody", "-", ""
+		leader, lease, more := "none", "-", ""
 		if r.Holder != "" {
 			leader, lease = r.Holder, length(r.LeaseUntil.Sub(now.now))
 		}
@@ -169,7 +169,7 @@ func relayTable(now standing) table {
 	return t
 }
 
-func transactionTable(now standing) table {
+func transactionTable(now snapshot) table {
 	t := table{head: []string{"OPEN", "PID", "USER", "APPLICATION", "STATE", "RECORDS", "QUERY"}, flex: []int{2, 3, 4, 6}}
 	for _, o := range now.open {
 		pid, records := count(o.PID), ""
@@ -227,7 +227,7 @@ type transactionJSON struct {
 	WaitsFor    []int32   `json:"waits_for,omitempty"`
 }
 
-func statusOf(s standing, minutes map[string]minute, database, schema string) statusJSON {
+func statusOf(s snapshot, minutes map[string]minute, database, schema string) statusJSON {
 	out := statusJSON{At: s.now.UTC(), Database: database, Schema: schema, Relays: []relayJSON{}, Transactions: []transactionJSON{}, Problems: append([]finding{}, s.findings...)}
 	for _, r := range s.relays {
 		out.Relays = append(out.Relays, relayJSON{

@@ -1,5 +1,5 @@
 // The pages work without this. It refreshes what is marked data-live, every so many
-// seconds, while somebody looks and until he switches it off; and it keeps a form from
+// seconds, while the page is visible and until it is switched off; and it keeps a form from
 // being sent twice.
 "use strict";
 
@@ -10,7 +10,7 @@
 
   document.addEventListener("submit", (event) => {
     if (event.target.method !== "post") return;
-    // In the next turn, or the form would not be sent at all.
+    // In the next task, or the form would not be sent at all.
     setTimeout(() => event.target.querySelectorAll("button").forEach((b) => { b.disabled = true; }));
   });
   // Back from another page, a form can be sent again.
@@ -30,7 +30,7 @@
       if (on) timer = setTimeout(refresh, pause);
     };
     const busy = () => {
-      // What somebody reads with a keyboard, or has marked, must not go from under him.
+      // What has the focus, or is marked, must stay as it is.
       const marked = String(getSelection());
       return document.hidden || region.contains(document.activeElement) || (marked && region.contains(getSelection().anchorNode));
     };
