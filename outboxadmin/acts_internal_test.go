@@ -37,7 +37,7 @@ func TestActs(t *testing.T) {
 			h := newHouse(t, nil)
 			w := h.post("/failed/relay-1/"+tt.act, "reason", "the <reason>", "payload", tt.more)
 			require.Equal(t, http.StatusSeeOther, w.Code, w.Body)
-			require.Equal(t, "../1?done="+tt.act, w.Header().Get("Location"))
+			require.Equal(t, "../relay-1?done="+tt.act, w.Header().Get("Location"))
 			require.Contains(t, h.get("/failed/relay-1?done="+tt.act), tt.told)
 			require.Equal(t, tt.status, h.status(seed.Dead))
 			require.Equal(t, audited{"o.operator", tt.act, "the <reason>"}, h.lastAudit())
@@ -77,6 +77,7 @@ func TestRefusedActs(t *testing.T) {
 		{"resolved", "/failed/relay-7/retry", []string{"reason", "again"}, 409, "it is resolved", ""},
 		{"gone", "/failed/relay-99999/retry", []string{"reason", "again"}, 404, "not here any more", ""},
 		{"no such action", "/failed/relay-1/delete", []string{"reason", "again"}, 404, "Nothing is here", ""},
+		{"no kind", "/failed/1/retry", []string{"reason", "again"}, 404, "Nothing is here", ""},
 		{"no id", "/failed/one/retry", []string{"reason", "again"}, 404, "Nothing is here", ""},
 		{"a filter mistyped", "/failed/retry", []string{"reason", "again", "stauts", "dead"}, 400, "stauts", ""},
 		{"all without a reason", "/failed/resolve", []string{"status", "dead"}, 422, "Reason is empty", ""},

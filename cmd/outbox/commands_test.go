@@ -231,14 +231,15 @@ func TestFailedList(t *testing.T) {
 	var counts struct {
 		Total  int `json:"total"`
 		Counts []struct {
-			Relay, Status, Type, Class string
-			Events                     int
-			Oldest                     time.Time
+			Kind, Relay, Status, Type, Class string
+			Events                           int
+			Oldest                           time.Time
 		} `json:"counts"`
 	}
 	d.json(t, &counts, exitOK, "failed", "list", "--count")
 	require.Equal(t, 3, counts.Total)
 	require.Equal(t, 2, counts.Counts[0].Events)
+	require.Equal(t, "relay", counts.Counts[0].Kind)
 }
 
 // firstFailed returns the id of the only failed event of a key.

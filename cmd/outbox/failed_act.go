@@ -36,7 +36,7 @@ var failedRetryCommand = command{
 	name: "failed retry", synopsis: "[ID]", max: 1,
 	summary: "send them again: one, or all that flags pick",
 	about: `
-The relay sends the event at its next look; dead events have all their tries again.
+The relay sends one ID at its next look; dead events have all their tries again.
 With flags that pick events, or --all, it only counts unless --yes is given.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
