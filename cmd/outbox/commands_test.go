@@ -381,9 +381,9 @@ func TestFailedEditHoldRelease(t *testing.T) {
 }
 
 type dlqDoc struct {
-	Topic       string       `json:"topic"`
+	Topic       string           `json:"topic"`
 	DeadLetters []deadLetterJSON `json:"dead_letters"`
-	More        bool         `json:"more"`
+	More        bool             `json:"more"`
 }
 
 type replayDoc struct {
