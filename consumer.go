@@ -29,6 +29,7 @@ type Consumer struct {
 
 	running atomic.Bool
 	current atomic.Pointer[membership] // nil while it does not run
+	state   runState
 }
 
 // NewConsumer returns a consumer of the topics in which the registry has the events
@@ -100,6 +101,13 @@ func (c *Consumer) Run(ctx context.Context) error {
 		return ErrRunning
 	}
 	defer c.running.Store(false)
+	c.state.begin()
+	err := c.run(ctx)
+	c.state.end(err)
+	return err
+}
+
+func (c *Consumer) run(ctx context.Context) error {
 	if err := c.checkTables(ctx); err != nil || ctx.Err() != nil {
 		return err
 	}

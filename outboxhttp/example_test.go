@@ -33,12 +33,13 @@ func ExampleTrace() {
 	// Output: level=INFO msg="order placed" trace_id=0196b0c5-6a00-7000-8000-000000000001
 }
 
-// Probes ask the relays of this process, and neither PostgreSQL nor Kafka.
+// Probes ask the relays and consumers of this process, and neither PostgreSQL nor Kafka.
 func ExampleReady() {
 	var relay *outbox.Relay // yours
+	var consumer *outbox.Consumer
 	mux := http.NewServeMux()
-	mux.Handle("GET /livez", outboxhttp.Live(relay))
-	mux.Handle("GET /readyz", outboxhttp.Ready(relay))
+	mux.Handle("GET /livez", outboxhttp.Live(outboxhttp.Relay(relay), outboxhttp.Consumer(consumer)))
+	mux.Handle("GET /readyz", outboxhttp.Ready(outboxhttp.Relay(relay), outboxhttp.Consumer(consumer)))
 }
 
 // Slack's incoming webhook gets one message for each alert.

@@ -10,32 +10,58 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-type patient outbox.RelayHealth
+type fakeRelay outbox.RelayHealth
 
-func (p patient) Health() outbox.RelayHealth { return outbox.RelayHealth(p) }
+func (r fakeRelay) Health() outbox.RelayHealth { return outbox.RelayHealth(r) }
+
+type fakeConsumer outbox.ConsumerHealth
+
+func (c fakeConsumer) Health() outbox.ConsumerHealth { return outbox.ConsumerHealth(c) }
+
+// probe asks for the health of parts, and returns both status codes and the body of
+// Ready.
+func probe(t *testing.T, parts ...outboxhttp.Part) (live, ready int, body string) {
+	t.Helper()
+	l, r := httptest.NewRecorder(), httptest.NewRecorder()
+	outboxhttp.Live(parts...).ServeHTTP(l, httptest.NewRequest(http.MethodGet, "/", nil))
+	outboxhttp.Ready(parts...).ServeHTTP(r, httptest.NewRequest(http.MethodGet, "/", nil))
+	require.Equal(t, "application/json", r.Header().Get("Content-Type"))
+	return l.Code, r.Code, r.Body.String()
+}
 
 // A probe fails if one of the relays does, and the body says why.
 func TestProbes(t *testing.T) {
-	well := patient{Relay: "a", Live: true, Ready: true, Leading: true}
-	ill := patient{Relay: "b", Live: true, Breaker: outbox.BreakerOpen, Reasons: []string{"the circuit breaker is open"}}
-	ask := func(relays ...outboxhttp.Healthy) (live, ready int, body string) {
-		l, r := httptest.NewRecorder(), httptest.NewRecorder()
-		outboxhttp.Live(relays...).ServeHTTP(l, httptest.NewRequest(http.MethodGet, "/", nil))
-		outboxhttp.Ready(relays...).ServeHTTP(r, httptest.NewRequest(http.MethodGet, "/", nil))
-		require.Equal(t, "application/json", r.Header().Get("Content-Type"))
-		return l.Code, r.Code, r.Body.String()
-	}
-	live, ready, body := ask()
+	well := fakeRelay{Relay: "a", Live: true, Ready: true, Leading: true}
+	ill := fakeRelay{Relay: "b", Live: true, Breaker: outbox.BreakerOpen, Reasons: []string{"the circuit breaker is open"}}
+	live, ready, body := probe(t)
 	require.Equal(t, []int{200, 200}, []int{live, ready})
 	require.JSONEq(t, `{"ok": true, "relays": []}`, body)
-	live, ready, _ = ask(well)
+	live, ready, _ = probe(t, outboxhttp.Relay(well))
 	require.Equal(t, []int{200, 200}, []int{live, ready})
-	live, ready, body = ask(well, ill)
+	live, ready, body = probe(t, outboxhttp.Relay(well), outboxhttp.Relay(ill))
 	require.Equal(t, []int{200, 503}, []int{live, ready})
 	require.JSONEq(t, `{"ok": false, "relays": [
 		{"relay": "a", "live": true, "ready": true, "leading": true, "breaker": "closed", "reasons": []},
 		{"relay": "b", "live": true, "ready": false, "leading": false, "breaker": "open", "reasons": ["the circuit breaker is open"]}]}`, body)
 	ill.Live = false
-	live, _, _ = ask(ill)
+	live, _, _ = probe(t, outboxhttp.Relay(ill))
+	require.Equal(t, 503, live)
+}
+
+// Consumers count like relays.
+func TestProbesOfConsumers(t *testing.T) {
+	relay := fakeRelay{Relay: "a", Live: true, Ready: true}
+	well := fakeConsumer{Group: "sales", Live: true, Ready: true, Partitions: 4}
+	live, ready, body := probe(t, outboxhttp.Relay(relay), outboxhttp.Consumer(well))
+	require.Equal(t, []int{200, 200}, []int{live, ready})
+	require.JSONEq(t, `{"ok": true, "relays": [
+		{"relay": "a", "live": true, "ready": true, "leading": false, "breaker": "closed", "reasons": []}],
+		"consumers": [{"group": "sales", "live": true, "ready": true, "partitions": 4, "reasons": []}]}`, body)
+	ill := fakeConsumer{Group: "cache", Live: true, Reasons: []string{"PostgreSQL fails since 3s: no route"}}
+	live, ready, body = probe(t, outboxhttp.Consumer(ill), outboxhttp.Relay(relay), outboxhttp.Consumer(well))
+	require.Equal(t, []int{200, 503}, []int{live, ready})
+	require.Contains(t, body, `{"group":"cache","live":true,"ready":false,"partitions":0,"reasons":["PostgreSQL fails since 3s: no route"]}`)
+	ill.Live = false
+	live, _, _ = probe(t, outboxhttp.Consumer(ill))
 	require.Equal(t, 503, live)
 }

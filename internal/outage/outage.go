@@ -4,6 +4,8 @@ package outage
 
 import (
 	"log/slog"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -23,7 +25,8 @@ type Log struct {
 // Outage is a failure that has not ended.
 type Outage struct {
 	Err   error     // of the last try
-	Since time.Time // the first try that failed
+	Since time.Time // when the first try failed
+	Last  time.Time // when the last try failed
 }
 
 // NewLog returns the log of what, which begins the sentences that are logged:
@@ -44,9 +47,10 @@ func (l *Log) Report(err error, attrs ...any) {
 		l.backoff.Reset()
 	case err != nil && before == nil:
 		l.log.Warn("outbox: "+l.what+" fails, trying until it works", append(attrs, "error", err)...)
-		l.current.Store(&Outage{err, time.Now()})
+		now := time.Now()
+		l.current.Store(&Outage{Err: err, Since: now, Last: now})
 	case err != nil:
-		l.current.Store(&Outage{err, before.Since})
+		l.current.Store(&Outage{Err: err, Since: before.Since, Last: time.Now()})
 	}
 }
 
@@ -100,6 +104,27 @@ func (l *Logs) Report(name string, began time.Time, err error) {
 		failing = failing || one.Current() != nil
 	}
 	l.failing.Store(failing)
+}
+
+// Named is an outage with the name under which it was reported.
+type Named struct {
+	Name string
+	Outage
+}
+
+// Current returns the outages that have not ended, sorted by name.
+func (l *Logs) Current() (current []Named) {
+	if !l.failing.Load() {
+		return nil
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, name := range slices.Sorted(maps.Keys(l.known)) {
+		if o := l.known[name].Current(); o != nil {
+			current = append(current, Named{name, *o})
+		}
+	}
+	return current
 }
 
 // Backoff returns the wait before the next try of what fails.

@@ -1,0 +1,141 @@
+package outbox
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// The tasks of a batch run in the order of their records, those of batch handlers
+// after them, and those without a transaction not at all.
+func TestProcessBatchOrder(t *testing.T) {
+	var s *workerFixture
+	call := func(action string) func(context.Context, pgx.Tx, played, Metadata) error {
+		return func(_ context.Context, _ pgx.Tx, e played, _ Metadata) error {
+			s.current = append(s.current, action+e.Name)
+			return nil
+		}
+	}
+	s = newWorkerFixture(t, ConsumerConfig{},
+		HandleNoTx("N", func(ctx context.Context, e played, m Metadata) error { return call("n")(ctx, nil, e, m) }),
+		HandleBatch("B", func(_ context.Context, _ pgx.Tx, events []Received[played]) error {
+			for _, e := range events {
+				s.current = append(s.current, fmt.Sprint("b", len(events), e.Event.Name))
+			}
+			return nil
+		}),
+		Handle("H", call("h")), Handle("I", call("i")),
+		OncePer(Handle("ONCE", call("o")), func(played, Metadata) (string, string) { return "Play", "all" }))
+	var items []item
+	for _, r := range s.arrive("x", "y") {
+		items = append(items, s.worker.processor.read(t.Context(), r, new(KafkaMetadata)))
+	}
+	require.NoError(t, s.worker.processor.processBatch(t.Context(), items))
+	require.Equal(t, []string{"hx ix ox hy iy b2x b2y: committed"}, s.log)
+	require.NoError(t, s.worker.processor.processBatch(t.Context(), items))
+	require.Equal(t, ": committed", s.log[1], "all are repeats")
+}
+
+// Hooks hear of what is committed, and of nothing else.
+func TestProcessorNotifies(t *testing.T) {
+	var heard []string
+	hooks := ConsumerHooks{
+		Handled:  func(m Metadata, action string, _ time.Duration) { heard = append(heard, "handled "+m.Subject) },
+		Repeated: func(m Metadata, action string) { heard = append(heard, "repeated "+m.Subject) },
+		Handling: func(ctx context.Context, action string, events []Metadata) (context.Context, func(error)) {
+			return ctx, func(err error) { heard = append(heard, fmt.Sprint("called ", events[0].Subject, " ", err)) }
+		},
+	}
+	s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{Hooks: hooks}})
+	records := s.arrive("a", "b")
+	one := func(r *kgo.Record) error {
+		it := s.worker.processor.read(t.Context(), r, new(KafkaMetadata))
+		return s.worker.processor.processOne(t.Context(), it.tasks[0])
+	}
+	require.NoError(t, one(records[0]))
+	require.NoError(t, one(records[0]))
+	s.handlers["b"] = "-"
+	require.ErrorIs(t, one(records[1]), errPlayed)
+	s.transactions = "d"
+	require.Error(t, one(records[1]))
+	require.Equal(t, []string{"called a <nil>", "handled a", "repeated a", "called b played", "called b <nil>"}, heard)
+}
+
+// Whose fault an error is.
+func TestIsOutage(t *testing.T) {
+	for _, tt := range []struct {
+		name string
+		err  error
+		kind handlerKind
+		away bool // there is no connection to be had
+		want bool
+	}{
+		{"a handler's error", errPlayed, inTx, true, false},
+		{"that of a handler without a transaction", errPlayed, noTx, false, false},
+		{"that of a handler without a transaction, perhaps for want of PostgreSQL", errPlayed, noTx, true, true},
+		{"bad SQL", &pgconn.PgError{Code: "42601"}, inTx, true, false},
+		{"a shutdown", &pgconn.PgError{Code: "57P01"}, inTx, false, true},
+		{"too many connections", &pgconn.PgError{Code: "53300"}, noTx, false, true},
+		{"a replica", fmt.Errorf("insert: %w", &pgconn.PgError{Code: "25006"}), inBatch, false, true},
+		{"a cancelled statement", &pgconn.PgError{Code: "57014"}, inTx, true, false},
+		{"no connection", &connectionError{err: errPlayed, unavailable: true}, inTx, false, true},
+		{"a lost connection", &connectionError{err: errPlayed}, inTx, false, false},
+		{"a lost connection and no other", &connectionError{err: errPlayed}, inTx, true, true},
+	} {
+		s := newWorkerFixture(t, ConsumerConfig{})
+		if tt.away {
+			s.transactions = "o"
+		}
+		require.Equal(t, tt.want, s.worker.processor.isOutage(t.Context(), tt.err, tt.kind), tt.name)
+		s.worker.processor.store = nil
+		if tt.kind == noTx && tt.away {
+			require.False(t, s.worker.processor.isOutage(t.Context(), tt.err, tt.kind), "%s: there is no PostgreSQL", tt.name)
+		}
+	}
+}
+
+func TestErrorClass(t *testing.T) {
+	for want, err := range map[string]error{
+		"handler":        errPlayed,
+		"permanent":      fmt.Errorf("no: %w", Permanent(errPlayed)),
+		"panic":          &PanicError{Value: 1},
+		"timeout":        fmt.Errorf("query: %w", context.DeadlineExceeded),
+		"postgres_23505": Permanent(&pgconn.PgError{Code: "23505"}),
+	} {
+		require.Equal(t, want, errorClass(err))
+	}
+}
+
+// The wait doubles up to 30 s, or begins above it, less up to a fifth.
+func TestHandlerRetryWait(t *testing.T) {
+	p := &processor{cfg: HandlerConfig{RetryWait: time.Second}}
+	for n, longest := range map[int]time.Duration{1: time.Second, 2: 2 * time.Second, 5: 16 * time.Second, 6: 30 * time.Second, 1_000_000: 30 * time.Second} {
+		for range 100 {
+			d := p.retryWait(n)
+			require.True(t, d <= longest && d >= longest*4/5, "%d: %v", n, d)
+		}
+	}
+	p.cfg.RetryWait = time.Minute
+	require.LessOrEqual(t, p.retryWait(3), time.Minute)
+	require.GreaterOrEqual(t, p.retryWait(3), 48*time.Second)
+}
+
+// The context of a handler carries what the event came with, and falls back on its own.
+func TestHandlerContext(t *testing.T) {
+	const trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+	outer := WithCorrelationID(t.Context(), "outer")
+	require.Equal(t, outer, handlerContext(outer, Metadata{}))
+	ctx := handlerContext(outer, Metadata{Extensions: map[string]string{traceAttr: trace}})
+	require.Equal(t, []string{"outer", trace}, []string{CorrelationID(ctx), TraceParent(ctx)})
+	ctx, cancel := context.WithCancel(handlerContext(outer, Metadata{Extensions: map[string]string{correlationAttr: "event's"}}))
+	require.Equal(t, []string{"event's", ""}, []string{CorrelationID(ctx), TraceParent(ctx)})
+	require.Equal(t, "handler's", CorrelationID(WithCorrelationID(ctx, "handler's")))
+	cancel()
+	require.ErrorIs(t, ctx.Err(), context.Canceled)
+}

@@ -1,0 +1,338 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/outage"
+)
+
+// played is an event whose handlers do what its play says.
+type played struct{ Name string }
+
+func (played) OccurredAt() time.Time { return time.Unix(1, 0) }
+func (p played) name() string        { return p.Name }
+
+// workerFixture is what a processor and a worker are given in place of PostgreSQL and Kafka.
+// It plays their answers and notes what happens.
+//
+// A play has a sign for each call in turn; after its last one everything goes well.
+type workerFixture struct {
+	t            *testing.T
+	events       *Registry
+	worker       *worker
+	handlers     map[string]string // by event: + goes well, - fails, p fails for good, ! panics, s stops the worker, a abandons it
+	transactions string            // + goes well, d is a deadlock, o an outage, c a connection that is lost while others can be had
+	sends        string            // + goes well, l is too large, u finds the topic unavailable
+
+	noted   map[handledKey]bool // committed
+	current []string            // calls of handlers in the transaction
+	log     []string
+	commits int // that were asked for
+	paused  []bool
+	records []*kgo.Record // dead letters
+}
+
+// next takes the next sign of a play.
+func next(play *string) byte {
+	if *play == "" {
+		return '+'
+	}
+	sign := (*play)[0]
+	*play = (*play)[1:]
+	return sign
+}
+
+var errPlayed = errors.New("played")
+
+func (s *workerFixture) inTx(_ context.Context, f func(pgx.Tx) error) error {
+	sign := next(&s.transactions)
+	if sign == 'o' {
+		s.log = append(s.log, "no connection")
+		return &connectionError{err: errPlayed, unavailable: true}
+	}
+	before := map[handledKey]bool{}
+	for k := range s.noted {
+		before[k] = true
+	}
+	s.current = nil
+	err := f(nil)
+	switch {
+	case err != nil:
+	case sign == 'd':
+		err = fmt.Errorf("commit: %w", &pgconn.PgError{Code: "40P01"})
+	case sign == 'c':
+		err = &connectionError{err: errPlayed}
+	}
+	result := "committed"
+	if err != nil {
+		s.noted, result = before, "rolled back"
+	}
+	s.log = append(s.log, strings.Join(s.current, " ")+": "+result)
+	s.current = nil
+	return err
+}
+
+func (s *workerFixture) markHandled(_ context.Context, _ pgx.Tx, keys []handledKey) (map[handledKey]bool, error) {
+	fresh := map[handledKey]bool{}
+	for _, k := range keys {
+		if !s.noted[k] {
+			fresh[k], s.noted[k] = true, true
+		}
+	}
+	return fresh, nil
+}
+
+func (s *workerFixture) ping(context.Context) error {
+	if strings.HasPrefix(s.transactions, "o") {
+		return errPlayed
+	}
+	return nil
+}
+
+func (s *workerFixture) pauseFetching(kafka.Partition)  { s.paused = append(s.paused, true) }
+func (s *workerFixture) resumeFetching(kafka.Partition) { s.paused = append(s.paused, false) }
+func (s *workerFixture) requestCommit()                 { s.commits++ }
+
+func (s *workerFixture) produce(_ context.Context, r *kgo.Record) error {
+	switch next(&s.sends) {
+	case 'l':
+		return kerr.MessageTooLarge
+	case 'u':
+		return kerr.UnknownTopicOrPartition
+	}
+	header := func(name string) (value string) {
+		for _, h := range r.Headers {
+			if h.Key == name {
+				value = string(h.Value)
+			}
+		}
+		return value
+	}
+	s.log = append(s.log, strings.TrimSpace(fmt.Sprintf("dead letter %s after %s: %s %s", r.Key, header(DeadLetterAttempts), header(DeadLetterClass), header(DeadLetterValueOmitted))))
+	s.records = append(s.records, r)
+	return nil
+}
+
+// act is what every handler does.
+func (s *workerFixture) act(ctx context.Context, e played, m Metadata) error {
+	s.current = append(s.current, fmt.Sprint(e.Name, m.Attempt))
+	play := s.handlers[e.Name]
+	sign := next(&play)
+	s.handlers[e.Name] = play
+	switch sign {
+	case '-':
+		return errPlayed
+	case 'p':
+		return Permanent(errPlayed)
+	case '!':
+		panic("played")
+	case 's':
+		s.worker.finish()
+	case 'a':
+		s.worker.abandon()
+		return ctx.Err()
+	}
+	return nil
+}
+
+// newWorkerFixture returns a fixture with a worker for these handlers.
+func newWorkerFixture(t *testing.T, cfg ConsumerConfig, handlers ...Handler) *workerFixture {
+	t.Helper()
+	s := &workerFixture{t: t, noted: map[handledKey]bool{}, handlers: map[string]string{}}
+	var err error
+	s.events, err = NewRegistry("shop", Event("test.play.acted.v1", "Play", played.name))
+	require.NoError(t, err)
+	if len(handlers) == 0 {
+		handlers = []Handler{Handle("ACTED", func(ctx context.Context, _ pgx.Tx, e played, m Metadata) error { return s.act(ctx, e, m) })}
+	}
+	cfg.Group, cfg.Logger = "g", slog.New(slog.DiscardHandler)
+	cfg = cfg.withDefaults()
+	routes, err := newRoutes(s.events, nil, handlers)
+	require.NoError(t, err)
+	p := &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, store: s, log: cfg.Logger}
+	s.worker = newWorker(kafka.Partition{Topic: "play-events", Number: 3}, p, s, &cfg, outage.NewLogs(cfg.Logger))
+	return s
+}
+
+// arrive returns the records of events, from offset 0 on.
+func (s *workerFixture) arrive(names ...string) (records []*kgo.Record) {
+	s.t.Helper()
+	rec, err := NewRecorder(s.events, RecorderConfig{})
+	require.NoError(s.t, err)
+	for i, name := range names {
+		r, err := rec.KafkaRecord(s.t.Context(), played{name})
+		require.NoError(s.t, err)
+		r.Offset = int64(i)
+		records = append(records, r)
+	}
+	return records
+}
+
+var workerPlays = []struct {
+	name         string
+	handlers     map[string]string
+	transactions string
+	sends        string
+	want         []string
+	handled      int64 // the next offset
+}{
+	{name: "all in one transaction", want: []string{"a1 b1 c1: committed"}, handled: 3},
+	{name: "one fails in the batch, then one by one", handlers: map[string]string{"b": "-"},
+		want: []string{"a1 b1: rolled back", "a1: committed", "b1: committed", "c1: committed"}, handled: 3},
+	{name: "one fails again and is retried", handlers: map[string]string{"b": "---"},
+		want: []string{"a1 b1: rolled back", "a1: committed", "b1: rolled back", "b2: rolled back", "b3: committed", "c1: committed"}, handled: 3},
+	{name: "one fails too often", handlers: map[string]string{"b": "-----"},
+		want: []string{"a1 b1: rolled back", "a1: committed", "b1: rolled back", "b2: rolled back", "b3: rolled back", "b4: rolled back",
+			"dead letter b after 4: handler", "c1: committed"}, handled: 3},
+	{name: "one fails for good", handlers: map[string]string{"b": "pp"},
+		want: []string{"a1 b1: rolled back", "a1: committed", "b1: rolled back", "dead letter b after 1: permanent", "c1: committed"}, handled: 3},
+	{name: "one panics", handlers: map[string]string{"c": "!!!!!"},
+		want: []string{"a1 b1 c1: rolled back", "a1: committed", "b1: committed", "c1: rolled back", "c2: rolled back", "c3: rolled back", "c4: rolled back",
+			"dead letter c after 4: panic"}, handled: 3},
+	{name: "a deadlock repeats the batch", transactions: "d", want: []string{"a1 b1 c1: rolled back", "a1 b1 c1: committed"}, handled: 3},
+	{name: "too many deadlocks end the batch, and count for no event", transactions: "dddddd",
+		want: []string{"a1 b1 c1: rolled back", "a1 b1 c1: rolled back", "a1 b1 c1: rolled back", "a1 b1 c1: rolled back",
+			"a1: rolled back", "a1: rolled back", "a1: committed", "b1: committed", "c1: committed"}, handled: 3},
+	{name: "an outage is waited out", transactions: "ooo",
+		want: []string{"no connection", "no connection", "no connection", "a1 b1 c1: committed"}, handled: 3},
+	{name: "an outage in between counts for no event", handlers: map[string]string{"b": "--"}, transactions: "++oo",
+		want: []string{"a1 b1: rolled back", "a1: committed", "no connection", "no connection", "b1: rolled back", "b2: committed", "c1: committed"}, handled: 3},
+	{name: "a lost connection, and no other to be had, is an outage", transactions: "co",
+		want: []string{"a1 b1 c1: rolled back", "no connection", "a1 b1 c1: committed"}, handled: 3},
+	{name: "a lost connection is the handler's doing if there are others", transactions: "cc",
+		want: []string{"a1 b1 c1: rolled back", "a1: rolled back", "a2: committed", "b1: committed", "c1: committed"}, handled: 3},
+	{name: "the worker stops after the batch", handlers: map[string]string{"b": "s"}, want: []string{"a1 b1 c1: committed"}, handled: 3},
+	{name: "the worker stops after a record", handlers: map[string]string{"a": "-", "b": "s"},
+		want: []string{"a1: rolled back", "a1: committed", "b1: committed"}, handled: 2},
+	{name: "the worker stops in a try that fails", handlers: map[string]string{"a": "-", "b": "-s"}, transactions: "+++c",
+		want: []string{"a1: rolled back", "a1: committed", "b1: rolled back", "b2: rolled back"}, handled: 1},
+	{name: "the worker is abandoned", handlers: map[string]string{"b": "a"}, want: []string{"a1 b1: rolled back"}, handled: 0},
+	{name: "the worker is abandoned after a record", handlers: map[string]string{"b": "-a"},
+		want: []string{"a1 b1: rolled back", "a1: committed", "b1: rolled back"}, handled: 1},
+	{name: "a dead letter is too large", handlers: map[string]string{"a": "pp"}, sends: "l",
+		want: []string{"a1: rolled back", "a1: rolled back", "dead letter a after 1: permanent 12", "b1: committed", "c1: committed"}, handled: 3},
+	{name: "the dead-letter topic is unavailable for a while", handlers: map[string]string{"a": "pp"}, sends: "uuu",
+		want: []string{"a1: rolled back", "a1: rolled back", "dead letter a after 1: permanent", "b1: committed", "c1: committed"}, handled: 3},
+}
+
+// Three records arrive together. What becomes of them follows from what their
+// handlers, PostgreSQL and the dead-letter topic do; waits take no time here.
+func TestWorkerPlays(t *testing.T) {
+	for _, tt := range workerPlays {
+		t.Run(tt.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s := newWorkerFixture(t, ConsumerConfig{})
+				for name, play := range tt.handlers {
+					s.handlers[name] = play
+				}
+				s.transactions, s.sends = tt.transactions, tt.sends
+				s.worker.handle(s.arrive("a", "b", "c"))
+				require.Equal(t, tt.want, s.log)
+				next, advanced := s.worker.uncommitted()
+				require.Equal(t, tt.handled, next.Offset)
+				require.Equal(t, tt.handled > 0, advanced)
+				require.Equal(t, tt.handled, int64(s.commits), "asked for after each record")
+				require.False(t, s.worker.outages.Failing(), "an outage that has ended is reported so")
+			})
+		})
+	}
+}
+
+// A retry waits, longer each time, and an outage does too, but less.
+func TestWorkerWaits(t *testing.T) {
+	for _, tt := range []struct {
+		name, handler, transactions string
+		least, most                 time.Duration
+	}{
+		{"nothing", "", "", 0, 0},
+		{"two retries: 1 s and 2 s, less a fifth", "---", "", 2400 * time.Millisecond, 3 * time.Second},
+		{"two tries of PostgreSQL: 100 ms and 200 ms, less a half", "", "oo", 150 * time.Millisecond, 300 * time.Millisecond},
+		{"deadlocks", "", "dd", 0, 2 * time.Millisecond},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s := newWorkerFixture(t, ConsumerConfig{})
+				s.handlers["a"], s.transactions = tt.handler, tt.transactions
+				began := time.Now()
+				s.worker.handle(s.arrive("a"))
+				took := time.Since(began)
+				require.True(t, tt.least <= took && took <= tt.most, "%v", took)
+			})
+		})
+	}
+}
+
+// A handler that takes too long is a failure of the event, even if PostgreSQL is
+// unavailable by then.
+func TestWorkerTimesOut(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var attempts []int
+		s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: 1}}, HandleNoTx("SLOW", func(ctx context.Context, _ played, m Metadata) error {
+			attempts = append(attempts, m.Attempt)
+			<-ctx.Done()
+			return ctx.Err()
+		}))
+		s.transactions = "oooooo"
+		began := time.Now()
+		s.worker.handle(s.arrive("a"))
+		require.Equal(t, []int{1, 2}, attempts)
+		require.Equal(t, []string{"dead letter a after 2: timeout"}, s.log)
+		require.InDelta(t, 2*defaultMaxPollInterval, time.Since(began), float64(time.Second))
+	})
+}
+
+// A full queue pauses its partition until half of it is handled.
+func TestWorkerQueue(t *testing.T) {
+	s := newWorkerFixture(t, ConsumerConfig{MaxPoll: 5_000})
+	records := make([]*kgo.Record, queueRecords)
+	for i := range records {
+		records[i] = &kgo.Record{Value: []byte("v")}
+	}
+	s.worker.add(records)
+	require.Empty(t, s.paused, "full, and not more")
+	s.worker.add(records[:1])
+	s.worker.add(records[:1])
+	require.Equal(t, []bool{true}, s.paused)
+	require.Len(t, s.worker.take(), 5_000)
+	require.Len(t, s.worker.take(), 5_000)
+	require.Equal(t, []bool{true}, s.paused)
+	s.worker.take()
+	require.Equal(t, []bool{true, false}, s.paused)
+
+	s.worker.add([]*kgo.Record{{Value: make([]byte, queueBytes)}})
+	require.Equal(t, []bool{true, false, true}, s.paused, "bytes count, too")
+	for len(s.worker.take()) > 0 {
+	}
+	require.Equal(t, []bool{true, false, true, false}, s.paused)
+}
+
+// run handles what is added until it is stopped.
+func TestWorkerRun(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newWorkerFixture(t, ConsumerConfig{MaxPoll: 2})
+		go s.worker.run()
+		records := s.arrive("a", "b", "c")
+		s.worker.add(records[:1])
+		synctest.Wait()
+		s.worker.add(records)
+		synctest.Wait()
+		s.worker.finish()
+		<-s.worker.ended
+		s.worker.add(records)
+		require.Equal(t, []string{"a1: committed", "b1: committed", "c1: committed"}, s.log, "a is a repeat the second time")
+	})
+}
