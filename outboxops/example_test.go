@@ -1,0 +1,120 @@
+package outboxops_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxops"
+)
+
+var (
+	ctx context.Context
+	db  *pgxpool.Pool
+)
+
+// Retry what was too large before the topic's limit was raised. The audit keeps who did so
+// and why.
+func ExampleFailures_RetryAll() {
+	failures, err := outboxops.NewFailures(db, outboxops.FailuresConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	tooLarge := outboxops.FailureFilter{Class: "message_too_large", Statuses: []string{outbox.StatusDead}}
+	why := outboxops.AuditInfo{Operator: "kim", Reason: "max.message.bytes of order-events is 4 MiB now"}
+	n, err := failures.RetryAll(ctx, tooLarge, outboxops.BulkConfig{Rate: 100}, why)
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println("retried:", n)
+}
+
+// An id is made of a kind and a number, and has a text form for pages and command lines.
+func ExampleParseFailureID() {
+	id, err := outboxops.ParseFailureID("relay-17")
+	if err != nil {
+		panic(err)
+	}
+	fmt.Println(id.Kind, id.Number, id)
+	// Output: relay 17 relay-17
+}
+
+// Resolve settles a failure without sending it.
+func ExampleFailures_Resolve() {
+	failures, err := outboxops.NewFailures(db, outboxops.FailuresConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	id := outboxops.FailureID{Kind: outboxops.KindRelay, Number: 17}
+	err = failures.Resolve(ctx, id, outboxops.AuditInfo{Operator: "kim", Reason: "a test order"})
+	if errors.Is(err, outboxops.ErrNotFound) {
+		fmt.Println("it was sent meanwhile")
+	} else if err != nil {
+		log.Fatal(err)
+	}
+}
+
+// The state of each relay comes from the database, so any process can show it.
+func ExampleInspector_Relays() {
+	inspector, err := outboxops.NewInspector(db, outboxops.InspectorConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	relays, err := inspector.Relays(ctx)
+	if err != nil {
+		log.Fatal(err)
+	}
+	for _, r := range relays {
+		fmt.Println(r.Name, "led by", r.Holder, "pending", r.Pending, "dead", r.Dead)
+	}
+}
+
+// Tail yields events as they are committed, until ctx ends.
+func ExampleInspector_Tail() {
+	inspector, err := outboxops.NewInspector(db, outboxops.InspectorConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	for event, err := range inspector.Tail(ctx, outboxops.EventFilter{}) {
+		if ctx.Err() != nil {
+			return
+		}
+		if err != nil {
+			log.Fatal(err)
+		}
+		fmt.Println(event.Type, event.EventID)
+	}
+}
+
+// A process without a relay alerts, too, which also reports that no relay runs.
+func ExampleMonitor_Run() {
+	monitor, err := outboxops.NewMonitor(db, outboxops.MonitorConfig{Alerts: outbox.AlertConfig{StaleAfter: time.Minute}})
+	if err != nil {
+		log.Fatal(err)
+	}
+	if err := monitor.Run(ctx); err != nil {
+		log.Fatal(err)
+	}
+}
+
+func TestExamples(t *testing.T) {
+	ctx, db = t.Context(), testenv.OtherDatabase(t)
+	require.NoError(t, outbox.Migrate(ctx, db, outbox.MigrateConfig{}))
+	ExampleFailures_RetryAll()
+	ExampleFailures_Resolve()
+	ExampleInspector_Relays()
+
+	stopped, stop := context.WithCancel(t.Context())
+	stop() // those that run until they are stopped return at once
+	ctx = stopped
+	ExampleInspector_Tail()
+	ExampleMonitor_Run()
+}
