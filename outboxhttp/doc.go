@@ -1,4 +1,4 @@
-// Package outboxhttp is what outbox has to do with HTTP: trace ids from requests to
-// events and log lines ([Trace]), answers for the probes of a scheduler ([Live],
-// [Ready]), and alerts for Slack ([Slack]).
+// Package outboxhttp connects outbox with HTTP: it takes trace ids from requests into
+// events and log lines ([Trace]), answers the probes of an orchestrator ([Live],
+// [Ready]), and sends alerts to Slack ([Slack]).
 package outboxhttp

@@ -7,12 +7,12 @@ import (
 	"github.com/outboxgo/outbox"
 )
 
-// Part is a part of this process whose health is asked for: a [Relay] or a [Consumer].
+// Part is a part of this process whose health a probe reports: a [Relay] or a [Consumer].
 type Part struct {
 	report func(*healthReport) (live, ready bool)
 }
 
-// Relay makes a part of a [outbox.Relay].
+// Relay returns the part for an [outbox.Relay].
 func Relay(relay interface{ Health() outbox.RelayHealth }) Part {
 	return Part{func(r *healthReport) (live, ready bool) {
 		h := relay.Health()
@@ -24,7 +24,7 @@ func Relay(relay interface{ Health() outbox.RelayHealth }) Part {
 	}}
 }
 
-// Consumer makes a part of a [outbox.Consumer].
+// Consumer returns the part for an [outbox.Consumer].
 func Consumer(consumer interface{ Health() outbox.ConsumerHealth }) Part {
 	return Part{func(r *healthReport) (live, ready bool) {
 		h := consumer.Health()
@@ -36,22 +36,22 @@ func Consumer(consumer interface{ Health() outbox.ConsumerHealth }) Part {
 	}}
 }
 
-// Live answers a liveness probe: 200 while all parts are live, else 503. Only a restart
-// helps one that is not, so an outage of Kafka or PostgreSQL does not show here. The
-// body is that of [Ready].
+// Live answers a liveness probe: 200 if all parts are live, else 503. A part that is not
+// live needs a restart; an outage of Kafka or PostgreSQL does not count. The body is that
+// of [Ready].
 func Live(parts ...Part) http.Handler {
 	return health(parts, func(live, _ bool) bool { return live })
 }
 
-// Ready answers a readiness probe: 200 while all parts are ready, else 503. The body
-// says why, as JSON; without consumers, they are left out:
+// Ready answers a readiness probe: 200 if all parts are ready, else 503. The body gives
+// the reasons, as JSON; without consumers, it has no list of them:
 //
 //	{"ok": false, "relays": [{"relay": "default", "live": true, "ready": false, "leading": true,
 //	 "breaker": "open", "reasons": ["the circuit breaker is open"]}],
 //	 "consumers": [{"group": "sales", "live": true, "ready": true, "partitions": 4, "reasons": []}]}
 //
-// A process whose relay is not ready may well serve requests, because recording needs
-// no relay; use this for a process of its own, or to be told.
+// A process whose relay is not ready can still serve requests, because recording needs
+// no relay. Use this probe if the relay runs in a process of its own, or for monitoring.
 func Ready(parts ...Part) http.Handler {
 	return health(parts, func(_, ready bool) bool { return ready })
 }

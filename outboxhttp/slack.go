@@ -15,10 +15,10 @@ import (
 	"github.com/outboxgo/outbox"
 )
 
-// Slack returns an alerter that posts to an incoming webhook of Slack, or of whatever
-// else takes its format: a JSON object with the member text. Client nil means
-// http.DefaultClient; the time limit is that of the alert, 10 s. The URL is a secret:
-// no error shows it.
+// Slack returns an alerter that posts to an incoming webhook of Slack, or of another
+// service that takes the same format: a JSON object with the member text. A nil client
+// means http.DefaultClient; a request may take 10 s, like any alert. The URL is a
+// secret, so errors do not contain it.
 func Slack(webhook string, client *http.Client) (outbox.Alerter, error) {
 	u, err := url.Parse(webhook)
 	if err != nil || u.Host == "" || u.Scheme != "https" && u.Scheme != "http" {
@@ -60,7 +60,7 @@ func (s *slack) Alert(ctx context.Context, a outbox.Alert) error {
 	return err
 }
 
-// slackText is an alert in Slack's markup.
+// slackText returns an alert in Slack's markup.
 func slackText(a outbox.Alert) string {
 	sign := ":rotating_light:"
 	switch {
@@ -79,8 +79,8 @@ func slackText(a outbox.Alert) string {
 	return text
 }
 
-// escape takes their meaning from the characters that Slack's markup gives one, so
-// that no event can mention a channel.
+// escape escapes the special characters of Slack's markup, so that no event can mention
+// a channel.
 func escape(s string) string {
 	return strings.NewReplacer("&", "&amp;", "<", "&lt;", ">", "&gt;", "`", "'").Replace(s)
 }

@@ -70,7 +70,7 @@ func TestSlack(t *testing.T) {
 	}
 }
 
-// What goes wrong is told, without the secret in the URL.
+// Errors are returned without the secret in the URL.
 func TestSlackFails(t *testing.T) {
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		http.Error(w, "invalid_token", http.StatusForbidden)

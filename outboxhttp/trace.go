@@ -15,28 +15,28 @@ import (
 	"github.com/outboxgo/outbox"
 )
 
-// TraceHeader is the header that [Trace] reads and writes unless told otherwise.
+// TraceHeader is the header that [Trace] reads and writes by default.
 const TraceHeader = "X-Trace-Id"
 
 // TraceConfig tunes [Trace]. The zero value is ready for production.
 type TraceConfig struct {
 	// Header names the header of request and response. Empty means X-Trace-Id.
 	Header string
-	// NewID makes the id of a request that brought none, or none to be trusted. What
-	// it returns is not looked at: at most 255 characters, without control characters,
-	// is what events take. Nil means [NewTraceID].
+	// NewID returns an id for a request without a valid one. It is not checked: events
+	// accept at most 255 characters, none of them a control character. Nil means
+	// [NewTraceID].
 	NewID func() string
 }
 
-// Trace gives each request a trace id: the one in its header, or else a new one. The
-// response has it in the same header, from the start, and the context of the request
-// as its correlation id, see [outbox.WithCorrelationID]: so events that are recorded
-// under it carry it, consumers find it in the contexts of their handlers, and a
-// logger over [LogTrace] adds it to lines.
+// Trace gives each request a trace id: the one in its header, or else a new one. It sets
+// the same header of the response before it calls the handler, and the correlation id of
+// the request's context, see [outbox.WithCorrelationID]. So events that are recorded with
+// this context carry the trace id, the contexts of consumers' handlers have it, and a
+// logger with [LogTrace] adds it to log lines.
 //
-// Taken is what comes once and has 1 to 128 letters, digits and characters of
-// -_.:/+=@ only, for it goes into logs and headers. Put Trace around everything that
-// logs.
+// An id in a request is valid if the header is there once and has 1 to 128 letters,
+// digits and characters of -_.:/+=@ only, because it is written into logs and headers.
+// Put Trace around all handlers that log.
 func Trace(cfg TraceConfig, next http.Handler) http.Handler {
 	cfg.Header = cmp.Or(cfg.Header, TraceHeader)
 	if cfg.NewID == nil {
@@ -70,9 +70,9 @@ func isTraceID(s string) bool {
 	return true
 }
 
-// TraceHeaders is for [outbox.RecorderConfig].Headers: it sends the trace id as the
-// Kafka header x-trace-id too, for consumers that look for it there. As
-// ce_correlationid it travels without this.
+// TraceHeaders is for [outbox.RecorderConfig].Headers: it sends the trace id also as the
+// Kafka header x-trace-id, for consumers that read it there. Events have it as
+// ce_correlationid in any case.
 func TraceHeaders(ctx context.Context, _ outbox.DomainEvent) map[string]string {
 	id := outbox.CorrelationID(ctx)
 	if id == "" {
@@ -86,20 +86,20 @@ const (
 	traceRandom = 22                // bits below the time
 )
 
-// lastTraceID is the newest that this process has made.
+// lastTraceID is the newest id of this process.
 var lastTraceID atomic.Uint64
 
-// NewTraceID returns 16 upper-case hexadecimal digits that sort by time: 42 bits are
-// milliseconds since 2020, of which [TraceIDTime] makes a time again, and 22 are by
-// chance. Of one process no two are the same, and each is above the one before; two
-// processes can make the same one, about once in four million for each millisecond in
-// which both make one.
+// NewTraceID returns 16 upper-case hexadecimal digits that sort by time: 42 bits are the
+// milliseconds since 2020, which [TraceIDTime] reads, and 22 bits are random. In one
+// process no two ids are the same, and each is above the one before. If two processes
+// each generate an id in the same millisecond, the ids are the same with a probability
+// of about one in four million.
 func NewTraceID() string {
 	fresh := uint64(time.Now().UnixMilli()-traceEpoch)<<traceRandom | rand.Uint64N(1<<traceRandom)
 	for {
 		last := lastTraceID.Load()
-		// In the millisecond of the last one, and when the clock was set back, it is
-		// the next number.
+		// In the same millisecond as the last id, or if the clock was set back, the
+		// next id is the next number.
 		id := max(fresh, last+1)
 		if lastTraceID.CompareAndSwap(last, id) {
 			return fmt.Sprintf("%016X", id)
@@ -107,10 +107,10 @@ func NewTraceID() string {
 	}
 }
 
-// ErrNoTraceID is returned by [TraceIDTime] for what [NewTraceID] did not make.
+// ErrNoTraceID is returned by [TraceIDTime] for an id that is not of [NewTraceID].
 var ErrNoTraceID = errors.New("outboxhttp: not a trace id with a time")
 
-// TraceIDTime returns when [NewTraceID] made an id, to the millisecond.
+// TraceIDTime returns when [NewTraceID] generated an id, to the millisecond.
 func TraceIDTime(id string) (time.Time, error) {
 	const digits = 16
 	n, err := strconv.ParseUint(id, 16, 64)

@@ -10,15 +10,15 @@ import (
 // TraceKey is the name under which [LogTrace] logs a trace id.
 const TraceKey = "trace_id"
 
-// LogTrace returns a handler that adds trace_id to lines whose context has one: in
-// HTTP handlers behind [Trace], and in consumers' handlers, whose context has that of
-// the event. It stays at the top of a line, outside of groups. Log with the methods
-// that take a context, such as [slog.Logger.InfoContext].
+// LogTrace returns a handler that adds trace_id to log lines whose context has one: in
+// HTTP handlers inside [Trace], and in consumers' handlers, whose context has that of the
+// event. trace_id is never inside a group. Log with the methods that take a context, such
+// as [slog.Logger.InfoContext].
 func LogTrace(next slog.Handler) slog.Handler { return &traceLog{next: next, outside: next} }
 
-// traceLog is next with what was done to it since the first group. A record's own
-// attributes belong to its groups, so where there are some, trace_id has to be added
-// before them.
+// traceLog is next, and the calls of WithGroup and WithAttrs since the first group. The
+// attributes of a record belong into its groups, so trace_id must be added to next before
+// these calls are repeated on it.
 type traceLog struct {
 	next    slog.Handler
 	outside slog.Handler // before the first group

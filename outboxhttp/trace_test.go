@@ -44,8 +44,8 @@ var takenTests = []struct {
 	{"two", []string{"a", "b"}, false},
 }
 
-// An id that comes is taken, if it may go into logs; otherwise there is a new one.
-// Response and context have the same.
+// The id of a request is used if it may be written into logs; otherwise there is a new
+// one. Response and context have the same id.
 func TestTrace(t *testing.T) {
 	for _, tt := range takenTests {
 		t.Run(tt.name, func(t *testing.T) {
@@ -70,7 +70,7 @@ func TestTrace(t *testing.T) {
 	}
 }
 
-// Header and ids may be the host's.
+// The header and the ids can be configured.
 func TestTraceConfig(t *testing.T) {
 	cfg := outboxhttp.TraceConfig{Header: "X-Request-Id", NewID: func() string { return "made" }}
 	h := outboxhttp.Trace(cfg, http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
@@ -84,7 +84,7 @@ func TestTraceConfig(t *testing.T) {
 	}
 }
 
-// Ids have 16 digits, sort in the order in which they were made, and tell when.
+// Ids have 16 digits, sort in the order in which they were generated, and have its time.
 func TestNewTraceID(t *testing.T) {
 	before := time.Now().Truncate(time.Millisecond)
 	ids := make([]string, 10_000)
@@ -105,7 +105,7 @@ func TestNewTraceID(t *testing.T) {
 	}
 }
 
-// No two of a process are the same, whoever makes them.
+// No two ids of a process are the same, with many goroutines at the same time.
 func TestNewTraceIDAtOnce(t *testing.T) {
 	const makers, each = 8, 2000
 	var all [makers][each]string
@@ -127,7 +127,7 @@ func TestNewTraceIDAtOnce(t *testing.T) {
 	}
 }
 
-// A line has the id of its context, at its top.
+// A line has the id of its context, outside of groups.
 func TestLogTrace(t *testing.T) {
 	var out bytes.Buffer
 	plain := slog.NewTextHandler(&out, &slog.HandlerOptions{ReplaceAttr: func(groups []string, a slog.Attr) slog.Attr {
@@ -150,7 +150,7 @@ func TestLogTrace(t *testing.T) {
 	}, strings.Split(strings.TrimSpace(out.String()), "\n"))
 }
 
-// LogTrace is a handler as the standard library wants them.
+// LogTrace passes the tests of the standard library for handlers.
 func TestLogTraceIsAHandler(t *testing.T) {
 	var out testenv.Buffer
 	slogtest.Run(t, func(t *testing.T) slog.Handler {
@@ -159,7 +159,7 @@ func TestLogTraceIsAHandler(t *testing.T) {
 	}, func(t *testing.T) map[string]any { return lineOf(t, out.String()) })
 }
 
-// happened is an event of these tests.
+// happened is the event of these tests.
 type happened struct {
 	ID     string    `json:"id"`
 	At     time.Time `json:"at"`
@@ -169,8 +169,8 @@ type happened struct {
 func (h happened) OccurredAt() time.Time { return h.At }
 func (h happened) key() string           { return h.ID }
 
-// The id of a request is that of its event, in Kafka and in a consumer's handler, and
-// in the lines that either logs.
+// Its event, in Kafka and in a consumer's handler, has the id of a request, and so have
+// the log lines of both.
 func TestTraceReachesHandler(t *testing.T) {
 	db, schema := testenv.Schema(t)
 	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema}))
@@ -226,11 +226,11 @@ func TestTraceReachesHandler(t *testing.T) {
 	require.NoError(t, db.QueryRow(t.Context(), `SELECT DISTINCT headers->>'x-trace-id' FROM `+pgx.Identifier{schema, "outbox"}.Sanitize()).Scan(&stored))
 	require.Equal(t, ownID, stored)
 	require.Eventually(t, func() bool { return strings.Contains(out.String(), "event rejected") }, testenv.Patience, 10*time.Millisecond)
-	told := map[string]any{}
+	logged := map[string]any{}
 	for line := range strings.Lines(out.String()) {
 		l := lineOf(t, line)
-		told[l["msg"].(string)] = l["trace_id"]
+		logged[l["msg"].(string)] = l["trace_id"]
 	}
 	require.Equal(t, map[string]any{"recorded": ownID, "outbox: event rejected": ownID,
-		"outbox: handler failed, trying again": ownID, "handled": ownID}, told)
+		"outbox: handler failed, trying again": ownID, "handled": ownID}, logged)
 }

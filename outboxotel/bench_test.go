@@ -16,16 +16,16 @@ import (
 	"go.opentelemetry.io/otel/trace/noop"
 )
 
-// BenchmarkSent is what a batch of 5,000 events costs the relay, per event: with no
-// traceparent, with unsampled ones, with those of 100 Records, and with one for each.
-// One without headers and tracer is what metrics alone cost.
+// BenchmarkSent measures what the hooks cost the relay per event of a batch of 5,000:
+// without a traceparent, with unsampled ones, with those of 100 Records, and with one for
+// each event. The case without headers and tracer is the cost of metrics alone.
 func BenchmarkSent(b *testing.B) {
 	const events = 5000
 	sampled := sdk.NewTracerProvider(sdk.WithBatcher(nothing{}))
 	for _, bm := range []struct {
 		name    string
 		tracers trace.TracerProvider
-		records int // 0: events come without a traceparent
+		records int // 0: events have no traceparent
 		flags   string
 	}{
 		{"metrics", noop.NewTracerProvider(), 0, ""},
@@ -52,7 +52,7 @@ func BenchmarkSent(b *testing.B) {
 	}
 }
 
-// withBatch hands a batch to f that a relay has sent, while it is valid.
+// withBatch calls f with a batch that a relay has sent, while the batch is valid.
 func withBatch(b *testing.B, events, records int, flags string, f func(outbox.SentBatch)) {
 	s := newScene(b, sdk.NeverSample())
 	rec, err := outbox.NewRecorder(s.events, outbox.RecorderConfig{Schema: s.schema})

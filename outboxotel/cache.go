@@ -2,8 +2,8 @@ package outboxotel
 
 import "sync"
 
-// cache keeps attributes that are used again and again: to sort and to compare them
-// costs more than to count. There are as many as the metric has series.
+// cache keeps attributes for reuse, because sorting and comparing them costs more than
+// counting. It has one entry for each series of the metric.
 type cache[K comparable, V any] struct{ values sync.Map }
 
 func (c *cache[K, V]) get(key K, fresh func() V) V {

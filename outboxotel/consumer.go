@@ -12,15 +12,15 @@ import (
 	"go.opentelemetry.io/otel/trace/noop"
 )
 
-// consumer is the hooks of a consumer.
+// consumer has the hooks of a consumer.
 type consumer struct {
 	*Telemetry
 	group   attribute.KeyValue
 	series  cache[handlerKey, metric.MeasurementOption] // of handlers
-	settled cache[handlerKey, metric.MeasurementOption] // of results
+	results cache[handlerKey, metric.MeasurementOption] // of results
 }
 
-// handlerKey says what a measurement is about.
+// handlerKey identifies the series of a measurement.
 type handlerKey struct{ topic, eventType, action, outcome string }
 
 // Consumer returns cfg with metrics and traces.
@@ -31,13 +31,13 @@ func (t *Telemetry) Consumer(cfg outbox.ConsumerConfig) outbox.ConsumerConfig {
 	cfg.Hooks = outbox.ConsumerHooks{
 		Handling: c.handling(theirs.Handling),
 		Handled: func(m outbox.Metadata, action string, took time.Duration) {
-			c.settle(recordOf(m).Topic, m.Type, action, "handled")
+			c.count(recordOf(m).Topic, m.Type, action, "handled")
 			if theirs.Handled != nil {
 				theirs.Handled(m, action, took)
 			}
 		},
 		Repeated: func(m outbox.Metadata, action string) {
-			c.settle(recordOf(m).Topic, m.Type, action, "repeated")
+			c.count(recordOf(m).Topic, m.Type, action, "repeated")
 			if theirs.Repeated != nil {
 				theirs.Repeated(m, action)
 			}
@@ -51,17 +51,17 @@ func (t *Telemetry) Consumer(cfg outbox.ConsumerConfig) outbox.ConsumerConfig {
 		},
 		DeadLettered: func(m outbox.Metadata, action, topic string, err error) {
 			known := m.Type
-			if action == "" { // then it may be anything
+			if action == "" { // the record was not decoded or has no handler: its type can be any text
 				known = ""
 			}
-			c.settle(recordOf(m).Topic, known, action, "dead_lettered")
+			c.count(recordOf(m).Topic, known, action, "dead_lettered")
 			if theirs.DeadLettered != nil {
 				theirs.DeadLettered(m, action, topic, err)
 			}
 		},
 		Unknown: func(m outbox.Metadata) {
 			if skips {
-				c.settle(recordOf(m).Topic, "", "", "unknown")
+				c.count(recordOf(m).Topic, "", "", "unknown")
 			}
 			if theirs.Unknown != nil {
 				theirs.Unknown(m)
@@ -71,7 +71,7 @@ func (t *Telemetry) Consumer(cfg outbox.ConsumerConfig) outbox.ConsumerConfig {
 	return cfg
 }
 
-// recordOf returns the record that brought an event, the zero value without one.
+// recordOf returns the Kafka record of an event, or the zero value if there is none.
 func recordOf(m outbox.Metadata) outbox.KafkaMetadata {
 	if m.Kafka == nil {
 		return outbox.KafkaMetadata{}
@@ -79,9 +79,9 @@ func recordOf(m outbox.Metadata) outbox.KafkaMetadata {
 	return *m.Kafka
 }
 
-// settle counts an event and action that are done with.
-func (c *consumer) settle(topic, eventType, action, result string) {
-	c.processed.Add(context.Background(), 1, c.settled.get(handlerKey{topic, eventType, action, result}, func() metric.MeasurementOption {
+// count counts an event and action with their final result.
+func (c *consumer) count(topic, eventType, action, result string) {
+	c.processed.Add(context.Background(), 1, c.results.get(handlerKey{topic, eventType, action, result}, func() metric.MeasurementOption {
 		return c.set(append(c.about(topic, eventType, action), resultKey.String(result))...)
 	}))
 }
@@ -134,10 +134,11 @@ func (c *consumer) handler(m outbox.Metadata, action string, err error) metric.M
 	})
 }
 
-const traceParentExtension = traceParentHeader // of CloudEvents
+const traceParentExtension = traceParentHeader // the extension of CloudEvents
 
-// process begins the span of a call of a handler. That of one event is a child of the
-// span that recorded it; that of several begins a trace, with links.
+// process starts the span of a call of a handler. For one event it is a child of the span
+// under which the event was recorded. For several events it starts a new trace with links
+// to their spans.
 func (c *consumer) process(ctx context.Context, action string, events []outbox.Metadata) (context.Context, trace.Span) {
 	if !c.traced {
 		return ctx, noop.Span{}
@@ -159,7 +160,7 @@ func (c *consumer) process(ctx context.Context, action string, events []outbox.M
 	return c.tracer.Start(ctx, processOperation+" "+record.Topic, opts...)
 }
 
-// linksTo returns a link to each span that recorded some of the events.
+// linksTo returns a link to each span under which some of the events were recorded.
 func linksTo(events []outbox.Metadata) (links []trace.Link) {
 	seen := map[string]bool{}
 	for _, m := range events {

@@ -15,8 +15,8 @@ import (
 	"github.com/outboxgo/outbox/outboxotel"
 )
 
-// A service with metrics and traces. Without its own providers a Telemetry uses
-// OpenTelemetry's global ones.
+// A service with metrics and traces. A Telemetry uses OpenTelemetry's global providers
+// if it is given none.
 func Example() {
 	_ = func(db *pgxpool.Pool, kafka []kgo.Opt, events *outbox.Registry, countSale outbox.Handler) {
 		tel := must(outboxotel.New(outboxotel.Config{}))
@@ -24,7 +24,7 @@ func Example() {
 		relay := must(outbox.NewRelay(db, kafka, tel.Relay(outbox.RelayConfig{})))
 		sales := must(outbox.NewConsumer(db, kafka, events, tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "sales"}}), countSale))
 		tel.Watch(must(outboxops.NewInspector(db, outboxops.InspectorConfig{})), sales)
-		// X-Trace-Id of a request goes into its events, and into the lines of all who handle them.
+		// Events and the log lines of their handlers have the X-Trace-Id of the request.
 		handler := outboxhttp.Trace(outboxhttp.TraceConfig{}, api{rec})
 		slog.SetDefault(slog.New(outboxhttp.LogTrace(slog.NewJSONHandler(os.Stdout, nil))))
 		go func() { _ = relay.Run(context.Background()) }()

@@ -43,7 +43,7 @@ const (
 	shippedType = "test.parcel.shipped.v1"
 )
 
-// scene is a service with telemetry whose metrics and spans can be looked at.
+// scene is a service with telemetry whose metrics and spans a test can read.
 type scene struct {
 	db              *pgxpool.Pool
 	schema          string
@@ -57,7 +57,7 @@ type scene struct {
 	tracers         *trace.TracerProvider
 }
 
-// newScene returns one whose topics take 2,000 bytes.
+// newScene returns a scene whose topics take batches of 2,000 bytes.
 func newScene(t testing.TB, sampler trace.Sampler) *scene {
 	t.Helper()
 	db, schema := testenv.Schema(t)
@@ -107,7 +107,7 @@ func orders(ids ...string) (all []outbox.DomainEvent) {
 	return all
 }
 
-// quiet takes the warnings that these tests provoke.
+// quiet discards the warnings that these tests provoke.
 var quiet = slog.New(slog.DiscardHandler)
 
 // relay runs a relay until the test ends, or stop is called.
@@ -134,7 +134,7 @@ func eventually(t testing.TB, met func() bool, msg string, args ...any) {
 	require.Eventuallyf(t, met, testenv.Patience, 10*time.Millisecond, msg, args...)
 }
 
-// metrics are what one collection brought, by name.
+// metrics are the metrics of one collection, by name.
 type metrics map[string]metricdata.Metrics
 
 func (s *scene) collect(t testing.TB) metrics {
@@ -150,9 +150,9 @@ func (s *scene) collect(t testing.TB) metrics {
 	return m
 }
 
-// value returns the number of the points of a metric that have all of the attributes,
-// added up; of a histogram how many values it has. Attributes come in pairs of name and
-// value; an empty value means that it is missing.
+// value returns the sum of the points of a metric that have all of the attributes. For a
+// histogram it is the number of values. Attributes are pairs of name and value; an empty
+// value means that the point does not have the attribute.
 func (m metrics) value(name string, attributes ...string) (sum float64) {
 	is := func(set attribute.Set) bool {
 		for pair := range slices.Chunk(attributes, 2) {
@@ -202,7 +202,7 @@ func (s *scene) named(name string) (spans tracetest.SpanStubs) {
 	return spans
 }
 
-// one waits for the only span of a name.
+// one waits for a span of a name, and requires it to be the only one.
 func (s *scene) one(t testing.TB, name string) tracetest.SpanStub {
 	t.Helper()
 	eventually(t, func() bool { return len(s.named(name)) > 0 }, "no span %s", name)
@@ -219,7 +219,7 @@ func attributesOf(span tracetest.SpanStub) map[string]string {
 	return all
 }
 
-// nothing exports no spans.
+// nothing is an exporter that discards spans.
 type nothing struct{}
 
 func (nothing) ExportSpans(context.Context, []trace.ReadOnlySpan) error { return nil }

@@ -12,7 +12,7 @@ import (
 // Attributes without a semantic convention.
 const (
 	relayKey   = attribute.Key("outbox.relay.name")
-	retryKey   = attribute.Key("outbox.retry") // whether events come from outbox_failed
+	retryKey   = attribute.Key("outbox.retry") // true for events from outbox_failed
 	stateKey   = attribute.Key("outbox.state")
 	statusKey  = attribute.Key("outbox.status")
 	actionKey  = attribute.Key("outbox.action")
@@ -27,8 +27,8 @@ const (
 	processOperation = "process"
 )
 
-// Bounds of histograms. Those of durations are what the conventions advise, with
-// minutes and hours for what can wait behind an outage.
+// Bounds of histograms. Those of durations are the ones that the conventions advise, and
+// minutes and hours for events that wait for the end of an outage.
 var (
 	durationBounds = []float64{0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10}
 	latencyBounds  = []float64{0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200}
@@ -36,9 +36,9 @@ var (
 )
 
 type instruments struct {
-	recorded, sent, refused, dead, removed metric.Int64Counter
-	sendTook, latency                      metric.Float64Histogram
-	batchSize                              metric.Int64Histogram
+	recorded, sent, rejected, dead, removed metric.Int64Counter
+	sendTook, latency                       metric.Float64Histogram
+	batchSize                               metric.Int64Histogram
 
 	consumed, processed, failed metric.Int64Counter
 	handlerTook                 metric.Float64Histogram
@@ -48,7 +48,7 @@ type instruments struct {
 	age                                   metric.Float64ObservableGauge
 }
 
-// maker makes instruments and gathers what goes wrong.
+// maker makes instruments and collects errors.
 type maker struct {
 	metric.Meter
 	errs []error
@@ -70,8 +70,8 @@ func (m *maker) gauge(name, unit, what string) metric.Int64ObservableGauge {
 func (i *instruments) make(meter metric.Meter) error {
 	m := &maker{Meter: meter}
 	i.recorded = m.counter("outbox.recorder.events", "{event}", "Events that were given to a recorder.")
-	i.refused = m.counter("outbox.relay.refused", "{event}", "Events that Kafka refused and that are tried again.")
-	i.dead = m.counter("outbox.relay.dead", "{event}", "Events that Kafka refused once too often.")
+	i.rejected = m.counter("outbox.relay.rejected", "{event}", "Events that Kafka rejected and that are tried again.")
+	i.dead = m.counter("outbox.relay.dead", "{event}", "Events that Kafka rejected once too often.")
 	i.removed = m.counter("outbox.relay.removed", "{row}", "Rows that retention removed.")
 	i.processed = m.counter("outbox.consumer.processed", "{event}", "Events and actions that a consumer is done with.")
 	i.failed = m.counter("outbox.consumer.failed", "{event}", "Tries of actions on events that failed.")
@@ -82,7 +82,7 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.stored = m.gauge("outbox.relay.stored", "{event}", "Failed events, and those behind them, in outbox_failed.")
 	i.keys = m.gauge("outbox.relay.keys", "{key}", "Keys whose events wait.")
 	i.lag = m.gauge("outbox.consumer.lag", "{message}", "Records of a partition that are left to handle.")
-	i.isUp = m.gauge("outbox.watch.up", "{look}", "1 if the last look into the database or Kafka worked, 0 if not.")
+	i.isUp = m.gauge("outbox.watch.up", "{query}", "1 if the last query of the database or Kafka worked, 0 if not.")
 	var err error
 	i.age, err = m.Float64ObservableGauge("outbox.relay.pending.age", metric.WithUnit("s"),
 		metric.WithDescription("How long ago the oldest pending event was recorded; 0 without one."))
@@ -96,7 +96,7 @@ func (i *instruments) make(meter metric.Meter) error {
 	return errors.Join(m.errs...)
 }
 
-// makeConventional makes the instruments that the semantic conventions name.
+// makeConventional makes the instruments that the semantic conventions define.
 func (i *instruments) makeConventional(meter metric.Meter) error {
 	sent, err1 := messagingconv.NewClientSentMessages(meter)
 	consumed, err2 := messagingconv.NewClientConsumedMessages(meter)
@@ -111,7 +111,7 @@ func (i *instruments) observables() []metric.Observable {
 	return []metric.Observable{i.leader, i.breaker, i.pending, i.led, i.stored, i.keys, i.lag, i.isUp, i.age}
 }
 
-// operation is what conventional metrics and spans say about what is done.
+// operation returns the attributes of an operation for conventional metrics and spans.
 func operation(name string) []attribute.KeyValue {
 	return []attribute.KeyValue{semconv.MessagingSystemKafka, semconv.MessagingOperationName(name)}
 }

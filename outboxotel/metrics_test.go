@@ -24,14 +24,14 @@ import (
 	sdk "go.opentelemetry.io/otel/sdk/trace"
 )
 
-// tooLarge is an event that the topics of a scene do not take.
+// tooLarge returns an event that is too large for the topics of a scene.
 func tooLarge(id string) placed {
 	e := placed{ID: id, At: time.Now(), Filler: make([]byte, 4000)}
 	_, _ = rand.Read(e.Filler)
 	return e
 }
 
-// What a relay and a consumer do can be read from their metrics, number by number.
+// The metrics of a relay and a consumer count what they do, number by number.
 func TestMetrics(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
 	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.schema})
@@ -83,7 +83,7 @@ func TestMetrics(t *testing.T) {
 		{1, "messaging.client.sent.messages", with("outbox.relay.name", "again", "error.type", "message_too_large", "outbox.retry", "false")},
 		{1, "messaging.client.sent.messages", with("outbox.relay.name", "again", "error.type", "message_too_large", "outbox.retry", "true")},
 		{3, "outbox.relay.publish.latency", with("outbox.relay.name", "default")},
-		{1, "outbox.relay.refused", with("outbox.relay.name", "again", "error.type", "message_too_large", "cloudevents.event_type", placedType)},
+		{1, "outbox.relay.rejected", with("outbox.relay.name", "again", "error.type", "message_too_large", "cloudevents.event_type", placedType)},
 		{1, "outbox.relay.dead", with("outbox.relay.name", "again", "error.type", "message_too_large", "cloudevents.event_type", placedType)},
 		{1, "outbox.relay.leader", []string{"outbox.relay.name", "default"}},
 		{0, "outbox.relay.leader", []string{"outbox.relay.name", "again"}},
@@ -115,7 +115,7 @@ func TestMetrics(t *testing.T) {
 	require.Empty(t, unboundedAttributes(m))
 }
 
-// unboundedAttributes are those of metrics that are not in the closed list.
+// unboundedAttributes returns the attributes of metrics that are not in the closed list.
 func unboundedAttributes(m metrics) (unknown []string) {
 	known := regexp.MustCompile(`^(test|messaging\.(system|operation\.name|destination\.name|destination\.partition\.id|consumer\.group\.name)|` +
 		`error\.type|cloudevents\.event_type|db\.collection\.name|outbox\.(relay\.name|retry|state|status|action|result|watched))$`)
@@ -166,16 +166,16 @@ func TestMetricNames(t *testing.T) {
 
 	source, err := os.ReadFile("outboxotel.go")
 	require.NoError(t, err)
-	told := map[string]bool{}
+	documented := map[string]bool{}
 	for _, name := range regexp.MustCompile(`(?m)^//\t(\S+) `).FindAllStringSubmatch(string(source), -1) {
-		told[name[1]] = true
+		documented[name[1]] = true
 	}
-	require.Len(t, told, 21)
+	require.Len(t, documented, 21)
 	var m metrics
-	eventually(t, func() bool { m = s.collect(t); return len(m) >= len(told) }, "%v of %v", m, told)
-	require.ElementsMatch(t, slices.Collect(maps.Keys(told)), slices.Collect(maps.Keys(m)))
+	eventually(t, func() bool { m = s.collect(t); return len(m) >= len(documented) }, "%v of %v", m, documented)
+	require.ElementsMatch(t, slices.Collect(maps.Keys(documented)), slices.Collect(maps.Keys(m)))
 	units := map[string]string{"duration": "s", "latency": "s", "age": "s", "messages": "{message}", "lag": "{message}", "leader": "{relay}",
-		"led": "{relay}", "state": "{state}", "up": "{look}", "keys": "{key}", "removed": "{row}"}
+		"led": "{relay}", "state": "{state}", "up": "{query}", "keys": "{key}", "removed": "{row}"}
 	for name, one := range m {
 		unit, ok := units[name[strings.LastIndex(name, ".")+1:]]
 		if !ok {
@@ -187,11 +187,11 @@ func TestMetricNames(t *testing.T) {
 	require.Positive(t, m.value("outbox.relay.removed", "db.collection.name", "outbox"))
 }
 
-// The breaker's state is one of three, and half-open is none of the others.
+// The breaker has one of three states at a time.
 func TestBreakerState(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
-	var told []outbox.BreakerState
-	cfg := s.tel.Relay(outbox.RelayConfig{Hooks: outbox.RelayHooks{Breaker: func(_, to outbox.BreakerState) { told = append(told, to) }}})
+	var hooked []outbox.BreakerState
+	cfg := s.tel.Relay(outbox.RelayConfig{Hooks: outbox.RelayHooks{Breaker: func(_, to outbox.BreakerState) { hooked = append(hooked, to) }}})
 	states := func() (now []string) {
 		m := s.collect(t)
 		for _, state := range []string{"closed", "half-open", "open"} {
@@ -208,19 +208,19 @@ func TestBreakerState(t *testing.T) {
 		require.Equal(t, []string{to.String()}, states())
 		from = to
 	}
-	require.Len(t, told, 3)
+	require.Len(t, hooked, 3)
 }
 
-// The hooks of the host are called as before, and handlers get the context of both.
+// The hooks of the host are called too, and handlers get the context of both.
 func TestHooksOfHost(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
 	type mark struct{}
-	var told []string
-	tell := func(what string) { told = append(told, what) }
+	var called []string
+	call := func(what string) { called = append(called, what) }
 
 	rec := s.tel.Recorder(outbox.RecorderConfig{Hooks: outbox.RecorderHooks{
 		Recording: func(ctx context.Context, _ []outbox.DomainEvent) (context.Context, func(error)) {
-			return context.WithValue(ctx, mark{}, 1), func(error) { tell("recorded") }
+			return context.WithValue(ctx, mark{}, 1), func(error) { call("recorded") }
 		},
 	}})
 	ctx, done := rec.Hooks.Recording(t.Context(), orders("1"))
@@ -229,12 +229,12 @@ func TestHooksOfHost(t *testing.T) {
 	done(nil)
 
 	relay := s.tel.Relay(outbox.RelayConfig{Hooks: outbox.RelayHooks{
-		Leading:     func(bool) { tell("leading") },
-		Sent:        func(outbox.SentBatch) { tell("sent") },
-		Rejected:    func(outbox.FailedEvent) { tell("rejected") },
-		Dead:        func(outbox.FailedEvent) { tell("dead") },
-		RowsRemoved: func(outbox.RetentionResult) { tell("rows removed") },
-		Breaker:     func(_, _ outbox.BreakerState) { tell("breaker") },
+		Leading:     func(bool) { call("leading") },
+		Sent:        func(outbox.SentBatch) { call("sent") },
+		Rejected:    func(outbox.FailedEvent) { call("rejected") },
+		Dead:        func(outbox.FailedEvent) { call("dead") },
+		RowsRemoved: func(outbox.RetentionResult) { call("rows removed") },
+		Breaker:     func(_, _ outbox.BreakerState) { call("breaker") },
 	}}).Hooks
 	relay.Leading(true)
 	relay.Sent(outbox.SentBatch{})
@@ -245,13 +245,13 @@ func TestHooksOfHost(t *testing.T) {
 
 	consumer := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Hooks: outbox.ConsumerHooks{
 		Handling: func(ctx context.Context, _ string, _ []outbox.Metadata) (context.Context, func(error)) {
-			return context.WithValue(ctx, mark{}, 2), func(error) { tell("handling") }
+			return context.WithValue(ctx, mark{}, 2), func(error) { call("handling") }
 		},
-		Handled:      func(outbox.Metadata, string, time.Duration) { tell("handled") },
-		Repeated:     func(outbox.Metadata, string) { tell("repeated") },
-		Failed:       func(outbox.Metadata, string, error) { tell("failed") },
-		DeadLettered: func(outbox.Metadata, string, string, error) { tell("dead-lettered") },
-		Unknown:      func(outbox.Metadata) { tell("unknown") },
+		Handled:      func(outbox.Metadata, string, time.Duration) { call("handled") },
+		Repeated:     func(outbox.Metadata, string) { call("repeated") },
+		Failed:       func(outbox.Metadata, string, error) { call("failed") },
+		DeadLettered: func(outbox.Metadata, string, string, error) { call("dead-lettered") },
+		Unknown:      func(outbox.Metadata) { call("unknown") },
 	}}}).Hooks
 	ctx, done = consumer.Handling(t.Context(), "A", []outbox.Metadata{{}})
 	require.Equal(t, 2, ctx.Value(mark{}))
@@ -262,10 +262,10 @@ func TestHooksOfHost(t *testing.T) {
 	consumer.DeadLettered(outbox.Metadata{}, "A", "t.dlq", errors.New("no"))
 	consumer.Unknown(outbox.Metadata{})
 	require.Equal(t, []string{"recorded", "leading", "sent", "rejected", "dead", "rows removed", "breaker",
-		"handling", "handled", "repeated", "failed", "dead-lettered", "unknown"}, told)
+		"handling", "handled", "repeated", "failed", "dead-lettered", "unknown"}, called)
 }
 
-// What anybody may send to a topic, or write into a row, names no series.
+// Texts that any producer can send, or write into a row, do not become series.
 func TestTypesOfOthers(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
 	hooks := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks
@@ -278,9 +278,9 @@ func TestTypesOfOthers(t *testing.T) {
 	require.Len(t, m["outbox.consumer.processed"].Data.(metricdata.Sum[int64]).DataPoints, 2)
 	require.Equal(t, 100.0, m.value("outbox.consumer.processed", "outbox.result", "unknown"))
 
-	buries := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Unknown: outbox.DeadLetterUnknown}}).Hooks
-	buries.Unknown(outbox.Metadata{Kafka: &outbox.KafkaMetadata{Topic: "t"}})
-	require.Equal(t, 100.0, s.collect(t).value("outbox.consumer.processed", "outbox.result", "unknown"), "what is buried is no skip")
+	deadLettering := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Unknown: outbox.DeadLetterUnknown}}).Hooks
+	deadLettering.Unknown(outbox.Metadata{Kafka: &outbox.KafkaMetadata{Topic: "t"}})
+	require.Equal(t, 100.0, s.collect(t).value("outbox.consumer.processed", "outbox.result", "unknown"), "a dead letter is not skipped")
 }
 
 type named struct{ error }
@@ -297,7 +297,7 @@ var errorTypes = map[string]error{
 	"_OTHER":         errors.New("order 4711 is gone"),
 }
 
-// Kinds of errors are few, whatever their texts say.
+// The kinds of errors are few, whatever the texts of errors are.
 func TestErrorTypes(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
 	hooks := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks
@@ -307,7 +307,7 @@ func TestErrorTypes(t *testing.T) {
 	}
 }
 
-// A wrong configuration is refused, by the names of its fields.
+// A wrong configuration is rejected with the names of its fields.
 func TestConfig(t *testing.T) {
 	_, err := outboxotel.New(outboxotel.Config{Interval: -1, Timeout: -1})
 	require.ErrorIs(t, err, outboxotel.ErrNegative)
@@ -318,8 +318,8 @@ func TestConfig(t *testing.T) {
 	require.NoError(t, tel.Close())
 }
 
-// Latency begins with the transaction, not with its commit, and is in seconds; that of
-// sends begins with the send.
+// The latency of an event begins with its transaction, not with the commit; the duration
+// of a send begins with the send. Both are in seconds.
 func TestLatency(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
 	began := time.Now()

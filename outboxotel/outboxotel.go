@@ -1,54 +1,52 @@
-// Package outboxotel makes metrics and traces of what outbox does, by the
-// OpenTelemetry API. It is a module of its own, so that a service without
-// OpenTelemetry links nothing of it.
+// Package outboxotel adds metrics and traces to outbox with the OpenTelemetry API. It is
+// a module of its own, so that a service without OpenTelemetry does not link it.
 //
-// A [Telemetry] adds itself to the configuration of a recorder, a relay and a
-// consumer, and goes on calling the hooks that are there. [Telemetry.Watch] adds what
-// only the database and Kafka know.
+// A [Telemetry] adds itself to the configuration of a recorder, a relay and a consumer,
+// and still calls the hooks that are set there. [Telemetry.Watch] adds the metrics that
+// are read from the database and from Kafka.
 //
 // # Metrics
 //
-// Names and attributes are those of OpenTelemetry's semantic conventions for
-// messaging where these have some, and outbox.… where not. Durations are seconds.
-// [Config] says what bounds them: an attribute is the name of a relay, a group, a
-// topic, a partition, an event type, an action, a kind of error; never an id or a key.
+// Names and attributes are those of OpenTelemetry's semantic conventions for messaging,
+// or begin with outbox if the conventions define none. Durations are in seconds. The
+// number of series is bounded: attributes are the names of relays, groups, topics,
+// partitions, event types, actions and kinds of errors, never an id or a key.
 //
-//	outbox.recorder.events               counter of events that were given to Record, by error.type
-//	messaging.client.sent.messages       counter of events that Kafka took; with error.type: did not take
+//	outbox.recorder.events               counter of events that were passed to Record, by error.type
+//	messaging.client.sent.messages       counter of events that Kafka accepted; with error.type: did not accept
 //	messaging.client.operation.duration  histogram of sends of a batch
-//	outbox.relay.batch.size              histogram of events that were sent together
+//	outbox.relay.batch.size              histogram of events per batch
 //	outbox.relay.publish.latency         histogram from the start of the recording transaction to Kafka's answer
-//	outbox.relay.refused                 counter of refusals, retries among them
-//	outbox.relay.dead                    counter of events that are dead
-//	outbox.relay.leader                  1 where this process leads
-//	outbox.relay.breaker.state           1 for the state that the breaker is in
+//	outbox.relay.rejected                counter of rejections, including those of retries
+//	outbox.relay.dead                    counter of events that became dead
+//	outbox.relay.leader                  1 if this process leads
+//	outbox.relay.breaker.state           1 for the current state of the breaker
 //	outbox.relay.removed                 counter of rows that retention removed, by table
-//	messaging.client.consumed.messages   counter of events that were given to handlers, tries and all
+//	messaging.client.consumed.messages   counter of events that were passed to handlers, with every try
 //	messaging.process.duration           histogram of calls of a handler
-//	outbox.consumer.processed            counter of events and actions that are settled, by outbox.result: handled,
+//	outbox.consumer.processed            counter of events and actions with a final result, by outbox.result: handled,
 //	                                     repeated (a repeat was skipped), unknown (skipped), dead_lettered
-//	outbox.consumer.failed               counter of tries that failed and count
+//	outbox.consumer.failed               counter of failed tries that count against the limit
 //
 // From the database and Kafka, by Watch:
 //
-//	outbox.relay.pending                 committed events that were not attempted, counted up to 100,000
+//	outbox.relay.pending                 committed events that were not sent yet, counted up to 100,000
 //	outbox.relay.pending.age             how long ago the oldest of them was recorded
-//	outbox.relay.led                     1 if somebody holds the lease, 0 if nobody
+//	outbox.relay.led                     1 if a process holds the lease, else 0
 //	outbox.relay.stored                  rows of outbox_failed, by outbox.status: waiting, failed, parked, dead
 //	outbox.relay.keys                    keys whose events wait, by outbox.state: parked, held
-//	outbox.consumer.lag                  records that a partition of this process has left
-//	outbox.watch.up                      1 if the last look worked, 0 if not: then the others are missing
+//	outbox.consumer.lag                  records of a partition of this process that are not handled yet
+//	outbox.watch.up                      1 if the last query worked, or 0, and then the others are missing
 //
 // # Traces
 //
-// A span covers each Record, and its context travels with the events, as traceparent.
-// The span of a send is its child; it is made afterwards, for the events of one Record
-// and topic in a batch, and only if the parent is sampled. The span of a handler is a
-// child too; that of several events together links to all of theirs, at most 128
-// unless the SDK is told otherwise. What is recorded in a handler goes on from its
-// span.
+// Each Record has a span, whose context is sent with the events as traceparent. A send
+// has a child span for the events of one Record and topic in a batch, made after the
+// send, and only if the parent is sampled. A call of a handler for one event is a child
+// span too. A call for several events links to the spans of all, at most 128 by default
+// of the SDK. Events that a handler records continue the trace of the handler's span.
 //
-// The tracestate of a vendor does not travel: outbox stores a traceparent only.
+// The tracestate of a vendor is not sent: outbox stores the traceparent only.
 package outboxotel
 
 import (
@@ -69,26 +67,26 @@ import (
 
 // Config tunes a [Telemetry]. The zero value is ready for production.
 type Config struct {
-	// MeterProvider makes the instruments. Nil means OpenTelemetry's global one.
+	// MeterProvider provides the instruments. Nil means OpenTelemetry's global one.
 	MeterProvider metric.MeterProvider
-	// TracerProvider makes the spans. With that of the package trace/noop there are
-	// none, and nothing is looked up for them. Nil means OpenTelemetry's global one.
+	// TracerProvider provides the spans. The one of the package trace/noop turns
+	// traces off without cost. Nil means OpenTelemetry's global one.
 	TracerProvider trace.TracerProvider
 
-	// Attributes are added to every measurement and span, for example to tell two
-	// schemas in a process apart. Each needs a Telemetry of its own then.
+	// Attributes are added to every measurement and span, for example to distinguish
+	// two schemas in a process, each of which then needs a Telemetry of its own.
 	Attributes []attribute.KeyValue
 
-	// Interval is the least time between two questions to the database and to Kafka,
+	// Interval is the shortest time between two queries of the database and of Kafka,
 	// however often metrics are collected. Zero means 15 s.
 	Interval time.Duration
-	// Timeout bounds these questions, and so what they add to a collection. Zero means
-	// 3 s.
+	// Timeout bounds these queries, and so the time that they add to a collection.
+	// Zero means 3 s.
 	Timeout time.Duration
 
-	// ErrorType names the kind of an error, for error.type, from a small set. Nil means:
-	// what a method ErrorType() string returns; postgres_ and the SQLSTATE;
-	// invalid_event, panic, timeout, canceled; or _OTHER.
+	// ErrorType returns the kind of an error for error.type, from a small set. Nil
+	// means: the result of the error's method ErrorType() string; postgres_ and the
+	// SQLSTATE; invalid_event, panic, timeout, canceled; or _OTHER.
 	ErrorType func(error) string
 }
 
@@ -129,7 +127,7 @@ var ErrNegative = errors.New("must not be negative")
 type Telemetry struct {
 	cfg    Config
 	tracer trace.Tracer
-	traced bool // spans may be wanted
+	traced bool // whether spans are made
 	instruments
 
 	mu           sync.Mutex
@@ -141,8 +139,8 @@ type Telemetry struct {
 // scope names what makes the metrics and spans.
 const scope = "github.com/outboxgo/outbox/outboxotel"
 
-// New returns a Telemetry. It does no I/O. Its error names every bad field, or is that
-// of the MeterProvider.
+// New returns a Telemetry. It does no I/O. Its error names every bad field, or is the
+// error of the MeterProvider.
 func New(cfg Config) (*Telemetry, error) {
 	if err := cfg.validate(); err != nil {
 		return nil, fmt.Errorf("outboxotel: config: %w", err)
@@ -166,21 +164,22 @@ func New(cfg Config) (*Telemetry, error) {
 	return t, nil
 }
 
-// Close ends what is observed at each collection: leader, breaker, and what Watch
-// added. Counters and spans go on as long as their recorders, relays and consumers.
+// Close stops the metrics that are observed at each collection: leader, breaker, and
+// those of Watch. Counters and spans work as long as their recorders, relays and
+// consumers.
 func (t *Telemetry) Close() error { return t.registration.Unregister() }
 
-// attributes are those of the configuration and others.
+// attributes returns those of the configuration and others.
 func (t *Telemetry) attributes(others ...attribute.KeyValue) []attribute.KeyValue {
 	return append(t.cfg.Attributes[:len(t.cfg.Attributes):len(t.cfg.Attributes)], others...)
 }
 
-// set is what a measurement carries.
+// set returns the option for a measurement with attributes.
 func (t *Telemetry) set(others ...attribute.KeyValue) metric.MeasurementOption {
 	return metric.WithAttributeSet(attribute.NewSet(t.attributes(others...)...))
 }
 
-// errorType is Config.ErrorType where none is given.
+// errorType is the default of Config.ErrorType.
 func errorType(err error) string {
 	var named interface{ ErrorType() string }
 	var postgres interface{ SQLState() string }

@@ -10,8 +10,8 @@ import (
 )
 
 // Recorder returns cfg with metrics and traces: a span and a count for each Record and
-// Queue. The traceparent of events is that of the span; where there is none, what
-// cfg.TraceParent says.
+// Queue. The traceparent of events is that of the span, or without a span the result of
+// cfg.TraceParent.
 func (t *Telemetry) Recorder(cfg outbox.RecorderConfig) outbox.RecorderConfig {
 	hosts, theirs := cfg.TraceParent, cfg.Hooks.Recording
 	if hosts == nil {
@@ -37,9 +37,9 @@ func (t *Telemetry) Recorder(cfg outbox.RecorderConfig) outbox.RecorderConfig {
 	return cfg
 }
 
-// recording begins a span for the recording of n events.
+// recording starts a span for the recording of n events.
 func (t *Telemetry) recording(ctx context.Context, hosts func(context.Context) string, n int) (context.Context, func(error)) {
-	if !trace.SpanContextFromContext(ctx).IsValid() { // then the trace comes from a consumer without spans, or there is none
+	if !trace.SpanContextFromContext(ctx).IsValid() { // the trace is that of a consumer without spans, or there is none
 		ctx = within(ctx, hosts(ctx))
 	}
 	attrs := append(operation(recordOperation), semconv.MessagingOperationTypeCreate)
@@ -57,7 +57,7 @@ func (t *Telemetry) recording(ctx context.Context, hosts func(context.Context) s
 	}
 }
 
-// end ends a span, with the error that what it covers ended with.
+// end ends a span, with the error of the operation.
 func (t *Telemetry) end(span trace.Span, err error) {
 	if err != nil && span.IsRecording() {
 		span.SetAttributes(semconv.ErrorTypeKey.String(t.cfg.ErrorType(err)))

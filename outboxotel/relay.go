@@ -13,13 +13,13 @@ import (
 	"go.opentelemetry.io/otel/trace"
 )
 
-// relayState is what is observed of the relays of a name in this process.
+// relayState is the observed state of the relays with one name in this process.
 type relayState struct {
-	leading atomic.Int64 // how many of them; one lease, so at most one but for moments
+	leading atomic.Int64 // how many of them lead; more than one only for moments
 	breaker atomic.Int64 // an outbox.BreakerState
 }
 
-// relay is the hooks of a relay.
+// relay has the hooks of a relay.
 type relay struct {
 	*Telemetry
 	name  attribute.KeyValue
@@ -29,14 +29,14 @@ type relay struct {
 	batches [2]metric.MeasurementOption // by whether they are retries
 }
 
-// topicOptions are the attributes of sent events. Of latency, which is measured for
-// each event, they are few: the SDK looks at each of them each time.
+// topicOptions are the attributes of sent events. The latency is measured for each event,
+// so it has few attributes: the SDK processes all of them each time.
 type topicOptions struct {
 	count   []metric.AddOption
 	latency []metric.RecordOption
 }
 
-// topicKey says what a measurement of sent events is about.
+// topicKey identifies the series of a measurement of sent events.
 type topicKey struct {
 	topic, errorType string
 	retried          bool
@@ -73,14 +73,14 @@ func (t *Telemetry) Relay(cfg outbox.RelayConfig) outbox.RelayConfig {
 	return cfg
 }
 
-// both calls ours and then theirs, if there is one.
+// both returns a function that calls ours and then theirs, which may be nil.
 func both[T any](ours, theirs func(T)) func(T) {
 	if theirs == nil {
 		return ours
 	}
-	return func(told T) {
-		ours(told)
-		theirs(told)
+	return func(event T) {
+		ours(event)
+		theirs(event)
 	}
 }
 
@@ -93,7 +93,7 @@ func (r *relay) leads(yes bool) {
 }
 
 func (r *relay) rejectedEvent(e outbox.FailedEvent) {
-	r.refused.Add(context.Background(), 1, r.set(r.name, semconv.MessagingDestinationName(e.Topic),
+	r.rejected.Add(context.Background(), 1, r.set(r.name, semconv.MessagingDestinationName(e.Topic),
 		semconv.CloudEventsEventType(e.Type), semconv.ErrorTypeKey.String(e.Class)))
 }
 
@@ -112,7 +112,7 @@ func (r *relay) rowsRemoved(c outbox.RetentionResult) {
 	}
 }
 
-// sentBatch measures a batch, and makes the spans of its events.
+// sentBatch measures a batch and makes the spans of its events.
 func (r *relay) sentBatch(b outbox.SentBatch) {
 	ctx := context.Background()
 	end := b.Began.Add(b.Took)
@@ -124,15 +124,15 @@ func (r *relay) sentBatch(b outbox.SentBatch) {
 		r.batchSize.Record(ctx, int64(tried), about)
 		r.sendTook.Record(ctx, b.Took.Seconds(), about)
 	}
-	r.taken(ctx, b, end)
+	r.accepted(ctx, b, end)
 	for e, class := range b.NotTaken() {
 		r.sent.Add(ctx, 1, r.about(topicKey{e.Topic(), class, b.Retried}).count...)
 	}
 }
 
-// taken measures and traces what Kafka has taken. Runs of events of one topic are
-// counted together, because a batch has thousands.
-func (r *relay) taken(ctx context.Context, b outbox.SentBatch, end time.Time) {
+// accepted measures and traces the events that Kafka has accepted. Consecutive events of
+// one topic are counted in one call, because a batch has thousands.
+func (r *relay) accepted(ctx context.Context, b outbox.SentBatch, end time.Time) {
 	spans := spans{relay: r, began: b.Began, end: end, retried: b.Retried}
 	key, n := topicKey{retried: b.Retried}, int64(0)
 	var about topicOptions
@@ -175,7 +175,7 @@ func (r *relay) about(key topicKey) topicOptions {
 	})
 }
 
-// spans are those of a batch: one for the events of one Record and topic.
+// spans are the spans of a batch: one for the events of one Record and topic.
 type spans struct {
 	*relay
 	began, end time.Time
@@ -194,7 +194,7 @@ type sendSpan struct {
 	n      int
 }
 
-// add counts an event for its span, and returns a context in its trace.
+// add counts an event for its span and returns a context in its trace.
 func (s *spans) add(ctx context.Context, e outbox.SentEvent) context.Context {
 	traceParent := e.TraceParent()
 	if !isSampled(traceParent) {
@@ -206,7 +206,7 @@ func (s *spans) add(ctx context.Context, e outbox.SentEvent) context.Context {
 		return span.parent
 	}
 	parent := within(ctx, traceParent)
-	if !trace.SpanContextFromContext(parent).IsSampled() { // it is not valid
+	if !trace.SpanContextFromContext(parent).IsSampled() { // also if the traceparent is not valid
 		return ctx
 	}
 	if s.open == nil {
@@ -218,8 +218,8 @@ func (s *spans) add(ctx context.Context, e outbox.SentEvent) context.Context {
 	return parent
 }
 
-// finish makes the spans. A recorder's span is what the events were created under, so
-// that of the send is one of a client.
+// finish makes the spans. The recorder's span is the one that created the messages, so
+// the conventions demand a client span for the send.
 func (s *spans) finish() {
 	for _, send := range s.order {
 		attrs := append(operation(sendOperation), semconv.MessagingOperationTypeSend,

@@ -22,7 +22,7 @@ func traceParent(of trace.SpanContext) string {
 	return carrier[traceParentHeader]
 }
 
-// within returns a context in the trace of a traceparent, if that is a valid one.
+// within returns a context in the trace of a traceparent, or ctx if that is not valid.
 func within(ctx context.Context, traceParent string) context.Context {
 	if traceParent == "" {
 		return ctx
@@ -30,7 +30,7 @@ func within(ctx context.Context, traceParent string) context.Context {
 	return propagation.TraceContext{}.Extract(ctx, propagation.MapCarrier{traceParentHeader: traceParent})
 }
 
-// isSampled looks at a traceparent's flags, without a look at the rest.
+// isSampled reads the flags of a traceparent without checking the rest.
 func isSampled(traceParent string) bool {
 	if traceParent == "" {
 		return false
@@ -38,7 +38,7 @@ func isSampled(traceParent string) bool {
 	return strings.IndexByte("13579bdf", traceParent[len(traceParent)-1]) >= 0 // the last bit
 }
 
-// spanContext returns what a traceparent says.
+// spanContext parses a traceparent.
 func spanContext(traceParent string) trace.SpanContext {
 	return trace.SpanContextFromContext(within(context.Background(), traceParent))
 }

@@ -18,15 +18,15 @@ import (
 	"go.opentelemetry.io/otel/trace/noop"
 )
 
-// requireChild looks at the place of a span in its trace.
+// requireChild requires a span to be the child of another.
 func requireChild(t *testing.T, child, parent tracetest.SpanStub) {
 	t.Helper()
 	require.Equal(t, parent.SpanContext.TraceID(), child.SpanContext.TraceID())
 	require.Equal(t, parent.SpanContext.SpanID(), child.Parent.SpanID(), "%s is no child of %s", child.Name, parent.Name)
 }
 
-// One trace goes from the caller's span through outbox and Kafka to the handler, and
-// on from what the handler records.
+// One trace goes from the caller's span through outbox and Kafka to the handler, and on
+// with the events that the handler records.
 func TestOneTrace(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{}, outbox.Handle("SHIP", func(ctx context.Context, tx pgx.Tx, e placed, m outbox.Metadata) error {
@@ -74,8 +74,8 @@ func TestOneTrace(t *testing.T) {
 	}, attrs)
 }
 
-// The send of the events of one Record has one span. A handler of several events
-// begins a trace with a link to each Record.
+// The send of the events of one Record has one span. A handler of several events starts
+// a trace with a link to each Record.
 func TestTraceOfBatch(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
 	s.commit(t.Context(), t, orders("1", "2")...)
@@ -103,7 +103,7 @@ func TestTraceOfBatch(t *testing.T) {
 	}
 }
 
-// Who does not sample makes no spans, and says so to those who come after.
+// A service that does not sample makes no spans, and its traceparent says so.
 func TestUnsampledTrace(t *testing.T) {
 	s := newScene(t, sdk.ParentBased(sdk.NeverSample()))
 	seen := make(chan trace.SpanContext, 1)
@@ -121,13 +121,13 @@ func TestUnsampledTrace(t *testing.T) {
 	require.Empty(t, s.spans.GetSpans())
 }
 
-// What fails is told by the span: a refused event, a handler with an error.
+// Spans have the errors: of an event that was rejected, of a handler.
 func TestFailedSpans(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
 	require.Error(t, s.rec.Queue(t.Context(), &pgx.Batch{}, placed{ID: "", At: time.Now()}))
-	refused := s.one(t, "record")
-	require.Equal(t, codes.Error, refused.Status.Code)
-	require.Equal(t, "invalid_event", attributesOf(refused)["error.type"])
+	rejected := s.one(t, "record")
+	require.Equal(t, codes.Error, rejected.Status.Code)
+	require.Equal(t, "invalid_event", attributesOf(rejected)["error.type"])
 
 	s.commit(t.Context(), t, orders("1")...)
 	s.relay(t, outbox.RelayConfig{})
@@ -141,8 +141,8 @@ func TestFailedSpans(t *testing.T) {
 
 const elsewhere = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
-// A recorder goes on with a traceparent that came without a span, and one without
-// spans of its own passes it on as it is.
+// A recorder continues the trace of a traceparent in the context without a span. Without
+// a tracer, it passes the traceparent on as it is.
 func TestTraceParentWithoutSpan(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
 	untraced, err := outboxotel.New(outboxotel.Config{TracerProvider: noop.NewTracerProvider()})
@@ -172,7 +172,7 @@ func TestTraceParentWithoutSpan(t *testing.T) {
 	require.Equal(t, elsewhere, record(s.recorder(t, untraced.Recorder(outbox.RecorderConfig{TraceParent: own}))))
 }
 
-// Without a tracer a consumer leaves the spans of others alone.
+// Without a tracer, a consumer does not touch the spans of others.
 func TestNoTracer(t *testing.T) {
 	s := newScene(t, sdk.AlwaysSample())
 	untraced, err := outboxotel.New(outboxotel.Config{TracerProvider: noop.NewTracerProvider()})

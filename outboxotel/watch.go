@@ -15,15 +15,13 @@ import (
 	semconv "go.opentelemetry.io/otel/semconv/v1.43.0"
 )
 
-// Watch adds what the database knows about the relays of a schema, and how far
-// consumers of this process are behind in Kafka. It is asked for when metrics are
-// collected, but no more than once in Config.Interval. An error goes to [otel.Handle]
-// and sets outbox.watch.up to 0; what could not be learned is left out then, and not
-// repeated from before.
+// Watch adds metrics about the relays of a schema, from the database, and about the lag
+// of consumers of this process, from Kafka. They are queried when metrics are collected,
+// but at most once in Config.Interval. An error is passed to [otel.Handle] and sets
+// outbox.watch.up to 0; the metrics that could not be queried are then missing.
 //
-// The inspector may be nil. It sees the same from every process: one that watches is
-// enough, and with several the same numbers come from each. Call Watch once for each
-// inspector and each consumer.
+// The inspector may be nil. Every process gets the same numbers from it, so it is enough
+// if one process watches. Call Watch once for each inspector and each consumer.
 func (t *Telemetry) Watch(inspector *outboxops.Inspector, consumers ...*outbox.Consumer) {
 	if inspector != nil {
 		t.watch(attribute.NewSet(t.attributes(watchedKey.String("relays"))...), func(ctx context.Context) (observation, error) {
@@ -40,30 +38,30 @@ func (t *Telemetry) Watch(inspector *outboxops.Inspector, consumers ...*outbox.C
 	}
 }
 
-// observation reports what was seen.
+// observation reports the result of a query.
 type observation = func(metric.Observer)
 
-// look finds out what there is to report.
-type look = func(context.Context) (observation, error)
+// query queries the database or Kafka.
+type query = func(context.Context) (observation, error)
 
-// watched is something that is looked at now and then.
+// watched is queried from time to time.
 type watched struct {
-	what attribute.Set
-	look look
+	what  attribute.Set
+	query query
 
-	mu   sync.Mutex // held during a look, so that two collections at a time do not look twice
-	next time.Time  // not before
+	mu   sync.Mutex // held during a query, so that two collections at the same time query once
+	next time.Time  // earliest time of the next query
 	last observation
 	err  error
 }
 
-func (t *Telemetry) watch(what attribute.Set, look look) {
+func (t *Telemetry) watch(what attribute.Set, query query) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.watched = append(t.watched, &watched{what: what, look: look})
+	t.watched = append(t.watched, &watched{what: what, query: query})
 }
 
-// refresh looks, if it is time to, and returns what went wrong, once.
+// refresh queries, if it is time to, and returns an error only once.
 func (w *watched) refresh(ctx context.Context, cfg Config) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -72,7 +70,7 @@ func (w *watched) refresh(ctx context.Context, cfg Config) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, cfg.Timeout)
 	defer cancel()
-	w.last, w.err = w.look(ctx)
+	w.last, w.err = w.query(ctx)
 	w.next = time.Now().Add(cfg.Interval)
 	if w.err != nil {
 		return fmt.Errorf("outboxotel: watch %s: %w", w.what.Encoded(attribute.DefaultEncoder()), w.err)
@@ -80,7 +78,7 @@ func (w *watched) refresh(ctx context.Context, cfg Config) error {
 	return nil
 }
 
-// report reports what was seen last.
+// report reports the last result.
 func (w *watched) report(o metric.Observer, isUp metric.Int64ObservableGauge) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -93,8 +91,8 @@ func (w *watched) report(o metric.Observer, isUp metric.Int64ObservableGauge) {
 	w.last(o)
 }
 
-// observe is called when metrics are collected. Its error would spoil what else is
-// collected, so it has none.
+// observe is called when metrics are collected. It always returns nil, because its error
+// would end the collection of all metrics.
 func (t *Telemetry) observe(ctx context.Context, o metric.Observer) error {
 	t.mu.Lock()
 	all := t.watched[:len(t.watched):len(t.watched)]

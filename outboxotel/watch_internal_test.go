@@ -16,11 +16,12 @@ import (
 	"go.opentelemetry.io/otel/sdk/metric/metricdata"
 )
 
-// gauges are the values of all gauges without attributes but what is watched, by name.
+// gauges returns the values of the gauges whose only attribute is what is watched, by
+// name.
 func gauges(t *testing.T, reader sdk.Reader) map[string]int64 {
 	t.Helper()
 	var all metricdata.ResourceMetrics
-	require.NoError(t, reader.Collect(t.Context(), &all), "a failed look spoils no collection")
+	require.NoError(t, reader.Collect(t.Context(), &all), "a failed query does not fail the collection")
 	values := map[string]int64{}
 	for _, scope := range all.ScopeMetrics {
 		for _, m := range scope.Metrics {
@@ -34,24 +35,24 @@ func gauges(t *testing.T, reader sdk.Reader) map[string]int64 {
 	return values
 }
 
-// handled collects what goes to otel.Handle.
+// handled collects the errors that otel.Handle gets.
 type handled struct{ errs []error }
 
 func (h *handled) Handle(err error) { h.errs = append(h.errs, err) }
 
-// The database is asked once in an interval, also when that fails; a failure is told
-// once, and what it did not learn is missing.
+// The database is queried once in an interval, also if that fails. An error is reported
+// once, and the metrics of the failed query are missing.
 func TestWatchSparingly(t *testing.T) {
-	var told handled
-	otel.SetErrorHandler(&told)
+	var reported handled
+	otel.SetErrorHandler(&reported)
 	synctest.Test(t, func(t *testing.T) {
 		reader := sdk.NewManualReader()
 		tel, err := New(Config{MeterProvider: sdk.NewMeterProvider(sdk.WithReader(reader)), Interval: 10 * time.Second})
 		require.NoError(t, err)
-		looks, failure := 0, error(nil)
+		queries, failure := 0, error(nil)
 		tel.watch(attribute.NewSet(), func(ctx context.Context) (observation, error) {
-			looks++
-			n := int64(looks)
+			queries++
+			n := int64(queries)
 			return func(o metric.Observer) { o.ObserveInt64(tel.pending, n) }, failure
 		})
 		for range 5 {
@@ -62,9 +63,9 @@ func TestWatchSparingly(t *testing.T) {
 		for range 5 {
 			require.Equal(t, map[string]int64{"outbox.watch.up": 0}, gauges(t, reader))
 		}
-		require.Equal(t, 2, looks)
-		require.Len(t, told.errs, 1)
-		require.ErrorIs(t, told.errs[0], failure)
+		require.Equal(t, 2, queries)
+		require.Len(t, reported.errs, 1)
+		require.ErrorIs(t, reported.errs[0], failure)
 		time.Sleep(10 * time.Second)
 		failure = nil
 		require.Equal(t, map[string]int64{"outbox.relay.pending": 3, "outbox.watch.up": 1}, gauges(t, reader))
@@ -73,10 +74,10 @@ func TestWatchSparingly(t *testing.T) {
 	})
 }
 
-// A look that takes too long costs Timeout, with all others beside it.
+// Queries run at the same time, and one that takes too long adds Timeout.
 func TestWatchIsBounded(t *testing.T) {
-	var told handled
-	otel.SetErrorHandler(&told)
+	var reported handled
+	otel.SetErrorHandler(&reported)
 	synctest.Test(t, func(t *testing.T) {
 		reader := sdk.NewManualReader()
 		tel, err := New(Config{MeterProvider: sdk.NewMeterProvider(sdk.WithReader(reader)), Timeout: 2 * time.Second})

@@ -175,7 +175,7 @@ func TestMetricsAreScraped(t *testing.T) {
 		{2, "messaging_client_sent_messages_total", []string{"outbox_relay_name", "default", "error_type", "message_too_large", "messaging_destination_name", r.cfg.topic}},
 		{6, "messaging_client_sent_messages_total", []string{"outbox_relay_name", "again", "error_type", ""}},
 		{6, "outbox_relay_publish_latency_seconds", first},
-		{1, "outbox_relay_refused_total", first},
+		{1, "outbox_relay_rejected_total", first},
 		{1, "outbox_relay_dead_total", []string{"cloudevents_event_type", "acme.order.placed.v1"}},
 		{1, "outbox_relay_leader", first},
 		{1, "outbox_relay_breaker_state", []string{"outbox_relay_name", "default", "outbox_state", "closed"}},
