@@ -81,6 +81,7 @@ var deliverTests = []deliveryTest{
 	{"too large, and rejected alone", "abA", "abA:a+a a:x", "x+b", "", 0},
 	{"an event that cannot be sent is rejected at once, and its key waits", "abA", "abA:i+b", "x+b", "", 0},
 	{"Kafka goes between events that are sent alone", "abc", "abc:xxx a:+ b:- ?no b:+ c:+", "+++", "Kafka", aBackoff},
+	{"Kafka goes while something is rejected: the order stays", "abc", "abc:-x+ ?no a:+ b:x", "+x+", "Kafka", aBackoff},
 	{"alone, a topic fails: all that is left of it is unavailable", "abnc", "abnc:xxxx a:+ b:- ?yes n:+", "+u+u", "partition orders/1", 0},
 	{"alone, a topic is missing", "an", "an:xx a:t n:+", "u+", "topic orders", 0},
 	{"alone, nothing was accepted yet: Kafka is waited for", "ab", "ab:xx a:- a:+ b:+", "++", "Kafka", aBackoff},

@@ -126,6 +126,21 @@ func TestSessionParks(t *testing.T) {
 	})
 }
 
+// Of a very large window not all ids are read at once, and a prefetch reads those behind
+// the batch in flight.
+func TestPrefetchReadsFurtherIDs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFakeStore(t, 6, nil)
+		s := f.session(t.Context(), RelayConfig{BatchSize: 2}.withDefaults())
+		s.pos, s.more = position{base: "0", window: "6"}, true
+		s.prefetch(3)
+		batch, err := s.next()
+		require.NoError(t, err)
+		require.Equal(t, []int64{4, 5}, []int64{batch[0].id, batch[1].id})
+		require.Equal(t, []int64{6}, s.ids)
+	})
+}
+
 // The other parts of the relay run beside a session once it knows the cursor, and end
 // before it returns.
 func TestSessionRunsOthers(t *testing.T) {
@@ -178,20 +193,22 @@ func newFakeStore(t *testing.T, events int, faults []string) *fakeStore {
 
 // run runs a session over the store.
 func (f *fakeStore) run(others ...func(context.Context)) error {
-	cfg := RelayConfig{BatchSize: 2}.withDefaults()
 	ctx, stop := context.WithCancel(context.Background())
 	defer stop()
 	held, lose := context.WithCancelCause(context.Background())
 	defer lose(nil)
 	f.stop, f.lose = stop, lose
+	return f.session(held, RelayConfig{BatchSize: 2}.withDefaults()).run(ctx, others...)
+}
+
+func (f *fakeStore) session(held context.Context, cfg RelayConfig) *session {
 	log := slog.New(slog.NewTextHandler(&f.log, nil))
-	s := newSession(sessionParts{
+	return newSession(sessionParts{
 		leadership: leadership{lease: f.lease, held: held, statementTimeout: cfg.Lease},
 		cfg:        cfg, cursors: f, leases: f, failed: f, deliverer: f, parked: &f.parked, log: log,
 		health: newHealthState(cfg, newBreaker(cfg.Breaker, func(_, _ BreakerState) {})),
 		outage: outage.NewLog(log, "PostgreSQL"), wake: make(chan struct{}),
 	})
-	return s.run(ctx, others...)
 }
 
 // at says where the cursor is.
@@ -330,11 +347,12 @@ func (f *fakeStore) move(ctx context.Context, _ *lease, p position, failures []f
 
 // deliver plays Kafka: see [outcomeSymbols].
 func (f *fakeStore) deliver(_, _ context.Context, batch []envelope, _ *parking) (outcomes []outcome, err error) {
-	ids, play := "", strings.Repeat("+", len(batch))
+	var ids []byte
+	play := strings.Repeat("+", len(batch))
 	for _, e := range batch {
-		ids += strconv.FormatInt(e.id, 10)
+		ids = strconv.AppendInt(ids, e.id, 10)
 	}
-	f.sent = append(f.sent, ids)
+	f.sent = append(f.sent, string(ids))
 	if len(f.plays) > 0 {
 		if f.plays[0] != "" {
 			play = f.plays[0]
@@ -350,10 +368,11 @@ func (f *fakeStore) deliver(_, _ context.Context, batch []envelope, _ *parking) 
 		f.lose(errLeaseLost)
 		err = errLeaseLost
 	}
+	kinds := map[rune]outcomeKind{
+		'.': outcomePending, '+': outcomeSent, 'x': outcomeRejected, 'u': outcomeUnavailable, 'b': outcomeBlocked, 'p': outcomeParked,
+	}
 	for _, symbol := range play {
-		o := outcome{kind: map[rune]outcomeKind{
-			'.': outcomePending, '+': outcomeSent, 'x': outcomeRejected, 'u': outcomeUnavailable, 'b': outcomeBlocked, 'p': outcomeParked,
-		}[symbol]}
+		o := outcome{kind: kinds[symbol]}
 		if symbol == 'x' || symbol == 'u' {
 			o.class, o.err = "class", errDown
 		}
