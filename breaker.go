@@ -243,7 +243,7 @@ func (b *breaker) allow(n int) *permit {
 			p.granted++
 		}
 	}
-	p.left.Store(int64(p.granted))
+	p.unreported.Store(int64(p.granted))
 	return p
 }
 
@@ -254,7 +254,7 @@ type permit struct {
 	trial      bool
 	generation uint64
 	done       func(error)
-	left       atomic.Int64 // calls without an outcome; negative after too many
+	unreported atomic.Int64 // calls without an outcome; negative after too many
 }
 
 // holds reports whether the breaker is still in the state in which it gave p. If not,
@@ -275,7 +275,7 @@ const (
 func (p *permit) report(o callResult) {
 	b := p.breaker
 	switch {
-	case p.left.Add(-1) < 0:
+	case p.unreported.Add(-1) < 0:
 		return
 	case o == callSucceeded && b.steady.Load():
 		return
@@ -297,7 +297,7 @@ func (p *permit) report(o callResult) {
 
 // release gives back the calls that have no outcome. It may be called again.
 func (p *permit) release() {
-	for p.left.Load() > 0 {
+	for p.unreported.Load() > 0 {
 		p.report(callCancelled)
 	}
 }

@@ -247,14 +247,14 @@ func TestBreakerWait(t *testing.T) {
 // gobreaker tells them under its lock, where asking for the state hangs.
 func TestBreakerChanged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var told []string
+		var changes []string
 		var b *breaker
-		telling := false
+		notifying := false
 		b = newBreaker(BreakerConfig{}.withDefaults(), func(from, to BreakerState) {
-			require.False(t, telling, "told of a change before it was done with the last one")
-			telling = true
-			defer func() { telling = false }()
-			told = append(told, fmt.Sprintf("%s to %s", from, to))
+			require.False(t, notifying, "told of a change before it was done with the last one")
+			notifying = true
+			defer func() { notifying = false }()
+			changes = append(changes, fmt.Sprintf("%s to %s", from, to))
 			require.Equal(t, to, b.state())
 			if to == BreakerHalfOpen { // the next change comes while this one is told
 				play(b, "+++")
@@ -262,10 +262,10 @@ func TestBreakerChanged(t *testing.T) {
 			}
 		})
 		play(b, "+++++-----")
-		require.Equal(t, []string{"closed to open"}, told)
+		require.Equal(t, []string{"closed to open"}, changes)
 		play(b, "...")
 		b.wait()
-		require.Equal(t, []string{"closed to open", "open to half-open", "half-open to closed"}, told)
+		require.Equal(t, []string{"closed to open", "open to half-open", "half-open to closed"}, changes)
 	})
 }
 
@@ -368,8 +368,8 @@ func BenchmarkBreaker(b *testing.B) {
 		b.Run(fmt.Sprintf("batch=%d", batch), func(b *testing.B) {
 			b.ReportAllocs()
 			breaker := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
-			for left := b.N; left > 0; left -= batch {
-				p := breaker.allow(min(batch, left))
+			for calls := b.N; calls > 0; calls -= batch {
+				p := breaker.allow(min(batch, calls))
 				for range p.granted {
 					if p.holds() {
 						p.report(callSucceeded)

@@ -103,7 +103,7 @@ func TestLostLeaseMovesNothing(t *testing.T) {
 func TestMoveWaitsForTakeover(t *testing.T) {
 	d, ctx := newDesk(t), context.Background()
 	l, p := d.opened(t)
-	for name, refused := range map[string][]failure{"move": nil, "move with a refusal": someFailure} {
+	for name, failures := range map[string][]failure{"move": nil, "move with a rejection": someFailure} {
 		t.Run(name, func(t *testing.T) {
 			takeover, err := d.db.Begin(ctx)
 			require.NoError(t, err)
@@ -112,7 +112,7 @@ func TestMoveWaitsForTakeover(t *testing.T) {
 			require.NoError(t, err)
 			moved := make(chan error, 1)
 			go func() {
-				_, err := d.cursors.move(ctx, l, p, refused)
+				_, err := d.cursors.move(ctx, l, p, failures)
 				moved <- err
 			}()
 			var pid int // PgBouncer tells its clients another one
@@ -237,17 +237,17 @@ func TestIdleOpen(t *testing.T) {
 func TestVanishedWindowIsNotRead(t *testing.T) {
 	d, ctx := newDesk(t), context.Background()
 	_, p := d.opened(t)
-	left, err := d.cursors.remaining(ctx, p, 100)
+	ids, err := d.cursors.remaining(ctx, p, 100)
 	require.NoError(t, err)
-	require.Len(t, left, 2)
+	require.Len(t, ids, 2)
 	d.exec(t, `DELETE FROM {schema}.outbox_cursor WHERE id >= $1`, p.cursorID)
 
-	events, err := d.cursors.fetch(ctx, p, left)
+	events, err := d.cursors.fetch(ctx, p, ids)
 	require.NoError(t, err)
 	require.Empty(t, events)
-	left, err = d.cursors.remaining(ctx, p, 100)
+	ids, err = d.cursors.remaining(ctx, p, 100)
 	require.NoError(t, err)
-	require.Empty(t, left)
+	require.Empty(t, ids)
 }
 
 // A statement that was prepared and then fails has no columns to read.

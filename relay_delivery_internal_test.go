@@ -261,9 +261,9 @@ func (s *fakeSender) produce(_ context.Context, batch []envelope, which []int) (
 	if answers == "lost" {
 		return nil, nil, errLeaseLost
 	}
-	if left, ok := strings.CutSuffix(answers, "stop"); ok {
+	if before, ok := strings.CutSuffix(answers, "stop"); ok {
 		s.stop()
-		answers = left
+		answers = before
 	}
 	if answers == "" {
 		s.openBreaker()

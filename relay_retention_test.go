@@ -57,8 +57,8 @@ func TestRelayCleans(t *testing.T) {
 	h.commit(t, early...)
 	cfg := tidy()
 	cfg.Retention.BatchSize = 7
-	var cleaned atomic.Int64
-	cfg.Hooks.RowsRemoved = func(c outbox.RetentionResult) { cleaned.Add(c.Published) }
+	var removed atomic.Int64
+	cfg.Hooks.RowsRemoved = func(c outbox.RetentionResult) { removed.Add(c.Published) }
 	log := new(testenv.Buffer)
 	cfg.Logger = slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	stop := testenv.Run(t, h.relay(t, cfg).Run)
@@ -66,7 +66,7 @@ func TestRelayCleans(t *testing.T) {
 	require.Never(t, func() bool { return h.count(t, "outbox") < 50 }, 50*time.Millisecond, 10*time.Millisecond, "they are young")
 	h.exec(t, aged)
 	require.Eventually(t, func() bool { return h.count(t, "outbox") == 0 }, testenv.Patience, 5*time.Millisecond)
-	require.Eventually(t, func() bool { return cleaned.Load() == 50 }, testenv.Patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return removed.Load() == 50 }, testenv.Patience, 5*time.Millisecond)
 
 	_, err = h.db.Exec(background, fmt.Sprintf(`COMMIT PREPARED '%s'`, h.schema))
 	require.NoError(t, err)
@@ -122,7 +122,7 @@ func TestArchiveFails(t *testing.T) {
 	cfg.Retention.Archive = func(_ context.Context, _ pgx.Tx, rows []outbox.ArchivedEvent) error {
 		tries.Add(1)
 		if !works.Load() {
-			return errors.New("no space is left")
+			return errors.New("no space is remaining")
 		}
 		return nil
 	}
@@ -134,7 +134,7 @@ func TestArchiveFails(t *testing.T) {
 	require.Eventually(t, func() bool { return tries.Load() > 5 }, testenv.Patience, 5*time.Millisecond)
 	require.Equal(t, 5, h.count(t, "outbox"))
 	require.Equal(t, 1, strings.Count(log.String(), "retention of outbox fails"))
-	require.Contains(t, log.String(), "no space is left")
+	require.Contains(t, log.String(), "no space is remaining")
 	works.Store(true)
 	require.Eventually(t, func() bool { return strings.Contains(log.String(), "retention of outbox works again") }, testenv.Patience, 5*time.Millisecond)
 	require.Zero(t, h.count(t, "outbox"))
@@ -159,8 +159,8 @@ func TestCleaningBlocksNobody(t *testing.T) {
 
 	testenv.Run(t, h.relay(t, cfg).Run)
 	var all []oracle.Event
-	left := many
-	for version := 1; left > 1000; version++ {
+	remaining := many
+	for version := 1; remaining > 1000; version++ {
 		e := numbered("key", version, 1)
 		require.NoError(t, pgx.BeginFunc(background, h.db, func(tx pgx.Tx) error {
 			if _, err := tx.Exec(background, `SET LOCAL lock_timeout = '100ms'`); err != nil {
@@ -170,7 +170,7 @@ func TestCleaningBlocksNobody(t *testing.T) {
 		}))
 		all = append(all, e...)
 		if version%20 == 0 {
-			left = h.countWhere(t, `SELECT count(*) FROM {s}.outbox WHERE created_at < now() - '7 days'::interval`)
+			remaining = h.countWhere(t, `SELECT count(*) FROM {s}.outbox WHERE created_at < now() - '7 days'::interval`)
 		}
 	}
 	t.Logf("%d events recorded meanwhile", len(all))
@@ -203,8 +203,8 @@ func TestRelayKeepsPartitions(t *testing.T) {
 	log := new(testenv.Buffer)
 	cfg := tidy()
 	cfg.Logger = slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	var cleaned atomic.Int64
-	cfg.Hooks.RowsRemoved = func(c outbox.RetentionResult) { cleaned.Add(c.Published) }
+	var removed atomic.Int64
+	cfg.Hooks.RowsRemoved = func(c outbox.RetentionResult) { removed.Add(c.Published) }
 	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	var all []oracle.Event
 	for i := range 6 {
@@ -218,7 +218,7 @@ func TestRelayKeepsPartitions(t *testing.T) {
 	h.exec(t, aged)
 	require.Eventually(t, func() bool { return h.count(t, "outbox") < 60 }, testenv.Patience, 5*time.Millisecond)
 	require.Eventually(t, func() bool { return !slices.Contains(h.partitions(t), "outbox_min_50") }, testenv.Patience, 5*time.Millisecond, "dropped")
-	require.Eventually(t, func() bool { return cleaned.Load() >= 550 }, testenv.Patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return removed.Load() >= 550 }, testenv.Patience, 5*time.Millisecond)
 	require.Contains(t, log.String(), "outbox: partition removed")
 	h.exec(t, `UPDATE {s}.outbox SET id = 7, xid = pg_current_xact_id() WHERE id = (SELECT max(id) FROM {s}.outbox)`)
 	require.Eventually(t, func() bool {

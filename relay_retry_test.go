@@ -72,12 +72,12 @@ func (h *house) awaitStatuses(t *testing.T, want map[string]int) {
 // tried again until it is dead; then its key goes on, in order.
 func TestDeadEventReleasesItsKey(t *testing.T) {
 	h, reader := poisonedHouse(t)
-	var refused, dead atomic.Int32
+	var rejected, dead atomic.Int32
 	log := new(testenv.Buffer)
 	cfg := quick
 	cfg.MaxRetries = 2
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
-	cfg.Hooks.Rejected = func(outbox.FailedEvent) { refused.Add(1) }
+	cfg.Hooks.Rejected = func(outbox.FailedEvent) { rejected.Add(1) }
 	cfg.Hooks.Dead = func(e outbox.FailedEvent) {
 		if e.Class == "message_too_large" && e.Retries == 2 && e.Key == "bad" && e.Topic == h.topic {
 			dead.Add(1)
@@ -102,7 +102,7 @@ func TestDeadEventReleasesItsKey(t *testing.T) {
 	requireArrival(t, reader, more...)
 
 	requireInOrder(t, reader, append(same, more...))
-	require.EqualValues(t, 2, refused.Load(), "at first, and at the first retry")
+	require.EqualValues(t, 2, rejected.Load(), "at first, and at the first retry")
 	require.EqualValues(t, 1, dead.Load())
 	require.Equal(t, 1, strings.Count(log.String(), "level=ERROR"))
 	require.Contains(t, log.String(), "event is dead")
@@ -137,14 +137,14 @@ func TestBatchesFitTheirTopic(t *testing.T) {
 	var log largest
 	cfg := quick
 	cfg.Schema, cfg.Logger = h.schema, logTo(t, slog.LevelWarn)
-	var refused atomic.Int32
-	cfg.Hooks.Sent = func(b outbox.SentBatch) { refused.Add(int32(b.Failed)) }
+	var rejected atomic.Int32
+	cfg.Hooks.Sent = func(b outbox.SentBatch) { rejected.Add(int32(b.Failed)) }
 	r, err := outbox.NewRelay(h.db, append(testenv.KafkaOpts(h.brokers), kgo.WithHooks(&log), kgo.ProducerBatchCompression(kgo.NoCompression())), cfg)
 	require.NoError(t, err)
 	testenv.Run(t, r.Run)
 	requireArrival(t, reader, events...)
 	requireInOrder(t, reader, events)
-	require.Zero(t, refused.Load())
+	require.Zero(t, rejected.Load())
 	require.LessOrEqual(t, log.bytes.Load(), int64(2000))
 	require.Greater(t, log.bytes.Load(), int64(1000), "several go together")
 }
@@ -382,7 +382,7 @@ func TestBreakerStopsTheRelay(t *testing.T) {
 		defer mu.Unlock()
 		changes = append(changes, from.String()+" to "+to.String())
 	}
-	told := func(change string) func() bool {
+	notified := func(change string) func() bool {
 		return func() bool {
 			mu.Lock()
 			defer mu.Unlock()
@@ -394,13 +394,13 @@ func TestBreakerStopsTheRelay(t *testing.T) {
 	testenv.Run(t, relay.Run)
 	events := numbered("key", 1, 200)
 	h.commit(t, events...)
-	require.Eventually(t, told("closed to open"), testenv.Patience, time.Millisecond)
-	require.Eventually(t, told("half-open to open"), testenv.Patience, time.Millisecond)
+	require.Eventually(t, notified("closed to open"), testenv.Patience, time.Millisecond)
+	require.Eventually(t, notified("half-open to open"), testenv.Patience, time.Millisecond)
 	require.Contains(t, log.String(), "level=ERROR msg=\"outbox: too many sends fail, breaker opens\"")
 	require.Contains(t, log.String(), "batch stops")
 	dialer.broken.Store(false)
 	requireArrival(t, reader, events...)
-	require.Eventually(t, told("half-open to closed"), testenv.Patience, time.Millisecond)
+	require.Eventually(t, notified("half-open to closed"), testenv.Patience, time.Millisecond)
 	requireInOrder(t, reader, events)
 	require.Zero(t, h.count(t, "outbox_failed"), "an outage is not a failure")
 }

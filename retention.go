@@ -289,7 +289,7 @@ const publishedAmong = ` ORDER BY id LIMIT $2
 const deletePublished = `
     DELETE FROM {schema}.outbox WHERE ctid = ANY (ARRAY(SELECT place FROM published))`
 
-const countGone = `
+const countRemoved = `
 )
 SELECT ` + lookedColumns + `,
        (SELECT min(relay) FROM positions
@@ -302,7 +302,7 @@ SELECT ` + lookedColumns + `,
 const lookedColumns = `(SELECT count(*) FROM looked), (SELECT max(id) FROM looked),
        (SELECT min(id) FROM looked WHERE NOT old), (SELECT count(*) FROM looked WHERE NOT old)`
 
-const sqlCleanPublished = publishedRows + belowCeiling + publishedAmong + deletePublished + ` RETURNING *` + countGone
+const sqlCleanPublished = publishedRows + belowCeiling + publishedAmong + deletePublished + ` RETURNING *` + countRemoved
 
 const sqlCleanArchived = sqlCleanPublished + archivedColumns
 

@@ -205,11 +205,11 @@ func TestCursorHistory(t *testing.T) {
 		SELECT relay || ' ' || CASE WHEN id = $1 THEN 'newest' ELSE round(extract(epoch FROM now() - created_at) / 60) || ' min' END
 		  FROM {schema}.outbox_cursor ORDER BY id`, d.schema), newest[len(newest)-1])
 	require.NoError(t, err)
-	left, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	stayed, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)
-	require.Len(t, left, 1+2+4+1, "%v", left) // gone's newest, one of each minute, all of the last hour, the newest
-	require.Contains(t, left[0], "gone 2000") // or a minute more
-	require.Equal(t, "default newest", left[7])
+	require.Len(t, stayed, 1+2+4+1, "%v", stayed) // gone's newest, one of each minute, all of the last hour, the newest
+	require.Contains(t, stayed[0], "gone 2000")   // or a minute more
+	require.Equal(t, "default newest", stayed[7])
 	d.insert(t, 1)
 	require.Equal(t, []int64{4}, d.unsent(t, "default"))
 }
@@ -246,14 +246,14 @@ func TestCleanHandled(t *testing.T) {
 		INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, handled_at)
 		SELECT 'g', 'a', n::text, 'x', now() - CASE WHEN n <= 250 THEN '32 days' ELSE '30 days' END::interval FROM generate_series(1, 500) AS n`)
 	cfg := CleanHandledConfig{Schema: d.schema, BatchSize: 100, Pause: 1}
-	gone, err := CleanHandled(ctx, d.db, cfg)
+	removed, err := CleanHandled(ctx, d.db, cfg)
 	require.NoError(t, err)
-	require.EqualValues(t, 250, gone)
+	require.EqualValues(t, 250, removed)
 	require.Equal(t, 250, d.count(t, "event_handled"))
 	cfg.HandledFor = Forever
-	gone, err = CleanHandled(ctx, d.db, cfg)
+	removed, err = CleanHandled(ctx, d.db, cfg)
 	require.NoError(t, err)
-	require.Zero(t, gone)
+	require.Zero(t, removed)
 
 	cancelled, cancel := context.WithCancel(ctx)
 	cancel()
@@ -352,12 +352,12 @@ func TestWalk(t *testing.T) {
 			s.more = n == size && young < n
 			return s, nil
 		}
-		run := func(gone int, want ...int64) {
+		run := func(removed int, want ...int64) {
 			t.Helper()
 			looks = nil
 			n, err := w.run(context.Background())
 			require.NoError(t, err)
-			require.EqualValues(t, gone, n)
+			require.EqualValues(t, removed, n)
 			require.Equal(t, want, looks)
 		}
 		run(0)

@@ -116,7 +116,7 @@ func (r *retention) makePartitions(ctx context.Context) (n int, err error) {
 // range lets PostgreSQL leave out the others, whose rows are in the same places.
 const deletePart = deletePublished + ` AND id > $1 AND id <= (SELECT max(id) FROM looked) AND tableoid = ANY (ARRAY(SELECT part FROM published)) RETURNING *`
 
-const sqlCleanPart = publishedRows + belowCeiling + publishedAmong + deletePart + countGone
+const sqlCleanPart = publishedRows + belowCeiling + publishedAmong + deletePart + countRemoved
 
 const sqlCleanPartArchived = sqlCleanPart + archivedColumns
 
@@ -128,10 +128,10 @@ func (r *retention) publishedIn(ctx context.Context, l *proof, after, end int64)
 // wholeBatch makes a review return all rows that it looked at, or none.
 const wholeBatch = `(SELECT count(*) FROM looked) = (SELECT count(*) FROM published)`
 
-const sqlReview = publishedRows + publishedAmong + `SELECT FROM published WHERE ` + wholeBatch + countGone
+const sqlReview = publishedRows + publishedAmong + `SELECT FROM published WHERE ` + wholeBatch + countRemoved
 
 const sqlReviewArchived = publishedRows + publishedAmong + `
-    SELECT * FROM {schema}.outbox WHERE id > $1 AND id <= (SELECT max(id) FROM looked) AND ` + wholeBatch + countGone + archivedColumns
+    SELECT * FROM {schema}.outbox WHERE id > $1 AND id <= (SELECT max(id) FROM looked) AND ` + wholeBatch + countRemoved + archivedColumns
 
 // review checks all rows of a partition, which may take many runs.
 type review struct {

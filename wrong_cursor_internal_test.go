@@ -92,7 +92,7 @@ var plays = []struct {
 		s.poll(t)
 		s.commit(t, late)
 		s.poll(t)
-		return s.verdict(1, 2)
+		return s.flawOf(1, 2)
 	}},
 	{"early id, late row", func(t *testing.T, s *stage) flaw {
 		first, second := s.begin(t), s.begin(t)
@@ -104,7 +104,7 @@ var plays = []struct {
 		s.poll(t)
 		s.commit(t, second)
 		s.poll(t)
-		return s.verdict(1, 2)
+		return s.flawOf(1, 2)
 	}},
 	{"open transaction", func(t *testing.T, s *stage) flaw {
 		open := s.begin(t)
@@ -116,7 +116,7 @@ var plays = []struct {
 		}
 		s.commit(t, open)
 		s.poll(t)
-		return s.verdict(1)
+		return s.flawOf(1)
 	}},
 	{"open transaction elsewhere", func(t *testing.T, s *stage) flaw {
 		open, err := testenv.OtherDatabase(t).Begin(s.ctx)
@@ -128,7 +128,7 @@ var plays = []struct {
 		if len(s.read) == 0 {
 			return stalled
 		}
-		return s.verdict(1)
+		return s.flawOf(1)
 	}},
 	{"early transaction id", func(t *testing.T, s *stage) flaw {
 		early := s.begin(t)
@@ -264,8 +264,8 @@ func (s *stage) poll(t *testing.T) {
 	t.Fatal("the same events again and again")
 }
 
-// verdict says whether all events were read.
-func (s *stage) verdict(numbers ...int) flaw {
+// flawOf returns what is wrong with the events that were read.
+func (s *stage) flawOf(numbers ...int) flaw {
 	for _, n := range numbers {
 		if !slices.Contains(s.read, fmt.Sprint(n)) {
 			return lost
@@ -276,7 +276,7 @@ func (s *stage) verdict(numbers ...int) flaw {
 
 // ordered says whether all events were read, and these in this order.
 func (s *stage) ordered(numbers ...int) flaw {
-	if f := s.verdict(numbers...); f != none {
+	if f := s.flawOf(numbers...); f != none {
 		return f
 	}
 	if slices.Index(s.read, fmt.Sprint(numbers[0])) > slices.Index(s.read, fmt.Sprint(numbers[1])) {
