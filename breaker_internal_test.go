@@ -233,7 +233,7 @@ func TestBreakerWait(t *testing.T) {
 		require.Equal(t, BreakerOpen, b.state())
 		require.Zero(t, b.allow(1).granted)
 		time.Sleep(b.wait())
-		require.Equal(t, 1, b.allow(1).granted, "not half-open after the time it told to wait")
+		require.Equal(t, 1, b.allow(1).granted, "not half-open after the time that it said to wait")
 		require.Zero(t, b.wait())
 	})
 	synctest.Test(t, func(t *testing.T) {
@@ -243,20 +243,20 @@ func TestBreakerWait(t *testing.T) {
 	})
 }
 
-// Changes are told once each and in order, to somebody who may ask back:
-// gobreaker tells them under its lock, where asking for the state hangs.
+// changed is called once for each change, in order, and may ask for the state: gobreaker
+// calls its own function under its lock, where asking for the state would hang.
 func TestBreakerChanged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var changes []string
 		var b *breaker
 		notifying := false
 		b = newBreaker(BreakerConfig{}.withDefaults(), func(from, to BreakerState) {
-			require.False(t, notifying, "told of a change before it was done with the last one")
+			require.False(t, notifying, "called for a change before it had returned from the last one")
 			notifying = true
 			defer func() { notifying = false }()
 			changes = append(changes, fmt.Sprintf("%s to %s", from, to))
 			require.Equal(t, to, b.state())
-			if to == BreakerHalfOpen { // the next change comes while this one is told
+			if to == BreakerHalfOpen { // the next change comes while changed is running
 				play(b, "+++")
 				require.Equal(t, BreakerClosed, b.state())
 			}

@@ -130,8 +130,8 @@ func TestMoveWaitsForTakeover(t *testing.T) {
 	}
 }
 
-// A row that vanished in a crash, or that somebody added, means that the relay
-// does not stand where it thinks.
+// If the newest row vanished in a crash, or another process added one, the cursor is not
+// where the relay expects it.
 func TestChangedCursorIsStale(t *testing.T) {
 	for name, change := range map[string]string{
 		"vanished": `DELETE FROM {schema}.outbox_cursor WHERE id = (SELECT max(id) FROM {schema}.outbox_cursor)`,

@@ -49,7 +49,7 @@ func TestHealthOfLeaderAndStandby(t *testing.T) {
 	awaitHealth(t, standby, true, true)
 }
 
-// What needs a person is not live: a new start tells it again, at least.
+// A relay that needs an operator is not live: a restart reports the error again, at least.
 func TestHealthOfARelayThatHasEnded(t *testing.T) {
 	h := newHouse(t)
 	_, err := h.db.Exec(background, h.sql(`DROP TABLE {s}.outbox_lease`))
@@ -77,7 +77,7 @@ func TestHealthWithoutKafka(t *testing.T) {
 	awaitHealth(t, closed, true, false, "nothing has moved for", "Kafka fails since")
 }
 
-// A standby that cannot see whether somebody leads says so.
+// A standby that cannot see whether a relay leads reports that.
 func TestHealthWithoutPostgres(t *testing.T) {
 	h := newHouse(t)
 	var down atomic.Bool

@@ -18,8 +18,8 @@ import (
 
 const traceParent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
-// What was sent is told with what metrics and traces need, once, by the process
-// that leads.
+// The process that leads calls the hook once for each event that was sent, with what
+// metrics and traces need.
 func TestRelayHooks(t *testing.T) {
 	h := newHouse(t)
 	before := time.Now().Add(-time.Second)
@@ -69,8 +69,8 @@ func TestRelayHooks(t *testing.T) {
 	require.Equal(t, []bool{true, false}, leading)
 }
 
-// Events that Kafka refuses are told as failed, those behind them as waiting, and
-// what is sent in the end as retried.
+// Events that Kafka rejects count as failed, those behind them as waiting, and those that
+// are sent in the end as retried.
 func TestSentHookOfFailures(t *testing.T) {
 	h := newHouse(t)
 	testenv.RealBrokers(t)

@@ -144,7 +144,7 @@ func explain(t *testing.T, tx pgx.Tx, statement string) (buffers int, plan strin
 }
 
 // A service starts on the first day, and keeps its connections: what is planned
-// then, over empty tables, is what runs until somebody analyses them. Each access
+// then, over empty tables, is what runs until they are analysed. Each access
 // by the wrong index would read all of it.
 func TestPlansOfTheFirstDay(t *testing.T) {
 	testenv.Direct(t) // prepared statements

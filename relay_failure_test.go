@@ -30,8 +30,8 @@ func TestNotMigrated(t *testing.T) {
 	require.ErrorContains(t, err, schema)
 }
 
-// A broker refuses what the client had put into one request, good events too.
-// Only what is refused alone is to blame, and it stops nothing.
+// A broker rejects all records of a request, good ones too. Only an event that is
+// rejected alone counts as rejected, and it holds up no others.
 func TestRefusedEvent(t *testing.T) {
 	h := newHouse(t)
 	testenv.RealBrokers(t)
@@ -86,7 +86,7 @@ func TestImpossibleRow(t *testing.T) {
 	require.Eventually(t, func() bool { return h.count(t, "outbox_failed") == 2 }, testenv.Patience, 10*time.Millisecond)
 }
 
-// While Kafka is away events wait: none is given up, none overtakes another.
+// While Kafka is unavailable events wait: none is given up, none overtakes another.
 // The log says when it began and when it ended, not how often we tried.
 func TestKafkaAway(t *testing.T) {
 	h := newHouse(t)
@@ -110,9 +110,9 @@ func TestKafkaAway(t *testing.T) {
 	requireFirstsInOrder(t, reader, all)
 }
 
-// Kafka goes away when it has taken the first part of a batch. The rest waits where
-// it is: were it left behind, its keys would be parked, and after the outage most
-// of a backlog would have to go through outbox_failed.
+// Kafka becomes unavailable when it has accepted the first part of a batch. The rest is
+// sent again: if it were parked, most of a backlog would have to go through outbox_failed
+// after the outage.
 func TestKafkaLeavesInTheMiddleOfABatch(t *testing.T) {
 	h := newHouse(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere
@@ -161,7 +161,7 @@ func (h *house) relayWithoutKafka(t *testing.T, opts ...kgo.Opt) (*outbox.Relay,
 	return relay, dialer, log
 }
 
-// The relay can be stopped while Kafka is away, and loses nothing by it.
+// The relay can be stopped while Kafka is unavailable, and loses nothing by it.
 func TestStopWhileKafkaIsAway(t *testing.T) {
 	h := newHouse(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere

@@ -49,7 +49,7 @@ func TestParkingWaitsForWhatIsPending(t *testing.T) {
 	require.False(t, p.mustWait("key"))
 }
 
-// Operators resolve rows behind the relay's back.
+// Operators resolve rows without the relay's knowledge.
 func TestParkingIsCorrected(t *testing.T) {
 	var p parking
 	p.reset(map[string]int{"resolved": 3, "fewer": 3, "pending": 1})

@@ -31,7 +31,7 @@ func poisonedHouse(t *testing.T) (*house, *oracle.Reader) {
 	return h, h.follow(t)
 }
 
-// poison is an event that the topic of a poisonedHouse refuses.
+// poison is an event that the topic of a poisonedHouse rejects.
 func poison(key string, version int) oracle.Event {
 	e := numbered(key, version, 1)[0]
 	e.Filler = random(5000)
@@ -68,8 +68,8 @@ func (h *house) awaitStatuses(t *testing.T, want map[string]int) {
 	}, testenv.Patience, 10*time.Millisecond, "%v, not %v", h.statuses(t), want)
 }
 
-// A refused event holds back the later ones of its key, and of no other. It is
-// tried again until it is dead; then its key goes on, in order.
+// A rejected event holds back the later events of its key, and of no other key. It is
+// tried again until it is dead; then the later events are sent, in order.
 func TestDeadEventReleasesItsKey(t *testing.T) {
 	h, reader := poisonedHouse(t)
 	var rejected, dead atomic.Int32
@@ -128,8 +128,8 @@ func (l *largest) OnProduceBatchWritten(_ kgo.BrokerMetadata, _ string, _ int32,
 	}
 }
 
-// A broker refuses a batch as a whole. Were it one of many good events, those of the
-// next batch, which is smaller, would be there before them.
+// A broker rejects a batch as a whole. If it were one of many good events, the events of
+// the next batch, which is smaller, would be accepted before them.
 func TestBatchesFitTheirTopic(t *testing.T) {
 	h, reader := poisonedHouse(t)
 	events := numbered("a", 1, 300)
@@ -244,8 +244,8 @@ func TestDeadEventHoldsItsKey(t *testing.T) {
 	h.awaitStatuses(t, map[string]int{"resolved": 1})
 }
 
-// What Kafka takes after all goes out in order, and leaves no row behind unless
-// that is wanted.
+// Events that Kafka accepts after all are sent in order, and their rows are removed unless
+// the relay is to keep them.
 func TestRefusedEventGetsThrough(t *testing.T) {
 	for name, keep := range map[string]bool{"removed": false, "kept": true} {
 		t.Run(name, func(t *testing.T) {
@@ -364,8 +364,8 @@ func TestMissingTopicHoldsUpNothingElse(t *testing.T) {
 	require.Eventually(t, func() bool { return strings.Contains(log.String(), "topic "+elsewhere.topic+" works again") }, testenv.Patience, time.Millisecond)
 }
 
-// A dead broker opens the breaker: nothing is tried for a while, the log and the
-// hook are told, and everything arrives when it is back.
+// A dead broker opens the breaker: nothing is tried for a while, the log and the hook
+// have it, and everything arrives when the broker is back.
 func TestBreakerStopsTheRelay(t *testing.T) {
 	h := newHouse(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere

@@ -113,7 +113,7 @@ func TestPublishedRowsGo(t *testing.T) {
 }
 
 // A transaction that was prepared a week ago commits: its rows are old, and have
-// the lowest ids, and nobody has seen them.
+// the lowest ids, and no relay has seen them.
 func TestPreparedTransactionIsNotRemoved(t *testing.T) {
 	d, ctx := newDesk(t), context.Background()
 	tx := d.beginInsert(t, 2)
