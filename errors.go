@@ -58,6 +58,11 @@ var (
 	ErrSequenceBehind = errors.New("outbox: the sequence of outbox.id is behind the cursor")
 )
 
+// notMigrated adds to an error of PostgreSQL in which schema a table is missing.
+func notMigrated(schema string, err error) error {
+	return fmt.Errorf("%w in schema %s: %w", ErrNotMigrated, schema, err)
+}
+
 // FieldError says which field of which event was rejected, and wraps the reason.
 type FieldError struct {
 	// EventType is the CloudEvents type, or the Go type if the former is not known.

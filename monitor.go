@@ -5,6 +5,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/outboxgo/outbox/internal/watch"
 )
@@ -31,22 +32,30 @@ func alertOf(a watch.Alert) Alert {
 	return alert
 }
 
-// keepWatch alerts to what is wrong until ctx is cancelled. It only reads, so it may
-// go on for a moment after the lease is lost. While PostgreSQL fails it backs off,
-// also from a failure under an earlier lease.
-func (r *Relay) keepWatch(ctx context.Context) {
+// monitor sends the alerts of a relay. It works beside the session. Its outage may last
+// longer than a lease, so there is one monitor for all leases of a relay.
+type monitor struct {
+	watch    *watch.Watch
+	outage   *outage.Log     // PostgreSQL
+	checkNow <-chan struct{} // wake requests
+}
+
+// run checks at intervals until ctx is cancelled. It only reads, so it may go on for a
+// moment after the lease is lost. While PostgreSQL fails it backs off, also from a
+// failure under an earlier lease.
+func (m *monitor) run(ctx context.Context) {
 	for {
-		pause := r.watch.Interval()
-		if r.alertOutage.Current() != nil {
-			pause = min(pause, r.alertOutage.Backoff())
+		pause := m.watch.Interval()
+		if m.outage.Current() != nil {
+			pause = min(pause, m.outage.Backoff())
 		}
-		wait.Await(ctx, ctx, r.checkNow, pause)
+		wait.Await(ctx, ctx, m.checkNow, pause)
 		if ctx.Err() != nil {
 			return
 		}
-		err := r.watch.Check(ctx)
+		err := m.watch.Check(ctx)
 		if ctx.Err() == nil {
-			r.alertOutage.Report(err)
+			m.outage.Report(err)
 		}
 	}
 }

@@ -1,5 +1,11 @@
 package outbox
 
+import (
+	"errors"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+)
+
 // outcome is what happened to an event of a batch.
 type outcome struct {
 	kind  outcomeKind
@@ -17,3 +23,17 @@ const (
 	outcomeBlocked                        // not sent: an earlier event of the key did not get through
 	outcomeParked                         // not sent: the key is parked, and the parking has counted the event
 )
+
+// invalidEvent is the error class of rows from which no record can be made.
+const invalidEvent = "invalid_event"
+
+// rejectionClass returns the class of an error with which an event was rejected for
+// what it is: invalidEvent, or a class of [kafka.RejectionClass]. It returns "" for
+// every other error.
+func rejectionClass(err error) string {
+	var field *FieldError
+	if errors.As(err, &field) {
+		return invalidEvent
+	}
+	return kafka.RejectionClass(err)
+}

@@ -16,7 +16,6 @@ import (
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
-	"github.com/outboxgo/outbox/internal/watch"
 )
 
 // Relay hands committed events to Kafka: each at least once, those of one
@@ -28,7 +27,7 @@ type Relay struct {
 	cursors   *cursors
 	failed    *failedStore
 	retention *retention
-	watch     *watch.Watch
+	monitor   *monitor
 	log       *slog.Logger
 	breaker   *breaker
 	health    *healthState
@@ -36,13 +35,12 @@ type Relay struct {
 	// The logs of outages are the relay's, because an outage may last longer than a lease.
 	postgresOutage, kafkaOutage *outage.Log  // only the goroutine of Run
 	retryOutage                 *outage.Log  // only the retrier
-	alertOutage                 *outage.Log  // only keepWatch, as watch
 	topicOutages                *outage.Logs // topics and partitions
 
 	// Each holds at most one wake request.
 	wake     chan struct{} // for the session: look for events
 	retryNow chan struct{} // for the retrier: the breaker has closed
-	checkNow chan struct{} // for keepWatch: the breaker has changed, or an event is dead
+	checkNow chan struct{} // for the monitor: the breaker has changed, or an event is dead
 
 	running atomic.Bool
 }
@@ -84,7 +82,6 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 		postgresOutage: outage.NewLog(log, "PostgreSQL"),
 		kafkaOutage:    outage.NewLog(log, "Kafka"),
 		retryOutage:    outage.NewLog(log, "PostgreSQL, for retries,"),
-		alertOutage:    outage.NewLog(log, "PostgreSQL, for alerts,"),
 		topicOutages:   outage.NewLogs(log),
 
 		wake:     make(chan struct{}, 1),
@@ -92,7 +89,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 		checkNow: make(chan struct{}, 1),
 	}
 	r.breaker = newBreaker(cfg.Breaker, r.breakerChanged)
-	r.watch = newWatch(db, cfg, r.breaker)
+	r.monitor = &monitor{watch: newWatch(db, cfg, r.breaker), outage: outage.NewLog(log, "PostgreSQL, for alerts,"), checkNow: r.checkNow}
 	r.health = newHealthState(cfg, r.breaker, r.postgresOutage, r.kafkaOutage)
 	return r, nil
 }
@@ -192,11 +189,6 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 	return nil, nil
 }
 
-// notMigrated adds to an error of PostgreSQL in which schema a table is missing.
-func notMigrated(schema string, err error) error {
-	return fmt.Errorf("%w in schema %s: %w", ErrNotMigrated, schema, err)
-}
-
 // releaseTimeout bounds the statement with which Run lets a standby take over at once.
 const releaseTimeout = 2 * time.Second
 
@@ -261,7 +253,7 @@ func (r *Relay) work(ctx context.Context, leads leadership) error {
 	})
 	retry := func(ctx context.Context) { r.retry(ctx, leads, parked) }
 	cleaner := newCleaner(leads, r.cfg, r.retention, session.backlog.Load, r.log)
-	return session.run(ctx, retry, cleaner.run, r.keepWatch)
+	return session.run(ctx, retry, cleaner.run, r.monitor.run)
 }
 
 // retry runs a retrier with a producer of its own.

@@ -210,17 +210,3 @@ func (p *producer) topic(e *envelope) (string, error) {
 	}
 	return topic, err
 }
-
-// invalidEvent is the error class of rows from which no record can be made.
-const invalidEvent = "invalid_event"
-
-// rejectionClass returns the class of an error with which an event was rejected for
-// what it is: invalidEvent, or a class of [kafka.RejectionClass]. It returns "" for
-// every other error.
-func rejectionClass(err error) string {
-	var field *FieldError
-	if errors.As(err, &field) {
-		return invalidEvent
-	}
-	return kafka.RejectionClass(err)
-}
