@@ -45,7 +45,7 @@ screenshots: needs-screenshots $(SERVICES) ## Pictures of the operators' page in
 .PHONY: oracle
 oracle: needs-kafka $(SERVICES) ## Commit EVENTS=200000 under transactions of every kind and check what arrives (SEED=… repeats a plan)
 	@$(RUN) go test -count=1 -timeout 0 -run '^TestOracle$$' . -v -oracle.events=$(or $(EVENTS),200000) $(if $(SEED),-oracle.seed=$(SEED)) \
-		| awk '{print} match($$0, /\{"seed".*/) && $$0 !~ /oracle:/ {verdict = substr($$0, RSTART)} END {print verdict}'
+		| awk '{print} match($$0, /\{"seed".*/) && $$0 !~ /oracle:/ {result = substr($$0, RSTART)} END {print result}'
 
 .PHONY: test-versions
 test-versions: needs-test-versions $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18
@@ -64,13 +64,13 @@ bench: needs-kafka $(SERVICES) bin/bench ## Measure against the least that could
 .PHONY: faults
 faults: needs-faults ## Kill, freeze and cut off relays, PostgreSQL and Kafka for MINUTES=15 and check what arrives (SEED=… repeats a plan)
 	@cd faults && go test -count=1 -timeout 0 -run '^TestFaults$$' . -v -faults.minutes=$(or $(MINUTES),15) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
-		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {verdict = substr($$0, RSTART)} END {if (verdict) print verdict}')
+		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = substr($$0, RSTART)} END {if (result) print result}')
 
 .PHONY: faults-consumer
 faults-consumer: needs-faults ## Kill KILLS=50 consumers, stop and freeze others, while they handle EVENTS=100000 (BALANCER=eager; SEED=… repeats a plan)
 	@cd faults && go test -count=1 -race -timeout 0 -run '^TestKilledConsumers$$' . -v -faults.kills=$(or $(KILLS),50) -faults.events=$(or $(EVENTS),100000) \
 		$(if $(BALANCER),-faults.balancer=$(BALANCER)) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
-		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {verdict = substr($$0, RSTART)} END {if (verdict) print verdict}')
+		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = substr($$0, RSTART)} END {if (result) print result}')
 
 .PHONY: services
 services: needs-kafka $(SERVICES) ## Keep PostgreSQL and Kafka running for `go test`, until Ctrl-C

@@ -21,14 +21,14 @@ import (
 func checkConsumerOpts(opts []kgo.Opt) error {
 	const itsOwn = "it belongs to the consumer"
 	return kafka.CheckOpts(opts, func(o kafka.HostOpts) {
-		o.Refuse(o.Names(kgo.ConsumerGroup), "ConsumerGroup", "name it in HandlerConfig.Group")
-		o.Refuse(o.Names(kgo.ShareGroup), "ShareGroup", itsOwn)
-		o.Refuse(len(o.Client.GetConsumeTopics()) > 0, "ConsumeTopics or ConsumePartitions", "topics follow from the handlers")
-		o.Refuse(o.Names(kgo.TransactionalID), "TransactionalID", "a consumer has no Kafka transactions")
-		o.Refuse(o.Sets(kgo.OnPartitionsAssigned), "OnPartitionsAssigned", itsOwn)
-		o.Refuse(o.Sets(kgo.OnPartitionsRevoked), "OnPartitionsRevoked", itsOwn)
-		o.Refuse(o.Sets(kgo.OnPartitionsLost), "OnPartitionsLost", itsOwn)
-		o.Refuse(o.Sets(kgo.AdjustFetchOffsetsFn), "AdjustFetchOffsetsFn", itsOwn)
+		o.Reject(o.Names(kgo.ConsumerGroup), "ConsumerGroup", "name it in HandlerConfig.Group")
+		o.Reject(o.Names(kgo.ShareGroup), "ShareGroup", itsOwn)
+		o.Reject(len(o.Client.GetConsumeTopics()) > 0, "ConsumeTopics or ConsumePartitions", "topics follow from the handlers")
+		o.Reject(o.Names(kgo.TransactionalID), "TransactionalID", "a consumer has no Kafka transactions")
+		o.Reject(o.Sets(kgo.OnPartitionsAssigned), "OnPartitionsAssigned", itsOwn)
+		o.Reject(o.Sets(kgo.OnPartitionsRevoked), "OnPartitionsRevoked", itsOwn)
+		o.Reject(o.Sets(kgo.OnPartitionsLost), "OnPartitionsLost", itsOwn)
+		o.Reject(o.Sets(kgo.AdjustFetchOffsetsFn), "AdjustFetchOffsetsFn", itsOwn)
 	})
 }
 

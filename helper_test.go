@@ -120,15 +120,15 @@ func (w testWriter) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// judge waits until nothing committed is missing, or no longer comes, and the
-// reader has read to the end of the topic; then it judges.
-func (h *house) judge(t testing.TB, reader *oracle.Reader, v oracle.Verdict, stopRelays func()) oracle.Verdict {
+// compare waits until no committed event is missing, or no more arrive, and the reader has
+// read to the end of the topic; then it compares.
+func (h *house) compare(t testing.TB, reader *oracle.Reader, v oracle.Result, stopRelays func()) oracle.Result {
 	t.Helper()
-	return h.judgeWithin(t, reader, v, stopRelays, testenv.Patience/2)
+	return h.compareWithin(t, reader, v, stopRelays, testenv.Patience/2)
 }
 
-// judgeWithin gives up on what is missing when nothing came for so long.
-func (h *house) judgeWithin(t testing.TB, reader *oracle.Reader, v oracle.Verdict, stopRelays func(), patience time.Duration) oracle.Verdict {
+// compareWithin is compare, and waits so long for each missing event.
+func (h *house) compareWithin(t testing.TB, reader *oracle.Reader, v oracle.Result, stopRelays func(), patience time.Duration) oracle.Result {
 	t.Helper()
 	ctx := context.Background()
 	committed, err := oracle.Committed(ctx, h.db, h.schema)
@@ -146,7 +146,7 @@ func (h *house) judgeWithin(t testing.TB, reader *oracle.Reader, v oracle.Verdic
 	require.Eventually(t, func() bool { return reader.CaughtUp(ends) }, testenv.Patience, 10*time.Millisecond)
 	arrived, err := reader.Arrived()
 	require.NoError(t, err)
-	v.Judge(committed, arrived)
+	v.Compare(committed, arrived)
 	return v
 }
 

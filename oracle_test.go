@@ -33,7 +33,7 @@ func TestOracleOverPartitions(t *testing.T) {
 
 func testOracle(t *testing.T, h *house, retention outbox.RetentionConfig) {
 	testenv.RealBrokers(t)
-	v := oracle.Verdict{Seed: *oracleSeed}
+	v := oracle.Result{Seed: *oracleSeed}
 	if v.Seed == 0 {
 		v.Seed = rand.Uint64()
 	}
@@ -51,7 +51,7 @@ func testOracle(t *testing.T, h *house, retention outbox.RetentionConfig) {
 		DB: h.db, Schema: h.schema, Record: h.record, Seed: v.Seed,
 		Events: *oracleEvents, Writers: 24, Keys: 200, Pause: 5 * time.Millisecond, Open: 4,
 	}))
-	v = h.judge(t, reader, v, func() { cancel(); <-stopped })
+	v = h.compare(t, reader, v, func() { cancel(); <-stopped })
 	v.Seconds = time.Since(start).Seconds()
 	t.Logf("%s", v)
 	require.NoError(t, v.Err())
@@ -79,11 +79,11 @@ func (h *house) takeTurns(ctx context.Context, t *testing.T, retention outbox.Re
 // The oracle is worth its name: it finds what is wrong with the cursors that
 // others use, under the same writers.
 func TestOracleBites(t *testing.T) {
-	for cursor, wrong := range map[string]func(oracle.Verdict) int{
-		"id":                       func(v oracle.Verdict) int { return v.Lost },
-		"id guarded by xmin":       func(v oracle.Verdict) int { return v.Lost },
-		"(xid, id) below xmin":     func(v oracle.Verdict) int { return v.Inversions },
-		"window up to xmin, by id": func(v oracle.Verdict) int { return v.Inversions },
+	for cursor, wrong := range map[string]func(oracle.Result) int{
+		"id":                       func(v oracle.Result) int { return v.Lost },
+		"id guarded by xmin":       func(v oracle.Result) int { return v.Lost },
+		"(xid, id) below xmin":     func(v oracle.Result) int { return v.Inversions },
+		"window up to xmin, by id": func(v oracle.Result) int { return v.Inversions },
 	} {
 		t.Run(cursor, func(t *testing.T) {
 			h := newHouse(t)
@@ -93,12 +93,12 @@ func TestOracleBites(t *testing.T) {
 			relay := h.relay(t, cfg)
 			relay.ReadLike(t, cursor)
 			stop := testenv.Run(t, relay.Run)
-			v := oracle.Verdict{Seed: rand.Uint64()}
+			v := oracle.Result{Seed: rand.Uint64()}
 			require.NoError(t, oracle.Write(context.Background(), oracle.Writers{
 				DB: h.db, Schema: h.schema, Record: h.record, Seed: v.Seed,
 				Events: 3000, Writers: 24, Keys: 50, Pause: 5 * time.Millisecond,
 			}))
-			v = h.judgeWithin(t, reader, v, stop, time.Second)
+			v = h.compareWithin(t, reader, v, stop, time.Second)
 			t.Logf("%s", v)
 			require.Positive(t, wrong(v), "%s", v)
 		})

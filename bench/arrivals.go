@@ -13,9 +13,9 @@ import (
 
 // lap is one turn at one rate: when its transactions began and committed and
 // when their events arrived, counted from its start. Only commits behind the
-// first warm ones are judged.
+// first warm ones are measured.
 type lap struct {
-	first, warm int // number of the first event; how many are not judged
+	first, warm int // number of the first event; how many are not measured
 	rate        int
 	start       time.Time
 	began       []time.Duration // each written by the worker that commits
@@ -23,7 +23,7 @@ type lap struct {
 	arrived     []time.Duration // written by the reader; 0: not yet
 	order       []int           // in which they arrived, first times only
 	missing     int             // known to the reader alone
-	aside       map[int]bool    // not judged, and missed only if true
+	aside       map[int]bool    // not measured, and missed only if true
 }
 
 func newLap(first, rate int, warm, measured time.Duration) *lap {
@@ -38,7 +38,7 @@ func newLap(first, rate int, warm, measured time.Duration) *lap {
 
 func (l *lap) total() int { return len(l.committed) }
 
-// setAside takes event n of the lap out of what is judged and missed.
+// setAside excludes event n of the lap from what is measured and missed.
 func (l *lap) setAside(n int) {
 	if _, aside := l.aside[n]; !aside {
 		l.aside[n] = false
@@ -84,7 +84,7 @@ func (l *lap) latencies() series {
 	return s
 }
 
-// longest is how long the longest transaction took that is judged, in milliseconds.
+// longest returns the duration of the longest measured transaction, in milliseconds.
 func (l *lap) longest() (ms float64) {
 	for n := l.warm; n < l.total(); n++ {
 		ms = max(ms, (l.committed[n]-l.began[n]).Seconds()*1000)
@@ -92,7 +92,7 @@ func (l *lap) longest() (ms float64) {
 	return ms
 }
 
-// achieved is the rate of the commits that are judged.
+// achieved returns the rate of the measured commits.
 func (l *lap) achieved() float64 {
 	committed := l.committed[l.warm:]
 	var last time.Duration
@@ -105,7 +105,7 @@ func (l *lap) achieved() float64 {
 
 // inOrder returns an error unless the events of each key arrived in order.
 func (l *lap) inOrder() error {
-	j := judge{}
+	j := orderCheck{}
 	for _, n := range l.order {
 		if err := j.see(newEvent(l.first+n).Order, int64(l.began[n]), int64(l.committed[n])); err != nil {
 			return err
@@ -114,13 +114,13 @@ func (l *lap) inOrder() error {
 	return nil
 }
 
-// judge finds events that arrive before earlier ones of their key: by key, it
+// orderCheck finds events that arrive before earlier ones of their key: by key, it
 // knows the latest beginning of a transaction whose event has arrived.
-type judge map[string]int64
+type orderCheck map[string]int64
 
 // see takes the first arrival of an event, and when its transaction began and
 // committed. Of two that overlap, neither is the earlier one.
-func (j judge) see(key string, began, committed int64) error {
+func (j orderCheck) see(key string, began, committed int64) error {
 	latest, known := j[key]
 	if known && committed < latest {
 		return fmt.Errorf("an event of %s arrived after one that was recorded later", key)

@@ -13,7 +13,7 @@ import (
 
 const ms = time.Millisecond
 
-func TestLapJudgesWhatIsNotWarmUp(t *testing.T) {
+func TestLapMeasuresWhatIsNotWarmUp(t *testing.T) {
 	l := newLap(100, 10, 200*ms, 300*ms) // 2 and 3 transactions
 	l.committed = []time.Duration{0, 100 * ms, 200 * ms, 300 * ms, 400 * ms}
 	for n, took := range []time.Duration{90 * ms, 90 * ms, 1 * ms, 2 * ms, 3 * ms} {
@@ -70,8 +70,8 @@ func TestLapInOrder(t *testing.T) {
 	}
 }
 
-func TestJudge(t *testing.T) {
-	j := judge{}
+func TestOrderCheck(t *testing.T) {
+	j := orderCheck{}
 	require.NoError(t, j.see("a", 10, 20))
 	require.NoError(t, j.see("a", 5, 10), "they overlapped")
 	require.NoError(t, j.see("b", 1, 2), "of another key")

@@ -206,12 +206,12 @@ func (o *outage) verify(ctx context.Context) (repeats int, err error) {
 type tally struct {
 	small   int // events of the first writer
 	seen    []bool
-	writers [2]judge
+	writers [2]orderCheck
 	repeats int
 }
 
 func newTally(events, small int) *tally {
-	return &tally{small: small, seen: make([]bool, events), writers: [2]judge{{}, {}}}
+	return &tally{small: small, seen: make([]bool, events), writers: [2]orderCheck{{}, {}}}
 }
 
 // see takes the arrival of event n.

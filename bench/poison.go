@@ -61,7 +61,7 @@ func (b *bench) limitTopic(ctx context.Context, op kadm.IncrementalOp) error {
 }
 
 // amongPoisons is withRelay with poisons. Other events of their keys wait behind
-// them, and are not judged. When all others have arrived, somebody gives up the
+// them, and are not measured. When all others have arrived, somebody gives up the
 // poisons, and what waited has to arrive too, in order.
 func (t *track) amongPoisons(ctx context.Context, rate int, measured time.Duration) (*lap, error) {
 	l := t.newLap(rate, measured)

@@ -146,7 +146,7 @@ func (w *worker) ask() {
 }
 
 // stop ends a process cleanly. It fails the test if that is not so, and lets it go
-// on: the verdict is still to come.
+// on: the comparison is still to come.
 func (w *worker) stop(t *testing.T) {
 	t.Helper()
 	w.ask()

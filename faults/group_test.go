@@ -41,7 +41,7 @@ const (
 // same partition for a while. Handlers without a transaction see everything, in
 // order, and repeats only where a member did not end cleanly.
 func TestKilledConsumers(t *testing.T) {
-	v := groupVerdict{Seed: seedOf(t), Balancer: *groupBalancer}
+	v := groupResult{Seed: seedOf(t), Balancer: *groupBalancer}
 	g := newGroup(t, v.Seed)
 	turns := groupPlan(v.Seed, *groupKills)
 	// Half of the events are there before the members that are killed, more of them
@@ -70,14 +70,14 @@ func TestKilledConsumers(t *testing.T) {
 	g.shop.sell(t, *groupRecords-g.shop.events)
 	g.settle(t)
 	g.stop(t, g.workers...)
-	g.judge(t, &v)
+	g.compare(t, &v)
 	t.Logf("%s", v)
 	require.NoError(t, v.Err())
 	require.GreaterOrEqual(t, v.Kills, *groupKills)
 }
 
-// groupVerdict is what TestKilledConsumers says in the end.
-type groupVerdict struct {
+// groupResult is what TestKilledConsumers prints in the end.
+type groupResult struct {
 	Seed        uint64  `json:"seed"`
 	Seconds     float64 `json:"seconds"`
 	Balancer    string  `json:"balancer"`
@@ -103,8 +103,8 @@ type groupVerdict struct {
 	Lag         int `json:"lag"`          // records that the committed offsets do not cover
 }
 
-// String returns the verdict as one line of JSON.
-func (v groupVerdict) String() string {
+// String returns the result as one line of JSON.
+func (v groupResult) String() string {
 	b, err := json.Marshal(v)
 	if err != nil {
 		return err.Error()
@@ -113,7 +113,7 @@ func (v groupVerdict) String() string {
 }
 
 // Err says what is wrong, or returns nil.
-func (v groupVerdict) Err() error {
+func (v groupResult) Err() error {
 	if v.WrongCounts+v.WrongNotes+v.Unseen+v.Disorder+v.DeadLetters+v.FailedTries+v.Lag > 0 {
 		return fmt.Errorf("faults: %s", v)
 	}

@@ -218,8 +218,8 @@ func TestTopicDeletedAndCreatedAgain(t *testing.T) {
 			s.compare(t, late)
 			arrived, err := s.reader.Arrived()
 			require.NoError(t, err)
-			var v oracle.Verdict
-			v.Judge(committed, slices.Concat(old, arrived))
+			var v oracle.Result
+			v.Compare(committed, slices.Concat(old, arrived))
 			t.Logf("%s; arrived before %d, later %d", v, len(old), len(arrived))
 			require.Zero(t, v.Phantom+v.Inversions, "%s", v)
 			s.requireHeldUpOnly(t)

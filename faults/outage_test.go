@@ -53,7 +53,7 @@ func (s *site) awaitFlow(t *testing.T) {
 
 // requireRecovery requires that everything committed arrives, each key in its
 // order, and that the outage has cost no event a retry.
-func (s *site) requireRecovery(t *testing.T, confirmed map[string]struct{}) oracle.Verdict {
+func (s *site) requireRecovery(t *testing.T, confirmed map[string]struct{}) oracle.Result {
 	t.Helper()
 	v := s.requireRight(t, confirmed)
 	s.requireHeldUpOnly(t)

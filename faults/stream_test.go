@@ -72,7 +72,7 @@ func (s *site) awaitArrivals(t *testing.T, n int) {
 
 // requireRight requires that everything that outbox holds arrives, and nothing
 // else, each key in its order, and that outbox holds what was confirmed.
-func (s *site) requireRight(t *testing.T, confirmed map[string]struct{}) oracle.Verdict {
+func (s *site) requireRight(t *testing.T, confirmed map[string]struct{}) oracle.Result {
 	t.Helper()
 	committed := s.recorded(t)
 	for id := range confirmed {
@@ -85,8 +85,9 @@ func (s *site) requireRight(t *testing.T, confirmed map[string]struct{}) oracle.
 	return v
 }
 
-// compare waits until what committed has arrived, and judges all that arrived.
-func (s *site) compare(t *testing.T, committed map[string]struct{}) (v oracle.Verdict) {
+// compare waits until all committed events have arrived, and compares them with all that
+// arrived.
+func (s *site) compare(t *testing.T, committed map[string]struct{}) (v oracle.Result) {
 	t.Helper()
 	require.Eventually(t, func() bool { return s.reader.Missing(committed) == 0 }, testenv.Patience, 10*time.Millisecond, "events are missing")
 	ends, err := oracle.Ends(context.Background(), s.brokers, s.topic, s.as...)
@@ -94,7 +95,7 @@ func (s *site) compare(t *testing.T, committed map[string]struct{}) (v oracle.Ve
 	require.Eventually(t, func() bool { return s.reader.CaughtUp(ends) }, testenv.Patience, 10*time.Millisecond)
 	arrived, err := s.reader.Arrived()
 	require.NoError(t, err)
-	v.Judge(committed, arrived)
+	v.Compare(committed, arrived)
 	return v
 }
 

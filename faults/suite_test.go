@@ -30,7 +30,7 @@ var (
 // events must flow again before the next begins, so that no kill hides that a
 // relay hangs.
 func TestFaults(t *testing.T) {
-	v := verdict{Seed: seedOf(t)}
+	v := result{Seed: seedOf(t)}
 	s := newSuite(t)
 	stopWriting := s.write(t, v.Seed)
 	start := time.Now()
@@ -43,7 +43,7 @@ func TestFaults(t *testing.T) {
 	v.LongestGap = s.watch.stop().Milliseconds()
 	stopWriting()
 	v.Seconds, v.Kills = time.Since(start).Seconds(), s.kills
-	s.judge(t, &v)
+	s.compare(t, &v)
 	t.Logf("%s", v)
 	require.NoError(t, v.Err())
 	require.GreaterOrEqual(t, v.Kills, int(*faultMinutes*50/15), "relays killed")
@@ -51,8 +51,8 @@ func TestFaults(t *testing.T) {
 	s.requireOneLeader(t)
 }
 
-// verdict is what TestFaults says in the end.
-type verdict struct {
+// result is what TestFaults prints in the end.
+type result struct {
 	Seed       uint64  `json:"seed"`
 	Seconds    float64 `json:"seconds"`
 	Kills      int     `json:"kills"`      // relays that got SIGKILL
@@ -67,8 +67,8 @@ type verdict struct {
 	LongestGap int64 `json:"longest_gap_ms"`
 }
 
-// String returns the verdict as one line of JSON.
-func (v verdict) String() string {
+// String returns the result as one line of JSON.
+func (v result) String() string {
 	b, err := json.Marshal(v)
 	if err != nil {
 		return err.Error()
@@ -77,7 +77,7 @@ func (v verdict) String() string {
 }
 
 // Err says what is wrong, or returns nil. To send twice is allowed here.
-func (v verdict) Err() error {
+func (v result) Err() error {
 	if v.Lost+v.Phantom+v.Inversions > 0 {
 		return fmt.Errorf("faults: %s", v)
 	}

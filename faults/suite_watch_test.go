@@ -60,7 +60,7 @@ func (w *watch) stop() time.Duration {
 }
 
 func (w *watch) look() {
-	arrived, _ := w.reader.Arrived() // its error is judged in the end
+	arrived, _ := w.reader.Arrived() // its error counts in the end
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	before := len(w.seen)

@@ -72,7 +72,7 @@ func TestDeliverMetadata(t *testing.T) {
 
 var errDeclined = errors.New("declined")
 
-// The error of a handler is the test's to judge, and what it did is undone.
+// The test gets the error of a handler, whose changes are rolled back.
 func TestDeliverReturnsTheError(t *testing.T) {
 	h := newHouse(t)
 	calls := 0

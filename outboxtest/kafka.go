@@ -64,7 +64,7 @@ func read(ctx context.Context, kafka []kgo.Opt, topic string, n int) ([]*kgo.Rec
 	for {
 		err := r.readToEnd(ctx)
 		if err == nil && len(r.records) >= n || !pause(ctx) {
-			return r.records, r.judge(n, err)
+			return r.records, r.check(n, err)
 		}
 	}
 }
@@ -138,8 +138,9 @@ func (r *reader) take(record *kgo.Record) {
 	}
 }
 
-// judge says what is wrong with what was read; err is why there is not more.
-func (r *reader) judge(n int, err error) error {
+// check returns an error unless exactly n records were read; err is the reason why no
+// more were read.
+func (r *reader) check(n int, err error) error {
 	if len(r.records) == n {
 		return err
 	}

@@ -27,7 +27,7 @@ type app struct {
 	tally  *tally
 }
 
-// run opens the shop, lets customers in, waits for the consumers, and judges.
+// run opens the shop, lets customers in, waits for the consumers, and compares.
 func run(ctx context.Context, cfg config, out io.Writer) (*report, error) {
 	a := &app{id: "commerce_" + uuid.NewString()[:8], kafka: []kgo.Opt{kgo.SeedBrokers(cfg.brokers...)}, tally: newTally()}
 	a.source = "commerce-api/" + a.id
@@ -53,7 +53,7 @@ func run(ctx context.Context, cfg config, out io.Writer) (*report, error) {
 
 // run runs everything in this process until the last customer has left and all
 // events are handled. Ctrl-C closes the shop, and nothing else: what was sold is
-// counted and judged.
+// counted and compared.
 func (a *app) run(ctx context.Context, cfg config) (*report, error) {
 	if err := a.migrate(ctx); err != nil {
 		return nil, err

@@ -7,7 +7,7 @@
 // domain, which knows none of this), statistics.go and cache.go (the consumers),
 // groups.go and topics.go (how they are set up), shop.go (how data and events are
 // committed together) and app.go (how all of it runs). The rest makes a show of it:
-// visits.go has the customers, report.go judges.
+// visits.go has the customers, report.go compares.
 package main
 
 import (
@@ -34,7 +34,7 @@ announced twice besides; at the end it compares what was counted with what commi
                         it, a small one runs in this process
 
 "make commerce" starts the first two and sets these. A run makes a schema of its own
-and drops it at the end; its topics stay. Ctrl-C closes the shop early and still judges.
+and drops it at the end; its topics stay. Ctrl-C closes the shop early and still compares.
 
 Exit code: 0 all is counted right, 1 it is not, or the run failed, 2 wrong usage.
 

@@ -125,7 +125,7 @@ func TestCommerceMissesALike(t *testing.T) {
 	p.requireNoSchema(t)
 }
 
-// A signal closes the shop; what was sold is counted and judged.
+// A signal closes the shop; what was sold is counted and compared.
 func TestCommerceInterrupted(t *testing.T) {
 	for _, signal := range ending.Signals {
 		t.Run(signal.String(), func(t *testing.T) {

@@ -188,7 +188,7 @@ func TestDemoMissesAnEvent(t *testing.T) {
 	requireNoSchema(t, p.schema)
 }
 
-// A signal closes the shop; what was sold is delivered and judged.
+// A signal closes the shop; what was sold is delivered and compared.
 func TestDemoInterrupted(t *testing.T) {
 	for _, signal := range ending.Signals {
 		t.Run(signal.String(), func(t *testing.T) {

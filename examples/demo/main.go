@@ -4,7 +4,7 @@
 // the demo compares what arrived with what the database says has committed.
 //
 // It reads in the order of its files: events.go is what happens in the shop,
-// shop.go records it, reader.go receives it, summary.go judges; page.go is the page
+// shop.go records it, reader.go receives it, summary.go compares what was recorded with what arrived; page.go is the page
 // of the operators.
 package main
 
@@ -36,7 +36,7 @@ them. At the end it says whether each committed event arrived, in order.
   OUTBOX_KAFKA_KIND     what Kafka is, kafka or kfake; only shown
 
 "make demo" starts both and sets these. A run makes a schema of its own and drops
-it at the end; its topics stay. Ctrl-C closes the shop early and still judges. While it
+it at the end; its topics stay. Ctrl-C closes the shop early and still compares. While it
 runs, the operators' page is open to this machine, at the address that it prints.
 
 Exit code: 0 all is right, 1 an event is missing, was never committed or is out
@@ -125,7 +125,7 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	return cfg, err
 }
 
-// run opens the shop, lets everybody order, waits for the events, and judges.
+// run opens the shop, lets everybody order, waits for the events, and compares.
 func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 	runID := "demo_" + uuid.NewString()[:8]
 	db, err := connect(ctx, cfg, runID)
@@ -163,7 +163,7 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 	}
 
 	// Ctrl-C closes the shop and nothing else: what was sold is delivered and
-	// judged. A relay that gives up ends everything.
+	// compared. A relay that gives up ends everything.
 	life, fail := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer fail(nil)
 	selling, closeShop := context.WithCancel(life)
@@ -254,7 +254,7 @@ func background(life context.Context, fail context.CancelCauseFunc, f func(conte
 }
 
 // await waits until each committed event has arrived, or none has arrived for
-// as long as patience lasts. What is still missing then is for the judge.
+// as long as patience lasts. What is still missing then is reported.
 func await(life context.Context, patience time.Duration, s *shop, r *reader) error {
 	if life.Err() != nil {
 		return context.Cause(life)

@@ -20,7 +20,7 @@ type summary struct {
 	took             time.Duration // to place the orders
 	heldOpen         time.Duration
 
-	verdict
+	result
 	perSecond float64         // arrivals, from the first to the last
 	latencies []time.Duration // sorted; nil if the load was not paced
 }
@@ -38,14 +38,14 @@ func sumUp(ctx context.Context, s *shop, r *reader) (*summary, error) {
 	arrivals := r.received()
 	return &summary{
 		orders: orders, declined: s.declined, took: s.took, heldOpen: s.heldOpen,
-		verdict:   judge(journal, arrivals),
+		result:    compare(journal, arrivals),
 		perSecond: rate(arrivals),
 		latencies: latencies(s.commits, arrivals),
 	}, nil
 }
 
-// verdict counts what is right and wrong.
-type verdict struct {
+// result counts the events and their differences.
+type result struct {
 	committed  int // events in the journal
 	received   int // of these, those that arrived
 	missing    int // of these, those that did not
@@ -56,17 +56,17 @@ type verdict struct {
 
 // right reports whether the promises were kept. A repeat breaks none: delivery
 // is at least once.
-func (v verdict) right() bool { return v.missing+v.phantom+v.outOfOrder == 0 }
+func (v result) right() bool { return v.missing+v.phantom+v.outOfOrder == 0 }
 
-// judge takes the journal in its order and arrivals in theirs. Events of one type
+// compare takes the journal in its order and arrivals in theirs. Events of one type
 // share a topic, so those with the same key have an order in Kafka as well.
-func judge(journal []line, arrivals []arrival) verdict {
+func compare(journal []line, arrivals []arrival) result {
 	type stream struct{ eventType, key string }
 	place := make(map[eventID]int, len(journal))
 	for i, l := range journal {
 		place[l.id] = i
 	}
-	v := verdict{committed: len(journal)}
+	v := result{committed: len(journal)}
 	seen := make(map[eventID]bool, len(journal))
 	newest := map[stream]int{}
 	for _, a := range arrivals {

@@ -10,27 +10,27 @@ import (
 
 // A journal and arrivals are written as events with spaces between them: a letter
 // for the key, a digit for the order.
-var judgeTests = []struct {
+var compareTests = []struct {
 	name, journal, arrived string
-	want                   verdict
+	want                   result
 }{
-	{"nothing happened", "", "", verdict{}},
-	{"all arrived", "a1 a2 b3", "a1 a2 b3", verdict{committed: 3, received: 3}},
-	{"keys may overtake each other", "a1 b2 a3 b4", "b2 b4 a1 a3", verdict{committed: 4, received: 4}},
-	{"one is missing", "a1 a2 b3", "a1 b3", verdict{committed: 3, received: 2, missing: 1}},
-	{"all are missing", "a1 a2", "", verdict{committed: 2, missing: 2}},
-	{"one never committed", "a1", "a1 a2", verdict{committed: 1, received: 1, phantom: 1}},
-	{"a phantom does not stand in for a missing one", "a1 a2", "a1 a3", verdict{committed: 2, received: 1, missing: 1, phantom: 1}},
-	{"two changed places", "a1 a2 a3", "a2 a1 a3", verdict{committed: 3, received: 3, outOfOrder: 1}},
-	{"one came last", "a1 a2 a3", "a2 a3 a1", verdict{committed: 3, received: 3, outOfOrder: 1}},
-	{"the first came before two others", "a1 a2 a3", "a3 a1 a2", verdict{committed: 3, received: 3, outOfOrder: 2}},
-	{"a repeat is not out of order", "a1 a2 a3", "a1 a2 a1 a2 a3", verdict{committed: 3, received: 3, repeated: 2}},
-	{"a phantom that repeats", "", "a1 b2 a1", verdict{phantom: 2, repeated: 1}},
-	{"order of the journal, not of numbers", "a9 a1", "a9 a1", verdict{committed: 2, received: 2}},
+	{"nothing happened", "", "", result{}},
+	{"all arrived", "a1 a2 b3", "a1 a2 b3", result{committed: 3, received: 3}},
+	{"keys may overtake each other", "a1 b2 a3 b4", "b2 b4 a1 a3", result{committed: 4, received: 4}},
+	{"one is missing", "a1 a2 b3", "a1 b3", result{committed: 3, received: 2, missing: 1}},
+	{"all are missing", "a1 a2", "", result{committed: 2, missing: 2}},
+	{"one never committed", "a1", "a1 a2", result{committed: 1, received: 1, phantom: 1}},
+	{"a phantom does not stand in for a missing one", "a1 a2", "a1 a3", result{committed: 2, received: 1, missing: 1, phantom: 1}},
+	{"two changed places", "a1 a2 a3", "a2 a1 a3", result{committed: 3, received: 3, outOfOrder: 1}},
+	{"one came last", "a1 a2 a3", "a2 a3 a1", result{committed: 3, received: 3, outOfOrder: 1}},
+	{"the first came before two others", "a1 a2 a3", "a3 a1 a2", result{committed: 3, received: 3, outOfOrder: 2}},
+	{"a repeat is not out of order", "a1 a2 a3", "a1 a2 a1 a2 a3", result{committed: 3, received: 3, repeated: 2}},
+	{"a phantom that repeats", "", "a1 b2 a1", result{phantom: 2, repeated: 1}},
+	{"order of the journal, not of numbers", "a9 a1", "a9 a1", result{committed: 2, received: 2}},
 }
 
-func TestJudge(t *testing.T) {
-	for _, tt := range judgeTests {
+func TestCompare(t *testing.T) {
+	for _, tt := range compareTests {
 		t.Run(tt.name, func(t *testing.T) {
 			var journal []line
 			for _, e := range strings.Fields(tt.journal) {
@@ -40,7 +40,7 @@ func TestJudge(t *testing.T) {
 			for _, e := range strings.Fields(tt.arrived) {
 				arrivals = append(arrivals, arrival{id: eventID{int64(e[1] - '0'), "type"}})
 			}
-			got := judge(journal, arrivals)
+			got := compare(journal, arrivals)
 			require.Equal(t, tt.want, got)
 			require.Equal(t, got.missing+got.phantom+got.outOfOrder == 0, got.right())
 		})
@@ -48,10 +48,10 @@ func TestJudge(t *testing.T) {
 }
 
 // Types have topics of their own, and topics know no order among each other.
-func TestJudgeKeepsTypesApart(t *testing.T) {
+func TestCompareKeepsTypesApart(t *testing.T) {
 	liked, viewed := eventID{1, likeCreated}, eventID{2, productViewed}
-	v := judge([]line{{liked, "7"}, {viewed, "7"}}, []arrival{{id: viewed}, {id: liked}})
-	require.Equal(t, verdict{committed: 2, received: 2}, v)
+	v := compare([]line{{liked, "7"}, {viewed, "7"}}, []arrival{{id: viewed}, {id: liked}})
+	require.Equal(t, result{committed: 2, received: 2}, v)
 }
 
 func TestOrderOf(t *testing.T) {

@@ -25,7 +25,7 @@ var (
 	ErrNilArgument = errors.New("must not be nil")
 )
 
-// Text says why a varchar column of limit characters would not take s.
+// Text returns why s cannot be stored in a varchar column of limit characters, or nil.
 func Text(s string, limit int) error {
 	switch {
 	case s == "":
@@ -43,9 +43,9 @@ func Text(s string, limit int) error {
 	return nil
 }
 
-// Attribute is [Text] for what becomes an attribute of CloudEvents, whose texts hold
-// neither control characters nor noncharacters. A text of blanks alone is refused
-// like an empty one: the official SDK for Go removes blanks at both ends.
+// Attribute is [Text] for attributes of CloudEvents, which contain neither control
+// characters nor noncharacters. A text of blanks is rejected like an empty one: the
+// official SDK for Go removes blanks at both ends.
 func Attribute(s string, limit int) error {
 	if err := Text(s, limit); err != nil {
 		return err
@@ -61,7 +61,7 @@ func Attribute(s string, limit int) error {
 	return nil
 }
 
-// Time accepts the times that RFC 3339, and so CloudEvents, can write.
+// Time accepts the times that RFC 3339, and so CloudEvents, can represent.
 func Time(t time.Time) error {
 	if t.IsZero() {
 		return fmt.Errorf("%w: zero", ErrTime)
@@ -72,7 +72,7 @@ func Time(t time.Time) error {
 	return nil
 }
 
-// Schema refuses the name of a schema that PostgreSQL would truncate or not accept.
+// Schema rejects the name of a schema that PostgreSQL would truncate or not accept.
 func Schema(schema string) error {
 	const limit = 63 // bytes of an identifier
 	if err := Text(schema, limit); err != nil {

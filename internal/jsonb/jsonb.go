@@ -17,11 +17,11 @@ const (
 	maxIntegerDigits  = 131072
 	maxFractionDigits = 16383
 	maxDepth          = 1000
-	maxExponent       = 1<<30 - 1 // refused by some versions whatever the digits, also in 0e…
+	maxExponent       = 1<<30 - 1 // rejected by some versions whatever the digits, also in 0e…
 )
 
-// Check returns the size of a JSON text as jsonb prints it, in bytes and
-// rounded up, or why jsonb would refuse it. jsonb prints numbers in full, 1e300
+// Check returns the size of a JSON text as jsonb prints it, in bytes and rounded up, or
+// why jsonb would reject it. jsonb prints numbers in full, 1e300
 // as 301 digits, so a short text can be a large payload.
 func Check(b []byte) (int, error) {
 	if !utf8.Valid(b) {
@@ -63,7 +63,7 @@ func Check(b []byte) (int, error) {
 }
 
 // ScanString returns the length of the valid JSON string that b begins with,
-// or an error for an escape that jsonb refuses.
+// or an error for an escape that jsonb rejects.
 func ScanString(b []byte) (int, error) {
 	for i := 1; ; i++ {
 		switch b[i] {

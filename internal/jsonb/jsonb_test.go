@@ -21,7 +21,7 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// What PostgreSQL calls the reasons for which it refuses a JSON text.
+// PostgreSQL's codes of the reasons for which it rejects a JSON text.
 const (
 	notText       = "22021" // character_not_in_repertoire
 	notJSON       = "22P02" // invalid_text_representation
@@ -30,8 +30,8 @@ const (
 	stackTooSmall = "54001" // statement_too_complex
 )
 
-// jsonbTests are texts that both judge alike; code is PostgreSQL's reason to
-// refuse them, and want ours.
+// jsonbTests are texts that both accept or both reject; code is PostgreSQL's reason to
+// reject them, and want ours.
 var jsonbTests = []struct {
 	name, text string
 	code       string
@@ -140,7 +140,7 @@ func deep(before, after string, n int) string {
 	return strings.Repeat(before, n) + "1" + strings.Repeat(after, n)
 }
 
-// checkJSONB is held against PostgreSQL: its word counts.
+// Check agrees with PostgreSQL.
 func TestJSONB(t *testing.T) {
 	pg := testenv.Pool(t, nil)
 	for _, tt := range jsonbTests {
@@ -157,8 +157,8 @@ func TestJSONB(t *testing.T) {
 	}
 }
 
-// PostgreSQL 15 refuses the exponent 2^30-1 (INT_MAX/2) before it looks at the
-// digits, so also where they are zero; 18 does not. We refuse it for all.
+// PostgreSQL 15 rejects the exponent 2^30-1 (INT_MAX/2) whatever the digits, also if they
+// are zero; 18 does not. Check rejects it for all versions.
 func TestJSONBLargestExponent(t *testing.T) {
 	for _, text := range []string{`0e1073741823`, `[0.0e+01073741823]`, `1e1073741823`, `0e99999999999999999999`} {
 		_, err := Check([]byte(text))
@@ -167,7 +167,7 @@ func TestJSONBLargestExponent(t *testing.T) {
 	requireAgreement(t, testenv.Pool(t, nil), `0e1073741822`)
 }
 
-// Our limit is tighter than PostgreSQL's, which depends on its stack.
+// Our limit is lower than PostgreSQL's, which depends on its stack.
 func TestJSONBDepth(t *testing.T) {
 	pg := testenv.Pool(t, nil)
 	for _, text := range []string{deep("[", "]", 1001), deep(`{"a":`, `}`, 1001), deep(`[{"a":`, `}]`, 501)} {
@@ -229,7 +229,7 @@ func TestJSONBSize(t *testing.T) {
 	}
 }
 
-// Thousands of texts that nobody thought of. Repeat a failure with its seed.
+// Thousands of random texts. Repeat a failure with its seed.
 func TestJSONBRandom(t *testing.T) {
 	pg := testenv.Pool(t, nil)
 	seed := rand.Uint64()
@@ -242,8 +242,7 @@ func TestJSONBRandom(t *testing.T) {
 	}
 }
 
-// FuzzJSONB looks for a text that panics or on which checkJSONB and PostgreSQL
-// disagree; under -short only for the former.
+// FuzzJSONB looks for a text for which Check panics or disagrees with PostgreSQL; under -short only for the former.
 func FuzzJSONB(f *testing.F) {
 	for _, tt := range jsonbTests {
 		if len(tt.text) < 1000 {
@@ -264,8 +263,8 @@ func FuzzJSONB(f *testing.F) {
 	})
 }
 
-// requireAgreement requires of a text that PostgreSQL stores it and prints no
-// more than we say, or that both refuse it.
+// requireAgreement requires that PostgreSQL stores a text and prints no more than Check
+// returns, or that both reject it.
 func requireAgreement(t *testing.T, pg *pgxpool.Pool, text string) {
 	t.Helper()
 	size, err := Check([]byte(text))
@@ -282,9 +281,9 @@ func requireAgreement(t *testing.T, pg *pgxpool.Pool, text string) {
 	}
 }
 
-// sharedReasons are the codes with which PostgreSQL may refuse what we refuse
-// with err. A text can be wrong in several ways, and we look for NUL, lone
-// surrogates and numbers out of range only in what is JSON at all.
+// sharedReasons are the codes with which PostgreSQL may reject a text that Check rejects
+// with err. A text can be wrong in several ways, and Check looks for NUL, lone surrogates
+// and numbers out of range only in valid JSON.
 func sharedReasons(err error) []string {
 	switch {
 	case errors.Is(err, check.ErrUTF8):
@@ -297,18 +296,18 @@ func sharedReasons(err error) []string {
 }
 
 // printJSONB returns the length of a text as jsonb prints it, or the code with
-// which PostgreSQL refuses it.
+// which PostgreSQL rejects it.
 func printJSONB(t *testing.T, pg *pgxpool.Pool, text string) (printed int, code string) {
 	t.Helper()
 	err := pg.QueryRow(context.Background(), `SELECT octet_length($1::text::jsonb::text)`, text).Scan(&printed)
-	if refused, ok := errors.AsType[*pgconn.PgError](err); ok {
-		return 0, refused.Code
+	if rejected, ok := errors.AsType[*pgconn.PgError](err); ok {
+		return 0, rejected.Code
 	}
 	require.NoError(t, err)
 	return printed, ""
 }
 
-// jsonMaker makes JSON texts, most of them valid, with a liking for edges.
+// jsonMaker generates JSON texts, most of them valid, many of them edge cases.
 type jsonMaker struct{ *rand.Rand }
 
 func (g jsonMaker) value(depth int) string {
@@ -343,7 +342,7 @@ func (g jsonMaker) space() string {
 }
 
 func (g jsonMaker) text() string {
-	// The last ones are those that jsonb refuses, alone or together.
+	// jsonb rejects the last ones, alone or combined.
 	pieces := []string{"a", "Z", "é", "주", "😀", "�", "\x7f", `\n`, `\"`, `\\`, `\/`, `\u0001`, `\u001F`, `\u00e9`, `\uFFFD`, `\ud83d\uDE00`, "u0000", "ud800"}
 	if g.IntN(10) == 0 {
 		pieces = append(pieces, `\u0000`, `\ud800`, `\uDBFF`, `\udc00`, `\uDFFF`)
@@ -408,7 +407,7 @@ func (g jsonMaker) damaged(text string) string {
 	return string(b)
 }
 
-// The maker is worth its while: it makes both kinds, and not always the same.
+// The generator makes valid and invalid texts, and not always the same.
 func TestJSONMaker(t *testing.T) {
 	g := jsonMaker{rand.New(rand.NewPCG(1, 2))}
 	seen := map[string]int{}

@@ -6,11 +6,12 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 )
 
-// RejectionClass names an error with which Kafka rejects a record for what it is, so
-// that no waiting helps. Every other error returns "" and counts as an outage. The
-// list is closed on purpose: otherwise an hour of lapsed credentials would reject
-// the whole backlog, and a host whose clock is an hour ahead whatever it sends
-// (Kafka calls that an invalid timestamp).
+// RejectionClass returns the class of an error with which Kafka rejects the record
+// itself, so that a retry returns the same error. For every other error it returns "",
+// and the error counts as an outage. The list is closed on purpose: with an open one, an
+// hour of expired credentials would reject the whole backlog, and a host whose clock is
+// an hour ahead would have all its records rejected (Kafka calls that an invalid
+// timestamp).
 func RejectionClass(err error) string {
 	switch {
 	case errors.Is(err, kerr.MessageTooLarge), errors.Is(err, kerr.RecordListTooLarge):
@@ -35,9 +36,9 @@ func IsTopicOutage(err error) bool {
 // one; only a new client sees the new topic.
 func IsReplaced(err error) bool { return errors.Is(err, kerr.UnknownTopicID) }
 
-// IsFinal reports whether the client will return this error for ever, so that the
-// next send needs another client. Such is every answer to its request for a producer
-// id that the client does not retry.
+// IsFinal reports whether the client will return this error for ever, so that the next
+// send needs a new client. The client does so after an error about its producer id that
+// it does not retry.
 func IsFinal(err error) bool {
 	var answer *kerr.Error
 	if !errors.As(err, &answer) || RejectionClass(err) != "" {
@@ -46,7 +47,7 @@ func IsFinal(err error) bool {
 	return IsReplaced(err) || !answer.Retriable && !IsTopicOutage(err)
 }
 
-// UnavailableClass names what an event waits for.
+// UnavailableClass returns the class of an outage for which an event waits.
 func UnavailableClass(err error) string {
 	switch {
 	case errors.Is(err, kerr.UnknownTopicOrPartition), IsReplaced(err):

@@ -40,7 +40,7 @@ func MarkLeaderless(ctx context.Context, client *kgo.Client, records []kgo.Recor
 	}
 }
 
-// AnswerTimeout bounds a question to the brokers.
+// AnswerTimeout bounds a request for metadata.
 const AnswerTimeout = 2 * time.Second
 
 // askLeaders returns which partitions of topics have a leader. It returns nil if

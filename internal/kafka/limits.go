@@ -10,15 +10,15 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
-// Limits knows the max.message.bytes of topics, as far as the brokers tell, and
-// what the client takes. It belongs to one goroutine.
+// Limits has the max.message.bytes of topics, as far as the brokers return it, and the
+// limit of the client. It belongs to one goroutine.
 //
-// The limit is one of batches, after compression, and a broker refuses a batch as a
-// whole. So a record above the limit is not refused here, because only the broker
-// knows; but no later event of its key goes out with it: when the refusal comes, they
-// would be there already. And records are not handed over together if they could
-// make a batch above the limit: it would be refused, and the next one, which is
-// smaller, be there before what is sent again.
+// The limit is one of batches, after compression, and a broker rejects a batch as a
+// whole. Only the broker can decide whether a record is too large, so a record above the
+// limit is sent, but no later event of its key together with it: those would be written
+// before the rejection arrives. And records are not sent together if they could make a
+// batch above the limit: the broker would reject it and accept the next, smaller batch,
+// so the records of the first would be written after those of the second.
 type Limits struct {
 	client int // ProducerBatchMaxBytes
 	known  map[string]limit
@@ -29,33 +29,33 @@ type limit struct {
 	until time.Time
 }
 
-// MaxTopics bounds what is remembered about topics: far more than a service has.
+// MaxTopics bounds the memory for topics. No service has so many.
 const MaxTopics = 10_000
 
 const (
 	limitsFresh   = time.Minute
 	limitsRetry   = 5 * time.Second // after no answer
 	limitsTimeout = 2 * time.Second
-	// limitsWorth is how many bytes for a topic are worth asking for: no sensible one
-	// has a lower limit, and events that come alone are mostly not asked about.
-	limitsWorth = 1000
+	// minAskedBytes is how many bytes must go to a topic before its limit is asked for:
+	// hardly any topic has a lower limit, and single events are mostly smaller.
+	minAskedBytes = 1000
 )
 
-// ReadClient learns the limit of a client, whose options are slow to ask for.
+// ReadClient reads the limit of a client. It is slow, so it is not done for each send.
 func (l *Limits) ReadClient(client *kgo.Client) {
 	most, _ := client.OptValue(kgo.ProducerBatchMaxBytes).(int32) // it always has one
 	l.client = int(most)
 }
 
-// Learn asks for the limits of the topics to which records go, where they matter and
-// are not known.
+// Learn asks the brokers for the limits of topics to which records are sent, if they
+// matter and are not known.
 func (l *Limits) Learn(ctx context.Context, client *kgo.Client, records []kgo.Record) {
 	var topics []string
 	var sums sums
 	for i := range records {
 		r := &records[i]
 		before, sum := sums.add(r)
-		if before < limitsWorth && sum >= limitsWorth && time.Now().After(l.known[r.Topic].until) {
+		if before < minAskedBytes && sum >= minAskedBytes && time.Now().After(l.known[r.Topic].until) {
 			topics = append(topics, r.Topic)
 		}
 	}
@@ -65,24 +65,24 @@ func (l *Limits) Learn(ctx context.Context, client *kgo.Client, records []kgo.Re
 	if l.known == nil || len(l.known) > MaxTopics {
 		l.known = map[string]limit{}
 	}
-	told, err := askLimits(ctx, client, topics)
+	limits, err := askLimits(ctx, client, topics)
 	until := time.Now().Add(limitsFresh)
 	if err != nil {
 		until = time.Now().Add(limitsRetry)
 	}
 	for _, topic := range topics {
-		l.known[topic] = limit{bytes: told[topic], until: until}
+		l.known[topic] = limit{bytes: limits[topic], until: until}
 	}
 }
 
 // Exceeds reports whether a record may be too large for its topic.
 func (l *Limits) Exceeds(r *kgo.Record) bool {
 	size, most := batchOverhead+recordSize(r), l.known[r.Topic].bytes
-	return size >= limitsWorth && (size > l.client || most > 0 && size > most)
+	return size >= minAskedBytes && (size > l.client || most > 0 && size > most)
 }
 
-// Fitting returns how many records, from the first on, no topic can refuse for being
-// in one batch. Those with an error stay behind.
+// Fitting returns how many records, from the first on, can be sent together without a
+// batch above the limit of its topic. Records with an error do not count.
 func (l *Limits) Fitting(records []kgo.Record, errs []error) int {
 	if !l.narrow() {
 		return len(records)
@@ -101,7 +101,7 @@ func (l *Limits) Fitting(records []kgo.Record, errs []error) int {
 	return len(records)
 }
 
-// narrow reports whether a topic takes less than the client, which is rare.
+// narrow reports whether a topic has a lower limit than the client, which is rare.
 func (l *Limits) narrow() bool {
 	for _, known := range l.known {
 		if known.bytes > 0 && known.bytes < l.client {
@@ -111,14 +111,15 @@ func (l *Limits) narrow() bool {
 	return false
 }
 
-// sums adds up the sizes of records by topic. Most come in runs of one topic.
+// sums adds up the sizes of records by topic. Mostly, consecutive records are of one
+// topic.
 type sums struct {
 	of    map[string]*int
 	topic string
 	sum   *int // of topic
 }
 
-// add returns what the record's topic had before, and has now.
+// add returns the sum of the record's topic before the record and with it.
 func (s *sums) add(r *kgo.Record) (before, now int) {
 	if s.sum == nil || s.topic != r.Topic {
 		if s.of == nil {
@@ -135,10 +136,10 @@ func (s *sums) add(r *kgo.Record) (before, now int) {
 	return before, *s.sum
 }
 
-// batchOverhead is what a batch needs beside its records, in bytes.
+// batchOverhead is the size of a batch without its records, in bytes.
 const batchOverhead = 61
 
-// recordSize is what a record needs in a batch at most, without compression.
+// recordSize returns the size of a record in a batch, at most, without compression.
 func recordSize(r *kgo.Record) int {
 	const overhead, fieldOverhead = 30, 10
 	n := overhead + len(r.Key) + len(r.Value)
@@ -148,8 +149,8 @@ func recordSize(r *kgo.Record) int {
 	return n
 }
 
-// askLimits asks the brokers. Where they do not answer, or not to us, a limit is
-// unknown, and what they refuse is found out by sending.
+// askLimits asks the brokers. If they do not answer, or if the client may not ask, a limit
+// is unknown, and only sending shows which records the broker rejects.
 func askLimits(ctx context.Context, client *kgo.Client, topics []string) (map[string]int, error) {
 	ctx, cancel := context.WithTimeout(ctx, limitsTimeout)
 	defer cancel()
@@ -164,16 +165,16 @@ func askLimits(ctx context.Context, client *kgo.Client, topics []string) (map[st
 	if err != nil {
 		return nil, fmt.Errorf("describe topics: %w", err)
 	}
-	told := map[string]int{}
+	limits := map[string]int{}
 	for _, resource := range response.Resources {
 		for _, c := range resource.Configs {
 			if c.Name != "max.message.bytes" || c.Value == nil {
 				continue
 			}
 			if n, err := strconv.Atoi(*c.Value); err == nil {
-				told[resource.ResourceName] = n
+				limits[resource.ResourceName] = n
 			}
 		}
 	}
-	return told, nil
+	return limits, nil
 }

@@ -31,69 +31,67 @@ func ValidateOpts(opts []kgo.Opt) error {
 	return kgo.ValidateOpts(opts...)
 }
 
-// HostOpts inspects the Kafka options of the host, to refuse those that the host
-// must not choose.
+// HostOpts inspects the Kafka options of the host, to reject those that the host must
+// not set.
 type HostOpts struct {
 	Client *kgo.Client // made of the options alone; never used
 	errs   *[]error
 }
 
-// CheckOpts makes a client of options, passes them to look, and returns what look
-// refused.
-func CheckOpts(opts []kgo.Opt, look func(HostOpts)) error {
+// CheckOpts makes a client of options, passes it to inspect, and returns the options
+// that inspect rejected as an error.
+func CheckOpts(opts []kgo.Opt, inspect func(HostOpts)) error {
 	client, err := NewClient(opts)
 	if err != nil {
 		return fmt.Errorf("kafka options: %w", err)
 	}
 	defer client.Close()
 	var errs []error
-	look(HostOpts{client, &errs})
+	inspect(HostOpts{client, &errs})
 	return errors.Join(errs...)
 }
 
-// LargestWrite returns the size of the largest request that a client writes, in
-// bytes. A client that sends records of others on must not have a lower limit than
-// they had.
+// LargestWrite returns the size of the largest request that a client writes, in bytes. A
+// client that forwards records must not have a lower limit than their producers.
 func LargestWrite(opts []kgo.Opt) (bytes int32, err error) {
 	err = CheckOpts(opts, func(o HostOpts) { bytes, _ = o.Client.OptValue(kgo.BrokerMaxWriteBytes).(int32) })
 	return bytes, err
 }
 
-// Refuse adds an error for an option if it is set.
-func (o HostOpts) Refuse(set bool, option, why string) {
+// Reject adds an error for an option if it is set.
+func (o HostOpts) Reject(set bool, option, why string) {
 	if set {
 		*o.errs = append(*o.errs, fmt.Errorf("kafka option %s: %s", option, why))
 	}
 }
 
-// Names reports whether an option holds a name.
+// Names reports whether an option that is a name is set.
 func (o HostOpts) Names(option any) bool {
 	name, _ := o.Client.OptValue(option).(string)
 	return name != ""
 }
 
-// Sets reports whether a switch is on, or a function given.
+// Sets reports whether an option that is a switch or a function is set.
 func (o HostOpts) Sets(option any) bool {
 	v := reflect.ValueOf(o.Client.OptValue(option))
 	return v.IsValid() && !v.IsZero()
 }
 
-// CheckProducerOpts refuses options with which the promises of a relay cannot be
-// kept.
+// CheckProducerOpts rejects options that break the promises of a relay.
 func CheckProducerOpts(opts []kgo.Opt) error {
 	return CheckOpts(opts, func(o HostOpts) {
 		const notConsumer = "that is for a consumer"
-		o.Refuse(o.Names(kgo.ConsumerGroup), "ConsumerGroup", notConsumer)
-		o.Refuse(o.Names(kgo.ShareGroup), "ShareGroup", notConsumer)
-		o.Refuse(o.Names(kgo.InstanceID), "InstanceID", notConsumer)
-		o.Refuse(len(o.Client.GetConsumeTopics()) > 0, "ConsumeTopics or ConsumePartitions", notConsumer)
-		o.Refuse(o.Names(kgo.TransactionalID), "TransactionalID", "it belongs to the relay")
-		o.Refuse(o.Sets(kgo.DisableIdempotentWrite), "DisableIdempotentWrite", "retries would repeat and reorder records")
-		o.Refuse(o.Sets(kgo.ManualFlushing), "ManualFlushing", "nobody would flush")
+		o.Reject(o.Names(kgo.ConsumerGroup), "ConsumerGroup", notConsumer)
+		o.Reject(o.Names(kgo.ShareGroup), "ShareGroup", notConsumer)
+		o.Reject(o.Names(kgo.InstanceID), "InstanceID", notConsumer)
+		o.Reject(len(o.Client.GetConsumeTopics()) > 0, "ConsumeTopics or ConsumePartitions", notConsumer)
+		o.Reject(o.Names(kgo.TransactionalID), "TransactionalID", "it belongs to the relay")
+		o.Reject(o.Sets(kgo.DisableIdempotentWrite), "DisableIdempotentWrite", "retries would repeat and reorder records")
+		o.Reject(o.Sets(kgo.ManualFlushing), "ManualFlushing", "nobody would flush")
 	})
 }
 
-// ProducerOpts returns the options of the host with those that the promises need.
+// ProducerOpts returns the options of the host, and those that the promises need.
 func ProducerOpts(host []kgo.Opt, deliveryTimeout time.Duration) []kgo.Opt {
 	return append(append([]kgo.Opt(nil), host...),
 		kgo.RequiredAcks(kgo.AllISRAcks()),

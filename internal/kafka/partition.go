@@ -18,7 +18,7 @@ const Unassigned = -1
 // PartitionOf returns the partition of a record.
 func PartitionOf(r *kgo.Record) Partition { return Partition{r.Topic, r.Partition} }
 
-// Only returns p in the form in which franz-go names several.
+// Only returns p as a map of topics and partitions, as franz-go takes them.
 func (p Partition) Only() map[string][]int32 { return map[string][]int32{p.Topic: {p.Number}} }
 
 // String returns "partition topic/number".

@@ -1,9 +1,9 @@
-// Package oracle decides from history whether events were delivered rightly.
+// Package oracle checks that the events that were recorded are the events that arrived.
 //
-// [Write] lets many writers record versioned events under transactions of every
-// kind, and leaves in the table oracle_history what has committed: history rows
-// are written by the same transactions as the events. [Verdict.Judge] compares them with
-// what arrived in Kafka. Neither knows how events travel in between.
+// [Write] records versioned events with many writers, in transactions of every kind.
+// Each transaction also inserts its events into the table oracle_history, which so has
+// all events that were committed. [Result.Compare] compares them with the events that
+// arrived in Kafka. Neither depends on how events get from one to the other.
 package oracle
 
 import (
@@ -12,36 +12,37 @@ import (
 	"time"
 )
 
-// Event is what a writer asks to be recorded. Its version grows by one with
-// each event of its key, and was drawn while the writer held the key's row lock.
+// Event is an event of a writer. Its version is one above that of the last event of its
+// key; the writer increments it while it holds the row lock of the key.
 type Event struct {
 	ID      string `json:"id"`
 	Key     string `json:"key"`
 	Version int64  `json:"version"`
-	// Filler makes the payload about as large as a real one.
+	// Filler makes the payload about as large as that of a real event.
 	Filler string `json:"filler"`
 }
 
-// OccurredAt and Aggregate let an Event be recorded as the domain event it is.
-// The time follows from the version, so that a test can foretell it.
+// OccurredAt and Aggregate make Event a domain event. The time is derived from the
+// version, so that a test can predict it.
 func (e Event) OccurredAt() time.Time { return time.UnixMilli(1_700_000_000_000 + e.Version) }
 
-// Aggregate is the event's key.
+// Aggregate returns the event's key.
 func (e Event) Aggregate() string { return e.Key }
 
-// Verdict compares what committed with what arrived.
-type Verdict struct {
+// Result counts the differences between the events that were committed and those that
+// arrived.
+type Result struct {
 	Seed       uint64  `json:"seed"`
 	Seconds    float64 `json:"seconds"`
-	Events     int     `json:"events"`     // that committed
+	Events     int     `json:"events"`     // that were committed
 	Lost       int     `json:"lost"`       // committed and never arrived
 	Phantom    int     `json:"phantom"`    // arrived and never committed
 	Duplicates int     `json:"duplicates"` // arrivals after the first
 	Inversions int     `json:"inversions"` // first arrivals behind a later version of their key
 }
 
-// String returns the verdict as one line of JSON.
-func (v Verdict) String() string {
+// String returns the result as one line of JSON.
+func (v Result) String() string {
 	b, err := json.Marshal(v)
 	if err != nil {
 		return err.Error()
@@ -49,17 +50,17 @@ func (v Verdict) String() string {
 	return string(b)
 }
 
-// Err says what is wrong, or returns nil.
-func (v Verdict) Err() error {
+// Err returns an error if there is any difference.
+func (v Result) Err() error {
 	if v.Lost+v.Phantom+v.Duplicates+v.Inversions > 0 {
 		return fmt.Errorf("oracle: %s", v)
 	}
 	return nil
 }
 
-// Judge fills in the counts: committed is the history, arrived what the topic
-// holds, in its order for each key.
-func (v *Verdict) Judge(committed map[string]struct{}, arrived []Event) {
+// Compare sets the counts. committed has the ids of the history, and arrived the events of
+// the topic, in the order of their offsets within each key.
+func (v *Result) Compare(committed map[string]struct{}, arrived []Event) {
 	v.Events = len(committed)
 	seen := make(map[string]struct{}, len(arrived))
 	newest := make(map[string]int64)

@@ -12,8 +12,8 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
-// Reader follows a topic from its beginning and keeps what arrives. Make one
-// with [Follow]. It is safe for concurrent use.
+// Reader reads a topic from its beginning and keeps all events. [Follow] returns one. It
+// is safe for concurrent use.
 type Reader struct {
 	client *kgo.Client
 	decode func(*kgo.Record) (Event, error)
@@ -25,9 +25,9 @@ type Reader struct {
 	err     error
 }
 
-// Follow reads topic until ctx ends. decode turns a record into the event it
-// carries; nil means that the record's value is the event as JSON. opts are what
-// else the brokers ask for: credentials.
+// Follow reads topic until ctx ends. decode returns the event of a record; nil means that
+// the record's value is the event as JSON. opts are further options that the brokers
+// need, such as credentials.
 func Follow(ctx context.Context, brokers []string, topic string, decode func(*kgo.Record) (Event, error), opts ...kgo.Opt) (*Reader, error) {
 	client, err := kgo.NewClient(append(opts[:len(opts):len(opts)], kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topic),
 		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()), kgo.MetadataMinAge(100*time.Millisecond))...) // the topic may not be there yet

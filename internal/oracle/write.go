@@ -16,27 +16,27 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// Record stores events in tx through whatever is being examined.
+// Record stores events in tx by the implementation under test.
 type Record func(ctx context.Context, tx pgx.Tx, events ...Event) error
 
-// Writers says who writes. The schema must exist; what an earlier [Write] left in
-// it is continued.
+// Writers configures [Write]. The schema must exist. If an earlier Write has written
+// there, the versions of keys continue.
 type Writers struct {
 	DB      *pgxpool.Pool
 	Schema  string
 	Record  Record
 	Seed    uint64
 	Events  int           // how many to commit, at least
-	Writers int           // concurrent ones
+	Writers int           // how many write concurrently
 	Keys    int           // fewer keys mean more contention
 	Pause   time.Duration // longest sleep inside a transaction
 	Open    int           // transactions that stay open until the others are done
 
-	// Stop ends the writing before Events have committed; nil: it does not.
+	// Stop, if it is not nil, ends the writing before Events are committed.
 	Stop <-chan struct{}
-	// Outages says that the server may die. Writers then try again until it is
-	// back. Whether a transaction has committed whose connection was lost, only
-	// the history tells.
+	// Outages says that the server may stop. Writers then try again until it is
+	// back. If a transaction loses its connection, only the history shows whether it
+	// has committed.
 	Outages bool
 }
 
@@ -44,9 +44,9 @@ type Writers struct {
 // SERIALIZABLE, with savepoints, rollbacks, prepared transactions (the server's
 // max_prepared_transactions must not be below Writers), transactions that take
 // their id long before they write, and some that stay open all the time. It
-// returns when all of them have ended; no prepared transaction is left then,
-// unless ctx ended while the server was away. The same seed gives the same plan;
-// how the plans of the writers interleave is up to the machine.
+// returns when all of them have ended; no prepared transaction is left then, unless ctx
+// ended while the server was unavailable. The same seed gives each writer the same plan;
+// how the plans interleave is not determined.
 func Write(ctx context.Context, w Writers) error {
 	if err := w.setUp(ctx); err != nil {
 		return fmt.Errorf("oracle: set up: %w", err)
@@ -88,7 +88,7 @@ func (w *Writers) setUp(ctx context.Context) error {
 	return err
 }
 
-// holdOpen writes an event at once and commits it after everybody else's.
+// holdOpen writes an event at the start and commits it after all others.
 func (w *Writers) holdOpen(ctx context.Context, i int, release <-chan struct{}) error {
 	for version := int64(1); ; version++ {
 		lost, err := w.begin(ctx, pgx.TxOptions{}, func(tx pgx.Tx) error {
@@ -113,8 +113,8 @@ func (w *Writers) holdOpen(ctx context.Context, i int, release <-chan struct{}) 
 // tries again.
 const reconnectPause = 50 * time.Millisecond
 
-// begin runs f in a transaction. It reports as lost what an outage broke off:
-// then nobody knows whether it has committed.
+// begin runs f in a transaction. It reports lost if an outage broke the transaction off:
+// then it is not known whether it has committed.
 func (w *Writers) begin(ctx context.Context, opts pgx.TxOptions, f func(pgx.Tx) error) (lost bool, err error) {
 	broken := true // it did not begin
 	err = pgx.BeginTxFunc(ctx, w.DB, opts, func(tx pgx.Tx) error {
@@ -151,8 +151,8 @@ func (w *Writers) stopped() bool {
 
 var errRollback = errors.New("this one rolls back")
 
-// transaction runs one, and returns how many events it committed: none when it
-// rolled back by plan or lost against another one.
+// transaction runs one transaction and returns how many events it committed: none if it
+// rolled back as planned or because of a conflict with another one.
 func (w *Writers) transaction(ctx context.Context, rng *rand.Rand) (n int, _ error) {
 	levels := []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable}
 	prepared := ""
@@ -160,7 +160,7 @@ func (w *Writers) transaction(ctx context.Context, rng *rand.Rand) (n int, _ err
 		prepared = "oracle-" + uuid.NewString()
 	}
 	lost, err := w.begin(ctx, pgx.TxOptions{IsoLevel: levels[rng.IntN(len(levels))]}, func(tx pgx.Tx) error {
-		if rng.IntN(4) == 0 { // an early id, and others go by before it is used
+		if rng.IntN(4) == 0 { // an early id, which others overtake before it is used
 			if _, err := tx.Exec(ctx, `SELECT pg_current_xact_id()`); err != nil {
 				return err
 			}
@@ -196,7 +196,7 @@ func (w *Writers) transaction(ctx context.Context, rng *rand.Rand) (n int, _ err
 
 var errPrepared = errors.New("this one is prepared, and decided elsewhere")
 
-// prepare takes the transaction off its connection.
+// prepare prepares the transaction, which so no longer belongs to its connection.
 func (w *Writers) prepare(ctx context.Context, tx pgx.Tx, name string) error {
 	if _, err := tx.Exec(ctx, fmt.Sprintf(`PREPARE TRANSACTION '%s'`, name)); err != nil {
 		return err
@@ -204,20 +204,20 @@ func (w *Writers) prepare(ctx context.Context, tx pgx.Tx, name string) error {
 	return errPrepared
 }
 
-// decide commits or rolls back a prepared transaction, from any connection. It
-// does so also when ctx has ended: what stays prepared holds its locks for ever.
+// decide commits or rolls back a prepared transaction, on any connection. It does so also
+// if ctx has ended, because a prepared transaction holds its locks for ever.
 func (w *Writers) decide(ctx context.Context, rng *rand.Rand, name string, n int) (int, error) {
 	w.pause(rng)
-	act := "COMMIT"
+	statement := "COMMIT"
 	if rng.IntN(4) == 0 {
-		act, n = "ROLLBACK", 0
+		statement, n = "ROLLBACK", 0
 	}
 	for try := 1; ; try++ {
-		_, err := w.DB.Exec(context.WithoutCancel(ctx), fmt.Sprintf(`%s PREPARED '%s'`, act, name))
+		_, err := w.DB.Exec(context.WithoutCancel(ctx), fmt.Sprintf(`%s PREPARED '%s'`, statement, name))
 		switch {
 		case err == nil || !w.Outages:
 			return n, err
-		case hasCode(err, "42704"): // undefined object: an earlier try decided it, or it was never prepared
+		case hasCode(err, "42704"): // undefined object: an earlier try has ended it, or it was never prepared
 			return 0, nil
 		case ctx.Err() != nil, try == maxTries:
 			return 0, err
@@ -226,7 +226,7 @@ func (w *Writers) decide(ctx context.Context, rng *rand.Rand, name string, n int
 	}
 }
 
-// maxTries of decide take a minute at least, longer than servers are away.
+// maxTries of decide take a minute at least, longer than the servers are unavailable.
 const maxTries = int(time.Minute / reconnectPause)
 
 // step records one to five events of one key, at times under a savepoint that
@@ -250,7 +250,7 @@ func (w *Writers) step(ctx context.Context, tx pgx.Tx, rng *rand.Rand) (int, err
 	return n, err
 }
 
-// bump draws versions of a key under its row lock and records them.
+// bump increments the version of a key under its row lock and records events.
 func (w *Writers) bump(ctx context.Context, tx pgx.Tx, rng *rand.Rand) (int, error) {
 	key := fmt.Sprintf("key-%d", 1+rng.IntN(w.Keys))
 	n := 1 + rng.IntN(5)
@@ -287,7 +287,7 @@ func (w *Writers) pause(rng *rand.Rand) {
 	}
 }
 
-// isConflict reports what a transaction may lose to another one: 40001
+// isConflict reports whether a transaction failed because of another one: 40001
 // serialization failure, 40P01 deadlock.
 func isConflict(err error) bool { return hasCode(err, "40001") || hasCode(err, "40P01") }
 
@@ -296,7 +296,7 @@ func hasCode(err error, code string) bool {
 	return errors.As(err, &pg) && pg.Code == code
 }
 
-// Committed reads the history that [Write] left.
+// Committed reads the history of [Write]: the ids of all events that were committed.
 func Committed(ctx context.Context, db *pgxpool.Pool, schema string) (map[string]struct{}, error) {
 	rows, err := db.Query(ctx, `SELECT event_id FROM `+pgx.Identifier{schema, "oracle_history"}.Sanitize())
 	if err != nil {

@@ -13,8 +13,8 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// Log reports one thing that is tried until it works. It belongs to one goroutine,
-// but for [Log.Current], which any goroutine may call.
+// Log logs the outages of one thing that is tried until it works. It belongs to one
+// goroutine, except for [Log.Current], which any goroutine may call.
 type Log struct {
 	log     *slog.Logger
 	what    string
@@ -60,13 +60,13 @@ func (l *Log) Current() *Outage { return l.current.Load() }
 // Backoff returns the wait before the next try, see [wait.Backoff].
 func (l *Log) Backoff() time.Duration { return l.backoff.Next() }
 
-// Logs reports many things by name. Any number of goroutines may use it.
+// Logs logs the outages of many things by name. It is safe for concurrent use.
 type Logs struct {
 	log     *slog.Logger
-	failing atomic.Bool // something fails; spares the lock while nothing does
+	failing atomic.Bool // something fails; read without the lock
 
 	mu    sync.Mutex
-	known map[string]*named // what has ever failed
+	known map[string]*named // everything that has ever failed
 }
 
 type named struct {

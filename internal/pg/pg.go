@@ -24,16 +24,16 @@ func InSchema(sql, schema string) string {
 // PlannerSettings precedes a statement in the same round trip and so in the same
 // transaction.
 //
-// The planner is not to choose: what it would plan on the first day, over an
-// empty table, reads all of outbox for each event once the table has grown, and
-// it does so until the table is analysed. With these settings the only
-// plans left are those that the comments at the statements speak of, planned
-// once for each connection.
+// The planner must not choose: a plan that it makes for an empty table reads all of
+// outbox for each event when the table has grown, and is used until the table is
+// analysed. With these settings only the plans remain that the comments at the
+// statements describe. Each connection plans a statement once.
 const PlannerSettings = `
 SELECT set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
        set_config('enable_bitmapscan', 'off', true), set_config('jit', 'off', true)`
 
-// PlanEachTime has a statement planned for its arguments: most filters are empty.
+// PlanEachTime makes PostgreSQL plan a statement for its arguments each time, because
+// most filters are empty.
 const PlanEachTime = pgx.QueryExecModeCacheDescribe
 
 // Query runs a statement under settings and passes its rows to read.
@@ -49,5 +49,5 @@ type RowQuerier interface {
 	QueryRow(ctx context.Context, sql string, args ...any) pgx.Row
 }
 
-// OrNull is a parameter: a zero time is NULL.
+// OrNull returns an argument that is NULL for a zero time.
 func OrNull(t time.Time) pgtype.Timestamptz { return pgtype.Timestamptz{Time: t, Valid: !t.IsZero()} }

@@ -46,7 +46,7 @@ const FailureColumns = `id, relay, outbox_id, parking_key, event_id::text, event
        content_type, occurred_at, created_at, retry_count, last_error, error_class, failed_at, next_retry_at, status, held,
        resolved_at, coalesce(resolved_by, ''), coalesce(resolution, '')`
 
-// ScanFailure reads [FailureColumns], and more behind them.
+// ScanFailure reads [FailureColumns], and more columns after them.
 func ScanFailure(row pgx.Row, more ...any) (Failure, error) {
 	var r Failure
 	var parkingKey string
@@ -73,7 +73,7 @@ func CollectFailures(rows pgx.Rows) ([]Failure, error) {
 	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (Failure, error) { return ScanFailure(row) })
 }
 
-// FailureFilter picks rows of outbox_failed. Empty fields pick all, but Statuses are
+// FailureFilter selects rows of outbox_failed. Empty fields select all, but Statuses are
 // required. outboxops.FailureFilter describes them.
 type FailureFilter struct {
 	Statuses                   []string
@@ -106,7 +106,7 @@ const FailureWhere = `
    AND ($11::bigint = 0 OR outbox_id = $11)
    AND ($12::text = '' OR event_id::text = lower($12))`
 
-// FailureCount is how many events have failed alike. Its fields are those of
+// FailureCount counts failed events that are alike. Its fields are those of
 // outbox.FailedCount, which describes them.
 type FailureCount struct {
 	Relay, Status, Type, Class string

@@ -5,9 +5,9 @@ package tables
 
 import "strings"
 
-// NewestCursors begins a statement that needs the position of each relay: its newest
-// row of outbox_cursor is in positions. What an index on (relay, id) gives is not
-// sought in any other way, under pg.PlannerSettings.
+// NewestCursors begins a statement that needs the position of each relay: positions has
+// the newest row of outbox_cursor for each. Under pg.PlannerSettings it uses the index on
+// (relay, id) and nothing else.
 const NewestCursors = `
 WITH RECURSIVE names AS (
    (SELECT relay FROM {schema}.outbox_cursor ORDER BY relay LIMIT 1)
@@ -35,8 +35,8 @@ func SnapshotMax(snapshot string) string {
 	return xmax
 }
 
-// ParkingKey returns what an event shares with those that must not overtake it. The
-// name of a topic has no slash.
+// ParkingKey identifies the events that must stay in order: those of one topic and record
+// key. The name of a topic has no slash.
 func ParkingKey(topic string, key []byte) string {
 	var b strings.Builder
 	b.Grow(len(topic) + 1 + len(key))

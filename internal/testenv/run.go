@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/assert"
 )
 
-// Patience is how long a test waits for what should be there much sooner.
+// Patience bounds the waits of tests for conditions that normally hold much earlier.
 const Patience = time.Minute
 
 // Run starts f and returns a function that cancels its context and waits for it,

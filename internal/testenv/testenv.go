@@ -1,6 +1,5 @@
 // Package testenv gives tests the real PostgreSQL and the real Kafka that
-// tools/services brings up. A test that cannot have them fails; only under -short it
-// is skipped.
+// tools/services starts. Without them a test fails; only under -short it is skipped.
 package testenv
 
 import (
@@ -34,8 +33,8 @@ const (
 )
 
 // Schema returns a pool and the name of a new, empty schema of the test's own,
-// which is dropped when the test ends. The schema's name needs quoting, so that
-// a test finds out where that was forgotten.
+// which is dropped when the test ends. The schema's name needs quotes, so that a test
+// fails if code forgets them.
 func Schema(t testing.TB) (*pgxpool.Pool, string) {
 	t.Helper()
 	db := Pool(t, nil)
@@ -66,8 +65,8 @@ func Pool(t testing.TB, configure func(*pgxpool.Config)) *pgxpool.Pool {
 	return db
 }
 
-// PoolIn returns a pool that runs its statements in a mode, one that prepares them
-// past PgBouncer.
+// PoolIn returns a pool that runs its statements in a mode. A mode that prepares them
+// connects past PgBouncer.
 func PoolIn(t testing.TB, mode pgx.QueryExecMode) *pgxpool.Pool {
 	t.Helper()
 	if mode == pgx.QueryExecModeCacheStatement || mode == pgx.QueryExecModeDescribeExec {
@@ -76,8 +75,8 @@ func PoolIn(t testing.TB, mode pgx.QueryExecMode) *pgxpool.Pool {
 	return Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DefaultQueryExecMode = mode })
 }
 
-// Direct lets the rest of the test go past PgBouncer, if there is one: a test that
-// itself sets up a session, and says so.
+// Direct makes the rest of the test connect past PgBouncer, if there is one. A test that
+// depends on settings of its session calls it.
 func Direct(t testing.TB) {
 	t.Helper()
 	if _, seen := direct.LoadOrStore(t.Name(), true); !seen {
@@ -117,15 +116,15 @@ func OtherDatabase(t testing.TB) *pgxpool.Pool {
 	return Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Database = name })
 }
 
-// Brokers returns the seed brokers of Kafka. Where the truth of a real broker is
-// the point, RealBrokers is the one to call.
+// Brokers returns the seed brokers of Kafka, which may be a fake one. A test that depends
+// on the behaviour of a real broker calls RealBrokers.
 func Brokers(t testing.TB) []string {
 	t.Helper()
 	return strings.Split(need(t, BrokersVar), ",")
 }
 
-// RealBrokers is Brokers, and fails the test where the broker is a fake one; under
-// -short it skips it.
+// RealBrokers is Brokers, and fails the test if the broker is a fake one. Under -short
+// it skips the test.
 func RealBrokers(t testing.TB) []string {
 	t.Helper()
 	brokers := Brokers(t)
@@ -138,8 +137,8 @@ func RealBrokers(t testing.TB) []string {
 	return brokers
 }
 
-// KafkaOpts are a relay's options for a test's broker: topics come into being
-// when they are needed, and are noticed soon.
+// KafkaOpts returns a relay's options for a test's broker: missing topics are created, and
+// new ones are found quickly.
 func KafkaOpts(brokers []string) []kgo.Opt {
 	return []kgo.Opt{kgo.SeedBrokers(brokers...), kgo.AllowAutoTopicCreation(), kgo.MetadataMinAge(100 * time.Millisecond)}
 }

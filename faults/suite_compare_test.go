@@ -60,10 +60,10 @@ func (dropKey) OnProduceRecordBuffered(r *kgo.Record) {
 	}
 }
 
-// judge fills in the verdict, after a time in which nothing is disturbed: what
+// compare sets the counts of the result, after a time in which nothing is disturbed: what
 // has committed must have arrived, or stand in outbox_failed because of an event
 // that Kafka refuses.
-func (s *suite) judge(t *testing.T, v *verdict) {
+func (s *suite) compare(t *testing.T, v *result) {
 	t.Helper()
 	committed, err := oracle.Committed(s.ctx, s.db, "public")
 	require.NoError(t, err)
@@ -90,9 +90,9 @@ func (s *suite) judge(t *testing.T, v *verdict) {
 		}
 	}
 	expected := s.expected(committed, failed)
-	var o, strict oracle.Verdict
-	o.Judge(expected, ordered)
-	strict.Judge(expected, arrived)
+	var o, strict oracle.Result
+	o.Compare(expected, ordered)
+	strict.Compare(expected, arrived)
 	t.Logf("%d keys were released; inversions of theirs, which are allowed: %d", len(released), strict.Inversions-o.Inversions)
 	v.Events, v.Lost, v.Phantom, v.Duplicates, v.Inversions = len(committed), o.Lost, o.Phantom, o.Duplicates, o.Inversions
 }

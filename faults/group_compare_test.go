@@ -17,8 +17,8 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
-// judge fills in the verdict, once nothing moves any more.
-func (g *group) judge(t *testing.T, v *groupVerdict) {
+// compare sets the counts of the result, when all consumers have finished.
+func (g *group) compare(t *testing.T, v *groupResult) {
 	t.Helper()
 	v.Seconds = time.Since(g.start).Seconds()
 	v.Kills, v.Stops, v.Freezes, v.LongestStop = g.kills, g.stops, g.freezes, g.longestStop.Milliseconds()
