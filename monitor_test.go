@@ -19,7 +19,7 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// mailbox is an alerter that keeps what it is told, and fails as often as it is to.
+// mailbox is an alerter that keeps alerts, after it has failed as often as fails says.
 type mailbox struct {
 	mu     sync.Mutex
 	alerts []outbox.Alert
@@ -39,8 +39,8 @@ func (m *mailbox) Alert(_ context.Context, a outbox.Alert) error {
 	return nil
 }
 
-// told returns the kinds that came, with ! for what is over, and empties the box.
-func (m *mailbox) told(kinds ...outbox.AlertKind) string {
+// received returns which alerts of some kinds came, with ! for one that is over.
+func (m *mailbox) received(kinds ...outbox.AlertKind) string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	var all []string
@@ -97,8 +97,8 @@ func TestAlertConfig(t *testing.T) {
 	}
 }
 
-// A relay tells of an event that died when it has, once, however often the alerter
-// must be asked; of many when there are more than before; and when they are settled.
+// A relay alerts to a death once, however often the alerter must be called; to many dead
+// events again when there are more; and when they are resolved.
 func TestDeadEventsAreAlertedTo(t *testing.T) {
 	h, _ := poisonedHouse(t)
 	box := &mailbox{fails: 2}
@@ -117,7 +117,7 @@ func TestDeadEventsAreAlertedTo(t *testing.T) {
 	h.commit(t, poison("at last", 1))
 	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 4})
 	require.Eventually(t, func() bool {
-		return box.told(outbox.AlertManyDead) == "many_dead_events many_dead_events"
+		return box.received(outbox.AlertManyDead) == "many_dead_events many_dead_events"
 	}, testenv.Patience, 5*time.Millisecond)
 	_, err := h.failures(t).ResolveAll(background, outboxops.FailureFilter{}, outboxops.BulkConfig{}, kim)
 	require.NoError(t, err)
@@ -147,7 +147,7 @@ func TestDeadEventIsAlertedToAtOnce(t *testing.T) {
 	box.await(t, outbox.AlertDead, false)
 }
 
-// Of two relays that lead, the first tells of a third that nobody leads.
+// Of two relays that have a leader, the first alerts to a third that has none.
 func TestRelayWithoutLeader(t *testing.T) {
 	h := newHouse(t)
 	led := map[string]*mailbox{"a": {}, "b": {}}
@@ -163,12 +163,12 @@ func TestRelayWithoutLeader(t *testing.T) {
 	for name := range led {
 		require.Eventually(t, func() bool { return h.relayStatus(t, name).Holder != "" }, testenv.Patience, 5*time.Millisecond)
 	}
-	require.Empty(t, led["a"].told(outbox.AlertNoLeader))
+	require.Empty(t, led["a"].received(outbox.AlertNoLeader))
 	stop()
 	require.Equal(t, "gone", led["a"].await(t, outbox.AlertNoLeader, false).Relay)
 	testenv.Run(t, h.relay(t, gone).Run)
 	led["a"].await(t, outbox.AlertNoLeader, true)
-	require.Empty(t, led["b"].told(outbox.AlertNoLeader))
+	require.Empty(t, led["b"].received(outbox.AlertNoLeader))
 }
 
 // away is a relay whose Kafka is not there.
@@ -196,11 +196,10 @@ func TestOpenBreakerIsAlertedTo(t *testing.T) {
 	a := box.await(t, outbox.AlertBreaker, false)
 	require.Equal(t, "relay default: the circuit breaker is open, Kafka fails", a.String())
 	require.Eventually(t, func() bool { return opens.Load() >= 4 }, testenv.Patience, 10*time.Millisecond, "it opens again and again")
-	require.Equal(t, "breaker_open", box.told(outbox.AlertBreaker))
+	require.Equal(t, "breaker_open", box.received(outbox.AlertBreaker))
 }
 
-// A report tells what has failed, by type and class, and that there is nothing it
-// does not tell.
+// A report has what failed, by type and class; without failures there is none.
 func TestReports(t *testing.T) {
 	h, _ := poisonedHouse(t)
 	box := &mailbox{}
@@ -209,7 +208,7 @@ func TestReports(t *testing.T) {
 	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	h.commit(t, numbered("good", 1, 5)...)
 	require.Eventually(t, func() bool { s := h.relayStatus(t, "default"); return s.Name != "" && s.Pending == 0 }, testenv.Patience, 5*time.Millisecond)
-	require.Empty(t, box.told(outbox.AlertReport))
+	require.Empty(t, box.received(outbox.AlertReport))
 	h.commit(t, poison("bad", 1), poison("worse", 1))
 	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 2})
 	require.Eventually(t, func() bool {
@@ -219,7 +218,7 @@ func TestReports(t *testing.T) {
 	stop()
 }
 
-// The log is told where nobody else is, with what operators look for.
+// Lines of the log have what operators search for.
 func TestLogAlerter(t *testing.T) {
 	var out strings.Builder
 	log := outbox.LogAlerter{Logger: slog.New(slog.NewTextHandler(&out, nil))}

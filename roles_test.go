@@ -116,7 +116,7 @@ func testRoles(t *testing.T, h *house, reader *oracle.Reader, left int) {
 	require.NoError(t, err)
 	stop := testenv.Run(t, relay.Run)
 	requireArrival(t, reader, events...)
-	require.Eventually(t, func() bool { return h.count(t, "outbox_audit") > 0 }, testenv.Patience, 10*time.Millisecond, "revived")
+	require.Eventually(t, func() bool { return h.count(t, "outbox_audit") > 0 }, testenv.Patience, 10*time.Millisecond, "retried by RetryDeadAfter")
 	require.Eventually(t, func() bool { return h.count(t, "outbox") <= left && h.count(t, "event_handled") == 0 }, testenv.Patience, 10*time.Millisecond, "removed")
 
 	inspector, err := outboxops.NewInspector(r.as(t, "reader"), outboxops.InspectorConfig{Schema: h.schema})
@@ -133,7 +133,7 @@ func testRoles(t *testing.T, h *house, reader *oracle.Reader, left int) {
 
 	operator, err := outboxops.NewFailures(r.as(t, "operator"), outboxops.FailuresConfig{Schema: h.schema})
 	require.NoError(t, err)
-	require.Eventually(t, func() bool { // it is revived and dies again and again
+	require.Eventually(t, func() bool { // it is retried and dies again and again
 		rows, err := operator.List(background, outboxops.FailureFilter{}, outboxops.FailurePage{})
 		require.NoError(t, err)
 		return len(rows) == 1 && operator.Hold(background, "default", h.topic, "bad", kim) == nil &&

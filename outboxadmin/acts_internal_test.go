@@ -21,7 +21,7 @@ func (h *house) lastAudit() (a audited) {
 }
 
 var actTests = []struct {
-	act, more, status, told string
+	act, more, status, text string
 }{
 	{"retry", "", "parked", "The relay sends it at its next look."},
 	{"resolve", "", "resolved", "It is resolved."},
@@ -38,7 +38,7 @@ func TestActs(t *testing.T) {
 			w := h.post("/failed/relay-1/"+tt.act, "reason", "the <reason>", "payload", tt.more)
 			require.Equal(t, http.StatusSeeOther, w.Code, w.Body)
 			require.Equal(t, "../relay-1?done="+tt.act, w.Header().Get("Location"))
-			require.Contains(t, h.get("/failed/relay-1?done="+tt.act), tt.told)
+			require.Contains(t, h.get("/failed/relay-1?done="+tt.act), tt.text)
 			require.Equal(t, tt.status, h.status(seed.Dead))
 			require.Equal(t, audited{"o.operator", tt.act, "the <reason>"}, h.lastAudit())
 
@@ -69,7 +69,7 @@ func TestRefusedActs(t *testing.T) {
 		name, path    string
 		form          []string
 		code          int
-		told, keeping string
+		text, keeping string
 	}{
 		{"no reason", "/failed/relay-1/retry", []string{"reason", " \n"}, 422, "Reason is empty", ""},
 		{"no form", "/failed/relay-1/resolve", nil, 422, "Reason is empty", ""},
@@ -86,7 +86,7 @@ func TestRefusedActs(t *testing.T) {
 			h.t = t
 			w := h.post(tt.path, tt.form...)
 			require.Equal(t, tt.code, w.Code, w.Body)
-			require.Contains(t, w.Body.String(), tt.told)
+			require.Contains(t, w.Body.String(), tt.text)
 			require.Contains(t, w.Body.String(), tt.keeping)
 		})
 	}
@@ -103,7 +103,7 @@ func TestRefusedActs(t *testing.T) {
 	require.Equal(t, before, query1[int](h, `SELECT count(*) FROM {s}.outbox_audit`))
 }
 
-// The dry run tells the number, and what is confirmed is that and no more, though more
+// The dry run shows the number, and what is confirmed is that and no more, though more
 // has failed meanwhile.
 func TestBulk(t *testing.T) {
 	h := newHouse(t, nil)

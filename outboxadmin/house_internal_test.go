@@ -25,7 +25,7 @@ var background = context.Background()
 const prefix = "/ops/outbox"
 
 // house is a page with the shop's events. Who asks is in the header X-User: reader,
-// operator, or nobody.
+// operator, or none.
 type house struct {
 	t       *testing.T
 	db      *pgxpool.Pool

@@ -88,19 +88,19 @@ func TestOverview(t *testing.T) {
 
 func TestNotices(t *testing.T) {
 	now := time.Now()
-	told := func(r outbox.RelayStatus) (all []string) {
+	texts := func(r outbox.RelayStatus) (all []string) {
 		r.Name, r.Holder = "default", "x"
 		for _, n := range notices(now, []relayView{{RelayStatus: r}}) {
 			all = append(all, n.Text)
 		}
 		return all
 	}
-	require.Empty(t, told(outbox.RelayStatus{}))
-	require.Empty(t, told(outbox.RelayStatus{Pending: 1, Oldest: now.Add(-4 * time.Minute)}))
+	require.Empty(t, texts(outbox.RelayStatus{}))
+	require.Empty(t, texts(outbox.RelayStatus{Pending: 1, Oldest: now.Add(-4 * time.Minute)}))
 	require.Equal(t, []string{"Relay default: it is behind. Its oldest pending event is 10 min old."},
-		told(outbox.RelayStatus{Pending: 1, Oldest: now.Add(-10 * time.Minute)}))
+		texts(outbox.RelayStatus{Pending: 1, Oldest: now.Add(-10 * time.Minute)}))
 	require.Equal(t, []string{"Relay default: 1 event is dead, refused by Kafka too often.", "Relay default: 3 events are tried again by themselves."},
-		told(outbox.RelayStatus{Dead: 1, Failed: 1, Waiting: 2}))
+		texts(outbox.RelayStatus{Dead: 1, Failed: 1, Waiting: 2}))
 }
 
 // Who blocks is on the first page.
@@ -230,7 +230,7 @@ func TestDatabaseIsAway(t *testing.T) {
 	require.Contains(t, h.log.String(), "outbox_failed")
 }
 
-// What takes too long ends, and is told as what it is.
+// What takes too long ends, and the page says so.
 func TestTooLong(t *testing.T) {
 	h := newHouse(t, nil)
 	tx, err := h.db.Begin(t.Context())

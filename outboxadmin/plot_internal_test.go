@@ -18,7 +18,7 @@ func TestNiceTop(t *testing.T) {
 }
 
 // A plot has its highest value below the upper edge, a break where nothing is known, and
-// a dot for a point that stands alone.
+// a dot for a point without neighbours.
 func TestPlot(t *testing.T) {
 	at := func(minute int, v float64) point { return point{noon.Add(time.Duration(minute) * time.Minute), v} }
 	p := newPlot("Throughput", []point{at(0, 0), at(1, 100), at(5, 50), at(9, 25), at(10, 25)},

@@ -49,7 +49,7 @@ func everything(t *testing.T) []route {
 		route{method: http.MethodGet, path: "/failed//relay-1", role: Reader}, route{method: http.MethodGet, path: "/assets/../admin.go", role: Reader})
 }
 
-// Who is not known gets nothing, a reader does nothing, and nobody does anything from
+// Who is not known gets nothing, a reader changes nothing, and no user acts from
 // another site.
 func TestEveryRouteIsGuarded(t *testing.T) {
 	h := newHouse(t, func(c *Config) { c.Challenge = `Basic realm="outbox"` })
@@ -74,7 +74,7 @@ func TestEveryRouteIsGuarded(t *testing.T) {
 				w := ask(user)
 				require.Equal(t, http.StatusUnauthorized, w.Code)
 				require.Equal(t, `Basic realm="outbox"`, w.Header().Get("WWW-Authenticate"))
-				require.NotContains(t, w.Body.String(), "session", "why is not told")
+				require.NotContains(t, w.Body.String(), "session", "why is not shown")
 			}
 			require.Equal(t, http.StatusForbidden, ask("nameless").Code)
 			if rt.role == Operator {

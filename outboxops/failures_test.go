@@ -251,15 +251,16 @@ func TestEditDeadEvent(t *testing.T) {
 	require.JSONEq(t, string(full.Payload), string(entries[0].Payload), "what it was")
 }
 
-// A class that is revived has all its tries again after a while, and an audit row.
-func TestReviveDeadEvents(t *testing.T) {
+// Dead events of a class in RetryDeadAfter have all their tries again after a while, and
+// an audit row.
+func TestRetryDeadAfter(t *testing.T) {
 	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	cfg := patiently()
 	cfg.RetryDeadAfter = map[string]time.Duration{"message_too_large": 100 * time.Millisecond}
 	event, _ := h.dead(t, cfg)
 	row := only(t, f, outbox.StatusDead)
-	require.Eventually(t, func() bool { return len(h.actions(t, f, row.ID)) >= 2 }, testenv.Patience, 20*time.Millisecond, "it dies again, and is revived again")
+	require.Eventually(t, func() bool { return len(h.actions(t, f, row.ID)) >= 2 }, testenv.Patience, 20*time.Millisecond, "it dies again, and is retried again")
 	require.Equal(t, "relay default retry bad", h.actions(t, f, row.ID)[0])
 	h.setTopic(t, "max.message.bytes", "1000000")
 	requireArrival(t, reader, event)
@@ -348,7 +349,7 @@ func TestListFailedEvents(t *testing.T) {
 	}
 }
 
-func TestSettleAllFailedEvents(t *testing.T) {
+func TestRetryAndResolveAll(t *testing.T) {
 	h := newFixture(t)
 	f := h.operator(t)
 	h.insertFailed(t, 1000)
@@ -385,7 +386,7 @@ func TestSettleAllFailedEvents(t *testing.T) {
 	require.Equal(t, 100, n)
 }
 
-func TestFailedEventsRefuse(t *testing.T) {
+func TestFailuresRefuse(t *testing.T) {
 	db, schema := testenv.Schema(t)
 	_, err := outboxops.NewFailures(nil, outboxops.FailuresConfig{Schema: strings.Repeat("x", 64)})
 	require.ErrorContains(t, err, "pool")

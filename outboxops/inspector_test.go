@@ -26,7 +26,7 @@ func (h *opsFixture) inspector(t testing.TB) *outboxops.Inspector {
 	return i
 }
 
-// relayStatus returns how a relay stands; of one that is not known, nothing.
+// relayStatus returns the state of a relay; of one that is not known, nothing.
 func (h *opsFixture) relayStatus(t testing.TB, name string) (status outbox.RelayStatus) {
 	t.Helper()
 	all, err := h.inspector(t).Relays(background)

@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// mailbox is an alerter that keeps what it is told, and fails as often as it is to.
+// mailbox is an alerter that keeps alerts, after it has failed as often as fails says.
 type mailbox struct {
 	mu     sync.Mutex
 	alerts []outbox.Alert
@@ -35,8 +35,8 @@ func (m *mailbox) Alert(_ context.Context, a outbox.Alert) error {
 	return nil
 }
 
-// told returns the kinds that came, with ! for what is over, and empties the box.
-func (m *mailbox) told(kinds ...outbox.AlertKind) string {
+// received returns which alerts of some kinds came, with ! for one that is over.
+func (m *mailbox) received(kinds ...outbox.AlertKind) string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	var all []string
@@ -83,8 +83,8 @@ func TestMonitorConfig(t *testing.T) {
 	}
 }
 
-// What waits for too long, and a relay that nobody runs, are told once, by a process
-// that runs none, and once more when it is over.
+// A monitor alerts once to events that wait for too long and to a relay that no process
+// runs, and once more when that is over.
 func TestStaleEventsAreAlertedTo(t *testing.T) {
 	h := newFixture(t)
 	reader := h.follow(t)
@@ -98,7 +98,7 @@ func TestStaleEventsAreAlertedTo(t *testing.T) {
 	testenv.Run(t, h.monitor(t, outbox.AlertConfig{Alerter: box, Interval: 5 * time.Millisecond, StaleAfter: time.Millisecond, StalePending: 3}).Run)
 	a := box.await(t, outbox.AlertNoLeader, false)
 	require.Equal(t, "relay default: no process runs it, 2 events wait", a.String())
-	require.Empty(t, box.told(outbox.AlertStale), "not as many")
+	require.Empty(t, box.received(outbox.AlertStale), "not as many")
 	h.commit(t, numbered("a", 4, 1)...)
 	a = box.await(t, outbox.AlertStale, false)
 	require.EqualValues(t, 3, a.Status.Pending)
@@ -109,8 +109,8 @@ func TestStaleEventsAreAlertedTo(t *testing.T) {
 	box.await(t, outbox.AlertNoLeader, true)
 	box.await(t, outbox.AlertStale, true)
 	stop()
-	require.Equal(t, "no_leader no_leader!", box.told(outbox.AlertNoLeader)[:len("no_leader no_leader!")])
-	require.Equal(t, "stale_events stale_events!", box.told(outbox.AlertStale))
+	require.Equal(t, "no_leader no_leader!", box.received(outbox.AlertNoLeader)[:len("no_leader no_leader!")])
+	require.Equal(t, "stale_events stale_events!", box.received(outbox.AlertStale))
 }
 
 // A standby needs a moment to take over: one look without a leader is no alert.
@@ -128,10 +128,10 @@ func TestBriefAbsenceOfALeader(t *testing.T) {
 	box.await(t, outbox.AlertStale, false)
 	cancel()
 	require.NoError(t, <-done)
-	require.Empty(t, box.told(outbox.AlertNoLeader))
+	require.Empty(t, box.received(outbox.AlertNoLeader))
 }
 
-// A monitor waits for PostgreSQL, and does not for tables that nobody makes.
+// A monitor waits for PostgreSQL, but not for tables.
 func TestMonitorWithoutTables(t *testing.T) {
 	h := newFixture(t)
 	_, err := h.db.Exec(background, h.sql(`DROP TABLE {schema}.outbox_cursor`))

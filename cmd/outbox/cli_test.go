@@ -139,7 +139,7 @@ func TestVersion(t *testing.T) {
 			{Key: "vcs.time", Value: "2026-02-03T04:05:06Z"}, {Key: "vcs.modified", Value: "true"}}}))
 }
 
-// Flags may stand before the command, between its words and behind them.
+// Flags may come before the command, between its words and behind them.
 func TestFlagsStandAnywhere(t *testing.T) {
 	fs := newFlagSet()
 	var g globals

@@ -169,7 +169,7 @@ func TestTail(t *testing.T) {
 	lines, ended := d.tailing(t, "--json", "--aggregate", "Thing/mine", "--type", "test.desk.happened.v1", "--topic", d.topic, "--key", "mine", "--limit", "2")
 	byKey, _ := d.tailing(t, "--json", "--key", "mine")
 	nothing, _ := d.tailing(t, "--topic", "nowhere")
-	require.Eventually(t, func() bool { // it tells of what comes after its start
+	require.Eventually(t, func() bool { // it shows what comes after its start
 		d.record(t, "other", "mine")
 		return strings.Count(lines.String(), "\n") == 2
 	}, testenv.Patience, 100*time.Millisecond)
@@ -331,7 +331,7 @@ func TestFailedRetryAndResolveMany(t *testing.T) {
 	require.Equal(t, map[string]int{"resolved": 4}, d.statuses(t))
 }
 
-// Ctrl-C ends a long run between two parts, and what was done is told.
+// Ctrl-C ends a long run between two parts, and what was done is shown.
 func TestFailedRetryIsInterrupted(t *testing.T) {
 	d := newShop(t)
 	var keys []string
@@ -594,7 +594,7 @@ func TestHints(t *testing.T) {
 	require.Contains(t, a.err, "outbox doctor --as reader")
 }
 
-// TLS is spoken with whom the authorities vouch for, and with nobody else.
+// TLS is spoken only with brokers that the authorities vouch for.
 func TestKafkaTLS(t *testing.T) {
 	var handshakes atomic.Int64
 	server := httptest.NewUnstartedServer(nil)

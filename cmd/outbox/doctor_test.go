@@ -343,7 +343,7 @@ func TestDoctorOnPrivileges(t *testing.T) {
 	d.requireFinding(t, "privileges.role", severityError, `no role "nobody here"`, "--as", "relay=nobody here")
 }
 
-// A role that may not look is told so, and the rest goes on.
+// A role that may not read gets a finding, and the rest goes on.
 func TestDoctorMayNotLook(t *testing.T) {
 	testenv.Direct(t)
 	d := newClinic(t)
