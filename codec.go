@@ -34,7 +34,7 @@ type Codec struct {
 // jsonType is the content type whose payloads are stored as jsonb.
 const jsonType = "application/json"
 
-// JSON is the default codec: encoding/json, stored as jsonb. It refuses strings
+// JSON is the default codec: encoding/json, stored as jsonb. It rejects strings
 // that are not valid UTF-8 with [ErrUTF8], where encoding/json would replace
 // the bad bytes silently; only what a MarshalJSON of the event's own has replaced
 // itself is beyond it.

@@ -17,9 +17,9 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// Consumer hands the events of topics to handlers: those of a partition in order,
-// partitions side by side. Any number of processes may run the same group; each
-// partition is with one of them.
+// Consumer passes the events of topics to handlers: those of a partition in order,
+// partitions in parallel. Any number of processes may run the same group; each
+// partition is assigned to one of them.
 type Consumer struct {
 	cfg       ConsumerConfig
 	opts      []kgo.Opt
@@ -42,13 +42,14 @@ type Consumer struct {
 // says otherwise.
 //
 // NewConsumer does no I/O. A running consumer uses a connection of db for each
-// partition that it handles at the moment; closing db stays with the caller. It
-// may be nil if every handler is one of [HandleNoTx].
+// partition that it handles at the moment; closing db stays with the caller. A nil db
+// will do if every handler is one of [HandleNoTx].
 //
 // Of each partition up to 20,000 records or 16 MiB wait in memory, and what a fetch
-// brings beyond that. A fetch waits up to 250 ms for something to arrive, unless
-// opts says otherwise: the longer it may, the longer a partition that was full waits
-// for more where others have nothing.
+// brings beyond that. A fetch waits up to 250 ms for something to arrive, unless opts
+// says otherwise. While it waits for partitions that have nothing, it brings nothing
+// for a partition whose queue was full when it began: the longer it may wait, the
+// longer that one does.
 func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg ConsumerConfig, handlers ...Handler) (*Consumer, error) {
 	cfg = cfg.withDefaults()
 	errs := []error{cfg.validate(), checkConsumerOpts(opts)}
@@ -94,8 +95,8 @@ func (c *Consumer) Topics() []string { return slices.Clone(c.processor.routes.to
 // nil. It may be called again afterwards; a second call at the same time returns
 // [ErrRunning].
 //
-// Outages of Kafka and PostgreSQL are waited out, not returned. What is returned
-// needs a person: [ErrNotMigrated].
+// Outages of Kafka and PostgreSQL are waited out, not returned. Run returns an error
+// only if an operator has to act: [ErrNotMigrated].
 func (c *Consumer) Run(ctx context.Context) error {
 	if !c.running.CompareAndSwap(false, true) {
 		return ErrRunning
@@ -118,7 +119,7 @@ func (c *Consumer) run(ctx context.Context) error {
 	c.current.Store(m)
 	m.poll(ctx)
 	c.current.Store(nil)
-	m.leave()
+	m.close()
 	return nil
 }
 
@@ -153,7 +154,7 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 	return nil
 }
 
-// Deliver hands a record to the handlers as [Consumer.Run] does, without Kafka: it
+// Deliver passes a record to the handlers as [Consumer.Run] does, without Kafka: it
 // is for tests. Each action runs once, in a transaction of its own; errors are
 // returned, not tried again, and there are no dead letters. Actions that are done
 // already are skipped, and event types without a handler as Unknown says.

@@ -20,19 +20,19 @@ import (
 	"github.com/outboxgo/outbox/internal/jsonb"
 )
 
-// PlainRecords reads the records of producers that know no CloudEvents: a payload, and
-// perhaps headers. Its method Decode is a [ConsumerConfig.Decode]. Records that are
-// CloudEvents are read as such, so that a topic may have both.
+// PlainRecords reads external records, of producers that do not write CloudEvents: a
+// payload, and perhaps headers. Its method Decode is a [ConsumerConfig.Decode]. Records
+// that are CloudEvents are read as such, so that a topic may have both.
 //
-// What a header does not say, a member of the JSON in the value may, if it is named
-// here. Names of headers are the same in capitals and small letters. A header that
-// should be one of those below and is no text is an error; all others that are text and
-// have no name of an attribute of CloudEvents become extensions, under their names in
-// small letters. The key becomes the subject.
+// What no header says may be in a member of the JSON in the value, if that is named
+// here. Names of headers are not case-sensitive. If one of the headers below is not
+// valid text, that is an error. All other headers that are text, and are not named like
+// an attribute of CloudEvents, become extensions under their names in lower case. The
+// key becomes the subject.
 //
-// A payload that is a JSON text which itself holds an object or an array is taken for
-// what it holds. Where a header content-type says that the value is not JSON, nobody
-// looks into it.
+// If the payload is a JSON string that itself holds an object or an array, the payload
+// is what the string holds. If a header content-type says that the value is not JSON,
+// the value is not read as JSON.
 type PlainRecords struct {
 	// Type is the event type of records that do not name one.
 	Type string
@@ -104,7 +104,7 @@ func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
 	if f.err != nil {
 		return nil, f.err
 	}
-	attributes := f.headers // the rest of them; those of these names are not theirs to say
+	attributes := f.headers // the rest of them; headers cannot set the attributes below
 	attributes["specversion"], attributes["id"], attributes["type"] = string(specVersion), id, eventType
 	subject, _ := p.text(r.Key) // nothing, where the key is no text
 	attributes["source"], attributes["subject"] = cmp.Or(p.Source, r.Topic), subject
@@ -122,8 +122,8 @@ func isCloudEvent(r *kgo.Record) bool {
 
 // externalRecord is what a record says beside its payload.
 type externalRecord struct {
-	headers map[string]string // by names in small letters
-	binary  map[string]error  // those that are no text, such as some trace contexts
+	headers map[string]string // by names in lower case
+	binary  map[string]error  // those that are not text, such as some trace contexts
 	members map[string]json.RawMessage
 	err     error
 }
@@ -266,8 +266,8 @@ func unquoted(value []byte) ([]byte, error) {
 }
 
 // timeText returns a time in RFC 3339: what a record says, or its timestamp, or
-// nothing. What is no time, or of no year of four digits, is refused like that of a
-// CloudEvent.
+// nothing. What is not a time, or not one of a year of four digits, is left for the
+// check of CloudEvents to reject.
 func timeText(said string, timestamp time.Time) string {
 	at := timestamp
 	switch ms, err := strconv.ParseInt(said, 10, 64); {

@@ -20,8 +20,8 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// foreignRecord is a record at orders/2, offset 17, with headers by name and value.
-func foreignRecord(value string, headers ...string) *kgo.Record {
+// externalRecord is a record at orders/2, offset 17, with headers by name and value.
+func externalRecord(value string, headers ...string) *kgo.Record {
 	r := &kgo.Record{
 		Topic: "orders", Partition: 2, Offset: 17, Key: []byte("order-1"), Value: []byte(value),
 		Timestamp: time.Date(2026, 2, 3, 4, 5, 6, 789e6, time.UTC),
@@ -32,7 +32,7 @@ func foreignRecord(value string, headers ...string) *kgo.Record {
 	return r
 }
 
-// message is what a foreignRecord says if nothing else is said.
+// message is what a externalRecord says if nothing else is said.
 func message(change func(*outbox.Message)) *outbox.Message {
 	m := &outbox.Message{
 		ID: "orders-2-17", Source: "orders", Type: "order.created", Subject: "order-1",
@@ -44,7 +44,7 @@ func message(change func(*outbox.Message)) *outbox.Message {
 	return m
 }
 
-type foreignCase struct {
+type externalCase struct {
 	name   string
 	as     outbox.PlainRecords
 	record *kgo.Record
@@ -56,59 +56,59 @@ var (
 	inMembers     = outbox.PlainRecords{IDMember: "eventId", TypeMember: "type", TimeMember: "occurredAt", DataMember: "payload"}
 )
 
-var plainTests = []foreignCase{
-	{"a payload and nothing else", ordersCreated, foreignRecord(`{"a": 1}`), nil},
-	{"a source of its own", outbox.PlainRecords{Type: "order.created", Source: "/shop"}, foreignRecord(`{"a": 1}`),
+var plainTests = []externalCase{
+	{"a payload and nothing else", ordersCreated, externalRecord(`{"a": 1}`), nil},
+	{"a source of its own", outbox.PlainRecords{Type: "order.created", Source: "/shop"}, externalRecord(`{"a": 1}`),
 		func(m *outbox.Message) { m.Source = "/shop" }},
-	{"the header event-id", ordersCreated, foreignRecord(`{"a": 1}`, "event-id", "e1"), func(m *outbox.Message) { m.ID = "e1" }},
-	{"the header id", ordersCreated, foreignRecord(`{"a": 1}`, "id", "e1"), func(m *outbox.Message) { m.ID = "e1" }},
-	{"both, and capitals", ordersCreated, foreignRecord(`{"a": 1}`, "id", "e2", "Event-ID", "e1"), func(m *outbox.Message) { m.ID = "e1" }},
-	{"an id after which another header is no text", ordersCreated, foreignRecord(`{"a": 1}`, "event-id", "e1", "id", "\xff"), func(m *outbox.Message) { m.ID = "e1" }},
-	{"an id header that is empty", ordersCreated, foreignRecord(`{"a": 1}`, "event-id", "", "id", "e1"), func(m *outbox.Message) { m.ID = "e1" }},
-	{"the usual headers for the type, which win", ordersCreated, foreignRecord(`{"a": 1}`, "eventType", "order.paid"),
+	{"the header event-id", ordersCreated, externalRecord(`{"a": 1}`, "event-id", "e1"), func(m *outbox.Message) { m.ID = "e1" }},
+	{"the header id", ordersCreated, externalRecord(`{"a": 1}`, "id", "e1"), func(m *outbox.Message) { m.ID = "e1" }},
+	{"both, and capitals", ordersCreated, externalRecord(`{"a": 1}`, "id", "e2", "Event-ID", "e1"), func(m *outbox.Message) { m.ID = "e1" }},
+	{"an id after which another header is no text", ordersCreated, externalRecord(`{"a": 1}`, "event-id", "e1", "id", "\xff"), func(m *outbox.Message) { m.ID = "e1" }},
+	{"an id header that is empty", ordersCreated, externalRecord(`{"a": 1}`, "event-id", "", "id", "e1"), func(m *outbox.Message) { m.ID = "e1" }},
+	{"the usual headers for the type, which win", ordersCreated, externalRecord(`{"a": 1}`, "eventType", "order.paid"),
 		func(m *outbox.Message) { m.Type = "order.paid" }},
 	{"headers with names of one's own, and the usual ones beside", outbox.PlainRecords{IDHeader: "X-Id", TypeHeader: "kind", TimeHeader: "At"},
-		foreignRecord(`{"a": 1}`, "x-id", "e1", "event-id", "e2", "kind", "order.paid", "at", "2026-01-02T03:04:05+01:00"), func(m *outbox.Message) {
+		externalRecord(`{"a": 1}`, "x-id", "e1", "event-id", "e2", "kind", "order.paid", "at", "2026-01-02T03:04:05+01:00"), func(m *outbox.Message) {
 			m.ID, m.Type, m.Time, m.Extensions = "e1", "order.paid", time.Date(2026, 1, 2, 2, 4, 5, 0, time.UTC), map[string]string{"event-id": "e2"}
 		}},
-	{"a time in milliseconds", ordersCreated, foreignRecord(`{"a": 1}`, "event-time", "1700000000123"),
+	{"a time in milliseconds", ordersCreated, externalRecord(`{"a": 1}`, "event-time", "1700000000123"),
 		func(m *outbox.Message) { m.Time = time.UnixMilli(1700000000123) }},
-	{"the other headers", ordersCreated, foreignRecord(`{"a": 1}`, "traceparent", someTraceParent, "correlationId", "c1", "b3", "\xff\x00", "subject", "x"),
+	{"the other headers", ordersCreated, externalRecord(`{"a": 1}`, "traceparent", someTraceParent, "correlationId", "c1", "b3", "\xff\x00", "subject", "x"),
 		func(m *outbox.Message) {
 			m.Extensions = map[string]string{"traceparent": someTraceParent, "correlationid": "c1"}
 		}},
-	{"members", inMembers, foreignRecord(`{"eventId": "e1", "type": "order.paid", "occurredAt": "2026-01-02T03:04:05Z", "payload": {"a": 1}, "x": []}`),
+	{"members", inMembers, externalRecord(`{"eventId": "e1", "type": "order.paid", "occurredAt": "2026-01-02T03:04:05Z", "payload": {"a": 1}, "x": []}`),
 		func(m *outbox.Message) {
 			m.ID, m.Type, m.Time = "e1", "order.paid", time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 		}},
-	{"members that are numbers or null", inMembers, foreignRecord(`{"eventId": 12, "type": "order.created", "occurredAt": null, "payload": {"a": 1}}`),
+	{"members that are numbers or null", inMembers, externalRecord(`{"eventId": 12, "type": "order.created", "occurredAt": null, "payload": {"a": 1}}`),
 		func(m *outbox.Message) { m.ID = "12" }},
-	{"a payload in a text, in a member", inMembers, foreignRecord(`{"type": "order.created", "payload": "{\"a\": 1}"}`), nil},
-	{"a header before a member, whatever that is", inMembers, foreignRecord(`{"eventId": {}, "type": 1, "payload": {"a": 1}}`, "id", "e1", "event-type", "t"),
+	{"a payload in a text, in a member", inMembers, externalRecord(`{"type": "order.created", "payload": "{\"a\": 1}"}`), nil},
+	{"a header before a member, whatever that is", inMembers, externalRecord(`{"eventId": {}, "type": 1, "payload": {"a": 1}}`, "id", "e1", "event-type", "t"),
 		func(m *outbox.Message) { m.ID, m.Type = "e1", "t" }},
-	{"a payload in a text", ordersCreated, foreignRecord(` "{\"a\": 1}" `), nil},
-	{"an array in a text", ordersCreated, foreignRecord(`"[1]"`), func(m *outbox.Message) { m.Data = []byte(`[1]`) }},
-	{"a text that is a text", ordersCreated, foreignRecord(`"a"`), func(m *outbox.Message) { m.Data = []byte(`"a"`) }},
-	{"an object of schema and payload, which is nobody's wrapping here", ordersCreated, foreignRecord(`{"schema": 1, "payload": 2}`),
+	{"a payload in a text", ordersCreated, externalRecord(` "{\"a\": 1}" `), nil},
+	{"an array in a text", ordersCreated, externalRecord(`"[1]"`), func(m *outbox.Message) { m.Data = []byte(`[1]`) }},
+	{"a text that is a text", ordersCreated, externalRecord(`"a"`), func(m *outbox.Message) { m.Data = []byte(`"a"`) }},
+	{"an object of schema and payload, which is the payload itself here", ordersCreated, externalRecord(`{"schema": 1, "payload": 2}`),
 		func(m *outbox.Message) { m.Data = []byte(`{"schema": 1, "payload": 2}`) }},
-	{"what is not JSON", ordersCreated, foreignRecord("\"{\x00", "content-type", "application/protobuf"),
+	{"what is not JSON", ordersCreated, externalRecord("\"{\x00", "content-type", "application/protobuf"),
 		func(m *outbox.Message) { m.ContentType, m.Data = "application/protobuf", []byte("\"{\x00") }},
-	{"no bytes that are not JSON", ordersCreated, foreignRecord("", "content-type", "application/protobuf"),
+	{"no bytes that are not JSON", ordersCreated, externalRecord("", "content-type", "application/protobuf"),
 		func(m *outbox.Message) { m.ContentType, m.Data = "application/protobuf", []byte{} }},
-	{"a key that is no text", ordersCreated, with(foreignRecord(`{"a": 1}`), func(r *kgo.Record) { r.Key = []byte{0, 255} }),
+	{"a key that is no text", ordersCreated, with(externalRecord(`{"a": 1}`), func(r *kgo.Record) { r.Key = []byte{0, 255} }),
 		func(m *outbox.Message) { m.Subject = "" }},
 	{"keys and headers in quotes, which are theirs", ordersCreated,
-		with(foreignRecord(`{"a": 1}`, "id", `"e1"`), func(r *kgo.Record) { r.Key = []byte(`"order-1"`) }),
+		with(externalRecord(`{"a": 1}`, "id", `"e1"`), func(r *kgo.Record) { r.Key = []byte(`"order-1"`) }),
 		func(m *outbox.Message) { m.ID, m.Subject = `"e1"`, `"order-1"` }},
-	{"no timestamp", ordersCreated, with(foreignRecord(`{"a": 1}`), func(r *kgo.Record) { r.Timestamp = time.UnixMilli(-1) }),
+	{"no timestamp", ordersCreated, with(externalRecord(`{"a": 1}`), func(r *kgo.Record) { r.Timestamp = time.UnixMilli(-1) }),
 		func(m *outbox.Message) { m.Time = time.Time{} }},
-	{"one that was sent back", ordersCreated, foreignRecord(`{"a": 1}`, outbox.ReplayOf, "orders-0-3", outbox.ReplayGroup, "g", outbox.ReplayAction, "A"),
+	{"one that was sent back", ordersCreated, externalRecord(`{"a": 1}`, outbox.ReplayOf, "orders-0-3", outbox.ReplayGroup, "g", outbox.ReplayAction, "A"),
 		func(m *outbox.Message) { m.ID = "orders-0-3" }},
-	{"one that was sent back and has an id", ordersCreated, foreignRecord(`{"a": 1}`, "id", "e1", outbox.ReplayOf, "orders-0-3"),
+	{"one that was sent back and has an id", ordersCreated, externalRecord(`{"a": 1}`, "id", "e1", outbox.ReplayOf, "orders-0-3"),
 		func(m *outbox.Message) { m.ID = "e1" }},
-	{"a CloudEvent", ordersCreated, foreignRecord(`{"a": 1}`, "ce_specversion", "1.0", "ce_id", "e1", "ce_source", "/s", "ce_type", "t", "id", "e2"),
+	{"a CloudEvent", ordersCreated, externalRecord(`{"a": 1}`, "ce_specversion", "1.0", "ce_id", "e1", "ce_source", "/s", "ce_type", "t", "id", "e2"),
 		func(m *outbox.Message) { m.ID, m.Source, m.Type, m.Subject, m.Time = "e1", "/s", "t", "", time.Time{} }},
-	{"a structured CloudEvent", ordersCreated, foreignRecord(`{"specversion": "1.0", "id": "e1", "source": "/s", "type": "t", "data": {"a": 1}}`,
+	{"a structured CloudEvent", ordersCreated, externalRecord(`{"specversion": "1.0", "id": "e1", "source": "/s", "type": "t", "data": {"a": 1}}`,
 		"Content-Type", "application/cloudevents+json"),
 		func(m *outbox.Message) { m.ID, m.Source, m.Type, m.Subject, m.Time = "e1", "/s", "t", "", time.Time{} }},
 }
@@ -121,33 +121,33 @@ func with(r *kgo.Record, change func(*kgo.Record)) *kgo.Record {
 }
 
 // What the outbox event router sends, by its converters for values, keys and headers.
-var debeziumTests = []foreignCase{
-	{"expanded, or not expanded and a converter for texts", outbox.PlainRecords{Connect: true}, foreignRecord(`{"a": 1}`, "id", "e1", "eventType", "order.created"), nil},
-	{"not expanded, JsonConverter", outbox.PlainRecords{Connect: true}, foreignRecord(`"{\"a\": 1}"`, "id", "e1", "eventType", "order.created"), nil},
+var debeziumTests = []externalCase{
+	{"expanded, or not expanded and a converter for texts", outbox.PlainRecords{Connect: true}, externalRecord(`{"a": 1}`, "id", "e1", "eventType", "order.created"), nil},
+	{"not expanded, JsonConverter", outbox.PlainRecords{Connect: true}, externalRecord(`"{\"a\": 1}"`, "id", "e1", "eventType", "order.created"), nil},
 	{"not expanded, JsonConverter with schemas", outbox.PlainRecords{Connect: true},
-		foreignRecord(`{"schema":{"type":"string","optional":true,"name":"io.debezium.data.Json","version":1},"payload":"{\"a\": 1}"}`, "id", "e1", "eventType", "order.created"), nil},
+		externalRecord(`{"schema":{"type":"string","optional":true,"name":"io.debezium.data.Json","version":1},"payload":"{\"a\": 1}"}`, "id", "e1", "eventType", "order.created"), nil},
 	{"expanded, JsonConverter with schemas", outbox.PlainRecords{Connect: true},
-		foreignRecord(`{"schema":{"type":"struct","fields":[{"type":"int32","optional":true,"field":"a"}]},"payload":{"a": 1}}`, "id", "e1", "eventType", "order.created"), nil},
+		externalRecord(`{"schema":{"type":"struct","fields":[{"type":"int32","optional":true,"field":"a"}]},"payload":{"a": 1}}`, "id", "e1", "eventType", "order.created"), nil},
 	{"keys and headers in quotes", outbox.PlainRecords{Connect: true},
-		with(foreignRecord(`{"a": 1}`, "id", `"e1"`, "eventType", `"order.created"`), func(r *kgo.Record) { r.Key = []byte(`"order-1"`) }), nil},
+		with(externalRecord(`{"a": 1}`, "id", `"e1"`, "eventType", `"order.created"`), func(r *kgo.Record) { r.Key = []byte(`"order-1"`) }), nil},
 	{"keys and headers with schemas", outbox.PlainRecords{Connect: true},
-		with(foreignRecord(`{"a": 1}`, "id", `{"schema":{"type":"string"},"payload":"e1"}`, "eventType", "order.created"), func(r *kgo.Record) {
+		with(externalRecord(`{"a": 1}`, "id", `{"schema":{"type":"string"},"payload":"e1"}`, "eventType", "order.created"), func(r *kgo.Record) {
 			r.Key = []byte(`{"schema":{"type":"string","optional":false},"payload":"order-1"}`)
 		}), nil},
 	{"a key that is a number", outbox.PlainRecords{Connect: true},
-		with(foreignRecord(`{"a": 1}`, "id", "e1", "eventType", "order.created"), func(r *kgo.Record) { r.Key = []byte(`42`) }),
+		with(externalRecord(`{"a": 1}`, "id", "e1", "eventType", "order.created"), func(r *kgo.Record) { r.Key = []byte(`42`) }),
 		func(m *outbox.Message) { m.Subject = "42" }},
 	{"more additional fields, one of them null", outbox.PlainRecords{Connect: true},
-		foreignRecord(`{"a": 1}`, "id", "e1", "eventType", "order.created", "aggregateType", "Order", "tenant", "null"),
+		externalRecord(`{"a": 1}`, "id", "e1", "eventType", "order.created", "aggregateType", "Order", "tenant", "null"),
 		func(m *outbox.Message) { m.Extensions = map[string]string{"aggregatetype": "Order"} }},
 	{"an event of schema, payload and more", outbox.PlainRecords{Connect: true},
-		foreignRecord(`{"schema": 1, "payload": {}, "a": 1}`, "id", "e1", "eventType", "order.created"),
+		externalRecord(`{"schema": 1, "payload": {}, "a": 1}`, "id", "e1", "eventType", "order.created"),
 		func(m *outbox.Message) { m.Data = []byte(`{"schema": 1, "payload": {}, "a": 1}`) }},
-	{"the default: only the id", outbox.PlainRecords{Connect: true, Type: "order.created"}, foreignRecord(`"{\"a\": 1}"`, "id", "e1"), nil},
+	{"the default: only the id", outbox.PlainRecords{Connect: true, Type: "order.created"}, externalRecord(`"{\"a\": 1}"`, "id", "e1"), nil},
 	{"the type in the envelope", outbox.PlainRecords{Connect: true, TypeMember: "eventType", DataMember: "payload"},
-		foreignRecord(`{"payload":"{\"a\": 1}","eventType":"order.created"}`, "id", "e1"), nil},
+		externalRecord(`{"payload":"{\"a\": 1}","eventType":"order.created"}`, "id", "e1"), nil},
 	{"the type in the envelope, with schemas", outbox.PlainRecords{Connect: true, TypeMember: "eventType", DataMember: "payload"},
-		foreignRecord(`{"schema":{},"payload":{"payload":"{\"a\": 1}","eventType":"order.created"}}`, "id", "e1"), nil},
+		externalRecord(`{"schema":{},"payload":{"payload":"{\"a\": 1}","eventType":"order.created"}}`, "id", "e1"), nil},
 }
 
 func TestPlainRecords(t *testing.T) {
@@ -173,7 +173,7 @@ func TestDebezium(t *testing.T) {
 	}
 }
 
-func (tt foreignCase) run(t *testing.T, want *outbox.Message) {
+func (tt externalCase) run(t *testing.T, want *outbox.Message) {
 	t.Helper()
 	got, err := tt.as.Decode(tt.record)
 	require.NoError(t, err)
@@ -182,35 +182,35 @@ func (tt foreignCase) run(t *testing.T, want *outbox.Message) {
 	require.Equal(t, want, got)
 }
 
-var unreadableForeign = []struct {
+var unreadableExternal = []struct {
 	name   string
 	as     outbox.PlainRecords
 	record *kgo.Record
 	field  string
 	want   error
 }{
-	{"no type", outbox.PlainRecords{}, foreignRecord(`{}`), "type", outbox.ErrEmpty},
-	{"a tombstone", ordersCreated, with(foreignRecord(""), func(r *kgo.Record) { r.Value = nil }), "value", outbox.ErrEmpty},
-	{"no bytes of JSON", ordersCreated, foreignRecord(""), "data", outbox.ErrEmpty},
-	{"null", ordersCreated, foreignRecord(" null "), "data", outbox.ErrEmpty},
-	{"null beside a schema", outbox.PlainRecords{Type: "t", Connect: true}, foreignRecord(`{"schema":{},"payload":null}`), "data", outbox.ErrEmpty},
-	{"members of what is not JSON", inMembers, foreignRecord(`{`), "value", outbox.ErrMalformed},
-	{"members of what is not UTF-8", inMembers, foreignRecord("{\"type\": \"\xff\"}"), "value", outbox.ErrUTF8},
-	{"an object for a type", inMembers, foreignRecord(`{"type": {}, "payload": {}}`), "type", outbox.ErrMalformed},
-	{"no payload", inMembers, foreignRecord(`{"type": "t"}`), "data", outbox.ErrEmpty},
-	{"half a surrogate pair in a text", ordersCreated, foreignRecord(`"{\"a\": \"\ud800\"}"`), "value", outbox.ErrJSON},
-	{"bad UTF-8 in a text", ordersCreated, foreignRecord("\"{\xff}\""), "value", outbox.ErrUTF8},
-	{"a time of no form", ordersCreated, foreignRecord(`{}`, "event-time", "yesterday"), "time", outbox.ErrTime},
-	{"a time of no year", ordersCreated, foreignRecord(`{}`, "event-time", "9223372036854775807"), "time", outbox.ErrTime},
-	{"an id that is no text", ordersCreated, foreignRecord(`{}`, "event-id", "\xff"), "event-id", outbox.ErrUTF8},
-	{"an id with a NUL, before a good one", ordersCreated, foreignRecord(`{}`, "id", "e1", "Event-ID", "a\x00"), "event-id", outbox.ErrNUL},
-	{"a type that is no text", inMembers, foreignRecord(`{"type": "t", "payload": {}}`, "event-type", "\xff"), "event-type", outbox.ErrUTF8},
-	{"a content type that is no text", ordersCreated, foreignRecord(`{}`, "content-type", "\xff"), "content-type", outbox.ErrUTF8},
-	{"half a CloudEvent", ordersCreated, foreignRecord(`{}`, "ce_id", "e1"), "specversion", outbox.ErrEmpty},
+	{"no type", outbox.PlainRecords{}, externalRecord(`{}`), "type", outbox.ErrEmpty},
+	{"a tombstone", ordersCreated, with(externalRecord(""), func(r *kgo.Record) { r.Value = nil }), "value", outbox.ErrEmpty},
+	{"no bytes of JSON", ordersCreated, externalRecord(""), "data", outbox.ErrEmpty},
+	{"null", ordersCreated, externalRecord(" null "), "data", outbox.ErrEmpty},
+	{"null beside a schema", outbox.PlainRecords{Type: "t", Connect: true}, externalRecord(`{"schema":{},"payload":null}`), "data", outbox.ErrEmpty},
+	{"members of what is not JSON", inMembers, externalRecord(`{`), "value", outbox.ErrMalformed},
+	{"members of what is not UTF-8", inMembers, externalRecord("{\"type\": \"\xff\"}"), "value", outbox.ErrUTF8},
+	{"an object for a type", inMembers, externalRecord(`{"type": {}, "payload": {}}`), "type", outbox.ErrMalformed},
+	{"no payload", inMembers, externalRecord(`{"type": "t"}`), "data", outbox.ErrEmpty},
+	{"half a surrogate pair in a text", ordersCreated, externalRecord(`"{\"a\": \"\ud800\"}"`), "value", outbox.ErrJSON},
+	{"bad UTF-8 in a text", ordersCreated, externalRecord("\"{\xff}\""), "value", outbox.ErrUTF8},
+	{"a time of no form", ordersCreated, externalRecord(`{}`, "event-time", "yesterday"), "time", outbox.ErrTime},
+	{"a time of no year", ordersCreated, externalRecord(`{}`, "event-time", "9223372036854775807"), "time", outbox.ErrTime},
+	{"an id that is no text", ordersCreated, externalRecord(`{}`, "event-id", "\xff"), "event-id", outbox.ErrUTF8},
+	{"an id with a NUL, before a good one", ordersCreated, externalRecord(`{}`, "id", "e1", "Event-ID", "a\x00"), "event-id", outbox.ErrNUL},
+	{"a type that is no text", inMembers, externalRecord(`{"type": "t", "payload": {}}`, "event-type", "\xff"), "event-type", outbox.ErrUTF8},
+	{"a content type that is no text", ordersCreated, externalRecord(`{}`, "content-type", "\xff"), "content-type", outbox.ErrUTF8},
+	{"half a CloudEvent", ordersCreated, externalRecord(`{}`, "ce_id", "e1"), "specversion", outbox.ErrEmpty},
 }
 
 func TestUnreadableForeign(t *testing.T) {
-	for _, tt := range unreadableForeign {
+	for _, tt := range unreadableExternal {
 		t.Run(tt.name, func(t *testing.T) {
 			_, err := tt.as.Decode(tt.record)
 			refused, ok := errors.AsType[*outbox.FieldError](err)
@@ -286,7 +286,7 @@ func (d *depot) handlers() []outbox.Handler {
 
 // record is one of a topic, with headers by name and value.
 func (d *depot) record(topic, value string, headers ...string) *kgo.Record {
-	r := foreignRecord(value, headers...)
+	r := externalRecord(value, headers...)
 	return &kgo.Record{Topic: topic, Key: r.Key, Value: r.Value, Headers: r.Headers}
 }
 
@@ -333,24 +333,24 @@ func TestConsumerOfForeignRecords(t *testing.T) {
 		if round == 0 {
 			stop()
 			d.send(t, again(sent), again(received), d.saleRecord(uuid.NewString(), oneSale))
-		} // the second one goes on: what is counted may be so before what is bad is buried
+		} // the second one goes on: what is counted may be so before what is bad is deadLettered
 	}
-	var letters []*kgo.Record
+	var deadLetters []*kgo.Record
 	for _, topic := range []string{d.debezium, d.plain} {
-		n := len(letters)
+		n := len(deadLetters)
 		for _, b := range bad {
 			if b.record.Topic == topic {
 				n++
 			}
 		}
-		letters = append(letters, readAll(t, d.brokers, outbox.DeadLetterTopic(topic), n-len(letters))...)
+		deadLetters = append(deadLetters, readAll(t, d.brokers, outbox.DeadLetterTopic(topic), n-len(deadLetters))...)
 	}
-	require.Len(t, letters, len(bad))
+	require.Len(t, deadLetters, len(bad))
 	for i, b := range bad {
-		headers := letterHeaders(letters[i])
+		headers := deadLetterHeaders(deadLetters[i])
 		require.Equal(t, b.class, headers[outbox.DeadLetterClass], "%q", b.record.Value)
 		require.Contains(t, headers[outbox.DeadLetterError], b.why)
-		require.Equal(t, b.record.Value, letters[i].Value)
+		require.Equal(t, b.record.Value, deadLetters[i].Value)
 		require.Equal(t, b.record.Topic, headers[outbox.DeadLetterOriginalTopic])
 	}
 }
@@ -360,11 +360,11 @@ func TestDecodeByTopic(t *testing.T) {
 	decoders := map[string]func(*kgo.Record) (*outbox.Message, error){"orders": ordersCreated.Decode, "none": nil}
 	decode := outbox.DecodeByTopic(decoders)
 	delete(decoders, "orders")
-	m, err := decode(foreignRecord(`{}`))
+	m, err := decode(externalRecord(`{}`))
 	require.NoError(t, err)
 	require.Equal(t, "order.created", m.Type)
 	for _, topic := range []string{"none", "payments"} {
-		_, err = decode(with(foreignRecord(`{}`), func(r *kgo.Record) { r.Topic = topic }))
+		_, err = decode(with(externalRecord(`{}`), func(r *kgo.Record) { r.Topic = topic }))
 		requireRefused(t, err, outbox.ErrEmpty, refusal{"", -1, "specversion"})
 	}
 }
@@ -380,7 +380,7 @@ func FuzzForeign(f *testing.F) {
 		f.Add(tt.record.Key, tt.record.Value, name, value, "type", "payload")
 	}
 	f.Fuzz(func(t *testing.T, key, value []byte, header, headerValue, typeMember, dataMember string) {
-		r := foreignRecord(string(value), header, headerValue)
+		r := externalRecord(string(value), header, headerValue)
 		r.Key = key
 		for _, connect := range []bool{false, true} {
 			for _, as := range []outbox.PlainRecords{
@@ -409,7 +409,7 @@ func FuzzForeign(f *testing.F) {
 			string(value), string(text),
 			fmt.Sprintf(`{"schema":{"type":"string"},"payload":%s}`, text), fmt.Sprintf(`{"schema":null,"payload":%s}`, value),
 		} {
-			m, err := outbox.PlainRecords{Type: "t", Connect: true}.Decode(foreignRecord(wrapped))
+			m, err := outbox.PlainRecords{Type: "t", Connect: true}.Decode(externalRecord(wrapped))
 			require.NoError(t, err)
 			require.JSONEq(t, string(value), string(m.Data), wrapped)
 		}

@@ -27,13 +27,13 @@ type Handler interface {
 }
 
 // Handle makes a handler of f, for effects in PostgreSQL. What f does in tx commits
-// together with the note in event_handled that it is done, so that it is done once
+// with a row of event_handled that says that it is done, so that it is done once
 // however often the event arrives. Do not commit or roll back tx.
 //
 // The events that arrive together share a transaction. If one of them fails, it is
-// rolled back and each gets its own: f may run twice, and effects outside of tx
+// rolled back and each event gets its own: f may run twice, and effects outside of tx
 // belong into [HandleNoTx]. An error is tried again as [HandlerConfig] says;
-// [Permanent] marks one that no retry mends.
+// [Permanent] marks one that no retry would change.
 //
 // ctx carries the event's correlation id and traceparent, so that events recorded
 // in f continue both. It ends when the handling takes longer than MaxPollInterval.
@@ -66,11 +66,11 @@ func HandleBatch[E DomainEvent](action string, f func(ctx context.Context, tx pg
 }
 
 // HandleNoTx makes a handler of f for effects that are idempotent by nature, such
-// as the deletion of a cache entry: nothing is noted in event_handled, and an event
-// that arrives twice is handled twice. It runs after the transactions of the
-// handlers that have one. An outage of PostgreSQL is waited out for it too; one of
-// something else that f needs is an error like any other, so give it retries enough
-// in RetriesFor.
+// as the deletion of a cache entry: event_handled gets no row, and an event that
+// arrives twice is handled twice. f runs after the transactions of the handlers that
+// have one. An outage of PostgreSQL is waited out for f too; one of something else
+// that f needs is an error like any other, so allow enough retries for it in
+// RetriesFor.
 func HandleNoTx[E DomainEvent](action string, f func(ctx context.Context, event E, m Metadata) error) Handler {
 	h := handler{action: action, goType: reflect.TypeFor[E](), kind: noTx}
 	if f != nil {
@@ -85,8 +85,8 @@ func HandleNoTx[E DomainEvent](action string, f func(ctx context.Context, event 
 // most 255) is a repeat. Two handlers with the same action and key are repeats of one
 // another, also of different event types. A nil key means the event again.
 //
-// E is the event type of h. [NewConsumer] refuses another one, and a handler of
-// [HandleNoTx], because nothing notes what that has done.
+// E is the event type of h. [NewConsumer] rejects another one, and a handler of
+// [HandleNoTx], because nothing records what that has done.
 func OncePer[E DomainEvent](h Handler, key func(event E, m Metadata) (aggregateType, aggregateID string)) Handler {
 	if check.IsNil(h) {
 		return h // NewConsumer names it
@@ -128,18 +128,18 @@ type arrival struct {
 
 // check says why a handler cannot be used.
 func (h *handler) check() error {
-	refuse := func(field string, err error) error {
+	bad := func(field string, err error) error {
 		return &FieldError{EventType: h.goType.String(), Index: -1, Field: field, Err: err}
 	}
 	switch err := check.Text(h.action, maxAction); {
 	case err != nil:
-		return refuse("action", err)
+		return bad("action", err)
 	case h.one == nil && h.many == nil:
-		return refuse("handler", fmt.Errorf("function of %s %w", h.action, ErrNilArgument))
+		return bad("handler", fmt.Errorf("function of %s %w", h.action, ErrNilArgument))
 	case h.keyType != nil && h.kind == noTx:
-		return refuse("OncePer", fmt.Errorf("of %s %w: a handler of HandleNoTx notes nothing", h.action, ErrMalformed))
+		return bad("OncePer", fmt.Errorf("of %s %w: nothing records what a handler of HandleNoTx has done", h.action, ErrMalformed))
 	case h.keyType != nil && h.keyType != h.goType:
-		return refuse("OncePer", fmt.Errorf("of %s %w: its key is of %s", h.action, ErrMalformed, h.keyType))
+		return bad("OncePer", fmt.Errorf("of %s %w: its key is of %s", h.action, ErrMalformed, h.keyType))
 	}
 	return nil
 }

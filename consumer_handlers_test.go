@@ -72,7 +72,7 @@ func TestRepeats(t *testing.T) {
 // whatever the event and its type.
 func TestOncePer(t *testing.T) {
 	s := newTill(t, 3)
-	once := outbox.OncePer(outbox.Handle("LISTED", s.count), func(e sale, _ outbox.Metadata) (string, string) { return "Product", e.Product })
+	listed := outbox.OncePer(outbox.Handle("LISTED", s.count), func(e sale, _ outbox.Metadata) (string, string) { return "Product", e.Product })
 	var ends atomic.Int32
 	end := outbox.HandleNoTx("END", func(_ context.Context, e sale, _ outbox.Metadata) error {
 		if e.Product == "end" {
@@ -80,7 +80,7 @@ func TestOncePer(t *testing.T) {
 		}
 		return nil
 	})
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, once, end).Run)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, listed, end).Run)
 	testenv.Run(t, s.relay(t, quick).Run)
 	for range 20 {
 		s.sell(t, sale{Product: "a", Amount: 1}, sale{Product: "b", Amount: 1}, sale{Product: "end", Amount: 1})
@@ -98,8 +98,8 @@ func TestImpossibleKey(t *testing.T) {
 	h := outbox.OncePer(outbox.Handle("LISTED", s.count), func(e sale, _ outbox.Metadata) (string, string) { return "Product", e.Product })
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, h).Run)
 	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"product":"a\u0000b"}`)), s.saleRecord(uuid.NewString(), []byte(`{"product":""}`)), s.saleRecord(uuid.NewString(), oneSale))
-	for _, r := range s.letters(t, 2) {
-		h := letterHeaders(r)
+	for _, r := range s.deadLetters(t, 2) {
+		h := deadLetterHeaders(r)
 		require.Equal(t, []string{"permanent", "1"}, []string{h["dlq_error_class"], h["dlq_attempts"]})
 		require.Contains(t, h["dlq_error"], "aggregate_id of the key of LISTED")
 	}
@@ -141,7 +141,7 @@ func TestHandleBatch(t *testing.T) {
 
 	s.send(t, s.saleRecord(uuid.NewString(), oneSale), s.saleRecord(uuid.NewString(), []byte(`{"poison":"bad"}`)), s.saleRecord(uuid.NewString(), oneSale))
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "b-" + s.topic}}, h).Run)
-	require.Equal(t, "bad", letterHeaders(s.letters(t, 1)[0])["dlq_error"])
+	require.Equal(t, "bad", deadLetterHeaders(s.deadLetters(t, 1)[0])["dlq_error"])
 	require.Eventually(t, func() bool { return s.counts(t)["total"] == 102 }, testenv.Patience, 10*time.Millisecond)
 }
 
@@ -180,7 +180,7 @@ func TestConsumerWithoutPostgres(t *testing.T) {
 }
 
 // One action fails for good, the other does not notice: only the one is a dead
-// letter, and only the one runs when it is sent back.
+// deadLetter, and only the one runs when it is sent back.
 func TestActionsAreApart(t *testing.T) {
 	s := newTill(t, 1)
 	var broken atomic.Bool
@@ -200,12 +200,12 @@ func TestActionsAreApart(t *testing.T) {
 	var others atomic.Int32
 	testenv.Run(t, s.consumer(t, other, outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { others.Add(1); return nil })).Run)
 	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
-	letter := s.letters(t, 1)[0]
-	require.Equal(t, "FRAGILE", letterHeaders(letter)["dlq_action"])
+	deadLetter := s.deadLetters(t, 1)[0]
+	require.Equal(t, "FRAGILE", deadLetterHeaders(deadLetter)["dlq_action"])
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 && others.Load() == 1 }, testenv.Patience, 10*time.Millisecond)
 
 	broken.Store(false)
-	back := s.saleRecord(letterHeaders(letter)["ce_id"], letter.Value)
+	back := s.saleRecord(deadLetterHeaders(deadLetter)["ce_id"], deadLetter.Value)
 	back.Headers = append(back.Headers, kgo.RecordHeader{Key: outbox.ReplayGroup, Value: []byte(cfg.Group)},
 		kgo.RecordHeader{Key: outbox.ReplayAction, Value: []byte("FRAGILE")})
 	s.send(t, back, s.saleRecord(uuid.NewString(), oneSale))
@@ -226,7 +226,7 @@ func TestUnknownTypes(t *testing.T) {
 		s.send(t, r, s.saleRecord(uuid.NewString(), oneSale))
 		testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 		if unknown == outbox.DeadLetterUnknown {
-			h := letterHeaders(s.letters(t, 1)[0])
+			h := deadLetterHeaders(s.deadLetters(t, 1)[0])
 			require.Equal(t, []string{"unknown_type", "", "0"}, []string{h["dlq_error_class"], h["dlq_action"], h["dlq_attempts"]})
 		}
 		require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
@@ -343,8 +343,8 @@ func TestBadRecords(t *testing.T) {
 	}
 	s.send(t, append(records, s.saleRecord(uuid.NewString(), oneSale))...)
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.Handle("COUNTED", s.count)).Run)
-	for i, r := range s.letters(t, len(records)) {
-		require.Equal(t, "undecodable", letterHeaders(r)["dlq_error_class"])
+	for i, r := range s.deadLetters(t, len(records)) {
+		require.Equal(t, "undecodable", deadLetterHeaders(r)["dlq_error_class"])
 		require.Equal(t, [][]byte{records[i].Key, records[i].Value}, [][]byte{r.Key, r.Value})
 	}
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
@@ -361,9 +361,9 @@ func TestHugeRecord(t *testing.T) {
 	const size = 10_000_000
 	s.send(t, s.saleRecord(uuid.NewString(), []byte(random(size))), s.saleRecord(uuid.NewString(), oneSale))
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.Handle("COUNTED", s.count)).Run)
-	r := s.letters(t, 1)[0]
+	r := s.deadLetters(t, 1)[0]
 	require.Empty(t, r.Value)
-	require.Equal(t, strconv.Itoa(size), letterHeaders(r)["dlq_value_omitted"])
+	require.Equal(t, strconv.Itoa(size), deadLetterHeaders(r)["dlq_value_omitted"])
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
 }
 
@@ -420,7 +420,7 @@ func TestConsumerConfig(t *testing.T) {
 			[]string{"handler 0 must not be nil", "action is empty", "function of NIL must not be nil", "handler GOOD: event type outbox_test.sale is registered already", "outbox_test.saleV3 is not registered"}},
 		{"bad keys", ok, nil, []outbox.Handler{outbox.OncePer(nil, func(e sale, _ outbox.Metadata) (string, string) { return "", "" }),
 			outbox.OncePer[sale](good, nil), outbox.OncePer[saleV2](outbox.Handle("COUNTED", count), nil)},
-			[]string{"handler 0 must not be nil", "outbox_test.sale: OncePer of GOOD is malformed: a handler of HandleNoTx notes nothing",
+			[]string{"handler 0 must not be nil", "outbox_test.sale: OncePer of GOOD is malformed: nothing records what a handler of HandleNoTx has done",
 				"outbox_test.sale: OncePer of COUNTED is malformed: its key is of outbox_test.saleV2"}},
 		{"a key that is the event again", ok, nil, []outbox.Handler{outbox.OncePer[sale](outbox.Handle("COUNTED", count), nil)}, nil},
 		{"bad upcasters", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Upcasters: []outbox.Upcaster{
@@ -476,7 +476,7 @@ func TestConsumerLog(t *testing.T) {
 	s.send(t, s.saleRecord(id, oneSale), s.saleRecord(id, oneSale))
 	require.Eventually(t, func() bool { return strings.Contains(log.String(), "event handled already") }, testenv.Patience, 10*time.Millisecond)
 	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"poison":"permanent"}`)))
-	s.letters(t, 1)
+	s.deadLetters(t, 1)
 	stop()
 	for line := range strings.Lines(log.String()) {
 		require.False(t, strings.Contains(line, "level=INFO") || strings.Contains(line, "level=ERROR"), line)

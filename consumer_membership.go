@@ -84,7 +84,7 @@ type membership struct {
 	mu         sync.Mutex
 	workers    map[kafka.Partition]*worker
 	member     string // the member id under which the group assigned the partitions
-	leaving    bool   // takes no more partitions
+	closing    bool   // takes no more partitions
 }
 
 // join makes the client from opts. Kafka is asked for partitions in the background.
@@ -118,8 +118,8 @@ func (m *membership) produce(ctx context.Context, record *kgo.Record) error {
 	return m.client.ProduceSync(ctx, record).FirstErr()
 }
 
-// pollRecords is how many records a poll takes from what was fetched. How many are
-// handled together is for each partition to say.
+// pollRecords is how many records a poll takes from what was fetched. How many of a
+// partition are handled together is up to its worker.
 const pollRecords = 1_000
 
 // poll fills the queues until ctx is cancelled.
@@ -172,7 +172,7 @@ func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.member, _ = client.GroupMetadata()
-	if m.leaving {
+	if m.closing {
 		return
 	}
 	for topic, numbers := range topics {
@@ -248,10 +248,10 @@ func (m *membership) finish(workers []*worker) {
 	}
 }
 
-// leave finishes what is in flight, commits, and gives the partitions to others.
-func (m *membership) leave() {
+// close finishes what is in flight, commits, leaves the group and closes the client.
+func (m *membership) close() {
 	m.mu.Lock()
-	m.leaving = true
+	m.closing = true
 	m.mu.Unlock()
 	m.finish(m.all())
 	m.lastCommit()

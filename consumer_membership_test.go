@@ -197,7 +197,7 @@ func TestNewGroup(t *testing.T) {
 	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 7 }, testenv.Patience, 10*time.Millisecond)
 	stop()
-	s.sendTo(t, 1, 5) // while nobody is there
+	s.sendTo(t, 1, 5) // while the group has no member
 	testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 5 }, testenv.Patience, 10*time.Millisecond)
 	cfg.Group, cfg.FromStart = "all-"+s.topic, true
@@ -325,7 +325,7 @@ func TestConsumerWithoutDatabase(t *testing.T) {
 		cable.broken.Store(false)
 		reach(100 * (outage + 1))
 		again := func() bool { return strings.Count(log.String(), "PostgreSQL works again") == outage+1 }
-		require.Eventually(t, again, testenv.Patience, time.Millisecond, "told behind the commit")
+		require.Eventually(t, again, testenv.Patience, time.Millisecond, "reported after the commit")
 	}
 	require.Zero(t, failed.Load())
 	require.NotContains(t, log.String(), "dead-letter")

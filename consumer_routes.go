@@ -10,16 +10,16 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 )
 
-// routes knows who handles what.
+// routes says which handlers an event type reaches.
 type routes struct {
 	byName map[string]*route // by event type
 	topics []string          // sorted
 }
 
-// route is what becomes of the events of a type.
+// route is the handlers that the events of a type reach.
 type route struct {
 	def      *definition
-	versions []version // from the one that is sent on
+	versions []version // from the one that is sent
 }
 
 // version is an event type as handlers take it.
@@ -70,14 +70,14 @@ func handlersByType(events *Registry, handlers []Handler) (map[reflect.Type][]*h
 			bad = append(bad, err)
 			continue
 		}
-		refuse := func(err error) {
+		reject := func(err error) {
 			bad = append(bad, fmt.Errorf("handler %s: event type %s %w", h.action, h.goType, err))
 		}
 		switch same := func(other *handler) bool { return other.action == h.action }; {
 		case events.byGoType[h.goType] == nil:
-			refuse(ErrUnregistered)
+			reject(ErrUnregistered)
 		case slices.ContainsFunc(byType[h.goType], same):
-			refuse(ErrDuplicate)
+			reject(ErrDuplicate)
 		default:
 			byType[h.goType] = append(byType[h.goType], h)
 		}
@@ -89,20 +89,20 @@ func upcastersByType(events *Registry, upcasters []Upcaster) (map[reflect.Type]U
 	up := map[reflect.Type]Upcaster{}
 	var bad []error
 	for _, u := range upcasters {
-		refuse := func(err error) { bad = append(bad, fmt.Errorf("upcaster from %v to %v: %w", u.from, u.to, err)) }
+		reject := func(err error) { bad = append(bad, fmt.Errorf("upcaster from %v to %v: %w", u.from, u.to, err)) }
 		_, again := up[u.from]
 		switch {
 		case u.up == nil:
-			refuse(ErrNilArgument)
+			reject(ErrNilArgument)
 		case again:
-			refuse(ErrDuplicate)
+			reject(ErrDuplicate)
 		case events.byGoType[u.from] == nil || events.byGoType[u.to] == nil:
-			refuse(ErrUnregistered)
+			reject(ErrUnregistered)
 		default:
 			up[u.from] = u
 			if circular(u.to, up) {
 				delete(up, u.from)
-				refuse(fmt.Errorf("%w: it leads back to where it began", ErrMalformed))
+				reject(fmt.Errorf("%w: it leads back to where it began", ErrMalformed))
 			}
 		}
 	}

@@ -120,8 +120,8 @@ func (s *till) consumer(t testing.TB, cfg outbox.ConsumerConfig, handlers ...out
 	return c
 }
 
-// letters reads n dead letters.
-func (s *till) letters(t testing.TB, n int) []*kgo.Record {
+// deadLetters reads n dead letters.
+func (s *till) deadLetters(t testing.TB, n int) []*kgo.Record {
 	t.Helper()
 	return readAll(t, s.brokers, s.topic+".dlq", n)
 }
@@ -143,7 +143,7 @@ func readAll(t testing.TB, brokers []string, topic string, n int) (records []*kg
 	return records
 }
 
-func letterHeaders(r *kgo.Record) map[string]string {
+func deadLetterHeaders(r *kgo.Record) map[string]string {
 	all := map[string]string{}
 	for _, h := range r.Headers {
 		all[h.Key] = string(h.Value)
@@ -213,7 +213,7 @@ func TestPoison(t *testing.T) {
 		s.sell(t, e)
 	}
 	var mu sync.Mutex
-	failed, buried := map[string]int{}, 0
+	failed, deadLettered := map[string]int{}, 0
 	group := "group-" + uuid.NewString()
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: group, Hooks: outbox.ConsumerHooks{
 		Failed: func(m outbox.Metadata, _ string, err error) {
@@ -225,18 +225,18 @@ func TestPoison(t *testing.T) {
 		DeadLettered: func(_ outbox.Metadata, action, topic string, _ error) {
 			mu.Lock()
 			defer mu.Unlock()
-			buried++
+			deadLettered++
 			assert.Equal(t, []string{"COUNTED", s.topic + ".dlq"}, []string{action, topic})
 		},
 	}}, FromStart: true}
 	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
-	letters := s.letters(t, 4)
+	deadLetters := s.deadLetters(t, 4)
 	require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, testenv.Patience, 10*time.Millisecond)
 	stop()
 	classes := map[string]string{"permanent": "permanent", "error": "handler", "panic": "panic", "sql": "postgres_22012"}
 	attempts := map[string]string{"permanent": "1", "error": "4", "panic": "4", "sql": "4"}
-	for i, r := range letters {
-		h := letterHeaders(r)
+	for i, r := range deadLetters {
+		h := deadLetterHeaders(r)
 		var e sale
 		require.NoError(t, json.Unmarshal(r.Value, &e))
 		require.Equal(t, poisons[i], e.Poison, "in order")
@@ -253,12 +253,12 @@ func TestPoison(t *testing.T) {
 		}
 		require.Equal(t, attempts[e.Poison], strconv.Itoa(failed[h["ce_id"]]))
 	}
-	require.Equal(t, 4, buried)
+	require.Equal(t, 4, deadLettered)
 
 	// Another start of the group has nothing left to do.
 	s.sell(t, sale{Product: "last", Amount: 1})
 	want["last"] = 1
 	testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, testenv.Patience, 10*time.Millisecond)
-	s.letters(t, 4)
+	s.deadLetters(t, 4)
 }

@@ -49,7 +49,7 @@ type worker struct {
 type workerGroup interface {
 	pauseFetching(kafka.Partition)
 	resumeFetching(kafka.Partition)
-	// requestCommit asks for a commit soon of how far the workers have come.
+	// requestCommit asks for the offsets of the workers to be committed.
 	requestCommit()
 	// produce sends a dead letter and waits for the answer.
 	produce(context.Context, *kgo.Record) error

@@ -29,7 +29,7 @@ type Message struct {
 	Data []byte
 }
 
-// Metadata is what a handler is told of an event beside the event itself.
+// Metadata is what a handler gets beside the event itself.
 type Metadata struct {
 	// ID, Source, Type and Subject are attributes of CloudEvents. Events of a
 	// [Recorder] carry the aggregate's id as Subject. Type is the one that was sent,

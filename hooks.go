@@ -127,17 +127,17 @@ type ConsumerHooks struct {
 	// returns. Done is called when the handler has returned; its transaction may
 	// fail even then.
 	Handling func(ctx context.Context, action string, events []Metadata) (handling context.Context, done func(error))
-	// Handled is told of an action that is done, once that is committed. Took is the
+	// Handled is called for an action that is done and committed. Took is the
 	// handler's own time; of a batch, its share of it.
 	Handled func(m Metadata, action string, took time.Duration)
-	// Repeated is told of an action that was done before.
+	// Repeated is called for an action that was done before.
 	Repeated func(m Metadata, action string)
-	// Failed is told of a try that failed and counts.
+	// Failed is called for a try that failed and counts.
 	Failed func(m Metadata, action string, err error)
-	// DeadLettered is told of an event that went to a dead-letter topic. Action is
-	// empty where the event was not fit for any.
+	// DeadLettered is called for an event that was sent to a dead-letter topic. Action
+	// is empty if no handler got the event.
 	DeadLettered func(m Metadata, action, topic string, err error)
-	// Unknown is told of an event of a type without a handler, skipped or not.
+	// Unknown is called for an event of a type without a handler, skipped or not.
 	Unknown func(m Metadata)
 }
 

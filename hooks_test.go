@@ -136,19 +136,19 @@ func TestRecordingHook(t *testing.T) {
 }
 
 // A handler gets the context of Handling, and its end hears the handler's error, of
-// batches too. Repeats are not told.
+// batches too. Repeats are not called.
 func TestHandlingHook(t *testing.T) {
 	s := newTill(t, 1)
 	type mark struct{}
 	var mu sync.Mutex
-	var told []string
+	var called []string
 	hooks := outbox.ConsumerHooks{
 		Handling: func(ctx context.Context, action string, events []outbox.Metadata) (context.Context, func(error)) {
 			return context.WithValue(ctx, mark{}, action), func(err error) {
 				mu.Lock()
 				defer mu.Unlock()
 				for range events {
-					told = append(told, action+map[bool]string{true: " failed"}[err != nil])
+					called = append(called, action+map[bool]string{true: " failed"}[err != nil])
 				}
 			}
 		},
@@ -165,9 +165,9 @@ func TestHandlingHook(t *testing.T) {
 	require.Eventually(t, func() bool {
 		mu.Lock()
 		defer mu.Unlock()
-		slices.Sort(told)
-		return slices.Equal(told, []string{"ALL", "BAD failed", "BAD failed", "ONE"})
-	}, testenv.Patience, 10*time.Millisecond, "%v", told)
+		slices.Sort(called)
+		return slices.Equal(called, []string{"ALL", "BAD failed", "BAD failed", "ONE"})
+	}, testenv.Patience, 10*time.Millisecond, "%v", called)
 }
 
 // Lag counts what is not handled, and knows a partition in which nothing ever was.

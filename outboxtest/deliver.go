@@ -12,7 +12,7 @@ import (
 
 // Deliver hands an event to the handlers of a consumer as if a relay had sent it,
 // without Kafka, and returns the error of [outbox.Consumer.Deliver]: that of a
-// handler, for the test to judge. Each call is an event of its own; [DeliverTwice]
+// handler, for the test to check. Each call is an event of its own; [DeliverTwice]
 // is for repeats.
 //
 // A correlation id and a traceparent in ctx travel with the event. The test fails

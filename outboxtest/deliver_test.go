@@ -44,15 +44,15 @@ func TestDeliver(t *testing.T) {
 	require.EqualValues(t, 15, h.sales(t), "one that arrives twice is one")
 }
 
-// A handler is told what it would be told of an event from Kafka.
+// A handler gets the Metadata that it would get of an event from Kafka.
 func TestDeliverMetadata(t *testing.T) {
 	h := newHouse(t)
 	var events []parcelSent
-	var told []outbox.Metadata
+	var received []outbox.Metadata
 	var correlation string
 	c, err := outbox.NewConsumer(nil, nil, h.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}},
 		outbox.HandleNoTx("NOTED", func(ctx context.Context, e parcelSent, m outbox.Metadata) error {
-			events, told, correlation = append(events, e), append(told, m), outbox.CorrelationID(ctx)
+			events, received, correlation = append(events, e), append(received, m), outbox.CorrelationID(ctx)
 			return nil
 		}))
 	require.NoError(t, err)
@@ -60,9 +60,9 @@ func TestDeliverMetadata(t *testing.T) {
 	require.NoError(t, outboxtest.DeliverTwice(ctx, t, c, h.events, parcelSent{"7", noon}))
 	require.Equal(t, []parcelSent{{Number: "7"}, {Number: "7"}}, events)
 	require.Equal(t, "corr-1", correlation)
-	require.Equal(t, told[0].ID, told[1].ID, "it is the same event")
-	require.Less(t, told[0].Kafka.Offset, told[1].Kafka.Offset, "that arrives again")
-	m := told[0]
+	require.Equal(t, received[0].ID, received[1].ID, "it is the same event")
+	require.Less(t, received[0].Kafka.Offset, received[1].Kafka.Offset, "that arrives again")
+	m := received[0]
 	require.NotEmpty(t, m.ID)
 	require.True(t, noon.Equal(m.Time))
 	require.Equal(t, []string{"shop", "acme.parcel.sent.v1", "7", "application/x-parcel", "parcel-events", "7"},

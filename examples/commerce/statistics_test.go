@@ -185,11 +185,11 @@ func TestRowsAreLockedInOrder(t *testing.T) {
 // An order that cannot be counted is a dead letter, and holds up no other.
 func TestOrderThatCannotBeCounted(t *testing.T) {
 	a := newApp(t)
-	letters := make(chan string, 1)
+	deadLetters := make(chan string, 1)
 	cfg := a.group("product-statistics")
 	cfg.RetryWait = time.Millisecond
 	cfg.Hooks.DeadLettered = func(m outbox.Metadata, action, topic string, err error) {
-		letters <- fmt.Sprintf("%s %s of %s to %s", action, m.Type, m.Subject, topic)
+		deadLetters <- fmt.Sprintf("%s %s of %s to %s", action, m.Type, m.Subject, topic)
 	}
 	c, err := outbox.NewConsumer(a.db, a.kafka, a.events, cfg, statistics{a.db}.handlers()...)
 	require.NoError(t, err)
@@ -202,8 +202,8 @@ func TestOrderThatCannotBeCounted(t *testing.T) {
 	}
 	a.record(t, sold(1, 1), sold(2, math.MaxInt64), sold(3, 2)) // twice that is too much for the column
 	select {
-	case letter := <-letters:
-		require.Equal(t, "SALES_COUNT_INCREASED loopers.order.paid.v1 of 2 to order-events.dlq", letter)
+	case deadLetter := <-deadLetters:
+		require.Equal(t, "SALES_COUNT_INCREASED loopers.order.paid.v1 of 2 to order-events.dlq", deadLetter)
 	case <-time.After(testenv.Patience):
 		t.Fatal("no dead letter")
 	}
