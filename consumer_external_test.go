@@ -213,9 +213,9 @@ func TestUnreadableForeign(t *testing.T) {
 	for _, tt := range unreadableExternal {
 		t.Run(tt.name, func(t *testing.T) {
 			_, err := tt.as.Decode(tt.record)
-			refused, ok := errors.AsType[*outbox.FieldError](err)
+			rejected, ok := errors.AsType[*outbox.FieldError](err)
 			require.True(t, ok, "%v", err)
-			require.Equal(t, tt.field, refused.Field, "%v", err)
+			require.Equal(t, tt.field, rejected.Field, "%v", err)
 			require.ErrorIs(t, err, tt.want)
 		})
 	}
@@ -369,7 +369,7 @@ func TestDecodeByTopic(t *testing.T) {
 	}
 }
 
-// Whatever a record holds, it is read or refused; what is read is complete; and what
+// Whatever a record holds, it is read or rejected; what is read is complete; and what
 // Kafka Connect puts around a JSON object comes off.
 func FuzzForeign(f *testing.F) {
 	for _, tt := range append(plainTests, debeziumTests...) {

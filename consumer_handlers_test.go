@@ -217,9 +217,9 @@ func TestActionsAreApart(t *testing.T) {
 func TestUnknownTypes(t *testing.T) {
 	for _, unknown := range []outbox.UnknownTypes{outbox.SkipUnknown, outbox.DeadLetterUnknown} {
 		s := newTill(t, 1)
-		var told atomic.Int32
+		var calls atomic.Int32
 		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Unknown: unknown, Hooks: outbox.ConsumerHooks{
-			Unknown: func(m outbox.Metadata) { told.Add(1); assert.Equal(t, "someone.elses.v1", m.Type) },
+			Unknown: func(m outbox.Metadata) { calls.Add(1); assert.Equal(t, "someone.elses.v1", m.Type) },
 		}}, FromStart: true}
 		r := s.saleRecord(uuid.NewString(), oneSale)
 		r.Headers[3].Value = []byte("someone.elses.v1")
@@ -230,7 +230,7 @@ func TestUnknownTypes(t *testing.T) {
 			require.Equal(t, []string{"unknown_type", "", "0"}, []string{h["dlq_error_class"], h["dlq_action"], h["dlq_attempts"]})
 		}
 		require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
-		require.EqualValues(t, 1, told.Load())
+		require.EqualValues(t, 1, calls.Load())
 	}
 }
 

@@ -227,9 +227,9 @@ func TestDestinationOfForeignRow(t *testing.T) {
 	for _, eventType := range []string{"", "order", "LEDGER_POSTED", "a..b", ".order", "shop.", "shop.order created", "shop.주문", "shop.order\n", "shop/order.x"} {
 		_, err := orderCreated(func(e *envelope) { e.eventType = []byte(eventType) }).destination()
 		require.ErrorIs(t, err, ErrMalformed, "%q", eventType)
-		refused, ok := errors.AsType[*FieldError](err)
+		rejected, ok := errors.AsType[*FieldError](err)
 		require.True(t, ok)
-		require.Equal(t, FieldError{EventType: eventType, Index: -1, Field: "event_type", Err: ErrMalformed}, *refused)
+		require.Equal(t, FieldError{EventType: eventType, Index: -1, Field: "event_type", Err: ErrMalformed}, *rejected)
 	}
 }
 
@@ -239,11 +239,11 @@ func TestHeadersOfForeignRow(t *testing.T) {
 		for _, mode := range []Mode{Binary, Structured} {
 			_, _, err := recordOf(orderCreated(func(e *envelope) { e.headers = []byte(headers) }), mode)
 			require.ErrorIs(t, err, ErrMalformed, headers)
-			refused, ok := errors.AsType[*FieldError](err)
+			rejected, ok := errors.AsType[*FieldError](err)
 			require.True(t, ok)
-			require.Equal(t, "headers", refused.Field)
-			require.Equal(t, "loopers.order.created.v1", refused.EventType)
-			require.Equal(t, -1, refused.Index)
+			require.Equal(t, "headers", rejected.Field)
+			require.Equal(t, "loopers.order.created.v1", rejected.EventType)
+			require.Equal(t, -1, rejected.Index)
 		}
 	}
 }
@@ -254,8 +254,8 @@ func TestHeadersRoundTrip(t *testing.T) {
 	for _, text := range hardTexts {
 		own[text], own["n-"+text] = "", text
 	}
-	b, refused := encodeHeaders(own, "corr", someTrace)
-	require.Nil(t, refused)
+	b, rejected := encodeHeaders(own, "corr", someTrace)
+	require.Nil(t, rejected)
 	got, err := (&envelope{headers: b}).ownHeaders()
 	require.NoError(t, err)
 	require.Len(t, got, len(own)+2)
@@ -266,8 +266,8 @@ func TestHeadersRoundTrip(t *testing.T) {
 	}
 	require.NotContains(t, own, "correlationid", "the caller's map is left alone")
 
-	b, refused = encodeHeaders(nil, "", "")
-	require.Nil(t, refused)
+	b, rejected = encodeHeaders(nil, "", "")
+	require.Nil(t, rejected)
 	require.Nil(t, b)
 }
 

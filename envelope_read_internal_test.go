@@ -84,9 +84,9 @@ func attributesOf(r *Message) map[string]string {
 
 func requireUnreadable(t *testing.T, err error, field string, want error) {
 	t.Helper()
-	var refused *FieldError
-	require.ErrorAs(t, err, &refused)
-	require.Equal(t, field, refused.Field, "%v", err)
+	var rejected *FieldError
+	require.ErrorAs(t, err, &rejected)
+	require.Equal(t, field, rejected.Field, "%v", err)
 	require.ErrorIs(t, err, want)
 }
 

@@ -258,9 +258,9 @@ func TestAllBadDefinitions(t *testing.T) {
 	require.ErrorAs(t, err, &joined)
 	var got []refusal
 	for i, err := range joined.Unwrap() {
-		var refused *outbox.FieldError
-		require.ErrorAs(t, err, &refused)
-		got = append(got, refusal{refused.EventType, refused.Index, refused.Field})
+		var rejected *outbox.FieldError
+		require.ErrorAs(t, err, &rejected)
+		got = append(got, refusal{rejected.EventType, rejected.Index, rejected.Field})
 		if i > 0 {
 			require.ErrorIs(t, err, badDefinitions[i-1].want, badDefinitions[i-1].name)
 		}
@@ -334,9 +334,9 @@ type refusal struct {
 func requireRefused(t *testing.T, err, want error, says refusal) {
 	t.Helper()
 	require.ErrorIs(t, err, want)
-	refused, ok := errors.AsType[*outbox.FieldError](err)
+	rejected, ok := errors.AsType[*outbox.FieldError](err)
 	require.True(t, ok, "%v", err)
-	require.Equal(t, says, refusal{refused.EventType, refused.Index, refused.Field})
+	require.Equal(t, says, refusal{rejected.EventType, rejected.Index, rejected.Field})
 }
 
 // The second segment of an event type names its topic, unless the type was

@@ -195,7 +195,7 @@ func TestRolesCannot(t *testing.T) {
 		db := r.as(t, role)
 		var got []string
 		for _, table := range tables {
-			for act, sql := range statements {
+			for kind, sql := range statements {
 				sql = strings.NewReplacer("{t}", pgx.Identifier{h.schema, table}.Sanitize(), "{c}", column[table]).Replace(sql)
 				err := pgx.BeginFunc(background, db, func(tx pgx.Tx) error {
 					_, err := tx.Exec(background, sql)
@@ -205,7 +205,7 @@ func TestRolesCannot(t *testing.T) {
 					return err
 				})
 				if !isDenied(err) {
-					got = append(got, table+" "+act)
+					got = append(got, table+" "+kind)
 				}
 			}
 		}

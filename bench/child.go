@@ -118,8 +118,8 @@ func (b *bench) connect(j job) job {
 }
 
 // spawn starts this program again, waits for it and decodes what it writes. What
-// it has to be told meanwhile, talk tells it, if there is any.
-func spawn(ctx context.Context, j job, stderr io.Writer, result any, talk func(tell func(order) error) error) error {
+// it needs orders meanwhile, talk sends them; talk may be nil.
+func spawn(ctx context.Context, j job, stderr io.Writer, result any, talk func(send func(order) error) error) error {
 	self, err := os.Executable()
 	if err != nil {
 		return err

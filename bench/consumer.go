@@ -83,13 +83,13 @@ func (b *bench) consumer(ctx context.Context) error {
 		return err
 	}
 	runs := map[string][]used{}
-	for turn := range b.cfg.runs {
+	for round := range b.cfg.runs {
 		for _, c := range all {
-			u, err := b.count(ctx, schema, turn+1, c)
+			u, err := b.count(ctx, schema, round+1, c)
 			if err != nil {
 				return err
 			}
-			b.say("%d/%d %s: %s events/s, %.1f µs CPU/event", turn+1, b.cfg.runs, c.name, number(u.rate()), u.cpu())
+			b.say("%d/%d %s: %s events/s, %.1f µs CPU/event", round+1, b.cfg.runs, c.name, number(u.rate()), u.cpu())
 			runs[c.name] = append(runs[c.name], u)
 		}
 	}
@@ -126,7 +126,7 @@ INSERT INTO {schema}.counts SELECT 'order-' || lpad(g::text, 5, '0'), 0 FROM gen
 
 // count lets a new group consume a shelf in a process of its own. What earlier
 // groups have noted in event_handled stays there, as it would.
-func (b *bench) count(ctx context.Context, schema string, turn int, c counting) (u used, err error) {
+func (b *bench) count(ctx context.Context, schema string, round int, c counting) (u used, err error) {
 	if _, err := b.db.Exec(ctx, inSchema(ddlCounts, schema), pgx.QueryExecModeSimpleProtocol); err != nil {
 		return u, fmt.Errorf("create counters: %w", err)
 	}
@@ -137,7 +137,7 @@ func (b *bench) count(ctx context.Context, schema string, turn int, c counting) 
 	}
 	j := c.job
 	j.Work, j.Topic, j.Schema, j.Events, j.EventType = "count", c.shelf.topic, schema, c.shelf.events, b.eventType()
-	j.Group = fmt.Sprintf("bench-%s-%s-%d", b.id, c.name, turn)
+	j.Group = fmt.Sprintf("bench-%s-%s-%d", b.id, c.name, round)
 	defer func() {
 		_, derr := b.admin.DeleteGroup(context.WithoutCancel(ctx), j.Group)
 		err = errors.Join(err, derr)

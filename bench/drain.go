@@ -16,16 +16,16 @@ func (b *bench) warmUp(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	best, settled := 0.0, 0
-	for i := 0; i < most && settled < enough; i++ {
+	best, stable := 0.0, 0
+	for i := 0; i < most && stable < enough; i++ {
 		u, err := b.runChild(ctx, job{Work: "produce"}, s)
 		if err != nil {
 			return err
 		}
 		b.say("warm-up: %s records/s", number(u.rate()))
-		settled++
+		stable++
 		if u.rate() > best*better {
-			settled = 0
+			stable = 0
 		}
 		best = max(best, u.rate())
 	}
@@ -88,9 +88,9 @@ type contestant struct {
 // inTurns lets the contestants run one after the other, several times.
 func (b *bench) inTurns(ctx context.Context, all []contestant) (map[string][]used, error) {
 	runs := map[string][]used{}
-	for turn := range b.cfg.runs {
+	for round := range b.cfg.runs {
 		for _, c := range all {
-			u, err := b.compete(ctx, turn, c)
+			u, err := b.compete(ctx, round, c)
 			if err != nil {
 				return nil, err
 			}
@@ -102,13 +102,13 @@ func (b *bench) inTurns(ctx context.Context, all []contestant) (map[string][]use
 
 // compete lets a contestant run. A relay gets a new name, and so starts before
 // the first event.
-func (b *bench) compete(ctx context.Context, turn int, c contestant) (used, error) {
+func (b *bench) compete(ctx context.Context, round int, c contestant) (used, error) {
 	if c.job.Work == "relay" {
 		c.job.Relay = c.stock.relayName()
 	}
 	u, err := b.runChild(ctx, c.job, c.stock)
 	if err == nil {
-		b.say("%d/%d %s: %s events/s, %.1f µs CPU/event", turn+1, b.cfg.runs, c.name, number(u.rate()), u.cpu())
+		b.say("%d/%d %s: %s events/s, %.1f µs CPU/event", round+1, b.cfg.runs, c.name, number(u.rate()), u.cpu())
 	}
 	return u, err
 }

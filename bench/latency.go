@@ -250,7 +250,7 @@ type side struct {
 // race runs a race and reports it.
 func (t *track) race(ctx context.Context, r race) error {
 	var base, with []*lap
-	for turn := range t.cfg.runs {
+	for round := range t.cfg.runs {
 		for _, of := range []struct {
 			side
 			laps *[]*lap
@@ -260,7 +260,7 @@ func (t *track) race(ctx context.Context, r race) error {
 				return fmt.Errorf("%s, %s: %w", r.name, of.name, err)
 			}
 			*of.laps = append(*of.laps, l)
-			t.say("%d/%d %s: %s p50 %.2f p99 %.2f ms", turn+1, t.cfg.runs, r.name, of.name, l.latencies().median(), l.latencies().percentile(99))
+			t.say("%d/%d %s: %s p50 %.2f p99 %.2f ms", round+1, t.cfg.runs, r.name, of.name, l.latencies().median(), l.latencies().percentile(99))
 		}
 	}
 	t.reportRace(r, base, with)

@@ -40,8 +40,8 @@ func (b *bench) outage(ctx context.Context) error {
 		return err
 	}
 	runs := map[string][]used{}
-	for turn := range b.cfg.runs {
-		o, err := b.newOutage(ctx, turn)
+	for round := range b.cfg.runs {
+		o, err := b.newOutage(ctx, round)
 		if err != nil {
 			return err
 		}
@@ -50,13 +50,13 @@ func (b *bench) outage(ctx context.Context) error {
 			return fmt.Errorf("relay through an outage: %w", err)
 		}
 		b.say("%d/%d outage/relay: %s events/s, %.1f µs CPU/event, the first after %.1f s; the breaker opened %d times, %d events came again",
-			turn+1, b.cfg.runs, number(u.rate()), u.cpu(), u.Notice.Seconds(), u.Opened, u.Repeats)
+			round+1, b.cfg.runs, number(u.rate()), u.cpu(), u.Notice.Seconds(), u.Opened, u.Repeats)
 		runs["outage/relay"] = append(runs["outage/relay"], u)
 		for _, c := range []contestant{
 			{"outage/pipe", o.stock, job{Work: "pipe", Batch: batch}},
 			{"outage/without", o.stock, job{Work: "relay"}},
 		} {
-			u, err := b.compete(ctx, turn, c)
+			u, err := b.compete(ctx, round, c)
 			if err != nil {
 				return err
 			}
@@ -89,10 +89,10 @@ func (b *bench) reportOutage(runs map[string][]used) {
 }
 
 // newOutage makes a place for one.
-func (b *bench) newOutage(ctx context.Context, turn int) (o *outage, err error) {
+func (b *bench) newOutage(ctx context.Context, round int) (o *outage, err error) {
 	o = &outage{bench: b, small: outageFirst + int(b.cfg.outage*outageRate)}
 	o.stock = &stock{events: o.small + b.cfg.events}
-	if o.stock.schema, err = b.newSchema(ctx, fmt.Sprintf("outage%d", turn)); err != nil {
+	if o.stock.schema, err = b.newSchema(ctx, fmt.Sprintf("outage%d", round)); err != nil {
 		return nil, err
 	}
 	if o.rec, err = b.recorder(o.stock.schema); err != nil {
@@ -106,7 +106,7 @@ func (b *bench) newOutage(ctx context.Context, turn int) (o *outage, err error) 
 // if all events came, and in order.
 func (o *outage) survive(ctx context.Context) (u used, err error) {
 	j := o.prepare(job{Work: "outage", Outage: seconds(o.cfg.outage), Relay: o.stock.relayName()}, o.stock)
-	err = spawn(ctx, j, o.stderr, &u, func(tell func(order) error) error { return o.happen(ctx, tell) })
+	err = spawn(ctx, j, o.stderr, &u, func(send func(order) error) error { return o.happen(ctx, send) })
 	if err != nil {
 		return u, err
 	}
@@ -121,7 +121,7 @@ func (o *outage) survive(ctx context.Context) (u used, err error) {
 
 // happen lets Kafka leave and return. One writer goes on throughout; another one
 // makes the backlog.
-func (o *outage) happen(ctx context.Context, tell func(order) error) error {
+func (o *outage) happen(ctx context.Context, send func(order) error) error {
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error {
 		return pace(ctx, outageRate, o.small, 1, func(ctx context.Context, n int) error {
@@ -132,7 +132,7 @@ func (o *outage) happen(ctx context.Context, tell func(order) error) error {
 		if err := o.awaitFirst(ctx); err != nil {
 			return err
 		}
-		if err := tell(kafkaLeaves); err != nil {
+		if err := send(kafkaStops); err != nil {
 			return err
 		}
 		over := time.Now().Add(seconds(o.cfg.outage))
@@ -144,7 +144,7 @@ func (o *outage) happen(ctx context.Context, tell func(order) error) error {
 	if err := g.Wait(); err != nil {
 		return err
 	}
-	return tell(kafkaReturns)
+	return send(kafkaReturns)
 }
 
 // awaitFirst waits until the relay relays.
@@ -163,7 +163,7 @@ func (o *outage) awaitFirst(ctx context.Context) error {
 }
 
 // producedSince returns how many records the topic has received since the
-// beginning of the outage's turn.
+// beginning of the outage's round.
 func (o *outage) producedSince(ctx context.Context) (int, error) {
 	n, err := o.produced(ctx)
 	o.ends.Each(func(end kadm.ListedOffset) { n -= end.Offset })

@@ -11,12 +11,12 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// order is what a child is told while it works.
+// order is sent to a child while it works.
 type order string
 
 // The orders of an outage, in this sequence.
 const (
-	kafkaLeaves  order = "Kafka leaves"
+	kafkaStops   order = "Kafka stops"
 	kafkaReturns order = "Kafka returns"
 )
 
@@ -76,7 +76,7 @@ const severalRecords = 20
 // large batch. The time counts from the first acknowledgement after its return,
 // all else from the return.
 func (s *survivor) live(running context.Context) (u used, err error) {
-	if err := s.await(running, kafkaLeaves); err != nil {
+	if err := s.await(running, kafkaStops); err != nil {
 		return u, err
 	}
 	s.next.set(severalRecords, s.gate.shut)

@@ -14,7 +14,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// pollPatience bounds one turn of polls.
+// pollPatience bounds one round of polls.
 const pollPatience = time.Minute
 
 // poll compares polls that find nothing: over a million published rows, and in
@@ -34,16 +34,16 @@ func (b *bench) poll(ctx context.Context) error {
 	}
 	over := []idler{{schema: empty, relay: name}, {schema: retained.schema, relay: name}}
 	medians := make([]series, len(over))
-	for turn := range b.cfg.runs + 1 {
+	for round := range b.cfg.runs + 1 {
 		for i := range over {
 			times, err := over[i].idle(ctx, b.cfg, b.cfg.polls/b.cfg.runs)
 			if err != nil {
 				return err
 			}
-			if turn == 0 { // for warming up
+			if round == 0 { // for warming up
 				continue
 			}
-			b.say("%d/%d poll of %s: %.0f µs", turn, b.cfg.runs, over[i].schema, times.median())
+			b.say("%d/%d poll of %s: %.0f µs", round, b.cfg.runs, over[i].schema, times.median())
 			medians[i] = append(medians[i], times.median())
 		}
 	}

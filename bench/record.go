@@ -93,20 +93,20 @@ func (d *desk) many(ctx context.Context) error {
 	return nil
 }
 
-// act is what a transaction does beside its business; transaction is all of it.
+// recording records the events of a transaction; transaction is all of it.
 type (
-	act         func(ctx context.Context, tx pgx.Tx) error
+	recording   func(ctx context.Context, tx pgx.Tx) error
 	transaction func(ctx context.Context) error
 )
 
 func nothing(context.Context, pgx.Tx) error { return nil }
 
-func (d *desk) recordN(n int) act {
+func (d *desk) recordN(n int) recording {
 	return func(ctx context.Context, tx pgx.Tx) error { return d.rec.Record(ctx, tx, d.events[:n]...) }
 }
 
-// order is a transaction of one statement and an act.
-func (d *desk) order(more act) transaction {
+// order returns a transaction of one statement and a recording.
+func (d *desk) order(more recording) transaction {
 	sql := inSchema(sqlOrder, d.schema)
 	return func(ctx context.Context) error {
 		return pgx.BeginFunc(ctx, d.conn, func(tx pgx.Tx) error {
@@ -170,7 +170,7 @@ func (d *desk) copyRows() ([][]any, error) {
 
 // copyInto copies rows into another outbox, with the same columns, defaults and
 // indexes.
-func copyInto(schema string, rows [][]any) act {
+func copyInto(schema string, rows [][]any) recording {
 	return func(ctx context.Context, tx pgx.Tx) error {
 		_, err := tx.CopyFrom(ctx, pgx.Identifier{schema, "outbox"}, copyColumns, pgx.CopyFromRows(rows))
 		return err
@@ -178,12 +178,12 @@ func copyInto(schema string, rows [][]any) act {
 }
 
 // inTurn runs transactions one after the other, n times all in all, after some
-// that do not count. It returns the medians of each turn, in microseconds.
+// that do not count. It returns the medians of each round, in microseconds.
 func (d *desk) inTurn(ctx context.Context, n int, all ...transaction) ([]series, error) {
 	const warm = 3
 	medians := make([]series, len(all))
 	perTurn := max(1, n/d.cfg.runs)
-	for turn := range d.cfg.runs {
+	for round := range d.cfg.runs {
 		times := make([]series, len(all))
 		for i := range warm + perTurn {
 			for k, do := range all {
@@ -199,7 +199,7 @@ func (d *desk) inTurn(ctx context.Context, n int, all ...transaction) ([]series,
 		for k := range all {
 			medians[k] = append(medians[k], times[k].median())
 		}
-		d.say("%d/%d transactions, µs: %.0f", turn+1, d.cfg.runs, last(medians))
+		d.say("%d/%d transactions, µs: %.0f", round+1, d.cfg.runs, last(medians))
 	}
 	return medians, nil
 }

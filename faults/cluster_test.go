@@ -29,12 +29,12 @@ func TestTenProcesses(t *testing.T) {
 	}
 	stop := s.stream(t)
 	start := time.Now()
-	for turn, act := range c.plan() {
-		c.disturb(t, act)
+	for n, disturbance := range c.plan() {
+		c.disturb(t, disturbance)
 		c.leader(t) // another one
 		s.awaitArrivals(t, 1+c.rng.IntN(200))
 		c.thaw(t, c.rng.IntN(len(c.frozen)+1))
-		t.Logf("turn %d: %s, and all is well after %v", turn, act, time.Since(start).Round(time.Millisecond))
+		t.Logf("disturbance %d: %s, and the relay works after %v", n, disturbance, time.Since(start).Round(time.Millisecond))
 	}
 	c.thaw(t, len(c.frozen))
 	s.awaitArrivals(t, 200)
@@ -57,20 +57,20 @@ const (
 	freeze = "frozen"
 )
 
-// plan returns four turns of each kind in random order.
+// plan returns four disturbances of each kind in random order.
 func (c *cluster) plan() []string {
 	plan := slices.Repeat([]string{kill, end, freeze}, 4)
 	c.rng.Shuffle(len(plan), func(i, j int) { plan[i], plan[j] = plan[j], plan[i] })
 	return plan
 }
 
-// disturb does act to the leader. A process that ended is replaced.
-func (c *cluster) disturb(t *testing.T, act string) {
+// disturb does this to the leader. A process that ended is replaced.
+func (c *cluster) disturb(t *testing.T, disturbance string) {
 	t.Helper()
 	i := c.leader(t)
 	leader := c.running[i]
 	c.running = slices.Delete(c.running, i, i+1)
-	switch act {
+	switch disturbance {
 	case freeze:
 		require.NoError(t, leader.Process.Signal(syscall.SIGSTOP))
 		c.frozen = append(c.frozen, leader)

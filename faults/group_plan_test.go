@@ -9,73 +9,73 @@ import (
 	"github.com/outboxgo/outbox/faults/internal/proxy"
 )
 
-// turn is something that befalls members while events arrive.
-type turn struct {
+// incident is something that happens to members while events arrive.
+type incident struct {
 	what  string
 	kind  string // the short form has one of each
 	times int    // how often in a round
 	kills int    // how many members get SIGKILL
 	min   time.Duration
 	max   time.Duration // until those that are gone are replaced, chosen at random
-	begin func(*group, *testing.T, turn)
-	end   func(*group, *testing.T, turn) // nil: it is over when it has begun
+	begin func(*group, *testing.T, incident)
+	end   func(*group, *testing.T, incident) // nil: it is over when it has begun
 
 	// What chance has decided, all of it drawn ahead, so that the same seed gives
-	// the same turns however they go.
-	lasts  time.Duration
-	delay  time.Duration // from the arrival of events
-	first  int           // the member it is about
-	settle bool          // whether all is to be handled before the next begins
+	// the same incidents however they go.
+	lasts time.Duration
+	delay time.Duration // from the arrival of events
+	first int           // the member it is about
+	wait  bool          // until all is handled, before the next begins
 }
 
-// busy is how many turns of the long form pass before anybody waits for the events
+// busy is how many incidents of the long form pass before a wait for the events
 // that were there from the start.
 const busy = 10
 
-// groupPlan returns the turns that a seed stands for: one of each kind if there are
+// groupPlan returns the incidents that a seed stands for: one of each kind if there are
 // to be no kills, else rounds that have everything, until there are enough.
-func groupPlan(seed uint64, kills int) (turns []turn) {
+func groupPlan(seed uint64, kills int) (incidents []incident) {
 	rng := rand.New(rand.NewPCG(seed, 1<<34))
 	if kills == 0 {
 		seen := map[string]bool{}
 		for _, p := range groupRound(rng) {
 			if !seen[p.kind] {
-				p.lasts, p.settle = p.min, true
-				turns = append(turns, p)
+				p.lasts, p.wait = p.min, true
+				incidents = append(incidents, p)
 			}
 			seen[p.kind] = true
 		}
-		return turns
+		return incidents
 	}
 	for planned := 0; planned < kills; {
 		for _, p := range groupRound(rng) {
 			planned += p.kills
-			turns = append(turns, p)
+			incidents = append(incidents, p)
 		}
 	}
 	for i := range busy {
-		turns[i].settle = false
+		incidents[i].wait = false
 	}
-	return turns
+	return incidents
 }
 
-func groupRound(rng *rand.Rand) (turns []turn) {
-	for _, p := range befalls() {
+func groupRound(rng *rand.Rand) (incidents []incident) {
+	for _, p := range incidentKinds() {
 		for range p.times {
 			p.lasts = p.min + time.Duration(rng.Int64N(int64(p.max-p.min)+1))
 			p.delay = time.Duration(rng.Int64N(int64(300 * time.Millisecond)))
 			p.first = rng.IntN(members)
-			p.settle = rng.IntN(2) == 0
-			turns = append(turns, p)
+			p.wait = rng.IntN(2) == 0
+			incidents = append(incidents, p)
 		}
 	}
-	rng.Shuffle(len(turns), func(i, j int) { turns[i], turns[j] = turns[j], turns[i] })
-	return turns
+	rng.Shuffle(len(incidents), func(i, j int) { incidents[i], incidents[j] = incidents[j], incidents[i] })
+	return incidents
 }
 
-func befalls() []turn {
+func incidentKinds() []incident {
 	const zombie, dead = 3 * session / 2, 5 * session / 2
-	return []turn{
+	return []incident{
 		{what: "kill a member", kind: "kill", times: 6, kills: 1, max: session, begin: (*group).killSome},
 		{what: "kill two members", kind: "kill", times: 1, kills: 2, max: session, begin: (*group).killSome},
 		{what: "kill all members", kind: "kill all", times: 1, kills: members, max: session, begin: (*group).killSome},
@@ -89,8 +89,8 @@ func befalls() []turn {
 	}
 }
 
-// run does a turn, in the middle of n events.
-func (g *group) run(t *testing.T, p turn, n int) {
+// run runs an incident while n events arrive.
+func (g *group) run(t *testing.T, p incident, n int) {
 	t.Helper()
 	t.Logf("%5.1f s: %s for %v (%d events, %d kills so far)", time.Since(g.start).Seconds(), p.what, p.lasts.Round(time.Millisecond), g.shop.events, g.kills)
 	g.shop.sell(t, n/2)
@@ -102,12 +102,12 @@ func (g *group) run(t *testing.T, p turn, n int) {
 		p.end(g, t, p)
 	}
 	g.replace(t)
-	if p.settle {
-		g.settle(t)
+	if p.wait {
+		g.awaitHandled(t)
 	}
 }
 
-func (g *group) killSome(_ *testing.T, p turn) {
+func (g *group) killSome(_ *testing.T, p incident) {
 	victims := make([]*worker, p.kills)
 	for i := range victims {
 		victims[i] = g.workers[(p.first+i)%len(g.workers)]
@@ -117,12 +117,12 @@ func (g *group) killSome(_ *testing.T, p turn) {
 	}
 }
 
-func (g *group) stopOne(t *testing.T, p turn) {
+func (g *group) stopOne(t *testing.T, p incident) {
 	t.Helper()
 	g.stop(t, g.workers[p.first])
 }
 
-func (g *group) stopAll(t *testing.T, _ turn) {
+func (g *group) stopAll(t *testing.T, _ incident) {
 	t.Helper()
 	g.stop(t, g.workers...)
 }
@@ -143,19 +143,19 @@ func (g *group) stop(t *testing.T, leaving ...*worker) {
 	g.workers = slices.DeleteFunc(g.workers, func(w *worker) bool { return slices.Contains(leaving, w) })
 }
 
-func (g *group) freeze(t *testing.T, p turn) {
+func (g *group) freeze(t *testing.T, p incident) {
 	t.Helper()
 	g.workers[p.first].freeze(t)
 	g.freezes++
 }
 
-func (g *group) thaw(t *testing.T, p turn) {
+func (g *group) thaw(t *testing.T, p incident) {
 	t.Helper()
 	g.workers[p.first].thaw(t)
 }
 
-func (g *group) cut(_ *testing.T, _ turn)  { g.toKafka.Set(proxy.Fault{Cut: true}) }
-func (g *group) hold(_ *testing.T, _ turn) { g.toKafka.Set(proxy.Fault{HoldUp: true}) }
-func (g *group) mend(_ *testing.T, _ turn) { g.toKafka.Set(proxy.Fault{}) }
+func (g *group) cut(_ *testing.T, _ incident)  { g.toKafka.Set(proxy.Fault{Cut: true}) }
+func (g *group) hold(_ *testing.T, _ incident) { g.toKafka.Set(proxy.Fault{HoldUp: true}) }
+func (g *group) mend(_ *testing.T, _ incident) { g.toKafka.Set(proxy.Fault{}) }
 
-func (g *group) killFrozen(_ *testing.T, p turn) { g.kill(g.workers[p.first]) }
+func (g *group) killFrozen(_ *testing.T, p incident) { g.kill(g.workers[p.first]) }

@@ -20,7 +20,7 @@ import (
 )
 
 var (
-	groupKills    = flag.Int("faults.kills", 0, "how many members TestKilledConsumers kills at least; 0 means each kind of disturbance once, briefly")
+	groupKills    = flag.Int("faults.kills", 0, "how many members TestKilledConsumers kills at least; 0 means each kind of incident once, briefly")
 	groupRecords  = flag.Int("faults.events", 5000, "how many events TestKilledConsumers has handled")
 	groupBalancer = flag.String("faults.balancer", "cooperative", "how its partitions are given out: cooperative or eager")
 )
@@ -32,8 +32,8 @@ const (
 	session    = 2 * time.Second
 	// calmSession is one that does not end because the machine is busy.
 	calmSession = 20 * time.Second
-	// settled is how long offsets may lag behind what is handled.
-	settled = 15 * time.Second
+	// maxLagTime is how long committed offsets may lag behind handled records.
+	maxLagTime = 15 * time.Second
 )
 
 // What handlers do in PostgreSQL is done once, while members of the group are
@@ -43,19 +43,19 @@ const (
 func TestKilledConsumers(t *testing.T) {
 	v := groupResult{Seed: seedOf(t), Balancer: *groupBalancer}
 	g := newGroup(t, v.Seed)
-	turns := groupPlan(v.Seed, *groupKills)
+	incidents := groupPlan(v.Seed, *groupKills)
 	// Half of the events are there before the members that are killed, more of them
 	// than a member takes into its queues.
-	each := *groupRecords / 2 / (len(turns) + 3)
+	each := *groupRecords / 2 / (len(incidents) + 3)
 
 	g.spec.Session = calmSession
 	g.replace(t)
-	for _, calm := range []turn{
-		{what: "start", begin: func(*group, *testing.T, turn) {}},
+	for _, calm := range []incident{
+		{what: "start", begin: func(*group, *testing.T, incident) {}},
 		{what: "stop a member", begin: (*group).stopOne, lasts: time.Second / 2},
 		{what: "stop all members", begin: (*group).stopAll},
 	} {
-		calm.delay, calm.settle = 100*time.Millisecond, true
+		calm.delay, calm.wait = 100*time.Millisecond, true
 		g.run(t, calm, each)
 	}
 	g.stop(t, g.workers...)
@@ -64,11 +64,11 @@ func TestKilledConsumers(t *testing.T) {
 	g.shop.sell(t, *groupRecords/2)
 	g.spec.Session = session
 	g.replace(t)
-	for _, p := range turns {
+	for _, p := range incidents {
 		g.run(t, p, each)
 	}
 	g.shop.sell(t, *groupRecords-g.shop.events)
-	g.settle(t)
+	g.awaitHandled(t)
 	g.stop(t, g.workers...)
 	g.compare(t, &v)
 	t.Logf("%s", v)
@@ -179,8 +179,8 @@ func (g *group) replace(t *testing.T) {
 	}
 }
 
-// settle waits until everything is handled, and the offsets say so.
-func (g *group) settle(t *testing.T) {
+// awaitHandled waits until everything is handled and the offsets are committed.
+func (g *group) awaitHandled(t *testing.T) {
 	t.Helper()
 	began, done := time.Now(), 0
 	handled := func() bool {
@@ -190,8 +190,8 @@ func (g *group) settle(t *testing.T) {
 	if !g.await(t, stall, handled) {
 		t.Errorf("%d of %d actions are done after %v", done, g.shop.actions, stall)
 	}
-	if !g.await(t, settled, func() bool { return g.lag(t) == 0 }) {
-		t.Errorf("all is handled, and the offsets lag %d behind after %v", g.lag(t), settled)
+	if !g.await(t, maxLagTime, func() bool { return g.lag(t) == 0 }) {
+		t.Errorf("all is handled, and the offsets lag %d behind after %v", g.lag(t), maxLagTime)
 	}
-	t.Logf("%5.1f s: settled after %v", time.Since(g.start).Seconds(), time.Since(began).Round(time.Millisecond))
+	t.Logf("%5.1f s: all handled after %v", time.Since(g.start).Seconds(), time.Since(began).Round(time.Millisecond))
 }

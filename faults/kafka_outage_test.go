@@ -33,14 +33,14 @@ func TestPasswordRevoked(t *testing.T) {
 	kafka := fakeKafka(t, kfake.NumBrokers(1), kfake.SeedTopics(3, topic), kfake.EnableSASL(),
 		kfake.Superuser("PLAIN", reader.User, reader.Pass), kfake.Superuser("PLAIN", writer.User, writer.Pass))
 	var revoked atomic.Bool
-	var refused tries
+	var rejected tries
 	kafka.ControlKey(int16(kmsg.SASLAuthenticate), func(request kmsg.Request) (kmsg.Response, error, bool) {
 		kafka.KeepControl()
 		r := request.(*kmsg.SASLAuthenticateRequest)
 		if !revoked.Load() || !bytes.Contains(r.SASLAuthBytes, []byte(writer.User)) {
 			return nil, nil, false
 		}
-		refused.n.Add(1)
+		rejected.n.Add(1)
 		response := r.ResponseKind().(*kmsg.SASLAuthenticateResponse)
 		response.ErrorCode = kerr.SaslAuthenticationFailed.Code
 		return response, nil, true
@@ -60,7 +60,7 @@ func TestPasswordRevoked(t *testing.T) {
 	revoked.Store(true)
 	way.Reset() // Kafka asks only who connects
 	s.awaitOutage(t, log, 2)
-	tried := refused.during(func() { time.Sleep(outage) })
+	tried := rejected.during(func() { time.Sleep(outage) })
 	revoked.Store(false)
 	s.awaitFlow(t)
 	s.requireRecovery(t, stop())

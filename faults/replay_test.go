@@ -95,8 +95,8 @@ func TestReplayBlamesTheRightOnes(t *testing.T) {
 	require.Len(t, slices.Compact(got), 199, "each once")
 }
 
-// A leader that is elsewhere is found; a partition that may not be read is told.
-func TestReadAfterTrouble(t *testing.T) {
+// A leader that has moved is found; a partition that must not be read is an error.
+func TestReadAfterOutage(t *testing.T) {
 	kafka, opts := fakeKafka(t, kfake.SeedTopics(1, "orders", "orders.dlq"))
 	deadLetters(t, opts, "orders", 3)
 	moved := kafka.Fault(

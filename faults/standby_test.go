@@ -87,7 +87,7 @@ func testLaggingStandby(t *testing.T, story func(*testing.T, *pair) []oracle.Eve
 	p.requireAll(t)
 	p.requireEpochsInOrder(t)
 	if len(lost) > 0 {
-		require.True(t, log.tell("cursor"), "the relay did not notice: %s", log)
+		require.True(t, log.mention("cursor"), "the relay did not notice: %s", log)
 	}
 }
 
@@ -152,9 +152,9 @@ func (p *pair) cutOff(t *testing.T) {
 }
 
 // alterSystem changes a setting of a server, for sessions that run as well.
-func alterSystem(t *testing.T, db *pgxpool.Pool, act string) {
+func alterSystem(t *testing.T, db *pgxpool.Pool, setting string) {
 	t.Helper()
-	for _, sql := range []string{`ALTER SYSTEM ` + act, `SELECT pg_reload_conf()`} {
+	for _, sql := range []string{`ALTER SYSTEM ` + setting, `SELECT pg_reload_conf()`} {
 		_, err := db.Exec(context.Background(), sql)
 		require.NoError(t, err)
 	}
@@ -202,5 +202,5 @@ func (w *warnings) String() string {
 	return strings.Join(w.said, "; ")
 }
 
-// tell reports whether a warning speaks of what.
-func (w *warnings) tell(what string) bool { return strings.Contains(w.String(), what) }
+// mention reports whether a warning contains a text.
+func (w *warnings) mention(what string) bool { return strings.Contains(w.String(), what) }

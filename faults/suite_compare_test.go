@@ -67,7 +67,7 @@ func (s *suite) compare(t *testing.T, v *result) {
 	t.Helper()
 	committed, err := oracle.Committed(s.ctx, s.db, "public")
 	require.NoError(t, err)
-	s.settle(t, committed)
+	s.awaitArrivals(t, committed)
 	for _, w := range s.workers {
 		w.stop(t)
 	}
@@ -112,8 +112,9 @@ func (s *suite) requireOneLeader(t *testing.T) {
 	require.Zero(t, epochs, "wrong epochs")
 }
 
-// settle waits until what has committed is where it must be, or no more comes.
-func (s *suite) settle(t *testing.T, committed map[string]struct{}) {
+// awaitArrivals waits until the committed events are where they must be, or no more
+// arrive.
+func (s *suite) awaitArrivals(t *testing.T, committed map[string]struct{}) {
 	t.Helper()
 	missing, progress := len(committed)+1, time.Now()
 	for missing > 0 && time.Since(progress) < testenv.Patience {

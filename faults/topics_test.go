@@ -49,11 +49,11 @@ var oneReplica = outboxtopics.Config{ReplicationFactor: 1}
 func TestTopicMadeMeanwhile(t *testing.T) {
 	kafka, opts := fakeKafka(t, kfake.SeedTopics(7, "order-events"))
 	hidden := kafka.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Metadata}, Topic: "order-events", Err: kerr.UnknownTopicOrPartition})
-	refused := kafka.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.CreateTopics}, Topic: "order-events", Observe: true})
+	rejected := kafka.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.CreateTopics}, Topic: "order-events", Observe: true})
 	states, err := outboxtopics.Ensure(t.Context(), opts, shop(t), oneReplica)
 	require.NoError(t, err)
 	require.Equal(t, 1, hidden.Hits())
-	require.Equal(t, 1, refused.Hits(), "it was to be made")
+	require.Equal(t, 1, rejected.Hits(), "it was to be made")
 	require.Len(t, states, 4)
 	require.Equal(t, "order-events", states[0].Topic)
 	require.False(t, states[0].Created)

@@ -230,10 +230,10 @@ func TestEditDeadEvent(t *testing.T) {
 	f := h.operator(t)
 	event, _ := h.dead(t, patiently())
 	row := only(t, f, outbox.StatusDead)
-	var refused *outbox.FieldError
+	var rejected *outbox.FieldError
 	for _, bad := range []string{``, `{`, `{} {}`, `"\ud800"`, `"\u0000"`} {
-		require.ErrorAs(t, f.Edit(background, row.ID, []byte(bad), kim), &refused, bad)
-		require.Equal(t, "payload", refused.Field)
+		require.ErrorAs(t, f.Edit(background, row.ID, []byte(bad), kim), &rejected, bad)
+		require.Equal(t, "payload", rejected.Field)
 	}
 	edited := event
 	edited.Filler = "short"

@@ -47,8 +47,8 @@ func (a *app) group(name string) outbox.ConsumerConfig {
 func retries(err error) int {
 	var pg *pgconn.PgError
 	var panicked *outbox.PanicError
-	refused := errors.As(err, &pg) && (strings.HasPrefix(pg.Code, "22") || strings.HasPrefix(pg.Code, "23"))
-	if refused || errors.As(err, &panicked) {
+	rejected := errors.As(err, &pg) && (strings.HasPrefix(pg.Code, "22") || strings.HasPrefix(pg.Code, "23"))
+	if rejected || errors.As(err, &panicked) {
 		return 3
 	}
 	return math.MaxInt

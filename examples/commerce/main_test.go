@@ -105,7 +105,7 @@ func TestCommerce(t *testing.T) {
 	require.Regexp(t, `(?m)^ +LIKE_COUNT_DECREASED +[1-9]\d* +-$`, out)
 	require.Regexp(t, `(?m) deleted$`, out)
 	require.NotContains(t, out, "wrong")
-	require.Empty(t, p.stderr.String(), "no warning in a run without trouble")
+	require.Empty(t, p.stderr.String(), "no warning in a run without problems")
 	p.requireNoSchema(t)
 }
 

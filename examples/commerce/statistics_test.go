@@ -112,7 +112,7 @@ var likeTests = []struct {
 	{"liked, repeated after the end", []int64{1, -1, 1}, 0},
 	{"all repeated", []int64{1, -1, 1, -1}, 0},
 	{"liked again", []int64{1, -1, 2}, 1},
-	{"a dead letter comes back after the end", []int64{-1, 1}, 0},
+	{"a dead deadLetter comes back after the end", []int64{-1, 1}, 0},
 }
 
 func TestLikes(t *testing.T) {
@@ -182,7 +182,7 @@ func TestRowsAreLockedInOrder(t *testing.T) {
 	}
 }
 
-// An order that cannot be counted is a dead letter, and holds up no other.
+// An order that cannot be counted is a dead deadLetter, and holds up no other.
 func TestOrderThatCannotBeCounted(t *testing.T) {
 	a := newApp(t)
 	deadLetters := make(chan string, 1)
@@ -205,7 +205,7 @@ func TestOrderThatCannotBeCounted(t *testing.T) {
 	case deadLetter := <-deadLetters:
 		require.Equal(t, "SALES_COUNT_INCREASED loopers.order.paid.v1 of 2 to order-events.dlq", deadLetter)
 	case <-time.After(testenv.Patience):
-		t.Fatal("no dead letter")
+		t.Fatal("no dead deadLetter")
 	}
 	require.Eventually(t, func() bool {
 		var sales int64

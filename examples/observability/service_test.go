@@ -75,9 +75,9 @@ func (r *running) order(o orderPlaced, headers ...string) *http.Response {
 
 func (r *running) url(path string) string { return "http://" + r.listener.Addr().String() + path }
 
-// trouble places five good orders, one whose event no topic takes, and one that no
+// problem places five good orders, one whose event no topic takes, and one that no
 // handler does, and publishes all of it once more, as a crash might.
-func (r *running) trouble() {
+func (r *running) problem() {
 	r.t.Helper()
 	for i := range 5 {
 		require.Equal(r.t, http.StatusCreated, r.order(orderPlaced{ID: fmt.Sprint("order-", i), Cents: 100}).StatusCode)
@@ -143,8 +143,8 @@ func (r *running) await(met func(scraped) bool) (s scraped) {
 	return s
 }
 
-// awaitTrouble waits until all has happened that trouble brings about.
-func (r *running) awaitTrouble() scraped {
+// awaitOutage waits until all has happened that problem brings about.
+func (r *running) awaitOutage() scraped {
 	r.t.Helper()
 	return r.await(func(s scraped) bool {
 		return s.value("outbox_relay_dead_total") == 1 && s.value("outbox_consumer_lag") == 0 &&
@@ -161,8 +161,8 @@ func TestMetricsAreScraped(t *testing.T) {
 	before := r.await(func(s scraped) bool { return s.value("outbox_relay_led", "outbox_relay_name", "default") == 1 })
 	require.Equal(t, 0.0, before.value("outbox_relay_pending"))
 	require.Equal(t, 0.0, before.value("outbox_relay_pending_age_seconds"))
-	r.trouble()
-	s := r.awaitTrouble()
+	r.problem()
+	s := r.awaitOutage()
 	first := []string{"outbox_relay_name", "default"}
 	for _, tt := range []struct {
 		want   float64
@@ -202,9 +202,9 @@ func TestMetricsAreScraped(t *testing.T) {
 // What dashboard and alerts ask for is there: every metric and every label.
 func TestDashboardAsksForWhatIsThere(t *testing.T) {
 	r := startService(t)
-	r.trouble()
+	r.problem()
 	there := map[string]bool{"outbox_failed": true, "outbox_lease": true} // tables that texts name
-	for name, family := range r.awaitTrouble() {
+	for name, family := range r.awaitOutage() {
 		there[name] = true
 		for _, m := range family.GetMetric() {
 			if m.GetHistogram() != nil {

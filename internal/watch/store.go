@@ -34,7 +34,7 @@ type store struct {
 // NewStore returns the store of a schema.
 func NewStore(db *pgxpool.Pool, schema string) Store {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
-	return &store{db: db, relays: in(tables.SQLRelays), died: in(sqlDied), unresolved: in(tables.SQLFailureCount)}
+	return &store{db: db, relays: in(tables.SQLRelays), died: in(sqlDeadSince), unresolved: in(tables.SQLFailureCount)}
 }
 
 func (s *store) Now(ctx context.Context) (now time.Time, err error) {
@@ -52,8 +52,8 @@ func (s *store) Relays(ctx context.Context) ([]tables.Relay, error) {
 	return relays, nil
 }
 
-// sqlDied reads what has died since $1 and is not among $3.
-const sqlDied = `
+// sqlDeadSince reads the events that have died since $1 and are not among $3.
+const sqlDeadSince = `
 SELECT ` + tables.FailureColumns + `
   FROM {schema}.outbox_failed
  WHERE status = 'dead' AND next_retry_at >= $1 AND ($2::text = '' OR relay = $2) AND id <> ALL ($3::bigint[])

@@ -64,7 +64,7 @@ func (p *Proxy) Set(f Fault) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.fault = f
-	p.tell()
+	p.wake()
 	if f.Cut {
 		p.reset()
 	}
@@ -87,7 +87,7 @@ func (p *Proxy) Strand(which func() bool) {
 	for l := range p.links {
 		l.stranded = l.stranded || which()
 	}
-	p.tell()
+	p.wake()
 }
 
 // Close resets all connections and returns when nothing of the proxy runs.
@@ -102,8 +102,8 @@ func (p *Proxy) Close() error {
 	return nil
 }
 
-// tell wakes whoever waits. It is called under mu.
-func (p *Proxy) tell() {
+// wake wakes the goroutines that wait. It is called under mu.
+func (p *Proxy) wake() {
 	close(p.changed)
 	p.changed = make(chan struct{})
 }

@@ -59,8 +59,8 @@ type (
 	Of[T any] struct{ Base }
 	// Alias is another name of an event elsewhere.
 	Alias = orders.Paid
-	// Told asks for something.
-	Told struct{ Plain }
+	// Asked asks for something.
+	Asked struct{ Plain }
 	// Plain has a method of the same name.
 	Plain struct{}
 	// Zoned has another one.

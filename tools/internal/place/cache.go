@@ -139,7 +139,7 @@ func lock(ctx context.Context, path string, progress io.Writer) (unlock func(), 
 	if err != nil {
 		return nil, fmt.Errorf("open lock: %w", err)
 	}
-	for told := false; ; told = true {
+	for reported := false; ; reported = true {
 		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 		if err == nil {
 			return func() { f.Close() }, nil
@@ -148,7 +148,7 @@ func lock(ctx context.Context, path string, progress io.Writer) (unlock func(), 
 			f.Close()
 			return nil, fmt.Errorf("lock %s: %w", path, err)
 		}
-		if !told {
+		if !reported {
 			fmt.Fprintln(progress, "waiting for another process that downloads the same")
 		}
 		select {
