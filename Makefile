@@ -34,7 +34,7 @@ observability: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/ob
 # -p 1, here and below: packages share one PostgreSQL, and what TestOtherCursorsFail
 # shows of others' cursors depends on who else has a transaction open.
 .PHONY: test
-test: needs-$(if $(SHORT),short,test) $(SERVICES) bin/testall ## Test everything against a real PostgreSQL and a real Kafka, with the race detector (ARGS=-short: what needs only Go and gcc)
+test: needs-$(if $(SHORT),short,test) $(SERVICES) bin/testall ## Test everything against a real PostgreSQL and a real Kafka, with the race detector (ARGS=-short: what needs only Go, git and gcc)
 	@$(RUN) bash -ec 'eval "exec bin/testall $(MODULES) -- -p 1 -race -timeout 15m $$ARGS"'
 
 .PHONY: screenshots

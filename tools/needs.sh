@@ -17,7 +17,7 @@ table() {
   cat <<'TABLE'
 go            base     -                     -                         go              to build everything
 certificates  base     ca-certificates       ca-certificates           ca-certificates to trust the servers of downloads
-git           git      git                   git                       git             to list the files to check
+git           git      git                   git                       git             to list the files of a module
 gcc           race     gcc,libc6-dev         gcc,glibc-devel           gcc             the race detector links C
 java          kafka    default-jre-headless  java-21-openjdk-headless  temurin         to run Apache Kafka
 pg_dump       dump     postgresql-client     postgresql                libpq           to copy a database
@@ -34,13 +34,12 @@ groups() {
   case $1 in
     demo) echo base ;;
     kafka) echo base kafka ;;
-    short) echo base race ;;
+    short) echo base git race ;;
     faults) echo base race kafka ;;
     test-versions) echo base race kafka dump ;;
     test-pgbouncer) echo base kafka bouncer metrics ;;
     screenshots) echo base browser ;;
-    test) echo base race kafka dump bouncer metrics browser ;;
-    ci) echo base git race kafka dump bouncer metrics browser ;;
+    test | ci) echo base git race kafka dump bouncer metrics browser ;;
     *) return 1 ;;
   esac
 }
@@ -161,7 +160,7 @@ report() {
     esac
   fi
   if [ "$command" = test ] || [ "$command" = ci ]; then
-    echo "Without them, make test ARGS=-short runs the tests that need only Go and gcc."
+    echo "Without them, make test ARGS=-short runs the tests that need only Go, git and gcc."
   fi
 }
 

@@ -104,7 +104,7 @@ func TestMissingProgramsAreNamed(t *testing.T) {
 		} else {
 			require.Contains(t, out, "Install them with:\n"+command)
 		}
-		require.Empty(t, m.needs(t, 0, "short"), "what needs only Go and gcc")
+		require.Empty(t, m.needs(t, 0, "short"), "what needs only Go, git and gcc")
 	}
 }
 
