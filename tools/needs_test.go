@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -56,7 +57,7 @@ func (m *machine) addAll(t *testing.T) {
 func (m *machine) needs(t *testing.T, code int, command string, env ...string) string {
 	t.Helper()
 	cmd := exec.Command("./needs.sh", command)
-	cmd.Env = append(m.env, env...)
+	cmd.Env = slices.Concat(m.env, env)
 	began := time.Now()
 	out, err := cmd.CombinedOutput()
 	var exit *exec.ExitError

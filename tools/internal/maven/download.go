@@ -142,7 +142,7 @@ func (d *download) attempt(ctx context.Context, file File, part string) (err err
 }
 
 // receive appends the rest of the file to f, or all of it if the server sends that.
-func (d *download) receive(ctx context.Context, file File, f *os.File, received int64) error {
+func (d *download) receive(ctx context.Context, file File, f *os.File, received int64) (err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	stalled := time.AfterFunc(stallTimeout, func() { cancel(fmt.Errorf("nothing received for %v", stallTimeout)) })
@@ -158,7 +158,7 @@ func (d *download) receive(ctx context.Context, file File, f *os.File, received 
 	if err != nil {
 		return firstCause(ctx, err)
 	}
-	defer response.Body.Close()
+	defer func() { err = errors.Join(err, response.Body.Close()) }()
 	switch code := response.StatusCode; {
 	case code == http.StatusPartialContent:
 	case code == http.StatusOK, code == http.StatusRequestedRangeNotSatisfiable: // from the beginning, now or next time
