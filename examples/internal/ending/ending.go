@@ -33,7 +33,7 @@ func Require(t *testing.T, cmd *exec.Cmd, signal os.Signal) {
 // ends it with code 0.
 func RequireWhileStarting(t *testing.T, cmd *exec.Cmd, postgres string) {
 	t.Helper()
-	silent, err := net.Listen("tcp", "127.0.0.1:0")
+	silent, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	defer silent.Close()
 	cmd.Env = append(cmd.Env, postgres+"=postgres://someone@"+silent.Addr().String()+"/x?sslmode=disable")
@@ -44,6 +44,6 @@ func RequireWhileStarting(t *testing.T, cmd *exec.Cmd, postgres string) {
 	require.NoError(t, silent.(*net.TCPListener).SetDeadline(time.Now().Add(patience)))
 	conn, err := silent.Accept()
 	require.NoError(t, err)
-	defer conn.Close()
 	Require(t, cmd, syscall.SIGTERM)
+	require.NoError(t, conn.Close())
 }
