@@ -1,0 +1,152 @@
+package main
+
+import (
+	"bytes"
+	"io"
+	"net/http"
+	"net/url"
+	"os"
+	"os/exec"
+	"regexp"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/examples/internal/ending"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxdlq"
+	"github.com/outboxgo/outbox/outboxtest"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"go.uber.org/goleak"
+)
+
+const look = 50 * time.Millisecond
+
+// TestMain runs the service instead of the tests in a process that start has made.
+func TestMain(m *testing.M) {
+	if os.Getenv("GUIDE_SERVICE") != "" {
+		main()
+		return
+	}
+	goleak.VerifyTestMain(m)
+}
+
+// What docs/guide.md tells its reader to do has the results that it shows.
+func TestGuide(t *testing.T) {
+	db := testenv.OtherDatabase(t)
+	kafka := outboxtest.Kafka(t)
+	s := start(t, db, kafka)
+	require.Equal(t, http.StatusOK, s.ask(t, "GET", "/live", ""))
+	require.Equal(t, http.StatusBadRequest, s.ask(t, "POST", "/orders", `{"product": "tea", "cents": 450}`))
+	require.Equal(t, http.StatusCreated, s.ask(t, "POST", "/orders", `{"orderId": "order-1", "product": "tea", "cents": 450}`))
+	s.waitForSales(t, "tea", "450")
+
+	require.Equal(t, http.StatusCreated, s.ask(t, "POST", "/orders", `{"orderId": "order-2", "product": "coffee", "cents": 300}`))
+	letters := outboxtest.Records(t.Context(), t, kafka, "order-events.dlq", 1)
+	require.Contains(t, letters[0].Headers, kgo.RecordHeader{Key: outbox.DeadLetterError, Value: []byte(`no product "coffee"`)})
+
+	require.Equal(t, http.StatusOK, s.ask(t, "PUT", "/products/coffee", ""))
+	report, err := outboxdlq.Replay(t.Context(), kafka, outboxdlq.ReplayConfig{Topic: "order-events.dlq"})
+	require.NoError(t, err)
+	require.Equal(t, 1, report.Sent)
+	s.waitForSales(t, "coffee", "300")
+	s.stop(t)
+}
+
+// An order that is placed just before SIGTERM is published, by this process or by
+// the next one.
+func TestStop(t *testing.T) {
+	db := testenv.OtherDatabase(t)
+	kafka := outboxtest.Kafka(t)
+	s := start(t, db, kafka)
+	require.Equal(t, http.StatusCreated, s.ask(t, "POST", "/orders", `{"orderId": "order-1", "product": "tea", "cents": 450}`))
+	s.stop(t)
+	s = start(t, db, kafka)
+	s.waitForSales(t, "tea", "450")
+	s.stop(t)
+}
+
+func TestStopWhileStarting(t *testing.T) {
+	ending.RequireWhileStarting(t, program(), "DATABASE_URL")
+}
+
+// program is the guide's program as a process.
+func program() *exec.Cmd {
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), "GUIDE_SERVICE=1", "LISTEN=127.0.0.1:0")
+	return cmd
+}
+
+// service is a process that runs and listens.
+type service struct {
+	cmd *exec.Cmd
+	log *testenv.Buffer
+	url string
+}
+
+// start starts the service and waits until it listens.
+func start(t *testing.T, db *pgxpool.Pool, kafka []kgo.Opt) *service {
+	t.Helper()
+	client, err := kgo.NewClient(kafka...)
+	require.NoError(t, err)
+	defer client.Close()
+	brokers, _ := client.OptValue(kgo.SeedBrokers).([]string)
+	dsn, err := url.Parse(db.Config().ConnString())
+	require.NoError(t, err)
+	dsn.Path = db.Config().ConnConfig.Database
+
+	s := &service{cmd: program(), log: &testenv.Buffer{}}
+	s.cmd.Env = append(s.cmd.Env, "DATABASE_URL="+dsn.String(), "KAFKA_BROKERS="+strings.Join(brokers, ","))
+	s.cmd.Stderr = s.log
+	require.NoError(t, s.cmd.Start())
+	t.Cleanup(func() { _ = s.cmd.Process.Kill() })
+	t.Cleanup(http.DefaultClient.CloseIdleConnections)
+	address := regexp.MustCompile(`listening address=(\S+)`)
+	require.Eventually(t, func() bool {
+		found := address.FindStringSubmatch(s.log.String())
+		if found != nil {
+			s.url = "http://" + found[1]
+		}
+		return found != nil
+	}, testenv.Patience, look, s.log)
+	return s
+}
+
+// ask sends a request and returns the status of the answer.
+func (s *service) ask(t *testing.T, method, path, body string) int {
+	t.Helper()
+	status, _ := s.answer(t, method, path, body)
+	return status
+}
+
+func (s *service) answer(t *testing.T, method, path, body string) (int, string) {
+	t.Helper()
+	request, err := http.NewRequestWithContext(t.Context(), method, s.url+path, strings.NewReader(body))
+	require.NoError(t, err)
+	response, err := http.DefaultClient.Do(request)
+	require.NoError(t, err)
+	defer response.Body.Close()
+	text, err := io.ReadAll(response.Body)
+	require.NoError(t, err)
+	return response.StatusCode, string(bytes.TrimSpace(text))
+}
+
+func (s *service) waitForSales(t *testing.T, product, cents string) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		_, text := s.answer(t, "GET", "/sales/"+product, "")
+		return text == cents
+	}, testenv.Patience, look, s.log)
+}
+
+// stop ends the service as a scheduler does.
+func (s *service) stop(t *testing.T) {
+	t.Helper()
+	ending.Require(t, s.cmd, syscall.SIGTERM)
+	require.Contains(t, s.log.String(), "stopped")
+	require.NotContains(t, s.log.String(), "ERROR")
+}
