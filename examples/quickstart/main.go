@@ -1,4 +1,4 @@
-// The quickstart records one event, relays it, and prints what arrives in Kafka.
+// The quickstart records an event, relays it to Kafka and handles it.
 package main
 
 import (
@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"sync"
 	"syscall"
 	"time"
 
@@ -28,31 +29,31 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	db := must(pgxpool.New(ctx, os.Getenv("DATABASE_URL")))
+	defer db.Close()
 	kafka := []kgo.Opt{kgo.SeedBrokers(os.Getenv("KAFKA_BROKERS")), kgo.AllowAutoTopicCreation()}
-
 	must("migrated", outbox.Migrate(ctx, db, outbox.MigrateConfig{}))
+
 	events := must(outbox.NewRegistry("hello", // to the topic greeting-events, keyed by recipient
 		outbox.Event("acme.greeting.sent.v1", "Greeting", GreetingSent.Recipient)))
-	rec := must(outbox.NewRecorder(events, outbox.RecorderConfig{}))
+	recorder := must(outbox.NewRecorder(events, outbox.RecorderConfig{}))
 	relay := must(outbox.NewRelay(db, kafka, outbox.RelayConfig{}))
-
-	must("committed", pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
-		return rec.Record(ctx, tx, GreetingSent{"gopher", "hello", time.Now()}) // beside your own statements
+	printer := must(outbox.NewConsumer(db, kafka, events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "printer"}, FromStart: true},
+		outbox.Handle("PRINTED", func(_ context.Context, tx pgx.Tx, e GreetingSent, _ outbox.Metadata) error {
+			fmt.Printf("arrived: %s, %s\n", e.To, e.Text) // statements in tx commit once, however often e arrives
+			stop()                                        // ends both Runs once they have finished what is in flight
+			return nil
+		})))
+	must("committed", pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error { // beside your own statements
+		return recorder.Record(ctx, tx, GreetingSent{"gopher", "hello", time.Now()})
 	}))
-	go func() {
-		reader := must(kgo.NewClient(append(kafka, kgo.ConsumeTopics("greeting-events"))...))
-		for ctx.Err() == nil {
-			for _, r := range reader.PollFetches(ctx).Records() {
-				fmt.Printf("arrived: %s %s\n", r.Key, r.Value)
-				stop() // Run finishes what is in flight and returns
-			}
-		}
-	}()
-	must("relayed", relay.Run(ctx)) // in a service: a goroutine beside your server
+	var running sync.WaitGroup
+	running.Go(func() { must("relayed", relay.Run(ctx)) }) // in every process: one relays, the others stand by
+	running.Go(func() { must("handled", printer.Run(ctx)) })
+	running.Wait()
 }
 
 func must[T any](v T, err error) T {
-	if err != nil && !errors.Is(err, context.Canceled) { // a signal is no error, and ends Run at once
+	if err != nil && !errors.Is(err, context.Canceled) { // a signal is no error
 		panic(err)
 	}
 	return v

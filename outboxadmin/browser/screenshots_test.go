@@ -77,6 +77,15 @@ func TestScreenshots(t *testing.T) {
 	_, err = tx.Exec(t.Context(), `LOCK TABLE `+pgx.Identifier{h.schema, "outbox"}.Sanitize()+` IN ROW EXCLUSIVE MODE`)
 	require.NoError(t, err)
 	warmUp(t, h)
+	t.Run("README", func(t *testing.T) {
+		h.prepare(t, views[0])
+		tab := newTab(t)
+		look(t, tab, "light", 1280, 1060, 0.75)
+		do(t, tab, chromedp.Navigate(h.url), chromedp.WaitReady(chromedp.CSS("#main")))
+		picture, err := chromedp.Run(tab, chromedp.CaptureScreenshot())
+		require.NoError(t, err)
+		require.NoError(t, os.WriteFile(filepath.Join(*screenshots, "README.png"), picture, 0o600))
+	})
 	for _, l := range looks {
 		for _, v := range views {
 			t.Run(v.name+"-"+l.name, func(t *testing.T) {
