@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/configdoc"
+	"github.com/outboxgo/outbox/internal/watch"
 )
 
 // The comment of a field names the default that the code has.
@@ -24,23 +25,23 @@ func TestDefaultsAreDocumented(t *testing.T) {
 		}
 	}
 	checked := 0
-	for _, cfg := range []any{
-		RecorderConfig{}.withDefaults(), RelayConfig{}.withDefaults(), ConsumerConfig{}.withDefaults(), BreakerConfig{}.withDefaults(),
-		RetentionConfig{}.withDefaults(), AlertConfig{}.withDefaults(),
+	for name, cfg := range map[string]any{
+		"RecorderConfig": RecorderConfig{}.withDefaults(), "RelayConfig": RelayConfig{}.withDefaults(), "BreakerConfig": BreakerConfig{}.withDefaults(),
+		"RetentionConfig": RetentionConfig{}.withDefaults(), "AlertConfig": watch.Settings{}.WithDefaults(), "ConsumerConfig": ConsumerConfig{}.withDefaults(),
 	} {
-		checked += checkDefaults(t, documented, reflect.ValueOf(cfg))
+		checked += checkDefaults(t, documented, name, reflect.ValueOf(cfg))
 	}
 	require.GreaterOrEqual(t, checked, 35)
 }
 
-func checkDefaults(t *testing.T, documented map[string]string, cfg reflect.Value) (checked int) {
+func checkDefaults(t *testing.T, documented map[string]string, config string, cfg reflect.Value) (checked int) {
 	t.Helper()
 	for i := range cfg.NumField() {
 		if cfg.Type().Field(i).Anonymous {
-			checked += checkDefaults(t, documented, cfg.Field(i))
+			checked += checkDefaults(t, documented, cfg.Type().Field(i).Name, cfg.Field(i))
 			continue
 		}
-		name := cfg.Type().Name() + "." + cfg.Type().Field(i).Name
+		name := config + "." + cfg.Type().Field(i).Name
 		want := ""
 		switch v := cfg.Field(i).Interface().(type) {
 		case time.Duration:

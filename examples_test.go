@@ -27,7 +27,7 @@ func TestExamples(t *testing.T) {
 	require.NoError(t, err)
 	for _, example := range []func(){
 		ExampleMigrate, ExampleRecorder_Record, ExampleRecorder_Queue, ExampleRelay_Wake, ExampleRelay_Health, ExampleCleanHandled,
-		ExampleNewRelay, ExampleFailedEvents, ExampleInspector_Relays,
+		ExampleNewRelay,
 		ExampleAlerter, ExampleHandleBatch, ExampleOncePer, ExampleHandleNoTx, ExamplePermanent, ExampleUpcast, ExampleMetadata, ExampleConsumerHooks,
 	} {
 		example()
@@ -47,8 +47,7 @@ func TestExamples(t *testing.T) {
 	<-ended
 
 	running, stop = context.WithCancel(t.Context())
-	stop() // a consumer or a monitor that is stopped before it begins returns at once
+	stop() // a consumer that is stopped before it begins returns at once
 	ctx = running
 	ExampleConsumer()
-	ExampleMonitor()
 }

@@ -59,7 +59,7 @@ func run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s := &shop{db: db, recorder: recorder, relay: relay}
+	s := &shop{db: db, recorder: recorder, relay: relay, sales: sales}
 	return serve(ctx, s.routes(), relay.Run, sales.Run)
 }
 

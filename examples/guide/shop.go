@@ -24,6 +24,7 @@ type shop struct {
 	db       *pgxpool.Pool
 	recorder *outbox.Recorder
 	relay    *outbox.Relay
+	sales    *outbox.Consumer
 }
 
 func (s *shop) routes() http.Handler {
@@ -31,8 +32,8 @@ func (s *shop) routes() http.Handler {
 	mux.HandleFunc("POST /orders", s.postOrder)
 	mux.HandleFunc("GET /sales/{product}", s.getSales)
 	mux.HandleFunc("PUT /products/{product}", s.putProduct)
-	mux.Handle("GET /live", outboxhttp.Live(s.relay))
-	mux.Handle("GET /ready", outboxhttp.Ready(s.relay))
+	mux.Handle("GET /live", outboxhttp.Live(outboxhttp.Relay(s.relay), outboxhttp.Consumer(s.sales)))
+	mux.Handle("GET /ready", outboxhttp.Ready(outboxhttp.Relay(s.relay), outboxhttp.Consumer(s.sales)))
 	return mux
 }
 
