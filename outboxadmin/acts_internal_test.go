@@ -32,6 +32,7 @@ var actTests = []struct {
 
 // Each action is done once, by name and reason, by form and by API.
 func TestActs(t *testing.T) {
+	t.Parallel()
 	for _, tt := range actTests {
 		t.Run(tt.act, func(t *testing.T) {
 			h := newHouse(t, nil)
@@ -61,6 +62,7 @@ func TestActs(t *testing.T) {
 
 // What is refused changes nothing, says why, and keeps what was written.
 func TestRefusedActs(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t, nil)
 	resolved := query1[int64](h, `SELECT min(id) FROM {s}.outbox_failed WHERE status = 'resolved'`)
 	require.EqualValues(t, 7, resolved)
@@ -106,6 +108,7 @@ func TestRefusedActs(t *testing.T) {
 // The dry run shows the number, and what is confirmed is that and no more, though more
 // has failed meanwhile.
 func TestBulk(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t, nil)
 	page := h.get("/failed/retry?type=loopers.order.created.v1&status=dead")
 	require.Contains(t, page, "Retry 14 events?")
@@ -133,6 +136,7 @@ func TestBulk(t *testing.T) {
 
 // Payloads that are not JSON are shown as text or hex, and edited in hex.
 func TestEditBytes(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t, nil)
 	_, err := h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".outbox_failed SET payload = NULL, payload_bytes = '\x0a03c0ffee', content_type = 'application/protobuf' WHERE id = 1`)
 	require.NoError(t, err)

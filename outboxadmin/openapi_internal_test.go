@@ -172,6 +172,7 @@ func (f *openAPI) checkObject(at string, s *schema, v map[string]any) error {
 
 // Every route is in the file, and everything in the file is a route.
 func TestOpenAPIHasTheRoutes(t *testing.T) {
+	t.Parallel()
 	file := readOpenAPI(t)
 	var described, served []string
 	ids := map[string]bool{}
@@ -199,6 +200,7 @@ func TestOpenAPIHasTheRoutes(t *testing.T) {
 
 // The schemas are the Go types, member by member.
 func TestOpenAPIHasTheTypes(t *testing.T) {
+	t.Parallel()
 	file := readOpenAPI(t)
 	types := map[string]any{
 		"Error": apiError{}, "RelayList": apiRelayList{}, "Relay": apiRelay{}, "Health": apiHealth{}, "ProgressList": apiProgressList{}, "Progress": apiProgress{},
@@ -264,6 +266,7 @@ func jsonTypes(t reflect.Type, optional bool) []string {
 
 // What is answered is what the file says, for every GET, every parameter, and errors.
 func TestOpenAPIHasTheAnswers(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t, nil)
 	h.get("/") // a sample of the backlog
 	file := readOpenAPI(t)
@@ -307,6 +310,7 @@ func TestOpenAPIHasTheAnswers(t *testing.T) {
 
 // Lists of the API go on where they ended.
 func TestAPIPaging(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t, nil)
 	for _, path := range []string{"/api/failed?after=", "/api/audit?before=", "/api/events?before="} {
 		var ids []string

@@ -51,6 +51,7 @@ func (h *house) crawl(from string) map[string]string {
 // No link leads astray, under a prefix; nothing is written into a page that the policy
 // forbids.
 func TestLinks(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t, nil)
 	found := h.crawl("/failed/relay-1")
 	require.Greater(t, len(found), 100)
@@ -70,6 +71,7 @@ func TestLinks(t *testing.T) {
 }
 
 func TestOverview(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t, nil)
 	page := h.get("/")
 	for _, words := range []string{"Relay default: 15 events are dead, refused", "Relay default, in this process: the circuit breaker is open.", "breaker open", "not ready",
@@ -87,6 +89,7 @@ func TestOverview(t *testing.T) {
 }
 
 func TestNotices(t *testing.T) {
+	t.Parallel()
 	now := time.Now()
 	texts := func(r outbox.RelayStatus) (all []string) {
 		r.Name, r.Holder = "default", "x"
@@ -105,6 +108,7 @@ func TestNotices(t *testing.T) {
 
 // Who blocks is on the first page.
 func TestOpenTransactions(t *testing.T) {
+	t.Parallel()
 	handler, err := New(testenv.Pool(t, nil), Config{Authorize: authorize})
 	require.NoError(t, err)
 	w := httptest.NewRecorder()
@@ -133,6 +137,7 @@ var filterTests = []struct {
 }
 
 func TestFailedFilters(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t, nil)
 	for _, tt := range filterTests {
 		t.Run(tt.name, func(t *testing.T) {
@@ -152,6 +157,7 @@ func TestFailedFilters(t *testing.T) {
 
 // The pages of a list have each event once.
 func TestPaging(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t, nil)
 	seen := map[string]bool{}
 	next := regexp.MustCompile(`rel="next" href="([^"]+)"`)
@@ -174,6 +180,7 @@ func TestPaging(t *testing.T) {
 // An aggregate's events come in order, with what became of each, those that retention
 // has removed among them.
 func TestAggregate(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t, nil)
 	_, err := h.db.Exec(t.Context(), `DELETE FROM "`+h.schema+`".outbox WHERE id = 4099003`)
 	require.NoError(t, err)
@@ -194,6 +201,7 @@ func TestAggregate(t *testing.T) {
 
 // Nothing of a masked payload is anywhere; an edit of one begins with an empty field.
 func TestMask(t *testing.T) {
+	t.Parallel()
 	const secret = "mina@example.com"
 	plain := newHouse(t, nil)
 	require.Contains(t, html.UnescapeString(plain.get("/failed/relay-1")), secret)
@@ -219,6 +227,7 @@ func TestMask(t *testing.T) {
 
 // An error of the database is logged and not shown.
 func TestDatabaseIsAway(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t, nil)
 	_, err := h.db.Exec(t.Context(), `ALTER TABLE "`+h.schema+`".outbox_failed RENAME TO elsewhere`)
 	require.NoError(t, err)
@@ -232,6 +241,7 @@ func TestDatabaseIsAway(t *testing.T) {
 
 // What takes too long ends, and the page says so.
 func TestTooLong(t *testing.T) {
+	// Not parallel: the request has 200 ms, and must get as far as the database.
 	h := newHouse(t, nil)
 	tx, err := h.db.Begin(t.Context())
 	require.NoError(t, err)
@@ -250,6 +260,7 @@ func TestTooLong(t *testing.T) {
 
 // What others wrote cannot become part of the page.
 func TestEscaping(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t, nil)
 	_, err := h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".outbox_failed SET event_type = '<img src=x>', last_error = '<script>alert(1)</script>',
 		aggregate_id = '"><b>', parking_key = 'javascript:alert(1)/<i>', payload = '{"a":"</pre><script>"}', headers = '{"<b>":"<b>"}' WHERE id = 1`)

@@ -12,6 +12,7 @@ import (
 var noon = time.Date(2026, 2, 3, 12, 0, 0, 0, time.UTC)
 
 func TestNiceTop(t *testing.T) {
+	t.Parallel()
 	for v, want := range map[float64]float64{0: 1, 1: 1, 1.1: 2, 2.2: 2.5, 26: 50, 51: 100, 100: 100, 999: 1000, 0.3: 0.5} {
 		require.InDelta(t, want, niceTop(v), 1e-9, "%v", v)
 	}
@@ -20,6 +21,7 @@ func TestNiceTop(t *testing.T) {
 // A plot has its highest value below the upper edge, a break where nothing is known, and
 // a dot for a point without neighbours.
 func TestPlot(t *testing.T) {
+	t.Parallel()
 	at := func(minute int, v float64) point { return point{noon.Add(time.Duration(minute) * time.Minute), v} }
 	p := newPlot("Throughput", []point{at(0, 0), at(1, 100), at(5, 50), at(9, 25), at(10, 25)},
 		scale{from: noon, to: noon.Add(10 * time.Minute), gap: 90 * time.Second, least: 1, format: rateText})
@@ -38,6 +40,7 @@ func TestPlot(t *testing.T) {
 }
 
 func TestWords(t *testing.T) {
+	t.Parallel()
 	for want, got := range map[string]string{
 		"never": relative(noon, time.Time{}), "now": relative(noon, noon.Add(300*time.Millisecond)), "in 24 s": relative(noon, noon.Add(24*time.Second)),
 		"119 s ago": relative(noon, noon.Add(-119*time.Second)), "3 min ago": relative(noon, noon.Add(-199*time.Second)),
@@ -52,6 +55,7 @@ func TestWords(t *testing.T) {
 
 // Samples are bounded in number, age and relays, and those who look at once make one.
 func TestSamples(t *testing.T) {
+	t.Parallel()
 	var s samples
 	at := func(d time.Duration, pending int64) {
 		s.add(noon.Add(d), []outbox.RelayStatus{{Name: "default", Pending: pending, Waiting: 1, Failed: 2, Parked: 3, Dead: 100}})

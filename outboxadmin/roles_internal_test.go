@@ -46,6 +46,7 @@ func asOperator(t *testing.T, h *house) *pgxpool.Pool {
 
 // The privileges of the operator in docs/roles.md are enough for all pages and actions.
 func TestPrivilegesOfOperator(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t) // a session with a role
 	h := newHouse(t, nil)
 	handler, err := New(asOperator(t, h), Config{Authorize: authorize, Schema: h.schema})

@@ -13,6 +13,7 @@ import (
 )
 
 func TestConfig(t *testing.T) {
+	t.Parallel()
 	_, err := New(nil, Config{Schema: "$user"})
 	require.ErrorIs(t, err, outbox.ErrNilArgument)
 	require.ErrorContains(t, err, "Authorize")
@@ -52,6 +53,7 @@ func everything(t *testing.T) []route {
 // Who is not known gets nothing, a reader changes nothing, and no user acts from
 // another site.
 func TestEveryRouteIsGuarded(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t, func(c *Config) { c.Challenge = `Basic realm="outbox"` })
 	state := func() string {
 		return query1[string](h, `SELECT md5(string_agg(f::text, ',' ORDER BY id)) FROM {s}.outbox_failed AS f`) +
@@ -100,6 +102,7 @@ func TestEveryRouteIsGuarded(t *testing.T) {
 
 // A method that acts is not to be had by GET.
 func TestOnlyPostsAct(t *testing.T) {
+	t.Parallel()
 	for _, rt := range routes {
 		if rt.method == http.MethodPost {
 			require.Equal(t, Operator, rt.role, rt.path)
@@ -111,6 +114,7 @@ func TestOnlyPostsAct(t *testing.T) {
 
 // The prefix without its slash leads to the first page, wherever it is mounted.
 func TestPrefixWithoutSlash(t *testing.T) {
+	t.Parallel()
 	handler, err := New(testenv.Pool(t, nil), Config{Authorize: authorize})
 	require.NoError(t, err)
 	r := httptest.NewRequest(http.MethodGet, "/ops/outbox?x=1", nil)

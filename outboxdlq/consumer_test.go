@@ -190,6 +190,7 @@ func (f *replayFixture) requireCounts(t testing.TB, counts, repeats map[string]i
 // A dead letter that is sent back is handled by the group and the action that failed,
 // by no other, and only once, however often it is sent.
 func TestReplayToConsumer(t *testing.T) {
+	t.Parallel()
 	f := newReplayFixture(t, 1_048_588)
 	f.failing.Store(true)
 	for _, amount := range []int{1, 2, 4, 8, 16} {
@@ -209,6 +210,7 @@ func TestReplayToConsumer(t *testing.T) {
 // A record that fails again is a dead letter again, which says where it was this time
 // and where it was first. Both dead letters together are handled once.
 func TestReplayFailsAgain(t *testing.T) {
+	t.Parallel()
 	f := newReplayFixture(t, 1_048_588)
 	f.failing.Store(true)
 	id := uuid.NewString()
@@ -236,6 +238,7 @@ func TestReplayFailsAgain(t *testing.T) {
 // A record without an id that the group could not read goes to all its actions, and is
 // recognized when it comes again.
 func TestReplayOfUnreadable(t *testing.T) {
+	t.Parallel()
 	f := newReplayFixture(t, 1_048_588)
 	f.unreadable.Store(true)
 	f.send(t, &kgo.Record{Topic: f.topic, Value: []byte(`{"amount": 5}`)})
@@ -252,6 +255,7 @@ func TestReplayOfUnreadable(t *testing.T) {
 // A record too large for its dead-letter topic is there without its value, and is sent
 // back with its value.
 func TestReplayOfHugeRecord(t *testing.T) {
+	t.Parallel()
 	f := newReplayFixture(t, 20_000_000)
 	f.failing.Store(true)
 	f.send(t, f.saleRecord(uuid.NewString(), fmt.Appendf(nil, `{"amount": 6, "more": %q}`, random(3_000_000))))

@@ -12,6 +12,7 @@ import (
 )
 
 func TestDecodeDeadLetter(t *testing.T) {
+	t.Parallel()
 	f := &fixture{topic: "orders", dlq: "orders.dlq"}
 	r := f.deadLetter("a", "v", outbox.DeadLetterValueOmitted, "1234", outbox.DeadLetterError, "bang", outbox.ReplayOf, "first-0-1")
 	got, err := outboxdlq.Decode(r)
@@ -48,6 +49,7 @@ var badDeadLetters = []struct {
 }
 
 func TestBadDeadLetter(t *testing.T) {
+	t.Parallel()
 	f := &fixture{topic: "orders", dlq: "orders.dlq"}
 	for _, tt := range badDeadLetters {
 		t.Run(tt.header+"="+tt.value, func(t *testing.T) {

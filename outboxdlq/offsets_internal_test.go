@@ -15,6 +15,7 @@ import (
 // A partition that returns nothing before its end, as after an unclean change of its
 // leader, is an error and not the end.
 func TestReadNothing(t *testing.T) {
+	t.Parallel()
 	topic := "nothing-" + uuid.NewString()
 	client, err := kgo.NewClient(testenv.KafkaOpts(testenv.Brokers(t))...)
 	require.NoError(t, err)

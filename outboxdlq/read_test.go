@@ -18,6 +18,7 @@ import (
 
 // Read returns the records up to the end at the time of the call, partition by partition.
 func TestDeadLetters(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, 3)
 	require.Empty(t, keys(t, f.kafka, f.dlq, nil))
 	var want []string
@@ -53,6 +54,7 @@ func TestDeadLetters(t *testing.T) {
 
 // A record that is no dead letter is returned with an error, and the reading goes on.
 func TestDeadLettersAmongOthers(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, 1)
 	f.produce(t, f.deadLetter("a", "v"), &kgo.Record{Topic: f.dlq, Key: []byte("other")}, f.deadLetter("b", "v"))
 	var got []string
@@ -69,6 +71,7 @@ func TestDeadLettersAmongOthers(t *testing.T) {
 // Records of aborted and open transactions are not returned, and Read does not wait for
 // them, wherever they are.
 func TestDeadLettersOfTransactions(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, 1)
 	transaction := func(key string) (end func(kgo.TransactionEndTry)) {
 		return f.transaction(t, f.deadLetter(key, "v"), f.deadLetter(key, "v"))
@@ -103,6 +106,7 @@ func TestDeadLettersOfTransactions(t *testing.T) {
 }
 
 func TestDeadLettersOfNoTopic(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, 1)
 	for name, tt := range map[string]struct {
 		kafka []kgo.Opt

@@ -18,6 +18,7 @@ import (
 
 // A record that is sent back is the original, and says which group and action it is for.
 func TestReplay(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, 1)
 	noAction := f.deadLetter("c", "v3")
 	noAction.Headers = slices.DeleteFunc(noAction.Headers, func(h kgo.RecordHeader) bool { return h.Key == outbox.DeadLetterAction })
@@ -57,6 +58,7 @@ func TestReplay(t *testing.T) {
 }
 
 func TestReplayDryRun(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, 1)
 	f.produce(t, f.deadLetter("a", "v"), &kgo.Record{Topic: f.dlq}, f.deadLetter("b", "", outbox.DeadLetterValueOmitted, "5"), f.deadLetter("c", "v"))
 	reported := map[string]error{}
@@ -79,6 +81,7 @@ func TestReplayDryRun(t *testing.T) {
 // A value that was omitted from the dead letter is read from the original, if the record
 // there is still the same.
 func TestReplayOfOmittedValue(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, 1)
 	original := func(key, value string) *kgo.Record {
 		return &kgo.Record{Topic: f.topic, Key: []byte(key), Value: []byte(value), Timestamp: failedAt}
@@ -128,6 +131,7 @@ func TestReplayOfOmittedValue(t *testing.T) {
 
 // Records that the topic rejects are reported; records in the same request are sent.
 func TestReplayOfRefused(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, 1)
 	var want []string
 	for n := range 20 {
@@ -156,6 +160,7 @@ func TestReplayOfRefused(t *testing.T) {
 
 // A run that is stopped reports how far it came, and another run sends the rest.
 func TestReplayGoesOn(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, 2)
 	var want []string
 	for n := range 400 {
@@ -200,6 +205,7 @@ func TestReplayGoesOn(t *testing.T) {
 }
 
 func TestReplayConfig(t *testing.T) {
+	t.Parallel()
 	nowhere := []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1"), kgo.RequestRetries(0)}
 	for name, tt := range map[string]struct {
 		cfg   outboxdlq.ReplayConfig

@@ -50,6 +50,7 @@ var slackTests = []struct {
 }
 
 func TestSlack(t *testing.T) {
+	t.Parallel()
 	var body map[string]string
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		require.Equal(t, "POST /services/T/B/secret", r.Method+" "+r.URL.Path)
@@ -72,6 +73,7 @@ func TestSlack(t *testing.T) {
 
 // Errors are returned without the secret in the URL.
 func TestSlackFails(t *testing.T) {
+	t.Parallel()
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		http.Error(w, "invalid_token", http.StatusForbidden)
 	}))

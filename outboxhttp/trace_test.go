@@ -47,6 +47,7 @@ var takenTests = []struct {
 // The id of a request is used if it may be written into logs; otherwise there is a new
 // one. Response and context have the same id.
 func TestTrace(t *testing.T) {
+	t.Parallel()
 	for _, tt := range takenTests {
 		t.Run(tt.name, func(t *testing.T) {
 			var within string
@@ -72,6 +73,7 @@ func TestTrace(t *testing.T) {
 
 // The header and the ids can be configured.
 func TestTraceConfig(t *testing.T) {
+	t.Parallel()
 	cfg := outboxhttp.TraceConfig{Header: "X-Request-Id", NewID: func() string { return "made" }}
 	h := outboxhttp.Trace(cfg, http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
 	for brought, want := range map[string]string{"": "made", "brought": "brought"} {
@@ -86,6 +88,7 @@ func TestTraceConfig(t *testing.T) {
 
 // Ids have 16 digits, sort in the order in which they were generated, and have its time.
 func TestNewTraceID(t *testing.T) {
+	t.Parallel()
 	before := time.Now().Truncate(time.Millisecond)
 	ids := make([]string, 10_000)
 	for i := range ids {
@@ -107,6 +110,7 @@ func TestNewTraceID(t *testing.T) {
 
 // No two ids of a process are the same, with many goroutines at the same time.
 func TestNewTraceIDAtOnce(t *testing.T) {
+	t.Parallel()
 	const makers, each = 8, 2000
 	var all [makers][each]string
 	var wg sync.WaitGroup
@@ -129,6 +133,7 @@ func TestNewTraceIDAtOnce(t *testing.T) {
 
 // A line has the id of its context, outside of groups.
 func TestLogTrace(t *testing.T) {
+	t.Parallel()
 	var out bytes.Buffer
 	plain := slog.NewTextHandler(&out, &slog.HandlerOptions{ReplaceAttr: func(groups []string, a slog.Attr) slog.Attr {
 		if len(groups) == 0 && (a.Key == slog.TimeKey || a.Key == slog.LevelKey) {
@@ -152,6 +157,7 @@ func TestLogTrace(t *testing.T) {
 
 // LogTrace passes the tests of the standard library for handlers.
 func TestLogTraceIsAHandler(t *testing.T) {
+	t.Parallel()
 	var out testenv.Buffer
 	slogtest.Run(t, func(t *testing.T) slog.Handler {
 		out = testenv.Buffer{}
@@ -172,6 +178,7 @@ func (h happened) key() string           { return h.ID }
 // Its event, in Kafka and in a consumer's handler, has the id of a request, and so have
 // the log lines of both.
 func TestTraceReachesHandler(t *testing.T) {
+	t.Parallel()
 	db, schema := testenv.Schema(t)
 	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema}))
 	topic, brokers := "test-"+uuid.NewString(), testenv.Brokers(t)

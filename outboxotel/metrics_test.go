@@ -33,6 +33,7 @@ func tooLarge(id string) placed {
 
 // The metrics of a relay and a consumer count what they do, number by number.
 func TestMetrics(t *testing.T) {
+	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
 	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.schema})
 	require.NoError(t, err)
@@ -131,6 +132,7 @@ func unboundedAttributes(m metrics) (unknown []string) {
 
 // Pending events are counted, and the age of the oldest grows.
 func TestPending(t *testing.T) {
+	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
 	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.schema})
 	require.NoError(t, err)
@@ -151,6 +153,7 @@ func TestPending(t *testing.T) {
 
 // Every metric of the package documentation is there, with its unit, and no other.
 func TestMetricNames(t *testing.T) {
+	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
 	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.schema})
 	require.NoError(t, err)
@@ -189,6 +192,7 @@ func TestMetricNames(t *testing.T) {
 
 // The breaker has one of three states at a time.
 func TestBreakerState(t *testing.T) {
+	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
 	var hooked []outbox.BreakerState
 	cfg := s.tel.Relay(outbox.RelayConfig{Hooks: outbox.RelayHooks{Breaker: func(_, to outbox.BreakerState) { hooked = append(hooked, to) }}})
@@ -213,6 +217,7 @@ func TestBreakerState(t *testing.T) {
 
 // The hooks of the host are called too, and handlers get the context of both.
 func TestHooksOfHost(t *testing.T) {
+	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
 	type mark struct{}
 	var called []string
@@ -267,6 +272,7 @@ func TestHooksOfHost(t *testing.T) {
 
 // Texts that any producer can send, or write into a row, do not become series.
 func TestTypesOfOthers(t *testing.T) {
+	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
 	hooks := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks
 	for i := range 100 {
@@ -299,6 +305,7 @@ var errorTypes = map[string]error{
 
 // The kinds of errors are few, whatever the texts of errors are.
 func TestErrorTypes(t *testing.T) {
+	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
 	hooks := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks
 	for want, err := range errorTypes {
@@ -309,6 +316,7 @@ func TestErrorTypes(t *testing.T) {
 
 // A wrong configuration is rejected with the names of its fields.
 func TestConfig(t *testing.T) {
+	t.Parallel()
 	_, err := outboxotel.New(outboxotel.Config{Interval: -1, Timeout: -1})
 	require.ErrorIs(t, err, outboxotel.ErrNegative)
 	require.ErrorContains(t, err, "Interval")
@@ -321,6 +329,7 @@ func TestConfig(t *testing.T) {
 // The latency of an event begins with its transaction, not with the commit; the duration
 // of a send begins with the send. Both are in seconds.
 func TestLatency(t *testing.T) {
+	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
 	began := time.Now()
 	require.NoError(t, pgx.BeginFunc(t.Context(), s.db, func(tx pgx.Tx) error {

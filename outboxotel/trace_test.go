@@ -28,6 +28,7 @@ func requireChild(t *testing.T, child, parent tracetest.SpanStub) {
 // One trace goes from the caller's span through outbox and Kafka to the handler, and on
 // with the events that the handler records.
 func TestOneTrace(t *testing.T) {
+	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{}, outbox.Handle("SHIP", func(ctx context.Context, tx pgx.Tx, e placed, m outbox.Metadata) error {
 		return s.rec.Record(ctx, tx, shipped{e.ID, time.Now()})
@@ -77,6 +78,7 @@ func TestOneTrace(t *testing.T) {
 // The send of the events of one Record has one span. A handler of several events starts
 // a trace with a link to each Record.
 func TestTraceOfBatch(t *testing.T) {
+	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
 	s.commit(t.Context(), t, orders("1", "2")...)
 	s.commit(t.Context(), t, orders("3")...)
@@ -105,6 +107,7 @@ func TestTraceOfBatch(t *testing.T) {
 
 // A service that does not sample makes no spans, and its traceparent says so.
 func TestUnsampledTrace(t *testing.T) {
+	t.Parallel()
 	s := newScene(t, sdk.ParentBased(sdk.NeverSample()))
 	seen := make(chan trace.SpanContext, 1)
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{}, outbox.HandleNoTx("SEE", func(ctx context.Context, e placed, m outbox.Metadata) error {
@@ -123,6 +126,7 @@ func TestUnsampledTrace(t *testing.T) {
 
 // Spans have the errors: of an event that was rejected, of a handler.
 func TestFailedSpans(t *testing.T) {
+	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
 	require.Error(t, s.rec.Queue(t.Context(), &pgx.Batch{}, placed{ID: "", At: time.Now()}))
 	rejected := s.one(t, "record")
@@ -144,6 +148,7 @@ const elsewhere = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 // A recorder continues the trace of a traceparent in the context without a span. Without
 // a tracer, it passes the traceparent on as it is.
 func TestTraceParentWithoutSpan(t *testing.T) {
+	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
 	untraced, err := outboxotel.New(outboxotel.Config{TracerProvider: noop.NewTracerProvider()})
 	require.NoError(t, err)
@@ -174,6 +179,7 @@ func TestTraceParentWithoutSpan(t *testing.T) {
 
 // Without a tracer, a consumer does not touch the spans of others.
 func TestNoTracer(t *testing.T) {
+	t.Parallel()
 	s := newScene(t, sdk.AlwaysSample())
 	untraced, err := outboxotel.New(outboxotel.Config{TracerProvider: noop.NewTracerProvider()})
 	require.NoError(t, err)

@@ -33,6 +33,7 @@ func (h *house) sales(t testing.TB) (cents int64) {
 }
 
 func TestDeliver(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	c := h.consumer(t, outbox.Handle("SOLD", h.sell))
 	event := orderPlaced{ID: "1", Cents: 5, At: noon}
@@ -46,6 +47,7 @@ func TestDeliver(t *testing.T) {
 
 // A handler gets the Metadata that it would get of an event from Kafka.
 func TestDeliverMetadata(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	var events []parcelSent
 	var received []outbox.Metadata
@@ -74,6 +76,7 @@ var errDeclined = errors.New("declined")
 
 // The test gets the error of a handler, whose changes are rolled back.
 func TestDeliverReturnsTheError(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	calls := 0
 	c := h.consumer(t, outbox.Handle("SOLD", func(ctx context.Context, tx pgx.Tx, e orderPlaced, m outbox.Metadata) error {
@@ -89,6 +92,7 @@ func TestDeliverReturnsTheError(t *testing.T) {
 
 // A handler that is not idempotent is found out.
 func TestDeliverTwiceBites(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	c := h.consumer(t, outbox.HandleNoTx("SOLD", func(ctx context.Context, e orderPlaced, m outbox.Metadata) error {
 		return pgx.BeginFunc(ctx, h.db, func(tx pgx.Tx) error { return h.sell(ctx, tx, e, m) })

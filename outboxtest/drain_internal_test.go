@@ -64,6 +64,7 @@ SELECT id, 't/k', event_id, event_type, source, aggregate_type, aggregate_id, pa
 
 // What is left is what a relay means by its cursor and by outbox_failed.
 func TestLeft(t *testing.T) {
+	t.Parallel()
 	for _, tt := range leftTests {
 		t.Run(tt.name, func(t *testing.T) {
 			testenv.Direct(t) // a setting of a session

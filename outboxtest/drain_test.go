@@ -29,6 +29,7 @@ func (h *house) impossible(t testing.TB) {
 }
 
 func TestDrain(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	kafka := outboxtest.Kafka(t, "order-events", "product-events")
 	h.drain(t, kafka, outbox.RelayConfig{})
@@ -53,6 +54,7 @@ func TestDrain(t *testing.T) {
 
 // Another relay holds the lease and does the work.
 func TestDrainBesideAnotherRelay(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	kafka := outboxtest.Kafka(t, "order-events")
 	theirs := make(chan struct{}, 1)
@@ -76,6 +78,7 @@ func TestDrainBesideAnotherRelay(t *testing.T) {
 
 // Events that fail at first are awaited.
 func TestDrainWaitsForRetries(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	kafka := outboxtest.Kafka(t, "order-events")
 	h.impossible(t)
@@ -124,6 +127,7 @@ var drainFailures = []struct {
 }
 
 func TestDrainFails(t *testing.T) {
+	// Not parallel: Drain has three seconds to find out what is wrong.
 	for _, tt := range drainFailures {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
@@ -143,6 +147,7 @@ func TestDrainFails(t *testing.T) {
 
 // Nothing is waited for that will not come.
 func TestDrainFailsAtOnce(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	kafka := outboxtest.Kafka(t)
 	ctx, cancel := context.WithTimeout(background, testenv.Patience)
@@ -168,6 +173,7 @@ func TestDrainFailsAtOnce(t *testing.T) {
 
 // What was sent elsewhere is sent here as well once the relay has found its place.
 func TestDrainAfterRestore(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	kafka := outboxtest.Kafka(t)
 	h.commit(t, orderPlaced{ID: "1", At: noon})
@@ -183,6 +189,7 @@ func TestDrainAfterRestore(t *testing.T) {
 }
 
 func TestDrainUnderContext(t *testing.T) {
+	// Not parallel: Drain has two seconds to find out what is wrong.
 	h := newHouse(t)
 	h.commit(t, orderPlaced{ID: "1", At: noon})
 	ctx, cancel := context.WithCancel(background)

@@ -31,6 +31,7 @@ func send(c *kgo.Client, topic string, values ...string) error {
 }
 
 func TestKafka(t *testing.T) {
+	t.Parallel()
 	kafka := outboxtest.Kafka(t, "order-events", "order-events.dlq")
 	c := client(t, kafka, kgo.UnknownTopicRetries(1))
 	require.NoError(t, send(c, "order-events", "1", "2", "3"))
@@ -44,6 +45,7 @@ func TestKafka(t *testing.T) {
 }
 
 func TestKafkaWithoutTopics(t *testing.T) {
+	t.Parallel()
 	kafka := outboxtest.Kafka(t)
 	require.NoError(t, send(client(t, kafka), "anything", "1"))
 	require.EqualValues(t, 0, outboxtest.Records(background, t, kafka, "anything", 1)[0].Partition)
@@ -51,6 +53,7 @@ func TestKafkaWithoutTopics(t *testing.T) {
 
 // Each test has a broker of its own, which ends with it.
 func TestKafkaEnds(t *testing.T) {
+	t.Parallel()
 	f := new(fakeT)
 	kafka := outboxtest.Kafka(f)
 	c := client(t, kafka)
@@ -83,6 +86,7 @@ func values(records []*kgo.Record) (values []string) {
 }
 
 func TestRecords(t *testing.T) {
+	t.Parallel()
 	brokers(t, func(t *testing.T, kafka []kgo.Opt) {
 		topic := "test-" + uuid.NewString()
 		require.Empty(t, outboxtest.Records(background, t, kafka, topic, 0), "a topic that is not there")
@@ -96,6 +100,7 @@ func TestRecords(t *testing.T) {
 
 // Topics need not begin at 0, and may have several partitions.
 func TestRecordsOfPartitions(t *testing.T) {
+	t.Parallel()
 	brokers(t, func(t *testing.T, kafka []kgo.Opt) {
 		topic := "test-" + uuid.NewString()
 		c := client(t, kafka, kgo.RecordPartitioner(kgo.ManualPartitioner()))
@@ -119,6 +124,7 @@ func TestRecordsOfPartitions(t *testing.T) {
 
 // What a transaction took back does not count, nor do the marks of transactions.
 func TestRecordsOfTransactions(t *testing.T) {
+	t.Parallel()
 	brokers(t, func(t *testing.T, kafka []kgo.Opt) {
 		topic := "test-" + uuid.NewString()
 		c := client(t, kafka, kgo.TransactionalID(uuid.NewString()))
@@ -132,6 +138,7 @@ func TestRecordsOfTransactions(t *testing.T) {
 }
 
 func TestRecordsFails(t *testing.T) {
+	t.Parallel()
 	kafka := outboxtest.Kafka(t)
 	require.NoError(t, send(client(t, kafka), "topic", "1", "2"))
 	for _, tt := range []struct {

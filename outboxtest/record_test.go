@@ -14,6 +14,7 @@ import (
 
 // A record made for a test is the one that arrives when the event is relayed.
 func TestNewRecord(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	kafka := outboxtest.Kafka(t)
 	ctx := outbox.WithCorrelationID(background, "corr-1")
@@ -44,6 +45,7 @@ func attributes(r *kgo.Record) map[string]string {
 }
 
 func TestNewRecordFails(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	says := failure(t, func(f *fakeT) { outboxtest.NewRecord(background, f, h.events, strayEvent{}) })
 	require.Contains(t, says, "strayEvent: event is not registered")
@@ -53,6 +55,7 @@ func TestNewRecordFails(t *testing.T) {
 
 // An event that cannot come is a mistake of the test, not of the handler.
 func TestDeliverFails(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	c, err := outbox.NewConsumer(nil, nil, h.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}},
 		outbox.HandleNoTx("NOTHING", func(context.Context, orderPlaced, outbox.Metadata) error { panic("not handled") }))

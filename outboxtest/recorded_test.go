@@ -39,6 +39,7 @@ var recordedTests = []struct {
 }
 
 func TestRequireRecorded(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	for _, tt := range recordedTests {
 		t.Run(tt.name, func(t *testing.T) {
@@ -82,6 +83,7 @@ var notRecordedTests = []struct {
 }
 
 func TestRequireRecordedFails(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	for _, tt := range notRecordedTests {
 		t.Run(tt.name, func(t *testing.T) {
@@ -98,6 +100,7 @@ func TestRequireRecordedFails(t *testing.T) {
 // Tests that share a database and roll back do not see each other; whoever looks
 // through the pool sees what is committed.
 func TestRecordedWhere(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	h.commit(t, productLiked{"committed", noon})
 	tx := h.begin(t)
@@ -138,6 +141,7 @@ func TestRecordedWhere(t *testing.T) {
 
 // Without InSchema, and for pools of every mode of the protocol.
 func TestRecordedInPublic(t *testing.T) {
+	t.Parallel()
 	other := testenv.OtherDatabase(t)
 	h := houseIn(t, other, "public")
 	h.commit(t, orderPlaced{ID: "1", At: noon}, parcelSent{"1", noon})
@@ -157,6 +161,7 @@ func TestRecordedInPublic(t *testing.T) {
 }
 
 func TestRequireNotRecorded(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	tx := h.begin(t)
 	h.record(t, tx, orderPlaced{ID: "1", At: noon})
@@ -169,6 +174,7 @@ func TestRequireNotRecorded(t *testing.T) {
 
 // Events come back in their order, with what travels in the payload.
 func TestRecorded(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	tx := h.begin(t)
 	h.record(t, tx, orderPlaced{ID: "2", At: noon}, productLiked{"1", noon}, &orderPlaced{ID: "1", Cents: 5, At: noon}, parcelSent{"1", noon})
@@ -181,6 +187,7 @@ func TestRecorded(t *testing.T) {
 
 // What nobody could read again was not recorded well.
 func TestRecordedUnreadable(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	for _, tt := range []struct{ name, change, says string }{
 		{"the codec fails", `payload_bytes = 'short'`, "the registry's codec cannot decode it: no salt"},
@@ -205,6 +212,7 @@ func TestRecordedUnreadable(t *testing.T) {
 type oneWay struct{ productLiked }
 
 func TestRecordedIsReadAgain(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	codec := outbox.JSON()
 	codec.Decode = func(context.Context, []byte, any) error { return errors.New("one way") }
@@ -229,6 +237,7 @@ func (e secretive) MarshalJSON() ([]byte, error) {
 func (e *secretive) UnmarshalJSON([]byte) error { return nil }
 
 func TestRequireRecordedComparesPayloads(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	h.register(t, outbox.Event("acme.secret.kept.v1", "Secret", secretive.product))
 	tx := h.begin(t)
@@ -241,6 +250,7 @@ func TestRequireRecordedComparesPayloads(t *testing.T) {
 }
 
 func TestRecordedWithoutTables(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	says := failure(t, func(f *fakeT) {
 		outboxtest.RequireNotRecorded[orderPlaced](background, f, outboxtest.InSchema(h.db, "nowhere"), h.events)
@@ -251,6 +261,7 @@ func TestRecordedWithoutTables(t *testing.T) {
 
 // A failure message remains readable.
 func TestFailureIsCut(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	tx := h.begin(t)
 	for range 25 {
@@ -264,6 +275,7 @@ func TestFailureIsCut(t *testing.T) {
 
 // A Fatalf that returns must not lead to a panic.
 func TestFatalfThatReturns(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	f := &fakeT{returns: true}
 	require.Empty(t, outboxtest.Recorded[strayEvent](background, f, h.in(h.db), h.events))

@@ -15,6 +15,7 @@ const (
 )
 
 func TestRequireAllRegistered(t *testing.T) {
+	t.Parallel()
 	events, err := shop.Registry()
 	require.NoError(t, err)
 	for _, patterns := range [][]string{{"./testdata/shop"}, {shopPath}, {shopPath, "./testdata/none"}, {shopPath, "./testdata/base"}} {
@@ -43,6 +44,7 @@ var unregisteredTests = []struct {
 }
 
 func TestRequireAllRegisteredFails(t *testing.T) {
+	t.Parallel()
 	for _, tt := range unregisteredTests {
 		t.Run(tt.name, func(t *testing.T) {
 			events, err := shop.Registry(strings.Fields(tt.lacking)...)

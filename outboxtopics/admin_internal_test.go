@@ -10,6 +10,7 @@ import (
 // A description has the fewest replicas of all partitions, and counts the partitions
 // without a leader.
 func TestDescribedTopic(t *testing.T) {
+	t.Parallel()
 	partition := func(leader int32, replicas, inSync int) kmsg.MetadataResponseTopicPartition {
 		return kmsg.MetadataResponseTopicPartition{Leader: leader, Replicas: make([]int32, replicas), ISR: make([]int32, inSync)}
 	}

@@ -122,6 +122,7 @@ func createTopic(t testing.TB, brokers []string, name string, partitions int32, 
 
 // The defaults of the users' document (A64 to A66), but for the replicas.
 func TestEnsureTopics(t *testing.T) {
+	t.Parallel()
 	brokers := testenv.RealBrokers(t)
 	events, topics := newRegistry(t, 2)
 	states, err := outboxtopics.Ensure(background, testenv.KafkaOpts(brokers), events, oneBroker)
@@ -145,6 +146,7 @@ func TestEnsureTopics(t *testing.T) {
 
 // Every setting can be configured, and topics may share a dead-letter topic.
 func TestEnsureTopicsAsConfigured(t *testing.T) {
+	t.Parallel()
 	brokers := testenv.RealBrokers(t)
 	events, topics := newRegistry(t, 2)
 	shared := topics[0] + ".failed"
@@ -171,6 +173,7 @@ func TestEnsureTopicsAsConfigured(t *testing.T) {
 
 // Replication may be left to the defaults of the cluster, and is then no difference.
 func TestEnsureTopicsOfClusterDefaults(t *testing.T) {
+	t.Parallel()
 	brokers := testenv.RealBrokers(t)
 	events, topics := newRegistry(t, 1)
 	cfg := outboxtopics.Config{ReplicationFactor: -7}
@@ -190,6 +193,7 @@ func TestEnsureTopicsOfClusterDefaults(t *testing.T) {
 // Existing topics are not changed, and their differences are returned. A dead-letter
 // topic has to take what its topic takes, and may take more.
 func TestEnsureTopicsDifferences(t *testing.T) {
+	t.Parallel()
 	brokers := testenv.RealBrokers(t)
 	events, topics := newRegistry(t, 3)
 	kafka := testenv.KafkaOpts(brokers)
@@ -237,6 +241,7 @@ func TestEnsureTopicsDifferences(t *testing.T) {
 
 // The error names the topics that Kafka refuses to create, also in a dry run.
 func TestEnsureTopicsRefused(t *testing.T) {
+	t.Parallel()
 	brokers := testenv.RealBrokers(t)
 	events, topics := newRegistry(t, 2)
 	createTopic(t, brokers, topics[1], 3, nil)
@@ -254,6 +259,7 @@ func TestEnsureTopicsRefused(t *testing.T) {
 
 // Processes that start at the same time create each topic once.
 func TestEnsureTopicsTogether(t *testing.T) {
+	t.Parallel()
 	brokers := testenv.RealBrokers(t)
 	events, topics := newRegistry(t, 3)
 	const processes = 8
@@ -289,6 +295,7 @@ func TestEnsureTopicsTogether(t *testing.T) {
 }
 
 func TestEnsureTopicsWithoutKafka(t *testing.T) {
+	t.Parallel()
 	events, _ := newRegistry(t, 1)
 	kafka := []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1"), kgo.RequestRetries(0)}
 	states, err := outboxtopics.Ensure(background, kafka, events, oneBroker)
@@ -330,6 +337,7 @@ var badTopicsConfigs = []struct {
 }
 
 func TestTopicsConfig(t *testing.T) {
+	t.Parallel()
 	events, err := outbox.NewRegistry("shop", outbox.Event("shop.order.created.v1", "Order", event.AggregateID))
 	require.NoError(t, err)
 	nowhere := []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}
@@ -349,6 +357,7 @@ func TestTopicsConfig(t *testing.T) {
 
 // A tool without a registry creates topics by name.
 func TestEnsureNamedTopics(t *testing.T) {
+	t.Parallel()
 	brokers := testenv.RealBrokers(t)
 	topic := "named-" + uuid.NewString()
 	_, err := outboxtopics.EnsureNamed(background, testenv.KafkaOpts(brokers), []string{topic, "not a name"}, oneBroker)
@@ -359,6 +368,7 @@ func TestEnsureNamedTopics(t *testing.T) {
 }
 
 func TestDescribeTopics(t *testing.T) {
+	t.Parallel()
 	brokers := testenv.RealBrokers(t)
 	topic := "described-" + uuid.NewString()
 	createTopic(t, brokers, topic, 2, map[string]string{"retention.ms": "1234567"})

@@ -12,6 +12,7 @@ import (
 
 // Help of every command can be had in two ways, and fits a screen.
 func TestHelp(t *testing.T) {
+	t.Parallel()
 	d := &desk{}
 	pages := map[string][]string{"": nil, "flags": {"flags"}, "failed": {"failed"}, "dlq": {"dlq"}, "migrate": {"migrate"}}
 	for _, c := range commands() {
@@ -35,6 +36,7 @@ func TestHelp(t *testing.T) {
 
 // Flags of a command do not hide those that all take, and its words make sense.
 func TestCommandsAreConsistent(t *testing.T) {
+	t.Parallel()
 	global := newFlagSet()
 	(&globals{}).define(global)
 	seen := map[string]bool{}
@@ -51,6 +53,7 @@ func TestCommandsAreConsistent(t *testing.T) {
 
 // docs/cli.md is the help.
 func TestDocs(t *testing.T) {
+	t.Parallel()
 	var b strings.Builder
 	b.WriteString("# The command line\n\nWhat `outbox help` says, command by command; a test keeps this file so.\n\n")
 	b.WriteString("    go install github.com/outboxgo/outbox/cmd/outbox@latest\n\n```text\n" + overview() + "```\n\n## Flags that all take\n\n```text\n" + flagsHelp() + "```\n")
@@ -73,6 +76,7 @@ func requireFile(t *testing.T, name, want string) {
 
 // What is called in a wrong way ends with 2 and a hint, before anything is connected to.
 func TestUsage(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct{ args, want string }{
 		{"", "what shall it do?"},
 		{"staus", `there is no command "staus": did you mean "status"?`},
@@ -129,6 +133,7 @@ func TestUsage(t *testing.T) {
 }
 
 func TestVersion(t *testing.T) {
+	t.Parallel()
 	d := &desk{}
 	require.Contains(t, d.ok(t, "version"), "outbox ")
 	var b build
@@ -141,6 +146,7 @@ func TestVersion(t *testing.T) {
 
 // Flags may come before the command, between its words and behind them.
 func TestFlagsStandAnywhere(t *testing.T) {
+	t.Parallel()
 	fs := newFlagSet()
 	var g globals
 	g.define(fs)
@@ -155,6 +161,7 @@ func TestFlagsStandAnywhere(t *testing.T) {
 }
 
 func TestTimes(t *testing.T) {
+	t.Parallel()
 	now := time.Date(2026, 2, 3, 4, 5, 6, 0, time.UTC)
 	for text, want := range map[string]time.Time{
 		"90m": now.Add(-90 * time.Minute), "7d": now.Add(-7 * 24 * time.Hour),
@@ -178,6 +185,7 @@ func TestTimes(t *testing.T) {
 
 // On a terminal a row fits on its line, whatever is in it.
 func TestTable(t *testing.T) {
+	t.Parallel()
 	d := &desk{}
 	d.change = func(e *env) {
 		terminal(e)
@@ -199,6 +207,7 @@ func TestTable(t *testing.T) {
 
 // Work that takes long shows a bar on a terminal and lines elsewhere, now and then.
 func TestProgress(t *testing.T) {
+	t.Parallel()
 	for _, tty := range []bool{true, false} {
 		now := time.Now()
 		var b strings.Builder

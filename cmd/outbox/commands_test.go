@@ -33,6 +33,7 @@ type migrationsDoc struct {
 }
 
 func TestMigrate(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t)
 	require.Contains(t, d.ok(t, "migrate", "status"), "pending")
 	require.Equal(t, exitProblems, d.call(t, "migrate", "status", "--check").code)
@@ -57,6 +58,7 @@ func TestMigrate(t *testing.T) {
 
 // What is printed makes the tables.
 func TestMigratePrint(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t)
 	sql := d.ok(t, "migrate", "print")
 	conn, err := d.db.Acquire(background)
@@ -77,6 +79,7 @@ func TestMigratePrint(t *testing.T) {
 }
 
 func TestStatus(t *testing.T) {
+	t.Parallel()
 	d := newShop(t)
 	require.Contains(t, d.ok(t, "status"), "No relay has run here yet.")
 	stop := d.relay(t)
@@ -123,6 +126,7 @@ func TestStatus(t *testing.T) {
 
 // What watches goes on until it is interrupted, and ends well then.
 func TestStatusWatch(t *testing.T) {
+	t.Parallel()
 	d := newShop(t)
 	d.relay(t)
 	for _, tty := range []bool{false, true} {
@@ -164,6 +168,7 @@ func (d *desk) tailing(t *testing.T, args ...string) (*testenv.Buffer, chan int)
 }
 
 func TestTail(t *testing.T) {
+	t.Parallel()
 	d := newShop(t)
 	plain, _ := d.tailing(t, "--payload")
 	lines, ended := d.tailing(t, "--json", "--aggregate", "Thing/mine", "--type", "test.desk.happened.v1", "--topic", d.topic, "--key", "mine", "--limit", "2")
@@ -195,6 +200,7 @@ type failedDoc struct {
 }
 
 func TestFailedList(t *testing.T) {
+	t.Parallel()
 	d := newShop(t)
 	require.Contains(t, d.ok(t, "failed", "list"), "Nothing has failed")
 	d.fail(t, outbox.StatusDead, "a", "b")
@@ -252,6 +258,7 @@ func (d *desk) firstFailed(t testing.TB, key string) string {
 }
 
 func TestFailedShow(t *testing.T) {
+	t.Parallel()
 	d := newShop(t)
 	d.fail(t, outbox.StatusDead, "a")
 	id := d.firstFailed(t, "a")
@@ -292,6 +299,7 @@ type bulkDoc struct {
 }
 
 func TestFailedRetryAndResolveOne(t *testing.T) {
+	t.Parallel()
 	d := newShop(t)
 	d.fail(t, outbox.StatusDead, "a", "b")
 	d.fail(t, outbox.StatusParked, "c")
@@ -315,6 +323,7 @@ func TestFailedRetryAndResolveOne(t *testing.T) {
 
 // What flags pick is only counted, until --yes.
 func TestFailedRetryAndResolveMany(t *testing.T) {
+	t.Parallel()
 	d := newShop(t)
 	d.fail(t, outbox.StatusDead, "a", "b", "c")
 	d.fail(t, outbox.StatusParked, "d")
@@ -333,6 +342,7 @@ func TestFailedRetryAndResolveMany(t *testing.T) {
 
 // Ctrl-C ends a long run between two parts, and what was done is shown.
 func TestFailedRetryIsInterrupted(t *testing.T) {
+	t.Parallel()
 	d := newShop(t)
 	var keys []string
 	for i := range 300 {
@@ -357,6 +367,7 @@ func TestFailedRetryIsInterrupted(t *testing.T) {
 }
 
 func TestFailedEditHoldRelease(t *testing.T) {
+	t.Parallel()
 	d := newShop(t)
 	d.fail(t, outbox.StatusDead, "a")
 	id := d.firstFailed(t, "a")
@@ -411,6 +422,7 @@ func deadLetter(dlq, topic, key, group, action string, failedAt time.Time) *kgo.
 }
 
 func TestDLQ(t *testing.T) {
+	t.Parallel()
 	d := (&desk{vars: map[string]string{}}).withKafka(t)
 	topic := "cli-" + uuid.NewString()
 	dlq := outbox.DeadLetterTopic(topic)
@@ -472,6 +484,7 @@ func TestDLQ(t *testing.T) {
 
 // A broker that says nothing is given up after a while.
 func TestSilentKafka(t *testing.T) {
+	t.Parallel()
 	silent, err := net.Listen("tcp", "127.0.0.1:0") // takes connections, and reads nothing
 	require.NoError(t, err)
 	defer silent.Close()
@@ -489,6 +502,7 @@ type topicsDoc struct {
 }
 
 func TestTopics(t *testing.T) {
+	t.Parallel()
 	d := newShop(t).withKafka(t)
 	require.Contains(t, d.ok(t, "topics"), "No events are recorded")
 	d.record(t, "a", "b")
@@ -529,6 +543,7 @@ func TestTopics(t *testing.T) {
 
 // Passwords are in no output, whatever fails.
 func TestSecretsStayHidden(t *testing.T) {
+	t.Parallel()
 	d := newShop(t)
 	c := d.db.Config().ConnConfig
 	role := fmt.Sprintf("cli_%.8s", uuid.NewString())
@@ -547,6 +562,7 @@ func TestSecretsStayHidden(t *testing.T) {
 }
 
 func TestMask(t *testing.T) {
+	t.Parallel()
 	e := &env{getenv: func(string) string { return "" }, globals: globals{database: "postgres://kim:hunter22@h/d"}}
 	require.Equal(t, "kim@h:5432/d", e.databaseName())
 	require.Equal(t, "what xxxxx said", e.mask("what hunter22 said"))
@@ -556,6 +572,7 @@ func TestMask(t *testing.T) {
 
 // A step that takes too long ends with an error that says why.
 func TestTimeout(t *testing.T) {
+	// Not parallel: it bounds how long commands take.
 	d := newShop(t)
 	d.fail(t, outbox.StatusDead, "a")
 	id := d.firstFailed(t, "a")
@@ -578,6 +595,7 @@ func TestTimeout(t *testing.T) {
 
 // An error that has one usual cause comes with what to do about it.
 func TestHints(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t)
 	d := newDesk(t)
 	a := d.call(t, "status")
@@ -596,6 +614,7 @@ func TestHints(t *testing.T) {
 
 // TLS is spoken only with brokers that the authorities vouch for.
 func TestKafkaTLS(t *testing.T) {
+	// Not parallel: its handshakes have a second.
 	var handshakes atomic.Int64
 	server := httptest.NewUnstartedServer(nil)
 	server.Config.ErrorLog = log.New(io.Discard, "", 0)
@@ -624,6 +643,7 @@ func TestKafkaTLS(t *testing.T) {
 
 // The login is that of flags and environment.
 func TestKafkaLogin(t *testing.T) {
+	t.Parallel()
 	for mechanism, want := range map[string]string{"": "SCRAM-SHA-256", "plain": "PLAIN", "scram-sha-256": "SCRAM-SHA-256", "scram-sha-512": "SCRAM-SHA-512"} {
 		vars := map[string]string{"KAFKA_USER": "me", "KAFKA_PASSWORD": "secret"}
 		e := &env{getenv: func(name string) string { return vars[name] }, globals: globals{kafka: "127.0.0.1:1", kafkaMechanism: mechanism}}

@@ -67,6 +67,7 @@ func (d *desk) requireFinding(t testing.TB, id, severity, what string, args ...s
 
 // Where nothing is wrong nothing is found.
 func TestDoctorFindsNothing(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t).withKafka(t)
 	testenv.CreateTopic(t, d.brokers, d.topic, 1)
@@ -118,6 +119,7 @@ var ailments = []struct {
 
 // Each thing that is broken is found, and nothing else.
 func TestDoctorFindsWhatIsBroken(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t)
 	for _, test := range ailments {
 		t.Run(test.name, func(t *testing.T) {
@@ -164,6 +166,7 @@ func (d *desk) pending(t testing.TB) int64 {
 
 // What the doctor compares with is what Migrate makes.
 func TestExpectedTables(t *testing.T) {
+	t.Parallel()
 	d := newShop(t)
 	e := &env{db: d.db, globals: globals{schema: d.schema}}
 	have, err := things(background, e)
@@ -180,6 +183,7 @@ func TestExpectedTables(t *testing.T) {
 }
 
 func TestDoctorWithoutDatabase(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t)
 	d.vars["DATABASE_URL"] = "postgres://someone:hunter22@127.0.0.1:1/nowhere?connect_timeout=2"
@@ -189,6 +193,7 @@ func TestDoctorWithoutDatabase(t *testing.T) {
 
 // Tables that are missing, elsewhere, or made by another tool.
 func TestDoctorOnMigrations(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t)
 	d.requireFinding(t, "migrations.none", severityError, "schema public", "--schema", "public")
@@ -210,6 +215,7 @@ func TestDoctorOnMigrations(t *testing.T) {
 
 // Partitions are no alteration, and are looked at like tables.
 func TestDoctorOnPartitions(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t)
 	d.ok(t, "migrate", "up", "--partition-rows", "1000")
@@ -225,6 +231,7 @@ func TestDoctorOnPartitions(t *testing.T) {
 
 // No process leads, none ever did, and what is recorded gets old.
 func TestDoctorOnRelays(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t)
 	d.requireFinding(t, "relay.none", severityNote, "no relay has run here yet")
@@ -240,6 +247,7 @@ func TestDoctorOnRelays(t *testing.T) {
 
 // Transactions that were left open are found, with who has them, and prepared ones.
 func TestDoctorOnTransactions(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t)
 	d.relay(t)
@@ -274,6 +282,7 @@ func TestDoctorOnTransactions(t *testing.T) {
 // The roles of docs/roles.md have what they need, and whatever is taken from them is
 // missed.
 func TestDoctorOnPrivileges(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t)
 	d.ok(t, "migrate", "up", "--partition-rows", "1000")
@@ -345,6 +354,7 @@ func TestDoctorOnPrivileges(t *testing.T) {
 
 // A role that may not read gets a finding, and the rest goes on.
 func TestDoctorMayNotLook(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t)
 	role := fmt.Sprintf("cli_%.8s", uuid.NewString())
@@ -364,6 +374,7 @@ func TestDoctorMayNotLook(t *testing.T) {
 
 // Clocks that differ.
 func TestDoctorOnClock(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t)
 	d.relay(t)
@@ -375,6 +386,7 @@ func TestDoctorOnClock(t *testing.T) {
 
 // Settings of the session are seen as they are; those of the server are judged alike.
 func TestDoctorOnSettings(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t)
 	d.relay(t)
@@ -406,6 +418,7 @@ func TestDoctorOnSettings(t *testing.T) {
 
 // A slot that nothing reads holds WAL.
 func TestDoctorOnSlots(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t)
 	name := strings.ReplaceAll("cli_"+uuid.NewString(), "-", "_")
@@ -427,6 +440,7 @@ func TestDoctorOnSlots(t *testing.T) {
 
 // Rows that were rolled back and not cleaned up.
 func TestDoctorOnBloat(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t)
 	d.relay(t)
@@ -444,6 +458,7 @@ func TestDoctorOnBloat(t *testing.T) {
 }
 
 func TestDoctorOnKafka(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t)
 	d := newClinic(t).withKafka(t)
 	d.relay(t)()
