@@ -73,6 +73,7 @@ var breakerTests = []struct {
 }
 
 func TestBreaker(t *testing.T) {
+	t.Parallel()
 	for _, test := range breakerTests {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -108,6 +109,7 @@ var outcomes = map[rune]callResult{'+': callSucceeded, '-': callFailed, 'x': cal
 // Whatever happens, the breaker is where a model of it is that keeps all
 // outcomes and knows no shortcut.
 func TestBreakerModel(t *testing.T) {
+	t.Parallel()
 	for seed := range uint64(100) {
 		synctest.Test(t, func(t *testing.T) {
 			random := rand.New(rand.NewPCG(seed, 0))
@@ -167,6 +169,7 @@ func (m *breakerModel) change(to BreakerState) { m.state, m.outcomes, m.open = t
 
 // A batch asks once; what it has not begun when the breaker opens must wait.
 func TestBreakerBatch(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
 		batch := b.allow(5000)
@@ -201,6 +204,7 @@ func TestBreakerBatch(t *testing.T) {
 
 // Nobody can close a breaker with more outcomes than calls.
 func TestBreakerTooManyOutcomes(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
 		for _, n := range []int{0, -1} {
@@ -224,6 +228,7 @@ func TestBreakerTooManyOutcomes(t *testing.T) {
 }
 
 func TestBreakerWait(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
 		require.Zero(t, b.wait())
@@ -246,6 +251,7 @@ func TestBreakerWait(t *testing.T) {
 // changed is called once for each change, in order, and may ask for the state: gobreaker
 // calls its own function under its lock, where asking for the state would hang.
 func TestBreakerChanged(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var changes []string
 		var b *breaker
@@ -272,6 +278,7 @@ func TestBreakerChanged(t *testing.T) {
 // Any number of goroutines call: never more than three are on trial, and the
 // changes make a chain.
 func TestBreakerRace(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		now, changes := BreakerClosed, map[BreakerState]int{}
 		b := newBreaker(BreakerConfig{OpenFor: time.Second}.withDefaults(), func(from, to BreakerState) {
@@ -326,6 +333,7 @@ func TestBreakerRace(t *testing.T) {
 }
 
 func TestBreakerConfig(t *testing.T) {
+	t.Parallel()
 	require.Equal(t, BreakerConfig{Window: 10, MinCalls: 5, FailureRate: 0.5, OpenFor: 30 * time.Second, Trials: 3},
 		BreakerConfig{}.withDefaults())
 	require.NoError(t, BreakerConfig{}.withDefaults().validate())
@@ -347,6 +355,7 @@ func TestBreakerConfig(t *testing.T) {
 
 // 0.07 * 100 is 7.000000000000001 in floating point.
 func TestBreakerExactRate(t *testing.T) {
+	t.Parallel()
 	b := newBreaker(BreakerConfig{Window: 100, MinCalls: 100, FailureRate: 0.07}.withDefaults(), func(_, _ BreakerState) {})
 	play(b, strings.Repeat("-", 7)+strings.Repeat("+", 92))
 	require.Equal(t, BreakerClosed, b.state())
@@ -355,6 +364,7 @@ func TestBreakerExactRate(t *testing.T) {
 }
 
 func TestBreakerAllocs(t *testing.T) {
+	// Not parallel: it counts allocations.
 	b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
 	for _, o := range []callResult{callSucceeded, callCancelled, callFailed} { // it opens, and hears of it again and again
 		p := b.allow(100_000)

@@ -79,6 +79,7 @@ var badTexts = []struct {
 }
 
 func TestJSONRefusesBadText(t *testing.T) {
+	t.Parallel()
 	for _, tt := range badTexts {
 		t.Run(tt.name, func(t *testing.T) {
 			_, err := json.Marshal(tt.value)
@@ -91,6 +92,7 @@ func TestJSONRefusesBadText(t *testing.T) {
 
 // encoding/json writes null for it, and there is nothing to ask.
 func TestJSONRefusesBadTextBesideNil(t *testing.T) {
+	t.Parallel()
 	type pair struct {
 		M    encoding.TextMarshaler
 		Text string
@@ -106,6 +108,7 @@ func TestJSONRefusesBadTextBesideNil(t *testing.T) {
 // The text that MarshalText returns is no string field of anybody, and
 // encoding/json replaces its bad bytes too.
 func TestJSONRefusesBadMarshalText(t *testing.T) {
+	t.Parallel()
 	for name, value := range map[string]any{
 		"as a value": spoken(badText), "in a field": struct{ S spoken }{spoken(badText)},
 	} {
@@ -134,6 +137,7 @@ var goodTexts = []struct {
 }
 
 func TestJSONAcceptsGoodText(t *testing.T) {
+	t.Parallel()
 	for _, tt := range goodTexts {
 		t.Run(tt.name, func(t *testing.T) {
 			b, err := outbox.JSON().Encode(t.Context(), tt.value)
@@ -144,6 +148,7 @@ func TestJSONAcceptsGoodText(t *testing.T) {
 }
 
 func TestJSONCannotEncode(t *testing.T) {
+	t.Parallel()
 	for name, value := range map[string]any{"a channel": make(chan int), "a function": func() {}, "NaN": math.NaN(), "infinity": math.Inf(1)} {
 		_, err := outbox.JSON().Encode(t.Context(), value)
 		require.Error(t, err, name)
@@ -152,6 +157,7 @@ func TestJSONCannotEncode(t *testing.T) {
 
 // What JSON encodes, it decodes.
 func TestJSONDecode(t *testing.T) {
+	t.Parallel()
 	codec := outbox.JSON()
 	require.Equal(t, "application/json", codec.ContentType)
 	b, err := codec.Encode(t.Context(), note{"주문 \u2028 <>&"})
@@ -173,6 +179,7 @@ type family struct {
 // round in circles where values point back at each other. A stack overflow
 // cannot be recovered from: it ends the process, so it happens in another one.
 func TestJSONRefusesBadTextInCircle(t *testing.T) {
+	t.Parallel()
 	if os.Getenv("OUTBOX_TEST_CIRCLE") != "" {
 		debug.SetMaxStack(16 << 20)
 		parent := &family{Name: badText}
@@ -189,6 +196,7 @@ func TestJSONRefusesBadTextInCircle(t *testing.T) {
 
 // A codec gets the context of Record, and that of the handlers.
 func TestCodecContext(t *testing.T) {
+	t.Parallel()
 	type tenantKey struct{}
 	codec := outbox.JSON()
 	var encodedFor any

@@ -151,12 +151,14 @@ var debeziumTests = []externalCase{
 }
 
 func TestPlainRecords(t *testing.T) {
+	t.Parallel()
 	for _, tt := range plainTests {
 		t.Run(tt.name, func(t *testing.T) { tt.run(t, message(tt.want)) })
 	}
 }
 
 func TestDebezium(t *testing.T) {
+	t.Parallel()
 	for _, tt := range debeziumTests {
 		t.Run(tt.name, func(t *testing.T) {
 			want := message(func(m *outbox.Message) { m.ID = "e1" })
@@ -210,6 +212,7 @@ var unreadableExternal = []struct {
 }
 
 func TestUnreadableForeign(t *testing.T) {
+	t.Parallel()
 	for _, tt := range unreadableExternal {
 		t.Run(tt.name, func(t *testing.T) {
 			_, err := tt.as.Decode(tt.record)
@@ -294,6 +297,7 @@ func (d *depot) record(topic, value string, headers ...string) *kgo.Record {
 // that comes twice counts once, and what cannot be read is in the dead-letter topic
 // with the reason, and stops nothing.
 func TestConsumerOfForeignRecords(t *testing.T) {
+	t.Parallel()
 	testenv.RealBrokers(t)
 	d := newDepot(t)
 	bad := []struct {
@@ -357,6 +361,7 @@ func TestConsumerOfForeignRecords(t *testing.T) {
 
 // Each topic has its decoder, and the others are CloudEvents.
 func TestDecodeByTopic(t *testing.T) {
+	t.Parallel()
 	decoders := map[string]func(*kgo.Record) (*outbox.Message, error){"orders": ordersCreated.Decode, "none": nil}
 	decode := outbox.DecodeByTopic(decoders)
 	delete(decoders, "orders")

@@ -45,6 +45,7 @@ var oneSale = []byte(`{"product":"p","amount":1}`)
 // An event that arrives again is skipped, in the same poll, in a later one, and
 // after a restart; another action and another group have not seen it.
 func TestRepeats(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	var repeats atomic.Int32
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g-" + uuid.NewString(), Hooks: outbox.ConsumerHooks{
@@ -71,6 +72,7 @@ func TestRepeats(t *testing.T) {
 // OncePer is the user's own idempotency key: here each product is counted once,
 // whatever the event and its type.
 func TestOncePer(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 3)
 	listed := outbox.OncePer(outbox.Handle("LISTED", s.count), func(e sale, _ outbox.Metadata) (string, string) { return "Product", e.Product })
 	var ends atomic.Int32
@@ -94,6 +96,7 @@ func TestOncePer(t *testing.T) {
 
 // A key that event_handled cannot hold is the event's fault, and no try is wasted.
 func TestImpossibleKey(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	h := outbox.OncePer(outbox.Handle("LISTED", s.count), func(e sale, _ outbox.Metadata) (string, string) { return "Product", e.Product })
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, h).Run)
@@ -109,6 +112,7 @@ func TestImpossibleKey(t *testing.T) {
 // A batch handler gets what arrived together, without repeats; if it fails, each
 // event alone.
 func TestHandleBatch(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	var mu sync.Mutex
 	var sizes []int
@@ -148,6 +152,7 @@ func TestHandleBatch(t *testing.T) {
 // Handlers without a transaction leave no note, run after the others have
 // committed, and get retries of their own.
 func TestHandleNoTx(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	var calls atomic.Int32
 	h := outbox.HandleNoTx("CACHE_INVALIDATED", func(_ context.Context, e sale, m outbox.Metadata) error {
@@ -169,6 +174,7 @@ func TestHandleNoTx(t *testing.T) {
 
 // A consumer whose handlers need no PostgreSQL runs without.
 func TestConsumerWithoutPostgres(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	var calls atomic.Int32
 	c, err := outbox.NewConsumer(nil, testenv.KafkaOpts(s.brokers), s.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g-" + s.topic}, FromStart: true},
@@ -182,6 +188,7 @@ func TestConsumerWithoutPostgres(t *testing.T) {
 // One action fails for good, the other does not notice: only the one is a dead
 // deadLetter, and only the one runs when it is sent back.
 func TestActionsAreApart(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	var broken atomic.Bool
 	broken.Store(true)
@@ -215,6 +222,7 @@ func TestActionsAreApart(t *testing.T) {
 
 // Event types without a handler: passed over and counted, or dead letters.
 func TestUnknownTypes(t *testing.T) {
+	t.Parallel()
 	for _, unknown := range []outbox.UnknownTypes{outbox.SkipUnknown, outbox.DeadLetterUnknown} {
 		s := newTill(t, 1)
 		var calls atomic.Int32
@@ -230,12 +238,14 @@ func TestUnknownTypes(t *testing.T) {
 			require.Equal(t, []string{"unknown_type", "", "0"}, []string{h["dlq_error_class"], h["dlq_action"], h["dlq_attempts"]})
 		}
 		require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
+		require.Eventually(t, func() bool { return calls.Load() > 0 }, testenv.Patience, time.Millisecond, "called behind the commit")
 		require.EqualValues(t, 1, calls.Load())
 	}
 }
 
 // A decoder may pass over records that are not for this consumer.
 func TestDecodePassesOver(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	var decoded atomic.Int32
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Unknown: outbox.DeadLetterUnknown, Hooks: outbox.ConsumerHooks{DeadLettered: func(outbox.Metadata, string, string, error) { assert.Fail(t, "dead letter") }}}, FromStart: true, Decode: func(r *kgo.Record) (*outbox.Message, error) {
@@ -269,6 +279,7 @@ func (saleV3) OccurredAt() time.Time { return time.Unix(1, 0) }
 
 // A handler of version 3 gets events of all versions, one of version 1 only those.
 func TestUpcast(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1,
 		outbox.Event("test.sale.made.v2", "Product", func(e saleV2) string { return e.Product }),
 		outbox.Event("test.sale.made.v3", "Product", func(e saleV3) string { return e.Product }))
@@ -297,6 +308,7 @@ func TestUpcast(t *testing.T) {
 
 // A payload is decoded by the codec of its content type.
 func TestContentTypes(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	csv := outbox.Codec{ContentType: "text/csv", Encode: func(context.Context, any) ([]byte, error) { return nil, nil }, Decode: func(_ context.Context, data []byte, event any) error {
 		product, amount, _ := bytes.Cut(data, []byte(","))
@@ -334,6 +346,7 @@ func TestContentTypes(t *testing.T) {
 // Bad input never stops a consumer: it is in the dead-letter topic, and what
 // follows is handled.
 func TestBadRecords(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	bare := &kgo.Record{Topic: s.topic, Value: []byte(`{"product":"p"}`)}
 	structured := &kgo.Record{Topic: s.topic, Value: []byte(`{"specversion":"1.0"`), Headers: []kgo.RecordHeader{{Key: "content-type", Value: []byte("application/cloudevents+json")}}}
@@ -353,6 +366,7 @@ func TestBadRecords(t *testing.T) {
 // A record of 10 MB that the dead-letter topic does not take goes there without
 // its value, rather than stop the partition.
 func TestHugeRecord(t *testing.T) {
+	t.Parallel()
 	testenv.RealBrokers(t)
 	s := newTillOn(t, func(h *house) {
 		testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "20000000")
@@ -369,6 +383,7 @@ func TestHugeRecord(t *testing.T) {
 
 // Deadlocks and serialization failures are repeated, and no try is counted.
 func TestDeadlocksAreRepeated(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	var calls, failed atomic.Int32
 	h := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
@@ -389,6 +404,7 @@ func TestDeadlocksAreRepeated(t *testing.T) {
 
 // What cannot work is refused by the constructor, with every bad thing by name.
 func TestConsumerConfig(t *testing.T) {
+	t.Parallel()
 	events, err := outbox.NewRegistry("shop", outbox.Event(saleType, "Product", sale.productID),
 		outbox.Event("test.sale.made.v2", "Product", func(e saleV2) string { return e.Product }))
 	require.NoError(t, err)
@@ -446,6 +462,7 @@ func TestConsumerConfig(t *testing.T) {
 
 // Without its tables a consumer says so; a second Run at the same time too.
 func TestConsumerRun(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	c := s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.Handle("COUNTED", s.count))
 	stop := testenv.Run(t, c.Run)
@@ -468,6 +485,7 @@ func cancelled() context.Context {
 
 // The log of normal work is silent; a repeat is a line at DEBUG.
 func TestConsumerLog(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	log := new(testenv.Buffer)
 	id := uuid.NewString()

@@ -120,6 +120,7 @@ func (w *watch) handler(t testing.TB, member string) outbox.Handler {
 // and resumed, it would wait for as long as a broker may keep the fetch for the
 // others: at the client's default of 5 s that made more than a minute of this.
 func TestBusyPartitionBesideIdleOnes(t *testing.T) {
+	// Not parallel: it handles many events within a minute.
 	const n = 100_000
 	s := newTill(t, 3)
 	records := make([]*kgo.Record, n)
@@ -145,6 +146,7 @@ func TestBusyPartitionBesideIdleOnes(t *testing.T) {
 // Members come and go while events flow: no partition is with two of them at once,
 // each sees its records in order, and every sale is counted once.
 func TestRebalance(t *testing.T) {
+	t.Parallel()
 	for _, balancer := range []kgo.GroupBalancer{kgo.CooperativeStickyBalancer(), kgo.RangeBalancer()} {
 		t.Run(balancer.ProtocolName(), func(t *testing.T) {
 			const partitions, rounds, each = 6, 8, 200
@@ -190,6 +192,7 @@ func TestRebalance(t *testing.T) {
 // A new group skips what was there before. Its place is committed before the first
 // record, so that one which dies at once leaves it behind.
 func TestNewGroup(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	s.sendTo(t, 1, 7)
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "new-" + s.topic}}
@@ -208,6 +211,7 @@ func TestNewGroup(t *testing.T) {
 // While the dead-letter topic takes nothing, the partition waits and the others go
 // on. Nothing is lost, and the log says so once.
 func TestDeadLetterTopicMissing(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 2)
 	log := new(testenv.Buffer)
 	dlq := "later-" + uuid.NewString()
@@ -234,6 +238,7 @@ func TestDeadLetterTopicMissing(t *testing.T) {
 // An event that is tried again holds up its own partition only, whose queue does not
 // grow without bound meanwhile.
 func TestSlowPartition(t *testing.T) {
+	// Not parallel: it handles many events within a minute.
 	s := newTill(t, 2)
 	var open atomic.Bool
 	h := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
@@ -252,6 +257,7 @@ func TestSlowPartition(t *testing.T) {
 
 // Run finishes the transaction in flight before it returns, and begins no other.
 func TestConsumerStops(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	began, finish := make(chan struct{}), make(chan struct{})
 	h := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
@@ -276,6 +282,7 @@ func TestConsumerStops(t *testing.T) {
 // A handler that does not finish within SessionTimeout is told to, and its
 // transaction is rolled back.
 func TestConsumerGivesUp(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	began := make(chan struct{})
 	h := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
@@ -297,6 +304,7 @@ func TestConsumerGivesUp(t *testing.T) {
 
 // While PostgreSQL is away nothing is counted as a failure of the events.
 func TestConsumerWithoutDatabase(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	log := new(testenv.Buffer)
 	cable := &brokenDialer{}
@@ -334,6 +342,7 @@ func TestConsumerWithoutDatabase(t *testing.T) {
 // A commit of offsets that gets no answer is repeated when Kafka is back, also if
 // nothing more arrives.
 func TestConsumerWithoutKafka(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	log := new(testenv.Buffer)
 	cable := &brokenDialer{}
@@ -385,6 +394,7 @@ func (s *till) expel(t testing.TB, group, clientID string) {
 // A member that was taken for dead, and comes back to a group in which another has
 // its partition and is further, does not put the offset back.
 func TestExpelledMember(t *testing.T) {
+	// Not parallel: the expelled member must be behind when its next heartbeat tells it.
 	s := newTill(t, 1)
 	log := new(testenv.Buffer)
 	start := func(name string, heartbeat time.Duration, see func(outbox.Metadata)) {
@@ -424,6 +434,7 @@ func TestExpelledMember(t *testing.T) {
 // A group that was away for longer than its topic keeps events goes on with the
 // first one that is left, also if it did not begin at the start.
 func TestConsumerBehindRetention(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "behind-" + s.topic}}
 	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)

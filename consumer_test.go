@@ -154,6 +154,7 @@ func deadLetterHeaders(r *kgo.Record) map[string]string {
 // Record, relay, consumer, in both modes: each sale is counted once, and the
 // handler sees what was recorded.
 func TestRoundTrip(t *testing.T) {
+	t.Parallel()
 	testenv.RealBrokers(t)
 	for _, mode := range []outbox.Mode{outbox.Binary, outbox.Structured} {
 		s := newTill(t, 3)
@@ -199,6 +200,7 @@ func TestRoundTrip(t *testing.T) {
 // Poison in the middle of a poll: its neighbours are handled once each, it is in
 // the dead-letter topic with all headers, and the offsets go on.
 func TestPoison(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	testenv.Run(t, s.relay(t, quick).Run)
 	poisons := []string{"permanent", "error", "panic", "sql"}

@@ -127,6 +127,7 @@ func shifted(t *testing.T, snapshot *string, ahead int64) *string {
 // a window and one behind a transaction that was late. Each finds its own place
 // again after a restore, whichever of them rebases first.
 func TestRebase(t *testing.T) {
+	t.Parallel()
 	for name, from := range map[string]struct {
 		ahead        int64
 		otherCluster bool
@@ -180,6 +181,7 @@ func TestRebase(t *testing.T) {
 // A copy that has the same rows, the lease among them, and that the pool's
 // connections come back to: nothing is read with the old transaction ids.
 func TestSameRowsElsewhereAreStale(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	l, p := d.opened(t)
 	p.server = p.server.Add(-time.Hour) // where we come from
@@ -196,6 +198,7 @@ func TestSameRowsElsewhereAreStale(t *testing.T) {
 
 // Ids below the highest that was sent would pass for sent.
 func TestRebaseWithoutSequence(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	d.insert(t, 6)
 	d.sendUpTo(t, "default", 6)
@@ -216,6 +219,7 @@ func TestRebaseWithoutSequence(t *testing.T) {
 
 // A relay that lost its lease while it rebased has changed nothing.
 func TestRebaseProvesTheLease(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	l, _ := d.opened(t)
 	d.emigrate(t, 1_000_000_000, true)

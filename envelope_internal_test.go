@@ -74,6 +74,7 @@ var binaryTests = []struct {
 
 // https://github.com/cloudevents/spec/blob/v1.0.2/cloudevents/bindings/kafka-protocol-binding.md#32-binary-content-mode
 func TestBinary(t *testing.T) {
+	t.Parallel()
 	for _, tt := range binaryTests {
 		t.Run(tt.name, func(t *testing.T) {
 			value, headers, err := recordOf(orderCreated(tt.change), Binary)
@@ -87,6 +88,7 @@ func TestBinary(t *testing.T) {
 
 // Bytes travel as they are, under their own content type.
 func TestBinaryBytes(t *testing.T) {
+	t.Parallel()
 	value, headers, err := recordOf(protobuf([]byte{0, 1, 255}), Binary)
 	require.NoError(t, err)
 	require.Equal(t, []byte{0, 1, 255}, value)
@@ -101,6 +103,7 @@ func protobuf(payload []byte) *envelope {
 
 // https://github.com/cloudevents/spec/blob/v1.0.2/cloudevents/formats/json-format.md
 func TestStructured(t *testing.T) {
+	t.Parallel()
 	e := orderCreated(func(e *envelope) {
 		e.headers = []byte(`{"correlationid": "corr-1", "tenant": "a", "traceparent": "` + someTrace + `"}`)
 	})
@@ -120,6 +123,7 @@ var hardTexts = []string{
 
 // Whatever the texts are, the value is JSON with those texts in it.
 func TestStructuredEscapes(t *testing.T) {
+	t.Parallel()
 	for _, text := range hardTexts {
 		headers, err := json.Marshal(map[string]string{"own": text, correlationAttr: text}) // a row may hold what Record refuses
 		require.NoError(t, err)
@@ -147,6 +151,7 @@ func TestStructuredEscapes(t *testing.T) {
 
 // data is any JSON value; data_base64 is what is not JSON.
 func TestStructuredData(t *testing.T) {
+	t.Parallel()
 	for _, data := range []string{`null`, `[]`, `"text"`, `1e5`, `{"a": "주문"}`} {
 		value, _, err := recordOf(orderCreated(func(e *envelope) { e.payload = []byte(data) }), Structured)
 		require.NoError(t, err)
@@ -182,6 +187,7 @@ var timeTests = []struct {
 }
 
 func TestEventTime(t *testing.T) {
+	t.Parallel()
 	for _, tt := range timeTests {
 		t.Run(tt.name, func(t *testing.T) {
 			e := orderCreated(func(e *envelope) { e.occurredAt = appendTime(nil, tt.time) })
@@ -199,6 +205,7 @@ func TestEventTime(t *testing.T) {
 }
 
 func TestDestinationAndKey(t *testing.T) {
+	t.Parallel()
 	for _, tt := range []struct {
 		name       string
 		change     func(*envelope)
@@ -224,6 +231,7 @@ func TestDestinationAndKey(t *testing.T) {
 // Rows that somebody else has inserted cannot be sent if no topic follows from
 // their type.
 func TestDestinationOfForeignRow(t *testing.T) {
+	t.Parallel()
 	for _, eventType := range []string{"", "order", "LEDGER_POSTED", "a..b", ".order", "shop.", "shop.order created", "shop.주문", "shop.order\n", "shop/order.x"} {
 		_, err := orderCreated(func(e *envelope) { e.eventType = []byte(eventType) }).destination()
 		require.ErrorIs(t, err, ErrMalformed, "%q", eventType)
@@ -235,6 +243,7 @@ func TestDestinationOfForeignRow(t *testing.T) {
 
 // Headers that somebody else has inserted are an object of strings, or an error.
 func TestHeadersOfForeignRow(t *testing.T) {
+	t.Parallel()
 	for _, headers := range []string{`[]`, `"a"`, `1`, `true`, `{"a": 1}`, `{"a": {"b": "c"}}`, `{"a": ["b"]}`, ``, `{`} {
 		for _, mode := range []Mode{Binary, Structured} {
 			_, _, err := recordOf(orderCreated(func(e *envelope) { e.headers = []byte(headers) }), mode)
@@ -250,6 +259,7 @@ func TestHeadersOfForeignRow(t *testing.T) {
 
 // What encodeHeaders stores, ownHeaders reads.
 func TestHeadersRoundTrip(t *testing.T) {
+	t.Parallel()
 	own := map[string]string{}
 	for _, text := range hardTexts {
 		own[text], own["n-"+text] = "", text
@@ -274,6 +284,7 @@ func TestHeadersRoundTrip(t *testing.T) {
 // A traceparent is found as jsonb prints it, as anybody else may write it, and nowhere
 // else.
 func TestTraceParentOfEnvelope(t *testing.T) {
+	t.Parallel()
 	const tp = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 	for headers, want := range map[string]string{
 		``:                              "",

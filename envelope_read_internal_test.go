@@ -40,6 +40,7 @@ func (c *sdkContent) bytes() []byte {
 
 // What the SDK sends is read as it was meant.
 func TestDecodeSDK(t *testing.T) {
+	t.Parallel()
 	file, err := os.ReadFile("testdata/cloudevents_sdk.json")
 	require.NoError(t, err)
 	var records []sdkRecord
@@ -92,6 +93,7 @@ func requireUnreadable(t *testing.T, err error, field string, want error) {
 
 // What we send, we read.
 func TestDecodeRecord(t *testing.T) {
+	t.Parallel()
 	headers := []byte(`{"correlationid": "corr-1", "tenant": "a", "traceparent": "` + someTrace + `"}`)
 	for name, e := range map[string]*envelope{
 		"JSON":         orderCreated(func(e *envelope) { e.headers = headers }),
@@ -143,6 +145,7 @@ var readableTests = []struct {
 }
 
 func TestDecodeStructured(t *testing.T) {
+	t.Parallel()
 	for _, tt := range readableTests {
 		t.Run(tt.name, func(t *testing.T) {
 			got, err := decodeRecord([]byte(`{"specversion": "1.0", "id": "1", "source": "/s", "type": "t", `+tt.value+`}`), headersIn(structuredRecord))
@@ -177,6 +180,7 @@ var unreadableTests = []struct {
 }
 
 func TestDecodeUnreadable(t *testing.T) {
+	t.Parallel()
 	for _, tt := range unreadableTests {
 		t.Run(tt.name, func(t *testing.T) {
 			_, err := decodeRecord([]byte(tt.value), headersIn(structuredRecord))

@@ -14,6 +14,7 @@ import (
 // The examples that need services run here, because an example without an Output comment
 // is only compiled. They log.Fatal on errors, which fails the whole test.
 func TestExamples(t *testing.T) {
+	// Not parallel: it sets the variables that the examples share.
 	db, kafka = testenv.OtherDatabase(t), testenv.KafkaOpts(testenv.Brokers(t))
 	ctx = t.Context()
 	var err error

@@ -28,6 +28,7 @@ SELECT 'default', n, 'b-events/key-' || n % $2::bigint, gen_random_uuid(), 'a.b.
 // what was planned then walked all of them for a few. Nobody has analysed it yet
 // when the topic is back.
 func TestRetriesOverManyParkedRows(t *testing.T) {
+	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
 	const parked, keys, heads = 60_000, 2000, 50
 	d, ctx := newDesk(t), context.Background()
@@ -113,6 +114,7 @@ func busiest(t *testing.T, plan string) int {
 // What an operator resolves while it is on its way stays resolved, whatever Kafka
 // says of it.
 func TestSettleLeavesWhatIsResolved(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	failed := newFailedStore(d.db, d.schema, "default", false)
 	l, err := d.leases.acquire(ctx)

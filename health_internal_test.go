@@ -10,6 +10,7 @@ import (
 
 // A Run that hangs is not live, one that does what takes long is.
 func TestHealthOfAHangingRun(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		cfg := RelayConfig{}.withDefaults()
 		s := newHealthState(cfg, newBreaker(cfg.Breaker, func(BreakerState, BreakerState) {}))

@@ -21,6 +21,7 @@ const traceParent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 // The process that leads calls the hook once for each event that was sent, with what
 // metrics and traces need.
 func TestRelayHooks(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	before := time.Now().Add(-time.Second)
 	ctx := outbox.WithTraceParent(background, traceParent)
@@ -72,6 +73,7 @@ func TestRelayHooks(t *testing.T) {
 // Events that Kafka rejects count as failed, those behind them as waiting, and those that
 // are sent in the end as retried.
 func TestSentHookOfFailures(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	testenv.RealBrokers(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "2000")
@@ -113,6 +115,7 @@ func TestSentHookOfFailures(t *testing.T) {
 
 // The context of Recording is what TraceParent reads, and its end hears the error.
 func TestRecordingHook(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	var ends []error
 	hooks := outbox.RecorderHooks{Recording: func(ctx context.Context, events []outbox.DomainEvent) (context.Context, func(error)) {
@@ -138,6 +141,7 @@ func TestRecordingHook(t *testing.T) {
 // A handler gets the context of Handling, and its end hears the handler's error, of
 // batches too. Repeats are not called.
 func TestHandlingHook(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	type mark struct{}
 	var mu sync.Mutex
@@ -172,6 +176,7 @@ func TestHandlingHook(t *testing.T) {
 
 // Lag counts what is not handled, and knows a partition in which nothing ever was.
 func TestConsumerLag(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 2)
 	release := make(chan struct{})
 	c := s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.HandleNoTx("WAIT", func(ctx context.Context, e sale, m outbox.Metadata) error {

@@ -143,6 +143,7 @@ func execEach(t *testing.T) func(*pgx.Conn, string) {
 }
 
 func TestMigrateIsIdempotent(t *testing.T) {
+	t.Parallel()
 	db, schema := unborn(t)
 	cfg := outbox.MigrateConfig{Schema: schema}
 	require.NoError(t, outbox.Migrate(background, db, cfg))
@@ -162,6 +163,7 @@ func TestMigrateIsIdempotent(t *testing.T) {
 // Ten processes start at once and there is nothing yet, not even the schema;
 // also where every transaction of a pool is serializable unless it says otherwise.
 func TestMigrateAtOnce(t *testing.T) {
+	t.Parallel()
 	for _, level := range []string{"read committed", "repeatable read", "serializable"} {
 		t.Run(level, func(t *testing.T) {
 			testenv.Direct(t) // a setting of sessions
@@ -196,6 +198,7 @@ func TestMigrateAtOnce(t *testing.T) {
 
 // Two schemas of one database are two outboxes.
 func TestMigrateTwoSchemas(t *testing.T) {
+	t.Parallel()
 	db, first := unborn(t)
 	_, second := unborn(t)
 	require.NoError(t, outbox.Migrate(background, db, outbox.MigrateConfig{Schema: first}))
@@ -204,6 +207,7 @@ func TestMigrateTwoSchemas(t *testing.T) {
 }
 
 func TestMigrateExecModes(t *testing.T) {
+	t.Parallel()
 	for _, mode := range execModes {
 		t.Run(mode.String(), func(t *testing.T) {
 			db, schema := unborn(t)
@@ -218,6 +222,7 @@ func TestMigrateExecModes(t *testing.T) {
 
 // The connection goes back to the pool as it was: search_path and all.
 func TestMigrateLeavesTheConnectionAlone(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t) // a setting of sessions
 	_, schema := unborn(t)
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) {
@@ -235,6 +240,7 @@ func TestMigrateLeavesTheConnectionAlone(t *testing.T) {
 
 // Both ways in which tools run a file lead to the tables that Migrate makes.
 func TestMigrationsByHand(t *testing.T) {
+	t.Parallel()
 	db, schema := testenv.Schema(t)
 	require.NoError(t, outbox.Migrate(background, db, outbox.MigrateConfig{Schema: schema}))
 	want := describe(t, db, schema)
@@ -252,6 +258,7 @@ func TestMigrationsByHand(t *testing.T) {
 // tern makes templates of the files, and takes a line of dashes for the place
 // where the way back begins.
 func TestMigrationFiles(t *testing.T) {
+	t.Parallel()
 	for i, name := range files(t) {
 		require.True(t, strings.HasPrefix(name, fmt.Sprintf("%04d_", i+1)), name)
 		sql, err := fs.ReadFile(migrations.FS, name)
@@ -263,6 +270,7 @@ func TestMigrationFiles(t *testing.T) {
 }
 
 func TestMigrateDatabaseAhead(t *testing.T) {
+	t.Parallel()
 	db, schema := unborn(t)
 	require.NoError(t, outbox.Migrate(background, db, outbox.MigrateConfig{Schema: schema}))
 	in := func(name string) string { return pgx.Identifier{schema, name}.Sanitize() }
@@ -279,6 +287,7 @@ func TestMigrateDatabaseAhead(t *testing.T) {
 
 // What fails half-way leaves nothing behind.
 func TestMigrateIsOneTransaction(t *testing.T) {
+	t.Parallel()
 	db, schema := testenv.Schema(t)
 	_, err := db.Exec(background, `CREATE TABLE `+pgx.Identifier{schema, "event_handled"}.Sanitize()+` (other int)`)
 	require.NoError(t, err)
@@ -293,6 +302,7 @@ func TestMigrateIsOneTransaction(t *testing.T) {
 // A service's role that may use the tables and create nothing can call Migrate at
 // every start, as long as somebody else has migrated.
 func TestMigrateWithoutPrivileges(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t) // a role of sessions
 	db, schema := testenv.Schema(t)
 	role := "outbox_user_" + strings.ReplaceAll(uuid.NewString(), "-", "")
@@ -322,6 +332,7 @@ func TestMigrateWithoutPrivileges(t *testing.T) {
 // A role that may only write events records them with no more than INSERT and
 // the sequence.
 func TestRecordWithFewestPrivileges(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t) // a role of sessions
 	c := newCounter(t, parcels(t))
 	role := "outbox_writer_" + strings.ReplaceAll(uuid.NewString(), "-", "")
@@ -339,6 +350,7 @@ func TestRecordWithFewestPrivileges(t *testing.T) {
 
 // Whoever looks at the database with psql is told what is what.
 func TestMigrateCommentsEverything(t *testing.T) {
+	t.Parallel()
 	db, schema := testenv.Schema(t)
 	require.NoError(t, outbox.Migrate(background, db, outbox.MigrateConfig{Schema: schema}))
 	rows, err := db.Query(background, `
@@ -366,6 +378,7 @@ var badSchemas = []struct {
 }
 
 func TestMigrateBadSchema(t *testing.T) {
+	t.Parallel()
 	for _, tt := range badSchemas {
 		t.Run(tt.name, func(t *testing.T) {
 			err := outbox.Migrate(background, nil, outbox.MigrateConfig{Schema: tt.schema})
@@ -376,6 +389,7 @@ func TestMigrateBadSchema(t *testing.T) {
 }
 
 func TestMigrateCanceled(t *testing.T) {
+	t.Parallel()
 	db, schema := unborn(t)
 	ctx, cancel := context.WithCancel(background)
 	cancel()
@@ -387,6 +401,7 @@ func TestMigrateCanceled(t *testing.T) {
 
 // A process that waits for another one's migration can be stopped.
 func TestMigrateCanceledWhileItWaits(t *testing.T) {
+	t.Parallel()
 	db, schema := unborn(t)
 	first, err := db.Begin(background)
 	require.NoError(t, err)
@@ -415,6 +430,7 @@ func requireWaiting(t *testing.T, db *pgxpool.Pool, application string) {
 
 // What is pending and what is applied is told without changing anything.
 func TestMigrationStatus(t *testing.T) {
+	t.Parallel()
 	db, schema := unborn(t)
 	cfg := outbox.MigrateConfig{Schema: schema}
 	names := files(t)

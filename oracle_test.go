@@ -22,10 +22,14 @@ var (
 // The promises hold for what really happens: many writers under transactions of
 // every kind, some of them open all the time, while the relay is stopped and
 // another takes over again and again. None of that excuses a duplicate.
-func TestOracle(t *testing.T) { testOracle(t, newHouse(t), outbox.RetentionConfig{}) }
+func TestOracle(t *testing.T) {
+	t.Parallel()
+	testOracle(t, newHouse(t), outbox.RetentionConfig{})
+}
 
 // And over partitions whose rows go all the while.
 func TestOracleOverPartitions(t *testing.T) {
+	t.Parallel()
 	h := newHouseOf(t, 500)
 	testOracle(t, h, outbox.RetentionConfig{PublishedFor: 2 * time.Second, Interval: 100 * time.Millisecond, Pause: time.Millisecond})
 	require.Less(t, h.count(t, "outbox"), *oracleEvents, "many went")
@@ -79,6 +83,7 @@ func (h *house) takeTurns(ctx context.Context, t *testing.T, retention outbox.Re
 // The oracle is worth its name: it finds what is wrong with the cursors that
 // others use, under the same writers.
 func TestOracleBites(t *testing.T) {
+	// Not parallel: the wrong cursors go wrong only if the writers are fast.
 	for cursor, wrong := range map[string]func(oracle.Result) int{
 		"id":                       func(v oracle.Result) int { return v.Lost },
 		"id guarded by xmin":       func(v oracle.Result) int { return v.Lost },

@@ -29,6 +29,7 @@ var kafkaRecordTests = []struct {
 // What the tests of a consumer are given is what a relay sends, but for what jsonb
 // makes of JSON.
 func TestKafkaRecord(t *testing.T) {
+	t.Parallel()
 	topic := "test-" + uuid.NewString()
 	events, err := outbox.NewRegistry("post-office",
 		outbox.Event(parcelSent, "Parcel", parcel.Number).Topic(topic),
@@ -95,6 +96,7 @@ func (c *counter) sent(t *testing.T, topic string, n int) map[string]*kgo.Record
 }
 
 func TestKafkaRecordRefuses(t *testing.T) {
+	t.Parallel()
 	rec, err := outbox.NewRecorder(parcels(t), outbox.RecorderConfig{})
 	require.NoError(t, err)
 	for _, tt := range []struct {

@@ -27,6 +27,7 @@ const maxPollBuffers = 60
 // mean the same. What holds must hold under custom and generic plans, whether
 // the table was analysed or not, and while transactions are open.
 func TestPollOverRetainedRows(t *testing.T) {
+	// Not parallel: it counts the buffers that PostgreSQL touches.
 	d, ctx := newDesk(t), context.Background()
 	d.exec(t, `ALTER TABLE {schema}.outbox SET (autovacuum_enabled = false)`)
 	d.insert(t, retained)
@@ -64,6 +65,7 @@ func TestPollOverRetainedRows(t *testing.T) {
 // Each partition has an index of its own, whose roots and leaves a poll merges; a
 // transaction in progress is looked for in each.
 func TestPollOverPartitions(t *testing.T) {
+	// Not parallel: it counts the buffers that PostgreSQL touches.
 	d, ctx := newPartDesk(t, retained/200), context.Background()
 	r, _ := d.cleaning(t, RetentionConfig{})
 	for range 5 {
@@ -147,6 +149,7 @@ func explain(t *testing.T, tx pgx.Tx, statement string) (buffers int, plan strin
 // then, over empty tables, is what runs until they are analysed. Each access
 // by the wrong index would read all of it.
 func TestPlansOfTheFirstDay(t *testing.T) {
+	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
 	d, ctx := newDesk(t), context.Background()
 	for _, table := range []string{"outbox", "outbox_cursor"} {

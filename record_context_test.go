@@ -29,6 +29,7 @@ var traceParentTests = []struct {
 
 // The W3C asks those who pass a traceparent on to leave out what is malformed.
 func TestTraceParent(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	for _, tt := range traceParentTests {
 		t.Run(tt.name, func(t *testing.T) { c.requireTraceParent(t, tt.traceparent, tt.kept) })
@@ -38,6 +39,7 @@ func TestTraceParent(t *testing.T) {
 // https://www.w3.org/TR/trace-context/#traceparent-header: version ff is
 // forbidden, and an id of zeros means that there is none.
 func TestTraceParentOfZeros(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	for name, tp := range map[string]string{
 		"trace id":  "00-00000000000000000000000000000000-b7ad6b7169203331-01",
@@ -66,6 +68,7 @@ func (c *counter) requireTraceParent(t *testing.T, tp string, kept bool) {
 }
 
 func TestContextValues(t *testing.T) {
+	t.Parallel()
 	require.Empty(t, outbox.CorrelationID(background))
 	require.Empty(t, outbox.TraceParent(background))
 	ctx := outbox.WithTraceParent(outbox.WithCorrelationID(background, "c"), "t")

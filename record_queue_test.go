@@ -12,6 +12,7 @@ import (
 
 // A call of Queue is one statement among the caller's own, with one result.
 func TestQueue(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	counts := &statements{}
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Tracer, cfg.MaxConns = counts, 1 })
@@ -50,6 +51,7 @@ func TestQueue(t *testing.T) {
 
 // A batch's results reach the functions that its statements were queued with.
 func TestQueueBesideCallbacks(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	var batch pgx.Batch
 	var before, after int

@@ -75,6 +75,7 @@ var refusedEvents = []struct {
 }
 
 func TestRecordRefusesEvent(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	for _, tt := range refusedEvents {
 		t.Run(tt.name, func(t *testing.T) {
@@ -144,6 +145,7 @@ func headersOf(n int) outbox.RecorderConfig {
 }
 
 func TestRecordRefusesSettings(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	for _, tt := range refusedSettings {
 		t.Run(tt.name, func(t *testing.T) {
@@ -159,6 +161,7 @@ func TestRecordRefusesSettings(t *testing.T) {
 // Headers that exceed their limit in bytes are ErrTooLarge, whether one of them
 // does alone or all do together; they have no columns that count characters.
 func TestRecordRefusesLargeHeader(t *testing.T) {
+	t.Parallel()
 	for name, cfg := range map[string]outbox.RecorderConfig{
 		"a value of 9 KiB":        header("tenant", strings.Repeat("x", 9<<10)),
 		"a value of 8 KiB":        header("tenant", strings.Repeat("x", 8<<10)),
@@ -202,6 +205,7 @@ var acceptedEvents = []struct {
 }
 
 func TestRecordAcceptsEvent(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	for i, tt := range acceptedEvents {
 		t.Run(tt.name, func(t *testing.T) {

@@ -19,6 +19,7 @@ import (
 
 // The last time before year 10000 stays in its year however it is rounded.
 func TestLastNanosecond(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	for _, mode := range execModes {
 		t.Run(mode.String(), func(t *testing.T) {
@@ -34,6 +35,7 @@ func TestLastNanosecond(t *testing.T) {
 
 // Every column of every kind of row.
 func TestStoredRow(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	ids := []uuid.UUID{uuid.New(), uuid.New(), uuid.New()}
 	next := 0
@@ -85,6 +87,7 @@ func TestStoredRow(t *testing.T) {
 }
 
 func TestDefaultIDs(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	events, _ := numberedParcels(1000)
 	c.commit(t, background, c.rec, events...)
@@ -100,6 +103,7 @@ func TestDefaultIDs(t *testing.T) {
 
 // Bytes are stored as they are, and an empty message is no NULL.
 func TestRawPayload(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	all := make([]byte, 256)
 	for i := range all {
@@ -126,6 +130,7 @@ func TestRawPayload(t *testing.T) {
 
 // application/json with a parameter is not jsonb's business.
 func TestJSONWithParameterIsRaw(t *testing.T) {
+	t.Parallel()
 	codec := outbox.JSON()
 	codec.ContentType = "application/json; charset=utf-8"
 	events, err := outbox.NewRegistry("post-office", outbox.Event(parcelSent, "Parcel", parcel.Number).Codec(codec))
@@ -139,6 +144,7 @@ func TestJSONWithParameterIsRaw(t *testing.T) {
 
 // A codec of one's own that says application/json and writes something else.
 func TestBadJSONFromCodec(t *testing.T) {
+	t.Parallel()
 	for _, text := range []string{"", "{", "1 2"} {
 		codec := outbox.JSON()
 		codec.Encode = func(context.Context, any) ([]byte, error) { return []byte(text), nil }
@@ -152,6 +158,7 @@ func TestBadJSONFromCodec(t *testing.T) {
 
 // What a codec says is in the error, for those who know the codec.
 func TestCodecErrorIsWrapped(t *testing.T) {
+	t.Parallel()
 	rec, err := outbox.NewRecorder(parcels(t), outbox.RecorderConfig{})
 	require.NoError(t, err)
 	_, ok := errors.AsType[*json.UnsupportedTypeError](rec.Queue(background, &pgx.Batch{}, content(make(chan int))))
@@ -161,6 +168,7 @@ func TestCodecErrorIsWrapped(t *testing.T) {
 // The same rows are stored however pgx talks to PostgreSQL, or to what stands
 // between them.
 func TestRecordExecModes(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	rec := c.recorder(t, header("tenant", `{"a",'b'\}`))
 	events := []outbox.DomainEvent{
@@ -230,6 +238,7 @@ func (c *counter) takeRows(t *testing.T) []row {
 
 // A codec may encode into the same buffer again and again.
 func TestCodecReusesItsBuffer(t *testing.T) {
+	t.Parallel()
 	buffer := make([]byte, 1)
 	events, err := outbox.NewRegistry("post-office", outbox.Event(rawSent, "Raw", rawParcel.Number).Codec(outbox.Codec{
 		ContentType: "application/octet-stream",

@@ -22,6 +22,7 @@ import (
 )
 
 func TestRecordOne(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	tx := c.begin(t)
 	require.NoError(t, c.rec.Record(background, tx, good))
@@ -31,6 +32,7 @@ func TestRecordOne(t *testing.T) {
 }
 
 func TestRecordKeepsOrder(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	events, ids := numberedParcels(manyEvents)
 	c.commit(t, background, c.rec, events...)
@@ -43,6 +45,7 @@ func TestRecordKeepsOrder(t *testing.T) {
 }
 
 func TestNothingToRecord(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	counts := &statements{}
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Tracer = counts })
@@ -96,6 +99,7 @@ func (s *statements) TracePrepareEnd(_ context.Context, _ *pgx.Conn, d pgx.Trace
 // It is one statement, and COPY for many events. A connection that meets a
 // statement for the first time prepares it before.
 func TestRecordIsOneRoundTrip(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	counts := &statements{}
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.Tracer, cfg.MaxConns = counts, 1 })
@@ -119,6 +123,7 @@ func TestRecordIsOneRoundTrip(t *testing.T) {
 }
 
 func TestPointersAreDereferenced(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	var seen []outbox.DomainEvent
 	rec := c.recorder(t, outbox.RecorderConfig{Headers: func(_ context.Context, e outbox.DomainEvent) map[string]string {
@@ -133,6 +138,7 @@ func TestPointersAreDereferenced(t *testing.T) {
 
 // One recorder serves all requests at once; go test -race watches it.
 func TestConcurrentRecord(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	var all sync.WaitGroup
 	errs := make(chan error, 16)
@@ -170,6 +176,7 @@ func TestConcurrentRecord(t *testing.T) {
 // Three events of one transaction, by convention to three topics, arrive each in
 // its own (T10).
 func TestThreeTopicsInOneTransaction(t *testing.T) {
+	t.Parallel()
 	shop := "shop" + strings.ReplaceAll(uuid.NewString(), "-", "")
 	topics := map[string]string{}
 	for _, domain := range []string{"order", "payment", "like"} {
@@ -217,6 +224,7 @@ func keysByTopic(t *testing.T, kafka []kgo.Opt, topics []string) map[string]stri
 // The functions of one call are called once for each event, in order, and none
 // of them for events behind a refused one.
 func TestHooksAreCalledOnce(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	var ids atomic.Int64
 	rec := c.recorder(t, outbox.RecorderConfig{NewID: func() (uuid.UUID, error) { ids.Add(1); return uuid.NewV7() }})

@@ -16,6 +16,7 @@ import (
 )
 
 func TestRollback(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	tx := c.begin(t)
 	require.NoError(t, c.rec.Record(background, tx, good, good))
@@ -31,6 +32,7 @@ func TestRollback(t *testing.T) {
 }
 
 func TestSavepoints(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	event := func(id string) parcel { return parcel{ID: id, Sent: noon} }
 	tx := c.begin(t)
@@ -55,6 +57,7 @@ func TestSavepoints(t *testing.T) {
 
 // A savepoint rescues a transaction from an error of PostgreSQL's, too.
 func TestDatabaseErrorAborts(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	tx := c.begin(t)
 	_, err := tx.Exec(background, c.sql(`ALTER TABLE {s}.outbox ADD CHECK (aggregate_id <> 'good')`))
@@ -74,6 +77,7 @@ func TestDatabaseErrorAborts(t *testing.T) {
 }
 
 func TestNilTransactionAndBatch(t *testing.T) {
+	t.Parallel()
 	rec, err := outbox.NewRecorder(parcels(t), outbox.RecorderConfig{})
 	require.NoError(t, err)
 	var typed *pgxpool.Tx
@@ -89,6 +93,7 @@ func TestNilTransactionAndBatch(t *testing.T) {
 
 // Nothing that commits each statement for itself can be passed as a transaction (T10).
 func TestOnlyTransactionsAreTransactions(t *testing.T) {
+	t.Parallel()
 	tx := reflect.TypeFor[pgx.Tx]()
 	require.Equal(t, tx, reflect.TypeOf((*outbox.Recorder).Record).In(2), "Record asks for a pgx.Tx")
 	for _, not := range []reflect.Type{
@@ -100,6 +105,7 @@ func TestOnlyTransactionsAreTransactions(t *testing.T) {
 }
 
 func TestEndedTransaction(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	committed, rolledBack := c.begin(t), c.begin(t)
 	require.NoError(t, committed.Commit(background))
@@ -110,6 +116,7 @@ func TestEndedTransaction(t *testing.T) {
 }
 
 func TestCanceledContext(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	ctx, cancel := context.WithCancel(background)
 	cancel()
@@ -122,6 +129,7 @@ var errConflict = errors.New("somebody else was faster")
 // A business method that runs again after a conflict leaves one event, whether
 // PostgreSQL finds the conflict or the service does (T9).
 func TestRetryLeavesOneEvent(t *testing.T) {
+	t.Parallel()
 	for name, tt := range map[string]struct {
 		level  pgx.TxIsoLevel
 		update string
@@ -172,6 +180,7 @@ func TestRetryLeavesOneEvent(t *testing.T) {
 // A conflict that PostgreSQL finds inside Record or at COMMIT is still there to
 // be recognised.
 func TestRecordKeepsPostgresError(t *testing.T) {
+	t.Parallel()
 	c := newCounter(t, parcels(t))
 	_, err := c.db.Exec(background, c.sql(`
 		CREATE FUNCTION {s}.clash() RETURNS trigger LANGUAGE plpgsql AS

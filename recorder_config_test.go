@@ -13,6 +13,7 @@ import (
 )
 
 func TestRecorderConfig(t *testing.T) {
+	t.Parallel()
 	_, err := outbox.NewRecorder(parcels(t), outbox.RecorderConfig{MaxPayload: 100<<20 + 1})
 	require.ErrorContains(t, err, "MaxPayload")
 	_, err = outbox.NewRecorder(nil, outbox.RecorderConfig{Schema: strings.Repeat("x", 64), MaxPayload: -1})
@@ -45,6 +46,7 @@ func TestRecorderConfig(t *testing.T) {
 
 // A service without any setting uses the schema public.
 func TestDefaultSchema(t *testing.T) {
+	t.Parallel()
 	db := testenv.OtherDatabase(t)
 	require.NoError(t, outbox.Migrate(background, db, outbox.MigrateConfig{}))
 	rec, err := outbox.NewRecorder(parcels(t), outbox.RecorderConfig{})
@@ -58,6 +60,7 @@ func TestDefaultSchema(t *testing.T) {
 // A schema that is not on the search path, and a search path that leads to
 // another outbox: the recorder writes where it was told to.
 func TestSearchPathDoesNotMatter(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t) // a setting of sessions
 	c, trap := newCounter(t, parcels(t)), newCounter(t, parcels(t))
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) {

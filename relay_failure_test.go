@@ -22,6 +22,7 @@ import (
 )
 
 func TestNotMigrated(t *testing.T) {
+	t.Parallel()
 	db, schema := testenv.Schema(t)
 	relay, err := outbox.NewRelay(db, nil, outbox.RelayConfig{Schema: schema})
 	require.NoError(t, err)
@@ -33,6 +34,7 @@ func TestNotMigrated(t *testing.T) {
 // A broker rejects all records of a request, good ones too. Only an event that is
 // rejected alone counts as rejected, and it holds up no others.
 func TestRefusedEvent(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	testenv.RealBrokers(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "2000")
@@ -70,6 +72,7 @@ func TestRefusedEvent(t *testing.T) {
 
 // Rows that no Recorder wrote may be impossible to send. They stop nothing.
 func TestImpossibleRow(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	reader := h.follow(t)
 	_, err := h.db.Exec(background, h.sql(`
@@ -89,6 +92,7 @@ func TestImpossibleRow(t *testing.T) {
 // While Kafka is unavailable events wait: none is given up, none overtakes another.
 // The log says when it began and when it ended, not how often we tried.
 func TestKafkaAway(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere
 	reader := h.follow(t)
@@ -114,6 +118,7 @@ func TestKafkaAway(t *testing.T) {
 // sent again: if it were parked, most of a backlog would have to go through outbox_failed
 // after the outage.
 func TestKafkaLeavesInTheMiddleOfABatch(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere
 	reader := h.follow(t)
@@ -163,6 +168,7 @@ func (h *house) relayWithoutKafka(t *testing.T, opts ...kgo.Opt) (*outbox.Relay,
 
 // The relay can be stopped while Kafka is unavailable, and loses nothing by it.
 func TestStopWhileKafkaIsAway(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere
 	reader := h.follow(t)
@@ -180,6 +186,7 @@ func TestStopWhileKafkaIsAway(t *testing.T) {
 // Connections to PostgreSQL die at any moment; nothing is lost or sent twice by
 // that, because a move whose outcome is unknown is looked up.
 func TestPostgresConnectionsDie(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t) // which connections are whose
 	h := newHouse(t)
 	reader := h.follow(t)
@@ -206,6 +213,7 @@ func TestPostgresConnectionsDie(t *testing.T) {
 
 // A relay whose lease was taken cannot move the cursor, whatever it believes.
 func TestTakenLease(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	reader := h.follow(t)
 	log := new(testenv.Buffer)

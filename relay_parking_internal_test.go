@@ -8,6 +8,7 @@ import (
 
 // Of each key one row is the head, the first, and has a time at which it is due.
 func TestParkingAssigns(t *testing.T) {
+	t.Parallel()
 	var p parking
 	p.reset(map[string]int{"old": 2})
 	require.True(t, p.mustWait("old"))
@@ -33,6 +34,7 @@ func TestParkingAssigns(t *testing.T) {
 // A key stays parked as long as an event is on its way to a row, although the
 // last row is gone.
 func TestParkingWaitsForWhatIsPending(t *testing.T) {
+	t.Parallel()
 	var p parking
 	p.reset(map[string]int{"key": 1})
 	require.True(t, p.mustWait("key")) // v3 is on its way
@@ -51,6 +53,7 @@ func TestParkingWaitsForWhatIsPending(t *testing.T) {
 
 // Operators resolve rows without the relay's knowledge.
 func TestParkingIsCorrected(t *testing.T) {
+	t.Parallel()
 	var p parking
 	p.reset(map[string]int{"resolved": 3, "fewer": 3, "pending": 1})
 	require.True(t, p.mustWait("pending"))

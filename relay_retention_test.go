@@ -38,6 +38,7 @@ func (h *house) exec(t testing.TB, sql string, args ...any) {
 // A relay publishes, cleans, and says so. What a transaction commits that was
 // prepared long ago it still publishes.
 func TestRelayCleans(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	reader := h.follow(t)
 	late := numbered("late", 1, 3)
@@ -80,6 +81,7 @@ func TestRelayCleans(t *testing.T) {
 
 // Rows stay while a relay has not published them, and the log has its name, once.
 func TestStandingRelayKeepsRows(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	reader := h.follow(t)
 	audit := tidy()
@@ -112,6 +114,7 @@ func TestStandingRelayKeepsRows(t *testing.T) {
 
 // What cannot be archived stays, and the log says so once, and when it works again.
 func TestArchiveFails(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	reader := h.follow(t)
 	events := numbered("key", 1, 5)
@@ -142,6 +145,7 @@ func TestArchiveFails(t *testing.T) {
 
 // Writers and the relay do not wait for a cleaning of very many rows.
 func TestCleaningBlocksNobody(t *testing.T) {
+	// Not parallel: its writers wait for a lock for 100 ms at most.
 	h := newHouse(t)
 	reader := h.follow(t)
 	cfg := tidy()
@@ -198,6 +202,7 @@ func (h *house) ahead(t testing.TB) (n int) {
 // A relay makes partitions ahead, publishes over all of them, drops what is old, and
 // removes one by one what came to where no partition is any more.
 func TestRelayKeepsPartitions(t *testing.T) {
+	t.Parallel()
 	h := newHouseOf(t, 50)
 	reader := h.follow(t)
 	log := new(testenv.Buffer)

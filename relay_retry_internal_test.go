@@ -9,6 +9,7 @@ import (
 
 // 1, 2, 4 … 300 s, less up to a fifth.
 func TestRetryWait(t *testing.T) {
+	t.Parallel()
 	for i, seconds := range []int{1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300} {
 		most := time.Duration(seconds) * time.Second
 		for range 100 {
@@ -21,6 +22,7 @@ func TestRetryWait(t *testing.T) {
 }
 
 func TestRetryDefaults(t *testing.T) {
+	t.Parallel()
 	cfg := RelayConfig{}.withDefaults()
 	require.Equal(t, 5*time.Second, cfg.RetryInterval)
 	require.Equal(t, 10, cfg.MaxRetries)

@@ -71,6 +71,7 @@ func (h *house) awaitStatuses(t *testing.T, want map[string]int) {
 // A rejected event holds back the later events of its key, and of no other key. It is
 // tried again until it is dead; then the later events are sent, in order.
 func TestDeadEventReleasesItsKey(t *testing.T) {
+	t.Parallel()
 	h, reader := poisonedHouse(t)
 	var rejected, dead atomic.Int32
 	log := new(testenv.Buffer)
@@ -131,6 +132,7 @@ func (l *largest) OnProduceBatchWritten(_ kgo.BrokerMetadata, _ string, _ int32,
 // A broker rejects a batch as a whole. If it were one of many good events, the events of
 // the next batch, which is smaller, would be accepted before them.
 func TestBatchesFitTheirTopic(t *testing.T) {
+	t.Parallel()
 	h, reader := poisonedHouse(t)
 	events := numbered("a", 1, 300)
 	h.commit(t, events...)
@@ -152,6 +154,7 @@ func TestBatchesFitTheirTopic(t *testing.T) {
 // What may be too large is sent alone: its company need not be sent again one by
 // one, and the later events of its key are not there before it.
 func TestTooLargeEventIsSentAlone(t *testing.T) {
+	t.Parallel()
 	for name, tt := range map[string]struct{ topicLimit, clientLimit, size int }{
 		"for its topic":  {400_000, 900_000, 500_000},
 		"for the client": {900_000, 200_000, 300_000},
@@ -186,6 +189,7 @@ func TestTooLargeEventIsSentAlone(t *testing.T) {
 // The limit of a topic is one of compressed batches: what only looks too large
 // gets through.
 func TestCompressedEventIsNotTooLarge(t *testing.T) {
+	t.Parallel()
 	h, reader := poisonedHouse(t)
 	testenv.Run(t, h.relay(t, quick).Run)
 	squeezed := numbered("key", 1, 1)
@@ -216,6 +220,7 @@ func requireInOrder(t *testing.T, reader *oracle.Reader, events []oracle.Event) 
 
 // With HoldDead the key waits for an operator, through restarts of the relay.
 func TestDeadEventHoldsItsKey(t *testing.T) {
+	t.Parallel()
 	h, reader := poisonedHouse(t)
 	cfg := quick
 	cfg.MaxRetries, cfg.HoldDead = 1, true
@@ -247,6 +252,7 @@ func TestDeadEventHoldsItsKey(t *testing.T) {
 // Events that Kafka accepts after all are sent in order, and their rows are removed unless
 // the relay is to keep them.
 func TestRefusedEventGetsThrough(t *testing.T) {
+	t.Parallel()
 	for name, keep := range map[string]bool{"removed": false, "kept": true} {
 		t.Run(name, func(t *testing.T) {
 			h, reader := poisonedHouse(t)
@@ -275,6 +281,7 @@ func TestRefusedEventGetsThrough(t *testing.T) {
 // What waits in outbox_failed needs no row in outbox: retention may have removed
 // it, and what was sent all around.
 func TestRetryOutlivesItsRow(t *testing.T) {
+	t.Parallel()
 	h, reader := poisonedHouse(t)
 	cfg := quick
 	cfg.Logger = slog.New(slog.DiscardHandler)
@@ -324,6 +331,7 @@ func (h *house) countHeaders(t *testing.T, header string, n int) (count int) {
 // A topic that is missing holds up its own events, and nothing else. They wait as
 // long as it takes, without using up a try.
 func TestMissingTopicHoldsUpNothingElse(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	testenv.RealBrokers(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "1000000")
@@ -367,6 +375,7 @@ func TestMissingTopicHoldsUpNothingElse(t *testing.T) {
 // A dead broker opens the breaker: nothing is tried for a while, the log and the hook
 // have it, and everything arrives when the broker is back.
 func TestBreakerStopsTheRelay(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere
 	reader := h.follow(t)

@@ -29,6 +29,7 @@ var quick = outbox.RelayConfig{
 }
 
 func TestRelayDeliversInOrder(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	reader := h.follow(t)
 	events := numbered("a", 1, 5000)
@@ -46,6 +47,7 @@ func TestRelayDeliversInOrder(t *testing.T) {
 // An id cursor passes the id of a transaction that has not committed yet, and
 // never returns to it.
 func TestLateCommitIsNotSkipped(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	reader := h.follow(t)
 	testenv.Run(t, h.relay(t, quick).Run)
@@ -65,6 +67,7 @@ func TestLateCommitIsNotSkipped(t *testing.T) {
 // A cursor that waits for xmin stalls behind any write transaction of the whole
 // cluster.
 func TestOpenTransactionDoesNotStall(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	reader := h.follow(t)
 	testenv.Run(t, h.relay(t, quick).Run)
@@ -95,6 +98,7 @@ func TestOpenTransactionDoesNotStall(t *testing.T) {
 // Ordering by (xid, id) delivers version 2 before version 1 when the transaction
 // that wrote version 2 took its id first.
 func TestEarlyTransactionIDDoesNotInvert(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	reader := h.follow(t)
 	early, err := h.db.Begin(background)
@@ -113,6 +117,7 @@ func TestEarlyTransactionIDDoesNotInvert(t *testing.T) {
 }
 
 func TestWake(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	reader := h.follow(t)
 	relay := h.relay(t, outbox.RelayConfig{PollInterval: time.Hour})
@@ -127,6 +132,7 @@ func TestWake(t *testing.T) {
 }
 
 func TestRunTwice(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	reader := h.follow(t)
 	relay := h.relay(t, quick)
@@ -146,6 +152,7 @@ func TestRunTwice(t *testing.T) {
 // A relay that stops hands its lease over: the standby need not wait for it to
 // expire, and starts where the other one ended.
 func TestStandbyTakesOver(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	reader := h.follow(t)
 	cfg := quick
@@ -167,6 +174,7 @@ func TestStandbyTakesOver(t *testing.T) {
 // Somebody emptied the lease table while the relay was running. Nobody gets an
 // epoch that was used before.
 func TestEmptiedLeaseTable(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	reader := h.follow(t)
 	cfg := quick
@@ -192,6 +200,7 @@ func (h *house) sql(s string) string {
 
 // Every relay name has a cursor of its own and publishes everything.
 func TestTwoNames(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	reader := h.follow(t)
 	events := numbered("key", 1, 10)
@@ -209,6 +218,7 @@ func TestTwoNames(t *testing.T) {
 
 // An idle relay must not use up transaction ids, nor write to the database.
 func TestIdlePollWritesNothing(t *testing.T) {
+	// Not parallel: a relay is idle only while no transaction of the cluster ends.
 	h := newHouse(t)
 	reader := h.follow(t)
 	cfg := quick
@@ -243,6 +253,7 @@ func TestIdlePollWritesNothing(t *testing.T) {
 
 // Pools may be set to any way of running queries, for example for PgBouncer.
 func TestRelayExecModes(t *testing.T) {
+	t.Parallel()
 	modes := []pgx.QueryExecMode{
 		pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec,
 		pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
@@ -266,6 +277,7 @@ func TestRelayExecModes(t *testing.T) {
 }
 
 func TestRecordsAreCloudEvents(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	ctx := outbox.WithCorrelationID(background, "corr-1")
 	ctx = outbox.WithTraceParent(ctx, "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
@@ -350,6 +362,7 @@ var relayConfigTests = []struct {
 }
 
 func TestRelayConfig(t *testing.T) {
+	t.Parallel()
 	db := new(pgxpool.Pool)
 	for _, tt := range relayConfigTests {
 		t.Run(tt.name, func(t *testing.T) {
@@ -381,6 +394,7 @@ var kafkaOptionTests = []struct {
 }
 
 func TestKafkaOptions(t *testing.T) {
+	t.Parallel()
 	for _, tt := range kafkaOptionTests {
 		t.Run(tt.name, func(t *testing.T) {
 			_, err := outbox.NewRelay(new(pgxpool.Pool), []kgo.Opt{tt.opt}, outbox.RelayConfig{})
@@ -396,6 +410,7 @@ func TestKafkaOptions(t *testing.T) {
 // Several may be made of the same options at once, and a relay makes its clients
 // when it runs. The race detector finds what franz-go writes to them.
 func TestOptionsAreShared(t *testing.T) {
+	t.Parallel()
 	opts := []kgo.Opt{kgo.ProducerBatchCompression(kgo.ZstdCompression(), kgo.SnappyCompression())}
 	var relays sync.WaitGroup
 	for range 8 {

@@ -62,6 +62,7 @@ func shop(t testing.TB) *outbox.Registry {
 }
 
 func TestTopicByConvention(t *testing.T) {
+	t.Parallel()
 	events := shop(t)
 	for _, tt := range shopTypes {
 		topic, err := events.Topic(tt.eventType)
@@ -75,6 +76,7 @@ func TestTopicByConvention(t *testing.T) {
 }
 
 func TestTopicOfUnknownType(t *testing.T) {
+	t.Parallel()
 	for _, eventType := range []string{"loopers.order.shipped.v1", "loopers.order.created.v2", "order.created", ""} {
 		topic, err := shop(t).Topic(eventType)
 		requireRefused(t, err, outbox.ErrUnregistered, refusal{eventType, -1, "event_type"})
@@ -85,6 +87,7 @@ func TestTopicOfUnknownType(t *testing.T) {
 // A topic of its own frees an event type from the convention, and a changed
 // definition leaves the one that it was made from as it was.
 func TestTopicOverride(t *testing.T) {
+	t.Parallel()
 	viewed := outbox.Event("loopers.product.viewed.v1", "Product", productViewed.AggregateID)
 	elsewhere := viewed.Topic("product-view-events")
 	for definition, want := range map[*outbox.EventType[productViewed]]string{
@@ -99,6 +102,7 @@ func TestTopicOverride(t *testing.T) {
 }
 
 func TestRegistrations(t *testing.T) {
+	t.Parallel()
 	events, err := outbox.NewRegistry("commerce-api",
 		outbox.Event("loopers.product.viewed.v1", "Product", productViewed.AggregateID).Topic("product-view-events"),
 		outbox.Event("loopers.order.created.v1", "Order", orderCreated.AggregateID).Codec(outbox.Codec{
@@ -142,6 +146,7 @@ var goodDefinitions = []struct {
 }
 
 func TestGoodDefinitions(t *testing.T) {
+	t.Parallel()
 	for _, tt := range goodDefinitions {
 		t.Run(tt.name, func(t *testing.T) {
 			events, err := outbox.NewRegistry(strings.Repeat("x", 100), tt.event)
@@ -235,6 +240,7 @@ func encodeNothing(context.Context, any) ([]byte, error) { return nil, nil }
 func decodeNothing(context.Context, []byte, any) error   { return nil }
 
 func TestBadDefinition(t *testing.T) {
+	t.Parallel()
 	for _, tt := range badDefinitions {
 		t.Run(tt.name, func(t *testing.T) {
 			events, err := outbox.NewRegistry("commerce-api",
@@ -247,6 +253,7 @@ func TestBadDefinition(t *testing.T) {
 
 // One error names them all, so that a service is put right in one go.
 func TestAllBadDefinitions(t *testing.T) {
+	t.Parallel()
 	want := []refusal{{"", -1, "source"}}
 	var definitions []outbox.Definition
 	for i, tt := range badDefinitions {
@@ -275,6 +282,7 @@ func TestAllBadDefinitions(t *testing.T) {
 }
 
 func TestDuplicateDefinitions(t *testing.T) {
+	t.Parallel()
 	created := outbox.Event("shop.order.created.v1", "Order", orderCreated.AggregateID)
 	_, err := outbox.NewRegistry("commerce-api", created,
 		outbox.Event("shop.order.created.v1", "Order", orderCanceled.AggregateID))
@@ -307,6 +315,7 @@ var badSources = []struct {
 }
 
 func TestBadSource(t *testing.T) {
+	t.Parallel()
 	for _, tt := range badSources {
 		t.Run(tt.name, func(t *testing.T) {
 			_, err := outbox.NewRegistry(tt.source)
@@ -316,6 +325,7 @@ func TestBadSource(t *testing.T) {
 }
 
 func TestFieldErrorText(t *testing.T) {
+	t.Parallel()
 	require.EqualError(t, &outbox.FieldError{EventType: "shop.order.created.v1", Index: 2, Field: "aggregate_id", Err: outbox.ErrEmpty},
 		"outbox: event 2 (shop.order.created.v1): aggregate_id is empty")
 	require.EqualError(t, &outbox.FieldError{EventType: "shop.order.created.v1", Index: -1, Field: "headers", Err: outbox.ErrMalformed},

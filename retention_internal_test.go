@@ -42,6 +42,7 @@ func (d *desk) ids(t *testing.T, table string) []int64 {
 
 // A row goes when every relay has published it. Six rows are recorded, in order.
 func TestPublishedRowsGo(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct {
 		name  string
 		play  func(*testing.T, *desk)
@@ -115,6 +116,7 @@ func TestPublishedRowsGo(t *testing.T) {
 // A transaction that was prepared a week ago commits: its rows are old, and have
 // the lowest ids, and no relay has seen them.
 func TestPreparedTransactionIsNotRemoved(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	tx := d.beginInsert(t, 2)
 	_, err := tx.Exec(ctx, pg.InSchema(`UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval`, d.schema))
@@ -142,6 +144,7 @@ func TestPreparedTransactionIsNotRemoved(t *testing.T) {
 
 // Whoever lost the lease removes nothing that only its holder may.
 func TestLostLeaseRemovesNothing(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	d.insert(t, 2)
 	d.age(t, "outbox", "created_at", "8 days")
@@ -162,6 +165,7 @@ func TestLostLeaseRemovesNothing(t *testing.T) {
 // Another relay of the schema is at the same rows: we wait for it no longer than
 // for a blink, and leave them to it.
 func TestLockedRowsAreLeft(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	d.insert(t, 2)
 	d.age(t, "outbox", "created_at", "8 days")
@@ -180,6 +184,7 @@ func TestLockedRowsAreLeft(t *testing.T) {
 // History keeps a row for each minute, until it is too old. The newest row of each
 // relay stays, and the relay goes on from it.
 func TestCursorHistory(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	d.insert(t, 3)
 	d.unsent(t, "default")
@@ -216,6 +221,7 @@ func TestCursorHistory(t *testing.T) {
 
 // Resolved rows go by when they were resolved, and one without a time gets it.
 func TestResolvedRowsGo(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	d.exec(t, `
 		INSERT INTO {schema}.outbox_failed
@@ -241,6 +247,7 @@ func TestResolvedRowsGo(t *testing.T) {
 }
 
 func TestCleanHandled(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	d.exec(t, `
 		INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, handled_at)
@@ -267,6 +274,7 @@ func TestCleanHandled(t *testing.T) {
 
 // The archive has the rows before they go, and what it writes commits with that.
 func TestArchive(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	d.exec(t, `CREATE TABLE {schema}.archive (id bigint, payload text)`)
 	d.insert(t, 2)
@@ -319,6 +327,7 @@ func TestArchive(t *testing.T) {
 
 // Each walk looks at the rows that have become old since the last one, and no other.
 func TestWalk(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		const size = 10
 		rows := make(map[int64]string) // o: old, h: held, y: young
@@ -378,6 +387,7 @@ func TestWalk(t *testing.T) {
 
 // While there is a backlog no batch begins, and a relay that stops waits for none.
 func TestCleanerGivesWay(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var backlog atomic.Bool
 		ctx, cancel := context.WithCancel(context.Background())
@@ -399,6 +409,7 @@ func TestCleanerGivesWay(t *testing.T) {
 }
 
 func TestRetentionConfig(t *testing.T) {
+	t.Parallel()
 	require.Equal(t, RetentionConfig{PublishedFor: 7 * day, CursorsFor: 7 * day, ResolvedFor: 30 * day, HandledFor: 31 * day,
 		Interval: 10 * time.Minute, BatchSize: 1000, Pause: 50 * time.Millisecond}, RetentionConfig{}.withDefaults())
 	require.NoError(t, RetentionConfig{}.withDefaults().validate())
@@ -427,6 +438,7 @@ const maxCleanBuffers = 100 + 5*100
 // A batch costs what it does, whatever the tables hold, by every plan, also by one
 // of the first day, when they were empty.
 func TestCleaningOverManyRows(t *testing.T) {
+	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
 	d, ctx := newDesk(t), context.Background()
 	for _, table := range []string{"outbox", "outbox_cursor", "outbox_failed", "event_handled"} {

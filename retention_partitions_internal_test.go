@@ -86,6 +86,7 @@ func full(t *testing.T) *desk {
 }
 
 func TestPartitionGoes(t *testing.T) {
+	t.Parallel()
 	d, ctx := full(t), context.Background()
 	r, l := d.cleaning(t, RetentionConfig{BatchSize: 4})
 	v := d.first(t, r, l)
@@ -107,6 +108,7 @@ func TestPartitionGoes(t *testing.T) {
 }
 
 func TestPartitionStays(t *testing.T) {
+	t.Parallel()
 	for name, play := range map[string]func(*testing.T, *desk){
 		"one row is not published": func(t *testing.T, d *desk) {
 			d.exec(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 3`)
@@ -141,6 +143,7 @@ func TestPartitionStays(t *testing.T) {
 
 // What happens between the review and the lock is seen under the lock.
 func TestPartitionIsJudgedUnderItsLock(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct {
 		name string
 		play func(*testing.T, *desk, *review)
@@ -179,6 +182,7 @@ VALUES ($1, gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/jso
 // A transaction that was prepared holds its partition until it ends. Then its rows
 // are new, and have to be published.
 func TestPreparedTransactionKeepsItsPartition(t *testing.T) {
+	// Not parallel: it measures how long the relay waits.
 	d, ctx := newPartDesk(t, 10), context.Background()
 	tx := d.beginInsert(t, 2)
 	_, err := tx.Exec(ctx, pg.InSchema(`UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval`, d.schema))
@@ -210,6 +214,7 @@ func TestPreparedTransactionKeepsItsPartition(t *testing.T) {
 // Who began before the partition was full, sees nothing of all this, and records
 // afterwards, draws a new id.
 func TestRepeatableReadWriterBehindTheCut(t *testing.T) {
+	t.Parallel()
 	d, ctx := newPartDesk(t, 10), context.Background()
 	tx, err := d.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.RepeatableRead})
 	require.NoError(t, err)
@@ -231,6 +236,7 @@ func TestRepeatableReadWriterBehindTheCut(t *testing.T) {
 // An id that was drawn long ago has no partition any more. It is recorded, published
 // and removed all the same, and holds up no further partitions.
 func TestIDDrawnBeforeItsPartitionWent(t *testing.T) {
+	t.Parallel()
 	d, ctx := newPartDesk(t, 10), context.Background()
 	d.insert(t, 2)
 	var drawn int64
@@ -256,6 +262,7 @@ func TestIDDrawnBeforeItsPartitionWent(t *testing.T) {
 
 // Rows of one partition go, and none that is in the same place of another one.
 func TestPartRemovesItsOwnRows(t *testing.T) {
+	t.Parallel()
 	d, ctx := full(t), context.Background()
 	d.unsent(t, "default")
 	r, l := d.cleaning(t, RetentionConfig{BatchSize: 3})
@@ -272,6 +279,7 @@ func TestPartRemovesItsOwnRows(t *testing.T) {
 // No relay comes, for long: everybody records on, and the first relay to come makes
 // partitions again.
 func TestNobodyMakesPartitions(t *testing.T) {
+	t.Parallel()
 	d, ctx := newPartDesk(t, 10), context.Background()
 	d.insert(t, 400) // the eight, the first larger one, of 100 ids, and the second
 	require.Len(t, d.ids(t, "outbox"), 400)
@@ -309,6 +317,7 @@ func TestNobodyMakesPartitions(t *testing.T) {
 // Who waits for a transaction that writes waits for 50 ms, and so do writers behind
 // him.
 func TestNobodyWaitsLongForPartitions(t *testing.T) {
+	// Not parallel: it measures how long a writer waits.
 	d, ctx := full(t), context.Background()
 	d.unsent(t, "default")
 	r, l := d.cleaning(t, RetentionConfig{})
@@ -348,6 +357,7 @@ func TestNobodyWaitsLongForPartitions(t *testing.T) {
 }
 
 func TestPartitionsAreArchived(t *testing.T) {
+	t.Parallel()
 	d, ctx := full(t), context.Background()
 	d.unsent(t, "default")
 	var got []int64
@@ -381,6 +391,7 @@ func TestPartitionsAreArchived(t *testing.T) {
 // Many processes make partitions of a table that has rows and rights, while others
 // write.
 func TestPlainTableBecomesFirstPartition(t *testing.T) {
+	// Not parallel: it measures how long a writer waits.
 	d, ctx := newDesk(t), context.Background()
 	role := "part_" + strings.ReplaceAll(strings.ToLower(d.schema), " ", "_")
 	d.exec(t, `CREATE ROLE `+role)
@@ -429,6 +440,7 @@ func TestPlainTableBecomesFirstPartition(t *testing.T) {
 
 // Pools may have any isolation by default.
 func TestPartitionsUnderSerializable(t *testing.T) {
+	t.Parallel()
 	testenv.Direct(t) // a setting of sessions
 	d, ctx := newDesk(t), context.Background()
 	d.db = testenv.Pool(t, func(cfg *pgxpool.Config) {
@@ -446,6 +458,7 @@ func TestPartitionsUnderSerializable(t *testing.T) {
 }
 
 func TestPartitionRowsOutOfRange(t *testing.T) {
+	t.Parallel()
 	for _, rows := range []int64{-1, maxPartitionRows + 1} {
 		require.ErrorContains(t, Migrate(context.Background(), nil, MigrateConfig{PartitionRows: rows}), "field PartitionRows")
 	}
@@ -453,6 +466,7 @@ func TestPartitionRowsOutOfRange(t *testing.T) {
 
 // A table with what would not go with its name stays plain.
 func TestPartitionsWouldLoseATrigger(t *testing.T) {
+	t.Parallel()
 	d := newDesk(t)
 	d.exec(t, `CREATE TRIGGER mine BEFORE UPDATE ON {schema}.outbox FOR EACH ROW EXECUTE FUNCTION suppress_redundant_updates_trigger()`)
 	err := Migrate(context.Background(), d.db, MigrateConfig{Schema: d.schema, PartitionRows: 20})
@@ -464,6 +478,7 @@ func TestPartitionsWouldLoseATrigger(t *testing.T) {
 // What is planned over empty tables on the first day runs when one of the larger
 // partitions has grown: no index of it is walked as a whole.
 func TestCleaningOverPartitions(t *testing.T) {
+	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
 	d, ctx := newPartDesk(t, 100), context.Background()
 	const batch, ids = 100, 50_000

@@ -80,12 +80,14 @@ func (r *roles) as(t *testing.T, role string) *pgxpool.Pool {
 
 // Everybody can do his work under his role of docs/roles.md.
 func TestRoles(t *testing.T) {
+	t.Parallel()
 	h, reader := poisonedHouse(t)
 	testRoles(t, h, reader, 0)
 }
 
 // The relay makes and drops partitions that are not its own.
 func TestRolesOverPartitions(t *testing.T) {
+	t.Parallel()
 	h, reader := poisonedHouse(t)
 	require.NoError(t, outbox.Migrate(background, h.db, outbox.MigrateConfig{Schema: h.schema, PartitionRows: 100}))
 	testRoles(t, h, reader, 99) // the last partition goes when the next one is in use
@@ -152,6 +154,7 @@ func testRoles(t *testing.T, h *house, reader *oracle.Reader, left int) {
 }
 
 func TestConsumerRole(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	r := newRoles(t, &house{db: s.db, schema: s.schema})
 	_, err := s.db.Exec(background, `GRANT SELECT, INSERT, UPDATE ON `+pgx.Identifier{s.schema, "counts"}.Sanitize()+` TO outbox_consumer`+r.suffix)
@@ -170,6 +173,7 @@ func TestConsumerRole(t *testing.T) {
 
 // What a role may do beside its work is nothing.
 func TestRolesCannot(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	r := newRoles(t, h)
 	h.commit(t, numbered("key", 1, 1)...)
