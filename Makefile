@@ -32,10 +32,12 @@ observability: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/ob
 	@$(SHOW) bin/observability $(ARGS)
 
 # -p 1, here and below: packages share one PostgreSQL, and what TestOtherCursorsFail
-# shows of others' cursors depends on who else has a transaction open.
+# shows of others' cursors depends on who else has a transaction open. -parallel 4,
+# however many processors there are: tests wait most of the time, and with more of
+# them at once some would be late on two processors.
 .PHONY: test
 test: needs-$(if $(SHORT),short,test) $(SERVICES) bin/testall ## Test everything against a real PostgreSQL and a real Kafka, with the race detector (ARGS=-short: what needs only Go, git and gcc)
-	@$(RUN) bash -ec 'eval "exec bin/testall $(MODULES) -- -p 1 -race -timeout 15m $$ARGS"'
+	@$(RUN) bash -ec 'eval "exec bin/testall $(MODULES) -- -p 1 -parallel 4 -race -timeout 15m $$ARGS"'
 
 .PHONY: screenshots
 screenshots: needs-screenshots $(SERVICES) ## Pictures of the operators' page into screenshots/: light, dark, as a phone shows it (needs Chromium)
@@ -51,7 +53,7 @@ oracle: needs-kafka $(SERVICES) ## Commit EVENTS=200000 under transactions of ev
 test-versions: needs-test-versions $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18
 	@for v in $(or $(VERSIONS),14 15 16 17 18); do echo "== PostgreSQL $$v"; \
 		OUTBOX_POSTGRES_VERSION=$$v $(SERVICES) run -quiet -postgres $$v -kafka $(or $(KAFKA),real) -- \
-		bash -ec 'for m in . outboxtest faults; do (cd $$m && eval "go test -p 1 -count=1 -race -timeout 15m $$ARGS ./..."); done'; done
+		bash -ec 'for m in . outboxtest faults; do (cd $$m && eval "go test -p 1 -parallel 4 -count=1 -race -timeout 15m $$ARGS ./..."); done'; done
 
 .PHONY: test-pgbouncer
 test-pgbouncer: needs-test-pgbouncer $(SERVICES) bin/testall ## Test the library and the examples through PgBouncer in transaction mode

@@ -97,6 +97,7 @@ var deliverTests = []deliveryTest{
 }
 
 func TestDeliver(t *testing.T) {
+	t.Parallel()
 	for _, test := range deliverTests {
 		t.Run(test.name, func(t *testing.T) {
 			testDelivery(t, test, func(d *deliverer, stop context.Context, batch []envelope) ([]outcome, error) {
@@ -108,6 +109,7 @@ func TestDeliver(t *testing.T) {
 
 // What has failed before is tried once.
 func TestAttempt(t *testing.T) {
+	t.Parallel()
 	for _, test := range []deliveryTest{
 		{"all is accepted", "ab", "ab:++", "++", "", 0},
 		{"an event that fails is unavailable at once", "ab", "ab:--", "uu", "partition orders/0, partition orders/1", 0},
@@ -129,6 +131,7 @@ func TestAttempt(t *testing.T) {
 
 // Events of keys that have rows in outbox_failed are not sent, and count as pending.
 func TestDeliverParks(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var parked parking
 		parked.reset(map[string]int{"orders/a": 1, "payments/b": 1})
@@ -142,6 +145,7 @@ func TestDeliverParks(t *testing.T) {
 
 // The hook gets what has an outcome, and is not called where nothing has one.
 func TestDeliverNotifies(t *testing.T) {
+	t.Parallel()
 	for _, test := range []struct{ name, batch, play, want string }{
 		{"all is accepted", "ab", "ab:++", "2 sent [a b], 0 failed [], 0 waiting"},
 		{"one is rejected, one is unavailable, and one waits", "abBcn", "abBcn:+ib+t", "2 sent [a c], 2 failed [b:invalid_event n:unknown_topic], 1 waiting"},

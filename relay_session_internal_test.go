@@ -87,6 +87,7 @@ var sessionTests = []struct {
 }
 
 func TestSession(t *testing.T) {
+	t.Parallel()
 	for _, test := range sessionTests {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -112,6 +113,7 @@ func TestSession(t *testing.T) {
 
 // What the parking holds are the rows of outbox_failed, and the events on their way there.
 func TestSessionParks(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeStore(t, 4, []string{"move: stale"})
 		f.plays, f.rows = []string{"xu"}, map[string]int{"orders/9": 2}
@@ -144,6 +146,7 @@ func TestPrefetchReadsFurtherIDs(t *testing.T) {
 // The other parts of the relay run beside a session once it knows the cursor, and end
 // before it returns.
 func TestSessionRunsOthers(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeStore(t, 3, []string{"load: down"})
 		ended := 0
