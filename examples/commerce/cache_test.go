@@ -12,6 +12,7 @@ import (
 
 // The group needs no database, hence no event_handled.
 func TestPageIsDeleted(t *testing.T) {
+	t.Parallel()
 	a := &app{id: "test", source: "commerce-api", tally: newTally()}
 	a.withRedis(t)
 	var err error
@@ -39,6 +40,7 @@ func (a *app) requireCached(t *testing.T, product int64, want bool) {
 
 // Redis being away is not the fault of an event, however long it lasts.
 func TestRedisAway(t *testing.T) {
+	t.Parallel()
 	a := newApp(t)
 	server := a.withRedis(t)
 	require.NoError(t, a.pages.put(t.Context(), 3, "<h1>Product</h1>"))

@@ -26,6 +26,7 @@ var eventTests = []struct {
 
 // What is recorded is the type, topic and key that each event is to have.
 func TestHowEventsTravel(t *testing.T) {
+	t.Parallel()
 	a := newApp(t)
 	require.Len(t, a.events.Types(), len(eventTests))
 	for _, tt := range eventTests {
@@ -45,6 +46,7 @@ func TestHowEventsTravel(t *testing.T) {
 }
 
 func TestTypeWithoutADomain(t *testing.T) {
+	t.Parallel()
 	_, err := outbox.NewRegistry("commerce-api", outbox.Event("loopers", "Order", OrderPaidEventV1.order))
 	require.ErrorIs(t, err, outbox.ErrMalformed)
 }

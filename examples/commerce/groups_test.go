@@ -12,6 +12,7 @@ import (
 )
 
 func TestRetries(t *testing.T) {
+	t.Parallel()
 	for name, tt := range map[string]struct {
 		err  error
 		want int
@@ -31,6 +32,7 @@ func TestRetries(t *testing.T) {
 // Topics are shared. What others send there is passed over, also where it looks like
 // an event of ours.
 func TestEventsOfOthersArePassedOver(t *testing.T) {
+	t.Parallel()
 	a := newApp(t)
 	deliver := a.statistics(t)
 	ours := a.newRecord(t, productViewed, ProductViewedEventV1{ProductID: 3, happened: noon})

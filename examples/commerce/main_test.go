@@ -97,6 +97,7 @@ func (p *process) requireNoSchema(t *testing.T) {
 // Everything is published twice and some orders are announced twice besides. What is
 // counted is what committed, and there were repeats to skip.
 func TestCommerce(t *testing.T) {
+	// Not parallel: the program warns where it is slow.
 	p := startCommerce(t, "-visits=200", "-patience=60s")
 	require.Zero(t, p.wait(t))
 	out := p.stdout.String()
@@ -111,6 +112,7 @@ func TestCommerce(t *testing.T) {
 
 // A like whose event nobody recorded is what an event looks like that got lost.
 func TestCommerceMissesALike(t *testing.T) {
+	// Not parallel: the like must be there before the program has ended.
 	p := startCommerce(t, "-visits=50", "-patience=2s")
 	db := testenv.Pool(t, nil)
 	likes := pgx.Identifier{p.schema, "likes"}.Sanitize()
@@ -127,6 +129,7 @@ func TestCommerceMissesALike(t *testing.T) {
 
 // A signal closes the shop; what was sold is counted and compared.
 func TestCommerceInterrupted(t *testing.T) {
+	t.Parallel()
 	for _, signal := range ending.Signals {
 		t.Run(signal.String(), func(t *testing.T) {
 			p := startCommerce(t, "-visits=1000000", "-patience=60s")
@@ -145,6 +148,7 @@ func TestCommerceInterrupted(t *testing.T) {
 }
 
 func TestCommerceInterruptedWhileStarting(t *testing.T) {
+	t.Parallel()
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), asCommerce+"=1", "OUTBOX_KAFKA_BROKERS=127.0.0.1:1", "REDIS_URL=")
 	ending.RequireWhileStarting(t, cmd, "OUTBOX_POSTGRES_URL")
@@ -167,6 +171,7 @@ var usageTests = []struct {
 }
 
 func TestUsage(t *testing.T) {
+	t.Parallel()
 	for _, tt := range usageTests {
 		t.Run(tt.name, func(t *testing.T) {
 			cmd := exec.Command(os.Args[0], strings.Fields(tt.args)...)
@@ -184,6 +189,7 @@ func TestUsage(t *testing.T) {
 
 // Redis is asked for before anything is begun. A server that is not there is told.
 func TestRedisURL(t *testing.T) {
+	t.Parallel()
 	for url, want := range map[string]string{"http://localhost": "REDIS_URL", "redis://127.0.0.1:1": "connect to Redis"} {
 		_, _, err := openRedis(t.Context(), url)
 		require.ErrorContains(t, err, want, url)

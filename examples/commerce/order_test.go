@@ -36,6 +36,7 @@ var orderTests = []struct {
 }
 
 func TestOrder(t *testing.T) {
+	t.Parallel()
 	for _, tt := range orderTests {
 		t.Run(tt.name, func(t *testing.T) { require.Equal(t, tt.want, tt.got) })
 	}

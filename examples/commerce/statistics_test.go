@@ -68,6 +68,7 @@ func (a *app) requireHandled(t *testing.T, want ...string) {
 
 // An order is sold once, also if somebody announces it in another event.
 func TestOrderIsCountedOnce(t *testing.T) {
+	t.Parallel()
 	a := newApp(t)
 	deliver := a.statistics(t)
 	paid := a.newRecord(t, orderPaid, OrderPaidEventV1{OrderID: 7, Items: anOrder.Items, happened: noon})
@@ -83,6 +84,7 @@ func TestOrderIsCountedOnce(t *testing.T) {
 
 // Whoever looks three times counts three times; an event that is repeated does not.
 func TestEveryViewIsCounted(t *testing.T) {
+	t.Parallel()
 	a := newApp(t)
 	deliver := a.statistics(t)
 	var want []string
@@ -116,6 +118,7 @@ var likeTests = []struct {
 }
 
 func TestLikes(t *testing.T) {
+	t.Parallel()
 	a := newApp(t)
 	deliver := a.statistics(t)
 	for i, tt := range likeTests {
@@ -137,6 +140,7 @@ func TestLikes(t *testing.T) {
 // Rows are locked in the order of products whatever the order of the events, so that
 // no two transactions wait for each other in a circle.
 func TestRowsAreLockedInOrder(t *testing.T) {
+	t.Parallel()
 	s := statistics{}
 	received := func(products ...int64) (orders []outbox.Received[OrderPaidEventV1], views []outbox.Received[ProductViewedEventV1]) {
 		for _, p := range products {
@@ -184,6 +188,7 @@ func TestRowsAreLockedInOrder(t *testing.T) {
 
 // An order that cannot be counted is a dead deadLetter, and holds up no other.
 func TestOrderThatCannotBeCounted(t *testing.T) {
+	t.Parallel()
 	a := newApp(t)
 	deadLetters := make(chan string, 1)
 	cfg := a.group("product-statistics")

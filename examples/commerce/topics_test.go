@@ -14,6 +14,7 @@ import (
 )
 
 func TestMakeTopics(t *testing.T) {
+	t.Parallel()
 	kafka := testenv.KafkaOpts(testenv.Brokers(t))
 	topic := "test-" + uuid.NewString()
 	events, err := outbox.NewRegistry("commerce-api",

@@ -121,6 +121,7 @@ func requireNoSchema(t *testing.T, schema string) {
 }
 
 func TestDemo(t *testing.T) {
+	// Not parallel: the demo measures latencies.
 	p := startDemo(t, "-orders=400", "-rate=400")
 	require.Zero(t, p.wait(t))
 	p.requireRow(t, "missing", `0$`)
@@ -135,6 +136,7 @@ func TestDemo(t *testing.T) {
 // The operators' page is open while the demo runs, and with -keep until Ctrl-C; only to
 // who names this machine by its address.
 func TestDemoKeepsThePage(t *testing.T) {
+	t.Parallel()
 	p := startDemo(t, "-orders=100", "-rate=0", "-keep")
 	var page string
 	require.Eventually(t, func() bool {
@@ -165,6 +167,7 @@ func status(t *testing.T, page, host string) int {
 }
 
 func TestDemoAsFastAsPossible(t *testing.T) {
+	t.Parallel()
 	p := startDemo(t, "-orders=400", "-rate=0", "-shoppers=30")
 	require.Zero(t, p.wait(t))
 	p.requireRow(t, "missing", `0$`)
@@ -174,6 +177,7 @@ func TestDemoAsFastAsPossible(t *testing.T) {
 // A line of the journal whose event nobody recorded is what an event looks like
 // that got lost on the way.
 func TestDemoMissesAnEvent(t *testing.T) {
+	// Not parallel: the line must be there before the demo has ended.
 	p := startDemo(t, "-orders=800", "-rate=400", "-patience=1s")
 	db := testenv.Pool(t, nil)
 	journal := pgx.Identifier{p.schema, "journal"}.Sanitize()
@@ -190,6 +194,7 @@ func TestDemoMissesAnEvent(t *testing.T) {
 
 // A signal closes the shop; what was sold is delivered and compared.
 func TestDemoInterrupted(t *testing.T) {
+	t.Parallel()
 	for _, signal := range ending.Signals {
 		t.Run(signal.String(), func(t *testing.T) {
 			p := startDemo(t, "-orders=1000000", "-rate=200")
@@ -209,12 +214,14 @@ func TestDemoInterrupted(t *testing.T) {
 }
 
 func TestDemoInterruptedWhileStarting(t *testing.T) {
+	t.Parallel()
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), asDemo+"=1", "OUTBOX_KAFKA_BROKERS=127.0.0.1:1")
 	ending.RequireWhileStarting(t, cmd, "OUTBOX_POSTGRES_URL")
 }
 
 func TestAllEventsAreRegistered(t *testing.T) {
+	t.Parallel()
 	events, err := registry()
 	require.NoError(t, err)
 	outboxtest.RequireAllRegistered(t, events, "./...")
@@ -236,6 +243,7 @@ var usageTests = []struct {
 }
 
 func TestUsage(t *testing.T) {
+	t.Parallel()
 	for _, tt := range usageTests {
 		t.Run(tt.name, func(t *testing.T) {
 			cmd := exec.Command(os.Args[0], strings.Fields(tt.args)...)

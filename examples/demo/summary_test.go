@@ -30,6 +30,7 @@ var compareTests = []struct {
 }
 
 func TestCompare(t *testing.T) {
+	t.Parallel()
 	for _, tt := range compareTests {
 		t.Run(tt.name, func(t *testing.T) {
 			var journal []line
@@ -49,12 +50,14 @@ func TestCompare(t *testing.T) {
 
 // Types have topics of their own, and topics know no order among each other.
 func TestCompareKeepsTypesApart(t *testing.T) {
+	t.Parallel()
 	liked, viewed := eventID{1, likeCreated}, eventID{2, productViewed}
 	v := compare([]line{{liked, "7"}, {viewed, "7"}}, []arrival{{id: viewed}, {id: liked}})
 	require.Equal(t, result{committed: 2, received: 2}, v)
 }
 
 func TestOrderOf(t *testing.T) {
+	t.Parallel()
 	order, ours := orderOf(correlationID("demo_1", 42), "demo_1")
 	require.True(t, ours)
 	require.EqualValues(t, 42, order)
@@ -68,6 +71,7 @@ func TestOrderOf(t *testing.T) {
 }
 
 func TestLatencies(t *testing.T) {
+	t.Parallel()
 	start := time.Now()
 	at := func(ms int) time.Time { return start.Add(time.Duration(ms) * time.Millisecond) }
 	commits := map[int64]time.Time{1: at(0), 2: at(10)}
@@ -82,6 +86,7 @@ func TestLatencies(t *testing.T) {
 }
 
 func TestQuantile(t *testing.T) {
+	t.Parallel()
 	hundred := make([]time.Duration, 100)
 	for i := range hundred {
 		hundred[i] = time.Duration(i + 1)
@@ -94,6 +99,7 @@ func TestQuantile(t *testing.T) {
 }
 
 func TestThousands(t *testing.T) {
+	t.Parallel()
 	for n, want := range map[int]string{0: "0", 999: "999", 1000: "1,000", 1234567: "1,234,567"} {
 		require.Equal(t, want, thousands(n))
 	}
@@ -101,6 +107,7 @@ func TestThousands(t *testing.T) {
 
 // What a shopper does is what the journal says, and one to three events.
 func TestDraw(t *testing.T) {
+	t.Parallel()
 	registered, err := registry()
 	require.NoError(t, err)
 	declined := 0

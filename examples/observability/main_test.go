@@ -58,6 +58,7 @@ func observability(args ...string) *exec.Cmd {
 }
 
 func TestSignal(t *testing.T) {
+	t.Parallel()
 	for _, signal := range ending.Signals {
 		t.Run(signal.String(), func(t *testing.T) {
 			cmd := observability("-listen=127.0.0.1:0", "-rate=50")
@@ -75,6 +76,7 @@ func TestSignal(t *testing.T) {
 }
 
 func TestSignalWhileStarting(t *testing.T) {
+	t.Parallel()
 	cmd := observability("-listen=127.0.0.1:0")
 	cmd.Env = append(cmd.Env, "OUTBOX_KAFKA_BROKERS=127.0.0.1:1")
 	ending.RequireWhileStarting(t, cmd, "OUTBOX_POSTGRES_URL")

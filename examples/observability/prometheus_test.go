@@ -33,6 +33,7 @@ func need(t *testing.T, program string) string {
 
 // promtool takes the rules, and each alert fires when it should.
 func TestAlerts(t *testing.T) {
+	t.Parallel()
 	promtool := need(t, "promtool")
 	for _, args := range [][]string{{"check", "config", "prometheus.yml"}, {"check", "rules", "alerts.yml"}, {"test", "rules", "alerts_test.yml"}} {
 		out, err := exec.CommandContext(t.Context(), promtool, args...).CombinedOutput()
@@ -135,6 +136,7 @@ func (p *server) eventually(met func() bool, msg string, args ...any) {
 // A real Prometheus scrapes the service, understands every query of the dashboard, and
 // fires the alert that is due.
 func TestPrometheus(t *testing.T) {
+	// Not parallel: Prometheus scrapes every second, and rates are of the last seconds.
 	r := startService(t)
 	p := startPrometheus(t, r.listener.Addr().String())
 	p.eventually(func() bool { return p.value(`sum(outbox_relay_led)`) == 1 }, "nobody leads")

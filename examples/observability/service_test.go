@@ -157,6 +157,7 @@ func (r *running) awaitOutage() scraped {
 
 // Each metric comes over HTTP as Prometheus wants it, with the value that it must have.
 func TestMetricsAreScraped(t *testing.T) {
+	t.Parallel()
 	r := startService(t)
 	before := r.await(func(s scraped) bool { return s.value("outbox_relay_led", "outbox_relay_name", "default") == 1 })
 	require.Equal(t, 0.0, before.value("outbox_relay_pending"))
@@ -201,6 +202,7 @@ func TestMetricsAreScraped(t *testing.T) {
 
 // What dashboard and alerts ask for is there: every metric and every label.
 func TestDashboardAsksForWhatIsThere(t *testing.T) {
+	t.Parallel()
 	r := startService(t)
 	r.problem()
 	there := map[string]bool{"outbox_failed": true, "outbox_lease": true} // tables that texts name
@@ -243,6 +245,7 @@ var ours = regexp.MustCompile(`\b((outbox|messaging|cloudevents|db_collection)_[
 // One trace goes from the HTTP request through the relay to the consumer's handler,
 // and so does the trace id of the request, into the lines that are logged on the way.
 func TestTraceFromRequestToHandler(t *testing.T) {
+	t.Parallel()
 	r := startService(t)
 	const caller = "0af7651916cd43dd8448eb211c80319c"
 	response := r.order(orderPlaced{ID: "order-1", Cents: 100}, "traceparent", "00-"+caller+"-b7ad6b7169203331-01", "X-Trace-Id", "my-own")

@@ -37,6 +37,7 @@ var (
 
 // In binary mode the value of the record is the message and nothing else.
 func TestBinary(t *testing.T) {
+	t.Parallel()
 	record, eventID := throughKafka(t, outbox.Binary)
 	require.Equal(t, "application/protobuf", header(record, "content-type"))
 	require.Equal(t, "loopers.order.created.v1", header(record, "ce_type"))
@@ -48,6 +49,7 @@ func TestBinary(t *testing.T) {
 
 // In structured mode the message is in data_base64, because JSON has no bytes.
 func TestStructured(t *testing.T) {
+	t.Parallel()
 	record, eventID := throughKafka(t, outbox.Structured)
 	require.Contains(t, header(record, "content-type"), "application/cloudevents+json")
 	var event struct {
@@ -158,6 +160,7 @@ func header(record *kgo.Record, name string) string {
 type ticket struct{}
 
 func TestCodecRefuses(t *testing.T) {
+	t.Parallel()
 	_, err := protobuf.OrderCodec().Encode(t.Context(), ticket{})
 	require.ErrorContains(t, err, "protobuf_test.ticket")
 	require.ErrorContains(t, protobuf.OrderCodec().Decode(t.Context(), nil, &ticket{}), "protobuf_test.ticket")
@@ -169,6 +172,7 @@ func TestCodecRefuses(t *testing.T) {
 }
 
 func TestSameEventSameBytes(t *testing.T) {
+	t.Parallel()
 	one, err := protobuf.OrderCodec().Encode(t.Context(), anOrder)
 	require.NoError(t, err)
 	for range 100 {
