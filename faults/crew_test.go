@@ -10,7 +10,6 @@ import (
 	"os/exec"
 	"os/signal"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -118,17 +117,14 @@ func (c *crew) sleep(t *testing.T, d time.Duration) {
 	}
 }
 
-// startKafka starts a broker of the test's own, which the rest of the test then
-// takes for the one of all tests. A process that is killed leaves what it wrote
-// with the operating system, so that one replica is enough to keep what it has
-// acknowledged.
+// startKafka starts a broker of the test's own. A process that is killed leaves what
+// it wrote with the operating system, so that one replica is enough to keep what it
+// has acknowledged.
 func (c *crew) startKafka(t *testing.T, settings map[string]string) *kafkaserver.Server {
 	t.Helper()
 	kafka, err := kafkaserver.Start(c.ctx, kafkaserver.Config{Settings: settings, Progress: t.Output()})
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, kafka.Stop(context.Background())) })
-	t.Setenv(testenv.BrokersVar, strings.Join(kafka.Brokers(), ","))
-	t.Setenv(testenv.KafkaKindVar, "kafka")
 	return kafka
 }
 

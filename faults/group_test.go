@@ -41,6 +41,7 @@ const (
 // same partition for a while. Handlers without a transaction see everything, in
 // order, and repeats only where a member did not end cleanly.
 func TestKilledConsumers(t *testing.T) {
+	t.Parallel()
 	v := groupResult{Seed: seedOf(t), Balancer: *groupBalancer}
 	g := newGroup(t, v.Seed)
 	incidents := groupPlan(v.Seed, *groupKills)

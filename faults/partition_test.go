@@ -21,6 +21,7 @@ import (
 // breaker stays closed. When it is back, everything arrives in order. The log
 // tells of it once, as of a partition.
 func TestDeadPartitionHoldsUpNothingElse(t *testing.T) {
+	t.Parallel()
 	h := newTwoPartitions(t)
 	var dead atomic.Bool
 	dead.Store(true)
@@ -46,6 +47,7 @@ func TestDeadPartitionHoldsUpNothingElse(t *testing.T) {
 // A partition has no leader, and its events come alone, so that nothing of their
 // batches gets through. They are not mistaken for an outage of Kafka.
 func TestPartitionWithoutLeader(t *testing.T) {
+	t.Parallel()
 	h := newTwoPartitions(t)
 	leaderless := h.withoutLeader(t)
 	var dead atomic.Bool

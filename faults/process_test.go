@@ -109,6 +109,7 @@ func (s *site) requireEpochsInOrder(t *testing.T) {
 // A leader that is killed in the middle of its work: the standby takes over once
 // the lease has expired, and nothing is lost.
 func TestKilledLeader(t *testing.T) {
+	t.Parallel()
 	s := newSite(t)
 	leader := s.process(t)
 	first := s.leads(t, leader)
@@ -137,6 +138,7 @@ func (s *site) requireAll(t *testing.T) {
 // A leader that is stopped past its lease and goes on: it must not move the
 // cursor, and becomes the standby of the one that took over.
 func TestStoppedLeader(t *testing.T) {
+	t.Parallel()
 	s := newSite(t)
 	old := s.process(t)
 	s.leads(t, old)

@@ -47,6 +47,7 @@ func arrived(t *testing.T, opts []kgo.Opt, topic string) (keys []string) {
 // What is not a record's own fault ends the run, which says what was not sent and does
 // not try again. A run for what is left sends just that.
 func TestReplayStops(t *testing.T) {
+	t.Parallel()
 	kafka, opts := fakeKafka(t, kfake.SeedTopics(1, "orders", "orders.dlq"))
 	deadLetters(t, opts, "orders", 5)
 	denied := kafka.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Produce}, Topic: "orders", Err: kerr.TopicAuthorizationFailed, Count: -1})
@@ -75,6 +76,7 @@ func TestReplayStops(t *testing.T) {
 
 // A refusal condemns a whole batch. What is refused alone was to blame.
 func TestReplayBlamesTheRightOnes(t *testing.T) {
+	t.Parallel()
 	kafka, opts := fakeKafka(t, kfake.SeedTopics(1, "orders", "orders.dlq"))
 	opts = append(opts, kgo.ProducerBatchCompression(kgo.NoCompression()))
 	deadLetters(t, opts, "orders", 200)
@@ -97,6 +99,7 @@ func TestReplayBlamesTheRightOnes(t *testing.T) {
 
 // A leader that has moved is found; a partition that must not be read is an error.
 func TestReadAfterOutage(t *testing.T) {
+	t.Parallel()
 	kafka, opts := fakeKafka(t, kfake.SeedTopics(1, "orders", "orders.dlq"))
 	deadLetters(t, opts, "orders", 3)
 	moved := kafka.Fault(
@@ -131,6 +134,7 @@ func TestReadAfterOutage(t *testing.T) {
 // Without the original's topic a dead letter that has no value cannot be sent, but where
 // it cannot be read for now, the run ends, so that another one can.
 func TestReplayOfUnreadableOriginal(t *testing.T) {
+	t.Parallel()
 	kafka, opts := fakeKafka(t, kfake.SeedTopics(1, "orders", "orders.dlq"))
 	deadLetters(t, opts, "orders", 2)
 	client, err := kgo.NewClient(opts...)

@@ -23,6 +23,7 @@ import (
 // relay looked last. The relay goes on there: nothing is lost, nothing is sent
 // twice, and nothing out of order.
 func TestRestoredElsewhere(t *testing.T) {
+	t.Parallel()
 	for _, copying := range []struct {
 		name   string
 		server func(*testing.T) *pgserver.Server
@@ -36,6 +37,7 @@ func TestRestoredElsewhere(t *testing.T) {
 	} {
 		for name, ahead := range map[string]bool{"into lower transaction ids": false, "into higher transaction ids": true} {
 			t.Run(copying.name+" "+name, func(t *testing.T) {
+				t.Parallel()
 				seed := rand.Uint64()
 				t.Logf("seed %d", seed)
 				server := copying.server(t)
@@ -73,6 +75,7 @@ func TestRestoredElsewhere(t *testing.T) {
 // Without its sequence a copy would give new events the ids of those that were
 // sent. The relay says how to set it, and goes on when that is done.
 func TestRestoredWithoutSequence(t *testing.T) {
+	t.Parallel()
 	from := newSite(t)
 	stop := from.relay(t, slog.DiscardHandler)
 	from.requireArrival(t, from.commit(t, "on", 50))

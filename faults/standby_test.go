@@ -19,6 +19,7 @@ import (
 // The primary dies and its standby takes its place. Clients know both addresses
 // and take the one that can be written.
 func TestPromotedStandby(t *testing.T) {
+	t.Parallel()
 	t.Run("synchronous", testSynchronousStandby)
 	for name, story := range map[string]func(*testing.T, *pair) []oracle.Event{
 		// The relay has sent events that the standby never received, under
@@ -45,6 +46,7 @@ func TestPromotedStandby(t *testing.T) {
 
 // Nothing that was confirmed is lost, and nothing is sent that is not there.
 func testSynchronousStandby(t *testing.T) {
+	t.Parallel()
 	p := newPair(t, "read-write")
 	p.waitForStandby(t)
 	p.relay(t, slog.DiscardHandler)
@@ -60,6 +62,7 @@ func testSynchronousStandby(t *testing.T) {
 // What the standby never received is lost with its business data. What it holds
 // arrives, whatever ids it was given.
 func testLaggingStandby(t *testing.T, story func(*testing.T, *pair) []oracle.Event) {
+	t.Parallel()
 	p := newPair(t, "read-write")
 	log := &warnings{}
 	p.relay(t, log)

@@ -30,6 +30,7 @@ var (
 // events must flow again before the next begins, so that no kill hides that a
 // relay hangs.
 func TestFaults(t *testing.T) {
+	t.Parallel()
 	v := result{Seed: seedOf(t)}
 	s := newSuite(t)
 	stopWriting := s.write(t, v.Seed)
@@ -116,7 +117,7 @@ func newSuite(t *testing.T) *suite {
 	server := startServer(t, nil)
 	s.toPostgres = through(t, fmt.Sprintf("127.0.0.1:%d", server.Port()))
 	s.toKafka = through(t, s.kafka.Brokers()[0])
-	s.site = newSiteOn(t, server, server.URL())
+	s.site = newSiteBeside(t, server, server.URL(), s.kafka.Brokers())
 	s.auditLease(t)
 	testenv.CreateTopic(t, s.brokers, s.topic, 3, refusing...)
 

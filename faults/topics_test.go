@@ -47,6 +47,7 @@ var oneReplica = outboxtopics.Config{ReplicationFactor: 1}
 // A topic that was missing a moment ago is there when we make it: that is no error,
 // and it is compared like one that was there before.
 func TestTopicMadeMeanwhile(t *testing.T) {
+	t.Parallel()
 	kafka, opts := fakeKafka(t, kfake.SeedTopics(7, "order-events"))
 	hidden := kafka.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Metadata}, Topic: "order-events", Err: kerr.UnknownTopicOrPartition})
 	rejected := kafka.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.CreateTopics}, Topic: "order-events", Observe: true})
@@ -65,6 +66,7 @@ func TestTopicMadeMeanwhile(t *testing.T) {
 
 // A broker that has not heard of a new topic is asked again.
 func TestTopicNotKnownYet(t *testing.T) {
+	t.Parallel()
 	kafka, opts := fakeKafka(t)
 	late := kafka.Fault(
 		kfake.Fault{Keys: []kmsg.Key{kmsg.Metadata}, Topic: "payment-events", Err: kerr.UnknownTopicOrPartition, Count: 4},
@@ -81,6 +83,7 @@ func TestTopicNotKnownYet(t *testing.T) {
 
 // What one lacks the right to is named, and what one may is done.
 func TestTopicsWithoutRights(t *testing.T) {
+	t.Parallel()
 	for name, tt := range map[string]struct {
 		fault kfake.Fault
 		want  string

@@ -139,6 +139,7 @@ var sdkTests = []struct {
 
 // The corpus is what the SDK sends.
 func TestCorpus(t *testing.T) {
+	t.Parallel()
 	brokers := testenv.RealBrokers(t)
 	var records []sdkRecord
 	for _, m := range modes {

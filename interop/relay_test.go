@@ -122,6 +122,7 @@ var modes = []struct {
 
 // The SDK reads what a relay has sent, and finds in it what was recorded.
 func TestSDKReadsRelay(t *testing.T) {
+	t.Parallel()
 	for _, m := range modes {
 		t.Run(m.name, func(t *testing.T) {
 			brokers := testenv.RealBrokers(t)

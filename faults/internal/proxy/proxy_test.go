@@ -15,6 +15,7 @@ import (
 )
 
 func TestBytesAndEndsPass(t *testing.T) {
+	t.Parallel()
 	_, client, server := connect(t)
 	large := make([]byte, 10<<20) // more than sockets and proxy hold
 	go func() {
@@ -32,6 +33,7 @@ func TestBytesAndEndsPass(t *testing.T) {
 }
 
 func TestCut(t *testing.T) {
+	t.Parallel()
 	p, accept := listen(t)
 	client := dial(t, p)
 	server := accept()
@@ -45,6 +47,7 @@ func TestCut(t *testing.T) {
 }
 
 func TestHold(t *testing.T) {
+	t.Parallel()
 	for name, held := range map[string]struct {
 		fault    proxy.Fault
 		up, down bool
@@ -81,6 +84,7 @@ func TestHold(t *testing.T) {
 // The end of a connection is held as bytes are: a server behind a partition does
 // not learn that its client has died.
 func TestHoldHidesTheEnd(t *testing.T) {
+	t.Parallel()
 	for name, end := range map[string]func(*net.TCPConn){
 		"close": func(conn *net.TCPConn) { require.NoError(t, conn.Close()) },
 		"reset": func(conn *net.TCPConn) { require.NoError(t, errors.Join(conn.SetLinger(0), conn.Close())) },
@@ -99,6 +103,7 @@ func TestHoldHidesTheEnd(t *testing.T) {
 }
 
 func TestHoldThenReset(t *testing.T) {
+	t.Parallel()
 	p, client, server := connect(t)
 	p.Set(proxy.Fault{HoldUp: true, HoldDown: true})
 	say(t, client, "never arrives")
@@ -111,6 +116,7 @@ func TestHoldThenReset(t *testing.T) {
 
 // What follows closely arrives as closely, only later.
 func TestDelay(t *testing.T) {
+	// Not parallel: it measures delays.
 	p, client, server := connect(t)
 	const delay, times = 100 * time.Millisecond, 20
 	p.Set(proxy.Fault{Delay: delay})
@@ -127,6 +133,7 @@ func TestDelay(t *testing.T) {
 }
 
 func TestStrand(t *testing.T) {
+	t.Parallel()
 	p, accept := listen(t)
 	client := dial(t, p)
 	stranded := accept()
@@ -146,6 +153,7 @@ func TestStrand(t *testing.T) {
 }
 
 func TestServerDown(t *testing.T) {
+	t.Parallel()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	require.NoError(t, listener.Close())
@@ -156,6 +164,7 @@ func TestServerDown(t *testing.T) {
 }
 
 func TestCloseWhileAllWait(t *testing.T) {
+	t.Parallel()
 	p, client, server := connect(t)
 	p.Set(proxy.Fault{HoldUp: true, HoldDown: true})
 	var stuck sync.WaitGroup
