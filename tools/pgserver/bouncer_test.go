@@ -23,6 +23,7 @@ func startBouncer(t *testing.T, s *pgserver.Server) *pgserver.Bouncer {
 
 // Who relies on a session finds out at his next transaction.
 func TestBouncerGivesEachTransactionAnotherSession(t *testing.T) {
+	t.Parallel()
 	b := startBouncer(t, start(t, pgserver.Config{}))
 	var clients [2]*pgx.Conn
 	for i := range clients {
@@ -47,6 +48,7 @@ func TestBouncerGivesEachTransactionAnotherSession(t *testing.T) {
 }
 
 func TestBouncerReachesEveryDatabase(t *testing.T) {
+	t.Parallel()
 	b := startBouncer(t, start(t, pgserver.Config{}))
 	ask := func(database, sql string) {
 		cfg, err := pgx.ParseConfig(b.URL())
@@ -64,6 +66,7 @@ func TestBouncerReachesEveryDatabase(t *testing.T) {
 }
 
 func TestBouncerWantsThePassword(t *testing.T) {
+	t.Parallel()
 	b := startBouncer(t, start(t, pgserver.Config{}))
 	cfg, err := pgx.ParseConfig(b.URL())
 	require.NoError(t, err)
@@ -90,6 +93,7 @@ func TestBouncerLeavesNothing(t *testing.T) {
 }
 
 func TestBouncerErrorsNameTheField(t *testing.T) {
+	t.Parallel()
 	_, err := pgserver.StartBouncer(t.Context(), pgserver.BouncerConfig{URL: "postgres://localhost:port"})
 	require.ErrorContains(t, err, "field URL")
 	_, err = pgserver.StartBouncer(t.Context(), pgserver.BouncerConfig{URL: `postgres://a%22b@localhost`})

@@ -74,6 +74,7 @@ func sharedMemory(pid int) []string {
 }
 
 func TestCommittedDataSurvivesCrash(t *testing.T) {
+	t.Parallel()
 	s := start(t, pgserver.Config{})
 	conn, err := pgx.Connect(t.Context(), s.URL())
 	require.NoError(t, err)
@@ -96,6 +97,7 @@ func TestCommittedDataSurvivesCrash(t *testing.T) {
 
 // A backend that computes does not notice by itself that its parent is gone.
 func TestKillEndsBusyBackends(t *testing.T) {
+	t.Parallel()
 	s := start(t, pgserver.Config{})
 	conn, err := pgx.Connect(t.Context(), s.URL())
 	require.NoError(t, err)
@@ -154,6 +156,7 @@ func openTempDir(t *testing.T) string {
 }
 
 func TestDefaultsAndSettings(t *testing.T) {
+	t.Parallel()
 	s := start(t, pgserver.Config{Settings: map[string]string{
 		"Work_Mem":                 "7MB",
 		"application_name":         `it's a \ test`,
@@ -177,6 +180,7 @@ func TestDefaultsAndSettings(t *testing.T) {
 }
 
 func TestDataDirIsKeptAndUsedAgain(t *testing.T) {
+	t.Parallel()
 	dir := filepath.Join(openTempDir(t), "data")
 	first := start(t, pgserver.Config{DataDir: dir})
 	conn, err := pgx.Connect(t.Context(), first.URL())
@@ -192,6 +196,7 @@ func TestDataDirIsKeptAndUsedAgain(t *testing.T) {
 }
 
 func TestStandbyTakesThePlaceOfItsPrimary(t *testing.T) {
+	t.Parallel()
 	exec := func(s *pgserver.Server, sql string) {
 		conn, err := pgx.Connect(t.Context(), s.URL())
 		require.NoError(t, err)
@@ -233,6 +238,7 @@ func TestFailedStartTellsWhy(t *testing.T) {
 }
 
 func TestConfigErrors(t *testing.T) {
+	t.Parallel()
 	_, err := pgserver.Start(t.Context(), pgserver.Config{BinDir: t.TempDir(), Settings: map[string]string{"port": "1"}})
 	require.ErrorContains(t, err, "BinDir")
 	require.ErrorContains(t, err, "setting port")

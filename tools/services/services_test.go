@@ -134,6 +134,7 @@ func skipIfShort(t *testing.T) {
 }
 
 func TestArgumentErrorsNameTheFlag(t *testing.T) {
+	t.Parallel()
 	for _, tt := range []struct{ args, want string }{
 		{"", "want run or up"},
 		{"down", `"down"`},
@@ -160,6 +161,7 @@ func TestArgumentErrorsNameTheFlag(t *testing.T) {
 }
 
 func TestHelp(t *testing.T) {
+	t.Parallel()
 	for _, tt := range []struct{ args, want string }{
 		{"-h", "Exit codes:"},
 		{"run -h", "-kafka-set"},
@@ -173,6 +175,7 @@ func TestHelp(t *testing.T) {
 }
 
 func TestRunPassesEverythingThrough(t *testing.T) {
+	t.Parallel()
 	c := newTool(t, "run", "-postgres", "none", "-kafka", "fake", "--", "sh", "-c", "cat; env; echo oops >&2; exit 7")
 	c.Stdin = strings.NewReader("from stdin\n")
 	require.Equal(t, 7, c.code(t))
@@ -185,6 +188,7 @@ func TestRunPassesEverythingThrough(t *testing.T) {
 }
 
 func TestRunExitCodes(t *testing.T) {
+	t.Parallel()
 	for _, tt := range []struct {
 		name, command string
 		want          int
@@ -205,12 +209,14 @@ func TestRunExitCodes(t *testing.T) {
 }
 
 func TestQuietPrintsNothing(t *testing.T) {
+	t.Parallel()
 	c := newTool(t, "run", "-quiet", "-postgres", "none", "-kafka", "fake", "true")
 	require.Equal(t, 0, c.code(t))
 	require.Empty(t, c.err.String())
 }
 
 func TestRunStartsRealServicesAndLeavesNothing(t *testing.T) {
+	t.Parallel()
 	skipIfShort(t)
 	c := newTool(t, "run", "-postgres", "embedded", "-kafka", "local", "-pg-set", "work_mem=7MB", "--",
 		"sh", "-c", "env; exec sleep 60")
@@ -234,6 +240,7 @@ func TestRunStartsRealServicesAndLeavesNothing(t *testing.T) {
 }
 
 func TestRunThroughPgBouncer(t *testing.T) {
+	t.Parallel()
 	skipIfShort(t)
 	c := newTool(t, "run", "-postgres", "embedded", "-kafka", "none", "-pgbouncer", "--", "env")
 	require.Equal(t, 0, c.code(t))
@@ -245,6 +252,7 @@ func TestRunThroughPgBouncer(t *testing.T) {
 }
 
 func TestInterruptedStartLeavesNothing(t *testing.T) {
+	t.Parallel()
 	skipIfShort(t)
 	for _, after := range []time.Duration{30 * time.Millisecond, 300 * time.Millisecond, 700 * time.Millisecond, 1500 * time.Millisecond} {
 		t.Run(after.String(), func(t *testing.T) {
@@ -265,6 +273,7 @@ func TestInterruptedStartLeavesNothing(t *testing.T) {
 
 // The kernel ends what a killed tool leaves, and the next run removes its data.
 func TestKilledToolLeavesNoProcess(t *testing.T) {
+	t.Parallel()
 	skipIfShort(t)
 	if _, err := os.Stat("/proc/self/stat"); err != nil {
 		t.Skip("Linux only")
@@ -290,6 +299,7 @@ func TestKilledToolLeavesNoProcess(t *testing.T) {
 }
 
 func TestHalfFailedStartLeavesNothing(t *testing.T) {
+	t.Parallel()
 	skipIfShort(t)
 	c := newTool(t, "run", "-postgres", "embedded", "-kafka", "local", "-pg-set", "wal_level=nonsense", "true")
 	require.Equal(t, 125, c.code(t))
@@ -299,6 +309,7 @@ func TestHalfFailedStartLeavesNothing(t *testing.T) {
 }
 
 func TestUpWritesAndRemovesAddresses(t *testing.T) {
+	t.Parallel()
 	skipIfShort(t)
 	c := newTool(t, "up", "-postgres", "embedded", "-kafka", "fake", "-env-file", "addresses")
 	file := filepath.Join(c.tmp, "addresses")
@@ -327,6 +338,7 @@ func TestUpWritesAndRemovesAddresses(t *testing.T) {
 }
 
 func TestGivenAddressMustAnswer(t *testing.T) {
+	t.Parallel()
 	c := newTool(t, "run", "true")
 	c.Env = append(c.Env, "OUTBOX_POSTGRES_URL=postgres://127.0.0.1:1/x", "OUTBOX_KAFKA_BROKERS=127.0.0.1:1")
 	require.Equal(t, 125, c.code(t))
@@ -334,6 +346,7 @@ func TestGivenAddressMustAnswer(t *testing.T) {
 }
 
 func TestExplicitModesDoNotFallBack(t *testing.T) {
+	t.Parallel()
 	c := newTool(t, "run", "-postgres", "none", "-kafka", "local", "true")
 	c.Env = append(c.Env, "PATH="+c.tmp, "JAVA_HOME=", "OUTBOX_KAFKA_BROKERS=127.0.0.1:1")
 	require.Equal(t, 125, c.code(t))
@@ -341,6 +354,7 @@ func TestExplicitModesDoNotFallBack(t *testing.T) {
 }
 
 func TestAutoWithoutJavaWarns(t *testing.T) {
+	t.Parallel()
 	c := newTool(t, "run", "-quiet", "-postgres", "none", "/usr/bin/env")
 	c.Env = append(c.Env, "PATH="+c.tmp, "JAVA_HOME=", "DOCKER_HOST=unix:///no-such-socket")
 	require.Equal(t, 0, c.code(t))
@@ -350,6 +364,7 @@ func TestAutoWithoutJavaWarns(t *testing.T) {
 
 // Where a real broker is wanted, an imitation is refused, wherever it comes from.
 func TestRealWithoutJavaFails(t *testing.T) {
+	t.Parallel()
 	for _, tt := range []struct {
 		want string
 		env  []string

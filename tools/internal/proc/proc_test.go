@@ -17,6 +17,7 @@ func shell(script string) proc.Command {
 }
 
 func TestErrorHoldsTheLastLines(t *testing.T) {
+	t.Parallel()
 	err := proc.Run(t.Context(), shell("seq 1 5000; echo the reason >&2; exit 3"))
 	var exit *exec.ExitError
 	require.ErrorAs(t, err, &exit)
@@ -28,6 +29,7 @@ func TestErrorHoldsTheLastLines(t *testing.T) {
 }
 
 func TestRunEndsWithItsContext(t *testing.T) {
+	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
 	time.AfterFunc(50*time.Millisecond, cancel)
 	require.ErrorIs(t, proc.Run(ctx, shell("exec sleep 60")), context.Canceled)
@@ -35,6 +37,7 @@ func TestRunEndsWithItsContext(t *testing.T) {
 
 // A child that keeps the output open would otherwise be waited for.
 func TestKillEndsChildren(t *testing.T) {
+	t.Parallel()
 	p, err := proc.Start(shell("sleep 60 & sleep 60 & wait"))
 	require.NoError(t, err)
 	time.Sleep(50 * time.Millisecond) // for the children; with fewer the test is only weaker
@@ -45,6 +48,7 @@ func TestKillEndsChildren(t *testing.T) {
 }
 
 func TestStopKillsWhatDoesNotEnd(t *testing.T) {
+	t.Parallel()
 	p, err := proc.Start(shell("trap '' TERM; echo ready; while :; do sleep 60; done"))
 	require.NoError(t, err)
 	require.Eventually(t, func() bool { return p.Tail() == "ready" }, 10*time.Second, time.Millisecond)
