@@ -37,6 +37,7 @@ func requireUnready(t testing.TB, c *outbox.Consumer, reason string) {
 
 // A consumer says what keeps it from handling events, and whether a restart helps.
 func TestConsumerHealth(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 2)
 	cable := &brokenDialer{}
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DialFunc = cable.dial })
@@ -74,6 +75,7 @@ func TestConsumerHealth(t *testing.T) {
 
 // While Kafka does not take offsets, the consumer is not ready.
 func TestConsumerHealthWithoutKafka(t *testing.T) {
+	t.Parallel()
 	s := newTill(t, 1)
 	cable := &brokenDialer{}
 	opts := append(testenv.KafkaOpts(s.brokers), kgo.Dialer(cable.dial))

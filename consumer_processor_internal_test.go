@@ -15,6 +15,7 @@ import (
 // The tasks of a batch run in the order of their records, those of batch handlers
 // after them, and those without a transaction not at all.
 func TestProcessBatchOrder(t *testing.T) {
+	t.Parallel()
 	var s *workerFixture
 	call := func(action string) func(context.Context, pgx.Tx, played, Metadata) error {
 		return func(_ context.Context, _ pgx.Tx, e played, _ Metadata) error {
@@ -44,6 +45,7 @@ func TestProcessBatchOrder(t *testing.T) {
 
 // Hooks hear of what is committed, and of nothing else.
 func TestProcessorNotifies(t *testing.T) {
+	t.Parallel()
 	var heard []string
 	hooks := ConsumerHooks{
 		Handled:  func(m Metadata, action string, _ time.Duration) { heard = append(heard, "handled "+m.Subject) },
@@ -69,6 +71,7 @@ func TestProcessorNotifies(t *testing.T) {
 
 // Whose fault an error is.
 func TestIsOutage(t *testing.T) {
+	t.Parallel()
 	for _, tt := range []struct {
 		name string
 		err  error
@@ -101,6 +104,7 @@ func TestIsOutage(t *testing.T) {
 }
 
 func TestErrorClass(t *testing.T) {
+	t.Parallel()
 	for want, err := range map[string]error{
 		"handler":        errPlayed,
 		"permanent":      fmt.Errorf("no: %w", Permanent(errPlayed)),
@@ -114,6 +118,7 @@ func TestErrorClass(t *testing.T) {
 
 // The wait doubles up to 30 s, or begins above it, less up to a fifth.
 func TestHandlerRetryWait(t *testing.T) {
+	t.Parallel()
 	p := &processor{cfg: HandlerConfig{RetryWait: time.Second}}
 	for n, longest := range map[int]time.Duration{1: time.Second, 2: 2 * time.Second, 5: 16 * time.Second, 6: 30 * time.Second, 1_000_000: 30 * time.Second} {
 		for range 100 {
@@ -128,6 +133,7 @@ func TestHandlerRetryWait(t *testing.T) {
 
 // The context of a handler carries what the event came with, and falls back on its own.
 func TestHandlerContext(t *testing.T) {
+	t.Parallel()
 	const trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 	outer := WithCorrelationID(t.Context(), "outer")
 	require.Equal(t, outer, handlerContext(outer, Metadata{}))

@@ -232,6 +232,7 @@ var workerPlays = []struct {
 // Three records arrive together. What becomes of them follows from what their
 // handlers, PostgreSQL and the dead-letter topic do; waits take no time here.
 func TestWorkerPlays(t *testing.T) {
+	t.Parallel()
 	for _, tt := range workerPlays {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -254,6 +255,7 @@ func TestWorkerPlays(t *testing.T) {
 
 // A retry waits, longer each time, and an outage does too, but less.
 func TestWorkerWaits(t *testing.T) {
+	t.Parallel()
 	for _, tt := range []struct {
 		name, handler, transactions string
 		least, most                 time.Duration
@@ -279,6 +281,7 @@ func TestWorkerWaits(t *testing.T) {
 // A handler that takes too long is a failure of the event, even if PostgreSQL is
 // unavailable by then.
 func TestWorkerTimesOut(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var attempts []int
 		s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: 1}}, HandleNoTx("SLOW", func(ctx context.Context, _ played, m Metadata) error {
@@ -297,6 +300,7 @@ func TestWorkerTimesOut(t *testing.T) {
 
 // A full queue pauses its partition until half of it is handled.
 func TestWorkerQueue(t *testing.T) {
+	t.Parallel()
 	s := newWorkerFixture(t, ConsumerConfig{MaxPoll: 5_000})
 	records := make([]*kgo.Record, queueRecords)
 	for i := range records {
@@ -322,6 +326,7 @@ func TestWorkerQueue(t *testing.T) {
 
 // run handles what is added until it is stopped.
 func TestWorkerRun(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		s := newWorkerFixture(t, ConsumerConfig{MaxPoll: 2})
 		go s.worker.run()

@@ -81,6 +81,7 @@ var someFailure = []failure{{
 // Whoever lost the lease can neither move the cursor nor record a failure,
 // whatever it believes about itself.
 func TestLostLeaseMovesNothing(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	l, p := d.opened(t)
 	d.takeOver(t)
@@ -101,6 +102,7 @@ func TestLostLeaseMovesNothing(t *testing.T) {
 // A move that meets a takeover in progress waits for it and then fails: had it
 // looked only at what was committed when it began, it would pass.
 func TestMoveWaitsForTakeover(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	l, p := d.opened(t)
 	for name, failures := range map[string][]failure{"move": nil, "move with a rejection": someFailure} {
@@ -133,6 +135,7 @@ func TestMoveWaitsForTakeover(t *testing.T) {
 // If the newest row vanished in a crash, or another process added one, the cursor is not
 // where the relay expects it.
 func TestChangedCursorIsStale(t *testing.T) {
+	t.Parallel()
 	for name, change := range map[string]string{
 		"vanished": `DELETE FROM {schema}.outbox_cursor WHERE id = (SELECT max(id) FROM {schema}.outbox_cursor)`,
 		"added": `INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
@@ -161,6 +164,7 @@ func TestChangedCursorIsStale(t *testing.T) {
 // A window does not change: what commits later is not in it, and what was
 // attempted of it is not read again by the next holder.
 func TestWindowIsResumed(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	l, err := d.leases.acquire(ctx)
 	require.NoError(t, err)
@@ -212,6 +216,7 @@ func ids(events []envelope) (all []int64) {
 
 // The poll of an idle relay neither locks nor writes nor takes a transaction id.
 func TestIdleOpen(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	l, err := d.leases.acquire(ctx)
 	require.NoError(t, err)
@@ -235,6 +240,7 @@ func TestIdleOpen(t *testing.T) {
 // A crash or a failover takes the row that announced the open window. Its ids may
 // be others' by now: nothing is read by them.
 func TestVanishedWindowIsNotRead(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	_, p := d.opened(t)
 	ids, err := d.cursors.remaining(ctx, p, 100)
@@ -252,6 +258,7 @@ func TestVanishedWindowIsNotRead(t *testing.T) {
 
 // A statement that was prepared and then fails has no columns to read.
 func TestReadsThatFail(t *testing.T) {
+	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	l, p := d.opened(t)
 	failed := newFailedStore(d.db, d.schema, "default", false)
@@ -276,6 +283,7 @@ func TestReadsThatFail(t *testing.T) {
 
 // Every constructor completes every statement.
 func TestStatementsAreComplete(t *testing.T) {
+	t.Parallel()
 	c, l, r := newCursors(nil, "s", "r"), newLeases(nil, "s", "r", 1), newRetention(nil, "s", RetentionConfig{})
 	for _, sql := range []string{c.sqlLoad, c.sqlSeed, c.sqlOpen, c.sqlMove, c.sqlMoveFailed, c.sqlIDs, c.sqlFetch, c.sqlRebaseLook, c.sqlRebase, c.sqlRebaseProof,
 		l.peek, l.take, l.renewal, l.release, r.sqlPublished, r.sqlArchived, r.sqlCursors, r.sqlResolved, r.sqlProof} {
@@ -285,6 +293,7 @@ func TestStatementsAreComplete(t *testing.T) {
 }
 
 func TestSnapshotMax(t *testing.T) {
+	t.Parallel()
 	require.Equal(t, "1", tables.SnapshotMax("1:1:"))
 	require.Equal(t, "30", tables.SnapshotMax("10:30:10,12,29"))
 }

@@ -24,6 +24,7 @@ import (
 
 // internal serves the packages around it and knows none of them.
 func TestInternalImports(t *testing.T) {
+	t.Parallel()
 	for _, dir := range packageDirs(t) {
 		if !strings.HasPrefix(dir, "internal") {
 			continue
@@ -38,6 +39,7 @@ func TestInternalImports(t *testing.T) {
 
 // Every package says what it is, and every exported name what it means.
 func TestPackageDocs(t *testing.T) {
+	t.Parallel()
 	for _, dir := range packageDirs(t) {
 		fset := token.NewFileSet()
 		var files []*ast.File
@@ -119,6 +121,7 @@ var allowedModules = map[string]string{
 // of its own: the OpenTelemetry API alone was 8 modules and 27 packages. The command
 // is in this module because it links nothing else.
 func TestDeps(t *testing.T) {
+	t.Parallel()
 	out, err := exec.Command("go", "list", "-deps", "-f", "{{with .Module}}{{.Path}}{{end}}", ".", "./cmd/outbox", "./outboxadmin", "./outboxdlq", "./outboxhttp", "./outboxops", "./outboxtopics").Output()
 	require.NoError(t, err)
 	require.NotEmpty(t, out)
@@ -129,6 +132,7 @@ func TestDeps(t *testing.T) {
 
 // Every statement is one that PostgreSQL understands.
 func TestQueries(t *testing.T) {
+	t.Parallel()
 	db, schema := testenv.Schema(t)
 	require.NoError(t, outbox.Migrate(background, db, outbox.MigrateConfig{Schema: schema}))
 	conn, err := db.Acquire(background)

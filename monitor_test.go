@@ -89,6 +89,7 @@ func (h *house) dead(t *testing.T, cfg outbox.RelayConfig) (event oracle.Event) 
 }
 
 func TestAlertConfig(t *testing.T) {
+	t.Parallel()
 	_, err := outbox.NewRelay(nil, nil, outbox.RelayConfig{Schema: "$user", Alerts: outbox.AlertConfig{
 		Interval: -1, ReportInterval: -1, DeadThreshold: -1, StaleAfter: -1, StalePending: 1_000_000,
 	}})
@@ -100,6 +101,7 @@ func TestAlertConfig(t *testing.T) {
 // A relay alerts to a death once, however often the alerter must be called; to many dead
 // events again when there are more; and when they are resolved.
 func TestDeadEventsAreAlertedTo(t *testing.T) {
+	t.Parallel()
 	h, _ := poisonedHouse(t)
 	box := &mailbox{fails: 2}
 	cfg := patiently()
@@ -139,6 +141,7 @@ func TestDeadEventsAreAlertedTo(t *testing.T) {
 
 // It does not wait for the next check.
 func TestDeadEventIsAlertedToAtOnce(t *testing.T) {
+	t.Parallel()
 	h, _ := poisonedHouse(t)
 	box := &mailbox{}
 	cfg := patiently()
@@ -149,6 +152,7 @@ func TestDeadEventIsAlertedToAtOnce(t *testing.T) {
 
 // Of two relays that have a leader, the first alerts to a third that has none.
 func TestRelayWithoutLeader(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	led := map[string]*mailbox{"a": {}, "b": {}}
 	gone := quick
@@ -182,6 +186,7 @@ func (h *house) away(t *testing.T, cfg outbox.RelayConfig) *outbox.Relay {
 }
 
 func TestOpenBreakerIsAlertedTo(t *testing.T) {
+	t.Parallel()
 	h := newHouse(t)
 	h.commit(t, numbered("a", 1, 10)...)
 	box := &mailbox{}
@@ -201,6 +206,7 @@ func TestOpenBreakerIsAlertedTo(t *testing.T) {
 
 // A report has what failed, by type and class; without failures there is none.
 func TestReports(t *testing.T) {
+	t.Parallel()
 	h, _ := poisonedHouse(t)
 	box := &mailbox{}
 	cfg := patiently()
@@ -220,6 +226,7 @@ func TestReports(t *testing.T) {
 
 // Lines of the log have what operators search for.
 func TestLogAlerter(t *testing.T) {
+	t.Parallel()
 	var out strings.Builder
 	log := outbox.LogAlerter{Logger: slog.New(slog.NewTextHandler(&out, nil))}
 	require.NoError(t, log.Alert(background, outbox.Alert{

@@ -71,6 +71,7 @@ func roomOf(t *testing.T, file string) int {
 // A file uses its own room and the rooms that this one names, by what the type
 // checker sees: functions, types, methods and fields.
 func TestRooms(t *testing.T) {
+	t.Parallel()
 	for i, r := range rooms {
 		for _, used := range strings.Fields(r.uses) {
 			require.True(t, slices.ContainsFunc(rooms[:i], func(above room) bool { return strings.Contains(above.name, used) }), "%s uses %s, which does not stand above it", r.name, used)
@@ -90,6 +91,7 @@ func TestRooms(t *testing.T) {
 
 // Files that use each other in a circle can only be read together.
 func TestCircles(t *testing.T) {
+	t.Parallel()
 	const most = 13
 	largest := 0
 	for _, circle := range circles(typeCheck(t).uses) {
@@ -104,6 +106,7 @@ func TestCircles(t *testing.T) {
 
 // Pure rooms import neither pgx nor franz-go, and only the engines write logs.
 func TestRoomImports(t *testing.T) {
+	t.Parallel()
 	for name, file := range sources(t, ".") {
 		r := rooms[roomOf(t, name)]
 		for _, spec := range file.Imports {
@@ -118,6 +121,7 @@ func TestRoomImports(t *testing.T) {
 
 // The root package stays one that can be looked over.
 func TestSize(t *testing.T) {
+	t.Parallel()
 	const mostFiles, mostTypes = 47, 49
 	require.LessOrEqual(t, len(sources(t, ".")), mostFiles, "files that are not tests")
 	scope, exported := typeCheck(t).pkg.Scope(), 0

@@ -64,6 +64,7 @@ func ExampleDecode() {
 }
 
 func TestExamples(t *testing.T) {
+	// Not parallel: it sets the variables that the examples share.
 	kafka, dlq = []kgo.Opt{kgo.SeedBrokers(testenv.Brokers(t)...)}, "examples-"+uuid.NewString()+".dlq"
 	testenv.CreateTopic(t, testenv.Brokers(t), dlq, 1)
 	ExampleRead()

@@ -31,6 +31,7 @@ func probe(t *testing.T, parts ...outboxhttp.Part) (live, ready int, body string
 
 // A probe fails if one of the relays does, and the body says why.
 func TestProbes(t *testing.T) {
+	t.Parallel()
 	well := fakeRelay{Relay: "a", Live: true, Ready: true, Leading: true}
 	ill := fakeRelay{Relay: "b", Live: true, Breaker: outbox.BreakerOpen, Reasons: []string{"the circuit breaker is open"}}
 	live, ready, body := probe(t)
@@ -50,6 +51,7 @@ func TestProbes(t *testing.T) {
 
 // Consumers count like relays.
 func TestProbesOfConsumers(t *testing.T) {
+	t.Parallel()
 	relay := fakeRelay{Relay: "a", Live: true, Ready: true}
 	well := fakeConsumer{Group: "sales", Live: true, Ready: true, Partitions: 4}
 	live, ready, body := probe(t, outboxhttp.Relay(relay), outboxhttp.Consumer(well))

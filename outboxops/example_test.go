@@ -106,6 +106,7 @@ func ExampleMonitor_Run() {
 }
 
 func TestExamples(t *testing.T) {
+	// Not parallel: it sets the variables that the examples share.
 	ctx, db = t.Context(), testenv.OtherDatabase(t)
 	require.NoError(t, outbox.Migrate(ctx, db, outbox.MigrateConfig{}))
 	ExampleFailures_RetryAll()

@@ -29,6 +29,7 @@ var failureIDTests = []struct {
 }
 
 func TestParseFailureID(t *testing.T) {
+	t.Parallel()
 	id, err := outboxops.ParseFailureID("relay-17")
 	require.NoError(t, err)
 	require.Equal(t, outboxops.FailureID{Kind: outboxops.KindRelay, Number: 17}, id)
@@ -44,6 +45,7 @@ func TestParseFailureID(t *testing.T) {
 }
 
 func TestFailureIDAsText(t *testing.T) {
+	t.Parallel()
 	for id, text := range map[outboxops.FailureID]string{{}: `""`, {Kind: outboxops.KindRelay, Number: 17}: `"relay-17"`} {
 		data, err := json.Marshal(id)
 		require.NoError(t, err)
@@ -57,6 +59,7 @@ func TestFailureIDAsText(t *testing.T) {
 
 // An id or a kind that cannot be is refused before the database is asked.
 func TestFailuresRefuseIDs(t *testing.T) {
+	t.Parallel()
 	db, schema := testenv.Schema(t)
 	f, err := outboxops.NewFailures(db, outboxops.FailuresConfig{Schema: schema})
 	require.NoError(t, err)

@@ -67,6 +67,7 @@ func (h *opsFixture) actions(t *testing.T, f *outboxops.Failures, id outboxops.F
 
 // What an operator sees of a dead event, and that it is sent when Kafka takes it.
 func TestRetryDeadEvent(t *testing.T) {
+	t.Parallel()
 	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	event, _ := h.dead(t, patiently(), numbered("bad", 2, 3)...)
@@ -98,6 +99,7 @@ func TestRetryDeadEvent(t *testing.T) {
 
 // A dead event that is retried goes before the later ones of its key that wait.
 func TestRetryKeepsTheOrderOfTheKey(t *testing.T) {
+	t.Parallel()
 	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	second := poison("bad", 2)
@@ -123,6 +125,7 @@ func TestRetryKeepsTheOrderOfTheKey(t *testing.T) {
 
 // What is resolved is never sent, and what waits behind it goes on.
 func TestResolveFailedEvent(t *testing.T) {
+	t.Parallel()
 	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	testenv.Run(t, h.relay(t, quick).Run)
@@ -148,6 +151,7 @@ func TestResolveFailedEvent(t *testing.T) {
 
 // A parked event is not retried: the one in front of it is.
 func TestRetryOfAParkedEvent(t *testing.T) {
+	t.Parallel()
 	h, _ := newPoisonedFixture(t)
 	f := h.operator(t)
 	testenv.Run(t, h.relay(t, quick).Run)
@@ -161,6 +165,7 @@ func TestRetryOfAParkedEvent(t *testing.T) {
 // A key that is held sends nothing, though Kafka would take it, until it is
 // released; others go on.
 func TestHoldKey(t *testing.T) {
+	t.Parallel()
 	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	stop := testenv.Run(t, h.relay(t, quick).Run)
@@ -187,12 +192,14 @@ func TestHoldKey(t *testing.T) {
 	requireArrival(t, reader, events...)
 	requireInOrder(t, reader, events)
 	require.Equal(t, []string{"kim hold bad", "kim release bad"}, h.actions(t, f, outboxops.FailureID{}))
+	h.awaitStatuses(t, map[string]int{}) // the rows go when the events have arrived
 	require.ErrorIs(t, f.Hold(background, "default", h.topic, "bad", kim), outboxops.ErrNotFound)
 	require.ErrorIs(t, f.Release(background, "default", h.topic, "bad", kim), outboxops.ErrNotFound)
 }
 
 // Under HoldDead a key can go on without its dead event, which stays dead.
 func TestReleaseKeyOfDeadEvent(t *testing.T) {
+	t.Parallel()
 	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	cfg := patiently()
@@ -211,6 +218,7 @@ func TestReleaseKeyOfDeadEvent(t *testing.T) {
 
 // Holding a dead event's key, which had passed it, holds later events too.
 func TestHoldKeyOfDeadEvent(t *testing.T) {
+	t.Parallel()
 	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	h.dead(t, patiently())
@@ -226,6 +234,7 @@ func TestHoldKeyOfDeadEvent(t *testing.T) {
 }
 
 func TestEditDeadEvent(t *testing.T) {
+	t.Parallel()
 	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	event, _ := h.dead(t, patiently())
@@ -254,6 +263,7 @@ func TestEditDeadEvent(t *testing.T) {
 // Dead events of a class in RetryDeadAfter have all their tries again after a while, and
 // an audit row.
 func TestRetryDeadAfter(t *testing.T) {
+	t.Parallel()
 	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	cfg := patiently()
@@ -281,6 +291,7 @@ SELECT i, (ARRAY['order-events','user-events'])[1 + i % 2] || '/key/' || i % 10,
 }
 
 func TestListFailedEvents(t *testing.T) {
+	t.Parallel()
 	h := newFixture(t)
 	f := h.operator(t)
 	h.insertFailed(t, 300)
@@ -350,6 +361,7 @@ func TestListFailedEvents(t *testing.T) {
 }
 
 func TestRetryAndResolveAll(t *testing.T) {
+	t.Parallel()
 	h := newFixture(t)
 	f := h.operator(t)
 	h.insertFailed(t, 1000)
@@ -387,6 +399,7 @@ func TestRetryAndResolveAll(t *testing.T) {
 }
 
 func TestFailuresRefuse(t *testing.T) {
+	t.Parallel()
 	db, schema := testenv.Schema(t)
 	_, err := outboxops.NewFailures(nil, outboxops.FailuresConfig{Schema: strings.Repeat("x", 64)})
 	require.ErrorContains(t, err, "pool")

@@ -67,6 +67,7 @@ func explain(t *testing.T, tx pgx.Tx, statement string) (buffers int, plan strin
 // Pages and monitors look every few seconds. The cost of a look must not grow with the
 // published events, nor with the history of the cursor.
 func TestInspectionOverManyRows(t *testing.T) {
+	// Not parallel: it counts the buffers that PostgreSQL touches.
 	const published, moved, fresh, parked = 200_000, 20_000, 100, 2000
 	d, ctx := newTables(t), context.Background()
 	for _, table := range []string{"outbox", "outbox_cursor", "outbox_failed"} {

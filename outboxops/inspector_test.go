@@ -40,6 +40,7 @@ func (h *opsFixture) relayStatus(t testing.TB, name string) (status outbox.Relay
 }
 
 func TestInspectorConfig(t *testing.T) {
+	t.Parallel()
 	_, err := outboxops.NewInspector(nil, outboxops.InspectorConfig{Schema: "$user"})
 	require.ErrorIs(t, err, outbox.ErrNilArgument)
 	require.ErrorContains(t, err, "Schema")
@@ -49,6 +50,7 @@ func TestInspectorConfig(t *testing.T) {
 // What a relay has to do is seen from outside: before it ever ran nothing, then what
 // came since it stopped, whatever is open.
 func TestInspectRelays(t *testing.T) {
+	t.Parallel()
 	h := newFixture(t)
 	i := h.inspector(t)
 	all, err := i.Relays(background)
@@ -87,6 +89,7 @@ func TestInspectRelays(t *testing.T) {
 // Of an open window only what is left is pending; rows of outbox_failed are counted
 // by their status.
 func TestInspectOpenWindow(t *testing.T) {
+	t.Parallel()
 	h := newFixture(t)
 	testenv.RealBrokers(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "2000")
@@ -113,6 +116,7 @@ func TestInspectOpenWindow(t *testing.T) {
 }
 
 func TestInspectProgress(t *testing.T) {
+	t.Parallel()
 	h := newFixture(t)
 	i := h.inspector(t)
 	since := time.Now().Add(-10 * time.Second)
@@ -150,6 +154,7 @@ func TestInspectProgress(t *testing.T) {
 // Who blocks: the oldest transaction, with what it does, and whether events wait in
 // it; a prepared one too.
 func TestInspectTransactions(t *testing.T) {
+	t.Parallel()
 	h := newFixture(t)
 	i := h.inspector(t)
 	mine := func() (found []outboxops.OpenTransaction) {
@@ -188,6 +193,7 @@ func TestInspectTransactions(t *testing.T) {
 }
 
 func TestInspectEvents(t *testing.T) {
+	t.Parallel()
 	h := newFixture(t)
 	i := h.inspector(t)
 	ctx := outbox.WithCorrelationID(background, "order-7")
@@ -251,6 +257,7 @@ func TestInspectEvents(t *testing.T) {
 
 // Partitions come with their ranges, without gaps; a plain table has none.
 func TestInspectPartitions(t *testing.T) {
+	t.Parallel()
 	none, err := newFixture(t).inspector(t).Partitions(background)
 	require.NoError(t, err)
 	require.Empty(t, none)
@@ -279,6 +286,7 @@ func TestInspectPartitions(t *testing.T) {
 
 // Tail sees events when they are committed, the late ones too, and nothing of before.
 func TestInspectTail(t *testing.T) {
+	t.Parallel()
 	h := newFixture(t)
 	h.commit(t, numbered("before", 1, 3)...)
 	late, err := h.db.Begin(background)
@@ -325,6 +333,7 @@ func TestInspectTail(t *testing.T) {
 
 // A loop that ends ends the tail, and gives its connection back.
 func TestInspectTailEnds(t *testing.T) {
+	t.Parallel()
 	h := newFixture(t)
 	done := make(chan int, 1)
 	go func() {
@@ -351,6 +360,7 @@ func TestInspectTailEnds(t *testing.T) {
 
 // An error comes without an event, and ends the tail.
 func TestInspectTailFails(t *testing.T) {
+	t.Parallel()
 	db, schema := testenv.Schema(t)
 	i, err := outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: schema})
 	require.NoError(t, err)
@@ -365,6 +375,7 @@ func TestInspectTailFails(t *testing.T) {
 
 // Topics are those of rows and of types, of what is recorded and of what has failed.
 func TestInspectTopics(t *testing.T) {
+	t.Parallel()
 	h, _ := newPoisonedFixture(t)
 	all, err := h.inspector(t).Topics(background)
 	require.NoError(t, err)

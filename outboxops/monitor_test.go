@@ -74,6 +74,7 @@ func (h *opsFixture) monitor(t *testing.T, alerts outbox.AlertConfig) *outboxops
 }
 
 func TestMonitorConfig(t *testing.T) {
+	t.Parallel()
 	_, err := outboxops.NewMonitor(nil, outboxops.MonitorConfig{Schema: "$user", Alerts: outbox.AlertConfig{
 		Interval: -1, ReportInterval: -1, DeadThreshold: -1, StaleAfter: -1, StalePending: 1_000_000,
 	}})
@@ -86,6 +87,7 @@ func TestMonitorConfig(t *testing.T) {
 // A monitor alerts once to events that wait for too long and to a relay that no process
 // runs, and once more when that is over.
 func TestStaleEventsAreAlertedTo(t *testing.T) {
+	t.Parallel()
 	h := newFixture(t)
 	reader := h.follow(t)
 	box := &mailbox{}
@@ -115,6 +117,7 @@ func TestStaleEventsAreAlertedTo(t *testing.T) {
 
 // A standby needs a moment to take over: one look without a leader is no alert.
 func TestBriefAbsenceOfALeader(t *testing.T) {
+	t.Parallel()
 	h := newFixture(t)
 	stop := testenv.Run(t, h.relay(t, quick).Run)
 	require.Eventually(t, func() bool { return h.relayStatus(t, "default").Holder != "" }, testenv.Patience, 5*time.Millisecond)
@@ -133,6 +136,7 @@ func TestBriefAbsenceOfALeader(t *testing.T) {
 
 // A monitor waits for PostgreSQL, but not for tables.
 func TestMonitorWithoutTables(t *testing.T) {
+	t.Parallel()
 	h := newFixture(t)
 	_, err := h.db.Exec(background, h.sql(`DROP TABLE {schema}.outbox_cursor`))
 	require.NoError(t, err)

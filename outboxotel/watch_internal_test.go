@@ -40,11 +40,19 @@ type handled struct{ errs []error }
 
 func (h *handled) Handle(err error) { h.errs = append(h.errs, err) }
 
+// setErrorHandler sets the handler of the process until the test ends.
+func setErrorHandler(t *testing.T, h otel.ErrorHandler) {
+	before := otel.GetErrorHandler()
+	otel.SetErrorHandler(h)
+	t.Cleanup(func() { otel.SetErrorHandler(before) })
+}
+
 // The database is queried once in an interval, also if that fails. An error is reported
 // once, and the metrics of the failed query are missing.
 func TestWatchSparingly(t *testing.T) {
+	// Not parallel: it sets the error handler of the process.
 	var reported handled
-	otel.SetErrorHandler(&reported)
+	setErrorHandler(t, &reported)
 	synctest.Test(t, func(t *testing.T) {
 		reader := sdk.NewManualReader()
 		tel, err := New(Config{MeterProvider: sdk.NewMeterProvider(sdk.WithReader(reader)), Interval: 10 * time.Second})
@@ -76,8 +84,9 @@ func TestWatchSparingly(t *testing.T) {
 
 // Queries run at the same time, and one that takes too long adds Timeout.
 func TestWatchIsBounded(t *testing.T) {
+	// Not parallel: it sets the error handler of the process.
 	var reported handled
-	otel.SetErrorHandler(&reported)
+	setErrorHandler(t, &reported)
 	synctest.Test(t, func(t *testing.T) {
 		reader := sdk.NewManualReader()
 		tel, err := New(Config{MeterProvider: sdk.NewMeterProvider(sdk.WithReader(reader)), Timeout: 2 * time.Second})

@@ -79,6 +79,7 @@ func ExampleDrain() {
 
 // The examples need a test that runs them.
 func TestExamples(running *testing.T) {
+	// Not parallel: it sets the variables that the examples share.
 	t, db = running, testenv.OtherDatabase(running)
 	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{}))
 	_, err := db.Exec(t.Context(), `CREATE TABLE seats_taken (seat text NOT NULL)`)

@@ -66,6 +66,7 @@ func ExampleDifference() {
 }
 
 func TestExamples(t *testing.T) {
+	// Not parallel: it sets the variables that the examples share.
 	kafka = []kgo.Opt{kgo.SeedBrokers(testenv.Brokers(t)...)}
 	domain := strings.ReplaceAll(uuid.NewString(), "-", "")
 	var err error

@@ -142,6 +142,7 @@ func deep(before, after string, n int) string {
 
 // Check agrees with PostgreSQL.
 func TestJSONB(t *testing.T) {
+	t.Parallel()
 	pg := testenv.Pool(t, nil)
 	for _, tt := range jsonbTests {
 		t.Run(tt.name, func(t *testing.T) {
@@ -160,6 +161,7 @@ func TestJSONB(t *testing.T) {
 // PostgreSQL 15 rejects the exponent 2^30-1 (INT_MAX/2) whatever the digits, also if they
 // are zero; 18 does not. Check rejects it for all versions.
 func TestJSONBLargestExponent(t *testing.T) {
+	t.Parallel()
 	for _, text := range []string{`0e1073741823`, `[0.0e+01073741823]`, `1e1073741823`, `0e99999999999999999999`} {
 		_, err := Check([]byte(text))
 		require.ErrorIs(t, err, check.ErrJSON, text)
@@ -169,6 +171,7 @@ func TestJSONBLargestExponent(t *testing.T) {
 
 // Our limit is lower than PostgreSQL's, which depends on its stack.
 func TestJSONBDepth(t *testing.T) {
+	t.Parallel()
 	pg := testenv.Pool(t, nil)
 	for _, text := range []string{deep("[", "]", 1001), deep(`{"a":`, `}`, 1001), deep(`[{"a":`, `}]`, 501)} {
 		_, err := Check([]byte(text))
@@ -219,6 +222,7 @@ var sizeTests = []struct {
 
 // The size is what jsonb prints, but for a sign and a point of each number.
 func TestJSONBSize(t *testing.T) {
+	t.Parallel()
 	pg := testenv.Pool(t, nil)
 	for _, tt := range sizeTests {
 		size, err := Check([]byte(tt.text))
@@ -231,6 +235,7 @@ func TestJSONBSize(t *testing.T) {
 
 // Thousands of random texts. Repeat a failure with its seed.
 func TestJSONBRandom(t *testing.T) {
+	t.Parallel()
 	pg := testenv.Pool(t, nil)
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -409,6 +414,7 @@ func (g jsonMaker) damaged(text string) string {
 
 // The generator makes valid and invalid texts, and not always the same.
 func TestJSONMaker(t *testing.T) {
+	t.Parallel()
 	g := jsonMaker{rand.New(rand.NewPCG(1, 2))}
 	seen := map[string]int{}
 	for range 2000 {

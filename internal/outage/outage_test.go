@@ -16,6 +16,7 @@ var errDown = errors.New("down")
 
 // What fails is current, since its first failure, until it works again.
 func TestCurrent(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		logs := outage.NewLogs(slog.New(slog.DiscardHandler))
 		require.Empty(t, logs.Current())
@@ -38,6 +39,7 @@ func TestCurrent(t *testing.T) {
 
 // A failure that began before the last success is out of date.
 func TestLateFailure(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		logs := outage.NewLogs(slog.New(slog.DiscardHandler))
 		logs.Report("a", time.Now(), errDown)

@@ -92,6 +92,7 @@ func (f *watchFixture) check(t *testing.T) string {
 
 // What holds is delivered once, again when it is worse, and when it is over.
 func TestConditions(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := newFixture(watch.Settings{DeadThreshold: 3, StalePending: 5, StaleAfter: time.Minute, ReportInterval: math.MaxInt64}, "default")
 		relay := &f.store.relays[0]
@@ -125,6 +126,7 @@ func TestConditions(t *testing.T) {
 
 // A standby needs a moment to take over, so one check without a leader is no alert.
 func TestLeader(t *testing.T) {
+	t.Parallel()
 	f := newFixture(watch.Settings{}, "")
 	relay := &f.store.relays[0]
 	relay.Holder = ""
@@ -145,6 +147,7 @@ func TestLeader(t *testing.T) {
 // Of the relays that have a leader, the first watches those that have none, and each
 // its own events.
 func TestWhoWatches(t *testing.T) {
+	t.Parallel()
 	for relay, want := range map[string]string{
 		"":  "a many_dead_events, b many_dead_events, c many_dead_events, c no_leader",
 		"a": "a many_dead_events, c no_leader",
@@ -160,6 +163,7 @@ func TestWhoWatches(t *testing.T) {
 
 // Each death is delivered once, those before the first check only if they are recent.
 func TestDeaths(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := newFixture(watch.Settings{Interval: time.Minute, ReportInterval: math.MaxInt64}, "default")
 		f.store.die(5)
@@ -186,6 +190,7 @@ func TestDeaths(t *testing.T) {
 
 // An alert that is not delivered comes again, and nothing is lost.
 func TestFailedDelivery(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := newFixture(watch.Settings{DeadThreshold: 1, ReportInterval: time.Minute}, "default")
 		f.store.relays[0].Dead = 2
@@ -204,6 +209,7 @@ func TestFailedDelivery(t *testing.T) {
 
 // Reports come at intervals, and only if there is something to report.
 func TestReports(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := newFixture(watch.Settings{ReportInterval: time.Hour}, "")
 		f.store.relays = append(f.store.relays, tables.Relay{Name: "other", Holder: "x"})
@@ -229,6 +235,7 @@ func TestReports(t *testing.T) {
 
 // What PostgreSQL refuses ends the check, and changes nothing.
 func TestStoreFails(t *testing.T) {
+	t.Parallel()
 	f := newFixture(watch.Settings{DeadThreshold: 1}, "")
 	f.store.relays[0].Dead, f.store.err = 1, errors.New("connection refused")
 	require.ErrorIs(t, f.Check(t.Context()), f.store.err)
@@ -238,6 +245,7 @@ func TestStoreFails(t *testing.T) {
 }
 
 func TestSettings(t *testing.T) {
+	t.Parallel()
 	require.NoError(t, watch.Settings{}.Validate())
 	want := watch.Settings{Interval: time.Minute, ReportInterval: 10 * time.Minute, DeadThreshold: 10, StaleAfter: 5 * time.Minute, StalePending: 100}
 	require.Equal(t, want, watch.Settings{}.WithDefaults())
