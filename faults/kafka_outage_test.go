@@ -244,6 +244,9 @@ func (s *site) deleteTopic(t *testing.T) {
 // The broker is shut down and started again while events flow.
 func TestKafkaRestarted(t *testing.T) {
 	t.Parallel()
+	if testing.Short() {
+		t.Skip("-short: needs a real Kafka")
+	}
 	kafka, err := kafkaserver.Start(t.Context(), kafkaserver.Config{Progress: t.Output()})
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, kafka.Stop(context.Background())) })

@@ -45,6 +45,7 @@ type test struct {
 	lines  []string // its output, dropped when it passes
 	result string   // pass, fail, skip; "" until it has ended
 	began  time.Time
+	paused bool // waits for its turn among parallel tests
 }
 
 // event is one line of go test -json.
@@ -173,6 +174,10 @@ func (m *module) testEvent(e event) {
 		case !chatter.MatchString(e.Output):
 			t.lines = append(t.lines, e.Output)
 		}
+	case "pause":
+		t.paused = true
+	case "cont":
+		t.paused, t.began = false, time.Now()
 	case "fail":
 		m.printLate(t.lines)
 		t.result = e.Action
@@ -198,7 +203,7 @@ func (m *module) beat() {
 			switch {
 			case t.result != "":
 				done++
-			case p.result == "" && !strings.Contains(t.name, "/"):
+			case p.result == "" && !t.paused && !strings.Contains(t.name, "/"):
 				running = append(running, fmt.Sprintf("%s for %.0f s", t.name, time.Since(t.began).Seconds()))
 			}
 		}
