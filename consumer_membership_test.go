@@ -379,10 +379,10 @@ func (s *till) expel(t testing.TB, group, clientID string) {
 	require.NoError(t, err)
 	for _, m := range described.Groups[0].Members {
 		if m.ClientID == clientID {
-			leave := kmsg.NewPtrLeaveGroupRequest()
-			leave.Group = group
-			leave.Members = []kmsg.LeaveGroupRequestMember{{MemberID: m.MemberID}}
-			left, err := leave.RequestWith(background, client)
+			request := kmsg.NewPtrLeaveGroupRequest()
+			request.Group = group
+			request.Members = []kmsg.LeaveGroupRequestMember{{MemberID: m.MemberID}}
+			left, err := request.RequestWith(background, client)
 			require.NoError(t, err)
 			require.NoError(t, kerr.ErrorForCode(left.ErrorCode))
 			return

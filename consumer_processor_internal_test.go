@@ -73,11 +73,11 @@ func TestProcessorNotifies(t *testing.T) {
 func TestIsOutage(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct {
-		name string
-		err  error
-		kind handlerKind
-		away bool // there is no connection to be had
-		want bool
+		name        string
+		err         error
+		kind        handlerKind
+		unavailable bool // there is no connection to be had
+		want        bool
 	}{
 		{"a handler's error", errPlayed, inTx, true, false},
 		{"that of a handler without a transaction", errPlayed, noTx, false, false},
@@ -92,12 +92,12 @@ func TestIsOutage(t *testing.T) {
 		{"a lost connection and no other", &connectionError{err: errPlayed}, inTx, true, true},
 	} {
 		s := newWorkerFixture(t, ConsumerConfig{})
-		if tt.away {
+		if tt.unavailable {
 			s.transactions = "o"
 		}
 		require.Equal(t, tt.want, s.worker.processor.isOutage(t.Context(), tt.err, tt.kind), tt.name)
 		s.worker.processor.store = nil
-		if tt.kind == noTx && tt.away {
+		if tt.kind == noTx && tt.unavailable {
 			require.False(t, s.worker.processor.isOutage(t.Context(), tt.err, tt.kind), "%s: there is no PostgreSQL", tt.name)
 		}
 	}

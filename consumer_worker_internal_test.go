@@ -127,8 +127,8 @@ func (s *workerFixture) produce(_ context.Context, r *kgo.Record) error {
 	return nil
 }
 
-// act is what every handler does.
-func (s *workerFixture) act(ctx context.Context, e played, m Metadata) error {
+// handle is what every handler does.
+func (s *workerFixture) handle(ctx context.Context, e played, m Metadata) error {
 	s.current = append(s.current, fmt.Sprint(e.Name, m.Attempt))
 	play := s.handlers[e.Name]
 	sign := next(&play)
@@ -157,7 +157,7 @@ func newWorkerFixture(t *testing.T, cfg ConsumerConfig, handlers ...Handler) *wo
 	s.events, err = NewRegistry("shop", Event("test.play.acted.v1", "Play", played.name))
 	require.NoError(t, err)
 	if len(handlers) == 0 {
-		handlers = []Handler{Handle("ACTED", func(ctx context.Context, _ pgx.Tx, e played, m Metadata) error { return s.act(ctx, e, m) })}
+		handlers = []Handler{Handle("ACTED", func(ctx context.Context, _ pgx.Tx, e played, m Metadata) error { return s.handle(ctx, e, m) })}
 	}
 	cfg.Group, cfg.Logger = "g", slog.New(slog.DiscardHandler)
 	cfg = cfg.withDefaults()

@@ -113,7 +113,7 @@ func busiest(t *testing.T, plan string) int {
 
 // What an operator resolves while it is on its way stays resolved, whatever Kafka
 // says of it.
-func TestSettleLeavesWhatIsResolved(t *testing.T) {
+func TestFinishSkipsWhatIsResolved(t *testing.T) {
 	t.Parallel()
 	d, ctx := newDesk(t), context.Background()
 	failed := newFailedStore(d.db, d.schema, "default", false)

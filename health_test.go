@@ -65,7 +65,7 @@ func TestHealthOfARelayThatHasEnded(t *testing.T) {
 func TestHealthWithoutKafka(t *testing.T) {
 	t.Parallel()
 	h := newHouse(t)
-	open := h.away(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{OpenFor: time.Hour}})
+	open := h.unreachableRelay(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{OpenFor: time.Hour}})
 	stop := testenv.Run(t, open.Run)
 	require.Eventually(t, func() bool { return open.Health().Leading }, testenv.Patience, 5*time.Millisecond)
 	for began := time.Now(); time.Since(began) < 1500*time.Millisecond; time.Sleep(10 * time.Millisecond) { // longer than its lease
@@ -75,7 +75,7 @@ func TestHealthWithoutKafka(t *testing.T) {
 	require.Equal(t, outbox.BreakerOpen, awaitHealth(t, open, true, false, "the circuit breaker is open", "Kafka fails since").Breaker)
 	stop()
 
-	closed := h.away(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{Window: 10_000, MinCalls: 10_000}})
+	closed := h.unreachableRelay(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{Window: 10_000, MinCalls: 10_000}})
 	testenv.Run(t, closed.Run)
 	awaitHealth(t, closed, true, false, "nothing has moved for", "Kafka fails since")
 }

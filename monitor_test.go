@@ -175,8 +175,8 @@ func TestRelayWithoutLeader(t *testing.T) {
 	require.Empty(t, led["b"].received(outbox.AlertNoLeader))
 }
 
-// away is a relay whose Kafka is not there.
-func (h *house) away(t *testing.T, cfg outbox.RelayConfig) *outbox.Relay {
+// unreachableRelay returns a relay whose broker does not exist.
+func (h *house) unreachableRelay(t *testing.T, cfg outbox.RelayConfig) *outbox.Relay {
 	t.Helper()
 	cfg.Schema, cfg.Logger = h.schema, slog.New(slog.DiscardHandler)
 	cfg.DeliveryTimeout, cfg.SendTimeout, cfg.Lease = time.Second, 1100*time.Millisecond, 1200*time.Millisecond
@@ -191,7 +191,7 @@ func TestOpenBreakerIsAlertedTo(t *testing.T) {
 	h.commit(t, numbered("a", 1, 10)...)
 	box := &mailbox{}
 	var opens atomic.Int32
-	testenv.Run(t, h.away(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{OpenFor: 50 * time.Millisecond},
+	testenv.Run(t, h.unreachableRelay(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{OpenFor: 50 * time.Millisecond},
 		Alerts: outbox.AlertConfig{Alerter: box, Interval: 10 * time.Millisecond},
 		Hooks: outbox.RelayHooks{Breaker: func(_, to outbox.BreakerState) {
 			if to == outbox.BreakerOpen {

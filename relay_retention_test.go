@@ -80,7 +80,7 @@ func TestRelayCleans(t *testing.T) {
 }
 
 // Rows stay while a relay has not published them, and the log has its name, once.
-func TestStandingRelayKeepsRows(t *testing.T) {
+func TestLaggingRelayKeepsRows(t *testing.T) {
 	t.Parallel()
 	h := newHouse(t)
 	reader := h.follow(t)

@@ -142,7 +142,7 @@ func TestPartitionStays(t *testing.T) {
 }
 
 // What happens between the review and the lock is seen under the lock.
-func TestPartitionIsJudgedUnderItsLock(t *testing.T) {
+func TestPartitionIsReviewedUnderItsLock(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
 		name string

@@ -21,7 +21,7 @@ func (h *house) lastAudit() (a audited) {
 }
 
 var actTests = []struct {
-	act, more, status, text string
+	action, more, status, text string
 }{
 	{"retry", "", "parked", "The relay sends it at its next look."},
 	{"resolve", "", "resolved", "It is resolved."},
@@ -34,20 +34,20 @@ var actTests = []struct {
 func TestActs(t *testing.T) {
 	t.Parallel()
 	for _, tt := range actTests {
-		t.Run(tt.act, func(t *testing.T) {
+		t.Run(tt.action, func(t *testing.T) {
 			h := newHouse(t, nil)
-			w := h.post("/failed/relay-1/"+tt.act, "reason", "the <reason>", "payload", tt.more)
+			w := h.post("/failed/relay-1/"+tt.action, "reason", "the <reason>", "payload", tt.more)
 			require.Equal(t, http.StatusSeeOther, w.Code, w.Body)
-			require.Equal(t, "../relay-1?done="+tt.act, w.Header().Get("Location"))
-			require.Contains(t, h.get("/failed/relay-1?done="+tt.act), tt.text)
+			require.Equal(t, "../relay-1?done="+tt.action, w.Header().Get("Location"))
+			require.Contains(t, h.get("/failed/relay-1?done="+tt.action), tt.text)
 			require.Equal(t, tt.status, h.status(seed.Dead))
-			require.Equal(t, audited{"o.operator", tt.act, "the <reason>"}, h.lastAudit())
+			require.Equal(t, audited{"o.operator", tt.action, "the <reason>"}, h.lastAudit())
 
 			h = newHouse(t, nil)
 			body := map[string]any{"reason": "by API"}
-			path := "/api/failed/relay-1/" + tt.act
-			if tt.act == "hold" || tt.act == "release" {
-				path = "/api/keys/" + tt.act
+			path := "/api/failed/relay-1/" + tt.action
+			if tt.action == "hold" || tt.action == "release" {
+				path = "/api/keys/" + tt.action
 				body["relay"], body["topic"], body["key"] = "default", "order-events", seed.Order
 			} else if tt.more != "" {
 				body["payload"] = json.RawMessage(tt.more)
@@ -55,7 +55,7 @@ func TestActs(t *testing.T) {
 			w = h.call(path, body)
 			require.Equal(t, http.StatusNoContent, w.Code, w.Body)
 			require.Equal(t, tt.status, h.status(seed.Dead))
-			require.Equal(t, audited{"o.operator", tt.act, "by API"}, h.lastAudit())
+			require.Equal(t, audited{"o.operator", tt.action, "by API"}, h.lastAudit())
 		})
 	}
 }

@@ -171,13 +171,13 @@ func readJSON(r *http.Request, v any) error {
 }
 
 // apiAct is retry or resolve for one event.
-func apiAct(act string) func(*admin, http.ResponseWriter, *http.Request) error {
+func apiAct(action string) func(*admin, http.ResponseWriter, *http.Request) error {
 	return func(a *admin, w http.ResponseWriter, r *http.Request) error {
 		var body apiReason
 		if err := readJSON(r, &body); err != nil {
 			return err
 		}
-		return a.actOn(w, r, act, body.Reason, nil)
+		return a.actOn(w, r, action, body.Reason, nil)
 	}
 }
 
@@ -200,13 +200,13 @@ func (a *admin) apiEdit(w http.ResponseWriter, r *http.Request) error {
 }
 
 // actOn does something about the event in the path, and answers with what it is then.
-func (a *admin) actOn(w http.ResponseWriter, r *http.Request, act, reason string, data []byte) error {
+func (a *admin) actOn(w http.ResponseWriter, r *http.Request, action, reason string, data []byte) error {
 	id, err := pathFailure(r)
 	if err != nil {
 		return err
 	}
 	why := auditInfo(r, reason)
-	switch act {
+	switch action {
 	case "retry":
 		err = a.failed.Retry(r.Context(), id, why)
 	case "resolve":
@@ -221,7 +221,7 @@ func (a *admin) actOn(w http.ResponseWriter, r *http.Request, act, reason string
 }
 
 // apiBulk is retry or resolve for all that a filter picks.
-func apiBulk(act string) func(*admin, http.ResponseWriter, *http.Request) error {
+func apiBulk(action string) func(*admin, http.ResponseWriter, *http.Request) error {
 	return func(a *admin, w http.ResponseWriter, r *http.Request) error {
 		var body apiBulkRequest
 		if err := readJSON(r, &body); err != nil {
@@ -242,7 +242,7 @@ func apiBulk(act string) func(*admin, http.ResponseWriter, *http.Request) error 
 		if body.DryRun && body.Reason == "" {
 			body.Reason = "dry run"
 		}
-		n, err := a.bulk(r.Context(), act, filter, body.DryRun, auditInfo(r, body.Reason))
+		n, err := a.bulk(r.Context(), action, filter, body.DryRun, auditInfo(r, body.Reason))
 		if err != nil {
 			return err
 		}
@@ -252,13 +252,13 @@ func apiBulk(act string) func(*admin, http.ResponseWriter, *http.Request) error 
 }
 
 // apiKey is hold or release.
-func apiKey(act string) func(*admin, http.ResponseWriter, *http.Request) error {
+func apiKey(action string) func(*admin, http.ResponseWriter, *http.Request) error {
 	return func(a *admin, w http.ResponseWriter, r *http.Request) error {
 		var body apiKeyRequest
 		if err := readJSON(r, &body); err != nil {
 			return err
 		}
-		do := map[string]func(context.Context, string, string, string, outboxops.AuditInfo) error{"hold": a.failed.Hold, "release": a.failed.Release}[act]
+		do := map[string]func(context.Context, string, string, string, outboxops.AuditInfo) error{"hold": a.failed.Hold, "release": a.failed.Release}[action]
 		err := do(r.Context(), body.Relay, body.Topic, body.Key, auditInfo(r, body.Reason))
 		if err == nil {
 			w.WriteHeader(http.StatusNoContent)

@@ -91,7 +91,7 @@ type failedPage struct {
 	Before  map[int64]payload // payloads from before an edit, by the id of the entry
 	Done    string
 	Wrong   string // why an action was refused
-	Act     string // which one
+	Action  string // which one
 	Reason  string // as it was written
 	Edit    string // likewise
 }
@@ -173,8 +173,8 @@ func (a *admin) failedAct(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	act := r.PathValue("act")
-	do, ok := actions[act]
+	action := r.PathValue("action")
+	do, ok := actions[action]
 	if !ok {
 		return errNowhere
 	}
@@ -188,14 +188,14 @@ func (a *admin) failedAct(w http.ResponseWriter, r *http.Request) error {
 	reason := r.PostForm.Get("reason")
 	err = do(r.Context(), a.failed, row, r.PostForm, auditInfo(r, reason))
 	if err == nil {
-		redirect(w, "../"+r.PathValue("id")+"?done="+act)
+		redirect(w, "../"+r.PathValue("id")+"?done="+action)
 		return nil
 	}
 	p, ours := shown(err)
 	if !ours {
 		return err
 	}
-	return a.showFailed(w, r, p.status, failedPage{Wrong: p.text, Act: act, Reason: reason, Edit: r.PostForm.Get("payload")})
+	return a.showFailed(w, r, p.status, failedPage{Wrong: p.text, Action: action, Reason: reason, Edit: r.PostForm.Get("payload")})
 }
 
 // auditInfo names who sends a request. A reason of nothing but spaces is none.
@@ -220,7 +220,7 @@ func redirect(w http.ResponseWriter, to string) {
 
 // bulkPage shows what would be done to many events.
 type bulkPage struct {
-	Act    string
+	Action string
 	Filter outboxops.FailureFilter
 	Values url.Values   // the filter, to be sent again
 	Query  template.URL // to go back
@@ -233,9 +233,9 @@ type bulkPage struct {
 const bulkRate = 5000
 
 // bulk runs retry or resolve for all that a filter picks.
-func (a *admin) bulk(ctx context.Context, act string, filter outboxops.FailureFilter, dryRun bool, why outboxops.AuditInfo) (int, error) {
+func (a *admin) bulk(ctx context.Context, action string, filter outboxops.FailureFilter, dryRun bool, why outboxops.AuditInfo) (int, error) {
 	cfg := outboxops.BulkConfig{DryRun: dryRun, Rate: bulkRate}
-	if act == "retry" {
+	if action == "retry" {
 		return a.failed.RetryAll(ctx, filter, cfg, why)
 	}
 	return a.failed.ResolveAll(ctx, filter, cfg, why)
@@ -243,38 +243,38 @@ func (a *admin) bulk(ctx context.Context, act string, filter outboxops.FailureFi
 
 // bulkReview is the dry run. What fails after it is not picked any more, so that what is
 // confirmed is what was shown, or less.
-func bulkReview(act string) func(*admin, http.ResponseWriter, *http.Request) error {
+func bulkReview(action string) func(*admin, http.ResponseWriter, *http.Request) error {
 	return func(a *admin, w http.ResponseWriter, r *http.Request) error {
 		q := query{values: r.URL.Query()}
 		filter := q.failedFilter()
 		if err := q.done(); err != nil {
 			return err
 		}
-		return a.showBulk(w, r, http.StatusOK, act, filter, "")
+		return a.showBulk(w, r, http.StatusOK, action, filter, "")
 	}
 }
 
-func (a *admin) showBulk(w http.ResponseWriter, r *http.Request, status int, act string, filter outboxops.FailureFilter, wrong string) error {
-	page := bulkPage{Act: act, Query: encode(failedValues(filter)), Wrong: wrong}
+func (a *admin) showBulk(w http.ResponseWriter, r *http.Request, status int, action string, filter outboxops.FailureFilter, wrong string) error {
+	page := bulkPage{Action: action, Query: encode(failedValues(filter)), Wrong: wrong}
 	if now := time.Now(); filter.Until.IsZero() || filter.Until.After(now) {
 		filter.Until = now
 	}
 	page.Filter, page.Values = filter, failedValues(filter)
 	var err error
-	page.Count, err = a.bulk(r.Context(), act, filter, true, auditInfo(r, "dry run"))
+	page.Count, err = a.bulk(r.Context(), action, filter, true, auditInfo(r, "dry run"))
 	if err != nil {
 		return err
 	}
 	if page.Sample, err = a.failed.List(r.Context(), filter, outboxops.FailurePage{Limit: 5}); err != nil {
 		return err
 	}
-	a.render(w, r, status, "bulk", bulkTitles[act], page)
+	a.render(w, r, status, "bulk", bulkTitles[action], page)
 	return nil
 }
 
 var bulkTitles = map[string]string{"retry": "Retry many events", "resolve": "Resolve many events"}
 
-func bulkAct(act string) func(*admin, http.ResponseWriter, *http.Request) error {
+func bulkAct(action string) func(*admin, http.ResponseWriter, *http.Request) error {
 	return func(a *admin, w http.ResponseWriter, r *http.Request) error {
 		if err := r.ParseForm(); err != nil {
 			return formError(err)
@@ -284,11 +284,11 @@ func bulkAct(act string) func(*admin, http.ResponseWriter, *http.Request) error 
 		if err := q.done(); err != nil {
 			return err
 		}
-		n, err := a.bulk(r.Context(), act, filter, false, auditInfo(r, reason))
+		n, err := a.bulk(r.Context(), action, filter, false, auditInfo(r, reason))
 		if err == nil {
 			back := failedValues(filter)
 			back.Del("until")
-			back.Set("done", act+"_all")
+			back.Set("done", action+"_all")
 			back.Set("n", strconv.Itoa(n))
 			redirect(w, "../failed?"+back.Encode())
 			return nil
@@ -297,7 +297,7 @@ func bulkAct(act string) func(*admin, http.ResponseWriter, *http.Request) error 
 		if !ours {
 			return err
 		}
-		return a.showBulk(w, r, p.status, act, filter, p.text)
+		return a.showBulk(w, r, p.status, action, filter, p.text)
 	}
 }
 

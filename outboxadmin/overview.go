@@ -47,10 +47,10 @@ type overview struct {
 
 // notice is something that an operator should know.
 type notice struct {
-	Level string // bad or warn
-	Text  string
-	Link  string // to what is to be done about it, from the root; or empty
-	Act   string // the words of the link
+	Level  string // bad or warn
+	Text   string
+	Link   string // to what is to be done about it, from the root; or empty
+	Action string // the words of the link
 }
 
 // relayView is a relay on the overview.
@@ -151,8 +151,8 @@ const oldPending = 5 * time.Minute
 // notices says what is wrong, the worst first.
 func notices(now time.Time, relays []relayView) []notice {
 	var bad, warn []notice
-	add := func(list *[]notice, level, link, act, format string, args ...any) {
-		*list = append(*list, notice{level, fmt.Sprintf(format, args...), link, act})
+	add := func(list *[]notice, level, link, action, format string, args ...any) {
+		*list = append(*list, notice{level, fmt.Sprintf(format, args...), link, action})
 	}
 	for _, r := range relays {
 		failed := func(status string) string {

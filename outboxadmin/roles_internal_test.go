@@ -57,8 +57,8 @@ func TestPrivilegesOfOperator(t *testing.T) {
 			h.get(strings.Replace(rt.path, "/events/1", "/events/4099001", 1))
 		}
 	}
-	for _, act := range []string{"release", "hold", "edit", "resolve"} {
-		require.Equal(t, http.StatusSeeOther, h.post("/failed/relay-1/"+act, "reason", "because", "payload", "{}").Code, act)
+	for _, action := range []string{"release", "hold", "edit", "resolve"} {
+		require.Equal(t, http.StatusSeeOther, h.post("/failed/relay-1/"+action, "reason", "because", "payload", "{}").Code, action)
 	}
 	require.Equal(t, http.StatusSeeOther, h.post("/failed/retry", "reason", "because", "status", "dead").Code)
 }

@@ -7,7 +7,7 @@ var routes = []route{
 	{http.MethodGet, "/{$}", Reader, (*admin).overview},
 	{http.MethodGet, "/failed", Reader, (*admin).failedList},
 	{http.MethodGet, "/failed/{id}", Reader, (*admin).failedOne},
-	{http.MethodPost, "/failed/{id}/{act}", Operator, (*admin).failedAct},
+	{http.MethodPost, "/failed/{id}/{action}", Operator, (*admin).failedAct},
 	{http.MethodGet, "/failed/retry", Operator, bulkReview("retry")},
 	{http.MethodPost, "/failed/retry", Operator, bulkAct("retry")},
 	{http.MethodGet, "/failed/resolve", Operator, bulkReview("resolve")},

@@ -30,7 +30,7 @@ func TestConfig(t *testing.T) {
 // and what is not there.
 func everything(t *testing.T) []route {
 	t.Helper()
-	fill := strings.NewReplacer("{$}", "", "events/{id}", "events/1", "{id}", "relay-1", "{act}", "retry", "{relay}", "default")
+	fill := strings.NewReplacer("{$}", "", "events/{id}", "events/1", "{id}", "relay-1", "{action}", "retry", "{relay}", "default")
 	var all []route
 	for _, rt := range routes {
 		rt.path = fill.Replace(rt.path)

@@ -65,13 +65,13 @@ func (f *Failures) Resolve(ctx context.Context, id FailureID, why AuditInfo) err
 }
 
 // changeOne runs an action on one event, or says why it is not possible.
-func (f *Failures) changeOne(ctx context.Context, act, sql string, id FailureID, why AuditInfo, more ...any) error {
-	if err := errors.Join(why.check(), id.checkFor(act)); err != nil {
+func (f *Failures) changeOne(ctx context.Context, action, sql string, id FailureID, why AuditInfo, more ...any) error {
+	if err := errors.Join(why.check(), id.checkFor(action)); err != nil {
 		return err
 	}
 	tag, err := f.db.Exec(ctx, sql, append([]any{why.Operator, why.Reason, []int64{id.Number}}, more...)...)
 	if err != nil {
-		return fmt.Errorf("outbox: %s failure %v: %w", act, id, err)
+		return fmt.Errorf("outbox: %s failure %v: %w", action, id, err)
 	}
 	if tag.RowsAffected() > 0 {
 		return nil
@@ -84,7 +84,7 @@ func (f *Failures) changeOne(ctx context.Context, act, sql string, id FailureID,
 	if row.Held {
 		status += " and held"
 	}
-	return fmt.Errorf("outbox: %s failure %v: %w: it is %s", act, id, ErrStatus, status)
+	return fmt.Errorf("outbox: %s failure %v: %w: it is %s", action, id, ErrStatus, status)
 }
 
 const sqlEdit = `
@@ -177,7 +177,7 @@ func (f *Failures) Release(ctx context.Context, relay, topic, key string, why Au
 	return f.changeKey(ctx, "release", f.sql.release, relay, topic, key, why)
 }
 
-func (f *Failures) changeKey(ctx context.Context, act, sql, relay, topic, key string, why AuditInfo) error {
+func (f *Failures) changeKey(ctx context.Context, action, sql, relay, topic, key string, why AuditInfo) error {
 	if err := why.check(); err != nil {
 		return err
 	}
@@ -186,7 +186,7 @@ func (f *Failures) changeKey(ctx context.Context, act, sql, relay, topic, key st
 		err = ErrNotFound
 	}
 	if err != nil {
-		return fmt.Errorf("outbox: %s key %q of topic %s, relay %s: %w", act, key, topic, relay, err)
+		return fmt.Errorf("outbox: %s key %q of topic %s, relay %s: %w", action, key, topic, relay, err)
 	}
 	return nil
 }

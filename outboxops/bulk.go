@@ -67,12 +67,12 @@ func (f FailureFilter) only(possible ...string) FailureFilter {
 	return f
 }
 
-func (f *Failures) changeAll(ctx context.Context, act, sql string, filter FailureFilter, heldToo bool, cfg BulkConfig, why AuditInfo) (done int, err error) {
+func (f *Failures) changeAll(ctx context.Context, action, sql string, filter FailureFilter, heldToo bool, cfg BulkConfig, why AuditInfo) (done int, err error) {
 	if cfg.Rate == 0 {
 		cfg.Rate = defaultBulkRate
 	}
 	if err := errors.Join(check.NotNegative("Rate", cfg.Rate), why.check()); err != nil {
-		return 0, fmt.Errorf("outbox: %s failures: %w", act, err)
+		return 0, fmt.Errorf("outbox: %s failures: %w", action, err)
 	}
 	part := min(cfg.Rate, bulkPart)
 	pause := time.Duration(part) * time.Second / time.Duration(cfg.Rate)
@@ -81,7 +81,7 @@ func (f *Failures) changeAll(ctx context.Context, act, sql string, filter Failur
 	}
 	picked, err := filter.args()
 	if err != nil {
-		return 0, fmt.Errorf("outbox: %s failures: %w", act, err)
+		return 0, fmt.Errorf("outbox: %s failures: %w", action, err)
 	}
 	for last := int64(0); ; {
 		ids, err := f.ids(ctx, picked, last, heldToo, part)
@@ -92,7 +92,7 @@ func (f *Failures) changeAll(ctx context.Context, act, sql string, filter Failur
 		if !cfg.DryRun {
 			tag, err := f.db.Exec(ctx, sql, why.Operator, why.Reason, ids)
 			if err != nil {
-				return done, fmt.Errorf("outbox: %s failures: %w", act, err)
+				return done, fmt.Errorf("outbox: %s failures: %w", action, err)
 			}
 			n = int(tag.RowsAffected())
 		}
@@ -107,7 +107,7 @@ func (f *Failures) changeAll(ctx context.Context, act, sql string, filter Failur
 			wait.Sleep(ctx, pause)
 		}
 		if err := ctx.Err(); err != nil {
-			return done, fmt.Errorf("outbox: %s failures: %w", act, err)
+			return done, fmt.Errorf("outbox: %s failures: %w", action, err)
 		}
 	}
 }

@@ -407,7 +407,7 @@ func TestFailuresRefuse(t *testing.T) {
 	f, err := outboxops.NewFailures(db, outboxops.FailuresConfig{Schema: schema})
 	require.NoError(t, err)
 	first := outboxops.FailureID{Kind: outboxops.KindRelay, Number: 1}
-	for _, act := range []func(outboxops.AuditInfo) error{
+	for _, action := range []func(outboxops.AuditInfo) error{
 		func(a outboxops.AuditInfo) error { return f.Retry(background, first, a) },
 		func(a outboxops.AuditInfo) error { return f.Resolve(background, first, a) },
 		func(a outboxops.AuditInfo) error { return f.Edit(background, first, nil, a) },
@@ -419,12 +419,12 @@ func TestFailuresRefuse(t *testing.T) {
 			return err
 		},
 	} {
-		err := act(outboxops.AuditInfo{})
+		err := action(outboxops.AuditInfo{})
 		require.ErrorContains(t, err, "Operator")
 		require.ErrorContains(t, err, "Reason")
 		require.ErrorIs(t, err, outbox.ErrEmpty)
-		require.ErrorIs(t, act(outboxops.AuditInfo{Operator: "kim", Reason: " \n"}), outbox.ErrEmpty)
-		require.ErrorIs(t, act(outboxops.AuditInfo{Operator: strings.Repeat("x", 101), Reason: "r"}), outbox.ErrTooLong)
+		require.ErrorIs(t, action(outboxops.AuditInfo{Operator: "kim", Reason: " \n"}), outbox.ErrEmpty)
+		require.ErrorIs(t, action(outboxops.AuditInfo{Operator: strings.Repeat("x", 101), Reason: "r"}), outbox.ErrTooLong)
 	}
 	_, err = f.List(background, outboxops.FailureFilter{}, outboxops.FailurePage{})
 	var missing interface{ SQLState() string }

@@ -309,9 +309,9 @@ func TestFailedRetryAndResolveOne(t *testing.T) {
 	require.Equal(t, map[string]int{"dead": 2, "parked": 1}, d.statuses(t))
 	require.Equal(t, "retried 1 event\n", d.ok(t, "failed", "retry", a, "--reason", "x"))
 	require.Equal(t, map[string]int{"dead": 1, "parked": 2}, d.statuses(t))
-	refused := d.call(t, "failed", "retry", c, "--reason", "x")
-	require.Equal(t, exitError, refused.code)
-	require.Contains(t, refused.err, "not possible in this status: it is parked")
+	rejected := d.call(t, "failed", "retry", c, "--reason", "x")
+	require.Equal(t, exitError, rejected.code)
+	require.Contains(t, rejected.err, "not possible in this status: it is parked")
 	var doc bulkDoc
 	d.json(t, &doc, exitOK, "failed", "resolve", a, "--reason", "x")
 	require.Equal(t, bulkDoc{"resolve", 1, false}, doc)

@@ -49,11 +49,11 @@ WHERE n.nspname = $1 AND c.relkind IN ('r', 'p') AND c.relname = ANY ($2::text[]
 	if err != nil {
 		return false, err
 	}
-	return d.judgeMigrations(all), nil
+	return d.checkMigrations(all), nil
 }
 
-// judgeMigrations reports whether the tables are those of this release.
-func (d *doctor) judgeMigrations(all []outbox.Migration) bool {
+// checkMigrations reports whether the tables are those of this release.
+func (d *doctor) checkMigrations(all []outbox.Migration) bool {
 	var pending, unknown []string
 	for _, m := range all {
 		switch {

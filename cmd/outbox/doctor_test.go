@@ -83,8 +83,8 @@ func TestDoctorFindsNothing(t *testing.T) {
 	requireNarrow(t, text)
 }
 
-// ailments are what a test breaks in the tables of a shop, and what is found.
-var ailments = []struct {
+// faults are changes that break the tables of a shop, and what doctor finds.
+var faults = []struct {
 	name, breaks       string // {s} is the schema
 	id, severity, what string
 }{
@@ -121,7 +121,7 @@ var ailments = []struct {
 func TestDoctorFindsWhatIsBroken(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)
-	for _, test := range ailments {
+	for _, test := range faults {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 			d := newClinic(t)
@@ -208,7 +208,7 @@ func TestDoctorOnMigrations(t *testing.T) {
 	}
 	all := []outbox.Migration{{Version: 1, Name: "1", AppliedAt: time.Now()}, {Version: 2, Name: "2_new.sql"}}
 	doc := &doctor{e: &env{}}
-	require.False(t, doc.judgeMigrations(all))
+	require.False(t, doc.checkMigrations(all))
 	require.Equal(t, "migrations.pending", doc.findings[0].ID)
 	require.Contains(t, doc.findings[0].What, "2_new.sql")
 }

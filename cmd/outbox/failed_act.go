@@ -40,7 +40,7 @@ The relay sends one ID at its next look; dead events have all their tries again.
 With flags that pick events, or --all, it only counts unless --yes is given.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		return prepareChange(fs, change{act: "retry", past: "retried", one: (*outboxops.Failures).Retry, all: (*outboxops.Failures).RetryAll})
+		return prepareChange(fs, change{action: "retry", past: "retried", one: (*outboxops.Failures).Retry, all: (*outboxops.Failures).RetryAll})
 	},
 }
 
@@ -52,15 +52,15 @@ Consumers will never see the event; what waits behind it goes on.
 With flags that pick events, or --all, it only counts unless --yes is given.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		return prepareChange(fs, change{act: "resolve", past: "resolved", one: (*outboxops.Failures).Resolve, all: (*outboxops.Failures).ResolveAll})
+		return prepareChange(fs, change{action: "resolve", past: "resolved", one: (*outboxops.Failures).Resolve, all: (*outboxops.Failures).ResolveAll})
 	},
 }
 
 // change retries or resolves.
 type change struct {
-	act, past string
-	one       func(*outboxops.Failures, context.Context, outboxops.FailureID, outboxops.AuditInfo) error
-	all       func(*outboxops.Failures, context.Context, outboxops.FailureFilter, outboxops.BulkConfig, outboxops.AuditInfo) (int, error)
+	action, past string
+	one          func(*outboxops.Failures, context.Context, outboxops.FailureID, outboxops.AuditInfo) error
+	all          func(*outboxops.Failures, context.Context, outboxops.FailureFilter, outboxops.BulkConfig, outboxops.AuditInfo) (int, error)
 
 	pick           failedFlags
 	why            auditFlags
@@ -155,14 +155,14 @@ func (c *change) runAll(ctx context.Context, e *env, failed *outboxops.Failures,
 // report says what was done, or would be.
 func (c *change) report(e *env, n int, dryRun bool) error {
 	if e.json {
-		return e.writeJSON(map[string]any{"action": c.act, "events": n, "dry_run": dryRun})
+		return e.writeJSON(map[string]any{"action": c.action, "events": n, "dry_run": dryRun})
 	}
 	things := plural(int64(n), "event", "events")
 	if !dryRun {
 		e.printf("%s %s\n", c.past, things)
 		return nil
 	}
-	e.printf("would %s %s", c.act, things)
+	e.printf("would %s %s", c.action, things)
 	if len(e.args) == 0 && n > 0 {
 		e.printf("; --yes does it")
 	}
@@ -250,7 +250,7 @@ const defaultRelay = "default"
 
 type keyAction func(f *outboxops.Failures, ctx context.Context, relay, topic, key string, why outboxops.AuditInfo) error
 
-func prepareKey(fs *flag.FlagSet, act string, do keyAction) func(context.Context, *env) error {
+func prepareKey(fs *flag.FlagSet, action string, do keyAction) func(context.Context, *env) error {
 	var why auditFlags
 	why.define(fs)
 	relay := fs.String("relay", defaultRelay, "`NAME` whose key (default)")
@@ -267,9 +267,9 @@ func prepareKey(fs *flag.FlagSet, act string, do keyAction) func(context.Context
 			return err
 		}
 		if e.json {
-			return e.writeJSON(map[string]any{"action": act, "relay": *relay, "topic": e.args[0], "key": e.args[1]})
+			return e.writeJSON(map[string]any{"action": action, "relay": *relay, "topic": e.args[0], "key": e.args[1]})
 		}
-		e.printf("%s: key %s of topic %s\n", act, visible(e.args[1]), visible(e.args[0]))
+		e.printf("%s: key %s of topic %s\n", action, visible(e.args[1]), visible(e.args[0]))
 		return nil
 	}
 }

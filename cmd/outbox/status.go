@@ -46,10 +46,10 @@ func (s *statusFlags) run(ctx context.Context, e *env) error {
 		return usagef("--watch and --check do not go together")
 	}
 	if !s.watch {
-		return s.once(ctx, e)
+		return s.printStatus(ctx, e)
 	}
 	for ctx.Err() == nil {
-		if err := s.once(ctx, e); err != nil && ctx.Err() == nil {
+		if err := s.printStatus(ctx, e); err != nil && ctx.Err() == nil {
 			return err
 		}
 		pause(ctx, s.every)
@@ -67,8 +67,8 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-// once looks and shows.
-func (s *statusFlags) once(ctx context.Context, e *env) error {
+// printStatus reads the state and prints it.
+func (s *statusFlags) printStatus(ctx context.Context, e *env) error {
 	ctx, cancel := e.step(ctx)
 	defer cancel()
 	now, err := look(ctx, e, s.limits)

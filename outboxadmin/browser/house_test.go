@@ -33,7 +33,7 @@ type house struct {
 	schema string
 	url    string // of the first page, with its slash
 
-	trouble atomic.Bool // Kafka is away
+	outage atomic.Bool // Kafka is away
 }
 
 func newHouse(t *testing.T, access outboxadmin.Access) *house {
@@ -49,7 +49,7 @@ func newHouse(t *testing.T, access outboxadmin.Access) *house {
 		Schema:    schema,
 		Authorize: func(*http.Request) (outboxadmin.Access, error) { return access, nil },
 		Health: func() []outbox.RelayHealth {
-			if h.trouble.Load() {
+			if h.outage.Load() {
 				return []outbox.RelayHealth{{Relay: "default", Live: true, Leading: true, Breaker: outbox.BreakerOpen,
 					Reasons: []string{"nothing has moved for 1m34s, although there are events to send", "the circuit breaker is open"}}}
 			}
@@ -70,9 +70,9 @@ func newHouse(t *testing.T, access outboxadmin.Access) *house {
 // away.
 func (h *house) prepare(t *testing.T, v view) {
 	t.Helper()
-	h.trouble.Store(v.trouble)
+	h.outage.Store(v.outage)
 	query[int](t, h, `WITH led AS (UPDATE {s}.outbox_lease SET expires_at = now() + interval '24 s' RETURNING name) SELECT count(*) FROM led`)
-	if v.trouble {
+	if v.outage {
 		query[int](t, h, `WITH lost AS (UPDATE {s}.outbox_lease SET expires_at = now() - interval '3 min' WHERE name = 'analytics' RETURNING name) SELECT count(*) FROM lost`)
 	}
 }

@@ -21,7 +21,7 @@ var screenshots = flag.String("screenshots", "", "folder to write pictures of al
 
 type view struct {
 	name, path string
-	trouble    bool
+	outage     bool
 }
 
 // views are all pages, with something on them.
