@@ -11,8 +11,8 @@ import (
 	"github.com/outboxgo/outbox"
 )
 
-// desk is where transactions record, one after the other on one connection.
-type desk struct {
+// recordBench runs transactions that record, one after the other on one connection.
+type recordBench struct {
 	*bench
 	conn   *pgx.Conn
 	schema string
@@ -30,7 +30,7 @@ func (b *bench) record(ctx context.Context) error {
 		return err
 	}
 	defer conn.Release()
-	d := &desk{bench: b, conn: conn.Conn(), events: newEvents(0, manyEvents)}
+	d := &recordBench{bench: b, conn: conn.Conn(), events: newEvents(0, manyEvents)}
 	if d.schema, err = b.newSchema(ctx, "record"); err != nil {
 		return err
 	}
@@ -49,8 +49,8 @@ func (b *bench) record(ctx context.Context) error {
 }
 
 // queue adds an event to the batch of a transaction of three statements.
-func (d *desk) queue(ctx context.Context) error {
-	medians, err := d.inTurn(ctx, d.cfg.records, d.purchase(false), d.purchase(true))
+func (d *recordBench) queue(ctx context.Context) error {
+	medians, err := d.interleaved(ctx, d.cfg.records, d.purchase(false), d.purchase(true))
 	if err != nil {
 		return err
 	}
@@ -60,8 +60,8 @@ func (d *desk) queue(ctx context.Context) error {
 }
 
 // several adds a Record of some events to a transaction of one statement.
-func (d *desk) several(ctx context.Context, events int) error {
-	medians, err := d.inTurn(ctx, d.cfg.records/events*min(events, 20), d.order(nothing), d.order(d.recordN(events)))
+func (d *recordBench) several(ctx context.Context, events int) error {
+	medians, err := d.interleaved(ctx, d.cfg.records/events*min(events, 20), d.order(nothing), d.order(d.recordN(events)))
 	if err != nil {
 		return err
 	}
@@ -72,7 +72,7 @@ func (d *desk) several(ctx context.Context, events int) error {
 }
 
 // many compares a Record of 10,000 events with COPY.
-func (d *desk) many(ctx context.Context) error {
+func (d *recordBench) many(ctx context.Context) error {
 	copied, err := d.newSchema(ctx, "copy")
 	if err != nil {
 		return err
@@ -82,7 +82,7 @@ func (d *desk) many(ctx context.Context) error {
 		return err
 	}
 	const n = manyEvents
-	medians, err := d.inTurn(ctx, d.cfg.records/100, d.order(nothing), d.order(copyInto(copied, rows)), d.order(d.recordN(n)))
+	medians, err := d.interleaved(ctx, d.cfg.records/100, d.order(nothing), d.order(copyInto(copied, rows)), d.order(d.recordN(n)))
 	if err != nil {
 		return err
 	}
@@ -101,12 +101,12 @@ type (
 
 func nothing(context.Context, pgx.Tx) error { return nil }
 
-func (d *desk) recordN(n int) recording {
+func (d *recordBench) recordN(n int) recording {
 	return func(ctx context.Context, tx pgx.Tx) error { return d.rec.Record(ctx, tx, d.events[:n]...) }
 }
 
 // order returns a transaction of one statement and a recording.
-func (d *desk) order(more recording) transaction {
+func (d *recordBench) order(more recording) transaction {
 	sql := inSchema(sqlOrder, d.schema)
 	return func(ctx context.Context) error {
 		return pgx.BeginFunc(ctx, d.conn, func(tx pgx.Tx) error {
@@ -125,7 +125,7 @@ const (
 
 // purchase is a transaction of three statements in one batch, with an event or
 // without.
-func (d *desk) purchase(event bool) transaction {
+func (d *recordBench) purchase(event bool) transaction {
 	order, item, stock := inSchema(sqlOrder, d.schema), inSchema(sqlItem, d.schema), inSchema(sqlStock, d.schema)
 	n := 0
 	return func(ctx context.Context) error {
@@ -151,7 +151,7 @@ var copyColumns = []string{
 }
 
 // copyRows are the rows that Record writes, encoded beforehand.
-func (d *desk) copyRows() ([][]any, error) {
+func (d *recordBench) copyRows() ([][]any, error) {
 	rows := make([][]any, len(d.events))
 	for i, event := range d.events {
 		e := event.(orderPlaced)
@@ -177,9 +177,9 @@ func copyInto(schema string, rows [][]any) recording {
 	}
 }
 
-// inTurn runs transactions one after the other, n times all in all, after some
+// interleaved runs transactions one after the other, n times all in all, after some
 // that do not count. It returns the medians of each round, in microseconds.
-func (d *desk) inTurn(ctx context.Context, n int, all ...transaction) ([]series, error) {
+func (d *recordBench) interleaved(ctx context.Context, n int, all ...transaction) ([]series, error) {
 	const warm = 3
 	medians := make([]series, len(all))
 	perTurn := max(1, n/d.cfg.runs)

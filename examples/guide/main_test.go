@@ -46,8 +46,8 @@ func TestGuide(t *testing.T) {
 	s.waitForSales(t, "tea", "450")
 
 	require.Equal(t, http.StatusCreated, s.ask(t, "POST", "/orders", `{"orderId": "order-2", "product": "coffee", "cents": 300}`))
-	letters := outboxtest.Records(t.Context(), t, kafka, "order-events.dlq", 1)
-	require.Contains(t, letters[0].Headers, kgo.RecordHeader{Key: outbox.DeadLetterError, Value: []byte(`no product "coffee"`)})
+	deadLetters := outboxtest.Records(t.Context(), t, kafka, "order-events.dlq", 1)
+	require.Contains(t, deadLetters[0].Headers, kgo.RecordHeader{Key: outbox.DeadLetterError, Value: []byte(`no product "coffee"`)})
 
 	require.Equal(t, http.StatusOK, s.ask(t, "PUT", "/products/coffee", ""))
 	report, err := outboxdlq.Replay(t.Context(), kafka, outboxdlq.ReplayConfig{Topic: "order-events.dlq"})
