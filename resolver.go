@@ -267,7 +267,6 @@ func unregistered(e DomainEvent) error {
 var (
 	plainName        = regexp.MustCompile(`^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$`)
 	conventionalName = regexp.MustCompile(`^[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+\.v[1-9][0-9]*$`)
-	topicName        = regexp.MustCompile(`^[A-Za-z0-9._-]{1,249}$`)
 )
 
 // checkEventType checks the name of an event type. With deriveTopic, the name must have

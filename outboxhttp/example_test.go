@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"log"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -47,18 +46,18 @@ func ExampleSlack() {
 	slack := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 		var message struct{ Text string }
 		if err := json.NewDecoder(r.Body).Decode(&message); err != nil {
-			log.Fatal(err)
+			panic(err)
 		}
 		fmt.Println(message.Text != "")
 	}))
 	defer slack.Close()
 	alerter, err := outboxhttp.Slack(slack.URL, slack.Client())
 	if err != nil {
-		log.Fatal(err)
+		panic(err)
 	}
 	_ = outbox.RelayConfig{Alerts: outbox.AlertConfig{Alerter: alerter}}
 	if err := alerter.Alert(context.Background(), outbox.Alert{Kind: outbox.AlertBreaker, Relay: "default"}); err != nil {
-		log.Fatal(err)
+		panic(err)
 	}
 	// Output: true
 }
