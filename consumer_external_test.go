@@ -237,17 +237,17 @@ type (
 	shipmentReceived struct{ shipment }
 )
 
-// depot is a till that also hears of parcels, from a Debezium that names their events
+// externalFixture is a consumerFixture that also hears of parcels, from a Debezium that names their events
 // in a header and from a producer of plain JSON that puts them into members.
-type depot struct {
-	*till
+type externalFixture struct {
+	*consumerFixture
 	debezium, plain string
 }
 
-func newDepot(t testing.TB) *depot {
+func newExternalFixture(t testing.TB) *externalFixture {
 	t.Helper()
-	d := &depot{debezium: "outbox.event." + uuid.NewString(), plain: "parcels-" + uuid.NewString()}
-	d.till = newTillOn(t, func(h *house) {
+	d := &externalFixture{debezium: "outbox.event." + uuid.NewString(), plain: "parcels-" + uuid.NewString()}
+	d.consumerFixture = newConsumerFixtureOn(t, func(h *relayFixture) {
 		for _, topic := range []string{h.topic, d.debezium, d.plain} {
 			testenv.CreateTopic(t, h.brokers, topic, 1)
 			testenv.CreateTopic(t, h.brokers, outbox.DeadLetterTopic(topic), 1)
@@ -257,10 +257,10 @@ func newDepot(t testing.TB) *depot {
 	return d
 }
 
-func (d *depot) config() outbox.ConsumerConfig {
+func (d *externalFixture) config() outbox.ConsumerConfig {
 	return outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
-			Group: "depot-" + uuid.NewString(), Unknown: outbox.DeadLetterUnknown, MaxRetries: -1,
+			Group: "external-" + uuid.NewString(), Unknown: outbox.DeadLetterUnknown, MaxRetries: -1,
 		}, FromStart: true,
 		Decode: outbox.DecodeByTopic(map[string]func(*kgo.Record) (*outbox.Message, error){
 			d.debezium: outbox.DecodeDebezium,
@@ -270,7 +270,7 @@ func (d *depot) config() outbox.ConsumerConfig {
 }
 
 // handlers count each sort of events under its own name.
-func (d *depot) handlers() []outbox.Handler {
+func (d *externalFixture) handlers() []outbox.Handler {
 	count := func(ctx context.Context, tx pgx.Tx, product string, m outbox.Metadata) error {
 		return d.count(ctx, tx, sale{Product: m.Type + " " + product, Amount: 1}, m)
 	}
@@ -288,7 +288,7 @@ func (d *depot) handlers() []outbox.Handler {
 }
 
 // record is one of a topic, with headers by name and value.
-func (d *depot) record(topic, value string, headers ...string) *kgo.Record {
+func (d *externalFixture) record(topic, value string, headers ...string) *kgo.Record {
 	r := externalRecord(value, headers...)
 	return &kgo.Record{Topic: topic, Key: r.Key, Value: r.Value, Headers: r.Headers}
 }
@@ -299,7 +299,7 @@ func (d *depot) record(topic, value string, headers ...string) *kgo.Record {
 func TestConsumerOfForeignRecords(t *testing.T) {
 	t.Parallel()
 	testenv.RealBrokers(t)
-	d := newDepot(t)
+	d := newExternalFixture(t)
 	bad := []struct {
 		record     *kgo.Record
 		class, why string

@@ -24,7 +24,7 @@ import (
 )
 
 // saleRecord is a sale as a relay sends it.
-func (s *till) saleRecord(id string, value []byte) *kgo.Record {
+func (s *consumerFixture) saleRecord(id string, value []byte) *kgo.Record {
 	return &kgo.Record{Topic: s.topic, Key: []byte("p"), Value: value, Timestamp: time.Now(), Headers: []kgo.RecordHeader{
 		{Key: "ce_specversion", Value: []byte("1.0")}, {Key: "ce_id", Value: []byte(id)}, {Key: "ce_source", Value: []byte("shop")},
 		{Key: "ce_type", Value: []byte(saleType)}, {Key: "content-type", Value: []byte("application/json")},
@@ -32,7 +32,7 @@ func (s *till) saleRecord(id string, value []byte) *kgo.Record {
 }
 
 // send puts records into the topic as they are.
-func (s *till) send(t testing.TB, records ...*kgo.Record) {
+func (s *consumerFixture) send(t testing.TB, records ...*kgo.Record) {
 	t.Helper()
 	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...), kgo.ProducerBatchMaxBytes(20<<20), kgo.RecordPartitioner(kgo.ManualPartitioner()))
 	require.NoError(t, err)
@@ -46,7 +46,7 @@ var oneSale = []byte(`{"product":"p","amount":1}`)
 // after a restart; another action and another group have not seen it.
 func TestRepeats(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	var repeats atomic.Int32
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g-" + uuid.NewString(), Hooks: outbox.ConsumerHooks{
 		Repeated: func(outbox.Metadata, string) { repeats.Add(1) },
@@ -73,7 +73,7 @@ func TestRepeats(t *testing.T) {
 // whatever the event and its type.
 func TestOncePer(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 3)
+	s := newConsumerFixture(t, 3)
 	listed := outbox.OncePer(outbox.Handle("LISTED", s.count), func(e sale, _ outbox.Metadata) (string, string) { return "Product", e.Product })
 	var ends atomic.Int32
 	end := outbox.HandleNoTx("END", func(_ context.Context, e sale, _ outbox.Metadata) error {
@@ -91,13 +91,13 @@ func TestOncePer(t *testing.T) {
 	require.Eventually(t, func() bool {
 		return assert.ObjectsAreEqual(map[string]int{"a": 1, "b": 1, "end": 1}, s.counts(t))
 	}, testenv.Patience, 10*time.Millisecond)
-	require.Equal(t, 3, s.house.count(t, "event_handled"))
+	require.Equal(t, 3, s.relayFixture.count(t, "event_handled"))
 }
 
 // A key that event_handled cannot hold is the event's fault, and no try is wasted.
 func TestImpossibleKey(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	h := outbox.OncePer(outbox.Handle("LISTED", s.count), func(e sale, _ outbox.Metadata) (string, string) { return "Product", e.Product })
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, h).Run)
 	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"product":"a\u0000b"}`)), s.saleRecord(uuid.NewString(), []byte(`{"product":""}`)), s.saleRecord(uuid.NewString(), oneSale))
@@ -113,7 +113,7 @@ func TestImpossibleKey(t *testing.T) {
 // event alone.
 func TestHandleBatch(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	var mu sync.Mutex
 	var sizes []int
 	h := outbox.HandleBatch("TOTALS", func(ctx context.Context, tx pgx.Tx, sales []outbox.Received[sale]) error {
@@ -153,7 +153,7 @@ func TestHandleBatch(t *testing.T) {
 // committed, and get retries of their own.
 func TestHandleNoTx(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	var calls atomic.Int32
 	h := outbox.HandleNoTx("CACHE_INVALIDATED", func(_ context.Context, e sale, m outbox.Metadata) error {
 		assert.Positive(t, s.counts(t)[e.Product], "committed before")
@@ -169,13 +169,13 @@ func TestHandleNoTx(t *testing.T) {
 	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
 	require.Eventually(t, func() bool { return calls.Load() == 3 }, testenv.Patience, 10*time.Millisecond)
 	require.Equal(t, 1, s.counts(t)["p"])
-	require.Equal(t, 2, s.house.count(t, "event_handled"))
+	require.Equal(t, 2, s.relayFixture.count(t, "event_handled"))
 }
 
 // A consumer whose handlers need no PostgreSQL runs without.
 func TestConsumerWithoutPostgres(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	var calls atomic.Int32
 	c, err := outbox.NewConsumer(nil, testenv.KafkaOpts(s.brokers), s.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g-" + s.topic}, FromStart: true},
 		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { calls.Add(1); return nil }))
@@ -189,7 +189,7 @@ func TestConsumerWithoutPostgres(t *testing.T) {
 // deadLetter, and only the one runs when it is sent back.
 func TestActionsAreApart(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	var broken atomic.Bool
 	broken.Store(true)
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "apart-" + s.topic}, FromStart: true}
@@ -224,7 +224,7 @@ func TestActionsAreApart(t *testing.T) {
 func TestUnknownTypes(t *testing.T) {
 	t.Parallel()
 	for _, unknown := range []outbox.UnknownTypes{outbox.SkipUnknown, outbox.DeadLetterUnknown} {
-		s := newTill(t, 1)
+		s := newConsumerFixture(t, 1)
 		var calls atomic.Int32
 		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Unknown: unknown, Hooks: outbox.ConsumerHooks{
 			Unknown: func(m outbox.Metadata) { calls.Add(1); assert.Equal(t, "someone.elses.v1", m.Type) },
@@ -246,7 +246,7 @@ func TestUnknownTypes(t *testing.T) {
 // A decoder may pass over records that are not for this consumer.
 func TestDecodePassesOver(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	var decoded atomic.Int32
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Unknown: outbox.DeadLetterUnknown, Hooks: outbox.ConsumerHooks{DeadLettered: func(outbox.Metadata, string, string, error) { assert.Fail(t, "dead letter") }}}, FromStart: true, Decode: func(r *kgo.Record) (*outbox.Message, error) {
 		decoded.Add(1)
@@ -280,7 +280,7 @@ func (saleV3) OccurredAt() time.Time { return time.Unix(1, 0) }
 // A handler of version 3 gets events of all versions, one of version 1 only those.
 func TestUpcast(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1,
+	s := newConsumerFixture(t, 1,
 		outbox.Event("test.sale.made.v2", "Product", func(e saleV2) string { return e.Product }),
 		outbox.Event("test.sale.made.v3", "Product", func(e saleV3) string { return e.Product }))
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Upcasters: []outbox.Upcaster{
@@ -309,7 +309,7 @@ func TestUpcast(t *testing.T) {
 // A payload is decoded by the codec of its content type.
 func TestContentTypes(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	csv := outbox.Codec{ContentType: "text/csv", Encode: func(context.Context, any) ([]byte, error) { return nil, nil }, Decode: func(_ context.Context, data []byte, event any) error {
 		product, amount, _ := bytes.Cut(data, []byte(","))
 		n, err := strconv.Atoi(string(amount))
@@ -347,7 +347,7 @@ func TestContentTypes(t *testing.T) {
 // follows is handled.
 func TestBadRecords(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	bare := &kgo.Record{Topic: s.topic, Value: []byte(`{"product":"p"}`)}
 	structured := &kgo.Record{Topic: s.topic, Value: []byte(`{"specversion":"1.0"`), Headers: []kgo.RecordHeader{{Key: "content-type", Value: []byte("application/cloudevents+json")}}}
 	records := []*kgo.Record{
@@ -368,7 +368,7 @@ func TestBadRecords(t *testing.T) {
 func TestHugeRecord(t *testing.T) {
 	t.Parallel()
 	testenv.RealBrokers(t)
-	s := newTillOn(t, func(h *house) {
+	s := newConsumerFixtureOn(t, func(h *relayFixture) {
 		testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "20000000")
 		testenv.CreateTopic(t, h.brokers, h.topic+".dlq", 1)
 	})
@@ -384,7 +384,7 @@ func TestHugeRecord(t *testing.T) {
 // Deadlocks and serialization failures are repeated, and no try is counted.
 func TestDeadlocksAreRepeated(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	var calls, failed atomic.Int32
 	h := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 		if n := calls.Add(1); n <= 20 {
@@ -463,7 +463,7 @@ func TestConsumerConfig(t *testing.T) {
 // Without its tables a consumer says so; a second Run at the same time too.
 func TestConsumerRun(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	c := s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.Handle("COUNTED", s.count))
 	stop := testenv.Run(t, c.Run)
 	s.sendTo(t, 1, 1)
@@ -486,7 +486,7 @@ func cancelled() context.Context {
 // The log of normal work is silent; a repeat is a line at DEBUG.
 func TestConsumerLog(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	log := new(testenv.Buffer)
 	id := uuid.NewString()
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))}, FromStart: true}

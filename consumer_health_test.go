@@ -38,7 +38,7 @@ func requireUnready(t testing.TB, c *outbox.Consumer, reason string) {
 // A consumer says what keeps it from handling events, and whether a restart helps.
 func TestConsumerHealth(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 2)
+	s := newConsumerFixture(t, 2)
 	cable := &brokenDialer{}
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DialFunc = cable.dial })
 	dlq := "later-" + uuid.NewString()
@@ -76,7 +76,7 @@ func TestConsumerHealth(t *testing.T) {
 // While Kafka does not take offsets, the consumer is not ready.
 func TestConsumerHealthWithoutKafka(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	cable := &brokenDialer{}
 	opts := append(testenv.KafkaOpts(s.brokers), kgo.Dialer(cable.dial))
 	c, err := outbox.NewConsumer(s.db, opts, s.events, outbox.ConsumerConfig{

@@ -28,7 +28,7 @@ import (
 )
 
 // sendTo puts n sales into each partition.
-func (s *till) sendTo(t testing.TB, partitions, n int) {
+func (s *consumerFixture) sendTo(t testing.TB, partitions, n int) {
 	t.Helper()
 	var records []*kgo.Record
 	for i := range partitions * n {
@@ -41,7 +41,7 @@ func (s *till) sendTo(t testing.TB, partitions, n int) {
 
 // committed returns the group's offset of a partition, -1 for none. A broker that
 // has just started may need a moment until it has a coordinator for the group.
-func (s *till) committed(t testing.TB, group string, number int32) int64 {
+func (s *consumerFixture) committed(t testing.TB, group string, number int32) int64 {
 	t.Helper()
 	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...))
 	require.NoError(t, err)
@@ -122,7 +122,7 @@ func (w *watch) handler(t testing.TB, member string) outbox.Handler {
 func TestBusyPartitionBesideIdleOnes(t *testing.T) {
 	// Not parallel: it handles many events within a minute.
 	const n = 100_000
-	s := newTill(t, 3)
+	s := newConsumerFixture(t, 3)
 	records := make([]*kgo.Record, n)
 	for i := range records {
 		records[i] = s.saleRecord(uuid.NewString(), []byte(`{"product":"p","amount":1}`))
@@ -150,7 +150,7 @@ func TestRebalance(t *testing.T) {
 	for _, balancer := range []kgo.GroupBalancer{kgo.CooperativeStickyBalancer(), kgo.RangeBalancer()} {
 		t.Run(balancer.ProtocolName(), func(t *testing.T) {
 			const partitions, rounds, each = 6, 8, 200
-			s := newTill(t, partitions)
+			s := newConsumerFixture(t, partitions)
 			w := &watch{busy: map[int32]string{}, last: map[string]int64{}}
 			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "rebalance-" + s.topic, Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, FromStart: true,
 				HeartbeatInterval: 200 * time.Millisecond, SessionTimeout: 6 * time.Second}
@@ -193,7 +193,7 @@ func TestRebalance(t *testing.T) {
 // record, so that one which dies at once leaves it behind.
 func TestNewGroup(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	s.sendTo(t, 1, 7)
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "new-" + s.topic}}
 	require.EqualValues(t, -1, s.committed(t, cfg.Group, 0))
@@ -212,7 +212,7 @@ func TestNewGroup(t *testing.T) {
 // on. Nothing is lost, and the log says so once.
 func TestDeadLetterTopicMissing(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 2)
+	s := newConsumerFixture(t, 2)
 	log := new(testenv.Buffer)
 	dlq := "later-" + uuid.NewString()
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "dlq-" + s.topic, Schema: s.schema, RetryWait: time.Millisecond, Logger: slog.New(slog.NewTextHandler(log, nil))}, FromStart: true,
@@ -239,7 +239,7 @@ func TestDeadLetterTopicMissing(t *testing.T) {
 // grow without bound meanwhile.
 func TestSlowPartition(t *testing.T) {
 	// Not parallel: it handles many events within a minute.
-	s := newTill(t, 2)
+	s := newConsumerFixture(t, 2)
 	var open atomic.Bool
 	h := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 		if e.Product == "p-0" && !open.Load() {
@@ -258,7 +258,7 @@ func TestSlowPartition(t *testing.T) {
 // Run finishes the transaction in flight before it returns, and begins no other.
 func TestConsumerStops(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	began, finish := make(chan struct{}), make(chan struct{})
 	h := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 		began <- struct{}{}
@@ -283,7 +283,7 @@ func TestConsumerStops(t *testing.T) {
 // transaction is rolled back.
 func TestConsumerGivesUp(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	began := make(chan struct{})
 	h := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
 		if err := s.count(ctx, tx, e, m); err != nil {
@@ -305,7 +305,7 @@ func TestConsumerGivesUp(t *testing.T) {
 // While PostgreSQL is away nothing is counted as a failure of the events.
 func TestConsumerWithoutDatabase(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	log := new(testenv.Buffer)
 	cable := &brokenDialer{}
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.DialFunc = cable.dial })
@@ -343,7 +343,7 @@ func TestConsumerWithoutDatabase(t *testing.T) {
 // nothing more arrives.
 func TestConsumerWithoutKafka(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	log := new(testenv.Buffer)
 	cable := &brokenDialer{}
 	began, finish := make(chan struct{}), make(chan struct{})
@@ -368,7 +368,7 @@ func TestConsumerWithoutKafka(t *testing.T) {
 }
 
 // expel takes a member out of its group, as Kafka does when its session is over.
-func (s *till) expel(t testing.TB, group, clientID string) {
+func (s *consumerFixture) expel(t testing.TB, group, clientID string) {
 	t.Helper()
 	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...))
 	require.NoError(t, err)
@@ -395,7 +395,7 @@ func (s *till) expel(t testing.TB, group, clientID string) {
 // its partition and is further, does not put the offset back.
 func TestExpelledMember(t *testing.T) {
 	// Not parallel: the expelled member must be behind when its next heartbeat tells it.
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	log := new(testenv.Buffer)
 	start := func(name string, heartbeat time.Duration, see func(outbox.Metadata)) {
 		c, err := outbox.NewConsumer(nil, append(testenv.KafkaOpts(s.brokers), kgo.ClientID(name)), s.events, outbox.ConsumerConfig{
@@ -435,7 +435,7 @@ func TestExpelledMember(t *testing.T) {
 // first one that is left, also if it did not begin at the start.
 func TestConsumerBehindRetention(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "behind-" + s.topic}}
 	stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
 	require.Eventually(t, func() bool { return s.committed(t, cfg.Group, 0) == 0 }, testenv.Patience, 10*time.Millisecond)

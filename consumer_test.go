@@ -30,26 +30,26 @@ type sale struct {
 func (sale) OccurredAt() time.Time { return time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC) }
 func (s sale) productID() string   { return s.Product }
 
-// till is a house with sales, a topic of some partitions and a table of counts.
-type till struct {
-	*house
+// consumerFixture is a relayFixture with sales, a topic of some partitions and a table of counts.
+type consumerFixture struct {
+	*relayFixture
 	events *outbox.Registry
 }
 
 const saleType = "test.sale.made.v1"
 
-func newTill(t testing.TB, partitions int32, more ...outbox.Definition) *till {
+func newConsumerFixture(t testing.TB, partitions int32, more ...outbox.Definition) *consumerFixture {
 	t.Helper()
-	return newTillOn(t, func(h *house) {
+	return newConsumerFixtureOn(t, func(h *relayFixture) {
 		testenv.CreateTopic(t, h.brokers, h.topic, partitions)
 		testenv.CreateTopic(t, h.brokers, h.topic+".dlq", 1)
 	}, more...)
 }
 
-func newTillOn(t testing.TB, createTopics func(*house), more ...outbox.Definition) *till {
+func newConsumerFixtureOn(t testing.TB, createTopics func(*relayFixture), more ...outbox.Definition) *consumerFixture {
 	t.Helper()
-	h := newHouse(t)
-	s := &till{house: h}
+	h := newRelayFixture(t)
+	s := &consumerFixture{relayFixture: h}
 	var err error
 	s.events, err = outbox.NewRegistry("shop", append(more, outbox.Event(saleType, "Product", sale.productID).Topic(h.topic))...)
 	require.NoError(t, err)
@@ -62,7 +62,7 @@ func newTillOn(t testing.TB, createTopics func(*house), more ...outbox.Definitio
 }
 
 // sell commits sales in a transaction.
-func (s *till) sell(t testing.TB, sales ...sale) {
+func (s *consumerFixture) sell(t testing.TB, sales ...sale) {
 	t.Helper()
 	events := make([]outbox.DomainEvent, len(sales))
 	for i := range sales {
@@ -73,7 +73,7 @@ func (s *till) sell(t testing.TB, sales ...sale) {
 
 // count is a handler that adds the amount to the product's count, or fails as the
 // sale says.
-func (s *till) count(ctx context.Context, tx pgx.Tx, e sale, _ outbox.Metadata) error {
+func (s *consumerFixture) count(ctx context.Context, tx pgx.Tx, e sale, _ outbox.Metadata) error {
 	switch e.Poison {
 	case "permanent":
 		return outbox.Permanent(errors.New("cannot be counted"))
@@ -90,7 +90,7 @@ func (s *till) count(ctx context.Context, tx pgx.Tx, e sale, _ outbox.Metadata) 
 	return err
 }
 
-func (s *till) counts(t testing.TB) map[string]int {
+func (s *consumerFixture) counts(t testing.TB) map[string]int {
 	t.Helper()
 	rows, err := s.db.Query(background, s.sql(`SELECT product, n FROM {s}.counts`))
 	require.NoError(t, err)
@@ -103,7 +103,7 @@ func (s *till) counts(t testing.TB) map[string]int {
 }
 
 // consumer returns a consumer whose times are short; cfg.Schema is set.
-func (s *till) consumer(t testing.TB, cfg outbox.ConsumerConfig, handlers ...outbox.Handler) *outbox.Consumer {
+func (s *consumerFixture) consumer(t testing.TB, cfg outbox.ConsumerConfig, handlers ...outbox.Handler) *outbox.Consumer {
 	t.Helper()
 	cfg.Schema = s.schema
 	if cfg.Group == "" {
@@ -121,7 +121,7 @@ func (s *till) consumer(t testing.TB, cfg outbox.ConsumerConfig, handlers ...out
 }
 
 // deadLetters reads n dead letters.
-func (s *till) deadLetters(t testing.TB, n int) []*kgo.Record {
+func (s *consumerFixture) deadLetters(t testing.TB, n int) []*kgo.Record {
 	t.Helper()
 	return readAll(t, s.brokers, s.topic+".dlq", n)
 }
@@ -157,7 +157,7 @@ func TestRoundTrip(t *testing.T) {
 	t.Parallel()
 	testenv.RealBrokers(t)
 	for _, mode := range []outbox.Mode{outbox.Binary, outbox.Structured} {
-		s := newTill(t, 3)
+		s := newConsumerFixture(t, 3)
 		var mu sync.Mutex
 		var seen []outbox.Metadata
 		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
@@ -186,7 +186,7 @@ func TestRoundTrip(t *testing.T) {
 			return nil
 		}))
 		require.Eventually(t, func() bool { return assert.ObjectsAreEqual(want, s.counts(t)) }, testenv.Patience, 10*time.Millisecond)
-		require.Equal(t, 300, s.house.count(t, "event_handled"))
+		require.Equal(t, 300, s.relayFixture.count(t, "event_handled"))
 		mu.Lock()
 		m := seen[0]
 		mu.Unlock()
@@ -201,7 +201,7 @@ func TestRoundTrip(t *testing.T) {
 // the dead-letter topic with all headers, and the offsets go on.
 func TestPoison(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	testenv.Run(t, s.relay(t, quick).Run)
 	poisons := []string{"permanent", "error", "panic", "sql"}
 	want := map[string]int{}

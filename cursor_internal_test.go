@@ -15,41 +15,41 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// desk is what a relay works with, in a schema of the test's own.
-type desk struct {
+// cursorFixture is what a relay works with, in a schema of the test's own.
+type cursorFixture struct {
 	db      *pgxpool.Pool
 	schema  string
 	cursors *cursors
 	leases  *leases
 }
 
-func newDesk(t *testing.T) *desk {
+func newCursorFixture(t *testing.T) *cursorFixture {
 	t.Helper()
 	db, schema := testenv.Schema(t)
 	require.NoError(t, Migrate(context.Background(), db, MigrateConfig{Schema: schema}))
-	return &desk{db, schema, newCursors(db, schema, "default"), newLeases(db, schema, "default", time.Minute)}
+	return &cursorFixture{db, schema, newCursors(db, schema, "default"), newLeases(db, schema, "default", time.Minute)}
 }
 
-func (d *desk) exec(t *testing.T, sql string, args ...any) {
+func (d *cursorFixture) exec(t *testing.T, sql string, args ...any) {
 	t.Helper()
 	_, err := d.db.Exec(context.Background(), pg.InSchema(sql, d.schema), args...)
 	require.NoError(t, err)
 }
 
-func (d *desk) count(t *testing.T, table string) (n int) {
+func (d *cursorFixture) count(t *testing.T, table string) (n int) {
 	t.Helper()
 	require.NoError(t, d.db.QueryRow(context.Background(), pg.InSchema("SELECT count(*) FROM {schema}."+table, d.schema)).Scan(&n))
 	return n
 }
 
 // insert adds n events in one transaction.
-func (d *desk) insert(t *testing.T, n int) {
+func (d *cursorFixture) insert(t *testing.T, n int) {
 	t.Helper()
 	d.exec(t, sqlInsertEvents, n)
 }
 
 // takeOver lets another process take the lease.
-func (d *desk) takeOver(t *testing.T) *lease {
+func (d *cursorFixture) takeOver(t *testing.T) *lease {
 	t.Helper()
 	d.exec(t, `UPDATE {schema}.outbox_lease SET expires_at = '-infinity'`)
 	l, err := newLeases(d.db, d.schema, "default", time.Minute).acquire(context.Background())
@@ -58,7 +58,7 @@ func (d *desk) takeOver(t *testing.T) *lease {
 }
 
 // opened returns a position with an open window of which one event was read.
-func (d *desk) opened(t *testing.T) (*lease, position) {
+func (d *cursorFixture) opened(t *testing.T) (*lease, position) {
 	t.Helper()
 	ctx := context.Background()
 	l, err := d.leases.acquire(ctx)
@@ -82,7 +82,7 @@ var someFailure = []failure{{
 // whatever it believes about itself.
 func TestLostLeaseMovesNothing(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	l, p := d.opened(t)
 	d.takeOver(t)
 	before := d.count(t, "outbox_cursor")
@@ -103,7 +103,7 @@ func TestLostLeaseMovesNothing(t *testing.T) {
 // looked only at what was committed when it began, it would pass.
 func TestMoveWaitsForTakeover(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	l, p := d.opened(t)
 	for name, failures := range map[string][]failure{"move": nil, "move with a rejection": someFailure} {
 		t.Run(name, func(t *testing.T) {
@@ -142,7 +142,7 @@ func TestChangedCursorIsStale(t *testing.T) {
 		          SELECT last_processed_id, snapshot, highest_id, system_identifier, epoch FROM {schema}.outbox_cursor LIMIT 1`,
 	} {
 		t.Run(name, func(t *testing.T) {
-			d, ctx := newDesk(t), context.Background()
+			d, ctx := newCursorFixture(t), context.Background()
 			l, p := d.opened(t)
 			d.exec(t, change)
 			before := d.count(t, "outbox_cursor")
@@ -165,7 +165,7 @@ func TestChangedCursorIsStale(t *testing.T) {
 // attempted of it is not read again by the next holder.
 func TestWindowIsResumed(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	l, err := d.leases.acquire(ctx)
 	require.NoError(t, err)
 	p, err := d.cursors.load(ctx, l)
@@ -217,7 +217,7 @@ func ids(events []envelope) (all []int64) {
 // The poll of an idle relay neither locks nor writes nor takes a transaction id.
 func TestIdleOpen(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	l, err := d.leases.acquire(ctx)
 	require.NoError(t, err)
 	p, err := d.cursors.load(ctx, l)
@@ -241,7 +241,7 @@ func TestIdleOpen(t *testing.T) {
 // be others' by now: nothing is read by them.
 func TestVanishedWindowIsNotRead(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	_, p := d.opened(t)
 	ids, err := d.cursors.remaining(ctx, p, 100)
 	require.NoError(t, err)
@@ -259,7 +259,7 @@ func TestVanishedWindowIsNotRead(t *testing.T) {
 // A statement that was prepared and then fails has no columns to read.
 func TestReadsThatFail(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	l, p := d.opened(t)
 	failed := newFailedStore(d.db, d.schema, "default", false)
 	reads := map[string]func() error{

@@ -19,7 +19,7 @@ INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggre
 SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now() FROM generate_series(1, $1)`
 
 // beginInsert adds n events in a transaction that the caller commits.
-func (d *desk) beginInsert(t *testing.T, n int) pgx.Tx {
+func (d *cursorFixture) beginInsert(t *testing.T, n int) pgx.Tx {
 	t.Helper()
 	tx, err := d.db.Begin(context.Background())
 	require.NoError(t, err)
@@ -30,7 +30,7 @@ func (d *desk) beginInsert(t *testing.T, n int) pgx.Tx {
 }
 
 // arrive takes the lease of a relay and loads its position.
-func (d *desk) arrive(t *testing.T, relay string) (*cursors, *lease, position, error) {
+func (d *cursorFixture) arrive(t *testing.T, relay string) (*cursors, *lease, position, error) {
 	t.Helper()
 	ctx := context.Background()
 	d.exec(t, `UPDATE {schema}.outbox_lease SET expires_at = '-infinity' WHERE name = $1`, relay)
@@ -42,7 +42,7 @@ func (d *desk) arrive(t *testing.T, relay string) (*cursors, *lease, position, e
 }
 
 // sendUpTo lets a relay open a window and drain it up to an id.
-func (d *desk) sendUpTo(t *testing.T, relay string, last int64) {
+func (d *cursorFixture) sendUpTo(t *testing.T, relay string, last int64) {
 	t.Helper()
 	c, l, p, err := d.arrive(t, relay)
 	require.NoError(t, err)
@@ -54,7 +54,7 @@ func (d *desk) sendUpTo(t *testing.T, relay string, last int64) {
 }
 
 // unsent returns the ids that a relay would send from where it stands.
-func (d *desk) unsent(t *testing.T, relay string) (ids []int64) {
+func (d *cursorFixture) unsent(t *testing.T, relay string) (ids []int64) {
 	t.Helper()
 	ctx := context.Background()
 	c, l, p, err := d.arrive(t, relay)
@@ -81,7 +81,7 @@ func (d *desk) unsent(t *testing.T, relay string) (ids []int64) {
 
 // emigrate makes the tables look as if they had been copied from a cluster whose
 // transaction ids are ahead of ours by so many.
-func (d *desk) emigrate(t *testing.T, ahead int64, otherCluster bool) {
+func (d *cursorFixture) emigrate(t *testing.T, ahead int64, otherCluster bool) {
 	t.Helper()
 	ctx := context.Background()
 	d.exec(t, `UPDATE {schema}.outbox SET xid = (xid::text::bigint + $1)::text::xid8`, ahead)
@@ -138,7 +138,7 @@ func TestRebase(t *testing.T) {
 	} {
 		for _, first := range []string{"far", "near", "fresh"} {
 			t.Run(fmt.Sprintf("%s, %s first", name, first), func(t *testing.T) {
-				d, ctx := newDesk(t), context.Background()
+				d, ctx := newCursorFixture(t), context.Background()
 				_, _, _, err := d.arrive(t, "fresh") // from the beginning, and sends nothing
 				require.NoError(t, err)
 				late := d.beginInsert(t, 2) // 1, 2
@@ -182,7 +182,7 @@ func TestRebase(t *testing.T) {
 // connections come back to: nothing is read with the old transaction ids.
 func TestSameRowsElsewhereAreStale(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	l, p := d.opened(t)
 	p.server = p.server.Add(-time.Hour) // where we come from
 	d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
@@ -199,7 +199,7 @@ func TestSameRowsElsewhereAreStale(t *testing.T) {
 // Ids below the highest that was sent would pass for sent.
 func TestRebaseWithoutSequence(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	d.insert(t, 6)
 	d.sendUpTo(t, "default", 6)
 	d.emigrate(t, 1_000_000_000, true)
@@ -220,7 +220,7 @@ func TestRebaseWithoutSequence(t *testing.T) {
 // A relay that lost its lease while it rebased has changed nothing.
 func TestRebaseProvesTheLease(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	l, _ := d.opened(t)
 	d.emigrate(t, 1_000_000_000, true)
 	d.takeOver(t)

@@ -31,7 +31,7 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
 	const parked, keys, heads = 60_000, 2000, 50
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	failed := newFailedStore(d.db, d.schema, "default", false)
 	d.exec(t, `ALTER TABLE {schema}.outbox_failed SET (autovacuum_enabled = false)`)
 	d.exec(t, `ANALYZE {schema}.outbox_failed`)
@@ -115,7 +115,7 @@ func busiest(t *testing.T, plan string) int {
 // says of it.
 func TestFinishSkipsWhatIsResolved(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	failed := newFailedStore(d.db, d.schema, "default", false)
 	l, err := d.leases.acquire(ctx)
 	require.NoError(t, err)

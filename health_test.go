@@ -36,7 +36,7 @@ func awaitHealth(t *testing.T, r *outbox.Relay, live, ready bool, reasons ...str
 // Of two processes one leads and one stands by, and both do their part.
 func TestHealthOfLeaderAndStandby(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	leader, standby := h.relay(t, quick), h.relay(t, quick)
 	awaitHealth(t, leader, true, false, "it does not run")
 	stop := testenv.Run(t, leader.Run)
@@ -53,7 +53,7 @@ func TestHealthOfLeaderAndStandby(t *testing.T) {
 // A relay that needs an operator is not live: a restart reports the error again, at least.
 func TestHealthOfARelayThatHasEnded(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	_, err := h.db.Exec(background, h.sql(`DROP TABLE {s}.outbox_lease`))
 	require.NoError(t, err)
 	r := h.relay(t, quick)
@@ -64,7 +64,7 @@ func TestHealthOfARelayThatHasEnded(t *testing.T) {
 // An outage of Kafka is nothing that a new start mends.
 func TestHealthWithoutKafka(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	open := h.unreachableRelay(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{OpenFor: time.Hour}})
 	stop := testenv.Run(t, open.Run)
 	require.Eventually(t, func() bool { return open.Health().Leading }, testenv.Patience, 5*time.Millisecond)
@@ -83,7 +83,7 @@ func TestHealthWithoutKafka(t *testing.T) {
 // A standby that cannot see whether a relay leads reports that.
 func TestHealthWithoutPostgres(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	var down atomic.Bool
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) {
 		cfg.PrepareConn = func(context.Context, *pgx.Conn) (bool, error) {

@@ -19,9 +19,9 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// house is a migrated schema, a topic of its own, and a recorder for events
+// relayFixture is a migrated schema, a topic of its own, and a recorder for events
 // that go there.
-type house struct {
+type relayFixture struct {
 	db      *pgxpool.Pool
 	schema  string
 	topic   string
@@ -29,17 +29,17 @@ type house struct {
 	rec     *outbox.Recorder
 }
 
-func newHouse(t testing.TB) *house {
+func newRelayFixture(t testing.TB) *relayFixture {
 	t.Helper()
-	return newHouseOf(t, 0)
+	return newPartitionedFixture(t, 0)
 }
 
-// newHouseOf returns a house whose outbox has partitions of so many ids; 0: none.
-func newHouseOf(t testing.TB, partitionRows int64) *house {
+// newPartitionedFixture returns a relayFixture whose outbox has partitions of so many ids; 0: none.
+func newPartitionedFixture(t testing.TB, partitionRows int64) *relayFixture {
 	t.Helper()
 	db, schema := testenv.Schema(t)
 	require.NoError(t, outbox.Migrate(context.Background(), db, outbox.MigrateConfig{Schema: schema, PartitionRows: partitionRows}))
-	h := &house{db: db, schema: schema, topic: "test-" + uuid.NewString(), brokers: testenv.Brokers(t)}
+	h := &relayFixture{db: db, schema: schema, topic: "test-" + uuid.NewString(), brokers: testenv.Brokers(t)}
 	events, err := outbox.NewRegistry("test", outbox.Event("test.oracle.happened.v1", "Key", oracle.Event.Aggregate).Topic(h.topic))
 	require.NoError(t, err)
 	h.rec, err = outbox.NewRecorder(events, outbox.RecorderConfig{Schema: schema})
@@ -48,7 +48,7 @@ func newHouseOf(t testing.TB, partitionRows int64) *house {
 }
 
 // record is an oracle.Record.
-func (h *house) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) error {
+func (h *relayFixture) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) error {
 	all := make([]outbox.DomainEvent, len(events))
 	for i, e := range events {
 		all[i] = e
@@ -57,7 +57,7 @@ func (h *house) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) e
 }
 
 // commit records events in a transaction of their own.
-func (h *house) commit(t testing.TB, events ...oracle.Event) {
+func (h *relayFixture) commit(t testing.TB, events ...oracle.Event) {
 	t.Helper()
 	require.NoError(t, pgx.BeginFunc(context.Background(), h.db, func(tx pgx.Tx) error {
 		return h.record(context.Background(), tx, events...)
@@ -73,8 +73,8 @@ func numbered(key string, first, n int) []oracle.Event {
 	return events
 }
 
-// relay returns a relay of the house; cfg.Schema is set.
-func (h *house) relay(t testing.TB, cfg outbox.RelayConfig) *outbox.Relay {
+// relay returns a relay of the fixture; cfg.Schema is set.
+func (h *relayFixture) relay(t testing.TB, cfg outbox.RelayConfig) *outbox.Relay {
 	t.Helper()
 	cfg.Schema = h.schema
 	if cfg.Logger == nil {
@@ -85,8 +85,8 @@ func (h *house) relay(t testing.TB, cfg outbox.RelayConfig) *outbox.Relay {
 	return r
 }
 
-// follow reads the house's topic until the test ends.
-func (h *house) follow(t testing.TB) *oracle.Reader {
+// follow reads the fixture's topic until the test ends.
+func (h *relayFixture) follow(t testing.TB) *oracle.Reader {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	t.Cleanup(cancel)
@@ -122,13 +122,13 @@ func (w testWriter) Write(b []byte) (int, error) {
 
 // compare waits until no committed event is missing, or no more arrive, and the reader has
 // read to the end of the topic; then it compares.
-func (h *house) compare(t testing.TB, reader *oracle.Reader, v oracle.Result, stopRelays func()) oracle.Result {
+func (h *relayFixture) compare(t testing.TB, reader *oracle.Reader, v oracle.Result, stopRelays func()) oracle.Result {
 	t.Helper()
 	return h.compareWithin(t, reader, v, stopRelays, testenv.Patience/2)
 }
 
 // compareWithin is compare, and waits so long for each missing event.
-func (h *house) compareWithin(t testing.TB, reader *oracle.Reader, v oracle.Result, stopRelays func(), patience time.Duration) oracle.Result {
+func (h *relayFixture) compareWithin(t testing.TB, reader *oracle.Reader, v oracle.Result, stopRelays func(), patience time.Duration) oracle.Result {
 	t.Helper()
 	ctx := context.Background()
 	committed, err := oracle.Committed(ctx, h.db, h.schema)
@@ -150,8 +150,8 @@ func (h *house) compareWithin(t testing.TB, reader *oracle.Reader, v oracle.Resu
 	return v
 }
 
-// failures returns the failed events of the house.
-func (h *house) failures(t *testing.T) *outboxops.Failures {
+// failures returns the failed events of the fixture.
+func (h *relayFixture) failures(t *testing.T) *outboxops.Failures {
 	t.Helper()
 	f, err := outboxops.NewFailures(h.db, outboxops.FailuresConfig{Schema: h.schema})
 	require.NoError(t, err)
@@ -159,7 +159,7 @@ func (h *house) failures(t *testing.T) *outboxops.Failures {
 }
 
 // relayStatus returns the state of a relay; of one that is not known, nothing.
-func (h *house) relayStatus(t testing.TB, name string) (status outbox.RelayStatus) {
+func (h *relayFixture) relayStatus(t testing.TB, name string) (status outbox.RelayStatus) {
 	t.Helper()
 	i, err := outboxops.NewInspector(h.db, outboxops.InspectorConfig{Schema: h.schema})
 	require.NoError(t, err)
@@ -173,7 +173,7 @@ func (h *house) relayStatus(t testing.TB, name string) (status outbox.RelayStatu
 	return status
 }
 
-func (h *house) count(t testing.TB, table string) (n int) {
+func (h *relayFixture) count(t testing.TB, table string) (n int) {
 	t.Helper()
 	sql := fmt.Sprintf("SELECT count(*) FROM %s", pgx.Identifier{h.schema, table}.Sanitize())
 	require.NoError(t, h.db.QueryRow(context.Background(), sql).Scan(&n))

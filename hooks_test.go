@@ -22,7 +22,7 @@ const traceParent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 // metrics and traces need.
 func TestRelayHooks(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	before := time.Now().Add(-time.Second)
 	ctx := outbox.WithTraceParent(background, traceParent)
 	events := numbered("a", 1, 3)
@@ -74,7 +74,7 @@ func TestRelayHooks(t *testing.T) {
 // are sent in the end as retried.
 func TestSentHookOfFailures(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	testenv.RealBrokers(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "2000")
 	big := oracle.Event{ID: numbered("x", 1, 1)[0].ID, Key: "a", Version: 1, Filler: random(4000)}
@@ -116,7 +116,7 @@ func TestSentHookOfFailures(t *testing.T) {
 // The context of Recording is what TraceParent reads, and its end hears the error.
 func TestRecordingHook(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	var ends []error
 	hooks := outbox.RecorderHooks{Recording: func(ctx context.Context, events []outbox.DomainEvent) (context.Context, func(error)) {
 		require.Len(t, events, 1)
@@ -142,7 +142,7 @@ func TestRecordingHook(t *testing.T) {
 // batches too. Repeats are not called.
 func TestHandlingHook(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
+	s := newConsumerFixture(t, 1)
 	type mark struct{}
 	var mu sync.Mutex
 	var called []string
@@ -177,7 +177,7 @@ func TestHandlingHook(t *testing.T) {
 // Lag counts what is not handled, and knows a partition in which nothing ever was.
 func TestConsumerLag(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 2)
+	s := newConsumerFixture(t, 2)
 	release := make(chan struct{})
 	c := s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.HandleNoTx("WAIT", func(ctx context.Context, e sale, m outbox.Metadata) error {
 		<-release

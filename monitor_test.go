@@ -78,8 +78,8 @@ func patiently() outbox.RelayConfig {
 	return cfg
 }
 
-// dead lets the house's relay give up a poison of key bad.
-func (h *house) dead(t *testing.T, cfg outbox.RelayConfig) (event oracle.Event) {
+// dead lets the fixture's relay give up a poison of key bad.
+func (h *relayFixture) dead(t *testing.T, cfg outbox.RelayConfig) (event oracle.Event) {
 	t.Helper()
 	event = poison("bad", 1)
 	testenv.Run(t, h.relay(t, cfg).Run)
@@ -102,7 +102,7 @@ func TestAlertConfig(t *testing.T) {
 // events again when there are more; and when they are resolved.
 func TestDeadEventsAreAlertedTo(t *testing.T) {
 	t.Parallel()
-	h, _ := poisonedHouse(t)
+	h, _ := newPoisonedFixture(t)
 	box := &mailbox{fails: 2}
 	cfg := patiently()
 	cfg.Alerts = outbox.AlertConfig{Alerter: box, Interval: 50 * time.Millisecond, DeadThreshold: 3}
@@ -142,7 +142,7 @@ func TestDeadEventsAreAlertedTo(t *testing.T) {
 // It does not wait for the next check.
 func TestDeadEventIsAlertedToAtOnce(t *testing.T) {
 	t.Parallel()
-	h, _ := poisonedHouse(t)
+	h, _ := newPoisonedFixture(t)
 	box := &mailbox{}
 	cfg := patiently()
 	cfg.Alerts = outbox.AlertConfig{Alerter: box, Interval: time.Hour}
@@ -153,7 +153,7 @@ func TestDeadEventIsAlertedToAtOnce(t *testing.T) {
 // Of two relays that have a leader, the first alerts to a third that has none.
 func TestRelayWithoutLeader(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	led := map[string]*mailbox{"a": {}, "b": {}}
 	gone := quick
 	gone.Name = "gone"
@@ -176,7 +176,7 @@ func TestRelayWithoutLeader(t *testing.T) {
 }
 
 // unreachableRelay returns a relay whose broker does not exist.
-func (h *house) unreachableRelay(t *testing.T, cfg outbox.RelayConfig) *outbox.Relay {
+func (h *relayFixture) unreachableRelay(t *testing.T, cfg outbox.RelayConfig) *outbox.Relay {
 	t.Helper()
 	cfg.Schema, cfg.Logger = h.schema, slog.New(slog.DiscardHandler)
 	cfg.DeliveryTimeout, cfg.SendTimeout, cfg.Lease = time.Second, 1100*time.Millisecond, 1200*time.Millisecond
@@ -187,7 +187,7 @@ func (h *house) unreachableRelay(t *testing.T, cfg outbox.RelayConfig) *outbox.R
 
 func TestOpenBreakerIsAlertedTo(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	h.commit(t, numbered("a", 1, 10)...)
 	box := &mailbox{}
 	var opens atomic.Int32
@@ -207,7 +207,7 @@ func TestOpenBreakerIsAlertedTo(t *testing.T) {
 // A report has what failed, by type and class; without failures there is none.
 func TestReports(t *testing.T) {
 	t.Parallel()
-	h, _ := poisonedHouse(t)
+	h, _ := newPoisonedFixture(t)
 	box := &mailbox{}
 	cfg := patiently()
 	cfg.Alerts = outbox.AlertConfig{Alerter: box, Interval: 5 * time.Millisecond, ReportInterval: 10 * time.Millisecond}

@@ -24,18 +24,18 @@ var (
 // another takes over again and again. None of that excuses a duplicate.
 func TestOracle(t *testing.T) {
 	t.Parallel()
-	testOracle(t, newHouse(t), outbox.RetentionConfig{})
+	testOracle(t, newRelayFixture(t), outbox.RetentionConfig{})
 }
 
 // And over partitions whose rows go all the while.
 func TestOracleOverPartitions(t *testing.T) {
 	t.Parallel()
-	h := newHouseOf(t, 500)
+	h := newPartitionedFixture(t, 500)
 	testOracle(t, h, outbox.RetentionConfig{PublishedFor: 2 * time.Second, Interval: 100 * time.Millisecond, Pause: time.Millisecond})
 	require.Less(t, h.count(t, "outbox"), *oracleEvents, "many went")
 }
 
-func testOracle(t *testing.T, h *house, retention outbox.RetentionConfig) {
+func testOracle(t *testing.T, h *relayFixture, retention outbox.RetentionConfig) {
 	testenv.RealBrokers(t)
 	v := oracle.Result{Seed: *oracleSeed}
 	if v.Seed == 0 {
@@ -63,7 +63,7 @@ func testOracle(t *testing.T, h *house, retention outbox.RetentionConfig) {
 }
 
 // takeTurns runs two relays and stops one of them every now and then.
-func (h *house) takeTurns(ctx context.Context, t *testing.T, retention outbox.RetentionConfig, rng *rand.Rand) {
+func (h *relayFixture) takeTurns(ctx context.Context, t *testing.T, retention outbox.RetentionConfig, rng *rand.Rand) {
 	cfg := outbox.RelayConfig{BatchSize: 1 + rng.IntN(200), PollInterval: 20 * time.Millisecond, Retention: retention}
 	relays := []*outbox.Relay{h.relay(t, cfg), h.relay(t, cfg)}
 	stops := []func(){testenv.Run(t, relays[0].Run), testenv.Run(t, relays[1].Run)}
@@ -91,7 +91,7 @@ func TestOracleBites(t *testing.T) {
 		"window up to xmin, by id": func(v oracle.Result) int { return v.Inversions },
 	} {
 		t.Run(cursor, func(t *testing.T) {
-			h := newHouse(t)
+			h := newRelayFixture(t)
 			reader := h.follow(t)
 			cfg := quick
 			cfg.BatchSize = 10_000 // larger than any window, whose rest is read by our own statement

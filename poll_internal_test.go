@@ -28,7 +28,7 @@ const maxPollBuffers = 60
 // the table was analysed or not, and while transactions are open.
 func TestPollOverRetainedRows(t *testing.T) {
 	// Not parallel: it counts the buffers that PostgreSQL touches.
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	d.exec(t, `ALTER TABLE {schema}.outbox SET (autovacuum_enabled = false)`)
 	d.insert(t, retained)
 	l, err := d.leases.acquire(ctx)
@@ -66,7 +66,7 @@ func TestPollOverRetainedRows(t *testing.T) {
 // transaction in progress is looked for in each.
 func TestPollOverPartitions(t *testing.T) {
 	// Not parallel: it counts the buffers that PostgreSQL touches.
-	d, ctx := newPartDesk(t, retained/200), context.Background()
+	d, ctx := newPartitionsFixture(t, retained/200), context.Background()
 	r, _ := d.cleaning(t, RetentionConfig{})
 	for range 5 {
 		d.insert(t, retained/50)
@@ -106,7 +106,7 @@ func TestPollOverPartitions(t *testing.T) {
 
 // explainPoll runs sqlOpen with some new events, in a transaction that rolls
 // back, and returns how many buffers it touched.
-func (d *desk) explainPoll(t *testing.T, l *lease, p position, mode string, fresh int) (buffers int, plan string) {
+func (d *cursorFixture) explainPoll(t *testing.T, l *lease, p position, mode string, fresh int) (buffers int, plan string) {
 	t.Helper()
 	ctx := context.Background()
 	tx, err := d.db.Begin(ctx)
@@ -151,7 +151,7 @@ func explain(t *testing.T, tx pgx.Tx, statement string) (buffers int, plan strin
 func TestPlansOfTheFirstDay(t *testing.T) {
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	for _, table := range []string{"outbox", "outbox_cursor"} {
 		d.exec(t, `ALTER TABLE {schema}.`+table+` SET (autovacuum_enabled = false)`)
 		d.exec(t, `ANALYZE {schema}.`+table)

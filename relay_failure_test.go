@@ -35,7 +35,7 @@ func TestNotMigrated(t *testing.T) {
 // rejected alone counts as rejected, and it holds up no others.
 func TestRefusedEvent(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	testenv.RealBrokers(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "2000")
 	reader := h.follow(t)
@@ -73,7 +73,7 @@ func TestRefusedEvent(t *testing.T) {
 // Rows that no Recorder wrote may be impossible to send. They stop nothing.
 func TestImpossibleRow(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	_, err := h.db.Exec(background, h.sql(`
 		INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, headers, occurred_at)
@@ -93,7 +93,7 @@ func TestImpossibleRow(t *testing.T) {
 // The log says when it began and when it ended, not how often we tried.
 func TestKafkaAway(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere
 	reader := h.follow(t)
 	relay, dialer, log := h.relayWithoutKafka(t)
@@ -119,7 +119,7 @@ func TestKafkaAway(t *testing.T) {
 // after the outage.
 func TestKafkaLeavesInTheMiddleOfABatch(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere
 	reader := h.follow(t)
 	cut := &cutter{}
@@ -151,7 +151,7 @@ func (c *cutter) OnProduceBatchWritten(kgo.BrokerMetadata, string, int32, kgo.Pr
 
 // relayWithoutKafka returns a relay whose connections to Kafka are cut, and what
 // it logs. What once enters outbox_failed stays there.
-func (h *house) relayWithoutKafka(t *testing.T, opts ...kgo.Opt) (*outbox.Relay, *brokenDialer, *testenv.Buffer) {
+func (h *relayFixture) relayWithoutKafka(t *testing.T, opts ...kgo.Opt) (*outbox.Relay, *brokenDialer, *testenv.Buffer) {
 	t.Helper()
 	dialer, log := &brokenDialer{}, new(testenv.Buffer)
 	dialer.broken.Store(true)
@@ -169,7 +169,7 @@ func (h *house) relayWithoutKafka(t *testing.T, opts ...kgo.Opt) (*outbox.Relay,
 // The relay can be stopped while Kafka is unavailable, and loses nothing by it.
 func TestStopWhileKafkaIsAway(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere
 	reader := h.follow(t)
 	relay, _, log := h.relayWithoutKafka(t)
@@ -188,7 +188,7 @@ func TestStopWhileKafkaIsAway(t *testing.T) {
 func TestPostgresConnectionsDie(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t) // which connections are whose
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	admin := h.db
 	h.db = testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["application_name"] = h.schema })
@@ -214,7 +214,7 @@ func TestPostgresConnectionsDie(t *testing.T) {
 // A relay whose lease was taken cannot move the cursor, whatever it believes.
 func TestTakenLease(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	log := new(testenv.Buffer)
 	cfg := quick
@@ -233,7 +233,7 @@ func TestTakenLease(t *testing.T) {
 	require.Equal(t, 1, h.countWhere(t, `SELECT count(*) FROM {s}.outbox_lease WHERE holder = 'thief' AND expires_at > now()`))
 }
 
-func (h *house) countWhere(t testing.TB, sql string) (n int) {
+func (h *relayFixture) countWhere(t testing.TB, sql string) (n int) {
 	t.Helper()
 	require.NoError(t, h.db.QueryRow(background, h.sql(sql)).Scan(&n))
 	return n

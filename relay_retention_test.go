@@ -29,7 +29,7 @@ func tidy() outbox.RelayConfig {
 // aged makes rows of outbox old enough to go.
 const aged = `UPDATE {s}.outbox SET created_at = now() - '8 days'::interval`
 
-func (h *house) exec(t testing.TB, sql string, args ...any) {
+func (h *relayFixture) exec(t testing.TB, sql string, args ...any) {
 	t.Helper()
 	_, err := h.db.Exec(background, h.sql(sql), args...)
 	require.NoError(t, err)
@@ -39,7 +39,7 @@ func (h *house) exec(t testing.TB, sql string, args ...any) {
 // prepared long ago it still publishes.
 func TestRelayCleans(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	late := numbered("late", 1, 3)
 	tx, err := h.db.Begin(background)
@@ -82,7 +82,7 @@ func TestRelayCleans(t *testing.T) {
 // Rows stay while a relay has not published them, and the log has its name, once.
 func TestLaggingRelayKeepsRows(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	audit := tidy()
 	audit.Name = "audit"
@@ -115,7 +115,7 @@ func TestLaggingRelayKeepsRows(t *testing.T) {
 // What cannot be archived stays, and the log says so once, and when it works again.
 func TestArchiveFails(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	events := numbered("key", 1, 5)
 	h.commit(t, events...)
@@ -146,7 +146,7 @@ func TestArchiveFails(t *testing.T) {
 // Writers and the relay do not wait for a cleaning of very many rows.
 func TestCleaningBlocksNobody(t *testing.T) {
 	// Not parallel: its writers wait for a lock for 100 ms at most.
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	cfg := tidy()
 	cfg.PollInterval = 2 * time.Millisecond
@@ -182,7 +182,7 @@ func TestCleaningBlocksNobody(t *testing.T) {
 }
 
 // partitions returns the names of outbox's partitions.
-func (h *house) partitions(t testing.TB) []string {
+func (h *relayFixture) partitions(t testing.TB) []string {
 	t.Helper()
 	rows, err := h.db.Query(background, h.sql(`SELECT name::text FROM {s}.outbox_partitions() ORDER BY first`))
 	require.NoError(t, err)
@@ -192,7 +192,7 @@ func (h *house) partitions(t testing.TB) []string {
 }
 
 // ahead counts the partitions of 50 ids that no id has reached.
-func (h *house) ahead(t testing.TB) (n int) {
+func (h *relayFixture) ahead(t testing.TB) (n int) {
 	t.Helper()
 	require.NoError(t, h.db.QueryRow(background, h.sql(
 		`SELECT count(*) FROM {s}.outbox_partitions(), {s}.outbox_id_seq WHERE first > last_value AND behind - greatest(first, 0) = 50`)).Scan(&n))
@@ -203,7 +203,7 @@ func (h *house) ahead(t testing.TB) (n int) {
 // removes one by one what came to where no partition is any more.
 func TestRelayKeepsPartitions(t *testing.T) {
 	t.Parallel()
-	h := newHouseOf(t, 50)
+	h := newPartitionedFixture(t, 50)
 	reader := h.follow(t)
 	log := new(testenv.Buffer)
 	cfg := tidy()

@@ -22,16 +22,16 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// poisonedHouse has a topic that takes only small records, and a reader.
-func poisonedHouse(t *testing.T) (*house, *oracle.Reader) {
+// newPoisonedFixture has a topic that takes only small records, and a reader.
+func newPoisonedFixture(t *testing.T) (*relayFixture, *oracle.Reader) {
 	t.Helper()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	testenv.RealBrokers(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "2000")
 	return h, h.follow(t)
 }
 
-// poison is an event that the topic of a poisonedHouse rejects.
+// poison is an event that the topic of a newPoisonedFixture rejects.
 func poison(key string, version int) oracle.Event {
 	e := numbered(key, version, 1)[0]
 	e.Filler = random(5000)
@@ -39,7 +39,7 @@ func poison(key string, version int) oracle.Event {
 }
 
 // statuses returns the rows of outbox_failed by status.
-func (h *house) statuses(t *testing.T) map[string]int {
+func (h *relayFixture) statuses(t *testing.T) map[string]int {
 	t.Helper()
 	rows, err := h.db.Query(background, h.sql(`SELECT status, count(*)::int FROM {s}.outbox_failed GROUP BY status`))
 	require.NoError(t, err)
@@ -55,7 +55,7 @@ func (h *house) statuses(t *testing.T) map[string]int {
 	return all
 }
 
-func (h *house) awaitStatuses(t *testing.T, want map[string]int) {
+func (h *relayFixture) awaitStatuses(t *testing.T, want map[string]int) {
 	t.Helper()
 	require.Eventually(t, func() bool {
 		got := h.statuses(t)
@@ -72,7 +72,7 @@ func (h *house) awaitStatuses(t *testing.T, want map[string]int) {
 // tried again until it is dead; then the later events are sent, in order.
 func TestDeadEventReleasesItsKey(t *testing.T) {
 	t.Parallel()
-	h, reader := poisonedHouse(t)
+	h, reader := newPoisonedFixture(t)
 	var rejected, dead atomic.Int32
 	log := new(testenv.Buffer)
 	cfg := quick
@@ -133,7 +133,7 @@ func (l *largest) OnProduceBatchWritten(_ kgo.BrokerMetadata, _ string, _ int32,
 // the next batch, which is smaller, would be accepted before them.
 func TestBatchesFitTheirTopic(t *testing.T) {
 	t.Parallel()
-	h, reader := poisonedHouse(t)
+	h, reader := newPoisonedFixture(t)
 	events := numbered("a", 1, 300)
 	h.commit(t, events...)
 	var log largest
@@ -160,7 +160,7 @@ func TestTooLargeEventIsSentAlone(t *testing.T) {
 		"for the client": {900_000, 200_000, 300_000},
 	} {
 		t.Run(name, func(t *testing.T) {
-			h := newHouse(t)
+			h := newRelayFixture(t)
 			testenv.RealBrokers(t)
 			testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", strconv.Itoa(tt.topicLimit))
 			reader := h.follow(t)
@@ -190,7 +190,7 @@ func TestTooLargeEventIsSentAlone(t *testing.T) {
 // gets through.
 func TestCompressedEventIsNotTooLarge(t *testing.T) {
 	t.Parallel()
-	h, reader := poisonedHouse(t)
+	h, reader := newPoisonedFixture(t)
 	testenv.Run(t, h.relay(t, quick).Run)
 	squeezed := numbered("key", 1, 1)
 	squeezed[0].Filler = strings.Repeat("x", 5000)
@@ -221,7 +221,7 @@ func requireInOrder(t *testing.T, reader *oracle.Reader, events []oracle.Event) 
 // With HoldDead the key waits for an operator, through restarts of the relay.
 func TestDeadEventHoldsItsKey(t *testing.T) {
 	t.Parallel()
-	h, reader := poisonedHouse(t)
+	h, reader := newPoisonedFixture(t)
 	cfg := quick
 	cfg.MaxRetries, cfg.HoldDead = 1, true
 	cfg.Logger = slog.New(slog.DiscardHandler)
@@ -255,7 +255,7 @@ func TestRefusedEventGetsThrough(t *testing.T) {
 	t.Parallel()
 	for name, keep := range map[string]bool{"removed": false, "kept": true} {
 		t.Run(name, func(t *testing.T) {
-			h, reader := poisonedHouse(t)
+			h, reader := newPoisonedFixture(t)
 			cfg := quick
 			cfg.KeepSent = keep
 			cfg.Logger = slog.New(slog.DiscardHandler)
@@ -282,7 +282,7 @@ func TestRefusedEventGetsThrough(t *testing.T) {
 // it, and what was sent all around.
 func TestRetryOutlivesItsRow(t *testing.T) {
 	t.Parallel()
-	h, reader := poisonedHouse(t)
+	h, reader := newPoisonedFixture(t)
 	cfg := quick
 	cfg.Logger = slog.New(slog.DiscardHandler)
 	testenv.Run(t, h.relay(t, cfg).Run)
@@ -308,7 +308,7 @@ func TestRetryOutlivesItsRow(t *testing.T) {
 }
 
 // countHeaders returns how many of the first n records have a header.
-func (h *house) countHeaders(t *testing.T, header string, n int) (count int) {
+func (h *relayFixture) countHeaders(t *testing.T, header string, n int) (count int) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(background, testenv.Patience)
 	defer cancel()
@@ -332,7 +332,7 @@ func (h *house) countHeaders(t *testing.T, header string, n int) (count int) {
 // long as it takes, without using up a try.
 func TestMissingTopicHoldsUpNothingElse(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	testenv.RealBrokers(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "1000000")
 	reader := h.follow(t)
@@ -376,7 +376,7 @@ func TestMissingTopicHoldsUpNothingElse(t *testing.T) {
 // have it, and everything arrives when the broker is back.
 func TestBreakerStopsTheRelay(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1) // events of one that is still being made would wait elsewhere
 	reader := h.follow(t)
 	var mu sync.Mutex
@@ -414,8 +414,8 @@ func TestBreakerStopsTheRelay(t *testing.T) {
 	require.Zero(t, h.count(t, "outbox_failed"), "an outage is not a failure")
 }
 
-// setTopic changes a setting of the house's topic.
-func (h *house) setTopic(t *testing.T, setting, value string) {
+// setTopic changes a setting of the fixture's topic.
+func (h *relayFixture) setTopic(t *testing.T, setting, value string) {
 	t.Helper()
 	client, err := kgo.NewClient(kgo.SeedBrokers(h.brokers...))
 	require.NoError(t, err)

@@ -30,7 +30,7 @@ var quick = outbox.RelayConfig{
 
 func TestRelayDeliversInOrder(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	events := numbered("a", 1, 5000)
 	h.commit(t, events...)
@@ -48,7 +48,7 @@ func TestRelayDeliversInOrder(t *testing.T) {
 // never returns to it.
 func TestLateCommitIsNotSkipped(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	testenv.Run(t, h.relay(t, quick).Run)
 	late, err := h.db.Begin(background)
@@ -68,7 +68,7 @@ func TestLateCommitIsNotSkipped(t *testing.T) {
 // cluster.
 func TestOpenTransactionDoesNotStall(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	testenv.Run(t, h.relay(t, quick).Run)
 
@@ -99,7 +99,7 @@ func TestOpenTransactionDoesNotStall(t *testing.T) {
 // that wrote version 2 took its id first.
 func TestEarlyTransactionIDDoesNotInvert(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	early, err := h.db.Begin(background)
 	require.NoError(t, err)
@@ -118,7 +118,7 @@ func TestEarlyTransactionIDDoesNotInvert(t *testing.T) {
 
 func TestWake(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	relay := h.relay(t, outbox.RelayConfig{PollInterval: time.Hour})
 	testenv.Run(t, relay.Run)
@@ -133,7 +133,7 @@ func TestWake(t *testing.T) {
 
 func TestRunTwice(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	relay := h.relay(t, quick)
 	stop := testenv.Run(t, relay.Run)
@@ -153,7 +153,7 @@ func TestRunTwice(t *testing.T) {
 // expire, and starts where the other one ended.
 func TestStandbyTakesOver(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	cfg := quick
 	cfg.Lease = time.Hour
@@ -175,7 +175,7 @@ func TestStandbyTakesOver(t *testing.T) {
 // epoch that was used before.
 func TestEmptiedLeaseTable(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	cfg := quick
 	cfg.DeliveryTimeout, cfg.SendTimeout, cfg.Lease = time.Second, 1100*time.Millisecond, 1200*time.Millisecond
@@ -194,14 +194,14 @@ func TestEmptiedLeaseTable(t *testing.T) {
 }
 
 // sql completes a statement with the schema.
-func (h *house) sql(s string) string {
+func (h *relayFixture) sql(s string) string {
 	return string(bytes.ReplaceAll([]byte(s), []byte("{s}"), []byte(pgx.Identifier{h.schema}.Sanitize())))
 }
 
 // Every relay name has a cursor of its own and publishes everything.
 func TestTwoNames(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	events := numbered("key", 1, 10)
 	h.commit(t, events...)
@@ -219,7 +219,7 @@ func TestTwoNames(t *testing.T) {
 // An idle relay must not use up transaction ids, nor write to the database.
 func TestIdlePollWritesNothing(t *testing.T) {
 	// Not parallel: a relay is idle only while no transaction of the cluster ends.
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	reader := h.follow(t)
 	cfg := quick
 	cfg.PollInterval = time.Millisecond
@@ -260,7 +260,7 @@ func TestRelayExecModes(t *testing.T) {
 	}
 	for _, mode := range modes {
 		t.Run(mode.String(), func(t *testing.T) {
-			h := newHouse(t)
+			h := newRelayFixture(t)
 			reader := h.follow(t)
 			h.db = testenv.PoolIn(t, mode)
 			events := numbered("key", 1, 250)
@@ -278,7 +278,7 @@ func TestRelayExecModes(t *testing.T) {
 
 func TestRecordsAreCloudEvents(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	ctx := outbox.WithCorrelationID(background, "corr-1")
 	ctx = outbox.WithTraceParent(ctx, "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
 	event := numbered("key", 7, 1)[0]
@@ -320,7 +320,7 @@ func TestRecordsAreCloudEvents(t *testing.T) {
 
 // firstOfEach returns the first record with its attributes in headers, and the
 // first with them in its value.
-func (h *house) firstOfEach(t *testing.T) (binary, structured *kgo.Record) {
+func (h *relayFixture) firstOfEach(t *testing.T) (binary, structured *kgo.Record) {
 	t.Helper()
 	client, err := kgo.NewClient(kgo.SeedBrokers(h.brokers...), kgo.ConsumeTopics(h.topic),
 		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))

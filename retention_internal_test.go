@@ -17,8 +17,8 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// cleaning returns what removes rows of the desk, with a lease to prove.
-func (d *desk) cleaning(t *testing.T, cfg RetentionConfig) (*retention, *proof) {
+// cleaning returns what removes rows of the fixture, with a lease to prove.
+func (d *cursorFixture) cleaning(t *testing.T, cfg RetentionConfig) (*retention, *proof) {
 	t.Helper()
 	l, err := newLeases(d.db, d.schema, "cleaner", time.Minute).acquire(context.Background())
 	require.NoError(t, err)
@@ -26,12 +26,12 @@ func (d *desk) cleaning(t *testing.T, cfg RetentionConfig) (*retention, *proof) 
 }
 
 // age makes all rows of a table older.
-func (d *desk) age(t *testing.T, table, column, by string) {
+func (d *cursorFixture) age(t *testing.T, table, column, by string) {
 	t.Helper()
 	d.exec(t, fmt.Sprintf(`UPDATE {schema}.%s SET %s = %[2]s - '%s'::interval`, table, column, by))
 }
 
-func (d *desk) ids(t *testing.T, table string) []int64 {
+func (d *cursorFixture) ids(t *testing.T, table string) []int64 {
 	t.Helper()
 	rows, err := d.db.Query(context.Background(), pg.InSchema(`SELECT id FROM {schema}.`+table+` ORDER BY id`, d.schema))
 	require.NoError(t, err)
@@ -45,50 +45,50 @@ func TestPublishedRowsGo(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
 		name  string
-		play  func(*testing.T, *desk)
+		play  func(*testing.T, *cursorFixture)
 		stay  []int64
 		stops string // relay that the log should name
 	}{
-		{"no relay has a cursor", func(t *testing.T, d *desk) {}, []int64{1, 2, 3, 4, 5, 6}, ""},
-		{"all of them", func(t *testing.T, d *desk) { d.unsent(t, "default") }, nil, ""},
-		{"up to where the open window is drained", func(t *testing.T, d *desk) { d.sendUpTo(t, "default", 4) }, []int64{5, 6}, "default"},
-		{"what two relays have sent", func(t *testing.T, d *desk) {
+		{"no relay has a cursor", func(t *testing.T, d *cursorFixture) {}, []int64{1, 2, 3, 4, 5, 6}, ""},
+		{"all of them", func(t *testing.T, d *cursorFixture) { d.unsent(t, "default") }, nil, ""},
+		{"up to where the open window is drained", func(t *testing.T, d *cursorFixture) { d.sendUpTo(t, "default", 4) }, []int64{5, 6}, "default"},
+		{"what two relays have sent", func(t *testing.T, d *cursorFixture) {
 			d.unsent(t, "default")
 			d.sendUpTo(t, "audit", 2)
 		}, []int64{3, 4, 5, 6}, "audit"},
-		{"nothing while a relay has not begun", func(t *testing.T, d *desk) {
+		{"nothing while a relay has not begun", func(t *testing.T, d *cursorFixture) {
 			d.unsent(t, "default")
 			_, _, _, err := d.arrive(t, "audit")
 			require.NoError(t, err)
 		}, []int64{1, 2, 3, 4, 5, 6}, "audit"},
-		{"nothing that is too young", func(t *testing.T, d *desk) {
+		{"nothing that is too young", func(t *testing.T, d *cursorFixture) {
 			d.unsent(t, "default")
 			d.exec(t, `UPDATE {schema}.outbox SET created_at = now() - '6 days'::interval WHERE id IN (3, 5)`)
 		}, []int64{3, 5}, ""},
-		{"nothing that was committed after it was passed", func(t *testing.T, d *desk) {
+		{"nothing that was committed after it was passed", func(t *testing.T, d *cursorFixture) {
 			d.unsent(t, "default")
 			d.exec(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 2`)
 		}, []int64{2}, ""},
-		{"nothing that one of two relays has not sent, wherever it stands", func(t *testing.T, d *desk) {
+		{"nothing that one of two relays has not sent, wherever it stands", func(t *testing.T, d *cursorFixture) {
 			d.unsent(t, "default")
 			d.unsent(t, "audit")
 			d.exec(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 2`)
 			d.unsent(t, "default")
 		}, []int64{2}, ""},
-		{"nothing by a cursor of another cluster", func(t *testing.T, d *desk) {
+		{"nothing by a cursor of another cluster", func(t *testing.T, d *cursorFixture) {
 			d.unsent(t, "default")
 			d.sendUpTo(t, "audit", 6)
 			d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1 WHERE relay = 'audit'`)
 		}, []int64{1, 2, 3, 4, 5, 6}, ""},
-		{"nothing by a cursor from the future", func(t *testing.T, d *desk) {
+		{"nothing by a cursor from the future", func(t *testing.T, d *cursorFixture) {
 			d.unsent(t, "default")
 			d.exec(t, `UPDATE {schema}.outbox_cursor SET snapshot = '4000000000:4000000000:'`)
 		}, []int64{1, 2, 3, 4, 5, 6}, ""},
-		{"nothing beside an event from the future", func(t *testing.T, d *desk) {
+		{"nothing beside an event from the future", func(t *testing.T, d *cursorFixture) {
 			d.unsent(t, "default")
 			d.exec(t, `UPDATE {schema}.outbox SET xid = '4000000000' WHERE id = 6`)
 		}, []int64{1, 2, 3, 4, 5, 6}, ""},
-		{"what failed and is written down elsewhere", func(t *testing.T, d *desk) {
+		{"what failed and is written down elsewhere", func(t *testing.T, d *cursorFixture) {
 			d.unsent(t, "default")
 			d.exec(t, `INSERT INTO {schema}.outbox_failed
 			                  (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, status)
@@ -97,7 +97,7 @@ func TestPublishedRowsGo(t *testing.T) {
 		}, nil, ""},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			d, ctx := newDesk(t), context.Background()
+			d, ctx := newCursorFixture(t), context.Background()
 			for range 3 {
 				d.insert(t, 2)
 			}
@@ -117,7 +117,7 @@ func TestPublishedRowsGo(t *testing.T) {
 // the lowest ids, and no relay has seen them.
 func TestPreparedTransactionIsNotRemoved(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	tx := d.beginInsert(t, 2)
 	_, err := tx.Exec(ctx, pg.InSchema(`UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval`, d.schema))
 	require.NoError(t, err)
@@ -145,7 +145,7 @@ func TestPreparedTransactionIsNotRemoved(t *testing.T) {
 // Whoever lost the lease removes nothing that only its holder may.
 func TestLostLeaseRemovesNothing(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	d.insert(t, 2)
 	d.age(t, "outbox", "created_at", "8 days")
 	d.unsent(t, "default")
@@ -166,7 +166,7 @@ func TestLostLeaseRemovesNothing(t *testing.T) {
 // for a blink, and leave them to it.
 func TestLockedRowsAreLeft(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	d.insert(t, 2)
 	d.age(t, "outbox", "created_at", "8 days")
 	d.unsent(t, "default")
@@ -185,7 +185,7 @@ func TestLockedRowsAreLeft(t *testing.T) {
 // relay stays, and the relay goes on from it.
 func TestCursorHistory(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	d.insert(t, 3)
 	d.unsent(t, "default")
 	first := d.ids(t, "outbox_cursor")
@@ -222,7 +222,7 @@ func TestCursorHistory(t *testing.T) {
 // Resolved rows go by when they were resolved, and one without a time gets it.
 func TestResolvedRowsGo(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	d.exec(t, `
 		INSERT INTO {schema}.outbox_failed
 		       (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, failed_at, status, resolved_at)
@@ -248,7 +248,7 @@ func TestResolvedRowsGo(t *testing.T) {
 
 func TestCleanHandled(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	d.exec(t, `
 		INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, handled_at)
 		SELECT 'g', 'a', n::text, 'x', now() - CASE WHEN n <= 250 THEN '32 days' ELSE '30 days' END::interval FROM generate_series(1, 500) AS n`)
@@ -275,7 +275,7 @@ func TestCleanHandled(t *testing.T) {
 // The archive has the rows before they go, and what it writes commits with that.
 func TestArchive(t *testing.T) {
 	t.Parallel()
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	d.exec(t, `CREATE TABLE {schema}.archive (id bigint, payload text)`)
 	d.insert(t, 2)
 	d.exec(t, `UPDATE {schema}.outbox SET payload = NULL, payload_bytes = '\x00ff', topic = 't', partition_key = 'p', headers = '{"a": "b"}' WHERE id = 2`)
@@ -440,7 +440,7 @@ const maxCleanBuffers = 100 + 5*100
 func TestCleaningOverManyRows(t *testing.T) {
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	for _, table := range []string{"outbox", "outbox_cursor", "outbox_failed", "event_handled"} {
 		d.exec(t, `ALTER TABLE {schema}.`+table+` SET (autovacuum_enabled = false)`)
 		d.exec(t, `ANALYZE {schema}.`+table)

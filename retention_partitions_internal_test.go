@@ -18,16 +18,16 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// newPartDesk returns a desk whose outbox has partitions of so many ids.
-func newPartDesk(t *testing.T, rows int64) *desk {
+// newPartitionsFixture returns a fixture whose outbox has partitions of so many ids.
+func newPartitionsFixture(t *testing.T, rows int64) *cursorFixture {
 	t.Helper()
-	d := newDesk(t)
+	d := newCursorFixture(t)
 	require.NoError(t, Migrate(context.Background(), d.db, MigrateConfig{Schema: d.schema, PartitionRows: rows}))
 	return d
 }
 
 // parts returns the names of all partitions, the default one too.
-func (d *desk) parts(t *testing.T) []string {
+func (d *cursorFixture) parts(t *testing.T) []string {
 	t.Helper()
 	rows, err := d.db.Query(context.Background(), pg.InSchema(`
 		SELECT c.relname FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
@@ -39,7 +39,9 @@ func (d *desk) parts(t *testing.T) []string {
 }
 
 // has reports whether there is a partition of these ids.
-func (d *desk) has(t *testing.T, ids string) bool { return slices.Contains(d.parts(t), "outbox_"+ids) }
+func (d *cursorFixture) has(t *testing.T, ids string) bool {
+	return slices.Contains(d.parts(t), "outbox_"+ids)
+}
 
 var errEmptied = errors.New("emptied only")
 
@@ -52,7 +54,7 @@ func (r *retention) dropWhole(ctx context.Context, l *proof, v *review) error {
 }
 
 // first returns the lowest partition, reviewed as far as it goes.
-func (d *desk) first(t *testing.T, r *retention, l *proof) *review {
+func (d *cursorFixture) first(t *testing.T, r *retention, l *proof) *review {
 	t.Helper()
 	ctx := context.Background()
 	all, err := r.list(ctx)
@@ -66,7 +68,7 @@ func (d *desk) first(t *testing.T, r *retention, l *proof) *review {
 	return v
 }
 
-func (d *desk) reviewOn(t *testing.T, r *retention, l *proof, v *review) {
+func (d *cursorFixture) reviewOn(t *testing.T, r *retention, l *proof, v *review) {
 	t.Helper()
 	for ok := true; ok && !v.done; {
 		var err error
@@ -75,11 +77,11 @@ func (d *desk) reviewOn(t *testing.T, r *retention, l *proof, v *review) {
 	}
 }
 
-// full returns a desk with two full partitions of ten ids and some of a third, all
+// full returns a fixture with two full partitions of ten ids and some of a third, all
 // old.
-func full(t *testing.T) *desk {
+func full(t *testing.T) *cursorFixture {
 	t.Helper()
-	d := newPartDesk(t, 10)
+	d := newPartitionsFixture(t, 10)
 	d.insert(t, 25)
 	d.age(t, "outbox", "created_at", "8 days")
 	return d
@@ -109,18 +111,18 @@ func TestPartitionGoes(t *testing.T) {
 
 func TestPartitionStays(t *testing.T) {
 	t.Parallel()
-	for name, play := range map[string]func(*testing.T, *desk){
-		"one row is not published": func(t *testing.T, d *desk) {
+	for name, play := range map[string]func(*testing.T, *cursorFixture){
+		"one row is not published": func(t *testing.T, d *cursorFixture) {
 			d.exec(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 3`)
 		},
-		"one row is young": func(t *testing.T, d *desk) {
+		"one row is young": func(t *testing.T, d *cursorFixture) {
 			d.exec(t, `UPDATE {schema}.outbox SET created_at = now() WHERE id = 3`)
 		},
-		"another relay has not published it": func(t *testing.T, d *desk) { d.sendUpTo(t, "audit", 5) },
-		"a cursor is of another cluster": func(t *testing.T, d *desk) {
+		"another relay has not published it": func(t *testing.T, d *cursorFixture) { d.sendUpTo(t, "audit", 5) },
+		"a cursor is of another cluster": func(t *testing.T, d *cursorFixture) {
 			d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
 		},
-		"there is no cursor": func(t *testing.T, d *desk) { d.exec(t, `DELETE FROM {schema}.outbox_cursor`) },
+		"there is no cursor": func(t *testing.T, d *cursorFixture) { d.exec(t, `DELETE FROM {schema}.outbox_cursor`) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := full(t)
@@ -146,20 +148,20 @@ func TestPartitionIsReviewedUnderItsLock(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
 		name string
-		play func(*testing.T, *desk, *review)
+		play func(*testing.T, *cursorFixture, *review)
 		want error
 	}{
-		{"a row came in, by its id", func(t *testing.T, d *desk, _ *review) {
+		{"a row came in, by its id", func(t *testing.T, d *cursorFixture, _ *review) {
 			d.exec(t, `UPDATE {schema}.outbox SET id = 4 WHERE id = 24`)
 			d.exec(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 4`)
 		}, errReview},
-		{"a relay began", func(t *testing.T, d *desk, _ *review) { d.sendUpTo(t, "audit", 1) }, errReview},
-		{"the server started again", func(_ *testing.T, _ *desk, v *review) { v.server = v.server.Add(-time.Second) }, errReview},
-		{"the lease was lost", func(t *testing.T, d *desk, _ *review) {
+		{"a relay began", func(t *testing.T, d *cursorFixture, _ *review) { d.sendUpTo(t, "audit", 1) }, errReview},
+		{"the server started again", func(_ *testing.T, _ *cursorFixture, v *review) { v.server = v.server.Add(-time.Second) }, errReview},
+		{"the lease was lost", func(t *testing.T, d *cursorFixture, _ *review) {
 			d.exec(t, `UPDATE {schema}.outbox_lease SET epoch = epoch + 1 WHERE name = 'cleaner'`)
 		}, errLeaseLost},
-		{"somebody else dropped it", func(t *testing.T, d *desk, _ *review) { d.exec(t, `DROP TABLE {schema}.outbox_min_10`) }, errReview},
-		{"nothing", func(*testing.T, *desk, *review) {}, nil},
+		{"somebody else dropped it", func(t *testing.T, d *cursorFixture, _ *review) { d.exec(t, `DROP TABLE {schema}.outbox_min_10`) }, errReview},
+		{"nothing", func(*testing.T, *cursorFixture, *review) {}, nil},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			d := full(t)
@@ -183,7 +185,7 @@ VALUES ($1, gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/jso
 // are new, and have to be published.
 func TestPreparedTransactionKeepsItsPartition(t *testing.T) {
 	// Not parallel: it measures how long the relay waits.
-	d, ctx := newPartDesk(t, 10), context.Background()
+	d, ctx := newPartitionsFixture(t, 10), context.Background()
 	tx := d.beginInsert(t, 2)
 	_, err := tx.Exec(ctx, pg.InSchema(`UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval`, d.schema))
 	require.NoError(t, err)
@@ -215,7 +217,7 @@ func TestPreparedTransactionKeepsItsPartition(t *testing.T) {
 // afterwards, draws a new id.
 func TestRepeatableReadWriterBehindTheCut(t *testing.T) {
 	t.Parallel()
-	d, ctx := newPartDesk(t, 10), context.Background()
+	d, ctx := newPartitionsFixture(t, 10), context.Background()
 	tx, err := d.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.RepeatableRead})
 	require.NoError(t, err)
 	defer tx.Rollback(ctx)
@@ -237,7 +239,7 @@ func TestRepeatableReadWriterBehindTheCut(t *testing.T) {
 // and removed all the same, and holds up no further partitions.
 func TestIDDrawnBeforeItsPartitionWent(t *testing.T) {
 	t.Parallel()
-	d, ctx := newPartDesk(t, 10), context.Background()
+	d, ctx := newPartitionsFixture(t, 10), context.Background()
 	d.insert(t, 2)
 	var drawn int64
 	require.NoError(t, d.db.QueryRow(ctx, pg.InSchema(`SELECT nextval('{schema}.outbox_id_seq')`, d.schema)).Scan(&drawn))
@@ -280,7 +282,7 @@ func TestPartRemovesItsOwnRows(t *testing.T) {
 // partitions again.
 func TestNobodyMakesPartitions(t *testing.T) {
 	t.Parallel()
-	d, ctx := newPartDesk(t, 10), context.Background()
+	d, ctx := newPartitionsFixture(t, 10), context.Background()
 	d.insert(t, 400) // the eight, the first larger one, of 100 ids, and the second
 	require.Len(t, d.ids(t, "outbox"), 400)
 	d.age(t, "outbox", "created_at", "8 days")
@@ -392,7 +394,7 @@ func TestPartitionsAreArchived(t *testing.T) {
 // write.
 func TestPlainTableBecomesFirstPartition(t *testing.T) {
 	// Not parallel: it measures how long a writer waits.
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	role := "part_" + strings.ReplaceAll(strings.ToLower(d.schema), " ", "_")
 	d.exec(t, `CREATE ROLE `+role)
 	t.Cleanup(func() { d.exec(t, `DROP OWNED BY `+role); d.exec(t, `DROP ROLE `+role) })
@@ -442,7 +444,7 @@ func TestPlainTableBecomesFirstPartition(t *testing.T) {
 func TestPartitionsUnderSerializable(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t) // a setting of sessions
-	d, ctx := newDesk(t), context.Background()
+	d, ctx := newCursorFixture(t), context.Background()
 	d.db = testenv.Pool(t, func(cfg *pgxpool.Config) {
 		cfg.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable"
 	})
@@ -467,7 +469,7 @@ func TestPartitionRowsOutOfRange(t *testing.T) {
 // A table with what would not go with its name stays plain.
 func TestPartitionsWouldLoseATrigger(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t)
+	d := newCursorFixture(t)
 	d.exec(t, `CREATE TRIGGER mine BEFORE UPDATE ON {schema}.outbox FOR EACH ROW EXECUTE FUNCTION suppress_redundant_updates_trigger()`)
 	err := Migrate(context.Background(), d.db, MigrateConfig{Schema: d.schema, PartitionRows: 20})
 	var pg *pgconn.PgError
@@ -480,7 +482,7 @@ func TestPartitionsWouldLoseATrigger(t *testing.T) {
 func TestCleaningOverPartitions(t *testing.T) {
 	// Not parallel: it counts the buffers that PostgreSQL touches.
 	testenv.Direct(t) // prepared statements
-	d, ctx := newPartDesk(t, 100), context.Background()
+	d, ctx := newPartitionsFixture(t, 100), context.Background()
 	const batch, ids = 100, 50_000
 	r, _ := d.cleaning(t, RetentionConfig{BatchSize: batch})
 	conn, err := d.db.Acquire(ctx)

@@ -24,20 +24,20 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// roles are those of docs/roles.md, in the schema of a house and under names of
+// roles are those of docs/roles.md, in the schema of a relayFixture and under names of
 // the test's own.
 type roles struct {
-	*house
+	*relayFixture
 	suffix string
 }
 
 var kim = outboxops.AuditInfo{Operator: "kim", Reason: "the topic's limit was too small"}
 
-func newRoles(t *testing.T, h *house) *roles {
+func newRoles(t *testing.T, h *relayFixture) *roles {
 	t.Helper()
 	doc, err := os.ReadFile("docs/roles.md")
 	require.NoError(t, err)
-	r := &roles{house: h, suffix: fmt.Sprintf("_%.8s", uuid.NewString())}
+	r := &roles{relayFixture: h, suffix: fmt.Sprintf("_%.8s", uuid.NewString())}
 	sql := "SET LOCAL search_path = " + pgx.Identifier{h.schema}.Sanitize() + ";"
 	for _, block := range regexp.MustCompile("(?s)```sql\n(.*?)```").FindAllSubmatch(doc, -1) {
 		sql += string(block[1])
@@ -81,21 +81,21 @@ func (r *roles) as(t *testing.T, role string) *pgxpool.Pool {
 // Everybody can do his work under his role of docs/roles.md.
 func TestRoles(t *testing.T) {
 	t.Parallel()
-	h, reader := poisonedHouse(t)
+	h, reader := newPoisonedFixture(t)
 	testRoles(t, h, reader, 0)
 }
 
 // The relay makes and drops partitions that are not its own.
 func TestRolesOverPartitions(t *testing.T) {
 	t.Parallel()
-	h, reader := poisonedHouse(t)
+	h, reader := newPoisonedFixture(t)
 	require.NoError(t, outbox.Migrate(background, h.db, outbox.MigrateConfig{Schema: h.schema, PartitionRows: 100}))
 	testRoles(t, h, reader, 99) // the last partition goes when the next one is in use
 	require.Eventually(t, func() bool { return !slices.Contains(h.partitions(t), "outbox_min_100") }, testenv.Patience, 10*time.Millisecond)
 	require.Greater(t, len(h.partitions(t)), 9)
 }
 
-func testRoles(t *testing.T, h *house, reader *oracle.Reader, left int) {
+func testRoles(t *testing.T, h *relayFixture, reader *oracle.Reader, left int) {
 	r := newRoles(t, h)
 
 	writer := r.as(t, "writer")
@@ -155,8 +155,8 @@ func testRoles(t *testing.T, h *house, reader *oracle.Reader, left int) {
 
 func TestConsumerRole(t *testing.T) {
 	t.Parallel()
-	s := newTill(t, 1)
-	r := newRoles(t, &house{db: s.db, schema: s.schema})
+	s := newConsumerFixture(t, 1)
+	r := newRoles(t, &relayFixture{db: s.db, schema: s.schema})
 	_, err := s.db.Exec(background, `GRANT SELECT, INSERT, UPDATE ON `+pgx.Identifier{s.schema, "counts"}.Sanitize()+` TO outbox_consumer`+r.suffix)
 	require.NoError(t, err)
 	db := r.as(t, "consumer")
@@ -174,7 +174,7 @@ func TestConsumerRole(t *testing.T) {
 // What a role may do beside its work is nothing.
 func TestRolesCannot(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newRelayFixture(t)
 	r := newRoles(t, h)
 	h.commit(t, numbered("key", 1, 1)...)
 	tables := []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "outbox_partitioning"}

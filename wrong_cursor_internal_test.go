@@ -155,9 +155,9 @@ var plays = []struct {
 	}},
 }
 
-// stage is a desk with a cursor and what it has read.
+// stage is a fixture with a cursor and what it has read.
 type stage struct {
-	*desk
+	*cursorFixture
 	ctx   context.Context
 	lease *lease
 	pos   position
@@ -166,7 +166,7 @@ type stage struct {
 
 func newStage(t *testing.T, ids, order string) *stage {
 	t.Helper()
-	s := &stage{desk: newDesk(t), ctx: context.Background()}
+	s := &stage{cursorFixture: newCursorFixture(t), ctx: context.Background()}
 	s.cursors.sqlOpen = withIDs(t, s.cursors.sqlOpen, s.schema, ids, order)
 	var err error
 	s.lease, err = s.leases.acquire(s.ctx)

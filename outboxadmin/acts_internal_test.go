@@ -13,7 +13,7 @@ import (
 type audited struct{ operator, action, reason string }
 
 // lastAudit returns who did what, and why.
-func (h *house) lastAudit() (a audited) {
+func (h *adminFixture) lastAudit() (a audited) {
 	h.t.Helper()
 	require.NoError(h.t, h.db.QueryRow(h.t.Context(), `SELECT operator, action, reason FROM "`+h.schema+`".outbox_audit ORDER BY id DESC LIMIT 1`).
 		Scan(&a.operator, &a.action, &a.reason))
@@ -35,7 +35,7 @@ func TestActs(t *testing.T) {
 	t.Parallel()
 	for _, tt := range actTests {
 		t.Run(tt.action, func(t *testing.T) {
-			h := newHouse(t, nil)
+			h := newAdminFixture(t, nil)
 			w := h.post("/failed/relay-1/"+tt.action, "reason", "the <reason>", "payload", tt.more)
 			require.Equal(t, http.StatusSeeOther, w.Code, w.Body)
 			require.Equal(t, "../relay-1?done="+tt.action, w.Header().Get("Location"))
@@ -43,7 +43,7 @@ func TestActs(t *testing.T) {
 			require.Equal(t, tt.status, h.status(seed.Dead))
 			require.Equal(t, audited{"o.operator", tt.action, "the <reason>"}, h.lastAudit())
 
-			h = newHouse(t, nil)
+			h = newAdminFixture(t, nil)
 			body := map[string]any{"reason": "by API"}
 			path := "/api/failed/relay-1/" + tt.action
 			if tt.action == "hold" || tt.action == "release" {
@@ -63,7 +63,7 @@ func TestActs(t *testing.T) {
 // What is refused changes nothing, says why, and keeps what was written.
 func TestRefusedActs(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t, nil)
+	h := newAdminFixture(t, nil)
 	resolved := query1[int64](h, `SELECT min(id) FROM {s}.outbox_failed WHERE status = 'resolved'`)
 	require.EqualValues(t, 7, resolved)
 	before := query1[int](h, `SELECT count(*) FROM {s}.outbox_audit`)
@@ -109,7 +109,7 @@ func TestRefusedActs(t *testing.T) {
 // has failed meanwhile.
 func TestBulk(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t, nil)
+	h := newAdminFixture(t, nil)
 	page := h.get("/failed/retry?type=loopers.order.created.v1&status=dead")
 	require.Contains(t, page, "Retry 14 events?")
 	require.Equal(t, 15, query1[int](h, `SELECT count(*) FROM {s}.outbox_failed WHERE status = 'dead'`), "a dry run changes nothing")
@@ -137,7 +137,7 @@ func TestBulk(t *testing.T) {
 // Payloads that are not JSON are shown as text or hex, and edited in hex.
 func TestEditBytes(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t, nil)
+	h := newAdminFixture(t, nil)
 	_, err := h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".outbox_failed SET payload = NULL, payload_bytes = '\x0a03c0ffee', content_type = 'application/protobuf' WHERE id = 1`)
 	require.NoError(t, err)
 	page := h.get("/failed/relay-1")

@@ -267,7 +267,7 @@ func jsonTypes(t reflect.Type, optional bool) []string {
 // What is answered is what the file says, for every GET, every parameter, and errors.
 func TestOpenAPIHasTheAnswers(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t, nil)
+	h := newAdminFixture(t, nil)
 	h.get("/") // a sample of the backlog
 	file := readOpenAPI(t)
 	values := map[string]string{"status": "dead", "since": "2026-01-01T00:00:00Z", "until": "2126-01-01T00:00", "outbox_id": "4099003", "after": "relay-90", "before": "4200000",
@@ -311,7 +311,7 @@ func TestOpenAPIHasTheAnswers(t *testing.T) {
 // Lists of the API go on where they ended.
 func TestAPIPaging(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t, nil)
+	h := newAdminFixture(t, nil)
 	for _, path := range []string{"/api/failed?after=", "/api/audit?before=", "/api/events?before="} {
 		var ids []string
 		for next := ""; next != "null"; {

@@ -21,7 +21,7 @@ import (
 var linked = regexp.MustCompile(`(?:href|src)="([^"]*)"`)
 
 // crawl follows all links from a page, and returns what is there, by path.
-func (h *house) crawl(from string) map[string]string {
+func (h *adminFixture) crawl(from string) map[string]string {
 	h.t.Helper()
 	found := map[string]string{}
 	for todo := []string{from}; len(todo) > 0 && len(found) < 250; {
@@ -52,7 +52,7 @@ func (h *house) crawl(from string) map[string]string {
 // forbids.
 func TestLinks(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t, nil)
+	h := newAdminFixture(t, nil)
 	found := h.crawl("/failed/relay-1")
 	require.Greater(t, len(found), 100)
 	for _, path := range []string{"/failed/relay-1", "/failed/retry?", "/events/4099001", "/audit", "/api/openapi.json", "/assets/admin.css"} {
@@ -72,7 +72,7 @@ func TestLinks(t *testing.T) {
 
 func TestOverview(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t, nil)
+	h := newAdminFixture(t, nil)
 	page := h.get("/")
 	for _, words := range []string{"Relay default: 15 events are dead, refused", "Relay default, in this process: the circuit breaker is open.", "breaker open", "not ready",
 		"Relay default: 1 key waits for an operator.", "has no such relay", "message too large", "badge is-sent\">current"} {
@@ -138,7 +138,7 @@ var filterTests = []struct {
 
 func TestFailedFilters(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t, nil)
+	h := newAdminFixture(t, nil)
 	for _, tt := range filterTests {
 		t.Run(tt.name, func(t *testing.T) {
 			h.t = t
@@ -158,7 +158,7 @@ func TestFailedFilters(t *testing.T) {
 // The pages of a list have each event once.
 func TestPaging(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t, nil)
+	h := newAdminFixture(t, nil)
 	seen := map[string]bool{}
 	next := regexp.MustCompile(`rel="next" href="([^"]+)"`)
 	pages := 0
@@ -181,7 +181,7 @@ func TestPaging(t *testing.T) {
 // has removed among them.
 func TestAggregate(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t, nil)
+	h := newAdminFixture(t, nil)
 	_, err := h.db.Exec(t.Context(), `DELETE FROM "`+h.schema+`".outbox WHERE id = 4099003`)
 	require.NoError(t, err)
 	page := h.get("/events?aggregate_type=Order&aggregate_id=" + seed.Order)
@@ -203,9 +203,9 @@ func TestAggregate(t *testing.T) {
 func TestMask(t *testing.T) {
 	t.Parallel()
 	const secret = "mina@example.com"
-	plain := newHouse(t, nil)
+	plain := newAdminFixture(t, nil)
 	require.Contains(t, html.UnescapeString(plain.get("/failed/relay-1")), secret)
-	h := newHouse(t, func(c *Config) {
+	h := newAdminFixture(t, func(c *Config) {
 		c.MaskPayload = func(_ string, payload []byte) []byte {
 			if strings.Contains(string(payload), "gift") {
 				return []byte(`{"masked": true}`)
@@ -228,7 +228,7 @@ func TestMask(t *testing.T) {
 // An error of the database is logged and not shown.
 func TestDatabaseIsAway(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t, nil)
+	h := newAdminFixture(t, nil)
 	_, err := h.db.Exec(t.Context(), `ALTER TABLE "`+h.schema+`".outbox_failed RENAME TO elsewhere`)
 	require.NoError(t, err)
 	for _, path := range []string{"/", "/failed", "/api/failed"} {
@@ -242,7 +242,7 @@ func TestDatabaseIsAway(t *testing.T) {
 // What takes too long ends, and the page says so.
 func TestTooLong(t *testing.T) {
 	// Not parallel: the request has 200 ms, and must get as far as the database.
-	h := newHouse(t, nil)
+	h := newAdminFixture(t, nil)
 	tx, err := h.db.Begin(t.Context())
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(background) }()
@@ -261,7 +261,7 @@ func TestTooLong(t *testing.T) {
 // What others wrote cannot become part of the page.
 func TestEscaping(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t, nil)
+	h := newAdminFixture(t, nil)
 	_, err := h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".outbox_failed SET event_type = '<img src=x>', last_error = '<script>alert(1)</script>',
 		aggregate_id = '"><b>', parking_key = 'javascript:alert(1)/<i>', payload = '{"a":"</pre><script>"}', headers = '{"<b>":"<b>"}' WHERE id = 1`)
 	require.NoError(t, err)

@@ -16,8 +16,8 @@ import (
 )
 
 // asOperator returns a pool whose connections have the privileges of the operator in
-// docs/roles.md, in the schema of a house.
-func asOperator(t *testing.T, h *house) *pgxpool.Pool {
+// docs/roles.md, in the schema of a relayFixture.
+func asOperator(t *testing.T, h *adminFixture) *pgxpool.Pool {
 	t.Helper()
 	doc, err := os.ReadFile("../docs/roles.md")
 	require.NoError(t, err)
@@ -48,7 +48,7 @@ func asOperator(t *testing.T, h *house) *pgxpool.Pool {
 func TestPrivilegesOfOperator(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t) // a session with a role
-	h := newHouse(t, nil)
+	h := newAdminFixture(t, nil)
 	handler, err := New(asOperator(t, h), Config{Authorize: authorize, Schema: h.schema})
 	require.NoError(t, err)
 	h.handler = http.StripPrefix(prefix, handler)

@@ -54,7 +54,7 @@ func everything(t *testing.T) []route {
 // another site.
 func TestEveryRouteIsGuarded(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t, func(c *Config) { c.Challenge = `Basic realm="outbox"` })
+	h := newAdminFixture(t, func(c *Config) { c.Challenge = `Basic realm="outbox"` })
 	state := func() string {
 		return query1[string](h, `SELECT md5(string_agg(f::text, ',' ORDER BY id)) FROM {s}.outbox_failed AS f`) +
 			query1[string](h, `SELECT count(*)::text FROM {s}.outbox_audit`)

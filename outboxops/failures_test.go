@@ -18,7 +18,7 @@ import (
 
 var kim = outboxops.AuditInfo{Operator: "kim", Reason: "the topic's limit was too small"}
 
-// operator returns the failed events of the house.
+// operator returns the failed events of the fixture.
 func (h *opsFixture) operator(t *testing.T) *outboxops.Failures {
 	t.Helper()
 	f, err := outboxops.NewFailures(h.db, outboxops.FailuresConfig{Schema: h.schema})
@@ -42,7 +42,7 @@ func patiently() outbox.RelayConfig {
 	return cfg
 }
 
-// dead lets the house's relay give up a poison of key bad, which others follow.
+// dead lets the fixture's relay give up a poison of key bad, which others follow.
 func (h *opsFixture) dead(t *testing.T, cfg outbox.RelayConfig, followers ...oracle.Event) (event oracle.Event, stop func()) {
 	t.Helper()
 	event = poison("bad", 1)

@@ -11,8 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// consumer returns one of the house with these handlers, and a table to work on.
-func (h *house) consumer(t testing.TB, handlers ...outbox.Handler) *outbox.Consumer {
+// consumer returns one of the fixture with these handlers, and a table to work on.
+func (h *schemaFixture) consumer(t testing.TB, handlers ...outbox.Handler) *outbox.Consumer {
 	t.Helper()
 	h.exec(t, `CREATE TABLE IF NOT EXISTS {s}.sales (cents bigint NOT NULL)`)
 	c, err := outbox.NewConsumer(h.db, nil, h.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "sales", Schema: h.schema}}, handlers...)
@@ -21,12 +21,12 @@ func (h *house) consumer(t testing.TB, handlers ...outbox.Handler) *outbox.Consu
 }
 
 // sell is a handler that is done once for each event.
-func (h *house) sell(ctx context.Context, tx pgx.Tx, e orderPlaced, _ outbox.Metadata) error {
+func (h *schemaFixture) sell(ctx context.Context, tx pgx.Tx, e orderPlaced, _ outbox.Metadata) error {
 	_, err := tx.Exec(ctx, `INSERT INTO `+h.table("sales")+` VALUES ($1)`, e.Cents)
 	return err
 }
 
-func (h *house) sales(t testing.TB) (cents int64) {
+func (h *schemaFixture) sales(t testing.TB) (cents int64) {
 	t.Helper()
 	require.NoError(t, h.db.QueryRow(background, `SELECT coalesce(sum(cents), 0)::bigint FROM `+h.table("sales")).Scan(&cents))
 	return cents
@@ -34,7 +34,7 @@ func (h *house) sales(t testing.TB) (cents int64) {
 
 func TestDeliver(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	c := h.consumer(t, outbox.Handle("SOLD", h.sell))
 	event := orderPlaced{ID: "1", Cents: 5, At: noon}
 	require.NoError(t, outboxtest.Deliver(background, t, c, h.events, event))
@@ -48,7 +48,7 @@ func TestDeliver(t *testing.T) {
 // A handler gets the Metadata that it would get of an event from Kafka.
 func TestDeliverMetadata(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	var events []parcelSent
 	var received []outbox.Metadata
 	var correlation string
@@ -77,7 +77,7 @@ var errDeclined = errors.New("declined")
 // The test gets the error of a handler, whose changes are rolled back.
 func TestDeliverReturnsTheError(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	calls := 0
 	c := h.consumer(t, outbox.Handle("SOLD", func(ctx context.Context, tx pgx.Tx, e orderPlaced, m outbox.Metadata) error {
 		calls++
@@ -93,7 +93,7 @@ func TestDeliverReturnsTheError(t *testing.T) {
 // A handler that is not idempotent is found out.
 func TestDeliverTwiceBites(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	c := h.consumer(t, outbox.HandleNoTx("SOLD", func(ctx context.Context, e orderPlaced, m outbox.Metadata) error {
 		return pgx.BeginFunc(ctx, h.db, func(tx pgx.Tx) error { return h.sell(ctx, tx, e, m) })
 	}))

@@ -13,7 +13,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-func (h *house) drain(t outboxtest.T, kafka []kgo.Opt, cfg outbox.RelayConfig) {
+func (h *schemaFixture) drain(t outboxtest.T, kafka []kgo.Opt, cfg outbox.RelayConfig) {
 	ctx, cancel := context.WithTimeout(background, testenv.Patience)
 	defer cancel()
 	cfg.Schema = h.schema
@@ -22,7 +22,7 @@ func (h *house) drain(t outboxtest.T, kafka []kgo.Opt, cfg outbox.RelayConfig) {
 
 // impossible puts an event into outbox that no recorder would: it is refused
 // without a question to Kafka.
-func (h *house) impossible(t testing.TB) {
+func (h *schemaFixture) impossible(t testing.TB) {
 	t.Helper()
 	h.exec(t, `INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
 		VALUES (gen_random_uuid(), 'nonsense', 's', 'a', 'impossible', '{}', 'application/json', now())`)
@@ -30,7 +30,7 @@ func (h *house) impossible(t testing.TB) {
 
 func TestDrain(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	kafka := outboxtest.Kafka(t, "order-events", "product-events")
 	h.drain(t, kafka, outbox.RelayConfig{})
 	require.Empty(t, outboxtest.Records(background, t, kafka, "order-events", 0), "there was nothing to send")
@@ -55,7 +55,7 @@ func TestDrain(t *testing.T) {
 // Another relay holds the lease and does the work.
 func TestDrainBesideAnotherRelay(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	kafka := outboxtest.Kafka(t, "order-events")
 	theirs := make(chan struct{}, 1)
 	relay, err := outbox.NewRelay(h.db, kafka, outbox.RelayConfig{
@@ -79,7 +79,7 @@ func TestDrainBesideAnotherRelay(t *testing.T) {
 // Events that fail at first are awaited.
 func TestDrainWaitsForRetries(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	kafka := outboxtest.Kafka(t, "order-events")
 	h.impossible(t)
 	h.commit(t, orderPlaced{ID: "1", At: noon})
@@ -97,29 +97,29 @@ func TestDrainWaitsForRetries(t *testing.T) {
 
 var drainFailures = []struct {
 	name string
-	make func(t *testing.T, h *house) []kgo.Opt
+	make func(t *testing.T, h *schemaFixture) []kgo.Opt
 	cfg  outbox.RelayConfig
 	says []string
 }{
-	{"a topic is missing", func(t *testing.T, h *house) []kgo.Opt {
+	{"a topic is missing", func(t *testing.T, h *schemaFixture) []kgo.Opt {
 		h.commit(t, orderPlaced{ID: "1", At: noon}, productLiked{"7", noon}, orderPlaced{ID: "1", At: noon})
 		return outboxtest.Kafka(t, "product-events")
 	}, outbox.RelayConfig{}, []string{
 		"not sent:\n  1 acme.order.placed.v1 of 1: waiting, unknown_topic: UNKNOWN_TOPIC_OR_PARTITION", "\n  3 acme.order.placed.v1 of 1: parked, unknown_topic: ",
 		"the relay warned:\n", "topic order-events fails",
 	}},
-	{"an event is refused", func(t *testing.T, h *house) []kgo.Opt {
+	{"an event is refused", func(t *testing.T, h *schemaFixture) []kgo.Opt {
 		h.impossible(t)
 		h.commit(t, orderPlaced{ID: "1", At: noon})
 		return outboxtest.Kafka(t, "order-events")
 	}, outbox.RelayConfig{}, []string{"not sent:\n  1 nonsense of impossible: failed", ", invalid_event: ", "event rejected"}},
-	{"Kafka is away", func(t *testing.T, h *house) []kgo.Opt {
+	{"Kafka is away", func(t *testing.T, h *schemaFixture) []kgo.Opt {
 		h.commit(t, orderPlaced{ID: "1", At: noon})
 		return []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}
 	}, outbox.RelayConfig{DeliveryTimeout: time.Second, SendTimeout: 1500 * time.Millisecond, Lease: 2 * time.Second}, []string{
 		"not sent:\n  1 acme.order.placed.v1 of 1: not attempted\n", "the relay warned:\n", "Kafka fails",
 	}},
-	{"a standby waits for a lease that nobody gave up", func(t *testing.T, h *house) []kgo.Opt {
+	{"a standby waits for a lease that nobody gave up", func(t *testing.T, h *schemaFixture) []kgo.Opt {
 		h.commit(t, orderPlaced{ID: "1", At: noon})
 		h.exec(t, `INSERT INTO {s}.outbox_lease VALUES ('default', 'a process that was killed', 1, now() + interval '1 hour')`)
 		return outboxtest.Kafka(t)
@@ -131,7 +131,7 @@ func TestDrainFails(t *testing.T) {
 	for _, tt := range drainFailures {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
-			h := newHouse(t)
+			h := newSchemaFixture(t)
 			kafka := tt.make(t, h)
 			ctx, cancel := context.WithTimeout(background, 3*time.Second)
 			defer cancel()
@@ -148,7 +148,7 @@ func TestDrainFails(t *testing.T) {
 // Nothing is waited for that will not come.
 func TestDrainFailsAtOnce(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	kafka := outboxtest.Kafka(t)
 	ctx, cancel := context.WithTimeout(background, testenv.Patience)
 	defer cancel()
@@ -174,7 +174,7 @@ func TestDrainFailsAtOnce(t *testing.T) {
 // What was sent elsewhere is sent here as well once the relay has found its place.
 func TestDrainAfterRestore(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	kafka := outboxtest.Kafka(t)
 	h.commit(t, orderPlaced{ID: "1", At: noon})
 	h.drain(t, kafka, outbox.RelayConfig{})
@@ -190,7 +190,7 @@ func TestDrainAfterRestore(t *testing.T) {
 
 func TestDrainUnderContext(t *testing.T) {
 	// Not parallel: Drain has two seconds to find out what is wrong.
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	h.commit(t, orderPlaced{ID: "1", At: noon})
 	ctx, cancel := context.WithCancel(background)
 	cancel()

@@ -72,24 +72,24 @@ var salted = outbox.Codec{
 	},
 }
 
-// house is a migrated schema of the test's own.
-type house struct {
+// schemaFixture is a migrated schema of the test's own.
+type schemaFixture struct {
 	db     *pgxpool.Pool
 	schema string
 	events *outbox.Registry
 	rec    *outbox.Recorder
 }
 
-func newHouse(t testing.TB) *house {
+func newSchemaFixture(t testing.TB) *schemaFixture {
 	t.Helper()
 	db, schema := testenv.Schema(t)
-	return houseIn(t, db, schema)
+	return schemaFixtureIn(t, db, schema)
 }
 
-func houseIn(t testing.TB, db *pgxpool.Pool, schema string) *house {
+func schemaFixtureIn(t testing.TB, db *pgxpool.Pool, schema string) *schemaFixture {
 	t.Helper()
 	require.NoError(t, outbox.Migrate(background, db, outbox.MigrateConfig{Schema: schema}))
-	h := &house{db: db, schema: schema}
+	h := &schemaFixture{db: db, schema: schema}
 	h.register(t,
 		outbox.Event("acme.order.placed.v1", "Order", orderPlaced.order),
 		outbox.Event("acme.product.liked.v1", "Product", productLiked.product),
@@ -98,8 +98,8 @@ func houseIn(t testing.TB, db *pgxpool.Pool, schema string) *house {
 	return h
 }
 
-// register gives the house other events.
-func (h *house) register(t testing.TB, events ...outbox.Definition) {
+// register gives the fixture other events.
+func (h *schemaFixture) register(t testing.TB, events ...outbox.Definition) {
 	t.Helper()
 	var err error
 	h.events, err = outbox.NewRegistry("shop", events...)
@@ -108,11 +108,11 @@ func (h *house) register(t testing.TB, events ...outbox.Definition) {
 	require.NoError(t, err)
 }
 
-// in is db with the house's schema.
-func (h *house) in(db outboxtest.DB) outboxtest.DB { return outboxtest.InSchema(db, h.schema) }
+// in is db with the fixture's schema.
+func (h *schemaFixture) in(db outboxtest.DB) outboxtest.DB { return outboxtest.InSchema(db, h.schema) }
 
 // begin opens a transaction that rolls back when the test ends.
-func (h *house) begin(t testing.TB) pgx.Tx {
+func (h *schemaFixture) begin(t testing.TB) pgx.Tx {
 	t.Helper()
 	tx, err := h.db.Begin(background)
 	require.NoError(t, err)
@@ -120,24 +120,24 @@ func (h *house) begin(t testing.TB) pgx.Tx {
 	return tx
 }
 
-func (h *house) record(t testing.TB, tx pgx.Tx, events ...outbox.DomainEvent) {
+func (h *schemaFixture) record(t testing.TB, tx pgx.Tx, events ...outbox.DomainEvent) {
 	t.Helper()
 	require.NoError(t, h.rec.Record(background, tx, events...))
 }
 
 // commit records events in a transaction of their own.
-func (h *house) commit(t testing.TB, events ...outbox.DomainEvent) {
+func (h *schemaFixture) commit(t testing.TB, events ...outbox.DomainEvent) {
 	t.Helper()
 	require.NoError(t, pgx.BeginFunc(background, h.db, func(tx pgx.Tx) error { return h.rec.Record(background, tx, events...) }))
 }
 
-func (h *house) exec(t testing.TB, sql string, args ...any) {
+func (h *schemaFixture) exec(t testing.TB, sql string, args ...any) {
 	t.Helper()
 	_, err := h.db.Exec(background, strings.ReplaceAll(sql, "{s}", pgx.Identifier{h.schema}.Sanitize()), args...)
 	require.NoError(t, err)
 }
 
-func (h *house) table(name string) string { return pgx.Identifier{h.schema, name}.Sanitize() }
+func (h *schemaFixture) table(name string) string { return pgx.Identifier{h.schema, name}.Sanitize() }
 
 // onConnect is a hook that is called for each connection to a broker.
 type onConnect func()

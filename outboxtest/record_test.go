@@ -15,7 +15,7 @@ import (
 // A record made for a test is the one that arrives when the event is relayed.
 func TestNewRecord(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	kafka := outboxtest.Kafka(t)
 	ctx := outbox.WithCorrelationID(background, "corr-1")
 	event := orderPlaced{ID: "1", Cents: 5, At: noon}
@@ -46,7 +46,7 @@ func attributes(r *kgo.Record) map[string]string {
 
 func TestNewRecordFails(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	says := failure(t, func(f *fakeT) { outboxtest.NewRecord(background, f, h.events, strayEvent{}) })
 	require.Contains(t, says, "strayEvent: event is not registered")
 	says = failure(t, func(f *fakeT) { outboxtest.NewRecord(background, f, h.events, orderPlaced{At: noon}) })
@@ -56,7 +56,7 @@ func TestNewRecordFails(t *testing.T) {
 // An event that cannot come is a mistake of the test, not of the handler.
 func TestDeliverFails(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	c, err := outbox.NewConsumer(nil, nil, h.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}},
 		outbox.HandleNoTx("NOTHING", func(context.Context, orderPlaced, outbox.Metadata) error { panic("not handled") }))
 	require.NoError(t, err)

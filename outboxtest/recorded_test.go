@@ -40,7 +40,7 @@ var recordedTests = []struct {
 
 func TestRequireRecorded(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	for _, tt := range recordedTests {
 		t.Run(tt.name, func(t *testing.T) {
 			tx := h.begin(t)
@@ -84,7 +84,7 @@ var notRecordedTests = []struct {
 
 func TestRequireRecordedFails(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	for _, tt := range notRecordedTests {
 		t.Run(tt.name, func(t *testing.T) {
 			tx := h.begin(t)
@@ -101,7 +101,7 @@ func TestRequireRecordedFails(t *testing.T) {
 // through the pool sees what is committed.
 func TestRecordedWhere(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	h.commit(t, productLiked{"committed", noon})
 	tx := h.begin(t)
 	require.Empty(t, outboxtest.Recorded[productLiked](background, t, h.in(tx), h.events), "it has recorded nothing")
@@ -143,7 +143,7 @@ func TestRecordedWhere(t *testing.T) {
 func TestRecordedInPublic(t *testing.T) {
 	t.Parallel()
 	other := testenv.OtherDatabase(t)
-	h := houseIn(t, other, "public")
+	h := schemaFixtureIn(t, other, "public")
 	h.commit(t, orderPlaced{ID: "1", At: noon}, parcelSent{"1", noon})
 	for _, mode := range []pgx.QueryExecMode{
 		pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol, pgx.QueryExecModeCacheStatement, pgx.QueryExecModeDescribeExec,
@@ -162,7 +162,7 @@ func TestRecordedInPublic(t *testing.T) {
 
 func TestRequireNotRecorded(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	tx := h.begin(t)
 	h.record(t, tx, orderPlaced{ID: "1", At: noon})
 	outboxtest.RequireNotRecorded[productLiked](background, t, h.in(tx), h.events)
@@ -175,7 +175,7 @@ func TestRequireNotRecorded(t *testing.T) {
 // Events come back in their order, with what travels in the payload.
 func TestRecorded(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	tx := h.begin(t)
 	h.record(t, tx, orderPlaced{ID: "2", At: noon}, productLiked{"1", noon}, &orderPlaced{ID: "1", Cents: 5, At: noon}, parcelSent{"1", noon})
 	require.Equal(t, []orderPlaced{{ID: "2", At: noon}, {ID: "1", Cents: 5, At: noon}}, outboxtest.Recorded[orderPlaced](background, t, h.in(tx), h.events))
@@ -188,7 +188,7 @@ func TestRecorded(t *testing.T) {
 // What nobody could read again was not recorded well.
 func TestRecordedUnreadable(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	for _, tt := range []struct{ name, change, says string }{
 		{"the codec fails", `payload_bytes = 'short'`, "the registry's codec cannot decode it: no salt"},
 		{"of another content type", `content_type = 'application/x-old'`, "recorded as application/x-old, and the registry's codec is for application/x-parcel"},
@@ -213,7 +213,7 @@ type oneWay struct{ productLiked }
 
 func TestRecordedIsReadAgain(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	codec := outbox.JSON()
 	codec.Decode = func(context.Context, []byte, any) error { return errors.New("one way") }
 	h.register(t, outbox.Event("acme.one.way.v1", "Way", oneWay.product).Codec(codec))
@@ -238,7 +238,7 @@ func (e *secretive) UnmarshalJSON([]byte) error { return nil }
 
 func TestRequireRecordedComparesPayloads(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	h.register(t, outbox.Event("acme.secret.kept.v1", "Secret", secretive.product))
 	tx := h.begin(t)
 	h.record(t, tx, secretive{productLiked{"1", noon}, "a"})
@@ -251,7 +251,7 @@ func TestRequireRecordedComparesPayloads(t *testing.T) {
 
 func TestRecordedWithoutTables(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	says := failure(t, func(f *fakeT) {
 		outboxtest.RequireNotRecorded[orderPlaced](background, f, outboxtest.InSchema(h.db, "nowhere"), h.events)
 	})
@@ -262,7 +262,7 @@ func TestRecordedWithoutTables(t *testing.T) {
 // A failure message remains readable.
 func TestFailureIsCut(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	tx := h.begin(t)
 	for range 25 {
 		h.record(t, tx, productLiked{strings.Repeat("é", 250), noon}, orderPlaced{ID: "1", At: noon, Note: strings.Repeat("é", 5000)})
@@ -276,7 +276,7 @@ func TestFailureIsCut(t *testing.T) {
 // A Fatalf that returns must not lead to a panic.
 func TestFatalfThatReturns(t *testing.T) {
 	t.Parallel()
-	h := newHouse(t)
+	h := newSchemaFixture(t)
 	f := &fakeT{returns: true}
 	require.Empty(t, outboxtest.Recorded[strayEvent](background, f, h.in(h.db), h.events))
 	require.NotEmpty(t, f.failure)

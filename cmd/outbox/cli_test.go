@@ -13,7 +13,7 @@ import (
 // Help of every command can be had in two ways, and fits a screen.
 func TestHelp(t *testing.T) {
 	t.Parallel()
-	d := &desk{}
+	d := &commandFixture{}
 	pages := map[string][]string{"": nil, "flags": {"flags"}, "failed": {"failed"}, "dlq": {"dlq"}, "migrate": {"migrate"}}
 	for _, c := range commands() {
 		pages[c.name] = strings.Fields(c.name)
@@ -121,7 +121,7 @@ func TestUsage(t *testing.T) {
 		{"status --database postgres://u:hunter22@[", "--database: that is no URL"},
 	} {
 		t.Run(test.args, func(t *testing.T) {
-			a := (&desk{change: terminal}).call(t, strings.Fields(test.args)...)
+			a := (&commandFixture{change: terminal}).call(t, strings.Fields(test.args)...)
 			require.Equal(t, exitUsage, a.code, a.err)
 			require.Contains(t, strings.Join(strings.Fields(a.err), " "), test.want)
 			require.Contains(t, a.err, "See outbox help")
@@ -134,7 +134,7 @@ func TestUsage(t *testing.T) {
 
 func TestVersion(t *testing.T) {
 	t.Parallel()
-	d := &desk{}
+	d := &commandFixture{}
 	require.Contains(t, d.ok(t, "version"), "outbox ")
 	var b build
 	d.json(t, &b, exitOK, "version")
@@ -155,9 +155,9 @@ func TestFlagsStandAnywhere(t *testing.T) {
 	require.Equal(t, []string{"a", "b", "--kafka"}, words)
 	require.True(t, g.json)
 	require.Equal(t, "s", g.schema)
-	a := (&desk{}).call(t, "--json", "migrate", "--schema", "x", "print")
+	a := (&commandFixture{}).call(t, "--json", "migrate", "--schema", "x", "print")
 	require.Equal(t, exitUsage, a.code, "but not within its name")
-	require.Equal(t, exitOK, (&desk{}).call(t, "--json", "migrate", "print").code)
+	require.Equal(t, exitOK, (&commandFixture{}).call(t, "--json", "migrate", "print").code)
 }
 
 func TestTimes(t *testing.T) {
@@ -186,7 +186,7 @@ func TestTimes(t *testing.T) {
 // On a terminal a row fits on its line, whatever is in it.
 func TestTable(t *testing.T) {
 	t.Parallel()
-	d := &desk{}
+	d := &commandFixture{}
 	d.change = func(e *env) {
 		terminal(e)
 		tab := table{head: []string{"ID", "NAME", "TEXT"}, flex: []int{1, 2}}

@@ -34,7 +34,7 @@ type migrationsDoc struct {
 
 func TestMigrate(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t)
+	d := newCommandFixture(t)
 	require.Contains(t, d.ok(t, "migrate", "status"), "pending")
 	require.Equal(t, exitProblems, d.call(t, "migrate", "status", "--check").code)
 	require.True(t, strings.HasPrefix(d.ok(t, "migrate", "up"), "applied 0001_init.sql\n"))
@@ -59,7 +59,7 @@ func TestMigrate(t *testing.T) {
 // What is printed makes the tables.
 func TestMigratePrint(t *testing.T) {
 	t.Parallel()
-	d := newDesk(t)
+	d := newCommandFixture(t)
 	sql := d.ok(t, "migrate", "print")
 	conn, err := d.db.Acquire(background)
 	require.NoError(t, err)
@@ -157,7 +157,7 @@ func TestStatusWatch(t *testing.T) {
 }
 
 // tailing runs tail until the test ends, and returns what it has written.
-func (d *desk) tailing(t *testing.T, args ...string) (*testenv.Buffer, chan int) {
+func (d *commandFixture) tailing(t *testing.T, args ...string) (*testenv.Buffer, chan int) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(background)
 	var out, errs testenv.Buffer
@@ -171,7 +171,7 @@ func TestTail(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
 	plain, _ := d.tailing(t, "--payload")
-	lines, ended := d.tailing(t, "--json", "--aggregate", "Thing/mine", "--type", "test.desk.happened.v1", "--topic", d.topic, "--key", "mine", "--limit", "2")
+	lines, ended := d.tailing(t, "--json", "--aggregate", "Thing/mine", "--type", "test.thing.happened.v1", "--topic", d.topic, "--key", "mine", "--limit", "2")
 	byKey, _ := d.tailing(t, "--json", "--key", "mine")
 	nothing, _ := d.tailing(t, "--topic", "nowhere")
 	require.Eventually(t, func() bool { // it shows what comes after its start
@@ -187,7 +187,7 @@ func TestTail(t *testing.T) {
 		require.Equal(t, d.topic, event.Topic)
 	}
 	require.Eventually(t, func() bool {
-		return strings.Contains(plain.String(), "test.desk.happened.v1  Thing/other  "+d.topic) && strings.Contains(plain.String(), `"Key": "mine"`)
+		return strings.Contains(plain.String(), "test.thing.happened.v1  Thing/other  "+d.topic) && strings.Contains(plain.String(), `"Key": "mine"`)
 	}, testenv.Patience, 10*time.Millisecond)
 	require.Eventually(t, func() bool { return strings.Contains(byKey.String(), "mine") }, testenv.Patience, 10*time.Millisecond)
 	require.NotContains(t, byKey.String(), "other")
@@ -219,7 +219,7 @@ func TestFailedList(t *testing.T) {
 	}
 	for args, want := range map[string]string{
 		"": "cba", "--status dead": "ba", "--status dead,resolved": "dba", "--key a": "a", "--aggregate Thing/b": "b", "--aggregate Thing": "cba",
-		"--aggregate Other": "", "--type test.desk.happened.v1": "cba", "--type x": "", "--topic " + d.topic: "cba", "--topic x": "",
+		"--aggregate Other": "", "--type test.thing.happened.v1": "cba", "--type x": "", "--topic " + d.topic: "cba", "--topic x": "",
 		"--class message_too_large": "cba", "--class x": "", "--relay default": "cba", "--relay x": "", "--since 1h": "cba", "--until 1h": "",
 		"--since 2020-01-01": "cba", "--limit 2": "cb+", "--limit 3": "cba", "--limit 1000": "cba",
 	} {
@@ -249,7 +249,7 @@ func TestFailedList(t *testing.T) {
 }
 
 // firstFailed returns the id of the only failed event of a key.
-func (d *desk) firstFailed(t testing.TB, key string) string {
+func (d *commandFixture) firstFailed(t testing.TB, key string) string {
 	t.Helper()
 	var doc failedDoc
 	d.json(t, &doc, exitOK, "failed", "list", "--key", key, "--status", strings.Join(statuses, ","))
@@ -423,7 +423,7 @@ func deadLetter(dlq, topic, key, group, action string, failedAt time.Time) *kgo.
 
 func TestDLQ(t *testing.T) {
 	t.Parallel()
-	d := (&desk{vars: map[string]string{}}).withKafka(t)
+	d := (&commandFixture{vars: map[string]string{}}).withKafka(t)
 	topic := "cli-" + uuid.NewString()
 	dlq := outbox.DeadLetterTopic(topic)
 	testenv.CreateTopic(t, d.brokers, topic, 1)
@@ -488,7 +488,7 @@ func TestSilentKafka(t *testing.T) {
 	silent, err := net.Listen("tcp", "127.0.0.1:0") // takes connections, and reads nothing
 	require.NoError(t, err)
 	defer silent.Close()
-	d := &desk{vars: map[string]string{"KAFKA_BROKERS": silent.Addr().String()}}
+	d := &commandFixture{vars: map[string]string{"KAFKA_BROKERS": silent.Addr().String()}}
 	for _, args := range []string{"dlq list t.dlq", "dlq replay t.dlq", "topics t"} {
 		a := d.call(t, append(strings.Fields(args), "--timeout", "500ms")...)
 		require.Equal(t, exitError, a.code)
@@ -534,7 +534,7 @@ func TestTopics(t *testing.T) {
 	require.Contains(t, d.ok(t, "topics"), "No topic follows from nowhere")
 	a := d.call(t, "topics", d.topic, "--replication", "5", "not/a/name")
 	require.Equal(t, exitError, a.code)
-	named := (&desk{vars: map[string]string{}}).withKafka(t)
+	named := (&commandFixture{vars: map[string]string{}}).withKafka(t)
 	require.Contains(t, named.ok(t, "topics", d.topic), d.topic, "without a database")
 	a = named.call(t, "topics", "--create", "--replication", "5", "cli-"+uuid.NewString())
 	require.Equal(t, exitError, a.code)
@@ -597,7 +597,7 @@ func TestTimeout(t *testing.T) {
 func TestHints(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t)
-	d := newDesk(t)
+	d := newCommandFixture(t)
 	a := d.call(t, "status")
 	require.Equal(t, exitError, a.code)
 	require.Contains(t, a.err, "outbox migrate up")
@@ -628,7 +628,7 @@ func TestKafkaTLS(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "ca.pem")
 	encoded := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw})
 	require.NoError(t, os.WriteFile(file, encoded, 0o600))
-	d := &desk{vars: map[string]string{"KAFKA_BROKERS": server.Listener.Addr().String()}}
+	d := &commandFixture{vars: map[string]string{"KAFKA_BROKERS": server.Listener.Addr().String()}}
 	call := func(args ...string) answer {
 		return d.call(t, append([]string{"dlq", "list", "t", "--timeout", "1s"}, args...)...)
 	}

@@ -29,7 +29,7 @@ type doctorJSON struct {
 
 // newClinic is a shop in which nothing is wrong but what a test breaks. Other tests on
 // the cluster may have transactions open. It sets up sessions: call testenv.Direct first.
-func newClinic(t testing.TB) *desk {
+func newClinic(t testing.TB) *commandFixture {
 	t.Helper()
 	d := newShop(t)
 	d.vars["DATABASE_URL"] = d.url("&options=-c%20idle_in_transaction_session_timeout%3D60000")
@@ -37,7 +37,7 @@ func newClinic(t testing.TB) *desk {
 }
 
 // findings asks the doctor. The exit code must agree with what he says.
-func (d *desk) findings(t testing.TB, args ...string) []finding {
+func (d *commandFixture) findings(t testing.TB, args ...string) []finding {
 	t.Helper()
 	a := d.call(t, append([]string{"doctor", "--json", "--open-for", "1h"}, args...)...)
 	require.Empty(t, a.err)
@@ -55,7 +55,7 @@ func (d *desk) findings(t testing.TB, args ...string) []finding {
 }
 
 // requireFinding requires one finding and nothing else.
-func (d *desk) requireFinding(t testing.TB, id, severity, what string, args ...string) finding {
+func (d *commandFixture) requireFinding(t testing.TB, id, severity, what string, args ...string) finding {
 	t.Helper()
 	all := d.findings(t, args...)
 	require.Len(t, all, 1, "%v", all)
@@ -156,7 +156,7 @@ func requireNarrowOrStatement(t testing.TB, text string) {
 	}
 }
 
-func (d *desk) pending(t testing.TB) int64 {
+func (d *commandFixture) pending(t testing.TB) int64 {
 	t.Helper()
 	relays, err := d.inspector(t).Relays(background)
 	require.NoError(t, err)

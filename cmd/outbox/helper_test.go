@@ -25,8 +25,8 @@ var update = flag.Bool("update", false, "write expected.txt and docs/cli.md")
 
 var background = context.Background()
 
-// desk is where a test calls commands, on a schema or a database of its own.
-type desk struct {
+// commandFixture is where a test calls commands, on a schema or a database of its own.
+type commandFixture struct {
 	db      *pgxpool.Pool
 	schema  string
 	topic   string
@@ -46,38 +46,38 @@ type happened struct {
 func (h happened) OccurredAt() time.Time { return h.At }
 func (h happened) aggregateID() string   { return h.Key }
 
-// newDesk returns one whose schema is empty.
-func newDesk(t testing.TB) *desk {
+// newCommandFixture returns one whose schema is empty.
+func newCommandFixture(t testing.TB) *commandFixture {
 	t.Helper()
 	db, schema := testenv.Schema(t)
-	return deskAt(t, db, schema)
+	return commandFixtureAt(t, db, schema)
 }
 
-func deskAt(t testing.TB, db *pgxpool.Pool, schema string) *desk {
+func commandFixtureAt(t testing.TB, db *pgxpool.Pool, schema string) *commandFixture {
 	t.Helper()
-	d := &desk{db: db, schema: schema, topic: "cli-" + uuid.NewString(), brokers: testenv.Brokers(t)}
+	d := &commandFixture{db: db, schema: schema, topic: "cli-" + uuid.NewString(), brokers: testenv.Brokers(t)}
 	d.vars = map[string]string{"DATABASE_URL": d.url("")}
 	return d
 }
 
 // url returns that of the database, with parameters.
-func (d *desk) url(parameters string) string {
+func (d *commandFixture) url(parameters string) string {
 	c := d.db.Config().ConnConfig
 	u := url.URL{Scheme: "postgres", User: url.UserPassword(c.User, c.Password), Host: fmt.Sprintf("%s:%d", c.Host, c.Port),
 		Path: c.Database, RawQuery: "sslmode=disable" + parameters}
 	return u.String()
 }
 
-// newShop is a desk with tables, and with a recorder of events.
-func newShop(t testing.TB) *desk {
+// newShop is a fixture with tables, and with a recorder of events.
+func newShop(t testing.TB) *commandFixture {
 	t.Helper()
-	return newDesk(t).migrate(t)
+	return newCommandFixture(t).migrate(t)
 }
 
-func (d *desk) migrate(t testing.TB) *desk {
+func (d *commandFixture) migrate(t testing.TB) *commandFixture {
 	t.Helper()
 	require.NoError(t, outbox.Migrate(background, d.db, outbox.MigrateConfig{Schema: d.schema}))
-	events, err := outbox.NewRegistry("test", outbox.Event("test.desk.happened.v1", "Thing", happened.aggregateID).Topic(d.topic))
+	events, err := outbox.NewRegistry("test", outbox.Event("test.thing.happened.v1", "Thing", happened.aggregateID).Topic(d.topic))
 	require.NoError(t, err)
 	d.rec, err = outbox.NewRecorder(events, outbox.RecorderConfig{Schema: d.schema})
 	require.NoError(t, err)
@@ -85,14 +85,14 @@ func (d *desk) migrate(t testing.TB) *desk {
 }
 
 // withKafka has commands look at Kafka too.
-func (d *desk) withKafka(t testing.TB) *desk {
+func (d *commandFixture) withKafka(t testing.TB) *commandFixture {
 	t.Helper()
 	d.brokers = testenv.RealBrokers(t)
 	d.vars["KAFKA_BROKERS"] = strings.Join(d.brokers, ",")
 	return d
 }
 
-func (d *desk) record(t testing.TB, keys ...string) {
+func (d *commandFixture) record(t testing.TB, keys ...string) {
 	t.Helper()
 	require.NoError(t, pgx.BeginFunc(background, d.db, func(tx pgx.Tx) error {
 		for _, key := range keys {
@@ -105,7 +105,7 @@ func (d *desk) record(t testing.TB, keys ...string) {
 }
 
 // relay runs one until the test ends or stop is called.
-func (d *desk) relay(t testing.TB) (stop func()) {
+func (d *commandFixture) relay(t testing.TB) (stop func()) {
 	t.Helper()
 	r, err := outbox.NewRelay(d.db, testenv.KafkaOpts(d.brokers), outbox.RelayConfig{Schema: d.schema, PollInterval: 10 * time.Millisecond,
 		RetryInterval: 20 * time.Millisecond, MaxRetries: 1, Logger: slog.New(slog.DiscardHandler)})
@@ -119,7 +119,7 @@ func (d *desk) relay(t testing.TB) (stop func()) {
 	return stop
 }
 
-func (d *desk) inspector(t testing.TB) *outboxops.Inspector {
+func (d *commandFixture) inspector(t testing.TB) *outboxops.Inspector {
 	t.Helper()
 	i, err := outboxops.NewInspector(d.db, outboxops.InspectorConfig{Schema: d.schema})
 	require.NoError(t, err)
@@ -127,24 +127,24 @@ func (d *desk) inspector(t testing.TB) *outboxops.Inspector {
 }
 
 // exec runs a statement in which {s} is the schema.
-func (d *desk) exec(t testing.TB, sql string, args ...any) {
+func (d *commandFixture) exec(t testing.TB, sql string, args ...any) {
 	t.Helper()
 	_, err := d.db.Exec(background, strings.ReplaceAll(sql, "{s}", pgx.Identifier{d.schema}.Sanitize()), args...)
 	require.NoError(t, err)
 }
 
 // fail puts events into outbox_failed, as a relay would.
-func (d *desk) fail(t testing.TB, status string, keys ...string) {
+func (d *commandFixture) fail(t testing.TB, status string, keys ...string) {
 	t.Helper()
 	d.exec(t, `INSERT INTO {s}.outbox_failed (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload,
 		content_type, topic, headers, occurred_at, created_at, retry_count, last_error, error_class, status)
-		SELECT nextval('{s}.outbox_id_seq'), $1::text || '/' || key, gen_random_uuid(), 'test.desk.happened.v1', 'test', 'Thing', key,
+		SELECT nextval('{s}.outbox_id_seq'), $1::text || '/' || key, gen_random_uuid(), 'test.thing.happened.v1', 'test', 'Thing', key,
 		       '{"key": 1}', 'application/json', $1, '{"traceparent": "00-x"}', now(), now(), 3, E'too large\x1b[31m', 'message_too_large', $2
 		  FROM unnest($3::text[]) AS key`, d.topic, status, keys)
 }
 
 // statuses returns the rows of outbox_failed by status.
-func (d *desk) statuses(t testing.TB) map[string]int {
+func (d *commandFixture) statuses(t testing.TB) map[string]int {
 	t.Helper()
 	rows, err := d.db.Query(background, `SELECT status, count(*)::int FROM `+pgx.Identifier{d.schema, "outbox_failed"}.Sanitize()+` GROUP BY status`)
 	require.NoError(t, err)
@@ -163,12 +163,12 @@ type answer struct {
 }
 
 // call runs a command line.
-func (d *desk) call(t testing.TB, args ...string) answer {
+func (d *commandFixture) call(t testing.TB, args ...string) answer {
 	t.Helper()
 	return d.callWithin(t, background, args...)
 }
 
-func (d *desk) callWithin(t testing.TB, ctx context.Context, args ...string) answer {
+func (d *commandFixture) callWithin(t testing.TB, ctx context.Context, args ...string) answer {
 	t.Helper()
 	var out, errs testenv.Buffer
 	code := d.start(ctx, &out, &errs, args...)
@@ -176,7 +176,7 @@ func (d *desk) callWithin(t testing.TB, ctx context.Context, args ...string) ans
 }
 
 // start runs a command line whose output can be read meanwhile.
-func (d *desk) start(ctx context.Context, out, errs *testenv.Buffer, args ...string) int {
+func (d *commandFixture) start(ctx context.Context, out, errs *testenv.Buffer, args ...string) int {
 	e := &env{
 		stdin: strings.NewReader(d.stdin), stdout: out, stderr: errs, width: usualWidth,
 		getenv: func(name string) string { return d.vars[name] }, now: time.Now, user: func() string { return "kim" },
@@ -189,7 +189,7 @@ func (d *desk) start(ctx context.Context, out, errs *testenv.Buffer, args ...str
 }
 
 // ok calls a command that must succeed, and returns what it wrote.
-func (d *desk) ok(t testing.TB, args ...string) string {
+func (d *commandFixture) ok(t testing.TB, args ...string) string {
 	t.Helper()
 	a := d.call(t, args...)
 	require.Equal(t, exitOK, a.code, "%v: %s%s", args, a.out, a.err)
@@ -198,7 +198,7 @@ func (d *desk) ok(t testing.TB, args ...string) string {
 }
 
 // json calls a command with --json and reads the one document that it writes.
-func (d *desk) json(t testing.TB, into any, code int, args ...string) {
+func (d *commandFixture) json(t testing.TB, into any, code int, args ...string) {
 	t.Helper()
 	a := d.call(t, append(args, "--json")...)
 	require.Equal(t, code, a.code, "%v: %s%s", args, a.out, a.err)

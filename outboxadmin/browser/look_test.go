@@ -46,7 +46,7 @@ const unlabelled = `[...document.querySelectorAll("input:not([type=hidden]), sel
 // Each page, in each look: no wider than the screen, its texts strong enough, its parts
 // named.
 func TestLooks(t *testing.T) {
-	h := newHouse(t, operator)
+	h := newAdminFixture(t, operator)
 	for _, l := range looks {
 		t.Run(l.name, func(t *testing.T) {
 			for _, v := range views {
@@ -68,7 +68,7 @@ func TestLooks(t *testing.T) {
 
 // Without JavaScript nothing is missing but the refreshing.
 func TestWithoutJavaScript(t *testing.T) {
-	h := newHouse(t, operator)
+	h := newAdminFixture(t, operator)
 	tab := h.open(t, "failed/relay-1")
 	require.True(t, js[bool](t, tab, `[...document.querySelectorAll("form[method=post]")].every(f => f.action && f.querySelector("button"))`))
 	tab = h.open(t, "failed")

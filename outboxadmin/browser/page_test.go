@@ -16,7 +16,7 @@ import (
 )
 
 // open shows a page in a new tab.
-func (h *house) open(t *testing.T, path string) context.Context {
+func (h *adminFixture) open(t *testing.T, path string) context.Context {
 	t.Helper()
 	tab := newTab(t)
 	do(t, tab, chromedp.Navigate(h.url+path), chromedp.WaitReady(chromedp.CSS("#main")))
@@ -52,7 +52,7 @@ func rows(t *testing.T, tab context.Context) int {
 
 // From the overview to the dead events of a type, and back to all.
 func TestFilter(t *testing.T) {
-	h := newHouse(t, operator)
+	h := newAdminFixture(t, operator)
 	tab := h.open(t, "")
 	require.Contains(t, text(t, tab, ".notices"), "15 events are dead")
 	press(t, tab, "Show")
@@ -68,7 +68,7 @@ func TestFilter(t *testing.T) {
 }
 
 func TestPaging(t *testing.T) {
-	h := newHouse(t, operator)
+	h := newAdminFixture(t, operator)
 	tab := h.open(t, "failed")
 	seen := map[string]bool{}
 	for _, want := range []int{50, 50, 4} {
@@ -88,7 +88,7 @@ func TestPaging(t *testing.T) {
 
 // The number is shown first; without a reason the browser does not let it go.
 func TestRetryAllWithDryRun(t *testing.T) {
-	h := newHouse(t, operator)
+	h := newAdminFixture(t, operator)
 	tab := h.open(t, "failed?status=dead")
 	press(t, tab, "Retry all…")
 	require.Equal(t, "Retry 15 events?", text(t, tab, "h1"))
@@ -103,7 +103,7 @@ func TestRetryAllWithDryRun(t *testing.T) {
 }
 
 func TestResolveWithNote(t *testing.T) {
-	h := newHouse(t, operator)
+	h := newAdminFixture(t, operator)
 	tab := h.open(t, fmt.Sprintf("failed/relay-%d", seed.Dead))
 	do(t, tab, chromedp.Click("//summary[text()='Resolve with a note']"))
 	fill(t, tab, "Note", "The courier was told by telephone.")
@@ -116,7 +116,7 @@ func TestResolveWithNote(t *testing.T) {
 
 // What was wrong is said, and what was written is still there.
 func TestEdit(t *testing.T) {
-	h := newHouse(t, operator)
+	h := newAdminFixture(t, operator)
 	tab := h.open(t, fmt.Sprintf("failed/relay-%d", seed.Dead))
 	do(t, tab, chromedp.Click("//summary[text()='Edit the payload and retry']"))
 	fill(t, tab, "Reason", "gift is a boolean")
@@ -132,7 +132,7 @@ func TestEdit(t *testing.T) {
 
 // A reader sees everything but the means to act, and is refused where he tries.
 func TestReaderIsRefused(t *testing.T) {
-	h := newHouse(t, outboxadmin.Access{Operator: "a.reader", Role: outboxadmin.Reader})
+	h := newAdminFixture(t, outboxadmin.Access{Operator: "a.reader", Role: outboxadmin.Reader})
 	for _, v := range views {
 		if strings.HasPrefix(v.name, "bulk") {
 			continue
@@ -160,7 +160,7 @@ func TestReaderIsRefused(t *testing.T) {
 
 // Another site cannot make an operator's browser act.
 func TestOtherSiteIsRefused(t *testing.T) {
-	h := newHouse(t, operator)
+	h := newAdminFixture(t, operator)
 	tab := newTab(t)
 	elsewhere := strings.Replace(h.url, "127.0.0.1", "localhost", 1)
 	require.NotEqual(t, h.url, elsewhere)
@@ -174,7 +174,7 @@ func TestOtherSiteIsRefused(t *testing.T) {
 
 // What the keyboard reaches comes in the order of reading, can be seen, and works.
 func TestKeyboard(t *testing.T) {
-	h := newHouse(t, operator)
+	h := newAdminFixture(t, operator)
 	tab := h.open(t, "failed?status=dead")
 	focused := func() string {
 		return js[string](t, tab, `(e => /^(SELECT|INPUT|TEXTAREA)$/.test(e.tagName) ? e.id : e.innerText.trim())(document.activeElement)`)
@@ -212,7 +212,7 @@ func TestKeyboard(t *testing.T) {
 
 // The page follows what happens, until it is told not to.
 func TestLive(t *testing.T) {
-	h := newHouse(t, operator)
+	h := newAdminFixture(t, operator)
 	tab := h.open(t, "failed?status=dead")
 	require.Equal(t, "Live", text(t, tab, "[data-live-switch]"))
 	query[int](t, h, `WITH gone AS (DELETE FROM {s}.outbox_failed WHERE id > 1 RETURNING id) SELECT count(*) FROM gone`)

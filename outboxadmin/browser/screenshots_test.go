@@ -70,7 +70,7 @@ func TestScreenshots(t *testing.T) {
 		t.Skip("without -screenshots: make screenshots")
 	}
 	require.NoError(t, os.MkdirAll(*screenshots, 0o750))
-	h := newHouse(t, operator)
+	h := newAdminFixture(t, operator)
 	tx, err := h.db.Begin(t.Context()) // is open for more than 10 s when the pictures are taken
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(t.Context()) }()
@@ -103,7 +103,7 @@ func TestScreenshots(t *testing.T) {
 
 // warmUp looks at the overview for some seconds, so that its plot of the backlog has
 // something to show.
-func warmUp(t *testing.T, h *house) {
+func warmUp(t *testing.T, h *adminFixture) {
 	t.Helper()
 	for n := range 6 {
 		if n > 0 {

@@ -109,7 +109,7 @@ func TestCheckLeavesModuleCacheAlone(t *testing.T) {
 
 func TestCheckFails(t *testing.T) {
 	const (
-		house  = "module example.com/house\n\ngo 1.26.0\n\n"
+		root   = "module example.com/house\n\ngo 1.26.0\n\n"
 		garden = "module example.com/house/garden\n\ngo 1.26.0\n\n"
 	)
 	for name, c := range map[string]struct {
@@ -133,7 +133,7 @@ func TestCheckFails(t *testing.T) {
 			"garden/go.mod:7: replaces example.com/house: go install example.com/house/garden@v0.1.0 would refuse that",
 		},
 		"exclude": {
-			map[string]string{"go.mod": house + "exclude example.com/tent v1.0.0\n"},
+			map[string]string{"go.mod": root + "exclude example.com/tent v1.0.0\n"},
 			"go.mod:5: excludes example.com/tent@v1.0.0: go install example.com/house@v0.1.0 would refuse that",
 		},
 		"module without a program": {

@@ -27,8 +27,8 @@ import (
 // tabTimeout is how long a tab may take for all it does.
 const tabTimeout = 2 * time.Minute
 
-// house is a page under a prefix, with the shop's events.
-type house struct {
+// adminFixture is a page under a prefix, with the shop's events.
+type adminFixture struct {
 	db     *pgxpool.Pool
 	schema string
 	url    string // of the first page, with its slash
@@ -36,7 +36,7 @@ type house struct {
 	outage atomic.Bool // Kafka is away
 }
 
-func newHouse(t *testing.T, access outboxadmin.Access) *house {
+func newAdminFixture(t *testing.T, access outboxadmin.Access) *adminFixture {
 	t.Helper()
 	if testing.Short() {
 		t.Skip("-short: needs Chromium")
@@ -44,7 +44,7 @@ func newHouse(t *testing.T, access outboxadmin.Access) *house {
 	db, schema := testenv.Schema(t)
 	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema, PartitionRows: 1_000_000}))
 	require.NoError(t, seed.Fill(t.Context(), db, schema))
-	h := &house{db: db, schema: schema}
+	h := &adminFixture{db: db, schema: schema}
 	handler, err := outboxadmin.New(db, outboxadmin.Config{
 		Schema:    schema,
 		Authorize: func(*http.Request) (outboxadmin.Access, error) { return access, nil },
@@ -66,9 +66,9 @@ func newHouse(t *testing.T, access outboxadmin.Access) *house {
 	return h
 }
 
-// prepare makes the house be what a view is of: relays lead, or one does not and Kafka is
+// prepare makes the fixture be what a view is of: relays lead, or one does not and Kafka is
 // away.
-func (h *house) prepare(t *testing.T, v view) {
+func (h *adminFixture) prepare(t *testing.T, v view) {
 	t.Helper()
 	h.outage.Store(v.outage)
 	query[int](t, h, `WITH led AS (UPDATE {s}.outbox_lease SET expires_at = now() + interval '24 s' RETURNING name) SELECT count(*) FROM led`)
@@ -80,7 +80,7 @@ func (h *house) prepare(t *testing.T, v view) {
 var operator = outboxadmin.Access{Operator: "sora.lim", Role: outboxadmin.Operator}
 
 // query returns one value.
-func query[T any](t *testing.T, h *house, sql string) (v T) {
+func query[T any](t *testing.T, h *adminFixture, sql string) (v T) {
 	t.Helper()
 	sql = strings.ReplaceAll(sql, "{s}", pgx.Identifier{h.schema}.Sanitize())
 	require.NoError(t, h.db.QueryRow(t.Context(), sql).Scan(&v))

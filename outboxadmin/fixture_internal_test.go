@@ -24,9 +24,9 @@ var background = context.Background()
 // prefix is where the tests mount the page.
 const prefix = "/ops/outbox"
 
-// house is a page with the shop's events. Who asks is in the header X-User: reader,
+// adminFixture is a page with the shop's events. Who asks is in the header X-User: reader,
 // operator, or none.
-type house struct {
+type adminFixture struct {
 	t       *testing.T
 	db      *pgxpool.Pool
 	schema  string
@@ -49,12 +49,12 @@ func authorize(r *http.Request) (Access, error) {
 	}
 }
 
-func newHouse(t *testing.T, configure func(*Config)) *house {
+func newAdminFixture(t *testing.T, configure func(*Config)) *adminFixture {
 	t.Helper()
 	db, schema := testenv.Schema(t)
 	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema, PartitionRows: 1_000_000}))
 	require.NoError(t, seed.Fill(t.Context(), db, schema))
-	h := &house{t: t, db: db, schema: schema}
+	h := &adminFixture{t: t, db: db, schema: schema}
 	cfg := Config{Authorize: authorize, Schema: schema, Logger: slog.New(slog.NewTextHandler(&h.log, nil)),
 		Health: func() []outbox.RelayHealth {
 			return []outbox.RelayHealth{{Relay: "default", Live: true, Leading: true, Breaker: outbox.BreakerOpen, Reasons: []string{"the circuit breaker is open"}}}
@@ -69,7 +69,7 @@ func newHouse(t *testing.T, configure func(*Config)) *house {
 }
 
 // send returns the answer to a request, in which path begins behind the prefix.
-func (h *house) send(user, method, path, contentType, body string, header ...string) *httptest.ResponseRecorder {
+func (h *adminFixture) send(user, method, path, contentType, body string, header ...string) *httptest.ResponseRecorder {
 	h.t.Helper()
 	r := httptest.NewRequest(method, "http://ops.example"+prefix+path, strings.NewReader(body))
 	r.Header.Set("X-User", user)
@@ -85,7 +85,7 @@ func (h *house) send(user, method, path, contentType, body string, header ...str
 }
 
 // get returns what an operator sees.
-func (h *house) get(path string) string {
+func (h *adminFixture) get(path string) string {
 	h.t.Helper()
 	w := h.send("operator", http.MethodGet, path, "", "")
 	require.Equal(h.t, http.StatusOK, w.Code, "%s: %s", path, w.Body)
@@ -93,7 +93,7 @@ func (h *house) get(path string) string {
 }
 
 // post sends a form as an operator.
-func (h *house) post(path string, pairs ...string) *httptest.ResponseRecorder {
+func (h *adminFixture) post(path string, pairs ...string) *httptest.ResponseRecorder {
 	h.t.Helper()
 	form := url.Values{}
 	for i := 0; i+1 < len(pairs); i += 2 {
@@ -103,7 +103,7 @@ func (h *house) post(path string, pairs ...string) *httptest.ResponseRecorder {
 }
 
 // call sends JSON as an operator.
-func (h *house) call(path string, body any) *httptest.ResponseRecorder {
+func (h *adminFixture) call(path string, body any) *httptest.ResponseRecorder {
 	h.t.Helper()
 	data, err := json.Marshal(body)
 	require.NoError(h.t, err)
@@ -111,13 +111,13 @@ func (h *house) call(path string, body any) *httptest.ResponseRecorder {
 }
 
 // query returns one value.
-func query1[T any](h *house, sql string, args ...any) (v T) {
+func query1[T any](h *adminFixture, sql string, args ...any) (v T) {
 	h.t.Helper()
 	sql = strings.ReplaceAll(sql, "{s}", pgx.Identifier{h.schema}.Sanitize())
 	require.NoError(h.t, h.db.QueryRow(h.t.Context(), sql, args...).Scan(&v))
 	return v
 }
 
-func (h *house) status(id int64) string {
+func (h *adminFixture) status(id int64) string {
 	return query1[string](h, `SELECT status || CASE WHEN held THEN ' and held' ELSE '' END FROM {s}.outbox_failed WHERE id = $1`, id)
 }
