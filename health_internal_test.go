@@ -31,3 +31,25 @@ func TestHealthOfAHangingRun(t *testing.T) {
 		require.Contains(t, r.Health().Reasons, "Run has not gone on for 1m47s")
 	})
 }
+
+// A hook of the breaker may ask for the health: a look at the health is what moves an open
+// breaker to half-open, and so calls the hook.
+func TestHealthInTheHookOfTheBreaker(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		cfg := RelayConfig{}.withDefaults()
+		var s *healthState
+		var seen []BreakerState
+		s = newHealthState(cfg, newBreaker(cfg.Breaker, func(BreakerState, BreakerState) {
+			seen = append(seen, s.report().Breaker)
+		}))
+		for range cfg.Breaker.MinCalls {
+			p := s.breaker.allow(1)
+			p.report(callFailed)
+			p.release()
+		}
+		time.Sleep(cfg.Breaker.OpenFor)
+		require.Equal(t, BreakerHalfOpen, s.report().Breaker)
+		require.Equal(t, []BreakerState{BreakerOpen, BreakerHalfOpen}, seen)
+	})
+}

@@ -40,15 +40,15 @@ func (l *lease) held() bool { return time.Now().Before(*l.until.Load()) }
 // leadership is what the parts of a relay share while the relay leads.
 type leadership struct {
 	lease *lease
-	// held ends when the lease is lost, and when a relay that was told to stop takes
-	// too long to finish its batch. The cause says which.
+	// held ends when the lease is lost, when a relay that was told to stop takes too
+	// long to finish its batch, and at the end of a clean stop. The cause says which.
 	held context.Context
 	// statementTimeout is RelayConfig.Lease.
 	statementTimeout time.Duration
 }
 
-// withStatementTimeout returns a context for one statement, unless that is one that
-// may take as long as it takes. A connection can go dead without any notice, and TCP
+// withStatementTimeout returns a context for one statement. Only a rebase does without:
+// it takes as long as it takes. A connection can go dead without any notice, and TCP
 // needs a quarter of an hour to find out. Meanwhile a leader would do nothing with the
 // lease that keepLease, on another connection, renews for it.
 func (l *leadership) withStatementTimeout() (context.Context, context.CancelFunc) {

@@ -31,8 +31,7 @@ const invalidEvent = "invalid_event"
 // what it is: invalidEvent, or a class of [kafka.RejectionClass]. It returns "" for
 // every other error.
 func rejectionClass(err error) string {
-	var field *FieldError
-	if errors.As(err, &field) {
+	if _, ok := errors.AsType[*FieldError](err); ok { // without the allocation of errors.As: this is called for every event
 		return invalidEvent
 	}
 	return kafka.RejectionClass(err)

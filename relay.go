@@ -94,8 +94,8 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 	return r, nil
 }
 
-// breakerChanged logs a change of the breaker, calls the hook, and wakes the retrier
-// when the breaker closes.
+// breakerChanged logs a change of the breaker, calls the hook, wakes the retrier when
+// the breaker closes, and the monitor unless it becomes half-open.
 func (r *Relay) breakerChanged(from, to BreakerState) {
 	if to == BreakerOpen && from == BreakerClosed {
 		r.log.Error("outbox: too many sends fail, breaker opens", "failure_rate", r.cfg.Breaker.FailureRate, "open_for", r.cfg.Breaker.OpenFor)

@@ -21,7 +21,8 @@ type sender interface {
 	// record and the error of each event that it took. It takes events from the start
 	// of which: fewer than all if not all may go together, none if the breaker permits
 	// no call. When produce returns, no record is on its way any more. The last error
-	// ends the delivery: the lease is lost.
+	// ends the delivery: the lease is lost, the time to stop is over, or no client can
+	// be made.
 	produce(held context.Context, batch []envelope, which []int) ([]kgo.Record, []error, error)
 	// answers reports whether any broker answers.
 	answers(ctx context.Context) bool
@@ -50,8 +51,9 @@ func (p *deliverer) topic(e *envelope) (string, error) { return p.parts.sender.t
 // parked keys are not sent, and neither are events behind one that did not get
 // through. If no event of the batch was accepted because Kafka is unavailable, deliver
 // retries the whole batch. As soon as one event is accepted, the remaining failures are
-// local to a topic or a partition, and their outcome is unavailable. Events stay pending
-// only if stop was cancelled (no error) or the lease was lost.
+// local to a topic or a partition, and their outcome is unavailable, unless Kafka has
+// stopped answering since. Events stay pending only if stop was cancelled (no error) or
+// sending ended with an error.
 func (p *deliverer) deliver(stop, held context.Context, batch []envelope, parked *parking) ([]outcome, error) {
 	d := p.begin(stop, held, batch)
 	d.patient = true
@@ -109,7 +111,7 @@ const (
 	sendOneByOne          // Kafka rejected a record of the batch, perhaps with others
 )
 
-// obstacle is why the last send did not bring an outcome for all of its events.
+// obstacle is what the next send has to wait for.
 type obstacle uint8
 
 const (
@@ -161,7 +163,7 @@ func (d *delivery) awaitBreaker() {
 }
 
 // sendBatch sends all pending events at once. If Kafka rejects a request, it names all
-// records in it, good ones too. So no event is rejected here: sendEach sends them alone.
+// records in it, good ones too. So what Kafka rejects here, sendEach sends alone.
 func (d *delivery) sendBatch() error {
 	d.pending = slices.DeleteFunc(d.pending, d.skipBlocked)
 	records, errs, err := d.sender.produce(d.held, d.batch, d.pending)

@@ -214,11 +214,12 @@ func newRetention(db *pgxpool.Pool, schema string, cfg RetentionConfig) *retenti
 	}
 }
 
-// sqlCleanSettings is pg.PlannerSettings for statements that must not wait for locks:
-// another relay of the schema may be removing the same rows.
+// sqlCleanSettings is pg.PlannerSettings for statements that wait for locks for 100 ms
+// at most: another relay of the schema may be removing the same rows.
 const sqlCleanSettings = pg.PlannerSettings + `, set_config('lock_timeout', '100ms', true)`
 
-// errBusy means that another transaction has locked the rows. They are skipped.
+// errBusy means that another transaction has locked rows that this one would remove. It
+// is rolled back, and the next run tries again.
 var errBusy = errors.New("rows are locked")
 
 // transact calls remove in a transaction, and proves the lease if l is set. The proof

@@ -38,10 +38,10 @@ func IsReplaced(err error) bool { return errors.Is(err, kerr.UnknownTopicID) }
 
 // IsFinal reports whether the client will return this error for ever, so that the next
 // send needs a new client. The client does so after an error about its producer id that
-// it does not retry.
+// it does not retry, and for a topic that was deleted.
 func IsFinal(err error) bool {
-	var answer *kerr.Error
-	if !errors.As(err, &answer) || RejectionClass(err) != "" {
+	answer, ok := errors.AsType[*kerr.Error](err) // without the allocation of errors.As: this is called for every event
+	if !ok || RejectionClass(err) != "" {
 		return false
 	}
 	return IsReplaced(err) || !answer.Retriable && !IsTopicOutage(err)

@@ -21,7 +21,7 @@ WITH RECURSIVE names AS (
 )`
 
 // Attempted is the condition that the relay at position s has attempted event o: the
-// event is sent or in outbox_failed.
+// event was sent, or has entered outbox_failed.
 const Attempted = `(pg_visible_in_snapshot(o.xid, s.snapshot)
        OR coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false))`
 
