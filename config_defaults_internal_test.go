@@ -16,6 +16,7 @@ import (
 
 // The comment of a field names the default that the code has.
 func TestDefaultsAreDocumented(t *testing.T) {
+	t.Parallel()
 	structs, err := configdoc.Structs(".")
 	require.NoError(t, err)
 	documented := map[string]string{}

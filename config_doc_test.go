@@ -33,6 +33,7 @@ var configurations = []string{
 // docs/configuration.md is what the comments say. After a change of one,
 // go test -run TestConfigurationDoc . -update writes it anew.
 func TestConfigurationDoc(t *testing.T) {
+	t.Parallel()
 	const path = "docs/configuration.md"
 	var b strings.Builder
 	b.WriteString(configurationIntro)

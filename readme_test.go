@@ -24,6 +24,7 @@ import (
 // or not. So a fragment is written into an example first, where it has its imports and
 // variables, and then copied.
 func TestDocBlocks(t *testing.T) {
+	t.Parallel()
 	indent := regexp.MustCompile(`(?m)^\t+`)
 	var files []string
 	for _, path := range repository(t, ".go") {
@@ -47,12 +48,14 @@ func TestDocBlocks(t *testing.T) {
 
 // The README can be read in five minutes.
 func TestReadmeIsShort(t *testing.T) {
+	t.Parallel()
 	require.LessOrEqual(t, len(strings.Fields(read(t, "README.md"))), 900)
 	require.LessOrEqual(t, strings.Count(read(t, "ARCHITECTURE.md"), "\n"), 200)
 }
 
 // Relative links lead to files and headings that are there.
 func TestDocLinks(t *testing.T) {
+	t.Parallel()
 	for _, path := range documents(t) {
 		prose := regexp.MustCompile("(?s)```.*?```").ReplaceAllString(read(t, path), "")
 		for _, link := range regexp.MustCompile(`\]\(([^)\s]+)\)`).FindAllStringSubmatch(prose, -1) {
@@ -85,6 +88,7 @@ func anchors(doc string) (all []string) {
 // Files, tests and other names of Go, SQL and the Makefile that the documents mention are there: a
 // name that was changed is changed in the documents too.
 func TestDocNames(t *testing.T) {
+	t.Parallel()
 	words := map[string]bool{"max_prepared_statements": true, "pg_upgrade": true, "pg_read_all_stats": true} // not ours
 	for _, path := range slices.Concat(repository(t, ".go"), repository(t, ".sql"), []string{"Makefile"}) {
 		code := regexp.MustCompile(`(?m)(^|\s)//.*$`).ReplaceAllString(read(t, path), "") // comments may be as old as documents
@@ -120,6 +124,7 @@ func isThere(file string) bool {
 
 // What docs/requirements.md names directly behind a file stands in it.
 func TestRequirementsPlaces(t *testing.T) {
+	t.Parallel()
 	place := regexp.MustCompile("`([\\w./-]+\\.(?:go|sql))` `(?:\\w+\\.)*(\\w+)`")
 	for _, found := range place.FindAllStringSubmatch(read(t, "docs/requirements.md"), -1) {
 		if isThere(found[1]) && !regexp.MustCompile(`\b`+found[2]+`\b`).MatchString(read(t, found[1])) {
@@ -130,6 +135,7 @@ func TestRequirementsPlaces(t *testing.T) {
 
 // The lines that docs/failures.md quotes are logged. What fails is a word of its own.
 func TestQuotedLogLines(t *testing.T) {
+	t.Parallel()
 	var sources strings.Builder
 	for _, path := range repository(t, ".go") {
 		if !strings.HasSuffix(path, "_test.go") {
@@ -178,6 +184,7 @@ func read(t *testing.T, path string) string {
 // The quickstart is short, and works when it is copied into an empty module that
 // requires this one.
 func TestQuickstart(t *testing.T) {
+	t.Parallel()
 	program := read(t, "examples/quickstart/main.go")
 	require.LessOrEqual(t, strings.Count(program, "\n"), 60)
 

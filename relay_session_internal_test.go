@@ -131,6 +131,7 @@ func TestSessionParks(t *testing.T) {
 // Of a very large window not all ids are read at once, and a prefetch reads those behind
 // the batch in flight.
 func TestPrefetchReadsFurtherIDs(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeStore(t, 6, nil)
 		s := f.session(t.Context(), RelayConfig{BatchSize: 2}.withDefaults())
