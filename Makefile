@@ -8,6 +8,10 @@ RELEASE := v0.1.0
 
 export ARGS # more arguments for go test, or for an example
 
+# A program with the race detector would sleep for a second before it ends, in case
+# goroutines go on. Tests start hundreds of them, and fail if a goroutine goes on.
+export GORACE ?= atexit_sleep_ms=0
+
 MODULES  := . outboxtest outboxotel outboxadmin/browser tools examples faults interop bench
 SERVICES := bin/services
 SHORT    := $(filter -short -short=true -test.short,$(ARGS))

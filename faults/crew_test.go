@@ -70,7 +70,7 @@ func (c *crew) launch(t *testing.T, variable string, spec any) {
 	value, err := json.Marshal(spec)
 	require.NoError(t, err)
 	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(cmd.Environ(), variable+"="+string(value), "GORACE=halt_on_error=1")
+	cmd.Env = append(cmd.Environ(), variable+"="+string(value), "GORACE=halt_on_error=1 atexit_sleep_ms=0")
 	cmd.Stdout, cmd.Stderr = c.log, c.log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	stdin, err := cmd.StdinPipe()
