@@ -56,9 +56,13 @@ func TestDocs(t *testing.T) {
 	t.Parallel()
 	var b strings.Builder
 	b.WriteString("# The command line\n\nWhat `outbox help` says, command by command; a test keeps this file so.\n\n")
-	b.WriteString("    go install github.com/outboxgo/outbox/cmd/outbox@latest\n\n```text\n" + overview() + "```\n\n## Flags that all take\n\n```text\n" + flagsHelp() + "```\n")
+	b.WriteString("    go install github.com/outboxgo/outbox/cmd/outbox@latest\n\nUntil there is a release, [install it from a checkout](../README.md#until-there-is-a-release).\n\n```text\n" + overview() + "```\n\n## Flags that all take\n\n```text\n" + flagsHelp() + "```\n")
 	for _, c := range commands() {
 		b.WriteString("\n## outbox " + c.name + "\n\n" + strings.ToUpper(c.summary[:1]) + c.summary[1:] + ".\n\n```text\n" + c.help() + "```\n")
+		if c.name == doctorCommand.name {
+			b.WriteString("\nThe ids of all findings; `doctor.` begins those of checks that could not be made:\n\n```text\n" +
+				strings.Join(wrap(strings.Join(findingIDs(), " "), usualWidth), "\n") + "\n```\n")
+		}
 	}
 	requireFile(t, "../../docs/cli.md", b.String())
 }
@@ -117,6 +121,13 @@ func TestUsage(t *testing.T) {
 		{"topics --retention 0", "want a time"},
 		{"tail --limit -1", "must not be negative"},
 		{"doctor --as wirter", `did you mean "writer"?`},
+		{"doctor --only nonsense", `--only "nonsense": want ids or their beginnings: database.connect, server.fsync`},
+		{"doctor --only relay.leadr", `did you mean "relay.leader"?`},
+		{"doctor --only relay,topics", `--only "topics"`},
+		{"doctor --skip sever", `did you mean "server"?`},
+		{"doctor --skip relay.", `--skip "relay."`},
+		{"doctor --only relay --skip relay", "leave nothing to look at"},
+		{"doctor --only kafka.topic", "which Kafka?"},
 		{"migrate print --from 99", "there are versions 1 to"},
 		{"status --database postgres://u:hunter22@[", "--database: that is no URL"},
 	} {

@@ -15,9 +15,10 @@ var doctorCommand = command{
 	about: `
 Looks at the tables, privileges, settings, transactions, relays and failed
 events, and at Kafka and its topics if --kafka or $KAFKA_BROKERS is there.
-It changes nothing. Each finding is an error, a warning or a note; it exits
-with 3 if there are errors or warnings. --only and --skip take the beginnings
-of ids: --skip kafka,server.slot
+It changes nothing. Each finding is an error, a warning or a note and has an id;
+it exits with 3 if there are errors or warnings. --only and --skip take ids, or
+what ids begin with: server.slot, or database, server, clock, migrations,
+tables, sequence, privileges, relay, failed, transaction, events, kafka.
 
 Privileges are those of the connected role unless another is named:
 --as relay=shop_relay,writer=shop. The parts are relay, writer, consumer,
@@ -27,8 +28,8 @@ reader and operator, as in docs/roles.md.`,
 		d := &doctor{}
 		d.limits.define(fs)
 		fs.StringVar(&d.as, "as", "relay,writer", "`PART[=ROLE],…` whose privileges to look at (relay,writer)")
-		fs.StringVar(&d.only, "only", "", "`ID,…` only these findings")
-		fs.StringVar(&d.skip, "skip", "", "`ID,…` all but these findings")
+		fs.StringVar(&d.only, "only", "", "`ID,…` look for these findings only")
+		fs.StringVar(&d.skip, "skip", "", "`ID,…` look for all but these findings")
 		return d.run
 	},
 }
@@ -37,7 +38,7 @@ reader and operator, as in docs/roles.md.`,
 // cannot be made is a finding too.
 type doctor struct {
 	limits         limits
-	as, only, skip string
+	as, only, skip string // as the flags give them
 
 	e         *env
 	parts     []part
@@ -47,10 +48,11 @@ type doctor struct {
 	about     [][2]string // what was looked at
 }
 
-// check is a question of the doctor's. Those of a group that cannot be connected to are
-// left out.
+// check looks for some findings. It is left out if none of them is asked for, or if
+// what it looks at cannot be reached.
 type check struct {
 	name string
+	ids  []string // of what it can find
 	make func(*doctor, context.Context) error
 }
 
@@ -58,6 +60,9 @@ func (d *doctor) run(ctx context.Context, e *env) error {
 	d.e = e
 	var err error
 	if d.parts, err = parseParts(d.as); err != nil {
+		return err
+	}
+	if err := d.checkIDs(); err != nil {
 		return err
 	}
 	d.examine(ctx)
@@ -78,31 +83,41 @@ func (d *doctor) run(ctx context.Context, e *env) error {
 }
 
 func (d *doctor) examine(ctx context.Context) {
-	if d.connect(ctx) {
+	wantsTables := d.wants(migrationsCheck, topicsCheck) || d.wants(tableChecks...)
+	if (wantsTables || d.wants(connectCheck) || d.wants(databaseChecks...)) && d.connect(ctx) {
 		for _, c := range databaseChecks {
 			d.try(ctx, c)
 		}
-		d.hasTables = d.migrated(ctx)
+		d.hasTables = wantsTables && d.migrated(ctx)
 		if d.hasTables {
 			for _, c := range tableChecks {
 				d.try(ctx, c)
 			}
 		}
 	}
-	if d.e.brokers() == "" {
+	switch {
+	case !d.wants(kafkaCheck, autoCreateCheck, topicsCheck):
+	case d.e.brokers() == "":
 		d.about = append(d.about, [2]string{"kafka", "not looked at: --kafka, or $KAFKA_BROKERS"})
-		return
+	default:
+		d.kafka(ctx)
 	}
-	d.kafka(ctx)
 }
 
-// try makes a check, and says so if it cannot be made.
+// try makes a check if it is wanted.
 func (d *doctor) try(ctx context.Context, c check) {
+	if d.wants(c) {
+		d.perform(ctx, c)
+	}
+}
+
+// perform makes a check, and adds a finding if it cannot be made.
+func (d *doctor) perform(ctx context.Context, c check) {
 	step, cancel := d.e.step(ctx)
 	defer cancel()
 	d.checks++
 	if err := c.make(d, step); err != nil && ctx.Err() == nil {
-		d.add("doctor."+c.name, severityWarning, fmt.Sprintf("cannot look at %s: %s", c.name, errorText(err)),
+		d.add(c.failedID(), severityWarning, fmt.Sprintf("cannot look at %s: %s", c.name, errorText(err)),
 			"Whether something is wrong there is not known.",
 			"Give the role that the doctor uses what docs/roles.md gives a reader, or name another role with --database.")
 	}
@@ -110,25 +125,6 @@ func (d *doctor) try(ctx context.Context, c check) {
 
 func (d *doctor) add(id, severity, what, means, do string) {
 	d.findings = append(d.findings, finding{id, severity, d.e.mask(what), means, do})
-}
-
-// chosen returns the findings that --only and --skip leave.
-func (d *doctor) chosen() (all []finding) {
-	for _, f := range d.findings {
-		if (d.only == "" || startsWithAny(f.ID, d.only)) && (d.skip == "" || !startsWithAny(f.ID, d.skip)) {
-			all = append(all, f)
-		}
-	}
-	return all
-}
-
-func startsWithAny(id, list string) bool {
-	for _, prefix := range strings.Split(list, ",") {
-		if id == prefix || strings.HasPrefix(id, prefix+".") {
-			return true
-		}
-	}
-	return false
 }
 
 func (d *doctor) show() {
@@ -161,6 +157,8 @@ func (d *doctor) showFinding(f finding) {
 		}
 	}
 }
+
+var connectCheck = check{name: "database.connect", ids: []string{"database.connect"}}
 
 // connect reports whether there is a database to look at.
 func (d *doctor) connect(ctx context.Context) bool {

@@ -11,8 +11,17 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
+// The checks of Kafka. kafka completes the last two, which need a client.
+var (
+	kafkaCheck      = check{name: "kafka.connect", ids: []string{"kafka.connect"}}
+	autoCreateCheck = check{name: "kafka.settings", ids: []string{"kafka.auto_create"}}
+	topicsCheck     = check{name: "kafka.topics", ids: []string{"kafka.topic.missing", "kafka.topic.leader", "kafka.topic.min_insync",
+		"kafka.topic.in_sync", "kafka.topic.max_message_bytes", "kafka.topic.compacted"}}
+)
+
 // kafka checks the brokers and the topics of events.
 func (d *doctor) kafka(ctx context.Context) {
+	d.checks++
 	opts, err := d.e.kafkaOpts()
 	if err != nil {
 		d.unreachable(err)
@@ -24,12 +33,13 @@ func (d *doctor) kafka(ctx context.Context) {
 	}
 	d.about = append(d.about, [2]string{"kafka", fmt.Sprintf("%s, %s", d.e.brokers(), plural(int64(brokers), "broker", "brokers"))})
 	if d.hasTables {
-		d.try(ctx, check{"kafka.topics", func(d *doctor, ctx context.Context) error { return d.topics(ctx, opts, auto) }})
+		c := topicsCheck
+		c.make = func(d *doctor, ctx context.Context) error { return d.topics(ctx, opts, auto) }
+		d.try(ctx, c)
 	}
 }
 
 func (d *doctor) unreachable(err error) {
-	d.checks++
 	d.add("kafka.connect", severityError, fmt.Sprintf("Kafka does not answer at %s: %s", d.e.brokers(), errorText(err)),
 		"Nothing can be sent from here; relays elsewhere may see another network. Events wait in the outbox and are not lost.",
 		"Check --kafka, the brokers' advertised.listeners, TLS (--kafka-tls, --kafka-ca) and the login (--kafka-user, $KAFKA_PASSWORD).")
@@ -53,10 +63,14 @@ func (d *doctor) brokers(ctx context.Context, opts []kgo.Opt) (brokers int, auto
 		d.unreachable(err)
 		return 0, false, false
 	}
-	d.try(ctx, check{"kafka.settings", func(d *doctor, ctx context.Context) (err error) {
+	c := autoCreateCheck
+	c.make = func(_ *doctor, ctx context.Context) (err error) {
 		auto, err = autoCreatesTopics(ctx, client, response.Brokers)
 		return err
-	}})
+	}
+	if d.wants(autoCreateCheck, topicsCheck) { // what a missing topic means depends on it
+		d.perform(ctx, c)
+	}
 	if auto {
 		d.add("kafka.auto_create", severityNote, "brokers create topics that clients ask for (auto.create.topics.enable)",
 			"A topic that is missing or mistyped is created with the defaults of the cluster, often 1 partition and 1 replica.",

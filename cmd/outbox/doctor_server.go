@@ -9,10 +9,11 @@ import (
 
 // databaseChecks look at what is there without the tables of outbox.
 var databaseChecks = []check{
-	{"server.settings", (*doctor).settings},
-	{"server.connections", (*doctor).connections},
-	{"server.slots", (*doctor).slots},
-	{"clock", (*doctor).clock},
+	{"server.settings", []string{"server.fsync", "server.full_page_writes", "server.synchronous_commit", "server.autovacuum",
+		"server.idle_in_transaction", "server.version", "server.standby"}, (*doctor).settings},
+	{"server.connections", []string{"server.connections"}, (*doctor).connections},
+	{"server.slots", []string{"server.slot"}, (*doctor).slots},
+	{"clock", []string{"clock"}, (*doctor).clock},
 }
 
 // settingRule is what a setting of the server means where it has a bad value.

@@ -13,24 +13,29 @@ import (
 
 // tableChecks look at what Migrate has made.
 var tableChecks = []check{
-	{"tables", (*doctor).tables},
-	{"sequence", (*doctor).sequence},
-	{"tables.vacuum", (*doctor).vacuum},
-	{"privileges", (*doctor).privileges},
-	{"relay", (*doctor).relays},
-	{"events", (*doctor).routes},
+	{"tables", []string{"tables.table", "tables.column", "tables.index", "tables.constraint", "tables.trigger"}, (*doctor).tables},
+	{"sequence", []string{"sequence.missing", "sequence.cache", "sequence.behind"}, (*doctor).sequence},
+	{"tables.vacuum", []string{"tables.autovacuum", "tables.bloat"}, (*doctor).vacuum},
+	{"privileges", []string{"privileges.role", "privileges.relay", "privileges.writer", "privileges.consumer", "privileges.reader",
+		"privileges.operator"}, (*doctor).privileges},
+	{"relay", []string{"relay.none", "relay.leader", "relay.backlog", "failed.dead", "failed.held", "failed.parked",
+		"transaction.open", "transaction.prepared"}, (*doctor).relays},
+	{"events", []string{"events.topic"}, (*doctor).routes},
 }
+
+// migrationsCheck is made before all of tableChecks.
+var migrationsCheck = check{"migrations", []string{"migrations.none", "migrations.ahead", "migrations.pending"}, func(d *doctor, ctx context.Context) (err error) {
+	d.hasTables, err = d.migrations(ctx)
+	return err
+}}
 
 var outboxTables = []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "outbox_partitioning"}
 
 // migrated reports whether the tables are there and of this release, so that it is
 // worth while to look further.
-func (d *doctor) migrated(ctx context.Context) (ok bool) {
-	d.try(ctx, check{"migrations", func(d *doctor, ctx context.Context) (err error) {
-		ok, err = d.migrations(ctx)
-		return err
-	}})
-	return ok
+func (d *doctor) migrated(ctx context.Context) bool {
+	d.perform(ctx, migrationsCheck)
+	return d.hasTables
 }
 
 func (d *doctor) migrations(ctx context.Context) (bool, error) {
