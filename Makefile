@@ -79,7 +79,7 @@ faults-consumer: needs-faults ## Kill KILLS=50 consumers, stop and freeze others
 		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = substr($$0, RSTART)} END {if (result) print result}')
 
 .PHONY: services
-services: needs-kafka $(SERVICES) ## Keep PostgreSQL and Kafka running for `go test`, until Ctrl-C
+services: needs-$(if $(filter fake,$(KAFKA)),demo,kafka) $(SERVICES) ## Keep PostgreSQL and Kafka running until Ctrl-C, addresses in .services.env (KAFKA=fake: no Java)
 	@$(SERVICES) up $(USE)
 
 .PHONY: lint

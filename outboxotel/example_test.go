@@ -5,7 +5,9 @@ import (
 	"log/slog"
 	"net/http"
 	"os"
+	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -18,15 +20,18 @@ import (
 // A service with metrics and traces. A Telemetry uses OpenTelemetry's global providers
 // if it is given none.
 func Example() {
-	_ = func(db *pgxpool.Pool, kafka []kgo.Opt, events *outbox.Registry, countSale outbox.Handler) {
+	_ = func(db *pgxpool.Pool, kafka []kgo.Opt, events *outbox.Registry, mux http.Handler) {
 		tel := must(outboxotel.New(outboxotel.Config{}))
 		rec := must(outbox.NewRecorder(events, tel.Recorder(outbox.RecorderConfig{})))
 		relay := must(outbox.NewRelay(db, kafka, tel.Relay(outbox.RelayConfig{})))
-		sales := must(outbox.NewConsumer(db, kafka, events, tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "sales"}}), countSale))
+		cfg := tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "sales"}})
+		sales := must(outbox.NewConsumer(db, kafka, events, cfg, outbox.Handle("SALE_COUNTED", countSale)))
 		tel.Watch(must(outboxops.NewInspector(db, outboxops.InspectorConfig{})), sales)
 		// Events and the log lines of their handlers have the X-Trace-Id of the request.
-		handler := outboxhttp.Trace(outboxhttp.TraceConfig{}, api{rec})
+		handler := outboxhttp.Trace(outboxhttp.TraceConfig{}, mux)
 		slog.SetDefault(slog.New(outboxhttp.LogTrace(slog.NewJSONHandler(os.Stdout, nil))))
+		_ = rec // for the handlers of mux
+		go func() { _ = sales.Run(context.Background()) }()
 		go func() { _ = relay.Run(context.Background()) }()
 		_ = http.ListenAndServe("127.0.0.1:8080", handler)
 	}
@@ -39,7 +44,8 @@ func must[T any](v T, err error) T {
 	return v
 }
 
-// api is the service's own handler.
-type api struct{ rec *outbox.Recorder }
+type orderPlaced struct{ at time.Time }
 
-func (api) ServeHTTP(http.ResponseWriter, *http.Request) {}
+func (e orderPlaced) OccurredAt() time.Time { return e.at }
+
+func countSale(context.Context, pgx.Tx, orderPlaced, outbox.Metadata) error { return nil }
