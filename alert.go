@@ -134,8 +134,8 @@ func counted(n int, what string) string {
 // AlertConfig says when alerts are sent, and to whom. The zero value is ready for
 // production: it logs them.
 type AlertConfig struct {
-	// Alerter gets the alerts. Nil means a [LogAlerter] on the logger; of a relay without
-	// what its log has anyway, dead events and the breaker.
+	// Alerter gets the alerts. Nil means a [LogAlerter] on the logger. A relay then
+	// leaves out dead events and the breaker, because it logs these itself.
 	Alerter Alerter
 	// Interval is the time between two checks. A relay also checks when an event dies
 	// and when its breaker changes. Zero means 1 min.
@@ -146,10 +146,10 @@ type AlertConfig struct {
 	// DeadThreshold is how many unresolved dead events of a relay are an alert of
 	// their own. Zero means 10.
 	DeadThreshold int
-	// StaleAfter and StalePending: an alert are that many pending events of which the
-	// oldest is as old. Zero means 5 min.
+	// StaleAfter is how long the oldest of at least StalePending pending events may
+	// wait before there is an alert. Zero means 5 min.
 	StaleAfter time.Duration
-	// StalePending is how many events have to wait. Zero means 100.
+	// StalePending is how many events must be pending for this alert. Zero means 100.
 	StalePending int
 }
 

@@ -29,8 +29,9 @@ type HandlerConfig struct {
 	MaxRetries int
 	// RetriesFor replaces MaxRetries for an error. Nil means MaxRetries for all.
 	RetriesFor func(error) int
-	// RetryWait is the wait before the first retry. It doubles up to 30 s, less up to
-	// a fifth. Zero means 1 s.
+	// RetryWait is the wait before the first retry. Each further wait is twice as
+	// long, up to 30 s; a random part of each, up to a fifth, is left out. Zero means
+	// 1 s.
 	RetryWait time.Duration
 
 	// Unknown says what happens to event types without a handler. Zero means
@@ -76,8 +77,8 @@ type ConsumerConfig struct {
 	// taken away, or when the consumer stops. Zero means 30 s.
 	SessionTimeout time.Duration
 	// MaxPollInterval bounds one handling of records that arrived together: the
-	// context of a handler ends after it, and Kafka waits so long for a member
-	// that has to let go of a partition. Zero means 5 min.
+	// context of a handler ends after it. It is also how long Kafka waits for a
+	// member that has to give up a partition. Zero means 5 min.
 	MaxPollInterval time.Duration
 
 	// DeadLetterTopic names the topic for the dead letters of another. Nil means

@@ -161,7 +161,7 @@ func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.
 	switch {
 	case ctx.Err() != nil:
 	case errors.As(err, &loss):
-		m.log.Warn("outbox: Kafka has lost records of a partition", "partition", at.String(), "error", err)
+		m.log.Warn("outbox: Kafka has lost records of a partition", "partition", at.Name(), "error", err)
 	default:
 		m.outages.Report(outageFetching, began, err)
 	}

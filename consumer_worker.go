@@ -186,7 +186,7 @@ func (w *worker) tryBatch(items []item) bool {
 		case w.processor.isOutage(w.held, err, inTx):
 			w.awaitPostgres(began, err)
 		default:
-			w.log.Debug("outbox: records are handled one by one", "partition", w.partition.String(), "records", len(items), "error", err)
+			w.log.Debug("outbox: records are handled one by one", "partition", w.partition.Name(), "records", len(items), "error", err)
 			return false
 		}
 	}

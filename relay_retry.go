@@ -218,8 +218,9 @@ func (r *retrier) resultOf(e *failedEvent, o outcome) (result retryResult, ok bo
 // notifyRejected logs a rejected retry and calls the hook.
 func (r *retrier) notifyRejected(result retryResult) {
 	e := result.event
+	topic, _ := e.envelope.destination() // "" if none follows from its type
 	args := []any{"id", e.id, "event_id", string(e.eventID), "type", string(e.eventType), "aggregate_id", string(e.aggregateID),
-		"key", string(e.envelope.key()), "attempt", e.retries + 1, "class", result.class, "error", result.err}
+		"topic", topic, "key", string(e.envelope.key()), "attempt", e.retries + 1, "class", result.class, "error", result.err}
 	ctx, hook := e.context(r.held), r.cfg.Hooks.Rejected
 	if result.status == StatusDead {
 		hook = r.cfg.Hooks.Dead

@@ -360,8 +360,9 @@ func (s *session) notifyRejected(failures []failure) {
 			continue
 		}
 		e := f.event
+		topic, _ := e.destination() // "" if none follows from its type
 		s.log.WarnContext(e.context(s.held), "outbox: event rejected", "id", e.id, "event_id", string(e.eventID), "type", string(e.eventType),
-			"key", string(e.key()), "class", f.class, "error", f.err)
+			"aggregate_id", string(e.aggregateID), "topic", topic, "key", string(e.key()), "class", f.class, "error", f.err)
 		if s.cfg.Hooks.Rejected != nil {
 			s.cfg.Hooks.Rejected(failedEventOf(e, f.class, f.err, 0))
 		}

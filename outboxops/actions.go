@@ -155,7 +155,7 @@ SELECT $1, 'hold', $2, $3, $4 WHERE EXISTS (SELECT FROM changed)`
 //
 // It returns [ErrNotFound] if nothing of the key has failed.
 func (f *Failures) Hold(ctx context.Context, relay, topic, key string, why AuditInfo) error {
-	return f.changeKey(ctx, "hold", f.sql.hold, relay, topic, key, why)
+	return f.changeKey(ctx, "hold", f.sql.hold, "the key has no unresolved failures", relay, topic, key, why)
 }
 
 const sqlRelease = `
@@ -174,16 +174,18 @@ SELECT $1, 'release', $2, $3, $4 WHERE EXISTS (SELECT FROM changed)`
 //
 // It returns [ErrNotFound] if the key is not held.
 func (f *Failures) Release(ctx context.Context, relay, topic, key string, why AuditInfo) error {
-	return f.changeKey(ctx, "release", f.sql.release, relay, topic, key, why)
+	return f.changeKey(ctx, "release", f.sql.release, "the key is not held", relay, topic, key, why)
 }
 
-func (f *Failures) changeKey(ctx context.Context, action, sql, relay, topic, key string, why AuditInfo) error {
+// changeKey runs the statement of an action. None says what it means if that changes
+// nothing.
+func (f *Failures) changeKey(ctx context.Context, action, sql, none, relay, topic, key string, why AuditInfo) error {
 	if err := why.check(); err != nil {
 		return err
 	}
 	tag, err := f.db.Exec(ctx, sql, why.Operator, why.Reason, relay, tables.ParkingKey(topic, []byte(key)))
 	if err == nil && tag.RowsAffected() == 0 {
-		err = ErrNotFound
+		err = fmt.Errorf("%s (%w)", none, ErrNotFound)
 	}
 	if err != nil {
 		return fmt.Errorf("outbox: %s key %q of topic %s, relay %s: %w", action, key, topic, relay, err)

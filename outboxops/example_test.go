@@ -37,6 +37,21 @@ func ExampleFailures_RetryAll() {
 	fmt.Println("retried:", n)
 }
 
+// List what failed, the latest first. Get returns one failure with its payload.
+func ExampleFailures_List() {
+	failures, err := outboxops.NewFailures(db, outboxops.FailuresConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	dead, err := failures.List(ctx, outboxops.FailureFilter{Statuses: []string{outbox.StatusDead}}, outboxops.FailurePage{Limit: 50})
+	if err != nil {
+		log.Fatal(err)
+	}
+	for _, f := range dead {
+		fmt.Println(f.ID, f.Topic, f.Key, f.Class, f.Retries, f.Err)
+	}
+}
+
 // An id is made of a kind and a number, and has a text form for pages and command lines.
 func ExampleParseFailureID() {
 	id, err := outboxops.ParseFailureID("relay-17")
@@ -109,6 +124,7 @@ func TestExamples(t *testing.T) {
 	// Not parallel: it sets the variables that the examples share.
 	ctx, db = t.Context(), testenv.OtherDatabase(t)
 	require.NoError(t, outbox.Migrate(ctx, db, outbox.MigrateConfig{}))
+	ExampleFailures_List()
 	ExampleFailures_RetryAll()
 	ExampleFailures_Resolve()
 	ExampleInspector_Relays()

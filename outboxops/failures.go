@@ -55,7 +55,8 @@ func NewFailures(db *pgxpool.Pool, cfg FailuresConfig) (*Failures, error) {
 	}}, nil
 }
 
-// Failure is an event that did not get through.
+// Failure is an event that did not get through. Its [outbox.FailedEvent] has OutboxID,
+// EventID, Type, AggregateType, AggregateID, Topic, Key, Retries, Class and Err.
 type Failure struct {
 	outbox.FailedEvent
 

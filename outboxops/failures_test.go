@@ -193,7 +193,9 @@ func TestHoldKey(t *testing.T) {
 	requireInOrder(t, reader, events)
 	require.Equal(t, []string{"kim hold bad", "kim release bad"}, h.actions(t, f, outboxops.FailureID{}))
 	h.awaitStatuses(t, map[string]int{}) // the rows go when the events have arrived
-	require.ErrorIs(t, f.Hold(background, "default", h.topic, "bad", kim), outboxops.ErrNotFound)
+	err = f.Hold(background, "default", h.topic, "bad", kim)
+	require.ErrorIs(t, err, outboxops.ErrNotFound)
+	require.ErrorContains(t, err, "the key has no unresolved failures")
 	require.ErrorIs(t, f.Release(background, "default", h.topic, "bad", kim), outboxops.ErrNotFound)
 }
 

@@ -71,7 +71,7 @@ func (i *instruments) make(meter metric.Meter) error {
 	m := &maker{Meter: meter}
 	i.recorded = m.counter("outbox.recorder.events", "{event}", "Events that were given to a recorder.")
 	i.rejected = m.counter("outbox.relay.rejected", "{event}", "Events that Kafka rejected and that are tried again.")
-	i.dead = m.counter("outbox.relay.dead", "{event}", "Events that Kafka rejected once too often.")
+	i.dead = m.counter("outbox.relay.dead", "{event}", "Events that Kafka rejected until their retries were used up.")
 	i.removed = m.counter("outbox.relay.removed", "{row}", "Rows that retention removed.")
 	i.processed = m.counter("outbox.consumer.processed", "{event}", "Events and actions that a consumer is done with.")
 	i.failed = m.counter("outbox.consumer.failed", "{event}", "Tries of actions on events that failed.")

@@ -87,6 +87,10 @@ func run(ctx context.Context, args []string, e *env) int {
 
 // hint says what to do about errors that have one usual cause.
 func (e *env) hint(err error) {
+	var connect *pgconn.ConnectError
+	if errors.As(err, &connect) && e.database == "" && e.getenv("DATABASE_URL") == "" && e.getenv("PGHOST") == "" {
+		fmt.Fprintln(e.stderr, "No database is named: --database, or $DATABASE_URL.")
+	}
 	var pg *pgconn.PgError
 	if !errors.As(err, &pg) {
 		return

@@ -104,7 +104,7 @@ func TestUsage(t *testing.T) {
 		{"failed list --limit 0", "--limit is 1 to 1000"},
 		{"failed list --aggregate /1", "want TYPE or TYPE/ID"},
 		{"failed retry 1", "--reason is missing"},
-		{"failed retry --reason x", "which? an ID, flags that pick events, or --all"},
+		{"failed retry --reason x", "name an ID, flags that pick events, or --all"},
 		{"failed retry 1 --all --reason x", "not both"},
 		{"failed retry --all --yes --dry-run", "contradict"},
 		{"failed retry --all --rate -1", "must not be negative"},

@@ -199,6 +199,17 @@ type failedDoc struct {
 	More   bool         `json:"more"`
 }
 
+// An empty list says whether resolved events are left out, and whether flags picked none.
+func TestFailedListIsEmpty(t *testing.T) {
+	t.Parallel()
+	d := newShop(t)
+	require.Equal(t, "Nothing has failed.\n", d.ok(t, "failed", "list"))
+	d.fail(t, outbox.StatusResolved, "a")
+	require.Equal(t, "Nothing is unresolved. Not shown: 1 resolved event (--status resolved).\n", d.ok(t, "failed", "list"))
+	require.Equal(t, "No failed event matches these flags.\n", d.ok(t, "failed", "list", "--key", "b"))
+	require.Equal(t, "No failed event matches these flags.\n", d.ok(t, "failed", "list", "--status", "dead"))
+}
+
 func TestFailedList(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
@@ -480,6 +491,21 @@ func TestDLQ(t *testing.T) {
 	a = d.call(t, "dlq", "replay", dlq, "--kafka", "127.0.0.1:1")
 	require.Equal(t, exitError, a.code)
 	require.Contains(t, a.err, "connection refused")
+	a = d.call(t, "dlq", "replay", "missing-"+dlq)
+	require.Equal(t, exitError, a.code)
+	require.Empty(t, a.out, "nothing was read")
+}
+
+// If no database is named, the error says how to name one.
+func TestNoDatabase(t *testing.T) {
+	t.Setenv("PGHOST", "127.0.0.1")
+	t.Setenv("PGPORT", "1")
+	d := &commandFixture{}
+	a := d.call(t, "status")
+	require.Equal(t, exitError, a.code)
+	require.Contains(t, a.err, "No database is named: --database, or $DATABASE_URL.")
+	d.vars = map[string]string{"DATABASE_URL": "postgres://127.0.0.1:1/nowhere"}
+	require.NotContains(t, d.call(t, "status").err, "No database is named")
 }
 
 // A broker that says nothing is given up after a while.

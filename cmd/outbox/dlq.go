@@ -28,8 +28,8 @@ func (f *deadLetterFlags) define(fs *flag.FlagSet) {
 	fs.StringVar(&f.action, "action", "", "`NAME` action that failed")
 	fs.StringVar(&f.class, "class", "", "`NAME` kind of error")
 	fs.StringVar(&f.key, "key", "", "`KEY` of the record")
-	fs.Var(&f.since, "since", "`TIME` failed from then on: 2h (ago), 2006-01-02")
-	fs.Var(&f.until, "until", "`TIME` failed before")
+	fs.Var(&f.since, "since", "`TIME` failed at or after: 2h (ago), 2006-01-02")
+	fs.Var(&f.until, "until", "`TIME` failed before: 1h (ago), 2006-01-02")
 	fs.Var(&f.from, "from", "`PARTITION:OFFSET,…` where to begin")
 }
 
@@ -176,7 +176,7 @@ func (l *dlqList) show(e *env, deadLetters []deadLetterJSON, more bool) {
 		e.printf("No dead letters, or none like that.\n")
 		return
 	}
-	t := table{head: []string{"PART", "OFFSET", "AGE", "TRIES", "GROUP", "ACTION", "KEY", "CLASS", "ERROR"}, flex: []int{4, 5, 6, 7, 8}}
+	t := table{head: []string{"PART", "OFFSET", "AGE", "ATTEMPTS", "GROUP", "ACTION", "KEY", "CLASS", "ERROR"}, flex: []int{4, 5, 6, 7, 8}}
 	for _, d := range deadLetters {
 		failedAt := time.Time{}
 		if d.FailedAt != nil {
@@ -233,6 +233,9 @@ func (r *dlqReplay) run(ctx context.Context, e *env) error {
 		cfg.DryRun, cfg.Progress = false, func(outboxdlq.DeadLetter, error) { watchdog.reset(); done++; p.show(done) }
 		report, err = outboxdlq.Replay(ctx, kafka, cfg)
 		p.end()
+	}
+	if err != nil && report.Read == 0 { // there is nothing to report but the error
+		return withCause(ctx, err)
 	}
 	if serr := r.show(e, report); err == nil {
 		return serr

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"flag"
+	"fmt"
 	"maps"
 	"slices"
 	"strconv"
@@ -38,7 +39,7 @@ type failedList struct {
 }
 
 func (l *failedList) run(ctx context.Context, e *env) error {
-	filter, _, err := l.pick.filter(e.now())
+	filter, picks, err := l.pick.filter(e.now())
 	if err != nil {
 		return err
 	}
@@ -61,8 +62,36 @@ func (l *failedList) run(ctx context.Context, e *env) error {
 	if err != nil {
 		return err
 	}
+	if len(rows) == 0 && !e.json {
+		return l.showNone(ctx, e, failed, filter, picks)
+	}
 	more := len(rows) > l.limit
 	return showFailed(e, rows[:min(len(rows), l.limit)], more)
+}
+
+// showNone says why nothing is listed. Resolved events are only listed on request, so
+// it counts them.
+func (l *failedList) showNone(ctx context.Context, e *env, failed *outboxops.Failures, filter outboxops.FailureFilter, picks bool) error {
+	resolved := 0
+	if len(filter.Statuses) == 0 {
+		filter.Statuses = []string{outbox.StatusResolved}
+		counts, err := failed.Count(ctx, filter)
+		if err != nil {
+			return err
+		}
+		for _, c := range counts {
+			resolved += c.Events
+		}
+	}
+	text := "Nothing has failed."
+	if picks || l.after != (failureID{}) {
+		text = "No failed event matches these flags."
+	}
+	if resolved > 0 {
+		text = fmt.Sprintf("Nothing is unresolved. Not shown: %s (--status resolved).", plural(int64(resolved), "resolved event", "resolved events"))
+	}
+	e.printf("%s\n", text)
+	return nil
 }
 
 // failedJSON is a failed event in the output.
@@ -125,11 +154,7 @@ func showFailed(e *env, rows []outboxops.Failure, more bool) error {
 		}
 		return e.writeJSON(map[string]any{"failed": out, "more": more})
 	}
-	if len(rows) == 0 {
-		e.printf("Nothing has failed, or nothing like that.\n")
-		return nil
-	}
-	t := table{head: []string{"ID", "STATUS", "AGE", "TRIES", "CLASS", "TOPIC", "KEY", "TYPE"}, flex: []int{4, 5, 6, 7}}
+	t := table{head: []string{"ID", "STATUS", "AGE", "RETRIES", "CLASS", "TOPIC", "KEY", "TYPE"}, flex: []int{4, 5, 6, 7}}
 	for _, r := range rows {
 		status := r.Status
 		if r.Held {
@@ -236,10 +261,10 @@ func showEvent(e *env, r outboxops.Failure) {
 		{"id", r.ID.String()}, {"status", status}, {"type", r.Type}, {"aggregate", r.AggregateType + "/" + r.AggregateID},
 		{"topic", r.Topic}, {"key", r.Key}, {"event id", r.EventID}, {"outbox id", strconv.FormatInt(r.OutboxID, 10)}, {"source", r.Source},
 		{"relay", r.Relay}, {"occurred", clock(r.OccurredAt)}, {"recorded", clock(r.CreatedAt)}, {"failed", clock(r.FailedAt)},
-		{"tries", strconv.Itoa(r.Retries)},
+		{"retries", strconv.Itoa(r.Retries)},
 	}
 	if r.Status == outbox.StatusWaiting || r.Status == outbox.StatusFailed {
-		fields = append(fields, [2]string{"next try", clock(r.NextRetryAt)})
+		fields = append(fields, [2]string{"next retry", clock(r.NextRetryAt)})
 	}
 	if r.Err != nil {
 		fields = append(fields, [2]string{"class", r.Class}, [2]string{"error", r.Err.Error()})

@@ -36,8 +36,9 @@ var failedRetryCommand = command{
 	name: "failed retry", synopsis: "[ID]", max: 1,
 	summary: "send them again: one, or all that flags pick",
 	about: `
-The relay sends one ID at its next look; dead events have all their tries again.
-With flags that pick events, or --all, it only counts unless --yes is given.`,
+The relay sends the event at its next poll. A dead event has all its retries
+again. With flags that pick events, or --all, it only counts, unless --yes is
+given.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return prepareChange(fs, change{action: "retry", past: "retried", one: (*outboxops.Failures).Retry, all: (*outboxops.Failures).RetryAll})
@@ -71,7 +72,7 @@ type change struct {
 func prepareChange(fs *flag.FlagSet, c change) func(context.Context, *env) error {
 	c.pick.define(fs)
 	c.why.define(fs)
-	fs.BoolVar(&c.any, "all", false, "all that is not resolved, where no flag picks")
+	fs.BoolVar(&c.any, "all", false, "all unresolved events, if no other flag picks")
 	fs.BoolVar(&c.yes, "yes", false, "do it; without, events that flags pick are only counted")
 	fs.BoolVar(&c.dryn, "dry-run", false, "only count, with an ID too")
 	fs.IntVar(&c.rate, "rate", 0, "`NUMBER` events in a second at most (1000)")
@@ -87,7 +88,7 @@ func (c *change) run(ctx context.Context, e *env) error {
 	case len(e.args) == 1 && (picks || c.any):
 		return usagef("an ID, or flags that pick events: not both")
 	case len(e.args) == 0 && !picks && !c.any:
-		return usagef("which? an ID, flags that pick events, or --all")
+		return usagef("name an ID, flags that pick events, or --all")
 	case c.yes && c.dryn:
 		return usagef("--yes and --dry-run contradict each other")
 	case c.rate < 0:
@@ -227,7 +228,7 @@ func readPayload(e *env, file string) (payload []byte, err error) {
 
 var failedHoldCommand = command{
 	name: "failed hold", synopsis: "TOPIC KEY", min: 2, max: 2,
-	summary: "send nothing more of a key of which something failed",
+	summary: "stop sending a key of which an event has failed",
 	about: `
 Later events of the key wait behind those that have failed, until it is
 released, or those are sent or resolved.`,
@@ -238,9 +239,9 @@ released, or those are sent or resolved.`,
 
 var failedReleaseCommand = command{
 	name: "failed release", synopsis: "TOPIC KEY", min: 2, max: 2,
-	summary: "let a key go on that was held",
+	summary: "send the events of a held key again",
 	about: `
-What is dead of it stays dead.`,
+Dead events of the key stay dead. To send one, use outbox failed retry or edit.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		return prepareKey(fs, "release", (*outboxops.Failures).Release)
 	},

@@ -68,7 +68,7 @@ func relayFindings(relays []outbox.RelayStatus, now time.Time, l limits) (all []
 func failedFindings(r outbox.RelayStatus) (all []finding) {
 	if r.Dead > 0 {
 		all = append(all, finding{"failed.dead", severityWarning, fmt.Sprintf("relay %s: %s dead", r.Name, events(r.Dead)),
-			"Kafka refused them until their tries were used up. Consumers will not see them unless they are retried.",
+			"Kafka refused them until their retries were used up. Consumers will not see them unless they are retried.",
 			"outbox failed list --status dead shows why. Mend the cause, then outbox failed retry, or outbox failed resolve."})
 	}
 	if r.HeldKeys > 0 {
@@ -78,7 +78,7 @@ func failedFindings(r outbox.RelayStatus) (all []finding) {
 	}
 	if waiting := r.ParkedKeys - r.HeldKeys; waiting > 0 {
 		all = append(all, finding{"failed.parked", severityWarning, fmt.Sprintf("relay %s: %s parked", r.Name, keys(waiting)),
-			"An event of each was refused or cannot be sent now, and the later ones of its key wait behind it. The relay tries by itself.",
+			"An event of each was refused or cannot be sent now, and the later ones of its key wait behind it. The relay retries by itself.",
 			"outbox failed list --status failed,waiting shows why."})
 	}
 	return all

@@ -36,7 +36,7 @@ func (g *globals) define(fs *flag.FlagSet) {
 	fs.StringVar(&g.kafkaMechanism, "kafka-mechanism", g.kafkaMechanism, "`NAME` plain, scram-sha-256 (default), scram-sha-512")
 	fs.BoolVar(&g.json, "json", g.json, "write one JSON document (tail, --watch: lines)")
 	fs.BoolVar(&g.noColor, "no-color", g.noColor, "no colors; so does $NO_COLOR")
-	fs.DurationVar(&g.timeout, "timeout", g.timeout, "`TIME` at most, or for each step of long work (30s); 0: any")
+	fs.DurationVar(&g.timeout, "timeout", g.timeout, "`TIME` limit of a command, or of a long step (30s); 0: none")
 }
 
 func newFlagSet() *flag.FlagSet {
@@ -206,8 +206,8 @@ func (f *failedFlags) define(fs *flag.FlagSet) {
 	fs.Var(&f.of, "aggregate", "`TYPE[/ID]` what it happened to, Order/42")
 	fs.StringVar(&f.class, "class", "", "`NAME` kind of error, message_too_large")
 	fs.StringVar(&f.relay, "relay", "", "`NAME` whose events")
-	fs.Var(&f.since, "since", "`TIME` failed first from then on: 2h (ago), 2006-01-02")
-	fs.Var(&f.until, "until", "`TIME` failed first before")
+	fs.Var(&f.since, "since", "`TIME` first failure at or after: 2h (ago), 2006-01-02")
+	fs.Var(&f.until, "until", "`TIME` first failure before: 1h (ago), 2006-01-02")
 }
 
 var statuses = []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked, outbox.StatusDead, outbox.StatusResolved}

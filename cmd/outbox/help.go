@@ -51,13 +51,17 @@ func summaries(all []command) string {
 
 // groupHelp is that of commands that share their first word.
 func groupHelp(words []string) (string, bool) {
+	if len(words) != 1 {
+		return "", false
+	}
 	var group []command
 	for _, c := range commands() {
-		if len(words) == 1 && strings.HasPrefix(c.name, words[0]+" ") {
+		if strings.HasPrefix(c.name, words[0]+" ") {
 			group = append(group, c)
 		}
 	}
-	return summaries(group), len(group) > 0
+	text := fmt.Sprintf("usage: outbox %s COMMAND [flags]\n\n%s\noutbox help %[1]s COMMAND says more.\n", words[0], summaries(group))
+	return text, len(group) > 0
 }
 
 // help returns what `outbox help COMMAND` writes. It fits a screen of 80 by 24.

@@ -79,8 +79,8 @@ var migrateStatusCommand = command{
 	name:    "migrate status",
 	summary: "which migrations are applied, and which pending",
 	about: `
-Changes nothing. What goose, tern or another tool has applied it cannot see:
-outbox doctor looks at the tables themselves.`,
+Changes nothing. It does not know which migrations goose, tern or another tool
+has applied: outbox doctor looks at the tables themselves.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		check := fs.Bool("check", false, "exit with 3 if any is pending or unknown to this release")
 		return func(ctx context.Context, e *env) error { return migrateStatus(ctx, e, *check) }

@@ -28,8 +28,8 @@ failed by status, and what it sent in the last minute.`,
 }
 
 func (l *limits) define(fs *flag.FlagSet) {
-	fs.DurationVar(&l.maxAge, "max-age", defaultMaxAge, "`TIME` an event may be pending (5m)")
-	fs.DurationVar(&l.openFor, "open-for", defaultOpenFor, "`TIME` a transaction may be open (1m)")
+	fs.DurationVar(&l.maxAge, "max-age", defaultMaxAge, "`TIME` report pending events that are older (5m)")
+	fs.DurationVar(&l.openFor, "open-for", defaultOpenFor, "`TIME` report transactions open for longer (1m)")
 }
 
 type statusFlags struct {

@@ -21,5 +21,8 @@ func PartitionOf(r *kgo.Record) Partition { return Partition{r.Topic, r.Partitio
 // Only returns p as a map of topics and partitions, as franz-go takes them.
 func (p Partition) Only() map[string][]int32 { return map[string][]int32{p.Topic: {p.Number}} }
 
+// Name returns "topic/number".
+func (p Partition) Name() string { return fmt.Sprintf("%s/%d", p.Topic, p.Number) }
+
 // String returns "partition topic/number".
-func (p Partition) String() string { return fmt.Sprintf("partition %s/%d", p.Topic, p.Number) }
+func (p Partition) String() string { return "partition " + p.Name() }
