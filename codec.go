@@ -22,12 +22,14 @@ type Codec struct {
 	ContentType string
 	// Encode returns the payload of an event, which is a value of the registered
 	// Go type, never a pointer to it. ctx is the one that [Recorder.Record],
-	// [Recorder.Queue] or [Recorder.KafkaRecord] got.
+	// [Recorder.Queue] or [Recorder.KafkaRecord] got, or the one that
+	// RecorderHooks.Recording made of it.
 	Encode func(ctx context.Context, event any) ([]byte, error)
 	// Decode reads a payload into event, a pointer to the registered Go type. ctx
 	// carries the event's correlation id and traceparent as that of the event's
-	// handlers does, and ends when decoding takes too long or the partition is
-	// taken away.
+	// handlers does, and ends when decoding the event takes longer than
+	// MaxPollInterval, or when the partition is taken away. An event that cannot be
+	// decoded in time is a dead letter.
 	Decode func(ctx context.Context, data []byte, event any) error
 }
 

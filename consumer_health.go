@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // ConsumerHealth reports the state of a consumer in this process.
@@ -56,10 +57,10 @@ func (c *Consumer) Health() ConsumerHealth {
 }
 
 // stillTried reports whether an outage is one of this Run, which began at running,
-// and something still waits for its end. Every try ends within MaxPollInterval, and
-// the next one follows within seconds.
+// and something still waits for its end. Every try ends within MaxPollInterval, or, of a
+// dead letter, within deadLetterDelivery, and the next one follows within maxOutagePause.
 func (c *Consumer) stillTried(o outage.Outage, running time.Time) bool {
-	return !o.Last.Before(running) && time.Since(o.Last) <= c.cfg.MaxPollInterval
+	return !o.Last.Before(running) && time.Since(o.Last) <= max(c.cfg.MaxPollInterval, deadLetterDelivery)+maxOutagePause
 }
 
 // runState is what Run records for [Consumer.Health].
@@ -87,3 +88,6 @@ func (s *runState) get() (running bool, began time.Time, err error) {
 	defer s.mu.Unlock()
 	return s.running, s.began, s.err
 }
+
+// maxOutagePause is longer than any pause between two tries, see [wait.Backoff].
+const maxOutagePause = 2 * wait.MaxBackoff

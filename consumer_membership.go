@@ -169,6 +169,9 @@ func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.
 
 func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[string][]int32) {
 	client.ResumeFetchPartitions(topics) // one may have been paused when it was revoked
+	if m.outages.Failing() {
+		m.outages.Report(outageFetching, time.Now(), nil) // the group works again, also where the topics have nothing new
+	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.member, _ = client.GroupMetadata()

@@ -155,13 +155,28 @@ func (w *worker) handle(records []*kgo.Record) {
 	}
 }
 
-// readAll decodes records. Codecs may do I/O, so it has as long as a handler.
+// readAll decodes records. Codecs may do I/O, so each record has as long as a handler.
+// Mostly a moment is enough for all, hence they share a context until its time is up.
 func (w *worker) readAll(records []*kgo.Record) []item {
-	ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
-	defer cancel()
+	limit := func() (context.Context, context.CancelFunc) {
+		return context.WithTimeout(w.held, w.cfg.MaxPollInterval)
+	}
+	ctx, cancel := limit()
+	defer func() { cancel() }()
 	items, origins := make([]item, len(records)), make([]KafkaMetadata, len(records))
-	for i, r := range records {
-		items[i] = w.processor.read(ctx, r, &origins[i])
+	for i, first := 0, 0; i < len(records); i++ { // first is the record with which ctx began
+		items[i] = w.processor.read(ctx, records[i], &origins[i])
+		if ctx.Err() == nil || w.held.Err() != nil {
+			continue
+		}
+		cancel()
+		ctx, cancel = limit()
+		if items[i].err != nil && first < i {
+			first = i
+			i-- // the records before may have used up the time: once more, with all of it
+			continue
+		}
+		first = i + 1
 	}
 	return items
 }

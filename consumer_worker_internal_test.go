@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -295,6 +296,32 @@ func TestWorkerTimesOut(t *testing.T) {
 		require.Equal(t, []int{1, 2}, attempts)
 		require.Equal(t, []string{"dead letter a after 2: timeout"}, s.log)
 		require.InDelta(t, 2*defaultMaxPollInterval, time.Since(began), float64(time.Second))
+	})
+}
+
+// A codec that takes too long costs its own event a dead letter, and no other event of the
+// batch: each record has as long as a handler.
+func TestWorkerDecodesEachInTime(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newWorkerFixture(t, ConsumerConfig{})
+		records := s.arrive("a", "b", "c", "d")
+		decode := s.worker.processor.decode
+		s.worker.processor.decode = func(r *kgo.Record) (*Message, error) {
+			time.Sleep(defaultMaxPollInterval * 2 / 3) // a and b together take longer than one may
+			return decode(r)
+		}
+		slow := s.events.byName["test.play.acted.v1"]
+		read := slow.codec.Decode
+		slow.codec.Decode = func(ctx context.Context, data []byte, event any) error {
+			if err := read(ctx, data, event); err != nil || event.(*played).Name != "c" {
+				return cmp.Or(err, ctx.Err())
+			}
+			<-ctx.Done()
+			return ctx.Err()
+		}
+		s.worker.handle(records)
+		require.Equal(t, []string{"a1 b1 d1: committed", "dead letter c after 0: undecodable"}, s.log)
 	})
 }
 

@@ -35,8 +35,8 @@ var (
 	ErrEncode = errors.New("cannot be encoded")
 	// ErrTime means a zero time, or one outside the years 1 to 9999.
 	ErrTime = check.ErrTime
-	// ErrNilArgument means a nil event, transaction or batch, or a nil pointer in
-	// place of one.
+	// ErrNilArgument means that a required argument is nil: an event, transaction,
+	// batch, pool, registry, handler or function, or a nil pointer in place of one.
 	ErrNilArgument = check.ErrNilArgument
 )
 

@@ -44,7 +44,7 @@ type RecorderConfig struct {
 	Schema string
 
 	// NewID generates the ids of events. They must be unique. Nil means UUIDv7,
-	// which sorts by time.
+	// which sorts about by time.
 	NewID func() (uuid.UUID, error)
 
 	// MaxPayload bounds an encoded payload, in bytes; a JSON payload counts as

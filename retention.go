@@ -167,12 +167,18 @@ type CleanHandledConfig struct {
 func CleanHandled(ctx context.Context, db *pgxpool.Pool, cfg CleanHandledConfig) (int64, error) {
 	schema := cmp.Or(cfg.Schema, pg.DefaultSchema)
 	keep := RetentionConfig{HandledFor: cfg.HandledFor, BatchSize: cfg.BatchSize, Pause: cfg.Pause}.withDefaults()
-	err := errors.Join(check.Schema(schema), keep.validate())
+	err := errors.Join(
+		check.Schema(schema),
+		check.NotNegative("HandledFor", keep.HandledFor),
+		check.NotNegative("BatchSize", keep.BatchSize),
+		check.NotAbove("BatchSize", keep.BatchSize, maxCleanBatch),
+		check.NotNegative("Pause", keep.Pause),
+	)
 	if db == nil {
 		err = errors.Join(fmt.Errorf("db %w", ErrNilArgument), err)
 	}
 	if err != nil {
-		return 0, fmt.Errorf("outbox: retention config: %w", err)
+		return 0, fmt.Errorf("outbox: clean handled config: %w", err)
 	}
 	if keep.HandledFor == Forever {
 		return 0, nil

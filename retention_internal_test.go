@@ -269,7 +269,7 @@ func TestCleanHandled(t *testing.T) {
 	_, err = CleanHandled(ctx, nil, CleanHandledConfig{Schema: "$user", HandledFor: -1})
 	require.ErrorIs(t, err, ErrNilArgument)
 	require.ErrorIs(t, err, ErrMalformed)
-	require.ErrorContains(t, err, "field Retention.HandledFor is -1ns")
+	require.ErrorContains(t, err, "field HandledFor is -1ns")
 }
 
 // The archive has the rows before they go, and what it writes commits with that.
