@@ -156,29 +156,30 @@ func (w *worker) handle(records []*kgo.Record) {
 }
 
 // readAll decodes records. Codecs may do I/O, so each record has as long as a handler.
-// Mostly a moment is enough for all, hence they share a context until its time is up.
 func (w *worker) readAll(records []*kgo.Record) []item {
-	limit := func() (context.Context, context.CancelFunc) {
-		return context.WithTimeout(w.held, w.cfg.MaxPollInterval)
-	}
-	ctx, cancel := limit()
-	defer func() { cancel() }()
 	items, origins := make([]item, len(records)), make([]KafkaMetadata, len(records))
-	for i, first := 0, 0; i < len(records); i++ { // first is the record with which ctx began
-		items[i] = w.processor.read(ctx, records[i], &origins[i])
-		if ctx.Err() == nil || w.held.Err() != nil {
-			continue
-		}
-		cancel()
-		ctx, cancel = limit()
-		if items[i].err != nil && first < i {
-			first = i
-			i-- // the records before may have used up the time: once more, with all of it
-			continue
-		}
-		first = i + 1
+	for next := 0; next < len(records); {
+		next = w.readFrom(next, records, items, origins)
 	}
 	return items
+}
+
+// readFrom decodes records from first on until the time for one of them is up, which
+// mostly is enough for all. It returns the index of the record to go on with.
+func (w *worker) readFrom(first int, records []*kgo.Record, items []item, origins []KafkaMetadata) (next int) {
+	ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
+	defer cancel()
+	for i := first; i < len(records); i++ {
+		items[i] = w.processor.read(ctx, records[i], &origins[i])
+		switch {
+		case ctx.Err() == nil, w.held.Err() != nil:
+		case items[i].err != nil && i > first:
+			return i // once more: the records before may have used up the time
+		default:
+			return i + 1
+		}
+	}
+	return len(records)
 }
 
 // tryBatch reports whether the tasks with a transaction are done, in one for all.

@@ -218,7 +218,7 @@ func (r *retrier) resultOf(e *failedEvent, o outcome) (result retryResult, ok bo
 // notifyRejected logs a rejected retry and calls the hook.
 func (r *retrier) notifyRejected(result retryResult) {
 	e := result.event
-	topic, _ := e.envelope.destination() // "" if none follows from its type
+	topic, _ := e.destination() // "" if none follows from its type
 	args := []any{"id", e.id, "event_id", string(e.eventID), "type", string(e.eventType), "aggregate_id", string(e.aggregateID),
 		"topic", topic, "key", string(e.envelope.key()), "attempt", e.retries + 1, "class", result.class, "error", result.err}
 	ctx, hook := e.context(r.held), r.cfg.Hooks.Rejected

@@ -170,6 +170,7 @@ func (r wordRule) find(id declaration, path string) string {
 	candidates := []string{strings.ToLower(id.Name)}
 	applies := true
 	switch r.where {
+	case inNames: // any
 	case inParts:
 		candidates = wordsOf(id.Name)
 	case inPartsButTests:
