@@ -83,7 +83,7 @@ func (h *relayFixture) takeTurns(ctx context.Context, t *testing.T, retention ou
 // The oracle is worth its name: it finds what is wrong with the cursors that
 // others use, under the same writers.
 func TestOracleBites(t *testing.T) {
-	// Not parallel: the wrong cursors go wrong only if the writers are fast.
+	// Not parallel but for its parts: the wrong cursors go wrong only if the writers are fast.
 	for cursor, wrong := range map[string]func(oracle.Result) int{
 		"id":                       func(v oracle.Result) int { return v.Lost },
 		"id guarded by xmin":       func(v oracle.Result) int { return v.Lost },
@@ -91,6 +91,7 @@ func TestOracleBites(t *testing.T) {
 		"window up to xmin, by id": func(v oracle.Result) int { return v.Inversions },
 	} {
 		t.Run(cursor, func(t *testing.T) {
+			t.Parallel()
 			h := newRelayFixture(t)
 			reader := h.follow(t)
 			cfg := quick

@@ -86,6 +86,7 @@ var wordRules = []wordRule{
 
 // No declared identifier has a word that the project has invented.
 func TestWords(t *testing.T) {
+	t.Parallel()
 	fset := token.NewFileSet()
 	require.NoError(t, filepath.WalkDir(".", func(path string, d fs.DirEntry, err error) error {
 		switch {
@@ -235,6 +236,7 @@ func startsWord(runes []rune, i int) bool {
 }
 
 func TestWordsOf(t *testing.T) {
+	t.Parallel()
 	for name, want := range map[string]string{
 		"tellSent": "tell sent", "sqlMarkDead": "sql mark dead", "URLOfHTTPServer": "url of http server", "next_heads": "next heads",
 		"newDeadLetterTopic": "new dead letter topic", "letterOf": "letter of", "LeaveGroup": "leave group", "sendToDLQ": "send to dlq", "x": "x", "_": "",
