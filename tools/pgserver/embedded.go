@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -112,6 +113,7 @@ func fetch(release embedded.PostgresVersion, dir string) error {
 		CachePath(filepath.Join(work, "archive")).RuntimePath(filepath.Join(work, "runtime")).
 		DataPath(data).BinariesPath(server))
 	startErr := database.Start()
+	http.DefaultClient.CloseIdleConnections() // the library downloads with it; a test that runs this must leave no goroutine
 	if startErr == nil {
 		return errors.Join(errors.New("a server without configuration started"), database.Stop())
 	}

@@ -59,6 +59,7 @@ func ParseList(text string) ([]File, error) {
 func Download(ctx context.Context, repository, dir, name string, files []File, w io.Writer) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
+	defer http.DefaultClient.CloseIdleConnections() // a test that runs this must leave no goroutine
 	d := &download{repository: repository, dir: dir}
 	stop := progress.Heartbeat(w, func() string {
 		return fmt.Sprintf("still downloading %s, %d of %d files, %.1f MB", name, d.files.Load(), len(files), float64(d.bytes.Load())/1e6)
