@@ -34,6 +34,7 @@ func TestFaults(t *testing.T) {
 	v := result{Seed: seedOf(t)}
 	s := newSuite(t)
 	stopWriting := s.write(t, v.Seed)
+	s.site.awaitArrivals(t, 1) // before, writers make their tables, and no outage may meet them
 	start := time.Now()
 	for _, step := range plan(v.Seed, *faultMinutes) {
 		if *faultMinutes > 0 && time.Since(start).Minutes() > *faultMinutes || t.Failed() {
