@@ -54,6 +54,19 @@ func (m *mailbox) received(kinds ...outbox.AlertKind) string {
 	return strings.Join(all, " ")
 }
 
+// deaths returns how often each dead event's id was in an alert.
+func (m *mailbox) deaths() map[int64]int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	deaths := map[int64]int{}
+	for _, a := range m.alerts {
+		for _, e := range a.Dead {
+			deaths[e.ID]++
+		}
+	}
+	return deaths
+}
+
 // await waits until an alert of a kind has come, and returns the last one.
 func (m *mailbox) await(t *testing.T, kind outbox.AlertKind, over bool) (found outbox.Alert) {
 	t.Helper()
@@ -121,18 +134,13 @@ func TestDeadEventsAreAlertedTo(t *testing.T) {
 	require.Eventually(t, func() bool {
 		return box.received(outbox.AlertManyDead) == "many_dead_events many_dead_events"
 	}, testenv.Patience, 5*time.Millisecond)
+	// A check reads the deaths after the counts, and those of resolved events no more.
+	require.Eventually(t, func() bool { return len(box.deaths()) == 4 }, testenv.Patience, 5*time.Millisecond)
 	_, err := h.failures(t).ResolveAll(background, outboxops.FailureFilter{}, outboxops.BulkConfig{}, kim)
 	require.NoError(t, err)
 	box.await(t, outbox.AlertManyDead, true)
 
-	box.mu.Lock()
-	defer box.mu.Unlock()
-	died := map[int64]int{}
-	for _, a := range box.alerts {
-		for _, e := range a.Dead {
-			died[e.ID]++
-		}
-	}
+	died := box.deaths()
 	require.Len(t, died, 4)
 	for id, n := range died {
 		require.Equal(t, 1, n, id)
