@@ -21,6 +21,8 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/outboxgo/outbox/internal/kafka"
 )
 
 // Variables that tools/services sets for the command it runs, or writes into
@@ -143,8 +145,8 @@ func KafkaOpts(brokers []string) []kgo.Opt {
 	return []kgo.Opt{kgo.SeedBrokers(brokers...), kgo.AllowAutoTopicCreation(), kgo.MetadataMinAge(100 * time.Millisecond)}
 }
 
-// CreateTopic creates a topic without replicas. Settings come in pairs of name and
-// value.
+// CreateTopic creates a topic without replicas, and waits until it can be used. Settings
+// come in pairs of name and value.
 func CreateTopic(t testing.TB, brokers []string, topic string, partitions int32, settings ...string) {
 	t.Helper()
 	client, err := kgo.NewClient(kgo.SeedBrokers(brokers...))
@@ -160,6 +162,44 @@ func CreateTopic(t testing.TB, brokers []string, topic string, partitions int32,
 	response, err := request.RequestWith(context.Background(), client)
 	require.NoError(t, err)
 	require.NoError(t, kerr.ErrorForCode(response.Topics[0].ErrorCode))
+	for start := time.Now(); ; time.Sleep(10 * time.Millisecond) {
+		err := tryTopic(client, topic, partitions)
+		if err == nil {
+			return
+		}
+		require.Less(t, time.Since(start), Patience, err)
+	}
+}
+
+// tryTopic returns an error while a partition of a topic cannot be used. A broker learns
+// of a new topic after the controller has confirmed it.
+func tryTopic(client *kgo.Client, topic string, partitions int32) error {
+	found, err := kafka.Metadata(context.Background(), client, topic)
+	if err != nil {
+		return err
+	}
+	if err := kerr.ErrorForCode(found.Topics[0].ErrorCode); err != nil {
+		return err
+	}
+	list := kmsg.NewListOffsetsRequestTopic()
+	list.Topic = topic
+	for number := range partitions {
+		one := kmsg.NewListOffsetsRequestTopicPartition()
+		one.Partition, one.Timestamp = number, -1 // its end
+		list.Partitions = append(list.Partitions, one)
+	}
+	request := kmsg.NewPtrListOffsetsRequest()
+	request.ReplicaID, request.Topics = -1, append(request.Topics, list)
+	offsets, err := request.RequestWith(context.Background(), client)
+	if err != nil {
+		return err
+	}
+	for _, p := range offsets.Topics[0].Partitions {
+		if err := kerr.ErrorForCode(p.ErrorCode); err != nil {
+			return fmt.Errorf("partition %d: %w", p.Partition, err)
+		}
+	}
+	return nil
 }
 
 // need returns the value of a variable. Without one it skips under -short, else fails.
