@@ -23,6 +23,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // Variables that tools/services sets for the command it runs, or writes into
@@ -162,7 +163,7 @@ func CreateTopic(t testing.TB, brokers []string, topic string, partitions int32,
 	response, err := request.RequestWith(context.Background(), client)
 	require.NoError(t, err)
 	require.NoError(t, kerr.ErrorForCode(response.Topics[0].ErrorCode))
-	for start := time.Now(); ; time.Sleep(10 * time.Millisecond) {
+	for start := time.Now(); ; wait.Sleep(context.Background(), 10*time.Millisecond) {
 		err := tryTopic(client, topic, partitions)
 		if err == nil {
 			return
