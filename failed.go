@@ -51,7 +51,7 @@ WITH newest AS MATERIALIZED (
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN f.id AND f.id ORDER BY id OFFSET 0) AS o
      WHERE newest.id = $4
      ORDER BY o.id
-        ON CONFLICT (relay, outbox_id) DO NOTHING
+        ON CONFLICT (relay, outbox_id, event_id) DO NOTHING
 )
 INSERT INTO {schema}.outbox_cursor
        (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
