@@ -49,7 +49,9 @@ type Relay struct {
 // makes from opts when it runs: brokers, TLS, SASL, hooks and compression are
 // the caller's, acks=all and idempotence are the relay's. Options that name a
 // group, topics to consume or a transactional id, or that give up idempotence or
-// automatic flushing, are errors. The error names every bad field and option.
+// automatic flushing, are errors. So is a partitioner that does not send all records
+// of a key to one partition, such as kgo.RoundRobinPartitioner. The error names every
+// bad field and option.
 //
 // The topics must exist, or be creatable with kgo.AllowAutoTopicCreation: events
 // of a missing topic wait until it is there, and hold up no others.

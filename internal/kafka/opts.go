@@ -88,6 +88,10 @@ func CheckProducerOpts(opts []kgo.Opt) error {
 		o.Reject(o.Names(kgo.TransactionalID), "TransactionalID", "it belongs to the relay")
 		o.Reject(o.Sets(kgo.DisableIdempotentWrite), "DisableIdempotentWrite", "retries would repeat and reorder records")
 		o.Reject(o.Sets(kgo.ManualFlushing), "ManualFlushing", "nobody would flush")
+		partitioner, _ := o.Client.OptValue(kgo.RecordPartitioner).(kgo.Partitioner)
+		if err := checkPartitioner(partitioner); err != nil {
+			o.Reject(true, "RecordPartitioner", err.Error())
+		}
 	})
 }
 
