@@ -42,7 +42,7 @@ func (p *eachInTurn) OnNewBatch()                        { p.batches++ }
 var partitionerTests = []struct {
 	name        string
 	partitioner kgo.Partitioner
-	refused     []string // none: it is taken
+	want        []string // parts of the error; none: it is taken
 }{
 	{"the default of franz-go", kgo.UniformBytesPartitioner(64<<10, true, true, nil), nil},
 	{"by key, another batch from time to time", kgo.StickyKeyPartitioner(nil), nil},
@@ -74,12 +74,12 @@ func TestPartitioners(t *testing.T) {
 	for _, tt := range partitionerTests {
 		t.Run(tt.name, func(t *testing.T) {
 			err := CheckProducerOpts([]kgo.Opt{kgo.RecordPartitioner(tt.partitioner)})
-			if tt.refused == nil {
+			if tt.want == nil {
 				require.NoError(t, err)
 				return
 			}
-			for _, want := range append([]string{"kafka option RecordPartitioner: "}, tt.refused...) {
-				require.ErrorContains(t, err, want)
+			for _, part := range append([]string{"kafka option RecordPartitioner: "}, tt.want...) {
+				require.ErrorContains(t, err, part)
 			}
 		})
 	}
