@@ -259,7 +259,7 @@ func unquoted(value []byte) ([]byte, error) {
 	if inner := strings.TrimSpace(text); !strings.HasPrefix(inner, "{") && !strings.HasPrefix(inner, "[") {
 		return value, nil
 	}
-	if _, err := jsonb.ScanString(trimmed); err != nil { // json.Unmarshal has replaced what is wrong
+	if err := jsonb.CheckString(trimmed); err != nil { // json.Unmarshal has replaced what is wrong
 		return nil, err
 	}
 	return []byte(text), nil

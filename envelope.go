@@ -102,20 +102,23 @@ func isTraceParent(s string) bool {
 var traceParentForm = regexp.MustCompile(`^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$`)
 
 // encodeHeaders returns the stored form of an event's headers: a JSON object of
-// strings, or nil when there are none. It omits a traceparent of another form, as the
-// W3C demands.
-func encodeHeaders(own map[string]string, correlationID, traceParent string) ([]byte, *FieldError) {
-	reject := func(field string, err error) *FieldError { return &FieldError{Field: field, Err: err} }
+// strings, or nil when there are none. printed is at least the size that jsonb prints: it
+// puts a space behind each colon and each comma. A traceparent of another form is omitted,
+// as the W3C demands.
+func encodeHeaders(own map[string]string, correlationID, traceParent string) (encoded []byte, printed int, rejected *FieldError) {
+	reject := func(field string, err error) ([]byte, int, *FieldError) {
+		return nil, 0, &FieldError{Field: field, Err: err}
+	}
 	all := make(map[string]string, len(own)+2)
 	for name, value := range own {
 		if err := checkHeader(name, value); err != nil {
-			return nil, reject("headers", err)
+			return reject("headers", err)
 		}
 		all[name] = value
 	}
 	if correlationID != "" {
 		if err := check.Attribute(correlationID, maxCorrelationID); err != nil {
-			return nil, reject("correlation_id", err)
+			return reject("correlation_id", err)
 		}
 		all[correlationAttr] = correlationID
 	}
@@ -123,16 +126,16 @@ func encodeHeaders(own map[string]string, correlationID, traceParent string) ([]
 		all[traceAttr] = traceParent
 	}
 	if len(all) == 0 {
-		return nil, nil
+		return nil, 0, nil
 	}
 	b, err := json.Marshal(all)
 	if err != nil {
-		return nil, reject("headers", fmt.Errorf("%w: %w", ErrEncode, err))
+		return reject("headers", fmt.Errorf("%w: %w", ErrEncode, err))
 	}
 	if len(b) > maxHeaders {
-		return nil, reject("headers", fmt.Errorf("%w: %d bytes as JSON, at most %d", ErrTooLarge, len(b), maxHeaders))
+		return reject("headers", fmt.Errorf("%w: %d bytes as JSON, at most %d", ErrTooLarge, len(b), maxHeaders))
 	}
-	return b, nil
+	return b, len(b) + 2*len(all) - 1, nil
 }
 
 // checkHeader rejects texts that cannot be stored, and the names that CloudEvents and

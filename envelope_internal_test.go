@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/jsonb"
 	"github.com/stretchr/testify/require"
 )
 
@@ -264,8 +265,11 @@ func TestHeadersRoundTrip(t *testing.T) {
 	for _, text := range hardTexts {
 		own[text], own["n-"+text] = "", text
 	}
-	b, rejected := encodeHeaders(own, "corr", someTrace)
+	b, printed, rejected := encodeHeaders(own, "corr", someTrace)
 	require.Nil(t, rejected)
+	least, err := jsonb.Check(b)
+	require.NoError(t, err)
+	require.GreaterOrEqual(t, printed, least)
 	got, err := (&envelope{headers: b}).ownHeaders()
 	require.NoError(t, err)
 	require.Len(t, got, len(own)+2)
@@ -276,9 +280,10 @@ func TestHeadersRoundTrip(t *testing.T) {
 	}
 	require.NotContains(t, own, "correlationid", "the caller's map is left alone")
 
-	b, rejected = encodeHeaders(nil, "", "")
+	b, printed, rejected = encodeHeaders(nil, "", "")
 	require.Nil(t, rejected)
 	require.Nil(t, b)
+	require.Zero(t, printed)
 }
 
 // A traceparent is found as jsonb prints it, as anybody else may write it, and nowhere

@@ -162,7 +162,7 @@ func attributeText(member json.RawMessage) (text string, err error) {
 	case '{', '[':
 		return "", fmt.Errorf("%w: want a text, an integer or a boolean", ErrMalformed)
 	case '"':
-		if _, err := jsonb.ScanString(member); err != nil {
+		if err := jsonb.CheckString(member); err != nil {
 			return "", err
 		}
 		err = json.Unmarshal(member, &text)

@@ -24,13 +24,20 @@ import (
 type failure struct {
 	event  *envelope
 	key    string // parking key
-	status string // StatusWaiting, StatusFailed or StatusParked
+	status string // StatusWaiting, StatusFailed, StatusParked, or StatusDead: of class unreadableRow
 	class  string
 	err    error // nil when parked
 
 	rejected bool // by Kafka
 	pending  bool // the parking counts it as pending
+	held     bool // dead, and holds its key
 }
+
+// unreadableRow is the error class of an event whose row in outbox or outbox_failed
+// PostgreSQL cannot print, see [pg.IsUnreadable]. It is dead at once: it stays as it is
+// however often it is read. Its row in outbox_failed has neither payload nor headers, and
+// its row in outbox stays until an operator has resolved it or given it a payload.
+const unreadableRow = "unreadable_row"
 
 // sqlMoveFailed is sqlMove with failures: they enter outbox_failed if and only
 // if the cursor passes them. When a batch is repeated after a crash, the rows may be
@@ -43,11 +50,13 @@ WITH newest AS MATERIALIZED (
 ), failed AS (
     INSERT INTO {schema}.outbox_failed
            (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes,
-            content_type, topic, partition_key, headers, occurred_at, created_at, status, error_class, last_error, next_retry_at)
-    SELECT $1::text, o.id, f.key, o.event_id, o.event_type, o.source, o.aggregate_type, o.aggregate_id, o.payload, o.payload_bytes,
-           o.content_type, o.topic, o.partition_key, o.headers, o.occurred_at, o.created_at, f.status, f.class, f.error, now() + f.wait
-      FROM newest, lease, unnest($11::bigint[], $12::text[], $13::text[], $14::text[], $15::text[], $16::interval[])
-                       AS f (id, key, status, class, error, wait)
+            content_type, topic, partition_key, headers, occurred_at, created_at, size, status, held, error_class, last_error, next_retry_at)
+    SELECT $1::text, o.id, f.key, o.event_id, o.event_type, o.source, o.aggregate_type, o.aggregate_id,
+           CASE WHEN f.readable THEN o.payload END, CASE WHEN f.readable THEN o.payload_bytes END,
+           o.content_type, o.topic, o.partition_key, CASE WHEN f.readable THEN o.headers END, o.occurred_at, o.created_at,
+           CASE WHEN f.readable THEN o.size ELSE 0 END, f.status, f.held, f.class, f.error, now() + f.wait
+      FROM newest, lease, unnest($11::bigint[], $12::text[], $13::text[], $14::text[], $15::text[], $16::interval[], $17::bool[], $18::bool[])
+                       AS f (id, key, status, class, error, wait, readable, held)
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN f.id AND f.id ORDER BY id OFFSET 0) AS o
      WHERE newest.id = $4
      ORDER BY o.id
@@ -65,14 +74,16 @@ func failureArgs(failures []failure) []any {
 	n := len(failures)
 	ids, keys, statuses := make([]int64, n), make([]string, n), make([]string, n)
 	classes, errs, waits := make([]*string, n), make([]*string, n), make([]time.Duration, n)
+	readable, held := make([]bool, n), make([]bool, n)
 	for i, f := range failures {
 		ids[i], keys[i], statuses[i] = f.event.id, f.key, f.status
 		classes[i], errs[i] = causeOf(f.class, f.err)
 		if f.status == StatusFailed {
 			waits[i] = retryWait(1)
 		}
+		readable[i], held[i] = f.class != unreadableRow, f.held
 	}
-	return []any{ids, keys, statuses, classes, errs, waits}
+	return []any{ids, keys, statuses, classes, errs, waits, readable, held}
 }
 
 // causeOf returns error_class and last_error, both NULL without an error.

@@ -3,7 +3,9 @@ package outbox
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
@@ -110,6 +112,33 @@ func busiest(t *testing.T, plan string) int {
 	}
 	return most(explained[0].Plan)
 }
+
+// A failed event has the size of its row in outbox. Of an unreadable one nothing is copied
+// that might be unreadable, so that it can be listed.
+func TestMovePastAnUnreadableRow(t *testing.T) {
+	t.Parallel()
+	d, ctx := newCursorFixture(t), context.Background()
+	l, p := d.opened(t)
+	d.exec(t, `UPDATE {schema}.outbox SET size = 7, headers = '{"a": "b"}' WHERE id = 1`)
+	d.exec(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb, headers = '{"a": "b"}' WHERE id = 2`, unprintable)
+	p.last, p.highest = 2, 2
+	failures := append(slices.Clone(someFailure), failure{
+		event: &envelope{id: 2}, key: "b-events/k", status: StatusDead, class: unreadableRow, err: errors.New("out of memory"), held: true,
+	})
+	_, err := d.cursors.move(ctx, l, p, failures)
+	require.NoError(t, err)
+	rows, err := d.db.Query(ctx, pg.InSchema(`
+		SELECT format('%s %s %s %s %s %s', outbox_id, status, held, size, payload IS NULL AND payload_bytes IS NULL, headers IS NULL)
+		  FROM {schema}.outbox_failed ORDER BY id`, d.schema))
+	require.NoError(t, err)
+	got, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	require.Equal(t, []string{"1 failed f 7 f f", "2 dead t 0 t t"}, got)
+}
+
+// unprintable is a text of which a few kilobytes are stored, and more than 1 GB would be
+// printed.
+var unprintable = "[" + strings.Repeat("1e131000,", 9000) + "1]"
 
 // What an operator resolves while it is on its way stays resolved, whatever Kafka
 // says of it.

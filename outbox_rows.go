@@ -17,26 +17,26 @@ import (
 // defaults.
 var rowColumns = []string{
 	"event_id", "event_type", "source", "aggregate_type", "aggregate_id",
-	"payload", "payload_bytes", "content_type", "topic", "partition_key", "headers", "occurred_at",
+	"payload", "payload_bytes", "content_type", "topic", "partition_key", "headers", "occurred_at", "size",
 }
 
 // sqlInsertOne stores one event: most transactions record only one.
 const sqlInsertOne = `
 INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
-       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at)
-VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)`
+       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at, size)
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)`
 
 // sqlInsert stores any number of events. unnest keeps the order of its arrays, and the
 // sequence is called row by row, so ids are in the order of the events.
 const sqlInsert = `
 INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
-       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at)
+       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at, size)
 SELECT e.event_id, e.event_type, $1::text, e.aggregate_type, e.aggregate_id,
-       e.payload::jsonb, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::jsonb, e.occurred_at
+       e.payload::jsonb, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::jsonb, e.occurred_at, e.size
   FROM unnest($2::uuid[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bytea[],
-              $8::text[], $9::text[], $10::text[], $11::text[], $12::timestamptz[])
+              $8::text[], $9::text[], $10::text[], $11::text[], $12::timestamptz[], $13::int[])
        AS e (event_id, event_type, aggregate_type, aggregate_id, payload, payload_bytes,
-             content_type, topic, partition_key, headers, occurred_at)`
+             content_type, topic, partition_key, headers, occurred_at, size)`
 
 // columns holds the rows of events column by column, in the order of sqlInsert.
 type columns struct {
@@ -52,6 +52,7 @@ type columns struct {
 	partitionKey  []pgtype.Text
 	headers       []pgtype.Text
 	occurredAt    []time.Time
+	size          []int32 // bytes of payload and headers as PostgreSQL prints them, or a few more
 }
 
 func (c *columns) len() int { return len(c.eventID) }
@@ -60,7 +61,7 @@ func (c *columns) len() int { return len(c.eventID) }
 func (c *columns) args() []any {
 	return []any{
 		c.source, c.eventID, c.eventType, c.aggregateType, c.aggregateID, c.payload, c.payloadBytes,
-		c.contentType, c.topic, c.partitionKey, c.headers, c.occurredAt,
+		c.contentType, c.topic, c.partitionKey, c.headers, c.occurredAt, c.size,
 	}
 }
 
@@ -69,7 +70,7 @@ func (c *columns) args() []any {
 func (c *columns) row(i int) ([]any, error) {
 	return []any{
 		c.eventID[i], c.eventType[i], c.source, c.aggregateType[i], c.aggregateID[i],
-		jsonText(c.payload[i]), c.payloadBytes[i], c.contentType[i], c.topic[i], c.partitionKey[i], jsonText(c.headers[i]), c.occurredAt[i],
+		jsonText(c.payload[i]), c.payloadBytes[i], c.contentType[i], c.topic[i], c.partitionKey[i], jsonText(c.headers[i]), c.occurredAt[i], c.size[i],
 	}, nil
 }
 
@@ -98,6 +99,7 @@ func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*columns, er
 		partitionKey:  make([]pgtype.Text, n),
 		headers:       make([]pgtype.Text, n),
 		occurredAt:    make([]time.Time, 0, n),
+		size:          make([]int32, n),
 	}
 	correlation, trace := CorrelationID(ctx), r.cfg.TraceParent(ctx)
 	for i, e := range events {
@@ -105,12 +107,13 @@ func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*columns, er
 		if err != nil {
 			return nil, atIndex(i, "", err)
 		}
-		headers, rejected := encodeHeaders(r.cfg.Headers(ctx, e), correlation, trace)
+		headers, printed, rejected := encodeHeaders(r.cfg.Headers(ctx, e), correlation, trace)
 		if rejected != nil {
 			return nil, atIndex(i, def.eventType, rejected)
 		}
 		if headers != nil {
 			c.headers[i] = pgtype.Text{String: string(headers), Valid: true}
+			c.size[i] = int32(printed)
 		}
 		if err := r.add(ctx, c, i, def, e); err != nil {
 			return nil, atIndex(i, def.eventType, err)
@@ -136,10 +139,11 @@ func (r *Recorder) add(ctx context.Context, c *columns, i int, def *definition, 
 	if err := check.Time(occurredAt); err != nil {
 		return &FieldError{Field: "occurred_at", Err: err}
 	}
-	payload, err := r.encode(ctx, def, e)
+	payload, printed, err := r.encode(ctx, def, e)
 	if err != nil {
 		return &FieldError{Field: "payload", Err: err}
 	}
+	c.size[i] += int32(printed) // at most MaxPayload, which is at most 100 MiB
 	if def.codec.ContentType == jsonType {
 		c.payload[i] = pgtype.Text{String: string(payload), Valid: true}
 	} else {
@@ -159,22 +163,23 @@ func (r *Recorder) add(ctx context.Context, c *columns, i int, def *definition, 
 	return nil
 }
 
-// encode returns the payload of an event, checked for its column.
-func (r *Recorder) encode(ctx context.Context, def *definition, e DomainEvent) ([]byte, error) {
-	payload, err := def.codec.Encode(ctx, e)
+// encode returns the payload of an event, checked for its column, and its size as
+// PostgreSQL prints it.
+func (r *Recorder) encode(ctx context.Context, def *definition, e DomainEvent) (payload []byte, printed int, err error) {
+	payload, err = def.codec.Encode(ctx, e)
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrEncode, err)
+		return nil, 0, fmt.Errorf("%w: %w", ErrEncode, err)
 	}
-	size := len(payload)
+	printed = len(payload)
 	if def.codec.ContentType == jsonType {
-		if size, err = jsonb.Check(payload); err != nil {
-			return nil, err
+		if printed, err = jsonb.Check(payload); err != nil {
+			return nil, 0, err
 		}
 	}
-	if size > r.cfg.MaxPayload {
-		return nil, fmt.Errorf("%w: %d bytes, at most %d", ErrTooLarge, size, r.cfg.MaxPayload)
+	if printed > r.cfg.MaxPayload {
+		return nil, 0, fmt.Errorf("%w: %d bytes, at most %d", ErrTooLarge, printed, r.cfg.MaxPayload)
 	}
-	return payload, nil
+	return payload, printed, nil
 }
 
 // atIndex adds to an error about one event its index in the call and its type.

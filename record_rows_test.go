@@ -86,6 +86,46 @@ func TestStoredRow(t *testing.T) {
 	}, got)
 }
 
+// By size the relay knows how much it reads, so it must be what PostgreSQL prints,
+// however an event was recorded.
+func TestStoredSize(t *testing.T) {
+	t.Parallel()
+	c := newCounter(t, parcels(t))
+	rec := c.recorder(t, header("tenant", "주문 \"<1>\"\n"))
+	events := []outbox.DomainEvent{
+		good, raw("key", nil), raw("key", []byte(random(100_000))), mapParcel{"id": "map"},
+		content(text(`[1e300, -1E-300, -0.0, 100e-2, {"a":1,"b":[ ]}, "\u00e9\u0001\ud83d\ude00\/"]`)), content(text(`1e131071`)),
+	}
+	for _, mode := range execModes {
+		t.Run(mode.String(), func(t *testing.T) {
+			db := testenv.PoolIn(t, mode)
+			for _, ctx := range []context.Context{background, outbox.WithCorrelationID(background, "corr-1")} {
+				require.NoError(t, pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
+					var batch pgx.Batch
+					require.NoError(t, rec.Queue(ctx, &batch, events[0]))
+					require.NoError(t, rec.Queue(ctx, &batch, events...))
+					return errors.Join(tx.SendBatch(ctx, &batch).Close(), rec.Record(ctx, tx, events[1]), rec.Record(ctx, tx, events...),
+						rec.Record(ctx, tx, slices.Repeat(events, 100)...))
+				}))
+			}
+			c.requireSizes(t)
+		})
+	}
+}
+
+// requireSizes requires that the sizes of all rows are what PostgreSQL prints. json.Marshal
+// writes "<" and ">" of headers in six bytes.
+func (c *counter) requireSizes(t *testing.T) {
+	t.Helper()
+	var rows, least, most int
+	require.NoError(t, c.db.QueryRow(background, c.sql(`
+		SELECT count(*), min(excess), max(excess) FROM (
+		    SELECT size - coalesce(octet_length(payload_bytes), octet_length(payload::text)) - octet_length(headers::text) AS excess
+		      FROM {s}.outbox) AS sizes`)).Scan(&rows, &least, &most))
+	require.Positive(t, rows)
+	require.Equal(t, [2]int{10, 10}, [2]int{least, most})
+}
+
 func TestDefaultIDs(t *testing.T) {
 	t.Parallel()
 	c := newCounter(t, parcels(t))

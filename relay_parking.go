@@ -87,12 +87,16 @@ func (p *parking) freeUnused(key string) {
 }
 
 // assign gives failures their final status: the first failure of a key without rows is
-// the head of the key, all others are parked.
+// the head of the key, all others are parked. Dead ones stay dead.
 func (p *parking) assign(failures []failure) {
 	added := map[string]bool{}
 	for i := range failures {
 		f := &failures[i]
 		k := p.keys[f.key]
+		if f.status == StatusDead {
+			added[f.key] = added[f.key] || f.held
+			continue
+		}
 		switch head := !added[f.key] && (k == nil || k.rows <= 0); {
 		case !head:
 			f.status = StatusParked
@@ -103,14 +107,18 @@ func (p *parking) assign(failures []failure) {
 	}
 }
 
-// rowsWritten counts the rows of failures.
+// rowsWritten counts the rows of failures, except for dead ones that do not hold their
+// keys.
 func (p *parking) rowsWritten(failures []failure) {
 	for _, f := range failures {
 		k := p.at(f.key)
-		k.rows++
+		if f.status != StatusDead || f.held {
+			k.rows++
+		}
 		if f.pending {
 			k.pending--
 		}
+		p.freeUnused(f.key)
 	}
 }
 

@@ -20,6 +20,10 @@ func TestParkingAssigns(t *testing.T) {
 		{key: "gone", status: StatusParked},
 		{key: "gone", status: StatusParked},
 		{key: "unavailable", status: StatusWaiting},
+		{key: "dead", status: StatusDead},
+		{key: "dead", status: StatusFailed},
+		{key: "held", status: StatusDead, held: true},
+		{key: "held", status: StatusParked},
 	}
 	p.assign(failures)
 	var got []string
@@ -28,7 +32,18 @@ func TestParkingAssigns(t *testing.T) {
 	}
 	require.Equal(t, []string{
 		"new failed", "old parked", "new parked", "gone waiting", "gone parked", "unavailable waiting",
+		"dead dead", "dead failed", "held dead", "held parked",
 	}, got)
+}
+
+// A dead event holds back the later ones of its key only if it is held.
+func TestParkingOfDeadEvents(t *testing.T) {
+	t.Parallel()
+	var p parking
+	p.reset(nil)
+	p.rowsWritten([]failure{{key: "dead", status: StatusDead}, {key: "held", status: StatusDead, held: true}})
+	require.False(t, p.mustWait("dead"))
+	require.True(t, p.mustWait("held"))
 }
 
 // A key stays parked as long as an event is on its way to a row, although the

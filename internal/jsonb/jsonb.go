@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
+	"unicode/utf16"
 	"unicode/utf8"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -20,9 +22,10 @@ const (
 	maxExponent       = 1<<30 - 1 // rejected by some versions whatever the digits, also in 0e…
 )
 
-// Check returns the size of a JSON text as jsonb prints it, in bytes and rounded up, or
-// why jsonb would reject it. jsonb prints numbers in full, 1e300
-// as 301 digits, so a short text can be a large payload.
+// Check returns the size of a JSON text as jsonb prints it, in bytes, or why jsonb would
+// reject it. jsonb prints numbers in full, 1e300 as 301 digits, so a short text can be a
+// large payload. Of a key that an object has twice jsonb keeps the last; the size counts
+// both.
 func Check(b []byte) (int, error) {
 	if !utf8.Valid(b) {
 		return 0, check.ErrUTF8
@@ -34,11 +37,11 @@ func Check(b []byte) (int, error) {
 	for i := 0; i < len(b); {
 		switch c := b[i]; {
 		case c == '"':
-			n, err := ScanString(b[i:])
+			n, printed, err := scanString(b[i:])
 			if err != nil {
 				return 0, err
 			}
-			i, size = i+n, size+n
+			i, size = i+n, size+printed
 			continue
 		case c == '-' || '0' <= c && c <= '9':
 			n, printed, err := scanNumber(b[i:])
@@ -55,6 +58,8 @@ func Check(b []byte) (int, error) {
 			depth--
 		case c == ',' || c == ':':
 			size++ // jsonb prints a space behind it
+		case c == ' ' || c == '\t' || c == '\r' || c == '\n':
+			size-- // and no others
 		}
 		size++
 		i++
@@ -62,44 +67,78 @@ func Check(b []byte) (int, error) {
 	return size, nil
 }
 
-// ScanString returns the length of the valid JSON string that b begins with,
-// or an error for an escape that jsonb rejects.
-func ScanString(b []byte) (int, error) {
-	for i := 1; ; i++ {
-		switch b[i] {
+// CheckString returns an error if the valid JSON string that b begins with holds an
+// escape that jsonb rejects.
+func CheckString(b []byte) error {
+	_, _, err := scanString(b)
+	return err
+}
+
+// scanString returns the length of the valid JSON string that b begins with, and the
+// length of what jsonb prints for it: jsonb escapes control characters, quotes and
+// backslashes only.
+func scanString(b []byte) (n, printed int, err error) {
+	for n, printed = 1, 1; ; n, printed = n+1, printed+1 {
+		switch b[n] {
 		case '"':
-			return i + 1, nil
+			return n + 1, printed + 1, nil
 		case '\\':
-			i++
-			if b[i] != 'u' {
-				continue
-			}
-			r := hex4(b[i+1:])
-			i += 4
-			switch {
-			case r == 0:
-				return 0, check.ErrNUL
-			case 0xDC00 <= r && r < 0xE000:
-				return 0, fmt.Errorf(`%w: lone surrogate \u%04x`, check.ErrJSON, r)
-			case 0xD800 <= r && r < 0xDC00:
-				if b[i+1] != '\\' || b[i+2] != 'u' || hex4(b[i+3:])&^0x3FF != 0xDC00 {
-					return 0, fmt.Errorf(`%w: lone surrogate \u%04x`, check.ErrJSON, r)
+			n++
+			switch b[n] {
+			case 'u':
+				r, err := escapedRune(b[n+1:])
+				if err != nil {
+					return 0, 0, err
 				}
-				i += 6
+				if n += 4; r > 0xFFFF {
+					n += 6
+				}
+				printed += printedRune(r) - 1
+			case '/':
+			default:
+				printed++
 			}
 		}
 	}
 }
 
+// escapedRune returns the character of an escape whose digits b begins with; one above
+// U+FFFF takes two escapes.
+func escapedRune(b []byte) (rune, error) {
+	r := hex4(b)
+	switch {
+	case r == 0:
+		return 0, check.ErrNUL
+	case !utf16.IsSurrogate(r):
+		return r, nil
+	case b[4] == '\\' && b[5] == 'u':
+		if pair := utf16.DecodeRune(r, hex4(b[6:])); pair != utf8.RuneError {
+			return pair, nil
+		}
+	}
+	return 0, fmt.Errorf(`%w: lone surrogate \u%04x`, check.ErrJSON, r)
+}
+
+// printedRune is the length of a character as jsonb prints it.
+func printedRune(r rune) int {
+	switch {
+	case strings.ContainsRune("\b\f\n\r\t\"\\", r):
+		return len(`\n`)
+	case r < ' ':
+		return len(`\u0000`)
+	}
+	return utf8.RuneLen(r)
+}
+
 // hex4 reads four hexadecimal digits; a valid JSON text has them there.
-func hex4(b []byte) int {
-	r := 0
+func hex4(b []byte) rune {
+	r := rune(0)
 	for _, c := range b[:min(4, len(b))] {
 		switch {
 		case '0' <= c && c <= '9':
-			r = r<<4 | int(c-'0')
+			r = r<<4 | rune(c-'0')
 		case 'a' <= c|0x20 && c|0x20 <= 'f':
-			r = r<<4 | int(c|0x20-'a'+10)
+			r = r<<4 | rune(c|0x20-'a'+10)
 		}
 	}
 	return r
@@ -108,11 +147,11 @@ func hex4(b []byte) int {
 var errNumber = errors.New("number out of range")
 
 // scanNumber returns the length of the valid JSON number that b begins with and
-// the length of its decimal expansion.
+// the length of what jsonb prints for it, its decimal expansion.
 func scanNumber(b []byte) (n, printed int, err error) {
 	var integer, fraction, zeros int // digits before and behind the point; leading zeros among them
 	significant, inFraction := false, false
-	exponent, negative := 0, false
+	exponent, negative, minus := 0, false, b[0] == '-'
 scan:
 	for ; n < len(b); n++ {
 		switch c := b[n]; {
@@ -155,5 +194,12 @@ scan:
 	if digits > maxIntegerDigits || scale > maxFractionDigits {
 		return 0, 0, fmt.Errorf("%w: %w", check.ErrJSON, errNumber)
 	}
-	return n, len("-.") + digits + scale, nil
+	printed = digits
+	if scale > 0 {
+		printed += len(".") + scale
+	}
+	if minus && significant {
+		printed += len("-")
+	}
+	return n, printed, nil
 }

@@ -20,6 +20,14 @@ func IsLocked(err error) bool {
 	return hasCode(err, lockNotAvailable)
 }
 
+// IsUnreadable reports whether PostgreSQL could not print a row, which is the same however
+// often it is asked: the text is longer than 1 GB, or the data are damaged. A jsonb of a
+// few kilobytes can be that long, because numbers are printed in full.
+func IsUnreadable(err error) bool {
+	const programLimitExceeded, dataCorrupted, internalError = "54000", "XX001", "XX000"
+	return hasCode(err, programLimitExceeded, dataCorrupted, internalError)
+}
+
 // IsTransient reports whether PostgreSQL asks for the transaction to be repeated.
 func IsTransient(err error) bool {
 	const serializationFailure, deadlockDetected = "40001", "40P01"
