@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -54,7 +55,7 @@ type cursors struct {
 	relay  string
 
 	sqlLoad, sqlSeed, sqlOpen, sqlMove, sqlMoveFailed, sqlIDs, sqlFetch string
-	sqlRebaseLook, sqlRebase, sqlRebaseProof                            string
+	sqlSequence, sqlRebase, sqlRebaseProof                              string
 }
 
 func newCursors(db *pgxpool.Pool, schema, relay string) *cursors {
@@ -67,7 +68,7 @@ func newCursors(db *pgxpool.Pool, schema, relay string) *cursors {
 		sqlMoveFailed:  pg.InSchema(sqlMoveFailed, schema),
 		sqlIDs:         pg.InSchema(sqlIDs, schema),
 		sqlFetch:       pg.InSchema(sqlFetch, schema),
-		sqlRebaseLook:  pg.InSchema(sqlRebaseLook, schema),
+		sqlSequence:    pg.InSchema(sqlSequence, schema),
 		sqlRebase:      pg.InSchema(sqlRebase, schema),
 		sqlRebaseProof: pg.InSchema(sqlRebaseProof, schema),
 	}
@@ -106,12 +107,20 @@ func (c *cursors) query(ctx context.Context, read func(pgx.Rows) error, sql stri
 // load returns the newest position, or errOtherCluster: then [cursors.rebase] it. A
 // relay without a position starts before the first event. The lease must have been taken
 // in an earlier statement: a statement that waits for a lock goes on reading what was
-// committed before it began to wait.
+// committed before it began to wait. The error may be [ErrSequenceBehind].
 func (c *cursors) load(ctx context.Context, l *lease) (position, error) {
 	p, err := c.newest(ctx, c.db)
-	if !errors.Is(err, pgx.ErrNoRows) {
-		return p, err
+	if errors.Is(err, pgx.ErrNoRows) {
+		p, err = c.seed(ctx, l)
 	}
+	if err == nil || errors.Is(err, errOtherCluster) {
+		err = cmp.Or(c.checkSequence(ctx), err)
+	}
+	return p, err
+}
+
+// seed makes the first position of the relay.
+func (c *cursors) seed(ctx context.Context, l *lease) (p position, err error) {
 	tag, err := c.db.Exec(ctx, c.sqlSeed, c.relay, l.holder, l.epoch)
 	if err != nil {
 		return p, fmt.Errorf("seed cursor: %w", err)

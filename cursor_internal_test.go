@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -33,6 +34,13 @@ func newCursorFixture(t *testing.T) *cursorFixture {
 func (d *cursorFixture) exec(t *testing.T, sql string, args ...any) {
 	t.Helper()
 	_, err := d.db.Exec(context.Background(), pg.InSchema(sql, d.schema), args...)
+	require.NoError(t, err)
+}
+
+// execAll runs several statements.
+func (d *cursorFixture) execAll(t *testing.T, sql string) {
+	t.Helper()
+	_, err := d.db.Exec(context.Background(), pg.InSchema(sql, d.schema), pgx.QueryExecModeSimpleProtocol)
 	require.NoError(t, err)
 }
 
@@ -285,7 +293,7 @@ func TestReadsThatFail(t *testing.T) {
 func TestStatementsAreComplete(t *testing.T) {
 	t.Parallel()
 	c, l, r := newCursors(nil, "s", "r"), newLeases(nil, "s", "r", 1), newRetention(nil, "s", RetentionConfig{})
-	for _, sql := range []string{c.sqlLoad, c.sqlSeed, c.sqlOpen, c.sqlMove, c.sqlMoveFailed, c.sqlIDs, c.sqlFetch, c.sqlRebaseLook, c.sqlRebase, c.sqlRebaseProof,
+	for _, sql := range []string{c.sqlLoad, c.sqlSeed, c.sqlOpen, c.sqlMove, c.sqlMoveFailed, c.sqlIDs, c.sqlFetch, c.sqlSequence, c.sqlRebase, c.sqlRebaseProof,
 		l.peek, l.take, l.renewal, l.release, r.sqlPublished, r.sqlArchived, r.sqlCursors, r.sqlResolved, r.sqlProof} {
 		require.Contains(t, sql, `"s".outbox`)
 		require.False(t, strings.Contains(sql, "{schema}"))

@@ -4,8 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
@@ -23,15 +26,6 @@ var errOtherCluster = errors.New("cursor belongs to another database cluster")
 // sqlRebaseLock lets one relay of a schema rebase at a time. It takes no
 // transaction id: see sqlRebase.
 const sqlRebaseLock = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || $1, 0))`
-
-// sqlRebaseLook reads the highest id that the sequence has drawn, and the highest id that a
-// relay has sent. If the rows were copied without the sequence, new events would get old
-// ids, and relays would take them for sent.
-const sqlRebaseLook = `
-SELECT coalesce(max(c.highest_id), 0), s.name, coalesce(pg_sequence_last_value(s.name::regclass), 0)
-  FROM pg_get_serial_sequence('{schema}.outbox', 'id') AS s (name)
-  LEFT JOIN {schema}.outbox_cursor AS c ON true
- GROUP BY s.name`
 
 // sqlRebase finds the events that each relay has not attempted, and writes that as
 // transaction ids and snapshots of this cluster. It moves all relays at once, because they
@@ -79,21 +73,11 @@ SELECT count(*) FILTER (WHERE $1 = ANY(relays)) FROM unsent`
 const sqlRebaseProof = `SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE`
 
 // rebase moves the cursors of all relays from another cluster to this one, and returns how
-// many events our relay has not sent. The caller loads the position afterwards. The error
-// may be [ErrSequenceBehind].
+// many events our relay has not sent. The caller loads the position afterwards.
 func (c *cursors) rebase(ctx context.Context, l *lease) (unsent int64, err error) {
 	err = pgx.BeginTxFunc(ctx, c.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, sqlRebaseLock, c.schema); err != nil {
 			return err
-		}
-		var highest, drawn int64
-		var sequence string
-		if err := tx.QueryRow(ctx, c.sqlRebaseLook).Scan(&highest, &sequence, &drawn); err != nil {
-			return err
-		}
-		if drawn < highest {
-			return fmt.Errorf("%w: the last id drawn is %d, and %d was sent already; see the comment at ErrSequenceBehind, then: SELECT setval('%s', %d)",
-				ErrSequenceBehind, drawn, highest, sequence, highest)
 		}
 		if _, err := c.newest(ctx, tx); !errors.Is(err, errOtherCluster) {
 			return err // another relay has rebased the cursors
@@ -111,4 +95,43 @@ func (c *cursors) rebase(ctx context.Context, l *lease) (unsent int64, err error
 		return 0, fmt.Errorf("rebase cursor: %w", err)
 	}
 	return unsent, nil
+}
+
+// sqlSequence reads the last id that the sequence has drawn, and the highest id above it
+// that a row has: a row of outbox, of outbox_failed, or the position of a relay. There is
+// none unless rows were copied without the sequence, or the sequence was set back, as
+// TRUNCATE … RESTART IDENTITY does. The sequence is read after the rows, because it
+// is read in a statement that sees the rows of its beginning. Each look-up goes backward
+// from the end of an index and touches no row there, so it costs nothing that the newest
+// rows have been removed.
+const sqlSequence = tables.NewestCursors + `, drawn AS MATERIALIZED (
+    SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END AS id FROM {schema}.outbox_id_seq
+)
+SELECT drawn.id, greatest(
+       (SELECT max(highest_id) FROM positions WHERE highest_id > drawn.id),
+       (SELECT id FROM {schema}.outbox WHERE id > drawn.id ORDER BY id DESC LIMIT 1),
+       (SELECT max(f.outbox_id) FROM positions AS p
+         CROSS JOIN LATERAL (SELECT outbox_id FROM {schema}.outbox_failed
+                              WHERE relay >= p.relay AND relay <= p.relay AND outbox_id > drawn.id
+                              ORDER BY relay DESC, outbox_id DESC LIMIT 1) AS f))
+  FROM drawn`
+
+// checkSequence returns [ErrSequenceBehind] if a new event could get the id of an older
+// one.
+func (c *cursors) checkSequence(ctx context.Context) error {
+	var drawn int64
+	var highest pgtype.Int8
+	err := c.query(ctx, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&drawn, &highest}, func() error { return nil })
+		return err
+	}, c.sqlSequence)
+	if err != nil {
+		return fmt.Errorf("read sequence: %w", err)
+	}
+	if !highest.Valid {
+		return nil
+	}
+	sequence := strings.ReplaceAll(pgx.Identifier{c.schema, "outbox_id_seq"}.Sanitize(), "'", "''")
+	return fmt.Errorf("%w: the last id drawn is %d, and %d is in use already; see the comment at ErrSequenceBehind, then: SELECT setval('%s', %d)",
+		ErrSequenceBehind, drawn, highest.Int64, sequence, highest.Int64)
 }

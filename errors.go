@@ -49,13 +49,15 @@ var (
 	// ErrDatabaseAhead is returned by [Migrate] when the database was migrated by
 	// a newer release than this one.
 	ErrDatabaseAhead = errors.New("outbox: database is ahead of this release")
-	// ErrSequenceBehind is returned by [Relay.Run], before it changes anything, in a
-	// database that was restored without the sequence of outbox.id. New events would
-	// get the ids of events that were sent, and would be taken for sent. The error
-	// contains the statement that sets the sequence. After that, give new ids to the
-	// events that were recorded since the restore: UPDATE outbox SET id = nextval(…)
-	// WHERE created_at >= the time of the restore.
-	ErrSequenceBehind = errors.New("outbox: the sequence of outbox.id is behind the cursor")
+	// ErrSequenceBehind is returned by [Relay.Run] when it begins to lead, before it
+	// sends anything, if the sequence of outbox.id is behind ids that are in use: the
+	// database was restored without its sequences, or somebody set the sequence back, as
+	// TRUNCATE outbox RESTART IDENTITY does. New events would get the ids of older ones,
+	// and ids are what orders events. The error contains the statement that sets the
+	// sequence. After a restore into another cluster, then give new ids to the events that
+	// were recorded since, or they would be taken for sent: UPDATE outbox SET id = DEFAULT,
+	// xid = DEFAULT WHERE created_at >= the time of the restore.
+	ErrSequenceBehind = errors.New("outbox: the sequence of outbox.id is behind ids that are in use")
 )
 
 // notMigrated adds to an error of PostgreSQL in which schema a table is missing.

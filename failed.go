@@ -156,7 +156,8 @@ func (f *failedStore) keys(ctx context.Context) (keys map[string]int, wrong bool
 // head or none: the head was sent, is dead and does not hold its key, or was resolved by
 // an operator; or an operator has put a dead event back in front of the head. It reads
 // the rows once: a search for the head of each key took minutes where the planner read
-// all rows for each.
+// all rows for each. If ids restarted, an older row of the relay may have the same one;
+// what is resolved or dead stays so.
 const sqlFailedPromote = `
 WITH keys AS MATERIALIZED (
     SELECT min(outbox_id) FILTER (WHERE status <> 'dead') AS first,
@@ -171,7 +172,7 @@ WITH keys AS MATERIALIZED (
 UPDATE {schema}.outbox_failed AS f
    SET status = CASE f.outbox_id WHEN wrong.first THEN 'waiting' ELSE 'parked' END, next_retry_at = now()
   FROM wrong
- WHERE f.relay = $1::text AND f.outbox_id = wrong.outbox_id
+ WHERE f.relay = $1::text AND f.outbox_id = wrong.outbox_id AND f.status IN ('waiting', 'failed', 'parked')
    AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)`
 
 // promote makes the first row of every key its head. No head may be on its way to Kafka

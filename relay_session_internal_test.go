@@ -54,7 +54,7 @@ var sessionTests = []struct {
 	{name: "the newest rows of the cursor were lost", events: 3, faults: []string{"move: rolled back"}, sent: "12 12 3", at: "3", log: "PostgreSQL has lost the newest rows"},
 	{name: "whoever finds the cursor stale proves the lease first", events: 3, faults: []string{"move: stale", "renew: lost"}, sent: "12", err: errLeaseLost, at: "0/3"},
 	{name: "the cursor is one of another cluster: it is rebased", events: 3, faults: []string{"load: other cluster"}, sent: "12 3", at: "3", log: "restored from another cluster"},
-	{name: "the sequence is behind: an operator has to decide", events: 3, faults: []string{"load: other cluster", "rebase: sequence behind"}, err: ErrSequenceBehind, at: "0"},
+	{name: "the sequence is behind: an operator has to decide", events: 3, faults: []string{"load: sequence behind"}, err: ErrSequenceBehind, at: "0"},
 
 	// PostgreSQL fails.
 	{name: "an outage when the cursor is loaded", events: 3, faults: []string{"load: down", "load: down", "keys: down"}, sent: "12 3", at: "3", log: "PostgreSQL works again", waits: true},

@@ -102,7 +102,7 @@ const relayColumns = `
        ARRAY(SELECT relay::text FROM positions AS s WHERE ` + tables.Attempted + ` ORDER BY 1),
        ARRAY(SELECT relay::text FROM positions AS s WHERE NOT ` + tables.Attempted + ` ORDER BY 1),
        (SELECT jsonb_agg(jsonb_build_object('ID', f.id, 'Relay', f.relay, 'Status', f.status) ORDER BY f.relay)
-          FROM positions AS s JOIN {schema}.outbox_failed AS f ON f.relay = s.relay AND f.outbox_id = o.id)`
+          FROM positions AS s JOIN {schema}.outbox_failed AS f ON f.relay = s.relay AND f.outbox_id = o.id AND f.event_id = o.event_id)`
 
 const sqlEvents = tables.NewestCursors + `
 SELECT ` + recordedColumns + `, ` + relayColumns + `

@@ -158,7 +158,7 @@ WITH at AS MATERIALIZED (
       FROM {schema}.outbox_failed AS f
      WHERE f.relay = $1::text AND f.status <> 'resolved'
        AND NOT EXISTS (SELECT FROM {schema}.outbox AS o
-                        WHERE o.id = f.outbox_id AND NOT pg_visible_in_snapshot(o.xid, $2::pg_snapshot))
+                        WHERE o.id = f.outbox_id AND o.event_id = f.event_id AND NOT pg_visible_in_snapshot(o.xid, $2::pg_snapshot))
 )
 SELECT * FROM pending ORDER BY status = 'dead' DESC, id LIMIT $3::bigint`
 
