@@ -132,8 +132,9 @@ func (r *Relay) Health() RelayHealth { return r.health.report() }
 // Run relays events until ctx is cancelled, then finishes the batch in flight,
 // releases the lease so that a standby takes over at once, and returns nil. It
 // may be called again afterwards; a second call at the same time returns
-// [ErrRunning]. While Kafka does not answer, stopping takes until the send in
-// flight has failed, at most about SendTimeout; the next Run sends it again.
+// [ErrRunning]. While Kafka and PostgreSQL answer, Run returns within 2 s and nothing
+// that was sent is sent again. While Kafka does not answer, stopping takes until the send
+// in flight has failed, at most about SendTimeout; the next Run sends it again.
 //
 // Outages of Kafka and PostgreSQL are waited out, not returned. The errors that
 // Run returns need an operator: [ErrNotMigrated] and [ErrSequenceBehind].

@@ -1,12 +1,14 @@
 package outbox
 
 import (
+	"context"
 	"errors"
 	"sync"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // acks collects the outcomes of the records of one send and reports them to the
@@ -19,18 +21,22 @@ import (
 type acks struct {
 	permit           *permit
 	records          []kgo.Record
+	errs             []error       // of records that are not to be sent
 	oncePerPartition bool          // report the failures of a partition as one in any case
 	all              chan struct{} // closed when every outcome is known
 
 	mu       sync.Mutex
 	failed   map[*kgo.Record]error
-	accepted bool // Kafka has accepted a record
-	open     int  // outcomes that are not known, and one until all records are handed over
+	accepted bool          // Kafka has accepted a record
+	open     int           // outcomes that are not known, and one until all records are handed over
+	held     kafka.Buffer  // what the client has in its hands
+	freed    chan struct{} // holds one signal that held has become smaller
 }
 
 // newAcks expects one outcome for each record without an error.
 func newAcks(p *permit, records []kgo.Record, errs []error, oncePerPartition bool) *acks {
-	a := &acks{permit: p, records: records, oncePerPartition: oncePerPartition, all: make(chan struct{}), open: 1}
+	a := &acks{permit: p, records: records, errs: errs, oncePerPartition: oncePerPartition,
+		all: make(chan struct{}), freed: make(chan struct{}, 1), open: 1}
 	for _, err := range errs {
 		if err == nil {
 			a.open++
@@ -52,6 +58,26 @@ func (a *acks) handedOver(unsent []error) {
 	a.done()
 }
 
+// awaitRoom waits until a buffer has room for a record. It returns false if stop or
+// bounded ends first.
+func (a *acks) awaitRoom(stop, bounded context.Context, room kafka.Buffer, r *kgo.Record) bool {
+	for {
+		a.mu.Lock()
+		fits := a.held.Add(r, room)
+		a.mu.Unlock()
+		if fits {
+			return true
+		}
+		select {
+		case <-a.freed:
+		case <-stop.Done():
+			return false
+		case <-bounded.Done():
+			return false
+		}
+	}
+}
+
 func (a *acks) promise(r *kgo.Record, err error) {
 	if err == nil {
 		a.permit.report(callSucceeded)
@@ -66,6 +92,8 @@ func (a *acks) promise(r *kgo.Record, err error) {
 	} else {
 		a.accepted = true
 	}
+	a.held.Remove(r)
+	wait.Signal(a.freed)
 	a.done()
 }
 

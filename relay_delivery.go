@@ -19,11 +19,12 @@ import (
 type sender interface {
 	// produce sends the events of batch whose indexes are in which, and returns the
 	// record and the error of each event that it took. It takes events from the start
-	// of which: fewer than all if not all may go together, none if the breaker permits
-	// no call. When produce returns, no record is on its way any more. The last error
-	// ends the delivery: the lease is lost, the time to stop is over, or no client can
-	// be made.
-	produce(held context.Context, batch []envelope, which []int) ([]kgo.Record, []error, error)
+	// of which: fewer than all if not all may go together or if stop ends meanwhile, none
+	// if the breaker permits no call. An event that it took and did not send because stop
+	// has ended has errStopping. When produce returns, no record is on its way any more.
+	// The last error ends the delivery: the lease is lost, the time to stop is over, or
+	// no client can be made.
+	produce(stop, held context.Context, batch []envelope, which []int) ([]kgo.Record, []error, error)
 	// answers reports whether any broker answers.
 	answers(ctx context.Context) bool
 	// topic returns the topic of an event.
@@ -53,7 +54,8 @@ func (p *deliverer) topic(e *envelope) (string, error) { return p.parts.sender.t
 // retries the whole batch. As soon as one event is accepted, the remaining failures are
 // local to a topic or a partition, and their outcome is unavailable, unless Kafka has
 // stopped answering since. Events stay pending only if stop was cancelled (no error) or
-// sending ended with an error.
+// sending ended with an error. After a stop no event is pending in front of one that was
+// sent.
 func (p *deliverer) deliver(stop, held context.Context, batch []envelope, parked *parking) ([]outcome, error) {
 	d := p.begin(stop, held, batch)
 	d.patient = true
@@ -123,12 +125,33 @@ const (
 // finish runs the delivery, and passes what was sent to the hook.
 func (d *delivery) finish() ([]outcome, error) {
 	err := d.run()
+	if err == nil && d.patient {
+		d.parkOvertaken()
+	}
 	d.notifySent()
 	return d.outcomes, err
 }
 
+// parkOvertaken parks the events that are pending in front of one that was sent, because
+// the relay stops: they were to be sent alone, say. The cursor can pass the events that
+// were sent, which otherwise would be sent again.
+func (d *delivery) parkOvertaken() {
+	last := len(d.batch) - 1
+	for last >= 0 && d.outcomes[last].kind != outcomeSent {
+		last--
+	}
+	for len(d.pending) > 0 && d.pending[0] < last {
+		i := d.pending[0]
+		d.pending = d.pending[1:]
+		if !d.skipBlocked(i) {
+			d.outcomes[i] = outcome{kind: outcomeUnavailable, class: kafka.UnavailableClass(errStopping), err: errStopping}
+			d.block(i)
+		}
+	}
+}
+
 func (d *delivery) run() error {
-	for first := true; len(d.pending) > 0 && (first || d.stop.Err() == nil); first = false {
+	for len(d.pending) > 0 && d.stop.Err() == nil {
 		d.onSend()
 		if d.obstacle == kafkaUnavailable {
 			wait.Await(d.stop, d.held, nil, d.kafkaOutage.Backoff())
@@ -166,7 +189,7 @@ func (d *delivery) awaitBreaker() {
 // records in it, good ones too. So what Kafka rejects here, sendEach sends alone.
 func (d *delivery) sendBatch() error {
 	d.pending = slices.DeleteFunc(d.pending, d.skipBlocked)
-	records, errs, err := d.sender.produce(d.held, d.batch, d.pending)
+	records, errs, err := d.sender.produce(d.stop, d.held, d.batch, d.pending)
 	if err != nil {
 		return err
 	}
@@ -184,6 +207,8 @@ func (d *delivery) sendBatch() error {
 			d.markSent(i, &records[n])
 		case errors.Is(errs[n], errBlocked):
 			d.outcomes[i].kind = outcomeBlocked
+		case errors.Is(errs[n], errStopping):
+			again = append(again, i)
 		case class == invalidEvent: // found by us, whatever else was sent
 			d.markRejected(i, class, errs[n])
 		case class != "" || errors.Is(errs[n], errSendAlone):
@@ -219,18 +244,21 @@ func (d *delivery) sendBatch() error {
 // sendEach sends the pending events one by one in their order, up to the first that
 // fails because Kafka is unavailable. What is rejected alone is rejected.
 func (d *delivery) sendEach() error {
-	for len(d.pending) > 0 {
+	for len(d.pending) > 0 && d.stop.Err() == nil {
 		i := d.pending[0]
 		if d.skipBlocked(i) {
 			d.pending = d.pending[1:]
 			continue
 		}
-		records, errs, err := d.sender.produce(d.held, d.batch, d.pending[:1])
+		records, errs, err := d.sender.produce(d.stop, d.held, d.batch, d.pending[:1])
 		if err != nil {
 			return err
 		}
 		if len(errs) == 0 {
 			d.obstacle = breakerOpen
+			return nil
+		}
+		if errors.Is(errs[0], errStopping) {
 			return nil
 		}
 		d.pending = d.pending[1:]

@@ -28,7 +28,7 @@ import (
 //
 //   - accepted             - unavailable           t its topic is missing
 //     x rejected             n no leader             i it cannot be made into a record
-//     a has to be sent alone b behind such an event
+//     a has to be sent alone b behind such an event  s not written when the relay stops
 //
 // Fewer answers than events mean that fewer were taken, no answer that the breaker is
 // open, stop that the relay is told to stop meanwhile, lost that the lease is lost. ?yes
@@ -65,6 +65,15 @@ var deliverTests = []deliveryTest{
 	{"Kafka is back, a partition is not: it has one more try", "abc", "abc:+-- ?no bc:-- ?yes bc:+- ?yes", "++u", "Kafka, partition orders/2", 2 * aBackoff},
 	{"the rest of a batch that is sent again works for others", "ab", "ab:-- ab:+- ?yes", "+u", "Kafka, partition orders/1", aBackoff},
 	{"the relay is told to stop in the middle", "abc", "abc:+--stop ?no", "+..", "Kafka", 0},
+
+	// Nothing that was sent is behind an event that is pending after a stop.
+	{"the relay stops before a batch is all handed over", "abcd", "abcd:++stop", "++..", "", 0},
+	{"the relay stops, and Kafka has had only some of a batch", "abcd", "abcd:s+s+stop", "u+u+", "", 0},
+	{"an event that is to be sent alone is in front of others", "abc", "abc:a++stop", "u++", "", 0},
+	{"so are later events of its key", "aAbA", "aAbA:aa+astop", "ub+.", "", 0},
+	{"the relay stops between events that are sent alone", "abcd", "abcd:xxx+ a:+ b:+stop", "++u+", "", 0},
+	{"and one of them was not written", "abcd", "abcd:xxxx a:+ b:sstop", "+...", "", 0},
+	{"what is rejected is no reason to park", "abc", "abc:sixstop", ".x.", "", 0},
 
 	// A topic or a partition is known to be.
 	{"one topic is missing: only its events are unavailable", "anbo", "anbo:+t+t", "+u+u", "topic payments", 0},
@@ -215,6 +224,7 @@ func newFakeSender(t *testing.T, play string) *fakeSender {
 		errs: map[rune]error{
 			'+': nil, '-': kgo.ErrRecordTimeout, 't': kerr.UnknownTopicOrPartition, 'n': fmt.Errorf("%w: %w", kafka.ErrNoLeader, kgo.ErrRecordTimeout),
 			'x': kerr.MessageTooLarge, 'a': errSendAlone, 'i': &FieldError{Field: "Type", Err: ErrEmpty}, 'b': errBlocked,
+			's': errStopping,
 		},
 	}
 }
@@ -256,7 +266,7 @@ func (s *fakeSender) topic(e *envelope) (string, error) {
 	return "payments", nil
 }
 
-func (s *fakeSender) produce(_ context.Context, batch []envelope, which []int) ([]kgo.Record, []error, error) {
+func (s *fakeSender) produce(_, _ context.Context, batch []envelope, which []int) ([]kgo.Record, []error, error) {
 	events := ""
 	for _, i := range which {
 		events += string(batch[i].eventID)

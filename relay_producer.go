@@ -11,6 +11,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // producerConfig is what a producer takes from the relay's configuration.
@@ -30,8 +31,10 @@ type producer struct {
 	lease   *lease
 	breaker *breaker // shared by all producers of a relay
 
-	client *kgo.Client // nil until needed, after a send without an answer, and after a final error
-	limits kafka.Limits
+	client   *kgo.Client // nil until needed, after a send without an answer, and after a final error
+	inFlight *kafka.InFlight
+	buffer   kafka.Buffer
+	limits   kafka.Limits
 
 	named, derived map[string]string // topics, by their name in the row or by the event type
 }
@@ -45,12 +48,14 @@ func (p *producer) connect() error {
 	if p.client != nil {
 		return nil
 	}
-	client, err := kafka.NewClient(p.cfg.opts)
+	inFlight := new(kafka.InFlight)
+	client, err := kafka.NewClient(append(slices.Clone(p.cfg.opts), kgo.WithHooks(inFlight)))
 	if err != nil { // NewRelay has validated these options
 		return fmt.Errorf("make Kafka client: %w", err)
 	}
-	p.client = client
+	p.client, p.inFlight = client, inFlight
 	p.limits.ReadClient(client)
+	p.buffer = kafka.BufferOf(client)
 	return nil
 }
 
@@ -73,9 +78,27 @@ func (p *producer) close() {
 	}
 }
 
+// When a relay is told to stop, records that the client has not written yet are dropped
+// after stopGrace. If no request has been in flight for stopQuiet then, the client is
+// closed: it may be waiting for a topic or a partition, and would not notice until later.
+const (
+	stopGrace = 250 * time.Millisecond
+	stopQuiet = 600 * time.Millisecond
+)
+
+// withGrace returns a context that ends with held, or stopGrace after stop.
+func withGrace(stop, held context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancel(held)
+	unregister := context.AfterFunc(stop, func() {
+		wait.Sleep(ctx, stopGrace)
+		cancel()
+	})
+	return ctx, func() { unregister(); cancel() }
+}
+
 // produce implements [sender]. If the breaker permits fewer calls, or a batch of the
 // topic holds fewer records, it takes only the first of the events.
-func (p *producer) produce(held context.Context, batch []envelope, which []int) ([]kgo.Record, []error, error) {
+func (p *producer) produce(stop, held context.Context, batch []envelope, which []int) ([]kgo.Record, []error, error) {
 	if !p.lease.held() {
 		return nil, nil, errLeaseLost
 	}
@@ -88,50 +111,103 @@ func (p *producer) produce(held context.Context, batch []envelope, which []int) 
 	if err := p.connect(); err != nil {
 		return nil, nil, err
 	}
+	grace, cancel := withGrace(stop, held)
+	defer cancel()
 	errs := make([]error, len(which))
 	records := p.records(batch, which, errs)
 	if len(records) > 1 {
-		p.limits.Learn(held, p.client, records)
+		p.limits.Learn(grace, p.client, records)
 		p.sendAloneLater(records, errs)
 		fit := p.limits.Fitting(records, errs)
 		records, errs = records[:fit], errs[:fit]
 	}
-	return p.send(held, permit, records, errs)
+	return p.send(stop, held, grace, permit, records, errs)
 }
 
 // send hands records without an error to the client and waits until the outcome of
-// each is known. It stops early if the breaker opens meanwhile.
-func (p *producer) send(held context.Context, permit *permit, records []kgo.Record, errs []error) ([]kgo.Record, []error, error) {
+// each is known. It stops early if the breaker opens meanwhile, or if stop ends.
+func (p *producer) send(stop, held, grace context.Context, permit *permit, records []kgo.Record, errs []error) ([]kgo.Record, []error, error) {
+	bounded, cancel := context.WithTimeout(held, p.cfg.sendTimeout)
+	defer cancel()
 	acks := newAcks(permit, records, errs, p.cfg.oncePerPartition)
-	promise := acks.promise
-	n := 0
-	for ; n < len(records) && permit.holds(); n++ {
-		if errs[n] == nil {
-			p.client.Produce(held, &records[n], promise)
-		}
-	}
+	n := p.handOver(stop, held, bounded, grace, acks)
 	acks.handedOver(errs[n:])
 	errs = errs[:n]
-	timeout := time.NewTimer(p.cfg.sendTimeout)
-	defer timeout.Stop()
+	complete := p.await(bounded, grace, acks)
+	if !complete {
+		p.abandon(acks)
+		if held.Err() != nil {
+			return nil, nil, context.Cause(held)
+		}
+	}
+	acks.collect(errs)
+	if grace.Err() != nil { // failures that we caused ourselves say nothing about Kafka
+		markStopped(errs)
+		return records, errs, nil
+	}
+	if complete {
+		kafka.MarkLeaderless(grace, p.client, records[:n], errs)
+	}
+	if slices.ContainsFunc(errs, kafka.IsFinal) {
+		p.close()
+	}
+	acks.reportFailures(errs)
+	return records, errs, nil
+}
+
+// handOver hands records without an error to the client, and returns how many it has
+// passed. No more are in the client's hands than its buffer has room for, so that few are
+// written after a stop.
+func (p *producer) handOver(stop, held, bounded, grace context.Context, acks *acks) (n int) {
+	promise := acks.promise
+	for ; n < len(acks.records) && acks.permit.holds() && stop.Err() == nil; n++ {
+		r := &acks.records[n]
+		if acks.errs[n] != nil {
+			continue
+		}
+		if !acks.awaitRoom(stop, bounded, p.buffer, r) {
+			return n
+		}
+		r.Context = grace // the client looks at it before it writes a batch; the other ends requests in flight, too
+		p.client.Produce(held, r, promise)
+	}
+	return n
+}
+
+// await waits until the outcome of every record is known, and reports whether it is.
+func (p *producer) await(bounded, grace context.Context, acks *acks) bool {
 	select {
 	case <-acks.all:
-		acks.collect(errs)
-		kafka.MarkLeaderless(held, p.client, records[:n], errs)
-		if slices.ContainsFunc(errs, kafka.IsFinal) {
-			p.close()
+		return true
+	case <-bounded.Done():
+		return false
+	case <-grace.Done():
+	}
+	const look = 50 * time.Millisecond
+	ticker := time.NewTicker(look)
+	defer ticker.Stop()
+	for quiet := time.Duration(0); quiet < stopQuiet; quiet += look {
+		select {
+		case <-acks.all:
+			return true
+		case <-bounded.Done():
+			return false
+		case <-ticker.C:
 		}
-	case <-held.Done():
-		p.abandon(acks)
-		return nil, nil, context.Cause(held)
-	case <-timeout.C:
-		p.abandon(acks)
-		acks.collect(errs)
+		if p.inFlight.Any() {
+			quiet = 0
+		}
 	}
-	if held.Err() == nil { // failures that we caused ourselves say nothing about Kafka
-		acks.reportFailures(errs)
+	return false
+}
+
+// markStopped replaces the errors of records that were dropped because of a stop.
+func markStopped(errs []error) {
+	for i, err := range errs {
+		if err != nil && rejectionClass(err) == "" && !kafka.IsTopicOutage(err) && !errors.Is(err, errBlocked) && !errors.Is(err, errSendAlone) {
+			errs[i] = errStopping
+		}
 	}
-	return records, errs, nil
 }
 
 // abandon ends a send without waiting for Kafka. Once the client is closed no record
@@ -174,6 +250,8 @@ var (
 	// errSendAlone is the error of an event that was not sent because it must not share
 	// a batch with other events.
 	errSendAlone = errors.New("has to be sent alone")
+	// errStopping is the error of an event that was not sent because the relay stops.
+	errStopping = errors.New("the relay was stopped before it was sent")
 )
 
 // sendAloneLater marks the records that may be too large for their topic with
