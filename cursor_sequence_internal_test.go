@@ -25,7 +25,7 @@ func TestSequenceBehind(t *testing.T) {
 	t.Parallel()
 	for name, change := range map[string]string{
 		"TRUNCATE RESTART IDENTITY, and the cursor remembers": `TRUNCATE {schema}.outbox RESTART IDENTITY`,
-		"the sequence is set back": `SELECT setval('{schema}.outbox_id_seq', 4)`,
+		"the sequence is set back":                            `SELECT setval('{schema}.outbox_id_seq', 4)`,
 		"no cursor, but rows": `
 			TRUNCATE {schema}.outbox_cursor; SELECT setval('{schema}.outbox_id_seq', 1)`,
 		"no cursor, but failed rows": `

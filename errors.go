@@ -43,6 +43,10 @@ var (
 var (
 	// ErrRunning is returned by [Relay.Run] while another call of it is running.
 	ErrRunning = errors.New("outbox: relay is running already")
+	// ErrHangs is returned by [Relay.Run] when it was told to stop and its work does not
+	// end: a function of the host that it calls does not return, a hook of franz-go for
+	// example. Run returns [ErrRunning] until the work has ended after all.
+	ErrHangs = errors.New("outbox: relay does not stop")
 	// ErrNotMigrated is returned by [Relay.Run] when the tables of outbox are
 	// not there: call [Migrate] first, or check the Schema of the configuration.
 	ErrNotMigrated = errors.New("outbox: tables not found")

@@ -39,6 +39,7 @@ type healthState struct {
 	leaseSeen time.Time // our own lease, or that of another process
 	moved     time.Time // the cursor moved, or there was nothing to send
 	longTask  string    // a task that may take as long as it takes; "" for none
+	leaseGone bool      // the lease was given up, because nothing has progressed
 }
 
 func newHealthState(cfg RelayConfig, b *breaker, outages ...*outage.Log) *healthState {
@@ -49,8 +50,23 @@ func newHealthState(cfg RelayConfig, b *breaker, outages ...*outage.Log) *health
 func (s *healthState) update(change func(now time.Time)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.progress = time.Now()
+	s.progress, s.leaseGone = time.Now(), false
 	change(s.progress)
+}
+
+// hangs reports whether the goroutine of Run has not gone on for longer than it may take.
+func (s *healthState) hangs() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.longTask == "" && time.Since(s.progress) > s.hangsAfter()
+}
+
+// gaveUp notes that the lease was given up because the goroutine of Run hangs. It is no
+// progress.
+func (s *healthState) gaveUp() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.leading, s.leaseGone = false, true
 }
 
 func (s *healthState) runBegan() {
@@ -95,6 +111,10 @@ func (s *healthState) report() RelayHealth {
 	case time.Since(s.progress) > s.hangsAfter():
 		h.Live = false
 		notReady("Run has not gone on for %v", since(s.progress))
+	}
+	if s.leaseGone {
+		notReady("the lease was given up")
+		return h
 	}
 	if !s.leading && time.Since(s.leaseSeen) > s.staleAfter() {
 		notReady("no relay is seen to hold the lease, for %v", since(s.leaseSeen))

@@ -19,7 +19,10 @@ type RecorderHooks struct {
 	Recording func(ctx context.Context, events []DomainEvent) (recording context.Context, done func(error))
 }
 
-// RelayHooks are called while a relay works.
+// RelayHooks are called while a relay works. A hook that panics is logged with its stack,
+// and the relay goes on as if it had returned. A hook that has not returned after ten
+// seconds is logged and not waited for any more; until it does return it is not called
+// again. When the relay is told to stop it waits a quarter of a second for a hook.
 type RelayHooks struct {
 	// Leading is called when this process takes the lease and when it no longer holds it.
 	Leading func(leading bool)
@@ -33,6 +36,29 @@ type RelayHooks struct {
 	Dead func(FailedEvent)
 	// RowsRemoved is called after each run of retention that removed rows.
 	RowsRemoved func(RetentionResult)
+}
+
+// guarded returns the hooks as a relay calls them: each through what callback returns for
+// its name, which keeps panics and calls that hang from the relay.
+func (h RelayHooks) guarded(callback func(name string) func(call func())) RelayHooks {
+	h.Leading = guardHook(h.Leading, "Leading", callback)
+	h.Sent = guardHook(h.Sent, "Sent", callback)
+	h.Rejected = guardHook(h.Rejected, "Rejected", callback)
+	h.Dead = guardHook(h.Dead, "Dead", callback)
+	h.RowsRemoved = guardHook(h.RowsRemoved, "RowsRemoved", callback)
+	if hook := h.Breaker; hook != nil {
+		notify := callback("Breaker")
+		h.Breaker = func(from, to BreakerState) { notify(func() { hook(from, to) }) }
+	}
+	return h
+}
+
+func guardHook[T any](hook func(T), name string, callback func(name string) func(call func())) func(T) {
+	if hook == nil {
+		return nil
+	}
+	notify := callback(name)
+	return func(arg T) { notify(func() { hook(arg) }) }
 }
 
 // SentBatch holds the outcomes of events that were sent together. It is valid only

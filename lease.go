@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
@@ -37,14 +38,27 @@ type lease struct {
 // stopped for long finds out here, before any timer has fired.
 func (l *lease) held() bool { return time.Now().Before(*l.until.Load()) }
 
+// expire makes held false. The lease was given up.
+func (l *lease) expire() {
+	var past time.Time
+	l.until.Store(&past)
+}
+
 // leadership is what the parts of a relay share while the relay leads.
 type leadership struct {
 	lease *lease
 	// held ends when the lease is lost, when a relay that was told to stop takes too
 	// long to finish its batch, and at the end of a clean stop. The cause says which.
 	held context.Context
+	lose context.CancelCauseFunc // ends held
 	// statementTimeout is RelayConfig.Lease.
 	statementTimeout time.Duration
+}
+
+// newGroup returns a group for goroutines that work under the lease. If one panics, the
+// work under the lease ends.
+func (l *leadership) newGroup() *contain.Group {
+	return contain.NewGroup(func(p *contain.Panic) { l.lose(p) })
 }
 
 // withStatementTimeout returns a context for one statement. Only a rebase does without:

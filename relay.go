@@ -5,13 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -43,6 +43,7 @@ type Relay struct {
 	checkNow chan struct{} // for the monitor: the breaker has changed, or an event is dead
 
 	running atomic.Bool
+	stop    atomic.Pointer[context.Context] // of the last Run; hooks are not waited for when it has ended
 }
 
 // NewRelay returns a relay that reads from db and produces with clients that it
@@ -90,10 +91,24 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 		retryNow: make(chan struct{}, 1),
 		checkNow: make(chan struct{}, 1),
 	}
+	r.cfg.Hooks = cfg.Hooks.guarded(r.guardHook)
+	r.retention.callback = contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: archiveGrace}).Call
 	r.breaker = newBreaker(cfg.Breaker, r.breakerChanged)
 	r.monitor = &monitor{watch: newWatch(db, cfg, r.breaker), outage: outage.NewLog(log, "PostgreSQL, for alerts,"), checkNow: r.checkNow}
 	r.health = newHealthState(cfg, r.breaker, r.postgresOutage, r.kafkaOutage)
 	return r, nil
+}
+
+// guardHook returns what calls a hook.
+func (r *Relay) guardHook(name string) func(call func()) {
+	hook := contain.NewCallback("Hooks."+name, r.log, contain.HookLimits)
+	return func(call func()) {
+		ctx := context.Background() // a change of the breaker may come before Run
+		if stop := r.stop.Load(); stop != nil {
+			ctx = *stop
+		}
+		hook.Notify(ctx, call)
+	}
 }
 
 // breakerChanged logs a change of the breaker, calls the hook, wakes the retrier when
@@ -137,16 +152,73 @@ func (r *Relay) Health() RelayHealth { return r.health.report() }
 // in flight has failed, at most about SendTimeout; the next Run sends it again.
 //
 // Outages of Kafka and PostgreSQL are waited out, not returned. The errors that
-// Run returns need an operator: [ErrNotMigrated] and [ErrSequenceBehind].
+// Run returns need an operator: [ErrNotMigrated] and [ErrSequenceBehind], and
+// [ErrHangs] after ctx is cancelled.
+//
+// Run panics if one of its goroutines does, after it has released the lease. The
+// value is an error whose text has the stack of that goroutine.
 func (r *Relay) Run(ctx context.Context) error {
 	if !r.running.CompareAndSwap(false, true) {
 		return ErrRunning
 	}
-	defer r.running.Store(false)
+	r.stop.Store(&ctx)
 	r.health.runBegan()
-	err := r.serve(ctx)
-	r.health.runEnded(err)
-	return err
+	// A goroutine that hangs cannot be ended, only left alone.
+	ended := make(chan runEnd, 1)
+	go func() { ended <- r.serveApart(ctx) }()
+	select {
+	case end := <-ended:
+		return end.result()
+	case <-ctx.Done():
+	}
+	timer := time.NewTimer(r.stopLimit())
+	defer timer.Stop()
+	select {
+	case end := <-ended:
+		return end.result()
+	case <-timer.C:
+		err := fmt.Errorf("%w: relay %s", ErrHangs, r.cfg.Name)
+		r.health.runEnded(err)
+		return err
+	}
+}
+
+// runEnd is how the work of Run ended: by a panic, or with an error or nil.
+type runEnd struct {
+	err   error
+	crash *contain.Crash
+}
+
+func (e runEnd) result() error {
+	if e.crash != nil {
+		panic(*e.crash)
+	}
+	return e.err
+}
+
+// serveApart is the goroutine of Run. When it ends, Run may be called again.
+func (r *Relay) serveApart(ctx context.Context) (end runEnd) {
+	defer r.running.Store(false)
+	defer func() {
+		if v := recover(); v != nil {
+			crash := contain.CrashOf(v)
+			end = runEnd{crash.Panic, &crash}
+		}
+		r.health.runEnded(end.err)
+	}()
+	return runEnd{err: r.serve(ctx)}
+}
+
+// hangGrace is how long Run waits for work that hangs, when it is told to stop.
+const hangGrace = time.Second
+
+// stopLimit is how long Run may take from now on, when it is told to stop: the batch in
+// flight, and the lease. Work that already hangs is not waited for as long.
+func (r *Relay) stopLimit() time.Duration {
+	if r.health.hangs() {
+		return hangGrace
+	}
+	return r.cfg.SendTimeout + releaseTimeout + hangGrace
 }
 
 // serve stands by until it has the lease, leads until it loses the lease, and stands by
@@ -195,8 +267,9 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 // releaseTimeout bounds the statement with which Run lets a standby take over at once.
 const releaseTimeout = 2 * time.Second
 
-// lead relays until ctx is cancelled or the lease is lost.
-func (r *Relay) lead(ctx context.Context, l *lease) error {
+// lead relays until ctx is cancelled or the lease is lost. Whatever ends it, also a panic,
+// it ends all goroutines, and then releases the lease.
+func (r *Relay) lead(ctx context.Context, l *lease) (err error) {
 	// Cancelling ctx must not tear a batch apart: Kafka may already hold its
 	// records, and if the cursor does not move they are sent again. Only the loss of
 	// the lease ends a batch, or a batch that takes too long to finish.
@@ -209,27 +282,30 @@ func (r *Relay) lead(ctx context.Context, l *lease) error {
 
 	r.notifyLeading(true)
 	defer r.notifyLeading(false)
-	var renewing sync.WaitGroup
-	renewing.Go(func() { r.keepLease(held, l, lose) })
-	err := r.work(ctx, leadership{lease: l, held: held, statementTimeout: r.cfg.Lease})
-	lose(nil)
-	renewing.Wait()
-	if errors.Is(err, errLeaseLost) {
-		return err
-	}
+	defer func() { r.release(ctx, l, err) }()
+	leads := leadership{lease: l, held: held, lose: lose, statementTimeout: r.cfg.Lease}
+	renewing := leads.newGroup()
+	defer renewing.Wait()
+	defer lose(nil)
+	renewing.Go(func() { r.keepLease(leads) })
+	err = r.work(ctx, leads)
 	if errors.Is(err, errTooLate) {
 		r.log.Warn("outbox: stopped before the batch in flight was finished; it will be sent again")
 		err = nil
 	}
-	if errors.Is(err, ErrNotMigrated) {
-		return err // and there is no lease either
-	}
-	released, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
-	defer cancel()
-	if rerr := r.leases.giveUp(released, l); rerr != nil {
-		r.log.Warn("outbox: lease not released, a standby waits until it expires", "error", rerr)
-	}
 	return err
+}
+
+// release lets a standby take over at once, unless the lease has gone already.
+func (r *Relay) release(ctx context.Context, l *lease, err error) {
+	if errors.Is(err, errLeaseLost) || errors.Is(err, ErrNotMigrated) { // without tables there is no lease either
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
+	defer cancel()
+	if err := r.leases.giveUp(ctx, l); err != nil {
+		r.log.Warn("outbox: lease not released, a standby waits until it expires", "error", err)
+	}
 }
 
 func (r *Relay) notifyLeading(leading bool) {
@@ -284,21 +360,26 @@ func (r *Relay) newDeliverer(to sender, kafkaOutage *outage.Log, onSend func()) 
 	}}
 }
 
-// keepLease renews the lease until held ends, and ends held with errLeaseLost
-// when the lease is gone or could not be renewed before it expired.
-func (r *Relay) keepLease(held context.Context, l *lease, lose context.CancelCauseFunc) {
-	pause := r.cfg.Lease / 3
+// keepLease renews the lease until held ends, and ends held with errLeaseLost when the
+// lease is gone, could not be renewed before it expired, or is given up because the
+// goroutine of Run hangs: a lease is for those who work.
+func (r *Relay) keepLease(leads leadership) {
+	l, pause := leads.lease, r.cfg.Lease/3
 	for {
-		wait.Sleep(held, min(pause, time.Until(*l.until.Load())))
-		if held.Err() != nil {
+		wait.Sleep(leads.held, min(pause, time.Until(*l.until.Load())))
+		if leads.held.Err() != nil {
+			return
+		}
+		if r.health.hangs() {
+			r.giveUpHanging(leads)
 			return
 		}
 		// Half of the time that is left, so that another connection may do it.
-		ctx, cancel := context.WithTimeout(held, time.Until(*l.until.Load())/2)
+		ctx, cancel := context.WithTimeout(leads.held, time.Until(*l.until.Load())/2)
 		err := r.leases.renew(ctx, l)
 		cancel()
 		if errors.Is(err, errLeaseLost) || !l.held() {
-			lose(errLeaseLost)
+			leads.lose(errLeaseLost)
 			return
 		}
 		pause = r.cfg.Lease / 3
@@ -306,4 +387,14 @@ func (r *Relay) keepLease(held context.Context, l *lease, lose context.CancelCau
 			pause = r.cfg.Lease / 30
 		}
 	}
+}
+
+// giveUpHanging lets another process relay, because the goroutine of Run does not go on.
+// If it ever does, it finds that its lease has expired, and sends nothing.
+func (r *Relay) giveUpHanging(leads leadership) {
+	r.log.Error("outbox: Run does not go on, the lease is given up so that another process can relay", "for", r.health.hangsAfter())
+	leads.lease.expire()
+	leads.lose(errLeaseLost)
+	r.health.gaveUp()
+	r.release(leads.held, leads.lease, nil)
 }

@@ -36,9 +36,26 @@ func newCleaner(leads leadership, cfg RelayConfig, store *retention, hasBacklog 
 	return &cleaner{leadership: leads, cfg: cfg, store: store, hasBacklog: hasBacklog, log: log, outages: outage.NewLogs(log)}
 }
 
+const (
+	// cleanGrace is how long a batch may take when the relay is told to stop. Batches are
+	// short, and an archive may already have the rows; what is rolled back comes again.
+	cleanGrace = time.Second
+	// archiveGrace is how long an Archive may take that does not heed the end of its
+	// context.
+	archiveGrace = 500 * time.Millisecond
+)
+
 // run removes rows at intervals until ctx is cancelled; then it finishes the current
-// batch.
+// batch, if that takes no longer than cleanGrace.
 func (c *cleaner) run(ctx context.Context) {
+	held, lose := context.WithCancelCause(c.held)
+	defer lose(nil)
+	stopped := context.AfterFunc(ctx, func() {
+		wait.Sleep(held, cleanGrace)
+		lose(errTooLate)
+	})
+	defer stopped()
+	c.held = held
 	pause := func(took time.Duration) bool { return c.pause(ctx, took) }
 	c.published = walk{batch: c.removePublished, pause: pause}
 	c.handled = walk{batch: c.removeHandled, pause: pause}
@@ -103,8 +120,7 @@ func (c *cleaner) pause(ctx context.Context, took time.Duration) bool {
 	return ctx.Err() == nil && c.held.Err() == nil
 }
 
-// Cancelling ctx does not end a batch: batches are short, and an archive may already have
-// the rows.
+// Cancelling ctx does not end a batch; run ends it after cleanGrace.
 
 func (c *cleaner) removePublished(_ context.Context, after int64) (step, error) {
 	ctx, cancel := c.withStatementTimeout()

@@ -4,10 +4,10 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
@@ -58,6 +58,7 @@ type session struct {
 	more     bool    // the window may have events behind ids
 	size     int     // how many events to fetch at once
 	fetching chan fetched
+	beside   *contain.Group // what runs beside it: a prefetch, and other parts of the relay
 
 	backlog atomic.Bool // more than a batch is left to send; read by the cleaner
 }
@@ -71,7 +72,9 @@ type fetched struct {
 	err    error
 }
 
-func newSession(p sessionParts) *session { return &session{sessionParts: p, size: p.cfg.BatchSize} }
+func newSession(p sessionParts) *session {
+	return &session{sessionParts: p, size: p.cfg.BatchSize, beside: p.newGroup()}
+}
 
 // run relays until ctx is cancelled; then it returns nil. Once the position is loaded it
 // runs the other parts of the relay beside it, until it returns.
@@ -81,14 +84,21 @@ func (s *session) run(ctx context.Context, others ...func(context.Context)) erro
 	if err != nil {
 		return err
 	}
-	var beside sync.WaitGroup
 	running, stop := context.WithCancel(ctx)
 	for _, other := range others {
-		beside.Go(func() { other(running) })
+		s.beside.Go(func() { other(running) })
 	}
-	defer beside.Wait()
-	defer stop()
-	return s.stayUpToDate(ctx)
+	panics := true // unless stayUpToDate returns
+	defer s.beside.Wait()
+	defer func() {
+		stop()
+		if panics {
+			s.lose(errLeaseLost) // so that the others end at once
+		}
+	}()
+	err = s.stayUpToDate(ctx)
+	panics = false
+	return err
 }
 
 // stayUpToDate relays. Whenever the cursor is not the one that the session knows, it
@@ -263,11 +273,13 @@ func (s *session) prefetch(last int64) {
 	pos.last = last
 	result := make(chan fetched, 1)
 	s.fetching = result
-	go func() {
+	s.beside.Go(func() {
+		got := fetched{err: errLeaseLost} // what a panic means
+		defer func() { result <- got }()
 		ctx, cancel := s.withStatementTimeout()
 		defer cancel()
-		result <- s.fetch(ctx, pos, ids, more, size)
-	}()
+		got = s.fetch(ctx, pos, ids, more, size)
+	})
 }
 
 // fetch reads the next events of the open window: size of them, or fewer where they are

@@ -166,6 +166,43 @@ func TestSessionRunsOthers(t *testing.T) {
 	})
 }
 
+// A panic beside a session ends it, and the other parts with it, and reaches its caller. So
+// does a panic of the session.
+func TestSessionPanics(t *testing.T) {
+	t.Parallel()
+	for name, play := range map[string]func(f *fakeStore) (other func(context.Context)){
+		"beside the session": func(*fakeStore) func(context.Context) {
+			return func(context.Context) { panic(errDown) }
+		},
+		"in the session": func(f *fakeStore) func(context.Context) {
+			f.faults = []string{"open: panic"}
+			return func(context.Context) {}
+		},
+		"in a prefetch": func(f *fakeStore) func(context.Context) {
+			f.faults = []string{"fetch: works", "fetch: panic"}
+			return func(context.Context) {}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				f := newFakeStore(t, 7, nil)
+				panics, ended := play(f), false
+				lost := func(context.Context) {
+					<-f.held.Done()
+					ended = true
+				}
+				defer func() {
+					err, ok := recover().(error)
+					require.True(t, ok)
+					require.ErrorIs(t, err, errDown)
+					require.True(t, ended, "what works beside ends first")
+				}()
+				_ = f.run(panics, lost)
+			})
+		})
+	}
+}
+
 // fakeStore is outbox, outbox_cursor and Kafka for one session. A snapshot is the number
 // of events that it sees.
 type fakeStore struct {
@@ -182,7 +219,8 @@ type fakeStore struct {
 	log    bytes.Buffer
 
 	lease *lease
-	stop  func()      // tells the session to stop
+	stop  func() // tells the session to stop
+	held  context.Context
 	lose  func(error) // ends the lease
 }
 
@@ -201,14 +239,14 @@ func (f *fakeStore) run(others ...func(context.Context)) error {
 	defer stop()
 	held, lose := context.WithCancelCause(context.Background())
 	defer lose(nil)
-	f.stop, f.lose = stop, lose
+	f.stop, f.held, f.lose = stop, held, lose
 	return f.session(held, RelayConfig{BatchSize: 2}.withDefaults()).run(ctx, others...)
 }
 
 func (f *fakeStore) session(held context.Context, cfg RelayConfig) *session {
 	log := slog.New(slog.NewTextHandler(&f.log, nil))
 	return newSession(sessionParts{
-		leadership: leadership{lease: f.lease, held: held, statementTimeout: cfg.Lease},
+		leadership: leadership{lease: f.lease, held: held, lose: f.lose, statementTimeout: cfg.Lease},
 		cfg:        cfg, cursors: f, leases: f, failed: f, deliverer: f, parked: &f.parked, log: log,
 		health: newHealthState(cfg, newBreaker(cfg.Breaker, func(_, _ BreakerState) {})),
 		outage: outage.NewLog(log, "PostgreSQL"), wake: make(chan struct{}),
@@ -240,6 +278,8 @@ func (f *fakeStore) fault(operation string) (done bool, err error) {
 		return true, errDown
 	case "down":
 		return false, errDown
+	case "panic":
+		panic(errDown)
 	case "down and lease over":
 		time.AfterFunc(time.Millisecond, func() { f.lose(errLeaseLost) })
 		return false, errDown

@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
@@ -62,9 +63,11 @@ type RetentionConfig struct {
 	// the transaction that removes them. What it writes with tx commits together with
 	// the removal, or not at all. If it writes elsewhere, it may get the same rows again,
 	// because the commit may fail. After an error the rows stay, and come again in the
-	// next run. The rows of a partition come before the partition is dropped, in
-	// transactions of their own, and again after a restart. ctx ends after
-	// RelayConfig.Lease, and SendTimeout after the relay is told to stop. Nil archives
+	// next run; a panic is an error, which is logged with its stack. The rows of a
+	// partition come before the partition is dropped, in transactions of their own, and
+	// again after a restart. ctx ends after RelayConfig.Lease, and a second after the relay
+	// is told to stop. Half a second later the transaction is rolled back and its
+	// connection closed; until Archive returns it is not called again. Nil archives
 	// nothing.
 	Archive func(ctx context.Context, tx pgx.Tx, rows []ArchivedEvent) error
 }
@@ -202,6 +205,10 @@ type retention struct {
 	db  *pgxpool.Pool
 	cfg RetentionConfig
 
+	// callback runs a transaction with the Archive of the host, which may panic or hang. Nil
+	// runs it here.
+	callback func(ctx context.Context, transaction func() error) error
+
 	sqlPublished, sqlArchived, sqlCursors, sqlResolved, sqlHandled, sqlProof string
 
 	partitions
@@ -228,11 +235,16 @@ const sqlCleanSettings = pg.PlannerSettings + `, set_config('lock_timeout', '100
 // is rolled back, and the next run tries again.
 var errBusy = errors.New("rows are locked")
 
+// beginner begins transactions: a pool, or a connection.
+type beginner interface {
+	BeginTx(ctx context.Context, options pgx.TxOptions) (pgx.Tx, error)
+}
+
 // transact calls remove in a transaction, and proves the lease if l is set. The proof
 // locks the row of the lease, so it comes last: renewing the lease must not have to wait
 // for an archive.
-func (r *retention) transact(ctx context.Context, l *proof, remove func(pgx.Tx) (removed int64, err error)) error {
-	err := pgx.BeginTxFunc(ctx, r.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+func (r *retention) transact(ctx context.Context, db beginner, l *proof, remove func(pgx.Tx) (removed int64, err error)) error {
+	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, sqlCleanSettings); err != nil {
 			return err
 		}
@@ -332,25 +344,58 @@ func (r *retention) publishedBy(ctx context.Context, l *proof, plain, archived s
 	if r.cfg.Archive != nil {
 		sql = archived
 	}
-	var s step
-	err := r.transact(ctx, l, func(tx pgx.Tx) (int64, error) {
-		rows, err := tx.Query(ctx, sql, after, r.cfg.BatchSize, r.cfg.PublishedFor, end)
-		if err != nil {
-			return 0, err
-		}
-		var lagging pgtype.Text
-		var events []ArchivedEvent
-		s, events, err = r.readStep(rows, &lagging)
-		s.lagging = lagging.String
-		if err != nil || len(events) == 0 {
-			return s.removed, err
-		}
-		if err := r.cfg.Archive(ctx, tx, events); err != nil {
-			return 0, fmt.Errorf("archive: %w", err)
-		}
-		return s.removed, nil
-	})
+	remove := func(db beginner) (s step, err error) {
+		err = r.transact(ctx, db, l, func(tx pgx.Tx) (int64, error) {
+			rows, err := tx.Query(ctx, sql, after, r.cfg.BatchSize, r.cfg.PublishedFor, end)
+			if err != nil {
+				return 0, err
+			}
+			var lagging pgtype.Text
+			var events []ArchivedEvent
+			s, events, err = r.readStep(rows, &lagging)
+			s.lagging = lagging.String
+			if err != nil || len(events) == 0 {
+				return s.removed, err
+			}
+			if err := r.cfg.Archive(ctx, tx, events); err != nil {
+				return 0, fmt.Errorf("archive: %w", err)
+			}
+			return s.removed, nil
+		})
+		return s, err
+	}
+	if r.cfg.Archive == nil || r.callback == nil {
+		s, err := remove(r.db)
+		return s, wrapClean("outbox", err)
+	}
+	s, err := r.removeApart(ctx, remove)
 	return s, wrapClean("outbox", err)
+}
+
+// removeApart calls remove through callback. An archive that does not return keeps its
+// transaction, because a transaction belongs to one goroutine. Its connection is closed, so
+// PostgreSQL rolls back, and is no longer the pool's, so the host can close the pool.
+func (r *retention) removeApart(ctx context.Context, remove func(db beginner) (step, error)) (s step, err error) {
+	conn, err := pg.Borrow(ctx, r.db)
+	if err != nil {
+		return s, err
+	}
+	result := make(chan step, 1)
+	err = r.callback(ctx, func() error {
+		defer conn.Return()
+		s, err := remove(conn.Conn)
+		result <- s
+		return err
+	})
+	switch {
+	case errors.Is(err, contain.ErrAbandoned):
+		conn.Cut()
+	case errors.Is(err, contain.ErrOmitted):
+		conn.Return()
+	case err == nil:
+		s = <-result
+	}
+	return s, err
 }
 
 // readStep reads the result of a batch, and the rows that it removed, if the statement
@@ -434,7 +479,7 @@ func (r *retention) handled(ctx context.Context, after int64) (step, error) {
 
 // step runs a statement that returns one row.
 func (r *retention) step(ctx context.Context, l *proof, sql string, args ...any) (s step, err error) {
-	err = r.transact(ctx, l, func(tx pgx.Tx) (int64, error) {
+	err = r.transact(ctx, r.db, l, func(tx pgx.Tx) (int64, error) {
 		rows, err := tx.Query(ctx, sql, args...)
 		if err == nil {
 			s, _, err = r.readStep(rows)
@@ -464,7 +509,7 @@ SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM timed)`
 // resolved removes rows of outbox_failed.
 func (r *retention) resolved(ctx context.Context, l *proof) (s step, err error) {
 	var timed int64
-	err = r.transact(ctx, l, func(tx pgx.Tx) (int64, error) {
+	err = r.transact(ctx, r.db, l, func(tx pgx.Tx) (int64, error) {
 		err := tx.QueryRow(ctx, r.sqlResolved, r.cfg.BatchSize, r.cfg.ResolvedFor).Scan(&s.removed, &timed)
 		return s.removed + timed, err
 	})

@@ -8,12 +8,12 @@ package watch
 
 import (
 	"context"
-	"fmt"
 	"log/slog"
 	"maps"
 	"slices"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
@@ -50,8 +50,8 @@ type Config struct {
 	// BreakerClosed reports whether the breaker of Relay is closed. Nil means that it
 	// is not known.
 	BreakerClosed func() bool
-	// Deliver passes an alert on. An alert that it returns an error for, or panics
-	// at, comes again at the next check.
+	// Deliver passes an alert on. An alert that it returns an error for, panics at, or
+	// does not return from in time, comes again at the next check.
 	Deliver func(context.Context, Alert) error
 	// Logger gets alerts that were not delivered.
 	Logger *slog.Logger
@@ -60,8 +60,9 @@ type Config struct {
 // Watch compares the state of relays with the alerts that were delivered. It belongs
 // to one goroutine.
 type Watch struct {
-	cfg   Config
-	store Store
+	cfg     Config
+	store   Store
+	alerter *contain.Callback
 
 	active     map[key]tables.Relay // alerts that have begun, as they were delivered
 	leaderless map[string]bool      // relays that had no leader at the last check
@@ -76,7 +77,7 @@ type Watch struct {
 type key struct{ kind, relay string }
 
 const (
-	deliverTimeout = 10 * time.Second
+	deliverTimeout = 10 * time.Second // of one alert; an Alerter that ignores it is abandoned
 	checkTimeout   = 30 * time.Second // of all statements of a check
 	maxDeadInAlert = 20
 	maxDeadRead    = 10_000
@@ -88,7 +89,7 @@ const (
 // New returns a watch that has delivered nothing. It does no I/O.
 func New(store Store, cfg Config) *Watch {
 	return &Watch{
-		cfg: cfg, store: store,
+		cfg: cfg, store: store, alerter: contain.NewCallback("Alerter", cfg.Logger, contain.Limits{Grace: contain.HookLimits.Grace}),
 		active: map[key]tables.Relay{}, leaderless: map[string]bool{}, reported: map[int64]time.Time{},
 		reportAt: time.Now().Add(min(cfg.ReportInterval, defaultReports)),
 	}
@@ -161,20 +162,11 @@ func (w *Watch) deliver(ctx context.Context, a Alert) bool {
 	a.At = time.Now()
 	ctx, cancel := context.WithTimeout(ctx, deliverTimeout)
 	defer cancel()
-	err := w.call(ctx, a)
+	err := w.alerter.Call(ctx, func() error { return w.cfg.Deliver(ctx, a) })
 	if err != nil {
 		w.cfg.Logger.Warn("outbox: alert not delivered, it comes again at the next check", "alert", a.Kind, "relay", a.Relay, "error", err)
 	}
 	return err == nil
-}
-
-func (w *Watch) call(ctx context.Context, a Alert) (err error) {
-	defer func() {
-		if v := recover(); v != nil {
-			err = fmt.Errorf("panic: %v", v)
-		}
-	}()
-	return w.cfg.Deliver(ctx, a)
 }
 
 // reportDeaths alerts to events that have died since the last check, with one alert
