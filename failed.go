@@ -3,7 +3,6 @@ package outbox
 import (
 	"context"
 	"fmt"
-	"math/rand/v2"
 	"slices"
 	"time"
 
@@ -11,7 +10,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/pg"
-	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // How outbox_failed works. An event that Kafka rejects, or that is unavailable while
@@ -28,9 +26,10 @@ type failure struct {
 	class  string
 	err    error // nil when parked
 
-	rejected bool // by Kafka
-	pending  bool // the parking counts it as pending
-	held     bool // dead, and holds its key
+	wait     time.Duration // before the first retry
+	rejected bool          // by Kafka
+	pending  bool          // the parking counts it as pending
+	held     bool          // dead, and holds its key
 }
 
 // unreadableRow is the error class of an event whose row in outbox or outbox_failed
@@ -78,9 +77,7 @@ func failureArgs(failures []failure) []any {
 	for i, f := range failures {
 		ids[i], keys[i], statuses[i] = f.event.id, f.key, f.status
 		classes[i], errs[i] = causeOf(f.class, f.err)
-		if f.status == StatusFailed {
-			waits[i] = retryWait(1)
-		}
+		waits[i] = f.wait
 		readable[i], held[i] = f.class != unreadableRow, f.held
 	}
 	return []any{ids, keys, statuses, classes, errs, waits, readable, held}
@@ -380,17 +377,4 @@ func (f *failedStore) saveResults(ctx context.Context, l *lease, results []retry
 		return errLeaseLost
 	}
 	return nil
-}
-
-// The first and the longest wait before a retry of a rejected event.
-const (
-	minRetryWait = time.Second
-	maxRetryWait = 300 * time.Second
-)
-
-// retryWait returns the wait before the n-th retry of a rejected event, from 1: it
-// doubles from 1 s to 300 s, less up to a fifth.
-func retryWait(n int) time.Duration {
-	d := wait.Exponential(minRetryWait, maxRetryWait, n-1)
-	return d - rand.N(d/5)
 }

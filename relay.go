@@ -64,7 +64,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 	cfg = cfg.withDefaults()
 	err := errors.Join(cfg.validate(), kafka.CheckProducerOpts(opts))
 	if err == nil {
-		err = kafka.ValidateOpts(kafka.ProducerOpts(opts, cfg.DeliveryTimeout))
+		err = kafka.ValidateOpts(kafka.ProducerOpts(opts, cfg.DeliveryTimeout, cfg.Linger))
 	}
 	if db == nil {
 		err = errors.Join(fmt.Errorf("db %w", ErrNilArgument), err)
@@ -75,7 +75,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 	log := cfg.Logger.With("relay", cfg.Name)
 	r := &Relay{
 		cfg:       cfg,
-		opts:      kafka.ProducerOpts(opts, cfg.DeliveryTimeout),
+		opts:      kafka.ProducerOpts(opts, cfg.DeliveryTimeout, cfg.Linger),
 		leases:    newLeases(db, cfg.Schema, cfg.Name, cfg.Lease),
 		cursors:   newCursors(db, cfg.Schema, cfg.Name),
 		failed:    newFailedStore(db, cfg.Schema, cfg.Name, cfg.HoldDead),

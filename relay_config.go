@@ -6,11 +6,13 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"math/rand/v2"
 	"slices"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // RelayConfig tunes a [Relay]. The zero value is ready for production.
@@ -48,13 +50,28 @@ type RelayConfig struct {
 	// renewed at a third of this. Zero means 30 s.
 	Lease time.Duration
 
+	// Linger is how long the Kafka client waits for further records of a partition before
+	// it sends those that it has, kgo.ProducerLinger; that option among those of NewRelay
+	// has no effect. All records of a batch are handed over at once, so batches come full,
+	// and Linger only delays the last records of each; where many partitions get few
+	// events each, it makes fewer requests of them. At most a tenth of DeliveryTimeout.
+	// Zero means 0 s.
+	Linger time.Duration
+
 	// RetryInterval is how long a relay waits before it looks for failed events
 	// that are due. It looks at once when the breaker closes. Zero means 5 s.
 	RetryInterval time.Duration
-	// MaxRetries is how many retries of an event Kafka rejects, after 1, 2, 4 …
-	// 300 s, before the event is dead. An outage, a missing topic or a lapsed credential
-	// uses up none. Zero means 10.
+	// MaxRetries is how many retries of an event Kafka rejects before the event is dead. An
+	// outage, a missing topic or a lapsed credential uses up none. Zero means 10.
 	MaxRetries int
+	// RetryWait is the wait before the first retry of an event that Kafka rejected. It
+	// doubles with each retry, up to MaxRetryWait; each wait is shorter by up to a fifth,
+	// so that events do not come back at the same moment. A retry is made when the relay
+	// looks for it, see RetryInterval. Zero means 1 s.
+	RetryWait time.Duration
+	// MaxRetryWait is the longest wait before a retry, not below RetryWait. Zero means
+	// 300 s.
+	MaxRetryWait time.Duration
 	// HoldDead keeps the later events of a dead event's key until an operator decides.
 	// Without it they are sent.
 	HoldDead bool
@@ -98,6 +115,9 @@ const (
 	defaultLease        = 30 * time.Second
 	defaultRetry        = 5 * time.Second
 	defaultMaxRetries   = 10
+	minRetryWait        = time.Second
+	maxRetryWait        = 300 * time.Second
+	lingerShare         = 10 // of DeliveryTimeout: a record must not be late for having lingered
 	maxRelayName        = 100
 )
 
@@ -111,6 +131,8 @@ func (c RelayConfig) withDefaults() RelayConfig {
 	c.Lease = cmp.Or(c.Lease, defaultLease)
 	c.RetryInterval = cmp.Or(c.RetryInterval, defaultRetry)
 	c.MaxRetries = cmp.Or(c.MaxRetries, defaultMaxRetries)
+	c.RetryWait = cmp.Or(c.RetryWait, minRetryWait)
+	c.MaxRetryWait = cmp.Or(c.MaxRetryWait, maxRetryWait)
 	c.Breaker = c.Breaker.withDefaults()
 	c.Retention = c.Retention.withDefaults()
 	c.Logger = cmp.Or(c.Logger, slog.Default())
@@ -130,6 +152,9 @@ func (c RelayConfig) validate() error {
 		check.NotNegative("Lease", c.Lease),
 		check.NotNegative("RetryInterval", c.RetryInterval),
 		check.NotNegative("MaxRetries", c.MaxRetries),
+		check.NotNegative("RetryWait", c.RetryWait),
+		check.NotNegative("MaxRetryWait", c.MaxRetryWait),
+		check.NotNegative("Linger", c.Linger),
 		c.Breaker.validate(),
 		c.Retention.validate(),
 		c.Alerts.settings().Validate(),
@@ -154,5 +179,17 @@ func (c RelayConfig) validate() error {
 	if c.SendTimeout >= c.Lease {
 		errs = append(errs, fmt.Errorf("field SendTimeout is %v: must be shorter than Lease, %v", c.SendTimeout, c.Lease))
 	}
+	if c.RetryWait > c.MaxRetryWait {
+		errs = append(errs, fmt.Errorf("field RetryWait is %v: must not be above MaxRetryWait, %v", c.RetryWait, c.MaxRetryWait))
+	}
+	if most := c.DeliveryTimeout / lingerShare; c.Linger > most {
+		errs = append(errs, fmt.Errorf("field Linger is %v: at most a tenth of DeliveryTimeout, %v", c.Linger, most))
+	}
 	return errors.Join(errs...)
+}
+
+// retryWait returns the wait before the n-th retry of a rejected event, from 1.
+func (c RelayConfig) retryWait(n int) time.Duration {
+	d := wait.Exponential(c.RetryWait, c.MaxRetryWait, n-1)
+	return d - rand.N(d/5+1)
 }

@@ -203,7 +203,7 @@ func (r *retrier) resultOf(e *failedEvent, o outcome) (result retryResult, ok bo
 	case outcomeSent:
 		result.status, result.err = StatusResolved, nil
 	case outcomeRejected:
-		result.status, result.count, result.wait = StatusFailed, 1, retryWait(e.retries+2)
+		result.status, result.count, result.wait = StatusFailed, 1, r.cfg.retryWait(e.retries+2)
 		if e.retries+1 >= r.cfg.MaxRetries {
 			result.status = StatusDead
 		}

@@ -7,18 +7,28 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// 1, 2, 4 … 300 s, less up to a fifth.
+// The waits before retries double, up to the longest, less up to a fifth: 1, 2, 4 … 300 s
+// by default.
 func TestRetryWait(t *testing.T) {
 	t.Parallel()
+	cfg := RelayConfig{}.withDefaults()
 	for i, seconds := range []int{1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300} {
 		most := time.Duration(seconds) * time.Second
 		for range 100 {
-			wait := retryWait(i + 1)
+			wait := cfg.retryWait(i + 1)
 			require.LessOrEqual(t, wait, most)
 			require.GreaterOrEqual(t, wait, most*4/5)
 		}
 	}
-	require.LessOrEqual(t, retryWait(1000), 300*time.Second)
+	require.LessOrEqual(t, cfg.retryWait(1000), 300*time.Second)
+
+	cfg = RelayConfig{RetryWait: 10 * time.Millisecond, MaxRetryWait: time.Hour}.withDefaults()
+	require.InDelta(t, 9*time.Millisecond, cfg.retryWait(1), float64(time.Millisecond))
+	require.GreaterOrEqual(t, cfg.retryWait(30), time.Hour*4/5, "small steps lead there, too")
+	cfg.MaxRetryWait = Forever
+	require.Positive(t, cfg.retryWait(1_000_000))
+	cfg.RetryWait, cfg.MaxRetryWait = 1, 1
+	require.LessOrEqual(t, cfg.retryWait(3), time.Duration(1))
 }
 
 func TestRetryDefaults(t *testing.T) {

@@ -429,3 +429,38 @@ func (h *relayFixture) setTopic(t *testing.T, setting, value string) {
 	require.NoError(t, err)
 	require.Zero(t, response.Resources[0].ErrorCode)
 }
+
+// The waits between retries are as configured: the default ones add up to more than a
+// minute for seven retries.
+func TestRetryWaits(t *testing.T) {
+	t.Parallel()
+	h := newRelayFixture(t)
+	h.impossible(t)
+	cfg := quick
+	cfg.Logger = slog.New(slog.DiscardHandler)
+	cfg.MaxRetries, cfg.RetryWait, cfg.MaxRetryWait = 7, 5*time.Millisecond, 50*time.Millisecond
+	start := time.Now()
+	testenv.Run(t, h.relay(t, cfg).Run)
+	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 1})
+	require.Less(t, time.Since(start), 20*time.Second)
+}
+
+// Records linger as configured, also those of a single event.
+func TestLinger(t *testing.T) {
+	t.Parallel()
+	h := newRelayFixture(t)
+	reader := h.follow(t)
+	cfg := quick
+	cfg.Linger = 500 * time.Millisecond
+	testenv.Run(t, h.relay(t, cfg).Run)
+	first := numbered("a", 1, 1)
+	h.commit(t, first...)
+	requireArrival(t, reader, first...)
+	for i := range 3 {
+		event := numbered("a", 2+i, 1)
+		start := time.Now()
+		h.commit(t, event...)
+		requireArrival(t, reader, event...)
+		require.GreaterOrEqual(t, time.Since(start), cfg.Linger)
+	}
+}

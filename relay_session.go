@@ -343,21 +343,21 @@ func (s *session) send(ctx context.Context, batch []envelope) error {
 func (s *session) failures(batch []envelope, outcomes []outcome) (decided int, failures []failure) {
 	for i, o := range outcomes {
 		e := &batch[i]
-		status := StatusParked
+		status, wait := StatusParked, time.Duration(0)
 		switch o.kind {
 		case outcomePending:
 			return i, failures
 		case outcomeSent:
 			continue
 		case outcomeRejected:
-			status = StatusFailed
+			status, wait = StatusFailed, s.cfg.retryWait(1)
 		case outcomeUnavailable:
 			status = StatusWaiting
 		case outcomeBlocked, outcomeParked:
 		}
 		topic, _ := s.deliverer.topic(e)
 		failures = append(failures, failure{
-			event: e, key: tables.ParkingKey(topic, e.key()), status: status, class: o.class, err: o.err,
+			event: e, key: tables.ParkingKey(topic, e.key()), status: status, class: o.class, err: o.err, wait: wait,
 			rejected: o.kind == outcomeRejected, pending: o.kind == outcomeParked,
 		})
 	}

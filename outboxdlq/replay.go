@@ -140,7 +140,7 @@ func newRun(opts []kgo.Opt, cfg ReplayConfig) (*run, error) {
 	if err != nil {
 		return nil, err
 	}
-	opts = kafka.ProducerOpts(opts, deliveryTimeout)
+	opts = kafka.ProducerOpts(opts, deliveryTimeout, 0)
 	client, err := kafka.NewClient(opts)
 	if err != nil {
 		return nil, err

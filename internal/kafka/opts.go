@@ -95,15 +95,15 @@ func CheckProducerOpts(opts []kgo.Opt) error {
 	})
 }
 
-// ProducerOpts returns the options of the host, and those that the promises need.
-func ProducerOpts(host []kgo.Opt, deliveryTimeout time.Duration) []kgo.Opt {
+// ProducerOpts returns the options of the host, and those that the promises need. Linger is
+// commonly 0: batches come full, and waiting for more records only delays them.
+func ProducerOpts(host []kgo.Opt, deliveryTimeout, linger time.Duration) []kgo.Opt {
 	return append(append([]kgo.Opt(nil), host...),
 		kgo.RequiredAcks(kgo.AllISRAcks()),
 		// With idempotence alone, a record whose request was sent and never
 		// answered would neither fail nor time out.
 		kgo.RecordDeliveryTimeout(deliveryTimeout),
 		kgo.AllowIdempotentProduceCancellation(),
-		// Batches come full: waiting for more records would only delay them.
-		kgo.ProducerLinger(0),
+		kgo.ProducerLinger(linger),
 	)
 }

@@ -58,6 +58,11 @@ func (b *Backoff) Reset() { b.tries = 0 }
 
 // Exponential returns shortest doubled n times, but at most longest.
 func Exponential(shortest, longest time.Duration, n int) time.Duration {
-	const enough = 10 // more doublings would only risk an overflow
-	return min(shortest<<min(max(n, 0), enough), longest)
+	for ; n > 0 && shortest > 0 && shortest < longest; n-- {
+		if shortest > longest/2 {
+			return longest // doubled, it might overflow
+		}
+		shortest *= 2
+	}
+	return min(shortest, longest)
 }
