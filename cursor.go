@@ -27,10 +27,17 @@ import (
 // has an id of its own, not below any id that the snapshot calls finished. If the row
 // survived the crash, so did that id. Hence the rule of this file: a window is used only
 // after the row that announces it is committed, and each statement that reads or moves
-// makes sure that the newest row is still the one that we know. It must also be on the
-// server that we know: a connection may have come back to a copy that has the same rows.
-// (A server is identified by the time of its start, because asking for the cluster's
-// identifier reads a file.)
+// makes sure that the row that we know is still there: its id, its relay and the epoch of
+// the lease under which it was written. The id alone is not enough, because a crash gives
+// the ids of rows that were lost to others, too. The row must also be on the server that
+// we know: a connection may have come back to a copy that has the same rows. (A server is
+// identified by the time of its start, because asking for the cluster's identifier reads a
+// file. When one process of a server is killed, the server starts all others anew and
+// forgets rows, but keeps this time.)
+//
+// No statement of this file takes longer because more events wait. The one that announces
+// a window locks the row of the lease, so it reads few events; larger windows are read
+// afterwards, see cursor_window.go.
 
 // errStale means that the newest row of outbox_cursor is not the one that the relay knows:
 // that row vanished in a crash, or another process moved the cursor. Load it again.
@@ -44,6 +51,7 @@ type position struct {
 	last     int64  // highest outbox.id attempted of the open window
 	highest  int64  // highest outbox.id ever attempted
 	systemID int64  // the cluster whose transaction ids these are
+	epoch    int64  // of the lease under which the row was written
 
 	server time.Time // start of the server that returned the row; another server may be a copy
 }
@@ -54,20 +62,23 @@ type cursors struct {
 	schema string
 	relay  string
 
-	sqlLoad, sqlSeed, sqlOpen, sqlMove, sqlMoveFailed, sqlIDs, sqlFetch string
-	sqlSequence, sqlRebase, sqlRebaseProof                              string
+	inOrder func([]envelope) // puts events that were read together in the order of ids
+
+	sqlLoad, sqlSeed, sqlOpen, sqlMove, sqlMoveFailed, sqlPage, sqlFetch, sqlFetchBare string
+	sqlSequence, sqlRebase, sqlRebaseProof                                             string
 }
 
 func newCursors(db *pgxpool.Pool, schema, relay string) *cursors {
 	return &cursors{
-		db: db, schema: schema, relay: relay,
+		db: db, schema: schema, relay: relay, inOrder: sortByID,
 		sqlLoad:        pg.InSchema(sqlLoad, schema),
 		sqlSeed:        pg.InSchema(sqlSeed, schema),
 		sqlOpen:        pg.InSchema(sqlOpen, schema),
 		sqlMove:        pg.InSchema(sqlMove, schema),
 		sqlMoveFailed:  pg.InSchema(sqlMoveFailed, schema),
-		sqlIDs:         pg.InSchema(sqlIDs, schema),
+		sqlPage:        pg.InSchema(sqlPage, schema),
 		sqlFetch:       pg.InSchema(sqlFetch, schema),
+		sqlFetchBare:   pg.InSchema(sqlFetchBare, schema),
 		sqlSequence:    pg.InSchema(sqlSequence, schema),
 		sqlRebase:      pg.InSchema(sqlRebase, schema),
 		sqlRebaseProof: pg.InSchema(sqlRebaseProof, schema),
@@ -79,7 +90,7 @@ func newCursors(db *pgxpool.Pool, schema, relay string) *cursors {
 // cluster has not drawn yet.
 const sqlLoad = `
 SELECT c.id, c.snapshot::text, coalesce(c.window_snapshot::text, ''), c.last_processed_id, c.highest_id,
-       c.system_identifier, s.system_identifier, pg_postmaster_start_time(),
+       c.system_identifier, c.epoch, s.system_identifier, pg_postmaster_start_time(),
        pg_snapshot_xmax(coalesce(c.window_snapshot, c.snapshot)) <= pg_snapshot_xmax(pg_current_snapshot())
        AND coalesce((SELECT xid FROM {schema}.outbox ORDER BY xid DESC, id DESC LIMIT 1)
                     < pg_snapshot_xmax(pg_current_snapshot()), true)
@@ -134,18 +145,19 @@ func (c *cursors) seed(ctx context.Context, l *lease) (p position, err error) {
 // newest returns pgx.ErrNoRows when the relay has no position yet, and errOtherCluster
 // when its position is one in another cluster.
 func (c *cursors) newest(ctx context.Context, db pg.RowQuerier) (p position, err error) {
-	var id, last, highest, written pgtype.Int8
+	var id, last, highest, written, epoch pgtype.Int8
 	var base pgtype.Text
 	var here int64
 	var known pgtype.Bool
-	err = db.QueryRow(ctx, c.sqlLoad, c.relay).Scan(&id, &base, &p.window, &last, &highest, &written, &here, &p.server, &known)
+	err = db.QueryRow(ctx, c.sqlLoad, c.relay).Scan(&id, &base, &p.window, &last, &highest, &written, &epoch, &here, &p.server, &known)
 	if err != nil {
 		return p, fmt.Errorf("load cursor: %w", err)
 	}
 	if !id.Valid {
 		return p, pgx.ErrNoRows
 	}
-	p.cursorID, p.base, p.last, p.highest, p.systemID = id.Int64, base.String, last.Int64, highest.Int64, written.Int64
+	p.cursorID, p.base, p.last, p.highest = id.Int64, base.String, last.Int64, highest.Int64
+	p.systemID, p.epoch = written.Int64, epoch.Int64
 	if written.Int64 != here || !known.Bool {
 		return p, errOtherCluster
 	}
@@ -153,10 +165,14 @@ func (c *cursors) newest(ctx context.Context, db pg.RowQuerier) (p position, err
 }
 
 // sqlOpen ends the window that was drained, if any, opens the next window and reads its
-// events, all under one snapshot. It announces the new window in the transaction that
-// found it. When there is nothing to announce it writes nothing, takes no lock and uses
-// up no transaction id. Of a window with $7 events or more it reads none: its ids have to
-// be sorted first, see sqlIDs.
+// events if they are few, all under one snapshot. It announces the new window in the
+// transaction that found it. When there is nothing to announce it writes nothing, takes no
+// lock and uses up no transaction id. Of a window with $7 events or more, or with more
+// than $13 bytes, it reads no event, because it holds the lock of the lease as long as it
+// reads.
+//
+// A row whose transaction id PostgreSQL has not reached was copied here. It must not
+// announce a window: it would be in none, and announce the next one, without end.
 //
 // The shape of ids keeps the poll at a few dozen buffers over a million published rows,
 // under custom and generic plans, with statistics and without. The bound xmax(base) is a
@@ -166,19 +182,30 @@ func (c *cursors) newest(ctx context.Context, db pg.RowQuerier) (p position, err
 // load left a single value in the statistics. With ORDER BY xid, id LIMIT the index is
 // the cheapest way even then. MATERIALIZED keeps the planner from reversing the join and
 // reading the whole primary key.
+//
+// Rows are looked up in the order of their sorted ids instead of being sorted themselves:
+// a sort would hold all payloads at once.
 const sqlOpen = `
 WITH ids AS MATERIALIZED (
     SELECT w.id, w.xid FROM (
        (SELECT id, xid FROM {schema}.outbox
-         WHERE xid >= $6::xid8 AND xid <= '18446744073709551615'::xid8 ORDER BY xid, id LIMIT $7)
+         WHERE xid >= $6::xid8 AND xid < pg_snapshot_xmax(pg_current_snapshot())
+           AND pg_visible_in_snapshot(xid, pg_current_snapshot()) ORDER BY xid, id LIMIT $7)
          UNION ALL
         SELECT late.id, late.xid FROM pg_snapshot_xip($5::pg_snapshot) AS x
-         CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox WHERE xid >= x AND xid <= x ORDER BY xid, id LIMIT $7) AS late
+         CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox
+                              WHERE xid >= x AND xid <= x AND pg_visible_in_snapshot(xid, pg_current_snapshot())
+                              ORDER BY xid, id LIMIT $7) AS late
     ) AS w LIMIT $7
-), size AS MATERIALIZED (
+), found AS MATERIALIZED (
     SELECT count(*) AS n FROM ids
+), few AS MATERIALIZED (
+    SELECT sum(o.size) <= $13::bigint AS enough
+      FROM ids CROSS JOIN LATERAL (SELECT size FROM {schema}.outbox WHERE xid = ids.xid AND id = ids.id OFFSET 0) AS o
+     WHERE (SELECT n FROM found) < $7
 ), newest AS MATERIALIZED (
-    SELECT max(id) AS id FROM {schema}.outbox_cursor WHERE relay = $1::text AND pg_postmaster_start_time() = $12
+    SELECT c.id FROM (SELECT id, epoch FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c
+     WHERE c.id = $4 AND c.epoch = $14 AND pg_postmaster_start_time() = $12
 ), lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
 ), moved AS (
@@ -189,51 +216,51 @@ WITH ids AS MATERIALIZED (
            CASE WHEN EXISTS (SELECT FROM ids) THEN 0 ELSE $9::bigint END,
            $10::bigint, $11::bigint, lease.epoch
       FROM newest, lease
-     WHERE newest.id = $4 AND ($8::bool OR EXISTS (SELECT FROM ids))
+     WHERE $8::bool OR EXISTS (SELECT FROM ids)
  RETURNING id
 )
-SELECT newest.id, moved.id, pg_current_snapshot()::text, size.n, ` + eventColumns + `
-  FROM newest CROSS JOIN size
+SELECT newest.id, moved.id, pg_current_snapshot()::text, found.n, ` + eventColumns + `
+  FROM newest CROSS JOIN found
   LEFT JOIN moved ON true
-  LEFT JOIN (SELECT o.* FROM ids CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE xid = ids.xid AND id = ids.id OFFSET 0) AS o
-              WHERE (SELECT n FROM size) < $7) AS e ON true
- ORDER BY e.id`
+  LEFT JOIN LATERAL (
+       SELECT o.* FROM (SELECT id, xid FROM ids WHERE found.n < $7 AND (SELECT enough FROM few) ORDER BY id) AS i
+        CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE xid = i.xid AND id = i.id OFFSET 0) AS o) AS e ON true`
 
 // open returns the position in the window that follows p, and its events if they are at
-// most limit and maxBatchBytes. Otherwise large is true, and remaining returns their ids.
-// The window of p must be drained. Without new events the position has no window, and
-// equals p if p had none.
+// most limit and maxOpenBytes. Otherwise large is true, and page returns their ids. With a
+// limit of 0 it reads no event. The window of p must be drained. Without new events the
+// position has no window, and equals p if p had none. The error is errTooMuch if the events
+// are much larger than their rows say.
 func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (next position, events []envelope, large bool, err error) {
-	next = position{cursorID: p.cursorID, base: p.base, last: p.last, highest: p.highest, systemID: p.systemID, server: p.server}
+	next = p
+	next.window = ""
 	drained := p.window != ""
 	if drained {
 		next.base = p.window
 	}
 	var newest, moved pgtype.Int8
 	var now string
-	var size int
+	var found int
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
-		events, err = readEvents(rows, 0, &newest, &moved, &now, &size)
-		if errors.Is(err, errBatchTooLarge) {
-			large, err = true, nil
-		}
+		events, err = readEvents(rows, limit, 2*maxOpenBytes, &newest, &moved, &now, &found)
 		return err
-	}, c.sqlOpen, c.relay, l.holder, l.epoch, p.cursorID,
-		next.base, tables.SnapshotMax(next.base), limit+1, drained, p.last, p.highest, p.systemID, p.server)
+	}, c.sqlOpen, c.relay, l.holder, l.epoch, p.cursorID, next.base, tables.SnapshotMax(next.base), limit+1, drained,
+		p.last, p.highest, p.systemID, p.server, maxOpenBytes, p.epoch)
 	switch {
 	case err != nil:
 		return p, nil, false, fmt.Errorf("open window: %w", err)
-	case newest.Int64 != p.cursorID:
+	case !newest.Valid:
 		return p, nil, false, errStale
-	case !moved.Valid && (drained || size > 0):
+	case !moved.Valid && (drained || found > 0):
 		return p, nil, false, errLeaseLost
 	case moved.Valid:
-		next.cursorID = moved.Int64
+		next.cursorID, next.epoch = moved.Int64, l.epoch
 	}
-	if size > 0 {
+	if found > 0 {
 		next.window, next.last = now, 0
 	}
-	return next, events, large || size > limit, nil
+	c.inOrder(events)
+	return next, events, len(events) < found, nil
 }
 
 // sqlMove writes how far the open window has been drained.
@@ -241,9 +268,9 @@ const sqlMove = `
 INSERT INTO {schema}.outbox_cursor
        (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
 SELECT $1::text, $5::pg_snapshot, $6::pg_snapshot, $7::bigint, $8::bigint, $9::bigint, lease.epoch
-  FROM (SELECT max(id) AS id FROM {schema}.outbox_cursor WHERE relay = $1::text AND pg_postmaster_start_time() = $10) AS newest,
+  FROM (SELECT id, epoch FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS newest,
        (SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE) AS lease
- WHERE newest.id = $4
+ WHERE newest.id = $4 AND newest.epoch = $11 AND pg_postmaster_start_time() = $10
 RETURNING id`
 
 // move records that the events of the open window up to p.last have been attempted, and
@@ -251,7 +278,7 @@ RETURNING id`
 // errStale if the cursor has changed or the lease is lost.
 func (c *cursors) move(ctx context.Context, l *lease, p position, failures []failure) (int64, error) {
 	sql := c.sqlMove
-	args := []any{c.relay, l.holder, l.epoch, p.cursorID, p.base, p.window, p.last, p.highest, p.systemID, p.server}
+	args := []any{c.relay, l.holder, l.epoch, p.cursorID, p.base, p.window, p.last, p.highest, p.systemID, p.server, p.epoch}
 	if len(failures) > 0 {
 		sql = c.sqlMoveFailed
 		args = append(args, failureArgs(failures)...)

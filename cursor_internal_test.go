@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/outboxgo/outbox/internal/idset"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/testenv"
@@ -192,9 +193,7 @@ func TestWindowIsResumed(t *testing.T) {
 	require.NoError(t, err)
 	require.True(t, large, "ten events")
 	require.Empty(t, events)
-	first, err := d.cursors.remaining(ctx, p, 4)
-	require.NoError(t, err)
-	require.Equal(t, []int64{1, 2, 3, 4}, first)
+	require.Equal(t, []int64{1, 2, 3, 4, 5, 8, 9, 10, 11, 12}, remaining(t, d.cursors, p))
 	require.NoError(t, late.Commit(ctx))
 	d.insert(t, 5)
 	p.last, p.highest = 4, 4
@@ -204,15 +203,31 @@ func TestWindowIsResumed(t *testing.T) {
 	l = d.takeOver(t)
 	p, err = d.cursors.load(ctx, l)
 	require.NoError(t, err)
-	rest, err := d.cursors.remaining(ctx, p, 100)
-	require.NoError(t, err)
-	require.Equal(t, []int64{5, 8, 9, 10, 11, 12}, rest)
+	require.Equal(t, []int64{5, 8, 9, 10, 11, 12}, remaining(t, d.cursors, p))
 	p.last, p.highest = 12, 12
 	p, events, large, err = d.cursors.open(ctx, l, p, 7)
 	require.NoError(t, err)
 	require.False(t, large)
 	require.Equal(t, []int64{6, 7, 13, 14, 15, 16, 17}, ids(events))
 	require.Zero(t, p.last)
+}
+
+// remaining returns the ids of the open window that are left, read in small pages.
+func remaining(t *testing.T, c *cursors, p position) []int64 {
+	t.Helper()
+	var all idset.Set
+	u, err := unpagedOf(p)
+	require.NoError(t, err)
+	for len(u.ranges) > 0 {
+		var ids []int64
+		ids, u, err = c.page(context.Background(), p, u, 3)
+		require.NoError(t, err)
+		require.LessOrEqual(t, len(ids), 3)
+		for _, id := range ids {
+			all.Add(id)
+		}
+	}
+	return all.First(all.Len())
 }
 
 func ids(events []envelope) (all []int64) {
@@ -249,19 +264,33 @@ func TestIdleOpen(t *testing.T) {
 // be others' by now: nothing is read by them.
 func TestVanishedWindowIsNotRead(t *testing.T) {
 	t.Parallel()
-	d, ctx := newCursorFixture(t), context.Background()
+	d := newCursorFixture(t)
 	_, p := d.opened(t)
-	ids, err := d.cursors.remaining(ctx, p, 100)
-	require.NoError(t, err)
+	ids := remaining(t, d.cursors, p)
 	require.Len(t, ids, 2)
-	d.exec(t, `DELETE FROM {schema}.outbox_cursor WHERE id >= $1`, p.cursorID)
+	for name, change := range map[string]string{
+		"another lease's":   `UPDATE {schema}.outbox_cursor SET epoch = epoch + 1 WHERE id = $1`,
+		"another relay's":   `UPDATE {schema}.outbox_cursor SET relay = 'other' WHERE id = $1`,
+		"nobody's any more": `DELETE FROM {schema}.outbox_cursor WHERE id = $1`,
+	} {
+		d.exec(t, change, p.cursorID)
+		d.requireStale(t, p, ids, name)
+		d.exec(t, `UPDATE {schema}.outbox_cursor SET epoch = $2, relay = 'default' WHERE id = $1`, p.cursorID, p.epoch)
+	}
+}
 
-	events, err := d.cursors.fetch(ctx, p, ids)
+// requireStale requires that nothing of the open window can be read.
+func (d *cursorFixture) requireStale(t *testing.T, p position, ids []int64, why string) {
+	t.Helper()
+	ctx := context.Background()
+	_, _, err := d.cursors.fetch(ctx, p, ids)
+	require.ErrorIs(t, err, errStale, why)
+	_, err = d.cursors.fetchBare(ctx, p, ids[0], true)
+	require.ErrorIs(t, err, errStale, why)
+	u, err := unpagedOf(p)
 	require.NoError(t, err)
-	require.Empty(t, events)
-	ids, err = d.cursors.remaining(ctx, p, 100)
-	require.NoError(t, err)
-	require.Empty(t, ids)
+	_, _, err = d.cursors.page(ctx, p, u, 100)
+	require.ErrorIs(t, err, errStale, why)
 }
 
 // A statement that was prepared and then fails has no columns to read.
@@ -271,11 +300,12 @@ func TestReadsThatFail(t *testing.T) {
 	l, p := d.opened(t)
 	failed := newFailedStore(d.db, d.schema, "default", false)
 	reads := map[string]func() error{
-		"fetch":     func() error { _, err := d.cursors.fetch(ctx, p, []int64{1}); return err },
-		"remaining": func() error { _, err := d.cursors.remaining(ctx, p, 10); return err },
-		"due":       func() error { _, err := failed.due(ctx, 10); return err },
-		"parked":    func() error { _, err := failed.parked(ctx, "key", 10); return err },
-		"open":      func() error { _, _, _, err := d.cursors.open(ctx, l, p, 10); return err },
+		"fetch":  func() error { _, _, err := d.cursors.fetch(ctx, p, []int64{1}); return err },
+		"bare":   func() error { _, err := d.cursors.fetchBare(ctx, p, 1, true); return err },
+		"page":   func() error { _, _, err := d.cursors.page(ctx, p, unpaged{ranges: []xidRange{{3, 4}}}, 10); return err },
+		"due":    func() error { _, err := failed.due(ctx, 10); return err },
+		"parked": func() error { _, err := failed.parked(ctx, "key", 10); return err },
+		"open":   func() error { _, _, _, err := d.cursors.open(ctx, l, p, 10); return err },
 	}
 	for name, read := range reads {
 		if name != "open" { // it was, by opened
@@ -293,7 +323,7 @@ func TestReadsThatFail(t *testing.T) {
 func TestStatementsAreComplete(t *testing.T) {
 	t.Parallel()
 	c, l, r := newCursors(nil, "s", "r"), newLeases(nil, "s", "r", 1), newRetention(nil, "s", RetentionConfig{})
-	for _, sql := range []string{c.sqlLoad, c.sqlSeed, c.sqlOpen, c.sqlMove, c.sqlMoveFailed, c.sqlIDs, c.sqlFetch, c.sqlSequence, c.sqlRebase, c.sqlRebaseProof,
+	for _, sql := range []string{c.sqlLoad, c.sqlSeed, c.sqlOpen, c.sqlMove, c.sqlMoveFailed, c.sqlPage, c.sqlFetch, c.sqlFetchBare, c.sqlSequence, c.sqlRebase, c.sqlRebaseProof,
 		l.peek, l.take, l.renewal, l.release, r.sqlPublished, r.sqlArchived, r.sqlCursors, r.sqlResolved, r.sqlProof} {
 		require.Contains(t, sql, `"s".outbox`)
 		require.False(t, strings.Contains(sql, "{schema}"))
@@ -304,4 +334,6 @@ func TestSnapshotMax(t *testing.T) {
 	t.Parallel()
 	require.Equal(t, "1", tables.SnapshotMax("1:1:"))
 	require.Equal(t, "30", tables.SnapshotMax("10:30:10,12,29"))
+	require.Empty(t, tables.SnapshotInProgress("1:1:"))
+	require.Equal(t, []string{"10", "12", "29"}, tables.SnapshotInProgress("10:30:10,12,29"))
 }

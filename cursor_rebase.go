@@ -27,6 +27,9 @@ var errOtherCluster = errors.New("cursor belongs to another database cluster")
 // transaction id: see sqlRebase.
 const sqlRebaseLock = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || $1, 0))`
 
+// sqlRebaseSettings let a rebase take as long as it takes, whatever a role is configured to.
+const sqlRebaseSettings = `SELECT set_config('statement_timeout', '0', true)`
+
 // sqlRebase finds the events that each relay has not attempted, and writes that as
 // transaction ids and snapshots of this cluster. It moves all relays at once, because they
 // share the rows: the events that the same relays have not attempted get one label, a
@@ -76,6 +79,9 @@ const sqlRebaseProof = `SELECT FROM {schema}.outbox_lease WHERE name = $1::text 
 // many events our relay has not sent. The caller loads the position afterwards.
 func (c *cursors) rebase(ctx context.Context, l *lease) (unsent int64, err error) {
 	err = pgx.BeginTxFunc(ctx, c.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, sqlRebaseSettings); err != nil {
+			return err
+		}
 		if _, err := tx.Exec(ctx, sqlRebaseLock, c.schema); err != nil {
 			return err
 		}

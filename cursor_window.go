@@ -1,87 +1,235 @@
 package outbox
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
+	"strconv"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
+
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-const (
-	// maxWindowIDs bounds the ids of a window that are held at once: 8 MB.
-	maxWindowIDs = 1_000_000
-	// maxBatchBytes bounds the events that are read at once. A relay holds two
-	// batches: one is being sent while the next is fetched.
-	maxBatchBytes = 32 << 20
-)
-
-// errBatchTooLarge means that several events together exceed maxBatchBytes.
-var errBatchTooLarge = errors.New("batch is too large")
-
-// sqlIDs reads the ids of the open window that are left. A large window is the backlog
-// after an outage. Sorting it once, from the index only, keeps the cost of a batch
-// independent of the size of the backlog. The comment at sqlOpen explains the ranges and
-// OFFSET.
+// A window that is too large for the statement that announces it is read afterwards, in
+// steps of which none takes longer because more events wait. First its ids are read page
+// by page, in the order of (xid, id), which is that of an index. Then its events are read
+// in the order of ids, as many at once as the memory has room for.
 //
-// If the row that announced the window has vanished in a crash or a failover, ids and
-// transaction ids may have been given to other rows. Then nothing is found, and the next
-// statement that moves or opens returns errStale. A newer row is the relay's own, written
-// while this was fetched ahead.
-const sqlIDs = `
-WITH opened AS MATERIALIZED (
-   (SELECT id, xid FROM {schema}.outbox WHERE xid >= $2::xid8 AND xid < $4::xid8 ORDER BY xid, id)
-     UNION ALL
-    SELECT late.id, late.xid FROM pg_snapshot_xip($1::pg_snapshot) AS x
-     CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox WHERE xid >= x AND xid <= x ORDER BY xid, id OFFSET 0) AS late
-)
-SELECT id FROM opened
- WHERE id > $5 AND pg_visible_in_snapshot(xid, $3::pg_snapshot)
-   AND (SELECT max(id) FROM {schema}.outbox_cursor WHERE relay = $7::text) >= $8
-   AND pg_postmaster_start_time() = $9
- ORDER BY id LIMIT $6`
+// Each step proves that the row that the session knows of outbox_cursor is still there.
+// If it vanished in a crash or a failover, ids and transaction ids may have been given to
+// other rows. The result has no row then, and the error is errStale.
 
-// remaining returns the ids of the open window's events above p.last, in order, at most
-// limit.
-func (c *cursors) remaining(ctx context.Context, p position, limit int) (ids []int64, err error) {
-	err = c.query(ctx, func(rows pgx.Rows) (err error) {
-		ids, err = readIDs(rows)
-		return err
-	}, c.sqlIDs, p.base, tables.SnapshotMax(p.base), p.window, tables.SnapshotMax(p.window), p.last, limit, c.relay, p.cursorID, p.server)
-	if err != nil {
-		return nil, fmt.Errorf("read window: %w", err)
-	}
-	return ids, nil
+const (
+	// maxOpenBytes bounds the events that are read in the statement that announces their
+	// window, by what their rows say of their size.
+	maxOpenBytes = 1 << 20
+	// maxBatchBytes bounds the events that are read at once, likewise. A relay holds two
+	// batches: one is being sent while the next is fetched.
+	maxBatchBytes = 16 << 20
+)
+
+// errTooMuch means that events are much larger than their rows say.
+var errTooMuch = errors.New("events are larger than outbox.size says")
+
+// sqlProof has a row if the row of outbox_cursor with the id $1 is still there.
+const sqlProof = `
+    SELECT FROM {schema}.outbox_cursor
+     WHERE id = $1 AND relay = $2::text AND epoch = $3 AND pg_postmaster_start_time() = $4`
+
+// proofArgs are the parameters of sqlProof.
+func (c *cursors) proofArgs(p position) []any { return []any{p.cursorID, c.relay, p.epoch, p.server} }
+
+// unpaged is what no page of a window has read yet: ranges of transaction ids, ascending,
+// and up to where the first of them has been read.
+type unpaged struct {
+	ranges []xidRange
+	id     int64 // of outbox, in the first transaction of the first range
 }
 
-// sqlFetch reads events by ranges of ids. ORDER BY makes the planner use the primary key:
-// over an empty table the other index looks as good. Where sqlIDs would find nothing, this
-// finds nothing either.
-const sqlFetch = `
-SELECT ` + eventColumns + `
-  FROM unnest($1::bigint[], $2::bigint[]) AS r (first, last)
- CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN r.first AND r.last ORDER BY id OFFSET 0) AS e
- WHERE (SELECT max(id) FROM {schema}.outbox_cursor WHERE relay = $3::text) >= $4
-   AND pg_postmaster_start_time() = $5
- ORDER BY e.id`
+type xidRange struct{ first, last uint64 }
 
-// fetch reads events of the open window by their ids, in order, or returns
-// errBatchTooLarge. Rows that have been deleted are missing from the result.
-func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []envelope, err error) {
-	first, last := ranges(ids)
-	err = c.query(ctx, func(rows pgx.Rows) (err error) {
-		events, err = readEvents(rows, len(ids))
-		return err
-	}, c.sqlFetch, first, last, c.relay, p.cursorID, p.server)
-	if err != nil {
-		return nil, fmt.Errorf("fetch events: %w", err)
+// unpagedOf returns a whole window: each transaction that was in progress in the base, and
+// all later ones. What lies between those in progress was attempted; there may be very
+// much of it.
+func unpagedOf(p position) (u unpaged, err error) {
+	var xids []uint64
+	for _, text := range append(tables.SnapshotInProgress(p.base), tables.SnapshotMax(p.base), tables.SnapshotMax(p.window)) {
+		xid, err := strconv.ParseUint(text, 10, 64)
+		if err != nil {
+			return u, fmt.Errorf("read snapshots %s and %s: %w", p.base, p.window, err)
+		}
+		xids = append(xids, xid)
 	}
-	return events, nil
+	late, end := xids[:len(xids)-2], xids[len(xids)-2:]
+	for _, xid := range late {
+		u.ranges = append(u.ranges, xidRange{xid, xid})
+	}
+	if end[0] < end[1] {
+		u.ranges = append(u.ranges, xidRange{end[0], end[1] - 1})
+	}
+	return u, nil
+}
+
+// args are ranges as two arrays.
+func (u unpaged) args() (first, last []string) {
+	for _, r := range u.ranges {
+		first, last = append(first, strconv.FormatUint(r.first, 10)), append(last, strconv.FormatUint(r.last, 10))
+	}
+	return first, last
+}
+
+// after returns what is left when a page has ended at a row.
+func (u unpaged) after(xid uint64, id int64) (unpaged, error) {
+	ranges := u.ranges
+	for len(ranges) > 0 && ranges[0].last < xid {
+		ranges = ranges[1:]
+	}
+	if len(ranges) == 0 || xid < u.ranges[0].first || xid == u.ranges[0].first && id <= u.id {
+		return u, fmt.Errorf("page ended at (%d, %d), outside of what was to be read", xid, id)
+	}
+	rest := unpaged{ranges: slices.Clone(ranges), id: id}
+	rest.ranges[0].first = xid
+	return rest, nil
+}
+
+// sqlPage reads the next ids of a window, from the index only: $8 rows from ($5, $7) on.
+// With a comparison of rows the index is entered in the right place, however deep a page
+// is. A page may have no id of the window and not be the last one. The last row of a full
+// page is where the next one begins.
+const sqlPage = `
+WITH proof AS MATERIALIZED (` + sqlProof + `
+), page AS MATERIALIZED (
+    SELECT o.xid, o.id
+      FROM unnest($5::text[], $6::text[]) WITH ORDINALITY AS r (first, last, n)
+     CROSS JOIN LATERAL (SELECT xid, id FROM {schema}.outbox
+                          WHERE (xid, id) > (r.first::xid8, CASE r.n WHEN 1 THEN $7::bigint ELSE 0 END) AND xid <= r.last::xid8
+                          ORDER BY xid, id LIMIT $8) AS o
+     WHERE EXISTS (SELECT FROM proof)
+     LIMIT $8
+)
+SELECT (SELECT array_agg(id) FROM page WHERE id > $9 AND pg_visible_in_snapshot(xid, $10::pg_snapshot)),
+       (SELECT xid::text FROM page OFFSET $8::bigint - 1), (SELECT id FROM page OFFSET $8::bigint - 1)
+  FROM proof`
+
+// page returns ids of the open window's events above p.last, in no order, and what is
+// left to be read. It looks at limit rows.
+func (c *cursors) page(ctx context.Context, p position, u unpaged, limit int) (ids []int64, rest unpaged, err error) {
+	first, last := u.args()
+	var endXid pgtype.Text
+	var endID pgtype.Int8
+	err = c.query(ctx, func(rows pgx.Rows) error {
+		_, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
+			return struct{}{}, row.Scan(&ids, &endXid, &endID)
+		})
+		return err
+	}, c.sqlPage, append(c.proofArgs(p), first, last, u.id, limit, p.last, p.window)...)
+	if err == nil && endXid.Valid {
+		var xid uint64
+		if xid, err = strconv.ParseUint(endXid.String, 10, 64); err == nil {
+			rest, err = u.after(xid, endID.Int64)
+		}
+	}
+	if errors.Is(err, pgx.ErrNoRows) {
+		return nil, u, errStale
+	}
+	if err != nil {
+		return nil, u, fmt.Errorf("read window: %w", err)
+	}
+	return ids, rest, nil
+}
+
+// sqlFetch reads events by ranges of ids, up to the first that does not fit into $7 bytes
+// with those before it. One event always fits. ORDER BY makes the planner use the primary
+// key: over an empty table the other index looks as good. What is sorted are sizes, never
+// rows, and the rows come in the order of the ranges.
+const sqlFetch = `
+WITH proof AS MATERIALIZED (` + sqlProof + `
+), sizes AS MATERIALIZED (
+    SELECT o.id, sum(o.size) OVER (ORDER BY o.id) - o.size AS before
+      FROM unnest($5::bigint[], $6::bigint[]) AS r (first, last)
+     CROSS JOIN LATERAL (SELECT id, greatest(size, 0) AS size FROM {schema}.outbox WHERE id BETWEEN r.first AND r.last ORDER BY id OFFSET 0) AS o
+     WHERE EXISTS (SELECT FROM proof)
+), rest AS MATERIALIZED (
+    SELECT min(id) AS first FROM sizes WHERE before >= $7::bigint
+)
+SELECT rest.first, ` + eventColumns + `
+  FROM proof CROSS JOIN rest
+  LEFT JOIN LATERAL (
+       SELECT o.* FROM unnest($5::bigint[], $6::bigint[]) AS r (first, last)
+        CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox
+                             WHERE id BETWEEN r.first AND least(r.last, rest.first - 1) ORDER BY id OFFSET 0) AS o) AS e ON true`
+
+// fetch reads events of the open window by their ids, which ascend, and returns them in
+// their order, and the id through which it has read. It reads fewer than all if they are
+// large. Rows that have been deleted are missing. With an error it returns the events that
+// came before it; the error is errTooMuch if it stopped by itself.
+func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []envelope, through int64, err error) {
+	ctx, cancel := context.WithCancel(ctx) // closes the connection if it stops by itself
+	defer cancel()
+	first, last := ranges(ids)
+	var rest pgtype.Int8
+	known := false
+	err = c.query(ctx, func(rows pgx.Rows) (err error) {
+		events, err = readEvents(rows, len(ids), 2*maxBatchBytes, &rest)
+		known = rows.CommandTag().RowsAffected() > 0
+		if errors.Is(err, errTooMuch) {
+			cancel()
+		}
+		rows.Close()
+		return err
+	}, c.sqlFetch, append(c.proofArgs(p), first, last, maxBatchBytes)...)
+	switch {
+	case err != nil && !slices.IsSortedFunc(events, byID):
+		return nil, 0, fmt.Errorf("fetch events: %w", err)
+	case err != nil:
+		if len(events) > 0 {
+			through = events[len(events)-1].id
+		}
+		return events, through, fmt.Errorf("fetch events: %w", err)
+	case !known:
+		return nil, 0, errStale
+	}
+	c.inOrder(events)
+	if rest.Valid {
+		return events, rest.Int64 - 1, nil
+	}
+	return events, ids[len(ids)-1], nil
+}
+
+func byID(a, b envelope) int { return cmp.Compare(a.id, b.id) }
+
+func sortByID(events []envelope) { slices.SortFunc(events, byID) }
+
+// sqlFetchBare reads an event without its payload, and without its headers unless $6.
+const sqlFetchBare = `
+SELECT e.id, e.event_id::text, e.event_type, e.source, e.aggregate_type, e.aggregate_id,
+       NULL::text, NULL::bytea, e.content_type, e.topic, e.partition_key, CASE WHEN $6::bool THEN e.headers::text END, e.occurred_at, e.created_at
+  FROM {schema}.outbox AS e
+ WHERE e.id = $5 AND EXISTS (` + sqlProof + `)`
+
+// fetchBare reads an event of the open window without its payload, and without its headers
+// unless they are asked for.
+func (c *cursors) fetchBare(ctx context.Context, p position, id int64, headers bool) (e envelope, err error) {
+	var events []envelope
+	err = c.query(ctx, func(rows pgx.Rows) (err error) {
+		defer rows.Close()
+		events, err = readEvents(rows, 1, maxBatchBytes)
+		return err
+	}, c.sqlFetchBare, append(c.proofArgs(p), id, headers)...)
+	if err != nil {
+		return e, fmt.Errorf("fetch event without its payload: %w", err)
+	}
+	if len(events) == 0 {
+		return e, errStale
+	}
+	return events[0], nil
 }
 
 // ranges returns the first and the last number of each run without a gap in ids, which
@@ -104,34 +252,20 @@ const (
        e.payload::text, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::text, e.occurred_at, e.created_at`
 )
 
-// readIDs reads rows of one id and closes them.
-func readIDs(rows pgx.Rows) (ids []int64, err error) {
-	defer rows.Close()
-	var r eventReader
-	for rows.Next() {
-		r.describe(rows, 0)
-		id, err := r.int8(0, rows.RawValues()[0])
-		if err != nil {
-			return nil, err
-		}
-		ids = append(ids, id)
-	}
-	return ids, rows.Err()
-}
-
-// readEvents reads all rows, about n of them, and closes them. The columns in front of
-// those of the event are scanned into head, from the first row only. A row without an
-// event has only these columns.
-func readEvents(rows pgx.Rows, n int, head ...any) ([]envelope, error) {
-	defer rows.Close()
-	events := make([]envelope, 0, n)
+// readEvents reads all rows, about n of them. The columns in front of those of the event
+// are scanned into head, from the first row only. A row without an event has only these
+// columns. With an error it returns the events before it. The error is errTooMuch if
+// fewer than n events have more than so many bytes; more rows may follow then, and the
+// caller closes the rows.
+func readEvents(rows pgx.Rows, n, most int, head ...any) ([]envelope, error) {
+	events := make([]envelope, 0, min(n, 1000))
 	var r eventReader
 	for first := true; rows.Next(); first = false {
 		r.describe(rows, len(head))
 		raw := rows.RawValues()
 		for i := 0; i < len(head) && first; i++ {
 			if err := scanValue(r.types, rows.FieldDescriptions()[i], raw[i], head[i]); err != nil {
-				return nil, err
+				return events, err
 			}
 		}
 		if raw[len(head)] == nil {
@@ -139,11 +273,11 @@ func readEvents(rows pgx.Rows, n int, head ...any) ([]envelope, error) {
 		}
 		e, err := r.event(raw[len(head):])
 		if err != nil {
-			return nil, err
+			return events, err
 		}
 		events = append(events, e)
-		if r.kept > maxBatchBytes && len(events) > 1 {
-			return nil, errBatchTooLarge
+		if r.kept > most && len(events) < n {
+			return events, errTooMuch
 		}
 	}
 	return events, rows.Err()

@@ -174,7 +174,22 @@ type envelope struct {
 	headers       []byte    // JSON object of strings, or nil
 	occurredAt    []byte    // RFC 3339, see appendTime
 	createdAt     time.Time // start of its transaction; only for hooks
+	unreadable    error     // why PostgreSQL cannot print the row; then payload and headers are missing
 }
+
+// unreadableError is the error of an event whose row PostgreSQL cannot print.
+type unreadableError struct {
+	id      int64 // outbox.id
+	eventID string
+	column  string
+	err     error // of PostgreSQL
+}
+
+func (e *unreadableError) Error() string {
+	return fmt.Sprintf("row %d of outbox, event %s: column %s cannot be read: %v", e.id, e.eventID, e.column, e.err)
+}
+
+func (e *unreadableError) Unwrap() error { return e.err }
 
 // destination returns the topic. A row that was not written by a [Recorder] may have a
 // type from which no topic can be derived.
@@ -208,6 +223,9 @@ const recordHeaders = 8
 // record returns the value of the event's Kafka record and passes its headers to add,
 // in the form of the CloudEvents 1.0 Kafka protocol binding.
 func (e *envelope) record(mode Mode, add func(name string, value []byte)) ([]byte, error) {
+	if e.unreadable != nil {
+		return nil, e.unreadable
+	}
 	own, err := e.ownHeaders()
 	if err != nil {
 		return nil, err

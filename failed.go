@@ -43,7 +43,8 @@ const unreadableRow = "unreadable_row"
 // there already.
 const sqlMoveFailed = `
 WITH newest AS MATERIALIZED (
-    SELECT max(id) AS id FROM {schema}.outbox_cursor WHERE relay = $1::text AND pg_postmaster_start_time() = $10
+    SELECT c.id FROM (SELECT id, epoch FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c
+     WHERE c.id = $4 AND c.epoch = $11 AND pg_postmaster_start_time() = $10
 ), lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
 ), failed AS (
@@ -54,10 +55,9 @@ WITH newest AS MATERIALIZED (
            CASE WHEN f.readable THEN o.payload END, CASE WHEN f.readable THEN o.payload_bytes END,
            o.content_type, o.topic, o.partition_key, CASE WHEN f.readable THEN o.headers END, o.occurred_at, o.created_at,
            CASE WHEN f.readable THEN o.size ELSE 0 END, f.status, f.held, f.class, f.error, now() + f.wait
-      FROM newest, lease, unnest($11::bigint[], $12::text[], $13::text[], $14::text[], $15::text[], $16::interval[], $17::bool[], $18::bool[])
+      FROM newest, lease, unnest($12::bigint[], $13::text[], $14::text[], $15::text[], $16::text[], $17::interval[], $18::bool[], $19::bool[])
                        AS f (id, key, status, class, error, wait, readable, held)
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN f.id AND f.id ORDER BY id OFFSET 0) AS o
-     WHERE newest.id = $4
      ORDER BY o.id
         ON CONFLICT (relay, outbox_id, event_id) DO NOTHING
 )
@@ -65,7 +65,6 @@ INSERT INTO {schema}.outbox_cursor
        (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
 SELECT $1::text, $5::pg_snapshot, $6::pg_snapshot, $7::bigint, $8::bigint, $9::bigint, lease.epoch
   FROM newest, lease
- WHERE newest.id = $4
 RETURNING id`
 
 // failureArgs are the last parameters of sqlMoveFailed.

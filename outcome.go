@@ -28,11 +28,14 @@ const (
 const invalidEvent = "invalid_event"
 
 // rejectionClass returns the class of an error with which an event was rejected for
-// what it is: invalidEvent, or a class of [kafka.RejectionClass]. It returns "" for
-// every other error.
+// what it is: invalidEvent, unreadableRow, or a class of [kafka.RejectionClass]. It
+// returns "" for every other error.
 func rejectionClass(err error) string {
 	if _, ok := errors.AsType[*FieldError](err); ok { // without the allocation of errors.As: this is called for every event
 		return invalidEvent
+	}
+	if _, ok := errors.AsType[*unreadableError](err); ok {
+		return unreadableRow
 	}
 	return kafka.RejectionClass(err)
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -117,13 +118,13 @@ func (d *cursorFixture) explainPoll(t *testing.T, l *lease, p position, mode str
 	for _, sql := range []string{
 		sqlSettings,
 		"SET LOCAL plan_cache_mode = " + mode,
-		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz) AS " + d.cursors.sqlOpen,
+		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.sqlOpen,
 	} {
 		_, err := tx.Exec(ctx, sql)
 		require.NoError(t, err)
 	}
-	execute := fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s')`,
-		l.holder, l.epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano))
+	execute := fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 1048576, %d)`,
+		l.holder, l.epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano), p.epoch)
 	buffers, plan = explain(t, tx, execute)
 	_, err = tx.Exec(ctx, "DEALLOCATE poll")
 	require.NoError(t, err)
@@ -160,14 +161,16 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	require.NoError(t, err)
 	defer conn.Release()
 	statements := map[string]string{
-		"poll": "(text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz) AS " + d.cursors.sqlOpen,
-		"ids":  "(pg_snapshot, xid8, pg_snapshot, xid8, bigint, bigint, text, bigint, timestamptz) AS " + d.cursors.sqlIDs,
-		"rows": "(bigint[], bigint[], text, bigint, timestamptz) AS " + d.cursors.sqlFetch,
+		"poll": "(text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.sqlOpen,
+		"page": "(bigint, text, bigint, timestamptz, text[], text[], bigint, bigint, bigint, pg_snapshot) AS " + d.cursors.sqlPage,
+		"rows": "(bigint, text, bigint, timestamptz, bigint[], bigint[], bigint) AS " + d.cursors.sqlFetch,
+		"bare": "(bigint, text, bigint, timestamptz, bigint, bool) AS " + d.cursors.sqlFetchBare,
 	}
 	first := map[string]string{
-		"poll": `('default', 'nobody', 1, 1, '3:3:', '3', 1000, false, 1, 1, 1, now())`,
-		"ids":  `('3:3:', '3', '4:4:', '4', 1, 1000, 'default', 1, now())`,
-		"rows": `('{1}', '{1}', 'default', 1, now())`,
+		"poll": `('default', 'nobody', 1, 1, '3:3:', '3', 1000, false, 1, 1, 1, now(), 1048576, 1)`,
+		"page": `(1, 'default', 1, now(), '{3}', '{3}', 0, 1000, 1, '4:4:')`,
+		"rows": `(1, 'default', 1, now(), '{1}', '{1}', 1000)`,
+		"bare": `(1, 'default', 1, now(), 1, true)`,
 	}
 	for name, sql := range statements {
 		_, err := conn.Exec(ctx, "PREPARE "+name+" "+sql)
@@ -204,15 +207,19 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	var now string
 	require.NoError(t, conn.QueryRow(ctx, `SELECT pg_current_snapshot()::text`).Scan(&now))
 	end := retained/10 + fresh
+	var old string // the transaction with many rows
+	require.NoError(t, conn.QueryRow(ctx, pg.InSchema(`SELECT xid::text FROM {schema}.outbox WHERE id = 1`, d.schema)).Scan(&old))
+	proof := fmt.Sprintf("%d, 'default', %d, '%s'", p.cursorID, p.epoch, p.server.Format(time.RFC3339Nano))
 	for name, args := range map[string]string{
-		"poll": fmt.Sprintf(`('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s')`,
-			l.holder, l.epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano)),
-		"ids": fmt.Sprintf(`('%s', '%s', '%s', '%s', 0, 1000, 'default', %d, '%s')`,
-			p.base, tables.SnapshotMax(p.base), now, tables.SnapshotMax(now), p.cursorID, p.server.Format(time.RFC3339Nano)),
-		"rows": fmt.Sprintf(`('{%d}', '{%d}', 'default', %d, '%s')`, end-fresh+1, end, p.cursorID, p.server.Format(time.RFC3339Nano)),
+		"poll": fmt.Sprintf(`('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 1048576, %d)`,
+			l.holder, l.epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano), p.epoch),
+		"page": fmt.Sprintf(`(%s, '{%s}', '{%s}', 0, %d, 0, '%s')`, proof, tables.SnapshotMax(p.base), tables.SnapshotMax(now), 10*fresh, now),
+		"deep": fmt.Sprintf(`(%s, '{%s}', '{%s}', %d, %d, 0, '%s')`, proof, old, old, retained/20, fresh, now),
+		"rows": fmt.Sprintf(`(%s, '{%d}', '{%d}', 16777216)`, proof, end-fresh+1, end),
+		"bare": fmt.Sprintf(`(%s, %d, true)`, proof, end),
 	} {
 		inTx(func(tx pgx.Tx) {
-			buffers, plan := explain(t, tx, "EXECUTE "+name+args)
+			buffers, plan := explain(t, tx, "EXECUTE "+strings.Replace(name, "deep", "page", 1)+args)
 			t.Logf("%s: %d buffers", name, buffers)
 			require.LessOrEqual(t, buffers, maxPollBuffers+4*fresh, "%s", plan)
 		})

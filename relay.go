@@ -329,6 +329,7 @@ func (r *Relay) work(ctx context.Context, leads leadership) error {
 		leadership: leads, cfg: r.cfg, cursors: r.cursors, leases: r.leases, failed: r.failed,
 		deliverer: r.newDeliverer(producer, r.kafkaOutage, r.health.progressed),
 		parked:    parked, health: r.health, log: r.log, outage: r.postgresOutage, wake: r.wake,
+		eventDied: func() { wait.Signal(r.checkNow) },
 	})
 	retry := func(ctx context.Context) { r.retry(ctx, leads, parked) }
 	cleaner := newCleaner(leads, r.cfg, r.retention, session.backlog.Load, r.log)

@@ -30,7 +30,7 @@ type RelayConfig struct {
 
 	// BatchSize is the most events that are sent before the cursor moves, at most
 	// 10,000. After a crash up to this many are sent again. A batch is smaller if there
-	// are fewer events to send, or if fewer events make 32 MiB. Zero means 5,000.
+	// are fewer events to send, or if fewer events make 16 MiB. Zero means 5,000.
 	BatchSize int
 
 	// PollInterval is how long an idle relay waits before it looks for events,

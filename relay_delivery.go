@@ -209,7 +209,7 @@ func (d *delivery) sendBatch() error {
 			d.outcomes[i].kind = outcomeBlocked
 		case errors.Is(errs[n], errStopping):
 			again = append(again, i)
-		case class == invalidEvent: // found by us, whatever else was sent
+		case class == invalidEvent || class == unreadableRow: // found by us, whatever else was sent
 			d.markRejected(i, class, errs[n])
 		case class != "" || errors.Is(errs[n], errSendAlone):
 			d.mode = sendOneByOne

@@ -19,8 +19,7 @@ type cursorStore interface {
 	load(ctx context.Context, l *lease) (position, error)
 	rebase(ctx context.Context, l *lease) (unsent int64, err error)
 	open(ctx context.Context, l *lease, p position, limit int) (next position, events []envelope, large bool, err error)
-	remaining(ctx context.Context, p position, limit int) (ids []int64, err error)
-	fetch(ctx context.Context, p position, ids []int64) (events []envelope, err error)
+	windowStore
 	move(ctx context.Context, l *lease, p position, failures []failure) (id int64, err error)
 }
 
@@ -44,42 +43,31 @@ type sessionParts struct {
 	log    *slog.Logger
 	outage *outage.Log     // PostgreSQL
 	wake   <-chan struct{} // wake requests
+
+	eventDied func() // called after an event has become dead
 }
 
-// session relays events under one lease. It belongs to the goroutine of Run. A prefetch
-// runs beside it and touches none of its fields.
+// session relays events under one lease. It belongs to the goroutine of Run.
 type session struct {
 	sessionParts
 
 	woken    bool // the last wait ended by a wake request
 	pos      position
-	recorded bool    // pos is in outbox_cursor
-	ids      []int64 // of events of the open window that nothing has fetched yet
-	more     bool    // the window may have events behind ids
-	size     int     // how many events to fetch at once
-	fetching chan fetched
+	recorded bool // pos is in outbox_cursor
+	window   windowReader
 	beside   *contain.Group // what runs beside it: a prefetch, and other parts of the relay
 
 	backlog atomic.Bool // more than a batch is left to send; read by the cleaner
 }
 
-// fetched is the result of a fetch: events, and what remains behind them.
-type fetched struct {
-	events []envelope
-	ids    []int64
-	more   bool
-	size   int
-	err    error
-}
-
 func newSession(p sessionParts) *session {
-	return &session{sessionParts: p, size: p.cfg.BatchSize, beside: p.newGroup()}
+	return &session{sessionParts: p, window: newWindowReader(p.cursors, p.cfg.BatchSize), beside: p.newGroup()}
 }
 
 // run relays until ctx is cancelled; then it returns nil. Once the position is loaded it
 // runs the other parts of the relay beside it, until it returns.
 func (s *session) run(ctx context.Context, others ...func(context.Context)) error {
-	defer s.forget()
+	defer s.window.forget()
 	err := s.load()
 	if err != nil {
 		return err
@@ -110,7 +98,7 @@ func (s *session) stayUpToDate(ctx context.Context) (err error) {
 		if !errors.Is(err, errStale) {
 			return err
 		}
-		s.forget()
+		s.window.forget()
 		// Loading proves nothing, and another process may have moved the cursor: on a
 		// machine that was suspended, the clock has not seen the lease expire.
 		err = s.try(func(ctx context.Context) error { return s.leases.renew(ctx, s.lease) })
@@ -150,7 +138,10 @@ func (s *session) load() error {
 			err = s.try(load)
 		}
 	}
-	s.recorded, s.more = true, s.pos.window != ""
+	s.recorded = true
+	if err == nil && s.pos.window != "" {
+		err = s.window.begin(s.pos)
+	}
 	if err != nil {
 		return err
 	}
@@ -184,11 +175,11 @@ func (s *session) rebase() error {
 // follow relays from the loaded position on.
 func (s *session) follow(ctx context.Context) error {
 	for ctx.Err() == nil {
-		batch, err := s.next()
+		batch, err := s.next(ctx)
 		if err != nil {
 			return err
 		}
-		s.backlog.Store(!s.drained())
+		s.backlog.Store(!s.window.drained())
 		if len(batch) == 0 {
 			s.health.cursorMoved()
 			s.woken = wait.Await(ctx, s.held, s.wake, s.cfg.PollInterval)
@@ -197,20 +188,11 @@ func (s *session) follow(ctx context.Context) error {
 		if err := s.send(ctx, batch); err != nil {
 			return err
 		}
-		if s.woken && s.drained() {
+		if s.woken && s.window.drained() {
 			s.woken = wait.Await(ctx, s.held, s.wake, wakeGrace)
 		}
 	}
 	return s.record(nil)
-}
-
-// forget drops what was fetched for a position that is not valid any more.
-func (s *session) forget() {
-	if s.fetching != nil {
-		<-s.fetching
-		s.fetching = nil
-	}
-	s.ids = nil
 }
 
 // wakeGrace is how long a relay that was woken waits for the next wake request before it
@@ -218,103 +200,74 @@ func (s *session) forget() {
 // is committed meanwhile would have to wait.
 const wakeGrace = 2 * time.Millisecond
 
-// drained reports whether all events of the open window have been taken.
-func (s *session) drained() bool { return s.fetching == nil && len(s.ids) == 0 && !s.more }
-
 // next returns the events to send next: further ones of the open window, or those of a
-// new one. It returns none when there is nothing to send.
-func (s *session) next() (batch []envelope, err error) {
-	for {
-		for !s.drained() {
-			got := s.take()
-			s.ids, s.more, s.size = got.ids, got.more, got.size
-			if len(got.events) > 0 || got.err != nil {
-				return got.events, got.err
+// new one. It returns none when there is nothing to send, or when ctx is cancelled.
+func (s *session) next(ctx context.Context) (batch []envelope, err error) {
+	for ctx.Err() == nil && err == nil && len(batch) == 0 {
+		switch {
+		case s.window.drained():
+			var large bool
+			if batch, large, err = s.open(); !large {
+				return batch, err
 			}
-		}
-		err = s.try(func(ctx context.Context) (err error) {
-			s.pos, batch, s.more, err = s.cursors.open(ctx, s.lease, s.pos, s.cfg.BatchSize)
-			return err
-		})
-		if err != nil {
-			return nil, err
-		}
-		s.recorded = true
-		if !s.more {
-			return batch, nil
+		case !s.window.paged():
+			err = s.try(func(ctx context.Context) error { return s.window.page(ctx, s.pos) })
+			s.health.cursorMoved()
+		default:
+			batch, err = s.take()
 		}
 	}
+	return batch, err
+}
+
+// open opens the next window and returns its events, unless they are many: then the
+// window is to be read.
+func (s *session) open() (batch []envelope, large bool, err error) {
+	limit := s.window.limits.most
+	err = s.try(func(ctx context.Context) (err error) {
+		s.pos, batch, large, err = s.cursors.open(ctx, s.lease, s.pos, limit)
+		if pg.IsCancelled(err) && limit > 1 {
+			s.window.limits.keepBelow(limit)
+		}
+		if limit > 0 && (pg.IsCancelled(err) || pg.IsUnreadable(err) || errors.Is(err, errTooMuch)) {
+			limit = 0
+			s.pos, batch, large, err = s.cursors.open(ctx, s.lease, s.pos, limit)
+		}
+		return err
+	})
+	if err == nil && large {
+		err = s.window.begin(s.pos)
+	}
+	s.recorded = s.recorded || err == nil
+	return batch, large, err
 }
 
 // take returns the events that were fetched ahead, or fetches them now.
-func (s *session) take() (got fetched) {
-	if s.fetching != nil {
-		got = <-s.fetching
-		s.fetching = nil
-		if got.err == nil {
-			return got
-		}
+func (s *session) take() (batch []envelope, err error) {
+	if batch = s.window.prefetched(); len(batch) > 0 || s.window.drained() {
+		return batch, nil
 	}
-	err := s.try(func(ctx context.Context) error {
-		got = s.fetch(ctx, s.pos, s.ids, s.more, s.size)
-		return got.err
+	err = s.try(func(ctx context.Context) (err error) {
+		batch, err = s.window.take(ctx, s.pos)
+		return err
 	})
-	got.err = err
-	return got
+	return batch, err
 }
 
-// prefetch fetches what follows the event with id last while that event is in flight. The
-// row that announces the window was written before, so the rest of it cannot change.
-func (s *session) prefetch(last int64) {
-	if len(s.ids) == 0 && !s.more {
-		return
-	}
-	pos, ids, more, size := s.pos, s.ids, s.more, s.size
-	pos.last = last
-	result := make(chan fetched, 1)
-	s.fetching = result
+// runBeside runs f in a goroutine of its own, with a context for a few statements.
+func (s *session) runBeside(f func(context.Context)) {
 	s.beside.Go(func() {
-		got := fetched{err: errLeaseLost} // what a panic means
-		defer func() { result <- got }()
 		ctx, cancel := s.withStatementTimeout()
 		defer cancel()
-		got = s.fetch(ctx, pos, ids, more, size)
+		f(ctx)
 	})
-}
-
-// fetch reads the next events of the open window: size of them, or fewer where they are
-// large. On an error it returns its arguments, so that it can be called again.
-func (s *session) fetch(ctx context.Context, pos position, ids []int64, more bool, size int) fetched {
-	got := fetched{ids: ids, more: more, size: size}
-	if len(ids) == 0 {
-		got.ids, got.err = s.cursors.remaining(ctx, pos, maxWindowIDs)
-		if got.err != nil {
-			return got
-		}
-		got.more = len(got.ids) == maxWindowIDs
-	}
-	n := min(len(got.ids), size)
-	if n == 0 {
-		return got
-	}
-	got.events, got.err = s.cursors.fetch(ctx, pos, got.ids[:n])
-	got.size = min(2*size, s.cfg.BatchSize)
-	for errors.Is(got.err, errBatchTooLarge) {
-		n /= 2 // not below 1: a single event is never too large
-		got.events, got.err = s.cursors.fetch(ctx, pos, got.ids[:n])
-		got.size = n
-	}
-	if got.err == nil {
-		got.ids = got.ids[n:]
-	}
-	return got
 }
 
 // send sends a batch, and moves the cursor behind the events that have an outcome. The
 // move behind the last batch of a window is left to the statement that opens the next
 // window. If ctx or the lease ends first, the next holder sends the rest.
 func (s *session) send(ctx context.Context, batch []envelope) error {
-	s.prefetch(batch[len(batch)-1].id)
+	s.window.prefetch(s.pos, s.runBeside)
 	start := time.Now()
 	outcomes, err := s.deliverer.deliver(ctx, s.held, batch, s.parked)
 	decided, failures := s.failures(batch, outcomes)
@@ -329,7 +282,7 @@ func (s *session) send(ctx context.Context, batch []envelope) error {
 	if errors.Is(err, errLeaseLost) {
 		return err
 	}
-	if decided < len(batch) || len(failures) > 0 || !s.drained() {
+	if decided < len(batch) || len(failures) > 0 || !s.window.drained() {
 		if merr := s.record(failures); merr != nil {
 			return merr
 		}
@@ -351,6 +304,9 @@ func (s *session) failures(batch []envelope, outcomes []outcome) (decided int, f
 			continue
 		case outcomeRejected:
 			status, wait = StatusFailed, s.cfg.retryWait(1)
+			if o.class == unreadableRow {
+				status, wait = StatusDead, 0
+			}
 		case outcomeUnavailable:
 			status = StatusWaiting
 		case outcomeBlocked, outcomeParked:
@@ -359,6 +315,7 @@ func (s *session) failures(batch []envelope, outcomes []outcome) (decided int, f
 		failures = append(failures, failure{
 			event: e, key: tables.ParkingKey(topic, e.key()), status: status, class: o.class, err: o.err, wait: wait,
 			rejected: o.kind == outcomeRejected, pending: o.kind == outcomeParked,
+			held: status == StatusDead && s.cfg.HoldDead,
 		})
 	}
 	return len(batch), failures
@@ -371,12 +328,19 @@ func (s *session) notifyRejected(failures []failure) {
 		if !f.rejected {
 			continue
 		}
-		e := f.event
+		e, hook := f.event, s.cfg.Hooks.Rejected
 		topic, _ := e.destination() // "" if none follows from its type
-		s.log.WarnContext(e.context(s.held), "outbox: event rejected", "id", e.id, "event_id", string(e.eventID), "type", string(e.eventType),
-			"aggregate_id", string(e.aggregateID), "topic", topic, "key", string(e.key()), "class", f.class, "error", f.err)
-		if s.cfg.Hooks.Rejected != nil {
-			s.cfg.Hooks.Rejected(failedEventOf(e, f.class, f.err, 0))
+		args := []any{"id", e.id, "event_id", string(e.eventID), "type", string(e.eventType),
+			"aggregate_id", string(e.aggregateID), "topic", topic, "key", string(e.key()), "class", f.class, "error", f.err}
+		if f.status == StatusDead {
+			hook = s.cfg.Hooks.Dead
+			s.log.ErrorContext(e.context(s.held), "outbox: event is dead", append(args, "key_is_held", f.held)...)
+			s.eventDied()
+		} else {
+			s.log.WarnContext(e.context(s.held), "outbox: event rejected", args...)
+		}
+		if hook != nil {
+			hook(failedEventOf(e, f.class, f.err, 0))
 		}
 	}
 }
@@ -394,7 +358,7 @@ func (s *session) record(failures []failure) error {
 	return s.try(func(ctx context.Context) error {
 		id, err := s.cursors.move(ctx, s.lease, s.pos, failures)
 		if err == nil {
-			s.pos.cursorID, s.recorded = id, true
+			s.pos.cursorID, s.pos.epoch, s.recorded = id, s.lease.epoch, true
 			s.parked.rowsWritten(failures)
 		}
 		return err

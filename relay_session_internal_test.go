@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -18,6 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // The tests have n events with the ids from 1 on, in batches of two. Sent are the ids of
@@ -32,18 +34,22 @@ import (
 // and some that only one operation has. The session is told to stop when it finds nothing
 // to send.
 var sessionTests = []struct {
-	name   string
-	events int
-	faults []string
-	plays  []string // outcomes of each batch, where not all is sent; stop: the session is told to
-	sent   string
-	at     string // where the cursor is at the end: last id, of the window up to
-	failed string // ids with their status, as they were written
-	err    error
-	log    string // has to contain
-	waits  bool   // it takes some time
+	name       string
+	events     int
+	opened     int64 // if above 0, all events are in an open window, which is drained up to here
+	faults     []string
+	pages      int // ids of a page; 0: as many as there are
+	unreadable []int64
+	plays      []string // outcomes of each batch, where not all is sent; stop: the session is told to
+	sent       string
+	at         string // where the cursor is at the end: last id, of the window up to
+	failed     string // ids with their status, as they were written
+	err        error
+	log        string // has to contain
+	waits      bool   // it takes some time
 }{
 	{name: "nothing to send", at: "0"},
+	{name: "a window that another process has opened", events: 5, opened: 1, sent: "23 45", at: "5"},
 	{name: "a window of less than a batch", events: 1, sent: "1", at: "1"},
 	{name: "a window that is read in batches", events: 5, sent: "12 34 5", at: "5"},
 
@@ -64,8 +70,26 @@ var sessionTests = []struct {
 	{name: "an opening of unknown outcome that was done", events: 3, faults: []string{"open: unsure"}, sent: "12 3", at: "3", waits: true},
 	{name: "a prefetch fails: the batch is fetched when it is needed", events: 5, faults: []string{"fetch: works", "fetch: down"}, sent: "12 34 5", at: "5"},
 	{name: "a fetch fails", events: 5, faults: []string{"fetch: down"}, sent: "12 34 5", at: "5", waits: true},
-	{name: "the rest of the window cannot be read", events: 5, faults: []string{"remaining: down"}, sent: "12 34 5", at: "5", waits: true},
-	{name: "a batch is too large: half of it is fetched", events: 5, faults: []string{"fetch: too large"}, sent: "1 2 34 5", at: "5"},
+	{name: "the rest of the window cannot be read", events: 5, faults: []string{"page: down"}, sent: "12 34 5", at: "5", waits: true},
+
+	// A window is read in parts that are small enough.
+	{name: "a window that is read in many pages", events: 7, pages: 2, sent: "12 34 56 7", at: "7"},
+	{name: "a window that ends with a full page", events: 6, pages: 3, sent: "12 34 56", at: "6"},
+	{name: "a page takes too long: the next is smaller", events: 5, faults: []string{"page: cancelled"}, sent: "12 34 5", at: "5"},
+	{name: "a fetch takes too long: from then on less is fetched", events: 5, faults: []string{"fetch: cancelled"}, sent: "1 2 3 4 5", at: "5"},
+	{name: "events are larger than their rows say: those that came are sent", events: 5, faults: []string{"fetch: too much"}, sent: "1 2 3 4 5", at: "5"},
+	{name: "the opening takes too long: it only announces", events: 2, faults: []string{"open: cancelled"}, sent: "1 2", at: "2"},
+	{name: "the opening reads too much: it only announces", events: 2, faults: []string{"open: too much"}, sent: "12", at: "2"},
+	{name: "the cursor is stale when a page is read", events: 5, faults: []string{"page: stale"}, sent: "12 34 5", at: "5"},
+	{name: "the cursor is stale when events are fetched", events: 5, faults: []string{"fetch: stale"}, sent: "12 34 5", at: "5"},
+	{name: "a row is unreadable: it is dead, the others are sent", events: 5, unreadable: []int64{4}, sent: "12 3 4 5", at: "5", failed: "4 dead", log: "event is dead"},
+	{name: "the first row of a window is unreadable", events: 5, unreadable: []int64{1}, sent: "1 2 34 5", at: "5", failed: "1 dead", log: "event is dead"},
+	{name: "the only row of a window is unreadable", events: 1, unreadable: []int64{1}, sent: "1", at: "1", failed: "1 dead", log: "event is dead"},
+	{name: "several rows are unreadable", events: 5, unreadable: []int64{2, 3, 5}, sent: "1 2 3 4 5", at: "5", failed: "2 dead, 3 dead, 5 dead", log: "event is dead"},
+	{name: "an outage when an unreadable row is read without its payload", events: 1, unreadable: []int64{1}, faults: []string{"bare: down"}, sent: "1", at: "1", failed: "1 dead", waits: true},
+	{name: "a row always takes too long: it is unreadable", events: 1, faults: []string{"open: cancelled", "fetch: cancelled", "fetch: cancelled", "fetch: cancelled", "fetch: cancelled"},
+		sent: "1", at: "1", failed: "1 dead", log: "column payload cannot be read", waits: true},
+	{name: "everything took too long for a while", events: 1, faults: []string{"open: cancelled", "fetch: cancelled", "fetch: cancelled", "fetch: cancelled"}, sent: "1", at: "1", waits: true},
 	{name: "the tables are gone", events: 3, faults: []string{"open: undefined"}, err: ErrNotMigrated, at: "0"},
 
 	// The lease is lost.
@@ -92,7 +116,10 @@ func TestSession(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				f := newFakeStore(t, test.events, test.faults)
-				f.plays = test.plays
+				f.plays, f.pages, f.unreadable = test.plays, test.pages, test.unreadable
+				if test.opened > 0 {
+					f.pos.window, f.pos.last = seeing(test.events), test.opened
+				}
 				start := time.Now()
 				err := f.run()
 				if test.err == nil {
@@ -128,19 +155,15 @@ func TestSessionParks(t *testing.T) {
 	})
 }
 
-// Of a very large window not all ids are read at once, and a prefetch reads those behind
-// the batch in flight.
-func TestPrefetchReadsFurtherIDs(t *testing.T) {
+// A session that is told to stop while it pages through a window does not send it first.
+func TestSessionStopsBetweenPages(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		f := newFakeStore(t, 6, nil)
-		s := f.session(t.Context(), RelayConfig{BatchSize: 2}.withDefaults())
-		s.pos, s.more = position{base: "0", window: "6"}, true
-		s.prefetch(3)
-		batch, err := s.next()
-		require.NoError(t, err)
-		require.Equal(t, []int64{4, 5}, []int64{batch[0].id, batch[1].id})
-		require.Equal(t, []int64{6}, s.ids)
+		f := newFakeStore(t, 7, []string{"page: works", "page: stop"})
+		f.pages = 2
+		require.NoError(t, f.run())
+		require.Empty(t, f.sent)
+		require.Equal(t, "0/7", f.at())
 	})
 }
 
@@ -206,17 +229,19 @@ func TestSessionPanics(t *testing.T) {
 // fakeStore is outbox, outbox_cursor and Kafka for one session. A snapshot is the number
 // of events that it sees.
 type fakeStore struct {
-	t      *testing.T
-	events int
-	mu     sync.Mutex // of faults: a prefetch may run
-	faults []string   // in the order in which they come, by operation
-	pos    position   // the newest row of outbox_cursor
-	rows   map[string]int
-	plays  []string
-	sent   []string // ids of the batches
-	failed []string
-	parked parking
-	log    bytes.Buffer
+	t          *testing.T
+	events     int
+	mu         sync.Mutex // of faults: a prefetch may run
+	faults     []string   // in the order in which they come, by operation
+	pos        position   // the newest row of outbox_cursor
+	rows       map[string]int
+	pages      int
+	unreadable []int64
+	plays      []string
+	sent       []string // ids of the batches
+	failed     []string
+	parked     parking
+	log        bytes.Buffer
 
 	lease *lease
 	stop  func() // tells the session to stop
@@ -228,7 +253,7 @@ var errDown = errors.New("connection refused")
 
 func newFakeStore(t *testing.T, events int, faults []string) *fakeStore {
 	until := time.Now().Add(time.Hour)
-	f := &fakeStore{t: t, events: events, faults: slices.Clone(faults), pos: position{cursorID: 1, base: "0"}, lease: &lease{}}
+	f := &fakeStore{t: t, events: events, faults: slices.Clone(faults), pos: position{cursorID: 1, base: seeing(0), epoch: 6}, lease: &lease{epoch: 7}}
 	f.lease.until.Store(&until)
 	return f
 }
@@ -245,20 +270,23 @@ func (f *fakeStore) run(others ...func(context.Context)) error {
 
 func (f *fakeStore) session(held context.Context, cfg RelayConfig) *session {
 	log := slog.New(slog.NewTextHandler(&f.log, nil))
-	return newSession(sessionParts{
+	s := newSession(sessionParts{
 		leadership: leadership{lease: f.lease, held: held, lose: f.lose, statementTimeout: cfg.Lease},
 		cfg:        cfg, cursors: f, leases: f, failed: f, deliverer: f, parked: &f.parked, log: log,
 		health: newHealthState(cfg, newBreaker(cfg.Breaker, func(_, _ BreakerState) {})),
 		outage: outage.NewLog(log, "PostgreSQL"), wake: make(chan struct{}),
+		eventDied: func() {},
 	})
+	s.window.limits.ids = cmp.Or(f.pages, maxPageIDs)
+	return s
 }
 
 // at says where the cursor is.
 func (f *fakeStore) at() string {
 	if f.pos.window == "" {
-		return f.pos.base
+		return strconv.FormatInt(number(f.pos.base), 10)
 	}
-	return fmt.Sprintf("%d/%s", f.pos.last, f.pos.window)
+	return fmt.Sprintf("%d/%d", f.pos.last, number(f.pos.window))
 }
 
 // fault returns the error of an operation, and whether it is done all the same.
@@ -280,18 +308,21 @@ func (f *fakeStore) fault(operation string) (done bool, err error) {
 		return false, errDown
 	case "panic":
 		panic(errDown)
+	case "stop":
+		f.stop()
+		return true, nil
 	case "down and lease over":
 		time.AfterFunc(time.Millisecond, func() { f.lose(errLeaseLost) })
 		return false, errDown
 	case "moved": // by another process, which has come to 4
-		f.pos = position{cursorID: f.pos.cursorID + 1, base: "0", window: strconv.Itoa(f.events), last: 4, highest: 4}
+		f.pos = position{cursorID: f.pos.cursorID + 1, base: seeing(0), window: seeing(f.events), last: 4, highest: 4}
 		return false, errStale
 	case "rolled back": // to the row before the newest one
-		f.pos = position{cursorID: f.pos.cursorID - 1, base: "0"}
+		f.pos = position{cursorID: f.pos.cursorID - 1, base: seeing(0)}
 		return false, errStale
 	}
 	err = map[string]error{
-		"stale": errStale, "lost": errLeaseLost, "too large": errBatchTooLarge, "other cluster": errOtherCluster,
+		"stale": errStale, "lost": errLeaseLost, "too much": errTooMuch, "cancelled": &pgconn.PgError{Code: "57014"}, "other cluster": errOtherCluster,
 		"sequence behind": ErrSequenceBehind, "undefined": &pgconn.PgError{Code: "42P01"},
 	}[what]
 	require.Error(f.t, err, what)
@@ -318,12 +349,12 @@ func (f *fakeStore) keys(context.Context) (map[string]int, bool, error) {
 	return f.rows, false, err
 }
 
-func (f *fakeStore) open(_ context.Context, _ *lease, p position, limit int) (next position, events []envelope, large bool, err error) {
+func (f *fakeStore) open(_ context.Context, l *lease, p position, limit int) (next position, events []envelope, large bool, err error) {
 	done, err := f.fault("open")
 	if !done {
 		return p, nil, false, err
 	}
-	if p.cursorID != f.pos.cursorID {
+	if p.cursorID != f.pos.cursorID || p.epoch != f.pos.epoch {
 		return p, nil, false, errStale
 	}
 	next = position{cursorID: p.cursorID, base: p.base, last: p.last, highest: p.highest}
@@ -334,11 +365,18 @@ func (f *fakeStore) open(_ context.Context, _ *lease, p position, limit int) (ne
 	for id := number(next.base) + 1; id <= int64(f.events); id++ {
 		ids = append(ids, id)
 	}
-	if len(ids) > 0 {
-		next.window, next.last = strconv.Itoa(f.events), 0
+	if len(ids) <= limit {
+		var unreadable error
+		if events, unreadable = f.read(ids); unreadable != nil {
+			return p, nil, false, unreadable
+		}
 	}
+	if len(ids) > 0 {
+		next.window, next.last = seeing(f.events), 0
+	}
+	next.epoch = p.epoch
 	if len(ids) > 0 || p.window != "" {
-		next.cursorID++
+		next.cursorID, next.epoch = next.cursorID+1, l.epoch
 		f.pos = next
 	}
 	if err != nil {
@@ -347,30 +385,49 @@ func (f *fakeStore) open(_ context.Context, _ *lease, p position, limit int) (ne
 	if len(ids) == 0 {
 		f.stop()
 	}
-	if len(ids) > limit {
-		return next, nil, true, nil
-	}
-	return next, f.read(ids), false, nil
+	return next, events, len(ids) > limit, nil
 }
 
-func (f *fakeStore) remaining(_ context.Context, p position, limit int) (ids []int64, err error) {
-	if done, err := f.fault("remaining"); !done {
-		return nil, err
+func (f *fakeStore) page(_ context.Context, p position, u unpaged, limit int) (ids []int64, rest unpaged, err error) {
+	if done, err := f.fault("page"); !done {
+		return nil, u, err
 	}
-	for id := max(number(p.base), p.last) + 1; id <= number(p.window) && len(ids) < limit; id++ {
-		ids = append(ids, id)
+	id := int64(u.ranges[0].first)
+	if u.id > 0 {
+		id++
 	}
-	return ids, nil
+	for ; id <= number(p.window) && len(ids) < limit; id++ {
+		if id > p.last {
+			ids = append(ids, id)
+		}
+	}
+	if id <= number(p.window) || len(ids) == limit {
+		rest, err = u.after(uint64(id-1), id-1)
+	}
+	return ids, rest, err
 }
 
-func (f *fakeStore) fetch(_ context.Context, _ position, ids []int64) ([]envelope, error) {
-	if done, err := f.fault("fetch"); !done {
-		return nil, err
+func (f *fakeStore) fetch(_ context.Context, _ position, ids []int64) (events []envelope, through int64, err error) {
+	done, err := f.fault("fetch")
+	switch {
+	case errors.Is(err, errTooMuch):
+		ids = ids[:1]
+	case !done:
+		return nil, 0, err
 	}
-	return f.read(ids), nil
+	events, unreadable := f.read(ids)
+	if len(events) > 0 {
+		through = events[len(events)-1].id
+	}
+	return events, through, errors.Join(err, unreadable)
 }
 
-func (f *fakeStore) move(ctx context.Context, _ *lease, p position, failures []failure) (int64, error) {
+func (f *fakeStore) fetchBare(_ context.Context, _ position, id int64, _ bool) (envelope, error) {
+	_, err := f.fault("bare")
+	return envelope{id: id}, err
+}
+
+func (f *fakeStore) move(ctx context.Context, l *lease, p position, failures []failure) (int64, error) {
 	if err := ctx.Err(); err != nil {
 		return 0, err
 	}
@@ -378,13 +435,13 @@ func (f *fakeStore) move(ctx context.Context, _ *lease, p position, failures []f
 	if !done {
 		return 0, err
 	}
-	if p.cursorID != f.pos.cursorID {
+	if p.cursorID != f.pos.cursorID || p.epoch != f.pos.epoch {
 		return 0, errStale
 	}
 	for _, failure := range failures {
 		f.failed = append(f.failed, fmt.Sprintf("%d %s", failure.event.id, failure.status))
 	}
-	p.cursorID++
+	p.cursorID, p.epoch = p.cursorID+1, l.epoch
 	f.pos = p
 	return p.cursorID, err
 }
@@ -417,6 +474,9 @@ func (f *fakeStore) deliver(_, _ context.Context, batch []envelope, _ *parking) 
 	}
 	for _, symbol := range play {
 		o := outcome{kind: kinds[symbol]}
+		if e := &batch[len(outcomes)]; e.unreadable != nil {
+			o = outcome{kind: outcomeRejected, class: rejectionClass(e.unreadable), err: e.unreadable}
+		}
 		if symbol == 'x' || symbol == 'u' {
 			o.class, o.err = "class", errDown
 		}
@@ -428,18 +488,26 @@ func (f *fakeStore) deliver(_, _ context.Context, batch []envelope, _ *parking) 
 
 func (f *fakeStore) topic(*envelope) (string, error) { return "orders", nil }
 
-// read returns events, each with a key of its own.
-func (f *fakeStore) read(ids []int64) (events []envelope) {
+// read returns events, each with a key of its own, up to an unreadable one.
+func (f *fakeStore) read(ids []int64) (events []envelope, err error) {
 	for _, id := range ids {
+		if slices.Contains(f.unreadable, id) {
+			return events, &pgconn.PgError{Code: "54000"}
+		}
 		events = append(events, envelope{id: id, partitionKey: []byte(strconv.FormatInt(id, 10))})
 	}
-	return events
+	return events, nil
 }
 
+// seeing is a snapshot that sees n events. Each is of a transaction of its own, which has
+// its number.
+func seeing(n int) string { return fmt.Sprintf("%[1]d:%[1]d:", n+1) }
+
+// number returns how many events a snapshot sees.
 func number(snapshot string) int64 {
-	n, err := strconv.ParseInt(snapshot, 10, 64)
+	n, err := strconv.ParseInt(tables.SnapshotMax(snapshot), 10, 64)
 	if err != nil {
 		panic(err)
 	}
-	return n
+	return n - 1
 }

@@ -20,7 +20,7 @@ import (
 var otherCursors = []struct {
 	name  string
 	ids   string // replaces the ids that sqlOpen reads
-	order string // replaces the order of its result
+	order string // replaces the order in which they are looked up
 	fails map[string]flaw
 }{
 	{
@@ -44,7 +44,7 @@ var otherCursors = []struct {
 		       WHERE xid < pg_snapshot_xmin(pg_current_snapshot())
 		         AND (xid, id) > (coalesce((SELECT p.xid FROM {schema}.outbox p WHERE p.id = $9), '1'::xid8), $9::bigint)
 		       ORDER BY xid, id LIMIT $7`,
-		order: "e.xid, e.id",
+		order: "xid, id",
 		fails: map[string]flaw{"early transaction id": inverted, "third one open": inverted,
 			"open transaction": stalled, "open transaction elsewhere": stalled},
 	},
@@ -168,6 +168,7 @@ func newStage(t *testing.T, ids, order string) *stage {
 	t.Helper()
 	s := &stage{cursorFixture: newCursorFixture(t), ctx: context.Background()}
 	s.cursors.sqlOpen = withIDs(t, s.cursors.sqlOpen, s.schema, ids, order)
+	s.cursors.inOrder = inOrderOf(order)
 	var err error
 	s.lease, err = s.leases.acquire(s.ctx)
 	require.NoError(t, err)
@@ -183,10 +184,19 @@ func (r *Relay) ReadLike(t testing.TB, name string) {
 	for _, c := range otherCursors {
 		if c.name == name {
 			r.cursors.sqlOpen = withIDs(t, r.cursors.sqlOpen, r.cfg.Schema, c.ids, c.order)
+			r.cursors.inOrder = inOrderOf(c.order)
 			return
 		}
 	}
 	t.Fatalf("no cursor %q", name)
+}
+
+// inOrderOf leaves events in the order in which another cursor reads them.
+func inOrderOf(order string) func([]envelope) {
+	if order == "" {
+		return sortByID
+	}
+	return func([]envelope) {}
 }
 
 // withIDs puts another reading of ids into sqlOpen.
@@ -197,16 +207,16 @@ func withIDs(t testing.TB, open, schema, ids, order string) string {
 	}
 	before, rest, ok := strings.Cut(open, "WITH ids AS MATERIALIZED (")
 	require.True(t, ok)
-	_, after, ok := strings.Cut(rest, "), size AS")
+	_, after, ok := strings.Cut(rest, "), found AS")
 	require.True(t, ok)
 	// Every parameter keeps a use, or its type would not be known.
 	unused := ` UNION ALL SELECT 0 WHERE $5::pg_snapshot IS NULL OR $6::xid8 IS NULL OR $9::bigint IS NULL`
 	open = before + "WITH ids AS MATERIALIZED (SELECT id, xid FROM ((" + pg.InSchema(ids, schema) + ")" + unused + ") AS i JOIN " +
-		pg.InSchema("{schema}.outbox", schema) + " USING (id)), size AS" + after
+		pg.InSchema("{schema}.outbox", schema) + " USING (id)), found AS" + after
 	if order != "" {
-		head, _, ok := strings.Cut(open, "ORDER BY e.id")
+		head, rest, ok := strings.Cut(open, "ORDER BY id) AS i")
 		require.True(t, ok)
-		open = head + "ORDER BY " + order
+		open = head + "ORDER BY " + order + ") AS i" + rest
 	}
 	return open
 }

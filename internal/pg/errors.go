@@ -21,17 +21,24 @@ func IsLocked(err error) bool {
 }
 
 // IsUnreadable reports whether PostgreSQL could not print a row, which is the same however
-// often it is asked: the text is longer than 1 GB, or the data are damaged. A jsonb of a
-// few kilobytes can be that long, because numbers are printed in full.
+// often it is asked: the text is longer than 1 GB, the data are damaged, or a value has no
+// text. A jsonb of a few kilobytes can be that long, because numbers are printed in full.
 func IsUnreadable(err error) bool {
-	const programLimitExceeded, dataCorrupted, internalError = "54000", "XX001", "XX000"
-	return hasCode(err, programLimitExceeded, dataCorrupted, internalError)
+	const programLimitExceeded, dataCorrupted, indexCorrupted, internalError, dataException = "54000", "XX001", "XX002", "XX000", "22"
+	return hasCode(err, programLimitExceeded, dataCorrupted, indexCorrupted, internalError) || strings.HasPrefix(Code(err), dataException)
 }
 
 // IsTransient reports whether PostgreSQL asks for the transaction to be repeated.
 func IsTransient(err error) bool {
 	const serializationFailure, deadlockDetected = "40001", "40P01"
 	return hasCode(err, serializationFailure, deadlockDetected)
+}
+
+// IsCancelled reports whether PostgreSQL has cancelled a statement that took too long, or
+// that an operator cancelled. It may succeed if it asks for less.
+func IsCancelled(err error) bool {
+	const queryCanceled = "57014"
+	return hasCode(err, queryCanceled)
 }
 
 // IsOutage reports whether PostgreSQL itself is unavailable: no connection could be

@@ -35,6 +35,15 @@ func SnapshotMax(snapshot string) string {
 	return xmax
 }
 
+// SnapshotInProgress returns the transactions that were in progress, in their order.
+func SnapshotInProgress(snapshot string) []string {
+	list := snapshot[strings.LastIndexByte(snapshot, ':')+1:]
+	if list == "" {
+		return nil
+	}
+	return strings.Split(list, ",")
+}
+
 // ParkingKey identifies the events that must stay in order: those of one topic and record
 // key. The name of a topic has no slash.
 func ParkingKey(topic string, key []byte) string {

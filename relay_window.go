@@ -1,0 +1,196 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"slices"
+
+	"github.com/outboxgo/outbox/internal/idset"
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// windowStore reads an open window. [cursors] does so in PostgreSQL.
+type windowStore interface {
+	page(ctx context.Context, p position, u unpaged, limit int) (ids []int64, rest unpaged, err error)
+	fetch(ctx context.Context, p position, ids []int64) (events []envelope, through int64, err error)
+	fetchBare(ctx context.Context, p position, id int64, headers bool) (envelope, error)
+}
+
+// windowReader reads the open window of a session: first the ids of its events, page by
+// page, and then the events in the order of ids. It belongs to the goroutine of the
+// session. A prefetch runs beside it and touches none of its fields.
+type windowReader struct {
+	store    windowStore
+	unpaged  unpaged
+	ids      idset.Set // of the events that nothing has fetched yet
+	limits   readLimits
+	fetching chan fetched // the prefetch, if one runs
+}
+
+// readLimits are how much is read at once. What PostgreSQL cancels because it takes too
+// long is asked for again in smaller parts, and these stay small: what takes too long once
+// does so again.
+type readLimits struct {
+	ids       int // of a page
+	events    int // of a fetch, at present
+	most      int // of a fetch
+	cancelled int // how often in a row a fetch of a single event was cancelled
+}
+
+const (
+	maxPageIDs = 50_000 // takes about 50 ms
+	minPageIDs = 100    // fewer are not asked for
+	// maxCancelled is how often the fetch of a single event may be cancelled before the
+	// event is taken for unreadable. To print 1 GB takes longer than many a
+	// statement_timeout.
+	maxCancelled = 3
+)
+
+// fetched is the result of a fetch.
+type fetched struct {
+	events  []envelope
+	through int64 // ids up to here have been read
+	limits  readLimits
+	err     error
+}
+
+func newWindowReader(store windowStore, batchSize int) windowReader {
+	return windowReader{store: store, limits: readLimits{ids: maxPageIDs, events: batchSize, most: batchSize}}
+}
+
+// begin begins to read the window of a position, above its last id.
+func (w *windowReader) begin(p position) (err error) {
+	w.unpaged, err = unpagedOf(p)
+	return err
+}
+
+// forget drops what was read for a position that is not valid any more.
+func (w *windowReader) forget() {
+	if w.fetching != nil {
+		<-w.fetching
+		w.fetching = nil
+	}
+	w.unpaged, w.ids = unpaged{}, idset.Set{}
+}
+
+// paged reports whether all ids have been read.
+func (w *windowReader) paged() bool { return len(w.unpaged.ranges) == 0 }
+
+// drained reports whether all events have been taken.
+func (w *windowReader) drained() bool { return w.paged() && w.fetching == nil && w.ids.Len() == 0 }
+
+// page reads a page of ids. It may have read none although it returns no error: the next
+// call asks for less then.
+func (w *windowReader) page(ctx context.Context, p position) error {
+	ids, rest, err := w.store.page(ctx, p, w.unpaged, w.limits.ids)
+	if pg.IsCancelled(err) && w.limits.ids > minPageIDs {
+		w.limits.ids /= 2
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	for _, id := range ids {
+		w.ids.Add(id)
+	}
+	w.unpaged = rest
+	return nil
+}
+
+// prefetch fetches the next events while others are in flight. run runs a function in
+// another goroutine. The row that announces the window was written before, so the rest of
+// the window cannot change.
+func (w *windowReader) prefetch(p position, run func(func(context.Context))) {
+	if w.ids.Len() == 0 {
+		return
+	}
+	store, ids, limits, result := w.store, w.ids.First(w.limits.events), w.limits, make(chan fetched, 1)
+	w.fetching = result
+	run(func(ctx context.Context) {
+		got := fetched{limits: limits, err: errLeaseLost} // what a panic means
+		defer func() { result <- got }()
+		got = fetch(ctx, store, p, ids, limits)
+	})
+}
+
+// prefetched returns the events that were fetched ahead. It returns none if nothing was,
+// or if that failed: then take fetches them.
+func (w *windowReader) prefetched() []envelope {
+	if w.fetching == nil {
+		return nil
+	}
+	got := <-w.fetching
+	w.fetching = nil
+	return w.keep(got)
+}
+
+// take fetches the next events. It may return none and no error: the next call asks for
+// less then.
+func (w *windowReader) take(ctx context.Context, p position) ([]envelope, error) {
+	got := fetch(ctx, w.store, p, w.ids.First(w.limits.events), w.limits)
+	return w.keep(got), got.err
+}
+
+func (w *windowReader) keep(got fetched) []envelope {
+	w.limits = got.limits
+	w.ids.RemoveThrough(got.through)
+	return got.events
+}
+
+// fetch reads the events of ids, or as many as can be read at once. It has read none, and
+// returns no error, when it asked for too many.
+func fetch(ctx context.Context, store windowStore, p position, ids []int64, limits readLimits) (got fetched) {
+	got.events, got.through, got.err = store.fetch(ctx, p, ids)
+	cancelled := pg.IsCancelled(got.err)
+	switch {
+	case got.err == nil:
+		limits.events, limits.cancelled = min(2*limits.events, limits.most), 0
+	case errors.Is(got.err, errTooMuch):
+		limits.keepBelow(len(got.events))
+		got.err = nil
+	case cancelled && len(ids) > 1:
+		limits.keepBelow(len(ids))
+		got.err = nil
+	case cancelled:
+		limits.cancelled++
+	case pg.IsUnreadable(got.err) && len(ids) > 1:
+		limits.events = 1 // it is the one behind those that came, and fails alone, too
+		got.err = nil
+	default:
+		got.events, got.through = nil, 0
+	}
+	if len(ids) == 1 && (pg.IsUnreadable(got.err) || limits.cancelled >= maxCancelled) {
+		got = fetchUnreadable(ctx, store, p, ids[0], got.err)
+	}
+	got.limits = limits
+	return got
+}
+
+// keepBelow halves n and asks for no more events than that from now on.
+func (l *readLimits) keepBelow(n int) {
+	l.most = max(1, n/2)
+	l.events = l.most
+}
+
+// fetchUnreadable reads an event that cannot be read as a whole. The cause is the error of
+// the last try.
+func fetchUnreadable(ctx context.Context, store windowStore, p position, id int64, cause error) (got fetched) {
+	column := "payload"
+	e, err := store.fetchBare(ctx, p, id, true)
+	if pg.IsUnreadable(err) || pg.IsCancelled(err) {
+		column, cause = "headers", err
+		e, err = store.fetchBare(ctx, p, id, false)
+	}
+	if err != nil {
+		got.err = err
+		return got
+	}
+	if pg.IsCancelled(cause) {
+		// Perhaps everything took too long until now.
+		if got.events, got.through, got.err = store.fetch(ctx, p, []int64{id}); got.err == nil || !pg.IsCancelled(got.err) {
+			return got
+		}
+	}
+	e.unreadable = &unreadableError{id: id, eventID: string(e.eventID), column: column, err: cause}
+	return fetched{events: slices.Clip([]envelope{e}), through: id}
+}
