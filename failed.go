@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -97,7 +98,7 @@ type failedStore struct {
 	relay string
 	hold  bool // dead events hold their keys
 
-	sqlKeys, sqlPromote, sqlDeadDue, sqlRetryDead, sqlDue, sqlParked, sqlSave string
+	sqlKeys, sqlPromote, sqlDeadDue, sqlRetryDead, sqlDue, sqlParked, sqlRead, sqlSave string
 }
 
 func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedStore {
@@ -109,6 +110,7 @@ func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedSt
 		sqlRetryDead: pg.InSchema(sqlFailedRetryDead, schema),
 		sqlDue:       pg.InSchema(sqlFailedDue, schema),
 		sqlParked:    pg.InSchema(sqlFailedParked, schema),
+		sqlRead:      pg.InSchema(sqlFailedRead, schema),
 		sqlSave:      pg.InSchema(sqlFailedSave, schema),
 	}
 }
@@ -187,6 +189,7 @@ const sqlFailedDeadDue = `
 SELECT f.id
   FROM {schema}.outbox_failed AS f, unnest($2::text[], $3::interval[]) AS policy (class, wait)
  WHERE f.relay = $1::text AND f.status = 'dead' AND f.error_class = policy.class AND f.next_retry_at + policy.wait <= now()
+   AND num_nonnulls(f.payload, f.payload_bytes) > 0
  ORDER BY f.id LIMIT 500`
 
 const sqlFailedRetryDead = `
@@ -228,75 +231,134 @@ func (f *failedStore) retryDead(ctx context.Context, l *lease, after map[string]
 
 // failedEvent is a row of outbox_failed on its way to Kafka.
 type failedEvent struct {
-	envelope        // its id is outbox.id
-	row      int64  // outbox_failed.id
-	key      string // parking key
-	retries  int
-	held     bool
+	envelope          // its id is outbox.id
+	row        int64  // outbox_failed.id
+	key        string // parking key
+	retries    int
+	held       bool
+	size       int   // bytes of payload and headers, as the row says
+	unreadable error // why payload and headers could not be read; they are missing then
 }
 
-// sqlFailedDue reads heads that are due, those that have been due longest first. In the
+// failedHead are the columns by which an event to retry is found, in the order of find.
+const failedHead = `e.id, e.parking_key, e.retry_count, e.held, e.size`
+
+// sqlFailedDue finds heads that are due, those that have been due longest first. In the
 // order of the events' age, heads that fail again and again would keep out the others.
 const sqlFailedDue = `
-SELECT e.id, e.parking_key, e.retry_count, e.held, ` + failedColumns + `
+SELECT ` + failedHead + `
   FROM {schema}.outbox_failed AS e
  WHERE e.relay = $1::text AND e.status IN ('waiting', 'failed') AND NOT e.held AND e.next_retry_at <= now()
  ORDER BY e.next_retry_at, e.outbox_id LIMIT $2`
 
-// sqlFailedParked reads the events that are parked behind a head that was sent.
+// sqlFailedParked finds the events that are parked behind a head that was sent.
 const sqlFailedParked = `
-SELECT e.id, e.parking_key, e.retry_count, e.held, ` + failedColumns + `
+SELECT ` + failedHead + `
   FROM {schema}.outbox_failed AS e
  WHERE e.relay = $1::text AND e.parking_key = $2 AND e.status IN ('waiting', 'parked')
  ORDER BY e.outbox_id LIMIT $3`
 
-// failedColumns are eventColumns of outbox_failed.
-const failedColumns = `e.outbox_id, ` + envelopeColumns
-
 // due returns at most limit heads that are due.
 func (f *failedStore) due(ctx context.Context, limit int) ([]failedEvent, error) {
-	events, err := f.read(ctx, f.sqlDue, f.relay, limit)
-	if err != nil {
-		return nil, fmt.Errorf("read events to retry: %w", err)
-	}
-	return events, nil
+	return f.find(ctx, f.sqlDue, f.relay, limit)
 }
 
 // parked returns at most limit events of a key, in order, up to one that an operator
 // holds.
 func (f *failedStore) parked(ctx context.Context, key string, limit int) ([]failedEvent, error) {
-	events, err := f.read(ctx, f.sqlParked, f.relay, key, limit)
-	if err != nil {
-		return nil, fmt.Errorf("read parked events: %w", err)
+	found, err := f.find(ctx, f.sqlParked, f.relay, key, limit)
+	if held := slices.IndexFunc(found, func(e failedEvent) bool { return e.held }); held >= 0 {
+		found = found[:held]
 	}
-	if held := slices.IndexFunc(events, func(e failedEvent) bool { return e.held }); held >= 0 {
-		events = events[:held]
-	}
-	return events, nil
+	return found, err
 }
 
-// read returns the events that a statement finds.
-func (f *failedStore) read(ctx context.Context, sql string, args ...any) (events []failedEvent, err error) {
-	const head = 4
+// find returns the events that a statement finds, without their envelopes; see readRows.
+func (f *failedStore) find(ctx context.Context, sql string, args ...any) (found []failedEvent, err error) {
+	err = f.query(ctx, func(rows pgx.Rows) (err error) {
+		found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (e failedEvent, err error) {
+			err = row.Scan(&e.row, &e.key, &e.retries, &e.held, &e.size)
+			return e, err
+		})
+		return err
+	}, sql, args...)
+	if err != nil {
+		return nil, fmt.Errorf("find events to retry: %w", err)
+	}
+	return found, nil
+}
+
+// maxRetryBytes bounds the events that are read at once to be retried.
+const maxRetryBytes = 4 << 20
+
+// fitting returns how many events from the start have at most maxRetryBytes together, as
+// their rows say, but at least one.
+func fitting(events []failedEvent) int {
+	left := maxRetryBytes
+	for n, e := range events {
+		if left -= e.size; left < 0 {
+			return max(n, 1)
+		}
+	}
+	return len(events)
+}
+
+// sqlFailedRead reads the events of rows in the order of $1, payload and headers only if $2
+// is set.
+const sqlFailedRead = `
+SELECT r.n, e.id, ` + envelopeColumns + `
+  FROM unnest($1::bigint[]) WITH ORDINALITY AS r (id, n)
+ CROSS JOIN LATERAL (
+       SELECT outbox_id AS id, event_id, event_type, source, aggregate_type, aggregate_id,
+              CASE WHEN $2::bool THEN payload END AS payload, CASE WHEN $2 THEN payload_bytes END AS payload_bytes,
+              content_type, topic, partition_key, CASE WHEN $2 THEN headers END AS headers, occurred_at, created_at
+         FROM {schema}.outbox_failed
+        WHERE id BETWEEN r.id AND r.id AND status <> 'resolved' ORDER BY id OFFSET 0) AS e`
+
+// errNoPayload means that an operator retries the row of an unreadable event as it is.
+var errNoPayload = errors.New("the row has neither payload nor payload_bytes")
+
+// readRows reads the envelopes of events that were found, in their order, and payload and
+// headers only if payload is set. With an error it returns the events in front of it. Events
+// that were resolved meanwhile are left out. Rows may be larger than they say: when the
+// events exceed maxRetryBytes, readRows cancels the statement, which would return the others
+// too.
+func (f *failedStore) readRows(ctx context.Context, found []failedEvent, payload bool) (events []failedEvent, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	rowIDs := make([]int64, len(found))
+	for i := range found {
+		rowIDs[i] = found[i].row
+	}
+	full := false
 	err = f.query(ctx, func(rows pgx.Rows) error {
 		var r eventReader
 		for rows.Next() {
-			r.describe(rows, head)
-			var e failedEvent
+			r.describe(rows, 1)
 			raw := rows.RawValues()
-			for i, dst := range []any{&e.row, &e.key, &e.retries, &e.held} {
-				if err := scanValue(r.types, rows.FieldDescriptions()[i], raw[i], dst); err != nil {
-					return err
-				}
-			}
-			if e.envelope, err = r.event(raw[head:]); err != nil {
+			var n int
+			if err := scanValue(r.types, rows.FieldDescriptions()[0], raw[0], &n); err != nil {
 				return err
+			}
+			e := found[n-1]
+			if e.envelope, err = r.event(raw[1:]); err != nil {
+				return err
+			}
+			if payload && e.payload == nil {
+				return errNoPayload
+			}
+			if full = r.kept > maxRetryBytes && len(events) > 0; full {
+				cancel()
+				return nil
 			}
 			events = append(events, e)
 		}
 		return rows.Err()
-	}, sql, args...)
-	return events, err
+	}, f.sqlRead, rowIDs, payload)
+	if err != nil && !full {
+		return events, fmt.Errorf("read events to retry: %w", err)
+	}
+	return events, nil
 }
 
 // query runs a statement that looks up rows by an index.

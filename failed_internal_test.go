@@ -58,6 +58,7 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 	}{
 		{"due", "(text, int) AS " + failed.sqlDue, fmt.Sprintf("('default', %d)", heads), pg.PlannerSettings, 2 * heads},
 		{"parked", "(text, text, int) AS " + failed.sqlParked, "('default', 'b-events/key-7', 500)", pg.PlannerSettings, 2 * parked / keys},
+		{"read", "(bigint[], bool) AS " + failed.sqlRead, fmt.Sprintf("('{%s}', true)", strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ",")), pg.PlannerSettings, 4 * heads},
 		{"save_sent", saveArgs + failed.sqlSave, saved("resolved"), pg.PlannerSettings, 40 * heads},
 		{"save_rejected", saveArgs + failed.sqlSave, saved("failed"), pg.PlannerSettings, 40 * heads},
 		{"promote", "(text, text, bigint, bool) AS " + failed.sqlPromote, fmt.Sprintf("('default', '%s', %d, false)", l.holder, l.epoch), "SELECT", 2 * parked},
@@ -134,6 +135,45 @@ func TestMovePastAnUnreadableRow(t *testing.T) {
 	got, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)
 	require.Equal(t, []string{"1 failed f 7 f f", "2 dead t 0 t t"}, got)
+}
+
+// What is read to be retried is bounded in bytes, by what rows say of their size and by
+// what they are.
+func TestRetriesAreReadInParts(t *testing.T) {
+	t.Parallel()
+	d, ctx := newCursorFixture(t), context.Background()
+	failed := newFailedStore(d.db, d.schema, "default", false)
+	d.exec(t, sqlInsertParked, 40, 40)
+	large := `"` + strings.Repeat("x", 1<<20) + `"`
+	d.exec(t, `UPDATE {schema}.outbox_failed SET payload = $1::text::jsonb, size = 1048578`, large)
+	found, err := failed.due(ctx, 50)
+	require.NoError(t, err)
+	require.Len(t, found, 40)
+	require.Equal(t, 3, fitting(found), "of 4 MiB")
+	require.Equal(t, 1, fitting(found[:1]))
+	require.Equal(t, 1, fitting([]failedEvent{{size: maxRetryBytes + 1}, {size: 1}}))
+	events, err := failed.readRows(ctx, found[:3], true)
+	require.NoError(t, err)
+	require.Len(t, events, 3)
+	for i, e := range events {
+		require.Equal(t, found[i].row, e.row)
+		require.Len(t, e.payload, len(large))
+	}
+	events, err = failed.readRows(ctx, found, true)
+	require.NoError(t, err)
+	require.Len(t, events, 3, "rows that are larger than they say")
+
+	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved' WHERE id = $1`, found[0].row)
+	d.exec(t, `UPDATE {schema}.outbox_failed SET payload = NULL, error_class = 'unreadable_row' WHERE id = $1`, found[2].row)
+	events, err = failed.readRows(ctx, found[:3], true)
+	require.ErrorIs(t, err, errNoPayload)
+	require.Len(t, events, 1)
+	require.Equal(t, found[1].row, events[0].row)
+	events, err = failed.readRows(ctx, found[2:3], false)
+	require.NoError(t, err)
+	require.Len(t, events, 1)
+	require.Nil(t, events[0].payload)
+	require.Equal(t, "key-3", string(events[0].aggregateID))
 }
 
 // unprintable is a text of which a few kilobytes are stored, and more than 1 GB would be

@@ -3,10 +3,12 @@ package outbox
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -59,9 +61,7 @@ func (r *retrier) retryAll(ctx context.Context) error {
 		return err
 	}
 	for ctx.Err() == nil {
-		read, cancel := r.withStatementTimeout()
-		due, err := r.store.due(read, maxHeads)
-		cancel()
+		due, err := r.find(func(ctx context.Context) ([]failedEvent, error) { return r.store.due(ctx, maxHeads) })
 		if err != nil || len(due) == 0 {
 			return err
 		}
@@ -115,9 +115,7 @@ func (r *retrier) correctParking(ctx context.Context) (wrong bool, err error) {
 // long as all of them get through.
 func (r *retrier) retryParked(ctx context.Context, key string) error {
 	for ctx.Err() == nil {
-		read, cancel := r.withStatementTimeout()
-		events, err := r.store.parked(read, key, maxParked)
-		cancel()
+		events, err := r.find(func(ctx context.Context) ([]failedEvent, error) { return r.store.parked(ctx, key, maxParked) })
 		if err != nil || len(events) == 0 {
 			return err
 		}
@@ -129,9 +127,64 @@ func (r *retrier) retryParked(ctx context.Context, key string) error {
 	return nil
 }
 
+// find returns the first of the events that a query finds, in their order: as many as
+// fitting allows. It ends in front of an event that cannot be read, or returns that one
+// alone.
+func (r *retrier) find(query func(context.Context) ([]failedEvent, error)) ([]failedEvent, error) {
+	ctx, cancel := r.withStatementTimeout()
+	found, err := query(ctx)
+	cancel()
+	for n := fitting(found); err == nil && len(found) > 0; n = 1 {
+		var events []failedEvent
+		events, err = r.readRows(found[:n], true)
+		unreadable := r.held.Err() == nil && (isUnreadable(err) || tookTooLong(err))
+		switch {
+		case len(events) > 0 && (err == nil || unreadable):
+			return events, nil
+		case unreadable && (n == 1 || isUnreadable(err)):
+			return r.readUnreadable(found[:n], err)
+		case unreadable:
+			err = nil
+		default:
+			found = found[n:]
+		}
+	}
+	return nil, err
+}
+
+func (r *retrier) readRows(found []failedEvent, payload bool) ([]failedEvent, error) {
+	ctx, cancel := r.withStatementTimeout()
+	defer cancel()
+	return r.store.readRows(ctx, found, payload)
+}
+
+// readUnreadable returns the first of some events without payload and headers.
+func (r *retrier) readUnreadable(found []failedEvent, cause error) ([]failedEvent, error) {
+	events, err := r.readRows(found, false)
+	if err != nil || len(events) == 0 {
+		return nil, err
+	}
+	e := events[0]
+	e.unreadable = fmt.Errorf("row %d of outbox_failed: %w", e.row, cause)
+	return []failedEvent{e}, nil
+}
+
+// isUnreadable reports whether the row of an event cannot be read however often it is
+// tried.
+func isUnreadable(err error) bool { return pg.IsUnreadable(err) || errors.Is(err, errNoPayload) }
+
+// tookTooLong reports whether a statement was cancelled: PostgreSQL needs seconds until it
+// finds that a text is longer than 1 GB.
+func tookTooLong(err error) bool {
+	return pg.IsCancelled(err) || errors.Is(err, context.DeadlineExceeded)
+}
+
 // retry sends events and saves the results. It returns the keys of which every event was
 // sent, and whether every event was tried or blocked.
 func (r *retrier) retry(ctx context.Context, events []failedEvent) (sent []string, decided bool, err error) {
+	if len(events) == 1 && events[0].unreadable != nil {
+		return nil, true, r.rejectUnreadable(&events[0])
+	}
 	batch := make([]envelope, len(events))
 	for i := range events {
 		batch[i] = events[i].envelope
@@ -160,6 +213,20 @@ func (r *retrier) retry(ctx context.Context, events []failedEvent) (sent []strin
 		}
 	}
 	return sentKeys(events, outcomes), decided, nil
+}
+
+// rejectUnreadable makes an event dead that cannot be read. If reading it took too long,
+// that counts as a rejected retry, because PostgreSQL may be quicker another time.
+func (r *retrier) rejectUnreadable(e *failedEvent) error {
+	result := retryResult{event: e, row: e.row, status: StatusDead, class: unreadableRow, err: e.unreadable}
+	if !isUnreadable(e.unreadable) {
+		result, _ = r.resultOf(e, outcome{outcomeRejected, unreadableRow, e.unreadable})
+	}
+	if err := r.save([]retryResult{result}); err != nil {
+		return err
+	}
+	r.notifyRejected(result)
+	return nil
 }
 
 // sentKeys returns the keys of which every event was sent, each once.
@@ -220,7 +287,7 @@ func (r *retrier) notifyRejected(result retryResult) {
 	e := result.event
 	topic, _ := e.destination() // "" if none follows from its type
 	args := []any{"id", e.id, "event_id", string(e.eventID), "type", string(e.eventType), "aggregate_id", string(e.aggregateID),
-		"topic", topic, "key", string(e.envelope.key()), "attempt", e.retries + 1, "class", result.class, "error", result.err}
+		"topic", topic, "key", string(e.envelope.key()), "attempt", e.retries + result.count, "class", result.class, "error", result.err}
 	ctx, hook := e.context(r.held), r.cfg.Hooks.Rejected
 	if result.status == StatusDead {
 		hook = r.cfg.Hooks.Dead
@@ -230,6 +297,6 @@ func (r *retrier) notifyRejected(result retryResult) {
 		r.log.WarnContext(ctx, "outbox: retry failed", args...)
 	}
 	if hook != nil {
-		hook(failedEventOf(&e.envelope, result.class, result.err, e.retries+1))
+		hook(failedEventOf(&e.envelope, result.class, result.err, e.retries+result.count))
 	}
 }
