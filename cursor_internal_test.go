@@ -38,6 +38,12 @@ func (d *cursorFixture) exec(t *testing.T, sql string, args ...any) {
 	require.NoError(t, err)
 }
 
+// update changes rows of outbox.
+func (d *cursorFixture) update(t *testing.T, sql string, args ...any) {
+	t.Helper()
+	testenv.UpdateEvents(t, d.db, pg.InSchema(sql, d.schema), args...)
+}
+
 // execAll runs several statements.
 func (d *cursorFixture) execAll(t *testing.T, sql string) {
 	t.Helper()

@@ -23,9 +23,11 @@ import (
 // errOtherCluster means that the newest cursor was written in another cluster.
 var errOtherCluster = errors.New("cursor belongs to another database cluster")
 
-// sqlRebaseLock lets one relay of a schema rebase at a time. It takes no
-// transaction id: see sqlRebase.
-const sqlRebaseLock = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || $1, 0))`
+// sqlRebaseLock lets one relay of a schema rebase at a time, and lets its transaction
+// write other transaction ids into rows than its own. It takes no transaction id: see
+// sqlRebase.
+const sqlRebaseLock = `
+SELECT pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || $1, 0)), set_config('outbox.keep_xid', 'on', true)`
 
 // sqlRebaseSettings let a rebase take as long as it takes, whatever a role is configured to.
 const sqlRebaseSettings = `SELECT set_config('statement_timeout', '0', true)`

@@ -82,7 +82,7 @@ func (d *cursorFixture) unsent(t *testing.T, relay string) (ids []int64) {
 func (d *cursorFixture) emigrate(t *testing.T, ahead int64, otherCluster bool) {
 	t.Helper()
 	ctx := context.Background()
-	d.exec(t, `UPDATE {schema}.outbox SET xid = (xid::text::bigint + $1)::text::xid8`, ahead)
+	d.update(t, `UPDATE {schema}.outbox SET xid = (xid::text::bigint + $1)::text::xid8`, ahead)
 	if otherCluster {
 		d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
 	}

@@ -120,8 +120,8 @@ func TestMovePastAnUnreadableRow(t *testing.T) {
 	t.Parallel()
 	d, ctx := newCursorFixture(t), context.Background()
 	l, p := d.opened(t)
-	d.exec(t, `UPDATE {schema}.outbox SET size = 7, headers = '{"a": "b"}' WHERE id = 1`)
-	d.exec(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb, headers = '{"a": "b"}' WHERE id = 2`, unprintable)
+	d.update(t, `UPDATE {schema}.outbox SET size = 7, headers = '{"a": "b"}' WHERE id = 1`)
+	d.update(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb, headers = '{"a": "b"}' WHERE id = 2`, unprintable)
 	p.last, p.highest = 2, 2
 	failures := append(slices.Clone(someFailure), failure{
 		event: &envelope{id: 2}, key: "b-events/k", status: StatusDead, class: unreadableRow, err: errors.New("out of memory"), held: true,

@@ -121,6 +121,12 @@ SELECT $1::text, $2::text, 1 + coalesce((SELECT c.epoch FROM {schema}.outbox_cur
  WHERE l.expires_at <= clock_timestamp() OR l.holder = excluded.holder
 RETURNING epoch`
 
+// sqlDurable makes the transaction of the next statement wait for the disk where the
+// role's synchronous_commit is off: if a crash could forget an epoch, it would be given
+// out twice.
+const sqlDurable = `
+SELECT set_config('synchronous_commit', 'local', true) WHERE current_setting('synchronous_commit') = 'off'`
+
 // acquire takes the lease, or returns errHeld.
 func (s *leases) acquire(ctx context.Context) (*lease, error) {
 	var taken bool
@@ -132,7 +138,10 @@ func (s *leases) acquire(ctx context.Context) (*lease, error) {
 	}
 	l := &lease{holder: s.holder}
 	until := time.Now().Add(s.duration)
-	err := s.db.QueryRow(ctx, s.take, s.relay, s.holder, s.duration).Scan(&l.epoch)
+	err := pg.Query(ctx, s.db, sqlDurable, func(rows pgx.Rows) (err error) {
+		l.epoch, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int64])
+		return err
+	}, s.take, s.relay, s.holder, s.duration)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, errHeld
 	}

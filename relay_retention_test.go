@@ -35,6 +35,12 @@ func (h *relayFixture) exec(t testing.TB, sql string, args ...any) {
 	require.NoError(t, err)
 }
 
+// update changes rows of outbox.
+func (h *relayFixture) update(t testing.TB, sql string, args ...any) {
+	t.Helper()
+	testenv.UpdateEvents(t, h.db, h.sql(sql), args...)
+}
+
 // A relay publishes, cleans, and says so. What a transaction commits that was
 // prepared long ago it still publishes.
 func TestRelayCleans(t *testing.T) {
@@ -65,7 +71,7 @@ func TestRelayCleans(t *testing.T) {
 	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	requireArrival(t, reader, early...)
 	require.Never(t, func() bool { return h.count(t, "outbox") < 50 }, 50*time.Millisecond, 10*time.Millisecond, "they are young")
-	h.exec(t, aged)
+	h.update(t, aged)
 	require.Eventually(t, func() bool { return h.count(t, "outbox") == 0 }, testenv.Patience, 5*time.Millisecond)
 	require.Eventually(t, func() bool { return removed.Load() == 50 }, testenv.Patience, 5*time.Millisecond)
 
@@ -100,7 +106,7 @@ func TestLaggingRelayKeepsRows(t *testing.T) {
 	cfg.Logger = slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	testenv.Run(t, h.relay(t, cfg).Run)
 	requireArrival(t, reader, second...)
-	h.exec(t, aged)
+	h.update(t, aged)
 	require.Eventually(t, func() bool { return h.count(t, "outbox") == 5 }, testenv.Patience, 5*time.Millisecond, "both have sent five")
 	require.Eventually(t, func() bool { return strings.Contains(log.String(), "lagging_relay=audit") }, testenv.Patience, 5*time.Millisecond)
 	runs := strings.Count(log.String(), "outbox: rows removed")
@@ -133,7 +139,7 @@ func TestArchiveFails(t *testing.T) {
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
 	testenv.Run(t, h.relay(t, cfg).Run)
 	requireArrival(t, reader, events...)
-	h.exec(t, aged)
+	h.update(t, aged)
 	require.Eventually(t, func() bool { return tries.Load() > 5 }, testenv.Patience, 5*time.Millisecond)
 	require.Equal(t, 5, h.count(t, "outbox"))
 	require.Equal(t, 1, strings.Count(log.String(), "retention of outbox fails"))
@@ -156,7 +162,7 @@ func TestCleaningBlocksNobody(t *testing.T) {
 	requireArrival(t, reader, first...)
 	stop()
 	const many = 20_000
-	h.exec(t, `
+	h.update(t, `
 		INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, xid)
 		SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now(), now() - '8 days'::interval, '3' FROM generate_series(1, $1)`, many)
 	h.exec(t, `UPDATE {s}.outbox_cursor SET highest_id = $1`, many+1)
@@ -220,12 +226,12 @@ func TestRelayKeepsPartitions(t *testing.T) {
 		require.Eventually(t, func() bool { return h.ahead(t) >= 6 }, testenv.Patience, 5*time.Millisecond)
 	}
 	require.Equal(t, 600, h.count(t, "outbox"), "they are young")
-	h.exec(t, aged)
+	h.update(t, aged)
 	require.Eventually(t, func() bool { return h.count(t, "outbox") < 60 }, testenv.Patience, 5*time.Millisecond)
 	require.Eventually(t, func() bool { return !slices.Contains(h.partitions(t), "outbox_min_50") }, testenv.Patience, 5*time.Millisecond, "dropped")
 	require.Eventually(t, func() bool { return removed.Load() >= 550 }, testenv.Patience, 5*time.Millisecond)
 	require.Contains(t, log.String(), "outbox: partition removed")
-	h.exec(t, `UPDATE {s}.outbox SET id = 7, xid = pg_current_xact_id() WHERE id = (SELECT max(id) FROM {s}.outbox)`)
+	h.update(t, `UPDATE {s}.outbox SET id = 7, xid = pg_current_xact_id() WHERE id = (SELECT max(id) FROM {s}.outbox)`)
 	require.Eventually(t, func() bool {
 		var n int
 		require.NoError(t, h.db.QueryRow(background, h.sql(`SELECT count(*) FROM {s}.outbox_default`)).Scan(&n))

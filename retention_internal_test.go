@@ -28,7 +28,7 @@ func (d *cursorFixture) cleaning(t *testing.T, cfg RetentionConfig) (*retention,
 // age makes all rows of a table older.
 func (d *cursorFixture) age(t *testing.T, table, column, by string) {
 	t.Helper()
-	d.exec(t, fmt.Sprintf(`UPDATE {schema}.%s SET %s = %[2]s - '%s'::interval`, table, column, by))
+	d.update(t, fmt.Sprintf(`UPDATE {schema}.%s SET %s = %[2]s - '%s'::interval`, table, column, by))
 }
 
 func (d *cursorFixture) ids(t *testing.T, table string) []int64 {
@@ -63,16 +63,16 @@ func TestPublishedRowsGo(t *testing.T) {
 		}, []int64{1, 2, 3, 4, 5, 6}, "audit"},
 		{"nothing that is too young", func(t *testing.T, d *cursorFixture) {
 			d.unsent(t, "default")
-			d.exec(t, `UPDATE {schema}.outbox SET created_at = now() - '6 days'::interval WHERE id IN (3, 5)`)
+			d.update(t, `UPDATE {schema}.outbox SET created_at = now() - '6 days'::interval WHERE id IN (3, 5)`)
 		}, []int64{3, 5}, ""},
 		{"nothing that was committed after it was passed", func(t *testing.T, d *cursorFixture) {
 			d.unsent(t, "default")
-			d.exec(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 2`)
+			d.update(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 2`)
 		}, []int64{2}, ""},
 		{"nothing that one of two relays has not sent, wherever it stands", func(t *testing.T, d *cursorFixture) {
 			d.unsent(t, "default")
 			d.unsent(t, "audit")
-			d.exec(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 2`)
+			d.update(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 2`)
 			d.unsent(t, "default")
 		}, []int64{2}, ""},
 		{"nothing by a cursor of another cluster", func(t *testing.T, d *cursorFixture) {
@@ -86,7 +86,7 @@ func TestPublishedRowsGo(t *testing.T) {
 		}, []int64{1, 2, 3, 4, 5, 6}, ""},
 		{"nothing beside an event from the future", func(t *testing.T, d *cursorFixture) {
 			d.unsent(t, "default")
-			d.exec(t, `UPDATE {schema}.outbox SET xid = '4000000000' WHERE id = 6`)
+			d.update(t, `UPDATE {schema}.outbox SET xid = '4000000000' WHERE id = 6`)
 		}, []int64{1, 2, 3, 4, 5, 6}, ""},
 		{"what failed and is written down elsewhere", func(t *testing.T, d *cursorFixture) {
 			d.unsent(t, "default")
@@ -278,10 +278,10 @@ func TestArchive(t *testing.T) {
 	d, ctx := newCursorFixture(t), context.Background()
 	d.exec(t, `CREATE TABLE {schema}.archive (id bigint, payload text)`)
 	d.insert(t, 2)
-	d.exec(t, `UPDATE {schema}.outbox SET payload = NULL, payload_bytes = '\x00ff', topic = 't', partition_key = 'p', headers = '{"a": "b"}' WHERE id = 2`)
+	d.update(t, `UPDATE {schema}.outbox SET payload = NULL, payload_bytes = '\x00ff', topic = 't', partition_key = 'p', headers = '{"a": "b"}' WHERE id = 2`)
 	d.insert(t, 1)
 	d.unsent(t, "default")
-	d.exec(t, `UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval WHERE id < 3`)
+	d.update(t, `UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval WHERE id < 3`)
 	fails := errors.New("the archive is full")
 	var got []ArchivedEvent
 	var full error
@@ -493,7 +493,7 @@ func TestCleaningOverManyRows(t *testing.T) {
 		SELECT 'relay ' || n % 3, $1, pg_current_snapshot(), $1, system_identifier, 1, now() - '20 days'::interval
 		  FROM pg_control_system(), generate_series(1, $1) AS n`, many)
 	d.insert(t, many)
-	d.exec(t, `UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval WHERE id > $1`, many)
+	d.update(t, `UPDATE {schema}.outbox SET created_at = now() - '8 days'::interval WHERE id > $1`, many)
 	d.exec(t, `
 		INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, handled_at)
 		SELECT 'g', 'a', n::text, 'x', now() - '40 days'::interval FROM generate_series(1, $1) AS n`, many)

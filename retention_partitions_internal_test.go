@@ -113,10 +113,10 @@ func TestPartitionStays(t *testing.T) {
 	t.Parallel()
 	for name, play := range map[string]func(*testing.T, *cursorFixture){
 		"one row is not published": func(t *testing.T, d *cursorFixture) {
-			d.exec(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 3`)
+			d.update(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 3`)
 		},
 		"one row is young": func(t *testing.T, d *cursorFixture) {
-			d.exec(t, `UPDATE {schema}.outbox SET created_at = now() WHERE id = 3`)
+			d.update(t, `UPDATE {schema}.outbox SET created_at = now() WHERE id = 3`)
 		},
 		"another relay has not published it": func(t *testing.T, d *cursorFixture) { d.sendUpTo(t, "audit", 5) },
 		"a cursor is of another cluster": func(t *testing.T, d *cursorFixture) {
@@ -137,7 +137,7 @@ func TestPartitionStays(t *testing.T) {
 	t.Run("the last row is young", func(t *testing.T) {
 		d := full(t)
 		d.unsent(t, "default")
-		d.exec(t, `UPDATE {schema}.outbox SET created_at = now() WHERE id = 9`)
+		d.update(t, `UPDATE {schema}.outbox SET created_at = now() WHERE id = 9`)
 		r, l := d.cleaning(t, RetentionConfig{})
 		require.Nil(t, d.first(t, r, l))
 	})
@@ -152,8 +152,8 @@ func TestPartitionIsReviewedUnderItsLock(t *testing.T) {
 		want error
 	}{
 		{"a row came in, by its id", func(t *testing.T, d *cursorFixture, _ *review) {
-			d.exec(t, `UPDATE {schema}.outbox SET id = 4 WHERE id = 24`)
-			d.exec(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 4`)
+			d.update(t, `UPDATE {schema}.outbox SET id = 4 WHERE id = 24`)
+			d.update(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 4`)
 		}, errReview},
 		{"a relay began", func(t *testing.T, d *cursorFixture, _ *review) { d.sendUpTo(t, "audit", 1) }, errReview},
 		{"the server started again", func(_ *testing.T, _ *cursorFixture, v *review) { v.server = v.server.Add(-time.Second) }, errReview},

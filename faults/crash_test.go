@@ -236,7 +236,8 @@ func openPool(t *testing.T, cfg *pgxpool.Config) *pgxpool.Pool {
 }
 
 // commit records n events in one transaction and returns them. Connections may
-// have died with the server, so it tries until one lives.
+// have died with the server, so it tries until one lives. With "off" the transaction may
+// really be lost.
 func (s *site) commit(t *testing.T, synchronous string, n int) []oracle.Event {
 	t.Helper()
 	ctx := context.Background()
@@ -246,7 +247,7 @@ func (s *site) commit(t *testing.T, synchronous string, n int) []oracle.Event {
 	}
 	require.Eventually(t, func() bool {
 		return pgx.BeginFunc(ctx, s.db, func(tx pgx.Tx) error {
-			if _, err := tx.Exec(ctx, `SELECT set_config('synchronous_commit', $1, true)`, synchronous); err != nil {
+			if _, err := tx.Exec(ctx, `SELECT set_config('synchronous_commit', $1, true), set_config('outbox.allow_async_commit', 'on', true)`, synchronous); err != nil {
 				return err
 			}
 			return s.record(ctx, tx, events...)

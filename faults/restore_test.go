@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"os"
 	"os/exec"
 	"strings"
 	"testing"
@@ -33,6 +34,7 @@ func TestRestoredElsewhere(t *testing.T) {
 		// pg_dump may be newer than the server, but not older.
 		{"dumped by pg_dump", func(t *testing.T) *pgserver.Server { return startVersion(t, "14", nil) }, dump, 0},
 		{"with partitions, dumped by pg_dump", func(t *testing.T) *pgserver.Server { return startVersion(t, "14", nil) }, dump, 100},
+		{"its rows dumped by pg_dump", func(t *testing.T) *pgserver.Server { return startVersion(t, "14", nil) }, dumpRows, 0},
 		{"copied table by table", func(t *testing.T) *pgserver.Server { return startServer(t, nil) }, copyTables, 0},
 	} {
 		for name, ahead := range map[string]bool{"into lower transaction ids": false, "into higher transaction ids": true} {
@@ -129,7 +131,7 @@ func dump(t *testing.T, from, to *site) {
 	t.Helper()
 	sql, err := exec.Command("pg_dump", "--dbname="+from.server.URL()).Output()
 	require.NoError(t, err, "this test needs pg_dump and psql: tools/needs.sh test says how to install them")
-	restore := exec.Command("psql", "--quiet", "--dbname="+to.server.URL())
+	restore := exec.Command("psql", "--quiet", "--set=ON_ERROR_STOP=1", "--dbname="+to.server.URL())
 	restore.Stdin = bytes.NewReader(sql)
 	out, err := restore.CombinedOutput()
 	require.NoError(t, err, "%s", out)
@@ -148,6 +150,31 @@ func copyTables(t *testing.T, from, to *site) {
 	}
 }
 
+// dumpRows is dump for tables that are there already.
+func dumpRows(t *testing.T, from, to *site) {
+	t.Helper()
+	require.NoError(t, outbox.Migrate(context.Background(), to.db, outbox.MigrateConfig{}))
+	_, err := to.db.Exec(context.Background(), `TRUNCATE outbox_migration;
+		CREATE TABLE oracle_key (key text PRIMARY KEY, version bigint NOT NULL); CREATE TABLE oracle_history (event_id text PRIMARY KEY)`)
+	require.NoError(t, err)
+	rows, err := exec.Command("pg_dump", "--data-only", "--format=custom", "--dbname="+from.server.URL()).Output()
+	require.NoError(t, err)
+	restore := func(options string) (string, error) {
+		cmd := exec.Command("pg_restore", "--exit-on-error", "--dbname="+to.server.URL())
+		cmd.Env = append(os.Environ(), "PGOPTIONS="+options)
+		cmd.Stdin = bytes.NewReader(rows)
+		out, err := cmd.CombinedOutput()
+		return string(out), err
+	}
+	out, err := restore("")
+	require.Error(t, err, "transaction ids of another cluster")
+	require.Contains(t, out, "outbox_xid_is_of_this_transaction")
+	_, err = to.db.Exec(context.Background(), `TRUNCATE event_handled, outbox_migration, oracle_key, oracle_history`)
+	require.NoError(t, err)
+	out, err = restore("-c outbox.keep_xid=on")
+	require.NoError(t, err, out)
+}
+
 // copyRows copies all tables, and leaves the sequences at their beginning.
 func copyRows(t *testing.T, from, to *site) {
 	t.Helper()
@@ -161,6 +188,8 @@ func copyRows(t *testing.T, from, to *site) {
 	target, err := to.db.Acquire(ctx)
 	require.NoError(t, err)
 	defer target.Release()
+	_, err = target.Exec(ctx, `SET outbox.keep_xid = 'on'`)
+	require.NoError(t, err)
 	for _, table := range []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "oracle_key", "oracle_history"} {
 		var exists bool
 		require.NoError(t, source.QueryRow(ctx, `SELECT to_regclass($1) IS NOT NULL`, table).Scan(&exists))

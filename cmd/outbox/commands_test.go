@@ -556,7 +556,7 @@ func TestTopics(t *testing.T) {
 	requireNarrow(t, text)
 	require.Contains(t, text, "1d00h")
 
-	d.exec(t, `UPDATE {s}.outbox SET topic = NULL, event_type = 'nowhere' WHERE aggregate_id = 'b'`)
+	testenv.UpdateEvents(t, d.db, `UPDATE `+pgx.Identifier{d.schema, "outbox"}.Sanitize()+` SET topic = NULL, event_type = 'nowhere' WHERE aggregate_id = 'b'`)
 	require.Contains(t, d.ok(t, "topics"), "No topic follows from nowhere")
 	a := d.call(t, "topics", d.topic, "--replication", "5", "not/a/name")
 	require.Equal(t, exitError, a.code)

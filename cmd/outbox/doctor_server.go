@@ -28,7 +28,7 @@ var settingRules = []settingRule{
 	{"full_page_writes", "off", finding{"server.full_page_writes", severityWarning, "full_page_writes is off",
 		"A crash of the machine can leave pages that are half old and half new, unless the storage rules it out.", "ALTER SYSTEM SET full_page_writes = on; SELECT pg_reload_conf();"}},
 	{"synchronous_commit", "off", finding{"server.synchronous_commit", severityWarning, "synchronous_commit is off",
-		"A crash of PostgreSQL forgets the latest commits, with data and events alike. What was sent of them already, consumers have seen.",
+		"A crash of PostgreSQL forgets the latest commits. Those that recorded events are kept, unless outbox.allow_async_commit is on.",
 		"Turn it on for the role or the database: ALTER DATABASE … SET synchronous_commit = on. The relay turns it off by itself where it does no harm."}},
 	{"autovacuum", "off", finding{"server.autovacuum", severityError, "autovacuum is off",
 		"Rows that retention removes leave their space behind: outbox grows, and polls become slower.", "ALTER SYSTEM SET autovacuum = on; SELECT pg_reload_conf();"}},

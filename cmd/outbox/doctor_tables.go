@@ -113,7 +113,7 @@ WITH tables AS MATERIALIZED (
 SELECT 'table', relname, relname, '' FROM tables
  UNION ALL
 SELECT 'column', t.relname, a.attname,
-       concat_ws(' ', format_type(a.atttypid, a.atttypmod), CASE WHEN a.attnotnull THEN 'NOT NULL' END, 'DEFAULT ' || pg_get_expr(d.adbin, d.adrelid, true))
+       concat_ws(' ', format_type(a.atttypid, a.atttypmod), CASE WHEN a.attnotnull THEN 'NOT NULL' END, 'DEFAULT ' || ltrim(regexp_replace(pg_get_expr(d.adbin, d.adrelid, true), '\s+', ' ', 'g')))
   FROM tables AS t JOIN pg_attribute AS a ON a.attrelid = t.oid AND a.attnum > 0 AND NOT a.attisdropped
   LEFT JOIN pg_attrdef AS d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
  UNION ALL
@@ -122,6 +122,10 @@ SELECT 'index', t.relname, c.relname, replace(pg_get_indexdef(i.indexrelid, 0, t
  UNION ALL
 SELECT 'constraint', t.relname, c.conname, pg_get_constraintdef(c.oid, true)
   FROM tables AS t JOIN pg_constraint AS c ON c.conrelid = t.oid AND c.contype IN ('p', 'u', 'c', 'f', 'x')
+ UNION ALL
+SELECT 'constraint', t.relname, c.conname, min(pg_get_constraintdef(c.oid, true)) -- of every partition, and not of the table
+  FROM tables AS t JOIN pg_inherits AS i ON i.inhparent = t.oid JOIN pg_constraint AS c ON c.conrelid = i.inhrelid AND c.contype = 'c' AND c.coninhcount = 0
+ GROUP BY t.oid, t.relname, c.conname HAVING count(*) = (SELECT count(*) FROM pg_inherits WHERE inhparent = t.oid)
  UNION ALL
 SELECT 'trigger', t.relname, g.tgname, pg_get_triggerdef(g.oid, true)
   FROM tables AS t JOIN pg_trigger AS g ON g.tgrelid = t.oid AND NOT g.tgisinternal`

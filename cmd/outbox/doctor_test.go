@@ -106,15 +106,14 @@ var faults = []struct {
 		"tables.trigger", severityWarning, "trigger mine of outbox is not of outbox"},
 	{"autovacuum off", `ALTER TABLE {s}.outbox SET (autovacuum_enabled = off)`, "tables.autovacuum", severityWarning, "autovacuum is off for outbox"},
 	{"sequence cached", `ALTER SEQUENCE {s}.outbox_id_seq CACHE 20`, "sequence.cache", severityError, "CACHE 20"},
-	{"sequence behind", `INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
-		SELECT relay, last_processed_id, snapshot, 1000, system_identifier, epoch FROM {s}.outbox_cursor ORDER BY id DESC LIMIT 1`,
-		"sequence.behind", severityError, "behind id 1000"},
+	{"sequence behind", `SELECT setval('{s}.outbox_id_seq', max(id), false) FROM {s}.outbox`, "sequence.behind", severityError, "behind id"},
 	{"sequence missing", `ALTER SEQUENCE {s}.outbox_id_seq OWNED BY NONE`, "sequence.missing", severityError, "no sequence of its own"},
 	{"migration unknown", `INSERT INTO {s}.outbox_migration VALUES (1000, '1000_later.sql')`, "migrations.ahead", severityError, "1000_later.sql"},
 	{"dead", `UPDATE {s}.outbox_failed SET status = 'dead'`, "failed.dead", severityWarning, "1 event is dead"},
 	{"parked", `UPDATE {s}.outbox_failed SET status = 'waiting', next_retry_at = now() + '1 day'`, "failed.parked", severityWarning, "1 key is parked"},
 	{"held", `UPDATE {s}.outbox_failed SET status = 'waiting', held = true`, "failed.held", severityWarning, "1 key is held"},
-	{"type without topic", `UPDATE {s}.outbox SET topic = NULL, event_type = 'nowhere'`, "events.topic", severityError, "nowhere"},
+	{"type without topic", `WITH keep AS MATERIALIZED (SELECT set_config('outbox.keep_xid', 'on', true))
+		UPDATE {s}.outbox SET topic = NULL, event_type = 'nowhere' FROM keep`, "events.topic", severityError, "nowhere"},
 	{"nothing harmful", `CREATE INDEX mine ON {s}.outbox (aggregate_id, id); ALTER TABLE {s}.outbox ADD COLUMN mine int`, "", "", ""},
 }
 

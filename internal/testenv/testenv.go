@@ -104,6 +104,19 @@ func postgresURL(t testing.TB) string {
 	return address
 }
 
+// UpdateEvents runs a statement that changes rows of outbox, which their transaction ids
+// forbid otherwise.
+func UpdateEvents(t testing.TB, db *pgxpool.Pool, sql string, args ...any) {
+	t.Helper()
+	require.NoError(t, pgx.BeginFunc(context.Background(), db, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(context.Background(), `SET LOCAL outbox.keep_xid = 'on'`); err != nil {
+			return err
+		}
+		_, err := tx.Exec(context.Background(), sql, args...)
+		return err
+	}))
+}
+
 // OtherDatabase returns a pool on another database of the same cluster, which
 // is dropped when the test ends.
 func OtherDatabase(t testing.TB) *pgxpool.Pool {
