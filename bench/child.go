@@ -117,6 +117,9 @@ func (b *bench) connect(j job) job {
 	return j
 }
 
+// childName is what children call themselves in PostgreSQL.
+func childName() string { return fmt.Sprintf("bench-child-%d", os.Getpid()) }
+
 // spawn starts this program again, waits for it and decodes what it writes. What
 // it needs orders meanwhile, talk sends them; talk may be nil.
 func spawn(ctx context.Context, j job, stderr io.Writer, result any, talk func(send func(order) error) error) error {
@@ -127,6 +130,7 @@ func spawn(ctx context.Context, j job, stderr io.Writer, result any, talk func(s
 	cmd := exec.CommandContext(ctx, self, childCommand)
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = childPatience
+	cmd.Env = append(cmd.Environ(), "PGAPPNAME="+childName())
 	cmd.Stderr = stderr
 	stdin, err := cmd.StdinPipe() // stays open until Wait
 	if err != nil {

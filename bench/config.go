@@ -28,7 +28,8 @@ no ratio. A target that is missed does not fail the run. The README of this
 module says what each scenario compares.
 
 A run makes schemas and a topic of its own and removes them at the end, also
-after Ctrl-C. Give it the machine alone: everything shares its cores.
+after Ctrl-C. All scenarios together take about 45 minutes on two cores; large
+takes 2 of them and 10 GB of disk, backlogs 5 and as much, bad-topics 5. Give it the machine alone: everything shares its cores.
 
 Exit code: 0 all was measured, 1 something could not be, 2 wrong usage.
 
@@ -54,6 +55,12 @@ type config struct {
 	handled    int
 	retained   int
 
+	large, largeSize int
+	backlogs         []int
+	longRuns         int
+	parked           int
+	beside           float64
+
 	poisons, poisonEvery int
 	outage               float64
 
@@ -67,6 +74,7 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.SetOutput(io.Discard) // errors are printed once, by start
 	which := flags.String("run", "", "measure the scenarios that match this `regexp` only")
 	rates := flags.String("rates", "200,1000,3000", "transactions per second of the latency scenario, with commas between them")
+	backlogs := flags.String("backlogs", "1000000,4000000,10000000", "events of the backlogs scenario, growing, with commas between them")
 	flags.IntVar(&cfg.runs, "runs", 5, "turns of everything that is compared")
 	flags.IntVar(&cfg.events, "events", 500_000, "events that a drain drains")
 	flags.IntVar(&cfg.backlog, "backlog", 1_000_000, "events of the large backlog; the small one has a tenth")
@@ -81,6 +89,11 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.IntVar(&cfg.partitions, "partitions", 6, "partitions of the topic")
 	flags.IntVar(&cfg.handled, "handled", 100_000, "events that a consumer handles; with a transaction for each, a tenth")
 	flags.IntVar(&cfg.retained, "retained", 5_000_000, "old rows that retention begins with")
+	flags.IntVar(&cfg.large, "large", 5000, "large events that a drain drains")
+	flags.IntVar(&cfg.largeSize, "large-size", 900_000, "bytes of the payload of a large event")
+	flags.IntVar(&cfg.longRuns, "long-runs", 1, "turns of large and backlogs, in place of -runs")
+	flags.IntVar(&cfg.parked, "parked", 1000, "events that wait for a bad topic before anything is measured beside it")
+	flags.Float64Var(&cfg.beside, "beside", 8, "seconds measured in each turn beside a bad topic")
 	flags.StringVar(&cfg.json, "json", "", "write the results as JSON lines to this `file`; - means stdout, in place of the table")
 	flags.StringVar(&cfg.profile, "profile", "", "write CPU and allocation profiles of drains and consumers into this `folder`")
 	if err := flags.Parse(args); err != nil {
@@ -94,10 +107,11 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 		return cfg, fmt.Errorf("%q is not a flag; see bench -h", flags.Arg(0))
 	}
 	cfg.environment(os.Getenv)
-	var badRates, badRun error
-	cfg.rates, badRates = parseRates(*rates)
+	var badRates, badBacklogs, badRun error
+	cfg.rates, badRates = parseNumbers("rates", *rates)
+	cfg.backlogs, badBacklogs = parseNumbers("backlogs", *backlogs)
 	cfg.which, badRun = regexp.Compile(*which)
-	if err := errors.Join(badRates, badRun, cfg.validate()); err != nil {
+	if err := errors.Join(badRates, badBacklogs, badRun, cfg.validate()); err != nil {
 		return cfg, fmt.Errorf("%w; see bench -h", err)
 	}
 	return cfg, nil
@@ -120,15 +134,15 @@ func (c *config) environment(get func(string) string) {
 	}
 }
 
-func parseRates(list string) (rates []int, err error) {
+func parseNumbers(flag, list string) (numbers []int, err error) {
 	for text := range strings.SplitSeq(list, ",") {
-		rate, err := strconv.Atoi(strings.TrimSpace(text))
-		if err != nil || rate < 1 {
-			return nil, fmt.Errorf("-rates: %q is not a number above 0", text)
+		n, err := strconv.Atoi(strings.TrimSpace(text))
+		if err != nil || n < 1 {
+			return nil, fmt.Errorf("-%s: %q is not a number above 0", flag, text)
 		}
-		rates = append(rates, rate)
+		numbers = append(numbers, n)
 	}
-	return rates, nil
+	return numbers, nil
 }
 
 func (c *config) validate() error {
@@ -142,6 +156,10 @@ func (c *config) validate() error {
 	refuse(c.events < minEvents || c.backlog < 10*minEvents, fmt.Sprintf("-events starts at %d, -backlog at ten times that", minEvents))
 	refuse(c.handled < minEvents, fmt.Sprintf("-handled starts at %d", minEvents))
 	refuse(c.retained < minEvents, fmt.Sprintf("-retained starts at %d", minEvents))
+	refuse(c.large < 1 || c.longRuns < 1 || c.parked < 1, "-large, -long-runs and -parked start above 0")
+	refuse(c.largeSize < minLargeSize || c.largeSize > maxLargeSize, fmt.Sprintf("-large-size goes from %d to %d", minLargeSize, maxLargeSize))
+	refuse(c.beside <= 0, "-beside starts above 0")
+	refuse(!slices.IsSorted(c.backlogs) || len(slices.Compact(slices.Clone(c.backlogs))) < len(c.backlogs), "-backlogs must grow")
 	refuse(c.seconds <= 0 || c.warm < 0, "-seconds starts above 0, -warm at 0")
 	refuse(c.polls < c.runs || c.records < c.runs, "-polls and -records start at -runs")
 	refuse(c.poisons < 1 || c.poisonEvery < 2, "-poisons starts above 0, -poison-every above 1")

@@ -2,7 +2,9 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"time"
 )
 
 // warmUp produces until the broker's JVM has compiled what it needs: a cold one
@@ -88,9 +90,9 @@ type contestant struct {
 // inTurns lets the contestants run one after the other, several times.
 func (b *bench) inTurns(ctx context.Context, all []contestant) (map[string][]used, error) {
 	runs := map[string][]used{}
-	for round := range b.cfg.runs {
+	for n := range b.cfg.runs {
 		for _, c := range all {
-			u, err := b.compete(ctx, round, c)
+			u, err := b.compete(ctx, round{n, b.cfg.runs}, c)
 			if err != nil {
 				return nil, err
 			}
@@ -100,17 +102,39 @@ func (b *bench) inTurns(ctx context.Context, all []contestant) (map[string][]use
 	return runs, nil
 }
 
+// round is one of several.
+type round struct{ n, of int }
+
+// String counts from one.
+func (r round) String() string { return fmt.Sprintf("%d/%d", r.n+1, r.of) }
+
 // compete lets a contestant run. A relay gets a new name, and so starts before
 // the first event.
-func (b *bench) compete(ctx context.Context, round int, c contestant) (used, error) {
+func (b *bench) compete(ctx context.Context, r round, c contestant) (used, error) {
 	if c.job.Work == "relay" {
 		c.job.Relay = c.stock.relayName()
 	}
 	u, err := b.runChild(ctx, c.job, c.stock)
 	if err == nil {
-		b.say("%d/%d %s: %s events/s, %.1f µs CPU/event", round+1, b.cfg.runs, c.name, number(u.rate()), u.cpu())
+		b.say("%s %s: %s events/s, %.1f µs CPU/event, heap %.0f MiB", r, c.name, number(u.rate()), u.cpu(), u.peak())
 	}
 	return u, err
+}
+
+// errLate says that a contestant was not done in time.
+var errLate = errors.New("not done in time")
+
+// competeWithin is compete with a limit. It returns errLate when that is over.
+func (b *bench) competeWithin(ctx context.Context, limit time.Duration, r round, c contestant) (used, error) {
+	limited, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	u, err := b.compete(limited, r, c)
+	if err == nil || limited.Err() == nil || ctx.Err() != nil {
+		return u, err
+	}
+	b.say("%s %s FAILED: not done within %v", r, c.name, limit)
+	b.report.add(failed(c.name, fmt.Sprintf("not done within %v", limit)))
+	return u, errors.Join(errLate, b.emptyTopic(ctx))
 }
 
 func (b *bench) reportDrain(runs map[string][]used) {

@@ -18,6 +18,8 @@ type used struct {
 	CPU     time.Duration // user and system
 	Allocs  uint64
 	Bytes   uint64
+	Peak    uint64    // bytes of heap in use, at most
+	Start   time.Time // of the work
 
 	// Of an outage: the time from the return of Kafka to the first acknowledgement,
 	// how often the breaker has opened, and how many events came again.
@@ -31,6 +33,8 @@ func (u used) cpu() float64          { return u.per(float64(u.CPU.Nanoseconds())
 func (u used) allocs() float64       { return u.per(float64(u.Allocs)) }
 func (u used) bytes() float64        { return u.per(float64(u.Bytes)) }
 func (u used) notice() float64       { return u.Notice.Seconds() * 1000 }
+func (u used) seconds() float64      { return u.Elapsed.Seconds() }
+func (u used) peak() float64         { return float64(u.Peak) / (1 << 20) }
 func (u used) per(x float64) float64 { return x / float64(u.Events) }
 
 // each reads one quantity from all runs.
@@ -49,6 +53,7 @@ type meter struct {
 	profile string
 	file    *os.File
 	start   time.Time
+	heap    *heapWatch
 }
 
 // startMeter leaves no garbage of the preparations to the work. profile names
@@ -69,12 +74,14 @@ func startMeter(profile string) (*meter, error) {
 		}
 	}
 	runtime.ReadMemStats(&m.memory)
+	m.heap = watchHeap()
 	m.cpu, m.start = cpuTime(), time.Now()
 	return m, nil
 }
 
 func (m *meter) stop(events int) (used, error) {
-	u := used{Events: events, Elapsed: time.Since(m.start), CPU: cpuTime() - m.cpu}
+	u := used{Events: events, Elapsed: time.Since(m.start), CPU: cpuTime() - m.cpu, Start: m.start}
+	u.Peak = m.heap.stop()
 	var memory runtime.MemStats
 	runtime.ReadMemStats(&memory)
 	u.Allocs, u.Bytes = memory.Mallocs-m.memory.Mallocs, memory.TotalAlloc-m.memory.TotalAlloc

@@ -40,8 +40,8 @@ func (b *bench) outage(ctx context.Context) error {
 		return err
 	}
 	runs := map[string][]used{}
-	for round := range b.cfg.runs {
-		o, err := b.newOutage(ctx, round)
+	for n := range b.cfg.runs {
+		o, err := b.newOutage(ctx, n)
 		if err != nil {
 			return err
 		}
@@ -50,13 +50,13 @@ func (b *bench) outage(ctx context.Context) error {
 			return fmt.Errorf("relay through an outage: %w", err)
 		}
 		b.say("%d/%d outage/relay: %s events/s, %.1f µs CPU/event, the first after %.1f s; the breaker opened %d times, %d events came again",
-			round+1, b.cfg.runs, number(u.rate()), u.cpu(), u.Notice.Seconds(), u.Opened, u.Repeats)
+			n+1, b.cfg.runs, number(u.rate()), u.cpu(), u.Notice.Seconds(), u.Opened, u.Repeats)
 		runs["outage/relay"] = append(runs["outage/relay"], u)
 		for _, c := range []contestant{
 			{"outage/pipe", o.stock, job{Work: "pipe", Batch: batch}},
 			{"outage/without", o.stock, job{Work: "relay"}},
 		} {
-			u, err := b.compete(ctx, round, c)
+			u, err := b.compete(ctx, round{n, b.cfg.runs}, c)
 			if err != nil {
 				return err
 			}
@@ -136,7 +136,7 @@ func (o *outage) happen(ctx context.Context, send func(order) error) error {
 			return err
 		}
 		over := time.Now().Add(seconds(o.cfg.outage))
-		if err := o.load(ctx, o.stock.schema, o.small, o.cfg.events); err != nil {
+		if err := o.load(ctx, o.stock.schema, o.small, o.cfg.events, smallEvents); err != nil {
 			return err
 		}
 		return sleep(ctx, time.Until(over))

@@ -28,6 +28,7 @@ type services struct {
 	topic   string
 	schemas []string
 	topics  []string
+	denied  []string // topics that nobody may write
 }
 
 // topicConfig frees the disk of deleted records soon.
@@ -53,13 +54,16 @@ func connect(ctx context.Context, cfg config) (*services, error) {
 
 // newTopic makes a topic that goes with the run.
 func (s *services) newTopic(ctx context.Context, name string, partitions int) (topic string, err error) {
-	topic = "bench-" + s.id + "-" + name
+	topic = s.topicName(name)
 	if _, err := s.admin.CreateTopic(ctx, int32(partitions), 1, topicConfig, topic); err != nil {
 		return "", fmt.Errorf("create topic: %w", err)
 	}
 	s.topics = append(s.topics, topic)
 	return topic, nil
 }
+
+// topicName returns the name of a topic of this run, which need not exist.
+func (s *services) topicName(name string) string { return "bench-" + s.id + "-" + name }
 
 func newPool(ctx context.Context, url string, conns int) (*pgxpool.Pool, error) {
 	cfg, err := pgxpool.ParseConfig(url)
@@ -87,6 +91,9 @@ func (s *services) close() error {
 		errs = append(errs, s.dropSchema(ctx, schema))
 	}
 	s.db.Close()
+	for _, topic := range s.denied {
+		errs = append(errs, s.allow(ctx, topic))
+	}
 	for _, topic := range s.topics {
 		if _, err := s.admin.DeleteTopic(ctx, topic); err != nil {
 			errs = append(errs, fmt.Errorf("delete topic %s: %w", topic, err))

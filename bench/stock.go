@@ -7,12 +7,10 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
+	"golang.org/x/sync/errgroup"
 )
 
-const (
-	loadPerTx = 5000
-	minEvents = 10_000 // that still make a rate
-)
+const minEvents = 10_000 // that still make a rate
 
 // stock is a schema full of recorded events.
 type stock struct {
@@ -32,33 +30,66 @@ func (b *bench) stock(ctx context.Context, n int) (*stock, error) {
 	if s := b.stocks[n]; s != nil {
 		return s, nil
 	}
-	schema, err := b.newSchema(ctx, fmt.Sprintf("stock%d", n))
+	s, err := b.newStock(ctx, fmt.Sprintf("stock%d", n))
 	if err != nil {
 		return nil, err
 	}
-	start := time.Now()
-	if err := b.load(ctx, schema, 0, n); err != nil {
+	if err := b.fill(ctx, s, n, smallEvents); err != nil {
 		return nil, err
 	}
-	b.say("recorded %d events in %.1f s", n, time.Since(start).Seconds())
 	if b.stocks == nil {
 		b.stocks = map[int]*stock{}
 	}
-	b.stocks[n] = &stock{schema: schema, events: n}
-	return b.stocks[n], nil
+	b.stocks[n] = s
+	return s, nil
 }
+
+// newStock returns an empty one.
+func (b *bench) newStock(ctx context.Context, name string) (*stock, error) {
+	schema, err := b.newSchema(ctx, name)
+	return &stock{schema: schema}, err
+}
+
+// fill records events until the stock has n, and tells how long that took.
+func (b *bench) fill(ctx context.Context, s *stock, n int, k kind) error {
+	start, more := time.Now(), n-s.events
+	if err := b.load(ctx, s.schema, s.events, more, k); err != nil {
+		return err
+	}
+	s.events = n
+	b.say("recorded %d events in %.1f s", more, time.Since(start).Seconds())
+	return nil
+}
+
+// kind says what events are recorded, and how.
+type kind struct {
+	event   func(n int) outbox.DomainEvent
+	perTx   int // events in a transaction
+	writers int // at the same time
+}
+
+var smallEvents = kind{event: func(n int) outbox.DomainEvent { return newEvent(n) }, perTx: 5000, writers: 1}
 
 // load records n events from number first on, and leaves nothing to autovacuum
 // and checkpoints.
-func (b *bench) load(ctx context.Context, schema string, first, n int) error {
+func (b *bench) load(ctx context.Context, schema string, first, n int, k kind) error {
 	rec, err := b.recorder(schema)
 	if err != nil {
 		return err
 	}
-	for done := 0; done < n; done += loadPerTx {
-		if err := recordEvents(ctx, b, rec, newEvents(first+done, min(loadPerTx, n-done))); err != nil {
-			return err
-		}
+	g, recording := errgroup.WithContext(ctx)
+	g.SetLimit(k.writers)
+	for done := 0; done < n && recording.Err() == nil; done += k.perTx {
+		g.Go(func() error {
+			events := make([]outbox.DomainEvent, min(k.perTx, n-done))
+			for i := range events {
+				events[i] = k.event(first + done + i)
+			}
+			return recordEvents(recording, b, rec, events)
+		})
+	}
+	if err := g.Wait(); err != nil {
+		return err
 	}
 	for _, sql := range []string{`VACUUM (ANALYZE) {schema}.outbox`, `CHECKPOINT`} {
 		if _, err := b.db.Exec(ctx, inSchema(sql, schema)); err != nil {

@@ -196,6 +196,10 @@ func Defaults() map[string]string {
 		"share.coordinator.state.topic.replication.factor": "1",
 		"share.coordinator.state.topic.min.isr":            "1",
 
+		// Topics can be denied to everybody. Without a rule everything is allowed.
+		"authorizer.class.name":          "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+		"allow.everyone.if.no.acl.found": "true",
+
 		// The footprint of one that serves tests: a few partitions inside, and
 		// no 128 MB of buffers to compact logs that never grow.
 		"offsets.topic.num.partitions":                 "5",

@@ -1,0 +1,239 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/absent"
+	"github.com/twmb/franz-go/pkg/kadm"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"golang.org/x/sync/errgroup"
+)
+
+const (
+	badRate     = 10               // events per second for the bad topic
+	badPatience = 30 * time.Second // until what was recorded for it waits
+	badLook     = 50 * time.Millisecond
+	strayEvent  = -1 // number of a good event that no lap measures
+)
+
+// badTopics compares the relay that also has events for a topic that takes nothing
+// with the relay that has none. Its Kafka client has franz-go's defaults.
+func (b *bench) badTopics(ctx context.Context) error {
+	without, err := b.newTrack(ctx, "bad_without")
+	if err != nil {
+		return err
+	}
+	defer without.close()
+	if err := without.warmUp(ctx); err != nil {
+		return err
+	}
+	for _, prepare := range []func(*bench, context.Context) (name, topic string, err error){
+		(*bench).missingTopic, (*bench).shortTopic, (*bench).deniedTopic,
+	} {
+		name, topic, err := prepare(b, ctx)
+		if errors.Is(err, kerr.SecurityDisabled) {
+			b.report.add(failed("bad-topics/"+name, "the broker has no authorizer"))
+			continue
+		}
+		if err == nil {
+			err = b.raceBeside(ctx, without, name, topic)
+		}
+		if err != nil {
+			return fmt.Errorf("%s topic: %w", name, err)
+		}
+	}
+	return nil
+}
+
+func (b *bench) missingTopic(context.Context) (name, topic string, err error) {
+	return "missing", b.topicName("missing"), nil
+}
+
+// shortTopic makes a topic that wants one replica more than there is.
+func (b *bench) shortTopic(ctx context.Context) (name, topic string, err error) {
+	topic = b.topicName("short")
+	err = absent.CreateTopic(ctx, b.cfg.brokers, topic, int32(b.cfg.partitions), map[string]string{"min.insync.replicas": "2"})
+	if err == nil {
+		b.topics = append(b.topics, topic)
+	}
+	return "short-of-replicas", topic, err
+}
+
+// deniedTopic makes a topic that everybody may see, and nobody may write.
+func (b *bench) deniedTopic(ctx context.Context) (name, topic string, err error) {
+	topic, err = b.newTopic(ctx, "denied", b.cfg.partitions)
+	if err == nil {
+		err = b.deny(ctx, topic)
+	}
+	return "denied", topic, err
+}
+
+// deny forbids everybody to write a topic. All else has to be allowed then: who
+// has rules for a topic no longer gets what is allowed where there are none.
+func (s *services) deny(ctx context.Context, topic string) error {
+	s.denied = append(s.denied, topic)
+	for _, rule := range []*kadm.ACLBuilder{
+		kadm.NewACLs().Topics(topic).Allow("User:*").AllowHosts("*").Operations(kadm.OpAll),
+		kadm.NewACLs().Topics(topic).Deny("User:*").DenyHosts("*").Operations(kadm.OpWrite),
+	} {
+		results, err := s.admin.CreateACLs(ctx, rule)
+		for _, r := range results {
+			err = errors.Join(err, r.Err)
+		}
+		if err != nil {
+			return fmt.Errorf("deny topic: %w", err)
+		}
+	}
+	return nil
+}
+
+// allow removes the rules of a topic.
+func (s *services) allow(ctx context.Context, topic string) error {
+	all := kadm.NewACLs().Topics(topic).ResourcePatternType(kadm.ACLPatternAny).
+		Allow().AllowHosts().Deny().DenyHosts().Operations(kadm.OpAny)
+	results, err := s.admin.DeleteACLs(ctx, all)
+	for _, r := range results {
+		if r.Err != nil && !errors.Is(r.Err, kerr.SecurityDisabled) {
+			err = errors.Join(err, r.Err)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("allow topic %s: %w", topic, err)
+	}
+	return nil
+}
+
+// badPlaced is an event for the bad topic.
+type badPlaced struct{ orderPlaced }
+
+func (e badPlaced) order() string { return e.Order }
+
+// badTrack is a track whose relay also has events for a bad topic.
+type badTrack struct {
+	*track
+	topic string
+	bad   *outbox.Recorder
+	made  int // events for the bad topic
+}
+
+func (b *bench) newBadTrack(ctx context.Context, name, topic string) (*badTrack, error) {
+	events, err := outbox.NewRegistry(source, outbox.Event("acme.bench-"+b.id+"-bad.placed.v1", aggregate, badPlaced.order).Topic(topic))
+	if err != nil {
+		return nil, err
+	}
+	t := &badTrack{topic: topic}
+	if t.track, err = b.newTrack(ctx, "bad_"+name); err != nil {
+		return nil, err
+	}
+	t.bad, err = outbox.NewRecorder(events, outbox.RecorderConfig{Schema: t.schema})
+	if err != nil {
+		t.close()
+		return nil, err
+	}
+	return t, nil
+}
+
+// raceBeside compares laps beside the bad topic with laps without one.
+func (b *bench) raceBeside(ctx context.Context, without *track, name, topic string) error {
+	t, err := b.newBadTrack(ctx, name, topic)
+	if err != nil {
+		return err
+	}
+	defer t.close()
+	if err := t.park(ctx); errors.Is(err, errLate) {
+		b.report.add(failed("bad-topics/"+name, fmt.Sprintf("%d events for the topic do not wait aside within %v", b.cfg.parked, badPatience)))
+		return nil
+	} else if err != nil {
+		return err
+	}
+	err = t.race(ctx, race{
+		name: "bad-topics/" + name, rate: openRate, measured: seconds(b.cfg.beside), limit: 1.2,
+		base: side{"without", without.withRelay}, with: side{"beside", t.beside},
+	})
+	return errors.Join(err, t.onlyWaiting(ctx))
+}
+
+// sqlWaits counts the events for the bad topic that wait in outbox_failed, and
+// those that a failure was counted for.
+const (
+	sqlWaits   = `SELECT count(*) FROM {schema}.outbox_failed WHERE topic = $1 AND status IN ('waiting', 'parked')`
+	sqlCounted = `SELECT count(*) FROM {schema}.outbox_failed WHERE status NOT IN ('waiting', 'parked') OR retry_count > 0 OR topic <> $1`
+)
+
+// park records events for the bad topic and lets a relay find out that they have
+// to wait. A topic is bad only where another one takes events, so some come for the
+// good one too.
+func (t *badTrack) park(ctx context.Context) error {
+	if err := t.recordBad(ctx, t.cfg.parked); err != nil {
+		return err
+	}
+	relay, err := outbox.NewRelay(t.db, []kgo.Opt{kgo.SeedBrokers(t.cfg.brokers...)}, outbox.RelayConfig{Schema: t.schema, Logger: quiet})
+	if err != nil {
+		return err
+	}
+	patient, cancel := context.WithTimeout(ctx, badPatience)
+	defer cancel()
+	running, stop := runRelay(patient, relay)
+	err = t.awaitParked(running)
+	if patient.Err() != nil && ctx.Err() == nil {
+		err = errLate
+	}
+	return errors.Join(err, stop())
+}
+
+// awaitParked waits until all events for the bad topic wait in outbox_failed.
+func (t *badTrack) awaitParked(running context.Context) error {
+	for waits := 0; waits < t.cfg.parked; {
+		if err := recordEvents(running, t.bench, t.rec, []outbox.DomainEvent{newEvent(strayEvent)}); err != nil {
+			return err
+		}
+		if err := t.db.QueryRow(running, inSchema(sqlWaits, t.schema), t.topic).Scan(&waits); err != nil {
+			return fmt.Errorf("count events that wait: %w", err)
+		}
+		if err := sleep(running, badLook); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// beside is withRelay while more events come for the bad topic.
+func (t *badTrack) beside(ctx context.Context, rate int, measured time.Duration) (l *lap, err error) {
+	l = t.newLap(rate, measured)
+	g, ctx := errgroup.WithContext(ctx)
+	g.Go(func() error {
+		n := int(offset(l.total(), l.rate).Seconds() * badRate)
+		return pace(ctx, badRate, n, 1, func(ctx context.Context, _ int) error { return t.recordBad(ctx, 1) })
+	})
+	g.Go(func() error { return t.relayed(ctx, l, outbox.RelayConfig{Logger: quiet}, newEvent) })
+	return l, g.Wait()
+}
+
+// recordBad records events for the bad topic in one transaction.
+func (t *badTrack) recordBad(ctx context.Context, n int) error {
+	events := make([]outbox.DomainEvent, n)
+	for i := range events {
+		events[i] = badPlaced{newEvent(t.made)}
+		t.made++
+	}
+	return pgx.BeginFunc(ctx, t.db, func(tx pgx.Tx) error { return t.bad.Record(ctx, tx, events...) })
+}
+
+// onlyWaiting returns an error if any event was blamed, or one of the good topic
+// did not get through.
+func (t *badTrack) onlyWaiting(ctx context.Context) error {
+	var n int
+	if err := t.db.QueryRow(ctx, inSchema(sqlCounted, t.schema), t.topic).Scan(&n); err != nil {
+		return fmt.Errorf("look for failed events: %w", err)
+	}
+	if n > 0 {
+		return fmt.Errorf("%d events in outbox_failed do more than wait for the topic", n)
+	}
+	return nil
+}
