@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math"
 	"sync/atomic"
 	"testing"
@@ -13,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -519,4 +521,35 @@ func TestCleaningOverManyRows(t *testing.T) {
 			d.exec(t, `ANALYZE {schema}.`+table)
 		}
 	}
+}
+
+// An archive that does not return keeps neither rows locked nor the pool from closing, and
+// what it has done does not happen.
+func TestArchiveHangs(t *testing.T) {
+	t.Parallel()
+	d := newCursorFixture(t)
+	d.insert(t, 2)
+	d.unsent(t, "default")
+	d.age(t, "outbox", "created_at", "8 days")
+	db := testenv.Pool(t, nil)
+	release, ended := make(chan struct{}), make(chan error, 1)
+	r, l := d.cleaning(t, RetentionConfig{Archive: func(_ context.Context, tx pgx.Tx, _ []ArchivedEvent) error {
+		<-release
+		_, err := tx.Exec(context.Background(), `SELECT 1`)
+		ended <- err
+		return nil
+	}})
+	r.db = db
+	r.callback = contain.NewCallback("Retention.Archive", slog.New(slog.DiscardHandler), contain.Limits{Grace: 50 * time.Millisecond}).Call
+	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
+	defer cancel()
+	_, err := r.published(ctx, l, 0)
+	require.ErrorIs(t, err, contain.ErrAbandoned)
+	_, err = r.published(context.Background(), l, 0)
+	require.ErrorIs(t, err, contain.ErrOmitted)
+	d.exec(t, `DELETE FROM {schema}.outbox WHERE id = 1`)
+	db.Close()
+	close(release)
+	require.Error(t, <-ended, "its connection is closed")
+	require.Equal(t, []int64{2}, d.ids(t, "outbox"))
 }

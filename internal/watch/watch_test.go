@@ -7,6 +7,7 @@ import (
 	"math"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -254,4 +255,47 @@ func TestSettings(t *testing.T) {
 	for _, field := range []string{"Alerts.Interval", "Alerts.ReportInterval", "Alerts.DeadThreshold", "Alerts.StaleAfter", "Alerts.StalePending"} {
 		require.ErrorContains(t, err, field)
 	}
+}
+
+// An Alerter that does not return is not waited for much longer than its time, and a stop
+// not even so long. Until it returns it gets no other alert; then what it missed comes.
+func TestAlerterHangs(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		hang := make(chan chan struct{}, 1) // what the next call waits for
+		var delivered atomic.Int32
+		store := fakeStore{relays: []tables.Relay{{Name: "default", Holder: "here", Dead: 5}}}
+		cfg := watch.Config{Settings: watch.Settings{DeadThreshold: 1}.WithDefaults(), Relay: "default", Logger: slog.New(slog.DiscardHandler)}
+		cfg.Deliver = func(context.Context, watch.Alert) error {
+			delivered.Add(1)
+			select {
+			case release := <-hang:
+				<-release
+			default:
+			}
+			return nil
+		}
+		w := watch.New(&store, cfg)
+		check := func(ctx context.Context) time.Duration {
+			start := time.Now()
+			require.NoError(t, w.Check(ctx))
+			return time.Since(start)
+		}
+		release := make(chan struct{})
+		hang <- release
+		require.Less(t, check(t.Context()), 11*time.Second)
+		require.Zero(t, check(t.Context()))
+		require.EqualValues(t, 1, delivered.Load())
+		close(release)
+		synctest.Wait()
+		require.Zero(t, check(t.Context()))
+		require.EqualValues(t, 2, delivered.Load())
+
+		store.relays[0].Dead, release = 6, make(chan struct{})
+		hang <- release
+		stopping, stop := context.WithCancel(t.Context())
+		time.AfterFunc(time.Second, stop)
+		require.Less(t, check(stopping), 2*time.Second)
+		close(release)
+	})
 }
