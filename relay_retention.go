@@ -20,10 +20,10 @@ type cleaner struct {
 	log        *slog.Logger
 	outages    *outage.Logs
 
-	published, handled walk             // each continues where its last run ended
-	partitions         map[string]*walk // the same by partition, where rows are removed one by one
-	review             *review          // of the next partition to drop; nil: not begun
-	lagging            laggingRelay
+	published, handled, audited walk             // each continues where its last run ended
+	partitions                  map[string]*walk // the same by partition, where rows are removed one by one
+	review                      *review          // of the next partition to drop; nil: not begun
+	lagging                     laggingRelay
 }
 
 // laggingRelay is a relay that has not published events which are old enough to go.
@@ -59,6 +59,7 @@ func (c *cleaner) run(ctx context.Context) {
 	pause := func(took time.Duration) bool { return c.pause(ctx, took) }
 	c.published = walk{batch: c.removePublished, pause: pause}
 	c.handled = walk{batch: c.removeHandled, pause: pause}
+	c.audited = walk{batch: c.removeAudited, pause: pause}
 	for {
 		wait.Await(ctx, c.held, nil, c.cfg.Retention.Interval)
 		if !c.pause(ctx, 0) {
@@ -93,6 +94,7 @@ func (c *cleaner) runTasks(ctx context.Context) (result RetentionResult, err err
 		{"retention of outbox_cursor", c.cfg.Retention.CursorsFor, cursors.run, &result.Cursors},
 		{"retention of outbox_failed", c.cfg.Retention.ResolvedFor, resolved.run, &result.Resolved},
 		{"retention of event_handled", c.cfg.Retention.HandledFor, c.handled.run, &result.Handled},
+		{"retention of outbox_audit", c.cfg.Retention.AuditedFor, c.audited.run, &result.Audited},
 	} {
 		if task.keep == Forever || ctx.Err() != nil || c.held.Err() != nil {
 			continue
@@ -150,6 +152,12 @@ func (c *cleaner) removeHandled(_ context.Context, after int64) (step, error) {
 	return c.store.handled(ctx, after)
 }
 
+func (c *cleaner) removeAudited(_ context.Context, after int64) (step, error) {
+	ctx, cancel := c.withStatementTimeout()
+	defer cancel()
+	return c.store.audited(ctx, after)
+}
+
 func (c *cleaner) proof() *proof { return &proof{c.lease, c.cfg.Name} }
 
 // reportLagging logs once which relay keeps back rows that are old enough to go. It takes
@@ -170,7 +178,7 @@ func (c *cleaner) reportLagging(relay string) {
 // notify logs how many rows were removed and calls the hook.
 func (c *cleaner) notify(result RetentionResult, took time.Duration) {
 	c.log.Debug("outbox: rows removed", "published", result.Published, "cursors", result.Cursors, "resolved", result.Resolved,
-		"handled", result.Handled, "took", took.Round(time.Millisecond))
+		"handled", result.Handled, "audited", result.Audited, "took", took.Round(time.Millisecond))
 	if c.cfg.Hooks.RowsRemoved != nil && result.total() > 0 {
 		c.cfg.Hooks.RowsRemoved(result)
 	}

@@ -48,6 +48,9 @@ type RetentionConfig struct {
 	// retention of a topic that is consumed. This includes dead-letter topics, which
 	// commonly keep 30 days. Zero means 31 days.
 	HandledFor time.Duration
+	// AuditedFor is how long rows stay in outbox_audit, which says what operators did.
+	// Zero means 365 days.
+	AuditedFor time.Duration
 
 	// Interval is the time between two runs, and before the first. Zero means 10 min.
 	Interval time.Duration
@@ -94,11 +97,13 @@ type ArchivedEvent struct {
 // RetentionResult is how many rows a run of retention removed.
 type RetentionResult struct {
 	// Published rows of outbox, Cursors of outbox_cursor, Resolved of outbox_failed,
-	// Handled of event_handled.
-	Published, Cursors, Resolved, Handled int64
+	// Handled of event_handled, Audited of outbox_audit.
+	Published, Cursors, Resolved, Handled, Audited int64
 }
 
-func (c RetentionResult) total() int64 { return c.Published + c.Cursors + c.Resolved + c.Handled }
+func (c RetentionResult) total() int64 {
+	return c.Published + c.Cursors + c.Resolved + c.Handled + c.Audited
+}
 
 const (
 	day               = 24 * time.Hour
@@ -106,6 +111,7 @@ const (
 	defaultCursors    = 7 * day
 	defaultResolved   = 30 * day
 	defaultHandled    = 31 * day
+	defaultAudited    = 365 * day
 	defaultCleaning   = 10 * time.Minute
 	defaultCleanBatch = 1000
 	maxCleanBatch     = 10_000
@@ -117,6 +123,7 @@ func (c RetentionConfig) withDefaults() RetentionConfig {
 	c.CursorsFor = cmp.Or(c.CursorsFor, defaultCursors)
 	c.ResolvedFor = cmp.Or(c.ResolvedFor, defaultResolved)
 	c.HandledFor = cmp.Or(c.HandledFor, defaultHandled)
+	c.AuditedFor = cmp.Or(c.AuditedFor, defaultAudited)
 	c.Interval = cmp.Or(c.Interval, defaultCleaning)
 	c.BatchSize = cmp.Or(c.BatchSize, defaultCleanBatch)
 	c.Pause = cmp.Or(c.Pause, defaultCleanPause)
@@ -129,6 +136,7 @@ func (c RetentionConfig) validate() error {
 		check.NotNegative("Retention.CursorsFor", c.CursorsFor),
 		check.NotNegative("Retention.ResolvedFor", c.ResolvedFor),
 		check.NotNegative("Retention.HandledFor", c.HandledFor),
+		check.NotNegative("Retention.AuditedFor", c.AuditedFor),
 		check.NotNegative("Retention.Interval", c.Interval),
 		check.NotNegative("Retention.BatchSize", c.BatchSize),
 		check.NotAbove("Retention.BatchSize", c.BatchSize, maxCleanBatch),
@@ -209,7 +217,7 @@ type retention struct {
 	// runs it here.
 	callback func(ctx context.Context, transaction func() error) error
 
-	sqlPublished, sqlArchived, sqlCursors, sqlResolved, sqlHandled, sqlProof string
+	sqlPublished, sqlArchived, sqlCursors, sqlResolved, sqlHandled, sqlAudited, sqlProof string
 
 	partitions
 }
@@ -222,6 +230,7 @@ func newRetention(db *pgxpool.Pool, schema string, cfg RetentionConfig) *retenti
 		sqlCursors:   pg.InSchema(sqlCleanCursors, schema),
 		sqlResolved:  pg.InSchema(sqlCleanResolved, schema),
 		sqlHandled:   pg.InSchema(sqlCleanHandled, schema),
+		sqlAudited:   pg.InSchema(sqlCleanAudited, schema),
 		sqlProof:     pg.InSchema(sqlRebaseProof, schema),
 		partitions:   newPartitions(schema),
 	}
@@ -475,6 +484,22 @@ SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`
 func (r *retention) handled(ctx context.Context, after int64) (step, error) {
 	s, err := r.step(ctx, nil, r.sqlHandled, after, r.cfg.BatchSize, r.cfg.HandledFor)
 	return s, wrapClean("event_handled", err)
+}
+
+// sqlCleanAudited removes rows of outbox_audit. Nothing updates them.
+const sqlCleanAudited = `
+WITH looked AS MATERIALIZED (
+    SELECT ctid AS place, id, created_at < now() - $3::interval AS old
+      FROM {schema}.outbox_audit WHERE id > $1 ORDER BY id LIMIT $2
+), gone AS (
+    DELETE FROM {schema}.outbox_audit WHERE ctid = ANY (ARRAY(SELECT place FROM looked WHERE old)) RETURNING id
+)
+SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`
+
+// audited removes rows of outbox_audit above an id. It needs no lease, as above.
+func (r *retention) audited(ctx context.Context, after int64) (step, error) {
+	s, err := r.step(ctx, nil, r.sqlAudited, after, r.cfg.BatchSize, r.cfg.AuditedFor)
+	return s, wrapClean("outbox_audit", err)
 }
 
 // step runs a statement that returns one row.

@@ -248,6 +248,20 @@ func TestResolvedRowsGo(t *testing.T) {
 	require.Equal(t, 2, d.count(t, "outbox_failed"))
 }
 
+func TestCleanAudit(t *testing.T) {
+	t.Parallel()
+	d, ctx := newCursorFixture(t), context.Background()
+	d.exec(t, `
+		INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, created_at)
+		SELECT 'kim', 'hold', 'x', 'default', 'k', now() - CASE WHEN n <= 250 THEN '366 days' ELSE '364 days' END::interval FROM generate_series(1, 500) AS n`)
+	r, _ := d.cleaning(t, RetentionConfig{BatchSize: 100})
+	w := walk{batch: r.audited, pause: func(time.Duration) bool { return true }}
+	removed, err := w.run(ctx)
+	require.NoError(t, err)
+	require.EqualValues(t, 250, removed)
+	require.Equal(t, 250, d.count(t, "outbox_audit"))
+}
+
 func TestCleanHandled(t *testing.T) {
 	t.Parallel()
 	d, ctx := newCursorFixture(t), context.Background()
@@ -412,13 +426,13 @@ func TestCleanerGivesWay(t *testing.T) {
 
 func TestRetentionConfig(t *testing.T) {
 	t.Parallel()
-	require.Equal(t, RetentionConfig{PublishedFor: 7 * day, CursorsFor: 7 * day, ResolvedFor: 30 * day, HandledFor: 31 * day,
+	require.Equal(t, RetentionConfig{PublishedFor: 7 * day, CursorsFor: 7 * day, ResolvedFor: 30 * day, HandledFor: 31 * day, AuditedFor: 365 * day,
 		Interval: 10 * time.Minute, BatchSize: 1000, Pause: 50 * time.Millisecond}, RetentionConfig{}.withDefaults())
 	require.NoError(t, RetentionConfig{}.withDefaults().validate())
-	require.NoError(t, RetentionConfig{PublishedFor: Forever, CursorsFor: Forever, ResolvedFor: Forever, HandledFor: Forever}.withDefaults().validate())
+	require.NoError(t, RetentionConfig{PublishedFor: Forever, CursorsFor: Forever, ResolvedFor: Forever, HandledFor: Forever, AuditedFor: Forever}.withDefaults().validate())
 
-	err := RetentionConfig{PublishedFor: -1, CursorsFor: -1, ResolvedFor: -1, HandledFor: -1, Interval: -1, BatchSize: -1, Pause: -1}.validate()
-	for _, field := range []string{"PublishedFor", "CursorsFor", "ResolvedFor", "HandledFor", "Interval", "BatchSize", "Pause"} {
+	err := RetentionConfig{PublishedFor: -1, CursorsFor: -1, ResolvedFor: -1, HandledFor: -1, AuditedFor: -1, Interval: -1, BatchSize: -1, Pause: -1}.validate()
+	for _, field := range []string{"PublishedFor", "CursorsFor", "ResolvedFor", "HandledFor", "AuditedFor", "Interval", "BatchSize", "Pause"} {
 		require.ErrorContains(t, err, "field Retention."+field+" is -1")
 	}
 	require.ErrorContains(t, RetentionConfig{BatchSize: 10_001}.withDefaults().validate(), "field Retention.BatchSize is 10001: at most 10000")
