@@ -68,9 +68,11 @@ bench: needs-kafka $(SERVICES) bin/bench ## Measure against the least that could
 	@$(RUN) bin/bench $(ARGS)
 
 .PHONY: faults
-faults: needs-faults ## Kill, freeze and cut off relays, PostgreSQL and Kafka for MINUTES=15 and check what arrives (SEED=… repeats a plan)
-	@cd faults && go test -count=1 -timeout 0 -run '^TestFaults$$' . -v -faults.minutes=$(or $(MINUTES),15) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
+faults: needs-faults ## Kill, freeze and cut off relays, PostgreSQL and Kafka for MINUTES=15 and check what arrives; MODE=stops: stop a relay STOPS=300 times (SEED=… repeats a plan)
+	@[ -z "$(filter-out stops,$(MODE))" ] || { echo "MODE is $(MODE), and can be stops or nothing" >&2; exit 2; }
+	@cd faults && go test -count=1 -timeout 0 . -v $(FAULTS) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
 		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = substr($$0, RSTART)} END {if (result) print result}')
+faults: FAULTS := $(if $(filter stops,$(MODE)),-run '^TestStops$$' -faults.stops=$(or $(STOPS),300),-run '^TestFaults$$' -faults.minutes=$(or $(MINUTES),15))
 
 .PHONY: faults-consumer
 faults-consumer: needs-faults ## Kill KILLS=50 consumers, stop and freeze others, while they handle EVENTS=100000 (BALANCER=eager; SEED=… repeats a plan)

@@ -120,14 +120,8 @@ func (w testWriter) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// compare waits until no committed event is missing, or no more arrive, and the reader has
-// read to the end of the topic; then it compares.
-func (h *relayFixture) compare(t testing.TB, reader *oracle.Reader, v oracle.Result, stopRelays func()) oracle.Result {
-	t.Helper()
-	return h.compareWithin(t, reader, v, stopRelays, testenv.Patience/2)
-}
-
-// compareWithin is compare, and waits so long for each missing event.
+// compareWithin waits until no committed event is missing, or none has arrived for as long
+// as patience, and the reader has read to the end of the topic; then it compares.
 func (h *relayFixture) compareWithin(t testing.TB, reader *oracle.Reader, v oracle.Result, stopRelays func(), patience time.Duration) oracle.Result {
 	t.Helper()
 	ctx := context.Background()

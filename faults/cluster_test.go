@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-var faultSeed = flag.Uint64("faults.seed", 0, "seed of TestTenProcesses and TestFaults; 0 draws one")
+var faultSeed = flag.Uint64("faults.seed", 0, "seed of TestTenProcesses, TestFaults and TestStops; 0 draws one")
 
 // Ten relays at once, and whoever leads is killed, stopped cleanly or frozen,
 // again and again. The frozen go on later, when others have taken over.

@@ -136,9 +136,14 @@ func (s *site) publish(t *testing.T) {
 // follow reads the topic from its beginning until the test ends.
 func (s *site) follow(t *testing.T) *oracle.Reader {
 	t.Helper()
+	return s.followTopic(t, s.topic)
+}
+
+func (s *site) followTopic(t *testing.T, topic string) *oracle.Reader {
+	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	t.Cleanup(cancel)
-	reader, err := oracle.Follow(ctx, s.brokers, s.topic, nil, s.as...)
+	reader, err := oracle.Follow(ctx, s.brokers, topic, nil, s.as...)
 	require.NoError(t, err)
 	return reader
 }

@@ -99,6 +99,10 @@ func disturbances() []disturbance {
 				what: "kill Kafka", kind: "crash Kafka", times: 1, max: 5 * time.Second,
 				begin: (*suite).killKafka, end: (*suite).restartKafka, outage: true,
 			},
+			{
+				what: "delete a topic", kind: "topic", times: 3, min: time.Second, max: 2 * lease,
+				begin: (*suite).deleteTopic, end: (*suite).createTopic,
+			},
 		},
 		network("PostgreSQL", func(s *suite) *proxy.Proxy { return s.toPostgres }),
 		network("Kafka", func(s *suite) *proxy.Proxy { return s.toKafka }),

@@ -101,6 +101,16 @@ func (s *suite) restartKafka(t *testing.T, _ step) {
 	require.NoError(t, s.kafka.Restart(s.ctx))
 }
 
+func (s *suite) deleteTopic(t *testing.T, _ step) {
+	t.Helper()
+	require.NoError(t, s.topics.Delete(s.ctx))
+}
+
+func (s *suite) createTopic(t *testing.T, _ step) {
+	t.Helper()
+	require.NoError(t, s.topics.Create(s.ctx))
+}
+
 // leader returns the relay that holds the lease, or the step's own where nobody
 // does or PostgreSQL is away.
 func (s *suite) leader(p step) *worker {

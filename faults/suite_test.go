@@ -26,7 +26,8 @@ var (
 
 // The promises hold while everything fails that can: relays are killed and
 // frozen, PostgreSQL and Kafka crash, and the network between them is cut, slow
-// or silent, all of it while many writers commit. Behind each disturbance the
+// or silent, all of it while many writers commit, some events are large, a topic comes
+// and goes, and some relays have a second for each statement. Behind each disturbance the
 // events must flow again before the next begins, so that no kill hides that a
 // relay hangs.
 func TestFaults(t *testing.T) {
@@ -105,9 +106,14 @@ type suite struct {
 	start               time.Time
 	kafka               *kafkaserver.Server
 	toPostgres, toKafka *proxy.Proxy
-	watch               *watch
+	topics              *oracle.Topics
+	rec                 *outbox.Recorder
+	watch               *watch // of the topic that stays
 	spec                workerSpec
 }
+
+// fleetingEvent is an event of the topic that comes and goes.
+type fleetingEvent struct{ oracle.Event }
 
 const workers = 3
 
@@ -121,6 +127,16 @@ func newSuite(t *testing.T) *suite {
 	s.site = newSiteBeside(t, server, server.URL(), s.kafka.Brokers())
 	s.auditLease(t)
 	testenv.CreateTopic(t, s.brokers, s.topic, 3, refusing...)
+	var err error
+	s.topics, err = oracle.NewTopics(s.ctx, oracle.TopicsConfig{Brokers: s.brokers, Topic: s.topic, Partitions: 3, Settings: refusing})
+	require.NoError(t, err)
+	t.Cleanup(s.topics.Close)
+	events, err := outbox.NewRegistry("faults",
+		outbox.Event("test.fault.happened.v1", "Key", oracle.Event.Aggregate).Topic(s.topic),
+		outbox.Event("test.fleeting.happened.v1", "Key", fleetingEvent.Aggregate).Topic(s.topics.Fleeting()))
+	require.NoError(t, err)
+	s.rec, err = outbox.NewRecorder(events, outbox.RecorderConfig{})
+	require.NoError(t, err)
 
 	address, err := url.Parse(server.URL())
 	require.NoError(t, err)
@@ -149,6 +165,7 @@ func (s *suite) write(t *testing.T, seed uint64) (stop func()) {
 			DB: s.db, Schema: "public", Seed: seed, Record: s.record,
 			Events: 1 << 30, Stop: stopped, Outages: true,
 			Writers: 8, Keys: 1000, Pause: 200 * time.Millisecond, Open: 3,
+			Large: 500, LargeBytes: maxMessageBytes * 9 / 10,
 		})
 		close(done)
 	}()
@@ -171,9 +188,12 @@ func (s *suite) write(t *testing.T, seed uint64) (stop func()) {
 func (s *suite) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) error {
 	all := make([]outbox.DomainEvent, len(events))
 	for i, e := range events {
-		all[i] = e
 		if *faultPoison {
-			all[i] = poison(e)
+			e = poison(e)
+		}
+		all[i] = e
+		if oracle.GoesToFleeting(e) {
+			all[i] = fleetingEvent{e}
 		}
 	}
 	return s.rec.Record(ctx, tx, all...)

@@ -31,6 +31,9 @@ type workerSpec struct {
 // batch is the most that a relay of the suite sends before it moves its cursor.
 const batch = 200
 
+// statementTimeout is what every other relay of the suite gets for a statement.
+const statementTimeout = "1s"
+
 // runWorker is the whole life of a relay of the suite.
 func runWorker(spec string) error {
 	var s workerSpec
@@ -58,10 +61,11 @@ func runWorker(spec string) error {
 }
 
 func (s workerSpec) kafkaOpts() []kgo.Opt {
-	return append(testenv.KafkaOpts(s.Brokers), kafkaVia(s.KafkaVia),
+	return []kgo.Opt{
+		kgo.SeedBrokers(s.Brokers...), kafkaVia(s.KafkaVia),
 		kgo.ProducerBatchCompression(kgo.NoCompression()), // what is too large stays so
 		kgo.WithHooks(dropKey{}),
-	)
+	}
 }
 
 // kafkaVia makes all connections to brokers go to one address.
@@ -83,6 +87,9 @@ func (s *suite) startWorker(t *testing.T) {
 	name := fmt.Sprintf("relay-%d", s.started)
 	spec := s.spec
 	spec.Postgres += "&application_name=" + name
+	if s.started%2 == 0 { // as the role of a careful operator has it
+		spec.Postgres += "&statement_timeout=" + statementTimeout
+	}
 	s.launch(t, workerVar, spec)
 	connected := func() (is bool) {
 		require.NoError(t, s.db.QueryRow(s.ctx, `SELECT EXISTS (SELECT FROM pg_stat_activity WHERE application_name = $1)`, name).Scan(&is))

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"strings"
 	"sync"
 	"time"
 
@@ -26,7 +27,7 @@ type Reader struct {
 }
 
 // Follow reads topic until ctx ends. decode returns the event of a record; nil means that
-// the record's value is the event as JSON. opts are further options that the brokers
+// the record's value is the event as JSON, and that the first 8 KiB of fillers are enough. opts are further options that the brokers
 // need, such as credentials.
 func Follow(ctx context.Context, brokers []string, topic string, decode func(*kgo.Record) (Event, error), opts ...kgo.Opt) (*Reader, error) {
 	client, err := kgo.NewClient(append(opts[:len(opts):len(opts)], kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topic),
@@ -42,7 +43,16 @@ func Follow(ctx context.Context, brokers []string, topic string, decode func(*kg
 	return r, nil
 }
 
-func decodeValue(r *kgo.Record) (e Event, err error) { return e, json.Unmarshal(r.Value, &e) }
+// maxFiller is how much a reader keeps of an event's filler.
+const maxFiller = 8 << 10
+
+func decodeValue(r *kgo.Record) (e Event, err error) {
+	err = json.Unmarshal(r.Value, &e)
+	if len(e.Filler) > maxFiller {
+		e.Filler = strings.Clone(e.Filler[:maxFiller])
+	}
+	return e, err
+}
 
 func (r *Reader) poll(ctx context.Context) {
 	defer r.client.Close()

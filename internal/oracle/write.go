@@ -2,6 +2,7 @@ package oracle
 
 import (
 	"context"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -31,6 +32,10 @@ type Writers struct {
 	Keys    int           // fewer keys mean more contention
 	Pause   time.Duration // longest sleep inside a transaction
 	Open    int           // transactions that stay open until the others are done
+	Large   int           // one event in so many is large; 0: none
+	// LargeBytes is the most that the filler of a large event has, and a fifth of it the
+	// least. Compression makes no less than three quarters of it.
+	LargeBytes int
 
 	// Stop, if it is not nil, ends the writing before Events are committed.
 	Stop <-chan struct{}
@@ -263,11 +268,29 @@ func (w *Writers) bump(ctx context.Context, tx pgx.Tx, rng *rand.Rand) (int, err
 	for i := range events {
 		events[i] = Event{
 			ID: uuid.NewString(), Key: key, Version: version - int64(n-1-i),
-			Filler: strings.Repeat("x", rng.IntN(200)),
+			Filler: w.filler(rng),
 		}
 	}
 	return n, w.record(ctx, tx, events...)
 }
+
+// filler returns what makes an event as large as it is to be.
+func (w *Writers) filler(rng *rand.Rand) string {
+	if w.Large > 0 && rng.IntN(w.Large) == 0 {
+		return Text(w.LargeBytes/5 + rng.IntN(w.LargeBytes*4/5))
+	}
+	return strings.Repeat("x", rng.IntN(200))
+}
+
+// Text returns n bytes, at most a million, of which compression makes no less than three
+// quarters.
+func Text(n int) string { return text()[:n] }
+
+var text = sync.OnceValue(func() string {
+	random := make([]byte, 750_000)
+	_, _ = rand.NewChaCha8([32]byte{}).Read(random) // it never fails
+	return base64.StdEncoding.EncodeToString(random)
+})
 
 // record writes events and history.
 func (w *Writers) record(ctx context.Context, tx pgx.Tx, events ...Event) error {

@@ -1,0 +1,175 @@
+package faults
+
+import (
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+var faultStops = flag.Int("faults.stops", 0, "how often TestStops stops a relay; 0 means a few times")
+
+const (
+	fewStops  = 10
+	stopLimit = 2 * time.Second // from the cancellation to the return of Run, while Kafka answers
+)
+
+// A relay is stopped at random moments: in the middle of a backlog, of large
+// events, beside topics that take nothing, and while it retries what Kafka rejects.
+// Each Run is soon back. In the end everything has arrived once: a clean stop
+// repeats nothing while Kafka answers.
+func TestStops(t *testing.T) {
+	t.Parallel()
+	stops := *faultStops
+	if stops == 0 {
+		stops = fewStops
+	}
+	v := stopsResult{Seed: seedOf(t), Stops: stops}
+	s := newStopsSite(t)
+	stopWriting := s.write(t, v.Seed)
+	start := time.Now()
+	for n, step := range stopsPlan(v.Seed, stops) {
+		if step.topic {
+			s.create(t, s.late)
+		}
+		s.burst(t, step.burst)
+		took := s.stopOnce(t, step)
+		v.Slowest = max(v.Slowest, took.Milliseconds())
+		t.Logf("%5.1f s: stop %d of %d after %s: %d ms", time.Since(start).Seconds(), n+1, stops, step, took.Milliseconds())
+	}
+	stopWriting()
+	s.lift(t)
+	s.drain(t, &v)
+	t.Logf("%s", v)
+	require.NoError(t, v.Err())
+}
+
+// stopsResult is what TestStops prints in the end.
+type stopsResult struct {
+	Seed       uint64 `json:"seed"`
+	Stops      int    `json:"stops"`
+	Slowest    int64  `json:"slowest_stop_ms"` // from the cancellation to the return of Run
+	Events     int    `json:"events"`          // that committed
+	Lost       int    `json:"lost"`            // committed and never arrived
+	Phantom    int    `json:"phantom"`         // arrived and never committed
+	Inversions int    `json:"inversions"`      // first arrivals behind a later version of their key
+	Repeats    int    `json:"repeats"`         // arrivals after the first
+}
+
+// String returns the result as one line of JSON.
+func (v stopsResult) String() string {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return err.Error()
+	}
+	return string(b)
+}
+
+// Err says what is wrong, or returns nil.
+func (v stopsResult) Err() error {
+	if v.Lost+v.Phantom+v.Inversions+v.Repeats > 0 {
+		return fmt.Errorf("faults: %s", v)
+	}
+	return nil
+}
+
+// stopStep is one stop. All of it is drawn ahead, so that the same seed gives the
+// same steps however they go.
+type stopStep struct {
+	lasts time.Duration // from the start of Run to its cancellation
+	batch int           // the relay's BatchSize; small ones let it prefetch for long
+	retry time.Duration // the relay's RetryInterval
+	burst int           // events that are recorded before it starts
+	topic bool          // the topic that is late appears before it starts
+}
+
+// String tells what is stopped.
+func (p stopStep) String() string {
+	return fmt.Sprintf("%v with batches of %d, retries every %v and %d events more", p.lasts, p.batch, p.retry, p.burst)
+}
+
+func stopsPlan(seed uint64, stops int) []stopStep {
+	rng := rand.New(rand.NewPCG(seed, 1<<34))
+	batches := []int{10, 100, 1000, 5000}
+	steps := make([]stopStep, stops)
+	for n := range steps {
+		p := stopStep{
+			lasts: time.Duration(rng.IntN(1000)) * time.Millisecond,
+			batch: batches[rng.IntN(len(batches))],
+			retry: time.Duration(50+rng.IntN(500)) * time.Millisecond,
+			topic: n == stops/3,
+		}
+		if rng.IntN(10) == 0 && stops > fewStops {
+			p.lasts *= 4
+		}
+		if n%10 == 0 {
+			p.burst = 3000
+		}
+		steps[n] = p
+	}
+	return steps
+}
+
+// stopOnce runs a relay, stops it, and returns how long Run took to return.
+func (s *stopsSite) stopOnce(t *testing.T, p stopStep) time.Duration {
+	t.Helper()
+	relay := s.stoppable(t, outbox.RelayConfig{BatchSize: p.batch, RetryInterval: p.retry})
+	ctx, cancel := context.WithCancel(s.ctx)
+	defer cancel()
+	done := make(chan error, 1)
+	go func() { done <- relay.Run(ctx) }()
+	s.sleep(t, p.lasts)
+	cancel()
+	cancelled := time.Now()
+	select {
+	case err := <-done:
+		require.NoError(t, err)
+	case <-time.After(testenv.Patience):
+		require.Fail(t, "Run does not return")
+	}
+	took := time.Since(cancelled)
+	if took > stopLimit {
+		t.Errorf("Run was back after %v, stopped after %s", took, p)
+	}
+	return took
+}
+
+// stoppable returns a relay whose client has the options of franz-go's own.
+func (s *stopsSite) stoppable(t *testing.T, cfg outbox.RelayConfig) *outbox.Relay {
+	t.Helper()
+	cfg.MaxRetries = 1000 // what Kafka rejects is to be sent in the end
+	cfg.Logger = slog.New(slog.NewTextHandler(s.log, nil))
+	relay, err := outbox.NewRelay(s.relays, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, cfg)
+	require.NoError(t, err)
+	return relay
+}
+
+// drain lets a relay send all that is left, and compares what arrived with what
+// was committed.
+func (s *stopsSite) drain(t *testing.T, v *stopsResult) {
+	t.Helper()
+	committed, err := oracle.Committed(s.ctx, s.db, "public")
+	require.NoError(t, err)
+	stop := testenv.Run(t, s.stoppable(t, outbox.RelayConfig{RetryInterval: 100 * time.Millisecond}).Run)
+	missing, progress := len(committed)+1, time.Now()
+	for missing > 0 && time.Since(progress) < testenv.Patience {
+		if now := s.missing(committed); now < missing {
+			missing, progress = now, time.Now()
+		}
+		s.sleep(t, 200*time.Millisecond)
+	}
+	stop()
+	var o oracle.Result
+	o.Compare(committed, s.arrived(t))
+	v.Events, v.Lost, v.Phantom, v.Inversions, v.Repeats = o.Events, o.Lost, o.Phantom, o.Inversions, o.Duplicates
+}
