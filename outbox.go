@@ -14,9 +14,12 @@
 //     transactions commit and however long they run, at every isolation level,
 //     through crashes of the service, of PostgreSQL and of Kafka.
 //   - Ordered per key. Events of one partition key first arrive in the order in
-//     which they were recorded. An event that fails blocks the later events of its
-//     key and of no other key. There are two exceptions: events in flight together
-//     with one that only the broker can reject, and dead events.
+//     which they were recorded. Between two transactions that is defined if one began
+//     after the other had committed, or if both locked the same row, such as the
+//     aggregate's, before they recorded; of others nobody can know an order. An event
+//     that fails blocks the later events of its key and of no other key. There are two
+//     exceptions: events in flight together with one that only the broker can reject,
+//     and dead events.
 //   - At least once. A crash may repeat the batch in flight and never loses it.
 //   - Handled once. The changes of a handler in PostgreSQL and the row that marks the
 //     event as handled commit together: see [Handle].
