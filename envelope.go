@@ -27,15 +27,8 @@ const (
 	maxCorrelationID = 255
 )
 
-// Limits in bytes.
-const (
-	// defaultMaxPayload leaves 16 KiB for headers and key, both below the default of
-	// Kafka's message.max.bytes (1 MiB) and of franz-go's ProducerBatchMaxBytes
-	// (1,000,012).
-	defaultMaxPayload = 960 << 10
-	maxMaxPayload     = 100 << 20 // socket.request.max.bytes of a broker
-	maxHeaders        = 8 << 10
-)
+// maxHeaders bounds the headers of an event as JSON, in bytes.
+const maxHeaders = 8 << 10
 
 // Mode is how a CloudEvent is written into a Kafka record.
 type Mode int

@@ -71,7 +71,7 @@ type RecorderConfig struct {
 
 func (c RecorderConfig) withDefaults() RecorderConfig {
 	c.Schema = cmp.Or(c.Schema, pg.DefaultSchema)
-	c.MaxPayload = cmp.Or(c.MaxPayload, defaultMaxPayload)
+	c.MaxPayload = cmp.Or(c.MaxPayload, check.DefaultMaxPayload)
 	if c.NewID == nil {
 		c.NewID = uuid.NewV7
 	}
@@ -88,7 +88,7 @@ func (c RecorderConfig) validate() error {
 	return errors.Join(
 		check.Schema(c.Schema),
 		check.NotNegative("MaxPayload", c.MaxPayload),
-		check.NotAbove("MaxPayload", c.MaxPayload, maxMaxPayload),
+		check.NotAbove("MaxPayload", c.MaxPayload, check.MaxMaxPayload),
 	)
 }
 

@@ -36,6 +36,10 @@ type Config struct {
 
 	// Schema of the tables. Empty means public.
 	Schema string
+	// MaxPayload bounds an edited payload in bytes, as RecorderConfig.MaxPayload does for
+	// recorded ones: give it the same. At most 104,857,600 (100 MiB). Zero means 983,040
+	// (960 KiB).
+	MaxPayload int
 	// MaskPayload returns what is to be shown of a payload, on the page and in the
 	// API. It must not change the one that it gets. Where it returns something else
 	// than it got, an operator who edits the event does not see what it was. Nothing
@@ -107,7 +111,7 @@ func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 	if cfg.Authorize == nil {
 		errs = append(errs, fmt.Errorf("field Authorize %w: it says who may come in", outbox.ErrNilArgument))
 	}
-	failed, err := outboxops.NewFailures(db, outboxops.FailuresConfig{Schema: cfg.Schema})
+	failed, err := outboxops.NewFailures(db, outboxops.FailuresConfig{Schema: cfg.Schema, MaxPayload: cfg.MaxPayload})
 	errs = append(errs, err)
 	inspect, err := outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: cfg.Schema})
 	errs = append(errs, err)

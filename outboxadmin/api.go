@@ -143,7 +143,7 @@ func (a *admin) writeFailed(w http.ResponseWriter, r *http.Request, id outboxops
 		return err
 	}
 	whole := apiFailedWhole{apiFailed: failedOf(row), Headers: headersOf(row.Headers),
-		apiPayload: a.payloadOf(row.Type, row.ContentType, row.Payload).api(),
+		apiPayload: a.payloadOf(row.Type, row.ContentType, row.Payload, row.PayloadErr).api(),
 		History:    each(history, func(e outboxops.AuditEntry) apiAudit { return a.auditOf(e, row.Type, row.ContentType) })}
 	writeJSON(w, http.StatusOK, whole)
 	return nil
@@ -295,7 +295,7 @@ func (a *admin) apiEvent(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	writeJSON(w, http.StatusOK, apiEventWhole{apiEvent: eventOf(eventRow{RecordedEvent: e, States: statesOf(e)}),
-		Headers: headersOf(e.Headers), apiPayload: a.payloadOf(e.Type, e.ContentType, e.Payload).api()})
+		Headers: headersOf(e.Headers), apiPayload: a.payloadOf(e.Type, e.ContentType, e.Payload, e.PayloadErr).api()})
 	return nil
 }
 
@@ -309,10 +309,7 @@ func (a *admin) apiAudit(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	list := apiAuditList{Audit: each(entries, func(e outboxops.AuditEntry) apiAudit {
-		e.Payload = nil // its type is not known here, and so not how to mask it
-		return a.auditOf(e, "", "")
-	})}
+	list := apiAuditList{Audit: each(entries, func(e outboxops.AuditEntry) apiAudit { return a.auditOf(e, "", "") })}
 	if len(entries) == limit {
 		list.Next = &entries[limit-1].ID
 	}

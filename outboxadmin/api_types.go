@@ -130,10 +130,12 @@ type apiFailed struct {
 	Resolution    string     `json:"resolution"`
 }
 
-// apiPayload has one of two members: what is no JSON, as masked, is in base64.
+// apiPayload has one of three members: what is no JSON, as masked, is in base64, and what
+// could not be read has the reason.
 type apiPayload struct {
 	Payload       json.RawMessage `json:"payload,omitempty"`
 	PayloadBase64 *string         `json:"payload_base64,omitempty"`
+	PayloadError  string          `json:"payload_error,omitempty"`
 	Masked        bool            `json:"masked"`
 }
 
@@ -314,6 +316,9 @@ func headersOf(h map[string]string) map[string]string {
 }
 
 func (p payload) api() apiPayload {
+	if p.Err != "" {
+		return apiPayload{PayloadError: p.Err}
+	}
 	if p.Kind() == "json" && p.IsJSON() {
 		return apiPayload{Payload: p.Data, Masked: p.Masked}
 	}
@@ -325,8 +330,8 @@ func (p payload) api() apiPayload {
 func (a *admin) auditOf(e outboxops.AuditEntry, eventType, contentType string) apiAudit {
 	entry := apiAudit{ID: e.ID, At: e.At.UTC(), Operator: e.Operator, Action: e.Action, Reason: e.Reason, Relay: e.Relay, Topic: e.Topic,
 		Key: e.Key, FailureID: e.Failure.String(), OutboxID: e.OutboxID, EventID: e.EventID}
-	if e.Payload != nil {
-		before := a.payloadOf(eventType, contentType, e.Payload).api()
+	if e.Payload != nil || e.PayloadErr != nil {
+		before := a.payloadOf(eventType, contentType, e.Payload, e.PayloadErr).api()
 		entry.Before = &before
 	}
 	return entry

@@ -156,7 +156,7 @@ func (a *admin) eventOne(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	page := eventPage{eventRow{RecordedEvent: e, States: statesOf(e)}, a.payloadOf(e.Type, e.ContentType, e.Payload)}
+	page := eventPage{eventRow{RecordedEvent: e, States: statesOf(e)}, a.payloadOf(e.Type, e.ContentType, e.Payload, e.PayloadErr)}
 	a.render(w, r, http.StatusOK, "event_one", e.Type, page)
 	return nil
 }

@@ -115,11 +115,11 @@ func (a *admin) showFailed(w http.ResponseWriter, r *http.Request, status int, p
 		return err
 	}
 	row := page.Row
-	page.Payload = a.payloadOf(row.Type, row.ContentType, row.Payload)
+	page.Payload = a.payloadOf(row.Type, row.ContentType, row.Payload, row.PayloadErr)
 	page.Before = map[int64]payload{}
 	for _, h := range page.History {
-		if h.Payload != nil {
-			page.Before[h.ID] = a.payloadOf(row.Type, row.ContentType, h.Payload)
+		if h.Payload != nil || h.PayloadErr != nil {
+			page.Before[h.ID] = a.payloadOf(row.Type, row.ContentType, h.Payload, h.PayloadErr)
 		}
 	}
 	if page.Edit == "" {

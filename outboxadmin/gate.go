@@ -113,7 +113,7 @@ func (a *admin) handler(rt route) http.Handler {
 				"You are signed in as a " + access.Role.String() + ", who may look at everything. To act on events takes the role of an operator."})
 			return
 		}
-		r.Body = http.MaxBytesReader(w, r.Body, maxBody)
+		r.Body = http.MaxBytesReader(w, r.Body, max(maxBody, 4*int64(a.cfg.MaxPayload)))
 		if r.Method != http.MethodPost {
 			ctx, cancel := context.WithTimeout(r.Context(), patience)
 			defer cancel()

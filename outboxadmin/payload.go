@@ -14,12 +14,14 @@ type payload struct {
 	Size   int    // of the whole, before masking
 	Data   []byte // as masked
 	Masked bool
+	Err    string // why it could not be read
 }
 
-// payloadOf masks a payload. Every payload that leaves this package comes from here.
-func (a *admin) payloadOf(eventType, contentType string, data []byte) payload {
-	p := payload{Type: contentType, Size: len(data), Data: data}
-	if a.cfg.MaskPayload != nil {
+// payloadOf masks a payload, or shows why it could not be read. Every payload that leaves
+// this package comes from here.
+func (a *admin) payloadOf(eventType, contentType string, data []byte, err error) payload {
+	p := payload{Type: contentType, Size: len(data), Data: data, Err: errorText(err)}
+	if a.cfg.MaskPayload != nil && err == nil {
 		p.Data = a.cfg.MaskPayload(eventType, data)
 		p.Masked = !bytes.Equal(p.Data, data)
 	}
@@ -54,9 +56,9 @@ func (p payload) Text() string {
 	return hex.Dump(p.Data)
 }
 
-// Original is what an operator edits: nothing of what is masked.
+// Original is what an operator edits: nothing of what is masked or could not be read.
 func (p payload) Original() string {
-	if p.Masked {
+	if p.Masked || p.Err != "" {
 		return ""
 	}
 	if p.Kind() == "binary" || !p.IsJSON() {

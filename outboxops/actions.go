@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/outboxgo/outbox"
@@ -22,6 +23,7 @@ const sqlRetry = `
 WITH chosen AS MATERIALIZED (
     SELECT id FROM {schema}.outbox_failed
      WHERE id = ANY ($3::bigint[]) AND (status IN ('waiting', 'failed') AND NOT held OR status = 'dead')
+       AND num_nonnulls(payload, payload_bytes) > 0
      ORDER BY id FOR UPDATE
 ), changed AS (
     UPDATE {schema}.outbox_failed AS f
@@ -76,13 +78,16 @@ func (f *Failures) changeOne(ctx context.Context, action, sql string, id Failure
 	if tag.RowsAffected() > 0 {
 		return nil
 	}
-	row, err := f.Get(ctx, id)
+	row, err := f.get(ctx, id)
 	if err != nil {
 		return err
 	}
 	status := row.Status
 	if row.Held {
 		status += " and held"
+	}
+	if row.Class == unreadableRow {
+		status += ", and without a payload that can be read"
 	}
 	return fmt.Errorf("outbox: %s failure %v: %w: it is %s", action, id, ErrStatus, status)
 }
@@ -92,7 +97,9 @@ WITH chosen AS MATERIALIZED (
     SELECT * FROM {schema}.outbox_failed WHERE id = ANY ($3::bigint[]) AND status = 'dead' ORDER BY id FOR UPDATE
 ), changed AS (
     UPDATE {schema}.outbox_failed
-       SET payload = $4::text::jsonb, payload_bytes = $5, status = 'parked', retry_count = 0, held = false, next_retry_at = now()
+       SET payload = $4::text::jsonb, payload_bytes = $5, headers = $6::text::jsonb, size = $7,
+           status = 'parked', retry_count = 0, held = false, next_retry_at = now(),
+           error_class = CASE error_class WHEN 'unreadable_row' THEN NULL ELSE error_class END
      WHERE id = ANY (ARRAY(SELECT id FROM chosen))
  RETURNING id
 )
@@ -100,41 +107,70 @@ INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key,
 SELECT $1, 'edit', $2, relay, parking_key, id, outbox_id, event_id, payload, payload_bytes FROM chosen`
 
 // Edit gives a dead event another payload, of the same content type, and retries
-// it. Its id stays, and so do all its other attributes. The payload from before
-// stays in outbox_audit, and in outbox until retention removes it.
+// it. Its id stays, and so do all its other attributes, except for headers that
+// PostgreSQL cannot print. The payload from before stays in outbox_audit, and in outbox
+// until retention removes it.
 //
 // It returns [ErrNotFound], [ErrStatus] for an event that is not dead, and a
-// [*outbox.FieldError] for JSON that PostgreSQL does not take.
+// [*outbox.FieldError] for JSON that PostgreSQL does not take and for a payload above
+// FailuresConfig.MaxPayload, as PostgreSQL would print it.
 func (f *Failures) Edit(ctx context.Context, id FailureID, payload []byte, why AuditInfo) error {
 	if err := why.check(); err != nil {
 		return err
 	}
-	row, err := f.Get(ctx, id)
+	row, err := f.get(ctx, id)
 	if err != nil {
 		return err
 	}
+	size, err := f.checkPayload(row.ContentType, payload)
+	if err != nil {
+		return &outbox.FieldError{EventType: row.Type, Index: -1, Field: "payload", Err: err}
+	}
+	headers, err := f.headersToKeep(ctx, row)
+	if err != nil {
+		return fmt.Errorf("outbox: edit failure %v: read headers: %w", id, err)
+	}
 	var text pgtype.Text
 	if row.ContentType == jsonContentType {
-		if err := checkPayload(payload); err != nil {
-			return &outbox.FieldError{EventType: row.Type, Index: -1, Field: "payload", Err: err}
-		}
 		text, payload = pgtype.Text{String: string(payload), Valid: true}, nil
 	} else if payload == nil {
 		payload = []byte{} // empty is not NULL
 	}
-	return f.changeOne(ctx, "edit", f.sql.edit, id, why, text, payload)
+	return f.changeOne(ctx, "edit", f.sql.edit, id, why, text, payload, pgtype.Text{String: string(headers), Valid: headers != nil}, size+len(headers))
 }
 
 // jsonContentType is the content type whose payloads are stored as jsonb.
 const jsonContentType = "application/json"
 
-// checkPayload checks that jsonb takes what an operator wrote.
-func checkPayload(payload []byte) error {
-	if !json.Valid(payload) {
-		return fmt.Errorf("%w: it is no JSON", outbox.ErrJSON)
+// checkPayload checks what an operator wrote, and returns its size as PostgreSQL prints it.
+func (f *Failures) checkPayload(contentType string, payload []byte) (size int, err error) {
+	size = len(payload)
+	if contentType == jsonContentType {
+		if !json.Valid(payload) {
+			return 0, fmt.Errorf("%w: it is no JSON", outbox.ErrJSON)
+		}
+		if size, err = jsonb.Check(payload); err != nil {
+			return 0, err
+		}
 	}
-	_, err := jsonb.Check(payload)
-	return err
+	if size > f.maxPayload {
+		return 0, fmt.Errorf("%w: %d bytes as PostgreSQL prints it, at most %d", outbox.ErrTooLarge, size, f.maxPayload)
+	}
+	return size, nil
+}
+
+// headersToKeep returns the headers of a failed event, as JSON. The row of an unreadable
+// event has none, but the one in outbox may have.
+func (f *Failures) headersToKeep(ctx context.Context, row Failure) ([]byte, error) {
+	headers, err := f.rows.readHeaders(ctx, row.ID.Number)
+	if err != nil || headers != nil || row.Class != unreadableRow {
+		return headers, err
+	}
+	headers, err = f.recorded.readHeaders(ctx, row.OutboxID)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return nil, nil
+	}
+	return headers, err
 }
 
 const sqlHold = `

@@ -67,8 +67,14 @@ type AuditEntry struct {
 	OutboxID int64
 	// EventID is the CloudEvents id.
 	EventID string
-	// Payload is that from before an edit, nil for all else.
+	// Payload is that from before an edit, nil for all else, and in the audit of all
+	// failures.
 	Payload []byte
+	// PayloadErr says why Payload could not be read; nil if it could. It is
+	// [ErrUnreadable].
+	PayloadErr error
+
+	edited bool // it has a payload
 }
 
 // AuditPage says which part of the audit is wanted. The zero value is the newest part.
@@ -82,7 +88,7 @@ type AuditPage struct {
 const sqlAudit = `
 SELECT id, created_at, operator, reason, action, relay, split_part(parking_key, '/', 1), substr(parking_key, strpos(parking_key, '/') + 1),
        coalesce(failed_id, 0), coalesce(outbox_id, 0), coalesce(event_id::text, ''),
-       coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))
+       num_nonnulls(payload, payload_bytes) > 0
   FROM {schema}.outbox_audit
  WHERE ($1::bigint = 0 OR failed_id = $1) AND ($2::bigint = 0 OR id < $2)
  ORDER BY id DESC LIMIT $3`
@@ -100,16 +106,42 @@ func (f *Failures) Audit(ctx context.Context, id FailureID, page AuditPage) ([]A
 	rows, err := f.db.Query(ctx, f.sql.audit, pg.PlanEachTime, id.Number, page.Before, limit)
 	if err == nil {
 		var entries []AuditEntry
-		if entries, err = pgx.CollectRows(rows, scanAudit); err == nil {
+		if entries, err = pgx.CollectRows(rows, scanAudit); err == nil && id != (FailureID{}) {
+			err = f.readEdited(ctx, entries)
+		}
+		if err == nil {
 			return entries, nil
 		}
 	}
 	return nil, fmt.Errorf("outbox: read audit: %w", err)
 }
 
+// maxAuditBytes bounds the payloads of an audit, which are larger than that together only
+// after many edits.
+const maxAuditBytes = 100 << 20
+
+// readEdited reads the payloads from before edits, the newest first, up to maxAuditBytes.
+func (f *Failures) readEdited(ctx context.Context, entries []AuditEntry) (err error) {
+	left := maxAuditBytes
+	for i := range entries {
+		e := &entries[i]
+		switch {
+		case !e.edited:
+		case left <= 0:
+			e.PayloadErr = fmt.Errorf("%w: the newer ones have more than %d bytes", ErrUnreadable, maxAuditBytes)
+		default:
+			if e.Payload, e.PayloadErr, err = f.audited.readPayload(ctx, e.ID); err != nil {
+				return err
+			}
+			left -= len(e.Payload)
+		}
+	}
+	return nil
+}
+
 func scanAudit(row pgx.CollectableRow) (e AuditEntry, err error) {
 	var failure int64
-	err = row.Scan(&e.ID, &e.At, &e.Operator, &e.Reason, &e.Action, &e.Relay, &e.Topic, &e.Key, &failure, &e.OutboxID, &e.EventID, &e.Payload)
+	err = row.Scan(&e.ID, &e.At, &e.Operator, &e.Reason, &e.Action, &e.Relay, &e.Topic, &e.Key, &failure, &e.OutboxID, &e.EventID, &e.edited)
 	e.Failure = relayID(failure)
 	return e, err
 }

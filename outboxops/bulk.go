@@ -35,7 +35,7 @@ const (
 
 const sqlFailureIDs = `
 SELECT id FROM {schema}.outbox_failed` + tables.FailureWhere + `
-   AND id > $13 AND ($14::bool OR NOT held OR status = 'dead')
+   AND id > $13 AND ($14::bool OR (NOT held OR status = 'dead') AND num_nonnulls(payload, payload_bytes) > 0)
  ORDER BY id LIMIT $15`
 
 // RetryAll is [Failures.Retry] for all events that a filter picks and that can

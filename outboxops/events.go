@@ -31,11 +31,15 @@ type RecordedEvent struct {
 	// OccurredAt is the event's own time, CreatedAt the start of the transaction that
 	// recorded it.
 	OccurredAt, CreatedAt time.Time
-	// Size is the length of the payload, in bytes.
+	// Size is the length of payload and headers in bytes, as whoever recorded the event
+	// says. Writers that do not know leave it at 65,536.
 	Size int
 
 	// Payload is the event; nil in lists, see [Inspector.Event].
 	Payload []byte
+	// PayloadErr says why Payload could not be read; nil if it could, and in lists. It is
+	// [ErrUnreadable].
+	PayloadErr error
 	// Headers are the further Kafka headers; nil in lists.
 	Headers map[string]string
 	// AttemptedBy are the relays that have sent it or written it into outbox_failed,
@@ -94,7 +98,7 @@ type EventPage struct {
 
 // recordedColumns are those of a list, in the order of scanRecorded.
 const recordedColumns = `o.id, event_id::text, event_type, source, aggregate_type, aggregate_id, topic, partition_key, content_type,
-       occurred_at, created_at, coalesce(octet_length(payload_bytes), octet_length(payload::text))`
+       occurred_at, created_at, size`
 
 // relayColumns say which relays have attempted an event, by the condition of
 // retention, and which of them failed. They are in the order of eventRelays.
@@ -133,21 +137,35 @@ func (i *Inspector) Events(ctx context.Context, filter EventFilter, page EventPa
 }
 
 const sqlEvent = tables.NewestCursors + `
-SELECT ` + recordedColumns + `, ` + tables.PayloadColumns + `, ` + relayColumns + `
+SELECT ` + recordedColumns + `, ` + relayColumns + `
   FROM {schema}.outbox AS o WHERE id = $1`
 
 // Event returns a recorded event with its payload. It returns [ErrNotFound] if there
 // is none: retention may have removed it.
 func (i *Inspector) Event(ctx context.Context, outboxID int64) (RecordedEvent, error) {
 	var relays eventRelays
-	e, err := scanWhole(i.db.QueryRow(ctx, i.sql.event, outboxID), relays.columns()...)
+	e, err := scanRecorded(i.db.QueryRow(ctx, i.sql.event, outboxID), relays.columns()...)
+	if err == nil {
+		e, err = i.whole(ctx, e)
+	}
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
-		return e, fmt.Errorf("outbox: event %d: %w", outboxID, ErrNotFound)
+		return RecordedEvent{}, fmt.Errorf("outbox: event %d: %w", outboxID, ErrNotFound)
 	case err != nil:
-		return e, fmt.Errorf("outbox: inspect event %d: %w", outboxID, err)
+		return RecordedEvent{}, fmt.Errorf("outbox: inspect event %d: %w", outboxID, err)
 	}
 	return relays.addTo(e), nil
+}
+
+// whole adds payload and headers to an event.
+func (i *Inspector) whole(ctx context.Context, e RecordedEvent) (RecordedEvent, error) {
+	headers, err := i.recorded.readHeaders(ctx, e.OutboxID)
+	if err != nil {
+		return e, err
+	}
+	e.Headers = headersOf(headers)
+	e.Payload, e.PayloadErr, err = i.recorded.readPayload(ctx, e.OutboxID)
+	return e, err
 }
 
 // eventRelays is read from relayColumns.
@@ -174,16 +192,6 @@ func scanListed(row pgx.CollectableRow) (RecordedEvent, error) {
 	var relays eventRelays
 	e, err := scanRecorded(row, relays.columns()...)
 	return relays.addTo(e), err
-}
-
-// scanWhole reads recordedColumns and the columns of payload and headers, and more
-// behind them.
-func scanWhole(row pgx.Row, more ...any) (RecordedEvent, error) {
-	var payload []byte
-	var headers map[string]string
-	e, err := scanRecorded(row, append([]any{&payload, &headers}, more...)...)
-	e.Payload, e.Headers = payload, headers
-	return e, err
 }
 
 // scanRecorded reads recordedColumns, and more behind them.
@@ -271,8 +279,9 @@ func destinationOf(eventType string, topic pgtype.Text) string {
 	return topic.String
 }
 
-// sqlTail reads what was committed since snapshot $7; its xmax is $8. The row without
-// an event says what the snapshot of now is. For its shape see sqlOpen.
+// sqlTail finds what was committed since snapshot $7; its xmax is $8. The row without
+// an event says what the snapshot of now is. Transactions in progress are looked up one by
+// one, so that the index finds them.
 const sqlTail = `
 WITH ids AS MATERIALIZED (
    (SELECT id, xid FROM {schema}.outbox WHERE xid >= $8::xid8 AND xid <= '18446744073709551615'::xid8 ORDER BY xid, id)
@@ -280,15 +289,29 @@ WITH ids AS MATERIALIZED (
     SELECT late.id, late.xid FROM pg_snapshot_xip($7::pg_snapshot) AS x
      CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox WHERE xid >= x AND xid <= x ORDER BY xid, id OFFSET 0) AS late
 )
-SELECT e.*, pg_current_snapshot()::text
+SELECT e.id, e.size, pg_current_snapshot()::text
   FROM (SELECT) AS always
-  LEFT JOIN (SELECT ` + recordedColumns + `, ` + tables.PayloadColumns + `
+  LEFT JOIN (SELECT o.id, o.size
                FROM ids CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE xid = ids.xid AND id = ids.id OFFSET 0) AS o
               WHERE` + eventWhere + `) AS e ON true
  ORDER BY e.id`
 
-// tailInterval is the time between two looks of [Inspector.Tail].
-const tailInterval = 500 * time.Millisecond
+// sqlTailRead reads events in the order of their ids; $2 is maxRead.
+const sqlTailRead = `
+SELECT ` + recordedColumns + `, CASE WHEN octet_length(p.bytes) <= $2 THEN p.bytes END, octet_length(p.bytes), convert_to(o.headers::text, 'UTF8')
+  FROM unnest($1::bigint[]) AS r (id)
+ CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN r.id AND r.id ORDER BY id OFFSET 0) AS o
+ CROSS JOIN LATERAL (SELECT coalesce(o.payload_bytes, convert_to(o.payload::text, 'UTF8')) AS bytes OFFSET 0) AS p`
+
+// sqlTailBare reads an event without payload and headers.
+const sqlTailBare = `SELECT ` + recordedColumns + ` FROM {schema}.outbox AS o WHERE id = $1`
+
+const (
+	// tailInterval is the time between two looks of [Inspector.Tail].
+	tailInterval = 500 * time.Millisecond
+	// tailBytes bounds what a statement reads, as rows say of their size.
+	tailBytes = 4 << 20
+)
 
 // errStopped ends a tail whose loop has ended.
 var errStopped = errors.New("stopped")
@@ -298,8 +321,8 @@ var errStopped = errors.New("stopped")
 // the last. Tail sends nothing and moves no cursor, and unlike a relay it may miss
 // events in a crash of PostgreSQL.
 //
-// The loop keeps a connection while it handles the events of one look, so it should
-// not take long for each.
+// The loop keeps a connection while it handles some of the events of one look, so it
+// should not take long for each.
 func (i *Inspector) Tail(ctx context.Context, filter EventFilter) iter.Seq2[RecordedEvent, error] {
 	return func(yield func(RecordedEvent, error) bool) {
 		err := i.tail(ctx, filter, yield)
@@ -315,29 +338,92 @@ func (i *Inspector) tail(ctx context.Context, filter EventFilter, yield func(Rec
 	err := i.db.QueryRow(ctx, `SELECT pg_current_snapshot()::text`).Scan(&since)
 	for err == nil && ctx.Err() == nil {
 		wait.Sleep(ctx, tailInterval)
+		var found []tailed
 		args := append(filter.args(), since, tables.SnapshotMax(since))
 		err = pg.Query(ctx, i.db, pg.PlannerSettings, func(rows pgx.Rows) (err error) {
-			since, err = readTail(rows, yield)
+			found, since, err = readTail(rows)
 			return err
 		}, i.sql.tail, args...)
+		for err == nil && len(found) > 0 {
+			found, err = i.yieldSome(ctx, found, yield)
+		}
 	}
 	return err
 }
 
-// readTail yields the events of rows and returns their snapshot.
-func readTail(rows pgx.Rows, yield func(RecordedEvent, error) bool) (snapshot string, err error) {
-	defer rows.Close()
-	for rows.Next() {
-		if raw := rows.RawValues(); raw[0] == nil { // no event
-			return string(raw[len(raw)-1]), nil
+// tailed is an event that was committed since the last look.
+type tailed struct {
+	id   int64
+	size int
+}
+
+// readTail returns the events of rows and their snapshot.
+func readTail(rows pgx.Rows) (found []tailed, snapshot string, err error) {
+	var id pgtype.Int8
+	var size pgtype.Int4
+	_, err = pgx.ForEachRow(rows, []any{&id, &size, &snapshot}, func() error {
+		if id.Valid {
+			found = append(found, tailed{id.Int64, int(size.Int32)})
 		}
-		e, err := scanWhole(rows, &snapshot)
-		if err != nil {
-			return "", err
-		}
-		if !yield(e, nil) {
-			return "", errStopped
-		}
+		return nil
+	})
+	return found, snapshot, err
+}
+
+// yieldSome reads and yields the first events and returns the others. If PostgreSQL cannot
+// print one, those in front of it come first, and then it comes without its payload.
+func (i *Inspector) yieldSome(ctx context.Context, found []tailed, yield func(RecordedEvent, error) bool) ([]tailed, error) {
+	n, ids := 0, []int64(nil)
+	for bytes := 0; n < len(found) && (n == 0 || bytes+found[n].size <= tailBytes); n++ {
+		bytes += found[n].size
+		ids = append(ids, found[n].id)
 	}
-	return snapshot, rows.Err()
+	done := 0
+	err := pg.Query(ctx, i.db, pg.PlannerSettings, func(rows pgx.Rows) error {
+		defer rows.Close()
+		for rows.Next() {
+			e, err := scanTailed(rows)
+			if err != nil {
+				return err
+			}
+			done = slices.Index(ids, e.OutboxID) + 1
+			if !yield(e, nil) {
+				return errStopped
+			}
+		}
+		return rows.Err()
+	}, i.sql.tailRead, ids, maxRead)
+	if !isUnreadable(ctx, err) {
+		return found[n:], err
+	}
+	return i.yieldUnreadable(ctx, found[done:], yield)
+}
+
+// yieldUnreadable yields the first event, which retention may have removed meanwhile.
+func (i *Inspector) yieldUnreadable(ctx context.Context, found []tailed, yield func(RecordedEvent, error) bool) ([]tailed, error) {
+	e, err := scanRecorded(i.db.QueryRow(ctx, i.sql.tailBare, found[0].id))
+	if err == nil {
+		e, err = i.whole(ctx, e)
+	}
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		return found[1:], nil
+	case err != nil:
+		return nil, err
+	case !yield(e, nil):
+		return nil, errStopped
+	}
+	return found[1:], nil
+}
+
+// scanTailed reads a row of sqlTailRead.
+func scanTailed(rows pgx.Rows) (RecordedEvent, error) {
+	var payload, headers []byte
+	var printed int64
+	e, err := scanRecorded(rows, &payload, &printed, &headers)
+	e.Payload, e.Headers = payload, headersOf(headers)
+	if printed > maxRead {
+		e.PayloadErr = fmt.Errorf("%w: %w", ErrUnreadable, tooLarge(printed))
+	}
+	return e, err
 }

@@ -1,6 +1,7 @@
 package outboxops
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -19,8 +20,11 @@ import (
 // only changes rows; the relay, which looks at them every RetryInterval, sends. Any
 // process may have one. It is safe for concurrent use.
 type Failures struct {
-	db  *pgxpool.Pool
-	sql failuresSQL
+	db         *pgxpool.Pool
+	maxPayload int
+	sql        failuresSQL
+
+	rows, recorded, audited reader // of outbox_failed, outbox and outbox_audit
 }
 
 // failuresSQL are the statements of [Failures], in their schema.
@@ -33,6 +37,10 @@ type failuresSQL struct {
 type FailuresConfig struct {
 	// Schema of the tables. Empty means public.
 	Schema string
+	// MaxPayload bounds an edited payload in bytes, as RecorderConfig.MaxPayload does for
+	// recorded ones: give it the same. At most 104,857,600 (100 MiB). Zero means 983,040
+	// (960 KiB).
+	MaxPayload int
 }
 
 // NewFailures returns a view of the failures in db. It does no I/O; closing db stays
@@ -41,7 +49,9 @@ func NewFailures(db *pgxpool.Pool, cfg FailuresConfig) (*Failures, error) {
 	if cfg.Schema == "" {
 		cfg.Schema = pg.DefaultSchema
 	}
-	errs := []error{check.Schema(cfg.Schema)}
+	cfg.MaxPayload = cmp.Or(cfg.MaxPayload, check.DefaultMaxPayload)
+	errs := []error{check.Schema(cfg.Schema), check.NotNegative("MaxPayload", cfg.MaxPayload),
+		check.NotAbove("MaxPayload", cfg.MaxPayload, check.MaxMaxPayload)}
 	if db == nil {
 		errs = append(errs, fmt.Errorf("pool %w", outbox.ErrNilArgument))
 	}
@@ -49,10 +59,11 @@ func NewFailures(db *pgxpool.Pool, cfg FailuresConfig) (*Failures, error) {
 		return nil, fmt.Errorf("outbox: failures config: %w", err)
 	}
 	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
-	return &Failures{db: db, sql: failuresSQL{
-		list: in(sqlFailureList), count: in(tables.SQLFailureCount), get: in(sqlFailureGet), ids: in(sqlFailureIDs),
-		retry: in(sqlRetry), resolve: in(sqlResolve), edit: in(sqlEdit), hold: in(sqlHold), release: in(sqlRelease), audit: in(sqlAudit),
-	}}, nil
+	return &Failures{db: db, maxPayload: cfg.MaxPayload, rows: newReader(db, cfg.Schema, "outbox_failed"),
+		recorded: newReader(db, cfg.Schema, "outbox"), audited: newReader(db, cfg.Schema, "outbox_audit"), sql: failuresSQL{
+			list: in(sqlFailureList), count: in(tables.SQLFailureCount), get: in(sqlFailureGet), ids: in(sqlFailureIDs),
+			retry: in(sqlRetry), resolve: in(sqlResolve), edit: in(sqlEdit), hold: in(sqlHold), release: in(sqlRelease), audit: in(sqlAudit),
+		}}, nil
 }
 
 // Failure is an event that did not get through. Its [outbox.FailedEvent] has OutboxID,
@@ -85,6 +96,9 @@ type Failure struct {
 	ContentType string
 	// Payload is the event; nil in lists, see [Failures.Get].
 	Payload []byte
+	// PayloadErr says why Payload could not be read; nil if it could, and in lists. It is
+	// [ErrUnreadable].
+	PayloadErr error
 	// Headers are the further Kafka headers; nil in lists.
 	Headers map[string]string
 }
@@ -226,25 +240,54 @@ func (f *Failures) Count(ctx context.Context, filter FailureFilter) ([]FailureCo
 }
 
 const sqlFailureGet = `
-SELECT ` + tables.FailureColumns + `, ` + tables.PayloadColumns + `
+SELECT ` + tables.FailureColumns + `
   FROM {schema}.outbox_failed WHERE id = $1`
 
 // Get returns a failure, with its payload. It returns [ErrNotFound] if there is none:
 // the event may have been sent meanwhile.
 func (f *Failures) Get(ctx context.Context, id FailureID) (Failure, error) {
+	failure, err := f.get(ctx, id)
+	if err != nil {
+		return failure, err
+	}
+	headers, err := f.rows.readHeaders(ctx, id.Number)
+	if err == nil {
+		failure.Headers = headersOf(headers)
+		failure.Payload, failure.PayloadErr, err = f.readPayload(ctx, failure)
+	}
+	if err != nil {
+		return Failure{}, readError(id, err)
+	}
+	return failure, nil
+}
+
+// unreadableRow is the class of events that PostgreSQL could not read for a relay.
+const unreadableRow = "unreadable_row"
+
+// readPayload does not try what a relay could not read: it takes seconds and a gigabyte of
+// PostgreSQL's memory.
+func (f *Failures) readPayload(ctx context.Context, failure Failure) (payload []byte, reason, err error) {
+	if failure.Class == unreadableRow {
+		return nil, fmt.Errorf("%w: %w", ErrUnreadable, failure.Err), nil
+	}
+	return f.rows.readPayload(ctx, failure.ID.Number)
+}
+
+// get returns a failure without its payload and headers.
+func (f *Failures) get(ctx context.Context, id FailureID) (Failure, error) {
 	if err := id.check(); err != nil {
 		return Failure{}, fmt.Errorf("outbox: read failure: %w", err)
 	}
-	var payload []byte
-	var headers map[string]string
-	row, err := tables.ScanFailure(f.db.QueryRow(ctx, f.sql.get, id.Number), &payload, &headers)
-	switch {
-	case errors.Is(err, pgx.ErrNoRows):
-		return Failure{}, fmt.Errorf("outbox: failure %v: %w", id, ErrNotFound)
-	case err != nil:
-		return Failure{}, fmt.Errorf("outbox: read failure %v: %w", id, err)
+	row, err := tables.ScanFailure(f.db.QueryRow(ctx, f.sql.get, id.Number))
+	if err != nil {
+		return Failure{}, readError(id, err)
 	}
-	failure := failureOf(row)
-	failure.Payload, failure.Headers = payload, headers
-	return failure, nil
+	return failureOf(row), nil
+}
+
+func readError(id FailureID, err error) error {
+	if errors.Is(err, pgx.ErrNoRows) {
+		return fmt.Errorf("outbox: failure %v: %w", id, ErrNotFound)
+	}
+	return fmt.Errorf("outbox: read failure %v: %w", id, err)
 }

@@ -21,14 +21,15 @@ import (
 // open, from the database alone: any process may have one. It changes nothing. It is
 // safe for concurrent use.
 type Inspector struct {
-	db  *pgxpool.Pool
-	sql inspectorSQL
+	db       *pgxpool.Pool
+	sql      inspectorSQL
+	recorded reader // of outbox
 }
 
 // inspectorSQL are the statements of [Inspector], in their schema.
 type inspectorSQL struct {
 	relays, progress, transactions, topics, partitions string
-	events, event, tail                                string
+	events, event, tail, tailRead, tailBare            string
 }
 
 // InspectorConfig says where to look. It may be zero.
@@ -49,10 +50,10 @@ func NewInspector(db *pgxpool.Pool, cfg InspectorConfig) (*Inspector, error) {
 		return nil, fmt.Errorf("outbox: inspector config: %w", err)
 	}
 	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
-	return &Inspector{db: db, sql: inspectorSQL{
+	return &Inspector{db: db, recorded: newReader(db, cfg.Schema, "outbox"), sql: inspectorSQL{
 		relays: in(tables.SQLRelays), progress: in(sqlProgress), transactions: in(sqlTransactions), topics: in(sqlRecordedTopics),
 		partitions: in(sqlPartitionSizes),
-		events:     in(sqlEvents), event: in(sqlEvent), tail: in(sqlTail),
+		events:     in(sqlEvents), event: in(sqlEvent), tail: in(sqlTail), tailRead: in(sqlTailRead), tailBare: in(sqlTailBare),
 	}}, nil
 }
 

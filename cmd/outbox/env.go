@@ -167,12 +167,15 @@ func (e *env) inspector(ctx context.Context) (*outboxops.Inspector, error) {
 	return outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: e.schema})
 }
 
-func (e *env) failed(ctx context.Context) (*outboxops.Failures, error) {
+func (e *env) failed(ctx context.Context) (*outboxops.Failures, error) { return e.failedUpTo(ctx, 0) }
+
+// failedUpTo is failed with a limit for edited payloads; 0: the usual one.
+func (e *env) failedUpTo(ctx context.Context, maxPayload int) (*outboxops.Failures, error) {
 	db, err := e.connect(ctx)
 	if err != nil {
 		return nil, err
 	}
-	return outboxops.NewFailures(db, outboxops.FailuresConfig{Schema: e.schema})
+	return outboxops.NewFailures(db, outboxops.FailuresConfig{Schema: e.schema, MaxPayload: maxPayload})
 }
 
 func (e *env) schemaName() string { return cmp.Or(e.schema, "public") }

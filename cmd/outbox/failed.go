@@ -122,6 +122,7 @@ type failedJSON struct {
 	ContentType   string            `json:"content_type"`
 	Payload       json.RawMessage   `json:"payload,omitempty"`
 	PayloadBase64 []byte            `json:"payload_base64,omitempty"`
+	PayloadError  string            `json:"payload_error,omitempty"`
 	Headers       map[string]string `json:"headers,omitempty"`
 	Audit         []auditJSON       `json:"audit,omitempty"`
 }
@@ -140,9 +141,7 @@ func failedOf(r outboxops.Failure) failedJSON {
 		OccurredAt: r.OccurredAt.UTC(), CreatedAt: r.CreatedAt.UTC(), FailedAt: r.FailedAt.UTC(), NextRetryAt: r.NextRetryAt.UTC(),
 		ResolvedAt: optional(r.ResolvedAt), ResolvedBy: r.ResolvedBy, Resolution: r.Resolution, ContentType: r.ContentType, Headers: r.Headers,
 	}
-	if r.Err != nil {
-		f.Error = r.Err.Error()
-	}
+	f.Error = errText(r.Err)
 	return f
 }
 
@@ -235,11 +234,12 @@ func failedShow(ctx context.Context, e *env, bare bool) error {
 		return err
 	}
 	if bare {
-		row.Payload, row.Headers = nil, nil
+		row.Payload, row.PayloadErr, row.Headers = nil, nil, nil
 	}
 	if e.json {
 		out := failedOf(row)
 		out.Payload, out.PayloadBase64 = body(row.Payload)
+		out.PayloadError = errText(row.PayloadErr)
 		for _, a := range audit {
 			out.Audit = append(out.Audit, auditJSON{a.At.UTC(), a.Operator, a.Action, a.Reason})
 		}
@@ -277,9 +277,20 @@ func showEvent(e *env, r outboxops.Failure) {
 		e.printf("header     %s: %s\n", visible(name), visible(r.Headers[name]))
 	}
 	e.printf("\n")
-	if r.Payload != nil {
+	switch {
+	case r.PayloadErr != nil:
+		e.printf("%s\n\n", visible(r.PayloadErr.Error()))
+	case r.Payload != nil:
 		e.printf("%s\n\n", payloadText(r.ContentType, r.Payload))
 	}
+}
+
+// errText is the text of an error, if it is one.
+func errText(err error) string {
+	if err == nil {
+		return ""
+	}
+	return err.Error()
 }
 
 // writeFields writes names and values below each other; what is long is wrapped.

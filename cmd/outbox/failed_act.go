@@ -180,11 +180,12 @@ The payload is of the same content type; the old one stays in outbox_audit.`,
 		var why auditFlags
 		why.define(fs)
 		file := fs.String("payload", "", "`FILE` the new payload; - is the standard input")
-		return func(ctx context.Context, e *env) error { return failedEdit(ctx, e, why, *file) }
+		limit := fs.Int("max-payload", 0, "`BYTES` at most, as recorders have it (983040)")
+		return func(ctx context.Context, e *env) error { return failedEdit(ctx, e, why, *file, *limit) }
 	},
 }
 
-func failedEdit(ctx context.Context, e *env, why auditFlags, file string) error {
+func failedEdit(ctx context.Context, e *env, why auditFlags, file string, limit int) error {
 	id, err := e.argID()
 	if err != nil {
 		return err
@@ -197,7 +198,7 @@ func failedEdit(ctx context.Context, e *env, why auditFlags, file string) error 
 	if err != nil {
 		return err
 	}
-	failed, err := e.failed(ctx)
+	failed, err := e.failedUpTo(ctx, limit)
 	if err != nil {
 		return err
 	}

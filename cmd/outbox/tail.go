@@ -80,6 +80,7 @@ type recordedJSON struct {
 	ContentType   string            `json:"content_type"`
 	Payload       json.RawMessage   `json:"payload,omitempty"`
 	PayloadBase64 []byte            `json:"payload_base64,omitempty"`
+	PayloadError  string            `json:"payload_error,omitempty"`
 	Headers       map[string]string `json:"headers,omitempty"`
 }
 
@@ -89,6 +90,7 @@ func (t *tailFlags) show(e *env, event outboxops.RecordedEvent) error {
 			AggregateType: event.AggregateType, AggregateID: event.AggregateID, Topic: event.Topic, Key: event.Key,
 			OccurredAt: event.OccurredAt.UTC(), CreatedAt: event.CreatedAt.UTC(), Size: event.Size, ContentType: event.ContentType, Headers: event.Headers}
 		line.Payload, line.PayloadBase64 = body(event.Payload)
+		line.PayloadError = errText(event.PayloadErr)
 		return e.writeLine(line)
 	}
 	text := event.CreatedAt.Local().Format("15:04:05.000") + "  " + count(event.OutboxID) + "  " + event.Type + "  " +
@@ -98,7 +100,10 @@ func (t *tailFlags) show(e *env, event outboxops.RecordedEvent) error {
 		text = cut(text, e.width)
 	}
 	e.printf("%s\n", text)
-	if t.payload {
+	switch {
+	case t.payload && event.PayloadErr != nil:
+		e.printf("%s\n", visible(event.PayloadErr.Error()))
+	case t.payload:
 		e.printf("%s\n", payloadText(event.ContentType, event.Payload))
 	}
 	return nil

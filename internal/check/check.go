@@ -110,6 +110,15 @@ func TopicOf(eventType string) string {
 	return domain + "-events"
 }
 
+// Limits of payloads in bytes, as PostgreSQL prints them.
+const (
+	// DefaultMaxPayload leaves 16 KiB for headers and key, both below the default of
+	// Kafka's message.max.bytes (1 MiB) and of franz-go's ProducerBatchMaxBytes
+	// (1,000,012).
+	DefaultMaxPayload = 960 << 10
+	MaxMaxPayload     = 100 << 20 // socket.request.max.bytes of a broker
+)
+
 // NotNegative checks a field of a configuration.
 func NotNegative[N int | int64 | time.Duration](field string, n N) error {
 	if n < 0 {

@@ -25,9 +25,6 @@ WITH RECURSIVE names AS (
 const Attempted = `(pg_visible_in_snapshot(o.xid, s.snapshot)
        OR coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false))`
 
-// PayloadColumns are payload and headers, of outbox or outbox_failed.
-const PayloadColumns = `coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), headers`
-
 // SnapshotMax returns the xmax of a snapshot's text, xmin:xmax:xip,…
 func SnapshotMax(snapshot string) string {
 	_, rest, _ := strings.Cut(snapshot, ":")

@@ -1,0 +1,117 @@
+package outboxops
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// ErrUnreadable is in the field PayloadErr of [Failure], [RecordedEvent] and [AuditEntry]
+// where PostgreSQL cannot print a payload, needs longer than 5 s for it, or would print
+// more than 100 MiB. A few kilobytes of jsonb may be that much, because it prints 1e131000
+// as 131,001 digits.
+var ErrUnreadable = errors.New("the payload cannot be read")
+
+const (
+	maxRead      = 100 << 20       // bytes of a payload, or of headers
+	readPatience = 5 * time.Second // for one of them
+)
+
+// reader reads payloads and headers of the rows of a table one by one, because one that
+// cannot be printed fails the statement.
+type reader struct {
+	db                       *pgxpool.Pool
+	payload, headers, stored string
+}
+
+// A column is printed once, in a subquery of its own.
+const (
+	payloadText = `coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))`
+	boundedText = `SELECT CASE WHEN octet_length(c.bytes) <= $2 THEN c.bytes END, octet_length(c.bytes)
+  FROM (SELECT {column} AS bytes FROM {schema}.{table} WHERE id = $1 OFFSET 0) AS c`
+	storedBytes = `SELECT coalesce(pg_column_size(payload), pg_column_size(payload_bytes), 0) FROM {schema}.{table} WHERE id = $1`
+)
+
+func newReader(db *pgxpool.Pool, schema, table string) reader {
+	in := func(sql, column string) string {
+		return pg.InSchema(strings.NewReplacer("{table}", table, "{column}", column).Replace(sql), schema)
+	}
+	return reader{db: db,
+		payload: in(boundedText, payloadText), headers: in(boundedText, `convert_to(headers::text, 'UTF8')`), stored: in(storedBytes, "")}
+}
+
+// readPayload returns the payload of a row, nil if it has none, or the reason why it cannot
+// be read, which is [ErrUnreadable]. err is any other error, [pgx.ErrNoRows] for example.
+func (r reader) readPayload(ctx context.Context, id int64) (payload []byte, reason, err error) {
+	payload, err = r.read(ctx, r.payload, id)
+	if !isUnreadable(ctx, err) {
+		return payload, nil, err
+	}
+	var stored int
+	if err := r.db.QueryRow(ctx, r.stored, id).Scan(&stored); err != nil {
+		return nil, nil, err
+	}
+	return nil, fmt.Errorf("%w: %d bytes as stored: %w", ErrUnreadable, stored, err), nil
+}
+
+// readHeaders returns the headers of a row as JSON, nil if it has none or if they cannot be
+// read.
+func (r reader) readHeaders(ctx context.Context, id int64) ([]byte, error) {
+	headers, err := r.read(ctx, r.headers, id)
+	if isUnreadable(ctx, err) {
+		return nil, nil
+	}
+	return headers, err
+}
+
+func (r reader) read(ctx context.Context, sql string, id int64) (text []byte, err error) {
+	ctx, cancel := context.WithTimeout(ctx, readPatience)
+	defer cancel()
+	var printed pgtype.Int8
+	if err := r.db.QueryRow(ctx, sql, id, maxRead).Scan(&text, &printed); err != nil {
+		return nil, err
+	}
+	if printed.Int64 > maxRead {
+		return nil, tooLarge(printed.Int64)
+	}
+	return text, nil
+}
+
+// tooLarge is how many bytes would be printed.
+type tooLarge int64
+
+func (n tooLarge) Error() string {
+	return fmt.Sprintf("PostgreSQL would print %d bytes, more than %d", int64(n), maxRead)
+}
+
+// isUnreadable reports whether err is about what was read rather than about PostgreSQL.
+func isUnreadable(ctx context.Context, err error) bool {
+	var large tooLarge
+	return ctx.Err() == nil && (pg.IsUnreadable(err) || pg.IsCancelled(err) || errors.Is(err, context.DeadlineExceeded) || errors.As(err, &large))
+}
+
+// headersOf decodes headers. A value that is not text, which no recorder writes, is shown
+// as JSON.
+func headersOf(text []byte) map[string]string {
+	var all map[string]json.RawMessage
+	if json.Unmarshal(text, &all) != nil || all == nil {
+		return nil // none, or no object: the relay rejects the event and says so
+	}
+	headers := make(map[string]string, len(all))
+	for name, value := range all {
+		var text string
+		if json.Unmarshal(value, &text) != nil {
+			text = string(value)
+		}
+		headers[name] = text
+	}
+	return headers
+}

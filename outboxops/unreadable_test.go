@@ -1,0 +1,165 @@
+package outboxops_test
+
+import (
+	"context"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxops"
+)
+
+// unprintable is a JSON text of which PostgreSQL stores a few kilobytes. It would print it
+// as more than 1 GB, which it refuses, after seconds.
+var unprintable = "[" + strings.Repeat("1e131000,", 9000) + "1]"
+
+// insertDead adds a dead event of each payload and error class, NULL for nil.
+func (h *opsFixture) insertDead(t *testing.T, payload, class any) outboxops.FailureID {
+	t.Helper()
+	var id int64
+	require.NoError(t, h.db.QueryRow(background, h.sql(`
+		INSERT INTO {schema}.outbox_failed (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type,
+		            occurred_at, created_at, status, error_class, last_error)
+		VALUES (1, 'topic/key', gen_random_uuid(), 'a.order.placed.v1', 's', 'A', 'id', $1::text::jsonb, 'application/json', now(), now(), 'dead', $2, 'bad')
+		RETURNING id`), payload, class).Scan(&id))
+	return outboxops.FailureID{Kind: outboxops.KindRelay, Number: id}
+}
+
+// insertUnprintable adds an event whose payload PostgreSQL cannot print, as a writer with plain
+// SQL may, between two others.
+func (h *opsFixture) insertUnprintable(t *testing.T) {
+	t.Helper()
+	_, err := h.db.Exec(background, h.sql(`
+		INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, headers, occurred_at)
+		SELECT gen_random_uuid(), 'a.order.placed.v1', 's', 'A', 'id', p.text::jsonb, 'application/json', '{"tenant": "a", "n": 1}', now()
+		  FROM unnest($1::text[]) WITH ORDINALITY AS p (text, n) ORDER BY n`), []string{`{}`, unprintable, `{"a":  1}`})
+	require.NoError(t, err)
+}
+
+// Operators see recorded events of which one cannot be printed.
+func TestUnreadableRecordedEvent(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	i := h.inspector(t)
+	ctx, cancel := context.WithCancel(background)
+	defer cancel()
+	tailed := make(chan outboxops.RecordedEvent, 10_000)
+	go func() {
+		defer close(tailed)
+		for e, err := range i.Tail(ctx, outboxops.EventFilter{}) {
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			tailed <- e
+		}
+	}()
+	awaitTail(t, h, tailed)
+	h.insertUnprintable(t)
+	all, err := i.Events(background, outboxops.EventFilter{}, outboxops.EventPage{})
+	require.NoError(t, err)
+	require.Len(t, all, 3)
+	require.Equal(t, 65536, all[1].Size, "what the row says")
+
+	e, err := i.Event(background, all[1].OutboxID)
+	require.NoError(t, err)
+	require.ErrorIs(t, e.PayloadErr, outboxops.ErrUnreadable)
+	require.ErrorContains(t, e.PayloadErr, "bytes as stored")
+	require.Nil(t, e.Payload)
+	require.Equal(t, map[string]string{"tenant": "a", "n": "1"}, e.Headers)
+
+	for _, want := range []string{`{}`, "", `{"a": 1}`} {
+		e := <-tailed
+		for ; e.Type != "a.order.placed.v1"; e = <-tailed {
+		}
+		require.Equal(t, want, string(e.Payload))
+		require.Equal(t, map[string]string{"tenant": "a", "n": "1"}, e.Headers)
+		if want == "" {
+			require.ErrorIs(t, e.PayloadErr, outboxops.ErrUnreadable)
+		} else {
+			require.NoError(t, e.PayloadErr)
+		}
+	}
+}
+
+// awaitTail records events of another type until a tail yields one.
+func awaitTail(t *testing.T, h *opsFixture, tailed <-chan outboxops.RecordedEvent) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		_, err := h.db.Exec(background, h.sql(`
+			INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
+			VALUES (gen_random_uuid(), 'a.first.event.v1', 's', 'A', 'id', '{}', 'application/json', now())`))
+		require.NoError(t, err)
+		return len(tailed) > 0
+	}, testenv.Patience, 50*time.Millisecond)
+	_, err := h.db.Exec(background, h.sql(`DELETE FROM {schema}.outbox`))
+	require.NoError(t, err)
+}
+
+// A payload that cannot be printed is shown as such, and can be replaced by one that can.
+func TestUnreadableFailure(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	f := h.operator(t)
+	id := h.insertDead(t, unprintable, "message_too_large")
+	row, err := f.Get(background, id)
+	require.NoError(t, err)
+	require.ErrorIs(t, row.PayloadErr, outboxops.ErrUnreadable)
+
+	var rejected *outbox.FieldError
+	for _, large := range []string{unprintable, `"` + strings.Repeat("x", 960<<10) + `"`} {
+		err := f.Edit(background, id, []byte(large), kim)
+		require.ErrorAs(t, err, &rejected)
+		require.Equal(t, "payload", rejected.Field)
+		require.ErrorIs(t, err, outbox.ErrTooLarge)
+	}
+	higher, err := outboxops.NewFailures(h.db, outboxops.FailuresConfig{Schema: h.schema, MaxPayload: 2 << 20})
+	require.NoError(t, err)
+	require.NoError(t, higher.Edit(background, id, []byte(`"`+strings.Repeat("x", 960<<10)+`"`), kim))
+	row, err = f.Get(background, id)
+	require.NoError(t, err)
+	require.NoError(t, row.PayloadErr)
+	require.Len(t, row.Payload, 960<<10+2)
+	entries, err := f.Audit(background, id, outboxops.AuditPage{})
+	require.NoError(t, err)
+	require.Len(t, entries, 1)
+	require.ErrorIs(t, entries[0].PayloadErr, outboxops.ErrUnreadable, "what it was")
+	entries, err = f.Audit(background, outboxops.FailureID{}, outboxops.AuditPage{})
+	require.NoError(t, err)
+	require.NoError(t, entries[0].PayloadErr, "of all failures it is not read")
+}
+
+// What a relay could not read has no payload: it can be edited or resolved, not retried.
+func TestFailureWithoutPayload(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	f := h.operator(t)
+	h.insertUnprintable(t)
+	id, other := h.insertDead(t, nil, "unreadable_row"), h.insertDead(t, nil, "unreadable_row")
+	row, err := f.Get(background, id)
+	require.NoError(t, err)
+	require.ErrorIs(t, row.PayloadErr, outboxops.ErrUnreadable)
+	require.ErrorContains(t, row.PayloadErr, "bad", "what the relay said")
+	err = f.Retry(background, id, kim)
+	require.ErrorIs(t, err, outboxops.ErrStatus)
+	require.ErrorContains(t, err, "payload")
+	for _, dryRun := range []bool{true, false} {
+		n, err := f.RetryAll(background, outboxops.FailureFilter{}, outboxops.BulkConfig{DryRun: dryRun}, kim)
+		require.NoError(t, err)
+		require.Zero(t, n)
+	}
+	require.NoError(t, f.Edit(background, id, []byte(`{"a": 1}`), kim))
+	row, err = f.Get(background, id)
+	require.NoError(t, err)
+	require.Equal(t, `{"a": 1}`, string(row.Payload))
+	require.Empty(t, row.Class)
+	require.Equal(t, map[string]string{"tenant": "a", "n": "1"}, row.Headers, "those of its row in outbox")
+	var size int
+	require.NoError(t, h.db.QueryRow(background, h.sql(`SELECT size FROM {schema}.outbox_failed WHERE id = $1`), id.Number).Scan(&size))
+	require.Equal(t, len(`{"a": 1}`)+len(`{"n": 1, "tenant": "a"}`), size)
+	require.NoError(t, f.Resolve(background, other, kim))
+}
