@@ -118,7 +118,7 @@ func breakerStateOf(s gobreaker.State) BreakerState {
 // A breaker may be used by any number of goroutines.
 type breaker struct {
 	cfg     BreakerConfig
-	changed func(from, to BreakerState)
+	changed func(from, to BreakerState, failureRate float64)
 
 	// steady means that the breaker is closed and its window full of successes, so that
 	// one more success changes nothing. Only a failure ends that, so steady is false in
@@ -135,12 +135,16 @@ type breaker struct {
 	notifying bool          // a goroutine is calling changed, without mu
 }
 
-type stateChange struct{ from, to BreakerState }
+type stateChange struct {
+	from, to    BreakerState
+	failureRate float64 // of the last outcomes, in the state before
+}
 
 // newBreaker returns a closed breaker. It calls changed after each change of state, from
-// one goroutine at a time and in the order of the changes; changed may call the breaker.
+// one goroutine at a time and in the order of the changes, with the share of failures among
+// the last outcomes, 0 if it was not closed; changed may call the breaker.
 // The change to half-open happens when a method of the breaker is called.
-func newBreaker(cfg BreakerConfig, changed func(from, to BreakerState)) *breaker {
+func newBreaker(cfg BreakerConfig, changed func(from, to BreakerState, failureRate float64)) *breaker {
 	b := &breaker{cfg: cfg, changed: changed, last: window{failed: make([]bool, cfg.Window)}}
 	b.machine = gobreaker.NewTwoStepCircuitBreaker[struct{}](gobreaker.Settings{
 		MaxRequests: uint32(cfg.Trials),
@@ -176,11 +180,12 @@ func (b *breaker) classify(err error) bool {
 func (b *breaker) onChange(_ string, from, to gobreaker.State) {
 	b.current = breakerStateOf(to)
 	b.generation.Add(1)
+	rate := b.last.failureRate()
 	b.last.clear()
 	if to == gobreaker.StateOpen {
 		b.trialsAt = time.Now().Add(b.cfg.OpenFor)
 	}
-	b.changes = append(b.changes, stateChange{breakerStateOf(from), breakerStateOf(to)})
+	b.changes = append(b.changes, stateChange{breakerStateOf(from), breakerStateOf(to), rate})
 }
 
 // unlock releases mu and calls changed. While one goroutine does that, the others leave
@@ -191,7 +196,7 @@ func (b *breaker) unlock() {
 		b.changes = b.changes[1:]
 		b.notifying = true
 		b.mu.Unlock()
-		b.changed(c.from, c.to)
+		b.changed(c.from, c.to, c.failureRate)
 		b.mu.Lock()
 		b.notifying = false
 	}
@@ -220,7 +225,11 @@ func (b *breaker) wait() time.Duration {
 // allow asks for permission for n calls. It grants all of them when closed, the trial
 // calls that are left when half-open, none when open. Each call that was granted needs an
 // outcome; release the permit when all outcomes are reported.
+// A nil breaker grants everything and learns nothing.
 func (b *breaker) allow(n int) *permit {
+	if b == nil {
+		return &permit{granted: n}
+	}
 	p := &permit{breaker: b}
 	if n <= 0 {
 		return p
@@ -259,7 +268,9 @@ type permit struct {
 
 // holds reports whether the breaker is still in the state in which it gave p. If not,
 // calls that have not begun should not begin.
-func (p *permit) holds() bool { return p.breaker.generation.Load() == p.generation }
+func (p *permit) holds() bool {
+	return p.breaker == nil || p.breaker.generation.Load() == p.generation
+}
 
 // callResult is how a call ended, as far as the breaker is concerned.
 type callResult int
@@ -275,7 +286,7 @@ const (
 func (p *permit) report(o callResult) {
 	b := p.breaker
 	switch {
-	case p.unreported.Add(-1) < 0:
+	case b == nil, p.unreported.Add(-1) < 0:
 		return
 	case o == callSucceeded && b.steady.Load():
 		return
@@ -297,7 +308,7 @@ func (p *permit) report(o callResult) {
 
 // release gives back the calls that have no outcome. It may be called again.
 func (p *permit) release() {
-	for p.unreported.Load() > 0 {
+	for p.breaker != nil && p.unreported.Load() > 0 {
 		p.report(callCancelled)
 	}
 }
@@ -331,5 +342,5 @@ func (w *window) drop() {
 
 func (w *window) clear() { w.next, w.calls, w.failures = 0, 0, 0 }
 
-// failureRate divides, because 0.07 * 100 is more than 7.
-func (w *window) failureRate() float64 { return float64(w.failures) / float64(w.calls) }
+// failureRate divides, because 0.07 * 100 is more than 7. Without calls it is 0.
+func (w *window) failureRate() float64 { return float64(w.failures) / float64(max(w.calls, 1)) }

@@ -77,7 +77,7 @@ func TestBreaker(t *testing.T) {
 	for _, test := range breakerTests {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+				b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
 				play(b, test.play)
 				require.Equal(t, test.want, b.state(), "%s", b.state())
 				require.Equal(t, test.calls, b.allow(many).granted)
@@ -117,7 +117,7 @@ func TestBreakerModel(t *testing.T) {
 				Window: 4 + random.IntN(8), MinCalls: 1 + random.IntN(4),
 				FailureRate: float64(1+random.IntN(10)) / 10, Trials: 1 + random.IntN(4),
 			}.withDefaults()
-			b, m := newBreaker(cfg, func(_, _ BreakerState) {}), &breakerModel{cfg: cfg}
+			b, m := newBreaker(cfg, func(_, _ BreakerState, _ float64) {}), &breakerModel{cfg: cfg}
 			weights := []string{"++++++++++++++-x.", "+++-", "---+.", "+-x."}
 			var played strings.Builder
 			for range 200 {
@@ -171,7 +171,7 @@ func (m *breakerModel) change(to BreakerState) { m.state, m.outcomes, m.open = t
 func TestBreakerBatch(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+		b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
 		batch := b.allow(5000)
 		require.Equal(t, 5000, batch.granted)
 		for range 4 {
@@ -206,7 +206,7 @@ func TestBreakerBatch(t *testing.T) {
 func TestBreakerTooManyOutcomes(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+		b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
 		for _, n := range []int{0, -1} {
 			none := b.allow(n)
 			require.Zero(t, none.granted)
@@ -230,7 +230,7 @@ func TestBreakerTooManyOutcomes(t *testing.T) {
 func TestBreakerWait(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+		b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
 		require.Zero(t, b.wait())
 		play(b, "-----.")
 		require.Equal(t, 20*time.Second, b.wait())
@@ -242,7 +242,7 @@ func TestBreakerWait(t *testing.T) {
 		require.Zero(t, b.wait())
 	})
 	synctest.Test(t, func(t *testing.T) {
-		b := newBreaker(BreakerConfig{OpenFor: 1}.withDefaults(), func(_, _ BreakerState) {})
+		b := newBreaker(BreakerConfig{OpenFor: 1}.withDefaults(), func(_, _ BreakerState, _ float64) {})
 		play(b, "-----.")
 		require.Equal(t, BreakerHalfOpen, b.state(), "gobreaker takes no Timeout for a minute")
 	})
@@ -256,7 +256,10 @@ func TestBreakerChanged(t *testing.T) {
 		var changes []string
 		var b *breaker
 		notifying := false
-		b = newBreaker(BreakerConfig{}.withDefaults(), func(from, to BreakerState) {
+		b = newBreaker(BreakerConfig{}.withDefaults(), func(from, to BreakerState, failureRate float64) {
+			if to == BreakerOpen {
+				require.InDelta(t, 0.5, failureRate, 0.001, "5 of 10")
+			}
 			require.False(t, notifying, "called for a change before it had returned from the last one")
 			notifying = true
 			defer func() { notifying = false }()
@@ -281,7 +284,7 @@ func TestBreakerRace(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		now, changes := BreakerClosed, map[BreakerState]int{}
-		b := newBreaker(BreakerConfig{OpenFor: time.Second}.withDefaults(), func(from, to BreakerState) {
+		b := newBreaker(BreakerConfig{OpenFor: time.Second}.withDefaults(), func(from, to BreakerState, _ float64) {
 			require.Equal(t, now, from)
 			now = to
 			changes[to]++
@@ -356,7 +359,7 @@ func TestBreakerConfig(t *testing.T) {
 // 0.07 * 100 is 7.000000000000001 in floating point.
 func TestBreakerExactRate(t *testing.T) {
 	t.Parallel()
-	b := newBreaker(BreakerConfig{Window: 100, MinCalls: 100, FailureRate: 0.07}.withDefaults(), func(_, _ BreakerState) {})
+	b := newBreaker(BreakerConfig{Window: 100, MinCalls: 100, FailureRate: 0.07}.withDefaults(), func(_, _ BreakerState, _ float64) {})
 	play(b, strings.Repeat("-", 7)+strings.Repeat("+", 92))
 	require.Equal(t, BreakerClosed, b.state())
 	play(b, "+")
@@ -365,7 +368,7 @@ func TestBreakerExactRate(t *testing.T) {
 
 func TestBreakerAllocs(t *testing.T) {
 	// Not parallel: it counts allocations.
-	b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+	b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
 	for _, o := range []callResult{callSucceeded, callCancelled, callFailed} { // it opens, and hears of it again and again
 		p := b.allow(100_000)
 		require.Zero(t, testing.AllocsPerRun(1000, func() { p.report(o) }), "outcome %d", o)
@@ -377,7 +380,7 @@ func BenchmarkBreaker(b *testing.B) {
 	for _, batch := range []int{1, 100, 5000} {
 		b.Run(fmt.Sprintf("batch=%d", batch), func(b *testing.B) {
 			b.ReportAllocs()
-			breaker := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+			breaker := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
 			for calls := b.N; calls > 0; calls -= batch {
 				p := breaker.allow(min(batch, calls))
 				for range p.granted {
@@ -391,7 +394,7 @@ func BenchmarkBreaker(b *testing.B) {
 	}
 	b.Run("unsettled", func(b *testing.B) { // one in four fails
 		b.ReportAllocs()
-		breaker := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+		breaker := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
 		p := breaker.allow(b.N)
 		for n := range b.N {
 			if n%4 == 3 {
@@ -404,14 +407,14 @@ func BenchmarkBreaker(b *testing.B) {
 	})
 	b.Run("outage", func(b *testing.B) { // the rest of a batch fails after it opened
 		b.ReportAllocs()
-		p := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {}).allow(b.N)
+		p := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {}).allow(b.N)
 		for range b.N {
 			p.report(callFailed)
 		}
 	})
 	b.Run("parallel", func(b *testing.B) {
 		b.ReportAllocs()
-		breaker := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {})
+		breaker := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
 		b.RunParallel(func(pb *testing.PB) {
 			for pb.Next() {
 				breaker.allow(1).report(callSucceeded)

@@ -309,9 +309,11 @@ func TestReadsThatFail(t *testing.T) {
 		"fetch":  func() error { _, _, err := d.cursors.fetch(ctx, p, []int64{1}); return err },
 		"bare":   func() error { _, err := d.cursors.fetchBare(ctx, p, 1, true); return err },
 		"page":   func() error { _, _, err := d.cursors.page(ctx, p, unpaged{ranges: []xidRange{{3, 4}}}, 10); return err },
-		"due":    func() error { _, err := failed.due(ctx, 10); return err },
-		"parked": func() error { _, err := failed.parked(ctx, "key", 10); return err },
+		"due":    func() error { _, err := failed.due(ctx, "", false); return err },
+		"parked": func() error { _, err := failed.parked(ctx, []string{"key"}); return err },
 		"open":   func() error { _, _, _, err := d.cursors.open(ctx, l, p, 10); return err },
+		"first":  func() error { _, err := failed.first(ctx, []string{"orders"}); return err },
+		"places": func() error { _, err := failed.places(ctx); return err },
 	}
 	for name, read := range reads {
 		if name != "open" { // it was, by opened

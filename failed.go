@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/places"
 )
 
 // How outbox_failed works. An event that Kafka rejects, or that is unavailable while
@@ -27,6 +28,7 @@ type failure struct {
 	class  string
 	err    error // nil when parked
 
+	place    string        // what a waiting event waits for; "" for nothing in particular
 	wait     time.Duration // before the first retry
 	rejected bool          // by Kafka
 	pending  bool          // the parking counts it as pending
@@ -51,13 +53,13 @@ WITH newest AS MATERIALIZED (
 ), failed AS (
     INSERT INTO {schema}.outbox_failed
            (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes,
-            content_type, topic, partition_key, headers, occurred_at, created_at, size, status, held, error_class, last_error, next_retry_at)
+            content_type, topic, partition_key, headers, occurred_at, created_at, size, status, held, error_class, last_error, next_retry_at, place)
     SELECT $1::text, o.id, f.key, o.event_id, o.event_type, o.source, o.aggregate_type, o.aggregate_id,
            CASE WHEN f.readable THEN o.payload END, CASE WHEN f.readable THEN o.payload_bytes END,
            o.content_type, o.topic, o.partition_key, CASE WHEN f.readable THEN o.headers END, o.occurred_at, o.created_at,
-           CASE WHEN f.readable THEN o.size ELSE 0 END, f.status, f.held, f.class, f.error, now() + f.wait
-      FROM newest, lease, unnest($12::bigint[], $13::text[], $14::text[], $15::text[], $16::text[], $17::interval[], $18::bool[], $19::bool[])
-                       AS f (id, key, status, class, error, wait, readable, held)
+           CASE WHEN f.readable THEN o.size ELSE 0 END, f.status, f.held, f.class, f.error, now() + f.wait, f.place
+      FROM newest, lease, unnest($12::bigint[], $13::text[], $14::text[], $15::text[], $16::text[], $17::interval[], $18::bool[], $19::bool[],
+                                   $20::text[]) AS f (id, key, status, class, error, wait, readable, held, place)
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id BETWEEN f.id AND f.id ORDER BY id OFFSET 0) AS o
      ORDER BY o.id
         ON CONFLICT (relay, outbox_id, event_id) DO NOTHING
@@ -73,14 +75,17 @@ func failureArgs(failures []failure) []any {
 	n := len(failures)
 	ids, keys, statuses := make([]int64, n), make([]string, n), make([]string, n)
 	classes, errs, waits := make([]*string, n), make([]*string, n), make([]time.Duration, n)
-	readable, held := make([]bool, n), make([]bool, n)
+	readable, held, places := make([]bool, n), make([]bool, n), make([]string, n)
 	for i, f := range failures {
 		ids[i], keys[i], statuses[i] = f.event.id, f.key, f.status
 		classes[i], errs[i] = causeOf(f.class, f.err)
 		waits[i] = f.wait
+		if f.status == StatusWaiting {
+			places[i] = f.place
+		}
 		readable[i], held[i] = f.class != unreadableRow, f.held
 	}
-	return []any{ids, keys, statuses, classes, errs, waits, readable, held}
+	return []any{ids, keys, statuses, classes, errs, waits, readable, held, places}
 }
 
 // causeOf returns error_class and last_error, both NULL without an error.
@@ -98,20 +103,24 @@ type failedStore struct {
 	relay string
 	hold  bool // dead events hold their keys
 
-	sqlKeys, sqlPromote, sqlDeadDue, sqlRetryDead, sqlDue, sqlParked, sqlRead, sqlSave string
+	sqlKeys, sqlPromote, sqlAnyParked, sqlPromoteAll, sqlDeadDue, sqlRetryDead, sqlPlaces, sqlDue, sqlFirst, sqlParked, sqlRead, sqlSave string
 }
 
 func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedStore {
 	return &failedStore{
 		db: db, relay: relay, hold: hold,
-		sqlKeys:      pg.InSchema(sqlFailedKeys, schema),
-		sqlPromote:   pg.InSchema(sqlFailedPromote, schema),
-		sqlDeadDue:   pg.InSchema(sqlFailedDeadDue, schema),
-		sqlRetryDead: pg.InSchema(sqlFailedRetryDead, schema),
-		sqlDue:       pg.InSchema(sqlFailedDue, schema),
-		sqlParked:    pg.InSchema(sqlFailedParked, schema),
-		sqlRead:      pg.InSchema(sqlFailedRead, schema),
-		sqlSave:      pg.InSchema(sqlFailedSave, schema),
+		sqlKeys:       pg.InSchema(sqlFailedKeys, schema),
+		sqlPromote:    pg.InSchema(sqlFailedPromote, schema),
+		sqlAnyParked:  pg.InSchema(sqlFailedAnyParked, schema),
+		sqlPromoteAll: pg.InSchema(sqlFailedPromoteAll, schema),
+		sqlDeadDue:    pg.InSchema(sqlFailedDeadDue, schema),
+		sqlRetryDead:  pg.InSchema(sqlFailedRetryDead, schema),
+		sqlPlaces:     pg.InSchema(sqlFailedPlaces, schema),
+		sqlDue:        pg.InSchema(sqlFailedDue, schema),
+		sqlFirst:      pg.InSchema(sqlFailedFirst, schema),
+		sqlParked:     pg.InSchema(sqlFailedParked, schema),
+		sqlRead:       pg.InSchema(sqlFailedRead, schema),
+		sqlSave:       pg.InSchema(sqlFailedSave, schema),
 	}
 }
 
@@ -168,7 +177,7 @@ WITH keys AS MATERIALIZED (
     SELECT first, unnest(array_append(heads, first)) AS outbox_id FROM keys
 )
 UPDATE {schema}.outbox_failed AS f
-   SET status = CASE f.outbox_id WHEN wrong.first THEN 'waiting' ELSE 'parked' END, next_retry_at = now()
+   SET status = CASE f.outbox_id WHEN wrong.first THEN 'waiting' ELSE 'parked' END, place = '', next_retry_at = now()
   FROM wrong
  WHERE f.relay = $1::text AND f.outbox_id = wrong.outbox_id AND f.status IN ('waiting', 'failed', 'parked')
    AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)`
@@ -177,6 +186,33 @@ UPDATE {schema}.outbox_failed AS f
 // meanwhile.
 func (f *failedStore) promote(ctx context.Context, l *lease) error {
 	if _, err := f.db.Exec(ctx, f.sqlPromote, f.relay, l.holder, l.epoch); err != nil {
+		return fmt.Errorf("promote parked events: %w", err)
+	}
+	return nil
+}
+
+// sqlFailedAnyParked precedes sqlFailedPromoteAll, because an idle relay must write
+// nothing, and proving the lease locks a row.
+const sqlFailedAnyParked = `
+SELECT EXISTS (SELECT FROM {schema}.outbox_failed WHERE relay = $1::text AND status = 'parked')`
+
+// sqlFailedPromoteAll makes a head of every row that does not have to wait behind another,
+// because failed events hold back no others: an operator or a dead event's class had it
+// parked, or the relay ran without PassFailedKeys before.
+const sqlFailedPromoteAll = `
+UPDATE {schema}.outbox_failed
+   SET status = 'waiting', place = '', next_retry_at = now()
+ WHERE relay = $1::text AND status = 'parked'
+   AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)`
+
+// promoteAll makes every parked row a head.
+func (f *failedStore) promoteAll(ctx context.Context, l *lease) error {
+	var parked bool
+	err := f.db.QueryRow(ctx, f.sqlAnyParked, f.relay).Scan(&parked)
+	if err == nil && parked {
+		_, err = f.db.Exec(ctx, f.sqlPromoteAll, f.relay, l.holder, l.epoch)
+	}
+	if err != nil {
 		return fmt.Errorf("promote parked events: %w", err)
 	}
 	return nil
@@ -234,6 +270,7 @@ type failedEvent struct {
 	envelope          // its id is outbox.id
 	row        int64  // outbox_failed.id
 	key        string // parking key
+	place      string // what it waits for
 	retries    int
 	held       bool
 	size       int   // bytes of payload and headers, as the row says
@@ -241,43 +278,101 @@ type failedEvent struct {
 }
 
 // failedHead are the columns by which an event to retry is found, in the order of find.
-const failedHead = `e.id, e.parking_key, e.retry_count, e.held, e.size`
+const failedHead = `e.id, e.parking_key, e.place, e.retry_count, e.held, e.size`
 
-// sqlFailedDue finds heads that are due, those that have been due longest first. In the
-// order of the events' age, heads that fail again and again would keep out the others.
+// sqlFailedPlaces returns the places that heads wait for, and the error of one head each.
+// It looks up one place after the other, so its cost does not grow with the rows.
+const sqlFailedPlaces = `
+WITH RECURSIVE names AS (
+   (SELECT place FROM {schema}.outbox_failed
+     WHERE relay = $1::text AND status IN ('waiting', 'failed') ORDER BY relay, place LIMIT 1)
+     UNION ALL
+    SELECT (SELECT f.place FROM {schema}.outbox_failed AS f
+             WHERE f.relay = $1::text AND f.status IN ('waiting', 'failed') AND f.place > names.place ORDER BY f.relay, f.place LIMIT 1)
+      FROM names WHERE names.place IS NOT NULL
+)
+SELECT names.place, coalesce(head.error_class, ''), coalesce(head.last_error, '')
+  FROM names
+ CROSS JOIN LATERAL (SELECT f.error_class, f.last_error FROM {schema}.outbox_failed AS f
+                      WHERE f.relay = $1::text AND f.place = names.place AND f.status IN ('waiting', 'failed')
+                      ORDER BY f.next_retry_at, f.outbox_id LIMIT 1) AS head
+ WHERE names.place IS NOT NULL`
+
+// sqlFailedDue finds heads of one place, those that are due or, if $3, all, and those that
+// have been due longest first. In the order of the events' age, heads that fail again and
+// again would keep out the others.
 const sqlFailedDue = `
 SELECT ` + failedHead + `
   FROM {schema}.outbox_failed AS e
- WHERE e.relay = $1::text AND e.status IN ('waiting', 'failed') AND NOT e.held AND e.next_retry_at <= now()
- ORDER BY e.next_retry_at, e.outbox_id LIMIT $2`
+ WHERE e.relay = $1::text AND e.place = $2::text AND e.status IN ('waiting', 'failed') AND NOT e.held
+   AND e.next_retry_at <= CASE WHEN $3::bool THEN 'infinity' ELSE now() END
+ ORDER BY e.next_retry_at, e.outbox_id LIMIT $4::int`
 
-// sqlFailedParked finds the events that are parked behind a head that was sent.
+// sqlFailedFirst finds the head that has waited longest for each of some places.
+const sqlFailedFirst = `
+SELECT ` + failedHead + `
+  FROM unnest($2::text[]) AS bad (place)
+ CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_failed AS f
+                      WHERE f.relay = $1::text AND f.place = bad.place AND f.status IN ('waiting', 'failed') AND NOT f.held
+                      ORDER BY f.next_retry_at, f.outbox_id LIMIT 1) AS e`
+
+// sqlFailedParked finds the events that are parked behind heads that were sent, at most $3
+// of each key, and $4 together. It cuts by the ids of events, so of each key the first ones
+// are left. Asked for "parking_key = key", the planner may walk the unique index in the
+// order of ids instead, through the rows of all keys.
 const sqlFailedParked = `
 SELECT ` + failedHead + `
-  FROM {schema}.outbox_failed AS e
- WHERE e.relay = $1::text AND e.parking_key = $2 AND e.status IN ('waiting', 'parked')
- ORDER BY e.outbox_id LIMIT $3`
+  FROM unnest($2::text[]) AS sent (key)
+ CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_failed
+                      WHERE relay = $1::text AND parking_key >= sent.key AND parking_key <= sent.key AND status IN ('waiting', 'parked')
+                      ORDER BY relay, parking_key, outbox_id LIMIT $3::int) AS e
+ ORDER BY e.outbox_id LIMIT $4::int`
 
-// due returns at most limit heads that are due.
-func (f *failedStore) due(ctx context.Context, limit int) ([]failedEvent, error) {
-	return f.find(ctx, f.sqlDue, f.relay, limit)
+// places returns the places that heads wait for, with "" for those that wait for nothing
+// in particular.
+func (f *failedStore) places(ctx context.Context) (all []places.Bad, err error) {
+	err = f.query(ctx, func(rows pgx.Rows) error {
+		var name, class, cause string
+		_, err := pgx.ForEachRow(rows, []any{&name, &class, &cause}, func() error {
+			all = append(all, places.Bad{Name: name, Class: class, Err: errors.New(cause)})
+			return nil
+		})
+		return err
+	}, f.sqlPlaces, f.relay)
+	if err != nil {
+		return nil, fmt.Errorf("read what failed events wait for: %w", err)
+	}
+	return all, nil
 }
 
-// parked returns at most limit events of a key, in order, up to one that an operator
-// holds.
-func (f *failedStore) parked(ctx context.Context, key string, limit int) ([]failedEvent, error) {
-	found, err := f.find(ctx, f.sqlParked, f.relay, key, limit)
-	if held := slices.IndexFunc(found, func(e failedEvent) bool { return e.held }); held >= 0 {
-		found = found[:held]
-	}
-	return found, err
+// maxFound is how many events to retry are found at once.
+const maxFound = 500
+
+// due returns heads of a place: all, or those that are due.
+func (f *failedStore) due(ctx context.Context, place string, all bool) ([]failedEvent, error) {
+	return f.find(ctx, f.sqlDue, f.relay, place, all, maxFound)
+}
+
+// first returns a head of each place that has one.
+func (f *failedStore) first(ctx context.Context, places []string) ([]failedEvent, error) {
+	return f.find(ctx, f.sqlFirst, f.relay, places)
+}
+
+// parked returns events of keys, in order, of each key up to one that an operator holds.
+func (f *failedStore) parked(ctx context.Context, keys []string) ([]failedEvent, error) {
+	found, err := f.find(ctx, f.sqlParked, f.relay, keys, 1+maxFound/len(keys), maxFound)
+	held := map[string]bool{}
+	return slices.DeleteFunc(found, func(e failedEvent) bool {
+		held[e.key] = held[e.key] || e.held
+		return held[e.key]
+	}), err
 }
 
 // find returns the events that a statement finds, without their envelopes; see readRows.
 func (f *failedStore) find(ctx context.Context, sql string, args ...any) (found []failedEvent, err error) {
 	err = f.query(ctx, func(rows pgx.Rows) (err error) {
 		found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (e failedEvent, err error) {
-			err = row.Scan(&e.row, &e.key, &e.retries, &e.held, &e.size)
+			err = row.Scan(&e.row, &e.key, &e.place, &e.retries, &e.held, &e.size)
 			return e, err
 		})
 		return err
@@ -373,6 +468,7 @@ type retryResult struct {
 	status string // StatusResolved: it was sent
 	class  string
 	err    error
+	place  string        // what it waits for, if its status is StatusWaiting
 	count  int           // 1 if the retry counts
 	wait   time.Duration // until the next one
 }
@@ -386,15 +482,15 @@ const sqlFailedSave = `
 WITH lease AS MATERIALIZED (
     SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
 ), v AS MATERIALIZED (
-    SELECT v.* FROM lease, unnest($4::bigint[], $5::text[], $6::text[], $7::text[], $8::int[], $9::interval[])
-                        AS v (id, status, class, error, count, wait)
+    SELECT v.* FROM lease, unnest($4::bigint[], $5::text[], $6::text[], $7::text[], $8::int[], $9::interval[], $12::text[])
+                        AS v (id, status, class, error, count, wait, place)
 ), gone AS (
     DELETE FROM {schema}.outbox_failed AS f
      WHERE f.id = ANY (ARRAY(SELECT id FROM v WHERE status = 'resolved' AND NOT $11::bool)) AND f.status <> 'resolved'
  RETURNING f.parking_key
 ), kept AS (
     UPDATE {schema}.outbox_failed AS f
-       SET status = v.status, held = f.held OR v.status = 'dead' AND $10::bool, retry_count = f.retry_count + v.count, next_retry_at = now() + v.wait,
+       SET status = v.status, place = v.place, held = f.held OR v.status = 'dead' AND $10::bool, retry_count = f.retry_count + v.count, next_retry_at = now() + v.wait,
            last_error = coalesce(v.error, f.last_error), error_class = coalesce(v.class, f.error_class),
            resolved_at = CASE v.status WHEN 'resolved' THEN now() END,
            resolution = CASE v.status WHEN 'resolved' THEN 'sent' END
@@ -408,10 +504,11 @@ WITH lease AS MATERIALIZED (
             EXCEPT SELECT parking_key FROM kept WHERE status IN ('waiting', 'failed') OR status = 'dead' AND held) AS free
      CROSS JOIN LATERAL (
            SELECT f.id FROM {schema}.outbox_failed AS f
-            WHERE f.relay = $1::text AND f.parking_key = free.parking_key AND f.status = 'parked' AND f.id NOT IN (SELECT id FROM v)
-            ORDER BY f.outbox_id LIMIT 1) AS next_head
+            WHERE f.relay = $1::text AND f.parking_key >= free.parking_key AND f.parking_key <= free.parking_key
+              AND f.status = 'parked' AND f.id NOT IN (SELECT id FROM v)
+            ORDER BY f.relay, f.parking_key, f.outbox_id LIMIT 1) AS next_head
 ), promoted AS (
-    UPDATE {schema}.outbox_failed AS f SET status = 'waiting', next_retry_at = now() WHERE f.id = ANY (ARRAY(SELECT id FROM next_heads))
+    UPDATE {schema}.outbox_failed AS f SET status = 'waiting', place = '', next_retry_at = now() WHERE f.id = ANY (ARRAY(SELECT id FROM next_heads))
 )
 SELECT count(*) FROM lease`
 
@@ -421,16 +518,16 @@ SELECT count(*) FROM lease`
 func (f *failedStore) saveResults(ctx context.Context, l *lease, results []retryResult, keep bool) error {
 	n := len(results)
 	rows, statuses, classes, errs := make([]int64, n), make([]string, n), make([]*string, n), make([]*string, n)
-	counts, waits := make([]int, n), make([]time.Duration, n)
+	counts, waits, places := make([]int, n), make([]time.Duration, n), make([]string, n)
 	for i, v := range results {
-		rows[i], statuses[i], counts[i], waits[i] = v.row, v.status, v.count, v.wait
+		rows[i], statuses[i], counts[i], waits[i], places[i] = v.row, v.status, v.count, v.wait, v.place
 		classes[i], errs[i] = causeOf(v.class, v.err)
 	}
 	var proven int
 	err := f.query(ctx, func(rows pgx.Rows) (err error) {
 		proven, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int])
 		return err
-	}, f.sqlSave, f.relay, l.holder, l.epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep)
+	}, f.sqlSave, f.relay, l.holder, l.epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep, places)
 	if err != nil {
 		return fmt.Errorf("save retries: %w", err)
 	}

@@ -48,16 +48,21 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 	}
 	saved := func(status string) string {
 		return fmt.Sprintf(`('default', '%s', %d, '{%s}', array_fill('%s'::text, '{%[5]d}'), array_fill('x'::text, '{%[5]d}'),
-			array_fill('x'::text, '{%[5]d}'), array_fill(1, '{%[5]d}'), array_fill('1 s'::interval, '{%[5]d}'), false, false)`,
+			array_fill('x'::text, '{%[5]d}'), array_fill(1, '{%[5]d}'), array_fill('1 s'::interval, '{%[5]d}'), false, false, array_fill(''::text, '{%[5]d}'))`,
 			l.holder, l.epoch, strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ","), status, heads)
 	}
-	const saveArgs = "(text, text, bigint, bigint[], text[], text[], text[], int[], interval[], bool, bool) AS "
+	const saveArgs = "(text, text, bigint, bigint[], text[], text[], text[], int[], interval[], bool, bool, text[]) AS "
 	statements := []struct {
 		name, sql, args, settings string
 		most                      int // buffers
 	}{
-		{"due", "(text, int) AS " + failed.sqlDue, fmt.Sprintf("('default', %d)", heads), pg.PlannerSettings, 2 * heads},
-		{"parked", "(text, text, int) AS " + failed.sqlParked, "('default', 'b-events/key-7', 500)", pg.PlannerSettings, 2 * parked / keys},
+		{"places", "(text) AS " + failed.sqlPlaces, "('default')", pg.PlannerSettings, 40},
+		{"due", "(text, text, bool, int) AS " + failed.sqlDue, fmt.Sprintf("('default', '', false, %d)", heads), pg.PlannerSettings, 2 * heads},
+		{"first", "(text, text[]) AS " + failed.sqlFirst, "('default', '{\"\", b-events, b-events/1}')", pg.PlannerSettings, 20},
+		{"parked", "(text, text[], int, int) AS " + failed.sqlParked, "('default', '{b-events/key-7}', 500, 500)", pg.PlannerSettings, 2 * parked / keys},
+		{"parked_of_many", "(text, text[], int, int) AS " + failed.sqlParked,
+			"('default', '{b-events/key-" + strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ",b-events/key-") + "}', 11, 500)",
+			pg.PlannerSettings, 20 * heads},
 		{"read", "(bigint[], bool) AS " + failed.sqlRead, fmt.Sprintf("('{%s}', true)", strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ",")), pg.PlannerSettings, 4 * heads},
 		{"save_sent", saveArgs + failed.sqlSave, saved("resolved"), pg.PlannerSettings, 40 * heads},
 		{"save_rejected", saveArgs + failed.sqlSave, saved("failed"), pg.PlannerSettings, 40 * heads},
@@ -146,7 +151,7 @@ func TestRetriesAreReadInParts(t *testing.T) {
 	d.exec(t, sqlInsertParked, 40, 40)
 	large := `"` + strings.Repeat("x", 1<<20) + `"`
 	d.exec(t, `UPDATE {schema}.outbox_failed SET payload = $1::text::jsonb, size = 1048578`, large)
-	found, err := failed.due(ctx, 50)
+	found, err := failed.due(ctx, "", false)
 	require.NoError(t, err)
 	require.Len(t, found, 40)
 	require.Equal(t, 3, fitting(found), "of 4 MiB")

@@ -30,6 +30,9 @@ type RelayHooks struct {
 	Sent func(SentBatch)
 	// Breaker is called after each change of the breaker's state.
 	Breaker func(from, to BreakerState)
+	// BreakerOpened is called before that when a closed breaker opens, with the share of
+	// failures that was measured, from BreakerConfig.FailureRate to 1.
+	BreakerOpened func(failureRate float64)
 	// Rejected is called for an event that Kafka rejected and that will be tried again.
 	Rejected func(FailedEvent)
 	// Dead is called for an event that Kafka has rejected too often.
@@ -45,6 +48,7 @@ func (h RelayHooks) guarded(callback func(name string) func(call func())) RelayH
 	h.Sent = guardHook(h.Sent, "Sent", callback)
 	h.Rejected = guardHook(h.Rejected, "Rejected", callback)
 	h.Dead = guardHook(h.Dead, "Dead", callback)
+	h.BreakerOpened = guardHook(h.BreakerOpened, "BreakerOpened", callback)
 	h.RowsRemoved = guardHook(h.RowsRemoved, "RowsRemoved", callback)
 	if hook := h.Breaker; hook != nil {
 		notify := callback("Breaker")

@@ -11,6 +11,7 @@ type outcome struct {
 	kind  outcomeKind
 	class string // of the error, as in outbox_failed.error_class
 	err   error
+	place string // what an unavailable event waits for, as in outbox_failed.place
 }
 
 type outcomeKind uint8

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"strconv"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -15,6 +17,7 @@ import (
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/places"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -39,7 +42,7 @@ type Relay struct {
 
 	// Each holds at most one wake request.
 	wake     chan struct{} // for the session: look for events
-	retryNow chan struct{} // for the retrier: the breaker has closed
+	retryNow chan struct{} // for the retrier: the breaker has closed, or a place has recovered
 	checkNow chan struct{} // for the monitor: the breaker has changed, or an event is dead
 
 	running atomic.Bool
@@ -58,7 +61,7 @@ type Relay struct {
 // of a missing topic wait until it is there, and hold up no others.
 //
 // NewRelay does no I/O, and makes and closes one client to look at the options.
-// A running relay uses up to six connections of db; closing db stays with the
+// A running relay uses up to seven connections of db; closing db stays with the
 // caller.
 func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error) {
 	cfg = cfg.withDefaults()
@@ -111,11 +114,15 @@ func (r *Relay) guardHook(name string) func(call func()) {
 	}
 }
 
-// breakerChanged logs a change of the breaker, calls the hook, wakes the retrier when
+// breakerChanged logs a change of the breaker, calls the hooks, wakes the retrier when
 // the breaker closes, and the monitor unless it becomes half-open.
-func (r *Relay) breakerChanged(from, to BreakerState) {
+func (r *Relay) breakerChanged(from, to BreakerState, failureRate float64) {
 	if to == BreakerOpen && from == BreakerClosed {
-		r.log.Error("outbox: too many sends fail, breaker opens", "failure_rate", r.cfg.Breaker.FailureRate, "open_for", r.cfg.Breaker.OpenFor)
+		r.log.Error("outbox: too many sends fail, breaker opens", "failure_rate", percent(failureRate),
+			"threshold", percent(r.cfg.Breaker.FailureRate), "open_for", r.cfg.Breaker.OpenFor)
+		if r.cfg.Hooks.BreakerOpened != nil {
+			r.cfg.Hooks.BreakerOpened(failureRate)
+		}
 	}
 	r.log.Warn("outbox: breaker changed", "from", from.String(), "to", to.String())
 	if r.cfg.Hooks.Breaker != nil {
@@ -127,6 +134,11 @@ func (r *Relay) breakerChanged(from, to BreakerState) {
 	if to != BreakerHalfOpen {
 		wait.Signal(r.checkNow)
 	}
+}
+
+// percent prints a share as "62.5%".
+func percent(share float64) string {
+	return strconv.FormatFloat(100*share, 'f', -1, 32) + "%"
 }
 
 // Wake makes the relay look for events now instead of at its next poll. Call it
@@ -322,42 +334,57 @@ var errTooLate = errors.New("not finished in time")
 // work makes the parts of a leading relay and runs them until ctx is cancelled or the
 // lease is lost. When it returns, no record is on its way any more.
 func (r *Relay) work(ctx context.Context, leads leadership) error {
-	parked := &parking{}
-	producer := r.newProducer(leads, false)
+	parked, bad := &parking{passing: r.cfg.PassFailedKeys}, places.NewRegistry(r.topicOutages)
+	producer := r.newProducer(leads, r.breaker)
 	defer producer.close()
 	session := newSession(sessionParts{
-		leadership: leads, cfg: r.cfg, cursors: r.cursors, leases: r.leases, failed: r.failed,
-		deliverer: r.newDeliverer(producer, r.kafkaOutage, r.health.progressed),
+		leadership: leads, cfg: r.cfg, cursors: r.cursors, leases: r.leases, failed: r.failed, places: bad,
+		deliverer: r.newDeliverer(producer, bad, r.kafkaOutage, r.health.progressed),
 		parked:    parked, health: r.health, log: r.log, outage: r.postgresOutage, wake: r.wake,
 		eventDied: func() { wait.Signal(r.checkNow) },
 	})
-	retry := func(ctx context.Context) { r.retry(ctx, leads, parked) }
 	cleaner := newCleaner(leads, r.cfg, r.retention, session.backlog.Load, r.log)
-	return session.run(ctx, retry, cleaner.run, r.monitor.run)
+	shared := retrierParts{
+		leadership: leads, cfg: r.cfg, store: r.failed, parked: parked, places: bad, probing: new(sync.Mutex),
+		breaker: r.breaker, log: r.log, retryNow: r.retryNow, eventDied: func() { wait.Signal(r.checkNow) },
+	}
+	retry := func(ctx context.Context) { r.retry(ctx, shared) }
+	probe := func(ctx context.Context) { r.probe(ctx, shared) }
+	return session.run(ctx, retry, probe, cleaner.run, r.monitor.run)
 }
 
 // retry runs a retrier with a producer of its own.
-func (r *Relay) retry(ctx context.Context, leads leadership, parked *parking) {
-	producer := r.newProducer(leads, true)
+func (r *Relay) retry(ctx context.Context, parts retrierParts) {
+	producer := r.newProducer(parts.leadership, r.breaker)
 	defer producer.close()
-	newRetrier(retrierParts{
-		leadership: leads, cfg: r.cfg, store: r.failed,
-		deliverer: r.newDeliverer(producer, outage.NewLog(r.log, "Kafka, for retries,"), func() {}),
-		parked:    parked, breaker: r.breaker, log: r.log, outage: r.retryOutage,
-		retryNow: r.retryNow, eventDied: func() { wait.Signal(r.checkNow) },
-	}).run(ctx)
+	parts.outage = r.retryOutage
+	parts.deliverer = r.newDeliverer(producer, parts.places, outage.NewLog(r.log, "Kafka, for retries,"), func() {})
+	newRetrier(parts).run(ctx)
 }
 
-func (r *Relay) newProducer(leads leadership, oncePerPartition bool) *producer {
+// probe runs a retrier that probes bad places, with a producer of its own. The breaker
+// does not learn its results, which say nothing about Kafka. Neither are outages logged
+// that the session and the other retrier log.
+func (r *Relay) probe(ctx context.Context, parts retrierParts) {
+	producer := r.newProducer(parts.leadership, nil)
+	defer producer.close()
+	quiet := slog.New(slog.DiscardHandler)
+	parts.outage = outage.NewLog(quiet, "PostgreSQL")
+	parts.deliverer = r.newDeliverer(producer, parts.places, outage.NewLog(quiet, "Kafka"), func() {})
+	newRetrier(parts).runProbes(ctx)
+}
+
+// newProducer makes a producer that a breaker stops, if it is not nil.
+func (r *Relay) newProducer(leads leadership, b *breaker) *producer {
 	return newProducer(producerConfig{
-		opts: r.opts, mode: r.cfg.Mode, sendTimeout: r.cfg.SendTimeout, oncePerPartition: oncePerPartition,
-	}, leads.lease, r.breaker)
+		opts: r.opts, mode: r.cfg.Mode, sendTimeout: r.cfg.SendTimeout, passFailedKeys: r.cfg.PassFailedKeys,
+	}, leads.lease, b)
 }
 
-func (r *Relay) newDeliverer(to sender, kafkaOutage *outage.Log, onSend func()) *deliverer {
+func (r *Relay) newDeliverer(to sender, bad *places.Registry, kafkaOutage *outage.Log, onSend func()) *deliverer {
 	return &deliverer{deliveryParts{
-		sender: to, breaker: r.breaker, log: r.log, kafkaOutage: kafkaOutage, topicOutages: r.topicOutages,
-		onSend: onSend, onSent: r.cfg.Hooks.Sent,
+		sender: to, breaker: r.breaker, places: bad, log: r.log, kafkaOutage: kafkaOutage, passFailedKeys: r.cfg.PassFailedKeys,
+		onSend: onSend, onSent: r.cfg.Hooks.Sent, onRecovered: func() { wait.Signal(r.retryNow) },
 	}}
 }
 

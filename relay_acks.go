@@ -1,8 +1,10 @@
 package outbox
 
 import (
+	"cmp"
 	"context"
-	"errors"
+	"fmt"
+	"slices"
 	"sync"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -14,29 +16,25 @@ import (
 // acks collects the outcomes of the records of one send and reports them to the
 // breaker. The client calls promise from its own goroutine, one record after another.
 //
-// The breaker must open when Kafka is unavailable, and not when a single partition is:
-// the records of a partition fail together, and a few of them would stop the sending
-// to all others. So if another partition works, the failures of a partition are
-// reported as one.
+// The breaker must open when Kafka is unavailable, and not when a topic or a partition
+// is: the records of a partition fail together, and a few of them would stop the sending
+// to all others. So while Kafka answers, the failures of a topic are reported as one.
 type acks struct {
-	permit           *permit
-	records          []kgo.Record
-	errs             []error       // of records that are not to be sent
-	oncePerPartition bool          // report the failures of a partition as one in any case
-	all              chan struct{} // closed when every outcome is known
+	permit  *permit
+	records []kgo.Record
+	errs    []error       // of records that are not to be sent
+	all     chan struct{} // closed when every outcome is known
+	freed   chan struct{} // holds one signal that held has become smaller
 
-	mu       sync.Mutex
-	failed   map[*kgo.Record]error
-	accepted bool          // Kafka has accepted a record
-	open     int           // outcomes that are not known, and one until all records are handed over
-	held     kafka.Buffer  // what the client has in its hands
-	freed    chan struct{} // holds one signal that held has become smaller
+	mu     sync.Mutex
+	failed map[*kgo.Record]error
+	open   int          // outcomes that are not known, and one until all records are handed over
+	held   kafka.Buffer // what the client has in its hands
 }
 
 // newAcks expects one outcome for each record without an error.
-func newAcks(p *permit, records []kgo.Record, errs []error, oncePerPartition bool) *acks {
-	a := &acks{permit: p, records: records, errs: errs, oncePerPartition: oncePerPartition,
-		all: make(chan struct{}), freed: make(chan struct{}, 1), open: 1}
+func newAcks(p *permit, records []kgo.Record, errs []error) *acks {
+	a := &acks{permit: p, records: records, errs: errs, all: make(chan struct{}), freed: make(chan struct{}, 1), open: 1}
 	for _, err := range errs {
 		if err == nil {
 			a.open++
@@ -89,8 +87,6 @@ func (a *acks) promise(r *kgo.Record, err error) {
 			a.failed = make(map[*kgo.Record]error)
 		}
 		a.failed[r] = err
-	} else {
-		a.accepted = true
 	}
 	a.held.Remove(r)
 	wait.Signal(a.freed)
@@ -104,6 +100,15 @@ func (a *acks) done() {
 	}
 }
 
+// dropped gives records that the client has dropped because of a stop errStopping.
+func (a *acks) dropped() {
+	for r, err := range a.failed {
+		if kafka.IsOutage(err) {
+			a.failed[r] = errStopping
+		}
+	}
+}
+
 // collect adds the errors of the client to errs. Every outcome must be known.
 func (a *acks) collect(errs []error) {
 	for i := range errs {
@@ -113,20 +118,37 @@ func (a *acks) collect(errs []error) {
 	}
 }
 
-// reportFailures reports the failures to the breaker, in the order of the records.
-func (a *acks) reportFailures(errs []error) {
-	reported := map[kafka.Partition]bool{}
-	for i, err := range errs {
-		r := &a.records[i]
-		if a.failed[r] == nil {
-			continue
+// outages returns the topics of records that failed because their partitions or Kafka as a
+// whole are unavailable.
+func (a *acks) outages() (topics []string) {
+	for r, err := range a.failed {
+		if kafka.IsOutage(err) && !slices.Contains(topics, r.Topic) {
+			topics = append(topics, r.Topic)
 		}
+	}
+	return topics
+}
+
+// explain adds causes to the errors of records that failed for them.
+func (a *acks) explain(causes map[kafka.Partition]error) {
+	for r, err := range a.failed {
+		at := kafka.PartitionOf(r)
+		if cause := cmp.Or(causes[at.WholeTopic()], causes[at]); cause != nil && kafka.IsOutage(err) {
+			a.failed[r] = fmt.Errorf("%w: %w", cause, err)
+		}
+	}
+}
+
+// reportFailures reports the failures to the breaker: each, or one for each topic.
+func (a *acks) reportFailures(oncePerTopic bool) {
+	reported := map[string]bool{}
+	for r, err := range a.failed {
 		result := callResultOf(err)
-		if at := kafka.PartitionOf(r); result == callFailed {
-			if reported[at] && (a.accepted || a.oncePerPartition || errors.Is(err, kafka.ErrNoLeader)) {
+		if result == callFailed && oncePerTopic {
+			if reported[r.Topic] {
 				result = callCancelled
 			}
-			reported[at] = true
+			reported[r.Topic] = true
 		}
 		a.permit.report(result)
 	}
@@ -135,8 +157,8 @@ func (a *acks) reportFailures(errs []error) {
 // callResultOf is what the breaker learns about an error. A rejected record and a
 // missing topic count as success, because Kafka answered.
 func callResultOf(err error) callResult {
-	if rejectionClass(err) != "" || kafka.IsTopicOutage(err) {
-		return callSucceeded
+	if kafka.IsOutage(err) {
+		return callFailed
 	}
-	return callFailed
+	return callSucceeded
 }

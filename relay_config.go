@@ -72,6 +72,10 @@ type RelayConfig struct {
 	// MaxRetryWait is the longest wait before a retry, not below RetryWait. Zero means
 	// 300 s.
 	MaxRetryWait time.Duration
+	// PassFailedKeys sends the later events of a key although an earlier one has failed,
+	// which is retried as before. It gives up the order of such a key. Without it they
+	// wait behind the failed one.
+	PassFailedKeys bool
 	// HoldDead keeps the later events of a dead event's key until an operator decides.
 	// Without it they are sent.
 	HoldDead bool
@@ -158,6 +162,9 @@ func (c RelayConfig) validate() error {
 		c.Breaker.validate(),
 		c.Retention.validate(),
 		c.Alerts.settings().Validate(),
+	}
+	if c.PassFailedKeys && c.HoldDead {
+		errs = append(errs, errors.New("fields PassFailedKeys and HoldDead: later events either pass a failed one or wait for an operator"))
 	}
 	for _, class := range slices.Sorted(maps.Keys(c.RetryDeadAfter)) {
 		if c.RetryDeadAfter[class] <= 0 {

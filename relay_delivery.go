@@ -11,35 +11,47 @@ import (
 
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/places"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // sender hands events to Kafka. [producer] is the sender of a relay.
 type sender interface {
-	// produce sends the events of batch whose indexes are in which, and returns the
-	// record and the error of each event that it took. It takes events from the start
-	// of which: fewer than all if not all may go together or if stop ends meanwhile, none
-	// if the breaker permits no call. An event that it took and did not send because stop
-	// has ended has errStopping. When produce returns, no record is on its way any more.
-	// The last error ends the delivery: the lease is lost, the time to stop is over, or
-	// no client can be made.
-	produce(stop, held context.Context, batch []envelope, which []int) ([]kgo.Record, []error, error)
-	// answers reports whether any broker answers.
-	answers(ctx context.Context) bool
+	// produce sends the events of batch whose indexes are in which. It takes events from
+	// the start of which: fewer than all if not all may go together or if stop ends
+	// meanwhile, none if the breaker permits no call. An event that it took and did not
+	// send because stop has ended has errStopping. When produce returns, no record is on
+	// its way any more. An error ends the delivery: the lease is lost, the time to stop is
+	// over, or no client can be made.
+	produce(stop, held context.Context, batch []envelope, which []int) (sendResult, error)
+	// prepare asks Kafka about topics, so that partition knows them.
+	prepare(ctx context.Context, topics []string)
+	// partition returns the partition to which an event goes, or its topic as a whole if
+	// the partition is not known.
+	partition(e *envelope) kafka.Partition
 	// topic returns the topic of an event.
 	topic(e *envelope) (string, error)
 }
 
+// sendResult is what became of the events that a sender took.
+type sendResult struct {
+	records []kgo.Record
+	errs    []error // of each record
+	works   bool    // Kafka as a whole; the failures are those of topics and partitions
+}
+
 // deliveryParts is what deliveries use.
 type deliveryParts struct {
-	sender       sender
-	breaker      *breaker
-	log          *slog.Logger
-	kafkaOutage  *outage.Log       // Kafka as a whole
-	topicOutages *outage.Logs      // topics and partitions
-	onSend       func()            // called before each send
-	onSent       func(b SentBatch) // called after each delivery; may be nil
+	sender         sender
+	breaker        *breaker
+	places         *places.Registry
+	log            *slog.Logger
+	kafkaOutage    *outage.Log       // Kafka as a whole
+	passFailedKeys bool              // RelayConfig.PassFailedKeys
+	onSend         func()            // called before each send
+	onSent         func(b SentBatch) // called after each delivery; may be nil
+	onRecovered    func()            // called when a bad place has accepted an event
 }
 
 // deliverer sends batches and decides about each event. It belongs to one goroutine.
@@ -50,17 +62,17 @@ func (p *deliverer) topic(e *envelope) (string, error) { return p.parts.sender.t
 
 // deliver hands a batch to Kafka and returns the outcome of each event. Events of
 // parked keys are not sent, and neither are events behind one that did not get
-// through. If no event of the batch was accepted because Kafka is unavailable, deliver
-// retries the whole batch. As soon as one event is accepted, the remaining failures are
-// local to a topic or a partition, and their outcome is unavailable, unless Kafka has
-// stopped answering since. Events stay pending only if stop was cancelled (no error) or
+// through. While Kafka as a whole is unavailable, deliver sends again what failed. While
+// it is not, failures are those of topics or partitions, and their events are unavailable.
+// Later events for such a place are unavailable without being tried, once another place
+// has accepted an event. Events stay pending only if stop was cancelled (no error) or
 // sending ended with an error. After a stop no event is pending in front of one that was
 // sent.
 func (p *deliverer) deliver(stop, held context.Context, batch []envelope, parked *parking) ([]outcome, error) {
 	d := p.begin(stop, held, batch)
 	d.patient = true
 	for i := range batch {
-		if parked.busy.Load() && parked.mustWait(d.key(i)) {
+		if parked.busy.Load() && !d.passFailedKeys && parked.mustWait(d.key(i)) {
 			d.outcomes[i].kind = outcomeParked
 		} else {
 			d.pending = append(d.pending, i)
@@ -70,14 +82,17 @@ func (p *deliverer) deliver(stop, held context.Context, batch []envelope, parked
 }
 
 // attempt sends a batch of events that have failed before. It differs from deliver in
-// that it waits for nothing: an event that fails is unavailable, and an event that the
-// breaker does not permit stays pending.
+// that it waits for nothing: what Kafka as a whole or the breaker does not let through
+// stays pending, and what is for a bad place is unavailable.
 func (p *deliverer) attempt(stop, held context.Context, batch []envelope) ([]outcome, error) {
+	return p.begin(stop, held, batch).sendAll()
+}
+
+// probe is attempt for events of bad places, which are tried.
+func (p *deliverer) probe(stop, held context.Context, batch []envelope) ([]outcome, error) {
 	d := p.begin(stop, held, batch)
-	for i := range batch {
-		d.pending = append(d.pending, i)
-	}
-	return d.finish()
+	d.probing = true
+	return d.sendAll()
 }
 
 func (p *deliverer) begin(stop, held context.Context, batch []envelope) *delivery {
@@ -95,14 +110,19 @@ type delivery struct {
 	outcomes   []outcome
 	pending    []int // events without an outcome, by their index in batch
 	patient    bool  // wait for Kafka and for the breaker
+	probing    bool  // try events of bad places, too
 
-	began      time.Time // of the delivery
-	sendBegan  time.Time // of the last send
-	mode       sendMode
-	obstacle   obstacle
-	blocked    map[string]bool // keys of events that did not get through
-	accepted   bool            // Kafka has accepted an event of the batch
-	unanswered bool            // Kafka did not answer when it was last asked
+	began     time.Time // of the delivery
+	sendBegan time.Time // of the last send
+	mode      sendMode
+	obstacle  obstacle
+	blocked   map[string]bool // keys of events that did not get through
+	avoiding  bool            // events of bad places are not tried
+	wasDown   bool            // Kafka did not work in the last send that failed
+
+	// Partitions that have accepted an event in this send, and those that have not,
+	// collected while a place is bad.
+	accepted, failed map[kafka.Partition]bool
 }
 
 // sendMode is how the pending events are sent next.
@@ -150,28 +170,58 @@ func (d *delivery) parkOvertaken() {
 	}
 }
 
+// sendAll sends every event of the batch.
+func (d *delivery) sendAll() ([]outcome, error) {
+	for i := range d.batch {
+		d.pending = append(d.pending, i)
+	}
+	return d.finish()
+}
+
 func (d *delivery) run() error {
 	for len(d.pending) > 0 && d.stop.Err() == nil {
 		d.onSend()
 		if d.obstacle == kafkaUnavailable {
 			wait.Await(d.stop, d.held, nil, d.kafkaOutage.Backoff())
 		}
-		d.obstacle, d.sendBegan = noObstacle, time.Now()
+		d.beginSend()
 		send := d.sendBatch
 		if d.mode == sendOneByOne {
 			send = d.sendEach
 		}
-		if err := send(); err != nil {
+		err := send()
+		d.reportPlaces()
+		switch {
+		case err != nil:
 			return err
-		}
-		if d.obstacle == breakerOpen {
-			if !d.patient {
-				return nil
-			}
+		case d.obstacle != noObstacle && !d.patient:
+			return nil
+		case d.obstacle == breakerOpen:
 			d.awaitBreaker()
 		}
 	}
 	return nil
+}
+
+// beginSend decides whether events of bad places are tried. A session tries them while
+// the breaker is not closed: what looks like a bad place may be an outage of Kafka.
+func (d *delivery) beginSend() {
+	d.obstacle, d.sendBegan = noObstacle, time.Now()
+	d.accepted, d.failed = nil, nil
+	d.avoiding = !d.probing && d.places.Failing() && (!d.patient || d.breaker.state() == BreakerClosed)
+	if d.avoiding {
+		d.sender.prepare(d.stop, d.places.Topics())
+	}
+}
+
+// reportPlaces tells the registry which partitions have accepted events. Those of which
+// another event has failed in the same send stay bad.
+func (d *delivery) reportPlaces() {
+	for at := range d.accepted {
+		if !d.failed[at] && !d.failed[at.WholeTopic()] && d.places.Accept(at, d.sendBegan) {
+			d.onRecovered()
+		}
+	}
 }
 
 // awaitBreaker waits until an open breaker becomes half-open, or for a moment where
@@ -188,52 +238,58 @@ func (d *delivery) awaitBreaker() {
 // sendBatch sends all pending events at once. If Kafka rejects a request, it names all
 // records in it, good ones too. So what Kafka rejects here, sendEach sends alone.
 func (d *delivery) sendBatch() error {
-	d.pending = slices.DeleteFunc(d.pending, d.skipBlocked)
-	records, errs, err := d.sender.produce(d.stop, d.held, d.batch, d.pending)
+	d.pending = slices.DeleteFunc(d.pending, d.skip)
+	sent, err := d.sender.produce(d.stop, d.held, d.batch, d.pending)
 	if err != nil {
 		return err
 	}
-	if len(errs) == 0 {
+	if len(sent.errs) == 0 {
 		if len(d.pending) > 0 {
 			d.obstacle = breakerOpen
 		}
 		return nil
 	}
-	tried := d.pending[:len(errs)]
+	tried := d.pending[:len(sent.errs)]
 	var again, failed []int // failed: indexes in tried
 	for n, i := range tried {
-		switch class := rejectionClass(errs[n]); {
-		case errs[n] == nil:
-			d.markSent(i, &records[n])
-		case errors.Is(errs[n], errBlocked):
+		err := sent.errs[n]
+		switch class := rejectionClass(err); {
+		case err == nil:
+			d.markSent(i, &sent.records[n])
+		case errors.Is(err, errBlocked):
 			d.outcomes[i].kind = outcomeBlocked
-		case errors.Is(errs[n], errStopping):
+		case errors.Is(err, errStopping):
 			again = append(again, i)
 		case class == invalidEvent || class == unreadableRow: // found by us, whatever else was sent
-			d.markRejected(i, class, errs[n])
-		case class != "" || errors.Is(errs[n], errSendAlone):
+			d.markRejected(i, class, err)
+		case class != "" || errors.Is(err, errSendAlone):
 			d.mode = sendOneByOne
 			again = append(again, i)
-		case isLocal(errs[n]):
-			d.parkUnavailable(i, &records[n], errs[n])
+		case kafka.IsTopicOutage(err):
+			d.parkUnavailable(i, &sent.records[n], err)
 		default:
 			failed = append(failed, n)
 		}
 	}
-	// The rest failed because Kafka or their partitions are unavailable. If Kafka works
-	// for others, park them. Otherwise they stay pending; run sends them again.
-	park := len(failed) > 0 && d.shouldParkRest()
+	local := len(failed) > 0 && d.isLocal(sent.works)
 	for _, n := range failed {
-		if i := tried[n]; park {
-			d.parkUnavailable(i, &records[n], errs[n])
+		if i := tried[n]; local {
+			d.parkUnavailable(i, &sent.records[n], sent.errs[n])
 		} else {
-			d.reportKafkaOutage(i, errs[n])
+			d.reportKafkaOutage(i, sent.errs[n])
 			again = append(again, i)
 		}
 	}
+	if len(d.failed) > 0 { // before, it was not known that what was accepted matters
+		for n, err := range sent.errs {
+			if err == nil {
+				d.accepted = with(d.accepted, kafka.PartitionOf(&sent.records[n]))
+			}
+		}
+	}
 	slices.Sort(again)
-	d.pending = append(again, d.pending[len(errs):]...)
-	if len(failed) > 0 && !park {
+	d.pending = append(again, d.pending[len(sent.errs):]...)
+	if len(failed) > 0 && !local {
 		d.obstacle = kafkaUnavailable
 	} else {
 		d.kafkaOutage.Report(nil)
@@ -246,33 +302,34 @@ func (d *delivery) sendBatch() error {
 func (d *delivery) sendEach() error {
 	for len(d.pending) > 0 && d.stop.Err() == nil {
 		i := d.pending[0]
-		if d.skipBlocked(i) {
+		if d.skip(i) {
 			d.pending = d.pending[1:]
 			continue
 		}
-		records, errs, err := d.sender.produce(d.stop, d.held, d.batch, d.pending[:1])
+		sent, err := d.sender.produce(d.stop, d.held, d.batch, d.pending[:1])
 		if err != nil {
 			return err
 		}
-		if len(errs) == 0 {
+		if len(sent.errs) == 0 {
 			d.obstacle = breakerOpen
 			return nil
 		}
-		if errors.Is(errs[0], errStopping) {
+		err, r := sent.errs[0], &sent.records[0]
+		if errors.Is(err, errStopping) {
 			return nil
 		}
 		d.pending = d.pending[1:]
-		switch class := rejectionClass(errs[0]); {
-		case errs[0] == nil:
-			d.markSent(i, &records[0])
+		switch class := rejectionClass(err); {
+		case err == nil:
+			d.markSent(i, r)
 		case class != "":
-			d.markRejected(i, class, errs[0])
-		case isLocal(errs[0]):
-			d.parkUnavailable(i, &records[0], errs[0])
-		case d.shouldParkRest():
-			d.parkTopic(i, &records[0], errs[0])
+			d.markRejected(i, class, err)
+		case kafka.IsTopicOutage(err):
+			d.parkUnavailable(i, r, err)
+		case d.isLocal(sent.works):
+			d.parkTopic(i, r, err)
 		default:
-			d.reportKafkaOutage(i, errs[0])
+			d.reportKafkaOutage(i, err)
 			d.pending = append([]int{i}, d.pending...)
 			d.obstacle = kafkaUnavailable
 			return nil
@@ -283,22 +340,15 @@ func (d *delivery) sendEach() error {
 	return nil
 }
 
-// isLocal reports whether an error is known to be that of one topic or partition.
-func isLocal(err error) bool { return kafka.IsTopicOutage(err) || errors.Is(err, kafka.ErrNoLeader) }
-
-// shouldParkRest reports whether events that failed are parked, so that they hold up no
-// others. They are if Kafka accepted other events of the batch, because then the failure
-// is that of a partition. But Kafka may have become unavailable in the middle of the
-// batch. So if Kafka does not answer now, or did not when it was asked before, the events
-// are sent again: parking them would park thousands of keys, and every later event of
-// these keys would have to go through outbox_failed.
-func (d *delivery) shouldParkRest() bool {
-	if !d.patient || !d.accepted {
-		return !d.patient
-	}
-	before := d.unanswered
-	d.unanswered = !d.sender.answers(d.held)
-	return !before && !d.unanswered
+// isLocal reports whether events that failed are parked, so that they hold up no others,
+// because the failure is that of their topics and partitions. It is if Kafka works. But
+// if Kafka did not work after the send before, it has come back during this one, and the
+// events are sent once more: parking them would park thousands of keys, and every later
+// event of these keys would have to go through outbox_failed.
+func (d *delivery) isLocal(works bool) bool {
+	before := d.wasDown
+	d.wasDown = !works
+	return works && !before
 }
 
 // key returns the parking key of an event.
@@ -309,11 +359,19 @@ func (d *delivery) key(i int) string {
 }
 
 func (d *delivery) markSent(i int, r *kgo.Record) {
-	d.outcomes[i], d.accepted = outcome{kind: outcomeSent}, true
-	if d.topicOutages.Failing() {
-		d.topicOutages.Report("topic "+r.Topic, d.sendBegan, nil)
-		d.topicOutages.Report(kafka.PartitionOf(r).String(), d.sendBegan, nil)
+	d.outcomes[i] = outcome{kind: outcomeSent}
+	if d.places.Failing() {
+		d.accepted = with(d.accepted, kafka.PartitionOf(r))
 	}
+}
+
+// with returns a set of partitions with another one in it.
+func with(set map[kafka.Partition]bool, at kafka.Partition) map[kafka.Partition]bool {
+	if set == nil {
+		set = map[kafka.Partition]bool{}
+	}
+	set[at] = true
+	return set
 }
 
 func (d *delivery) markRejected(i int, class string, err error) {
@@ -321,21 +379,34 @@ func (d *delivery) markRejected(i int, class string, err error) {
 	d.block(i)
 }
 
+// maxPlace is the longest outbox_failed.place.
+const maxPlace = 260
+
 // parkUnavailable gives up an event for now, because its topic or partition is
 // unavailable.
 func (d *delivery) parkUnavailable(i int, r *kgo.Record, err error) {
-	switch {
-	case kafka.IsReplaced(err): // only the next client knows whether the topic exists
-	case kafka.IsTopicOutage(err) || r.Partition == kafka.Unassigned:
-		d.topicOutages.Report("topic "+r.Topic, d.sendBegan, err)
-	default:
-		d.topicOutages.Report(kafka.PartitionOf(r).String(), d.sendBegan, err)
+	o := outcome{kind: outcomeUnavailable, class: kafka.UnavailableClass(err), err: err}
+	if !kafka.IsReplaced(err) { // only the next client knows whether the topic exists
+		at := kafka.PartitionOf(r)
+		if kafka.IsTopicOutage(err) {
+			at = at.WholeTopic()
+		}
+		d.failed = with(d.failed, at)
+		if o.place = at.Name(); len(o.place) > maxPlace { // Kafka has no such topic
+			o.place = ""
+		} else {
+			d.places.Fail(at, d.sendBegan, o.class, err)
+		}
 	}
-	kind := outcomeUnavailable
-	if d.blocked[d.key(i)] {
-		kind = outcomeBlocked
+	d.markUnavailable(i, o)
+}
+
+// markUnavailable is also called for later events of a key that has failed already.
+func (d *delivery) markUnavailable(i int, o outcome) {
+	if len(d.blocked) > 0 && d.blocked[d.key(i)] {
+		o.kind = outcomeBlocked
 	}
-	d.outcomes[i] = outcome{kind: kind, class: kafka.UnavailableClass(err), err: err}
+	d.outcomes[i] = o
 	d.block(i)
 }
 
@@ -346,7 +417,7 @@ func (d *delivery) parkTopic(i int, r *kgo.Record, err error) {
 	d.pending = slices.DeleteFunc(d.pending, func(j int) bool {
 		topic, _ := d.sender.topic(&d.batch[j])
 		if topic == r.Topic {
-			d.parkUnavailable(j, r, err)
+			d.markUnavailable(j, outcome{kind: outcomeUnavailable, class: kafka.UnavailableClass(err), err: err})
 		}
 		return topic == r.Topic
 	})
@@ -354,18 +425,33 @@ func (d *delivery) parkTopic(i int, r *kgo.Record, err error) {
 
 // block makes the later events of an event's key wait.
 func (d *delivery) block(i int) {
+	if d.passFailedKeys {
+		return
+	}
 	if d.blocked == nil {
 		d.blocked = map[string]bool{}
 	}
 	d.blocked[d.key(i)] = true
 }
 
-// skipBlocked reports whether the key of an event is blocked. Such an event is not sent.
+// skip gives an event that is not to be sent its outcome, and reports whether it has:
+// its key is blocked, or its topic or partition is bad.
+func (d *delivery) skip(i int) bool { return d.skipBlocked(i) || d.avoiding && d.skipBad(i) }
+
 func (d *delivery) skipBlocked(i int) bool {
 	if len(d.blocked) == 0 || !d.blocked[d.key(i)] {
 		return false
 	}
 	d.outcomes[i] = outcome{kind: outcomeBlocked}
+	return true
+}
+
+func (d *delivery) skipBad(i int) bool {
+	bad, is := d.places.Find(d.sender.partition(&d.batch[i]))
+	if !is || d.patient && !bad.Elsewhere {
+		return false
+	}
+	d.markUnavailable(i, outcome{kind: outcomeUnavailable, class: bad.Class, err: bad.Err, place: bad.Name})
 	return true
 }
 

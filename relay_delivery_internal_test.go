@@ -17,6 +17,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/places"
 )
 
 // An event is a letter, and the letter is its key: A is a later event of key a. Keys up
@@ -31,8 +32,8 @@ import (
 //     a has to be sent alone b behind such an event  s not written when the relay stops
 //
 // Fewer answers than events mean that fewer were taken, no answer that the breaker is
-// open, stop that the relay is told to stop meanwhile, lost that the lease is lost. ?yes
-// and ?no are the answers to the question whether any broker answers.
+// open, stop that the relay is told to stop meanwhile, lost that the lease is lost. down
+// means that Kafka as a whole does not work.
 //
 // The outcomes are one for each event: + sent, x rejected, u unavailable, b blocked,
 // p parked, . pending.
@@ -52,19 +53,14 @@ var deliverTests = []deliveryTest{
 	{"nothing is to be sent", "", "", "", "", 0},
 
 	// Kafka is unavailable.
-	{"the whole batch is unavailable: it is sent again, and nothing is parked", "abc", "abc:--- abc:--- abc:+++", "+++", "Kafka", 2 * aBackoff},
-	{"Kafka was gone for one send", "ab", "ab:-- ab:++", "++", "Kafka", aBackoff},
-	{"the relay is told to stop while Kafka is unavailable", "abc", "abc:---stop", "...", "Kafka", 0},
+	{"the whole batch is unavailable: it is sent again, and nothing is parked", "abc", "abc:---down abc:---down abc:+++", "+++", "Kafka", 2 * aBackoff},
+	{"Kafka was gone for one send", "ab", "ab:--down ab:++", "++", "Kafka", aBackoff},
+	{"the relay is told to stop while Kafka is unavailable", "abc", "abc:---downstop", "...", "Kafka", 0},
 	{"the lease is lost", "abc", "abc:lost", "...", "", 0},
-	{"the lease is lost while the batch is sent again", "abc", "abc:--- abc:lost", "...", "Kafka", aBackoff},
-
-	// Some of it is.
-	{"one partition fails while others work", "abc", "abc:+-+ ?yes", "+u+", "partition orders/1", 0},
-	{"later events of an unavailable one are blocked", "abBc", "abBc:+--+ ?yes", "+ub+", "partition orders/1", 0},
-	{"Kafka goes in the middle of the batch: the rest is sent again", "abc", "abc:+-- ?no bc:-- ?no bc:++", "+++", "Kafka", 2 * aBackoff},
-	{"Kafka is back, a partition is not: it has one more try", "abc", "abc:+-- ?no bc:-- ?yes bc:+- ?yes", "++u", "Kafka, partition orders/2", 2 * aBackoff},
-	{"the rest of a batch that is sent again works for others", "ab", "ab:-- ab:+- ?yes", "+u", "Kafka, partition orders/1", aBackoff},
-	{"the relay is told to stop in the middle", "abc", "abc:+--stop ?no", "+..", "Kafka", 0},
+	{"the lease is lost while the batch is sent again", "abc", "abc:---down abc:lost", "...", "Kafka", aBackoff},
+	{"Kafka goes in the middle of the batch: the rest is sent again", "abc", "abc:+--down bc:--down bc:++", "+++", "Kafka", 2 * aBackoff},
+	{"Kafka is back, a partition is not: it has one more try", "abc", "abc:+--down bc:-- bc:+-", "++u", "Kafka, partition orders/2", 2 * aBackoff},
+	{"the relay is told to stop in the middle", "abc", "abc:+--downstop", "+..", "Kafka", 0},
 
 	// Nothing that was sent is behind an event that is pending after a stop.
 	{"the relay stops before a batch is all handed over", "abcd", "abcd:++stop", "++..", "", 0},
@@ -75,12 +71,15 @@ var deliverTests = []deliveryTest{
 	{"and one of them was not written", "abcd", "abcd:xxxx a:+ b:sstop", "+...", "", 0},
 	{"what is rejected is no reason to park", "abc", "abc:sixstop", ".x.", "", 0},
 
-	// A topic or a partition is known to be.
+	// Some of it is.
+	{"one partition fails while others work", "abc", "abc:+-+", "+u+", "partition orders/1", 0},
+	{"one partition fails, alone", "b", "b:-", "u", "partition orders/1", 0},
+	{"all partitions fail, and Kafka works", "ab", "ab:--", "uu", "partition orders/0, partition orders/1", 0},
+	{"later events of an unavailable one are blocked", "abBc", "abBc:+--+", "+ub+", "partition orders/1", 0},
 	{"one topic is missing: only its events are unavailable", "anbo", "anbo:+t+t", "+u+u", "topic payments", 0},
 	{"all topics are missing: Kafka is there", "an", "an:tt", "uu", "topic orders, topic payments", 0},
 	{"later events of a missing topic's key are blocked", "nNa", "nNa:tt+", "ub+", "topic payments", 0},
-	{"a partition without a leader is unavailable, although nothing was accepted", "abc", "abc:n-- bc:++", "u++", "partition orders/0, Kafka", aBackoff},
-	{"a batch of a partition without a leader waits for nothing", "aA", "aA:nn", "ub", "partition orders/0", 0},
+	{"a partition has no leader", "abA", "abA:n+n", "u+b", "partition orders/0", 0},
 
 	// Something is rejected.
 	{"a rejection names all: each is sent alone, and only the one that is rejected alone is blamed", "abc", "abc:xxx a:+ b:x c:+", "+x+", "", 0},
@@ -89,12 +88,12 @@ var deliverTests = []deliveryTest{
 	{"too large: sent alone after the others, and before what is behind it", "abAc", "abAc:a+a+ a:+ A:+", "++++", "", 0},
 	{"too large, and rejected alone", "abA", "abA:a+a a:x", "x+b", "", 0},
 	{"an event that cannot be sent is rejected at once, and its key waits", "abA", "abA:i+b", "x+b", "", 0},
-	{"Kafka goes between events that are sent alone", "abc", "abc:xxx a:+ b:- ?no b:+ c:+", "+++", "Kafka", aBackoff},
-	{"Kafka goes while something is rejected: the order stays", "abc", "abc:-x+ ?no a:+ b:x", "+x+", "Kafka", aBackoff},
-	{"alone, a topic fails: all that is left of it is unavailable", "abnc", "abnc:xxxx a:+ b:- ?yes n:+", "+u+u", "partition orders/1", 0},
+	{"Kafka goes between events that are sent alone", "abc", "abc:xxx a:+ b:-down b:+ c:+", "+++", "Kafka", aBackoff},
+	{"Kafka goes while something is rejected: the order stays", "abc", "abc:-x+down a:+ b:x", "+x+", "Kafka", aBackoff},
+	{"alone, a topic fails: all that is left of it is unavailable", "abnc", "abnc:xxxx a:+ b:- n:+", "+u+u", "partition orders/1", 0},
 	{"alone, a topic is missing", "an", "an:xx a:t n:+", "u+", "topic orders", 0},
-	{"alone, nothing was accepted yet: Kafka is waited for", "ab", "ab:xx a:- a:+ b:+", "++", "Kafka", aBackoff},
-	{"the relay is told to stop between events that are sent alone", "ab", "ab:xx a:-stop", "..", "Kafka", 0},
+	{"alone, Kafka is waited for", "ab", "ab:xx a:-down a:+ b:+", "++", "Kafka", aBackoff},
+	{"the relay is told to stop between events that are sent alone", "ab", "ab:xx a:-downstop", "..", "Kafka", 0},
 
 	// Not all goes together.
 	{"fewer are taken: the others follow", "abc", "abc:++ c:+", "+++", "", 0},
@@ -122,6 +121,7 @@ func TestAttempt(t *testing.T) {
 	for _, test := range []deliveryTest{
 		{"all is accepted", "ab", "ab:++", "++", "", 0},
 		{"an event that fails is unavailable at once", "ab", "ab:--", "uu", "partition orders/0, partition orders/1", 0},
+		{"Kafka does not work", "ab", "ab:--down", "..", "Kafka", 0},
 		{"whatever the others do", "ab", "ab:+-", "+u", "partition orders/1", 0},
 		{"the breaker lets nothing through", "ab", "ab:", "..", "", 0},
 		{"the breaker lets one through", "ab", "ab:+ b:", "+.", "", 0},
@@ -136,6 +136,80 @@ func TestAttempt(t *testing.T) {
 			})
 		})
 	}
+}
+
+// What happens when a place is known to be bad. Each word of the batches is a delivery, and
+// so is each of the outcomes.
+func TestDeliverAvoidsBadPlaces(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct {
+		name, batches, play, want string
+		recovered                 int
+	}{
+		{"its events are parked without being tried once another place has accepted one", "ab bcB", "ab:+- c:+", "+u u+b", 0},
+		{"until then they are tried: it may be Kafka that fails", "b bB a b", "b:- bB:-- a:+", "u ub + u", 0},
+		{"what the place has accepted itself does not count", "bB B", "bB:+- B:-", "+u u", 0},
+		{"a topic that is missing", "an no an", "an:+t a:+", "+u uu +u", 0},
+		{"a topic that is missing, and nothing else to send", "n no n", "n:t no:tt n:t", "u uu u", 0},
+		{"it recovers when somebody has sent an event to it", "ab b b b", "ab:+- b:+ b:+", "+u u + +", 1},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s := newFakeSender(t, test.play)
+				var got []string
+				for n, batch := range strings.Fields(test.batches) {
+					time.Sleep(time.Second)
+					if test.recovered > 0 && n == 2 { // a probe has got through
+						require.True(t, s.places.Accept(kafka.Partition{Topic: "orders", Number: 1}, time.Now()))
+					}
+					outcomes, err := s.deliverer(nil).deliver(t.Context(), t.Context(), envelopesOf(batch), &parking{})
+					require.NoError(t, err)
+					got = append(got, outcomeSymbols(outcomes))
+				}
+				require.Equal(t, test.want, strings.Join(got, " "))
+				require.Empty(t, s.play)
+			})
+		})
+	}
+}
+
+// Who retries leaves bad places alone, and who probes does not.
+func TestAttemptAvoidsBadPlaces(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newFakeSender(t, "a:+ ab:-- ab:++")
+		s.places.Load([]places.Bad{{Name: "orders/1", Class: "unavailable", Err: kgo.ErrRecordTimeout}})
+		try := func(send func(stop, held context.Context, batch []envelope) ([]outcome, error), want string) []outcome {
+			time.Sleep(time.Second)
+			outcomes, err := send(t.Context(), t.Context(), envelopesOf("ab"))
+			require.NoError(t, err)
+			require.Equal(t, want, outcomeSymbols(outcomes))
+			return outcomes
+		}
+		d := s.deliverer(nil)
+		outcomes := try(d.attempt, "+u")
+		require.Equal(t, outcome{kind: outcomeUnavailable, class: "unavailable", err: kgo.ErrRecordTimeout, place: "orders/1"}, outcomes[1])
+		require.Equal(t, []string{"orders"}, s.prepared)
+		require.Equal(t, "orders/0", try(d.probe, "uu")[0].place)
+		try(d.probe, "++")
+		require.Equal(t, 2, s.recovered)
+		require.Empty(t, s.places.All())
+	})
+}
+
+// With PassFailedKeys, later events of a key do not wait for those that failed.
+func TestDeliverPassesFailedKeys(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var parked parking
+		parked.reset(map[string]int{"orders/a": 1})
+		s := newFakeSender(t, "abBAc:+x+++ b:x")
+		d := s.deliverer(nil)
+		d.parts.passFailedKeys = true
+		outcomes, err := d.deliver(t.Context(), t.Context(), envelopesOf("abBAc"), &parked)
+		require.NoError(t, err)
+		require.Equal(t, "+x+++", outcomeSymbols(outcomes))
+	})
 }
 
 // Events of keys that have rows in outbox_failed are not sent, and count as pending.
@@ -158,7 +232,7 @@ func TestDeliverNotifies(t *testing.T) {
 	for _, test := range []struct{ name, batch, play, want string }{
 		{"all is accepted", "ab", "ab:++", "2 sent [a b], 0 failed [], 0 waiting"},
 		{"one is rejected, one is unavailable, and one waits", "abBcn", "abBcn:+ib+t", "2 sent [a c], 2 failed [b:invalid_event n:unknown_topic], 1 waiting"},
-		{"the relay is told to stop", "ab", "ab:--stop", ""},
+		{"the relay is told to stop", "ab", "ab:--downstop", ""},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -214,26 +288,33 @@ type fakeSender struct {
 	play    []string // sends that have not come yet
 	stop    func()
 	breaker *breaker
+	places  *places.Registry
 	log     bytes.Buffer
 	errs    map[rune]error
+
+	recovered int // places
+	prepared  []string
 }
 
 func newFakeSender(t *testing.T, play string) *fakeSender {
-	return &fakeSender{
-		t: t, play: strings.Fields(play), breaker: newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState) {}),
+	s := &fakeSender{
+		t: t, play: strings.Fields(play), breaker: newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {}),
 		errs: map[rune]error{
 			'+': nil, '-': kgo.ErrRecordTimeout, 't': kerr.UnknownTopicOrPartition, 'n': fmt.Errorf("%w: %w", kafka.ErrNoLeader, kgo.ErrRecordTimeout),
 			'x': kerr.MessageTooLarge, 'a': errSendAlone, 'i': &FieldError{Field: "Type", Err: ErrEmpty}, 'b': errBlocked,
 			's': errStopping,
 		},
 	}
+	s.places = places.NewRegistry(outage.NewLogs(s.logger()))
+	return s
 }
 
+func (s *fakeSender) logger() *slog.Logger { return slog.New(slog.NewTextHandler(&s.log, nil)) }
+
 func (s *fakeSender) deliverer(onSent func(SentBatch)) *deliverer {
-	log := slog.New(slog.NewTextHandler(&s.log, nil))
 	return &deliverer{deliveryParts{
-		sender: s, breaker: s.breaker, log: log, onSend: func() {}, onSent: onSent,
-		kafkaOutage: outage.NewLog(log, "Kafka"), topicOutages: outage.NewLogs(log),
+		sender: s, breaker: s.breaker, places: s.places, log: s.logger(), kafkaOutage: outage.NewLog(s.logger(), "Kafka"),
+		onSend: func() {}, onSent: onSent, onRecovered: func() { s.recovered++ },
 	}}
 }
 
@@ -257,7 +338,12 @@ func (s *fakeSender) next(begins string) string {
 	return rest
 }
 
-func (s *fakeSender) answers(context.Context) bool { return s.next("?") == "yes" }
+func (s *fakeSender) prepare(_ context.Context, topics []string) { s.prepared = topics }
+
+func (s *fakeSender) partition(e *envelope) kafka.Partition {
+	topic, _ := s.topic(e)
+	return kafka.Partition{Topic: topic, Number: int32(e.key()[0] - 'a')}
+}
 
 func (s *fakeSender) topic(e *envelope) (string, error) {
 	if string(e.key()) <= "m" {
@@ -266,32 +352,34 @@ func (s *fakeSender) topic(e *envelope) (string, error) {
 	return "payments", nil
 }
 
-func (s *fakeSender) produce(_, _ context.Context, batch []envelope, which []int) ([]kgo.Record, []error, error) {
+func (s *fakeSender) produce(_, _ context.Context, batch []envelope, which []int) (sent sendResult, err error) {
 	events := ""
 	for _, i := range which {
 		events += string(batch[i].eventID)
 	}
+	if events == "" {
+		return sent, nil
+	}
 	answers := s.next(events + ":")
 	if answers == "lost" {
-		return nil, nil, errLeaseLost
+		return sent, errLeaseLost
 	}
 	if before, ok := strings.CutSuffix(answers, "stop"); ok {
 		s.stop()
 		answers = before
 	}
+	answers, down := strings.CutSuffix(answers, "down")
+	sent.works = !down
 	if answers == "" {
 		s.openBreaker()
 	}
-	var records []kgo.Record
-	var errs []error
 	for n, symbol := range answers {
 		e := &batch[which[n]]
-		err := s.errs[symbol]
-		r := kgo.Record{Partition: int32(e.key()[0] - 'a')}
-		r.Topic, _ = s.topic(e)
-		records, errs = append(records, r), append(errs, err)
+		at := s.partition(e)
+		sent.records = append(sent.records, kgo.Record{Topic: at.Topic, Partition: at.Number})
+		sent.errs = append(sent.errs, s.errs[symbol])
 	}
-	return records, errs, nil
+	return sent, nil
 }
 
 // openBreaker opens the breaker, if it has been closed until now.

@@ -14,7 +14,8 @@ import (
 // counted as soon as it is decided that it waits (pending), and rows are added and
 // removed under the lock that counts them.
 type parking struct {
-	busy atomic.Bool // there are keys; saves the lock where there are none
+	passing bool        // RelayConfig.PassFailedKeys: no event waits behind another
+	busy    atomic.Bool // there are keys; saves the lock where there are none
 
 	mu   sync.Mutex
 	keys map[string]*parkedKey
@@ -89,6 +90,9 @@ func (p *parking) freeUnused(key string) {
 // assign gives failures their final status: the first failure of a key without rows is
 // the head of the key, all others are parked. Dead ones stay dead.
 func (p *parking) assign(failures []failure) {
+	if p.passing {
+		return
+	}
 	added := map[string]bool{}
 	for i := range failures {
 		f := &failures[i]

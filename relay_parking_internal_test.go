@@ -78,3 +78,13 @@ func TestParkingIsCorrected(t *testing.T) {
 	require.True(t, p.mustWait("fewer"))
 	require.True(t, p.mustWait("revived"))
 }
+
+// With PassFailedKeys every failure has a time at which it is due.
+func TestParkingPasses(t *testing.T) {
+	t.Parallel()
+	p := parking{passing: true}
+	p.reset(map[string]int{"key": 1})
+	failures := []failure{{key: "key", status: StatusFailed}, {key: "key", status: StatusWaiting}}
+	p.assign(failures)
+	require.Equal(t, []string{StatusFailed, StatusWaiting}, []string{failures[0].status, failures[1].status})
+}

@@ -19,22 +19,21 @@ type producerConfig struct {
 	opts        []kgo.Opt
 	mode        Mode
 	sendTimeout time.Duration
-	// oncePerPartition counts the failures of a partition once for the breaker, also
-	// where no other partition works. The retrier sets it: a batch that it sends may
-	// consist of events of one unavailable partition only.
-	oncePerPartition bool
+	// passFailedKeys is RelayConfig.PassFailedKeys.
+	passFailedKeys bool
 }
 
 // producer hands events to Kafka. It belongs to one goroutine.
 type producer struct {
 	cfg     producerConfig
 	lease   *lease
-	breaker *breaker // shared by all producers of a relay
+	breaker *breaker // shared by all producers of a relay that it is to stop
 
 	client   *kgo.Client // nil until needed, after a send without an answer, and after a final error
 	inFlight *kafka.InFlight
 	buffer   kafka.Buffer
 	limits   kafka.Limits
+	topics   *kafka.Topics // as the client has them
 
 	named, derived map[string]string // topics, by their name in the row or by the event type
 }
@@ -55,18 +54,9 @@ func (p *producer) connect() error {
 	}
 	p.client, p.inFlight = client, inFlight
 	p.limits.ReadClient(client)
+	p.topics = kafka.TopicsOf(client)
 	p.buffer = kafka.BufferOf(client)
 	return nil
-}
-
-// answers reports whether any broker answers.
-func (p *producer) answers(ctx context.Context) bool {
-	if p.connect() != nil {
-		return false // the next send returns the error
-	}
-	ctx, cancel := context.WithTimeout(ctx, kafka.AnswerTimeout)
-	defer cancel()
-	return p.client.Ping(ctx) == nil
 }
 
 // close closes the client and drops all records that it still buffers. No record
@@ -98,61 +88,105 @@ func withGrace(stop, held context.Context) (context.Context, context.CancelFunc)
 
 // produce implements [sender]. If the breaker permits fewer calls, or a batch of the
 // topic holds fewer records, it takes only the first of the events.
-func (p *producer) produce(stop, held context.Context, batch []envelope, which []int) ([]kgo.Record, []error, error) {
+func (p *producer) produce(stop, held context.Context, batch []envelope, which []int) (sendResult, error) {
 	if !p.lease.held() {
-		return nil, nil, errLeaseLost
+		return sendResult{}, errLeaseLost
 	}
 	permit := p.breaker.allow(len(which))
 	defer permit.release()
 	which = which[:permit.granted]
 	if len(which) == 0 {
-		return nil, nil, nil
+		return sendResult{}, nil
 	}
 	if err := p.connect(); err != nil {
-		return nil, nil, err
+		return sendResult{}, err
 	}
 	grace, cancel := withGrace(stop, held)
 	defer cancel()
 	errs := make([]error, len(which))
 	records := p.records(batch, which, errs)
+	p.checkTopics(grace, records, errs)
 	if len(records) > 1 {
 		p.limits.Learn(grace, p.client, records)
 		p.sendAloneLater(records, errs)
 		fit := p.limits.Fitting(records, errs)
 		records, errs = records[:fit], errs[:fit]
 	}
-	return p.send(stop, held, grace, permit, records, errs)
+	return p.send(stop, held, grace, newAcks(permit, records, errs))
+}
+
+// checkTopics gives the records of topics that are missing or denied an error. The client
+// would wait for such a topic, and with it all that is sent at the same time.
+func (p *producer) checkTopics(ctx context.Context, records []kgo.Record, errs []error) {
+	bad := p.topics.Learn(ctx, func(yield func(string) bool) {
+		for i := range records {
+			if errs[i] == nil && !yield(records[i].Topic) {
+				return
+			}
+		}
+	})
+	if len(bad) == 0 {
+		return
+	}
+	for i := range records {
+		if errs[i] == nil {
+			errs[i] = bad[records[i].Topic]
+		}
+	}
+}
+
+// prepare implements [sender].
+func (p *producer) prepare(ctx context.Context, topics []string) {
+	if len(topics) > 0 && p.connect() == nil { // without a client, the next send returns the error
+		p.topics.Learn(ctx, slices.Values(topics))
+	}
 }
 
 // send hands records without an error to the client and waits until the outcome of
 // each is known. It stops early if the breaker opens meanwhile, or if stop ends.
-func (p *producer) send(stop, held, grace context.Context, permit *permit, records []kgo.Record, errs []error) ([]kgo.Record, []error, error) {
+func (p *producer) send(stop, held, grace context.Context, acks *acks) (sendResult, error) {
 	bounded, cancel := context.WithTimeout(held, p.cfg.sendTimeout)
 	defer cancel()
-	acks := newAcks(permit, records, errs, p.cfg.oncePerPartition)
 	n := p.handOver(stop, held, bounded, grace, acks)
-	acks.handedOver(errs[n:])
-	errs = errs[:n]
-	complete := p.await(bounded, grace, acks)
-	if !complete {
+	acks.handedOver(acks.errs[n:])
+	sent := sendResult{records: acks.records[:n], errs: acks.errs[:n], works: true}
+	if !p.await(bounded, grace, acks) {
 		p.abandon(acks)
 		if held.Err() != nil {
-			return nil, nil, context.Cause(held)
+			return sendResult{}, context.Cause(held)
 		}
 	}
-	acks.collect(errs)
-	if grace.Err() != nil { // failures that we caused ourselves say nothing about Kafka
-		markStopped(errs)
-		return records, errs, nil
+	switch {
+	case len(acks.failed) == 0:
+	case grace.Err() != nil: // failures that we caused ourselves say nothing about Kafka
+		acks.dropped()
+	default:
+		sent.works = p.explain(grace, acks)
+		acks.reportFailures(sent.works)
 	}
-	if complete {
-		kafka.MarkLeaderless(grace, p.client, records[:n], errs)
+	acks.collect(sent.errs)
+	return sent, nil
+}
+
+// explain reports whether Kafka works as a whole although records have failed, and adds
+// to their errors what it says about their topics and partitions.
+func (p *producer) explain(ctx context.Context, acks *acks) bool {
+	for r, err := range acks.failed {
+		p.topics.Forget(r.Topic)
+		if kafka.IsFinal(err) {
+			p.close()
+		}
 	}
-	if slices.ContainsFunc(errs, kafka.IsFinal) {
-		p.close()
+	topics := acks.outages()
+	if len(topics) == 0 {
+		return true
 	}
-	acks.reportFailures(errs)
-	return records, errs, nil
+	if p.connect() != nil {
+		return false // the next send returns the error
+	}
+	causes, works := kafka.Explain(ctx, p.client, topics)
+	acks.explain(causes)
+	return works
 }
 
 // handOver hands records without an error to the client, and returns how many it has
@@ -201,15 +235,6 @@ func (p *producer) await(bounded, grace context.Context, acks *acks) bool {
 	return false
 }
 
-// markStopped replaces the errors of records that were dropped because of a stop.
-func markStopped(errs []error) {
-	for i, err := range errs {
-		if err != nil && rejectionClass(err) == "" && !kafka.IsTopicOutage(err) && !errors.Is(err, errBlocked) && !errors.Is(err, errSendAlone) {
-			errs[i] = errStopping
-		}
-	}
-}
-
 // abandon ends a send without waiting for Kafka. Once the client is closed no record
 // can leave any more, and the client calls back for each record.
 func (p *producer) abandon(acks *acks) {
@@ -232,7 +257,9 @@ func (p *producer) records(batch []envelope, which []int, errs []error) []kgo.Re
 		}
 		first := len(headers)
 		if r.Value, errs[n] = e.record(p.cfg.mode, add); errs[n] != nil {
-			bad = append(bad, tables.ParkingKey(r.Topic, e.key()))
+			if !p.cfg.passFailedKeys {
+				bad = append(bad, tables.ParkingKey(r.Topic, e.key()))
+			}
 			continue
 		}
 		r.Key, r.Headers = e.key(), headers[first:len(headers):len(headers)]
@@ -271,6 +298,15 @@ func (p *producer) sendAloneLater(records []kgo.Record, errs []error) {
 			keys = append(keys, tables.ParkingKey(r.Topic, r.Key))
 		}
 	}
+}
+
+// partition implements [sender].
+func (p *producer) partition(e *envelope) kafka.Partition {
+	topic, err := p.topic(e)
+	if err != nil || p.topics == nil {
+		return kafka.Partition{Topic: topic, Number: kafka.Unassigned}
+	}
+	return p.topics.Partition(topic, e.key())
 }
 
 // topic returns the topic of an event. Events of one topic share the string.

@@ -5,10 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
+	"sync"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/places"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -17,8 +20,11 @@ type retrierParts struct {
 	leadership
 	cfg       RelayConfig
 	store     *failedStore
-	deliverer *deliverer // its sender is the retrier's own
-	parked    *parking   // shared with the session
+	deliverer *deliverer       // its sender is the retrier's own
+	parked    *parking         // shared with the session
+	places    *places.Registry // shared with the session
+	// probing is held while events are probed: no head may change meanwhile.
+	probing   *sync.Mutex
 	breaker   *breaker
 	log       *slog.Logger
 	outage    *outage.Log     // PostgreSQL
@@ -29,66 +35,151 @@ type retrierParts struct {
 // retrier sends the events in outbox_failed again. It works beside the session, with a
 // Kafka client of its own, so that an event that waits for one topic holds up no others.
 // The parking keeps the two from overtaking each other.
+//
+// Each place that events wait for has a queue. One retrier sends what waits for good
+// places, and for nothing in particular. Another one probes each bad place with one event:
+// that may take long, and once it gets through, the rest of the queue is due.
 type retrier struct {
 	retrierParts
 	reconcileAt time.Time // not before
 }
 
-const (
-	maxHeads  = 50  // heads that are read at once
-	maxParked = 500 // events of one key that are read at once
-)
-
 func newRetrier(p retrierParts) *retrier { return &retrier{retrierParts: p} }
 
-// run retries until ctx is cancelled, then finishes what is in flight.
-func (r *retrier) run(ctx context.Context) {
+// run retries what waits for no bad place until ctx is cancelled, then finishes what is in
+// flight.
+func (r *retrier) run(ctx context.Context) { r.repeat(ctx, r.retryNow, r.retryAll) }
+
+// runProbes probes bad places until ctx is cancelled.
+func (r *retrier) runProbes(ctx context.Context) { r.repeat(ctx, nil, r.probeAll) }
+
+// repeat runs rounds, unless the breaker is open.
+func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, round func(context.Context) error) {
 	for ctx.Err() == nil && r.held.Err() == nil {
 		if r.breaker.state() != BreakerOpen { // a round that is skipped says nothing about PostgreSQL
-			err := r.retryAll(ctx)
+			err := round(ctx)
 			if r.held.Err() != nil || errors.Is(err, errLeaseLost) {
 				return
 			}
 			r.outage.Report(err)
 		}
-		wait.Await(ctx, r.held, r.retryNow, r.cfg.RetryInterval)
+		wait.Await(ctx, r.held, now, r.cfg.RetryInterval)
 	}
 }
 
-// retryAll retries every event that is due.
+// retryAll retries every event that is due, some of each queue in turn.
 func (r *retrier) retryAll(ctx context.Context) error {
 	if err := r.reconcile(); err != nil {
 		return err
 	}
-	for ctx.Err() == nil {
-		due, err := r.find(func(ctx context.Context) ([]failedEvent, error) { return r.store.due(ctx, maxHeads) })
-		if err != nil || len(due) == 0 {
+	for more := true; more && ctx.Err() == nil; {
+		read, cancel := r.withStatementTimeout()
+		queues, err := r.store.places(read)
+		cancel()
+		if err != nil {
 			return err
 		}
-		sent, decided, err := r.retry(ctx, due)
-		if err != nil || !decided {
-			return err
-		}
-		for _, key := range sent {
-			if err := r.retryParked(ctx, key); err != nil {
+		more = false
+		for _, queue := range queues {
+			some, err := r.retryQueue(ctx, queue.Name)
+			if errors.Is(err, errNotPermitted) {
+				return nil
+			}
+			if err != nil {
 				return err
 			}
+			more = more || some
 		}
 	}
 	return nil
 }
 
-// reconcile corrects what operators and crashes cause: keys without a head, and wrong
-// counts in the parking. It also retries dead events whose class says so.
-func (r *retrier) reconcile() error {
-	if time.Now().Before(r.reconcileAt) {
+// errNotPermitted ends a round: Kafka or the breaker lets nothing through.
+var errNotPermitted = errors.New("not all events were sent")
+
+// retryQueue sends some heads of a queue, and what is parked behind those that get
+// through. It reports whether there were any. All heads of a place that has recovered are
+// due.
+func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err error) {
+	if place != "" {
+		if !r.places.Claim(place, false) {
+			return false, nil
+		}
+		defer r.places.Release(place)
+	}
+	events, err := r.find(func(ctx context.Context) ([]failedEvent, error) { return r.store.due(ctx, place, place != "") })
+	some = len(events) > 0
+	for err == nil && len(events) > 0 && ctx.Err() == nil {
+		var sent []string
+		sent, err = r.retry(ctx, events, r.deliverer.attempt)
+		if err != nil || len(sent) == 0 || r.cfg.PassFailedKeys { // then nothing is parked
+			break
+		}
+		events, err = r.find(func(ctx context.Context) ([]failedEvent, error) { return r.store.parked(ctx, sent) })
+	}
+	return some, err
+}
+
+// probeAll tries one event of each bad place.
+func (r *retrier) probeAll(ctx context.Context) error {
+	r.probing.Lock()
+	defer r.probing.Unlock()
+	var names []string
+	for _, bad := range r.places.All() {
+		if r.places.Claim(bad.Name, true) {
+			defer r.places.Release(bad.Name)
+			names = append(names, bad.Name)
+		}
+	}
+	if len(names) == 0 {
 		return nil
 	}
+	var waiting []failedEvent
+	events, err := r.find(func(ctx context.Context) (_ []failedEvent, err error) {
+		waiting, err = r.store.first(ctx, names)
+		return waiting, err
+	})
+	if err != nil {
+		return err
+	}
+	r.forgetEmpty(waiting)
+	if _, err = r.retry(ctx, events, r.deliverer.probe); errors.Is(err, errNotPermitted) {
+		return nil
+	}
+	return err
+}
+
+// emptyAfter is when a bad place is forgotten that no row waits for. The session writes
+// the rows after it has found that the place is bad.
+const emptyAfter = 5 * time.Second
+
+// forgetEmpty forgets bad places for which nothing waits any more, given an event of each
+// other one.
+func (r *retrier) forgetEmpty(events []failedEvent) {
+	for _, bad := range r.places.All() {
+		waits := slices.ContainsFunc(events, func(e failedEvent) bool { return e.place == bad.Name })
+		if !waits && time.Since(bad.Since) > emptyAfter {
+			r.places.Forget(bad.Name)
+		}
+	}
+}
+
+// reconcile corrects what operators and crashes cause: keys without a head, and wrong
+// counts in the parking. It also retries dead events whose class says so. It waits for the
+// next round while an event is probed.
+func (r *retrier) reconcile() error {
+	if time.Now().Before(r.reconcileAt) || !r.probing.TryLock() {
+		return nil
+	}
+	defer r.probing.Unlock()
 	start := time.Now()
 	ctx, cancel := r.withStatementTimeout()
 	defer cancel()
 	if err := r.store.retryDead(ctx, r.lease, r.cfg.RetryDeadAfter); err != nil {
 		return err
+	}
+	if r.cfg.PassFailedKeys {
+		return r.store.promoteAll(ctx, r.lease)
 	}
 	wrong, err := r.correctParking(ctx)
 	if err == nil && wrong {
@@ -109,22 +200,6 @@ func (r *retrier) correctParking(ctx context.Context) (wrong bool, err error) {
 		r.parked.correct(keys)
 	}
 	return wrong, err
-}
-
-// retryParked sends the events that are parked behind a head that was sent, in order, as
-// long as all of them get through.
-func (r *retrier) retryParked(ctx context.Context, key string) error {
-	for ctx.Err() == nil {
-		events, err := r.find(func(ctx context.Context) ([]failedEvent, error) { return r.store.parked(ctx, key, maxParked) })
-		if err != nil || len(events) == 0 {
-			return err
-		}
-		sent, decided, err := r.retry(ctx, events)
-		if err != nil || !decided || len(sent) == 0 {
-			return err
-		}
-	}
-	return nil
 }
 
 // find returns the first of the events that a query finds, in their order: as many as
@@ -180,39 +255,41 @@ func tookTooLong(err error) bool {
 }
 
 // retry sends events and saves the results. It returns the keys of which every event was
-// sent, and whether every event was tried or blocked.
-func (r *retrier) retry(ctx context.Context, events []failedEvent) (sent []string, decided bool, err error) {
+// sent, or errNotPermitted if an event was neither tried nor blocked.
+func (r *retrier) retry(ctx context.Context, events []failedEvent,
+	send func(stop, held context.Context, batch []envelope) ([]outcome, error)) (sent []string, err error) {
 	if len(events) == 1 && events[0].unreadable != nil {
-		return nil, true, r.rejectUnreadable(&events[0])
+		return nil, r.rejectUnreadable(&events[0])
 	}
 	batch := make([]envelope, len(events))
 	for i := range events {
 		batch[i] = events[i].envelope
 	}
-	outcomes, err := r.deliverer.attempt(ctx, r.held, batch)
+	outcomes, err := send(ctx, r.held, batch)
 	if err != nil {
-		return nil, false, err
+		return nil, err
 	}
 	var results []retryResult
-	decided = true
 	for i, o := range outcomes {
-		decided = decided && o.kind != outcomePending
+		if o.kind == outcomePending {
+			err = errNotPermitted
+		}
 		if result, ok := r.resultOf(&events[i], o); ok {
 			results = append(results, result)
 		}
 	}
 	if len(results) == 0 {
-		return nil, decided, nil
+		return nil, err
 	}
 	if err := r.save(results); err != nil {
-		return nil, false, err
+		return nil, err
 	}
 	for _, result := range results {
 		if result.count > 0 {
 			r.notifyRejected(result)
 		}
 	}
-	return sentKeys(events, outcomes), decided, nil
+	return sentKeys(events, outcomes), err
 }
 
 // rejectUnreadable makes an event dead that cannot be read. If reading it took too long,
@@ -220,7 +297,7 @@ func (r *retrier) retry(ctx context.Context, events []failedEvent) (sent []strin
 func (r *retrier) rejectUnreadable(e *failedEvent) error {
 	result := retryResult{event: e, row: e.row, status: StatusDead, class: unreadableRow, err: e.unreadable}
 	if !isUnreadable(e.unreadable) {
-		result, _ = r.resultOf(e, outcome{outcomeRejected, unreadableRow, e.unreadable})
+		result, _ = r.resultOf(e, outcome{kind: outcomeRejected, class: unreadableRow, err: e.unreadable})
 	}
 	if err := r.save([]retryResult{result}); err != nil {
 		return err
@@ -275,7 +352,7 @@ func (r *retrier) resultOf(e *failedEvent, o outcome) (result retryResult, ok bo
 			result.status = StatusDead
 		}
 	case outcomeUnavailable:
-		result.status, result.wait = StatusWaiting, r.cfg.RetryInterval
+		result.status, result.wait, result.place = StatusWaiting, r.cfg.RetryInterval, o.place
 	case outcomePending, outcomeBlocked, outcomeParked:
 		return result, false
 	}

@@ -249,6 +249,32 @@ func TestDeadEventHoldsItsKey(t *testing.T) {
 	h.awaitStatuses(t, map[string]int{"resolved": 1})
 }
 
+// With PassFailedKeys the later events of a key are sent although one of them is rejected,
+// which is tried again until Kafka accepts it. Events that an earlier relay has parked are
+// sent, too.
+func TestFailedKeysArePassed(t *testing.T) {
+	t.Parallel()
+	h, reader := newPoisonedFixture(t)
+	cfg := quick
+	cfg.Logger = slog.New(slog.DiscardHandler)
+	stop := testenv.Run(t, h.relay(t, cfg).Run)
+	parked := numbered("bad", 2, 5)
+	bad := poison("bad", 1)
+	h.commit(t, append([]oracle.Event{bad}, parked...)...)
+	h.awaitStatuses(t, map[string]int{"failed": 1, "parked": 5})
+	stop()
+
+	cfg.PassFailedKeys = true
+	testenv.Run(t, h.relay(t, cfg).Run)
+	another, later := poison("bad", 10), numbered("bad", 11, 5)
+	h.commit(t, append([]oracle.Event{another}, later...)...)
+	requireArrival(t, reader, append(parked, later...)...)
+	h.awaitStatuses(t, map[string]int{"failed": 2})
+	h.setTopic(t, "max.message.bytes", "1000000")
+	requireArrival(t, reader, bad, another)
+	h.awaitStatuses(t, map[string]int{})
+}
+
 // Events that Kafka accepts after all are sent in order, and their rows are removed unless
 // the relay is to keep them.
 func TestRefusedEventGetsThrough(t *testing.T) {
@@ -391,6 +417,8 @@ func TestBreakerStopsTheRelay(t *testing.T) {
 		defer mu.Unlock()
 		changes = append(changes, from.String()+" to "+to.String())
 	}
+	var rates []float64
+	cfg.Hooks.BreakerOpened = func(failureRate float64) { rates = append(rates, failureRate) }
 	notified := func(change string) func() bool {
 		return func() bool {
 			mu.Lock()
@@ -405,7 +433,8 @@ func TestBreakerStopsTheRelay(t *testing.T) {
 	h.commit(t, events...)
 	require.Eventually(t, notified("closed to open"), testenv.Patience, time.Millisecond)
 	require.Eventually(t, notified("half-open to open"), testenv.Patience, time.Millisecond)
-	require.Contains(t, log.String(), "level=ERROR msg=\"outbox: too many sends fail, breaker opens\"")
+	require.Contains(t, log.String(), "level=ERROR msg=\"outbox: too many sends fail, breaker opens\" relay=default failure_rate=100% threshold=50%")
+	require.Equal(t, []float64{1}, rates)
 	require.Contains(t, log.String(), "batch stops")
 	dialer.broken.Store(false)
 	requireArrival(t, reader, events...)

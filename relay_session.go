@@ -10,6 +10,7 @@ import (
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/places"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -33,12 +34,14 @@ type sessionParts struct {
 	}
 	failed interface {
 		keys(ctx context.Context) (keys map[string]int, wrong bool, err error)
+		places(ctx context.Context) ([]places.Bad, error)
 	}
 	deliverer interface {
 		deliver(stop, held context.Context, batch []envelope, parked *parking) ([]outcome, error)
 		topic(e *envelope) (string, error)
 	}
-	parked *parking // shared with the retrier
+	parked *parking         // shared with the retrier
+	places *places.Registry // shared with the retriers
 	health *healthState
 	log    *slog.Logger
 	outage *outage.Log     // PostgreSQL
@@ -147,10 +150,16 @@ func (s *session) load() error {
 	}
 	return s.try(func(ctx context.Context) error {
 		keys, _, err := s.failed.keys(ctx)
-		if err == nil {
-			s.parked.reset(keys)
+		if err != nil {
+			return err
 		}
-		return err
+		bad, err := s.failed.places(ctx)
+		if err != nil {
+			return err
+		}
+		s.parked.reset(keys)
+		s.places.Load(bad)
+		return nil
 	})
 }
 
@@ -313,7 +322,7 @@ func (s *session) failures(batch []envelope, outcomes []outcome) (decided int, f
 		}
 		topic, _ := s.deliverer.topic(e)
 		failures = append(failures, failure{
-			event: e, key: tables.ParkingKey(topic, e.key()), status: status, class: o.class, err: o.err, wait: wait,
+			event: e, key: tables.ParkingKey(topic, e.key()), status: status, class: o.class, err: o.err, wait: wait, place: o.place,
 			rejected: o.kind == outcomeRejected, pending: o.kind == outcomeParked,
 			held: status == StatusDead && s.cfg.HoldDead,
 		})

@@ -19,6 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/places"
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
@@ -272,8 +273,8 @@ func (f *fakeStore) session(held context.Context, cfg RelayConfig) *session {
 	log := slog.New(slog.NewTextHandler(&f.log, nil))
 	s := newSession(sessionParts{
 		leadership: leadership{lease: f.lease, held: held, lose: f.lose, statementTimeout: cfg.Lease},
-		cfg:        cfg, cursors: f, leases: f, failed: f, deliverer: f, parked: &f.parked, log: log,
-		health: newHealthState(cfg, newBreaker(cfg.Breaker, func(_, _ BreakerState) {})),
+		cfg:        cfg, cursors: f, leases: f, failed: f, deliverer: f, parked: &f.parked, log: log, places: places.NewRegistry(outage.NewLogs(log)),
+		health: newHealthState(cfg, newBreaker(cfg.Breaker, func(_, _ BreakerState, _ float64) {})),
 		outage: outage.NewLog(log, "PostgreSQL"), wake: make(chan struct{}),
 		eventDied: func() {},
 	})
@@ -348,6 +349,8 @@ func (f *fakeStore) keys(context.Context) (map[string]int, bool, error) {
 	_, err := f.fault("keys")
 	return f.rows, false, err
 }
+
+func (f *fakeStore) places(context.Context) ([]places.Bad, error) { return nil, nil }
 
 func (f *fakeStore) open(_ context.Context, l *lease, p position, limit int) (next position, events []envelope, large bool, err error) {
 	done, err := f.fault("open")

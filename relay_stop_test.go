@@ -159,7 +159,7 @@ func TestStopWhileLargeEventsAreUnderWay(t *testing.T) {
 	h, reader := newPlacesFixture(t)
 	large := keyed("large", 30)
 	for i := range large {
-		large[i].Filler = random(700_000)
+		large[i].Filler = random(400_000)
 	}
 	h.commit(t, large...)
 	relay, ended, hook := h.stoppable(t, kgo.Dialer(slowly(3<<20)))

@@ -47,7 +47,6 @@ const (
 
 var wordRules = []wordRule{
 	{"trouble troubles ailment ailments", inParts, "outage, outages, outageLog"},
-	{"places", inNames, "topicOutages"},
 	{"fate fates", inParts, "outcome"},
 	{"away", inPartsButTests, "unavailable"},
 	// The end of a range may be behind it, and a consumer behind its topic.

@@ -179,3 +179,42 @@ func keysOf(topic string, round int64) (alive, gone []string) {
 	}
 	return alive, gone
 }
+
+// A topic has too few replicas in sync, and its event comes alone, so that nothing of its
+// batch gets through. Other topics wait for it once; then its events are not tried any
+// more, and a relay stops at once. The options of the client are those of franz-go.
+func TestTopicWithoutReplicas(t *testing.T) {
+	t.Parallel()
+	topic, blocked := "faults-"+uuid.NewString(), "faults-"+uuid.NewString()
+	kafka := fakeKafka(t, kfake.NumBrokers(1), kfake.SeedTopics(3, topic, blocked))
+	fault := kafka.Fault(kfake.Fault{Keys: []kmsg.Key{kmsg.Produce}, Topic: blocked, Err: kerr.NotEnoughReplicas, Count: -1})
+	s := guest(t, kafka.ListenAddrs(), topic)
+	other := s.sideBySide(t, blocked)
+	log := new(warnings)
+	cfg := shortly(t, log)
+	stop := run(t, s.relayPool(t), []kgo.Opt{kgo.SeedBrokers(kafka.ListenAddrs()...)}, cfg)
+	s.requireArrival(t, s.commit(t, "on", 1))
+
+	lost := other.commit(t, "on", 1)
+	time.Sleep(100 * time.Millisecond) // it is on its way, alone
+	began := time.Now()
+	s.requireArrival(t, s.commit(t, "on", 5))
+	require.Less(t, time.Since(began), cfg.DeliveryTimeout+3*time.Second)
+	for range 5 {
+		lost = append(lost, other.commit(t, "on", 5)...)
+		began := time.Now()
+		s.requireArrival(t, s.commit(t, "on", 5))
+		require.Less(t, time.Since(began), time.Second, "others waited")
+	}
+	require.Eventually(t, func() bool { return s.countFailed(t, `status IN ('waiting', 'parked') AND retry_count = 0`) == len(lost) },
+		testenv.Patience, 10*time.Millisecond)
+	began = time.Now()
+	stop()
+	require.Less(t, time.Since(began), 2*time.Second, "the stop waited for a probe")
+
+	run(t, s.relayPool(t), []kgo.Opt{kgo.SeedBrokers(kafka.ListenAddrs()...)}, cfg)
+	fault.Remove()
+	other.requireArrival(t, lost)
+	require.Eventually(t, func() bool { return s.countFailed(t, `status <> 'resolved'`) == 0 }, testenv.Patience, 10*time.Millisecond)
+	require.NotContains(t, log.String(), "outbox: Kafka fails")
+}

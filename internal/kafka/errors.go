@@ -31,6 +31,10 @@ func IsTopicOutage(err error) bool {
 		errors.Is(err, kerr.InvalidTopicException) || IsReplaced(err)
 }
 
+// IsOutage reports whether a record failed for a reason that lies neither in the record
+// nor, as far as the error says, in its topic: in its partition, or in Kafka as a whole.
+func IsOutage(err error) bool { return err != nil && RejectionClass(err) == "" && !IsTopicOutage(err) }
+
 // IsReplaced reports whether the topic that a client has sent to was deleted, and
 // perhaps created again under the same name. The client keeps sending to the deleted
 // one; only a new client sees the new topic.

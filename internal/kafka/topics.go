@@ -1,0 +1,168 @@
+package kafka
+
+import (
+	"context"
+	"errors"
+	"iter"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+)
+
+// ErrNoLeader is the outcome of an event whose partition has no leader.
+var ErrNoLeader = errors.New("partition has no leader")
+
+// answerTimeout bounds a question to Kafka.
+const answerTimeout = 2 * time.Second
+
+// Topics knows what Kafka has answered about the topics to which a client sends. A client
+// that is given a record of a topic that it does not find waits for that topic, and what
+// was given to it at the same time has to wait, too. So whoever sends asks first. It
+// belongs to one goroutine.
+type Topics struct {
+	client      *kgo.Client
+	creates     bool // the client creates missing topics
+	partitioner kgo.Partitioner
+	known       map[string]topic // those to which events can be sent
+}
+
+type topic struct {
+	partitions  int
+	partitioner kgo.TopicPartitioner
+}
+
+// TopicsOf returns what is known of the topics of a new client: nothing.
+func TopicsOf(client *kgo.Client) *Topics {
+	t := &Topics{client: client, known: map[string]topic{}}
+	t.creates, _ = client.OptValue(kgo.AllowAutoTopicCreation).(bool)
+	t.partitioner, _ = client.OptValue(kgo.RecordPartitioner).(kgo.Partitioner)
+	return t
+}
+
+// Learn asks Kafka about those of some topics that are not known, all in one request. It
+// returns the errors of topics that are missing, or that the client may not see. If no
+// broker answers, nothing is known.
+func (t *Topics) Learn(ctx context.Context, names iter.Seq[string]) (bad map[string]error) {
+	unknown := t.unknown(names)
+	if len(unknown) == 0 {
+		return nil
+	}
+	answers, err := ask(ctx, t.client, unknown)
+	if err != nil {
+		return nil // sending shows what is wrong
+	}
+	bad = map[string]error{}
+	for _, answer := range answers {
+		if err := kerr.ErrorForCode(answer.ErrorCode); err == nil {
+			t.add(*answer.Topic, len(answer.Partitions))
+		} else if IsTopicOutage(err) && (!t.creates || !errors.Is(err, kerr.UnknownTopicOrPartition)) {
+			bad[*answer.Topic] = err
+		}
+	}
+	return bad
+}
+
+// unknown returns the topics that are not known, each once.
+func (t *Topics) unknown(names iter.Seq[string]) (unknown []string) {
+	last, seen := "", map[string]bool(nil)
+	for name := range names {
+		if name == last { // mostly, consecutive events are of one topic
+			continue
+		}
+		last = name
+		if _, known := t.known[name]; known || name == "" || seen[name] {
+			continue
+		}
+		if seen == nil {
+			seen = map[string]bool{}
+		}
+		seen[name] = true
+		unknown = append(unknown, name)
+	}
+	return unknown
+}
+
+func (t *Topics) add(name string, partitions int) {
+	if len(t.known) >= MaxTopics {
+		clear(t.known)
+	}
+	t.known[name] = topic{partitions: partitions, partitioner: t.partitioner.ForTopic(name)}
+}
+
+// Forget makes Learn ask about a topic again, because a record of it has failed.
+func (t *Topics) Forget(name string) { delete(t.known, name) }
+
+// Partition predicts the partition to which a record with a key goes. It returns
+// Unassigned if the topic is not known.
+func (t *Topics) Partition(name string, key []byte) Partition {
+	known, ok := t.known[name]
+	if !ok || known.partitions == 0 || len(key) == 0 {
+		return Partition{name, Unassigned}
+	}
+	r := &kgo.Record{Topic: name, Key: key, Partition: Unassigned}
+	n := -1
+	if by, ok := known.partitioner.(kgo.TopicBackupPartitioner); ok {
+		n = by.PartitionByBackup(r, known.partitions, &emptyBackups{rest: known.partitions})
+	} else {
+		n = known.partitioner.Partition(r, known.partitions)
+	}
+	if n < 0 || n >= known.partitions {
+		n = Unassigned
+	}
+	return Partition{name, int32(n)}
+}
+
+// emptyBackups says that nothing is buffered for any partition. For a record with a key
+// it makes no difference.
+type emptyBackups struct{ rest int }
+
+func (b *emptyBackups) Next() (int, int64) { b.rest--; return b.rest, 0 }
+func (b *emptyBackups) Rem() int           { return b.rest }
+
+// Explain reports whether Kafka works although records of topics have failed: a broker
+// answers, and gives the client a producer id. If so, the failures are those of topics and
+// partitions, and causes has what Kafka says of these.
+func Explain(ctx context.Context, client *kgo.Client, topics []string) (causes map[Partition]error, works bool) {
+	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
+	defer cancel()
+	answers, err := ask(ctx, client, topics)
+	if err == nil {
+		_, _, err = client.ProducerID(ctx)
+	}
+	return causesOf(answers), err == nil
+}
+
+// causesOf returns what is wrong with topics and partitions.
+func causesOf(answers []kmsg.MetadataResponseTopic) map[Partition]error {
+	causes := map[Partition]error{}
+	for _, answer := range answers {
+		if err := kerr.ErrorForCode(answer.ErrorCode); IsTopicOutage(err) {
+			causes[Partition{*answer.Topic, Unassigned}] = err
+		}
+		for _, p := range answer.Partitions {
+			if p.Leader < 0 || p.ErrorCode != 0 {
+				causes[Partition{*answer.Topic, p.Partition}] = ErrNoLeader
+			}
+		}
+	}
+	return causes
+}
+
+// ask asks Kafka about topics. It creates none.
+func ask(ctx context.Context, client *kgo.Client, names []string) ([]kmsg.MetadataResponseTopic, error) {
+	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
+	defer cancel()
+	response, err := Metadata(ctx, client, names...)
+	if err != nil {
+		return nil, err
+	}
+	answers := response.Topics[:0]
+	for _, answer := range response.Topics {
+		if answer.Topic != nil {
+			answers = append(answers, answer)
+		}
+	}
+	return answers, nil
+}
