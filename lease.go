@@ -76,6 +76,10 @@ type leases struct {
 	holder   string
 	duration time.Duration
 
+	// setBack is by how much the clock of the database was set back since the holder
+	// renewed its lease, if that delays a takeover. Only acquire and its caller use it.
+	setBack time.Duration
+
 	peek, take, renewal, release string
 }
 
@@ -99,10 +103,12 @@ func newHolder() string {
 }
 
 // sqlLeasePeek locks nothing: a standby runs it every poll interval, and must
-// neither write nor wait.
+// neither write nor wait. A lease that expires later than it lasts from now on was taken or
+// renewed before the clock of the database was set back.
 const sqlLeasePeek = `
-SELECT EXISTS (SELECT FROM {schema}.outbox_lease
-                WHERE name = $1::text AND holder <> $2::text AND expires_at > clock_timestamp())`
+SELECT count(*) > 0, coalesce(max(CASE WHEN isfinite(expires_at) THEN expires_at - clock_timestamp() - lasts END), '0')
+  FROM {schema}.outbox_lease
+ WHERE name = $1::text AND holder <> $2::text AND expires_at > clock_timestamp()`
 
 // sqlLeaseTake takes a lease that is free, has expired, or became ours by a try
 // whose answer got lost. The new epoch is above every epoch in outbox_cursor.
@@ -111,13 +117,13 @@ SELECT EXISTS (SELECT FROM {schema}.outbox_lease
 // outbox_cursor may be older than the row of outbox_lease; then greatest takes the
 // epoch of the latter.
 const sqlLeaseTake = `
-INSERT INTO {schema}.outbox_lease AS l (name, holder, epoch, expires_at)
+INSERT INTO {schema}.outbox_lease AS l (name, holder, epoch, expires_at, lasts)
 SELECT $1::text, $2::text, 1 + coalesce((SELECT c.epoch FROM {schema}.outbox_cursor c
                               WHERE c.relay = $1::text ORDER BY c.id DESC LIMIT 1), 0),
-       clock_timestamp() + $3::interval
+       clock_timestamp() + $3::interval, $3::interval
     ON CONFLICT (name) DO UPDATE
    SET holder = excluded.holder, epoch = greatest(l.epoch + 1, excluded.epoch),
-       expires_at = clock_timestamp() + $3::interval
+       expires_at = clock_timestamp() + $3::interval, lasts = excluded.lasts
  WHERE l.expires_at <= clock_timestamp() OR l.holder = excluded.holder
 RETURNING epoch`
 
@@ -130,7 +136,7 @@ SELECT set_config('synchronous_commit', 'local', true) WHERE current_setting('sy
 // acquire takes the lease, or returns errHeld.
 func (s *leases) acquire(ctx context.Context) (*lease, error) {
 	var taken bool
-	if err := s.db.QueryRow(ctx, s.peek, s.relay, s.holder).Scan(&taken); err != nil {
+	if err := s.db.QueryRow(ctx, s.peek, s.relay, s.holder).Scan(&taken, &s.setBack); err != nil {
 		return nil, fmt.Errorf("look at lease: %w", err)
 	}
 	if taken {
@@ -155,7 +161,7 @@ func (s *leases) acquire(ctx context.Context) (*lease, error) {
 // sqlLeaseRenew also renews a lease that has expired, if no other process took it.
 const sqlLeaseRenew = `
 UPDATE {schema}.outbox_lease
-   SET expires_at = clock_timestamp() + $4::interval
+   SET expires_at = clock_timestamp() + $4::interval, lasts = $4::interval
  WHERE name = $1::text AND holder = $2::text AND epoch = $3`
 
 // renew extends the lease, or returns errLeaseLost.

@@ -45,6 +45,8 @@ type Relay struct {
 	retryNow chan struct{} // for the retrier: the breaker has closed, or a place has recovered
 	checkNow chan struct{} // for the monitor: the breaker has changed, or an event is dead
 
+	clockReported bool // by reportClock; only the goroutine of Run
+
 	running atomic.Bool
 	stop    atomic.Pointer[context.Context] // of the last Run; hooks are not waited for when it has ended
 }
@@ -267,6 +269,7 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 		case errors.Is(err, errHeld):
 			r.health.sawLease()
 			r.postgresOutage.Report(nil)
+			r.reportClock()
 		case ctx.Err() == nil:
 			r.postgresOutage.Report(err)
 			pause = r.postgresOutage.Backoff()
@@ -274,6 +277,17 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 		wait.Sleep(ctx, pause)
 	}
 	return nil, nil
+}
+
+// reportClock logs once that the clock of the database was set back while another process
+// holds the lease: by that clock, the lease lasts so much longer if its holder is gone.
+func (r *Relay) reportClock() {
+	late := r.leases.setBack > time.Second
+	if late && !r.clockReported {
+		r.log.Warn("outbox: the clock of PostgreSQL was set back; if the relay that leads is gone, taking over takes so much longer",
+			"set_back", r.leases.setBack.Round(time.Millisecond))
+	}
+	r.clockReported = late
 }
 
 // releaseTimeout bounds the statement with which Run lets a standby take over at once.

@@ -36,6 +36,11 @@ BEGIN
 END $$;
 -- +goose StatementEnd
 
+ALTER TABLE outbox_lease ADD COLUMN lasts interval;
+
+COMMENT ON COLUMN outbox_lease.lasts IS
+    'How long the holder renews it for. If expires_at is further ahead, the clock of the database was set back.';
+
 -- As in 0002_partitions.sql, but for outbox_guard_xid.
 -- Makes outbox a partitioned table, whose first partition is what was outbox. No
 -- row is read or written. Rights go with the name.
