@@ -230,7 +230,8 @@ SELECT newest.id, moved.id, pg_current_snapshot()::text, found.n, ` + eventColum
 // most limit and maxOpenBytes. Otherwise large is true, and page returns their ids. With a
 // limit of 0 it reads no event. The window of p must be drained. Without new events the
 // position has no window, and equals p if p had none. The error is errTooMuch if the events
-// are much larger than their rows say.
+// are much larger than their rows say. Then the window may be announced or not, as after
+// any error; if it is, the next statement returns errStale.
 func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (next position, events []envelope, large bool, err error) {
 	next = p
 	next.window = ""
@@ -241,8 +242,13 @@ func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (ne
 	var newest, moved pgtype.Int8
 	var now string
 	var found int
+	ctx, cancel := context.WithCancel(ctx) // closes the connection if it stops by itself
+	defer cancel()
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
 		events, err = readEvents(rows, limit, 2*maxOpenBytes, &newest, &moved, &now, &found)
+		if errors.Is(err, errTooMuch) {
+			cancel()
+		}
 		return err
 	}, c.sqlOpen, c.relay, l.holder, l.epoch, p.cursorID, next.base, tables.SnapshotMax(next.base), limit+1, drained,
 		p.last, p.highest, p.systemID, p.server, maxOpenBytes, p.epoch)

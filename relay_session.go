@@ -57,6 +57,7 @@ type session struct {
 	woken    bool // the last wait ended by a wake request
 	pos      position
 	recorded bool // pos is in outbox_cursor
+	opened   bool // a window, or found nothing to open
 	window   windowReader
 	beside   *contain.Group // what runs beside it: a prefetch, and other parts of the relay
 
@@ -231,23 +232,40 @@ func (s *session) next(ctx context.Context) (batch []envelope, err error) {
 
 // open opens the next window and returns its events, unless they are many: then the
 // window is to be read.
+//
+// While the statement reads, no other can renew the lease. So it gets less time than the
+// lease lasts, and it reads nothing if it took too long before, or if it is the first:
+// perhaps it is for this that the last session has lost its lease.
 func (s *session) open() (batch []envelope, large bool, err error) {
 	limit := s.window.limits.most
+	if !s.opened {
+		limit = 0
+	}
 	err = s.try(func(ctx context.Context) (err error) {
-		s.pos, batch, large, err = s.cursors.open(ctx, s.lease, s.pos, limit)
+		batch, large, err = s.openUpTo(ctx, limit)
 		if pg.IsCancelled(err) && limit > 1 {
 			s.window.limits.keepBelow(limit)
 		}
-		if limit > 0 && (pg.IsCancelled(err) || pg.IsUnreadable(err) || errors.Is(err, errTooMuch)) {
+		if limit > 0 && (tookTooLong(err) || pg.IsUnreadable(err) || errors.Is(err, errTooMuch)) {
 			limit = 0
-			s.pos, batch, large, err = s.cursors.open(ctx, s.lease, s.pos, limit)
+			batch, large, err = s.openUpTo(ctx, limit)
 		}
 		return err
 	})
 	if err == nil && large {
 		err = s.window.begin(s.pos)
 	}
-	s.recorded = s.recorded || err == nil
+	s.opened, s.recorded = s.opened || err == nil, s.recorded || err == nil
+	return batch, large, err
+}
+
+func (s *session) openUpTo(ctx context.Context, limit int) (batch []envelope, large bool, err error) {
+	if limit > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, s.statementTimeout/4)
+		defer cancel()
+	}
+	s.pos, batch, large, err = s.cursors.open(ctx, s.lease, s.pos, limit)
 	return batch, large, err
 }
 
@@ -256,27 +274,18 @@ func (s *session) take() (batch []envelope, err error) {
 	if batch = s.window.prefetched(); len(batch) > 0 || s.window.drained() {
 		return batch, nil
 	}
-	err = s.try(func(ctx context.Context) (err error) {
-		batch, err = s.window.take(ctx, s.pos)
+	err = s.try(func(context.Context) (err error) {
+		batch, err = s.window.take(s.pos, s.withStatementTimeout)
 		return err
 	})
 	return batch, err
-}
-
-// runBeside runs f in a goroutine of its own, with a context for a few statements.
-func (s *session) runBeside(f func(context.Context)) {
-	s.beside.Go(func() {
-		ctx, cancel := s.withStatementTimeout()
-		defer cancel()
-		f(ctx)
-	})
 }
 
 // send sends a batch, and moves the cursor behind the events that have an outcome. The
 // move behind the last batch of a window is left to the statement that opens the next
 // window. If ctx or the lease ends first, the next holder sends the rest.
 func (s *session) send(ctx context.Context, batch []envelope) error {
-	s.window.prefetch(s.pos, s.runBeside)
+	s.window.prefetch(s.pos, s.withStatementTimeout, s.beside.Go)
 	start := time.Now()
 	outcomes, err := s.deliverer.deliver(ctx, s.held, batch, s.parked)
 	decided, failures := s.failures(batch, outcomes)

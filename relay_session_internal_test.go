@@ -90,6 +90,10 @@ var sessionTests = []struct {
 	{name: "an outage when an unreadable row is read without its payload", events: 1, unreadable: []int64{1}, faults: []string{"bare: down"}, sent: "1", at: "1", failed: "1 dead", waits: true},
 	{name: "a row always takes too long: it is unreadable", events: 1, faults: []string{"open: cancelled", "fetch: cancelled", "fetch: cancelled", "fetch: cancelled", "fetch: cancelled"},
 		sent: "1", at: "1", failed: "1 dead", log: "column payload cannot be read", waits: true},
+	{name: "a row takes longer than a short lease: it is unreadable", events: 1, faults: []string{"open: late", "fetch: late", "fetch: late", "fetch: late", "fetch: late"},
+		sent: "1", at: "1", failed: "1 dead", waits: true},
+	{name: "a connection dies when a page is read", events: 5, faults: []string{"page: late"}, sent: "12 34 5", at: "5", waits: true},
+	{name: "a connection dies when events are fetched: later batches are whole again", events: 7, faults: []string{"fetch: late"}, sent: "1 23 45 67", at: "7", waits: true},
 	{name: "everything took too long for a while", events: 1, faults: []string{"open: cancelled", "fetch: cancelled", "fetch: cancelled", "fetch: cancelled"}, sent: "1", at: "1", waits: true},
 	{name: "the tables are gone", events: 3, faults: []string{"open: undefined"}, err: ErrNotMigrated, at: "0"},
 
@@ -165,6 +169,25 @@ func TestSessionStopsBetweenPages(t *testing.T) {
 		require.NoError(t, f.run())
 		require.Empty(t, f.sent)
 		require.Equal(t, "0/7", f.at())
+	})
+}
+
+// What a session opens first it only announces: the last one may have lost its lease
+// because it read for too long.
+func TestSessionAnnouncesFirst(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFakeStore(t, 2, nil)
+		s := f.session(t.Context(), RelayConfig{BatchSize: 2}.withDefaults())
+		s.opened = false
+		require.NoError(t, s.load())
+		batch, large, err := s.open()
+		require.NoError(t, err)
+		require.True(t, large)
+		require.Empty(t, batch)
+		batch, err = s.next(t.Context())
+		require.NoError(t, err)
+		require.Equal(t, []int64{1, 2}, ids(batch))
 	})
 }
 
@@ -279,6 +302,8 @@ func (f *fakeStore) session(held context.Context, cfg RelayConfig) *session {
 		eventDied: func() {},
 	})
 	s.window.limits.ids = cmp.Or(f.pages, maxPageIDs)
+	s.window.limits.mostIDs = s.window.limits.ids
+	s.opened = true
 	return s
 }
 
@@ -323,7 +348,7 @@ func (f *fakeStore) fault(operation string) (done bool, err error) {
 		return false, errStale
 	}
 	err = map[string]error{
-		"stale": errStale, "lost": errLeaseLost, "too much": errTooMuch, "cancelled": &pgconn.PgError{Code: "57014"}, "other cluster": errOtherCluster,
+		"stale": errStale, "lost": errLeaseLost, "too much": errTooMuch, "late": context.DeadlineExceeded, "cancelled": &pgconn.PgError{Code: "57014"}, "other cluster": errOtherCluster,
 		"sequence behind": ErrSequenceBehind, "undefined": &pgconn.PgError{Code: "42P01"},
 	}[what]
 	require.Error(f.t, err, what)

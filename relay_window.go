@@ -3,7 +3,6 @@ package outbox
 import (
 	"context"
 	"errors"
-	"slices"
 
 	"github.com/outboxgo/outbox/internal/idset"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -27,24 +26,26 @@ type windowReader struct {
 	fetching chan fetched // the prefetch, if one runs
 }
 
-// readLimits are how much is read at once. What PostgreSQL cancels because it takes too
-// long is asked for again in smaller parts, and these stay small: what takes too long once
-// does so again.
+// readLimits are how much is read at once. What takes too long is asked for again in
+// smaller parts. If PostgreSQL has cancelled it, these stay small: the same happens again.
+// If our own timeout has, a connection may have died, and later parts grow again.
 type readLimits struct {
-	ids       int // of a page
-	events    int // of a fetch, at present
-	most      int // of a fetch
-	cancelled int // how often in a row a fetch of a single event was cancelled
+	ids, mostIDs int // of a page, at present and at most
+	events, most int // of a fetch
+	tooLong      int // how often in a row a fetch of a single event took too long
 }
 
 const (
 	maxPageIDs = 50_000 // takes about 50 ms
 	minPageIDs = 100    // fewer are not asked for
-	// maxCancelled is how often the fetch of a single event may be cancelled before the
+	// maxTooLong is how often the fetch of a single event may take too long before the
 	// event is taken for unreadable. To print 1 GB takes longer than many a
-	// statement_timeout.
-	maxCancelled = 3
+	// statement_timeout, and a short lease.
+	maxTooLong = 3
 )
+
+// statementContext returns a context for one statement.
+type statementContext func() (context.Context, context.CancelFunc)
 
 // fetched is the result of a fetch.
 type fetched struct {
@@ -55,7 +56,7 @@ type fetched struct {
 }
 
 func newWindowReader(store windowStore, batchSize int) windowReader {
-	return windowReader{store: store, limits: readLimits{ids: maxPageIDs, events: batchSize, most: batchSize}}
+	return windowReader{store: store, limits: readLimits{ids: maxPageIDs, mostIDs: maxPageIDs, events: batchSize, most: batchSize}}
 }
 
 // begin begins to read the window of a position, above its last id.
@@ -83,13 +84,17 @@ func (w *windowReader) drained() bool { return w.paged() && w.fetching == nil &&
 // call asks for less then.
 func (w *windowReader) page(ctx context.Context, p position) error {
 	ids, rest, err := w.store.page(ctx, p, w.unpaged, w.limits.ids)
-	if pg.IsCancelled(err) && w.limits.ids > minPageIDs {
-		w.limits.ids /= 2
+	switch smaller := w.limits.ids / 2; {
+	case pg.IsCancelled(err) && smaller >= minPageIDs:
+		w.limits.ids, w.limits.mostIDs = smaller, smaller
 		return nil
-	}
-	if err != nil {
+	case tookTooLong(err):
+		w.limits.ids = max(smaller, minPageIDs)
+		return err
+	case err != nil:
 		return err
 	}
+	w.limits.ids = min(2*w.limits.ids, w.limits.mostIDs)
 	for _, id := range ids {
 		w.ids.Add(id)
 	}
@@ -100,16 +105,16 @@ func (w *windowReader) page(ctx context.Context, p position) error {
 // prefetch fetches the next events while others are in flight. run runs a function in
 // another goroutine. The row that announces the window was written before, so the rest of
 // the window cannot change.
-func (w *windowReader) prefetch(p position, run func(func(context.Context))) {
+func (w *windowReader) prefetch(p position, statement statementContext, run func(func())) {
 	if w.ids.Len() == 0 {
 		return
 	}
 	store, ids, limits, result := w.store, w.ids.First(w.limits.events), w.limits, make(chan fetched, 1)
 	w.fetching = result
-	run(func(ctx context.Context) {
+	run(func() {
 		got := fetched{limits: limits, err: errLeaseLost} // what a panic means
 		defer func() { result <- got }()
-		got = fetch(ctx, store, p, ids, limits)
+		got = fetch(statement, store, p, ids, limits)
 	})
 }
 
@@ -126,8 +131,8 @@ func (w *windowReader) prefetched() []envelope {
 
 // take fetches the next events. It may return none and no error: the next call asks for
 // less then.
-func (w *windowReader) take(ctx context.Context, p position) ([]envelope, error) {
-	got := fetch(ctx, w.store, p, w.ids.First(w.limits.events), w.limits)
+func (w *windowReader) take(p position, statement statementContext) ([]envelope, error) {
+	got := fetch(statement, w.store, p, w.ids.First(w.limits.events), w.limits)
 	return w.keep(got), got.err
 }
 
@@ -139,28 +144,34 @@ func (w *windowReader) keep(got fetched) []envelope {
 
 // fetch reads the events of ids, or as many as can be read at once. It has read none, and
 // returns no error, when it asked for too many.
-func fetch(ctx context.Context, store windowStore, p position, ids []int64, limits readLimits) (got fetched) {
+func fetch(statement statementContext, store windowStore, p position, ids []int64, limits readLimits) (got fetched) {
+	ctx, cancel := statement()
 	got.events, got.through, got.err = store.fetch(ctx, p, ids)
-	cancelled := pg.IsCancelled(got.err)
+	cancel()
+	several := len(ids) > 1
 	switch {
 	case got.err == nil:
-		limits.events, limits.cancelled = min(2*limits.events, limits.most), 0
+		limits.events, limits.tooLong = min(2*limits.events, limits.most), 0
 	case errors.Is(got.err, errTooMuch):
 		limits.keepBelow(len(got.events))
 		got.err = nil
-	case cancelled && len(ids) > 1:
+	case pg.IsCancelled(got.err) && several:
 		limits.keepBelow(len(ids))
 		got.err = nil
-	case cancelled:
-		limits.cancelled++
-	case pg.IsUnreadable(got.err) && len(ids) > 1:
+	case tookTooLong(got.err) && several:
+		limits.events = len(ids) / 2
+		got.events, got.through = nil, 0
+	case pg.IsUnreadable(got.err) && several:
 		limits.events = 1 // it is the one behind those that came, and fails alone, too
 		got.err = nil
-	default:
-		got.events, got.through = nil, 0
+	case tookTooLong(got.err):
+		limits.tooLong++
 	}
-	if len(ids) == 1 && (pg.IsUnreadable(got.err) || limits.cancelled >= maxCancelled) {
-		got = fetchUnreadable(ctx, store, p, ids[0], got.err)
+	if !several && (pg.IsUnreadable(got.err) || limits.tooLong >= maxTooLong) {
+		got = fetchUnreadable(statement, store, p, ids[0], got.err)
+	}
+	if got.err != nil {
+		got.events, got.through = nil, 0
 	}
 	got.limits = limits
 	return got
@@ -174,23 +185,30 @@ func (l *readLimits) keepBelow(n int) {
 
 // fetchUnreadable reads an event that cannot be read as a whole. The cause is the error of
 // the last try.
-func fetchUnreadable(ctx context.Context, store windowStore, p position, id int64, cause error) (got fetched) {
+func fetchUnreadable(statement statementContext, store windowStore, p position, id int64, cause error) (got fetched) {
+	bare := func(headers bool) (envelope, error) {
+		ctx, cancel := statement()
+		defer cancel()
+		return store.fetchBare(ctx, p, id, headers)
+	}
 	column := "payload"
-	e, err := store.fetchBare(ctx, p, id, true)
-	if pg.IsUnreadable(err) || pg.IsCancelled(err) {
-		column, cause = "headers", err
-		e, err = store.fetchBare(ctx, p, id, false)
+	e, err := bare(true)
+	if pg.IsUnreadable(err) || tookTooLong(err) {
+		column = "headers"
+		e, err = bare(false)
 	}
 	if err != nil {
-		got.err = err
-		return got
+		return fetched{err: err}
 	}
-	if pg.IsCancelled(cause) {
+	if tookTooLong(cause) {
 		// Perhaps everything took too long until now.
-		if got.events, got.through, got.err = store.fetch(ctx, p, []int64{id}); got.err == nil || !pg.IsCancelled(got.err) {
+		ctx, cancel := statement()
+		defer cancel()
+		got.events, got.through, got.err = store.fetch(ctx, p, []int64{id})
+		if !tookTooLong(got.err) && !pg.IsUnreadable(got.err) {
 			return got
 		}
 	}
 	e.unreadable = &unreadableError{id: id, eventID: string(e.eventID), column: column, err: cause}
-	return fetched{events: slices.Clip([]envelope{e}), through: id}
+	return fetched{events: []envelope{e}, through: id}
 }

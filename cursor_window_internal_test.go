@@ -1,0 +1,303 @@
+package outbox
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// insertLarge adds n events of 1 MiB in one transaction, whose rows say that they have so
+// many bytes.
+func (d *cursorFixture) insertLarge(t *testing.T, n, size int) {
+	t.Helper()
+	d.exec(t, `
+		INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload_bytes, content_type, occurred_at, size)
+		SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', convert_to(repeat('x', 1 << 20), 'UTF8'), 'text/plain', now(), $2
+		  FROM generate_series(1, $1)`, n, size)
+}
+
+// statements bounds no statement.
+func statements() (context.Context, context.CancelFunc) {
+	return context.WithCancel(context.Background())
+}
+
+// loaded takes the lease and loads the position.
+func (d *cursorFixture) loaded(t *testing.T) (*lease, position) {
+	t.Helper()
+	l, err := d.leases.acquire(context.Background())
+	require.NoError(t, err)
+	p, err := d.cursors.load(context.Background(), l)
+	require.NoError(t, err)
+	return l, p
+}
+
+// announced opens a window without reading it.
+func (d *cursorFixture) announced(t *testing.T) (*lease, position) {
+	t.Helper()
+	l, p := d.loaded(t)
+	p, events, large, err := d.cursors.open(context.Background(), l, p, 0)
+	require.NoError(t, err)
+	require.True(t, large)
+	require.Empty(t, events)
+	return l, p
+}
+
+// The statement that announces a window holds the lock of the lease while it reads, so it
+// reads no more than a megabyte.
+func TestOpenReadsLittle(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		events, size, limit int
+		reads               int
+		err                 error
+	}{
+		"one that fits":                   {events: 1, size: 300_000, limit: 10, reads: 1},
+		"one that fits not":               {events: 1, size: 1<<20 + 1, limit: 10},
+		"several that fit not together":   {events: 3, size: 400_000, limit: 10},
+		"more than asked for":             {events: 3, size: 1, limit: 2},
+		"none is asked for":               {events: 1, size: 1},
+		"many that say that they fit":     {events: 9, size: 1, limit: 10, err: errTooMuch},
+		"one that says that it would not": {events: 1, size: 1 << 30, limit: 10},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d, ctx := newCursorFixture(t), context.Background()
+			l, p := d.loaded(t)
+			d.insertLarge(t, test.events, test.size)
+			next, events, large, err := d.cursors.open(ctx, l, p, test.limit)
+			if test.err != nil {
+				require.ErrorIs(t, err, test.err)
+				next, err = d.cursors.load(ctx, l)
+				require.NoError(t, err)
+				large = true
+				if next.window == "" { // PostgreSQL had not announced it yet
+					next, events, large, err = d.cursors.open(ctx, l, p, 0)
+				}
+			}
+			require.NoError(t, err)
+			require.Len(t, events, test.reads)
+			require.Equal(t, test.reads == 0, large)
+			require.NotEmpty(t, next.window)
+			require.Len(t, remaining(t, d.cursors, next), test.events)
+		})
+	}
+}
+
+// A row that was copied here may have a transaction id that this cluster has not reached.
+// It is in no window, so it must announce none: the relay would announce windows without
+// end.
+func TestUnreachedTransactionAnnouncesNothing(t *testing.T) {
+	t.Parallel()
+	d, ctx := newCursorFixture(t), context.Background()
+	l, p := d.loaded(t)
+	d.insert(t, 2)
+	d.update(t, `UPDATE {schema}.outbox SET xid = '4611686018427387904' WHERE id = 1`)
+	next, events, large, err := d.cursors.open(ctx, l, p, 10)
+	require.NoError(t, err)
+	require.False(t, large)
+	require.Equal(t, []int64{2}, ids(events), "it holds up nothing else")
+	next, events, large, err = d.cursors.open(ctx, l, next, 10)
+	require.NoError(t, err)
+	require.False(t, large)
+	require.Empty(t, events)
+	for range 3 {
+		again, _, _, err := d.cursors.open(ctx, l, next, 10)
+		require.NoError(t, err)
+		require.Equal(t, next, again)
+	}
+}
+
+// Pages read a window whole and nothing else: many transactions, some of which were in
+// progress in the base, some of which still are, and some of which have many rows.
+func TestPagesReadTheWindow(t *testing.T) {
+	t.Parallel()
+	d, ctx := newCursorFixture(t), context.Background()
+	l, p := d.loaded(t)
+	var late []pgx.Tx
+	for range 4 {
+		late = append(late, d.beginInsert(t, 5))
+	}
+	d.insert(t, 3)
+	p, events, _, err := d.cursors.open(ctx, l, p, 100)
+	require.NoError(t, err)
+	require.Len(t, events, 3)
+	var want []int64
+	for _, e := range events {
+		p.last = e.id
+	}
+	p.highest = p.last
+	require.NoError(t, late[1].Commit(ctx))
+	require.NoError(t, late[2].Commit(ctx))
+	require.NoError(t, late[3].Rollback(ctx))
+	d.beginInsert(t, 4)
+	for range 5 {
+		d.insert(t, 4)
+	}
+	p, _, large, err := d.cursors.open(ctx, l, p, 0)
+	require.NoError(t, err)
+	require.True(t, large)
+	require.GreaterOrEqual(t, len(tables.SnapshotInProgress(p.base)), 4)
+	require.NoError(t, late[0].Commit(ctx)) // too late for this window
+	rows, err := d.db.Query(ctx, pg.InSchema(`SELECT id FROM {schema}.outbox WHERE id BETWEEN 6 AND 15 OR id > 27 ORDER BY id`, d.schema))
+	require.NoError(t, err)
+	want, err = pgx.CollectRows(rows, pgx.RowTo[int64])
+	require.NoError(t, err)
+	require.Len(t, want, 30)
+	require.Equal(t, want, remaining(t, d.cursors, p))
+	p.last = want[7]
+	require.Equal(t, want[8:], remaining(t, d.cursors, p))
+}
+
+// A batch is as large as the memory has room for, whatever BatchSize is, and every event
+// comes, in order.
+func TestFetchIsBounded(t *testing.T) {
+	t.Parallel()
+	d, ctx := newCursorFixture(t), context.Background()
+	d.insertLarge(t, 20, 1<<20)
+	d.exec(t, `DELETE FROM {schema}.outbox WHERE id = 4`)
+	d.exec(t, `SELECT nextval('{schema}.outbox_id_seq')`)
+	d.insertLarge(t, 18, 1<<20)
+	_, p := d.announced(t)
+	left := remaining(t, d.cursors, p)
+	require.Len(t, left, 37)
+	var got, batches []int64
+	for len(left) > 0 {
+		events, through, err := d.cursors.fetch(ctx, p, left)
+		require.NoError(t, err)
+		got, batches = append(got, ids(events)...), append(batches, int64(len(events)))
+		left = slices.DeleteFunc(left, func(id int64) bool { return id <= through })
+	}
+	require.Equal(t, []int64{16, 16, 5}, batches)
+	require.Equal(t, remaining(t, d.cursors, p), got)
+	events, through, err := d.cursors.fetch(ctx, p, []int64{4})
+	require.NoError(t, err)
+	require.Empty(t, events, "it was deleted")
+	require.EqualValues(t, 4, through)
+}
+
+// Rows that say nothing about their size, or what is wrong, do not fill the memory.
+func TestFetchStopsByItself(t *testing.T) {
+	t.Parallel()
+	d, ctx := newCursorFixture(t), context.Background()
+	d.insertLarge(t, 60, -1)
+	_, p := d.announced(t)
+	left := remaining(t, d.cursors, p)
+	events, through, err := d.cursors.fetch(ctx, p, left)
+	require.ErrorIs(t, err, errTooMuch)
+	require.Equal(t, left[:32], ids(events), "those that came are good")
+	require.EqualValues(t, left[31], through)
+	events, _, err = d.cursors.fetch(ctx, p, left[32:48])
+	require.NoError(t, err)
+	require.Len(t, events, 16)
+}
+
+// Nothing that reads events sorts them: PostgreSQL would write them to temporary files.
+func TestReadsSortNoPayloads(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t) // prepared statements
+	d, ctx := newCursorFixture(t), context.Background()
+	d.insertLarge(t, 20, 1)
+	l, p := d.announced(t)
+	tx, err := d.db.Begin(ctx)
+	require.NoError(t, err)
+	defer tx.Rollback(ctx)
+	for _, sql := range []string{
+		sqlSettings, "SET LOCAL work_mem = '64kB'",
+		"PREPARE rows (bigint, text, bigint, timestamptz, bigint[], bigint[], bigint) AS " + d.cursors.sqlFetch,
+		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.sqlOpen,
+	} {
+		_, err := tx.Exec(ctx, sql)
+		require.NoError(t, err)
+	}
+	server := p.server.Format(time.RFC3339Nano)
+	for name, execute := range map[string]string{
+		"fetch": fmt.Sprintf(`EXECUTE rows(%d, 'default', %d, '%s', '{1,15}', '{9,20}', 100000000)`, p.cursorID, p.epoch, server),
+		"open": fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 100000000, %d)`,
+			l.holder, l.epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, server, p.epoch),
+	} {
+		var plan []byte
+		require.NoError(t, tx.QueryRow(ctx, "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) "+execute, pgx.QueryExecModeSimpleProtocol).Scan(&plan))
+		var explained []struct {
+			Plan struct {
+				Rows    float64 `json:"Actual Rows"`
+				Written int     `json:"Temp Written Blocks"`
+			}
+		}
+		require.NoError(t, json.NewDecoder(bytes.NewReader(plan)).Decode(&explained))
+		require.GreaterOrEqual(t, explained[0].Plan.Rows, 15., name)
+		require.Zero(t, explained[0].Plan.Written, "%s: %s", name, plan)
+	}
+}
+
+// A payload that has no text of less than 1 GB fails the statement that reads it, and the
+// rows in front of it have come by then. Without it the row can be read.
+func TestFetchUpToAnUnreadableRow(t *testing.T) {
+	t.Parallel()
+	d, ctx := newCursorFixture(t), context.Background()
+	d.insert(t, 5)
+	d.update(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb WHERE id = 3`, unprintable)
+	d.update(t, `UPDATE {schema}.outbox SET headers = $1::text::jsonb WHERE id = 5`, unprintable)
+	l, p := d.loaded(t)
+	_, _, _, err := d.cursors.open(ctx, l, p, 10)
+	require.True(t, pg.IsUnreadable(err), "%v", err)
+	p, _, _, err = d.cursors.open(ctx, l, p, 0)
+	require.NoError(t, err)
+
+	events, through, err := d.cursors.fetch(ctx, p, []int64{1, 2, 3, 4, 5})
+	require.True(t, pg.IsUnreadable(err), "%v", err)
+	require.Equal(t, []int64{1, 2}, ids(events))
+	require.EqualValues(t, 2, through)
+	for id, column := range map[int64]string{3: "payload", 5: "headers"} {
+		got := fetch(statements, d.cursors, p, []int64{id}, readLimits{events: 1, most: 10})
+		require.NoError(t, got.err)
+		require.Equal(t, []int64{id}, ids(got.events))
+		require.Equal(t, id, got.through)
+		e := got.events[0]
+		require.Equal(t, "k", string(e.aggregateID))
+		require.Nil(t, e.payload)
+		_, err = e.record(Binary, nil)
+		require.ErrorContains(t, err, fmt.Sprintf("row %d of outbox, event %s: column %s cannot be read: ", id, e.eventID, column))
+		require.ErrorContains(t, err, "54000")
+		require.Equal(t, unreadableRow, rejectionClass(err))
+	}
+}
+
+// A role may have a statement_timeout that is much shorter than a backlog is long, and
+// each statement is one of its own.
+func TestBacklogUnderStatementTimeout(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t) // a setting of the session
+	d, ctx := newCursorFixture(t), context.Background()
+	const backlog, timeout = 150_000, "100ms"
+	d.insert(t, backlog)
+	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["statement_timeout"] = timeout })
+	d.cursors = newCursors(db, d.schema, "default")
+	_, p := d.announced(t)
+	w := newWindowReader(d.cursors, 1000)
+	require.NoError(t, w.begin(p))
+	for pages := 0; !w.paged(); pages++ {
+		require.NoError(t, w.page(ctx, p))
+		require.Less(t, pages, 1000)
+	}
+	require.Equal(t, backlog, w.ids.Len())
+	var got []envelope
+	for len(got) == 0 {
+		var err error
+		got, err = w.take(p, statements)
+		require.NoError(t, err)
+	}
+	require.EqualValues(t, 1, got[0].id)
+	_, err := db.Exec(ctx, `SELECT pg_sleep(10)`)
+	require.True(t, pg.IsCancelled(err), "the timeout holds: %v", err)
+}
