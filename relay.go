@@ -179,7 +179,7 @@ func (r *Relay) Run(ctx context.Context) error {
 	r.health.runBegan()
 	// A goroutine that hangs cannot be ended, only left alone.
 	ended := make(chan runEnd, 1)
-	go func() { ended <- r.serveApart(ctx) }()
+	go r.serveApart(ctx, ended)
 	select {
 	case end := <-ended:
 		return end.result()
@@ -211,17 +211,23 @@ func (e runEnd) result() error {
 }
 
 // serveApart is the goroutine of Run. When it ends, Run may be called again.
-func (r *Relay) serveApart(ctx context.Context) (end runEnd) {
-	defer r.running.Store(false)
+func (r *Relay) serveApart(ctx context.Context, ended chan<- runEnd) {
+	end := runEnd{err: errGoexit} // unless serve returns or panics
 	defer func() {
 		if v := recover(); v != nil {
 			crash := contain.CrashOf(v)
 			end = runEnd{crash.Panic, &crash}
 		}
 		r.health.runEnded(end.err)
+		r.running.Store(false)
+		ended <- end
 	}()
-	return runEnd{err: r.serve(ctx)}
+	end.err = r.serve(ctx)
 }
+
+// errGoexit means that a function of the host, a hook of franz-go for example, has called
+// runtime.Goexit in the goroutine of Run.
+var errGoexit = errors.New("outbox: relay was ended by runtime.Goexit")
 
 // hangGrace is how long Run waits for work that hangs, when it is told to stop.
 const hangGrace = time.Second
@@ -306,7 +312,6 @@ func (r *Relay) lead(ctx context.Context, l *lease) (err error) {
 	})
 	defer stopped()
 
-	r.notifyLeading(true)
 	defer r.notifyLeading(false)
 	defer func() { r.release(ctx, l, err) }()
 	leads := leadership{lease: l, held: held, lose: lose, statementTimeout: r.cfg.Lease}
@@ -314,6 +319,7 @@ func (r *Relay) lead(ctx context.Context, l *lease) (err error) {
 	defer renewing.Wait()
 	defer lose(nil)
 	renewing.Go(func() { r.keepLease(leads) })
+	r.notifyLeading(true) // when the lease is renewed, because a hook may take long
 	err = r.work(ctx, leads)
 	if errors.Is(err, errTooLate) {
 		r.log.Warn("outbox: stopped before the batch in flight was finished; it will be sent again")

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -77,7 +78,7 @@ func TestHostPanics(t *testing.T) {
 	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	requireArrival(t, reader, first...)
 	require.Eventually(t, func() bool { return h.count(t, "outbox_failed") == 1 }, testenv.Patience, 5*time.Millisecond)
-	h.exec(t, aged)
+	h.update(t, aged)
 	want := map[string]int{"Hooks.Leading": 1, "Hooks.Sent": 1, "Hooks.Rejected": 1, "Hooks.Dead": 1, "Alerter": 1, "Retention.Archive": 1}
 	require.Eventually(t, func() bool { return len(names(log.String(), "has panicked")) == len(want) }, testenv.Patience, 5*time.Millisecond, log)
 	second := numbered("a", 6, 5)
@@ -139,7 +140,7 @@ func TestHostHangsAtAStop(t *testing.T) {
 	go func() { ended <- h.relay(t, cfg).Run(ctx) }()
 	require.Eventually(t, func() bool { return h.relayStatus(t, "default").Pending == 0 }, testenv.Patience, 5*time.Millisecond)
 	hangs.Store(true)
-	h.exec(t, aged)
+	h.update(t, aged)
 	h.impossible(t)
 	for _, name := range []string{"Retention.Archive", "Hooks.Sent"} {
 		require.Eventually(t, hasCalled(name), testenv.Patience, 5*time.Millisecond, name)
@@ -307,4 +308,17 @@ func TestRunHangs(t *testing.T) {
 		return r.Run(again) == nil
 	}, testenv.Patience, 5*time.Millisecond)
 	require.LessOrEqual(t, hangs.Load(), int32(10), "records that it had taken, and no others")
+}
+
+// A hook of franz-go that ends the goroutine, as a test does that fails in it, ends Run.
+func TestRunIsEnded(t *testing.T) {
+	t.Parallel()
+	h := newRelayFixture(t)
+	h.commit(t, numbered("a", 1, 1)...)
+	cfg := quick
+	cfg.Schema = h.schema
+	r, err := outbox.NewRelay(h.db, append(testenv.KafkaOpts(h.brokers), kgo.WithHooks(produceHook(runtime.Goexit))), cfg)
+	require.NoError(t, err)
+	require.ErrorContains(t, r.Run(background), "runtime.Goexit")
+	require.Empty(t, h.relayStatus(t, "default").Holder, "the lease was released")
 }
