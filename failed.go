@@ -124,35 +124,42 @@ func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedSt
 	}
 }
 
-// sqlFailedKeys counts the rows that hold back their keys, and finds the keys for
-// sqlFailedPromote. The first condition on status is the one of
+// sqlFailedKeys counts the rows that hold back their keys, of $3 keys behind $2, and finds
+// the keys for sqlFailedPromote. The first condition on status is the one of
 // idx_outbox_failed_parking, which the planner does not find in the second.
 const sqlFailedKeys = `
 SELECT parking_key, count(*), NOT bool_or(status = 'dead') AND ` + wrongHead + `
   FROM {schema}.outbox_failed
- WHERE relay = $1::text AND status IN ('waiting', 'failed', 'parked', 'dead') AND (status <> 'dead' OR held)
- GROUP BY parking_key`
+ WHERE relay = $1::text AND parking_key > $2::text
+   AND status IN ('waiting', 'failed', 'parked', 'dead') AND (status <> 'dead' OR held)
+ GROUP BY relay, parking_key ORDER BY relay, parking_key LIMIT $3::int`
+
+// maxKeys is how many keys are read at once.
+const maxKeys = 10_000
 
 // wrongHead is true for the rows of a key that has no head, several heads, or a head
 // that is not the first row.
 const wrongHead = `array_agg(outbox_id) FILTER (WHERE status IN ('waiting', 'failed'))
            IS DISTINCT FROM ARRAY[min(outbox_id) FILTER (WHERE status <> 'dead')]`
 
-// keys returns how many rows hold back each key, and whether a key has a wrong head. It
-// writes nothing.
-func (f *failedStore) keys(ctx context.Context) (keys map[string]int, wrong bool, err error) {
-	rows, err := f.db.Query(ctx, f.sqlKeys, f.relay)
-	if err != nil {
-		return nil, false, fmt.Errorf("read parked keys: %w", err)
-	}
-	keys = map[string]int{}
-	var key string
-	var n int
-	var wrongHere bool
-	_, err = pgx.ForEachRow(rows, []any{&key, &n, &wrongHere}, func() error {
-		keys[key], wrong = n, wrong || wrongHere
-		return nil
-	})
+// keyRows is how many rows hold back a key.
+type keyRows struct {
+	key  string
+	rows int
+}
+
+// keys returns how many rows hold back each of the next keys behind one, and whether one of
+// them has a wrong head. It writes nothing.
+func (f *failedStore) keys(ctx context.Context, after string) (keys []keyRows, wrong bool, err error) {
+	err = f.query(ctx, func(rows pgx.Rows) error {
+		var k keyRows
+		var wrongHere bool
+		_, err := pgx.ForEachRow(rows, []any{&k.key, &k.rows, &wrongHere}, func() error {
+			keys, wrong = append(keys, k), wrong || wrongHere
+			return nil
+		})
+		return err
+	}, f.sqlKeys, f.relay, after, maxKeys)
 	if err != nil {
 		return nil, false, fmt.Errorf("read parked keys: %w", err)
 	}

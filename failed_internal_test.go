@@ -56,6 +56,7 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 		name, sql, args, settings string
 		most                      int // buffers
 	}{
+		{"keys", "(text, text, int) AS " + failed.sqlKeys, "('default', 'b-events/key-1000', 10)", pg.PlannerSettings, 5 * 10 * parked / keys},
 		{"places", "(text) AS " + failed.sqlPlaces, "('default')", pg.PlannerSettings, 40},
 		{"due", "(text, text, bool, int) AS " + failed.sqlDue, fmt.Sprintf("('default', '', false, %d)", heads), pg.PlannerSettings, 2 * heads},
 		{"first", "(text, text[]) AS " + failed.sqlFirst, "('default', '{\"\", b-events, b-events/1}')", pg.PlannerSettings, 20},

@@ -354,7 +354,7 @@ var errTooLate = errors.New("not finished in time")
 // work makes the parts of a leading relay and runs them until ctx is cancelled or the
 // lease is lost. When it returns, no record is on its way any more.
 func (r *Relay) work(ctx context.Context, leads leadership) error {
-	parked, bad := &parking{passing: r.cfg.PassFailedKeys}, places.NewRegistry(r.topicOutages)
+	parked, bad := newParking(r.cfg.PassFailedKeys), places.NewRegistry(r.topicOutages)
 	producer := r.newProducer(leads, r.breaker)
 	defer producer.close()
 	session := newSession(sessionParts{

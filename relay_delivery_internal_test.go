@@ -109,7 +109,7 @@ func TestDeliver(t *testing.T) {
 	for _, test := range deliverTests {
 		t.Run(test.name, func(t *testing.T) {
 			testDelivery(t, test, func(d *deliverer, stop context.Context, batch []envelope) ([]outcome, error) {
-				return d.deliver(stop, context.Background(), batch, &parking{})
+				return d.deliver(stop, context.Background(), batch, newParking(false))
 			})
 		})
 	}
@@ -162,7 +162,7 @@ func TestDeliverAvoidsBadPlaces(t *testing.T) {
 					if test.recovered > 0 && n == 2 { // a probe has got through
 						require.True(t, s.places.Accept(kafka.Partition{Topic: "orders", Number: 1}, time.Now()))
 					}
-					outcomes, err := s.deliverer(nil).deliver(t.Context(), t.Context(), envelopesOf(batch), &parking{})
+					outcomes, err := s.deliverer(nil).deliver(t.Context(), t.Context(), envelopesOf(batch), newParking(false))
 					require.NoError(t, err)
 					got = append(got, outcomeSymbols(outcomes))
 				}
@@ -201,12 +201,11 @@ func TestAttemptAvoidsBadPlaces(t *testing.T) {
 func TestDeliverPassesFailedKeys(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		var parked parking
-		parked.reset(map[string]int{"orders/a": 1})
+		parked := parkingOf(t, map[string]int{"orders/a": 1})
 		s := newFakeSender(t, "abBAc:+x+++ b:x")
 		d := s.deliverer(nil)
 		d.parts.passFailedKeys = true
-		outcomes, err := d.deliver(t.Context(), t.Context(), envelopesOf("abBAc"), &parked)
+		outcomes, err := d.deliver(t.Context(), t.Context(), envelopesOf("abBAc"), parked)
 		require.NoError(t, err)
 		require.Equal(t, "+x+++", outcomeSymbols(outcomes))
 	})
@@ -216,13 +215,12 @@ func TestDeliverPassesFailedKeys(t *testing.T) {
 func TestDeliverParks(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		var parked parking
-		parked.reset(map[string]int{"orders/a": 1, "payments/b": 1})
+		parked := parkingOf(t, map[string]int{"orders/a": 1, "payments/b": 1})
 		s := newFakeSender(t, "bc:++")
-		outcomes, err := s.deliverer(nil).deliver(t.Context(), t.Context(), envelopesOf("abAc"), &parked)
+		outcomes, err := s.deliverer(nil).deliver(t.Context(), t.Context(), envelopesOf("abAc"), parked)
 		require.NoError(t, err)
 		require.Equal(t, "p+p+", outcomeSymbols(outcomes))
-		require.Equal(t, 2, parked.keys["orders/a"].pending)
+		require.Equal(t, 2, int(parked.keys[parked.hash("orders/a")].pending))
 	})
 }
 
@@ -251,7 +249,7 @@ func TestDeliverNotifies(t *testing.T) {
 					require.False(t, b.Retried)
 					got = fmt.Sprintf("%d sent %v, %d failed %v, %d waiting", b.Events, sent, b.Failed, failed, b.Waiting)
 				})
-				_, err := d.deliver(stop, t.Context(), envelopesOf(test.batch), &parking{})
+				_, err := d.deliver(stop, t.Context(), envelopesOf(test.batch), newParking(false))
 				require.NoError(t, err)
 				require.Equal(t, test.want, got)
 			})

@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"hash/maphash"
 	"sync"
 	"sync/atomic"
 )
@@ -13,19 +14,29 @@ import (
 // between, the session would send the event after that one first. So an event is
 // counted as soon as it is decided that it waits (pending), and rows are added and
 // removed under the lock that counts them.
+//
+// There may be a million such keys, so it has hashes of them. If two keys have the same, one
+// of them waits for the other.
 type parking struct {
 	passing bool        // RelayConfig.PassFailedKeys: no event waits behind another
 	busy    atomic.Bool // there are keys; saves the lock where there are none
 
-	mu   sync.Mutex
-	keys map[string]*parkedKey
+	mu    sync.Mutex
+	seed  maphash.Seed
+	keys  map[uint64]parkedKey
+	round int32 // of recount
 }
 
 // parkedKey counts what holds back a key. It is in the map only while a count is above
 // zero.
 type parkedKey struct {
-	rows    int // in outbox_failed
-	pending int // events whose rows will be written
+	rows    int32 // in outbox_failed
+	pending int32 // events whose rows will be written
+	counted int32 // the last round of recount that has found a row of it
+}
+
+func newParking(passing bool) *parking {
+	return &parking{passing: passing, seed: maphash.MakeSeed(), keys: map[uint64]parkedKey{}}
 }
 
 // mustWait reports whether an event has to wait behind others of its key. If so, the
@@ -33,58 +44,82 @@ type parkedKey struct {
 func (p *parking) mustWait(key string) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	k := p.keys[key]
-	if k == nil {
-		return false
+	hash := p.hash(key)
+	k, is := p.keys[hash]
+	if is {
+		k.pending++
+		p.keys[hash] = k
 	}
-	k.pending++
-	return true
+	return is
 }
 
-// reset starts again with the rows that outbox_failed holds; no event is pending.
-func (p *parking) reset(rows map[string]int) {
+// reset forgets all keys; no event is pending.
+func (p *parking) reset() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.keys = make(map[string]*parkedKey, len(rows))
-	for key, n := range rows {
-		p.keys[key] = &parkedKey{rows: n}
+	clear(p.keys)
+	p.busy.Store(false)
+}
+
+// recount replaces the counts of rows by those of outbox_failed, a page of keys at a time:
+// the relay has begun to lead, or an operator may have resolved some. Pending events stay
+// counted. Page returns the keys behind one, in their order, and none behind the last; it is
+// called under the lock with which rows are added and removed. A row that is added between
+// two pages may be counted twice, until the next round.
+func (p *parking) recount(page func(after string) ([]keyRows, error)) error {
+	p.round++
+	for after := ""; ; {
+		last, err := p.countPage(func() ([]keyRows, error) { return page(after) })
+		if err != nil {
+			return err
+		}
+		if last == "" {
+			break
+		}
+		after = last
 	}
-	p.busy.Store(len(p.keys) > 0)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for hash, k := range p.keys {
+		if k.counted != p.round {
+			k.rows = 0
+			p.put(hash, k)
+		}
+	}
+	return nil
+}
+
+// countPage returns the last key of a page, or "" if the page is empty.
+func (p *parking) countPage(page func() ([]keyRows, error)) (last string, err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	keys, err := page()
+	for _, found := range keys {
+		hash := p.hash(found.key)
+		k := p.keys[hash]
+		if k.counted != p.round {
+			k.rows, k.counted = 0, p.round
+		}
+		k.rows += int32(found.rows)
+		p.put(hash, k)
+		last = found.key
+	}
+	return last, err
 }
 
 // The caller of all other methods holds mu.
 
-// correct replaces the counts of rows by those of outbox_failed, because an operator may
-// have resolved some. Pending events stay counted.
-func (p *parking) correct(rows map[string]int) {
-	for key, n := range rows {
-		p.at(key).rows = n
-	}
-	for key, k := range p.keys {
-		if _, ok := rows[key]; !ok {
-			k.rows = 0
-			p.freeUnused(key)
-		}
-	}
-}
+func (p *parking) hash(key string) uint64 { return maphash.String(p.seed, key) }
 
-// at returns the counts of a key, which may be new.
-func (p *parking) at(key string) *parkedKey {
-	k := p.keys[key]
-	if k == nil {
-		k = &parkedKey{}
-		p.keys[key] = k
-		p.busy.Store(true)
+// put changes the counts of a key, and removes it if it has neither rows nor pending
+// events.
+func (p *parking) put(hash uint64, k parkedKey) {
+	if k.rows > 0 || k.pending > 0 {
+		p.keys[hash] = k
+	} else {
+		delete(p.keys, hash)
 	}
-	return k
-}
-
-// freeUnused removes a key that has neither rows nor pending events.
-func (p *parking) freeUnused(key string) {
-	if k := p.keys[key]; k != nil && k.rows <= 0 && k.pending <= 0 {
-		delete(p.keys, key)
-		p.busy.Store(len(p.keys) > 0)
-	}
+	p.busy.Store(len(p.keys) > 0)
 }
 
 // assign gives failures their final status: the first failure of a key without rows is
@@ -96,12 +131,12 @@ func (p *parking) assign(failures []failure) {
 	added := map[string]bool{}
 	for i := range failures {
 		f := &failures[i]
-		k := p.keys[f.key]
+		k := p.keys[p.hash(f.key)]
 		if f.status == StatusDead {
 			added[f.key] = added[f.key] || f.held
 			continue
 		}
-		switch head := !added[f.key] && (k == nil || k.rows <= 0); {
+		switch head := !added[f.key] && k.rows <= 0; {
 		case !head:
 			f.status = StatusParked
 		case f.status == StatusParked:
@@ -115,21 +150,23 @@ func (p *parking) assign(failures []failure) {
 // keys.
 func (p *parking) rowsWritten(failures []failure) {
 	for _, f := range failures {
-		k := p.at(f.key)
+		hash := p.hash(f.key)
+		k := p.keys[hash]
 		if f.status != StatusDead || f.held {
-			k.rows++
+			k.rows, k.counted = k.rows+1, p.round
 		}
 		if f.pending {
 			k.pending--
 		}
-		p.freeUnused(f.key)
+		p.put(hash, k)
 	}
 }
 
 // rowRemoved counts one row less.
 func (p *parking) rowRemoved(key string) {
-	if k := p.keys[key]; k != nil {
+	hash := p.hash(key)
+	if k, is := p.keys[hash]; is {
 		k.rows--
-		p.freeUnused(key)
+		p.put(hash, k)
 	}
 }

@@ -1,16 +1,42 @@
 package outbox
 
 import (
+	"errors"
+	"fmt"
+	"maps"
+	"runtime"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 )
 
+// parkingOf returns a parking that has found rows of keys.
+func parkingOf(t *testing.T, rows map[string]int) *parking {
+	t.Helper()
+	p := newParking(false)
+	recount(t, p, rows)
+	return p
+}
+
+// recount lets a parking find rows, in pages of one key.
+func recount(t *testing.T, p *parking, rows map[string]int) {
+	t.Helper()
+	names := slices.Sorted(maps.Keys(rows))
+	require.NoError(t, p.recount(func(after string) (keys []keyRows, err error) {
+		for _, name := range names {
+			if name > after {
+				return []keyRows{{name, rows[name]}}, nil
+			}
+		}
+		return nil, nil
+	}))
+}
+
 // Of each key one row is the head, the first, and has a time at which it is due.
 func TestParkingAssigns(t *testing.T) {
 	t.Parallel()
-	var p parking
-	p.reset(map[string]int{"old": 2})
+	p := parkingOf(t, map[string]int{"old": 2})
 	require.True(t, p.mustWait("old"))
 	require.False(t, p.mustWait("new"))
 	failures := []failure{
@@ -39,8 +65,7 @@ func TestParkingAssigns(t *testing.T) {
 // A dead event holds back the later ones of its key only if it is held.
 func TestParkingOfDeadEvents(t *testing.T) {
 	t.Parallel()
-	var p parking
-	p.reset(nil)
+	p := parkingOf(t, nil)
 	p.rowsWritten([]failure{{key: "dead", status: StatusDead}, {key: "held", status: StatusDead, held: true}})
 	require.False(t, p.mustWait("dead"))
 	require.True(t, p.mustWait("held"))
@@ -50,8 +75,7 @@ func TestParkingOfDeadEvents(t *testing.T) {
 // last row is gone.
 func TestParkingWaitsForWhatIsPending(t *testing.T) {
 	t.Parallel()
-	var p parking
-	p.reset(map[string]int{"key": 1})
+	p := parkingOf(t, map[string]int{"key": 1})
 	require.True(t, p.mustWait("key")) // v3 is on its way
 	p.rowRemoved("key")                // v2 was sent
 	require.True(t, p.mustWait("key"), "v4 would overtake v3")
@@ -69,10 +93,9 @@ func TestParkingWaitsForWhatIsPending(t *testing.T) {
 // Operators resolve rows without the relay's knowledge.
 func TestParkingIsCorrected(t *testing.T) {
 	t.Parallel()
-	var p parking
-	p.reset(map[string]int{"resolved": 3, "fewer": 3, "pending": 1})
+	p := parkingOf(t, map[string]int{"resolved": 3, "fewer": 3, "pending": 1})
 	require.True(t, p.mustWait("pending"))
-	p.correct(map[string]int{"fewer": 1, "revived": 1})
+	recount(t, p, map[string]int{"fewer": 1, "revived": 1})
 	require.False(t, p.mustWait("resolved"))
 	require.True(t, p.mustWait("pending"))
 	require.True(t, p.mustWait("fewer"))
@@ -82,9 +105,51 @@ func TestParkingIsCorrected(t *testing.T) {
 // With PassFailedKeys every failure has a time at which it is due.
 func TestParkingPasses(t *testing.T) {
 	t.Parallel()
-	p := parking{passing: true}
-	p.reset(map[string]int{"key": 1})
+	p := newParking(true)
 	failures := []failure{{key: "key", status: StatusFailed}, {key: "key", status: StatusWaiting}}
 	p.assign(failures)
 	require.Equal(t, []string{StatusFailed, StatusWaiting}, []string{failures[0].status, failures[1].status})
+}
+
+// A page that cannot be read frees no key.
+func TestParkingIsNotCorrectedByHalf(t *testing.T) {
+	t.Parallel()
+	p := parkingOf(t, map[string]int{"a": 1, "b": 1, "c": 1})
+	broken := errors.New("PostgreSQL does not answer")
+	err := p.recount(func(after string) ([]keyRows, error) {
+		if after == "" {
+			return []keyRows{{"a", 2}}, nil
+		}
+		return nil, broken
+	})
+	require.ErrorIs(t, err, broken)
+	require.Len(t, p.keys, 3)
+	recount(t, p, map[string]int{"b": 1})
+	require.Len(t, p.keys, 1)
+}
+
+// A million parked keys fit into little memory.
+func TestParkingOfManyKeys(t *testing.T) {
+	// Not parallel: it measures the heap.
+	const keys, pages = 1_000_000, 100
+	heap := func() uint64 {
+		var m runtime.MemStats
+		runtime.GC()
+		runtime.ReadMemStats(&m)
+		return m.HeapAlloc
+	}
+	before, n := heap(), 0
+	p := newParking(false)
+	require.NoError(t, p.recount(func(string) (page []keyRows, err error) {
+		for range min(keys-n, keys/pages) {
+			page = append(page, keyRows{fmt.Sprintf("order-events/customer-%032d", n), 1})
+			n++
+		}
+		return page, nil
+	}))
+	require.Len(t, p.keys, keys)
+	used := (int64(heap()) - int64(before)) >> 20
+	t.Logf("%d MiB", used)
+	require.Less(t, used, int64(64), "MiB")
+	require.True(t, p.mustWait(fmt.Sprintf("order-events/customer-%032d", 7)))
 }

@@ -193,12 +193,11 @@ func (r *retrier) reconcile() error {
 // correctParking corrects the counts of the parking, and reports whether a key has a
 // wrong head.
 func (r *retrier) correctParking(ctx context.Context) (wrong bool, err error) {
-	r.parked.mu.Lock()
-	defer r.parked.mu.Unlock()
-	keys, wrong, err := r.store.keys(ctx)
-	if err == nil {
-		r.parked.correct(keys)
-	}
+	err = r.parked.recount(func(after string) ([]keyRows, error) {
+		keys, wrongHere, err := r.store.keys(ctx, after)
+		wrong = wrong || wrongHere
+		return keys, err
+	})
 	return wrong, err
 }
 

@@ -33,7 +33,7 @@ type sessionParts struct {
 		renew(ctx context.Context, l *lease) error
 	}
 	failed interface {
-		keys(ctx context.Context) (keys map[string]int, wrong bool, err error)
+		keys(ctx context.Context, after string) (keys []keyRows, wrong bool, err error)
 		places(ctx context.Context) ([]places.Bad, error)
 	}
 	deliverer interface {
@@ -150,7 +150,11 @@ func (s *session) load() error {
 		return err
 	}
 	return s.try(func(ctx context.Context) error {
-		keys, _, err := s.failed.keys(ctx)
+		s.parked.reset()
+		err := s.parked.recount(func(after string) ([]keyRows, error) {
+			keys, _, err := s.failed.keys(ctx, after)
+			return keys, err
+		})
 		if err != nil {
 			return err
 		}
@@ -158,7 +162,6 @@ func (s *session) load() error {
 		if err != nil {
 			return err
 		}
-		s.parked.reset(keys)
 		s.places.Load(bad)
 		return nil
 	})

@@ -156,7 +156,7 @@ func TestSessionParks(t *testing.T) {
 		f.plays, f.rows = []string{"xu"}, map[string]int{"orders/9": 2}
 		require.NoError(t, f.run())
 		require.Len(t, f.parked.keys, 3)
-		require.Equal(t, parkedKey{rows: 1}, *f.parked.keys["orders/1"])
+		require.Equal(t, parkedKey{rows: 1, counted: 1}, f.parked.keys[f.parked.hash("orders/1")])
 	})
 }
 
@@ -264,7 +264,7 @@ type fakeStore struct {
 	plays      []string
 	sent       []string // ids of the batches
 	failed     []string
-	parked     parking
+	parked     *parking
 	log        bytes.Buffer
 
 	lease *lease
@@ -277,7 +277,7 @@ var errDown = errors.New("connection refused")
 
 func newFakeStore(t *testing.T, events int, faults []string) *fakeStore {
 	until := time.Now().Add(time.Hour)
-	f := &fakeStore{t: t, events: events, faults: slices.Clone(faults), pos: position{cursorID: 1, base: seeing(0), epoch: 6}, lease: &lease{epoch: 7}}
+	f := &fakeStore{t: t, events: events, faults: slices.Clone(faults), pos: position{cursorID: 1, base: seeing(0), epoch: 6}, parked: newParking(false), lease: &lease{epoch: 7}}
 	f.lease.until.Store(&until)
 	return f
 }
@@ -296,7 +296,7 @@ func (f *fakeStore) session(held context.Context, cfg RelayConfig) *session {
 	log := slog.New(slog.NewTextHandler(&f.log, nil))
 	s := newSession(sessionParts{
 		leadership: leadership{lease: f.lease, held: held, lose: f.lose, statementTimeout: cfg.Lease},
-		cfg:        cfg, cursors: f, leases: f, failed: f, deliverer: f, parked: &f.parked, log: log, places: places.NewRegistry(outage.NewLogs(log)),
+		cfg:        cfg, cursors: f, leases: f, failed: f, deliverer: f, parked: f.parked, log: log, places: places.NewRegistry(outage.NewLogs(log)),
 		health: newHealthState(cfg, newBreaker(cfg.Breaker, func(_, _ BreakerState, _ float64) {})),
 		outage: outage.NewLog(log, "PostgreSQL"), wake: make(chan struct{}),
 		eventDied: func() {},
@@ -370,9 +370,15 @@ func (f *fakeStore) renew(context.Context, *lease) error {
 	return err
 }
 
-func (f *fakeStore) keys(context.Context) (map[string]int, bool, error) {
-	_, err := f.fault("keys")
-	return f.rows, false, err
+func (f *fakeStore) keys(_ context.Context, after string) (keys []keyRows, wrong bool, err error) {
+	if after != "" {
+		return nil, false, nil
+	}
+	_, err = f.fault("keys")
+	for key, n := range f.rows {
+		keys = append(keys, keyRows{key, n})
+	}
+	return keys, false, err
 }
 
 func (f *fakeStore) places(context.Context) ([]places.Bad, error) { return nil, nil }
