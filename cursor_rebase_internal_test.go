@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -225,4 +226,33 @@ func TestRebaseProvesTheLease(t *testing.T) {
 	require.ErrorIs(t, err, errLeaseLost)
 	require.Equal(t, before, d.count(t, "outbox_cursor"))
 	require.Equal(t, 3, d.count(t, "outbox WHERE xid::text::bigint > 1000000000"))
+}
+
+// Rows whose transaction id this cluster has not reached, which somebody brought here
+// although a constraint forbids it, are not sent again and again; nor are they removed.
+// Whoever begins to lead finds them, and each is sent once.
+func TestRowsOfTheFuture(t *testing.T) {
+	t.Parallel()
+	d, ctx := newCursorFixture(t), context.Background()
+	d.insert(t, 2)
+	_, _, p, err := d.arrive(t, "default")
+	require.NoError(t, err)
+	d.update(t, `UPDATE {schema}.outbox SET xid = '9000000000' WHERE id = 2`)
+	c, l := d.cursors, d.takeOver(t)
+	for want := range slices.Values([][]int64{{1}, nil, nil}) { // a relay that leads already
+		var events []envelope
+		p, events, _, err = c.open(ctx, l, p, 100)
+		require.NoError(t, err)
+		require.Equal(t, want, ids(events))
+		p.last, p.highest = 1, 1
+	}
+
+	c, l, _, err = d.arrive(t, "default")
+	require.ErrorIs(t, err, errOtherCluster)
+	unsent, err := c.rebase(ctx, l)
+	require.NoError(t, err)
+	require.EqualValues(t, 1, unsent)
+	require.Equal(t, []int64{2}, d.unsent(t, "default"))
+	d.insert(t, 1)
+	require.Equal(t, []int64{3}, d.unsent(t, "default"))
 }

@@ -16,6 +16,7 @@ var tableChecks = []check{
 	{"tables", []string{"tables.table", "tables.column", "tables.index", "tables.constraint", "tables.trigger"}, (*doctor).tables},
 	{"sequence", []string{"sequence.missing", "sequence.cache", "sequence.behind"}, (*doctor).sequence},
 	{"tables.vacuum", []string{"tables.autovacuum", "tables.bloat"}, (*doctor).vacuum},
+	{"tables.partitions", []string{"tables.partitions"}, (*doctor).partitions},
 	{"privileges", []string{"privileges.role", "privileges.relay", "privileges.writer", "privileges.consumer", "privileges.reader",
 		"privileges.operator"}, (*doctor).privileges},
 	{"relay", []string{"relay.none", "relay.leader", "relay.backlog", "failed.dead", "failed.held", "failed.parked",
@@ -259,6 +260,35 @@ func deref(n *int64) int64 {
 
 // quoteText writes a text as SQL does.
 func quoteText(text string) string { return "'" + strings.ReplaceAll(text, "'", "''") + "'" }
+
+const sqlLocks = `
+SELECT (SELECT count(*) FROM pg_inherits WHERE inhparent = to_regclass(format('%I.outbox', $1::text))),
+       current_setting('max_locks_per_transaction')::int, current_setting('max_connections')::int + current_setting('max_prepared_transactions')::int`
+
+// partitions checks that the server can lock them all.
+func (d *doctor) partitions(ctx context.Context) error {
+	var partitions, perTransaction, transactions int
+	err := d.e.db.QueryRow(ctx, sqlLocks, d.e.schemaName()).Scan(&partitions, &perTransaction, &transactions)
+	d.findings = append(d.findings, partitionFindings(partitions, perTransaction, transactions)...)
+	return err
+}
+
+// locksPerPartition is what the lock table of the server must have room for. A statement
+// over outbox locks each partition and its two indexes. A relay runs six at once, and
+// the table takes two holders of each lock: six times three halves.
+const locksPerPartition = 9
+
+func partitionFindings(partitions, perTransaction, transactions int) []finding {
+	need := locksPerPartition * partitions
+	if need <= perTransaction*transactions {
+		return nil
+	}
+	return []finding{{"tables.partitions", severityWarning, fmt.Sprintf("outbox has %s partitions, and the server is made for %s",
+		count(int64(partitions)), count(int64(perTransaction*transactions/locksPerPartition))),
+		"Each statement of a relay locks all partitions and their indexes. When the lock table is full, statements of all clients fail: out of shared memory.",
+		fmt.Sprintf("Raise max_locks_per_transaction to %d or more, and restart PostgreSQL. See why partitions do not go: a relay that does not run keeps them (outbox status).",
+			(need+transactions-1)/transactions)}}
+}
 
 // From on so many dead rows, and twice the live ones, a table is bloated.
 const bloatedRows = 100_000

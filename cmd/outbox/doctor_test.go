@@ -416,6 +416,24 @@ func TestDoctorOnSettings(t *testing.T) {
 	require.Len(t, connectionFindings(90, 100), 1)
 }
 
+// The lock table must have room for all partitions: on a server with PostgreSQL's own
+// settings for 711.
+func TestDoctorOnManyPartitions(t *testing.T) {
+	t.Parallel()
+	require.Empty(t, partitionFindings(0, 64, 100))
+	require.Empty(t, partitionFindings(711, 64, 100))
+	found := partitionFindings(712, 64, 100)
+	require.Len(t, found, 1)
+	require.Contains(t, found[0].What, "made for 711")
+	require.Contains(t, found[0].Do, "max_locks_per_transaction to 65 or more")
+	require.Empty(t, partitionFindings(712, 65, 100))
+
+	testenv.Direct(t)
+	d := newClinic(t)
+	require.NoError(t, outbox.Migrate(background, d.db, outbox.MigrateConfig{Schema: d.schema, PartitionRows: 10}))
+	require.Empty(t, d.findings(t, "--only", "tables.partitions"))
+}
+
 // A slot that nothing reads holds WAL.
 func TestDoctorOnSlots(t *testing.T) {
 	t.Parallel()
