@@ -2,6 +2,7 @@ package outbox_test
 
 import (
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
@@ -45,6 +46,43 @@ func TestMissingTopicDelaysNoRetry(t *testing.T) {
 	h.awaitStatuses(t, map[string]int{"waiting": 1000, "failed": 1})
 	h.setTopic(t, "max.message.bytes", "1000000")
 	requireArrivalWithin(t, 15*time.Second, reader, bad)
+}
+
+// When a topic is there, all that has waited for it is due at once, and sent in the order
+// of each key.
+func TestRecoveredTopicIsDrained(t *testing.T) {
+	t.Parallel()
+	h, _ := newPlacesFixture(t)
+	missing := h.missing(t)
+	testenv.Run(t, h.plainRelay(t, outbox.RelayConfig{RetryInterval: time.Second}).Run)
+	const keys, versions = 2000, 3
+	all := make([][]oracle.Event, keys)
+	for i := range all {
+		all[i] = numbered(fmt.Sprintf("key-%d", i), 1, versions)
+	}
+	for version := range versions {
+		var events []oracle.Event
+		for i := range all {
+			events = append(events, all[i][version])
+		}
+		missing.commit(t, events...)
+	}
+	h.awaitStatuses(t, map[string]int{"waiting": keys, "parked": keys * (versions - 1)})
+	testenv.CreateTopic(t, missing.brokers, missing.topic, 3)
+	began := time.Now()
+	there := missing.follow(t)
+	requireArrival(t, there, slices.Concat(all...)...)
+	t.Logf("drained after %v", time.Since(began))
+	require.Less(t, time.Since(began), 30*time.Second)
+	h.awaitStatuses(t, map[string]int{})
+	arrived, err := there.Arrived()
+	require.NoError(t, err)
+	require.Len(t, arrived, keys*versions, "each once")
+	last := map[string]int64{}
+	for _, e := range arrived {
+		require.Equal(t, last[e.Key]+1, e.Version, "%s", e.Key)
+		last[e.Key] = e.Version
+	}
 }
 
 // requireArrivalWithin is requireArrival with a deadline that is part of what is tested.

@@ -202,7 +202,8 @@ func (p *producer) handOver(stop, held, bounded, grace context.Context, acks *ac
 		if !acks.awaitRoom(stop, bounded, p.buffer, r) {
 			return n
 		}
-		r.Context = grace // the client looks at it before it writes a batch; the other ends requests in flight, too
+		// The client looks at this one before it writes a batch. The other ends requests in flight, too.
+		r.Context = grace //nolint:fatcontext // each record has a context of its own
 		p.client.Produce(held, r, promise)
 	}
 	return n

@@ -206,7 +206,9 @@ func TestTopicWithoutReplicas(t *testing.T) {
 		s.requireArrival(t, s.commit(t, "on", 5))
 		require.Less(t, time.Since(began), time.Second, "others waited")
 	}
-	require.Eventually(t, func() bool { return s.countFailed(t, `status IN ('waiting', 'parked') AND retry_count = 0`) == len(lost) },
+	require.Eventually(t, func() bool {
+		return s.countFailed(t, `status IN ('waiting', 'parked') AND retry_count = 0`) == len(lost)
+	},
 		testenv.Patience, 10*time.Millisecond)
 	began = time.Now()
 	stop()

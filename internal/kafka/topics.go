@@ -102,7 +102,7 @@ func (t *Topics) Partition(name string, key []byte) Partition {
 		return Partition{name, Unassigned}
 	}
 	r := &kgo.Record{Topic: name, Key: key, Partition: Unassigned}
-	n := -1
+	var n int
 	if by, ok := known.partitioner.(kgo.TopicBackupPartitioner); ok {
 		n = by.PartitionByBackup(r, known.partitions, &emptyBackups{rest: known.partitions})
 	} else {
