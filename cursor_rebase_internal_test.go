@@ -63,6 +63,8 @@ func (d *cursorFixture) unsent(t *testing.T, relay string) (ids []int64) {
 	for first := true; first || p.window != ""; first = false {
 		if p.window != "" {
 			ids = append(ids, remaining(t, c, p)...)
+			p.last = slices.Max(append(ids, p.last))
+			p.highest = max(p.highest, p.last)
 		}
 		var events []envelope
 		p, events, _, err = c.open(ctx, l, p, 100)

@@ -67,7 +67,9 @@ func (p *parking) reset() {
 // called under the lock with which rows are added and removed. A row that is added between
 // two pages may be counted twice, until the next round.
 func (p *parking) recount(page func(after string) ([]keyRows, error)) error {
+	p.mu.Lock()
 	p.round++
+	p.mu.Unlock()
 	for after := ""; ; {
 		last, err := p.countPage(func() ([]keyRows, error) { return page(after) })
 		if err != nil {
