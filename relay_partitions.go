@@ -70,7 +70,7 @@ func (c *cleaner) walks(partitions []idRange) []*walk {
 	}
 	add(idRange{end: partitions[0].first})
 	for _, p := range partitions {
-		if p.large {
+		if p.large || p.kept {
 			add(p)
 		}
 	}
@@ -80,16 +80,18 @@ func (c *cleaner) walks(partitions []idRange) []*walk {
 
 // removeFrom removes a batch of published rows of one partition.
 func (c *cleaner) removeFrom(p idRange, after int64) (step, error) {
-	ctx, cancel := c.withStatementTimeout()
-	defer cancel()
-	s, err := c.store.publishedIn(ctx, c.proof(), max(after, p.first-1), p.end)
+	after = max(after, max(p.first, 1)-1) // the first partition has no lower bound
+	s, err := c.removeBatch(after, p.end, func(ctx context.Context) (step, error) {
+		return c.store.publishedIn(ctx, c.proof(), after, p.end)
+	})
 	if err == nil && !s.more && p.name == "" {
 		c.reportLagging(s.lagging)
 	}
 	return s, err
 }
 
-// dropOld drops partitions in the order of ids, up to the first that must stay. If the
+// dropOld drops partitions in the order of ids, up to the first that must stay because it
+// is young; one of which a row is kept holds up no others. If the
 // lock on outbox is not available, the other partitions are emptied only, and the next
 // run drops them.
 func (c *cleaner) dropOld(ctx context.Context, partitions []idRange) (int64, error) {
@@ -97,6 +99,9 @@ func (c *cleaner) dropOld(ctx context.Context, partitions []idRange) (int64, err
 	for _, p := range partitions {
 		if stopped := ctx.Err() != nil || c.held.Err() != nil; stopped || !p.closed {
 			break
+		}
+		if p.kept {
+			continue
 		}
 		reviewed, err := c.reviewed(p)
 		if err != nil || !reviewed {
@@ -135,10 +140,12 @@ func (c *cleaner) reviewed(p idRange) (bool, error) {
 	return true, nil
 }
 
-func (c *cleaner) reviewBatch() (bool, error) {
-	ctx, cancel := c.withStatementTimeout()
-	defer cancel()
-	return c.store.reviewBatch(ctx, c.proof(), c.review)
+func (c *cleaner) reviewBatch() (ok bool, err error) {
+	_, err = c.removeBatch(c.review.after, c.review.end, func(ctx context.Context) (step, error) {
+		ok, err = c.store.reviewBatch(ctx, c.proof(), c.review)
+		return step{}, err
+	})
+	return ok, err
 }
 
 // drop removes the partition that was reviewed, or only its rows unless table is set; or

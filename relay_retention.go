@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"math"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/outage"
@@ -125,13 +126,46 @@ func (c *cleaner) pause(ctx context.Context, took time.Duration) bool {
 // Cancelling ctx does not end a batch; run ends it after cleanGrace.
 
 func (c *cleaner) removePublished(_ context.Context, after int64) (step, error) {
-	ctx, cancel := c.withStatementTimeout()
-	defer cancel()
-	s, err := c.store.published(ctx, c.proof(), after)
+	s, err := c.removeBatch(after, math.MaxInt64, func(ctx context.Context) (step, error) {
+		return c.store.published(ctx, c.proof(), after)
+	})
 	if err == nil && !s.more {
 		c.reportLagging(s.lagging)
 	}
 	return s, err
+}
+
+// removeBatch calls remove for rows of outbox above an id. If PostgreSQL cannot print one
+// for the archive, that row stays, and remove is called again for the others.
+func (c *cleaner) removeBatch(after, end int64, remove func(context.Context) (step, error)) (s step, err error) {
+	for {
+		ctx, cancel := c.withStatementTimeout()
+		s, err = remove(ctx)
+		cancel()
+		if c.cfg.Retention.Archive == nil || !cannotPrint(err) || !c.keepUnprintable(after, end) {
+			return s, err
+		}
+	}
+}
+
+// keepUnprintable finds the first row of a batch that PostgreSQL cannot print and keeps it
+// from the archive. It returns false if there is none, or if it finds out nothing.
+func (c *cleaner) keepUnprintable(after, end int64) bool {
+	ctx, cancel := c.withStatementTimeout()
+	last, cause := c.store.lastPrintable(ctx, after, end)
+	cancel()
+	if !cannotPrint(cause) || c.held.Err() != nil {
+		return false
+	}
+	ctx, cancel = c.withStatementTimeout()
+	defer cancel()
+	id, err := c.store.keepNext(ctx, last, end)
+	if err != nil {
+		return false
+	}
+	c.log.Error("outbox: an event cannot be archived, because PostgreSQL cannot print it, so its row of outbox stays; "+
+		"it is tried again when another process leads", "id", id, "error", cause)
+	return true
 }
 
 func (c *cleaner) removeCursors(_ context.Context, after int64) (step, error) {

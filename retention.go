@@ -217,14 +217,18 @@ type retention struct {
 	// runs it here.
 	callback func(ctx context.Context, transaction func() error) error
 
-	sqlPublished, sqlArchived, sqlCursors, sqlResolved, sqlHandled, sqlAudited, sqlProof string
+	// unreadable are rows that cannot be archived, and stay until the process ends. Never nil,
+	// which would be NULL.
+	unreadable []int64
+
+	sqlPublished, sqlArchived, sqlCursors, sqlResolved, sqlHandled, sqlAudited, sqlProof, sqlPrint, sqlNextRow string
 
 	partitions
 }
 
 func newRetention(db *pgxpool.Pool, schema string, cfg RetentionConfig) *retention {
 	return &retention{
-		db: db, cfg: cfg,
+		db: db, cfg: cfg, unreadable: []int64{},
 		sqlPublished: pg.InSchema(sqlCleanPublished, schema),
 		sqlArchived:  pg.InSchema(sqlCleanArchived, schema),
 		sqlCursors:   pg.InSchema(sqlCleanCursors, schema),
@@ -232,6 +236,8 @@ func newRetention(db *pgxpool.Pool, schema string, cfg RetentionConfig) *retenti
 		sqlHandled:   pg.InSchema(sqlCleanHandled, schema),
 		sqlAudited:   pg.InSchema(sqlCleanAudited, schema),
 		sqlProof:     pg.InSchema(sqlRebaseProof, schema),
+		sqlPrint:     pg.InSchema(sqlPrint, schema),
+		sqlNextRow:   pg.InSchema(sqlNextRow, schema),
 		partitions:   newPartitions(schema),
 	}
 }
@@ -293,6 +299,10 @@ type proof struct {
 // relays and their newest rows are found one by one; with "relay = name" the planner might
 // read the history of all relays. Rows are deleted by ctid, because to the planner any
 // index of an empty table looks as good as any other.
+//
+// A row of which a failed event of class unreadableRow tells stays until the event is
+// resolved, or has a payload: its payload is nowhere else. $5 are rows that cannot be
+// archived; $6 bounds the bytes of a batch.
 const publishedRows = tables.NewestCursors + `, ceiling AS MATERIALIZED (
     SELECT min(s.highest_id) AS id
       FROM positions AS s, pg_control_system() AS here
@@ -300,18 +310,24 @@ const publishedRows = tables.NewestCursors + `, ceiling AS MATERIALIZED (
                     AND pg_snapshot_xmax(coalesce(s.window_snapshot, s.snapshot)) <= pg_snapshot_xmax(pg_current_snapshot()))
        AND coalesce((SELECT xid FROM {schema}.outbox ORDER BY xid DESC, id DESC LIMIT 1) < pg_snapshot_xmax(pg_current_snapshot()), true)
 ), looked AS MATERIALIZED (
-    SELECT tableoid AS part, ctid AS place, id, xid, created_at < now() - $3::interval AS old
-      FROM {schema}.outbox WHERE id > $1 AND id < $4`
+    SELECT part, place, id, xid, old FROM (
+        SELECT tableoid AS part, ctid AS place, id, xid, created_at < now() - $3::interval AS old, sum(size) OVER (ORDER BY id) - size AS bytes
+          FROM {schema}.outbox WHERE id > $1 AND id < $4`
 
 // belowCeiling is the upper bound for statements that delete.
 const belowCeiling = ` AND id <= (SELECT id FROM ceiling)`
 
-const publishedAmong = ` ORDER BY id LIMIT $2
+const publishedAmong = ` ORDER BY id LIMIT $2) AS o
+     WHERE bytes < $6::bigint
 ), published AS MATERIALIZED (
     SELECT o.part, o.place, o.id FROM looked AS o
      WHERE o.old AND (SELECT id FROM ceiling) IS NOT NULL AND NOT EXISTS (
            SELECT FROM positions AS s
             WHERE NOT ` + tables.Attempted + `)
+       AND o.id <> ALL ($5::bigint[])
+       AND o.id NOT IN (
+           SELECT outbox_id FROM {schema}.outbox_failed
+            WHERE error_class = 'unreadable_row' AND status <> 'resolved' AND outbox_id > $1 AND outbox_id <= (SELECT max(id) FROM looked))
 ), gone AS (`
 
 const deletePublished = `
@@ -341,6 +357,10 @@ const archivedColumns = `, g.id, g.event_id::text, g.event_type, g.source, g.agg
   FROM (VALUES (1)) AS head LEFT JOIN gone AS g ON true
  ORDER BY g.id`
 
+// maxArchiveBytes bounds the events that an Archive gets at once, as their rows say; one
+// event may be larger.
+const maxArchiveBytes = 16 << 20
+
 // published removes rows of outbox above an id.
 func (r *retention) published(ctx context.Context, l *proof, after int64) (step, error) {
 	return r.publishedBy(ctx, l, r.sqlPublished, r.sqlArchived, after, math.MaxInt64)
@@ -353,9 +373,13 @@ func (r *retention) publishedBy(ctx context.Context, l *proof, plain, archived s
 	if r.cfg.Archive != nil {
 		sql = archived
 	}
+	limit, bytes := r.cfg.BatchSize, int64(math.MaxInt64)
+	if r.cfg.Archive != nil {
+		bytes = maxArchiveBytes
+	}
 	remove := func(db beginner) (s step, err error) {
 		err = r.transact(ctx, db, l, func(tx pgx.Tx) (int64, error) {
-			rows, err := tx.Query(ctx, sql, after, r.cfg.BatchSize, r.cfg.PublishedFor, end)
+			rows, err := tx.Query(ctx, sql, after, limit, r.cfg.PublishedFor, end, r.unreadable, bytes)
 			if err != nil {
 				return 0, err
 			}
@@ -373,12 +397,53 @@ func (r *retention) publishedBy(ctx context.Context, l *proof, plain, archived s
 		})
 		return s, err
 	}
-	if r.cfg.Archive == nil || r.callback == nil {
-		s, err := remove(r.db)
-		return s, wrapClean("outbox", err)
+	for {
+		var s step
+		var err error
+		if r.cfg.Archive == nil || r.callback == nil {
+			s, err = remove(r.db)
+		} else {
+			s, err = r.removeApart(ctx, remove)
+		}
+		if !errors.Is(err, errTooMuch) {
+			return s, wrapClean("outbox", err)
+		}
+		limit = max(1, limit/8)
 	}
-	s, err := r.removeApart(ctx, remove)
-	return s, wrapClean("outbox", err)
+}
+
+// sqlPrint prints the rows of a batch in the order of their ids, and returns the ids of
+// those that it could print.
+const sqlPrint = `
+SELECT o.id
+  FROM (SELECT * FROM {schema}.outbox WHERE id > $1 AND id < $2 AND id <> ALL ($3::bigint[]) ORDER BY id LIMIT $4) AS o
+ WHERE coalesce(octet_length(payload::text), 0) + coalesce(octet_length(headers::text), 0) >= 0`
+
+const sqlNextRow = `SELECT id FROM {schema}.outbox WHERE id > $1 AND id < $2 AND id <> ALL ($3::bigint[]) ORDER BY id LIMIT 1`
+
+// lastPrintable returns the last row of a batch in front of the first that cannot be
+// printed, and why that one cannot; nil if all can.
+func (r *retention) lastPrintable(ctx context.Context, after, end int64) (last int64, err error) {
+	last = after
+	err = pg.Query(ctx, r.db, sqlCleanSettings, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&last}, func() error { return nil })
+		return err
+	}, r.sqlPrint, after, end, r.unreadable, r.cfg.BatchSize)
+	return last, err
+}
+
+// keepNext keeps the first row above an id from the next batches.
+func (r *retention) keepNext(ctx context.Context, after, end int64) (id int64, err error) {
+	if err := r.db.QueryRow(ctx, r.sqlNextRow, after, end, r.unreadable).Scan(&id); err != nil {
+		return 0, err
+	}
+	r.unreadable = append(r.unreadable, id)
+	return id, nil
+}
+
+// cannotPrint reports whether PostgreSQL could not print rows, or not in time.
+func cannotPrint(err error) bool {
+	return pg.IsUnreadable(err) || pg.IsCancelled(err) || errors.Is(err, context.DeadlineExceeded)
 }
 
 // removeApart calls remove through callback. An archive that does not return keeps its
@@ -415,6 +480,7 @@ func (r *retention) readStep(rows pgx.Rows, extra ...any) (s step, events []Arch
 	var last, young pgtype.Int8
 	head := append([]any{&s.looked, &last, &young, &youngs}, extra...)
 	head = append(head, &s.removed)
+	archive, bytes := false, 0
 	for rows.Next() {
 		var e ArchivedEvent
 		raw, dst := rows.RawValues(), slices.Clone(head)
@@ -429,12 +495,17 @@ func (r *retention) readStep(rows pgx.Rows, extra ...any) (s step, events []Arch
 		if err := rows.Scan(dst...); err != nil {
 			return s, nil, err
 		}
+		archive = len(dst) > len(head)
+		if bytes += len(e.Payload) + len(e.Headers); bytes > 2*maxArchiveBytes && len(events) > 0 {
+			return s, events, errTooMuch
+		}
 		if e.OutboxID > 0 {
 			events = append(events, e)
 		}
 	}
 	s.last, s.young = last.Int64, young.Int64
-	s.more = s.looked == int64(r.cfg.BatchSize) && youngs < s.looked
+	s.full = s.looked == int64(r.cfg.BatchSize) || archive && s.looked > 0 // maxArchiveBytes may have ended it
+	s.more = s.full && youngs < s.looked
 	return s, events, rows.Err()
 }
 

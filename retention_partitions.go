@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -38,11 +39,12 @@ type idRange struct {
 	first, end int64
 	closed     bool // all its ids have been drawn
 	large      bool // its rows are removed one by one
+	kept       bool // so are its rows, because one of them must stay
 }
 
 // partitions holds the statements for a partitioned table.
 type partitions struct {
-	sqlPartitioned, sqlPartitions, sqlMakePartitions, sqlDropPartition, sqlReviewed string
+	sqlPartitioned, sqlPartitions, sqlKeptPartitions, sqlMakePartitions, sqlDropPartition, sqlReviewed string
 
 	sqlPart, sqlPartArchived, sqlReview, sqlReviewArchived string
 }
@@ -51,6 +53,7 @@ func newPartitions(schema string) partitions {
 	return partitions{
 		sqlPartitioned:    pg.InSchema(sqlPartitioned, schema),
 		sqlPartitions:     pg.InSchema(sqlPartitions, schema),
+		sqlKeptPartitions: pg.InSchema(sqlKeptPartitions, schema),
 		sqlMakePartitions: pg.InSchema(sqlMakePartitions, schema),
 		sqlDropPartition:  pg.InSchema(sqlDropPartition, schema),
 		sqlReviewed:       pg.InSchema(sqlReviewed, schema),
@@ -83,7 +86,36 @@ func (r *retention) list(ctx context.Context) ([]idRange, error) {
 		err = row.Scan(&p.name, &p.first, &p.end, &p.closed, &p.large)
 		return p, err
 	})
+	if err == nil {
+		err = r.markKept(ctx, all)
+	}
 	return all, wrapClean("outbox", err)
+}
+
+// sqlKeptPartitions returns the ranges of ids that have rows which retention keeps.
+const sqlKeptPartitions = `
+SELECT p.n - 1
+  FROM unnest($1::bigint[], $2::bigint[]) WITH ORDINALITY AS p (first, behind, n)
+ WHERE EXISTS (
+       SELECT FROM {schema}.outbox_failed AS f
+        WHERE f.error_class = 'unreadable_row' AND f.status <> 'resolved' AND f.outbox_id >= p.first AND f.outbox_id < p.behind
+          AND EXISTS (SELECT FROM {schema}.outbox AS o WHERE o.id BETWEEN f.outbox_id AND f.outbox_id))`
+
+// markKept finds the partitions that cannot be dropped, because a row of theirs is kept.
+func (r *retention) markKept(ctx context.Context, all []idRange) error {
+	first, end := make([]int64, len(all)), make([]int64, len(all))
+	for i, p := range all {
+		first[i], end[i] = p.first, p.end
+		all[i].kept = slices.ContainsFunc(r.unreadable, func(id int64) bool { return p.first <= id && id < p.end })
+	}
+	return pg.Query(ctx, r.db, sqlCleanSettings, func(rows pgx.Rows) error {
+		var n int
+		_, err := pgx.ForEachRow(rows, []any{&n}, func() error {
+			all[n].kept = true
+			return nil
+		})
+		return err
+	}, r.sqlKeptPartitions, first, end)
 }
 
 const sqlMakePartitions = `SELECT {schema}.outbox_make_partitions()`
@@ -178,7 +210,7 @@ func (r *retention) reviewBatch(ctx context.Context, l *proof, v *review) (ok bo
 		return false, err
 	}
 	v.after, v.rows = max(v.after, s.last), v.rows+s.looked
-	v.done = s.looked < int64(r.cfg.BatchSize)
+	v.done = !s.full
 	return true, nil
 }
 

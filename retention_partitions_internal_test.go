@@ -499,10 +499,10 @@ func TestCleaningOverPartitions(t *testing.T) {
 		do(tx)
 	}
 	statements := map[string]string{"part": r.sqlPart, "part_archived": r.sqlPartArchived, "review": r.sqlReview, "review_archived": r.sqlReviewArchived}
-	args := fmt.Sprintf(`(%d, %d, '7 days', %d)`, ids/2, batch, ids)
+	args := fmt.Sprintf(`(%d, %d, '7 days', %d, '{}', 1000000000)`, ids/2, batch, ids)
 	inTx("force_generic_plan", func(tx pgx.Tx) {
 		for name, sql := range statements {
-			_, err := tx.Exec(ctx, "PREPARE "+name+" (bigint, bigint, interval, bigint) AS "+sql)
+			_, err := tx.Exec(ctx, "PREPARE "+name+" (bigint, bigint, interval, bigint, bigint[], bigint) AS "+sql)
 			require.NoError(t, err)
 			_, err = tx.Exec(ctx, "EXECUTE "+name+args)
 			require.NoError(t, err)

@@ -29,6 +29,7 @@ type step struct {
 	last    int64 // highest id among them
 	young   int64 // lowest id of a row that is too young; 0: there was none
 	removed int64
+	full    bool   // there may be more rows behind last
 	more    bool   // there may be more to do
 	lagging string // relay that has not published rows that are old enough to go
 }
