@@ -14,6 +14,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 var (
@@ -133,6 +134,10 @@ RETURNING epoch`
 const sqlDurable = `
 SELECT set_config('synchronous_commit', 'local', true) WHERE current_setting('synchronous_commit') = 'off'`
 
+// takeGrace is how long a relay that is told to stop waits for the statement that takes
+// the lease.
+const takeGrace = time.Second
+
 // acquire takes the lease, or returns errHeld.
 func (s *leases) acquire(ctx context.Context) (*lease, error) {
 	var taken bool
@@ -142,9 +147,13 @@ func (s *leases) acquire(ctx context.Context) (*lease, error) {
 	if taken {
 		return nil, errHeld
 	}
+	// If the relay is told to stop now, it waits for the answer: PostgreSQL may have given
+	// it the lease, and a standby would have to wait until that expires.
+	taking, cancel := wait.Grace(ctx, takeGrace)
+	defer cancel()
 	l := &lease{holder: s.holder}
 	until := time.Now().Add(s.duration)
-	err := pg.Query(ctx, s.db, sqlDurable, func(rows pgx.Rows) (err error) {
+	err := pg.Query(taking, s.db, sqlDurable, func(rows pgx.Rows) (err error) {
 		l.epoch, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int64])
 		return err
 	}, s.take, s.relay, s.holder, s.duration)
