@@ -138,10 +138,19 @@ func (s *stopsSite) stopOnce(t *testing.T, p stopStep) time.Duration {
 		require.Fail(t, "Run does not return")
 	}
 	took := time.Since(cancelled)
+	s.requireReleased(t)
 	if took > stopLimit {
 		t.Errorf("Run was back after %v, stopped after %s", took, p)
 	}
 	return took
+}
+
+// requireReleased requires that nobody has to wait until a lease expires.
+func (s *stopsSite) requireReleased(t *testing.T) {
+	t.Helper()
+	var held bool
+	require.NoError(t, s.db.QueryRow(s.ctx, `SELECT EXISTS (SELECT FROM outbox_lease WHERE expires_at > clock_timestamp())`).Scan(&held))
+	require.False(t, held, "a relay has stopped, and its lease is held")
 }
 
 // stoppable returns a relay whose client has the options of franz-go's own.
@@ -165,6 +174,7 @@ func (s *stopsSite) drain(t *testing.T, v *stopsResult) {
 	for missing > 0 && time.Since(progress) < testenv.Patience {
 		if now := s.missing(committed); now < missing {
 			missing, progress = now, time.Now()
+			t.Logf("%d of %d events are missing", missing, len(committed))
 		}
 		s.sleep(t, 200*time.Millisecond)
 	}
