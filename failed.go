@@ -124,46 +124,115 @@ func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedSt
 	}
 }
 
-// sqlFailedKeys counts the rows that hold back their keys, of $3 keys behind $2, and finds
-// the keys for sqlFailedPromote. The first condition on status is the one of
-// idx_outbox_failed_parking, which the planner does not find in the second.
+// sqlFailedKeys counts the rows that hold back their keys, and looks for the keys of
+// sqlFailedPromote: their rows that are not dead, and their heads. It reads a page of rows
+// by an index, so a key may begin on a page and end on a later one. Two rows have the same
+// outbox_id if ids were given out twice.
 const sqlFailedKeys = `
-SELECT parking_key, count(*), NOT bool_or(status = 'dead') AND ` + wrongHead + `
-  FROM {schema}.outbox_failed
- WHERE relay = $1::text AND parking_key > $2::text
-   AND status IN ('waiting', 'failed', 'parked', 'dead') AND (status <> 'dead' OR held)
- GROUP BY relay, parking_key ORDER BY relay, parking_key LIMIT $3::int`
-
-// maxKeys is how many keys are read at once.
-const maxKeys = 10_000
+WITH page AS MATERIALIZED (
+    SELECT parking_key, outbox_id, id, status, held FROM {schema}.outbox_failed
+     WHERE relay = $1::text AND status IN ('waiting', 'failed', 'parked', 'dead')
+       AND (parking_key, outbox_id, id) > ($2::text, $3::bigint, $4::bigint)
+     ORDER BY parking_key, outbox_id, id LIMIT $5
+)
+SELECT parking_key, count(*) FILTER (WHERE status <> 'dead' OR held), bool_or(status = 'dead' AND held),
+       coalesce(min(outbox_id) FILTER (WHERE status <> 'dead'), 0),
+       count(*) FILTER (WHERE status IN ('waiting', 'failed')),
+       coalesce(min(outbox_id) FILTER (WHERE status IN ('waiting', 'failed')), 0),
+       coalesce((SELECT outbox_id FROM page OFFSET $5::bigint - 1), 0), coalesce((SELECT id FROM page OFFSET $5::bigint - 1), 0)
+  FROM page GROUP BY parking_key ORDER BY parking_key`
 
 // wrongHead is true for the rows of a key that has no head, several heads, or a head
 // that is not the first row.
 const wrongHead = `array_agg(outbox_id) FILTER (WHERE status IN ('waiting', 'failed'))
            IS DISTINCT FROM ARRAY[min(outbox_id) FILTER (WHERE status <> 'dead')]`
 
-// keyRows is how many rows hold back a key.
+// keyRows is how many rows of a page hold back a key.
 type keyRows struct {
 	key  string
 	rows int
 }
 
-// keys returns how many rows hold back each of the next keys behind one, and whether one of
-// them has a wrong head. It writes nothing.
-func (f *failedStore) keys(ctx context.Context, after string) (keys []keyRows, wrong bool, err error) {
-	err = f.query(ctx, func(rows pgx.Rows) error {
-		var k keyRows
-		var wrongHere bool
-		_, err := pgx.ForEachRow(rows, []any{&k.key, &k.rows, &wrongHere}, func() error {
-			keys, wrong = append(keys, k), wrong || wrongHere
-			return nil
-		})
-		return err
-	}, f.sqlKeys, f.relay, after, maxKeys)
-	if err != nil {
-		return nil, false, fmt.Errorf("read parked keys: %w", err)
+// failedKey is what a page says about a key.
+type failedKey struct {
+	Key           string
+	Rows          int   // that hold it back
+	HeldDead      bool  // a dead row does
+	First         int64 // outbox_id of its first row that is not dead; 0: none
+	Heads         int
+	Head          int64 // outbox_id of the first of them; 0: none
+	EndID, EndRow int64 // outbox_id and id of the last row of the page, if the page is full
+}
+
+// join adds what a later page says.
+func (k *failedKey) join(next failedKey) {
+	if k.First == 0 {
+		k.First = next.First
 	}
-	return keys, wrong, nil
+	if k.Head == 0 {
+		k.Head = next.Head
+	}
+	k.Rows, k.HeldDead, k.Heads = k.Rows+next.Rows, k.HeldDead || next.HeldDead, k.Heads+next.Heads
+	k.EndID, k.EndRow = next.EndID, next.EndRow
+}
+
+// wrong reports whether a key that no dead event holds has no head, several heads, or a
+// head that is not the first row.
+func (k *failedKey) wrong() bool {
+	return k.Rows > 0 && !k.HeldDead && (k.Heads != 1 || k.Head != k.First)
+}
+
+// Of outbox_failed rows are read, not only an index, and there may be very many keys.
+const (
+	maxKeyRows = 10_000
+	minKeyRows = 100
+)
+
+// keys returns a function that returns the keys of the next rows, and none behind the last.
+// It writes nothing. Keys with a wrong head are added to wrong, unless that is nil.
+func (f *failedStore) keys(statement statementContext, wrong *[]string) func(after string) ([]keyRows, error) {
+	last, limit, more := failedKey{}, maxKeyRows, true
+	return func(string) (keys []keyRows, err error) {
+		var page []failedKey
+		for more {
+			page, err = f.keysPage(statement, last, limit)
+			if !pg.IsCancelled(err) || limit <= minKeyRows {
+				break
+			}
+			limit /= 2 // it took too long
+		}
+		if err != nil {
+			return nil, fmt.Errorf("read parked keys: %w", err)
+		}
+		more = len(page) > 0 && page[0].EndRow > 0
+		for _, k := range append(page, failedKey{}) {
+			switch {
+			case k.Key == "" && more: // the last key may go on
+			case k.Key == last.Key:
+				last.join(k)
+			default:
+				if wrong != nil && last.wrong() {
+					*wrong = append(*wrong, last.Key)
+				}
+				last = k
+			}
+			if k.Key != "" {
+				keys = append(keys, keyRows{k.Key, k.Rows})
+			}
+		}
+		return keys, nil
+	}
+}
+
+// keysPage reads the rows behind a page.
+func (f *failedStore) keysPage(statement statementContext, after failedKey, limit int) (page []failedKey, err error) {
+	ctx, cancel := statement()
+	defer cancel()
+	err = f.query(ctx, func(rows pgx.Rows) (err error) {
+		page, err = pgx.CollectRows(rows, pgx.RowToStructByPos[failedKey])
+		return err
+	}, f.sqlKeys, f.relay, after.Key, after.EndID, after.EndRow, limit)
+	return page, err
 }
 
 // sqlFailedPromote makes the first row of each key its head, where the key has another
@@ -177,7 +246,7 @@ WITH keys AS MATERIALIZED (
     SELECT min(outbox_id) FILTER (WHERE status <> 'dead') AS first,
            array_agg(outbox_id) FILTER (WHERE status IN ('waiting', 'failed')) AS heads
       FROM {schema}.outbox_failed
-     WHERE relay = $1::text AND status IN ('waiting', 'failed', 'parked', 'dead')
+     WHERE relay = $1::text AND parking_key = ANY ($4::text[]) AND status IN ('waiting', 'failed', 'parked', 'dead')
      GROUP BY parking_key
     HAVING NOT bool_or(status = 'dead' AND held) AND ` + wrongHead + `
 ), wrong AS MATERIALIZED (
@@ -189,11 +258,19 @@ UPDATE {schema}.outbox_failed AS f
  WHERE f.relay = $1::text AND f.outbox_id = wrong.outbox_id AND f.status IN ('waiting', 'failed', 'parked')
    AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)`
 
-// promote makes the first row of every key its head. No head may be on its way to Kafka
-// meanwhile.
-func (f *failedStore) promote(ctx context.Context, l *lease) error {
-	if _, err := f.db.Exec(ctx, f.sqlPromote, f.relay, l.holder, l.epoch); err != nil {
-		return fmt.Errorf("promote parked events: %w", err)
+// maxPromoted bounds the keys of a statement.
+const maxPromoted = 500
+
+// promote makes the first row of each of these keys its head. No head may be on its way to
+// Kafka meanwhile.
+func (f *failedStore) promote(statement statementContext, l *lease, keys []string) error {
+	for some := range slices.Chunk(keys, maxPromoted) {
+		ctx, cancel := statement()
+		_, err := f.db.Exec(ctx, f.sqlPromote, f.relay, l.holder, l.epoch, some)
+		cancel()
+		if err != nil {
+			return fmt.Errorf("promote parked events: %w", err)
+		}
 	}
 	return nil
 }

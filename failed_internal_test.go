@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/pg"
@@ -56,7 +57,7 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 		name, sql, args, settings string
 		most                      int // buffers
 	}{
-		{"keys", "(text, text, int) AS " + failed.sqlKeys, "('default', 'b-events/key-1000', 10)", pg.PlannerSettings, 5 * 10 * parked / keys},
+		{"keys", "(text, text, bigint, bigint, bigint) AS " + failed.sqlKeys, "('default', 'b-events/key-1000', 0, 0, 300)", pg.PlannerSettings, 5 * 10 * parked / keys},
 		{"places", "(text) AS " + failed.sqlPlaces, "('default')", pg.PlannerSettings, 40},
 		{"due", "(text, text, bool, int) AS " + failed.sqlDue, fmt.Sprintf("('default', '', false, %d)", heads), pg.PlannerSettings, 2 * heads},
 		{"first", "(text, text[]) AS " + failed.sqlFirst, "('default', '{\"\", b-events, b-events/1}')", pg.PlannerSettings, 20},
@@ -67,7 +68,7 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 		{"read", "(bigint[], bool) AS " + failed.sqlRead, fmt.Sprintf("('{%s}', true)", strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ",")), pg.PlannerSettings, 4 * heads},
 		{"save_sent", saveArgs + failed.sqlSave, saved("resolved"), pg.PlannerSettings, 40 * heads},
 		{"save_rejected", saveArgs + failed.sqlSave, saved("failed"), pg.PlannerSettings, 40 * heads},
-		{"promote", "(text, text, bigint, bool) AS " + failed.sqlPromote, fmt.Sprintf("('default', '%s', %d, false)", l.holder, l.epoch), "SELECT", 2 * parked},
+		{"promote", "(text, text, bigint, text[]) AS " + failed.sqlPromote, fmt.Sprintf("('default', '%s', %d, '{b-events/key-7}')", l.holder, l.epoch), "SELECT", 2 * parked},
 	}
 	inTx := func(settings string, do func(pgx.Tx)) {
 		tx, err := conn.Begin(ctx)
@@ -185,6 +186,52 @@ func TestRetriesAreReadInParts(t *testing.T) {
 // unprintable is a text of which a few kilobytes are stored, and more than 1 GB would be
 // printed.
 var unprintable = "[" + strings.Repeat("1e131000,", 9000) + "1]"
+
+// Very many parked keys are read in pages, however the rows of a key lie on them, and are
+// found to have a wrong head whether it is on the page of the first row or not.
+func TestKeysInPages(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t) // a setting of the session
+	d := newCursorFixture(t)
+	l, err := d.leases.acquire(context.Background())
+	require.NoError(t, err)
+	const rows, keys = 3*maxKeyRows + 5, 4
+	d.exec(t, sqlInsertParked, rows, keys)
+	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE parking_key = 'b-events/key-1'`)
+	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'failed' WHERE outbox_id = (SELECT max(outbox_id) FROM {schema}.outbox_failed WHERE parking_key = 'b-events/key-2')`)
+	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'dead', held = true WHERE outbox_id = (SELECT min(outbox_id) FROM {schema}.outbox_failed WHERE parking_key = 'b-events/key-3')`)
+	want, got := map[string]int{}, map[string]int{}
+	all, err := d.db.Query(context.Background(), pg.InSchema(`SELECT parking_key, count(*) FROM {schema}.outbox_failed GROUP BY 1`, d.schema))
+	require.NoError(t, err)
+	var key string
+	var n int
+	_, err = pgx.ForEachRow(all, []any{&key, &n}, func() error { want[key] = n; return nil })
+	require.NoError(t, err)
+	require.Len(t, want, keys)
+
+	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["statement_timeout"] = "1s" })
+	failed := newFailedStore(db, d.schema, "default", false)
+	read := func() (wrong []string) {
+		clear(got)
+		page := failed.keys(statements, &wrong)
+		for {
+			keys, err := page("")
+			require.NoError(t, err)
+			if len(keys) == 0 {
+				return wrong
+			}
+			for _, k := range keys {
+				got[k.key] += k.rows
+			}
+		}
+	}
+	wrong := read()
+	require.Equal(t, want, got)
+	require.ElementsMatch(t, []string{"b-events/key-1", "b-events/key-2"}, wrong)
+	require.NoError(t, failed.promote(statements, l, wrong))
+	require.Empty(t, read())
+	require.Equal(t, want, got)
+}
 
 // What an operator resolves while it is on its way stays resolved, whatever Kafka
 // says of it.

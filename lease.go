@@ -62,6 +62,9 @@ func (l *leadership) newGroup() *contain.Group {
 	return contain.NewGroup(func(p *contain.Panic) { l.lose(p) })
 }
 
+// statementContext returns a context for one statement.
+type statementContext func() (context.Context, context.CancelFunc)
+
 // withStatementTimeout returns a context for one statement. Only a rebase does without:
 // it takes as long as it takes. A connection can go dead without any notice, and TCP
 // needs a quarter of an hour to find out. Meanwhile a leader would do nothing with the

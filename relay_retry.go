@@ -181,24 +181,14 @@ func (r *retrier) reconcile() error {
 	if r.cfg.PassFailedKeys {
 		return r.store.promoteAll(ctx, r.lease)
 	}
-	wrong, err := r.correctParking(ctx)
-	if err == nil && wrong {
-		err = r.store.promote(ctx, r.lease)
+	var wrong []string
+	err := r.parked.recount(r.store.keys(r.withStatementTimeout, &wrong))
+	if err == nil {
+		err = r.store.promote(r.withStatementTimeout, r.lease, wrong)
 	}
 	// Over very many rows this takes long, and new failures wait meanwhile.
 	r.reconcileAt = time.Now().Add(20 * time.Since(start))
 	return err
-}
-
-// correctParking corrects the counts of the parking, and reports whether a key has a
-// wrong head.
-func (r *retrier) correctParking(ctx context.Context) (wrong bool, err error) {
-	err = r.parked.recount(func(after string) ([]keyRows, error) {
-		keys, wrongHere, err := r.store.keys(ctx, after)
-		wrong = wrong || wrongHere
-		return keys, err
-	})
-	return wrong, err
 }
 
 // find returns the first of the events that a query finds, in their order: as many as

@@ -33,7 +33,7 @@ type sessionParts struct {
 		renew(ctx context.Context, l *lease) error
 	}
 	failed interface {
-		keys(ctx context.Context, after string) (keys []keyRows, wrong bool, err error)
+		keys(statement statementContext, wrong *[]string) func(after string) ([]keyRows, error)
 		places(ctx context.Context) ([]places.Bad, error)
 	}
 	deliverer interface {
@@ -151,10 +151,7 @@ func (s *session) load() error {
 	}
 	return s.try(func(ctx context.Context) error {
 		s.parked.reset()
-		err := s.parked.recount(func(after string) ([]keyRows, error) {
-			keys, _, err := s.failed.keys(ctx, after)
-			return keys, err
-		})
+		err := s.parked.recount(s.failed.keys(s.withStatementTimeout, nil))
 		if err != nil {
 			return err
 		}

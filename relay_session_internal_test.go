@@ -370,15 +370,17 @@ func (f *fakeStore) renew(context.Context, *lease) error {
 	return err
 }
 
-func (f *fakeStore) keys(_ context.Context, after string) (keys []keyRows, wrong bool, err error) {
-	if after != "" {
-		return nil, false, nil
+func (f *fakeStore) keys(statementContext, *[]string) func(after string) ([]keyRows, error) {
+	return func(after string) (keys []keyRows, err error) {
+		if after != "" {
+			return nil, nil
+		}
+		_, err = f.fault("keys")
+		for key, n := range f.rows {
+			keys = append(keys, keyRows{key, n})
+		}
+		return keys, err
 	}
-	_, err = f.fault("keys")
-	for key, n := range f.rows {
-		keys = append(keys, keyRows{key, n})
-	}
-	return keys, false, err
 }
 
 func (f *fakeStore) places(context.Context) ([]places.Bad, error) { return nil, nil }

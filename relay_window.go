@@ -44,9 +44,6 @@ const (
 	maxTooLong = 3
 )
 
-// statementContext returns a context for one statement.
-type statementContext func() (context.Context, context.CancelFunc)
-
 // fetched is the result of a fetch.
 type fetched struct {
 	events  []envelope
