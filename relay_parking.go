@@ -21,6 +21,8 @@ type parking struct {
 	passing bool        // RelayConfig.PassFailedKeys: no event waits behind another
 	busy    atomic.Bool // there are keys; saves the lock where there are none
 
+	counting sync.Mutex // held during a recount, and taken before mu: session and retrier recount
+
 	mu    sync.Mutex
 	seed  maphash.Seed
 	keys  map[uint64]parkedKey
@@ -67,6 +69,8 @@ func (p *parking) reset() {
 // called under the lock with which rows are added and removed. A row that is added between
 // two pages may be counted twice, until the next round.
 func (p *parking) recount(page func(after string) ([]keyRows, error)) error {
+	p.counting.Lock()
+	defer p.counting.Unlock()
 	p.mu.Lock()
 	p.round++
 	p.mu.Unlock()

@@ -7,6 +7,7 @@ import (
 	"runtime"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -152,4 +153,23 @@ func TestParkingOfManyKeys(t *testing.T) {
 	t.Logf("%d MiB", used)
 	require.Less(t, used, int64(64), "MiB")
 	require.True(t, p.mustWait(fmt.Sprintf("order-events/customer-%032d", 7)))
+}
+
+// The session counts all rows again when the cursor is not where it left it, while the
+// retrier counts them, too. A key that has rows is never free afterwards, whoever fails.
+func TestParkingIsCountedByTwo(t *testing.T) {
+	t.Parallel()
+	p, other := newParking(false), make(chan error)
+	fails := func(string) ([]keyRows, error) { return nil, errDown }
+	pages := 0
+	require.NoError(t, p.recount(func(string) ([]keyRows, error) {
+		if pages++; pages == 1 {
+			return []keyRows{{key: "orders/a", rows: 1}}, nil
+		}
+		go func() { other <- p.recount(fails) }()
+		time.Sleep(50 * time.Millisecond) // the other one begins, and waits
+		return nil, nil
+	}))
+	require.ErrorIs(t, <-other, errDown)
+	require.True(t, p.mustWait("orders/a"))
 }
