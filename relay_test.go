@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"log/slog"
 	"sync"
 	"testing"
@@ -137,11 +136,10 @@ func TestRunTwice(t *testing.T) {
 	reader := h.follow(t)
 	relay := h.relay(t, quick)
 	stop := testenv.Run(t, relay.Run)
-	require.Eventually(t, func() bool {
-		ctx, cancel := context.WithCancel(background)
-		cancel()
-		return errors.Is(relay.Run(ctx), outbox.ErrRunning)
-	}, testenv.Patience, time.Millisecond)
+	require.Eventually(t, func() bool { return relay.Health().Leading }, testenv.Patience, time.Millisecond)
+	ctx, cancel := context.WithCancel(background)
+	cancel()
+	require.ErrorIs(t, relay.Run(ctx), outbox.ErrRunning)
 	stop()
 	events := numbered("key", 1, 3)
 	h.commit(t, events...)
