@@ -582,24 +582,24 @@ WITH lease AS MATERIALIZED (
      WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE status <> 'resolved' OR $11::bool)) AND f.status <> 'resolved'
  RETURNING f.parking_key, f.status, f.held
 ), next_heads AS (
-    SELECT next_head.id
+    SELECT next_head.id, next_head.parking_key
       FROM (SELECT parking_key FROM gone
              UNION SELECT parking_key FROM kept WHERE status = 'resolved' OR status = 'dead' AND NOT held
             EXCEPT SELECT parking_key FROM kept WHERE status IN ('waiting', 'failed') OR status = 'dead' AND held) AS free
      CROSS JOIN LATERAL (
-           SELECT f.id FROM {schema}.outbox_failed AS f
+           SELECT f.id, f.parking_key FROM {schema}.outbox_failed AS f
             WHERE f.relay = $1::text AND f.parking_key >= free.parking_key AND f.parking_key <= free.parking_key
               AND f.status = 'parked' AND f.id NOT IN (SELECT id FROM v)
             ORDER BY f.relay, f.parking_key, f.outbox_id LIMIT 1) AS next_head
 ), promoted AS (
     UPDATE {schema}.outbox_failed AS f SET status = 'waiting', place = '', next_retry_at = now() WHERE f.id = ANY (ARRAY(SELECT id FROM next_heads))
 )
-SELECT count(*) FROM lease`
+SELECT count(*), ARRAY(SELECT parking_key FROM next_heads) FROM lease`
 
-// saveResults saves the results of retries. The caller holds the lock of the parking:
+// saveResults saves the results of retries, and returns the keys that got a new head. The caller holds the lock of the parking:
 // otherwise an event could be parked behind a head that is just being removed, and its
 // key would have no head until reconcile finds it.
-func (f *failedStore) saveResults(ctx context.Context, l *lease, results []retryResult, keep bool) error {
+func (f *failedStore) saveResults(ctx context.Context, l *lease, results []retryResult, keep bool) (promoted []string, err error) {
 	n := len(results)
 	rows, statuses, classes, errs := make([]int64, n), make([]string, n), make([]*string, n), make([]*string, n)
 	counts, waits, places := make([]int, n), make([]time.Duration, n), make([]string, n)
@@ -608,15 +608,15 @@ func (f *failedStore) saveResults(ctx context.Context, l *lease, results []retry
 		classes[i], errs[i] = causeOf(v.class, v.err)
 	}
 	var proven int
-	err := f.query(ctx, func(rows pgx.Rows) (err error) {
-		proven, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int])
+	err = f.query(ctx, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&proven, &promoted}, func() error { return nil })
 		return err
 	}, f.sqlSave, f.relay, l.holder, l.epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep, places)
 	if err != nil {
-		return fmt.Errorf("save retries: %w", err)
+		return nil, fmt.Errorf("save retries: %w", err)
 	}
 	if proven == 0 {
-		return errLeaseLost
+		return nil, errLeaseLost
 	}
-	return nil
+	return promoted, nil
 }

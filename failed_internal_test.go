@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -249,10 +250,50 @@ func TestFinishSkipsWhatIsResolved(t *testing.T) {
 		{row: 3, status: StatusResolved},
 	}
 	for _, keep := range []bool{true, false} {
-		require.NoError(t, failed.saveResults(ctx, l, results, keep))
+		_, err := failed.saveResults(ctx, l, results, keep)
+		require.NoError(t, err)
 		var n int
 		sql := pg.InSchema(`SELECT count(*) FROM {schema}.outbox_failed WHERE status = 'resolved' AND resolution = 'kim' AND retry_count = 0`, d.schema)
 		require.NoError(t, d.db.QueryRow(ctx, sql).Scan(&n))
 		require.Equal(t, 3, n)
+	}
+}
+
+// An operator retries a dead event, and it is sent before the parking has counted its row.
+// Later events of the key still wait behind the one that failed meanwhile.
+func TestRetriedDeadEventFreesNoKey(t *testing.T) {
+	t.Parallel()
+	for _, parkedBehind := range []bool{false, true} {
+		t.Run(fmt.Sprint("a row is parked behind: ", parkedBehind), func(t *testing.T) {
+			t.Parallel()
+			d, ctx := newCursorFixture(t), context.Background()
+			failed := newFailedStore(d.db, d.schema, "default", false)
+			l, err := d.leases.acquire(ctx)
+			require.NoError(t, err)
+			held, lose := context.WithCancelCause(ctx)
+			defer lose(nil)
+			leads := leadership{lease: l, held: held, lose: lose, statementTimeout: time.Minute}
+			const key = "b-events/key-0"
+			d.exec(t, sqlInsertParked, 3, 1)
+			d.exec(t, `UPDATE {schema}.outbox_failed SET status = CASE outbox_id WHEN 1 THEN 'dead' WHEN 2 THEN 'waiting' ELSE 'parked' END`)
+			if !parkedBehind {
+				d.exec(t, `DELETE FROM {schema}.outbox_failed WHERE outbox_id = 3`)
+			}
+			parked := newParking(false)
+			require.NoError(t, parked.recount(failed.keys(leads.withStatementTimeout, nil)))
+			d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE outbox_id = 1`) // the operator
+
+			r := newRetrier(retrierParts{leadership: leads, store: failed, parked: parked})
+			result := func(row int64, status string) retryResult {
+				return retryResult{event: &failedEvent{row: row, key: key}, row: row, status: status, err: ErrEmpty}
+			}
+			if parkedBehind {
+				require.NoError(t, r.save([]retryResult{result(2, StatusResolved)}))
+				require.NoError(t, r.save([]retryResult{result(1, StatusResolved)}))
+			} else {
+				require.NoError(t, r.save([]retryResult{result(1, StatusResolved), result(2, StatusFailed)}))
+			}
+			require.True(t, parked.mustWait(key), "a later event would overtake the row that is left")
+		})
 	}
 }

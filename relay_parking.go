@@ -176,3 +176,15 @@ func (p *parking) rowRemoved(key string) {
 		p.put(hash, k)
 	}
 }
+
+// rowsLeft keeps keys parked that still have rows. An operator may have retried a dead
+// event of such a key: if its row was sent before any recount, one too few are counted.
+func (p *parking) rowsLeft(keys []string) {
+	for _, key := range keys {
+		hash := p.hash(key)
+		if k := p.keys[hash]; k.rows <= 0 {
+			k.rows, k.counted = 1, p.round
+			p.put(hash, k)
+		}
+	}
+}

@@ -142,7 +142,7 @@ func (r *retrier) probeAll(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	r.forgetEmpty(waiting)
+	r.forgetEmpty(names, waiting)
 	if _, err = r.retry(ctx, events, r.deliverer.probe); errors.Is(err, errNotPermitted) {
 		return nil
 	}
@@ -153,10 +153,13 @@ func (r *retrier) probeAll(ctx context.Context) error {
 // the rows after it has found that the place is bad.
 const emptyAfter = 5 * time.Second
 
-// forgetEmpty forgets bad places for which nothing waits any more, given an event of each
-// other one.
-func (r *retrier) forgetEmpty(events []failedEvent) {
+// forgetEmpty forgets those of some bad places for which nothing waits any more, given an
+// event of each other one.
+func (r *retrier) forgetEmpty(names []string, events []failedEvent) {
 	for _, bad := range r.places.All() {
+		if !slices.Contains(names, bad.Name) { // nobody has looked
+			continue
+		}
 		waits := slices.ContainsFunc(events, func(e failedEvent) bool { return e.place == bad.Name })
 		if !waits && time.Since(bad.Since) > emptyAfter {
 			r.places.Forget(bad.Name)
@@ -317,14 +320,18 @@ func (r *retrier) save(results []retryResult) error {
 	defer r.parked.mu.Unlock()
 	ctx, cancel := r.withStatementTimeout()
 	defer cancel()
-	if err := r.store.saveResults(ctx, r.lease, results, r.cfg.KeepSent); err != nil {
+	left, err := r.store.saveResults(ctx, r.lease, results, r.cfg.KeepSent)
+	if err != nil {
 		return err
 	}
 	for _, result := range results {
 		if result.status == StatusResolved || result.status == StatusDead && !r.cfg.HoldDead {
 			r.parked.rowRemoved(result.event.key) // the row holds back nothing any more
+		} else {
+			left = append(left, result.event.key)
 		}
 	}
+	r.parked.rowsLeft(left)
 	return nil
 }
 

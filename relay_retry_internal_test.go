@@ -1,10 +1,15 @@
 package outbox
 
 import (
+	"log/slog"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/places"
 )
 
 // The waits before retries double, up to the longest, less up to a fifth: 1, 2, 4 … 300 s
@@ -37,4 +42,26 @@ func TestRetryDefaults(t *testing.T) {
 	require.Equal(t, 5*time.Second, cfg.RetryInterval)
 	require.Equal(t, 10, cfg.MaxRetries)
 	require.Equal(t, BreakerConfig{Window: 10, MinCalls: 5, FailureRate: 0.5, OpenFor: 30 * time.Second, Trials: 3}, cfg.Breaker)
+}
+
+// A bad place is forgotten if nothing waits for it, and if somebody has looked: what waits
+// for a place that another retrier has claimed was not asked for.
+func TestForgetEmptyPlaces(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r := newRetrier(retrierParts{places: places.NewRegistry(outage.NewLogs(slog.New(slog.DiscardHandler)))})
+		r.places.Load([]places.Bad{{Name: "claimed"}, {Name: "empty"}, {Name: "waiting"}})
+		looked, waiting := []string{"empty", "waiting"}, []failedEvent{{place: "waiting"}}
+		names := func() (names []string) {
+			for _, bad := range r.places.All() {
+				names = append(names, bad.Name)
+			}
+			return names
+		}
+		r.forgetEmpty(looked, waiting)
+		require.Len(t, names(), 3, "the session may be about to write a row")
+		time.Sleep(emptyAfter + 1)
+		r.forgetEmpty(looked, waiting)
+		require.Equal(t, []string{"claimed", "waiting"}, names())
+	})
 }
