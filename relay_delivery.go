@@ -203,12 +203,13 @@ func (d *delivery) run() error {
 	return nil
 }
 
-// beginSend decides whether events of bad places are tried. A session tries them while
-// the breaker is not closed: what looks like a bad place may be an outage of Kafka.
+// beginSend decides whether events of bad places are tried. While the breaker is open, a
+// session does not park them: what looks like a bad place may be an outage of Kafka. A
+// half-open breaker's trials are for other events: one that failed would open it again.
 func (d *delivery) beginSend() {
 	d.obstacle, d.sendBegan = noObstacle, time.Now()
 	d.accepted, d.failed = nil, nil
-	d.avoiding = !d.probing && d.places.Failing() && (!d.patient || d.breaker.state() == BreakerClosed)
+	d.avoiding = !d.probing && d.places.Failing() && (!d.patient || d.breaker.state() != BreakerOpen)
 	if d.avoiding {
 		d.sender.prepare(d.stop, d.places.Topics())
 	}

@@ -173,6 +173,27 @@ func TestDeliverAvoidsBadPlaces(t *testing.T) {
 	}
 }
 
+// Kafka has failed, and is back but for one place. The trials of the breaker would be spent
+// on its events, and no other event would get through as long as it is bad.
+func TestTrialsAreNotSpentOnBadPlaces(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newFakeSender(t, "ab:-+ c:+")
+		s.openBreaker()
+		time.Sleep(31 * time.Second)
+		require.Equal(t, BreakerHalfOpen, s.breaker.state())
+		deliver := func(batch string) string {
+			outcomes, err := s.deliverer(nil).deliver(t.Context(), t.Context(), envelopesOf(batch), newParking(false))
+			require.NoError(t, err)
+			return outcomeSymbols(outcomes)
+		}
+		require.Equal(t, "u+", deliver("ab"))
+		require.Equal(t, BreakerHalfOpen, s.breaker.state())
+		require.Equal(t, "ub+", deliver("aAc"))
+		require.Empty(t, s.play)
+	})
+}
+
 // Who retries leaves bad places alone, and who probes does not.
 func TestAttemptAvoidsBadPlaces(t *testing.T) {
 	t.Parallel()
