@@ -225,9 +225,16 @@ func (r *retrier) readRows(found []failedEvent, payload bool) ([]failedEvent, er
 	return r.store.readRows(ctx, found, payload)
 }
 
-// readUnreadable returns the first of some events without payload and headers.
+// readUnreadable returns the first of some events without payload and headers, unless it
+// can be read now: PostgreSQL may have failed for a moment.
 func (r *retrier) readUnreadable(found []failedEvent, cause error) ([]failedEvent, error) {
-	events, err := r.readRows(found, false)
+	if isUnreadable(cause) {
+		events, err := r.readRows(found[:1], true)
+		if !isUnreadable(err) && !tookTooLong(err) {
+			return events, err
+		}
+	}
+	events, err := r.readRows(found[:1], false)
 	if err != nil || len(events) == 0 {
 		return nil, err
 	}

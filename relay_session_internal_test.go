@@ -95,6 +95,8 @@ var sessionTests = []struct {
 	{name: "a connection dies when a page is read", events: 5, faults: []string{"page: late"}, sent: "12 34 5", at: "5", waits: true},
 	{name: "a connection dies when events are fetched: later batches are whole again", events: 7, faults: []string{"fetch: late"}, sent: "1 23 45 67", at: "7", waits: true},
 	{name: "everything took too long for a while", events: 1, faults: []string{"open: cancelled", "fetch: cancelled", "fetch: cancelled", "fetch: cancelled"}, sent: "1", at: "1", waits: true},
+	{name: "PostgreSQL has an internal error for a moment: no event dies", events: 1, faults: []string{"open: internal error", "fetch: internal error"}, sent: "1", at: "1"},
+	{name: "and then is gone for a moment", events: 1, faults: []string{"open: internal error", "fetch: internal error", "fetch: down"}, sent: "1", at: "1", waits: true},
 	{name: "the tables are gone", events: 3, faults: []string{"open: undefined"}, err: ErrNotMigrated, at: "0"},
 
 	// The lease is lost.
@@ -330,6 +332,8 @@ func (f *fakeStore) fault(operation string) (done bool, err error) {
 		return true, nil
 	case "unsure":
 		return true, errDown
+	case "internal error":
+		return false, &pgconn.PgError{Code: "XX000"}
 	case "down":
 		return false, errDown
 	case "panic":

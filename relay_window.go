@@ -197,14 +197,12 @@ func fetchUnreadable(statement statementContext, store windowStore, p position, 
 	if err != nil {
 		return fetched{err: err}
 	}
-	if tookTooLong(cause) {
-		// Perhaps everything took too long until now.
-		ctx, cancel := statement()
-		defer cancel()
-		got.events, got.through, got.err = store.fetch(ctx, p, []int64{id})
-		if !tookTooLong(got.err) && !pg.IsUnreadable(got.err) {
-			return got
-		}
+	// Perhaps everything took too long until now, or failed for a moment.
+	ctx, cancel := statement()
+	defer cancel()
+	got.events, got.through, got.err = store.fetch(ctx, p, []int64{id})
+	if !tookTooLong(got.err) && !pg.IsUnreadable(got.err) {
+		return got
 	}
 	e.unreadable = &unreadableError{id: id, eventID: string(e.eventID), column: column, err: cause}
 	return fetched{events: []envelope{e}, through: id}

@@ -23,7 +23,12 @@ func IsLocked(err error) bool {
 // IsUnreadable reports whether PostgreSQL could not print a row, which is the same however
 // often it is asked: the text is longer than 1 GB, the data are damaged, or a value has no
 // text. A jsonb of a few kilobytes can be that long, because numbers are printed in full.
+// An error that ends the connection says nothing about a row: some poolers tell with the
+// code of an internal error that they have no connection left.
 func IsUnreadable(err error) bool {
+	if failed, ok := errors.AsType[*pgconn.PgError](err); !ok || failed.SeverityUnlocalized == "FATAL" || failed.Severity == "FATAL" {
+		return false
+	}
 	const programLimitExceeded, dataCorrupted, indexCorrupted, internalError, dataException = "54000", "XX001", "XX002", "XX000", "22"
 	return hasCode(err, programLimitExceeded, dataCorrupted, indexCorrupted, internalError) || strings.HasPrefix(Code(err), dataException)
 }
