@@ -49,25 +49,39 @@ func TestCrashReusesTransactionIDs(t *testing.T) {
 			s.awaitPolls(t)
 		},
 	} {
-		t.Run(name, func(t *testing.T) {
-			s := newSite(t)
-			s.relay(t, slog.DiscardHandler)
-			s.requireArrival(t, s.commit(t, "on", 3))
-			s.flush(t) // the cursor's row too
-			story(t, s)
-			before := s.nextID(t)
-			reunite := s.keepApart(t) // or it would see the ids before they are given out again
-			require.NoError(t, s.server.Kill())
-			require.NoError(t, s.server.Restart(context.Background()))
-			require.Less(t, s.nextID(t), before, "the crash was meant to reuse ids")
-			var events []oracle.Event
-			for s.nextID(t) <= before { // each of them is given to a new event
-				events = append(events, s.commit(t, "on", 1)...)
-			}
-			reunite()
-			s.requireArrival(t, events)
-		})
+		for crash, happens := range map[string]func(*site, *testing.T){
+			"the server is killed":  (*site).killServer,
+			"one backend is killed": (*site).killBackend, // the server keeps its start time
+		} {
+			t.Run(name+"/"+crash, func(t *testing.T) { requireIDsReused(t, story, happens) })
+		}
 	}
+}
+
+// requireIDsReused requires that events arrive that got transaction ids from before a crash.
+func requireIDsReused(t *testing.T, story func(*testing.T, *site), crash func(*site, *testing.T)) {
+	t.Helper()
+	s := newSite(t)
+	s.relay(t, slog.DiscardHandler)
+	s.requireArrival(t, s.commit(t, "on", 3))
+	s.flush(t) // the cursor's row too
+	story(t, s)
+	before := s.nextID(t)
+	reunite := s.keepApart(t) // or it would see the ids before they are given out again
+	crash(s, t)
+	require.Less(t, s.nextID(t), before, "the crash was meant to reuse ids")
+	var events []oracle.Event
+	for s.nextID(t) <= before { // each of them is given to a new event
+		events = append(events, s.commit(t, "on", 1)...)
+	}
+	reunite()
+	s.requireArrival(t, events)
+}
+
+func (s *site) killServer(t *testing.T) {
+	t.Helper()
+	require.NoError(t, s.server.Kill())
+	require.NoError(t, s.server.Restart(t.Context()))
 }
 
 // site is a database of the test's own, with a reader of what its relays send.
