@@ -133,7 +133,8 @@ RETURNING epoch`
 
 // sqlDurable makes the transaction of the next statement wait for the disk where the
 // role's synchronous_commit is off: if a crash could forget an epoch, it would be given
-// out twice.
+// out twice, and if it could forget a renewal, a standby could take a lease that its
+// holder believes to have.
 const sqlDurable = `
 SELECT set_config('synchronous_commit', 'local', true) WHERE current_setting('synchronous_commit') = 'off'`
 
@@ -179,11 +180,16 @@ UPDATE {schema}.outbox_lease
 // renew extends the lease, or returns errLeaseLost.
 func (s *leases) renew(ctx context.Context, l *lease) error {
 	until := time.Now().Add(s.duration)
-	tag, err := s.db.Exec(ctx, s.renewal, s.relay, l.holder, l.epoch, s.duration)
+	renewed := false
+	err := pg.Query(ctx, s.db, sqlDurable, func(rows pgx.Rows) error {
+		rows.Close()
+		renewed = rows.CommandTag().RowsAffected() > 0
+		return rows.Err()
+	}, s.renewal, s.relay, l.holder, l.epoch, s.duration)
 	if err != nil {
 		return fmt.Errorf("renew lease: %w", err)
 	}
-	if tag.RowsAffected() == 0 {
+	if !renewed {
 		return errLeaseLost
 	}
 	l.until.Store(&until)

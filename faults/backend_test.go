@@ -55,6 +55,37 @@ func TestKilledBackendGivesNumbersToSuccessor(t *testing.T) {
 	}
 }
 
+// A leader believes that it holds the lease until its last renewal expires. If PostgreSQL
+// forgot that renewal, a standby could take the lease earlier and send beside the leader.
+func TestKilledBackendForgetsNoRenewal(t *testing.T) {
+	// Not parallel: the backend must be killed before the server flushes its WAL by itself, after 10 s.
+	s := newSite(t)
+	_, err := s.db.Exec(t.Context(), `ALTER ROLE CURRENT_USER SET synchronous_commit = off`)
+	require.NoError(t, err)
+	run(t, s.relayPool(t), testenv.KafkaOpts(s.brokers), outbox.RelayConfig{
+		DeliveryTimeout: time.Second, SendTimeout: 2 * time.Second, Lease: lease, Logger: slog.New(slog.DiscardHandler),
+	})
+	taken := s.leasedUntil(t)
+	s.flush(t)
+	renewed := taken
+	require.Eventually(t, func() bool {
+		renewed = s.leasedUntil(t)
+		return renewed.After(taken)
+	}, testenv.Patience, time.Millisecond)
+	s.keepApart(t) // or it would renew the lease again
+	s.killBackend(t)
+	require.False(t, s.leasedUntil(t).Before(renewed), "PostgreSQL has forgotten a renewal")
+}
+
+// leasedUntil waits until a relay has the lease and returns when it expires.
+func (s *site) leasedUntil(t *testing.T) (until time.Time) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		return s.db.QueryRow(t.Context(), `SELECT expires_at FROM outbox_lease`).Scan(&until) == nil
+	}, testenv.Patience, time.Millisecond)
+	return until
+}
+
 // oldLeader is a relay that stands still in front of a statement, and whose newest row of
 // outbox_cursor a crash has taken.
 type oldLeader struct {
