@@ -245,7 +245,7 @@ func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (ne
 	ctx, cancel := context.WithCancel(ctx) // closes the connection if it stops by itself
 	defer cancel()
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
-		events, err = readEvents(rows, limit, 2*maxOpenBytes, &newest, &moved, &now, &found)
+		events, err = readEvents(nil, rows, limit, 2*maxOpenBytes, &newest, &moved, &now, &found)
 		if errors.Is(err, errTooMuch) {
 			cancel()
 		}

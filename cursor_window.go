@@ -177,7 +177,7 @@ func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []
 	var rest pgtype.Int8
 	known := false
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
-		events, err = readEvents(rows, len(ids), 2*maxBatchBytes, &rest)
+		events, err = readEvents(make([]envelope, 0, len(ids)), rows, len(ids), 2*maxBatchBytes, &rest)
 		known = rows.CommandTag().RowsAffected() > 0
 		if errors.Is(err, errTooMuch) {
 			cancel()
@@ -220,7 +220,7 @@ func (c *cursors) fetchBare(ctx context.Context, p position, id int64, headers b
 	var events []envelope
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
 		defer rows.Close()
-		events, err = readEvents(rows, 1, maxBatchBytes)
+		events, err = readEvents(nil, rows, 1, maxBatchBytes)
 		return err
 	}, c.sqlFetchBare, append(c.proofArgs(p), id, headers)...)
 	if err != nil {
@@ -252,13 +252,12 @@ const (
        e.payload::text, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::text, e.occurred_at, e.created_at`
 )
 
-// readEvents reads all rows, about n of them. The columns in front of those of the event
-// are scanned into head, from the first row only. A row without an event has only these
-// columns. With an error it returns the events before it. The error is errTooMuch if
-// fewer than n events have more than so many bytes; more rows may follow then, and the
-// caller closes the rows.
-func readEvents(rows pgx.Rows, n, most int, head ...any) ([]envelope, error) {
-	events := make([]envelope, 0, min(n, 1000))
+// readEvents reads all rows and appends their events, at most n, to events. The columns in
+// front of those of the event are scanned into head, from the first row only. A row
+// without an event has only these columns. With an error it returns the events before it.
+// The error is errTooMuch if fewer than n events have more than so many bytes; more rows
+// may follow then, and the caller closes the rows.
+func readEvents(events []envelope, rows pgx.Rows, n, most int, head ...any) ([]envelope, error) {
 	var r eventReader
 	for first := true; rows.Next(); first = false {
 		r.describe(rows, len(head))

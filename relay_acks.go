@@ -24,6 +24,7 @@ type acks struct {
 	records []kgo.Record
 	errs    []error       // of records that are not to be sent
 	all     chan struct{} // closed when every outcome is known
+	full    bool          // awaitRoom waits
 	freed   chan struct{} // holds one signal that held has become smaller
 
 	mu     sync.Mutex
@@ -56,24 +57,35 @@ func (a *acks) handedOver(unsent []error) {
 	a.done()
 }
 
-// awaitRoom waits until a buffer has room for a record. It returns false if stop or
-// bounded ends first.
-func (a *acks) awaitRoom(stop, bounded context.Context, room kafka.Buffer, r *kgo.Record) bool {
+// awaitRoom waits until a buffer has room for the record at an index, and returns the index
+// behind the last record for which it has room then. It returns first if stop or bounded
+// ends before.
+func (a *acks) awaitRoom(stop, bounded context.Context, room kafka.Buffer, first int) (end int) {
 	for {
-		a.mu.Lock()
-		fits := a.held.Add(r, room)
-		a.mu.Unlock()
-		if fits {
-			return true
+		if end = a.fill(room, first); end > first {
+			return end
 		}
 		select {
 		case <-a.freed:
 		case <-stop.Done():
-			return false
+			return first
 		case <-bounded.Done():
-			return false
+			return first
 		}
 	}
+}
+
+// fill counts the records for which a buffer has room, many under one lock.
+func (a *acks) fill(room kafka.Buffer, first int) (end int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for end = first; end < len(a.records); end++ {
+		if a.errs[end] == nil && !a.held.Add(&a.records[end], room) {
+			break
+		}
+	}
+	a.full = end == first
+	return end
 }
 
 func (a *acks) promise(r *kgo.Record, err error) {
@@ -89,7 +101,10 @@ func (a *acks) promise(r *kgo.Record, err error) {
 		a.failed[r] = err
 	}
 	a.held.Remove(r)
-	wait.Signal(a.freed)
+	if a.full {
+		a.full = false
+		wait.Signal(a.freed)
+	}
 	a.done()
 }
 

@@ -193,14 +193,16 @@ func (p *producer) explain(ctx context.Context, acks *acks) bool {
 // passed. No more are in the client's hands than its buffer has room for, so that few are
 // written after a stop.
 func (p *producer) handOver(stop, held, bounded, grace context.Context, acks *acks) (n int) {
-	promise := acks.promise
+	promise, end := acks.promise, 0
 	for ; n < len(acks.records) && acks.permit.holds() && stop.Err() == nil; n++ {
+		if n == end {
+			if end = acks.awaitRoom(stop, bounded, p.buffer, n); end == n {
+				return n
+			}
+		}
 		r := &acks.records[n]
 		if acks.errs[n] != nil {
 			continue
-		}
-		if !acks.awaitRoom(stop, bounded, p.buffer, r) {
-			return n
 		}
 		// The client looks at this one before it writes a batch. The other ends requests in flight, too.
 		r.Context = grace //nolint:fatcontext // each record has a context of its own
