@@ -1,10 +1,12 @@
 package outbox_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"log/slog"
 	"runtime"
+	"runtime/debug"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -205,10 +207,16 @@ func (h produceHook) OnProduceRecordBuffered(*kgo.Record) { h() }
 // renewalTracer is called by pgx before the lease is renewed, in the goroutine that does.
 type renewalTracer func()
 
-func (r renewalTracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
-	if strings.Contains(data.SQL, "SET expires_at = clock_timestamp() + $4") {
+func (r renewalTracer) TraceAcquireStart(ctx context.Context, _ *pgxpool.Pool, _ pgxpool.TraceAcquireStartData) context.Context {
+	if bytes.Contains(debug.Stack(), []byte("(*leases).renew(")) {
 		r()
 	}
+	return ctx
+}
+
+func (renewalTracer) TraceAcquireEnd(context.Context, *pgxpool.Pool, pgxpool.TraceAcquireEndData) {}
+
+func (renewalTracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
 	return ctx
 }
 
