@@ -249,9 +249,7 @@ func TestFetchUpToAnUnreadableRow(t *testing.T) {
 	d.update(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb WHERE id = 3`, unprintable)
 	d.update(t, `UPDATE {schema}.outbox SET headers = $1::text::jsonb WHERE id = 5`, unprintable)
 	l, p := d.loaded(t)
-	_, _, _, err := d.cursors.open(ctx, l, p, 10)
-	require.True(t, pg.IsUnreadable(err), "%v", err)
-	p, _, _, err = d.cursors.open(ctx, l, p, 0)
+	p, _, _, err := d.cursors.open(ctx, l, p, 0)
 	require.NoError(t, err)
 
 	events, through, err := d.cursors.fetch(ctx, p, []int64{1, 2, 3, 4, 5})
