@@ -257,7 +257,7 @@ func TestFetchUpToAnUnreadableRow(t *testing.T) {
 	require.Equal(t, []int64{1, 2}, ids(events))
 	require.EqualValues(t, 2, through)
 	for id, column := range map[int64]string{3: "payload", 5: "headers"} {
-		got := fetch(statements, d.cursors, p, []int64{id}, readLimits{events: 1, most: 10})
+		got := fetch(statements, d.cursors, p, []int64{id}, readLimits{events: readLimit{now: 1, most: 10, all: 10}})
 		require.NoError(t, got.err)
 		require.Equal(t, []int64{id}, ids(got.events))
 		require.Equal(t, id, got.through)

@@ -237,14 +237,14 @@ func (s *session) next(ctx context.Context) (batch []envelope, err error) {
 // lease lasts, and it reads nothing if it took too long before, or if it is the first:
 // perhaps it is for this that the last session has lost its lease.
 func (s *session) open() (batch []envelope, large bool, err error) {
-	limit := s.window.limits.most
+	limit := s.window.limits.events.most
 	if !s.opened {
 		limit = 0
 	}
 	err = s.try(func(ctx context.Context) (err error) {
 		batch, large, err = s.openUpTo(ctx, limit)
 		if pg.IsCancelled(err) && limit > 1 {
-			s.window.limits.keepBelow(limit)
+			s.window.limits.events.keepBelow(limit)
 		}
 		if limit > 0 && (tookTooLong(err) || pg.IsUnreadable(err) || errors.Is(err, errTooMuch)) {
 			limit = 0
@@ -252,8 +252,11 @@ func (s *session) open() (batch []envelope, large bool, err error) {
 		}
 		return err
 	})
-	if err == nil && large {
+	switch {
+	case err == nil && large:
 		err = s.window.begin(s.pos)
+	case err == nil:
+		s.window.limits.events.grow(len(batch))
 	}
 	s.opened, s.recorded = s.opened || err == nil, s.recorded || err == nil
 	return batch, large, err

@@ -303,8 +303,7 @@ func (f *fakeStore) session(held context.Context, cfg RelayConfig) *session {
 		outage: outage.NewLog(log, "PostgreSQL"), wake: make(chan struct{}),
 		eventDied: func() {},
 	})
-	s.window.limits.ids = cmp.Or(f.pages, maxPageIDs)
-	s.window.limits.mostIDs = s.window.limits.ids
+	s.window.limits.ids = limitTo(cmp.Or(f.pages, maxPageIDs))
 	s.opened = true
 	return s
 }

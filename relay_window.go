@@ -27,15 +27,47 @@ type windowReader struct {
 }
 
 // readLimits are how much is read at once. What takes too long is asked for again in
-// smaller parts. If PostgreSQL has cancelled it, these stay small: the same happens again.
-// If our own timeout has, a connection may have died, and later parts grow again.
+// smaller parts. If our own timeout has ended it, a connection may have died, and later
+// parts grow at once. If PostgreSQL has cancelled it, they stay small for manyReads: the
+// same would happen again.
 type readLimits struct {
-	ids, mostIDs int // of a page, at present and at most
-	events, most int // of a fetch
-	tooLong      int // how often in a row a fetch of a single event took too long
+	ids     readLimit // of a page
+	events  readLimit // of a fetch
+	tooLong int       // how often in a row a fetch of a single event took too long
+}
+
+// readLimit bounds the rows of one statement.
+type readLimit struct {
+	now  int // at present
+	most int // that now may grow to
+	all  int // that most may grow to
+	good int // statements in a row that have read most rows
+}
+
+func limitTo(all int) readLimit { return readLimit{now: all, most: all, all: all} }
+
+// keepBelow halves n and asks for no more than that from now on.
+func (l *readLimit) keepBelow(n int) {
+	l.most = max(1, n/2)
+	l.now, l.good = l.most, 0
+}
+
+// grow is called after a statement that was asked for n rows has gone well.
+func (l *readLimit) grow(n int) {
+	if n >= l.most {
+		l.good++
+	}
+	if l.good >= manyReads {
+		l.most, l.good = min(2*l.most, l.all), 0
+	}
+	l.now = min(2*l.now, l.most)
 }
 
 const (
+	// manyReads statements have to go well before one is tried again that is twice as
+	// large. If it is cancelled again, that costs two in a hundred of the time: those
+	// before took about half as long each.
+	manyReads  = 100
 	maxPageIDs = 50_000 // takes about 50 ms
 	minPageIDs = 100    // fewer are not asked for
 	// maxTooLong is how often the fetch of a single event may take too long before the
@@ -53,7 +85,7 @@ type fetched struct {
 }
 
 func newWindowReader(store windowStore, batchSize int) windowReader {
-	return windowReader{store: store, limits: readLimits{ids: maxPageIDs, mostIDs: maxPageIDs, events: batchSize, most: batchSize}}
+	return windowReader{store: store, limits: readLimits{ids: limitTo(maxPageIDs), events: limitTo(batchSize)}}
 }
 
 // begin begins to read the window of a position, above its last id.
@@ -80,18 +112,19 @@ func (w *windowReader) drained() bool { return w.paged() && w.fetching == nil &&
 // page reads a page of ids. It may have read none although it returns no error: the next
 // call asks for less then.
 func (w *windowReader) page(ctx context.Context, p position) error {
-	ids, rest, err := w.store.page(ctx, p, w.unpaged, w.limits.ids)
-	switch smaller := w.limits.ids / 2; {
-	case pg.IsCancelled(err) && smaller >= minPageIDs:
-		w.limits.ids, w.limits.mostIDs = smaller, smaller
+	asked := w.limits.ids.now
+	ids, rest, err := w.store.page(ctx, p, w.unpaged, asked)
+	switch {
+	case pg.IsCancelled(err) && asked >= 2*minPageIDs:
+		w.limits.ids.keepBelow(asked)
 		return nil
 	case tookTooLong(err):
-		w.limits.ids = max(smaller, minPageIDs)
+		w.limits.ids.now = max(asked/2, minPageIDs)
 		return err
 	case err != nil:
 		return err
 	}
-	w.limits.ids = min(2*w.limits.ids, w.limits.mostIDs)
+	w.limits.ids.grow(len(ids))
 	for _, id := range ids {
 		w.ids.Add(id)
 	}
@@ -106,7 +139,7 @@ func (w *windowReader) prefetch(p position, statement statementContext, run func
 	if w.ids.Len() == 0 {
 		return
 	}
-	store, ids, limits, result := w.store, w.ids.First(w.limits.events), w.limits, make(chan fetched, 1)
+	store, ids, limits, result := w.store, w.ids.First(w.limits.events.now), w.limits, make(chan fetched, 1)
 	w.fetching = result
 	run(func() {
 		got := fetched{limits: limits, err: errLeaseLost} // what a panic means
@@ -129,7 +162,7 @@ func (w *windowReader) prefetched() []envelope {
 // take fetches the next events. It may return none and no error: the next call asks for
 // less then.
 func (w *windowReader) take(p position, statement statementContext) ([]envelope, error) {
-	got := fetch(statement, w.store, p, w.ids.First(w.limits.events), w.limits)
+	got := fetch(statement, w.store, p, w.ids.First(w.limits.events.now), w.limits)
 	return w.keep(got), got.err
 }
 
@@ -148,18 +181,19 @@ func fetch(statement statementContext, store windowStore, p position, ids []int6
 	several := len(ids) > 1
 	switch {
 	case got.err == nil:
-		limits.events, limits.tooLong = min(2*limits.events, limits.most), 0
+		limits.events.grow(len(ids))
+		limits.tooLong = 0
 	case errors.Is(got.err, errTooMuch):
-		limits.keepBelow(len(got.events))
+		limits.events.keepBelow(len(got.events))
 		got.err = nil
 	case pg.IsCancelled(got.err) && several:
-		limits.keepBelow(len(ids))
+		limits.events.keepBelow(len(ids))
 		got.err = nil
 	case tookTooLong(got.err) && several:
-		limits.events = len(ids) / 2
+		limits.events.now = len(ids) / 2
 		got.events, got.through = nil, 0
 	case pg.IsUnreadable(got.err) && several:
-		limits.events = 1 // it is the one behind those that came, and fails alone, too
+		limits.events.now = 1 // it is the one behind those that came, and fails alone, too
 		got.err = nil
 	case tookTooLong(got.err):
 		limits.tooLong++
@@ -172,12 +206,6 @@ func fetch(statement statementContext, store windowStore, p position, ids []int6
 	}
 	got.limits = limits
 	return got
-}
-
-// keepBelow halves n and asks for no more events than that from now on.
-func (l *readLimits) keepBelow(n int) {
-	l.most = max(1, n/2)
-	l.events = l.most
 }
 
 // fetchUnreadable reads an event that cannot be read as a whole. The cause is the error of

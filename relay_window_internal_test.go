@@ -1,0 +1,54 @@
+package outbox
+
+import (
+	"context"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/stretchr/testify/require"
+)
+
+// busyStore cancels every fetch of more than most events.
+type busyStore struct {
+	windowStore
+	most    int
+	fetches []int
+}
+
+func (s *busyStore) fetch(_ context.Context, _ position, ids []int64) ([]envelope, int64, error) {
+	s.fetches = append(s.fetches, len(ids))
+	if len(ids) > s.most {
+		return nil, 0, &pgconn.PgError{Code: "57014"}
+	}
+	events := make([]envelope, len(ids))
+	for i, id := range ids {
+		events[i].id = id
+	}
+	return events, ids[len(ids)-1], nil
+}
+
+// What PostgreSQL has cancelled is asked for in halves, and once in many fetches it is
+// tried again: the lock or the load that made it slow may be gone.
+func TestFetchesGrowAgain(t *testing.T) {
+	t.Parallel()
+	store := &busyStore{most: 300}
+	w := newWindowReader(store, 1000)
+	p, statement := position{}, func() (context.Context, context.CancelFunc) { return t.Context(), func() {} }
+	take := func(n int) {
+		for range n {
+			for id := w.ids.Len() + 1; w.ids.Len() < 4000; id++ {
+				w.ids.Add(int64(len(store.fetches))*10_000 + int64(id))
+			}
+			_, err := w.take(p, statement)
+			require.NoError(t, err)
+		}
+	}
+	take(2 + manyReads + 1)
+	require.Equal(t, []int{1000, 500, 250}, store.fetches[:3])
+	require.Equal(t, 250, store.fetches[2+manyReads-1])
+	require.Equal(t, 500, store.fetches[2+manyReads], "tried again")
+	store.most = 5000
+	take(3*manyReads + 1)
+	require.Equal(t, 1000, store.fetches[len(store.fetches)-1])
+	require.Equal(t, 1000, w.limits.events.most, "never above the configuration")
+}
