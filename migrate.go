@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
 	"strconv"
 	"strings"
 	"time"
@@ -15,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/outboxgo/outbox/migrations"
@@ -34,12 +36,31 @@ type MigrateConfig struct {
 	// time. A table that is partitioned already is not changed. Zero means a plain
 	// table.
 	PartitionRows int64
+	// LockTimeout is how long a migration waits for the lock of a table before it lets go
+	// and tries again, and so how long a writer waits behind it at most; each partition of
+	// outbox adds some 2 ms. An autovacuum of the table is only cancelled if this is longer
+	// than PostgreSQL's deadlock_timeout.
+	// Zero means 100 ms.
+	LockTimeout time.Duration
+	// Logger receives WARN when a migration does not get a lock, with who has it, and when
+	// it got it. Nil means slog.Default().
+	Logger *slog.Logger
 }
 
-const maxPartitionRows = 1_000_000_000
+const (
+	maxPartitionRows   = 1_000_000_000
+	defaultLockTimeout = 100 * time.Millisecond
+)
+
+func (c MigrateConfig) withDefaults() MigrateConfig {
+	c.Schema = cmp.Or(c.Schema, pg.DefaultSchema)
+	c.LockTimeout = cmp.Or(c.LockTimeout, defaultLockTimeout)
+	c.Logger = cmp.Or(c.Logger, slog.Default())
+	return c
+}
 
 func (c MigrateConfig) validate() error {
-	err := errors.Join(check.Schema(c.Schema), check.NotNegative("PartitionRows", c.PartitionRows))
+	err := errors.Join(check.Schema(c.Schema), check.NotNegative("PartitionRows", c.PartitionRows), check.NotNegative("LockTimeout", c.LockTimeout))
 	if c.PartitionRows > maxPartitionRows {
 		err = errors.Join(err, fmt.Errorf("field PartitionRows is %d: at most %d", c.PartitionRows, maxPartitionRows))
 	}
@@ -48,16 +69,22 @@ func (c MigrateConfig) validate() error {
 
 // Migrate brings the tables of outbox up to date. It may be called at every start and
 // by many processes at once: one of them migrates, the others wait for it and find
-// nothing to do. All steps are one transaction. The steps that partition a table follow
-// in transactions of their own; if Migrate is stopped between them, call it again, since
-// until then the table rejects ids that are far ahead.
+// nothing to do. If there is nothing to do, it asks PostgreSQL once and locks nothing.
+//
+// Each file of the package migrations is a transaction. If one fails, those before it
+// stay, and the error names it. Writers, relays and consumers may be at work: a file that
+// does not get its locks within LockTimeout lets go, and is tried again until ctx ends,
+// with waits that grow to 5 s. So a transaction that stays open keeps Migrate waiting, and
+// nobody else. The steps that partition a table follow in transactions of their own; if
+// Migrate is stopped between them, call it again, since until then the table rejects ids
+// that are far ahead.
 //
 // It returns [ErrDatabaseAhead], and changes nothing, if a newer release has migrated
 // the database. The role needs CREATE on the schema, or on the database if the schema
 // does not exist. A project that uses a migration tool can apply the files of the
 // package migrations with that instead.
 func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
-	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
+	cfg = cfg.withDefaults()
 	if err := cfg.validate(); err != nil {
 		return fmt.Errorf("outbox: migrate config: %w", err)
 	}
@@ -65,11 +92,8 @@ func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	if err != nil {
 		return fmt.Errorf("outbox: migrate: %w", err)
 	}
-	// Under READ COMMITTED each statement sees what the process that had the lock
-	// before has committed. The pool's default may be another level.
-	err = pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
-		return migrate(ctx, tx, cfg.Schema, steps)
-	})
+	m := &migrator{db: db, cfg: cfg, steps: steps}
+	err = m.run(ctx)
 	if err == nil && cfg.PartitionRows > 0 {
 		err = makePartitioned(ctx, db, cfg)
 	}
@@ -160,8 +184,140 @@ func migrationSteps() ([]migration, error) {
 	return steps, nil
 }
 
+// migrator applies the files that a schema does not have yet. One goroutine uses it.
+type migrator struct {
+	db    *pgxpool.Pool
+	cfg   MigrateConfig
+	steps []migration
+}
+
+// run applies file after file.
+func (m *migrator) run(ctx context.Context) error {
+	for {
+		version, err := m.version(ctx, m.db)
+		if pg.IsUndefined(err) {
+			version, err = 0, nil // of the schema, or of its table of applied files
+		}
+		switch {
+		case err != nil:
+			return err
+		case version > len(m.steps):
+			return fmt.Errorf("%w: it is at version %d, this release knows %d", ErrDatabaseAhead, version, len(m.steps))
+		case version == len(m.steps):
+			return nil
+		}
+		if err := m.apply(ctx, m.steps[version]); err != nil {
+			return fmt.Errorf("%s: %w", m.steps[version].name, err)
+		}
+	}
+}
+
+// apply applies a file, and tries again for as long as it does not get its locks.
+func (m *migrator) apply(ctx context.Context, step migration) error {
+	log := outage.NewLog(m.cfg.Logger, "migration "+step.name)
+	var blocked error
+	for pause := time.Duration(0); ; pause = log.Backoff() {
+		err := m.try(ctx, step, pause)
+		if ctx.Err() != nil && blocked != nil {
+			return fmt.Errorf("%w; until then: %w", err, blocked)
+		}
+		if !pg.IsLocked(err) && !pg.IsTransient(err) { // a deadlock is transient
+			if err == nil {
+				log.Report(nil)
+			}
+			return err
+		}
+		blocked = fmt.Errorf("no lock within %v, %s: %w", m.cfg.LockTimeout, m.lockHolder(ctx), err)
+		log.Report(blocked)
+	}
+}
+
+// try applies a file in a transaction, unless another process has done it meanwhile.
+//
+// It pauses while it holds the advisory lock, so that several processes do not try in
+// turn without a pause: each try keeps writers waiting. At that time the transaction has
+// neither an id nor a snapshot, so it holds up nobody else.
+func (m *migrator) try(ctx context.Context, step migration, pause time.Duration) error {
+	conn, err := m.db.Acquire(ctx)
+	if err != nil {
+		return err
+	}
+	defer conn.Release() // rolls back: a connection within a transaction is closed
+	// Under READ COMMITTED each statement sees what the process that had the lock
+	// before has committed. The pool's default may be another level.
+	for _, sql := range []string{"BEGIN ISOLATION LEVEL READ COMMITTED", sqlMigrateSettings} {
+		if _, err := conn.Exec(ctx, sql); err != nil {
+			return err
+		}
+	}
+	if _, err := conn.Exec(ctx, sqlMigrateLock, m.cfg.Schema); err != nil {
+		return fmt.Errorf("lock: %w", err)
+	}
+	wait.Sleep(ctx, pause)
+	if err := m.ensureTable(ctx, conn.Conn()); err != nil {
+		return err
+	}
+	version, err := m.version(ctx, conn)
+	if err != nil || version >= step.version {
+		return errors.Join(err, execScript(ctx, conn.Conn(), "ROLLBACK"))
+	}
+	if _, err := conn.Exec(ctx, sqlStepSettings, pgx.Identifier{m.cfg.Schema}.Sanitize(), m.lockTimeout()); err != nil {
+		return err
+	}
+	// All of it is one message: nobody waits for a process that stops in between.
+	done := strings.NewReplacer("$1", strconv.Itoa(step.version), "$2", "'"+step.name+"'").Replace(sqlMigrationDone)
+	err = execScript(ctx, conn.Conn(), step.sql+"\n"+pg.InSchema(done, m.cfg.Schema)+";\nCOMMIT")
+	if pg.IsLocked(err) {
+		return errors.Join(err, execScript(ctx, conn.Conn(), "ROLLBACK"))
+	}
+	return err
+}
+
+// lockTimeout returns the setting of PostgreSQL, in which 0 would mean without end.
+func (m *migrator) lockTimeout() string {
+	return strconv.FormatInt(max(1, m.cfg.LockTimeout.Milliseconds()), 10)
+}
+
 // sqlMigrateLock makes other processes wait until our transaction ends.
 const sqlMigrateLock = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.migrate.' || $1, 0))`
+
+// sqlMigrateSettings let a migration take as long as it takes, whatever a role is
+// configured to.
+const sqlMigrateSettings = `
+SELECT set_config('statement_timeout', '0', true), set_config('idle_in_transaction_session_timeout', '0', true), set_config('lock_timeout', '0', true)`
+
+// sqlStepSettings makes the schema the default for unqualified names, which the files
+// have, and bounds the wait for locks, until the end of the transaction.
+const sqlStepSettings = `SELECT set_config('search_path', $1, true), set_config('lock_timeout', $2, true)`
+
+// sqlLockHolder finds the oldest transaction that has a lock on a table of outbox. One
+// that is prepared has no process.
+const sqlLockHolder = `
+SELECT coalesce(string_agg(DISTINCT c.relname, ', ') FILTER (WHERE NOT c.relispartition), min(c.relname)),
+       coalesce(l.pid, 0), coalesce(a.application_name, ''), coalesce(a.state, ''), coalesce(now() - a.xact_start, '0')
+  FROM pg_locks AS l JOIN pg_class AS c ON c.oid = l.relation LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
+ WHERE l.locktype = 'relation' AND l.granted AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+   AND c.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = $1) AND c.relname LIKE 'outbox%' AND c.relkind IN ('r', 'p')
+ GROUP BY l.pid, a.application_name, a.state, a.xact_start
+ ORDER BY a.xact_start LIMIT 1`
+
+// lockHolder says who is likely to hold the lock that a file did not get.
+func (m *migrator) lockHolder(ctx context.Context) string {
+	var tables, application, state string
+	var pid int
+	var open time.Duration
+	err := m.db.QueryRow(ctx, sqlLockHolder, m.cfg.Schema).Scan(&tables, &pid, &application, &state, &open)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		return "and who had it has let go"
+	case err != nil:
+		return fmt.Sprintf("and who has it is not known (%v)", err)
+	case pid == 0:
+		return "a prepared transaction has locked " + tables
+	}
+	return fmt.Sprintf("process %d (%s, %s, transaction open for %v) has locked %s",
+		pid, cmp.Or(application, "without application_name"), cmp.Or(state, "state not visible"), open.Round(time.Millisecond), tables)
+}
 
 // sqlMigrationState tells what has to be created. CREATE … IF NOT EXISTS would not do,
 // because it needs the privilege to create even if there is nothing to create.
@@ -183,66 +339,38 @@ COMMENT ON COLUMN {schema}.outbox_migration.applied_at IS 'When it was applied.'
 
 const sqlMigrationVersion = `SELECT coalesce(max(version), 0) FROM {schema}.outbox_migration`
 
+// sqlMigrationDone is sent with the file, in a message that takes no arguments.
 const sqlMigrationDone = `INSERT INTO {schema}.outbox_migration (version, name) VALUES ($1, $2)`
 
-// sqlSearchPath makes the schema the default for unqualified names, which the files
-// have, until the end of the transaction.
-const sqlSearchPath = `SELECT set_config('search_path', $1, true)`
-
-// migrate applies the steps that the schema does not have yet.
-func migrate(ctx context.Context, tx pgx.Tx, schema string, steps []migration) error {
-	if _, err := tx.Exec(ctx, sqlMigrateLock, schema); err != nil {
-		return fmt.Errorf("lock: %w", err)
-	}
-	version, err := schemaVersion(ctx, tx, schema)
-	if err != nil {
-		return err
-	}
-	if version > len(steps) {
-		return fmt.Errorf("%w: it is at version %d, this release knows %d", ErrDatabaseAhead, version, len(steps))
-	}
-	if version == len(steps) {
-		return nil
-	}
-	if _, err := tx.Exec(ctx, sqlSearchPath, pgx.Identifier{schema}.Sanitize()); err != nil {
-		return fmt.Errorf("search path: %w", err)
-	}
-	for _, step := range steps[version:] {
-		if err := execScript(ctx, tx, step.sql); err != nil {
-			return fmt.Errorf("%s: %w", step.name, err)
-		}
-		if _, err := tx.Exec(ctx, pg.InSchema(sqlMigrationDone, schema), step.version, step.name); err != nil {
-			return fmt.Errorf("%s: %w", step.name, err)
-		}
-	}
-	return nil
+// version returns the version of the last file that was applied.
+func (m *migrator) version(ctx context.Context, db pg.RowQuerier) (version int, err error) {
+	err = db.QueryRow(ctx, pg.InSchema(sqlMigrationVersion, m.cfg.Schema)).Scan(&version)
+	return version, err
 }
 
 // execScript runs any number of statements.
-func execScript(ctx context.Context, tx pgx.Tx, script string) error {
-	_, err := tx.Conn().PgConn().Exec(ctx, script).ReadAll()
+func execScript(ctx context.Context, conn *pgx.Conn, script string) error {
+	_, err := conn.PgConn().Exec(ctx, script).ReadAll()
 	return err
 }
 
-// schemaVersion returns the version of the last step that was applied. It first creates
-// the schema and the table of applied steps if they are missing.
-func schemaVersion(ctx context.Context, tx pgx.Tx, schema string) (version int, err error) {
+// ensureTable creates the schema and the table of applied files if they are missing.
+func (m *migrator) ensureTable(ctx context.Context, conn *pgx.Conn) error {
 	var hasSchema, hasTable bool
-	if err := tx.QueryRow(ctx, sqlMigrationState, schema).Scan(&hasSchema, &hasTable); err != nil {
-		return 0, fmt.Errorf("look for schema: %w", err)
+	if err := conn.QueryRow(ctx, sqlMigrationState, m.cfg.Schema).Scan(&hasSchema, &hasTable); err != nil {
+		return fmt.Errorf("look for schema: %w", err)
 	}
 	if !hasSchema {
-		if _, err := tx.Exec(ctx, pg.InSchema(`CREATE SCHEMA {schema}`, schema)); err != nil {
-			return 0, fmt.Errorf("create schema: %w", err)
+		if err := execScript(ctx, conn, pg.InSchema(`CREATE SCHEMA {schema}`, m.cfg.Schema)); err != nil {
+			return fmt.Errorf("create schema: %w", err)
 		}
 	}
 	if !hasTable {
-		if err := execScript(ctx, tx, pg.InSchema(ddlMigrationTable, schema)); err != nil {
-			return 0, fmt.Errorf("create outbox_migration: %w", err)
+		if err := execScript(ctx, conn, pg.InSchema(ddlMigrationTable, m.cfg.Schema)); err != nil {
+			return fmt.Errorf("create outbox_migration: %w", err)
 		}
 	}
-	err = tx.QueryRow(ctx, pg.InSchema(sqlMigrationVersion, schema)).Scan(&version)
-	return version, err
+	return nil
 }
 
 // Migration is one step of [Migrate].

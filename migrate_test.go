@@ -285,8 +285,8 @@ func TestMigrateDatabaseAhead(t *testing.T) {
 	require.Equal(t, done, applied(t, db, schema))
 }
 
-// What fails half-way leaves nothing behind.
-func TestMigrateIsOneTransaction(t *testing.T) {
+// A file that fails half-way leaves nothing behind, nor does what comes before the first.
+func TestMigrateFileIsOneTransaction(t *testing.T) {
 	t.Parallel()
 	db, schema := testenv.Schema(t)
 	_, err := db.Exec(background, `CREATE TABLE `+pgx.Identifier{schema, "event_handled"}.Sanitize()+` (other int)`)

@@ -48,7 +48,7 @@ var rooms = []room{
 	{"retention", "retention*.go", "errors event cursor", []string{noFranz, noLogs, noSystem}},
 	{"hooks", "hooks.go", "errors event breaker retention", []string{noPgx, noFranz, noLogs, noSystem}},
 	{"recorder", "outbox*.go", "errors event hooks", []string{noLogs, noSystem}},
-	{"migrate", "migrate.go", "errors retention", []string{noFranz, noLogs, noSystem}},
+	{"migrate", "migrate.go", "errors retention", []string{noFranz, noSystem}},
 	{"alerts", "alert.go", "errors hooks", []string{noPgx, noFranz, noSystem}},
 	{"relay", "relay*.go outcome.go health.go monitor.go", "errors event breaker cursor retention hooks alerts", []string{noSystem}},
 	{"consumer", "consumer*.go idempotency.go", "errors event hooks", []string{noSystem}},

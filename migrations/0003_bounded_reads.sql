@@ -1,18 +1,19 @@
 -- +goose Up
 
--- A constant default rewrites no row.
-ALTER TABLE outbox ADD COLUMN size int NOT NULL DEFAULT 65536;
+-- Nobody waits for long behind a migration that does not get its lock: it fails instead,
+-- and can be repeated. A lock_timeout that was set before stays.
+SELECT set_config('lock_timeout', '100ms', true) WHERE current_setting('lock_timeout') = '0';
 
-COMMENT ON COLUMN outbox.size IS
-    'Bytes of payload and headers as they are read; the relay reads as many rows at once as its memory has room for. Whoever does not know leaves it to the default.';
-
+-- Writers do not use this table: the relay and operators wait while its indexes are built.
+-- Rows that are there meet the new constraint, because they met the stricter one before;
+-- 0005_unreadable_rows.sql validates it, which locks nobody out.
 ALTER TABLE outbox_failed
     ADD COLUMN size  int          NOT NULL DEFAULT 65536,
     ADD COLUMN place varchar(260) NOT NULL DEFAULT '',
     DROP CONSTRAINT outbox_failed_one_payload,
     ADD CONSTRAINT outbox_failed_one_payload CHECK (
         num_nonnulls(payload, payload_bytes) = 1
-        OR num_nonnulls(payload, payload_bytes) = 0 AND coalesce(error_class, '') = 'unreadable_row'),
+        OR num_nonnulls(payload, payload_bytes) = 0 AND coalesce(error_class, '') = 'unreadable_row') NOT VALID,
     DROP CONSTRAINT uk_outbox_failed,
     ADD CONSTRAINT uk_outbox_failed UNIQUE (relay, outbox_id, event_id);
 

@@ -1,15 +1,7 @@
 -- +goose Up
 
--- A transaction with synchronous_commit = off would make its events visible before they
--- are durable: after a crash Kafka has events that the database does not have. So
--- recording an event makes its transaction wait for its own disk; not for a standby,
--- because who chose off does not want to depend on one. A rollback to a savepoint undoes
--- both, the row and the setting. outbox.allow_async_commit = 'on' leaves it off.
-ALTER TABLE outbox ALTER COLUMN xid SET DEFAULT
-    CASE WHEN current_setting('synchronous_commit') = 'off'
-          AND current_setting('outbox.allow_async_commit', true) IS DISTINCT FROM 'on'
-          AND set_config('synchronous_commit', 'local', true) IS NULL THEN NULL
-         ELSE pg_current_xact_id() END;
+-- As in 0003_bounded_reads.sql.
+SELECT set_config('lock_timeout', '100ms', true) WHERE current_setting('lock_timeout') = '0';
 
 -- A row that is copied with its xid, by COPY or by logical replication, would be passed
 -- over or sent again and again, because a transaction id means nothing elsewhere. The
@@ -23,23 +15,6 @@ BEGIN
                    'OR current_setting(''outbox.keep_xid'', true) IS NOT DISTINCT FROM ''on'') NOT VALID', leaf);
 END $$;
 -- +goose StatementEnd
-
--- +goose StatementBegin
-DO $$
-BEGIN
-    IF (SELECT relkind = 'p' FROM pg_class WHERE oid = 'outbox'::regclass) THEN
-        PERFORM outbox_guard_xid(c.relname) FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
-          WHERE i.inhparent = 'outbox'::regclass ORDER BY c.relname;
-    ELSE
-        PERFORM outbox_guard_xid('outbox');
-    END IF;
-END $$;
--- +goose StatementEnd
-
-ALTER TABLE outbox_lease ADD COLUMN lasts interval;
-
-COMMENT ON COLUMN outbox_lease.lasts IS
-    'How long the holder renews it for. If expires_at is further ahead, the clock of the database was set back.';
 
 -- As in 0002_partitions.sql, but for outbox_guard_xid.
 -- Makes outbox a partitioned table, whose first partition is what was outbox. No
@@ -173,5 +148,51 @@ BEGIN
         EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', f, current_schema());
         EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', f);
     END LOOP;
+END $$;
+-- +goose StatementEnd
+
+ALTER TABLE outbox_lease ADD COLUMN lasts interval;
+
+COMMENT ON COLUMN outbox_lease.lasts IS
+    'How long the holder renews it for. If expires_at is further ahead, the clock of the database was set back.';
+
+-- outbox comes last, because all writers wait for it, and whoever reads it: what is done
+-- here changes the catalogue only, and looks at no row. The parent of partitions is locked
+-- first. Whoever came by it is gone then, and for somebody who uses a partition by its name
+-- nobody waits.
+--
+-- size: the relay reads as many rows at once as its memory has room for. A constant default
+-- rewrites no row.
+--
+-- xid: a transaction with synchronous_commit = off would make its events visible before they
+-- are durable: after a crash Kafka has events that the database does not have. So
+-- recording an event makes its transaction wait for its own disk; not for a standby,
+-- because who chose off does not want to depend on one. A rollback to a savepoint undoes
+-- both, the row and the setting. outbox.allow_async_commit = 'on' leaves it off.
+-- +goose StatementBegin
+DO $$
+BEGIN
+    IF current_setting('lock_timeout') = '0' THEN -- where each statement is a transaction
+        PERFORM set_config('lock_timeout', '100ms', true);
+    END IF;
+    LOCK TABLE ONLY outbox IN ACCESS EXCLUSIVE MODE;
+    LOCK TABLE outbox IN ACCESS EXCLUSIVE MODE NOWAIT;
+
+    ALTER TABLE outbox
+        ADD COLUMN size int NOT NULL DEFAULT 65536,
+        ALTER COLUMN xid SET DEFAULT
+            CASE WHEN current_setting('synchronous_commit') = 'off'
+                  AND current_setting('outbox.allow_async_commit', true) IS DISTINCT FROM 'on'
+                  AND set_config('synchronous_commit', 'local', true) IS NULL THEN NULL
+                 ELSE pg_current_xact_id() END;
+    COMMENT ON COLUMN outbox.size IS
+        'Bytes of payload and headers as they are read; the relay reads as many rows at once as its memory has room for. Whoever does not know leaves it to the default.';
+
+    IF (SELECT relkind = 'p' FROM pg_class WHERE oid = 'outbox'::regclass) THEN
+        PERFORM outbox_guard_xid(c.relname) FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
+          WHERE i.inhparent = 'outbox'::regclass ORDER BY c.relname;
+    ELSE
+        PERFORM outbox_guard_xid('outbox');
+    END IF;
 END $$;
 -- +goose StatementEnd

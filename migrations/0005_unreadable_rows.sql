@@ -1,7 +1,13 @@
 -- +goose Up
 
+-- As in 0003_bounded_reads.sql.
+SELECT set_config('lock_timeout', '100ms', true) WHERE current_setting('lock_timeout') = '0';
+
+-- Looks at each row, and nobody waits for it.
+ALTER TABLE outbox_failed VALIDATE CONSTRAINT outbox_failed_one_payload;
+
 -- Retention keeps the rows of outbox whose events no relay could read, until an operator
--- has decided about them.
+-- has decided about them. While the index is built, the relay cannot add failed events.
 CREATE INDEX idx_outbox_failed_unreadable ON outbox_failed (outbox_id)
  WHERE error_class = 'unreadable_row' AND status <> 'resolved';
 

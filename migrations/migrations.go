@@ -5,6 +5,12 @@
 // so the tool's search_path chooses the schema, and the first line of each file
 // is the annotation that goose asks for (a comment to tern and atlas).
 //
+// Services may be at work meanwhile. A file that does not get its locks within 100 ms
+// fails with lock_not_available (55P03), so that writers do not wait behind it: apply it
+// again. Another lock_timeout of the session stays. Only short changes of the catalogue
+// lock outbox; while indexes of outbox_failed are built, the relay waits. Each file has to
+// be one transaction.
+//
 // outbox is a plain table then. To partition it by ranges of a million ids, run
 // these as three transactions, in a file of your own (goose: NO TRANSACTION), each
 // again where it does not get its lock within 50 ms:

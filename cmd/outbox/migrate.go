@@ -4,6 +4,7 @@ import (
 	"context"
 	"flag"
 	"io/fs"
+	"log/slog"
 	"strconv"
 	"strings"
 	"time"
@@ -17,10 +18,12 @@ var migrateUpCommand = command{
 	name:    "migrate up",
 	summary: "create the tables or bring them up to date",
 	about: `
-Applies what is pending, in one transaction. It may run at every deployment and
-in many places at once. The role needs CREATE on the schema, or on the database
-if there is no such schema. It is what outbox.Migrate does. --timeout is for
-connecting only.`,
+Applies what is pending, each file in a transaction. It may run at every
+deployment, in many places at once, and while services record: a file that does
+not get its locks within 100 ms lets go and is tried again until it does, and
+stderr says who has them. The role needs CREATE on the schema, or on the
+database if there is no such schema. It is what outbox.Migrate does. --timeout
+is for connecting only.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		rows := fs.Int64("partition-rows", 0, "`NUMBER` of ids in a partition of outbox; 0 leaves it as it is")
@@ -49,7 +52,7 @@ func migrateUp(ctx context.Context, e *env, partitionRows int64) error {
 	if err != nil {
 		return err
 	}
-	cfg := outbox.MigrateConfig{Schema: e.schema, PartitionRows: partitionRows}
+	cfg := outbox.MigrateConfig{Schema: e.schema, PartitionRows: partitionRows, Logger: slog.New(slog.NewTextHandler(e.stderr, nil))}
 	before, err := outbox.MigrationStatus(ctx, db, cfg)
 	if err == nil {
 		err = outbox.Migrate(ctx, db, cfg)
