@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"strconv"
 	"strings"
 	"time"
 
@@ -25,7 +26,7 @@ const (
 	// AlertDead means that events died: Kafka refused them once too often.
 	AlertDead AlertKind = "dead_events"
 	// AlertManyDead means that AlertConfig.DeadThreshold or more events are dead and wait
-	// for an operator. It comes again when there are more.
+	// for an operator. It comes again when there are more, until there are [MaxCounted].
 	AlertManyDead AlertKind = "many_dead_events"
 	// AlertStale means that events wait to be published for longer than they should.
 	AlertStale AlertKind = "stale_events"
@@ -76,7 +77,7 @@ type FailedCount struct {
 	// Relay, Status, Type and Class are what they have in common. Class is empty for
 	// what is parked.
 	Relay, Status, Type, Class string
-	// Events is how many there are.
+	// Events is how many there are, counted up to [MaxCounted].
 	Events int
 	// Oldest is when the first of them failed.
 	Oldest time.Time
@@ -87,7 +88,7 @@ func (a Alert) String() string {
 	s := a.Status
 	switch {
 	case a.Over && a.Kind == AlertManyDead:
-		return fmt.Sprintf("relay %s: %d dead events are left", a.Relay, s.Dead)
+		return fmt.Sprintf("relay %s: %s dead events are left", a.Relay, upTo(s.Dead))
 	case a.Over && a.Kind == AlertStale:
 		return fmt.Sprintf("relay %s: events no longer wait too long", a.Relay)
 	case a.Over && a.Kind == AlertNoLeader:
@@ -95,9 +96,9 @@ func (a Alert) String() string {
 	case a.Over:
 		return fmt.Sprintf("relay %s: the circuit breaker has closed", a.Relay)
 	case a.Kind == AlertDead:
-		return fmt.Sprintf("relay %s: %s died; %d are dead", a.Relay, counted(a.Died, "event"), s.Dead)
+		return fmt.Sprintf("relay %s: %s died; %s are dead", a.Relay, counted(a.Died, "event"), upTo(s.Dead))
 	case a.Kind == AlertManyDead:
-		return fmt.Sprintf("relay %s: %d dead events wait for a decision", a.Relay, s.Dead)
+		return fmt.Sprintf("relay %s: %s dead events wait for a decision", a.Relay, upTo(s.Dead))
 	case a.Kind == AlertStale:
 		more := ""
 		if s.PendingMore {
@@ -116,12 +117,20 @@ func (a Alert) report() string {
 	var parts []string
 	var oldest time.Time
 	for _, c := range a.Unresolved {
-		parts = append(parts, fmt.Sprintf("%d %s %s", c.Events, c.Status, strings.TrimSpace(c.Type+" "+c.Class)))
+		parts = append(parts, fmt.Sprintf("%s %s %s", upTo(int64(c.Events)), c.Status, strings.TrimSpace(c.Type+" "+c.Class)))
 		if oldest.IsZero() || c.Oldest.Before(oldest) {
 			oldest = c.Oldest
 		}
 	}
 	return fmt.Sprintf("failed events: %s; the oldest since %s", strings.Join(parts, ", "), oldest.UTC().Format(time.RFC3339))
+}
+
+// upTo writes a number that is counted up to [MaxCounted].
+func upTo(n int64) string {
+	if n == MaxCounted {
+		return strconv.Itoa(MaxCounted) + " or more"
+	}
+	return strconv.FormatInt(n, 10)
 }
 
 func counted(n int, what string) string {
@@ -144,7 +153,7 @@ type AlertConfig struct {
 	// resolved; [Forever] means none. Zero means 10 min.
 	ReportInterval time.Duration
 	// DeadThreshold is how many unresolved dead events of a relay are an alert of
-	// their own. Zero means 10.
+	// their own. At most [MaxCounted]. Zero means 10.
 	DeadThreshold int
 	// StaleAfter is how long the oldest of at least StalePending pending events may
 	// wait before there is an alert. Zero means 5 min.

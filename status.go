@@ -1,6 +1,10 @@
 package outbox
 
-import "time"
+import (
+	"time"
+
+	"github.com/outboxgo/outbox/internal/tables"
+)
 
 // Values of outbox_failed.status.
 const (
@@ -10,6 +14,10 @@ const (
 	StatusDead     = "dead"     // given up
 	StatusResolved = "resolved" // by an operator, or sent and kept
 )
+
+// MaxCounted is up to where failed events and keys are counted: the number stands for
+// itself or any larger one. So a look at a million of them takes no longer.
+const MaxCounted = tables.MaxCounted
 
 // RelayStatus is the state of a relay, by the database.
 type RelayStatus struct {
@@ -29,15 +37,17 @@ type RelayStatus struct {
 	// Pending is how many committed events it has not tried to send, counted up to
 	// 100,000.
 	Pending int64
-	// PendingMore is set if there are more than Pending.
+	// PendingMore is set if there may be more than Pending. Pending is then 100,000, or less
+	// in the middle of a very large transaction.
 	PendingMore bool
 	// Oldest is when the transaction of the first pending event began; zero if none is
 	// pending. A transaction that was open for long makes it old at its commit.
 	Oldest time.Time
 
 	// Waiting, Failed, Parked and Dead are how many rows of outbox_failed have the
-	// status.
+	// status, each counted up to [MaxCounted].
 	Waiting, Failed, Parked, Dead int64
-	// ParkedKeys is how many keys wait, HeldKeys how many of them for an operator.
+	// ParkedKeys is how many keys have an event that is tried again, or wait for an
+	// operator, and HeldKeys how many wait for an operator; each up to [MaxCounted].
 	ParkedKeys, HeldKeys int64
 }

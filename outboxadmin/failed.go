@@ -12,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -27,6 +28,7 @@ type failedList struct {
 	Wide     bool         // one of the less usual fields is picked
 	Rows     []outboxops.Failure
 	Total    int64
+	More     bool     // than Total
 	Types    []string // to choose from
 	Classes  []string
 	Relays   []string
@@ -57,6 +59,7 @@ func (a *admin) failedList(w http.ResponseWriter, r *http.Request) error {
 	}
 	for _, c := range counts {
 		page.Total += int64(c.Events)
+		page.More = page.More || c.Events == outbox.MaxCounted
 	}
 	if page.Types, page.Classes, page.Relays, err = a.choices(r.Context(), filter); err != nil {
 		return err

@@ -162,16 +162,16 @@ func notices(now time.Time, relays []relayView) []notice {
 			add(&bad, "bad", "", "", "Relay %s: no process leads. Nothing of it is sent until a process takes the lease.", r.Name)
 		}
 		if r.Dead > 0 {
-			add(&bad, "bad", failed(outbox.StatusDead), "Show", "Relay %s: %s, refused by Kafka too often.", r.Name, plural(r.Dead, "event is dead", "events are dead"))
+			add(&bad, "bad", failed(outbox.StatusDead), "Show", "Relay %s: %s, refused by Kafka too often.", r.Name, pluralUpTo(r.Dead, "event is dead", "events are dead"))
 		}
 		if !r.Oldest.IsZero() && now.Sub(r.Oldest) > oldPending {
 			add(&bad, "bad", "", "", "Relay %s: it is behind. Its oldest pending event is %s old.", r.Name, short(now.Sub(r.Oldest)))
 		}
 		if r.HeldKeys > 0 {
-			add(&warn, "warn", failed(statusAny), "Show", "Relay %s: %s for an operator.", r.Name, plural(r.HeldKeys, "key waits", "keys wait"))
+			add(&warn, "warn", failed(statusAny), "Show", "Relay %s: %s for an operator.", r.Name, pluralUpTo(r.HeldKeys, "key waits", "keys wait"))
 		}
-		if n := r.Failed + r.Waiting; n > 0 {
-			add(&warn, "warn", failed(outbox.StatusFailed+","+outbox.StatusWaiting), "Show", "Relay %s: %s.", r.Name, plural(n, "event is tried again by itself", "events are tried again by themselves"))
+		if n := min(r.Failed+r.Waiting, outbox.MaxCounted); n > 0 {
+			add(&warn, "warn", failed(outbox.StatusFailed+","+outbox.StatusWaiting), "Show", "Relay %s: %s.", r.Name, pluralUpTo(n, "event is tried again by itself", "events are tried again by themselves"))
 		}
 		if r.Health != nil {
 			for _, reason := range r.Health.Reasons {

@@ -46,7 +46,7 @@ func (f frame) With(p any) part { return part{f, p} }
 func (f frame) Ago(t time.Time) string { return relative(f.Now, t) }
 
 var pageFuncs = template.FuncMap{
-	"exact": exact, "thousands": thousands, "bytes": bytesText, "plain": plain, "plural": plural,
+	"exact": exact, "thousands": thousands, "bytes": bytesText, "plain": plain, "plural": plural, "upTo": upTo, "pluralUpTo": pluralUpTo,
 	"aggregate": aggregateLink, "key": keyLink, "fieldTime": fieldTime,
 	"kind": kindLink, "stat": statOf, "past": func(action string) string { return pastActions[action] },
 	"iso":    func(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) },

@@ -5,6 +5,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/outboxgo/outbox"
 )
 
 // Times are shown as how long ago, and exactly in UTC beside it.
@@ -57,6 +59,22 @@ func plural(n int64, one, many string) string {
 		return "1 " + one
 	}
 	return thousands(n) + " " + many
+}
+
+// upTo is thousands for failed events and keys, which are counted up to a limit.
+func upTo(n int64) string {
+	if n == outbox.MaxCounted {
+		return thousands(n) + "+"
+	}
+	return thousands(n)
+}
+
+// pluralUpTo is plural for the same.
+func pluralUpTo(n int64, one, many string) string {
+	if n == 1 {
+		return "1 " + one
+	}
+	return upTo(n) + " " + many
 }
 
 // bytesText is a size.

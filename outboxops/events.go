@@ -219,29 +219,49 @@ type RecordedTopic struct {
 	Newest time.Time
 }
 
-// newestForTopics is how many events [Inspector.Topics] looks at.
-const newestForTopics = 100_000
+// How many events [Inspector.Topics] looks at, in outbox and in outbox_failed.
+const (
+	newestForTopics = 100_000
+	failedForTopics = 10_000
+)
 
+// sqlRecordedTopics looks at the newest rows, and at an event of everything that failed
+// events wait for, however old: it may be a topic that is missing.
 const sqlRecordedTopics = `
+WITH RECURSIVE places AS (
+   (SELECT relay, place FROM {schema}.outbox_failed WHERE status IN ('waiting', 'failed') ORDER BY relay, place LIMIT 1)
+     UNION ALL
+    SELECT next.* FROM places AS p
+     CROSS JOIN LATERAL (SELECT relay, place FROM {schema}.outbox_failed
+                          WHERE status IN ('waiting', 'failed') AND (relay, place) > (p.relay, p.place) ORDER BY relay, place LIMIT 1) AS next
+), newest AS MATERIALIZED (
+    SELECT id, parking_key, event_type, created_at, status FROM {schema}.outbox_failed ORDER BY id DESC LIMIT $2
+), failed AS (
+    SELECT id, parking_key, event_type, created_at FROM newest WHERE status <> 'resolved'
+     UNION
+    SELECT first.* FROM places AS p
+     CROSS JOIN LATERAL (SELECT id, parking_key, event_type, created_at FROM {schema}.outbox_failed
+                          WHERE relay = p.relay AND place = p.place AND status IN ('waiting', 'failed')
+                          ORDER BY next_retry_at, outbox_id LIMIT 1) AS first
+)
 SELECT topic, event_type, count(*), max(created_at)
   FROM ((SELECT topic, event_type, created_at FROM {schema}.outbox ORDER BY id DESC LIMIT $1)
          UNION ALL
-         SELECT split_part(parking_key, '/', 1), event_type, created_at FROM {schema}.outbox_failed WHERE status <> 'resolved') AS e
+         SELECT split_part(parking_key, '/', 1), event_type, created_at FROM failed) AS e
  GROUP BY topic, event_type
  ORDER BY event_type, topic`
 
-// Topics returns the topics of the newest 100,000 events in outbox and of all that
-// have failed and are not resolved, sorted by name. Types from which no topic
-// follows are under the name "".
+// Topics returns the topics of the newest 100,000 events in outbox, of those of the newest
+// 10,000 failed ones that are not resolved, and of older ones if their topic or partition
+// takes nothing, sorted by name. Types from which no topic follows are under the name "".
 func (i *Inspector) Topics(ctx context.Context) ([]RecordedTopic, error) {
 	topics := map[string]*RecordedTopic{}
-	rows, err := i.db.Query(ctx, i.sql.topics, newestForTopics)
-	if err == nil {
+	err := pg.Query(ctx, i.db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		var topic pgtype.Text
 		var eventType string
 		var events int64
 		var newest time.Time
-		_, err = pgx.ForEachRow(rows, []any{&topic, &eventType, &events, &newest}, func() error {
+		_, err := pgx.ForEachRow(rows, []any{&topic, &eventType, &events, &newest}, func() error {
 			name := destinationOf(eventType, topic)
 			if topics[name] == nil {
 				topics[name] = &RecordedTopic{Topic: name}
@@ -249,7 +269,8 @@ func (i *Inspector) Topics(ctx context.Context) ([]RecordedTopic, error) {
 			topics[name].add(eventType, events, newest)
 			return nil
 		})
-	}
+		return err
+	}, i.sql.topics, newestForTopics, failedForTopics)
 	if err != nil {
 		return nil, fmt.Errorf("outbox: inspect topics: %w", err)
 	}

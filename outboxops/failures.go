@@ -24,12 +24,13 @@ type Failures struct {
 	maxPayload int
 	sql        failuresSQL
 
+	counter                 tables.FailureCounter
 	rows, recorded, audited reader // of outbox_failed, outbox and outbox_audit
 }
 
 // failuresSQL are the statements of [Failures], in their schema.
 type failuresSQL struct {
-	list, count, get, ids                      string
+	list, get, ids                             string
 	retry, resolve, edit, hold, release, audit string
 }
 
@@ -59,9 +60,9 @@ func NewFailures(db *pgxpool.Pool, cfg FailuresConfig) (*Failures, error) {
 		return nil, fmt.Errorf("outbox: failures config: %w", err)
 	}
 	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
-	return &Failures{db: db, maxPayload: cfg.MaxPayload, rows: newReader(db, cfg.Schema, "outbox_failed"),
+	return &Failures{db: db, maxPayload: cfg.MaxPayload, counter: tables.NewFailureCounter(db, cfg.Schema), rows: newReader(db, cfg.Schema, "outbox_failed"),
 		recorded: newReader(db, cfg.Schema, "outbox"), audited: newReader(db, cfg.Schema, "outbox_audit"), sql: failuresSQL{
-			list: in(sqlFailureList), count: in(tables.SQLFailureCount), get: in(sqlFailureGet), ids: in(sqlFailureIDs),
+			list: in(sqlFailureList), get: in(sqlFailureGet), ids: in(sqlFailureIDs),
 			retry: in(sqlRetry), resolve: in(sqlResolve), edit: in(sqlEdit), hold: in(sqlHold), release: in(sqlRelease), audit: in(sqlAudit),
 		}}, nil
 }
@@ -215,20 +216,22 @@ type FailureCount struct {
 	Kind Kind
 	// Relay is the name of the relay, Status a constant, Type the CloudEvents type.
 	Relay, Status, Type, Class string
-	// Events is how many there are.
+	// Events is how many there are; [outbox.MaxCounted] stands for more, too.
 	Events int
 	// Oldest is when the first of them failed.
 	Oldest time.Time
 }
 
 // Count returns how many events have failed, by kind, relay, status, type and class,
-// the largest number first.
+// the largest number first. A filter by Kind, Statuses, Relay, Type and Class is quick
+// however many have failed, because it counts up to [outbox.MaxCounted] events that are
+// alike. Any other field makes PostgreSQL search all failures, and count all.
 func (f *Failures) Count(ctx context.Context, filter FailureFilter) ([]FailureCount, error) {
 	picked, err := filter.rows()
 	if err != nil {
 		return nil, fmt.Errorf("outbox: count failures: %w", err)
 	}
-	rows, err := tables.CountFailures(ctx, f.db, f.sql.count, picked)
+	rows, err := f.counter.Count(ctx, picked)
 	if err != nil {
 		return nil, fmt.Errorf("outbox: count failures: %w", err)
 	}

@@ -91,7 +91,8 @@ func TestInspectionOverManyRows(t *testing.T) {
 			name, parameters, sql, arguments string
 			limit                            int
 		}{
-			{"relays", "int", tables.SQLRelays, "100001", 800},
+			{"relays", "bigint, bigint", tables.SQLRelays, "100001, 10000", 800},
+			{"topics", "int, int", sqlRecordedTopics, "100, 100", 500},
 			{"progress", "text, timestamptz, timestamptz, interval", sqlProgress, "'default', now() - interval '5 min', now(), '5 s'", 60 * 30},
 		} {
 			t.Run(look.name+" "+analysed, func(t *testing.T) {

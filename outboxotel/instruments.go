@@ -79,8 +79,8 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.breaker = m.gauge("outbox.relay.breaker.state", "{state}", "1 for the state that the breaker is in.")
 	i.pending = m.gauge("outbox.relay.pending", "{event}", "Committed events that were not attempted, counted up to 100,000.")
 	i.led = m.gauge("outbox.relay.led", "{relay}", "1 if somebody holds the lease, 0 if nobody.")
-	i.stored = m.gauge("outbox.relay.stored", "{event}", "Failed events, and those behind them, in outbox_failed.")
-	i.keys = m.gauge("outbox.relay.keys", "{key}", "Keys whose events wait.")
+	i.stored = m.gauge("outbox.relay.stored", "{event}", "Failed events, and those behind them, in outbox_failed, each status counted up to 10,000.")
+	i.keys = m.gauge("outbox.relay.keys", "{key}", "Keys whose events wait, counted up to 10,000.")
 	i.lag = m.gauge("outbox.consumer.lag", "{message}", "Records of a partition that are left to handle.")
 	i.isUp = m.gauge("outbox.watch.up", "{query}", "1 if the last query of the database or Kafka worked, 0 if not.")
 	var err error

@@ -33,8 +33,8 @@
 //	outbox.relay.pending                 committed events that were not sent yet, counted up to 100,000
 //	outbox.relay.pending.age             how long ago the oldest of them was recorded
 //	outbox.relay.led                     1 if a process holds the lease, else 0
-//	outbox.relay.stored                  rows of outbox_failed, by outbox.status: waiting, failed, parked, dead
-//	outbox.relay.keys                    keys whose events wait, by outbox.state: parked, held
+//	outbox.relay.stored                  rows of outbox_failed, by outbox.status: waiting, failed, parked, dead; each up to 10,000
+//	outbox.relay.keys                    keys whose events wait, by outbox.state: parked, held; each up to 10,000
 //	outbox.consumer.lag                  records of a partition of this process that are not handled yet
 //	outbox.watch.up                      1 if the last query worked, or 0, and then the others are missing
 //

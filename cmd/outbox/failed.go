@@ -72,7 +72,7 @@ func (l *failedList) run(ctx context.Context, e *env) error {
 // showNone says why nothing is listed. Resolved events are only listed on request, so
 // it counts them.
 func (l *failedList) showNone(ctx context.Context, e *env, failed *outboxops.Failures, filter outboxops.FailureFilter, picks bool) error {
-	resolved := 0
+	resolved, more := 0, false
 	if len(filter.Statuses) == 0 {
 		filter.Statuses = []string{outbox.StatusResolved}
 		counts, err := failed.Count(ctx, filter)
@@ -80,14 +80,17 @@ func (l *failedList) showNone(ctx context.Context, e *env, failed *outboxops.Fai
 			return err
 		}
 		for _, c := range counts {
-			resolved += c.Events
+			resolved, more = resolved+c.Events, more || c.Events == outbox.MaxCounted
 		}
 	}
 	text := "Nothing has failed."
 	if picks || l.after != (failureID{}) {
 		text = "No failed event matches these flags."
 	}
-	if resolved > 0 {
+	switch {
+	case more:
+		text = fmt.Sprintf("Nothing is unresolved. Not shown: at least %s resolved events (--status resolved).", count(resolved))
+	case resolved > 0:
 		text = fmt.Sprintf("Nothing is unresolved. Not shown: %s (--status resolved).", plural(int64(resolved), "resolved event", "resolved events"))
 	}
 	e.printf("%s\n", text)
@@ -178,12 +181,15 @@ func showCounts(e *env, counts []outboxops.FailureCount) error {
 		Events int       `json:"events"`
 		Oldest time.Time `json:"oldest"`
 	}
-	rows, total := make([]row, 0, len(counts)), 0
+	rows, total, least := make([]row, 0, len(counts)), 0, ""
 	t := table{head: []string{"EVENTS", "STATUS", "CLASS", "OLDEST", "RELAY", "TYPE"}, flex: []int{2, 4, 5}}
 	for _, c := range counts {
 		rows = append(rows, row{string(c.Kind), c.Relay, c.Status, c.Type, c.Class, c.Events, c.Oldest.UTC()})
-		t.add(count(c.Events), c.Status, c.Class, age(c.Oldest, e.now()), c.Relay, c.Type)
+		t.add(countUpTo(c.Events), c.Status, c.Class, age(c.Oldest, e.now()), c.Relay, c.Type)
 		total += c.Events
+		if c.Events == outbox.MaxCounted {
+			least = "at least "
+		}
 	}
 	if e.json {
 		return e.writeJSON(map[string]any{"total": total, "counts": rows})
@@ -191,7 +197,7 @@ func showCounts(e *env, counts []outboxops.FailureCount) error {
 	if total > 0 {
 		e.writeTable(t)
 	}
-	e.printf("%s in all\n", count(total))
+	e.printf("%s%s in all\n", least, count(total))
 	return nil
 }
 

@@ -91,9 +91,17 @@ func pending(r outbox.RelayStatus) string {
 	return count(r.Pending)
 }
 
-func events(n int64) string { return plural(n, "event is", "events are") }
+func events(n int64) string { return pluralUpTo(n, "event is", "events are") }
 
-func keys(n int64) string { return plural(n, "key is", "keys are") }
+func keys(n int64) string { return pluralUpTo(n, "key is", "keys are") }
+
+// pluralUpTo is plural for what is counted up to a limit.
+func pluralUpTo(n int64, one, more string) string {
+	if n == outbox.MaxCounted {
+		return countUpTo(n) + " " + more
+	}
+	return plural(n, one, more)
+}
 
 func plural(n int64, one, more string) string {
 	if n == 1 {

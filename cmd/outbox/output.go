@@ -9,6 +9,8 @@ import (
 	"time"
 	"unicode"
 	"unicode/utf8"
+
+	"github.com/outboxgo/outbox"
 )
 
 // writeJSON writes one document.
@@ -180,6 +182,14 @@ func count[N int | int32 | int64](n N) string {
 		text = text[:i] + "," + text[i:]
 	}
 	return text
+}
+
+// countUpTo writes a number of failed events or keys, which are counted up to a limit.
+func countUpTo[N int | int64](n N) string {
+	if n == outbox.MaxCounted {
+		return count(n) + "+"
+	}
+	return count(n)
 }
 
 // age writes how long ago something was, roughly; "-" for never.

@@ -164,7 +164,7 @@ func relayTable(now snapshot) table {
 		if r.PendingMore {
 			more = "+"
 		}
-		t.add(r.Name, leader, lease, count(r.Pending)+more, age(r.Oldest, now.now), count(r.Waiting), count(r.Failed), count(r.Parked), count(r.Dead))
+		t.add(r.Name, leader, lease, count(r.Pending)+more, age(r.Oldest, now.now), countUpTo(r.Waiting), countUpTo(r.Failed), countUpTo(r.Parked), countUpTo(r.Dead))
 	}
 	return t
 }

@@ -3,6 +3,7 @@ package tables
 import (
 	"context"
 	"errors"
+	"reflect"
 	"strings"
 	"time"
 
@@ -106,27 +107,99 @@ const FailureWhere = `
    AND ($11::bigint = 0 OR outbox_id = $11)
    AND ($12::text = '' OR event_id::text = lower($12))`
 
-// FailureCount counts failed events that are alike. Its fields are those of
-// outbox.FailedCount, which describes them.
+// FailureCount counts failed events of a kind. Its fields are those of outbox.FailedCount,
+// which describes them.
 type FailureCount struct {
 	Relay, Status, Type, Class string
 	Events                     int
 	Oldest                     time.Time
 }
 
-// SQLFailureCount has the parameters of a [FailureFilter].
+// SQLFailureCount counts up to $5 failed events of each kind. It finds the kinds one after
+// the other, so its cost grows with them and not with the rows. $1 to $4 are of a
+// [FailureFilter], as in [FailureWhere]. It is to be run under pg.PlannerSettings. Events
+// without a class are looked up by themselves, because NULL is greater than no class.
 const SQLFailureCount = `
+WITH RECURSIVE types AS (
+   (SELECT relay, status, event_type FROM {schema}.outbox_failed ORDER BY relay, status, event_type LIMIT 1)
+     UNION ALL
+    SELECT next.* FROM types AS t
+     CROSS JOIN LATERAL (SELECT relay, status, event_type FROM {schema}.outbox_failed
+                          WHERE (relay, status, event_type) > (t.relay, t.status, t.event_type)
+                          ORDER BY relay, status, event_type LIMIT 1) AS next
+), chosen AS MATERIALIZED (
+    SELECT * FROM types
+     WHERE status = ANY ($1::text[]) AND ($2::text = '' OR relay = $2) AND ($3::text = '' OR event_type = $3)
+), classes AS (
+    SELECT t.*, first.error_class FROM chosen AS t
+     CROSS JOIN LATERAL (SELECT error_class FROM {schema}.outbox_failed` + ofType + ` AND error_class IS NOT NULL` + oldestOfType + ` LIMIT 1) AS first
+     UNION ALL
+    SELECT t.relay, t.status, t.event_type, next.error_class FROM classes AS t
+     CROSS JOIN LATERAL (SELECT error_class FROM {schema}.outbox_failed` + ofType + ` AND error_class > t.error_class` + oldestOfType + ` LIMIT 1) AS next
+), counted AS (
+    SELECT t.relay, t.status, t.event_type, t.error_class, c.*
+      FROM classes AS t
+     CROSS JOIN LATERAL (
+           SELECT count(*) AS events, min(failed_at) AS oldest FROM (
+                  SELECT failed_at FROM {schema}.outbox_failed` + ofType + ` AND error_class = t.error_class` + oldestOfType + ` LIMIT $5) AS f) AS c
+     UNION ALL
+    SELECT t.relay, t.status, t.event_type, '', c.*
+      FROM chosen AS t
+     CROSS JOIN LATERAL (
+           SELECT count(*) AS events, min(failed_at) AS oldest FROM (
+                  SELECT failed_at FROM {schema}.outbox_failed` + ofType + ` AND error_class IS NULL` + oldestOfType + ` LIMIT $5) AS f) AS c
+)
+SELECT * FROM counted WHERE events > 0 AND ($4::text = '' OR error_class = $4)
+ ORDER BY events DESC, relay, status, event_type, error_class`
+
+const (
+	ofType       = ` WHERE relay = t.relay AND status = t.status AND event_type = t.event_type`
+	oldestOfType = ` ORDER BY relay, status, event_type, error_class, failed_at`
+)
+
+// SQLFailureSearch counts all failed events of a [FailureFilter], whose parameters it has.
+const SQLFailureSearch = `
 SELECT relay, status, event_type, coalesce(error_class, ''), count(*), min(failed_at)
   FROM {schema}.outbox_failed` + FailureWhere + `
  GROUP BY 1, 2, 3, 4
  ORDER BY 5 DESC, 1, 2, 3, 4`
 
-// CountFailures runs [SQLFailureCount], completed, and returns how many events have
-// failed by relay, status, type and class, the largest number first.
-func CountFailures(ctx context.Context, db *pgxpool.Pool, sql string, filter FailureFilter) ([]FailureCount, error) {
-	rows, err := db.Query(ctx, sql, append([]any{pg.PlanEachTime}, filter.Args()...)...)
+// FailureCounter counts failed events.
+type FailureCounter struct {
+	db            *pgxpool.Pool
+	count, search string
+}
+
+// NewFailureCounter returns the counter of a schema.
+func NewFailureCounter(db *pgxpool.Pool, schema string) FailureCounter {
+	return FailureCounter{db, pg.InSchema(SQLFailureCount, schema), pg.InSchema(SQLFailureSearch, schema)}
+}
+
+// Count returns how many events have failed by relay, status, type and class, the largest
+// number first, and of each kind [MaxCounted] at most. A filter with other fields makes it
+// search all rows.
+func (c FailureCounter) Count(ctx context.Context, filter FailureFilter) (counts []FailureCount, err error) {
+	collect := func(rows pgx.Rows) (err error) {
+		counts, err = pgx.CollectRows(rows, pgx.RowToStructByPos[FailureCount])
+		return err
+	}
+	kind := FailureFilter{Statuses: filter.Statuses, Relay: filter.Relay, Type: filter.Type, Class: filter.Class}
+	if reflect.DeepEqual(filter, kind) {
+		err = pg.Query(ctx, c.db, pg.PlannerSettings, collect, c.count, kind.Statuses, kind.Relay, kind.Type, kind.Class, MaxCounted)
+		return counts, err
+	}
+	rows, err := c.db.Query(ctx, c.search, append([]any{pg.PlanEachTime}, filter.Args()...)...)
 	if err != nil {
 		return nil, err
 	}
-	return pgx.CollectRows(rows, pgx.RowToStructByPos[FailureCount])
+	err = collect(rows)
+	return counts, err
 }
+
+// SQLDeaths reads up to $4 events that have died since $1 and are not among $3, of the relay
+// $2 or of all. It is to be run under pg.PlannerSettings.
+const SQLDeaths = `
+SELECT ` + FailureColumns + `
+  FROM {schema}.outbox_failed
+ WHERE status = 'dead' AND next_retry_at >= $1 AND ($2::text = '' OR relay = $2) AND id <> ALL ($3::bigint[])
+ ORDER BY next_retry_at, id LIMIT $4`

@@ -28,40 +28,84 @@ type Relay struct {
 	ParkedKeys, HeldKeys          int64
 }
 
-// MaxPending is up to where pending events are counted.
-const MaxPending = 100_000
+// MaxPending is how many pending events are counted at most, and MaxCounted how many
+// failed events or keys of a kind.
+const (
+	MaxPending = 100_000
+	MaxCounted = 10_000
+)
 
-// SQLRelays takes its shape from sqlOpen, and is to be run under pg.PlannerSettings.
+// SQLRelays reads the state of all relays. It looks at $1 rows of outbox in each order, and
+// at $2 rows of each status, so its cost does not grow with the rows. It takes its shape
+// from sqlOpen, and is to be run under pg.PlannerSettings.
+//
+// While a window is drained, the order of transactions may begin with rows that were sent
+// (by_xid), and the order of ids, in which the relay sends, with rows that are not of the
+// window (by_id). Both look, and the one that finds more counts. A transaction that was in
+// progress in the snapshot is looked up by itself (late).
 const SQLRelays = NewestCursors + `, known AS MATERIALIZED (
     SELECT relay AS name FROM positions UNION SELECT name FROM {schema}.outbox_lease
 )
 SELECT n.name, CASE WHEN l.expires_at > clock_timestamp() THEN l.holder ELSE '' END, coalesce(l.epoch, 0),
-       CASE WHEN isfinite(l.expires_at) THEN l.expires_at END, c.created_at, p.events,
+       CASE WHEN isfinite(l.expires_at) THEN l.expires_at END, c.created_at, p.events, p.more,
        (SELECT created_at FROM {schema}.outbox WHERE id = p.first),
-       f.waiting, f.failed, f.parked, f.dead, f.parked_keys, f.held_keys
+       heads.waiting, heads.failed, others.parked, others.dead, heads.keys, heads.held
   FROM known AS n
   LEFT JOIN {schema}.outbox_lease AS l ON l.name = n.name
   LEFT JOIN positions AS c ON c.relay = n.name
  CROSS JOIN LATERAL (
-       SELECT count(*) AS events, min(id) AS first FROM (
-             (SELECT id FROM {schema}.outbox
-               WHERE xid >= pg_snapshot_xmax(c.snapshot) AND xid <= '18446744073709551615'::xid8
-                 AND NOT coalesce(id <= c.last_processed_id AND pg_visible_in_snapshot(xid, c.window_snapshot), false)
-               ORDER BY xid, id LIMIT $1)
-               UNION ALL
-              SELECT late.id FROM pg_snapshot_xip(c.snapshot) AS x
-               CROSS JOIN LATERAL (SELECT id FROM {schema}.outbox
-                                    WHERE xid >= x AND xid <= x
-                                      AND NOT coalesce(id <= c.last_processed_id AND pg_visible_in_snapshot(xid, c.window_snapshot), false)
-                                    ORDER BY xid, id LIMIT $1) AS late
-       ) AS w) AS p
+       SELECT late.events + greatest(by_xid.events, by_id.events) AS events, late.events >= $1 OR by_xid.looked_at >= $1 AS more,
+              least(late.first, by_xid.first, by_id.first) AS first
+         FROM (SELECT count(*) AS events, min(id) AS first FROM (
+                      SELECT o.id FROM pg_snapshot_xip(c.snapshot) AS x
+                       CROSS JOIN LATERAL (SELECT id FROM {schema}.outbox
+                                            WHERE (xid, id) > (x, CASE WHEN pg_visible_in_snapshot(x, c.window_snapshot) THEN c.last_processed_id
+                                                                       ELSE -9223372036854775808 END) AND xid <= x
+                                            ORDER BY xid, id LIMIT $1) AS o
+                       LIMIT $1) AS r) AS late
+        CROSS JOIN LATERAL (
+              SELECT count(*) AS looked_at, count(*) FILTER (WHERE pending) AS events, min(id) FILTER (WHERE pending) AS first FROM (
+                     SELECT id, NOT coalesce(id <= c.last_processed_id AND pg_visible_in_snapshot(xid, c.window_snapshot), false) AS pending
+                       FROM {schema}.outbox
+                      WHERE xid >= pg_snapshot_xmax(c.snapshot) AND xid <= '18446744073709551615'::xid8
+                      ORDER BY xid, id LIMIT $1) AS r) AS by_xid
+        CROSS JOIN LATERAL (
+              SELECT count(*) AS events, min(id) AS first FROM (
+                     SELECT id, xid FROM {schema}.outbox
+                      WHERE id > c.last_processed_id AND c.window_snapshot IS NOT NULL AND by_xid.looked_at >= $1
+                      ORDER BY id LIMIT $1) AS r
+               WHERE xid >= pg_snapshot_xmax(c.snapshot)) AS by_id) AS p
  CROSS JOIN LATERAL (
        SELECT count(*) FILTER (WHERE status = 'waiting') AS waiting, count(*) FILTER (WHERE status = 'failed') AS failed,
-              count(*) FILTER (WHERE status = 'parked') AS parked, count(*) FILTER (WHERE status = 'dead') AS dead,
-              count(DISTINCT parking_key) FILTER (WHERE status <> 'dead' OR held) AS parked_keys,
-              count(DISTINCT parking_key) FILTER (WHERE held) AS held_keys
-         FROM {schema}.outbox_failed WHERE relay = n.name AND status IN ('waiting', 'failed', 'parked', 'dead')) AS f
+              count(DISTINCT parking_key) AS keys, count(*) FILTER (WHERE status = 'held') AS held FROM (
+              SELECT s AS status, o.parking_key FROM unnest('{waiting,failed}'::text[]) AS s
+               CROSS JOIN LATERAL (SELECT parking_key FROM {schema}.outbox_failed` + statusOfRelay + `) AS o
+               UNION ALL
+              SELECT 'held', held.parking_key FROM (` + heldKeys + `) AS held) AS r) AS heads
+ CROSS JOIN LATERAL (
+       SELECT count(*) FILTER (WHERE s = 'parked') AS parked, count(*) FILTER (WHERE s = 'dead') AS dead
+         FROM unnest('{parked,dead}'::text[]) AS s
+        CROSS JOIN LATERAL (SELECT FROM {schema}.outbox_failed` + statusOfRelay + `) AS o) AS others
  ORDER BY n.name`
+
+// statusOfRelay selects up to $2 rows of status s. Asked for "status = s", the planner may
+// walk another index through the rows of all.
+const statusOfRelay = `
+                WHERE relay >= n.name AND relay <= n.name AND status >= s AND status <= s
+                ORDER BY relay, status, event_type, error_class, failed_at LIMIT $2`
+
+// heldKeys finds one key after the other.
+const heldKeys = `
+              WITH RECURSIVE keys AS (
+                 (SELECT parking_key` + heldOfRelay + ` ORDER BY relay, parking_key LIMIT 1)
+                   UNION ALL
+                  SELECT (SELECT f.parking_key` + heldOfRelay + ` AND f.parking_key > keys.parking_key ORDER BY f.relay, f.parking_key LIMIT 1)
+                    FROM keys WHERE keys.parking_key IS NOT NULL
+              )
+              SELECT parking_key FROM keys WHERE parking_key IS NOT NULL LIMIT $2`
+
+const heldOfRelay = ` FROM {schema}.outbox_failed AS f
+                   WHERE f.relay >= n.name AND f.relay <= n.name AND f.held AND f.status IN ('waiting', 'failed', 'parked', 'dead')`
 
 // Relays runs [SQLRelays], completed, and returns the relays of the schema, sorted by
 // name: those that have a cursor or ever took a lease.
@@ -69,17 +113,15 @@ func Relays(ctx context.Context, db *pgxpool.Pool, sql string) (all []Relay, err
 	err = pg.Query(ctx, db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		all, err = pgx.CollectRows(rows, scanRelay)
 		return err
-	}, sql, MaxPending+1)
+	}, sql, MaxPending+1, MaxCounted)
 	return all, err
 }
 
 func scanRelay(row pgx.CollectableRow) (r Relay, err error) {
 	var until, moved, oldest pgtype.Timestamptz
-	err = row.Scan(&r.Name, &r.Holder, &r.Epoch, &until, &moved, &r.Pending, &oldest,
+	err = row.Scan(&r.Name, &r.Holder, &r.Epoch, &until, &moved, &r.Pending, &r.PendingMore, &oldest,
 		&r.Waiting, &r.Failed, &r.Parked, &r.Dead, &r.ParkedKeys, &r.HeldKeys)
 	r.LeaseUntil, r.MovedAt, r.Oldest = until.Time, moved.Time, oldest.Time
-	if r.Pending > MaxPending {
-		r.Pending, r.PendingMore = MaxPending, true
-	}
+	r.Pending, r.ParkedKeys = min(r.Pending, MaxPending), min(r.ParkedKeys, MaxCounted)
 	return r, err
 }

@@ -46,6 +46,7 @@ func (s Settings) Validate() error {
 		check.NotNegative("Alerts.Interval", s.Interval),
 		check.NotNegative("Alerts.ReportInterval", s.ReportInterval),
 		check.NotNegative("Alerts.DeadThreshold", s.DeadThreshold),
+		check.NotAbove("Alerts.DeadThreshold", s.DeadThreshold, tables.MaxCounted),
 		check.NotNegative("Alerts.StaleAfter", s.StaleAfter),
 		check.NotNegative("Alerts.StalePending", s.StalePending),
 		check.NotAbove("Alerts.StalePending", s.StalePending, tables.MaxPending),

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/pg"
@@ -27,14 +28,15 @@ type Store interface {
 
 // store is the Store of a database.
 type store struct {
-	db                       *pgxpool.Pool
-	relays, died, unresolved string
+	db           *pgxpool.Pool
+	relays, died string
+	failures     tables.FailureCounter
 }
 
 // NewStore returns the store of a schema.
 func NewStore(db *pgxpool.Pool, schema string) Store {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
-	return &store{db: db, relays: in(tables.SQLRelays), died: in(sqlDeadSince), unresolved: in(tables.SQLFailureCount)}
+	return &store{db: db, relays: in(tables.SQLRelays), died: in(tables.SQLDeaths), failures: tables.NewFailureCounter(db, schema)}
 }
 
 func (s *store) Now(ctx context.Context) (now time.Time, err error) {
@@ -52,26 +54,19 @@ func (s *store) Relays(ctx context.Context) ([]tables.Relay, error) {
 	return relays, nil
 }
 
-// sqlDeadSince reads the events that have died since $1 and are not among $3.
-const sqlDeadSince = `
-SELECT ` + tables.FailureColumns + `
-  FROM {schema}.outbox_failed
- WHERE status = 'dead' AND next_retry_at >= $1 AND ($2::text = '' OR relay = $2) AND id <> ALL ($3::bigint[])
- ORDER BY next_retry_at, id LIMIT $4`
-
-func (s *store) Died(ctx context.Context, since time.Time, relay string, known []int64, limit int) ([]tables.Failure, error) {
-	rows, err := s.db.Query(ctx, s.died, since, relay, known, limit)
-	if err == nil {
-		var died []tables.Failure
-		if died, err = tables.CollectFailures(rows); err == nil {
-			return died, nil
-		}
+func (s *store) Died(ctx context.Context, since time.Time, relay string, known []int64, limit int) (died []tables.Failure, err error) {
+	err = pg.Query(ctx, s.db, pg.PlannerSettings, func(rows pgx.Rows) (err error) {
+		died, err = tables.CollectFailures(rows)
+		return err
+	}, s.died, since, relay, known, limit)
+	if err != nil {
+		return nil, fmt.Errorf("read dead events: %w", err)
 	}
-	return nil, fmt.Errorf("read dead events: %w", err)
+	return died, nil
 }
 
 func (s *store) Unresolved(ctx context.Context, relay string) ([]tables.FailureCount, error) {
-	counts, err := tables.CountFailures(ctx, s.db, s.unresolved, tables.FailureFilter{Relay: relay, Statuses: []string{"waiting", "failed", "dead"}})
+	counts, err := s.failures.Count(ctx, tables.FailureFilter{Relay: relay, Statuses: []string{"waiting", "failed", "dead"}})
 	if err != nil {
 		return nil, fmt.Errorf("count failed events: %w", err)
 	}
