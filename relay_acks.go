@@ -9,6 +9,7 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -24,8 +25,11 @@ type acks struct {
 	records []kgo.Record
 	errs    []error       // of records that are not to be sent
 	all     chan struct{} // closed when every outcome is known
+	crashed chan struct{} // closed when promise has panicked
 	full    bool          // awaitRoom waits
 	freed   chan struct{} // holds one signal that held has become smaller
+
+	crash *contain.Panic // the first of promise; written under mu, before crashed is closed
 
 	mu     sync.Mutex
 	failed map[*kgo.Record]error
@@ -35,7 +39,7 @@ type acks struct {
 
 // newAcks expects one outcome for each record without an error.
 func newAcks(p *permit, records []kgo.Record, errs []error) *acks {
-	a := &acks{permit: p, records: records, errs: errs, all: make(chan struct{}), freed: make(chan struct{}, 1), open: 1}
+	a := &acks{permit: p, records: records, errs: errs, all: make(chan struct{}), crashed: make(chan struct{}), freed: make(chan struct{}, 1), open: 1}
 	for _, err := range errs {
 		if err == nil {
 			a.open++
@@ -59,7 +63,7 @@ func (a *acks) handedOver(unsent []error) {
 
 // awaitRoom waits until a buffer has room for the record at an index, and returns the index
 // behind the last record for which it has room then. It returns first if stop or bounded
-// ends before.
+// ends before, or promise has panicked.
 func (a *acks) awaitRoom(stop, bounded context.Context, room kafka.Buffer, first int) (end int) {
 	for {
 		if end = a.fill(room, first); end > first {
@@ -67,6 +71,8 @@ func (a *acks) awaitRoom(stop, bounded context.Context, room kafka.Buffer, first
 		}
 		select {
 		case <-a.freed:
+		case <-a.crashed:
+			return first
 		case <-stop.Done():
 			return first
 		case <-bounded.Done():
@@ -88,7 +94,17 @@ func (a *acks) fill(room kafka.Buffer, first int) (end int) {
 	return end
 }
 
+// promise must not panic in a goroutine of the client, which would end the process and leave
+// the lease to nobody.
 func (a *acks) promise(r *kgo.Record, err error) {
+	if a.hasCrashed() {
+		return
+	}
+	defer func() {
+		if v := recover(); v != nil {
+			a.keepCrash(contain.NewPanic(v))
+		}
+	}()
 	if err == nil {
 		a.permit.report(callSucceeded)
 	}
@@ -106,6 +122,32 @@ func (a *acks) promise(r *kgo.Record, err error) {
 		wait.Signal(a.freed)
 	}
 	a.done()
+}
+
+// keepCrash keeps the first panic of promise, whose outcome is missing then.
+func (a *acks) keepCrash(p *contain.Panic) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.crash == nil {
+		a.crash = p
+		close(a.crashed)
+	}
+}
+
+func (a *acks) hasCrashed() bool {
+	select {
+	case <-a.crashed:
+		return true
+	default:
+		return false
+	}
+}
+
+// raise panics in the goroutine that sends if promise has panicked.
+func (a *acks) raise() {
+	if a.hasCrashed() {
+		panic(contain.Crash{Panic: a.crash})
+	}
 }
 
 // done counts one outcome. The caller holds mu.

@@ -150,11 +150,13 @@ func (p *producer) send(stop, held, grace context.Context, acks *acks) (sendResu
 	n := p.handOver(stop, held, bounded, grace, acks)
 	acks.handedOver(acks.errs[n:])
 	sent := sendResult{records: acks.records[:n], errs: acks.errs[:n], works: true}
-	if !p.await(bounded, grace, acks) {
+	known := p.await(bounded, grace, acks)
+	if !known {
 		p.abandon(acks)
-		if held.Err() != nil {
-			return sendResult{}, context.Cause(held)
-		}
+	}
+	acks.raise()
+	if !known && held.Err() != nil {
+		return sendResult{}, context.Cause(held)
 	}
 	switch {
 	case len(acks.failed) == 0:
@@ -211,11 +213,14 @@ func (p *producer) handOver(stop, held, bounded, grace context.Context, acks *ac
 	return n
 }
 
-// await waits until the outcome of every record is known, and reports whether it is.
+// await waits until the outcome of every record is known, and reports whether it is. It
+// waits no longer if the promise of one has panicked.
 func (p *producer) await(bounded, grace context.Context, acks *acks) bool {
 	select {
 	case <-acks.all:
 		return true
+	case <-acks.crashed:
+		return false
 	case <-bounded.Done():
 		return false
 	case <-grace.Done():
@@ -227,6 +232,8 @@ func (p *producer) await(bounded, grace context.Context, acks *acks) bool {
 		select {
 		case <-acks.all:
 			return true
+		case <-acks.crashed:
+			return false
 		case <-bounded.Done():
 			return false
 		case <-ticker.C:
@@ -242,7 +249,10 @@ func (p *producer) await(bounded, grace context.Context, acks *acks) bool {
 // can leave any more, and the client calls back for each record.
 func (p *producer) abandon(acks *acks) {
 	p.close()
-	<-acks.all
+	select {
+	case <-acks.all:
+	case <-acks.crashed:
+	}
 }
 
 // records builds the Kafka records of events. Where that fails, errs says why, and
