@@ -321,8 +321,32 @@ func sentKeys(events []failedEvent, outcomes []outcome) (keys []string) {
 	return keys
 }
 
-// save writes results under the lock with which the session parks events.
+// save writes results down. It is repeated until PostgreSQL has them or the lease is lost:
+// without them, what Kafka has accepted would be sent again. What takes too long is saved in
+// halves.
 func (r *retrier) save(results []retryResult) error {
+	for uncertain := false; ; uncertain = true {
+		err := r.trySave(results, uncertain)
+		switch {
+		case err == nil, errors.Is(err, errLeaseLost), pg.IsUndefined(err):
+			return err
+		case r.held.Err() != nil:
+			return context.Cause(r.held)
+		case tookTooLong(err) && len(results) > 1:
+			if err := r.save(results[:len(results)/2]); err != nil {
+				return err
+			}
+			return r.save(results[len(results)/2:])
+		}
+		r.outage.Report(err)
+		wait.Sleep(r.held, r.outage.Backoff())
+	}
+}
+
+// trySave writes results under the lock with which the session parks events. After a try
+// of uncertain outcome it is not known which keys have got a new head, so all of them stay
+// parked until they are counted again.
+func (r *retrier) trySave(results []retryResult, uncertain bool) error {
 	r.parked.mu.Lock()
 	defer r.parked.mu.Unlock()
 	ctx, cancel := r.withStatementTimeout()
@@ -332,9 +356,11 @@ func (r *retrier) save(results []retryResult) error {
 		return err
 	}
 	for _, result := range results {
-		if result.status == StatusResolved || result.status == StatusDead && !r.cfg.HoldDead {
-			r.parked.rowRemoved(result.event.key) // the row holds back nothing any more
-		} else {
+		gone := result.status == StatusResolved || result.status == StatusDead && !r.cfg.HoldDead
+		if gone { // the row holds back nothing any more
+			r.parked.rowRemoved(result.event.key)
+		}
+		if !gone || uncertain {
 			left = append(left, result.event.key)
 		}
 	}
