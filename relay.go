@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"strconv"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -365,7 +364,7 @@ func (r *Relay) work(ctx context.Context, leads leadership) error {
 	})
 	cleaner := newCleaner(leads, r.cfg, r.retention, session.backlog.Load, r.log)
 	shared := retrierParts{
-		leadership: leads, cfg: r.cfg, store: r.failed, parked: parked, places: bad, probing: new(sync.Mutex),
+		leadership: leads, cfg: r.cfg, store: r.failed, parked: parked, places: bad, probed: new(probedKeys),
 		breaker: r.breaker, log: r.log, retryNow: r.retryNow, eventDied: func() { wait.Signal(r.checkNow) },
 	}
 	retry := func(ctx context.Context) { r.retry(ctx, shared) }

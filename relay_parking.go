@@ -23,10 +23,11 @@ type parking struct {
 
 	counting sync.Mutex // held during a recount, and taken before mu: session and retrier recount
 
-	mu    sync.Mutex
-	seed  maphash.Seed
-	keys  map[uint64]parkedKey
-	round int32 // of recount
+	mu        sync.Mutex
+	seed      maphash.Seed
+	keys      map[uint64]parkedKey
+	recounts  bool // a recount is under way
+	forgotten bool // since a reset there was no recount
 }
 
 // parkedKey counts what holds back a key. It is in the map only while a count is above
@@ -34,7 +35,8 @@ type parking struct {
 type parkedKey struct {
 	rows    int32 // in outbox_failed
 	pending int32 // events whose rows will be written
-	counted int32 // the last round of recount that has found a row of it
+	found   int32 // by the recount that is under way
+	changed bool  // rows has changed during that recount
 }
 
 func newParking(passing bool) *parking {
@@ -48,7 +50,7 @@ func (p *parking) mustWait(key string) bool {
 	defer p.mu.Unlock()
 	hash := p.hash(key)
 	k, is := p.keys[hash]
-	if is {
+	if is = is && (k.rows > 0 || k.pending > 0); is {
 		k.pending++
 		p.keys[hash] = k
 	}
@@ -61,38 +63,36 @@ func (p *parking) reset() {
 	defer p.mu.Unlock()
 	clear(p.keys)
 	p.busy.Store(false)
+	p.forgotten = true
 }
 
 // recount replaces the counts of rows by those of outbox_failed, a page of keys at a time:
 // the relay has begun to lead, or an operator may have resolved some. Pending events stay
 // counted. Page returns the keys behind one, in their order, and none behind the last; it is
-// called under the lock with which rows are added and removed. A row that is added between
-// two pages may be counted twice, until the next round.
+// called under the lock with which rows are added and removed. A row that is added or removed
+// between two pages may be found twice or not at all. So if the count of a key has changed
+// meanwhile, it stays as it is.
 func (p *parking) recount(page func(after string) ([]keyRows, error)) error {
 	p.counting.Lock()
 	defer p.counting.Unlock()
 	p.mu.Lock()
-	p.round++
+	p.recounts = true
 	p.mu.Unlock()
+	err := p.countPages(page)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.endRecount(err == nil)
+	return err
+}
+
+func (p *parking) countPages(page func(after string) ([]keyRows, error)) error {
 	for after := ""; ; {
 		last, err := p.countPage(func() ([]keyRows, error) { return page(after) })
-		if err != nil {
+		if err != nil || last == "" {
 			return err
-		}
-		if last == "" {
-			break
 		}
 		after = last
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for hash, k := range p.keys {
-		if k.counted != p.round {
-			k.rows = 0
-			p.put(hash, k)
-		}
-	}
-	return nil
 }
 
 // countPage returns the last key of a page, or "" if the page is empty.
@@ -103,10 +103,7 @@ func (p *parking) countPage(page func() ([]keyRows, error)) (last string, err er
 	for _, found := range keys {
 		hash := p.hash(found.key)
 		k := p.keys[hash]
-		if k.counted != p.round {
-			k.rows, k.counted = 0, p.round
-		}
-		k.rows += int32(found.rows)
+		k.found += int32(found.rows)
 		p.put(hash, k)
 		last = found.key
 	}
@@ -115,12 +112,25 @@ func (p *parking) countPage(page func() ([]keyRows, error)) (last string, err er
 
 // The caller of all other methods holds mu.
 
+// endRecount takes over what was found, if all pages were read. After a reset there is
+// nothing else to go by.
+func (p *parking) endRecount(complete bool) {
+	for hash, k := range p.keys {
+		if complete && (!k.changed || p.forgotten) {
+			k.rows = k.found
+		}
+		k.found, k.changed = 0, false
+		p.put(hash, k)
+	}
+	p.recounts, p.forgotten = false, p.forgotten && !complete
+}
+
 func (p *parking) hash(key string) uint64 { return maphash.String(p.seed, key) }
 
 // put changes the counts of a key, and removes it if it has neither rows nor pending
-// events.
+// events, and the recount knows nothing of it.
 func (p *parking) put(hash uint64, k parkedKey) {
-	if k.rows > 0 || k.pending > 0 {
+	if k.rows > 0 || k.pending > 0 || k.found > 0 || k.changed {
 		p.keys[hash] = k
 	} else {
 		delete(p.keys, hash)
@@ -159,7 +169,7 @@ func (p *parking) rowsWritten(failures []failure) {
 		hash := p.hash(f.key)
 		k := p.keys[hash]
 		if f.status != StatusDead || f.held {
-			k.rows, k.counted = k.rows+1, p.round
+			k.rows, k.changed = k.rows+1, p.recounts
 		}
 		if f.pending {
 			k.pending--
@@ -172,7 +182,7 @@ func (p *parking) rowsWritten(failures []failure) {
 func (p *parking) rowRemoved(key string) {
 	hash := p.hash(key)
 	if k, is := p.keys[hash]; is {
-		k.rows--
+		k.rows, k.changed = k.rows-1, p.recounts
 		p.put(hash, k)
 	}
 }
@@ -183,7 +193,7 @@ func (p *parking) rowsLeft(keys []string) {
 	for _, key := range keys {
 		hash := p.hash(key)
 		if k := p.keys[hash]; k.rows <= 0 {
-			k.rows, k.counted = 1, p.round
+			k.rows, k.changed = 1, p.recounts
 			p.put(hash, k)
 		}
 	}

@@ -173,3 +173,35 @@ func TestParkingIsCountedByTwo(t *testing.T) {
 	require.ErrorIs(t, <-other, errDown)
 	require.True(t, p.mustWait("orders/a"))
 }
+
+// Rows come and go between the pages of a recount. What it has found of their keys, before
+// or after, does not count: a key with a row too many would never be free, and one with a
+// row too few would be free too early.
+func TestParkingChangesDuringARecount(t *testing.T) {
+	t.Parallel()
+	p := parkingOf(t, map[string]int{"added": 1, "removed": 1, "resolved": 1, "sent": 2})
+	changes := map[string]func(){
+		"": func() { p.rowsWritten([]failure{{key: "added"}, {key: "new"}}) }, // and found later
+		"new": func() {
+			p.rowRemoved("removed") // was found before
+			p.rowRemoved("sent")
+			p.rowsWritten([]failure{{key: "late"}}) // is not found
+		},
+	}
+	pages := map[string]keyRows{"": {"removed", 1}, "removed": {"sent", 2}, "sent": {"added", 2}, "added": {"new", 1}}
+	require.NoError(t, p.recount(func(after string) ([]keyRows, error) {
+		if change := changes[after]; change != nil {
+			change()
+		}
+		if page, ok := pages[after]; ok {
+			return []keyRows{page}, nil
+		}
+		return nil, nil
+	}))
+	got := map[string]int32{}
+	for _, key := range []string{"added", "late", "new", "removed", "resolved", "sent"} {
+		got[key] = p.keys[p.hash(key)].rows
+	}
+	require.Equal(t, map[string]int32{"added": 2, "late": 1, "new": 1, "removed": 0, "resolved": 0, "sent": 1}, got)
+	require.Len(t, p.keys, 4)
+}

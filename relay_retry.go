@@ -23,8 +23,7 @@ type retrierParts struct {
 	deliverer *deliverer       // its sender is the retrier's own
 	parked    *parking         // shared with the session
 	places    *places.Registry // shared with the session
-	// probing is held while events are probed: no head may change meanwhile.
-	probing   *sync.Mutex
+	probed    *probedKeys      // shared by the retriers
 	breaker   *breaker
 	log       *slog.Logger
 	outage    *outage.Log     // PostgreSQL
@@ -42,6 +41,19 @@ type retrierParts struct {
 type retrier struct {
 	retrierParts
 	reconcileAt time.Time // not before
+}
+
+// probedKeys has the keys of events that are being probed. Their heads must not change.
+type probedKeys struct {
+	mu   sync.Mutex // held while heads are chosen to be probed, and while heads change
+	keys []string
+}
+
+// end is called when the events have been probed.
+func (p *probedKeys) end() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.keys = nil
 }
 
 func newRetrier(p retrierParts) *retrier { return &retrier{retrierParts: p} }
@@ -67,12 +79,17 @@ func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, round func(co
 	}
 }
 
-// retryAll retries every event that is due, some of each queue in turn.
+// retryAll retries every event that is due, some of each queue in turn. That may take long,
+// and mistakes are corrected meanwhile.
 func (r *retrier) retryAll(ctx context.Context) error {
-	if err := r.reconcile(); err != nil {
-		return err
-	}
+	var reconciled time.Time
 	for more := true; more && ctx.Err() == nil; {
+		if time.Since(reconciled) >= r.cfg.RetryInterval {
+			if err := r.reconcile(); err != nil {
+				return err
+			}
+			reconciled = time.Now()
+		}
 		read, cancel := r.withStatementTimeout()
 		queues, err := r.store.places(read)
 		cancel()
@@ -122,8 +139,6 @@ func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err 
 
 // probeAll tries one event of each bad place.
 func (r *retrier) probeAll(ctx context.Context) error {
-	r.probing.Lock()
-	defer r.probing.Unlock()
 	var names []string
 	for _, bad := range r.places.All() {
 		if r.places.Claim(bad.Name, true) {
@@ -134,19 +149,31 @@ func (r *retrier) probeAll(ctx context.Context) error {
 	if len(names) == 0 {
 		return nil
 	}
-	var waiting []failedEvent
-	events, err := r.find(func(ctx context.Context) (_ []failedEvent, err error) {
-		waiting, err = r.store.first(ctx, names)
-		return waiting, err
-	})
+	waiting, events, err := r.choose(names)
 	if err != nil {
 		return err
 	}
+	defer r.probed.end()
 	r.forgetEmpty(names, waiting)
 	if _, err = r.retry(ctx, events, r.deliverer.probe); errors.Is(err, errNotPermitted) {
 		return nil
 	}
 	return err
+}
+
+// choose returns an event of each place, and those of them that are to be probed now. No
+// head of their keys changes until they are.
+func (r *retrier) choose(names []string) (waiting, events []failedEvent, err error) {
+	r.probed.mu.Lock()
+	defer r.probed.mu.Unlock()
+	events, err = r.find(func(ctx context.Context) (_ []failedEvent, err error) {
+		waiting, err = r.store.first(ctx, names)
+		return waiting, err
+	})
+	for i := range events {
+		r.probed.keys = append(r.probed.keys, events[i].key)
+	}
+	return waiting, events, err
 }
 
 // emptyAfter is when a bad place is forgotten that no row waits for. The session writes
@@ -168,13 +195,11 @@ func (r *retrier) forgetEmpty(names []string, events []failedEvent) {
 }
 
 // reconcile corrects what operators and crashes cause: keys without a head, and wrong
-// counts in the parking. It also retries dead events whose class says so. It waits for the
-// next round while an event is probed.
+// counts in the parking. It also retries dead events whose class says so.
 func (r *retrier) reconcile() error {
-	if time.Now().Before(r.reconcileAt) || !r.probing.TryLock() {
+	if time.Now().Before(r.reconcileAt) {
 		return nil
 	}
-	defer r.probing.Unlock()
 	start := time.Now()
 	ctx, cancel := r.withStatementTimeout()
 	defer cancel()
@@ -187,11 +212,20 @@ func (r *retrier) reconcile() error {
 	var wrong []string
 	err := r.parked.recount(r.store.keys(r.withStatementTimeout, &wrong))
 	if err == nil {
-		err = r.store.promote(r.withStatementTimeout, r.lease, wrong)
+		err = r.promote(wrong)
 	}
 	// Over very many rows this takes long, and new failures wait meanwhile.
 	r.reconcileAt = time.Now().Add(20 * time.Since(start))
 	return err
+}
+
+// promote gives keys their heads, but for those that are being probed: these have their
+// turn in the next round.
+func (r *retrier) promote(keys []string) error {
+	r.probed.mu.Lock()
+	defer r.probed.mu.Unlock()
+	keys = slices.DeleteFunc(keys, func(key string) bool { return slices.Contains(r.probed.keys, key) })
+	return r.store.promote(r.withStatementTimeout, r.lease, keys)
 }
 
 // find returns the first of the events that a query finds, in their order: as many as

@@ -1,11 +1,17 @@
 package outbox_test
 
 import (
+	"log/slog"
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // failOnDelete makes PostgreSQL fail when rows of outbox_failed are removed: with a
@@ -48,4 +54,42 @@ func TestResultsOfRetriesAreKept(t *testing.T) {
 	requireArrival(t, there, second...)
 	h.awaitStatuses(t, map[string]int{})
 	missing.requireOnce(t, there, append(first, second...)...)
+}
+
+// holdUp keeps the records of a topic from being sent until it is closed.
+type holdUp struct {
+	topic  string
+	probed chan struct{} // gets a signal when there is one
+	until  chan struct{}
+}
+
+func (h holdUp) OnProduceRecordBuffered(r *kgo.Record) {
+	if r.Topic == h.topic {
+		wait.Signal(h.probed)
+		<-h.until
+	}
+}
+
+// A probe may take as long as a delivery. What an operator retries does not wait for it.
+func TestProbesDelayNoOperator(t *testing.T) {
+	t.Parallel()
+	h, reader := newPlacesFixture(t)
+	blocked := h.elsewhere(t, "blocked-"+uuid.NewString())
+	testenv.CreateTopic(t, h.brokers, blocked.topic, 1)
+	blocked.fail(t, numbered("blocked", 1, 1)...)
+	h.exec(t, `UPDATE {s}.outbox_failed SET place = topic || '/0', error_class = 'unavailable', last_error = 'no replicas'`)
+	retried := numbered("retried", 1, 1)
+	h.fail(t, retried...)
+	h.exec(t, `UPDATE {s}.outbox_failed SET status = 'dead' WHERE place = ''`)
+
+	hook := holdUp{blocked.topic, make(chan struct{}, 1), make(chan struct{})}
+	relay, err := outbox.NewRelay(h.db, []kgo.Opt{kgo.SeedBrokers(h.brokers...), kgo.WithHooks(hook)},
+		outbox.RelayConfig{Schema: h.schema, RetryInterval: 100 * time.Millisecond, Logger: slog.New(slog.DiscardHandler)})
+	require.NoError(t, err)
+	testenv.Run(t, relay.Run)
+	t.Cleanup(func() { close(hook.until) })
+	<-hook.probed
+	h.exec(t, `UPDATE {s}.outbox_failed SET status = 'parked' WHERE status = 'dead'`)
+	requireArrivalWithin(t, 5*time.Second, reader, retried...)
+	h.awaitStatuses(t, map[string]int{"waiting": 1})
 }
