@@ -79,7 +79,7 @@ func newCursors(db *pgxpool.Pool, schema, relay string) *cursors {
 		sqlPage:        pg.InSchema(sqlPage, schema),
 		sqlFetch:       pg.InSchema(sqlFetch, schema),
 		sqlFetchBare:   pg.InSchema(sqlFetchBare, schema),
-		sqlSequence:    pg.InSchema(sqlSequence, schema),
+		sqlSequence:    pg.InSchema(tables.SQLSequence, schema),
 		sqlRebase:      pg.InSchema(sqlRebase, schema),
 		sqlRebaseProof: pg.InSchema(sqlRebaseProof, schema),
 	}

@@ -7,7 +7,6 @@ import (
 	"strings"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/outboxgo/outbox/internal/tables"
 )
@@ -105,41 +104,21 @@ func (c *cursors) rebase(ctx context.Context, l *lease) (unsent int64, err error
 	return unsent, nil
 }
 
-// sqlSequence reads the last id that the sequence has drawn, and the highest id above it
-// that a row has: a row of outbox, of outbox_failed, or the position of a relay. There is
-// none unless rows were copied without the sequence, or the sequence was set back, as
-// TRUNCATE … RESTART IDENTITY does. The sequence is read after the rows, because it
-// is read in a statement that sees the rows of its beginning. Each look-up goes backward
-// from the end of an index and touches no row there, so it costs nothing that the newest
-// rows have been removed.
-const sqlSequence = tables.NewestCursors + `, drawn AS MATERIALIZED (
-    SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END AS id FROM {schema}.outbox_id_seq
-)
-SELECT drawn.id, greatest(
-       (SELECT max(highest_id) FROM positions WHERE highest_id > drawn.id),
-       (SELECT id FROM {schema}.outbox WHERE id > drawn.id ORDER BY id DESC LIMIT 1),
-       (SELECT max(f.outbox_id) FROM positions AS p
-         CROSS JOIN LATERAL (SELECT outbox_id FROM {schema}.outbox_failed
-                              WHERE relay >= p.relay AND relay <= p.relay AND outbox_id > drawn.id
-                              ORDER BY relay DESC, outbox_id DESC LIMIT 1) AS f))
-  FROM drawn`
-
 // checkSequence returns [ErrSequenceBehind] if a new event could get the id of an older
 // one.
 func (c *cursors) checkSequence(ctx context.Context) error {
-	var drawn int64
-	var highest pgtype.Int8
-	err := c.query(ctx, func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, []any{&drawn, &highest}, func() error { return nil })
+	var drawn, highest int64
+	err := c.query(ctx, func(rows pgx.Rows) (err error) {
+		drawn, highest, err = tables.ReadSequence(rows)
 		return err
 	}, c.sqlSequence)
 	if err != nil {
 		return fmt.Errorf("read sequence: %w", err)
 	}
-	if !highest.Valid {
+	if highest == 0 {
 		return nil
 	}
 	sequence := strings.ReplaceAll(pgx.Identifier{c.schema, "outbox_id_seq"}.Sanitize(), "'", "''")
 	return fmt.Errorf("%w: the last id drawn is %d, and %d is in use already; see the comment at ErrSequenceBehind, then: SELECT setval('%s', %d)",
-		ErrSequenceBehind, drawn, highest.Int64, sequence, highest.Int64)
+		ErrSequenceBehind, drawn, highest, sequence, highest)
 }

@@ -9,6 +9,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // tableChecks look at what Migrate has made.
@@ -217,18 +219,14 @@ func altered(want, have thing) finding {
 }
 
 const sqlSequence = `
-SELECT s.seqcache, s.seqincrement, CASE WHEN p.may THEN pg_sequence_last_value(s.seqrelid) END, p.may,
-       (SELECT greatest((SELECT max(id) FROM {schema}.outbox), (SELECT max(highest_id) FROM {schema}.outbox_cursor)))
-  FROM pg_sequence AS s CROSS JOIN LATERAL (SELECT has_sequence_privilege(s.seqrelid, 'SELECT, USAGE') AS may) AS p
- WHERE s.seqrelid = pg_get_serial_sequence('{schema}.outbox', 'id')::regclass`
+SELECT s.seqcache, s.seqincrement, has_sequence_privilege(s.seqrelid, 'SELECT')
+  FROM pg_sequence AS s WHERE s.seqrelid = pg_get_serial_sequence($1, 'id')::regclass`
 
 func (d *doctor) sequence(ctx context.Context) error {
 	var cache, step int64
-	var last, highest *int64
 	var may bool
 	schema := pgx.Identifier{d.e.schemaName()}.Sanitize()
-	sql := strings.ReplaceAll(strings.ReplaceAll(sqlSequence, "'{schema}.outbox'", quoteText(schema+".outbox")), "{schema}", schema)
-	err := d.e.db.QueryRow(ctx, sql).Scan(&cache, &step, &last, &may, &highest)
+	err := d.e.db.QueryRow(ctx, sqlSequence, schema+".outbox").Scan(&cache, &step, &may)
 	if errors.Is(err, pgx.ErrNoRows) {
 		d.add("sequence.missing", severityError, "outbox.id has no sequence of its own", "ids may repeat, and order is by id.",
 			"ALTER SEQUENCE … OWNED BY outbox.id for the sequence that is its default.")
@@ -243,19 +241,25 @@ func (d *doctor) sequence(ctx context.Context) error {
 			"Sessions take ids in advance: a later event can have a lower id than an earlier one of its aggregate, and overtake it.",
 			"ALTER SEQUENCE "+name+" INCREMENT BY 1 CACHE 1")
 	}
-	if may && highest != nil && deref(last) < *highest {
-		d.add("sequence.behind", severityError, fmt.Sprintf("the sequence of outbox.id is at %d, behind id %d", deref(last), *highest),
-			"New events would get the ids of events that were sent. It comes of a restore without its sequences.",
-			fmt.Sprintf("SELECT setval('%s', %d)", name, *highest))
+	if !may {
+		return nil
 	}
-	return nil
+	return d.sequenceBehind(ctx, name)
 }
 
-func deref(n *int64) int64 {
-	if n == nil {
-		return 0
+// sequenceBehind looks as a relay does that begins to lead.
+func (d *doctor) sequenceBehind(ctx context.Context, name string) error {
+	var drawn, highest int64
+	err := pg.Query(ctx, d.e.db, pg.PlannerSettings, func(rows pgx.Rows) (err error) {
+		drawn, highest, err = tables.ReadSequence(rows)
+		return err
+	}, pg.InSchema(tables.SQLSequence, d.e.schemaName()))
+	if err == nil && highest > 0 {
+		d.add("sequence.behind", severityError, fmt.Sprintf("the sequence of outbox.id is at %d, behind id %d", drawn, highest),
+			"New events would get the ids of events that were sent, so a relay that begins to lead stops. It comes of a restore without its sequences, or of TRUNCATE … RESTART IDENTITY.",
+			fmt.Sprintf("SELECT setval(%s, %d)", quoteText(name), highest))
 	}
-	return *n
+	return err
 }
 
 // quoteText writes a text as SQL does.

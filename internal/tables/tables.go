@@ -3,7 +3,12 @@
 // completes its statements.
 package tables
 
-import "strings"
+import (
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+)
 
 // NewestCursors begins a statement that needs the position of each relay: positions has
 // the newest row of outbox_cursor for each. Under pg.PlannerSettings it uses the index on
@@ -19,6 +24,34 @@ WITH RECURSIVE names AS (
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_cursor
                           WHERE relay >= names.relay AND relay <= names.relay ORDER BY relay DESC, id DESC LIMIT 1) AS c
 )`
+
+// SQLSequence reads the last id that the sequence has drawn, and the highest id above it
+// that a row has: a row of outbox, of outbox_failed, or the position of a relay. There is
+// none unless rows were copied without the sequence, or the sequence was set back, as
+// TRUNCATE … RESTART IDENTITY does. The sequence is read after the rows, because it
+// is read in a statement that sees the rows of its beginning. Each look-up goes backward
+// from the end of an index and touches no row there, so it costs nothing that the newest
+// rows have been removed.
+const SQLSequence = NewestCursors + `, drawn AS MATERIALIZED (
+    SELECT CASE WHEN is_called THEN last_value ELSE last_value - 1 END AS id FROM {schema}.outbox_id_seq
+)
+SELECT drawn.id, greatest(
+       (SELECT max(highest_id) FROM positions WHERE highest_id > drawn.id),
+       (SELECT id FROM {schema}.outbox WHERE id > drawn.id ORDER BY id DESC LIMIT 1),
+       (SELECT max(f.outbox_id) FROM positions AS p
+         CROSS JOIN LATERAL (SELECT outbox_id FROM {schema}.outbox_failed
+                              WHERE relay >= p.relay AND relay <= p.relay AND outbox_id > drawn.id
+                              ORDER BY relay DESC, outbox_id DESC LIMIT 1) AS f))
+  FROM drawn`
+
+// ReadSequence reads what SQLSequence returns; highest is 0 if there is no such row.
+func ReadSequence(rows pgx.Rows) (drawn, highest int64, err error) {
+	var above pgtype.Int8
+	_, err = pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
+		return struct{}{}, row.Scan(&drawn, &above)
+	})
+	return drawn, above.Int64, err
+}
 
 // Attempted is the condition that the relay at position s has attempted event o: the
 // event was sent, or has entered outbox_failed.
