@@ -131,7 +131,7 @@ const (
 	outageCommitting = "committing offsets"
 )
 
-// checkTables waits for PostgreSQL and checks that event_handled exists.
+// checkTables waits for PostgreSQL and checks that event_handled is as this release needs it.
 func (c *Consumer) checkTables(ctx context.Context) error {
 	if c.handled == nil {
 		return nil
@@ -140,7 +140,7 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 		began := time.Now()
 		err := c.handled.check(ctx)
 		if pg.IsUndefined(err) {
-			return fmt.Errorf("%w in schema %s: %w", ErrNotMigrated, c.cfg.Schema, err)
+			return notMigrated(c.cfg.Schema, err)
 		}
 		if err == nil {
 			c.outages.Report(outagePostgres, began, nil)

@@ -70,7 +70,7 @@ func TestConsumerHealth(t *testing.T) {
 	require.ErrorIs(t, c.Run(background), outbox.ErrNotMigrated)
 	h := c.Health()
 	require.Equal(t, []bool{false, false}, []bool{h.Live, h.Ready})
-	require.Contains(t, h.Reasons[0], "Run has ended: outbox: tables not found")
+	require.Contains(t, h.Reasons[0], "Run has ended: outbox: the tables are missing or of an earlier release")
 }
 
 // While Kafka does not take offsets, the consumer is not ready.

@@ -47,9 +47,11 @@ var (
 	// end: a function of the host that it calls does not return, a hook of franz-go for
 	// example. Run returns [ErrRunning] until the work has ended after all.
 	ErrHangs = errors.New("outbox: relay does not stop")
-	// ErrNotMigrated is returned by [Relay.Run] when the tables of outbox are
-	// not there: call [Migrate] first, or check the Schema of the configuration.
-	ErrNotMigrated = errors.New("outbox: tables not found")
+	// ErrNotMigrated is returned by [Relay.Run], [Consumer.Run] and [Recorder.Record], and
+	// by what package outboxops reads and writes, when the tables of outbox are not there or
+	// are those of an earlier release: call [Migrate] first, or check the Schema of the
+	// configuration.
+	ErrNotMigrated = errors.New("outbox: the tables are missing or of an earlier release; call outbox.Migrate, or run outbox migrate up, or name another schema")
 	// ErrDatabaseAhead is returned by [Migrate] when the database was migrated by
 	// a newer release than this one.
 	ErrDatabaseAhead = errors.New("outbox: database is ahead of this release")
@@ -64,9 +66,9 @@ var (
 	ErrSequenceBehind = errors.New("outbox: the sequence of outbox.id is behind ids that are in use")
 )
 
-// notMigrated adds to an error of PostgreSQL in which schema a table is missing.
+// notMigrated adds to an error of PostgreSQL in which schema something is missing.
 func notMigrated(schema string, err error) error {
-	return fmt.Errorf("%w in schema %s: %w", ErrNotMigrated, schema, err)
+	return fmt.Errorf("%w than %s: %w", ErrNotMigrated, schema, err)
 }
 
 // FieldError says which field of which event was rejected, and wraps the reason.

@@ -58,7 +58,7 @@ func TestHealthOfARelayThatHasEnded(t *testing.T) {
 	require.NoError(t, err)
 	r := h.relay(t, quick)
 	require.ErrorIs(t, r.Run(background), outbox.ErrNotMigrated)
-	awaitHealth(t, r, false, false, "Run has ended: outbox: tables not found")
+	awaitHealth(t, r, false, false, "Run has ended: outbox: the tables are missing or of an earlier release")
 }
 
 // An outage of Kafka is nothing that a new start mends.

@@ -65,8 +65,8 @@ func (s *handledStore) markHandled(ctx context.Context, tx pgx.Tx, keys []handle
 	return fresh, nil
 }
 
-// sqlLookHandled fails if the table does not exist.
-const sqlLookHandled = `SELECT FROM {schema}.event_handled LIMIT 0`
+// sqlLookHandled fails if the table does not exist, or lacks a column.
+const sqlLookHandled = `SELECT consumer_group, aggregate_type, aggregate_id, action FROM {schema}.event_handled LIMIT 0`
 
 // check reports why the table cannot be used.
 func (s *handledStore) check(ctx context.Context) error {

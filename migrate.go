@@ -195,7 +195,7 @@ type migrator struct {
 func (m *migrator) run(ctx context.Context) error {
 	for {
 		version, err := m.version(ctx, m.db)
-		if pg.IsUndefined(err) {
+		if pg.IsUndefinedTable(err) {
 			version, err = 0, nil // of the schema, or of its table of applied files
 		}
 		switch {
@@ -406,7 +406,7 @@ func MigrationStatus(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) (
 			return m, row.Scan(&m.Version, &m.Name, &m.AppliedAt)
 		})
 	}
-	if err != nil && !pg.IsUndefined(err) {
+	if err != nil && !pg.IsUndefinedTable(err) {
 		return nil, fmt.Errorf("outbox: migration status of schema %s: %w", cfg.Schema, err)
 	}
 	for i := range applied {

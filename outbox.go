@@ -125,7 +125,7 @@ func NewRecorder(events *Registry, cfg RecorderConfig) (*Recorder, error) {
 // Record rejects an event that cannot be stored before it sends anything to
 // PostgreSQL: the error is a [*FieldError], none of the events is stored, and tx
 // remains usable. Any other error is PostgreSQL's and means that tx is aborted:
-// roll it back.
+// roll it back. It is [ErrNotMigrated] too if the tables are not those of this release.
 func (r *Recorder) Record(ctx context.Context, tx pgx.Tx, events ...DomainEvent) error {
 	if check.IsNil(tx) {
 		return &FieldError{Index: -1, Field: "tx", Err: ErrNilArgument}
@@ -155,6 +155,9 @@ func (r *Recorder) record(ctx context.Context, tx pgx.Tx, events []DomainEvent) 
 	} else {
 		_, err = tx.CopyFrom(ctx, pgx.Identifier{r.cfg.Schema, "outbox"}, rowColumns, pgx.CopyFromSlice(len(events), rows.row))
 	}
+	if pg.IsUndefined(err) {
+		err = notMigrated(r.cfg.Schema, err)
+	}
 	if err != nil {
 		return fmt.Errorf("outbox: record %d events: %w", len(events), err)
 	}
@@ -177,7 +180,9 @@ func (r *Recorder) statement(rows *columns) (sql string, args []any) {
 // Queue is [Recorder.Record] on a batch that the caller sends in a transaction
 // of its own: no round trip is added. A call adds one statement, hence one
 // result to [pgx.BatchResults], however many events it has; a call without
-// events adds none. If it rejects an event, it does not change the batch.
+// events adds none. If it rejects an event, it does not change the batch. If the
+// tables are not those of this release, the batch fails with PostgreSQL's error about the
+// table or column that is missing: the caller sends it, so nothing adds [ErrNotMigrated].
 func (r *Recorder) Queue(ctx context.Context, batch *pgx.Batch, events ...DomainEvent) error {
 	if batch == nil {
 		return &FieldError{Index: -1, Field: "batch", Err: ErrNilArgument}

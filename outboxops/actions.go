@@ -73,7 +73,7 @@ func (f *Failures) changeOne(ctx context.Context, action, sql string, id Failure
 	}
 	tag, err := f.db.Exec(ctx, sql, append([]any{why.Operator, why.Reason, []int64{id.Number}}, more...)...)
 	if err != nil {
-		return fmt.Errorf("outbox: %s failure %v: %w", action, id, err)
+		return fmt.Errorf("outbox: %s failure %v: %w", action, id, orNotMigrated(err))
 	}
 	if tag.RowsAffected() > 0 {
 		return nil
@@ -128,7 +128,7 @@ func (f *Failures) Edit(ctx context.Context, id FailureID, payload []byte, why A
 	}
 	headers, err := f.headersToKeep(ctx, row)
 	if err != nil {
-		return fmt.Errorf("outbox: edit failure %v: read headers: %w", id, err)
+		return fmt.Errorf("outbox: edit failure %v: read headers: %w", id, orNotMigrated(err))
 	}
 	var text pgtype.Text
 	if row.ContentType == jsonContentType {
@@ -224,7 +224,7 @@ func (f *Failures) changeKey(ctx context.Context, action, sql, none, relay, topi
 		err = fmt.Errorf("%s (%w)", none, ErrNotFound)
 	}
 	if err != nil {
-		return fmt.Errorf("outbox: %s key %q of topic %s, relay %s: %w", action, key, topic, relay, err)
+		return fmt.Errorf("outbox: %s key %q of topic %s, relay %s: %w", action, key, topic, relay, orNotMigrated(err))
 	}
 	return nil
 }

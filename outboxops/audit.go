@@ -101,7 +101,7 @@ func (f *Failures) Audit(ctx context.Context, id FailureID, page AuditPage) ([]A
 		err = errors.Join(id.check(), err)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("outbox: read audit: %w", err)
+		return nil, fmt.Errorf("outbox: read audit: %w", orNotMigrated(err))
 	}
 	rows, err := f.db.Query(ctx, f.sql.audit, pg.PlanEachTime, id.Number, page.Before, limit)
 	if err == nil {
@@ -113,7 +113,7 @@ func (f *Failures) Audit(ctx context.Context, id FailureID, page AuditPage) ([]A
 			return entries, nil
 		}
 	}
-	return nil, fmt.Errorf("outbox: read audit: %w", err)
+	return nil, fmt.Errorf("outbox: read audit: %w", orNotMigrated(err))
 }
 
 // maxAuditBytes bounds the payloads of an audit, which are larger than that together only

@@ -72,7 +72,7 @@ func (f *Failures) changeAll(ctx context.Context, action, sql string, filter Fai
 		cfg.Rate = defaultBulkRate
 	}
 	if err := errors.Join(check.NotNegative("Rate", cfg.Rate), why.check()); err != nil {
-		return 0, fmt.Errorf("outbox: %s failures: %w", action, err)
+		return 0, fmt.Errorf("outbox: %s failures: %w", action, orNotMigrated(err))
 	}
 	part := min(cfg.Rate, bulkPart)
 	pause := time.Duration(part) * time.Second / time.Duration(cfg.Rate)
@@ -81,7 +81,7 @@ func (f *Failures) changeAll(ctx context.Context, action, sql string, filter Fai
 	}
 	picked, err := filter.args()
 	if err != nil {
-		return 0, fmt.Errorf("outbox: %s failures: %w", action, err)
+		return 0, fmt.Errorf("outbox: %s failures: %w", action, orNotMigrated(err))
 	}
 	for last := int64(0); ; {
 		ids, err := f.ids(ctx, picked, last, heldToo, part)
@@ -92,7 +92,7 @@ func (f *Failures) changeAll(ctx context.Context, action, sql string, filter Fai
 		if !cfg.DryRun {
 			tag, err := f.db.Exec(ctx, sql, why.Operator, why.Reason, ids)
 			if err != nil {
-				return done, fmt.Errorf("outbox: %s failures: %w", action, err)
+				return done, fmt.Errorf("outbox: %s failures: %w", action, orNotMigrated(err))
 			}
 			n = int(tag.RowsAffected())
 		}
@@ -107,7 +107,7 @@ func (f *Failures) changeAll(ctx context.Context, action, sql string, filter Fai
 			wait.Sleep(ctx, pause)
 		}
 		if err := ctx.Err(); err != nil {
-			return done, fmt.Errorf("outbox: %s failures: %w", action, err)
+			return done, fmt.Errorf("outbox: %s failures: %w", action, orNotMigrated(err))
 		}
 	}
 }
@@ -121,5 +121,5 @@ func (f *Failures) ids(ctx context.Context, filter []any, last int64, heldToo bo
 			return ids, nil
 		}
 	}
-	return nil, fmt.Errorf("outbox: find failures: %w", err)
+	return nil, fmt.Errorf("outbox: find failures: %w", orNotMigrated(err))
 }

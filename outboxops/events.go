@@ -124,7 +124,7 @@ SELECT ` + recordedColumns + `, ` + relayColumns + `
 func (i *Inspector) Events(ctx context.Context, filter EventFilter, page EventPage) ([]RecordedEvent, error) {
 	limit, err := limitOf(page.Limit)
 	if err != nil {
-		return nil, fmt.Errorf("outbox: inspect events: %w", err)
+		return nil, fmt.Errorf("outbox: inspect events: %w", orNotMigrated(err))
 	}
 	rows, err := i.db.Query(ctx, i.sql.events, append([]any{pg.PlanEachTime}, append(filter.args(), page.Before, limit)...)...)
 	if err == nil {
@@ -133,7 +133,7 @@ func (i *Inspector) Events(ctx context.Context, filter EventFilter, page EventPa
 			return all, nil
 		}
 	}
-	return nil, fmt.Errorf("outbox: inspect events: %w", err)
+	return nil, fmt.Errorf("outbox: inspect events: %w", orNotMigrated(err))
 }
 
 const sqlEvent = tables.NewestCursors + `
@@ -152,7 +152,7 @@ func (i *Inspector) Event(ctx context.Context, outboxID int64) (RecordedEvent, e
 	case errors.Is(err, pgx.ErrNoRows):
 		return RecordedEvent{}, fmt.Errorf("outbox: event %d: %w", outboxID, ErrNotFound)
 	case err != nil:
-		return RecordedEvent{}, fmt.Errorf("outbox: inspect event %d: %w", outboxID, err)
+		return RecordedEvent{}, fmt.Errorf("outbox: inspect event %d: %w", outboxID, orNotMigrated(err))
 	}
 	return relays.addTo(e), nil
 }
@@ -272,7 +272,7 @@ func (i *Inspector) Topics(ctx context.Context) ([]RecordedTopic, error) {
 		return err
 	}, i.sql.topics, newestForTopics, failedForTopics)
 	if err != nil {
-		return nil, fmt.Errorf("outbox: inspect topics: %w", err)
+		return nil, fmt.Errorf("outbox: inspect topics: %w", orNotMigrated(err))
 	}
 	var all []RecordedTopic
 	for _, name := range slices.Sorted(maps.Keys(topics)) {
@@ -348,7 +348,7 @@ func (i *Inspector) Tail(ctx context.Context, filter EventFilter) iter.Seq2[Reco
 	return func(yield func(RecordedEvent, error) bool) {
 		err := i.tail(ctx, filter, yield)
 		if ctx.Err() == nil && !errors.Is(err, errStopped) {
-			yield(RecordedEvent{}, fmt.Errorf("outbox: tail events: %w", err))
+			yield(RecordedEvent{}, fmt.Errorf("outbox: tail events: %w", orNotMigrated(err)))
 		}
 	}
 }

@@ -192,7 +192,7 @@ func (f *Failures) List(ctx context.Context, filter FailureFilter, page FailureP
 	picked, filterErr := filter.args()
 	part, pageErr := page.args()
 	if err := errors.Join(filterErr, pageErr); err != nil {
-		return nil, fmt.Errorf("outbox: list failures: %w", err)
+		return nil, fmt.Errorf("outbox: list failures: %w", orNotMigrated(err))
 	}
 	rows, err := f.db.Query(ctx, f.sql.list, append(append([]any{pg.PlanEachTime}, picked...), part...)...)
 	if err == nil {
@@ -201,7 +201,7 @@ func (f *Failures) List(ctx context.Context, filter FailureFilter, page FailureP
 			return all, nil
 		}
 	}
-	return nil, fmt.Errorf("outbox: list failures: %w", err)
+	return nil, fmt.Errorf("outbox: list failures: %w", orNotMigrated(err))
 }
 
 func scanListedFailure(row pgx.CollectableRow) (Failure, error) {
@@ -229,11 +229,11 @@ type FailureCount struct {
 func (f *Failures) Count(ctx context.Context, filter FailureFilter) ([]FailureCount, error) {
 	picked, err := filter.rows()
 	if err != nil {
-		return nil, fmt.Errorf("outbox: count failures: %w", err)
+		return nil, fmt.Errorf("outbox: count failures: %w", orNotMigrated(err))
 	}
 	rows, err := f.counter.Count(ctx, picked)
 	if err != nil {
-		return nil, fmt.Errorf("outbox: count failures: %w", err)
+		return nil, fmt.Errorf("outbox: count failures: %w", orNotMigrated(err))
 	}
 	counts := make([]FailureCount, len(rows))
 	for i, r := range rows {
@@ -279,7 +279,7 @@ func (f *Failures) readPayload(ctx context.Context, failure Failure) (payload []
 // get returns a failure without its payload and headers.
 func (f *Failures) get(ctx context.Context, id FailureID) (Failure, error) {
 	if err := id.check(); err != nil {
-		return Failure{}, fmt.Errorf("outbox: read failure: %w", err)
+		return Failure{}, fmt.Errorf("outbox: read failure: %w", orNotMigrated(err))
 	}
 	row, err := tables.ScanFailure(f.db.QueryRow(ctx, f.sql.get, id.Number))
 	if err != nil {
@@ -292,5 +292,5 @@ func readError(id FailureID, err error) error {
 	if errors.Is(err, pgx.ErrNoRows) {
 		return fmt.Errorf("outbox: failure %v: %w", id, ErrNotFound)
 	}
-	return fmt.Errorf("outbox: read failure %v: %w", id, err)
+	return fmt.Errorf("outbox: read failure %v: %w", id, orNotMigrated(err))
 }

@@ -62,7 +62,7 @@ func NewInspector(db *pgxpool.Pool, cfg InspectorConfig) (*Inspector, error) {
 func (i *Inspector) Relays(ctx context.Context) ([]outbox.RelayStatus, error) {
 	relays, err := tables.Relays(ctx, i.db, i.sql.relays)
 	if err != nil {
-		return nil, fmt.Errorf("outbox: inspect relays: %w", err)
+		return nil, fmt.Errorf("outbox: inspect relays: %w", orNotMigrated(err))
 	}
 	all := make([]outbox.RelayStatus, len(relays))
 	for n, r := range relays {
@@ -138,7 +138,7 @@ func (i *Inspector) Progress(ctx context.Context, relay string, since time.Time,
 		return err
 	}, i.sql.progress, relay, now.Add(-now.Sub(since).Truncate(step)), now, step)
 	if err != nil {
-		return nil, fmt.Errorf("outbox: inspect progress: %w", err)
+		return nil, fmt.Errorf("outbox: inspect progress: %w", orNotMigrated(err))
 	}
 	return all, nil
 }
@@ -194,7 +194,7 @@ func (i *Inspector) Transactions(ctx context.Context, openFor time.Duration) ([]
 			return all, nil
 		}
 	}
-	return nil, fmt.Errorf("outbox: inspect transactions: %w", err)
+	return nil, fmt.Errorf("outbox: inspect transactions: %w", orNotMigrated(err))
 }
 
 // TablePartition is a part of a table outbox that is partitioned by ranges of ids.
@@ -232,5 +232,5 @@ func (i *Inspector) Partitions(ctx context.Context) ([]TablePartition, error) {
 			return all, nil
 		}
 	}
-	return nil, fmt.Errorf("outbox: inspect partitions: %w", err)
+	return nil, fmt.Errorf("outbox: inspect partitions: %w", orNotMigrated(err))
 }

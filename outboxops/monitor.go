@@ -92,7 +92,7 @@ func (m *Monitor) Run(ctx context.Context) error {
 	for ctx.Err() == nil {
 		err := m.watch.Check(ctx)
 		if pg.IsUndefined(err) {
-			return fmt.Errorf("%w: %w", outbox.ErrNotMigrated, err)
+			return orNotMigrated(err)
 		}
 		pause := m.watch.Interval()
 		if ctx.Err() == nil {

@@ -15,8 +15,11 @@ package outboxops
 
 import (
 	"errors"
+	"fmt"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 var (
@@ -33,6 +36,15 @@ const (
 	defaultLimit = 100
 	maxLimit     = 1000
 )
+
+// orNotMigrated adds to an error of PostgreSQL that the tables are missing, or are not those of
+// this release.
+func orNotMigrated(err error) error {
+	if pg.IsUndefined(err) {
+		return fmt.Errorf("%w: %w", outbox.ErrNotMigrated, err)
+	}
+	return err
+}
 
 // limitOf is how many rows a page has.
 func limitOf(limit int) (int, error) {

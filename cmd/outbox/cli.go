@@ -8,6 +8,8 @@ import (
 	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // What a process ends with.
@@ -91,14 +93,10 @@ func (e *env) hint(err error) {
 	if errors.As(err, &connect) && e.database == "" && e.getenv("DATABASE_URL") == "" && e.getenv("PGHOST") == "" {
 		fmt.Fprintln(e.stderr, "No database is named: --database, or $DATABASE_URL.")
 	}
-	var pg *pgconn.PgError
-	if !errors.As(err, &pg) {
-		return
-	}
-	switch pg.Code {
-	case "42P01", "3F000": // no such table, no such schema
-		fmt.Fprintf(e.stderr, "Schema %s has no tables of outbox, or not all: try --schema, outbox doctor,\nor outbox migrate up.\n", visible(e.schemaName()))
-	case "42501": // no privilege
+	switch {
+	case pg.IsUndefined(err):
+		fmt.Fprintf(e.stderr, "Schema %s has no tables of outbox, or those of an earlier release: try --schema,\noutbox doctor, or outbox migrate up.\n", visible(e.schemaName()))
+	case pg.Code(err) == "42501": // no privilege
 		fmt.Fprintln(e.stderr, "The role may not do that. outbox doctor --as reader, or operator, says why.")
 	}
 }

@@ -628,6 +628,11 @@ func TestHints(t *testing.T) {
 	require.Equal(t, exitError, a.code)
 	require.Contains(t, a.err, "outbox migrate up")
 	d.migrate(t)
+	d.exec(t, "ALTER TABLE {s}.outbox_failed RENAME COLUMN next_retry_at TO later") // of an earlier release
+	a = d.call(t, "failed", "list")
+	require.Equal(t, exitError, a.code)
+	require.Contains(t, a.err, "outbox migrate up")
+	d.exec(t, "ALTER TABLE {s}.outbox_failed RENAME COLUMN later TO next_retry_at")
 	role := fmt.Sprintf("cli_%.8s", uuid.NewString())
 	d.exec(t, "CREATE ROLE "+role)
 	t.Cleanup(func() { d.exec(t, "DROP OWNED BY "+role); d.exec(t, "DROP ROLE "+role) })

@@ -8,8 +8,17 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 )
 
-// IsUndefined reports whether PostgreSQL did not find a table or its schema.
+// IsUndefined reports whether PostgreSQL did not find what a statement names: a table or
+// its schema, or a column or a function, as in a database that is behind this release. What
+// a trigger of somebody else does not find is not meant: that error says where it is from.
 func IsUndefined(err error) bool {
+	const undefinedColumn, undefinedFunction = "42703", "42883"
+	failed, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && failed.Where == "" && (IsUndefinedTable(err) || hasCode(err, undefinedColumn, undefinedFunction))
+}
+
+// IsUndefinedTable reports whether PostgreSQL did not find a table or its schema.
+func IsUndefinedTable(err error) bool {
 	const undefinedTable, invalidSchemaName = "42P01", "3F000"
 	return hasCode(err, undefinedTable, invalidSchemaName)
 }
