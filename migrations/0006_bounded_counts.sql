@@ -1,8 +1,11 @@
 -- +goose Up
 
+-- As in 0003_bounded_reads.sql.
+SELECT set_config('lock_timeout', '100ms', true) WHERE current_setting('lock_timeout') = '0';
+
 -- Alerts, metrics and operators count what has failed, which may be a million rows. They
 -- find out which kinds there are and stop counting each at 10,000, so all that they need
--- is in the index.
+-- is in the index. While the indexes are built, the relay cannot change failed events.
 CREATE INDEX idx_outbox_failed_kinds ON outbox_failed (relay, status, event_type, error_class, failed_at);
 CREATE INDEX idx_outbox_failed_held ON outbox_failed (relay, parking_key)
  WHERE held AND status IN ('waiting', 'failed', 'parked', 'dead');
