@@ -11,7 +11,7 @@ type outcome struct {
 	kind  outcomeKind
 	class string // of the error, as in outbox_failed.error_class
 	err   error
-	place string // what an unavailable event waits for, as in outbox_failed.place
+	place string // what an unavailable event waits for, as in outbox_failed.place; of a probe that was sent, its partition
 }
 
 type outcomeKind uint8

@@ -361,6 +361,9 @@ func (d *delivery) key(i int) string {
 
 func (d *delivery) markSent(i int, r *kgo.Record) {
 	d.outcomes[i] = outcome{kind: outcomeSent}
+	if d.probing {
+		d.outcomes[i].place = kafka.PartitionOf(r).Name()
+	}
 	if d.places.Failing() {
 		d.accepted = with(d.accepted, kafka.PartitionOf(r))
 	}

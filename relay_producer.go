@@ -138,7 +138,7 @@ func (p *producer) checkTopics(ctx context.Context, records []kgo.Record, errs [
 // prepare implements [sender].
 func (p *producer) prepare(ctx context.Context, topics []string) {
 	if len(topics) > 0 && p.connect() == nil { // without a client, the next send returns the error
-		p.topics.Learn(ctx, slices.Values(topics))
+		p.topics.Refresh(ctx, topics)
 	}
 }
 

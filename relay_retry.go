@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -194,6 +195,19 @@ func (r *retrier) forgetEmpty(names []string, events []failedEvent) {
 	}
 }
 
+// forgetMoved forgets the partitions whose probes have gone to other ones, because the
+// number of partitions has changed. What waits for them is tried, and whatever still goes to
+// a bad partition waits for that one again.
+func (r *retrier) forgetMoved(events []failedEvent, outcomes []outcome) {
+	for i, o := range outcomes {
+		waited := events[i].place
+		if o.kind == outcomeSent && o.place != "" && o.place != waited && strings.Contains(waited, "/") {
+			r.places.Forget(waited)
+			r.deliverer.parts.onRecovered()
+		}
+	}
+}
+
 // reconcile corrects what operators and crashes cause: keys without a head, and wrong
 // counts in the parking. It also retries dead events whose class says so.
 func (r *retrier) reconcile() error {
@@ -314,6 +328,7 @@ func (r *retrier) retry(ctx context.Context, events []failedEvent,
 	if len(results) == 0 {
 		return nil, err
 	}
+	r.forgetMoved(events, outcomes)
 	if err := r.save(results); err != nil {
 		return nil, err
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -92,4 +93,23 @@ func TestProbesDelayNoOperator(t *testing.T) {
 	h.exec(t, `UPDATE {s}.outbox_failed SET status = 'parked' WHERE status = 'dead'`)
 	requireArrivalWithin(t, 5*time.Second, reader, retried...)
 	h.awaitStatuses(t, map[string]int{"waiting": 1})
+}
+
+// Events wait for a partition to which their keys do not go any more, because the number of
+// partitions has changed. Once a probe shows that, all of them are sent.
+func TestMovedKeysAreReleased(t *testing.T) {
+	t.Parallel()
+	h, reader := newPlacesFixture(t)
+	first, second := keyed("key", 100), keyed("key", 100)
+	for i := range second {
+		second[i].Version = 2
+	}
+	h.fail(t, append(first, second...)...)
+	h.exec(t, `UPDATE {s}.outbox_failed SET place = topic || '/7', error_class = 'unavailable', last_error = 'no replicas' WHERE status = 'waiting'`)
+	testenv.Run(t, h.plainRelay(t, outbox.RelayConfig{RetryInterval: time.Second}).Run)
+	requireArrivalWithin(t, 20*time.Second, reader, append(first, second...)...)
+	h.awaitStatuses(t, map[string]int{})
+	for i := range first {
+		requireInOrder(t, reader, []oracle.Event{first[i], second[i]})
+	}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"iter"
+	"slices"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kerr"
@@ -26,16 +27,25 @@ type Topics struct {
 	creates     bool // the client creates missing topics
 	partitioner kgo.Partitioner
 	known       map[string]topic // those to which events can be sent
+	maxAge      time.Duration    // of what is known of a topic with a bad partition
 }
+
+// maxAge is how old what is known of a topic may be, unless the client asks more often: it
+// may get more partitions, and then keys move to other ones.
+const maxAge = time.Minute
 
 type topic struct {
 	partitions  int
 	partitioner kgo.TopicPartitioner
+	learned     time.Time
 }
 
 // TopicsOf returns what is known of the topics of a new client: nothing.
 func TopicsOf(client *kgo.Client) *Topics {
-	t := &Topics{client: client, known: map[string]topic{}}
+	t := &Topics{client: client, known: map[string]topic{}, maxAge: maxAge}
+	if age, ok := client.OptValue(kgo.MetadataMaxAge).(time.Duration); ok {
+		t.maxAge = min(age, maxAge)
+	}
 	t.creates, _ = client.OptValue(kgo.AllowAutoTopicCreation).(bool)
 	t.partitioner, _ = client.OptValue(kgo.RecordPartitioner).(kgo.Partitioner)
 	return t
@@ -43,9 +53,21 @@ func TopicsOf(client *kgo.Client) *Topics {
 
 // Learn asks Kafka about those of some topics that are not known, all in one request. It
 // returns the errors of topics that are missing, or that the client may not see. If no
-// broker answers, nothing is known.
+// broker answers, it learns nothing.
 func (t *Topics) Learn(ctx context.Context, names iter.Seq[string]) (bad map[string]error) {
-	unknown := t.unknown(names)
+	return t.learn(ctx, t.unknown(names))
+}
+
+// Refresh asks Kafka about those of some topics that are not known, or of which what is
+// known is old.
+func (t *Topics) Refresh(ctx context.Context, names []string) {
+	t.learn(ctx, slices.DeleteFunc(slices.Clone(names), func(name string) bool {
+		known, ok := t.known[name]
+		return ok && time.Since(known.learned) < t.maxAge
+	}))
+}
+
+func (t *Topics) learn(ctx context.Context, unknown []string) (bad map[string]error) {
 	if len(unknown) == 0 {
 		return nil
 	}
@@ -88,7 +110,10 @@ func (t *Topics) add(name string, partitions int) {
 	if len(t.known) >= MaxTopics {
 		clear(t.known)
 	}
-	t.known[name] = topic{partitions: partitions, partitioner: t.partitioner.ForTopic(name)}
+	if known, ok := t.known[name]; ok && known.partitions != partitions {
+		t.client.ForceMetadataRefresh() // so that it goes by the same number
+	}
+	t.known[name] = topic{partitions: partitions, partitioner: t.partitioner.ForTopic(name), learned: time.Now()}
 }
 
 // Forget makes Learn ask about a topic again, because a record of it has failed.
