@@ -122,7 +122,7 @@ func TestFailureWithAnIDFromBefore(t *testing.T) {
 	require.Equal(t, 1, d.count(t, "outbox_failed AS f JOIN {schema}.outbox AS o USING (event_id) WHERE f.status = 'failed'"))
 
 	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE status = 'failed'`) // without a head
-	require.NoError(t, newFailedStore(d.db, d.schema, "default", false).promote(statements, l, []string{someFailure[0].key}))
+	require.NoError(t, newFailedStore(d.db, d.schema, "default", false).promote(context.Background(), statements, l, []string{someFailure[0].key}))
 	require.Equal(t, 1, d.count(t, "outbox_failed WHERE status = 'waiting'"))
 	require.Equal(t, 1, d.count(t, "outbox_failed WHERE status = 'resolved'"))
 }

@@ -142,11 +142,6 @@ SELECT parking_key, count(*) FILTER (WHERE status <> 'dead' OR held), bool_or(st
        coalesce((SELECT outbox_id FROM page OFFSET $5::bigint - 1), 0), coalesce((SELECT id FROM page OFFSET $5::bigint - 1), 0)
   FROM page GROUP BY parking_key ORDER BY parking_key`
 
-// wrongHead is true for the rows of a key that has no head, several heads, or a head
-// that is not the first row.
-const wrongHead = `array_agg(outbox_id) FILTER (WHERE status IN ('waiting', 'failed'))
-           IS DISTINCT FROM ARRAY[min(outbox_id) FILTER (WHERE status <> 'dead')]`
-
 // keyRows is how many rows of a page hold back a key.
 type keyRows struct {
 	key  string
@@ -237,39 +232,67 @@ func (f *failedStore) keysPage(statement statementContext, after failedKey, limi
 
 // sqlFailedPromote makes the first row of each key its head, where the key has another
 // head or none: the head was sent, is dead and does not hold its key, or was resolved by
-// an operator; or an operator has put a dead event back in front of the head. It reads
-// the rows once: a search for the head of each key took minutes where the planner read
-// all rows for each. If ids restarted, an older row of the relay may have the same one;
-// what is resolved or dead stays so.
+// an operator; or an operator has put a dead event back in front of the head. It changes
+// at most $5 rows, and looks up those by indexes: a key may have a million. If ids
+// restarted, two rows of a key may have the same one; what is resolved or dead stays so.
 const sqlFailedPromote = `
 WITH keys AS MATERIALIZED (
-    SELECT min(outbox_id) FILTER (WHERE status <> 'dead') AS first,
-           array_agg(outbox_id) FILTER (WHERE status IN ('waiting', 'failed')) AS heads
-      FROM {schema}.outbox_failed
-     WHERE relay = $1::text AND parking_key = ANY ($4::text[]) AND status IN ('waiting', 'failed', 'parked', 'dead')
-     GROUP BY parking_key
-    HAVING NOT bool_or(status = 'dead' AND held) AND ` + wrongHead + `
+    SELECT k.key, first.id, first.outbox_id, first.status
+      FROM unnest($4::text[]) AS k (key)
+     CROSS JOIN LATERAL (SELECT id, outbox_id, status FROM {schema}.outbox_failed
+                          WHERE relay = $1::text AND parking_key >= k.key AND parking_key <= k.key AND status IN ('waiting', 'failed', 'parked')
+                          ORDER BY relay, parking_key, outbox_id LIMIT 1) AS first
+     WHERE NOT EXISTS (SELECT FROM {schema}.outbox_failed
+                        WHERE relay = $1::text AND parking_key = k.key AND status = 'dead' AND held)
 ), wrong AS MATERIALIZED (
-    SELECT first, unnest(array_append(heads, first)) AS outbox_id FROM keys
+    SELECT id FROM keys WHERE status = 'parked'
+     UNION ALL
+    SELECT head.id FROM keys
+     CROSS JOIN LATERAL (SELECT id FROM {schema}.outbox_failed
+                          WHERE relay = $1::text AND parking_key >= keys.key AND parking_key <= keys.key AND status IN ('waiting', 'failed')
+                            AND id <> keys.id
+                          ORDER BY relay, parking_key, outbox_id LIMIT $5) AS head
+     LIMIT $5
 )
 UPDATE {schema}.outbox_failed AS f
-   SET status = CASE f.outbox_id WHEN wrong.first THEN 'waiting' ELSE 'parked' END, place = '', next_retry_at = now()
-  FROM wrong
- WHERE f.relay = $1::text AND f.outbox_id = wrong.outbox_id AND f.status IN ('waiting', 'failed', 'parked')
-   AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)`
+   SET status = CASE f.status WHEN 'parked' THEN 'waiting' ELSE 'parked' END, place = '', next_retry_at = now()
+ WHERE f.id = ANY (ARRAY(SELECT id FROM wrong)) AND f.status IN ('waiting', 'failed', 'parked')
+   AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)
+RETURNING f.id`
 
-// maxPromoted bounds the keys of a statement.
+// maxPromoted bounds the keys and the rows of a statement.
 const maxPromoted = 500
 
 // promote makes the first row of each of these keys its head. No head may be on its way to
 // Kafka meanwhile.
-func (f *failedStore) promote(statement statementContext, l *lease, keys []string) error {
+func (f *failedStore) promote(stop context.Context, statement statementContext, l *lease, keys []string) error {
 	for some := range slices.Chunk(keys, maxPromoted) {
+		err := f.promoteSome(stop, statement, f.sqlPromote, f.relay, l.holder, l.epoch, some, maxPromoted)
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// promoteSome repeats a statement until it has found fewer rows than it may change, or stop
+// ends.
+func (f *failedStore) promoteSome(stop context.Context, statement statementContext, sql string, args ...any) error {
+	for stop.Err() == nil {
+		changed := 0
 		ctx, cancel := statement()
-		_, err := f.db.Exec(ctx, f.sqlPromote, f.relay, l.holder, l.epoch, some)
+		err := f.query(ctx, func(rows pgx.Rows) error {
+			for rows.Next() {
+				changed++
+			}
+			return rows.Err()
+		}, sql, args...)
 		cancel()
 		if err != nil {
 			return fmt.Errorf("promote parked events: %w", err)
+		}
+		if changed < maxPromoted {
+			break
 		}
 	}
 	return nil
@@ -280,37 +303,45 @@ func (f *failedStore) promote(statement statementContext, l *lease, keys []strin
 const sqlFailedAnyParked = `
 SELECT EXISTS (SELECT FROM {schema}.outbox_failed WHERE relay = $1::text AND status = 'parked')`
 
-// sqlFailedPromoteAll makes a head of every row that does not have to wait behind another,
-// because failed events hold back no others: an operator or a dead event's class had it
+// sqlFailedPromoteAll makes a head of rows that do not have to wait behind another,
+// because failed events hold back no others: an operator or a dead event's class had them
 // parked, or the relay ran without PassFailedKeys before.
 const sqlFailedPromoteAll = `
 UPDATE {schema}.outbox_failed
    SET status = 'waiting', place = '', next_retry_at = now()
- WHERE relay = $1::text AND status = 'parked'
-   AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)`
+ WHERE id = ANY (ARRAY(SELECT id FROM {schema}.outbox_failed
+                        WHERE relay >= $1::text AND relay <= $1::text AND status >= 'parked' AND status <= 'parked'
+                        ORDER BY relay, status, event_type, error_class, failed_at LIMIT $4))
+   AND status = 'parked'
+   AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)
+RETURNING id`
 
 // promoteAll makes every parked row a head.
-func (f *failedStore) promoteAll(ctx context.Context, l *lease) error {
+func (f *failedStore) promoteAll(stop context.Context, statement statementContext, l *lease) error {
+	ctx, cancel := statement()
+	defer cancel()
 	var parked bool
 	err := f.db.QueryRow(ctx, f.sqlAnyParked, f.relay).Scan(&parked)
-	if err == nil && parked {
-		_, err = f.db.Exec(ctx, f.sqlPromoteAll, f.relay, l.holder, l.epoch)
-	}
 	if err != nil {
 		return fmt.Errorf("promote parked events: %w", err)
 	}
-	return nil
+	if !parked {
+		return nil
+	}
+	return f.promoteSome(stop, statement, f.sqlPromoteAll, f.relay, l.holder, l.epoch, maxPromoted)
 }
 
 // sqlFailedDeadDue finds dead events whose class is tried again after a time. It is a
 // statement of its own because an idle relay must write nothing, and proving the lease
 // locks a row.
 const sqlFailedDeadDue = `
-SELECT f.id
-  FROM {schema}.outbox_failed AS f, unnest($2::text[], $3::interval[]) AS policy (class, wait)
- WHERE f.relay = $1::text AND f.status = 'dead' AND f.error_class = policy.class AND f.next_retry_at + policy.wait <= now()
-   AND num_nonnulls(f.payload, f.payload_bytes) > 0
- ORDER BY f.id LIMIT 500`
+SELECT due.id
+  FROM unnest($2::text[], $3::interval[]) AS policy (class, wait)
+ CROSS JOIN LATERAL (SELECT id FROM {schema}.outbox_failed
+                      WHERE relay >= $1::text AND relay <= $1::text AND error_class >= policy.class AND error_class <= policy.class
+                        AND status = 'dead' AND next_retry_at <= now() - policy.wait AND num_nonnulls(payload, payload_bytes) > 0
+                      ORDER BY relay, error_class, next_retry_at LIMIT 500) AS due
+ LIMIT 500`
 
 const sqlFailedRetryDead = `
 WITH chosen AS MATERIALIZED (
@@ -336,12 +367,13 @@ func (f *failedStore) retryDead(ctx context.Context, l *lease, after map[string]
 	for class, wait := range after {
 		classes, waits = append(classes, class), append(waits, wait)
 	}
-	rows, err := f.db.Query(ctx, f.sqlDeadDue, f.relay, classes, waits)
-	if err == nil {
-		var ids []int64
-		if ids, err = pgx.CollectRows(rows, pgx.RowTo[int64]); err == nil && len(ids) > 0 {
-			_, err = f.db.Exec(ctx, f.sqlRetryDead, f.relay, l.holder, l.epoch, ids)
-		}
+	var ids []int64
+	err := f.query(ctx, func(rows pgx.Rows) (err error) {
+		ids, err = pgx.CollectRows(rows, pgx.RowTo[int64])
+		return err
+	}, f.sqlDeadDue, f.relay, classes, waits)
+	if err == nil && len(ids) > 0 {
+		_, err = f.db.Exec(ctx, f.sqlRetryDead, f.relay, l.holder, l.epoch, ids)
 	}
 	if err != nil {
 		return fmt.Errorf("retry dead events: %w", err)

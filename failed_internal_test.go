@@ -54,10 +54,11 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 			l.holder, l.epoch, strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ","), status, heads)
 	}
 	const saveArgs = "(text, text, bigint, bigint[], text[], text[], text[], int[], interval[], bool, bool, text[]) AS "
-	statements := []struct {
+	type statement struct {
 		name, sql, args, settings string
 		most                      int // buffers
-	}{
+	}
+	statements := []statement{
 		{"keys", "(text, text, bigint, bigint, bigint) AS " + failed.sqlKeys, "('default', 'b-events/key-1000', 0, 0, 300)", pg.PlannerSettings, 5 * 10 * parked / keys},
 		{"places", "(text) AS " + failed.sqlPlaces, "('default')", pg.PlannerSettings, 40},
 		{"due", "(text, text, bool, int) AS " + failed.sqlDue, fmt.Sprintf("('default', '', false, %d)", heads), pg.PlannerSettings, 2 * heads},
@@ -69,7 +70,13 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 		{"read", "(bigint[], bool) AS " + failed.sqlRead, fmt.Sprintf("('{%s}', true)", strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ",")), pg.PlannerSettings, 4 * heads},
 		{"save_sent", saveArgs + failed.sqlSave, saved("resolved"), pg.PlannerSettings, 40 * heads},
 		{"save_rejected", saveArgs + failed.sqlSave, saved("failed"), pg.PlannerSettings, 40 * heads},
-		{"promote", "(text, text, bigint, text[]) AS " + failed.sqlPromote, fmt.Sprintf("('default', '%s', %d, '{b-events/key-7}')", l.holder, l.epoch), "SELECT", 2 * parked},
+	}
+	// These are measured when a key has a third of the rows.
+	promotions := []statement{
+		{"promote", "(text, text, bigint, text[], int) AS " + failed.sqlPromote,
+			fmt.Sprintf("('default', '%s', %d, '{b-events/key-7,b-events/key-8}', 500)", l.holder, l.epoch), pg.PlannerSettings, 100},
+		{"promote_all", "(text, text, bigint, int) AS " + failed.sqlPromoteAll, fmt.Sprintf("('default', '%s', %d, 50)", l.holder, l.epoch), pg.PlannerSettings, 2000},
+		{"dead_due", "(text, text[], interval[]) AS " + failed.sqlDeadDue, "('default', '{a,b}', '{1 h,1 h}')", pg.PlannerSettings, 10},
 	}
 	inTx := func(settings string, do func(pgx.Tx)) {
 		tx, err := conn.Begin(ctx)
@@ -79,7 +86,7 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 		require.NoError(t, err)
 		do(tx)
 	}
-	for _, s := range statements {
+	for _, s := range slices.Concat(statements, promotions) {
 		_, err := conn.Exec(ctx, "PREPARE "+s.name+" "+s.sql)
 		require.NoError(t, err)
 		for range 6 { // then the planner keeps a plan
@@ -90,14 +97,21 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 		}
 	}
 	d.exec(t, sqlInsertParked, parked, keys)
-	for _, s := range statements {
-		inTx(s.settings, func(tx pgx.Tx) {
-			_, plan := explain(t, tx, "EXECUTE "+s.name+s.args)
-			buffers := busiest(t, plan)
-			t.Logf("%s: %d buffers", s.name, buffers)
-			require.LessOrEqual(t, buffers, s.most, "%s\n%s", s.name, plan)
-		})
+	measure := func(statements []statement) {
+		for _, s := range statements {
+			inTx(s.settings, func(tx pgx.Tx) {
+				_, plan := explain(t, tx, "EXECUTE "+s.name+s.args)
+				buffers := busiest(t, plan)
+				t.Logf("%s: %d buffers", s.name, buffers)
+				require.LessOrEqual(t, buffers, s.most, "%s\n%s", s.name, plan)
+			})
+		}
 	}
+	measure(statements)
+	d.exec(t, `UPDATE {schema}.outbox_failed SET parking_key = 'b-events/key-7' WHERE outbox_id BETWEEN 20000 AND 40000`)
+	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE outbox_id = 7`)
+	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'dead', error_class = 'a', next_retry_at = now() WHERE outbox_id > 50000`)
+	measure(promotions)
 }
 
 // busiest returns how many buffers the busiest node of a plan touched, with what
@@ -229,7 +243,13 @@ func TestKeysInPages(t *testing.T) {
 	wrong := read()
 	require.Equal(t, want, got)
 	require.ElementsMatch(t, []string{"b-events/key-1", "b-events/key-2"}, wrong)
-	require.NoError(t, failed.promote(statements, l, wrong))
+	require.NoError(t, failed.promote(context.Background(), statements, l, wrong))
+	require.Empty(t, read())
+	require.Equal(t, want, got)
+
+	require.NoError(t, failed.promoteAll(context.Background(), statements, l), "PassFailedKeys is set")
+	require.Len(t, read(), keys-1, "a dead row holds one")
+	require.NoError(t, failed.promote(context.Background(), statements, l, read()), "and no longer")
 	require.Empty(t, read())
 	require.Equal(t, want, got)
 }

@@ -86,7 +86,7 @@ func (r *retrier) retryAll(ctx context.Context) error {
 	var reconciled time.Time
 	for more := true; more && ctx.Err() == nil; {
 		if time.Since(reconciled) >= r.cfg.RetryInterval {
-			if err := r.reconcile(); err != nil {
+			if err := r.reconcile(ctx); err != nil {
 				return err
 			}
 			reconciled = time.Now()
@@ -209,8 +209,9 @@ func (r *retrier) forgetMoved(events []failedEvent, outcomes []outcome) {
 }
 
 // reconcile corrects what operators and crashes cause: keys without a head, and wrong
-// counts in the parking. It also retries dead events whose class says so.
-func (r *retrier) reconcile() error {
+// counts in the parking. It also retries dead events whose class says so. When stop ends,
+// the rest is left to the next leader.
+func (r *retrier) reconcile(stop context.Context) error {
 	if time.Now().Before(r.reconcileAt) {
 		return nil
 	}
@@ -221,12 +222,21 @@ func (r *retrier) reconcile() error {
 		return err
 	}
 	if r.cfg.PassFailedKeys {
-		return r.store.promoteAll(ctx, r.lease)
+		return r.store.promoteAll(stop, r.withStatementTimeout, r.lease)
 	}
 	var wrong []string
-	err := r.parked.recount(r.store.keys(r.withStatementTimeout, &wrong))
+	page := r.store.keys(r.withStatementTimeout, &wrong)
+	err := r.parked.recount(func(after string) ([]keyRows, error) {
+		if stop.Err() != nil {
+			return nil, errStopping
+		}
+		return page(after)
+	})
+	if errors.Is(err, errStopping) {
+		return nil
+	}
 	if err == nil {
-		err = r.promote(wrong)
+		err = r.promote(stop, wrong)
 	}
 	// Over very many rows this takes long, and new failures wait meanwhile.
 	r.reconcileAt = time.Now().Add(20 * time.Since(start))
@@ -235,11 +245,11 @@ func (r *retrier) reconcile() error {
 
 // promote gives keys their heads, but for those that are being probed: these have their
 // turn in the next round.
-func (r *retrier) promote(keys []string) error {
+func (r *retrier) promote(stop context.Context, keys []string) error {
 	r.probed.mu.Lock()
 	defer r.probed.mu.Unlock()
 	keys = slices.DeleteFunc(keys, func(key string) bool { return slices.Contains(r.probed.keys, key) })
-	return r.store.promote(r.withStatementTimeout, r.lease, keys)
+	return r.store.promote(stop, r.withStatementTimeout, r.lease, keys)
 }
 
 // find returns the first of the events that a query finds, in their order: as many as

@@ -7,8 +7,11 @@ SELECT set_config('lock_timeout', '100ms', true) WHERE current_setting('lock_tim
 -- find out which kinds there are and stop counting each at 10,000, so all that they need
 -- is in the index. While the indexes are built, the relay cannot change failed events.
 CREATE INDEX idx_outbox_failed_kinds ON outbox_failed (relay, status, event_type, error_class, failed_at);
-CREATE INDEX idx_outbox_failed_held ON outbox_failed (relay, parking_key)
+CREATE INDEX idx_outbox_failed_held ON outbox_failed (relay, parking_key, status)
  WHERE held AND status IN ('waiting', 'failed', 'parked', 'dead');
+
+-- The heads of a key, among all that is parked behind one.
+CREATE INDEX idx_outbox_failed_heads ON outbox_failed (relay, parking_key, outbox_id) WHERE status IN ('waiting', 'failed');
 
 -- Deaths in the order of time, for alerts; and those of a class, for RetryDeadAfter.
 CREATE INDEX idx_outbox_failed_deaths ON outbox_failed (next_retry_at, id) WHERE status = 'dead';
