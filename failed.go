@@ -2,7 +2,6 @@ package outbox
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -11,7 +10,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/pg"
-	"github.com/outboxgo/outbox/internal/places"
 )
 
 // How outbox_failed works. An event that Kafka rejects, or that is unavailable while
@@ -122,6 +120,11 @@ func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedSt
 		sqlRead:       pg.InSchema(sqlFailedRead, schema),
 		sqlSave:       pg.InSchema(sqlFailedSave, schema),
 	}
+}
+
+// query runs a statement that looks up rows by an index.
+func (f *failedStore) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
+	return pg.Query(ctx, f.db, pg.PlannerSettings, read, sql, args...)
 }
 
 // sqlFailedKeys counts the rows that hold back their keys, and looks for the keys of
@@ -379,276 +382,4 @@ func (f *failedStore) retryDead(ctx context.Context, l *lease, after map[string]
 		return fmt.Errorf("retry dead events: %w", err)
 	}
 	return nil
-}
-
-// failedEvent is a row of outbox_failed on its way to Kafka.
-type failedEvent struct {
-	envelope          // its id is outbox.id
-	row        int64  // outbox_failed.id
-	key        string // parking key
-	place      string // what it waits for
-	retries    int
-	held       bool
-	size       int   // bytes of payload and headers, as the row says
-	unreadable error // why payload and headers could not be read; they are missing then
-}
-
-// failedHead are the columns by which an event to retry is found, in the order of find.
-const failedHead = `e.id, e.parking_key, e.place, e.retry_count, e.held, e.size`
-
-// sqlFailedPlaces returns the places that heads wait for, and the error of one head each.
-// It looks up one place after the other, so its cost does not grow with the rows.
-const sqlFailedPlaces = `
-WITH RECURSIVE names AS (
-   (SELECT place FROM {schema}.outbox_failed
-     WHERE relay = $1::text AND status IN ('waiting', 'failed') ORDER BY relay, place LIMIT 1)
-     UNION ALL
-    SELECT (SELECT f.place FROM {schema}.outbox_failed AS f
-             WHERE f.relay = $1::text AND f.status IN ('waiting', 'failed') AND f.place > names.place ORDER BY f.relay, f.place LIMIT 1)
-      FROM names WHERE names.place IS NOT NULL
-)
-SELECT names.place, coalesce(head.error_class, ''), coalesce(head.last_error, '')
-  FROM names
- CROSS JOIN LATERAL (SELECT f.error_class, f.last_error FROM {schema}.outbox_failed AS f
-                      WHERE f.relay = $1::text AND f.place = names.place AND f.status IN ('waiting', 'failed')
-                      ORDER BY f.next_retry_at, f.outbox_id LIMIT 1) AS head
- WHERE names.place IS NOT NULL`
-
-// sqlFailedDue finds heads of one place, those that are due or, if $3, all, and those that
-// have been due longest first. In the order of the events' age, heads that fail again and
-// again would keep out the others.
-const sqlFailedDue = `
-SELECT ` + failedHead + `
-  FROM {schema}.outbox_failed AS e
- WHERE e.relay = $1::text AND e.place = $2::text AND e.status IN ('waiting', 'failed') AND NOT e.held
-   AND e.next_retry_at <= CASE WHEN $3::bool THEN 'infinity' ELSE now() END
- ORDER BY e.next_retry_at, e.outbox_id LIMIT $4::int`
-
-// sqlFailedFirst finds the head that has waited longest for each of some places.
-const sqlFailedFirst = `
-SELECT ` + failedHead + `
-  FROM unnest($2::text[]) AS bad (place)
- CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_failed AS f
-                      WHERE f.relay = $1::text AND f.place = bad.place AND f.status IN ('waiting', 'failed') AND NOT f.held
-                      ORDER BY f.next_retry_at, f.outbox_id LIMIT 1) AS e`
-
-// sqlFailedParked finds the events that are parked behind heads that were sent, at most $3
-// of each key, and $4 together. It cuts by the ids of events, so of each key the first ones
-// are left. Asked for "parking_key = key", the planner may walk the unique index in the
-// order of ids instead, through the rows of all keys.
-const sqlFailedParked = `
-SELECT ` + failedHead + `
-  FROM unnest($2::text[]) AS sent (key)
- CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox_failed
-                      WHERE relay = $1::text AND parking_key >= sent.key AND parking_key <= sent.key AND status IN ('waiting', 'parked')
-                      ORDER BY relay, parking_key, outbox_id LIMIT $3::int) AS e
- ORDER BY e.outbox_id LIMIT $4::int`
-
-// places returns the places that heads wait for, with "" for those that wait for nothing
-// in particular.
-func (f *failedStore) places(ctx context.Context) (all []places.Bad, err error) {
-	err = f.query(ctx, func(rows pgx.Rows) error {
-		var name, class, cause string
-		_, err := pgx.ForEachRow(rows, []any{&name, &class, &cause}, func() error {
-			all = append(all, places.Bad{Name: name, Class: class, Err: errors.New(cause)})
-			return nil
-		})
-		return err
-	}, f.sqlPlaces, f.relay)
-	if err != nil {
-		return nil, fmt.Errorf("read what failed events wait for: %w", err)
-	}
-	return all, nil
-}
-
-// maxFound is how many events to retry are found at once.
-const maxFound = 500
-
-// due returns heads of a place: all, or those that are due.
-func (f *failedStore) due(ctx context.Context, place string, all bool) ([]failedEvent, error) {
-	return f.find(ctx, f.sqlDue, f.relay, place, all, maxFound)
-}
-
-// first returns a head of each place that has one.
-func (f *failedStore) first(ctx context.Context, places []string) ([]failedEvent, error) {
-	return f.find(ctx, f.sqlFirst, f.relay, places)
-}
-
-// parked returns events of keys, in order, of each key up to one that an operator holds.
-func (f *failedStore) parked(ctx context.Context, keys []string) ([]failedEvent, error) {
-	found, err := f.find(ctx, f.sqlParked, f.relay, keys, 1+maxFound/len(keys), maxFound)
-	held := map[string]bool{}
-	return slices.DeleteFunc(found, func(e failedEvent) bool {
-		held[e.key] = held[e.key] || e.held
-		return held[e.key]
-	}), err
-}
-
-// find returns the events that a statement finds, without their envelopes; see readRows.
-func (f *failedStore) find(ctx context.Context, sql string, args ...any) (found []failedEvent, err error) {
-	err = f.query(ctx, func(rows pgx.Rows) (err error) {
-		found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (e failedEvent, err error) {
-			err = row.Scan(&e.row, &e.key, &e.place, &e.retries, &e.held, &e.size)
-			return e, err
-		})
-		return err
-	}, sql, args...)
-	if err != nil {
-		return nil, fmt.Errorf("find events to retry: %w", err)
-	}
-	return found, nil
-}
-
-// maxRetryBytes bounds the events that are read at once to be retried.
-const maxRetryBytes = 4 << 20
-
-// fitting returns how many events from the start have at most maxRetryBytes together, as
-// their rows say, but at least one.
-func fitting(events []failedEvent) int {
-	left := maxRetryBytes
-	for n, e := range events {
-		if left -= e.size; left < 0 {
-			return max(n, 1)
-		}
-	}
-	return len(events)
-}
-
-// sqlFailedRead reads the events of rows in the order of $1, payload and headers only if $2
-// is set.
-const sqlFailedRead = `
-SELECT r.n, e.id, ` + envelopeColumns + `
-  FROM unnest($1::bigint[]) WITH ORDINALITY AS r (id, n)
- CROSS JOIN LATERAL (
-       SELECT outbox_id AS id, event_id, event_type, source, aggregate_type, aggregate_id,
-              CASE WHEN $2::bool THEN payload END AS payload, CASE WHEN $2 THEN payload_bytes END AS payload_bytes,
-              content_type, topic, partition_key, CASE WHEN $2 THEN headers END AS headers, occurred_at, created_at
-         FROM {schema}.outbox_failed
-        WHERE id BETWEEN r.id AND r.id AND status <> 'resolved' ORDER BY id OFFSET 0) AS e`
-
-// errNoPayload means that an operator retries the row of an unreadable event as it is.
-var errNoPayload = errors.New("the row has neither payload nor payload_bytes")
-
-// readRows reads the envelopes of events that were found, in their order, and payload and
-// headers only if payload is set. With an error it returns the events in front of it. Events
-// that were resolved meanwhile are left out. Rows may be larger than they say: when the
-// events exceed maxRetryBytes, readRows cancels the statement, which would return the others
-// too.
-func (f *failedStore) readRows(ctx context.Context, found []failedEvent, payload bool) (events []failedEvent, err error) {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	rowIDs := make([]int64, len(found))
-	for i := range found {
-		rowIDs[i] = found[i].row
-	}
-	full := false
-	err = f.query(ctx, func(rows pgx.Rows) error {
-		var r eventReader
-		for rows.Next() {
-			r.describe(rows, 1)
-			raw := rows.RawValues()
-			var n int
-			if err := scanValue(r.types, rows.FieldDescriptions()[0], raw[0], &n); err != nil {
-				return err
-			}
-			e := found[n-1]
-			if e.envelope, err = r.event(raw[1:]); err != nil {
-				return err
-			}
-			if payload && e.payload == nil {
-				return errNoPayload
-			}
-			if full = r.kept > maxRetryBytes && len(events) > 0; full {
-				cancel()
-				return nil
-			}
-			events = append(events, e)
-		}
-		return rows.Err()
-	}, f.sqlRead, rowIDs, payload)
-	if err != nil && !full {
-		return events, fmt.Errorf("read events to retry: %w", err)
-	}
-	return events, nil
-}
-
-// query runs a statement that looks up rows by an index.
-func (f *failedStore) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
-	return pg.Query(ctx, f.db, pg.PlannerSettings, read, sql, args...)
-}
-
-// retryResult is what is saved about a retry.
-type retryResult struct {
-	event  *failedEvent
-	row    int64  // outbox_failed.id
-	status string // StatusResolved: it was sent
-	class  string
-	err    error
-	place  string        // what it waits for, if its status is StatusWaiting
-	count  int           // 1 if the retry counts
-	wait   time.Duration // until the next one
-}
-
-// sqlFailedSave saves the results of retries. A key whose head was sent, or is dead and
-// does not hold the key, gets the next row as its head. Rows are looked up by arrays of
-// ids, and heads key by key: where the planner has no statistics of the table, or those of
-// an empty one, it would read the whole table for a join. A row that an operator has
-// resolved meanwhile stays as it is.
-const sqlFailedSave = `
-WITH lease AS MATERIALIZED (
-    SELECT epoch FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE
-), v AS MATERIALIZED (
-    SELECT v.* FROM lease, unnest($4::bigint[], $5::text[], $6::text[], $7::text[], $8::int[], $9::interval[], $12::text[])
-                        AS v (id, status, class, error, count, wait, place)
-), gone AS (
-    DELETE FROM {schema}.outbox_failed AS f
-     WHERE f.id = ANY (ARRAY(SELECT id FROM v WHERE status = 'resolved' AND NOT $11::bool)) AND f.status <> 'resolved'
- RETURNING f.parking_key
-), kept AS (
-    UPDATE {schema}.outbox_failed AS f
-       SET status = v.status, place = v.place, held = f.held OR v.status = 'dead' AND $10::bool, retry_count = f.retry_count + v.count, next_retry_at = now() + v.wait,
-           last_error = coalesce(v.error, f.last_error), error_class = coalesce(v.class, f.error_class),
-           resolved_at = CASE v.status WHEN 'resolved' THEN now() END,
-           resolution = CASE v.status WHEN 'resolved' THEN 'sent' END
-      FROM v
-     WHERE f.id = v.id AND f.id = ANY (ARRAY(SELECT id FROM v WHERE status <> 'resolved' OR $11::bool)) AND f.status <> 'resolved'
- RETURNING f.parking_key, f.status, f.held
-), next_heads AS (
-    SELECT next_head.id, next_head.parking_key
-      FROM (SELECT parking_key FROM gone
-             UNION SELECT parking_key FROM kept WHERE status = 'resolved' OR status = 'dead' AND NOT held
-            EXCEPT SELECT parking_key FROM kept WHERE status IN ('waiting', 'failed') OR status = 'dead' AND held) AS free
-     CROSS JOIN LATERAL (
-           SELECT f.id, f.parking_key FROM {schema}.outbox_failed AS f
-            WHERE f.relay = $1::text AND f.parking_key >= free.parking_key AND f.parking_key <= free.parking_key
-              AND f.status = 'parked' AND f.id NOT IN (SELECT id FROM v)
-            ORDER BY f.relay, f.parking_key, f.outbox_id LIMIT 1) AS next_head
-), promoted AS (
-    UPDATE {schema}.outbox_failed AS f SET status = 'waiting', place = '', next_retry_at = now() WHERE f.id = ANY (ARRAY(SELECT id FROM next_heads))
-)
-SELECT count(*), ARRAY(SELECT parking_key FROM next_heads) FROM lease`
-
-// saveResults saves the results of retries, and returns the keys that got a new head. The caller holds the lock of the parking:
-// otherwise an event could be parked behind a head that is just being removed, and its
-// key would have no head until reconcile finds it.
-func (f *failedStore) saveResults(ctx context.Context, l *lease, results []retryResult, keep bool) (promoted []string, err error) {
-	n := len(results)
-	rows, statuses, classes, errs := make([]int64, n), make([]string, n), make([]*string, n), make([]*string, n)
-	counts, waits, places := make([]int, n), make([]time.Duration, n), make([]string, n)
-	for i, v := range results {
-		rows[i], statuses[i], counts[i], waits[i], places[i] = v.row, v.status, v.count, v.wait, v.place
-		classes[i], errs[i] = causeOf(v.class, v.err)
-	}
-	var proven int
-	err = f.query(ctx, func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, []any{&proven, &promoted}, func() error { return nil })
-		return err
-	}, f.sqlSave, f.relay, l.holder, l.epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep, places)
-	if err != nil {
-		return nil, fmt.Errorf("save retries: %w", err)
-	}
-	if proven == 0 {
-		return nil, errLeaseLost
-	}
-	return promoted, nil
 }

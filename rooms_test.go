@@ -44,13 +44,13 @@ var rooms = []room{
 	{"errors", "errors.go status.go", "", []string{noPgx, noFranz, noLogs, noSystem}},
 	{"event", "envelope*.go codec.go resolver.go", "errors", []string{noPgx, noFranz, noLogs, noSystem}},
 	{"breaker", "breaker.go", "errors", []string{noPgx, noFranz, noLogs, noSystem}},
-	{"cursor", "lease.go cursor*.go failed.go", "errors event", []string{noFranz, noLogs}},
+	{"cursor", "lease.go cursor*.go failed*.go", "errors event", []string{noFranz, noLogs}},
 	{"retention", "retention*.go", "errors event cursor", []string{noFranz, noLogs, noSystem}},
 	{"hooks", "hooks.go", "errors event breaker retention", []string{noPgx, noFranz, noLogs, noSystem}},
 	{"recorder", "outbox*.go", "errors event hooks", []string{noLogs, noSystem}},
 	{"migrate", "migrate.go", "errors retention", []string{noFranz, noSystem}},
 	{"alerts", "alert.go", "errors hooks", []string{noPgx, noFranz, noSystem}},
-	{"relay", "relay*.go outcome.go health.go monitor.go", "errors event breaker cursor retention hooks alerts", []string{noSystem}},
+	{"relay", "relay*.go health.go monitor.go", "errors event breaker cursor retention hooks alerts", []string{noSystem}},
 	{"consumer", "consumer*.go idempotency.go", "errors event hooks", []string{noSystem}},
 }
 
