@@ -240,7 +240,8 @@ func (d *delivery) awaitBreaker() {
 // records in it, good ones too. So what Kafka rejects here, sendEach sends alone.
 func (d *delivery) sendBatch() error {
 	d.pending = slices.DeleteFunc(d.pending, d.skip)
-	sent, err := d.sender.produce(d.stop, d.held, d.batch, d.pending)
+	which, later := d.othersFirst()
+	sent, err := d.sender.produce(d.stop, d.held, d.batch, which)
 	if err != nil {
 		return err
 	}
@@ -250,7 +251,7 @@ func (d *delivery) sendBatch() error {
 		}
 		return nil
 	}
-	tried := d.pending[:len(sent.errs)]
+	tried := which[:len(sent.errs)]
 	var again, failed []int // failed: indexes in tried
 	for n, i := range tried {
 		err := sent.errs[n]
@@ -288,14 +289,38 @@ func (d *delivery) sendBatch() error {
 			}
 		}
 	}
-	slices.Sort(again)
-	d.pending = append(again, d.pending[len(sent.errs):]...)
+	d.pending = slices.Concat(again, which[len(sent.errs):], later)
+	slices.Sort(d.pending)
 	if len(failed) > 0 && !local {
 		d.obstacle = kafkaUnavailable
 	} else {
 		d.kafkaOutage.Report(nil)
 	}
 	return nil
+}
+
+// othersFirst splits the pending events into those to send now and those that come later. A bad
+// place whose events have to be tried, because nobody knows yet whether others accept any, as
+// after a takeover, must not delay the others for as long as a try takes. Once one of these
+// is accepted, the events of the place need no try. The place may become good meanwhile, so
+// a key whose event comes later has no event now.
+func (d *delivery) othersFirst() (now, later []int) {
+	if !d.avoiding {
+		return d.pending, nil
+	}
+	keys := map[string]bool{} // of later
+	for _, i := range d.pending {
+		if _, bad := d.places.Find(d.sender.partition(&d.batch[i])); bad || len(keys) > 0 && keys[d.key(i)] {
+			later = append(later, i)
+			keys[d.key(i)] = true
+		} else {
+			now = append(now, i)
+		}
+	}
+	if len(now) == 0 {
+		return later, nil
+	}
+	return now, later
 }
 
 // sendEach sends the pending events one by one in their order, up to the first that

@@ -148,6 +148,8 @@ func TestDeliverAvoidsBadPlaces(t *testing.T) {
 	}{
 		{"its events are parked without being tried once another place has accepted one", "ab bcB", "ab:+- c:+", "+u u+b", 0},
 		{"until then they are tried: it may be Kafka that fails", "b bB a b", "b:- bB:-- a:+", "u ub + u", 0},
+		{"then others in the same batch are tried before them, so as not to wait for them", "b baB", "b:- a:+", "u u+b", 0},
+		{"and they are tried when the others have failed, too", "b ab", "b:- a:- b:-", "u uu", 0},
 		{"what the place has accepted itself does not count", "bB B", "bB:+- B:-", "+u u", 0},
 		{"a topic that is missing", "an no an", "an:+t a:+", "+u uu +u", 0},
 		{"a topic that is missing, and nothing else to send", "n no n", "n:t no:tt n:t", "u uu u", 0},
