@@ -301,8 +301,12 @@ SELECT coalesce(string_agg(DISTINCT c.relname, ', ') FILTER (WHERE NOT c.relispa
  GROUP BY l.pid, a.application_name, a.state, a.xact_start
  ORDER BY a.xact_start LIMIT 1`
 
-// lockHolder says who is likely to hold the lock that a file did not get.
+// lockHolder says who is likely to hold the lock that a file did not get, also when ctx has just
+// ended: it is in the error of Migrate then.
 func (m *migrator) lockHolder(ctx context.Context) string {
+	const patience = time.Second
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
+	defer cancel()
 	var tables, application, state string
 	var pid int
 	var open time.Duration

@@ -186,7 +186,7 @@ func TestMigrateSaysWhoHasTheLock(t *testing.T) {
 	_, err = open.Exec(background, f.sql(`SELECT count(*) FROM {s}.outbox`))
 	require.NoError(t, err)
 	var log testenv.Buffer
-	ctx, cancel := context.WithTimeout(background, time.Second)
+	ctx, cancel := context.WithTimeout(background, 2*time.Second)
 	defer cancel()
 	err = outbox.Migrate(ctx, f.db, outbox.MigrateConfig{Schema: f.schema, Logger: slog.New(slog.NewTextHandler(&log, nil)), LockTimeout: time.Millisecond})
 	require.ErrorIs(t, err, context.DeadlineExceeded)
