@@ -237,7 +237,9 @@ func (f *failedStore) keysPage(statement statementContext, after failedKey, limi
 // head or none: the head was sent, is dead and does not hold its key, or was resolved by
 // an operator; or an operator has put a dead event back in front of the head. It changes
 // at most $5 rows, and looks up those by indexes: a key may have a million. If ids
-// restarted, two rows of a key may have the same one; what is resolved or dead stays so.
+// restarted, two rows of a key may have the same one; what is resolved or dead stays so. Asked
+// for the statuses that it may have, the planner may walk an index that has only those,
+// through all rows.
 const sqlFailedPromote = `
 WITH keys AS MATERIALIZED (
     SELECT k.key, first.id, first.outbox_id, first.status
@@ -245,8 +247,9 @@ WITH keys AS MATERIALIZED (
      CROSS JOIN LATERAL (SELECT id, outbox_id, status FROM {schema}.outbox_failed
                           WHERE relay = $1::text AND parking_key >= k.key AND parking_key <= k.key AND status IN ('waiting', 'failed', 'parked')
                           ORDER BY relay, parking_key, outbox_id LIMIT 1) AS first
-     WHERE NOT EXISTS (SELECT FROM {schema}.outbox_failed
-                        WHERE relay = $1::text AND parking_key = k.key AND status = 'dead' AND held)
+     WHERE (SELECT id FROM {schema}.outbox_failed
+             WHERE relay = $1::text AND parking_key >= k.key AND parking_key <= k.key AND status = 'dead' AND held
+             ORDER BY relay, parking_key, status LIMIT 1) IS NULL
 ), wrong AS MATERIALIZED (
     SELECT id FROM keys WHERE status = 'parked'
      UNION ALL
@@ -259,7 +262,7 @@ WITH keys AS MATERIALIZED (
 )
 UPDATE {schema}.outbox_failed AS f
    SET status = CASE f.status WHEN 'parked' THEN 'waiting' ELSE 'parked' END, place = '', next_retry_at = now()
- WHERE f.id = ANY (ARRAY(SELECT id FROM wrong)) AND f.status IN ('waiting', 'failed', 'parked')
+ WHERE f.id = ANY (ARRAY(SELECT id FROM wrong)) AND f.status <> ALL ('{dead,resolved}')
    AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)
 RETURNING f.id`
 
@@ -313,9 +316,8 @@ const sqlFailedPromoteAll = `
 UPDATE {schema}.outbox_failed
    SET status = 'waiting', place = '', next_retry_at = now()
  WHERE id = ANY (ARRAY(SELECT id FROM {schema}.outbox_failed
-                        WHERE relay >= $1::text AND relay <= $1::text AND status >= 'parked' AND status <= 'parked'
-                        ORDER BY relay, status, event_type, error_class, failed_at LIMIT $4))
-   AND status = 'parked'
+                        WHERE relay = $1::text AND status = 'parked' ORDER BY event_type, error_class, failed_at LIMIT $4))
+   AND status <> ALL ('{waiting,failed,dead,resolved}')
    AND EXISTS (SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE)
 RETURNING id`
 
@@ -336,15 +338,19 @@ func (f *failedStore) promoteAll(stop context.Context, statement statementContex
 
 // sqlFailedDeadDue finds dead events whose class is tried again after a time. It is a
 // statement of its own because an idle relay must write nothing, and proving the lease
-// locks a row.
+// locks a row. Asked for "error_class = policy.class", the planner may walk the index that has
+// the dead of all classes in the order of time.
 const sqlFailedDeadDue = `
 SELECT due.id
   FROM unnest($2::text[], $3::interval[]) AS policy (class, wait)
- CROSS JOIN LATERAL (SELECT id FROM {schema}.outbox_failed
-                      WHERE relay >= $1::text AND relay <= $1::text AND error_class >= policy.class AND error_class <= policy.class
-                        AND status = 'dead' AND next_retry_at <= now() - policy.wait AND num_nonnulls(payload, payload_bytes) > 0
-                      ORDER BY relay, error_class, next_retry_at LIMIT 500) AS due
+ CROSS JOIN LATERAL (SELECT id, next_retry_at` + deadOfClass + ` LIMIT 500) AS due
+ WHERE (SELECT next_retry_at` + deadOfClass + ` LIMIT 1) <= now() - policy.wait AND due.next_retry_at <= now() - policy.wait
  LIMIT 500`
+
+const deadOfClass = ` FROM {schema}.outbox_failed
+                      WHERE relay = $1::text AND error_class >= policy.class AND error_class <= policy.class
+                        AND status = 'dead' AND num_nonnulls(payload, payload_bytes) > 0
+                      ORDER BY error_class, next_retry_at`
 
 const sqlFailedRetryDead = `
 WITH chosen AS MATERIALIZED (

@@ -88,24 +88,22 @@ SELECT n.name, CASE WHEN l.expires_at > clock_timestamp() THEN l.holder ELSE '' 
         CROSS JOIN LATERAL (SELECT FROM {schema}.outbox_failed` + statusOfRelay + `) AS o) AS others
  ORDER BY n.name`
 
-// statusOfRelay selects up to $2 rows of status s. Asked for "status = s", the planner may
-// walk another index through the rows of all.
+// statusOfRelay selects up to $2 rows of status s.
 const statusOfRelay = `
-                WHERE relay >= n.name AND relay <= n.name AND status >= s AND status <= s
-                ORDER BY relay, status, event_type, error_class, failed_at LIMIT $2`
+                WHERE relay = n.name AND status = s ORDER BY event_type, error_class, failed_at LIMIT $2`
 
 // heldKeys finds one key after the other.
 const heldKeys = `
               WITH RECURSIVE keys AS (
-                 (SELECT parking_key` + heldOfRelay + ` ORDER BY relay, parking_key LIMIT 1)
+                 (SELECT parking_key` + heldOfRelay + ` ORDER BY f.parking_key, f.status LIMIT 1)
                    UNION ALL
-                  SELECT (SELECT f.parking_key` + heldOfRelay + ` AND f.parking_key > keys.parking_key ORDER BY f.relay, f.parking_key LIMIT 1)
+                  SELECT (SELECT f.parking_key` + heldOfRelay + ` AND f.parking_key > keys.parking_key ORDER BY f.parking_key, f.status LIMIT 1)
                     FROM keys WHERE keys.parking_key IS NOT NULL
               )
               SELECT parking_key FROM keys WHERE parking_key IS NOT NULL LIMIT $2`
 
 const heldOfRelay = ` FROM {schema}.outbox_failed AS f
-                   WHERE f.relay >= n.name AND f.relay <= n.name AND f.held AND f.status IN ('waiting', 'failed', 'parked', 'dead')`
+                   WHERE f.relay = n.name AND f.held AND f.status IN ('waiting', 'failed', 'parked', 'dead')`
 
 // Relays runs [SQLRelays], completed, and returns the relays of the schema, sorted by
 // name: those that have a cursor or ever took a lease.

@@ -40,8 +40,7 @@ SELECT drawn.id, greatest(
        (SELECT id FROM {schema}.outbox WHERE id > drawn.id ORDER BY id DESC LIMIT 1),
        (SELECT max(f.outbox_id) FROM positions AS p
          CROSS JOIN LATERAL (SELECT outbox_id FROM {schema}.outbox_failed
-                              WHERE relay >= p.relay AND relay <= p.relay AND outbox_id > drawn.id
-                              ORDER BY relay DESC, outbox_id DESC LIMIT 1) AS f))
+                              WHERE relay = p.relay AND outbox_id > drawn.id ORDER BY outbox_id DESC LIMIT 1) AS f))
   FROM drawn`
 
 // ReadSequence reads what SQLSequence returns; highest is 0 if there is no such row.
