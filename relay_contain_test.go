@@ -196,7 +196,7 @@ func TestHostHangsWhileRelaying(t *testing.T) {
 	more := numbered("a", 51, 1)
 	h.commit(t, more...)
 	requireArrival(t, reader, more...)
-	require.Eventually(t, func() bool { return calls.Load() == 2 }, testenv.Patience, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return calls.Load() >= 2 }, testenv.Patience, 5*time.Millisecond, "it is called again")
 }
 
 // produceHook is called by franz-go for each record, in the goroutine of Run.
