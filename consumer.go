@@ -67,6 +67,9 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	}
 	err := errors.Join(errs...)
 	if err == nil {
+		cfg.DeadLetterTopic, err = fixedDeadLetterTopics(cfg.DeadLetterTopic, routes.topics)
+	}
+	if err == nil {
 		opts, err = consumerOpts(opts, cfg, routes.topics)
 	}
 	if err != nil {

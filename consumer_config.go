@@ -81,9 +81,10 @@ type ConsumerConfig struct {
 	// member that has to give up a partition. Zero means 5 min.
 	MaxPollInterval time.Duration
 
-	// DeadLetterTopic names the topic for the dead letters of another. Nil means
-	// {topic}.dlq. It must exist, see the package outboxtopics: while it takes
-	// nothing, the partition waits.
+	// DeadLetterTopic names the topic for the dead letters of another, which must not be
+	// one that the consumer reads. It is called for each topic when the consumer is made.
+	// Nil means {topic}.dlq. The topic must exist, see the package outboxtopics: while it
+	// takes nothing, the partition waits.
 	DeadLetterTopic func(topic string) string
 
 	// Decode reads records. A nil message without an error passes over the record,

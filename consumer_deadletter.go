@@ -1,6 +1,9 @@
 package outbox
 
 import (
+	"errors"
+	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -8,6 +11,7 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/kafka"
 )
@@ -53,6 +57,24 @@ const ReplayOf = "replay_of"
 // DeadLetterTopic returns the name of the topic for the dead letters of another:
 // {topic}.dlq.
 func DeadLetterTopic(topic string) string { return topic + ".dlq" }
+
+// fixedDeadLetterTopics calls host for each of the consumed topics and returns what it said
+// as a function, so that it cannot panic or say something else while records wait. A
+// consumer that read a topic of its own dead letters would send them on and on.
+func fixedDeadLetterTopics(host func(string) string, topics []string) (func(string) string, error) {
+	fixed := make(map[string]string, len(topics))
+	var errs []error
+	for _, topic := range topics {
+		err := guard(func() error { fixed[topic] = host(topic); return check.Topic(fixed[topic]) })
+		if err == nil && slices.Contains(topics, fixed[topic]) {
+			err = fmt.Errorf("dead letters of %s would go to %s, which this consumer reads", topic, fixed[topic])
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("field DeadLetterTopic: of %s: %w", topic, err))
+		}
+	}
+	return func(topic string) string { return fixed[topic] }, errors.Join(errs...)
+}
 
 // deadLetter says why a record is given up.
 type deadLetter struct {

@@ -17,19 +17,48 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// checkConsumerOpts refuses options that belong to the consumer.
+// checkConsumerOpts refuses options that belong to the consumer, and those with which it
+// would not do what it promises. Which options there are, and what becomes of each, is in
+// TestConsumerOptions.
 func checkConsumerOpts(opts []kgo.Opt) error {
 	const itsOwn = "it belongs to the consumer"
-	return kafka.CheckOpts(opts, func(o kafka.HostOpts) {
+	const itsField = "ConsumerConfig has a field for it"
+	return kafka.CheckOpts(slices.Concat(unlikelyOpts, opts), func(o kafka.HostOpts) {
+		o.RejectCommon()
 		o.Reject(o.Names(kgo.ConsumerGroup), "ConsumerGroup", "name it in HandlerConfig.Group")
 		o.Reject(o.Names(kgo.ShareGroup), "ShareGroup", itsOwn)
+		o.Reject(o.Client.OptValue(kgo.GroupProtocol) != "consumer", "GroupProtocol", itsOwn)
 		o.Reject(len(o.Client.GetConsumeTopics()) > 0, "ConsumeTopics or ConsumePartitions", "topics follow from the handlers")
-		o.Reject(o.Names(kgo.TransactionalID), "TransactionalID", "a consumer has no Kafka transactions")
+		o.Reject(o.Sets(kgo.ConsumeRegex), "ConsumeRegex", "topics follow from the handlers, and a topic's name is also in that of its dead letters")
+		o.Reject(o.Sets(kgo.KeepControlRecords), "KeepControlRecords", "markers of transactions are no events")
+		o.Reject(o.Differs(kgo.ConsumeStartOffset, unlikelyOffset), "ConsumeStartOffset", "ConsumerConfig.FromStart says where a new group begins")
+		o.Reject(o.Differs(kgo.ConsumeResetOffset, unlikelyOffset), "ConsumeResetOffset", itsOwn)
+		o.Reject(o.Differs(kgo.FetchIsolationLevel, int8(1)), "FetchIsolationLevel", "events of aborted transactions never happened")
+		o.Reject(o.Differs(kgo.SessionTimeout, unlikelyTimeout), "SessionTimeout", itsField)
+		o.Reject(o.Differs(kgo.HeartbeatInterval, unlikelyHeartbeat), "HeartbeatInterval", itsField)
+		o.Reject(o.Differs(kgo.RebalanceTimeout, unlikelyTimeout), "RebalanceTimeout", "ConsumerConfig.MaxPollInterval says it")
 		o.Reject(o.Sets(kgo.OnPartitionsAssigned), "OnPartitionsAssigned", itsOwn)
 		o.Reject(o.Sets(kgo.OnPartitionsRevoked), "OnPartitionsRevoked", itsOwn)
 		o.Reject(o.Sets(kgo.OnPartitionsLost), "OnPartitionsLost", itsOwn)
+		o.Reject(o.Sets(kgo.OnOffsetsFetched), "OnOffsetsFetched", "its error would keep the member from its partitions")
 		o.Reject(o.Sets(kgo.AdjustFetchOffsetsFn), "AdjustFetchOffsetsFn", itsOwn)
+		o.Reject(o.Sets(kgo.StopProducerOnDataLossDetected), "StopProducerOnDataLossDetected", "no dead letter could be sent any more")
 	})
+}
+
+// What the host sets to the value that an option has by itself cannot be told from what it
+// does not set, and it must not be overridden silently. So options are looked at behind
+// others that nobody sets.
+const (
+	unlikelyTimeout   = 40*time.Second + 1
+	unlikelyHeartbeat = time.Duration(1) // below any SessionTimeout, as kgo wants it
+)
+
+var unlikelyOffset = kgo.NewOffset().At(1<<62 - 1)
+
+var unlikelyOpts = []kgo.Opt{
+	kgo.ConsumeStartOffset(unlikelyOffset), kgo.ConsumeResetOffset(unlikelyOffset), kgo.FetchIsolationLevel(kgo.ReadCommitted()),
+	kgo.SessionTimeout(unlikelyTimeout), kgo.HeartbeatInterval(unlikelyHeartbeat), kgo.RebalanceTimeout(unlikelyTimeout),
 }
 
 // fetchMaxWait is how long a broker may keep a fetch that finds nothing, unless the

@@ -391,6 +391,7 @@ var kafkaOptionTests = []struct {
 	{"a transactional id", kgo.TransactionalID("t"), "TransactionalID"},
 	{"no idempotence", kgo.DisableIdempotentWrite(), "DisableIdempotentWrite"},
 	{"manual flushing", kgo.ManualFlushing(), "ManualFlushing"},
+	{"one topic for all", kgo.DefaultProduceTopicAlways(), "invalid empty DefaultProduceTopic"},
 	{"a partitioner that scatters keys", kgo.RecordPartitioner(kgo.RoundRobinPartitioner()), "RecordPartitioner: kgo.RoundRobinPartitioner"},
 	{"what kgo itself refuses", kgo.ProducerBatchMaxBytes(-1), "kafka options"},
 	{"fewer acks are raised to all", kgo.ClientID("x"), ""},

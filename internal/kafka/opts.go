@@ -3,6 +3,7 @@
 package kafka
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"reflect"
@@ -77,17 +78,28 @@ func (o HostOpts) Sets(option any) bool {
 	return v.IsValid() && !v.IsZero()
 }
 
+// Differs reports whether an option does not have a value.
+func (o HostOpts) Differs(option, value any) bool { return o.Client.OptValue(option) != value }
+
+// RejectCommon rejects the options with which nobody here could keep its promises.
+func (o HostOpts) RejectCommon() {
+	o.Reject(o.Names(kgo.TransactionalID), "TransactionalID", "nobody would begin and end its transactions")
+	o.Reject(o.Sets(kgo.ManualFlushing), "ManualFlushing", "nobody would flush")
+	o.Reject(o.Sets(kgo.DefaultProduceTopicAlways), "DefaultProduceTopicAlways", "each record has a topic of its own")
+	ctx, _ := o.Client.OptValue(kgo.WithContext).(context.Context)
+	o.Reject(ctx != nil && ctx.Done() != nil, "WithContext", "a client whose context has ended does nothing any more; end the context of the call")
+}
+
 // CheckProducerOpts rejects options that break the promises of a relay.
 func CheckProducerOpts(opts []kgo.Opt) error {
 	return CheckOpts(opts, func(o HostOpts) {
 		const notConsumer = "that is for a consumer"
+		o.RejectCommon()
 		o.Reject(o.Names(kgo.ConsumerGroup), "ConsumerGroup", notConsumer)
 		o.Reject(o.Names(kgo.ShareGroup), "ShareGroup", notConsumer)
 		o.Reject(o.Names(kgo.InstanceID), "InstanceID", notConsumer)
 		o.Reject(len(o.Client.GetConsumeTopics()) > 0, "ConsumeTopics or ConsumePartitions", notConsumer)
-		o.Reject(o.Names(kgo.TransactionalID), "TransactionalID", "it belongs to the relay")
 		o.Reject(o.Sets(kgo.DisableIdempotentWrite), "DisableIdempotentWrite", "retries would repeat and reorder records")
-		o.Reject(o.Sets(kgo.ManualFlushing), "ManualFlushing", "nobody would flush")
 		partitioner, _ := o.Client.OptValue(kgo.RecordPartitioner).(kgo.Partitioner)
 		if err := checkPartitioner(partitioner); err != nil {
 			o.Reject(true, "RecordPartitioner", err.Error())
