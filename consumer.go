@@ -162,13 +162,14 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 // returned, not tried again, and there are no dead letters. Actions that are done
 // already are skipped, and event types without a handler as Unknown says.
 func (c *Consumer) Deliver(ctx context.Context, record *kgo.Record) error {
-	it := c.processor.read(ctx, record, new(KafkaMetadata))
+	p := c.processor.forOne(new(activity))
+	it := p.read(ctx, record, new(KafkaMetadata))
 	if it.class == classUnknownType && c.cfg.Unknown == SkipUnknown {
 		return nil
 	}
 	errs := []error{it.err}
 	for t := range it.inOrder() {
-		errs = append(errs, c.processor.processOne(ctx, t))
+		errs = append(errs, p.processOne(ctx, t))
 	}
 	return errors.Join(errs...)
 }

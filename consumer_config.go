@@ -34,6 +34,11 @@ type HandlerConfig struct {
 	// 1 s.
 	RetryWait time.Duration
 
+	// HandlerTimeout is when the context of a handler ends. An error that it returns then
+	// counts as any other. A handler of [HandleBatch] has as long for all of its events,
+	// and a codec for one. At most half of MaxPollInterval. Zero means half of it.
+	HandlerTimeout time.Duration
+
 	// Unknown says what happens to event types without a handler. Zero means
 	// [SkipUnknown].
 	Unknown UnknownTypes
@@ -76,9 +81,10 @@ type ConsumerConfig struct {
 	// partitions to others; and how long a handler may go on when its partition is
 	// taken away, or when the consumer stops. Zero means 30 s.
 	SessionTimeout time.Duration
-	// MaxPollInterval bounds one handling of records that arrived together: the
-	// context of a handler ends after it. It is also how long Kafka waits for a
-	// member that has to give up a partition. Zero means 5 min.
+	// MaxPollInterval bounds a transaction. What is done of the records that arrived
+	// together is committed after half of it, and the rest goes into another one. It is
+	// also how long Kafka waits for a member that has to give up a partition. Zero means
+	// 5 min.
 	MaxPollInterval time.Duration
 
 	// DeadLetterTopic names the topic for the dead letters of another, which must not be
@@ -152,6 +158,7 @@ func (c ConsumerConfig) withDefaults() ConsumerConfig {
 	c.HeartbeatInterval = cmp.Or(c.HeartbeatInterval, defaultHeartbeat)
 	c.SessionTimeout = cmp.Or(c.SessionTimeout, defaultSession)
 	c.MaxPollInterval = cmp.Or(c.MaxPollInterval, defaultMaxPollInterval)
+	c.HandlerTimeout = cmp.Or(c.HandlerTimeout, c.MaxPollInterval/2)
 	if c.DeadLetterTopic == nil {
 		c.DeadLetterTopic = DeadLetterTopic
 	}
@@ -167,6 +174,10 @@ func (c ConsumerConfig) validate() error {
 		check.NotNegative("MaxPoll", c.MaxPoll),
 		check.NotAbove("MaxPoll", c.MaxPoll, maxMaxPoll),
 		check.NotNegative("HeartbeatInterval", c.HeartbeatInterval),
+		check.NotNegative("HandlerTimeout", c.HandlerTimeout),
+	}
+	if c.HandlerTimeout > c.MaxPollInterval/2 {
+		errs = append(errs, fmt.Errorf("field HandlerTimeout is %v: must be at most half of MaxPollInterval, %v", c.HandlerTimeout, c.MaxPollInterval/2))
 	}
 	if c.HeartbeatInterval >= c.SessionTimeout {
 		errs = append(errs, fmt.Errorf("field HeartbeatInterval is %v: must be shorter than SessionTimeout, %v", c.HeartbeatInterval, c.SessionTimeout))

@@ -3,7 +3,9 @@ package outbox
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -16,23 +18,34 @@ import (
 
 // processor decodes records, finds their handlers and runs them, in transactions that
 // note what is done. It neither retries nor gives up: that is for its caller, a
-// [worker] or [Consumer.Deliver]. Any number of goroutines may use it.
+// [worker] or [Consumer.Deliver]. It belongs to one goroutine, see forOne.
 type processor struct {
 	cfg    HandlerConfig
 	decode func(*kgo.Record) (*Message, error)
 	routes routes
 	store  transactor // nil without PostgreSQL
 	log    *slog.Logger
+	work   *activity
+}
+
+// forOne returns the processor of another goroutine, whose activity is noted in work.
+func (p *processor) forOne(work *activity) *processor {
+	own := *p
+	own.work = work
+	return &own
 }
 
 // transactor is PostgreSQL as a processor needs it: a [handledStore], or a fake.
 type transactor interface {
-	// inTx runs f in a transaction. If the connection was lost, or there was none to
-	// be had, the error is a [*connectionError].
-	inTx(ctx context.Context, f func(pgx.Tx) error) error
+	// inTx runs f in a transaction, whose connection is noted in work. If the
+	// connection was lost, or there was none to be had, the error is a
+	// [*connectionError].
+	inTx(ctx context.Context, work *activity, f func(pgx.Tx) error) error
 	// markHandled notes keys as handled in tx, which commits with the effect. It
 	// returns the keys that were not noted before.
 	markHandled(ctx context.Context, tx pgx.Tx, keys []handledKey) (map[handledKey]bool, error)
+	// unmarkHandled takes back what tx has noted.
+	unmarkHandled(ctx context.Context, tx pgx.Tx, keys []handledKey) error
 	// ping reports why there is no connection to be had.
 	ping(ctx context.Context) error
 }
@@ -45,8 +58,9 @@ type taskResult struct {
 }
 
 // processBatch runs the tasks of several records that need a transaction in a single
-// one. If one of them fails, nothing has happened.
-func (p *processor) processBatch(ctx context.Context, items []item) error {
+// one. If one of them fails, nothing has happened. Otherwise it returns how many records
+// are done: fewer than there are if enough said so between two of them.
+func (p *processor) processBatch(ctx context.Context, items []item, enough func() bool) (done int, err error) {
 	var tasks []task
 	for i := range items {
 		for _, t := range items[i].tasks {
@@ -56,13 +70,18 @@ func (p *processor) processBatch(ctx context.Context, items []item) error {
 		}
 	}
 	if len(tasks) == 0 {
-		return nil
+		return len(items), nil
 	}
-	results, err := p.transact(ctx, tasks)
-	if err == nil {
-		p.notify(ctx, results)
+	results, err := p.transact(ctx, tasks, enough)
+	if err != nil {
+		return 0, err
 	}
-	return err
+	p.notify(ctx, results)
+	if len(results) == len(tasks) {
+		return len(items), nil
+	}
+	next := tasks[len(results)]
+	return slices.IndexFunc(items, func(it item) bool { return it.meta.Kafka == next.meta.Kafka }), nil
 }
 
 // processOne runs a task by itself.
@@ -70,11 +89,11 @@ func (p *processor) processOne(ctx context.Context, t task) error {
 	var results []taskResult
 	var err error
 	if t.kind == noTx {
-		start := time.Now()
-		err = p.callHandler(handlerContext(ctx, t.meta), t.action, []arrival{t.arrival}, func(ctx context.Context) error { return t.one(ctx, nil, t.arrival) })
-		results = []taskResult{{task: t, took: time.Since(start)}}
+		var took time.Duration
+		took, err = p.callHandler(handlerContext(ctx, t.meta), t.action, []arrival{t.arrival}, func(ctx context.Context) error { return t.one(ctx, nil, t.arrival) })
+		results = []taskResult{{task: t, took: took}}
 	} else {
-		results, err = p.transact(ctx, []task{t})
+		results, err = p.transact(ctx, []task{t}, func() bool { return false })
 	}
 	if err == nil {
 		p.notify(ctx, results)
@@ -82,8 +101,9 @@ func (p *processor) processOne(ctx context.Context, t task) error {
 	return err
 }
 
-// transact runs tasks in a transaction, but for repeats.
-func (p *processor) transact(ctx context.Context, tasks []task) (results []taskResult, err error) {
+// transact runs tasks in a transaction, but for repeats. It commits before all of them
+// are done if enough says so; then there are fewer results than tasks.
+func (p *processor) transact(ctx context.Context, tasks []task, enough func() bool) (results []taskResult, err error) {
 	keys := make([]handledKey, len(tasks))
 	for i, t := range tasks {
 		err := guard(func() (err error) { keys[i], err = keyOf(t); return err })
@@ -91,23 +111,31 @@ func (p *processor) transact(ctx context.Context, tasks []task) (results []taskR
 			return nil, err
 		}
 	}
-	err = p.store.inTx(ctx, func(tx pgx.Tx) error {
+	err = p.store.inTx(ctx, p.work, func(tx pgx.Tx) error {
 		fresh, err := p.store.markHandled(ctx, tx, keys)
 		if err != nil {
 			return err
 		}
-		results, err = p.runHandlers(ctx, tx, tasks, keys, fresh)
-		return err
+		results, err = p.runHandlers(ctx, tx, tasks, keys, fresh, enough)
+		if err != nil || len(results) == len(tasks) {
+			return err
+		}
+		return p.store.unmarkHandled(ctx, tx, slices.Collect(maps.Keys(fresh)))
 	})
 	return results, err
 }
 
 // runHandlers calls the handlers in the order of the tasks, and then those of batches.
-func (p *processor) runHandlers(ctx context.Context, tx pgx.Tx, tasks []task, keys []handledKey, fresh map[handledKey]bool) ([]taskResult, error) {
-	results := make([]taskResult, len(tasks))
+// Between two records it ends if enough says so. It removes the keys of what it has done
+// from fresh.
+func (p *processor) runHandlers(ctx context.Context, tx pgx.Tx, tasks []task, keys []handledKey, fresh map[handledKey]bool, enough func() bool) ([]taskResult, error) {
+	results := make([]taskResult, 0, len(tasks))
 	var batches [][]int // of tasks with the same handler, by their index
 	for i, t := range tasks {
-		results[i].task = t
+		if i > 0 && t.meta.Kafka != tasks[i-1].meta.Kafka && enough() {
+			break
+		}
+		results = append(results, taskResult{task: t})
 		if !fresh[keys[i]] {
 			results[i].repeat = true
 			continue
@@ -117,12 +145,11 @@ func (p *processor) runHandlers(ctx context.Context, tx pgx.Tx, tasks []task, ke
 			batches = addToBatch(batches, tasks, i)
 			continue
 		}
-		start := time.Now()
-		err := p.callHandler(handlerContext(ctx, t.meta), t.action, []arrival{t.arrival}, func(ctx context.Context) error { return t.one(ctx, tx, t.arrival) })
+		took, err := p.callHandler(handlerContext(ctx, t.meta), t.action, []arrival{t.arrival}, func(ctx context.Context) error { return t.one(ctx, tx, t.arrival) })
 		if err != nil {
 			return nil, err
 		}
-		results[i].took = time.Since(start)
+		results[i].took = took
 	}
 	for _, batch := range batches {
 		took, err := p.callBatchHandler(ctx, tx, tasks, batch)
@@ -142,13 +169,34 @@ func (p *processor) callBatchHandler(ctx context.Context, tx pgx.Tx, tasks []tas
 	for n, i := range batch {
 		arrivals[n] = tasks[i].arrival
 	}
-	start, first := time.Now(), tasks[batch[0]]
-	err = p.callHandler(batchContext(ctx, arrivals), first.action, arrivals, func(ctx context.Context) error { return first.many(ctx, tx, arrivals) })
-	return time.Since(start), err
+	first := tasks[batch[0]]
+	return p.callHandler(batchContext(ctx, arrivals), first.action, arrivals, func(ctx context.Context) error { return first.many(ctx, tx, arrivals) })
 }
 
-// callHandler calls a handler, between the two halves of the hook Handling.
-func (p *processor) callHandler(ctx context.Context, action string, arrivals []arrival, call func(context.Context) error) error {
+// callHandler calls a handler, for at most HandlerTimeout if it minds its context, and
+// returns how long it took.
+func (p *processor) callHandler(ctx context.Context, action string, arrivals []arrival, call func(context.Context) error) (took time.Duration, err error) {
+	bounded, cancel := context.WithTimeout(ctx, p.cfg.HandlerTimeout)
+	defer cancel()
+	p.work.begin(action, arrivals)
+	err = p.callHooked(bounded, action, arrivals, call)
+	if err != nil && bounded.Err() != nil && ctx.Err() == nil {
+		err = &timeoutError{err: err, after: p.cfg.HandlerTimeout}
+	}
+	return p.work.end(), err
+}
+
+// timeoutError is the error of a handler after HandlerTimeout.
+type timeoutError struct {
+	err   error
+	after time.Duration
+}
+
+func (e *timeoutError) Error() string   { return fmt.Sprintf("after HandlerTimeout, %v: %v", e.after, e.err) }
+func (e *timeoutError) Unwrap() []error { return []error{e.err, context.DeadlineExceeded} }
+
+// callHooked calls a handler between the two halves of the hook Handling.
+func (p *processor) callHooked(ctx context.Context, action string, arrivals []arrival, call func(context.Context) error) error {
 	if p.cfg.Hooks.Handling == nil {
 		return guard(func() error { return call(ctx) })
 	}

@@ -37,9 +37,14 @@ func TestProcessBatchOrder(t *testing.T) {
 	for _, r := range s.arrive("x", "y") {
 		items = append(items, s.worker.processor.read(t.Context(), r, new(KafkaMetadata)))
 	}
-	require.NoError(t, s.worker.processor.processBatch(t.Context(), items))
+	all := func() bool { return false }
+	n, err := s.worker.processor.processBatch(t.Context(), items, all)
+	require.NoError(t, err)
+	require.Equal(t, 2, n)
 	require.Equal(t, []string{"hx ix ox hy iy b2x b2y: committed"}, s.log)
-	require.NoError(t, s.worker.processor.processBatch(t.Context(), items))
+	n, err = s.worker.processor.processBatch(t.Context(), items, all)
+	require.NoError(t, err)
+	require.Equal(t, 2, n)
 	require.Equal(t, ": committed", s.log[1], "all are repeats")
 }
 

@@ -29,6 +29,7 @@ type worker struct {
 	cfg       *ConsumerConfig
 	outages   *outage.Logs
 	log       *slog.Logger
+	activity  activity // what run does; the processor notes it
 
 	stopping context.Context // ended by finish
 	finish   context.CancelFunc
@@ -64,9 +65,10 @@ const (
 
 func newWorker(partition kafka.Partition, p *processor, group workerGroup, cfg *ConsumerConfig, outages *outage.Logs) *worker {
 	w := &worker{
-		partition: partition, processor: p, group: group, cfg: cfg, outages: outages, log: p.log,
+		partition: partition, group: group, cfg: cfg, outages: outages, log: p.log,
 		added: make(chan struct{}, 1), ended: make(chan struct{}),
 	}
+	w.processor = p.forOne(&w.activity)
 	w.held, w.abandon = context.WithCancel(context.Background())
 	w.stopping, w.finish = context.WithCancel(w.held)
 	return w
@@ -146,20 +148,26 @@ func (w *worker) committed(next kgo.EpochOffset) {
 // handle handles records, unless the worker is to end before.
 func (w *worker) handle(records []*kgo.Record) {
 	items := w.readAll(records)
-	committed := w.tryBatch(items)
-	for i := range items {
-		if err := w.finishRecord(&items[i], committed); err != nil {
-			return
+	for len(items) > 0 && w.stopping.Err() == nil {
+		n, committed := w.tryBatch(items)
+		for i := range items[:n] {
+			if err := w.finishRecord(&items[i], committed); err != nil {
+				return
+			}
+			w.advance(items[i].record)
 		}
-		w.advance(records[i])
+		items = items[n:]
 	}
 }
 
-// readAll decodes records. Codecs may do I/O, so each record has as long as a handler.
+// readAll decodes records, or none if the worker is to end. Codecs may do I/O, so each
+// record has as long as a handler.
 func (w *worker) readAll(records []*kgo.Record) []item {
 	items, origins := make([]item, len(records)), make([]KafkaMetadata, len(records))
 	for next := 0; next < len(records); {
-		next = w.readFrom(next, records, items, origins)
+		if next = w.readFrom(next, records, items, origins); w.stopping.Err() != nil {
+			return nil
+		}
 	}
 	return items
 }
@@ -167,9 +175,9 @@ func (w *worker) readAll(records []*kgo.Record) []item {
 // readFrom decodes records from first on until the time for one of them is up, which
 // mostly is enough for all. It returns the index of the record to go on with.
 func (w *worker) readFrom(first int, records []*kgo.Record, items []item, origins []KafkaMetadata) (next int) {
-	ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
+	ctx, cancel := context.WithTimeout(w.held, w.cfg.HandlerTimeout)
 	defer cancel()
-	for i := first; i < len(records); i++ {
+	for i := first; i < len(records) && w.stopping.Err() == nil; i++ {
 		items[i] = w.processor.read(ctx, records[i], &origins[i])
 		switch {
 		case ctx.Err() == nil, w.held.Err() != nil:
@@ -182,19 +190,25 @@ func (w *worker) readFrom(first int, records []*kgo.Record, items []item, origin
 	return len(records)
 }
 
-// tryBatch reports whether the tasks with a transaction are done, in one for all.
-// Otherwise each needs its own.
-func (w *worker) tryBatch(items []item) bool {
+// tryBatch runs the tasks with a transaction, in one for all. It returns how many items
+// are done but for their other tasks; or all items and false if each needs a
+// transaction of its own.
+//
+// What is done is committed before the rest when the worker is to end, and after half of
+// MaxPollInterval, so that a batch of slow handlers does not run out of it.
+func (w *worker) tryBatch(items []item) (n int, committed bool) {
 	const deadlocks = 3 // small transactions block each other less
 	for tries := 0; w.stopping.Err() == nil; {
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
-		err := w.processor.processBatch(ctx, items)
+		done, err := w.processor.processBatch(ctx, items, func() bool {
+			return w.stopping.Err() != nil || time.Since(began) > w.cfg.MaxPollInterval/2
+		})
 		cancel()
 		switch {
 		case err == nil:
 			w.reportPostgresWorks(began)
-			return true
+			return done, true
 		case w.held.Err() != nil:
 		case pg.IsTransient(err) && tries < deadlocks:
 			tries++
@@ -203,10 +217,10 @@ func (w *worker) tryBatch(items []item) bool {
 			w.awaitPostgres(began, err)
 		default:
 			w.log.Debug("outbox: records are handled one by one", "partition", w.partition.Name(), "records", len(items), "error", err)
-			return false
+			return len(items), false
 		}
 	}
-	return false
+	return len(items), false
 }
 
 // errStopped says that the worker is to end.
@@ -244,7 +258,8 @@ func (w *worker) runTask(it *item, t task) error {
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
 		err := w.processor.processOne(ctx, t)
-		late := ctx.Err() != nil
+		timedOut, _ := errors.AsType[*timeoutError](err)
+		late := timedOut != nil || ctx.Err() != nil
 		cancel()
 		switch {
 		case err == nil:

@@ -59,7 +59,7 @@ func next(play *string) byte {
 
 var errPlayed = errors.New("played")
 
-func (s *workerFixture) inTx(_ context.Context, f func(pgx.Tx) error) error {
+func (s *workerFixture) inTx(_ context.Context, _ *activity, f func(pgx.Tx) error) error {
 	sign := next(&s.transactions)
 	if sign == 'o' {
 		s.log = append(s.log, "no connection")
@@ -95,6 +95,13 @@ func (s *workerFixture) markHandled(_ context.Context, _ pgx.Tx, keys []handledK
 		}
 	}
 	return fresh, nil
+}
+
+func (s *workerFixture) unmarkHandled(_ context.Context, _ pgx.Tx, keys []handledKey) error {
+	for _, k := range keys {
+		delete(s.noted, k)
+	}
+	return nil
 }
 
 func (s *workerFixture) ping(context.Context) error {
@@ -216,7 +223,7 @@ var workerPlays = []struct {
 		want: []string{"a1 b1 c1: rolled back", "no connection", "a1 b1 c1: committed"}, handled: 3},
 	{name: "a lost connection is the handler's doing if there are others", transactions: "cc",
 		want: []string{"a1 b1 c1: rolled back", "a1: rolled back", "a2: committed", "b1: committed", "c1: committed"}, handled: 3},
-	{name: "the worker stops after the batch", handlers: map[string]string{"b": "s"}, want: []string{"a1 b1 c1: committed"}, handled: 3},
+	{name: "the worker stops within the batch", handlers: map[string]string{"b": "s"}, want: []string{"a1 b1: committed"}, handled: 2},
 	{name: "the worker stops after a record", handlers: map[string]string{"a": "-", "b": "s"},
 		want: []string{"a1: rolled back", "a1: committed", "b1: committed"}, handled: 2},
 	{name: "the worker stops in a try that fails", handlers: map[string]string{"a": "-", "b": "-s"}, transactions: "+++c",
@@ -295,7 +302,7 @@ func TestWorkerTimesOut(t *testing.T) {
 		s.worker.handle(s.arrive("a"))
 		require.Equal(t, []int{1, 2}, attempts)
 		require.Equal(t, []string{"dead letter a after 2: timeout"}, s.log)
-		require.InDelta(t, 2*defaultMaxPollInterval, time.Since(began), float64(time.Second))
+		require.InDelta(t, defaultMaxPollInterval, time.Since(began), float64(2*time.Second), "twice HandlerTimeout, and the wait in between")
 	})
 }
 
@@ -308,7 +315,7 @@ func TestWorkerDecodesEachInTime(t *testing.T) {
 		records := s.arrive("a", "b", "c", "d")
 		decode := s.worker.processor.decode
 		s.worker.processor.decode = func(r *kgo.Record) (*Message, error) {
-			time.Sleep(defaultMaxPollInterval * 2 / 3) // a and b together take longer than one may
+			time.Sleep(defaultMaxPollInterval / 3) // a and b take longer than one may
 			return decode(r)
 		}
 		slow := s.events.byName["test.play.acted.v1"]

@@ -19,14 +19,18 @@ import (
 // handledStore is the table event_handled, for one group, and the transactions that
 // write to it.
 type handledStore struct {
-	db    *pgxpool.Pool
-	group string
-	mark  string // sqlMark
-	look  string // sqlLookHandled
+	db     *pgxpool.Pool
+	group  string
+	mark   string // sqlMark
+	unmark string // sqlUnmark
+	look   string // sqlLookHandled
 }
 
 func newHandledStore(db *pgxpool.Pool, schema, group string) *handledStore {
-	return &handledStore{db: db, group: group, mark: pg.InSchema(sqlMark, schema), look: pg.InSchema(sqlLookHandled, schema)}
+	return &handledStore{
+		db: db, group: group,
+		mark: pg.InSchema(sqlMark, schema), unmark: pg.InSchema(sqlUnmark, schema), look: pg.InSchema(sqlLookHandled, schema),
+	}
 }
 
 // handledKey marks an action that is done.
@@ -45,10 +49,7 @@ RETURNING aggregate_type, aggregate_id, action`
 
 // markHandled implements transactor.
 func (s *handledStore) markHandled(ctx context.Context, tx pgx.Tx, keys []handledKey) (map[handledKey]bool, error) {
-	types, ids, actions := make([]string, len(keys)), make([]string, len(keys)), make([]string, len(keys))
-	for i, k := range keys {
-		types[i], ids[i], actions[i] = k.aggregateType, k.aggregateID, k.action
-	}
+	types, ids, actions := columnsOf(keys)
 	rows, err := tx.Query(ctx, s.mark, s.group, types, ids, actions)
 	if err != nil {
 		return nil, fmt.Errorf("note what is handled: %w", err)
@@ -63,6 +64,30 @@ func (s *handledStore) markHandled(ctx context.Context, tx pgx.Tx, keys []handle
 		return nil, fmt.Errorf("note what is handled: %w", err)
 	}
 	return fresh, nil
+}
+
+// sqlUnmark takes notes back, of the transaction that has made them.
+const sqlUnmark = `
+DELETE FROM {schema}.event_handled AS h
+ USING unnest($2::varchar[], $3::varchar[], $4::varchar[]) AS k (t, i, a)
+ WHERE h.consumer_group = $1 AND h.aggregate_type = k.t AND h.aggregate_id = k.i AND h.action = k.a`
+
+// unmarkHandled implements transactor.
+func (s *handledStore) unmarkHandled(ctx context.Context, tx pgx.Tx, keys []handledKey) error {
+	types, ids, actions := columnsOf(keys)
+	if _, err := tx.Exec(ctx, s.unmark, s.group, types, ids, actions); err != nil {
+		return fmt.Errorf("take back notes of what is not handled: %w", err)
+	}
+	return nil
+}
+
+// columnsOf returns keys as the columns of a table.
+func columnsOf(keys []handledKey) (types, ids, actions []string) {
+	types, ids, actions = make([]string, len(keys)), make([]string, len(keys)), make([]string, len(keys))
+	for i, k := range keys {
+		types[i], ids[i], actions[i] = k.aggregateType, k.aggregateID, k.action
+	}
+	return types, ids, actions
 }
 
 // sqlLookHandled fails if the table does not exist, or lacks a column.
@@ -87,12 +112,20 @@ func (e *connectionError) Error() string { return e.err.Error() }
 func (e *connectionError) Unwrap() error { return e.err }
 
 // inTx implements transactor.
-func (s *handledStore) inTx(ctx context.Context, f func(pgx.Tx) error) error {
-	tx, err := s.db.Begin(ctx)
+func (s *handledStore) inTx(ctx context.Context, work *activity, f func(pgx.Tx) error) error {
+	conn, err := pg.Borrow(ctx, s.db)
 	if err != nil {
 		return &connectionError{err: fmt.Errorf("begin: %w", err), unavailable: true}
 	}
-	conn := tx.Conn()
+	defer conn.Return()
+	if err := work.use(conn); err != nil {
+		return err
+	}
+	defer work.release()
+	tx, err := conn.Begin(ctx)
+	if err != nil {
+		return &connectionError{err: fmt.Errorf("begin: %w", err), unavailable: true}
+	}
 	if err = f(tx); err == nil {
 		if err = tx.Commit(ctx); err != nil {
 			err = fmt.Errorf("commit: %w", err)
