@@ -3,6 +3,7 @@ package outbox
 import (
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"strconv"
 	"strings"
@@ -40,19 +41,27 @@ const (
 	// DeadLetterValueOmitted is there if the dead-letter topic took the record only
 	// without its value, which is in the original record still: its size in bytes.
 	DeadLetterValueOmitted = "dlq_value_omitted"
+	// DeadLetterKeyOmitted and …HeadersOmitted are there if that was not enough. A key
+	// above 1 KiB is omitted then, and of the headers those that do not fit into 8 KiB:
+	// the size of the key in bytes, and the number of headers.
+	DeadLetterKeyOmitted     = "dlq_key_omitted"
+	DeadLetterHeadersOmitted = "dlq_headers_omitted"
+	// DeadLetterDigest is there beside each of them: the SHA-256 of the original's key,
+	// value and headers, by which a replay recognizes it.
+	DeadLetterDigest = "dlq_digest"
 )
 
 // The headers of a record that was sent back from a dead-letter topic: only this
 // group handles it, and only this action if one is named.
 const (
-	ReplayGroup  = "replay_group"
-	ReplayAction = "replay_action"
+	ReplayGroup  = deadletter.ReplayGroup
+	ReplayAction = deadletter.ReplayAction
 )
 
 // ReplayOf is a header of such a record too: where it was first, as
 // topic-partition-offset. It stands for the id of an event that has none, see
 // [PlainRecords].
-const ReplayOf = "replay_of"
+const ReplayOf = deadletter.ReplayOf
 
 // DeadLetterTopic returns the name of the topic for the dead letters of another:
 // {topic}.dlq.
@@ -84,9 +93,11 @@ type deadLetter struct {
 }
 
 // sendToDLQ sends a record to the dead-letter topic. It returns when Kafka has it, or
-// with errStopped when the worker is to end: until then the partition waits.
+// with errStopped when the worker is to end: until then the partition waits. What Kafka
+// refuses is sent in a shorter form, so that no record can be too large for its topic.
 func (w *worker) sendToDLQ(it *item, why deadLetter) error {
-	record := why.record(it.record, w.cfg)
+	form := completeForm
+	record := why.record(it.record, w.cfg, form)
 	outageName := "dead-letter topic " + record.Topic
 	for w.stopping.Err() == nil {
 		began := time.Now()
@@ -96,9 +107,9 @@ func (w *worker) sendToDLQ(it *item, why deadLetter) error {
 			w.reportDeadLetter(it, record.Topic, why)
 			return nil
 		}
-		if kafka.RejectionClass(err) != "" && record.Value != nil {
-			record.Headers = append(record.Headers, header(DeadLetterValueOmitted, strconv.Itoa(len(record.Value))))
-			record.Value = nil
+		if kafka.RejectionClass(err) != "" && form < shortForm {
+			form++
+			record = why.record(it.record, w.cfg, form)
 			continue
 		}
 		if w.held.Err() == nil {
@@ -118,10 +129,65 @@ func (w *worker) reportDeadLetter(it *item, topic string, why deadLetter) {
 	}
 }
 
+// deadLetterForm says how much of a record its dead letter has. The original's place is
+// in each form.
+type deadLetterForm int
+
+const (
+	completeForm deadLetterForm = iota
+	noValueForm                 // without the value
+	shortForm                   // without a large key and large headers either
+)
+
+// What a dead letter has of the original in shortForm, in bytes. With what it says itself
+// it is below 16 KiB then, which no topic refuses that takes events at all.
+const (
+	maxShortKey     = 1 << 10
+	maxShortHeaders = 8 << 10
+)
+
 // record returns the record for the dead-letter topic of r's.
-func (d deadLetter) record(r *kgo.Record, cfg *ConsumerConfig) *kgo.Record {
-	now := time.Now().UTC()
-	own := []kgo.RecordHeader{
+func (d deadLetter) record(r *kgo.Record, cfg *ConsumerConfig, form deadLetterForm) *kgo.Record {
+	dead := &kgo.Record{Topic: cfg.DeadLetterTopic(r.Topic), Key: r.Key, Value: r.Value}
+	own := d.headers(r, cfg)
+	omit := func(name string, n int) { own = append(own, header(name, strconv.Itoa(n))) }
+	if form >= noValueForm && len(r.Value) > 0 {
+		dead.Value = nil
+		omit(DeadLetterValueOmitted, len(r.Value))
+	}
+	if form >= shortForm && len(r.Key) > maxShortKey {
+		dead.Key = nil
+		omit(DeadLetterKeyOmitted, len(r.Key))
+	}
+	left := math.MaxInt
+	if form >= shortForm {
+		left = maxShortHeaders
+	}
+	dead.Headers = make([]kgo.RecordHeader, 0, len(r.Headers)+len(own))
+	omitted := 0
+	for _, h := range r.Headers {
+		switch size := len(h.Key) + len(h.Value); {
+		case deadletter.IsOwn(h.Key) && !strings.EqualFold(h.Key, ReplayOf):
+		case size > left:
+			omitted++
+		default:
+			left -= size
+			dead.Headers = append(dead.Headers, h)
+		}
+	}
+	if omitted > 0 {
+		omit(DeadLetterHeadersOmitted, omitted)
+	}
+	if form > completeForm {
+		own = append(own, header(DeadLetterDigest, deadletter.Digest(r)))
+	}
+	dead.Headers = append(dead.Headers, own...)
+	return dead
+}
+
+// headers returns what a dead letter says about r and about why it is one.
+func (d deadLetter) headers(r *kgo.Record, cfg *ConsumerConfig) []kgo.RecordHeader {
+	return []kgo.RecordHeader{
 		header(DeadLetterOriginalTopic, r.Topic),
 		header(DeadLetterOriginalPartition, strconv.Itoa(int(r.Partition))),
 		header(DeadLetterOriginalOffset, strconv.FormatInt(r.Offset, 10)),
@@ -131,15 +197,8 @@ func (d deadLetter) record(r *kgo.Record, cfg *ConsumerConfig) *kgo.Record {
 		header(DeadLetterError, cutText(d.err.Error(), maxErrorText)),
 		header(DeadLetterClass, d.class),
 		header(DeadLetterAttempts, strconv.Itoa(d.attempts)),
-		header(DeadLetterFailedAt, now.Format(timestampForm)),
+		header(DeadLetterFailedAt, time.Now().UTC().Format(timestampForm)),
 	}
-	headers := make([]kgo.RecordHeader, 0, len(r.Headers)+len(own))
-	for _, h := range r.Headers {
-		if !isReplayHeader(h.Key) && !strings.HasPrefix(h.Key, deadletter.Prefix) {
-			headers = append(headers, h)
-		}
-	}
-	return &kgo.Record{Topic: cfg.DeadLetterTopic(r.Topic), Key: r.Key, Value: r.Value, Headers: append(headers, own...)}
 }
 
 // cutText shortens a text to at most n bytes, without cutting a character in two.
@@ -161,5 +220,3 @@ const (
 func header(name, value string) kgo.RecordHeader {
 	return kgo.RecordHeader{Key: name, Value: []byte(value)}
 }
-
-func isReplayHeader(name string) bool { return name == ReplayGroup || name == ReplayAction }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -265,4 +266,35 @@ func TestReplayOfHugeRecord(t *testing.T) {
 		f.replay(t, 1, nil)
 	}
 	f.requireCounts(t, map[string]int{"a FAILS": 6, "a WORKS": 6, "b FAILS": 6}, map[string]int{"a FAILS": 1})
+}
+
+// What is too large for a dead-letter topic need not be the value. A dead letter without a
+// large key and large headers still says what its record was, and a replay reads the rest
+// from the original.
+func TestReplayOfHugeKey(t *testing.T) {
+	t.Parallel()
+	f := newReplayFixture(t, 20_000_000)
+	f.failing.Store(true)
+	key := f.saleRecord(uuid.NewString(), []byte(`{"amount": 6}`))
+	key.Key = []byte(random(3_000_000))
+	headers := f.saleRecord(uuid.NewString(), fmt.Appendf(nil, `{"amount": 8, "more": %q}`, random(3_000_000)))
+	headers.Headers = slices.Insert(headers.Headers, 0, kgo.RecordHeader{Key: "large", Value: []byte(random(2_000_000))}, kgo.RecordHeader{Key: "small", Value: []byte("v")})
+	f.send(t, key, headers)
+
+	dead := f.deadLetters(t, 2)
+	d, err := outboxdlq.Decode(dead[0])
+	require.NoError(t, err)
+	require.Equal(t, []int{len(key.Value), 3_000_000, 0}, []int{d.ValueOmitted, d.KeyOmitted, d.HeadersOmitted})
+	require.Empty(t, dead[0].Key)
+	d, err = outboxdlq.Decode(dead[1])
+	require.NoError(t, err)
+	require.Equal(t, []int{len(headers.Value), 0, 1}, []int{d.ValueOmitted, d.KeyOmitted, d.HeadersOmitted})
+	require.Equal(t, "p", string(dead[1].Key))
+	require.Subset(t, allHeaders(dead[1]), map[string]string{"small": "v", "ce_type": saleType})
+
+	f.failing.Store(false)
+	for range 2 {
+		f.replay(t, 2, nil)
+	}
+	f.requireCounts(t, map[string]int{"a FAILS": 14, "a WORKS": 14, "b FAILS": 14}, map[string]int{"a FAILS": 2})
 }

@@ -21,8 +21,8 @@ import (
 	"github.com/outboxgo/outbox/internal/deadletter"
 )
 
-// ErrOriginalGone is why [Replay] cannot send a dead letter without a value: the
-// original record, which has the value, is not at its offset any more.
+// ErrOriginalGone is why [Replay] cannot send a dead letter without a value, a key or all
+// headers: the original record, which has them, is not at its offset any more.
 var ErrOriginalGone = errors.New("outbox: the original record is gone")
 
 // DeadLetter is a record of a dead-letter topic and what its headers say.
@@ -47,13 +47,17 @@ type DeadLetter struct {
 	Attempts int
 	// FailedAt is when the record was sent to the dead-letter topic.
 	FailedAt time.Time
-	// ValueOmitted is the size in bytes of a value that only the original record has.
-	// It is zero if Record has the value.
-	ValueOmitted int
+	// ValueOmitted is the size in bytes of a value that only the original record has, and
+	// KeyOmitted that of a key. They are zero if Record has them.
+	ValueOmitted, KeyOmitted int
+	// HeadersOmitted is how many headers only the original record has.
+	HeadersOmitted int
 	// Record is the record in the dead-letter topic: key, value and headers of the
 	// original, and the headers of the dead letter. A decoder for the original record
 	// can decode it too.
 	Record *kgo.Record
+
+	digest string // of the original, where something of it is omitted
 }
 
 // Decode reads a record of a dead-letter topic. Its error is a [*outbox.FieldError]
@@ -80,7 +84,10 @@ func Decode(r *kgo.Record) (DeadLetter, error) {
 		Attempts:          int(h.number(outbox.DeadLetterAttempts, 31)),
 		FailedAt:          h.time(outbox.DeadLetterFailedAt),
 		ValueOmitted:      int(h.number(outbox.DeadLetterValueOmitted, 31)),
+		KeyOmitted:        int(h.number(outbox.DeadLetterKeyOmitted, 31)),
+		HeadersOmitted:    int(h.number(outbox.DeadLetterHeadersOmitted, 31)),
 		Record:            r,
+		digest:            h.values[outbox.DeadLetterDigest],
 	}
 	if h.err != nil {
 		return DeadLetter{Record: r}, h.err

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -103,7 +102,7 @@ const deliveryTimeout = 30 * time.Second
 //
 // A run sends each record at most once. Three kinds of records are reported, and the
 // run goes on: those that Kafka rejects, those that are no dead letters, and those
-// whose value was omitted and whose original record is gone ([ErrOriginalGone]). Any
+// of which something was omitted and whose original record is gone ([ErrOriginalGone]). Any
 // other failure ends the run with an error when the outcome of all records in flight
 // is known, and so does the end of ctx. The report is valid with an error too, and
 // [ReplayReport.Left] chooses the rest for another run.
@@ -243,23 +242,33 @@ func (r *run) choose(ctx context.Context, records []*kgo.Record) (resends []rese
 
 // recordOf returns the record that is sent back for a dead letter.
 func (r *run) recordOf(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
-	record := &kgo.Record{Topic: d.OriginalTopic, Key: d.Record.Key, Value: d.Record.Value, Headers: replayHeaders(d)}
-	if d.ValueOmitted > 0 {
+	record := &kgo.Record{Topic: d.OriginalTopic, Key: d.Record.Key, Value: d.Record.Value}
+	headers := d.Record.Headers
+	if d.ValueOmitted > 0 || d.KeyOmitted > 0 || d.HeadersOmitted > 0 {
 		original, err := r.original(ctx, d)
 		if err != nil {
 			return nil, err
 		}
-		record.Value = original.Value
+		if d.ValueOmitted > 0 {
+			record.Value = original.Value
+		}
+		if d.KeyOmitted > 0 {
+			record.Key = original.Key
+		}
+		if d.HeadersOmitted > 0 {
+			headers = original.Headers
+		}
 	}
+	record.Headers = replayHeaders(d, headers)
 	return record, nil
 }
 
 // replayHeaders returns the headers of the original, and those that say who handles the
 // record.
-func replayHeaders(d DeadLetter) []kgo.RecordHeader {
-	headers := make([]kgo.RecordHeader, 0, len(d.Record.Headers))
-	for _, h := range d.Record.Headers {
-		if !isReplayHeader(h.Key) && !strings.HasPrefix(h.Key, deadletter.Prefix) {
+func replayHeaders(d DeadLetter, original []kgo.RecordHeader) []kgo.RecordHeader {
+	headers := make([]kgo.RecordHeader, 0, len(original)+3)
+	for _, h := range original {
+		if !deadletter.IsOwn(h.Key) {
 			headers = append(headers, h)
 		}
 	}
@@ -275,11 +284,7 @@ func header(name, value string) kgo.RecordHeader {
 	return kgo.RecordHeader{Key: name, Value: []byte(value)}
 }
 
-func isReplayHeader(name string) bool {
-	return name == outbox.ReplayOf || name == outbox.ReplayGroup || name == outbox.ReplayAction
-}
-
-// original reads the original record of a dead letter without a value. In a topic that
+// original reads the original record of a dead letter that lacks something of it. In a topic that
 // was deleted and created again, another record may be at its offset.
 func (r *run) original(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
 	spans, err := r.originals.spans(ctx, d.OriginalTopic, map[int32]int64{d.OriginalPartition: d.OriginalOffset})
@@ -306,10 +311,16 @@ func (r *run) original(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
 	return records[0], nil
 }
 
-// isOriginal compares a record with what a dead letter says about its original.
+// isOriginal compares a record with what a dead letter says about its original. Dead
+// letters of before have no digest.
 func isOriginal(r *kgo.Record, d DeadLetter) bool {
-	return r.Offset == d.OriginalOffset && len(r.Value) == d.ValueOmitted && bytes.Equal(r.Key, d.Record.Key) &&
-		(d.OriginalTimestamp.IsZero() || r.Timestamp.Equal(d.OriginalTimestamp))
+	if r.Offset != d.OriginalOffset || !d.OriginalTimestamp.IsZero() && !r.Timestamp.Equal(d.OriginalTimestamp) {
+		return false
+	}
+	if d.digest != "" {
+		return deadletter.Digest(r) == d.digest
+	}
+	return len(r.Value) == d.ValueOmitted && bytes.Equal(r.Key, d.Record.Key)
 }
 
 // send sends records and waits for every outcome, even if ctx ends meanwhile: Kafka may

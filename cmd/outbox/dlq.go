@@ -110,6 +110,8 @@ type deadLetterJSON struct {
 	FailedAt          *time.Time      `json:"failed_at"`
 	ReplayOf          string          `json:"replay_of,omitempty"`
 	ValueOmitted      int             `json:"value_omitted,omitempty"`
+	KeyOmitted        int             `json:"key_omitted,omitempty"`
+	HeadersOmitted    int             `json:"headers_omitted,omitempty"`
 	Unreadable        string          `json:"unreadable,omitempty"`
 	Value             json.RawMessage `json:"value,omitempty"`
 	ValueBase64       []byte          `json:"value_base64,omitempty"`
@@ -118,7 +120,8 @@ type deadLetterJSON struct {
 func toDeadLetterJSON(d outboxdlq.DeadLetter, err error, values bool) deadLetterJSON {
 	l := deadLetterJSON{Partition: d.Record.Partition, Offset: d.Record.Offset, Key: string(d.Record.Key), OriginalTopic: d.OriginalTopic,
 		OriginalPartition: d.OriginalPartition, OriginalOffset: d.OriginalOffset, Group: d.Group, Action: d.Action, Class: d.Class,
-		Error: d.Error, Attempts: d.Attempts, FailedAt: optional(d.FailedAt), ReplayOf: d.ReplayOf, ValueOmitted: d.ValueOmitted}
+		Error: d.Error, Attempts: d.Attempts, FailedAt: optional(d.FailedAt), ReplayOf: d.ReplayOf,
+		ValueOmitted: d.ValueOmitted, KeyOmitted: d.KeyOmitted, HeadersOmitted: d.HeadersOmitted}
 	if err != nil {
 		l.Unreadable = err.Error()
 	}

@@ -2,12 +2,62 @@
 // package outboxdlq, which reads them and sends them back, must agree on.
 package deadletter
 
-import "fmt"
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"fmt"
+	"strings"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+)
 
 // Prefix begins the name of every header that a record gets in a dead-letter topic.
 const Prefix = "dlq_"
 
+// Headers of a record that was sent back from a dead-letter topic. The package outbox
+// exports them and describes them there.
+const (
+	ReplayOf     = "replay_of"
+	ReplayGroup  = "replay_group"
+	ReplayAction = "replay_action"
+)
+
+// IsOwn reports whether a header is one of a dead letter or of a replay, and not of the
+// original. Some decoders do not distinguish upper and lower case, so this does not.
+func IsOwn(name string) bool {
+	if len(name) >= len(Prefix) && strings.EqualFold(name[:len(Prefix)], Prefix) {
+		return true
+	}
+	return strings.EqualFold(name, ReplayOf) || strings.EqualFold(name, ReplayGroup) || strings.EqualFold(name, ReplayAction)
+}
+
 // Origin names a record by its position in Kafka: topic-partition-offset.
 func Origin(topic string, partition int32, offset int64) string {
 	return fmt.Sprintf("%s-%d-%d", topic, partition, offset)
+}
+
+// Digest returns the SHA-256 of what a record is, wherever it is: its key, value and
+// headers, but for those of dead letters and replays.
+func Digest(r *kgo.Record) string {
+	sum := sha256.New()
+	add := func(b []byte) {
+		size := uint64(0) // of no value; an empty one has another
+		if b != nil {
+			size = uint64(len(b)) + 1
+		}
+		var prefix [8]byte
+		binary.BigEndian.PutUint64(prefix[:], size)
+		sum.Write(prefix[:])
+		sum.Write(b)
+	}
+	add(r.Key)
+	add(r.Value)
+	for _, h := range r.Headers {
+		if !IsOwn(h.Key) {
+			add([]byte(h.Key))
+			add(h.Value)
+		}
+	}
+	return hex.EncodeToString(sum.Sum(nil))
 }
