@@ -76,9 +76,10 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 		return nil, fmt.Errorf("outbox: consumer config: %w", err)
 	}
 	log := cfg.Logger.With("group", cfg.Group)
+	cfg.HandlerConfig = cfg.guarded(log)
 	c := &Consumer{
 		cfg: cfg, opts: opts, outages: outage.NewLogs(log),
-		processor: &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, log: log},
+		processor: &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, log: log, input: &inputLog{}},
 	}
 	if db != nil {
 		c.handled = newHandledStore(db, cfg.Schema, cfg.Group)
@@ -164,7 +165,7 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 func (c *Consumer) Deliver(ctx context.Context, record *kgo.Record) error {
 	p := c.processor.forOne(new(activity))
 	it := p.read(ctx, record, new(KafkaMetadata))
-	if it.class == classUnknownType && c.cfg.Unknown == SkipUnknown {
+	if it.isSkipped(c.cfg.Unknown) {
 		return nil
 	}
 	errs := []error{it.err}

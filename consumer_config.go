@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -27,7 +28,8 @@ type HandlerConfig struct {
 	// outage of PostgreSQL waited out; neither counts. Negative means never. Zero
 	// means 3.
 	MaxRetries int
-	// RetriesFor replaces MaxRetries for an error. Nil means MaxRetries for all.
+	// RetriesFor replaces MaxRetries for an error. If it panics, that is logged, and
+	// MaxRetries counts. Nil means MaxRetries for all.
 	RetriesFor func(error) int
 	// RetryWait is the wait before the first retry. Each further wait is twice as
 	// long, up to 30 s; a random part of each, up to a fifth, is left out. Zero means
@@ -132,6 +134,20 @@ func (c HandlerConfig) withDefaults() HandlerConfig {
 	if c.RetriesFor == nil {
 		retries := c.MaxRetries
 		c.RetriesFor = func(error) int { return retries }
+	}
+	return c
+}
+
+// guarded returns the configuration with functions of the host whose panics are logged.
+func (c HandlerConfig) guarded(log *slog.Logger) HandlerConfig {
+	c.Hooks = c.Hooks.guarded(func(name string) func(func()) {
+		return contain.NewCallback("Hooks."+name, log, contain.HookLimits).Inline
+	})
+	retriesFor, call := c.RetriesFor, contain.NewCallback("RetriesFor", log, contain.HookLimits)
+	c.RetriesFor = func(err error) int {
+		retries := c.MaxRetries
+		call.Inline(func() { retries = retriesFor(err) })
+		return retries
 	}
 	return c
 }

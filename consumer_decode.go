@@ -4,9 +4,13 @@ import (
 	"context"
 	"fmt"
 	"iter"
+	"maps"
 	"reflect"
 
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/outage"
 )
 
 // DecodeCloudEvent reads a record as the CloudEvents 1.0 Kafka protocol binding has
@@ -22,14 +26,25 @@ func DecodeCloudEvent(r *kgo.Record) (*Message, error) {
 	})
 }
 
+// inputLog is what the workers of a consumer remember together about records, so that what
+// may be true of each of them does not fill the log.
+type inputLog struct {
+	badCorrelation outage.Seldom
+	unknown        unknownTypes
+}
+
 // item is a record and its tasks.
 type item struct {
 	record *kgo.Record
+	replay replay
 	meta   Metadata
 	tasks  []task
 	class  string // why no handler gets it, or ""
 	err    error
 }
+
+// replay says for whom a record was sent back from a dead-letter topic.
+type replay struct{ group, action string } // "" for any
 
 // task is an action on an event.
 type task struct {
@@ -52,17 +67,17 @@ func (it *item) inOrder() iter.Seq[task] {
 
 // Why no handler gets a record.
 const (
-	classUndecodable = "undecodable"
-	classUnknownType = "unknown_type"
+	classUndecodable   = "undecodable"
+	classUnknownType   = "unknown_type"
+	classUnknownAction = "unknown_action"
 )
 
 // read decodes a record and finds its handlers. It fills in at, which their Metadata
 // points to.
 func (p *processor) read(ctx context.Context, r *kgo.Record, at *KafkaMetadata) item {
 	*at = KafkaMetadata{Topic: r.Topic, Partition: r.Partition, Offset: r.Offset, Key: r.Key}
-	it := item{record: r, meta: Metadata{Kafka: at, Attempt: 1}}
-	group, action := replayOf(r)
-	if group != "" && group != p.cfg.Group {
+	it := item{record: r, replay: replayOf(r), meta: Metadata{Kafka: at, Attempt: 1}}
+	if it.replay.group != "" && it.replay.group != p.cfg.Group {
 		return it
 	}
 	var route *route
@@ -74,24 +89,58 @@ func (p *processor) read(ctx context.Context, r *kgo.Record, at *KafkaMetadata) 
 			return err
 		}
 		it.meta.describe(m)
+		p.checkCorrelationID(&it.meta)
 		if route = p.routes.byName[m.Type]; route == nil {
 			return nil
 		}
-		it.tasks, err = p.tasks(ctx, route, m, it.meta, action)
+		it.tasks, err = p.tasks(ctx, route, m, it.meta, it.replay.action)
 		return err
 	})
 	switch {
 	case err != nil:
 		it.tasks, it.class, it.err = nil, classUndecodable, err
-	case route == nil && !skipped:
+	case skipped:
+	case route == nil:
 		it.class, it.err = classUnknownType, unknownType(it.meta.Type)
+	case len(it.tasks) == 0:
+		it.class, it.err = classUnknownAction, unknownAction(it.meta.Type, it.replay.action)
 	}
 	return it
+}
+
+// isSkipped reports whether no handler gets an event, and nobody wants it: its type has no
+// handler here, because topics are shared. A replay for this group is never skipped.
+func (it *item) isSkipped(unknown UnknownTypes) bool {
+	return it.class == classUnknownType && unknown == SkipUnknown && it.replay.group == ""
+}
+
+// checkCorrelationID drops a correlation id that a [Recorder] would refuse: every handler
+// that records an event would fail for it.
+func (p *processor) checkCorrelationID(m *Metadata) {
+	id := m.Extensions[correlationAttr]
+	if id == "" {
+		return
+	}
+	err := check.Attribute(id, maxCorrelationID)
+	if err == nil {
+		return
+	}
+	m.Extensions = maps.Clone(m.Extensions) // it may be the decoder's own
+	delete(m.Extensions, correlationAttr)
+	if times, now := p.input.badCorrelation.Next(); now {
+		p.log.Warn("outbox: the correlation id of an event is dropped, because no event could be recorded with it", "type", m.Type,
+			"event_id", m.ID, "events", times, "error", err)
+	}
 }
 
 // unknownType is why an event type without a handler is a dead letter.
 func unknownType(name string) error {
 	return &FieldError{EventType: name, Index: -1, Field: "type", Err: ErrUnregistered}
+}
+
+// unknownAction is why a replay for an action that no handler has is a dead letter again.
+func unknownAction(eventType, action string) error {
+	return &FieldError{EventType: eventType, Index: -1, Field: ReplayAction, Err: fmt.Errorf("%.100q %w: no handler has this action, it may have been renamed", action, ErrUnregistered)}
 }
 
 // describe takes over what a message says of itself.
@@ -152,16 +201,15 @@ func (p *processor) codecFor(def *definition, contentType string) (Codec, error)
 	return Codec{}, fmt.Errorf("%.100q %w: no codec for it", contentType, ErrMalformed)
 }
 
-// replayOf returns the group and the action for which a record was sent back from a
-// dead-letter topic, "" for any.
-func replayOf(r *kgo.Record) (group, action string) {
+// replayOf returns for whom a record was sent back from a dead-letter topic.
+func replayOf(r *kgo.Record) (to replay) {
 	for _, h := range r.Headers {
 		switch h.Key {
 		case ReplayGroup:
-			group = string(h.Value)
+			to.group = string(h.Value)
 		case ReplayAction:
-			action = string(h.Value)
+			to.action = string(h.Value)
 		}
 	}
-	return group, action
+	return to
 }

@@ -25,6 +25,7 @@ type processor struct {
 	routes routes
 	store  transactor // nil without PostgreSQL
 	log    *slog.Logger
+	input  *inputLog
 	work   *activity
 }
 
@@ -192,7 +193,9 @@ type timeoutError struct {
 	after time.Duration
 }
 
-func (e *timeoutError) Error() string   { return fmt.Sprintf("after HandlerTimeout, %v: %v", e.after, e.err) }
+func (e *timeoutError) Error() string {
+	return fmt.Sprintf("after HandlerTimeout, %v: %v", e.after, e.err)
+}
 func (e *timeoutError) Unwrap() []error { return []error{e.err, context.DeadlineExceeded} }
 
 // callHooked calls a handler between the two halves of the hook Handling.

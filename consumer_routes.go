@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"maps"
 	"reflect"
+	"regexp"
 	"slices"
+	"sync"
 
 	"github.com/outboxgo/outbox/internal/check"
 )
@@ -127,4 +129,59 @@ func versionsOf(t reflect.Type, byType map[reflect.Type][]*handler, up map[refle
 		versions = append(versions, version{up: u.up, handlers: byType[u.to]})
 	}
 	return versions
+}
+
+// unknownTypes are the event types without a handler that the log has named. The zero
+// value is ready, and safe for concurrent use.
+type unknownTypes struct {
+	mu    sync.Mutex
+	named map[string]bool
+}
+
+// maxUnknownTypes bounds the memory: whoever may write to a topic chooses the types.
+const maxUnknownTypes = 1000
+
+// add reports whether a type is to be named, and whether it is the last one.
+func (u *unknownTypes) add(name string) (fresh, last bool) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.named[name] || len(u.named) >= maxUnknownTypes {
+		return false, false
+	}
+	if u.named == nil {
+		u.named = map[string]bool{}
+	}
+	u.named[name] = true
+	return true, len(u.named) == maxUnknownTypes
+}
+
+// logSkipped logs an event type without a handler once. It is a warning if the handlers
+// have another version of the type: then an upcaster is missing, or a newer release of
+// this service. Types that have nothing to do with it are normal, because topics are shared.
+func (p *processor) logSkipped(m Metadata) {
+	fresh, last := p.input.unknown.add(m.Type)
+	if !fresh {
+		return
+	}
+	if handled, ok := p.routes.otherVersion(m.Type); ok {
+		p.log.Warn("outbox: events are skipped, the handlers have another version of their type", "type", m.Type, "handled", handled, "event_id", m.ID)
+	} else {
+		p.log.Debug("outbox: events of a type without a handler are skipped", "type", m.Type, "event_id", m.ID)
+	}
+	if last {
+		p.log.Warn("outbox: very many event types are skipped, no more are named", "types", maxUnknownTypes)
+	}
+}
+
+var versionSuffix = regexp.MustCompile(`\.v[0-9]+$`)
+
+// otherVersion returns an event type with handlers that is another version of name.
+func (r routes) otherVersion(name string) (handled string, ok bool) {
+	base := versionSuffix.ReplaceAllString(name, "")
+	for _, handled := range slices.Sorted(maps.Keys(r.byName)) {
+		if base != name && versionSuffix.ReplaceAllString(handled, "") == base {
+			return handled, true
+		}
+	}
+	return "", false
 }

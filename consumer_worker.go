@@ -232,12 +232,13 @@ func (w *worker) finishRecord(it *item, committed bool) error {
 		if w.cfg.Hooks.Unknown != nil {
 			w.cfg.Hooks.Unknown(it.meta)
 		}
-		if w.cfg.Unknown == SkipUnknown {
+		if it.isSkipped(w.cfg.Unknown) {
+			w.processor.logSkipped(it.meta)
 			return nil
 		}
 	}
 	if it.class != "" {
-		return w.sendToDLQ(it, deadLetter{class: it.class, err: it.err})
+		return w.sendToDLQ(it, deadLetter{action: it.replay.action, class: it.class, err: it.err})
 	}
 	for t := range it.inOrder() {
 		if committed && t.kind != noTx {

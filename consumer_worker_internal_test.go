@@ -167,11 +167,12 @@ func newWorkerFixture(t *testing.T, cfg ConsumerConfig, handlers ...Handler) *wo
 	if len(handlers) == 0 {
 		handlers = []Handler{Handle("ACTED", func(ctx context.Context, _ pgx.Tx, e played, m Metadata) error { return s.handle(ctx, e, m) })}
 	}
-	cfg.Group, cfg.Logger = "g", slog.New(slog.DiscardHandler)
+	cfg.Group, cfg.Logger = "g", cmp.Or(cfg.Logger, slog.New(slog.DiscardHandler))
 	cfg = cfg.withDefaults()
+	cfg.HandlerConfig = cfg.guarded(cfg.Logger)
 	routes, err := newRoutes(s.events, nil, handlers)
 	require.NoError(t, err)
-	p := &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, store: s, log: cfg.Logger}
+	p := &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, store: s, log: cfg.Logger, input: &inputLog{}}
 	s.worker = newWorker(kafka.Partition{Topic: "play-events", Number: 3}, p, s, &cfg, outage.NewLogs(cfg.Logger))
 	return s
 }

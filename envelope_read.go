@@ -40,7 +40,8 @@ type Metadata struct {
 	// ContentType is that of the payload.
 	ContentType string
 	// Extensions are the other attributes, such as aggregatetype, correlationid and
-	// traceparent.
+	// traceparent. A correlationid that could not be recorded again, because it has more
+	// than 255 characters or a line break for example, is left out.
 	Extensions map[string]string
 
 	// Kafka says which record brought the event. It is nil where no record did.

@@ -150,7 +150,9 @@ type FailedEvent struct {
 	Err error
 }
 
-// ConsumerHooks are called while a consumer works.
+// ConsumerHooks are called while a consumer works, in the goroutine that handles the
+// partition: a hook that does not return stops it. One that panics is logged with its
+// stack, and the consumer goes on as if it had returned.
 type ConsumerHooks struct {
 	// Handling is called before a handler is, with the event, or with those of a
 	// batch; repeats are not among them. The handler gets the context that it
@@ -169,6 +171,53 @@ type ConsumerHooks struct {
 	DeadLettered func(m Metadata, action, topic string, err error)
 	// Unknown is called for an event of a type without a handler, skipped or not.
 	Unknown func(m Metadata)
+}
+
+// guarded returns the hooks as a consumer calls them: each through what callback returns
+// for its name, which keeps panics from the consumer.
+func (h ConsumerHooks) guarded(callback func(name string) func(call func())) ConsumerHooks {
+	h.Handling = guardHandling(h.Handling, callback)
+	h.Unknown = guardHook(h.Unknown, "Unknown", callback)
+	if hook := h.Handled; hook != nil {
+		notify := callback("Handled")
+		h.Handled = func(m Metadata, action string, took time.Duration) { notify(func() { hook(m, action, took) }) }
+	}
+	if hook := h.Repeated; hook != nil {
+		notify := callback("Repeated")
+		h.Repeated = func(m Metadata, action string) { notify(func() { hook(m, action) }) }
+	}
+	if hook := h.Failed; hook != nil {
+		notify := callback("Failed")
+		h.Failed = func(m Metadata, action string, err error) { notify(func() { hook(m, action, err) }) }
+	}
+	if hook := h.DeadLettered; hook != nil {
+		notify := callback("DeadLettered")
+		h.DeadLettered = func(m Metadata, action, topic string, err error) { notify(func() { hook(m, action, topic, err) }) }
+	}
+	return h
+}
+
+type handlingHook = func(ctx context.Context, action string, events []Metadata) (context.Context, func(error))
+
+// guardHandling guards both halves of the hook. If the first panics, or returns nothing,
+// the handler gets the context that it would have without the hook.
+func guardHandling(hook handlingHook, callback func(name string) func(call func())) handlingHook {
+	if hook == nil {
+		return nil
+	}
+	notify, notifyDone := callback("Handling"), callback("Handling's done")
+	return func(ctx context.Context, action string, events []Metadata) (context.Context, func(error)) {
+		var handling context.Context
+		var done func(error)
+		notify(func() { handling, done = hook(ctx, action, events) })
+		if handling == nil {
+			handling = ctx
+		}
+		if done == nil {
+			return handling, func(error) {}
+		}
+		return handling, func(err error) { notifyDone(func() { done(err) }) }
+	}
 }
 
 // failedEventOf returns the argument of the hooks Rejected and Dead.

@@ -102,6 +102,23 @@ func (c *Callback) Notify(ctx context.Context, f func()) {
 	_ = c.Call(ctx, func() error { f(); return nil })
 }
 
+// Inline calls f in the goroutine of the caller, and logs a panic. It is for functions that
+// are called for every event, which a goroutine for each call would slow down; a call that
+// does not return does not return to the caller either.
+func (c *Callback) Inline(f func()) {
+	err := errGoexit
+	defer func() {
+		if v := recover(); v != nil {
+			err = NewPanic(v)
+		}
+		if err != nil {
+			c.logPanic(err)
+		}
+	}()
+	f()
+	err = nil
+}
+
 // begin returns how long to wait for a call. It returns false if there is to be none.
 func (c *Callback) begin(ctx context.Context) (patience time.Duration, ok bool) {
 	c.mu.Lock()

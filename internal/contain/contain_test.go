@@ -85,6 +85,20 @@ func TestCallbackPanics(t *testing.T) {
 	})
 }
 
+// A call in the goroutine of the caller that panics is logged in the same way.
+func TestCallbackInline(t *testing.T) {
+	t.Parallel()
+	p, called := newPlay(HookLimits), false
+	p.Inline(func() { called = true })
+	require.True(t, called)
+	require.Empty(t, p.log.String())
+	for range 5 {
+		p.Inline(func() { panic("no such metric") })
+	}
+	require.Equal(t, 1, p.lines(`level=ERROR msg="outbox: Hooks.Sent has panicked"`), p.log.String())
+	require.Contains(t, p.log.String(), "TestCallbackInline", "the stack")
+}
+
 // A call that does not return is abandoned once. Until it returns no other is made.
 func TestCallbackHangs(t *testing.T) {
 	t.Parallel()

@@ -50,3 +50,19 @@ func TestLateFailure(t *testing.T) {
 		require.Empty(t, logs.Current())
 	})
 }
+
+// A line a minute says how often it happened.
+func TestSeldom(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var s outage.Seldom
+		var lines []int
+		for range 150 {
+			if times, now := s.Next(); now {
+				lines = append(lines, times)
+			}
+			time.Sleep(time.Second)
+		}
+		require.Equal(t, []int{1, 60, 60}, lines)
+	})
+}

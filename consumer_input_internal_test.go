@@ -1,0 +1,188 @@
+package outbox
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// logged returns a configuration, and the lines of its log that contain a text.
+func logged(cfg ConsumerConfig) (ConsumerConfig, func(text string) []string) {
+	var log bytes.Buffer
+	cfg.Logger = slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	return cfg, func(text string) []string {
+		return slices.Collect(func(yield func(string) bool) {
+			for line := range strings.Lines(log.String()) {
+				if strings.Contains(line, text) && !yield(line) {
+					return
+				}
+			}
+		})
+	}
+}
+
+// withHeaders returns a record with more headers, or others in place of those that it has.
+func withHeaders(r *kgo.Record, headers ...string) *kgo.Record {
+	for i := 0; i < len(headers); i += 2 {
+		r.Headers = slices.DeleteFunc(r.Headers, func(h kgo.RecordHeader) bool { return h.Key == headers[i] })
+		r.Headers = append(r.Headers, header(headers[i], headers[i+1]))
+	}
+	return r
+}
+
+// A hook that panics used to end the process. It is logged by its name, and the consumer
+// goes on.
+func TestConsumerHooksPanic(t *testing.T) {
+	t.Parallel()
+	boom := func() { panic("no such metric") }
+	cfg, lines := logged(ConsumerConfig{HandlerConfig: HandlerConfig{
+		Hooks: ConsumerHooks{
+			Handling:     func(context.Context, string, []Metadata) (context.Context, func(error)) { panic("no such metric") },
+			Handled:      func(Metadata, string, time.Duration) { boom() },
+			Repeated:     func(Metadata, string) { boom() },
+			Failed:       func(Metadata, string, error) { boom() },
+			DeadLettered: func(Metadata, string, string, error) { boom() },
+			Unknown:      func(Metadata) { boom() },
+		},
+		RetriesFor: func(error) int { panic("no such metric") },
+		MaxRetries: -1,
+	}})
+	s := newWorkerFixture(t, cfg)
+	s.handlers = map[string]string{"b": "----"}
+	records := s.arrive("a", "b", "c", "d")
+	records[2] = records[0]
+	withHeaders(records[3], "ce_type", "test.play.ended.v1")
+	s.worker.handle(records)
+	require.Equal(t, []string{"a1 b1: rolled back", "a1: committed", "b1: rolled back", "dead letter b after 1: handler", ": committed"}, s.log)
+	require.EqualValues(t, 4, s.worker.next.Offset)
+	for _, name := range []string{"Hooks.Handling", "Hooks.Handled", "Hooks.Repeated", "Hooks.Failed", "Hooks.DeadLettered", "Hooks.Unknown", "RetriesFor"} {
+		require.Len(t, lines(`level=ERROR msg="outbox: `+name+` has panicked" error="panic: no such metric"`), 1, name)
+	}
+}
+
+// A hook that returns nothing for the handler's context and its end, or whose second half
+// panics, does no harm either.
+func TestHandlingHookMisbehaves(t *testing.T) {
+	t.Parallel()
+	for name, hook := range map[string]handlingHook{
+		"returns nothing": func(context.Context, string, []Metadata) (context.Context, func(error)) { return nil, nil },
+		"panics at the end": func(ctx context.Context, _ string, _ []Metadata) (context.Context, func(error)) {
+			return ctx, func(error) { panic("over") }
+		},
+	} {
+		s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{Hooks: ConsumerHooks{Handling: hook}}})
+		s.worker.handle(s.arrive("a"))
+		require.Equal(t, []string{"a1: committed"}, s.log, name)
+	}
+}
+
+// A decoder, a codec, an upcaster or the key of OncePer that panics makes a dead letter of
+// its event, as a handler does.
+func TestHostPanicsOnAnEvent(t *testing.T) {
+	t.Parallel()
+	acted := Handle("ACTED", func(context.Context, pgx.Tx, played, Metadata) error { return nil })
+	for name, tt := range map[string]struct {
+		cfg     ConsumerConfig
+		handler Handler
+		want    string
+	}{
+		"Decode": {ConsumerConfig{Decode: func(*kgo.Record) (*Message, error) { panic("lost") }}, acted, "dead letter a after 0: undecodable"},
+		"OncePer": {ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: -1}},
+			OncePer(acted, func(played, Metadata) (string, string) { panic("lost") }), "dead letter a after 1: panic"},
+		"Codecs": {ConsumerConfig{HandlerConfig: HandlerConfig{Codecs: []Codec{{ContentType: "text/plain",
+			Encode: func(context.Context, any) ([]byte, error) { return nil, nil }, Decode: func(context.Context, []byte, any) error { panic("lost") }}}}},
+			acted, "dead letter a after 0: undecodable"},
+	} {
+		s := newWorkerFixture(t, tt.cfg, tt.handler)
+		records := s.arrive("a")
+		if len(tt.cfg.Codecs) > 0 {
+			withHeaders(records[0], "content-type", "text/plain")
+		}
+		s.worker.handle(records)
+		require.Equal(t, tt.want, s.log[len(s.log)-1], name)
+	}
+}
+
+// A correlation id that no event can be recorded with used to make every handler that
+// records fail. It is dropped.
+func TestBadCorrelationID(t *testing.T) {
+	t.Parallel()
+	var got []string
+	var rec *Recorder
+	cfg, lines := logged(ConsumerConfig{})
+	s := newWorkerFixture(t, cfg, Handle("RECORDED", func(ctx context.Context, _ pgx.Tx, e played, m Metadata) error {
+		_, err := rec.KafkaRecord(ctx, played{"next"})
+		got = append(got, CorrelationID(ctx)+m.Extensions[correlationAttr])
+		return err
+	}))
+	rec, err := NewRecorder(s.events, RecorderConfig{})
+	require.NoError(t, err)
+	records := s.arrive("a", "b", "c", "d")
+	for i, id := range []string{strings.Repeat("x", 300), "a\nb", "\u0085", "fine"} {
+		withHeaders(records[i], "ce_correlationid", id)
+	}
+	s.worker.handle(records)
+	require.Empty(t, s.records, "%v", s.log)
+	require.Equal(t, []string{"", "", "", "finefine"}, got)
+	require.Len(t, lines("level=WARN"), 1, "not for each event")
+}
+
+// A replay for an action that was renamed, or for a type that is gone, is a dead letter
+// again, and says so. It used to be passed over.
+func TestReplayForNobody(t *testing.T) {
+	t.Parallel()
+	var reported []string
+	cfg, lines := logged(ConsumerConfig{HandlerConfig: HandlerConfig{Hooks: ConsumerHooks{
+		DeadLettered: func(m Metadata, action, _ string, err error) {
+			reported = append(reported, m.Type+" "+action+": "+err.Error())
+		},
+	}}})
+	s := newWorkerFixture(t, cfg)
+	records := s.arrive("a", "b", "c")
+	withHeaders(records[0], ReplayGroup, "g", ReplayAction, "RENAMED")
+	withHeaders(records[1], ReplayGroup, "g", ReplayAction, "ACTED", "ce_type", "test.play.gone.v1")
+	withHeaders(records[2], ReplayGroup, "another", ReplayAction, "RENAMED")
+	s.worker.handle(records)
+	require.Equal(t, []string{"dead letter a after 0: unknown_action", "dead letter b after 0: unknown_type"}, s.log)
+	for i, action := range []string{"RENAMED", "ACTED"} {
+		require.Contains(t, s.records[i].Headers, header(DeadLetterAction, action), "so that it can be sent back once more")
+	}
+	require.Equal(t, []string{
+		`test.play.acted.v1 RENAMED: outbox: test.play.acted.v1: replay_action "RENAMED" is not registered: no handler has this action, it may have been renamed`,
+		`test.play.gone.v1 ACTED: outbox: test.play.gone.v1: type is not registered`,
+	}, reported)
+	require.Len(t, lines(`level=WARN msg="outbox: sent to the dead-letter topic"`), 2)
+}
+
+// An event type of another version than the handlers have is named in the log once, and
+// others at the level of details. Both used to be skipped without a word.
+func TestSkippedTypesAreNamed(t *testing.T) {
+	t.Parallel()
+	cfg, lines := logged(ConsumerConfig{})
+	s := newWorkerFixture(t, cfg)
+	records := s.arrive("a", "b", "c", "d", "e")
+	for i, name := range []string{"test.play.acted.v2", "test.play.acted.v2", "test.play.acted.v10", "test.scene.acted.v1", "test.scene.acted.v1"} {
+		withHeaders(records[i], "ce_type", name)
+	}
+	s.worker.handle(records)
+	warned := lines("level=WARN")
+	require.Len(t, warned, 2)
+	require.Contains(t, warned[0], "type=test.play.acted.v2 handled=test.play.acted.v1")
+	require.Contains(t, warned[1], "type=test.play.acted.v10 handled=test.play.acted.v1")
+	require.Len(t, lines("type=test.scene.acted.v1"), 1)
+
+	for i := range 2 * maxUnknownTypes {
+		s.worker.processor.logSkipped(Metadata{Type: fmt.Sprint("test.play.acted.v", i)})
+	}
+	require.Len(t, lines("level=WARN"), maxUnknownTypes)
+	require.Len(t, lines("no more are named"), 1)
+}
