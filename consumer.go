@@ -14,6 +14,7 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/starts"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -25,6 +26,7 @@ type Consumer struct {
 	opts      []kgo.Opt
 	processor *processor
 	handled   *handledStore // nil without PostgreSQL
+	starts    *starts.Store // nil without PostgreSQL
 	outages   *outage.Logs  // of PostgreSQL, Kafka and dead-letter topics
 
 	running atomic.Bool
@@ -39,11 +41,14 @@ type Consumer struct {
 // handler.
 //
 // A new group skips what was in the topics before its first start, unless FromStart
-// says otherwise.
+// says otherwise. Its first member writes down in db where it begins, so that nothing is
+// skipped later: partitions that are added, topics that are created later or created
+// again, and, where Kafka has lost the offsets of the group, what came after the position
+// that was saved last.
 //
 // NewConsumer does no I/O. A running consumer uses a connection of db for each
 // partition that it handles at the moment; closing db stays with the caller. A nil db
-// will do if every handler is one of [HandleNoTx].
+// will do if every handler is one of [HandleNoTx], and FromStart or FromEnd is set.
 //
 // Of each partition up to 20,000 records or 16 MiB wait in memory, and what a fetch
 // brings beyond that. A fetch waits up to 250 ms for something to arrive, unless opts
@@ -65,6 +70,9 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	if db == nil && slices.ContainsFunc(handlers, needsTx) {
 		errs = append(errs, fmt.Errorf("db %w", ErrNilArgument))
 	}
+	if db == nil && !cfg.FromStart && !cfg.FromEnd {
+		errs = append(errs, errors.New("fields FromStart and FromEnd: without a database one of them must be set"))
+	}
 	err := errors.Join(errs...)
 	if err == nil {
 		cfg.DeadLetterTopic, err = fixedDeadLetterTopics(cfg.DeadLetterTopic, routes.topics)
@@ -84,6 +92,7 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	if db != nil {
 		c.handled = newHandledStore(db, cfg.Schema, cfg.Group)
 		c.processor.store = c.handled
+		c.starts = starts.NewStore(db, cfg.Schema, cfg.Group)
 	}
 	return c, nil
 }
@@ -116,14 +125,16 @@ func (c *Consumer) run(ctx context.Context) error {
 	if err := c.checkTables(ctx); err != nil || ctx.Err() != nil {
 		return err
 	}
-	m, err := join(c.opts, &c.cfg, c.processor, c.outages)
-	if err != nil {
-		return err
+	for ctx.Err() == nil { // again if a topic was created again: the client cannot read the new one
+		m, err := join(c.opts, &c.cfg, c.processor, c.starts, c.outages)
+		if err != nil {
+			return err
+		}
+		c.current.Store(m)
+		m.poll(ctx)
+		c.current.Store(nil)
+		m.close()
 	}
-	c.current.Store(m)
-	m.poll(ctx)
-	c.current.Store(nil)
-	m.close()
 	return nil
 }
 
@@ -135,14 +146,15 @@ const (
 	outageCommitting = "committing offsets"
 )
 
-// checkTables waits for PostgreSQL and checks that event_handled is as this release needs it.
+// checkTables waits for PostgreSQL and checks that event_handled and consumer_start are as this
+// release needs them.
 func (c *Consumer) checkTables(ctx context.Context) error {
 	if c.handled == nil {
 		return nil
 	}
 	for ctx.Err() == nil {
 		began := time.Now()
-		err := c.handled.check(ctx)
+		err := errors.Join(c.handled.check(ctx), c.starts.Check(ctx))
 		if pg.IsUndefined(err) {
 			return notMigrated(c.cfg.Schema, err)
 		}

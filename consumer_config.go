@@ -66,9 +66,17 @@ type ConsumerConfig struct {
 	HandlerConfig
 
 	// FromStart lets a new group begin with what is in the topics. Without it, it
-	// begins with what comes after its first start, and so does a group whose
-	// offsets are lost.
+	// begins with what comes after its first start.
+	//
+	// It says so for each topic that the group reads for the first time. A partition or
+	// a topic that is added later is read from its beginning in any case.
 	FromStart bool
+	// FromEnd says that a new group does not begin with what is in the topics. With a
+	// database that is so anyway. Without one nobody remembers where a group began, so
+	// one of FromStart and FromEnd must be set, and holds for every partition in which
+	// Kafka has no offset of the group: also for one that is added later, and after the
+	// offsets have expired. What FromEnd then skips is logged.
+	FromEnd bool
 
 	// MaxPoll is the most records of a partition that are handled together, at most
 	// 10,000. Zero means 100.
@@ -194,6 +202,9 @@ func (c ConsumerConfig) validate() error {
 	}
 	if c.HandlerTimeout > c.MaxPollInterval/2 {
 		errs = append(errs, fmt.Errorf("field HandlerTimeout is %v: must be at most half of MaxPollInterval, %v", c.HandlerTimeout, c.MaxPollInterval/2))
+	}
+	if c.FromStart && c.FromEnd {
+		errs = append(errs, errors.New("fields FromStart and FromEnd: only one of them can be set"))
 	}
 	if c.HeartbeatInterval >= c.SessionTimeout {
 		errs = append(errs, fmt.Errorf("field HeartbeatInterval is %v: must be shorter than SessionTimeout, %v", c.HeartbeatInterval, c.SessionTimeout))

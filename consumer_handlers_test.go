@@ -458,6 +458,17 @@ func TestConsumerConfig(t *testing.T) {
 	_, err = outbox.NewConsumer(nil, nil, nil, ok, outbox.Handle("TX", count))
 	require.ErrorContains(t, err, "registry must not be nil")
 	require.ErrorContains(t, err, "db must not be nil")
+
+	look := outbox.HandleNoTx("LOOKED", func(context.Context, sale, outbox.Metadata) error { return nil })
+	_, err = outbox.NewConsumer(nil, nil, events, ok, look)
+	require.ErrorContains(t, err, "fields FromStart and FromEnd: without a database one of them must be set")
+	both := ok
+	both.FromStart, both.FromEnd = true, true
+	_, err = outbox.NewConsumer(db, nil, events, both, look)
+	require.ErrorContains(t, err, "fields FromStart and FromEnd: only one of them can be set")
+	both.FromStart = false
+	_, err = outbox.NewConsumer(nil, nil, events, both, look)
+	require.NoError(t, err)
 }
 
 // Without its tables a consumer says so; a second Run at the same time too.

@@ -14,6 +14,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/starts"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -72,17 +73,15 @@ func consumerOpts(host []kgo.Opt, cfg ConsumerConfig, topics []string) ([]kgo.Op
 	if err != nil {
 		return nil, err
 	}
-	start := kgo.NewOffset().AtEnd()
-	if cfg.FromStart {
-		start = kgo.NewOffset().AtStart()
-	}
 	opts := append(append([]kgo.Opt{kgo.FetchMaxWait(fetchMaxWait)}, host...),
 		kgo.ConsumerGroup(cfg.Group),
 		kgo.ConsumeTopics(topics...),
-		kgo.ConsumeStartOffset(start),
+		kgo.ConsumeStartOffset(kgo.NewOffset().AtStart()), // starts decides
 		// If the committed offset no longer exists, what there is must not be skipped.
 		kgo.ConsumeResetOffset(kgo.RewindOffset(time.Minute)),
 		kgo.FetchIsolationLevel(kgo.ReadCommitted()),
+		// They tell an end of a transaction from a record that Kafka has removed.
+		kgo.KeepControlRecords(),
 		kgo.SessionTimeout(cfg.SessionTimeout),
 		kgo.HeartbeatInterval(cfg.HeartbeatInterval),
 		kgo.RebalanceTimeout(cfg.MaxPollInterval),
@@ -108,6 +107,7 @@ type membership struct {
 	log            *slog.Logger
 	client         *kgo.Client
 	commitRequests chan struct{} // holds at most one
+	starts         *starts.Member
 
 	committing sync.Mutex // held for a commit, so that none is under way while partitions go
 	mu         sync.Mutex
@@ -117,18 +117,22 @@ type membership struct {
 }
 
 // join makes the client from opts. Kafka is asked for partitions in the background.
-func join(opts []kgo.Opt, cfg *ConsumerConfig, p *processor, outages *outage.Logs) (*membership, error) {
+func join(opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts.Store, outages *outage.Logs) (*membership, error) {
 	m := &membership{
 		cfg: cfg, processor: p, outages: outages, log: p.log,
 		commitRequests: make(chan struct{}, 1), workers: map[kafka.Partition]*worker{},
 	}
+	m.starts = starts.NewMember(starts.Config{
+		Store: store, Group: cfg.Group, Topics: p.routes.topics, FromStart: cfg.FromStart, Log: m.log, Outages: outages,
+		Commit: m.commitStarts, Begun: m.begun, Lost: m.lostRecords, Pause: m.pauseFetching, Resume: m.resumeStalled,
+	})
 	m.committing.Lock() // the client may want to commit before it is returned
 	defer m.committing.Unlock()
 	client, err := kafka.NewClient(append(slices.Clip(opts),
 		kgo.OnPartitionsAssigned(m.assigned),
 		kgo.OnPartitionsRevoked(m.revoked),
 		kgo.OnPartitionsLost(m.lost),
-		kgo.AdjustFetchOffsetsFn(m.commitStartOffsets),
+		kgo.AdjustFetchOffsetsFn(m.starts.StartOffsets),
 	))
 	if err != nil {
 		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
@@ -153,9 +157,13 @@ const pollRecords = 1_000
 
 // poll fills the queues until ctx is cancelled.
 func (m *membership) poll(ctx context.Context) {
-	var committing sync.WaitGroup
-	committing.Go(func() { m.keepCommitting(ctx) })
-	defer committing.Wait()
+	ctx, cancel := context.WithCancel(ctx)
+	defer context.AfterFunc(m.starts.Outdated(), cancel)()
+	var beside sync.WaitGroup
+	defer beside.Wait()
+	defer cancel()
+	beside.Go(func() { m.keepCommitting(ctx) })
+	beside.Go(func() { m.starts.Run(ctx, m.client) })
 	for ctx.Err() == nil {
 		began := time.Now()
 		fetches := m.client.PollRecords(ctx, pollRecords)
@@ -172,16 +180,19 @@ func (m *membership) distribute(p kgo.FetchTopicPartition) {
 	if len(p.Records) == 0 {
 		return
 	}
-	m.mu.Lock()
-	w := m.workers[kafka.Partition{Topic: p.Topic, Number: p.Partition}]
-	m.mu.Unlock()
+	at := kafka.Partition{Topic: p.Topic, Number: p.Partition}
+	w := m.workerOf(at)
 	if w == nil { // fetched for an assignment that is over
 		return
 	}
 	if m.outages.Failing() {
 		m.outages.Report(outageFetching, time.Now(), nil)
 	}
-	w.add(p.Records)
+	m.starts.Works(at)
+	if from, lost := w.fetched(p.FetchPartition); lost > 0 {
+		m.starts.Passed(at, from, lost)
+	}
+	w.add(slices.DeleteFunc(p.Records, func(r *kgo.Record) bool { return r.Attrs.IsControl() }))
 }
 
 // fetchFailed logs the failure of a fetch. The client goes on trying in any case.
@@ -191,9 +202,50 @@ func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.
 	case ctx.Err() != nil:
 	case errors.As(err, &loss):
 		m.log.Warn("outbox: Kafka has lost records of a partition", "partition", at.Name(), "error", err)
+	case errors.Is(err, kerr.UnknownTopicID):
+		m.starts.Stall(at)
 	default:
 		m.outages.Report(outageFetching, began, err)
 	}
+}
+
+// What [starts.Member] needs of its group.
+
+// commitStarts commits the offsets with which reading begins.
+func (m *membership) commitStarts(begins map[kafka.Partition]int64) error {
+	offsets := map[string]map[int32]kgo.EpochOffset{}
+	for at, offset := range begins {
+		put(offsets, at.Topic, at.Number, kgo.EpochOffset{Epoch: -1, Offset: offset})
+	}
+	m.committing.Lock()
+	defer m.committing.Unlock()
+	return m.commitOffsets(offsets)
+}
+
+func (m *membership) begun(at kafka.Partition, offset int64) {
+	if w := m.workerOf(at); w != nil {
+		w.begin(offset)
+	}
+}
+
+func (m *membership) lostRecords(at kafka.Partition, records int64) {
+	if m.cfg.Hooks.Lost != nil {
+		m.cfg.Hooks.Lost(at.Topic, at.Number, records)
+	}
+}
+
+// resumeStalled fetches a partition again, unless its queue is full.
+func (m *membership) resumeStalled(at kafka.Partition) {
+	if w := m.workerOf(at); w != nil && !w.isPaused() {
+		m.resumeFetching(at)
+	}
+}
+
+// workerOf returns the worker of a partition, or nil.
+func (m *membership) workerOf(at kafka.Partition) *worker {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.workers[at]
 }
 
 func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[string][]int32) {
@@ -287,6 +339,7 @@ func (m *membership) close() {
 	m.mu.Unlock()
 	m.finish(m.all())
 	m.lastCommit()
+	m.starts.SavePositions()
 	ctx, cancel := context.WithTimeout(context.Background(), commitTimeout)
 	defer cancel()
 	if err := m.client.LeaveGroupContext(ctx); err != nil {
@@ -363,6 +416,7 @@ func (m *membership) commit(workers []*worker) error {
 	m.outages.Report(outageCommitting, began, nil)
 	for w, next := range covered {
 		w.committed(next)
+		m.starts.Committed(w.partition, next.Offset)
 	}
 	return nil
 }

@@ -102,7 +102,7 @@ func TestConsumerOptions(t *testing.T) {
 	require.NoError(t, err)
 	handler := outbox.HandleNoTx("A", func(context.Context, sale, outbox.Metadata) error { return nil })
 	newConsumer := func(opts ...kgo.Opt) error {
-		_, err := outbox.NewConsumer(nil, opts, events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}, handler)
+		_, err := outbox.NewConsumer(nil, opts, events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}, FromStart: true}, handler)
 		return err
 	}
 	for name, tt := range refusedOptions {
@@ -156,7 +156,7 @@ func TestDeadLettersAreNotConsumed(t *testing.T) {
 		"elsewhere":              {func(topic string) string { return "dead-" + topic }, ""},
 	} {
 		_, err := outbox.NewConsumer(nil, []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}, events,
-			outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}, DeadLetterTopic: tt.topic}, handlers...)
+			outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}, FromStart: true, DeadLetterTopic: tt.topic}, handlers...)
 		if tt.want == "" {
 			require.NoError(t, err, name)
 		} else {

@@ -13,6 +13,7 @@ import (
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/starts"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -42,6 +43,7 @@ type worker struct {
 	queue    []*kgo.Record
 	bytes    int // of the queue
 	paused   bool
+	read     int64           // offset behind what was fetched
 	next     kgo.EpochOffset // behind what is handled
 	advanced bool            // next is not committed
 }
@@ -66,12 +68,39 @@ const (
 func newWorker(partition kafka.Partition, p *processor, group workerGroup, cfg *ConsumerConfig, outages *outage.Logs) *worker {
 	w := &worker{
 		partition: partition, group: group, cfg: cfg, outages: outages, log: p.log,
-		added: make(chan struct{}, 1), ended: make(chan struct{}),
+		added: make(chan struct{}, 1), ended: make(chan struct{}), read: starts.None,
 	}
 	w.processor = p.forOne(&w.activity)
 	w.held, w.abandon = context.WithCancel(context.Background())
 	w.stopping, w.finish = context.WithCancel(w.held)
 	return w
+}
+
+// begin notes the offset with which reading begins.
+func (w *worker) begin(at int64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.read = at
+}
+
+// fetched notes what was fetched, control records included. It returns how many offsets
+// before it Kafka had removed, and the first of them.
+func (w *worker) fetched(p kgo.FetchPartition) (from, lost int64) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	from = w.read
+	w.read = p.Records[len(p.Records)-1].Offset + 1
+	if from == starts.None {
+		return from, 0
+	}
+	return from, max(0, p.LogStartOffset-from)
+}
+
+// isPaused reports whether the queue is full.
+func (w *worker) isPaused() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.paused
 }
 
 // add puts records into the queue, and pauses the partition when it is full.

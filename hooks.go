@@ -171,6 +171,10 @@ type ConsumerHooks struct {
 	DeadLettered func(m Metadata, action, topic string, err error)
 	// Unknown is called for an event of a type without a handler, skipped or not.
 	Unknown func(m Metadata)
+	// Lost is called when Kafka had removed records of a partition before the group read
+	// them, because of the topic's retention. Records is how many offsets are gone: not
+	// fewer than there were records.
+	Lost func(topic string, partition int32, records int64)
 }
 
 // guarded returns the hooks as a consumer calls them: each through what callback returns

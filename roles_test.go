@@ -177,7 +177,7 @@ func TestRolesCannot(t *testing.T) {
 	h := newRelayFixture(t)
 	r := newRoles(t, h)
 	h.commit(t, numbered("key", 1, 1)...)
-	tables := []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "outbox_partitioning"}
+	tables := []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "consumer_start", "outbox_partitioning"}
 	statements := map[string]string{
 		"select": `SELECT FROM {t}`, "update": `UPDATE {t} SET {c} = {c}`, "delete": `DELETE FROM {t}`, "truncate": `TRUNCATE {t}`,
 		"insert": `INSERT INTO {t} DEFAULT VALUES`, "trigger": `CREATE TRIGGER x AFTER INSERT ON {t} EXECUTE FUNCTION suppress_redundant_updates_trigger()`,
@@ -187,15 +187,17 @@ func TestRolesCannot(t *testing.T) {
 		"relay": {"outbox select", "outbox delete", "outbox_cursor select", "outbox_cursor insert", "outbox_cursor delete",
 			"outbox_lease select", "outbox_lease insert", "outbox_lease update", "outbox_failed select", "outbox_failed insert",
 			"outbox_failed update", "outbox_failed delete", "outbox_audit select", "outbox_audit insert", "outbox_audit delete",
-			"event_handled select", "event_handled delete"},
-		"consumer": {"event_handled select", "event_handled insert", "event_handled delete"},
+			"event_handled select", "event_handled delete", "consumer_start select"},
+		"consumer": {"event_handled select", "event_handled insert", "event_handled delete",
+			"consumer_start select", "consumer_start insert", "consumer_start update", "consumer_start delete"},
 		"reader": {"outbox select", "outbox_cursor select", "outbox_lease select", "outbox_failed select", "outbox_audit select",
-			"event_handled select"},
+			"event_handled select", "consumer_start select"},
 		"operator": {"outbox select", "outbox_cursor select", "outbox_lease select", "outbox_failed select", "outbox_audit select",
-			"event_handled select", "outbox_failed update", "outbox_audit insert"},
+			"event_handled select", "outbox_failed update", "outbox_audit insert", "consumer_start select", "consumer_start insert",
+			"consumer_start update"},
 	}
 	column := map[string]string{"outbox": "payload", "outbox_cursor": "relay", "outbox_lease": "holder", "outbox_failed": "status",
-		"outbox_audit": "reason", "event_handled": "action", "outbox_partitioning": "rows"}
+		"outbox_audit": "reason", "event_handled": "action", "consumer_start": "position", "outbox_partitioning": "rows"}
 	for role, allowed := range can {
 		db := r.as(t, role)
 		var got []string

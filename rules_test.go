@@ -152,7 +152,7 @@ func TestQueries(t *testing.T) {
 func sqlConsts(t *testing.T) map[string]string {
 	t.Helper()
 	queries := map[string]string{}
-	for _, dir := range []string{".", "internal/tables", "internal/watch", "outboxops"} {
+	for _, dir := range []string{".", "internal/starts", "internal/tables", "internal/watch", "outboxops"} {
 		c, err := checkPackage(dir)
 		require.NoError(t, err)
 		for _, name := range c.pkg.Scope().Names() {

@@ -56,7 +56,7 @@ func onFunctions(signatures ...string) (all []need) {
 }
 
 var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_cursor", "SELECT"), onTable("outbox_lease", "SELECT"),
-	onTable("outbox_failed", "SELECT"), onTable("outbox_audit", "SELECT"), onTable("event_handled", "SELECT"))
+	onTable("outbox_failed", "SELECT"), onTable("outbox_audit", "SELECT"), onTable("event_handled", "SELECT"), onTable("consumer_start", "SELECT"))
 
 // partNeeds is what docs/roles.md grants, beside USAGE of the schema.
 var partNeeds = map[string][]need{
@@ -65,13 +65,15 @@ var partNeeds = map[string][]need{
 	"relay": slices.Concat(onTable("outbox", "SELECT", "DELETE"), []need{{privilege: "UPDATE", table: "outbox", columns: []string{"xid"}},
 		{privilege: "SELECT", sequence: "outbox_id_seq"}}, onTable("outbox_cursor", "SELECT", "INSERT", "DELETE"),
 		onTable("outbox_lease", "SELECT", "INSERT", "UPDATE"), onTable("outbox_failed", "SELECT", "INSERT", "UPDATE", "DELETE"),
-		onTable("outbox_audit", "SELECT", "INSERT", "DELETE"), onTable("event_handled", "SELECT", "DELETE"),
+		onTable("outbox_audit", "SELECT", "INSERT", "DELETE"), onTable("event_handled", "SELECT", "DELETE"), onTable("consumer_start", "SELECT"),
 		onSequences("outbox_cursor_id_seq", "outbox_failed_id_seq", "outbox_audit_id_seq"),
 		onFunctions("outbox_partitions()", "outbox_relays()", "outbox_make_partitions()",
 			"outbox_drop_partition(name, boolean, pg_snapshot, timestamptz, text[], text, text, bigint)")),
-	"consumer": append(onTable("event_handled", "SELECT", "INSERT", "DELETE"), onSequences("event_handled_id_seq")...),
+	"consumer": slices.Concat(onTable("event_handled", "SELECT", "INSERT", "DELETE"), onSequences("event_handled_id_seq"),
+		onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE")),
 	"reader":   readerNeeds,
-	"operator": slices.Concat(readerNeeds, onTable("outbox_failed", "UPDATE"), onTable("outbox_audit", "INSERT"), onSequences("outbox_audit_id_seq")),
+	"operator": slices.Concat(readerNeeds, onTable("outbox_failed", "UPDATE"), onTable("outbox_audit", "INSERT"), onSequences("outbox_audit_id_seq"),
+		onTable("consumer_start", "INSERT", "UPDATE")),
 }
 
 // on says what the privilege is for, and grant how to give it.

@@ -1,0 +1,208 @@
+package outbox_test
+
+import (
+	"context"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/outboxgo/outbox"
+	internalkafka "github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// startFixture is a consumerFixture whose consumers have franz-go's default options,
+// and whose topic changes under them.
+type startFixture struct {
+	*consumerFixture
+	group string
+	log   *testenv.Buffer
+	admin *kgo.Client
+
+	mu   sync.Mutex
+	seen map[string]int // ids of events, and how often a handler without a transaction got them
+}
+
+func newStartFixture(t testing.TB, partitions int32) *startFixture {
+	t.Helper()
+	s := &startFixture{consumerFixture: newConsumerFixture(t, partitions), log: new(testenv.Buffer), seen: map[string]int{}}
+	testenv.RealBrokers(t)
+	s.group = "start-" + s.topic
+	var err error
+	s.admin, err = kgo.NewClient(kgo.SeedBrokers(s.brokers...))
+	require.NoError(t, err)
+	t.Cleanup(s.admin.Close)
+	return s
+}
+
+// run runs a consumer of the group until the returned function is called.
+func (s *startFixture) run(t testing.TB, cfg outbox.ConsumerConfig, opts ...kgo.Opt) (stop func()) {
+	t.Helper()
+	cfg.Group, cfg.Schema, cfg.Logger = s.group, s.schema, slog.New(slog.NewTextHandler(s.log, nil))
+	c, err := outbox.NewConsumer(s.db, append([]kgo.Opt{kgo.SeedBrokers(s.brokers...)}, opts...), s.events, cfg, outbox.HandleNoTx("SEEN",
+		func(_ context.Context, _ sale, m outbox.Metadata) error {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.seen[m.ID]++
+			return nil
+		}))
+	require.NoError(t, err)
+	return testenv.Run(t, c.Run)
+}
+
+// put sends n sales to a partition and returns their ids.
+func (s *startFixture) put(t testing.TB, partition int32, n int) (ids []string) {
+	t.Helper()
+	records := make([]*kgo.Record, n)
+	for i := range records {
+		ids = append(ids, uuid.NewString())
+		records[i] = s.saleRecord(ids[i], oneSale)
+		records[i].Partition = partition
+	}
+	s.send(t, records...)
+	return ids
+}
+
+// requireSeen waits until each of some events was handled.
+func (s *startFixture) requireSeen(t testing.TB, ids ...string) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return !slices.ContainsFunc(ids, func(id string) bool { return s.seen[id] == 0 })
+	}, testenv.Patience, 10*time.Millisecond, "events were skipped; the log says: %s", s.log)
+}
+
+func (s *startFixture) requireLogged(t testing.TB, text string) {
+	t.Helper()
+	require.Eventually(t, func() bool { return strings.Contains(s.log.String(), text) }, testenv.Patience, 10*time.Millisecond, "%q is not logged:\n%s", text, s.log)
+}
+
+func (s *startFixture) addPartitions(t testing.TB, count int32) {
+	t.Helper()
+	request := kmsg.NewPtrCreatePartitionsRequest()
+	request.Topics = []kmsg.CreatePartitionsRequestTopic{{Topic: s.topic, Count: count}}
+	response, err := request.RequestWith(background, s.admin)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(response.Topics[0].ErrorCode))
+	require.Eventually(t, func() bool {
+		found, err := internalkafka.Metadata(background, s.admin, s.topic)
+		return err == nil && len(found.Topics[0].Partitions) == int(count)
+	}, testenv.Patience, 10*time.Millisecond)
+}
+
+func (s *startFixture) deleteTopic(t testing.TB) {
+	t.Helper()
+	request := kmsg.NewPtrDeleteTopicsRequest()
+	request.TopicNames = []string{s.topic}
+	one := kmsg.NewDeleteTopicsRequestTopic()
+	one.Topic = &s.topic
+	request.Topics = append(request.Topics, one)
+	response, err := request.RequestWith(background, s.admin)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(response.Topics[0].ErrorCode))
+}
+
+// deleteRecords removes the records of partition 0 before an offset, as retention does.
+func (s *startFixture) deleteRecords(t testing.TB, before int64) {
+	t.Helper()
+	request := kmsg.NewPtrDeleteRecordsRequest()
+	request.Topics = []kmsg.DeleteRecordsRequestTopic{{Topic: s.topic, Partitions: []kmsg.DeleteRecordsRequestTopicPartition{{Offset: before}}}}
+	response, err := request.RequestWith(background, s.admin)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(response.Topics[0].Partitions[0].ErrorCode))
+}
+
+// Partitions that are added to a topic while the group runs have no committed offset,
+// like those of a new group, but what is in them must not be skipped.
+func TestAddedPartitions(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	skipped := s.put(t, 0, 3)
+	s.run(t, outbox.ConsumerConfig{})
+	require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 3 }, testenv.Patience, 10*time.Millisecond)
+	s.requireSeen(t, s.put(t, 0, 2)...)
+	s.addPartitions(t, 3)
+	s.requireSeen(t, append(s.put(t, 1, 5), s.put(t, 2, 5)...)...)
+	s.requireLogged(t, "partition was added")
+	for _, id := range skipped {
+		require.Zero(t, s.seen[id], "a new group begins behind what was there before")
+	}
+}
+
+// The same while no member of the group runs.
+func TestPartitionsAddedBetweenRuns(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	stop := s.run(t, outbox.ConsumerConfig{})
+	require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 0 }, testenv.Patience, 10*time.Millisecond)
+	stop()
+	s.addPartitions(t, 2)
+	ids := s.put(t, 1, 5)
+	s.run(t, outbox.ConsumerConfig{})
+	s.requireSeen(t, ids...)
+}
+
+// A topic that is deleted and created again is another topic: a consumer that runs
+// reads it from its beginning, and so does one that is started later.
+func TestTopicCreatedAgain(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	stop := s.run(t, outbox.ConsumerConfig{})
+	require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 0 }, testenv.Patience, 10*time.Millisecond)
+	s.requireSeen(t, s.put(t, 0, 20)...)
+	s.deleteTopic(t)
+	testenv.CreateTopic(t, s.brokers, s.topic, 2)
+	s.requireSeen(t, append(s.put(t, 0, 5), s.put(t, 1, 5)...)...)
+	s.requireLogged(t, "topic was deleted and created again")
+	stop()
+
+	s.deleteTopic(t)
+	testenv.CreateTopic(t, s.brokers, s.topic, 1)
+	ids := s.put(t, 0, 5)
+	s.run(t, outbox.ConsumerConfig{})
+	s.requireSeen(t, ids...)
+}
+
+// A topic that does not exist when its group first runs is read from its beginning.
+func TestTopicCreatedLater(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	s.deleteTopic(t)
+	s.run(t, outbox.ConsumerConfig{})
+	time.Sleep(2 * time.Second)
+	testenv.CreateTopic(t, s.brokers, s.topic, 1)
+	s.requireSeen(t, s.put(t, 0, 5)...)
+}
+
+// Kafka forgets the offsets of a group that is away for long. The group goes on where
+// it stood, and not at the end.
+func TestExpiredOffsets(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	stop := s.run(t, outbox.ConsumerConfig{})
+	require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 0 }, testenv.Patience, 10*time.Millisecond)
+	before := s.put(t, 0, 5)
+	s.requireSeen(t, before...)
+	stop()
+	request := kmsg.NewPtrDeleteGroupsRequest()
+	request.Groups = []string{s.group}
+	response, err := request.RequestWith(background, s.admin)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(response.Groups[0].ErrorCode))
+	ids := s.put(t, 0, 5)
+	s.run(t, outbox.ConsumerConfig{})
+	s.requireSeen(t, ids...)
+	for _, id := range before {
+		require.Equal(t, 1, s.seen[id], "what was handled is not repeated")
+	}
+}

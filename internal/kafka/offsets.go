@@ -1,0 +1,125 @@
+package kafka
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+)
+
+// TopicID is what Kafka knows a topic by. One that is deleted and created again has
+// another. It is zero for brokers before Kafka 2.8.
+type TopicID = [16]byte
+
+// What [ListOffsets] is asked for in place of a timestamp.
+const (
+	FirstOffset = -2
+	EndOffset   = -1
+)
+
+// Isolation says which end of a partition [ListOffsets] returns.
+type Isolation int8
+
+const (
+	// Uncommitted is the end behind all records, those of open transactions included.
+	Uncommitted Isolation = iota
+	// Committed is the end up to which a client that reads committed records can read.
+	Committed
+)
+
+// ListOffsets asks Kafka for the first offset, the end, or the offset of the first record
+// at or after a time in milliseconds, of each of some partitions. It returns those that it
+// gets with the errors of the others. The offset is -1 if no record is as young.
+func ListOffsets(ctx context.Context, client *kgo.Client, isolation Isolation, wanted map[Partition]int64) (map[Partition]int64, error) {
+	found := map[Partition]int64{}
+	if len(wanted) == 0 {
+		return found, nil
+	}
+	request := kmsg.NewPtrListOffsetsRequest()
+	request.ReplicaID, request.IsolationLevel = -1, int8(isolation)
+	topics := map[string]int{}
+	for p, at := range wanted {
+		i, ok := topics[p.Topic]
+		if !ok {
+			i = len(request.Topics)
+			topics[p.Topic] = i
+			request.Topics = append(request.Topics, kmsg.ListOffsetsRequestTopic{Topic: p.Topic})
+		}
+		one := kmsg.NewListOffsetsRequestTopicPartition()
+		one.Partition, one.Timestamp = p.Number, at
+		request.Topics[i].Partitions = append(request.Topics[i].Partitions, one)
+	}
+	response, err := request.RequestWith(ctx, client) // with an error of one broker come the answers of the others
+	if response == nil {
+		response = new(kmsg.ListOffsetsResponse)
+	}
+	errs := []error{err}
+	for _, t := range response.Topics {
+		for _, p := range t.Partitions {
+			at := Partition{t.Topic, p.Partition}
+			if err := kerr.ErrorForCode(p.ErrorCode); err != nil {
+				errs = append(errs, fmt.Errorf("%v: %w", at, err))
+				continue
+			}
+			found[at] = p.Offset
+		}
+	}
+	if err := errors.Join(errs...); err != nil {
+		return found, fmt.Errorf("list offsets: %w", err)
+	}
+	return found, nil
+}
+
+// GroupOffsets asks Kafka for the committed offsets of a group in some partitions, by
+// topic. A partition without one is not in the result.
+func GroupOffsets(ctx context.Context, client *kgo.Client, group string, wanted map[string][]int32) (map[Partition]int64, error) {
+	if len(wanted) == 0 { // which Kafka would understand as all
+		return nil, nil
+	}
+	request := kmsg.NewPtrOffsetFetchRequest()
+	one := kmsg.NewOffsetFetchRequestGroup()
+	request.Group, one.Group = group, group
+	for topic, numbers := range wanted {
+		request.Topics = append(request.Topics, kmsg.OffsetFetchRequestTopic{Topic: topic, Partitions: numbers})
+		one.Topics = append(one.Topics, kmsg.OffsetFetchRequestGroupTopic{Topic: topic, Partitions: numbers})
+	}
+	request.Groups = append(request.Groups, one)
+	response, err := request.RequestWith(ctx, client)
+	if err != nil {
+		return nil, fmt.Errorf("fetch offsets: %w", err)
+	}
+	found, err := groupOffsets(response)
+	if err != nil && !errors.Is(err, kerr.GroupIDNotFound) {
+		return nil, fmt.Errorf("fetch offsets: %w", err)
+	}
+	return found, nil
+}
+
+func groupOffsets(response *kmsg.OffsetFetchResponse) (map[Partition]int64, error) {
+	found := map[Partition]int64{}
+	errs := []error{kerr.ErrorForCode(response.ErrorCode)}
+	add := func(topic string, number int32, offset int64, code int16) {
+		if err := kerr.ErrorForCode(code); err != nil {
+			errs = append(errs, fmt.Errorf("%v: %w", Partition{topic, number}, err))
+		} else if offset >= 0 {
+			found[Partition{topic, number}] = offset
+		}
+	}
+	for _, t := range response.Topics { // of brokers before Kafka 3.0
+		for _, p := range t.Partitions {
+			add(t.Topic, p.Partition, p.Offset, p.ErrorCode)
+		}
+	}
+	for _, g := range response.Groups {
+		errs = append(errs, kerr.ErrorForCode(g.ErrorCode))
+		for _, t := range g.Topics {
+			for _, p := range t.Partitions {
+				add(t.Topic, p.Partition, p.Offset, p.ErrorCode)
+			}
+		}
+	}
+	return found, errors.Join(errs...)
+}

@@ -1,0 +1,154 @@
+package starts
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+)
+
+// start is where reading begins in a partition.
+type start struct {
+	at    int64 // or kafka.FirstOffset, kafka.EndOffset
+	known bool  // to Kafka and PostgreSQL
+	lost  int64 // offsets before it that Kafka has removed
+}
+
+// listTimeout bounds the wait for a broker that leads some of the partitions.
+const listTimeout = 5 * time.Second
+
+// begin decides where reading begins in partitions whose committed offsets are given. A
+// decision that Kafka does not know is committed before the first record is read, and
+// noted after that: if this member dies in between, the next one decides the same.
+func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
+	topics := map[string]topic{}
+	if m.cfg.Store != nil {
+		var err error
+		if topics, err = m.learn(ctx, slices.Sorted(maps.Keys(committed))); err != nil {
+			return nil, err
+		}
+	}
+	decided := map[kafka.Partition]start{}
+	for name, numbers := range committed {
+		for number, offset := range numbers {
+			at := kafka.Partition{Topic: name, Number: number}
+			decided[at] = m.decide(at, topics[name], offset.EpochOffset().Offset)
+		}
+	}
+	if err := m.resolve(ctx, decided); err != nil {
+		return nil, err
+	}
+	if err := m.confirm(ctx, topics, decided); err != nil {
+		return nil, err
+	}
+	offsets := map[string]map[int32]kgo.Offset{}
+	for name, numbers := range committed {
+		offsets[name] = maps.Clone(numbers)
+	}
+	for at, s := range decided {
+		if !s.known {
+			offsets[at.Topic][at.Number] = kgo.NewOffset().At(s.at)
+		}
+		m.cfg.Begun(at, s.at)
+		m.reportLost(at, s.at-s.lost, s.lost)
+	}
+	return offsets, nil
+}
+
+// decide returns where reading begins in a partition. Committed is negative if Kafka has
+// no offset of the group.
+func (m *Member) decide(at kafka.Partition, t topic, committed int64) start {
+	p, listed := t.partitions[at.Number]
+	switch {
+	case m.cfg.Store == nil && committed >= 0:
+		return start{at: committed, known: true}
+	case m.cfg.Store == nil && m.cfg.FromStart:
+		return start{at: kafka.FirstOffset}
+	case m.cfg.Store == nil:
+		return start{at: kafka.EndOffset}
+	case !listed:
+		m.cfg.Log.Warn("outbox: partition was added, it is read from its beginning", "partition", at.Name())
+		return start{at: kafka.FirstOffset}
+	case p.position == None:
+		return start{at: p.start}
+	case committed >= 0:
+		return start{at: committed, known: true}
+	}
+	m.cfg.Log.Warn("outbox: Kafka has no committed offset any more, reading goes on at the position that was saved last",
+		"partition", at.Name(), "offset", p.position)
+	return start{at: p.position}
+}
+
+// resolve asks Kafka where the partitions begin and, if necessary, where they end, and
+// finds out which records Kafka has removed before the group read them.
+func (m *Member) resolve(ctx context.Context, decided map[kafka.Partition]start) error {
+	wantedFirsts, wantedEnds := map[kafka.Partition]int64{}, map[kafka.Partition]int64{}
+	for at, s := range decided {
+		wantedFirsts[at] = kafka.FirstOffset
+		if s.at == kafka.EndOffset {
+			wantedEnds[at] = kafka.EndOffset
+		}
+	}
+	ctx, cancel := context.WithTimeout(ctx, listTimeout)
+	defer cancel()
+	// A partition whose leader does not answer can be begun with a known offset.
+	firsts, firstsErr := kafka.ListOffsets(ctx, m.client, kafka.Committed, wantedFirsts)
+	ends, err := kafka.ListOffsets(ctx, m.client, kafka.Committed, wantedEnds)
+	if err != nil {
+		return err
+	}
+	skipped := int64(0)
+	for at, s := range decided {
+		first, ok := firsts[at]
+		switch {
+		case s.at == kafka.EndOffset:
+			s.at = ends[at]
+			skipped += s.at - first
+		case s.at == kafka.FirstOffset && !ok:
+			return firstsErr
+		case s.at == kafka.FirstOffset:
+			s.at = first
+		case ok && s.at < first:
+			s = start{at: first, lost: first - s.at}
+		}
+		decided[at] = s
+	}
+	if skipped > 0 {
+		m.cfg.Log.Warn("outbox: partitions have no committed offset, reading begins at their ends", "partitions", len(ends), "records", skipped)
+	}
+	return nil
+}
+
+// confirm commits what Kafka does not know, and then notes it in PostgreSQL.
+func (m *Member) confirm(ctx context.Context, topics map[string]topic, decided map[kafka.Partition]start) error {
+	offsets, notes := map[kafka.Partition]int64{}, []Offset(nil)
+	for at, s := range decided {
+		if !s.known {
+			offsets[at] = s.at
+			notes = append(notes, Offset{Partition: at, Topic: topics[at.Topic].id, At: s.at, Lost: s.lost})
+		}
+	}
+	if len(offsets) == 0 {
+		return nil
+	}
+	if err := m.cfg.Commit(offsets); err != nil {
+		return fmt.Errorf("commit first offsets: %w", err)
+	}
+	if m.cfg.Store == nil {
+		return nil
+	}
+	return m.cfg.Store.Begin(ctx, notes)
+}
+
+// reportLost reports records that Kafka had removed before the group came to them.
+func (m *Member) reportLost(at kafka.Partition, from, records int64) {
+	if records > 0 {
+		m.cfg.Log.Warn("outbox: Kafka has removed records that this group has not read", "partition", at.Name(), "from", from, "records", records)
+		m.cfg.Lost(at, records)
+	}
+}

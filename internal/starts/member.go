@@ -1,0 +1,279 @@
+// Package starts finds where a consumer group begins to read.
+//
+// Kafka cannot say whether a group is new: it forgets offsets after a while, and those
+// of a topic that is deleted. So the first member of a group writes down where reading
+// begins in all partitions of a topic, in the table consumer_start, and others read it.
+package starts
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"sync"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// Config is what a [Member] needs.
+type Config struct {
+	Store     *Store // nil without PostgreSQL
+	Group     string
+	Topics    []string
+	FromStart bool // outbox.ConsumerConfig.FromStart
+	Log       *slog.Logger
+	Outages   *outage.Logs
+
+	// Commit commits the offsets with which reading begins.
+	Commit func(map[kafka.Partition]int64) error
+	// Begun is called with the offset with which reading of a partition begins.
+	Begun func(p kafka.Partition, offset int64)
+	// Lost is called for records of a partition that Kafka has removed unread.
+	Lost func(p kafka.Partition, records int64)
+	// Pause and Resume stop fetching a partition for a while.
+	Pause, Resume func(kafka.Partition)
+}
+
+// Member is one member of a group with its Kafka client. It decides where the client
+// begins to read, watches the topics, and saves positions.
+type Member struct {
+	cfg      Config
+	client   *kgo.Client   // set before prepared is closed
+	prepared chan struct{} // closed when it is written where the group begins
+	stalled  chan struct{} // holds at most one request to look at the topics
+	outdated context.Context
+	end      context.CancelFunc // ends outdated
+
+	mu        sync.Mutex
+	ids       map[string]kafka.TopicID // of topics, as this client saw them first
+	stalls    map[kafka.Partition]int  // how often brokers did not know the topic of a partition
+	positions map[kafka.Partition]position
+}
+
+// NewMember returns a member that does nothing yet.
+func NewMember(cfg Config) *Member {
+	m := &Member{
+		cfg: cfg, prepared: make(chan struct{}), stalled: make(chan struct{}, 1),
+		ids: map[string]kafka.TopicID{}, stalls: map[kafka.Partition]int{}, positions: map[kafka.Partition]position{},
+	}
+	m.outdated, m.end = context.WithCancel(context.Background())
+	return m
+}
+
+// Outdated ends when another client has to go on, because a topic was created again:
+// this one goes on asking for the topic that is gone.
+func (m *Member) Outdated() context.Context { return m.outdated }
+
+// Run works beside the client until ctx is cancelled.
+func (m *Member) Run(ctx context.Context, client *kgo.Client) {
+	m.client = client
+	m.prepare(ctx)
+	var saving sync.WaitGroup
+	saving.Go(func() { m.keepSaving(ctx) })
+	defer saving.Wait()
+	m.watch(ctx)
+	m.end()
+}
+
+// What outages are named in the log.
+const (
+	outageStarting = "finding where reading begins"
+	outageSaving   = "saving positions"
+	outageTopic    = "topic " // with its name
+)
+
+// prepare writes down where the group begins in the topics that it has not seen before.
+// Meanwhile StartOffsets waits.
+func (m *Member) prepare(ctx context.Context) {
+	defer close(m.prepared)
+	for m.cfg.Store != nil && ctx.Err() == nil {
+		began := time.Now()
+		_, err := m.learn(ctx, m.cfg.Topics)
+		if m.report(ctx, began, err) == nil {
+			return
+		}
+	}
+}
+
+// StartOffsets is a function for [kgo.AdjustFetchOffsetsFn], which calls it before
+// partitions are read. It does not return until PostgreSQL and Kafka have answered: a
+// partition that began elsewhere would skip records.
+func (m *Member) StartOffsets(ctx context.Context, committed map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
+	select {
+	case <-m.prepared:
+	case <-ctx.Done():
+	}
+	for ctx.Err() == nil {
+		began := time.Now()
+		offsets, err := m.begin(ctx, committed)
+		if m.report(ctx, began, err) == nil {
+			return offsets, nil
+		}
+	}
+	return nil, context.Cause(ctx)
+}
+
+// report reports the result of a try, and waits a little after a failure.
+func (m *Member) report(ctx context.Context, began time.Time, err error) error {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	m.cfg.Outages.Report(outageStarting, began, err)
+	if err != nil {
+		wait.Sleep(ctx, m.cfg.Outages.Backoff(outageStarting))
+	}
+	return err
+}
+
+// learn returns what is written about topics. It writes down those that are not listed
+// yet. A topic that Kafka does not let us see is not in the result.
+func (m *Member) learn(ctx context.Context, names []string) (map[string]topic, error) {
+	found, err := m.describe(ctx, names)
+	if err != nil {
+		return nil, err
+	}
+	ids := map[string]kafka.TopicID{}
+	for name, t := range found {
+		ids[name] = t.id
+	}
+	written, err := m.cfg.Store.topics(ctx, ids)
+	if err != nil {
+		return nil, err
+	}
+	maps.DeleteFunc(found, func(name string, _ topicInfo) bool { return written[name].listed })
+	if len(found) == 0 {
+		return written, nil
+	}
+	if err := m.list(ctx, found, written); err != nil {
+		return nil, err
+	}
+	return m.cfg.Store.topics(ctx, ids) // another member may have been faster
+}
+
+// topicInfo is a topic as Kafka describes it. One that does not exist has no partitions.
+type topicInfo struct {
+	id         kafka.TopicID
+	partitions []int32
+}
+
+var errCreatedAgain = errors.New("topic was deleted and created again")
+
+// describe asks Kafka about topics. A client cannot read a topic that was created again
+// after the client first saw it, so the ids that are seen first count.
+func (m *Member) describe(ctx context.Context, names []string) (map[string]topicInfo, error) {
+	response, err := kafka.Metadata(ctx, m.client, names...)
+	if err != nil {
+		return nil, fmt.Errorf("describe topics: %w", err)
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	found := map[string]topicInfo{}
+	for _, t := range response.Topics {
+		err := kerr.ErrorForCode(t.ErrorCode)
+		if t.Topic == nil || errors.Is(err, kerr.TopicAuthorizationFailed) {
+			continue // fetching reports it
+		}
+		if err != nil && !kafka.IsTopicOutage(err) {
+			return nil, fmt.Errorf("describe topic %s: %w", *t.Topic, err)
+		}
+		info := topicInfo{id: t.TopicID}
+		for _, p := range t.Partitions {
+			info.partitions = append(info.partitions, p.Partition)
+		}
+		before, seen := m.ids[*t.Topic]
+		switch {
+		case err != nil:
+		case !seen:
+			m.ids[*t.Topic] = info.id
+		case before != info.id:
+			m.endOutdated(*t.Topic)
+			return nil, fmt.Errorf("topic %s: %w", *t.Topic, errCreatedAgain)
+		}
+		found[*t.Topic] = info
+	}
+	return found, nil
+}
+
+// endOutdated has another client go on.
+func (m *Member) endOutdated(topic string) {
+	if m.outdated.Err() == nil {
+		m.cfg.Log.Warn("outbox: topic was deleted and created again, a new client reads it from its beginning", "topic", topic)
+	}
+	m.end()
+}
+
+// list writes down where the group begins in topics that are not listed.
+func (m *Member) list(ctx context.Context, found map[string]topicInfo, written map[string]topic) error {
+	maybeOld := map[string][]int32{}
+	for name, t := range found {
+		if !written[name].before && len(t.partitions) > 0 {
+			maybeOld[name] = t.partitions
+		}
+	}
+	committed, err := kafka.GroupOffsets(ctx, m.client, m.cfg.Group, maybeOld)
+	if err != nil {
+		return err
+	}
+	wanted := map[kafka.Partition]int64{}
+	for name, t := range found {
+		which := int64(kafka.EndOffset)
+		if m.cfg.FromStart || written[name].before || hasOffset(committed, name) {
+			which = kafka.FirstOffset
+		}
+		for _, n := range t.partitions {
+			wanted[kafka.Partition{Topic: name, Number: n}] = which
+		}
+	}
+	begins, err := kafka.ListOffsets(ctx, m.client, kafka.Committed, wanted)
+	if err != nil {
+		return err
+	}
+	topics := map[string]topic{}
+	for name, t := range found {
+		topics[name] = newTopic(name, t, begins, committed)
+		m.logListed(name, len(t.partitions), written[name].before)
+	}
+	return m.cfg.Store.list(ctx, topics)
+}
+
+// hasOffset reports whether the group has a committed offset in a topic. Then it is not
+// new, although nothing is written about it, and its other partitions are read from their
+// beginning.
+func hasOffset(committed map[kafka.Partition]int64, topic string) bool {
+	for p := range committed {
+		if p.Topic == topic {
+			return true
+		}
+	}
+	return false
+}
+
+func newTopic(name string, info topicInfo, begins, committed map[kafka.Partition]int64) topic {
+	t := topic{id: info.id, partitions: map[int32]partition{}}
+	for _, n := range info.partitions {
+		at := kafka.Partition{Topic: name, Number: n}
+		p := partition{start: begins[at], position: None}
+		if offset, ok := committed[at]; ok {
+			p.position = offset
+		}
+		t.partitions[n] = p
+	}
+	return t
+}
+
+// logListed logs what is unusual about a topic that the group sees for the first time.
+func (m *Member) logListed(name string, partitions int, before bool) {
+	switch {
+	case partitions == 0:
+		m.cfg.Log.Warn("outbox: topic does not exist, it will be read from its beginning", "topic", name)
+	case before:
+		m.cfg.Log.Warn("outbox: topic was created after the group began, it is read from its beginning", "topic", name, "partitions", partitions)
+	}
+}

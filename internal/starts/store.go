@@ -1,0 +1,198 @@
+package starts
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// Store is the table consumer_start, for one group.
+type Store struct {
+	db    *pgxpool.Pool
+	group string
+
+	look, read, write, begin, save string
+}
+
+// NewStore returns the store of a group. It does no I/O.
+func NewStore(db *pgxpool.Pool, schema, group string) *Store {
+	in := func(sql string) string { return pg.InSchema(sql, schema) }
+	return &Store{
+		db: db, group: group,
+		look: in(sqlLook), read: in(sqlRead), write: in(sqlWrite), begin: in(sqlBegin), save: in(sqlSave),
+	}
+}
+
+// topic is what is written about a topic.
+type topic struct {
+	id kafka.TopicID
+	// listed is set if the topic with this id is listed, and before if there are other
+	// ids under its name: then it did not exist when the group first looked for it, or
+	// it was deleted and created again.
+	listed, before bool
+	partitions     map[int32]partition
+}
+
+// partition is what is written about a partition.
+type partition struct {
+	start int64
+	// position is the offset that was saved last, or None if the group has not begun
+	// with the partition.
+	position int64
+}
+
+// None is the offset of a partition without one.
+const None int64 = -1
+
+// wholeTopic is the partition of the row that says that a topic is listed.
+const wholeTopic = kafka.Unassigned
+
+// sqlLook fails if the table does not exist.
+const sqlLook = `SELECT FROM {schema}.consumer_start LIMIT 0`
+
+// Check reports why the table cannot be used.
+func (s *Store) Check(ctx context.Context) error {
+	_, err := s.db.Exec(ctx, s.look)
+	return err
+}
+
+// sqlRead reads the rows of topics, of all their ids.
+const sqlRead = `
+SELECT topic, topic_id, partition, coalesce(start_offset, -1), coalesce(position, -1)
+  FROM {schema}.consumer_start
+ WHERE consumer_group = $1 AND topic = ANY ($2::varchar[])`
+
+// topics returns what is written about topics, which are given with their ids.
+func (s *Store) topics(ctx context.Context, ids map[string]kafka.TopicID) (map[string]topic, error) {
+	names := make([]string, 0, len(ids))
+	topics := make(map[string]topic, len(ids))
+	for name := range ids {
+		names = append(names, name)
+		topics[name] = topic{id: ids[name], partitions: map[int32]partition{}}
+	}
+	rows, err := s.db.Query(ctx, s.read, s.group, names)
+	if err != nil {
+		return nil, fmt.Errorf("read where reading begins: %w", err)
+	}
+	var (
+		name string
+		id   [16]byte
+		n    int32
+		p    partition
+	)
+	_, err = pgx.ForEachRow(rows, []any{&name, &id, &n, &p.start, &p.position}, func() error {
+		t := topics[name]
+		switch {
+		case id != ids[name]:
+			t.before = true
+		case n == wholeTopic:
+			t.listed = true
+		default:
+			t.partitions[n] = p
+		}
+		topics[name] = t
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read where reading begins: %w", err)
+	}
+	return topics, nil
+}
+
+// sqlWrite lists topics and their partitions. If another member has listed a topic, or is
+// about to, none of its partitions are written: the first member decides. Rows of topics
+// that were deleted long ago go.
+const sqlWrite = `
+WITH listed AS (
+    INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition)
+    SELECT $1, t.topic, t.id, -1 FROM unnest($2::varchar[], $3::uuid[]) AS t (topic, id) ORDER BY t.topic
+        ON CONFLICT DO NOTHING
+    RETURNING topic, topic_id
+), gone AS (
+    DELETE FROM {schema}.consumer_start AS s USING listed AS l
+     WHERE s.consumer_group = $1 AND s.topic = l.topic AND s.topic_id <> l.topic_id AND s.saved_at < now() - interval '30 days'
+)
+INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
+SELECT $1, l.topic, l.topic_id, p.number, p.start, nullif(p.position, -1)
+  FROM listed AS l JOIN unnest($4::varchar[], $5::int[], $6::bigint[], $7::bigint[]) AS p (topic, number, start, position) ON p.topic = l.topic
+    ON CONFLICT DO NOTHING`
+
+// list lists topics, all in one transaction, unless another member was faster. One that
+// does not exist has neither an id nor partitions.
+func (s *Store) list(ctx context.Context, topics map[string]topic) error {
+	var (
+		names, of         []string
+		ids               [][16]byte
+		numbers           []int32
+		begins, positions []int64
+	)
+	for name, t := range topics {
+		names, ids = append(names, name), append(ids, t.id)
+		for n, p := range t.partitions {
+			of, numbers, begins, positions = append(of, name), append(numbers, n), append(begins, p.start), append(positions, p.position)
+		}
+	}
+	if _, err := s.db.Exec(ctx, s.write, s.group, names, ids, of, numbers, begins, positions); err != nil {
+		return fmt.Errorf("write where reading begins: %w", err)
+	}
+	return nil
+}
+
+// Offset is an offset of a partition.
+type Offset struct {
+	kafka.Partition
+	Topic kafka.TopicID
+	At    int64
+	// Lost is how many offsets before At Kafka had removed.
+	Lost int64
+}
+
+// sqlBegin notes that the group has begun with partitions, also those not listed yet.
+const sqlBegin = `
+INSERT INTO {schema}.consumer_start AS s (consumer_group, topic, topic_id, partition, start_offset, position, lost, lost_at)
+SELECT $1, p.topic, p.id, p.number, p.at, p.at, p.lost, CASE WHEN p.lost > 0 THEN now() END
+  FROM unnest($2::varchar[], $3::uuid[], $4::int[], $5::bigint[], $6::bigint[]) AS p (topic, id, number, at, lost)
+ ORDER BY p.topic, p.number
+    ON CONFLICT (consumer_group, topic, topic_id, partition) DO UPDATE
+   SET position = excluded.position, saved_at = now(), lost = s.lost + excluded.lost, lost_at = coalesce(excluded.lost_at, s.lost_at)`
+
+// Begin notes with which offsets the group begins.
+func (s *Store) Begin(ctx context.Context, offsets []Offset) error {
+	return s.put(ctx, s.begin, "note where reading begins", offsets)
+}
+
+// sqlSave saves positions of partitions that the group has begun with. It sets none back: a
+// member that has lost a partition may be late.
+const sqlSave = `
+UPDATE {schema}.consumer_start AS s
+   SET position = CASE WHEN p.at >= 0 THEN greatest(s.position, p.at) ELSE s.position END, saved_at = now(),
+       lost = s.lost + p.lost, lost_at = CASE WHEN p.lost > 0 THEN now() ELSE s.lost_at END
+  FROM unnest($2::varchar[], $3::uuid[], $4::int[], $5::bigint[], $6::bigint[]) AS p (topic, id, number, at, lost)
+ WHERE s.consumer_group = $1 AND s.topic = p.topic AND s.topic_id = p.id AND s.partition = p.number`
+
+// Save saves positions. An offset that is [None] leaves the position as it is.
+func (s *Store) Save(ctx context.Context, offsets []Offset) error {
+	return s.put(ctx, s.save, "save positions", offsets)
+}
+
+func (s *Store) put(ctx context.Context, sql, what string, offsets []Offset) error {
+	var (
+		names     []string
+		ids       [][16]byte
+		numbers   []int32
+		ats, lost []int64
+	)
+	for _, o := range offsets {
+		names, ids, numbers = append(names, o.Partition.Topic), append(ids, o.Topic), append(numbers, o.Number)
+		ats, lost = append(ats, o.At), append(lost, o.Lost)
+	}
+	if _, err := s.db.Exec(ctx, sql, s.group, names, ids, numbers, ats, lost); err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	return nil
+}

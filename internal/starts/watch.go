@@ -1,0 +1,82 @@
+package starts
+
+import (
+	"context"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kerr"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+const (
+	// watchInterval is how long new partitions and topics, and topics that were created
+	// again, may remain unnoticed. The client itself looks every five minutes.
+	watchInterval = 10 * time.Second
+	// mostStalls is how often a partition may be unknown to its broker, although the
+	// topic is there, before another client tries.
+	mostStalls = 3
+)
+
+// watch compares the topics with what the client knows until ctx is cancelled.
+func (m *Member) watch(ctx context.Context) {
+	partitions := map[string]int{} // of topics, when they were compared last
+	for ctx.Err() == nil {
+		began := time.Now()
+		if found, err := m.describe(ctx, m.cfg.Topics); err == nil { // else fetching fails too
+			m.compare(began, found, partitions)
+		}
+		wait.Await(ctx, ctx, m.stalled, watchInterval)
+	}
+}
+
+// compare makes the client look for partitions and topics that are new.
+func (m *Member) compare(began time.Time, found map[string]topicInfo, partitions map[string]int) {
+	for name, t := range found {
+		if before, ok := partitions[name]; ok && before < len(t.partitions) {
+			m.client.ForceMetadataRefresh()
+		}
+		partitions[name] = len(t.partitions)
+		if len(t.partitions) == 0 && m.saw(name) {
+			m.cfg.Outages.Report(outageTopic+name, began, kerr.UnknownTopicOrPartition)
+			continue
+		}
+		m.cfg.Outages.Report(outageTopic+name, began, nil)
+		m.resume(name)
+	}
+}
+
+// saw reports whether this client has seen a topic.
+func (m *Member) saw(topic string) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	_, ok := m.ids[topic]
+	return ok
+}
+
+// Stall keeps the client from asking for a partition whose topic its broker does not
+// know, which it would do without a pause, until the topic is found again.
+func (m *Member) Stall(at kafka.Partition) {
+	m.cfg.Pause(at)
+	m.mu.Lock()
+	m.stalls[at]++
+	m.mu.Unlock()
+	wait.Signal(m.stalled)
+}
+
+// resume tries the partitions of a topic again that is there, or, if that did not help
+// before, has another client try.
+func (m *Member) resume(topic string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for at, times := range m.stalls {
+		if at.Topic != topic {
+			continue
+		}
+		if times > mostStalls {
+			m.endOutdated(topic)
+		}
+		m.cfg.Resume(at)
+	}
+}
