@@ -5,7 +5,11 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
+	"maps"
 	"math"
+	"slices"
+	"strconv"
+	"strings"
 	"unicode/utf8"
 
 	"github.com/google/uuid"
@@ -19,79 +23,171 @@ import (
 // handledStore is the table event_handled, for one group, and the transactions that
 // write to it.
 type handledStore struct {
-	db     *pgxpool.Pool
-	group  string
-	mark   string // sqlMark
-	unmark string // sqlUnmark
-	look   string // sqlLookHandled
+	db    *pgxpool.Pool
+	group string
+
+	mark, otherSources, renew, unmark, look string // the statements of these names
 }
 
 func newHandledStore(db *pgxpool.Pool, schema, group string) *handledStore {
+	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &handledStore{
 		db: db, group: group,
-		mark: pg.InSchema(sqlMark, schema), unmark: pg.InSchema(sqlUnmark, schema), look: pg.InSchema(sqlLookHandled, schema),
+		mark: in(sqlMark), otherSources: in(sqlOtherSources), renew: in(sqlRenewMarks), unmark: in(sqlUnmark), look: in(sqlLookHandled),
 	}
 }
 
-// handledKey marks an action that is done.
-type handledKey struct{ aggregateType, aggregateID, action string }
+// handledKey marks an action that is done. An event is identified by its source and its
+// id together. The id alone, or a text in which both run together, is in aggregateID,
+// where the notes of earlier releases have it, and the source beside it.
+type handledKey struct {
+	aggregateType, aggregateID, action string
+	source                             string // "" for a key of OncePer
+}
+
+// ofSource returns the key under which an action is noted if the events of another source
+// have taken its own.
+func (k handledKey) ofSource() handledKey {
+	k.aggregateID = digest(strconv.Itoa(len(k.source)) + ":" + k.source + k.aggregateID)
+	return k
+}
+
+// keyColumns is a list of keys as the statements take it, in $2 and behind.
+const keyColumns = `unnest($2::varchar[], $3::varchar[], $4::varchar[], $5::varchar[])`
 
 // sqlMark notes what is being done, and returns what was not done before. It waits
 // where another transaction is about to do the same. Sorted keys keep two partitions
 // from waiting for each other here; it cannot prevent that in what handlers lock.
 const sqlMark = `
-INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action)
-SELECT $1, t, i, a
-  FROM unnest($2::varchar[], $3::varchar[], $4::varchar[]) AS k (t, i, a)
+INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, event_source)
+SELECT $1, t, i, a, nullif(s, '')
+  FROM ` + keyColumns + ` AS k (t, i, a, s)
  ORDER BY t, i, a
     ON CONFLICT DO NOTHING
-RETURNING aggregate_type, aggregate_id, action`
+RETURNING aggregate_type, aggregate_id, action, coalesce(event_source, '')`
 
-// markHandled implements transactor.
+// sqlOtherSources returns the keys that are noted for the event of another source. A note
+// of an earlier release names no source, and stands for all.
+const sqlOtherSources = `
+SELECT k.t, k.i, k.a, k.s
+  FROM ` + keyColumns + ` AS k (t, i, a, s)
+  JOIN {schema}.event_handled AS h
+    ON h.consumer_group = $1 AND h.aggregate_type = k.t AND h.aggregate_id = k.i AND h.action = k.a
+ WHERE h.event_source <> k.s`
+
+// sqlRenewMarks makes notes last as long as one that is made now.
+const sqlRenewMarks = `
+INSERT INTO {schema}.event_handled AS h (consumer_group, aggregate_type, aggregate_id, action, event_source)
+SELECT DISTINCT ON (t, i, a) $1, t, i, a, s
+  FROM ` + keyColumns + ` AS k (t, i, a, s)
+ ORDER BY t, i, a
+    ON CONFLICT (consumer_group, aggregate_type, aggregate_id, action) DO UPDATE SET handled_at = now()`
+
+// markHandled implements transactor. Mostly nothing was done before, and one statement is
+// all. Where something was, a second one looks whether that was the event of another
+// source, whose id is the same.
 func (s *handledStore) markHandled(ctx context.Context, tx pgx.Tx, keys []handledKey) (map[handledKey]bool, error) {
-	types, ids, actions := columnsOf(keys)
-	rows, err := tx.Query(ctx, s.mark, s.group, types, ids, actions)
+	fresh, err := s.keysOf(ctx, tx, s.mark, keys)
+	if err != nil {
+		return nil, err
+	}
+	var noted []handledKey
+	for _, k := range keys {
+		if k.source != "" && !fresh[k] {
+			noted = append(noted, k)
+		}
+	}
+	if len(noted) == 0 {
+		return fresh, nil
+	}
+	others, err := s.keysOf(ctx, tx, s.otherSources, noted)
+	if err != nil || len(others) == 0 {
+		return fresh, err
+	}
+	more, err := s.markBesides(ctx, tx, slices.Collect(maps.Keys(others)))
+	maps.Copy(fresh, more)
+	return fresh, err
+}
+
+// markBesides notes keys that the events of other sources have taken. It returns those
+// that are new. The notes that were there first must not be removed before the new ones:
+// whoever finds none does not look for more.
+func (s *handledStore) markBesides(ctx context.Context, tx pgx.Tx, taken []handledKey) (map[handledKey]bool, error) {
+	own := make([]handledKey, len(taken))
+	for i, k := range taken {
+		own[i] = k.ofSource()
+	}
+	noted, err := s.keysOf(ctx, tx, s.mark, own)
+	if err != nil {
+		return nil, err
+	}
+	fresh := map[handledKey]bool{}
+	for i, k := range taken {
+		if noted[own[i]] {
+			fresh[k] = true
+		}
+	}
+	_, err = s.keysOf(ctx, tx, s.renew, slices.Collect(maps.Keys(fresh)))
+	return fresh, err
+}
+
+// keysOf runs a statement on keys and returns the keys that it returns.
+func (s *handledStore) keysOf(ctx context.Context, tx pgx.Tx, statement string, keys []handledKey) (map[handledKey]bool, error) {
+	found := make(map[handledKey]bool, len(keys))
+	if len(keys) == 0 {
+		return found, nil
+	}
+	types, ids, actions, sources := columnsOf(keys)
+	rows, err := tx.Query(ctx, statement, s.group, types, ids, actions, sources)
 	if err != nil {
 		return nil, fmt.Errorf("note what is handled: %w", err)
 	}
-	fresh := make(map[handledKey]bool, len(keys))
 	var k handledKey
-	_, err = pgx.ForEachRow(rows, []any{&k.aggregateType, &k.aggregateID, &k.action}, func() error {
-		fresh[k] = true
+	_, err = pgx.ForEachRow(rows, []any{&k.aggregateType, &k.aggregateID, &k.action, &k.source}, func() error {
+		found[k] = true
 		return nil
 	})
 	if err != nil {
 		return nil, fmt.Errorf("note what is handled: %w", err)
 	}
-	return fresh, nil
+	return found, nil
 }
 
 // sqlUnmark takes notes back, of the transaction that has made them.
 const sqlUnmark = `
 DELETE FROM {schema}.event_handled AS h
- USING unnest($2::varchar[], $3::varchar[], $4::varchar[]) AS k (t, i, a)
- WHERE h.consumer_group = $1 AND h.aggregate_type = k.t AND h.aggregate_id = k.i AND h.action = k.a`
+ USING ` + keyColumns + ` AS k (t, i, a, s)
+ WHERE h.consumer_group = $1 AND h.aggregate_type = k.t AND h.aggregate_id = k.i AND h.action = k.a
+   AND coalesce(h.event_source, '') = k.s`
 
 // unmarkHandled implements transactor.
 func (s *handledStore) unmarkHandled(ctx context.Context, tx pgx.Tx, keys []handledKey) error {
-	types, ids, actions := columnsOf(keys)
-	if _, err := tx.Exec(ctx, s.unmark, s.group, types, ids, actions); err != nil {
+	all := make([]handledKey, 0, 2*len(keys))
+	for _, k := range keys {
+		if all = append(all, k); k.source != "" {
+			all = append(all, k.ofSource())
+		}
+	}
+	types, ids, actions, sources := columnsOf(all)
+	if _, err := tx.Exec(ctx, s.unmark, s.group, types, ids, actions, sources); err != nil {
 		return fmt.Errorf("take back notes of what is not handled: %w", err)
 	}
 	return nil
 }
 
 // columnsOf returns keys as the columns of a table.
-func columnsOf(keys []handledKey) (types, ids, actions []string) {
-	types, ids, actions = make([]string, len(keys)), make([]string, len(keys)), make([]string, len(keys))
+func columnsOf(keys []handledKey) (types, ids, actions, sources []string) {
+	texts := make([]string, 4*len(keys))
+	n := len(keys)
+	types, ids, actions, sources = texts[:n], texts[n:2*n], texts[2*n:3*n], texts[3*n:]
 	for i, k := range keys {
-		types[i], ids[i], actions[i] = k.aggregateType, k.aggregateID, k.action
+		types[i], ids[i], actions[i], sources[i] = k.aggregateType, k.aggregateID, k.action, k.source
 	}
-	return types, ids, actions
+	return types, ids, actions, sources
 }
 
-// sqlLookHandled fails if the table does not exist, or lacks a column.
-const sqlLookHandled = `SELECT consumer_group, aggregate_type, aggregate_id, action FROM {schema}.event_handled LIMIT 0`
+// sqlLookHandled fails if the table does not exist, or is of an earlier release.
+const sqlLookHandled = `SELECT consumer_group, aggregate_type, aggregate_id, action, event_source FROM {schema}.event_handled LIMIT 0`
 
 // check reports why the table cannot be used.
 func (s *handledStore) check(ctx context.Context) error {
@@ -143,8 +239,9 @@ func (s *handledStore) inTx(ctx context.Context, work *activity, f func(pgx.Tx) 
 
 // keyOf returns the key by which a repeat of a task is known.
 func keyOf(t task) (handledKey, error) {
-	k := handledKey{t.meta.Type, eventKey(t.meta), t.action}
+	k := handledKey{aggregateType: t.meta.Type, aggregateID: eventKey(t.meta), action: t.action, source: sourceKey(t.meta.Source)}
 	if t.key != nil {
+		k.source = ""
 		k.aggregateType, k.aggregateID = t.key(t.event, t.meta)
 	}
 	for _, part := range []struct {
@@ -158,8 +255,8 @@ func keyOf(t task) (handledKey, error) {
 	return k, nil
 }
 
-// eventKey names an event in a column of limited length. A UUID is unique by itself,
-// another id together with its source.
+// eventKey names an event in a column of limited length: by its id, or by its source and
+// its id. Together with [sourceKey], no two events have the same name.
 func eventKey(m Metadata) string {
 	if _, err := uuid.Parse(m.ID); err == nil {
 		return m.ID
@@ -170,4 +267,22 @@ func eventKey(m Metadata) string {
 	}
 	sum := sha256.Sum256([]byte(key))
 	return hex.EncodeToString(sum[:])
+}
+
+// sourceKey names a source in a column of limited length.
+func sourceKey(source string) string {
+	if check.Text(source, maxHandledSource) == nil && !strings.HasPrefix(source, digestPrefix) {
+		return source
+	}
+	return digest(source)
+}
+
+const (
+	maxHandledSource = 255 // characters of event_handled.event_source
+	digestPrefix     = "sha256:"
+)
+
+func digest(text string) string {
+	sum := sha256.Sum256([]byte(text))
+	return digestPrefix + hex.EncodeToString(sum[:])
 }

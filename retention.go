@@ -540,7 +540,8 @@ func (r *retention) cursors(ctx context.Context, l *proof, after int64) (step, e
 	return s, wrapClean("outbox_cursor", err)
 }
 
-// sqlCleanHandled removes rows of event_handled. Nothing updates them.
+// sqlCleanHandled removes rows of event_handled. A consumer that updates one has made it as
+// young as a new one, and one that is about to be removed it writes anew.
 const sqlCleanHandled = `
 WITH looked AS MATERIALIZED (
     SELECT ctid AS place, id, handled_at < now() - $3::interval AS old

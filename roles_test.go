@@ -166,9 +166,12 @@ func TestConsumerRole(t *testing.T) {
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 10 }, testenv.Patience, 10*time.Millisecond)
+	for _, source := range []string{"a", "b"} {
+		require.NoError(t, c.Deliver(background, s.saleOf(source, "the same id")))
+	}
 	n, err := outbox.CleanHandled(background, db, outbox.CleanHandledConfig{Schema: s.schema, HandledFor: time.Nanosecond})
 	require.NoError(t, err)
-	require.EqualValues(t, 10, n)
+	require.EqualValues(t, 12, n)
 }
 
 // What a role may do beside its work is nothing.

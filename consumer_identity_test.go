@@ -1,0 +1,108 @@
+package outbox_test
+
+import (
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// saleOf returns a sale of one, from a source.
+func (s *consumerFixture) saleOf(source, id string) *kgo.Record {
+	r := s.saleRecord(id, oneSale)
+	at := slices.IndexFunc(r.Headers, func(h kgo.RecordHeader) bool { return h.Key == "ce_source" })
+	r.Headers[at].Value = []byte(source)
+	return r
+}
+
+// An event is its source and its id together. The same id from a second source used to be
+// skipped without a word, and ("a", "b c") was the same as ("a b", "c").
+func TestEventsOfTwoSources(t *testing.T) {
+	t.Parallel()
+	s := newConsumerFixture(t, 1)
+	long := strings.Repeat("long ", 100)
+	group := "sources-" + uuid.NewString()
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: group}}, outbox.Handle("COUNTED", s.count))
+	same := uuid.NewString()
+	events := [][2]string{
+		{"shop", same}, {"store", same}, {"a third one", same}, {long, same}, {long + "x", same}, {"sha256:x", same},
+		{"a", "b c"}, {"a b", "c"}, {"a", long}, {"b", long}, {"a " + long, "c"},
+	}
+	for range 3 {
+		for _, e := range events {
+			require.NoError(t, c.Deliver(background, s.saleOf(e[0], e[1])))
+		}
+	}
+	require.Equal(t, len(events), s.counts(t)["p"], "each once")
+	require.Equal(t, len(events), s.relayFixture.count(t, "event_handled"))
+
+	// All at once, in a batch and across a restart.
+	var records []*kgo.Record
+	for _, e := range append(events, [2]string{"shop", "end"}) {
+		records = append(records, s.saleOf(e[0], e[1]), s.saleOf(e[0], e[1]))
+	}
+	another := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "another-" + group}, FromStart: true}
+	for range 2 {
+		s.send(t, records...)
+		stop := testenv.Run(t, s.consumer(t, another, outbox.Handle("COUNTED", s.count)).Run)
+		require.Eventually(t, func() bool {
+			return s.committed(t, another.Group, 0)%int64(len(records)) == 0 && s.committed(t, another.Group, 0) > 0
+		}, testenv.Patience, 10*time.Millisecond)
+		stop()
+	}
+	require.Equal(t, 2*len(events)+1, s.counts(t)["p"])
+}
+
+// Notes of an earlier release name no source. They count for as long as they are kept.
+func TestNotesOfBeforeCount(t *testing.T) {
+	t.Parallel()
+	s := newConsumerFixture(t, 1)
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "before"}}, outbox.Handle("COUNTED", s.count))
+	id := uuid.NewString()
+	for _, key := range []string{id, "shop not a uuid"} {
+		_, err := s.db.Exec(background, s.sql(`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('before', $1, $2, 'COUNTED')`), saleType, key)
+		require.NoError(t, err)
+	}
+	for _, id := range []string{id, "not a uuid"} {
+		require.NoError(t, c.Deliver(background, s.saleOf("shop", id)))
+	}
+	require.Empty(t, s.counts(t))
+	require.NoError(t, c.Deliver(background, s.saleOf("shop", "another")))
+	require.Equal(t, map[string]int{"p": 1}, s.counts(t))
+}
+
+// The note of a second source is looked for behind that of the first, so the first is kept
+// as long as the second.
+func TestNotesOfTwoSourcesAreKept(t *testing.T) {
+	t.Parallel()
+	s := newConsumerFixture(t, 1)
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "kept"}}, outbox.Handle("COUNTED", s.count))
+	id := uuid.NewString()
+	deliver := func(source string) { require.NoError(t, c.Deliver(background, s.saleOf(source, id))) }
+	older := func(age string) {
+		_, err := s.db.Exec(background, s.sql(`UPDATE {s}.event_handled SET handled_at = handled_at - $1::interval`), age)
+		require.NoError(t, err)
+	}
+	clean := func() {
+		_, err := outbox.CleanHandled(background, s.db, outbox.CleanHandledConfig{Schema: s.schema, HandledFor: 24 * time.Hour})
+		require.NoError(t, err)
+	}
+	deliver("a")
+	older("20 hours")
+	deliver("b")
+	older("20 hours")
+	clean()
+	deliver("b")
+	require.Equal(t, 2, s.counts(t)["p"], "b is not done again")
+	require.Equal(t, 2, s.relayFixture.count(t, "event_handled"))
+	older("5 hours")
+	clean()
+	require.Zero(t, s.relayFixture.count(t, "event_handled"))
+}

@@ -1,0 +1,9 @@
+-- +goose Up
+
+-- The same id from two sources is two events. A column without a default rewrites no row.
+ALTER TABLE event_handled ADD COLUMN event_source varchar(255);
+
+COMMENT ON COLUMN event_handled.event_source IS
+    'Where the event is from, which together with its id says which event it is; of a longer source its digest. NULL: the key stands for events of all sources, because a handler chose it, or the row is older than the column.';
+COMMENT ON COLUMN event_handled.handled_at IS
+    'When it was done; or when another source''s event with the same id was, which is noted beside it and must not outlive it.';
