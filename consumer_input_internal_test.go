@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -66,6 +67,29 @@ func TestConsumerHooksPanic(t *testing.T) {
 	require.EqualValues(t, 4, s.worker.next.Offset)
 	for _, name := range []string{"Hooks.Handling", "Hooks.Handled", "Hooks.Repeated", "Hooks.Failed", "Hooks.DeadLettered", "Hooks.Unknown", "RetriesFor"} {
 		require.Len(t, lines(`level=ERROR msg="outbox: `+name+` has panicked" error="panic: no such metric"`), 1, name)
+	}
+}
+
+// No hook is forgotten.
+func TestEveryHookIsContained(t *testing.T) {
+	t.Parallel()
+	var hooks ConsumerHooks
+	all := reflect.ValueOf(&hooks).Elem()
+	for i := range all.NumField() {
+		all.Field(i).Set(reflect.MakeFunc(all.Field(i).Type(), func([]reflect.Value) []reflect.Value { panic("no such metric") }))
+	}
+	contained := map[string]bool{}
+	hooks = hooks.guarded(func(name string) func(func()) {
+		return func(call func()) { require.Panics(t, call); contained[name] = true }
+	})
+	for i := range all.NumField() {
+		name, hook := all.Type().Field(i).Name, all.Field(i)
+		args := make([]reflect.Value, hook.Type().NumIn())
+		for n := range args {
+			args[n] = reflect.Zero(hook.Type().In(n))
+		}
+		hook.Call(args)
+		require.True(t, contained[name], name)
 	}
 }
 

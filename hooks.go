@@ -198,6 +198,10 @@ func (h ConsumerHooks) guarded(callback func(name string) func(call func())) Con
 		notify := callback("DeadLettered")
 		h.DeadLettered = func(m Metadata, action, topic string, err error) { notify(func() { hook(m, action, topic, err) }) }
 	}
+	if hook := h.Lost; hook != nil {
+		notify := callback("Lost")
+		h.Lost = func(topic string, partition int32, records int64) { notify(func() { hook(topic, partition, records) }) }
+	}
 	return h
 }
 
