@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -87,7 +88,7 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	cfg.HandlerConfig = cfg.guarded(log)
 	c := &Consumer{
 		cfg: cfg, opts: opts, outages: outage.NewLogs(log),
-		processor: &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, log: log, input: &inputLog{}},
+		processor: &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, log: log, input: &inputLog{}, apart: new(sync.Map)},
 	}
 	if db != nil {
 		c.handled = newHandledStore(db, cfg.Schema, cfg.Group)

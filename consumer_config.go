@@ -130,7 +130,6 @@ const (
 	defaultRetryWait       = time.Second
 	maxHandlerWait         = 30 * time.Second
 	maxGroup               = 255
-	maxAction              = 100
 	deadLetterDelivery     = 10 * time.Second // after which a dead letter without an answer is sent again
 )
 

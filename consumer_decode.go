@@ -46,10 +46,16 @@ type item struct {
 // replay says for whom a record was sent back from a dead-letter topic.
 type replay struct{ group, action string } // "" for any
 
-// task is an action on an event.
-type task struct {
-	*handler
-	arrival
+// tasksInTx returns the tasks of items that need a transaction.
+func tasksInTx(items []item) (tasks []task) {
+	for i := range items {
+		for _, t := range items[i].tasks {
+			if t.kind != noTx {
+				tasks = append(tasks, t)
+			}
+		}
+	}
+	return tasks
 }
 
 // inOrder yields the tasks with a transaction before those without.

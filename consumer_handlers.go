@@ -6,11 +6,18 @@ import (
 	"fmt"
 	"reflect"
 	"runtime/debug"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/guardtx"
 )
+
+// ErrHandlerTx is the error of Commit and Rollback of the transaction that a handler gets, and of
+// a handler that has called them, or has ended the transaction with a statement. Nothing is
+// committed then.
+var ErrHandlerTx = guardtx.ErrEnded
 
 // Received is an event with what came along, for [HandleBatch].
 type Received[E DomainEvent] struct {
@@ -120,11 +127,70 @@ const (
 
 func (h *handler) handler() *handler { return h }
 
+// call calls the function of a handler with a transaction.
+func (h *handler) call(ctx context.Context, tx pgx.Tx, arrivals []arrival) error {
+	if h.kind == inBatch {
+		return h.many(ctx, tx, arrivals)
+	}
+	return h.one(ctx, tx, arrivals[0])
+}
+
 // arrival is an event, decoded, of the Go type that its handler takes.
 type arrival struct {
 	event any
 	meta  Metadata
 }
+
+// task is an action on an event.
+type task struct {
+	*handler
+	arrival
+}
+
+// taskResult is a task that went well.
+type taskResult struct {
+	task
+	repeat bool          // the action was done before
+	took   time.Duration // by the handler
+}
+
+// eventContext carries the correlation id and the traceparent of an event. It is one
+// allocation, where [WithCorrelationID] and [WithTraceParent] would make four.
+type eventContext struct {
+	context.Context
+	correlationID, traceParent string // "" for that of the outer context
+}
+
+// Value implements context.Context.
+func (c *eventContext) Value(key any) any {
+	switch {
+	case key == any(correlationKey) && c.correlationID != "":
+		return c.correlationID
+	case key == any(traceKey) && c.traceParent != "":
+		return c.traceParent
+	}
+	return c.Context.Value(key)
+}
+
+// handlerContext returns a context with the correlation id and the traceparent that
+// the event arrived with.
+func handlerContext(ctx context.Context, m Metadata) context.Context {
+	correlationID, traceParent := m.Extensions[correlationAttr], m.Extensions[traceAttr]
+	if correlationID == "" && traceParent == "" {
+		return ctx
+	}
+	return &eventContext{ctx, correlationID, traceParent}
+}
+
+// batchContext is [handlerContext] for a single event; several have no one trace.
+func batchContext(ctx context.Context, arrivals []arrival) context.Context {
+	if len(arrivals) == 1 {
+		return handlerContext(ctx, arrivals[0].meta)
+	}
+	return ctx
+}
+
+const maxAction = 100 // characters
 
 // check says why a handler cannot be used.
 func (h *handler) check() error {

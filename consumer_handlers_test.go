@@ -381,13 +381,15 @@ func TestHugeRecord(t *testing.T) {
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
 }
 
-// Deadlocks and serialization failures are repeated, and no try is counted.
+// Deadlocks and serialization failures are repeated, and no try is counted until there have
+// been many. A handler that causes them always is given up.
 func TestDeadlocksAreRepeated(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
-	var calls, failed atomic.Int32
+	var conflicts, failed, calls atomic.Int32
 	h := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
-		if n := calls.Add(1); n <= 20 {
+		n := calls.Add(1)
+		if n <= 8 || e.Poison != "" {
 			_, err := tx.Exec(ctx, `DO $$ BEGIN RAISE EXCEPTION 'made up' USING ERRCODE = '`+[]string{"40P01", "40001"}[n%2]+`'; END $$`)
 			return err
 		}
@@ -395,11 +397,18 @@ func TestDeadlocksAreRepeated(t *testing.T) {
 		return s.count(ctx, tx, e, m)
 	})
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
-		Failed: func(outbox.Metadata, string, error) { failed.Add(1) },
+		Conflicted: func(outbox.Metadata, string, error) { conflicts.Add(1) },
+		Failed:     func(outbox.Metadata, string, error) { failed.Add(1) },
 	}}, FromStart: true}, h).Run)
 	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
-	require.Zero(t, failed.Load())
+	require.Equal(t, []int32{8, 0}, []int32{conflicts.Load(), failed.Load()})
+
+	s.send(t, s.saleRecord(uuid.NewString(), []byte(`{"product":"p","poison":"conflict"}`)), s.saleRecord(uuid.NewString(), oneSale))
+	require.Contains(t, deadLetterHeaders(s.deadLetters(t, 1)[0])["dlq_error_class"], "postgres_40")
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 2 }, testenv.Patience, 10*time.Millisecond)
+	require.EqualValues(t, 4, failed.Load())
+	require.Less(t, calls.Load(), int32(40), "not as fast as PostgreSQL answers")
 }
 
 // What cannot work is refused by the constructor, with every bad thing by name.

@@ -5,15 +5,17 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"math/rand/v2"
 	"slices"
-	"strings"
+	"sync"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/guardtx"
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // processor decodes records, finds their handlers and runs them, in transactions that
@@ -26,6 +28,7 @@ type processor struct {
 	store  transactor // nil without PostgreSQL
 	log    *slog.Logger
 	input  *inputLog
+	apart  *sync.Map // *handler: those that change settings, see keepApart
 	work   *activity
 }
 
@@ -38,153 +41,112 @@ func (p *processor) forOne(work *activity) *processor {
 
 // transactor is PostgreSQL as a processor needs it: a [handledStore], or a fake.
 type transactor interface {
-	// inTx runs f in a transaction, whose connection is noted in work. If the
-	// connection was lost, or there was none to be had, the error is a
-	// [*connectionError].
-	inTx(ctx context.Context, work *activity, f func(pgx.Tx) error) error
-	// markHandled notes keys as handled in tx, which commits with the effect. It
-	// returns the keys that were not noted before.
-	markHandled(ctx context.Context, tx pgx.Tx, keys []handledKey) (map[handledKey]bool, error)
-	// unmarkHandled takes back what tx has noted.
-	unmarkHandled(ctx context.Context, tx pgx.Tx, keys []handledKey) error
+	// inTx notes keys as handled and runs f, in a transaction whose connection is noted in
+	// work. Fresh holds the keys that were not noted before; f removes those of what it has
+	// done, and the notes of the others are taken back. The transaction is shared if f may
+	// call several handlers. If the notes cannot be made, the error is a [*storeError], and if
+	// the connection was lost later, a [*connectionError].
+	inTx(ctx context.Context, work *activity, keys []handledKey, shared bool, f func(tx handlerTx, fresh map[handledKey]bool) error) error
 	// ping reports why there is no connection to be had.
 	ping(ctx context.Context) error
 }
 
-// taskResult is a task that went well.
-type taskResult struct {
-	task
-	repeat bool          // the action was done before
-	took   time.Duration // by the handler
-}
-
-// processBatch runs the tasks of several records that need a transaction in a single
-// one. If one of them fails, nothing has happened. Otherwise it returns how many records
-// are done: fewer than there are if enough said so between two of them.
-func (p *processor) processBatch(ctx context.Context, items []item, enough func() bool) (done int, err error) {
-	var tasks []task
-	for i := range items {
-		for _, t := range items[i].tasks {
-			if t.kind != noTx {
-				tasks = append(tasks, t)
-			}
-		}
-	}
+// processBatch runs tasks of several records in a single transaction. If one of them fails,
+// nothing has happened; the error is a [*taskError] if it is certain whose it is. Otherwise it
+// returns how many items are done: fewer than there are if enough said so between two records.
+func (p *processor) processBatch(ctx context.Context, items []item, tasks []task, enough func() bool) (done int, err error) {
 	if len(tasks) == 0 {
 		return len(items), nil
 	}
-	results, err := p.transact(ctx, tasks, enough)
+	c, err := p.transact(ctx, tasks, enough)
 	if err != nil {
-		return 0, err
+		return 0, c.attribute(err)
 	}
-	p.notify(ctx, results)
-	if len(results) == len(tasks) {
+	p.notify(ctx, c.results)
+	if len(c.results) == len(tasks) {
 		return len(items), nil
 	}
-	next := tasks[len(results)]
+	next := tasks[len(c.results)]
 	return slices.IndexFunc(items, func(it item) bool { return it.meta.Kafka == next.meta.Kafka }), nil
 }
 
 // processOne runs a task by itself.
 func (p *processor) processOne(ctx context.Context, t task) error {
-	var results []taskResult
-	var err error
-	if t.kind == noTx {
-		var took time.Duration
-		took, err = p.callHandler(handlerContext(ctx, t.meta), t.action, []arrival{t.arrival}, func(ctx context.Context) error { return t.one(ctx, nil, t.arrival) })
-		results = []taskResult{{task: t, took: took}}
-	} else {
-		results, err = p.transact(ctx, []task{t}, func() bool { return false })
+	if t.kind != noTx {
+		c, err := p.transact(ctx, []task{t}, func() bool { return false })
+		if err == nil {
+			p.notify(ctx, c.results)
+		}
+		return err
 	}
-	if err == nil {
-		p.notify(ctx, results)
+	var took time.Duration
+	err := contain.Do(func() (err error) {
+		took, err = p.callHandler(handlerContext(ctx, t.meta), t.action, []arrival{t.arrival}, func(ctx context.Context) error { return t.one(ctx, nil, t.arrival) })
+		return err
+	})
+	switch {
+	case err == nil:
+		p.notify(ctx, []taskResult{{task: t, took: took}})
+	case errors.Is(err, contain.ErrGoexit):
+		return endedGoroutine(t, err)
 	}
 	return err
 }
 
 // transact runs tasks in a transaction, but for repeats. It commits before all of them
 // are done if enough says so; then there are fewer results than tasks.
-func (p *processor) transact(ctx context.Context, tasks []task, enough func() bool) (results []taskResult, err error) {
-	keys := make([]handledKey, len(tasks))
-	for i, t := range tasks {
-		err := guard(func() (err error) { keys[i], err = keyOf(t); return err })
-		if err != nil {
-			return nil, err
+//
+// What runs here is the host's, and may end its goroutine.
+func (p *processor) transact(ctx context.Context, tasks []task, enough func() bool) (*handlerCalls, error) {
+	c := &handlerCalls{tasks: tasks, keys: make([]handledKey, len(tasks)), enough: enough, callOne: p.callHandler, keepApart: p.keepApart}
+	err := contain.Do(func() error {
+		for i, t := range tasks {
+			if err := guard(func() (err error) { c.keys[i], err = keyOf(t); return err }); err != nil {
+				return err
+			}
 		}
-	}
-	err = p.store.inTx(ctx, p.work, func(tx pgx.Tx) error {
-		fresh, err := p.store.markHandled(ctx, tx, keys)
-		if err != nil {
-			return err
-		}
-		results, err = p.runHandlers(ctx, tx, tasks, keys, fresh, enough)
-		if err != nil || len(results) == len(tasks) {
-			return err
-		}
-		return p.store.unmarkHandled(ctx, tx, slices.Collect(maps.Keys(fresh)))
+		return p.store.inTx(ctx, p.work, c.keys, severalCalls(tasks), func(tx handlerTx, fresh map[handledKey]bool) error {
+			c.tx, c.fresh = tx, fresh
+			return c.run(ctx)
+		})
 	})
-	return results, err
+	if err = c.name(err); errors.Is(err, guardtx.ErrSettings) {
+		for _, t := range tasks {
+			p.keepApart(t.handler)
+		}
+	}
+	return c, err
 }
 
-// runHandlers calls the handlers in the order of the tasks, and then those of batches.
-// Between two records it ends if enough says so. It removes the keys of what it has done
-// from fresh.
-func (p *processor) runHandlers(ctx context.Context, tx pgx.Tx, tasks []task, keys []handledKey, fresh map[handledKey]bool, enough func() bool) ([]taskResult, error) {
-	results := make([]taskResult, 0, len(tasks))
-	var batches [][]int // of tasks with the same handler, by their index
-	for i, t := range tasks {
-		if i > 0 && t.meta.Kafka != tasks[i-1].meta.Kafka && enough() {
-			break
-		}
-		results = append(results, taskResult{task: t})
-		if !fresh[keys[i]] {
-			results[i].repeat = true
-			continue
-		}
-		delete(fresh, keys[i]) // the next with this key is a repeat
-		if t.kind == inBatch {
-			batches = addToBatch(batches, tasks, i)
-			continue
-		}
-		took, err := p.callHandler(handlerContext(ctx, t.meta), t.action, []arrival{t.arrival}, func(ctx context.Context) error { return t.one(ctx, tx, t.arrival) })
-		if err != nil {
-			return nil, err
-		}
-		results[i].took = took
-	}
-	for _, batch := range batches {
-		took, err := p.callBatchHandler(ctx, tx, tasks, batch)
-		if err != nil {
-			return nil, err
-		}
-		for _, i := range batch {
-			results[i].took = took / time.Duration(len(batch))
-		}
-	}
-	return results, nil
+// sharing reports whether tasks may run in a single transaction: several do, unless one of
+// their handlers changes settings.
+func (p *processor) sharing(tasks []task) bool {
+	return len(tasks) != 1 && !slices.ContainsFunc(tasks, func(t task) bool {
+		_, apart := p.apart.Load(t.handler)
+		return apart
+	})
 }
 
-// callBatchHandler calls the handler of the tasks of a batch, given by their index.
-func (p *processor) callBatchHandler(ctx context.Context, tx pgx.Tx, tasks []task, batch []int) (took time.Duration, err error) {
-	arrivals := make([]arrival, len(batch))
-	for n, i := range batch {
-		arrivals[n] = tasks[i].arrival
+// keepApart notes that a handler changes settings of its transaction, which others must not
+// see. From now on the records that arrive with its events are handled one by one.
+func (p *processor) keepApart(h *handler) {
+	if _, known := p.apart.LoadOrStore(h, nil); !known {
+		p.log.Warn("outbox: handler changes settings of its transaction; what arrives with its events is handled one by one", "action", h.action)
 	}
-	first := tasks[batch[0]]
-	return p.callHandler(batchContext(ctx, arrivals), first.action, arrivals, func(ctx context.Context) error { return first.many(ctx, tx, arrivals) })
 }
 
 // callHandler calls a handler, for at most HandlerTimeout if it minds its context, and
-// returns how long it took.
+// returns how long it took. The handler may end its goroutine: what is deferred is done.
 func (p *processor) callHandler(ctx context.Context, action string, arrivals []arrival, call func(context.Context) error) (took time.Duration, err error) {
 	bounded, cancel := context.WithTimeout(ctx, p.cfg.HandlerTimeout)
 	defer cancel()
 	p.work.begin(action, arrivals)
+	defer func() { took = p.work.end() }()
 	err = p.callHooked(bounded, action, arrivals, call)
 	if err != nil && bounded.Err() != nil && ctx.Err() == nil {
 		err = &timeoutError{err: err, after: p.cfg.HandlerTimeout}
 	}
-	return p.work.end(), err
+	return 0, err
 }
 
 // timeoutError is the error of a handler after HandlerTimeout.
@@ -208,19 +170,10 @@ func (p *processor) callHooked(ctx context.Context, action string, arrivals []ar
 		events[i] = r.meta
 	}
 	ctx, done := p.cfg.Hooks.Handling(ctx, action, events)
-	err := guard(func() error { return call(ctx) })
-	done(err)
+	err := contain.ErrGoexit
+	defer func() { done(err) }()
+	err = guard(func() error { return call(ctx) })
 	return err
-}
-
-// addToBatch adds task i to the batch of its handler.
-func addToBatch(batches [][]int, tasks []task, i int) [][]int {
-	same := func(b []int) bool { return tasks[b[0]].handler == tasks[i].handler }
-	if n := slices.IndexFunc(batches, same); n >= 0 {
-		batches[n] = append(batches[n], i)
-		return batches
-	}
-	return append(batches, []int{i})
 }
 
 // notify calls the hooks for what is done and committed.
@@ -241,62 +194,18 @@ func (p *processor) notify(ctx context.Context, results []taskResult) {
 	}
 }
 
-// eventContext carries the correlation id and the traceparent of an event. It is one
-// allocation, where [WithCorrelationID] and [WithTraceParent] would make four.
-type eventContext struct {
-	context.Context
-	correlationID, traceParent string // "" for that of the outer context
-}
-
-// Value implements context.Context.
-func (c *eventContext) Value(key any) any {
-	switch {
-	case key == any(correlationKey) && c.correlationID != "":
-		return c.correlationID
-	case key == any(traceKey) && c.traceParent != "":
-		return c.traceParent
-	}
-	return c.Context.Value(key)
-}
-
-// handlerContext returns a context with the correlation id and the traceparent that
-// the event arrived with.
-func handlerContext(ctx context.Context, m Metadata) context.Context {
-	correlationID, traceParent := m.Extensions[correlationAttr], m.Extensions[traceAttr]
-	if correlationID == "" && traceParent == "" {
-		return ctx
-	}
-	return &eventContext{ctx, correlationID, traceParent}
-}
-
-// batchContext is [handlerContext] for a single event; several have no one trace.
-func batchContext(ctx context.Context, arrivals []arrival) context.Context {
-	if len(arrivals) == 1 {
-		return handlerContext(ctx, arrivals[0].meta)
-	}
-	return ctx
-}
-
-// isOutage reports whether the error of a task is due to PostgreSQL, and not to the
-// event. A handler may have broken the connection itself, and the error of a handler
-// without a transaction may be about anything: these are an outage only if there is
-// no connection to be had.
-func (p *processor) isOutage(ctx context.Context, err error, kind handlerKind) bool {
-	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
-		for _, class := range []string{"08", "53", "57P", "25006"} { // connection, resources, shutdown, read-only
-			if strings.HasPrefix(pgErr.Code, class) {
-				return true
-			}
-		}
+// isOutage reports whether a task failed for want of PostgreSQL, and not because of its event:
+// then the event waits, and no attempt is counted. That is so if the consumer could not note
+// what it is about to do. An error of a handler may be about anything: another server, or
+// what the handler has done to its connection. It is an outage only if the consumer's own pool
+// has no connection either; and not if the handler had used up its time.
+func (p *processor) isOutage(ctx context.Context, err error, kind handlerKind, late bool) bool {
+	var own *storeError
+	if errors.As(err, &own) {
+		return true
 	}
 	var lost *connectionError
-	var unreachable *pgconn.ConnectError
-	switch {
-	case errors.As(err, &unreachable):
-		return true
-	case errors.As(err, &lost) && lost.unavailable:
-		return true
-	case p.store == nil || lost == nil && kind != noTx:
+	if p.store == nil || late || kind != noTx && !errors.As(err, &lost) && !pg.IsOutage(err) {
 		return false
 	}
 	const patience = 5 * time.Second
@@ -312,6 +221,10 @@ func errorClass(err error) string {
 	switch {
 	case errors.As(err, &panicked):
 		return "panic"
+	case errors.Is(err, contain.ErrGoexit):
+		return "goexit"
+	case errors.Is(err, ErrHandlerTx):
+		return "transaction_ended"
 	case errors.As(err, &pgErr):
 		return "postgres_" + pgErr.Code
 	case isPermanent(err):

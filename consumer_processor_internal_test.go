@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"testing"
 	"time"
@@ -10,6 +11,8 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/contain"
 )
 
 // The tasks of a batch run in the order of their records, those of batch handlers
@@ -38,11 +41,11 @@ func TestProcessBatchOrder(t *testing.T) {
 		items = append(items, s.worker.processor.read(t.Context(), r, new(KafkaMetadata)))
 	}
 	all := func() bool { return false }
-	n, err := s.worker.processor.processBatch(t.Context(), items, all)
+	n, err := s.worker.processor.processBatch(t.Context(), items, tasksInTx(items), all)
 	require.NoError(t, err)
 	require.Equal(t, 2, n)
 	require.Equal(t, []string{"hx ix ox hy iy b2x b2y: committed"}, s.log)
-	n, err = s.worker.processor.processBatch(t.Context(), items, all)
+	n, err = s.worker.processor.processBatch(t.Context(), items, tasksInTx(items), all)
 	require.NoError(t, err)
 	require.Equal(t, 2, n)
 	require.Equal(t, ": committed", s.log[1], "all are repeats")
@@ -88,22 +91,28 @@ func TestIsOutage(t *testing.T) {
 		{"that of a handler without a transaction", errPlayed, noTx, false, false},
 		{"that of a handler without a transaction, perhaps for want of PostgreSQL", errPlayed, noTx, true, true},
 		{"bad SQL", &pgconn.PgError{Code: "42601"}, inTx, true, false},
-		{"a shutdown", &pgconn.PgError{Code: "57P01"}, inTx, false, true},
-		{"too many connections", &pgconn.PgError{Code: "53300"}, noTx, false, true},
-		{"a replica", fmt.Errorf("insert: %w", &pgconn.PgError{Code: "25006"}), inBatch, false, true},
+		{"a shutdown", &pgconn.PgError{Code: "57P01"}, inTx, true, true},
+		{"a shutdown of another server", &pgconn.PgError{Code: "57P01"}, inTx, false, false},
+		{"too many connections elsewhere", &pgconn.PgError{Code: "53300"}, noTx, false, false},
+		{"a limit of PostgreSQL's configuration", &pgconn.PgError{Code: "53400"}, inTx, false, false},
+		{"another server that is a replica", fmt.Errorf("insert: %w", &pgconn.PgError{Code: "25006"}), inBatch, false, false},
+		{"no connection to another server", &pgconn.ConnectError{}, inTx, false, false},
 		{"a cancelled statement", &pgconn.PgError{Code: "57014"}, inTx, true, false},
-		{"no connection", &connectionError{err: errPlayed, unavailable: true}, inTx, false, true},
-		{"a lost connection", &connectionError{err: errPlayed}, inTx, false, false},
-		{"a lost connection and no other", &connectionError{err: errPlayed}, inTx, true, true},
+		{"no connection for the notes", &storeError{errPlayed}, inTx, false, true},
+		{"the notes are locked", &storeError{&pgconn.PgError{Code: "57014"}}, inTx, false, true},
+		{"a lost connection", &connectionError{errPlayed}, inTx, false, false},
+		{"a lost connection and no other", &connectionError{errPlayed}, inTx, true, true},
 	} {
 		s := newWorkerFixture(t, ConsumerConfig{})
 		if tt.unavailable {
 			s.transactions = "o"
 		}
-		require.Equal(t, tt.want, s.worker.processor.isOutage(t.Context(), tt.err, tt.kind), tt.name)
+		require.Equal(t, tt.want, s.worker.processor.isOutage(t.Context(), tt.err, tt.kind, false), tt.name)
+		var own *storeError
+		require.Equal(t, errors.As(tt.err, &own), s.worker.processor.isOutage(t.Context(), tt.err, tt.kind, true), "%s, late", tt.name)
 		s.worker.processor.store = nil
 		if tt.kind == noTx && tt.unavailable {
-			require.False(t, s.worker.processor.isOutage(t.Context(), tt.err, tt.kind), "%s: there is no PostgreSQL", tt.name)
+			require.False(t, s.worker.processor.isOutage(t.Context(), tt.err, tt.kind, false), "%s: there is no PostgreSQL", tt.name)
 		}
 	}
 }
@@ -111,11 +120,13 @@ func TestIsOutage(t *testing.T) {
 func TestErrorClass(t *testing.T) {
 	t.Parallel()
 	for want, err := range map[string]error{
-		"handler":        errPlayed,
-		"permanent":      fmt.Errorf("no: %w", Permanent(errPlayed)),
-		"panic":          &PanicError{Value: 1},
-		"timeout":        fmt.Errorf("query: %w", context.DeadlineExceeded),
-		"postgres_23505": Permanent(&pgconn.PgError{Code: "23505"}),
+		"handler":           errPlayed,
+		"permanent":         fmt.Errorf("no: %w", Permanent(errPlayed)),
+		"panic":             &PanicError{Value: 1},
+		"goexit":            fmt.Errorf("handler A: %w", contain.ErrGoexit),
+		"transaction_ended": fmt.Errorf("handler A: %w: %w", ErrHandlerTx, &pgconn.PgError{Code: "42704"}),
+		"timeout":           fmt.Errorf("query: %w", context.DeadlineExceeded),
+		"postgres_23505":    Permanent(&pgconn.PgError{Code: "23505"}),
 	} {
 		require.Equal(t, want, errorClass(err))
 	}

@@ -178,9 +178,9 @@ func (w *worker) committed(next kgo.EpochOffset) {
 func (w *worker) handle(records []*kgo.Record) {
 	items := w.readAll(records)
 	for len(items) > 0 && w.stopping.Err() == nil {
-		n, committed := w.tryBatch(items)
+		n, committed, failed := w.tryBatch(items)
 		for i := range items[:n] {
-			if err := w.finishRecord(&items[i], committed); err != nil {
+			if err := w.finishRecord(&items[i], committed, failed); err != nil {
 				return
 			}
 			w.advance(items[i].record)
@@ -221,42 +221,56 @@ func (w *worker) readFrom(first int, records []*kgo.Record, items []item, origin
 
 // tryBatch runs the tasks with a transaction, in one for all. It returns how many items
 // are done but for their other tasks; or all items and false if each needs a
-// transaction of its own.
+// transaction of its own, and the error of the one that has failed, if that is certain.
 //
 // What is done is committed before the rest when the worker is to end, and after half of
 // MaxPollInterval, so that a batch of slow handlers does not run out of it.
-func (w *worker) tryBatch(items []item) (n int, committed bool) {
-	const deadlocks = 3 // small transactions block each other less
-	for tries := 0; w.stopping.Err() == nil; {
+func (w *worker) tryBatch(items []item) (n int, committed bool, failed *taskError) {
+	const conflictsOfBatch = 3 // small transactions block each other less
+	tasks := tasksInTx(items)
+	if !w.processor.sharing(tasks) {
+		return len(items), false, nil
+	}
+	for conflicts := 0; w.stopping.Err() == nil; {
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
-		done, err := w.processor.processBatch(ctx, items, func() bool {
+		done, err := w.processor.processBatch(ctx, items, tasks, func() bool {
 			return w.stopping.Err() != nil || time.Since(began) > w.cfg.MaxPollInterval/2
 		})
+		late := isLate(ctx, err)
 		cancel()
 		switch {
 		case err == nil:
 			w.reportPostgresWorks(began)
-			return done, true
+			return done, true, nil
 		case w.held.Err() != nil:
-		case pg.IsTransient(err) && tries < deadlocks:
-			tries++
-			w.pause(rand.N(time.Millisecond))
-		case w.processor.isOutage(w.held, err, inTx):
+		case pg.IsTransient(err) && conflicts < conflictsOfBatch:
+			conflicts++
+			w.pause(conflictWait(conflicts))
+		case w.processor.isOutage(w.held, err, inTx, late):
 			w.awaitPostgres(began, err)
 		default:
 			w.log.Debug("outbox: records are handled one by one", "partition", w.partition.Name(), "records", len(items), "error", err)
-			return len(items), false
+			errors.As(err, &failed)
+			return len(items), false, failed
 		}
 	}
-	return len(items), false
+	return len(items), false, nil
+}
+
+// isLate reports whether a handler, or all of a transaction, has used up its time.
+func isLate(ctx context.Context, err error) bool {
+	timedOut, _ := errors.AsType[*timeoutError](err)
+	return timedOut != nil || ctx.Err() != nil
 }
 
 // errStopped says that the worker is to end.
 var errStopped = errors.New("partition is given up")
 
-// finishRecord does what is left to do about a record. Its error is errStopped.
-func (w *worker) finishRecord(it *item, committed bool) error {
+// finishRecord does what is left to do about a record: all, or what needs no transaction, if the
+// others are committed. The error of a task that has failed in the batch is that of its first
+// attempt. The error of finishRecord is errStopped.
+func (w *worker) finishRecord(it *item, committed bool, failed *taskError) error {
 	if it.class == classUnknownType {
 		if w.cfg.Hooks.Unknown != nil {
 			w.cfg.Hooks.Unknown(it.meta)
@@ -273,37 +287,34 @@ func (w *worker) finishRecord(it *item, committed bool) error {
 		if committed && t.kind != noTx {
 			continue
 		}
-		if err := w.runTask(it, t); err != nil {
+		if err := w.runTask(it, t, failed.of(t)); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// runTask runs a task until it is done, or given up as a dead letter. Its error is
-// errStopped.
-func (w *worker) runTask(it *item, t task) error {
+// runTask runs a task until it is done, or given up as a dead letter. If it has failed in a batch,
+// that was its first attempt. The error of runTask is errStopped.
+func (w *worker) runTask(it *item, t task, failed error) error {
+	conflicts := 0
 	for attempt := 1; w.stopping.Err() == nil; {
 		t.meta.Attempt = attempt
-		began := time.Now()
-		ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
-		err := w.processor.processOne(ctx, t)
-		timedOut, _ := errors.AsType[*timeoutError](err)
-		late := timedOut != nil || ctx.Err() != nil
-		cancel()
+		began, err, outage := time.Now(), failed, false
+		if failed == nil {
+			outage, err = w.tryTask(t)
+		}
+		failed = nil
 		switch {
 		case err == nil:
-			if t.kind != noTx {
-				w.reportPostgresWorks(began)
-			}
 			return nil
 		case w.held.Err() != nil:
 			return errStopped
-		case pg.IsTransient(err):
-			w.log.DebugContext(handlerContext(w.held, t.meta), "outbox: transaction is repeated", "event_id", t.meta.ID, "action", t.action, "error", err)
-			w.pause(rand.N(10 * time.Millisecond))
+		case pg.IsTransient(err) && conflicts < mostConflicts:
+			conflicts++
+			w.awaitConflict(t, conflicts, err)
 			continue
-		case !late && w.processor.isOutage(w.held, err, t.kind):
+		case outage:
 			w.awaitPostgres(began, err)
 			continue
 		}
@@ -317,6 +328,46 @@ func (w *worker) runTask(it *item, t task) error {
 		attempt++
 	}
 	return errStopped
+}
+
+// tryTask runs a task once. Outage reports whether its error is one of PostgreSQL.
+func (w *worker) tryTask(t task) (outage bool, err error) {
+	began := time.Now()
+	ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
+	defer cancel()
+	err = w.processor.processOne(ctx, t)
+	if err == nil && t.kind != noTx {
+		w.reportPostgresWorks(began)
+	}
+	return err != nil && w.held.Err() == nil && w.processor.isOutage(w.held, err, t.kind, isLate(ctx, err)), err
+}
+
+// What PostgreSQL rolls back for a deadlock or a serialization failure is repeated: mostly it
+// works the next time. One that goes on failing, for 10 times in a second or two, counts as any
+// other failure.
+const mostConflicts = 10
+
+// conflictWait returns the wait before a transaction is repeated for the n-th time, from 1.
+func conflictWait(n int) time.Duration {
+	const first, longest = 2 * time.Millisecond, time.Second
+	d := min(first<<(n-1), longest)
+	return d - rand.N(d/2)
+}
+
+// awaitConflict waits before a task is repeated that PostgreSQL has rolled back. One conflict is
+// nothing unusual, several of the same event are.
+func (w *worker) awaitConflict(t task, n int, err error) {
+	const unusual = 5
+	level := slog.LevelDebug
+	if n == unusual {
+		level = slog.LevelWarn
+	}
+	w.log.Log(handlerContext(w.held, t.meta), level, "outbox: transaction conflicts with others, and is repeated", "type", t.meta.Type, "event_id", t.meta.ID,
+		"action", t.action, "conflicts", n, "error", err)
+	if w.cfg.Hooks.Conflicted != nil {
+		w.cfg.Hooks.Conflicted(t.meta, t.action, err)
+	}
+	w.pause(conflictWait(n))
 }
 
 // awaitRetry waits before a task is tried again, longer after each attempt.

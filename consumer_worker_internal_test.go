@@ -6,7 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
+	"runtime"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -35,10 +38,11 @@ type workerFixture struct {
 	t            *testing.T
 	events       *Registry
 	worker       *worker
-	handlers     map[string]string // by event: + goes well, - fails, p fails for good, ! panics, s stops the worker, a abandons it
-	transactions string            // + goes well, d is a deadlock, o an outage, c a connection that is lost while others can be had
+	handlers     map[string]string // by event: + goes well, - fails, p fails for good, ! panics, x ends its goroutine, 4 is a conflict, f finds another server full, = changes settings, s stops the worker, a abandons it
+	transactions string            // + goes well, d is a deadlock, o an outage, n cannot note anything, c a connection that is lost while others can be had
 	sends        string            // + goes well, l is too large, u finds the topic unavailable
 
+	sets    bool                // the handler changes settings
 	noted   map[handledKey]bool // committed
 	current []string            // calls of handlers in the transaction
 	log     []string
@@ -59,50 +63,66 @@ func next(play *string) byte {
 
 var errPlayed = errors.New("played")
 
-func (s *workerFixture) inTx(_ context.Context, _ *activity, f func(pgx.Tx) error) error {
+func (s *workerFixture) inTx(_ context.Context, _ *activity, keys []handledKey, _ bool, f func(handlerTx, map[handledKey]bool) error) error {
 	sign := next(&s.transactions)
-	if sign == 'o' {
+	switch sign {
+	case 'o':
 		s.log = append(s.log, "no connection")
-		return &connectionError{err: errPlayed, unavailable: true}
+		return &storeError{errPlayed}
+	case 'n':
+		s.log = append(s.log, "no notes")
+		return &storeError{&pgconn.PgError{Code: "57014"}}
 	}
-	before := map[handledKey]bool{}
-	for k := range s.noted {
-		before[k] = true
-	}
+	before, result := maps.Clone(s.noted), "rolled back"
+	fresh := s.markHandled(keys)
 	s.current = nil
-	err := f(nil)
+	defer func() { // also if a handler ends its goroutine
+		for k := range fresh {
+			delete(s.noted, k)
+		}
+		if result == "rolled back" {
+			s.noted = before
+		}
+		s.log = append(s.log, strings.Join(s.current, " ")+": "+result)
+		s.current = nil
+	}()
+	err := f(&playedTx{fixture: s}, fresh)
 	switch {
 	case err != nil:
 	case sign == 'd':
 		err = fmt.Errorf("commit: %w", &pgconn.PgError{Code: "40P01"})
 	case sign == 'c':
-		err = &connectionError{err: errPlayed}
+		err = &connectionError{errPlayed}
+	default:
+		result = "committed"
 	}
-	result := "committed"
-	if err != nil {
-		s.noted, result = before, "rolled back"
-	}
-	s.log = append(s.log, strings.Join(s.current, " ")+": "+result)
-	s.current = nil
 	return err
 }
 
-func (s *workerFixture) markHandled(_ context.Context, _ pgx.Tx, keys []handledKey) (map[handledKey]bool, error) {
+func (s *workerFixture) markHandled(keys []handledKey) map[handledKey]bool {
 	fresh := map[handledKey]bool{}
 	for _, k := range keys {
 		if !s.noted[k] {
 			fresh[k], s.noted[k] = true, true
 		}
 	}
-	return fresh, nil
+	return fresh
 }
 
-func (s *workerFixture) unmarkHandled(_ context.Context, _ pgx.Tx, keys []handledKey) error {
-	for _, k := range keys {
-		delete(s.noted, k)
-	}
-	return nil
+// playedTx is a transaction of a workerFixture.
+type playedTx struct {
+	fixture *workerFixture
+	changed bool
 }
+
+func (tx *playedTx) Call(_ string, f func(pgx.Tx) error) error {
+	err := f(nil)
+	tx.changed = tx.changed || tx.fixture.sets
+	tx.fixture.sets = false
+	return err
+}
+
+func (tx *playedTx) ChangedSettings() bool { return tx.changed }
 
 func (s *workerFixture) ping(context.Context) error {
 	if strings.HasPrefix(s.transactions, "o") {
@@ -148,6 +168,14 @@ func (s *workerFixture) handle(ctx context.Context, e played, m Metadata) error 
 		return Permanent(errPlayed)
 	case '!':
 		panic("played")
+	case 'x':
+		runtime.Goexit()
+	case '4':
+		return &pgconn.PgError{Code: "40001"}
+	case 'f':
+		return &pgconn.PgError{Code: "53400"}
+	case '=':
+		s.sets = true
 	case 's':
 		s.worker.finish()
 	case 'a':
@@ -172,7 +200,7 @@ func newWorkerFixture(t *testing.T, cfg ConsumerConfig, handlers ...Handler) *wo
 	cfg.HandlerConfig = cfg.guarded(cfg.Logger)
 	routes, err := newRoutes(s.events, nil, handlers)
 	require.NoError(t, err)
-	p := &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, store: s, log: cfg.Logger, input: &inputLog{}}
+	p := &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, store: s, log: cfg.Logger, input: &inputLog{}, apart: new(sync.Map)}
 	s.worker = newWorker(kafka.Partition{Topic: "play-events", Number: 3}, p, s, &cfg, outage.NewLogs(cfg.Logger))
 	return s
 }
@@ -225,17 +253,31 @@ var workerPlays = []struct {
 	{name: "a lost connection is the handler's doing if there are others", transactions: "cc",
 		want: []string{"a1 b1 c1: rolled back", "a1: rolled back", "a2: committed", "b1: committed", "c1: committed"}, handled: 3},
 	{name: "the worker stops within the batch", handlers: map[string]string{"b": "s"}, want: []string{"a1 b1: committed"}, handled: 2},
+	{name: "the first fails, which counts", handlers: map[string]string{"a": "----"},
+		want: []string{"a1: rolled back", "a2: rolled back", "a3: rolled back", "a4: rolled back", "dead letter a after 4: handler", "b1: committed", "c1: committed"}, handled: 3},
+	{name: "one ends its goroutine", handlers: map[string]string{"b": "xxxxx"},
+		want: []string{"a1 b1: rolled back", "a1: committed", "b1: rolled back", "b2: rolled back", "b3: rolled back", "b4: rolled back",
+			"dead letter b after 4: goexit", "c1: committed"}, handled: 3},
+	{name: "another server fails, which is no outage of ours", handlers: map[string]string{"b": "fffff"},
+		want: []string{"a1 b1: rolled back", "a1: committed", "b1: rolled back", "b2: rolled back", "b3: rolled back", "b4: rolled back",
+			"dead letter b after 4: postgres_53400", "c1: committed"}, handled: 3},
+	{name: "nothing can be noted for a while", transactions: "nnn", want: []string{"no notes", "no notes", "no notes", "a1 b1 c1: committed"}, handled: 3},
+	{name: "nothing can be noted in between", handlers: map[string]string{"b": "--"}, transactions: "++nn",
+		want: []string{"a1 b1: rolled back", "a1: committed", "no notes", "no notes", "b1: rolled back", "b2: committed", "c1: committed"}, handled: 3},
+	{name: "one changes settings, which others must not see", handlers: map[string]string{"b": "="},
+		want: []string{"a1 b1: rolled back", "a1: committed", "b1: committed", "c1: committed"}, handled: 3},
+	{name: "the last changes settings, which nobody sees", handlers: map[string]string{"c": "="}, want: []string{"a1 b1 c1: committed"}, handled: 3},
 	{name: "the worker stops after a record", handlers: map[string]string{"a": "-", "b": "s"},
-		want: []string{"a1: rolled back", "a1: committed", "b1: committed"}, handled: 2},
+		want: []string{"a1: rolled back", "a2: committed", "b1: committed"}, handled: 2},
 	{name: "the worker stops in a try that fails", handlers: map[string]string{"a": "-", "b": "-s"}, transactions: "+++c",
-		want: []string{"a1: rolled back", "a1: committed", "b1: rolled back", "b2: rolled back"}, handled: 1},
+		want: []string{"a1: rolled back", "a2: committed", "b1: rolled back", "b2: rolled back"}, handled: 1},
 	{name: "the worker is abandoned", handlers: map[string]string{"b": "a"}, want: []string{"a1 b1: rolled back"}, handled: 0},
 	{name: "the worker is abandoned after a record", handlers: map[string]string{"b": "-a"},
 		want: []string{"a1 b1: rolled back", "a1: committed", "b1: rolled back"}, handled: 1},
-	{name: "a dead letter is too large", handlers: map[string]string{"a": "pp"}, sends: "l",
-		want: []string{"a1: rolled back", "a1: rolled back", "dead letter a after 1: permanent 12", "b1: committed", "c1: committed"}, handled: 3},
-	{name: "the dead-letter topic is unavailable for a while", handlers: map[string]string{"a": "pp"}, sends: "uuu",
-		want: []string{"a1: rolled back", "a1: rolled back", "dead letter a after 1: permanent", "b1: committed", "c1: committed"}, handled: 3},
+	{name: "a dead letter is too large", handlers: map[string]string{"a": "p"}, sends: "l",
+		want: []string{"a1: rolled back", "dead letter a after 1: permanent 12", "b1: committed", "c1: committed"}, handled: 3},
+	{name: "the dead-letter topic is unavailable for a while", handlers: map[string]string{"a": "p"}, sends: "uuu",
+		want: []string{"a1: rolled back", "dead letter a after 1: permanent", "b1: committed", "c1: committed"}, handled: 3},
 }
 
 // Three records arrive together. What becomes of them follows from what their
@@ -270,9 +312,9 @@ func TestWorkerWaits(t *testing.T) {
 		least, most                 time.Duration
 	}{
 		{"nothing", "", "", 0, 0},
-		{"two retries: 1 s and 2 s, less a fifth", "---", "", 2400 * time.Millisecond, 3 * time.Second},
+		{"two retries: 1 s and 2 s, less a fifth", "--", "", 2400 * time.Millisecond, 3 * time.Second},
 		{"two tries of PostgreSQL: 100 ms and 200 ms, less a half", "", "oo", 150 * time.Millisecond, 300 * time.Millisecond},
-		{"deadlocks", "", "dd", 0, 2 * time.Millisecond},
+		{"deadlocks: 2 ms and 4 ms, less a half", "", "dd", 3 * time.Millisecond, 6 * time.Millisecond},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -285,6 +327,68 @@ func TestWorkerWaits(t *testing.T) {
 			})
 		})
 	}
+}
+
+// The handler of a single event runs once for each attempt, and each failure reaches the hook.
+func TestWorkerCountsAttempts(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		play      string
+		retries   int
+		want      []string
+		wantHooks []int // attempts that have failed
+	}{
+		{"------", 3, []string{"a1: rolled back", "a2: rolled back", "a3: rolled back", "a4: rolled back", "dead letter a after 4: handler"}, []int{1, 2, 3, 4}},
+		{"------", -1, []string{"a1: rolled back", "dead letter a after 1: handler"}, []int{1}},
+		{"pppp", 3, []string{"a1: rolled back", "dead letter a after 1: permanent"}, []int{1}},
+		{"-", 3, []string{"a1: rolled back", "a2: committed"}, []int{1}},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			var failed []int
+			s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: tt.retries, Hooks: ConsumerHooks{
+				Failed: func(m Metadata, _ string, _ error) { failed = append(failed, m.Attempt) },
+			}}})
+			s.handlers["a"] = tt.play
+			s.worker.handle(s.arrive("a"))
+			require.Equal(t, tt.want, s.log)
+			require.Equal(t, tt.wantHooks, failed)
+		})
+	}
+}
+
+// What PostgreSQL asks to be repeated is repeated with pauses, ten times in two seconds at most,
+// and each time reaches a hook. Then it counts as any other failure.
+func TestWorkerConflicts(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var conflicts, failed int
+		s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: 1, Hooks: ConsumerHooks{
+			Conflicted: func(m Metadata, _ string, _ error) { conflicts++; require.Equal(t, 1, m.Attempt) },
+			Failed:     func(m Metadata, _ string, _ error) { failed++; require.Equal(t, failed, m.Attempt) },
+		}}})
+		s.handlers["a"] = strings.Repeat("4", 100)
+		began := time.Now()
+		s.worker.handle(s.arrive("a"))
+		require.Equal(t, "dead letter a after 2: postgres_40001", s.log[len(s.log)-1])
+		require.Len(t, s.log, 10+2+1)
+		require.Equal(t, []int{10, 2}, []int{conflicts, failed})
+		require.InDelta(t, 2500*time.Millisecond, time.Since(began), float64(time.Second), "and the wait before the retry")
+
+		s.log, s.handlers["b"] = nil, "444"
+		s.worker.handle(s.arrive("b"))
+		require.Equal(t, []string{"b1: rolled back", "b1: rolled back", "b1: rolled back", "b1: committed"}, s.log)
+	})
+}
+
+// A handler that has once changed settings shares no transaction any more.
+func TestWorkerKeepsHandlersApart(t *testing.T) {
+	t.Parallel()
+	s := newWorkerFixture(t, ConsumerConfig{})
+	s.handlers["a"] = "="
+	s.worker.handle(s.arrive("a", "b"))
+	s.log = nil
+	s.worker.handle(s.arrive("c", "d"))
+	require.Equal(t, []string{"c1: committed", "d1: committed"}, s.log)
 }
 
 // A handler that takes too long is a failure of the event, even if PostgreSQL is

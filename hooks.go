@@ -164,6 +164,9 @@ type ConsumerHooks struct {
 	Handled func(m Metadata, action string, took time.Duration)
 	// Repeated is called for an action that was done before.
 	Repeated func(m Metadata, action string)
+	// Conflicted is called for a try that PostgreSQL has rolled back for a deadlock or a
+	// serialization failure, and that is repeated without being counted.
+	Conflicted func(m Metadata, action string, err error)
 	// Failed is called for a try that failed and counts.
 	Failed func(m Metadata, action string, err error)
 	// DeadLettered is called for an event that was sent to a dead-letter topic. Action
@@ -189,6 +192,10 @@ func (h ConsumerHooks) guarded(callback func(name string) func(call func())) Con
 	if hook := h.Repeated; hook != nil {
 		notify := callback("Repeated")
 		h.Repeated = func(m Metadata, action string) { notify(func() { hook(m, action) }) }
+	}
+	if hook := h.Conflicted; hook != nil {
+		notify := callback("Conflicted")
+		h.Conflicted = func(m Metadata, action string, err error) { notify(func() { hook(m, action, err) }) }
 	}
 	if hook := h.Failed; hook != nil {
 		notify := callback("Failed")

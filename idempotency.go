@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/guardtx"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
@@ -83,14 +84,29 @@ SELECT DISTINCT ON (t, i, a) $1, t, i, a, s
  ORDER BY t, i, a
     ON CONFLICT (consumer_group, aggregate_type, aggregate_id, action) DO UPDATE SET handled_at = now()`
 
-// markHandled implements transactor. Mostly nothing was done before, and one statement is
-// all. Where something was, a second one looks whether that was the event of another
-// source, whose id is the same.
-func (s *handledStore) markHandled(ctx context.Context, tx pgx.Tx, keys []handledKey) (map[handledKey]bool, error) {
-	fresh, err := s.keysOf(ctx, tx, s.mark, keys)
+// begin begins a transaction that notes keys as handled, and returns those that were not noted
+// before. Mostly that is all of them, and one statement does. Where some were noted, a second
+// one looks whether that was the event of another source, whose id is the same.
+func (s *handledStore) begin(ctx context.Context, conn *pgx.Conn, keys []handledKey, shared bool) (tx *guardtx.Tx, fresh map[handledKey]bool, err error) {
+	tx, err = guardtx.Begin(ctx, conn, shared, func(b *pgx.Batch) {
+		b.Queue(s.mark, s.argsOf(keys)...).Query(func(rows pgx.Rows) (err error) {
+			fresh, err = readKeys(rows, len(keys))
+			return err
+		})
+	})
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
+	if err := s.markOthers(ctx, tx.Own(), keys, fresh); err != nil {
+		tx.Rollback(ctx)
+		return nil, nil, err
+	}
+	return tx, fresh, nil
+}
+
+// markOthers notes those keys that are noted for the event of another source, and adds them to
+// fresh.
+func (s *handledStore) markOthers(ctx context.Context, tx pgx.Tx, keys []handledKey, fresh map[handledKey]bool) error {
 	var noted []handledKey
 	for _, k := range keys {
 		if k.source != "" && !fresh[k] {
@@ -98,15 +114,15 @@ func (s *handledStore) markHandled(ctx context.Context, tx pgx.Tx, keys []handle
 		}
 	}
 	if len(noted) == 0 {
-		return fresh, nil
+		return nil
 	}
 	others, err := s.keysOf(ctx, tx, s.otherSources, noted)
 	if err != nil || len(others) == 0 {
-		return fresh, err
+		return err
 	}
 	more, err := s.markBesides(ctx, tx, slices.Collect(maps.Keys(others)))
 	maps.Copy(fresh, more)
-	return fresh, err
+	return err
 }
 
 // markBesides notes keys that the events of other sources have taken. It returns those
@@ -133,24 +149,25 @@ func (s *handledStore) markBesides(ctx context.Context, tx pgx.Tx, taken []handl
 
 // keysOf runs a statement on keys and returns the keys that it returns.
 func (s *handledStore) keysOf(ctx context.Context, tx pgx.Tx, statement string, keys []handledKey) (map[handledKey]bool, error) {
-	found := make(map[handledKey]bool, len(keys))
 	if len(keys) == 0 {
-		return found, nil
+		return nil, nil
 	}
-	types, ids, actions, sources := columnsOf(keys)
-	rows, err := tx.Query(ctx, statement, s.group, types, ids, actions, sources)
+	rows, err := tx.Query(ctx, statement, s.argsOf(keys)...)
 	if err != nil {
-		return nil, fmt.Errorf("note what is handled: %w", err)
+		return nil, err
 	}
+	return readKeys(rows, len(keys))
+}
+
+// readKeys reads at most n keys.
+func readKeys(rows pgx.Rows, n int) (map[handledKey]bool, error) {
+	found := make(map[handledKey]bool, n)
 	var k handledKey
-	_, err = pgx.ForEachRow(rows, []any{&k.aggregateType, &k.aggregateID, &k.action, &k.source}, func() error {
+	_, err := pgx.ForEachRow(rows, []any{&k.aggregateType, &k.aggregateID, &k.action, &k.source}, func() error {
 		found[k] = true
 		return nil
 	})
-	if err != nil {
-		return nil, fmt.Errorf("note what is handled: %w", err)
-	}
-	return found, nil
+	return found, err
 }
 
 // sqlUnmark takes notes back, of the transaction that has made them.
@@ -160,30 +177,28 @@ DELETE FROM {schema}.event_handled AS h
  WHERE h.consumer_group = $1 AND h.aggregate_type = k.t AND h.aggregate_id = k.i AND h.action = k.a
    AND coalesce(h.event_source, '') = k.s`
 
-// unmarkHandled implements transactor.
-func (s *handledStore) unmarkHandled(ctx context.Context, tx pgx.Tx, keys []handledKey) error {
+// unmarkAll takes back the notes of keys that are not handled.
+func (s *handledStore) unmarkAll(ctx context.Context, tx pgx.Tx, keys map[handledKey]bool) error {
 	all := make([]handledKey, 0, 2*len(keys))
-	for _, k := range keys {
+	for k := range keys {
 		if all = append(all, k); k.source != "" {
 			all = append(all, k.ofSource())
 		}
 	}
-	types, ids, actions, sources := columnsOf(all)
-	if _, err := tx.Exec(ctx, s.unmark, s.group, types, ids, actions, sources); err != nil {
-		return fmt.Errorf("take back notes of what is not handled: %w", err)
-	}
-	return nil
+	_, err := tx.Exec(ctx, s.unmark, s.argsOf(all)...)
+	return err
 }
 
-// columnsOf returns keys as the columns of a table.
-func columnsOf(keys []handledKey) (types, ids, actions, sources []string) {
+// argsOf returns the arguments of the statements on keys: the group, and keys as the columns
+// of a table.
+func (s *handledStore) argsOf(keys []handledKey) []any {
 	texts := make([]string, 4*len(keys))
 	n := len(keys)
-	types, ids, actions, sources = texts[:n], texts[n:2*n], texts[2*n:3*n], texts[3*n:]
+	types, ids, actions, sources := texts[:n], texts[n:2*n], texts[2*n:3*n], texts[3*n:]
 	for i, k := range keys {
 		types[i], ids[i], actions[i], sources[i] = k.aggregateType, k.aggregateID, k.action, k.source
 	}
-	return types, ids, actions, sources
+	return []any{s.group, types, ids, actions, sources}
 }
 
 // sqlLookHandled fails if the table does not exist, or is of an earlier release.
@@ -198,43 +213,61 @@ func (s *handledStore) check(ctx context.Context) error {
 // ping implements transactor.
 func (s *handledStore) ping(ctx context.Context) error { return s.db.Ping(ctx) }
 
+// storeError is the error of a statement of the consumer's own, with which it notes what is
+// handled. It says nothing about the event: the table is locked or missing, for example, or
+// there was no connection to be had.
+type storeError struct{ err error }
+
+func (e *storeError) Error() string { return e.err.Error() }
+func (e *storeError) Unwrap() error { return e.err }
+
 // connectionError is an error with which the connection to PostgreSQL was lost.
-type connectionError struct {
-	err         error
-	unavailable bool // there was no connection to be had in the first place
-}
+type connectionError struct{ err error }
 
 func (e *connectionError) Error() string { return e.err.Error() }
 func (e *connectionError) Unwrap() error { return e.err }
 
 // inTx implements transactor.
-func (s *handledStore) inTx(ctx context.Context, work *activity, f func(pgx.Tx) error) error {
+func (s *handledStore) inTx(ctx context.Context, work *activity, keys []handledKey, shared bool, f func(handlerTx, map[handledKey]bool) error) error {
 	conn, err := pg.Borrow(ctx, s.db)
 	if err != nil {
-		return &connectionError{err: fmt.Errorf("begin: %w", err), unavailable: true}
+		return &storeError{fmt.Errorf("begin: %w", err)}
 	}
 	defer conn.Return()
 	if err := work.use(conn); err != nil {
 		return err
 	}
 	defer work.release()
-	tx, err := conn.Begin(ctx)
+	tx, fresh, err := s.begin(ctx, conn.Conn, keys, shared)
 	if err != nil {
-		return &connectionError{err: fmt.Errorf("begin: %w", err), unavailable: true}
+		err = fmt.Errorf("note what is handled: %w", err)
+		if pg.IsRejectedRow(err) {
+			return err // the key cannot be stored
+		}
+		return &storeError{err}
 	}
-	if err = f(tx); err == nil {
-		if err = tx.Commit(ctx); err != nil {
-			err = fmt.Errorf("commit: %w", err)
+	defer tx.Rollback(ctx) // nothing, once it is committed; f may end its goroutine
+	if err := s.finishTx(ctx, tx, fresh, f); err != nil {
+		tx.Rollback(ctx)
+		if conn.IsClosed() {
+			return &connectionError{err}
+		}
+		return err
+	}
+	return nil
+}
+
+// finishTx runs f in a transaction and commits it, without the notes of what f has not done.
+func (s *handledStore) finishTx(ctx context.Context, tx *guardtx.Tx, fresh map[handledKey]bool, f func(handlerTx, map[handledKey]bool) error) error {
+	if err := f(tx, fresh); err != nil {
+		return err
+	}
+	if len(fresh) > 0 {
+		if err := s.unmarkAll(ctx, tx.Own(), fresh); err != nil {
+			return &storeError{fmt.Errorf("take back notes of what is not handled: %w", err)}
 		}
 	}
-	if err != nil && conn.IsClosed() {
-		err = &connectionError{err: err}
-	}
-	if err != nil {
-		// A rollback that fails closes the connection, and that rolls back.
-		_ = tx.Rollback(ctx)
-	}
-	return err
+	return tx.Commit(ctx)
 }
 
 // keyOf returns the key by which a repeat of a task is known.

@@ -59,8 +59,8 @@ var (
 	// ErrOmitted is the error of a call that was not made, because an earlier one was
 	// abandoned and has not returned.
 	ErrOmitted = errors.New("an earlier call has not returned")
-	// errGoexit is the error of a call that ended its goroutine.
-	errGoexit = errors.New("call has ended its goroutine")
+	// ErrGoexit is the error of a call that ended its goroutine.
+	ErrGoexit = errors.New("call has ended its goroutine by runtime.Goexit, as FailNow of a test and testify's require do")
 )
 
 // NewCallback returns the callback of a function with a name. It does not call it.
@@ -106,7 +106,7 @@ func (c *Callback) Notify(ctx context.Context, f func()) {
 // are called for every event, which a goroutine for each call would slow down; a call that
 // does not return does not return to the caller either.
 func (c *Callback) Inline(f func()) {
-	err := errGoexit
+	err := ErrGoexit
 	defer func() {
 		if v := recover(); v != nil {
 			err = NewPanic(v)
@@ -192,13 +192,13 @@ func (c *Callback) abandon(one *call) bool {
 
 // run calls f and ends the call, also if f panics or ends the goroutine.
 func (c *Callback) run(one *call, f func() error) {
-	err := errGoexit
+	err := ErrGoexit
 	defer func() {
 		v := recover()
 		if v != nil {
 			err = NewPanic(v)
 		}
-		if v != nil || errors.Is(err, errGoexit) {
+		if v != nil || errors.Is(err, ErrGoexit) {
 			c.logPanic(err)
 		}
 		c.end(one, err)

@@ -80,7 +80,7 @@ func TestCallbackPanics(t *testing.T) {
 		require.Equal(t, 1, p.lines("times=5"), "those that were not logged")
 
 		end := newPlay(HookLimits)
-		require.ErrorIs(t, end.Call(t.Context(), func() error { runtime.Goexit(); return nil }), errGoexit)
+		require.ErrorIs(t, end.Call(t.Context(), func() error { runtime.Goexit(); return nil }), ErrGoexit)
 		require.Equal(t, 1, end.lines("level=ERROR"))
 	})
 }
@@ -190,6 +190,33 @@ func TestGroup(t *testing.T) {
 		require.True(t, ended)
 	}()
 	g.Wait()
+}
+
+// Do returns what a function returns, also if that ends its goroutine, and passes a panic on.
+func TestDo(t *testing.T) {
+	t.Parallel()
+	bad := errors.New("bad")
+	require.ErrorIs(t, Do(func() error { return bad }), bad)
+	deferred := false
+	require.ErrorIs(t, Do(func() error {
+		defer func() { deferred = true }()
+		runtime.Goexit()
+		return nil
+	}), ErrGoexit)
+	require.True(t, deferred)
+	defer func() {
+		err, ok := recover().(error)
+		require.True(t, ok)
+		require.ErrorIs(t, err, bad)
+	}()
+	_ = Do(func() error { panic(bad) })
+}
+
+func BenchmarkDo(b *testing.B) {
+	b.ReportAllocs()
+	for b.Loop() {
+		_ = Do(nothing)
+	}
 }
 
 func BenchmarkCallback(b *testing.B) {

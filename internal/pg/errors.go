@@ -49,6 +49,12 @@ func IsUnreadable(err error) bool {
 	return hasCode(err, programLimitExceeded, dataCorrupted, indexCorrupted, internalError) || strings.HasPrefix(Code(err), dataException)
 }
 
+// IsRejectedRow reports whether PostgreSQL does not take a row for what is in it: a value that
+// its encoding does not have, a constraint, or a key that is too long for an index.
+func IsRejectedRow(err error) bool {
+	return slices.ContainsFunc([]string{"22", "23", "54"}, func(class string) bool { return strings.HasPrefix(Code(err), class) })
+}
+
 // IsTransient reports whether PostgreSQL asks for the transaction to be repeated.
 func IsTransient(err error) bool {
 	const serializationFailure, deadlockDetected = "40001", "40P01"

@@ -1,0 +1,199 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/guardtx"
+)
+
+// handlerTx is a transaction in which handlers are called: a [guardtx.Tx], or a fake.
+type handlerTx interface {
+	// Call calls the handler of an action, and finds out what it has done to the transaction.
+	Call(action string, f func(pgx.Tx) error) error
+	// ChangedSettings reports whether a handler has changed settings of the transaction.
+	ChangedSettings() bool
+}
+
+// handlerCalls are the calls of the handlers of tasks, in one transaction. A handler of
+// [HandleBatch] gets its events as late as possible, so that it gets many; but not after
+// another handler has got a later event of the same key.
+type handlerCalls struct {
+	tasks     []task
+	keys      []handledKey // of tasks
+	enough    func() bool
+	callOne   func(ctx context.Context, action string, arrivals []arrival, call func(context.Context) error) (took time.Duration, err error)
+	keepApart func(*handler) // called for one that changes settings
+
+	tx      handlerTx
+	fresh   map[handledKey]bool
+	results []taskResult // of the first tasks
+	pending []pendingCall
+	mixed   bool // events of several types are among the tasks
+
+	record  *KafkaMetadata // of the first call
+	others  bool           // a call was for another record
+	current []int          // the tasks of the call that is under way, or has failed
+	apart   bool           // a handler has changed settings, so no other may be called
+}
+
+// pendingCall is a call of a handler of [HandleBatch] that is still to be made.
+type pendingCall struct {
+	tasks []int
+	types map[string]string // of its events, by record key; "" for several; nil unless mixed
+}
+
+// severalCalls reports whether tasks may need more than one call of a handler.
+func severalCalls(tasks []task) bool {
+	return slices.ContainsFunc(tasks[1:], func(t task) bool { return t.kind != inBatch || t.handler != tasks[0].handler })
+}
+
+// run calls the handlers. Between two records it ends if enough says so. It removes the keys
+// of what it has done from fresh.
+func (c *handlerCalls) run(ctx context.Context) error {
+	c.mixed = slices.ContainsFunc(c.tasks, func(t task) bool { return t.meta.Type != c.tasks[0].meta.Type })
+	for i, t := range c.tasks {
+		if i > 0 && t.meta.Kafka != c.tasks[i-1].meta.Kafka && c.enough() {
+			break
+		}
+		fresh := c.fresh[c.keys[i]]
+		c.results = append(c.results, taskResult{task: t, repeat: !fresh})
+		if !fresh {
+			continue
+		}
+		delete(c.fresh, c.keys[i]) // the next with this key is a repeat
+		if t.kind == inBatch {
+			c.postpone(i)
+			continue
+		}
+		if err := c.flush(ctx, c.conflicts(t)); err != nil {
+			return err
+		}
+		if err := c.call(ctx, []int{i}); err != nil {
+			return err
+		}
+	}
+	return c.flush(ctx, len(c.pending))
+}
+
+// conflicts returns how many pending calls have to be made before the handler of a task gets
+// its event: up to the last one with an event of the same key and of another type. Of a single
+// type, each handler gets the events in order in any case.
+func (c *handlerCalls) conflicts(t task) int {
+	if !c.mixed || len(t.meta.Kafka.Key) == 0 {
+		return 0
+	}
+	for n, call := range slices.Backward(c.pending) {
+		if name, ok := call.types[string(t.meta.Kafka.Key)]; ok && name != t.meta.Type && c.tasks[call.tasks[0]].handler != t.handler {
+			return n + 1
+		}
+	}
+	return 0
+}
+
+// postpone adds a task to the pending call of its handler. If another call has to be made in
+// between, it begins one behind that.
+func (c *handlerCalls) postpone(i int) {
+	t := c.tasks[i]
+	first := c.conflicts(t)
+	n := slices.IndexFunc(c.pending[first:], func(call pendingCall) bool { return c.tasks[call.tasks[0]].handler == t.handler })
+	if n += first; n < first {
+		n = len(c.pending)
+		c.pending = append(c.pending, pendingCall{types: map[string]string{}})
+	}
+	call := &c.pending[n]
+	call.tasks = append(call.tasks, i)
+	if key := string(t.meta.Kafka.Key); c.mixed {
+		if name, ok := call.types[key]; ok && name != t.meta.Type {
+			call.types[key] = ""
+			return
+		}
+		call.types[key] = t.meta.Type
+	}
+}
+
+// flush makes the first n pending calls.
+func (c *handlerCalls) flush(ctx context.Context, n int) error {
+	for _, pending := range c.pending[:n] {
+		if err := c.call(ctx, pending.tasks); err != nil {
+			return err
+		}
+	}
+	c.pending = c.pending[n:]
+	return nil
+}
+
+// call calls the handler of tasks, given by their index.
+func (c *handlerCalls) call(ctx context.Context, tasks []int) error {
+	if c.apart {
+		return guardtx.ErrSettings
+	}
+	first, arrivals := c.tasks[tasks[0]], make([]arrival, len(tasks))
+	for n, i := range tasks {
+		arrivals[n] = c.tasks[i].arrival
+	}
+	if c.record == nil {
+		c.record = first.meta.Kafka
+	}
+	c.others, c.current = c.others || c.record != first.meta.Kafka, tasks
+	var took time.Duration
+	err := c.tx.Call(first.action, func(tx pgx.Tx) (err error) {
+		took, err = c.callOne(batchContext(ctx, arrivals), first.action, arrivals, func(ctx context.Context) error { return first.call(ctx, tx, arrivals) })
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	c.current, c.others = nil, c.others || len(tasks) > 1
+	for _, i := range tasks {
+		c.results[i].took = took / time.Duration(len(tasks))
+	}
+	if c.tx.ChangedSettings() && len(c.tasks) > 1 {
+		c.apart = true
+		c.keepApart(first.handler)
+	}
+	return nil
+}
+
+// taskError is the error of a task that cannot be due to another event.
+type taskError struct {
+	task task
+	err  error
+}
+
+func (e *taskError) Error() string { return e.err.Error() }
+func (e *taskError) Unwrap() error { return e.err }
+
+// of returns the error if it is that of a task.
+func (e *taskError) of(t task) error {
+	if e == nil || e.task.handler != t.handler || e.task.meta.Kafka != t.meta.Kafka {
+		return nil
+	}
+	return e.err
+}
+
+// name adds to the error of a handler that has ended its goroutine which one it was.
+func (c *handlerCalls) name(err error) error {
+	if errors.Is(err, contain.ErrGoexit) && len(c.current) > 0 {
+		return endedGoroutine(c.tasks[c.current[0]], err)
+	}
+	return err
+}
+
+func endedGoroutine(t task, err error) error { return fmt.Errorf("handler %s: %w", t.action, err) }
+
+// attribute makes an error a [*taskError] if the handler of a single event returned it before
+// one of another event was called. Otherwise what the others have left in the transaction may
+// have caused it, and each event is to be tried by itself.
+func (c *handlerCalls) attribute(err error) error {
+	if len(c.current) != 1 || c.others {
+		return err
+	}
+	return &taskError{c.tasks[c.current[0]], err}
+}

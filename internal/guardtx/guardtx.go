@@ -1,0 +1,228 @@
+// Package guardtx runs functions of the host in a transaction of ours. They write in it,
+// and cannot end it: what stands in it beside their work would be committed half done.
+package guardtx
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+var (
+	// ErrEnded means that a function has committed or rolled back the transaction, or tried
+	// to.
+	ErrEnded = errors.New("outbox: a handler must not commit or roll back the transaction that it gets: the consumer does")
+	// ErrSettings means that functions which share a transaction have changed its settings,
+	// which a function should see as they are outside.
+	ErrSettings = errors.New("a handler has changed settings of the transaction, which it shares with others")
+
+	errAborted = errors.New("has left its transaction aborted: it returned nil although a statement had failed")
+	errOpen    = errors.New("has left rows or batch results open: it must close them before it returns")
+	errLost    = errors.New("has returned nil although its connection was lost")
+)
+
+// Nothing in PostgreSQL keeps a session from committing its transaction. But the query of
+// a cursor WITH HOLD runs at the commit, and the commit fails if the query does: then
+// PostgreSQL rolls everything back. So a transaction begins with a cursor whose query
+// fails, and whoever is to commit closes it first, in the same round trip. If the cursor is
+// not there, the transaction is another one than the one that was begun, for example behind
+// "ROLLBACK; BEGIN". It also keeps PREPARE TRANSACTION from working.
+const (
+	sqlGuard = `
+DECLARE outbox_guard CURSOR WITH HOLD FOR
+SELECT pg_catalog.current_setting('outbox: a handler must not commit the transaction of the consumer')`
+	sqlUnguard = `CLOSE outbox_guard; `
+	sqlCommit  = sqlUnguard + `COMMIT`
+)
+
+// The settings that are compared before the commit of a transaction that several functions
+// share: those that say who acts, what names mean, how long a statement may take, and when
+// a day begins. Statements that pass through a [Tx] are looked at for all settings; this is
+// for changes by functions inside PostgreSQL. To list all settings would take milliseconds.
+const sqlSettings = `pg_catalog.concat_ws(',', current_setting('search_path'), current_setting('role'), current_setting('session_authorization'),
+ current_setting('row_security'), current_setting('session_replication_role'), current_setting('lock_timeout'),
+ current_setting('statement_timeout'), current_setting('TimeZone'))`
+
+const (
+	sqlKeepSettings = `SELECT pg_catalog.set_config('outbox.settings', ` + sqlSettings + `, true)`
+	// sqlSharedCommit fails with undefinedObject if settings have changed.
+	sqlSharedCommit = sqlUnguard + `
+SELECT pg_catalog.current_setting(CASE WHEN current_setting('outbox.settings') = ` + sqlSettings + `
+       THEN 'outbox.settings' ELSE 'outbox: a handler has changed settings' END); COMMIT`
+)
+
+// Tx is a transaction of ours. One goroutine uses it.
+type Tx struct {
+	tx      pgx.Tx
+	shared  bool   // several functions are called in it
+	name    string // of the last one
+	ended   bool   // the function has called Commit or Rollback
+	changed bool   // a function has changed settings
+
+	clean  [4]string // statements that were looked at lately, and change none
+	oldest int       // of them
+}
+
+// Begin begins a transaction, together with what queue adds to the batch, in a single round
+// trip. If several functions are to be called in it, it is shared.
+func Begin(ctx context.Context, conn *pgx.Conn, shared bool, queue func(*pgx.Batch)) (*Tx, error) {
+	var batch pgx.Batch
+	commit := sqlCommit
+	if shared {
+		commit = sqlSharedCommit
+	}
+	batch.BeginTx(pgx.TxOptions{CommitQuery: commit})
+	queue(&batch)
+	batch.Queue(sqlGuard)
+	if shared {
+		batch.Queue(sqlKeepSettings)
+	}
+	results := conn.SendBatch(ctx, &batch)
+	t := &Tx{tx: results.Tx(), shared: shared}
+	if err := results.Close(); err != nil {
+		t.Rollback(ctx)
+		return nil, err
+	}
+	return t, nil
+}
+
+// Call calls a function of the host with the transaction, whose Commit and Rollback fail. It
+// returns the error of the function, or what the function has done to the transaction: that
+// error has the name of the function.
+func (t *Tx) Call(name string, f func(pgx.Tx) error) error {
+	t.name, t.ended = name, false
+	err := f(&hostTx{part{t.tx, t}})
+	conn := t.tx.Conn().PgConn()
+	idle := !conn.IsClosed() && !conn.IsBusy() && conn.TxStatus() == 'I'
+	switch {
+	case t.ended || idle:
+		return t.endedError(err)
+	case err != nil:
+		return err
+	case conn.IsClosed():
+		return t.blame(errLost)
+	case conn.IsBusy():
+		return t.blame(errOpen)
+	case conn.TxStatus() == 'E':
+		return t.blame(errAborted)
+	}
+	return nil
+}
+
+func (t *Tx) blame(err error) error { return fmt.Errorf("handler %s %w", t.name, err) }
+
+// endedError returns [ErrEnded] with the error that goes with it, if there is one.
+func (t *Tx) endedError(err error) error {
+	if err == nil || errors.Is(err, ErrEnded) {
+		return fmt.Errorf("handler %s: %w", t.name, ErrEnded)
+	}
+	return fmt.Errorf("handler %s: %w: %w", t.name, ErrEnded, err)
+}
+
+// Own returns the transaction for statements of ours.
+func (t *Tx) Own() pgx.Tx { return t.tx }
+
+// ChangedSettings reports whether a statement of a function may have changed settings, which
+// stay changed until the end of the transaction.
+func (t *Tx) ChangedSettings() bool { return t.changed }
+
+// Commit commits. Its error wraps [ErrEnded] or [ErrSettings] if that is why it fails.
+func (t *Tx) Commit(ctx context.Context) error {
+	err := t.tx.Commit(ctx)
+	const invalidCursorName, undefinedObject = "34000", "42704"
+	switch code := pg.Code(err); {
+	case err == nil:
+		return nil
+	case code == invalidCursorName:
+		return t.endedError(err)
+	case code == undefinedObject && t.shared:
+		return fmt.Errorf("%w: %w", ErrSettings, err)
+	}
+	return fmt.Errorf("commit: %w", err)
+}
+
+// Rollback rolls back, unless the transaction has ended. If that fails it closes the
+// connection, with which PostgreSQL rolls back as well.
+func (t *Tx) Rollback(ctx context.Context) { _ = t.tx.Rollback(ctx) }
+
+// hostTx is the transaction as a function of the host gets it.
+type hostTx struct{ part }
+
+// Commit implements [pgx.Tx].
+func (h *hostTx) Commit(context.Context) error {
+	h.owner.ended = true
+	return ErrEnded
+}
+
+// Rollback implements [pgx.Tx].
+func (h *hostTx) Rollback(context.Context) error {
+	h.owner.ended = true
+	return ErrEnded
+}
+
+// part is a transaction, or a savepoint in it, whose statements are looked at.
+type part struct {
+	pgx.Tx
+	owner *Tx
+}
+
+func (p *part) look(sql string) { p.owner.look(sql) }
+
+// look finds out whether a statement changes settings. Handlers run the same few again and
+// again.
+func (t *Tx) look(sql string) {
+	if t.changed || slices.Contains(t.clean[:], sql) {
+		return
+	}
+	if t.changed = changesSettings(sql); !t.changed {
+		t.clean[t.oldest] = sql
+		t.oldest = (t.oldest + 1) % len(t.clean)
+	}
+}
+
+// Begin implements [pgx.Tx]: it sets a savepoint.
+func (p *part) Begin(ctx context.Context) (pgx.Tx, error) {
+	savepoint, err := p.Tx.Begin(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return &part{savepoint, p.owner}, nil
+}
+
+// Exec implements [pgx.Tx].
+func (p *part) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
+	p.look(sql)
+	return p.Tx.Exec(ctx, sql, args...)
+}
+
+// Query implements [pgx.Tx].
+func (p *part) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	p.look(sql)
+	return p.Tx.Query(ctx, sql, args...)
+}
+
+// QueryRow implements [pgx.Tx].
+func (p *part) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	p.look(sql)
+	return p.Tx.QueryRow(ctx, sql, args...)
+}
+
+// Prepare implements [pgx.Tx].
+func (p *part) Prepare(ctx context.Context, name, sql string) (*pgconn.StatementDescription, error) {
+	p.look(sql)
+	return p.Tx.Prepare(ctx, name, sql)
+}
+
+// SendBatch implements [pgx.Tx].
+func (p *part) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
+	for _, q := range b.QueuedQueries {
+		p.look(q.SQL)
+	}
+	return p.Tx.SendBatch(ctx, b)
+}

@@ -1,0 +1,245 @@
+package guardtx_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/guardtx"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// guardFixture is a table of notes, and one of effects.
+type guardFixture struct {
+	db     *pgxpool.Pool
+	schema string
+}
+
+func newGuardFixture(t *testing.T, mode pgx.QueryExecMode) *guardFixture {
+	t.Helper()
+	_, schema := testenv.Schema(t)
+	g := &guardFixture{db: testenv.PoolIn(t, mode), schema: pgx.Identifier{schema}.Sanitize()}
+	for _, table := range []string{"notes", "effects"} {
+		_, err := g.db.Exec(t.Context(), `CREATE TABLE `+g.schema+`.`+table+` (n int)`)
+		require.NoError(t, err)
+	}
+	return g
+}
+
+func (g *guardFixture) begin(t *testing.T, shared bool) *guardtx.Tx {
+	t.Helper()
+	conn, err := g.db.Acquire(t.Context())
+	require.NoError(t, err)
+	t.Cleanup(conn.Release)
+	tx, err := guardtx.Begin(t.Context(), conn.Conn(), shared, func(b *pgx.Batch) { b.Queue(`INSERT INTO ` + g.schema + `.notes VALUES (1)`) })
+	require.NoError(t, err)
+	return tx
+}
+
+// effect returns a function of the host that has an effect and runs statements.
+func (g *guardFixture) effect(ctx context.Context, statements ...string) func(pgx.Tx) error {
+	return func(tx pgx.Tx) error {
+		for _, sql := range append([]string{`INSERT INTO ` + g.schema + `.effects VALUES (1)`}, statements...) {
+			if _, err := tx.Exec(ctx, sql); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+}
+
+func (g *guardFixture) requireRows(t *testing.T, notes, effects int) {
+	t.Helper()
+	for table, want := range map[string]int{"notes": notes, "effects": effects} {
+		var n int
+		require.NoError(t, g.db.QueryRow(t.Context(), `SELECT count(*) FROM `+g.schema+`.`+table).Scan(&n))
+		require.Equal(t, want, n, table)
+	}
+}
+
+var modes = []pgx.QueryExecMode{
+	pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec, pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
+}
+
+// What a function does commits with what stands in the transaction beside it, in all ways
+// in which a pool can send statements. Savepoints are the function's own.
+func TestCommit(t *testing.T) {
+	t.Parallel()
+	for _, mode := range modes {
+		for _, shared := range []bool{false, true} {
+			g := newGuardFixture(t, mode)
+			tx := g.begin(t, shared)
+			require.NoError(t, tx.Call("GOOD", func(tx pgx.Tx) error {
+				bad := pgx.BeginFunc(t.Context(), tx, func(tx pgx.Tx) error { return g.effect(t.Context(), "SELECT 1/0")(tx) })
+				return errors.Join(requireFails(bad), pgx.BeginFunc(t.Context(), tx, g.effect(t.Context())))
+			}))
+			require.NoError(t, tx.Call("GOOD", g.effect(t.Context())))
+			require.NoError(t, tx.Commit(t.Context()))
+			g.requireRows(t, 1, 2)
+		}
+	}
+}
+
+func requireFails(err error) error {
+	if err == nil {
+		return errors.New("it does not fail")
+	}
+	return nil
+}
+
+// A function that ends the transaction by a statement commits nothing, and the error says
+// what it did, with its name.
+func TestFunctionEndsTransaction(t *testing.T) {
+	t.Parallel()
+	for _, mode := range modes {
+		g := newGuardFixture(t, mode)
+		for _, statement := range []string{"COMMIT", "END", "COMMIT; BEGIN", "COMMIT AND CHAIN", "ROLLBACK", "ROLLBACK; BEGIN", "ROLLBACK AND CHAIN", "PREPARE TRANSACTION 'p'"} {
+			tx := g.begin(t, false)
+			err := tx.Call("ENDS", g.effect(t.Context(), statement))
+			if err == nil {
+				err = tx.Commit(t.Context())
+			}
+			require.ErrorContains(t, err, "handler ENDS", statement)
+			if statement != "PREPARE TRANSACTION 'p'" {
+				require.ErrorIs(t, err, guardtx.ErrEnded, statement)
+			}
+			tx.Rollback(t.Context())
+			g.requireRows(t, 0, 0)
+		}
+	}
+}
+
+// The same if it ignores the error and begins a transaction of its own: what it does in that
+// is not committed either.
+func TestFunctionIgnoresError(t *testing.T) {
+	t.Parallel()
+	g := newGuardFixture(t, pgx.QueryExecModeExec)
+	for _, end := range []string{"COMMIT", "ROLLBACK"} {
+		tx := g.begin(t, true)
+		require.NoError(t, tx.Call("ENDS", func(tx pgx.Tx) error {
+			_, _ = tx.Exec(t.Context(), end)
+			_, err := tx.Exec(t.Context(), "BEGIN")
+			return errors.Join(err, g.effect(t.Context())(tx))
+		}))
+		err := tx.Commit(t.Context())
+		require.ErrorIs(t, err, guardtx.ErrEnded)
+		require.ErrorContains(t, err, "handler ENDS")
+		tx.Rollback(t.Context())
+		g.requireRows(t, 0, 0)
+	}
+}
+
+// Commit and Rollback of the transaction that a function gets fail, and so does the function,
+// whatever it makes of that.
+func TestFunctionCallsCommit(t *testing.T) {
+	t.Parallel()
+	g := newGuardFixture(t, pgx.QueryExecModeExec)
+	for _, end := range []func(pgx.Tx, context.Context) error{pgx.Tx.Commit, pgx.Tx.Rollback} {
+		tx := g.begin(t, true)
+		err := tx.Call("ENDS", func(tx pgx.Tx) error {
+			if err := end(tx, t.Context()); !errors.Is(err, guardtx.ErrEnded) {
+				return fmt.Errorf("the error is %w", err)
+			}
+			return nil
+		})
+		require.EqualError(t, err, "handler ENDS: "+guardtx.ErrEnded.Error())
+		tx.Rollback(t.Context())
+	}
+}
+
+// A function that returns nil, and leaves the transaction in a state in which others fail,
+// is the one that fails.
+func TestFunctionLeavesTransaction(t *testing.T) {
+	t.Parallel()
+	g := newGuardFixture(t, pgx.QueryExecModeExec)
+	for want, f := range map[string]func(pgx.Tx){
+		"left its transaction aborted": func(tx pgx.Tx) { _, _ = tx.Exec(t.Context(), "SELECT 1/0") },
+		"left rows":                    func(tx pgx.Tx) { _, _ = tx.Query(t.Context(), "SELECT 1") },
+		"its connection was lost":      func(tx pgx.Tx) { _ = tx.Conn().Close(t.Context()) },
+	} {
+		tx := g.begin(t, false)
+		err := tx.Call("LEAVES", func(tx pgx.Tx) error { f(tx); return nil })
+		require.ErrorContains(t, err, "handler LEAVES has")
+		require.ErrorContains(t, err, want)
+		tx.Rollback(t.Context())
+	}
+	g.requireRows(t, 0, 0)
+}
+
+// A change of settings is noticed, by the statement; or, of the settings that are compared,
+// if something in PostgreSQL makes it. Alone in a transaction a function may do what it wants.
+func TestSettings(t *testing.T) {
+	t.Parallel()
+	for _, mode := range modes {
+		g := newGuardFixture(t, mode)
+		_, err := g.db.Exec(t.Context(), `CREATE FUNCTION `+g.schema+`.act(text) RETURNS void LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_catalog.set_config('search_path', $1, true); END $$`)
+		require.NoError(t, err)
+		for _, tt := range []struct {
+			statement   string
+			seen, fails bool
+		}{
+			{"SELECT 1", false, false},
+			{"SET LOCAL outbox_test.tenant = '7'", true, false},
+			{"SET LOCAL lock_timeout = '7s'", true, true},
+			{"SELECT " + g.schema + ".act('pg_catalog')", false, true},
+		} {
+			for _, shared := range []bool{false, true} {
+				tx := g.begin(t, shared)
+				require.NoError(t, tx.Call("SETS", g.effect(t.Context(), tt.statement)))
+				require.Equal(t, tt.seen, tx.ChangedSettings(), tt.statement)
+				err := tx.Commit(t.Context())
+				if tt.fails && shared {
+					require.ErrorIs(t, err, guardtx.ErrSettings, tt.statement)
+					continue
+				}
+				require.NoError(t, err, tt.statement)
+			}
+		}
+	}
+}
+
+// All ways to send a statement are looked at.
+func TestSettingsByAnyWay(t *testing.T) {
+	t.Parallel()
+	g := newGuardFixture(t, pgx.QueryExecModeExec)
+	const set = "SELECT set_config('outbox_test.tenant', '7', true)"
+	for name, f := range map[string]func(pgx.Tx) error{
+		"Query":    func(tx pgx.Tx) error { rows, err := tx.Query(t.Context(), set); rows.Close(); return err },
+		"QueryRow": func(tx pgx.Tx) error { var s string; return tx.QueryRow(t.Context(), set).Scan(&s) },
+		"Prepare":  func(tx pgx.Tx) error { _, err := tx.Prepare(t.Context(), "", set); return err },
+		"SendBatch": func(tx pgx.Tx) error {
+			var b pgx.Batch
+			b.Queue(set)
+			return tx.SendBatch(t.Context(), &b).Close()
+		},
+		"Begin": func(tx pgx.Tx) error {
+			return pgx.BeginFunc(t.Context(), tx, func(tx pgx.Tx) error { _, err := tx.Exec(t.Context(), set); return err })
+		},
+	} {
+		tx := g.begin(t, true)
+		require.NoError(t, tx.Call("SETS", f), name)
+		require.True(t, tx.ChangedSettings(), name)
+		tx.Rollback(t.Context())
+	}
+}
+
+// What cannot be begun is an error, and the connection can be used again.
+func TestBeginFails(t *testing.T) {
+	t.Parallel()
+	for _, mode := range modes {
+		g := newGuardFixture(t, mode)
+		conn, err := g.db.Acquire(t.Context())
+		require.NoError(t, err)
+		for _, sql := range []string{"nowhere VALUES (1)", "notes VALUES (1/0)"} {
+			_, err = guardtx.Begin(t.Context(), conn.Conn(), false, func(b *pgx.Batch) { b.Queue(`INSERT INTO ` + g.schema + `.` + sql) })
+			require.Error(t, err)
+			require.EqualValues(t, 'I', conn.Conn().PgConn().TxStatus())
+		}
+		conn.Release()
+	}
+}

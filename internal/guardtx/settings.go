@@ -1,0 +1,95 @@
+package guardtx
+
+import "strings"
+
+// changesSettings reports whether a statement may change settings of its transaction: SET,
+// RESET, DISCARD or set_config, also in the body of a DO.
+func changesSettings(sql string) bool {
+	first, code := true, false // the next word begins a statement; the next literal is one
+	for sql != "" {
+		var token string
+		token, sql = nextToken(sql)
+		switch c := token[0]; {
+		case c == ' ':
+		case isAlpha(c):
+			k := kindOf(token)
+			if k == sets || k == setsAtFirst && first {
+				return true
+			}
+			first, code = k == beforeStatement, k == beforeCode
+		case c == '\'' && code && changesSettings(token[1:]):
+			return true
+		default:
+			first, code = c == ';' || c == '$', false
+		}
+	}
+	return false
+}
+
+// wordKind says what a word means for [changesSettings].
+type wordKind uint8
+
+const (
+	other wordKind = iota
+	sets
+	setsAtFirst     // if it begins a statement
+	beforeStatement // a statement follows, in PL/pgSQL
+	beforeCode      // a literal that follows is a statement, or several
+)
+
+// words by their length, which differs for most: handlers pass here with every statement.
+var words = [...]map[string]wordKind{
+	2:  {"do": beforeCode},
+	3:  {"set": setsAtFirst},
+	4:  {"then": beforeStatement, "else": beforeStatement, "loop": beforeStatement},
+	5:  {"reset": setsAtFirst, "begin": beforeStatement},
+	7:  {"discard": setsAtFirst, "execute": beforeCode},
+	10: {"set_config": sets},
+}
+
+func kindOf(word string) wordKind {
+	if len(word) >= len(words) || words[len(word)] == nil {
+		return other
+	}
+	var lower [len(words)]byte
+	for i := range len(word) {
+		lower[i] = word[i] | 0x20
+		if word[i] == '_' {
+			lower[i] = '_'
+		}
+	}
+	return words[len(word)][string(lower[:len(word)])]
+}
+
+// nextToken cuts a token from the beginning of a text: a word, a quoted text, the mark of a
+// dollar-quoted text, another character, or a space for what does not matter.
+func nextToken(sql string) (token, rest string) {
+	switch c := sql[0]; {
+	case strings.HasPrefix(sql, "--"):
+		return " ", behind(sql, "\n", 2)
+	case strings.HasPrefix(sql, "/*"):
+		return " ", behind(sql, "*/", 2)
+	case c == '\'', c == '"':
+		rest = behind(sql, string(c), 1)
+		return sql[:len(sql)-len(rest)], rest
+	case c == ' ', c == '\n', c == '\t', c == '\r':
+		return " ", sql[1:]
+	case isAlpha(c):
+		n := 1
+		for n < len(sql) && (isAlpha(sql[n]) || sql[n] >= '0' && sql[n] <= '9' || sql[n] == '$') {
+			n++
+		}
+		return sql[:n], sql[n:]
+	}
+	return sql[:1], sql[1:]
+}
+
+// behind returns what follows the first end in a text, from an index on, or nothing.
+func behind(sql, end string, from int) string {
+	if n := strings.Index(sql[from:], end); n >= 0 {
+		return sql[from+n+len(end):]
+	}
+	return ""
+}
+
+func isAlpha(c byte) bool { return c|0x20 >= 'a' && c|0x20 <= 'z' || c == '_' || c >= 0x80 }

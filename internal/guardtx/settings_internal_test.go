@@ -1,0 +1,33 @@
+package guardtx
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestChangesSettings(t *testing.T) {
+	t.Parallel()
+	for _, sql := range []string{
+		"SET LOCAL app.tenant = 'a'", "set role shop", " \n\tSeT x TO 1", "/* by */ SET x TO 1", "-- by\nSET x TO 1", "RESET ALL", "DISCARD ALL",
+		"SELECT 1; SET LOCAL x = 1", "SET CONSTRAINTS ALL DEFERRED", "SELECT pg_catalog.set_config($1, $2, true)", "select SET_CONFIG('a', 'b', true)",
+		"DO $$ BEGIN SET LOCAL x = 1; END $$", "DO $body$ BEGIN UPDATE t SET n = 1; RESET x; END $body$", "DO $$ BEGIN EXECUTE 'SET LOCAL x = 1'; END $$",
+		"DO 'BEGIN PERFORM set_config(''a'', ''b'', true); END'",
+	} {
+		require.True(t, changesSettings(sql), sql)
+	}
+	for _, sql := range []string{
+		"", "SELECT 1", "UPDATE t SET n = $1 WHERE s = 'set x'", "INSERT INTO t VALUES ($1) ON CONFLICT (n) DO UPDATE SET n = excluded.n",
+		"UPDATE t -- the set\n SET n = 1", "UPDATE reset SET discard = 1", `UPDATE "set" SET "reset" = 1`, "WITH x AS (UPDATE t SET n = 1 RETURNING n) SELECT * FROM x",
+		"SELECT settings, setting FROM t; UPDATE t SET n = 1;", "MERGE INTO t USING s ON true WHEN MATCHED THEN UPDATE SET n = 1",
+		"SELECT 'unfinished", "SELECT 1 /* unfinished", "SELECT 1 -- unfinished", "SELECT $1, $2",
+	} {
+		require.False(t, changesSettings(sql), sql)
+	}
+}
+
+func BenchmarkChangesSettings(b *testing.B) {
+	for b.Loop() {
+		changesSettings(`INSERT INTO "shop".counts (product, n) VALUES ($1, $2) ON CONFLICT (product) DO UPDATE SET n = counts.n + excluded.n`)
+	}
+}
