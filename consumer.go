@@ -13,6 +13,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/starts"
@@ -24,7 +25,8 @@ import (
 // partition is assigned to one of them.
 type Consumer struct {
 	cfg       ConsumerConfig
-	opts      []kgo.Opt
+	hostOpts  []kgo.Opt
+	opts      []kgo.Opt // with what the promises need
 	processor *processor
 	handled   *handledStore // nil without PostgreSQL
 	starts    *starts.Store // nil without PostgreSQL
@@ -78,8 +80,9 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	if err == nil {
 		cfg.DeadLetterTopic, err = fixedDeadLetterTopics(cfg.DeadLetterTopic, routes.topics)
 	}
+	var all []kgo.Opt
 	if err == nil {
-		opts, err = consumerOpts(opts, cfg, routes.topics)
+		all, err = consumerOpts(opts, cfg, routes.topics)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("outbox: consumer config: %w", err)
@@ -87,7 +90,7 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	log := cfg.Logger.With("group", cfg.Group)
 	cfg.HandlerConfig = cfg.guarded(log)
 	c := &Consumer{
-		cfg: cfg, opts: opts, outages: outage.NewLogs(log),
+		cfg: cfg, hostOpts: slices.Clone(opts), opts: all, outages: outage.NewLogs(log),
 		processor: &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, log: log, input: &inputLog{}, apart: new(sync.Map)},
 	}
 	if db != nil {
@@ -104,10 +107,18 @@ func (c *Consumer) Group() string { return c.cfg.Group }
 // Topics returns the topics that the consumer reads, sorted.
 func (c *Consumer) Topics() []string { return slices.Clone(c.processor.routes.topics) }
 
-// Run handles events until ctx is cancelled; then it finishes the transactions in
-// flight, within SessionTimeout, commits the offsets, leaves the group and returns
-// nil. It may be called again afterwards; a second call at the same time returns
-// [ErrRunning].
+// Run handles events until ctx is cancelled; then it returns nil, within StopTimeout. In
+// this time handlers finish the events that they are at, which has three fifths of it,
+// what is done is committed, and the group is left. What is not done by then is rolled
+// back, and comes again. Run may be called again afterwards; a second call at the same
+// time returns [ErrRunning].
+//
+// A handler that ignores the end of its context cannot be ended. Run does not wait for
+// it, and logs it with its event as an error. The connection of its transaction is
+// closed, so that PostgreSQL rolls it back and nothing that it does later in it has an
+// effect; what it does outside of it, and a handler of [HandleNoTx], has. Its goroutine
+// goes on until it returns. The same holds when a partition is assigned to another
+// member, which takes it over after SessionTimeout.
 //
 // Outages of Kafka and PostgreSQL are waited out, not returned. Run returns an error
 // only if an operator has to act: [ErrNotMigrated].
@@ -127,14 +138,18 @@ func (c *Consumer) run(ctx context.Context) error {
 		return err
 	}
 	for ctx.Err() == nil { // again if a topic was created again: the client cannot read the new one
-		m, err := join(c.opts, &c.cfg, c.processor, c.starts, c.outages)
+		m, err := join(c.hostOpts, c.opts, &c.cfg, c.processor, c.starts, c.outages)
 		if err != nil {
 			return err
 		}
 		c.current.Store(m)
-		m.poll(ctx)
+		polling := m.startPolling(ctx)
+		select { // and not when polling has ended: it waits while partitions are given up
+		case <-ctx.Done():
+		case <-m.starts.Outdated().Done():
+		}
 		c.current.Store(nil)
-		m.close()
+		m.close(polling)
 	}
 	return nil
 }
@@ -176,7 +191,7 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 // returned, not tried again, and there are no dead letters. Actions that are done
 // already are skipped, and event types without a handler as Unknown says.
 func (c *Consumer) Deliver(ctx context.Context, record *kgo.Record) error {
-	p := c.processor.forOne(new(activity))
+	p := c.processor.forOne(new(handling.Activity))
 	it := p.read(ctx, record, new(KafkaMetadata))
 	if it.isSkipped(c.cfg.Unknown) {
 		return nil

@@ -89,13 +89,17 @@ type ConsumerConfig struct {
 	HeartbeatInterval time.Duration
 	// SessionTimeout is how long Kafka waits for a heartbeat before it gives the
 	// partitions to others; and how long a handler may go on when its partition is
-	// taken away, or when the consumer stops. Zero means 30 s.
+	// taken away. Zero means 30 s.
 	SessionTimeout time.Duration
 	// MaxPollInterval bounds a transaction. What is done of the records that arrived
 	// together is committed after half of it, and the rest goes into another one. It is
 	// also how long Kafka waits for a member that has to give up a partition. Zero means
 	// 5 min.
 	MaxPollInterval time.Duration
+
+	// StopTimeout is how long [Consumer.Run] may outlive its context. Handlers have three
+	// fifths of it to finish the events that they are at. Zero means 5 s.
+	StopTimeout time.Duration
 
 	// DeadLetterTopic names the topic for the dead letters of another, which must not be
 	// one that the consumer reads. It is called for each topic when the consumer is made.
@@ -126,6 +130,7 @@ const (
 	defaultHeartbeat       = 10 * time.Second
 	defaultSession         = 30 * time.Second
 	defaultMaxPollInterval = 5 * time.Minute
+	defaultStopTimeout     = 5 * time.Second
 	defaultHandlerRetries  = 3
 	defaultRetryWait       = time.Second
 	maxHandlerWait         = 30 * time.Second
@@ -181,6 +186,7 @@ func (c ConsumerConfig) withDefaults() ConsumerConfig {
 	c.HeartbeatInterval = cmp.Or(c.HeartbeatInterval, defaultHeartbeat)
 	c.SessionTimeout = cmp.Or(c.SessionTimeout, defaultSession)
 	c.MaxPollInterval = cmp.Or(c.MaxPollInterval, defaultMaxPollInterval)
+	c.StopTimeout = cmp.Or(c.StopTimeout, defaultStopTimeout)
 	c.HandlerTimeout = cmp.Or(c.HandlerTimeout, c.MaxPollInterval/2)
 	if c.DeadLetterTopic == nil {
 		c.DeadLetterTopic = DeadLetterTopic
@@ -198,6 +204,7 @@ func (c ConsumerConfig) validate() error {
 		check.NotAbove("MaxPoll", c.MaxPoll, maxMaxPoll),
 		check.NotNegative("HeartbeatInterval", c.HeartbeatInterval),
 		check.NotNegative("HandlerTimeout", c.HandlerTimeout),
+		check.NotNegative("StopTimeout", c.StopTimeout),
 	}
 	if c.HandlerTimeout > c.MaxPollInterval/2 {
 		errs = append(errs, fmt.Errorf("field HandlerTimeout is %v: must be at most half of MaxPollInterval, %v", c.HandlerTimeout, c.MaxPollInterval/2))

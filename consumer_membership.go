@@ -106,21 +106,30 @@ type membership struct {
 	outages        *outage.Logs
 	log            *slog.Logger
 	client         *kgo.Client
-	commitRequests chan struct{} // holds at most one
+	hangUp         context.CancelFunc // ends all that the client does
+	hostOpts       []kgo.Opt          // those of client without what makes it a member
+	commitRequests chan struct{}      // holds at most one
 	starts         *starts.Member
 
 	committing sync.Mutex // held for a commit, so that none is under way while partitions go
 	mu         sync.Mutex
 	workers    map[kafka.Partition]*worker
-	member     string // the member id under which the group assigned the partitions
-	closing    bool   // takes no more partitions
+	running    map[*worker]bool // those in workers, and those that are to end and have not yet
+	member     string           // the member id under which the group assigned the partitions
+	closing    bool             // takes no more partitions
 }
 
-// join makes the client from opts. Kafka is asked for partitions in the background.
-func join(opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts.Store, outages *outage.Logs) (*membership, error) {
+// join makes the client from opts. Kafka is asked for partitions in the background. The
+// client lives until close, whatever becomes of the context in the host's options.
+func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts.Store, outages *outage.Logs) (*membership, error) {
+	ctx, err := kafka.ContextOf(host)
+	if err != nil {
+		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
+	}
+	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	m := &membership{
-		cfg: cfg, processor: p, outages: outages, log: p.log,
-		commitRequests: make(chan struct{}, 1), workers: map[kafka.Partition]*worker{},
+		cfg: cfg, processor: p, outages: outages, log: p.log, hangUp: cancel, hostOpts: host,
+		commitRequests: make(chan struct{}, 1), workers: map[kafka.Partition]*worker{}, running: map[*worker]bool{},
 	}
 	m.starts = starts.NewMember(starts.Config{
 		Store: store, Group: cfg.Group, Topics: p.routes.topics, FromStart: cfg.FromStart, Log: m.log, Outages: outages,
@@ -129,12 +138,14 @@ func join(opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts.Store
 	m.committing.Lock() // the client may want to commit before it is returned
 	defer m.committing.Unlock()
 	client, err := kafka.NewClient(append(slices.Clip(opts),
+		kgo.WithContext(ctx),
 		kgo.OnPartitionsAssigned(m.assigned),
 		kgo.OnPartitionsRevoked(m.revoked),
 		kgo.OnPartitionsLost(m.lost),
 		kgo.AdjustFetchOffsetsFn(m.starts.StartOffsets),
 	))
 	if err != nil {
+		cancel()
 		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
 	}
 	m.client = client
@@ -154,6 +165,17 @@ func (m *membership) produce(ctx context.Context, record *kgo.Record) error {
 // pollRecords is how many records a poll takes from what was fetched. How many of a
 // partition are handled together is up to its worker.
 const pollRecords = 1_000
+
+// startPolling polls in the background, and returns a channel that is closed when that
+// has ended.
+func (m *membership) startPolling(ctx context.Context) (ended <-chan struct{}) {
+	polling := make(chan struct{})
+	go func() {
+		defer close(polling)
+		m.poll(ctx)
+	}()
+	return polling
+}
 
 // poll fills the queues until ctx is cancelled.
 func (m *membership) poll(ctx context.Context) {
@@ -219,7 +241,7 @@ func (m *membership) commitStarts(begins map[kafka.Partition]int64) error {
 	}
 	m.committing.Lock()
 	defer m.committing.Unlock()
-	return m.commitOffsets(offsets)
+	return m.commitOffsets(context.Background(), offsets)
 }
 
 func (m *membership) begun(at kafka.Partition, offset int64) {
@@ -263,8 +285,13 @@ func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[
 		for _, number := range numbers {
 			at := kafka.Partition{Topic: topic, Number: number}
 			w := newWorker(at, m.processor, m, m.cfg, m.outages)
-			m.workers[at] = w
-			go w.run()
+			m.workers[at], m.running[w] = w, true
+			go func() {
+				w.run()
+				m.mu.Lock()
+				defer m.mu.Unlock()
+				delete(m.running, w)
+			}()
 		}
 	}
 }
@@ -275,22 +302,20 @@ func (m *membership) revoked(_ context.Context, _ *kgo.Client, topics map[string
 	m.committing.Lock()
 	defer m.committing.Unlock()
 	workers := m.remove(topics)
-	m.finish(workers)
-	if err := m.commit(workers); err != nil {
+	m.finish(workers, m.cfg.SessionTimeout, abandonGrace)
+	if err := m.commit(context.Background(), workers); err != nil {
 		m.log.Debug("outbox: offsets of revoked partitions not committed, what they cover is repeated", "error", err)
 	}
 }
 
 // lost ends the work on partitions that another member may have already.
 func (m *membership) lost(_ context.Context, _ *kgo.Client, topics map[string][]int32) {
-	workers := m.remove(topics)
-	for _, w := range workers {
-		w.abandon()
-	}
-	for _, w := range workers {
-		<-w.ended
-	}
+	m.abandon(m.remove(topics), abandonGrace)
 }
+
+// abandonGrace is how long a worker has to return after its context has ended, when the
+// group waits for its partition.
+const abandonGrace = time.Second
 
 // remove takes the workers of partitions out of the map, so that nothing else commits
 // for them.
@@ -307,45 +332,6 @@ func (m *membership) remove(topics map[string][]int32) (workers []*worker) {
 		}
 	}
 	return workers
-}
-
-// finish ends workers. What takes longer than SessionTimeout is rolled back.
-func (m *membership) finish(workers []*worker) {
-	for _, w := range workers {
-		w.finish()
-	}
-	patience := time.NewTimer(m.cfg.SessionTimeout)
-	defer patience.Stop()
-	for _, w := range workers {
-		select {
-		case <-w.ended:
-		case <-patience.C:
-			for _, w := range workers {
-				w.abandon()
-			}
-			<-w.ended
-		}
-	}
-	for _, w := range workers {
-		<-w.ended
-		w.abandon()
-	}
-}
-
-// close finishes what is in flight, commits, leaves the group and closes the client.
-func (m *membership) close() {
-	m.mu.Lock()
-	m.closing = true
-	m.mu.Unlock()
-	m.finish(m.all())
-	m.lastCommit()
-	m.starts.SavePositions()
-	ctx, cancel := context.WithTimeout(context.Background(), commitTimeout)
-	defer cancel()
-	if err := m.client.LeaveGroupContext(ctx); err != nil {
-		m.log.Warn("outbox: group not left, others wait until the session ends", "error", err)
-	}
-	m.client.CloseAllowingRebalance()
 }
 
 func (m *membership) all() (workers []*worker) {
@@ -370,7 +356,7 @@ func (m *membership) keepCommitting(ctx context.Context) {
 	for ctx.Err() == nil {
 		select {
 		case <-m.commitRequests:
-			if m.commitAll() != nil {
+			if m.commitAll(context.Background()) != nil {
 				m.requestCommit()
 			}
 			wait.Sleep(ctx, commitPause)
@@ -379,46 +365,49 @@ func (m *membership) keepCommitting(ctx context.Context) {
 	}
 }
 
-// lastCommit commits what the finished workers have done. It waits for a rebalance
-// under way: revoked commits for the partitions that it takes.
-func (m *membership) lastCommit() {
-	for patience := time.Now().Add(commitTimeout); m.commitAll() != nil && time.Now().Before(patience); {
-		wait.Sleep(context.Background(), commitPause)
-	}
-}
-
 // commitAll commits for the partitions that are not being revoked.
-func (m *membership) commitAll() error {
+func (m *membership) commitAll(ctx context.Context) error {
 	m.committing.Lock()
 	defer m.committing.Unlock()
-	return m.commit(m.all())
+	return m.commit(ctx, m.all())
 }
 
-// commit commits how far workers have come. The caller holds committing.
-func (m *membership) commit(workers []*worker) error {
-	offsets, covered := map[string]map[int32]kgo.EpochOffset{}, map[*worker]kgo.EpochOffset{}
+// uncommitted returns how far workers have come, where Kafka does not know yet.
+func uncommitted(workers []*worker) (offsets map[string]map[int32]kgo.EpochOffset, covered map[*worker]kgo.EpochOffset) {
+	offsets, covered = map[string]map[int32]kgo.EpochOffset{}, map[*worker]kgo.EpochOffset{}
 	for _, w := range workers {
 		if next, ok := w.uncommitted(); ok {
 			put(offsets, w.partition.Topic, w.partition.Number, next)
 			covered[w] = next
 		}
 	}
+	return offsets, covered
+}
+
+// commit commits how far workers have come. The caller holds committing.
+func (m *membership) commit(ctx context.Context, workers []*worker) error {
+	offsets, covered := uncommitted(workers)
 	if len(offsets) == 0 {
 		return nil
 	}
 	began := time.Now()
-	if err := m.commitOffsets(offsets); err != nil {
+	if err := m.commitOffsets(ctx, offsets); err != nil {
 		if !isRebalance(err) {
 			m.outages.Report(outageCommitting, began, err)
 		}
 		return err
 	}
 	m.outages.Report(outageCommitting, began, nil)
+	m.noteCommitted(covered)
+	return nil
+}
+
+// noteCommitted notes what Kafka knows.
+func (m *membership) noteCommitted(covered map[*worker]kgo.EpochOffset) {
 	for w, next := range covered {
 		w.committed(next)
 		m.starts.Committed(w.partition, next.Offset)
 	}
-	return nil
 }
 
 // isRebalance reports whether a commit failed because the group is rebalancing. The

@@ -15,23 +15,28 @@ import (
 )
 
 // commitOffsets commits and waits for the answer. The caller holds committing.
-func (m *membership) commitOffsets(offsets map[string]map[int32]kgo.EpochOffset) (err error) {
-	ctx, cancel := context.WithTimeout(context.Background(), commitTimeout)
+func (m *membership) commitOffsets(ctx context.Context, offsets map[string]map[int32]kgo.EpochOffset) (err error) {
+	ctx, cancel := context.WithTimeout(ctx, commitTimeout)
 	defer cancel()
 	ctx = kgo.PreCommitFnContext(ctx, m.checkMember)
 	m.client.CommitOffsetsSync(ctx, offsets, func(_ *kgo.Client, _ *kmsg.OffsetCommitRequest, response *kmsg.OffsetCommitResponse, cerr error) {
-		if err = cerr; err != nil {
-			return // the response may be nil
-		}
-		for _, t := range response.Topics {
-			for _, p := range t.Partitions {
-				if err == nil {
-					err = kerr.ErrorForCode(p.ErrorCode)
-				}
-			}
+		if err = cerr; err == nil { // else the response may be nil
+			err = commitError(response)
 		}
 	})
 	return err
+}
+
+// commitError returns the first error in the answer to a commit.
+func commitError(response *kmsg.OffsetCommitResponse) error {
+	for _, t := range response.Topics {
+		for _, p := range t.Partitions {
+			if err := kerr.ErrorForCode(p.ErrorCode); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 var errExpelled = errors.New("the group has expelled this member")

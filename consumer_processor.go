@@ -15,6 +15,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/guardtx"
+	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
@@ -29,11 +30,11 @@ type processor struct {
 	log    *slog.Logger
 	input  *inputLog
 	apart  *sync.Map // *handler: those that change settings, see keepApart
-	work   *activity
+	work   *handling.Activity
 }
 
 // forOne returns the processor of another goroutine, whose activity is noted in work.
-func (p *processor) forOne(work *activity) *processor {
+func (p *processor) forOne(work *handling.Activity) *processor {
 	own := *p
 	own.work = work
 	return &own
@@ -46,7 +47,7 @@ type transactor interface {
 	// done, and the notes of the others are taken back. The transaction is shared if f may
 	// call several handlers. If the notes cannot be made, the error is a [*storeError], and if
 	// the connection was lost later, a [*connectionError].
-	inTx(ctx context.Context, work *activity, keys []handledKey, shared bool, f func(tx handlerTx, fresh map[handledKey]bool) error) error
+	inTx(ctx context.Context, work *handling.Activity, keys []handledKey, shared bool, f func(tx handlerTx, fresh map[handledKey]bool) error) error
 	// ping reports why there is no connection to be had.
 	ping(ctx context.Context) error
 }
@@ -140,8 +141,12 @@ func (p *processor) keepApart(h *handler) {
 func (p *processor) callHandler(ctx context.Context, action string, arrivals []arrival, call func(context.Context) error) (took time.Duration, err error) {
 	bounded, cancel := context.WithTimeout(ctx, p.cfg.HandlerTimeout)
 	defer cancel()
-	p.work.begin(action, arrivals)
-	defer func() { took = p.work.end() }()
+	first := &arrivals[0].meta
+	p.work.Begin(handling.Call{
+		Context: ctx, Action: action, Type: first.Type, ID: first.ID, Events: len(arrivals),
+		Topic: first.Kafka.Topic, Partition: first.Kafka.Partition, Offset: first.Kafka.Offset,
+	})
+	defer func() { took = p.work.End() }()
 	err = p.callHooked(bounded, action, arrivals, call)
 	if err != nil && bounded.Err() != nil && ctx.Err() == nil {
 		err = &timeoutError{err: err, after: p.cfg.HandlerTimeout}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -30,16 +31,18 @@ type worker struct {
 	cfg       *ConsumerConfig
 	outages   *outage.Logs
 	log       *slog.Logger
-	activity  activity // what run does; the processor notes it
+	activity  handling.Activity // what run does; the processor notes it
 
 	stopping context.Context // ended by finish
 	finish   context.CancelFunc
 	held     context.Context // ended by abandon
 	abandon  context.CancelFunc
 	added    chan struct{} // holds at most one request to look at the queue
-	ended    chan struct{} // closed when run has returned
+	ended    chan struct{} // closed when run has returned, or is not waited for any more
+	end      func()        // closes ended
 
 	mu       sync.Mutex // run takes from the queue, the poll loop adds and commits
+	topic    [16]byte   // the id of the topic that the records are of
 	queue    []*kgo.Record
 	bytes    int // of the queue
 	paused   bool
@@ -70,6 +73,7 @@ func newWorker(partition kafka.Partition, p *processor, group workerGroup, cfg *
 		partition: partition, group: group, cfg: cfg, outages: outages, log: p.log,
 		added: make(chan struct{}, 1), ended: make(chan struct{}), read: starts.None,
 	}
+	w.end = sync.OnceFunc(func() { close(w.ended) })
 	w.processor = p.forOne(&w.activity)
 	w.held, w.abandon = context.WithCancel(context.Background())
 	w.stopping, w.finish = context.WithCancel(w.held)
@@ -101,6 +105,23 @@ func (w *worker) isPaused() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.paused
+}
+
+// cutOff gives up a worker that does not end although its context has.
+func (w *worker) cutOff() {
+	select {
+	case <-w.ended:
+		return
+	default:
+	}
+	w.activity.CutOff()
+	w.end()
+	call, ok := w.activity.Current()
+	if !ok {
+		w.log.Error("outbox: a decoder, a codec or a hook does not return although its context has ended; its partition is given up", "partition", w.partition.Name())
+		return
+	}
+	w.log.ErrorContext(call.Context, "outbox: handler does not return although its context has ended; its partition is given up", call.Attrs()...)
 }
 
 // add puts records into the queue, and pauses the partition when it is full.
@@ -138,7 +159,7 @@ func (w *worker) take() []*kgo.Record {
 
 // run handles records until finish or abandon is called.
 func (w *worker) run() {
-	defer close(w.ended)
+	defer w.end()
 	for w.stopping.Err() == nil {
 		records := w.take()
 		if len(records) == 0 {

@@ -20,6 +20,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
 )
@@ -63,7 +64,7 @@ func next(play *string) byte {
 
 var errPlayed = errors.New("played")
 
-func (s *workerFixture) inTx(_ context.Context, _ *activity, keys []handledKey, _ bool, f func(handlerTx, map[handledKey]bool) error) error {
+func (s *workerFixture) inTx(_ context.Context, _ *handling.Activity, keys []handledKey, _ bool, f func(handlerTx, map[handledKey]bool) error) error {
 	sign := next(&s.transactions)
 	switch sign {
 	case 'o':

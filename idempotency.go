@@ -18,6 +18,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/guardtx"
+	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
@@ -228,16 +229,16 @@ func (e *connectionError) Error() string { return e.err.Error() }
 func (e *connectionError) Unwrap() error { return e.err }
 
 // inTx implements transactor.
-func (s *handledStore) inTx(ctx context.Context, work *activity, keys []handledKey, shared bool, f func(handlerTx, map[handledKey]bool) error) error {
+func (s *handledStore) inTx(ctx context.Context, work *handling.Activity, keys []handledKey, shared bool, f func(handlerTx, map[handledKey]bool) error) error {
 	conn, err := pg.Borrow(ctx, s.db)
 	if err != nil {
 		return &storeError{fmt.Errorf("begin: %w", err)}
 	}
 	defer conn.Return()
-	if err := work.use(conn); err != nil {
+	if err := work.Use(conn); err != nil {
 		return err
 	}
-	defer work.release()
+	defer work.Release()
 	tx, fresh, err := s.begin(ctx, conn.Conn, keys, shared)
 	if err != nil {
 		err = fmt.Errorf("note what is handled: %w", err)

@@ -59,6 +59,17 @@ func LargestWrite(opts []kgo.Opt) (bytes int32, err error) {
 	return bytes, err
 }
 
+// ContextOf returns the context of a client that is made from options.
+func ContextOf(opts []kgo.Opt) (ctx context.Context, err error) {
+	ctx = context.Background()
+	err = CheckOpts(opts, func(o HostOpts) {
+		if set, ok := o.Client.OptValue(kgo.WithContext).(context.Context); ok {
+			ctx = set
+		}
+	})
+	return ctx, err
+}
+
 // Reject adds an error for an option if it is set.
 func (o HostOpts) Reject(set bool, option, why string) {
 	if set {

@@ -201,6 +201,13 @@ func (m *Member) describe(ctx context.Context, names []string) (map[string]topic
 	return found, nil
 }
 
+// TopicID returns the id of the topic that the client reads, zero if it is not known.
+func (m *Member) TopicID(topic string) kafka.TopicID {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.ids[topic]
+}
+
 // endOutdated has another client go on.
 func (m *Member) endOutdated(topic string) {
 	if m.outdated.Err() == nil {

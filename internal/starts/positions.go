@@ -21,7 +21,7 @@ func (m *Member) keepSaving(ctx context.Context) {
 	for ctx.Err() == nil {
 		wait.Sleep(ctx, saveInterval)
 		if ctx.Err() == nil {
-			m.SavePositions()
+			m.SavePositions(context.Background())
 		}
 	}
 }
@@ -55,7 +55,7 @@ func (m *Member) note(at kafka.Partition, p position) {
 
 // SavePositions notes in PostgreSQL how far the group has come, because Kafka forgets the
 // offsets of a group that is away for long.
-func (m *Member) SavePositions() {
+func (m *Member) SavePositions(ctx context.Context) {
 	m.mu.Lock()
 	unsaved := m.positions
 	m.positions = map[kafka.Partition]position{}
@@ -67,7 +67,7 @@ func (m *Member) SavePositions() {
 	if m.cfg.Store == nil || len(offsets) == 0 {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), saveTimeout)
+	ctx, cancel := context.WithTimeout(ctx, saveTimeout)
 	defer cancel()
 	began := time.Now()
 	err := m.cfg.Store.Save(ctx, offsets)

@@ -1,0 +1,102 @@
+// Package handling knows what a worker of a consumer does at the moment: which handler it
+// has called, and on which connection its transaction is. With this, handlers that run for
+// long are reported, and those that ignore the end of their context are cut off.
+package handling
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// Activity is what one worker does. The worker's goroutine changes it, and any other may
+// read it and cut it off. The zero value is ready.
+type Activity struct {
+	mu   sync.Mutex
+	call Call
+	busy bool         // call is under way
+	conn *pg.Borrowed // of the transaction under way; nil for none
+	cut  bool         // there will be no other transaction
+}
+
+// Call is a handler at work.
+type Call struct {
+	// Context is the handler's, for log lines about it.
+	Context context.Context
+	Action  string
+	// Type, ID, Topic, Partition and Offset are those of its first event.
+	Type, ID, Topic string
+	Partition       int32
+	Offset          int64
+	Events          int // more than one for a handler of a batch
+	Began           time.Time
+}
+
+// Attrs returns what a log line says of the handler.
+func (c Call) Attrs() []any {
+	attrs := []any{"action", c.Action, "type", c.Type, "event_id", c.ID, "topic", c.Topic, "partition", c.Partition,
+		"offset", c.Offset, "running_for", time.Since(c.Began).Round(time.Millisecond)}
+	if c.Events > 1 {
+		attrs = append(attrs, "events", c.Events)
+	}
+	return attrs
+}
+
+// Begin notes that a handler is called now.
+func (a *Activity) Begin(c Call) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.call, a.busy = c, true
+	a.call.Began = time.Now()
+}
+
+// End notes that the handler has returned, and says how long it took.
+func (a *Activity) End() (took time.Duration) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	took = time.Since(a.call.Began)
+	a.call, a.busy = Call{}, false
+	return took
+}
+
+// Current returns the handler at work, if there is one.
+func (a *Activity) Current() (c Call, ok bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.call, a.busy
+}
+
+var errCutOff = errors.New("the worker was cut off")
+
+// Use notes the connection of a transaction that begins. After CutOff it returns an error.
+func (a *Activity) Use(conn *pg.Borrowed) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.cut {
+		return errCutOff
+	}
+	a.conn = conn
+	return nil
+}
+
+// Release notes that the transaction has ended.
+func (a *Activity) Release() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.conn = nil
+}
+
+// CutOff closes the connection of the transaction under way, if there is one, so that
+// PostgreSQL rolls it back, and lets no other begin. A handler that ignores its context
+// cannot be ended; this way what it does later in its transaction has no effect.
+func (a *Activity) CutOff() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.cut = true
+	if a.conn != nil {
+		a.conn.Cut()
+	}
+}
