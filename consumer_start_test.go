@@ -6,10 +6,12 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -205,4 +207,112 @@ func TestExpiredOffsets(t *testing.T) {
 	for _, id := range before {
 		require.Equal(t, 1, s.seen[id], "what was handled is not repeated")
 	}
+}
+
+// lostRow returns what consumer_start says about lost records of the group.
+func (s *startFixture) lostRow(t testing.TB) (lost int64) {
+	t.Helper()
+	require.NoError(t, s.db.QueryRow(background, s.sql(`SELECT sum(lost) FROM {s}.consumer_start WHERE consumer_group = $1`), s.group).Scan(&lost))
+	return lost
+}
+
+// A group that was away for longer than its topic keeps records goes on with the first
+// one that is left, and says how many are gone.
+func TestOffsetsBehindRetention(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	var lost atomic.Int64
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{Lost: func(topic string, partition int32, records int64) {
+		assert.Equal(t, s.topic, topic)
+		assert.Zero(t, partition)
+		lost.Add(records)
+	}}}}
+	stop := s.run(t, cfg)
+	require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 0 }, testenv.Patience, 10*time.Millisecond)
+	s.requireSeen(t, s.put(t, 0, 5)...)
+	stop()
+	ids := s.put(t, 0, 100)
+	s.deleteRecords(t, 90)
+	s.run(t, cfg)
+	s.requireSeen(t, ids[85:]...)
+	s.requireLogged(t, "Kafka has removed records that this group has not read")
+	s.requireLogged(t, "from=5 records=85")
+	require.EqualValues(t, 85, lost.Load())
+	require.EqualValues(t, 85, s.lostRow(t))
+}
+
+// The same happens to a member that runs, if it is cut off for long.
+func TestRetentionPassesMember(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	var lost atomic.Int64
+	cable := &brokenDialer{}
+	stop := s.run(t, outbox.ConsumerConfig{FromStart: true, HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
+		Lost: func(_ string, _ int32, records int64) { lost.Add(records) },
+	}}}, kgo.Dialer(cable.dial))
+	s.requireSeen(t, s.put(t, 0, 5)...)
+	cable.breakAll()
+	ids := s.put(t, 0, 20)
+	s.deleteRecords(t, 15)
+	cable.broken.Store(false)
+	s.requireSeen(t, ids[10:]...)
+	require.EqualValues(t, 10, lost.Load())
+	s.requireLogged(t, "from=5 records=10")
+	stop()
+	require.EqualValues(t, 10, s.lostRow(t))
+}
+
+// transaction sends n sales to partition 0 in a Kafka transaction, and returns how to
+// commit it.
+func (s *startFixture) transaction(t testing.TB, n int) (ids []string, commit func()) {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...), kgo.TransactionalID(uuid.NewString()), kgo.RecordPartitioner(kgo.ManualPartitioner()))
+	require.NoError(t, err)
+	t.Cleanup(client.Close)
+	require.NoError(t, client.BeginTransaction())
+	for range n {
+		ids = append(ids, uuid.NewString())
+		require.NoError(t, client.ProduceSync(background, s.saleRecord(ids[len(ids)-1], oneSale)).FirstErr())
+	}
+	return ids, func() { require.NoError(t, client.EndTransaction(background, kgo.TryCommit)) }
+}
+
+// The end of a transaction is a record, too, but not one that a group can lose.
+func TestEndsOfTransactionsAreNotLost(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	var lost atomic.Int64
+	s.run(t, outbox.ConsumerConfig{FromStart: true, HandlerConfig: outbox.HandlerConfig{Hooks: outbox.ConsumerHooks{
+		Lost: func(_ string, _ int32, records int64) { lost.Add(records) },
+	}}})
+	ids, commit := s.transaction(t, 3)
+	commit()
+	s.requireSeen(t, ids...)
+	time.Sleep(time.Second) // the client has read the end of the transaction
+	s.deleteRecords(t, 4)
+	s.requireSeen(t, s.put(t, 0, 2)...)
+	require.Zero(t, lost.Load())
+}
+
+// Records that wait behind an open transaction are not handled, and so they count.
+func TestLagBehindOpenTransaction(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	c := s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: s.group}, FromStart: true}, outbox.Handle("COUNTED", s.count))
+	testenv.Run(t, c.Run)
+	lag := func() int64 {
+		lags, err := c.Lag(background)
+		require.NoError(t, err)
+		if len(lags) == 0 {
+			return -1
+		}
+		return lags[0].Records()
+	}
+	require.Eventually(t, func() bool { return lag() == 0 }, testenv.Patience, 10*time.Millisecond)
+	_, commit := s.transaction(t, 2)
+	s.put(t, 0, 3)
+	require.Eventually(t, func() bool { return lag() == 5 }, testenv.Patience, 10*time.Millisecond)
+	commit()
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 5 }, testenv.Patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return lag() <= 1 }, testenv.Patience, 10*time.Millisecond, "the end of the transaction has an offset")
 }

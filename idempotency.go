@@ -2,22 +2,16 @@ package outbox
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"fmt"
 	"maps"
-	"math"
 	"slices"
-	"strconv"
-	"strings"
-	"unicode/utf8"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/guardtx"
+	"github.com/outboxgo/outbox/internal/handled"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/pg"
 )
@@ -50,7 +44,7 @@ type handledKey struct {
 // ofSource returns the key under which an action is noted if the events of another source
 // have taken its own.
 func (k handledKey) ofSource() handledKey {
-	k.aggregateID = digest(strconv.Itoa(len(k.source)) + ":" + k.source + k.aggregateID)
+	k.aggregateID = handled.KeyBeside(k.source, k.aggregateID)
 	return k
 }
 
@@ -273,7 +267,7 @@ func (s *handledStore) finishTx(ctx context.Context, tx *guardtx.Tx, fresh map[h
 
 // keyOf returns the key by which a repeat of a task is known.
 func keyOf(t task) (handledKey, error) {
-	k := handledKey{aggregateType: t.meta.Type, aggregateID: eventKey(t.meta), action: t.action, source: sourceKey(t.meta.Source)}
+	k := handledKey{aggregateType: t.meta.Type, aggregateID: handled.EventKey(t.meta.Source, t.meta.ID), action: t.action, source: handled.SourceKey(t.meta.Source)}
 	if t.key != nil {
 		k.source = ""
 		k.aggregateType, k.aggregateID = t.key(t.event, t.meta)
@@ -287,36 +281,4 @@ func keyOf(t task) (handledKey, error) {
 		}
 	}
 	return k, nil
-}
-
-// eventKey names an event in a column of limited length: by its id, or by its source and
-// its id. Together with [sourceKey], no two events have the same name.
-func eventKey(m Metadata) string {
-	if _, err := uuid.Parse(m.ID); err == nil {
-		return m.ID
-	}
-	key := m.Source + " " + m.ID
-	if utf8.RuneCountInString(key) <= maxAggregateID && check.Text(key, math.MaxInt) == nil {
-		return key
-	}
-	sum := sha256.Sum256([]byte(key))
-	return hex.EncodeToString(sum[:])
-}
-
-// sourceKey names a source in a column of limited length.
-func sourceKey(source string) string {
-	if check.Text(source, maxHandledSource) == nil && !strings.HasPrefix(source, digestPrefix) {
-		return source
-	}
-	return digest(source)
-}
-
-const (
-	maxHandledSource = 255 // characters of event_handled.event_source
-	digestPrefix     = "sha256:"
-)
-
-func digest(text string) string {
-	sum := sha256.Sum256([]byte(text))
-	return digestPrefix + hex.EncodeToString(sum[:])
 }

@@ -30,7 +30,7 @@ func Read(ctx context.Context, opts []kgo.Opt, topic string, from map[int32]int6
 
 // read is [Read] with the error that ends it.
 func read(ctx context.Context, opts []kgo.Opt, topic string, from map[int32]int64, yield func(DeadLetter, error) bool) error {
-	if err := errors.Join(checkOffsets(from), kafka.CheckProducerOpts(opts)); err != nil {
+	if err := errors.Join(kafka.CheckOffsets(from), kafka.CheckProducerOpts(opts)); err != nil {
 		return err
 	}
 	client, err := kafka.NewClient(opts)
@@ -38,14 +38,14 @@ func read(ctx context.Context, opts []kgo.Opt, topic string, from map[int32]int6
 		return fmt.Errorf("make Kafka client: %w", err)
 	}
 	defer client.Close()
-	reader := &offsetReader{client: client}
-	spans, err := reader.spans(ctx, topic, from)
+	reader := kafka.NewReader(client)
+	spans, err := reader.Spans(ctx, topic, from)
 	if err != nil {
 		return err
 	}
 	for _, s := range spans {
-		for s.next < s.end {
-			records, err := reader.read(ctx, &s)
+		for s.Next < s.End {
+			records, err := reader.Read(ctx, &s)
 			if err != nil {
 				return err
 			}

@@ -47,7 +47,7 @@ func (c ReplayConfig) validate() error {
 	} else if err := check.Topic(c.Topic); err != nil {
 		errs = append(errs, fmt.Errorf("field Topic %w", err))
 	}
-	if err := checkOffsets(c.From); err != nil {
+	if err := kafka.CheckOffsets(c.From); err != nil {
 		errs = append(errs, fmt.Errorf("field From: %w", err))
 	}
 	return errors.Join(errs...)
@@ -127,7 +127,7 @@ type run struct {
 	cfg               ReplayConfig
 	client            *kgo.Client
 	single            *kgo.Client // for records that are sent alone, up to the largest request
-	reader, originals *offsetReader
+	reader, originals *kafka.Reader
 	report            ReplayReport
 }
 
@@ -151,30 +151,30 @@ func newRun(opts []kgo.Opt, cfg ReplayConfig) (*run, error) {
 	}
 	return &run{
 		cfg: cfg, client: client, single: single,
-		reader: &offsetReader{client: client}, originals: &offsetReader{client: client},
+		reader: kafka.NewReader(client), originals: kafka.NewReader(client),
 	}, nil
 }
 
 // all replays partition by partition.
 func (r *run) all(ctx context.Context) error {
-	spans, err := r.reader.spans(ctx, r.cfg.Topic, r.cfg.From)
+	spans, err := r.reader.Spans(ctx, r.cfg.Topic, r.cfg.From)
 	if err != nil {
 		return err
 	}
 	r.report.Next = map[int32]int64{}
 	for _, s := range spans {
-		r.report.Next[s.Number] = s.next
+		r.report.Next[s.Number] = s.Next
 	}
 	for _, s := range spans {
-		for s.next < s.end {
-			records, err := r.reader.read(ctx, &s)
+		for s.Next < s.End {
+			records, err := r.reader.Read(ctx, &s)
 			if err != nil {
 				return err
 			}
 			if err := r.replay(ctx, records); err != nil {
 				return err
 			}
-			r.report.Next[s.Number] = s.next
+			r.report.Next[s.Number] = s.Next
 		}
 	}
 	return nil
@@ -287,18 +287,18 @@ func header(name, value string) kgo.RecordHeader {
 // original reads the original record of a dead letter that lacks something of it. In a topic that
 // was deleted and created again, another record may be at its offset.
 func (r *run) original(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
-	spans, err := r.originals.spans(ctx, d.OriginalTopic, map[int32]int64{d.OriginalPartition: d.OriginalOffset})
+	spans, err := r.originals.Spans(ctx, d.OriginalTopic, map[int32]int64{d.OriginalPartition: d.OriginalOffset})
 	if errors.Is(err, kerr.UnknownTopicOrPartition) {
 		return nil, ErrOriginalGone
 	}
 	if err != nil {
 		return nil, err
 	}
-	at := slices.IndexFunc(spans, func(s span) bool { return s.Number == d.OriginalPartition })
-	if spans[at].next >= spans[at].end {
+	at := slices.IndexFunc(spans, func(s kafka.Span) bool { return s.Number == d.OriginalPartition })
+	if spans[at].Next >= spans[at].End {
 		return nil, ErrOriginalGone
 	}
-	records, err := r.originals.read(ctx, &spans[at])
+	records, err := r.originals.Read(ctx, &spans[at])
 	if errors.Is(err, kerr.OffsetOutOfRange) { // deleted since spans asked
 		return nil, ErrOriginalGone
 	}

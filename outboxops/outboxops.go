@@ -8,9 +8,10 @@
 //   - [Inspector] shows the state of relays, recorded events, open transactions and
 //     partitions. It changes nothing.
 //   - [Monitor] alerts where no relay runs that could.
+//   - [Rewind] sets a consumer group back, after a restore or a failover.
 //
-// It reads and writes tables only, so any process may use it, whether or not it runs
-// a relay.
+// All but Rewind read and write tables only, so any process may use them, whether or not
+// it runs a relay.
 package outboxops
 
 import (

@@ -67,6 +67,13 @@ func (t *Telemetry) Consumer(cfg outbox.ConsumerConfig) outbox.ConsumerConfig {
 				theirs.Unknown(m)
 			}
 		},
+		Lost: func(topic string, partition int32, records int64) {
+			c.lost.Add(context.Background(), records, c.set(c.group, semconv.MessagingDestinationName(topic),
+				semconv.MessagingDestinationPartitionID(partitionID(partition))))
+			if theirs.Lost != nil {
+				theirs.Lost(topic, partition, records)
+			}
+		},
 	}
 	return cfg
 }

@@ -257,6 +257,7 @@ func TestHooksOfHost(t *testing.T) {
 		Failed:       func(outbox.Metadata, string, error) { call("failed") },
 		DeadLettered: func(outbox.Metadata, string, string, error) { call("dead-lettered") },
 		Unknown:      func(outbox.Metadata) { call("unknown") },
+		Lost:         func(string, int32, int64) { call("lost") },
 	}}}).Hooks
 	ctx, done = consumer.Handling(t.Context(), "A", []outbox.Metadata{{}})
 	require.Equal(t, 2, ctx.Value(mark{}))
@@ -266,8 +267,10 @@ func TestHooksOfHost(t *testing.T) {
 	consumer.Failed(outbox.Metadata{}, "A", errors.New("no"))
 	consumer.DeadLettered(outbox.Metadata{}, "A", "t.dlq", errors.New("no"))
 	consumer.Unknown(outbox.Metadata{})
+	consumer.Lost("t", 3, 85)
+	require.Equal(t, 85.0, s.collect(t).value("outbox.consumer.lost", "messaging.destination.name", "t", "messaging.destination.partition.id", "3"))
 	require.Equal(t, []string{"recorded", "leading", "sent", "rejected", "dead", "rows removed", "breaker",
-		"handling", "handled", "repeated", "failed", "dead-lettered", "unknown"}, called)
+		"handling", "handled", "repeated", "failed", "dead-lettered", "unknown", "lost"}, called)
 }
 
 // Texts that any producer can send, or write into a row, do not become series.

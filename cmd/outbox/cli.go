@@ -42,7 +42,7 @@ func commands() []command {
 		statusCommand, doctorCommand, tailCommand, topicsCommand,
 		failedListCommand, failedShowCommand, failedRetryCommand, failedResolveCommand,
 		failedEditCommand, failedHoldCommand, failedReleaseCommand,
-		dlqListCommand, dlqReplayCommand,
+		dlqListCommand, dlqReplayCommand, consumerRewindCommand,
 		migrateUpCommand, migrateStatusCommand, migratePrintCommand, versionCommand,
 	}
 }

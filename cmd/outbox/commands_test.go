@@ -12,6 +12,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -494,6 +495,59 @@ func TestDLQ(t *testing.T) {
 	a = d.call(t, "dlq", "replay", "missing-"+dlq)
 	require.Equal(t, exitError, a.code)
 	require.Empty(t, a.out, "nothing was read")
+}
+
+// A group without members is set back to a time or an offset; without --yes it is only
+// said what that means.
+func TestConsumerRewind(t *testing.T) {
+	t.Parallel()
+	d := newShop(t).withKafka(t)
+	topic := "cli-" + uuid.NewString()
+	group := "rewind-" + topic
+	testenv.CreateTopic(t, d.brokers, topic, 1)
+	client, err := kgo.NewClient(kgo.SeedBrokers(d.brokers...), kgo.ConsumerGroup(group), kgo.ConsumeTopics(topic), kgo.DisableAutoCommit(),
+		kgo.MetadataMinAge(50*time.Millisecond))
+	require.NoError(t, err)
+	for i := range 3 {
+		require.NoError(t, client.ProduceSync(background, &kgo.Record{Topic: topic, Value: []byte("{}"), Headers: []kgo.RecordHeader{
+			{Key: "ce_specversion", Value: []byte("1.0")}, {Key: "ce_id", Value: []byte(strconv.Itoa(i))}, {Key: "ce_source", Value: []byte("shop")},
+			{Key: "ce_type", Value: []byte("shop.order.created.v1")}}}).FirstErr())
+	}
+	for last := int64(0); last < 2; { // a poll may bring fewer than all
+		records := client.PollFetches(background).Records()
+		require.NoError(t, client.CommitRecords(background, records...))
+		last = records[len(records)-1].Offset
+	}
+	a := d.call(t, "consumer", "rewind", "--group", group, "--to", "1h")
+	require.Equal(t, exitError, a.code)
+	require.Contains(t, a.err, "the consumer group has members")
+	client.Close()
+	require.Eventually(t, func() bool { return d.call(t, "consumer", "rewind", "--group", group, "--to", "1h").code == exitOK }, testenv.Patience, 100*time.Millisecond)
+
+	_, err = d.db.Exec(background, `INSERT INTO `+pgx.Identifier{d.schema, "event_handled"}.Sanitize()+` (consumer_group, aggregate_type, aggregate_id, action, event_source)
+		VALUES ($1, 'shop.order.created.v1', 'shop 1', 'COUNT', 'shop')`, group)
+	require.NoError(t, err)
+	type doc struct {
+		Group                                      string
+		OldestNote                                 *time.Time `json:"oldest_note"`
+		DryRun                                     bool       `json:"dry_run"`
+		Partitions                                 []rewoundJSON
+		Records, Noted, Unnoted, Older, Unreadable int
+	}
+	var dry, done doc
+	d.json(t, &dry, exitOK, "consumer", "rewind", "--group", group, "--to", "1", "--topic", topic)
+	require.Equal(t, doc{Group: group, OldestNote: dry.OldestNote, DryRun: true, Partitions: []rewoundJSON{{Topic: topic, From: 3, To: 1}}, Records: 2, Noted: 1, Unnoted: dry.Unnoted, Older: 1 - dry.Unnoted}, dry)
+	text := d.ok(t, "consumer", "rewind", "--group", group, "--to", "1", "--topic", topic)
+	require.Contains(t, text, "2 records: 1 noted in event_handled, not repeated")
+	require.Contains(t, text, "Nothing is changed yet; --yes does it.")
+	d.json(t, &done, exitOK, "consumer", "rewind", "--group", group, "--to", "1", "--topic", topic, "--yes")
+	require.False(t, done.DryRun)
+	require.Contains(t, d.ok(t, "consumer", "rewind", "--group", group, "--to", "2", "--topic", topic), "is not further than that anywhere")
+	for want, args := range map[string]string{"--group is missing": "--to 1h", "--to is missing": "--group g", "needs one --topic": "--group g --to 3", "want how long ago": "--to soon"} {
+		a := d.call(t, append([]string{"consumer", "rewind"}, strings.Fields(args)...)...)
+		require.Equal(t, exitUsage, a.code)
+		require.Contains(t, a.err, want)
+	}
 }
 
 // If no database is named, the error says how to name one.

@@ -72,7 +72,7 @@ var partNeeds = map[string][]need{
 	"consumer": slices.Concat(onTable("event_handled", "SELECT", "INSERT", "DELETE"),
 		[]need{{privilege: "UPDATE", table: "event_handled", columns: []string{"handled_at"}}}, onSequences("event_handled_id_seq"),
 		onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE")),
-	"reader":   readerNeeds,
+	"reader": readerNeeds,
 	"operator": slices.Concat(readerNeeds, onTable("outbox_failed", "UPDATE"), onTable("outbox_audit", "INSERT"), onSequences("outbox_audit_id_seq"),
 		onTable("consumer_start", "INSERT", "UPDATE")),
 }

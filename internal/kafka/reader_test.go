@@ -1,4 +1,4 @@
-package outboxdlq
+package kafka_test
 
 import (
 	"context"
@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -21,15 +22,15 @@ func TestReadNothing(t *testing.T) {
 	require.NoError(t, err)
 	defer client.Close()
 	require.NoError(t, client.ProduceSync(context.Background(), &kgo.Record{Topic: topic, Value: []byte("v")}).FirstErr())
-	reader := &offsetReader{client: client}
-	spans, err := reader.spans(context.Background(), topic, nil)
+	reader := kafka.NewReader(client)
+	spans, err := reader.Spans(context.Background(), topic, nil)
 	require.NoError(t, err)
 	for _, s := range spans {
-		s.next = s.end
-		s.end += 5
+		s.Next = s.End
+		s.End += 5
 		ctx, cancel := context.WithTimeout(context.Background(), 700*time.Millisecond)
 		defer cancel()
-		_, err := reader.read(ctx, &s)
+		_, err := reader.Read(ctx, &s)
 		require.ErrorIs(t, err, context.DeadlineExceeded)
 		require.ErrorContains(t, err, "read "+s.String()+" at offset ")
 	}

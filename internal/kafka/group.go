@@ -1,0 +1,160 @@
+package kafka
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+)
+
+// CheckGroupIsEmpty returns [kerr.NonEmptyGroup] if a group has members.
+func CheckGroupIsEmpty(ctx context.Context, client *kgo.Client, group string) error {
+	classic := kmsg.NewPtrDescribeGroupsRequest()
+	classic.Groups = []string{group}
+	response, err := classic.RequestWith(ctx, client)
+	if err != nil {
+		return fmt.Errorf("describe group: %w", err)
+	}
+	members := 0
+	for _, g := range response.Groups {
+		if err := kerr.ErrorForCode(g.ErrorCode); err != nil && !errors.Is(err, kerr.GroupIDNotFound) {
+			return fmt.Errorf("describe group: %w", err)
+		}
+		members += len(g.Members)
+	}
+	next := kmsg.NewPtrConsumerGroupDescribeRequest() // of KIP-848
+	next.Groups = []string{group}
+	if described, err := next.RequestWith(ctx, client); err == nil { // else the broker knows no such groups
+		for _, g := range described.Groups {
+			members += len(g.Members)
+		}
+	}
+	if members > 0 {
+		return fmt.Errorf("%d members: %w", members, kerr.NonEmptyGroup)
+	}
+	return nil
+}
+
+// AllGroupOffsets asks Kafka for all committed offsets of a group.
+func AllGroupOffsets(ctx context.Context, client *kgo.Client, group string) (map[Partition]int64, error) {
+	return fetchGroupOffsets(ctx, client, group, nil)
+}
+
+// GroupOffsets asks Kafka for the committed offsets of a group in some partitions, by
+// topic. A partition without one is not in the result.
+func GroupOffsets(ctx context.Context, client *kgo.Client, group string, wanted map[string][]int32) (map[Partition]int64, error) {
+	if len(wanted) == 0 { // which Kafka would understand as all
+		return nil, nil
+	}
+	return fetchGroupOffsets(ctx, client, group, wanted)
+}
+
+func fetchGroupOffsets(ctx context.Context, client *kgo.Client, group string, wanted map[string][]int32) (map[Partition]int64, error) {
+	request := kmsg.NewPtrOffsetFetchRequest()
+	one := kmsg.NewOffsetFetchRequestGroup()
+	request.Group, one.Group = group, group
+	for topic, numbers := range wanted {
+		request.Topics = append(request.Topics, kmsg.OffsetFetchRequestTopic{Topic: topic, Partitions: numbers})
+		one.Topics = append(one.Topics, kmsg.OffsetFetchRequestGroupTopic{Topic: topic, Partitions: numbers})
+	}
+	request.Groups = append(request.Groups, one)
+	response, err := request.RequestWith(ctx, client)
+	if err != nil {
+		return nil, fmt.Errorf("fetch offsets: %w", err)
+	}
+	found, err := groupOffsets(response)
+	if err != nil && !errors.Is(err, kerr.GroupIDNotFound) {
+		return nil, fmt.Errorf("fetch offsets: %w", err)
+	}
+	return found, nil
+}
+
+func groupOffsets(response *kmsg.OffsetFetchResponse) (map[Partition]int64, error) {
+	found := map[Partition]int64{}
+	errs := []error{kerr.ErrorForCode(response.ErrorCode)}
+	add := func(topic string, number int32, offset int64, code int16) {
+		if err := kerr.ErrorForCode(code); err != nil {
+			errs = append(errs, fmt.Errorf("%v: %w", Partition{topic, number}, err))
+		} else if offset >= 0 {
+			found[Partition{topic, number}] = offset
+		}
+	}
+	for _, t := range response.Topics { // of brokers before Kafka 3.0
+		for _, p := range t.Partitions {
+			add(t.Topic, p.Partition, p.Offset, p.ErrorCode)
+		}
+	}
+	for _, g := range response.Groups {
+		errs = append(errs, kerr.ErrorForCode(g.ErrorCode))
+		for _, t := range g.Topics {
+			for _, p := range t.Partitions {
+				add(t.Topic, p.Partition, p.Offset, p.ErrorCode)
+			}
+		}
+	}
+	return found, errors.Join(errs...)
+}
+
+// CommitGroupOffsets commits offsets of a group without members. Kafka refuses it with
+// [kerr.UnknownMemberID] if there are some.
+func CommitGroupOffsets(ctx context.Context, client *kgo.Client, group string, offsets map[Partition]int64) error {
+	request := kmsg.NewPtrOffsetCommitRequest()
+	request.Group = group
+	ids, err := TopicIDs(ctx, client, offsets)
+	if err != nil {
+		return err
+	}
+	for topic, id := range ids {
+		t := kmsg.NewOffsetCommitRequestTopic()
+		t.Topic, t.TopicID = topic, id
+		for p, offset := range offsets {
+			if p.Topic == topic {
+				one := kmsg.NewOffsetCommitRequestTopicPartition()
+				one.Partition, one.Offset = p.Number, offset
+				t.Partitions = append(t.Partitions, one)
+			}
+		}
+		request.Topics = append(request.Topics, t)
+	}
+	response, err := request.RequestWith(ctx, client)
+	if err != nil {
+		return fmt.Errorf("commit offsets: %w", err)
+	}
+	var errs []error
+	for _, t := range response.Topics {
+		for _, p := range t.Partitions {
+			if err := kerr.ErrorForCode(p.ErrorCode); err != nil {
+				errs = append(errs, fmt.Errorf("commit offset of %v: %w", Partition{t.Topic, p.Partition}, err))
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// TopicIDs asks Kafka for the ids of the topics of partitions.
+func TopicIDs[V any](ctx context.Context, client *kgo.Client, of map[Partition]V) (map[string]TopicID, error) {
+	names := map[string]bool{}
+	for p := range of {
+		names[p.Topic] = true
+	}
+	response, err := Metadata(ctx, client, slices.Collect(maps.Keys(names))...)
+	if err != nil {
+		return nil, fmt.Errorf("describe topics: %w", err)
+	}
+	ids := map[string]TopicID{}
+	for _, t := range response.Topics {
+		if t.Topic == nil {
+			continue
+		}
+		if err := kerr.ErrorForCode(t.ErrorCode); err != nil {
+			return nil, fmt.Errorf("describe topic %s: %w", *t.Topic, err)
+		}
+		ids[*t.Topic] = t.TopicID
+	}
+	return ids, nil
+}

@@ -1,0 +1,174 @@
+package kafka
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// Reader reads the committed records between two offsets. It sends its own fetch
+// requests: a consuming client returns records only, so it does not tell that it is at
+// the end of a partition if the last records there are of aborted transactions.
+type Reader struct {
+	client  *kgo.Client
+	leaders map[Partition]leader
+}
+
+// NewReader returns a reader that asks with a client. It belongs to one goroutine.
+func NewReader(client *kgo.Client) *Reader { return &Reader{client: client} }
+
+// leader is the broker that leads a partition, and the id by which it knows the topic.
+type leader struct {
+	broker int32
+	topic  [16]byte
+}
+
+// Span is the part of a partition that remains to be read: from Next up to End.
+type Span struct {
+	Partition
+	Next, End int64
+}
+
+const (
+	fetchBytes      = 1 << 20 // of a partition at once; Kafka sends a larger batch whole
+	fetchWait       = 500 * time.Millisecond
+	fetchRetryPause = 100 * time.Millisecond
+	// fetchTimeout bounds the wait for a partition that returns nothing before its end.
+	fetchTimeout = 30 * time.Second
+)
+
+var errNothingFetched = errors.New("the broker has nothing there")
+
+// CheckOffsets rejects offsets and partitions that cannot exist.
+func CheckOffsets(from map[int32]int64) error {
+	for number, offset := range from {
+		if number < 0 || offset < 0 {
+			return fmt.Errorf("offset %d of partition %d to begin with: must not be negative", offset, number)
+		}
+	}
+	return nil
+}
+
+// Spans returns the spans of the partitions of a topic, from the given offsets to their
+// ends now.
+func (r *Reader) Spans(ctx context.Context, topic string, from map[int32]int64) ([]Span, error) {
+	if err := r.askLeaders(ctx, topic); err != nil {
+		return nil, err
+	}
+	firsts, err := r.offsets(ctx, FirstOffset)
+	if err != nil {
+		return nil, err
+	}
+	ends, err := r.offsets(ctx, EndOffset)
+	if err != nil {
+		return nil, err
+	}
+	for number := range from {
+		if _, ok := ends[Partition{topic, number}]; !ok {
+			return nil, fmt.Errorf("%v to begin with: %w", Partition{topic, number}, kerr.UnknownTopicOrPartition)
+		}
+	}
+	var spans []Span
+	for p, end := range ends {
+		next := max(from[p.Number], firsts[p]) // records before the first offset are deleted
+		spans = append(spans, Span{p, min(next, end), end})
+	}
+	slices.SortFunc(spans, func(a, b Span) int { return cmp.Compare(a.Number, b.Number) })
+	return spans, nil
+}
+
+// askLeaders asks Kafka which brokers lead the partitions of a topic.
+func (r *Reader) askLeaders(ctx context.Context, topic string) error {
+	response, err := Metadata(ctx, r.client, topic)
+	if err != nil {
+		return err
+	}
+	r.leaders = map[Partition]leader{}
+	for _, t := range response.Topics {
+		if err := kerr.ErrorForCode(t.ErrorCode); err != nil {
+			return fmt.Errorf("topic %s: %w", topic, err)
+		}
+		for _, p := range t.Partitions {
+			r.leaders[Partition{Topic: topic, Number: p.Partition}] = leader{p.Leader, t.TopicID}
+		}
+	}
+	return nil
+}
+
+// offsets returns the first or the end offset of each partition whose leader is known.
+func (r *Reader) offsets(ctx context.Context, which int64) (map[Partition]int64, error) {
+	wanted := map[Partition]int64{}
+	for p := range r.leaders {
+		wanted[p] = which
+	}
+	return ListOffsets(ctx, r.client, Committed, wanted)
+}
+
+// Read returns the next records of a span, which may be none, and advances the span.
+func (r *Reader) Read(ctx context.Context, s *Span) ([]*kgo.Record, error) {
+	for start := time.Now(); ; {
+		records, next, err := r.fetch(ctx, s.Partition, s.Next)
+		if next > s.Next { // an error about later records comes again with the next read
+			s.Next = min(next, s.End)
+			return slices.DeleteFunc(records, func(r *kgo.Record) bool { return r.Offset >= s.End }), nil
+		}
+		if err == nil {
+			err = errNothingFetched
+		}
+		if isLasting(err) || time.Since(start) > fetchTimeout {
+			return nil, fmt.Errorf("read %v at offset %d: %w", s.Partition, s.Next, err)
+		}
+		if wait.Sleep(ctx, fetchRetryPause); ctx.Err() != nil {
+			return nil, fmt.Errorf("read %v at offset %d: %w", s.Partition, s.Next, context.Cause(ctx))
+		}
+		if err := r.askLeaders(ctx, s.Topic); err != nil && isLasting(err) {
+			return nil, err
+		}
+	}
+}
+
+// isLasting reports whether a retry would return the same error.
+func isLasting(err error) bool {
+	var k *kerr.Error
+	return errors.As(err, &k) && !k.Retriable
+}
+
+// fetch returns committed records of a partition from an offset on, and the offset
+// behind the records that it has read, which include aborted ones.
+func (r *Reader) fetch(ctx context.Context, p Partition, from int64) ([]*kgo.Record, int64, error) {
+	leader := r.leaders[p]
+	one := kmsg.NewFetchRequestTopicPartition()
+	one.Partition, one.FetchOffset, one.PartitionMaxBytes = p.Number, from, fetchBytes
+	topic := kmsg.NewFetchRequestTopic()
+	topic.Topic, topic.TopicID = p.Topic, leader.topic // by its name, or by its id since Kafka 3.1
+	topic.Partitions = append(topic.Partitions, one)
+	request := kmsg.NewPtrFetchRequest()
+	request.MaxWaitMillis, request.MinBytes, request.IsolationLevel = int32(fetchWait.Milliseconds()), 1, int8(Committed)
+	request.Topics = append(request.Topics, topic)
+	response, err := r.client.Broker(int(leader.broker)).RetriableRequest(ctx, request)
+	if err != nil {
+		return nil, from, err
+	}
+	answer, _ := response.(*kmsg.FetchResponse) // the type that answers this request
+	if err := kerr.ErrorForCode(answer.ErrorCode); err != nil {
+		return nil, from, err
+	}
+	for _, t := range answer.Topics {
+		for _, rp := range t.Partitions {
+			fetched, next := kgo.ProcessFetchPartition(kgo.ProcessFetchPartitionOpts{
+				Offset: from, IsolationLevel: kgo.ReadCommitted(), Topic: p.Topic, Partition: p.Number,
+			}, &rp, kgo.DefaultDecompressor(), nil)
+			return fetched.Records, next, fetched.Err
+		}
+	}
+	return nil, from, nil
+}

@@ -1,0 +1,186 @@
+package outboxops_test
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxops"
+)
+
+// rewindFixture is a topic of two partitions, and a group that notes in a table which
+// events it has handled, and how often.
+type rewindFixture struct {
+	*opsFixture
+	group  string
+	events *outbox.Registry
+}
+
+func newRewindFixture(t *testing.T) *rewindFixture {
+	t.Helper()
+	r := &rewindFixture{opsFixture: newFixture(t)}
+	testenv.RealBrokers(t)
+	r.group = "rewind-" + r.topic
+	testenv.CreateTopic(t, r.brokers, r.topic, 2)
+	testenv.CreateTopic(t, r.brokers, r.topic+".dlq", 1)
+	var err error
+	r.events, err = outbox.NewRegistry("test", outbox.Event("test.oracle.happened.v1", "Key", oracle.Event.Aggregate).Topic(r.topic))
+	require.NoError(t, err)
+	_, err = r.db.Exec(background, r.sql(`CREATE TABLE {schema}.effects (id text, n int)`))
+	require.NoError(t, err)
+	return r
+}
+
+// run runs the group with franz-go's default options.
+func (r *rewindFixture) run(t *testing.T) (stop func()) {
+	t.Helper()
+	c, err := outbox.NewConsumer(r.db, []kgo.Opt{kgo.SeedBrokers(r.brokers...)}, r.events,
+		outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: r.group, Schema: r.schema, Logger: slog.New(slog.DiscardHandler)}, FromStart: true},
+		outbox.Handle("EFFECT", func(ctx context.Context, tx pgx.Tx, e oracle.Event, _ outbox.Metadata) error {
+			_, err := tx.Exec(ctx, r.sql(`INSERT INTO {schema}.effects VALUES ($1, 1)`), e.ID)
+			return err
+		}))
+	require.NoError(t, err)
+	return testenv.Run(t, c.Run)
+}
+
+func (r *rewindFixture) put(t *testing.T, partition int32, n int) {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(r.brokers...), kgo.RecordPartitioner(kgo.ManualPartitioner()))
+	require.NoError(t, err)
+	defer client.Close()
+	for i := range n {
+		id := uuid.NewString()
+		require.NoError(t, client.ProduceSync(background, &kgo.Record{
+			Topic: r.topic, Partition: partition, Key: []byte("k"), Value: fmt.Appendf(nil, `{"id":%q,"key":"k","version":%d}`, id, i),
+			Headers: []kgo.RecordHeader{
+				{Key: "ce_specversion", Value: []byte("1.0")}, {Key: "ce_id", Value: []byte(id)}, {Key: "ce_source", Value: []byte("test")},
+				{Key: "ce_type", Value: []byte("test.oracle.happened.v1")}, {Key: "content-type", Value: []byte("application/json")},
+			},
+		}).FirstErr())
+	}
+}
+
+// effects returns how many events have an effect, and how many effects there are.
+func (r *rewindFixture) effects(t *testing.T) (events, effects int) {
+	t.Helper()
+	require.NoError(t, r.db.QueryRow(background, r.sql(`SELECT count(DISTINCT id), count(*) FROM {schema}.effects`)).Scan(&events, &effects))
+	return events, effects
+}
+
+func (r *rewindFixture) requireEffects(t *testing.T, n int) {
+	t.Helper()
+	require.Eventually(t, func() bool { events, _ := r.effects(t); return events == n }, testenv.Patience, 10*time.Millisecond)
+	_, effects := r.effects(t)
+	require.Equal(t, n, effects, "nothing is repeated")
+}
+
+func (r *rewindFixture) rewind(cfg outboxops.RewindConfig) (outboxops.RewindReport, error) {
+	cfg.Group, cfg.Schema = r.group, r.schema
+	return outboxops.Rewind(background, r.db, []kgo.Opt{kgo.SeedBrokers(r.brokers...)}, cfg)
+}
+
+// PostgreSQL comes back from a backup: what was handled since has neither effect nor
+// note, but Kafka has the offsets. Rewound to the time of the backup, the group handles
+// it again, and nothing else.
+func TestRewindAfterRestore(t *testing.T) {
+	t.Parallel()
+	r := newRewindFixture(t)
+	r.put(t, 0, 10)
+	r.put(t, 1, 10)
+	stop := r.run(t)
+	r.requireEffects(t, 20)
+	backup := time.Now()
+	_, err := r.db.Exec(background, r.sql(`CREATE TABLE {schema}.kept AS SELECT * FROM {schema}.effects; CREATE TABLE {schema}.kept_notes AS SELECT * FROM {schema}.event_handled`))
+	require.NoError(t, err)
+	time.Sleep(10 * time.Millisecond) // Kafka's timestamps are in milliseconds
+	r.put(t, 0, 5)
+	r.requireEffects(t, 25)
+	cfg := outboxops.RewindConfig{Time: backup.Add(-time.Hour)}
+	_, err = r.rewind(cfg)
+	require.ErrorIs(t, err, outboxops.ErrGroupActive)
+	stop()
+	_, err = r.db.Exec(background, r.sql(`TRUNCATE {schema}.effects, {schema}.event_handled; INSERT INTO {schema}.effects SELECT * FROM {schema}.kept;
+		INSERT INTO {schema}.event_handled SELECT * FROM {schema}.kept_notes`))
+	require.NoError(t, err)
+
+	stop = r.run(t)
+	time.Sleep(time.Second)
+	stop()
+	r.requireEffects(t, 20) // the offsets are ahead
+
+	cfg.DryRun = true
+	report, err := r.rewind(cfg)
+	require.NoError(t, err)
+	require.Equal(t, []int{25, 20, 5, 0}, []int{report.Records, report.Noted, report.Unnoted(), report.Older})
+	require.Equal(t, []outboxops.RewoundPartition{{Topic: r.topic, From: 15}, {Topic: r.topic, Partition: 1, From: 10}}, report.Partitions)
+	cfg.Time = backup
+	report, err = r.rewind(cfg)
+	require.NoError(t, err)
+	require.Equal(t, []int{5, 0, 5, 0}, []int{report.Records, report.Noted, report.Unnoted(), report.Older})
+	require.Equal(t, []outboxops.RewoundPartition{{Topic: r.topic, From: 15, To: 10}}, report.Partitions)
+	r.requireEffects(t, 20)
+
+	cfg.DryRun = false
+	_, err = r.rewind(cfg)
+	require.NoError(t, err)
+	stop = r.run(t)
+	r.requireEffects(t, 25)
+	stop()
+
+	// Further back, and by offset: everything is noted now.
+	offset := int64(3)
+	report, err = r.rewind(outboxops.RewindConfig{Offset: &offset, Topics: []string{r.topic}})
+	require.NoError(t, err)
+	require.Equal(t, []int{19, 19, 0, 0}, []int{report.Records, report.Noted, report.Unnoted(), report.Older})
+	r.run(t)
+	r.put(t, 1, 1)
+	r.requireEffects(t, 26)
+}
+
+// What is older than the oldest note was perhaps handled, and retention has removed the
+// note: it is repeated, and the dry run says how much that is.
+func TestRewindBehindNotes(t *testing.T) {
+	t.Parallel()
+	r := newRewindFixture(t)
+	r.put(t, 0, 4)
+	stop := r.run(t)
+	r.requireEffects(t, 4)
+	_, err := r.db.Exec(background, r.sql(`DELETE FROM {schema}.event_handled`))
+	require.NoError(t, err)
+	r.put(t, 0, 3)
+	r.requireEffects(t, 7)
+	stop()
+	report, err := r.rewind(outboxops.RewindConfig{Time: time.Now().Add(-time.Hour), DryRun: true})
+	require.NoError(t, err)
+	require.Equal(t, []int{7, 3, 0, 4}, []int{report.Records, report.Noted, report.Unnoted(), report.Older})
+	require.WithinDuration(t, time.Now(), report.OldestNote, time.Minute)
+}
+
+func TestRewindConfig(t *testing.T) {
+	t.Parallel()
+	offset, negative := int64(1), int64(-1)
+	for want, cfg := range map[string]outboxops.RewindConfig{
+		"field Group is empty":                            {Time: time.Now()},
+		"fields Time and Offset: one of them must be set": {Group: "g"},
+		"field Offset: needs one topic":                   {Group: "g", Offset: &offset},
+		"field Offset is -1: must not be negative":        {Group: "g", Offset: &negative, Topics: []string{"t"}},
+		"field Topics: ":                                  {Group: "g", Time: time.Now(), Topics: []string{"a b"}},
+	} {
+		_, err := outboxops.Rewind(background, nil, nil, cfg)
+		require.ErrorContains(t, err, want)
+	}
+	brokers := testenv.Brokers(t)
+	_, err := outboxops.Rewind(background, nil, []kgo.Opt{kgo.SeedBrokers(brokers...)}, outboxops.RewindConfig{Group: "nobody-" + uuid.NewString(), Time: time.Now()})
+	require.ErrorIs(t, err, outboxops.ErrNotFound)
+}
