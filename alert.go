@@ -34,6 +34,9 @@ const (
 	AlertNoLeader AlertKind = "no_leader"
 	// AlertBreaker means that a relay's circuit breaker is open, because Kafka fails.
 	AlertBreaker AlertKind = "breaker_open"
+	// AlertLost means that Kafka had removed records of a topic before a consumer group
+	// read them, because of the topic's retention.
+	AlertLost AlertKind = "lost_records"
 	// AlertReport comes every AlertConfig.ReportInterval with what has failed and is not
 	// resolved, if there is something.
 	AlertReport AlertKind = "report"
@@ -43,7 +46,7 @@ const (
 type Alert struct {
 	// Kind says what it is about.
 	Kind AlertKind
-	// Relay is the name of the relay.
+	// Relay is the name of the relay. Empty for [AlertLost].
 	Relay string
 	// Over is set when what an earlier alert was about is over.
 	Over bool
@@ -59,6 +62,12 @@ type Alert struct {
 	// Unresolved is what has failed and is not resolved, by status, type and class. Of
 	// [AlertReport] only.
 	Unresolved []FailedCount
+	// Group and Topic say which consumer group lost records of which topic, and Lost how
+	// many so far: how many offsets are gone, which are not fewer than there were records.
+	// Of [AlertLost] only.
+	Group, Topic string
+	// Lost is in records.
+	Lost int64
 }
 
 // DeadEvent is an event that has died, as an alert shows it.
@@ -107,6 +116,8 @@ func (a Alert) String() string {
 		return fmt.Sprintf("relay %s: %s%d events are not published, the oldest for %s", a.Relay, more, s.Pending, a.At.Sub(s.Oldest).Round(time.Second))
 	case a.Kind == AlertNoLeader:
 		return fmt.Sprintf("relay %s: no process runs it, %d events wait", a.Relay, s.Pending)
+	case a.Kind == AlertLost:
+		return fmt.Sprintf("consumer group %s: Kafka has removed %s of %s before the group read them", a.Group, counted(int(a.Lost), "record"), a.Topic)
 	case a.Kind == AlertBreaker:
 		return fmt.Sprintf("relay %s: the circuit breaker is open, Kafka fails", a.Relay)
 	}

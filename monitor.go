@@ -22,7 +22,8 @@ func newWatch(db *pgxpool.Pool, cfg RelayConfig, breaker *breaker) *watch.Watch 
 }
 
 func alertOf(a watch.Alert) Alert {
-	alert := Alert{Kind: AlertKind(a.Kind), Relay: a.Relay, Over: a.Over, At: a.At, Status: RelayStatus(a.Status), Died: a.Died}
+	alert := Alert{Kind: AlertKind(a.Kind), Relay: a.Relay, Over: a.Over, At: a.At, Status: RelayStatus(a.Status), Died: a.Died,
+		Group: a.Group, Topic: a.Topic, Lost: a.Lost}
 	for _, f := range a.Dead {
 		alert.Dead = append(alert.Dead, DeadEvent{FailedEvent: FailedEvent(f.Event), ID: f.ID, FailedAt: f.FailedAt})
 	}

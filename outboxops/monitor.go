@@ -70,7 +70,8 @@ func settingsOf(c outbox.AlertConfig) watch.Settings {
 }
 
 func alertOf(a watch.Alert) outbox.Alert {
-	alert := outbox.Alert{Kind: outbox.AlertKind(a.Kind), Relay: a.Relay, Over: a.Over, At: a.At, Status: outbox.RelayStatus(a.Status), Died: a.Died}
+	alert := outbox.Alert{Kind: outbox.AlertKind(a.Kind), Relay: a.Relay, Over: a.Over, At: a.At, Status: outbox.RelayStatus(a.Status), Died: a.Died,
+		Group: a.Group, Topic: a.Topic, Lost: a.Lost}
 	for _, f := range a.Dead {
 		alert.Dead = append(alert.Dead, outbox.DeadEvent{FailedEvent: outbox.FailedEvent(f.Event), ID: f.ID, FailedAt: f.FailedAt})
 	}

@@ -115,6 +115,21 @@ func TestStaleEventsAreAlertedTo(t *testing.T) {
 	require.Equal(t, "stale_events stale_events!", box.received(outbox.AlertStale))
 }
 
+// What retention removed before a consumer group read it is in consumer_start.
+func TestLostRecordsAreAlertedTo(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	_, err := h.db.Exec(background, h.sql(`INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position, lost, lost_at)
+		VALUES ('stats', 'orders', gen_random_uuid(), 0, 0, 10, 5, now()), ('stats', 'orders', gen_random_uuid(), 1, 0, 10, 80, now()),
+		       ('mail', 'orders', gen_random_uuid(), 0, 0, 10, 0, NULL)`))
+	require.NoError(t, err)
+	box := &mailbox{}
+	testenv.Run(t, h.monitor(t, outbox.AlertConfig{Alerter: box, Interval: time.Minute}).Run)
+	a := box.await(t, outbox.AlertLost, false)
+	require.Equal(t, "consumer group stats: Kafka has removed 85 records of orders before the group read them", a.String())
+	require.Equal(t, "lost_records", box.received(outbox.AlertLost))
+}
+
 // A standby needs a moment to take over: one look without a leader is no alert.
 func TestBriefAbsenceOfALeader(t *testing.T) {
 	t.Parallel()

@@ -24,19 +24,32 @@ type Store interface {
 	Died(ctx context.Context, since time.Time, relay string, known []int64, limit int) ([]tables.Failure, error)
 	// Unresolved counts what needs a decision or is tried again, of a relay or of all.
 	Unresolved(ctx context.Context, relay string) ([]tables.FailureCount, error)
+	// Lost returns what consumer groups have found since a time to be removed unread.
+	Lost(ctx context.Context, since time.Time) ([]LostRecords, error)
+}
+
+// LostRecords are records of a topic that Kafka had removed before a group read them: how
+// many so far, and when the group last found some.
+type LostRecords struct {
+	Group, Topic string
+	Records      int64
+	At           time.Time
 }
 
 // store is the Store of a database.
 type store struct {
-	db           *pgxpool.Pool
-	relays, died string
-	failures     tables.FailureCounter
+	db                 *pgxpool.Pool
+	relays, died, lost string
+	failures           tables.FailureCounter
 }
 
 // NewStore returns the store of a schema.
 func NewStore(db *pgxpool.Pool, schema string) Store {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
-	return &store{db: db, relays: in(tables.SQLRelays), died: in(tables.SQLDeaths), failures: tables.NewFailureCounter(db, schema)}
+	return &store{
+		db: db, relays: in(tables.SQLRelays), died: in(tables.SQLDeaths), lost: in(sqlLostSince),
+		failures: tables.NewFailureCounter(db, schema),
+	}
 }
 
 func (s *store) Now(ctx context.Context) (now time.Time, err error) {
@@ -71,4 +84,25 @@ func (s *store) Unresolved(ctx context.Context, relay string) ([]tables.FailureC
 		return nil, fmt.Errorf("count failed events: %w", err)
 	}
 	return counts, nil
+}
+
+// sqlLostSince reads which groups have found since $1 that records are lost. The table has
+// a row for each group and partition.
+const sqlLostSince = `
+SELECT consumer_group, topic, sum(lost)::bigint, max(lost_at)
+  FROM {schema}.consumer_start
+ WHERE lost > 0
+ GROUP BY consumer_group, topic
+HAVING max(lost_at) >= $1
+ ORDER BY 1, 2`
+
+func (s *store) Lost(ctx context.Context, since time.Time) ([]LostRecords, error) {
+	rows, err := s.db.Query(ctx, s.lost, since)
+	if err == nil {
+		var lost []LostRecords
+		if lost, err = pgx.CollectRows(rows, pgx.RowToStructByPos[LostRecords]); err == nil {
+			return lost, nil
+		}
+	}
+	return nil, fmt.Errorf("read lost records: %w", err)
 }

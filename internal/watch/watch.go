@@ -25,6 +25,7 @@ const (
 	NoLeader = "no_leader"
 	Breaker  = "breaker_open"
 	Report   = "report"
+	Lost     = "lost_records"
 )
 
 // Alert is an outbox.Alert, which describes the fields.
@@ -37,6 +38,9 @@ type Alert struct {
 	Died       int
 	Dead       []tables.Failure
 	Unresolved []tables.FailureCount
+
+	Group, Topic string
+	Lost         int64
 }
 
 // Config is what a [Watch] needs besides its store.
@@ -72,9 +76,11 @@ type Watch struct {
 	reported map[int64]time.Time // rows, and when they died
 	began    time.Time
 	since    time.Time // there may be undelivered deaths from here on
+
+	lost map[key]time.Time // groups and topics with lost records, and the last loss that was delivered
 }
 
-type key struct{ kind, relay string }
+type key struct{ kind, relay string } // or a group and a topic
 
 const (
 	deliverTimeout = 10 * time.Second // of one alert; an Alerter that ignores it is abandoned
@@ -90,7 +96,7 @@ const (
 func New(store Store, cfg Config) *Watch {
 	return &Watch{
 		cfg: cfg, store: store, alerter: contain.NewCallback("Alerter", cfg.Logger, contain.Limits{Grace: contain.HookLimits.Grace}),
-		active: map[key]tables.Relay{}, leaderless: map[string]bool{}, reported: map[int64]time.Time{},
+		active: map[key]tables.Relay{}, leaderless: map[string]bool{}, reported: map[int64]time.Time{}, lost: map[key]time.Time{},
 		reportAt: time.Now().Add(min(cfg.ReportInterval, defaultReports)),
 	}
 }
@@ -120,7 +126,28 @@ func (w *Watch) Check(ctx context.Context) error {
 	if err := w.reportDeaths(ctx, relays); err != nil {
 		return err
 	}
+	if w.cfg.Relay == "" || first >= 0 && relays[first].Name == w.cfg.Relay {
+		if err := w.reportLost(ctx); err != nil {
+			return err
+		}
+	}
 	return w.reportUnresolved(ctx, relays)
+}
+
+// reportLost alerts to records that Kafka had removed before a consumer group read them,
+// since one interval before the first check.
+func (w *Watch) reportLost(ctx context.Context) error {
+	lost, err := w.store.Lost(ctx, w.began)
+	if err != nil {
+		return err
+	}
+	for _, l := range lost {
+		of := key{l.Group, l.Topic}
+		if l.At.After(w.lost[of]) && w.deliver(ctx, Alert{Kind: Lost, Group: l.Group, Topic: l.Topic, Lost: l.Records}) {
+			w.lost[of] = l.At
+		}
+	}
+	return nil
 }
 
 func (w *Watch) checkEvents(ctx context.Context, r tables.Relay) {

@@ -23,7 +23,17 @@ type fakeStore struct {
 	relays []tables.Relay
 	rows   []tables.Failure
 	counts []tables.FailureCount
+	lost   []watch.LostRecords
 	err    error
+}
+
+func (s *fakeStore) Lost(_ context.Context, since time.Time) (lost []watch.LostRecords, err error) {
+	for _, l := range s.lost {
+		if !l.At.Before(since) {
+			lost = append(lost, l)
+		}
+	}
+	return lost, s.err
 }
 
 func (s *fakeStore) Now(context.Context) (time.Time, error) { return time.Now(), s.err }
@@ -122,6 +132,36 @@ func TestConditions(t *testing.T) {
 			step.change()
 			require.Equal(t, step.want, f.check(t), step.name)
 		}
+	})
+}
+
+// Each loss of records is delivered once, by the first relay that has a leader, and one
+// that was not delivered comes again.
+func TestLostRecords(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(watch.Settings{ReportInterval: math.MaxInt64}, "default")
+		lose := func(topic string, n int64) {
+			f.store.lost = append(f.store.lost, watch.LostRecords{Group: "stats", Topic: topic, Records: n, At: time.Now()})
+		}
+		lose("long-ago", 1)
+		time.Sleep(time.Hour)
+		require.Empty(t, f.check(t), "before this process watched")
+		lose("orders", 85)
+		f.fail = errors.New("no mail today")
+		require.Empty(t, f.check(t))
+		f.fail = nil
+		require.Equal(t, " lost_records", f.check(t))
+		require.Equal(t, []any{"stats", "orders", int64(85)}, []any{f.alerts[0].Group, f.alerts[0].Topic, f.alerts[0].Lost})
+		require.Empty(t, f.check(t))
+		time.Sleep(time.Minute)
+		f.store.lost = nil
+		lose("orders", 90)
+		require.Equal(t, " lost_records", f.check(t))
+
+		lose("items", 1)
+		f.store.relays = append([]tables.Relay{{Name: "another", Holder: "there", MovedAt: time.Now()}}, f.store.relays...)
+		require.Empty(t, f.check(t), "the other relay alerts")
 	})
 }
 
