@@ -189,10 +189,11 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 // Deliver passes a record to the handlers as [Consumer.Run] does, without Kafka: it
 // is for tests. Each action runs once, in a transaction of its own; errors are
 // returned, not tried again, and there are no dead letters. Actions that are done
-// already are skipped, and event types without a handler as Unknown says.
+// already are skipped, and event types without a handler as Unknown says. Headers of a
+// replay count, see [ReplayGroup].
 func (c *Consumer) Deliver(ctx context.Context, record *kgo.Record) error {
 	p := c.processor.forOne(new(handling.Activity))
-	it := p.read(ctx, record, new(KafkaMetadata))
+	it := p.read(ctx, record, replayOf(record), new(KafkaMetadata))
 	if it.isSkipped(c.cfg.Unknown) {
 		return nil
 	}

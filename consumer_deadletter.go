@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -15,6 +16,7 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // The headers of a dead letter, beside those of the record itself, whose key and
@@ -23,14 +25,14 @@ const (
 	// DeadLetterOriginalTopic, …Partition, …Offset and …Timestamp say where the
 	// record was: the numbers in decimal, the timestamp in RFC 3339, UTC, to the
 	// millisecond.
-	DeadLetterOriginalTopic     = "dlq_original_topic"
-	DeadLetterOriginalPartition = "dlq_original_partition"
-	DeadLetterOriginalOffset    = "dlq_original_offset"
+	DeadLetterOriginalTopic     = deadletter.OriginalTopic
+	DeadLetterOriginalPartition = deadletter.OriginalPartition
+	DeadLetterOriginalOffset    = deadletter.OriginalOffset
 	DeadLetterOriginalTimestamp = "dlq_original_timestamp"
 	// DeadLetterGroup and DeadLetterAction say who could not handle it. The action is
 	// empty where the record was not fit for any.
-	DeadLetterGroup  = "dlq_group"
-	DeadLetterAction = "dlq_action"
+	DeadLetterGroup  = deadletter.Group
+	DeadLetterAction = deadletter.Action
 	// DeadLetterError, DeadLetterClass and DeadLetterAttempts say why: the text of
 	// the error, at most 2,000 bytes, its kind, and how often it was tried.
 	DeadLetterError    = "dlq_error"
@@ -40,7 +42,7 @@ const (
 	DeadLetterFailedAt = "dlq_failed_at"
 	// DeadLetterValueOmitted is there if the dead-letter topic took the record only
 	// without its value, which is in the original record still: its size in bytes.
-	DeadLetterValueOmitted = "dlq_value_omitted"
+	DeadLetterValueOmitted = deadletter.ValueOmitted
 	// DeadLetterKeyOmitted and …HeadersOmitted are there if that was not enough. A key
 	// above 1 KiB is omitted then, and of the headers those that do not fit into 8 KiB:
 	// the size of the key in bytes, and the number of headers.
@@ -48,11 +50,15 @@ const (
 	DeadLetterHeadersOmitted = "dlq_headers_omitted"
 	// DeadLetterDigest is there beside each of them: the SHA-256 of the original's key,
 	// value and headers, by which a replay recognizes it.
-	DeadLetterDigest = "dlq_digest"
+	DeadLetterDigest = deadletter.OriginalDigest
 )
 
 // The headers of a record that was sent back from a dead-letter topic: only this
 // group handles it, and only this action if one is named.
+//
+// Headers are input: whoever may write to the topic could hide an event with them. So they
+// count only in a copy of a dead letter, which ReplayFrom names and which is looked at in
+// the dead-letter topic. Other records are handled as if they had no such headers.
 const (
 	ReplayGroup  = deadletter.ReplayGroup
 	ReplayAction = deadletter.ReplayAction
@@ -63,9 +69,13 @@ const (
 // [PlainRecords].
 const ReplayOf = deadletter.ReplayOf
 
+// ReplayFrom is a header of such a record too: where its dead letter is, as
+// topic-partition-offset.
+const ReplayFrom = deadletter.ReplayFrom
+
 // DeadLetterTopic returns the name of the topic for the dead letters of another:
 // {topic}.dlq.
-func DeadLetterTopic(topic string) string { return topic + ".dlq" }
+func DeadLetterTopic(topic string) string { return topic + deadletter.TopicSuffix }
 
 // fixedDeadLetterTopics calls host for each of the consumed topics and returns what it said
 // as a function, so that it cannot panic or say something else while records wait. A
@@ -83,6 +93,66 @@ func fixedDeadLetterTopics(host func(string) string, topics []string) (func(stri
 		}
 	}
 	return func(topic string) string { return fixed[topic] }, errors.Join(errs...)
+}
+
+// admit returns a record as its handlers may see it, and for whom it was sent back, if it
+// was. A record that only says so loses the headers that say it, and is for everybody.
+func (w *worker) admit(r *kgo.Record) (*kgo.Record, replay) {
+	if !isReplay(r) {
+		return r, replay{}
+	}
+	outageName := "reading dead letters of " + r.Topic
+	for w.stopping.Err() == nil {
+		began := time.Now()
+		err := w.group.checkReplay(w.stopping, r)
+		switch {
+		case err == nil:
+			w.outages.Report(outageName, began, nil)
+			return r, replayOf(r)
+		case errors.Is(err, deadletter.ErrNoReplay):
+			w.outages.Report(outageName, began, nil)
+			w.logNoReplay(r, err)
+			return withoutReplay(r), replay{}
+		case w.stopping.Err() == nil:
+			w.outages.Report(outageName, began, err)
+			w.pause(w.outages.Backoff(outageName))
+		}
+	}
+	return withoutReplay(r), replay{} // which nobody handles any more
+}
+
+// logNoReplay logs a record that only says that it was sent back.
+func (w *worker) logNoReplay(r *kgo.Record, err error) {
+	if times, now := w.processor.input.noReplay.Next(); now {
+		w.log.Warn("outbox: a record has the headers of a replay and is none; it is handled like any other", "partition", w.partition.Name(),
+			"offset", r.Offset, "records", times, "error", err)
+	}
+}
+
+// checkReplay implements workerGroup.
+func (m *membership) checkReplay(ctx context.Context, r *kgo.Record) error {
+	return m.replays.Check(ctx, r, m.cfg.DeadLetterTopic(r.Topic), DeadLetterTopic(r.Topic))
+}
+
+// checkDeadLetterTopics warns of dead-letter topics that do not exist, before a dead letter
+// and its partition have to wait for one.
+func (m *membership) checkDeadLetterTopics(ctx context.Context) {
+	var topics []string
+	for _, topic := range m.processor.routes.topics {
+		topics = append(topics, m.cfg.DeadLetterTopic(topic))
+	}
+	slices.Sort(topics)
+	topics = slices.Compact(topics)
+	for backoff := new(wait.Backoff); ctx.Err() == nil; wait.Sleep(ctx, backoff.Next()) {
+		bad, err := kafka.CheckTopics(ctx, m.client, topics)
+		for topic, err := range bad {
+			m.log.Warn("outbox: a dead-letter topic cannot be used; a partition with a dead letter would wait. Create it with outboxtopics.Ensure, "+
+				"with outbox topics --create, or with kafka-topics.sh --create", "topic", topic, "error", err)
+		}
+		if err == nil {
+			return
+		}
+	}
 }
 
 // deadLetter says why a record is given up.

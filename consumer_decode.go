@@ -6,10 +6,12 @@ import (
 	"iter"
 	"maps"
 	"reflect"
+	"slices"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/outage"
 )
 
@@ -30,6 +32,7 @@ func DecodeCloudEvent(r *kgo.Record) (*Message, error) {
 // may be true of each of them does not fill the log.
 type inputLog struct {
 	badCorrelation outage.Seldom
+	noReplay       outage.Seldom
 	unknown        unknownTypes
 }
 
@@ -78,11 +81,11 @@ const (
 	classUnknownAction = "unknown_action"
 )
 
-// read decodes a record and finds its handlers. It fills in at, which their Metadata
-// points to.
-func (p *processor) read(ctx context.Context, r *kgo.Record, at *KafkaMetadata) item {
+// read decodes a record and finds its handlers: all of them, or those for which it was
+// sent back. It fills in at, which their Metadata points to.
+func (p *processor) read(ctx context.Context, r *kgo.Record, to replay, at *KafkaMetadata) item {
 	*at = KafkaMetadata{Topic: r.Topic, Partition: r.Partition, Offset: r.Offset, Key: r.Key}
-	it := item{record: r, replay: replayOf(r), meta: Metadata{Kafka: at, Attempt: 1}}
+	it := item{record: r, replay: to, meta: Metadata{Kafka: at, Attempt: 1}}
 	if it.replay.group != "" && it.replay.group != p.cfg.Group {
 		return it
 	}
@@ -207,7 +210,13 @@ func (p *processor) codecFor(def *definition, contentType string) (Codec, error)
 	return Codec{}, fmt.Errorf("%.100q %w: no codec for it", contentType, ErrMalformed)
 }
 
-// replayOf returns for whom a record was sent back from a dead-letter topic.
+// isReplay reports whether a record says that it was sent back from a dead-letter topic.
+func isReplay(r *kgo.Record) bool {
+	return slices.ContainsFunc(r.Headers, func(h kgo.RecordHeader) bool { return deadletter.IsReplay(h.Key) })
+}
+
+// replayOf returns for whom a record was sent back from a dead-letter topic, by its own
+// word.
 func replayOf(r *kgo.Record) (to replay) {
 	for _, h := range r.Headers {
 		switch h.Key {
@@ -218,4 +227,11 @@ func replayOf(r *kgo.Record) (to replay) {
 		}
 	}
 	return to
+}
+
+// withoutReplay returns a record without the headers of a replay.
+func withoutReplay(r *kgo.Record) *kgo.Record {
+	plain := *r
+	plain.Headers = slices.DeleteFunc(slices.Clone(r.Headers), func(h kgo.RecordHeader) bool { return deadletter.IsReplay(h.Key) })
+	return &plain
 }

@@ -97,7 +97,6 @@ func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
 		return nil, err
 	}
 	position := cmp.Or(f.take(ReplayOf), deadletter.Origin(r.Topic, r.Partition, r.Offset))
-	f.take(ReplayGroup, ReplayAction)
 	id := cmp.Or(f.find(p.IDMember, p.IDHeader, "event-id", "id"), position)
 	eventType := cmp.Or(f.find(p.TypeMember, p.TypeHeader, "event-type", "eventtype", "type"), p.Type)
 	at := f.find(p.TimeMember, p.TimeHeader, "event-time")
@@ -133,6 +132,9 @@ func (p PlainRecords) headers(r *kgo.Record) externalRecord {
 	f := externalRecord{headers: map[string]string{}, binary: map[string]error{}}
 	for _, h := range r.Headers {
 		name := strings.ToLower(h.Key)
+		if deadletter.IsOwn(name) && name != ReplayOf {
+			continue
+		}
 		if value, err := p.text(h.Value); err != nil {
 			f.binary[name] = err
 		} else if value != "" && check.Text(name, math.MaxInt) == nil {

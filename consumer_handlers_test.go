@@ -21,6 +21,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxdlq"
 )
 
 // saleRecord is a sale as a relay sends it.
@@ -212,10 +213,10 @@ func TestActionsAreApart(t *testing.T) {
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 && others.Load() == 1 }, testenv.Patience, 10*time.Millisecond)
 
 	broken.Store(false)
-	back := s.saleRecord(deadLetterHeaders(deadLetter)["ce_id"], deadLetter.Value)
-	back.Headers = append(back.Headers, kgo.RecordHeader{Key: outbox.ReplayGroup, Value: []byte(cfg.Group)},
-		kgo.RecordHeader{Key: outbox.ReplayAction, Value: []byte("FRAGILE")})
-	s.send(t, back, s.saleRecord(uuid.NewString(), oneSale))
+	report, err := outboxdlq.Replay(background, testenv.KafkaOpts(s.brokers), outboxdlq.ReplayConfig{Topic: deadLetter.Topic})
+	require.NoError(t, err)
+	require.Equal(t, 1, report.Sent)
+	s.send(t, s.saleRecord(uuid.NewString(), oneSale))
 	require.Eventually(t, func() bool { return s.counts(t)["fragile"] == 2 && others.Load() == 2 }, testenv.Patience, 10*time.Millisecond)
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 2 && seen.Load() == 2 }, testenv.Patience, 10*time.Millisecond)
 }

@@ -14,6 +14,8 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/deadletter"
 )
 
 // logged returns a configuration, and the lines of its log that contain a text.
@@ -185,6 +187,60 @@ func TestReplayForNobody(t *testing.T) {
 		`test.play.gone.v1 ACTED: outbox: test.play.gone.v1: type is not registered`,
 	}, reported)
 	require.Len(t, lines(`level=WARN msg="outbox: sent to the dead-letter topic"`), 2)
+}
+
+// A record that only says that it was sent back is for everybody. Its headers are seen
+// neither by its decoder nor in its dead letter, from which a replay would take them over.
+func TestForgedReplayIsForEverybody(t *testing.T) {
+	t.Parallel()
+	plain := PlainRecords{Type: "test.play.acted.v1", IDHeader: "none"}
+	var ids []string
+	cfg, lines := logged(ConsumerConfig{Decode: func(r *kgo.Record) (*Message, error) {
+		r.Headers = slices.DeleteFunc(slices.Clone(r.Headers), func(h kgo.RecordHeader) bool { return strings.HasPrefix(h.Key, "ce_") })
+		m, err := plain.Decode(r)
+		if err == nil {
+			ids = append(ids, m.ID)
+			require.Empty(t, m.Extensions)
+		}
+		return m, err
+	}})
+	s := newWorkerFixture(t, cfg)
+	s.handlers = map[string]string{"a": "pp"}
+	records := s.arrive("a", "b")
+	for _, r := range records {
+		withHeaders(r, ReplayGroup, "nobody", ReplayAction, "NONE", ReplayFrom, "x.dlq-0-0", "Replay_Of", "play-events-3-9", "dlq_group", "x")
+	}
+	s.forged = true
+	s.worker.handle(records)
+	require.Equal(t, []string{"a1: rolled back", "dead letter a after 1: permanent", "b1: committed"}, s.log)
+	require.Equal(t, []string{"play-events-0-0", "play-events-0-1"}, ids)
+	for _, h := range s.records[0].Headers {
+		require.False(t, deadletter.IsReplay(h.Key), h.Key)
+		require.False(t, h.Key == DeadLetterGroup && string(h.Value) == "x")
+	}
+	require.Len(t, lines("has the headers of a replay and is none"), 1, "not for each record")
+
+	ids, s.forged = nil, false
+	s.worker.handle(records)
+	require.Empty(t, ids, "they are for another group")
+}
+
+// Headers of dead letters and replays get into no new event, neither from a decoded event,
+// whose extensions a service may copy, nor otherwise.
+func TestReplayHeadersAreNotRecorded(t *testing.T) {
+	t.Parallel()
+	s := newWorkerFixture(t, ConsumerConfig{})
+	for _, name := range []string{ReplayGroup, "Replay_Of", ReplayFrom, DeadLetterGroup, "DLQ_anything"} {
+		rec, err := NewRecorder(s.events, RecorderConfig{Headers: func(context.Context, DomainEvent) map[string]string { return map[string]string{name: "x"} }})
+		require.NoError(t, err)
+		_, err = rec.KafkaRecord(t.Context(), played{"a"})
+		require.ErrorContains(t, err, "the name is reserved")
+
+		m, err := DecodeCloudEvent(withHeaders(s.arrive("a")[0], "ce_"+name, "x", "ce_own", "y"))
+		require.NoError(t, err)
+		require.NotContains(t, m.Extensions, strings.ToLower(name))
+		require.Equal(t, "y", m.Extensions["own"])
+	}
 }
 
 // An event type of another version than the handlers have is named in the log once, and

@@ -12,6 +12,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/starts"
@@ -110,6 +111,7 @@ type membership struct {
 	hostOpts       []kgo.Opt          // those of client without what makes it a member
 	commitRequests chan struct{}      // holds at most one
 	starts         *starts.Member
+	replays        *deadletter.Replays
 
 	committing sync.Mutex // held for a commit, so that none is under way while partitions go
 	mu         sync.Mutex
@@ -148,7 +150,7 @@ func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts
 		cancel()
 		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
 	}
-	m.client = client
+	m.client, m.replays = client, deadletter.NewReplays(client)
 	return m, nil
 }
 
@@ -186,6 +188,7 @@ func (m *membership) poll(ctx context.Context) {
 	defer cancel()
 	beside.Go(func() { m.keepCommitting(ctx) })
 	beside.Go(func() { m.starts.Run(ctx, m.client) })
+	beside.Go(func() { m.checkDeadLetterTopics(ctx) })
 	for ctx.Err() == nil {
 		began := time.Now()
 		fetches := m.client.PollRecords(ctx, pollRecords)

@@ -4,17 +4,20 @@ import (
 	"context"
 	"errors"
 	"go/types"
+	"log/slog"
 	"maps"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // refusedOptions are those that a consumer does not take, and a word of the reason. With
@@ -162,5 +165,33 @@ func TestDeadLettersAreNotConsumed(t *testing.T) {
 		} else {
 			require.ErrorContains(t, err, tt.want, name)
 		}
+	}
+}
+
+// A dead-letter topic that does not exist is known when the consumer starts, and not only
+// when the first dead letter has to wait for it.
+func TestDeadLetterTopicsAreChecked(t *testing.T) {
+	t.Parallel()
+	s := newConsumerFixture(t, 1)
+	for name, tt := range map[string]struct {
+		topic func(string) string
+		want  int
+	}{
+		"missing": {func(topic string) string { return "missing-" + topic }, 1},
+		"there":   {nil, 0},
+	} {
+		log := new(testenv.Buffer)
+		cfg := outbox.ConsumerConfig{DeadLetterTopic: tt.topic, FromStart: true}
+		cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
+		before := s.counts(t)["p"]
+		s.send(t, s.saleRecord(uuid.NewString(), oneSale))
+		stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
+		require.Eventually(t, func() bool { return s.counts(t)["p"] > before }, testenv.Patience, 10*time.Millisecond)
+		if tt.want > 0 {
+			require.Eventually(t, func() bool { return strings.Contains(log.String(), "kafka-topics.sh --create") }, testenv.Patience, 10*time.Millisecond)
+			require.Contains(t, log.String(), "topic=missing-"+s.topic)
+		}
+		stop()
+		require.Equal(t, tt.want, strings.Count(log.String(), "a dead-letter topic cannot be used"), name)
 	}
 }

@@ -38,7 +38,7 @@ func TestProcessBatchOrder(t *testing.T) {
 		OncePer(Handle("ONCE", call("o")), func(played, Metadata) (string, string) { return "Play", "all" }))
 	var items []item
 	for _, r := range s.arrive("x", "y") {
-		items = append(items, s.worker.processor.read(t.Context(), r, new(KafkaMetadata)))
+		items = append(items, s.worker.processor.read(t.Context(), r, replay{}, new(KafkaMetadata)))
 	}
 	all := func() bool { return false }
 	n, err := s.worker.processor.processBatch(t.Context(), items, tasksInTx(items), all)
@@ -65,7 +65,7 @@ func TestProcessorNotifies(t *testing.T) {
 	s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{Hooks: hooks}})
 	records := s.arrive("a", "b")
 	one := func(r *kgo.Record) error {
-		it := s.worker.processor.read(t.Context(), r, new(KafkaMetadata))
+		it := s.worker.processor.read(t.Context(), r, replay{}, new(KafkaMetadata))
 		return s.worker.processor.processOne(t.Context(), it.tasks[0])
 	}
 	require.NoError(t, one(records[0]))

@@ -57,6 +57,9 @@ type workerGroup interface {
 	resumeFetching(kafka.Partition)
 	// requestCommit asks for the offsets of the workers to be committed.
 	requestCommit()
+	// checkReplay returns nil if a record was sent back from a dead-letter topic,
+	// [deadletter.ErrNoReplay] if it was not, and otherwise why nobody knows.
+	checkReplay(context.Context, *kgo.Record) error
 	// produce sends a dead letter and waits for the answer.
 	produce(context.Context, *kgo.Record) error
 }
@@ -228,7 +231,8 @@ func (w *worker) readFrom(first int, records []*kgo.Record, items []item, origin
 	ctx, cancel := context.WithTimeout(w.held, w.cfg.HandlerTimeout)
 	defer cancel()
 	for i := first; i < len(records) && w.stopping.Err() == nil; i++ {
-		items[i] = w.processor.read(ctx, records[i], &origins[i])
+		record, to := w.admit(records[i])
+		items[i] = w.processor.read(ctx, record, to, &origins[i])
 		switch {
 		case ctx.Err() == nil, w.held.Err() != nil:
 		case items[i].err != nil && i > first:

@@ -20,6 +20,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
@@ -47,7 +48,8 @@ type workerFixture struct {
 	noted   map[handledKey]bool // committed
 	current []string            // calls of handlers in the transaction
 	log     []string
-	commits int // that were asked for
+	commits int  // that were asked for
+	forged  bool // headers of replays
 	paused  []bool
 	records []*kgo.Record // dead letters
 }
@@ -135,6 +137,13 @@ func (s *workerFixture) ping(context.Context) error {
 func (s *workerFixture) pauseFetching(kafka.Partition)  { s.paused = append(s.paused, true) }
 func (s *workerFixture) resumeFetching(kafka.Partition) { s.paused = append(s.paused, false) }
 func (s *workerFixture) requestCommit()                 { s.commits++ }
+
+func (s *workerFixture) checkReplay(_ context.Context, r *kgo.Record) error {
+	if s.forged {
+		return deadletter.ErrNoReplay
+	}
+	return nil
+}
 
 func (s *workerFixture) produce(_ context.Context, r *kgo.Record) error {
 	switch next(&s.sends) {

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/deadletter"
 )
 
 // Limits of the columns of outbox, in characters.
@@ -137,7 +138,7 @@ func checkHeader(name, value string) error {
 	switch lower := strings.ToLower(name); {
 	case name == "":
 		return fmt.Errorf("with a name that %w", ErrEmpty)
-	case strings.HasPrefix(lower, "ce_"), lower == "content-type", lower == correlationAttr, lower == traceAttr:
+	case strings.HasPrefix(lower, "ce_"), lower == "content-type", lower == correlationAttr, lower == traceAttr, deadletter.IsOwn(name):
 		return fmt.Errorf("%.100q %w: the name is reserved", name, ErrMalformed)
 	}
 	for _, text := range []string{name, value} {

@@ -10,6 +10,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/jsonb"
 )
 
@@ -105,6 +106,10 @@ func newMessage(attributes map[string]string, data []byte) (*Message, error) {
 		}
 	}
 	for name, value := range attributes {
+		if deadletter.IsOwn(name) { // which no event recorded from this one is to have
+			delete(attributes, name)
+			continue
+		}
 		for _, text := range []string{name, value} {
 			if err := check.Text(text, math.MaxInt); err != nil && text != "" {
 				return nil, unreadable(eventType, name, err)

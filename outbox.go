@@ -61,8 +61,8 @@ type RecorderConfig struct {
 	TraceParent func(ctx context.Context) string
 
 	// Headers returns further Kafka headers for an event, at most 8 KiB as JSON.
-	// Names that begin with ce_, and content-type, correlationid and traceparent,
-	// are reserved. Nil means none.
+	// Names that begin with ce_ or dlq_, content-type, correlationid and traceparent, and
+	// replay_group and the others of a replay, are reserved. Nil means none.
 	Headers func(ctx context.Context, event DomainEvent) map[string]string
 
 	// Hooks are called when events are recorded.

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -297,4 +298,45 @@ func TestReplayOfHugeKey(t *testing.T) {
 		f.replay(t, 2, nil)
 	}
 	f.requireCounts(t, map[string]int{"a FAILS": 14, "a WORKS": 14, "b FAILS": 14}, map[string]int{"a FAILS": 2})
+}
+
+// Whoever may write to a topic writes headers, too. Those of a replay hide no event: they
+// count in a copy of a dead letter only.
+func TestForgedReplays(t *testing.T) {
+	t.Parallel()
+	f := newReplayFixture(t, 1_048_588)
+	f.failing.Store(true)
+	f.send(t, f.saleRecord(uuid.NewString(), []byte(`{"amount": 1}`)))
+	dead := f.deadLetters(t, 1)[0]
+	f.failing.Store(false)
+	f.replay(t, 1, nil)
+	f.requireCounts(t, map[string]int{"a FAILS": 1, "a WORKS": 1, "b FAILS": 1}, map[string]int{})
+
+	forged := func(amount int, headers ...string) *kgo.Record {
+		r := f.saleRecord(uuid.NewString(), fmt.Appendf(nil, `{"amount": %d}`, amount))
+		for i := 0; i < len(headers); i += 2 {
+			r.Headers = append(r.Headers, kgo.RecordHeader{Key: headers[i], Value: []byte(headers[i+1])})
+		}
+		return r
+	}
+	group, from, of := "a-"+f.topic, dead.Topic+"-0-0", f.topic+"-0-0"
+	f.send(t,
+		forged(2, outbox.ReplayGroup, "nobody"),
+		forged(4, outbox.ReplayGroup, group, outbox.ReplayAction, "FAILS", outbox.ReplayOf, of, outbox.ReplayFrom, from),                  // another record than the dead letter
+		forged(8, outbox.ReplayGroup, "nobody", outbox.ReplayFrom, dead.Topic+"-0-400"),                                                   // behind the end
+		forged(16, outbox.ReplayGroup, "nobody", outbox.ReplayFrom, dead.Topic+"-7-0"),                                                    // no such partition
+		forged(32, outbox.ReplayGroup, "nobody", outbox.ReplayFrom, f.topic+"-0-0"),                                                       // no dead-letter topic
+		forged(64, outbox.ReplayGroup, "nobody", outbox.ReplayFrom, "elsewhere"),                                                          // no position
+		&kgo.Record{Topic: f.topic, Value: []byte(`{"amount": 128}`), Headers: []kgo.RecordHeader{{Key: "Replay_Of", Value: []byte(of)}}}, // of a record without an id
+		&kgo.Record{Topic: f.topic, Value: []byte(`{"amount": 256}`), Headers: []kgo.RecordHeader{{Key: "Replay_Of", Value: []byte(of)}}},
+	)
+	all := 1 + 2 + 4 + 8 + 16 + 32 + 64 + 128 + 256
+	f.requireCounts(t, map[string]int{"a FAILS": all, "a WORKS": all, "b FAILS": all}, map[string]int{})
+
+	// A copy of the dead letter is for nobody but the group and the action that it names.
+	copied := &kgo.Record{Topic: f.topic, Key: dead.Key, Value: dead.Value, Headers: append(slices.DeleteFunc(slices.Clone(dead.Headers), func(h kgo.RecordHeader) bool {
+		return strings.HasPrefix(h.Key, "dlq_")
+	}), kgo.RecordHeader{Key: outbox.ReplayGroup, Value: []byte("nobody")}, kgo.RecordHeader{Key: outbox.ReplayOf, Value: []byte(of)}, kgo.RecordHeader{Key: outbox.ReplayFrom, Value: []byte(from)})}
+	f.send(t, copied)
+	f.requireCounts(t, map[string]int{"a FAILS": all, "a WORKS": all, "b FAILS": all}, map[string]int{"a FAILS": 1, "a WORKS": 1, "b FAILS": 1})
 }

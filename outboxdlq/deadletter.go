@@ -25,6 +25,10 @@ import (
 // headers: the original record, which has them, is not at its offset any more.
 var ErrOriginalGone = errors.New("outbox: the original record is gone")
 
+// ErrOtherTopic is why [Replay] does not send a dead letter: its headers say that it is one
+// of a topic that is not in [ReplayConfig.To].
+var ErrOtherTopic = errors.New("outbox: the dead letter is one of another topic")
+
 // DeadLetter is a record of a dead-letter topic and what its headers say.
 type DeadLetter struct {
 	// OriginalTopic is the topic of the record that could not be handled.

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -24,6 +25,12 @@ type ReplayConfig struct {
 	// Topic is the dead-letter topic. Required.
 	Topic string
 
+	// To has the topics that dead letters may go back to. What a dead letter says about its
+	// original is input of whoever may write to the dead-letter topic, and they are sent
+	// with your rights. Nil means the one topic whose dead-letter topic Topic is by its
+	// name, {topic}.dlq.
+	To []string
+
 	// From has the offset to begin with, by partition. The other partitions are read
 	// from their first offset.
 	From map[int32]int64
@@ -40,12 +47,26 @@ type ReplayConfig struct {
 	Progress func(d DeadLetter, err error)
 }
 
+func (c ReplayConfig) withDefaults() ReplayConfig {
+	if topic, ok := strings.CutSuffix(c.Topic, deadletter.TopicSuffix); ok && c.To == nil {
+		c.To = []string{topic}
+	}
+	return c
+}
+
 func (c ReplayConfig) validate() error {
 	var errs []error
 	if c.Topic == "" {
 		errs = append(errs, fmt.Errorf("field Topic %w", outbox.ErrEmpty))
 	} else if err := check.Topic(c.Topic); err != nil {
 		errs = append(errs, fmt.Errorf("field Topic %w", err))
+	} else if c.To == nil {
+		errs = append(errs, fmt.Errorf("field To %w: %s is not named {topic}%s, so name the topics that its dead letters may go back to", outbox.ErrEmpty, c.Topic, deadletter.TopicSuffix))
+	}
+	for _, topic := range c.To {
+		if err := check.Topic(topic); err != nil {
+			errs = append(errs, fmt.Errorf("field To %w", err))
+		}
 	}
 	if err := kafka.CheckOffsets(c.From); err != nil {
 		errs = append(errs, fmt.Errorf("field From: %w", err))
@@ -74,8 +95,8 @@ type ReplayFailure struct {
 	Partition int32
 	// Offset is the offset in that partition.
 	Offset int64
-	// Err is a [*outbox.FieldError] if the record is no dead letter, [ErrOriginalGone],
-	// or the error of Kafka or of the client. A record that Kafka did not acknowledge
+	// Err is a [*outbox.FieldError] if the record is no dead letter, [ErrOtherTopic],
+	// [ErrOriginalGone], or the error of Kafka or of the client. A record that Kafka did not acknowledge
 	// may have arrived.
 	Err error
 }
@@ -93,16 +114,17 @@ func (r ReplayReport) Left(d DeadLetter) bool {
 const deliveryTimeout = 30 * time.Second
 
 // Replay sends the chosen records of a dead-letter topic back to the topics that they
-// came from, with their keys, values and headers. Two headers more,
+// came from, with their keys, values and headers. Further headers,
 // [outbox.ReplayGroup] and [outbox.ReplayAction], say that only the group and the
-// action that failed handle them. The records stay in the dead-letter topic, which is
+// action that failed handle them. Consumers look for the dead letter before they believe
+// that, so they need the right to read the dead-letter topic. The records stay in the dead-letter topic, which is
 // read as [Read] reads it. The records that are sent get the current timestamp. They
 // keep their order, except for those that were in flight together with a record that
 // Kafka rejects.
 //
-// A run sends each record at most once. Three kinds of records are reported, and the
-// run goes on: those that Kafka rejects, those that are no dead letters, and those
-// of which something was omitted and whose original record is gone ([ErrOriginalGone]). Any
+// A run sends each record at most once. These kinds of records are reported, and the
+// run goes on: those that Kafka rejects, those that are no dead letters or those of
+// another topic ([ErrOtherTopic]), and those of which something was omitted and whose original record is gone ([ErrOriginalGone]). Any
 // other failure ends the run with an error when the outcome of all records in flight
 // is known, and so does the end of ctx. The report is valid with an error too, and
 // [ReplayReport.Left] chooses the rest for another run.
@@ -132,6 +154,7 @@ type run struct {
 }
 
 func newRun(opts []kgo.Opt, cfg ReplayConfig) (*run, error) {
+	cfg = cfg.withDefaults()
 	if err := errors.Join(cfg.validate(), kafka.CheckProducerOpts(opts)); err != nil {
 		return nil, err
 	}
@@ -215,7 +238,7 @@ func (r *run) replay(ctx context.Context, records []*kgo.Record) error {
 // be sent.
 func isRejected(err error) bool {
 	var notDeadLetter *outbox.FieldError
-	return kafka.RejectionClass(err) != "" || errors.Is(err, ErrOriginalGone) || errors.As(err, &notDeadLetter)
+	return kafka.RejectionClass(err) != "" || errors.Is(err, ErrOriginalGone) || errors.Is(err, ErrOtherTopic) || errors.As(err, &notDeadLetter)
 }
 
 // choose returns the chosen ones of records, and those that are no dead letters. Its
@@ -242,6 +265,9 @@ func (r *run) choose(ctx context.Context, records []*kgo.Record) (resends []rese
 
 // recordOf returns the record that is sent back for a dead letter.
 func (r *run) recordOf(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
+	if !slices.Contains(r.cfg.To, d.OriginalTopic) {
+		return nil, fmt.Errorf("%w: %s", ErrOtherTopic, d.OriginalTopic)
+	}
 	record := &kgo.Record{Topic: d.OriginalTopic, Key: d.Record.Key, Value: d.Record.Value}
 	headers := d.Record.Headers
 	if d.ValueOmitted > 0 || d.KeyOmitted > 0 || d.HeadersOmitted > 0 {
@@ -266,14 +292,15 @@ func (r *run) recordOf(ctx context.Context, d DeadLetter) (*kgo.Record, error) {
 // replayHeaders returns the headers of the original, and those that say who handles the
 // record.
 func replayHeaders(d DeadLetter, original []kgo.RecordHeader) []kgo.RecordHeader {
-	headers := make([]kgo.RecordHeader, 0, len(original)+3)
+	headers := make([]kgo.RecordHeader, 0, len(original)+4)
 	for _, h := range original {
 		if !deadletter.IsOwn(h.Key) {
 			headers = append(headers, h)
 		}
 	}
 	first := cmp.Or(d.ReplayOf, deadletter.Origin(d.OriginalTopic, d.OriginalPartition, d.OriginalOffset))
-	headers = append(headers, header(outbox.ReplayOf, first), header(outbox.ReplayGroup, d.Group))
+	from := deadletter.Origin(d.Record.Topic, d.Record.Partition, d.Record.Offset)
+	headers = append(headers, header(outbox.ReplayOf, first), header(outbox.ReplayFrom, from), header(outbox.ReplayGroup, d.Group))
 	if d.Action != "" {
 		headers = append(headers, header(outbox.ReplayAction, d.Action))
 	}

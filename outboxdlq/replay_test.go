@@ -47,12 +47,13 @@ func TestReplay(t *testing.T) {
 		require.Equal(t, want.Value, sent[i].Value, "nil stays nil")
 		require.WithinDuration(t, time.Now(), sent[i].Timestamp, testenv.Patience, "an old one might be deleted at once")
 	}
-	back := map[string]string{"ce_id": "e-a", outbox.ReplayOf: f.topic + "-0-17", outbox.ReplayGroup: "statistics", outbox.ReplayAction: "COUNT"}
+	back := map[string]string{"ce_id": "e-a", outbox.ReplayOf: f.topic + "-0-17", outbox.ReplayFrom: f.dlq + "-0-0", outbox.ReplayGroup: "statistics", outbox.ReplayAction: "COUNT"}
 	require.Equal(t, back, allHeaders(sent[0]))
 	delete(back, outbox.ReplayAction)
-	back["ce_id"] = "e-c"
+	back["ce_id"], back[outbox.ReplayFrom] = "e-c", f.dlq+"-0-2"
 	require.Equal(t, back, allHeaders(sent[1]))
-	require.Equal(t, map[string]string{"ce_id": "e-f", outbox.ReplayOf: "elsewhere-0-1", outbox.ReplayGroup: "statistics", outbox.ReplayAction: "COUNT"},
+	require.Equal(t, map[string]string{"ce_id": "e-f", outbox.ReplayOf: "elsewhere-0-1", outbox.ReplayFrom: f.dlq + "-0-5", outbox.ReplayGroup: "statistics",
+		outbox.ReplayAction: "COUNT"},
 		allHeaders(sent[4]), "where it was first, and which action it is for now")
 	require.Len(t, f.records(t, f.dlq), 6, "they stay")
 }
@@ -113,7 +114,7 @@ func TestReplayOfOmittedValue(t *testing.T) {
 		f.deadLetter("e", "its own", outbox.DeadLetterValueOmitted, "0"),
 		omitted("d", 7, 3, then), // there
 	)
-	report, err := outboxdlq.Replay(background, f.kafka, outboxdlq.ReplayConfig{Topic: f.dlq})
+	report, err := outboxdlq.Replay(background, f.kafka, outboxdlq.ReplayConfig{Topic: f.dlq, To: []string{f.topic, f.topic + ".gone"}})
 	require.NoError(t, err)
 	require.Equal(t, 3, report.Sent)
 	var gone []int64
@@ -126,7 +127,28 @@ func TestReplayOfOmittedValue(t *testing.T) {
 	require.Equal(t, "value b", string(sent[0].Value))
 	require.Equal(t, "its own", string(sent[1].Value))
 	require.Equal(t, "value d", string(sent[2].Value))
-	require.Equal(t, map[string]string{"ce_id": "e-d", outbox.ReplayOf: f.topic + "-0-3", outbox.ReplayGroup: "statistics", outbox.ReplayAction: "COUNT"}, allHeaders(sent[2]))
+	require.Equal(t, map[string]string{"ce_id": "e-d", outbox.ReplayOf: f.topic + "-0-3", outbox.ReplayFrom: f.dlq + "-0-11", outbox.ReplayGroup: "statistics",
+		outbox.ReplayAction: "COUNT"}, allHeaders(sent[2]))
+}
+
+// Whoever may write to a dead-letter topic must not choose where a replay sends to, with
+// the rights of the operator.
+func TestReplayToOtherTopic(t *testing.T) {
+	t.Parallel()
+	f, other := newFixture(t, 1), newFixture(t, 1)
+	elsewhere := f.deadLetter("b", "v2", outbox.DeadLetterOriginalTopic, other.topic)
+	f.produce(t, f.deadLetter("a", "v1"), elsewhere, f.deadLetter("c", "v3"))
+	report, err := outboxdlq.Replay(background, f.kafka, outboxdlq.ReplayConfig{Topic: f.dlq})
+	require.NoError(t, err)
+	require.Equal(t, 2, report.Sent)
+	require.Len(t, report.Failed, 1)
+	require.ErrorIs(t, report.Failed[0].Err, outboxdlq.ErrOtherTopic)
+	require.ErrorContains(t, report.Failed[0].Err, other.topic)
+	require.Empty(t, other.records(t, other.topic))
+	report, err = outboxdlq.Replay(background, f.kafka, outboxdlq.ReplayConfig{Topic: f.dlq, To: []string{other.topic}})
+	require.NoError(t, err)
+	require.Equal(t, 1, report.Sent, "on request")
+	require.Len(t, other.records(t, other.topic), 1)
 }
 
 // Records that the topic rejects are reported; records in the same request are sent.
@@ -212,12 +234,14 @@ func TestReplayConfig(t *testing.T) {
 		kafka []kgo.Opt
 		want  string
 	}{
-		"no topic":            {outboxdlq.ReplayConfig{}, nowhere, "outbox: replay config: field Topic is empty"},
-		"a topic of no name":  {outboxdlq.ReplayConfig{Topic: "a b"}, nowhere, `outbox: replay config: field Topic "a b" is malformed`},
-		"a negative offset":   {outboxdlq.ReplayConfig{Topic: "a", From: map[int32]int64{0: -1}}, nowhere, "field From: offset -1 of partition 0"},
-		"no idempotence":      {outboxdlq.ReplayConfig{Topic: "a"}, append(nowhere, kgo.DisableIdempotentWrite()), "kafka option DisableIdempotentWrite"},
-		"no broker":           {outboxdlq.ReplayConfig{Topic: "a"}, nowhere, "outbox: replay of a: "},
-		"no broker, and more": {outboxdlq.ReplayConfig{Topic: "a", DryRun: true}, nowhere, "outbox: replay of a: "},
+		"no topic":              {outboxdlq.ReplayConfig{}, nowhere, "outbox: replay config: field Topic is empty"},
+		"a topic of no name":    {outboxdlq.ReplayConfig{Topic: "a b"}, nowhere, `outbox: replay config: field Topic "a b" is malformed`},
+		"to nobody knows where": {outboxdlq.ReplayConfig{Topic: "a"}, nowhere, "field To is empty: a is not named {topic}.dlq"},
+		"to a topic of no name": {outboxdlq.ReplayConfig{Topic: "a", To: []string{"a b"}}, nowhere, `field To "a b" is malformed`},
+		"a negative offset":     {outboxdlq.ReplayConfig{Topic: "a.dlq", From: map[int32]int64{0: -1}}, nowhere, "field From: offset -1 of partition 0"},
+		"no idempotence":        {outboxdlq.ReplayConfig{Topic: "a.dlq"}, append(nowhere, kgo.DisableIdempotentWrite()), "kafka option DisableIdempotentWrite"},
+		"no broker":             {outboxdlq.ReplayConfig{Topic: "a", To: []string{"b"}}, nowhere, "outbox: replay of a: "},
+		"no broker, and more":   {outboxdlq.ReplayConfig{Topic: "a.dlq", DryRun: true}, nowhere, "outbox: replay of a.dlq: "},
 	} {
 		t.Run(name, func(t *testing.T) {
 			report, err := outboxdlq.Replay(background, tt.kafka, tt.cfg)

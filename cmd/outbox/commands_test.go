@@ -472,6 +472,8 @@ func TestDLQ(t *testing.T) {
 	d.change = nil
 
 	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats"), "would send 2; --yes does it (next: --from 0:4)")
+	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats", "--to", topic+",other"), "would send 2; --yes does it; to "+topic+",other (next")
+	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats", "--to", "other"), "one of another topic")
 	var report replayDoc
 	d.json(t, &report, exitOK, "dlq", "replay", dlq, "--group", "stats")
 	require.True(t, report.DryRun)

@@ -203,11 +203,14 @@ var dlqReplayCommand = command{
 	summary: "send dead letters back to the group that failed",
 	about: `
 Only the group and the action that failed handle what is sent back, and they
-skip what they have handled meanwhile. It sends nothing unless --yes is given.`,
+skip what they have handled meanwhile. It sends nothing unless --yes is given.
+A dead letter that says it is one of another topic is not sent: whoever may
+write to the dead-letter topic could choose it. --to names the topics.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var r dlqReplay
 		r.filter.define(fs)
+		fs.StringVar(&r.to, "to", "", "`TOPIC,…` they may go back to ({topic} of {topic}.dlq)")
 		fs.BoolVar(&r.yes, "yes", false, "send them; without it they are only counted")
 		return r.run
 	},
@@ -215,6 +218,7 @@ skip what they have handled meanwhile. It sends nothing unless --yes is given.`,
 
 type dlqReplay struct {
 	filter deadLetterFlags
+	to     string
 	yes    bool
 }
 
@@ -228,6 +232,9 @@ func (r *dlqReplay) run(ctx context.Context, e *env) error {
 	watchdog := e.watchdog(cancel)
 	defer watchdog.stop()
 	cfg := outboxdlq.ReplayConfig{Topic: e.args[0], From: r.filter.from, DryRun: true}
+	if r.to != "" {
+		cfg.To = strings.Split(r.to, ",")
+	}
 	chosen := r.filter.choose(e.now())
 	cfg.Choose = func(d outboxdlq.DeadLetter) bool { watchdog.reset(); return chosen(d) }
 	report, err := outboxdlq.Replay(ctx, kafka, cfg)
@@ -271,6 +278,9 @@ func (r *dlqReplay) show(e *env, report outboxdlq.ReplayReport) error {
 		}
 	} else {
 		e.printf("read %s, sent %s, not sent %s", count(report.Read), count(report.Sent), count(len(report.Failed)))
+	}
+	if r.to != "" {
+		e.printf("; to %s", r.to)
 	}
 	if len(report.Next) > 0 {
 		e.printf(" (next: --from %s)", offsets(report.Next).text())

@@ -15,21 +15,50 @@ import (
 // Prefix begins the name of every header that a record gets in a dead-letter topic.
 const Prefix = "dlq_"
 
+// TopicSuffix ends the name of a dead-letter topic, behind that of the topic.
+const TopicSuffix = ".dlq"
+
 // Headers of a record that was sent back from a dead-letter topic. The package outbox
 // exports them and describes them there.
 const (
 	ReplayOf     = "replay_of"
 	ReplayGroup  = "replay_group"
 	ReplayAction = "replay_action"
+	ReplayFrom   = "replay_from"
+)
+
+// Headers of a dead letter that say what it is one of, likewise.
+const (
+	OriginalTopic     = Prefix + "original_topic"
+	OriginalPartition = Prefix + "original_partition"
+	OriginalOffset    = Prefix + "original_offset"
+	Group             = Prefix + "group"
+	Action            = Prefix + "action"
+	ValueOmitted      = Prefix + "value_omitted"
+	OriginalDigest    = Prefix + "digest"
 )
 
 // IsOwn reports whether a header is one of a dead letter or of a replay, and not of the
-// original. Some decoders do not distinguish upper and lower case, so this does not.
+// original. Some decoders do not distinguish upper and lower case, so this does not. It
+// is called for every header of every record.
 func IsOwn(name string) bool {
-	if len(name) >= len(Prefix) && strings.EqualFold(name[:len(Prefix)], Prefix) {
-		return true
+	switch {
+	case name == "":
+		return false
+	case name[0]|' ' == 'd':
+		return len(name) >= len(Prefix) && strings.EqualFold(name[:len(Prefix)], Prefix)
 	}
-	return strings.EqualFold(name, ReplayOf) || strings.EqualFold(name, ReplayGroup) || strings.EqualFold(name, ReplayAction)
+	return IsReplay(name)
+}
+
+// IsReplay reports whether a header is one of a replay, likewise.
+func IsReplay(name string) bool {
+	const prefix = len("replay_")
+	if len(name) <= prefix || name[0]|' ' != 'r' || name[prefix-1] != '_' {
+		return false
+	}
+	return strings.EqualFold(name, ReplayOf) || strings.EqualFold(name, ReplayGroup) || strings.EqualFold(name, ReplayAction) ||
+		strings.EqualFold(name, ReplayFrom)
 }
 
 // Origin names a record by its position in Kafka: topic-partition-offset.

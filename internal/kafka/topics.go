@@ -175,6 +175,19 @@ func causesOf(answers []kmsg.MetadataResponseTopic) map[Partition]error {
 	return causes
 }
 
+// CheckTopics returns what is wrong with topics: the error of each that is missing, or that
+// the client may not see. Its own error means that Kafka did not answer.
+func CheckTopics(ctx context.Context, client *kgo.Client, topics []string) (bad map[string]error, err error) {
+	answers, err := ask(ctx, client, topics)
+	bad = map[string]error{}
+	for _, answer := range answers {
+		if err := kerr.ErrorForCode(answer.ErrorCode); IsTopicOutage(err) {
+			bad[*answer.Topic] = err
+		}
+	}
+	return bad, err
+}
+
 // ask asks Kafka about topics. It creates none.
 func ask(ctx context.Context, client *kgo.Client, names []string) ([]kmsg.MetadataResponseTopic, error) {
 	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
