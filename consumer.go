@@ -28,9 +28,10 @@ type Consumer struct {
 	hostOpts  []kgo.Opt
 	opts      []kgo.Opt // with what the promises need
 	processor *processor
-	handled   *handledStore // nil without PostgreSQL
-	starts    *starts.Store // nil without PostgreSQL
-	outages   *outage.Logs  // of PostgreSQL, Kafka and dead-letter topics
+	handled   *handledStore   // nil without PostgreSQL
+	starts    *starts.Store   // nil without PostgreSQL
+	slots     *handling.Slots // nil: no limit
+	outages   *outage.Logs    // of PostgreSQL, Kafka and dead-letter topics
 
 	running atomic.Bool
 	current atomic.Pointer[membership] // nil while it does not run
@@ -50,11 +51,17 @@ type Consumer struct {
 // that was saved last.
 //
 // NewConsumer does no I/O. A running consumer uses a connection of db for each
-// partition that it handles at the moment; closing db stays with the caller. A nil db
-// will do if every handler is one of [HandleNoTx], and FromStart or FromEnd is set.
+// partition that it handles at the moment, see ConsumerConfig.Concurrency; closing db
+// stays with the caller. A nil db will do if every handler is one of [HandleNoTx], and
+// FromStart or FromEnd is set.
 //
-// Of each partition up to 20,000 records or 16 MiB wait in memory, and what a fetch
-// brings beyond that. A fetch waits up to 250 ms for something to arrive, unless opts
+// Of each partition up to 20,000 records or 16 MiB wait in memory, of all of them
+// MaxQueueBytes, and what fetches bring beyond that: of each broker 8 MiB, decompressed
+// 64 MiB and a batch, unless opts says otherwise. A batch of more than 64 MiB is not
+// read, again unless opts says otherwise: an ERROR says so, and its partition waits for
+// an operator.
+//
+// A fetch waits up to 250 ms for something to arrive, unless opts
 // says otherwise. While it waits for partitions that have nothing, it brings nothing
 // for a partition whose queue was full when it began: the longer it may wait, the
 // longer that one does.
@@ -92,6 +99,12 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	c := &Consumer{
 		cfg: cfg, hostOpts: slices.Clone(opts), opts: all, outages: outage.NewLogs(log),
 		processor: &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, log: log, input: &inputLog{}, apart: new(sync.Map)},
+	}
+	switch {
+	case cfg.Concurrency > 0:
+		c.slots = handling.NewSlots(cfg.Concurrency)
+	case db != nil:
+		c.slots = handling.SlotsOf(db)
 	}
 	if db != nil {
 		c.handled = newHandledStore(db, cfg.Schema, cfg.Group)
@@ -138,7 +151,7 @@ func (c *Consumer) run(ctx context.Context) error {
 		return err
 	}
 	for ctx.Err() == nil { // again if a topic was created again: the client cannot read the new one
-		m, err := join(c.hostOpts, c.opts, &c.cfg, c.processor, c.starts, c.outages)
+		m, err := join(c.hostOpts, c.opts, &c.cfg, c.processor, c.starts, c.slots, c.outages)
 		if err != nil {
 			return err
 		}

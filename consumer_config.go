@@ -7,10 +7,11 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/twmb/franz-go/pkg/kgo"
+
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/pg"
-	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 // HandlerConfig says how events are handled, whatever brings them.
@@ -40,6 +41,10 @@ type HandlerConfig struct {
 	// counts as any other. A handler of [HandleBatch] has as long for all of its events,
 	// and a codec for one. At most half of MaxPollInterval. Zero means half of it.
 	HandlerTimeout time.Duration
+
+	// SlowHandler is how long a handler may run before a WARN names it and its event, and
+	// another one each time that it has run for twice as long. Zero means 30 s.
+	SlowHandler time.Duration
 
 	// Unknown says what happens to event types without a handler. Zero means
 	// [SkipUnknown].
@@ -81,6 +86,18 @@ type ConsumerConfig struct {
 	// MaxPoll is the most records of a partition that are handled together, at most
 	// 10,000. Zero means 100.
 	MaxPoll int
+
+	// MaxQueueBytes bounds the memory of the records that wait or are handled, over all
+	// partitions, in bytes. One that has more than its share is not fetched from
+	// meanwhile. What a fetch brings comes on top, see [NewConsumer]. Zero means 64 MiB.
+	MaxQueueBytes int
+
+	// Concurrency is how many handlers may run at the same time, over all partitions.
+	// Without it there is no bound but for those with a transaction: these have three
+	// quarters of the connections of the pool, all consumers that use it together. The
+	// rest is for what handlers do with the pool beside their transactions. Zero means
+	// without.
+	Concurrency int
 
 	// HeartbeatInterval, SessionTimeout and MaxPollInterval must grow in this order.
 	//
@@ -130,6 +147,9 @@ const (
 	defaultHeartbeat       = 10 * time.Second
 	defaultSession         = 30 * time.Second
 	defaultMaxPollInterval = 5 * time.Minute
+	defaultSlowHandler     = 30 * time.Second
+	defaultMaxQueueBytes   = 64 << 20
+	minMaxQueueBytes       = 1 << 20
 	defaultStopTimeout     = 5 * time.Second
 	defaultHandlerRetries  = 3
 	defaultRetryWait       = time.Second
@@ -186,6 +206,8 @@ func (c ConsumerConfig) withDefaults() ConsumerConfig {
 	c.HeartbeatInterval = cmp.Or(c.HeartbeatInterval, defaultHeartbeat)
 	c.SessionTimeout = cmp.Or(c.SessionTimeout, defaultSession)
 	c.MaxPollInterval = cmp.Or(c.MaxPollInterval, defaultMaxPollInterval)
+	c.MaxQueueBytes = cmp.Or(c.MaxQueueBytes, defaultMaxQueueBytes)
+	c.SlowHandler = cmp.Or(c.SlowHandler, defaultSlowHandler)
 	c.StopTimeout = cmp.Or(c.StopTimeout, defaultStopTimeout)
 	c.HandlerTimeout = cmp.Or(c.HandlerTimeout, c.MaxPollInterval/2)
 	if c.DeadLetterTopic == nil {
@@ -205,6 +227,12 @@ func (c ConsumerConfig) validate() error {
 		check.NotNegative("HeartbeatInterval", c.HeartbeatInterval),
 		check.NotNegative("HandlerTimeout", c.HandlerTimeout),
 		check.NotNegative("StopTimeout", c.StopTimeout),
+		check.NotNegative("SlowHandler", c.SlowHandler),
+		check.NotNegative("MaxQueueBytes", c.MaxQueueBytes),
+		check.NotNegative("Concurrency", c.Concurrency),
+	}
+	if c.MaxQueueBytes < minMaxQueueBytes {
+		errs = append(errs, fmt.Errorf("field MaxQueueBytes is %d: must be at least %d", c.MaxQueueBytes, minMaxQueueBytes))
 	}
 	if c.HandlerTimeout > c.MaxPollInterval/2 {
 		errs = append(errs, fmt.Errorf("field HandlerTimeout is %v: must be at most half of MaxPollInterval, %v", c.HandlerTimeout, c.MaxPollInterval/2))

@@ -1,10 +1,14 @@
 package outbox
 
 import (
+	"context"
 	"fmt"
 	"sync"
 	"time"
 
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -14,27 +18,32 @@ type ConsumerHealth struct {
 	// Group is the consumer group.
 	Group string
 	// Live is false if only a restart of the process can help: Run has returned an
-	// error.
+	// error, or a handler does not return.
 	Live bool
 	// Ready is false if this process does not handle events: see Reasons.
 	Ready bool
 	// Partitions is how many partitions the group has assigned to it. A member of a
 	// group that has more members than partitions holds none, and is ready.
 	Partitions int
-	// Reasons say why the consumer is not live or not ready.
+	// Reasons say why the consumer is not live or not ready. A lag that has grown for
+	// five minutes is among them, although it makes the consumer neither.
 	Reasons []string
 }
 
 // Health reports the state of the consumer without I/O. It is live, but not ready,
 // before Run is called and after a clean stop; and while PostgreSQL, fetching from
 // Kafka, committing offsets or a dead-letter topic fails, because no restart brings
-// these back. An outage ends with the next try that succeeds, or if nothing was tried
+// these back. It is not ready either before the group has assigned partitions to it and
+// it is known where to begin; while it waits at a batch that is too large; and while a handler runs on after its
+// HandlerTimeout. Once one has run for twice as long, the consumer is not live. An outage
+// ends with the next try that succeeds, or if nothing was tried
 // for MaxPollInterval, for example because the partition is with another member.
 //
 // The package outboxhttp serves this to probes.
 func (c *Consumer) Health() ConsumerHealth {
 	h := ConsumerHealth{Group: c.cfg.Group, Live: true, Ready: true}
-	if m := c.current.Load(); m != nil {
+	m := c.current.Load()
+	if m != nil {
 		h.Partitions = len(m.all())
 	}
 	notReady := func(reason string, args ...any) {
@@ -52,8 +61,74 @@ func (c *Consumer) Health() ConsumerHealth {
 				notReady("%s fails since %v: %v", o.Name, time.Since(o.Since).Round(time.Second), o.Err)
 			}
 		}
+		if m == nil || !m.isMember() {
+			notReady("the group has assigned no partitions yet")
+			break
+		}
+		for _, w := range m.all() {
+			h.Live = w.reportHealth(notReady) && h.Live
+		}
+		if before, now, growing := m.lag.Growing(); growing {
+			h.Reasons = append(h.Reasons, fmt.Sprintf("the lag grows: %d records, %d five minutes ago", now, before))
+		}
 	}
 	return h
+}
+
+// stuckGrace is how long a handler has to return after its context has ended.
+const stuckGrace = time.Second
+
+// reportHealth says why a worker does not get on. It returns false if only a restart helps.
+func (w *worker) reportHealth(notReady func(reason string, args ...any)) (live bool) {
+	if b := w.blockedBy(); b != nil {
+		notReady("%s waits at offset %d: %v", w.partition.Name(), b.Offset, kgo.ErrMaxDecompress)
+	}
+	if !w.hasBegun() {
+		notReady("it is not known yet where to begin in %s", w.partition.Name())
+	}
+	call, ok := w.activity.Current()
+	if !ok {
+		return true
+	}
+	ran := time.Since(call.Began)
+	if ran > w.cfg.HandlerTimeout+stuckGrace {
+		notReady("handler %s has not returned for %v, although its context has ended: event %s, %s at offset %d", call.Action, ran.Round(time.Second), call.ID, w.partition.Name(), call.Offset)
+	}
+	return ran <= max(2*w.cfg.HandlerTimeout, w.cfg.HandlerTimeout+stuckGrace)
+}
+
+// isMember reports whether the group has assigned partitions, or none, to this member.
+func (m *membership) isMember() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.member != ""
+}
+
+// watchHandlers reports handlers that run for long, until ctx is cancelled.
+func (m *membership) watchHandlers(ctx context.Context) {
+	const often = time.Second
+	for ctx.Err() == nil {
+		wait.Sleep(ctx, min(often, m.cfg.SlowHandler/2))
+		for _, w := range m.all() {
+			w.reportSlow()
+		}
+	}
+}
+
+// watchLag notes how the lag develops, until ctx is cancelled.
+func (m *membership) watchLag(ctx context.Context) {
+	for ctx.Err() == nil {
+		wait.Sleep(ctx, handling.SampleInterval)
+		lags, err := m.lags(ctx)
+		if err != nil {
+			continue // fetching fails too
+		}
+		total := int64(0)
+		for _, l := range lags {
+			total += l.Records()
+		}
+		m.lag.Add(total)
+	}
 }
 
 // stillTried reports whether an outage is one of this Run, which began at running,

@@ -13,6 +13,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/deadletter"
+	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/starts"
@@ -68,13 +69,17 @@ var unlikelyOpts = []kgo.Opt{
 // under way returns, so its queue has to last that long.
 const fetchMaxWait = 250 * time.Millisecond
 
+// fetchMaxBytes is how many bytes a fetch from a broker brings, before decompression,
+// unless the host says otherwise.
+const fetchMaxBytes = 8 << 20
+
 // consumerOpts are the host's options with what the promises need.
 func consumerOpts(host []kgo.Opt, cfg ConsumerConfig, topics []string) ([]kgo.Opt, error) {
 	maxWrite, err := kafka.LargestWrite(host) // dead letters are as large as what was read
 	if err != nil {
 		return nil, err
 	}
-	opts := append(append([]kgo.Opt{kgo.FetchMaxWait(fetchMaxWait)}, host...),
+	opts := append(append([]kgo.Opt{kgo.FetchMaxWait(fetchMaxWait), kgo.FetchMaxBytes(fetchMaxBytes)}, kafka.Bounded(host)...),
 		kgo.ConsumerGroup(cfg.Group),
 		kgo.ConsumeTopics(topics...),
 		kgo.ConsumeStartOffset(kgo.NewOffset().AtStart()), // starts decides
@@ -112,6 +117,9 @@ type membership struct {
 	commitRequests chan struct{}      // holds at most one
 	starts         *starts.Member
 	replays        *deadletter.Replays
+	limits         limits
+	bound          *kafka.FetchBound
+	lag            handling.Trend
 
 	committing sync.Mutex // held for a commit, so that none is under way while partitions go
 	mu         sync.Mutex
@@ -123,14 +131,19 @@ type membership struct {
 
 // join makes the client from opts. Kafka is asked for partitions in the background. The
 // client lives until close, whatever becomes of the context in the host's options.
-func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts.Store, outages *outage.Logs) (*membership, error) {
+func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts.Store, slots *handling.Slots, outages *outage.Logs) (*membership, error) {
 	ctx, err := kafka.ContextOf(host)
+	if err != nil {
+		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
+	}
+	bound, err := kafka.NewFetchBound(host)
 	if err != nil {
 		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
 	}
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	m := &membership{
-		cfg: cfg, processor: p, outages: outages, log: p.log, hangUp: cancel, hostOpts: host,
+		cfg: cfg, processor: p, outages: outages, log: p.log, hangUp: cancel, hostOpts: host, bound: bound,
+		limits:         limits{budget: handling.NewBudget(cfg.MaxQueueBytes), slots: slots, noTx: cfg.Concurrency > 0},
 		commitRequests: make(chan struct{}, 1), workers: map[kafka.Partition]*worker{}, running: map[*worker]bool{},
 	}
 	m.starts = starts.NewMember(starts.Config{
@@ -141,6 +154,7 @@ func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts
 	defer m.committing.Unlock()
 	client, err := kafka.NewClient(append(slices.Clip(opts),
 		kgo.WithContext(ctx),
+		kgo.WithDecompressor(bound),
 		kgo.OnPartitionsAssigned(m.assigned),
 		kgo.OnPartitionsRevoked(m.revoked),
 		kgo.OnPartitionsLost(m.lost),
@@ -189,6 +203,8 @@ func (m *membership) poll(ctx context.Context) {
 	beside.Go(func() { m.keepCommitting(ctx) })
 	beside.Go(func() { m.starts.Run(ctx, m.client) })
 	beside.Go(func() { m.checkDeadLetterTopics(ctx) })
+	beside.Go(func() { m.watchHandlers(ctx) })
+	beside.Go(func() { m.watchLag(ctx) })
 	for ctx.Err() == nil {
 		began := time.Now()
 		fetches := m.client.PollRecords(ctx, pollRecords)
@@ -196,6 +212,9 @@ func (m *membership) poll(ctx context.Context) {
 			m.fetchFailed(ctx, began, kafka.Partition{Topic: topic, Number: number}, err)
 		})
 		fetches.EachPartition(m.distribute)
+		if fetches.NumRecords() < pollRecords {
+			m.bound.Reset()
+		}
 		m.client.AllowRebalance()
 	}
 }
@@ -223,15 +242,29 @@ func (m *membership) distribute(p kgo.FetchTopicPartition) {
 // fetchFailed logs the failure of a fetch. The client goes on trying in any case.
 func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.Partition, err error) {
 	var loss *kgo.ErrDataLoss
+	var large *kgo.ErrDecompressTooLarge
 	switch {
 	case ctx.Err() != nil:
 	case errors.As(err, &loss):
 		m.log.Warn("outbox: Kafka has lost records of a partition", "partition", at.Name(), "error", err)
+	case errors.Is(err, kafka.ErrFetchFull):
+	case errors.As(err, &large):
+		m.block(at, large)
 	case errors.Is(err, kerr.UnknownTopicID):
 		m.starts.Stall(at)
 	default:
 		m.outages.Report(outageFetching, began, err)
 	}
+}
+
+// block notes that the client does not fetch a partition any more, because of a batch.
+func (m *membership) block(at kafka.Partition, large *kgo.ErrDecompressTooLarge) {
+	if w := m.workerOf(at); w != nil {
+		w.block(large)
+	}
+	m.log.Error("outbox: a batch of records is larger than this consumer decompresses, and its partition waits; raise kgo.MaxDecompressBatchBytes in the Kafka options and start again, "+
+		"or set the offset of the group to next_offset to pass over the batch", "topic", large.Topic, "partition", large.Partition, "offset", large.Offset, "next_offset", large.NextOffset,
+		"bytes", m.client.OptValue(kgo.MaxDecompressBatchBytes))
 }
 
 // What [starts.Member] needs of its group.
@@ -287,7 +320,7 @@ func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[
 	for topic, numbers := range topics {
 		for _, number := range numbers {
 			at := kafka.Partition{Topic: topic, Number: number}
-			w := newWorker(at, m.processor, m, m.cfg, m.outages)
+			w := newWorker(at, m.processor, m, m.cfg, m.limits, m.outages)
 			m.workers[at], m.running[w] = w, true
 			go func() {
 				w.run()

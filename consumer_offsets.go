@@ -86,6 +86,14 @@ func (c *Consumer) Lag(ctx context.Context) ([]PartitionLag, error) {
 	if m == nil {
 		return nil, nil
 	}
+	lags, err := m.lags(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("outbox: lag of group %s: %w", c.cfg.Group, err)
+	}
+	return lags, nil
+}
+
+func (m *membership) lags(ctx context.Context) ([]PartitionLag, error) {
 	committed, wanted := m.client.CommittedOffsets(), map[kafka.Partition]int64{}
 	for _, w := range m.all() {
 		if _, ok := committed[w.partition.Topic][w.partition.Number]; ok {
@@ -94,7 +102,7 @@ func (c *Consumer) Lag(ctx context.Context) ([]PartitionLag, error) {
 	}
 	ends, err := kafka.ListOffsets(ctx, m.client, kafka.Uncommitted, wanted)
 	if err != nil {
-		return nil, fmt.Errorf("outbox: lag of group %s: %w", c.cfg.Group, err)
+		return nil, err
 	}
 	lags := make([]PartitionLag, 0, len(ends))
 	for at, end := range ends {

@@ -31,7 +31,9 @@ type worker struct {
 	cfg       *ConsumerConfig
 	outages   *outage.Logs
 	log       *slog.Logger
+	limits    limits
 	activity  handling.Activity // what run does; the processor notes it
+	slow      slowCall          // only the goroutine that watches handlers
 
 	stopping context.Context // ended by finish
 	finish   context.CancelFunc
@@ -42,13 +44,14 @@ type worker struct {
 	end      func()        // closes ended
 
 	mu       sync.Mutex // run takes from the queue, the poll loop adds and commits
-	topic    [16]byte   // the id of the topic that the records are of
 	queue    []*kgo.Record
-	bytes    int // of the queue
+	bytes    int  // of the queue, and of what is handled
+	slot     bool // of limits, is taken
 	paused   bool
-	read     int64           // offset behind what was fetched
-	next     kgo.EpochOffset // behind what is handled
-	advanced bool            // next is not committed
+	blocked  *kgo.ErrDecompressTooLarge // the batch at which fetching has ended
+	read     int64                      // offset behind what was fetched
+	next     kgo.EpochOffset            // behind what is handled
+	advanced bool                       // next is not committed
 }
 
 // workerGroup is what a worker needs of the group: a [membership], or a fake.
@@ -64,16 +67,24 @@ type workerGroup interface {
 	produce(context.Context, *kgo.Record) error
 }
 
-// What a queue may hold before its partition is paused. It is resumed when half of
-// it is left, see fetchMaxWait.
+// limits are what the workers of a consumer share.
+type limits struct {
+	budget *handling.Budget
+	slots  *handling.Slots // for handlers at work; nil: no limit
+	noTx   bool            // handlers without a transaction need a slot, too
+}
+
+// What a queue may hold before its partition is paused, see also [handling.Budget]. It
+// is resumed when half of it is left, see fetchMaxWait.
 const (
 	queueRecords = 20_000
 	queueBytes   = 16 << 20
 )
 
-func newWorker(partition kafka.Partition, p *processor, group workerGroup, cfg *ConsumerConfig, outages *outage.Logs) *worker {
+func newWorker(partition kafka.Partition, p *processor, group workerGroup, cfg *ConsumerConfig, limits limits, outages *outage.Logs) *worker {
+	limits.budget.Open()
 	w := &worker{
-		partition: partition, group: group, cfg: cfg, outages: outages, log: p.log,
+		partition: partition, group: group, cfg: cfg, limits: limits, outages: outages, log: p.log,
 		added: make(chan struct{}, 1), ended: make(chan struct{}), read: starts.None,
 	}
 	w.end = sync.OnceFunc(func() { close(w.ended) })
@@ -90,6 +101,13 @@ func (w *worker) begin(at int64) {
 	w.read = at
 }
 
+// hasBegun reports whether it is known where reading begins.
+func (w *worker) hasBegun() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.read != starts.None
+}
+
 // fetched notes what was fetched, control records included. It returns how many offsets
 // before it Kafka had removed, and the first of them.
 func (w *worker) fetched(p kgo.FetchPartition) (from, lost int64) {
@@ -101,6 +119,20 @@ func (w *worker) fetched(p kgo.FetchPartition) (from, lost int64) {
 		return from, 0
 	}
 	return from, max(0, p.LogStartOffset-from)
+}
+
+// block notes a batch that the client cannot fetch.
+func (w *worker) block(large *kgo.ErrDecompressTooLarge) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.blocked = large
+}
+
+// blockedBy returns the batch that the client cannot fetch, or nil.
+func (w *worker) blockedBy() *kgo.ErrDecompressTooLarge {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.blocked
 }
 
 // isPaused reports whether the queue is full.
@@ -118,6 +150,7 @@ func (w *worker) cutOff() {
 	default:
 	}
 	w.activity.CutOff()
+	w.releaseSlot()
 	w.end()
 	call, ok := w.activity.Current()
 	if !ok {
@@ -131,38 +164,111 @@ func (w *worker) cutOff() {
 func (w *worker) add(records []*kgo.Record) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for _, r := range records {
-		w.bytes += len(r.Key) + len(r.Value)
-	}
+	size := sizeOf(records)
+	w.bytes += size
+	w.limits.budget.Add(size)
 	w.queue = append(w.queue, records...)
 	wait.Signal(w.added)
-	if !w.paused && (len(w.queue) > queueRecords || w.bytes > queueBytes) {
+	if !w.paused && (len(w.queue) > queueRecords || w.bytes > queueBytes || w.limits.budget.IsFull(w.bytes)) {
 		w.paused = true
 		w.group.pauseFetching(w.partition)
 	}
 }
 
-// take removes the next records from the queue, and resumes the partition when it
-// is half empty.
+// sizeOf returns what records need in memory, about.
+func sizeOf(records []*kgo.Record) (bytes int) {
+	const record, header = 200, 40
+	for _, r := range records {
+		bytes += record + len(r.Key) + len(r.Value)
+		for _, h := range r.Headers {
+			bytes += header + len(h.Key) + len(h.Value)
+		}
+	}
+	return bytes
+}
+
+// take removes the next records from the queue. Their bytes count until they are handled.
 func (w *worker) take() []*kgo.Record {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	n := min(len(w.queue), w.cfg.MaxPoll)
 	records := w.queue[:n:n]
 	w.queue = w.queue[n:]
-	for _, r := range records {
-		w.bytes -= len(r.Key) + len(r.Value)
-	}
-	if w.paused && len(w.queue) < queueRecords/2 && w.bytes < queueBytes/2 {
+	return records
+}
+
+// drop notes that records of this size are handled, and resumes the partition when its
+// queue is half empty.
+func (w *worker) drop(size int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.bytes -= size
+	w.limits.budget.Add(-size)
+	if w.paused && len(w.queue) < queueRecords/2 && w.bytes < queueBytes/2 && w.limits.budget.HasRoom(w.bytes) {
 		w.paused = false
 		w.group.resumeFetching(w.partition)
 	}
-	return records
+}
+
+// close drops what is left in the queue.
+func (w *worker) close() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.limits.budget.Close(w.bytes)
+	w.queue, w.bytes = nil, 0
+}
+
+// takeSlot waits until a handler may be called, and reports whether that was before the
+// worker is to end.
+func (w *worker) takeSlot(tx bool) bool {
+	if w.limits.slots == nil || !tx && !w.limits.noTx {
+		return true
+	}
+	if !w.limits.slots.Take(w.stopping) {
+		return false
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.slot = true
+	return true
+}
+
+// releaseSlot gives the slot back, if there is one.
+func (w *worker) releaseSlot() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.slot {
+		w.slot = false
+		w.limits.slots.Release()
+	}
+}
+
+// slowCall is a handler that runs for long: when it was called, and after which time it
+// is reported next.
+type slowCall struct {
+	began time.Time
+	next  time.Duration
+}
+
+// reportSlow logs a handler that has run for SlowHandler, and again after twice the time.
+func (w *worker) reportSlow() {
+	call, ok := w.activity.Current()
+	if !ok {
+		return
+	}
+	if !call.Began.Equal(w.slow.began) {
+		w.slow = slowCall{call.Began, w.cfg.SlowHandler}
+	}
+	if time.Since(call.Began) >= w.slow.next {
+		w.slow.next *= 2
+		w.log.WarnContext(call.Context, "outbox: handler runs for long", call.Attrs()...)
+	}
 }
 
 // run handles records until finish or abandon is called.
 func (w *worker) run() {
 	defer w.end()
+	defer w.close()
 	for w.stopping.Err() == nil {
 		records := w.take()
 		if len(records) == 0 {
@@ -172,7 +278,9 @@ func (w *worker) run() {
 			}
 			continue
 		}
+		size := sizeOf(records)
 		w.handle(records)
+		w.drop(size)
 	}
 }
 
@@ -256,7 +364,7 @@ func (w *worker) tryBatch(items []item) (n int, committed bool, failed *taskErro
 	if !w.processor.sharing(tasks) {
 		return len(items), false, nil
 	}
-	for conflicts := 0; w.stopping.Err() == nil; {
+	for conflicts := 0; w.stopping.Err() == nil && w.takeSlot(true); {
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
 		done, err := w.processor.processBatch(ctx, items, tasks, func() bool {
@@ -264,6 +372,7 @@ func (w *worker) tryBatch(items []item) (n int, committed bool, failed *taskErro
 		})
 		late := isLate(ctx, err)
 		cancel()
+		w.releaseSlot()
 		switch {
 		case err == nil:
 			w.reportPostgresWorks(began)
@@ -333,7 +442,7 @@ func (w *worker) runTask(it *item, t task, failed error) error {
 		switch {
 		case err == nil:
 			return nil
-		case w.held.Err() != nil:
+		case w.held.Err() != nil, errors.Is(err, errStopped):
 			return errStopped
 		case pg.IsTransient(err) && conflicts < mostConflicts:
 			conflicts++
@@ -355,12 +464,17 @@ func (w *worker) runTask(it *item, t task, failed error) error {
 	return errStopped
 }
 
-// tryTask runs a task once. Outage reports whether its error is one of PostgreSQL.
+// tryTask runs a task once. Outage reports whether its error is one of PostgreSQL. The
+// error is errStopped if the worker is to end before.
 func (w *worker) tryTask(t task) (outage bool, err error) {
+	if !w.takeSlot(t.kind != noTx) {
+		return false, errStopped
+	}
 	began := time.Now()
 	ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
 	defer cancel()
 	err = w.processor.processOne(ctx, t)
+	w.releaseSlot()
 	if err == nil && t.kind != noTx {
 		w.reportPostgresWorks(began)
 	}

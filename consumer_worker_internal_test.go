@@ -211,7 +211,7 @@ func newWorkerFixture(t *testing.T, cfg ConsumerConfig, handlers ...Handler) *wo
 	routes, err := newRoutes(s.events, nil, handlers)
 	require.NoError(t, err)
 	p := &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, store: s, log: cfg.Logger, input: &inputLog{}, apart: new(sync.Map)}
-	s.worker = newWorker(kafka.Partition{Topic: "play-events", Number: 3}, p, s, &cfg, outage.NewLogs(cfg.Logger))
+	s.worker = newWorker(kafka.Partition{Topic: "play-events", Number: 3}, p, s, &cfg, limits{budget: handling.NewBudget(cfg.MaxQueueBytes)}, outage.NewLogs(cfg.Logger))
 	return s
 }
 
@@ -451,6 +451,11 @@ func TestWorkerDecodesEachInTime(t *testing.T) {
 func TestWorkerQueue(t *testing.T) {
 	t.Parallel()
 	s := newWorkerFixture(t, ConsumerConfig{MaxPoll: 5_000})
+	take := func() int {
+		records := s.worker.take()
+		s.worker.drop(sizeOf(records))
+		return len(records)
+	}
 	records := make([]*kgo.Record, queueRecords)
 	for i := range records {
 		records[i] = &kgo.Record{Value: []byte("v")}
@@ -460,17 +465,50 @@ func TestWorkerQueue(t *testing.T) {
 	s.worker.add(records[:1])
 	s.worker.add(records[:1])
 	require.Equal(t, []bool{true}, s.paused)
-	require.Len(t, s.worker.take(), 5_000)
-	require.Len(t, s.worker.take(), 5_000)
+	require.Equal(t, 5_000, take())
+	require.Equal(t, 5_000, take())
 	require.Equal(t, []bool{true}, s.paused)
-	s.worker.take()
+	take()
 	require.Equal(t, []bool{true, false}, s.paused)
 
 	s.worker.add([]*kgo.Record{{Value: make([]byte, queueBytes)}})
 	require.Equal(t, []bool{true, false, true}, s.paused, "bytes count, too")
-	for len(s.worker.take()) > 0 {
+	for take() > 0 {
 	}
 	require.Equal(t, []bool{true, false, true, false}, s.paused)
+	require.Zero(t, s.worker.limits.budget.Used())
+}
+
+// The queues of all partitions have a bound together. Each has a share that the others
+// cannot take, and what nobody needs is for those who do.
+func TestQueuesOfAllPartitions(t *testing.T) {
+	t.Parallel()
+	const partitions, size = 100, 100_000
+	s := newWorkerFixture(t, ConsumerConfig{})
+	workers := []*worker{s.worker}
+	for len(workers) < partitions {
+		workers = append(workers, newWorker(s.worker.partition, s.worker.processor, s, s.worker.cfg, s.worker.limits, s.worker.outages))
+	}
+	fill := func(w *worker) {
+		for !w.isPaused() {
+			w.add([]*kgo.Record{{Value: make([]byte, size)}})
+		}
+	}
+	fill(s.worker)
+	require.Greater(t, s.worker.bytes, queueBytes, "alone, it has as much as ever")
+	for _, w := range workers[1:] {
+		fill(w)
+		require.Greater(t, w.bytes, defaultMaxQueueBytes/2/partitions, "its share")
+	}
+	require.Less(t, s.worker.limits.budget.Used(), defaultMaxQueueBytes+partitions*size, "each by at most what was added last")
+	for _, w := range workers {
+		for w.isPaused() {
+			w.drop(sizeOf(w.take()))
+		}
+		require.Less(t, w.bytes, defaultMaxQueueBytes/4)
+		w.close()
+	}
+	require.Zero(t, s.worker.limits.budget.Used())
 }
 
 // run handles what is added until it is stopped.

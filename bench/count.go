@@ -14,7 +14,7 @@ import (
 // countAll consumes a topic from its start, as a new group, and counts its events
 // by their keys.
 func countAll(ctx context.Context, j job) (u used, err error) {
-	db, err := newPool(ctx, j.Postgres, shelfPartitions)
+	db, err := newPool(ctx, j.Postgres, shelfPartitions+1) // consumers leave one to their handlers
 	if err != nil {
 		return u, err
 	}

@@ -33,7 +33,7 @@ func read(ctx context.Context, opts []kgo.Opt, topic string, from map[int32]int6
 	if err := errors.Join(kafka.CheckOffsets(from), kafka.CheckProducerOpts(opts)); err != nil {
 		return err
 	}
-	client, err := kafka.NewClient(opts)
+	client, err := kafka.NewClient(kafka.Bounded(opts))
 	if err != nil { // CheckProducerOpts has made one from these options
 		return fmt.Errorf("make Kafka client: %w", err)
 	}

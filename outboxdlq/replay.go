@@ -162,7 +162,7 @@ func newRun(opts []kgo.Opt, cfg ReplayConfig) (*run, error) {
 	if err != nil {
 		return nil, err
 	}
-	opts = kafka.ProducerOpts(opts, deliveryTimeout, 0)
+	opts = kafka.ProducerOpts(kafka.Bounded(opts), deliveryTimeout, 0)
 	client, err := kafka.NewClient(opts)
 	if err != nil {
 		return nil, err

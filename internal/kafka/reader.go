@@ -139,7 +139,7 @@ func (r *Reader) Read(ctx context.Context, s *Span) ([]*kgo.Record, error) {
 // isLasting reports whether a retry would return the same error.
 func isLasting(err error) bool {
 	var k *kerr.Error
-	return errors.As(err, &k) && !k.Retriable
+	return errors.As(err, &k) && !k.Retriable || errors.Is(err, kgo.ErrMaxDecompress)
 }
 
 // fetch returns committed records of a partition from an offset on, and the offset
@@ -166,7 +166,7 @@ func (r *Reader) fetch(ctx context.Context, p Partition, from int64) ([]*kgo.Rec
 		for _, rp := range t.Partitions {
 			fetched, next := kgo.ProcessFetchPartition(kgo.ProcessFetchPartitionOpts{
 				Offset: from, IsolationLevel: kgo.ReadCommitted(), Topic: p.Topic, Partition: p.Number,
-			}, &rp, kgo.DefaultDecompressor(), nil)
+			}, &rp, DecompressorOf(r.client), nil)
 			return fetched.Records, next, fetched.Err
 		}
 	}

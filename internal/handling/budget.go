@@ -1,0 +1,43 @@
+package handling
+
+import "sync/atomic"
+
+// Budget bounds the bytes of the records that wait or are handled, over all partitions of
+// a consumer. Half of it is for whoever needs it; the other half is shared out equally, so
+// that partitions whose handlers wait for something do not hold up the others.
+type Budget struct {
+	most   int64
+	used   atomic.Int64
+	queues atomic.Int64
+}
+
+// NewBudget returns a budget of so many bytes.
+func NewBudget(most int) *Budget { return &Budget{most: int64(most)} }
+
+// Open counts another partition.
+func (b *Budget) Open() { b.queues.Add(1) }
+
+// Close counts one partition less, of which so many bytes are dropped.
+func (b *Budget) Close(dropped int) {
+	b.queues.Add(-1)
+	b.Add(-dropped)
+}
+
+// Add notes that a partition has got n bytes more, or less.
+func (b *Budget) Add(n int) { b.used.Add(int64(n)) }
+
+// Used returns how many bytes there are.
+func (b *Budget) Used() int { return int(b.used.Load()) }
+
+// IsFull reports whether a partition that has so many bytes is to get no more.
+func (b *Budget) IsFull(own int) bool {
+	return b.used.Load() > b.most/2 && int64(own) > b.share()
+}
+
+// HasRoom reports whether a partition that has so many bytes, and gets no more, is to get
+// more again.
+func (b *Budget) HasRoom(own int) bool {
+	return b.used.Load() < b.most/4 || int64(own) < b.share()/2
+}
+
+func (b *Budget) share() int64 { return b.most / 2 / max(1, b.queues.Load()) }
