@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -173,12 +174,16 @@ func (c HandlerConfig) withDefaults() HandlerConfig {
 // guarded returns the configuration with functions of the host whose panics are logged.
 func (c HandlerConfig) guarded(log *slog.Logger) HandlerConfig {
 	c.Hooks = c.Hooks.guarded(func(name string) func(func()) {
-		return contain.NewCallback("Hooks."+name, log, contain.HookLimits).Inline
+		hook := contain.NewCallback("Hooks."+name, log, contain.HookLimits)
+		if slices.Contains([]string{"Handling", "Handling's done", "Handled", "Repeated"}, name) { // called for every event, below [contain.Do]
+			return hook.Inline
+		}
+		return hook.Alone
 	})
 	retriesFor, call := c.RetriesFor, contain.NewCallback("RetriesFor", log, contain.HookLimits)
 	c.RetriesFor = func(err error) int {
 		retries := c.MaxRetries
-		call.Inline(func() { retries = retriesFor(err) })
+		call.Alone(func() { retries = retriesFor(err) })
 		return retries
 	}
 	return c

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"reflect"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -69,6 +70,39 @@ func TestConsumerHooksPanic(t *testing.T) {
 	require.EqualValues(t, 4, s.worker.next.Offset)
 	for _, name := range []string{"Hooks.Handling", "Hooks.Handled", "Hooks.Repeated", "Hooks.Failed", "Hooks.DeadLettered", "Hooks.Unknown", "RetriesFor"} {
 		require.Len(t, lines(`level=ERROR msg="outbox: `+name+` has panicked" error="panic: no such metric"`), 1, name)
+	}
+}
+
+// What ends its goroutine, as testify's require does when it fails, used to end the work on
+// the partition for good.
+func TestHostEndsItsGoroutine(t *testing.T) {
+	t.Parallel()
+	cfg, lines := logged(ConsumerConfig{HandlerConfig: HandlerConfig{
+		Hooks: ConsumerHooks{
+			Handled:      func(Metadata, string, time.Duration) { runtime.Goexit() },
+			Repeated:     func(Metadata, string) { runtime.Goexit() },
+			Failed:       func(Metadata, string, error) { runtime.Goexit() },
+			DeadLettered: func(Metadata, string, string, error) { runtime.Goexit() },
+			Unknown:      func(Metadata) { runtime.Goexit() },
+		},
+		RetriesFor: func(error) int { runtime.Goexit(); return 0 },
+		MaxRetries: -1,
+	}, Decode: func(r *kgo.Record) (*Message, error) {
+		if string(r.Key) == "c" {
+			runtime.Goexit()
+		}
+		return DecodeCloudEvent(r)
+	}})
+	s := newWorkerFixture(t, cfg)
+	s.handlers = map[string]string{"b": "----"}
+	records := s.arrive("a", "b", "c", "d", "e")
+	withHeaders(records[4], "ce_type", "test.play.ended.v1")
+	s.worker.handle(append(records, records[0]))
+	require.Contains(t, s.log, "dead letter b after 1: handler")
+	require.Contains(t, s.log, "dead letter c after 0: undecodable")
+	require.Len(t, s.noted, 2, "%v", s.log)
+	for _, name := range []string{"Hooks.Handled", "Hooks.Repeated", "Hooks.Failed", "Hooks.DeadLettered", "Hooks.Unknown", "RetriesFor"} {
+		require.Len(t, lines(`level=ERROR msg="outbox: `+name+` has panicked"`), 1, name)
 	}
 }
 

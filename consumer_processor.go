@@ -181,21 +181,30 @@ func (p *processor) callHooked(ctx context.Context, action string, arrivals []ar
 	return err
 }
 
-// notify calls the hooks for what is done and committed.
+// notify calls the hooks for what is done and committed. They may end their goroutine.
 func (p *processor) notify(ctx context.Context, results []taskResult) {
-	debug := p.log.Enabled(ctx, slog.LevelDebug)
-	for _, r := range results {
-		switch {
-		case r.repeat:
-			if debug {
-				p.log.DebugContext(handlerContext(ctx, r.meta), "outbox: event handled already", "type", r.meta.Type, "event_id", r.meta.ID, "action", r.action)
+	for next := 0; next < len(results); {
+		_ = contain.Do(func() error { // its error is logged where the hook is called
+			for next < len(results) {
+				next++
+				p.notifyOne(ctx, results[next-1])
 			}
-			if p.cfg.Hooks.Repeated != nil {
-				p.cfg.Hooks.Repeated(r.meta, r.action)
-			}
-		case p.cfg.Hooks.Handled != nil:
-			p.cfg.Hooks.Handled(r.meta, r.action, r.took)
+			return nil
+		})
+	}
+}
+
+func (p *processor) notifyOne(ctx context.Context, r taskResult) {
+	switch {
+	case r.repeat:
+		if p.log.Enabled(ctx, slog.LevelDebug) {
+			p.log.DebugContext(handlerContext(ctx, r.meta), "outbox: event handled already", "type", r.meta.Type, "event_id", r.meta.ID, "action", r.action)
 		}
+		if p.cfg.Hooks.Repeated != nil {
+			p.cfg.Hooks.Repeated(r.meta, r.action)
+		}
+	case p.cfg.Hooks.Handled != nil:
+		p.cfg.Hooks.Handled(r.meta, r.action, r.took)
 	}
 }
 

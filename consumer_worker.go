@@ -10,6 +10,7 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
@@ -325,8 +326,11 @@ func (w *worker) handle(records []*kgo.Record) {
 // record has as long as a handler.
 func (w *worker) readAll(records []*kgo.Record) []item {
 	items, origins := make([]item, len(records)), make([]KafkaMetadata, len(records))
+	for i, r := range records {
+		items[i].record, items[i].replay = w.admit(r)
+	}
 	for next := 0; next < len(records); {
-		if next = w.readFrom(next, records, items, origins); w.stopping.Err() != nil {
+		if next = w.readFrom(next, items, origins); w.stopping.Err() != nil {
 			return nil
 		}
 	}
@@ -335,21 +339,31 @@ func (w *worker) readAll(records []*kgo.Record) []item {
 
 // readFrom decodes records from first on until the time for one of them is up, which
 // mostly is enough for all. It returns the index of the record to go on with.
-func (w *worker) readFrom(first int, records []*kgo.Record, items []item, origins []KafkaMetadata) (next int) {
+//
+// Decoders are the host's, and may end their goroutine.
+func (w *worker) readFrom(first int, items []item, origins []KafkaMetadata) (next int) {
 	ctx, cancel := context.WithTimeout(w.held, w.cfg.HandlerTimeout)
 	defer cancel()
-	for i := first; i < len(records) && w.stopping.Err() == nil; i++ {
-		record, to := w.admit(records[i])
-		items[i] = w.processor.read(ctx, record, to, &origins[i])
-		switch {
-		case ctx.Err() == nil, w.held.Err() != nil:
-		case items[i].err != nil && i > first:
-			return i // once more: the records before may have used up the time
-		default:
-			return i + 1
+	next = first
+	err := contain.Do(func() error {
+		for ; next < len(items) && w.stopping.Err() == nil; next++ {
+			it := &items[next]
+			*it = w.processor.read(ctx, it.record, it.replay, &origins[next])
+			if ctx.Err() == nil || w.held.Err() != nil {
+				continue
+			}
+			if it.err == nil || next == first {
+				next++
+			} // else once more: the records before may have used up the time
+			return nil
 		}
+		return nil
+	})
+	if err != nil { // ErrGoexit
+		items[next] = item{record: items[next].record, replay: items[next].replay, meta: Metadata{Kafka: &origins[next], Attempt: 1}, class: classUndecodable, err: err}
+		next++
 	}
-	return len(records)
+	return next
 }
 
 // tryBatch runs the tasks with a transaction, in one for all. It returns how many items

@@ -103,8 +103,9 @@ func (c *Callback) Notify(ctx context.Context, f func()) {
 }
 
 // Inline calls f in the goroutine of the caller, and logs a panic. It is for functions that
-// are called for every event, which a goroutine for each call would slow down; a call that
-// does not return does not return to the caller either.
+// are called for every event, which a goroutine for each call would slow down. A call that
+// does not return does not return to the caller either, and one that ends its goroutine ends
+// the caller's, see [Do].
 func (c *Callback) Inline(f func()) {
 	err := ErrGoexit
 	defer func() {
@@ -117,6 +118,12 @@ func (c *Callback) Inline(f func()) {
 	}()
 	f()
 	err = nil
+}
+
+// Alone is [Callback.Inline] for functions that are called seldom, in a goroutine of their
+// own: a call that ends it does no harm.
+func (c *Callback) Alone(f func()) {
+	_ = Do(func() error { c.Inline(f); return nil }) // which logs what goes wrong
 }
 
 // begin returns how long to wait for a call. It returns false if there is to be none.

@@ -97,6 +97,10 @@ func TestCallbackInline(t *testing.T) {
 	}
 	require.Equal(t, 1, p.lines(`level=ERROR msg="outbox: Hooks.Sent has panicked"`), p.log.String())
 	require.Contains(t, p.log.String(), "TestCallbackInline", "the stack")
+
+	end := newPlay(HookLimits)
+	end.Alone(runtime.Goexit)
+	require.Equal(t, 1, end.lines("level=ERROR"), end.log.String())
 }
 
 // A call that does not return is abandoned once. Until it returns no other is made.
