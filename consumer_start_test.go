@@ -18,7 +18,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox"
-	internalkafka "github.com/outboxgo/outbox/internal/kafka"
+	kafkaclient "github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -97,7 +97,7 @@ func (s *startFixture) addPartitions(t testing.TB, count int32) {
 	require.NoError(t, err)
 	require.NoError(t, kerr.ErrorForCode(response.Topics[0].ErrorCode))
 	require.Eventually(t, func() bool {
-		found, err := internalkafka.Metadata(background, s.admin, s.topic)
+		found, err := kafkaclient.Metadata(background, s.admin, s.topic)
 		return err == nil && len(found.Topics[0].Partitions) == int(count)
 	}, testenv.Patience, 10*time.Millisecond)
 }
@@ -124,13 +124,27 @@ func (s *startFixture) deleteRecords(t testing.TB, before int64) {
 	require.NoError(t, kerr.ErrorForCode(response.Topics[0].Partitions[0].ErrorCode))
 }
 
+// groupProtocols are the ways in which members of a group share partitions.
+var groupProtocols = map[string][]kgo.Opt{
+	"cooperative": nil,
+	"eager":       {kgo.Balancers(kgo.RangeBalancer())},
+	"KIP-848":     {kgo.ServerSideBalancer()},
+}
+
 // Partitions that are added to a topic while the group runs have no committed offset,
 // like those of a new group, but what is in them must not be skipped.
 func TestAddedPartitions(t *testing.T) {
 	t.Parallel()
+	for name, opts := range groupProtocols {
+		t.Run(name, func(t *testing.T) { t.Parallel(); testAddedPartitions(t, opts) })
+	}
+}
+
+func testAddedPartitions(t *testing.T, opts []kgo.Opt) {
 	s := newStartFixture(t, 1)
 	skipped := s.put(t, 0, 3)
-	s.run(t, outbox.ConsumerConfig{})
+	s.run(t, outbox.ConsumerConfig{}, opts...)
+	s.run(t, outbox.ConsumerConfig{}, opts...)
 	require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 3 }, testenv.Patience, 10*time.Millisecond)
 	s.requireSeen(t, s.put(t, 0, 2)...)
 	s.addPartitions(t, 3)
@@ -158,8 +172,15 @@ func TestPartitionsAddedBetweenRuns(t *testing.T) {
 // reads it from its beginning, and so does one that is started later.
 func TestTopicCreatedAgain(t *testing.T) {
 	t.Parallel()
+	for name, opts := range groupProtocols {
+		t.Run(name, func(t *testing.T) { t.Parallel(); testTopicCreatedAgain(t, opts) })
+	}
+}
+
+func testTopicCreatedAgain(t *testing.T, opts []kgo.Opt) {
 	s := newStartFixture(t, 1)
-	stop := s.run(t, outbox.ConsumerConfig{})
+	stopOther := s.run(t, outbox.ConsumerConfig{}, opts...)
+	stop := s.run(t, outbox.ConsumerConfig{}, opts...)
 	require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 0 }, testenv.Patience, 10*time.Millisecond)
 	s.requireSeen(t, s.put(t, 0, 20)...)
 	s.deleteTopic(t)
@@ -167,11 +188,12 @@ func TestTopicCreatedAgain(t *testing.T) {
 	s.requireSeen(t, append(s.put(t, 0, 5), s.put(t, 1, 5)...)...)
 	s.requireLogged(t, "topic was deleted and created again")
 	stop()
+	stopOther()
 
 	s.deleteTopic(t)
 	testenv.CreateTopic(t, s.brokers, s.topic, 1)
 	ids := s.put(t, 0, 5)
-	s.run(t, outbox.ConsumerConfig{})
+	s.run(t, outbox.ConsumerConfig{}, opts...)
 	s.requireSeen(t, ids...)
 }
 
@@ -315,4 +337,103 @@ func TestLagBehindOpenTransaction(t *testing.T) {
 	commit()
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 5 }, testenv.Patience, 10*time.Millisecond)
 	require.Eventually(t, func() bool { return lag() <= 1 }, testenv.Patience, 10*time.Millisecond, "the end of the transaction has an offset")
+}
+
+// While a topic is gone its consumers wait, and the log says so once.
+func TestTopicGoneForAWhile(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	s.run(t, outbox.ConsumerConfig{FromStart: true})
+	s.requireSeen(t, s.put(t, 0, 3)...)
+	s.deleteTopic(t)
+	s.requireLogged(t, "outbox: topic "+s.topic+" fails, trying until it works")
+	testenv.CreateTopic(t, s.brokers, s.topic, 1)
+	s.requireSeen(t, s.put(t, 0, 3)...)
+	s.requireLogged(t, "outbox: topic "+s.topic+" works again")
+	require.Equal(t, 1, strings.Count(s.log.String(), "outbox: topic "+s.topic+" fails, trying"), s.log)
+}
+
+// commitFor commits an offset of partition 0 for the group, as an earlier release did.
+func (s *startFixture) commitFor(t testing.TB, offset int64) {
+	t.Helper()
+	require.NoError(t, kafkaclient.CommitGroupOffsets(background, s.admin, s.group, map[kafkaclient.Partition]int64{{Topic: s.topic, Number: 0}: offset}))
+}
+
+// A group that has offsets, and of which nothing is written yet, is not new: it goes on
+// where it is, and its other partitions are read from their beginning.
+func TestGroupOfEarlierRelease(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 2)
+	before, after := s.put(t, 0, 3), append(s.put(t, 0, 3), s.put(t, 1, 3)...)
+	s.commitFor(t, 3)
+	s.run(t, outbox.ConsumerConfig{})
+	s.requireSeen(t, after...)
+	for _, id := range before {
+		require.Zero(t, s.seen[id])
+	}
+}
+
+// A topic that was created again is read from its beginning, also if an offset of the old
+// one is committed for its name: a member that is late can do that.
+func TestLateCommitForTopicCreatedAgain(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	stop := s.run(t, outbox.ConsumerConfig{})
+	require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 0 }, testenv.Patience, 10*time.Millisecond)
+	stop()
+	s.deleteTopic(t)
+	testenv.CreateTopic(t, s.brokers, s.topic, 1)
+	ids := s.put(t, 0, 5)
+	s.commitFor(t, 4)
+	s.run(t, outbox.ConsumerConfig{})
+	s.requireSeen(t, ids...)
+}
+
+// A member that does not get at PostgreSQL when the group begins reads nothing, because it
+// does not know from where, and begins where it was to begin.
+func TestStartWithoutDatabase(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	first := s.put(t, 0, 3)
+	stop := s.run(t, outbox.ConsumerConfig{})
+	require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 3 }, testenv.Patience, 10*time.Millisecond)
+	stop()
+	rename := func(from, to string) {
+		_, err := s.db.Exec(background, s.sql(`ALTER TABLE {s}.`+from+` RENAME TO `+to))
+		require.NoError(t, err)
+	}
+	s.addPartitions(t, 2)
+	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, outbox.ConsumerConfig{
+		HandlerConfig: outbox.HandlerConfig{Group: s.group, Schema: s.schema, Logger: slog.New(slog.NewTextHandler(s.log, nil))},
+	}, outbox.Handle("COUNTED", s.count))
+	require.NoError(t, err)
+	rename("consumer_start", "mislaid")
+	require.ErrorIs(t, c.Run(background), outbox.ErrNotMigrated)
+	_, err = s.db.Exec(background, s.sql(`CREATE VIEW {s}.consumer_start AS SELECT * FROM {s}.mislaid WHERE 1 / (SELECT 0) = 1`))
+	require.NoError(t, err)
+	testenv.Run(t, c.Run)
+	s.requireLogged(t, "finding where reading begins fails")
+	s.put(t, 1, 2)
+	require.Empty(t, s.counts(t))
+	_, err = s.db.Exec(background, s.sql(`DROP VIEW {s}.consumer_start`))
+	require.NoError(t, err)
+	rename("mislaid", "consumer_start")
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 2 }, testenv.Patience, 10*time.Millisecond)
+	require.Zero(t, s.seen[first[0]])
+	s.requireLogged(t, "finding where reading begins works again")
+}
+
+// Without a database FromEnd holds for each partition without an offset, and what it
+// skips is logged.
+func TestFromEndWithoutDatabase(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	s.put(t, 0, 7)
+	c, err := outbox.NewConsumer(nil, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, outbox.ConsumerConfig{
+		HandlerConfig: outbox.HandlerConfig{Group: s.group, Logger: slog.New(slog.NewTextHandler(s.log, nil))}, FromEnd: true,
+	}, outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error { return nil }))
+	require.NoError(t, err)
+	testenv.Run(t, c.Run)
+	s.requireLogged(t, "reading begins at their ends")
+	s.requireLogged(t, "partitions=1 records=7")
 }
