@@ -222,9 +222,12 @@ func guardHandling(hook handlingHook, callback func(name string) func(call func(
 	}
 	notify, notifyDone := callback("Handling"), callback("Handling's done")
 	return func(ctx context.Context, action string, events []Metadata) (context.Context, func(error)) {
-		var handling context.Context
-		var done func(error)
-		notify(func() { handling, done = hook(ctx, action, events) })
+		result := func() (context.Context, func(error)) { return nil, nil } // of a hook that panics
+		notify(func() {
+			handling, done := hook(ctx, action, events)
+			result = func() (context.Context, func(error)) { return handling, done }
+		})
+		handling, done := result()
 		if handling == nil {
 			handling = ctx
 		}

@@ -145,8 +145,8 @@ func lastOwn(r *kgo.Record) map[string]string {
 
 // parseOrigin is the inverse of [Origin].
 func parseOrigin(text string) (at kafka.Partition, offset int64, err error) {
-	rest, last, _ := cutLast(text)
-	topic, number, _ := cutLast(rest)
+	rest, last := cutLast(text)
+	topic, number := cutLast(rest)
 	n, err := strconv.ParseInt(number, 10, 32)
 	if err == nil {
 		offset, err = strconv.ParseInt(last, 10, 64)
@@ -161,10 +161,7 @@ func parseOrigin(text string) (at kafka.Partition, offset int64, err error) {
 }
 
 // cutLast cuts a text at its last dash.
-func cutLast(text string) (before, after string, ok bool) {
-	n := strings.LastIndexByte(text, '-')
-	if n < 0 {
-		return "", text, false
-	}
-	return text[:n], text[n+1:], true
+func cutLast(text string) (before, after string) {
+	n := max(strings.LastIndexByte(text, '-'), 0)
+	return text[:n], strings.TrimPrefix(text[n:], "-")
 }
