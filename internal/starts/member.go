@@ -193,7 +193,7 @@ func (m *Member) describe(ctx context.Context, names []string) (map[string]topic
 		case !seen:
 			m.ids[*t.Topic] = info.id
 		case before != info.id:
-			m.endOutdated(*t.Topic)
+			m.endOutdated("topic was deleted and created again, a new client reads it from its beginning", *t.Topic)
 			return nil, fmt.Errorf("topic %s: %w", *t.Topic, errCreatedAgain)
 		}
 		found[*t.Topic] = info
@@ -209,9 +209,9 @@ func (m *Member) TopicID(topic string) kafka.TopicID {
 }
 
 // endOutdated has another client go on.
-func (m *Member) endOutdated(topic string) {
+func (m *Member) endOutdated(why, topic string) {
 	if m.outdated.Err() == nil {
-		m.cfg.Log.Warn("outbox: topic was deleted and created again, a new client reads it from its beginning", "topic", topic)
+		m.cfg.Log.Warn("outbox: "+why, "topic", topic)
 	}
 	m.end()
 }

@@ -75,7 +75,7 @@ func (m *Member) resume(topic string) {
 			continue
 		}
 		if times > mostStalls {
-			m.endOutdated(topic)
+			m.endOutdated("brokers do not know a topic that is there, a new client tries", topic)
 		}
 		m.cfg.Resume(at)
 	}
