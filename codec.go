@@ -1,10 +1,13 @@
 package outbox
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"mime"
+	"reflect"
 	"strings"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -40,6 +43,10 @@ const jsonType = "application/json"
 // that are not valid UTF-8 with [ErrUTF8], where encoding/json would replace
 // the bad bytes silently; only what a MarshalJSON of the event's own has replaced
 // itself is beyond it.
+//
+// A payload that is null is no event; and neither is an object, such as {}, that has none
+// of the members which the event type always has: encoding/json would make a zero event of
+// it. Of a type without members, or with nothing but omitempty ones, {} is an event.
 func JSON() Codec {
 	return Codec{ContentType: jsonType, Encode: encodeJSON, Decode: decodeJSON}
 }
@@ -70,7 +77,41 @@ func encodeJSON(_ context.Context, event any) ([]byte, error) {
 	if jsonb.HidesBadText(event, b) {
 		return nil, ErrUTF8
 	}
+	if string(b) == "null" {
+		return nil, errNullEvent // no consumer could read it
+	}
 	return b, nil
 }
 
-func decodeJSON(_ context.Context, data []byte, event any) error { return json.Unmarshal(data, event) }
+func decodeJSON(_ context.Context, data []byte, event any) error {
+	if err := json.Unmarshal(data, event); err != nil {
+		return err
+	}
+	if string(bytes.TrimSpace(data)) == "null" {
+		return errNullEvent
+	}
+	if v := reflect.ValueOf(event).Elem(); v.IsZero() && !hasMemberOf(data, v.Interface()) {
+		return fmt.Errorf("it has no member of %v", v.Type())
+	}
+	return nil
+}
+
+var errNullEvent = errors.New("it is null")
+
+// hasMemberOf reports whether an object has one of the members that a zero event has when it
+// is encoded. It is true if that is not an object with members.
+func hasMemberOf(data []byte, zero any) bool {
+	var always, given map[string]json.RawMessage
+	encoded, err := json.Marshal(zero)
+	if err != nil || json.Unmarshal(encoded, &always) != nil || len(always) == 0 || json.Unmarshal(data, &given) != nil {
+		return true
+	}
+	for name := range given {
+		for member := range always {
+			if strings.EqualFold(name, member) { // as encoding/json does
+				return true
+			}
+		}
+	}
+	return false
+}

@@ -223,3 +223,44 @@ func TestCodecContext(t *testing.T) {
 	require.NoError(t, c.Deliver(t.Context(), record))
 	require.Equal(t, "corr-1", decodedFor, "from the event, as handlers have it")
 }
+
+// closed is an event without members, and remarked one without required members.
+type (
+	closed   struct{}
+	remarked struct {
+		Remark string `json:"remark,omitempty"`
+	}
+)
+
+// A payload that is null, or has nothing of what an event of its type always has, is no
+// event: encoding/json would make a zero event of it.
+func TestJSONIsNoZeroEvent(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		data  string
+		event any
+		want  bool
+	}{
+		{`null`, new(note), false},
+		{" null\n", new(note), false},
+		{`null`, new(map[string]int), false},
+		{`{}`, new(note), false},
+		{`{"payload": {"text": "abc"}}`, new(note), false},
+		{`{"text": ""}`, new(note), true},
+		{`{"TEXT": ""}`, new(note), true},
+		{`{"text": null, "more": 1}`, new(note), true},
+		{`{"text": "a"}`, new(note), true},
+		{`{}`, new(closed), true},
+		{`{"unknown": 1}`, new(closed), true},
+		{`{}`, new(remarked), true},
+		{`{}`, new(map[string]int), true},
+		{`0`, new(int), true},
+		{`""`, new(string), true},
+		{`null`, new(int), false},
+	} {
+		err := outbox.JSON().Decode(t.Context(), []byte(tt.data), tt.event)
+		require.Equal(t, tt.want, err == nil, "%s of %T: %v", tt.data, tt.event, err)
+	}
+	_, err := outbox.JSON().Encode(t.Context(), map[string]int(nil))
+	require.ErrorContains(t, err, "null", "no consumer could read it")
+}

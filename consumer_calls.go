@@ -97,25 +97,33 @@ func (c *handlerCalls) conflicts(t task) int {
 	return 0
 }
 
-// postpone adds a task to the pending call of its handler. If another call has to be made in
-// between, it begins one behind that.
+// postpone adds a task to the last pending call of its handler. If another call has to be made
+// in between, it begins one behind that.
 func (c *handlerCalls) postpone(i int) {
-	t := c.tasks[i]
-	first := c.conflicts(t)
-	n := slices.IndexFunc(c.pending[first:], func(call pendingCall) bool { return c.tasks[call.tasks[0]].handler == t.handler })
-	if n += first; n < first {
+	t, n := c.tasks[i], len(c.pending)-1
+	for n >= 0 && c.tasks[c.pending[n].tasks[0]].handler != t.handler {
+		n--
+	}
+	if n < c.conflicts(t) {
 		n = len(c.pending)
-		c.pending = append(c.pending, pendingCall{types: map[string]string{}})
+		c.pending = append(c.pending, pendingCall{})
 	}
-	call := &c.pending[n]
-	call.tasks = append(call.tasks, i)
-	if key := string(t.meta.Kafka.Key); c.mixed {
-		if name, ok := call.types[key]; ok && name != t.meta.Type {
-			call.types[key] = ""
-			return
-		}
-		call.types[key] = t.meta.Type
+	c.pending[n].add(i, t, c.mixed)
+}
+
+func (p *pendingCall) add(i int, t task, mixed bool) {
+	p.tasks = append(p.tasks, i)
+	if !mixed {
+		return
 	}
+	if p.types == nil {
+		p.types = map[string]string{}
+	}
+	key, eventType := string(t.meta.Kafka.Key), t.meta.Type
+	if name, ok := p.types[key]; ok && name != eventType {
+		eventType = ""
+	}
+	p.types[key] = eventType
 }
 
 // flush makes the first n pending calls.

@@ -329,6 +329,8 @@ func TestContentTypes(t *testing.T) {
 		{"application/json", `{"product":7}`, "data is malformed"},
 		{"application/json", `{"product":`, "data is malformed"},
 		{"application/json", ``, "data is malformed"},
+		{"application/json", `null`, "data is malformed: it is null"},
+		{"application/json", `{}`, "data is malformed: it has no member of outbox_test.sale"},
 	} {
 		r := s.saleRecord(uuid.NewString(), []byte(tt.data))
 		r.Headers[4].Value = []byte(tt.contentType)
