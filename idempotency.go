@@ -53,12 +53,14 @@ const keyColumns = `unnest($2::varchar[], $3::varchar[], $4::varchar[], $5::varc
 
 // sqlMark notes what is being done, and returns what was not done before. It waits
 // where another transaction is about to do the same. Sorted keys keep two partitions
-// from waiting for each other here; it cannot prevent that in what handlers lock.
+// from waiting for each other here; it cannot prevent that in what handlers lock. Of the
+// same keys the first is noted: the others may be taken back when a batch ends early, and
+// events of other sources are looked for behind it.
 const sqlMark = `
 INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, event_source)
 SELECT $1, t, i, a, nullif(s, '')
-  FROM ` + keyColumns + ` AS k (t, i, a, s)
- ORDER BY t, i, a
+  FROM ` + keyColumns + ` WITH ORDINALITY AS k (t, i, a, s, n)
+ ORDER BY t, i, a, n
     ON CONFLICT DO NOTHING
 RETURNING aggregate_type, aggregate_id, action, coalesce(event_source, '')`
 
