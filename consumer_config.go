@@ -26,8 +26,9 @@ type HandlerConfig struct {
 
 	// MaxRetries is how often an action on an event that failed is tried again, in
 	// place, before the event is given up and becomes a dead letter. What PostgreSQL
-	// rolls back for a deadlock or a serialization failure is repeated at once, and an
-	// outage of PostgreSQL waited out; neither counts. Negative means never. Zero
+	// rolls back for a deadlock or a serialization failure is repeated with short pauses, and
+	// counts after ten times. An outage is waited out and does not count: PostgreSQL gives the
+	// consumer no connection, or event_handled cannot be written. Negative means never. Zero
 	// means 3.
 	MaxRetries int
 	// RetriesFor replaces MaxRetries for an error. If it panics, that is logged, and

@@ -35,12 +35,21 @@ type Handler interface {
 
 // Handle makes a handler of f, for effects in PostgreSQL. What f does in tx commits
 // with a row of event_handled that says that it is done, so that it is done once
-// however often the event arrives. Do not commit or roll back tx.
+// however often the event arrives. Tx is the consumer's: its Commit and Rollback return
+// [ErrHandlerTx], as f does that ends it with a statement, and nothing is committed then. Begin
+// sets a savepoint. If f returns nil although a statement has failed, or leaves rows open, that
+// is an error of f.
 //
 // The events that arrive together share a transaction. If one of them fails, it is
-// rolled back and each event gets its own: f may run twice, and effects outside of tx
-// belong into [HandleNoTx]. An error is tried again as [HandlerConfig] says;
-// [Permanent] marks one that no retry would change.
+// rolled back and each event gets its own: f may run once more than its attempts, and
+// effects outside of tx belong into [HandleNoTx]. An error is tried again as
+// [HandlerConfig] says; [Permanent] marks one that no retry would change.
+//
+// What f sets with SET LOCAL or set_config is not seen by handlers of other events: if it does
+// that in a shared transaction, this is rolled back, and from then on the events that arrive with
+// those of f are handled one by one, which is slower. Of what a function inside PostgreSQL sets, or
+// a statement that goes through tx.Conn, only search_path, role, session_authorization,
+// row_security, session_replication_role, lock_timeout, statement_timeout and TimeZone are noticed.
 //
 // ctx carries the event's correlation id and traceparent, so that events recorded
 // in f continue both. It ends when the handling takes longer than MaxPollInterval.
@@ -57,7 +66,8 @@ func Handle[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx,
 
 // HandleBatch is [Handle] for handlers that aggregate: f gets the events of type E
 // that arrived together in a partition and are no repeats, in their order, at most
-// MaxPoll. If it fails, it gets each of them alone.
+// MaxPoll; fewer if another handler has to get an event of the same key and another type in
+// between. If it fails, it gets each of them alone.
 func HandleBatch[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx, events []Received[E]) error) Handler {
 	h := handler{action: action, goType: reflect.TypeFor[E](), kind: inBatch}
 	if f != nil {
