@@ -7,6 +7,10 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/faults/internal/proxy"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
 // incident is something that happens to members while events arrive.
@@ -85,6 +89,7 @@ func incidentKinds() []incident {
 		{what: "freeze a member briefly", kind: "freeze briefly", times: 1, min: session / 10, max: session / 2, begin: (*group).freeze, end: (*group).thaw},
 		{what: "kill a member that is frozen", kind: "kill frozen", times: 1, kills: 1, min: zombie, max: dead, begin: (*group).freeze, end: (*group).killFrozen},
 		{what: "cut the way to Kafka", kind: "cut", times: 2, min: session / 2, max: dead, begin: (*group).cut, end: (*group).mend},
+		{what: "add partitions to the topic", kind: "add partitions", times: 1, begin: (*group).addPartitions},
 		{what: "hold what goes to Kafka", kind: "hold", times: 1, min: zombie, max: dead, begin: (*group).hold, end: (*group).mend},
 	}
 }
@@ -115,6 +120,25 @@ func (g *group) killSome(_ *testing.T, p incident) {
 	for _, w := range victims {
 		g.kill(w)
 	}
+}
+
+// addPartitions adds two partitions when all is handled, because events of a key go to
+// another partition then. They are new to a group that runs, and what is in them must not
+// be skipped.
+func (g *group) addPartitions(t *testing.T, _ incident) {
+	t.Helper()
+	g.awaitHandled(t)
+	count := len(g.ends(t, g.spec.Topic)) + 2
+	request := kmsg.NewPtrCreatePartitionsRequest()
+	request.Topics = []kmsg.CreatePartitionsRequestTopic{{Topic: g.spec.Topic, Count: int32(count)}}
+	response, err := request.RequestWith(g.ctx, g.client)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(response.Topics[0].ErrorCode))
+	require.True(t, g.await(t, testenv.Patience, func() bool {
+		g.client.ForceMetadataRefresh()
+		leader, _, err := g.client.PartitionLeader(g.spec.Topic, int32(count-1))
+		return err == nil && leader >= 0
+	}), "the shop does not see the new partitions")
 }
 
 func (g *group) stopOne(t *testing.T, p incident) {
