@@ -90,8 +90,9 @@ type ConsumerConfig struct {
 	MaxPoll int
 
 	// MaxQueueBytes bounds the memory of the records that wait or are handled, over all
-	// partitions, in bytes. One that has more than its share is not fetched from
-	// meanwhile. What a fetch brings comes on top, see [NewConsumer]. Zero means 64 MiB.
+	// partitions, in bytes. While there is that much, a partition is fetched from only if
+	// it has less than its share, so each may have a batch of records on top, and what
+	// fetches bring, see [NewConsumer]. Zero means 64 MiB.
 	MaxQueueBytes int
 
 	// Concurrency is how many handlers may run at the same time, over all partitions.

@@ -121,6 +121,9 @@ type membership struct {
 	bound          *kafka.FetchBound
 	lag            handling.Trend
 
+	once                sync.Once
+	fetchPartitionBytes int32 // of the options; set once
+
 	committing sync.Mutex // held for a commit, so that none is under way while partitions go
 	mu         sync.Mutex
 	workers    map[kafka.Partition]*worker
@@ -330,15 +333,26 @@ func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[
 			}()
 		}
 	}
+	m.limitFetches(client)
+}
+
+// limitFetches has each partition fetched in pieces of at most its share of MaxQueueBytes.
+func (m *membership) limitFetches(client *kgo.Client) {
+	const least = 64 << 10 // Kafka sends a larger batch whole
+	m.once.Do(func() { m.fetchPartitionBytes, _ = client.OptValue(kgo.FetchMaxPartitionBytes).(int32) })
+	all, _ := client.OptValue(kgo.FetchMaxBytes).(int32)
+	share := max(least, m.limits.budget.Share())
+	client.UpdateFetchMaxBytes(all, int32(min(int(m.fetchPartitionBytes), share)))
 }
 
 // revoked gives partitions up: what is in flight is finished and committed. Kafka
 // waits for it, and the client sends heartbeats meanwhile.
-func (m *membership) revoked(_ context.Context, _ *kgo.Client, topics map[string][]int32) {
+func (m *membership) revoked(_ context.Context, client *kgo.Client, topics map[string][]int32) {
 	m.committing.Lock()
 	defer m.committing.Unlock()
 	workers := m.remove(topics)
 	m.finish(workers, m.cfg.SessionTimeout, abandonGrace)
+	m.limitFetches(client)
 	if err := m.commit(context.Background(), workers); err != nil {
 		m.log.Debug("outbox: offsets of revoked partitions not committed, what they cover is repeated", "error", err)
 	}

@@ -47,6 +47,7 @@ type worker struct {
 	mu       sync.Mutex // run takes from the queue, the poll loop adds and commits
 	queue    []*kgo.Record
 	bytes    int  // of the queue, and of what is handled
+	closed   bool // no queue any more
 	slot     bool // of limits, is taken
 	paused   bool
 	blocked  *kgo.ErrDecompressTooLarge // the batch at which fetching has ended
@@ -88,7 +89,10 @@ func newWorker(partition kafka.Partition, p *processor, group workerGroup, cfg *
 		partition: partition, group: group, cfg: cfg, limits: limits, outages: outages, log: p.log,
 		added: make(chan struct{}, 1), ended: make(chan struct{}), read: starts.None,
 	}
-	w.end = sync.OnceFunc(func() { close(w.ended) })
+	w.end = sync.OnceFunc(func() {
+		w.close()
+		close(w.ended)
+	})
 	w.processor = p.forOne(&w.activity)
 	w.held, w.abandon = context.WithCancel(context.Background())
 	w.stopping, w.finish = context.WithCancel(w.held)
@@ -165,6 +169,9 @@ func (w *worker) cutOff() {
 func (w *worker) add(records []*kgo.Record) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if w.closed {
+		return
+	}
 	size := sizeOf(records)
 	w.bytes += size
 	w.limits.budget.Add(size)
@@ -203,6 +210,9 @@ func (w *worker) take() []*kgo.Record {
 func (w *worker) drop(size int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if w.closed {
+		return
+	}
 	w.bytes -= size
 	w.limits.budget.Add(-size)
 	if w.paused && len(w.queue) < queueRecords/2 && w.bytes < queueBytes/2 && w.limits.budget.HasRoom(w.bytes) {
@@ -211,12 +221,12 @@ func (w *worker) drop(size int) {
 	}
 }
 
-// close drops what is left in the queue.
+// close drops the queue.
 func (w *worker) close() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.limits.budget.Close(w.bytes)
-	w.queue, w.bytes = nil, 0
+	w.queue, w.bytes, w.closed = nil, 0, true
 }
 
 // takeSlot waits until a handler may be called, and reports whether that was before the
@@ -269,7 +279,6 @@ func (w *worker) reportSlow() {
 // run handles records until finish or abandon is called.
 func (w *worker) run() {
 	defer w.end()
-	defer w.close()
 	for w.stopping.Err() == nil {
 		records := w.take()
 		if len(records) == 0 {

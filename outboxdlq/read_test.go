@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kversion"
@@ -134,5 +135,38 @@ func TestDeadLettersOfNoTopic(t *testing.T) {
 	cancel()
 	for _, err := range outboxdlq.Read(ctx, f.kafka, f.dlq, nil) {
 		require.ErrorIs(t, err, context.Canceled)
+	}
+}
+
+// The host's limit for what a batch may be decompressed to holds for dead letters, too:
+// the reading ends at once, and says where.
+func TestReadOfHugeBatch(t *testing.T) {
+	t.Parallel()
+	brokers, topic := testenv.Brokers(t), "huge-"+uuid.NewString()+".dlq"
+	testenv.CreateTopic(t, brokers, topic, 1)
+	producer, err := kgo.NewClient(kgo.SeedBrokers(brokers...), kgo.ProducerBatchCompression(kgo.ZstdCompression()), kgo.ProducerBatchMaxBytes(90<<20))
+	require.NoError(t, err)
+	defer producer.Close()
+	for _, size := range []int{2 << 20, 80 << 20} {
+		require.NoError(t, producer.ProduceSync(context.Background(), &kgo.Record{Topic: topic, Value: make([]byte, size)}).FirstErr())
+	}
+	for _, tt := range []struct {
+		name string
+		opts []kgo.Opt
+		at   string
+	}{
+		{"a limit of the host", []kgo.Opt{kgo.MaxDecompressBatchBytes(1 << 20)}, "at offset 0"},
+		{"64 MiB", nil, "at offset 1"},
+	} {
+		began := time.Now()
+		var last error
+		for d, err := range outboxdlq.Read(context.Background(), append(tt.opts, kgo.SeedBrokers(brokers...)), topic, nil) {
+			if last = err; d.Record == nil {
+				break
+			}
+		}
+		require.ErrorIs(t, last, kgo.ErrMaxDecompress, tt.name)
+		require.ErrorContains(t, last, tt.at, tt.name)
+		require.Less(t, time.Since(began), 10*time.Second, tt.name)
 	}
 }

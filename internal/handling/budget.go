@@ -40,4 +40,7 @@ func (b *Budget) HasRoom(own int) bool {
 	return b.used.Load() < b.most/4 || int64(own) < b.share()/2
 }
 
+// Share returns how many bytes each partition has for itself.
+func (b *Budget) Share() int { return int(b.share()) }
+
 func (b *Budget) share() int64 { return b.most / 2 / max(1, b.queues.Load()) }
