@@ -42,9 +42,14 @@ func (t *Telemetry) Consumer(cfg outbox.ConsumerConfig) outbox.ConsumerConfig {
 				theirs.Repeated(m, action)
 			}
 		},
+		Conflicted: func(m outbox.Metadata, action string, err error) {
+			c.conflicts.Add(context.Background(), 1, c.failureOf(m, action, err))
+			if theirs.Conflicted != nil {
+				theirs.Conflicted(m, action, err)
+			}
+		},
 		Failed: func(m outbox.Metadata, action string, err error) {
-			c.failed.Add(context.Background(), 1, c.set(c.group, semconv.MessagingDestinationName(recordOf(m).Topic),
-				semconv.CloudEventsEventType(m.Type), actionKey.String(action), semconv.ErrorTypeKey.String(c.cfg.ErrorType(err))))
+			c.failed.Add(context.Background(), 1, c.failureOf(m, action, err))
 			if theirs.Failed != nil {
 				theirs.Failed(m, action, err)
 			}
@@ -76,6 +81,12 @@ func (t *Telemetry) Consumer(cfg outbox.ConsumerConfig) outbox.ConsumerConfig {
 		},
 	}
 	return cfg
+}
+
+// failureOf returns the attributes of a try that failed.
+func (c *consumer) failureOf(m outbox.Metadata, action string, err error) metric.MeasurementOption {
+	return c.set(c.group, semconv.MessagingDestinationName(recordOf(m).Topic), semconv.CloudEventsEventType(m.Type),
+		actionKey.String(action), semconv.ErrorTypeKey.String(c.cfg.ErrorType(err)))
 }
 
 // recordOf returns the Kafka record of an event, or the zero value if there is none.

@@ -40,7 +40,7 @@ type instruments struct {
 	sendTook, latency                       metric.Float64Histogram
 	batchSize                               metric.Int64Histogram
 
-	consumed, processed, failed, lost metric.Int64Counter
+	consumed, processed, failed, conflicts, lost metric.Int64Counter
 	handlerTook                       metric.Float64Histogram
 
 	leader, breaker                       metric.Int64ObservableGauge
@@ -75,6 +75,7 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.removed = m.counter("outbox.relay.removed", "{row}", "Rows that retention removed.")
 	i.processed = m.counter("outbox.consumer.processed", "{event}", "Events and actions that a consumer is done with.")
 	i.failed = m.counter("outbox.consumer.failed", "{event}", "Tries of actions on events that failed.")
+	i.conflicts = m.counter("outbox.consumer.conflicts", "{event}", "Tries that PostgreSQL rolled back and that are repeated.")
 	i.lost = m.counter("outbox.consumer.lost", "{message}", "Records that Kafka had removed before the group read them.")
 	i.leader = m.gauge("outbox.relay.leader", "{relay}", "1 where this process leads.")
 	i.breaker = m.gauge("outbox.relay.breaker.state", "{state}", "1 for the state that the breaker is in.")

@@ -173,7 +173,7 @@ func TestMetricNames(t *testing.T) {
 	for _, name := range regexp.MustCompile(`(?m)^//\t(\S+) `).FindAllStringSubmatch(string(source), -1) {
 		documented[name[1]] = true
 	}
-	require.Len(t, documented, 21)
+	require.Len(t, documented, 23)
 	var m metrics
 	eventually(t, func() bool { m = s.collect(t); return len(m) >= len(documented) }, "%v of %v", m, documented)
 	require.ElementsMatch(t, slices.Collect(maps.Keys(documented)), slices.Collect(maps.Keys(m)))
@@ -254,6 +254,7 @@ func TestHooksOfHost(t *testing.T) {
 		},
 		Handled:      func(outbox.Metadata, string, time.Duration) { call("handled") },
 		Repeated:     func(outbox.Metadata, string) { call("repeated") },
+		Conflicted:   func(outbox.Metadata, string, error) { call("conflicted") },
 		Failed:       func(outbox.Metadata, string, error) { call("failed") },
 		DeadLettered: func(outbox.Metadata, string, string, error) { call("dead-lettered") },
 		Unknown:      func(outbox.Metadata) { call("unknown") },
@@ -264,13 +265,15 @@ func TestHooksOfHost(t *testing.T) {
 	done(nil)
 	consumer.Handled(outbox.Metadata{}, "A", 0)
 	consumer.Repeated(outbox.Metadata{}, "A")
+	consumer.Conflicted(outbox.Metadata{}, "A", &pgconn.PgError{Code: "40001"})
+	require.Equal(t, 1.0, s.collect(t).value("outbox.consumer.conflicts", "outbox.action", "A", "error.type", "postgres_40001"))
 	consumer.Failed(outbox.Metadata{}, "A", errors.New("no"))
 	consumer.DeadLettered(outbox.Metadata{}, "A", "t.dlq", errors.New("no"))
 	consumer.Unknown(outbox.Metadata{})
 	consumer.Lost("t", 3, 85)
 	require.Equal(t, 85.0, s.collect(t).value("outbox.consumer.lost", "messaging.destination.name", "t", "messaging.destination.partition.id", "3"))
 	require.Equal(t, []string{"recorded", "leading", "sent", "rejected", "dead", "rows removed", "breaker",
-		"handling", "handled", "repeated", "failed", "dead-lettered", "unknown", "lost"}, called)
+		"handling", "handled", "repeated", "conflicted", "failed", "dead-lettered", "unknown", "lost"}, called)
 }
 
 // Texts that any producer can send, or write into a row, do not become series.

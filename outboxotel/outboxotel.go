@@ -27,6 +27,7 @@
 //	outbox.consumer.processed            counter of events and actions with a final result, by outbox.result: handled,
 //	                                     repeated (a repeat was skipped), unknown (skipped), dead_lettered
 //	outbox.consumer.failed               counter of failed tries that count against the limit
+//	outbox.consumer.conflicts            counter of tries that PostgreSQL rolled back and that are repeated without being counted
 //	outbox.consumer.lost                 counter of records that Kafka had removed before the group read them
 //
 // From the database and Kafka, by Watch:
