@@ -24,11 +24,12 @@ type rewindFixture struct {
 	*opsFixture
 	group  string
 	events *outbox.Registry
+	opts   []kgo.Opt // of the group's members
 }
 
-func newRewindFixture(t *testing.T) *rewindFixture {
+func newRewindFixture(t *testing.T, opts ...kgo.Opt) *rewindFixture {
 	t.Helper()
-	r := &rewindFixture{opsFixture: newFixture(t)}
+	r := &rewindFixture{opsFixture: newFixture(t), opts: opts}
 	testenv.RealBrokers(t)
 	r.group = "rewind-" + r.topic
 	testenv.CreateTopic(t, r.brokers, r.topic, 2)
@@ -44,7 +45,7 @@ func newRewindFixture(t *testing.T) *rewindFixture {
 // run runs the group with franz-go's default options.
 func (r *rewindFixture) run(t *testing.T) (stop func()) {
 	t.Helper()
-	c, err := outbox.NewConsumer(r.db, []kgo.Opt{kgo.SeedBrokers(r.brokers...)}, r.events,
+	c, err := outbox.NewConsumer(r.db, append(r.opts, kgo.SeedBrokers(r.brokers...)), r.events,
 		outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: r.group, Schema: r.schema, Logger: slog.New(slog.DiscardHandler)}, FromStart: true},
 		outbox.Handle("EFFECT", func(ctx context.Context, tx pgx.Tx, e oracle.Event, _ outbox.Metadata) error {
 			_, err := tx.Exec(ctx, r.sql(`INSERT INTO {schema}.effects VALUES ($1, 1)`), e.ID)
@@ -95,7 +96,13 @@ func (r *rewindFixture) rewind(cfg outboxops.RewindConfig) (outboxops.RewindRepo
 // it again, and nothing else.
 func TestRewindAfterRestore(t *testing.T) {
 	t.Parallel()
-	r := newRewindFixture(t)
+	for name, opts := range map[string][]kgo.Opt{"classic": nil, "KIP-848": {kgo.ServerSideBalancer()}} {
+		t.Run(name, func(t *testing.T) { t.Parallel(); testRewindAfterRestore(t, opts) })
+	}
+}
+
+func testRewindAfterRestore(t *testing.T, opts []kgo.Opt) {
+	r := newRewindFixture(t, opts...)
 	r.put(t, 0, 10)
 	r.put(t, 1, 10)
 	stop := r.run(t)
