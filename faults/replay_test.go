@@ -151,9 +151,9 @@ func TestReplayOfUnreadableOriginal(t *testing.T) {
 	require.ErrorIs(t, err, kerr.TopicAuthorizationFailed)
 	require.ErrorContains(t, err, "original of partition orders.dlq/0 at offset 2: ")
 	require.Equal(t, 1, denied.Hits())
-	require.Equal(t, outboxdlq.ReplayReport{Read: 2, Sent: 2, Next: map[int32]int64{0: 2}}, report, "those before it are sent")
+	require.Equal(t, outboxdlq.ReplayReport{Read: 2, Sent: 2, Absent: []string{"g"}, Next: map[int32]int64{0: 2}}, report, "those before it are sent")
 	report, err = outboxdlq.Replay(t.Context(), opts, outboxdlq.ReplayConfig{Topic: "orders.dlq", From: report.Next})
 	require.NoError(t, err)
-	require.Equal(t, outboxdlq.ReplayReport{Read: 1, Sent: 1, Next: map[int32]int64{0: 3}}, report)
+	require.Equal(t, outboxdlq.ReplayReport{Read: 1, Sent: 1, Absent: []string{"g"}, Next: map[int32]int64{0: 3}}, report)
 	require.Equal(t, []string{"", "0", "1", ""}, arrived(t, opts, "orders"))
 }

@@ -160,6 +160,7 @@ func (f *replayFixture) replay(t testing.TB, n int, choose func(outboxdlq.DeadLe
 		outboxdlq.ReplayConfig{Topic: f.dlq, Choose: choose})
 	require.NoError(t, err)
 	require.Empty(t, report.Failed)
+	require.Empty(t, report.Absent)
 	require.Equal(t, n, report.Sent)
 }
 

@@ -84,6 +84,10 @@ type ReplayReport struct {
 	// Failed are the records that are no dead letters, and the dead letters that were
 	// chosen and not sent.
 	Failed []ReplayFailure
+	// Absent are the groups of what was sent that have no committed offset in the topic, as
+	// far as Kafka says it: they never read it, are gone or have another name. Nobody
+	// handles what was sent for them, unless they come.
+	Absent []string
 	// Next is the offset behind the last record that was read and, if chosen, sent or
 	// reported, by partition.
 	Next map[int32]int64
@@ -151,7 +155,11 @@ type run struct {
 	single            *kgo.Client // for records that are sent alone, up to the largest request
 	reader, originals *kafka.Reader
 	report            ReplayReport
+	groups            map[addressee]bool // to which something was sent, and whether they are there
 }
+
+// addressee is a group that dead letters of a topic are sent back for.
+type addressee struct{ group, topic string }
 
 func newRun(opts []kgo.Opt, cfg ReplayConfig) (*run, error) {
 	cfg = cfg.withDefaults()
@@ -175,6 +183,7 @@ func newRun(opts []kgo.Opt, cfg ReplayConfig) (*run, error) {
 	return &run{
 		cfg: cfg, client: client, single: single,
 		reader: kafka.NewReader(client), originals: kafka.NewReader(client),
+		groups: map[addressee]bool{},
 	}, nil
 }
 
@@ -220,6 +229,7 @@ func (r *run) replay(ctx context.Context, records []*kgo.Record) error {
 	for _, s := range resends {
 		if s.err == nil {
 			r.report.Sent++
+			r.lookForGroup(ctx, addressee{s.Group, s.OriginalTopic})
 		} else {
 			at := s.Record
 			r.report.Failed = append(r.report.Failed, ReplayFailure{Partition: at.Partition, Offset: at.Offset, Err: s.err})
@@ -232,6 +242,22 @@ func (r *run) replay(ctx context.Context, records []*kgo.Record) error {
 		}
 	}
 	return stop
+}
+
+// lookForGroup asks Kafka once whether a group has read a topic. What it does not say, for
+// want of the right to ask for example, is not known.
+func (r *run) lookForGroup(ctx context.Context, to addressee) {
+	if _, known := r.groups[to]; known {
+		return
+	}
+	offsets, err := kafka.AllGroupOffsets(ctx, r.client, to.group)
+	r.groups[to] = err != nil
+	for at := range offsets {
+		r.groups[to] = r.groups[to] || at.Topic == to.topic
+	}
+	if !r.groups[to] && !slices.Contains(r.report.Absent, to.group) {
+		r.report.Absent = append(r.report.Absent, to.group)
+	}
 }
 
 // isRejected reports whether the error is about this record alone, so that others can

@@ -419,7 +419,8 @@ type replayDoc struct {
 		Offset    int64
 		Error     string
 	} `json:"failed"`
-	Next map[int32]int64 `json:"next"`
+	Absent []string        `json:"absent_groups"`
+	Next   map[int32]int64 `json:"next"`
 }
 
 // deadLetter returns a record of a dead-letter topic.
@@ -472,6 +473,7 @@ func TestDLQ(t *testing.T) {
 	d.change = nil
 
 	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats"), "would send 2; --yes does it (next: --from 0:4)")
+	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats"), "group stats has read nothing of the topic")
 	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats", "--to", topic+",other"), "would send 2; --yes does it; to "+topic+",other (next")
 	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats", "--to", "other"), "one of another topic")
 	var report replayDoc

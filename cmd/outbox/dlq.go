@@ -266,10 +266,13 @@ func (r *dlqReplay) show(e *env, report outboxdlq.ReplayReport) error {
 			failures = append(failures, failure{f.Partition, f.Offset, f.Err.Error()})
 		}
 		return e.writeJSON(map[string]any{"topic": e.args[0], "dry_run": !r.yes, "read": report.Read, "sent": report.Sent,
-			"failed": failures, "next": offsets(report.Next)})
+			"failed": failures, "absent_groups": append([]string{}, report.Absent...), "next": offsets(report.Next)})
 	}
 	for _, f := range report.Failed {
 		e.printf("partition %d, offset %d: %s\n", f.Partition, f.Offset, visible(errorText(f.Err)))
+	}
+	for _, group := range report.Absent {
+		e.printf("group %s has read nothing of the topic: nobody handles what is sent for it\n", visible(group))
 	}
 	if !r.yes {
 		e.printf("read %s, would send %s", count(report.Read), count(report.Sent))
