@@ -162,6 +162,9 @@ func TestMetricNames(t *testing.T) {
 	}))
 	s.tel.Watch(inspector, c)
 	testenv.Run(t, c.Run)
+	hooks := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks
+	hooks.Conflicted(outbox.Metadata{}, "FAIL", &pgconn.PgError{Code: "40001"})
+	hooks.Lost("t", 3, 85)
 	s.commit(t.Context(), t, tooLarge("1"), placed{ID: "2", At: time.Now()})
 	cfg := outbox.RelayConfig{MaxRetries: 1, RetryInterval: 10 * time.Millisecond}
 	cfg.Retention.PublishedFor, cfg.Retention.Interval = time.Millisecond, 100*time.Millisecond
@@ -177,7 +180,7 @@ func TestMetricNames(t *testing.T) {
 	var m metrics
 	eventually(t, func() bool { m = s.collect(t); return len(m) >= len(documented) }, "%v of %v", m, documented)
 	require.ElementsMatch(t, slices.Collect(maps.Keys(documented)), slices.Collect(maps.Keys(m)))
-	units := map[string]string{"duration": "s", "latency": "s", "age": "s", "messages": "{message}", "lag": "{message}", "leader": "{relay}",
+	units := map[string]string{"duration": "s", "latency": "s", "age": "s", "messages": "{message}", "lag": "{message}", "lost": "{message}", "leader": "{relay}",
 		"led": "{relay}", "state": "{state}", "up": "{query}", "keys": "{key}", "removed": "{row}"}
 	for name, one := range m {
 		unit, ok := units[name[strings.LastIndex(name, ".")+1:]]
