@@ -34,9 +34,11 @@ type stopClock struct {
 	timeout time.Duration
 }
 
-func (s stopClock) by(percent time.Duration) (context.Context, context.CancelFunc) {
-	return context.WithDeadline(context.Background(), s.began.Add(s.timeout*percent/100))
+func (s stopClock) by(percent int) (context.Context, context.CancelFunc) {
+	return context.WithDeadline(context.Background(), s.began.Add(s.part(percent)))
 }
+
+func (s stopClock) part(percent int) time.Duration { return s.timeout / 100 * time.Duration(percent) }
 
 // close ends the work within StopTimeout, whatever handlers, PostgreSQL and Kafka do:
 // what is in flight is finished and committed, the group left and the client closed. What
@@ -51,7 +53,7 @@ func (m *membership) close(polling <-chan struct{}) {
 		workers = append(workers, w)
 	}
 	m.mu.Unlock()
-	m.finish(workers, clock.timeout*finishBy/100, clock.timeout*(abandonBy-finishBy)/100)
+	m.finish(workers, clock.part(finishBy), clock.part(abandonBy-finishBy))
 	m.lastCommit(clock)
 	var saving sync.WaitGroup
 	saving.Go(func() {

@@ -60,14 +60,13 @@ func LargestWrite(opts []kgo.Opt) (bytes int32, err error) {
 }
 
 // ContextOf returns the context of a client that is made from options.
-func ContextOf(opts []kgo.Opt) (ctx context.Context, err error) {
-	ctx = context.Background()
-	err = CheckOpts(opts, func(o HostOpts) {
-		if set, ok := o.Client.OptValue(kgo.WithContext).(context.Context); ok {
-			ctx = set
-		}
-	})
-	return ctx, err
+func ContextOf(opts []kgo.Opt) (context.Context, error) {
+	var set any
+	err := CheckOpts(opts, func(o HostOpts) { set = o.Client.OptValue(kgo.WithContext) })
+	if ctx, ok := set.(context.Context); ok {
+		return ctx, err
+	}
+	return context.Background(), err
 }
 
 // Reject adds an error for an option if it is set.

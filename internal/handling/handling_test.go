@@ -1,0 +1,56 @@
+package handling_test
+
+import (
+	"context"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/handling"
+)
+
+// A lag grows if it has never become shorter for five minutes, and is a backlog.
+func TestTrend(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		name  string
+		at    func(minutes float64) float64
+		grows bool
+	}{
+		{"nothing", func(float64) float64 { return 0 }, false},
+		{"steady", func(float64) float64 { return 5_000 }, false},
+		{"growing", func(m float64) float64 { return 1_000 * m }, true},
+		{"growing, but short", func(m float64) float64 { return m }, false},
+		{"growing, then shorter", func(m float64) float64 { return 10_000*m - 1_000*m*m }, false},
+		{"shrinking", func(m float64) float64 { return 100_000 - 1_000*m }, false},
+	} {
+		var trend handling.Trend
+		for i := range 21 {
+			_, _, growing := trend.Growing()
+			require.False(t, growing && i < 11, "%s: too early to say", tt.name)
+			trend.Add(int64(tt.at(float64(i) / 2)))
+		}
+		_, _, growing := trend.Growing()
+		require.Equal(t, tt.grows, growing, tt.name)
+	}
+}
+
+// Slots are waited for, and a wait ends with its context.
+func TestSlots(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := handling.NewSlots(2)
+		require.True(t, s.Take(t.Context()))
+		require.True(t, s.Take(t.Context()))
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		require.False(t, s.Take(ctx))
+		go func() {
+			time.Sleep(time.Second)
+			s.Release()
+		}()
+		require.True(t, s.Take(t.Context()))
+	})
+}
