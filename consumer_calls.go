@@ -29,7 +29,7 @@ type handlerCalls struct {
 	keys      []handledKey // of tasks
 	enough    func() bool
 	callOne   func(ctx context.Context, action string, arrivals []arrival, call func(context.Context) error) (took time.Duration, err error)
-	keepApart func(*handler) // called for one that changes settings
+	keepApart func(...*handler) // called for one that changes settings
 
 	tx      handlerTx
 	fresh   map[handledKey]bool

@@ -49,7 +49,8 @@ type Handler interface {
 // that in a shared transaction, this is rolled back, and from then on the events that arrive with
 // those of f are handled one by one, which is slower. Of what a function inside PostgreSQL sets, or
 // a statement that goes through tx.Conn, only search_path, role, session_authorization,
-// row_security, session_replication_role, lock_timeout, statement_timeout and TimeZone are noticed.
+// row_security, session_replication_role, lock_timeout, statement_timeout and TimeZone are noticed. A SET without LOCAL
+// stays with the connection, which goes back to the pool.
 //
 // ctx carries the event's correlation id and traceparent, so that events recorded
 // in f continue both. It ends when the handling takes longer than MaxPollInterval.

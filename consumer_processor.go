@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -112,11 +113,19 @@ func (p *processor) transact(ctx context.Context, tasks []task, enough func() bo
 		})
 	})
 	if err = c.name(err); errors.Is(err, guardtx.ErrSettings) {
-		for _, t := range tasks {
-			p.keepApart(t.handler)
-		}
+		p.keepApart(handlersOf(tasks)...)
 	}
 	return c, err
+}
+
+// handlersOf returns the handlers of tasks.
+func handlersOf(tasks []task) (handlers []*handler) {
+	for _, t := range tasks {
+		if !slices.Contains(handlers, t.handler) {
+			handlers = append(handlers, t.handler)
+		}
+	}
+	return handlers
 }
 
 // sharing reports whether tasks may run in a single transaction: several do, unless one of
@@ -128,11 +137,17 @@ func (p *processor) sharing(tasks []task) bool {
 	})
 }
 
-// keepApart notes that a handler changes settings of its transaction, which others must not
-// see. From now on the records that arrive with its events are handled one by one.
-func (p *processor) keepApart(h *handler) {
-	if _, known := p.apart.LoadOrStore(h, nil); !known {
-		p.log.Warn("outbox: handler changes settings of its transaction; what arrives with its events is handled one by one", "action", h.action)
+// keepApart notes that one of these handlers changes settings of its transaction, which others
+// must not see. From now on the records that arrive with their events are handled one by one.
+func (p *processor) keepApart(handlers ...*handler) {
+	var actions []string
+	for _, h := range handlers {
+		if _, known := p.apart.LoadOrStore(h, nil); !known {
+			actions = append(actions, h.action)
+		}
+	}
+	if len(actions) > 0 {
+		p.log.Warn("outbox: a handler changes settings of its transaction; what arrives with its events is handled one by one", "action", strings.Join(actions, " or "))
 	}
 }
 
