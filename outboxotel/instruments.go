@@ -41,7 +41,7 @@ type instruments struct {
 	batchSize                               metric.Int64Histogram
 
 	consumed, processed, failed, conflicts, lost metric.Int64Counter
-	handlerTook                       metric.Float64Histogram
+	handlerTook                                  metric.Float64Histogram
 
 	leader, breaker                       metric.Int64ObservableGauge
 	pending, led, stored, keys, lag, isUp metric.Int64ObservableGauge
