@@ -1,5 +1,8 @@
 -- +goose Up
 
+-- As in 0003_bounded_reads.sql.
+SELECT set_config('lock_timeout', '100ms', true) WHERE current_setting('lock_timeout') = '0';
+
 -- The same id from two sources is two events. A column without a default rewrites no row.
 ALTER TABLE event_handled ADD COLUMN event_source varchar(255);
 
