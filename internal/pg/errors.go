@@ -23,13 +23,6 @@ func IsUndefinedTable(err error) bool {
 	return hasCode(err, undefinedTable, invalidSchemaName)
 }
 
-// IsUndefinedColumn reports whether PostgreSQL did not find a column: the table is of an
-// earlier release.
-func IsUndefinedColumn(err error) bool {
-	const undefinedColumn = "42703"
-	return hasCode(err, undefinedColumn)
-}
-
 // IsLocked reports whether PostgreSQL did not get a lock in time.
 func IsLocked(err error) bool {
 	const lockNotAvailable = "55P03"
