@@ -28,7 +28,7 @@ type handlerCalls struct {
 	tasks     []task
 	keys      []handledKey // of tasks
 	enough    func() bool
-	callOne   func(ctx context.Context, action string, arrivals []arrival, call func(context.Context) error) (took time.Duration, err error)
+	callOne   func(ctx context.Context, h *handler, tx pgx.Tx, arrivals []arrival) (took time.Duration, err error)
 	keepApart func(...*handler) // called for one that changes settings
 
 	tx      handlerTx
@@ -152,7 +152,7 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int) error {
 	c.others, c.current = c.others || c.record != first.meta.Kafka, tasks
 	var took time.Duration
 	err := c.tx.Call(first.action, func(tx pgx.Tx) (err error) {
-		took, err = c.callOne(batchContext(ctx, arrivals), first.action, arrivals, func(ctx context.Context) error { return first.call(ctx, tx, arrivals) })
+		took, err = c.callOne(batchContext(ctx, arrivals), first.handler, tx, arrivals)
 		return err
 	})
 	if err != nil {

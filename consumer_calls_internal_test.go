@@ -53,8 +53,8 @@ func (f *callsFixture) run(t *testing.T) {
 	c := &handlerCalls{
 		tasks: f.tasks, keys: make([]handledKey, len(f.tasks)), fresh: map[handledKey]bool{}, tx: &playedTx{fixture: &workerFixture{}},
 		enough: func() bool { return false }, keepApart: func(...*handler) {},
-		callOne: func(ctx context.Context, _ string, _ []arrival, call func(context.Context) error) (time.Duration, error) {
-			return 0, call(ctx)
+		callOne: func(ctx context.Context, h *handler, tx pgx.Tx, arrivals []arrival) (time.Duration, error) {
+			return 0, h.call(ctx, tx, arrivals)
 		},
 	}
 	for i := range f.tasks {

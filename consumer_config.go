@@ -59,6 +59,10 @@ type HandlerConfig struct {
 	// Upcasters let handlers of newer versions get the events of older ones.
 	Upcasters []Upcaster
 
+	// Middleware runs around each call of a handler, the first outermost. Without any, a
+	// call costs nothing more.
+	Middleware []Middleware
+
 	// Hooks are called when events are handled, repeated or given up.
 	Hooks ConsumerHooks
 
@@ -177,7 +181,7 @@ func (c HandlerConfig) withDefaults() HandlerConfig {
 func (c HandlerConfig) guarded(log *slog.Logger) HandlerConfig {
 	c.Hooks = c.Hooks.guarded(func(name string) func(func()) {
 		hook := contain.NewCallback("Hooks."+name, log, contain.HookLimits)
-		if slices.Contains([]string{"Handling", "Handling's done", "Handled", "Repeated"}, name) { // called for every event, below [contain.Do]
+		if slices.Contains([]string{"Handled", "Repeated"}, name) { // called for every event, below [contain.Do]
 			return hook.Inline
 		}
 		return hook.Alone
@@ -196,6 +200,11 @@ func (c HandlerConfig) validate() error {
 	for _, codec := range c.Codecs {
 		if err := codec.check(); err != nil {
 			errs = append(errs, fmt.Errorf("field Codecs: content type %w", err))
+		}
+	}
+	for i, m := range c.Middleware {
+		if m == nil {
+			errs = append(errs, fmt.Errorf("field Middleware: number %d %w", i, ErrNilArgument))
 		}
 	}
 	if err := check.Text(c.Group, maxGroup); err != nil {

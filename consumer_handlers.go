@@ -117,6 +117,37 @@ func OncePer[E DomainEvent](h Handler, key func(event E, m Metadata) (aggregateT
 	return &c
 }
 
+// Middleware runs around the handlers of a consumer, for example to measure them, to trace
+// them, or to set what each of them needs in its transaction. It calls next with ctx or a
+// context derived from it, and returns what next has returned, or another error.
+//
+// What it returns counts as the handler's: an error is tried again and may become a dead
+// letter, and nil means that the events are done. That holds also if it does not call next:
+// with an error the handler has failed, and with nil the events are noted as done, so that
+// they are skipped when they arrive again. A middleware that shall skip an event for good
+// returns nil, one that shall have it later returns an error.
+//
+// It calls next at most once, and returns after next has: anything else is an error of the
+// handler, and nothing is committed. What is next in line panics into an error, a
+// [*PanicError]. A panic of the middleware itself is one of the handler. HandlerTimeout
+// bounds both together.
+//
+// Repeats are not seen by it, and neither are events that no handler gets. It is called
+// again for each further attempt, and, after a batch has failed, for each event alone.
+type Middleware func(ctx context.Context, call HandlerCall, next func(context.Context) error) error
+
+// HandlerCall is a call of a handler, as a [Middleware] sees it.
+type HandlerCall struct {
+	// Action of the handler.
+	Action string
+	// Events that the handler gets, of the Go type that it takes: several for a handler of
+	// [HandleBatch]. They and their Metadata must not be changed.
+	Events []Received[DomainEvent]
+	// Tx is the transaction that the handler gets, with the same rules. It is nil for a
+	// handler without one.
+	Tx pgx.Tx
+}
+
 // handler is a Handler without its type parameter.
 type handler struct {
 	action  string
@@ -138,12 +169,17 @@ const (
 
 func (h *handler) handler() *handler { return h }
 
-// call calls the function of a handler with a transaction.
+// call calls the function of a handler.
 func (h *handler) call(ctx context.Context, tx pgx.Tx, arrivals []arrival) error {
 	if h.kind == inBatch {
 		return h.many(ctx, tx, arrivals)
 	}
 	return h.one(ctx, tx, arrivals[0])
+}
+
+// callGuarded is call, with a panic as an error.
+func (h *handler) callGuarded(ctx context.Context, tx pgx.Tx, arrivals []arrival) error {
+	return guard(func() error { return h.call(ctx, tx, arrivals) })
 }
 
 // arrival is an event, decoded, of the Go type that its handler takes.

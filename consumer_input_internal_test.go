@@ -50,7 +50,6 @@ func TestConsumerHooksPanic(t *testing.T) {
 	boom := func() { panic("no such metric") }
 	cfg, lines := logged(ConsumerConfig{HandlerConfig: HandlerConfig{
 		Hooks: ConsumerHooks{
-			Handling:     func(context.Context, string, []Metadata) (context.Context, func(error)) { panic("no such metric") },
 			Handled:      func(Metadata, string, time.Duration) { boom() },
 			Repeated:     func(Metadata, string) { boom() },
 			Failed:       func(Metadata, string, error) { boom() },
@@ -68,7 +67,7 @@ func TestConsumerHooksPanic(t *testing.T) {
 	s.worker.handle(records)
 	require.Equal(t, []string{"a1 b1: rolled back", "a1: committed", "b1: rolled back", "dead letter b after 1: handler", ": committed"}, s.log)
 	require.EqualValues(t, 4, s.worker.next.Offset)
-	for _, name := range []string{"Hooks.Handling", "Hooks.Handled", "Hooks.Repeated", "Hooks.Failed", "Hooks.DeadLettered", "Hooks.Unknown", "RetriesFor"} {
+	for _, name := range []string{"Hooks.Handled", "Hooks.Repeated", "Hooks.Failed", "Hooks.DeadLettered", "Hooks.Unknown", "RetriesFor"} {
 		require.Len(t, lines(`level=ERROR msg="outbox: `+name+` has panicked" error="panic: no such metric"`), 1, name)
 	}
 }
@@ -126,22 +125,6 @@ func TestEveryHookIsContained(t *testing.T) {
 		}
 		hook.Call(args)
 		require.True(t, contained[name], name)
-	}
-}
-
-// A hook that returns nothing for the handler's context and its end, or whose second half
-// panics, does no harm either.
-func TestHandlingHookMisbehaves(t *testing.T) {
-	t.Parallel()
-	for name, hook := range map[string]handlingHook{
-		"returns nothing": func(context.Context, string, []Metadata) (context.Context, func(error)) { return nil, nil },
-		"panics at the end": func(ctx context.Context, _ string, _ []Metadata) (context.Context, func(error)) {
-			return ctx, func(error) { panic("over") }
-		},
-	} {
-		s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{Hooks: ConsumerHooks{Handling: hook}}})
-		s.worker.handle(s.arrive("a"))
-		require.Equal(t, []string{"a1: committed"}, s.log, name)
 	}
 }
 

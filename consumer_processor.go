@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -83,7 +84,7 @@ func (p *processor) processOne(ctx context.Context, t task) error {
 	}
 	var took time.Duration
 	err := contain.Do(func() (err error) {
-		took, err = p.callHandler(handlerContext(ctx, t.meta), t.action, []arrival{t.arrival}, func(ctx context.Context) error { return t.one(ctx, nil, t.arrival) })
+		took, err = p.callHandler(handlerContext(ctx, t.meta), t.handler, nil, []arrival{t.arrival})
 		return err
 	})
 	switch {
@@ -153,16 +154,16 @@ func (p *processor) keepApart(handlers ...*handler) {
 
 // callHandler calls a handler, for at most HandlerTimeout if it minds its context, and
 // returns how long it took. The handler may end its goroutine: what is deferred is done.
-func (p *processor) callHandler(ctx context.Context, action string, arrivals []arrival, call func(context.Context) error) (took time.Duration, err error) {
+func (p *processor) callHandler(ctx context.Context, h *handler, tx pgx.Tx, arrivals []arrival) (took time.Duration, err error) {
 	bounded, cancel := context.WithTimeout(ctx, p.cfg.HandlerTimeout)
 	defer cancel()
 	first := &arrivals[0].meta
 	p.work.Begin(handling.Call{
-		Context: ctx, Action: action, Type: first.Type, ID: first.ID, Events: len(arrivals),
+		Context: ctx, Action: h.action, Type: first.Type, ID: first.ID, Events: len(arrivals),
 		Topic: first.Kafka.Topic, Partition: first.Kafka.Partition, Offset: first.Kafka.Offset,
 	})
 	defer func() { took = p.work.End() }()
-	err = p.callHooked(bounded, action, arrivals, call)
+	err = p.callInMiddleware(bounded, h, tx, arrivals)
 	if err != nil && bounded.Err() != nil && ctx.Err() == nil {
 		err = &timeoutError{err: err, after: p.cfg.HandlerTimeout}
 	}
@@ -180,20 +181,33 @@ func (e *timeoutError) Error() string {
 }
 func (e *timeoutError) Unwrap() []error { return []error{e.err, context.DeadlineExceeded} }
 
-// callHooked calls a handler between the two halves of the hook Handling.
-func (p *processor) callHooked(ctx context.Context, action string, arrivals []arrival, call func(context.Context) error) error {
-	if p.cfg.Hooks.Handling == nil {
-		return guard(func() error { return call(ctx) })
+// callInMiddleware calls a handler within all middleware.
+func (p *processor) callInMiddleware(ctx context.Context, h *handler, tx pgx.Tx, arrivals []arrival) error {
+	if len(p.cfg.Middleware) == 0 {
+		return h.callGuarded(ctx, tx, arrivals)
 	}
-	events := make([]Metadata, len(arrivals))
+	call := func(ctx context.Context) error { return h.callGuarded(ctx, tx, arrivals) }
+	about := HandlerCall{Action: h.action, Events: make([]Received[DomainEvent], len(arrivals)), Tx: tx}
 	for i, r := range arrivals {
-		events[i] = r.meta
+		about.Events[i] = Received[DomainEvent]{r.event.(DomainEvent), r.meta}
 	}
-	ctx, done := p.cfg.Hooks.Handling(ctx, action, events)
-	err := contain.ErrGoexit
-	defer func() { done(err) }()
-	err = guard(func() error { return call(ctx) })
-	return err
+	for _, m := range slices.Backward(p.cfg.Middleware) {
+		inner := call
+		call = func(ctx context.Context) error { return callMiddleware(ctx, m, about, inner) }
+	}
+	return call(ctx)
+}
+
+// callMiddleware calls a middleware around what is next. It returns when both have ended,
+// also if the middleware calls next in another goroutine.
+func callMiddleware(ctx context.Context, m Middleware, about HandlerCall, inner func(context.Context) error) (err error) {
+	next := contain.NewNext(inner)
+	defer func() { // also if something ends the goroutine
+		if misuse := next.End(); misuse != nil {
+			err = fmt.Errorf("middleware of handler %s: %w", about.Action, errors.Join(misuse, err))
+		}
+	}()
+	return guard(func() error { return m(ctx, about, next.Call) })
 }
 
 // notify calls the hooks for what is done and committed. They may end their goroutine.

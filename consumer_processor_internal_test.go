@@ -58,11 +58,13 @@ func TestProcessorNotifies(t *testing.T) {
 	hooks := ConsumerHooks{
 		Handled:  func(m Metadata, action string, _ time.Duration) { heard = append(heard, "handled "+m.Subject) },
 		Repeated: func(m Metadata, action string) { heard = append(heard, "repeated "+m.Subject) },
-		Handling: func(ctx context.Context, action string, events []Metadata) (context.Context, func(error)) {
-			return ctx, func(err error) { heard = append(heard, fmt.Sprint("called ", events[0].Subject, " ", err)) }
-		},
 	}
-	s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{Hooks: hooks}})
+	called := func(ctx context.Context, call HandlerCall, next func(context.Context) error) error {
+		err := next(ctx)
+		heard = append(heard, fmt.Sprint("called ", call.Events[0].Metadata.Subject, " ", err))
+		return err
+	}
+	s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{Hooks: hooks, Middleware: []Middleware{called}}})
 	records := s.arrive("a", "b")
 	one := func(r *kgo.Record) error {
 		it := s.worker.processor.read(t.Context(), r, replay{}, new(KafkaMetadata))

@@ -152,15 +152,11 @@ type FailedEvent struct {
 
 // ConsumerHooks are called while a consumer works, in the goroutine that handles the
 // partition: a hook that does not return stops it. One that panics is logged with its
-// stack, and the consumer goes on as if it had returned.
+// stack, and the consumer goes on as if it had returned. What is to run around handlers is
+// a Middleware.
 type ConsumerHooks struct {
-	// Handling is called before a handler is, with the event, or with those of a
-	// batch; repeats are not among them. The handler gets the context that it
-	// returns. Done is called when the handler has returned; its transaction may
-	// fail even then.
-	Handling func(ctx context.Context, action string, events []Metadata) (handling context.Context, done func(error))
-	// Handled is called for an action that is done and committed. Took is the
-	// handler's own time; of a batch, its share of it.
+	// Handled is called for an action that is done and committed. Took is the time of the
+	// handler and its middleware; of a batch, its share of it.
 	Handled func(m Metadata, action string, took time.Duration)
 	// Repeated is called for an action that was done before.
 	Repeated func(m Metadata, action string)
@@ -183,7 +179,6 @@ type ConsumerHooks struct {
 // guarded returns the hooks as a consumer calls them: each through what callback returns
 // for its name, which keeps panics from the consumer.
 func (h ConsumerHooks) guarded(callback func(name string) func(call func())) ConsumerHooks {
-	h.Handling = guardHandling(h.Handling, callback)
 	h.Unknown = guardHook(h.Unknown, "Unknown", callback)
 	if hook := h.Handled; hook != nil {
 		notify := callback("Handled")
@@ -210,32 +205,6 @@ func (h ConsumerHooks) guarded(callback func(name string) func(call func())) Con
 		h.Lost = func(topic string, partition int32, records int64) { notify(func() { hook(topic, partition, records) }) }
 	}
 	return h
-}
-
-type handlingHook = func(ctx context.Context, action string, events []Metadata) (context.Context, func(error))
-
-// guardHandling guards both halves of the hook. If the first panics, or returns nothing,
-// the handler gets the context that it would have without the hook.
-func guardHandling(hook handlingHook, callback func(name string) func(call func())) handlingHook {
-	if hook == nil {
-		return nil
-	}
-	notify, notifyDone := callback("Handling"), callback("Handling's done")
-	return func(ctx context.Context, action string, events []Metadata) (context.Context, func(error)) {
-		result := func() (context.Context, func(error)) { return nil, nil } // of a hook that panics
-		notify(func() {
-			handling, done := hook(ctx, action, events)
-			result = func() (context.Context, func(error)) { return handling, done }
-		})
-		handling, done := result()
-		if handling == nil {
-			handling = ctx
-		}
-		if done == nil {
-			return handling, func(error) {}
-		}
-		return handling, func(err error) { notifyDone(func() { done(err) }) }
-	}
 }
 
 // failedEventOf returns the argument of the hooks Rejected and Dead.

@@ -138,42 +138,6 @@ func TestRecordingHook(t *testing.T) {
 	require.Equal(t, traceParent, stored)
 }
 
-// A handler gets the context of Handling, and its end hears the handler's error, of
-// batches too. Repeats are not called.
-func TestHandlingHook(t *testing.T) {
-	t.Parallel()
-	s := newConsumerFixture(t, 1)
-	type mark struct{}
-	var mu sync.Mutex
-	var called []string
-	hooks := outbox.ConsumerHooks{
-		Handling: func(ctx context.Context, action string, events []outbox.Metadata) (context.Context, func(error)) {
-			return context.WithValue(ctx, mark{}, action), func(err error) {
-				mu.Lock()
-				defer mu.Unlock()
-				for range events {
-					called = append(called, action+map[bool]string{true: " failed"}[err != nil])
-				}
-			}
-		},
-	}
-	marked := func(ctx context.Context, action string) { require.Equal(t, action, ctx.Value(mark{})) }
-	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: -1, Hooks: hooks}, FromStart: true},
-		outbox.Handle("ONE", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error { marked(ctx, "ONE"); return nil }),
-		outbox.HandleBatch("ALL", func(ctx context.Context, tx pgx.Tx, es []outbox.Received[sale]) error { marked(ctx, "ALL"); return nil }),
-		outbox.HandleNoTx("BAD", func(ctx context.Context, e sale, m outbox.Metadata) error {
-			marked(ctx, "BAD")
-			return outbox.Permanent(errors.New("bad"))
-		})).Run)
-	s.send(t, s.saleRecord("1", oneSale), s.saleRecord("1", oneSale))
-	require.Eventually(t, func() bool {
-		mu.Lock()
-		defer mu.Unlock()
-		slices.Sort(called)
-		return slices.Equal(called, []string{"ALL", "BAD failed", "BAD failed", "ONE"})
-	}, testenv.Patience, 10*time.Millisecond, "%v", called)
-}
-
 // Lag counts what is not handled, and knows a partition in which nothing ever was.
 func TestConsumerLag(t *testing.T) {
 	t.Parallel()

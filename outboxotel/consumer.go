@@ -2,6 +2,8 @@ package outboxotel
 
 import (
 	"context"
+	"errors"
+	"slices"
 	"time"
 
 	"github.com/outboxgo/outbox"
@@ -28,8 +30,8 @@ func (t *Telemetry) Consumer(cfg outbox.ConsumerConfig) outbox.ConsumerConfig {
 	c := &consumer{Telemetry: t, group: semconv.MessagingConsumerGroupName(cfg.Group)}
 	theirs := cfg.Hooks
 	skips := cfg.Unknown == outbox.SkipUnknown
+	cfg.Middleware = slices.Concat([]outbox.Middleware{c.handle}, cfg.Middleware) // theirs is within the span
 	cfg.Hooks = outbox.ConsumerHooks{
-		Handling: c.handling(theirs.Handling),
 		Handled: func(m outbox.Metadata, action string, took time.Duration) {
 			c.count(recordOf(m).Topic, m.Type, action, "handled")
 			if theirs.Handled != nil {
@@ -115,26 +117,21 @@ func (c *consumer) about(topic, eventType, action string) []attribute.KeyValue {
 	return attrs
 }
 
-type handlingHook = func(context.Context, string, []outbox.Metadata) (context.Context, func(error))
+// errEnded is the error of a call in which something has ended the goroutine.
+var errEnded = errors.New("call has ended its goroutine")
 
-// handling measures and traces calls of handlers.
-func (c *consumer) handling(theirs handlingHook) handlingHook {
-	return func(ctx context.Context, action string, events []outbox.Metadata) (context.Context, func(error)) {
-		ctx, span := c.process(ctx, action, events)
-		theirDone := func(error) {}
-		if theirs != nil {
-			ctx, theirDone = theirs(ctx, action, events)
-		}
-		began := time.Now()
-		return ctx, func(err error) {
-			took := time.Since(began)
-			theirDone(err)
-			about := c.handler(events[0], action, err) // those of a batch are from one partition
-			c.handlerTook.Record(ctx, took.Seconds(), about)
-			c.consumed.Add(ctx, int64(len(events)), about)
-			c.end(span, err)
-		}
-	}
+// handle measures and traces calls of handlers.
+func (c *consumer) handle(ctx context.Context, call outbox.HandlerCall, next func(context.Context) error) error {
+	ctx, span := c.process(ctx, call)
+	began, err := time.Now(), errEnded
+	defer func() {
+		about := c.handler(call.Events[0].Metadata, call.Action, err) // those of a batch are from one partition
+		c.handlerTook.Record(ctx, time.Since(began).Seconds(), about)
+		c.consumed.Add(ctx, int64(len(call.Events)), about)
+		c.end(span, err)
+	}()
+	err = next(ctx)
+	return err
 }
 
 // handler returns the attributes of a call of a handler.
@@ -157,32 +154,33 @@ const traceParentExtension = traceParentHeader // the extension of CloudEvents
 // process starts the span of a call of a handler. For one event it is a child of the span
 // under which the event was recorded. For several events it starts a new trace with links
 // to their spans.
-func (c *consumer) process(ctx context.Context, action string, events []outbox.Metadata) (context.Context, trace.Span) {
+func (c *consumer) process(ctx context.Context, call outbox.HandlerCall) (context.Context, trace.Span) {
 	if !c.traced {
 		return ctx, noop.Span{}
 	}
-	first, record := events[0], recordOf(events[0])
+	first := call.Events[0].Metadata
+	record := recordOf(first)
 	attrs := append(operation(processOperation), semconv.MessagingOperationTypeProcess)
-	attrs = append(attrs, c.about(record.Topic, first.Type, action)...)
+	attrs = append(attrs, c.about(record.Topic, first.Type, call.Action)...)
 	attrs = append(attrs, semconv.MessagingDestinationPartitionID(partitionID(record.Partition)))
 	opts := []trace.SpanStartOption{trace.WithSpanKind(trace.SpanKindConsumer)}
-	if len(events) == 1 {
+	if len(call.Events) == 1 {
 		ctx = within(ctx, first.Extensions[traceParentExtension])
 		attrs = append(attrs, semconv.MessagingMessageID(first.ID), semconv.MessagingKafkaOffset(int(record.Offset)),
 			semconv.MessagingKafkaMessageKey(string(record.Key)))
 	} else {
-		attrs = append(attrs, semconv.MessagingBatchMessageCount(len(events)))
-		opts = append(opts, trace.WithLinks(linksTo(events)...))
+		attrs = append(attrs, semconv.MessagingBatchMessageCount(len(call.Events)))
+		opts = append(opts, trace.WithLinks(linksTo(call.Events)...))
 	}
 	opts = append(opts, trace.WithAttributes(c.attributes(attrs...)...))
 	return c.tracer.Start(ctx, processOperation+" "+record.Topic, opts...)
 }
 
 // linksTo returns a link to each span under which some of the events were recorded.
-func linksTo(events []outbox.Metadata) (links []trace.Link) {
+func linksTo(events []outbox.Received[outbox.DomainEvent]) (links []trace.Link) {
 	seen := map[string]bool{}
-	for _, m := range events {
-		traceParent := m.Extensions[traceParentExtension]
+	for _, e := range events {
+		traceParent := e.Metadata.Extensions[traceParentExtension]
 		if seen[traceParent] {
 			continue
 		}

@@ -22,6 +22,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.opentelemetry.io/otel/sdk/metric/metricdata"
 	sdk "go.opentelemetry.io/otel/sdk/trace"
+	"go.opentelemetry.io/otel/trace"
 )
 
 // tooLarge returns an event that is too large for the topics of a scene.
@@ -251,10 +252,12 @@ func TestHooksOfHost(t *testing.T) {
 	relay.RowsRemoved(outbox.RetentionResult{})
 	relay.Breaker(outbox.BreakerClosed, outbox.BreakerOpen)
 
-	consumer := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Hooks: outbox.ConsumerHooks{
-		Handling: func(ctx context.Context, _ string, _ []outbox.Metadata) (context.Context, func(error)) {
-			return context.WithValue(ctx, mark{}, 2), func(error) { call("handling") }
+	cfg := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g", Middleware: []outbox.Middleware{
+		func(ctx context.Context, _ outbox.HandlerCall, next func(context.Context) error) error {
+			require.True(t, trace.SpanContextFromContext(ctx).IsValid(), "it is within the span")
+			return next(context.WithValue(ctx, mark{}, 2))
 		},
+	}, Hooks: outbox.ConsumerHooks{
 		Handled:      func(outbox.Metadata, string, time.Duration) { call("handled") },
 		Repeated:     func(outbox.Metadata, string) { call("repeated") },
 		Conflicted:   func(outbox.Metadata, string, error) { call("conflicted") },
@@ -262,10 +265,17 @@ func TestHooksOfHost(t *testing.T) {
 		DeadLettered: func(outbox.Metadata, string, string, error) { call("dead-lettered") },
 		Unknown:      func(outbox.Metadata) { call("unknown") },
 		Lost:         func(string, int32, int64) { call("lost") },
-	}}}).Hooks
-	ctx, done = consumer.Handling(t.Context(), "A", []outbox.Metadata{{}})
-	require.Equal(t, 2, ctx.Value(mark{}))
-	done(nil)
+	}}})
+	require.Len(t, cfg.Middleware, 2)
+	one := outbox.HandlerCall{Action: "A", Events: make([]outbox.Received[outbox.DomainEvent], 1)}
+	require.NoError(t, cfg.Middleware[0](t.Context(), one, func(ctx context.Context) error {
+		return cfg.Middleware[1](ctx, one, func(ctx context.Context) error {
+			require.Equal(t, 2, ctx.Value(mark{}))
+			call("handling")
+			return nil
+		})
+	}))
+	consumer := cfg.Hooks
 	consumer.Handled(outbox.Metadata{}, "A", 0)
 	consumer.Repeated(outbox.Metadata{}, "A")
 	consumer.Conflicted(outbox.Metadata{}, "A", &pgconn.PgError{Code: "40001"})
@@ -277,6 +287,16 @@ func TestHooksOfHost(t *testing.T) {
 	require.Equal(t, 85.0, s.collect(t).value("outbox.consumer.lost", "messaging.destination.name", "t", "messaging.destination.partition.id", "3"))
 	require.Equal(t, []string{"recorded", "leading", "sent", "rejected", "dead", "rows removed", "breaker",
 		"handling", "handled", "repeated", "conflicted", "failed", "dead-lettered", "unknown", "lost"}, called)
+}
+
+// An ErrorType that panics does not reach the handler whose error it is to name.
+func TestErrorTypePanics(t *testing.T) {
+	t.Parallel()
+	tel, err := outboxotel.New(outboxotel.Config{ErrorType: func(error) string { panic("no such error") }})
+	require.NoError(t, err)
+	cfg := tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}})
+	one, failed := outbox.HandlerCall{Action: "A", Events: make([]outbox.Received[outbox.DomainEvent], 1)}, errors.New("no")
+	require.Equal(t, failed, cfg.Middleware[0](t.Context(), one, func(context.Context) error { return failed }))
 }
 
 // Texts that any producer can send, or write into a row, do not become series.

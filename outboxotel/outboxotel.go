@@ -88,7 +88,8 @@ type Config struct {
 
 	// ErrorType returns the kind of an error for error.type, from a small set. Nil
 	// means: the result of the error's method ErrorType() string; postgres_ and the
-	// SQLSTATE; invalid_event, panic, timeout, canceled; or _OTHER.
+	// SQLSTATE; invalid_event, panic, timeout, canceled; or _OTHER. If it panics, that is
+	// _OTHER, too.
 	ErrorType func(error) string
 }
 
@@ -107,6 +108,7 @@ func (c Config) withDefaults() Config {
 	if c.ErrorType == nil {
 		c.ErrorType = errorType
 	}
+	c.ErrorType = contained(c.ErrorType)
 	c.Interval = cmp.Or(c.Interval, defaultInterval)
 	c.Timeout = cmp.Or(c.Timeout, defaultTimeout)
 	return c
@@ -179,6 +181,19 @@ func (t *Telemetry) attributes(others ...attribute.KeyValue) []attribute.KeyValu
 // set returns the option for a measurement with attributes.
 func (t *Telemetry) set(others ...attribute.KeyValue) metric.MeasurementOption {
 	return metric.WithAttributeSet(attribute.NewSet(t.attributes(others...)...))
+}
+
+// contained returns f with [semconv.ErrorTypeOther] for a panic: it is called around handlers,
+// and what they have done is not to be rolled back because of a metric.
+func contained(f func(error) string) func(error) string {
+	return func(err error) (kind string) {
+		defer func() {
+			if recover() != nil {
+				kind = semconv.ErrorTypeOther.Value.AsString()
+			}
+		}()
+		return f(err)
+	}
 }
 
 // errorType is the default of Config.ErrorType.

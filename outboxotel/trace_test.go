@@ -185,8 +185,8 @@ func TestNoTracer(t *testing.T) {
 	require.NoError(t, err)
 	ctx, span := s.tracers.Tracer("test").Start(t.Context(), "mine")
 	cfg := untraced.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}})
-	_, done := cfg.Hooks.Handling(ctx, "A", []outbox.Metadata{{Extensions: map[string]string{"traceparent": elsewhere}}})
-	done(errors.New("no"))
+	call := outbox.HandlerCall{Action: "A", Events: []outbox.Received[outbox.DomainEvent]{{Metadata: outbox.Metadata{Extensions: map[string]string{"traceparent": elsewhere}}}}}
+	require.EqualError(t, cfg.Middleware[0](ctx, call, func(context.Context) error { return errors.New("no") }), "no")
 	require.True(t, span.IsRecording())
 	require.Empty(t, s.spans.GetSpans())
 }
