@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -23,6 +24,7 @@ func (g *group) compare(t *testing.T, v *groupResult) {
 	v.Seconds = time.Since(g.start).Seconds()
 	v.Kills, v.Stops, v.Freezes, v.LongestStop = g.kills, g.stops, g.freezes, g.longestStop.Milliseconds()
 	v.Records, v.Events = g.shop.records, g.shop.events
+	v.Topics, v.Lost = g.shop.number+1, g.lost
 	require.NoError(t, g.db.QueryRow(g.ctx, `SELECT count(*) FROM event_handled`).Scan(&v.Handled))
 	v.WrongNotes = max(v.Handled-g.shop.actions, g.shop.actions-v.Handled)
 	v.WrongCounts = g.wrongCounts(t)
@@ -32,9 +34,11 @@ func (g *group) compare(t *testing.T, v *groupResult) {
 	}
 	d := g.readDiaries(t)
 	v.RepeatsSkipped, v.RepeatsSeen, v.Rebalances = d.skipped, d.repeats, d.given
-	v.Disorder, v.FailedTries = d.disorder, d.failed
-	for partition, end := range g.ends(t, g.spec.Topic) {
-		v.Unseen += int(end) - len(d.seen[partition])
+	v.Disorder, v.FailedTries, v.LateStops = d.disorder, d.failed, d.late
+	for number, ends := range append(g.gone, g.ends(t, g.spec.Topic)) {
+		for partition, end := range ends {
+			v.Unseen += int(end) - len(d.seen[place{number, partition}])
+		}
 	}
 }
 
@@ -89,21 +93,28 @@ func (g *group) ends(t *testing.T, topic string) map[int32]int64 {
 	return ends
 }
 
+// place is a partition of one of the topics that had the same name.
+type place struct {
+	topic     int
+	partition int32
+}
+
 // diaries are what all members have written down.
 type diaries struct {
-	seen     map[int32]map[int64]int // how often, by partition and offset
+	seen     map[place]map[int64]int // how often, by offset
 	repeats  int                     // of what was seen
 	disorder int
 	skipped  int
 	failed   int
 	given    int
+	late     int
 }
 
 func (g *group) readDiaries(t *testing.T) *diaries {
 	t.Helper()
 	names, err := filepath.Glob(filepath.Join(g.diaries, "*"))
 	require.NoError(t, err)
-	d := &diaries{seen: map[int32]map[int64]int{}}
+	d := &diaries{seen: map[place]map[int64]int{}}
 	for _, name := range names {
 		d.read(t, name)
 	}
@@ -117,7 +128,7 @@ func (d *diaries) read(t *testing.T, name string) {
 	file, err := os.Open(name)
 	require.NoError(t, err)
 	defer file.Close()
-	last := map[int32]int64{} // since the member was last given partitions
+	last := map[place]int64{} // since the member was last given partitions
 	lines := bufio.NewScanner(file)
 	for lines.Scan() {
 		what, rest, _ := strings.Cut(lines.Text(), " ")
@@ -131,16 +142,23 @@ func (d *diaries) read(t *testing.T, name string) {
 			d.failed++
 			t.Logf("%s: %s", filepath.Base(name), lines.Text())
 		case "saw":
-			var partition int32
+			var at place
 			var offset int64
-			_, err := fmt.Sscan(rest, &partition, &offset)
+			_, err := fmt.Sscan(rest, &at.topic, &at.partition, &offset)
 			require.NoError(t, err)
-			if before, ok := last[partition]; ok && offset != before+1 {
+			if before, ok := last[at]; ok && offset != before+1 {
 				d.disorder++
-				t.Logf("%s: saw %d of partition %d behind %d", filepath.Base(name), offset, partition, before)
+				t.Logf("%s: saw %d of %v behind %d", filepath.Base(name), offset, at, before)
 			}
-			last[partition] = offset
-			d.see(partition, offset)
+			last[at] = offset
+			d.see(at, offset)
+		case "stopped":
+			ms, err := strconv.Atoi(rest)
+			require.NoError(t, err)
+			if time.Duration(ms)*time.Millisecond > maxStop {
+				d.late++
+				t.Logf("%s: stopped in %d ms", filepath.Base(name), ms)
+			}
 		default:
 			require.Fail(t, "not a line of a diary", "%s: %s", name, lines.Text())
 		}
@@ -148,11 +166,11 @@ func (d *diaries) read(t *testing.T, name string) {
 	require.NoError(t, lines.Err())
 }
 
-func (d *diaries) see(partition int32, offset int64) {
-	if d.seen[partition] == nil {
-		d.seen[partition] = map[int64]int{}
+func (d *diaries) see(at place, offset int64) {
+	if d.seen[at] == nil {
+		d.seen[at] = map[int64]int{}
 	}
-	if d.seen[partition][offset]++; d.seen[partition][offset] > 1 {
+	if d.seen[at][offset]++; d.seen[at][offset] > 1 {
 		d.repeats++
 	}
 }

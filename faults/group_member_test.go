@@ -5,19 +5,19 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"maps"
 	"os"
 	"os/signal"
-	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
 // memberVar makes this test's program a member of a consumer group: it holds a
@@ -32,7 +32,7 @@ type memberSpec struct {
 	Topic    string
 	Group    string
 	Session  time.Duration
-	Eager    bool
+	Balancer string // see -faults.balancer
 	Diary    string // the file that says what it has seen
 }
 
@@ -45,6 +45,7 @@ func runMember(value string) error {
 	endWithTest()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
+	var asked atomic.Int64 // when it was told to end
 	db, err := pgxpool.New(ctx, s.Postgres)
 	if err != nil {
 		return err
@@ -73,7 +74,10 @@ func runMember(value string) error {
 	if err != nil {
 		return err
 	}
-	return consumer.Run(ctx)
+	context.AfterFunc(ctx, func() { asked.Store(time.Now().UnixNano()) })
+	err = consumer.Run(ctx)
+	d.must("stopped %d", (time.Now().UnixNano()-asked.Load())/int64(time.Millisecond))
+	return err
 }
 
 // config makes polls small, so that a member is mostly in a transaction, and waits
@@ -96,25 +100,30 @@ func (s memberSpec) config(d *diary) outbox.ConsumerConfig {
 	}
 }
 
+// kip848 is the balancer that is Kafka's own.
+const kip848 = "kip848"
+
+// kafkaOpts are franz-go's defaults but for the balancer.
 func (s memberSpec) kafkaOpts(d *diary) []kgo.Opt {
-	balancer := kgo.CooperativeStickyBalancer()
-	if s.Eager {
-		balancer = kgo.RangeBalancer()
+	opts := []kgo.Opt{kgo.SeedBrokers(s.Brokers...), kafkaVia(s.KafkaVia), kgo.WithHooks(assignments{d})}
+	switch s.Balancer {
+	case kip848:
+		return append(opts, kgo.ServerSideBalancer())
+	case "eager":
+		return append(opts, kgo.Balancers(kgo.RangeBalancer()))
 	}
-	return append(testenv.KafkaOpts(s.Brokers), kafkaVia(s.KafkaVia), kgo.Balancers(notingBalancer{balancer, d}))
+	return opts
 }
 
-// notingBalancer notes what a member is given when the group has come together.
-type notingBalancer struct {
-	kgo.GroupBalancer
-	diary *diary
-}
+// assignments notes when a member is given partitions, under every protocol: then it asks
+// for their offsets.
+type assignments struct{ diary *diary }
 
-// ParseSyncAssignment implements kgo.GroupBalancer.
-func (b notingBalancer) ParseSyncAssignment(assignment []byte) (map[string][]int32, error) {
-	given, err := b.GroupBalancer.ParseSyncAssignment(assignment)
-	b.diary.must("given %v", slices.Concat(slices.Collect(maps.Values(given))...))
-	return given, err
+// OnBrokerWrite implements kgo.HookBrokerWrite.
+func (a assignments) OnBrokerWrite(_ kgo.BrokerMetadata, key int16, _ int, _, _ time.Duration, err error) {
+	if err == nil && key == kmsg.OffsetFetch.Int16() {
+		a.diary.must("given")
+	}
 }
 
 // diary is a file of lines. A process that is killed leaves in it what it wrote.
@@ -140,7 +149,7 @@ func (d *diary) must(format string, args ...any) {
 // see is a handler without a transaction: it is called again for what is repeated.
 func see[E outbox.DomainEvent](d *diary) func(context.Context, E, outbox.Metadata) error {
 	return func(_ context.Context, _ E, m outbox.Metadata) error {
-		return d.note("saw %d %d", m.Kafka.Partition, m.Kafka.Offset)
+		return d.note("saw %s %d %d", m.Extensions[incarnation], m.Kafka.Partition, m.Kafka.Offset)
 	}
 }
 
@@ -153,6 +162,25 @@ func hiccup(m outbox.Metadata) error {
 		return errHiccup
 	}
 	return nil
+}
+
+// conflicts counts how often this process has had PostgreSQL roll an event back.
+var conflicts sync.Map
+
+// conflict has PostgreSQL roll the first tries of some events back, as a transaction at the
+// level serializable may be: more often than a batch is repeated for, and less often than
+// an event is. Nobody may be blamed for it.
+func conflict(ctx context.Context, tx pgx.Tx, m outbox.Metadata) error {
+	const times = 6
+	if m.Kafka.Offset%101 != 0 {
+		return nil
+	}
+	first, _ := conflicts.LoadOrStore(m.ID, new(atomic.Int32))
+	if n, _ := first.(*atomic.Int32); n.Add(1) > times {
+		return nil
+	}
+	_, err := tx.Exec(ctx, `DO $$ BEGIN RAISE EXCEPTION 'could not serialize access' USING ERRCODE = 'serialization_failure'; END $$`)
+	return err
 }
 
 // The counts are not idempotent: what is handled twice is counted twice. The rows
@@ -171,6 +199,11 @@ INSERT INTO product_statistic AS s (product_id, like_count, actions) VALUES ($1,
 )
 
 func addSale(ctx context.Context, tx pgx.Tx, e orderPaid, m outbox.Metadata) error {
+	select {
+	case <-time.After(e.Pause):
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 	_, err := tx.Exec(ctx, sqlAddSale, e.Product, e.Quantity)
 	return errors.Join(err, hiccup(m))
 }
@@ -185,7 +218,10 @@ func addViews(ctx context.Context, tx pgx.Tx, events []outbox.Received[productVi
 	return errors.Join(err, failed)
 }
 
-func addLike(ctx context.Context, tx pgx.Tx, e productLiked, _ outbox.Metadata) error {
+func addLike(ctx context.Context, tx pgx.Tx, e productLiked, m outbox.Metadata) error {
+	if err := conflict(ctx, tx, m); err != nil {
+		return err
+	}
 	_, err := tx.Exec(ctx, sqlAddLike, e.Product, e.By)
 	return err
 }

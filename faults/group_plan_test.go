@@ -85,11 +85,15 @@ func incidentKinds() []incident {
 		{what: "kill all members", kind: "kill all", times: 1, kills: members, max: session, begin: (*group).killSome},
 		{what: "stop a member", kind: "stop", times: 2, max: session, begin: (*group).stopOne},
 		{what: "stop all members", kind: "stop", times: 1, max: session, begin: (*group).stopAll},
+		{what: "stop all members while handlers are slow", kind: "stop slow", times: 1, max: session, begin: (*group).stopAllSlow},
 		{what: "freeze a member until its session is over", kind: "freeze", times: 3, min: zombie, max: dead, begin: (*group).freeze, end: (*group).thaw},
 		{what: "freeze a member briefly", kind: "freeze briefly", times: 1, min: session / 10, max: session / 2, begin: (*group).freeze, end: (*group).thaw},
 		{what: "kill a member that is frozen", kind: "kill frozen", times: 1, kills: 1, min: zombie, max: dead, begin: (*group).freeze, end: (*group).killFrozen},
 		{what: "cut the way to Kafka", kind: "cut", times: 2, min: session / 2, max: dead, begin: (*group).cut, end: (*group).mend},
 		{what: "add partitions to the topic", kind: "add partitions", times: 1, begin: (*group).addPartitions},
+		{what: "delete the topic and create it again", kind: "create topic", times: 1, max: session, begin: (*group).createTopic},
+		{what: "delete the topic and create it again while no member runs", kind: "create topic unseen", times: 1, max: session, begin: (*group).createTopicUnseen},
+		{what: "have PostgreSQL lose what it committed last, and rewind", kind: "rewind", times: 1, max: session, begin: (*group).loseCommits},
 		{what: "hold what goes to Kafka", kind: "hold", times: 1, min: zombie, max: dead, begin: (*group).hold, end: (*group).mend},
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 
@@ -19,6 +20,7 @@ type (
 	orderPaid struct {
 		Order, Product string
 		Quantity       int
+		Pause          time.Duration // of its handler
 	}
 	productViewed struct{ Product string }
 	productLiked  struct {
@@ -61,6 +63,8 @@ type statistic struct {
 type shop struct {
 	client *kgo.Client
 	topic  string
+	number int // of the topic, of those with its name
+	pause  time.Duration
 	rng    *rand.Rand
 
 	want    map[string]*statistic // by product
@@ -71,8 +75,12 @@ type shop struct {
 	orders  []orderPaid
 }
 
-func newShop(client *kgo.Client, topic string, seed uint64) *shop {
-	return &shop{client: client, topic: topic, rng: rand.New(rand.NewPCG(seed, 1<<32)), want: map[string]*statistic{}}
+// incarnation is the attribute of an event that says in which of the topics with the same
+// name it is.
+const incarnation = "incarnation"
+
+func newShop(topic string, seed uint64) *shop {
+	return &shop{topic: topic, rng: rand.New(rand.NewPCG(seed, 1<<32)), want: map[string]*statistic{}}
 }
 
 // sell puts n events on the topic, and some of them twice, as a relay does that
@@ -83,15 +91,21 @@ func (s *shop) sell(t *testing.T, n int) {
 	for range n {
 		s.events++
 		record := s.happen()
-		records = append(records, record)
+		records = append(records, s.sent(record))
 		s.lately = append(s.lately, record)
 		if s.rng.IntN(30) == 0 {
 			old := s.lately[len(s.lately)-1-s.rng.IntN(min(len(s.lately), 2000))]
-			records = append(records, &kgo.Record{Topic: s.topic, Key: old.Key, Value: old.Value, Headers: old.Headers})
+			records = append(records, s.sent(old))
 		}
 	}
 	s.records += len(records)
 	require.NoError(t, s.client.ProduceSync(context.Background(), records...).FirstErr())
+}
+
+// sent returns a record as it is sent now.
+func (s *shop) sent(r *kgo.Record) *kgo.Record {
+	number := kgo.RecordHeader{Key: "ce_" + incarnation, Value: []byte(fmt.Sprint(s.number))}
+	return &kgo.Record{Topic: s.topic, Key: r.Key, Value: r.Value, Headers: append(slices.Clone(r.Headers), number)}
 }
 
 // happen makes an event and notes what must come of it.
@@ -109,7 +123,7 @@ func (s *shop) happen() *kgo.Record {
 			s.actions-- // paid already
 			return s.record(paidType, s.orders[s.rng.IntN(len(s.orders))])
 		}
-		e := orderPaid{Order: fmt.Sprintf("order-%d", s.events), Product: product, Quantity: 1 + s.rng.IntN(5)}
+		e := orderPaid{Order: fmt.Sprintf("order-%d", s.events), Product: product, Quantity: 1 + s.rng.IntN(5), Pause: s.pause}
 		s.orders = append(s.orders, e)
 		want.Sales += e.Quantity
 		return s.record(paidType, e)

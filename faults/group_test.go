@@ -14,15 +14,18 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/faults/internal/proxy"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/tools/pgserver"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 	"github.com/twmb/franz-go/pkg/kversion"
 )
 
 var (
 	groupKills    = flag.Int("faults.kills", 0, "how many members TestKilledConsumers kills at least; 0 means each kind of incident once, briefly")
 	groupRecords  = flag.Int("faults.events", 5000, "how many events TestKilledConsumers has handled")
-	groupBalancer = flag.String("faults.balancer", "cooperative", "how its partitions are given out: cooperative or eager")
+	groupBalancer = flag.String("faults.balancer", "cooperative", "how its partitions are given out: cooperative, eager or kip848")
 )
 
 const (
@@ -38,8 +41,10 @@ const (
 
 // What handlers do in PostgreSQL is done once, while members of the group are
 // killed, stopped and started, and frozen past their session so that two have the
-// same partition for a while. Handlers without a transaction see everything, in
-// order, and repeats only where a member did not end cleanly.
+// same partition for a while; while the topic gets partitions, or is deleted and created
+// again; and while PostgreSQL loses what it committed last, after which an operator
+// rewinds the group. Handlers without a transaction see everything, in order, and
+// repeats only where a member did not end cleanly.
 func TestKilledConsumers(t *testing.T) {
 	t.Parallel()
 	v := groupResult{Seed: seedOf(t), Balancer: *groupBalancer}
@@ -49,12 +54,12 @@ func TestKilledConsumers(t *testing.T) {
 	// than a member takes into its queues.
 	each := *groupRecords / 2 / (len(incidents) + 3)
 
-	g.spec.Session = calmSession
+	g.setSession(t, calmSession)
 	g.replace(t)
 	for _, calm := range []incident{
 		{what: "start", begin: func(*group, *testing.T, incident) {}},
 		{what: "stop a member", begin: (*group).stopOne, lasts: time.Second / 2},
-		{what: "stop all members", begin: (*group).stopAll},
+		{what: "stop all members while handlers are slow", begin: (*group).stopAllSlow},
 	} {
 		calm.delay, calm.wait = 100*time.Millisecond, true
 		g.run(t, calm, each)
@@ -63,7 +68,7 @@ func TestKilledConsumers(t *testing.T) {
 	require.Zero(t, g.readDiaries(t).repeats, "seen again, though every member ended cleanly")
 
 	g.shop.sell(t, *groupRecords/2)
-	g.spec.Session = session
+	g.setSession(t, session)
 	g.replace(t)
 	for _, p := range incidents {
 		g.run(t, p, each)
@@ -86,6 +91,8 @@ type groupResult struct {
 	Stops       int     `json:"stops"`   // that were stopped cleanly
 	Freezes     int     `json:"freezes"` // that were frozen
 	LongestStop int64   `json:"longest_stop_ms"`
+	Topics      int     `json:"topics"`     // that had the name of the topic, one after the other
+	Lost        int     `json:"lost"`       // actions that PostgreSQL had committed, and lost
 	Rebalances  int     `json:"rebalances"` // times that a member was given partitions
 	Records     int     `json:"records"`    // on the topic
 	Events      int     `json:"events"`     // of these, different ones
@@ -102,6 +109,7 @@ type groupResult struct {
 	DeadLetters int `json:"dead_letters"`
 	FailedTries int `json:"failed_tries"` // for which no handler was to blame
 	Lag         int `json:"lag"`          // records that the committed offsets do not cover
+	LateStops   int `json:"late_stops"`   // members whose Run did not return within StopTimeout
 }
 
 // String returns the result as one line of JSON.
@@ -115,7 +123,7 @@ func (v groupResult) String() string {
 
 // Err says what is wrong, or returns nil.
 func (v groupResult) Err() error {
-	if v.WrongCounts+v.WrongNotes+v.Unseen+v.Disorder+v.DeadLetters+v.FailedTries+v.Lag > 0 {
+	if v.WrongCounts+v.WrongNotes+v.Unseen+v.Disorder+v.DeadLetters+v.FailedTries+v.Lag+v.LateStops > 0 {
 		return fmt.Errorf("faults: %s", v)
 	}
 	return nil
@@ -125,6 +133,7 @@ func (v groupResult) Err() error {
 type group struct {
 	*crew
 	start   time.Time
+	server  *pgserver.Server
 	db      *pgxpool.Pool
 	client  *kgo.Client
 	shop    *shop
@@ -134,16 +143,21 @@ type group struct {
 
 	stops, freezes int
 	longestStop    time.Duration
+	lost           int               // actions that PostgreSQL has lost
+	gone           []map[int32]int64 // the ends of the topics that were deleted
 }
 
 func newGroup(t *testing.T, seed uint64) *group {
 	t.Helper()
-	require.Contains(t, []string{"cooperative", "eager"}, *groupBalancer, "-faults.balancer")
-	g := &group{crew: newCrew(t), start: time.Now(), diaries: t.TempDir()}
-	kafka := g.startKafka(t, map[string]string{"group.min.session.timeout.ms": fmt.Sprint(session.Milliseconds())})
+	require.Contains(t, []string{"cooperative", "eager", kip848}, *groupBalancer, "-faults.balancer")
+	g := &group{crew: newCrew(t), start: time.Now(), diaries: t.TempDir(), server: startServer(t, nil)}
+	shortest, beat := fmt.Sprint(session.Milliseconds()), fmt.Sprint(heartbeat.Milliseconds())
+	kafka := g.startKafka(t, map[string]string{
+		"group.min.session.timeout.ms": shortest, "group.consumer.min.session.timeout.ms": shortest,
+		"group.consumer.min.heartbeat.interval.ms": beat, "group.consumer.heartbeat.interval.ms": beat,
+	})
 	g.toKafka = through(t, kafka.Brokers()[0])
-	server := startServer(t, nil)
-	cfg, err := pgxpool.ParseConfig(server.URL())
+	cfg, err := pgxpool.ParseConfig(g.server.URL())
 	require.NoError(t, err)
 	g.db = openPool(t, cfg)
 	require.NoError(t, outbox.Migrate(g.ctx, g.db, outbox.MigrateConfig{}))
@@ -153,17 +167,44 @@ func newGroup(t *testing.T, seed uint64) *group {
 	require.NoError(t, err)
 
 	g.spec = memberSpec{
-		Postgres: server.URL() + "&deadlock_timeout=20ms", Brokers: kafka.Brokers(),
-		KafkaVia: g.toKafka.Addr(), Topic: "shop-" + uuid.NewString(), Group: "product-statistics", Eager: *groupBalancer == "eager",
+		Postgres: g.server.URL() + "&deadlock_timeout=20ms&synchronous_commit=off", Brokers: kafka.Brokers(),
+		KafkaVia: g.toKafka.Addr(), Topic: "shop-" + uuid.NewString(), Group: "product-statistics", Balancer: *groupBalancer,
 	}
 	testenv.CreateTopic(t, kafka.Brokers(), g.spec.Topic, partitions)
 	testenv.CreateTopic(t, kafka.Brokers(), outbox.DeadLetterTopic(g.spec.Topic), 1)
-	// Later versions of the protocol know topics by ids alone.
-	g.client, err = kgo.NewClient(kgo.SeedBrokers(kafka.Brokers()...), kgo.MaxVersions(kversion.V3_9_0()))
-	require.NoError(t, err)
-	t.Cleanup(g.client.Close)
-	g.shop = newShop(g.client, g.spec.Topic, seed)
+	g.shop = newShop(g.spec.Topic, seed)
+	g.connect(t)
 	return g
+}
+
+// connect makes another client for the shop and for administration. One that knows a topic
+// cannot send to one that is created again under its name.
+func (g *group) connect(t *testing.T) {
+	t.Helper()
+	// Later versions of the protocol know topics by ids alone.
+	client, err := kgo.NewClient(kgo.SeedBrokers(g.spec.Brokers...), kgo.MaxVersions(kversion.V3_9_0()))
+	require.NoError(t, err)
+	t.Cleanup(client.Close)
+	g.client, g.shop.client = client, client
+}
+
+// setSession sets the session timeout of members that are started from now on. With
+// KIP-848 it is one of the group, and Kafka's.
+func (g *group) setSession(t *testing.T, d time.Duration) {
+	t.Helper()
+	g.spec.Session = d
+	if g.spec.Balancer != kip848 {
+		return
+	}
+	value := fmt.Sprint(d.Milliseconds())
+	request := kmsg.NewPtrIncrementalAlterConfigsRequest()
+	request.Resources = []kmsg.IncrementalAlterConfigsRequestResource{{
+		ResourceType: kmsg.ConfigResourceTypeGroupConfig, ResourceName: g.spec.Group,
+		Configs: []kmsg.IncrementalAlterConfigsRequestResourceConfig{{Name: "consumer.session.timeout.ms", Op: kmsg.IncrementalAlterConfigOpSet, Value: &value}},
+	}}
+	response, err := request.RequestWith(g.ctx, g.client)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(response.Resources[0].ErrorCode))
 }
 
 // replace starts members for those that are gone, and waits until they have begun
@@ -185,7 +226,7 @@ func (g *group) awaitHandled(t *testing.T) {
 	t.Helper()
 	began, done := time.Now(), 0
 	handled := func() bool {
-		require.NoError(t, g.db.QueryRow(g.ctx, `SELECT coalesce(sum(actions), 0) FROM product_statistic`).Scan(&done))
+		done = g.done(t)
 		return done >= g.shop.actions
 	}
 	if !g.await(t, stall, handled) {
@@ -195,4 +236,11 @@ func (g *group) awaitHandled(t *testing.T) {
 		t.Errorf("all is handled, and the offsets lag %d behind after %v", g.lag(t), maxLagTime)
 	}
 	t.Logf("%5.1f s: all handled after %v", time.Since(g.start).Seconds(), time.Since(began).Round(time.Millisecond))
+}
+
+// done returns how many actions are done in PostgreSQL.
+func (g *group) done(t *testing.T) (done int) {
+	t.Helper()
+	require.NoError(t, g.db.QueryRow(g.ctx, `SELECT coalesce(sum(actions), 0) FROM product_statistic`).Scan(&done))
+	return done
 }

@@ -1,0 +1,114 @@
+package faults
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxops"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
+)
+
+const (
+	// pause is how long slow handlers take.
+	pause = time.Second
+	// maxStop is the default of StopTimeout, and what a busy machine may add.
+	maxStop = 6 * time.Second
+)
+
+// stopAllSlow stops all members when each has more slow events than it can handle until
+// it has to be back.
+func (g *group) stopAllSlow(t *testing.T, _ incident) {
+	t.Helper()
+	g.awaitHandled(t)
+	done := g.done(t)
+	g.shop.pause = pause
+	g.shop.sell(t, 18*members)
+	g.shop.pause = 0
+	require.True(t, g.await(t, testenv.Patience, func() bool { return g.done(t) > done }), "nothing is handled")
+	g.stop(t, g.workers...)
+}
+
+// createTopic deletes the topic and creates it again, with as many partitions as it had at
+// first. What it had is handled by then. All that the shop sends from now on must be.
+func (g *group) createTopic(t *testing.T, _ incident) {
+	t.Helper()
+	g.awaitHandled(t)
+	g.gone = append(g.gone, g.ends(t, g.spec.Topic))
+	request := kmsg.NewPtrDeleteTopicsRequest()
+	request.TopicNames = []string{g.spec.Topic} // which field counts depends on the version
+	request.Topics = []kmsg.DeleteTopicsRequestTopic{{Topic: &g.spec.Topic}}
+	response, err := request.RequestWith(g.ctx, g.client)
+	require.NoError(t, err)
+	require.NoError(t, kerr.ErrorForCode(response.Topics[0].ErrorCode))
+	testenv.CreateTopic(t, g.spec.Brokers, g.spec.Topic, partitions)
+	g.shop.number++
+	g.connect(t)
+}
+
+// createTopicUnseen does so while no member runs. They are started when the topic has
+// events again.
+func (g *group) createTopicUnseen(t *testing.T, p incident) {
+	t.Helper()
+	g.awaitHandled(t)
+	g.stop(t, g.workers...)
+	g.createTopic(t, p)
+}
+
+// loseCommits kills PostgreSQL so that it comes back without the last transactions of
+// members, whose offsets Kafka has. Members notice an outage and go on behind what is
+// lost. Then they are stopped, and an operator rewinds the group to a time from which on
+// PostgreSQL may have lost something.
+func (g *group) loseCommits(t *testing.T, _ incident) {
+	t.Helper()
+	const tries = 5 // PostgreSQL may write its WAL just then
+	g.awaitHandled(t)
+	_, err := g.db.Exec(g.ctx, `CHECKPOINT`)
+	require.NoError(t, err)
+	kept, lost := time.Now(), 0
+	for range tries {
+		if lost = g.crashPostgres(t); lost > 0 {
+			break
+		}
+	}
+	require.Positive(t, lost, "PostgreSQL was meant to lose what it had committed")
+	g.lost += lost
+	done := g.done(t)
+	g.shop.sell(t, 50)
+	require.True(t, g.await(t, testenv.Patience, func() bool { return g.done(t) > done }), "members do not go on")
+	g.stop(t, g.workers...)
+	g.rewind(t, kept)
+}
+
+// crashPostgres has events handled, kills PostgreSQL, and starts it again. It returns how
+// many actions are lost.
+func (g *group) crashPostgres(t *testing.T) (lost int) {
+	t.Helper()
+	done := g.done(t)
+	g.shop.sell(t, 200)
+	require.True(t, g.await(t, testenv.Patience, func() bool { return g.done(t) > done+100 }), "members do not go on")
+	before := g.done(t)
+	require.NoError(t, g.server.Kill())
+	require.NoError(t, g.server.Restart(g.ctx))
+	g.db.Reset()
+	require.True(t, g.await(t, testenv.Patience, func() bool { return g.db.Ping(g.ctx) == nil }), "PostgreSQL does not come back")
+	return max(0, before-g.done(t))
+}
+
+// rewind rewinds the group. Kafka may take members that were killed before for alive.
+func (g *group) rewind(t *testing.T, to time.Time) {
+	t.Helper()
+	var report outboxops.RewindReport
+	rewound := func() bool {
+		var err error
+		report, err = outboxops.Rewind(g.ctx, g.db, []kgo.Opt{kgo.SeedBrokers(g.spec.Brokers...)}, outboxops.RewindConfig{Group: g.spec.Group, Time: to})
+		require.True(t, err == nil || errors.Is(err, outboxops.ErrGroupActive), "%v", err)
+		return err == nil
+	}
+	require.True(t, g.await(t, testenv.Patience, rewound), "members that are gone are still in the group")
+	t.Logf("%5.1f s: rewound by %d records, of which %d are noted", time.Since(g.start).Seconds(), report.Records, report.Noted)
+}
