@@ -81,7 +81,8 @@ func runMember(value string) error {
 }
 
 // config makes polls small, so that a member is mostly in a transaction, and waits
-// short. The longest handling is longer than anybody is frozen.
+// short. The longest handling is longer than anybody is frozen. A new group begins at the
+// end, which would be seen if a partition that is not new to the group began there.
 func (s memberSpec) config(d *diary) outbox.ConsumerConfig {
 	return outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
@@ -95,7 +96,7 @@ func (s memberSpec) config(d *diary) outbox.ConsumerConfig {
 				},
 			},
 		},
-		FromStart: true, MaxPoll: 20,
+		MaxPoll:           20,
 		HeartbeatInterval: heartbeat, SessionTimeout: s.Session, MaxPollInterval: 30 * time.Second,
 	}
 }

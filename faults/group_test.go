@@ -56,6 +56,7 @@ func TestKilledConsumers(t *testing.T) {
 
 	g.setSession(t, calmSession)
 	g.replace(t)
+	g.awaitStart(t)
 	for _, calm := range []incident{
 		{what: "start", begin: func(*group, *testing.T, incident) {}},
 		{what: "stop a member", begin: (*group).stopOne, lasts: time.Second / 2},
@@ -219,6 +220,17 @@ func (g *group) replace(t *testing.T) {
 		begun := func() bool { _, err := os.Stat(spec.Diary); return err == nil }
 		require.True(t, g.await(t, testenv.Patience, begun), "a member does not come up")
 	}
+}
+
+// awaitStart waits until it is written down that the group begins at the end of the topic,
+// which is still empty. What is sent from now on must not be skipped.
+func (g *group) awaitStart(t *testing.T) {
+	t.Helper()
+	written := func() (is bool) {
+		require.NoError(t, g.db.QueryRow(g.ctx, `SELECT EXISTS (SELECT FROM consumer_start WHERE topic = $1)`, g.spec.Topic).Scan(&is))
+		return is
+	}
+	require.True(t, g.await(t, testenv.Patience, written), "the group does not begin")
 }
 
 // awaitHandled waits until everything is handled and the offsets are committed.
