@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/guardtx"
 )
 
@@ -274,7 +275,8 @@ func Upcast[From, To DomainEvent](f func(From) To) Upcaster {
 	return u
 }
 
-// PanicError is what a panic in a handler, a decoder or an upcaster becomes.
+// PanicError is what a panic in a handler, a decoder or an upcaster becomes, or in the
+// methods of the error that it returns.
 type PanicError struct {
 	// Value is what was panicked with.
 	Value any
@@ -285,8 +287,20 @@ type PanicError struct {
 // Error implements error, without the stack.
 func (e *PanicError) Error() string { return fmt.Sprintf("panic: %v", e.Value) }
 
-// guard calls f and turns a panic into an error.
-func guard(f func() error) (err error) {
+// guard calls f and turns a panic into an error. It returns another error for one whose
+// methods panic, because these are called outside of it.
+func guard(f func() error) error {
+	err := recovered(f)
+	if err == nil {
+		return nil
+	}
+	if panicked := recovered(func() error { contain.CallMethods(err); return nil }); panicked != nil {
+		return fmt.Errorf("error of type %T, which may be a nil pointer: %w", err, panicked)
+	}
+	return err
+}
+
+func recovered(f func() error) (err error) {
 	defer func() {
 		if v := recover(); v != nil {
 			err = &PanicError{Value: v, Stack: debug.Stack()}

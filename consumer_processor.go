@@ -58,9 +58,6 @@ type transactor interface {
 // nothing has happened; the error is a [*taskError] if it is certain whose it is. Otherwise it
 // returns how many items are done: fewer than there are if enough said so between two records.
 func (p *processor) processBatch(ctx context.Context, items []item, tasks []task, enough func() bool) (done int, err error) {
-	if len(tasks) == 0 {
-		return len(items), nil
-	}
 	c, err := p.transact(ctx, tasks, enough)
 	if err != nil {
 		return 0, c.attribute(err)
@@ -132,7 +129,7 @@ func handlersOf(tasks []task) (handlers []*handler) {
 // sharing reports whether tasks may run in a single transaction: several do, unless one of
 // their handlers changes settings.
 func (p *processor) sharing(tasks []task) bool {
-	return len(tasks) != 1 && !slices.ContainsFunc(tasks, func(t task) bool {
+	return len(tasks) > 1 && !slices.ContainsFunc(tasks, func(t task) bool {
 		_, apart := p.apart.Load(t.handler)
 		return apart
 	})

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -13,6 +14,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/handling"
 )
 
 // The tasks of a batch run in the order of their records, those of batch handlers
@@ -162,4 +164,83 @@ func TestHandlerContext(t *testing.T) {
 	require.Equal(t, "handler's", CorrelationID(WithCorrelationID(ctx, "handler's")))
 	cancel()
 	require.ErrorIs(t, ctx.Err(), context.Canceled)
+}
+
+// brokenError panics in its methods where it is a nil pointer.
+type brokenError struct{ err error }
+
+func (e *brokenError) Error() string { return e.err.Error() }
+func (e *brokenError) Unwrap() error { return e.err }
+
+// A nil pointer is no nil error, and its methods panic. That is an error of the host which
+// returned it, and does not end the process.
+func TestErrorsPanic(t *testing.T) {
+	t.Parallel()
+	broken := func() error { var err *brokenError; return err }
+	for name, tt := range map[string]struct {
+		handler    Handler
+		middleware []Middleware
+		want       string
+	}{
+		"handler":                       {handler: Handle("BROKEN", func(context.Context, pgx.Tx, played, Metadata) error { return broken() })},
+		"handler of a batch":            {handler: HandleBatch("BROKEN", func(context.Context, pgx.Tx, []Received[played]) error { return broken() })},
+		"handler without a transaction": {handler: HandleNoTx("BROKEN", func(context.Context, played, Metadata) error { return broken() })},
+		"middleware": {handler: HandleNoTx("FINE", func(context.Context, played, Metadata) error { return nil }),
+			middleware: []Middleware{func(context.Context, HandlerCall, func(context.Context) error) error { return broken() }}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: 1, Middleware: tt.middleware}}, tt.handler)
+				s.worker.handle(s.arrive("a", "b"))
+				require.Len(t, s.records, 2)
+				for _, r := range s.records {
+					require.Equal(t, []string{"panic", "2"}, []string{headerOf(r, DeadLetterClass), headerOf(r, DeadLetterAttempts)})
+					require.Contains(t, headerOf(r, DeadLetterError), "error of type *outbox.brokenError, which may be a nil pointer: panic: ")
+				}
+			})
+		})
+	}
+
+	s := newWorkerFixture(t, ConsumerConfig{})
+	s.worker.processor.decode = func(*kgo.Record) (*Message, error) { return nil, broken() }
+	s.worker.handle(s.arrive("a"))
+	require.Equal(t, []string{"dead letter a after 0: undecodable"}, s.log)
+}
+
+// Permanent holds for what PostgreSQL would have repeated, too: the handler knows better.
+func TestPermanentConflict(t *testing.T) {
+	t.Parallel()
+	calls := map[string]int{}
+	s := newWorkerFixture(t, ConsumerConfig{}, Handle("ONCE", func(_ context.Context, _ pgx.Tx, e played, _ Metadata) error {
+		calls[e.Name]++
+		return Permanent(fmt.Errorf("insert: %w", &pgconn.PgError{Code: "40001"}))
+	}))
+	s.worker.handle(s.arrive("a"))
+	require.Equal(t, map[string]int{"a": 1}, calls)
+	s.worker.handle(s.arrive("b", "c"))
+	require.Equal(t, map[string]int{"a": 1, "b": 1, "c": 1}, calls)
+	require.Len(t, s.records, 3)
+}
+
+// Records that need no transaction say nothing about PostgreSQL: an outage that others have
+// found goes on, in the log and for probes.
+func TestRecordsWithoutTransaction(t *testing.T) {
+	t.Parallel()
+	s := newWorkerFixture(t, ConsumerConfig{}, HandleNoTx("SEEN", func(context.Context, played, Metadata) error { return nil }))
+	s.worker.limits.slots = handling.NewSlots(1)
+	require.True(t, s.worker.limits.slots.Take(t.Context()), "transactions of others have all slots")
+	s.worker.outages.Report(outagePostgres, time.Now(), errPlayed)
+	s.worker.handle(s.arrive("a"))
+	require.True(t, s.worker.outages.Failing())
+	next, _ := s.worker.uncommitted()
+	require.EqualValues(t, 1, next.Offset)
+}
+
+func headerOf(r *kgo.Record, name string) string {
+	for _, h := range r.Headers {
+		if h.Key == name {
+			return string(h.Value)
+		}
+	}
+	return ""
 }

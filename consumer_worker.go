@@ -384,7 +384,10 @@ func (w *worker) readFrom(first int, items []item, origins []KafkaMetadata) (nex
 func (w *worker) tryBatch(items []item) (n int, committed bool, failed *taskError) {
 	const conflictsOfBatch = 3 // small transactions block each other less
 	tasks := tasksInTx(items)
-	if !w.processor.sharing(tasks) {
+	switch {
+	case len(tasks) == 0: // which says nothing about PostgreSQL
+		return len(items), true, nil
+	case !w.processor.sharing(tasks):
 		return len(items), false, nil
 	}
 	for conflicts := 0; w.stopping.Err() == nil && w.takeSlot(true); {
@@ -401,7 +404,7 @@ func (w *worker) tryBatch(items []item) (n int, committed bool, failed *taskErro
 			w.reportPostgresWorks(began)
 			return done, true, nil
 		case w.held.Err() != nil:
-		case pg.IsTransient(err) && conflicts < conflictsOfBatch:
+		case isConflict(err) && conflicts < conflictsOfBatch:
 			conflicts++
 			w.pause(conflictWait(conflicts))
 		case w.processor.isOutage(w.held, err, inTx, late):
@@ -467,7 +470,7 @@ func (w *worker) runTask(it *item, t task, failed error) error {
 			return nil
 		case w.held.Err() != nil, errors.Is(err, errStopped):
 			return errStopped
-		case pg.IsTransient(err) && conflicts < mostConflicts:
+		case isConflict(err) && conflicts < mostConflicts:
 			conflicts++
 			w.awaitConflict(t, conflicts, err)
 			continue
@@ -503,6 +506,10 @@ func (w *worker) tryTask(t task) (outage bool, err error) {
 	}
 	return err != nil && w.held.Err() == nil && w.processor.isOutage(w.held, err, t.kind, isLate(ctx, err)), err
 }
+
+// isConflict reports whether PostgreSQL has rolled back a transaction that may work the next
+// time. A handler may know better.
+func isConflict(err error) bool { return pg.IsTransient(err) && !isPermanent(err) }
 
 // What PostgreSQL rolls back for a deadlock or a serialization failure is repeated: mostly it
 // works the next time. One that goes on failing, for 10 times in a second or two, counts as any

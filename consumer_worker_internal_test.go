@@ -152,15 +152,7 @@ func (s *workerFixture) produce(_ context.Context, r *kgo.Record) error {
 	case 'u':
 		return kerr.UnknownTopicOrPartition
 	}
-	header := func(name string) (value string) {
-		for _, h := range r.Headers {
-			if h.Key == name {
-				value = string(h.Value)
-			}
-		}
-		return value
-	}
-	s.log = append(s.log, strings.TrimSpace(fmt.Sprintf("dead letter %s after %s: %s %s", r.Key, header(DeadLetterAttempts), header(DeadLetterClass), header(DeadLetterValueOmitted))))
+	s.log = append(s.log, strings.TrimSpace(fmt.Sprintf("dead letter %s after %s: %s %s", r.Key, headerOf(r, DeadLetterAttempts), headerOf(r, DeadLetterClass), headerOf(r, DeadLetterValueOmitted))))
 	s.records = append(s.records, r)
 	return nil
 }

@@ -211,6 +211,7 @@ func (c *Callback) run(one *call, f func() error) {
 		c.end(one, err)
 	}()
 	err = f()
+	CallMethods(err)
 }
 
 // end ends a call, and logs the end of one that was abandoned.

@@ -54,6 +54,19 @@ func (p *play) call(ctx context.Context, f func() error) (time.Duration, error) 
 
 func nothing() error { return nil }
 
+type wrapped struct{ err error }
+
+func (w *wrapped) Error() string { return w.err.Error() }
+
+// An error whose methods panic is a panic of the function that returned it.
+func TestCallbackReturnsNilPointer(t *testing.T) {
+	t.Parallel()
+	p := newPlay(HookLimits)
+	var panicked *Panic
+	require.ErrorAs(t, p.Call(t.Context(), func() error { var err *wrapped; return err }), &panicked)
+	require.Equal(t, 1, p.lines("has panicked"))
+}
+
 // What a function returns is returned, and nothing is logged.
 func TestCallbackReturns(t *testing.T) {
 	t.Parallel()
