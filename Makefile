@@ -75,10 +75,10 @@ faults: needs-faults ## Kill, freeze and cut off relays, PostgreSQL and Kafka fo
 faults: FAULTS := $(if $(filter stops,$(MODE)),-run '^TestStops$$' -faults.stops=$(or $(STOPS),300),-run '^TestFaults$$' -faults.minutes=$(or $(MINUTES),15))
 
 .PHONY: faults-consumer
-faults-consumer: needs-faults ## Kill KILLS=50 consumers, stop and freeze others, while they handle EVENTS=100000 (BALANCER=eager or kip848; SEED=… repeats a plan)
-	@cd faults && go test -count=1 -race -timeout 0 -run '^TestKilledConsumers$$' . -v -faults.kills=$(or $(KILLS),50) -faults.events=$(or $(EVENTS),100000) \
-		$(if $(BALANCER),-faults.balancer=$(BALANCER)) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
-		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = substr($$0, RSTART)} END {if (result) print result}')
+faults-consumer: needs-faults ## Kill KILLS=50 consumers, stop and freeze others, while they handle EVENTS=100000 (BALANCER=eager or kip848; SEED=… repeats a plan; JOINDELAY=0 instead of Kafka's default)
+	@cd faults && go test -count=1 -race -timeout 0 -run '^Test(Killed|Calm)Consumers$$' . -v -faults.kills=$(or $(KILLS),50) -faults.events=$(or $(EVENTS),100000) \
+		-faults.joindelay=$(or $(JOINDELAY),3s) $(if $(BALANCER),-faults.balancer=$(BALANCER)) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
+		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = result substr($$0, RSTART) "\n"} END {printf "%s", result}')
 
 .PHONY: services
 services: needs-$(if $(filter fake,$(KAFKA)),demo,kafka) $(SERVICES) ## Keep PostgreSQL and Kafka running until Ctrl-C, addresses in .services.env (KAFKA=fake: no Java)

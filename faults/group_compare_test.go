@@ -18,13 +18,56 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
+// A run is right if nothing is wrong and everything has happened.
+func TestGroupResult(t *testing.T) {
+	t.Parallel()
+	right := func() groupResult {
+		v := groupResult{Incidents: map[string]int{}, CommitsLost: 1, Rewound: 1, Conflicts: 1, RepeatsSkipped: 1}
+		for _, p := range incidentKinds() {
+			v.Incidents[p.kind] = 1
+		}
+		return v
+	}
+	require.NoError(t, right().Err())
+	require.NoError(t, right().missing())
+	for kind := range right().Incidents {
+		v := right()
+		delete(v.Incidents, kind)
+		require.ErrorContains(t, v.missing(), kind)
+	}
+	for _, effect := range []func(*groupResult) *int{
+		func(v *groupResult) *int { return &v.CommitsLost },
+		func(v *groupResult) *int { return &v.Rewound },
+		func(v *groupResult) *int { return &v.Conflicts },
+		func(v *groupResult) *int { return &v.RepeatsSkipped },
+	} {
+		v := right()
+		*effect(&v) = 0
+		require.Error(t, v.missing())
+	}
+	for _, count := range []func(*groupResult) *int{
+		func(v *groupResult) *int { return &v.WrongCounts },
+		func(v *groupResult) *int { return &v.WrongNotes },
+		func(v *groupResult) *int { return &v.Unseen },
+		func(v *groupResult) *int { return &v.Disorder },
+		func(v *groupResult) *int { return &v.DeadLetters },
+		func(v *groupResult) *int { return &v.FailedTries },
+		func(v *groupResult) *int { return &v.Lag },
+		func(v *groupResult) *int { return &v.LateStops },
+	} {
+		v := right()
+		*count(&v) = 1
+		require.Error(t, v.Err())
+	}
+}
+
 // compare sets the counts of the result, when all consumers have finished.
 func (g *group) compare(t *testing.T, v *groupResult) {
 	t.Helper()
 	v.Seconds = time.Since(g.start).Seconds()
 	v.Kills, v.Stops, v.Freezes, v.LongestStop = g.kills, g.stops, g.freezes, g.longestStop.Milliseconds()
 	v.Records, v.Events = g.shop.records, g.shop.events
-	v.Topics, v.Lost = g.shop.number+1, g.lost
+	v.CommitsLost, v.Rewound = g.lost, g.rewound
 	require.NoError(t, g.db.QueryRow(g.ctx, `SELECT count(*) FROM event_handled`).Scan(&v.Handled))
 	v.WrongNotes = max(v.Handled-g.shop.actions, g.shop.actions-v.Handled)
 	v.WrongCounts = g.wrongCounts(t)
@@ -34,7 +77,7 @@ func (g *group) compare(t *testing.T, v *groupResult) {
 	}
 	d := g.readDiaries(t)
 	v.RepeatsSkipped, v.RepeatsSeen, v.Rebalances = d.skipped, d.repeats, d.given
-	v.Disorder, v.FailedTries, v.LateStops = d.disorder, d.failed, d.late
+	v.Disorder, v.FailedTries, v.LateStops, v.Conflicts = d.disorder, d.failed, d.late, d.conflicts
 	for number, ends := range append(g.gone, g.ends(t, g.spec.Topic)) {
 		for partition, end := range ends {
 			v.Unseen += int(end) - len(d.seen[place{number, partition}])
@@ -101,13 +144,14 @@ type place struct {
 
 // diaries are what all members have written down.
 type diaries struct {
-	seen     map[place]map[int64]int // how often, by offset
-	repeats  int                     // of what was seen
-	disorder int
-	skipped  int
-	failed   int
-	given    int
-	late     int
+	seen      map[place]map[int64]int // how often, by offset
+	repeats   int                     // of what was seen
+	disorder  int
+	skipped   int
+	conflicts int
+	failed    int
+	given     int
+	late      int
 }
 
 func (g *group) readDiaries(t *testing.T) *diaries {
@@ -138,6 +182,8 @@ func (d *diaries) read(t *testing.T, name string) {
 			clear(last)
 		case "skipped":
 			d.skipped++
+		case "conflict":
+			d.conflicts++
 		case "failed":
 			d.failed++
 			t.Logf("%s: %s", filepath.Base(name), lines.Text())

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -31,9 +32,10 @@ type memberSpec struct {
 	KafkaVia string // where connections to any of them really go
 	Topic    string
 	Group    string
-	Session  time.Duration
 	Balancer string // see -faults.balancer
-	Diary    string // the file that says what it has seen
+	// Session is the session timeout; 0 means the default of this and of other times.
+	Session time.Duration
+	Diary   string // the file that says what it has seen
 }
 
 // runMember is the whole life of a member.
@@ -45,7 +47,6 @@ func runMember(value string) error {
 	endWithTest()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
-	var asked atomic.Int64 // when it was told to end
 	db, err := pgxpool.New(ctx, s.Postgres)
 	if err != nil {
 		return err
@@ -74,21 +75,29 @@ func runMember(value string) error {
 	if err != nil {
 		return err
 	}
-	context.AfterFunc(ctx, func() { asked.Store(time.Now().UnixNano()) })
-	err = consumer.Run(ctx)
-	d.must("stopped %d", (time.Now().UnixNano()-asked.Load())/int64(time.Millisecond))
-	return err
+	asked := make(chan time.Time, 1) // when it was told to end
+	context.AfterFunc(ctx, func() { asked <- time.Now() })
+	if err := consumer.Run(ctx); err != nil {
+		return err
+	}
+	return d.note("stopped %d", time.Since(<-asked).Milliseconds())
 }
 
-// config makes polls small, so that a member is mostly in a transaction, and waits
-// short. The longest handling is longer than anybody is frozen. A new group begins at the
-// end, which would be seen if a partition that is not new to the group began there.
+// config makes polls small, so that a member is mostly in a transaction. Waits are short,
+// unless the defaults are to be kept, and the longest handling is longer than anybody is
+// frozen. A new group begins at the end, which would be seen if a partition that is not
+// new to the group began there.
 func (s memberSpec) config(d *diary) outbox.ConsumerConfig {
-	return outbox.ConsumerConfig{
+	cfg := outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
 			Group: s.Group, RetryWait: 5 * time.Millisecond,
 			Hooks: outbox.ConsumerHooks{
 				Repeated: func(outbox.Metadata, string) { d.must("skipped") },
+				Conflicted: func(_ outbox.Metadata, _ string, err error) {
+					if isSerializationFailure(err) {
+						d.must("conflict")
+					}
+				},
 				Failed: func(m outbox.Metadata, action string, err error) {
 					if !errors.Is(err, errHiccup) {
 						d.must("failed %s %s/%d/%d: %v", action, m.Kafka.Topic, m.Kafka.Partition, m.Kafka.Offset, err)
@@ -96,9 +105,12 @@ func (s memberSpec) config(d *diary) outbox.ConsumerConfig {
 				},
 			},
 		},
-		MaxPoll:           20,
-		HeartbeatInterval: heartbeat, SessionTimeout: s.Session, MaxPollInterval: 30 * time.Second,
+		MaxPoll: 20,
 	}
+	if s.Session > 0 {
+		cfg.HeartbeatInterval, cfg.SessionTimeout, cfg.MaxPollInterval = heartbeat, s.Session, 30*time.Second
+	}
+	return cfg
 }
 
 // kip848 is the balancer that is Kafka's own.
@@ -182,6 +194,13 @@ func conflict(ctx context.Context, tx pgx.Tx, m outbox.Metadata) error {
 	}
 	_, err := tx.Exec(ctx, `DO $$ BEGIN RAISE EXCEPTION 'could not serialize access' USING ERRCODE = 'serialization_failure'; END $$`)
 	return err
+}
+
+// isSerializationFailure reports whether an error is one of those. A deadlock is another
+// conflict, and one that members get into by themselves.
+func isSerializationFailure(err error) bool {
+	failed, ok := errors.AsType[*pgconn.PgError](err)
+	return ok && failed.Code == "40001"
 }
 
 // The counts are not idempotent: what is handled twice is counted twice. The rows

@@ -16,7 +16,7 @@ import (
 // incident is something that happens to members while events arrive.
 type incident struct {
 	what  string
-	kind  string // the short form has one of each
+	kind  string // under which it is counted; the short form has one of each
 	times int    // how often in a round
 	kills int    // how many members get SIGKILL
 	min   time.Duration
@@ -80,21 +80,22 @@ func groupRound(rng *rand.Rand) (incidents []incident) {
 func incidentKinds() []incident {
 	const zombie, dead = 3 * session / 2, 5 * session / 2
 	return []incident{
-		{what: "kill a member", kind: "kill", times: 6, kills: 1, max: session, begin: (*group).killSome},
-		{what: "kill two members", kind: "kill", times: 1, kills: 2, max: session, begin: (*group).killSome},
-		{what: "kill all members", kind: "kill all", times: 1, kills: members, max: session, begin: (*group).killSome},
-		{what: "stop a member", kind: "stop", times: 2, max: session, begin: (*group).stopOne},
-		{what: "stop all members", kind: "stop", times: 1, max: session, begin: (*group).stopAll},
-		{what: "stop all members while handlers are slow", kind: "stop slow", times: 1, max: session, begin: (*group).stopAllSlow},
-		{what: "freeze a member until its session is over", kind: "freeze", times: 3, min: zombie, max: dead, begin: (*group).freeze, end: (*group).thaw},
-		{what: "freeze a member briefly", kind: "freeze briefly", times: 1, min: session / 10, max: session / 2, begin: (*group).freeze, end: (*group).thaw},
-		{what: "kill a member that is frozen", kind: "kill frozen", times: 1, kills: 1, min: zombie, max: dead, begin: (*group).freeze, end: (*group).killFrozen},
-		{what: "cut the way to Kafka", kind: "cut", times: 2, min: session / 2, max: dead, begin: (*group).cut, end: (*group).mend},
-		{what: "add partitions to the topic", kind: "add partitions", times: 1, begin: (*group).addPartitions},
-		{what: "delete the topic and create it again", kind: "create topic", times: 1, max: session, begin: (*group).createTopic},
-		{what: "delete the topic and create it again while no member runs", kind: "create topic unseen", times: 1, max: session, begin: (*group).createTopicUnseen},
-		{what: "have PostgreSQL lose what it committed last, and rewind", kind: "rewind", times: 1, max: session, begin: (*group).loseCommits},
-		{what: "hold what goes to Kafka", kind: "hold", times: 1, min: zombie, max: dead, begin: (*group).hold, end: (*group).mend},
+		{what: "kill a member", kind: "kills", times: 6, kills: 1, max: session, begin: (*group).killSome},
+		{what: "kill two members", kind: "kills", times: 1, kills: 2, max: session, begin: (*group).killSome},
+		{what: "kill all members", kind: "kills_of_all", times: 1, kills: members, max: session, begin: (*group).killSome},
+		{what: "stop a member", kind: "stops", times: 2, max: session, begin: (*group).stopOne},
+		{what: "stop all members", kind: "stops", times: 1, max: session, begin: (*group).stopAll},
+		{what: "stop all members while handlers are slow", kind: "slow_stops", times: 1, max: session, begin: (*group).stopAllSlow},
+		{what: "stop all members while they join", kind: "joining_stops", times: 1, max: session, begin: (*group).stopJoining},
+		{what: "freeze a member until its session is over", kind: "freezes", times: 3, min: zombie, max: dead, begin: (*group).freeze, end: (*group).thaw},
+		{what: "freeze a member briefly", kind: "short_freezes", times: 1, min: session / 10, max: session / 2, begin: (*group).freeze, end: (*group).thaw},
+		{what: "kill a member that is frozen", kind: "kills_of_frozen", times: 1, kills: 1, min: zombie, max: dead, begin: (*group).freeze, end: (*group).killFrozen},
+		{what: "cut the way to Kafka", kind: "cuts", times: 2, min: session / 2, max: dead, begin: (*group).cut, end: (*group).mend},
+		{what: "add partitions to the topic", kind: "partitions_added", times: 1, begin: (*group).addPartitions},
+		{what: "delete the topic and create it again", kind: "topics_recreated", times: 1, max: session, begin: (*group).createTopic},
+		{what: "delete the topic and create it again while no member runs", kind: "topics_recreated_unseen", times: 1, max: session, begin: (*group).createTopicUnseen},
+		{what: "have PostgreSQL lose what it committed last, and rewind", kind: "rewinds", times: 1, max: session, begin: (*group).loseCommits},
+		{what: "hold what goes to Kafka", kind: "holds", times: 1, min: zombie, max: dead, begin: (*group).hold, end: (*group).mend},
 	}
 }
 
@@ -152,6 +153,16 @@ func (g *group) stopOne(t *testing.T, p incident) {
 
 func (g *group) stopAll(t *testing.T, _ incident) {
 	t.Helper()
+	g.stop(t, g.workers...)
+}
+
+// stopJoining stops all members, and those that take their places too, as soon as they
+// join.
+func (g *group) stopJoining(t *testing.T, p incident) {
+	t.Helper()
+	g.stop(t, g.workers...)
+	g.replace(t)
+	g.sleep(t, p.delay)
 	g.stop(t, g.workers...)
 }
 

@@ -23,9 +23,10 @@ import (
 )
 
 var (
-	groupKills    = flag.Int("faults.kills", 0, "how many members TestKilledConsumers kills at least; 0 means each kind of incident once, briefly")
-	groupRecords  = flag.Int("faults.events", 5000, "how many events TestKilledConsumers has handled")
-	groupBalancer = flag.String("faults.balancer", "cooperative", "how its partitions are given out: cooperative, eager or kip848")
+	groupKills     = flag.Int("faults.kills", 0, "how many members TestKilledConsumers kills at least; 0 means each kind of incident once, briefly")
+	groupRecords   = flag.Int("faults.events", 5000, "how many events TestKilledConsumers has handled")
+	groupJoinDelay = flag.Duration("faults.joindelay", 0, "group.initial.rebalance.delay.ms of the Kafka of TestKilledConsumers, whose default is 3s")
+	groupBalancer  = flag.String("faults.balancer", "cooperative", "how its partitions are given out: cooperative, eager or kip848")
 )
 
 const (
@@ -47,8 +48,12 @@ const (
 // repeats only where a member did not end cleanly.
 func TestKilledConsumers(t *testing.T) {
 	t.Parallel()
-	v := groupResult{Seed: seedOf(t), Balancer: *groupBalancer}
-	g := newGroup(t, v.Seed)
+	v := groupResult{Seed: seedOf(t), Balancer: *groupBalancer, JoinDelay: groupJoinDelay.String(), Incidents: map[string]int{}}
+	shortest, beat := fmt.Sprint(session.Milliseconds()), fmt.Sprint(heartbeat.Milliseconds())
+	g := newGroup(t, v.Seed, *groupJoinDelay, map[string]string{
+		"group.min.session.timeout.ms": shortest, "group.consumer.min.session.timeout.ms": shortest,
+		"group.consumer.min.heartbeat.interval.ms": beat, "group.consumer.heartbeat.interval.ms": beat,
+	})
 	incidents := groupPlan(v.Seed, *groupKills)
 	// Half of the events are there before the members that are killed, more of them
 	// than a member takes into its queues.
@@ -73,6 +78,7 @@ func TestKilledConsumers(t *testing.T) {
 	g.replace(t)
 	for _, p := range incidents {
 		g.run(t, p, each)
+		v.Incidents[p.kind]++
 	}
 	g.shop.sell(t, *groupRecords-g.shop.events)
 	g.awaitHandled(t)
@@ -80,24 +86,30 @@ func TestKilledConsumers(t *testing.T) {
 	g.compare(t, &v)
 	t.Logf("%s", v)
 	require.NoError(t, v.Err())
+	require.NoError(t, v.missing())
 	require.GreaterOrEqual(t, v.Kills, *groupKills)
 }
 
 // groupResult is what TestKilledConsumers prints in the end.
 type groupResult struct {
-	Seed        uint64  `json:"seed"`
-	Seconds     float64 `json:"seconds"`
-	Balancer    string  `json:"balancer"`
-	Kills       int     `json:"kills"`   // members that got SIGKILL
-	Stops       int     `json:"stops"`   // that were stopped cleanly
-	Freezes     int     `json:"freezes"` // that were frozen
-	LongestStop int64   `json:"longest_stop_ms"`
-	Topics      int     `json:"topics"`     // that had the name of the topic, one after the other
-	Lost        int     `json:"lost"`       // actions that PostgreSQL had committed, and lost
-	Rebalances  int     `json:"rebalances"` // times that a member was given partitions
-	Records     int     `json:"records"`    // on the topic
-	Events      int     `json:"events"`     // of these, different ones
-	Handled     int     `json:"handled"`    // actions in event_handled
+	Seed     uint64  `json:"seed"`
+	Seconds  float64 `json:"seconds"`
+	Balancer string  `json:"balancer"`
+	// JoinDelay is how long Kafka waits for more members of a group that has none.
+	JoinDelay string `json:"join_delay"`
+	// Incidents says how often each kind of incident happened, see incidentKinds.
+	Incidents   map[string]int `json:"incidents"`
+	Kills       int            `json:"kills"`   // members that got SIGKILL
+	Stops       int            `json:"stops"`   // that were stopped cleanly
+	Freezes     int            `json:"freezes"` // that were frozen
+	LongestStop int64          `json:"longest_stop_ms"`
+	CommitsLost int            `json:"commits_lost"` // actions that PostgreSQL had committed, and lost
+	Rewound     int            `json:"rewound"`      // records to which the group went back
+	Conflicts   int            `json:"conflicts"`    // that PostgreSQL rolled back with 40001, without those in batches
+	Rebalances  int            `json:"rebalances"`   // times that a member was given partitions
+	Records     int            `json:"records"`      // on the topic
+	Events      int            `json:"events"`       // of these, different ones
+	Handled     int            `json:"handled"`      // actions in event_handled
 	// RepeatsSkipped are actions that members found done already, and RepeatsSeen
 	// records that the handler without a transaction saw again.
 	RepeatsSkipped int `json:"repeats_skipped"`
@@ -120,6 +132,20 @@ func (v groupResult) String() string {
 		return err.Error()
 	}
 	return string(b)
+}
+
+// missing says what did not happen though it was to, or returns nil: a run without it has
+// shown less than it seems.
+func (v groupResult) missing() error {
+	for _, p := range incidentKinds() {
+		if v.Incidents[p.kind] == 0 {
+			return fmt.Errorf("faults: %q did not happen: %s", p.kind, v)
+		}
+	}
+	if min(v.CommitsLost, v.Rewound, v.Conflicts, v.RepeatsSkipped) == 0 {
+		return fmt.Errorf("faults: no commit was lost, no record repeated, or no transaction in conflict: %s", v)
+	}
+	return nil
 }
 
 // Err says what is wrong, or returns nil.
@@ -145,18 +171,18 @@ type group struct {
 	stops, freezes int
 	longestStop    time.Duration
 	lost           int               // actions that PostgreSQL has lost
+	rewound        int               // records to which the group went back
 	gone           []map[int32]int64 // the ends of the topics that were deleted
 }
 
-func newGroup(t *testing.T, seed uint64) *group {
+// newGroup returns a group without members. Kafka waits for joinDelay for more of them when
+// the first has come, see group.initial.rebalance.delay.ms, and has further settings.
+func newGroup(t *testing.T, seed uint64, joinDelay time.Duration, settings map[string]string) *group {
 	t.Helper()
 	require.Contains(t, []string{"cooperative", "eager", kip848}, *groupBalancer, "-faults.balancer")
 	g := &group{crew: newCrew(t), start: time.Now(), diaries: t.TempDir(), server: startServer(t, nil)}
-	shortest, beat := fmt.Sprint(session.Milliseconds()), fmt.Sprint(heartbeat.Milliseconds())
-	kafka := g.startKafka(t, map[string]string{
-		"group.min.session.timeout.ms": shortest, "group.consumer.min.session.timeout.ms": shortest,
-		"group.consumer.min.heartbeat.interval.ms": beat, "group.consumer.heartbeat.interval.ms": beat,
-	})
+	settings["group.initial.rebalance.delay.ms"] = fmt.Sprint(joinDelay.Milliseconds())
+	kafka := g.startKafka(t, settings)
 	g.toKafka = through(t, kafka.Brokers()[0])
 	cfg, err := pgxpool.ParseConfig(g.server.URL())
 	require.NoError(t, err)
