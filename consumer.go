@@ -15,6 +15,7 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/starts"
 	"github.com/outboxgo/outbox/internal/wait"
@@ -28,8 +29,10 @@ type Consumer struct {
 	hostOpts  []kgo.Opt
 	opts      []kgo.Opt // with what the promises need
 	processor *processor
-	handled   *handledStore   // nil without PostgreSQL
-	starts    *starts.Store   // nil without PostgreSQL
+	handled   *handledStore // nil without PostgreSQL
+	starts    *starts.Store // nil without PostgreSQL
+	pauses    *pauses.Set
+	operators *pauses.Store   // what they have paused; nil without PostgreSQL
 	slots     *handling.Slots // nil: no limit
 	outages   *outage.Logs    // of PostgreSQL, Kafka and dead-letter topics
 
@@ -97,7 +100,7 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	log := cfg.Logger.With("group", cfg.Group)
 	cfg.HandlerConfig = cfg.guarded(log)
 	c := &Consumer{
-		cfg: cfg, hostOpts: slices.Clone(opts), opts: all, outages: outage.NewLogs(log),
+		cfg: cfg, hostOpts: slices.Clone(opts), opts: all, outages: outage.NewLogs(log), pauses: pauses.NewSet(),
 		processor: &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, log: log, input: &inputLog{}, apart: new(sync.Map)},
 	}
 	switch {
@@ -110,6 +113,7 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 		c.handled = newHandledStore(db, cfg.Schema, cfg.Group)
 		c.processor.store = c.handled
 		c.starts = starts.NewStore(db, cfg.Schema, cfg.Group)
+		c.operators = pauses.NewStore(db, cfg.Schema, cfg.Group)
 	}
 	return c, nil
 }
@@ -150,8 +154,9 @@ func (c *Consumer) run(ctx context.Context) error {
 	if err := c.checkTables(ctx); err != nil || ctx.Err() != nil {
 		return err
 	}
+	defer c.watchPauses(ctx)()
 	for ctx.Err() == nil { // again if a topic was created again: the client cannot read the new one
-		m, err := join(c.hostOpts, c.opts, &c.cfg, c.processor, c.starts, c.slots, c.outages)
+		m, err := join(c.hostOpts, c.opts, &c.cfg, c.processor, c.starts, c.slots, c.pauses, c.outages)
 		if err != nil {
 			return err
 		}
@@ -175,15 +180,15 @@ const (
 	outageCommitting = "committing offsets"
 )
 
-// checkTables waits for PostgreSQL and checks that event_handled and consumer_start are as this
-// release needs them.
+// checkTables waits for PostgreSQL and checks that the tables of consumers are as this release
+// needs them. It also reads what is paused, before anything is handled.
 func (c *Consumer) checkTables(ctx context.Context) error {
 	if c.handled == nil {
 		return nil
 	}
 	for ctx.Err() == nil {
 		began := time.Now()
-		err := errors.Join(c.handled.check(ctx), c.starts.Check(ctx))
+		err := errors.Join(c.handled.check(ctx), c.starts.Check(ctx), c.readPauses(ctx))
 		if pg.IsUndefined(err) {
 			return notMigrated(c.cfg.Schema, err)
 		}

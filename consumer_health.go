@@ -26,7 +26,7 @@ type ConsumerHealth struct {
 	// group that has more members than partitions holds none, and is ready.
 	Partitions int
 	// Reasons say why the consumer is not live or not ready. A lag that has grown for
-	// five minutes is among them, although it makes the consumer neither.
+	// five minutes and what is paused are among them, although they make it neither.
 	Reasons []string
 }
 
@@ -71,6 +71,7 @@ func (c *Consumer) Health() ConsumerHealth {
 		if before, now, growing := m.lag.Growing(); growing {
 			h.Reasons = append(h.Reasons, fmt.Sprintf("the lag grows: %d records, %d five minutes ago", now, before))
 		}
+		h.Reasons = append(h.Reasons, c.pauseReasons()...)
 	}
 	return h
 }

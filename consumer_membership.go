@@ -16,6 +16,7 @@ import (
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/starts"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -134,7 +135,7 @@ type membership struct {
 
 // join makes the client from opts. Kafka is asked for partitions in the background. The
 // client lives until close, whatever becomes of the context in the host's options.
-func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts.Store, slots *handling.Slots, outages *outage.Logs) (*membership, error) {
+func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts.Store, slots *handling.Slots, set *pauses.Set, outages *outage.Logs) (*membership, error) {
 	ctx, err := kafka.ContextOf(host)
 	if err != nil {
 		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
@@ -146,7 +147,7 @@ func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	m := &membership{
 		cfg: cfg, processor: p, outages: outages, log: p.log, hangUp: cancel, hostOpts: host, bound: bound,
-		limits:         limits{budget: handling.NewBudget(cfg.MaxQueueBytes), slots: slots, noTx: cfg.Concurrency > 0},
+		limits:         limits{budget: handling.NewBudget(cfg.MaxQueueBytes), slots: slots, noTx: cfg.Concurrency > 0, pauses: set},
 		commitRequests: make(chan struct{}, 1), workers: map[kafka.Partition]*worker{}, running: map[*worker]bool{},
 	}
 	m.starts = starts.NewMember(starts.Config{
@@ -208,6 +209,7 @@ func (m *membership) poll(ctx context.Context) {
 	beside.Go(func() { m.checkDeadLetterTopics(ctx) })
 	beside.Go(func() { m.watchHandlers(ctx) })
 	beside.Go(func() { m.watchLag(ctx) })
+	beside.Go(func() { m.limits.pauses.Watch(ctx, m.processor.routes.topics, m.pauseTopics) })
 	for ctx.Err() == nil {
 		began := time.Now()
 		fetches := m.client.PollRecords(ctx, pollRecords)

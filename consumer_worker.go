@@ -14,6 +14,7 @@ import (
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/starts"
 	"github.com/outboxgo/outbox/internal/wait"
@@ -74,6 +75,7 @@ type limits struct {
 	budget *handling.Budget
 	slots  *handling.Slots // for handlers at work; nil: no limit
 	noTx   bool            // handlers without a transaction need a slot, too
+	pauses *pauses.Set     // topics of which nothing is handled
 }
 
 // What a queue may hold before its partition is paused, see also [handling.Budget]. It
@@ -229,8 +231,8 @@ func (w *worker) close() {
 	w.queue, w.bytes, w.closed = nil, 0, true
 }
 
-// takeSlot waits until a handler may be called, and reports whether that was before the
-// worker is to end.
+// takeSlot waits until there is a slot for a handler, and reports whether that was before
+// the worker is to end.
 func (w *worker) takeSlot(tx bool) bool {
 	if w.limits.slots == nil || !tx && !w.limits.noTx {
 		return true
@@ -279,7 +281,7 @@ func (w *worker) reportSlow() {
 // run handles records until finish or abandon is called.
 func (w *worker) run() {
 	defer w.end()
-	for w.stopping.Err() == nil {
+	for w.awaitResume() {
 		records := w.take()
 		if len(records) == 0 {
 			select {
@@ -379,8 +381,9 @@ func (w *worker) readFrom(first int, items []item, origins []KafkaMetadata) (nex
 // are done but for their other tasks; or all items and false if each needs a
 // transaction of its own, and the error of the one that has failed, if that is certain.
 //
-// What is done is committed before the rest when the worker is to end, and after half of
-// MaxPollInterval, so that a batch of slow handlers does not run out of it.
+// What is done is committed before the rest when the worker is to end, when the topic is
+// paused, and after half of MaxPollInterval, so that a batch of slow handlers does not run
+// out of it.
 func (w *worker) tryBatch(items []item) (n int, committed bool, failed *taskError) {
 	const conflictsOfBatch = 3 // small transactions block each other less
 	tasks := tasksInTx(items)
@@ -390,11 +393,11 @@ func (w *worker) tryBatch(items []item) (n int, committed bool, failed *taskErro
 	case !w.processor.sharing(tasks):
 		return len(items), false, nil
 	}
-	for conflicts := 0; w.stopping.Err() == nil && w.takeSlot(true); {
+	for conflicts := 0; w.mayCall(true); {
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
 		done, err := w.processor.processBatch(ctx, items, tasks, func() bool {
-			return w.stopping.Err() != nil || time.Since(began) > w.cfg.MaxPollInterval/2
+			return w.stopping.Err() != nil || w.isTopicPaused() || time.Since(began) > w.cfg.MaxPollInterval/2
 		})
 		late := isLate(ctx, err)
 		cancel()
@@ -431,6 +434,9 @@ var errStopped = errors.New("partition is given up")
 // others are committed. The error of a task that has failed in the batch is that of its first
 // attempt. The error of finishRecord is errStopped.
 func (w *worker) finishRecord(it *item, committed bool, failed *taskError) error {
+	if it.class != "" && !w.awaitResume() {
+		return errStopped
+	}
 	if it.class == classUnknownType {
 		if w.cfg.Hooks.Unknown != nil {
 			w.cfg.Hooks.Unknown(it.meta)
@@ -493,7 +499,7 @@ func (w *worker) runTask(it *item, t task, failed error) error {
 // tryTask runs a task once. Outage reports whether its error is one of PostgreSQL. The
 // error is errStopped if the worker is to end before.
 func (w *worker) tryTask(t task) (outage bool, err error) {
-	if !w.takeSlot(t.kind != noTx) {
+	if !w.mayCall(t.kind != noTx) {
 		return false, errStopped
 	}
 	began := time.Now()

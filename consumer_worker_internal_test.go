@@ -10,6 +10,7 @@ import (
 	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -24,6 +25,7 @@ import (
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pauses"
 )
 
 // played is an event whose handlers do what its play says.
@@ -40,7 +42,7 @@ type workerFixture struct {
 	t            *testing.T
 	events       *Registry
 	worker       *worker
-	handlers     map[string]string // by event: + goes well, - fails, p fails for good, ! panics, x ends its goroutine, 4 is a conflict, f finds another server full, = changes settings, s stops the worker, a abandons it
+	handlers     map[string]string // by event: + goes well, - fails, p fails for good, ! panics, x ends its goroutine, 4 is a conflict, f finds another server full, = changes settings, s stops the worker, a abandons it, z pauses the topic for an hour, Z does so and fails
 	transactions string            // + goes well, d is a deadlock, o an outage, n cannot note anything, c a connection that is lost while others can be had
 	sends        string            // + goes well, l is too large, u finds the topic unavailable
 
@@ -52,6 +54,7 @@ type workerFixture struct {
 	forged  bool // headers of replays
 	paused  []bool
 	records []*kgo.Record // dead letters
+	resumed atomic.Bool   // the topic, since the last call of a handler
 }
 
 // next takes the next sign of a play.
@@ -157,8 +160,20 @@ func (s *workerFixture) produce(_ context.Context, r *kgo.Record) error {
 	return nil
 }
 
+// pause pauses the topic for an hour.
+func (s *workerFixture) pause() {
+	s.worker.limits.pauses.Pause(s.worker.partition.Topic)
+	time.AfterFunc(time.Hour, func() {
+		s.resumed.Store(true)
+		s.worker.limits.pauses.Resume(s.worker.partition.Topic)
+	})
+}
+
 // handle is what every handler does.
 func (s *workerFixture) handle(ctx context.Context, e played, m Metadata) error {
+	if s.resumed.Swap(false) {
+		s.log = append(s.log, "resumed")
+	}
 	s.current = append(s.current, fmt.Sprint(e.Name, m.Attempt))
 	play := s.handlers[e.Name]
 	sign := next(&play)
@@ -178,6 +193,11 @@ func (s *workerFixture) handle(ctx context.Context, e played, m Metadata) error 
 		return &pgconn.PgError{Code: "53400"}
 	case '=':
 		s.sets = true
+	case 'z':
+		s.pause()
+	case 'Z':
+		s.pause()
+		return errPlayed
 	case 's':
 		s.worker.finish()
 	case 'a':
@@ -203,7 +223,7 @@ func newWorkerFixture(t *testing.T, cfg ConsumerConfig, handlers ...Handler) *wo
 	routes, err := newRoutes(s.events, nil, handlers)
 	require.NoError(t, err)
 	p := &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, store: s, log: cfg.Logger, input: &inputLog{}, apart: new(sync.Map)}
-	s.worker = newWorker(kafka.Partition{Topic: "play-events", Number: 3}, p, s, &cfg, limits{budget: handling.NewBudget(cfg.MaxQueueBytes)}, outage.NewLogs(cfg.Logger))
+	s.worker = newWorker(kafka.Partition{Topic: "play-events", Number: 3}, p, s, &cfg, limits{budget: handling.NewBudget(cfg.MaxQueueBytes), pauses: pauses.NewSet()}, outage.NewLogs(cfg.Logger))
 	return s
 }
 
@@ -255,6 +275,16 @@ var workerPlays = []struct {
 	{name: "a lost connection is the handler's doing if there are others", transactions: "cc",
 		want: []string{"a1 b1 c1: rolled back", "a1: rolled back", "a2: committed", "b1: committed", "c1: committed"}, handled: 3},
 	{name: "the worker stops within the batch", handlers: map[string]string{"b": "s"}, want: []string{"a1 b1: committed"}, handled: 2},
+	{name: "the topic is paused within the batch", handlers: map[string]string{"b": "z"}, want: []string{"a1 b1: committed", "resumed", "c1: committed"}, handled: 3},
+	{name: "the topic is paused at the end", handlers: map[string]string{"c": "z"}, want: []string{"a1 b1 c1: committed"}, handled: 3},
+	{name: "the topic is paused in the first try, which counts", handlers: map[string]string{"a": "Z"},
+		want: []string{"a1: rolled back", "resumed", "a2: committed", "b1: committed", "c1: committed"}, handled: 3},
+	{name: "the topic is paused between two tries", handlers: map[string]string{"a": "-Z"},
+		want: []string{"a1: rolled back", "a2: rolled back", "resumed", "a3: committed", "b1: committed", "c1: committed"}, handled: 3},
+	{name: "the topic is paused in a batch that fails", handlers: map[string]string{"b": "Z"},
+		want: []string{"a1 b1: rolled back", "resumed", "a1: committed", "b1: committed", "c1: committed"}, handled: 3},
+	{name: "the topic is paused before a deadlock", handlers: map[string]string{"a": "z"}, transactions: "d",
+		want: []string{"a1: rolled back", "resumed", "a1 b1 c1: committed"}, handled: 3},
 	{name: "the first fails, which counts", handlers: map[string]string{"a": "----"},
 		want: []string{"a1: rolled back", "a2: rolled back", "a3: rolled back", "a4: rolled back", "dead letter a after 4: handler", "b1: committed", "c1: committed"}, handled: 3},
 	{name: "one ends its goroutine", handlers: map[string]string{"b": "xxxxx"},

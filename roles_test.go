@@ -142,6 +142,13 @@ func testRoles(t *testing.T, h *relayFixture, reader *oracle.Reader, left int) {
 			operator.Release(background, "default", h.topic, "bad", kim) == nil && operator.Resolve(background, rows[0].ID, kim) == nil
 	}, testenv.Patience, 10*time.Millisecond)
 	h.awaitStatuses(t, map[string]int{}) // retention has removed it
+	consumers, err := outboxops.NewConsumers(r.as(t, "operator"), outboxops.ConsumersConfig{Schema: h.schema})
+	require.NoError(t, err)
+	require.NoError(t, consumers.Pause(background, "g", h.topic, kim))
+	groups, err := consumers.List(background)
+	require.NoError(t, err)
+	require.Equal(t, kim.Reason, groups[0].Topics[0].Pause.Reason)
+	require.NoError(t, consumers.Resume(background, "g", h.topic, kim))
 	stop()
 
 	// After a restore into another cluster.
@@ -180,7 +187,7 @@ func TestRolesCannot(t *testing.T) {
 	h := newRelayFixture(t)
 	r := newRoles(t, h)
 	h.commit(t, numbered("key", 1, 1)...)
-	tables := []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "consumer_start", "outbox_partitioning"}
+	tables := []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "consumer_start", "consumer_pause", "outbox_partitioning"}
 	statements := map[string]string{
 		"select": `SELECT FROM {t}`, "update": `UPDATE {t} SET {c} = {c}`, "delete": `DELETE FROM {t}`, "truncate": `TRUNCATE {t}`,
 		"insert": `INSERT INTO {t} DEFAULT VALUES`, "trigger": `CREATE TRIGGER x AFTER INSERT ON {t} EXECUTE FUNCTION suppress_redundant_updates_trigger()`,
@@ -192,15 +199,15 @@ func TestRolesCannot(t *testing.T) {
 			"outbox_failed update", "outbox_failed delete", "outbox_audit select", "outbox_audit insert", "outbox_audit delete",
 			"event_handled select", "event_handled delete", "consumer_start select"},
 		"consumer": {"event_handled select", "event_handled insert", "event_handled delete",
-			"consumer_start select", "consumer_start insert", "consumer_start update", "consumer_start delete"},
+			"consumer_start select", "consumer_start insert", "consumer_start update", "consumer_start delete", "consumer_pause select"},
 		"reader": {"outbox select", "outbox_cursor select", "outbox_lease select", "outbox_failed select", "outbox_audit select",
-			"event_handled select", "consumer_start select"},
+			"event_handled select", "consumer_start select", "consumer_pause select"},
 		"operator": {"outbox select", "outbox_cursor select", "outbox_lease select", "outbox_failed select", "outbox_audit select",
 			"event_handled select", "outbox_failed update", "outbox_audit insert", "consumer_start select", "consumer_start insert",
-			"consumer_start update"},
+			"consumer_start update", "consumer_pause select", "consumer_pause insert", "consumer_pause delete"},
 	}
 	column := map[string]string{"outbox": "payload", "outbox_cursor": "relay", "outbox_lease": "holder", "outbox_failed": "status",
-		"outbox_audit": "reason", "event_handled": "action", "consumer_start": "position", "outbox_partitioning": "rows"}
+		"outbox_audit": "reason", "event_handled": "action", "consumer_start": "position", "consumer_pause": "reason", "outbox_partitioning": "rows"}
 	for role, allowed := range can {
 		db := r.as(t, role)
 		var got []string

@@ -47,7 +47,7 @@ func (a AuditInfo) check() error {
 	return nil
 }
 
-// AuditEntry is a row of outbox_audit: an action on a failure or a key.
+// AuditEntry is a row of outbox_audit: an action on a failure, a key or a consumer group.
 type AuditEntry struct {
 	// ID orders the entries.
 	ID int64
@@ -56,10 +56,13 @@ type AuditEntry struct {
 	// Operator is who did it, and Reason why. What a relay retries by RetryDeadAfter, it
 	// retries as "relay" and its name.
 	Operator, Reason string
-	// Action is retry, resolve, edit, hold or release.
+	// Action is retry, resolve, edit, hold or release; of a consumer group pause or resume.
 	Action string
-	// Relay, Topic and Key are where the event belongs.
+	// Relay, Topic and Key are where the event belongs. Of a consumer group there is only
+	// Topic, empty for all of them.
 	Relay, Topic, Key string
+	// Group is the consumer group that was paused or resumed; empty for all else.
+	Group string
 	// Failure, OutboxID and EventID are the event's. They are zero for an action on a
 	// key.
 	Failure FailureID
@@ -88,13 +91,13 @@ type AuditPage struct {
 const sqlAudit = `
 SELECT id, created_at, operator, reason, action, relay, split_part(parking_key, '/', 1), substr(parking_key, strpos(parking_key, '/') + 1),
        coalesce(failed_id, 0), coalesce(outbox_id, 0), coalesce(event_id::text, ''),
-       num_nonnulls(payload, payload_bytes) > 0
+       coalesce(consumer_group, ''), num_nonnulls(payload, payload_bytes) > 0
   FROM {schema}.outbox_audit
  WHERE ($1::bigint = 0 OR failed_id = $1) AND ($2::bigint = 0 OR id < $2)
  ORDER BY id DESC LIMIT $3`
 
-// Audit returns the actions on a failure, or all actions for the zero FailureID, the
-// last first.
+// Audit returns the actions on a failure, or for the zero FailureID all actions, also those
+// on consumer groups, the last first.
 func (f *Failures) Audit(ctx context.Context, id FailureID, page AuditPage) ([]AuditEntry, error) {
 	limit, err := limitOf(page.Limit)
 	if id != (FailureID{}) {
@@ -141,7 +144,7 @@ func (f *Failures) readEdited(ctx context.Context, entries []AuditEntry) (err er
 
 func scanAudit(row pgx.CollectableRow) (e AuditEntry, err error) {
 	var failure int64
-	err = row.Scan(&e.ID, &e.At, &e.Operator, &e.Reason, &e.Action, &e.Relay, &e.Topic, &e.Key, &failure, &e.OutboxID, &e.EventID, &e.edited)
+	err = row.Scan(&e.ID, &e.At, &e.Operator, &e.Reason, &e.Action, &e.Relay, &e.Topic, &e.Key, &failure, &e.OutboxID, &e.EventID, &e.Group, &e.edited)
 	e.Failure = relayID(failure)
 	return e, err
 }

@@ -7,6 +7,7 @@
 //     reason.
 //   - [Inspector] shows the state of relays, recorded events, open transactions and
 //     partitions. It changes nothing.
+//   - [Consumers] shows consumer groups, and pauses and resumes them.
 //   - [Monitor] alerts where no relay runs that could.
 //   - [Rewind] sets a consumer group back, after a restore or a failover.
 //
@@ -29,7 +30,8 @@ var (
 	// [Inspector.Event].
 	ErrNotFound = errors.New("not found")
 	// ErrStatus is returned by the methods of [Failures] for an action that is not
-	// possible in the status of the event.
+	// possible in the status of the event; and by those of [Consumers] for what is paused
+	// already, or is not.
 	ErrStatus = errors.New("not possible in this status")
 )
 

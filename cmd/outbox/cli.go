@@ -42,7 +42,8 @@ func commands() []command {
 		statusCommand, doctorCommand, tailCommand, topicsCommand,
 		failedListCommand, failedShowCommand, failedRetryCommand, failedResolveCommand,
 		failedEditCommand, failedHoldCommand, failedReleaseCommand,
-		dlqListCommand, dlqReplayCommand, consumerRewindCommand,
+		dlqListCommand, dlqReplayCommand,
+		consumerStatusCommand, consumerPauseCommand, consumerResumeCommand, consumerRewindCommand,
 		migrateUpCommand, migrateStatusCommand, migratePrintCommand, versionCommand,
 	}
 }

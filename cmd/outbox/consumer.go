@@ -31,7 +31,7 @@ func (r *rewindTarget) Set(text string) error {
 }
 
 var consumerRewindCommand = command{
-	name: "consumer rewind", synopsis: "--group NAME --to TIME|OFFSET",
+	name:    "consumer rewind",
 	summary: "have a consumer group read records again",
 	about: `
 For after a restore or a failover of PostgreSQL that lost effects of handlers
@@ -41,8 +41,8 @@ group only goes back. Nothing happens unless --yes is given.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var r consumerRewind
-		fs.StringVar(&r.group, "group", "", "`NAME` consumer group")
-		fs.Var(&r.to, "to", "`TIME` 2h (ago), 2006-01-02T15:04:05Z; or an offset, with one --topic")
+		fs.StringVar(&r.group, "group", "", "`NAME` consumer group; required")
+		fs.Var(&r.to, "to", "`TIME` required: 2h (ago), 2006-01-02, or an offset, with one --topic")
 		fs.StringVar(&r.topics, "topic", "", "`LIST` only in these topics")
 		fs.BoolVar(&r.yes, "yes", false, "do it; without it the records are only counted")
 		return r.run

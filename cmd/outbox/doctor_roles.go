@@ -56,7 +56,8 @@ func onFunctions(signatures ...string) (all []need) {
 }
 
 var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_cursor", "SELECT"), onTable("outbox_lease", "SELECT"),
-	onTable("outbox_failed", "SELECT"), onTable("outbox_audit", "SELECT"), onTable("event_handled", "SELECT"), onTable("consumer_start", "SELECT"))
+	onTable("outbox_failed", "SELECT"), onTable("outbox_audit", "SELECT"), onTable("event_handled", "SELECT"), onTable("consumer_start", "SELECT"),
+	onTable("consumer_pause", "SELECT"))
 
 // partNeeds is what docs/roles.md grants, beside USAGE of the schema.
 var partNeeds = map[string][]need{
@@ -71,10 +72,10 @@ var partNeeds = map[string][]need{
 			"outbox_drop_partition(name, boolean, pg_snapshot, timestamptz, text[], text, text, bigint)")),
 	"consumer": slices.Concat(onTable("event_handled", "SELECT", "INSERT", "DELETE"),
 		[]need{{privilege: "UPDATE", table: "event_handled", columns: []string{"handled_at"}}}, onSequences("event_handled_id_seq"),
-		onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE")),
+		onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE"), onTable("consumer_pause", "SELECT")),
 	"reader": readerNeeds,
 	"operator": slices.Concat(readerNeeds, onTable("outbox_failed", "UPDATE"), onTable("outbox_audit", "INSERT"), onSequences("outbox_audit_id_seq"),
-		onTable("consumer_start", "INSERT", "UPDATE")),
+		onTable("consumer_start", "INSERT", "UPDATE"), onTable("consumer_pause", "INSERT", "DELETE")),
 }
 
 // on says what the privilege is for, and grant how to give it.

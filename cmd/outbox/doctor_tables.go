@@ -32,7 +32,7 @@ var migrationsCheck = check{"migrations", []string{"migrations.none", "migration
 	return err
 }}
 
-var outboxTables = []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "outbox_partitioning", "consumer_start"}
+var outboxTables = []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "outbox_partitioning", "consumer_start", "consumer_pause"}
 
 // migrated reports whether the tables are there and of this release, so that it is
 // worth while to look further.

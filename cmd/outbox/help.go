@@ -39,7 +39,24 @@ func help(e *env, words []string) error {
 	return nil
 }
 
-func overview() string { return intro + summaries(commands()) + outro }
+// overview lists the commands. It fits a screen of 24 lines, so those of migrate, which few
+// people need by hand, have one line: outbox help migrate lists them.
+func overview() string {
+	var shown []command
+	for _, c := range commands() {
+		if group, action, _ := strings.Cut(c.name, " "); group == migrateGroup.name {
+			if last := len(shown) - 1; shown[last].name == group {
+				shown[last].summary += ", " + action
+				continue
+			}
+			c = command{name: group, summary: migrateGroup.summary + action}
+		}
+		shown = append(shown, c)
+	}
+	return intro + summaries(shown) + outro
+}
+
+var migrateGroup = command{name: "migrate", summary: "create the tables or bring them up to date: "}
 
 func summaries(all []command) string {
 	var b strings.Builder

@@ -1,0 +1,167 @@
+package outbox
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/pauses"
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// Pause has this process handle nothing of some topics, or without topics nothing at all,
+// until Resume is called. Handlers finish what they are at, and what they have done is
+// committed; an event that has failed is tried again after the pause. The member keeps its
+// partitions, so other members of the group do not handle what it has paused. Pause may be
+// called at any time, also before Run, and returns at once.
+//
+// Operators pause a group in all its processes, and over restarts, with the command
+// outbox consumer pause, the page of outboxadmin, or outboxops.Consumers. A topic is
+// handled when nobody has paused it any more.
+//
+// The error names topics that the consumer does not read. Nothing is paused then.
+func (c *Consumer) Pause(topics ...string) error {
+	if err := c.checkPause(topics); err != nil {
+		return fmt.Errorf("outbox: pause: %w", err)
+	}
+	c.pauses.Pause(pausedTopics(topics)...)
+	return nil
+}
+
+// Resume ends the pause that Pause has begun with the same topics, or without topics. It
+// does not end those of operators. The error is that of Pause.
+func (c *Consumer) Resume(topics ...string) error {
+	if err := c.checkPause(topics); err != nil {
+		return fmt.Errorf("outbox: resume: %w", err)
+	}
+	c.pauses.Resume(pausedTopics(topics)...)
+	return nil
+}
+
+func (c *Consumer) checkPause(topics []string) error {
+	for _, t := range topics {
+		if !slices.Contains(c.processor.routes.topics, t) {
+			return fmt.Errorf("the consumer does not read topic %q", t)
+		}
+	}
+	return nil
+}
+
+func pausedTopics(topics []string) []string {
+	if len(topics) == 0 {
+		return []string{pauses.All}
+	}
+	return topics
+}
+
+// isTopicPaused reports whether the topic of the partition is paused.
+func (w *worker) isTopicPaused() bool { return w.limits.pauses.IsPaused(w.partition.Topic) }
+
+// awaitResume waits while the topic is paused, and reports whether that ended before the
+// worker is to end.
+func (w *worker) awaitResume() bool {
+	return w.limits.pauses.AwaitResume(w.stopping, w.partition.Topic) && w.stopping.Err() == nil
+}
+
+// mayCall waits until a handler may be called: until the topic is not paused, and there is a
+// slot. It reports whether that was before the worker is to end. A worker whose topic is
+// paused keeps no slot from others.
+func (w *worker) mayCall(tx bool) bool {
+	for w.awaitResume() && w.takeSlot(tx) {
+		if !w.isTopicPaused() {
+			return true
+		}
+		w.releaseSlot() // paused while it waited for the slot
+	}
+	return false
+}
+
+// pauseTopics has the client fetch nothing of some topics. What it has fetched waits in the
+// queues of the workers.
+func (m *membership) pauseTopics(paused, others []string) {
+	if len(paused) > 0 {
+		m.client.PauseFetchTopics(paused...)
+	}
+	if len(others) > 0 {
+		m.client.ResumeFetchTopics(others...)
+	}
+}
+
+const (
+	// pausesInterval is how long it may take until a member knows what operators have
+	// paused or resumed.
+	pausesInterval = 2 * time.Second
+	pausesTimeout  = time.Minute // a pool may be small, and handlers take long
+	outagePauses   = "reading what is paused"
+)
+
+// watchPauses reads what operators have paused, until stop is called, which waits for it.
+// While PostgreSQL does not answer, what it said last counts.
+func (c *Consumer) watchPauses(ctx context.Context) (stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	var watching sync.WaitGroup
+	watching.Go(func() {
+		for c.operators != nil && ctx.Err() == nil {
+			wait.Sleep(ctx, pausesInterval)
+			began := time.Now()
+			err := c.readPauses(ctx)
+			if err != nil {
+				err = fmt.Errorf("what was read before still counts: %w", err)
+			}
+			if ctx.Err() == nil {
+				c.outages.Report(outagePauses, began, err)
+			}
+		}
+	})
+	return func() {
+		cancel()
+		watching.Wait()
+	}
+}
+
+func (c *Consumer) readPauses(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, pausesTimeout)
+	defer cancel()
+	now, err := c.operators.Read(ctx)
+	if err != nil {
+		return err
+	}
+	c.logPauses(c.pauses.SetStored(now), now)
+	return nil
+}
+
+// logPauses logs what has changed.
+func (c *Consumer) logPauses(before, now []pauses.Pause) {
+	has := func(all []pauses.Pause, topic string) bool {
+		return slices.ContainsFunc(all, func(p pauses.Pause) bool { return p.Topic == topic })
+	}
+	for _, p := range now {
+		if !has(before, p.Topic) {
+			c.processor.log.Warn("outbox: consumer is paused by an operator", "topic", p.Topic, "operator", p.Operator, "reason", p.Reason, "since", p.At)
+		}
+	}
+	for _, p := range before {
+		if !has(now, p.Topic) {
+			c.processor.log.Warn("outbox: consumer is resumed by an operator", "topic", p.Topic)
+		}
+	}
+}
+
+// pauseReasons says what is paused, for [Consumer.Health].
+func (c *Consumer) pauseReasons() (reasons []string) {
+	of := func(topic string) string {
+		if topic == pauses.All {
+			return "the consumer"
+		}
+		return "topic " + topic
+	}
+	for _, p := range c.pauses.Stored() {
+		reasons = append(reasons, fmt.Sprintf("%s is paused by %s since %v: %s", of(p.Topic), p.Operator, time.Since(p.At).Round(time.Second), p.Reason))
+	}
+	for _, topic := range c.pauses.Own() {
+		reasons = append(reasons, of(topic)+" is paused by this process")
+	}
+	return reasons
+}

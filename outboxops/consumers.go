@@ -1,0 +1,195 @@
+package outboxops
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pauses"
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// Consumers shows consumer groups, and pauses and resumes them. It is safe for concurrent
+// use.
+//
+// All members of a group look every two seconds for what is paused, and before they handle
+// anything after a start. Handlers finish what they are at. A member that PostgreSQL does not
+// answer goes by what it has read last. Groups that run without a database cannot be paused
+// here.
+type Consumers struct {
+	db                  *pgxpool.Pool
+	list, pause, resume string
+}
+
+// ConsumersConfig says where the tables are. It may be zero.
+type ConsumersConfig struct {
+	// Schema of the tables. Empty means public.
+	Schema string
+}
+
+// NewConsumers returns access to the consumer groups in db. It does no I/O; closing db stays
+// with the caller.
+func NewConsumers(db *pgxpool.Pool, cfg ConsumersConfig) (*Consumers, error) {
+	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
+	err := check.Schema(cfg.Schema)
+	if db == nil {
+		err = errors.Join(fmt.Errorf("db %w", outbox.ErrNilArgument), err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("outbox: consumers config: %w", err)
+	}
+	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
+	return &Consumers{db: db, list: in(sqlGroups), pause: in(sqlPauseConsumer), resume: in(sqlResumeConsumer)}, nil
+}
+
+// ConsumerGroup is a consumer group that has begun to read, or that is paused.
+type ConsumerGroup struct {
+	// Group is its name.
+	Group string
+	// Pause is that of all topics; nil if there is none.
+	Pause *ConsumerPause
+	// Topics are those that it has begun with and those that are paused, sorted by name.
+	Topics []ConsumerTopic
+}
+
+// ConsumerTopic is a topic that a group reads.
+type ConsumerTopic struct {
+	// Topic is its name.
+	Topic string
+	// Partitions is how many of it the group has begun with.
+	Partitions int
+	// SavedAt is when a member saved a position in it last, which members do once a
+	// minute while they have something to save; zero if none has.
+	SavedAt time.Time
+	// Lost is how many records Kafka had removed before the group came to them.
+	Lost int64
+	// Pause is that of this topic alone; nil if there is none.
+	Pause *ConsumerPause
+}
+
+// ConsumerPause says who has paused something, when and why.
+type ConsumerPause struct {
+	// Operator and Reason are those of the [AuditInfo].
+	Operator, Reason string
+	// At is when it was done.
+	At time.Time
+}
+
+// sqlGroups reads the groups. Of a topic that was created again only the id counts that a
+// member wrote about last.
+const sqlGroups = `
+WITH read AS (
+    SELECT DISTINCT ON (consumer_group, topic) consumer_group, topic, partitions, saved_at, lost
+      FROM (SELECT consumer_group, topic, topic_id, count(*) FILTER (WHERE partition >= 0) AS partitions,
+                   max(saved_at) FILTER (WHERE position IS NOT NULL) AS saved_at, max(saved_at) AS written_at,
+                   (sum(sum(lost)) OVER (PARTITION BY consumer_group, topic))::bigint AS lost
+              FROM {schema}.consumer_start GROUP BY consumer_group, topic, topic_id) AS t
+     ORDER BY consumer_group, topic, written_at DESC
+)
+SELECT consumer_group, topic, coalesce(r.partitions, 0), r.saved_at, coalesce(r.lost, 0), coalesce(p.operator, ''), coalesce(p.reason, ''), p.paused_at
+  FROM read AS r FULL JOIN {schema}.consumer_pause AS p USING (consumer_group, topic)
+ ORDER BY consumer_group, topic`
+
+// List returns the groups, sorted by name.
+func (c *Consumers) List(ctx context.Context) ([]ConsumerGroup, error) {
+	rows, err := c.db.Query(ctx, c.list)
+	if err != nil {
+		return nil, fmt.Errorf("outbox: list consumer groups: %w", err)
+	}
+	var (
+		all           []ConsumerGroup
+		group         string
+		t             ConsumerTopic
+		p             ConsumerPause
+		saved, paused pgtype.Timestamptz
+	)
+	_, err = pgx.ForEachRow(rows, []any{&group, &t.Topic, &t.Partitions, &saved, &t.Lost, &p.Operator, &p.Reason, &paused}, func() error {
+		if len(all) == 0 || all[len(all)-1].Group != group {
+			all = append(all, ConsumerGroup{Group: group})
+		}
+		g := &all[len(all)-1]
+		t.SavedAt, t.Pause = saved.Time, nil
+		if paused.Valid {
+			t.Pause = &ConsumerPause{Operator: p.Operator, Reason: p.Reason, At: paused.Time}
+		}
+		if t.Topic == pauses.All {
+			g.Pause = t.Pause
+			return nil
+		}
+		g.Topics = append(g.Topics, t)
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("outbox: list consumer groups: %w", err)
+	}
+	return all, nil
+}
+
+const sqlPauseConsumer = `
+WITH paused AS (
+    INSERT INTO {schema}.consumer_pause (operator, reason, consumer_group, topic) VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING
+    RETURNING consumer_group, topic
+)
+INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
+SELECT $1, 'pause', $2, '', topic || '/', consumer_group FROM paused`
+
+// Pause has all members of a group handle nothing of a topic, or with an empty name nothing
+// at all, until Resume is called with the same. It holds over restarts, and for groups that
+// have not begun yet. Offsets stay, and retention of the topic goes on: a pause that lasts
+// longer loses records.
+//
+// It returns [ErrStatus] if that is paused already.
+func (c *Consumers) Pause(ctx context.Context, group, topic string, why AuditInfo) error {
+	return c.change(ctx, "pause", c.pause, "it is paused already", group, topic, why)
+}
+
+const sqlResumeConsumer = `
+WITH resumed AS (
+    DELETE FROM {schema}.consumer_pause WHERE consumer_group = $3 AND topic = $4 RETURNING consumer_group, topic
+)
+INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
+SELECT $1, 'resume', $2, '', topic || '/', consumer_group FROM resumed`
+
+// Resume ends a pause of a topic, or with an empty name that of all topics. Topics that are
+// paused by themselves remain paused.
+//
+// It returns [ErrStatus] if there is no such pause.
+func (c *Consumers) Resume(ctx context.Context, group, topic string, why AuditInfo) error {
+	return c.change(ctx, "resume", c.resume, "it is not paused", group, topic, why)
+}
+
+// maxGroup is how many characters the name of a consumer group has at most.
+const maxGroup = 255
+
+func (c *Consumers) change(ctx context.Context, action, sql, otherwise, group, topic string, why AuditInfo) error {
+	if err := why.check(); err != nil {
+		return err
+	}
+	if err := check.Text(group, maxGroup); err != nil {
+		return fmt.Errorf("outbox: %s: consumer group %w", action, err)
+	}
+	if topic != pauses.All {
+		if err := check.Topic(topic); err != nil {
+			return fmt.Errorf("outbox: %s group %s: %w", action, group, err)
+		}
+	}
+	tag, err := c.db.Exec(ctx, sql, why.Operator, why.Reason, group, topic)
+	if err == nil && tag.RowsAffected() == 0 {
+		err = fmt.Errorf("%w: %s", ErrStatus, otherwise)
+	}
+	if err != nil && topic != pauses.All {
+		err = fmt.Errorf("topic %s: %w", topic, err)
+	}
+	if err != nil {
+		return fmt.Errorf("outbox: %s group %s: %w", action, group, err)
+	}
+	return nil
+}
