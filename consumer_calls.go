@@ -26,14 +26,15 @@ type handlerTx interface {
 // another handler has got a later event of the same key.
 type handlerCalls struct {
 	tasks     []task
-	keys      []handledKey // of tasks
-	enough    func() bool
+	keys      []handledKey                   // of tasks
+	enough    func(spent time.Duration) bool // by handlers
 	callOne   func(ctx context.Context, h *handler, tx pgx.Tx, arrivals []arrival) (took time.Duration, err error)
 	keepApart func(...*handler) // called for one that changes settings
 
 	tx      handlerTx
 	fresh   map[handledKey]bool
-	results []taskResult // of the first tasks
+	spent   time.Duration // by handlers
+	results []taskResult  // of the first tasks
 	pending []pendingCall
 	mixed   bool // events of several types are among the tasks
 
@@ -59,7 +60,7 @@ func severalCalls(tasks []task) bool {
 func (c *handlerCalls) run(ctx context.Context) error {
 	c.mixed = slices.ContainsFunc(c.tasks, func(t task) bool { return t.meta.Type != c.tasks[0].meta.Type })
 	for i, t := range c.tasks {
-		if i > 0 && t.meta.Kafka != c.tasks[i-1].meta.Kafka && c.enough() {
+		if i > 0 && t.meta.Kafka != c.tasks[i-1].meta.Kafka && c.enough(c.spent) {
 			break
 		}
 		fresh := c.fresh[c.keys[i]]
@@ -158,7 +159,7 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int) error {
 	if err != nil {
 		return err
 	}
-	c.current, c.others = nil, c.others || len(tasks) > 1
+	c.current, c.others, c.spent = nil, c.others || len(tasks) > 1, c.spent+took
 	for _, i := range tasks {
 		c.results[i].took = took / time.Duration(len(tasks))
 	}

@@ -52,7 +52,7 @@ func (f *callsFixture) run(t *testing.T) {
 	t.Helper()
 	c := &handlerCalls{
 		tasks: f.tasks, keys: make([]handledKey, len(f.tasks)), fresh: map[handledKey]bool{}, tx: &playedTx{fixture: &workerFixture{}},
-		enough: func() bool { return false }, keepApart: func(...*handler) {},
+		enough: func(time.Duration) bool { return false }, keepApart: func(...*handler) {},
 		callOne: func(ctx context.Context, h *handler, tx pgx.Tx, arrivals []arrival) (time.Duration, error) {
 			return 0, h.call(ctx, tx, arrivals)
 		},

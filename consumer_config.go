@@ -90,7 +90,8 @@ type ConsumerConfig struct {
 	FromEnd bool
 
 	// MaxPoll is the most records of a partition that are handled together, at most
-	// 10,000. Zero means 100.
+	// 10,000; fewer where handlers are slow, so that a transaction takes about a second. Zero
+	// means 100.
 	MaxPoll int
 
 	// MaxQueueBytes bounds the memory of the records that wait or are handled, over all
@@ -115,9 +116,7 @@ type ConsumerConfig struct {
 	// partitions to others; and how long a handler may go on when its partition is
 	// taken away. Zero means 30 s.
 	SessionTimeout time.Duration
-	// MaxPollInterval bounds a transaction. What is done of the records that arrived
-	// together is committed after half of it, and the rest goes into another one. It is
-	// also how long Kafka waits for a member that has to give up a partition. Zero means
+	// MaxPollInterval bounds a transaction. It is also how long Kafka waits for a member that has to give up a partition. Zero means
 	// 5 min.
 	MaxPollInterval time.Duration
 

@@ -41,7 +41,8 @@ type Handler interface {
 // sets a savepoint. If f returns nil although a statement has failed, or leaves rows open, that
 // is an error of f.
 //
-// The events that arrive together share a transaction. If one of them fails, it is
+// The events that arrive together share a transaction, until handlers have taken a second in
+// it: then what is done is committed. If one of them fails, it is
 // rolled back and each event gets its own: f may run once more than its attempts, and
 // effects outside of tx belong into [HandleNoTx]. An error is tried again as
 // [HandlerConfig] says; [Permanent] marks one that no retry would change.
@@ -69,7 +70,7 @@ func Handle[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx,
 // HandleBatch is [Handle] for handlers that aggregate: f gets the events of type E
 // that arrived together in a partition and are no repeats, in their order, at most
 // MaxPoll; fewer if another handler has to get an event of the same key and another type in
-// between. If it fails, it gets each of them alone.
+// between, or if handlers of [Handle] that share the transaction are slow. If it fails, it gets each of them alone.
 func HandleBatch[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx, events []Received[E]) error) Handler {
 	h := handler{action: action, goType: reflect.TypeFor[E](), kind: inBatch}
 	if f != nil {

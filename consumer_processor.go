@@ -57,7 +57,7 @@ type transactor interface {
 // processBatch runs tasks of several records in a single transaction. If one of them fails,
 // nothing has happened; the error is a [*taskError] if it is certain whose it is. Otherwise it
 // returns how many items are done: fewer than there are if enough said so between two records.
-func (p *processor) processBatch(ctx context.Context, items []item, tasks []task, enough func() bool) (done int, err error) {
+func (p *processor) processBatch(ctx context.Context, items []item, tasks []task, enough func(spent time.Duration) bool) (done int, err error) {
 	c, err := p.transact(ctx, tasks, enough)
 	if err != nil {
 		return 0, c.attribute(err)
@@ -73,7 +73,7 @@ func (p *processor) processBatch(ctx context.Context, items []item, tasks []task
 // processOne runs a task by itself.
 func (p *processor) processOne(ctx context.Context, t task) error {
 	if t.kind != noTx {
-		c, err := p.transact(ctx, []task{t}, func() bool { return false })
+		c, err := p.transact(ctx, []task{t}, func(time.Duration) bool { return false })
 		if err == nil {
 			p.notify(ctx, c.results)
 		}
@@ -97,7 +97,7 @@ func (p *processor) processOne(ctx context.Context, t task) error {
 // are done if enough says so; then there are fewer results than tasks.
 //
 // What runs here is the host's, and may end its goroutine.
-func (p *processor) transact(ctx context.Context, tasks []task, enough func() bool) (*handlerCalls, error) {
+func (p *processor) transact(ctx context.Context, tasks []task, enough func(spent time.Duration) bool) (*handlerCalls, error) {
 	c := &handlerCalls{tasks: tasks, keys: make([]handledKey, len(tasks)), enough: enough, callOne: p.callHandler, keepApart: p.keepApart}
 	err := contain.Do(func() error {
 		for i, t := range tasks {

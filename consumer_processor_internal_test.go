@@ -42,7 +42,7 @@ func TestProcessBatchOrder(t *testing.T) {
 	for _, r := range s.arrive("x", "y") {
 		items = append(items, s.worker.processor.read(t.Context(), r, replay{}, new(KafkaMetadata)))
 	}
-	all := func() bool { return false }
+	all := func(time.Duration) bool { return false }
 	n, err := s.worker.processor.processBatch(t.Context(), items, tasksInTx(items), all)
 	require.NoError(t, err)
 	require.Equal(t, 2, n)

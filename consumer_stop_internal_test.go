@@ -11,13 +11,16 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// slowWorkerFixture has a handler that takes a second for each event, unless its context
-// ends.
-func slowWorkerFixture(t *testing.T, cfg ConsumerConfig) *workerFixture {
+// slowWorkerFixture has a handler that takes so long for each event, and for those of the
+// name long an hour, unless its context ends.
+func slowWorkerFixture(t *testing.T, cfg ConsumerConfig, takes time.Duration) *workerFixture {
 	var s *workerFixture
 	s = newWorkerFixture(t, cfg, Handle("SLOW", func(ctx context.Context, _ pgx.Tx, e played, _ Metadata) error {
+		if e.Name == "long" {
+			takes = time.Hour
+		}
 		select {
-		case <-time.After(time.Second):
+		case <-time.After(takes):
 			s.current = append(s.current, e.Name)
 			return nil
 		case <-ctx.Done():
@@ -39,14 +42,14 @@ func manyNames(n int) (names []string) {
 func TestStopWithinBatch(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		s := slowWorkerFixture(t, ConsumerConfig{})
+		s := slowWorkerFixture(t, ConsumerConfig{}, 100*time.Millisecond)
 		go s.worker.run()
 		s.worker.add(s.arrive(manyNames(100)...))
-		time.Sleep(2500 * time.Millisecond)
+		time.Sleep(250 * time.Millisecond)
 		began := time.Now()
 		s.worker.finish()
 		<-s.worker.ended
-		require.Equal(t, 500*time.Millisecond, time.Since(began))
+		require.Equal(t, 50*time.Millisecond, time.Since(began))
 		require.Equal(t, []string{"e00 e01 e02: committed"}, s.log)
 		require.Len(t, s.noted, 3)
 		next, _ := s.worker.uncommitted()
@@ -54,16 +57,41 @@ func TestStopWithinBatch(t *testing.T) {
 	})
 }
 
-// A batch that would take longer than MaxPollInterval is committed in parts, and no
-// handler runs twice.
-func TestBatchLongerThanMaxPollInterval(t *testing.T) {
+// A handler that does not end before a stop takes little of what is finished with it,
+// because transactions of slow handlers are short.
+func TestStopInLongHandler(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		s := slowWorkerFixture(t, ConsumerConfig{HeartbeatInterval: time.Second, SessionTimeout: 6 * time.Second, MaxPollInterval: 10 * time.Second})
+		s := slowWorkerFixture(t, ConsumerConfig{}, time.Second)
+		go s.worker.run()
+		s.worker.add(s.arrive(append(manyNames(10), "long", "never")...))
+		time.Sleep(12 * time.Second)
+		new(membership).finish([]*worker{s.worker}, 3*time.Second, abandonGrace)
+		require.Len(t, s.noted, 10)
+		next, _ := s.worker.uncommitted()
+		require.EqualValues(t, 10, next.Offset)
+	})
+}
+
+// A batch of slow handlers is committed in parts, also where MaxPollInterval is shorter than all
+// of it, and no handler runs twice. After the first of them, only so many notes are made as
+// handlers come to; and more again once they are fast.
+func TestTransactionsAreShort(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := slowWorkerFixture(t, ConsumerConfig{HeartbeatInterval: time.Millisecond, SessionTimeout: time.Second, MaxPollInterval: 3 * time.Second}, 300*time.Millisecond)
 		began := time.Now()
 		s.worker.handle(s.arrive(manyNames(13)...))
-		require.Equal(t, 13*time.Second, time.Since(began))
-		require.Equal(t, []string{"e00 e01 e02 e03 e04 e05: committed", "e06 e07 e08 e09 e10 e11: committed", "e12: committed"}, s.log)
+		require.Equal(t, 13*300*time.Millisecond, time.Since(began))
+		require.Equal(t, []string{"e00 e01 e02 e03: committed", "e04 e05 e06 e07: committed", "e08 e09 e10 e11: committed", "e12: committed"}, s.log)
 		require.Len(t, s.noted, 13)
+		require.Equal(t, 8, s.worker.batch, "the last took less than a second")
+	})
+	synctest.Test(t, func(t *testing.T) {
+		s := newWorkerFixture(t, ConsumerConfig{MaxPoll: 10})
+		s.worker.batch = 1
+		s.worker.handle(s.arrive(manyNames(13)...))
+		require.Equal(t, []string{"e001: committed", "e011 e021: committed", "e031 e041 e051 e061: committed", "e071 e081 e091 e101 e111 e121: committed"}, s.log)
+		require.Equal(t, 10, s.worker.batch)
 	})
 }

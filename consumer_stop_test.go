@@ -246,3 +246,35 @@ func TestStopUnderLoad(t *testing.T) {
 	require.EqualValues(t, partitions*each, calls.Load())
 	require.False(t, strings.Contains(log.String(), "level=ERROR"), "%s", log)
 }
+
+// A handler that has not ended when its time is up at a stop is given up, and what was
+// finished in its batch before is kept.
+func TestStopRepeatsNothing(t *testing.T) {
+	t.Parallel()
+	const finished = 3
+	s := newConsumerFixture(t, 1)
+	var calls atomic.Int64
+	h := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+		takes := 1050 * time.Millisecond
+		if calls.Add(1) == finished+1 {
+			takes = time.Minute
+		}
+		select {
+		case <-time.After(takes):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+		return s.count(ctx, tx, e, m)
+	})
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "given-up-" + s.topic}}
+	s.sendTo(t, 1, finished+1)
+	log := new(testenv.Buffer)
+	stop := testenv.Run(t, s.plainConsumer(t, log, cfg, h).Run)
+	require.Eventually(t, func() bool { return calls.Load() == finished+1 }, testenv.Patience, time.Millisecond)
+	stopsWithin(t, stop)
+	require.Equal(t, map[string]int{"p-0": finished}, s.counts(t), "%s", log)
+	require.EqualValues(t, finished, s.committed(t, cfg.Group, 0))
+	testenv.Run(t, s.plainConsumer(t, log, cfg, h).Run)
+	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == finished+1 }, testenv.Patience, 20*time.Millisecond)
+	require.EqualValues(t, finished+2, calls.Load(), "only the handler that was given up runs again")
+}

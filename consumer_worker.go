@@ -36,6 +36,7 @@ type worker struct {
 	limits    limits
 	activity  handling.Activity // what run does; the processor notes it
 	slow      slowCall          // only the goroutine that watches handlers
+	batch     int               // how many records are tried in one transaction; only run
 
 	stopping context.Context // ended by finish
 	finish   context.CancelFunc
@@ -88,7 +89,7 @@ const (
 func newWorker(partition kafka.Partition, p *processor, group workerGroup, cfg *ConsumerConfig, limits limits, outages *outage.Logs) *worker {
 	limits.budget.Open()
 	w := &worker{
-		partition: partition, group: group, cfg: cfg, limits: limits, outages: outages, log: p.log,
+		partition: partition, group: group, cfg: cfg, limits: limits, outages: outages, log: p.log, batch: cfg.MaxPoll,
 		added: make(chan struct{}, 1), ended: make(chan struct{}), read: starts.None,
 	}
 	w.end = sync.OnceFunc(func() {
@@ -322,14 +323,31 @@ func (w *worker) committed(next kgo.EpochOffset) {
 func (w *worker) handle(records []*kgo.Record) {
 	items := w.readAll(records)
 	for len(items) > 0 && w.stopping.Err() == nil {
-		n, committed, failed := w.tryBatch(items)
+		began, tried := time.Now(), min(len(items), w.batch)
+		n, committed, failed := w.tryBatch(items[:tried])
 		for i := range items[:n] {
 			if err := w.finishRecord(&items[i], committed, failed); err != nil {
 				return
 			}
 			w.advance(items[i].record)
 		}
+		w.resizeBatch(n, tried, time.Since(began))
 		items = items[n:]
+	}
+}
+
+// transactionTime is how long handlers may take in a transaction before it commits what is
+// done. So much is rolled back at most with a handler that fails, or does not end before a stop.
+const transactionTime = time.Second
+
+// resizeBatch adapts how many records are tried together to how many are done in
+// transactionTime. The notes of the others would be made and taken back again and again.
+func (w *worker) resizeBatch(done, tried int, took time.Duration) {
+	switch {
+	case done < tried:
+		w.batch = done
+	case took < transactionTime:
+		w.batch = min(2*w.batch, w.cfg.MaxPoll)
 	}
 }
 
@@ -382,8 +400,8 @@ func (w *worker) readFrom(first int, items []item, origins []KafkaMetadata) (nex
 // transaction of its own, and the error of the one that has failed, if that is certain.
 //
 // What is done is committed before the rest when the worker is to end, when the topic is
-// paused, and after half of MaxPollInterval, so that a batch of slow handlers does not run
-// out of it.
+// paused, after transactionTime, and after half of MaxPollInterval, so that a batch of slow
+// handlers does not run out of it.
 func (w *worker) tryBatch(items []item) (n int, committed bool, failed *taskError) {
 	const conflictsOfBatch = 3 // small transactions block each other less
 	tasks := tasksInTx(items)
@@ -396,8 +414,8 @@ func (w *worker) tryBatch(items []item) (n int, committed bool, failed *taskErro
 	for conflicts := 0; w.mayCall(true); {
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
-		done, err := w.processor.processBatch(ctx, items, tasks, func() bool {
-			return w.stopping.Err() != nil || w.isTopicPaused() || time.Since(began) > w.cfg.MaxPollInterval/2
+		done, err := w.processor.processBatch(ctx, items, tasks, func(spent time.Duration) bool {
+			return w.stopping.Err() != nil || w.isTopicPaused() || spent >= transactionTime || time.Since(began) > w.cfg.MaxPollInterval/2
 		})
 		late := isLate(ctx, err)
 		cancel()
