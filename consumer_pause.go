@@ -18,8 +18,8 @@ import (
 // called at any time, also before Run, and returns at once.
 //
 // Operators pause a group in all its processes, and over restarts, with the command
-// outbox consumer pause, the page of outboxadmin, or outboxops.Consumers. A topic is
-// handled when nobody has paused it any more.
+// outbox consumer pause, the API of outboxadmin, or outboxops.Consumers. A topic is
+// handled when nobody has paused it any more. Deliver is not paused.
 //
 // The error names topics that the consumer does not read. Nothing is paused then.
 func (c *Consumer) Pause(topics ...string) error {

@@ -71,7 +71,7 @@ type Role int
 const (
 	None     Role = iota // nothing
 	Reader               // look at everything, payloads as [Config.MaskPayload] leaves them
-	Operator             // retry, resolve and edit events, hold and release keys
+	Operator             // retry, resolve and edit events, hold and release keys, pause and resume consumer groups
 )
 
 // String returns none, reader or operator.
@@ -88,13 +88,14 @@ func (r Role) String() string {
 
 // admin is the handler.
 type admin struct {
-	cfg     Config
-	failed  *outboxops.Failures
-	inspect *outboxops.Inspector
-	samples samples
-	origin  *http.CrossOriginProtection
-	mux     *http.ServeMux
-	pages   map[string]*template.Template
+	cfg       Config
+	failed    *outboxops.Failures
+	inspect   *outboxops.Inspector
+	consumers *outboxops.Consumers
+	samples   samples
+	origin    *http.CrossOriginProtection
+	mux       *http.ServeMux
+	pages     map[string]*template.Template
 }
 
 // New returns a handler of all pages, of the API and of what they need. Mount it with
@@ -115,11 +116,14 @@ func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 	errs = append(errs, err)
 	inspect, err := outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: cfg.Schema})
 	errs = append(errs, err)
+	consumers, err := outboxops.NewConsumers(db, outboxops.ConsumersConfig{Schema: cfg.Schema})
+	errs = append(errs, err)
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("outboxadmin: config: %w", err)
 	}
 	cfg.Logger = cmp.Or(cfg.Logger, slog.Default())
-	a := &admin{cfg: cfg, failed: failed, inspect: inspect, origin: http.NewCrossOriginProtection(), mux: http.NewServeMux(), pages: parsePages()}
+	a := &admin{cfg: cfg, failed: failed, inspect: inspect, consumers: consumers,
+		origin: http.NewCrossOriginProtection(), mux: http.NewServeMux(), pages: parsePages()}
 	for _, rt := range routes {
 		a.mux.Handle(rt.method+" "+rt.path, a.handler(rt))
 	}

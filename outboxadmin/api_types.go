@@ -177,7 +177,38 @@ type apiAudit struct {
 	FailureID string      `json:"failure_id"`
 	OutboxID  int64       `json:"outbox_id"`
 	EventID   string      `json:"event_id"`
+	Group     string      `json:"group"`
 	Before    *apiPayload `json:"before"`
+}
+
+type apiGroupList struct {
+	Groups []apiGroup `json:"groups"`
+}
+
+type apiGroup struct {
+	Group  string          `json:"group"`
+	Pause  *apiPauseInfo   `json:"pause"`
+	Topics []apiGroupTopic `json:"topics"`
+}
+
+type apiGroupTopic struct {
+	Topic      string        `json:"topic"`
+	Partitions int           `json:"partitions"`
+	SavedAt    *time.Time    `json:"saved_at"`
+	Lost       int64         `json:"lost"`
+	Pause      *apiPauseInfo `json:"pause"`
+}
+
+type apiPauseInfo struct {
+	Operator string    `json:"operator"`
+	Reason   string    `json:"reason"`
+	At       time.Time `json:"at"`
+}
+
+type apiPauseRequest struct {
+	Group  string `json:"group"`
+	Topic  string `json:"topic,omitempty"`
+	Reason string `json:"reason"`
 }
 
 type apiEventList struct {
@@ -329,12 +360,25 @@ func (p payload) api() apiPayload {
 // auditOf translates an entry about an event of a type.
 func (a *admin) auditOf(e outboxops.AuditEntry, eventType, contentType string) apiAudit {
 	entry := apiAudit{ID: e.ID, At: e.At.UTC(), Operator: e.Operator, Action: e.Action, Reason: e.Reason, Relay: e.Relay, Topic: e.Topic,
-		Key: e.Key, FailureID: e.Failure.String(), OutboxID: e.OutboxID, EventID: e.EventID}
+		Key: e.Key, FailureID: e.Failure.String(), OutboxID: e.OutboxID, EventID: e.EventID, Group: e.Group}
 	if e.Payload != nil || e.PayloadErr != nil {
 		before := a.payloadOf(eventType, contentType, e.Payload, e.PayloadErr).api()
 		entry.Before = &before
 	}
 	return entry
+}
+
+func groupOf(g outboxops.ConsumerGroup) apiGroup {
+	return apiGroup{g.Group, pauseOf(g.Pause), each(g.Topics, func(t outboxops.ConsumerTopic) apiGroupTopic {
+		return apiGroupTopic{t.Topic, t.Partitions, orNull(t.SavedAt), t.Lost, pauseOf(t.Pause)}
+	})}
+}
+
+func pauseOf(p *outboxops.ConsumerPause) *apiPauseInfo {
+	if p == nil {
+		return nil
+	}
+	return &apiPauseInfo{p.Operator, p.Reason, p.At.UTC()}
 }
 
 func eventOf(r eventRow) apiEvent {

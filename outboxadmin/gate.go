@@ -160,8 +160,8 @@ func shown(err error) (*problem, bool) {
 		return &problem{http.StatusUnprocessableEntity, "That payload cannot be stored", trimmed(err) + "."}, true
 	case errors.As(err, &large):
 		return &problem{http.StatusRequestEntityTooLarge, "That is too much", "At most 4 MiB are read."}, true
-	case errors.Is(err, outbox.ErrEmpty), errors.Is(err, outbox.ErrTooLong), errors.Is(err, outbox.ErrNUL), errors.Is(err, outbox.ErrUTF8):
-		return &problem{http.StatusUnprocessableEntity, "Something is missing or too long", trimmed(err) + "."}, true
+	case errors.Is(err, outbox.ErrEmpty), errors.Is(err, outbox.ErrMalformed), errors.Is(err, outbox.ErrTooLong), errors.Is(err, outbox.ErrNUL), errors.Is(err, outbox.ErrUTF8):
+		return &problem{http.StatusUnprocessableEntity, "Something is missing, malformed or too long", trimmed(err) + "."}, true
 	case errors.Is(err, context.DeadlineExceeded):
 		return &problem{http.StatusGatewayTimeout, "That took too long",
 			"The database had no answer within " + patience.String() + ". Ask for less: a shorter time, or an event id."}, true

@@ -41,6 +41,7 @@ type overview struct {
 	Counts       []outboxops.FailureCount
 	Transactions []outboxops.OpenTransaction
 	Partitions   []outboxops.TablePartition
+	Groups       []groupRow
 	Spans        []span
 	Span         string
 }
@@ -92,7 +93,12 @@ func (a *admin) overview(w http.ResponseWriter, r *http.Request) error {
 	if page.Partitions, err = a.inspect.Partitions(ctx); err != nil {
 		return err
 	}
-	page.Notices = notices(now, page.Relays)
+	groups, err := a.consumers.List(ctx)
+	if err != nil {
+		return err
+	}
+	page.Groups = groupRows(groups)
+	page.Notices = notices(now, page.Relays, page.Groups)
 	a.render(w, r, http.StatusOK, "overview", "Overview", page)
 	return nil
 }
@@ -149,7 +155,7 @@ func (a *admin) relayView(ctx context.Context, status outbox.RelayStatus, health
 const oldPending = 5 * time.Minute
 
 // notices says what is wrong, the worst first.
-func notices(now time.Time, relays []relayView) []notice {
+func notices(now time.Time, relays []relayView, groups []groupRow) []notice {
 	var bad, warn []notice
 	add := func(list *[]notice, level, link, action, format string, args ...any) {
 		*list = append(*list, notice{level, fmt.Sprintf(format, args...), link, action})
@@ -177,6 +183,11 @@ func notices(now time.Time, relays []relayView) []notice {
 			for _, reason := range r.Health.Reasons {
 				add(&bad, "bad", "", "", "Relay %s, in this process: %s.", r.Name, reason)
 			}
+		}
+	}
+	for _, g := range groups {
+		if g.Pause != nil {
+			add(&warn, "warn", "", "", "Consumer group %s: %s paused by %s %s: %s", g.Group, g.What(), g.Pause.Operator, relative(now, g.Pause.At), g.Pause.Reason)
 		}
 	}
 	return append(bad, warn...)

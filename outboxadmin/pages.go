@@ -57,7 +57,8 @@ var pageFuncs = template.FuncMap{
 	"commas": func(s string) string { return strings.ReplaceAll(s, ",", ", ") },
 }
 
-var pastActions = map[string]string{"retry": "retried", "resolve": "resolved", "edit": "edited", "hold": "held", "release": "released"}
+var pastActions = map[string]string{"retry": "retried", "resolve": "resolved", "edit": "edited", "hold": "held", "release": "released",
+	"pause": "paused", "resume": "resumed"}
 
 // stat is a number on the overview.
 type stat struct {

@@ -93,7 +93,7 @@ func TestNotices(t *testing.T) {
 	now := time.Now()
 	texts := func(r outbox.RelayStatus) (all []string) {
 		r.Name, r.Holder = "default", "x"
-		for _, n := range notices(now, []relayView{{RelayStatus: r}}) {
+		for _, n := range notices(now, []relayView{{RelayStatus: r}}, nil) {
 			all = append(all, n.Text)
 		}
 		return all

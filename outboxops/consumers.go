@@ -102,7 +102,7 @@ SELECT consumer_group, topic, coalesce(r.partitions, 0), r.saved_at, coalesce(r.
 func (c *Consumers) List(ctx context.Context) ([]ConsumerGroup, error) {
 	rows, err := c.db.Query(ctx, c.list)
 	if err != nil {
-		return nil, fmt.Errorf("outbox: list consumer groups: %w", err)
+		return nil, fmt.Errorf("outbox: list consumer groups: %w", orNotMigrated(err))
 	}
 	var (
 		all           []ConsumerGroup
@@ -128,7 +128,7 @@ func (c *Consumers) List(ctx context.Context) ([]ConsumerGroup, error) {
 		return nil
 	})
 	if err != nil {
-		return nil, fmt.Errorf("outbox: list consumer groups: %w", err)
+		return nil, fmt.Errorf("outbox: list consumer groups: %w", orNotMigrated(err))
 	}
 	return all, nil
 }
@@ -173,7 +173,11 @@ func (c *Consumers) change(ctx context.Context, action, sql, otherwise, group, t
 	if err := why.check(); err != nil {
 		return err
 	}
-	if err := check.Text(group, maxGroup); err != nil {
+	err := check.Text(group, maxGroup)
+	if group == "" {
+		err = outbox.ErrEmpty
+	}
+	if err != nil {
 		return fmt.Errorf("outbox: %s: consumer group %w", action, err)
 	}
 	if topic != pauses.All {
@@ -189,7 +193,7 @@ func (c *Consumers) change(ctx context.Context, action, sql, otherwise, group, t
 		err = fmt.Errorf("topic %s: %w", topic, err)
 	}
 	if err != nil {
-		return fmt.Errorf("outbox: %s group %s: %w", action, group, err)
+		return fmt.Errorf("outbox: %s group %s: %w", action, group, orNotMigrated(err))
 	}
 	return nil
 }
