@@ -34,7 +34,9 @@ type RewindConfig struct {
 	Topics []string
 
 	// Time has the group read the records again whose timestamps are at this time or
-	// later. Zero means that Offset says it.
+	// later. If it lagged, it has handled older ones since: where consumer_start has a
+	// position that was saved before Time and not since, as after a restore, it begins
+	// there at the latest. Zero means that Offset says it.
 	Time time.Time
 	// Offset has the group read the records from this offset on again, in each partition
 	// of the topic. Nil means that Time says it.
@@ -149,6 +151,7 @@ type rewind struct {
 	cfg    RewindConfig
 	db     *pgxpool.Pool
 	client *kgo.Client
+	ids    map[string]kafka.TopicID // of the topics
 	report RewindReport
 }
 
@@ -158,6 +161,9 @@ func (r *rewind) run(ctx context.Context) error {
 	}
 	committed, err := r.committed(ctx)
 	if err != nil {
+		return err
+	}
+	if r.ids, err = kafka.TopicIDs(ctx, r.client, committed); err != nil {
 		return err
 	}
 	if err := r.plan(ctx, committed); err != nil {
@@ -219,12 +225,19 @@ func (r *rewind) plan(ctx context.Context, committed map[kafka.Partition]int64) 
 	if byTime, err = kafka.ListOffsets(ctx, r.client, kafka.Committed, byTime); err != nil {
 		return err
 	}
+	saved, err := r.savedBefore(ctx)
+	if err != nil {
+		return err
+	}
 	for p, from := range committed {
 		to := from
 		if r.cfg.Offset != nil {
 			to = *r.cfg.Offset
 		} else if at := byTime[p]; at >= 0 { // else no record is as young
 			to = at
+		}
+		if at, ok := saved[p]; ok {
+			to = min(to, at)
 		}
 		truncated := to < firsts[p] || r.cfg.Offset == nil && to == firsts[p] && to > 0
 		if to = max(to, firsts[p]); to < from {
@@ -235,6 +248,26 @@ func (r *rewind) plan(ctx context.Context, committed map[kafka.Partition]int64) 
 		return cmp.Or(cmp.Compare(a.Topic, b.Topic), cmp.Compare(a.Partition, b.Partition))
 	})
 	return nil
+}
+
+// savedBefore returns the positions that the group had saved at the time to which it is
+// rewound. The transactions in which it handled what is before them are older, so they are
+// not lost if these are not.
+func (r *rewind) savedBefore(ctx context.Context) (map[kafka.Partition]int64, error) {
+	if r.db == nil || r.cfg.Offset != nil {
+		return nil, nil
+	}
+	offsets, err := starts.NewStore(r.db, r.cfg.Schema, r.cfg.Group).Saved(ctx, r.cfg.Time)
+	if err != nil {
+		return nil, err
+	}
+	saved := map[kafka.Partition]int64{}
+	for _, o := range offsets {
+		if o.Topic == r.ids[o.Partition.Topic] {
+			saved[o.Partition] = o.At
+		}
+	}
+	return saved, nil
 }
 
 // countAll reads the records that the group will read again, and counts those that are
@@ -328,13 +361,9 @@ func (r *rewind) apply(ctx context.Context) error {
 }
 
 func (r *rewind) savePositions(ctx context.Context, offsets map[kafka.Partition]int64) error {
-	ids, err := kafka.TopicIDs(ctx, r.client, offsets)
-	if err != nil {
-		return err
-	}
 	positions := make([]starts.Offset, 0, len(offsets))
 	for p, offset := range offsets {
-		positions = append(positions, starts.Offset{Partition: p, Topic: ids[p.Topic], At: offset})
+		positions = append(positions, starts.Offset{Partition: p, Topic: r.ids[p.Topic], At: offset})
 	}
 	return starts.NewStore(r.db, r.cfg.Schema, r.cfg.Group).Begin(ctx, positions)
 }

@@ -155,6 +155,41 @@ func testRewindAfterRestore(t *testing.T, opts []kgo.Opt) {
 	r.requireEffects(t, 26)
 }
 
+// A group that lags handles what is older than the moment: records that are lost with what was handled
+// after the backup may have been sent long before it. The backup has the position that the group had.
+func TestRewindOfLaggingGroup(t *testing.T) {
+	t.Parallel()
+	r := newRewindFixture(t)
+	r.put(t, 0, 3)
+	stop := r.run(t)
+	r.requireEffects(t, 3)
+	stop() // its position is saved
+	r.put(t, 0, 10)
+	time.Sleep(10 * time.Millisecond)
+	backup := time.Now() // the group has not come to the 10 by then
+	saved := func(to, from string) {
+		_, err := r.db.Exec(background, r.sql(`CREATE TABLE IF NOT EXISTS `+to+` (LIKE `+from+`); TRUNCATE `+to+`; INSERT INTO `+to+` SELECT * FROM `+from))
+		require.NoError(t, err)
+	}
+	for _, table := range []string{"effects", "event_handled", "consumer_start"} {
+		saved("{schema}.kept_"+table, "{schema}."+table)
+	}
+	time.Sleep(10 * time.Millisecond)
+	stop = r.run(t)
+	r.requireEffects(t, 13)
+	stop()
+	for _, table := range []string{"effects", "event_handled", "consumer_start"} {
+		saved("{schema}."+table, "{schema}.kept_"+table)
+	}
+	r.requireEffects(t, 3)
+	report, err := r.rewind(outboxops.RewindConfig{Time: backup})
+	require.NoError(t, err)
+	require.Equal(t, []outboxops.RewoundPartition{{Topic: r.topic, From: 13, To: 3}}, report.Partitions)
+	require.Equal(t, []int{10, 0, 10, 0}, []int{report.Records, report.Noted, report.Unnoted(), report.Older})
+	r.run(t)
+	r.requireEffects(t, 13)
+}
+
 // What is older than the oldest note was perhaps handled, and retention has removed the
 // note: it is repeated, and the dry run says how much that is.
 func TestRewindBehindNotes(t *testing.T) {

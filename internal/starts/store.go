@@ -3,6 +3,7 @@ package starts
 import (
 	"context"
 	"fmt"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -16,7 +17,7 @@ type Store struct {
 	db    *pgxpool.Pool
 	group string
 
-	look, read, write, begin, save string
+	look, read, write, begin, save, saved string
 }
 
 // NewStore returns the store of a group. It does no I/O.
@@ -24,7 +25,7 @@ func NewStore(db *pgxpool.Pool, schema, group string) *Store {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &Store{
 		db: db, group: group,
-		look: in(sqlLook), read: in(sqlRead), write: in(sqlWrite), begin: in(sqlBegin), save: in(sqlSave),
+		look: in(sqlLook), read: in(sqlRead), write: in(sqlWrite), begin: in(sqlBegin), save: in(sqlSave), saved: in(sqlSaved),
 	}
 }
 
@@ -141,6 +142,29 @@ func (s *Store) list(ctx context.Context, topics map[string]topic) error {
 		return fmt.Errorf("write where reading begins: %w", err)
 	}
 	return nil
+}
+
+// sqlSaved reads the positions that were saved until $2.
+const sqlSaved = `
+SELECT topic, topic_id, partition, position
+  FROM {schema}.consumer_start
+ WHERE consumer_group = $1 AND position IS NOT NULL AND saved_at <= $2`
+
+// Saved returns the positions that were saved until a time and not since. What is before them
+// was handled by then.
+func (s *Store) Saved(ctx context.Context, until time.Time) ([]Offset, error) {
+	rows, err := s.db.Query(ctx, s.saved, s.group, until)
+	if err != nil {
+		return nil, fmt.Errorf("read saved positions: %w", err)
+	}
+	offsets, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (o Offset, err error) {
+		err = row.Scan(&o.Partition.Topic, &o.Topic, &o.Number, &o.At)
+		return o, err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read saved positions: %w", err)
+	}
+	return offsets, nil
 }
 
 // Offset is an offset of a partition.
