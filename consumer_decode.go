@@ -82,9 +82,9 @@ const (
 )
 
 // read decodes a record and finds its handlers: all of them, or those for which it was
-// sent back. It fills in at, which their Metadata points to.
+// sent back. It completes at, which their Metadata points to.
 func (p *processor) read(ctx context.Context, r *kgo.Record, to replay, at *KafkaMetadata) item {
-	*at = KafkaMetadata{Topic: r.Topic, Partition: r.Partition, Offset: r.Offset, Key: r.Key}
+	at.Topic, at.Partition, at.Offset, at.Key = r.Topic, r.Partition, r.Offset, r.Key
 	it := item{record: r, replay: to, meta: Metadata{Kafka: at, Attempt: 1}}
 	if it.replay.group != "" && it.replay.group != p.cfg.Group {
 		return it
@@ -155,7 +155,7 @@ func unknownAction(eventType, action string) error {
 // describe takes over what a message says of itself.
 func (m *Metadata) describe(msg *Message) {
 	m.ID, m.Source, m.Type, m.Subject = msg.ID, msg.Source, msg.Type, msg.Subject
-	m.Time, m.ContentType, m.Extensions = msg.Time, msg.ContentType, msg.Extensions
+	m.Time, m.ContentType, m.Extensions, m.byPosition = msg.Time, msg.ContentType, msg.Extensions, msg.ByPosition
 }
 
 // tasks decodes the payload, upcasts it to every version that has handlers, and returns

@@ -97,18 +97,23 @@ func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
 		return nil, err
 	}
 	position := cmp.Or(f.take(ReplayOf), deadletter.Origin(r.Topic, r.Partition, r.Offset))
-	id := cmp.Or(f.find(p.IDMember, p.IDHeader, "event-id", "id"), position)
+	id := f.find(p.IDMember, p.IDHeader, "event-id", "id")
 	eventType := cmp.Or(f.find(p.TypeMember, p.TypeHeader, "event-type", "eventtype", "type"), p.Type)
 	at := f.find(p.TimeMember, p.TimeHeader, "event-time")
 	if f.err != nil {
 		return nil, f.err
 	}
 	attributes := f.headers // the rest of them; headers cannot set the attributes below
-	attributes["specversion"], attributes["id"], attributes["type"] = string(specVersion), id, eventType
+	attributes["specversion"], attributes["id"], attributes["type"] = string(specVersion), cmp.Or(id, position), eventType
 	subject, _ := p.text(r.Key) // nothing, where the key is no text
 	attributes["source"], attributes["subject"] = cmp.Or(p.Source, r.Topic), subject
 	attributes["time"], attributes["datacontenttype"] = timeText(at, r.Timestamp), contentType
-	return newMessage(attributes, data)
+	m, err := newMessage(attributes, data)
+	if err != nil {
+		return nil, err
+	}
+	m.ByPosition = id == ""
+	return m, nil
 }
 
 func isCloudEvent(r *kgo.Record) bool {

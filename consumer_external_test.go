@@ -41,6 +41,7 @@ func message(change func(*outbox.Message)) *outbox.Message {
 	if change != nil {
 		change(m)
 	}
+	m.ByPosition = strings.HasPrefix(m.ID, "orders-")
 	return m
 }
 

@@ -106,3 +106,32 @@ func TestNotesOfTwoSourcesAreKept(t *testing.T) {
 	clean()
 	require.Zero(t, s.relayFixture.count(t, "event_handled"))
 }
+
+// Records without an id go by their position. A topic that is deleted and created again has the same
+// positions: what was in it then is not what is in it now.
+func TestPositionsOfTopicCreatedAgain(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	cfg := outbox.ConsumerConfig{
+		HandlerConfig: outbox.HandlerConfig{Group: s.group}, FromStart: true, Decode: outbox.PlainRecords{Type: saleType}.Decode,
+	}
+	put := func(n int) {
+		records := make([]*kgo.Record, n)
+		for i := range records {
+			records[i] = &kgo.Record{Topic: s.topic, Value: oneSale}
+		}
+		s.send(t, records...)
+	}
+	for round := range 3 {
+		put(5)
+		for range 2 { // the second time, from the same offsets
+			stop := testenv.Run(t, s.consumer(t, cfg, outbox.Handle("COUNTED", s.count)).Run)
+			require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 5 }, testenv.Patience, 10*time.Millisecond)
+			stop()
+			require.Equal(t, 5*(round+1), s.counts(t)["p"], "round %d", round)
+			s.commitFor(t, 0)
+		}
+		s.deleteTopic(t)
+		testenv.CreateTopic(t, s.brokers, s.topic, 1)
+	}
+}

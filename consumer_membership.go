@@ -177,6 +177,9 @@ func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts
 func (m *membership) pauseFetching(p kafka.Partition)  { m.client.PauseFetchPartitions(p.Only()) }
 func (m *membership) resumeFetching(p kafka.Partition) { m.client.ResumeFetchPartitions(p.Only()) }
 func (m *membership) requestCommit()                   { wait.Signal(m.commitRequests) }
+func (m *membership) topicID(topic string) kafka.TopicID {
+	return m.starts.TopicID(topic)
+}
 
 func (m *membership) produce(ctx context.Context, record *kgo.Record) error {
 	return m.client.ProduceSync(ctx, record).FirstErr()

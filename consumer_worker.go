@@ -60,6 +60,8 @@ type worker struct {
 
 // workerGroup is what a worker needs of the group: a [membership], or a fake.
 type workerGroup interface {
+	// topicID returns Kafka's id of a topic, zero if it is not known.
+	topicID(topic string) kafka.TopicID
 	pauseFetching(kafka.Partition)
 	resumeFetching(kafka.Partition)
 	// requestCommit asks for the offsets of the workers to be committed.
@@ -355,7 +357,9 @@ func (w *worker) resizeBatch(done, tried int, took time.Duration) {
 // record has as long as a handler.
 func (w *worker) readAll(records []*kgo.Record) []item {
 	items, origins := make([]item, len(records)), make([]KafkaMetadata, len(records))
+	id := w.group.topicID(w.partition.Topic)
 	for i, r := range records {
+		origins[i].topicID = id
 		items[i].record, items[i].replay = w.admit(r)
 	}
 	for next := 0; next < len(records); {

@@ -140,6 +140,7 @@ func (s *workerFixture) ping(context.Context) error {
 func (s *workerFixture) pauseFetching(kafka.Partition)  { s.paused = append(s.paused, true) }
 func (s *workerFixture) resumeFetching(kafka.Partition) { s.paused = append(s.paused, false) }
 func (s *workerFixture) requestCommit()                 { s.commits++ }
+func (s *workerFixture) topicID(string) kafka.TopicID   { return kafka.TopicID{} }
 
 func (s *workerFixture) checkReplay(_ context.Context, r *kgo.Record) error {
 	if s.forged {

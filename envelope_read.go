@@ -12,6 +12,7 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/jsonb"
+	"github.com/outboxgo/outbox/internal/kafka"
 )
 
 // Message is an event as it was received in a record, from any producer, with the
@@ -19,6 +20,10 @@ import (
 type Message struct {
 	// ID is unique together with Source.
 	ID, Source, Type string
+	// ByPosition is set if the record named no id, and ID is its position in Kafka. A topic
+	// that is deleted and created again has the same positions: the event is another one
+	// then.
+	ByPosition bool
 	// Subject and ContentType may be empty.
 	Subject, ContentType string
 	// Time may be zero.
@@ -51,6 +56,8 @@ type Metadata struct {
 	// Attempt counts the tries of this action on this event, from 1. A batch that
 	// failed and whose events are handled one by one has used up none.
 	Attempt int
+
+	byPosition bool // Message.ByPosition
 }
 
 // KafkaMetadata is where a Kafka record is, and its key. It is not to be changed.
@@ -63,6 +70,8 @@ type KafkaMetadata struct {
 	Offset int64
 	// Key of the record.
 	Key []byte
+
+	topicID kafka.TopicID // zero if it is not known
 }
 
 // decodeRecord reads the value and the headers of a Kafka record in either mode of the

@@ -267,9 +267,17 @@ func (s *handledStore) finishTx(ctx context.Context, tx *guardtx.Tx, fresh map[h
 	return tx.Commit(ctx)
 }
 
+// sourceKeyOf names the source of an event.
+func sourceKeyOf(m Metadata) string {
+	if m.byPosition && m.Kafka != nil {
+		return handled.SourceKeyIn(m.Source, m.Kafka.topicID)
+	}
+	return handled.SourceKey(m.Source)
+}
+
 // keyOf returns the key by which a repeat of a task is known.
 func keyOf(t task) (handledKey, error) {
-	k := handledKey{aggregateType: t.meta.Type, aggregateID: handled.EventKey(t.meta.Source, t.meta.ID), action: t.action, source: handled.SourceKey(t.meta.Source)}
+	k := handledKey{aggregateType: t.meta.Type, aggregateID: handled.EventKey(t.meta.Source, t.meta.ID), action: t.action, source: sourceKeyOf(t.meta)}
 	if t.key != nil {
 		k.source = ""
 		k.aggregateType, k.aggregateID = t.key(t.event, t.meta)

@@ -329,7 +329,7 @@ func (r *rewind) count(ctx context.Context, notes *notes, records []*kgo.Record)
 		case err != nil || m == nil:
 			r.report.Unreadable++
 		default:
-			keys.add(m, record.Timestamp)
+			keys.add(m, record.Timestamp, r.ids[record.Topic])
 		}
 	}
 	noted, older, err := notes.count(ctx, keys)
@@ -374,8 +374,11 @@ type eventKeys struct {
 	times                       []time.Time
 }
 
-func (k *eventKeys) add(m *outbox.Message, at time.Time) {
+func (k *eventKeys) add(m *outbox.Message, at time.Time, topic kafka.TopicID) {
 	id, source := handled.EventKey(m.Source, m.ID), handled.SourceKey(m.Source)
+	if m.ByPosition {
+		source = handled.SourceKeyIn(m.Source, topic)
+	}
 	k.types, k.ids, k.sources = append(k.types, m.Type), append(k.ids, id), append(k.sources, source)
 	k.beside, k.times = append(k.beside, handled.KeyBeside(source, id)), append(k.times, at)
 }

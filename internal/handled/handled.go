@@ -44,8 +44,17 @@ func SourceKey(source string) string {
 	return digest(source)
 }
 
+// SourceKeyIn names the source of an event that goes by its position in a topic, where the id of
+// the topic is known: one that is created again under the same name has the same positions.
+func SourceKeyIn(source string, topic [16]byte) string {
+	if topic == [16]byte{} {
+		return SourceKey(source)
+	}
+	return SourceKey(source + "@" + uuid.UUID(topic).String())
+}
+
 // KeyBeside names an event if the event of another source has taken its own key. The
-// source is one of [SourceKey].
+// source is one of [SourceKey] or [SourceKeyIn].
 func KeyBeside(source, key string) string {
 	return digest(strconv.Itoa(len(source)) + ":" + source + key)
 }
