@@ -277,16 +277,22 @@ func (m *membership) block(at kafka.Partition, large *kgo.ErrDecompressTooLarge)
 
 // What [starts.Member] needs of its group.
 
-// commitStarts commits the offsets with which reading begins.
-func (m *membership) commitStarts(begins map[kafka.Partition]int64) error {
-	offsets := map[string]map[int32]kgo.EpochOffset{}
-	for at, offset := range begins {
-		put(offsets, at.Topic, at.Number, kgo.EpochOffset{Epoch: -1, Offset: offset})
-	}
+// commitStarts commits the offsets with which reading begins, unless the partitions were
+// given up while that was decided: another member may be further on already.
+func (m *membership) commitStarts(ctx context.Context, begins map[kafka.Partition]int64) error {
 	m.committing.Lock()
 	defer m.committing.Unlock()
+	offsets := map[string]map[int32]kgo.EpochOffset{}
+	for at, offset := range begins {
+		if ctx.Err() != nil || m.workerOf(at) == nil {
+			return errGivenUp
+		}
+		put(offsets, at.Topic, at.Number, kgo.EpochOffset{Epoch: -1, Offset: offset})
+	}
 	return m.commitOffsets(context.Background(), offsets)
 }
+
+var errGivenUp = errors.New("partition is assigned no longer")
 
 func (m *membership) begun(at kafka.Partition, offset int64) {
 	if w := m.workerOf(at); w != nil {

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/stretchr/testify/require"
 )
 
@@ -94,4 +95,17 @@ func TestTransactionsAreShort(t *testing.T) {
 		require.Equal(t, []string{"e001: committed", "e011 e021: committed", "e031 e041 e051 e061: committed", "e071 e081 e091 e101 e111 e121: committed"}, s.log)
 		require.Equal(t, 10, s.worker.batch)
 	})
+}
+
+// The offset with which reading begins is not committed for a partition that was given up
+// while it was looked for: it would set back the member that has the partition now.
+func TestStartOfGivenUpPartition(t *testing.T) {
+	t.Parallel()
+	at := kafka.Partition{Topic: "t"}
+	m := &membership{workers: map[kafka.Partition]*worker{}}
+	require.ErrorIs(t, m.commitStarts(t.Context(), map[kafka.Partition]int64{at: 3}), errGivenUp)
+	m.workers[at] = new(worker)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	require.ErrorIs(t, m.commitStarts(ctx, map[kafka.Partition]int64{at: 3}), errGivenUp)
 }

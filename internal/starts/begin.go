@@ -136,7 +136,7 @@ func (m *Member) confirm(ctx context.Context, topics map[string]topic, decided m
 	if len(offsets) == 0 {
 		return nil
 	}
-	if err := m.cfg.Commit(offsets); err != nil {
+	if err := m.cfg.Commit(ctx, offsets); err != nil {
 		return fmt.Errorf("commit first offsets: %w", err)
 	}
 	if m.cfg.Store == nil {

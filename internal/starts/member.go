@@ -31,8 +31,8 @@ type Config struct {
 	Log       *slog.Logger
 	Outages   *outage.Logs
 
-	// Commit commits the offsets with which reading begins.
-	Commit func(map[kafka.Partition]int64) error
+	// Commit commits the offsets with which reading begins, unless the context has ended.
+	Commit func(context.Context, map[kafka.Partition]int64) error
 	// Begun is called with the offset with which reading of a partition begins.
 	Begun func(p kafka.Partition, offset int64)
 	// Lost is called for records of a partition that Kafka has removed unread.
