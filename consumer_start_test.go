@@ -437,3 +437,23 @@ func TestFromEndWithoutDatabase(t *testing.T) {
 	s.requireLogged(t, "reading begins at their ends")
 	s.requireLogged(t, "partitions=1 records=7")
 }
+
+// A new group skips what is in its topics, unless FromStart says otherwise. That is logged, because a
+// group whose name was changed by mistake is a new one, too.
+func TestNewGroupSaysWhatItSkips(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 2)
+	s.put(t, 0, 7)
+	s.put(t, 1, 3)
+	stop := s.run(t, outbox.ConsumerConfig{})
+	const said = "the group is new"
+	s.requireLogged(t, said)
+	s.requireLogged(t, "records=10")
+	require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 7 }, testenv.Patience, 10*time.Millisecond)
+	stop()
+	s.requireSeen(t)
+	stop = s.run(t, outbox.ConsumerConfig{})
+	s.requireSeen(t, s.put(t, 0, 1)...)
+	stop()
+	require.Equal(t, 1, strings.Count(s.log.String(), said), s.log)
+}

@@ -242,12 +242,40 @@ func (m *Member) list(ctx context.Context, found map[string]topicInfo, written m
 	if err != nil {
 		return err
 	}
+	if err := m.logSkipped(ctx, wanted, begins); err != nil {
+		return err
+	}
 	topics := map[string]topic{}
 	for name, t := range found {
 		topics[name] = newTopic(name, t, begins, committed)
 		m.logListed(name, len(t.partitions), written[name].before)
 	}
 	return m.cfg.Store.list(ctx, topics)
+}
+
+// logSkipped logs how many records a new group skips, because it begins at the end of topics. It
+// is as new if its name was changed by mistake.
+func (m *Member) logSkipped(ctx context.Context, wanted, begins map[kafka.Partition]int64) error {
+	ends := map[kafka.Partition]int64{}
+	for at, which := range wanted {
+		if which == kafka.EndOffset {
+			ends[at] = kafka.FirstOffset
+		}
+	}
+	firsts, err := kafka.ListOffsets(ctx, m.client, kafka.Committed, ends)
+	if err != nil {
+		return err
+	}
+	records := map[string]int64{}
+	for at, first := range firsts {
+		records[at.Topic] += begins[at] - first
+	}
+	for topic, n := range records {
+		if n > 0 {
+			m.cfg.Log.Warn("outbox: the group is new, what is in a topic is not handled unless FromStart is set", "topic", topic, "records", n)
+		}
+	}
+	return nil
 }
 
 // hasOffset reports whether the group has a committed offset in a topic. Then it is not
