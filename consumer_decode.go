@@ -86,6 +86,9 @@ const (
 func (p *processor) read(ctx context.Context, r *kgo.Record, to replay, at *KafkaMetadata) item {
 	at.Topic, at.Partition, at.Offset, at.Key = r.Topic, r.Partition, r.Offset, r.Key
 	it := item{record: r, replay: to, meta: Metadata{Kafka: at, Attempt: 1}}
+	if r.Attrs.IsControl() { // nobody's, but it has an offset
+		return it
+	}
 	if it.replay.group != "" && it.replay.group != p.cfg.Group {
 		return it
 	}

@@ -244,7 +244,7 @@ func (m *membership) distribute(p kgo.FetchTopicPartition) {
 	if from, lost := w.fetched(p.FetchPartition); lost > 0 {
 		m.starts.Passed(at, from, lost)
 	}
-	w.add(slices.DeleteFunc(p.Records, func(r *kgo.Record) bool { return r.Attrs.IsControl() }))
+	w.add(p.Records)
 }
 
 // fetchFailed logs the failure of a fetch. The client goes on trying in any case.

@@ -288,6 +288,12 @@ func TestRetentionPassesMember(t *testing.T) {
 // commit it.
 func (s *startFixture) transaction(t testing.TB, n int) (ids []string, commit func()) {
 	t.Helper()
+	ids, client := s.openTransaction(t, n)
+	return ids, func() { require.NoError(t, client.EndTransaction(background, kgo.TryCommit)) }
+}
+
+func (s *startFixture) openTransaction(t testing.TB, n int) (ids []string, client *kgo.Client) {
+	t.Helper()
 	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...), kgo.TransactionalID(uuid.NewString()), kgo.RecordPartitioner(kgo.ManualPartitioner()))
 	require.NoError(t, err)
 	t.Cleanup(client.Close)
@@ -296,7 +302,7 @@ func (s *startFixture) transaction(t testing.TB, n int) (ids []string, commit fu
 		ids = append(ids, uuid.NewString())
 		require.NoError(t, client.ProduceSync(background, s.saleRecord(ids[len(ids)-1], oneSale)).FirstErr())
 	}
-	return ids, func() { require.NoError(t, client.EndTransaction(background, kgo.TryCommit)) }
+	return ids, client
 }
 
 // The end of a transaction is a record, too, but not one that a group can lose.
@@ -314,6 +320,30 @@ func TestEndsOfTransactionsAreNotLost(t *testing.T) {
 	s.deleteRecords(t, 4)
 	s.requireSeen(t, s.put(t, 0, 2)...)
 	require.Zero(t, lost.Load())
+}
+
+// The same holds for a group that was stopped when they were removed, and for the records
+// of a transaction that was aborted.
+func TestAbortedRecordsAreNotLost(t *testing.T) {
+	t.Parallel()
+	s := newStartFixture(t, 1)
+	cfg := outbox.ConsumerConfig{FromStart: true}
+	stop := s.run(t, cfg)
+	ids, commit := s.transaction(t, 3)
+	commit()
+	s.requireSeen(t, ids...)
+	aborted, client := s.openTransaction(t, 4)
+	require.NoError(t, client.EndTransaction(background, kgo.TryAbort))
+	require.Eventually(t, func() bool { return s.committed(t, s.group, 0) == 9 }, testenv.Patience, 10*time.Millisecond,
+		"three records and four, and the ends of two transactions; committed is %d", s.committed(t, s.group, 0))
+	stop()
+	s.deleteRecords(t, 9)
+	ids = s.put(t, 0, 2)
+	s.run(t, cfg)
+	s.requireSeen(t, ids...)
+	require.NotContains(t, s.log.String(), "has removed records")
+	require.Zero(t, s.lostRow(t))
+	require.Zero(t, s.seen[aborted[0]])
 }
 
 // Records that wait behind an open transaction are not handled, and so they count.
