@@ -39,7 +39,7 @@ type Handler interface {
 // however often the event arrives. Tx is the consumer's: its Commit and Rollback return
 // [ErrHandlerTx], as f does that ends it with a statement, and nothing is committed then. Begin
 // sets a savepoint. If f returns nil although a statement has failed, or leaves rows open, that
-// is an error of f.
+// is an error of f. It must not CLOSE ALL, because a cursor of the consumer guards tx.
 //
 // The events that arrive together share a transaction, until handlers have taken a second in
 // it: then what is done is committed. If one of them fails, it is
