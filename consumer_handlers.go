@@ -49,7 +49,8 @@ type Handler interface {
 //
 // What f sets with SET LOCAL or set_config is not seen by handlers of other events: if it does
 // that in a shared transaction, this is rolled back, and from then on the events that arrive with
-// those of f are handled one by one, which is slower. Of what a function inside PostgreSQL sets, or
+// those of f are handled one by one, which is slower. That holds, too, if f runs a statement by the
+// name under which it was prepared elsewhere, whose text is not known here. Of what a function inside PostgreSQL sets, or
 // a statement that goes through tx.Conn, only search_path, role, session_authorization,
 // row_security, session_replication_role, lock_timeout, statement_timeout and TimeZone are noticed. A SET without LOCAL
 // stays with the connection, which goes back to the pool.

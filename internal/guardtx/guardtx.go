@@ -65,8 +65,9 @@ type Tx struct {
 	ended   bool   // the function has called Commit or Rollback
 	changed bool   // a function has changed settings
 
-	clean  [4]string // statements that were looked at lately, and change none
-	oldest int       // of them
+	clean    [4]string // statements that were looked at lately, and change none
+	oldest   int       // of them
+	prepared []string  // names of statements that were looked at, and change none
 }
 
 // Begin begins a transaction, together with what queue adds to the batch, in a single round
@@ -177,7 +178,7 @@ func (p *part) look(sql string) { p.owner.look(sql) }
 // look finds out whether a statement changes settings. Handlers run the same few again and
 // again.
 func (t *Tx) look(sql string) {
-	if t.changed || slices.Contains(t.clean[:], sql) {
+	if t.changed || slices.Contains(t.clean[:], sql) || slices.Contains(t.prepared, sql) {
 		return
 	}
 	if t.changed = changesSettings(sql); !t.changed {
@@ -215,8 +216,12 @@ func (p *part) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 
 // Prepare implements [pgx.Tx].
 func (p *part) Prepare(ctx context.Context, name, sql string) (*pgconn.StatementDescription, error) {
-	p.look(sql)
-	return p.Tx.Prepare(ctx, name, sql)
+	p.owner.look(sql)
+	statement, err := p.Tx.Prepare(ctx, name, sql)
+	if err == nil && !p.owner.changed {
+		p.owner.prepared = append(p.owner.prepared, name)
+	}
+	return statement, err
 }
 
 // SendBatch implements [pgx.Tx].

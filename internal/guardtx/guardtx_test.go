@@ -212,6 +212,10 @@ func TestSettingsByAnyWay(t *testing.T) {
 		"Query":    func(tx pgx.Tx) error { rows, err := tx.Query(t.Context(), set); rows.Close(); return err },
 		"QueryRow": func(tx pgx.Tx) error { var s string; return tx.QueryRow(t.Context(), set).Scan(&s) },
 		"Prepare":  func(tx pgx.Tx) error { _, err := tx.Prepare(t.Context(), "", set); return err },
+		"prepared before": func(tx pgx.Tx) error {
+			_, err := tx.Conn().Prepare(t.Context(), "prepared", set)
+			return errors.Join(err, exec(tx, "prepared"))
+		},
 		"SendBatch": func(tx pgx.Tx) error {
 			var b pgx.Batch
 			b.Queue(set)
@@ -227,6 +231,21 @@ func TestSettingsByAnyWay(t *testing.T) {
 		tx.Rollback(t.Context())
 	}
 }
+
+// A statement that a function prepares in the transaction is known by its name.
+func TestPreparedStatement(t *testing.T) {
+	t.Parallel()
+	g := newGuardFixture(t, pgx.QueryExecModeExec)
+	tx := g.begin(t, true)
+	require.NoError(t, tx.Call("GOOD", func(tx pgx.Tx) error {
+		_, err := tx.Prepare(t.Context(), "known", "SELECT 1")
+		return errors.Join(err, exec(tx, "known"))
+	}))
+	require.False(t, tx.ChangedSettings())
+	require.NoError(t, tx.Commit(t.Context()))
+}
+
+func exec(tx pgx.Tx, sql string) error { _, err := tx.Exec(context.Background(), sql); return err }
 
 // What cannot be begun is an error, and the connection can be used again.
 func TestBeginFails(t *testing.T) {

@@ -3,9 +3,14 @@ package guardtx
 import "strings"
 
 // changesSettings reports whether a statement may change settings of its transaction: SET,
-// RESET, DISCARD or set_config, also in the body of a DO.
+// RESET, DISCARD or set_config, also in the body of a DO; or something else whose text is not
+// here, such as a prepared statement.
 func changesSettings(sql string) bool {
+	if isName(sql) {
+		return true
+	}
 	first, code := true, false // the next word begins a statement; the next literal is one
+	named := false             // the next word names a statement, or makes one
 	for sql != "" {
 		var token string
 		token, sql = nextToken(sql)
@@ -13,18 +18,22 @@ func changesSettings(sql string) bool {
 		case c == ' ':
 		case isAlpha(c):
 			k := kindOf(token)
-			if k == sets || k == setsAtFirst && first {
+			if k == sets || k == setsAtFirst && first || named {
 				return true
 			}
-			first, code = k == beforeStatement, k == beforeCode
+			first, code, named = k == beforeStatement, k == beforeCode || k == execute, k == execute && first
 		case c == '\'' && code && changesSettings(token[1:]):
 			return true
 		default:
-			first, code = c == ';' || c == '$', false
+			first, code, named = c == ';' || c == '$', false, false
 		}
 	}
 	return false
 }
+
+// isName reports whether a text is not a statement, but the name of a prepared one. No statement
+// without a space or a parenthesis changes settings.
+func isName(sql string) bool { return sql != "" && !strings.ContainsAny(sql, " \t\r\n(") }
 
 // wordKind says what a word means for [changesSettings].
 type wordKind uint8
@@ -35,6 +44,7 @@ const (
 	setsAtFirst     // if it begins a statement
 	beforeStatement // a statement follows, in PL/pgSQL
 	beforeCode      // a literal that follows is a statement, or several
+	execute         // likewise, and a word that follows is the name of one
 )
 
 // words by their length, which differs for most: handlers pass here with every statement.
@@ -43,7 +53,7 @@ var words = [...]map[string]wordKind{
 	3:  {"set": setsAtFirst},
 	4:  {"then": beforeStatement, "else": beforeStatement, "loop": beforeStatement},
 	5:  {"reset": setsAtFirst, "begin": beforeStatement},
-	7:  {"discard": setsAtFirst, "execute": beforeCode},
+	7:  {"discard": setsAtFirst, "execute": execute},
 	10: {"set_config": sets},
 }
 

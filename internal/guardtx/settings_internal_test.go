@@ -13,6 +13,7 @@ func TestChangesSettings(t *testing.T) {
 		"SELECT 1; SET LOCAL x = 1", "SET CONSTRAINTS ALL DEFERRED", "SELECT pg_catalog.set_config($1, $2, true)", "select SET_CONFIG('a', 'b', true)",
 		"DO $$ BEGIN SET LOCAL x = 1; END $$", "DO $body$ BEGIN UPDATE t SET n = 1; RESET x; END $body$", "DO $$ BEGIN EXECUTE 'SET LOCAL x = 1'; END $$",
 		"DO 'BEGIN PERFORM set_config(''a'', ''b'', true); END'",
+		"EXECUTE prepared('a')", "SELECT 1; execute prepared", "DO $$ BEGIN EXECUTE format('SET LOCAL x = %L', 1); END $$", "prepared", "pre-pared",
 	} {
 		require.True(t, changesSettings(sql), sql)
 	}
@@ -20,6 +21,7 @@ func TestChangesSettings(t *testing.T) {
 		"", "SELECT 1", "UPDATE t SET n = $1 WHERE s = 'set x'", "INSERT INTO t VALUES ($1) ON CONFLICT (n) DO UPDATE SET n = excluded.n",
 		"UPDATE t -- the set\n SET n = 1", "UPDATE reset SET discard = 1", `UPDATE "set" SET "reset" = 1`, "WITH x AS (UPDATE t SET n = 1 RETURNING n) SELECT * FROM x",
 		"SELECT settings, setting FROM t; UPDATE t SET n = 1;", "MERGE INTO t USING s ON true WHEN MATCHED THEN UPDATE SET n = 1",
+		"GRANT EXECUTE ON FUNCTION f TO r", "DO $$ BEGIN EXECUTE 'UPDATE t SET n = 1'; END $$",
 		"SELECT 'unfinished", "SELECT 1 /* unfinished", "SELECT 1 -- unfinished", "SELECT $1, $2",
 	} {
 		require.False(t, changesSettings(sql), sql)
