@@ -32,9 +32,9 @@ type Consumer struct {
 	handled   *handledStore // nil without PostgreSQL
 	starts    *starts.Store // nil without PostgreSQL
 	pauses    *pauses.Set
-	operators *pauses.Store   // what they have paused; nil without PostgreSQL
-	slots     *handling.Slots // nil: no limit
-	outages   *outage.Logs    // of PostgreSQL, Kafka and dead-letter topics
+	operators *pauses.Store // what they have paused; nil without PostgreSQL
+	slots     slots
+	outages   *outage.Logs // of PostgreSQL, Kafka and dead-letter topics
 
 	running atomic.Bool
 	current atomic.Pointer[membership] // nil while it does not run
@@ -103,13 +103,11 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 		cfg: cfg, hostOpts: slices.Clone(opts), opts: all, outages: outage.NewLogs(log), pauses: pauses.NewSet(),
 		processor: &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, log: log, input: &inputLog{}, apart: new(sync.Map)},
 	}
-	switch {
-	case cfg.Concurrency > 0:
-		c.slots = handling.NewSlots(cfg.Concurrency)
-	case db != nil:
-		c.slots = handling.SlotsOf(db)
+	if cfg.Concurrency > 0 {
+		c.slots.calls = handling.NewSlots(cfg.Concurrency)
 	}
 	if db != nil {
+		c.slots.transactions = handling.SlotsOf(db)
 		c.handled = newHandledStore(db, cfg.Schema, cfg.Group)
 		c.processor.store = c.handled
 		c.starts = starts.NewStore(db, cfg.Schema, cfg.Group)

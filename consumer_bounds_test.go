@@ -24,6 +24,15 @@ import (
 // share its pool.
 func TestPoolSmallerThanPartitions(t *testing.T) {
 	t.Parallel()
+	for _, concurrency := range []int{0, 8} {
+		t.Run(fmt.Sprint("concurrency ", concurrency), func(t *testing.T) {
+			t.Parallel()
+			testPoolSmallerThanPartitions(t, concurrency)
+		})
+	}
+}
+
+func testPoolSmallerThanPartitions(t *testing.T, concurrency int) {
 	const partitions, each = 8, 20
 	s := newConsumerFixture(t, partitions)
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.MaxConns = 4 })
@@ -37,7 +46,7 @@ func TestPoolSmallerThanPartitions(t *testing.T) {
 	})
 	s.sendTo(t, partitions, each)
 	for group := range 2 {
-		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: fmt.Sprint("pool-", group, s.topic), Schema: s.schema}, FromStart: true}
+		cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: fmt.Sprint("pool-", group, s.topic), Schema: s.schema}, FromStart: true, Concurrency: concurrency}
 		c, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, cfg, h)
 		require.NoError(t, err)
 		testenv.Run(t, c.Run)
@@ -46,7 +55,7 @@ func TestPoolSmallerThanPartitions(t *testing.T) {
 	for i := range partitions {
 		want[fmt.Sprint("p-", i)] = 2 * each
 	}
-	require.Eventually(t, func() bool { return fmt.Sprint(s.counts(t)) == fmt.Sprint(want) }, 40*time.Second, 50*time.Millisecond)
+	require.Eventually(t, func() bool { return fmt.Sprint(s.counts(t)) == fmt.Sprint(want) }, testenv.Patience, 50*time.Millisecond)
 	require.EqualValues(t, 2*partitions*each, calls.Load(), "no handler had to be repeated")
 }
 

@@ -100,11 +100,10 @@ type ConsumerConfig struct {
 	// fetches bring, see [NewConsumer]. Zero means 64 MiB.
 	MaxQueueBytes int
 
-	// Concurrency is how many handlers may run at the same time, over all partitions.
-	// Without it there is no bound but for those with a transaction: these have three
-	// quarters of the connections of the pool, all consumers that use it together. The
-	// rest is for what handlers do with the pool beside their transactions. Zero means
-	// without.
+	// Concurrency is how many handlers may run at the same time, over all partitions. Those
+	// with a transaction have three quarters of the connections of the pool in any case, all
+	// consumers that use it together; the rest is for what handlers do with the pool beside
+	// their transactions. Zero means no other bound.
 	Concurrency int
 
 	// HeartbeatInterval, SessionTimeout and MaxPollInterval must grow in this order.

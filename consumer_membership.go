@@ -135,7 +135,7 @@ type membership struct {
 
 // join makes the client from opts. Kafka is asked for partitions in the background. The
 // client lives until close, whatever becomes of the context in the host's options.
-func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts.Store, slots *handling.Slots, set *pauses.Set, outages *outage.Logs) (*membership, error) {
+func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts.Store, slots slots, set *pauses.Set, outages *outage.Logs) (*membership, error) {
 	ctx, err := kafka.ContextOf(host)
 	if err != nil {
 		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
@@ -147,7 +147,7 @@ func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	m := &membership{
 		cfg: cfg, processor: p, outages: outages, log: p.log, hangUp: cancel, hostOpts: host, bound: bound,
-		limits:         limits{budget: handling.NewBudget(cfg.MaxQueueBytes), slots: slots, noTx: cfg.Concurrency > 0, pauses: set},
+		limits:         limits{budget: handling.NewBudget(cfg.MaxQueueBytes), slots: slots, pauses: set},
 		commitRequests: make(chan struct{}, 1), workers: map[kafka.Partition]*worker{}, running: map[*worker]bool{},
 	}
 	m.starts = starts.NewMember(starts.Config{

@@ -69,11 +69,11 @@ func (w *worker) awaitResume() bool {
 // slot. It reports whether that was before the worker is to end. A worker whose topic is
 // paused keeps no slot from others.
 func (w *worker) mayCall(tx bool) bool {
-	for w.awaitResume() && w.takeSlot(tx) {
+	for w.awaitResume() && w.takeSlots(tx) {
 		if !w.isTopicPaused() {
 			return true
 		}
-		w.releaseSlot() // paused while it waited for the slot
+		w.releaseSlots() // paused while it waited for the slot
 	}
 	return false
 }

@@ -227,8 +227,8 @@ func TestPermanentConflict(t *testing.T) {
 func TestRecordsWithoutTransaction(t *testing.T) {
 	t.Parallel()
 	s := newWorkerFixture(t, ConsumerConfig{}, HandleNoTx("SEEN", func(context.Context, played, Metadata) error { return nil }))
-	s.worker.limits.slots = handling.NewSlots(1)
-	require.True(t, s.worker.limits.slots.Take(t.Context()), "transactions of others have all slots")
+	s.worker.limits.slots.transactions = handling.NewSlots(1)
+	require.True(t, s.worker.limits.slots.transactions.Take(t.Context()), "transactions of others have all slots")
 	s.worker.outages.Report(outagePostgres, time.Now(), errPlayed)
 	s.worker.handle(s.arrive("a"))
 	require.True(t, s.worker.outages.Failing())

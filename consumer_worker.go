@@ -48,9 +48,9 @@ type worker struct {
 
 	mu       sync.Mutex // run takes from the queue, the poll loop adds and commits
 	queue    []*kgo.Record
-	bytes    int  // of the queue, and of what is handled
-	closed   bool // no queue any more
-	slot     bool // of limits, is taken
+	bytes    int               // of the queue, and of what is handled
+	closed   bool              // no queue any more
+	taken    []*handling.Slots // of limits
 	paused   bool
 	blocked  *kgo.ErrDecompressTooLarge // the batch at which fetching has ended
 	read     int64                      // offset behind what was fetched
@@ -73,12 +73,17 @@ type workerGroup interface {
 	produce(context.Context, *kgo.Record) error
 }
 
+// slots bound how many handlers run at the same time. Nil means without a bound.
+type slots struct {
+	calls        *handling.Slots // of all handlers: ConsumerConfig.Concurrency
+	transactions *handling.Slots // of those with a transaction: what the pool has for them
+}
+
 // limits are what the workers of a consumer share.
 type limits struct {
 	budget *handling.Budget
-	slots  *handling.Slots // for handlers at work; nil: no limit
-	noTx   bool            // handlers without a transaction need a slot, too
-	pauses *pauses.Set     // topics of which nothing is handled
+	slots  slots
+	pauses *pauses.Set // topics of which nothing is handled
 }
 
 // What a queue may hold before its partition is paused, see also [handling.Budget]. It
@@ -160,7 +165,7 @@ func (w *worker) cutOff() {
 	default:
 	}
 	w.activity.CutOff()
-	w.releaseSlot()
+	w.releaseSlots()
 	w.end()
 	call, ok := w.activity.Current()
 	if !ok {
@@ -234,29 +239,40 @@ func (w *worker) close() {
 	w.queue, w.bytes, w.closed = nil, 0, true
 }
 
-// takeSlot waits until there is a slot for a handler, and reports whether that was before
-// the worker is to end.
-func (w *worker) takeSlot(tx bool) bool {
-	if w.limits.slots == nil || !tx && !w.limits.noTx {
+// takeSlots waits until a handler may be called, with a transaction or without one, and
+// reports whether that was before the worker is to end.
+func (w *worker) takeSlots(tx bool) bool {
+	if !w.takeSlot(w.limits.slots.calls) {
+		return false
+	}
+	if tx && !w.takeSlot(w.limits.slots.transactions) {
+		w.releaseSlots()
+		return false
+	}
+	return true
+}
+
+func (w *worker) takeSlot(of *handling.Slots) bool {
+	if of == nil {
 		return true
 	}
-	if !w.limits.slots.Take(w.stopping) {
+	if !of.Take(w.stopping) {
 		return false
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.slot = true
+	w.taken = append(w.taken, of)
 	return true
 }
 
-// releaseSlot gives the slot back, if there is one.
-func (w *worker) releaseSlot() {
+// releaseSlots gives back what was taken.
+func (w *worker) releaseSlots() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.slot {
-		w.slot = false
-		w.limits.slots.Release()
+	for _, of := range w.taken {
+		of.Release()
 	}
+	w.taken = w.taken[:0]
 }
 
 // slowCall is a handler that runs for long: when it was called, and after which time it
@@ -423,7 +439,7 @@ func (w *worker) tryBatch(items []item) (n int, committed bool, failed *taskErro
 		})
 		late := isLate(ctx, err)
 		cancel()
-		w.releaseSlot()
+		w.releaseSlots()
 		switch {
 		case err == nil:
 			w.reportPostgresWorks(began)
@@ -528,7 +544,7 @@ func (w *worker) tryTask(t task) (outage bool, err error) {
 	ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
 	defer cancel()
 	err = w.processor.processOne(ctx, t)
-	w.releaseSlot()
+	w.releaseSlots()
 	if err == nil && t.kind != noTx {
 		w.reportPostgresWorks(began)
 	}
