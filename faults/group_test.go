@@ -270,10 +270,11 @@ func (g *group) awaitHandled(t *testing.T) {
 	if !g.await(t, stall, handled) {
 		t.Errorf("%d of %d actions are done after %v", done, g.shop.actions, stall)
 	}
+	handledAfter := time.Since(began)
 	if !g.await(t, maxLagTime, func() bool { return g.lag(t) == 0 }) {
 		t.Errorf("all is handled, and the offsets lag %d behind after %v", g.lag(t), maxLagTime)
 	}
-	t.Logf("%5.1f s: all handled after %v", time.Since(g.start).Seconds(), time.Since(began).Round(time.Millisecond))
+	t.Logf("%5.1f s: all handled after %v, and committed after %v", time.Since(g.start).Seconds(), handledAfter.Round(time.Millisecond), time.Since(began).Round(time.Millisecond))
 }
 
 // done returns how many actions are done in PostgreSQL.
