@@ -59,10 +59,14 @@ type Consumer struct {
 // FromStart or FromEnd is set.
 //
 // Of each partition up to 20,000 records or 16 MiB wait in memory, of all of them
-// MaxQueueBytes, and what fetches bring beyond that: of each broker 8 MiB, decompressed
-// 64 MiB and a batch, unless opts says otherwise. A batch of more than 64 MiB is not
-// read, again unless opts says otherwise: an ERROR says so, and its partition waits for
-// an operator.
+// MaxQueueBytes and a batch of each, and what fetches bring beyond that: of each broker
+// 8 MiB that were polled and 8 MiB that wait to be, decompressed 64 MiB and a batch,
+// unless opts says otherwise. A batch of more than 64 MiB is not read, again unless opts
+// says otherwise: an ERROR says so, and its partition waits for an operator.
+//
+// Functions in opts, such as hooks and dialers, are called by the Kafka client in its own
+// goroutines: one that panics ends the process, as anywhere else, and one that hangs
+// holds the client up. Only a decompressor is guarded.
 //
 // A fetch waits up to 250 ms for something to arrive, unless opts
 // says otherwise. While it waits for partitions that have nothing, it brings nothing
@@ -176,7 +180,13 @@ const (
 	outagePostgres   = "PostgreSQL"
 	outageFetching   = "fetching"
 	outageCommitting = "committing offsets"
+
+	outageCommittingTopic = "committing offsets of topic " // with its name
 )
+
+// checkTimeout bounds a look at the tables: PostgreSQL, or what has locked them, may not
+// answer without a word.
+const checkTimeout = 10 * time.Second
 
 // checkTables waits for PostgreSQL and checks that the tables of consumers are as this release
 // needs them. It also reads what is paused, before anything is handled.
@@ -186,7 +196,9 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 	}
 	for ctx.Err() == nil {
 		began := time.Now()
-		err := errors.Join(c.handled.check(ctx), c.starts.Check(ctx), c.readPauses(ctx))
+		try, cancel := context.WithTimeout(ctx, checkTimeout)
+		err := errors.Join(c.handled.check(try), c.starts.Check(try), c.readPauses(try))
+		cancel()
 		if pg.IsUndefined(err) {
 			return notMigrated(c.cfg.Schema, err)
 		}

@@ -289,7 +289,11 @@ func (m *membership) commitStarts(ctx context.Context, begins map[kafka.Partitio
 		}
 		put(offsets, at.Topic, at.Number, kgo.EpochOffset{Epoch: -1, Offset: offset})
 	}
-	return m.commitOffsets(context.Background(), offsets)
+	refused, err := m.commitOffsets(context.Background(), offsets)
+	for topic, failed := range refused {
+		err = errors.Join(err, fmt.Errorf("topic %s: %w", topic, failed))
+	}
+	return err
 }
 
 var errGivenUp = errors.New("partition is assigned no longer")
@@ -409,20 +413,23 @@ const (
 	// that much arrives again, and what is noted in event_handled is skipped.
 	commitPause   = 100 * time.Millisecond
 	commitTimeout = 5 * time.Second
+	// commitRetry is after which time offsets of a topic that Kafka has refused are tried
+	// again, unless there is something else to commit before.
+	commitRetry = 10 * time.Second
 )
 
 // keepCommitting commits what is handled until ctx is cancelled. A commit that failed
 // is tried again.
 func (m *membership) keepCommitting(ctx context.Context) {
 	for ctx.Err() == nil {
-		select {
-		case <-m.commitRequests:
-			if m.commitAll(context.Background()) != nil {
-				m.requestCommit()
-			}
-			wait.Sleep(ctx, commitPause)
-		case <-ctx.Done():
+		wait.Await(ctx, ctx, m.commitRequests, commitRetry)
+		if ctx.Err() != nil {
+			return
 		}
+		if m.commitAll(context.Background()) != nil {
+			m.requestCommit()
+		}
+		wait.Sleep(ctx, commitPause)
 	}
 }
 
@@ -452,22 +459,26 @@ func (m *membership) commit(ctx context.Context, workers []*worker) error {
 		return nil
 	}
 	began := time.Now()
-	if err := m.commitOffsets(ctx, offsets); err != nil {
+	refused, err := m.commitOffsets(ctx, offsets)
+	if err != nil {
 		if !isRebalance(err) {
 			m.outages.Report(outageCommitting, began, err)
 		}
 		return err
 	}
 	m.outages.Report(outageCommitting, began, nil)
-	m.noteCommitted(covered)
+	m.noteCommitted(began, covered, refused)
 	return nil
 }
 
-// noteCommitted notes what Kafka knows.
-func (m *membership) noteCommitted(covered map[*worker]kgo.EpochOffset) {
+// noteCommitted notes what Kafka knows. What it has refused is committed with what follows.
+func (m *membership) noteCommitted(began time.Time, covered map[*worker]kgo.EpochOffset, refused refusedTopics) {
+	m.reportRefused(began, covered, refused)
 	for w, next := range covered {
-		w.committed(next)
-		m.starts.Committed(w.partition, next.Offset)
+		if refused[w.partition.Topic] == nil {
+			w.committed(next)
+			m.starts.Committed(w.partition, next.Offset)
+		}
 	}
 }
 

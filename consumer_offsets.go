@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -14,29 +15,68 @@ import (
 	"github.com/outboxgo/outbox/internal/kafka"
 )
 
+// refusedTopics are topics whose offsets Kafka has not taken, although it has taken those of
+// others: it does not know them any more, or the rights to them have lapsed.
+type refusedTopics map[string]error
+
 // commitOffsets commits and waits for the answer. The caller holds committing.
-func (m *membership) commitOffsets(ctx context.Context, offsets map[string]map[int32]kgo.EpochOffset) (err error) {
+func (m *membership) commitOffsets(ctx context.Context, offsets map[string]map[int32]kgo.EpochOffset) (refused refusedTopics, err error) {
 	ctx, cancel := context.WithTimeout(ctx, commitTimeout)
 	defer cancel()
 	ctx = kgo.PreCommitFnContext(ctx, m.checkMember)
-	m.client.CommitOffsetsSync(ctx, offsets, func(_ *kgo.Client, _ *kmsg.OffsetCommitRequest, response *kmsg.OffsetCommitResponse, cerr error) {
+	m.client.CommitOffsetsSync(ctx, offsets, func(_ *kgo.Client, request *kmsg.OffsetCommitRequest, response *kmsg.OffsetCommitResponse, cerr error) {
 		if err = cerr; err == nil { // else the response may be nil
-			err = commitError(response)
+			refused, err = commitResult(request, response)
 		}
 	})
-	return err
+	return refused, err
 }
 
-// commitError returns the first error in the answer to a commit.
-func commitError(response *kmsg.OffsetCommitResponse) error {
+// commitResult reads the answer to a commit. The error is the first one that is not about a
+// single topic.
+func commitResult(request *kmsg.OffsetCommitRequest, response *kmsg.OffsetCommitResponse) (refused refusedTopics, err error) {
+	names := map[kafka.TopicID]string{} // newer brokers answer without names
+	for _, t := range request.Topics {
+		names[t.TopicID] = t.Topic
+	}
+	refused = refusedTopics{}
 	for _, t := range response.Topics {
 		for _, p := range t.Partitions {
-			if err := kerr.ErrorForCode(p.ErrorCode); err != nil {
-				return err
+			switch failed := kerr.ErrorForCode(p.ErrorCode); {
+			case failed == nil:
+			case kafka.IsTopicOutage(failed):
+				refused[cmp.Or(t.Topic, names[t.TopicID])] = failed
+			default:
+				err = cmp.Or(err, failed)
 			}
 		}
 	}
-	return nil
+	return refused, err
+}
+
+// reportRefused logs topics whose offsets Kafka has not taken, and ends the outage of those
+// whose offsets it has.
+func (m *membership) reportRefused(began time.Time, offsets map[*worker]kgo.EpochOffset, refused refusedTopics) {
+	if len(refused) == 0 && !m.outages.Failing() {
+		return
+	}
+	for topic, err := range refused {
+		if isGone(err) {
+			m.starts.Missing(topic, err)
+		} else {
+			m.outages.Report(outageCommittingTopic+topic, began, err)
+		}
+	}
+	for w := range offsets {
+		if refused[w.partition.Topic] == nil {
+			m.outages.Report(outageCommittingTopic+w.partition.Topic, began, nil)
+		}
+	}
+}
+
+// isGone reports whether Kafka does not know a topic.
+func isGone(err error) bool {
+	return errors.Is(err, kerr.UnknownTopicOrPartition) || errors.Is(err, kerr.UnknownTopicID)
 }
 
 var errExpelled = errors.New("the group has expelled this member")

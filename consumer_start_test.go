@@ -102,12 +102,14 @@ func (s *startFixture) addPartitions(t testing.TB, count int32) {
 	}, testenv.Patience, 10*time.Millisecond)
 }
 
-func (s *startFixture) deleteTopic(t testing.TB) {
+func (s *startFixture) deleteTopic(t testing.TB) { t.Helper(); s.delete(t, s.topic) }
+
+func (s *startFixture) delete(t testing.TB, topic string) {
 	t.Helper()
 	request := kmsg.NewPtrDeleteTopicsRequest()
-	request.TopicNames = []string{s.topic}
+	request.TopicNames = []string{topic}
 	one := kmsg.NewDeleteTopicsRequestTopic()
-	one.Topic = &s.topic
+	one.Topic = &topic
 	request.Topics = append(request.Topics, one)
 	response, err := request.RequestWith(background, s.admin)
 	require.NoError(t, err)

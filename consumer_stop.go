@@ -162,14 +162,16 @@ func (m *membership) commitDirectly(ctx context.Context, workers []*worker) erro
 	if err := m.checkMember(request); err != nil {
 		return err
 	}
+	began := time.Now()
 	response, err := request.RequestWith(ctx, m.client)
 	if err != nil {
 		return err
 	}
-	if err := commitError(response); err != nil {
+	refused, err := commitResult(request, response)
+	if err != nil {
 		return err
 	}
-	m.noteCommitted(covered)
+	m.noteCommitted(began, covered, refused)
 	return nil
 }
 

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/kafka"
@@ -26,10 +27,14 @@ const listTimeout = 5 * time.Second
 // decision that Kafka does not know is committed before the first record is read, and
 // noted after that: if this member dies in between, the next one decides the same.
 func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
+	found, err := m.describe(ctx, slices.Sorted(maps.Keys(committed)))
+	if err != nil {
+		return nil, err
+	}
+	committed = m.leaveOut(committed, found)
 	topics := map[string]topic{}
 	if m.cfg.Store != nil {
-		var err error
-		if topics, err = m.learn(ctx, slices.Sorted(maps.Keys(committed))); err != nil {
+		if topics, err = m.learn(ctx, found); err != nil {
 			return nil, err
 		}
 	}
@@ -58,6 +63,30 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 		m.reportLost(at, s.at-s.lost, s.lost)
 	}
 	return offsets, nil
+}
+
+// leaveOut returns committed without the topics that Kafka does not know any more, or does
+// not let us see: the others are not to wait for them. They are not read until another client
+// finds them. What is left of found are the topics that are there.
+func (m *Member) leaveOut(committed map[string]map[int32]kgo.Offset, found map[string]topicInfo) map[string]map[int32]kgo.Offset {
+	there := maps.Clone(committed)
+	for name := range committed {
+		t, visible := found[name]
+		switch {
+		case !visible:
+			m.Missing(name, kerr.TopicAuthorizationFailed)
+		case len(t.partitions) == 0:
+			m.Missing(name, kerr.UnknownTopicOrPartition)
+		default:
+			continue
+		}
+		delete(there, name)
+		delete(found, name)
+		m.mu.Lock()
+		m.leftOut[name] = true
+		m.mu.Unlock()
+	}
+	return there
 }
 
 // decide returns where reading begins in a partition. Committed is negative if Kafka has

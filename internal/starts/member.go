@@ -54,6 +54,8 @@ type Member struct {
 	mu        sync.Mutex
 	ids       map[string]kafka.TopicID // of topics, as this client saw them first
 	stalls    map[kafka.Partition]int  // how often brokers did not know the topic of a partition
+	missing   map[string]time.Time     // when something was refused because of a topic, last
+	leftOut   map[string]bool          // topics that were not there when their partitions were to be begun with
 	positions map[kafka.Partition]position
 }
 
@@ -61,7 +63,7 @@ type Member struct {
 func NewMember(cfg Config) *Member {
 	m := &Member{
 		cfg: cfg, prepared: make(chan struct{}), stalled: make(chan struct{}, 1),
-		ids: map[string]kafka.TopicID{}, stalls: map[kafka.Partition]int{}, positions: map[kafka.Partition]position{},
+		ids: map[string]kafka.TopicID{}, stalls: map[kafka.Partition]int{}, missing: map[string]time.Time{}, leftOut: map[string]bool{}, positions: map[kafka.Partition]position{},
 	}
 	m.outdated, m.end = context.WithCancel(context.Background())
 	return m
@@ -95,12 +97,26 @@ func (m *Member) prepare(ctx context.Context) {
 	defer close(m.prepared)
 	for m.cfg.Store != nil && ctx.Err() == nil {
 		began := time.Now()
-		_, err := m.learn(ctx, m.cfg.Topics)
-		if m.report(ctx, began, err) == nil {
+		if m.report(ctx, began, m.tryPrepare(ctx)) == nil {
 			return
 		}
 	}
 }
+
+func (m *Member) tryPrepare(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, tryTimeout)
+	defer cancel()
+	found, err := m.describe(ctx, m.cfg.Topics)
+	if err != nil {
+		return err
+	}
+	_, err = m.learn(ctx, found)
+	return err
+}
+
+// tryTimeout bounds a try to find where reading begins: a connection can go dead without a
+// word, and what is not known to fail is not logged.
+const tryTimeout = 30 * time.Second
 
 // StartOffsets is a function for [kgo.AdjustFetchOffsetsFn], which calls it before
 // partitions are read. It does not return until PostgreSQL and Kafka have answered: a
@@ -112,7 +128,9 @@ func (m *Member) StartOffsets(ctx context.Context, committed map[string]map[int3
 	}
 	for ctx.Err() == nil {
 		began := time.Now()
-		offsets, err := m.begin(ctx, committed)
+		try, cancel := context.WithTimeout(ctx, tryTimeout)
+		offsets, err := m.begin(try, committed)
+		cancel()
 		if m.report(ctx, began, err) == nil {
 			return offsets, nil
 		}
@@ -133,12 +151,8 @@ func (m *Member) report(ctx context.Context, began time.Time, err error) error {
 }
 
 // learn returns what is written about topics. It writes down those that are not listed
-// yet. A topic that Kafka does not let us see is not in the result.
-func (m *Member) learn(ctx context.Context, names []string) (map[string]topic, error) {
-	found, err := m.describe(ctx, names)
-	if err != nil {
-		return nil, err
-	}
+// yet.
+func (m *Member) learn(ctx context.Context, found map[string]topicInfo) (map[string]topic, error) {
 	ids := map[string]kafka.TopicID{}
 	for name, t := range found {
 		ids[name] = t.id
@@ -166,7 +180,8 @@ type topicInfo struct {
 var errCreatedAgain = errors.New("topic was deleted and created again")
 
 // describe asks Kafka about topics. A client cannot read a topic that was created again
-// after the client first saw it, so the ids that are seen first count.
+// after the client first saw it, so the ids that are seen first count. A topic that Kafka
+// does not let us see is not in the result.
 func (m *Member) describe(ctx context.Context, names []string) (map[string]topicInfo, error) {
 	response, err := kafka.Metadata(ctx, m.client, names...)
 	if err != nil {

@@ -42,9 +42,36 @@ func (m *Member) compare(began time.Time, found map[string]topicInfo, partitions
 			m.cfg.Outages.Report(outageTopic+name, began, kerr.UnknownTopicOrPartition)
 			continue
 		}
-		m.cfg.Outages.Report(outageTopic+name, began, nil)
-		m.resume(name)
+		if len(t.partitions) > 0 && m.isThere(name, began) {
+			m.cfg.Outages.Report(outageTopic+name, began, nil)
+			m.resume(name)
+		}
 	}
+}
+
+// Missing notes that Kafka has refused something because of a topic: it does not know the
+// topic, or does not let us see it. The topic is looked at soon.
+func (m *Member) Missing(topic string, err error) {
+	now := time.Now()
+	m.cfg.Outages.Report(outageTopic+topic, now, err)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if _, known := m.missing[topic]; !known {
+		wait.Signal(m.stalled)
+	}
+	m.missing[topic] = now
+}
+
+// isThere notes that a topic was found by a look that began at a time. It returns false if it
+// was missing after that.
+func (m *Member) isThere(topic string, began time.Time) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.missing[topic].After(began) {
+		return false
+	}
+	delete(m.missing, topic)
+	return true
 }
 
 // saw reports whether this client has seen a topic.
@@ -70,6 +97,9 @@ func (m *Member) Stall(at kafka.Partition) {
 func (m *Member) resume(topic string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	if m.leftOut[topic] {
+		m.endOutdated("topic is there again, a new client reads it", topic)
+	}
 	for at, times := range m.stalls {
 		if at.Topic != topic {
 			continue
