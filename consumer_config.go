@@ -2,10 +2,10 @@ package outbox
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
-	"slices"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -31,8 +31,9 @@ type HandlerConfig struct {
 	// consumer no connection, or event_handled cannot be written. Negative means never. Zero
 	// means 3.
 	MaxRetries int
-	// RetriesFor replaces MaxRetries for an error. If it panics, that is logged, and
-	// MaxRetries counts. Nil means MaxRetries for all.
+	// RetriesFor replaces MaxRetries for an error. If it panics or ends its goroutine,
+	// that is logged, and MaxRetries counts. Its partition waits while it does not return.
+	// Nil means MaxRetries for all.
 	RetriesFor func(error) int
 	// RetryWait is the wait before the first retry. Each further wait is twice as
 	// long, up to 30 s; a random part of each, up to a fifth, is left out. Zero means
@@ -45,7 +46,8 @@ type HandlerConfig struct {
 	HandlerTimeout time.Duration
 
 	// SlowHandler is how long a handler may run before a WARN names it and its event, and
-	// another one each time that it has run for twice as long. Zero means 30 s.
+	// another one each time that it has run for twice as long. It holds also for hooks,
+	// RetriesFor, decoders, codecs, upcasters and keys of [OncePer]. Zero means 30 s.
 	SlowHandler time.Duration
 
 	// Unknown says what happens to event types without a handler. Zero means
@@ -95,9 +97,13 @@ type ConsumerConfig struct {
 	MaxPoll int
 
 	// MaxQueueBytes bounds the memory of the records that wait or are handled, over all
-	// partitions, in bytes. While there is that much, a partition is fetched from only if
-	// it has less than its share, so each may have a batch of records on top, and what
-	// fetches bring, see [NewConsumer]. Zero means 64 MiB.
+	// partitions, in bytes. While there is half of it, a partition is fetched from only if
+	// it has less than its share of the other half; while there is all of it, only if it
+	// has nothing, so that those whose handlers wait do not hold it up. What a partition
+	// gets then is 64 KiB or one batch of records, if that is larger. So at most there is
+	// MaxQueueBytes, a batch for each partition, and what fetches bring: of each broker
+	// twice FetchMaxBytes, and 64 MiB and a batch for what is compressed, see
+	// [NewConsumer]. Batches count as they are when decompressed. Zero means 64 MiB.
 	MaxQueueBytes int
 
 	// Concurrency is how many handlers may run at the same time, over all partitions. Those
@@ -179,8 +185,11 @@ func (c HandlerConfig) withDefaults() HandlerConfig {
 func (c HandlerConfig) guarded(log *slog.Logger) HandlerConfig {
 	c.Hooks = c.Hooks.guarded(func(name string) func(func()) {
 		hook := contain.NewCallback("Hooks."+name, log, contain.HookLimits)
-		if slices.Contains([]string{"Handled", "Repeated"}, name) { // called for every event, below [contain.Do]
+		switch name {
+		case "Handled", "Repeated": // called for every event, below [contain.Do]
 			return hook.Inline
+		case "Lost": // called by what fetches for all partitions, and by the Kafka client
+			return func(call func()) { hook.Notify(context.Background(), call) }
 		}
 		return hook.Alone
 	})

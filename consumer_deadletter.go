@@ -195,7 +195,7 @@ func (w *worker) reportDeadLetter(it *item, topic string, why deadLetter) {
 	w.log.WarnContext(handlerContext(w.held, it.meta), "outbox: sent to the dead-letter topic", "topic", topic, "type", it.meta.Type, "event_id", it.meta.ID,
 		"partition", w.partition.Name(), "offset", it.record.Offset, "action", why.action, "attempts", why.attempts, "class", why.class, "error", why.err)
 	if w.cfg.Hooks.DeadLettered != nil {
-		w.cfg.Hooks.DeadLettered(it.meta, why.action, topic, why.err)
+		w.callHost("hook DeadLettered", why.action, &it.meta, func() { w.cfg.Hooks.DeadLettered(it.meta, why.action, topic, why.err) })
 	}
 }
 

@@ -15,10 +15,10 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
-// givenBack is the event of a second topic.
-type givenBack struct{ sale }
+// returnedSale is the event of a second topic.
+type returnedSale struct{ sale }
 
-const refundType = "test.refund.made.v1"
+const returnedType = "test.sale.returned.v1"
 
 // twoTopics is a fixture with another topic, of refunds.
 type twoTopics struct {
@@ -41,7 +41,7 @@ func newTwoTopics(t testing.TB) *twoTopics {
 func (s *twoTopics) run(t testing.TB, opts ...kgo.Opt) *outbox.Consumer {
 	t.Helper()
 	events, err := outbox.NewRegistry("shop", outbox.Event(saleType, "Product", sale.productID).Topic(s.topic),
-		outbox.Event(refundType, "Product", func(r givenBack) string { return r.Product }).Topic(s.other))
+		outbox.Event(returnedType, "Product", func(r returnedSale) string { return r.Product }).Topic(s.other))
 	require.NoError(t, err)
 	see := func(id string) {
 		s.mu.Lock()
@@ -51,7 +51,7 @@ func (s *twoTopics) run(t testing.TB, opts ...kgo.Opt) *outbox.Consumer {
 	cfg := outbox.ConsumerConfig{FromStart: true, HandlerConfig: outbox.HandlerConfig{Group: s.group, Schema: s.schema, Logger: slog.New(slog.NewTextHandler(s.log, nil))}}
 	c, err := outbox.NewConsumer(s.db, append([]kgo.Opt{kgo.SeedBrokers(s.brokers...)}, opts...), events, cfg,
 		outbox.HandleNoTx("SEEN", func(_ context.Context, _ sale, m outbox.Metadata) error { see(m.ID); return nil }),
-		outbox.HandleNoTx("SEEN", func(_ context.Context, _ givenBack, m outbox.Metadata) error {
+		outbox.HandleNoTx("SEEN", func(_ context.Context, _ returnedSale, m outbox.Metadata) error {
 			if s.handling != nil {
 				s.handling <- struct{}{}
 				<-s.goOn
@@ -73,7 +73,7 @@ func (s *twoTopics) refunds(t testing.TB, n int) (ids []string) {
 		r.Topic = s.other
 		for i := range r.Headers {
 			if r.Headers[i].Key == "ce_type" {
-				r.Headers[i].Value = []byte(refundType)
+				r.Headers[i].Value = []byte(returnedType)
 			}
 		}
 		s.send(t, r)

@@ -35,7 +35,8 @@ type ConsumerHealth struct {
 // Kafka, committing offsets or a dead-letter topic fails, because no restart brings
 // these back. It is not ready either before the group has assigned partitions to it and
 // it is known where to begin; while it waits at a batch that is too large; and while a handler runs on after its
-// HandlerTimeout. Once one has run for twice as long, the consumer is not live. An outage
+// HandlerTimeout, or a hook, a decoder or another function of the host for as long. Once one
+// has run for twice as long, the consumer is not live. An outage
 // ends with the next try that succeeds, or if nothing was tried
 // for MaxPollInterval, for example because the partition is with another member.
 //
@@ -93,7 +94,7 @@ func (w *worker) reportHealth(notReady func(reason string, args ...any)) (live b
 	}
 	ran := time.Since(call.Began)
 	if ran > w.cfg.HandlerTimeout+stuckGrace {
-		notReady("handler %s has not returned for %v, although its context has ended: event %s, %s at offset %d", call.Action, ran.Round(time.Second), call.ID, w.partition.Name(), call.Offset)
+		notReady("%s %s has not returned for %v, although it should have: event %s, %s at offset %d", call.What(), call.Action, ran.Round(time.Second), call.ID, w.partition.Name(), call.Offset)
 	}
 	return ran <= max(2*w.cfg.HandlerTimeout, w.cfg.HandlerTimeout+stuckGrace)
 }

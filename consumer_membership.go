@@ -220,6 +220,11 @@ func (m *membership) poll(ctx context.Context) {
 			m.fetchFailed(ctx, began, kafka.Partition{Topic: topic, Number: number}, err)
 		})
 		fetches.EachPartition(m.distribute)
+		if m.limits.budget.IsOver() {
+			for _, w := range m.all() {
+				w.recheckQueue()
+			}
+		}
 		if fetches.NumRecords() < pollRecords {
 			m.bound.Reset()
 		}
@@ -289,8 +294,8 @@ func (m *membership) commitStarts(ctx context.Context, begins map[kafka.Partitio
 		}
 		put(offsets, at.Topic, at.Number, kgo.EpochOffset{Epoch: -1, Offset: offset})
 	}
-	refused, err := m.commitOffsets(context.Background(), offsets)
-	for topic, failed := range refused {
+	rejected, err := m.commitOffsets(context.Background(), offsets)
+	for topic, failed := range rejected {
 		err = errors.Join(err, fmt.Errorf("topic %s: %w", topic, failed))
 	}
 	return err
@@ -459,7 +464,7 @@ func (m *membership) commit(ctx context.Context, workers []*worker) error {
 		return nil
 	}
 	began := time.Now()
-	refused, err := m.commitOffsets(ctx, offsets)
+	rejected, err := m.commitOffsets(ctx, offsets)
 	if err != nil {
 		if !isRebalance(err) {
 			m.outages.Report(outageCommitting, began, err)
@@ -467,15 +472,15 @@ func (m *membership) commit(ctx context.Context, workers []*worker) error {
 		return err
 	}
 	m.outages.Report(outageCommitting, began, nil)
-	m.noteCommitted(began, covered, refused)
+	m.noteCommitted(began, covered, rejected)
 	return nil
 }
 
 // noteCommitted notes what Kafka knows. What it has refused is committed with what follows.
-func (m *membership) noteCommitted(began time.Time, covered map[*worker]kgo.EpochOffset, refused refusedTopics) {
-	m.reportRefused(began, covered, refused)
+func (m *membership) noteCommitted(began time.Time, covered map[*worker]kgo.EpochOffset, rejected rejectedTopics) {
+	m.reportRejected(began, covered, rejected)
 	for w, next := range covered {
-		if refused[w.partition.Topic] == nil {
+		if rejected[w.partition.Topic] == nil {
 			w.committed(next)
 			m.starts.Committed(w.partition, next.Offset)
 		}

@@ -15,52 +15,52 @@ import (
 	"github.com/outboxgo/outbox/internal/kafka"
 )
 
-// refusedTopics are topics whose offsets Kafka has not taken, although it has taken those of
+// rejectedTopics are topics whose offsets Kafka has not taken, although it has taken those of
 // others: it does not know them any more, or the rights to them have lapsed.
-type refusedTopics map[string]error
+type rejectedTopics map[string]error
 
 // commitOffsets commits and waits for the answer. The caller holds committing.
-func (m *membership) commitOffsets(ctx context.Context, offsets map[string]map[int32]kgo.EpochOffset) (refused refusedTopics, err error) {
+func (m *membership) commitOffsets(ctx context.Context, offsets map[string]map[int32]kgo.EpochOffset) (rejected rejectedTopics, err error) {
 	ctx, cancel := context.WithTimeout(ctx, commitTimeout)
 	defer cancel()
 	ctx = kgo.PreCommitFnContext(ctx, m.checkMember)
 	m.client.CommitOffsetsSync(ctx, offsets, func(_ *kgo.Client, request *kmsg.OffsetCommitRequest, response *kmsg.OffsetCommitResponse, cerr error) {
 		if err = cerr; err == nil { // else the response may be nil
-			refused, err = commitResult(request, response)
+			rejected, err = commitResult(request, response)
 		}
 	})
-	return refused, err
+	return rejected, err
 }
 
 // commitResult reads the answer to a commit. The error is the first one that is not about a
 // single topic.
-func commitResult(request *kmsg.OffsetCommitRequest, response *kmsg.OffsetCommitResponse) (refused refusedTopics, err error) {
+func commitResult(request *kmsg.OffsetCommitRequest, response *kmsg.OffsetCommitResponse) (rejected rejectedTopics, err error) {
 	names := map[kafka.TopicID]string{} // newer brokers answer without names
 	for _, t := range request.Topics {
 		names[t.TopicID] = t.Topic
 	}
-	refused = refusedTopics{}
+	rejected = rejectedTopics{}
 	for _, t := range response.Topics {
 		for _, p := range t.Partitions {
 			switch failed := kerr.ErrorForCode(p.ErrorCode); {
 			case failed == nil:
 			case kafka.IsTopicOutage(failed):
-				refused[cmp.Or(t.Topic, names[t.TopicID])] = failed
+				rejected[cmp.Or(t.Topic, names[t.TopicID])] = failed
 			default:
 				err = cmp.Or(err, failed)
 			}
 		}
 	}
-	return refused, err
+	return rejected, err
 }
 
-// reportRefused logs topics whose offsets Kafka has not taken, and ends the outage of those
+// reportRejected logs topics whose offsets Kafka has not taken, and ends the outage of those
 // whose offsets it has.
-func (m *membership) reportRefused(began time.Time, offsets map[*worker]kgo.EpochOffset, refused refusedTopics) {
-	if len(refused) == 0 && !m.outages.Failing() {
+func (m *membership) reportRejected(began time.Time, offsets map[*worker]kgo.EpochOffset, rejected rejectedTopics) {
+	if len(rejected) == 0 && !m.outages.Failing() {
 		return
 	}
-	for topic, err := range refused {
+	for topic, err := range rejected {
 		if isGone(err) {
 			m.starts.Missing(topic, err)
 		} else {
@@ -68,7 +68,7 @@ func (m *membership) reportRefused(began time.Time, offsets map[*worker]kgo.Epoc
 		}
 	}
 	for w := range offsets {
-		if refused[w.partition.Topic] == nil {
+		if rejected[w.partition.Topic] == nil {
 			m.outages.Report(outageCommittingTopic+w.partition.Topic, began, nil)
 		}
 	}

@@ -100,10 +100,8 @@ func (p *processor) processOne(ctx context.Context, t task) error {
 func (p *processor) transact(ctx context.Context, tasks []task, enough func(spent time.Duration) bool) (*handlerCalls, error) {
 	c := &handlerCalls{tasks: tasks, keys: make([]handledKey, len(tasks)), enough: enough, callOne: p.callHandler, keepApart: p.keepApart}
 	err := contain.Do(func() error {
-		for i, t := range tasks {
-			if err := guard(func() (err error) { c.keys[i], err = keyOf(t); return err }); err != nil {
-				return err
-			}
+		if err := p.findKeys(ctx, c); err != nil {
+			return err
 		}
 		return p.store.inTx(ctx, p.work, c.keys, severalCalls(tasks), func(tx handlerTx, fresh map[handledKey]bool) error {
 			c.tx, c.fresh = tx, fresh
@@ -114,6 +112,24 @@ func (p *processor) transact(ctx context.Context, tasks []task, enough func(spen
 		p.keepApart(handlersOf(tasks)...)
 	}
 	return c, err
+}
+
+// findKeys fills in the keys of the tasks, which may be for the host to say.
+func (p *processor) findKeys(ctx context.Context, c *handlerCalls) (err error) {
+	for i, t := range c.tasks {
+		find := func() {
+			err = guard(func() (err error) { c.keys[i], err = keyOf(t); return err })
+		}
+		if t.key == nil {
+			find()
+		} else {
+			p.callHost(ctx, "key of OncePer", t.action, &t.meta, find)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // handlersOf returns the handlers of tasks.
@@ -167,6 +183,17 @@ func (p *processor) callHandler(ctx context.Context, h *handler, tx pgx.Tx, arri
 	return 0, err
 }
 
+// callHost calls f, which calls a function of the host other than a handler for an event.
+// What it does is known meanwhile, in case it does not return.
+func (p *processor) callHost(ctx context.Context, function, action string, m *Metadata, f func()) {
+	p.work.Begin(handling.Call{
+		Context: ctx, Function: function, Action: action, Type: m.Type, ID: m.ID, Events: 1,
+		Topic: m.Kafka.Topic, Partition: m.Kafka.Partition, Offset: m.Kafka.Offset,
+	})
+	defer p.work.End() // also if f ends its goroutine
+	f()
+}
+
 // timeoutError is the error of a handler after HandlerTimeout.
 type timeoutError struct {
 	err   error
@@ -211,10 +238,12 @@ func callMiddleware(ctx context.Context, m Middleware, about HandlerCall, inner 
 func (p *processor) notify(ctx context.Context, results []taskResult) {
 	for next := 0; next < len(results); {
 		_ = contain.Do(func() error { // its error is logged where the hook is called
-			for next < len(results) {
-				next++
-				p.notifyOne(ctx, results[next-1])
-			}
+			p.callHost(ctx, "hook Handled or Repeated", results[next].action, &results[next].meta, func() {
+				for next < len(results) {
+					next++
+					p.notifyOne(ctx, results[next-1])
+				}
+			})
 			return nil
 		})
 	}

@@ -167,11 +167,11 @@ func (m *membership) commitDirectly(ctx context.Context, workers []*worker) erro
 	if err != nil {
 		return err
 	}
-	refused, err := commitResult(request, response)
+	rejected, err := commitResult(request, response)
 	if err != nil {
 		return err
 	}
-	m.noteCommitted(began, covered, refused)
+	m.noteCommitted(began, covered, rejected)
 	return nil
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"time"
 
@@ -169,10 +170,10 @@ func (w *worker) cutOff() {
 	w.end()
 	call, ok := w.activity.Current()
 	if !ok {
-		w.log.Error("outbox: a decoder, a codec or a hook does not return although its context has ended; its partition is given up", "partition", w.partition.Name())
+		w.log.Error("outbox: what a worker waits for does not return although its context has ended; its partition is given up", "partition", w.partition.Name())
 		return
 	}
-	w.log.ErrorContext(call.Context, "outbox: handler does not return although its context has ended; its partition is given up", call.Attrs()...)
+	w.log.ErrorContext(call.Context, "outbox: "+call.What()+" does not return although its context has ended; its partition is given up", call.Attrs()...)
 }
 
 // add puts records into the queue, and pauses the partition when it is full.
@@ -187,9 +188,23 @@ func (w *worker) add(records []*kgo.Record) {
 	w.limits.budget.Add(size)
 	w.queue = append(w.queue, records...)
 	wait.Signal(w.added)
+	w.pauseIfFull()
+}
+
+// pauseIfFull pauses the partition if its queue is full. The caller holds mu.
+func (w *worker) pauseIfFull() {
 	if !w.paused && (len(w.queue) > queueRecords || w.bytes > queueBytes || w.limits.budget.IsFull(w.bytes)) {
 		w.paused = true
 		w.group.pauseFetching(w.partition)
+	}
+}
+
+// recheckQueue pauses the partition if others have used up what there is for all.
+func (w *worker) recheckQueue() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if !w.closed {
+		w.pauseIfFull()
 	}
 }
 
@@ -210,7 +225,8 @@ func (w *worker) take() []*kgo.Record {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	n := min(len(w.queue), w.cfg.MaxPoll)
-	records := w.queue[:n:n]
+	records := slices.Clone(w.queue[:n])
+	clear(w.queue[:n]) // or they would stay in memory until the queue grows
 	w.queue = w.queue[n:]
 	return records
 }
@@ -293,7 +309,7 @@ func (w *worker) reportSlow() {
 	}
 	if time.Since(call.Began) >= w.slow.next {
 		w.slow.next *= 2
-		w.log.WarnContext(call.Context, "outbox: handler runs for long", call.Attrs()...)
+		w.log.WarnContext(call.Context, "outbox: "+call.What()+" runs for long", call.Attrs()...)
 	}
 }
 
@@ -394,9 +410,12 @@ func (w *worker) readFrom(first int, items []item, origins []KafkaMetadata) (nex
 	ctx, cancel := context.WithTimeout(w.held, w.cfg.HandlerTimeout)
 	defer cancel()
 	next = first
+	w.activity.Begin(handling.Call{Context: ctx, Function: "decoder, codec or upcaster", Topic: w.partition.Topic, Partition: w.partition.Number})
+	defer w.activity.End()
 	err := contain.Do(func() error {
 		for ; next < len(items) && w.stopping.Err() == nil; next++ {
 			it := &items[next]
+			w.activity.Next(it.record.Offset)
 			*it = w.processor.read(ctx, it.record, it.replay, &origins[next])
 			if ctx.Err() == nil || w.held.Err() != nil {
 				continue
@@ -477,7 +496,7 @@ func (w *worker) finishRecord(it *item, committed bool, failed *taskError) error
 	}
 	if it.class == classUnknownType {
 		if w.cfg.Hooks.Unknown != nil {
-			w.cfg.Hooks.Unknown(it.meta)
+			w.callHost("hook Unknown", "", &it.meta, func() { w.cfg.Hooks.Unknown(it.meta) })
 		}
 		if it.isSkipped(w.cfg.Unknown) {
 			w.processor.logSkipped(it.meta)
@@ -523,15 +542,26 @@ func (w *worker) runTask(it *item, t task, failed error) error {
 			continue
 		}
 		if w.cfg.Hooks.Failed != nil {
-			w.cfg.Hooks.Failed(t.meta, t.action, err)
+			w.callHost("hook Failed", t.action, &t.meta, func() { w.cfg.Hooks.Failed(t.meta, t.action, err) })
 		}
-		if isPermanent(err) || attempt > w.cfg.RetriesFor(err) {
+		if isPermanent(err) || attempt > w.retriesFor(t, err) {
 			return w.sendToDLQ(it, deadLetter{action: t.action, class: errorClass(err), attempts: attempt, err: err})
 		}
 		w.awaitRetry(t, err)
 		attempt++
 	}
 	return errStopped
+}
+
+// retriesFor returns how often a task that failed with this error is tried again.
+func (w *worker) retriesFor(t task, err error) (n int) {
+	w.callHost("RetriesFor", t.action, &t.meta, func() { n = w.cfg.RetriesFor(err) })
+	return n
+}
+
+// callHost calls a hook, see [processor.callHost].
+func (w *worker) callHost(function, action string, m *Metadata, f func()) {
+	w.processor.callHost(w.held, function, action, m, f)
 }
 
 // tryTask runs a task once. Outage reports whether its error is one of PostgreSQL. The
@@ -578,7 +608,7 @@ func (w *worker) awaitConflict(t task, n int, err error) {
 	w.log.Log(handlerContext(w.held, t.meta), level, "outbox: transaction conflicts with others, and is repeated", "type", t.meta.Type, "event_id", t.meta.ID,
 		"action", t.action, "conflicts", n, "error", err)
 	if w.cfg.Hooks.Conflicted != nil {
-		w.cfg.Hooks.Conflicted(t.meta, t.action, err)
+		w.callHost("hook Conflicted", t.action, &t.meta, func() { w.cfg.Hooks.Conflicted(t.meta, t.action, err) })
 	}
 	w.pause(conflictWait(n))
 }

@@ -151,9 +151,11 @@ type FailedEvent struct {
 }
 
 // ConsumerHooks are called while a consumer works, in the goroutine that handles the
-// partition: a hook that does not return stops it. One that panics is logged with its
-// stack, and the consumer goes on as if it had returned. What is to run around handlers is
-// a Middleware.
+// partition. A hook that does not return stops the partition: a WARN names it, and Health
+// does, as for a handler. Lost is called for all partitions in one place, so it is waited
+// for ten seconds at most; until it does return it is not called again. A hook that panics
+// is logged with its stack, one that ends its goroutine is logged too, and the consumer
+// goes on as if it had returned. What is to run around handlers is a Middleware.
 type ConsumerHooks struct {
 	// Handled is called for an action that is done and committed. Took is the time of the
 	// handler and its middleware; of a batch, its share of it.

@@ -4,6 +4,7 @@
 package handling
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"sync"
@@ -22,11 +23,13 @@ type Activity struct {
 	cut  bool         // there will be no other transaction
 }
 
-// Call is a handler at work.
+// Call is a handler at work, or another function of the host.
 type Call struct {
 	// Context is the handler's, for log lines about it.
 	Context context.Context
-	Action  string
+	// Function is what is called if it is no handler: "hook Failed".
+	Function string
+	Action   string // "" for what is called for an event and not for an action
 	// Type, ID, Topic, Partition and Offset are those of its first event.
 	Type, ID, Topic string
 	Partition       int32
@@ -35,7 +38,10 @@ type Call struct {
 	Began           time.Time
 }
 
-// Attrs returns what a log line says of the handler.
+// What names what is called, for the beginning of a sentence.
+func (c Call) What() string { return cmp.Or(c.Function, "handler") }
+
+// Attrs returns what a log line says of the call.
 func (c Call) Attrs() []any {
 	attrs := []any{"action", c.Action, "type", c.Type, "event_id", c.ID, "topic", c.Topic, "partition", c.Partition,
 		"offset", c.Offset, "running_for", time.Since(c.Began).Round(time.Millisecond)}
@@ -45,7 +51,8 @@ func (c Call) Attrs() []any {
 	return attrs
 }
 
-// Begin notes that a handler is called now.
+// Begin notes that a handler is called now, or another function of the host. No other call
+// is under way then.
 func (a *Activity) Begin(c Call) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -53,7 +60,14 @@ func (a *Activity) Begin(c Call) {
 	a.call.Began = time.Now()
 }
 
-// End notes that the handler has returned, and says how long it took.
+// Next notes that the function under way goes on with another record.
+func (a *Activity) Next(offset int64) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.call.Offset, a.call.Began = offset, time.Now()
+}
+
+// End notes that the call has returned, and says how long it took.
 func (a *Activity) End() (took time.Duration) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -62,7 +76,7 @@ func (a *Activity) End() (took time.Duration) {
 	return took
 }
 
-// Current returns the handler at work, if there is one.
+// Current returns the call under way, if there is one.
 func (a *Activity) Current() (c Call, ok bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

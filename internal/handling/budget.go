@@ -4,7 +4,8 @@ import "sync/atomic"
 
 // Budget bounds the bytes of the records that wait or are handled, over all partitions of
 // a consumer. Half of it is for whoever needs it; the other half is shared out equally, so
-// that partitions whose handlers wait for something do not hold up the others.
+// that partitions whose handlers wait for something do not hold up the others. For the same
+// reason a partition that has nothing gets something, also if there is too much already.
 type Budget struct {
 	most   int64
 	used   atomic.Int64
@@ -31,13 +32,18 @@ func (b *Budget) Used() int { return int(b.used.Load()) }
 
 // IsFull reports whether a partition that has so many bytes is to get no more.
 func (b *Budget) IsFull(own int) bool {
-	return b.used.Load() > b.most/2 && int64(own) > b.share()
+	used := b.used.Load()
+	return used > b.most && own > 0 || used > b.most/2 && int64(own) > b.share()
 }
+
+// IsOver reports whether there is more than there should be.
+func (b *Budget) IsOver() bool { return b.used.Load() > b.most }
 
 // HasRoom reports whether a partition that has so many bytes, and gets no more, is to get
 // more again.
 func (b *Budget) HasRoom(own int) bool {
-	return b.used.Load() < b.most/4 || int64(own) < b.share()/2
+	used := b.used.Load()
+	return own == 0 || used < b.most/4 || used <= b.most && int64(own) < b.share()/2
 }
 
 // Share returns how many bytes each partition has for itself.

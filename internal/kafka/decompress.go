@@ -2,9 +2,12 @@ package kafka
 
 import (
 	"errors"
+	"fmt"
 	"sync/atomic"
 
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/contain"
 )
 
 // MaxDecompressed is how many bytes a batch of records may have, unless the host says
@@ -55,8 +58,23 @@ func (b *FetchBound) Decompress(src []byte, codec kgo.CompressionCodecType) ([]b
 	if b.used.Load() > MaxDecompressed {
 		return nil, ErrFetchFull
 	}
-	out, err := b.each.Decompress(src, codec)
+	out, err := b.decompress(src, codec)
 	b.used.Add(int64(len(out)))
+	return out, err
+}
+
+// decompress calls the decompressor, which may be the host's. The client calls it in a
+// goroutine that fetches for all partitions of a broker, so that must neither panic nor end.
+func (b *FetchBound) decompress(src []byte, codec kgo.CompressionCodecType) (out []byte, err error) {
+	err = contain.Do(func() (err error) {
+		defer func() {
+			if v := recover(); v != nil {
+				err = fmt.Errorf("decompressor: %w", contain.NewPanic(v))
+			}
+		}()
+		out, err = b.each.Decompress(src, codec)
+		return err
+	})
 	return out, err
 }
 

@@ -31,7 +31,7 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 	if err != nil {
 		return nil, err
 	}
-	committed = m.leaveOut(committed, found)
+	committed = m.omitMissing(committed, found)
 	topics := map[string]topic{}
 	if m.cfg.Store != nil {
 		if topics, err = m.learn(ctx, found); err != nil {
@@ -65,10 +65,10 @@ func (m *Member) begin(ctx context.Context, committed map[string]map[int32]kgo.O
 	return offsets, nil
 }
 
-// leaveOut returns committed without the topics that Kafka does not know any more, or does
+// omitMissing returns committed without the topics that Kafka does not know any more, or does
 // not let us see: the others are not to wait for them. They are not read until another client
 // finds them. What is left of found are the topics that are there.
-func (m *Member) leaveOut(committed map[string]map[int32]kgo.Offset, found map[string]topicInfo) map[string]map[int32]kgo.Offset {
+func (m *Member) omitMissing(committed map[string]map[int32]kgo.Offset, found map[string]topicInfo) map[string]map[int32]kgo.Offset {
 	there := maps.Clone(committed)
 	for name := range committed {
 		t, visible := found[name]
@@ -83,7 +83,7 @@ func (m *Member) leaveOut(committed map[string]map[int32]kgo.Offset, found map[s
 		delete(there, name)
 		delete(found, name)
 		m.mu.Lock()
-		m.leftOut[name] = true
+		m.omitted[name] = true
 		m.mu.Unlock()
 	}
 	return there

@@ -55,7 +55,7 @@ type Member struct {
 	ids       map[string]kafka.TopicID // of topics, as this client saw them first
 	stalls    map[kafka.Partition]int  // how often brokers did not know the topic of a partition
 	missing   map[string]time.Time     // when something was refused because of a topic, last
-	leftOut   map[string]bool          // topics that were not there when their partitions were to be begun with
+	omitted   map[string]bool          // topics that were not there when their partitions were to be begun with
 	positions map[kafka.Partition]position
 }
 
@@ -63,7 +63,7 @@ type Member struct {
 func NewMember(cfg Config) *Member {
 	m := &Member{
 		cfg: cfg, prepared: make(chan struct{}), stalled: make(chan struct{}, 1),
-		ids: map[string]kafka.TopicID{}, stalls: map[kafka.Partition]int{}, missing: map[string]time.Time{}, leftOut: map[string]bool{}, positions: map[kafka.Partition]position{},
+		ids: map[string]kafka.TopicID{}, stalls: map[kafka.Partition]int{}, missing: map[string]time.Time{}, omitted: map[string]bool{}, positions: map[kafka.Partition]position{},
 	}
 	m.outdated, m.end = context.WithCancel(context.Background())
 	return m

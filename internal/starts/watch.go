@@ -97,7 +97,7 @@ func (m *Member) Stall(at kafka.Partition) {
 func (m *Member) resume(topic string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.leftOut[topic] {
+	if m.omitted[topic] {
 		m.endOutdated("topic is there again, a new client reads it", topic)
 	}
 	for at, times := range m.stalls {
