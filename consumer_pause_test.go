@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
@@ -58,8 +59,14 @@ func (s *pauseFixture) arrive(ctx context.Context, tx pgx.Tx, m outbox.Metadata)
 // member returns a member of the group; before is called in front of each event.
 func (s *pauseFixture) member(t *testing.T, before func()) *outbox.Consumer {
 	t.Helper()
-	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, outbox.ConsumerConfig{
-		HandlerConfig: outbox.HandlerConfig{Group: s.group, Schema: s.schema, Logger: slog.New(slog.NewTextHandler(s.log, nil))}, FromStart: true},
+	return s.memberWith(t, outbox.ConsumerConfig{}, before)
+}
+
+func (s *pauseFixture) memberWith(t *testing.T, cfg outbox.ConsumerConfig, before func()) *outbox.Consumer {
+	t.Helper()
+	cfg.HandlerConfig = outbox.HandlerConfig{Group: s.group, Schema: s.schema, Logger: slog.New(slog.NewTextHandler(s.log, nil))}
+	cfg.FromStart = true
+	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, cfg,
 		outbox.Handle("SOLD", func(ctx context.Context, tx pgx.Tx, _ sale, m outbox.Metadata) error {
 			before()
 			return s.arrive(ctx, tx, m)
@@ -201,6 +208,43 @@ func TestPauseWithinBatch(t *testing.T) {
 	require.Equal(t, []string{"topic " + s.topic + " is paused by this process"}, h.Reasons)
 	require.NoError(t, c.Resume(s.topic))
 	s.requireArrived(t, map[string]int{"sales/0": 20, "sales/1": 10, "refunds/0": 10})
+}
+
+// A member that is paused for longer than a session, or than handlers may take, stays in its
+// group, as Kafka sees it, and goes on where it stopped.
+func TestPausedMemberStays(t *testing.T) {
+	t.Parallel()
+	s := newPauseFixture(t)
+	testenv.RealBrokers(t)
+	const session, poll = 6 * time.Second, 7 * time.Second // Kafka accepts no shorter session
+	c := s.memberWith(t, outbox.ConsumerConfig{HeartbeatInterval: time.Second, SessionTimeout: session, MaxPollInterval: poll}, func() {})
+	s.sendTo(t, 2, 10)
+	stop := testenv.Run(t, c.Run)
+	s.requireArrived(t, map[string]int{"sales/0": 10, "sales/1": 10})
+	client, err := kgo.NewClient(kgo.SeedBrokers(s.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	member := func() string {
+		request := kmsg.NewPtrDescribeGroupsRequest()
+		request.Groups = []string{s.group}
+		response, err := request.RequestWith(background, client)
+		require.NoError(t, err)
+		require.Equal(t, "Stable", response.Groups[0].State)
+		require.Len(t, response.Groups[0].Members, 1)
+		return response.Groups[0].Members[0].MemberID
+	}
+	before := member()
+	require.NoError(t, c.Pause())
+	s.sendTo(t, 2, 10)
+	for began := time.Now(); time.Since(began) < poll+session/2; time.Sleep(100 * time.Millisecond) {
+		require.Equal(t, before, member())
+		require.Equal(t, 3, c.Health().Partitions)
+	}
+	require.NoError(t, c.Resume())
+	s.requireArrived(t, map[string]int{"sales/0": 20, "sales/1": 20})
+	require.NoError(t, c.Pause())
+	stopsWithin(t, stop)
+	require.EqualValues(t, 20, s.committed(t, s.group, 0))
 }
 
 // While PostgreSQL does not answer, a member goes by what it has read last.

@@ -337,6 +337,44 @@ func TestWorkerPlays(t *testing.T) {
 	}
 }
 
+// A worker whose topic is paused while it waits for a slot leaves the slot to others.
+func TestPausedWorkerTakesNoSlot(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newWorkerFixture(t, ConsumerConfig{})
+		slots := handling.NewSlots(1)
+		s.worker.limits.slots.transactions = slots
+		require.True(t, slots.Take(t.Context()))
+		go s.worker.handle(s.arrive("a", "b"))
+		synctest.Wait()
+		s.pause()
+		slots.Release()
+		synctest.Wait()
+		require.Empty(t, s.log)
+		require.True(t, slots.Take(t.Context()), "it is free")
+		slots.Release()
+		time.Sleep(2 * time.Hour)
+		synctest.Wait()
+		require.Equal(t, []string{"resumed", "a1 b1: committed"}, s.log)
+	})
+}
+
+// While a topic is paused, what cannot be read becomes no dead letter.
+func TestPausedWorkerMakesNoDeadLetters(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newWorkerFixture(t, ConsumerConfig{})
+		s.worker.processor.decode = func(*kgo.Record) (*Message, error) { return nil, errPlayed }
+		s.pause()
+		go s.worker.handle(s.arrive("a"))
+		synctest.Wait()
+		require.Empty(t, s.log)
+		time.Sleep(2 * time.Hour)
+		synctest.Wait()
+		require.Equal(t, []string{"dead letter a after 0: undecodable"}, s.log)
+	})
+}
+
 // A retry waits, longer each time, and an outage does too, but less.
 func TestWorkerWaits(t *testing.T) {
 	t.Parallel()
