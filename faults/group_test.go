@@ -182,6 +182,9 @@ func newGroup(t *testing.T, seed uint64, joinDelay time.Duration, settings map[s
 	require.Contains(t, []string{"cooperative", "eager", kip848}, *groupBalancer, "-faults.balancer")
 	g := &group{crew: newCrew(t), start: time.Now(), diaries: t.TempDir(), server: startServer(t, nil)}
 	settings["group.initial.rebalance.delay.ms"] = fmt.Sprint(joinDelay.Milliseconds())
+	// Nobody crashes this broker. On a busy machine it must not be taken for dead: it would
+	// make no topics and partitions meanwhile.
+	settings["broker.session.timeout.ms"] = "30000"
 	kafka := g.startKafka(t, settings)
 	g.toKafka = through(t, kafka.Brokers()[0])
 	cfg, err := pgxpool.ParseConfig(g.server.URL())
