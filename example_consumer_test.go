@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -99,6 +100,21 @@ func ExampleConsumerHooks() {
 			},
 		},
 	}, outbox.HandleNoTx("SEEN", func(context.Context, OrderPaid, outbox.Metadata) error { return nil }))
+	if err != nil {
+		log.Fatal(err)
+	}
+}
+
+// A middleware runs around each call of a handler.
+func ExampleMiddleware() {
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "measured"}}
+	cfg.Middleware = []outbox.Middleware{func(ctx context.Context, call outbox.HandlerCall, next func(context.Context) error) error {
+		began := time.Now()
+		err := next(ctx)
+		log.Println(call.Action, len(call.Events), time.Since(began), err)
+		return err
+	}}
+	_, err := outbox.NewConsumer(db, kafka, events, cfg, outbox.HandleNoTx("SEEN", func(context.Context, OrderPaid, outbox.Metadata) error { return nil }))
 	if err != nil {
 		log.Fatal(err)
 	}
