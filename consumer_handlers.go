@@ -131,7 +131,7 @@ func OncePer[E DomainEvent](h Handler, key func(event E, m Metadata) (aggregateT
 // returns nil, one that shall have it later returns an error.
 //
 // It calls next at most once, and returns after next has: anything else is an error of the
-// handler, and nothing is committed. What is next in line panics into an error, a
+// handler, and nothing is committed. A panic of what is next comes out of next as an error, a
 // [*PanicError]. A panic of the middleware itself is one of the handler. HandlerTimeout
 // bounds both together.
 //
