@@ -46,7 +46,8 @@ const jsonType = "application/json"
 //
 // A payload that is null is no event; and neither is an object, such as {}, that has none
 // of the members which the event type always has: encoding/json would make a zero event of
-// it. Of a type without members, or with nothing but omitempty ones, {} is an event.
+// it. Of a type without members, or with nothing but omitempty ones, {} is an event. A type
+// that has a MarshalJSON, or an UnmarshalJSON, of its own decides that by itself.
 func JSON() Codec {
 	return Codec{ContentType: jsonType, Encode: encodeJSON, Decode: decodeJSON}
 }
@@ -77,7 +78,7 @@ func encodeJSON(_ context.Context, event any) ([]byte, error) {
 	if jsonb.HidesBadText(event, b) {
 		return nil, ErrUTF8
 	}
-	if string(b) == "null" {
+	if _, decides := event.(json.Marshaler); !decides && string(b) == "null" {
 		return nil, errNullEvent // no consumer could read it
 	}
 	return b, nil
@@ -86,6 +87,9 @@ func encodeJSON(_ context.Context, event any) ([]byte, error) {
 func decodeJSON(_ context.Context, data []byte, event any) error {
 	if err := json.Unmarshal(data, event); err != nil {
 		return err
+	}
+	if _, decides := event.(json.Unmarshaler); decides {
+		return nil
 	}
 	if string(bytes.TrimSpace(data)) == "null" {
 		return errNullEvent

@@ -257,10 +257,21 @@ func TestJSONIsNoZeroEvent(t *testing.T) {
 		{`0`, new(int), true},
 		{`""`, new(string), true},
 		{`null`, new(int), false},
+		{`null`, new(decided), true},
+		{`{}`, new(decided), true},
 	} {
 		err := outbox.JSON().Decode(t.Context(), []byte(tt.data), tt.event)
 		require.Equal(t, tt.want, err == nil, "%s of %T: %v", tt.data, tt.event, err)
 	}
 	_, err := outbox.JSON().Encode(t.Context(), map[string]int(nil))
 	require.ErrorContains(t, err, "null", "no consumer could read it")
+	data, err := outbox.JSON().Encode(t.Context(), decided{})
+	require.NoError(t, err)
+	require.Equal(t, "null", string(data))
 }
+
+// decided says itself how it is written and read.
+type decided struct{}
+
+func (decided) MarshalJSON() ([]byte, error)  { return []byte("null"), nil }
+func (*decided) UnmarshalJSON(_ []byte) error { return nil }

@@ -42,7 +42,8 @@ type HandlerConfig struct {
 
 	// HandlerTimeout is when the context of a handler ends. An error that it returns then
 	// counts as any other. A handler of [HandleBatch] has as long for all of its events,
-	// and a codec for one. At most half of MaxPollInterval. Zero means half of it.
+	// and a codec for one. At most half of MaxPollInterval. Zero means 150 s (half of
+	// MaxPollInterval, where that is set).
 	HandlerTimeout time.Duration
 
 	// SlowHandler is how long a handler may run before a WARN names it and its event, and
@@ -103,7 +104,8 @@ type ConsumerConfig struct {
 	// gets then is 64 KiB or one batch of records, if that is larger. So at most there is
 	// MaxQueueBytes, a batch for each partition, and what fetches bring: of each broker
 	// twice FetchMaxBytes, and 64 MiB and a batch for what is compressed, see
-	// [NewConsumer]. Batches count as they are when decompressed. Zero means 64 MiB.
+	// [NewConsumer]. Batches count as they are when decompressed. Zero means
+	// 67,108,864 (64 MiB).
 	MaxQueueBytes int
 
 	// Concurrency is how many handlers may run at the same time, over all partitions. Those

@@ -183,6 +183,7 @@ func TestTraceReachesHandler(t *testing.T) {
 	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema}))
 	topic, brokers := "test-"+uuid.NewString(), testenv.Brokers(t)
 	testenv.CreateTopic(t, brokers, topic, 1, "max.message.bytes", "2000")
+	testenv.CreateTopic(t, brokers, topic+".dlq", 1)
 	events, err := outbox.NewRegistry("test", outbox.Event("test.trace.happened.v1", "Trace", happened.key).Topic(topic))
 	require.NoError(t, err)
 	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{Schema: schema, Headers: outboxhttp.TraceHeaders})
