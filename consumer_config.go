@@ -111,7 +111,7 @@ type ConsumerConfig struct {
 	// Concurrency is how many handlers may run at the same time, over all partitions. Those
 	// with a transaction have three quarters of the connections of the pool in any case, all
 	// consumers that use it together; the rest is for what handlers do with the pool beside
-	// their transactions. Zero means no other bound.
+	// their transactions. Zero means 0 (no other bound).
 	Concurrency int
 
 	// HeartbeatInterval, SessionTimeout and MaxPollInterval must grow in this order.
