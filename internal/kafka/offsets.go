@@ -56,19 +56,19 @@ func ListOffsets(ctx context.Context, client *kgo.Client, isolation Isolation, w
 	if response == nil {
 		response = new(kmsg.ListOffsetsResponse)
 	}
-	errs := []error{err}
+	var errs []error
+	if err != nil {
+		errs = append(errs, fmt.Errorf("list offsets: %w", err))
+	}
 	for _, t := range response.Topics {
 		for _, p := range t.Partitions {
 			at := Partition{t.Topic, p.Partition}
 			if err := kerr.ErrorForCode(p.ErrorCode); err != nil {
-				errs = append(errs, fmt.Errorf("%v: %w", at, err))
+				errs = append(errs, fmt.Errorf("offsets of %v: %w", at, err))
 				continue
 			}
 			found[at] = p.Offset
 		}
 	}
-	if err := errors.Join(errs...); err != nil {
-		return found, fmt.Errorf("list offsets: %w", err)
-	}
-	return found, nil
+	return found, errors.Join(errs...)
 }
