@@ -3,8 +3,10 @@ package outbox_test
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"runtime"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -120,5 +122,59 @@ func TestSlowHandler(t *testing.T) {
 	require.InDelta(t, 4, strings.Count(log.String(), "handler runs for long"), 1, "after 0.2, 0.4, 0.8, 1.6 s and so on")
 	close(finish)
 	requireReady(t, c, 1)
-	require.Equal(t, map[string]int{"p": 1}, s.counts(t))
+	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond, "it commits behind the handler")
+}
+
+// A transaction that does not begin, because others have all connections or lock the notes, is
+// logged and reported while it waits.
+func TestTransactionDoesNotBegin(t *testing.T) {
+	t.Parallel()
+	for name, hinder := range map[string]func(t *testing.T, s *consumerFixture, db *pgxpool.Pool) (end func()){
+		"pool exhausted": func(t *testing.T, _ *consumerFixture, db *pgxpool.Pool) func() {
+			conns := make([]*pgxpool.Conn, db.Config().MaxConns)
+			for i := range conns {
+				var err error
+				conns[i], err = db.Acquire(background)
+				require.NoError(t, err)
+			}
+			return func() {
+				for _, conn := range conns {
+					conn.Release()
+				}
+			}
+		},
+		"event_handled locked": func(t *testing.T, s *consumerFixture, _ *pgxpool.Pool) func() {
+			tx, err := s.db.Begin(background)
+			require.NoError(t, err)
+			_, err = tx.Exec(background, s.sql(`LOCK TABLE {s}.event_handled`))
+			require.NoError(t, err)
+			return func() { _ = tx.Rollback(background) }
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			testTransactionDoesNotBegin(t, hinder)
+		})
+	}
+}
+
+func testTransactionDoesNotBegin(t *testing.T, hinder func(*testing.T, *consumerFixture, *pgxpool.Pool) (end func())) {
+	s := newConsumerFixture(t, 1)
+	log := new(testenv.Buffer)
+	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.MaxConns = 2 })
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "waits-" + s.topic, Schema: s.schema, SlowHandler: 200 * time.Millisecond,
+		Logger: slog.New(slog.NewTextHandler(log, nil))}, FromStart: true}
+	c, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, s.events, cfg, outbox.Handle("COUNTED", s.count))
+	require.NoError(t, err)
+	testenv.Run(t, c.Run)
+	requireReady(t, c, 1)
+	end := sync.OnceFunc(hinder(t, s, db))
+	defer end()
+	s.sendTo(t, 1, 1)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "a transaction does not begin") }, testenv.Patience, 10*time.Millisecond)
+	requireUnready(t, c, "has not begun")
+	require.True(t, c.Health().Live, "no restart helps")
+	end()
+	requireReady(t, c, 1)
+	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 1 }, testenv.Patience, 10*time.Millisecond)
 }

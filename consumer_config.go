@@ -48,7 +48,8 @@ type HandlerConfig struct {
 
 	// SlowHandler is how long a handler may run before a WARN names it and its event, and
 	// another one each time that it has run for twice as long. It holds also for hooks,
-	// RetriesFor, decoders, codecs, upcasters and keys of [OncePer]. Zero means 30 s.
+	// RetriesFor, decoders, codecs, upcasters and keys of [OncePer], and for how long a
+	// transaction may take to begin. Zero means 30 s.
 	SlowHandler time.Duration
 
 	// Unknown says what happens to event types without a handler. Zero means

@@ -34,7 +34,8 @@ type ConsumerHealth struct {
 // before Run is called and after a clean stop; and while PostgreSQL, fetching from
 // Kafka, committing offsets or a dead-letter topic fails, because no restart brings
 // these back. It is not ready either before the group has assigned partitions to it and
-// it is known where to begin; while it waits at a batch that is too large; and while a handler runs on after its
+// it is known where to begin; while it waits at a batch that is too large, or for longer
+// than SlowHandler for a transaction to begin; and while a handler runs on after its
 // HandlerTimeout, or a hook, a decoder or another function of the host for as long. Once one
 // has run for twice as long, the consumer is not live. An outage
 // ends with the next try that succeeds, or if nothing was tried
@@ -87,6 +88,10 @@ func (w *worker) reportHealth(notReady func(reason string, args ...any)) (live b
 	}
 	if !w.hasBegun() {
 		notReady("it is not known yet where to begin in %s", w.partition.Name())
+	}
+	if since, ok := w.activity.AwaitsTx(); ok && time.Since(since) > w.cfg.SlowHandler {
+		notReady("a transaction of %s has not begun for %v: the pool has no connection left, or event_handled is locked",
+			w.partition.Name(), time.Since(since).Round(time.Second))
 	}
 	call, ok := w.activity.Current()
 	if !ok {

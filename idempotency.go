@@ -226,6 +226,8 @@ func (e *connectionError) Unwrap() error { return e.err }
 
 // inTx implements transactor.
 func (s *handledStore) inTx(ctx context.Context, work *handling.Activity, keys []handledKey, shared bool, f func(handlerTx, map[handledKey]bool) error) error {
+	work.AwaitTx()
+	defer work.Release()
 	conn, err := pg.Borrow(ctx, s.db)
 	if err != nil {
 		return &storeError{fmt.Errorf("begin: %w", err)}
@@ -234,7 +236,6 @@ func (s *handledStore) inTx(ctx context.Context, work *handling.Activity, keys [
 	if err := work.Use(conn); err != nil {
 		return err
 	}
-	defer work.Release()
 	tx, fresh, err := s.begin(ctx, conn.Conn, keys, shared)
 	if err != nil {
 		err = fmt.Errorf("note what is handled: %w", err)
@@ -243,6 +244,7 @@ func (s *handledStore) inTx(ctx context.Context, work *handling.Activity, keys [
 		}
 		return &storeError{err}
 	}
+	work.TxBegun()
 	defer tx.Rollback(ctx) // nothing, once it is committed; f may end its goroutine
 	if err := s.finishTx(ctx, tx, fresh, f); err != nil {
 		tx.Rollback(ctx)

@@ -21,6 +21,8 @@ type Activity struct {
 	busy bool         // call is under way
 	conn *pg.Borrowed // of the transaction under way; nil for none
 	cut  bool         // there will be no other transaction
+	// since when a transaction is awaited that has not begun; zero for none
+	awaited time.Time
 }
 
 // Call is a handler at work, or another function of the host.
@@ -83,6 +85,27 @@ func (a *Activity) Current() (c Call, ok bool) {
 	return a.call, a.busy
 }
 
+// AwaitTx notes that a transaction is to begin.
+func (a *Activity) AwaitTx() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.awaited = time.Now()
+}
+
+// TxBegun notes that it has begun.
+func (a *Activity) TxBegun() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.awaited = time.Time{}
+}
+
+// AwaitsTx returns since when a transaction is to begin, if there is one that has not begun.
+func (a *Activity) AwaitsTx() (since time.Time, ok bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.awaited, !a.awaited.IsZero()
+}
+
 var errCutOff = errors.New("the worker was cut off")
 
 // Use notes the connection of a transaction that begins. After CutOff it returns an error.
@@ -96,11 +119,11 @@ func (a *Activity) Use(conn *pg.Borrowed) error {
 	return nil
 }
 
-// Release notes that the transaction has ended.
+// Release notes that the transaction has ended, or does not begin.
 func (a *Activity) Release() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.conn = nil
+	a.conn, a.awaited = nil, time.Time{}
 }
 
 // CutOff closes the connection of the transaction under way, if there is one, so that
