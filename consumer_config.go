@@ -102,9 +102,9 @@ type ConsumerConfig struct {
 	// partitions, in bytes. While there is half of it, a partition is fetched from only if
 	// it has less than its share of the other half; while there is all of it, only if it
 	// has nothing, so that those whose handlers wait do not hold it up. What a partition
-	// gets then is 64 KiB or one batch of records, if that is larger. So at most there is
-	// MaxQueueBytes, a batch for each partition, and what fetches bring: of each broker
-	// twice FetchMaxBytes, and 64 MiB and a batch for what is compressed, see
+	// gets then is 64 KiB, or as much as the largest batch of records if that is more. So at
+	// most there is MaxQueueBytes, as much as that for each partition, and what fetches bring:
+	// of each broker twice FetchMaxBytes, and 64 MiB and a batch for what is compressed, see
 	// [NewConsumer]. Batches count as they are when decompressed. Zero means
 	// 67,108,864 (64 MiB).
 	MaxQueueBytes int

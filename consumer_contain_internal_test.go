@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"log/slog"
+	"math/rand/v2"
 	"runtime"
 	"strings"
 	"testing"
@@ -12,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -135,4 +137,84 @@ func TestMostQueueBytes(t *testing.T) {
 	require.False(t, last.isPaused(), "it goes on, although others wait for something")
 	last.add(piece)
 	require.True(t, last.isPaused())
+}
+
+// pausedPartitions is a group that notes which partitions are paused.
+type pausedPartitions struct {
+	*workerFixture
+	paused map[kafka.Partition]bool
+}
+
+func (p *pausedPartitions) pauseFetching(at kafka.Partition)  { p.paused[at] = true }
+func (p *pausedPartitions) resumeFetching(at kafka.Partition) { delete(p.paused, at) }
+
+// Whatever arrives and is handled, and in whatever order, no partition that has nothing is
+// paused, so none starves; and none that gets on is while there is room.
+func TestQueuesNeverStall(t *testing.T) {
+	t.Parallel()
+	const seeds, steps, partitions = 10, 500, 12
+	for seed := range uint64(seeds) {
+		rnd := rand.New(rand.NewPCG(seed, 0))
+		s := newWorkerFixture(t, ConsumerConfig{MaxPoll: 1 + rnd.IntN(20), MaxQueueBytes: 1 << (10 + rnd.IntN(15))})
+		group := &pausedPartitions{s, map[kafka.Partition]bool{}}
+		budget := s.worker.limits.budget
+		budget.Close(0) // the worker of the fixture has nothing to do
+		var workers []*worker
+		taken := map[*worker]int{}
+		assign := func(number int32) *worker {
+			return newWorker(kafka.Partition{Topic: "t", Number: number}, s.worker.processor, group, s.worker.cfg, s.worker.limits, s.worker.outages)
+		}
+		for number := range int32(partitions) {
+			workers = append(workers, assign(number))
+		}
+		for range steps {
+			i := rnd.IntN(partitions)
+			w := workers[i]
+			switch rnd.IntN(5) {
+			case 0, 1: // what a poll brings
+				for range 1 + rnd.IntN(3) {
+					if fetched := workers[rnd.IntN(partitions)]; !group.paused[fetched.partition] {
+						fetched.add([]*kgo.Record{{Value: make([]byte, rnd.IntN(2*budget.Share()+1))}, {}})
+					}
+				}
+				if budget.IsOver() {
+					for _, w := range workers {
+						w.recheckQueue()
+					}
+				}
+			case 2, 3: // the worker begins with records, or is done with them
+				if taken[w] == 0 {
+					taken[w] = sizeOf(w.take())
+					break
+				}
+				w.drop(taken[w])
+				delete(taken, w)
+				if budget.Used() < s.worker.cfg.MaxQueueBytes/4 {
+					require.False(t, group.paused[w.partition], "seed %d: there is room", seed)
+				}
+			case 4: // seldom, it goes to another member, and comes back
+				if rnd.IntN(20) == 0 {
+					w.close()
+					delete(taken, w)
+					delete(group.paused, w.partition)
+					workers[i] = assign(int32(i))
+				}
+			}
+			used := 0
+			for _, w := range workers {
+				used += w.bytes
+				require.Equal(t, w.isPaused(), group.paused[w.partition])
+				require.False(t, w.isPaused() && w.bytes == 0, "seed %d: a partition that has nothing is paused", seed)
+			}
+			require.Equal(t, used, budget.Used())
+		}
+		for _, w := range workers {
+			w.drop(taken[w])
+			for w.bytes > 0 {
+				w.drop(sizeOf(w.take()))
+			}
+			require.False(t, group.paused[w.partition])
+		}
+		require.Zero(t, budget.Used())
+	}
 }

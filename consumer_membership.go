@@ -122,6 +122,7 @@ type membership struct {
 	bound          *kafka.FetchBound
 	lag            handling.Trend
 
+	pieces              handling.Pieces // in which partitions are fetched
 	once                sync.Once
 	fetchPartitionBytes int32 // of the options; set once
 
@@ -159,6 +160,7 @@ func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts
 	client, err := kafka.NewClient(append(slices.Clip(opts),
 		kgo.WithContext(ctx),
 		kgo.WithDecompressor(bound),
+		kgo.WithHooks(batchHook(m.pieces.Saw)),
 		kgo.OnPartitionsAssigned(m.assigned),
 		kgo.OnPartitionsRevoked(m.revoked),
 		kgo.OnPartitionsLost(m.lost),
@@ -220,6 +222,9 @@ func (m *membership) poll(ctx context.Context) {
 			m.fetchFailed(ctx, began, kafka.Partition{Topic: topic, Number: number}, err)
 		})
 		fetches.EachPartition(m.distribute)
+		if m.pieces.Grew() {
+			m.limitFetches(m.client)
+		}
 		if m.limits.budget.IsOver() {
 			for _, w := range m.all() {
 				w.recheckQueue()
@@ -356,13 +361,20 @@ func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[
 	m.limitFetches(client)
 }
 
-// limitFetches has each partition fetched in pieces of at most its share of MaxQueueBytes.
+// limitFetches has each partition fetched in pieces of at most its share of MaxQueueBytes,
+// or of the largest batch.
 func (m *membership) limitFetches(client *kgo.Client) {
-	const least = 64 << 10 // Kafka sends a larger batch whole
 	m.once.Do(func() { m.fetchPartitionBytes, _ = client.OptValue(kgo.FetchMaxPartitionBytes).(int32) })
 	all, _ := client.OptValue(kgo.FetchMaxBytes).(int32)
-	share := max(least, m.limits.budget.Share())
-	client.UpdateFetchMaxBytes(all, int32(min(int(m.fetchPartitionBytes), share)))
+	client.UpdateFetchMaxBytes(all, int32(min(int(m.fetchPartitionBytes), m.pieces.Size(m.limits.budget.Share()))))
+}
+
+// batchHook is called by the Kafka client with the compressed size of each batch that it
+// has fetched.
+type batchHook func(bytes int)
+
+func (f batchHook) OnFetchBatchRead(_ kgo.BrokerMetadata, _ string, _ int32, read kgo.FetchBatchMetrics) {
+	f(read.CompressedBytes)
 }
 
 // revoked gives partitions up: what is in flight is finished and committed. Kafka

@@ -12,6 +12,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
@@ -48,6 +49,37 @@ func TestMemoryOfManyPartitions(t *testing.T) {
 	require.Less(t, largest-before, uint64(most+partitions*size+2*fetch+8<<20), "8 MiB are for the rest of the process")
 	require.Greater(t, partitions*each*size, most+partitions*size+2*fetch+8<<20, "there was more")
 	require.Eventually(t, func() bool { return seen.Load() == partitions*each }, 2*testenv.Patience, 50*time.Millisecond)
+}
+
+// fetchCount counts fetches.
+type fetchCount struct{ atomic.Int64 }
+
+func (c *fetchCount) OnBrokerE2E(_ kgo.BrokerMetadata, key int16, _ kgo.BrokerE2E) {
+	if key == kmsg.Fetch.Int16() {
+		c.Add(1)
+	}
+}
+
+// Where a partition's share of MaxQueueBytes is smaller than a batch of records, a fetch
+// still brings batches of many partitions, and not one.
+func TestFetchesOfManyPartitions(t *testing.T) {
+	t.Parallel()
+	const partitions, each, size = 100, 6, 200_000
+	s := newConsumerFixture(t, partitions)
+	s.sendLarge(t, partitions, each, size)
+	var fetches fetchCount
+	var seen atomic.Int64
+	cfg := outbox.ConsumerConfig{FromStart: true, MaxQueueBytes: 16 << 20, HandlerConfig: outbox.HandlerConfig{Group: "fetches-" + s.topic, Schema: s.schema, Logger: logTo(t, 0)}}
+	c, err := outbox.NewConsumer(s.db, []kgo.Opt{kgo.SeedBrokers(s.brokers...), kgo.WithHooks(&fetches)}, s.events, cfg,
+		outbox.HandleNoTx("SEEN", func(context.Context, sale, outbox.Metadata) error {
+			seen.Add(1)
+			return nil
+		}))
+	require.NoError(t, err)
+	testenv.Run(t, c.Run)
+	require.Eventually(t, func() bool { return seen.Load() == partitions*each }, 2*testenv.Patience, time.Millisecond)
+	t.Logf("%d fetches", fetches.Load())
+	require.Less(t, fetches.Load(), int64(partitions*each/2), "each partition may need one until its next batch is not larger than what is asked for")
 }
 
 // heap returns how many bytes are in use.

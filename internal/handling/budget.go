@@ -50,3 +50,36 @@ func (b *Budget) HasRoom(own int) bool {
 func (b *Budget) Share() int { return int(b.share()) }
 
 func (b *Budget) share() int64 { return b.most / 2 / max(1, b.queues.Load()) }
+
+// Pieces says how much of a partition a fetch brings at most: its share of a [Budget], but
+// no less than the largest batch of records that there was. Of all partitions whose next
+// batch is larger than what they may bring, Kafka sends that of one only in each fetch.
+type Pieces struct {
+	largest atomic.Int64
+	applied int64 // only what calls Grew
+}
+
+// Saw notes the size of a batch that was fetched, in bytes.
+func (p *Pieces) Saw(batch int) {
+	const header, step = 61, 64 << 10 // in steps, or batches that are ever so slightly larger would be late
+	size := (int64(batch) + header + step - 1) / step * step
+	for {
+		largest := p.largest.Load()
+		if size <= largest || p.largest.CompareAndSwap(largest, size) {
+			return
+		}
+	}
+}
+
+// Grew reports whether there was a larger batch since it was called last.
+func (p *Pieces) Grew() bool {
+	before := p.applied
+	p.applied = p.largest.Load()
+	return p.applied > before
+}
+
+// Size returns the bytes that a fetch may bring of a partition with such a share.
+func (p *Pieces) Size(share int) int {
+	const least = 64 << 10
+	return max(least, share, int(p.largest.Load()))
+}
