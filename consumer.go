@@ -168,6 +168,9 @@ func (c *Consumer) run(ctx context.Context) error {
 		case <-ctx.Done():
 		case <-m.starts.Outdated().Done():
 		}
+		if ctx.Err() != nil {
+			c.state.stop()
+		}
 		c.current.Store(nil)
 		m.close(polling)
 	}

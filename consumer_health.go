@@ -31,7 +31,7 @@ type ConsumerHealth struct {
 }
 
 // Health reports the state of the consumer without I/O. It is live, but not ready,
-// before Run is called and after a clean stop; and while PostgreSQL, fetching from
+// before Run is called, during a stop and after a clean one; and while PostgreSQL, fetching from
 // Kafka, committing offsets or a dead-letter topic fails, because no restart brings
 // these back. It is not ready either before the group has assigned partitions to it and
 // it is known where to begin; while it waits at a batch that is too large, or for longer
@@ -57,6 +57,8 @@ func (c *Consumer) Health() ConsumerHealth {
 		notReady("Run has ended: %v", err)
 	case !running:
 		notReady("it does not run")
+	case c.state.isStopping():
+		notReady("it stops")
 	default:
 		for _, o := range c.outages.Current() {
 			if c.stillTried(o.Outage, since) {
@@ -149,6 +151,7 @@ func (c *Consumer) stillTried(o outage.Outage, running time.Time) bool {
 type runState struct {
 	mu      sync.Mutex
 	running bool
+	stops   bool // Run is to return
 	began   time.Time
 	err     error // with which the last Run has returned
 }
@@ -156,7 +159,19 @@ type runState struct {
 func (s *runState) begin() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.running, s.began, s.err = true, time.Now(), nil
+	s.running, s.stops, s.began, s.err = true, false, time.Now(), nil
+}
+
+func (s *runState) stop() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.stops = true
+}
+
+func (s *runState) isStopping() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.stops
 }
 
 func (s *runState) end(err error) {

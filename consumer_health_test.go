@@ -1,6 +1,7 @@
 package outbox_test
 
 import (
+	"context"
 	"log/slog"
 	"strings"
 	"testing"
@@ -92,4 +93,29 @@ func TestConsumerHealthWithoutKafka(t *testing.T) {
 	cable.broken.Store(false)
 	s.sendTo(t, 1, 1)
 	requireReady(t, c, 1)
+}
+
+// While a consumer stops, it says that, and not that it has no partitions.
+func TestHealthWhileStopping(t *testing.T) {
+	t.Parallel()
+	s := newConsumerFixture(t, 1)
+	began, finish := make(chan struct{}), make(chan struct{})
+	cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "stops-" + s.topic}, StopTimeout: time.Minute}
+	c := s.plainConsumer(t, new(testenv.Buffer), cfg, outbox.HandleNoTx("WAITS", func(context.Context, sale, outbox.Metadata) error {
+		close(began)
+		<-finish
+		return nil
+	}))
+	ctx, cancel := context.WithCancel(background)
+	done := make(chan error, 1)
+	go func() { done <- c.Run(ctx) }()
+	requireReady(t, c, 1)
+	s.sendTo(t, 1, 1)
+	<-began
+	cancel()
+	requireUnready(t, c, "it stops")
+	require.Equal(t, []string{"it stops"}, c.Health().Reasons)
+	close(finish)
+	require.NoError(t, <-done)
+	require.Equal(t, []string{"it does not run"}, c.Health().Reasons)
 }
