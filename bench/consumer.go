@@ -29,6 +29,9 @@ func (b *bench) newShelf(ctx context.Context, n int) (*shelf, error) {
 	if err != nil {
 		return nil, err
 	}
+	if _, err := b.newTopic(ctx, fmt.Sprintf("shelf%d.dlq", n), 1); err != nil { // a consumer looks for it
+		return nil, err
+	}
 	client, err := newProducer(b.cfg.brokers)
 	if err != nil {
 		return nil, err
