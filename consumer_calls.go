@@ -41,7 +41,11 @@ type handlerCalls struct {
 	record  *KafkaMetadata // of the first call
 	others  bool           // a call was for another record
 	current []int          // the tasks of the call that is under way, or has failed
-	apart   bool           // a handler has changed settings, so no other may be called
+	one     struct {       // of a call with a single event: thousands of them share this
+		task    [1]int
+		arrival [1]arrival
+	}
+	apart bool // a handler has changed settings, so no other may be called
 }
 
 // pendingCall is a call of a handler of [HandleBatch] that is still to be made.
@@ -59,6 +63,7 @@ func severalCalls(tasks []task) bool {
 // of what it has done from fresh.
 func (c *handlerCalls) run(ctx context.Context) error {
 	c.mixed = slices.ContainsFunc(c.tasks, func(t task) bool { return t.meta.Type != c.tasks[0].meta.Type })
+	c.results = make([]taskResult, 0, len(c.tasks))
 	for i, t := range c.tasks {
 		if i > 0 && t.meta.Kafka != c.tasks[i-1].meta.Kafka && c.enough(c.spent) {
 			break
@@ -76,7 +81,8 @@ func (c *handlerCalls) run(ctx context.Context) error {
 		if err := c.flush(ctx, c.conflicts(t)); err != nil {
 			return err
 		}
-		if err := c.call(ctx, []int{i}); err != nil {
+		c.one.task[0], c.one.arrival[0] = i, t.arrival
+		if err := c.call(ctx, c.one.task[:], c.one.arrival[:]); err != nil {
 			return err
 		}
 	}
@@ -130,7 +136,11 @@ func (p *pendingCall) add(i int, t task, mixed bool) {
 // flush makes the first n pending calls.
 func (c *handlerCalls) flush(ctx context.Context, n int) error {
 	for _, pending := range c.pending[:n] {
-		if err := c.call(ctx, pending.tasks); err != nil {
+		arrivals := make([]arrival, len(pending.tasks))
+		for n, i := range pending.tasks {
+			arrivals[n] = c.tasks[i].arrival
+		}
+		if err := c.call(ctx, pending.tasks, arrivals); err != nil {
 			return err
 		}
 	}
@@ -138,15 +148,12 @@ func (c *handlerCalls) flush(ctx context.Context, n int) error {
 	return nil
 }
 
-// call calls the handler of tasks, given by their index.
-func (c *handlerCalls) call(ctx context.Context, tasks []int) error {
+// call calls the handler of tasks, given by their index, with their events.
+func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []arrival) error {
 	if c.apart {
 		return guardtx.ErrSettings
 	}
-	first, arrivals := c.tasks[tasks[0]], make([]arrival, len(tasks))
-	for n, i := range tasks {
-		arrivals[n] = c.tasks[i].arrival
-	}
+	first := &c.tasks[tasks[0]]
 	if c.record == nil {
 		c.record = first.meta.Kafka
 	}

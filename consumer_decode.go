@@ -50,7 +50,8 @@ type item struct {
 type replay struct{ group, action string } // "" for any
 
 // tasksInTx returns the tasks of items that need a transaction.
-func tasksInTx(items []item) (tasks []task) {
+func tasksInTx(items []item) []task {
+	tasks := make([]task, 0, len(items))
 	for i := range items {
 		for _, t := range items[i].tasks {
 			if t.kind != noTx {
