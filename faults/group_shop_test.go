@@ -111,11 +111,6 @@ func (s *shop) sent(r *kgo.Record) *kgo.Record {
 // happen makes an event and notes what must come of it.
 func (s *shop) happen() *kgo.Record {
 	product := fmt.Sprintf("product-%d", s.rng.IntN(300))
-	want := s.want[product]
-	if want == nil {
-		want = &statistic{Product: product}
-		s.want[product] = want
-	}
 	s.actions++
 	switch s.rng.IntN(3) {
 	case 0:
@@ -125,16 +120,26 @@ func (s *shop) happen() *kgo.Record {
 		}
 		e := orderPaid{Order: fmt.Sprintf("order-%d", s.events), Product: product, Quantity: 1 + s.rng.IntN(5), Pause: s.pause}
 		s.orders = append(s.orders, e)
-		want.Sales += e.Quantity
+		s.of(product).Sales += e.Quantity
 		return s.record(paidType, e)
 	case 1:
-		want.Views++
+		s.of(product).Views++
 		return s.record(viewedType, productViewed{Product: product})
 	default:
 		e := productLiked{Product: product, By: 1 - 2*s.rng.IntN(2)}
-		want.Likes += e.By
+		s.of(product).Likes += e.By
 		return s.record(likedType, e)
 	}
+}
+
+// of returns what the counts of a product must be. It has a row once something was counted.
+func (s *shop) of(product string) *statistic {
+	want := s.want[product]
+	if want == nil {
+		want = &statistic{Product: product}
+		s.want[product] = want
+	}
+	return want
 }
 
 // record returns an event as a relay sends it.
