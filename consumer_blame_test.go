@@ -267,6 +267,7 @@ func TestErrorsOfOthersAreNoOutage(t *testing.T) {
 // counted, no event is given up, and the log says so once.
 func TestNotesCannotBeMade(t *testing.T) {
 	t.Parallel()
+	testenv.Direct(t) // statement_timeout of the session
 	for name, block := range map[string]func(*testing.T, *consumerFixture) (unblock func()){
 		"locked": func(t *testing.T, s *consumerFixture) func() {
 			tx, err := s.db.Begin(background)
