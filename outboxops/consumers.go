@@ -1,9 +1,7 @@
 package outboxops
 
 import (
-	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -38,12 +36,7 @@ type ConsumersConfig struct {
 // NewConsumers returns access to the consumer groups in db. It does no I/O; closing db stays
 // with the caller.
 func NewConsumers(db *pgxpool.Pool, cfg ConsumersConfig) (*Consumers, error) {
-	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
-	err := check.Schema(cfg.Schema)
-	if db == nil {
-		err = errors.Join(fmt.Errorf("db %w", outbox.ErrNilArgument), err)
-	}
-	if err != nil {
+	if err := checkDB(db, &cfg.Schema); err != nil {
 		return nil, fmt.Errorf("outbox: consumers config: %w", err)
 	}
 	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }

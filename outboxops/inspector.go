@@ -1,9 +1,7 @@
 package outboxops
 
 import (
-	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -12,7 +10,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 )
@@ -41,12 +38,7 @@ type InspectorConfig struct {
 // NewInspector returns a view of what is in db. It does no I/O; closing db stays
 // with the caller.
 func NewInspector(db *pgxpool.Pool, cfg InspectorConfig) (*Inspector, error) {
-	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
-	err := check.Schema(cfg.Schema)
-	if db == nil {
-		err = errors.Join(fmt.Errorf("db %w", outbox.ErrNilArgument), err)
-	}
-	if err != nil {
+	if err := checkDB(db, &cfg.Schema); err != nil {
 		return nil, fmt.Errorf("outbox: inspector config: %w", err)
 	}
 	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }

@@ -11,7 +11,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
@@ -42,14 +41,9 @@ type Monitor struct {
 // NewMonitor returns a monitor of the relays in db. It does no I/O; closing db stays
 // with the caller. The error names every bad field.
 func NewMonitor(db *pgxpool.Pool, cfg MonitorConfig) (*Monitor, error) {
-	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
 	cfg.Logger = cmp.Or(cfg.Logger, slog.Default())
 	settings := settingsOf(cfg.Alerts)
-	err := errors.Join(check.Schema(cfg.Schema), settings.Validate())
-	if db == nil {
-		err = errors.Join(fmt.Errorf("db %w", outbox.ErrNilArgument), err)
-	}
-	if err != nil {
+	if err := errors.Join(checkDB(db, &cfg.Schema), settings.Validate()); err != nil {
 		return nil, fmt.Errorf("outbox: monitor config: %w", err)
 	}
 	alerter := cfg.Alerts.Alerter

@@ -16,8 +16,11 @@
 package outboxops
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
@@ -39,6 +42,16 @@ const (
 	defaultLimit = 100
 	maxLimit     = 1000
 )
+
+// checkDB checks where the tables are, and fills in the schema.
+func checkDB(db *pgxpool.Pool, schema *string) error {
+	*schema = cmp.Or(*schema, pg.DefaultSchema)
+	err := check.Schema(*schema)
+	if db == nil {
+		err = errors.Join(fmt.Errorf("db %w", outbox.ErrNilArgument), err)
+	}
+	return err
+}
 
 // orNotMigrated adds to an error of PostgreSQL that the tables are missing, or are not those of
 // this release.
