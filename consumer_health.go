@@ -124,6 +124,39 @@ func (m *membership) watchHandlers(ctx context.Context) {
 	}
 }
 
+// slowCall is a handler that runs for long, or the wait for its transaction: when that began,
+// and after which time it is reported next.
+type slowCall struct {
+	began time.Time
+	next  time.Duration
+}
+
+// reportSlow logs a handler that has run for SlowHandler, or whose transaction has not begun by
+// then, and again after twice the time.
+func (w *worker) reportSlow() {
+	call, calls := w.activity.Current()
+	began, awaits := w.activity.AwaitsTx()
+	switch {
+	case calls:
+		began = call.Began
+	case !awaits:
+		return
+	}
+	if !began.Equal(w.slow.began) {
+		w.slow = slowCall{began, w.cfg.SlowHandler}
+	}
+	if time.Since(began) < w.slow.next {
+		return
+	}
+	w.slow.next *= 2
+	if calls {
+		w.log.WarnContext(call.Context, "outbox: "+call.What()+" runs for long", call.Attrs()...)
+	} else {
+		w.log.Warn("outbox: a transaction does not begin: the pool has no connection left, or event_handled is locked",
+			"partition", w.partition.Name(), "waiting_for", time.Since(began).Round(time.Millisecond))
+	}
+}
+
 // watchLag notes how the lag develops, until ctx is cancelled.
 func (m *membership) watchLag(ctx context.Context) {
 	for ctx.Err() == nil {

@@ -268,7 +268,7 @@ func (m *membership) fetchFailed(ctx context.Context, began time.Time, at kafka.
 	case errors.Is(err, kafka.ErrFetchFull):
 	case errors.As(err, &large):
 		m.block(at, large)
-	case errors.Is(err, kerr.UnknownTopicID):
+	case kafka.IsReplaced(err):
 		m.starts.Stall(at)
 	default:
 		m.outages.Report(outageFetching, began, err)

@@ -76,7 +76,7 @@ func (m *membership) reportRejected(began time.Time, offsets map[*worker]kgo.Epo
 
 // isGone reports whether Kafka does not know a topic.
 func isGone(err error) bool {
-	return errors.Is(err, kerr.UnknownTopicOrPartition) || errors.Is(err, kerr.UnknownTopicID)
+	return errors.Is(err, kerr.UnknownTopicOrPartition) || kafka.IsReplaced(err)
 }
 
 var errExpelled = errors.New("the group has expelled this member")

@@ -93,6 +93,24 @@ func (m *membership) abandon(workers []*worker, grace time.Duration) {
 	}
 }
 
+// cutOff gives up a worker that does not end although its context has.
+func (w *worker) cutOff() {
+	select {
+	case <-w.ended:
+		return
+	default:
+	}
+	w.activity.CutOff()
+	w.releaseSlots()
+	w.end()
+	call, ok := w.activity.Current()
+	if !ok {
+		w.log.Error("outbox: what a worker waits for does not return although its context has ended; its partition is given up", "partition", w.partition.Name())
+		return
+	}
+	w.log.ErrorContext(call.Context, "outbox: "+call.What()+" does not return although its context has ended; its partition is given up", call.Attrs()...)
+}
+
 // haveEnded waits for workers, and reports whether all have ended in time.
 func haveEnded(workers []*worker, patience time.Duration) bool {
 	timer := time.NewTimer(patience)

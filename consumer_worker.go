@@ -158,24 +158,6 @@ func (w *worker) isPaused() bool {
 	return w.paused
 }
 
-// cutOff gives up a worker that does not end although its context has.
-func (w *worker) cutOff() {
-	select {
-	case <-w.ended:
-		return
-	default:
-	}
-	w.activity.CutOff()
-	w.releaseSlots()
-	w.end()
-	call, ok := w.activity.Current()
-	if !ok {
-		w.log.Error("outbox: what a worker waits for does not return although its context has ended; its partition is given up", "partition", w.partition.Name())
-		return
-	}
-	w.log.ErrorContext(call.Context, "outbox: "+call.What()+" does not return although its context has ended; its partition is given up", call.Attrs()...)
-}
-
 // add puts records into the queue, and pauses the partition when it is full.
 func (w *worker) add(records []*kgo.Record) {
 	w.mu.Lock()
@@ -289,39 +271,6 @@ func (w *worker) releaseSlots() {
 		of.Release()
 	}
 	w.taken = w.taken[:0]
-}
-
-// slowCall is a handler that runs for long, or the wait for its transaction: when that began,
-// and after which time it is reported next.
-type slowCall struct {
-	began time.Time
-	next  time.Duration
-}
-
-// reportSlow logs a handler that has run for SlowHandler, or whose transaction has not begun by
-// then, and again after twice the time.
-func (w *worker) reportSlow() {
-	call, calls := w.activity.Current()
-	began, awaits := w.activity.AwaitsTx()
-	switch {
-	case calls:
-		began = call.Began
-	case !awaits:
-		return
-	}
-	if !began.Equal(w.slow.began) {
-		w.slow = slowCall{began, w.cfg.SlowHandler}
-	}
-	if time.Since(began) < w.slow.next {
-		return
-	}
-	w.slow.next *= 2
-	if calls {
-		w.log.WarnContext(call.Context, "outbox: "+call.What()+" runs for long", call.Attrs()...)
-	} else {
-		w.log.Warn("outbox: a transaction does not begin: the pool has no connection left, or event_handled is locked",
-			"partition", w.partition.Name(), "waiting_for", time.Since(began).Round(time.Millisecond))
-	}
 }
 
 // run handles records until finish or abandon is called.
