@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/internal/watch"
 )
 
@@ -197,7 +198,7 @@ func (l LogAlerter) Alert(ctx context.Context, a Alert) error {
 	if a.Over || a.Kind == AlertReport {
 		level = slog.LevelWarn
 	}
-	log := cmp.Or(l.Logger, slog.Default())
+	log := short.Logger(cmp.Or(l.Logger, slog.Default()))
 	log.Log(ctx, level, "outbox: "+a.String(), "alert", string(a.Kind), "over", a.Over, "dead", a.Status.Dead, "pending", a.Status.Pending)
 	for _, e := range a.Dead {
 		log.Log(ctx, level, "outbox: event is dead", "failed_id", e.ID, "id", e.OutboxID, "event_id", e.EventID, "type", e.Type,

@@ -13,6 +13,7 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/short"
 )
 
 // HandlerConfig says how events are handled, whatever brings them.
@@ -176,7 +177,7 @@ func (c HandlerConfig) withDefaults() HandlerConfig {
 	c.Schema = cmp.Or(c.Schema, pg.DefaultSchema)
 	c.MaxRetries = cmp.Or(c.MaxRetries, defaultHandlerRetries)
 	c.RetryWait = cmp.Or(c.RetryWait, defaultRetryWait)
-	c.Logger = cmp.Or(c.Logger, slog.Default())
+	c.Logger = short.Logger(cmp.Or(c.Logger, slog.Default()))
 	if c.RetriesFor == nil {
 		retries := c.MaxRetries
 		c.RetriesFor = func(error) int { return retries }

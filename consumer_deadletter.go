@@ -9,7 +9,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
-	"unicode/utf8"
+
+	"github.com/outboxgo/outbox/internal/short"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -264,22 +265,11 @@ func (d deadLetter) headers(r *kgo.Record, cfg *ConsumerConfig) []kgo.RecordHead
 		header(DeadLetterOriginalTimestamp, r.Timestamp.UTC().Format(timestampForm)),
 		header(DeadLetterGroup, cfg.Group),
 		header(DeadLetterAction, d.action),
-		header(DeadLetterError, cutText(d.err.Error(), maxErrorText)),
+		header(DeadLetterError, short.Text(d.err.Error(), maxErrorText)),
 		header(DeadLetterClass, d.class),
 		header(DeadLetterAttempts, strconv.Itoa(d.attempts)),
 		header(DeadLetterFailedAt, time.Now().UTC().Format(timestampForm)),
 	}
-}
-
-// cutText shortens a text to at most n bytes, without cutting a character in two.
-func cutText(s string, n int) string {
-	if len(s) <= n {
-		return s
-	}
-	for n > 0 && !utf8.RuneStart(s[n]) {
-		n--
-	}
-	return s[:n]
 }
 
 const (

@@ -6,6 +6,7 @@ import (
 	"maps"
 	"os"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -193,4 +194,43 @@ func TestDecodeUnreadable(t *testing.T) {
 	requireUnreadable(t, err, "specversion", ErrEmpty)
 	_, err = decodeRecord(nil, headersIn(map[string]string{"ce_specversion": "1.0", "ce_id": "\xff", "ce_source": "/s", "ce_type": "t"}))
 	requireUnreadable(t, err, "id", ErrUTF8)
+}
+
+// Errors about megabytes are short, wherever those are in a record.
+func TestErrorsOfHugeRecordsAreShort(t *testing.T) {
+	t.Parallel()
+	huge := strings.Repeat("9", 1<<20)
+	good := map[string]string{"ce_specversion": "1.0", "ce_id": "i", "ce_source": "s", "ce_type": "t", "content-type": "application/json"}
+	structured := func(value string) (string, map[string]string) {
+		return value, map[string]string{"content-type": "application/cloudevents+json"}
+	}
+	with := func(header, value string) (string, map[string]string) {
+		headers := maps.Clone(good)
+		headers[header] = value
+		return "", headers
+	}
+	type input func() (value string, headers map[string]string)
+	for name, make := range map[string]input{
+		"a type":         func() (string, map[string]string) { _, h := with("ce_type", huge); h["ce_id"] = ""; return "", h },
+		"a version":      func() (string, map[string]string) { return with("ce_specversion", huge) },
+		"a time":         func() (string, map[string]string) { return with("ce_time", huge) },
+		"an attribute":   func() (string, map[string]string) { return with("ce_"+huge, "\x00") },
+		"a content type": func() (string, map[string]string) { return with("content-type", "application/cloudevents+"+huge) },
+		"a member":       func() (string, map[string]string) { return structured(`{"` + huge + `": {}}`) },
+		"a number": func() (string, map[string]string) {
+			return structured(`{"datacontenttype": "text/plain", "data": ` + huge + `}`)
+		},
+		"a number in base64": func() (string, map[string]string) { return structured(`{"data_base64": ` + huge + `}`) },
+	} {
+		value, headers := make()
+		_, err := decodeRecord([]byte(value), func(yield func(string, []byte) bool) {
+			for name, value := range headers {
+				if !yield(name, []byte(value)) {
+					return
+				}
+			}
+		})
+		require.ErrorAs(t, err, new(*FieldError), name)
+		require.LessOrEqual(t, len(err.Error()), 2000, name)
+	}
 }

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/outboxgo/outbox/internal/short"
+
 	"github.com/outboxgo/outbox/internal/check"
 )
 
@@ -88,17 +90,25 @@ type FieldError struct {
 	Err error
 }
 
+// Limits of what an error repeats of its input, in bytes.
+const (
+	maxNameText   = 300
+	maxReasonText = 1_000
+)
+
 // Error implements error: "outbox: event 2 (shop.order.created.v1): aggregate_id is empty".
+// Whatever was received, the text has at most 2,000 bytes.
 func (e *FieldError) Error() string {
 	var b strings.Builder
 	b.WriteString("outbox: ")
+	eventType := short.Text(e.EventType, maxNameText)
 	switch {
 	case e.Index >= 0:
-		fmt.Fprintf(&b, "event %d (%s): ", e.Index, e.EventType)
-	case e.EventType != "":
-		b.WriteString(e.EventType + ": ")
+		fmt.Fprintf(&b, "event %d (%s): ", e.Index, eventType)
+	case eventType != "":
+		b.WriteString(eventType + ": ")
 	}
-	fmt.Fprintf(&b, "%s %v", e.Field, e.Err)
+	fmt.Fprintf(&b, "%s %s", short.Text(e.Field, maxNameText), short.Text(fmt.Sprint(e.Err), maxReasonText))
 	return b.String()
 }
 

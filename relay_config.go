@@ -12,6 +12,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -139,7 +140,7 @@ func (c RelayConfig) withDefaults() RelayConfig {
 	c.MaxRetryWait = cmp.Or(c.MaxRetryWait, maxRetryWait)
 	c.Breaker = c.Breaker.withDefaults()
 	c.Retention = c.Retention.withDefaults()
-	c.Logger = cmp.Or(c.Logger, slog.Default())
+	c.Logger = short.Logger(cmp.Or(c.Logger, slog.Default()))
 	if c.Alerts.Alerter == nil {
 		c.Alerts.Alerter = LogAlerter{Logger: c.Logger, quiet: true}
 	}

@@ -9,28 +9,82 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/netip"
 	"net/url"
+	"slices"
 	"strings"
+
+	"github.com/outboxgo/outbox/internal/short"
 
 	"github.com/outboxgo/outbox"
 )
 
 // Slack returns an alerter that posts to an incoming webhook of Slack, or of another
 // service that takes the same format: a JSON object with the member text. A nil client
-// means http.DefaultClient; a request may take 10 s, like any alert. The URL is a
-// secret, so errors do not contain it.
+// means http.DefaultClient; a request may take 10 s, like any alert.
+//
+// The URL is a secret, and alerts name what happened to whom. So the URL must be one of
+// https, or of http on this machine itself (localhost, 127.0.0.0/8, ::1), where a proxy may
+// listen; redirects are not followed, and no error contains the URL.
 func Slack(webhook string, client *http.Client) (outbox.Alerter, error) {
 	u, err := url.Parse(webhook)
-	if err != nil || u.Host == "" || u.Scheme != "https" && u.Scheme != "http" {
-		return nil, errors.New("outboxhttp: webhook is no http or https URL")
+	switch {
+	case err != nil || u.Hostname() == "" || u.Scheme != "https" && u.Scheme != "http":
+		return nil, errors.New("outboxhttp: webhook is no https URL")
+	case u.Scheme == "http" && !isLoopback(u.Hostname()):
+		return nil, errors.New("outboxhttp: webhook is an http URL, which shows itself and the alerts to the network; want https")
 	}
-	return &slack{url: webhook, client: cmp.Or(client, http.DefaultClient)}, nil
+	own := *cmp.Or(client, http.DefaultClient)
+	own.CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+	return &slack{url: webhook, client: &own, secrets: secretsOf(webhook, u)}, nil
+}
+
+func isLoopback(host string) bool {
+	address, err := netip.ParseAddr(host)
+	return host == "localhost" || err == nil && address.Unmap().IsLoopback()
+}
+
+// secretsOf returns the texts that errors must not repeat, the longest first. A path or a
+// query of a few characters is no secret, and might be a part of any text.
+func secretsOf(webhook string, u *url.URL) (secrets []string) {
+	password, _ := u.User.Password()
+	for _, text := range []string{webhook, u.String(), u.Redacted(), u.RequestURI(), u.EscapedPath(), u.Path, u.RawQuery, password} {
+		if len(text) > 3 {
+			secrets = append(secrets, text, fmt.Sprintf("%q", text))
+		}
+	}
+	slices.SortFunc(secrets, func(a, b string) int { return len(b) - len(a) })
+	return secrets
 }
 
 type slack struct {
-	url    string
-	client *http.Client
+	url     string
+	client  *http.Client
+	secrets []string
 }
+
+// mask leaves the webhook's address out of a text.
+func (s *slack) mask(text string) string {
+	for _, secret := range s.secrets {
+		text = strings.ReplaceAll(text, secret, "xxxxx")
+	}
+	return short.Text(text, maxAnswer)
+}
+
+// maskedError has the text of an error without the webhook's address, whatever the client
+// put into it.
+type maskedError struct {
+	text string
+	error
+}
+
+func (e *maskedError) Error() string { return e.text }
+
+// Is reports what the error is, without handing it out: its text has the address.
+func (e *maskedError) Is(target error) bool { return errors.Is(e.error, target) }
+
+// maxAnswer is how much of an answer or an error is repeated, in bytes.
+const maxAnswer = 300
 
 // Alert implements [outbox.Alerter].
 func (s *slack) Alert(ctx context.Context, a outbox.Alert) error {
@@ -44,17 +98,17 @@ func (s *slack) Alert(ctx context.Context, a outbox.Alert) error {
 	}
 	request.Header.Set("Content-Type", "application/json")
 	response, err := s.client.Do(request)
-	var failed *url.Error
-	if errors.As(err, &failed) {
-		err = failed.Err // without the URL
-	}
 	if err != nil {
-		return fmt.Errorf("outboxhttp: post alert: %w", err)
+		var failed *url.Error
+		if errors.As(err, &failed) {
+			err = failed.Err // without the URL
+		}
+		return fmt.Errorf("outboxhttp: post alert: %w", &maskedError{s.mask(err.Error()), err})
 	}
 	defer func() { _ = response.Body.Close() }()
 	if response.StatusCode/100 != 2 {
-		answer, _ := io.ReadAll(io.LimitReader(response.Body, 200)) // as far as it goes
-		return fmt.Errorf("outboxhttp: post alert: %s: %s", response.Status, bytes.TrimSpace(answer))
+		answer, _ := io.ReadAll(io.LimitReader(response.Body, 4<<10)) // as far as it goes
+		return fmt.Errorf("outboxhttp: post alert: %s", s.mask(response.Status+": "+string(bytes.TrimSpace(answer))))
 	}
 	_, err = io.Copy(io.Discard, io.LimitReader(response.Body, 1<<20)) // so that the connection is used again
 	return err

@@ -2,14 +2,21 @@ package outboxhttp_test
 
 import (
 	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
+	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxhttp"
-	"github.com/stretchr/testify/require"
 )
 
 var slackTests = []struct {
@@ -84,9 +91,75 @@ func TestSlackFails(t *testing.T) {
 	err = slack.Alert(t.Context(), outbox.Alert{})
 	require.ErrorContains(t, err, "post alert")
 	require.NotContains(t, err.Error(), "secret")
-	for _, bad := range []string{"", "secret", "ftp://host/secret", "https:///secret", "http://ho st/secret"} {
+	for _, bad := range []string{"", "secret", "ftp://host/secret", "https:///secret", "http://ho st/secret", "http://hooks.slack.com/services/secret",
+		"http://localhost.example.com/secret", "http://10.0.0.1/secret", "http://[fe80::1]/secret", "http://:80/secret"} {
 		_, err := outboxhttp.Slack(bad, nil)
 		require.Error(t, err, bad)
 		require.NotContains(t, err.Error(), "secret")
 	}
+}
+
+// The secret is on the wire in clear text only where no wire is.
+func TestSlackOfThisMachine(t *testing.T) {
+	t.Parallel()
+	for _, good := range []string{"https://hooks.slack.com/secret", "http://localhost:8080/x", "http://127.0.0.1/x", "http://127.1.2.3/x", "http://[::1]:80/x"} {
+		_, err := outboxhttp.Slack(good, nil)
+		require.NoError(t, err, good)
+	}
+}
+
+// A redirect would carry the alert elsewhere, perhaps in clear text.
+func TestSlackFollowsNoRedirect(t *testing.T) {
+	t.Parallel()
+	var followed atomic.Bool
+	elsewhere := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { followed.Store(true) }))
+	defer elsewhere.Close()
+	server := httptest.NewTLSServer(http.RedirectHandler(elsewhere.URL+"/services/T/B/secret", http.StatusTemporaryRedirect))
+	defer server.Close()
+	slack, err := outboxhttp.Slack(server.URL+"/services/T/B/secret", server.Client())
+	require.NoError(t, err)
+	err = slack.Alert(t.Context(), outbox.Alert{})
+	require.ErrorContains(t, err, "307 Temporary Redirect")
+	require.NotContains(t, err.Error(), "secret")
+	require.False(t, followed.Load())
+}
+
+// transport answers as it likes.
+type transport func(*http.Request) (*http.Response, error)
+
+func (t transport) RoundTrip(r *http.Request) (*http.Response, error) { return t(r) }
+
+// Proxies and clients repeat the address and much more; an error of ours does not.
+func TestSlackErrorsHaveNoAddress(t *testing.T) {
+	t.Parallel()
+	const webhook = "https://kim:passw0rd@hooks.example.com/services/T%20/B/secret?token=secret2"
+	errOurs := errors.New("ours")
+	for name, answer := range map[string]transport{
+		"an answer that repeats the path": func(r *http.Request) (*http.Response, error) {
+			return response("404 Not Found", "no route "+r.URL.Path+" or "+r.URL.EscapedPath()+" for "+r.URL.String()), nil
+		},
+		"a status that repeats it": func(r *http.Request) (*http.Response, error) {
+			return response("404 no "+r.URL.RequestURI(), strings.Repeat("x", 1<<20)), nil
+		},
+		"an error that repeats it": func(r *http.Request) (*http.Response, error) {
+			return nil, fmt.Errorf("proxy: %w: %w", errOurs, &url.Error{Op: "Get", URL: r.URL.String(), Err: errors.New(r.URL.Path + strings.Repeat("x", 1<<20))})
+		},
+	} {
+		slack, err := outboxhttp.Slack(webhook, &http.Client{Transport: answer})
+		require.NoError(t, err)
+		err = slack.Alert(t.Context(), outbox.Alert{})
+		require.Error(t, err, name)
+		for shown := err; shown != nil; shown = errors.Unwrap(shown) {
+			require.NotContains(t, shown.Error(), "secret", name)
+			require.NotContains(t, shown.Error(), "passw0rd", name)
+			require.Less(t, len(shown.Error()), 500, name)
+		}
+		if name == "an error that repeats it" {
+			require.ErrorIs(t, err, errOurs)
+		}
+	}
+}
+
+func response(status, body string) *http.Response {
+	return &http.Response{Status: status, StatusCode: 404, Body: io.NopCloser(strings.NewReader(body)), Header: http.Header{}}
 }

@@ -25,6 +25,9 @@ type BulkConfig struct {
 	Rate int
 	// Progress is called with how many are done, after each part. Nil is not called.
 	Progress func(done int)
+	// Topics, unless it is nil, gets how many of the events go to which topic, counted
+	// when they are picked. The topic is "" where none follows from the event's type.
+	Topics map[string]int
 }
 
 const (
@@ -33,8 +36,10 @@ const (
 	dryRunPart      = 10_000 // the same, where they are only counted
 )
 
+// sqlFailureIDs also says where the relay sends an event: to its topic, and without one to
+// that of its type, which its parking key begins with.
 const sqlFailureIDs = `
-SELECT id FROM {schema}.outbox_failed` + tables.FailureWhere + `
+SELECT id, coalesce(topic, split_part(parking_key, '/', 1)) FROM {schema}.outbox_failed` + tables.FailureWhere + `
    AND id > $13 AND ($14::bool OR (NOT held OR status = 'dead') AND num_nonnulls(payload, payload_bytes) > 0)
  ORDER BY id LIMIT $15`
 
@@ -84,7 +89,7 @@ func (f *Failures) changeAll(ctx context.Context, action, sql string, filter Fai
 		return 0, fmt.Errorf("outbox: %s failures: %w", action, orNotMigrated(err))
 	}
 	for last := int64(0); ; {
-		ids, err := f.ids(ctx, picked, last, heldToo, part)
+		ids, topics, err := f.ids(ctx, picked, last, heldToo, part)
 		if err != nil || len(ids) == 0 {
 			return done, err
 		}
@@ -97,6 +102,11 @@ func (f *Failures) changeAll(ctx context.Context, action, sql string, filter Fai
 			n = int(tag.RowsAffected())
 		}
 		last, done = ids[len(ids)-1], done+n
+		for _, topic := range topics {
+			if cfg.Topics != nil {
+				cfg.Topics[topic]++
+			}
+		}
 		if cfg.Progress != nil {
 			cfg.Progress(done)
 		}
@@ -112,14 +122,19 @@ func (f *Failures) changeAll(ctx context.Context, action, sql string, filter Fai
 	}
 }
 
-// ids returns the next rows that a filter picks.
-func (f *Failures) ids(ctx context.Context, filter []any, last int64, heldToo bool, limit int) ([]int64, error) {
+// ids returns the next rows that a filter picks, and their topics.
+func (f *Failures) ids(ctx context.Context, filter []any, last int64, heldToo bool, limit int) (ids []int64, topics []string, err error) {
 	rows, err := f.db.Query(ctx, f.sql.ids, slices.Concat([]any{pg.PlanEachTime}, filter, []any{last, heldToo, limit})...)
 	if err == nil {
-		var ids []int64
-		if ids, err = pgx.CollectRows(rows, pgx.RowTo[int64]); err == nil {
-			return ids, nil
-		}
+		var id int64
+		var topic string
+		_, err = pgx.ForEachRow(rows, []any{&id, &topic}, func() error {
+			ids, topics = append(ids, id), append(topics, topic)
+			return nil
+		})
 	}
-	return nil, fmt.Errorf("outbox: find failures: %w", orNotMigrated(err))
+	if err != nil {
+		return nil, nil, fmt.Errorf("outbox: find failures: %w", orNotMigrated(err))
+	}
+	return ids, topics, nil
 }

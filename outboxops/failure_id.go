@@ -21,7 +21,7 @@ func (k Kind) check(field string) error {
 	case "":
 		return fmt.Errorf("field %s %w", field, outbox.ErrEmpty)
 	}
-	return fmt.Errorf("field %s %w: %q is no kind of failures, want %s", field, outbox.ErrMalformed, string(k), KindRelay)
+	return fmt.Errorf("field %s %w: %.100q is no kind of failures, want %s", field, outbox.ErrMalformed, string(k), KindRelay)
 }
 
 // FailureID names a failure: relay-17 is row 17 of outbox_failed.
@@ -37,15 +37,15 @@ type FailureID struct {
 func ParseFailureID(text string) (FailureID, error) {
 	kind, digits, ok := strings.Cut(text, "-")
 	if !ok {
-		return FailureID{}, fmt.Errorf("outbox: failure id %q %w: want a kind and a number, relay-17 for example", text, outbox.ErrMalformed)
+		return FailureID{}, fmt.Errorf("outbox: failure id %.100q %w: want a kind and a number, relay-17 for example", text, outbox.ErrMalformed)
 	}
 	number, err := strconv.ParseInt(digits, 10, 64)
 	if err != nil {
-		return FailureID{}, fmt.Errorf("outbox: failure id %q: field Number %w: %q is no number", text, outbox.ErrMalformed, digits)
+		return FailureID{}, fmt.Errorf("outbox: failure id %.100q: field Number %w: %.100q is no number", text, outbox.ErrMalformed, digits)
 	}
 	id := FailureID{Kind(kind), number}
 	if err := id.check(); err != nil {
-		return FailureID{}, fmt.Errorf("outbox: failure id %q: %w", text, err)
+		return FailureID{}, fmt.Errorf("outbox: failure id %.100q: %w", text, err)
 	}
 	return id, nil
 }

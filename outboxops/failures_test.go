@@ -369,13 +369,14 @@ func TestRetryAndResolveAll(t *testing.T) {
 	h.insertFailed(t, 1000)
 	before := h.statuses(t)
 	var progress []int
-	cfg := outboxops.BulkConfig{DryRun: true, Rate: 10_000, Progress: func(done int) { progress = append(progress, done) }}
+	cfg := outboxops.BulkConfig{DryRun: true, Rate: 10_000, Progress: func(done int) { progress = append(progress, done) }, Topics: map[string]int{}}
 	n, err := f.RetryAll(background, outboxops.FailureFilter{Type: "a.order.placed.v1"}, cfg, kim)
 	require.NoError(t, err)
 	require.Equal(t, 300, n, "waiting, failed and dead")
 	require.Equal(t, before, h.statuses(t))
 	require.Equal(t, []int{300}, progress)
-	cfg.DryRun, progress = false, nil
+	require.Equal(t, map[string]int{"order-events": 300}, cfg.Topics)
+	cfg.DryRun, cfg.Topics, progress = false, nil, nil
 	n, err = f.RetryAll(background, outboxops.FailureFilter{Type: "a.order.placed.v1"}, cfg, kim)
 	require.NoError(t, err)
 	require.Equal(t, 300, n)

@@ -13,6 +13,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/outboxgo/outbox/internal/watch"
 )
@@ -41,7 +42,7 @@ type Monitor struct {
 // NewMonitor returns a monitor of the relays in db. It does no I/O; closing db stays
 // with the caller. The error names every bad field.
 func NewMonitor(db *pgxpool.Pool, cfg MonitorConfig) (*Monitor, error) {
-	cfg.Logger = cmp.Or(cfg.Logger, slog.Default())
+	cfg.Logger = short.Logger(cmp.Or(cfg.Logger, slog.Default()))
 	settings := settingsOf(cfg.Alerts)
 	if err := errors.Join(checkDB(db, &cfg.Schema), settings.Validate()); err != nil {
 		return nil, fmt.Errorf("outbox: monitor config: %w", err)

@@ -216,6 +216,10 @@ func firstWords() (all []string) {
 
 // suggest returns a question about the nearest of some words, if one is near.
 func suggest(word string, of []string) string {
+	const longest = 100 // of what is a mistyped word
+	if len(word) > longest {
+		return ""
+	}
 	best, distance := "", len(word)/3+2
 	for _, candidate := range of {
 		if d := edits(word, candidate); d < distance {

@@ -20,11 +20,12 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
-	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/sasl"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 type migrationsDoc struct {
@@ -305,9 +306,10 @@ func TestFailedShow(t *testing.T) {
 }
 
 type bulkDoc struct {
-	Action string `json:"action"`
-	Events int    `json:"events"`
-	DryRun bool   `json:"dry_run"`
+	Action string         `json:"action"`
+	Events int            `json:"events"`
+	DryRun bool           `json:"dry_run"`
+	Topics map[string]int `json:"topics"`
 }
 
 func TestFailedRetryAndResolveOne(t *testing.T) {
@@ -316,7 +318,7 @@ func TestFailedRetryAndResolveOne(t *testing.T) {
 	d.fail(t, outbox.StatusDead, "a", "b")
 	d.fail(t, outbox.StatusParked, "c")
 	a, c := d.firstFailed(t, "a"), d.firstFailed(t, "c")
-	require.Equal(t, "would retry 1 event\n", d.ok(t, "failed", "retry", a, "--dry-run"))
+	require.Equal(t, "topic "+d.topic+": 1\nwould retry 1 event\n", d.ok(t, "failed", "retry", a, "--dry-run"))
 	require.Equal(t, "would retry 0 events\n", d.ok(t, "failed", "retry", c, "--dry-run"), "it is parked")
 	require.Equal(t, map[string]int{"dead": 2, "parked": 1}, d.statuses(t))
 	require.Equal(t, "retried 1 event\n", d.ok(t, "failed", "retry", a, "--reason", "x"))
@@ -326,7 +328,7 @@ func TestFailedRetryAndResolveOne(t *testing.T) {
 	require.Contains(t, rejected.err, "not possible in this status: it is parked")
 	var doc bulkDoc
 	d.json(t, &doc, exitOK, "failed", "resolve", a, "--reason", "x")
-	require.Equal(t, bulkDoc{"resolve", 1, false}, doc)
+	require.Equal(t, bulkDoc{"resolve", 1, false, nil}, doc)
 	require.Equal(t, map[string]int{"dead": 1, "parked": 1, "resolved": 1}, d.statuses(t))
 	var who string
 	require.NoError(t, d.db.QueryRow(background, `SELECT string_agg(DISTINCT operator || ':' || reason, ',') FROM `+pgx.Identifier{d.schema, "outbox_audit"}.Sanitize()).Scan(&who))
@@ -339,16 +341,21 @@ func TestFailedRetryAndResolveMany(t *testing.T) {
 	d := newShop(t)
 	d.fail(t, outbox.StatusDead, "a", "b", "c")
 	d.fail(t, outbox.StatusParked, "d")
-	require.Equal(t, "would retry 3 events; --yes does it\n", d.ok(t, "failed", "retry", "--all"))
-	require.Equal(t, "would retry 1 event; --yes does it\n", d.ok(t, "failed", "retry", "--until", "2100-01-01", "--key", "a"))
-	require.Equal(t, "would resolve 1 event; --yes does it\n", d.ok(t, "failed", "resolve", "--key", "d", "--reason", "x"))
+	d.exec(t, `UPDATE {s}.outbox_failed SET topic = 'elsewhere', parking_key = 'elsewhere/c' WHERE aggregate_id = 'c'`)
+	require.Equal(t, "topic "+d.topic+": 2\ntopic elsewhere: 1\nwould retry 3 events; --yes does it\n", d.ok(t, "failed", "retry", "--all"))
+	require.Equal(t, "topic elsewhere: 1\nwould retry 1 event; --yes does it\n", d.ok(t, "failed", "retry", "--topic", "elsewhere"))
+	var dry bulkDoc
+	d.json(t, &dry, exitOK, "failed", "retry", "--all")
+	require.Equal(t, bulkDoc{"retry", 3, true, map[string]int{d.topic: 2, "elsewhere": 1}}, dry)
+	require.Equal(t, "topic "+d.topic+": 1\nwould retry 1 event; --yes does it\n", d.ok(t, "failed", "retry", "--until", "2100-01-01", "--key", "a"))
+	require.Equal(t, "topic "+d.topic+": 1\nwould resolve 1 event; --yes does it\n", d.ok(t, "failed", "resolve", "--key", "d", "--reason", "x"))
 	require.Equal(t, "would resolve 0 events\n", d.ok(t, "failed", "resolve", "--key", "nobody"))
 	require.Equal(t, map[string]int{"dead": 3, "parked": 1}, d.statuses(t))
 	require.Equal(t, "retried 1 event\n", d.ok(t, "failed", "retry", "--key", "a", "--yes", "--reason", "x"))
 	require.Equal(t, map[string]int{"dead": 2, "parked": 2}, d.statuses(t))
 	var doc bulkDoc
 	d.json(t, &doc, exitOK, "failed", "resolve", "--all", "--yes", "--reason", "x", "--rate", "100000")
-	require.Equal(t, bulkDoc{"resolve", 4, false}, doc)
+	require.Equal(t, bulkDoc{"resolve", 4, false, nil}, doc)
 	require.Equal(t, map[string]int{"resolved": 4}, d.statuses(t))
 }
 
@@ -419,6 +426,7 @@ type replayDoc struct {
 		Offset    int64
 		Error     string
 	} `json:"failed"`
+	Topics map[string]int  `json:"topics"`
 	Absent []string        `json:"absent_groups"`
 	Next   map[int32]int64 `json:"next"`
 }
@@ -472,20 +480,29 @@ func TestDLQ(t *testing.T) {
 	require.Contains(t, text, "boom")
 	d.change = nil
 
-	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats"), "would send 2; --yes does it (next: --from 0:4)")
+	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats"), "\ntopic "+topic+": 2\nread 4, would send 2; --yes does it (next: --from 0:4)")
 	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats"), "group stats has read nothing of the topic")
-	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats", "--to", topic+",other"), "would send 2; --yes does it; to "+topic+",other (next")
-	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats", "--to", "other"), "one of another topic")
+	// What a dead letter says of its topic is input: it is shown, and can be picked.
+	require.NoError(t, client.ProduceSync(background, deadLetter(dlq, "other", "d", "stats", "COUNT", now)).FirstErr())
+	require.Contains(t, d.ok(t, "dlq", "list", dlq), "other")
+	require.Equal(t, "d", list("--topic", "other", "--from", "0:4"))
+	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats"), "one of another topic: other")
+	both := d.ok(t, "dlq", "replay", dlq, "--group", "stats", "--to", topic+",other")
+	require.Contains(t, both, "topic "+topic+": 2\ntopic other: 1\nread 5, would send 3; --yes does it (next")
+	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--topic", "other", "--to", topic+",other"), "\ntopic other: 1\nread 5, would send 1; --yes")
+	require.Contains(t, d.ok(t, "dlq", "replay", dlq, "--group", "stats", "--to", "other", "--topic", topic), "one of another topic")
 	var report replayDoc
 	d.json(t, &report, exitOK, "dlq", "replay", dlq, "--group", "stats")
 	require.True(t, report.DryRun)
-	require.Equal(t, map[int32]int64{0: 4}, report.Next)
+	require.Equal(t, map[int32]int64{0: 5}, report.Next)
+	require.Equal(t, map[string]int{topic: 2}, report.Topics)
 	require.Contains(t, d.ok(t, "dlq", "list", topic), "No dead letters", "nothing was sent")
 	report = replayDoc{}
 	d.json(t, &report, exitOK, "dlq", "replay", dlq, "--group", "stats", "--yes")
-	require.Equal(t, 4, report.Read)
+	require.Equal(t, 5, report.Read)
 	require.Equal(t, 2, report.Sent)
-	require.Len(t, report.Failed, 1, "what is no dead letter")
+	require.Equal(t, map[string]int{topic: 2}, report.Topics)
+	require.Len(t, report.Failed, 2, "what is no dead letter, and one of another topic")
 	var arrived dlqDoc
 	d.json(t, &arrived, exitOK, "dlq", "list", topic)
 	require.Len(t, arrived.DeadLetters, 2)
@@ -635,7 +652,8 @@ func TestSecretsStayHidden(t *testing.T) {
 	t.Cleanup(func() { d.exec(t, "DROP ROLE "+role) })
 	d.vars["DATABASE_URL"] = fmt.Sprintf("postgres://%s:hunter22@%s:%d/%s?sslmode=disable", role, c.Host, c.Port, c.Database)
 	d.vars["KAFKA_BROKERS"], d.vars["KAFKA_USER"], d.vars["KAFKA_PASSWORD"] = "127.0.0.1:1", "me", "hunter33"
-	for _, args := range []string{"status", "doctor", "doctor --json", "migrate up", "topics t", "dlq list t", "status --database postgres://x:hunter44@127.0.0.1:1/db",
+	for _, args := range []string{"postgres://u:hunter66@h/d status", "status postgres://u:hunter@66@h/d", "failed show password='hunter\\'77'", "failed show sslpassword=hunter88",
+		"status --databse=postgres://u:hunter22@h/d", "status", "doctor", "doctor --json", "migrate up", "topics t", "dlq list t", "status --database postgres://x:hunter44@127.0.0.1:1/db",
 		"status --database user=x&password=hunter55&host=127.0.0.1&port=1"} {
 		words := strings.Fields(args)
 		words[len(words)-1] = strings.ReplaceAll(words[len(words)-1], "&", " ")
@@ -652,6 +670,36 @@ func TestMask(t *testing.T) {
 	require.Equal(t, "what xxxxx said", e.mask("what hunter22 said"))
 	e = &env{getenv: func(string) string { return "" }, globals: globals{database: "postgres://kim:kim@h/d"}}
 	require.Equal(t, "kim@h:5432/d", e.mask(e.databaseName()), "it is no secret")
+}
+
+// What help and usage show of a flag is not its value.
+func TestHelpHasNoSecrets(t *testing.T) {
+	t.Parallel()
+	d := &commandFixture{vars: map[string]string{"DATABASE_URL": "postgres://u:hunter22@h/d", "KAFKA_PASSWORD": "hunter33", "KAFKA_USER": "hunter44"}}
+	for _, args := range []string{"--database postgres://u:hunter22@h/d status --help", "--database postgres://u:hunter22@h/d --kafka-user hunter55 help flags",
+		"status --database postgres://u:hunter22@h/d --xyz", "--database postgres://u:hunter22@h/d", "--database postgres://u:hunter22@h/d version"} {
+		a := d.call(t, strings.Fields(args)...)
+		require.NotContains(t, a.out+a.err, "hunter", args)
+	}
+}
+
+// Whatever is in an argument, a header or a table, an error is short.
+func TestErrorsAreShort(t *testing.T) {
+	t.Parallel()
+	d := newShop(t)
+	huge := strings.Repeat("x", 1<<20)
+	for _, args := range [][]string{{huge}, {"failed", huge}, {"failed", "show", huge}, {"status", "--" + huge}, {"status", "--every", huge},
+		{"doctor", "--only", huge}, {"doctor", "--as", huge}, {"failed", "list", "--status", huge}, {"failed", "edit", "1", "--reason", huge, "--payload", "-"},
+		{"status", "--schema", huge}, {"failed", "hold", huge, huge, "--reason", "x"}, {"status", "--database", huge}} {
+		a := d.call(t, args...)
+		require.NotEqual(t, exitOK, a.code)
+		require.Less(t, len(a.out)+len(a.err), 10_000, "%.50q", args)
+	}
+	// What a relay of an earlier release or somebody else has put into the tables.
+	d.fail(t, outbox.StatusDead, "a")
+	d.exec(t, `UPDATE {s}.outbox_failed SET last_error = repeat('x', 1 << 20), error_class = repeat('y', 40)`)
+	require.Less(t, len(d.ok(t, "failed", "list")), 10_000)
+	require.Less(t, len(d.ok(t, "failed", "show", d.firstFailed(t, "a"))), 10_000)
 }
 
 // A step that takes too long ends with an error that says why.

@@ -11,19 +11,23 @@ import (
 	"strings"
 	"time"
 
-	"github.com/outboxgo/outbox/outboxdlq"
+	"github.com/outboxgo/outbox/internal/short"
+
 	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/outboxdlq"
 )
 
 // deadLetterFlags choose dead letters.
 type deadLetterFlags struct {
-	group, action, class, key string
+	topic, group, action, class, key string
 
 	since, until when
 	from         offsets
 }
 
 func (f *deadLetterFlags) define(fs *flag.FlagSet) {
+	fs.StringVar(&f.topic, "topic", "", "`NAME` topic that they come from and go back to")
 	fs.StringVar(&f.group, "group", "", "`NAME` consumer group that failed")
 	fs.StringVar(&f.action, "action", "", "`NAME` action that failed")
 	fs.StringVar(&f.class, "class", "", "`NAME` kind of error")
@@ -38,7 +42,7 @@ func (f *deadLetterFlags) choose(now time.Time) func(outboxdlq.DeadLetter) bool 
 	since, until := f.since.time(now), f.until.time(now)
 	is := func(want, have string) bool { return want == "" || want == have }
 	return func(d outboxdlq.DeadLetter) bool {
-		return is(f.group, d.Group) && is(f.action, d.Action) && is(f.class, d.Class) && is(f.key, string(d.Record.Key)) &&
+		return is(f.topic, d.OriginalTopic) && is(f.group, d.Group) && is(f.action, d.Action) && is(f.class, d.Class) && is(f.key, string(d.Record.Key)) &&
 			!d.FailedAt.Before(since) && (until.IsZero() || d.FailedAt.Before(until))
 	}
 }
@@ -120,7 +124,7 @@ type deadLetterJSON struct {
 func toDeadLetterJSON(d outboxdlq.DeadLetter, err error, values bool) deadLetterJSON {
 	l := deadLetterJSON{Partition: d.Record.Partition, Offset: d.Record.Offset, Key: string(d.Record.Key), OriginalTopic: d.OriginalTopic,
 		OriginalPartition: d.OriginalPartition, OriginalOffset: d.OriginalOffset, Group: d.Group, Action: d.Action, Class: d.Class,
-		Error: d.Error, Attempts: d.Attempts, FailedAt: optional(d.FailedAt), ReplayOf: d.ReplayOf,
+		Error: short.Text(d.Error, maxText), Attempts: d.Attempts, FailedAt: optional(d.FailedAt), ReplayOf: d.ReplayOf,
 		ValueOmitted: d.ValueOmitted, KeyOmitted: d.KeyOmitted, HeadersOmitted: d.HeadersOmitted}
 	if err != nil {
 		l.Unreadable = err.Error()
@@ -179,7 +183,7 @@ func (l *dlqList) show(e *env, deadLetters []deadLetterJSON, more bool) {
 		e.printf("No dead letters, or none like that.\n")
 		return
 	}
-	t := table{head: []string{"PART", "OFFSET", "AGE", "ATTEMPTS", "GROUP", "ACTION", "KEY", "CLASS", "ERROR"}, flex: []int{4, 5, 6, 7, 8}}
+	t := table{head: []string{"PART", "OFFSET", "AGE", "TRIES", "TOPIC", "GROUP", "ACTION", "KEY", "CLASS", "ERROR"}, flex: []int{4, 5, 6, 7, 8, 9}}
 	for _, d := range deadLetters {
 		failedAt := time.Time{}
 		if d.FailedAt != nil {
@@ -190,7 +194,7 @@ func (l *dlqList) show(e *env, deadLetters []deadLetterJSON, more bool) {
 			text = "no dead letter: " + d.Unreadable
 		}
 		t.add(strconv.Itoa(int(d.Partition)), strconv.FormatInt(d.Offset, 10), age(failedAt, e.now()), strconv.Itoa(d.Attempts),
-			d.Group, d.Action, d.Key, d.Class, text)
+			d.OriginalTopic, d.Group, d.Action, d.Key, d.Class, text)
 	}
 	e.writeTable(t)
 	if more {
@@ -220,6 +224,7 @@ type dlqReplay struct {
 	filter deadLetterFlags
 	to     string
 	yes    bool
+	topics map[string]int // how many go back to which topic
 }
 
 func (r *dlqReplay) run(ctx context.Context, e *env) error {
@@ -237,10 +242,16 @@ func (r *dlqReplay) run(ctx context.Context, e *env) error {
 	}
 	chosen := r.filter.choose(e.now())
 	cfg.Choose = func(d outboxdlq.DeadLetter) bool { watchdog.reset(); return chosen(d) }
+	cfg.Progress = r.counter()
 	report, err := outboxdlq.Replay(ctx, kafka, cfg)
 	if r.yes && err == nil {
-		p, done := e.progress("sent", report.Sent), 0
-		cfg.DryRun, cfg.Progress = false, func(outboxdlq.DeadLetter, error) { watchdog.reset(); done++; p.show(done) }
+		p, done, counter := e.progress("sent", report.Sent), 0, r.counter()
+		cfg.DryRun, cfg.Progress = false, func(d outboxdlq.DeadLetter, err error) {
+			watchdog.reset()
+			counter(d, err)
+			done++
+			p.show(done)
+		}
 		report, err = outboxdlq.Replay(ctx, kafka, cfg)
 		p.end()
 	}
@@ -251,6 +262,16 @@ func (r *dlqReplay) run(ctx context.Context, e *env) error {
 		return serr
 	}
 	return withCause(ctx, err)
+}
+
+// counter begins to count to which topics dead letters go back.
+func (r *dlqReplay) counter() func(outboxdlq.DeadLetter, error) {
+	r.topics = map[string]int{}
+	return func(d outboxdlq.DeadLetter, err error) {
+		if err == nil {
+			r.topics[d.OriginalTopic]++
+		}
+	}
 }
 
 // show prints the report.
@@ -266,14 +287,15 @@ func (r *dlqReplay) show(e *env, report outboxdlq.ReplayReport) error {
 			failures = append(failures, failure{f.Partition, f.Offset, f.Err.Error()})
 		}
 		return e.writeJSON(map[string]any{"topic": e.args[0], "dry_run": !r.yes, "read": report.Read, "sent": report.Sent,
-			"failed": failures, "absent_groups": append([]string{}, report.Absent...), "next": offsets(report.Next)})
+			"topics": r.topics, "failed": failures, "absent_groups": append([]string{}, report.Absent...), "next": offsets(report.Next)})
 	}
 	for _, f := range report.Failed {
 		e.printf("partition %d, offset %d: %s\n", f.Partition, f.Offset, visible(errorText(f.Err)))
 	}
 	for _, group := range report.Absent {
-		e.printf("group %s has read nothing of the topic: nobody handles what is sent for it\n", visible(group))
+		e.printf("group %s has read nothing of the topic: nobody handles what is sent for it\n", visible(short.Text(group, maxText)))
 	}
+	e.showTopics(r.topics)
 	if !r.yes {
 		e.printf("read %s, would send %s", count(report.Read), count(report.Sent))
 		if report.Sent > 0 {
@@ -281,9 +303,6 @@ func (r *dlqReplay) show(e *env, report outboxdlq.ReplayReport) error {
 		}
 	} else {
 		e.printf("read %s, sent %s, not sent %s", count(report.Read), count(report.Sent), count(len(report.Failed)))
-	}
-	if r.to != "" {
-		e.printf("; to %s", r.to)
 	}
 	if len(report.Next) > 0 {
 		e.printf(" (next: --from %s)", offsets(report.Next).text())

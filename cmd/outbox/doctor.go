@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/outboxgo/outbox/internal/short"
+
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -124,7 +126,7 @@ func (d *doctor) perform(ctx context.Context, c check) {
 }
 
 func (d *doctor) add(id, severity, what, means, do string) {
-	d.findings = append(d.findings, finding{id, severity, d.e.mask(what), means, do})
+	d.findings = append(d.findings, finding{id, severity, short.Text(d.e.mask(what), maxText), means, do})
 }
 
 func (d *doctor) show() {

@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"os/user"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -16,10 +17,11 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/outboxgo/outbox/outboxops"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/sasl/plain"
 	"github.com/twmb/franz-go/pkg/sasl/scram"
+
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // env is all that commands know of the world.
@@ -82,13 +84,20 @@ func (e *env) close() {
 	}
 }
 
-// mask leaves passwords out of a text that is shown.
+// mask leaves passwords out of a text that is shown: those that are known, and what looks
+// like one, in a URL that was given in the wrong place for example.
 func (e *env) mask(text string) string {
 	for _, secret := range e.secrets {
 		text = strings.ReplaceAll(text, secret, "xxxxx")
 	}
-	return text
+	text = passwordInURL.ReplaceAllString(text, "${1}xxxxx@")
+	return passwordInList.ReplaceAllString(text, "${1}xxxxx")
 }
+
+var (
+	passwordInURL  = regexp.MustCompile(`(://[^:/@\s]*:)[^\s]*@`) // up to the last @: a password may have one
+	passwordInList = regexp.MustCompile(`(?i)((?:password|passwd|secret|token)=)('(?:[^'\\]|\\.)*'|[^\s&'"]+)`)
+)
 
 // secret notes a password. One that equals a name that is shown anyway hides nothing.
 func (e *env) secret(text string, names ...string) {

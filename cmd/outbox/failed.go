@@ -12,6 +12,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/short"
+
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxops"
 )
@@ -144,7 +146,7 @@ func failedOf(r outboxops.Failure) failedJSON {
 		OccurredAt: r.OccurredAt.UTC(), CreatedAt: r.CreatedAt.UTC(), FailedAt: r.FailedAt.UTC(), NextRetryAt: r.NextRetryAt.UTC(),
 		ResolvedAt: optional(r.ResolvedAt), ResolvedBy: r.ResolvedBy, Resolution: r.Resolution, ContentType: r.ContentType, Headers: r.Headers,
 	}
-	f.Error = errText(r.Err)
+	f.Error = short.Text(errText(r.Err), maxText)
 	return f
 }
 
@@ -273,7 +275,7 @@ func showEvent(e *env, r outboxops.Failure) {
 		fields = append(fields, [2]string{"next retry", clock(r.NextRetryAt)})
 	}
 	if r.Err != nil {
-		fields = append(fields, [2]string{"class", r.Class}, [2]string{"error", r.Err.Error()})
+		fields = append(fields, [2]string{"class", r.Class}, [2]string{"error", short.Text(r.Err.Error(), maxText)})
 	}
 	if !r.ResolvedAt.IsZero() {
 		fields = append(fields, [2]string{"resolved", clock(r.ResolvedAt) + " by " + r.ResolvedBy}, [2]string{"note", r.Resolution})

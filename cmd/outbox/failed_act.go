@@ -7,7 +7,9 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/outboxgo/outbox/outboxops"
@@ -67,6 +69,7 @@ type change struct {
 	why            auditFlags
 	any, yes, dryn bool
 	rate           int
+	topics         map[string]int // where the events go that would be retried, or would have gone
 }
 
 func prepareChange(fs *flag.FlagSet, c change) func(context.Context, *env) error {
@@ -95,6 +98,7 @@ func (c *change) run(ctx context.Context, e *env) error {
 		return usagef("--rate %d: must not be negative", c.rate)
 	}
 	c.dryn = c.dryn || len(e.args) == 0 && !c.yes
+	c.topics = map[string]int{}
 	why := outboxops.AuditInfo{Operator: "none", Reason: "to count"}
 	if !c.dryn {
 		if why, err = c.why.info(e); err != nil {
@@ -129,7 +133,7 @@ func (c *change) runOne(ctx context.Context, e *env, failed *outboxops.Failures,
 		return err
 	}
 	// Of a relay, an event fails once: this filter picks the row.
-	n, err := c.all(failed, ctx, outboxops.FailureFilter{Relay: row.Relay, OutboxID: row.OutboxID}, outboxops.BulkConfig{DryRun: true}, why)
+	n, err := c.all(failed, ctx, outboxops.FailureFilter{Relay: row.Relay, OutboxID: row.OutboxID}, outboxops.BulkConfig{DryRun: true, Topics: c.topics}, why)
 	if err != nil {
 		return err
 	}
@@ -137,7 +141,7 @@ func (c *change) runOne(ctx context.Context, e *env, failed *outboxops.Failures,
 }
 
 func (c *change) runAll(ctx context.Context, e *env, failed *outboxops.Failures, filter outboxops.FailureFilter, why outboxops.AuditInfo) error {
-	n, err := c.all(failed, ctx, filter, outboxops.BulkConfig{DryRun: true}, why)
+	n, err := c.all(failed, ctx, filter, outboxops.BulkConfig{DryRun: true, Topics: c.topics}, why)
 	if err != nil {
 		return err
 	}
@@ -156,19 +160,34 @@ func (c *change) runAll(ctx context.Context, e *env, failed *outboxops.Failures,
 // report says what was done, or would be.
 func (c *change) report(e *env, n int, dryRun bool) error {
 	if e.json {
-		return e.writeJSON(map[string]any{"action": c.action, "events": n, "dry_run": dryRun})
+		doc := map[string]any{"action": c.action, "events": n, "dry_run": dryRun}
+		if dryRun {
+			doc["topics"] = c.topics
+		}
+		return e.writeJSON(doc)
 	}
 	things := plural(int64(n), "event", "events")
 	if !dryRun {
 		e.printf("%s %s\n", c.past, things)
 		return nil
 	}
+	e.showTopics(c.topics)
 	e.printf("would %s %s", c.action, things)
 	if len(e.args) == 0 && n > 0 {
 		e.printf("; --yes does it")
 	}
 	e.printf("\n")
 	return nil
+}
+
+// showTopics writes how many events or dead letters go to which topic, the most first.
+func (e *env) showTopics(topics map[string]int) {
+	names := slices.SortedFunc(maps.Keys(topics), func(a, b string) int {
+		return cmp.Or(cmp.Compare(topics[b], topics[a]), strings.Compare(a, b))
+	})
+	for _, name := range names {
+		e.printf("topic %s: %s\n", visible(cmp.Or(name, "(none)")), count(topics[name]))
+	}
 }
 
 var failedEditCommand = command{

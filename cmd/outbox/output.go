@@ -10,6 +10,8 @@ import (
 	"unicode"
 	"unicode/utf8"
 
+	"github.com/outboxgo/outbox/internal/short"
+
 	"github.com/outboxgo/outbox"
 )
 
@@ -30,9 +32,13 @@ func (e *env) writeLine(v any) error {
 
 func (e *env) printf(format string, args ...any) { fmt.Fprintf(e.stdout, format, args...) }
 
+// maxText is how much of an error or a finding is shown, in bytes: it may repeat what
+// somebody wrote into a table, a topic or an argument.
+const maxText = 4_000
+
 // printError says what went wrong.
 func (e *env) printError(text string) {
-	text = "outbox: " + e.mask(text)
+	text = "outbox: " + short.Text(e.mask(text), maxText)
 	if e.errTTY {
 		text = strings.Join(wrap(text, e.width), "\n")
 	}

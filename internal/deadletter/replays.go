@@ -10,6 +10,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/short"
+
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -52,7 +54,7 @@ func (p *Replays) Check(ctx context.Context, r *kgo.Record, topics ...string) er
 		return fmt.Errorf("%w: header %s %w", ErrNoReplay, ReplayFrom, err)
 	}
 	if !slices.Contains(topics, at.Topic) {
-		return fmt.Errorf("%w: %s is not the dead-letter topic of %s", ErrNoReplay, at.Topic, r.Topic)
+		return fmt.Errorf("%w: %s is not the dead-letter topic of %s", ErrNoReplay, short.Text(at.Topic, 300), r.Topic)
 	}
 	select {
 	case p.busy <- struct{}{}:

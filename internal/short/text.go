@@ -1,0 +1,23 @@
+// Package short keeps errors and log lines short. They repeat what others have written into
+// a table or a topic, and that may be megabytes.
+package short
+
+import (
+	"fmt"
+	"unicode/utf8"
+)
+
+// Text returns a text of at most limit bytes, 100 or more. What is longer is cut, without
+// cutting a character in two, and says how long it was: errors must not repeat the
+// megabytes that somebody sent.
+func Text(text string, limit int) string {
+	if len(text) <= limit {
+		return text
+	}
+	end := fmt.Sprintf("… (%d bytes)", len(text))
+	n := limit - len(end)
+	for n > 0 && !utf8.RuneStart(text[n]) {
+		n--
+	}
+	return text[:n] + end
+}
