@@ -17,9 +17,11 @@ import (
 	"html/template"
 	"log/slog"
 	"net/http"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -46,6 +48,20 @@ type Config struct {
 	// else shows payloads; but the statements of open transactions are shown as
 	// PostgreSQL has them, whatever is written into them. Nil shows all.
 	MaskPayload func(eventType string, payload []byte) []byte
+	// TrustedOrigins may send requests that change something, besides the origin under which
+	// browsers see this page: scheme, host and port, https://ops.example for example. A
+	// proxy that gives requests another Host makes it necessary for browsers that do not
+	// send Sec-Fetch-Site. Such a site acts in the name of whoever is signed in here. Nil
+	// means none.
+	TrustedOrigins []string
+	// MaxConns bounds how many connections of the pool the page uses at a time. One of two
+	// or more is left to actions. A request that has waited for a connection for 5 s, or finds
+	// 32 views or 16 actions before it, is answered with 503 and Retry-After. Zero means a
+	// quarter of the pool's MaxConns, but 1 to 4.
+	MaxConns int
+	// QueryTimeout bounds what a request asks of the database, and each part of an action on
+	// many events. PostgreSQL cancels what takes longer. Zero means 15 s.
+	QueryTimeout time.Duration
 	// Health returns the health of the relays of this process, [outbox.Relay.Health] of
 	// each, for the breaker and the reasons why one is not ready, which the database
 	// does not know. It is called for each view of the overview. Nil means that this
@@ -93,6 +109,7 @@ type admin struct {
 	inspect   *outboxops.Inspector
 	consumers *outboxops.Consumers
 	samples   samples
+	slots     *slots
 	origin    *http.CrossOriginProtection
 	mux       *http.ServeMux
 	pages     map[string]*template.Template
@@ -112,6 +129,14 @@ func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 	if cfg.Authorize == nil {
 		errs = append(errs, fmt.Errorf("field Authorize %w: it says who may come in", outbox.ErrNilArgument))
 	}
+	cfg = cfg.withDefaults(db)
+	errs = append(errs, cfg.validate(db))
+	origin := http.NewCrossOriginProtection()
+	for _, trusted := range cfg.TrustedOrigins {
+		if err := origin.AddTrustedOrigin(trusted); err != nil {
+			errs = append(errs, fmt.Errorf("field TrustedOrigins: %w", err))
+		}
+	}
 	failed, err := outboxops.NewFailures(db, outboxops.FailuresConfig{Schema: cfg.Schema, MaxPayload: cfg.MaxPayload})
 	errs = append(errs, err)
 	inspect, err := outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: cfg.Schema})
@@ -121,12 +146,34 @@ func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("outboxadmin: config: %w", err)
 	}
-	cfg.Logger = cmp.Or(cfg.Logger, slog.Default())
-	a := &admin{cfg: cfg, failed: failed, inspect: inspect, consumers: consumers,
-		origin: http.NewCrossOriginProtection(), mux: http.NewServeMux(), pages: parsePages()}
+	a := &admin{cfg: cfg, failed: failed, inspect: inspect, consumers: consumers, slots: newSlots(cfg.MaxConns),
+		origin: origin, mux: http.NewServeMux(), pages: parsePages()}
 	for _, rt := range routes {
 		a.mux.Handle(rt.method+" "+rt.path, a.handler(rt))
 	}
-	a.mux.Handle("/", a.handler(route{role: Reader, serve: (*admin).nothingHere}))
+	a.mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) { send(w, r, a.failure(r, errNowhere)) })
 	return a, nil
+}
+
+const (
+	// mostConns bounds the default of Config.MaxConns.
+	mostConns           = 4
+	defaultQueryTimeout = 15 * time.Second
+)
+
+func (c Config) withDefaults(db *pgxpool.Pool) Config {
+	if c.MaxConns == 0 && db != nil {
+		c.MaxConns = min(max(1, int(db.Config().MaxConns)/4), mostConns)
+	}
+	c.QueryTimeout = cmp.Or(c.QueryTimeout, defaultQueryTimeout)
+	c.Logger = cmp.Or(c.Logger, slog.Default())
+	return c
+}
+
+func (c Config) validate(db *pgxpool.Pool) error {
+	errs := []error{check.NotNegative("MaxConns", c.MaxConns), check.NotNegative("QueryTimeout", c.QueryTimeout)}
+	if db != nil {
+		errs = append(errs, check.NotAbove("MaxConns", c.MaxConns, int(db.Config().MaxConns)))
+	}
+	return errors.Join(errs...)
 }

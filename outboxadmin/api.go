@@ -3,12 +3,7 @@ package outboxadmin
 import (
 	"context"
 	"encoding/base64"
-	"encoding/json"
-	"errors"
-	"mime"
-	"net/http"
 	"net/url"
-	"strings"
 	"time"
 
 	"github.com/outboxgo/outbox"
@@ -18,192 +13,159 @@ import (
 // The API answers what the pages show. Its types are in api_types.go; tests compare
 // openapi.json with them.
 
-func (a *admin) apiFile(w http.ResponseWriter, _ *http.Request) error {
-	return serveAsset(w, "openapi.json")
+func (a *admin) apiFile(*request) (answer, error) {
+	return assetAnswer("openapi.json")
 }
 
-func (a *admin) apiRelays(w http.ResponseWriter, r *http.Request) error {
-	q := query{values: r.URL.Query()}
+func (a *admin) apiRelays(r *request) (answer, error) {
+	q := &r.query
 	if err := q.done(); err != nil {
-		return err
+		return answer{}, err
 	}
 	relays, err := a.relays(r.Context(), time.Now())
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	health := a.health()
-	writeJSON(w, http.StatusOK, apiRelayList{Relays: each(relays, func(s outbox.RelayStatus) apiRelay { return relayOf(s, health[s.Name]) })})
-	return nil
+	return okJSON(apiRelayList{Relays: each(relays, func(s outbox.RelayStatus) apiRelay { return relayOf(s, health[s.Name]) })})
 }
 
-func (a *admin) apiProgress(w http.ResponseWriter, r *http.Request) error {
-	q := query{values: r.URL.Query()}
+func (a *admin) apiProgress(r *request) (answer, error) {
+	q := &r.query
 	s := q.span()
 	if err := q.done(); err != nil {
-		return err
+		return answer{}, err
 	}
 	progress, err := a.inspect.Progress(r.Context(), r.PathValue("relay"), time.Now().Add(-s.length), s.step)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
-	writeJSON(w, http.StatusOK, apiProgressList{StepSeconds: s.step.Seconds(), Progress: each(progress, progressOf)})
-	return nil
+	return okJSON(apiProgressList{StepSeconds: s.step.Seconds(), Progress: each(progress, progressOf)})
 }
 
-func (a *admin) apiBacklog(w http.ResponseWriter, r *http.Request) error {
-	q := query{values: r.URL.Query()}
+func (a *admin) apiBacklog(r *request) (answer, error) {
+	q := &r.query
 	s := q.span()
 	if err := q.done(); err != nil {
-		return err
+		return answer{}, err
 	}
 	kept := a.samples.since(r.PathValue("relay"), time.Now().Add(-s.length))
-	writeJSON(w, http.StatusOK, apiSampleList{Samples: each(kept, func(s sample) apiSample { return apiSample{s.at.UTC(), s.pending, s.failed} })})
-	return nil
+	return okJSON(apiSampleList{Samples: each(kept, func(s sample) apiSample { return apiSample{s.at.UTC(), s.pending, s.failed} })})
 }
 
-func (a *admin) apiTransactions(w http.ResponseWriter, r *http.Request) error {
-	q := query{values: r.URL.Query()}
+func (a *admin) apiTransactions(r *request) (answer, error) {
+	q := &r.query
 	least := openFor
 	if seconds := q.number("open_seconds"); seconds > 0 {
 		least = time.Duration(min(seconds, 1<<30)) * time.Second
 	}
 	if err := q.done(); err != nil {
-		return err
+		return answer{}, err
 	}
 	all, err := a.inspect.Transactions(r.Context(), least)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
-	writeJSON(w, http.StatusOK, apiTransactionList{Transactions: each(all, transactionOf)})
-	return nil
+	return okJSON(apiTransactionList{Transactions: each(all, transactionOf)})
 }
 
-func (a *admin) apiPartitions(w http.ResponseWriter, r *http.Request) error {
-	q := query{values: r.URL.Query()}
+func (a *admin) apiPartitions(r *request) (answer, error) {
+	q := &r.query
 	if err := q.done(); err != nil {
-		return err
+		return answer{}, err
 	}
 	all, err := a.inspect.Partitions(r.Context())
 	if err != nil {
-		return err
+		return answer{}, err
 	}
-	writeJSON(w, http.StatusOK, apiPartitionList{Partitions: each(all, func(p outboxops.TablePartition) apiPartition {
+	return okJSON(apiPartitionList{Partitions: each(all, func(p outboxops.TablePartition) apiPartition {
 		return apiPartition{p.Name, boundOf(p.First), boundOf(p.Behind), p.Bytes, p.Current}
 	})})
-	return nil
 }
 
-func (a *admin) apiFailedList(w http.ResponseWriter, r *http.Request) error {
-	q := query{values: r.URL.Query()}
+func (a *admin) apiFailedList(r *request) (answer, error) {
+	q := &r.query
 	filter, after, limit := q.failedFilter(), q.failure("after"), q.limit(100)
 	if err := q.done(); err != nil {
-		return err
+		return answer{}, err
 	}
 	rows, err := a.failed.List(r.Context(), filter, outboxops.FailurePage{After: after, Limit: limit})
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	list := apiFailedList{Failed: each(rows, failedOf)}
 	if len(rows) == limit {
 		next := rows[limit-1].ID.String()
 		list.Next = &next
 	}
-	writeJSON(w, http.StatusOK, list)
-	return nil
+	return okJSON(list)
 }
 
-func (a *admin) apiCounts(w http.ResponseWriter, r *http.Request) error {
-	q := query{values: r.URL.Query()}
+func (a *admin) apiCounts(r *request) (answer, error) {
+	q := &r.query
 	filter := q.failedFilter()
 	if err := q.done(); err != nil {
-		return err
+		return answer{}, err
 	}
 	counts, err := a.failed.Count(r.Context(), filter)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
-	writeJSON(w, http.StatusOK, apiCountList{Counts: each(counts, func(c outboxops.FailureCount) apiCount {
+	return okJSON(apiCountList{Counts: each(counts, func(c outboxops.FailureCount) apiCount {
 		return apiCount{string(c.Kind), c.Relay, c.Status, c.Type, c.Class, c.Events, c.Oldest.UTC()}
 	})})
-	return nil
 }
 
-func (a *admin) apiFailedOne(w http.ResponseWriter, r *http.Request) error {
+func (a *admin) apiFailedOne(r *request) (answer, error) {
 	id, err := pathFailure(r)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
-	return a.writeFailed(w, r, id)
-}
-
-// writeFailed answers with a failed event as it is now.
-func (a *admin) writeFailed(w http.ResponseWriter, r *http.Request, id outboxops.FailureID) error {
 	row, history, err := a.failedWhole(r.Context(), id)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	whole := apiFailedWhole{apiFailed: failedOf(row), Headers: headersOf(row.Headers),
 		apiPayload: a.payloadOf(row.Type, row.ContentType, row.Payload, row.PayloadErr).api(),
 		History:    each(history, func(e outboxops.AuditEntry) apiAudit { return a.auditOf(e, row.Type, row.ContentType) })}
-	writeJSON(w, http.StatusOK, whole)
-	return nil
-}
-
-// readJSON reads the body of a request. A member that the API does not have is an error: a filter
-// that was mistyped must not pick everything.
-func readJSON(r *http.Request, v any) error {
-	if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != jsonType {
-		return &problem{http.StatusUnsupportedMediaType, "Not JSON", "The body is to be application/json."}
-	}
-	d := json.NewDecoder(r.Body)
-	d.DisallowUnknownFields()
-	err := d.Decode(v)
-	var large *http.MaxBytesError
-	switch {
-	case errors.As(err, &large):
-		return err
-	case err != nil:
-		return wrong("body", strings.TrimPrefix(err.Error(), "json: "))
-	case d.More():
-		return wrong("body", "there is more behind the object")
-	}
-	return nil
+	return okJSON(whole)
 }
 
 // apiAct is retry or resolve for one event.
-func apiAct(action string) func(*admin, http.ResponseWriter, *http.Request) error {
-	return func(a *admin, w http.ResponseWriter, r *http.Request) error {
+func apiAct(action string) func(*admin, *request) (answer, error) {
+	return func(a *admin, r *request) (answer, error) {
 		var body apiReason
-		if err := readJSON(r, &body); err != nil {
-			return err
+		if err := r.decode(&body); err != nil {
+			return answer{}, err
 		}
-		return a.actOn(w, r, action, body.Reason, nil)
+		return a.actOn(r, action, string(body.Reason), nil)
 	}
 }
 
-func (a *admin) apiEdit(w http.ResponseWriter, r *http.Request) error {
+func (a *admin) apiEdit(r *request) (answer, error) {
 	var body apiEdit
-	if err := readJSON(r, &body); err != nil {
-		return err
+	if err := r.decode(&body); err != nil {
+		return answer{}, err
 	}
 	data := []byte(body.Payload)
 	switch {
 	case (body.Payload != nil) == (body.PayloadBase64 != nil):
-		return wrong("payload", "one of payload and payload_base64 is to be there")
+		return answer{}, wrong("payload", "one of payload and payload_base64 is to be there")
 	case body.PayloadBase64 != nil:
 		var err error
-		if data, err = base64.StdEncoding.DecodeString(*body.PayloadBase64); err != nil {
-			return wrong("payload_base64", err.Error())
+		if data, err = base64.StdEncoding.DecodeString(string(*body.PayloadBase64)); err != nil {
+			return answer{}, wrong("payload_base64", err.Error())
 		}
 	}
-	return a.actOn(w, r, "edit", body.Reason, data)
+	return a.actOn(r, "edit", string(body.Reason), data)
 }
 
-// actOn does something about the event in the path, and answers with what it is then.
-func (a *admin) actOn(w http.ResponseWriter, r *http.Request, action, reason string, data []byte) error {
+// actOn does something about the event in the path, which may be on its way then, and gone
+// from here.
+func (a *admin) actOn(r *request, action, reason string, data []byte) (answer, error) {
 	id, err := pathFailure(r)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	why := auditInfo(r, reason)
 	switch action {
@@ -214,105 +176,93 @@ func (a *admin) actOn(w http.ResponseWriter, r *http.Request, action, reason str
 	default:
 		err = a.failed.Edit(r.Context(), id, data, why)
 	}
-	if err == nil {
-		w.WriteHeader(http.StatusNoContent) // the event may be on its way, and gone from here
-	}
-	return err
+	return done, err
 }
 
 // apiBulk is retry or resolve for all that a filter picks.
-func apiBulk(action string) func(*admin, http.ResponseWriter, *http.Request) error {
-	return func(a *admin, w http.ResponseWriter, r *http.Request) error {
+func apiBulk(action string) func(*admin, *request) (answer, error) {
+	return func(a *admin, r *request) (answer, error) {
 		var body apiBulkRequest
-		if err := readJSON(r, &body); err != nil {
-			return err
+		if err := r.decode(&body); err != nil {
+			return answer{}, err
 		}
 		if body.Filter == nil {
-			return wrong("filter", "is missing; {} picks all that is not resolved")
+			return answer{}, wrong("filter", "is missing; {} picks all that is not resolved")
 		}
-		values := url.Values{}
-		for name, value := range body.Filter {
-			values.Set(name, value)
+		if err := checkValues(url.Values(body.Filter), filterNames); err != nil {
+			return answer{}, err
 		}
-		q := query{values: values}
+		q := query{values: url.Values(body.Filter)}
 		filter := q.failedFilter()
 		if err := q.done(); err != nil {
-			return err
+			return answer{}, err
 		}
 		if body.DryRun && body.Reason == "" {
 			body.Reason = "dry run"
 		}
-		n, err := a.bulk(r.Context(), action, filter, body.DryRun, auditInfo(r, body.Reason))
+		n, err := a.bulk(r, action, filter, bool(body.DryRun), string(body.Reason))
 		if err != nil {
-			return err
+			return answer{}, err
 		}
-		writeJSON(w, http.StatusOK, apiBulkResult{n, body.DryRun})
-		return nil
+		return okJSON(apiBulkResult{n, bool(body.DryRun)})
 	}
 }
 
 // apiKey is hold or release.
-func apiKey(action string) func(*admin, http.ResponseWriter, *http.Request) error {
-	return func(a *admin, w http.ResponseWriter, r *http.Request) error {
+func apiKey(action string) func(*admin, *request) (answer, error) {
+	return func(a *admin, r *request) (answer, error) {
 		var body apiKeyRequest
-		if err := readJSON(r, &body); err != nil {
-			return err
+		if err := r.decode(&body); err != nil {
+			return answer{}, err
 		}
 		do := map[string]func(context.Context, string, string, string, outboxops.AuditInfo) error{"hold": a.failed.Hold, "release": a.failed.Release}[action]
-		err := do(r.Context(), body.Relay, body.Topic, body.Key, auditInfo(r, body.Reason))
-		if err == nil {
-			w.WriteHeader(http.StatusNoContent)
-		}
-		return err
+		return done, do(r.Context(), string(body.Relay), string(body.Topic), string(body.Key), auditInfo(r, string(body.Reason)))
 	}
 }
 
-func (a *admin) apiEvents(w http.ResponseWriter, r *http.Request) error {
-	q := query{values: r.URL.Query()}
+func (a *admin) apiEvents(r *request) (answer, error) {
+	q := &r.query
 	filter, before, limit := q.eventFilter(), q.number("before"), q.limit(100)
 	if err := q.done(); err != nil {
-		return err
+		return answer{}, err
 	}
 	rows, last, err := a.events(r.Context(), filter, before, limit)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	list := apiEventList{Events: each(rows, eventOf)}
 	if last != 0 {
 		list.Next = &last
 	}
-	writeJSON(w, http.StatusOK, list)
-	return nil
+	return okJSON(list)
 }
 
-func (a *admin) apiEvent(w http.ResponseWriter, r *http.Request) error {
+func (a *admin) apiEvent(r *request) (answer, error) {
 	id, err := pathID(r)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	e, err := a.inspect.Event(r.Context(), id)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
-	writeJSON(w, http.StatusOK, apiEventWhole{apiEvent: eventOf(eventRow{RecordedEvent: e, States: statesOf(e)}),
+	return okJSON(apiEventWhole{apiEvent: eventOf(eventRow{RecordedEvent: e, States: statesOf(e)}),
 		Headers: headersOf(e.Headers), apiPayload: a.payloadOf(e.Type, e.ContentType, e.Payload, e.PayloadErr).api()})
-	return nil
 }
 
-func (a *admin) apiAudit(w http.ResponseWriter, r *http.Request) error {
-	q := query{values: r.URL.Query()}
+func (a *admin) apiAudit(r *request) (answer, error) {
+	q := &r.query
 	before, limit := q.number("before"), q.limit(100)
 	if err := q.done(); err != nil {
-		return err
+		return answer{}, err
 	}
 	entries, err := a.failed.Audit(r.Context(), outboxops.FailureID{}, outboxops.AuditPage{Before: before, Limit: limit})
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	list := apiAuditList{Audit: each(entries, func(e outboxops.AuditEntry) apiAudit { return a.auditOf(e, "", "") })}
 	if len(entries) == limit {
 		list.Next = &entries[limit-1].ID
 	}
-	writeJSON(w, http.StatusOK, list)
-	return nil
+	return okJSON(list)
 }

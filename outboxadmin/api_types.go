@@ -206,9 +206,9 @@ type apiPauseInfo struct {
 }
 
 type apiPauseRequest struct {
-	Group  string `json:"group"`
-	Topic  string `json:"topic,omitempty"`
-	Reason string `json:"reason"`
+	Group  jsonText `json:"group"`
+	Topic  jsonText `json:"topic,omitempty"`
+	Reason jsonText `json:"reason"`
 }
 
 type apiEventList struct {
@@ -246,19 +246,19 @@ type apiEventWhole struct {
 }
 
 type apiReason struct {
-	Reason string `json:"reason"`
+	Reason jsonText `json:"reason"`
 }
 
 type apiEdit struct {
-	Reason        string          `json:"reason"`
+	Reason        jsonText        `json:"reason"`
 	Payload       json.RawMessage `json:"payload,omitempty"`
-	PayloadBase64 *string         `json:"payload_base64,omitempty"`
+	PayloadBase64 *jsonText       `json:"payload_base64,omitempty"`
 }
 
 type apiBulkRequest struct {
-	Filter map[string]string `json:"filter"`
-	Reason string            `json:"reason,omitempty"`
-	DryRun bool              `json:"dry_run,omitempty"`
+	Filter jsonFilter `json:"filter"`
+	Reason jsonText   `json:"reason,omitempty"`
+	DryRun jsonBool   `json:"dry_run,omitempty"`
 }
 
 type apiBulkResult struct {
@@ -267,10 +267,10 @@ type apiBulkResult struct {
 }
 
 type apiKeyRequest struct {
-	Relay  string `json:"relay"`
-	Topic  string `json:"topic"`
-	Key    string `json:"key"`
-	Reason string `json:"reason"`
+	Relay  jsonText `json:"relay"`
+	Topic  jsonText `json:"topic"`
+	Key    jsonText `json:"key"`
+	Reason jsonText `json:"reason"`
 }
 
 // each translates a list; an empty one is [] in JSON.

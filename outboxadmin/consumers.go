@@ -2,7 +2,6 @@ package outboxadmin
 
 import (
 	"context"
-	"net/http"
 
 	"github.com/outboxgo/outbox/outboxops"
 )
@@ -36,31 +35,26 @@ func (r groupRow) What() string {
 	return r.Topic
 }
 
-func (a *admin) apiConsumers(w http.ResponseWriter, r *http.Request) error {
-	q := query{values: r.URL.Query()}
+func (a *admin) apiConsumers(r *request) (answer, error) {
+	q := &r.query
 	if err := q.done(); err != nil {
-		return err
+		return answer{}, err
 	}
 	groups, err := a.consumers.List(r.Context())
 	if err != nil {
-		return err
+		return answer{}, err
 	}
-	writeJSON(w, http.StatusOK, apiGroupList{Groups: each(groups, groupOf)})
-	return nil
+	return okJSON(apiGroupList{Groups: each(groups, groupOf)})
 }
 
 // apiPause is pause or resume.
-func apiPause(action string) func(*admin, http.ResponseWriter, *http.Request) error {
-	return func(a *admin, w http.ResponseWriter, r *http.Request) error {
+func apiPause(action string) func(*admin, *request) (answer, error) {
+	return func(a *admin, r *request) (answer, error) {
 		var body apiPauseRequest
-		if err := readJSON(r, &body); err != nil {
-			return err
+		if err := r.decode(&body); err != nil {
+			return answer{}, err
 		}
-		do := map[string]func(ctx context.Context, group, topic string, why outboxops.AuditInfo) error{"pause": a.consumers.Pause, "resume": a.consumers.Resume}[action]
-		err := do(r.Context(), body.Group, body.Topic, auditInfo(r, body.Reason))
-		if err == nil {
-			w.WriteHeader(http.StatusNoContent)
-		}
-		return err
+		do := map[string]func(context.Context, string, string, outboxops.AuditInfo) error{"pause": a.consumers.Pause, "resume": a.consumers.Resume}[action]
+		return done, do(r.Context(), string(body.Group), string(body.Topic), auditInfo(r, string(body.Reason)))
 	}
 }

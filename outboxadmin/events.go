@@ -67,15 +67,15 @@ func statesOf(e outboxops.RecordedEvent) (states []eventState) {
 	return states
 }
 
-func (a *admin) eventList(w http.ResponseWriter, r *http.Request) error {
-	q := query{values: r.URL.Query()}
+func (a *admin) eventList(r *request) (answer, error) {
+	q := &r.query
 	filter, before, limit := q.eventFilter(), q.number("before"), q.limit(rowsPerPage)
 	if err := q.done(); err != nil {
-		return err
+		return answer{}, err
 	}
 	rows, last, err := a.events(r.Context(), filter, before, limit)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	values := eventValues(filter)
 	page := eventList{Filter: filter, Query: encode(values), Filtered: len(values) > 0, InOrder: filter.AggregateID != "", Rows: rows, Newer: before != 0}
@@ -86,8 +86,7 @@ func (a *admin) eventList(w http.ResponseWriter, r *http.Request) error {
 	if page.InOrder {
 		slices.Reverse(page.Rows)
 	}
-	a.render(w, r, http.StatusOK, "events", "Events", page)
-	return nil
+	return a.page(r.Request, http.StatusOK, "events", "Events", page), nil
 }
 
 // events returns recorded events, the newest first, and the id before which there may be
@@ -147,18 +146,17 @@ type eventPage struct {
 	Payload payload
 }
 
-func (a *admin) eventOne(w http.ResponseWriter, r *http.Request) error {
+func (a *admin) eventOne(r *request) (answer, error) {
 	id, err := pathID(r)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	e, err := a.inspect.Event(r.Context(), id)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	page := eventPage{eventRow{RecordedEvent: e, States: statesOf(e)}, a.payloadOf(e.Type, e.ContentType, e.Payload, e.PayloadErr)}
-	a.render(w, r, http.StatusOK, "event_one", e.Type, page)
-	return nil
+	return a.page(r.Request, http.StatusOK, "event_one", e.Type, page), nil
 }
 
 // auditList is the page of what was done.
@@ -168,22 +166,21 @@ type auditList struct {
 	Newer bool         // newer ones are left out
 }
 
-func (a *admin) auditList(w http.ResponseWriter, r *http.Request) error {
-	q := query{values: r.URL.Query()}
+func (a *admin) auditList(r *request) (answer, error) {
+	q := &r.query
 	before, limit := q.number("before"), q.limit(rowsPerPage)
 	if err := q.done(); err != nil {
-		return err
+		return answer{}, err
 	}
 	rows, err := a.failed.Audit(r.Context(), outboxops.FailureID{}, outboxops.AuditPage{Before: before, Limit: limit})
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	page := auditList{Rows: rows, Newer: before != 0}
 	if len(rows) == limit {
 		page.Older = encode(url.Values{"before": {strconv.FormatInt(rows[limit-1].ID, 10)}})
 	}
-	a.render(w, r, http.StatusOK, "audit", "Audit", page)
-	return nil
+	return a.page(r.Request, http.StatusOK, "audit", "Audit", page), nil
 }
 
 // aggregateLink leads to all events of an aggregate.

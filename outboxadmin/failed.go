@@ -2,7 +2,6 @@ package outboxadmin
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"html/template"
 	"net/http"
@@ -37,19 +36,19 @@ type failedList struct {
 	Done     string       // what was done before
 }
 
-func (a *admin) failedList(w http.ResponseWriter, r *http.Request) error {
-	q := query{values: r.URL.Query()}
+func (a *admin) failedList(r *request) (answer, error) {
+	q := &r.query
 	filter, after, limit, done := q.failedFilter(), q.failure("after"), q.limit(rowsPerPage), q.doneText("done", "n")
 	if err := q.done(); err != nil {
-		return err
+		return answer{}, err
 	}
 	rows, err := a.failed.List(r.Context(), filter, outboxops.FailurePage{After: after, Limit: limit})
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	counts, err := a.failed.Count(r.Context(), filter)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	values := failedValues(filter)
 	page := failedList{Filter: filter, Status: values.Get("status"), Statuses: statuses, Query: encode(values), Rows: rows, Later: after != (outboxops.FailureID{}), Done: done}
@@ -62,14 +61,13 @@ func (a *admin) failedList(w http.ResponseWriter, r *http.Request) error {
 		page.More = page.More || c.Events == outbox.MaxCounted
 	}
 	if page.Types, page.Classes, page.Relays, err = a.choices(r.Context(), filter); err != nil {
-		return err
+		return answer{}, err
 	}
 	if len(rows) == limit {
 		values.Set("after", rows[limit-1].ID.String())
 		page.Next = encode(values)
 	}
-	a.render(w, r, http.StatusOK, "failed", "Failed events", page)
-	return nil
+	return a.page(r.Request, http.StatusOK, "failed", "Failed events", page), nil
 }
 
 // choices returns the types, classes and relays that a filter may be narrowed to.
@@ -99,23 +97,23 @@ type failedPage struct {
 	Edit    string // likewise
 }
 
-func (a *admin) failedOne(w http.ResponseWriter, r *http.Request) error {
-	q := query{values: r.URL.Query()}
+func (a *admin) failedOne(r *request) (answer, error) {
+	q := &r.query
 	done := q.doneText("done", "n")
 	if err := q.done(); err != nil {
-		return err
+		return answer{}, err
 	}
-	return a.showFailed(w, r, http.StatusOK, failedPage{Done: done})
+	return a.showFailed(r, http.StatusOK, failedPage{Done: done})
 }
 
 // showFailed completes a page of the event in the path, and writes it.
-func (a *admin) showFailed(w http.ResponseWriter, r *http.Request, status int, page failedPage) error {
+func (a *admin) showFailed(r *request, status int, page failedPage) (answer, error) {
 	id, err := pathFailure(r)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	if page.Row, page.History, err = a.failedWhole(r.Context(), id); err != nil {
-		return err
+		return answer{}, err
 	}
 	row := page.Row
 	page.Payload = a.payloadOf(row.Type, row.ContentType, row.Payload, row.PayloadErr)
@@ -128,8 +126,7 @@ func (a *admin) showFailed(w http.ResponseWriter, r *http.Request, status int, p
 	if page.Edit == "" {
 		page.Edit = page.Payload.Original()
 	}
-	a.render(w, r, status, "failed_one", row.Type, page)
-	return nil
+	return a.page(r.Request, status, "failed_one", row.Type, page), nil
 }
 
 // failedWhole returns a failed event with its history.
@@ -143,82 +140,61 @@ func (a *admin) failedWhole(ctx context.Context, id outboxops.FailureID) (outbox
 }
 
 // action is what an operator does about one event or its key.
-type action func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, form url.Values, why outboxops.AuditInfo) error
+type action func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, payload string, why outboxops.AuditInfo) error
 
 var actions = map[string]action{
-	"retry": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, _ url.Values, why outboxops.AuditInfo) error {
+	"retry": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, _ string, why outboxops.AuditInfo) error {
 		return f.Retry(ctx, row.ID, why)
 	},
-	"resolve": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, _ url.Values, why outboxops.AuditInfo) error {
+	"resolve": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, _ string, why outboxops.AuditInfo) error {
 		return f.Resolve(ctx, row.ID, why)
 	},
-	"edit": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, form url.Values, why outboxops.AuditInfo) error {
-		data, err := edited(row.ContentType == jsonType, form.Get("payload"))
+	"edit": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, payload string, why outboxops.AuditInfo) error {
+		data, err := edited(row.ContentType == jsonType, payload)
 		if err != nil {
 			return err
 		}
 		return f.Edit(ctx, row.ID, data, why)
 	},
-	"hold": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, _ url.Values, why outboxops.AuditInfo) error {
+	"hold": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, _ string, why outboxops.AuditInfo) error {
 		return f.Hold(ctx, row.Relay, row.Topic, row.Key, why)
 	},
-	"release": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, _ url.Values, why outboxops.AuditInfo) error {
+	"release": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, _ string, why outboxops.AuditInfo) error {
 		return f.Release(ctx, row.Relay, row.Topic, row.Key, why)
 	},
 }
 
-const jsonType = "application/json"
-
 // failedAct does what the last element of the path says. If that is refused, it shows
 // the event as it is, with what the operator wrote.
-func (a *admin) failedAct(w http.ResponseWriter, r *http.Request) error {
+func (a *admin) failedAct(r *request) (answer, error) {
 	id, err := pathFailure(r)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	action := r.PathValue("action")
 	do, ok := actions[action]
 	if !ok {
-		return errNowhere
-	}
-	if err := r.ParseForm(); err != nil {
-		return formError(err)
+		return answer{}, errNowhere
 	}
 	row, err := a.failed.Get(r.Context(), id)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
-	reason := r.PostForm.Get("reason")
-	err = do(r.Context(), a.failed, row, r.PostForm, auditInfo(r, reason))
+	reason, payload := r.query.text("reason"), r.query.text("payload")
+	err = do(r.Context(), a.failed, row, payload, auditInfo(r, reason))
 	if err == nil {
-		redirect(w, "../"+r.PathValue("id")+"?done="+action)
-		return nil
+		return redirectTo("../" + id.String() + "?done=" + action), nil
 	}
 	p, ours := shown(err)
 	if !ours {
-		return err
+		return answer{}, err
 	}
-	return a.showFailed(w, r, p.status, failedPage{Wrong: p.text, Action: action, Reason: reason, Edit: r.PostForm.Get("payload")})
+	return a.showFailed(r, p.status, failedPage{Wrong: p.text, Action: action, Reason: reason, Edit: payload})
 }
 
 // auditInfo names who sends a request. A reason of nothing but spaces is none.
-func auditInfo(r *http.Request, reason string) outboxops.AuditInfo {
-	return outboxops.AuditInfo{Operator: accessOf(r).Operator, Reason: strings.TrimSpace(reason)}
-}
-
-// formError is one of reading a form.
-func formError(err error) error {
-	var large *http.MaxBytesError
-	if errors.As(err, &large) {
-		return err
-	}
-	return wrong("form", err.Error())
-}
-
-// redirect leads on from a form, relative to its address.
-func redirect(w http.ResponseWriter, to string) {
-	w.Header().Set("Location", to)
-	w.WriteHeader(http.StatusSeeOther)
+func auditInfo(r *request, reason string) outboxops.AuditInfo {
+	return outboxops.AuditInfo{Operator: accessOf(r.Request).Operator, Reason: strings.TrimSpace(reason)}
 }
 
 // bulkPage shows what would be done to many events.
@@ -235,72 +211,71 @@ type bulkPage struct {
 // bulkRate is how many events are changed in a second.
 const bulkRate = 5000
 
-// bulk runs retry or resolve for all that a filter picks.
-func (a *admin) bulk(ctx context.Context, action string, filter outboxops.FailureFilter, dryRun bool, why outboxops.AuditInfo) (int, error) {
+// bulk runs retry or resolve for all that a filter picks. Between its parts, other
+// requests have their connection.
+func (a *admin) bulk(r *request, action string, filter outboxops.FailureFilter, dryRun bool, reason string) (int, error) {
 	cfg := outboxops.BulkConfig{DryRun: dryRun, Rate: bulkRate}
-	if action == "retry" {
-		return a.failed.RetryAll(ctx, filter, cfg, why)
+	if r.Method == http.MethodPost {
+		cfg.Progress = func(int) { r.work.pause() }
 	}
-	return a.failed.ResolveAll(ctx, filter, cfg, why)
+	if action == "retry" {
+		return a.failed.RetryAll(r.Context(), filter, cfg, auditInfo(r, reason))
+	}
+	return a.failed.ResolveAll(r.Context(), filter, cfg, auditInfo(r, reason))
 }
 
 // bulkReview is the dry run. What fails after it is not picked any more, so that what is
 // confirmed is what was shown, or less.
-func bulkReview(action string) func(*admin, http.ResponseWriter, *http.Request) error {
-	return func(a *admin, w http.ResponseWriter, r *http.Request) error {
-		q := query{values: r.URL.Query()}
+func bulkReview(action string) func(*admin, *request) (answer, error) {
+	return func(a *admin, r *request) (answer, error) {
+		q := &r.query
 		filter := q.failedFilter()
 		if err := q.done(); err != nil {
-			return err
+			return answer{}, err
 		}
-		return a.showBulk(w, r, http.StatusOK, action, filter, "")
+		return a.showBulk(r, http.StatusOK, action, filter, "")
 	}
 }
 
-func (a *admin) showBulk(w http.ResponseWriter, r *http.Request, status int, action string, filter outboxops.FailureFilter, wrong string) error {
+func (a *admin) showBulk(r *request, status int, action string, filter outboxops.FailureFilter, wrong string) (answer, error) {
 	page := bulkPage{Action: action, Query: encode(failedValues(filter)), Wrong: wrong}
 	if now := time.Now(); filter.Until.IsZero() || filter.Until.After(now) {
 		filter.Until = now
 	}
 	page.Filter, page.Values = filter, failedValues(filter)
 	var err error
-	page.Count, err = a.bulk(r.Context(), action, filter, true, auditInfo(r, "dry run"))
+	page.Count, err = a.bulk(r, action, filter, true, "dry run")
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	if page.Sample, err = a.failed.List(r.Context(), filter, outboxops.FailurePage{Limit: 5}); err != nil {
-		return err
+		return answer{}, err
 	}
-	a.render(w, r, status, "bulk", bulkTitles[action], page)
-	return nil
+	return a.page(r.Request, status, "bulk", bulkTitles[action], page), nil
 }
 
 var bulkTitles = map[string]string{"retry": "Retry many events", "resolve": "Resolve many events"}
 
-func bulkAct(action string) func(*admin, http.ResponseWriter, *http.Request) error {
-	return func(a *admin, w http.ResponseWriter, r *http.Request) error {
-		if err := r.ParseForm(); err != nil {
-			return formError(err)
-		}
-		q := query{values: r.PostForm}
+func bulkAct(action string) func(*admin, *request) (answer, error) {
+	return func(a *admin, r *request) (answer, error) {
+		q := &r.query
 		filter, reason := q.failedFilter(), q.text("reason")
 		if err := q.done(); err != nil {
-			return err
+			return answer{}, err
 		}
-		n, err := a.bulk(r.Context(), action, filter, false, auditInfo(r, reason))
+		n, err := a.bulk(r, action, filter, false, reason)
 		if err == nil {
 			back := failedValues(filter)
 			back.Del("until")
 			back.Set("done", action+"_all")
 			back.Set("n", strconv.Itoa(n))
-			redirect(w, "../failed?"+back.Encode())
-			return nil
+			return redirectTo("../failed?" + back.Encode()), nil
 		}
 		p, ours := shown(err)
 		if !ours {
-			return err
+			return answer{}, err
 		}
-		return a.showBulk(w, r, p.status, action, filter, p.text)
+		return a.showBulk(r, p.status, action, filter, p.text)
 	}
 }
 

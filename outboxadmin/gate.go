@@ -2,24 +2,11 @@ package outboxadmin
 
 import (
 	"context"
-	"encoding/json"
-	"errors"
 	"log/slog"
 	"net/http"
 	"path"
 	"strings"
-	"time"
-
-	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/outboxops"
 )
-
-// route is one thing that can be asked for.
-type route struct {
-	method, path string
-	role         Role
-	serve        func(*admin, http.ResponseWriter, *http.Request) error
-}
 
 // policy lets a page load what is served beside it, and nothing else.
 const policy = "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; " +
@@ -74,8 +61,12 @@ func (a *admin) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	r = r.WithContext(context.WithValue(r.Context(), accessKey{}, access))
+	if !isText(r.URL.Path) {
+		send(w, r, a.failure(r, wrong("path", notText)))
+		return
+	}
 	if clean := path.Clean(r.URL.Path); clean != r.URL.Path { // the mux would redirect, and leave out the prefix
-		a.answer(w, r, errNowhere)
+		send(w, r, a.failure(r, errNowhere))
 		return
 	}
 	a.mux.ServeHTTP(w, r)
@@ -90,104 +81,54 @@ func originalPath(r *http.Request) string {
 // deny answers who may not come in: he gets no page.
 func deny(w http.ResponseWriter, r *http.Request, status int, text string) {
 	if isAPI(r) {
-		writeJSON(w, status, apiError{Error: text})
+		out, _ := jsonAnswer(status, apiError{Error: text}) // a string is no error
+		send(w, r, out)
 		return
 	}
-	http.Error(w, text, status)
+	send(w, r, answer{status: status, contentType: "text/plain; charset=utf-8", body: []byte(text + "\n")})
 }
 
 func isAPI(r *http.Request) bool { return strings.HasPrefix(r.URL.Path, "/api/") }
 
-// maxBody bounds what is sent to us: a payload is at most about 1 MiB, and a form
-// writes some characters as three.
-const maxBody = 4 << 20
-
-// patience bounds what is asked of the database for a view.
-const patience = 15 * time.Second
-
-// handler serves a route to those who may have it.
+// handler serves a route.
 func (a *admin) handler(rt route) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if access := accessOf(r); access.Role < rt.role {
-			a.answer(w, r, &problem{http.StatusForbidden, "Only for operators",
-				"You are signed in as a " + access.Role.String() + ", who may look at everything. To act on events takes the role of an operator."})
+		exit, ok := a.slots.enter(rt)
+		if !ok {
+			send(w, r, a.failure(r, errBusy))
 			return
 		}
-		r.Body = http.MaxBytesReader(w, r.Body, max(maxBody, 4*int64(a.cfg.MaxPayload)))
-		if r.Method != http.MethodPost {
-			ctx, cancel := context.WithTimeout(r.Context(), patience)
-			defer cancel()
-			r = r.WithContext(ctx)
+		defer exit() // after the answer is sent
+		out, err := a.serve(rt, w, r)
+		if err != nil {
+			out = a.failure(r, err)
 		}
-		if err := rt.serve(a, w, r); err != nil {
-			a.answer(w, r, err)
-		}
+		send(w, r, out)
 	})
 }
 
-// problem is an error that is shown.
-type problem struct {
-	status      int
-	title, text string
-}
-
-func (p *problem) Error() string { return p.title + ": " + p.text }
-
-var errNowhere = &problem{http.StatusNotFound, "Nothing is here", "The address leads to no page. It may have been cut off on its way to you."}
-
-func (a *admin) nothingHere(http.ResponseWriter, *http.Request) error { return errNowhere }
-
-// wrong is an error of who asks: something about a field.
-func wrong(field, text string) error {
-	return &problem{http.StatusBadRequest, "That cannot be asked", field + ": " + text}
-}
-
-// shown says how to show an error. It returns false for one that the user can do nothing
-// about.
-func shown(err error) (*problem, bool) {
-	var p *problem
-	var field *outbox.FieldError
-	var large *http.MaxBytesError
-	switch {
-	case errors.As(err, &p):
-		return p, true
-	case errors.Is(err, outboxops.ErrNotFound):
-		return &problem{http.StatusNotFound, "It is not here any more",
-			"A failed event leaves this list once it is sent, or some time after it was resolved; a recorded one when retention removes it."}, true
-	case errors.Is(err, outboxops.ErrStatus):
-		return &problem{http.StatusConflict, "Not possible any more", trimmed(err) + "."}, true
-	case errors.As(err, &field):
-		return &problem{http.StatusUnprocessableEntity, "That payload cannot be stored", trimmed(err) + "."}, true
-	case errors.As(err, &large):
-		return &problem{http.StatusRequestEntityTooLarge, "That is too much", "At most 4 MiB are read."}, true
-	case errors.Is(err, outbox.ErrEmpty), errors.Is(err, outbox.ErrMalformed), errors.Is(err, outbox.ErrTooLong), errors.Is(err, outbox.ErrNUL), errors.Is(err, outbox.ErrUTF8):
-		return &problem{http.StatusUnprocessableEntity, "Something is missing, malformed or too long", trimmed(err) + "."}, true
-	case errors.Is(err, context.DeadlineExceeded):
-		return &problem{http.StatusGatewayTimeout, "That took too long",
-			"The database had no answer within " + patience.String() + ". Ask for less: a shorter time, or an event id."}, true
+// serve returns the answer to a request, which is read before the database is asked
+// anything: who sends slowly keeps no connection.
+func (a *admin) serve(rt route, w http.ResponseWriter, r *http.Request) (answer, error) {
+	if access := accessOf(r); access.Role < rt.role {
+		return answer{}, &problem{http.StatusForbidden, "Only for operators",
+			"You are signed in as a " + access.Role.String() + ", who may look at everything. To act on events takes the role of an operator."}
 	}
-	return &problem{http.StatusServiceUnavailable, "The database did not answer as it should",
-		"The log of the service says why. Try again in a moment; events are not affected by this page."}, false
-}
-
-// trimmed is an error of outbox without the name of its package.
-func trimmed(err error) string { return strings.TrimPrefix(err.Error(), "outbox: ") }
-
-// answer shows an error.
-func (a *admin) answer(w http.ResponseWriter, r *http.Request, err error) {
-	p, ours := shown(err)
-	if !ours && r.Context().Err() == nil {
-		a.cfg.Logger.ErrorContext(r.Context(), "outboxadmin: request failed", slog.String("path", r.URL.Path), slog.Any("error", err))
+	req, err := read(rt, w, r, a.cfg.MaxPayload)
+	if err != nil || rt.asks == nothing {
+		if err != nil {
+			return answer{}, err
+		}
+		return rt.serve(a, req)
 	}
-	if isAPI(r) {
-		writeJSON(w, p.status, apiError{Error: p.text})
-		return
+	free, err := a.slots.take(r.Context(), rt)
+	if err != nil {
+		return answer{}, err
 	}
-	a.render(w, r, p.status, "problem", p.title, struct{ Title, Text string }{p.title, p.text})
-}
-
-func writeJSON(w http.ResponseWriter, status int, v any) {
-	w.Header().Set("Content-Type", "application/json")
-	w.WriteHeader(status)
-	_ = json.NewEncoder(w).Encode(v) // to who may have gone
+	defer free.end()
+	work := newWork(r.Context(), a.cfg.QueryTimeout, free)
+	defer work.end()
+	req.Request, req.work = r.WithContext(work.ctx), work
+	out, err := rt.serve(a, req)
+	return out, work.explain(err)
 }

@@ -64,43 +64,42 @@ type relayView struct {
 // openFor is how long a transaction is open before it is shown.
 const openFor = 10 * time.Second
 
-func (a *admin) overview(w http.ResponseWriter, r *http.Request) error {
-	q := query{values: r.URL.Query()}
+func (a *admin) overview(r *request) (answer, error) {
+	q := &r.query
 	s := q.span()
 	if err := q.done(); err != nil {
-		return err
+		return answer{}, err
 	}
 	ctx, now := r.Context(), time.Now()
 	relays, err := a.relays(ctx, now)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	page := overview{Spans: spans, Span: s.Name}
 	health := a.health()
 	for _, status := range relays {
 		view, err := a.relayView(ctx, status, health[status.Name], now, s)
 		if err != nil {
-			return err
+			return answer{}, err
 		}
 		page.Relays = append(page.Relays, view)
 	}
 	if page.Counts, err = a.failed.Count(ctx, outboxops.FailureFilter{}); err != nil {
-		return err
+		return answer{}, err
 	}
 	if page.Transactions, err = a.inspect.Transactions(ctx, openFor); err != nil {
-		return err
+		return answer{}, err
 	}
 	if page.Partitions, err = a.inspect.Partitions(ctx); err != nil {
-		return err
+		return answer{}, err
 	}
 	groups, err := a.consumers.List(ctx)
 	if err != nil {
-		return err
+		return answer{}, err
 	}
 	page.Groups = groupRows(groups)
 	page.Notices = notices(now, page.Relays, page.Groups)
-	a.render(w, r, http.StatusOK, "overview", "Overview", page)
-	return nil
+	return a.page(r.Request, http.StatusOK, "overview", "Overview", page), nil
 }
 
 // relays reads the state of all relays, and adds a sample of it.

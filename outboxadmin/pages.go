@@ -85,18 +85,15 @@ func parsePages() map[string]*template.Template {
 	return pages
 }
 
-// render writes a page, the whole or nothing of it.
-func (a *admin) render(w http.ResponseWriter, r *http.Request, status int, page, title string, body any) {
+// page is an answer in HTML.
+func (a *admin) page(r *http.Request, status int, page, title string, body any) answer {
 	f := frame{Title: title, Base: baseOf(r.URL.Path), Here: r.URL.Path, Now: time.Now(), Access: accessOf(r), Body: body}
 	var b bytes.Buffer
 	if err := a.pages[page].Execute(&b, f); err != nil {
 		a.cfg.Logger.ErrorContext(r.Context(), "outboxadmin: page "+page, "error", err)
-		http.Error(w, "This page cannot be shown.", http.StatusInternalServerError)
-		return
+		return answer{status: http.StatusInternalServerError, contentType: "text/plain; charset=utf-8", body: []byte("This page cannot be shown.\n")}
 	}
-	w.Header().Set("Content-Type", "text/html; charset=utf-8")
-	w.WriteHeader(status)
-	_, _ = b.WriteTo(w) // to who may have gone
+	return answer{status: status, contentType: "text/html; charset=utf-8", body: b.Bytes()}
 }
 
 // baseOf leads from a path back to the first page.
@@ -112,16 +109,14 @@ var assetTypes = map[string]string{
 	".json": "application/json",
 }
 
-func serveAsset(w http.ResponseWriter, name string) error {
+func assetAnswer(name string) (answer, error) {
 	data, err := assetFiles.ReadFile(name)
 	if err != nil {
-		return errNowhere
+		return answer{}, errNowhere
 	}
-	w.Header().Set("Content-Type", assetTypes[path.Ext(name)])
-	_, _ = w.Write(data) // to who may have gone
-	return nil
+	return answer{status: http.StatusOK, contentType: assetTypes[path.Ext(name)], body: data}, nil
 }
 
-func (a *admin) asset(w http.ResponseWriter, r *http.Request) error {
-	return serveAsset(w, "assets/"+path.Base(r.PathValue("name")))
+func (a *admin) asset(r *request) (answer, error) {
+	return assetAnswer("assets/" + path.Base(r.PathValue("name")))
 }

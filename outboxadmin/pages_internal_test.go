@@ -1,7 +1,6 @@
 package outboxadmin
 
 import (
-	"context"
 	"html"
 	"net/http"
 	"net/http/httptest"
@@ -111,13 +110,12 @@ func TestOpenTransactions(t *testing.T) {
 	t.Parallel()
 	handler, err := New(testenv.Pool(t, nil), Config{Authorize: authorize})
 	require.NoError(t, err)
-	w := httptest.NewRecorder()
-	handler.(*admin).render(w, httptest.NewRequest(http.MethodGet, "/", nil), http.StatusOK, "overview", "Overview", overview{Transactions: []outboxops.OpenTransaction{
+	page := handler.(*admin).page(httptest.NewRequest(http.MethodGet, "/", nil), http.StatusOK, "overview", "Overview", overview{Transactions: []outboxops.OpenTransaction{
 		{PID: 4711, User: "shop", Application: "checkout", State: "idle in transaction", Since: time.Now().Add(-time.Hour), Query: "SELECT '<1>'", Recording: true, WaitsFor: []int32{12, 13}},
 		{Prepared: "settlement-7", State: "prepared", Since: time.Now().Add(-50 * time.Hour)},
 	}})
 	for _, words := range []string{"4711", "checkout", "idle in transaction", "60 min ago", "SELECT &#39;&lt;1&gt;&#39;", "waits for 12, 13", "settlement-7", "2 days ago", "No relay has run yet"} {
-		require.Contains(t, w.Body.String(), words)
+		require.Contains(t, string(page.body), words)
 	}
 }
 
@@ -242,18 +240,13 @@ func TestDatabaseIsAway(t *testing.T) {
 // What takes too long ends, and the page says so.
 func TestTooLong(t *testing.T) {
 	// Not parallel: the request has 200 ms, and must get as far as the database.
-	h := newAdminFixture(t, nil)
+	h := newAdminFixture(t, func(c *Config) { c.QueryTimeout = 200 * time.Millisecond })
 	tx, err := h.db.Begin(t.Context())
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(background) }()
 	_, err = tx.Exec(t.Context(), `LOCK TABLE "`+h.schema+`".outbox_failed`)
 	require.NoError(t, err)
-	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond) // before patience ends
-	defer cancel()
-	r := httptest.NewRequestWithContext(ctx, http.MethodGet, prefix+"/failed", nil)
-	r.Header.Set("X-User", "reader")
-	w := httptest.NewRecorder()
-	h.handler.ServeHTTP(w, r)
+	w := h.send("reader", http.MethodGet, "/failed", "", "")
 	require.Equal(t, http.StatusGatewayTimeout, w.Code)
 	require.Contains(t, w.Body.String(), "That took too long")
 }

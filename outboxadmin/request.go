@@ -3,36 +3,35 @@ package outboxadmin
 import (
 	"fmt"
 	"html/template"
-	"net/http"
 	"net/url"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// query reads the parameters of a request and keeps the first error. A parameter that
-// is not known is one: a filter that was mistyped must not pick everything.
+// query reads the parameters of a request, which [checkValues] has seen, and keeps the
+// first error.
 type query struct {
 	values url.Values
-	known  []string
 	err    error
 }
 
-func (q *query) text(name string) string {
-	q.known = append(q.known, name)
-	if len(q.values[name]) > 1 {
-		q.fail(name, "is given more than once")
+// text is a parameter as it was written: blanks may be part of a key.
+func (q *query) text(name string) string { return q.values.Get(name) }
+
+// word is a parameter without the blanks around it, or empty if it was not given.
+func (q *query) word(name string) string {
+	text := q.text(name)
+	word := strings.TrimSpace(text)
+	if text != "" && word == "" {
+		q.fail(name, "is blank")
 	}
-	text := strings.TrimSpace(q.values.Get(name))
-	if !utf8.ValidString(text) || strings.ContainsRune(text, 0) {
-		q.fail(name, "is no text that PostgreSQL takes")
-	}
-	return text
+	return word
 }
 
 func (q *query) fail(name, text string) {
@@ -42,26 +41,26 @@ func (q *query) fail(name, text string) {
 }
 
 func (q *query) number(name string) int64 {
-	text := q.text(name)
+	text := q.word(name)
 	if text == "" {
 		return 0
 	}
 	n, err := strconv.ParseInt(text, 10, 64)
 	if err != nil || n < 0 {
-		q.fail(name, fmt.Sprintf("%q is not a number from 0 on", text))
+		q.fail(name, fmt.Sprintf("%.100q is not a number from 0 on", text))
 	}
 	return n
 }
 
 // failure reads the id of a failed event.
 func (q *query) failure(name string) (id outboxops.FailureID) {
-	text := q.text(name)
+	text := q.word(name)
 	if text == "" {
 		return id
 	}
 	id, err := outboxops.ParseFailureID(text)
 	if err != nil {
-		q.fail(name, fmt.Sprintf("%q is not an id such as relay-17", text))
+		q.fail(name, fmt.Sprintf("%.100q is not an id such as relay-17", text))
 	}
 	return id
 }
@@ -70,28 +69,21 @@ func (q *query) failure(name string) (id outboxops.FailureID) {
 var timeForms = []string{time.RFC3339Nano, "2006-01-02T15:04", "2006-01-02T15:04:05", time.DateOnly}
 
 func (q *query) time(name string) time.Time {
-	text := q.text(name)
+	text := q.word(name)
 	if text == "" {
 		return time.Time{}
 	}
 	for _, form := range timeForms {
-		if t, err := time.Parse(form, text); err == nil {
+		if t, err := time.Parse(form, text); err == nil && check.Time(t) == nil {
 			return t
 		}
 	}
-	q.fail(name, fmt.Sprintf("%q is not a time such as 2026-01-31T12:30 (UTC) or 2026-01-31T12:30:00+01:00", text))
+	q.fail(name, fmt.Sprintf("%.100q is not a time such as 2026-01-31T12:30 (UTC) or 2026-01-31T12:30:00+01:00", text))
 	return time.Time{}
 }
 
 // done returns the first error.
-func (q *query) done() error {
-	for name := range q.values {
-		if !slices.Contains(q.known, name) {
-			q.fail(name, "is not a parameter of this")
-		}
-	}
-	return q.err
-}
+func (q *query) done() error { return q.err }
 
 // statusAny is the value of the parameter status that picks everything; none picks what
 // is not resolved.
@@ -101,33 +93,42 @@ var statuses = []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.Status
 
 func (q *query) statuses() []string {
 	var picked []string
-	for one := range strings.SplitSeq(q.text("status"), ",") {
+	text := q.text("status")
+	if text == "" {
+		return nil
+	}
+	for one := range strings.SplitSeq(text, ",") {
 		switch {
-		case one == "":
 		case one == statusAny:
 			picked = append(picked, statuses...)
 		case slices.Contains(statuses, one):
 			picked = append(picked, one)
 		default:
-			q.fail("status", fmt.Sprintf("%q is none of %s and any", one, strings.Join(statuses, ", ")))
+			q.fail("status", fmt.Sprintf("%.100q is none of %s and any", one, strings.Join(statuses, ", ")))
 		}
 	}
 	return picked
 }
 
+// filterNames are the parameters of failedFilter.
+var filterNames = []string{"status", "relay", "type", "topic", "key", "aggregate_type", "aggregate_id", "event_id", "outbox_id", "class", "since", "until"}
+
 // failedFilter reads what picks failed events.
 func (q *query) failedFilter() outboxops.FailureFilter {
 	return outboxops.FailureFilter{
 		Statuses: q.statuses(), Relay: q.text("relay"), Type: q.text("type"), Topic: q.text("topic"), Key: q.text("key"),
-		AggregateType: q.text("aggregate_type"), AggregateID: q.text("aggregate_id"), EventID: q.text("event_id"),
+		AggregateType: q.text("aggregate_type"), AggregateID: q.text("aggregate_id"), EventID: q.word("event_id"),
 		OutboxID: q.number("outbox_id"), Class: q.text("class"), Since: q.time("since"), Until: q.time("until"),
 	}
 }
 
+// searchNames are the parameters of eventFilter.
+var searchNames = []string{"event_id", "type", "aggregate_type", "aggregate_id", "since", "until"}
+
 // eventFilter reads what picks recorded events.
 func (q *query) eventFilter() outboxops.EventFilter {
 	return outboxops.EventFilter{
-		EventID: q.text("event_id"), Type: q.text("type"), AggregateType: q.text("aggregate_type"), AggregateID: q.text("aggregate_id"),
+		EventID: q.word("event_id"), Type: q.text("type"), AggregateType: q.text("aggregate_type"), AggregateID: q.text("aggregate_id"),
 		Since: q.time("since"), Until: q.time("until"),
 	}
 }
@@ -180,7 +181,7 @@ func stamp(t time.Time) string {
 }
 
 // pathFailure is the id of a failed event in the path of a request.
-func pathFailure(r *http.Request) (outboxops.FailureID, error) {
+func pathFailure(r *request) (outboxops.FailureID, error) {
 	id, err := outboxops.ParseFailureID(r.PathValue("id"))
 	if err != nil {
 		return id, errNowhere
@@ -189,7 +190,7 @@ func pathFailure(r *http.Request) (outboxops.FailureID, error) {
 }
 
 // pathID is the id of a recorded event in the path of a request.
-func pathID(r *http.Request) (int64, error) {
+func pathID(r *request) (int64, error) {
 	id, err := strconv.ParseInt(r.PathValue("id"), 10, 64)
 	if err != nil {
 		return 0, errNowhere

@@ -1,42 +1,97 @@
 package outboxadmin
 
-import "net/http"
+import (
+	"net/http"
+	"slices"
+)
+
+// route is one thing that can be asked for.
+type route struct {
+	method, path string
+	role         Role
+	asks         source
+	names        []string // of parameters, or of the fields of a form
+	body         form
+	payload      bool // the body may hold one
+	serve        func(*admin, *request) (answer, error)
+}
+
+// source is where an answer comes from.
+type source int
+
+const (
+	nothing  source = iota // but this process
+	database               // through a slot
+)
+
+func with(names []string, more ...string) []string { return slices.Concat(names, more) }
+
+// get is a view, made from the database. It has the parameters that are named.
+func get(path string, names []string, serve func(*admin, *request) (answer, error)) route {
+	return route{method: http.MethodGet, path: path, role: Reader, asks: database, names: names, serve: serve}
+}
+
+// free is a view without the database.
+func free(path string, names []string, serve func(*admin, *request) (answer, error)) route {
+	return route{method: http.MethodGet, path: path, role: Reader, names: names, serve: serve}
+}
+
+// review is a view for operators.
+func review(path string, names []string, serve func(*admin, *request) (answer, error)) route {
+	return route{method: http.MethodGet, path: path, role: Operator, asks: database, names: names, serve: serve}
+}
+
+// submit is a form with the fields that are named.
+func submit(path string, names []string, serve func(*admin, *request) (answer, error)) route {
+	return route{method: http.MethodPost, path: path, role: Operator, asks: database, names: names, body: fields, serve: serve}
+}
+
+// post is an action of the API.
+func post(path string, serve func(*admin, *request) (answer, error)) route {
+	return route{method: http.MethodPost, path: path, role: Operator, asks: database, body: document, serve: serve}
+}
+
+// withPayload has a route take a payload.
+func withPayload(rt route) route {
+	rt.payload = true
+	return rt
+}
 
 // routes are all that can be asked for, besides what is answered with "nothing is here".
 var routes = []route{
-	{http.MethodGet, "/{$}", Reader, (*admin).overview},
-	{http.MethodGet, "/failed", Reader, (*admin).failedList},
-	{http.MethodGet, "/failed/{id}", Reader, (*admin).failedOne},
-	{http.MethodPost, "/failed/{id}/{action}", Operator, (*admin).failedAct},
-	{http.MethodGet, "/failed/retry", Operator, bulkReview("retry")},
-	{http.MethodPost, "/failed/retry", Operator, bulkAct("retry")},
-	{http.MethodGet, "/failed/resolve", Operator, bulkReview("resolve")},
-	{http.MethodPost, "/failed/resolve", Operator, bulkAct("resolve")},
-	{http.MethodGet, "/events", Reader, (*admin).eventList},
-	{http.MethodGet, "/events/{id}", Reader, (*admin).eventOne},
-	{http.MethodGet, "/audit", Reader, (*admin).auditList},
-	{http.MethodGet, "/assets/{name}", Reader, (*admin).asset},
+	get("/{$}", []string{"span"}, (*admin).overview),
+	get("/failed", with(filterNames, "after", "limit", "done", "n"), (*admin).failedList),
+	get("/failed/{id}", []string{"done", "n"}, (*admin).failedOne),
+	withPayload(submit("/failed/{id}/{action}", []string{"reason", "payload"}, (*admin).failedAct)),
+	review("/failed/retry", filterNames, bulkReview("retry")),
+	submit("/failed/retry", with(filterNames, "reason"), bulkAct("retry")),
+	review("/failed/resolve", filterNames, bulkReview("resolve")),
+	submit("/failed/resolve", with(filterNames, "reason"), bulkAct("resolve")),
+	get("/events", with(searchNames, "before", "limit"), (*admin).eventList),
+	get("/events/{id}", nil, (*admin).eventOne),
+	get("/audit", []string{"before", "limit"}, (*admin).auditList),
+	free("/assets/{name}", nil, (*admin).asset),
 
-	{http.MethodGet, "/api/openapi.json", Reader, (*admin).apiFile},
-	{http.MethodGet, "/api/relays", Reader, (*admin).apiRelays},
-	{http.MethodGet, "/api/relays/{relay}/progress", Reader, (*admin).apiProgress},
-	{http.MethodGet, "/api/relays/{relay}/backlog", Reader, (*admin).apiBacklog},
-	{http.MethodGet, "/api/transactions", Reader, (*admin).apiTransactions},
-	{http.MethodGet, "/api/partitions", Reader, (*admin).apiPartitions},
-	{http.MethodGet, "/api/failed", Reader, (*admin).apiFailedList},
-	{http.MethodGet, "/api/failed/counts", Reader, (*admin).apiCounts},
-	{http.MethodGet, "/api/failed/{id}", Reader, (*admin).apiFailedOne},
-	{http.MethodPost, "/api/failed/{id}/retry", Operator, apiAct("retry")},
-	{http.MethodPost, "/api/failed/{id}/resolve", Operator, apiAct("resolve")},
-	{http.MethodPost, "/api/failed/{id}/edit", Operator, (*admin).apiEdit},
-	{http.MethodPost, "/api/failed/retry", Operator, apiBulk("retry")},
-	{http.MethodPost, "/api/failed/resolve", Operator, apiBulk("resolve")},
-	{http.MethodPost, "/api/keys/hold", Operator, apiKey("hold")},
-	{http.MethodPost, "/api/keys/release", Operator, apiKey("release")},
-	{http.MethodGet, "/api/consumers", Reader, (*admin).apiConsumers},
-	{http.MethodPost, "/api/consumers/pause", Operator, apiPause("pause")},
-	{http.MethodPost, "/api/consumers/resume", Operator, apiPause("resume")},
-	{http.MethodGet, "/api/events", Reader, (*admin).apiEvents},
-	{http.MethodGet, "/api/events/{id}", Reader, (*admin).apiEvent},
-	{http.MethodGet, "/api/audit", Reader, (*admin).apiAudit},
+	free("/api/openapi.json", nil, (*admin).apiFile),
+	get("/api/relays", nil, (*admin).apiRelays),
+	get("/api/relays/{relay}/progress", []string{"span"}, (*admin).apiProgress),
+	free("/api/relays/{relay}/backlog", []string{"span"}, (*admin).apiBacklog),
+	get("/api/transactions", []string{"open_seconds"}, (*admin).apiTransactions),
+	get("/api/partitions", nil, (*admin).apiPartitions),
+	get("/api/failed", with(filterNames, "after", "limit"), (*admin).apiFailedList),
+	get("/api/failed/counts", filterNames, (*admin).apiCounts),
+	get("/api/failed/{id}", nil, (*admin).apiFailedOne),
+	post("/api/failed/{id}/retry", apiAct("retry")),
+	post("/api/failed/{id}/resolve", apiAct("resolve")),
+	withPayload(post("/api/failed/{id}/edit", (*admin).apiEdit)),
+	post("/api/failed/retry", apiBulk("retry")),
+	post("/api/failed/resolve", apiBulk("resolve")),
+	post("/api/keys/hold", apiKey("hold")),
+	post("/api/keys/release", apiKey("release")),
+	get("/api/consumers", nil, (*admin).apiConsumers),
+	post("/api/consumers/pause", apiPause("pause")),
+	post("/api/consumers/resume", apiPause("resume")),
+	get("/api/events", with(searchNames, "before", "limit"), (*admin).apiEvents),
+	get("/api/events/{id}", nil, (*admin).apiEvent),
+	get("/api/audit", []string{"before", "limit"}, (*admin).apiAudit),
 }

@@ -124,3 +124,19 @@ func TestPrefixWithoutSlash(t *testing.T) {
 	require.Equal(t, http.StatusPermanentRedirect, w.Code)
 	require.Equal(t, "outbox/", w.Header().Get("Location"))
 }
+
+// Behind a proxy that gives requests another Host, the origin that browsers see can be
+// named; then, and only then, its forms are taken.
+func TestTrustedOrigins(t *testing.T) {
+	t.Parallel()
+	h := newAdminFixture(t, func(c *Config) { c.TrustedOrigins = []string{"https://admin.example"} })
+	ask := func(header ...string) int {
+		return h.send("operator", http.MethodPost, "/failed/relay-99999/retry", formType, "reason=because", header...).Code
+	}
+	require.Equal(t, http.StatusNotFound, ask("Origin", "https://admin.example"))
+	require.Equal(t, http.StatusNotFound, ask("Origin", "https://admin.example", "Sec-Fetch-Site", "same-site"))
+	for _, origin := range []string{"http://admin.example", "https://admin.example:444", "https://admin.example.evil.example", "https://evil.example", "null"} {
+		require.Equal(t, http.StatusForbidden, ask("Origin", origin), origin)
+		require.Equal(t, http.StatusForbidden, ask("Origin", origin, "Sec-Fetch-Site", "cross-site"), origin)
+	}
+}

@@ -1,0 +1,133 @@
+package outboxadmin
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
+)
+
+// answer is a whole response. It is sent when the database is not needed any more, so who
+// reads slowly keeps no connection.
+type answer struct {
+	status      int
+	contentType string
+	location    string // of a redirect, or empty
+	wait        bool   // come again in a moment
+	body        []byte
+}
+
+// redirectTo leads on from a form, relative to its address.
+func redirectTo(location string) answer {
+	return answer{status: http.StatusSeeOther, location: location}
+}
+
+// done answers an action of the API.
+var done = answer{status: http.StatusNoContent}
+
+func jsonAnswer(status int, v any) (answer, error) {
+	body, err := json.Marshal(v)
+	if err != nil {
+		return answer{}, fmt.Errorf("encode the answer: %w", err)
+	}
+	return answer{status: status, contentType: jsonType, body: append(body, '\n')}, nil
+}
+
+// okJSON answers with what was asked for.
+func okJSON(v any) (answer, error) { return jsonAnswer(http.StatusOK, v) }
+
+// writeTimeout bounds how long a client may take for an answer.
+const writeTimeout = 30 * time.Second
+
+// send writes an answer, as far as the client takes it.
+func send(w http.ResponseWriter, r *http.Request, out answer) {
+	if s := serverOf(r); s == nil || s.WriteTimeout == 0 || s.WriteTimeout > writeTimeout {
+		// Not every wrapper of a ResponseWriter can; then the server's own timeout counts.
+		_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(writeTimeout))
+	}
+	for name, value := range map[string]string{"Content-Type": out.contentType, "Location": out.location} {
+		if value != "" {
+			w.Header().Set(name, value)
+		}
+	}
+	if out.wait {
+		w.Header().Set("Retry-After", retryAfter)
+	}
+	w.WriteHeader(out.status)
+	_, _ = w.Write(out.body) // to who may have gone
+}
+
+// serverOf returns the server of a request; nil if it did not come through one.
+func serverOf(r *http.Request) *http.Server {
+	s, _ := r.Context().Value(http.ServerContextKey).(*http.Server)
+	return s
+}
+
+// problem is an error that is shown.
+type problem struct {
+	status      int
+	title, text string
+}
+
+func (p *problem) Error() string { return p.title + ": " + p.text }
+
+var errNowhere = &problem{http.StatusNotFound, "Nothing is here", "The address leads to no page. It may have been cut off on its way to you."}
+
+// wrong is an error of who asks: something about a field.
+func wrong(field, text string) error {
+	return &problem{http.StatusBadRequest, "That cannot be asked", field + ": " + text}
+}
+
+// shown says how to show an error. It returns false for one that the user can do nothing
+// about.
+func shown(err error) (*problem, bool) {
+	var p *problem
+	var field *outbox.FieldError
+	var large *http.MaxBytesError
+	switch {
+	case errors.As(err, &p):
+		return p, true
+	case errors.Is(err, outboxops.ErrNotFound):
+		return &problem{http.StatusNotFound, "It is not here any more",
+			"A failed event leaves this list once it is sent, or some time after it was resolved; a recorded one when retention removes it."}, true
+	case errors.Is(err, outboxops.ErrStatus):
+		return &problem{http.StatusConflict, "Not possible any more", trimmed(err) + "."}, true
+	case errors.As(err, &field):
+		return &problem{http.StatusUnprocessableEntity, "That payload cannot be stored", trimmed(err) + "."}, true
+	case errors.As(err, &large):
+		return &problem{http.StatusRequestEntityTooLarge, "That is too much", fmt.Sprintf("At most %s are read here.", bytesText(int(large.Limit)))}, true
+	case errors.Is(err, outbox.ErrEmpty), errors.Is(err, outbox.ErrMalformed), errors.Is(err, outbox.ErrTooLong), errors.Is(err, outbox.ErrNUL), errors.Is(err, outbox.ErrUTF8):
+		return &problem{http.StatusUnprocessableEntity, "Something is missing, malformed or too long", trimmed(err) + "."}, true
+	case errors.Is(err, context.DeadlineExceeded):
+		return &problem{http.StatusGatewayTimeout, "That took too long",
+			"The database had no answer in time. Ask for less: a shorter time, or an event id."}, true
+	}
+	return &problem{http.StatusServiceUnavailable, "The database did not answer as it should",
+		"The log of the service says why. Try again in a moment; events are not affected by this page."}, false
+}
+
+// trimmed is an error of outbox without the name of its package.
+func trimmed(err error) string { return strings.TrimPrefix(err.Error(), "outbox: ") }
+
+// failure is the answer that shows an error.
+func (a *admin) failure(r *http.Request, err error) answer {
+	p, ours := shown(err)
+	if !ours && r.Context().Err() == nil {
+		a.cfg.Logger.ErrorContext(r.Context(), "outboxadmin: request failed", slog.String("path", r.URL.Path), slog.Any("error", err))
+	}
+	var out answer
+	if isAPI(r) {
+		out, _ = jsonAnswer(p.status, apiError{Error: p.text}) // a string is no error
+	} else {
+		out = a.page(r, p.status, "problem", p.title, struct{ Title, Text string }{p.title, p.text})
+	}
+	out.wait = errors.Is(err, errBusy)
+	return out
+}
