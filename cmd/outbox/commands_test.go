@@ -781,9 +781,26 @@ func TestKafkaTLS(t *testing.T) {
 // The login is that of flags and environment.
 func TestKafkaLogin(t *testing.T) {
 	t.Parallel()
-	for mechanism, want := range map[string]string{"": "SCRAM-SHA-256", "plain": "PLAIN", "scram-sha-256": "SCRAM-SHA-256", "scram-sha-512": "SCRAM-SHA-512"} {
-		vars := map[string]string{"KAFKA_USER": "me", "KAFKA_PASSWORD": "secret"}
-		e := &env{getenv: func(name string) string { return vars[name] }, globals: globals{kafka: "127.0.0.1:1", kafkaMechanism: mechanism}}
+	token := filepath.Join(t.TempDir(), "token")
+	require.NoError(t, os.WriteFile(token, []byte("token.of.me\n"), 0o600))
+	password := map[string]string{"KAFKA_USER": "me", "KAFKA_PASSWORD": "hunter22"}
+	for _, test := range []struct {
+		mechanism, token string
+		vars             map[string]string
+		want, contains   string
+	}{
+		{"", "", password, "SCRAM-SHA-256", "me"},
+		{"plain", "", password, "PLAIN", "me"},
+		{"scram-sha-256", "", password, "SCRAM-SHA-256", "me"},
+		{"scram-sha-512", "", password, "SCRAM-SHA-512", "me"},
+		{"", "", map[string]string{"KAFKA_USER": "me", "KAFKA_PASSWORD": "hunter22", "KAFKA_MECHANISM": "plain"}, "PLAIN", "me"},
+		{"oauthbearer", token, nil, "OAUTHBEARER", "auth=Bearer token.of.me\x01"},
+		{"oauthbearer", "", map[string]string{"KAFKA_TOKEN": "token.of.me"}, "OAUTHBEARER", "auth=Bearer token.of.me\x01"},
+		{"aws-msk-iam", "", map[string]string{"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "hunter22"}, "AWS_MSK_IAM", `"x-amz-credential":"me/`},
+	} {
+		var errs strings.Builder
+		e := &env{getenv: func(name string) string { return test.vars[name] }, stderr: &errs,
+			globals: globals{kafka: "127.0.0.1:1", kafkaMechanism: test.mechanism, kafkaToken: test.token}}
 		opts, err := e.kafkaOpts()
 		require.NoError(t, err)
 		client, err := kgo.NewClient(opts...)
@@ -792,9 +809,40 @@ func TestKafkaLogin(t *testing.T) {
 		logins, ok := client.OptValue(kgo.SASL).([]sasl.Mechanism)
 		require.True(t, ok)
 		require.Len(t, logins, 1)
-		require.Equal(t, want, logins[0].Name())
-		_, first, err := logins[0].Authenticate(background, "127.0.0.1")
+		require.Equal(t, test.want, logins[0].Name())
+		_, first, err := logins[0].Authenticate(background, "b-1.shop.kafka.eu-central-1.amazonaws.com:9098")
 		require.NoError(t, err)
-		require.Contains(t, string(first), "me")
+		require.Contains(t, string(first), test.contains)
+		if strings.HasPrefix(test.want, "SCRAM") {
+			require.Empty(t, errs.String())
+			continue
+		}
+		require.Contains(t, errs.String(), "in clear text")
+		_, err = e.kafkaOpts()
+		require.NoError(t, err)
+		require.Equal(t, 1, strings.Count(errs.String(), "\n"), "once")
+		e = &env{getenv: e.getenv, globals: e.globals} // which would panic without a place for warnings
+		e.kafkaTLS = true
+		_, err = e.kafkaOpts()
+		require.NoError(t, err, "no warning with TLS")
 	}
+}
+
+// A token expires and is written anew, while a command runs.
+func TestTokenIsReadAtEachLogin(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "token")
+	require.NoError(t, os.WriteFile(file, []byte("first"), 0o600))
+	e := &env{getenv: func(string) string { return "" }, globals: globals{kafka: "127.0.0.1:1", kafkaTLS: true, kafkaMechanism: "oauthbearer", kafkaToken: file}}
+	login, err := e.kafkaLogin()
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(file, []byte("second"), 0o600))
+	_, sent, err := login.Authenticate(background, "")
+	require.NoError(t, err)
+	require.Contains(t, string(sent), "Bearer second\x01")
+	require.Equal(t, "xxxxx and xxxxx", e.mask("first and second"))
+	require.NoError(t, os.WriteFile(file, []byte("a\x01b"), 0o600))
+	_, _, err = login.Authenticate(background, "")
+	require.ErrorContains(t, err, "other characters")
+	require.NotContains(t, err.Error(), "\x01")
 }

@@ -3,8 +3,6 @@ package main
 import (
 	"cmp"
 	"context"
-	"crypto/tls"
-	"crypto/x509"
 	"fmt"
 	"io"
 	"os"
@@ -13,13 +11,11 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/twmb/franz-go/pkg/kgo"
-	"github.com/twmb/franz-go/pkg/sasl/plain"
-	"github.com/twmb/franz-go/pkg/sasl/scram"
 
 	"github.com/outboxgo/outbox/outboxops"
 )
@@ -36,9 +32,12 @@ type env struct {
 	user           func() string // who calls
 
 	globals
-	args    []string // without flags
-	db      *pgxpool.Pool
-	secrets []string
+	args   []string // without flags
+	db     *pgxpool.Pool
+	warned bool // of a login in clear text
+
+	mu      sync.Mutex // the Kafka client reads tokens while others write errors
+	secrets []string   // under mu
 }
 
 // newEnv returns that of the process.
@@ -87,6 +86,8 @@ func (e *env) close() {
 // mask leaves passwords out of a text that is shown: those that are known, and what looks
 // like one, in a URL that was given in the wrong place for example.
 func (e *env) mask(text string) string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
 	for _, secret := range e.secrets {
 		text = strings.ReplaceAll(text, secret, "xxxxx")
 	}
@@ -101,7 +102,9 @@ var (
 
 // secret notes a password. One that equals a name that is shown anyway hides nothing.
 func (e *env) secret(text string, names ...string) {
-	if text != "" && !slices.Contains(names, text) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if text != "" && !slices.Contains(names, text) && !slices.Contains(e.secrets, text) {
 		e.secrets = append(e.secrets, text)
 	}
 }
@@ -188,69 +191,3 @@ func (e *env) failedUpTo(ctx context.Context, maxPayload int) (*outboxops.Failur
 }
 
 func (e *env) schemaName() string { return cmp.Or(e.schema, "public") }
-
-func (e *env) brokers() string { return cmp.Or(e.kafka, e.getenv("KAFKA_BROKERS")) }
-
-// kafkaPatience is how long a request to Kafka is repeated, and kafkaSilence how long a
-// broker may say nothing: closing a client waits for that too.
-const (
-	kafkaPatience = 10 * time.Second
-	kafkaSilence  = 5 * time.Second
-)
-
-// kafkaOpts returns the options for a client, as the flags say.
-func (e *env) kafkaOpts() ([]kgo.Opt, error) {
-	if e.brokers() == "" {
-		return nil, usagef("which Kafka? --kafka HOST:PORT, or $KAFKA_BROKERS")
-	}
-	silence := kafkaSilence
-	if e.timeout > 0 {
-		silence = min(silence, max(e.timeout, time.Second))
-	}
-	opts := []kgo.Opt{kgo.SeedBrokers(strings.Split(e.brokers(), ",")...), kgo.ClientID("outbox-cli"), kgo.RetryTimeout(kafkaPatience),
-		kgo.DialTimeout(silence), kgo.RequestTimeoutOverhead(silence)}
-	secure, err := e.kafkaTLSConfig()
-	if err != nil {
-		return nil, err
-	}
-	if secure != nil {
-		opts = append(opts, kgo.DialTLSConfig(secure))
-	}
-	login, err := e.kafkaLogin()
-	return append(opts, login...), err
-}
-
-func (e *env) kafkaTLSConfig() (*tls.Config, error) {
-	if e.kafkaCA == "" {
-		if e.kafkaTLS {
-			return &tls.Config{MinVersion: tls.VersionTLS12}, nil
-		}
-		return nil, nil
-	}
-	pem, err := os.ReadFile(e.kafkaCA)
-	if err != nil {
-		return nil, fmt.Errorf("--kafka-ca: %w", err)
-	}
-	roots := x509.NewCertPool()
-	if !roots.AppendCertsFromPEM(pem) {
-		return nil, fmt.Errorf("--kafka-ca: %s holds no certificate in PEM", e.kafkaCA)
-	}
-	return &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: roots}, nil
-}
-
-func (e *env) kafkaLogin() ([]kgo.Opt, error) {
-	name, password := cmp.Or(e.kafkaUser, e.getenv("KAFKA_USER")), e.getenv("KAFKA_PASSWORD")
-	if name == "" {
-		return nil, nil
-	}
-	e.secret(password, name)
-	switch e.kafkaMechanism {
-	case "plain":
-		return []kgo.Opt{kgo.SASL(plain.Auth{User: name, Pass: password}.AsMechanism())}, nil
-	case "", "scram-sha-256":
-		return []kgo.Opt{kgo.SASL(scram.Auth{User: name, Pass: password}.AsSha256Mechanism())}, nil
-	case "scram-sha-512":
-		return []kgo.Opt{kgo.SASL(scram.Auth{User: name, Pass: password}.AsSha512Mechanism())}, nil
-	}
-	return nil, oneOf("--kafka-mechanism", e.kafkaMechanism, []string{"plain", "scram-sha-256", "scram-sha-512"})
-}

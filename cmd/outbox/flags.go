@@ -16,8 +16,9 @@ import (
 type globals struct {
 	database, schema string
 
-	kafka, kafkaCA, kafkaUser, kafkaMechanism string
-	kafkaTLS                                  bool
+	kafka, kafkaCA, kafkaCert, kafkaKey   string
+	kafkaMechanism, kafkaUser, kafkaToken string
+	kafkaTLS                              bool
 
 	json, noColor bool
 	timeout       time.Duration
@@ -31,9 +32,12 @@ func (g *globals) define(fs *flag.FlagSet) {
 	fs.StringVar(&g.schema, "schema", g.schema, "`NAME` schema of the tables (public)")
 	fs.StringVar(&g.kafka, "kafka", g.kafka, "`HOST:PORT,…` brokers; else $KAFKA_BROKERS")
 	fs.BoolVar(&g.kafkaTLS, "kafka-tls", g.kafkaTLS, "speak TLS with Kafka")
-	fs.StringVar(&g.kafkaCA, "kafka-ca", g.kafkaCA, "`FILE` PEM of the authorities for Kafka; means TLS")
-	fs.StringVar(&g.kafkaUser, "kafka-user", g.kafkaUser, "`NAME` for SASL; else $KAFKA_USER; password: $KAFKA_PASSWORD")
-	fs.StringVar(&g.kafkaMechanism, "kafka-mechanism", g.kafkaMechanism, "`NAME` plain, scram-sha-256 (default), scram-sha-512")
+	fs.StringVar(&g.kafkaCA, "kafka-ca", g.kafkaCA, "`FILE` PEM of the authorities; means TLS; else $KAFKA_CA")
+	fs.StringVar(&g.kafkaCert, "kafka-cert", g.kafkaCert, "`FILE` PEM of our certificate (mTLS); else $KAFKA_CERT")
+	fs.StringVar(&g.kafkaKey, "kafka-key", g.kafkaKey, "`FILE` PEM of the key of it; else $KAFKA_KEY")
+	fs.StringVar(&g.kafkaUser, "kafka-user", g.kafkaUser, "`NAME` for SASL; else $KAFKA_USER; with $KAFKA_PASSWORD")
+	fs.StringVar(&g.kafkaMechanism, "kafka-mechanism", g.kafkaMechanism, "`NAME` of SASL; else $KAFKA_MECHANISM, scram-sha-256")
+	fs.StringVar(&g.kafkaToken, "kafka-token", g.kafkaToken, "`FILE` token for oauthbearer; else $KAFKA_TOKEN")
 	fs.BoolVar(&g.json, "json", g.json, "write one JSON document (tail, --watch: lines)")
 	fs.BoolVar(&g.noColor, "no-color", g.noColor, "no colors; so does $NO_COLOR")
 	fs.DurationVar(&g.timeout, "timeout", g.timeout, "`TIME` limit of a command, or of a long step (30s); 0: none")

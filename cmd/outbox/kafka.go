@@ -1,0 +1,176 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/sasl"
+	"github.com/twmb/franz-go/pkg/sasl/aws"
+	"github.com/twmb/franz-go/pkg/sasl/oauth"
+	"github.com/twmb/franz-go/pkg/sasl/plain"
+	"github.com/twmb/franz-go/pkg/sasl/scram"
+)
+
+func (e *env) brokers() string { return cmp.Or(e.kafka, e.getenv("KAFKA_BROKERS")) }
+
+// kafkaPatience is how long a request to Kafka is repeated, and kafkaSilence how long a
+// broker may say nothing: closing a client waits for that too.
+const (
+	kafkaPatience = 10 * time.Second
+	kafkaSilence  = 5 * time.Second
+)
+
+// kafkaOpts returns the options for a client, as the flags say.
+func (e *env) kafkaOpts() ([]kgo.Opt, error) {
+	if e.brokers() == "" {
+		return nil, usagef("which Kafka? --kafka HOST:PORT, or $KAFKA_BROKERS")
+	}
+	silence := kafkaSilence
+	if e.timeout > 0 {
+		silence = min(silence, max(e.timeout, time.Second))
+	}
+	opts := []kgo.Opt{kgo.SeedBrokers(strings.Split(e.brokers(), ",")...), kgo.ClientID("outbox-cli"), kgo.RetryTimeout(kafkaPatience),
+		kgo.DialTimeout(silence), kgo.RequestTimeoutOverhead(silence)}
+	secure, err := e.kafkaTLSConfig()
+	if err != nil {
+		return nil, err
+	}
+	if secure != nil {
+		opts = append(opts, kgo.DialTLSConfig(secure))
+	}
+	login, err := e.kafkaLogin()
+	if err != nil || login == nil {
+		return opts, err
+	}
+	if secure == nil {
+		e.warnOfClearText(login.Name())
+	}
+	return append(opts, kgo.SASL(login)), nil
+}
+
+// kafkaTLSConfig returns nil if TLS is not to be spoken.
+func (e *env) kafkaTLSConfig() (*tls.Config, error) {
+	ca, cert, key := cmp.Or(e.kafkaCA, e.getenv("KAFKA_CA")), cmp.Or(e.kafkaCert, e.getenv("KAFKA_CERT")), cmp.Or(e.kafkaKey, e.getenv("KAFKA_KEY"))
+	if ca == "" && cert == "" && key == "" && !e.kafkaTLS {
+		return nil, nil
+	}
+	config := &tls.Config{MinVersion: tls.VersionTLS12}
+	if ca != "" {
+		pem, err := os.ReadFile(ca)
+		if err != nil {
+			return nil, fmt.Errorf("--kafka-ca: %w", err)
+		}
+		config.RootCAs = x509.NewCertPool()
+		if !config.RootCAs.AppendCertsFromPEM(pem) {
+			return nil, fmt.Errorf("--kafka-ca: %s holds no certificate in PEM", ca)
+		}
+	}
+	switch {
+	case cert == "" && key == "":
+		return config, nil
+	case cert == "" || key == "":
+		return nil, usagef("--kafka-cert and --kafka-key go together: a certificate, and the key that it is of")
+	}
+	pair, err := tls.LoadX509KeyPair(cert, key)
+	if err != nil {
+		return nil, fmt.Errorf("--kafka-cert, --kafka-key: %w", err)
+	}
+	config.Certificates = []tls.Certificate{pair}
+	return config, nil
+}
+
+var mechanisms = []string{"plain", "scram-sha-256", "scram-sha-512", "oauthbearer", "aws-msk-iam"}
+
+// kafkaLogin returns nil if there is to be none: no mechanism, user or token is named.
+func (e *env) kafkaLogin() (sasl.Mechanism, error) {
+	mechanism := cmp.Or(e.kafkaMechanism, e.getenv("KAFKA_MECHANISM"))
+	if mechanism != "" {
+		if err := oneOf("--kafka-mechanism", mechanism, mechanisms); err != nil {
+			return nil, err
+		}
+	}
+	switch mechanism {
+	case "oauthbearer":
+		return e.oauthLogin()
+	case "aws-msk-iam":
+		return e.awsLogin()
+	}
+	name, password := cmp.Or(e.kafkaUser, e.getenv("KAFKA_USER")), e.getenv("KAFKA_PASSWORD")
+	if name == "" && mechanism == "" {
+		return nil, nil
+	}
+	if name == "" || password == "" {
+		return nil, usagef("the login with Kafka wants a user and a password: --kafka-user or $KAFKA_USER, and $KAFKA_PASSWORD")
+	}
+	e.secret(password, name)
+	switch mechanism {
+	case "plain":
+		return plain.Auth{User: name, Pass: password}.AsMechanism(), nil
+	case "scram-sha-512":
+		return scram.Auth{User: name, Pass: password}.AsSha512Mechanism(), nil
+	}
+	return scram.Auth{User: name, Pass: password}.AsSha256Mechanism(), nil
+}
+
+// oauthLogin sends a token. One of a file is read at each login, because it expires and
+// something else writes a new one there.
+func (e *env) oauthLogin() (sasl.Mechanism, error) {
+	read := func() (string, error) {
+		token := e.getenv("KAFKA_TOKEN")
+		if e.kafkaToken != "" {
+			text, err := os.ReadFile(e.kafkaToken)
+			if err != nil {
+				return "", fmt.Errorf("--kafka-token: %w", err)
+			}
+			token = string(text)
+		}
+		token = strings.TrimSpace(token)
+		if token == "" {
+			return "", usagef("--kafka-mechanism oauthbearer wants a token: --kafka-token FILE, or $KAFKA_TOKEN")
+		}
+		// It becomes part of a line of a protocol.
+		if strings.ContainsFunc(token, func(r rune) bool { return r <= ' ' || r > '~' }) {
+			return "", usagef("--kafka-mechanism oauthbearer: the token holds other characters than a token may")
+		}
+		e.secret(token)
+		return token, nil
+	}
+	if _, err := read(); err != nil {
+		return nil, err
+	}
+	return oauth.Oauth(func(context.Context) (oauth.Auth, error) {
+		token, err := read()
+		return oauth.Auth{Token: token}, err
+	}), nil
+}
+
+// awsLogin signs with the credentials of AWS's usual variables. Its signature is the part
+// of AWS's library that is needed, so that library is not.
+func (e *env) awsLogin() (sasl.Mechanism, error) {
+	login := aws.Auth{AccessKey: e.getenv("AWS_ACCESS_KEY_ID"), SecretKey: e.getenv("AWS_SECRET_ACCESS_KEY"), SessionToken: e.getenv("AWS_SESSION_TOKEN"),
+		UserAgent: "outbox-cli"}
+	if login.AccessKey == "" || login.SecretKey == "" {
+		return nil, usagef("--kafka-mechanism aws-msk-iam wants $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY: eval $(aws configure export-credentials --format env)")
+	}
+	e.secret(login.SecretKey)
+	e.secret(login.SessionToken)
+	return login.AsManagedStreamingIAMMechanism(), nil
+}
+
+// warnOfClearText warns once of a login that whoever sees the network can repeat. SCRAM
+// sends no password.
+func (e *env) warnOfClearText(mechanism string) {
+	what := map[string]string{"PLAIN": "the password", "OAUTHBEARER": "the token", "AWS_MSK_IAM": "the signature"}[mechanism]
+	if what == "" || e.warned {
+		return
+	}
+	e.warned = true
+	e.printError("warning: " + what + " goes to Kafka in clear text: --kafka-tls, or --kafka-ca FILE, encrypts it")
+}
