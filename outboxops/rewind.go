@@ -197,11 +197,11 @@ func (r *rewind) committed(ctx context.Context) (map[kafka.Partition]int64, erro
 	}
 	for _, topic := range r.cfg.Topics {
 		if !has[topic] {
-			return nil, fmt.Errorf("topic %s: the group has no committed offset: %w", topic, ErrNotFound)
+			return nil, fmt.Errorf("topic %s: the group has no committed offset, or none that this client may see: %w", topic, ErrNotFound)
 		}
 	}
 	if len(has) == 0 {
-		return nil, fmt.Errorf("the group has no committed offset: %w", ErrNotFound)
+		return nil, fmt.Errorf("the group has no committed offset, or none that this client may see: %w", ErrNotFound)
 	}
 	if len(r.cfg.Topics) > 0 {
 		maps.DeleteFunc(committed, func(p kafka.Partition, _ int64) bool { return !slices.Contains(r.cfg.Topics, p.Topic) })

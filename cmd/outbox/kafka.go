@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/short"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/sasl"
 	"github.com/twmb/franz-go/pkg/sasl/aws"
@@ -145,10 +146,30 @@ func (e *env) oauthLogin() (sasl.Mechanism, error) {
 	if _, err := read(); err != nil {
 		return nil, err
 	}
-	return oauth.Oauth(func(context.Context) (oauth.Auth, error) {
+	return tokenLogin{oauth.Oauth(func(context.Context) (oauth.Auth, error) {
 		token, err := read()
 		return oauth.Auth{Token: token}, err
-	}), nil
+	})}, nil
+}
+
+// tokenLogin is a login by OAUTHBEARER that says why a broker rejects a token.
+type tokenLogin struct{ sasl.Mechanism }
+
+// Authenticate implements [sasl.Mechanism].
+func (l tokenLogin) Authenticate(ctx context.Context, host string) (sasl.Session, []byte, error) {
+	session, first, err := l.Mechanism.Authenticate(ctx, host)
+	return tokenSession{session}, first, err
+}
+
+type tokenSession struct{ sasl.Session }
+
+// Challenge implements [sasl.Session]. A broker answers something only to a token that it
+// rejects: an object with the reason.
+func (s tokenSession) Challenge(answer []byte) (bool, []byte, error) {
+	if len(answer) > 0 {
+		return false, nil, fmt.Errorf("Kafka rejects the token: %s", short.Text(visible(string(answer)), 300)) //nolint:staticcheck // a name
+	}
+	return s.Session.Challenge(answer)
 }
 
 // awsLogin signs with the credentials of AWS's usual variables. Its signature is the part

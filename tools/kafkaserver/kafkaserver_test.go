@@ -126,7 +126,9 @@ func TestFailedStartTellsWhy(t *testing.T) {
 func TestConfigErrors(t *testing.T) {
 	_, err := kafkaserver.Start(t.Context(), kafkaserver.Config{Settings: map[string]string{
 		"listeners": "x", "a b": "", "c": "two\nlines",
-	}})
+	}, Listeners: map[string]string{"PLAINTEXT": "SSL", "my,own": "SSL"}})
+	require.ErrorContains(t, err, `listener "PLAINTEXT"`)
+	require.ErrorContains(t, err, `listener "my,own"`)
 	require.ErrorContains(t, err, "setting listeners")
 	require.ErrorContains(t, err, `setting "a b"`)
 	require.ErrorContains(t, err, "setting c:")

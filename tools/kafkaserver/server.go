@@ -19,6 +19,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -46,6 +47,11 @@ type Config struct {
 	// used). The node's identity, listeners and log.dirs cannot be set.
 	Settings map[string]string
 
+	// Listeners are further listeners, by name and security protocol, such as "MTLS":
+	// "SSL". Settings say the rest, for example listener.name.mtls.ssl.keystore.location.
+	// The broker's own listener is PLAINTEXT and logs nobody in.
+	Listeners map[string]string
+
 	// Log receives what the broker prints, warnings and errors. Nil means
 	// nobody.
 	Log io.Writer
@@ -60,6 +66,7 @@ type Server struct {
 	cfg     Config
 	java    string
 	port    int
+	ports   map[string]int // of further listeners
 	cluster string
 
 	mu   sync.Mutex
@@ -112,8 +119,15 @@ func (c Config) validate() error {
 			errs = append(errs, fmt.Errorf("setting %s: more than one line", name))
 		}
 	}
+	for name := range c.Listeners {
+		if !listenerName.MatchString(name) || name == "PLAINTEXT" || name == "CONTROLLER" {
+			errs = append(errs, fmt.Errorf("listener %q: want a name of its own, of capital letters", name))
+		}
+	}
 	return errors.Join(errs...)
 }
+
+var listenerName = regexp.MustCompile(`^[A-Z]+$`)
 
 func (s *Server) start(ctx context.Context) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, startTimeout, fmt.Errorf("no answer within %v", startTimeout))
@@ -139,6 +153,12 @@ func (s *Server) prepare(ctx context.Context) (controllerPort int, err error) {
 	}
 	if controllerPort, err = place.Port(); err != nil {
 		return 0, err
+	}
+	s.ports = map[string]int{}
+	for name := range s.cfg.Listeners {
+		if s.ports[name], err = place.Port(); err != nil {
+			return 0, err
+		}
 	}
 	if err := os.RemoveAll(s.path("data")); err != nil { // of the try before
 		return 0, fmt.Errorf("remove data: %w", err)
@@ -172,6 +192,12 @@ func (s *Server) properties(controllerPort int) []byte {
 		"listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
 		"inter.broker.listener.name":     "PLAINTEXT",
 		"log.dirs":                       s.path("data"),
+	}
+	for name, port := range s.ports {
+		listener := "," + name + "://" + place.Address(port)
+		settings["listeners"] += listener
+		settings["advertised.listeners"] += listener
+		settings["listener.security.protocol.map"] += "," + name + ":" + s.cfg.Listeners[name]
 	}
 	maps.Copy(settings, Defaults())
 	maps.Copy(settings, s.cfg.Settings)
@@ -246,6 +272,9 @@ func (s *Server) path(name string) string { return filepath.Join(s.run.Path, nam
 // Brokers returns the one broker's address, 127.0.0.1 and a port. It never
 // changes.
 func (s *Server) Brokers() []string { return []string{place.Address(s.port)} }
+
+// Address returns the address of one of [Config.Listeners].
+func (s *Server) Address(listener string) string { return place.Address(s.ports[listener]) }
 
 // Port returns the broker's port.
 func (s *Server) Port() int { return s.port }
