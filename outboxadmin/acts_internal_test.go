@@ -128,9 +128,10 @@ func TestBulk(t *testing.T) {
 	require.Equal(t, audited{"o.operator", "retry", "the limit was raised"}, h.lastAudit())
 
 	w = h.call("/api/failed/resolve", map[string]any{"filter": map[string]string{"status": "parked"}, "dry_run": true})
-	require.JSONEq(t, `{"events": 58, "dry_run": true}`, w.Body.String())
+	parked := `, "topics": [{"topic": "like-events", "events": 29}, {"topic": "order-events", "events": 29}]}`
+	require.JSONEq(t, `{"events": 58, "dry_run": true`+parked, w.Body.String())
 	w = h.call("/api/failed/resolve", map[string]any{"filter": map[string]string{"status": "parked"}, "reason": "test data"})
-	require.JSONEq(t, `{"events": 58, "dry_run": false}`, w.Body.String())
+	require.JSONEq(t, `{"events": 58, "dry_run": false`+parked, w.Body.String())
 	require.Zero(t, query1[int](h, `SELECT count(*) FROM {s}.outbox_failed WHERE status = 'parked'`))
 }
 

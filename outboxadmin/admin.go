@@ -39,15 +39,17 @@ type Config struct {
 	// Schema of the tables. Empty means public.
 	Schema string
 	// MaxPayload bounds an edited payload in bytes, as RecorderConfig.MaxPayload does for
-	// recorded ones: give it the same. At most 104,857,600 (100 MiB). Zero means 983,040
-	// (960 KiB).
+	// recorded ones: give it the same. A payload above it and above 1 MiB is not shown, but
+	// its length is. At most 104,857,600 (100 MiB). Zero means 983,040 (960 KiB).
 	MaxPayload int
-	// MaskPayload returns what is to be shown of a payload, on the page and in the
-	// API. It must not change the one that it gets. Where it returns something else
-	// than it got, an operator who edits the event does not see what it was. Nothing
-	// else shows payloads; but the statements of open transactions are shown as
-	// PostgreSQL has them, whatever is written into them. Nil shows all.
-	MaskPayload func(eventType string, payload []byte) []byte
+	// Mask returns what is to be shown of a text that others wrote, on the page and in the
+	// API: payloads, headers, keys, errors and statements, as [Text] says. Where it returns
+	// something else for a payload, an operator who edits the event does not see what it
+	// was; where it does for a key, no link leads to the other events of the key. Filters
+	// work on what is stored: who knows a key finds its events. Types, sources, topics and
+	// the names of aggregates and headers are not masked, nor what operators wrote. Nil
+	// shows all.
+	Mask func(Text) []byte
 	// TrustedOrigins may send requests that change something, besides the origin under which
 	// browsers see this page: scheme, host and port, https://ops.example for example. A
 	// proxy that gives requests another Host makes it necessary for browsers that do not
@@ -86,7 +88,7 @@ type Role int
 // The roles. Each may do what the ones before it may.
 const (
 	None     Role = iota // nothing
-	Reader               // look at everything, payloads as [Config.MaskPayload] leaves them
+	Reader               // look at everything, as [Config.Mask] leaves it
 	Operator             // retry, resolve and edit events, hold and release keys, pause and resume consumer groups
 )
 
@@ -137,9 +139,9 @@ func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 			errs = append(errs, fmt.Errorf("field TrustedOrigins: %w", err))
 		}
 	}
-	failed, err := outboxops.NewFailures(db, outboxops.FailuresConfig{Schema: cfg.Schema, MaxPayload: cfg.MaxPayload})
+	failed, err := outboxops.NewFailures(db, outboxops.FailuresConfig{Schema: cfg.Schema, MaxPayload: cfg.MaxPayload, MaxRead: max(maxShown, cfg.MaxPayload)})
 	errs = append(errs, err)
-	inspect, err := outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: cfg.Schema})
+	inspect, err := outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: cfg.Schema, MaxRead: max(maxShown, cfg.MaxPayload)})
 	errs = append(errs, err)
 	consumers, err := outboxops.NewConsumers(db, outboxops.ConsumersConfig{Schema: cfg.Schema})
 	errs = append(errs, err)
@@ -159,6 +161,8 @@ const (
 	// mostConns bounds the default of Config.MaxConns.
 	mostConns           = 4
 	defaultQueryTimeout = 15 * time.Second
+	// maxShown bounds the payload of an event that is shown, unless MaxPayload is larger.
+	maxShown = 1 << 20
 )
 
 func (c Config) withDefaults(db *pgxpool.Pool) Config {

@@ -66,7 +66,7 @@ func (a *admin) apiTransactions(r *request) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	return okJSON(apiTransactionList{Transactions: each(all, transactionOf)})
+	return okJSON(apiTransactionList{Transactions: each(a.maskTransactions(all), transactionOf)})
 }
 
 func (a *admin) apiPartitions(r *request) (answer, error) {
@@ -93,7 +93,7 @@ func (a *admin) apiFailedList(r *request) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	list := apiFailedList{Failed: each(rows, failedOf)}
+	list := apiFailedList{Failed: each(rows, func(f outboxops.Failure) apiFailed { return failedOf(a.failedRowOf(f)) })}
 	if len(rows) == limit {
 		next := rows[limit-1].ID.String()
 		list.Next = &next
@@ -125,7 +125,8 @@ func (a *admin) apiFailedOne(r *request) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	whole := apiFailedWhole{apiFailed: failedOf(row), Headers: headersOf(row.Headers),
+	shown := a.failedRowOf(row)
+	whole := apiFailedWhole{apiFailed: failedOf(shown), Headers: shown.Headers,
 		apiPayload: a.payloadOf(row.Type, row.ContentType, row.Payload, row.PayloadErr).api(),
 		History:    each(history, func(e outboxops.AuditEntry) apiAudit { return a.auditOf(e, row.Type, row.ContentType) })}
 	return okJSON(whole)
@@ -200,11 +201,12 @@ func apiBulk(action string) func(*admin, *request) (answer, error) {
 		if body.DryRun && body.Reason == "" {
 			body.Reason = "dry run"
 		}
-		n, err := a.bulk(r, action, filter, bool(body.DryRun), string(body.Reason))
+		n, counts, err := a.bulk(r, action, filter, bool(body.DryRun), string(body.Reason))
 		if err != nil {
 			return answer{}, err
 		}
-		return okJSON(apiBulkResult{n, bool(body.DryRun)})
+		topics, _ := topicsOf(counts, filter)
+		return okJSON(apiBulkResult{n, bool(body.DryRun), each(topics, func(t topicCount) apiTopic { return apiTopic{t.Topic, t.Events} })})
 	}
 }
 
@@ -246,8 +248,9 @@ func (a *admin) apiEvent(r *request) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	return okJSON(apiEventWhole{apiEvent: eventOf(eventRow{RecordedEvent: e, States: statesOf(e)}),
-		Headers: headersOf(e.Headers), apiPayload: a.payloadOf(e.Type, e.ContentType, e.Payload, e.PayloadErr).api()})
+	row := a.eventRowOf(e)
+	return okJSON(apiEventWhole{apiEvent: eventOf(row), Headers: row.Headers,
+		apiPayload: a.payloadOf(e.Type, e.ContentType, e.Payload, e.PayloadErr).api()})
 }
 
 func (a *admin) apiAudit(r *request) (answer, error) {

@@ -262,8 +262,14 @@ type apiBulkRequest struct {
 }
 
 type apiBulkResult struct {
-	Events int  `json:"events"`
-	DryRun bool `json:"dry_run"`
+	Events int        `json:"events"`
+	DryRun bool       `json:"dry_run"`
+	Topics []apiTopic `json:"topics"`
+}
+
+type apiTopic struct {
+	Topic  string `json:"topic"`
+	Events int    `json:"events"`
 }
 
 type apiKeyRequest struct {
@@ -324,7 +330,7 @@ func transactionOf(t outboxops.OpenTransaction) apiTransaction {
 		each(t.WaitsFor, same)}
 }
 
-func failedOf(r outboxops.Failure) apiFailed {
+func failedOf(r failedRow) apiFailed {
 	return apiFailed{ID: r.ID.String(), Kind: string(r.ID.Kind), Relay: r.Relay, OutboxID: r.OutboxID, EventID: r.EventID, Type: r.Type, Source: r.Source,
 		AggregateType: r.AggregateType, AggregateID: r.AggregateID, Topic: r.Topic, Key: r.Key, ContentType: r.ContentType,
 		Status: r.Status, Held: r.Held, Retries: r.Retries, Class: r.Class, Error: errorText(r.Err),
@@ -339,18 +345,15 @@ func errorText(err error) string {
 	return err.Error()
 }
 
-func headersOf(h map[string]string) map[string]string {
-	if h == nil {
-		return map[string]string{}
-	}
-	return h
-}
+// maxDepth bounds the nesting of a payload that is part of an answer in JSON: readers,
+// encoding/json among them, refuse what is nested deeper than 10,000.
+const maxDepth = 1000
 
 func (p payload) api() apiPayload {
 	if p.Err != "" {
 		return apiPayload{PayloadError: p.Err}
 	}
-	if p.Kind() == "json" && p.IsJSON() {
+	if depth, _ := shapeOf(p.Data); depth < maxDepth && p.Kind() == "json" && p.IsJSON() {
 		return apiPayload{Payload: p.Data, Masked: p.Masked}
 	}
 	text := base64.StdEncoding.EncodeToString(p.Data)
@@ -359,8 +362,9 @@ func (p payload) api() apiPayload {
 
 // auditOf translates an entry about an event of a type.
 func (a *admin) auditOf(e outboxops.AuditEntry, eventType, contentType string) apiAudit {
+	row := a.auditRowOf(e)
 	entry := apiAudit{ID: e.ID, At: e.At.UTC(), Operator: e.Operator, Action: e.Action, Reason: e.Reason, Relay: e.Relay, Topic: e.Topic,
-		Key: e.Key, FailureID: e.Failure.String(), OutboxID: e.OutboxID, EventID: e.EventID, Group: e.Group}
+		Key: row.Key, FailureID: e.Failure.String(), OutboxID: e.OutboxID, EventID: e.EventID, Group: e.Group}
 	if e.Payload != nil || e.PayloadErr != nil {
 		before := a.payloadOf(eventType, contentType, e.Payload, e.PayloadErr).api()
 		entry.Before = &before

@@ -29,8 +29,9 @@ type eventList struct {
 // removed the original.
 type eventRow struct {
 	outboxops.RecordedEvent
-	Removed bool
-	States  []eventState
+	Removed   bool
+	KeyMasked bool // the key or the id of the aggregate, so no link leads to their events
+	States    []eventState
 }
 
 // eventState is what became of an event.
@@ -104,14 +105,14 @@ func (a *admin) events(ctx context.Context, filter outboxops.EventFilter, before
 		last = found[limit-1].OutboxID
 	}
 	if filter.AggregateID == "" && filter.EventID == "" {
-		return rows, last, nil
+		return a.maskEvents(rows), last, nil
 	}
 	left, err := a.failed.List(ctx, outboxops.FailureFilter{Statuses: statuses, Type: filter.Type, AggregateType: filter.AggregateType,
 		AggregateID: filter.AggregateID, EventID: filter.EventID}, outboxops.FailurePage{Limit: 1000})
 	if err != nil {
 		return nil, 0, err
 	}
-	return withRemoved(rows, left, last, cmp.Or(before, math.MaxInt64), filter), last, nil
+	return a.maskEvents(withRemoved(rows, left, last, cmp.Or(before, math.MaxInt64), filter)), last, nil
 }
 
 // withRemoved adds the failed events between two ids that are not among the recorded
@@ -155,13 +156,18 @@ func (a *admin) eventOne(r *request) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	page := eventPage{eventRow{RecordedEvent: e, States: statesOf(e)}, a.payloadOf(e.Type, e.ContentType, e.Payload, e.PayloadErr)}
+	page := eventPage{a.eventRowOf(e), a.payloadOf(e.Type, e.ContentType, e.Payload, e.PayloadErr)}
 	return a.page(r.Request, http.StatusOK, "event_one", e.Type, page), nil
+}
+
+// eventRowOf is one recorded event as it is shown.
+func (a *admin) eventRowOf(e outboxops.RecordedEvent) eventRow {
+	return a.maskEvents([]eventRow{{RecordedEvent: e, States: statesOf(e)}})[0]
 }
 
 // auditList is the page of what was done.
 type auditList struct {
-	Rows  []outboxops.AuditEntry
+	Rows  []auditRow
 	Older template.URL // parameters, or empty
 	Newer bool         // newer ones are left out
 }
@@ -176,7 +182,7 @@ func (a *admin) auditList(r *request) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	page := auditList{Rows: rows, Newer: before != 0}
+	page := auditList{Rows: each(rows, a.auditRowOf), Newer: before != 0}
 	if len(rows) == limit {
 		page.Older = encode(url.Values{"before": {strconv.FormatInt(rows[limit-1].ID, 10)}})
 	}

@@ -38,8 +38,11 @@ func ExampleNew() {
 			return outboxadmin.Access{Operator: user.Name, Role: role}, nil
 		},
 		Health: func() []outbox.RelayHealth { return []outbox.RelayHealth{relay.Health()} }, // of this process
-		MaskPayload: func(eventType string, payload []byte) []byte {
-			return email.ReplaceAll(payload, []byte("…@…"))
+		Mask: func(t outboxadmin.Text) []byte {
+			if t.Kind == outboxadmin.TextStatement {
+				return []byte("not shown here")
+			}
+			return email.ReplaceAll(t.Value, []byte("…@…"))
 		},
 	})
 	if err != nil {

@@ -1,6 +1,7 @@
 package outboxadmin
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"html/template"
@@ -25,7 +26,7 @@ type failedList struct {
 	Query    template.URL // the filter as parameters
 	Filtered bool         // anything but the status is picked
 	Wide     bool         // one of the less usual fields is picked
-	Rows     []outboxops.Failure
+	Rows     []failedRow
 	Total    int64
 	More     bool     // than Total
 	Types    []string // to choose from
@@ -51,7 +52,7 @@ func (a *admin) failedList(r *request) (answer, error) {
 		return answer{}, err
 	}
 	values := failedValues(filter)
-	page := failedList{Filter: filter, Status: values.Get("status"), Statuses: statuses, Query: encode(values), Rows: rows, Later: after != (outboxops.FailureID{}), Done: done}
+	page := failedList{Filter: filter, Status: values.Get("status"), Statuses: statuses, Query: encode(values), Rows: each(rows, a.failedRowOf), Later: after != (outboxops.FailureID{}), Done: done}
 	for name := range values {
 		page.Filtered = page.Filtered || name != "status"
 		page.Wide = page.Wide || slices.Contains([]string{"key", "aggregate_type", "event_id", "outbox_id", "relay", "since", "until"}, name)
@@ -81,12 +82,13 @@ func (a *admin) choices(ctx context.Context, f outboxops.FailureFilter) (types, 
 
 func choice(all []string) []string {
 	slices.Sort(all)
-	return slices.DeleteFunc(slices.Compact(all), func(s string) bool { return s == "" })
+	all = slices.DeleteFunc(slices.Compact(all), func(s string) bool { return s == "" })
+	return all[:min(len(all), maxKinds)]
 }
 
 // failedPage is the page of one failed event.
 type failedPage struct {
-	Row     outboxops.Failure
+	Row     failedRow
 	Payload payload
 	History []outboxops.AuditEntry
 	Before  map[int64]payload // payloads from before an edit, by the id of the entry
@@ -112,10 +114,11 @@ func (a *admin) showFailed(r *request, status int, page failedPage) (answer, err
 	if err != nil {
 		return answer{}, err
 	}
-	if page.Row, page.History, err = a.failedWhole(r.Context(), id); err != nil {
+	row, history, err := a.failedWhole(r.Context(), id)
+	if err != nil {
 		return answer{}, err
 	}
-	row := page.Row
+	page.Row, page.History = a.failedRowOf(row), history
 	page.Payload = a.payloadOf(row.Type, row.ContentType, row.Payload, row.PayloadErr)
 	page.Before = map[int64]payload{}
 	for _, h := range page.History {
@@ -204,24 +207,54 @@ type bulkPage struct {
 	Values url.Values   // the filter, to be sent again
 	Query  template.URL // to go back
 	Count  int
-	Sample []outboxops.Failure
+	Topics []topicCount // where they go
+	Others int          // topics that are not among them
+	Sample []failedRow
 	Wrong  string
+}
+
+// topicCount is how many of the events of an action go to a topic.
+type topicCount struct {
+	Topic  string // empty where none follows from their type
+	Events int
+	Only   template.URL // the filter, for that topic alone; empty without one
+}
+
+// maxTopics bounds the topics that are shown: events can name any.
+const maxTopics = 100
+
+// topicsOf sorts topics by their events, the most first, and returns how many it leaves out.
+func topicsOf(counts map[string]int, filter outboxops.FailureFilter) (shown []topicCount, others int) {
+	for topic, events := range counts {
+		one := topicCount{Topic: topic, Events: events}
+		if filter.Topic = topic; topic != "" {
+			one.Only = encode(failedValues(filter))
+		}
+		shown = append(shown, one)
+	}
+	slices.SortFunc(shown, func(a, b topicCount) int {
+		return cmp.Or(cmp.Compare(b.Events, a.Events), strings.Compare(a.Topic, b.Topic))
+	})
+	return shown[:min(len(shown), maxTopics)], max(0, len(shown)-maxTopics)
 }
 
 // bulkRate is how many events are changed in a second.
 const bulkRate = 5000
 
-// bulk runs retry or resolve for all that a filter picks. Between its parts, other
-// requests have their connection.
-func (a *admin) bulk(r *request, action string, filter outboxops.FailureFilter, dryRun bool, reason string) (int, error) {
-	cfg := outboxops.BulkConfig{DryRun: dryRun, Rate: bulkRate}
+// bulk runs retry or resolve for all that a filter picks, and counts them by their topic.
+// Between its parts, other requests have their connection.
+func (a *admin) bulk(r *request, action string, filter outboxops.FailureFilter, dryRun bool, reason string) (n int, topics map[string]int, err error) {
+	topics = map[string]int{}
+	cfg := outboxops.BulkConfig{DryRun: dryRun, Rate: bulkRate, Topics: topics}
 	if r.Method == http.MethodPost {
 		cfg.Progress = func(int) { r.work.pause() }
 	}
 	if action == "retry" {
-		return a.failed.RetryAll(r.Context(), filter, cfg, auditInfo(r, reason))
+		n, err = a.failed.RetryAll(r.Context(), filter, cfg, auditInfo(r, reason))
+	} else {
+		n, err = a.failed.ResolveAll(r.Context(), filter, cfg, auditInfo(r, reason))
 	}
-	return a.failed.ResolveAll(r.Context(), filter, cfg, auditInfo(r, reason))
+	return n, topics, err
 }
 
 // bulkReview is the dry run. What fails after it is not picked any more, so that what is
@@ -243,14 +276,17 @@ func (a *admin) showBulk(r *request, status int, action string, filter outboxops
 		filter.Until = now
 	}
 	page.Filter, page.Values = filter, failedValues(filter)
-	var err error
-	page.Count, err = a.bulk(r, action, filter, true, "dry run")
+	n, topics, err := a.bulk(r, action, filter, true, "dry run")
 	if err != nil {
 		return answer{}, err
 	}
-	if page.Sample, err = a.failed.List(r.Context(), filter, outboxops.FailurePage{Limit: 5}); err != nil {
+	page.Count = n
+	page.Topics, page.Others = topicsOf(topics, filter)
+	sample, err := a.failed.List(r.Context(), filter, outboxops.FailurePage{Limit: 5})
+	if err != nil {
 		return answer{}, err
 	}
+	page.Sample = each(sample, a.failedRowOf)
 	return a.page(r.Request, status, "bulk", bulkTitles[action], page), nil
 }
 
@@ -263,7 +299,7 @@ func bulkAct(action string) func(*admin, *request) (answer, error) {
 		if err := q.done(); err != nil {
 			return answer{}, err
 		}
-		n, err := a.bulk(r, action, filter, false, reason)
+		n, _, err := a.bulk(r, action, filter, false, reason)
 		if err == nil {
 			back := failedValues(filter)
 			back.Del("until")

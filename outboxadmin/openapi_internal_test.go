@@ -208,7 +208,7 @@ func TestOpenAPIHasTheTypes(t *testing.T) {
 		"PartitionList": apiPartitionList{}, "Partition": apiPartition{},
 		"FailedList": apiFailedList{}, "Failed": apiFailed{}, "FailedWhole": apiFailedWhole{}, "CountList": apiCountList{}, "Count": apiCount{},
 		"AuditList": apiAuditList{}, "Audit": apiAudit{}, "Payload": apiPayload{}, "EventList": apiEventList{}, "Event": apiEvent{}, "State": apiState{},
-		"EventWhole": apiEventWhole{}, "Reason": apiReason{}, "Edit": apiEdit{}, "BulkRequest": apiBulkRequest{}, "BulkResult": apiBulkResult{}, "KeyRequest": apiKeyRequest{},
+		"EventWhole": apiEventWhole{}, "Reason": apiReason{}, "Edit": apiEdit{}, "BulkRequest": apiBulkRequest{}, "BulkResult": apiBulkResult{}, "Topic": apiTopic{}, "KeyRequest": apiKeyRequest{},
 		"GroupList": apiGroupList{}, "Group": apiGroup{}, "GroupTopic": apiGroupTopic{}, "Pause": apiPauseInfo{}, "PauseRequest": apiPauseRequest{},
 	}
 	require.ElementsMatch(t, slices.Collect(maps.Keys(types)), slices.Collect(maps.Keys(file.Components.Schemas)))

@@ -39,6 +39,7 @@ type overview struct {
 	Notices      []notice
 	Relays       []relayView
 	Counts       []outboxops.FailureCount
+	OtherKinds   int // that are not among Counts
 	Transactions []outboxops.OpenTransaction
 	Partitions   []outboxops.TablePartition
 	Groups       []groupRow
@@ -60,6 +61,9 @@ type relayView struct {
 	Health *outbox.RelayHealth
 	Plots  []plot
 }
+
+// maxKinds bounds the kinds of failures that are shown: events can be of any type.
+const maxKinds = 200
 
 // openFor is how long a transaction is open before it is shown.
 const openFor = 10 * time.Second
@@ -87,6 +91,8 @@ func (a *admin) overview(r *request) (answer, error) {
 	if page.Counts, err = a.failed.Count(ctx, outboxops.FailureFilter{}); err != nil {
 		return answer{}, err
 	}
+	page.OtherKinds = max(0, len(page.Counts)-maxKinds)
+	page.Counts = page.Counts[:len(page.Counts)-page.OtherKinds]
 	if page.Transactions, err = a.inspect.Transactions(ctx, openFor); err != nil {
 		return answer{}, err
 	}
@@ -98,6 +104,7 @@ func (a *admin) overview(r *request) (answer, error) {
 		return answer{}, err
 	}
 	page.Groups = groupRows(groups)
+	a.maskTransactions(page.Transactions)
 	page.Notices = notices(now, page.Relays, page.Groups)
 	return a.page(r.Request, http.StatusOK, "overview", "Overview", page), nil
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"embed"
 	"html/template"
+	"maps"
 	"net/http"
 	"net/url"
 	"path"
@@ -49,12 +50,33 @@ var pageFuncs = template.FuncMap{
 	"exact": exact, "thousands": thousands, "bytes": bytesText, "plain": plain, "plural": plural, "upTo": upTo, "pluralUpTo": pluralUpTo,
 	"aggregate": aggregateLink, "key": keyLink, "fieldTime": fieldTime,
 	"kind": kindLink, "stat": statOf, "past": func(action string) string { return pastActions[action] },
-	"iso":    func(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) },
-	"int":    func(n int64) int { return int(n) },
-	"bound":  boundText,
-	"wide":   func(n int) int64 { return int64(n) },
-	"known":  func(status string) bool { return status == statusAny || slices.Contains(statuses, status) },
-	"commas": func(s string) string { return strings.ReplaceAll(s, ",", ", ") },
+	"iso":     func(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) },
+	"int":     func(n int64) int { return int(n) },
+	"bound":   boundText,
+	"wide":    func(n int) int64 { return int64(n) },
+	"known":   func(status string) bool { return status == statusAny || slices.Contains(statuses, status) },
+	"headers": headersShown,
+	"commas":  func(s string) string { return strings.ReplaceAll(s, ",", ", ") },
+}
+
+// maxHeaders bounds the headers that a page shows: an event can have very many.
+const maxHeaders = 200
+
+// headerList are the first headers of an event by name, and how many others it has.
+type headerList struct {
+	First  []header
+	Others int
+}
+
+type header struct{ Name, Value string }
+
+func headersShown(all map[string]string) headerList {
+	names := slices.Sorted(maps.Keys(all))
+	list := headerList{Others: max(0, len(names)-maxHeaders)}
+	for _, name := range names[:len(names)-list.Others] {
+		list.First = append(list.First, header{name, all[name]})
+	}
+	return list
 }
 
 var pastActions = map[string]string{"retry": "retried", "resolve": "resolved", "edit": "edited", "hold": "held", "release": "released",

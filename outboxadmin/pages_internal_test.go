@@ -204,11 +204,11 @@ func TestMask(t *testing.T) {
 	plain := newAdminFixture(t, nil)
 	require.Contains(t, html.UnescapeString(plain.get("/failed/relay-1")), secret)
 	h := newAdminFixture(t, func(c *Config) {
-		c.MaskPayload = func(_ string, payload []byte) []byte {
-			if strings.Contains(string(payload), "gift") {
+		c.Mask = func(text Text) []byte {
+			if text.Kind == TextPayload && strings.Contains(string(text.Value), "gift") {
 				return []byte(`{"masked": true}`)
 			}
-			return payload
+			return text.Value
 		}
 	})
 	for path, page := range h.crawl("/failed/relay-1") {

@@ -17,17 +17,6 @@ type payload struct {
 	Err    string // why it could not be read
 }
 
-// payloadOf masks a payload, or shows why it could not be read. Every payload that leaves
-// this package comes from here.
-func (a *admin) payloadOf(eventType, contentType string, data []byte, err error) payload {
-	p := payload{Type: contentType, Size: len(data), Data: data, Err: errorText(err)}
-	if a.cfg.MaskPayload != nil && err == nil {
-		p.Data = a.cfg.MaskPayload(eventType, data)
-		p.Masked = !bytes.Equal(p.Data, data)
-	}
-	return p
-}
-
 // Kind is json, text or binary: how to show it.
 func (p payload) Kind() string {
 	switch {
@@ -41,10 +30,48 @@ func (p payload) Kind() string {
 
 func unprintable(r rune) bool { return r < ' ' && !strings.ContainsRune("\t\r\n", r) || r == 0x7f }
 
+// JSON that is nested deeply is shown as it is: indented, 960 KiB of it can be 9 GB.
+const (
+	maxIndented = 4        // times its length
+	minIndented = 64 << 10 // bytes, which it may have in any case
+)
+
+// shapeOf returns how deeply JSON is nested, and a little more than its length once it is
+// indented.
+func shapeOf(data []byte) (depth, printed int) {
+	now, inString, escaped := 0, false, false
+	for _, c := range data {
+		printed++
+		switch {
+		case escaped:
+			escaped = false
+		case inString:
+			escaped, inString = c == '\\', c != '"'
+		case c == '"':
+			inString = true
+		case c == '{' || c == '[':
+			now++
+			depth = max(depth, now)
+			printed += 1 + 2*now
+		case c == '}' || c == ']':
+			now--
+			printed += 1 + 2*now
+		case c == ',':
+			printed += 1 + 2*now
+		case c == ':':
+			printed++
+		}
+	}
+	return depth, printed
+}
+
 // Text is the payload for people: JSON with line breaks, text as it is, and else hex.
 func (p payload) Text() string {
 	switch p.Kind() {
 	case "json":
+		if _, printed := shapeOf(p.Data); printed > maxIndented*len(p.Data)+minIndented {
+			return string(p.Data)
+		}
 		var b bytes.Buffer
 		if err := json.Indent(&b, p.Data, "", "  "); err == nil {
 			return b.String()

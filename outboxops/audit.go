@@ -119,19 +119,15 @@ func (f *Failures) Audit(ctx context.Context, id FailureID, page AuditPage) ([]A
 	return nil, fmt.Errorf("outbox: read audit: %w", orNotMigrated(err))
 }
 
-// maxAuditBytes bounds the payloads of an audit, which are larger than that together only
-// after many edits.
-const maxAuditBytes = 100 << 20
-
-// readEdited reads the payloads from before edits, the newest first, up to maxAuditBytes.
+// readEdited reads the payloads from before edits, the newest first, up to MaxRead bytes.
 func (f *Failures) readEdited(ctx context.Context, entries []AuditEntry) (err error) {
-	left := maxAuditBytes
+	left := f.audited.most
 	for i := range entries {
 		e := &entries[i]
 		switch {
 		case !e.edited:
 		case left <= 0:
-			e.PayloadErr = fmt.Errorf("%w: the newer ones have more than %d bytes", ErrUnreadable, maxAuditBytes)
+			e.PayloadErr = fmt.Errorf("%w: the newer ones have more than %d bytes", ErrUnreadable, f.audited.most)
 		default:
 			if e.Payload, e.PayloadErr, err = f.audited.readPayload(ctx, e.ID); err != nil {
 				return err

@@ -199,7 +199,7 @@ func scanRecorded(row pgx.Row, more ...any) (RecordedEvent, error) {
 	var r RecordedEvent
 	var topic, key pgtype.Text
 	err := row.Scan(append([]any{&r.OutboxID, &r.EventID, &r.Type, &r.Source, &r.AggregateType, &r.AggregateID, &topic, &key,
-		&r.ContentType, &r.OccurredAt, &r.CreatedAt, &r.Size}, more...)...)
+		&r.ContentType, pg.Time{At: &r.OccurredAt}, pg.Time{At: &r.CreatedAt}, &r.Size}, more...)...)
 	r.Topic, r.Key = destinationOf(r.Type, topic), key.String
 	if !key.Valid {
 		r.Key = r.AggregateID
@@ -317,7 +317,7 @@ SELECT e.id, e.size, pg_current_snapshot()::text
               WHERE` + eventWhere + `) AS e ON true
  ORDER BY e.id`
 
-// sqlTailRead reads events in the order of their ids; $2 is maxRead.
+// sqlTailRead reads events in the order of their ids; $2 is the most bytes of a payload.
 const sqlTailRead = `
 SELECT ` + recordedColumns + `, CASE WHEN octet_length(p.bytes) <= $2 THEN p.bytes END, octet_length(p.bytes), convert_to(o.headers::text, 'UTF8')
   FROM unnest($1::bigint[]) AS r (id)
@@ -403,7 +403,7 @@ func (i *Inspector) yieldSome(ctx context.Context, found []tailed, yield func(Re
 	err := pg.Query(ctx, i.db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		defer rows.Close()
 		for rows.Next() {
-			e, err := scanTailed(rows)
+			e, err := scanTailed(rows, i.recorded.most)
 			if err != nil {
 				return err
 			}
@@ -413,7 +413,7 @@ func (i *Inspector) yieldSome(ctx context.Context, found []tailed, yield func(Re
 			}
 		}
 		return rows.Err()
-	}, i.sql.tailRead, ids, maxRead)
+	}, i.sql.tailRead, ids, i.recorded.most)
 	if !isUnreadable(ctx, err) {
 		return found[n:], err
 	}
@@ -438,13 +438,13 @@ func (i *Inspector) yieldUnreadable(ctx context.Context, found []tailed, yield f
 }
 
 // scanTailed reads a row of sqlTailRead.
-func scanTailed(rows pgx.Rows) (RecordedEvent, error) {
+func scanTailed(rows pgx.Rows, most int) (RecordedEvent, error) {
 	var payload, headers []byte
 	var printed int64
 	e, err := scanRecorded(rows, &payload, &printed, &headers)
 	e.Payload, e.Headers = payload, headersOf(headers)
-	if printed > maxRead {
-		e.PayloadErr = fmt.Errorf("%w: %w", ErrUnreadable, tooLarge(printed))
+	if printed > int64(most) {
+		e.PayloadErr = fmt.Errorf("%w: %w", ErrUnreadable, tooLarge{printed, most})
 	}
 	return e, err
 }

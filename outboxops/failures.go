@@ -42,6 +42,10 @@ type FailuresConfig struct {
 	// recorded ones: give it the same. At most 104,857,600 (100 MiB). Zero means 983,040
 	// (960 KiB).
 	MaxPayload int
+	// MaxRead bounds in bytes what is read of a payload, of headers, and of the payloads from
+	// before edits together; a payload beyond it is [ErrUnreadable]. Zero means 104,857,600
+	// (100 MiB).
+	MaxRead int
 }
 
 // NewFailures returns a view of the failures in db. It does no I/O; closing db stays
@@ -51,7 +55,8 @@ func NewFailures(db *pgxpool.Pool, cfg FailuresConfig) (*Failures, error) {
 		cfg.Schema = pg.DefaultSchema
 	}
 	cfg.MaxPayload = cmp.Or(cfg.MaxPayload, check.DefaultMaxPayload)
-	errs := []error{check.Schema(cfg.Schema), check.NotNegative("MaxPayload", cfg.MaxPayload),
+	cfg.MaxRead = cmp.Or(cfg.MaxRead, maxRead)
+	errs := []error{check.Schema(cfg.Schema), check.NotNegative("MaxRead", cfg.MaxRead), check.NotNegative("MaxPayload", cfg.MaxPayload),
 		check.NotAbove("MaxPayload", cfg.MaxPayload, check.MaxMaxPayload)}
 	if db == nil {
 		errs = append(errs, fmt.Errorf("pool %w", outbox.ErrNilArgument))
@@ -60,8 +65,8 @@ func NewFailures(db *pgxpool.Pool, cfg FailuresConfig) (*Failures, error) {
 		return nil, fmt.Errorf("outbox: failures config: %w", err)
 	}
 	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
-	return &Failures{db: db, maxPayload: cfg.MaxPayload, counter: tables.NewFailureCounter(db, cfg.Schema), rows: newReader(db, cfg.Schema, "outbox_failed"),
-		recorded: newReader(db, cfg.Schema, "outbox"), audited: newReader(db, cfg.Schema, "outbox_audit"), sql: failuresSQL{
+	return &Failures{db: db, maxPayload: cfg.MaxPayload, counter: tables.NewFailureCounter(db, cfg.Schema), rows: newReader(db, cfg.Schema, "outbox_failed", cfg.MaxRead),
+		recorded: newReader(db, cfg.Schema, "outbox", cfg.MaxRead), audited: newReader(db, cfg.Schema, "outbox_audit", cfg.MaxRead), sql: failuresSQL{
 			list: in(sqlFailureList), get: in(sqlFailureGet), ids: in(sqlFailureIDs),
 			retry: in(sqlRetry), resolve: in(sqlResolve), edit: in(sqlEdit), hold: in(sqlHold), release: in(sqlRelease), audit: in(sqlAudit),
 		}}, nil

@@ -1,7 +1,9 @@
 package outboxops
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -10,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 )
@@ -33,16 +36,20 @@ type inspectorSQL struct {
 type InspectorConfig struct {
 	// Schema of the tables. Empty means public.
 	Schema string
+	// MaxRead bounds in bytes what is read of a payload, and of headers; a larger payload is
+	// [ErrUnreadable]. Zero means 104,857,600 (100 MiB).
+	MaxRead int
 }
 
 // NewInspector returns a view of what is in db. It does no I/O; closing db stays
 // with the caller.
 func NewInspector(db *pgxpool.Pool, cfg InspectorConfig) (*Inspector, error) {
-	if err := checkDB(db, &cfg.Schema); err != nil {
+	cfg.MaxRead = cmp.Or(cfg.MaxRead, maxRead)
+	if err := errors.Join(checkDB(db, &cfg.Schema), check.NotNegative("MaxRead", cfg.MaxRead)); err != nil {
 		return nil, fmt.Errorf("outbox: inspector config: %w", err)
 	}
 	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
-	return &Inspector{db: db, recorded: newReader(db, cfg.Schema, "outbox"), sql: inspectorSQL{
+	return &Inspector{db: db, recorded: newReader(db, cfg.Schema, "outbox", cfg.MaxRead), sql: inspectorSQL{
 		relays: in(tables.SQLRelays), progress: in(sqlProgress), transactions: in(sqlTransactions), topics: in(sqlRecordedTopics),
 		partitions: in(sqlPartitionSizes),
 		events:     in(sqlEvents), event: in(sqlEvent), tail: in(sqlTail), tailRead: in(sqlTailRead), tailBare: in(sqlTailBare),

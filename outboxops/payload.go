@@ -16,12 +16,12 @@ import (
 
 // ErrUnreadable is in the field PayloadErr of [Failure], [RecordedEvent] and [AuditEntry]
 // where PostgreSQL cannot print a payload, needs longer than 5 s for it, or would print
-// more than 100 MiB. A few kilobytes of jsonb may be that much, because it prints 1e131000
+// more than the field MaxRead of the configuration, 100 MiB. A few kilobytes of jsonb may be that much, because it prints 1e131000
 // as 131,001 digits.
 var ErrUnreadable = errors.New("the payload cannot be read")
 
 const (
-	maxRead      = 100 << 20       // bytes of a payload, or of headers
+	maxRead      = 100 << 20       // bytes of a payload, or of headers, by default
 	readPatience = 5 * time.Second // for one of them
 )
 
@@ -29,6 +29,7 @@ const (
 // cannot be printed fails the statement.
 type reader struct {
 	db                       *pgxpool.Pool
+	most                     int // bytes of one of them
 	payload, headers, stored string
 }
 
@@ -40,11 +41,11 @@ const (
 	storedBytes = `SELECT coalesce(pg_column_size(payload), pg_column_size(payload_bytes), 0) FROM {schema}.{table} WHERE id = $1`
 )
 
-func newReader(db *pgxpool.Pool, schema, table string) reader {
+func newReader(db *pgxpool.Pool, schema, table string, most int) reader {
 	in := func(sql, column string) string {
 		return pg.InSchema(strings.NewReplacer("{table}", table, "{column}", column).Replace(sql), schema)
 	}
-	return reader{db: db,
+	return reader{db: db, most: most,
 		payload: in(boundedText, payloadText), headers: in(boundedText, `convert_to(headers::text, 'UTF8')`), stored: in(storedBytes, "")}
 }
 
@@ -76,20 +77,23 @@ func (r reader) read(ctx context.Context, sql string, id int64) (text []byte, er
 	ctx, cancel := context.WithTimeout(ctx, readPatience)
 	defer cancel()
 	var printed pgtype.Int8
-	if err := r.db.QueryRow(ctx, sql, id, maxRead).Scan(&text, &printed); err != nil {
+	if err := r.db.QueryRow(ctx, sql, id, r.most).Scan(&text, &printed); err != nil {
 		return nil, err
 	}
-	if printed.Int64 > maxRead {
-		return nil, tooLarge(printed.Int64)
+	if printed.Int64 > int64(r.most) {
+		return nil, tooLarge{printed.Int64, r.most}
 	}
 	return text, nil
 }
 
-// tooLarge is how many bytes would be printed.
-type tooLarge int64
+// tooLarge says how many bytes would be printed, and how many are read.
+type tooLarge struct {
+	printed int64
+	most    int
+}
 
-func (n tooLarge) Error() string {
-	return fmt.Sprintf("PostgreSQL would print %d bytes, more than %d", int64(n), maxRead)
+func (t tooLarge) Error() string {
+	return fmt.Sprintf("PostgreSQL would print %d bytes, more than %d", t.printed, t.most)
 }
 
 // isUnreadable reports whether err is about what was read rather than about PostgreSQL.

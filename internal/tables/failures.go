@@ -43,28 +43,28 @@ type Failure struct {
 }
 
 // FailureColumns are those of outbox_failed in the order of [ScanFailure].
-const FailureColumns = `id, relay, outbox_id, parking_key, event_id::text, event_type, source, aggregate_type, aggregate_id,
+const FailureColumns = `id, relay, outbox_id, parking_key, ` + failureTopic + `, event_id::text, event_type, source, aggregate_type, aggregate_id,
        content_type, occurred_at, created_at, retry_count, last_error, error_class, failed_at, next_retry_at, status, held,
        resolved_at, coalesce(resolved_by, ''), coalesce(resolution, '')`
+
+// failureTopic is where the relay sends an event: to its topic, and without one to that of its
+// type, with which its parking key begins.
+const failureTopic = `coalesce(topic, split_part(parking_key, '/', 1))`
 
 // ScanFailure reads [FailureColumns], and more columns after them.
 func ScanFailure(row pgx.Row, more ...any) (Failure, error) {
 	var r Failure
 	var parkingKey string
 	var lastError, class *string
-	var resolvedAt *time.Time
-	err := row.Scan(append([]any{&r.ID, &r.Relay, &r.OutboxID, &parkingKey, &r.EventID, &r.Type, &r.Source, &r.AggregateType, &r.AggregateID,
-		&r.ContentType, &r.OccurredAt, &r.CreatedAt, &r.Retries, &lastError, &class, &r.FailedAt, &r.NextRetryAt, &r.Status, &r.Held,
-		&resolvedAt, &r.ResolvedBy, &r.Resolution}, more...)...)
-	r.Topic, r.Key, _ = strings.Cut(parkingKey, "/")
+	err := row.Scan(append([]any{&r.ID, &r.Relay, &r.OutboxID, &parkingKey, &r.Topic, &r.EventID, &r.Type, &r.Source, &r.AggregateType, &r.AggregateID,
+		&r.ContentType, pg.Time{At: &r.OccurredAt}, pg.Time{At: &r.CreatedAt}, &r.Retries, &lastError, &class, pg.Time{At: &r.FailedAt}, pg.Time{At: &r.NextRetryAt},
+		&r.Status, &r.Held, pg.Time{At: &r.ResolvedAt}, &r.ResolvedBy, &r.Resolution}, more...)...)
+	_, r.Key, _ = strings.Cut(parkingKey, "/")
 	if lastError != nil {
 		r.Err = errors.New(*lastError)
 	}
 	if class != nil {
 		r.Class = *class
-	}
-	if resolvedAt != nil {
-		r.ResolvedAt = *resolvedAt
 	}
 	return r, err
 }
@@ -98,7 +98,7 @@ const FailureWhere = `
  WHERE status = ANY ($1::text[])
    AND ($2::text = '' OR relay = $2)
    AND ($3::text = '' OR event_type = $3)
-   AND ($4::text = '' OR starts_with(parking_key, $4 || '/'))
+   AND ($4::text = '' OR ` + failureTopic + ` = $4)
    AND ($5::text = '' OR substr(parking_key, strpos(parking_key, '/') + 1) = $5)
    AND ($6::text = '' OR aggregate_type = $6)
    AND ($7::text = '' OR aggregate_id = $7)
