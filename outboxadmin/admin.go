@@ -50,6 +50,11 @@ type Config struct {
 	// the names of aggregates and headers are not masked, nor what operators wrote. Nil
 	// shows all.
 	Mask func(Text) []byte
+	// AuditReads writes into outbox_audit who reads the payload of which event, on its page
+	// or by the API, before it is shown; where that fails, nothing is shown. The entries go
+	// as those of actions do, RetentionConfig.AuditedFor. Without it, only actions are
+	// audited.
+	AuditReads bool
 	// TrustedOrigins may send requests that change something, besides the origin under which
 	// browsers see this page: scheme, host and port, https://ops.example for example. A
 	// proxy that gives requests another Host makes it necessary for browsers that do not
@@ -125,7 +130,8 @@ type admin struct {
 // It does no I/O; closing db, for which the privileges of an operator are enough, stays
 // with the caller. Requests that change something are refused where a browser says that
 // they come from another site. To retry or resolve many events takes a second for each
-// 5,000, for which the server's WriteTimeout should leave time.
+// 5,000, for which the server's WriteTimeout should leave time: docs/operations.md has
+// timeouts for a server.
 func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 	var errs []error
 	if cfg.Authorize == nil {

@@ -121,7 +121,7 @@ func (a *admin) apiFailedOne(r *request) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	row, history, err := a.failedWhole(r.Context(), id)
+	row, history, err := a.failedWhole(r, id)
 	if err != nil {
 		return answer{}, err
 	}
@@ -244,7 +244,7 @@ func (a *admin) apiEvent(r *request) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	e, err := a.inspect.Event(r.Context(), id)
+	e, err := a.recordedWhole(r, id)
 	if err != nil {
 		return answer{}, err
 	}

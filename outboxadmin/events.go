@@ -152,12 +152,23 @@ func (a *admin) eventOne(r *request) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	e, err := a.inspect.Event(r.Context(), id)
+	e, err := a.recordedWhole(r, id)
 	if err != nil {
 		return answer{}, err
 	}
 	page := eventPage{a.eventRowOf(e), a.payloadOf(e.Type, e.ContentType, e.Payload, e.PayloadErr)}
 	return a.page(r.Request, http.StatusOK, "event_one", e.Type, page), nil
+}
+
+// recordedWhole returns a recorded event with its payload, once it is audited that somebody
+// reads it.
+func (a *admin) recordedWhole(r *request, id int64) (outboxops.RecordedEvent, error) {
+	if a.cfg.AuditReads {
+		if err := a.failed.AuditReadRecorded(r.Context(), id, auditInfo(r, readReason(r))); err != nil {
+			return outboxops.RecordedEvent{}, err
+		}
+	}
+	return a.inspect.Event(r.Context(), id)
 }
 
 // eventRowOf is one recorded event as it is shown.

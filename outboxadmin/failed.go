@@ -114,7 +114,7 @@ func (a *admin) showFailed(r *request, status int, page failedPage) (answer, err
 	if err != nil {
 		return answer{}, err
 	}
-	row, history, err := a.failedWhole(r.Context(), id)
+	row, history, err := a.failedWhole(r, id)
 	if err != nil {
 		return answer{}, err
 	}
@@ -132,14 +132,29 @@ func (a *admin) showFailed(r *request, status int, page failedPage) (answer, err
 	return a.page(r.Request, status, "failed_one", row.Type, page), nil
 }
 
-// failedWhole returns a failed event with its history.
-func (a *admin) failedWhole(ctx context.Context, id outboxops.FailureID) (outboxops.Failure, []outboxops.AuditEntry, error) {
+// failedWhole returns a failed event with its history, once it is audited that somebody
+// reads it.
+func (a *admin) failedWhole(r *request, id outboxops.FailureID) (outboxops.Failure, []outboxops.AuditEntry, error) {
+	ctx := r.Context()
+	if a.cfg.AuditReads {
+		if err := a.failed.AuditRead(ctx, id, auditInfo(r, readReason(r))); err != nil {
+			return outboxops.Failure{}, nil, err
+		}
+	}
 	row, err := a.failed.Get(ctx, id)
 	if err != nil {
 		return row, nil, err
 	}
-	history, err := a.failed.Audit(ctx, id, outboxops.AuditPage{Limit: 1000})
+	history, err := a.failed.Audit(ctx, id, outboxops.AuditPage{Limit: 1000, WithoutReads: true})
 	return row, history, err
+}
+
+// readReason is the reason of who reads a payload.
+func readReason(r *request) string {
+	if isAPI(r.Request) {
+		return "shown by the API"
+	}
+	return "shown on the page"
 }
 
 // action is what an operator does about one event or its key.

@@ -80,7 +80,7 @@ func headersShown(all map[string]string) headerList {
 }
 
 var pastActions = map[string]string{"retry": "retried", "resolve": "resolved", "edit": "edited", "hold": "held", "release": "released",
-	"pause": "paused", "resume": "resumed"}
+	"pause": "paused", "resume": "resumed", "read": "read"}
 
 // stat is a number on the overview.
 type stat struct {

@@ -56,7 +56,8 @@ type AuditEntry struct {
 	// Operator is who did it, and Reason why. What a relay retries by RetryDeadAfter, it
 	// retries as "relay" and its name.
 	Operator, Reason string
-	// Action is retry, resolve, edit, hold or release; of a consumer group pause or resume.
+	// Action is retry, resolve, edit, hold or release, or read for a payload that was shown; of
+	// a consumer group pause or resume.
 	Action string
 	// Relay, Topic and Key are where the event belongs. Of a consumer group there is only
 	// Topic, empty for all of them.
@@ -86,6 +87,8 @@ type AuditPage struct {
 	Before int64
 	// Limit is how many entries are returned at most, up to 1,000. Zero means 100.
 	Limit int
+	// WithoutReads leaves out that payloads were read, see [Failures.AuditRead].
+	WithoutReads bool
 }
 
 const sqlAudit = `
@@ -94,6 +97,7 @@ SELECT id, created_at, operator, reason, action, relay, split_part(parking_key, 
        coalesce(consumer_group, ''), num_nonnulls(payload, payload_bytes) > 0
   FROM {schema}.outbox_audit
  WHERE ($1::bigint = 0 OR failed_id = $1) AND ($2::bigint = 0 OR id < $2)
+   AND ($4::bool OR action <> 'read')
  ORDER BY id DESC LIMIT $3`
 
 // Audit returns the actions on a failure, or for the zero FailureID all actions, also those
@@ -106,7 +110,7 @@ func (f *Failures) Audit(ctx context.Context, id FailureID, page AuditPage) ([]A
 	if err != nil {
 		return nil, fmt.Errorf("outbox: read audit: %w", orNotMigrated(err))
 	}
-	rows, err := f.db.Query(ctx, f.sql.audit, pg.PlanEachTime, id.Number, page.Before, limit)
+	rows, err := f.db.Query(ctx, f.sql.audit, pg.PlanEachTime, id.Number, page.Before, limit, !page.WithoutReads)
 	if err == nil {
 		var entries []AuditEntry
 		if entries, err = pgx.CollectRows(rows, scanAudit); err == nil && id != (FailureID{}) {

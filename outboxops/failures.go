@@ -32,6 +32,7 @@ type Failures struct {
 type failuresSQL struct {
 	list, get, ids                             string
 	retry, resolve, edit, hold, release, audit string
+	auditRead, auditReadRecorded               string
 }
 
 // FailuresConfig says where the failures are. It may be zero.
@@ -69,6 +70,7 @@ func NewFailures(db *pgxpool.Pool, cfg FailuresConfig) (*Failures, error) {
 		recorded: newReader(db, cfg.Schema, "outbox", cfg.MaxRead), audited: newReader(db, cfg.Schema, "outbox_audit", cfg.MaxRead), sql: failuresSQL{
 			list: in(sqlFailureList), get: in(sqlFailureGet), ids: in(sqlFailureIDs),
 			retry: in(sqlRetry), resolve: in(sqlResolve), edit: in(sqlEdit), hold: in(sqlHold), release: in(sqlRelease), audit: in(sqlAudit),
+			auditRead: in(sqlAuditRead), auditReadRecorded: in(sqlAuditReadRecorded),
 		}}, nil
 }
 

@@ -21,7 +21,10 @@ func openPage(ctx context.Context, db *pgxpool.Pool, schema string) (address str
 	if err != nil {
 		return "", nil, err
 	}
-	server := &http.Server{Handler: page, ReadHeaderTimeout: 10 * time.Second}
+	server := &http.Server{
+		Handler: page, ReadHeaderTimeout: 10 * time.Second, ReadTimeout: 30 * time.Second, WriteTimeout: 5 * time.Minute,
+		IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 64 << 10,
+	}
 	go func() { _ = server.Serve(listener) }() // ends with stop
 	return "http://" + listener.Addr().String() + "/", func() { _ = server.Close() }, nil
 }

@@ -92,7 +92,10 @@ func serve(ctx context.Context, handler http.Handler, parts ...func(context.Cont
 		return err
 	}
 	slog.Info("listening", "address", listener.Addr().String())
-	server := &http.Server{Handler: handler, ReadHeaderTimeout: 10 * time.Second}
+	server := &http.Server{
+		Handler: handler, ReadHeaderTimeout: 10 * time.Second, ReadTimeout: 30 * time.Second, WriteTimeout: time.Minute,
+		IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 64 << 10,
+	}
 
 	behind, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()

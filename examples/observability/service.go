@@ -143,7 +143,10 @@ func (s *service) placeOrder(w http.ResponseWriter, r *http.Request) {
 
 // run runs all parts until ctx is cancelled, HTTP first to end.
 func (s *service) run(ctx context.Context) error {
-	server := &http.Server{Handler: s.handler(), ReadHeaderTimeout: 10 * time.Second}
+	server := &http.Server{
+		Handler: s.handler(), ReadHeaderTimeout: 10 * time.Second, ReadTimeout: 30 * time.Second, WriteTimeout: time.Minute,
+		IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 64 << 10,
+	}
 	behind, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	g, failed := errgroup.WithContext(behind)
