@@ -88,6 +88,14 @@ services: needs-$(if $(filter fake,$(KAFKA)),demo,kafka) $(SERVICES) ## Keep Pos
 lint: bin/golangci-lint ## Check form and style
 	@for m in $(MODULES); do echo "== $$m"; (cd $$m && go vet ./... && $(CURDIR)/bin/golangci-lint run --config $(CURDIR)/.golangci.yml ./...) || exit 1; done
 
+.PHONY: vulncheck
+vulncheck: bin/govulncheck bin/vulncheck ## Look for known vulnerabilities in what is called; says so where their database cannot be reached
+	@bin/vulncheck bin/govulncheck $(MODULES)
+
+.PHONY: fuzz
+fuzz: ## Run all fuzz targets for together SECONDS_IN_ALL=60
+	@tools/fuzz.sh
+
 .PHONY: tidy
 tidy: bin/release ## Tidy all modules and the workspace; they require each other at RELEASE, the version that is tagged next
 	@bin/release tidy $(RELEASE)
@@ -110,8 +118,8 @@ needs-%:
 	@tools/needs.sh $*
 
 # The go command knows best whether these are up to date.
-.PHONY: $(SERVICES) bin/testall bin/demo bin/commerce bin/observability bin/bench bin/release bin/golangci-lint
-$(SERVICES) bin/testall:
+.PHONY: $(SERVICES) bin/testall bin/demo bin/commerce bin/observability bin/bench bin/release bin/golangci-lint bin/govulncheck bin/vulncheck
+$(SERVICES) bin/testall bin/vulncheck:
 	@echo "building $@"
 	@go build -C tools -o ../$@ ./$(@F)
 
@@ -123,10 +131,14 @@ bin/bench:
 	@echo "building $@"
 	@go build -C bench -o ../$@ .
 
-# These two do not depend on the workspace: one checks it, the other is not in it.
+# These do not depend on the workspace: one checks it, the other is not in it.
 bin/release:
 	@echo "building $@"
 	@GOWORK=off go build -C tools $(MOD) -o ../bin/release ./release
+
+bin/govulncheck:
+	@echo "building $@"
+	@GOWORK=off go build -C tools/vuln -o ../../$@ golang.org/x/vuln/cmd/govulncheck
 
 bin/golangci-lint:
 	@echo "building $@"

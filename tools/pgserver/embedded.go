@@ -15,7 +15,6 @@ import (
 
 	embedded "github.com/fergusstrange/embedded-postgres"
 
-	"github.com/outboxgo/outbox/tools/internal/maven"
 	"github.com/outboxgo/outbox/tools/internal/place"
 	"github.com/outboxgo/outbox/tools/internal/progress"
 )
@@ -69,7 +68,7 @@ func download(ctx context.Context, release embedded.PostgresVersion, dir string,
 	stop := progress.Heartbeat(w, func() string { return "still downloading PostgreSQL " + string(release) })
 	defer stop()
 	fetched := make(chan error, 1)
-	go func() { fetched <- fetch(release, dir) }()
+	go func() { fetched <- fetch(ctx, release, dir, w) }()
 	select {
 	case err := <-fetched:
 		if err != nil {
@@ -90,7 +89,7 @@ func download(ctx context.Context, release embedded.PostgresVersion, dir string,
 // be initialised and is empty: it unpacks the programs, its server ends at once
 // because there is no configuration, for root and for everybody else, and what
 // counts is not its error but whether the programs run.
-func fetch(release embedded.PostgresVersion, dir string) error {
+func fetch(ctx context.Context, release embedded.PostgresVersion, dir string, w io.Writer) error {
 	server, work := filepath.Join(dir, "server"), filepath.Join(dir, "work")
 	defer os.RemoveAll(work)
 	data := filepath.Join(work, "data")
@@ -104,10 +103,11 @@ func fetch(release embedded.PostgresVersion, dir string) error {
 	if err != nil {
 		return err
 	}
-	repository, err := maven.Repository() // the archives are there, too
+	repository, stop, err := pinnedRepository(ctx, filepath.Join(work, "jars"), w)
 	if err != nil {
 		return err
 	}
+	defer stop()
 	database := embedded.NewDatabase(embedded.DefaultConfig().
 		Version(release).Port(uint32(port)).Logger(io.Discard).BinaryRepositoryURL(repository).
 		CachePath(filepath.Join(work, "archive")).RuntimePath(filepath.Join(work, "runtime")).
