@@ -57,6 +57,10 @@ var (
 	// ErrDatabaseAhead is returned by [Migrate] when the database was migrated by
 	// a newer release than this one.
 	ErrDatabaseAhead = errors.New("outbox: database is ahead of this release")
+	// ErrForeignObjects is returned by [Migrate] when a role that is not trusted with the schema
+	// has made functions, operators or tables there that Migrate would run or take for its own.
+	// The error names them.
+	ErrForeignObjects = errors.New("outbox: the schema has objects of roles that are not trusted with it, drop them")
 	// ErrSequenceBehind is returned by [Relay.Run] when it begins to lead, before it
 	// sends anything, if the sequence of outbox.id is behind ids that are in use: the
 	// database was restored without its sequences, or somebody set the sequence back, as

@@ -38,6 +38,12 @@ func newRelayFixture(t testing.TB) *relayFixture {
 func newPartitionedFixture(t testing.TB, partitionRows int64) *relayFixture {
 	t.Helper()
 	db, schema := testenv.Schema(t)
+	return migratedFixture(t, db, schema, partitionRows)
+}
+
+// migratedFixture is newPartitionedFixture in a schema that is there.
+func migratedFixture(t testing.TB, db *pgxpool.Pool, schema string, partitionRows int64) *relayFixture {
+	t.Helper()
 	require.NoError(t, outbox.Migrate(context.Background(), db, outbox.MigrateConfig{Schema: schema, PartitionRows: partitionRows}))
 	h := &relayFixture{db: db, schema: schema, topic: "test-" + uuid.NewString(), brokers: testenv.Brokers(t)}
 	events, err := outbox.NewRegistry("test", outbox.Event("test.oracle.happened.v1", "Key", oracle.Event.Aggregate).Topic(h.topic))

@@ -18,6 +18,7 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/privileges"
 	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/outboxgo/outbox/migrations"
 )
@@ -69,7 +70,7 @@ func (c MigrateConfig) validate() error {
 
 // Migrate brings the tables of outbox up to date. It may be called at every start and
 // by many processes at once: one of them migrates, the others wait for it and find
-// nothing to do. If there is nothing to do, it asks PostgreSQL once and locks nothing.
+// nothing to do. If there is nothing to do, it asks PostgreSQL twice and locks nothing.
 //
 // Each file of the package migrations is a transaction. If one fails, those before it
 // stay, and the error names it. Writers, relays and consumers may be at work: a file that
@@ -80,8 +81,13 @@ func (c MigrateConfig) validate() error {
 // that are far ahead.
 //
 // It returns [ErrDatabaseAhead], and changes nothing, if a newer release has migrated
-// the database. The role needs CREATE on the schema, or on the database if the schema
-// does not exist. A project that uses a migration tool can apply the files of the
+// the database. It revokes CREATE on the schema from PUBLIC where the role may do that, and
+// logs it as WARN. It returns [ErrForeignObjects] where a role that is not trusted with the
+// schema has made functions or operators in it that the files would run, or tables of the
+// names that outbox uses: drop them, or migrate as that role. Trusted are the role itself,
+// superusers, the owner of the schema, and who was granted CREATE on it by name.
+//
+// The role needs CREATE on the schema, or on the database if the schema does not exist. A project that uses a migration tool can apply the files of the
 // package migrations with that instead.
 func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	cfg = cfg.withDefaults()
@@ -189,15 +195,14 @@ type migrator struct {
 	db    *pgxpool.Pool
 	cfg   MigrateConfig
 	steps []migration
+
+	warned bool // of a schema in which everybody may create
 }
 
 // run applies file after file.
 func (m *migrator) run(ctx context.Context) error {
 	for {
-		version, err := m.version(ctx, m.db)
-		if pg.IsUndefinedTable(err) {
-			version, err = 0, nil // of the schema, or of its table of applied files
-		}
+		version, err := appliedVersion(ctx, m.db, m.cfg.Schema)
 		switch {
 		case err != nil:
 			return err
@@ -205,6 +210,9 @@ func (m *migrator) run(ctx context.Context) error {
 			return fmt.Errorf("%w: it is at version %d, this release knows %d", ErrDatabaseAhead, version, len(m.steps))
 		case version == len(m.steps):
 			return nil
+		}
+		if err := m.protect(ctx); err != nil {
+			return err
 		}
 		if err := m.apply(ctx, m.steps[version]); err != nil {
 			return fmt.Errorf("%s: %w", m.steps[version].name, err)
@@ -245,7 +253,7 @@ func (m *migrator) try(ctx context.Context, step migration, pause time.Duration)
 	defer conn.Release() // rolls back: a connection within a transaction is closed
 	// Under READ COMMITTED each statement sees what the process that had the lock
 	// before has committed. The pool's default may be another level.
-	for _, sql := range []string{"BEGIN ISOLATION LEVEL READ COMMITTED", sqlMigrateSettings} {
+	for _, sql := range []string{"BEGIN ISOLATION LEVEL READ COMMITTED", privileges.SafePath, sqlMigrateSettings} {
 		if _, err := conn.Exec(ctx, sql); err != nil {
 			return err
 		}
@@ -254,10 +262,17 @@ func (m *migrator) try(ctx context.Context, step migration, pause time.Duration)
 		return fmt.Errorf("lock: %w", err)
 	}
 	wait.Sleep(ctx, pause)
+	if err := m.checkForeign(ctx, conn.Conn()); err != nil {
+		return err
+	}
 	if err := m.ensureTable(ctx, conn.Conn()); err != nil {
 		return err
 	}
-	version, err := m.version(ctx, conn)
+	var version int
+	err = conn.QueryRow(ctx, pg.InSchema(sqlMigrationVersion, m.cfg.Schema)).Scan(&version)
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = nil
+	}
 	if err != nil || version >= step.version {
 		return errors.Join(err, execScript(ctx, conn.Conn(), "ROLLBACK"))
 	}
@@ -288,7 +303,7 @@ SELECT set_config('statement_timeout', '0', true), set_config('idle_in_transacti
 
 // sqlStepSettings makes the schema the default for unqualified names, which the files
 // have, and bounds the wait for locks, until the end of the transaction.
-const sqlStepSettings = `SELECT set_config('search_path', $1, true), set_config('lock_timeout', $2, true)`
+const sqlStepSettings = `SELECT set_config('search_path', $1 || ', pg_temp', true), set_config('lock_timeout', $2, true)`
 
 // sqlLockHolder finds the oldest transaction that has a lock on a table of outbox. One
 // that is prepared has no process.
@@ -341,15 +356,37 @@ COMMENT ON COLUMN {schema}.outbox_migration.version IS 'Number of the file, from
 COMMENT ON COLUMN {schema}.outbox_migration.name IS 'Name of the file.';
 COMMENT ON COLUMN {schema}.outbox_migration.applied_at IS 'When it was applied.';`
 
-const sqlMigrationVersion = `SELECT coalesce(max(version), 0) FROM {schema}.outbox_migration`
+const sqlMigrationVersion = `SELECT version FROM {schema}.outbox_migration ORDER BY version DESC LIMIT 1`
 
 // sqlMigrationDone is sent with the file, in a message that takes no arguments.
 const sqlMigrationDone = `INSERT INTO {schema}.outbox_migration (version, name) VALUES ($1, $2)`
 
-// version returns the version of the last file that was applied.
-func (m *migrator) version(ctx context.Context, db pg.RowQuerier) (version int, err error) {
-	err = db.QueryRow(ctx, pg.InSchema(sqlMigrationVersion, m.cfg.Schema)).Scan(&version)
+// sqlIsMigrationTable reports whether outbox_migration is there, and is a table that runs
+// nothing when it is read, as a view of somebody else would.
+const sqlIsMigrationTable = `
+SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+                WHERE n.nspname = $1 AND c.relname = 'outbox_migration' AND c.relkind = 'r' AND NOT c.relrowsecurity)`
+
+// appliedVersion returns the version of the last file that was applied, 0 before the first.
+func appliedVersion(ctx context.Context, db *pgxpool.Pool, schema string) (version int, err error) {
+	err = readApplied(ctx, db, schema, sqlMigrationVersion, []any{&version}, func() error { return nil })
 	return version, err
+}
+
+// readApplied reads outbox_migration, if it is there.
+func readApplied(ctx context.Context, db *pgxpool.Pool, schema, sql string, row []any, read func() error) error {
+	is := false
+	err := pg.Query(ctx, db, privileges.SafePath, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&is}, func() error { return nil })
+		return err
+	}, sqlIsMigrationTable, schema)
+	if err != nil || !is {
+		return err
+	}
+	return pg.Query(ctx, db, privileges.SafePath, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, row, read)
+		return err
+	}, pg.InSchema(sql, schema))
 }
 
 // execScript runs any number of statements.
@@ -377,6 +414,48 @@ func (m *migrator) ensureTable(ctx context.Context, conn *pgx.Conn) error {
 	return nil
 }
 
+// protect revokes CREATE on the schema from PUBLIC, before a file is applied.
+func (m *migrator) protect(ctx context.Context) error {
+	return pgx.BeginFunc(ctx, m.db, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, privileges.SafePath); err != nil {
+			return err
+		}
+		may, revocable, err := privileges.PublicMayCreate(ctx, tx, m.cfg.Schema)
+		switch {
+		case err != nil:
+			return fmt.Errorf("look who may create in the schema: %w", err)
+		case may && revocable:
+			m.warnPublic("outbox: CREATE on the schema is revoked from PUBLIC")
+			_, err = tx.Exec(ctx, pg.InSchema(`REVOKE CREATE ON SCHEMA {schema} FROM PUBLIC`, m.cfg.Schema))
+			return err
+		case may:
+			m.warnPublic("outbox: everybody may create in the schema, its owner should revoke CREATE from PUBLIC")
+		}
+		return nil
+	})
+}
+
+// warnPublic logs once what is the matter with a schema in which everybody may create.
+func (m *migrator) warnPublic(what string) {
+	if !m.warned {
+		m.cfg.Logger.Warn(what, "schema", m.cfg.Schema, "why", "who may create functions and operators there can act with the rights of all who use outbox")
+	}
+	m.warned = true
+}
+
+// checkForeign refuses to go on where another role has made something that a file would run,
+// or take for a table of outbox.
+func (m *migrator) checkForeign(ctx context.Context, conn *pgx.Conn) error {
+	foreign, err := privileges.Foreign(ctx, conn, m.cfg.Schema, false)
+	if err != nil {
+		return fmt.Errorf("look for objects of other roles: %w", err)
+	}
+	if len(foreign) > 0 {
+		return fmt.Errorf("%w: %s", ErrForeignObjects, strings.Join(foreign, "; "))
+	}
+	return nil
+}
+
 // Migration is one step of [Migrate].
 type Migration struct {
 	// Version is its number, from 1.
@@ -391,6 +470,16 @@ type Migration struct {
 
 const sqlMigrations = `SELECT version, name, applied_at FROM {schema}.outbox_migration ORDER BY version`
 
+// appliedMigrations returns what outbox_migration says.
+func appliedMigrations(ctx context.Context, db *pgxpool.Pool, schema string) (applied []Migration, err error) {
+	var m Migration
+	err = readApplied(ctx, db, schema, sqlMigrations, []any{&m.Version, &m.Name, &m.AppliedAt}, func() error {
+		applied = append(applied, m)
+		return nil
+	})
+	return applied, err
+}
+
 // MigrationStatus returns the migrations that this release has or that have been
 // applied, by version. It changes nothing; without the schema or the table, all of them
 // are pending. It does not see what a tool other than [Migrate] has applied.
@@ -403,14 +492,8 @@ func MigrationStatus(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) (
 	if err != nil {
 		return nil, fmt.Errorf("outbox: migration status: %w", err)
 	}
-	var applied []Migration
-	rows, err := db.Query(ctx, pg.InSchema(sqlMigrations, cfg.Schema))
-	if err == nil {
-		applied, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (m Migration, err error) {
-			return m, row.Scan(&m.Version, &m.Name, &m.AppliedAt)
-		})
-	}
-	if err != nil && !pg.IsUndefinedTable(err) {
+	applied, err := appliedMigrations(ctx, db, cfg.Schema)
+	if err != nil {
 		return nil, fmt.Errorf("outbox: migration status of schema %s: %w", cfg.Schema, err)
 	}
 	for i := range applied {

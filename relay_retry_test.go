@@ -26,9 +26,15 @@ import (
 func newPoisonedFixture(t *testing.T) (*relayFixture, *oracle.Reader) {
 	t.Helper()
 	h := newRelayFixture(t)
+	return h, h.poisoned(t)
+}
+
+// poisoned makes the topic of a fixture one that rejects what is large, and follows it.
+func (h *relayFixture) poisoned(t *testing.T) *oracle.Reader {
+	t.Helper()
 	testenv.RealBrokers(t)
 	testenv.CreateTopic(t, h.brokers, h.topic, 1, "max.message.bytes", "2000")
-	return h, h.follow(t)
+	return h.follow(t)
 }
 
 // poison is an event that the topic of a newPoisonedFixture rejects.

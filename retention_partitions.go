@@ -66,7 +66,7 @@ func newPartitions(schema string) partitions {
 
 // sqlPartitioned comes before all else: the relay of a plain table needs no right to
 // call functions.
-const sqlPartitioned = `SELECT relkind = 'p' FROM pg_class WHERE oid = '{schema}.outbox'::regclass`
+const sqlPartitioned = `SELECT relkind = 'p' FROM pg_class WHERE oid = {outbox}::regclass::oid`
 
 const sqlPartitions = `SELECT name::text, first, behind, closed, large FROM {schema}.outbox_partitions() ORDER BY first`
 

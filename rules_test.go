@@ -15,10 +15,10 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -141,8 +141,7 @@ func TestQueries(t *testing.T) {
 	queries := sqlConsts(t)
 	require.GreaterOrEqual(t, len(queries), 50)
 	for name, query := range queries {
-		query = strings.ReplaceAll(query, "{schema}", pgx.Identifier{schema}.Sanitize())
-		_, err := conn.Conn().Prepare(background, name, query)
+		_, err := conn.Conn().Prepare(background, name, pg.InSchema(query, schema))
 		require.NoError(t, err, name)
 	}
 }

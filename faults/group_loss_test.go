@@ -107,7 +107,8 @@ func (g *group) rewind(t *testing.T, to time.Time) {
 	var report outboxops.RewindReport
 	rewound := func() bool {
 		var err error
-		report, err = outboxops.Rewind(g.ctx, g.db, []kgo.Opt{kgo.SeedBrokers(g.spec.Brokers...)}, outboxops.RewindConfig{Group: g.spec.Group, Time: to})
+		report, err = outboxops.Rewind(g.ctx, g.db, []kgo.Opt{kgo.SeedBrokers(g.spec.Brokers...)}, outboxops.RewindConfig{Group: g.spec.Group, Time: to,
+			Audit: outboxops.AuditInfo{Operator: "the test", Reason: "PostgreSQL has lost transactions"}})
 		require.True(t, err == nil || errors.Is(err, outboxops.ErrGroupActive), "%v", err)
 		return err == nil
 	}

@@ -169,15 +169,16 @@ type apiAudit struct {
 	ID        int64       `json:"id"`
 	At        time.Time   `json:"at"`
 	Operator  string      `json:"operator"`
+	Login     string      `json:"login"`
 	Action    string      `json:"action"`
 	Reason    string      `json:"reason"`
 	Relay     string      `json:"relay"`
 	Topic     string      `json:"topic"`
 	Key       string      `json:"key"`
+	Group     string      `json:"group"`
 	FailureID string      `json:"failure_id"`
 	OutboxID  int64       `json:"outbox_id"`
 	EventID   string      `json:"event_id"`
-	Group     string      `json:"group"`
 	Before    *apiPayload `json:"before"`
 }
 
@@ -363,8 +364,8 @@ func (p payload) api() apiPayload {
 // auditOf translates an entry about an event of a type.
 func (a *admin) auditOf(e outboxops.AuditEntry, eventType, contentType string) apiAudit {
 	row := a.auditRowOf(e)
-	entry := apiAudit{ID: e.ID, At: e.At.UTC(), Operator: e.Operator, Action: e.Action, Reason: e.Reason, Relay: e.Relay, Topic: e.Topic,
-		Key: row.Key, FailureID: e.Failure.String(), OutboxID: e.OutboxID, EventID: e.EventID, Group: e.Group}
+	entry := apiAudit{ID: e.ID, At: e.At.UTC(), Operator: e.Operator, Login: e.Login, Action: e.Action, Reason: e.Reason, Relay: e.Relay, Topic: e.Topic,
+		Key: row.Key, Group: e.Group, FailureID: e.Failure.String(), OutboxID: e.OutboxID, EventID: e.EventID}
 	if e.Payload != nil || e.PayloadErr != nil {
 		before := a.payloadOf(eventType, contentType, e.Payload, e.PayloadErr).api()
 		entry.Before = &before

@@ -79,8 +79,8 @@ func headersShown(all map[string]string) headerList {
 	return list
 }
 
-var pastActions = map[string]string{"retry": "retried", "resolve": "resolved", "edit": "edited", "hold": "held", "release": "released",
-	"pause": "paused", "resume": "resumed", "read": "read"}
+var pastActions = map[string]string{"retry": "retried", "resolve": "resolved", "edit": "edited", "hold": "held", "release": "released", "read": "read",
+	"pause": "paused", "resume": "resumed", "rewind": "rewound"}
 
 // stat is a number on the overview.
 type stat struct {

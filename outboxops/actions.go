@@ -6,34 +6,16 @@ import (
 	"errors"
 	"fmt"
 
-	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgtype"
-
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/jsonb"
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// Every action writes its audit rows in the statement that changes the events.
-// Rows are locked in the order of their ids, as the relay locks them.
+// The functions of 0010_least_privilege.sql change the events and write the audit rows, with
+// the rights of the owner of the tables: an operator needs no right to change them in any
+// other way.
 
-// sqlRetry makes heads due, and parks what is dead. The relay finds its place among
-// the events of its key, because it may be sending one of them.
-const sqlRetry = `
-WITH chosen AS MATERIALIZED (
-    SELECT id FROM {schema}.outbox_failed
-     WHERE id = ANY ($3::bigint[]) AND (status IN ('waiting', 'failed') AND NOT held OR status = 'dead')
-       AND num_nonnulls(payload, payload_bytes) > 0
-     ORDER BY id FOR UPDATE
-), changed AS (
-    UPDATE {schema}.outbox_failed AS f
-       SET status = CASE status WHEN 'dead' THEN 'parked' ELSE status END,
-           retry_count = CASE status WHEN 'dead' THEN 0 ELSE retry_count END, held = false, next_retry_at = now()
-     WHERE id = ANY (ARRAY(SELECT id FROM chosen))
- RETURNING f.*
-)
-INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id)
-SELECT $1, 'retry', $2, relay, parking_key, id, outbox_id, event_id FROM changed`
+const sqlRetry = `SELECT {schema}.outbox_retry_failed($1, $2, $3)`
 
 // Retry has the relay send an event at its next look, whatever its NextRetryAt. A dead
 // event has all its tries again, and goes before the later events of its key that
@@ -45,17 +27,7 @@ func (f *Failures) Retry(ctx context.Context, id FailureID, why AuditInfo) error
 	return f.changeOne(ctx, "retry", f.sql.retry, id, why)
 }
 
-const sqlResolve = `
-WITH chosen AS MATERIALIZED (
-    SELECT id FROM {schema}.outbox_failed WHERE id = ANY ($3::bigint[]) AND status <> 'resolved' ORDER BY id FOR UPDATE
-), changed AS (
-    UPDATE {schema}.outbox_failed AS f
-       SET status = 'resolved', held = false, resolved_at = now(), resolved_by = $1, resolution = $2
-     WHERE id = ANY (ARRAY(SELECT id FROM chosen))
- RETURNING f.*
-)
-INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id)
-SELECT $1, 'resolve', $2, relay, parking_key, id, outbox_id, event_id FROM changed`
+const sqlResolve = `SELECT {schema}.outbox_resolve_failed($1, $2, $3)`
 
 // Resolve closes an event without sending it: consumers will never see it, unless the
 // relay is sending it at this moment. What waits behind it goes on. The row stays,
@@ -67,17 +39,28 @@ func (f *Failures) Resolve(ctx context.Context, id FailureID, why AuditInfo) err
 }
 
 // changeOne runs an action on one event, or says why it is not possible.
-func (f *Failures) changeOne(ctx context.Context, action, sql string, id FailureID, why AuditInfo, more ...any) error {
+func (f *Failures) changeOne(ctx context.Context, action, sql string, id FailureID, why AuditInfo) error {
 	if err := errors.Join(why.check(), id.checkFor(action)); err != nil {
 		return err
 	}
-	tag, err := f.db.Exec(ctx, sql, append([]any{why.Operator, why.Reason, []int64{id.Number}}, more...)...)
+	done, err := f.change(ctx, sql, []int64{id.Number}, why)
 	if err != nil {
 		return fmt.Errorf("outbox: %s failure %v: %w", action, id, orNotMigrated(err))
 	}
-	if tag.RowsAffected() > 0 {
-		return nil
+	if done == 0 {
+		return f.whyNot(ctx, action, id)
 	}
+	return nil
+}
+
+// change runs an action on events, and returns how many it has changed.
+func (f *Failures) change(ctx context.Context, sql string, ids []int64, why AuditInfo) (done int, err error) {
+	err = f.db.QueryRow(ctx, sql, ids, why.Operator, why.Reason).Scan(&done)
+	return done, err
+}
+
+// whyNot says why an action was not possible.
+func (f *Failures) whyNot(ctx context.Context, action string, id FailureID) error {
 	row, err := f.get(ctx, id)
 	if err != nil {
 		return err
@@ -92,19 +75,7 @@ func (f *Failures) changeOne(ctx context.Context, action, sql string, id Failure
 	return fmt.Errorf("outbox: %s failure %v: %w: it is %s", action, id, ErrStatus, status)
 }
 
-const sqlEdit = `
-WITH chosen AS MATERIALIZED (
-    SELECT * FROM {schema}.outbox_failed WHERE id = ANY ($3::bigint[]) AND status = 'dead' ORDER BY id FOR UPDATE
-), changed AS (
-    UPDATE {schema}.outbox_failed
-       SET payload = $4::text::jsonb, payload_bytes = $5, headers = $6::text::jsonb, size = $7,
-           status = 'parked', retry_count = 0, held = false, next_retry_at = now(),
-           error_class = CASE error_class WHEN 'unreadable_row' THEN NULL ELSE error_class END
-     WHERE id = ANY (ARRAY(SELECT id FROM chosen))
- RETURNING id
-)
-INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id, payload, payload_bytes)
-SELECT $1, 'edit', $2, relay, parking_key, id, outbox_id, event_id, payload, payload_bytes FROM chosen`
+const sqlEdit = `SELECT {schema}.outbox_edit_failed($1, $2, $3, $4)`
 
 // Edit gives a dead event another payload, of the same content type, and retries
 // it. Its id stays, and so do all its other attributes, except for headers that
@@ -122,67 +93,43 @@ func (f *Failures) Edit(ctx context.Context, id FailureID, payload []byte, why A
 	if err != nil {
 		return err
 	}
-	size, err := f.checkPayload(row.ContentType, payload)
-	if err != nil {
+	if err := f.checkPayload(row.ContentType, payload); err != nil {
 		return &outbox.FieldError{EventType: row.Type, Index: -1, Field: "payload", Err: err}
 	}
-	headers, err := f.headersToKeep(ctx, row)
-	if err != nil {
-		return fmt.Errorf("outbox: edit failure %v: read headers: %w", id, orNotMigrated(err))
-	}
-	var text pgtype.Text
-	if row.ContentType == jsonContentType {
-		text, payload = pgtype.Text{String: string(payload), Valid: true}, nil
-	} else if payload == nil {
+	if payload == nil {
 		payload = []byte{} // empty is not NULL
 	}
-	return f.changeOne(ctx, "edit", f.sql.edit, id, why, text, payload, pgtype.Text{String: string(headers), Valid: headers != nil}, size+len(headers))
+	var done bool
+	if err := f.db.QueryRow(ctx, f.sql.edit, id.Number, payload, why.Operator, why.Reason).Scan(&done); err != nil {
+		return fmt.Errorf("outbox: edit failure %v: %w", id, orNotMigrated(err))
+	}
+	if !done {
+		return f.whyNot(ctx, "edit", id)
+	}
+	return nil
 }
 
 // jsonContentType is the content type whose payloads are stored as jsonb.
 const jsonContentType = "application/json"
 
-// checkPayload checks what an operator wrote, and returns its size as PostgreSQL prints it.
-func (f *Failures) checkPayload(contentType string, payload []byte) (size int, err error) {
-	size = len(payload)
+// checkPayload checks what an operator wrote.
+func (f *Failures) checkPayload(contentType string, payload []byte) (err error) {
+	size := len(payload)
 	if contentType == jsonContentType {
 		if !json.Valid(payload) {
-			return 0, fmt.Errorf("%w: it is no JSON", outbox.ErrJSON)
+			return fmt.Errorf("%w: it is no JSON", outbox.ErrJSON)
 		}
 		if size, err = jsonb.Check(payload); err != nil {
-			return 0, err
+			return err
 		}
 	}
 	if size > f.maxPayload {
-		return 0, fmt.Errorf("%w: %d bytes as PostgreSQL prints it, at most %d", outbox.ErrTooLarge, size, f.maxPayload)
+		return fmt.Errorf("%w: %d bytes as PostgreSQL prints it, at most %d", outbox.ErrTooLarge, size, f.maxPayload)
 	}
-	return size, nil
+	return nil
 }
 
-// headersToKeep returns the headers of a failed event, as JSON. The row of an unreadable
-// event has none, but the one in outbox may have.
-func (f *Failures) headersToKeep(ctx context.Context, row Failure) ([]byte, error) {
-	headers, err := f.rows.readHeaders(ctx, row.ID.Number)
-	if err != nil || headers != nil || row.Class != unreadableRow {
-		return headers, err
-	}
-	headers, err = f.recorded.readHeaders(ctx, row.OutboxID)
-	if errors.Is(err, pgx.ErrNoRows) {
-		return nil, nil
-	}
-	return headers, err
-}
-
-const sqlHold = `
-WITH chosen AS MATERIALIZED (
-    SELECT id FROM {schema}.outbox_failed
-     WHERE relay = $3 AND parking_key = $4 AND status IN ('waiting', 'failed', 'parked', 'dead')
-     ORDER BY id FOR UPDATE
-), changed AS (
-    UPDATE {schema}.outbox_failed SET held = true WHERE id = ANY (ARRAY(SELECT id FROM chosen)) RETURNING id
-)
-INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key)
-SELECT $1, 'hold', $2, $3, $4 WHERE EXISTS (SELECT FROM changed)`
+const sqlHold = `SELECT {schema}.outbox_hold_key($1, $2, $3, $4)`
 
 // Hold stops a relay from sending anything more of a key, until the key is released
 // or every event of it that waits now is sent or resolved. Later events of the key
@@ -194,16 +141,7 @@ func (f *Failures) Hold(ctx context.Context, relay, topic, key string, why Audit
 	return f.changeKey(ctx, "hold", f.sql.hold, "the key has no unresolved failures", relay, topic, key, why)
 }
 
-const sqlRelease = `
-WITH chosen AS MATERIALIZED (
-    SELECT id FROM {schema}.outbox_failed
-     WHERE relay = $3 AND parking_key = $4 AND status IN ('waiting', 'failed', 'parked', 'dead') AND held
-     ORDER BY id FOR UPDATE
-), changed AS (
-    UPDATE {schema}.outbox_failed SET held = false WHERE id = ANY (ARRAY(SELECT id FROM chosen)) RETURNING id
-)
-INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key)
-SELECT $1, 'release', $2, $3, $4 WHERE EXISTS (SELECT FROM changed)`
+const sqlRelease = `SELECT {schema}.outbox_release_key($1, $2, $3, $4)`
 
 // Release lets a relay send again what Hold, or a dead event under HoldDead, held
 // back. The dead event stays dead.
@@ -219,8 +157,9 @@ func (f *Failures) changeKey(ctx context.Context, action, sql, none, relay, topi
 	if err := why.check(); err != nil {
 		return err
 	}
-	tag, err := f.db.Exec(ctx, sql, why.Operator, why.Reason, relay, tables.ParkingKey(topic, []byte(key)))
-	if err == nil && tag.RowsAffected() == 0 {
+	var done bool
+	err := f.db.QueryRow(ctx, sql, relay, tables.ParkingKey(topic, []byte(key)), why.Operator, why.Reason).Scan(&done)
+	if err == nil && !done {
 		err = fmt.Errorf("%s (%w)", none, ErrNotFound)
 	}
 	if err != nil {

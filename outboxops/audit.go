@@ -16,7 +16,8 @@ import (
 
 // AuditInfo says who acts, and why. It goes into outbox_audit.
 type AuditInfo struct {
-	// Operator is who acts, at most 100 characters. Required.
+	// Operator is who acts, at most 100 characters, in the words of the application: whoever
+	// may act can write any name. AuditEntry.Login is what PostgreSQL knows. Required.
 	Operator string
 	// Reason is why. Required.
 	Reason string
@@ -53,16 +54,19 @@ type AuditEntry struct {
 	ID int64
 	// At is when it was done.
 	At time.Time
-	// Operator is who did it, and Reason why. What a relay retries by RetryDeadAfter, it
-	// retries as "relay" and its name.
+	// Operator is who did it, as [AuditInfo] said, and Reason why. What a relay retries by
+	// RetryDeadAfter, it retries as "relay" and its name.
 	Operator, Reason string
+	// Login is the role that was logged in to PostgreSQL, which writes it down itself; empty
+	// in entries of before.
+	Login string
 	// Action is retry, resolve, edit, hold or release, or read for a payload that was shown; of
-	// a consumer group pause or resume.
+	// a consumer group pause, resume or rewind.
 	Action string
 	// Relay, Topic and Key are where the event belongs. Of a consumer group there is only
 	// Topic, empty for all of them.
 	Relay, Topic, Key string
-	// Group is the consumer group that was paused or resumed; empty for all else.
+	// Group is the consumer group that was paused, resumed or rewound; empty for all else.
 	Group string
 	// Failure, OutboxID and EventID are the event's. They are zero for an action on a
 	// key.
@@ -92,7 +96,7 @@ type AuditPage struct {
 }
 
 const sqlAudit = `
-SELECT id, created_at, operator, reason, action, relay, split_part(parking_key, '/', 1), substr(parking_key, strpos(parking_key, '/') + 1),
+SELECT id, created_at, operator, coalesce(login, ''), reason, action, relay, split_part(parking_key, '/', 1), substr(parking_key, strpos(parking_key, '/') + 1),
        coalesce(failed_id, 0), coalesce(outbox_id, 0), coalesce(event_id::text, ''),
        coalesce(consumer_group, ''), num_nonnulls(payload, payload_bytes) > 0
   FROM {schema}.outbox_audit
@@ -144,7 +148,7 @@ func (f *Failures) readEdited(ctx context.Context, entries []AuditEntry) (err er
 
 func scanAudit(row pgx.CollectableRow) (e AuditEntry, err error) {
 	var failure int64
-	err = row.Scan(&e.ID, &e.At, &e.Operator, &e.Reason, &e.Action, &e.Relay, &e.Topic, &e.Key, &failure, &e.OutboxID, &e.EventID, &e.Group, &e.edited)
+	err = row.Scan(&e.ID, &e.At, &e.Operator, &e.Login, &e.Reason, &e.Action, &e.Relay, &e.Topic, &e.Key, &failure, &e.OutboxID, &e.EventID, &e.Group, &e.edited)
 	e.Failure = relayID(failure)
 	return e, err
 }

@@ -95,11 +95,9 @@ func (f *Failures) changeAll(ctx context.Context, action, sql string, filter Fai
 		}
 		n := len(ids)
 		if !cfg.DryRun {
-			tag, err := f.db.Exec(ctx, sql, why.Operator, why.Reason, ids)
-			if err != nil {
+			if n, err = f.change(ctx, sql, ids, why); err != nil {
 				return done, fmt.Errorf("outbox: %s failures: %w", action, orNotMigrated(err))
 			}
-			n = int(tag.RowsAffected())
 		}
 		last, done = ids[len(ids)-1], done+n
 		for _, topic := range topics {

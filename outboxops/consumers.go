@@ -126,13 +126,7 @@ func (c *Consumers) List(ctx context.Context) ([]ConsumerGroup, error) {
 	return all, nil
 }
 
-const sqlPauseConsumer = `
-WITH paused AS (
-    INSERT INTO {schema}.consumer_pause (operator, reason, consumer_group, topic) VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING
-    RETURNING consumer_group, topic
-)
-INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
-SELECT $1, 'pause', $2, '', topic || '/', consumer_group FROM paused`
+const sqlPauseConsumer = `SELECT {schema}.outbox_pause_consumer($1, $2, $3, $4)`
 
 // Pause has all members of a group handle nothing of a topic, or with an empty name nothing
 // at all, until Resume is called with the same. It holds over restarts, and for groups that
@@ -144,12 +138,7 @@ func (c *Consumers) Pause(ctx context.Context, group, topic string, why AuditInf
 	return c.change(ctx, "pause", c.pause, "it is paused already", group, topic, why)
 }
 
-const sqlResumeConsumer = `
-WITH resumed AS (
-    DELETE FROM {schema}.consumer_pause WHERE consumer_group = $3 AND topic = $4 RETURNING consumer_group, topic
-)
-INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
-SELECT $1, 'resume', $2, '', topic || '/', consumer_group FROM resumed`
+const sqlResumeConsumer = `SELECT {schema}.outbox_resume_consumer($1, $2, $3, $4)`
 
 // Resume ends a pause of a topic, or with an empty name that of all topics. Topics that are
 // paused by themselves remain paused.
@@ -178,8 +167,9 @@ func (c *Consumers) change(ctx context.Context, action, sql, otherwise, group, t
 			return fmt.Errorf("outbox: %s group %s: %w", action, group, err)
 		}
 	}
-	tag, err := c.db.Exec(ctx, sql, why.Operator, why.Reason, group, topic)
-	if err == nil && tag.RowsAffected() == 0 {
+	var done bool
+	err = c.db.QueryRow(ctx, sql, group, topic, why.Operator, why.Reason).Scan(&done)
+	if err == nil && !done {
 		err = fmt.Errorf("%w: %s", ErrStatus, otherwise)
 	}
 	if err != nil && topic != pauses.All {

@@ -168,7 +168,7 @@ type OpenTransaction struct {
 const sqlTransactions = `
 SELECT a.pid, '', coalesce(a.datname, ''), coalesce(a.usename, ''), coalesce(a.application_name, ''), coalesce(host(a.client_addr), ''),
        coalesce(a.state, ''), a.xact_start, coalesce(left(a.query, 1000), ''),
-       EXISTS (SELECT FROM pg_locks AS l WHERE l.pid = a.pid AND l.relation = to_regclass('{schema}.outbox') AND l.mode = 'RowExclusiveLock'),
+       EXISTS (SELECT FROM pg_locks AS l WHERE l.pid = a.pid AND l.relation = to_regclass({outbox})::oid AND l.mode = 'RowExclusiveLock'),
        CASE WHEN a.wait_event_type = 'Lock' THEN pg_blocking_pids(a.pid) END
   FROM pg_stat_activity AS a
  WHERE a.xact_start < clock_timestamp() - $1::interval AND a.pid <> pg_backend_pid() AND a.backend_type = 'client backend'
@@ -177,7 +177,7 @@ SELECT a.pid, '', coalesce(a.datname, ''), coalesce(a.usename, ''), coalesce(a.a
 SELECT 0, p.gid, p.database, p.owner, '', '', 'prepared', p.prepared, '',
        EXISTS (SELECT FROM pg_locks AS t JOIN pg_locks AS l USING (virtualtransaction)
                 WHERE t.locktype = 'transactionid' AND t.transactionid = p.transaction AND t.pid IS NULL AND l.pid IS NULL
-                  AND l.relation = to_regclass('{schema}.outbox') AND l.mode = 'RowExclusiveLock'),
+                  AND l.relation = to_regclass({outbox})::oid AND l.mode = 'RowExclusiveLock'),
        NULL
   FROM pg_prepared_xacts AS p
  WHERE p.prepared < clock_timestamp() - $1::interval
@@ -217,7 +217,7 @@ SELECT name, first, behind, bytes, coalesce(newest >= first AND newest < behind,
                coalesce(substring(e.bound FROM 'TO \(''?(-?\d+)')::bigint, 9223372036854775807) AS behind
           FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
          CROSS JOIN LATERAL pg_get_expr(c.relpartbound, c.oid) AS e (bound)
-         WHERE i.inhparent = to_regclass('{schema}.outbox') AND e.bound <> 'DEFAULT') AS p,
+         WHERE i.inhparent = to_regclass({outbox})::oid AND e.bound <> 'DEFAULT') AS p,
        (SELECT max(id) AS newest FROM {schema}.outbox) AS o
  ORDER BY first`
 

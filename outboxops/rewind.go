@@ -47,6 +47,9 @@ type RewindConfig struct {
 	Decode func(*kgo.Record) (*outbox.Message, error)
 	// DryRun reports what would happen and changes nothing.
 	DryRun bool
+	// Audit says who rewinds the group, and why. A dry run needs none, nor does a nil db.
+	// Required.
+	Audit AuditInfo
 	// Progress is called when some records have been counted, with their number so far.
 	// Nil is not called.
 	Progress func(records int)
@@ -102,6 +105,9 @@ var ErrGroupActive = errors.New("outbox: the consumer group has members")
 // What event_handled says is done is not repeated. The report counts what is. The counts
 // need all records that are read again to be read once now.
 //
+// The positions in PostgreSQL are set back first, with a row of outbox_audit for each topic,
+// and then the offsets in Kafka. If that fails, the row stays: call Rewind again.
+//
 // It returns [ErrGroupActive] while the group has members, and changes nothing then. A nil
 // db is for a group that runs without one. It makes a Kafka client from opts and closes
 // it.
@@ -110,7 +116,11 @@ func Rewind(ctx context.Context, db *pgxpool.Pool, opts []kgo.Opt, cfg RewindCon
 	if cfg.Decode == nil {
 		cfg.Decode = outbox.DecodeCloudEvent
 	}
-	if err := errors.Join(cfg.validate(), kafka.CheckProducerOpts(opts)); err != nil {
+	err := cfg.validate()
+	if db != nil && !cfg.DryRun {
+		err = errors.Join(err, cfg.Audit.check())
+	}
+	if err := errors.Join(err, kafka.CheckProducerOpts(opts)); err != nil {
 		return RewindReport{}, fmt.Errorf("outbox: rewind config: %w", err)
 	}
 	client, err := kafka.NewClient(opts)
@@ -360,12 +370,24 @@ func (r *rewind) apply(ctx context.Context) error {
 	return activeError(kafka.CommitGroupOffsets(ctx, r.client, r.cfg.Group, offsets))
 }
 
+const sqlRewindConsumer = `SELECT {schema}.outbox_rewind_consumer($1, $2, $3, $4, $5, $6, $7)`
+
 func (r *rewind) savePositions(ctx context.Context, offsets map[kafka.Partition]int64) error {
-	positions := make([]starts.Offset, 0, len(offsets))
+	var (
+		topics    []string
+		topicIDs  [][16]byte
+		numbers   []int32
+		positions []int64
+	)
 	for p, offset := range offsets {
-		positions = append(positions, starts.Offset{Partition: p, Topic: r.ids[p.Topic], At: offset})
+		topics, topicIDs = append(topics, p.Topic), append(topicIDs, r.ids[p.Topic])
+		numbers, positions = append(numbers, p.Number), append(positions, offset)
 	}
-	return starts.NewStore(r.db, r.cfg.Schema, r.cfg.Group).Begin(ctx, positions)
+	_, err := r.db.Exec(ctx, pg.InSchema(sqlRewindConsumer, r.cfg.Schema), r.cfg.Group, topics, topicIDs, numbers, positions, r.cfg.Audit.Operator, r.cfg.Audit.Reason)
+	if err != nil {
+		return fmt.Errorf("set positions back: %w", orNotMigrated(err))
+	}
+	return nil
 }
 
 // eventKeys are the keys under which events are noted, see [handled].

@@ -87,7 +87,7 @@ func (r *rewindFixture) requireEffects(t *testing.T, n int) {
 }
 
 func (r *rewindFixture) rewind(cfg outboxops.RewindConfig) (outboxops.RewindReport, error) {
-	cfg.Group, cfg.Schema = r.group, r.schema
+	cfg.Group, cfg.Schema, cfg.Audit = r.group, r.schema, kim
 	return outboxops.Rewind(background, r.db, []kgo.Opt{kgo.SeedBrokers(r.brokers...)}, cfg)
 }
 

@@ -281,11 +281,12 @@ func TestFailedShow(t *testing.T) {
 	require.JSONEq(t, `{"key": 1}`, string(one.Payload))
 	require.Equal(t, map[string]string{"traceparent": "00-x"}, one.Headers)
 	require.Equal(t, "lee", one.Audit[0].Operator)
+	require.NotEmpty(t, one.Audit[0].Login)
 	require.Equal(t, "resolve", one.Audit[0].Action)
 	require.Equal(t, "seen by hand", one.Resolution)
 	require.Contains(t, one.Error, "\x1b[31m", "JSON has it as it is")
 	text := d.ok(t, "failed", "show", id)
-	for _, want := range []string{"status     resolved", "aggregate  Thing/a", "error      too large·[31m", "traceparent: 00-x", `  "key": 1`, "resolve by lee: seen by hand"} {
+	for _, want := range []string{"status     resolved", "aggregate  Thing/a", "error      too large·[31m", "traceparent: 00-x", `  "key": 1`, "resolve by lee (" + one.Audit[0].Login + "): seen by hand"} {
 		require.Contains(t, text, want)
 	}
 	require.NotContains(t, text, "\x1b")
@@ -561,7 +562,7 @@ func TestConsumerRewind(t *testing.T) {
 	text := d.ok(t, "consumer", "rewind", "--group", group, "--to", "1", "--topic", topic)
 	require.Contains(t, text, "2 records: 1 noted in event_handled, not repeated")
 	require.Contains(t, text, "Nothing is changed yet; --yes does it.")
-	d.json(t, &done, exitOK, "consumer", "rewind", "--group", group, "--to", "1", "--topic", topic, "--yes")
+	d.json(t, &done, exitOK, "consumer", "rewind", "--group", group, "--to", "1", "--topic", topic, "--yes", "--reason", "restored")
 	require.False(t, done.DryRun)
 	require.Contains(t, d.ok(t, "consumer", "rewind", "--group", group, "--to", "2", "--topic", topic), "is not further than that anywhere")
 	for want, args := range map[string]string{"--group is missing": "--to 1h", "--to is missing": "--group g", "needs one --topic": "--group g --to 3", "want how long ago": "--to soon"} {

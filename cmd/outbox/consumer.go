@@ -37,14 +37,15 @@ var consumerRewindCommand = command{
 For after a restore or a failover of PostgreSQL that lost effects of handlers
 whose offsets Kafka has. Stop the group first. What event_handled notes as done
 is not repeated; the rest is, which is counted by reading the records once. The
-group only goes back. Nothing happens unless --yes is given.`,
+group only goes back. Nothing happens unless --yes is given, with --reason.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var r consumerRewind
 		fs.StringVar(&r.group, "group", "", "`NAME` consumer group; required")
-		fs.Var(&r.to, "to", "`TIME` required: 2h (ago), 2006-01-02, or an offset, with one --topic")
+		fs.Var(&r.to, "to", "`TIME` required: 2h (ago), 2006-01-02; an offset, with one --topic")
 		fs.StringVar(&r.topics, "topic", "", "`LIST` only in these topics")
 		fs.BoolVar(&r.yes, "yes", false, "do it; without it the records are only counted")
+		r.why.define(fs)
 		return r.run
 	},
 }
@@ -53,6 +54,7 @@ type consumerRewind struct {
 	group, topics string
 	to            rewindTarget
 	yes           bool
+	why           auditFlags
 }
 
 func (r *consumerRewind) run(ctx context.Context, e *env) error {
@@ -93,7 +95,12 @@ func (r *consumerRewind) config(e *env) (outboxops.RewindConfig, error) {
 	case cfg.Offset != nil && len(cfg.Topics) != 1:
 		return cfg, usagef("--to %d: an offset needs one --topic", *cfg.Offset)
 	}
-	return cfg, nil
+	if !r.yes {
+		return cfg, nil
+	}
+	var err error
+	cfg.Audit, err = r.why.info(e)
+	return cfg, err
 }
 
 // rewoundJSON is a partition in the output.

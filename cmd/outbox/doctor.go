@@ -24,7 +24,8 @@ tables, sequence, privileges, relay, failed, transaction, events, kafka.
 
 Privileges are those of the connected role unless another is named:
 --as relay=shop_relay,writer=shop. The parts are relay, writer, consumer,
-reader and operator, as in docs/roles.md.`,
+reader and operator, as in docs/roles.md. Of a role that is named it also looks
+for rights that its parts do not need.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		d := &doctor{}

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -31,7 +32,9 @@ type need struct {
 	table     string
 	columns   []string
 	sequence  string
-	function  string // with the types of its parameters; needed where outbox has partitions
+	function  string // with the types of its parameters
+	// partitioned: the function is needed where outbox has partitions only.
+	partitioned bool
 }
 
 func onTable(table string, privileges ...string) (all []need) {
@@ -48,16 +51,17 @@ func onSequences(names ...string) (all []need) {
 	return all
 }
 
-func onFunctions(signatures ...string) (all []need) {
+func onFunctions(partitioned bool, signatures ...string) (all []need) {
 	for _, f := range signatures {
-		all = append(all, need{privilege: "EXECUTE", function: f})
+		all = append(all, need{privilege: "EXECUTE", function: f, partitioned: partitioned})
 	}
 	return all
 }
 
 var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_cursor", "SELECT"), onTable("outbox_lease", "SELECT"),
 	onTable("outbox_failed", "SELECT"), onTable("outbox_audit", "SELECT"), onTable("event_handled", "SELECT"), onTable("consumer_start", "SELECT"),
-	onTable("consumer_pause", "SELECT"))
+	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"),
+	onFunctions(false, "outbox_audit_read(bigint, text, text)", "outbox_audit_read_recorded(bigint, text, text)"))
 
 // partNeeds is what docs/roles.md grants, beside USAGE of the schema.
 var partNeeds = map[string][]need{
@@ -66,16 +70,20 @@ var partNeeds = map[string][]need{
 	"relay": slices.Concat(onTable("outbox", "SELECT", "DELETE"), []need{{privilege: "UPDATE", table: "outbox", columns: []string{"xid"}},
 		{privilege: "SELECT", sequence: "outbox_id_seq"}}, onTable("outbox_cursor", "SELECT", "INSERT", "DELETE"),
 		onTable("outbox_lease", "SELECT", "INSERT", "UPDATE"), onTable("outbox_failed", "SELECT", "INSERT", "UPDATE", "DELETE"),
-		onTable("outbox_audit", "SELECT", "INSERT", "DELETE"), onTable("event_handled", "SELECT", "DELETE"), onTable("consumer_start", "SELECT"),
+		onTable("outbox_audit", "SELECT", "DELETE"), []need{{privilege: "INSERT", table: "outbox_audit", columns: []string{"operator", "action", "reason",
+			"relay", "parking_key", "failed_id", "outbox_id", "event_id"}}},
+		onTable("event_handled", "SELECT", "DELETE"), onTable("consumer_start", "SELECT"), onTable("consumer_group_role", "SELECT"),
 		onSequences("outbox_cursor_id_seq", "outbox_failed_id_seq", "outbox_audit_id_seq"),
-		onFunctions("outbox_partitions()", "outbox_relays()", "outbox_make_partitions()",
+		onFunctions(true, "outbox_partitions()", "outbox_relays()", "outbox_make_partitions()",
 			"outbox_drop_partition(name, boolean, pg_snapshot, timestamptz, text[], text, text, bigint)")),
 	"consumer": slices.Concat(onTable("event_handled", "SELECT", "INSERT", "DELETE"),
 		[]need{{privilege: "UPDATE", table: "event_handled", columns: []string{"handled_at"}}}, onSequences("event_handled_id_seq"),
-		onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE"), onTable("consumer_pause", "SELECT")),
+		onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE"), onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT")),
 	"reader": readerNeeds,
-	"operator": slices.Concat(readerNeeds, onTable("outbox_failed", "UPDATE"), onTable("outbox_audit", "INSERT"), onSequences("outbox_audit_id_seq"),
-		onTable("consumer_start", "INSERT", "UPDATE"), onTable("consumer_pause", "INSERT", "DELETE")),
+	"operator": slices.Concat(readerNeeds, onFunctions(false, "outbox_retry_failed(bigint[], text, text)", "outbox_resolve_failed(bigint[], text, text)",
+		"outbox_edit_failed(bigint, bytea, text, text)", "outbox_hold_key(text, text, text, text)", "outbox_release_key(text, text, text, text)",
+		"outbox_pause_consumer(text, text, text, text)", "outbox_resume_consumer(text, text, text, text)",
+		"outbox_rewind_consumer(text, text[], uuid[], int[], bigint[], text, text)")),
 }
 
 // on says what the privilege is for, and grant how to give it.
@@ -111,14 +119,16 @@ const (
 	sqlColumnNeed   = `SELECT coalesce(has_column_privilege($1, to_regclass($2)::oid, $3, $4), true)`
 	sqlSequenceNeed = `SELECT coalesce(has_sequence_privilege($1, to_regclass($2)::oid, CASE $3 WHEN 'USAGE' THEN 'USAGE, UPDATE' ELSE $3 END), true)`
 	sqlFunctionNeed = `SELECT coalesce(has_function_privilege($1, to_regprocedure($2)::oid, $3), true)
-                           OR NOT EXISTS (SELECT FROM pg_class WHERE oid = to_regclass($4) AND relkind = 'p')`
+                           OR $5 AND NOT EXISTS (SELECT FROM pg_class WHERE oid = to_regclass($4)::oid AND relkind = 'p')`
 	sqlSchemaNeed = `SELECT has_schema_privilege($1, $2, 'USAGE')`
 )
 
 // privileges checks that roles can do their work.
 func (d *doctor) privileges(ctx context.Context) error {
+	var named []part
 	for _, p := range d.parts {
-		if p.role == "" {
+		connected := p.role == ""
+		if connected {
 			if err := d.e.db.QueryRow(ctx, `SELECT current_user`).Scan(&p.role); err != nil {
 				return err
 			}
@@ -131,11 +141,14 @@ func (d *doctor) privileges(ctx context.Context) error {
 			d.add("privileges.role", severityError, fmt.Sprintf("there is no role %q", p.role), "Nobody can work as it.", "CREATE ROLE, or another name in --as.")
 			continue
 		}
-		if err := d.privilegesOf(ctx, p); err != nil {
+		if err := errors.Join(d.privilegesOf(ctx, p), d.groupsOf(ctx, p)); err != nil {
 			return err
 		}
+		if !connected {
+			named = append(named, p)
+		}
 	}
-	return nil
+	return errors.Join(d.excess(ctx, named), d.groups(ctx))
 }
 
 func (d *doctor) privilegesOf(ctx context.Context, p part) error {
@@ -171,7 +184,7 @@ func (d *doctor) hasNeed(ctx context.Context, role string, n need) (bool, error)
 	}
 	if n.function != "" {
 		quoted := pgx.Identifier{schema}.Sanitize()
-		return d.has(ctx, sqlFunctionNeed, role, quoted+"."+n.function, n.privilege, quoted+".outbox")
+		return d.has(ctx, sqlFunctionNeed, role, quoted+"."+n.function, n.privilege, quoted+".outbox", n.partitioned)
 	}
 	table := pgx.Identifier{schema, n.table}.Sanitize()
 	if len(n.columns) == 0 {

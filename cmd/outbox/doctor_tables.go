@@ -15,12 +15,13 @@ import (
 
 // tableChecks look at what Migrate has made.
 var tableChecks = []check{
-	{"tables", []string{"tables.table", "tables.column", "tables.index", "tables.constraint", "tables.trigger"}, (*doctor).tables},
+	{"tables", []string{"tables.table", "tables.column", "tables.index", "tables.constraint", "tables.trigger", "tables.policy", "tables.security"}, (*doctor).tables},
 	{"sequence", []string{"sequence.missing", "sequence.cache", "sequence.behind"}, (*doctor).sequence},
 	{"tables.vacuum", []string{"tables.autovacuum", "tables.bloat"}, (*doctor).vacuum},
 	{"tables.partitions", []string{"tables.partitions"}, (*doctor).partitions},
 	{"privileges", []string{"privileges.role", "privileges.relay", "privileges.writer", "privileges.consumer", "privileges.reader",
-		"privileges.operator"}, (*doctor).privileges},
+		"privileges.operator", "privileges.excess", "privileges.groups"}, (*doctor).privileges},
+	{"privileges of the schema", []string{"privileges.schema", "privileges.foreign", "privileges.partitions"}, (*doctor).trust},
 	{"relay", []string{"relay.none", "relay.leader", "relay.backlog", "failed.dead", "failed.held", "failed.parked",
 		"transaction.open", "transaction.prepared"}, (*doctor).relays},
 	{"events", []string{"events.topic"}, (*doctor).routes},
@@ -32,8 +33,6 @@ var migrationsCheck = check{"migrations", []string{"migrations.none", "migration
 	return err
 }}
 
-var outboxTables = []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "outbox_partitioning", "consumer_start", "consumer_pause"}
-
 // migrated reports whether the tables are there and of this release, so that it is
 // worth while to look further.
 func (d *doctor) migrated(ctx context.Context) bool {
@@ -44,7 +43,7 @@ func (d *doctor) migrated(ctx context.Context) bool {
 func (d *doctor) migrations(ctx context.Context) (bool, error) {
 	var there int
 	err := d.e.db.QueryRow(ctx, `SELECT count(*) FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
-WHERE n.nspname = $1 AND c.relkind IN ('r', 'p') AND c.relname = ANY ($2::text[])`, d.e.schemaName(), outboxTables).Scan(&there)
+WHERE n.nspname = $1 AND c.relkind IN ('r', 'p') AND c.relname = ANY ($2::text[])`, d.e.schemaName(), tables.Names).Scan(&there)
 	if err != nil {
 		return false, err
 	}
@@ -92,7 +91,8 @@ func (d *doctor) checkMigrations(all []outbox.Migration) bool {
 //go:embed expected.txt
 var expectedText string
 
-// thing is a table, or a column, index, constraint or trigger of one.
+// thing is a table, or a column, index, constraint, trigger or policy of one, or that it has
+// row level security.
 type thing struct{ kind, table, name, definition string }
 
 func (t thing) key() string { return t.kind + " " + t.table + " " + t.name }
@@ -114,6 +114,15 @@ WITH tables AS MATERIALIZED (
      WHERE n.nspname = $1 AND c.relkind IN ('r', 'p') AND c.relname = ANY ($2::text[])
 )
 SELECT 'table', relname, relname, '' FROM tables
+ UNION ALL
+SELECT 'security', t.relname, 'row level security', CASE WHEN c.relforcerowsecurity THEN 'forced' ELSE 'enabled' END
+  FROM tables AS t JOIN pg_class AS c ON c.oid = t.oid WHERE c.relrowsecurity
+ UNION ALL
+SELECT 'policy', t.relname, p.polname, concat_ws(' ', CASE WHEN p.polpermissive THEN 'PERMISSIVE' ELSE 'RESTRICTIVE' END,
+       'FOR ' || CASE p.polcmd WHEN 'r' THEN 'SELECT' WHEN 'a' THEN 'INSERT' WHEN 'w' THEN 'UPDATE' WHEN 'd' THEN 'DELETE' ELSE 'ALL' END,
+       CASE WHEN p.polroles <> '{0}' THEN 'TO SOME' END,
+       'USING ' || regexp_replace(pg_get_expr(p.polqual, p.polrelid, true), '\s+', ' ', 'g'), 'CHECK ' || regexp_replace(pg_get_expr(p.polwithcheck, p.polrelid, true), '\s+', ' ', 'g'))
+  FROM tables AS t JOIN pg_policy AS p ON p.polrelid = t.oid
  UNION ALL
 SELECT 'column', t.relname, a.attname,
        concat_ws(' ', format_type(a.atttypid, a.atttypmod), CASE WHEN a.attnotnull THEN 'NOT NULL' END, 'DEFAULT ' || ltrim(regexp_replace(pg_get_expr(d.adbin, d.adrelid, true), '\s+', ' ', 'g')))
@@ -139,7 +148,7 @@ func things(ctx context.Context, e *env) (all []thing, err error) {
 		if _, err := tx.Exec(ctx, `SELECT set_config('search_path', $1, true)`, pgx.Identifier{e.schemaName()}.Sanitize()); err != nil {
 			return err
 		}
-		rows, err := tx.Query(ctx, sqlThings, e.schemaName(), outboxTables)
+		rows, err := tx.Query(ctx, sqlThings, e.schemaName(), tables.Names)
 		if err != nil {
 			return err
 		}
@@ -188,7 +197,7 @@ func compare(want, have []thing) (all []finding) {
 
 // matters reports whether something additional can do harm. Indexes only cost.
 func matters(t thing) bool {
-	return t.kind == "trigger" || t.kind == "constraint" && !strings.HasPrefix(t.definition, "PRIMARY KEY") ||
+	return t.kind == "trigger" || t.kind == "policy" || t.kind == "security" || t.kind == "constraint" && !strings.HasPrefix(t.definition, "PRIMARY KEY") ||
 		t.kind == "index" && strings.HasPrefix(t.definition, "CREATE UNIQUE") ||
 		t.kind == "column" && strings.Contains(t.definition, "NOT NULL") && !strings.Contains(t.definition, "DEFAULT")
 }
@@ -200,6 +209,12 @@ func missing(t thing) finding {
 		f.Means, f.Do = "Statements that go by it read the whole table instead, or are refused.", t.definition
 	case "constraint":
 		f.Means, f.Do = "What it keeps out gets in.", fmt.Sprintf("ALTER TABLE %s ADD CONSTRAINT %s %s", t.table, t.name, t.definition)
+	case "policy":
+		f.Means, f.Do = "Roles that are not the owner cannot write there what they have to, or consumers can write for groups that are not theirs.",
+			fmt.Sprintf("Make it again, as in 0010_least_privilege.sql (outbox migrate print --from 10): %s", t.definition)
+	case "security":
+		f.What = "table " + t.table + " has no row level security"
+		f.Means, f.Do = "A consumer can write and remove what other groups have handled, and where they read.", fmt.Sprintf("ALTER TABLE %s ENABLE ROW LEVEL SECURITY", t.table)
 	case "column":
 		f.Means, f.Do = "Statements of outbox fail.", fmt.Sprintf("ALTER TABLE %s ADD COLUMN %s %s", t.table, t.name, t.definition)
 	default:
@@ -266,7 +281,7 @@ func (d *doctor) sequenceBehind(ctx context.Context, name string) error {
 func quoteText(text string) string { return "'" + strings.ReplaceAll(text, "'", "''") + "'" }
 
 const sqlLocks = `
-SELECT (SELECT count(*) FROM pg_inherits WHERE inhparent = to_regclass(format('%I.outbox', $1::text))),
+SELECT (SELECT count(*) FROM pg_inherits WHERE inhparent = to_regclass(format('%I.outbox', $1::text))::oid),
        current_setting('max_locks_per_transaction')::int, current_setting('max_connections')::int + current_setting('max_prepared_transactions')::int`
 
 // partitions checks that the server can lock them all.
@@ -303,12 +318,12 @@ SELECT c.relname, coalesce(s.n_live_tup, 0), coalesce(s.n_dead_tup, 0),
   FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
   LEFT JOIN pg_stat_user_tables AS s ON s.relid = c.oid
  WHERE n.nspname = $1 AND c.relkind = 'r' AND (c.relname = ANY ($2::text[])
-       OR EXISTS (SELECT FROM pg_inherits AS i WHERE i.inhrelid = c.oid AND i.inhparent = to_regclass(format('%I.outbox', $1::text))))
+       OR EXISTS (SELECT FROM pg_inherits AS i WHERE i.inhrelid = c.oid AND i.inhparent = to_regclass(format('%I.outbox', $1::text))::oid))
  ORDER BY 1`
 
 // vacuum checks that what retention removes is cleaned up.
 func (d *doctor) vacuum(ctx context.Context) error {
-	rows, err := d.e.db.Query(ctx, sqlVacuum, d.e.schemaName(), outboxTables)
+	rows, err := d.e.db.Query(ctx, sqlVacuum, d.e.schemaName(), tables.Names)
 	if err != nil {
 		return err
 	}

@@ -104,6 +104,9 @@ var faults = []struct {
 	{"table dropped", `DROP TABLE {s}.event_handled`, "tables.table", severityError, "table event_handled is missing"},
 	{"trigger added", `CREATE TRIGGER mine BEFORE UPDATE ON {s}.outbox FOR EACH ROW EXECUTE FUNCTION suppress_redundant_updates_trigger()`,
 		"tables.trigger", severityWarning, "trigger mine of outbox is not of outbox"},
+	{"policy dropped", `DROP POLICY event_handled_write ON {s}.event_handled`, "tables.policy", severityError, "event_handled_write of event_handled is missing"},
+	{"policy added", `CREATE POLICY mine ON {s}.consumer_start USING (true)`, "tables.policy", severityWarning, "policy mine of consumer_start is not of outbox"},
+	{"row security off", `ALTER TABLE {s}.consumer_start DISABLE ROW LEVEL SECURITY`, "tables.security", severityError, "consumer_start has no row level security"},
 	{"autovacuum off", `ALTER TABLE {s}.outbox SET (autovacuum_enabled = off)`, "tables.autovacuum", severityWarning, "autovacuum is off for outbox"},
 	{"sequence cached", `ALTER SEQUENCE {s}.outbox_id_seq CACHE 20`, "sequence.cache", severityError, "CACHE 20"},
 	{"sequence behind", `SELECT setval('{s}.outbox_id_seq', max(id), false) FROM {s}.outbox`, "sequence.behind", severityError, "behind id"},
@@ -301,7 +304,7 @@ func TestDoctorOnPrivileges(t *testing.T) {
 		for _, block := range regexp.MustCompile("(?s)```sql\n(.*?)```").FindAllSubmatch(doc, -1) {
 			sql := regexp.MustCompile(`\boutbox_(writer|relay|consumer|reader|operator)\b`).ReplaceAllString(string(block[1]), "outbox_${1}"+suffix)
 			for _, statement := range strings.Split(strings.ReplaceAll(sql, "SCHEMA public", "SCHEMA "+schema), ";") {
-				if statement = strings.TrimSpace(statement); strings.HasPrefix(statement, "GRANT") {
+				if statement = strings.TrimSpace(statement); strings.HasPrefix(statement, "GRANT") || strings.HasPrefix(statement, "INSERT") {
 					grants = append(grants, statement)
 				}
 				if _, err := tx.Exec(background, statement); err != nil {
@@ -328,11 +331,14 @@ func TestDoctorOnPrivileges(t *testing.T) {
 			if _, err := tx.Exec(background, "SET LOCAL search_path = "+schema); err != nil {
 				return err
 			}
-			_, err := tx.Exec(background, statement)
+			_, err := tx.Conn().PgConn().Exec(background, statement).ReadAll()
 			return err
 		}), statement)
 	}
 	revoke := func(grant string) string {
+		if strings.HasPrefix(grant, "INSERT") {
+			return fmt.Sprintf("DELETE FROM consumer_group_role WHERE role = '%s'", regexp.MustCompile(`outbox_(relay|consumer)_\w+`).FindString(grant))
+		}
 		return strings.Replace(strings.Replace(grant, "GRANT", "REVOKE", 1), " TO ", " FROM ", 1)
 	}
 	for _, grant := range grants {
@@ -352,6 +358,46 @@ func TestDoctorOnPrivileges(t *testing.T) {
 		run(f.Do)
 	}
 	require.Empty(t, find())
+
+	// What a part does not need is found, and what lets others act with its rights.
+	for _, test := range []struct{ grant, id, what string }{
+		{"GRANT UPDATE ON outbox_failed TO outbox_operator", "privileges.excess", "has UPDATE on outbox_failed"},
+		{"GRANT INSERT ON outbox_audit TO outbox_relay", "privileges.excess", "has INSERT on outbox_audit"},
+		{"GRANT UPDATE (topic) ON outbox TO outbox_relay", "privileges.excess", "has UPDATE on outbox (topic)"},
+		{"GRANT SELECT (payload) ON outbox TO outbox_writer", "privileges.excess", "has SELECT on outbox (payload)"},
+		{"GRANT UPDATE ON SEQUENCE outbox_id_seq TO outbox_writer", "privileges.excess", "has UPDATE on sequence outbox_id_seq"},
+		{"GRANT TRUNCATE ON event_handled TO outbox_consumer", "privileges.excess", "has TRUNCATE on event_handled"},
+		{"GRANT SELECT ON outbox_default TO outbox_reader", "privileges.partitions", "has SELECT on partition outbox_default itself"},
+		{"GRANT CREATE ON SCHEMA " + schema + " TO PUBLIC", "privileges.schema", "everybody may create in schema"},
+		{"GRANT CREATE ON SCHEMA " + schema + " TO outbox_writer", "privileges.schema", "may create in schema"},
+	} {
+		run(regexp.MustCompile(`\b(outbox_(?:writer|relay|consumer|reader|operator))\b`).ReplaceAllString(test.grant, "${1}"+suffix))
+		all := find()
+		require.Len(t, all, 1, "%s: %v", test.grant, all)
+		require.Equal(t, test.id, all[0].ID)
+		require.Contains(t, all[0].What, test.what)
+		run(all[0].Do)
+		if strings.HasSuffix(test.what, "outbox_audit") { // with the right to the table, that to its columns is revoked
+			run("GRANT INSERT (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id) ON outbox_audit TO outbox_relay" + suffix)
+		}
+		require.Empty(t, find(), all[0].Do)
+	}
+	consumer := "outbox_consumer" + suffix
+	run("INSERT INTO consumer_group_role (consumer_group, role) VALUES ('*', '" + consumer + "'), ('g', 'nobody here')")
+	all := find()
+	require.Len(t, all, 2)
+	require.Contains(t, all[0].What, "role "+consumer+" may write for all consumer groups")
+	require.Contains(t, all[1].What, "names role nobody here")
+	run("DELETE FROM consumer_group_role WHERE role = 'nobody here' OR consumer_group = '*' AND role = '" + consumer + "'")
+	run("GRANT CREATE ON SCHEMA " + schema + " TO " + consumer)
+	run("SET LOCAL ROLE " + consumer + "; CREATE FUNCTION " + schema + ".format(text, text) RETURNS text LANGUAGE sql AS 'SELECT NULL::text'")
+	run("REVOKE CREATE ON SCHEMA " + schema + " FROM " + consumer)
+	all = find()
+	require.Len(t, all, 1)
+	require.Equal(t, "privileges.foreign", all[0].ID)
+	require.Contains(t, all[0].What, "format(text,text) of role "+consumer)
+	run("DROP FUNCTION " + schema + ".format(text, text)")
+
 	d.requireFinding(t, "privileges.role", severityError, `no role "nobody here"`, "--as", "relay=nobody here")
 }
 

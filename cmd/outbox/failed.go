@@ -135,6 +135,7 @@ type failedJSON struct {
 type auditJSON struct {
 	At       time.Time `json:"at"`
 	Operator string    `json:"operator"`
+	Login    string    `json:"login"`
 	Action   string    `json:"action"`
 	Reason   string    `json:"reason"`
 }
@@ -249,15 +250,23 @@ func failedShow(ctx context.Context, e *env, bare bool) error {
 		out.Payload, out.PayloadBase64 = body(row.Payload)
 		out.PayloadError = errText(row.PayloadErr)
 		for _, a := range audit {
-			out.Audit = append(out.Audit, auditJSON{a.At.UTC(), a.Operator, a.Action, a.Reason})
+			out.Audit = append(out.Audit, auditJSON{a.At.UTC(), a.Operator, a.Login, a.Action, a.Reason})
 		}
 		return e.writeJSON(out)
 	}
 	showEvent(e, row)
 	for _, a := range audit {
-		e.printf("%s  %s by %s: %s\n", clock(a.At), a.Action, visible(a.Operator), visible(a.Reason))
+		e.printf("%s  %s by %s: %s\n", clock(a.At), a.Action, who(a), visible(a.Reason))
 	}
 	return nil
+}
+
+// who is the operator, and the role that was logged in.
+func who(a outboxops.AuditEntry) string {
+	if a.Login == "" {
+		return visible(a.Operator)
+	}
+	return fmt.Sprintf("%s (%s)", visible(a.Operator), visible(a.Login))
 }
 
 func showEvent(e *env, r outboxops.Failure) {

@@ -15,10 +15,12 @@ import (
 // DefaultSchema is the schema of a configuration that names none.
 const DefaultSchema = "public"
 
-// InSchema replaces {schema} in a statement by a quoted identifier. It is called
-// once for each statement, in constructors.
+// InSchema replaces {schema} in a statement by a quoted identifier, and {outbox} by a text
+// with the qualified name of the table. It is called once for each statement, in
+// constructors.
 func InSchema(sql, schema string) string {
-	return strings.ReplaceAll(sql, "{schema}", pgx.Identifier{schema}.Sanitize())
+	quoted := pgx.Identifier{schema}.Sanitize()
+	return strings.NewReplacer("{schema}", quoted, "{outbox}", "'"+strings.ReplaceAll(quoted, "'", "''")+".outbox'").Replace(sql)
 }
 
 // PlannerSettings precedes a statement in the same round trip and so in the same

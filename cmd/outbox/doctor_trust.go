@@ -1,0 +1,230 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/privileges"
+	"github.com/outboxgo/outbox/internal/tables"
+)
+
+// trust looks for whoever can act with the rights of others, and for rights to partitions.
+func (d *doctor) trust(ctx context.Context) error {
+	var creators []privileges.Creator
+	var foreign []string
+	err := pgx.BeginTxFunc(ctx, d.e.db, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) (err error) {
+		if _, err = tx.Exec(ctx, privileges.SafePath); err != nil {
+			return err
+		}
+		if creators, err = privileges.Creators(ctx, tx, d.e.schemaName()); err != nil {
+			return err
+		}
+		foreign, err = privileges.Foreign(ctx, tx, d.e.schemaName(), true)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	schema := pgx.Identifier{d.e.schemaName()}.Sanitize()
+	for _, c := range creators {
+		d.add("privileges.schema", severityError, fmt.Sprintf("%s may create in schema %s", c.Name(), d.e.schemaName()),
+			"Functions and operators that are made there are run by all who use outbox, with their rights.",
+			fmt.Sprintf("REVOKE CREATE ON SCHEMA %s FROM %s", schema, c.Quoted()))
+	}
+	for _, what := range foreign {
+		d.add("privileges.foreign", severityError, fmt.Sprintf("schema %s has %s", d.e.schemaName(), what),
+			"Statements of outbox may run it instead of what PostgreSQL has under this name, with the rights of whoever sends them.",
+			"Ask who made it and what it has done meanwhile, and drop it.")
+	}
+	return d.partitionGrants(ctx)
+}
+
+const sqlPartitionGrants = `
+SELECT c.relname, CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END, string_agg(DISTINCT a.privilege_type, ', ')
+  FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
+ CROSS JOIN LATERAL (SELECT c.relacl UNION ALL SELECT attacl FROM pg_attribute WHERE attrelid = c.oid) AS g (acl)
+ CROSS JOIN LATERAL aclexplode(g.acl) AS a
+ WHERE i.inhparent = to_regclass(format('%I.outbox', $1::text))::oid AND a.grantee <> c.relowner
+ GROUP BY 1, 2 ORDER BY 1, 2`
+
+// partitionGrants looks at all partitions: a right to one of them stays when it is revoked on
+// outbox.
+func (d *doctor) partitionGrants(ctx context.Context) error {
+	rows, err := d.e.db.Query(ctx, sqlPartitionGrants, d.e.schemaName())
+	if err != nil {
+		return err
+	}
+	var partition, grantee, granted string
+	_, err = pgx.ForEachRow(rows, []any{&partition, &grantee, &granted}, func() error {
+		d.add("privileges.partitions", severityWarning, fmt.Sprintf("%s has %s on partition %s itself", grantee, granted, partition),
+			"It keeps this right when it loses that to outbox.",
+			fmt.Sprintf("REVOKE ALL ON %s FROM %s", pgx.Identifier{d.e.schemaName(), partition}.Sanitize(), grantee))
+		return nil
+	})
+	return err
+}
+
+// sqlRights returns the privileges of a role on tables, with the columns if it has them on
+// some columns only, and those with which it may set a sequence.
+const sqlRights = `
+WITH named AS (
+    SELECT c.oid, c.relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+     WHERE n.nspname = $2 AND c.relkind IN ('r', 'p') AND c.relname = ANY ($3::text[])
+)
+SELECT t.relname, false, p.privilege, '{}'::name[]
+  FROM named AS t, unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE', 'TRUNCATE', 'REFERENCES', 'TRIGGER']) AS p (privilege)
+ WHERE has_table_privilege($1::name, t.oid, p.privilege)
+ UNION ALL
+SELECT t.relname, false, p.privilege, array_agg(a.attname ORDER BY a.attnum)
+  FROM named AS t, unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'REFERENCES']) AS p (privilege), pg_attribute AS a
+ WHERE NOT has_table_privilege($1::name, t.oid, p.privilege) AND a.attrelid = t.oid AND a.attnum > 0 AND NOT a.attisdropped
+   AND has_column_privilege($1::name, t.oid, a.attnum, p.privilege)
+ GROUP BY 1, 3
+ UNION ALL
+SELECT s.relname, true, 'UPDATE', '{}'
+  FROM named AS t JOIN pg_depend AS d ON d.refobjid = t.oid AND d.refclassid = 'pg_class'::regclass AND d.classid = 'pg_class'::regclass
+  JOIN pg_class AS s ON s.oid = d.objid
+ WHERE CASE WHEN s.relkind = 'S' THEN has_sequence_privilege($1::name, s.oid, 'UPDATE') END
+ ORDER BY 1, 3`
+
+// sqlIsOwner reports whether a role may do everything: it is a superuser, or the owner of the
+// tables or a member of that.
+const sqlIsOwner = `
+SELECT coalesce(bool_or(pg_has_role($1::name, c.relowner, 'USAGE')), false)
+  FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE n.nspname = $2 AND c.relname = 'outbox'`
+
+// excess looks for rights that no part needs which a role was named for. A role that is
+// connected may have parts that nobody has named.
+func (d *doctor) excess(ctx context.Context, named []part) error {
+	byRole := map[string][]need{}
+	for _, p := range named {
+		byRole[p.role] = append(byRole[p.role], partNeeds[p.name]...)
+	}
+	for role, needs := range byRole {
+		if err := d.excessOf(ctx, role, needs); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (d *doctor) excessOf(ctx context.Context, role string, needs []need) error {
+	if unlimited, err := d.has(ctx, sqlIsOwner, role, d.e.schemaName()); err != nil || unlimited {
+		return err
+	}
+	rows, err := d.e.db.Query(ctx, sqlRights, role, d.e.schemaName(), tables.Names)
+	if err != nil {
+		return err
+	}
+	var name, privilege string
+	var columns []string
+	var sequence bool
+	_, err = pgx.ForEachRow(rows, []any{&name, &sequence, &privilege, &columns}, func() error {
+		n := need{privilege: privilege, table: name}
+		if sequence {
+			n.table, n.sequence = "", name
+		}
+		if n.columns = notNeeded(n, columns, needs); n.columns == nil {
+			return nil
+		}
+		d.add("privileges.excess", severityWarning, fmt.Sprintf("role %s has %s on %s", role, n.privilege, n.on()),
+			"Its part does not need it. Whoever gets hold of the role can use it, without a trace in outbox_audit.",
+			strings.Replace(strings.Replace(n.grant(d.e.schemaName(), role), "GRANT", "REVOKE", 1), " TO ", " FROM ", 1))
+		return nil
+	})
+	return err
+}
+
+// notNeeded returns the columns of a privilege that are not needed, none for all of them, or
+// nil if it is needed.
+func notNeeded(have need, columns []string, needs []need) []string {
+	excess := columns
+	for _, n := range needs {
+		if n.table != have.table || n.sequence != have.sequence || n.privilege != have.privilege {
+			continue
+		}
+		if len(n.columns) == 0 {
+			return nil
+		}
+		if len(columns) > 0 {
+			excess = slices.DeleteFunc(slices.Clone(excess), func(c string) bool { return slices.Contains(n.columns, c) })
+			if len(excess) == 0 {
+				return nil
+			}
+		}
+	}
+	if excess == nil {
+		return []string{}
+	}
+	return excess
+}
+
+// sqlGroupsOf says for which groups a role may write: whether for all because it is not subject
+// to the policies, for some, and for all by *.
+const sqlGroupsOf = `
+SELECT pg_has_role(r.oid, c.relowner, 'USAGE') OR r.rolbypassrls OR NOT c.relrowsecurity,
+       EXISTS (SELECT FROM {schema}.consumer_group_role AS g WHERE g.role = 'public' OR pg_has_role(r.oid, to_regrole(quote_ident(g.role)), 'USAGE')),
+       EXISTS (SELECT FROM {schema}.consumer_group_role AS g
+                WHERE g.consumer_group = '*' AND (g.role = 'public' OR pg_has_role(r.oid, to_regrole(quote_ident(g.role)), 'USAGE')))
+  FROM pg_roles AS r, pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+ WHERE r.rolname = $1 AND n.nspname = $2 AND c.relname = 'event_handled'`
+
+// groupsOf checks that a consumer may write for its groups and no others, and a relay for all,
+// because its retention removes what is old.
+func (d *doctor) groupsOf(ctx context.Context, p part) error {
+	if p.name != "consumer" && p.name != "relay" {
+		return nil
+	}
+	var unlimited, some, all bool
+	schema := pgx.Identifier{d.e.schemaName()}.Sanitize()
+	err := d.e.db.QueryRow(ctx, strings.ReplaceAll(sqlGroupsOf, "{schema}", schema), p.role, d.e.schemaName()).Scan(&unlimited, &some, &all)
+	if errors.Is(err, pgx.ErrNoRows) || pg.IsUndefinedTable(err) {
+		return nil // the tables are looked at elsewhere
+	}
+	if err != nil || unlimited {
+		return err
+	}
+	role := quoteText(p.role)
+	switch {
+	case p.name == "relay" && !all:
+		d.add("privileges.groups", severityError, fmt.Sprintf("role %s may not remove what consumer groups have handled", p.role),
+			"Its retention finds nothing to remove in event_handled, and the table grows.",
+			fmt.Sprintf("INSERT INTO %s.consumer_group_role (consumer_group, role) VALUES ('*', %s)", schema, role))
+	case p.name == "consumer" && !some:
+		d.add("privileges.groups", severityError, fmt.Sprintf("role %s may write for no consumer group", p.role),
+			"It cannot note what it has handled: statements are refused.",
+			fmt.Sprintf("INSERT INTO %s.consumer_group_role (consumer_group, role) VALUES ('the name of its group', %s)", schema, role))
+	case p.name == "consumer" && all:
+		d.add("privileges.groups", severityWarning, fmt.Sprintf("role %s may write for all consumer groups", p.role),
+			"It can take back what other groups have handled, or have them skip events.",
+			fmt.Sprintf("Give it rows of its groups in %s.consumer_group_role, and delete that of *.", schema))
+	}
+	return nil
+}
+
+const sqlGroupsOfNobody = `
+SELECT DISTINCT role::text FROM {schema}.consumer_group_role WHERE role <> 'public' AND to_regrole(quote_ident(role)) IS NULL ORDER BY 1`
+
+// groups looks for rows that name no role.
+func (d *doctor) groups(ctx context.Context) error {
+	schema := pgx.Identifier{d.e.schemaName()}.Sanitize()
+	rows, err := d.e.db.Query(ctx, strings.ReplaceAll(sqlGroupsOfNobody, "{schema}", schema))
+	if err != nil {
+		return err
+	}
+	var role string
+	_, err = pgx.ForEachRow(rows, []any{&role}, func() error {
+		d.add("privileges.groups", severityNote, fmt.Sprintf("consumer_group_role names role %s, which does not exist", role),
+			"A role that is made under this name later gets its groups.", fmt.Sprintf("DELETE FROM %s.consumer_group_role WHERE role = %s", schema, quoteText(role)))
+		return nil
+	})
+	if pg.IsUndefinedTable(err) {
+		return nil // as above
+	}
+	return err
+}

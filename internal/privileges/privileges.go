@@ -1,0 +1,124 @@
+// Package privileges finds out who can act in a schema with the rights of others: whoever
+// may create functions and operators in it.
+//
+// PostgreSQL chooses a function or an operator by the types of its arguments, among those of
+// all schemas in search_path, and prefers one that fits exactly to one of its own that fits
+// after a conversion. So who may create =(varchar, varchar) in such a schema has it run by
+// each session that compares two columns of this type.
+package privileges
+
+import (
+	"context"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox/internal/tables"
+)
+
+// SafePath keeps the rest of a transaction from finding what somebody has made in a schema
+// of the session's search_path.
+const SafePath = `SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true)`
+
+// Querier is a connection or a transaction.
+type Querier interface {
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+}
+
+const sqlPublicMayCreate = `
+SELECT EXISTS (SELECT FROM aclexplode(n.nspacl) AS a WHERE a.grantee = 0 AND a.privilege_type = 'CREATE'), pg_has_role(n.nspowner, 'USAGE')
+  FROM pg_namespace AS n WHERE n.nspname = $1`
+
+// PublicMayCreate reports whether everybody may create in a schema, and whether the role of
+// the session may change that. The transaction has [SafePath]. A schema that does not exist
+// is nobody's.
+func PublicMayCreate(ctx context.Context, q Querier, schema string) (may, revocable bool, err error) {
+	rows, err := q.Query(ctx, sqlPublicMayCreate, schema)
+	if err != nil {
+		return false, false, err
+	}
+	_, err = pgx.ForEachRow(rows, []any{&may, &revocable}, func() error { return nil })
+	return may, revocable, err
+}
+
+// sqlTrusted finds the roles that can act in the schema $1 with the rights of its owner, or
+// of the role of the session, anyway: superusers, members of both, and who was granted CREATE
+// by name. If $2 is set, so can members of the owner of table outbox.
+const sqlTrusted = `
+WITH trusted AS MATERIALIZED (
+    SELECT r.oid
+      FROM pg_roles AS r, pg_namespace AS n
+     WHERE n.nspname = $1
+       AND (pg_has_role(r.oid, n.nspowner, 'MEMBER') OR pg_has_role(r.oid, current_user, 'MEMBER')
+            OR EXISTS (SELECT FROM aclexplode(n.nspacl) AS a WHERE a.grantee <> 0 AND a.privilege_type = 'CREATE' AND pg_has_role(r.oid, a.grantee, 'MEMBER'))
+            OR $2 AND EXISTS (SELECT FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relname = 'outbox' AND pg_has_role(r.oid, c.relowner, 'MEMBER')))
+)`
+
+// sqlForeign finds what other roles have made in the schema that statements take for
+// PostgreSQL's own: functions and operators of the same name. And if $2 is not set, relations
+// of the names in $3.
+const sqlForeign = sqlTrusted + `
+SELECT format('%s of role %s', pg_describe_object('pg_proc'::regclass, p.oid, 0), pg_get_userbyid(p.proowner))
+  FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
+ WHERE n.nspname = $1 AND p.proowner NOT IN (SELECT oid FROM trusted)
+   AND EXISTS (SELECT FROM pg_proc AS own WHERE own.pronamespace = 'pg_catalog'::regnamespace AND own.proname = p.proname)
+ UNION ALL
+SELECT format('%s of role %s', pg_describe_object('pg_operator'::regclass, o.oid, 0), pg_get_userbyid(o.oprowner))
+  FROM pg_operator AS o JOIN pg_namespace AS n ON n.oid = o.oprnamespace
+ WHERE n.nspname = $1 AND o.oprowner NOT IN (SELECT oid FROM trusted)
+   AND EXISTS (SELECT FROM pg_operator AS own WHERE own.oprnamespace = 'pg_catalog'::regnamespace AND own.oprname = o.oprname)
+ UNION ALL
+SELECT format('%s of role %s', pg_describe_object('pg_class'::regclass, c.oid, 0), pg_get_userbyid(c.relowner))
+  FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+ WHERE n.nspname = $1 AND NOT $2 AND c.relname = ANY ($3) AND c.relowner NOT IN (SELECT oid FROM trusted)
+ ORDER BY 1 LIMIT 20`
+
+// Foreign returns what roles that are not trusted with a schema have made in it, and
+// statements of others run: 20 descriptions at most, "function now() of role mallory". With
+// migrated, the owner of table outbox is trusted; else tables of the names that outbox uses
+// are looked for too. The transaction has [SafePath].
+func Foreign(ctx context.Context, q Querier, schema string, migrated bool) ([]string, error) {
+	rows, err := q.Query(ctx, sqlForeign, schema, migrated, append([]string{"outbox_migration"}, tables.Names...))
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, pgx.RowTo[string])
+}
+
+// sqlCreators finds the roles that may create in a schema and are neither its owner nor that
+// of table outbox, nor members of these.
+const sqlCreators = `
+SELECT DISTINCT CASE a.grantee WHEN 0 THEN '' ELSE pg_get_userbyid(a.grantee) END
+  FROM pg_namespace AS n, aclexplode(n.nspacl) AS a
+ WHERE n.nspname = $1 AND a.privilege_type = 'CREATE'
+   AND (a.grantee = 0 OR NOT pg_has_role(a.grantee, n.nspowner, 'MEMBER')
+        AND NOT EXISTS (SELECT FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relname = 'outbox' AND pg_has_role(a.grantee, c.relowner, 'MEMBER')))
+ ORDER BY 1`
+
+// Creator is a role that may create in a schema, or "" for PUBLIC.
+type Creator string
+
+// Name says who it is.
+func (c Creator) Name() string {
+	if c == "" {
+		return "everybody"
+	}
+	return "role " + string(c)
+}
+
+// Quoted is its name as statements have it.
+func (c Creator) Quoted() string {
+	if c == "" {
+		return "PUBLIC"
+	}
+	return pgx.Identifier{string(c)}.Sanitize()
+}
+
+// Creators returns who may create in a schema without being its owner, or that of table
+// outbox. The transaction has [SafePath].
+func Creators(ctx context.Context, q Querier, schema string) ([]Creator, error) {
+	rows, err := q.Query(ctx, sqlCreators, schema)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, pgx.RowTo[Creator])
+}
