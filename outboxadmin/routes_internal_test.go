@@ -134,9 +134,59 @@ func TestTrustedOrigins(t *testing.T) {
 		return h.send("operator", http.MethodPost, "/failed/relay-99999/retry", formType, "reason=because", header...).Code
 	}
 	require.Equal(t, http.StatusNotFound, ask("Origin", "https://admin.example"))
-	require.Equal(t, http.StatusNotFound, ask("Origin", "https://admin.example", "Sec-Fetch-Site", "same-site"))
+	require.Equal(t, http.StatusNotFound, ask("Origin", "https://admin.example", "Sec-Fetch-Site", "same-site", "Sec-Fetch-Mode", "navigate", "Sec-Fetch-Dest", "document"))
 	for _, origin := range []string{"http://admin.example", "https://admin.example:444", "https://admin.example.evil.example", "https://evil.example", "null"} {
 		require.Equal(t, http.StatusForbidden, ask("Origin", origin), origin)
 		require.Equal(t, http.StatusForbidden, ask("Origin", origin, "Sec-Fetch-Site", "cross-site"), origin)
 	}
+}
+
+// Another site can lead a browser here, and cannot have it ask for anything else: the
+// database would search for it, and the audit would say that its user has read a payload.
+func TestOtherSitesOnlyLink(t *testing.T) {
+	t.Parallel()
+	h := newAdminFixture(t, func(c *Config) { c.AuditReads = true })
+	for _, tt := range []struct {
+		site, mode, dest string
+		code             int
+	}{
+		{"cross-site", "navigate", "document", 200},
+		{"same-site", "navigate", "document", 200},
+		{"same-origin", "cors", "empty", 200},
+		{"same-origin", "no-cors", "style", 200},
+		{"none", "navigate", "document", 200},
+		{"", "", "", 200},
+		{"cross-site", "no-cors", "image", 403},
+		{"cross-site", "no-cors", "script", 403},
+		{"cross-site", "cors", "empty", 403},
+		{"cross-site", "navigate", "iframe", 403},
+		{"cross-site", "navigate", "embed", 403},
+		{"same-site", "navigate", "frame", 403},
+		{"same-site", "no-cors", "image", 403},
+		{"cross-site", "", "", 403},
+	} {
+		before := len(h.reads())
+		for _, path := range []string{"/failed/relay-1", "/api/events/4099001"} {
+			w := h.send("operator", http.MethodGet, path, "", "", "Sec-Fetch-Site", tt.site, "Sec-Fetch-Mode", tt.mode, "Sec-Fetch-Dest", tt.dest)
+			require.Equal(t, tt.code, w.Code, "%+v %s", tt, path)
+		}
+		require.Equal(t, tt.code == http.StatusOK, len(h.reads()) > before, "%+v", tt)
+	}
+}
+
+// A mask that panics shows nothing, and keeps neither a connection nor a place in the queue.
+func TestMaskPanics(t *testing.T) {
+	t.Parallel()
+	h := newAdminFixture(t, nil)
+	handler, err := New(h.db, Config{Authorize: authorize, Schema: h.schema, Mask: func(Text) []byte { panic("mask") }})
+	require.NoError(t, err)
+	h.handler = http.StripPrefix(prefix, handler)
+	for range maxViews + 1 {
+		require.PanicsWithValue(t, "mask", func() { h.send("reader", http.MethodGet, "/failed/relay-1", "", "") })
+	}
+	slots := handler.(*admin).slots
+	require.Empty(t, slots.all)
+	require.Empty(t, slots.viewing)
+	require.Empty(t, slots.views)
+	require.Zero(t, h.db.Stat().AcquiredConns())
 }

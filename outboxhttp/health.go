@@ -87,6 +87,7 @@ func health(parts []Part, ok func(live, ready bool) bool) http.Handler {
 		}
 		w.Header().Set("Content-Type", "application/json")
 		w.Header().Set("Cache-Control", "no-store")
+		w.Header().Set("X-Content-Type-Options", "nosniff")
 		if !report.OK {
 			w.WriteHeader(http.StatusServiceUnavailable)
 		}
