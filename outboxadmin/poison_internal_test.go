@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"html"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 	"time"
@@ -80,39 +81,58 @@ func TestPoisonedRows(t *testing.T) {
 	h := newAdminFixture(t, nil)
 	file := readOpenAPI(t)
 	for _, p := range poisons {
-		h.t = t
 		outboxID, failedID := h.insert(p)
+		event, failure := fmt.Sprintf("/events/%d", outboxID), fmt.Sprintf("/failed/relay-%d", failedID)
 		t.Run(p.name, func(t *testing.T) {
 			h.t = t
-			for _, path := range []string{"/", "/failed", "/failed?status=dead&limit=1000", "/events", "/audit", "/failed/retry?status=dead", "/failed/resolve",
-				fmt.Sprintf("/events/%d", outboxID), fmt.Sprintf("/failed/relay-%d", failedID), "/events?aggregate_id=poison",
-				"/api/failed", "/api/failed/counts", "/api/events", "/api/audit", fmt.Sprintf("/api/events/%d", outboxID), fmt.Sprintf("/api/failed/relay-%d", failedID)} {
-				began := time.Now()
-				w := h.send("operator", http.MethodGet, path, "", "")
-				require.Equal(t, http.StatusOK, w.Code, "%s: %.500s", path, w.Body)
-				require.Less(t, time.Since(began), 30*time.Second, path)
-				require.Less(t, w.Body.Len(), 12<<20, path)
-				page := w.Body.String()
-				if !strings.HasPrefix(path, "/api/") {
-					require.True(t, strings.HasSuffix(strings.TrimSpace(page), "</html>"), path)
-					require.NotRegexp(t, `(?i)<script>|<img|<b>|(href|src)="\s*javascript`, strings.ReplaceAll(page, "&#34;", ""), path)
-					require.NotContains(t, page, "ZgotmplZ", path)
-					require.Empty(t, w.Header().Get("Set-Cookie"), path)
-					continue
-				}
-				var answer any
-				require.NoError(t, json.Unmarshal(w.Body.Bytes(), &answer), path)
-				template := strings.NewReplacer(fmt.Sprintf("%d", outboxID), "{id}", fmt.Sprintf("relay-%d", failedID), "{id}").Replace(strings.TrimPrefix(path, "/api"))
-				require.NoError(t, file.check(path, file.Paths[template]["get"].Responses["200"].Content["application/json"].Schema, answer))
-				require.NotContains(t, page, "<script", path)
-			}
-			w := h.post(fmt.Sprintf("/failed/relay-%d/resolve", failedID), "reason", hostileText)
+			h.checkPage(event)
+			h.checkPage(failure)
+			h.checkAnswer(file, "/events/{id}", event)
+			h.checkAnswer(file, "/failed/{id}", failure)
+			w := h.post(failure+"/hold", "reason", hostileText)
 			require.Equal(t, http.StatusSeeOther, w.Code, w.Body)
-			require.Equal(t, fmt.Sprintf("../relay-%d?done=resolve", failedID), w.Header().Get("Location"))
+			require.Equal(t, fmt.Sprintf("../relay-%d?done=hold", failedID), w.Header().Get("Location"))
 		})
+		h.t = t
 	}
-	h.t = t
+	for _, path := range []string{"/", "/failed", "/failed?status=dead&limit=1000", "/events", "/audit", "/failed/retry?status=dead", "/failed/resolve", "/events?aggregate_id=poison"} {
+		h.checkPage(path)
+	}
+	for _, path := range []string{"/failed", "/failed/counts", "/events", "/audit", "/relays", "/transactions"} {
+		h.checkAnswer(file, path, path)
+	}
 	require.NotContains(t, h.log.String(), "request failed")
+}
+
+// within gets what has to come whole and soon.
+func (h *adminFixture) within(path string) *httptest.ResponseRecorder {
+	h.t.Helper()
+	began := time.Now()
+	w := h.send("operator", http.MethodGet, path, "", "")
+	require.Equal(h.t, http.StatusOK, w.Code, "%s: %.500s", path, w.Body)
+	require.Less(h.t, time.Since(began), 30*time.Second, path)
+	require.Less(h.t, w.Body.Len(), 12<<20, path)
+	require.Empty(h.t, w.Header().Get("Set-Cookie"), path)
+	return w
+}
+
+// checkPage checks that nothing of a writer is part of a page.
+func (h *adminFixture) checkPage(path string) {
+	h.t.Helper()
+	page := h.within(path).Body.String()
+	require.True(h.t, strings.HasSuffix(strings.TrimSpace(page), "</html>"), path)
+	require.NotRegexp(h.t, `(?i)<script>|<img|<b>|(href|src)="\s*javascript`, page, path)
+	require.NotContains(h.t, page, "ZgotmplZ", path)
+}
+
+// checkAnswer checks that an answer of the API is the one that the file describes.
+func (h *adminFixture) checkAnswer(file openAPI, template, path string) {
+	h.t.Helper()
+	w := h.within("/api" + path)
+	var answer any
+	require.NoError(h.t, json.Unmarshal(w.Body.Bytes(), &answer), path)
+	require.NoError(h.t, file.check(path, file.Paths[template]["get"].Responses["200"].Content["application/json"].Schema, answer))
+	require.NotContains(h.t, w.Body.String(), "<script", path)
 }
 
 // A payload that is too large for a page is not read, and its length is told.

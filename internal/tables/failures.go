@@ -59,7 +59,11 @@ func ScanFailure(row pgx.Row, more ...any) (Failure, error) {
 	err := row.Scan(append([]any{&r.ID, &r.Relay, &r.OutboxID, &parkingKey, &r.Topic, &r.EventID, &r.Type, &r.Source, &r.AggregateType, &r.AggregateID,
 		&r.ContentType, pg.Time{At: &r.OccurredAt}, pg.Time{At: &r.CreatedAt}, &r.Retries, &lastError, &class, pg.Time{At: &r.FailedAt}, pg.Time{At: &r.NextRetryAt},
 		&r.Status, &r.Held, pg.Time{At: &r.ResolvedAt}, &r.ResolvedBy, &r.Resolution}, more...)...)
-	_, r.Key, _ = strings.Cut(parkingKey, "/")
+	if key, ok := strings.CutPrefix(parkingKey, r.Topic+"/"); ok { // also where a writer has put a slash into the topic
+		r.Key = key
+	} else {
+		_, r.Key, _ = strings.Cut(parkingKey, "/")
+	}
 	if lastError != nil {
 		r.Err = errors.New(*lastError)
 	}
@@ -99,7 +103,7 @@ const FailureWhere = `
    AND ($2::text = '' OR relay = $2)
    AND ($3::text = '' OR event_type = $3)
    AND ($4::text = '' OR ` + failureTopic + ` = $4)
-   AND ($5::text = '' OR substr(parking_key, strpos(parking_key, '/') + 1) = $5)
+   AND ($5::text = '' OR parking_key = ` + failureTopic + ` || '/' || $5 OR substr(parking_key, strpos(parking_key, '/') + 1) = $5)
    AND ($6::text = '' OR aggregate_type = $6)
    AND ($7::text = '' OR aggregate_id = $7)
    AND ($8::text = '' OR error_class = $8)
