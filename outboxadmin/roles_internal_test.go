@@ -49,7 +49,7 @@ func TestPrivilegesOfOperator(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t) // a session with a role
 	h := newAdminFixture(t, nil)
-	handler, err := New(asOperator(t, h), Config{Authorize: authorize, Schema: h.schema})
+	handler, err := New(asOperator(t, h), Config{Authorize: authorize, Schema: h.schema, AuditReads: true})
 	require.NoError(t, err)
 	h.handler = http.StripPrefix(prefix, handler)
 	for _, rt := range everything(t) {
