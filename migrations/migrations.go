@@ -11,6 +11,12 @@
 // lock outbox; while indexes of outbox_failed are built, the relay waits. Each file has to
 // be one transaction.
 //
+// Whoever may create in the schema can have the role that applies the files run code of his
+// own: revoke CREATE from PUBLIC before the first. The file 0010_least_privilege.sql does so where
+// the role may, with a NOTICE, and fails if a table depends on code that others have made in the
+// meantime. Functions look for names in pg_catalog and name all else with the schema: after ALTER
+// SCHEMA … RENAME they have to be made again.
+//
 // outbox is a plain table then. To partition it by ranges of a million ids, run
 // these as three transactions, in a file of your own (goose: NO TRANSACTION), each
 // again where it does not get its lock within 50 ms:
