@@ -93,8 +93,8 @@ vulncheck: bin/govulncheck bin/vulncheck ## Look for known vulnerabilities in wh
 	@bin/vulncheck bin/govulncheck $(MODULES)
 
 .PHONY: fuzz
-fuzz: ## Run all fuzz targets for together SECONDS_IN_ALL=60
-	@tools/fuzz.sh
+fuzz: needs-demo $(SERVICES) ## Run all fuzz targets for together SECONDS_IN_ALL=60
+	@$(SHOW) tools/fuzz.sh
 
 .PHONY: tidy
 tidy: bin/release ## Tidy all modules and the workspace; they require each other at RELEASE, the version that is tagged next

@@ -406,7 +406,10 @@ func FuzzForeign(f *testing.F) {
 			}
 		}
 		var object map[string]any
-		if json.Unmarshal(value, &object) != nil || object == nil || !utf8.Valid(value) || object["schema"] != nil && len(object) == 2 {
+		if json.Unmarshal(value, &object) != nil || object == nil || !utf8.Valid(value) {
+			return
+		}
+		if _, hasSchema := object["schema"]; hasSchema && len(object) == 2 { // Kafka Connect has wrapped it already
 			return
 		}
 		text, err := json.Marshal(string(value))

@@ -161,5 +161,5 @@ func TestSlackErrorsHaveNoAddress(t *testing.T) {
 }
 
 func response(status, body string) *http.Response {
-	return &http.Response{Status: status, StatusCode: 404, Body: io.NopCloser(strings.NewReader(body)), Header: http.Header{}}
+	return &http.Response{Status: status, StatusCode: http.StatusNotFound, Body: io.NopCloser(strings.NewReader(body)), Header: http.Header{}}
 }

@@ -3,6 +3,7 @@ package short
 import (
 	"context"
 	"log/slog"
+	"slices"
 )
 
 // MaxText is how many bytes of a text a line has.
@@ -56,17 +57,12 @@ func isLong(v slog.Value) bool {
 	switch v = v.Resolve(); v.Kind() {
 	case slog.KindString:
 		return len(v.String()) > MaxText
-	case slog.KindAny:
+	case slog.KindGroup:
+		return slices.ContainsFunc(v.Group(), func(a slog.Attr) bool { return isLong(a.Value) })
+	default: // numbers are no errors
 		err, ok := v.Any().(error)
 		return ok && len(err.Error()) > MaxText
-	case slog.KindGroup:
-		for _, a := range v.Group() {
-			if isLong(a.Value) {
-				return true
-			}
-		}
 	}
-	return false
 }
 
 // shortened returns an attribute with at most [MaxText] bytes of each text.
