@@ -502,10 +502,12 @@ func (p *poisonFixture) replay(t *testing.T, change func(*kgo.Record)) func() st
 // deadEvent returns an event that is dead, of a payload that no broker takes.
 func (p *poisonFixture) deadEvent(t *testing.T) outboxops.FailureID {
 	t.Helper()
+	var began time.Time // others of the table are too large, too
+	require.NoError(t, p.db.QueryRow(background, `SELECT now()`).Scan(&began))
 	p.insert(t, "payload", `jsonb_build_object('product', '{id}', 'x', repeat('y', 2000000))`)
 	var id outboxops.FailureID
 	require.Eventually(t, func() bool {
-		rows, err := p.failures(t).List(background, outboxops.FailureFilter{Statuses: []string{outbox.StatusDead}, Class: "message_too_large"}, outboxops.FailurePage{Limit: 1})
+		rows, err := p.failures(t).List(background, outboxops.FailureFilter{Statuses: []string{outbox.StatusDead}, Class: "message_too_large", Since: began}, outboxops.FailurePage{Limit: 1})
 		require.NoError(t, err)
 		if len(rows) == 1 {
 			id = rows[0].ID
