@@ -617,7 +617,8 @@ BEGIN
         $function$, schema);
 
     -- Sets positions of a consumer group back, never ahead, and only where it has begun. Returns
-    -- how many positions there are.
+    -- how many positions there are. saved_at stays: a rewind to a time that is repeated, because
+    -- Kafka did not take its offsets, goes by the positions that were saved before that time.
     EXECUTE format($function$
         CREATE FUNCTION %1$I.outbox_rewind_consumer(consumer_group text, topics text[], topic_ids uuid[], partitions int[], positions bigint[],
                                                     operator text, reason text) RETURNS bigint
@@ -629,7 +630,7 @@ BEGIN
             WITH wanted AS (
                 SELECT w.* FROM unnest($2, $3, $4, $5) AS w (topic, id, number, at) WHERE w.at >= 0
             ), changed AS (
-                UPDATE %1$I.consumer_start AS s SET position = least(s.position, w.at), saved_at = now()
+                UPDATE %1$I.consumer_start AS s SET position = least(s.position, w.at)
                   FROM wanted AS w
                  WHERE s.consumer_group = $1 AND s.topic = w.topic AND s.topic_id = w.id AND s.partition = w.number AND s.position IS NOT NULL
              RETURNING 1

@@ -13,6 +13,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxops"
@@ -186,6 +187,15 @@ func TestRewindOfLaggingGroup(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []outboxops.RewoundPartition{{Topic: r.topic, From: 13, To: 3}}, report.Partitions)
 	require.Equal(t, []int{10, 0, 10, 0}, []int{report.Records, report.Noted, report.Unnoted(), report.Older})
+
+	// Had Kafka not taken the offsets, it would have to be done once more, and go as far back.
+	client, err := kgo.NewClient(kgo.SeedBrokers(r.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	require.NoError(t, kafka.CommitGroupOffsets(background, client, r.group, map[kafka.Partition]int64{{Topic: r.topic}: 13}))
+	report, err = r.rewind(outboxops.RewindConfig{Time: backup})
+	require.NoError(t, err)
+	require.Equal(t, []outboxops.RewoundPartition{{Topic: r.topic, From: 13, To: 3}}, report.Partitions)
 	r.run(t)
 	r.requireEffects(t, 13)
 }
