@@ -1,6 +1,9 @@
 package outboxadmin
 
 import (
+	"encoding/json"
+	"fmt"
+	"math"
 	"net/http"
 	"regexp"
 	"strings"
@@ -42,3 +45,37 @@ func TestConsumerGroups(t *testing.T) {
 		require.Equal(t, http.StatusUnprocessableEntity, w.Code, w.Body)
 	}
 }
+
+// Whoever may write to consumer_start for one group can put anything into its rows. The page shows
+// what it can of it, and the other groups.
+func TestPoisonedGroups(t *testing.T) {
+	t.Parallel()
+	h := newAdminFixture(t, nil)
+	exec := func(sql string, args ...any) {
+		_, err := h.db.Exec(t.Context(), strings.ReplaceAll(sql, "{s}", `"`+h.schema+`"`), args...)
+		require.NoError(t, err)
+	}
+	const insert = `INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position, saved_at, lost)
+		SELECT $1, left($2, 249), gen_random_uuid(), n, 0, 7, $3, $4 FROM generate_series(0, 2) AS n`
+	for i, at := range []string{"infinity", "-infinity", "20000-01-01", "4713-01-01 BC", "now"} {
+		exec(insert, "poison", fmt.Sprint(i, hostileText), at, int64(math.MaxInt64))
+		exec(insert, "poison", fmt.Sprint("less", i), at, int64(math.MinInt64))
+	}
+	exec(insert, left(hostileText, 255), "orders", "now", 0)
+	exec(`INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset) SELECT 'many', 'topic-' || n, gen_random_uuid(), 0, 0 FROM generate_series(1, 1000) AS n`)
+	exec(insert, "stats", "orders", "now", 0)
+	require.Equal(t, http.StatusNoContent, h.call("/api/consumers/pause", map[string]any{"group": "stats", "topic": "orders", "reason": "because"}).Code)
+
+	page := h.get("/")
+	require.NotContains(t, page, "<script>alert")
+	require.NotContains(t, page, "<img src=x")
+	require.Contains(t, page, "topics more")
+	require.Contains(t, page, "Consumer group stats: orders paused by o.operator", "although its line is not shown")
+	require.Less(t, len(page), 1<<20)
+	var answer apiGroupList
+	require.NoError(t, json.Unmarshal([]byte(h.get("/api/consumers")), &answer))
+	require.Len(t, answer.Groups, 4)
+	require.Contains(t, h.get("/api/consumers"), `"lost":9223372036854775807`)
+}
+
+func left(s string, n int) string { return s[:min(n, len(s))] }

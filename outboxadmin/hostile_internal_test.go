@@ -35,7 +35,7 @@ func (h *adminFixture) ask(s sent) *httptest.ResponseRecorder {
 func (h *adminFixture) fingerprint() string {
 	h.t.Helper()
 	return query1[string](h, `SELECT md5(string_agg(f::text, ',' ORDER BY id)) FROM {s}.outbox_failed AS f`) +
-		query1[string](h, `SELECT count(*)::text FROM {s}.outbox_audit`)
+		query1[string](h, `SELECT (SELECT count(*) FROM {s}.outbox_audit) || ' ' || (SELECT count(*) FROM {s}.consumer_pause)`)
 }
 
 // What is behind the question mark is read as a whole or refused: nothing of it is
@@ -119,6 +119,17 @@ func TestHostileRequests(t *testing.T) {
 		} {
 			requests = append(requests, sent{"POST", "/api/keys/" + action, jsonType, body})
 		}
+	}
+	for _, action := range []string{"pause", "resume"} {
+		for _, body := range []string{
+			`{"reason": "x", "group": "\u0000"}`, `{"reason": "x", "group": "g", "topic": "\u0000"}`, `{"reason": "\u0000", "group": "g"}`,
+			"{\"reason\": \"x\", \"group\": \"\xff\"}", `{"reason": "x", "group": "g", "topic": "\ud800"}`, `{"reason": "x", "group": "g", "topic": null}`,
+			`{"reason": "x", "group": "g", "group": "h"}`, `{"reason": "x", "group": "g", "topics": "t"}`, `{"reason": "x", "group": "g", "Topic": "t"}`,
+			`{"reason": "x", "group": ["g"]}`, `{"reason": "x", "group": "g"}{}`, `null`,
+		} {
+			requests = append(requests, sent{"POST", "/api/consumers/" + action, jsonType, body})
+		}
+		requests = append(requests, sent{"POST", "/api/consumers/" + action + "?topic=t", jsonType, `{"reason": "x", "group": "g"}`})
 	}
 	for _, body := range []string{
 		"{\"reason\": \"x\", \"payload\": \"\xff\"}", `{"reason": "x", "payload": {}, "payload": []}`, `{"reason": "x", "payload": {}, "payload_baſe64": "e30="}`,

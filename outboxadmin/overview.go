@@ -43,6 +43,7 @@ type overview struct {
 	Transactions []outboxops.OpenTransaction
 	Partitions   []outboxops.TablePartition
 	Groups       []groupRow
+	OtherGroups  int // lines that are not among Groups
 	Spans        []span
 	Span         string
 }
@@ -64,6 +65,10 @@ type relayView struct {
 
 // maxKinds bounds the kinds of failures that are shown: events can be of any type.
 const maxKinds = 200
+
+// maxGroupRows bounds the topics of consumer groups that are shown: consumers can note any. What
+// is paused is among the notices in any case.
+const maxGroupRows = 200
 
 // openFor is how long a transaction is open before it is shown.
 const openFor = 10 * time.Second
@@ -106,6 +111,8 @@ func (a *admin) overview(r *request) (answer, error) {
 	page.Groups = groupRows(groups)
 	a.maskTransactions(page.Transactions)
 	page.Notices = notices(now, page.Relays, page.Groups)
+	page.OtherGroups = max(0, len(page.Groups)-maxGroupRows)
+	page.Groups = page.Groups[:len(page.Groups)-page.OtherGroups]
 	return a.page(r.Request, http.StatusOK, "overview", "Overview", page), nil
 }
 

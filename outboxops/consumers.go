@@ -6,7 +6,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox"
@@ -83,11 +82,12 @@ WITH read AS (
     SELECT DISTINCT ON (consumer_group, topic) consumer_group, topic, partitions, saved_at, lost
       FROM (SELECT consumer_group, topic, topic_id, count(*) FILTER (WHERE partition >= 0) AS partitions,
                    max(saved_at) FILTER (WHERE position IS NOT NULL) AS saved_at, max(saved_at) AS written_at,
-                   (sum(sum(lost)) OVER (PARTITION BY consumer_group, topic))::bigint AS lost
+                   greatest(least(sum(sum(lost)) OVER (PARTITION BY consumer_group, topic), 9223372036854775807), 0)::bigint AS lost
               FROM {schema}.consumer_start GROUP BY consumer_group, topic, topic_id) AS t
      ORDER BY consumer_group, topic, written_at DESC
 )
-SELECT consumer_group, topic, coalesce(r.partitions, 0), r.saved_at, coalesce(r.lost, 0), coalesce(p.operator, ''), coalesce(p.reason, ''), p.paused_at
+SELECT consumer_group, topic, coalesce(r.partitions, 0), r.saved_at, coalesce(r.lost, 0), coalesce(p.operator, ''), coalesce(p.reason, ''),
+       p.paused_at, p.paused_at IS NOT NULL
   FROM read AS r FULL JOIN {schema}.consumer_pause AS p USING (consumer_group, topic)
  ORDER BY consumer_group, topic`
 
@@ -98,20 +98,21 @@ func (c *Consumers) List(ctx context.Context) ([]ConsumerGroup, error) {
 		return nil, fmt.Errorf("outbox: list consumer groups: %w", orNotMigrated(err))
 	}
 	var (
-		all           []ConsumerGroup
-		group         string
-		t             ConsumerTopic
-		p             ConsumerPause
-		saved, paused pgtype.Timestamptz
+		all    []ConsumerGroup
+		group  string
+		t      ConsumerTopic
+		p      ConsumerPause
+		paused bool
 	)
-	_, err = pgx.ForEachRow(rows, []any{&group, &t.Topic, &t.Partitions, &saved, &t.Lost, &p.Operator, &p.Reason, &paused}, func() error {
+	_, err = pgx.ForEachRow(rows, []any{&group, &t.Topic, &t.Partitions, pg.Time{At: &t.SavedAt}, &t.Lost, &p.Operator, &p.Reason, pg.Time{At: &p.At}, &paused}, func() error {
 		if len(all) == 0 || all[len(all)-1].Group != group {
 			all = append(all, ConsumerGroup{Group: group})
 		}
 		g := &all[len(all)-1]
-		t.SavedAt, t.Pause = saved.Time, nil
-		if paused.Valid {
-			t.Pause = &ConsumerPause{Operator: p.Operator, Reason: p.Reason, At: paused.Time}
+		t.Pause = nil
+		if paused {
+			pause := p
+			t.Pause = &pause
 		}
 		if t.Topic == pauses.All {
 			g.Pause = t.Pause

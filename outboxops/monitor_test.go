@@ -130,6 +130,19 @@ func TestLostRecordsAreAlertedTo(t *testing.T) {
 	require.Equal(t, "lost_records", box.received(outbox.AlertLost))
 }
 
+// Rows that the role of one consumer group can write to do harm do not keep alerts of others.
+func TestLostRecordsBesidePoison(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	_, err := h.db.Exec(background, h.sql(`INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, lost, lost_at)
+		SELECT 'poison', 'orders', gen_random_uuid(), n, 0, 9223372036854775807, 'infinity'::timestamptz FROM generate_series(0, 2) AS n
+		 UNION ALL VALUES ('stats', 'orders', gen_random_uuid(), 0, 0, 5, now())`))
+	require.NoError(t, err)
+	box := &mailbox{}
+	testenv.Run(t, h.monitor(t, outbox.AlertConfig{Alerter: box, Interval: time.Minute}).Run)
+	require.Eventually(t, func() bool { return box.received(outbox.AlertLost) == "lost_records lost_records" }, testenv.Patience, 5*time.Millisecond)
+}
+
 // A standby needs a moment to take over: one look without a leader is no alert.
 func TestBriefAbsenceOfALeader(t *testing.T) {
 	t.Parallel()

@@ -89,7 +89,7 @@ func (s *store) Unresolved(ctx context.Context, relay string) ([]tables.FailureC
 // sqlLostSince reads which groups have found since $1 that records are lost. The table has
 // a row for each group and partition.
 const sqlLostSince = `
-SELECT consumer_group, topic, sum(lost)::bigint, max(lost_at)
+SELECT consumer_group, topic, least(sum(lost), 9223372036854775807)::bigint, max(lost_at)
   FROM {schema}.consumer_start
  WHERE lost > 0
  GROUP BY consumer_group, topic
@@ -100,9 +100,14 @@ func (s *store) Lost(ctx context.Context, since time.Time) ([]LostRecords, error
 	rows, err := s.db.Query(ctx, s.lost, since)
 	if err == nil {
 		var lost []LostRecords
-		if lost, err = pgx.CollectRows(rows, pgx.RowToStructByPos[LostRecords]); err == nil {
+		if lost, err = pgx.CollectRows(rows, scanLost); err == nil {
 			return lost, nil
 		}
 	}
 	return nil, fmt.Errorf("read lost records: %w", err)
+}
+
+func scanLost(row pgx.CollectableRow) (l LostRecords, err error) {
+	err = row.Scan(&l.Group, &l.Topic, &l.Records, pg.Time{At: &l.At})
+	return l, err
 }
