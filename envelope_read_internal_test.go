@@ -210,7 +210,7 @@ func TestErrorsOfHugeRecordsAreShort(t *testing.T) {
 		return "", headers
 	}
 	type input func() (value string, headers map[string]string)
-	for name, make := range map[string]input{
+	for name, hostile := range map[string]input{
 		"a type":         func() (string, map[string]string) { _, h := with("ce_type", huge); h["ce_id"] = ""; return "", h },
 		"a version":      func() (string, map[string]string) { return with("ce_specversion", huge) },
 		"a time":         func() (string, map[string]string) { return with("ce_time", huge) },
@@ -222,7 +222,7 @@ func TestErrorsOfHugeRecordsAreShort(t *testing.T) {
 		},
 		"a number in base64": func() (string, map[string]string) { return structured(`{"data_base64": ` + huge + `}`) },
 	} {
-		value, headers := make()
+		value, headers := hostile()
 		_, err := decodeRecord([]byte(value), func(yield func(string, []byte) bool) {
 			for name, value := range headers {
 				if !yield(name, []byte(value)) {

@@ -4,6 +4,7 @@ import (
 	"log"
 	"net/http"
 	"regexp"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -49,4 +50,17 @@ func ExampleNew() {
 		log.Fatal(err)
 	}
 	mux.Handle("/ops/outbox/", http.StripPrefix("/ops/outbox", admin))
+}
+
+// The server's own timeouts keep what is beside the page safe from slow clients.
+func ExampleNew_server() {
+	server := &http.Server{
+		Handler:           mux,
+		ReadHeaderTimeout: 10 * time.Second, // a client that sends its header byte by byte
+		ReadTimeout:       30 * time.Second, // the same with its body
+		WriteTimeout:      5 * time.Minute,  // a client that does not read; from the header on, so the handler's time is in it
+		IdleTimeout:       2 * time.Minute,
+		MaxHeaderBytes:    64 << 10,
+	}
+	log.Fatal(server.ListenAndServe())
 }

@@ -140,6 +140,8 @@ func TestFailureWithoutPayload(t *testing.T) {
 	f := h.operator(t)
 	h.insertUnprintable(t)
 	id, other := h.insertDead(t, nil, "unreadable_row"), h.insertDead(t, nil, "unreadable_row")
+	_, err := h.db.Exec(background, h.sql(`UPDATE {schema}.outbox_failed AS f SET event_id = o.event_id FROM {schema}.outbox AS o WHERE o.id = f.outbox_id AND f.id = $1`), id.Number)
+	require.NoError(t, err)
 	row, err := f.Get(background, id)
 	require.NoError(t, err)
 	require.ErrorIs(t, row.PayloadErr, outboxops.ErrUnreadable)
