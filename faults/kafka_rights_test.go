@@ -288,7 +288,7 @@ func rewinderWorks(t *testing.T, s *rightsSite) string {
 	require.NoError(t, client.CommitRecords(t.Context(), client.PollFetches(t.Context()).Records()...))
 	client.Close()
 	s.database = guest(t, s.Brokers(), s.topic).url
-	return s.succeed(t, "rewinder", "consumer", "rewind", "--group", s.group, "--to", "1h", "--yes")
+	return s.succeed(t, "rewinder", "consumer", "rewind", "--group", s.group, "--to", "1h", "--yes", "--reason", "restored")
 }
 
 // creatorWorks creates topics.
