@@ -10,7 +10,6 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"crypto/sha512"
-	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/base64"
@@ -132,16 +131,6 @@ func (k *guardedKafka) writeCertificates(t *testing.T) {
 		"other.pem": otherPEM, "other.key": otherKey} {
 		require.NoError(t, os.WriteFile(k.file(name), text, 0o600))
 	}
-}
-
-// tls returns what a client needs to trust the broker.
-func (k *guardedKafka) tls(t *testing.T) *tls.Config {
-	t.Helper()
-	text, err := os.ReadFile(k.file("ca.pem"))
-	require.NoError(t, err)
-	roots := x509.NewCertPool()
-	require.True(t, roots.AppendCertsFromPEM(text))
-	return &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: roots}
 }
 
 // addScram has a user log in by SCRAM.
