@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/url"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -109,7 +110,8 @@ func TestResolveWithNote(t *testing.T) {
 	fill(t, tab, "Note", "The courier was told by telephone.")
 	press(t, tab, "Resolve without sending")
 	require.Contains(t, text(t, tab, "[role=status]"), "It is resolved.")
-	require.Regexp(t, `^sora\.lim resolved (now|\d s ago)\s+The courier was told by telephone\.`, text(t, tab, ".history"))
+	login := regexp.QuoteMeta(query[string](t, h, `SELECT session_user`))
+	require.Regexp(t, `^sora\.lim \(`+login+`\) resolved (now|\d s ago)\s+The courier was told by telephone\.`, text(t, tab, ".history"))
 	require.Equal(t, "The courier was told by telephone.", query[string](t, h, `SELECT resolution FROM {s}.outbox_failed WHERE id = 1 AND status = 'resolved'`))
 	require.NotContains(t, text(t, tab, ".acts"), "Retry")
 }
