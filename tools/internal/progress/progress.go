@@ -4,6 +4,7 @@ package progress
 import (
 	"fmt"
 	"io"
+	"sync"
 	"time"
 )
 
@@ -28,4 +29,28 @@ func Heartbeat(w io.Writer, what func() string) (stop func()) {
 		}
 	}()
 	return func() { close(quit); <-done }
+}
+
+// Shared returns a writer to w for several goroutines, which write one at a time. What they
+// write after end was called is dropped: by then w is its owner's again.
+func Shared(w io.Writer) (shared io.Writer, end func()) {
+	s := &sharedWriter{w: w}
+	return s, s.end
+}
+
+type sharedWriter struct {
+	mu sync.Mutex
+	w  io.Writer
+}
+
+func (s *sharedWriter) Write(b []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.w.Write(b)
+}
+
+func (s *sharedWriter) end() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.w = io.Discard
 }
