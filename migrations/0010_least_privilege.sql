@@ -57,7 +57,8 @@ END $migration$;
 -- outbox_audit.login: nobody but the owner may set it, the time and the id.
 --
 -- consumer_group_role: who may write what a group has handled and where it reads. The policies
--- find the groups of a role once in a statement. The owner of the tables needs no row.
+-- find the groups of a role once in a statement. The owner of the tables needs no row, and
+-- neither does who may write all data: what is restored into new tables finds them empty.
 -- +goose StatementBegin
 DO $migration$
 DECLARE
@@ -87,7 +88,7 @@ BEGIN
             CONSTRAINT consumer_group_role_pkey PRIMARY KEY (consumer_group, role)
         );
         COMMENT ON TABLE %1$I.consumer_group_role IS
-            'Which roles may write for which consumer groups in event_handled and consumer_start, beside the owner of the tables.';
+            'Which roles may write for which consumer groups in event_handled and consumer_start, beside the owner of the tables and members of pg_write_all_data.';
         COMMENT ON COLUMN %1$I.consumer_group_role.consumer_group IS 'As in event_handled; * stands for all groups.';
         COMMENT ON COLUMN %1$I.consumer_group_role.role IS 'A role, and with it its members; public stands for all.'
         $sql$, schema);
@@ -105,12 +106,13 @@ BEGIN
             CREATE POLICY %2$I ON %1$I.%3$I FOR SELECT USING (true);
             CREATE POLICY %4$I ON %1$I.%3$I USING (
                 ARRAY(SELECT r.consumer_group FROM %1$I.consumer_group_role AS r
-                       WHERE r.role = 'public' OR pg_has_role(to_regrole(quote_ident(r.role)), 'USAGE'))
+                       WHERE r.role = 'public' OR pg_has_role(to_regrole(quote_ident(r.role)), 'USAGE')
+                      UNION ALL
+                      SELECT '*' WHERE pg_has_role('pg_write_all_data', 'USAGE'))
                 && ARRAY[consumer_group, '*'::varchar]);
             ALTER TABLE %1$I.%3$I ENABLE ROW LEVEL SECURITY
             $sql$, schema, target || '_read', target, target || '_write');
     END LOOP;
-    EXECUTE format('INSERT INTO %I.consumer_group_role (consumer_group, role) VALUES (''*'', ''pg_write_all_data'') ON CONFLICT DO NOTHING', schema);
     PERFORM set_config('search_path', path, true);
 END $migration$;
 -- +goose StatementEnd

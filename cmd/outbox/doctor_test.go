@@ -389,6 +389,11 @@ func TestDoctorOnPrivileges(t *testing.T) {
 	require.Contains(t, all[0].What, "role "+consumer+" may write for all consumer groups")
 	require.Contains(t, all[1].What, "names role nobody here")
 	run("DELETE FROM consumer_group_role WHERE role = 'nobody here' OR consumer_group = '*' AND role = '" + consumer + "'")
+	run("GRANT pg_write_all_data TO " + consumer)
+	require.True(t, slices.ContainsFunc(find(), func(f finding) bool {
+		return strings.Contains(f.What, "role "+consumer+" may write for all consumer groups, as it may write all data")
+	}))
+	run("REVOKE pg_write_all_data FROM " + consumer)
 	run("GRANT CREATE ON SCHEMA " + schema + " TO " + consumer)
 	run("SET LOCAL ROLE " + consumer + "; CREATE FUNCTION " + schema + ".format(text, text) RETURNS text LANGUAGE sql AS 'SELECT NULL::text'")
 	run("REVOKE CREATE ON SCHEMA " + schema + " FROM " + consumer)
