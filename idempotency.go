@@ -55,13 +55,14 @@ const keyColumns = `unnest($2::varchar[], $3::varchar[], $4::varchar[], $5::varc
 // where another transaction is about to do the same. Sorted keys keep two partitions
 // from waiting for each other here; it cannot prevent that in what handlers lock. Of the
 // same keys the first is noted: the others may be taken back when a batch ends early, and
-// events of other sources are looked for behind it.
+// events of other sources are looked for behind it. An id that is taken is no conflict of keys:
+// it would hide the event.
 const sqlMark = `
 INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, event_source)
 SELECT $1, t, i, a, nullif(s, '')
   FROM ` + keyColumns + ` WITH ORDINALITY AS k (t, i, a, s, n)
  ORDER BY t, i, a, n
-    ON CONFLICT DO NOTHING
+    ON CONFLICT (consumer_group, aggregate_type, aggregate_id, action) DO NOTHING
 RETURNING aggregate_type, aggregate_id, action, coalesce(event_source, '')`
 
 // sqlOtherSources returns the keys that are noted for the event of another source. A note

@@ -1,6 +1,8 @@
 package outbox_test
 
 import (
+	"os"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -114,6 +116,43 @@ func TestRolesOfBefore(t *testing.T) {
 	for _, role := range []string{"writer", "consumer"} {
 		_, err = r.as(t, role).Exec(background, f.sql(`SELECT {s}.outbox_hold_key('r', 'k', 'kim', 'why')`))
 		require.True(t, isDenied(err), "%s: %v", role, err)
+	}
+
+	// What docs/roles.md says to do then leaves these roles the rights of the new ones.
+	doc, err := os.ReadFile("docs/roles.md")
+	require.NoError(t, err)
+	revoke := regexp.MustCompile("(?s)\\*\\*Roles from before.\\*\\*.*?```\n(.*?)```").FindSubmatch(doc)
+	require.NotNil(t, revoke)
+	f.script(t, regexp.MustCompile(`\boutbox_(relay|consumer|reader|operator)\b`).ReplaceAllString(string(revoke[1]), "outbox_${1}"+r.suffix))
+	r.requireNoMore(t)
+	r.requireNoEscalation(t)
+}
+
+// Rights to columns count like those to their table, and who is given all new tables by default
+// may not write down for which groups he may write.
+func TestRightsAreFoundByTheMigration(t *testing.T) {
+	t.Parallel()
+	f := migratedTo(t, 9)
+	r := grantRoles(t, &relayFixture{db: f.db, schema: f.schema}, rolesOfBefore)
+	consumer := "outbox_consumer" + r.suffix
+	f.exec(t, `REVOKE ALL ON {s}.event_handled, {s}.consumer_start FROM `+consumer)
+	f.exec(t, `GRANT SELECT (consumer_group, handled_at, aggregate_type, aggregate_id, action, event_source), UPDATE (handled_at),
+		INSERT (consumer_group, aggregate_type, aggregate_id, action, event_source) ON {s}.event_handled TO `+consumer)
+	f.exec(t, `ALTER DEFAULT PRIVILEGES IN SCHEMA {s} GRANT ALL ON TABLES TO PUBLIC`)
+	require.NoError(t, outbox.Migrate(background, f.db, outbox.MigrateConfig{Schema: f.schema}))
+	f.exec(t, `ALTER DEFAULT PRIVILEGES IN SCHEMA {s} REVOKE ALL ON TABLES FROM PUBLIC`)
+	for _, sql := range statementsOfBefore["consumer"] {
+		if strings.Contains(sql, "event_handled") {
+			_, err := r.as(t, "consumer").Exec(background, f.sql(sql))
+			require.NoError(t, err, sql)
+		}
+	}
+	for _, role := range []string{"writer", "relay", "consumer", "reader", "operator"} {
+		for _, sql := range []string{`INSERT INTO {s}.consumer_group_role (consumer_group, role) VALUES ('*', session_user)`,
+			`UPDATE {s}.consumer_group_role SET consumer_group = '*'`, `DELETE FROM {s}.consumer_group_role`} {
+			_, err := r.as(t, role).Exec(background, f.sql(sql))
+			require.True(t, isDenied(err), "%s: %s: %v", role, sql, err)
+		}
 	}
 }
 

@@ -62,9 +62,10 @@ END $migration$;
 -- +goose StatementBegin
 DO $migration$
 DECLARE
-    schema constant name := pg_catalog.current_schema();
-    path   constant text := pg_catalog.current_setting('search_path');
-    target text;
+    schema  constant name := pg_catalog.current_schema();
+    path    constant text := pg_catalog.current_setting('search_path');
+    target  text;
+    granted record;
 BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
@@ -93,12 +94,23 @@ BEGIN
         COMMENT ON COLUMN %1$I.consumer_group_role.role IS 'A role, and with it its members; public stands for all.'
         $sql$, schema);
 
+    -- ALTER DEFAULT PRIVILEGES gives nobody the right to write down his own groups.
+    FOR granted IN
+        SELECT DISTINCT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS grantee
+          FROM pg_class AS c, aclexplode(c.relacl) AS a
+         WHERE c.oid = format('%I.consumer_group_role', schema)::regclass AND a.grantee <> c.relowner
+    LOOP
+        EXECUTE format('REVOKE ALL ON %I.consumer_group_role FROM %s CASCADE', schema, granted.grantee);
+    END LOOP;
+
     FOREACH target IN ARRAY ARRAY['event_handled', 'consumer_start'] LOOP
         -- Who may write there now may go on doing so, for all groups.
         EXECUTE format($sql$
             INSERT INTO %1$I.consumer_group_role (consumer_group, role)
             SELECT DISTINCT '*', CASE a.grantee WHEN 0 THEN 'public' ELSE pg_get_userbyid(a.grantee) END
-              FROM pg_class AS c, aclexplode(c.relacl) AS a
+              FROM pg_class AS c
+             CROSS JOIN LATERAL (SELECT c.relacl UNION ALL SELECT attacl FROM pg_attribute WHERE attrelid = c.oid) AS g (acl)
+             CROSS JOIN LATERAL aclexplode(g.acl) AS a
              WHERE c.oid = %2$L::regclass AND a.privilege_type IN ('INSERT', 'UPDATE', 'DELETE') AND a.grantee <> c.relowner
                 ON CONFLICT DO NOTHING
             $sql$, schema, format('%I.%I', schema, target));
@@ -692,7 +704,9 @@ BEGIN
     -- Whose statements are subject to the policies has to find its groups.
     FOR granted IN
         SELECT DISTINCT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS grantee
-          FROM pg_class AS c, aclexplode(c.relacl) AS a
+          FROM pg_class AS c
+         CROSS JOIN LATERAL (SELECT c.relacl UNION ALL SELECT attacl FROM pg_attribute WHERE attrelid = c.oid) AS g (acl)
+         CROSS JOIN LATERAL aclexplode(g.acl) AS a
          WHERE c.oid IN (format('%I.event_handled', schema)::regclass, format('%I.consumer_start', schema)::regclass) AND a.grantee <> c.relowner
     LOOP
         EXECUTE format('GRANT SELECT ON %I.consumer_group_role TO %s', schema, granted.grantee);

@@ -1,9 +1,11 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 
@@ -121,6 +123,7 @@ func (d *doctor) excessOf(ctx context.Context, role string, needs []need) error 
 	if err != nil {
 		return err
 	}
+	var more []need
 	var name, privilege string
 	var columns []string
 	var sequence bool
@@ -129,15 +132,96 @@ func (d *doctor) excessOf(ctx context.Context, role string, needs []need) error 
 		if sequence {
 			n.table, n.sequence = "", name
 		}
-		if n.columns = notNeeded(n, columns, needs); n.columns == nil {
-			return nil
+		if n.columns = notNeeded(n, columns, needs); n.columns != nil {
+			more = append(more, n)
 		}
-		d.add("privileges.excess", severityWarning, fmt.Sprintf("role %s has %s on %s", role, n.privilege, n.on()),
-			"Its part does not need it. Whoever gets hold of the role can use it, without a trace in outbox_audit.",
-			strings.Replace(strings.Replace(n.grant(d.e.schemaName(), role), "GRANT", "REVOKE", 1), " TO ", " FROM ", 1))
 		return nil
 	})
+	functions, functionsErr := d.functionsBeside(ctx, role, needs)
+	err = errors.Join(err, functionsErr)
+	for _, n := range append(more, functions...) {
+		do, doErr := d.withdrawal(ctx, role, n, needs)
+		err = errors.Join(err, doErr)
+		d.add("privileges.excess", severityWarning, fmt.Sprintf("role %s has %s on %s", role, n.privilege, n.on()),
+			"Its part does not need it. Whoever gets hold of the role can use it, without a trace in outbox_audit.", do)
+	}
 	return err
+}
+
+// functionsBeside returns the functions that a role may call and does not need.
+func (d *doctor) functionsBeside(ctx context.Context, role string, needs []need) (more []need, err error) {
+	seen := map[string]bool{}
+	for _, n := range needs {
+		seen[n.function] = true
+	}
+	for _, part := range slices.Sorted(maps.Keys(partNeeds)) {
+		for _, n := range partNeeds[part] {
+			if seen[n.function] { // also "", of what is no function
+				continue
+			}
+			seen[n.function] = true
+			may, err := d.has(ctx, `SELECT coalesce(has_function_privilege($1::name, to_regprocedure($2)::oid, 'EXECUTE'), false)`, role, d.inSchema(n.function))
+			if err != nil {
+				return nil, err
+			}
+			if may {
+				more = append(more, n)
+			}
+		}
+	}
+	return more, nil
+}
+
+// inSchema is a function with its schema.
+func (d *doctor) inSchema(function string) string {
+	return pgx.Identifier{d.e.schemaName()}.Sanitize() + "." + function
+}
+
+// sqlGrantees finds who was granted a privilege that a role has: itself, roles that it is a
+// member of, and everybody. $2 is a relation and $4 its columns, none for all of it, or $5 is a
+// function.
+const sqlGrantees = `
+SELECT DISTINCT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END
+  FROM (SELECT relacl FROM pg_class WHERE oid = to_regclass($2::text)::oid AND coalesce(cardinality($4::name[]), 0) = 0
+         UNION ALL
+        SELECT attacl FROM pg_attribute WHERE attrelid = to_regclass($2::text)::oid AND attname = ANY ($4::name[])
+         UNION ALL
+        SELECT proacl FROM pg_proc WHERE oid = to_regprocedure($5::text)::oid) AS g (acl)
+ CROSS JOIN LATERAL aclexplode(g.acl) AS a
+ WHERE a.privilege_type = $3 AND CASE a.grantee WHEN 0 THEN true ELSE pg_has_role($1::name, a.grantee, 'USAGE') END
+ ORDER BY 1`
+
+// withdrawal says how to take a privilege from a role. What the role needs of it has to be
+// granted again: with the right to a table, PostgreSQL revokes those to its columns.
+func (d *doctor) withdrawal(ctx context.Context, role string, n need, needs []need) (string, error) {
+	var relation, function any // NULL, because before version 16 PostgreSQL refuses what is no name
+	if n.function != "" {
+		function = d.inSchema(n.function)
+	} else {
+		relation = pgx.Identifier{d.e.schemaName(), n.table + n.sequence}.Sanitize()
+	}
+	rows, err := d.e.db.Query(ctx, sqlGrantees, role, relation, n.privilege, n.columns, function)
+	if err != nil {
+		return "", err
+	}
+	from, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil {
+		return "", err
+	}
+	if len(from) == 0 {
+		return fmt.Sprintf("Take %s out of pg_read_all_data and pg_write_all_data.", role), nil
+	}
+	own := pgx.Identifier{role}.Sanitize()
+	revoke, _, _ := strings.Cut(strings.Replace(n.grant(d.e.schemaName(), role), "GRANT", "REVOKE", 1), " TO "+own)
+	do := revoke + " FROM " + strings.Join(from, ", ")
+	named := strings.Join(slices.DeleteFunc(from, func(grantee string) bool { return grantee == "PUBLIC" }), ", ")
+	for _, needed := range needs {
+		if len(n.columns) == 0 && needed.table == n.table && needed.sequence == n.sequence && needed.function == n.function && needed.privilege == n.privilege {
+			grant, _, _ := strings.Cut(needed.grant(d.e.schemaName(), role), " TO "+own)
+			do += "; " + grant + " TO " + cmp.Or(named, own)
+		}
+	}
+	return do, nil
 }
 
 // notNeeded returns the columns of a privilege that are not needed, none for all of them, or
