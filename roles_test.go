@@ -200,7 +200,7 @@ func testRoles(t *testing.T, h *relayFixture, reader *oracle.Reader, left int) {
 	consumers, err := outboxops.NewConsumers(r.as(t, "operator"), outboxops.ConsumersConfig{Schema: h.schema})
 	require.NoError(t, err)
 	require.NoError(t, consumers.Pause(background, "g", h.topic, kim))
-	groups, err := consumers.List(background)
+	groups, _, err := consumers.List(background, outboxops.ConsumerFilter{})
 	require.NoError(t, err)
 	require.Equal(t, kim.Reason, groups[0].Topics[0].Pause.Reason)
 	require.NoError(t, consumers.Resume(background, "g", h.topic, kim))

@@ -184,6 +184,7 @@ type apiAudit struct {
 
 type apiGroupList struct {
 	Groups []apiGroup `json:"groups"`
+	More   bool       `json:"more"`
 }
 
 type apiGroup struct {

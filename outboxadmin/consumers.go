@@ -40,11 +40,11 @@ func (a *admin) apiConsumers(r *request) (answer, error) {
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	groups, err := a.consumers.List(r.Context())
+	groups, more, err := a.consumers.List(r.Context(), outboxops.ConsumerFilter{})
 	if err != nil {
 		return answer{}, err
 	}
-	return okJSON(apiGroupList{Groups: each(groups, groupOf)})
+	return okJSON(apiGroupList{Groups: each(groups, groupOf), More: more})
 }
 
 // apiPause is pause or resume.

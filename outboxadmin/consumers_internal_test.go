@@ -17,7 +17,7 @@ func TestConsumerGroups(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)
 	require.NotContains(t, h.get("/"), "Consumer groups")
-	require.JSONEq(t, `{"groups": []}`, h.get("/api/consumers"))
+	require.JSONEq(t, `{"groups": [], "more": false}`, h.get("/api/consumers"))
 	_, err := h.db.Exec(t.Context(), strings.ReplaceAll(`INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
 		SELECT 'stats', 'orders', '00000000-0000-0000-0000-000000000001', n, 0, 7 FROM generate_series(0, 2) AS n`, "{s}", `"`+h.schema+`"`))
 	require.NoError(t, err)
@@ -76,6 +76,39 @@ func TestPoisonedGroups(t *testing.T) {
 	require.NoError(t, json.Unmarshal([]byte(h.get("/api/consumers")), &answer))
 	require.Len(t, answer.Groups, 4)
 	require.Contains(t, h.get("/api/consumers"), `"lost":9223372036854775807`)
+}
+
+// However much a group has noted, a page and the API look at part of it, say so, and show the
+// groups beside it and what is paused.
+func TestVeryManyGroupRows(t *testing.T) {
+	t.Parallel()
+	h := newAdminFixture(t, nil)
+	exec := func(sql string) {
+		_, err := h.db.Exec(t.Context(), strings.ReplaceAll(sql, "{s}", `"`+h.schema+`"`))
+		require.NoError(t, err)
+	}
+	exec(`INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
+		SELECT g, 'topic-' || n, '00000000-0000-0000-0000-000000000001', 0, 0, 7 FROM unnest('{many,more}'::text[]) AS g, generate_series(1, 20000) AS n`)
+	exec(`INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
+		SELECT g, 'orders', '00000000-0000-0000-0000-000000000001', n, 0, 7 FROM unnest('{a,z}'::text[]) AS g, generate_series(0, 2) AS n`)
+	exec(`INSERT INTO {s}.consumer_pause (consumer_group, topic, operator, reason) VALUES ('many', 'topic-9999', 'kim', 'why'), ('z', '', 'kim', 'all')`)
+	var answer apiGroupList
+	body := h.get("/api/consumers")
+	require.Less(t, len(body), 2<<20)
+	require.NoError(t, json.Unmarshal([]byte(body), &answer))
+	require.True(t, answer.More)
+	require.Len(t, answer.Groups, 4)
+	lines := 0
+	for _, g := range answer.Groups {
+		lines += len(g.Topics)
+	}
+	require.Less(t, lines, 10_001)
+	require.Equal(t, 3, answer.Groups[3].Topics[0].Partitions)
+	require.Equal(t, "all", answer.Groups[3].Pause.Reason)
+	require.Contains(t, body, `"reason":"why"`)
+	page := h.get("/")
+	require.Contains(t, page, "Consumer group many: topic-9999 paused by kim")
+	require.Contains(t, page, "There are more than are looked at")
 }
 
 func left(s string, n int) string { return s[:min(n, len(s))] }

@@ -43,7 +43,8 @@ type overview struct {
 	Transactions []outboxops.OpenTransaction
 	Partitions   []outboxops.TablePartition
 	Groups       []groupRow
-	OtherGroups  int // lines that are not among Groups
+	OtherGroups  int  // lines that are not among Groups
+	MoreGroups   bool // than were looked at
 	Spans        []span
 	Span         string
 }
@@ -104,11 +105,11 @@ func (a *admin) overview(r *request) (answer, error) {
 	if page.Partitions, err = a.inspect.Partitions(ctx); err != nil {
 		return answer{}, err
 	}
-	groups, err := a.consumers.List(ctx)
+	groups, more, err := a.consumers.List(ctx, outboxops.ConsumerFilter{})
 	if err != nil {
 		return answer{}, err
 	}
-	page.Groups = groupRows(groups)
+	page.Groups, page.MoreGroups = groupRows(groups), more
 	a.maskTransactions(page.Transactions)
 	page.Notices = notices(now, page.Relays, page.Groups)
 	page.OtherGroups = max(0, len(page.Groups)-maxGroupRows)

@@ -75,40 +75,73 @@ type ConsumerPause struct {
 	At time.Time
 }
 
-// sqlGroups reads the groups. Of a topic that was created again only the id counts that a
-// member wrote about last.
+// sqlGroups reads the groups, or the one that $1 names. Consumers can note anything for their
+// groups, so it looks at $2 groups, $3 rows of each and $4 of all, which it finds by the primary
+// key, and returns $5 lines: of each group what is paused first, so that no group hides another.
+// Of a topic that was created again only the id counts that a member wrote about last.
 const sqlGroups = `
-WITH read AS (
+WITH RECURSIVE names AS (
+    SELECT coalesce(nullif($1::text, ''), (SELECT consumer_group::text FROM {schema}.consumer_start ORDER BY consumer_group LIMIT 1)) AS name
+     UNION ALL
+    SELECT (SELECT s.consumer_group::text FROM {schema}.consumer_start AS s WHERE s.consumer_group > names.name ORDER BY s.consumer_group LIMIT 1)
+      FROM names WHERE names.name IS NOT NULL AND $1::text = ''
+), begun AS MATERIALIZED (
+    SELECT name FROM names WHERE name IS NOT NULL LIMIT $2
+), looked AS MATERIALIZED (
+    SELECT s.* FROM begun CROSS JOIN LATERAL (
+        SELECT consumer_group, topic, topic_id, partition, position, saved_at, lost
+          FROM {schema}.consumer_start WHERE consumer_group = begun.name ORDER BY consumer_group, topic, topic_id, partition LIMIT $3) AS s
+     LIMIT $4
+), read AS (
     SELECT DISTINCT ON (consumer_group, topic) consumer_group, topic, partitions, saved_at, lost
       FROM (SELECT consumer_group, topic, topic_id, count(*) FILTER (WHERE partition >= 0) AS partitions,
                    max(saved_at) FILTER (WHERE position IS NOT NULL) AS saved_at, max(saved_at) AS written_at,
                    greatest(least(sum(sum(lost)) OVER (PARTITION BY consumer_group, topic), 9223372036854775807), 0)::bigint AS lost
-              FROM {schema}.consumer_start GROUP BY consumer_group, topic, topic_id) AS t
+              FROM looked GROUP BY consumer_group, topic, topic_id) AS t
      ORDER BY consumer_group, topic, written_at DESC
+), lines AS (
+    SELECT consumer_group, topic, coalesce(r.partitions, 0) AS partitions, r.saved_at, coalesce(r.lost, 0) AS lost, coalesce(p.operator, '') AS operator,
+           coalesce(p.reason, '') AS reason, p.paused_at, p.paused_at IS NOT NULL AS paused,
+           row_number() OVER (PARTITION BY consumer_group ORDER BY p.paused_at IS NULL, topic) AS place
+      FROM read AS r FULL JOIN (SELECT * FROM {schema}.consumer_pause WHERE $1::text = '' OR consumer_group = $1) AS p USING (consumer_group, topic)
+     ORDER BY place, consumer_group LIMIT $5 + 1
 )
-SELECT consumer_group, topic, coalesce(r.partitions, 0), r.saved_at, coalesce(r.lost, 0), coalesce(p.operator, ''), coalesce(p.reason, ''),
-       p.paused_at, p.paused_at IS NOT NULL
-  FROM read AS r FULL JOIN {schema}.consumer_pause AS p USING (consumer_group, topic)
+SELECT consumer_group, topic, partitions, saved_at, lost, operator, reason, paused_at, paused,
+       (SELECT count(*) FROM begun) >= $2 OR (SELECT count(*) FROM looked) >= $4
+       OR EXISTS (SELECT FROM looked GROUP BY consumer_group HAVING count(*) >= $3) OR (SELECT count(*) FROM lines) > $5
+  FROM (SELECT * FROM lines ORDER BY place, consumer_group LIMIT $5) AS l
  ORDER BY consumer_group, topic`
 
-// List returns the groups, sorted by name.
-func (c *Consumers) List(ctx context.Context) ([]ConsumerGroup, error) {
-	rows, err := c.db.Query(ctx, c.list)
-	if err != nil {
-		return nil, fmt.Errorf("outbox: list consumer groups: %w", orNotMigrated(err))
-	}
+// What is looked at: groups, partitions of one, partitions of all, and topics of all.
+const (
+	maxGroups          = 1000
+	maxGroupPartitions = 10_000
+	maxPartitions      = 200_000
+	maxGroupTopics     = 10_000
+)
+
+// ConsumerFilter picks consumer groups. The zero value picks all.
+type ConsumerFilter struct {
+	// Group is the name of one.
+	Group string
+}
+
+// List returns the groups, sorted by name. It looks at 1,000 of them, 10,000 partitions of each
+// and 200,000 of all, and returns at most 10,000 topics, of each group those that are paused
+// first. Where there is more than that, which only somebody who does harm will have, more is
+// set, and the numbers of a topic may be too small.
+func (c *Consumers) List(ctx context.Context, filter ConsumerFilter) (groups []ConsumerGroup, more bool, err error) {
 	var (
-		all    []ConsumerGroup
 		group  string
 		t      ConsumerTopic
 		p      ConsumerPause
 		paused bool
 	)
-	_, err = pgx.ForEachRow(rows, []any{&group, &t.Topic, &t.Partitions, pg.Time{At: &t.SavedAt}, &t.Lost, &p.Operator, &p.Reason, pg.Time{At: &p.At}, &paused}, func() error {
-		if len(all) == 0 || all[len(all)-1].Group != group {
-			all = append(all, ConsumerGroup{Group: group})
+	add := func() error {
+		if len(groups) == 0 || groups[len(groups)-1].Group != group {
+			groups = append(groups, ConsumerGroup{Group: group})
 		}
-		g := &all[len(all)-1]
+		g := &groups[len(groups)-1]
 		t.Pause = nil
 		if paused {
 			pause := p
@@ -120,11 +153,15 @@ func (c *Consumers) List(ctx context.Context) ([]ConsumerGroup, error) {
 		}
 		g.Topics = append(g.Topics, t)
 		return nil
-	})
-	if err != nil {
-		return nil, fmt.Errorf("outbox: list consumer groups: %w", orNotMigrated(err))
 	}
-	return all, nil
+	err = pg.Query(ctx, c.db, pg.PlannerSettings, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&group, &t.Topic, &t.Partitions, pg.Time{At: &t.SavedAt}, &t.Lost, &p.Operator, &p.Reason, pg.Time{At: &p.At}, &paused, &more}, add)
+		return err
+	}, c.list, filter.Group, maxGroups, maxGroupPartitions, maxPartitions, maxGroupTopics)
+	if err != nil {
+		return nil, false, fmt.Errorf("outbox: list consumer groups: %w", orNotMigrated(err))
+	}
+	return groups, more, nil
 }
 
 const sqlPauseConsumer = `SELECT {schema}.outbox_pause_consumer($1, $2, $3, $4)`

@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"flag"
-	"slices"
 	"strconv"
 	"time"
 
@@ -69,11 +68,11 @@ func preparePause(fs *flag.FlagSet, action string, do pauseAction) func(context.
 		if err := do(consumers, ctx, *group, *topic, info); err != nil {
 			return err
 		}
-		groups, err := consumers.List(ctx)
+		groups, more, err := consumers.List(ctx, outboxops.ConsumerFilter{Group: *group})
 		if err != nil {
 			return err
 		}
-		return reportPause(e, action, *group, *topic, groups)
+		return reportPause(e, action, *group, *topic, groups, more)
 	}
 }
 
@@ -85,13 +84,11 @@ func (e *env) consumers(ctx context.Context) (*outboxops.Consumers, error) {
 	return outboxops.NewConsumers(db, outboxops.ConsumersConfig{Schema: e.schema})
 }
 
-// reportPause says what was done, and what may not be as expected.
-func reportPause(e *env, action, group, topic string, groups []outboxops.ConsumerGroup) error {
-	begun, paused := false, []string{}
+// reportPause says what was done, and what may not be as expected. With more, a topic that is
+// not among those of the group may have begun.
+func reportPause(e *env, action, group, topic string, groups []outboxops.ConsumerGroup, more bool) error {
+	begun, paused := more, []string{}
 	for _, g := range groups {
-		if g.Group != group {
-			continue
-		}
 		if g.Pause != nil {
 			paused = append(paused, "")
 		}
@@ -129,15 +126,12 @@ func consumerStatus(ctx context.Context, e *env, group string) error {
 	if err != nil {
 		return err
 	}
-	groups, err := consumers.List(ctx)
+	groups, more, err := consumers.List(ctx, outboxops.ConsumerFilter{Group: group})
 	if err != nil {
 		return err
 	}
-	if group != "" {
-		groups = slices.DeleteFunc(groups, func(g outboxops.ConsumerGroup) bool { return g.Group != group })
-	}
 	if e.json {
-		return e.writeJSON(map[string]any{"groups": groupsOf(groups)})
+		return e.writeJSON(map[string]any{"groups": groupsOf(groups), "more": more})
 	}
 	if len(groups) == 0 {
 		e.printf("No consumer group has begun to read.\n")
@@ -153,6 +147,9 @@ func consumerStatus(ctx context.Context, e *env, group string) error {
 		}
 	}
 	e.writeTable(t)
+	if more {
+		e.printf("There is more than is looked at: somebody notes very many topics.\n")
+	}
 	return nil
 }
 

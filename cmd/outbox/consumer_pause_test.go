@@ -26,7 +26,10 @@ func TestConsumerPause(t *testing.T) {
 	require.Regexp(t, `(?m)^stats +\(all\) +\S+( s)? +lee +a migration`, text)
 	require.Contains(t, d.ok(t, "consumer", "pause", "--group", "stast", "--reason", "mistyped"), "are the names right?")
 
-	var status struct{ Groups []groupJSON }
+	var status struct {
+		Groups []groupJSON
+		More   bool
+	}
 	d.json(t, &status, exitOK, "consumer", "status", "--group", "stats")
 	require.Len(t, status.Groups, 1)
 	require.Equal(t, "lee", status.Groups[0].Pause.Operator)
