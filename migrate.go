@@ -70,7 +70,7 @@ func (c MigrateConfig) validate() error {
 
 // Migrate brings the tables of outbox up to date. It may be called at every start and
 // by many processes at once: one of them migrates, the others wait for it and find
-// nothing to do. If there is nothing to do, it asks PostgreSQL twice and locks nothing.
+// nothing to do. If there is nothing to do, it asks PostgreSQL three times and locks nothing.
 //
 // Each file of the package migrations is a transaction. If one fails, those before it
 // stay, and the error names it. Writers, relays and consumers may be at work: a file that
@@ -206,10 +206,8 @@ func (m *migrator) run(ctx context.Context) error {
 		switch {
 		case err != nil:
 			return err
-		case version > len(m.steps):
-			return fmt.Errorf("%w: it is at version %d, this release knows %d", ErrDatabaseAhead, version, len(m.steps))
-		case version == len(m.steps):
-			return nil
+		case version >= len(m.steps):
+			return m.nothingToDo(ctx, version)
 		}
 		if err := m.protect(ctx); err != nil {
 			return err
@@ -218,6 +216,24 @@ func (m *migrator) run(ctx context.Context) error {
 			return fmt.Errorf("%s: %w", m.steps[version].name, err)
 		}
 	}
+}
+
+// nothingToDo reports whether the files that outbox_migration names can have been applied.
+func (m *migrator) nothingToDo(ctx context.Context, version int) error {
+	stranger := ""
+	err := pg.Query(ctx, m.db, privileges.SafePath, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&stranger}, func() error { return nil })
+		return err
+	}, privileges.SQLStranger, m.cfg.Schema, false)
+	switch {
+	case err != nil:
+		return fmt.Errorf("look whose the tables are: %w", err)
+	case stranger != "":
+		return fmt.Errorf("%w: table outbox_migration of role %s", ErrForeignObjects, stranger)
+	case version > len(m.steps):
+		return fmt.Errorf("%w: it is at version %d, this release knows %d", ErrDatabaseAhead, version, len(m.steps))
+	}
+	return nil
 }
 
 // apply applies a file, and tries again for as long as it does not get its locks.

@@ -389,6 +389,26 @@ func TestMigrateRunsNothingOfOthers(t *testing.T) {
 	require.Len(t, applied(t, db, schema), len(files(t)))
 }
 
+// Tables of a stranger that look as if all files had been applied are not taken for outbox's own.
+func TestMigrateTakesNoTablesOfOthers(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	db, schema := testenv.Schema(t)
+	h := &relayFixture{db: db, schema: schema}
+	_, err := db.Exec(background, h.sql(`GRANT CREATE ON SCHEMA {s} TO PUBLIC`))
+	require.NoError(t, err)
+	mallory, name := newMallory(t, h)
+	_, err = mallory.Exec(background, h.sql(`CREATE TABLE {s}.outbox_migration AS SELECT 1000 AS version, 'x' AS name, now() AS applied_at`))
+	require.NoError(t, err)
+	for _, version := range []int{1000, len(files(t)), 0} {
+		_, err = mallory.Exec(background, h.sql(`UPDATE {s}.outbox_migration SET version = $1`), version)
+		require.NoError(t, err)
+		err = outbox.Migrate(background, db, outbox.MigrateConfig{Schema: schema})
+		require.ErrorIs(t, err, outbox.ErrForeignObjects, version)
+		require.ErrorContains(t, err, name)
+	}
+}
+
 // What was put in the place of PostgreSQL's own before another tool applied the files is found
 // by the last of them.
 func TestMigrationsByHandRunNothingOfOthers(t *testing.T) {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"net/url"
 	"os"
 	"regexp"
 	"slices"
@@ -32,7 +33,8 @@ type doctorJSON struct {
 func newClinic(t testing.TB) *commandFixture {
 	t.Helper()
 	d := newShop(t)
-	d.vars["DATABASE_URL"] = d.url("&options=-c%20idle_in_transaction_session_timeout%3D60000")
+	// Before version 15 everybody may create in public, which the doctor finds.
+	d.vars["DATABASE_URL"] = d.url("&options=-c%20idle_in_transaction_session_timeout%3D60000%20-c%20search_path%3Dpg_catalog")
 	return d
 }
 
@@ -418,6 +420,40 @@ func TestDoctorOnPrivileges(t *testing.T) {
 	d.requireFinding(t, "privileges.role", severityError, `no role "nobody here"`, "--as", "relay=nobody here")
 }
 
+// Statements of outbox look for functions and operators in all schemas of search_path, of which
+// public often is one.
+func TestDoctorOnOtherSchemasOfThePath(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t)
+	d := newClinic(t)
+	d.relay(t)
+	suffix := uuid.NewString()[:8]
+	session, ofRole, role := `of the "session" `+suffix, "of_role_"+suffix, "cli_"+suffix
+	for _, schema := range []string{session, ofRole} {
+		quoted := pgx.Identifier{schema}.Sanitize()
+		d.exec(t, "CREATE SCHEMA "+quoted)
+		d.exec(t, "GRANT CREATE ON SCHEMA "+quoted+" TO PUBLIC")
+		t.Cleanup(func() { d.exec(t, "DROP SCHEMA "+quoted) })
+	}
+	d.exec(t, fmt.Sprintf(`CREATE ROLE %s; ALTER ROLE %[1]s SET search_path = nowhere, %s`, role, ofRole))
+	t.Cleanup(func() { d.exec(t, "DROP ROLE "+role) })
+	d.vars["DATABASE_URL"] = d.url("&search_path=" + url.PathEscape(pgx.Identifier{session}.Sanitize()))
+	find := func(args ...string) []finding {
+		return d.findings(t, append([]string{"--only", "privileges.schema,doctor"}, args...)...)
+	}
+	all := find()
+	require.Len(t, all, 1)
+	require.Contains(t, all[0].What, "everybody may create in schema "+session)
+	require.Equal(t, severityError, all[0].Severity)
+	all = find("--as", "reader="+role)
+	require.Len(t, all, 2)
+	require.Contains(t, all[1].What, "everybody may create in schema "+ofRole)
+	for _, f := range all {
+		d.exec(t, f.Do)
+	}
+	require.Empty(t, find("--as", "reader="+role))
+}
+
 // A role that may not read gets a finding, and the rest goes on.
 func TestDoctorMayNotLook(t *testing.T) {
 	t.Parallel()
@@ -456,9 +492,9 @@ func TestDoctorOnSettings(t *testing.T) {
 	testenv.Direct(t)
 	d := newClinic(t)
 	d.relay(t)
-	d.vars["DATABASE_URL"] = d.url("&options=-c%20idle_in_transaction_session_timeout%3D0")
+	d.vars["DATABASE_URL"] = d.url("&options=-c%20idle_in_transaction_session_timeout%3D0%20-c%20search_path%3Dpg_catalog")
 	d.requireFinding(t, "server.idle_in_transaction", severityNote, "is 0")
-	d.vars["DATABASE_URL"] = d.url("&options=-c%20idle_in_transaction_session_timeout%3D60000%20-c%20synchronous_commit%3Doff")
+	d.vars["DATABASE_URL"] = d.url("&options=-c%20idle_in_transaction_session_timeout%3D60000%20-c%20synchronous_commit%3Doff%20-c%20search_path%3Dpg_catalog")
 	d.requireFinding(t, "server.synchronous_commit", severityWarning, "is off")
 
 	good := map[string]string{"fsync": "on", "full_page_writes": "on", "synchronous_commit": "on", "autovacuum": "on", "track_counts": "on",

@@ -53,6 +53,14 @@ WITH trusted AS MATERIALIZED (
             OR $2 AND EXISTS (SELECT FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relname = 'outbox' AND pg_has_role(r.oid, c.relowner, 'MEMBER')))
 )`
 
+// SQLStranger finds the owner of table outbox_migration in the schema $1 if he is not trusted with
+// it, for who has the rights of the schema's owner; $2 is false. Others cannot know whom the
+// owner of the schema had trusted. The transaction has [SafePath].
+const SQLStranger = sqlTrusted + `
+SELECT pg_get_userbyid(c.relowner)
+  FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+ WHERE n.nspname = $1 AND c.relname = 'outbox_migration' AND pg_has_role(n.nspowner, 'USAGE') AND c.relowner NOT IN (SELECT oid FROM trusted)`
+
 // sqlForeign finds what other roles have made in the schema that statements take for
 // PostgreSQL's own: functions and operators of the same name. And if $2 is not set, relations
 // of the names in $3.
