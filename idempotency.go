@@ -4,7 +4,9 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"math"
 	"slices"
+	"sync/atomic"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -19,8 +21,9 @@ import (
 // handledStore is the table event_handled, for one group, and the transactions that
 // write to it.
 type handledStore struct {
-	db    *pgxpool.Pool
-	group string
+	db            *pgxpool.Pool
+	schema, group string
+	taken         atomic.Int32 // times in a row that a note got an id that was taken
 
 	mark, otherSources, renew, unmark, look string // the statements of these names
 }
@@ -28,7 +31,7 @@ type handledStore struct {
 func newHandledStore(db *pgxpool.Pool, schema, group string) *handledStore {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &handledStore{
-		db: db, group: group,
+		db: db, schema: schema, group: group,
 		mark: in(sqlMark), otherSources: in(sqlOtherSources), renew: in(sqlRenewMarks), unmark: in(sqlUnmark), look: in(sqlLookHandled),
 	}
 }
@@ -212,8 +215,8 @@ func (s *handledStore) check(ctx context.Context) error {
 func (s *handledStore) ping(ctx context.Context) error { return s.db.Ping(ctx) }
 
 // storeError is the error of a statement of the consumer's own, with which it notes what is
-// handled. It says nothing about the event: the table is locked or missing, for example, or
-// there was no connection to be had.
+// handled. It says nothing about the event: the table is locked or missing, for example, its
+// sequence draws ids that are taken, or there was no connection to be had.
 type storeError struct{ err error }
 
 func (e *storeError) Error() string { return e.err.Error() }
@@ -237,14 +240,20 @@ func (s *handledStore) inTx(ctx context.Context, work *handling.Activity, keys [
 	if err := work.Use(conn); err != nil {
 		return err
 	}
+	if err := s.passTaken(ctx, conn.Conn); err != nil {
+		return &storeError{fmt.Errorf("pass over ids of event_handled that are taken: %w", err)}
+	}
 	tx, fresh, err := s.begin(ctx, conn.Conn, keys, shared)
 	if err != nil {
 		err = fmt.Errorf("note what is handled: %w", err)
-		if pg.IsRejectedRow(err) {
+		if pg.IsDuplicate(err) { // an id: sqlMark passes over keys
+			s.taken.Add(1)
+		} else if pg.IsRejectedRow(err) {
 			return err // the key cannot be stored
 		}
 		return &storeError{err}
 	}
+	s.taken.Store(0)
 	work.TxBegun()
 	defer tx.Rollback(ctx) // nothing, once it is committed; f may end its goroutine
 	if err := s.finishTx(ctx, tx, fresh, f); err != nil {
@@ -255,6 +264,24 @@ func (s *handledStore) inTx(ctx context.Context, work *handling.Activity, keys [
 		return err
 	}
 	return nil
+}
+
+const sqlPassTaken = `SELECT count(nextval(format('%I.event_handled_id_seq', $1::text)::regclass)) FROM generate_series(1, $2::int)`
+
+// passTaken draws ids without using them, ten times as many each time, where the last ones were
+// taken: by whoever may choose ids, or because the sequence is that of an older backup.
+func (s *handledStore) passTaken(ctx context.Context, conn *pgx.Conn) error {
+	const most = 1_000_000
+	times := s.taken.Load()
+	if times == 0 {
+		return nil
+	}
+	n := most
+	if times < 6 {
+		n = int(math.Pow10(int(times)))
+	}
+	_, err := conn.Exec(ctx, sqlPassTaken, s.schema, n)
+	return err
 }
 
 // finishTx runs f in a transaction and commits it, without the notes of what f has not done.

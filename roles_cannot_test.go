@@ -233,6 +233,13 @@ func TestTakenIDsHideNoEvent(t *testing.T) {
 	record := s.saleRecord(uuid.NewString(), oneSale)
 	require.Eventually(t, func() bool { return c.Deliver(background, record) == nil }, testenv.Patience, 10*time.Millisecond)
 	require.Len(t, s.counts(t), 1)
+
+	_, err = s.db.Exec(background, s.sql(`INSERT INTO {s}.event_handled (id, consumer_group, aggregate_type, aggregate_id, action)
+		SELECT n, 'mallory', 't', n::text, 'a' FROM generate_series(20, 60) AS n`))
+	require.NoError(t, err)
+	s.sendTo(t, 1, 50)
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "also theirs"}, FromStart: true}, outbox.Handle("COUNTED", s.count)).Run)
+	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 50 }, testenv.Patience, 10*time.Millisecond)
 }
 
 // tryScript runs statements in a transaction, which it rolls back.

@@ -52,6 +52,12 @@ func authorize(r *http.Request) (Access, error) {
 func newAdminFixture(t *testing.T, configure func(*Config)) *adminFixture {
 	t.Helper()
 	db, schema := testenv.Schema(t)
+	return newAdminFixtureIn(t, db, schema, configure)
+}
+
+// newAdminFixtureIn is [newAdminFixture] in a schema without tables.
+func newAdminFixtureIn(t *testing.T, db *pgxpool.Pool, schema string, configure func(*Config)) *adminFixture {
+	t.Helper()
 	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema, PartitionRows: 1_000_000}))
 	require.NoError(t, seed.Fill(t.Context(), db, schema))
 	h := &adminFixture{t: t, db: db, schema: schema}

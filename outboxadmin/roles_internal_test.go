@@ -44,11 +44,18 @@ func asOperator(t *testing.T, h *adminFixture) *pgxpool.Pool {
 	return testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["role"] = "outbox_operator" + suffix })
 }
 
-// The privileges of the operator in docs/roles.md are enough for all pages and actions.
+// The privileges of the operator in docs/roles.md are enough for all pages and actions, in a
+// schema with quotes in its name, too.
 func TestPrivilegesOfOperator(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t) // a session with a role
-	h := newAdminFixture(t, nil)
+	db := testenv.Pool(t, nil)
+	schema := fmt.Sprintf(`we"ird 's $1 {schema} %%, %.8s`, uuid.NewString())
+	t.Cleanup(func() {
+		_, err := db.Exec(background, "DROP SCHEMA IF EXISTS "+pgx.Identifier{schema}.Sanitize()+" CASCADE")
+		require.NoError(t, err)
+	})
+	h := newAdminFixtureIn(t, db, schema, nil)
 	handler, err := New(asOperator(t, h), Config{Authorize: authorize, Schema: h.schema, AuditReads: true})
 	require.NoError(t, err)
 	h.handler = http.StripPrefix(prefix, handler)
@@ -61,4 +68,11 @@ func TestPrivilegesOfOperator(t *testing.T) {
 		require.Equal(t, http.StatusSeeOther, h.post("/failed/relay-1/"+action, "reason", "because", "payload", "{}").Code, action)
 	}
 	require.Equal(t, http.StatusSeeOther, h.post("/failed/retry", "reason", "because", "status", "dead").Code)
+	for path, body := range map[string]map[string]any{
+		"/api/consumers/pause": {"group": "stats", "reason": "x"}, "/api/keys/hold": {"relay": "default", "topic": "orders", "key": "none", "reason": "x"},
+		"/api/failed/retry": {"filter": map[string]any{"status": "dead"}, "reason": "x"},
+	} {
+		require.Contains(t, []int{http.StatusOK, http.StatusNoContent, http.StatusNotFound, http.StatusConflict}, h.call(path, body).Code, path)
+	}
+	require.Empty(t, h.log.String())
 }

@@ -48,6 +48,12 @@ func IsRejectedRow(err error) bool {
 	return slices.ContainsFunc([]string{"22", "23", "54"}, func(class string) bool { return strings.HasPrefix(Code(err), class) })
 }
 
+// IsDuplicate reports whether there is a row already that a unique index does not want twice.
+func IsDuplicate(err error) bool {
+	const uniqueViolation = "23505"
+	return hasCode(err, uniqueViolation)
+}
+
 // IsTransient reports whether PostgreSQL asks for the transaction to be repeated.
 func IsTransient(err error) bool {
 	const serializationFailure, deadlockDetected = "40001", "40P01"

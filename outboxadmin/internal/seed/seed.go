@@ -23,7 +23,7 @@ const (
 func Fill(ctx context.Context, db *pgxpool.Pool, schema string) error {
 	// The cursor's snapshot must see what is sent, and must not see what is pending.
 	for _, sql := range []string{sent, cursor, failed, audit, pending} {
-		sql = strings.ReplaceAll(sql, "{s}", pgx.Identifier{schema}.Sanitize())
+		sql = strings.NewReplacer("{s}", pgx.Identifier{schema}.Sanitize(), "{text}", "'"+strings.ReplaceAll(schema, "'", "''")+"'").Replace(sql)
 		if err := pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
 			_, err := tx.Exec(ctx, sql, pgx.QueryExecModeSimpleProtocol)
 			return err
@@ -64,7 +64,7 @@ SELECT 4099000 + i, gen_random_uuid(), (ARRAY['loopers.order.created.v1','looper
        'Order', '` + Order + `', jsonb_build_object('orderId', 20418, 'step', i), 'application/json', NULL,
        now() - make_interval(mins => 45 - 6 * i), now() - make_interval(mins => 45 - 6 * i)
   FROM generate_series(1, 4) AS i;
-SELECT setval('{s}.outbox_id_seq', (SELECT max(id) FROM {s}.outbox))`
+SELECT setval(format('%I.outbox_id_seq', {text})::regclass, (SELECT max(id) FROM {s}.outbox))`
 
 const cursor = steps + `
 INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch, created_at)
