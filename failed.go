@@ -127,6 +127,16 @@ func (f *failedStore) query(ctx context.Context, read func(pgx.Rows) error, sql 
 	return pg.Query(ctx, f.db, pg.PlannerSettings, read, sql, args...)
 }
 
+// changeSettings bound how long a change waits for rows that somebody else has locked, an operator
+// whose transaction stays open for example. It proves the lease by a lock on its row, so
+// meanwhile the lease cannot be renewed.
+const changeSettings = pg.PlannerSettings + `, set_config('lock_timeout', '500ms', true)`
+
+// change runs a statement that changes rows.
+func (f *failedStore) change(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
+	return pg.Query(ctx, f.db, changeSettings, read, sql, args...)
+}
+
 // sqlFailedKeys counts the rows that hold back their keys, and looks for the keys of
 // sqlFailedPromote: their rows that are not dead, and their heads. It reads a page of rows
 // by an index, so a key may begin on a page and end on a later one. Two rows have the same
@@ -287,7 +297,7 @@ func (f *failedStore) promoteSome(stop context.Context, statement statementConte
 	for stop.Err() == nil {
 		changed := 0
 		ctx, cancel := statement()
-		err := f.query(ctx, func(rows pgx.Rows) error {
+		err := f.change(ctx, func(rows pgx.Rows) error {
 			for rows.Next() {
 				changed++
 			}
@@ -382,7 +392,10 @@ func (f *failedStore) retryDead(ctx context.Context, l *lease, after map[string]
 		return err
 	}, f.sqlDeadDue, f.relay, classes, waits)
 	if err == nil && len(ids) > 0 {
-		_, err = f.db.Exec(ctx, f.sqlRetryDead, f.relay, l.holder, l.epoch, ids)
+		err = f.change(ctx, func(rows pgx.Rows) error {
+			rows.Close()
+			return rows.Err()
+		}, f.sqlRetryDead, f.relay, l.holder, l.epoch, ids)
 	}
 	if err != nil {
 		return fmt.Errorf("retry dead events: %w", err)

@@ -266,7 +266,7 @@ func (f *failedStore) saveResults(ctx context.Context, l *lease, results []retry
 		classes[i], errs[i] = causeOf(v.class, v.err)
 	}
 	var proven int
-	err = f.query(ctx, func(rows pgx.Rows) error {
+	err = f.change(ctx, func(rows pgx.Rows) error {
 		_, err := pgx.ForEachRow(rows, []any{&proven, &promoted}, func() error { return nil })
 		return err
 	}, f.sqlSave, f.relay, l.holder, l.epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep, places)

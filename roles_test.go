@@ -241,6 +241,36 @@ func TestWriteAllData(t *testing.T) {
 	require.EqualValues(t, 1, tag.RowsAffected())
 }
 
+// An operator whose transaction stays open holds up the events that it has changed, and neither
+// the relay's lease nor other events.
+func TestOpenOperatorHoldsUpNothingElse(t *testing.T) {
+	t.Parallel()
+	h := newRelayFixture(t)
+	reader := h.poisoned(t)
+	r := newRoles(t, h)
+	var log testenv.Buffer
+	cfg := quick
+	cfg.Schema, cfg.MaxRetries, cfg.Logger = h.schema, 1000, slog.New(slog.NewTextHandler(&log, nil))
+	relay, err := outbox.NewRelay(r.as(t, "relay"), testenv.KafkaOpts(h.brokers), cfg)
+	require.NoError(t, err)
+	testenv.Run(t, relay.Run)
+	h.commit(t, poison("bad", 1))
+	h.awaitStatuses(t, map[string]int{outbox.StatusFailed: 1})
+	operator, err := r.as(t, "operator").Begin(background)
+	require.NoError(t, err)
+	var changed int
+	require.NoError(t, operator.QueryRow(background, h.sql(`SELECT {s}.outbox_retry_failed(ARRAY(SELECT id FROM {s}.outbox_failed), 'kim', 'why')`)).Scan(&changed))
+	require.Equal(t, 1, changed)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "save retries") }, testenv.Patience, 10*time.Millisecond, "it waits, and says so")
+	began := time.Now()
+	more := numbered("good", 1, 5)
+	h.commit(t, more...)
+	requireArrival(t, reader, more...)
+	require.Less(t, time.Since(began), 10*time.Second)
+	require.NotContains(t, log.String(), "lease lost")
+	require.NoError(t, operator.Rollback(background))
+}
+
 func TestConsumerRole(t *testing.T) {
 	t.Parallel()
 	s := newConsumerFixture(t, 1)
