@@ -137,7 +137,7 @@ func (c *Consumers) List(ctx context.Context, filter ConsumerFilter) (groups []C
 		p      ConsumerPause
 		paused bool
 	)
-	add := func() error {
+	add := func() {
 		if len(groups) == 0 || groups[len(groups)-1].Group != group {
 			groups = append(groups, ConsumerGroup{Group: group})
 		}
@@ -149,13 +149,15 @@ func (c *Consumers) List(ctx context.Context, filter ConsumerFilter) (groups []C
 		}
 		if t.Topic == pauses.All {
 			g.Pause = t.Pause
-			return nil
+			return
 		}
 		g.Topics = append(g.Topics, t)
-		return nil
 	}
 	err = pg.Query(ctx, c.db, pg.PlannerSettings, func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, []any{&group, &t.Topic, &t.Partitions, pg.Time{At: &t.SavedAt}, &t.Lost, &p.Operator, &p.Reason, pg.Time{At: &p.At}, &paused, &more}, add)
+		_, err := pgx.ForEachRow(rows, []any{&group, &t.Topic, &t.Partitions, pg.Time{At: &t.SavedAt}, &t.Lost, &p.Operator, &p.Reason, pg.Time{At: &p.At}, &paused, &more}, func() error {
+			add()
+			return nil
+		})
 		return err
 	}, c.list, filter.Group, maxGroups, maxGroupPartitions, maxPartitions, maxGroupTopics)
 	if err != nil {
