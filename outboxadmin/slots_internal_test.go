@@ -54,6 +54,7 @@ func (h *adminFixture) lock() (release func()) {
 // statement is as quick as before. PostgreSQL ends what takes too long.
 func TestSearchesLeaveThePool(t *testing.T) {
 	// Not parallel: it measures time.
+	testenv.Direct(t) // PgBouncer cancels nothing once its client is gone
 	h := newServiceFixture(t, 8, func(c *Config) { c.QueryTimeout = 2 * time.Second })
 	h.lock()
 	var searches sync.WaitGroup
@@ -120,6 +121,7 @@ func TestActionsHaveAConnection(t *testing.T) {
 // A client that hangs up does not cost the service a connection of its pool, as a statement
 // that is cancelled would.
 func TestHangingUpKeepsTheConnection(t *testing.T) {
+	testenv.Direct(t) // of a session
 	t.Parallel()
 	h := newServiceFixture(t, 1, nil)
 	pid := func() (pid int) {
