@@ -10,13 +10,12 @@ import (
 	"strings"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/short"
-
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 

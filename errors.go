@@ -5,9 +5,8 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/outboxgo/outbox/internal/short"
-
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/short"
 )
 
 // Reasons why [NewRegistry], [Recorder.Record] and [Recorder.Queue] reject an event.

@@ -271,15 +271,11 @@ const sqlPassTaken = `SELECT count(nextval(format('%I.event_handled_id_seq', $1:
 // passTaken draws ids without using them, ten times as many each time, where the last ones were
 // taken: by whoever may choose ids, or because the sequence is that of an older backup.
 func (s *handledStore) passTaken(ctx context.Context, conn *pgx.Conn) error {
-	const most = 1_000_000
 	times := s.taken.Load()
 	if times == 0 {
 		return nil
 	}
-	n := most
-	if times < 6 {
-		n = int(math.Pow10(int(times)))
-	}
+	n := int(math.Pow10(int(min(times, 6))))
 	_, err := conn.Exec(ctx, sqlPassTaken, s.schema, n)
 	return err
 }

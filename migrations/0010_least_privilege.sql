@@ -65,7 +65,6 @@ DECLARE
     schema  constant name := pg_catalog.current_schema();
     path    constant text := pg_catalog.current_setting('search_path');
     target  text;
-    granted record;
 BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
@@ -93,15 +92,6 @@ BEGIN
         COMMENT ON COLUMN %1$I.consumer_group_role.consumer_group IS 'As in event_handled; * stands for all groups.';
         COMMENT ON COLUMN %1$I.consumer_group_role.role IS 'A role, and with it its members; public stands for all.'
         $sql$, schema);
-
-    -- ALTER DEFAULT PRIVILEGES gives nobody the right to write down his own groups.
-    FOR granted IN
-        SELECT DISTINCT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS grantee
-          FROM pg_class AS c, aclexplode(c.relacl) AS a
-         WHERE c.oid = format('%I.consumer_group_role', schema)::regclass AND a.grantee <> c.relowner
-    LOOP
-        EXECUTE format('REVOKE ALL ON %I.consumer_group_role FROM %s CASCADE', schema, granted.grantee);
-    END LOOP;
 
     FOREACH target IN ARRAY ARRAY['event_handled', 'consumer_start'] LOOP
         -- Who may write there now may go on doing so, for all groups.
@@ -396,6 +386,8 @@ BEGIN
     EXECUTE format('DROP FUNCTION %I.outbox_guard_xid(name)', schema);
     EXECUTE format('SELECT %I.outbox_revoke_grants(c.relname) FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid '
                    'WHERE i.inhparent = %L::regclass', schema, format('%I.outbox', schema));
+    -- ALTER DEFAULT PRIVILEGES gives nobody the right to write down his own groups.
+    EXECUTE format('SELECT %I.outbox_revoke_grants(''consumer_group_role'')', schema);
     PERFORM set_config('search_path', path, true);
 END $migration$;
 -- +goose StatementEnd

@@ -14,9 +14,8 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/outboxgo/outbox/internal/short"
-
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/short"
 )
 
 // Slack returns an alerter that posts to an incoming webhook of Slack, or of another

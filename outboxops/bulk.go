@@ -36,10 +36,8 @@ const (
 	dryRunPart      = 10_000 // the same, where they are only counted
 )
 
-// sqlFailureIDs also says where the relay sends an event: to its topic, and without one to
-// that of its type, which its parking key begins with.
 const sqlFailureIDs = `
-SELECT id, coalesce(topic, split_part(parking_key, '/', 1)) FROM {schema}.outbox_failed` + tables.FailureWhere + `
+SELECT id, ` + tables.FailureTopic + ` FROM {schema}.outbox_failed` + tables.FailureWhere + `
    AND id > $13 AND ($14::bool OR (NOT held OR status = 'dead') AND num_nonnulls(payload, payload_bytes) > 0)
  ORDER BY id LIMIT $15`
 

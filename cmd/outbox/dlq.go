@@ -11,10 +11,9 @@ import (
 	"strings"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/short"
-
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/outboxdlq"
 )
 

@@ -7,7 +7,6 @@ import (
 	"strings"
 
 	"github.com/outboxgo/outbox/internal/short"
-
 	"github.com/outboxgo/outbox/outboxops"
 )
 

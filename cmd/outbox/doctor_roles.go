@@ -184,8 +184,7 @@ func (d *doctor) hasNeed(ctx context.Context, role string, n need) (bool, error)
 		return d.has(ctx, sqlSequenceNeed, role, pgx.Identifier{schema, n.sequence}.Sanitize(), n.privilege)
 	}
 	if n.function != "" {
-		quoted := pgx.Identifier{schema}.Sanitize()
-		return d.has(ctx, sqlFunctionNeed, role, quoted+"."+n.function, n.privilege, quoted+".outbox", n.partitioned)
+		return d.has(ctx, sqlFunctionNeed, role, d.inSchema(n.function), n.privilege, d.inSchema("outbox"), n.partitioned)
 	}
 	table := pgx.Identifier{schema, n.table}.Sanitize()
 	if len(n.columns) == 0 {

@@ -12,9 +12,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/short"
-
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/outboxops"
 )
 

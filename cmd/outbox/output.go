@@ -10,9 +10,8 @@ import (
 	"unicode"
 	"unicode/utf8"
 
-	"github.com/outboxgo/outbox/internal/short"
-
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/short"
 )
 
 // writeJSON writes one document.

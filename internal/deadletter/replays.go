@@ -10,12 +10,11 @@ import (
 	"strings"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/short"
-
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/short"
 )
 
 // Replays tells the records that were sent back from a dead-letter topic from those that

@@ -43,13 +43,13 @@ type Failure struct {
 }
 
 // FailureColumns are those of outbox_failed in the order of [ScanFailure].
-const FailureColumns = `id, relay, outbox_id, parking_key, ` + failureTopic + `, event_id::text, event_type, source, aggregate_type, aggregate_id,
+const FailureColumns = `id, relay, outbox_id, parking_key, ` + FailureTopic + `, event_id::text, event_type, source, aggregate_type, aggregate_id,
        content_type, occurred_at, created_at, retry_count, last_error, error_class, failed_at, next_retry_at, status, held,
        resolved_at, coalesce(resolved_by, ''), coalesce(resolution, '')`
 
-// failureTopic is where the relay sends an event: to its topic, and without one to that of its
+// FailureTopic is where the relay sends an event: to its topic, and without one to that of its
 // type, with which its parking key begins.
-const failureTopic = `coalesce(topic, split_part(parking_key, '/', 1))`
+const FailureTopic = `coalesce(topic, split_part(parking_key, '/', 1))`
 
 // ScanFailure reads [FailureColumns], and more columns after them.
 func ScanFailure(row pgx.Row, more ...any) (Failure, error) {
@@ -102,8 +102,8 @@ const FailureWhere = `
  WHERE status = ANY ($1::text[])
    AND ($2::text = '' OR relay = $2)
    AND ($3::text = '' OR event_type = $3)
-   AND ($4::text = '' OR ` + failureTopic + ` = $4)
-   AND ($5::text = '' OR parking_key = ` + failureTopic + ` || '/' || $5 OR substr(parking_key, strpos(parking_key, '/') + 1) = $5)
+   AND ($4::text = '' OR ` + FailureTopic + ` = $4)
+   AND ($5::text = '' OR parking_key = ` + FailureTopic + ` || '/' || $5 OR substr(parking_key, strpos(parking_key, '/') + 1) = $5)
    AND ($6::text = '' OR aggregate_type = $6)
    AND ($7::text = '' OR aggregate_id = $7)
    AND ($8::text = '' OR error_class = $8)
