@@ -113,6 +113,7 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	if db != nil {
 		c.slots.transactions = handling.SlotsOf(db)
 		c.handled = newHandledStore(db, cfg.Schema, cfg.Group)
+		c.handled.durable = true // the group's offset, which is in Kafka, says that events are handled
 		c.processor.store = c.handled
 		c.starts = starts.NewStore(db, cfg.Schema, cfg.Group)
 		c.operators = pauses.NewStore(db, cfg.Schema, cfg.Group)

@@ -23,6 +23,7 @@ import (
 type handledStore struct {
 	db            *pgxpool.Pool
 	schema, group string
+	durable       bool         // transactions wait for the disk, whatever the role's synchronous_commit is
 	taken         atomic.Int32 // times in a row that a note got an id that was taken
 
 	mark, otherSources, renew, unmark, look string // the statements of these names
@@ -90,6 +91,9 @@ SELECT DISTINCT ON (t, i, a) $1, t, i, a, s
 // one looks whether that was the event of another source, whose id is the same.
 func (s *handledStore) begin(ctx context.Context, conn *pgx.Conn, keys []handledKey, shared bool) (tx *guardtx.Tx, fresh map[handledKey]bool, err error) {
 	tx, err = guardtx.Begin(ctx, conn, shared, func(b *pgx.Batch) {
+		if s.durable {
+			b.Queue(sqlDurable)
+		}
 		b.Queue(s.mark, s.argsOf(keys)...).Query(func(rows pgx.Rows) (err error) {
 			fresh, err = readKeys(rows, len(keys))
 			return err

@@ -131,10 +131,9 @@ SELECT $1::text, $2::text, 1 + coalesce((SELECT c.epoch FROM {schema}.outbox_cur
  WHERE l.expires_at <= clock_timestamp() OR l.holder = excluded.holder
 RETURNING epoch`
 
-// sqlDurable makes the transaction of the next statement wait for the disk where the
-// role's synchronous_commit is off: if a crash could forget an epoch, it would be given
-// out twice, and if it could forget a renewal, a standby could take a lease that its
-// holder believes to have.
+// sqlDurable makes its transaction wait for the disk where the role's synchronous_commit is
+// off: if a crash could forget an epoch, it would be given out twice, and if it could forget
+// a renewal, a standby could take a lease that its holder believes to have.
 const sqlDurable = `
 SELECT set_config('synchronous_commit', 'local', true) WHERE current_setting('synchronous_commit') = 'off'`
 

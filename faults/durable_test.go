@@ -3,6 +3,7 @@ package faults
 import (
 	"context"
 	"log/slog"
+	"sync"
 	"testing"
 	"time"
 
@@ -12,6 +13,7 @@ import (
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kadm"
 )
 
 // sqlForeignEvent is what a writer in another language sends.
@@ -104,4 +106,50 @@ func TestLeaseIsDurable(t *testing.T) {
 		return s.db.QueryRow(context.Background(), `SELECT coalesce(max(epoch), 0) FROM outbox_lease`).Scan(&epoch) == nil
 	}, testenv.Patience, 10*time.Millisecond)
 	require.EqualValues(t, 1, epoch)
+}
+
+// The group's offset in Kafka says that events are handled, so what their handlers have done must be durable by
+// then, also where the consumer's role does not wait for the disk: nobody handles them again.
+func TestHandledIsDurable(t *testing.T) {
+	// Not parallel, as above.
+	s := newSite(t)
+	_, err := s.db.Exec(t.Context(), `CREATE TABLE effects (action text, event text)`)
+	require.NoError(t, err)
+	s.relay(t, slog.DiscardHandler)
+	events := s.commit(t, "on", 50)
+	s.requireArrival(t, events)
+	s.flush(t)
+	cfg := s.poolConfig(t)
+	cfg.ConnConfig.RuntimeParams["synchronous_commit"] = "off"
+	registry, err := outbox.NewRegistry("faults", outbox.Event("test.fault.happened.v1", "Key", oracle.Event.Aggregate).Topic(s.topic))
+	require.NoError(t, err)
+	var handled sync.WaitGroup
+	handled.Add(2 * len(events))
+	effect := func(action string) func(context.Context, pgx.Tx, oracle.Event, outbox.Metadata) error {
+		return func(ctx context.Context, tx pgx.Tx, e oracle.Event, _ outbox.Metadata) error {
+			defer handled.Done()
+			_, err := tx.Exec(ctx, `INSERT INTO effects VALUES ($1, $2)`, action, e.ID)
+			return err
+		}
+	}
+	group := uuid.NewString()
+	consumer, err := outbox.NewConsumer(openPool(t, cfg), testenv.KafkaOpts(s.brokers), registry, outbox.ConsumerConfig{
+		HandlerConfig: outbox.HandlerConfig{Group: group, Logger: slog.New(slog.DiscardHandler)}, FromStart: true,
+	}, outbox.Handle("ONE", effect("ONE")), outbox.Handle("OTHER", effect("OTHER")))
+	require.NoError(t, err)
+	stop := testenv.Run(t, consumer.Run)
+	handled.Wait()
+	stop()
+	offsets, err := kadm.NewClient(s.admin(t)).FetchOffsets(t.Context(), group)
+	require.NoError(t, err)
+	var committed int64
+	offsets.Each(func(o kadm.OffsetResponse) { committed += o.At })
+	require.EqualValues(t, len(events), committed)
+
+	s.killServer(t)
+	kept := 0
+	require.Eventually(t, func() bool {
+		return s.db.QueryRow(context.Background(), `SELECT count(*) FROM effects`).Scan(&kept) == nil
+	}, testenv.Patience, 10*time.Millisecond)
+	require.Equal(t, 2*len(events), kept)
 }
