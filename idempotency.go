@@ -92,7 +92,7 @@ SELECT DISTINCT ON (t, i, a) $1, t, i, a, s
 func (s *handledStore) begin(ctx context.Context, conn *pgx.Conn, keys []handledKey, shared bool) (tx *guardtx.Tx, fresh map[handledKey]bool, err error) {
 	tx, err = guardtx.Begin(ctx, conn, shared, func(b *pgx.Batch) {
 		if s.durable {
-			b.Queue(sqlDurable)
+			b.Queue(pg.Durable)
 		}
 		b.Queue(s.mark, s.argsOf(keys)...).Query(func(rows pgx.Rows) (err error) {
 			fresh, err = readKeys(rows, len(keys))

@@ -131,12 +131,6 @@ SELECT $1::text, $2::text, 1 + coalesce((SELECT c.epoch FROM {schema}.outbox_cur
  WHERE l.expires_at <= clock_timestamp() OR l.holder = excluded.holder
 RETURNING epoch`
 
-// sqlDurable makes its transaction wait for the disk where the role's synchronous_commit is
-// off: if a crash could forget an epoch, it would be given out twice, and if it could forget
-// a renewal, a standby could take a lease that its holder believes to have.
-const sqlDurable = `
-SELECT set_config('synchronous_commit', 'local', true) WHERE current_setting('synchronous_commit') = 'off'`
-
 // takeGrace is how long a relay that is told to stop waits for the statement that takes
 // the lease.
 const takeGrace = time.Second
@@ -156,7 +150,8 @@ func (s *leases) acquire(ctx context.Context) (*lease, error) {
 	defer cancel()
 	l := &lease{holder: s.holder}
 	until := time.Now().Add(s.duration)
-	err := pg.Query(taking, s.db, sqlDurable, func(rows pgx.Rows) (err error) {
+	// If a crash could forget an epoch, it would be given out twice.
+	err := pg.Query(taking, s.db, pg.Durable, func(rows pgx.Rows) (err error) {
 		l.epoch, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[int64])
 		return err
 	}, s.take, s.relay, s.holder, s.duration)
@@ -180,7 +175,8 @@ UPDATE {schema}.outbox_lease
 func (s *leases) renew(ctx context.Context, l *lease) error {
 	until := time.Now().Add(s.duration)
 	renewed := false
-	err := pg.Query(ctx, s.db, sqlDurable, func(rows pgx.Rows) error {
+	// If a crash could forget that, a standby could take a lease that its holder believes to have.
+	err := pg.Query(ctx, s.db, pg.Durable, func(rows pgx.Rows) error {
 		rows.Close()
 		renewed = rows.CommandTag().RowsAffected() > 0
 		return rows.Err()

@@ -39,6 +39,11 @@ const PlannerSettings = `
 SELECT set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
        set_config('enable_bitmapscan', 'off', true), set_config('enable_sort', 'off', true), set_config('jit', 'off', true)`
 
+// Durable makes its transaction wait for the disk of its server where the role's
+// synchronous_commit is off.
+const Durable = `
+SELECT set_config('synchronous_commit', 'local', true) WHERE current_setting('synchronous_commit') = 'off'`
+
 // PlanEachTime makes PostgreSQL plan a statement for its arguments each time, because
 // most filters are empty.
 const PlanEachTime = pgx.QueryExecModeCacheDescribe
