@@ -51,7 +51,7 @@ func (f *callsFixture) add(eventType, key string, handlers ...*handler) {
 func (f *callsFixture) run(t *testing.T) {
 	t.Helper()
 	c := &handlerCalls{
-		tasks: f.tasks, keys: make([]handledKey, len(f.tasks)), fresh: map[handledKey]bool{}, tx: &playedTx{fixture: &workerFixture{}},
+		tasks: f.tasks, keys: make([]handledKey, len(f.tasks)), fresh: map[handledKey]bool{}, tx: &playedTx{fixture: &partitionFixture{}},
 		enough: func(time.Duration) bool { return false }, keepApart: func(...*handler) {},
 		callOne: func(ctx context.Context, h *handler, tx pgx.Tx, arrivals []arrival) (time.Duration, error) {
 			return 0, h.call(ctx, tx, arrivals)
@@ -134,7 +134,7 @@ func TestHandlerCallsAtRandom(t *testing.T) {
 
 // Functions of the host that end their goroutine do not end the worker: handlers, codecs and
 // hooks. What they leave undone is the event's failure, or nothing.
-func TestWorkerOutlivesGoexit(t *testing.T) {
+func TestPartitionWorkerOutlivesGoexit(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		log := new(testenv.Buffer)
@@ -150,7 +150,7 @@ func TestWorkerOutlivesGoexit(t *testing.T) {
 		cfg := ConsumerConfig{HandlerConfig: HandlerConfig{
 			MaxRetries: 1, Hooks: hooks, Logger: slog.New(slog.NewTextHandler(log, nil)), RetriesFor: func(error) int { exit(); return 9 },
 		}}
-		s := newWorkerFixture(t, cfg)
+		s := newPartitionFixture(t, cfg)
 		s.handlers["a"], s.handlers["b"], s.handlers["d"] = "-", "xx", "4"
 		decode := s.worker.processor.decode
 		s.worker.processor.decode = func(r *kgo.Record) (*Message, error) {

@@ -21,20 +21,20 @@ import (
 // a handler: by a WARN, by Health, and when its partition has to be given up.
 func TestHostFunctionHangs(t *testing.T) {
 	t.Parallel()
-	for name, set := range map[string]func(cfg *ConsumerConfig, s *workerFixture, hang func()){
-		"hook Handled or Repeated": func(cfg *ConsumerConfig, _ *workerFixture, hang func()) {
+	for name, set := range map[string]func(cfg *ConsumerConfig, s *partitionFixture, hang func()){
+		"hook Handled or Repeated": func(cfg *ConsumerConfig, _ *partitionFixture, hang func()) {
 			cfg.Hooks.Handled = func(Metadata, string, time.Duration) { hang() }
 		},
-		"hook Failed": func(cfg *ConsumerConfig, s *workerFixture, hang func()) {
+		"hook Failed": func(cfg *ConsumerConfig, s *partitionFixture, hang func()) {
 			s.handlers["a"], cfg.Hooks.Failed = "p", func(Metadata, string, error) { hang() }
 		},
-		"hook Conflicted": func(cfg *ConsumerConfig, s *workerFixture, hang func()) {
+		"hook Conflicted": func(cfg *ConsumerConfig, s *partitionFixture, hang func()) {
 			s.handlers["a"], cfg.Hooks.Conflicted = "44444", func(Metadata, string, error) { hang() }
 		},
-		"hook DeadLettered": func(cfg *ConsumerConfig, s *workerFixture, hang func()) {
+		"hook DeadLettered": func(cfg *ConsumerConfig, s *partitionFixture, hang func()) {
 			s.handlers["a"], cfg.Hooks.DeadLettered = "p", func(Metadata, string, string, error) { hang() }
 		},
-		"hook Unknown": func(cfg *ConsumerConfig, _ *workerFixture, hang func()) {
+		"hook Unknown": func(cfg *ConsumerConfig, _ *partitionFixture, hang func()) {
 			cfg.Decode = func(r *kgo.Record) (*Message, error) {
 				m, err := DecodeCloudEvent(r)
 				m.Type = "test.unknown.v1"
@@ -42,10 +42,10 @@ func TestHostFunctionHangs(t *testing.T) {
 			}
 			cfg.Hooks.Unknown = func(Metadata) { hang() }
 		},
-		"RetriesFor": func(cfg *ConsumerConfig, s *workerFixture, hang func()) {
+		"RetriesFor": func(cfg *ConsumerConfig, s *partitionFixture, hang func()) {
 			s.handlers["a"], cfg.RetriesFor = "-", func(error) int { hang(); return 0 }
 		},
-		"decoder, codec or upcaster": func(cfg *ConsumerConfig, _ *workerFixture, hang func()) {
+		"decoder, codec or upcaster": func(cfg *ConsumerConfig, _ *partitionFixture, hang func()) {
 			cfg.Decode = func(r *kgo.Record) (*Message, error) { hang(); return DecodeCloudEvent(r) }
 		},
 	} {
@@ -56,12 +56,12 @@ func TestHostFunctionHangs(t *testing.T) {
 	}
 }
 
-func testHostFunctionHangs(t *testing.T, name string, set func(*ConsumerConfig, *workerFixture, func())) {
+func testHostFunctionHangs(t *testing.T, name string, set func(*ConsumerConfig, *partitionFixture, func())) {
 	log, goOn := new(testenv.Buffer), make(chan struct{})
-	cfg, script := ConsumerConfig{}, &workerFixture{handlers: map[string]string{}}
+	cfg, script := ConsumerConfig{}, &partitionFixture{handlers: map[string]string{}}
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
 	set(&cfg, script, func() { <-goOn })
-	s := newWorkerFixture(t, cfg)
+	s := newPartitionFixture(t, cfg)
 	s.handlers = script.handlers
 	go s.worker.run()
 	s.worker.add(s.arrive("a"))
@@ -95,7 +95,7 @@ func testHostFunctionHangs(t *testing.T, name string, set func(*ConsumerConfig, 
 // A record that is handled leaves the memory at once, and not when the queue grows.
 func TestQueueKeepsNothingHandled(t *testing.T) {
 	t.Parallel()
-	s := newWorkerFixture(t, ConsumerConfig{MaxPoll: 1})
+	s := newPartitionFixture(t, ConsumerConfig{MaxPoll: 1})
 	s.worker.add([]*kgo.Record{{Value: make([]byte, 1<<20)}, {}})
 	first := weak.Make(s.worker.queue[0])
 	s.worker.drop(sizeOf(s.worker.take()))
@@ -108,10 +108,10 @@ func TestQueueKeepsNothingHandled(t *testing.T) {
 func TestMostQueueBytes(t *testing.T) {
 	t.Parallel()
 	const partitions = 100
-	s := newWorkerFixture(t, ConsumerConfig{})
-	workers, budget := []*worker{s.worker}, s.worker.limits.budget
+	s := newPartitionFixture(t, ConsumerConfig{})
+	workers, budget := []*partitionWorker{s.worker}, s.worker.limits.budget
 	for len(workers) < partitions {
-		workers = append(workers, newWorker(s.worker.partition, s.worker.processor, s, s.worker.cfg, s.worker.limits, s.worker.outages))
+		workers = append(workers, newPartitionWorker(s.worker.partition, s.worker.processor, s, s.worker.cfg, s.worker.limits, s.worker.outages))
 	}
 	piece := []*kgo.Record{{Value: make([]byte, budget.Share()*9/10)}}
 	for !s.worker.isPaused() {
@@ -141,7 +141,7 @@ func TestMostQueueBytes(t *testing.T) {
 
 // pausedPartitions is a group that notes which partitions are paused.
 type pausedPartitions struct {
-	*workerFixture
+	*partitionFixture
 	paused map[kafka.Partition]bool
 }
 
@@ -155,14 +155,14 @@ func TestQueuesNeverStall(t *testing.T) {
 	const seeds, steps, partitions = 10, 500, 12
 	for seed := range uint64(seeds) {
 		rnd := rand.New(rand.NewPCG(seed, 0))
-		s := newWorkerFixture(t, ConsumerConfig{MaxPoll: 1 + rnd.IntN(20), MaxQueueBytes: 1 << (10 + rnd.IntN(15))})
+		s := newPartitionFixture(t, ConsumerConfig{MaxPoll: 1 + rnd.IntN(20), MaxQueueBytes: 1 << (10 + rnd.IntN(15))})
 		group := &pausedPartitions{s, map[kafka.Partition]bool{}}
 		budget := s.worker.limits.budget
 		budget.Close(0) // the worker of the fixture has nothing to do
-		var workers []*worker
-		taken := map[*worker]int{}
-		assign := func(number int32) *worker {
-			return newWorker(kafka.Partition{Topic: "t", Number: number}, s.worker.processor, group, s.worker.cfg, s.worker.limits, s.worker.outages)
+		var workers []*partitionWorker
+		taken := map[*partitionWorker]int{}
+		assign := func(number int32) *partitionWorker {
+			return newPartitionWorker(kafka.Partition{Topic: "t", Number: number}, s.worker.processor, group, s.worker.cfg, s.worker.limits, s.worker.outages)
 		}
 		for number := range int32(partitions) {
 			workers = append(workers, assign(number))

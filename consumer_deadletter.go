@@ -97,7 +97,7 @@ func fixedDeadLetterTopics(host func(string) string, topics []string) (func(stri
 
 // admit returns a record as its handlers may see it, and for whom it was sent back, if it
 // was. A record that only says so loses the headers that say it, and is for everybody.
-func (w *worker) admit(r *kgo.Record) (*kgo.Record, replay) {
+func (w *partitionWorker) admit(r *kgo.Record) (*kgo.Record, replay) {
 	if !isReplay(r) {
 		return r, replay{}
 	}
@@ -122,14 +122,14 @@ func (w *worker) admit(r *kgo.Record) (*kgo.Record, replay) {
 }
 
 // logNoReplay logs a record that only says that it was sent back.
-func (w *worker) logNoReplay(r *kgo.Record, err error) {
+func (w *partitionWorker) logNoReplay(r *kgo.Record, err error) {
 	if times, now := w.processor.input.noReplay.Next(); now {
 		w.log.Warn("outbox: a record has the headers of a replay and is none; it is handled like any other", "partition", w.partition.Name(),
 			"offset", r.Offset, "records", times, "error", err)
 	}
 }
 
-// checkReplay implements workerGroup.
+// checkReplay implements partitionGroup.
 func (m *membership) checkReplay(ctx context.Context, r *kgo.Record) error {
 	return m.replays.Check(ctx, r, m.cfg.DeadLetterTopic(r.Topic), DeadLetterTopic(r.Topic))
 }
@@ -165,7 +165,7 @@ type deadLetter struct {
 // sendToDLQ sends a record to the dead-letter topic. It returns when Kafka has it, or
 // with errStopped when the worker is to end: until then the partition waits. What Kafka
 // refuses is sent in a shorter form, so that no record can be too large for its topic.
-func (w *worker) sendToDLQ(it *item, why deadLetter) error {
+func (w *partitionWorker) sendToDLQ(it *item, why deadLetter) error {
 	form := completeForm
 	record := why.record(it.record, w.cfg, form)
 	outageName := "dead-letter topic " + record.Topic
@@ -191,7 +191,7 @@ func (w *worker) sendToDLQ(it *item, why deadLetter) error {
 }
 
 // reportDeadLetter logs that a dead letter was sent and calls its hook.
-func (w *worker) reportDeadLetter(it *item, topic string, why deadLetter) {
+func (w *partitionWorker) reportDeadLetter(it *item, topic string, why deadLetter) {
 	w.log.WarnContext(handlerContext(w.held, it.meta), "outbox: sent to the dead-letter topic", "topic", topic, "type", it.meta.Type, "event_id", it.meta.ID,
 		"partition", w.partition.Name(), "offset", it.record.Offset, "action", why.action, "attempts", why.attempts, "class", why.class, "error", why.err)
 	if w.cfg.Hooks.DeadLettered != nil {

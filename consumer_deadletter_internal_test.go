@@ -31,7 +31,7 @@ func TestDeadLetterIsShortened(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				s := newWorkerFixture(t, ConsumerConfig{})
+				s := newPartitionFixture(t, ConsumerConfig{})
 				s.sends = tt.sends
 				tt.record.Topic = "play-events"
 				defer time.AfterFunc(time.Minute, s.worker.finish).Stop() // rather than to wait for ever

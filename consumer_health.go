@@ -84,7 +84,7 @@ func (c *Consumer) Health() ConsumerHealth {
 const stuckGrace = time.Second
 
 // reportHealth says why a worker does not get on. It returns false if only a restart helps.
-func (w *worker) reportHealth(notReady func(reason string, args ...any)) (live bool) {
+func (w *partitionWorker) reportHealth(notReady func(reason string, args ...any)) (live bool) {
 	if b := w.blockedBy(); b != nil {
 		notReady("%s waits at offset %d: %v", w.partition.Name(), b.Offset, kgo.ErrMaxDecompress)
 	}
@@ -133,7 +133,7 @@ type slowCall struct {
 
 // reportSlow logs a handler that has run for SlowHandler, or whose transaction has not begun by
 // then, and again after twice the time.
-func (w *worker) reportSlow() {
+func (w *partitionWorker) reportSlow() {
 	call, calls := w.activity.Current()
 	began, awaits := w.activity.AwaitsTx()
 	switch {

@@ -59,7 +59,7 @@ func TestConsumerHooksPanic(t *testing.T) {
 		RetriesFor: func(error) int { panic("no such metric") },
 		MaxRetries: -1,
 	}})
-	s := newWorkerFixture(t, cfg)
+	s := newPartitionFixture(t, cfg)
 	s.handlers = map[string]string{"b": "----"}
 	records := s.arrive("a", "b", "c", "d")
 	records[2] = records[0]
@@ -92,7 +92,7 @@ func TestHostEndsItsGoroutine(t *testing.T) {
 		}
 		return DecodeCloudEvent(r)
 	}})
-	s := newWorkerFixture(t, cfg)
+	s := newPartitionFixture(t, cfg)
 	s.handlers = map[string]string{"b": "----"}
 	records := s.arrive("a", "b", "c", "d", "e")
 	withHeaders(records[4], "ce_type", "test.play.ended.v1")
@@ -145,7 +145,7 @@ func TestHostPanicsOnAnEvent(t *testing.T) {
 			Encode: func(context.Context, any) ([]byte, error) { return nil, nil }, Decode: func(context.Context, []byte, any) error { panic("lost") }}}}},
 			acted, "dead letter a after 0: undecodable"},
 	} {
-		s := newWorkerFixture(t, tt.cfg, tt.handler)
+		s := newPartitionFixture(t, tt.cfg, tt.handler)
 		records := s.arrive("a")
 		if len(tt.cfg.Codecs) > 0 {
 			withHeaders(records[0], "content-type", "text/plain")
@@ -162,7 +162,7 @@ func TestBadCorrelationID(t *testing.T) {
 	var got []string
 	var rec *Recorder
 	cfg, lines := logged(ConsumerConfig{})
-	s := newWorkerFixture(t, cfg, Handle("RECORDED", func(ctx context.Context, _ pgx.Tx, e played, m Metadata) error {
+	s := newPartitionFixture(t, cfg, Handle("RECORDED", func(ctx context.Context, _ pgx.Tx, e played, m Metadata) error {
 		_, err := rec.KafkaRecord(ctx, played{"next"})
 		got = append(got, CorrelationID(ctx)+m.Extensions[correlationAttr])
 		return err
@@ -189,7 +189,7 @@ func TestReplayForNobody(t *testing.T) {
 			reported = append(reported, m.Type+" "+action+": "+err.Error())
 		},
 	}}})
-	s := newWorkerFixture(t, cfg)
+	s := newPartitionFixture(t, cfg)
 	records := s.arrive("a", "b", "c")
 	withHeaders(records[0], ReplayGroup, "g", ReplayAction, "RENAMED")
 	withHeaders(records[1], ReplayGroup, "g", ReplayAction, "ACTED", "ce_type", "test.play.gone.v1")
@@ -221,7 +221,7 @@ func TestForgedReplayIsForEverybody(t *testing.T) {
 		}
 		return m, err
 	}})
-	s := newWorkerFixture(t, cfg)
+	s := newPartitionFixture(t, cfg)
 	s.handlers = map[string]string{"a": "pp"}
 	records := s.arrive("a", "b")
 	for _, r := range records {
@@ -246,7 +246,7 @@ func TestForgedReplayIsForEverybody(t *testing.T) {
 // whose extensions a service may copy, nor otherwise.
 func TestReplayHeadersAreNotRecorded(t *testing.T) {
 	t.Parallel()
-	s := newWorkerFixture(t, ConsumerConfig{})
+	s := newPartitionFixture(t, ConsumerConfig{})
 	for _, name := range []string{ReplayGroup, "Replay_Of", ReplayFrom, DeadLetterGroup, "DLQ_anything"} {
 		rec, err := NewRecorder(s.events, RecorderConfig{Headers: func(context.Context, DomainEvent) map[string]string { return map[string]string{name: "x"} }})
 		require.NoError(t, err)
@@ -265,7 +265,7 @@ func TestReplayHeadersAreNotRecorded(t *testing.T) {
 func TestSkippedTypesAreNamed(t *testing.T) {
 	t.Parallel()
 	cfg, lines := logged(ConsumerConfig{})
-	s := newWorkerFixture(t, cfg)
+	s := newPartitionFixture(t, cfg)
 	records := s.arrive("a", "b", "c", "d", "e")
 	for i, name := range []string{"test.play.acted.v2", "test.play.acted.v2", "test.play.acted.v10", "test.scene.acted.v1", "test.scene.acted.v1"} {
 		withHeaders(records[i], "ce_type", name)

@@ -128,10 +128,10 @@ type membership struct {
 
 	committing sync.Mutex // held for a commit, so that none is under way while partitions go
 	mu         sync.Mutex
-	workers    map[kafka.Partition]*worker
-	running    map[*worker]bool // those in workers, and those that are to end and have not yet
-	member     string           // the member id under which the group assigned the partitions
-	closing    bool             // takes no more partitions
+	workers    map[kafka.Partition]*partitionWorker
+	running    map[*partitionWorker]bool // those in workers, and those that are to end and have not yet
+	member     string                    // the member id under which the group assigned the partitions
+	closing    bool                      // takes no more partitions
 }
 
 // join makes the client from opts. Kafka is asked for partitions in the background. The
@@ -149,7 +149,7 @@ func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts
 	m := &membership{
 		cfg: cfg, processor: p, outages: outages, log: p.log, hangUp: cancel, hostOpts: host, bound: bound,
 		limits:         limits{budget: handling.NewBudget(cfg.MaxQueueBytes), slots: slots, pauses: set},
-		commitRequests: make(chan struct{}, 1), workers: map[kafka.Partition]*worker{}, running: map[*worker]bool{},
+		commitRequests: make(chan struct{}, 1), workers: map[kafka.Partition]*partitionWorker{}, running: map[*partitionWorker]bool{},
 	}
 	m.starts = starts.NewMember(starts.Config{
 		Store: store, Group: cfg.Group, Topics: p.routes.topics, FromStart: cfg.FromStart, Log: m.log, Outages: outages,
@@ -174,7 +174,7 @@ func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts
 	return m, nil
 }
 
-// What a [worker] needs of its group, see [workerGroup].
+// What a [partitionWorker] needs of its group, see [partitionGroup].
 
 func (m *membership) pauseFetching(p kafka.Partition)  { m.client.PauseFetchPartitions(p.Only()) }
 func (m *membership) resumeFetching(p kafka.Partition) { m.client.ResumeFetchPartitions(p.Only()) }
@@ -328,7 +328,7 @@ func (m *membership) resumeStalled(at kafka.Partition) {
 }
 
 // workerOf returns the worker of a partition, or nil.
-func (m *membership) workerOf(at kafka.Partition) *worker {
+func (m *membership) workerOf(at kafka.Partition) *partitionWorker {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.workers[at]
@@ -348,7 +348,7 @@ func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[
 	for topic, numbers := range topics {
 		for _, number := range numbers {
 			at := kafka.Partition{Topic: topic, Number: number}
-			w := newWorker(at, m.processor, m, m.cfg, m.limits, m.outages)
+			w := newPartitionWorker(at, m.processor, m, m.cfg, m.limits, m.outages)
 			m.workers[at], m.running[w] = w, true
 			go func() {
 				w.run()
@@ -401,7 +401,7 @@ const abandonGrace = time.Second
 
 // remove takes the workers of partitions out of the map, so that nothing else commits
 // for them.
-func (m *membership) remove(topics map[string][]int32) (workers []*worker) {
+func (m *membership) remove(topics map[string][]int32) (workers []*partitionWorker) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for topic, numbers := range topics {
@@ -416,7 +416,7 @@ func (m *membership) remove(topics map[string][]int32) (workers []*worker) {
 	return workers
 }
 
-func (m *membership) all() (workers []*worker) {
+func (m *membership) all() (workers []*partitionWorker) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for _, w := range m.workers {
@@ -458,8 +458,8 @@ func (m *membership) commitAll(ctx context.Context) error {
 }
 
 // uncommitted returns how far workers have come, where Kafka does not know yet.
-func uncommitted(workers []*worker) (offsets map[string]map[int32]kgo.EpochOffset, covered map[*worker]kgo.EpochOffset) {
-	offsets, covered = map[string]map[int32]kgo.EpochOffset{}, map[*worker]kgo.EpochOffset{}
+func uncommitted(workers []*partitionWorker) (offsets map[string]map[int32]kgo.EpochOffset, covered map[*partitionWorker]kgo.EpochOffset) {
+	offsets, covered = map[string]map[int32]kgo.EpochOffset{}, map[*partitionWorker]kgo.EpochOffset{}
 	for _, w := range workers {
 		if next, ok := w.uncommitted(); ok {
 			put(offsets, w.partition.Topic, w.partition.Number, next)
@@ -470,7 +470,7 @@ func uncommitted(workers []*worker) (offsets map[string]map[int32]kgo.EpochOffse
 }
 
 // commit commits how far workers have come. The caller holds committing.
-func (m *membership) commit(ctx context.Context, workers []*worker) error {
+func (m *membership) commit(ctx context.Context, workers []*partitionWorker) error {
 	offsets, covered := uncommitted(workers)
 	if len(offsets) == 0 {
 		return nil
@@ -489,7 +489,7 @@ func (m *membership) commit(ctx context.Context, workers []*worker) error {
 }
 
 // noteCommitted notes what Kafka knows. What it has refused is committed with what follows.
-func (m *membership) noteCommitted(began time.Time, covered map[*worker]kgo.EpochOffset, rejected rejectedTopics) {
+func (m *membership) noteCommitted(began time.Time, covered map[*partitionWorker]kgo.EpochOffset, rejected rejectedTopics) {
 	m.reportRejected(began, covered, rejected)
 	for w, next := range covered {
 		if rejected[w.partition.Topic] == nil {

@@ -64,9 +64,9 @@ func TestMiddlewarePlays(t *testing.T) {
 	t.Parallel()
 	for _, tt := range middlewarePlays {
 		synctest.Test(t, func(t *testing.T) {
-			var s *workerFixture
+			var s *partitionFixture
 			cfg := ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: -1, Middleware: []Middleware{tt.middleware}}}
-			s = newWorkerFixture(t, cfg, Handle("ACTED", func(ctx context.Context, _ pgx.Tx, e played, m Metadata) error {
+			s = newPartitionFixture(t, cfg, Handle("ACTED", func(ctx context.Context, _ pgx.Tx, e played, m Metadata) error {
 				if c, ok := ctx.(testContext); ok {
 					c.begin()
 				}
@@ -91,7 +91,7 @@ func TestMiddlewareOrder(t *testing.T) {
 			return next(ctx)
 		}
 	}
-	s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: -1, Middleware: []Middleware{around("first"), around("second")}}})
+	s := newPartitionFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: -1, Middleware: []Middleware{around("first"), around("second")}}})
 	s.handlers["a"] = "!"
 	s.worker.handle(s.arrive("a"))
 	require.Equal(t, []string{"first ACTED a", "second ACTED a", "second panic: played", "first panic: played"}, seen)

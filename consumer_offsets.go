@@ -56,7 +56,7 @@ func commitResult(request *kmsg.OffsetCommitRequest, response *kmsg.OffsetCommit
 
 // reportRejected logs topics whose offsets Kafka has not taken, and ends the outage of those
 // whose offsets it has.
-func (m *membership) reportRejected(began time.Time, offsets map[*worker]kgo.EpochOffset, rejected rejectedTopics) {
+func (m *membership) reportRejected(began time.Time, offsets map[*partitionWorker]kgo.EpochOffset, rejected rejectedTopics) {
 	if len(rejected) == 0 && !m.outages.Failing() {
 		return
 	}

@@ -57,18 +57,18 @@ func pausedTopics(topics []string) []string {
 }
 
 // isTopicPaused reports whether the topic of the partition is paused.
-func (w *worker) isTopicPaused() bool { return w.limits.pauses.IsPaused(w.partition.Topic) }
+func (w *partitionWorker) isTopicPaused() bool { return w.limits.pauses.IsPaused(w.partition.Topic) }
 
 // awaitResume waits while the topic is paused, and reports whether that ended before the
 // worker is to end.
-func (w *worker) awaitResume() bool {
+func (w *partitionWorker) awaitResume() bool {
 	return w.limits.pauses.AwaitResume(w.stopping, w.partition.Topic) && w.stopping.Err() == nil
 }
 
 // mayCall waits until a handler may be called: until the topic is not paused, and there is a
 // slot. It reports whether that was before the worker is to end. A worker whose topic is
 // paused keeps no slot from others.
-func (w *worker) mayCall(tx bool) bool {
+func (w *partitionWorker) mayCall(tx bool) bool {
 	for w.awaitResume() && w.takeSlots(tx) {
 		if !w.isTopicPaused() {
 			return true

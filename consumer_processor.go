@@ -23,7 +23,7 @@ import (
 
 // processor decodes records, finds their handlers and runs them, in transactions that
 // note what is done. It neither retries nor gives up: that is for its caller, a
-// [worker] or [Consumer.Deliver]. It belongs to one goroutine, see forOne.
+// [partitionWorker] or [Consumer.Deliver]. It belongs to one goroutine, see forOne.
 type processor struct {
 	cfg    HandlerConfig
 	decode func(*kgo.Record) (*Message, error)

@@ -21,14 +21,14 @@ import (
 // after them, and those without a transaction not at all.
 func TestProcessBatchOrder(t *testing.T) {
 	t.Parallel()
-	var s *workerFixture
+	var s *partitionFixture
 	call := func(action string) func(context.Context, pgx.Tx, played, Metadata) error {
 		return func(_ context.Context, _ pgx.Tx, e played, _ Metadata) error {
 			s.current = append(s.current, action+e.Name)
 			return nil
 		}
 	}
-	s = newWorkerFixture(t, ConsumerConfig{},
+	s = newPartitionFixture(t, ConsumerConfig{},
 		HandleNoTx("N", func(ctx context.Context, e played, m Metadata) error { return call("n")(ctx, nil, e, m) }),
 		HandleBatch("B", func(_ context.Context, _ pgx.Tx, events []Received[played]) error {
 			for _, e := range events {
@@ -66,7 +66,7 @@ func TestProcessorNotifies(t *testing.T) {
 		heard = append(heard, fmt.Sprint("called ", call.Events[0].Metadata.Subject, " ", err))
 		return err
 	}
-	s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{Hooks: hooks, Middleware: []Middleware{called}}})
+	s := newPartitionFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{Hooks: hooks, Middleware: []Middleware{called}}})
 	records := s.arrive("a", "b")
 	one := func(r *kgo.Record) error {
 		it := s.worker.processor.read(t.Context(), r, replay{}, new(KafkaMetadata))
@@ -107,7 +107,7 @@ func TestIsOutage(t *testing.T) {
 		{"a lost connection", &connectionError{errPlayed}, inTx, false, false},
 		{"a lost connection and no other", &connectionError{errPlayed}, inTx, true, true},
 	} {
-		s := newWorkerFixture(t, ConsumerConfig{})
+		s := newPartitionFixture(t, ConsumerConfig{})
 		if tt.unavailable {
 			s.transactions = "o"
 		}
@@ -190,7 +190,7 @@ func TestErrorsPanic(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: 1, Middleware: tt.middleware}}, tt.handler)
+				s := newPartitionFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: 1, Middleware: tt.middleware}}, tt.handler)
 				s.worker.handle(s.arrive("a", "b"))
 				require.Len(t, s.records, 2)
 				for _, r := range s.records {
@@ -201,7 +201,7 @@ func TestErrorsPanic(t *testing.T) {
 		})
 	}
 
-	s := newWorkerFixture(t, ConsumerConfig{})
+	s := newPartitionFixture(t, ConsumerConfig{})
 	s.worker.processor.decode = func(*kgo.Record) (*Message, error) { return nil, broken() }
 	s.worker.handle(s.arrive("a"))
 	require.Equal(t, []string{"dead letter a after 0: undecodable"}, s.log)
@@ -211,7 +211,7 @@ func TestErrorsPanic(t *testing.T) {
 func TestPermanentConflict(t *testing.T) {
 	t.Parallel()
 	calls := map[string]int{}
-	s := newWorkerFixture(t, ConsumerConfig{}, Handle("ONCE", func(_ context.Context, _ pgx.Tx, e played, _ Metadata) error {
+	s := newPartitionFixture(t, ConsumerConfig{}, Handle("ONCE", func(_ context.Context, _ pgx.Tx, e played, _ Metadata) error {
 		calls[e.Name]++
 		return Permanent(fmt.Errorf("insert: %w", &pgconn.PgError{Code: "40001"}))
 	}))
@@ -226,7 +226,7 @@ func TestPermanentConflict(t *testing.T) {
 // found goes on, in the log and for probes.
 func TestRecordsWithoutTransaction(t *testing.T) {
 	t.Parallel()
-	s := newWorkerFixture(t, ConsumerConfig{}, HandleNoTx("SEEN", func(context.Context, played, Metadata) error { return nil }))
+	s := newPartitionFixture(t, ConsumerConfig{}, HandleNoTx("SEEN", func(context.Context, played, Metadata) error { return nil }))
 	s.worker.limits.slots.transactions = handling.NewSlots(1)
 	require.True(t, s.worker.limits.slots.transactions.Take(t.Context()), "transactions of others have all slots")
 	s.worker.outages.Report(outagePostgres, time.Now(), errPlayed)

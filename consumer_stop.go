@@ -48,7 +48,7 @@ func (m *membership) close(polling <-chan struct{}) {
 	clock := stopClock{time.Now(), m.cfg.StopTimeout}
 	m.mu.Lock()
 	m.closing = true
-	workers := make([]*worker, 0, len(m.running))
+	workers := make([]*partitionWorker, 0, len(m.running))
 	for w := range m.running {
 		workers = append(workers, w)
 	}
@@ -69,7 +69,7 @@ func (m *membership) close(polling <-chan struct{}) {
 // finish ends workers. They have patience to finish what they are at. Then their contexts
 // end, and what they have not finished is rolled back. Those that go on nevertheless are
 // cut off after another grace.
-func (m *membership) finish(workers []*worker, patience, grace time.Duration) {
+func (m *membership) finish(workers []*partitionWorker, patience, grace time.Duration) {
 	for _, w := range workers {
 		w.finish()
 	}
@@ -82,7 +82,7 @@ func (m *membership) finish(workers []*worker, patience, grace time.Duration) {
 }
 
 // abandon ends workers without patience.
-func (m *membership) abandon(workers []*worker, grace time.Duration) {
+func (m *membership) abandon(workers []*partitionWorker, grace time.Duration) {
 	for _, w := range workers {
 		w.abandon()
 	}
@@ -94,7 +94,7 @@ func (m *membership) abandon(workers []*worker, grace time.Duration) {
 }
 
 // cutOff gives up a worker that does not end although its context has.
-func (w *worker) cutOff() {
+func (w *partitionWorker) cutOff() {
 	select {
 	case <-w.ended:
 		return
@@ -112,7 +112,7 @@ func (w *worker) cutOff() {
 }
 
 // haveEnded waits for workers, and reports whether all have ended in time.
-func haveEnded(workers []*worker, patience time.Duration) bool {
+func haveEnded(workers []*partitionWorker, patience time.Duration) bool {
 	timer := time.NewTimer(patience)
 	defer timer.Stop()
 	for _, w := range workers {
@@ -160,7 +160,7 @@ func (m *membership) lockCommits(ctx context.Context) bool {
 }
 
 // commitDirectly commits how far workers have come, past the client.
-func (m *membership) commitDirectly(ctx context.Context, workers []*worker) error {
+func (m *membership) commitDirectly(ctx context.Context, workers []*partitionWorker) error {
 	offsets, covered := uncommitted(workers)
 	if len(offsets) == 0 {
 		return nil

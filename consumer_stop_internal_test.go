@@ -14,9 +14,9 @@ import (
 
 // slowWorkerFixture has a handler that takes so long for each event, and for those of the
 // name long an hour, unless its context ends.
-func slowWorkerFixture(t *testing.T, cfg ConsumerConfig, takes time.Duration) *workerFixture {
-	var s *workerFixture
-	s = newWorkerFixture(t, cfg, Handle("SLOW", func(ctx context.Context, _ pgx.Tx, e played, _ Metadata) error {
+func slowWorkerFixture(t *testing.T, cfg ConsumerConfig, takes time.Duration) *partitionFixture {
+	var s *partitionFixture
+	s = newPartitionFixture(t, cfg, Handle("SLOW", func(ctx context.Context, _ pgx.Tx, e played, _ Metadata) error {
 		if e.Name == "long" {
 			takes = time.Hour
 		}
@@ -67,7 +67,7 @@ func TestStopInLongHandler(t *testing.T) {
 		go s.worker.run()
 		s.worker.add(s.arrive(append(manyNames(10), "long", "never")...))
 		time.Sleep(12 * time.Second)
-		new(membership).finish([]*worker{s.worker}, 3*time.Second, abandonGrace)
+		new(membership).finish([]*partitionWorker{s.worker}, 3*time.Second, abandonGrace)
 		require.Len(t, s.noted, 10)
 		next, _ := s.worker.uncommitted()
 		require.EqualValues(t, 10, next.Offset)
@@ -89,7 +89,7 @@ func TestTransactionsAreShort(t *testing.T) {
 		require.Equal(t, 8, s.worker.batch, "the last took less than a second")
 	})
 	synctest.Test(t, func(t *testing.T) {
-		s := newWorkerFixture(t, ConsumerConfig{MaxPoll: 10})
+		s := newPartitionFixture(t, ConsumerConfig{MaxPoll: 10})
 		s.worker.batch = 1
 		s.worker.handle(s.arrive(manyNames(13)...))
 		require.Equal(t, []string{"e001: committed", "e011 e021: committed", "e031 e041 e051 e061: committed", "e071 e081 e091 e101 e111 e121: committed"}, s.log)
@@ -102,9 +102,9 @@ func TestTransactionsAreShort(t *testing.T) {
 func TestStartOfGivenUpPartition(t *testing.T) {
 	t.Parallel()
 	at := kafka.Partition{Topic: "t"}
-	m := &membership{workers: map[kafka.Partition]*worker{}}
+	m := &membership{workers: map[kafka.Partition]*partitionWorker{}}
 	require.ErrorIs(t, m.commitStarts(t.Context(), map[kafka.Partition]int64{at: 3}), errGivenUp)
-	m.workers[at] = new(worker)
+	m.workers[at] = new(partitionWorker)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	require.ErrorIs(t, m.commitStarts(ctx, map[kafka.Partition]int64{at: 3}), errGivenUp)

@@ -21,16 +21,16 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// worker handles the records of a partition in their order. It takes them from a
+// partitionWorker handles the records of a partition in their order. It takes them from a
 // queue that the poll loop fills.
 //
 // When the partition is to be given to another member, finish ends the worker: it
 // finishes the transaction in flight and begins no other. When the partition is lost
 // already, or finishing takes too long, abandon rolls the transaction back.
-type worker struct {
+type partitionWorker struct {
 	partition kafka.Partition
 	processor *processor
-	group     workerGroup
+	group     partitionGroup
 	cfg       *ConsumerConfig
 	outages   *outage.Logs
 	log       *slog.Logger
@@ -59,8 +59,8 @@ type worker struct {
 	advanced bool                       // next is not committed
 }
 
-// workerGroup is what a worker needs of the group: a [membership], or a fake.
-type workerGroup interface {
+// partitionGroup is what a partitionWorker needs of the group: a [membership], or a fake.
+type partitionGroup interface {
 	// topicID returns Kafka's id of a topic, zero if it is not known.
 	topicID(topic string) kafka.TopicID
 	pauseFetching(kafka.Partition)
@@ -94,9 +94,9 @@ const (
 	queueBytes   = 16 << 20
 )
 
-func newWorker(partition kafka.Partition, p *processor, group workerGroup, cfg *ConsumerConfig, limits limits, outages *outage.Logs) *worker {
+func newPartitionWorker(partition kafka.Partition, p *processor, group partitionGroup, cfg *ConsumerConfig, limits limits, outages *outage.Logs) *partitionWorker {
 	limits.budget.Open()
-	w := &worker{
+	w := &partitionWorker{
 		partition: partition, group: group, cfg: cfg, limits: limits, outages: outages, log: p.log, batch: cfg.MaxPoll,
 		added: make(chan struct{}, 1), ended: make(chan struct{}), read: starts.None,
 	}
@@ -111,14 +111,14 @@ func newWorker(partition kafka.Partition, p *processor, group workerGroup, cfg *
 }
 
 // begin notes the offset with which reading begins.
-func (w *worker) begin(at int64) {
+func (w *partitionWorker) begin(at int64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.read = at
 }
 
 // hasBegun reports whether it is known where reading begins.
-func (w *worker) hasBegun() bool {
+func (w *partitionWorker) hasBegun() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.read != starts.None
@@ -126,7 +126,7 @@ func (w *worker) hasBegun() bool {
 
 // fetched notes what was fetched, control records included. It returns how many offsets
 // before it Kafka had removed, and the first of them.
-func (w *worker) fetched(p kgo.FetchPartition) (from, lost int64) {
+func (w *partitionWorker) fetched(p kgo.FetchPartition) (from, lost int64) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	from = w.read
@@ -138,28 +138,28 @@ func (w *worker) fetched(p kgo.FetchPartition) (from, lost int64) {
 }
 
 // block notes a batch that the client cannot fetch.
-func (w *worker) block(large *kgo.ErrDecompressTooLarge) {
+func (w *partitionWorker) block(large *kgo.ErrDecompressTooLarge) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.blocked = large
 }
 
 // blockedBy returns the batch that the client cannot fetch, or nil.
-func (w *worker) blockedBy() *kgo.ErrDecompressTooLarge {
+func (w *partitionWorker) blockedBy() *kgo.ErrDecompressTooLarge {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.blocked
 }
 
 // isPaused reports whether the queue is full.
-func (w *worker) isPaused() bool {
+func (w *partitionWorker) isPaused() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.paused
 }
 
 // add puts records into the queue, and pauses the partition when it is full.
-func (w *worker) add(records []*kgo.Record) {
+func (w *partitionWorker) add(records []*kgo.Record) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.closed {
@@ -174,7 +174,7 @@ func (w *worker) add(records []*kgo.Record) {
 }
 
 // pauseIfFull pauses the partition if its queue is full. The caller holds mu.
-func (w *worker) pauseIfFull() {
+func (w *partitionWorker) pauseIfFull() {
 	if !w.paused && (len(w.queue) > queueRecords || w.bytes > queueBytes || w.limits.budget.IsFull(w.bytes)) {
 		w.paused = true
 		w.group.pauseFetching(w.partition)
@@ -182,7 +182,7 @@ func (w *worker) pauseIfFull() {
 }
 
 // recheckQueue pauses the partition if others have used up what there is for all.
-func (w *worker) recheckQueue() {
+func (w *partitionWorker) recheckQueue() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if !w.closed {
@@ -203,7 +203,7 @@ func sizeOf(records []*kgo.Record) (bytes int) {
 }
 
 // take removes the next records from the queue. Their bytes count until they are handled.
-func (w *worker) take() []*kgo.Record {
+func (w *partitionWorker) take() []*kgo.Record {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	n := min(len(w.queue), w.cfg.MaxPoll)
@@ -215,7 +215,7 @@ func (w *worker) take() []*kgo.Record {
 
 // drop notes that records of this size are handled, and resumes the partition when its
 // queue is half empty.
-func (w *worker) drop(size int) {
+func (w *partitionWorker) drop(size int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.closed {
@@ -230,7 +230,7 @@ func (w *worker) drop(size int) {
 }
 
 // close drops the queue.
-func (w *worker) close() {
+func (w *partitionWorker) close() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.limits.budget.Close(w.bytes)
@@ -239,7 +239,7 @@ func (w *worker) close() {
 
 // takeSlots waits until a handler may be called, with a transaction or without one, and
 // reports whether that was before the worker is to end.
-func (w *worker) takeSlots(tx bool) bool {
+func (w *partitionWorker) takeSlots(tx bool) bool {
 	if !w.takeSlot(w.limits.slots.calls) {
 		return false
 	}
@@ -250,7 +250,7 @@ func (w *worker) takeSlots(tx bool) bool {
 	return true
 }
 
-func (w *worker) takeSlot(of *handling.Slots) bool {
+func (w *partitionWorker) takeSlot(of *handling.Slots) bool {
 	if of == nil {
 		return true
 	}
@@ -264,7 +264,7 @@ func (w *worker) takeSlot(of *handling.Slots) bool {
 }
 
 // releaseSlots gives back what was taken.
-func (w *worker) releaseSlots() {
+func (w *partitionWorker) releaseSlots() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, of := range w.taken {
@@ -274,7 +274,7 @@ func (w *worker) releaseSlots() {
 }
 
 // run handles records until finish or abandon is called.
-func (w *worker) run() {
+func (w *partitionWorker) run() {
 	defer w.end()
 	for w.awaitResume() {
 		records := w.take()
@@ -292,7 +292,7 @@ func (w *worker) run() {
 }
 
 // advance notes that everything up to a record is handled.
-func (w *worker) advance(last *kgo.Record) {
+func (w *partitionWorker) advance(last *kgo.Record) {
 	w.mu.Lock()
 	w.next, w.advanced = kgo.EpochOffset{Epoch: last.LeaderEpoch, Offset: last.Offset + 1}, true
 	w.mu.Unlock()
@@ -300,21 +300,21 @@ func (w *worker) advance(last *kgo.Record) {
 }
 
 // uncommitted returns how far the worker has come, if Kafka does not know yet.
-func (w *worker) uncommitted() (kgo.EpochOffset, bool) {
+func (w *partitionWorker) uncommitted() (kgo.EpochOffset, bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.next, w.advanced
 }
 
 // committed notes what Kafka knows.
-func (w *worker) committed(next kgo.EpochOffset) {
+func (w *partitionWorker) committed(next kgo.EpochOffset) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.advanced = w.next != next
 }
 
 // handle handles records, unless the worker is to end before.
-func (w *worker) handle(records []*kgo.Record) {
+func (w *partitionWorker) handle(records []*kgo.Record) {
 	items := w.readAll(records)
 	for len(items) > 0 && w.stopping.Err() == nil {
 		began, tried := time.Now(), min(len(items), w.batch)
@@ -336,7 +336,7 @@ const transactionTime = time.Second
 
 // resizeBatch adapts how many records are tried together to how many are done in
 // transactionTime. The notes of the others would be made and taken back again and again.
-func (w *worker) resizeBatch(done, tried int, took time.Duration) {
+func (w *partitionWorker) resizeBatch(done, tried int, took time.Duration) {
 	switch {
 	case done < tried:
 		w.batch = done
@@ -347,7 +347,7 @@ func (w *worker) resizeBatch(done, tried int, took time.Duration) {
 
 // readAll decodes records, or none if the worker is to end. Codecs may do I/O, so each
 // record has as long as a handler.
-func (w *worker) readAll(records []*kgo.Record) []item {
+func (w *partitionWorker) readAll(records []*kgo.Record) []item {
 	items, origins := make([]item, len(records)), make([]KafkaMetadata, len(records))
 	id := w.group.topicID(w.partition.Topic)
 	for i, r := range records {
@@ -366,7 +366,7 @@ func (w *worker) readAll(records []*kgo.Record) []item {
 // mostly is enough for all. It returns the index of the record to go on with.
 //
 // Decoders are the host's, and may end their goroutine.
-func (w *worker) readFrom(first int, items []item, origins []KafkaMetadata) (next int) {
+func (w *partitionWorker) readFrom(first int, items []item, origins []KafkaMetadata) (next int) {
 	ctx, cancel := context.WithTimeout(w.held, w.cfg.HandlerTimeout)
 	defer cancel()
 	next = first
@@ -401,7 +401,7 @@ func (w *worker) readFrom(first int, items []item, origins []KafkaMetadata) (nex
 // What is done is committed before the rest when the worker is to end, when the topic is
 // paused, after transactionTime, and after half of MaxPollInterval, so that a batch of slow
 // handlers does not run out of it.
-func (w *worker) tryBatch(items []item) (n int, committed bool, failed *taskError) {
+func (w *partitionWorker) tryBatch(items []item) (n int, committed bool, failed *taskError) {
 	const conflictsOfBatch = 3 // small transactions block each other less
 	tasks := tasksInTx(items)
 	switch {
@@ -450,7 +450,7 @@ var errStopped = errors.New("partition is given up")
 // finishRecord does what is left to do about a record: all, or what needs no transaction, if the
 // others are committed. The error of a task that has failed in the batch is that of its first
 // attempt. The error of finishRecord is errStopped.
-func (w *worker) finishRecord(it *item, committed bool, failed *taskError) error {
+func (w *partitionWorker) finishRecord(it *item, committed bool, failed *taskError) error {
 	if it.class != "" && !w.awaitResume() {
 		return errStopped
 	}
@@ -479,7 +479,7 @@ func (w *worker) finishRecord(it *item, committed bool, failed *taskError) error
 
 // runTask runs a task until it is done, or given up as a dead letter. If it has failed in a batch,
 // that was its first attempt. The error of runTask is errStopped.
-func (w *worker) runTask(it *item, t task, failed error) error {
+func (w *partitionWorker) runTask(it *item, t task, failed error) error {
 	conflicts := 0
 	for attempt := 1; w.stopping.Err() == nil; {
 		t.meta.Attempt = attempt
@@ -514,19 +514,19 @@ func (w *worker) runTask(it *item, t task, failed error) error {
 }
 
 // retriesFor returns how often a task that failed with this error is tried again.
-func (w *worker) retriesFor(t task, err error) (n int) {
+func (w *partitionWorker) retriesFor(t task, err error) (n int) {
 	w.callHost("RetriesFor", t.action, &t.meta, func() { n = w.cfg.RetriesFor(err) })
 	return n
 }
 
 // callHost calls a hook, see [processor.callHost].
-func (w *worker) callHost(function, action string, m *Metadata, f func()) {
+func (w *partitionWorker) callHost(function, action string, m *Metadata, f func()) {
 	w.processor.callHost(w.held, function, action, m, f)
 }
 
 // tryTask runs a task once. Outage reports whether its error is one of PostgreSQL. The
 // error is errStopped if the worker is to end before.
-func (w *worker) tryTask(t task) (outage bool, err error) {
+func (w *partitionWorker) tryTask(t task) (outage bool, err error) {
 	if !w.mayCall(t.kind != noTx) {
 		return false, errStopped
 	}
@@ -559,7 +559,7 @@ func conflictWait(n int) time.Duration {
 
 // awaitConflict waits before a task is repeated that PostgreSQL has rolled back. One conflict is
 // nothing unusual, several of the same event are.
-func (w *worker) awaitConflict(t task, n int, err error) {
+func (w *partitionWorker) awaitConflict(t task, n int, err error) {
 	const unusual = 5
 	level := slog.LevelDebug
 	if n == unusual {
@@ -574,7 +574,7 @@ func (w *worker) awaitConflict(t task, n int, err error) {
 }
 
 // awaitRetry waits before a task is tried again, longer after each attempt.
-func (w *worker) awaitRetry(t task, err error) {
+func (w *partitionWorker) awaitRetry(t task, err error) {
 	d := w.processor.retryWait(t.meta.Attempt)
 	w.log.WarnContext(handlerContext(w.held, t.meta), "outbox: handler failed, trying again", "type", t.meta.Type, "event_id", t.meta.ID, "action", t.action,
 		"attempt", t.meta.Attempt, "wait", d, "error", err)
@@ -582,16 +582,16 @@ func (w *worker) awaitRetry(t task, err error) {
 }
 
 // pause waits, unless the worker is to end.
-func (w *worker) pause(d time.Duration) { wait.Sleep(w.stopping, d) }
+func (w *partitionWorker) pause(d time.Duration) { wait.Sleep(w.stopping, d) }
 
 // awaitPostgres waits a little while PostgreSQL is unavailable.
-func (w *worker) awaitPostgres(began time.Time, err error) {
+func (w *partitionWorker) awaitPostgres(began time.Time, err error) {
 	w.outages.Report(outagePostgres, began, err)
 	w.pause(w.outages.Backoff(outagePostgres))
 }
 
 // reportPostgresWorks ends an outage of PostgreSQL, if there is one.
-func (w *worker) reportPostgresWorks(began time.Time) {
+func (w *partitionWorker) reportPostgresWorks(began time.Time) {
 	if w.outages.Failing() {
 		w.outages.Report(outagePostgres, began, nil)
 	}

@@ -34,14 +34,14 @@ type played struct{ Name string }
 func (played) OccurredAt() time.Time { return time.Unix(1, 0) }
 func (p played) name() string        { return p.Name }
 
-// workerFixture is what a processor and a worker are given in place of PostgreSQL and Kafka.
+// partitionFixture is what a processor and a worker are given in place of PostgreSQL and Kafka.
 // It plays their answers and notes what happens.
 //
 // A play has a sign for each call in turn; after its last one everything goes well.
-type workerFixture struct {
+type partitionFixture struct {
 	t            *testing.T
 	events       *Registry
-	worker       *worker
+	worker       *partitionWorker
 	handlers     map[string]string // by event: + goes well, - fails, p fails for good, ! panics, x ends its goroutine, 4 is a conflict, f finds another server full, = changes settings, s stops the worker, a abandons it, z pauses the topic for an hour, Z does so and fails
 	transactions string            // + goes well, d is a deadlock, o an outage, n cannot note anything, c a connection that is lost while others can be had
 	sends        string            // + goes well, l is too large, u finds the topic unavailable
@@ -69,7 +69,7 @@ func next(play *string) byte {
 
 var errPlayed = errors.New("played")
 
-func (s *workerFixture) inTx(_ context.Context, _ *handling.Activity, keys []handledKey, _ bool, f func(handlerTx, map[handledKey]bool) error) error {
+func (s *partitionFixture) inTx(_ context.Context, _ *handling.Activity, keys []handledKey, _ bool, f func(handlerTx, map[handledKey]bool) error) error {
 	sign := next(&s.transactions)
 	switch sign {
 	case 'o':
@@ -105,7 +105,7 @@ func (s *workerFixture) inTx(_ context.Context, _ *handling.Activity, keys []han
 	return err
 }
 
-func (s *workerFixture) markHandled(keys []handledKey) map[handledKey]bool {
+func (s *partitionFixture) markHandled(keys []handledKey) map[handledKey]bool {
 	fresh := map[handledKey]bool{}
 	for _, k := range keys {
 		if !s.noted[k] {
@@ -115,9 +115,9 @@ func (s *workerFixture) markHandled(keys []handledKey) map[handledKey]bool {
 	return fresh
 }
 
-// playedTx is a transaction of a workerFixture.
+// playedTx is a transaction of a partitionFixture.
 type playedTx struct {
-	fixture *workerFixture
+	fixture *partitionFixture
 	changed bool
 }
 
@@ -130,26 +130,26 @@ func (tx *playedTx) Call(_ string, f func(pgx.Tx) error) error {
 
 func (tx *playedTx) ChangedSettings() bool { return tx.changed }
 
-func (s *workerFixture) ping(context.Context) error {
+func (s *partitionFixture) ping(context.Context) error {
 	if strings.HasPrefix(s.transactions, "o") {
 		return errPlayed
 	}
 	return nil
 }
 
-func (s *workerFixture) pauseFetching(kafka.Partition)  { s.paused = append(s.paused, true) }
-func (s *workerFixture) resumeFetching(kafka.Partition) { s.paused = append(s.paused, false) }
-func (s *workerFixture) requestCommit()                 { s.commits++ }
-func (s *workerFixture) topicID(string) kafka.TopicID   { return kafka.TopicID{} }
+func (s *partitionFixture) pauseFetching(kafka.Partition)  { s.paused = append(s.paused, true) }
+func (s *partitionFixture) resumeFetching(kafka.Partition) { s.paused = append(s.paused, false) }
+func (s *partitionFixture) requestCommit()                 { s.commits++ }
+func (s *partitionFixture) topicID(string) kafka.TopicID   { return kafka.TopicID{} }
 
-func (s *workerFixture) checkReplay(_ context.Context, r *kgo.Record) error {
+func (s *partitionFixture) checkReplay(_ context.Context, r *kgo.Record) error {
 	if s.forged {
 		return deadletter.ErrNoReplay
 	}
 	return nil
 }
 
-func (s *workerFixture) produce(_ context.Context, r *kgo.Record) error {
+func (s *partitionFixture) produce(_ context.Context, r *kgo.Record) error {
 	switch next(&s.sends) {
 	case 'l':
 		return kerr.MessageTooLarge
@@ -162,7 +162,7 @@ func (s *workerFixture) produce(_ context.Context, r *kgo.Record) error {
 }
 
 // pause pauses the topic for an hour.
-func (s *workerFixture) pause() {
+func (s *partitionFixture) pause() {
 	s.worker.limits.pauses.Pause(s.worker.partition.Topic)
 	time.AfterFunc(time.Hour, func() {
 		s.resumed.Store(true)
@@ -171,7 +171,7 @@ func (s *workerFixture) pause() {
 }
 
 // handle is what every handler does.
-func (s *workerFixture) handle(ctx context.Context, e played, m Metadata) error {
+func (s *partitionFixture) handle(ctx context.Context, e played, m Metadata) error {
 	if s.resumed.Swap(false) {
 		s.log = append(s.log, "resumed")
 	}
@@ -208,10 +208,10 @@ func (s *workerFixture) handle(ctx context.Context, e played, m Metadata) error 
 	return nil
 }
 
-// newWorkerFixture returns a fixture with a worker for these handlers.
-func newWorkerFixture(t *testing.T, cfg ConsumerConfig, handlers ...Handler) *workerFixture {
+// newPartitionFixture returns a fixture with a worker for these handlers.
+func newPartitionFixture(t *testing.T, cfg ConsumerConfig, handlers ...Handler) *partitionFixture {
 	t.Helper()
-	s := &workerFixture{t: t, noted: map[handledKey]bool{}, handlers: map[string]string{}}
+	s := &partitionFixture{t: t, noted: map[handledKey]bool{}, handlers: map[string]string{}}
 	var err error
 	s.events, err = NewRegistry("shop", Event("test.play.acted.v1", "Play", played.name))
 	require.NoError(t, err)
@@ -224,12 +224,12 @@ func newWorkerFixture(t *testing.T, cfg ConsumerConfig, handlers ...Handler) *wo
 	routes, err := newRoutes(s.events, nil, handlers)
 	require.NoError(t, err)
 	p := &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, store: s, log: cfg.Logger, input: &inputLog{}, apart: new(sync.Map)}
-	s.worker = newWorker(kafka.Partition{Topic: "play-events", Number: 3}, p, s, &cfg, limits{budget: handling.NewBudget(cfg.MaxQueueBytes), pauses: pauses.NewSet()}, outage.NewLogs(cfg.Logger))
+	s.worker = newPartitionWorker(kafka.Partition{Topic: "play-events", Number: 3}, p, s, &cfg, limits{budget: handling.NewBudget(cfg.MaxQueueBytes), pauses: pauses.NewSet()}, outage.NewLogs(cfg.Logger))
 	return s
 }
 
 // arrive returns the records of events, from offset 0 on.
-func (s *workerFixture) arrive(names ...string) (records []*kgo.Record) {
+func (s *partitionFixture) arrive(names ...string) (records []*kgo.Record) {
 	s.t.Helper()
 	rec, err := NewRecorder(s.events, RecorderConfig{})
 	require.NoError(s.t, err)
@@ -315,12 +315,12 @@ var workerPlays = []struct {
 
 // Three records arrive together. What becomes of them follows from what their
 // handlers, PostgreSQL and the dead-letter topic do; waits take no time here.
-func TestWorkerPlays(t *testing.T) {
+func TestPartitionWorkerPlays(t *testing.T) {
 	t.Parallel()
 	for _, tt := range workerPlays {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				s := newWorkerFixture(t, ConsumerConfig{})
+				s := newPartitionFixture(t, ConsumerConfig{})
 				for name, play := range tt.handlers {
 					s.handlers[name] = play
 				}
@@ -338,10 +338,10 @@ func TestWorkerPlays(t *testing.T) {
 }
 
 // A worker whose topic is paused while it waits for a slot leaves the slot to others.
-func TestPausedWorkerTakesNoSlot(t *testing.T) {
+func TestPausedPartitionWorkerTakesNoSlot(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		s := newWorkerFixture(t, ConsumerConfig{})
+		s := newPartitionFixture(t, ConsumerConfig{})
 		slots := handling.NewSlots(1)
 		s.worker.limits.slots.transactions = slots
 		require.True(t, slots.Take(t.Context()))
@@ -360,10 +360,10 @@ func TestPausedWorkerTakesNoSlot(t *testing.T) {
 }
 
 // While a topic is paused, what cannot be read becomes no dead letter.
-func TestPausedWorkerMakesNoDeadLetters(t *testing.T) {
+func TestPausedPartitionWorkerMakesNoDeadLetters(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		s := newWorkerFixture(t, ConsumerConfig{})
+		s := newPartitionFixture(t, ConsumerConfig{})
 		s.worker.processor.decode = func(*kgo.Record) (*Message, error) { return nil, errPlayed }
 		s.pause()
 		go s.worker.handle(s.arrive("a"))
@@ -377,7 +377,7 @@ func TestPausedWorkerMakesNoDeadLetters(t *testing.T) {
 }
 
 // A retry waits, longer each time, and an outage does too, but less.
-func TestWorkerWaits(t *testing.T) {
+func TestPartitionWorkerWaits(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct {
 		name, handler, transactions string
@@ -390,7 +390,7 @@ func TestWorkerWaits(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				s := newWorkerFixture(t, ConsumerConfig{})
+				s := newPartitionFixture(t, ConsumerConfig{})
 				s.handlers["a"], s.transactions = tt.handler, tt.transactions
 				began := time.Now()
 				s.worker.handle(s.arrive("a"))
@@ -402,7 +402,7 @@ func TestWorkerWaits(t *testing.T) {
 }
 
 // The handler of a single event runs once for each attempt, and each failure reaches the hook.
-func TestWorkerCountsAttempts(t *testing.T) {
+func TestPartitionWorkerCountsAttempts(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct {
 		play      string
@@ -417,7 +417,7 @@ func TestWorkerCountsAttempts(t *testing.T) {
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			var failed []int
-			s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: tt.retries, Hooks: ConsumerHooks{
+			s := newPartitionFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: tt.retries, Hooks: ConsumerHooks{
 				Failed: func(m Metadata, _ string, _ error) { failed = append(failed, m.Attempt) },
 			}}})
 			s.handlers["a"] = tt.play
@@ -430,11 +430,11 @@ func TestWorkerCountsAttempts(t *testing.T) {
 
 // What PostgreSQL asks to be repeated is repeated with pauses, ten times in two seconds at most,
 // and each time reaches a hook. Then it counts as any other failure.
-func TestWorkerConflicts(t *testing.T) {
+func TestPartitionWorkerConflicts(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var conflicts, failed int
-		s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: 1, Hooks: ConsumerHooks{
+		s := newPartitionFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: 1, Hooks: ConsumerHooks{
 			Conflicted: func(m Metadata, _ string, _ error) { conflicts++; require.Equal(t, 1, m.Attempt) },
 			Failed:     func(m Metadata, _ string, _ error) { failed++; require.Equal(t, failed, m.Attempt) },
 		}}})
@@ -453,9 +453,9 @@ func TestWorkerConflicts(t *testing.T) {
 }
 
 // A handler that has once changed settings shares no transaction any more.
-func TestWorkerKeepsHandlersApart(t *testing.T) {
+func TestPartitionWorkerKeepsHandlersApart(t *testing.T) {
 	t.Parallel()
-	s := newWorkerFixture(t, ConsumerConfig{})
+	s := newPartitionFixture(t, ConsumerConfig{})
 	s.handlers["a"] = "="
 	s.worker.handle(s.arrive("a", "b"))
 	s.log = nil
@@ -465,11 +465,11 @@ func TestWorkerKeepsHandlersApart(t *testing.T) {
 
 // A handler that takes too long is a failure of the event, even if PostgreSQL is
 // unavailable by then.
-func TestWorkerTimesOut(t *testing.T) {
+func TestPartitionWorkerTimesOut(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var attempts []int
-		s := newWorkerFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: 1}}, HandleNoTx("SLOW", func(ctx context.Context, _ played, m Metadata) error {
+		s := newPartitionFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: 1}}, HandleNoTx("SLOW", func(ctx context.Context, _ played, m Metadata) error {
 			attempts = append(attempts, m.Attempt)
 			<-ctx.Done()
 			return ctx.Err()
@@ -485,10 +485,10 @@ func TestWorkerTimesOut(t *testing.T) {
 
 // A codec that takes too long costs its own event a dead letter, and no other event of the
 // batch: each record has as long as a handler.
-func TestWorkerDecodesEachInTime(t *testing.T) {
+func TestPartitionWorkerDecodesEachInTime(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		s := newWorkerFixture(t, ConsumerConfig{})
+		s := newPartitionFixture(t, ConsumerConfig{})
 		records := s.arrive("a", "b", "c", "d")
 		decode := s.worker.processor.decode
 		s.worker.processor.decode = func(r *kgo.Record) (*Message, error) {
@@ -510,9 +510,9 @@ func TestWorkerDecodesEachInTime(t *testing.T) {
 }
 
 // A full queue pauses its partition until half of it is handled.
-func TestWorkerQueue(t *testing.T) {
+func TestPartitionWorkerQueue(t *testing.T) {
 	t.Parallel()
-	s := newWorkerFixture(t, ConsumerConfig{MaxPoll: 5_000})
+	s := newPartitionFixture(t, ConsumerConfig{MaxPoll: 5_000})
 	take := func() int {
 		records := s.worker.take()
 		s.worker.drop(sizeOf(records))
@@ -546,12 +546,12 @@ func TestWorkerQueue(t *testing.T) {
 func TestQueuesOfAllPartitions(t *testing.T) {
 	t.Parallel()
 	const partitions, size = 100, 100_000
-	s := newWorkerFixture(t, ConsumerConfig{})
-	workers := []*worker{s.worker}
+	s := newPartitionFixture(t, ConsumerConfig{})
+	workers := []*partitionWorker{s.worker}
 	for len(workers) < partitions {
-		workers = append(workers, newWorker(s.worker.partition, s.worker.processor, s, s.worker.cfg, s.worker.limits, s.worker.outages))
+		workers = append(workers, newPartitionWorker(s.worker.partition, s.worker.processor, s, s.worker.cfg, s.worker.limits, s.worker.outages))
 	}
-	fill := func(w *worker) {
+	fill := func(w *partitionWorker) {
 		for !w.isPaused() {
 			w.add([]*kgo.Record{{Value: make([]byte, size)}})
 		}
@@ -578,10 +578,10 @@ func TestQueuesOfAllPartitions(t *testing.T) {
 }
 
 // run handles what is added until it is stopped.
-func TestWorkerRun(t *testing.T) {
+func TestPartitionWorkerRun(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		s := newWorkerFixture(t, ConsumerConfig{MaxPoll: 2})
+		s := newPartitionFixture(t, ConsumerConfig{MaxPoll: 2})
 		go s.worker.run()
 		records := s.arrive("a", "b", "c")
 		s.worker.add(records[:1])
