@@ -1,0 +1,100 @@
+// Package deliveries keeps the table event_delivery: what is owed to the handlers of
+// workers. One goroutine or process after the other handles the rows of a key, in their
+// order; rows of different keys go side by side.
+//
+// Of the open rows of a key, those before others in its order are PROCESSING or one is
+// PENDING, and all others are PARKED. So a claim looks at one row of each key, however many
+// wait behind it. What inserts, ends or requeues rows locks their keys first, and decides in
+// a later statement: a statement that waits for a lock goes on reading what was committed
+// before it began to wait.
+package deliveries
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+)
+
+// Status of a row of event_delivery.
+type Status string
+
+const (
+	// Pending rows are due at some time: the only row of their key that may be claimed.
+	Pending Status = "PENDING"
+	// Parked rows wait behind another row of their key.
+	Parked Status = "PARKED"
+	// Processing rows are with a worker.
+	Processing Status = "PROCESSING"
+	// Done rows are handled.
+	Done Status = "DONE"
+	// Dead rows are given up until an operator acts.
+	Dead Status = "DEAD"
+)
+
+// Delivery is a row that this worker has claimed.
+type Delivery struct {
+	ID       int64
+	Position int64 // outbox.id
+	Key      Key
+	Action   string
+	Stream   string
+
+	Attempt, MaxAttempts int
+	// Suspect is set if the worker that had it before is gone: the event may have ended its
+	// process.
+	Suspect bool
+
+	EventID, Type, Source, AggregateType, AggregateID string
+	Payload                                           []byte
+	ContentType                                       string
+	PartitionKey                                      string // "" for AggregateID
+	Headers                                           []byte // a JSON object of strings, or nil
+	OccurredAt, RecordedAt                            time.Time
+}
+
+// RecordKey returns the key that the event's record has in Kafka.
+func (d *Delivery) RecordKey() string {
+	if d.PartitionKey != "" {
+		return d.PartitionKey
+	}
+	return d.AggregateID
+}
+
+// Key identifies the rows that are handled in order. The zero Key is that of rows whose
+// order does not matter.
+type Key struct {
+	Digest  int64
+	Ordered bool
+}
+
+// KeyOf returns the key of the events of a record key in a stream, for an action of a group.
+func KeyOf(group, action, stream, recordKey string) Key {
+	b := make([]byte, 0, 128)
+	for _, part := range []string{group, action, stream} { // none of them holds a NUL
+		b = append(append(b, part...), 0)
+	}
+	sum := sha256.Sum256(append(b, recordKey...))
+	return Key{Digest: int64(binary.BigEndian.Uint64(sum[:8])), Ordered: true}
+}
+
+func (k Key) value() pgtype.Int8 { return pgtype.Int8{Int64: k.Digest, Valid: k.Ordered} }
+
+// columns are those that scan reads.
+const columns = `d.id, d.position, d.order_key, d.action, d.stream, d.attempt_count, d.max_attempts, coalesce(d.last_error_code = '` + CodeStale + `', false),
+       d.event_id::text, d.event_type, d.source, d.aggregate_type, d.aggregate_id, coalesce(convert_to(d.payload::text, 'UTF8'), d.payload_bytes),
+       d.content_type, coalesce(d.partition_key, ''), convert_to(d.headers::text, 'UTF8'), d.occurred_at, d.recorded_at`
+
+// scan reads all rows.
+func scan(rows pgx.Rows) ([]Delivery, error) {
+	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (d Delivery, err error) {
+		var key pgtype.Int8
+		err = row.Scan(&d.ID, &d.Position, &key, &d.Action, &d.Stream, &d.Attempt, &d.MaxAttempts, &d.Suspect,
+			&d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID, &d.Payload,
+			&d.ContentType, &d.PartitionKey, &d.Headers, &d.OccurredAt, &d.RecordedAt)
+		d.Key = Key{key.Int64, key.Valid}
+		return d, err
+	})
+}

@@ -1,0 +1,443 @@
+package deliveries
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// ErrLost means that a row is not with this worker any more: its lease had expired, and another
+// worker has taken it.
+var ErrLost = errors.New("delivery is with another worker")
+
+// CodeStale is the last_error_code of a row whose worker was gone.
+const CodeStale = "stale"
+
+// Store reads and writes the deliveries of a group for one worker.
+type Store struct {
+	db     *pgxpool.Pool
+	group  string
+	worker string // locked_by
+	lease  time.Duration
+
+	sqlInsert, sqlClaim, sqlFinish, sqlRenew, sqlReturn, sqlFail, sqlExpire, sqlLock, sqlPromote, sqlHeadless, sqlLook string
+}
+
+// NewStore returns the deliveries of a group for a worker, which has what it claims for the time of
+// a lease.
+func NewStore(db *pgxpool.Pool, schema, group, worker string, lease time.Duration) *Store {
+	in := func(sql string) string { return pg.InSchema(sql, schema) }
+	return &Store{
+		db: db, group: group, worker: worker, lease: lease,
+		sqlInsert: in(sqlInsert), sqlClaim: in(sqlClaim), sqlFinish: in(sqlFinish), sqlRenew: in(sqlRenew), sqlReturn: in(sqlReturn),
+		sqlFail: in(sqlFail), sqlExpire: in(sqlExpire), sqlLock: in(sqlLock), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless), sqlLook: in(sqlLook),
+	}
+}
+
+// settings precede the statements of a transaction.
+const settings = pg.PlannerSettings + `, set_config('lock_timeout', '5s', true), set_config('idle_in_transaction_session_timeout', '10s', true)`
+
+// sqlLook fails if the tables do not exist, or are of an earlier release.
+const sqlLook = `
+SELECT d.id, d.order_key, d.held FROM {schema}.event_delivery AS d, {schema}.event_subscription AS s LIMIT 0`
+
+// Check reports why the tables cannot be used.
+func (s *Store) Check(ctx context.Context) error {
+	_, err := s.db.Exec(ctx, s.sqlLook)
+	return err
+}
+
+// New is a row to be inserted.
+type New struct {
+	OutboxID       int64
+	Action, Stream string
+	Key            Key
+	// Status is what it becomes if no other row of its key is open: Processing, or Pending. Of
+	// several new rows of a key, either all are Processing, or those behind the first are Parked.
+	// A row that is to be Dead is so in any case, for want of a handler.
+	Status      Status
+	MaxAttempts int
+}
+
+// open is the condition that a row d of event_delivery is one that others of its key wait for.
+const open = `(d.status IN ('PENDING', 'PARKED', 'PROCESSING') OR d.held)`
+
+const sqlInsert = `
+WITH inserted AS (
+    INSERT INTO {schema}.event_delivery (consumer_group, action, stream, position, order_key, status, attempt_count, max_attempts,
+           next_retry_at, last_attempt_at, locked_by, locked_until, created_at, updated_at, processed_at, last_error_code, last_error_message,
+           event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type, partition_key, headers, occurred_at, recorded_at)
+    SELECT $1::text, n.action, n.stream, n.id, n.key, s.status, CASE s.status WHEN 'PROCESSING' THEN 1 ELSE 0 END, n.most,
+           t.at, CASE s.status WHEN 'PROCESSING' THEN t.at END, CASE s.status WHEN 'PROCESSING' THEN $2::text END,
+           CASE s.status WHEN 'PROCESSING' THEN t.at + $3::interval END, t.at, t.at, CASE s.status WHEN 'DEAD' THEN t.at END,
+           CASE s.status WHEN 'DEAD' THEN 'unknown_type' END, CASE s.status WHEN 'DEAD' THEN 'no handler of the group takes this event type' END,
+           o.event_id, o.event_type, o.source, o.aggregate_type, o.aggregate_id, o.payload, o.payload_bytes, o.content_type, o.partition_key,
+           o.headers, o.occurred_at, o.created_at
+      FROM unnest($4::bigint[], $5::text[], $6::text[], $7::bigint[], $8::text[], $9::int[]) AS n (id, action, stream, key, status, most)
+     CROSS JOIN (SELECT clock_timestamp() AS at OFFSET 0) AS t
+     CROSS JOIN LATERAL (
+           SELECT CASE WHEN n.status <> 'DEAD' AND n.key IS NOT NULL AND EXISTS (
+                            SELECT FROM {schema}.event_delivery AS d WHERE d.order_key = n.key AND ` + open + ` AND d.consumer_group = $1::text)
+                       THEN 'PARKED' ELSE n.status END AS status OFFSET 0) AS s
+     CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id = n.id OFFSET 0) AS o
+ RETURNING *
+)
+SELECT ` + columns + ` FROM inserted AS d WHERE d.status = 'PROCESSING' ORDER BY d.position`
+
+// Queue adds the insertion of rows to a batch, which is to be in a transaction of its own with
+// what moves the cursor of the group. Claimed gets those of them that are with this worker then,
+// in the order of their positions.
+func (s *Store) Queue(batch *pgx.Batch, rows []New, claimed func([]Delivery) error) {
+	ids, actions, streams, keys := make([]int64, len(rows)), make([]string, len(rows)), make([]string, len(rows)), make([]pgtype.Int8, len(rows))
+	statuses, most := make([]string, len(rows)), make([]int32, len(rows))
+	for i, r := range rows {
+		ids[i], actions[i], streams[i], keys[i], statuses[i], most[i] = r.OutboxID, r.Action, r.Stream, r.Key.value(), string(r.Status), int32(r.MaxAttempts)
+	}
+	batch.Queue(s.sqlLock, s.group, keys)
+	batch.Queue(s.sqlInsert, s.group, s.worker, s.lease, ids, actions, streams, keys, statuses, most).Query(func(rows pgx.Rows) error {
+		found, err := scan(rows)
+		if err != nil {
+			return err
+		}
+		return claimed(found)
+	})
+}
+
+const (
+	sqlLock    = `SELECT {schema}.outbox_lock_keys($1, $2)`
+	sqlPromote = `SELECT {schema}.outbox_promote($1, $2)`
+)
+
+// sqlClaim takes due rows of the actions and streams, and of those that are tried for the first
+// time also what is parked behind them. They are found one pair of action and stream after the
+// other, so that none of them, paused or failing, hides the rest.
+const sqlClaim = `
+WITH due AS MATERIALIZED (
+    SELECT p.id, p.order_key, p.attempt_count FROM unnest($4::text[], $5::text[]) AS w (action, stream)
+     CROSS JOIN LATERAL (
+           SELECT d.id, d.order_key, d.attempt_count FROM {schema}.event_delivery AS d
+            WHERE d.consumer_group = $1::text AND d.action = w.action AND d.stream = w.stream AND d.status = 'PENDING'
+              AND d.next_retry_at <= clock_timestamp() AND (coalesce(d.last_error_code, '') = '` + CodeStale + `') = $8::bool
+            ORDER BY d.consumer_group, d.action, d.stream, d.next_retry_at, d.id LIMIT $6 FOR UPDATE SKIP LOCKED) AS p
+     LIMIT $6
+), behind AS MATERIALIZED (
+    SELECT b.id FROM due
+     CROSS JOIN LATERAL (
+           SELECT d.id FROM {schema}.event_delivery AS d
+            WHERE d.order_key = due.order_key AND ` + open + ` AND (d.status = 'PARKED') = true AND d.consumer_group = $1::text
+              AND due.attempt_count = 0 AND coalesce(d.last_error_code, '') <> '` + CodeStale + `'
+            ORDER BY d.order_key, (d.status = 'PARKED'), d.position LIMIT $7 FOR UPDATE) AS b
+), claimed AS (
+    UPDATE {schema}.event_delivery AS d
+       SET status = 'PROCESSING', locked_by = $2::text, locked_until = clock_timestamp() + $3::interval, attempt_count = d.attempt_count + 1,
+           last_attempt_at = clock_timestamp(), updated_at = clock_timestamp()
+      FROM (SELECT id FROM due UNION ALL SELECT id FROM behind) AS c
+     WHERE d.id = c.id
+ RETURNING d.*
+)
+SELECT ` + columns + ` FROM claimed AS d ORDER BY d.position`
+
+// Pair is an action and a stream whose rows may be claimed.
+type Pair struct{ Action, Stream string }
+
+// Claim claims rows that are due, at most limit and as many behind each as follow. Suspects are
+// claimed by themselves: no others are with them, and none that wait behind them.
+func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, suspects bool) (claimed []Delivery, err error) {
+	actions, streams := make([]string, len(pairs)), make([]string, len(pairs))
+	for i, p := range pairs {
+		actions[i], streams[i] = p.Action, p.Stream
+	}
+	if suspects {
+		follow = 0
+	}
+	err = s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlClaim, s.group, s.worker, s.lease, actions, streams, limit, follow, suspects).Query(func(rows pgx.Rows) (err error) {
+			claimed, err = scan(rows)
+			return err
+		})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("claim deliveries: %w", err)
+	}
+	return claimed, nil
+}
+
+const sqlFinish = `SELECT {schema}.outbox_finish_deliveries($1, $2, $3, $4)`
+
+// FinishIn ends rows in the transaction that has handled them, and promotes what waits behind
+// keys, of which this worker has no other row. It reports how many rows it has promoted, -1 if
+// that is still to be done with Promote, because of the isolation level of the transaction. The error is
+// [ErrLost] if one of the rows is not with this worker any more.
+func (s *Store) FinishIn(ctx context.Context, tx pgx.Tx, ids []int64, keys []Key) (promoted int64, err error) {
+	if err := tx.QueryRow(ctx, s.sqlFinish, s.group, s.worker, ids, digests(keys)).Scan(&promoted); err != nil {
+		return 0, lost(fmt.Errorf("finish deliveries: %w", err))
+	}
+	return promoted, nil
+}
+
+// Finish is FinishIn in a transaction of its own.
+func (s *Store) Finish(ctx context.Context, ids []int64, keys []Key) (promoted int64, err error) {
+	err = s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlFinish, s.group, s.worker, ids, digests(keys)).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
+	})
+	if err != nil {
+		return 0, lost(fmt.Errorf("finish deliveries: %w", err))
+	}
+	return promoted, nil
+}
+
+// lost turns the error of outbox_finish_deliveries about missing rows into ErrLost.
+func lost(err error) error {
+	const objectNotInPrerequisiteState = "55000"
+	if pg.Code(err) == objectNotInPrerequisiteState {
+		return fmt.Errorf("%w: %w", ErrLost, err)
+	}
+	return err
+}
+
+// Promote promotes what waits behind keys.
+func (s *Store) Promote(ctx context.Context, keys []Key) (promoted int64, err error) {
+	err = s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlPromote, s.group, digests(keys)).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
+	})
+	if err != nil {
+		return 0, fmt.Errorf("promote deliveries: %w", err)
+	}
+	return promoted, nil
+}
+
+// digests returns those of ordered keys, never nil.
+func digests(keys []Key) []int64 {
+	all := make([]int64, 0, len(keys))
+	for _, k := range keys {
+		if k.Ordered {
+			all = append(all, k.Digest)
+		}
+	}
+	return all
+}
+
+// Failure is an attempt that has failed.
+type Failure struct {
+	ID   int64
+	Key  Key
+	Code string
+	// Message is the error, bounded.
+	Message string
+	// Wait is how long to wait before the next attempt.
+	Wait time.Duration
+	// Dead is set if there is none. Then its key goes on, unless Held.
+	Dead, Held bool
+}
+
+const sqlFail = `
+UPDATE {schema}.event_delivery AS d
+   SET status = CASE WHEN $6::bool THEN 'DEAD' ELSE 'PENDING' END, held = $7::bool, locked_by = NULL, locked_until = NULL,
+       next_retry_at = clock_timestamp() + $5::interval, processed_at = CASE WHEN $6::bool THEN clock_timestamp() END,
+       updated_at = clock_timestamp(), last_error_code = $3::text, last_error_message = $4::text
+ WHERE d.id = $1 AND d.status = 'PROCESSING' AND d.locked_by = $2::text AND d.consumer_group = $8::text
+RETURNING d.id`
+
+// Fail writes down that an attempt has failed. Rest are the rows of the same key behind it,
+// which this worker has not tried: they wait behind it again. The error is [ErrLost] if the row is not
+// with this worker any more.
+func (s *Store) Fail(ctx context.Context, f Failure, rest []int64) (promoted int64, err error) {
+	found := false
+	err = s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlFail, f.ID, s.worker, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group).Query(func(rows pgx.Rows) error {
+			ids, err := pgx.CollectRows(rows, pgx.RowTo[int64])
+			found = len(ids) > 0
+			return err
+		})
+		if len(rest) > 0 {
+			b.Queue(s.sqlReturn, rest, s.worker, s.group, true)
+		}
+		if f.Dead && !f.Held && f.Key.Ordered {
+			b.Queue(s.sqlPromote, s.group, digests([]Key{f.Key})).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
+		}
+	})
+	if err != nil {
+		return 0, fmt.Errorf("write down failed delivery: %w", err)
+	}
+	if !found {
+		return 0, ErrLost
+	}
+	return promoted, nil
+}
+
+// sqlReturn gives rows back that were not tried.
+const sqlReturn = `
+UPDATE {schema}.event_delivery AS d
+   SET status = CASE WHEN $4::bool AND d.order_key IS NOT NULL THEN 'PARKED' ELSE 'PENDING' END, locked_by = NULL, locked_until = NULL,
+       attempt_count = d.attempt_count - 1, next_retry_at = clock_timestamp(), updated_at = clock_timestamp()
+ WHERE d.id = ANY ($1) AND d.status = 'PROCESSING' AND d.locked_by = $2::text AND d.consumer_group = $3::text`
+
+// Return gives rows back that were not tried: they can be claimed at once, and were not
+// attempted. They are parked, and the first of each key is promoted.
+func (s *Store) Return(ctx context.Context, rows []Delivery) error {
+	var ids []int64
+	var keys []Key
+	for _, d := range rows {
+		ids, keys = append(ids, d.ID), append(keys, d.Key)
+	}
+	err := s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlReturn, ids, s.worker, s.group, true)
+		b.Queue(s.sqlPromote, s.group, digests(keys))
+	})
+	if err != nil {
+		return fmt.Errorf("give deliveries back: %w", err)
+	}
+	return nil
+}
+
+// sqlRenew passes over rows that are being written: these end in a moment, or their worker finds out
+// that they are lost.
+const sqlRenew = `
+UPDATE {schema}.event_delivery AS d
+   SET locked_until = clock_timestamp() + $3::interval
+  FROM (SELECT r.id FROM unnest($1::bigint[]) AS i
+         CROSS JOIN LATERAL (SELECT id FROM {schema}.event_delivery WHERE id = i AND status = 'PROCESSING' AND locked_by = $2::text
+                             FOR UPDATE SKIP LOCKED) AS r) AS mine
+ WHERE d.id = mine.id AND d.consumer_group = $4::text
+RETURNING d.id`
+
+// Renew extends the lease of rows. It returns those that it has found; others have ended, are
+// lost, or are being written at the moment.
+func (s *Store) Renew(ctx context.Context, ids []int64) (renewed []int64, err error) {
+	err = s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlRenew, ids, s.worker, s.lease, s.group).Query(func(rows pgx.Rows) (err error) {
+			renewed, err = pgx.CollectRows(rows, pgx.RowTo[int64])
+			return err
+		})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("renew deliveries: %w", err)
+	}
+	return renewed, nil
+}
+
+// sqlExpire takes rows from workers that are gone. While PostgreSQL has just been started, workers
+// may not have had the time to renew what they have.
+const sqlExpire = `
+UPDATE {schema}.event_delivery AS d
+   SET status = CASE WHEN d.attempt_count >= d.max_attempts THEN 'DEAD' WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END,
+       held = $4::bool AND d.attempt_count >= d.max_attempts, processed_at = CASE WHEN d.attempt_count >= d.max_attempts THEN clock_timestamp() END,
+       locked_by = NULL, locked_until = NULL, next_retry_at = clock_timestamp(), updated_at = clock_timestamp(),
+       last_error_code = '` + CodeStale + `', last_error_message = 'worker ' || d.locked_by || ' was gone before it was done'
+  FROM (SELECT id FROM {schema}.event_delivery
+         WHERE consumer_group = $1::text AND status = 'PROCESSING' AND locked_until < clock_timestamp()
+           AND pg_postmaster_start_time() < clock_timestamp() - $3::interval
+         ORDER BY consumer_group, locked_until LIMIT $2 FOR UPDATE SKIP LOCKED) AS stale
+ WHERE d.id = stale.id
+RETURNING ` + expiredColumns
+
+const expiredColumns = `d.id, d.order_key, d.status, d.event_id::text, d.event_type, d.action, d.stream, d.attempt_count`
+
+// Expired is a row whose worker is gone.
+type Expired struct {
+	ID                            int64
+	Key                           Key
+	Dead                          bool
+	EventID, Type, Action, Stream string
+	Attempt                       int
+}
+
+// Expire takes rows, at most limit, from workers whose lease has expired. Those that have used up
+// their attempts become dead, and hold their key if hold is set.
+func (s *Store) Expire(ctx context.Context, limit int, hold bool) (expired []Expired, err error) {
+	tx, err := s.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted})
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = tx.Rollback(ctx) }() // nothing, once it is committed
+	var b pgx.Batch
+	b.Queue(settings)
+	b.Queue(s.sqlExpire, s.group, limit, s.lease/2, hold).Query(func(rows pgx.Rows) (err error) {
+		expired, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (e Expired, err error) {
+			var key pgtype.Int8
+			var status string
+			err = row.Scan(&e.ID, &key, &status, &e.EventID, &e.Type, &e.Action, &e.Stream, &e.Attempt)
+			e.Key, e.Dead = Key{key.Int64, key.Valid}, Status(status) == Dead
+			return e, err
+		})
+		return err
+	})
+	if err := tx.SendBatch(ctx, &b).Close(); err != nil {
+		return nil, fmt.Errorf("take over deliveries: %w", err)
+	}
+	if len(expired) == 0 {
+		return nil, nil
+	}
+	var keys []Key
+	for _, e := range expired {
+		keys = append(keys, e.Key)
+	}
+	if _, err := tx.Exec(ctx, s.sqlPromote, s.group, digests(keys)); err != nil {
+		return nil, fmt.Errorf("take over deliveries: %w", err)
+	}
+	return expired, tx.Commit(ctx)
+}
+
+// sqlHeadless looks at the first row of each of up to $2 keys behind $1. A key is a step in the
+// index, however many rows it has.
+const sqlHeadless = `
+WITH RECURSIVE heads AS (
+    SELECT $1::bigint AS order_key, NULL::text AS status, NULL::text AS consumer_group, 0 AS n
+     UNION ALL
+    SELECT next.order_key, next.status, next.consumer_group, heads.n + 1 FROM heads
+     CROSS JOIN LATERAL (
+           SELECT d.order_key, d.status, d.consumer_group FROM {schema}.event_delivery AS d
+            WHERE d.order_key > heads.order_key AND ` + open + `
+            ORDER BY d.order_key, (d.status = 'PARKED'), d.position LIMIT 1) AS next
+     WHERE heads.n < $2
+)
+SELECT (SELECT array_agg(order_key) FROM heads WHERE status = 'PARKED' AND consumer_group = $3::text),
+       (SELECT order_key FROM heads WHERE n = $2)`
+
+// RepairHeads promotes the first row of keys whose rows are all parked. There is none, unless
+// somebody else has written to the table. It looks at up to limit keys behind one, and returns
+// the last of them, or the least of all if there are no more.
+func (s *Store) RepairHeads(ctx context.Context, behind int64, limit int) (last int64, repaired int64, err error) {
+	var headless []int64
+	var end pgtype.Int8
+	err = s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlHeadless, behind, limit, s.group).QueryRow(func(row pgx.Row) error { return row.Scan(&headless, &end) })
+	})
+	last = math.MinInt64
+	if end.Valid {
+		last = end.Int64
+	}
+	if err == nil && len(headless) > 0 {
+		err = s.transact(ctx, func(b *pgx.Batch) {
+			b.Queue(s.sqlPromote, s.group, headless).QueryRow(func(row pgx.Row) error { return row.Scan(&repaired) })
+		})
+	}
+	if err != nil {
+		return behind, 0, fmt.Errorf("look for deliveries without a head: %w", err)
+	}
+	return last, repaired, nil
+}
+
+// transact runs statements in a transaction, in a single round trip.
+func (s *Store) transact(ctx context.Context, queue func(*pgx.Batch)) error {
+	return Transact(ctx, s.db, queue)
+}
+
+// Transact runs statements in a transaction of READ COMMITTED, in a single round trip, with the settings that
+// the statements on event_delivery need.
+func Transact(ctx context.Context, db *pgxpool.Pool, queue func(*pgx.Batch)) error {
+	var b pgx.Batch
+	b.Queue("BEGIN ISOLATION LEVEL READ COMMITTED")
+	b.Queue(settings)
+	queue(&b)
+	b.Queue("COMMIT")
+	return db.SendBatch(ctx, &b).Close()
+}

@@ -1,0 +1,172 @@
+package deliveries_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+const (
+	group  = "trading"
+	action = "ORDER_SENT"
+	stream = "orders"
+)
+
+// tableFixture is a schema with the tables of outbox.
+type tableFixture struct {
+	t      *testing.T
+	db     *pgxpool.Pool
+	schema string
+}
+
+func newTable(t *testing.T) *tableFixture {
+	db, schema := testenv.Schema(t)
+	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema}))
+	return &tableFixture{t, db, schema}
+}
+
+func (f *tableFixture) store(worker string, lease time.Duration) *deliveries.Store {
+	return deliveries.NewStore(f.db, f.schema, group, worker, lease)
+}
+
+// record inserts events of the keys into outbox, and returns their ids.
+func (f *tableFixture) record(keys ...string) (ids []int64) {
+	for _, key := range keys {
+		var id int64
+		require.NoError(f.t, f.db.QueryRow(f.t.Context(), pg.InSchema(`
+			INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, headers, occurred_at, size)
+			VALUES ($1, 'a.order.sent.v1', '/test', 'Order', $2, '{"n": 1}', 'application/json', $3, '{"a":"b"}', now(), 100) RETURNING id`, f.schema),
+			uuid.New(), key, stream).Scan(&id))
+		ids = append(ids, id)
+	}
+	return ids
+}
+
+// insert makes deliveries of events, and returns those that are with the worker.
+func (f *tableFixture) insert(s *deliveries.Store, status deliveries.Status, ids []int64, keys ...string) (claimed []deliveries.Delivery) {
+	rows := make([]deliveries.New, len(ids))
+	for i, id := range ids {
+		rows[i] = deliveries.New{OutboxID: id, Action: action, Stream: stream, Key: deliveries.KeyOf(group, action, stream, keys[i]), Status: status, MaxAttempts: 3}
+	}
+	require.NoError(f.t, deliveries.Transact(f.t.Context(), f.db, func(b *pgx.Batch) {
+		s.Queue(b, rows, func(d []deliveries.Delivery) error { claimed = d; return nil })
+	}))
+	return claimed
+}
+
+// rows returns the status of all rows, as "position-in-ids:status attempts", in their order.
+func (f *tableFixture) rows() (all []string) {
+	rows, err := f.db.Query(f.t.Context(), pg.InSchema(`SELECT aggregate_id || ' ' || status || ' ' || attempt_count FROM {schema}.event_delivery ORDER BY position`, f.schema))
+	require.NoError(f.t, err)
+	all, err = pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(f.t, err)
+	return all
+}
+
+var pairs = []deliveries.Pair{{Action: action, Stream: stream}}
+
+func ids(all []deliveries.Delivery) (ids []int64) {
+	for _, d := range all {
+		ids = append(ids, d.ID)
+	}
+	return ids
+}
+
+func keys(all []deliveries.Delivery) (keys []deliveries.Key) {
+	for _, d := range all {
+		keys = append(keys, d.Key)
+	}
+	return keys
+}
+
+func TestLifeOfDeliveries(t *testing.T) {
+	t.Parallel()
+	f, ctx := newTable(t), t.Context()
+	a, b := f.store("a", time.Minute), f.store("b", time.Minute)
+	require.NoError(t, a.Check(ctx))
+
+	run := f.insert(a, deliveries.Processing, f.record("k", "k", "other"), "k", "k", "other")
+	require.Len(t, run, 3, "a free key is with the worker that inserts, with all that follows")
+	require.JSONEq(t, `{"n": 1}`, string(run[0].Payload))
+	require.JSONEq(t, `{"a": "b"}`, string(run[0].Headers))
+	require.Empty(t, f.insert(b, deliveries.Processing, f.record("k", "k"), "k", "k"), "its key is with a")
+	require.Equal(t, []string{"k PROCESSING 1", "k PROCESSING 1", "other PROCESSING 1", "k PARKED 0", "k PARKED 0"}, f.rows())
+
+	promoted, err := a.Fail(ctx, deliveries.Failure{ID: run[0].ID, Key: run[0].Key, Code: "handler", Message: "no", Wait: time.Hour}, ids(run[1:2]))
+	require.NoError(t, err)
+	require.Zero(t, promoted)
+	require.Equal(t, []string{"k PENDING 1", "k PARKED 0", "other PROCESSING 1", "k PARKED 0", "k PARKED 0"}, f.rows())
+	claimed, err := b.Claim(ctx, pairs, 10, 10, false)
+	require.NoError(t, err)
+	require.Empty(t, claimed, "not due")
+	f.exec(`UPDATE {schema}.event_delivery SET next_retry_at = now() WHERE status = 'PENDING'`)
+	claimed, err = b.Claim(ctx, pairs, 10, 10, false)
+	require.NoError(t, err)
+	require.Len(t, claimed, 1, "what has failed is tried alone")
+	require.Equal(t, 2, claimed[0].Attempt)
+
+	promoted, err = b.Finish(ctx, ids(claimed), keys(claimed))
+	require.NoError(t, err)
+	require.EqualValues(t, 1, promoted)
+	claimed, err = b.Claim(ctx, pairs, 10, 1, false)
+	require.NoError(t, err)
+	require.Len(t, claimed, 2, "the promoted row, and one behind it")
+	_, err = a.Finish(ctx, ids(claimed), keys(claimed))
+	require.ErrorIs(t, err, deliveries.ErrLost)
+	require.NoError(t, b.Return(ctx, claimed))
+	require.Equal(t, []string{"k DONE 2", "k PENDING 0", "other PROCESSING 1", "k PARKED 0", "k PARKED 0"}, f.rows())
+}
+
+func TestWorkerIsGone(t *testing.T) {
+	t.Parallel()
+	f, ctx := newTable(t), t.Context()
+	a, b := f.store("a", time.Millisecond), f.store("b", 10*time.Second)
+	run := f.insert(a, deliveries.Processing, f.record("k", "k"), "k", "k")
+	expired, err := b.Expire(ctx, 10, false)
+	require.NoError(t, err)
+	require.Empty(t, expired, "PostgreSQL has not run for long enough to know")
+	b = f.store("b", time.Millisecond)
+	expired, err = b.Expire(ctx, 10, false)
+	require.NoError(t, err)
+	require.Len(t, expired, 2)
+	require.Equal(t, []string{"k PENDING 1", "k PARKED 1"}, f.rows())
+	claimed, err := b.Claim(ctx, pairs, 10, 10, false)
+	require.NoError(t, err)
+	require.Empty(t, claimed, "a suspect is claimed by itself")
+	for attempt := 2; attempt <= 3; attempt++ {
+		claimed, err = b.Claim(ctx, pairs, 10, 10, true)
+		require.NoError(t, err)
+		require.Len(t, claimed, 1)
+		require.Equal(t, run[0].ID, claimed[0].ID)
+		_, err = a.Finish(ctx, ids(run), keys(run))
+		require.ErrorIs(t, err, deliveries.ErrLost)
+		expired, err = b.Expire(ctx, 10, false)
+		require.NoError(t, err)
+		require.Len(t, expired, 1)
+	}
+	require.True(t, expired[0].Dead)
+	require.Equal(t, []string{"k DEAD 3", "k PENDING 1"}, f.rows())
+	renewed, err := b.Renew(ctx, ids(claimed))
+	require.NoError(t, err)
+	require.Empty(t, renewed)
+	f.exec(`UPDATE {schema}.event_delivery SET status = 'PARKED' WHERE status = 'PENDING'`)
+	_, repaired, err := b.RepairHeads(ctx, -1<<63, 10)
+	require.NoError(t, err)
+	require.EqualValues(t, 1, repaired)
+}
+
+func (f *tableFixture) exec(sql string, args ...any) {
+	_, err := f.db.Exec(context.Background(), pg.InSchema(sql, f.schema), args...)
+	require.NoError(f.t, err, fmt.Sprint(sql))
+}

@@ -1,0 +1,219 @@
+-- +goose Up
+
+-- As in 0003_bounded_reads.sql.
+SELECT pg_catalog.set_config('lock_timeout', '100ms', true) WHERE pg_catalog.current_setting('lock_timeout') OPERATOR(pg_catalog.=) '0';
+
+-- A group of workers has a cursor and a lease of its own, under the name worker: and the group's.
+ALTER TABLE outbox_cursor ALTER COLUMN relay TYPE varchar(262);
+ALTER TABLE outbox_lease ALTER COLUMN name TYPE varchar(262);
+COMMENT ON COLUMN outbox_cursor.relay IS
+    'Name of the relay, or worker: and a consumer group. Each name gets every event.';
+COMMENT ON COLUMN outbox_lease.name IS 'As in outbox_cursor.';
+
+CREATE TABLE event_subscription (
+    consumer_group varchar(255) NOT NULL,
+    created_at     timestamptz  NOT NULL DEFAULT now(),
+    moved_to       varchar(100),
+    moved_at       timestamptz,
+    CONSTRAINT event_subscription_pkey PRIMARY KEY (consumer_group),
+    CONSTRAINT event_subscription_moved CHECK ((moved_to IS NULL) = (moved_at IS NULL))
+);
+
+COMMENT ON TABLE event_subscription IS
+    'Consumer groups whose workers get events from outbox. How far they have come is in outbox_cursor.';
+COMMENT ON COLUMN event_subscription.consumer_group IS 'As in event_handled.';
+COMMENT ON COLUMN event_subscription.created_at IS 'When the first worker of the group ran.';
+COMMENT ON COLUMN event_subscription.moved_to IS
+    'The relay whose events the group reads from Kafka now: its workers finish what is open and take nothing new. NULL: the group gets its events from here.';
+COMMENT ON COLUMN event_subscription.moved_at IS 'When it was moved.';
+
+CREATE TABLE event_delivery (
+    id                 bigserial    PRIMARY KEY,
+    position           bigint       NOT NULL,
+    order_key          bigint,
+    attempt_count      int          NOT NULL,
+    max_attempts       int          NOT NULL,
+    held               boolean      NOT NULL DEFAULT false,
+    next_retry_at      timestamptz  NOT NULL,
+    last_attempt_at    timestamptz,
+    locked_until       timestamptz,
+    created_at         timestamptz  NOT NULL,
+    updated_at         timestamptz  NOT NULL,
+    processed_at       timestamptz,
+    occurred_at        timestamptz  NOT NULL,
+    recorded_at        timestamptz  NOT NULL,
+    event_id           uuid         NOT NULL,
+    status             varchar(10)  NOT NULL,
+    consumer_group     varchar(255) NOT NULL,
+    action             varchar(100) NOT NULL,
+    stream             varchar(249) NOT NULL,
+    event_type         varchar(100) NOT NULL,
+    source             varchar(100) NOT NULL,
+    aggregate_type     varchar(100) NOT NULL,
+    aggregate_id       varchar(255) NOT NULL,
+    content_type       varchar(100) NOT NULL,
+    partition_key      varchar(255),
+    locked_by          varchar(255),
+    last_error_code    varchar(100),
+    last_error_message text,
+    resolution         varchar(20),
+    resolved_by        varchar(100),
+    resolved_at        timestamptz,
+    note               text,
+    headers            jsonb,
+    payload            jsonb,
+    payload_bytes      bytea,
+    CONSTRAINT event_delivery_status CHECK (status IN ('PENDING', 'PARKED', 'PROCESSING', 'DONE', 'DEAD')),
+    CONSTRAINT event_delivery_locked CHECK ((status = 'PROCESSING') = (locked_by IS NOT NULL) AND (locked_by IS NULL) = (locked_until IS NULL)),
+    CONSTRAINT event_delivery_held CHECK (NOT held OR status = 'DEAD'),
+    CONSTRAINT event_delivery_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1)
+);
+
+-- What is due, by action and stream: of those that are paused, or unknown to a process, it reads nothing.
+CREATE INDEX idx_event_delivery_due ON event_delivery (consumer_group, action, stream, next_retry_at, id) WHERE status = 'PENDING';
+-- The open rows of a key: first the one that the others wait for, then these in their order.
+CREATE INDEX idx_event_delivery_key ON event_delivery (order_key, (status = 'PARKED'), position)
+ WHERE (status IN ('PENDING', 'PARKED', 'PROCESSING') OR held) AND order_key IS NOT NULL;
+CREATE INDEX idx_event_delivery_locked ON event_delivery (consumer_group, locked_until) WHERE status = 'PROCESSING';
+CREATE INDEX idx_event_delivery_dead ON event_delivery (consumer_group, id) WHERE status = 'DEAD';
+
+COMMENT ON TABLE event_delivery IS
+    'What is owed to handlers of workers: a row for each event, consumer group and action, with the whole event.';
+COMMENT ON COLUMN event_delivery.id IS 'Order in which the rows were made.';
+COMMENT ON COLUMN event_delivery.position IS 'outbox.id of the event: the order within a key.';
+COMMENT ON COLUMN event_delivery.order_key IS
+    'Digest of group, action, stream and record key: of the same key one row after the other is handled. NULL: the order does not matter.';
+COMMENT ON COLUMN event_delivery.attempt_count IS 'How often it was claimed, so that an event which ends its process counts too.';
+COMMENT ON COLUMN event_delivery.max_attempts IS 'After so many attempts it is DEAD.';
+COMMENT ON COLUMN event_delivery.held IS 'A DEAD row whose key waits for an operator.';
+COMMENT ON COLUMN event_delivery.next_retry_at IS 'A PENDING row is not claimed before.';
+COMMENT ON COLUMN event_delivery.last_attempt_at IS 'When it was claimed last.';
+COMMENT ON COLUMN event_delivery.locked_until IS 'Its worker renews this; afterwards another one may take the row.';
+COMMENT ON COLUMN event_delivery.created_at IS 'When the row was made.';
+COMMENT ON COLUMN event_delivery.updated_at IS 'When its status changed last.';
+COMMENT ON COLUMN event_delivery.processed_at IS 'When it became DONE or DEAD.';
+COMMENT ON COLUMN event_delivery.occurred_at IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.recorded_at IS 'As outbox.created_at.';
+COMMENT ON COLUMN event_delivery.event_id IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.status IS
+    'PENDING: due at next_retry_at; PARKED: behind an open row of its key; PROCESSING: with a worker; DONE; DEAD: given up until an operator acts.';
+COMMENT ON COLUMN event_delivery.consumer_group IS 'As in event_handled.';
+COMMENT ON COLUMN event_delivery.action IS 'The handler that gets it, as in event_handled; empty if the group has none for its type.';
+COMMENT ON COLUMN event_delivery.stream IS 'The topic that the event has in Kafka.';
+COMMENT ON COLUMN event_delivery.event_type IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.source IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.aggregate_type IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.aggregate_id IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.content_type IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.partition_key IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.locked_by IS 'Host, process id and a random part of the worker that has it.';
+COMMENT ON COLUMN event_delivery.last_error_code IS 'Kind of the last error, for example timeout; stale: its worker was gone.';
+COMMENT ON COLUMN event_delivery.last_error_message IS 'The last error.';
+COMMENT ON COLUMN event_delivery.resolution IS 'What an operator has decided about a DEAD row; NULL: nothing.';
+COMMENT ON COLUMN event_delivery.resolved_by IS 'The operator.';
+COMMENT ON COLUMN event_delivery.resolved_at IS 'When it was decided.';
+COMMENT ON COLUMN event_delivery.note IS 'The operator''s note.';
+COMMENT ON COLUMN event_delivery.headers IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.payload IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.payload_bytes IS 'As in outbox.';
+
+-- Functions for what workers and operators do alike. They act with the rights of their caller.
+-- Whoever inserts, finishes or requeues rows of a key locks it first, and decides in a later
+-- statement, which sees what others have committed before.
+-- +goose StatementBegin
+DO $migration$
+DECLARE
+    schema  constant name := pg_catalog.current_schema();
+    path    constant text := pg_catalog.current_setting('search_path');
+    target  text;
+    granted record;
+BEGIN
+    PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
+
+    -- Locks keys until the end of the transaction. A group has 64 locks, which are taken in their
+    -- order.
+    EXECUTE format($function$
+        CREATE FUNCTION %1$I.outbox_lock_keys(consumer_group text, order_keys bigint[]) RETURNS void
+        LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
+        DECLARE
+            base constant bigint := ('x' || encode(substr(sha256(convert_to('outbox.event_delivery.' || %2$L || '.' || $1, 'UTF8')), 1, 8), 'hex'))::bit(64)::bigint & ~63::bigint;
+            lock bigint;
+        BEGIN
+            FOR lock IN SELECT DISTINCT base | (k & 63) FROM unnest($2) AS k WHERE k IS NOT NULL ORDER BY 1 LOOP
+                PERFORM pg_advisory_xact_lock(lock);
+            END LOOP;
+        END $body$
+        $function$, schema, schema);
+
+    -- Locks keys, and makes the first row of each PENDING if all of them are PARKED. Returns how
+    -- many rows it has changed. Under another isolation level than READ COMMITTED it would not
+    -- see what others have committed: then it changes nothing, and returns -1.
+    EXECUTE format($function$
+        CREATE FUNCTION %1$I.outbox_promote(consumer_group text, order_keys bigint[]) RETURNS bigint
+        LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
+        SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
+        DECLARE
+            done bigint;
+        BEGIN
+            IF current_setting('transaction_isolation') <> 'read committed' THEN
+                RETURN -1;
+            END IF;
+            PERFORM %1$I.outbox_lock_keys($1, $2);
+            UPDATE %1$I.event_delivery AS d
+               SET status = 'PENDING', next_retry_at = clock_timestamp(), updated_at = clock_timestamp()
+              FROM (SELECT DISTINCT k FROM unnest($2) AS k) AS keys
+             CROSS JOIN LATERAL (
+                   SELECT o.id, o.status FROM %1$I.event_delivery AS o
+                    WHERE o.order_key = keys.k AND (o.status IN ('PENDING', 'PARKED', 'PROCESSING') OR o.held) AND o.consumer_group = $1
+                    ORDER BY o.order_key, (o.status = 'PARKED'), o.position LIMIT 1) AS head
+             WHERE d.id = head.id AND head.status = 'PARKED' AND d.status = 'PARKED';
+            GET DIAGNOSTICS done = ROW_COUNT;
+            RETURN done;
+        END $body$
+        $function$, schema);
+
+    -- Ends rows that a worker has handled, and promotes the next of keys. All rows must still be
+    -- its own, or nothing is done. Returns what outbox_promote does.
+    EXECUTE format($function$
+        CREATE FUNCTION %1$I.outbox_finish_deliveries(consumer_group text, worker text, ids bigint[], order_keys bigint[]) RETURNS bigint
+        LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
+        SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
+        DECLARE
+            done bigint;
+        BEGIN
+            UPDATE %1$I.event_delivery AS d
+               SET status = 'DONE', locked_by = NULL, locked_until = NULL, processed_at = clock_timestamp(), updated_at = clock_timestamp()
+             WHERE d.id = ANY ($3) AND d.consumer_group = $1 AND d.status = 'PROCESSING' AND d.locked_by = $2;
+            GET DIAGNOSTICS done = ROW_COUNT;
+            IF done <> cardinality($3) THEN
+                RAISE EXCEPTION '%% of %% deliveries are not with this worker any more', cardinality($3) - done, cardinality($3)
+                      USING ERRCODE = 'object_not_in_prerequisite_state';
+            END IF;
+            IF cardinality($4) = 0 THEN
+                RETURN 0;
+            END IF;
+            RETURN %1$I.outbox_promote($1, $4);
+        END $body$
+        $function$, schema);
+
+    -- The policies of event_handled: consumer_group_role says who may work for which group.
+    FOREACH target IN ARRAY ARRAY['event_delivery', 'event_subscription'] LOOP
+        EXECUTE format($sql$
+            CREATE POLICY %2$I ON %1$I.%3$I FOR SELECT USING (true);
+            CREATE POLICY %4$I ON %1$I.%3$I USING (
+                ARRAY(SELECT r.consumer_group FROM %1$I.consumer_group_role AS r
+                       WHERE r.role = 'public' OR pg_has_role(to_regrole(quote_ident(r.role)), 'USAGE'))
+                && ARRAY[consumer_group, '*'::varchar]);
+            ALTER TABLE %1$I.%3$I ENABLE ROW LEVEL SECURITY
+            $sql$, schema, target || '_read', target, target || '_write');
+    END LOOP;
+    FOR granted IN
+        SELECT p.oid::regprocedure AS signature FROM pg_proc AS p
+         WHERE p.pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = schema)
+           AND p.proname IN ('outbox_lock_keys', 'outbox_promote', 'outbox_finish_deliveries')
+    LOOP
+        EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', granted.signature);
+    END LOOP;
+    PERFORM set_config('search_path', path, true);
+END $migration$;
+-- +goose StatementEnd
