@@ -14,6 +14,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -29,6 +30,7 @@ type Consumer struct {
 	hostOpts  []kgo.Opt
 	opts      []kgo.Opt // with what the promises need
 	processor *processor
+	reader    *reader
 	handled   *handledStore // nil without PostgreSQL
 	starts    *starts.Store // nil without PostgreSQL
 	pauses    *pauses.Set
@@ -105,8 +107,9 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	cfg.HandlerConfig = cfg.guarded(log)
 	c := &Consumer{
 		cfg: cfg, hostOpts: slices.Clone(opts), opts: all, outages: outage.NewLogs(log), pauses: pauses.NewSet(),
-		processor: &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, log: log, input: &inputLog{}, apart: new(sync.Map)},
+		processor: &processor{cfg: cfg.HandlerConfig, routes: routes, log: log, input: &inputLog{}, apart: new(sync.Map)},
 	}
+	c.reader = &reader{processor: c.processor, decode: cfg.Decode}
 	if cfg.Concurrency > 0 {
 		c.slots.calls = handling.NewSlots(cfg.Concurrency)
 	}
@@ -159,7 +162,7 @@ func (c *Consumer) run(ctx context.Context) error {
 	}
 	defer c.watchPauses(ctx)()
 	for ctx.Err() == nil { // again if a topic was created again: the client cannot read the new one
-		m, err := join(c.hostOpts, c.opts, &c.cfg, c.processor, c.starts, c.slots, c.pauses, c.outages)
+		m, err := join(c.hostOpts, c.opts, &c.cfg, c.reader, c.starts, c.slots, c.pauses, c.outages)
 		if err != nil {
 			return err
 		}
@@ -225,7 +228,8 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 // replay count, see [ReplayGroup].
 func (c *Consumer) Deliver(ctx context.Context, record *kgo.Record) error {
 	p := c.processor.forOne(new(handling.Activity))
-	it := p.read(ctx, record, replayOf(record), new(KafkaMetadata))
+	from := originOf(record, kafka.TopicID{})
+	it := c.reader.read(ctx, record, replayOf(record), &from)
 	if it.isSkipped(c.cfg.Unknown) {
 		return nil
 	}

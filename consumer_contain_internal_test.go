@@ -111,7 +111,7 @@ func TestMostQueueBytes(t *testing.T) {
 	s := newPartitionFixture(t, ConsumerConfig{})
 	workers, budget := []*partitionWorker{s.worker}, s.worker.limits.budget
 	for len(workers) < partitions {
-		workers = append(workers, newPartitionWorker(s.worker.partition, s.worker.processor, s, s.worker.cfg, s.worker.limits, s.worker.outages))
+		workers = append(workers, newPartitionWorker(s.worker.partition, s.worker.reader, s, s.worker.cfg, s.worker.limits, s.worker.outages))
 	}
 	piece := []*kgo.Record{{Value: make([]byte, budget.Share()*9/10)}}
 	for !s.worker.isPaused() {
@@ -162,7 +162,7 @@ func TestQueuesNeverStall(t *testing.T) {
 		var workers []*partitionWorker
 		taken := map[*partitionWorker]int{}
 		assign := func(number int32) *partitionWorker {
-			return newPartitionWorker(kafka.Partition{Topic: "t", Number: number}, s.worker.processor, group, s.worker.cfg, s.worker.limits, s.worker.outages)
+			return newPartitionWorker(kafka.Partition{Topic: "t", Number: number}, s.worker.reader, group, s.worker.cfg, s.worker.limits, s.worker.outages)
 		}
 		for number := range int32(partitions) {
 			workers = append(workers, assign(number))

@@ -123,7 +123,7 @@ func (w *partitionWorker) admit(r *kgo.Record) (*kgo.Record, replay) {
 
 // logNoReplay logs a record that only says that it was sent back.
 func (w *partitionWorker) logNoReplay(r *kgo.Record, err error) {
-	if times, now := w.processor.input.noReplay.Next(); now {
+	if times, now := w.reader.noReplay.Next(); now {
 		w.log.Warn("outbox: a record has the headers of a replay and is none; it is handled like any other", "partition", w.partition.Name(),
 			"offset", r.Offset, "records", times, "error", err)
 	}
@@ -138,7 +138,7 @@ func (m *membership) checkReplay(ctx context.Context, r *kgo.Record) error {
 // and its partition have to wait for one.
 func (m *membership) checkDeadLetterTopics(ctx context.Context) {
 	var topics []string
-	for _, topic := range m.processor.routes.topics {
+	for _, topic := range m.reader.processor.routes.topics {
 		topics = append(topics, m.cfg.DeadLetterTopic(topic))
 	}
 	slices.Sort(topics)
@@ -165,7 +165,7 @@ type deadLetter struct {
 // sendToDLQ sends a record to the dead-letter topic. It returns when Kafka has it, or
 // with errStopped when the worker is to end: until then the partition waits. What Kafka
 // refuses is sent in a shorter form, so that no record can be too large for its topic.
-func (w *partitionWorker) sendToDLQ(it *item, why deadLetter) error {
+func (w *partitionWorker) sendToDLQ(it *recordItem, why deadLetter) error {
 	form := completeForm
 	record := why.record(it.record, w.cfg, form)
 	outageName := "dead-letter topic " + record.Topic
@@ -191,7 +191,7 @@ func (w *partitionWorker) sendToDLQ(it *item, why deadLetter) error {
 }
 
 // reportDeadLetter logs that a dead letter was sent and calls its hook.
-func (w *partitionWorker) reportDeadLetter(it *item, topic string, why deadLetter) {
+func (w *partitionWorker) reportDeadLetter(it *recordItem, topic string, why deadLetter) {
 	w.log.WarnContext(handlerContext(w.held, it.meta), "outbox: sent to the dead-letter topic", "topic", topic, "type", it.meta.Type, "event_id", it.meta.ID,
 		"partition", w.partition.Name(), "offset", it.record.Offset, "action", why.action, "attempts", why.attempts, "class", why.class, "error", why.err)
 	if w.cfg.Hooks.DeadLettered != nil {

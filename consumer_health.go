@@ -101,7 +101,7 @@ func (w *partitionWorker) reportHealth(notReady func(reason string, args ...any)
 	}
 	ran := time.Since(call.Began)
 	if ran > w.cfg.HandlerTimeout+stuckGrace {
-		notReady("%s %s has not returned for %v, although it should have: event %s, %s at offset %d", call.What(), call.Action, ran.Round(time.Second), call.ID, w.partition.Name(), call.Offset)
+		notReady("%s %s has not returned for %v, although it should have: event %s, %s", call.What(), call.Action, ran.Round(time.Second), call.ID, call.Place)
 	}
 	return ran <= max(2*w.cfg.HandlerTimeout, w.cfg.HandlerTimeout+stuckGrace)
 }

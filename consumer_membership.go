@@ -109,7 +109,7 @@ func consumerOpts(host []kgo.Opt, cfg ConsumerConfig, topics []string) ([]kgo.Op
 // each partition that the group has assigned to it.
 type membership struct {
 	cfg            *ConsumerConfig
-	processor      *processor
+	reader         *reader
 	outages        *outage.Logs
 	log            *slog.Logger
 	client         *kgo.Client
@@ -136,7 +136,7 @@ type membership struct {
 
 // join makes the client from opts. Kafka is asked for partitions in the background. The
 // client lives until close, whatever becomes of the context in the host's options.
-func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts.Store, slots slots, set *pauses.Set, outages *outage.Logs) (*membership, error) {
+func join(host, opts []kgo.Opt, cfg *ConsumerConfig, r *reader, store *starts.Store, slots slots, set *pauses.Set, outages *outage.Logs) (*membership, error) {
 	ctx, err := kafka.ContextOf(host)
 	if err != nil {
 		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
@@ -147,12 +147,12 @@ func join(host, opts []kgo.Opt, cfg *ConsumerConfig, p *processor, store *starts
 	}
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	m := &membership{
-		cfg: cfg, processor: p, outages: outages, log: p.log, hangUp: cancel, hostOpts: host, bound: bound,
+		cfg: cfg, reader: r, outages: outages, log: r.processor.log, hangUp: cancel, hostOpts: host, bound: bound,
 		limits:         limits{budget: handling.NewBudget(cfg.MaxQueueBytes), slots: slots, pauses: set},
 		commitRequests: make(chan struct{}, 1), workers: map[kafka.Partition]*partitionWorker{}, running: map[*partitionWorker]bool{},
 	}
 	m.starts = starts.NewMember(starts.Config{
-		Store: store, Group: cfg.Group, Topics: p.routes.topics, FromStart: cfg.FromStart, Log: m.log, Outages: outages,
+		Store: store, Group: cfg.Group, Topics: r.processor.routes.topics, FromStart: cfg.FromStart, Log: m.log, Outages: outages,
 		Commit: m.commitStarts, Begun: m.begun, Lost: m.lostRecords, Pause: m.pauseFetching, Resume: m.resumeStalled,
 	})
 	m.committing.Lock() // the client may want to commit before it is returned
@@ -214,7 +214,7 @@ func (m *membership) poll(ctx context.Context) {
 	beside.Go(func() { m.checkDeadLetterTopics(ctx) })
 	beside.Go(func() { m.watchHandlers(ctx) })
 	beside.Go(func() { m.watchLag(ctx) })
-	beside.Go(func() { m.limits.pauses.Watch(ctx, m.processor.routes.topics, m.pauseTopics) })
+	beside.Go(func() { m.limits.pauses.Watch(ctx, m.reader.processor.routes.topics, m.pauseTopics) })
 	for ctx.Err() == nil {
 		began := time.Now()
 		fetches := m.client.PollRecords(ctx, pollRecords)
@@ -348,7 +348,7 @@ func (m *membership) assigned(_ context.Context, client *kgo.Client, topics map[
 	for topic, numbers := range topics {
 		for _, number := range numbers {
 			at := kafka.Partition{Topic: topic, Number: number}
-			w := newPartitionWorker(at, m.processor, m, m.cfg, m.limits, m.outages)
+			w := newPartitionWorker(at, m.reader, m, m.cfg, m.limits, m.outages)
 			m.workers[at], m.running[w] = w, true
 			go func() {
 				w.run()

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"math/rand/v2"
 	"slices"
 	"sync"
 	"time"
@@ -16,7 +15,6 @@ import (
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
-	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/starts"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -29,7 +27,8 @@ import (
 // already, or finishing takes too long, abandon rolls the transaction back.
 type partitionWorker struct {
 	partition kafka.Partition
-	processor *processor
+	reader    *reader
+	processor *processor // of the reader, for run
 	group     partitionGroup
 	cfg       *ConsumerConfig
 	outages   *outage.Logs
@@ -94,17 +93,17 @@ const (
 	queueBytes   = 16 << 20
 )
 
-func newPartitionWorker(partition kafka.Partition, p *processor, group partitionGroup, cfg *ConsumerConfig, limits limits, outages *outage.Logs) *partitionWorker {
+func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGroup, cfg *ConsumerConfig, limits limits, outages *outage.Logs) *partitionWorker {
 	limits.budget.Open()
 	w := &partitionWorker{
-		partition: partition, group: group, cfg: cfg, limits: limits, outages: outages, log: p.log, batch: cfg.MaxPoll,
+		partition: partition, reader: r, group: group, cfg: cfg, limits: limits, outages: outages, log: r.processor.log, batch: cfg.MaxPoll,
 		added: make(chan struct{}, 1), ended: make(chan struct{}), read: starts.None,
 	}
 	w.end = sync.OnceFunc(func() {
 		w.close()
 		close(w.ended)
 	})
-	w.processor = p.forOne(&w.activity)
+	w.processor = r.processor.forOne(&w.activity)
 	w.held, w.abandon = context.WithCancel(context.Background())
 	w.stopping, w.finish = context.WithCancel(w.held)
 	return w
@@ -347,11 +346,11 @@ func (w *partitionWorker) resizeBatch(done, tried int, took time.Duration) {
 
 // readAll decodes records, or none if the worker is to end. Codecs may do I/O, so each
 // record has as long as a handler.
-func (w *partitionWorker) readAll(records []*kgo.Record) []item {
-	items, origins := make([]item, len(records)), make([]KafkaMetadata, len(records))
+func (w *partitionWorker) readAll(records []*kgo.Record) []recordItem {
+	items, origins := make([]recordItem, len(records)), make([]origin, len(records))
 	id := w.group.topicID(w.partition.Topic)
 	for i, r := range records {
-		origins[i].topicID = id
+		origins[i] = originOf(r, id)
 		items[i].record, items[i].replay = w.admit(r)
 	}
 	for next := 0; next < len(records); {
@@ -366,17 +365,17 @@ func (w *partitionWorker) readAll(records []*kgo.Record) []item {
 // mostly is enough for all. It returns the index of the record to go on with.
 //
 // Decoders are the host's, and may end their goroutine.
-func (w *partitionWorker) readFrom(first int, items []item, origins []KafkaMetadata) (next int) {
+func (w *partitionWorker) readFrom(first int, items []recordItem, origins []origin) (next int) {
 	ctx, cancel := context.WithTimeout(w.held, w.cfg.HandlerTimeout)
 	defer cancel()
 	next = first
-	w.activity.Begin(handling.Call{Context: ctx, Function: "decoder, codec or upcaster", Topic: w.partition.Topic, Partition: w.partition.Number})
+	w.activity.Begin(handling.Call{Context: ctx, Function: "decoder, codec or upcaster", Place: origins[first].place()})
 	defer w.activity.End()
 	err := contain.Do(func() error {
 		for ; next < len(items) && w.stopping.Err() == nil; next++ {
 			it := &items[next]
-			w.activity.Next(it.record.Offset)
-			*it = w.processor.read(ctx, it.record, it.replay, &origins[next])
+			w.activity.Next(origins[next].place())
+			*it = w.reader.read(ctx, it.record, it.replay, &origins[next])
 			if ctx.Err() == nil || w.held.Err() != nil {
 				continue
 			}
@@ -388,7 +387,9 @@ func (w *partitionWorker) readFrom(first int, items []item, origins []KafkaMetad
 		return nil
 	})
 	if err != nil { // ErrGoexit
-		items[next] = item{record: items[next].record, replay: items[next].replay, meta: Metadata{Kafka: &origins[next], Attempt: 1}, class: classUndecodable, err: err}
+		it := newRecordItem(items[next].record, items[next].replay, &origins[next])
+		it.class, it.err = classUndecodable, err
+		items[next] = it
 		next++
 	}
 	return next
@@ -401,7 +402,7 @@ func (w *partitionWorker) readFrom(first int, items []item, origins []KafkaMetad
 // What is done is committed before the rest when the worker is to end, when the topic is
 // paused, after transactionTime, and after half of MaxPollInterval, so that a batch of slow
 // handlers does not run out of it.
-func (w *partitionWorker) tryBatch(items []item) (n int, committed bool, failed *taskError) {
+func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, failed *taskError) {
 	const conflictsOfBatch = 3 // small transactions block each other less
 	tasks := tasksInTx(items)
 	switch {
@@ -413,7 +414,7 @@ func (w *partitionWorker) tryBatch(items []item) (n int, committed bool, failed 
 	for conflicts := 0; w.mayCall(true); {
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
-		done, err := w.processor.processBatch(ctx, items, tasks, func(spent time.Duration) bool {
+		next, err := w.processor.processBatch(ctx, tasks, func(spent time.Duration) bool {
 			return w.stopping.Err() != nil || w.isTopicPaused() || spent >= transactionTime || time.Since(began) > w.cfg.MaxPollInterval/2
 		})
 		late := isLate(ctx, err)
@@ -422,7 +423,7 @@ func (w *partitionWorker) tryBatch(items []item) (n int, committed bool, failed 
 		switch {
 		case err == nil:
 			w.reportPostgresWorks(began)
-			return done, true, nil
+			return itemsBefore(items, next), true, nil
 		case w.held.Err() != nil:
 		case isConflict(err) && conflicts < conflictsOfBatch:
 			conflicts++
@@ -438,10 +439,12 @@ func (w *partitionWorker) tryBatch(items []item) (n int, committed bool, failed 
 	return len(items), false, nil
 }
 
-// isLate reports whether a handler, or all of a transaction, has used up its time.
-func isLate(ctx context.Context, err error) bool {
-	timedOut, _ := errors.AsType[*timeoutError](err)
-	return timedOut != nil || ctx.Err() != nil
+// itemsBefore returns how many items come before the one that is next, all if none is.
+func itemsBefore(items []recordItem, next *origin) int {
+	if next == nil {
+		return len(items)
+	}
+	return slices.IndexFunc(items, func(it recordItem) bool { return it.meta.origin == next })
 }
 
 // errStopped says that the worker is to end.
@@ -450,7 +453,7 @@ var errStopped = errors.New("partition is given up")
 // finishRecord does what is left to do about a record: all, or what needs no transaction, if the
 // others are committed. The error of a task that has failed in the batch is that of its first
 // attempt. The error of finishRecord is errStopped.
-func (w *partitionWorker) finishRecord(it *item, committed bool, failed *taskError) error {
+func (w *partitionWorker) finishRecord(it *recordItem, committed bool, failed *taskError) error {
 	if it.class != "" && !w.awaitResume() {
 		return errStopped
 	}
@@ -479,7 +482,7 @@ func (w *partitionWorker) finishRecord(it *item, committed bool, failed *taskErr
 
 // runTask runs a task until it is done, or given up as a dead letter. If it has failed in a batch,
 // that was its first attempt. The error of runTask is errStopped.
-func (w *partitionWorker) runTask(it *item, t task, failed error) error {
+func (w *partitionWorker) runTask(it *recordItem, t task, failed error) error {
 	conflicts := 0
 	for attempt := 1; w.stopping.Err() == nil; {
 		t.meta.Attempt = attempt
@@ -539,22 +542,6 @@ func (w *partitionWorker) tryTask(t task) (outage bool, err error) {
 		w.reportPostgresWorks(began)
 	}
 	return err != nil && w.held.Err() == nil && w.processor.isOutage(w.held, err, t.kind, isLate(ctx, err)), err
-}
-
-// isConflict reports whether PostgreSQL has rolled back a transaction that may work the next
-// time. A handler may know better.
-func isConflict(err error) bool { return pg.IsTransient(err) && !isPermanent(err) }
-
-// What PostgreSQL rolls back for a deadlock or a serialization failure is repeated: mostly it
-// works the next time. One that goes on failing, for 10 times in a second or two, counts as any
-// other failure.
-const mostConflicts = 10
-
-// conflictWait returns the wait before a transaction is repeated for the n-th time, from 1.
-func conflictWait(n int) time.Duration {
-	const first, longest = 2 * time.Millisecond, time.Second
-	d := min(first<<(n-1), longest)
-	return d - rand.N(d/2)
 }
 
 // awaitConflict waits before a task is repeated that PostgreSQL has rolled back. One conflict is

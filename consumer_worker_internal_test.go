@@ -223,8 +223,8 @@ func newPartitionFixture(t *testing.T, cfg ConsumerConfig, handlers ...Handler) 
 	cfg.HandlerConfig = cfg.guarded(cfg.Logger)
 	routes, err := newRoutes(s.events, nil, handlers)
 	require.NoError(t, err)
-	p := &processor{cfg: cfg.HandlerConfig, decode: cfg.Decode, routes: routes, store: s, log: cfg.Logger, input: &inputLog{}, apart: new(sync.Map)}
-	s.worker = newPartitionWorker(kafka.Partition{Topic: "play-events", Number: 3}, p, s, &cfg, limits{budget: handling.NewBudget(cfg.MaxQueueBytes), pauses: pauses.NewSet()}, outage.NewLogs(cfg.Logger))
+	p := &processor{cfg: cfg.HandlerConfig, routes: routes, store: s, log: cfg.Logger, input: &inputLog{}, apart: new(sync.Map)}
+	s.worker = newPartitionWorker(kafka.Partition{Topic: "play-events", Number: 3}, &reader{processor: p, decode: cfg.Decode}, s, &cfg, limits{budget: handling.NewBudget(cfg.MaxQueueBytes), pauses: pauses.NewSet()}, outage.NewLogs(cfg.Logger))
 	return s
 }
 
@@ -364,7 +364,7 @@ func TestPausedPartitionWorkerMakesNoDeadLetters(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		s := newPartitionFixture(t, ConsumerConfig{})
-		s.worker.processor.decode = func(*kgo.Record) (*Message, error) { return nil, errPlayed }
+		s.worker.reader.decode = func(*kgo.Record) (*Message, error) { return nil, errPlayed }
 		s.pause()
 		go s.worker.handle(s.arrive("a"))
 		synctest.Wait()
@@ -490,8 +490,8 @@ func TestPartitionWorkerDecodesEachInTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newPartitionFixture(t, ConsumerConfig{})
 		records := s.arrive("a", "b", "c", "d")
-		decode := s.worker.processor.decode
-		s.worker.processor.decode = func(r *kgo.Record) (*Message, error) {
+		decode := s.worker.reader.decode
+		s.worker.reader.decode = func(r *kgo.Record) (*Message, error) {
 			time.Sleep(defaultMaxPollInterval / 3) // a and b take longer than one may
 			return decode(r)
 		}
@@ -549,7 +549,7 @@ func TestQueuesOfAllPartitions(t *testing.T) {
 	s := newPartitionFixture(t, ConsumerConfig{})
 	workers := []*partitionWorker{s.worker}
 	for len(workers) < partitions {
-		workers = append(workers, newPartitionWorker(s.worker.partition, s.worker.processor, s, s.worker.cfg, s.worker.limits, s.worker.outages))
+		workers = append(workers, newPartitionWorker(s.worker.partition, s.worker.reader, s, s.worker.cfg, s.worker.limits, s.worker.outages))
 	}
 	fill := func(w *partitionWorker) {
 		for !w.isPaused() {

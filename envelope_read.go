@@ -57,7 +57,22 @@ type Metadata struct {
 	// failed and whose events are handled one by one has used up none.
 	Attempt int
 
-	byPosition bool // Message.ByPosition
+	byPosition bool    // Message.ByPosition
+	origin     *origin // set for the handlers of a consumer or a worker
+}
+
+// origin is where an event came from: each record and each delivery has its own, by whose
+// address the events of a transaction are told apart.
+type origin struct {
+	key      []byte         // events of the same key are handled in order; none without one
+	kafka    KafkaMetadata  // of a record; Metadata.Kafka points to it
+	delivery deliveryOrigin // of a delivery
+}
+
+// deliveryOrigin says which delivery brought an event.
+type deliveryOrigin struct {
+	id     int64
+	stream string
 }
 
 // KafkaMetadata is where a Kafka record is, and its key. It is not to be changed.

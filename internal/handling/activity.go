@@ -7,6 +7,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"time"
 
@@ -32,12 +33,37 @@ type Call struct {
 	// Function is what is called if it is no handler: "hook Failed".
 	Function string
 	Action   string // "" for what is called for an event and not for an action
-	// Type, ID, Topic, Partition and Offset are those of its first event.
-	Type, ID, Topic string
-	Partition       int32
-	Offset          int64
-	Events          int // more than one for a handler of a batch
-	Began           time.Time
+	// Type, ID and Place are those of its first event.
+	Type, ID string
+	Place    Place
+	Events   int // more than one for a handler of a batch
+	Began    time.Time
+}
+
+// Place says where an event came from: from Kafka if it has a topic, otherwise from a delivery.
+type Place struct {
+	Topic     string
+	Partition int32
+	Offset    int64
+
+	Stream     string
+	DeliveryID int64
+}
+
+// String names the place within a sentence.
+func (p Place) String() string {
+	if p.Topic == "" {
+		return fmt.Sprintf("delivery %d of %s", p.DeliveryID, p.Stream)
+	}
+	return fmt.Sprintf("%s/%d at offset %d", p.Topic, p.Partition, p.Offset)
+}
+
+// Attrs returns what a log line says of the place.
+func (p Place) Attrs() []any {
+	if p.Topic == "" {
+		return []any{"stream", p.Stream, "delivery_id", p.DeliveryID}
+	}
+	return []any{"topic", p.Topic, "partition", p.Partition, "offset", p.Offset}
 }
 
 // What names what is called, for the beginning of a sentence.
@@ -45,8 +71,8 @@ func (c Call) What() string { return cmp.Or(c.Function, "handler") }
 
 // Attrs returns what a log line says of the call.
 func (c Call) Attrs() []any {
-	attrs := []any{"action", c.Action, "type", c.Type, "event_id", c.ID, "topic", c.Topic, "partition", c.Partition,
-		"offset", c.Offset, "running_for", time.Since(c.Began).Round(time.Millisecond)}
+	attrs := append([]any{"action", c.Action, "type", c.Type, "event_id", c.ID}, c.Place.Attrs()...)
+	attrs = append(attrs, "running_for", time.Since(c.Began).Round(time.Millisecond))
 	if c.Events > 1 {
 		attrs = append(attrs, "events", c.Events)
 	}
@@ -62,11 +88,11 @@ func (a *Activity) Begin(c Call) {
 	a.call.Began = time.Now()
 }
 
-// Next notes that the function under way goes on with another record.
-func (a *Activity) Next(offset int64) {
+// Next notes that the function under way goes on with another event.
+func (a *Activity) Next(place Place) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.call.Offset, a.call.Began = offset, time.Now()
+	a.call.Place, a.call.Began = place, time.Now()
 }
 
 // End notes that the call has returned, and says how long it took.

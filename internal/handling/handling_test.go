@@ -54,3 +54,16 @@ func TestSlots(t *testing.T) {
 		require.True(t, s.Take(t.Context()))
 	})
 }
+
+// A log line says where the event of a call came from, in the words of what brought it.
+func TestCallAttrs(t *testing.T) {
+	t.Parallel()
+	record := handling.Place{Topic: "t", Partition: 3, Offset: 7}
+	require.Equal(t, "t/3 at offset 7", record.String())
+	require.Equal(t, []any{"topic", "t", "partition", int32(3), "offset", int64(7)}, record.Attrs())
+	delivery := handling.Place{Stream: "s", DeliveryID: 9}
+	require.Equal(t, "delivery 9 of s", delivery.String())
+	attrs := handling.Call{Action: "A", Type: "e", ID: "1", Place: delivery, Events: 2, Began: time.Now()}.Attrs()
+	require.Equal(t, []any{"action", "A", "type", "e", "event_id", "1", "stream", "s", "delivery_id", int64(9), "running_for"}, attrs[:11])
+	require.Equal(t, []any{"events", 2}, attrs[12:])
+}

@@ -42,9 +42,9 @@ func (f *callsFixture) handler(action string, kind handlerKind) *handler {
 
 // add adds an event of a type and a key, with a task for each of some handlers.
 func (f *callsFixture) add(eventType, key string, handlers ...*handler) {
-	at := &KafkaMetadata{Key: []byte(key)}
+	from := &origin{key: []byte(key)}
 	for _, h := range handlers {
-		f.tasks = append(f.tasks, task{h, arrival{len(f.tasks), Metadata{ID: eventType + key, Type: eventType, Kafka: at}}})
+		f.tasks = append(f.tasks, task{h, arrival{len(f.tasks), Metadata{ID: eventType + key, Type: eventType, origin: from}}})
 	}
 }
 
@@ -120,7 +120,7 @@ func TestHandlerCallsAtRandom(t *testing.T) {
 		for i, a := range f.tasks {
 			require.Positive(t, called[i], "seed %d", seed)
 			for j, b := range f.tasks[:i] {
-				sameKey := string(a.meta.Kafka.Key) == string(b.meta.Kafka.Key)
+				sameKey := string(a.meta.origin.key) == string(b.meta.origin.key)
 				if sameKey && a.meta.Type != b.meta.Type && a.handler != b.handler {
 					require.Less(t, called[j], called[i], "seed %d: %v", seed, f.names)
 				}
@@ -152,8 +152,8 @@ func TestPartitionWorkerOutlivesGoexit(t *testing.T) {
 		}}
 		s := newPartitionFixture(t, cfg)
 		s.handlers["a"], s.handlers["b"], s.handlers["d"] = "-", "xx", "4"
-		decode := s.worker.processor.decode
-		s.worker.processor.decode = func(r *kgo.Record) (*Message, error) {
+		decode := s.worker.reader.decode
+		s.worker.reader.decode = func(r *kgo.Record) (*Message, error) {
 			if r.Offset == 2 {
 				exit()
 			}

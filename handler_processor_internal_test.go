@@ -38,18 +38,18 @@ func TestProcessBatchOrder(t *testing.T) {
 		}),
 		Handle("H", call("h")), Handle("I", call("i")),
 		OncePer(Handle("ONCE", call("o")), func(played, Metadata) (string, string) { return "Play", "all" }))
-	var items []item
+	var items []recordItem
 	for _, r := range s.arrive("x", "y") {
-		items = append(items, s.worker.processor.read(t.Context(), r, replay{}, new(KafkaMetadata)))
+		items = append(items, s.worker.reader.read(t.Context(), r, replay{}, new(origin)))
 	}
 	all := func(time.Duration) bool { return false }
-	n, err := s.worker.processor.processBatch(t.Context(), items, tasksInTx(items), all)
+	next, err := s.worker.processor.processBatch(t.Context(), tasksInTx(items), all)
 	require.NoError(t, err)
-	require.Equal(t, 2, n)
+	require.Nil(t, next)
 	require.Equal(t, []string{"hx ix ox hy iy b2x b2y: committed"}, s.log)
-	n, err = s.worker.processor.processBatch(t.Context(), items, tasksInTx(items), all)
+	next, err = s.worker.processor.processBatch(t.Context(), tasksInTx(items), all)
 	require.NoError(t, err)
-	require.Equal(t, 2, n)
+	require.Nil(t, next)
 	require.Equal(t, ": committed", s.log[1], "all are repeats")
 }
 
@@ -69,7 +69,7 @@ func TestProcessorNotifies(t *testing.T) {
 	s := newPartitionFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{Hooks: hooks, Middleware: []Middleware{called}}})
 	records := s.arrive("a", "b")
 	one := func(r *kgo.Record) error {
-		it := s.worker.processor.read(t.Context(), r, replay{}, new(KafkaMetadata))
+		it := s.worker.reader.read(t.Context(), r, replay{}, new(origin))
 		return s.worker.processor.processOne(t.Context(), it.tasks[0])
 	}
 	require.NoError(t, one(records[0]))
@@ -202,7 +202,7 @@ func TestErrorsPanic(t *testing.T) {
 	}
 
 	s := newPartitionFixture(t, ConsumerConfig{})
-	s.worker.processor.decode = func(*kgo.Record) (*Message, error) { return nil, broken() }
+	s.worker.reader.decode = func(*kgo.Record) (*Message, error) { return nil, broken() }
 	s.worker.handle(s.arrive("a"))
 	require.Equal(t, []string{"dead letter a after 0: undecodable"}, s.log)
 }

@@ -38,10 +38,10 @@ type handlerCalls struct {
 	pending []pendingCall
 	mixed   bool // events of several types are among the tasks
 
-	record  *KafkaMetadata // of the first call
-	others  bool           // a call was for another record
-	current []int          // the tasks of the call that is under way, or has failed
-	one     struct {       // of a call with a single event: thousands of them share this
+	event   *origin  // of the first call
+	others  bool     // a call was for another event
+	current []int    // the tasks of the call that is under way, or has failed
+	one     struct { // of a call with a single event: thousands of them share this
 		task    [1]int
 		arrival [1]arrival
 	}
@@ -51,7 +51,7 @@ type handlerCalls struct {
 // pendingCall is a call of a handler of [HandleBatch] that is still to be made.
 type pendingCall struct {
 	tasks []int
-	types map[string]string // of its events, by record key; "" for several; nil unless mixed
+	types map[string]string // of its events, by key; "" for several; nil unless mixed
 }
 
 // severalCalls reports whether tasks may need more than one call of a handler.
@@ -59,13 +59,13 @@ func severalCalls(tasks []task) bool {
 	return slices.ContainsFunc(tasks[1:], func(t task) bool { return t.kind != inBatch || t.handler != tasks[0].handler })
 }
 
-// run calls the handlers. Between two records it ends if enough says so. It removes the keys
+// run calls the handlers. Between two events it ends if enough says so. It removes the keys
 // of what it has done from fresh.
 func (c *handlerCalls) run(ctx context.Context) error {
 	c.mixed = slices.ContainsFunc(c.tasks, func(t task) bool { return t.meta.Type != c.tasks[0].meta.Type })
 	c.results = make([]taskResult, 0, len(c.tasks))
 	for i, t := range c.tasks {
-		if i > 0 && t.meta.Kafka != c.tasks[i-1].meta.Kafka && c.enough(c.spent) {
+		if i > 0 && t.meta.origin != c.tasks[i-1].meta.origin && c.enough(c.spent) {
 			break
 		}
 		fresh := c.fresh[c.keys[i]]
@@ -93,11 +93,11 @@ func (c *handlerCalls) run(ctx context.Context) error {
 // its event: up to the last one with an event of the same key and of another type. Of a single
 // type, each handler gets the events in order in any case.
 func (c *handlerCalls) conflicts(t task) int {
-	if !c.mixed || len(t.meta.Kafka.Key) == 0 {
+	if !c.mixed || len(t.meta.origin.key) == 0 {
 		return 0
 	}
 	for n, call := range slices.Backward(c.pending) {
-		if name, ok := call.types[string(t.meta.Kafka.Key)]; ok && name != t.meta.Type && c.tasks[call.tasks[0]].handler != t.handler {
+		if name, ok := call.types[string(t.meta.origin.key)]; ok && name != t.meta.Type && c.tasks[call.tasks[0]].handler != t.handler {
 			return n + 1
 		}
 	}
@@ -126,7 +126,7 @@ func (p *pendingCall) add(i int, t task, mixed bool) {
 	if p.types == nil {
 		p.types = map[string]string{}
 	}
-	key, eventType := string(t.meta.Kafka.Key), t.meta.Type
+	key, eventType := string(t.meta.origin.key), t.meta.Type
 	if name, ok := p.types[key]; ok && name != eventType {
 		eventType = ""
 	}
@@ -154,10 +154,10 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []arrival
 		return guardtx.ErrSettings
 	}
 	first := &c.tasks[tasks[0]]
-	if c.record == nil {
-		c.record = first.meta.Kafka
+	if c.event == nil {
+		c.event = first.meta.origin
 	}
-	c.others, c.current = c.others || c.record != first.meta.Kafka, tasks
+	c.others, c.current = c.others || c.event != first.meta.origin, tasks
 	var took time.Duration
 	err := c.tx.Call(first.action, func(tx pgx.Tx) (err error) {
 		took, err = c.callOne(batchContext(ctx, arrivals), first.handler, tx, arrivals)
@@ -188,7 +188,7 @@ func (e *taskError) Unwrap() error { return e.err }
 
 // of returns the error if it is that of a task.
 func (e *taskError) of(t task) error {
-	if e == nil || e.task.handler != t.handler || e.task.meta.Kafka != t.meta.Kafka {
+	if e == nil || e.task.handler != t.handler || e.task.meta.origin != t.meta.origin {
 		return nil
 	}
 	return e.err

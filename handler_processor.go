@@ -13,7 +13,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/guardtx"
@@ -21,12 +20,11 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// processor decodes records, finds their handlers and runs them, in transactions that
-// note what is done. It neither retries nor gives up: that is for its caller, a
-// [partitionWorker] or [Consumer.Deliver]. It belongs to one goroutine, see forOne.
+// processor decodes events, finds their handlers and runs them, in transactions that
+// note what is done. It neither retries nor gives up, and does not know what brings the events:
+// that is for its caller. It belongs to one goroutine, see forOne.
 type processor struct {
 	cfg    HandlerConfig
-	decode func(*kgo.Record) (*Message, error)
 	routes routes
 	store  transactor // nil without PostgreSQL
 	log    *slog.Logger
@@ -54,20 +52,20 @@ type transactor interface {
 	ping(ctx context.Context) error
 }
 
-// processBatch runs tasks of several records in a single transaction. If one of them fails,
+// processBatch runs tasks of several events in a single transaction. If one of them fails,
 // nothing has happened; the error is a [*taskError] if it is certain whose it is. Otherwise it
-// returns how many items are done: fewer than there are if enough said so between two records.
-func (p *processor) processBatch(ctx context.Context, items []item, tasks []task, enough func(spent time.Duration) bool) (done int, err error) {
+// returns the first event that is not done, or nil: there is one if enough said so between two
+// events.
+func (p *processor) processBatch(ctx context.Context, tasks []task, enough func(spent time.Duration) bool) (next *origin, err error) {
 	c, err := p.transact(ctx, tasks, enough)
 	if err != nil {
-		return 0, c.attribute(err)
+		return nil, c.attribute(err)
 	}
 	p.notify(ctx, c.results)
 	if len(c.results) == len(tasks) {
-		return len(items), nil
+		return nil, nil
 	}
-	next := tasks[len(c.results)]
-	return slices.IndexFunc(items, func(it item) bool { return it.meta.Kafka == next.meta.Kafka }), nil
+	return tasks[len(c.results)].meta.origin, nil
 }
 
 // processOne runs a task by itself.
@@ -152,7 +150,7 @@ func (p *processor) sharing(tasks []task) bool {
 }
 
 // keepApart notes that one of these handlers changes settings of its transaction, which others
-// must not see. From now on the records that arrive with their events are handled one by one.
+// must not see. From now on the events that arrive with theirs are handled one by one.
 func (p *processor) keepApart(handlers ...*handler) {
 	var actions []string
 	for _, h := range handlers {
@@ -172,8 +170,7 @@ func (p *processor) callHandler(ctx context.Context, h *handler, tx pgx.Tx, arri
 	defer cancel()
 	first := &arrivals[0].meta
 	p.work.Begin(handling.Call{
-		Context: ctx, Action: h.action, Type: first.Type, ID: first.ID, Events: len(arrivals),
-		Topic: first.Kafka.Topic, Partition: first.Kafka.Partition, Offset: first.Kafka.Offset,
+		Context: ctx, Action: h.action, Type: first.Type, ID: first.ID, Events: len(arrivals), Place: first.origin.place(),
 	})
 	defer func() { took = p.work.End() }()
 	err = p.callInMiddleware(bounded, h, tx, arrivals)
@@ -187,11 +184,18 @@ func (p *processor) callHandler(ctx context.Context, h *handler, tx pgx.Tx, arri
 // What it does is known meanwhile, in case it does not return.
 func (p *processor) callHost(ctx context.Context, function, action string, m *Metadata, f func()) {
 	p.work.Begin(handling.Call{
-		Context: ctx, Function: function, Action: action, Type: m.Type, ID: m.ID, Events: 1,
-		Topic: m.Kafka.Topic, Partition: m.Kafka.Partition, Offset: m.Kafka.Offset,
+		Context: ctx, Function: function, Action: action, Type: m.Type, ID: m.ID, Events: 1, Place: m.origin.place(),
 	})
 	defer p.work.End() // also if f ends its goroutine
 	f()
+}
+
+// place says where an event came from, for log lines.
+func (o *origin) place() handling.Place {
+	return handling.Place{
+		Topic: o.kafka.Topic, Partition: o.kafka.Partition, Offset: o.kafka.Offset,
+		Stream: o.delivery.stream, DeliveryID: o.delivery.id,
+	}
 }
 
 // timeoutError is the error of a handler after HandlerTimeout.
@@ -264,9 +268,9 @@ func (p *processor) notifyOne(ctx context.Context, r taskResult) {
 }
 
 // isOutage reports whether a task failed for want of PostgreSQL, and not because of its event:
-// then the event waits, and no attempt is counted. That is so if the consumer could not note
+// then the event waits, and no attempt is counted. That is so if the processor could not note
 // what it is about to do. An error of a handler may be about anything: another server, or
-// what the handler has done to its connection. It is an outage only if the consumer's own pool
+// what the handler has done to its connection. It is an outage only if the processor's own pool
 // has no connection either; and not if the handler had used up its time.
 func (p *processor) isOutage(ctx context.Context, err error, kind handlerKind, late bool) bool {
 	var own *storeError
@@ -281,6 +285,28 @@ func (p *processor) isOutage(ctx context.Context, err error, kind handlerKind, l
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	return p.store.ping(ctx) != nil
+}
+
+// isLate reports whether a handler, or all of a transaction, has used up its time.
+func isLate(ctx context.Context, err error) bool {
+	timedOut, _ := errors.AsType[*timeoutError](err)
+	return timedOut != nil || ctx.Err() != nil
+}
+
+// isConflict reports whether PostgreSQL has rolled back a transaction that may work the next
+// time. A handler may know better.
+func isConflict(err error) bool { return pg.IsTransient(err) && !isPermanent(err) }
+
+// What PostgreSQL rolls back for a deadlock or a serialization failure is repeated: mostly it
+// works the next time. One that goes on failing, for 10 times in a second or two, counts as any
+// other failure.
+const mostConflicts = 10
+
+// conflictWait returns the wait before a transaction is repeated for the n-th time, from 1.
+func conflictWait(n int) time.Duration {
+	const first, longest = 2 * time.Millisecond, time.Second
+	d := min(first<<(n-1), longest)
+	return d - rand.N(d/2)
 }
 
 // errorClass names the kind of a handler's error.

@@ -1,0 +1,167 @@
+package outbox
+
+import (
+	"context"
+	"fmt"
+	"iter"
+	"maps"
+	"reflect"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/outage"
+)
+
+// inputLog is what all that use a processor remember together about events, so that what
+// may be true of each of them does not fill the log.
+type inputLog struct {
+	badCorrelation outage.Seldom
+	unknown        unknownTypes
+}
+
+// item is an event and its tasks.
+type item struct {
+	meta  Metadata
+	tasks []task
+	class string // why no handler gets it, or ""
+	err   error
+}
+
+// appendInTx appends the tasks that need a transaction.
+func (it *item) appendInTx(tasks []task) []task {
+	for _, t := range it.tasks {
+		if t.kind != noTx {
+			tasks = append(tasks, t)
+		}
+	}
+	return tasks
+}
+
+// inOrder yields the tasks with a transaction before those without.
+func (it *item) inOrder() iter.Seq[task] {
+	return func(yield func(task) bool) {
+		for _, late := range []bool{false, true} {
+			for _, t := range it.tasks {
+				if (t.kind == noTx) == late && !yield(t) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// Why no handler gets an event.
+const (
+	classUndecodable   = "undecodable"
+	classUnknownType   = "unknown_type"
+	classUnknownAction = "unknown_action"
+)
+
+// resolve decodes a message and finds its handlers: all of them, or those of an action. It adds
+// both, and what the message says of itself, to an item that knows where the message came from.
+func (p *processor) resolve(ctx context.Context, it *item, m *Message, action string) {
+	it.meta.describe(m)
+	route := p.routes.byName[m.Type]
+	err := guard(func() (err error) {
+		p.checkCorrelationID(&it.meta)
+		if route != nil {
+			it.tasks, err = p.tasks(ctx, route, m, it.meta, action)
+		}
+		return err
+	})
+	switch {
+	case err != nil:
+		it.tasks, it.class, it.err = nil, classUndecodable, err
+	case route == nil:
+		it.class, it.err = classUnknownType, unknownType(m.Type)
+	case len(it.tasks) == 0:
+		it.class, it.err = classUnknownAction, unknownAction(m.Type, "action", action)
+	}
+}
+
+// checkCorrelationID drops a correlation id that a [Recorder] would refuse: every handler
+// that records an event would fail for it.
+func (p *processor) checkCorrelationID(m *Metadata) {
+	id := m.Extensions[correlationAttr]
+	if id == "" {
+		return
+	}
+	err := check.Attribute(id, maxCorrelationID)
+	if err == nil {
+		return
+	}
+	m.Extensions = maps.Clone(m.Extensions) // it may be the decoder's own
+	delete(m.Extensions, correlationAttr)
+	if times, now := p.input.badCorrelation.Next(); now {
+		p.log.Warn("outbox: the correlation id of an event is dropped, because no event could be recorded with it", "type", m.Type,
+			"event_id", m.ID, "events", times, "error", err)
+	}
+}
+
+// unknownType is why an event type without a handler is a dead letter.
+func unknownType(name string) error {
+	return &FieldError{EventType: name, Index: -1, Field: "type", Err: ErrUnregistered}
+}
+
+// unknownAction is why an event is a dead letter if it is for an action that no handler has. The
+// field says so.
+func unknownAction(eventType, field, action string) error {
+	return &FieldError{EventType: eventType, Index: -1, Field: field, Err: fmt.Errorf("%.100q %w: no handler has this action, it may have been renamed", action, ErrUnregistered)}
+}
+
+// describe takes over what a message says of itself.
+func (m *Metadata) describe(msg *Message) {
+	m.ID, m.Source, m.Type, m.Subject = msg.ID, msg.Source, msg.Type, msg.Subject
+	m.Time, m.ContentType, m.Extensions, m.byPosition = msg.Time, msg.ContentType, msg.Extensions, msg.ByPosition
+}
+
+// tasks decodes the payload, upcasts it to every version that has handlers, and returns
+// a task for each of them, or for the one action that is asked for.
+func (p *processor) tasks(ctx context.Context, route *route, m *Message, meta Metadata, action string) ([]task, error) {
+	event, err := p.decodePayload(handlerContext(ctx, meta), route.def, m)
+	if err != nil {
+		return nil, err
+	}
+	var tasks []task
+	for _, v := range route.versions {
+		if v.up != nil {
+			event = v.up(event)
+		}
+		for _, h := range v.handlers {
+			if action == "" || action == h.action {
+				tasks = append(tasks, task{h, arrival{event, meta}})
+			}
+		}
+	}
+	return tasks, nil
+}
+
+// decodePayload reads a payload with the codec of its content type.
+func (p *processor) decodePayload(ctx context.Context, def *definition, m *Message) (any, error) {
+	codec, err := p.codecFor(def, m.ContentType)
+	if err != nil {
+		return nil, unreadable(m.Type, "content-type", err)
+	}
+	event := reflect.New(def.goType)
+	if err := codec.Decode(ctx, m.Data, event.Interface()); err != nil {
+		return nil, unreadable(m.Type, "data", fmt.Errorf("%w: %w", ErrMalformed, err))
+	}
+	return event.Elem().Interface(), nil
+}
+
+// codecFor prefers the registered codec. Without a content type there is no other;
+// and what was recorded before another one was registered is mostly JSON.
+func (p *processor) codecFor(def *definition, contentType string) (Codec, error) {
+	media := mediaType(contentType)
+	if media == "" || media == mediaType(def.codec.ContentType) {
+		return def.codec, nil
+	}
+	for _, codec := range p.cfg.Codecs {
+		if media == mediaType(codec.ContentType) {
+			return codec, nil
+		}
+	}
+	if isJSONType(contentType) {
+		return JSON(), nil
+	}
+	return Codec{}, fmt.Errorf("%.100q %w: no codec for it", contentType, ErrMalformed)
+}
