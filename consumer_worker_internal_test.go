@@ -129,6 +129,7 @@ func (tx *playedTx) Call(_ string, f func(pgx.Tx) error) error {
 }
 
 func (tx *playedTx) ChangedSettings() bool { return tx.changed }
+func (tx *playedTx) Own() pgx.Tx           { return nil }
 
 func (s *partitionFixture) ping(context.Context) error {
 	if strings.HasPrefix(s.transactions, "o") {

@@ -19,6 +19,8 @@ type handlerTx interface {
 	Call(action string, f func(pgx.Tx) error) error
 	// ChangedSettings reports whether a handler has changed settings of the transaction.
 	ChangedSettings() bool
+	// Own returns the transaction for statements that are no handler's.
+	Own() pgx.Tx
 }
 
 // handlerCalls are the calls of the handlers of tasks, in one transaction. A handler of

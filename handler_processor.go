@@ -31,6 +31,10 @@ type processor struct {
 	input  *inputLog
 	apart  *sync.Map // *handler: those that change settings, see keepApart
 	work   *handling.Activity
+
+	// complete, if it is not nil, does what belongs to the tasks that went well, repeats among
+	// them: in their transaction, after the handlers and before the commit.
+	complete func(ctx context.Context, tx pgx.Tx, results []taskResult) error
 }
 
 // forOne returns the processor of another goroutine, whose activity is noted in work.
@@ -103,14 +107,28 @@ func (p *processor) transact(ctx context.Context, tasks []task, enough func(spen
 		}
 		return p.store.inTx(ctx, p.work, c.keys, severalCalls(tasks), func(tx handlerTx, fresh map[handledKey]bool) error {
 			c.tx, c.fresh = tx, fresh
-			return c.run(ctx)
+			if err := c.run(ctx); err != nil || p.complete == nil {
+				return err
+			}
+			if err := p.complete(ctx, tx.Own(), c.results); err != nil {
+				return &completeError{err}
+			}
+			return nil
 		})
 	})
-	if err = c.name(err); errors.Is(err, guardtx.ErrSettings) {
+	own, _ := errors.AsType[*completeError](err)
+	if err = c.name(err); own == nil && errors.Is(err, guardtx.ErrSettings) {
 		p.keepApart(handlersOf(tasks)...)
 	}
 	return c, err
 }
+
+// completeError is the error of what was to be done for tasks in their transaction beside the
+// calls of their handlers. It says nothing about these, nor about their events.
+type completeError struct{ err error }
+
+func (e *completeError) Error() string { return e.err.Error() }
+func (e *completeError) Unwrap() error { return e.err }
 
 // findKeys fills in the keys of the tasks, which may be for the host to say.
 func (p *processor) findKeys(ctx context.Context, c *handlerCalls) (err error) {
@@ -269,12 +287,13 @@ func (p *processor) notifyOne(ctx context.Context, r taskResult) {
 
 // isOutage reports whether a task failed for want of PostgreSQL, and not because of its event:
 // then the event waits, and no attempt is counted. That is so if the processor could not note
-// what it is about to do. An error of a handler may be about anything: another server, or
+// what it is about to do, or complete what is done. An error of a handler may be about anything: another server, or
 // what the handler has done to its connection. It is an outage only if the processor's own pool
 // has no connection either; and not if the handler had used up its time.
 func (p *processor) isOutage(ctx context.Context, err error, kind handlerKind, late bool) bool {
-	var own *storeError
-	if errors.As(err, &own) {
+	var store *storeError
+	var completing *completeError
+	if errors.As(err, &store) || errors.As(err, &completing) {
 		return true
 	}
 	var lost *connectionError

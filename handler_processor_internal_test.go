@@ -14,6 +14,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/guardtx"
 	"github.com/outboxgo/outbox/internal/handling"
 )
 
@@ -51,6 +52,45 @@ func TestProcessBatchOrder(t *testing.T) {
 	require.NoError(t, err)
 	require.Nil(t, next)
 	require.Equal(t, ": committed", s.log[1], "all are repeats")
+}
+
+// What is completed with the tasks is so in their transaction, behind the handlers. If that fails,
+// nothing is committed, and no handler is blamed.
+func TestProcessorCompletes(t *testing.T) {
+	t.Parallel()
+	handled := 0
+	s := newPartitionFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{Hooks: ConsumerHooks{Handled: func(Metadata, string, time.Duration) { handled++ }}}})
+	p, failure := s.worker.processor, error(nil)
+	p.complete = func(_ context.Context, _ pgx.Tx, results []taskResult) error {
+		for _, r := range results {
+			s.current = append(s.current, fmt.Sprint("done ", r.meta.Subject, " ", r.repeat))
+		}
+		return failure
+	}
+	var items []recordItem
+	for _, r := range s.arrive("a", "b") {
+		items = append(items, s.worker.reader.read(t.Context(), r, replay{}, new(origin)))
+	}
+	all := func(time.Duration) bool { return false }
+	for _, failure = range []error{errPlayed, guardtx.ErrSettings} {
+		_, err := p.processBatch(t.Context(), tasksInTx(items), all)
+		for _, err := range []error{err, p.processOne(t.Context(), items[0].tasks[0]), &connectionError{err}} {
+			require.ErrorIs(t, err, failure)
+			var failed *taskError
+			require.False(t, errors.As(err, &failed))
+			require.True(t, p.isOutage(t.Context(), err, inTx, false))
+		}
+	}
+	require.True(t, p.sharing(tasksInTx(items)))
+	require.Zero(t, handled)
+	require.Equal(t, []string{"a1 b1 done a false done b false: rolled back", "a1 done a false: rolled back"}, s.log[:2])
+
+	s.log, failure = nil, nil
+	require.NoError(t, p.processOne(t.Context(), items[0].tasks[0]))
+	_, err := p.processBatch(t.Context(), tasksInTx(items), all)
+	require.NoError(t, err)
+	require.Equal(t, []string{"a1 done a false: committed", "b1 done a true done b false: committed"}, s.log)
+	require.Equal(t, 2, handled)
 }
 
 // Hooks hear of what is committed, and of nothing else.
