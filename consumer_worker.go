@@ -560,9 +560,10 @@ func (w *partitionWorker) awaitConflict(t task, n int, err error) {
 	w.pause(conflictWait(n))
 }
 
-// awaitRetry waits before a task is tried again, longer after each attempt.
+// awaitRetry waits before a task is tried again: as long as its error says, or longer after each
+// attempt.
 func (w *partitionWorker) awaitRetry(t task, err error) {
-	d := w.processor.retryWait(t.meta.Attempt)
+	d := w.processor.retryWait(t.meta.Attempt, err)
 	w.log.WarnContext(handlerContext(w.held, t.meta), "outbox: handler failed, trying again", "type", t.meta.Type, "event_id", t.meta.ID, "action", t.action,
 		"attempt", t.meta.Attempt, "wait", d, "error", err)
 	w.pause(d)
@@ -571,10 +572,11 @@ func (w *partitionWorker) awaitRetry(t task, err error) {
 // pause waits, unless the worker is to end.
 func (w *partitionWorker) pause(d time.Duration) { wait.Sleep(w.stopping, d) }
 
-// awaitPostgres waits a little while PostgreSQL is unavailable.
+// awaitPostgres waits a little while PostgreSQL is unavailable, or for longer if the error says so.
 func (w *partitionWorker) awaitPostgres(began time.Time, err error) {
 	w.outages.Report(outagePostgres, began, err)
-	w.pause(w.outages.Backoff(outagePostgres))
+	later, _ := retryAfter(err)
+	w.pause(max(later, w.outages.Backoff(outagePostgres)))
 }
 
 // reportPostgresWorks ends an outage of PostgreSQL, if there is one.

@@ -402,6 +402,102 @@ func TestPartitionWorkerWaits(t *testing.T) {
 	}
 }
 
+// A handler says when it is tried again, shorter or longer than it would be.
+func TestRetryAfter(t *testing.T) {
+	t.Parallel()
+	require.NoError(t, RetryAfter(nil, time.Second))
+	conflict := &pgconn.PgError{Code: "40001"}
+	for _, tt := range []struct {
+		name string
+		errs []error // of the handler, in turn
+		want []time.Duration
+		dead string // the class
+	}{
+		{name: "longer than any wait", errs: []error{RetryAfter(errPlayed, 48*time.Hour)}, want: []time.Duration{48 * time.Hour}},
+		{name: "shorter, and again", errs: []error{RetryAfter(errPlayed, time.Millisecond), RetryAfter(errPlayed, 2*time.Second)}, want: []time.Duration{time.Millisecond, 2 * time.Second}},
+		{name: "at once", errs: []error{RetryAfter(errPlayed, 0), RetryAfter(errPlayed, -time.Hour)}, want: []time.Duration{0, 0}},
+		{name: "within another error", errs: []error{fmt.Errorf("order: %w", RetryAfter(errPlayed, time.Hour))}, want: []time.Duration{time.Hour}},
+		{name: "the outermost", errs: []error{RetryAfter(RetryAfter(errPlayed, time.Second), time.Hour)}, want: []time.Duration{time.Hour}},
+		{name: "a conflict is not repeated sooner", errs: []error{RetryAfter(conflict, time.Hour)}, want: []time.Duration{time.Hour}},
+		{name: "as often as any other", errs: []error{RetryAfter(errPlayed, 1), RetryAfter(errPlayed, 2), RetryAfter(errPlayed, 3)}, want: []time.Duration{1, 2}, dead: "handler"},
+		{name: "not at all", errs: []error{RetryAfter(Permanent(errPlayed), time.Hour)}, dead: "permanent"},
+		{name: "not at all, the other way round", errs: []error{Permanent(RetryAfter(errPlayed, time.Hour))}, dead: "permanent"},
+	} {
+		for _, events := range [][]string{{"a"}, {"a", "b"}} { // alone, and in a batch
+			t.Run(fmt.Sprint(tt.name, ", ", len(events)), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					var waits []time.Duration
+					var last time.Time
+					errs := tt.errs
+					s := newPartitionFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: 2}}, Handle("LATER", func(_ context.Context, _ pgx.Tx, e played, m Metadata) error {
+						if e.Name != "a" {
+							return nil
+						}
+						if m.Attempt > 1 {
+							waits = append(waits, time.Since(last))
+						}
+						last = time.Now()
+						if len(errs) == 0 {
+							return nil
+						}
+						err := errs[0]
+						errs = errs[1:]
+						return err
+					}))
+					s.worker.handle(s.arrive(events...))
+					require.Equal(t, tt.want, waits)
+					require.Empty(t, errs)
+					next, _ := s.worker.uncommitted()
+					require.EqualValues(t, len(events), next.Offset)
+					if tt.dead == "" {
+						require.Empty(t, s.records)
+						return
+					}
+					require.Len(t, s.records, 1)
+					require.Equal(t, tt.dead, headerOf(s.records[0], DeadLetterClass))
+				})
+			})
+		}
+	}
+}
+
+// An outage of PostgreSQL that a handler without a transaction meets does not count, and the next
+// try is no sooner than the handler says.
+func TestRetryAfterInOutage(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var s *partitionFixture
+		var calls []time.Duration
+		began := time.Now()
+		s = newPartitionFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{MaxRetries: -1}}, HandleNoTx("LATER", func(context.Context, played, Metadata) error {
+			calls = append(calls, time.Since(began))
+			if s.transactions = ""; len(calls) == 1 {
+				s.transactions = "o"
+				return RetryAfter(errPlayed, time.Hour)
+			}
+			return nil
+		}))
+		s.worker.handle(s.arrive("a"))
+		require.Equal(t, []time.Duration{0, time.Hour}, calls)
+		require.Empty(t, s.records)
+	})
+}
+
+// A stop does not wait for the next try of an event.
+func TestStopBeforeRetryAfter(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newPartitionFixture(t, ConsumerConfig{}, Handle("LATER", func(context.Context, pgx.Tx, played, Metadata) error { return RetryAfter(errPlayed, 1000*time.Hour) }))
+		began := time.Now()
+		time.AfterFunc(time.Hour, s.worker.finish)
+		s.worker.handle(s.arrive("a"))
+		require.Equal(t, time.Hour, time.Since(began))
+		require.Empty(t, s.records)
+		_, advanced := s.worker.uncommitted()
+		require.False(t, advanced)
+	})
+}
+
 // The handler of a single event runs once for each attempt, and each failure reaches the hook.
 func TestPartitionWorkerCountsAttempts(t *testing.T) {
 	t.Parallel()

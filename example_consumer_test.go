@@ -58,6 +58,17 @@ func ExamplePermanent() {
 	}))
 }
 
+// A cache that is busy has time again in a minute.
+func ExampleRetryAfter() {
+	consume(outbox.HandleNoTx("CACHE_INVALIDATED", func(ctx context.Context, e StockDepleted, _ outbox.Metadata) error {
+		err := cache.Delete(ctx, "product:"+e.ProductID)
+		if errors.Is(err, errBusy) {
+			err = outbox.RetryAfter(err, time.Minute)
+		}
+		return err
+	}))
+}
+
 // A handler of the newer version gets the events of the older one as well.
 func ExampleUpcast() {
 	_, err := outbox.NewConsumer(db, kafka, events, outbox.ConsumerConfig{

@@ -2,6 +2,7 @@ package outbox_test
 
 import (
 	"context"
+	"errors"
 	"log"
 	"time"
 
@@ -34,6 +35,7 @@ var (
 	cache  interface {
 		Delete(ctx context.Context, key string) error
 	}
+	errBusy = errors.New("the cache is busy")
 )
 
 func ExampleConsumer() {

@@ -29,7 +29,7 @@ func TestExamples(t *testing.T) {
 	for _, example := range []func(){
 		ExampleMigrate, ExampleRecorder_Record, ExampleRecorder_Queue, ExampleRelay_Wake, ExampleRelay_Health, ExampleCleanHandled,
 		ExampleNewRelay,
-		ExampleAlerter, ExampleHandleBatch, ExampleOncePer, ExampleHandleNoTx, ExamplePermanent, ExampleUpcast, ExampleMetadata, ExampleConsumerHooks,
+		ExampleAlerter, ExampleHandleBatch, ExampleOncePer, ExampleHandleNoTx, ExamplePermanent, ExampleRetryAfter, ExampleUpcast, ExampleMetadata, ExampleConsumerHooks,
 	} {
 		example()
 	}

@@ -329,3 +329,38 @@ func isPermanent(err error) bool {
 	var p *permanentError
 	return errors.As(err, &p)
 }
+
+// RetryAfter marks an error of a handler after which the event is tried again when d has passed,
+// for example because another server asks for that. D takes the place of the wait that RetryWait
+// of [HandlerConfig] says, and has no upper bound: until then the later events of its partition
+// wait. A d that is not positive means at once. If d has not passed when the consumer stops, the
+// event is tried when it arrives again.
+//
+// It does not change how often the event is tried: MaxRetries, RetriesFor and [Permanent] say
+// that. An error for which PostgreSQL would have the transaction repeated counts as any other
+// then, and in an outage of PostgreSQL, which does not count, the event waits for d at least.
+//
+// It returns nil for nil. Of several in one error the outermost counts.
+func RetryAfter(err error, d time.Duration) error {
+	if err == nil {
+		return nil
+	}
+	return &retryAfterError{err, max(0, d)}
+}
+
+type retryAfterError struct {
+	err  error
+	wait time.Duration
+}
+
+func (e *retryAfterError) Error() string { return e.err.Error() }
+func (e *retryAfterError) Unwrap() error { return e.err }
+
+// retryAfter returns the wait that an error says, if it says one.
+func retryAfter(err error) (wait time.Duration, ok bool) {
+	later, ok := errors.AsType[*retryAfterError](err)
+	if !ok {
+		return 0, false
+	}
+	return later.wait, true
+}

@@ -35,8 +35,8 @@ type HandlerConfig struct {
 	// Nil means MaxRetries for all.
 	RetriesFor func(error) int
 	// RetryWait is the wait before the first retry. Each further wait is twice as
-	// long, up to 30 s; a random part of each, up to a fifth, is left out. Zero means
-	// 1 s.
+	// long, up to 30 s; a random part of each, up to a fifth, is left out. [RetryAfter] says
+	// another one. Zero means 1 s.
 	RetryWait time.Duration
 
 	// HandlerTimeout is when the context of a handler ends. An error that it returns then

@@ -313,8 +313,11 @@ func isLate(ctx context.Context, err error) bool {
 }
 
 // isConflict reports whether PostgreSQL has rolled back a transaction that may work the next
-// time. A handler may know better.
-func isConflict(err error) bool { return pg.IsTransient(err) && !isPermanent(err) }
+// time. A handler may know better, or when.
+func isConflict(err error) bool {
+	_, later := retryAfter(err)
+	return pg.IsTransient(err) && !isPermanent(err) && !later
+}
 
 // What PostgreSQL rolls back for a deadlock or a serialization failure is repeated: mostly it
 // works the next time. One that goes on failing, for 10 times in a second or two, counts as any
@@ -349,8 +352,11 @@ func errorClass(err error) string {
 	return "handler"
 }
 
-// retryWait returns the wait before the n-th retry of a handler, from 1.
-func (p *processor) retryWait(n int) time.Duration {
+// retryWait returns the wait before the n-th retry of a handler, from 1, that failed with err.
+func (p *processor) retryWait(n int, err error) time.Duration {
+	if d, ok := retryAfter(err); ok {
+		return d
+	}
 	d := min(p.cfg.RetryWait<<min(n-1, 10), max(maxHandlerWait, p.cfg.RetryWait))
 	return d - rand.N(d/5+1)
 }

@@ -182,13 +182,13 @@ func TestHandlerRetryWait(t *testing.T) {
 	p := &processor{cfg: HandlerConfig{RetryWait: time.Second}}
 	for n, longest := range map[int]time.Duration{1: time.Second, 2: 2 * time.Second, 5: 16 * time.Second, 6: 30 * time.Second, 1_000_000: 30 * time.Second} {
 		for range 100 {
-			d := p.retryWait(n)
+			d := p.retryWait(n, errPlayed)
 			require.True(t, d <= longest && d >= longest*4/5, "%d: %v", n, d)
 		}
 	}
 	p.cfg.RetryWait = time.Minute
-	require.LessOrEqual(t, p.retryWait(3), time.Minute)
-	require.GreaterOrEqual(t, p.retryWait(3), 48*time.Second)
+	require.LessOrEqual(t, p.retryWait(3, errPlayed), time.Minute)
+	require.GreaterOrEqual(t, p.retryWait(3, errPlayed), 48*time.Second)
 }
 
 // The context of a handler carries what the event came with, and falls back on its own.
