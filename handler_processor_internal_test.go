@@ -54,6 +54,42 @@ func TestProcessBatchOrder(t *testing.T) {
 	require.Equal(t, ": committed", s.log[1], "all are repeats")
 }
 
+// Events that no record brought are handled as others are, and log lines about their handlers say
+// which delivery it was.
+func TestProcessorWithoutKafka(t *testing.T) {
+	t.Parallel()
+	var s *partitionFixture
+	var places []string
+	note := func(m Metadata) {
+		call, _ := s.worker.activity.Current()
+		places = append(places, call.Place.String())
+		require.Nil(t, m.Kafka)
+	}
+	s = newPartitionFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{Hooks: ConsumerHooks{Handled: func(m Metadata, _ string, _ time.Duration) { note(m) }}}},
+		Handle("A", func(_ context.Context, _ pgx.Tx, _ played, m Metadata) error { note(m); return nil }),
+		HandleNoTx("B", func(_ context.Context, _ played, m Metadata) error { note(m); return nil }))
+	p := s.worker.processor
+	var tasks []task
+	for id := range int64(2) {
+		it := item{meta: Metadata{Attempt: 1, origin: &origin{key: []byte("k"), delivery: deliveryOrigin{id: id, stream: "plays"}}}}
+		m := Message{ID: fmt.Sprint(id), Type: "test.play.acted.v1", Source: "s", ByPosition: true, Data: []byte(`{"Name":"a"}`)}
+		p.resolve(t.Context(), &it, &m, "A")
+		require.NoError(t, it.err)
+		tasks = it.appendInTx(tasks)
+		p.resolve(t.Context(), &it, &m, "B")
+		require.NoError(t, p.processOne(t.Context(), it.tasks[0]))
+		p.resolve(t.Context(), &it, &m, "C")
+		require.Equal(t, classUnknownAction, it.class)
+		require.ErrorContains(t, it.err, `action "C" is not registered`)
+	}
+	one := 0
+	next, err := p.processBatch(t.Context(), tasks, func(time.Duration) bool { one++; return true })
+	require.NoError(t, err)
+	require.Same(t, tasks[1].meta.origin, next)
+	require.Equal(t, 1, one)
+	require.Equal(t, []string{"delivery 0 of plays", "delivery 0 of plays", "delivery 1 of plays", "delivery 1 of plays", "delivery 0 of plays", "delivery 0 of plays"}, places)
+}
+
 // What is completed with the tasks is so in their transaction, behind the handlers. If that fails,
 // nothing is committed, and no handler is blamed.
 func TestProcessorCompletes(t *testing.T) {
