@@ -176,6 +176,8 @@ type apiAudit struct {
 	Topic     string      `json:"topic"`
 	Key       string      `json:"key"`
 	Group     string      `json:"group"`
+	Delivery  int64       `json:"delivery_id"`
+	Handler   string      `json:"handler"`
 	FailureID string      `json:"failure_id"`
 	OutboxID  int64       `json:"outbox_id"`
 	EventID   string      `json:"event_id"`
@@ -366,7 +368,7 @@ func (p payload) api() apiPayload {
 func (a *admin) auditOf(e outboxops.AuditEntry, eventType, contentType string) apiAudit {
 	row := a.auditRowOf(e)
 	entry := apiAudit{ID: e.ID, At: e.At.UTC(), Operator: e.Operator, Login: e.Login, Action: e.Action, Reason: e.Reason, Relay: e.Relay, Topic: e.Topic,
-		Key: row.Key, Group: e.Group, FailureID: e.Failure.String(), OutboxID: e.OutboxID, EventID: e.EventID}
+		Key: row.Key, Group: e.Group, Delivery: e.Delivery, Handler: e.Handler, FailureID: e.Failure.String(), OutboxID: e.OutboxID, EventID: e.EventID}
 	if e.Payload != nil || e.PayloadErr != nil {
 		before := a.payloadOf(eventType, contentType, e.Payload, e.PayloadErr).api()
 		entry.Before = &before

@@ -80,7 +80,7 @@ func headersShown(all map[string]string) headerList {
 }
 
 var pastActions = map[string]string{"retry": "retried", "resolve": "resolved", "edit": "edited", "hold": "held", "release": "released", "read": "read",
-	"pause": "paused", "resume": "resumed", "rewind": "rewound"}
+	"pause": "paused", "resume": "resumed", "rewind": "rewound", "requeue": "requeued"}
 
 // stat is a number on the overview.
 type stat struct {

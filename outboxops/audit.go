@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
@@ -48,7 +49,8 @@ func (a AuditInfo) check() error {
 	return nil
 }
 
-// AuditEntry is a row of outbox_audit: an action on a failure, a key or a consumer group.
+// AuditEntry is a row of outbox_audit: an action on a failure, a key, a delivery or a consumer
+// group.
 type AuditEntry struct {
 	// ID orders the entries.
 	ID int64
@@ -61,15 +63,20 @@ type AuditEntry struct {
 	// in entries of before.
 	Login string
 	// Action is retry, resolve, edit, hold or release, or read for a payload that was shown; of
-	// a consumer group pause, resume or rewind.
+	// a delivery requeue, resolve or read; of a consumer group pause, resume or rewind.
 	Action string
-	// Relay, Topic and Key are where the event belongs. Of a consumer group there is only
-	// Topic, empty for all of them.
+	// Relay, Topic and Key are where the event belongs; of a delivery without Relay. Of a
+	// consumer group there is only Topic, empty for all of them.
 	Relay, Topic, Key string
-	// Group is the consumer group that was paused, resumed or rewound; empty for all else.
+	// Group is the consumer group of the delivery, or that was paused, resumed or rewound;
+	// empty for all else.
 	Group string
-	// Failure, OutboxID and EventID are the event's. They are zero for an action on a
-	// key.
+	// Delivery is the ID of the delivery, and Handler its Action; zero for all else.
+	Delivery int64
+	// Handler is described at Delivery.
+	Handler string
+	// Failure names what failed at a relay, OutboxID and EventID are the event's. They are zero
+	// for an action on a key or a group.
 	Failure FailureID
 	// OutboxID is outbox.id.
 	OutboxID int64
@@ -98,27 +105,45 @@ type AuditPage struct {
 const sqlAudit = `
 SELECT id, created_at, operator, coalesce(login, ''), reason, action, relay, split_part(parking_key, '/', 1), substr(parking_key, strpos(parking_key, '/') + 1),
        coalesce(failed_id, 0), coalesce(outbox_id, 0), coalesce(event_id::text, ''),
-       coalesce(consumer_group, ''), num_nonnulls(payload, payload_bytes) > 0
+       coalesce(consumer_group, ''), coalesce(delivery_id, 0), coalesce(handler, ''), num_nonnulls(payload, payload_bytes) > 0
   FROM {schema}.outbox_audit
- WHERE ($1::bigint = 0 OR failed_id = $1) AND ($2::bigint = 0 OR id < $2)
-   AND ($4::bool OR action <> 'read')
- ORDER BY id DESC LIMIT $3`
+ WHERE ($1::bigint = 0 OR failed_id = $1) AND ($2::bigint = 0 OR delivery_id = $2) AND ($3::bigint = 0 OR id < $3)
+   AND ($5::bool OR action <> 'read')
+ ORDER BY id DESC LIMIT $4`
 
 // Audit returns the actions on a failure, or for the zero FailureID all actions, also those
-// on consumer groups, the last first.
+// on deliveries and consumer groups, the last first.
 func (f *Failures) Audit(ctx context.Context, id FailureID, page AuditPage) ([]AuditEntry, error) {
-	limit, err := limitOf(page.Limit)
 	if id != (FailureID{}) {
-		err = errors.Join(id.check(), err)
+		if err := id.check(); err != nil {
+			return nil, fmt.Errorf("outbox: read audit: %w", err)
+		}
 	}
+	return f.audits.list(ctx, id.Number, 0, page)
+}
+
+// auditReader reads outbox_audit.
+type auditReader struct {
+	db   *pgxpool.Pool
+	sql  string
+	rows reader
+}
+
+func newAuditReader(db *pgxpool.Pool, schema string, most int) auditReader {
+	return auditReader{db, pg.InSchema(sqlAudit, schema), newReader(db, schema, "outbox_audit", most)}
+}
+
+// list returns the entries of a failure or a delivery, or all if both are 0.
+func (a auditReader) list(ctx context.Context, failure, delivery int64, page AuditPage) ([]AuditEntry, error) {
+	limit, err := limitOf(page.Limit)
 	if err != nil {
-		return nil, fmt.Errorf("outbox: read audit: %w", orNotMigrated(err))
+		return nil, fmt.Errorf("outbox: read audit: %w", err)
 	}
-	rows, err := f.db.Query(ctx, f.sql.audit, pg.PlanEachTime, id.Number, page.Before, limit, !page.WithoutReads)
+	rows, err := a.db.Query(ctx, a.sql, pg.PlanEachTime, failure, delivery, page.Before, limit, !page.WithoutReads)
 	if err == nil {
 		var entries []AuditEntry
-		if entries, err = pgx.CollectRows(rows, scanAudit); err == nil && id != (FailureID{}) {
-			err = f.readEdited(ctx, entries)
+		if entries, err = pgx.CollectRows(rows, scanAudit); err == nil && failure != 0 {
+			err = a.readEdited(ctx, entries)
 		}
 		if err == nil {
 			return entries, nil
@@ -128,16 +153,16 @@ func (f *Failures) Audit(ctx context.Context, id FailureID, page AuditPage) ([]A
 }
 
 // readEdited reads the payloads from before edits, the newest first, up to MaxRead bytes.
-func (f *Failures) readEdited(ctx context.Context, entries []AuditEntry) (err error) {
-	left := f.audited.most
+func (a auditReader) readEdited(ctx context.Context, entries []AuditEntry) (err error) {
+	left := a.rows.most
 	for i := range entries {
 		e := &entries[i]
 		switch {
 		case !e.edited:
 		case left <= 0:
-			e.PayloadErr = fmt.Errorf("%w: the newer ones have more than %d bytes", ErrUnreadable, f.audited.most)
+			e.PayloadErr = fmt.Errorf("%w: the newer ones have more than %d bytes", ErrUnreadable, a.rows.most)
 		default:
-			if e.Payload, e.PayloadErr, err = f.audited.readPayload(ctx, e.ID); err != nil {
+			if e.Payload, e.PayloadErr, err = a.rows.readPayload(ctx, e.ID); err != nil {
 				return err
 			}
 			left -= len(e.Payload)
@@ -148,7 +173,8 @@ func (f *Failures) readEdited(ctx context.Context, entries []AuditEntry) (err er
 
 func scanAudit(row pgx.CollectableRow) (e AuditEntry, err error) {
 	var failure int64
-	err = row.Scan(&e.ID, &e.At, &e.Operator, &e.Login, &e.Reason, &e.Action, &e.Relay, &e.Topic, &e.Key, &failure, &e.OutboxID, &e.EventID, &e.Group, &e.edited)
+	err = row.Scan(&e.ID, &e.At, &e.Operator, &e.Login, &e.Reason, &e.Action, &e.Relay, &e.Topic, &e.Key, &failure, &e.OutboxID, &e.EventID,
+		&e.Group, &e.Delivery, &e.Handler, &e.edited)
 	e.Failure = relayID(failure)
 	return e, err
 }

@@ -24,15 +24,16 @@ type Failures struct {
 	maxPayload int
 	sql        failuresSQL
 
-	counter                 tables.FailureCounter
-	rows, recorded, audited reader // of outbox_failed, outbox and outbox_audit
+	counter tables.FailureCounter
+	rows    reader // of outbox_failed
+	audits  auditReader
 }
 
 // failuresSQL are the statements of [Failures], in their schema.
 type failuresSQL struct {
-	list, get, ids                             string
-	retry, resolve, edit, hold, release, audit string
-	auditRead, auditReadRecorded               string
+	list, get, ids                      string
+	retry, resolve, edit, hold, release string
+	auditRead, auditReadRecorded        string
 }
 
 // FailuresConfig says where the failures are. It may be zero.
@@ -67,9 +68,9 @@ func NewFailures(db *pgxpool.Pool, cfg FailuresConfig) (*Failures, error) {
 	}
 	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
 	return &Failures{db: db, maxPayload: cfg.MaxPayload, counter: tables.NewFailureCounter(db, cfg.Schema), rows: newReader(db, cfg.Schema, "outbox_failed", cfg.MaxRead),
-		recorded: newReader(db, cfg.Schema, "outbox", cfg.MaxRead), audited: newReader(db, cfg.Schema, "outbox_audit", cfg.MaxRead), sql: failuresSQL{
+		audits: newAuditReader(db, cfg.Schema, cfg.MaxRead), sql: failuresSQL{
 			list: in(sqlFailureList), get: in(sqlFailureGet), ids: in(sqlFailureIDs),
-			retry: in(sqlRetry), resolve: in(sqlResolve), edit: in(sqlEdit), hold: in(sqlHold), release: in(sqlRelease), audit: in(sqlAudit),
+			retry: in(sqlRetry), resolve: in(sqlResolve), edit: in(sqlEdit), hold: in(sqlHold), release: in(sqlRelease),
 			auditRead: in(sqlAuditRead), auditReadRecorded: in(sqlAuditReadRecorded),
 		}}, nil
 }

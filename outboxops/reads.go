@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+
+	"github.com/jackc/pgx/v5/pgxpool"
 )
 
 const sqlAuditRead = `SELECT {schema}.outbox_audit_read($1, $2, $3)`
@@ -17,7 +19,7 @@ func (f *Failures) AuditRead(ctx context.Context, id FailureID, why AuditInfo) e
 	if err := errors.Join(why.check(), id.checkFor("read")); err != nil {
 		return err
 	}
-	return f.auditRead(ctx, fmt.Sprintf("failure %v", id), f.sql.auditRead, id.Number, why)
+	return auditRead(ctx, f.db, fmt.Sprintf("failure %v", id), f.sql.auditRead, id.Number, why)
 }
 
 const sqlAuditReadRecorded = `SELECT {schema}.outbox_audit_read_recorded($1, $2, $3)`
@@ -28,12 +30,12 @@ func (f *Failures) AuditReadRecorded(ctx context.Context, outboxID int64, why Au
 	if err := why.check(); err != nil {
 		return err
 	}
-	return f.auditRead(ctx, fmt.Sprintf("event %d", outboxID), f.sql.auditReadRecorded, outboxID, why)
+	return auditRead(ctx, f.db, fmt.Sprintf("event %d", outboxID), f.sql.auditReadRecorded, outboxID, why)
 }
 
-func (f *Failures) auditRead(ctx context.Context, what, sql string, id int64, why AuditInfo) error {
+func auditRead(ctx context.Context, db *pgxpool.Pool, what, sql string, id int64, why AuditInfo) error {
 	var done bool
-	err := f.db.QueryRow(ctx, sql, id, why.Operator, why.Reason).Scan(&done)
+	err := db.QueryRow(ctx, sql, id, why.Operator, why.Reason).Scan(&done)
 	if err == nil && !done {
 		err = ErrNotFound
 	}

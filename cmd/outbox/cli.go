@@ -42,6 +42,7 @@ func commands() []command {
 		statusCommand, doctorCommand, tailCommand, topicsCommand,
 		failedListCommand, failedShowCommand, failedRetryCommand, failedResolveCommand,
 		failedEditCommand, failedHoldCommand, failedReleaseCommand,
+		deliveryListCommand, deliveryShowCommand, deliveryCountsCommand, deliveryRequeueCommand, deliveryResolveCommand,
 		dlqListCommand, dlqReplayCommand,
 		consumerStatusCommand, consumerPauseCommand, consumerResumeCommand, consumerRewindCommand,
 		migrateUpCommand, migrateStatusCommand, migratePrintCommand, versionCommand,

@@ -289,16 +289,9 @@ func showEvent(e *env, r outboxops.Failure) {
 		fields = append(fields, [2]string{"resolved", clock(r.ResolvedAt) + " by " + r.ResolvedBy}, [2]string{"note", r.Resolution})
 	}
 	e.writeFields(fields)
-	for _, name := range slices.Sorted(maps.Keys(r.Headers)) {
-		e.printf("header     %s: %s\n", visible(name), visible(r.Headers[name]))
-	}
+	e.writeHeaders(r.Headers)
 	e.printf("\n")
-	switch {
-	case r.PayloadErr != nil:
-		e.printf("%s\n\n", visible(r.PayloadErr.Error()))
-	case r.Payload != nil:
-		e.printf("%s\n\n", payloadText(r.ContentType, r.Payload))
-	}
+	e.writePayload(r.ContentType, r.Payload, r.PayloadErr)
 }
 
 // errText is the text of an error, if it is one.
@@ -320,6 +313,23 @@ func (e *env) writeFields(fields [][2]string) {
 			}
 			e.printf("%s\n", strings.TrimRight(name+strings.Repeat(" ", width-len(name))+line, " "))
 		}
+	}
+}
+
+// writeHeaders writes headers below the fields of an event.
+func (e *env) writeHeaders(headers map[string]string) {
+	for _, name := range slices.Sorted(maps.Keys(headers)) {
+		e.printf("header     %s: %s\n", visible(name), visible(headers[name]))
+	}
+}
+
+// writePayload writes a payload, or why it could not be read.
+func (e *env) writePayload(contentType string, payload []byte, reason error) {
+	switch {
+	case reason != nil:
+		e.printf("%s\n\n", visible(reason.Error()))
+	case payload != nil:
+		e.printf("%s\n\n", payloadText(contentType, payload))
 	}
 }
 

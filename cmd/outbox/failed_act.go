@@ -182,12 +182,16 @@ func (c *change) report(e *env, n int, dryRun bool) error {
 
 // showTopics writes how many events or dead letters go to which topic, the most first.
 func (e *env) showTopics(topics map[string]int) {
-	names := slices.SortedFunc(maps.Keys(topics), func(a, b string) int {
-		return cmp.Or(cmp.Compare(topics[b], topics[a]), strings.Compare(a, b))
-	})
-	for _, name := range names {
+	for _, name := range byCount(topics) {
 		e.printf("topic %s: %s\n", visible(cmp.Or(name, "(none)")), count(topics[name]))
 	}
+}
+
+// byCount returns names, those with the largest numbers first.
+func byCount(counts map[string]int) []string {
+	return slices.SortedFunc(maps.Keys(counts), func(a, b string) int {
+		return cmp.Or(cmp.Compare(counts[b], counts[a]), strings.Compare(a, b))
+	})
 }
 
 var failedEditCommand = command{

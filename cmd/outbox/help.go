@@ -39,24 +39,31 @@ func help(e *env, words []string) error {
 	return nil
 }
 
-// overview lists the commands. It fits a screen of 24 lines, so those of migrate, which few
-// people need by hand, have one line: outbox help migrate lists them.
+// overview lists the commands. It fits a screen of 24 lines, so some groups have one line:
+// outbox help migrate, for example, lists the commands of one.
 func overview() string {
 	var shown []command
 	for _, c := range commands() {
-		if group, action, _ := strings.Cut(c.name, " "); group == migrateGroup.name {
-			if last := len(shown) - 1; shown[last].name == group {
-				shown[last].summary += ", " + action
-				continue
-			}
-			c = command{name: group, summary: migrateGroup.summary + action}
+		group, action, _ := strings.Cut(c.name, " ")
+		summary, folded := foldedGroups[group]
+		switch last := len(shown) - 1; {
+		case !folded:
+			shown = append(shown, c)
+		case last >= 0 && shown[last].name == group:
+			shown[last].summary += ", " + action
+		default:
+			shown = append(shown, command{name: group, summary: summary + ": " + action})
 		}
-		shown = append(shown, c)
 	}
 	return intro + summaries(shown) + outro
 }
 
-var migrateGroup = command{name: "migrate", summary: "create the tables or bring them up to date: "}
+// foldedGroups are the groups of commands that have one line in the overview.
+var foldedGroups = map[string]string{
+	"consumer": "consumer groups",
+	"delivery": "what is owed to workers",
+	"migrate":  "create the tables or bring them up to date",
+}
 
 func summaries(all []command) string {
 	var b strings.Builder

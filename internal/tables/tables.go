@@ -1,5 +1,5 @@
 // Package tables reads what several packages need to know about the tables of
-// outbox: the positions of relays, and the rows of outbox_failed. pg.InSchema
+// outbox: the positions of relays, and the rows of outbox_failed and event_delivery. pg.InSchema
 // completes its statements.
 package tables
 

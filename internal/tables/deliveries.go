@@ -1,0 +1,232 @@
+package tables
+
+import (
+	"context"
+	"errors"
+	"math"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// Delivery is a row of event_delivery, without payload and headers. Its fields are those of
+// outboxops.Delivery, which describes them.
+type Delivery struct {
+	ID                                      int64
+	Group, Action, Stream, Key              string
+	Status                                  string
+	Held                                    bool
+	Attempts, MaxAttempts                   int
+	NextRetryAt, LastAttemptAt              time.Time
+	LockedBy                                string
+	LockedUntil                             time.Time
+	ErrorCode                               string
+	Err                                     error
+	CreatedAt, UpdatedAt, ProcessedAt       time.Time
+	Resolution, ResolvedBy, Note            string
+	ResolvedAt                              time.Time
+	OutboxID                                int64
+	EventID, Type, Source                   string
+	AggregateType, AggregateID, ContentType string
+	OccurredAt, RecordedAt                  time.Time
+}
+
+// DeliveryColumns are those of event_delivery in the order of [ScanDelivery].
+const DeliveryColumns = `d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id), d.status, d.held,
+       d.attempt_count, d.max_attempts, d.next_retry_at, d.last_attempt_at, coalesce(d.locked_by, ''), d.locked_until,
+       coalesce(d.last_error_code, ''), d.last_error_message, d.created_at, d.updated_at, d.processed_at,
+       coalesce(d.resolution, ''), coalesce(d.resolved_by, ''), coalesce(d.note, ''), d.resolved_at,
+       d.position, d.event_id::text, d.event_type, d.source, d.aggregate_type, d.aggregate_id, d.content_type, d.occurred_at, d.recorded_at`
+
+// ScanDelivery reads [DeliveryColumns].
+func ScanDelivery(row pgx.CollectableRow) (r Delivery, err error) {
+	var lastError *string
+	err = row.Scan(&r.ID, &r.Group, &r.Action, &r.Stream, &r.Key, &r.Status, &r.Held,
+		&r.Attempts, &r.MaxAttempts, pg.Time{At: &r.NextRetryAt}, pg.Time{At: &r.LastAttemptAt}, &r.LockedBy, pg.Time{At: &r.LockedUntil},
+		&r.ErrorCode, &lastError, pg.Time{At: &r.CreatedAt}, pg.Time{At: &r.UpdatedAt}, pg.Time{At: &r.ProcessedAt},
+		&r.Resolution, &r.ResolvedBy, &r.Note, pg.Time{At: &r.ResolvedAt},
+		&r.OutboxID, &r.EventID, &r.Type, &r.Source, &r.AggregateType, &r.AggregateID, &r.ContentType, pg.Time{At: &r.OccurredAt}, pg.Time{At: &r.RecordedAt})
+	if lastError != nil {
+		r.Err = errors.New(*lastError)
+	}
+	return r, err
+}
+
+// DeliveryFilter selects rows of event_delivery. Empty fields select all, but Statuses are
+// required. outboxops.DeliveryFilter describes them.
+type DeliveryFilter struct {
+	Group, Stream, Action string
+	Statuses              []string
+	Resolved              bool
+	Type, ErrorCode, Key  string
+	EventID               string
+	Since, Until          time.Time
+}
+
+// Args are the first ten parameters of statements with [DeliveryKinds] and [DeliveryWhere].
+func (f DeliveryFilter) Args() []any {
+	return []any{f.Statuses, f.Group, f.Action, f.Stream, f.Type, f.ErrorCode, f.Key, f.EventID, pg.OrNull(f.Since), pg.OrNull(f.Until)}
+}
+
+// DeliveryWhere is a [DeliveryFilter] without Statuses and Resolved.
+const DeliveryWhere = `
+   AND ($2::text = '' OR d.consumer_group = $2)
+   AND ($3::text = '' OR d.action = $3)
+   AND ($4::text = '' OR d.stream = $4)
+   AND ($5::text = '' OR d.event_type = $5)
+   AND ($6::text = '' OR d.last_error_code = $6)
+   AND ($7::text = '' OR coalesce(d.partition_key, d.aggregate_id) = $7)
+   AND ($8::text = '' OR d.event_id::text = lower($8))
+   AND d.updated_at >= coalesce($9::timestamptz, '-infinity') AND d.updated_at < coalesce($10::timestamptz, 'infinity')`
+
+// DeliveryKinds begins a statement that reads what waits or is DEAD and not resolved, of a
+// [DeliveryFilter]: chosen has the kinds of which there is something, found one after the
+// other in idx_event_delivery_waiting. [OfDeliveryKind] selects the rows of kind k, in the
+// order of their ids. Such statements are to be run under pg.PlannerSettings: their cost
+// grows with the kinds, and not with the rows.
+const DeliveryKinds = `
+WITH RECURSIVE kinds AS (
+   (SELECT consumer_group, action, stream, status FROM {schema}.event_delivery` + deliveriesWait + `
+     ORDER BY consumer_group, action, stream, status LIMIT 1)
+     UNION ALL
+    SELECT next.* FROM kinds AS k
+     CROSS JOIN LATERAL (SELECT consumer_group, action, stream, status FROM {schema}.event_delivery` + deliveriesWait + `
+                            AND (consumer_group, action, stream, status) > (k.consumer_group, k.action, k.stream, k.status)
+                          ORDER BY consumer_group, action, stream, status LIMIT 1) AS next
+), chosen AS MATERIALIZED (
+    SELECT * FROM kinds
+     WHERE status = ANY ($1::text[]) AND ($2::text = '' OR consumer_group = $2) AND ($3::text = '' OR action = $3) AND ($4::text = '' OR stream = $4)
+)`
+
+const (
+	deliveriesWait = ` WHERE status IN ('PENDING', 'PARKED', 'DEAD') AND resolution IS NULL`
+
+	// OfDeliveryKind is described at [DeliveryKinds].
+	OfDeliveryKind = ` WHERE d.status IN ('PENDING', 'PARKED', 'DEAD') AND d.resolution IS NULL
+               AND d.consumer_group = k.consumer_group AND d.action = k.action AND d.stream = k.stream AND d.status = k.status`
+	// ByDeliveryKind is the order of the index.
+	ByDeliveryKind = ` ORDER BY d.consumer_group, d.action, d.stream, d.status, d.id`
+	// NewestOfDeliveryKind is the same backward.
+	NewestOfDeliveryKind = ` ORDER BY d.consumer_group DESC, d.action DESC, d.stream DESC, d.status DESC, d.id DESC`
+)
+
+// DeliveryCount counts deliveries that are alike. Its fields are those of
+// outboxops.DeliveryCount, which describes them.
+type DeliveryCount struct {
+	Group, Stream, Action, Status string
+	Deliveries, Held              int
+	Oldest, Due                   time.Time
+}
+
+// SQLDeliveryCount counts up to $11 deliveries of each kind, and looks at up to $12 that are
+// with a worker. The first of a kind by id is the oldest one.
+const SQLDeliveryCount = DeliveryKinds + `
+SELECT counted.* FROM (
+       SELECT k.consumer_group, k.stream, k.action, k.status, c.deliveries, c.held, c.oldest, due.next_retry_at AS due
+         FROM chosen AS k
+        CROSS JOIN LATERAL (
+              SELECT count(*) AS deliveries, count(*) FILTER (WHERE held) AS held, min(created_at) AS oldest FROM (
+                     SELECT d.created_at, d.held FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + ByDeliveryKind + ` LIMIT $11) AS r) AS c
+         LEFT JOIN LATERAL (
+              SELECT d.next_retry_at FROM {schema}.event_delivery AS d
+               WHERE d.status = 'PENDING' AND k.status = 'PENDING'
+                 AND d.consumer_group = k.consumer_group AND d.action = k.action AND d.stream = k.stream` + DeliveryWhere + `
+               ORDER BY d.consumer_group, d.action, d.stream, d.next_retry_at, d.id LIMIT 1) AS due ON true
+        UNION ALL
+       SELECT consumer_group, stream, action, 'PROCESSING', count(*), 0, min(created_at), min(locked_until)
+         FROM (SELECT d.* FROM {schema}.event_delivery AS d
+                WHERE d.status = 'PROCESSING' AND 'PROCESSING' = ANY ($1)` + DeliveryWhere + `
+                ORDER BY d.consumer_group, d.locked_until LIMIT $12) AS d
+        GROUP BY consumer_group, stream, action) AS counted
+ WHERE deliveries > 0 ORDER BY consumer_group, stream, action, status`
+
+// SQLDeliveryList reads up to $12 deliveries with an id below $11, or any for 0, the newest
+// first. What is resolved it finds by group among what is DEAD. Of what is DONE it walks the
+// table from its newest row on.
+const SQLDeliveryList = DeliveryKinds + `, groups AS (
+   (SELECT consumer_group FROM {schema}.event_delivery WHERE status = 'DEAD' ORDER BY consumer_group, id LIMIT 1)
+     UNION ALL
+    SELECT (SELECT d.consumer_group FROM {schema}.event_delivery AS d WHERE d.status = 'DEAD' AND d.consumer_group > g.consumer_group
+             ORDER BY d.consumer_group, d.id LIMIT 1) FROM groups AS g WHERE g.consumer_group IS NOT NULL
+), found AS (
+    SELECT r.id FROM chosen AS k
+     CROSS JOIN LATERAL (SELECT d.id FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + `
+                            AND d.id < $11 AND NOT $13::bool` + NewestOfDeliveryKind + ` LIMIT $12) AS r
+     UNION ALL
+    SELECT r.id FROM groups AS g
+     CROSS JOIN LATERAL (SELECT d.id FROM {schema}.event_delivery AS d
+                          WHERE d.status = 'DEAD' AND d.consumer_group = g.consumer_group AND d.resolution IS NOT NULL` + DeliveryWhere + `
+                            AND d.id < $11 AND $13 AND 'DEAD' = ANY ($1) ORDER BY d.consumer_group DESC, d.id DESC LIMIT $12) AS r
+     UNION ALL
+    SELECT d.id FROM {schema}.event_delivery AS d
+     WHERE d.status = 'PROCESSING'` + DeliveryWhere + ` AND d.id < $11 AND NOT $13 AND 'PROCESSING' = ANY ($1)
+     UNION ALL
+   (SELECT d.id FROM {schema}.event_delivery AS d
+     WHERE d.status = 'DONE'` + DeliveryWhere + ` AND d.id < $11 AND NOT $13 AND 'DONE' = ANY ($1) ORDER BY d.id DESC LIMIT $12)
+)
+SELECT ` + DeliveryColumns + `
+  FROM {schema}.event_delivery AS d WHERE d.id = ANY (ARRAY(SELECT id FROM found ORDER BY id DESC LIMIT $12)) ORDER BY d.id DESC`
+
+// SQLDeliveryIDs reads up to $12 deliveries that wait or are DEAD and not resolved, with an
+// id above $11, the oldest first.
+const SQLDeliveryIDs = DeliveryKinds + `
+SELECT r.id, k.stream FROM chosen AS k
+ CROSS JOIN LATERAL (SELECT d.id FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + `
+                        AND d.id > $11` + ByDeliveryKind + ` LIMIT $12) AS r
+ ORDER BY r.id LIMIT $12`
+
+// MaxProcessing is how many deliveries that are with workers are looked at.
+const MaxProcessing = 100_000
+
+// DeliveryReader counts and lists deliveries.
+type DeliveryReader struct {
+	db               *pgxpool.Pool
+	count, list, ids string
+}
+
+// NewDeliveryReader returns the reader of a schema.
+func NewDeliveryReader(db *pgxpool.Pool, schema string) DeliveryReader {
+	return DeliveryReader{db, pg.InSchema(SQLDeliveryCount, schema), pg.InSchema(SQLDeliveryList, schema), pg.InSchema(SQLDeliveryIDs, schema)}
+}
+
+// Count returns how many deliveries there are by group, stream, action and status, sorted by
+// these, and of each kind [MaxCounted] at most. What is DONE or resolved is not counted.
+func (r DeliveryReader) Count(ctx context.Context, filter DeliveryFilter) (counts []DeliveryCount, err error) {
+	err = pg.Query(ctx, r.db, pg.PlannerSettings, func(rows pgx.Rows) error {
+		counts, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c DeliveryCount, err error) {
+			return c, row.Scan(&c.Group, &c.Stream, &c.Action, &c.Status, &c.Deliveries, &c.Held, pg.Time{At: &c.Oldest}, pg.Time{At: &c.Due})
+		})
+		return err
+	}, r.count, append(filter.Args(), MaxCounted, MaxProcessing)...)
+	return counts, err
+}
+
+// List returns deliveries with an id below before, or any for 0, the newest first.
+func (r DeliveryReader) List(ctx context.Context, filter DeliveryFilter, before int64, limit int) (all []Delivery, err error) {
+	if before == 0 {
+		before = math.MaxInt64
+	}
+	err = pg.Query(ctx, r.db, pg.PlannerSettings, func(rows pgx.Rows) error {
+		all, err = pgx.CollectRows(rows, ScanDelivery)
+		return err
+	}, r.list, append(filter.Args(), before, limit, filter.Resolved)...)
+	return all, err
+}
+
+// IDs returns what waits or is DEAD and not resolved, with an id above after, the oldest
+// first, and the streams.
+func (r DeliveryReader) IDs(ctx context.Context, filter DeliveryFilter, after int64, limit int) (ids []int64, streams []string, err error) {
+	err = pg.Query(ctx, r.db, pg.PlannerSettings, func(rows pgx.Rows) error {
+		var id int64
+		var stream string
+		_, err := pgx.ForEachRow(rows, []any{&id, &stream}, func() error {
+			ids, streams = append(ids, id), append(streams, stream)
+			return nil
+		})
+		return err
+	}, r.ids, append(filter.Args(), after, limit)...)
+	return ids, streams, err
+}
