@@ -33,7 +33,8 @@ func TestRolesCannot(t *testing.T) {
 func (r *roles) requireNoMore(t *testing.T) {
 	t.Helper()
 	h := r.relayFixture
-	tables := []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "consumer_start", "consumer_pause", "consumer_group_role", "outbox_partitioning"}
+	tables := []string{"outbox", "outbox_cursor", "outbox_lease", "outbox_failed", "outbox_audit", "event_handled", "consumer_start", "consumer_pause", "consumer_group_role",
+		"event_delivery", "event_subscription", "outbox_partitioning"}
 	statements := map[string]string{
 		"select": `SELECT FROM {t}`, "update": `UPDATE {t} SET {c} = {c}`, "delete": `DELETE FROM {t}`, "truncate": `TRUNCATE {t}`,
 		"insert": `INSERT INTO {t} DEFAULT VALUES`, "trigger": `CREATE TRIGGER x AFTER INSERT ON {t} EXECUTE FUNCTION suppress_redundant_updates_trigger()`,
@@ -43,18 +44,25 @@ func (r *roles) requireNoMore(t *testing.T) {
 		"relay": {"outbox select", "outbox delete", "outbox_cursor select", "outbox_cursor insert", "outbox_cursor delete",
 			"outbox_lease select", "outbox_lease insert", "outbox_lease update", "outbox_failed select", "outbox_failed insert",
 			"outbox_failed update", "outbox_failed delete", "outbox_audit select", "outbox_audit insert", "outbox_audit delete",
-			"event_handled select", "event_handled delete", "consumer_start select", "consumer_group_role select"},
+			"event_handled select", "event_handled delete", "consumer_start select", "consumer_group_role select", "event_delivery select",
+			"event_delivery delete", "event_subscription select"},
 		"consumer": {"event_handled select", "event_handled insert", "event_handled delete", "consumer_group_role select",
 			"consumer_start select", "consumer_start insert", "consumer_start update", "consumer_start delete", "consumer_pause select"},
+		"worker": {"outbox select", "outbox_cursor select", "outbox_cursor insert", "outbox_cursor delete", "outbox_lease select", "outbox_lease insert",
+			"outbox_lease update", "event_handled select", "event_handled insert", "event_handled delete", "consumer_pause select", "consumer_group_role select",
+			"event_delivery select", "event_delivery insert", "event_delivery delete", "event_subscription select", "event_subscription insert"},
 		"reader": {"outbox select", "outbox_cursor select", "outbox_lease select", "outbox_failed select", "outbox_audit select",
-			"event_handled select", "consumer_start select", "consumer_pause select", "consumer_group_role select"},
+			"event_handled select", "consumer_start select", "consumer_pause select", "consumer_group_role select", "event_delivery select",
+			"event_subscription select"},
 		"operator": {"outbox select", "outbox_cursor select", "outbox_lease select", "outbox_failed select", "outbox_audit select",
-			"event_handled select", "consumer_start select", "consumer_pause select", "consumer_group_role select"},
+			"event_handled select", "consumer_start select", "consumer_pause select", "consumer_group_role select", "event_delivery select",
+			"event_subscription select"},
 	}
 	column := map[string]string{"outbox": "payload", "outbox_cursor": "relay", "outbox_lease": "holder", "outbox_failed": "status",
-		"outbox_audit": "reason", "event_handled": "action", "consumer_start": "position", "consumer_pause": "reason", "consumer_group_role": "role", "outbox_partitioning": "rows"}
-	for role, allowed := range can {
-		db := r.as(t, role)
+		"outbox_audit": "reason", "event_handled": "action", "consumer_start": "position", "consumer_pause": "reason", "consumer_group_role": "role",
+		"event_delivery": "resolution", "event_subscription": "moved_to", "outbox_partitioning": "rows"}
+	for _, role := range r.parts {
+		allowed, db := can[role], r.as(t, role)
 		var got []string
 		for _, table := range tables {
 			for kind, sql := range statements {
@@ -85,8 +93,14 @@ func (r *roles) requireNoMore(t *testing.T) {
 		`outbox_rewind_consumer('g', '{t}', ARRAY[]::uuid[], '{0}', '{1}', 'kim', 'why')`: "operator",
 		`outbox_audit_read(1, 'kim', 'why')`:                                              "reader operator",
 		`outbox_audit_read_recorded(1, 'kim', 'why')`:                                     "reader operator",
+		`outbox_audit_read_delivery(1, 'kim', 'why')`:                                     "reader operator",
+		`outbox_requeue_deliveries('{1}', 'kim', 'why')`:                                  "operator",
+		`outbox_resolve_deliveries('{1}', 'kim', 'why')`:                                  "operator",
+		`outbox_lock_deliveries('{1}')`:                                                   "", `outbox_promote_deliveries('{1}')`: "",
+		`outbox_lock_keys('mine', '{1}')`: "worker", `outbox_promote('mine', '{1}')`: "worker",
+		`outbox_finish_deliveries('mine', 'w', '{}', '{1}')`: "worker",
 	}
-	for role := range can {
+	for _, role := range r.parts {
 		db := r.as(t, role)
 		for function, who := range functions {
 			_, err := db.Exec(background, h.sql(`SELECT {s}.`+function))
@@ -117,6 +131,27 @@ var escalations = map[string][]string{
 		`SELECT setval(format('%I.outbox_id_seq', {text}), 1)`,
 		`DROP TABLE {s}.outbox_cursor`,
 	},
+	"worker": {
+		`UPDATE {s}.event_delivery SET payload = '{}'`,
+		`UPDATE {s}.event_delivery SET consumer_group = 'theirs'`,
+		`UPDATE {s}.event_delivery SET event_id = gen_random_uuid()`,
+		`UPDATE {s}.event_delivery SET resolution = 'resolved', resolved_by = 'kim', note = 'x'`,
+		`UPDATE {s}.event_delivery SET max_attempts = 1000`,
+		`INSERT INTO {s}.event_delivery SELECT * FROM {s}.event_delivery`,
+		`INSERT INTO {s}.event_delivery ({delivery}) SELECT {delivery} FROM {s}.event_delivery WHERE consumer_group = 'theirs'`,
+		`INSERT INTO {s}.event_delivery ({delivery}, id) SELECT {delivery}, 1 FROM {s}.event_delivery WHERE consumer_group = 'mine'`,
+		`INSERT INTO {s}.event_delivery ({delivery}, resolution) SELECT {delivery}, 'x' FROM {s}.event_delivery WHERE consumer_group = 'mine'`,
+		`INSERT INTO {s}.event_subscription (consumer_group) VALUES ('another')`,
+		`UPDATE {s}.event_subscription SET moved_to = 'r', moved_at = now()`,
+		`DELETE FROM {s}.event_subscription`,
+		`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('theirs', 't', 'new', 'a')`,
+		`UPDATE {s}.outbox SET xid = '3'`,
+		`DELETE FROM {s}.outbox`,
+		`INSERT INTO {s}.outbox ({columns}) VALUES ({values})`,
+		`INSERT INTO {s}.consumer_group_role (consumer_group, role) VALUES ('*', session_user)`,
+		`SELECT {s}.outbox_requeue_deliveries('{1}', 'kim', 'why')`,
+		`LOCK TABLE {s}.event_subscription IN SHARE MODE`,
+	},
 	"consumer": {
 		`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('theirs', 't', 'new', 'a')`,
 		`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('theirs', 't', 'i', 'a')
@@ -141,6 +176,13 @@ var escalations = map[string][]string{
 		`UPDATE {s}.outbox_failed SET topic = 'elsewhere', partition_key = 'k', event_type = 'acme.gift.granted.v1', payload = '{}', status = 'parked'`,
 		`UPDATE {s}.outbox_failed SET status = 'resolved'`,
 		`INSERT INTO {s}.outbox_failed SELECT * FROM {s}.outbox_failed`,
+		`UPDATE {s}.event_delivery SET status = 'DEAD'`,
+		`UPDATE {s}.event_delivery SET status = 'PENDING', locked_by = NULL, locked_until = NULL`,
+		`DELETE FROM {s}.event_delivery`,
+		`SELECT FROM {s}.event_delivery FOR UPDATE`,
+		`UPDATE {s}.event_subscription SET moved_to = 'r', moved_at = now()`,
+		`SELECT {s}.outbox_promote('mine', '{1}')`,
+		`SELECT {s}.outbox_finish_deliveries('mine', 'w', '{1}', '{1}')`,
 		`INSERT INTO {s}.outbox_audit (operator, action, reason, relay, parking_key) VALUES ('somebody else', 'edit', 'x', 'r', 'k')`,
 		`INSERT INTO {s}.outbox_audit (operator, action, reason, relay, parking_key, created_at) VALUES ('kim', 'edit', 'x', 'r', 'k', now() - interval '1 day')`,
 		`DELETE FROM {s}.outbox_audit`,
@@ -183,7 +225,15 @@ func (r *roles) requireNoEscalation(t *testing.T) {
 	t.Helper()
 	h := r.relayFixture
 	r.giveGroup(t, "consumer", "mine")
+	if slices.Contains(r.parts, "worker") {
+		r.giveGroup(t, "worker", "mine")
+	}
 	_, err := h.db.Exec(background, h.sql(`
+		INSERT INTO {s}.event_subscription (consumer_group) VALUES ('mine'), ('theirs');
+		INSERT INTO {s}.event_delivery (consumer_group, action, stream, position, status, attempt_count, max_attempts, next_retry_at, locked_by, locked_until,
+		       created_at, updated_at, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, recorded_at)
+		SELECT g, 'a', 't', 1, 'PROCESSING', 1, 10, now(), 'w', now(), now(), now(), gen_random_uuid(), 't', 's', 'a', 'i', '{}', 'application/json', now(), now()
+		  FROM unnest('{mine,theirs}'::text[]) AS g;
 		INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('mine', 't', 'i', 'a'), ('theirs', 't', 'i', 'a');
 		INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
 		SELECT g, 't', gen_random_uuid(), 0, 0, 5 FROM unnest('{mine,theirs}'::text[]) AS g`))
@@ -192,32 +242,48 @@ func (r *roles) requireNoEscalation(t *testing.T) {
 	require.NoError(t, h.db.QueryRow(background, `SELECT current_user`).Scan(&owner))
 	replace := strings.NewReplacer("{s}", pgx.Identifier{h.schema}.Sanitize(), "{text}", "'"+strings.ReplaceAll(h.schema, "'", "''")+"'",
 		"{owner}", pgx.Identifier{owner}.Sanitize(),
+		"{delivery}", `consumer_group, action, stream, position, status, attempt_count, max_attempts, next_retry_at, locked_by, locked_until, created_at, updated_at,
+			event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, recorded_at`,
 		"{columns}", "event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at",
 		"{values}", "gen_random_uuid(), 't', 's', 'a', 'i', '{}', 'application/json', now()")
-	for _, role := range []string{"writer", "relay", "consumer", "reader", "operator"} {
+	for _, role := range r.parts {
 		db := r.as(t, role)
 		for _, sql := range slices.Concat(escalations[role], escalations[""]) {
 			err := tryScript(db, replace.Replace(sql))
 			require.True(t, isDenied(err), "%s: %s: %v", role, sql, err)
 		}
 	}
-	consumer := r.as(t, "consumer")
-	for _, sql := range []string{ // what a policy hides is not an error
-		`DELETE FROM {s}.event_handled WHERE consumer_group = 'theirs'`,
-		`UPDATE {s}.event_handled SET handled_at = '-infinity' WHERE consumer_group = 'theirs'`,
-		`DELETE FROM {s}.consumer_start WHERE consumer_group = 'theirs'`,
-		`UPDATE {s}.consumer_start SET position = 1000 WHERE consumer_group = 'theirs'`,
-	} {
-		tag, err := consumer.Exec(background, h.sql(sql))
-		require.NoError(t, err)
-		require.Zero(t, tag.RowsAffected(), sql)
-		tag, err = consumer.Exec(background, strings.ReplaceAll(h.sql(sql), "theirs", "mine"))
-		require.NoError(t, err)
-		if strings.HasPrefix(sql, "UPDATE {s}.event_handled") || strings.HasPrefix(sql, "UPDATE {s}.consumer_start") {
-			continue // the statement before has removed it
+	for role, statements := range hiddenRows {
+		if !slices.Contains(r.parts, role) {
+			continue
 		}
-		require.EqualValues(t, 1, tag.RowsAffected(), sql)
+		db := r.as(t, role)
+		for _, sql := range statements {
+			tag, err := db.Exec(background, h.sql(sql))
+			require.NoError(t, err)
+			require.Zero(t, tag.RowsAffected(), "%s: %s", role, sql)
+			tag, err = db.Exec(background, strings.ReplaceAll(h.sql(sql), "theirs", "mine"))
+			require.NoError(t, err)
+			require.EqualValues(t, 1, tag.RowsAffected(), "%s: %s", role, sql)
+		}
 	}
+}
+
+// hiddenRows are statements about rows of another group: what a policy hides is not an error. The
+// same about rows of the role's own group succeed.
+var hiddenRows = map[string][]string{
+	"consumer": {
+		`UPDATE {s}.event_handled SET handled_at = '-infinity' WHERE consumer_group = 'theirs'`,
+		`DELETE FROM {s}.event_handled WHERE consumer_group = 'theirs'`,
+		`UPDATE {s}.consumer_start SET position = 1000 WHERE consumer_group = 'theirs'`,
+		`DELETE FROM {s}.consumer_start WHERE consumer_group = 'theirs'`,
+	},
+	"worker": {
+		`UPDATE {s}.event_delivery SET locked_by = 'x' WHERE consumer_group = 'theirs'`,
+		`UPDATE {s}.event_delivery SET status = 'DONE', locked_by = NULL, locked_until = NULL WHERE consumer_group = 'theirs'`,
+		`SELECT FROM {s}.event_delivery WHERE consumer_group = 'theirs' FOR UPDATE`,
+		`DELETE FROM {s}.event_delivery WHERE consumer_group = 'theirs'`,
+	},
 }
 
 // The id of a note is drawn from a sequence. Where one is taken, be it by the consumer of another
@@ -331,9 +397,12 @@ func TestFunctionsRunNothingOfOthers(t *testing.T) {
 				`SELECT {s}.outbox_edit_failed(1, '{}', 'kim', 'why')`, `SELECT {s}.outbox_hold_key('r', 'k', 'kim', 'why')`,
 				`SELECT {s}.outbox_release_key('r', 'k', 'kim', 'why')`, `SELECT {s}.outbox_pause_consumer('g', 't', 'kim', 'why')`,
 				`SELECT {s}.outbox_resume_consumer('g', 't', 'kim', 'why')`, `SELECT {s}.outbox_audit_read(1, 'kim', 'why')`,
-				`SELECT {s}.outbox_audit_read_recorded(1, 'kim', 'why')`,
+				`SELECT {s}.outbox_audit_read_recorded(1, 'kim', 'why')`, `SELECT {s}.outbox_audit_read_delivery(1, 'kim', 'why')`,
+				`SELECT {s}.outbox_requeue_deliveries('{1,2}', 'kim', 'why')`, `SELECT {s}.outbox_resolve_deliveries('{1,2}', 'kim', 'why')`,
 				`SELECT {s}.outbox_rewind_consumer('g', '{t}', ARRAY[]::uuid[], '{0}', '{1}', 'kim', 'why')`},
 			"consumer": {`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('product-statistics', 't', 'i', 'a')`},
+			"worker": {`SELECT {s}.outbox_lock_keys('product-statistics', '{1,2}')`, `SELECT {s}.outbox_promote('product-statistics', '{1,2}')`,
+				`SELECT {s}.outbox_finish_deliveries('product-statistics', 'w', '{}', '{1}')`},
 		} {
 			db := r.as(t, role)
 			for _, call := range calls { // with a temporary table of every name, found first

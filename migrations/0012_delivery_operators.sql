@@ -181,13 +181,19 @@ BEGIN
             EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %s%s', f.signature, granted.grantee, granted.option);
         END LOOP;
     END LOOP;
+    -- Nobody has a right to the tables by default. Who may read what failed may read them, and who
+    -- removes what was published removes what is done.
+    EXECUTE format('SELECT %1$I.outbox_revoke_grants(''event_delivery''), %1$I.outbox_revoke_grants(''event_subscription'')', schema);
     FOR granted IN
-        SELECT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS grantee,
+        SELECT a.privilege_type AS privilege, CASE a.privilege_type WHEN 'SELECT' THEN format('%1$I.event_delivery, %1$I.event_subscription', schema)
+                                              ELSE format('%I.event_delivery', schema) END AS tables,
+               CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS grantee,
                CASE WHEN a.is_grantable THEN ' WITH GRANT OPTION' ELSE '' END AS option
           FROM pg_class AS c, aclexplode(c.relacl) AS a
-         WHERE c.oid = format('%I.outbox_failed', schema)::regclass AND a.privilege_type = 'SELECT' AND a.grantee <> c.relowner
+         WHERE (c.oid, a.privilege_type) IN ((format('%I.outbox_failed', schema)::regclass, 'SELECT'), (format('%I.outbox', schema)::regclass, 'DELETE'))
+           AND a.grantee <> c.relowner
     LOOP
-        EXECUTE format('GRANT SELECT ON %1$I.event_delivery, %1$I.event_subscription TO %2$s%3$s', schema, granted.grantee, granted.option);
+        EXECUTE format('GRANT %s ON %s TO %s%s', granted.privilege, granted.tables, granted.grantee, granted.option);
     END LOOP;
     PERFORM set_config('search_path', path, true);
 END $migration$;

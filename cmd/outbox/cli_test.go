@@ -126,7 +126,7 @@ func TestUsage(t *testing.T) {
 		{"topics --partitions 0", "must be positive"},
 		{"topics --retention 0", "want a time"},
 		{"tail --limit -1", "must not be negative"},
-		{"doctor --as wirter", `did you mean "writer"?`},
+		{"doctor --as wrter", `did you mean "writer"?`},
 		{"doctor --only nonsense", `--only "nonsense": want ids or their beginnings: database.connect, server.fsync`},
 		{"doctor --only relay.leadr", `did you mean "relay.leader"?`},
 		{"doctor --only relay,topics", `--only "topics"`},

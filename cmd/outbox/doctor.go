@@ -14,17 +14,18 @@ var doctorCommand = command{
 	name:    "doctor",
 	summary: "what is wrong here, and what to do about it",
 	about: `
-Looks at the tables, privileges, settings, transactions, relays and failed
-events, and at Kafka and its topics if --kafka or $KAFKA_BROKERS is there.
-It changes nothing. Each finding is an error, a warning or a note and has an id;
-it exits with 3 if there are errors or warnings. --only and --skip take ids, or
+Looks at the tables, privileges, settings, transactions, relays, failed events
+and deliveries, and at Kafka and its topics with --kafka or $KAFKA_BROKERS. It
+changes nothing. Each finding is an error, a warning or a note and has an id; it
+exits with 3 if there are errors or warnings. --only and --skip take ids, or
 what ids begin with: server.slot, or database, server, clock, migrations,
-tables, sequence, privileges, relay, failed, transaction, events, kafka.
+tables, sequence, privileges, relay, failed, delivery, transaction, events,
+kafka.
 
 Privileges are those of the connected role unless another is named:
 --as relay=shop_relay,writer=shop. The parts are relay, writer, consumer,
-reader and operator, as in docs/roles.md. Of a role that is named it also looks
-for rights that its parts do not need.`,
+worker, reader and operator, as in docs/roles.md. Of a role that is named it
+also looks for rights that its parts do not need.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		d := &doctor{}

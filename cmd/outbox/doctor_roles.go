@@ -60,8 +60,14 @@ func onFunctions(partitioned bool, signatures ...string) (all []need) {
 
 var readerNeeds = slices.Concat(onTable("outbox", "SELECT"), onTable("outbox_cursor", "SELECT"), onTable("outbox_lease", "SELECT"),
 	onTable("outbox_failed", "SELECT"), onTable("outbox_audit", "SELECT"), onTable("event_handled", "SELECT"), onTable("consumer_start", "SELECT"),
-	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"),
-	onFunctions(false, "outbox_audit_read(bigint, text, text)", "outbox_audit_read_recorded(bigint, text, text)"))
+	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"), onTable("event_delivery", "SELECT"), onTable("event_subscription", "SELECT"),
+	onFunctions(false, "outbox_audit_read(bigint, text, text)", "outbox_audit_read_recorded(bigint, text, text)", "outbox_audit_read_delivery(bigint, text, text)"))
+
+// noteNeeds is what it takes to note what was handled.
+var noteNeeds = slices.Concat(onTable("event_handled", "SELECT", "DELETE"),
+	[]need{{privilege: "INSERT", table: "event_handled", columns: []string{"consumer_group", "aggregate_type", "aggregate_id", "action", "event_source"}},
+		{privilege: "UPDATE", table: "event_handled", columns: []string{"handled_at"}}}, onSequences("event_handled_id_seq"),
+	onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT"))
 
 // partNeeds is what docs/roles.md grants, beside USAGE of the schema.
 var partNeeds = map[string][]need{
@@ -72,19 +78,29 @@ var partNeeds = map[string][]need{
 		onTable("outbox_lease", "SELECT", "INSERT", "UPDATE"), onTable("outbox_failed", "SELECT", "INSERT", "UPDATE", "DELETE"),
 		onTable("outbox_audit", "SELECT", "DELETE"), []need{{privilege: "INSERT", table: "outbox_audit", columns: []string{"operator", "action", "reason",
 			"relay", "parking_key", "failed_id", "outbox_id", "event_id"}}},
-		onTable("event_handled", "SELECT", "DELETE"), onTable("consumer_start", "SELECT"), onTable("consumer_group_role", "SELECT"),
+		onTable("event_handled", "SELECT", "DELETE"), onTable("event_delivery", "SELECT", "DELETE"), onTable("event_subscription", "SELECT"),
+		onTable("consumer_start", "SELECT"), onTable("consumer_group_role", "SELECT"),
 		onSequences("outbox_cursor_id_seq", "outbox_failed_id_seq", "outbox_audit_id_seq"),
 		onFunctions(true, "outbox_partitions()", "outbox_relays()", "outbox_make_partitions()",
 			"outbox_drop_partition(name, boolean, pg_snapshot, timestamptz, text[], text, text, bigint)")),
-	"consumer": slices.Concat(onTable("event_handled", "SELECT", "DELETE"),
-		[]need{{privilege: "INSERT", table: "event_handled", columns: []string{"consumer_group", "aggregate_type", "aggregate_id", "action", "event_source"}},
-			{privilege: "UPDATE", table: "event_handled", columns: []string{"handled_at"}}}, onSequences("event_handled_id_seq"),
-		onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE"), onTable("consumer_pause", "SELECT"), onTable("consumer_group_role", "SELECT")),
+	"consumer": slices.Concat(noteNeeds, onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE")),
+	"worker": slices.Concat(noteNeeds, onTable("outbox", "SELECT"), onTable("event_delivery", "SELECT", "DELETE"),
+		[]need{{privilege: "INSERT", table: "event_delivery", columns: []string{"consumer_group", "action", "stream", "position", "order_key", "status",
+			"attempt_count", "max_attempts", "next_retry_at", "last_attempt_at", "locked_by", "locked_until", "created_at", "updated_at", "processed_at",
+			"last_error_code", "last_error_message", "event_id", "event_type", "source", "aggregate_type", "aggregate_id", "payload", "payload_bytes",
+			"content_type", "partition_key", "headers", "occurred_at", "recorded_at"}},
+			{privilege: "UPDATE", table: "event_delivery", columns: []string{"status", "held", "attempt_count", "next_retry_at", "last_attempt_at",
+				"locked_by", "locked_until", "updated_at", "processed_at", "last_error_code", "last_error_message"}},
+			{privilege: "INSERT", table: "event_subscription", columns: []string{"consumer_group"}}},
+		onTable("event_subscription", "SELECT"), onTable("outbox_cursor", "SELECT", "INSERT", "DELETE"), onTable("outbox_lease", "SELECT", "INSERT", "UPDATE"),
+		onSequences("event_delivery_id_seq", "outbox_cursor_id_seq"),
+		onFunctions(false, "outbox_lock_keys(text, bigint[])", "outbox_promote(text, bigint[])", "outbox_finish_deliveries(text, text, bigint[], bigint[])")),
 	"reader": readerNeeds,
 	"operator": slices.Concat(readerNeeds, onFunctions(false, "outbox_retry_failed(bigint[], text, text)", "outbox_resolve_failed(bigint[], text, text)",
 		"outbox_edit_failed(bigint, bytea, text, text)", "outbox_hold_key(text, text, text, text)", "outbox_release_key(text, text, text, text)",
 		"outbox_pause_consumer(text, text, text, text)", "outbox_resume_consumer(text, text, text, text)",
-		"outbox_rewind_consumer(text, text[], uuid[], int[], bigint[], text, text)")),
+		"outbox_rewind_consumer(text, text[], uuid[], int[], bigint[], text, text)",
+		"outbox_requeue_deliveries(bigint[], text, text)", "outbox_resolve_deliveries(bigint[], text, text)")),
 }
 
 // on says what the privilege is for, and grant how to give it.

@@ -19,7 +19,7 @@ var tableChecks = []check{
 	{"sequence", []string{"sequence.missing", "sequence.cache", "sequence.behind"}, (*doctor).sequence},
 	{"tables.vacuum", []string{"tables.autovacuum", "tables.bloat"}, (*doctor).vacuum},
 	{"tables.partitions", []string{"tables.partitions"}, (*doctor).partitions},
-	{"privileges", []string{"privileges.role", "privileges.relay", "privileges.writer", "privileges.consumer", "privileges.reader",
+	{"privileges", []string{"privileges.role", "privileges.relay", "privileges.writer", "privileges.consumer", "privileges.worker", "privileges.reader",
 		"privileges.operator", "privileges.excess", "privileges.groups"}, (*doctor).privileges},
 	{"privileges of the schema", []string{"privileges.schema", "privileges.foreign", "privileges.partitions"}, (*doctor).trust},
 	{"relay", []string{"relay.none", "relay.leader", "relay.backlog", "failed.dead", "failed.held", "failed.parked",

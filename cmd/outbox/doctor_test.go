@@ -304,7 +304,7 @@ func TestDoctorOnPrivileges(t *testing.T) {
 		_, err := tx.Exec(background, "SET LOCAL search_path = "+schema)
 		require.NoError(t, err)
 		for _, block := range regexp.MustCompile("(?s)```sql\n(.*?)```").FindAllSubmatch(doc, -1) {
-			sql := regexp.MustCompile(`\boutbox_(writer|relay|consumer|reader|operator)\b`).ReplaceAllString(string(block[1]), "outbox_${1}"+suffix)
+			sql := regexp.MustCompile(`\boutbox_(writer|relay|consumer|worker|reader|operator)\b`).ReplaceAllString(string(block[1]), "outbox_${1}"+suffix)
 			for _, statement := range strings.Split(strings.ReplaceAll(sql, "SCHEMA public", "SCHEMA "+schema), ";") {
 				if statement = strings.TrimSpace(statement); strings.HasPrefix(statement, "GRANT") || strings.HasPrefix(statement, "INSERT") {
 					grants = append(grants, statement)
@@ -316,7 +316,7 @@ func TestDoctorOnPrivileges(t *testing.T) {
 		}
 		return nil
 	}))
-	parts := []string{"writer", "relay", "consumer", "reader", "operator"}
+	parts := []string{"writer", "relay", "consumer", "worker", "reader", "operator"}
 	var as []string
 	for _, p := range parts {
 		as = append(as, p+"=outbox_"+p+suffix)
@@ -339,7 +339,7 @@ func TestDoctorOnPrivileges(t *testing.T) {
 	}
 	revoke := func(grant string) string {
 		if strings.HasPrefix(grant, "INSERT") {
-			return fmt.Sprintf("DELETE FROM consumer_group_role WHERE role = '%s'", regexp.MustCompile(`outbox_(relay|consumer)_\w+`).FindString(grant))
+			return fmt.Sprintf("DELETE FROM consumer_group_role WHERE role = '%s'", regexp.MustCompile(`outbox_(relay|consumer|worker)_\w+`).FindString(grant))
 		}
 		return strings.Replace(strings.Replace(grant, "GRANT", "REVOKE", 1), " TO ", " FROM ", 1)
 	}
@@ -365,6 +365,9 @@ func TestDoctorOnPrivileges(t *testing.T) {
 	for _, test := range []struct{ grant, id, what string }{
 		{"GRANT UPDATE ON outbox_failed TO outbox_operator", "privileges.excess", "has UPDATE on outbox_failed"},
 		{"GRANT INSERT ON outbox_audit TO outbox_relay", "privileges.excess", "has INSERT on outbox_audit"},
+		{"GRANT UPDATE ON event_delivery TO outbox_operator", "privileges.excess", "has UPDATE on event_delivery"},
+		{"GRANT UPDATE (payload) ON event_delivery TO outbox_worker", "privileges.excess", "has UPDATE on event_delivery (payload)"},
+		{"GRANT EXECUTE ON FUNCTION outbox_requeue_deliveries(bigint[], text, text) TO outbox_worker", "privileges.excess", "has EXECUTE on function outbox_requeue_deliveries"},
 		{"GRANT INSERT ON event_handled TO outbox_consumer", "privileges.excess", "has INSERT on event_handled"},
 		{"GRANT UPDATE ON event_handled TO outbox_consumer", "privileges.excess", "has UPDATE on event_handled"},
 		{"GRANT INSERT ON outbox TO outbox_writer", "privileges.excess", "has INSERT on outbox"},
@@ -377,7 +380,7 @@ func TestDoctorOnPrivileges(t *testing.T) {
 		{"GRANT CREATE ON SCHEMA " + schema + " TO PUBLIC", "privileges.schema", "everybody may create in schema"},
 		{"GRANT CREATE ON SCHEMA " + schema + " TO outbox_writer", "privileges.schema", "may create in schema"},
 	} {
-		run(regexp.MustCompile(`\b(outbox_(?:writer|relay|consumer|reader|operator))\b`).ReplaceAllString(test.grant, "${1}"+suffix))
+		run(regexp.MustCompile(`\b(outbox_(?:writer|relay|consumer|worker|reader|operator))\b`).ReplaceAllString(test.grant, "${1}"+suffix))
 		all := find()
 		require.Len(t, all, 1, "%s: %v", test.grant, all)
 		require.Equal(t, test.id, all[0].ID)
