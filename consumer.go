@@ -184,16 +184,11 @@ func (c *Consumer) run(ctx context.Context) error {
 // What outages of a consumer are named in its log; those of dead-letter topics have a
 // name each.
 const (
-	outagePostgres   = "PostgreSQL"
 	outageFetching   = "fetching"
 	outageCommitting = "committing offsets"
 
 	outageCommittingTopic = "committing offsets of topic " // with its name
 )
-
-// checkTimeout bounds a look at the tables: PostgreSQL, or what has locked them, may not
-// answer without a word.
-const checkTimeout = 10 * time.Second
 
 // checkTables waits for PostgreSQL and checks that the tables of consumers are as this release
 // needs them. It also reads what is paused, before anything is handled.

@@ -82,14 +82,11 @@ type ConsumerConfig struct {
 }
 
 const (
-	defaultMaxPoll         = 100
-	maxMaxPoll             = 10_000
 	defaultHeartbeat       = 10 * time.Second
 	defaultSession         = 30 * time.Second
 	defaultMaxPollInterval = 5 * time.Minute
 	defaultMaxQueueBytes   = 64 << 20
 	minMaxQueueBytes       = 1 << 20
-	defaultStopTimeout     = 5 * time.Second
 	deadLetterDelivery     = 10 * time.Second // after which a dead letter without an answer is sent again
 )
 

@@ -66,10 +66,10 @@ func testHostFunctionHangs(t *testing.T, name string, set func(*ConsumerConfig, 
 	go s.worker.run()
 	s.worker.add(s.arrive("a"))
 	synctest.Wait()
-	s.worker.reportSlow()
+	s.worker.slow.report(&s.worker.activity, s.worker.cfg.SlowHandler, s.worker.log, "partition", s.worker.partition.Name())
 	require.NotContains(t, log.String(), "runs for long")
 	time.Sleep(defaultSlowHandler)
-	s.worker.reportSlow()
+	s.worker.slow.report(&s.worker.activity, s.worker.cfg.SlowHandler, s.worker.log, "partition", s.worker.partition.Name())
 	require.Contains(t, log.String(), name+" runs for long")
 	var reasons []string
 	health := func() bool {

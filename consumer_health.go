@@ -3,7 +3,6 @@ package outbox
 import (
 	"context"
 	"fmt"
-	"sync"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -75,13 +74,10 @@ func (c *Consumer) Health() ConsumerHealth {
 		if before, now, growing := m.lag.Growing(); growing {
 			h.Reasons = append(h.Reasons, fmt.Sprintf("the lag grows: %d records, %d five minutes ago", now, before))
 		}
-		h.Reasons = append(h.Reasons, c.pauseReasons()...)
+		h.Reasons = append(h.Reasons, pauseReasons(c.pauses, "consumer")...)
 	}
 	return h
 }
-
-// stuckGrace is how long a handler has to return after its context has ended.
-const stuckGrace = time.Second
 
 // reportHealth says why a worker does not get on. It returns false if only a restart helps.
 func (w *partitionWorker) reportHealth(notReady func(reason string, args ...any)) (live bool) {
@@ -95,15 +91,7 @@ func (w *partitionWorker) reportHealth(notReady func(reason string, args ...any)
 		notReady("a transaction of %s has not begun for %v: the pool has no connection left, or event_handled is locked",
 			w.partition.Name(), time.Since(since).Round(time.Second))
 	}
-	call, ok := w.activity.Current()
-	if !ok {
-		return true
-	}
-	ran := time.Since(call.Began)
-	if ran > w.cfg.HandlerTimeout+stuckGrace {
-		notReady("%s %s has not returned for %v, although it should have: event %s, %s", call.What(), call.Action, ran.Round(time.Second), call.ID, call.Place)
-	}
-	return ran <= max(2*w.cfg.HandlerTimeout, w.cfg.HandlerTimeout+stuckGrace)
+	return reportCall(&w.activity, &w.cfg.HandlerConfig, notReady)
 }
 
 // isMember reports whether the group has assigned partitions, or none, to this member.
@@ -119,41 +107,8 @@ func (m *membership) watchHandlers(ctx context.Context) {
 	for ctx.Err() == nil {
 		wait.Sleep(ctx, min(often, m.cfg.SlowHandler/2))
 		for _, w := range m.all() {
-			w.reportSlow()
+			w.slow.report(&w.activity, w.cfg.SlowHandler, w.log, "partition", w.partition.Name())
 		}
-	}
-}
-
-// slowCall is a handler that runs for long, or the wait for its transaction: when that began,
-// and after which time it is reported next.
-type slowCall struct {
-	began time.Time
-	next  time.Duration
-}
-
-// reportSlow logs a handler that has run for SlowHandler, or whose transaction has not begun by
-// then, and again after twice the time.
-func (w *partitionWorker) reportSlow() {
-	call, calls := w.activity.Current()
-	began, awaits := w.activity.AwaitsTx()
-	switch {
-	case calls:
-		began = call.Began
-	case !awaits:
-		return
-	}
-	if !began.Equal(w.slow.began) {
-		w.slow = slowCall{began, w.cfg.SlowHandler}
-	}
-	if time.Since(began) < w.slow.next {
-		return
-	}
-	w.slow.next *= 2
-	if calls {
-		w.log.WarnContext(call.Context, "outbox: "+call.What()+" runs for long", call.Attrs()...)
-	} else {
-		w.log.Warn("outbox: a transaction does not begin: the pool has no connection left, or event_handled is locked",
-			"partition", w.partition.Name(), "waiting_for", time.Since(began).Round(time.Millisecond))
 	}
 }
 
@@ -178,45 +133,6 @@ func (m *membership) watchLag(ctx context.Context) {
 // dead letter, within deadLetterDelivery, and the next one follows within maxOutagePause.
 func (c *Consumer) stillTried(o outage.Outage, running time.Time) bool {
 	return !o.Last.Before(running) && time.Since(o.Last) <= max(c.cfg.MaxPollInterval, deadLetterDelivery)+maxOutagePause
-}
-
-// runState is what Run records for [Consumer.Health].
-type runState struct {
-	mu      sync.Mutex
-	running bool
-	stops   bool // Run is to return
-	began   time.Time
-	err     error // with which the last Run has returned
-}
-
-func (s *runState) begin() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.running, s.stops, s.began, s.err = true, false, time.Now(), nil
-}
-
-func (s *runState) stop() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.stops = true
-}
-
-func (s *runState) isStopping() bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.stops
-}
-
-func (s *runState) end(err error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.running, s.err = false, err
-}
-
-func (s *runState) get() (running bool, began time.Time, err error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.running, s.began, s.err
 }
 
 // maxOutagePause is longer than any pause between two tries, see [wait.Backoff].

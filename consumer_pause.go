@@ -7,7 +7,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -49,13 +48,6 @@ func (c *Consumer) checkPause(topics []string) error {
 	return nil
 }
 
-func pausedTopics(topics []string) []string {
-	if len(topics) == 0 {
-		return []string{pauses.All}
-	}
-	return topics
-}
-
 // isTopicPaused reports whether the topic of the partition is paused.
 func (w *partitionWorker) isTopicPaused() bool { return w.limits.pauses.IsPaused(w.partition.Topic) }
 
@@ -89,14 +81,6 @@ func (m *membership) pauseTopics(paused, others []string) {
 	}
 }
 
-const (
-	// pausesInterval is how long it may take until a member knows what operators have
-	// paused or resumed.
-	pausesInterval = 2 * time.Second
-	pausesTimeout  = time.Minute // a pool may be small, and handlers take long
-	outagePauses   = "reading what is paused"
-)
-
 // watchPauses reads what operators have paused, until stop is called, which waits for it.
 // While PostgreSQL does not answer, what it said last counts.
 func (c *Consumer) watchPauses(ctx context.Context) (stop func()) {
@@ -128,40 +112,6 @@ func (c *Consumer) readPauses(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	c.logPauses(c.pauses.SetStored(now), now)
+	logPauses(c.processor.log, "consumer", c.pauses.SetStored(now), now)
 	return nil
-}
-
-// logPauses logs what has changed.
-func (c *Consumer) logPauses(before, now []pauses.Pause) {
-	has := func(all []pauses.Pause, topic string) bool {
-		return slices.ContainsFunc(all, func(p pauses.Pause) bool { return p.Topic == topic })
-	}
-	for _, p := range now {
-		if !has(before, p.Topic) {
-			c.processor.log.Warn("outbox: consumer is paused by an operator", "topic", p.Topic, "operator", p.Operator, "reason", p.Reason, "since", p.At)
-		}
-	}
-	for _, p := range before {
-		if !has(now, p.Topic) {
-			c.processor.log.Warn("outbox: consumer is resumed by an operator", "topic", p.Topic)
-		}
-	}
-}
-
-// pauseReasons says what is paused, for [Consumer.Health].
-func (c *Consumer) pauseReasons() (reasons []string) {
-	of := func(topic string) string {
-		if topic == pauses.All {
-			return "the consumer"
-		}
-		return "topic " + topic
-	}
-	for _, p := range c.pauses.Stored() {
-		reasons = append(reasons, fmt.Sprintf("%s is paused by %s since %v: %s", of(p.Topic), p.Operator, time.Since(p.At).Round(time.Second), p.Reason))
-	}
-	for _, topic := range c.pauses.Own() {
-		reasons = append(reasons, of(topic)+" is paused by this process")
-	}
-	return reasons
 }

@@ -14,31 +14,9 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// The steps of a stop, and when each is over at the latest, in percent of StopTimeout. A
-// step has also the time that those before it have not needed.
-const (
-	finishBy  = 60 // handlers have finished what they are at, or their contexts end
-	abandonBy = 75 // these have returned, or are cut off
-	commitBy  = 85 // what is done is committed
-	leftBy    = 95 // the group is left
-	closeBy   = 98 // the client is closed, or goes on to close in the background
-)
-
 // stepPatience is the part of StopTimeout that the client has for a step before it is
 // done past the client.
 const stepPatience = 5
-
-// stopClock says how long the steps of a stop may take.
-type stopClock struct {
-	began   time.Time
-	timeout time.Duration
-}
-
-func (s stopClock) by(percent int) (context.Context, context.CancelFunc) {
-	return context.WithDeadline(context.Background(), s.began.Add(s.part(percent)))
-}
-
-func (s stopClock) part(percent int) time.Duration { return s.timeout / 100 * time.Duration(percent) }
 
 // close ends the work within StopTimeout, whatever handlers, PostgreSQL and Kafka do:
 // what is in flight is finished and committed, the group left and the client closed. What

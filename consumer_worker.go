@@ -35,7 +35,7 @@ type partitionWorker struct {
 	log       *slog.Logger
 	limits    limits
 	activity  handling.Activity // what run does; the processor notes it
-	slow      slowCall          // only the goroutine that watches handlers
+	slow      slowCalls         // only the goroutine that watches handlers
 	batch     int               // how many records are tried in one transaction; only run
 
 	stopping context.Context // ended by finish
@@ -329,10 +329,6 @@ func (w *partitionWorker) handle(records []*kgo.Record) {
 	}
 }
 
-// transactionTime is how long handlers may take in a transaction before it commits what is
-// done. So much is rolled back at most with a handler that fails, or does not end before a stop.
-const transactionTime = time.Second
-
 // resizeBatch adapts how many records are tried together to how many are done in
 // transactionTime. The notes of the others would be made and taken back again and again.
 func (w *partitionWorker) resizeBatch(done, tried int, took time.Duration) {
@@ -446,9 +442,6 @@ func itemsBefore(items []recordItem, next *origin) int {
 	}
 	return slices.IndexFunc(items, func(it recordItem) bool { return it.meta.origin == next })
 }
-
-// errStopped says that the worker is to end.
-var errStopped = errors.New("partition is given up")
 
 // finishRecord does what is left to do about a record: all, or what needs no transaction, if the
 // others are committed. The error of a task that has failed in the batch is that of its first

@@ -90,6 +90,9 @@ const (
 	defaultRetryWait      = time.Second
 	maxHandlerWait        = 30 * time.Second
 	maxGroup              = 255
+	defaultMaxPoll        = 100
+	maxMaxPoll            = 10_000
+	defaultStopTimeout    = 5 * time.Second
 )
 
 func (c HandlerConfig) withDefaults() HandlerConfig {

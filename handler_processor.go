@@ -34,7 +34,7 @@ type processor struct {
 
 	// complete, if it is not nil, does what belongs to the tasks that went well, repeats among
 	// them: in their transaction, after the handlers and before the commit.
-	complete func(ctx context.Context, tx pgx.Tx, results []taskResult) error
+	complete func(ctx context.Context, tx handlerTx, results []taskResult) error
 }
 
 // forOne returns the processor of another goroutine, whose activity is noted in work.
@@ -110,7 +110,7 @@ func (p *processor) transact(ctx context.Context, tasks []task, enough func(spen
 			if err := c.run(ctx); err != nil || p.complete == nil {
 				return err
 			}
-			if err := p.complete(ctx, tx.Own(), c.results); err != nil {
+			if err := p.complete(ctx, tx, c.results); err != nil {
 				return &completeError{err}
 			}
 			return nil

@@ -97,7 +97,7 @@ func TestProcessorCompletes(t *testing.T) {
 	handled := 0
 	s := newPartitionFixture(t, ConsumerConfig{HandlerConfig: HandlerConfig{Hooks: ConsumerHooks{Handled: func(Metadata, string, time.Duration) { handled++ }}}})
 	p, failure := s.worker.processor, error(nil)
-	p.complete = func(_ context.Context, _ pgx.Tx, results []taskResult) error {
+	p.complete = func(_ context.Context, _ handlerTx, results []taskResult) error {
 		for _, r := range results {
 			s.current = append(s.current, fmt.Sprint("done ", r.meta.Subject, " ", r.repeat))
 		}

@@ -1,0 +1,138 @@
+package outbox
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/check"
+)
+
+// WorkerConfig tunes a [Worker]. All but Group may be zero.
+type WorkerConfig struct {
+	// HandlerConfig is what a [Consumer] has, too. Here MaxRetries counts how often an event is
+	// claimed again, RetryWait is the wait before that, and what has used up its attempts becomes
+	// DEAD in event_delivery. An event whose process ends while it is handled has used up one. HandlerTimeout
+	// is not bounded, because what a handler has is renewed while it runs. Zero means 150 s.
+	HandlerConfig
+
+	// FromStart lets a new group begin with the events that are in outbox. Without it, it begins
+	// with what is committed after its first start.
+	FromStart bool
+
+	// Unordered handles events of a key side by side, in any order. Without it, of the events of a
+	// stream and record key one is handled after the other by each action; one that waits for a
+	// retry holds up those behind it.
+	Unordered bool
+
+	// HoldDead keeps the events behind a DEAD one waiting until an operator has resolved it, or it
+	// was handled after all. Without it they go on.
+	HoldDead bool
+
+	// Concurrency is how many handlers with a transaction may run at the same time, and how many
+	// without one. Those with a transaction have three quarters of the connections of the pool in
+	// any case, all workers and consumers that use it together. Zero means 4.
+	Concurrency int
+
+	// MaxPoll is the most events that are handled together in a transaction, at most 10,000; fewer
+	// where handlers are slow, so that a transaction takes about a second. Zero means 100.
+	MaxPoll int
+
+	// PollInterval is how long it takes until a worker sees an event for which nobody has called
+	// Wake. Zero means 1 s.
+	PollInterval time.Duration
+
+	// Lease is for how long an event is with a worker that does not renew it, because its process
+	// is gone: then another one takes it. A worker renews what it has after each third of it. At
+	// least 1 s. Zero means 30 s.
+	Lease time.Duration
+
+	// MaxRetryWait bounds the wait before a retry. A part of each wait, up to a fifth, is added or
+	// left out at random. Zero means 60 s.
+	MaxRetryWait time.Duration
+
+	// Streams replaces some of these for the events of a topic.
+	Streams map[string]StreamConfig
+
+	// StopTimeout is how long [Worker.Run] may outlive its context. Handlers have three fifths of
+	// it to finish the events that they are at. Zero means 5 s.
+	StopTimeout time.Duration
+
+	// Retention says how long rows are kept. Workers remove them, of each group one process at a
+	// time. What a relay or another group has still to get stays in any case.
+	Retention RetentionConfig
+}
+
+// StreamConfig is how the events of a topic are tried again by a [Worker]. What is zero is as
+// in [WorkerConfig].
+type StreamConfig struct {
+	// MaxRetries is how often an event that failed is tried again. Negative means never. Zero
+	// means that of the worker.
+	MaxRetries int
+	// RetryWait is the wait before the first retry. Zero means that of the worker.
+	RetryWait time.Duration
+	// MaxRetryWait bounds the wait. Zero means that of the worker.
+	MaxRetryWait time.Duration
+}
+
+const (
+	defaultConcurrency    = 4
+	defaultWorkerPoll     = time.Second
+	defaultWorkerLease    = 30 * time.Second
+	minWorkerLease        = time.Second
+	defaultMaxRetryWait   = time.Minute
+	defaultHandlerTimeout = 150 * time.Second
+)
+
+func (c WorkerConfig) withDefaults() WorkerConfig {
+	c.HandlerConfig = c.HandlerConfig.withDefaults()
+	c.HandlerTimeout = cmp.Or(c.HandlerTimeout, defaultHandlerTimeout)
+	c.SlowHandler = cmp.Or(c.SlowHandler, defaultSlowHandler)
+	c.Concurrency = cmp.Or(c.Concurrency, defaultConcurrency)
+	c.MaxPoll = cmp.Or(c.MaxPoll, defaultMaxPoll)
+	c.PollInterval = cmp.Or(c.PollInterval, defaultWorkerPoll)
+	c.Lease = cmp.Or(c.Lease, defaultWorkerLease)
+	c.MaxRetryWait = cmp.Or(c.MaxRetryWait, defaultMaxRetryWait)
+	c.StopTimeout = cmp.Or(c.StopTimeout, defaultStopTimeout)
+	c.Retention = c.Retention.withDefaults()
+	return c
+}
+
+func (c WorkerConfig) validate() error {
+	errs := []error{
+		c.HandlerConfig.validate(),
+		check.NotNegative("HandlerTimeout", c.HandlerTimeout),
+		check.NotNegative("SlowHandler", c.SlowHandler),
+		check.NotNegative("Concurrency", c.Concurrency),
+		check.NotAbove("Concurrency", c.Concurrency, maxConcurrency),
+		check.NotNegative("MaxPoll", c.MaxPoll),
+		check.NotAbove("MaxPoll", c.MaxPoll, maxMaxPoll),
+		check.NotNegative("PollInterval", c.PollInterval),
+		check.NotNegative("MaxRetryWait", c.MaxRetryWait),
+		check.NotNegative("StopTimeout", c.StopTimeout),
+		c.Retention.validate(),
+	}
+	if c.Lease < minWorkerLease {
+		errs = append(errs, fmt.Errorf("field Lease is %v: must be at least %v", c.Lease, minWorkerLease))
+	}
+	for topic, s := range c.Streams {
+		if err := check.Topic(topic); err != nil {
+			errs = append(errs, fmt.Errorf("field Streams: topic %.300q %w", topic, err))
+		}
+		errs = append(errs, check.NotNegative("Streams."+topic+".RetryWait", s.RetryWait),
+			check.NotNegative("Streams."+topic+".MaxRetryWait", s.MaxRetryWait))
+	}
+	return errors.Join(errs...)
+}
+
+const maxConcurrency = 1000
+
+// of returns how the events of a topic are tried again.
+func (c *WorkerConfig) of(topic string) StreamConfig {
+	s := c.Streams[topic]
+	s.MaxRetries = cmp.Or(s.MaxRetries, c.MaxRetries)
+	s.RetryWait = cmp.Or(s.RetryWait, c.RetryWait)
+	s.MaxRetryWait = cmp.Or(s.MaxRetryWait, c.MaxRetryWait)
+	return s
+}

@@ -1,0 +1,414 @@
+package outbox
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pauses"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// dispatcher gives work to the lanes of a worker: rows of event_delivery that are due, and new
+// events, of which it makes such rows. It takes no more than the lanes can handle soon, so that
+// other processes of the group get the rest.
+type dispatcher struct {
+	cfg     *WorkerConfig
+	store   *deliveries.Store
+	fanOut  *fanOut
+	routes  routes
+	pauses  *pauses.Set
+	outages *outage.Logs
+	log     *slog.Logger
+	hands   *hands
+	wake    <-chan struct{}
+	cut     context.Context
+	kinds   []*laneKind
+	round   fanOutRound // only run
+
+	mu       sync.Mutex
+	due      bool      // rows may be claimed
+	next     time.Time // when a row will be due, zero for none that is known
+	expired  bool      // rows were taken from workers that are gone
+	moved    bool      // the group gets no new events
+	freeNow  chan struct{}
+	poll     time.Time // of the last look at everything
+	starting bool      // the group may have no position yet
+}
+
+// laneKind is the lanes for handlers with a transaction, or for those without.
+type laneKind struct {
+	lanes []*lane
+	pairs []deliveries.Pair
+	most  int // deliveries in a batch: fewer where handlers are slow
+
+	mu   sync.Mutex
+	load map[*lane]int // batches that it has
+}
+
+// each returns how many batches a lane shall have, the one under way included.
+func (k *laneKind) each() int {
+	if k.most > 1 {
+		return 2
+	}
+	return 1
+}
+
+// room returns how many batches the lanes can take.
+func (k *laneKind) room() (room int) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, l := range k.lanes {
+		room += max(0, k.each()-k.load[l])
+	}
+	return room
+}
+
+// A batch should take no longer than slowBatch, so that other processes do not wait for what this
+// one has; and one that takes less than fastBatch may be larger.
+const (
+	fastBatch = 200 * time.Millisecond
+	slowBatch = time.Second
+)
+
+// freed notes that a lane has handled a batch.
+func (k *laneKind) freed(l *lane, n int, took time.Duration, most int) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.load[l]--
+	switch {
+	case took > slowBatch && n > 1:
+		k.most = max(1, min(k.most, n)/2)
+	case took > slowBatch:
+		k.most = 1
+	case took < fastBatch && n >= k.most:
+		k.most = min(2*k.most, most)
+	}
+}
+
+// give gives a batch to the lane that has the fewest.
+func (k *laneKind) give(batch []deliveries.Delivery) {
+	k.mu.Lock()
+	l := slices.MinFunc(k.lanes, func(a, b *lane) int { return cmp.Compare(k.load[a], k.load[b]) })
+	k.load[l]++
+	k.mu.Unlock()
+	l.in <- batch
+}
+
+// batch returns how many deliveries a batch has at most.
+func (k *laneKind) batch() int {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.most
+}
+
+// What outages of a worker are named in its log beside outagePostgres.
+const (
+	outagePromoting = "promoting deliveries"
+	outageRenewing  = "renewing deliveries"
+)
+
+// run gives work to lanes until stopping ends.
+func (d *dispatcher) run(stopping context.Context) error {
+	for stopping.Err() == nil {
+		began := time.Now()
+		more, err := d.look(stopping)
+		switch {
+		case stopping.Err() != nil:
+			return nil
+		case pg.IsUndefined(err):
+			return notMigrated(d.cfg.Schema, err)
+		case errors.Is(err, ErrSequenceBehind):
+			return err
+		case err != nil:
+			d.outages.Report(outagePostgres, began, err)
+			wait.Sleep(stopping, d.outages.Backoff(outagePostgres))
+			d.signalDue()
+			continue
+		}
+		if d.outages.Failing() {
+			d.outages.Report(outagePostgres, began, nil)
+		}
+		if !more {
+			d.await(stopping)
+		}
+	}
+	return nil
+}
+
+// await waits for a lane, a wake request, a row that is due, or the next poll.
+func (d *dispatcher) await(stopping context.Context) {
+	d.mu.Lock()
+	until := d.poll.Add(d.cfg.PollInterval)
+	if !d.next.IsZero() && d.next.Before(until) {
+		until = d.next
+	}
+	d.mu.Unlock()
+	timer := time.NewTimer(time.Until(until))
+	defer timer.Stop()
+	select {
+	case <-d.wake:
+	case <-d.freeNow:
+	case <-timer.C:
+	case <-stopping.Done():
+	}
+}
+
+// look gives work to lanes that are idle. It reports whether there may be more at once.
+func (d *dispatcher) look(ctx context.Context) (more bool, err error) {
+	d.mu.Lock()
+	now := time.Now()
+	due, expired := d.due, d.expired
+	if now.Sub(d.poll) >= d.cfg.PollInterval {
+		due, expired, d.poll = true, true, now
+	}
+	if !d.next.IsZero() && !now.Before(d.next) {
+		due, d.next = true, time.Time{}
+	}
+	d.due, d.expired = false, false
+	d.mu.Unlock()
+	full := false
+	for _, k := range d.kinds {
+		room := k.room()
+		if room == 0 {
+			full = full || due
+			continue
+		}
+		if due {
+			got, err := d.claim(ctx, k, room)
+			if err != nil {
+				return false, err
+			}
+			more = more || got
+		}
+		if expired && !d.hands.hasSuspect() {
+			if err := d.claimSuspect(ctx, k); err != nil {
+				return false, err
+			}
+		}
+	}
+	if full || more {
+		d.mu.Lock()
+		d.due = true
+		d.mu.Unlock()
+	}
+	got, err := d.takeNew(ctx)
+	return more || got, err
+}
+
+// claim claims rows that are due for a kind of lanes. It reports whether there may be more.
+func (d *dispatcher) claim(ctx context.Context, k *laneKind, room int) (more bool, err error) {
+	pairs := d.unpaused(k)
+	if len(pairs) == 0 {
+		return false, nil
+	}
+	began, limit := time.Now(), room*k.batch()
+	rows, err := d.store.Claim(ctx, pairs, limit, k.batch(), false)
+	if err != nil {
+		return false, err
+	}
+	d.deal(k, rows, began)
+	return len(rows) >= limit && k.room() > 0, nil
+}
+
+// claimSuspect claims a single row that may have ended the process which had it.
+func (d *dispatcher) claimSuspect(ctx context.Context, k *laneKind) error {
+	pairs := d.unpaused(k)
+	if len(pairs) == 0 {
+		return nil
+	}
+	began := time.Now()
+	rows, err := d.store.Claim(ctx, pairs, 1, 0, true)
+	if err != nil || len(rows) == 0 {
+		return err
+	}
+	d.deal(k, rows, began)
+	return nil
+}
+
+// unpaused returns what is claimed for a kind of lanes, beginning with another pair each time.
+func (d *dispatcher) unpaused(k *laneKind) (pairs []deliveries.Pair) {
+	k.pairs = append(k.pairs[1:], k.pairs[0])
+	for _, p := range k.pairs {
+		if !d.pauses.IsPaused(p.Stream) {
+			pairs = append(pairs, p)
+		}
+	}
+	return pairs
+}
+
+// deal deals rows, in the order of their positions, to lanes: all rows of a key to the same one.
+func (d *dispatcher) deal(k *laneKind, rows []deliveries.Delivery, claimed time.Time) {
+	if len(rows) == 0 {
+		return
+	}
+	room := max(k.room(), 1)
+	size := min(k.batch(), (len(rows)+room-1)/room)
+	var batches [][]deliveries.Delivery
+	of := map[deliveries.Key]int{}
+	for _, r := range rows {
+		n, known := of[r.Key]
+		if !known || !r.Key.Ordered {
+			n = len(batches) - 1
+			if n < 0 || len(batches[n]) >= size {
+				batches, n = append(batches, nil), n+1
+			}
+			of[r.Key] = n
+		}
+		batches[n] = append(batches[n], r)
+	}
+	for _, batch := range batches {
+		d.hands.add(d.cut, batch, claimed)
+	}
+	for _, batch := range batches {
+		k.give(batch)
+	}
+}
+
+// fanOutRound is what has been planned in the round of fan-out under way.
+type fanOutRound struct {
+	left   map[*laneKind]int // deliveries that its lanes can take
+	status map[deliveries.Key]deliveries.Status
+}
+
+// takeNew makes deliveries of new events, if lanes can take some. It reports whether there are more.
+func (d *dispatcher) takeNew(ctx context.Context) (more bool, err error) {
+	if d.isMoved() {
+		return false, nil
+	}
+	d.round = fanOutRound{left: map[*laneKind]int{}, status: map[deliveries.Key]deliveries.Status{}}
+	limit := 0
+	for _, k := range d.kinds {
+		d.round.left[k] = k.room() * k.batch()
+		limit = max(limit, d.round.left[k])
+	}
+	if limit == 0 {
+		return false, nil
+	}
+	if d.starting {
+		err := d.fanOut.begin(ctx, d.cfg.FromStart)
+		if d.setMoved(errors.Is(err, errMoved)) {
+			return false, nil
+		}
+		if err != nil {
+			return false, err
+		}
+		d.starting = false
+	}
+	began := time.Now()
+	_, more, err = d.fanOut.round(ctx, limit, func(rows []deliveries.Delivery) error {
+		for _, k := range d.kinds {
+			var own []deliveries.Delivery
+			for _, r := range rows {
+				if slices.Contains(k.pairs, deliveries.Pair{Action: r.Action, Stream: r.Stream}) {
+					own = append(own, r)
+				}
+			}
+			d.deal(k, own, began)
+		}
+		return nil
+	})
+	return more, err
+}
+
+// isMoved reports whether the group gets its events from Kafka now.
+func (d *dispatcher) isMoved() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.moved
+}
+
+func (d *dispatcher) setMoved(moved bool) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.moved = moved
+	return moved
+}
+
+// plan says what is owed for an event: a delivery for each of its handlers.
+func (d *dispatcher) plan(e eventHead) (owed []deliveries.New) {
+	stream, err := e.destination()
+	if err != nil || !slices.Contains(d.routes.topics, stream) {
+		return nil
+	}
+	most := max(0, d.cfg.of(stream).MaxRetries) + 1
+	route := d.routes.byName[e.eventType]
+	if route == nil {
+		if d.cfg.Unknown == DeadLetterUnknown {
+			owed = append(owed, deliveries.New{OutboxID: e.id, Stream: stream, Key: d.keyOf(e, "", stream), Status: deliveries.Dead, MaxAttempts: most})
+		}
+		return owed
+	}
+	for _, v := range route.versions {
+		for _, h := range v.handlers {
+			if slices.ContainsFunc(owed, func(o deliveries.New) bool { return o.Action == h.action }) {
+				continue
+			}
+			key := d.keyOf(e, h.action, stream)
+			owed = append(owed, deliveries.New{
+				OutboxID: e.id, Action: h.action, Stream: stream, Key: key, MaxAttempts: most, Status: d.statusOf(key, deliveries.Pair{Action: h.action, Stream: stream}),
+			})
+		}
+	}
+	return owed
+}
+
+// statusOf returns what a new delivery becomes if its key is free: it is for this worker as long as its
+// lanes can take more. What follows in the same key is with it.
+func (d *dispatcher) statusOf(key deliveries.Key, pair deliveries.Pair) deliveries.Status {
+	if s, ok := d.round.status[key]; ok && key.Ordered {
+		return s
+	}
+	status, rest := deliveries.Pending, deliveries.Parked
+	for k, left := range d.round.left {
+		if left > 0 && slices.Contains(k.pairs, pair) && !d.pauses.IsPaused(pair.Stream) {
+			d.round.left[k]--
+			status, rest = deliveries.Processing, deliveries.Processing
+		}
+	}
+	d.round.status[key] = rest
+	if status == deliveries.Pending {
+		d.signalDue()
+	}
+	return status
+}
+
+func (d *dispatcher) keyOf(e eventHead, action, stream string) deliveries.Key {
+	if d.cfg.Unordered {
+		return deliveries.Key{}
+	}
+	return deliveries.KeyOf(d.cfg.Group, action, stream, e.recordKey())
+}
+
+// signalDue has rows claimed.
+func (d *dispatcher) signalDue() {
+	d.mu.Lock()
+	d.due = true
+	d.mu.Unlock()
+	wait.Signal(d.freeNow)
+}
+
+// retryAt has rows claimed at a time.
+func (d *dispatcher) retryAt(at time.Time) {
+	d.mu.Lock()
+	if d.next.IsZero() || at.Before(d.next) {
+		d.next = at
+	}
+	d.mu.Unlock()
+	wait.Signal(d.freeNow)
+}
+
+// signalExpired has suspects claimed.
+func (d *dispatcher) signalExpired() {
+	d.mu.Lock()
+	d.expired, d.due = true, true
+	d.mu.Unlock()
+	wait.Signal(d.freeNow)
+}

@@ -1,0 +1,422 @@
+package outbox
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/idset"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/tables"
+)
+
+// A group of workers has a cursor as a relay has, see cursor.go. What it sends is rows of
+// event_delivery, in the transaction that moves the cursor, so each event enters once. No
+// process leads: whoever has free handlers locks the group for this transaction.
+//
+// The lock must be had before the statement that looks for events, and that statement must be
+// the first that takes a transaction id: then no transaction that its snapshot calls finished
+// has a higher one, and a crash cannot give such an id out again. So the lock is an advisory
+// one, and the transaction records nothing else.
+//
+// A row of the cursor is known by its id and its epoch. Here an epoch is a random number: the
+// group has no lease that would give it one.
+
+// fanOut reads the events behind the cursor of a group, and makes deliveries of them. It belongs
+// to one goroutine.
+type fanOut struct {
+	db      *pgxpool.Pool
+	group   string
+	cursors *cursors
+	store   *deliveries.Store
+	plan    func(e eventHead) []deliveries.New // what is owed for an event
+	lock    int64
+
+	pos     position
+	known   bool      // pos is what was read or written last
+	unpaged unpaged   // of the open window
+	ids     idset.Set // of the open window
+
+	sqlSubscription, sqlSubscribe, sqlSeed, sqlOpen, sqlNext string
+}
+
+// eventHead is what routes an event.
+type eventHead struct {
+	id                               int64
+	eventType, topic, key, aggregate string
+}
+
+// destination returns the topic, see [envelope.destination].
+func (e eventHead) destination() (string, error) {
+	if e.topic != "" {
+		return e.topic, nil
+	}
+	if !check.HasTopic(e.eventType) {
+		return "", &FieldError{EventType: e.eventType, Index: -1, Field: "event_type", Err: ErrMalformed}
+	}
+	return check.TopicOf(e.eventType), nil
+}
+
+func (e eventHead) recordKey() string { return cmp.Or(e.key, e.aggregate) }
+
+// workerPrefix is what the names of groups begin with in outbox_cursor and outbox_lease.
+const workerPrefix = "worker:"
+
+func newFanOut(db *pgxpool.Pool, schema, group string, store *deliveries.Store, plan func(eventHead) []deliveries.New) *fanOut {
+	in := func(sql string) string { return pg.InSchema(sql, schema) }
+	return &fanOut{
+		db: db, group: group, cursors: newCursors(db, schema, workerPrefix+group), store: store, plan: plan, lock: fanOutLock(schema, group),
+		sqlSubscription: in(sqlSubscription), sqlSubscribe: in(sqlSubscribe), sqlSeed: in(sqlSeedGroup), sqlOpen: in(sqlFanOut), sqlNext: in(sqlFanOutNext),
+	}
+}
+
+// fanOutLock is the advisory lock of a group.
+func fanOutLock(schema, group string) int64 {
+	sum := sha256.Sum256([]byte("outbox.event_subscription." + schema + "." + group))
+	return int64(binary.BigEndian.Uint64(sum[:8]))
+}
+
+// A round of fan-out makes deliveries of at most so many events, of so many bytes together by
+// what their rows say.
+const (
+	maxFanOut      = 1000
+	maxFanOutBytes = 16 << 20
+)
+
+// sqlFanOutSettings end the transaction of a process that is stopped while it has the lock. The
+// commit need not be on disk: what a crash forgets, it forgets with all that came after it.
+const sqlFanOutSettings = sqlSettings + `, set_config('lock_timeout', '10s', true), set_config('idle_in_transaction_session_timeout', '10s', true)`
+
+const (
+	sqlFanOutLock   = `SELECT pg_advisory_xact_lock($1)`
+	sqlSubscription = `
+SELECT (SELECT coalesce(moved_to, '') FROM {schema}.event_subscription WHERE consumer_group = $1::text)`
+	sqlSubscribe = `INSERT INTO {schema}.event_subscription (consumer_group) VALUES ($1) ON CONFLICT DO NOTHING`
+)
+
+// sqlSeedGroup inserts the first position of a group: in front of every transaction, or behind all
+// that have ended.
+const sqlSeedGroup = `
+INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+SELECT $1::text, 0, CASE WHEN $2::bool THEN '1:1:' ELSE pg_current_snapshot() END,
+       CASE WHEN $2::bool THEN 0 ELSE coalesce((SELECT id FROM {schema}.outbox ORDER BY id DESC LIMIT 1), 0) END, s.system_identifier, $3
+  FROM pg_control_system() AS s
+ WHERE NOT EXISTS (SELECT FROM {schema}.outbox_cursor WHERE relay = $1::text)`
+
+// begin makes sure that the group has a position: a new one begins behind what there is, or in front
+// of it. A group whose position was lost begins in front, because no event may be skipped: what it
+// has handled is noted.
+func (f *fanOut) begin(ctx context.Context, fromStart bool) error {
+	return f.transact(ctx, func(conn *pgx.Conn) error {
+		var moved pgtype.Text
+		if err := conn.QueryRow(ctx, f.sqlSubscription, f.group).Scan(&moved); err != nil {
+			return err
+		}
+		if moved.Valid && moved.String != "" {
+			return errMoved
+		}
+		if _, err := conn.Exec(ctx, f.sqlSeed, f.cursors.relay, fromStart || moved.Valid, newEpoch()); err != nil {
+			return err
+		}
+		_, err := conn.Exec(ctx, f.sqlSubscribe, f.group)
+		return err
+	})
+}
+
+func newEpoch() int64 { return rand.Int64N(1<<62) + 1 }
+
+// errMoved means that the group gets its events from Kafka now.
+var errMoved = errors.New("consumer group was moved to Kafka")
+
+// transact runs f in a transaction that has the lock of the group, and commits.
+func (f *fanOut) transact(ctx context.Context, do func(*pgx.Conn) error) error {
+	conn, err := f.db.Acquire(ctx)
+	if err != nil {
+		return err
+	}
+	defer conn.Release() // closes the connection within a transaction
+	var b pgx.Batch
+	f.queueBegin(&b)
+	if err := conn.SendBatch(ctx, &b).Close(); err != nil {
+		return err
+	}
+	if err := do(conn.Conn()); err != nil {
+		_, _ = conn.Exec(ctx, "ROLLBACK") // or else its connection is closed
+		return err
+	}
+	_, err = conn.Exec(ctx, "COMMIT")
+	return err
+}
+
+func (f *fanOut) queueBegin(b *pgx.Batch) {
+	b.Queue("BEGIN ISOLATION LEVEL READ COMMITTED")
+	b.Queue(sqlFanOutSettings)
+	b.Queue(sqlFanOutLock, f.lock)
+}
+
+// load reads the position of the group. The error may be errOtherCluster.
+func (f *fanOut) load(ctx context.Context) error {
+	pos, err := f.cursors.newest(ctx, f.db)
+	if err != nil {
+		return err
+	}
+	f.moveTo(pos)
+	return nil
+}
+
+// moveTo takes over a position. What was paged of its window stays, if another process has gone on
+// in the same one.
+func (f *fanOut) moveTo(pos position) {
+	same := pos.window != "" && pos.window == f.pos.window && pos.base == f.pos.base && pos.last >= f.pos.last
+	f.pos, f.known = pos, true
+	if same {
+		f.ids.RemoveThrough(pos.last)
+		return
+	}
+	f.unpaged, f.ids = unpaged{}, idset.Set{}
+	if pos.window != "" {
+		var err error
+		if f.unpaged, err = unpagedOf(pos); err != nil {
+			f.known = false
+		}
+	}
+}
+
+// round makes deliveries of the next events, about as many as limit. Claimed gets those that
+// are with this worker. It reports how many events there were, and whether there are more.
+func (f *fanOut) round(ctx context.Context, limit int, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
+	if !f.known {
+		if err := f.load(ctx); err != nil {
+			return 0, false, err
+		}
+	}
+	if f.pos.window == "" || f.drained() {
+		events, more, err = f.open(ctx, claimed)
+	} else {
+		events, more, err = f.next(ctx, limit, claimed)
+	}
+	if errors.Is(err, errStale) { // another process was faster
+		f.known = false
+		return 0, true, nil
+	}
+	if err != nil {
+		f.known = false
+	}
+	return events, more, err
+}
+
+func (f *fanOut) drained() bool { return len(f.unpaged.ranges) == 0 && f.ids.Len() == 0 }
+
+// sqlFanOut is sqlOpen without a lease, and without the events themselves. A window of few events
+// is attempted when the transaction commits, so it need not be announced: its end becomes
+// the base of the next one.
+const sqlFanOut = `
+WITH ids AS MATERIALIZED (
+    SELECT w.id, w.xid FROM (
+       (SELECT id, xid FROM {schema}.outbox
+         WHERE xid >= $3::xid8 AND xid < pg_snapshot_xmax(pg_current_snapshot())
+           AND pg_visible_in_snapshot(xid, pg_current_snapshot()) ORDER BY xid, id LIMIT $4)
+         UNION ALL
+        SELECT late.id, late.xid FROM pg_snapshot_xip($2::pg_snapshot) AS x
+         CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox
+                              WHERE xid >= x AND xid <= x AND pg_visible_in_snapshot(xid, pg_current_snapshot())
+                              ORDER BY xid, id LIMIT $4) AS late
+    ) AS w LIMIT $4
+), found AS MATERIALIZED (
+    SELECT count(*) AS n, max(id) AS highest FROM ids
+), few AS MATERIALIZED (
+    SELECT coalesce(sum(o.size) <= $5::bigint, true) AND (SELECT n FROM found) < $4 AS enough
+      FROM ids CROSS JOIN LATERAL (SELECT size FROM {schema}.outbox WHERE xid = ids.xid AND id = ids.id OFFSET 0) AS o
+     WHERE (SELECT n FROM found) < $4
+), newest AS MATERIALIZED (
+    SELECT c.id FROM (SELECT id, epoch FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c
+     WHERE c.id = $6 AND c.epoch = $7 AND pg_postmaster_start_time() = $8
+       AND NOT EXISTS (SELECT FROM {schema}.event_subscription WHERE consumer_group = $9::text AND moved_to IS NOT NULL)
+), moved AS (
+    INSERT INTO {schema}.outbox_cursor
+           (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
+    SELECT $1::text, CASE WHEN few.enough THEN pg_current_snapshot() ELSE $2::pg_snapshot END,
+           CASE WHEN NOT few.enough THEN pg_current_snapshot() END,
+           CASE WHEN few.enough THEN coalesce(found.highest, $10::bigint) ELSE 0 END,
+           CASE WHEN few.enough THEN greatest(found.highest, $11::bigint) ELSE $11::bigint END, $12::bigint, $13::bigint
+      FROM newest, found, few
+     WHERE $14::bool OR found.n > 0
+ RETURNING id
+)
+SELECT newest.id, moved.id, pg_current_snapshot()::text, found.n, few.enough, e.id, e.event_type, e.topic, e.partition_key, e.aggregate_id
+  FROM newest CROSS JOIN found CROSS JOIN few
+  LEFT JOIN moved ON true
+  LEFT JOIN LATERAL (
+       SELECT o.* FROM (SELECT id, xid FROM ids WHERE few.enough ORDER BY id) AS i
+        CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE xid = i.xid AND id = i.id OFFSET 0) AS o) AS e ON true`
+
+// open makes deliveries of all events behind the position if they are few, or else announces them
+// as a window.
+func (f *fanOut) open(ctx context.Context, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
+	next, drained := f.pos, f.pos.window != ""
+	if drained {
+		next.base = f.pos.window
+	}
+	next.window, next.epoch = "", newEpoch()
+	var heads []eventHead
+	var moved pgtype.Int8
+	var now string
+	var found int64
+	var few bool
+	err = f.inRound(ctx, func(b *pgx.Batch) {
+		b.Queue(f.sqlOpen, f.cursors.relay, next.base, tables.SnapshotMax(next.base), maxFanOut+1, maxFanOutBytes, f.pos.cursorID, f.pos.epoch, f.pos.server,
+			f.group, f.pos.last, f.pos.highest, f.pos.systemID, next.epoch, drained).Query(func(rows pgx.Rows) error {
+			var newest pgtype.Int8
+			heads, err = readHeads(rows, &newest, &moved, &now, &found, &few)
+			if err == nil && !newest.Valid {
+				err = errStale
+			}
+			return err
+		})
+	}, func() []eventHead { return heads }, claimed)
+	if err != nil {
+		return 0, false, err
+	}
+	if !moved.Valid {
+		return 0, false, nil
+	}
+	next.cursorID = moved.Int64
+	if few {
+		next.base = now
+	} else {
+		next.window, next.last = now, 0
+	}
+	for _, e := range heads {
+		next.last, next.highest = e.id, max(next.highest, e.id)
+	}
+	f.moveTo(next)
+	return len(heads), next.window != "", nil
+}
+
+// sqlFanOutNext goes on in an open window: it reads events by ranges of ids up to the first that
+// does not fit into $9 bytes with those before it, and moves the cursor behind them.
+const sqlFanOutNext = `
+WITH newest AS MATERIALIZED (
+    SELECT c.* FROM (SELECT * FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c
+     WHERE c.id = $2 AND c.epoch = $3 AND pg_postmaster_start_time() = $4
+       AND NOT EXISTS (SELECT FROM {schema}.event_subscription WHERE consumer_group = $5::text AND moved_to IS NOT NULL)
+), sizes AS MATERIALIZED (
+    SELECT o.id, sum(o.size) OVER (ORDER BY o.id) - o.size AS before
+      FROM unnest($6::bigint[], $7::bigint[]) AS r (first, last)
+     CROSS JOIN LATERAL (SELECT id, greatest(size, 0) AS size FROM {schema}.outbox WHERE id BETWEEN r.first AND r.last ORDER BY id OFFSET 0) AS o
+     WHERE EXISTS (SELECT FROM newest)
+), through AS MATERIALIZED (
+    SELECT coalesce((SELECT min(id) - 1 FROM sizes WHERE before >= $9::bigint), $8::bigint) AS id
+), moved AS (
+    INSERT INTO {schema}.outbox_cursor
+           (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
+    SELECT relay, snapshot, window_snapshot, through.id, greatest(highest_id, through.id), system_identifier, $10::bigint FROM newest, through
+ RETURNING id
+)
+SELECT newest.id, moved.id, through.id, e.id, e.event_type, e.topic, e.partition_key, e.aggregate_id
+  FROM newest CROSS JOIN through
+  LEFT JOIN moved ON true
+  LEFT JOIN LATERAL (
+       SELECT o.* FROM unnest($6::bigint[], $7::bigint[]) AS r (first, last)
+        CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox
+                             WHERE id BETWEEN r.first AND least(r.last, through.id) ORDER BY id OFFSET 0) AS o) AS e ON true`
+
+// next makes deliveries of the next events of the open window.
+func (f *fanOut) next(ctx context.Context, limit int, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
+	for len(f.unpaged.ranges) > 0 {
+		ids, rest, err := f.cursors.page(ctx, f.pos, f.unpaged, maxPageIDs)
+		if err != nil {
+			return 0, false, err
+		}
+		for _, id := range ids {
+			f.ids.Add(id)
+		}
+		f.unpaged = rest
+	}
+	if f.ids.Len() == 0 {
+		return 0, true, nil
+	}
+	ids := f.ids.First(min(limit, maxFanOut))
+	first, last := ranges(ids)
+	next := f.pos
+	next.epoch = newEpoch()
+	var heads []eventHead
+	var moved pgtype.Int8
+	err = f.inRound(ctx, func(b *pgx.Batch) {
+		b.Queue(f.sqlNext, f.cursors.relay, f.pos.cursorID, f.pos.epoch, f.pos.server, f.group, first, last, ids[len(ids)-1], maxFanOutBytes, next.epoch).
+			Query(func(rows pgx.Rows) error {
+				var newest pgtype.Int8
+				heads, err = readHeads(rows, &newest, &moved, &next.last)
+				if err == nil && !newest.Valid {
+					err = errStale
+				}
+				return err
+			})
+	}, func() []eventHead { return heads }, claimed)
+	if err != nil {
+		return 0, false, err
+	}
+	next.cursorID, next.highest = moved.Int64, max(next.highest, next.last)
+	f.moveTo(next)
+	return len(heads), true, nil
+}
+
+// inRound runs the statement that moves the cursor, and inserts the deliveries of the events that
+// it has read, in a transaction of two round trips.
+func (f *fanOut) inRound(ctx context.Context, move func(*pgx.Batch), heads func() []eventHead, claimed func([]deliveries.Delivery) error) error {
+	conn, err := f.db.Acquire(ctx)
+	if err != nil {
+		return err
+	}
+	defer conn.Release() // closes the connection within a transaction
+	var b pgx.Batch
+	f.queueBegin(&b)
+	move(&b)
+	if err := conn.SendBatch(ctx, &b).Close(); err != nil {
+		if errors.Is(err, errStale) {
+			_, _ = conn.Exec(ctx, "ROLLBACK") // or else its connection is closed
+		}
+		return fmt.Errorf("look for events: %w", err)
+	}
+	var rows []deliveries.New
+	for _, e := range heads() {
+		rows = append(rows, f.plan(e)...)
+	}
+	var got []deliveries.Delivery
+	var end pgx.Batch
+	if len(rows) > 0 {
+		f.store.Queue(&end, rows, func(d []deliveries.Delivery) error { got = d; return nil })
+	}
+	end.Queue("COMMIT")
+	if err := conn.SendBatch(ctx, &end).Close(); err != nil {
+		return fmt.Errorf("make deliveries: %w", err)
+	}
+	return claimed(got)
+}
+
+// readHeads reads rows whose first columns go into head, once, and the last five are an event, or
+// NULL.
+func readHeads(rows pgx.Rows, head ...any) (heads []eventHead, err error) {
+	var id pgtype.Int8
+	var eventType, topic, key, aggregate pgtype.Text
+	columns := append(head, &id, &eventType, &topic, &key, &aggregate)
+	_, err = pgx.ForEachRow(rows, columns, func() error {
+		if id.Valid {
+			heads = append(heads, eventHead{id.Int64, eventType.String, topic.String, key.String, aggregate.String})
+		}
+		return nil
+	})
+	slices.SortFunc(heads, func(a, b eventHead) int { return cmp.Compare(a.id, b.id) })
+	return heads, err
+}

@@ -1,0 +1,124 @@
+package outbox
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/deliveries"
+)
+
+// hands are the deliveries that a worker has: those that wait for a lane, and those that one handles.
+// Their leases are renewed as long as they are here. It is safe for concurrent use.
+type hands struct {
+	mu   sync.Mutex
+	rows map[int64]*hold
+}
+
+// hold is a batch of deliveries.
+type hold struct {
+	ctx     context.Context
+	lose    context.CancelFunc
+	left    int       // deliveries that are here
+	renewed time.Time // when its lease was renewed last
+	suspect bool
+}
+
+func newHands() *hands { return &hands{rows: map[int64]*hold{}} }
+
+// add adds a batch that was claimed after some time.
+func (h *hands) add(cut context.Context, batch []deliveries.Delivery, claimed time.Time) {
+	one := &hold{left: len(batch), renewed: claimed, suspect: batch[0].Suspect}
+	one.ctx, one.lose = context.WithCancel(cut)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, d := range batch {
+		h.rows[d.ID] = one
+	}
+}
+
+// contextOf returns a context that ends when a batch is lost.
+func (h *hands) contextOf(batch []deliveries.Delivery, cut context.Context) context.Context {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, d := range batch {
+		if one := h.rows[d.ID]; one != nil {
+			return one.ctx
+		}
+	}
+	ended, cancel := context.WithCancel(cut)
+	cancel()
+	return ended
+}
+
+// drop notes that a delivery is not with this worker any more.
+func (h *hands) drop(id int64) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	one := h.rows[id]
+	if one == nil {
+		return
+	}
+	delete(h.rows, id)
+	if one.left--; one.left == 0 {
+		one.lose()
+	}
+}
+
+// lose ends the work on the batch of a delivery.
+func (h *hands) lose(id int64) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if one := h.rows[id]; one != nil {
+		one.lose()
+	}
+}
+
+// all returns the deliveries, but for those of batches that are lost.
+func (h *hands) all() (ids []int64) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for id, one := range h.rows {
+		if one.ctx.Err() == nil {
+			ids = append(ids, id)
+		}
+	}
+	return ids
+}
+
+// renewedAt notes that deliveries were renewed after some time, and ends the work on those that were not
+// for longer than their lease lasts. It returns how many batches these are.
+func (h *hands) renewedAt(ids []int64, at time.Time, lease time.Duration) (lost int) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, id := range ids {
+		if one := h.rows[id]; one != nil {
+			one.renewed = at
+		}
+	}
+	for _, one := range h.rows {
+		if one.ctx.Err() == nil && time.Since(one.renewed) > lease {
+			one.lose()
+			lost++
+		}
+	}
+	return lost
+}
+
+// hasSuspect reports whether a delivery is here that may end the process.
+func (h *hands) hasSuspect() bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, one := range h.rows {
+		if one.suspect {
+			return true
+		}
+	}
+	return false
+}
+
+func (h *hands) len() int {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return len(h.rows)
+}

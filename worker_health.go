@@ -1,0 +1,161 @@
+package outbox
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// WorkerHealth reports the state of a worker in this process.
+type WorkerHealth struct {
+	// Group is the consumer group.
+	Group string
+	// Live is false if only a restart of the process can help: Run has returned an
+	// error, or a handler does not return.
+	Live bool
+	// Ready is false if this process does not handle events: see Reasons.
+	Ready bool
+	// Deliveries is how many deliveries this worker has.
+	Deliveries int
+	// Reasons say why the worker is not live or not ready. What is paused is among them, although
+	// it makes it neither.
+	Reasons []string
+}
+
+// Health reports the state of the worker without I/O. It is live, but not ready, before Run is
+// called, during a stop and after a clean one; while PostgreSQL is unavailable, or leases cannot be
+// renewed; and while a handler runs on after its HandlerTimeout. Once one has run for twice as long,
+// the worker is not live.
+//
+// The package outboxhttp serves this to probes.
+func (w *Worker) Health() WorkerHealth {
+	h := WorkerHealth{Group: w.cfg.Group, Live: true, Ready: true}
+	notReady := func(reason string, args ...any) {
+		h.Ready, h.Reasons = false, append(h.Reasons, fmt.Sprintf(reason, args...))
+	}
+	run := w.current.Load()
+	switch running, since, err := w.state.get(); {
+	case err != nil:
+		h.Live = false
+		notReady("Run has ended: %v", err)
+	case !running:
+		notReady("it does not run")
+	case w.state.isStopping():
+		notReady("it stops")
+	default:
+		for _, o := range w.outages.Current() {
+			if !o.Last.Before(since) {
+				notReady("%s fails since %v: %v", o.Name, time.Since(o.Since).Round(time.Second), o.Err)
+			}
+		}
+		if run == nil {
+			notReady("PostgreSQL has not answered yet")
+			break
+		}
+		h.Deliveries = run.hands.len()
+		for _, l := range run.lanes {
+			h.Live = l.reportHealth(notReady) && h.Live
+		}
+		if run.dispatcher.isMoved() {
+			h.Reasons = append(h.Reasons, "the group was moved to Kafka: only what was open is handled")
+		}
+		h.Reasons = append(h.Reasons, pauseReasons(w.pauses, "worker")...)
+	}
+	return h
+}
+
+// reportHealth says why a lane does not get on. It returns false if only a restart helps.
+func (l *lane) reportHealth(notReady func(reason string, args ...any)) (live bool) {
+	if since, ok := l.activity.AwaitsTx(); ok && time.Since(since) > l.cfg.SlowHandler {
+		notReady("a transaction has not begun for %v: the pool has no connection left, or event_handled is locked", time.Since(since).Round(time.Second))
+	}
+	return reportCall(&l.activity, &l.cfg.HandlerConfig, notReady)
+}
+
+// cutOff gives up a lane that does not end although the contexts of its handlers have.
+func (l *lane) cutOff() {
+	select {
+	case <-l.ended:
+		return
+	default:
+	}
+	l.activity.CutOff()
+	call, ok := l.activity.Current()
+	if !ok {
+		l.log.Error("outbox: a worker does not end in time; what it has is handled again when its lease expires")
+		return
+	}
+	l.log.ErrorContext(call.Context, "outbox: "+call.What()+" does not return although its context has ended; its event is given up", call.Attrs()...)
+}
+
+// Pause has this process handle nothing of some topics, or without topics nothing at all, until
+// Resume is called. Handlers finish what they are at; the rest goes back. Other processes of the
+// group go on. Pause may be called at any time, also before Run, and returns at once.
+//
+// Operators pause a group in all its processes, and over restarts, as they do with a consumer
+// group. A topic is handled when nobody has paused it any more.
+//
+// The error names topics that the worker does not handle. Nothing is paused then.
+func (w *Worker) Pause(topics ...string) error {
+	if err := w.checkPause(topics); err != nil {
+		return fmt.Errorf("outbox: pause: %w", err)
+	}
+	w.pauses.Pause(pausedTopics(topics)...)
+	return nil
+}
+
+// Resume ends the pause that Pause has begun with the same topics, or without topics. It does not
+// end those of operators. The error is that of Pause.
+func (w *Worker) Resume(topics ...string) error {
+	if err := w.checkPause(topics); err != nil {
+		return fmt.Errorf("outbox: resume: %w", err)
+	}
+	w.pauses.Resume(pausedTopics(topics)...)
+	if run := w.current.Load(); run != nil {
+		run.dispatcher.signalDue()
+	}
+	return nil
+}
+
+func (w *Worker) checkPause(topics []string) error {
+	for _, t := range topics {
+		if !slices.Contains(w.processor.routes.topics, t) {
+			return fmt.Errorf("the worker does not handle topic %q", t)
+		}
+	}
+	return nil
+}
+
+// watchPauses reads what operators have paused, until ctx is cancelled. While PostgreSQL does not
+// answer, what it said last counts.
+func (r *workerRun) watchPauses(ctx context.Context) {
+	for ctx.Err() == nil {
+		wait.Sleep(ctx, pausesInterval)
+		began := time.Now()
+		err := r.readPauses(ctx)
+		if err != nil {
+			err = fmt.Errorf("what was read before still counts: %w", err)
+		}
+		if ctx.Err() == nil {
+			r.outages.Report(outagePauses, began, err)
+		}
+	}
+}
+
+func (r *workerRun) readPauses(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, pausesTimeout)
+	defer cancel()
+	now, err := r.operators.Read(ctx)
+	if err != nil {
+		return err
+	}
+	before := r.pauses.SetStored(now)
+	logPauses(r.processor.log, "worker", before, now)
+	if len(now) < len(before) {
+		r.dispatcher.signalDue()
+	}
+	return nil
+}

@@ -1,0 +1,119 @@
+package outbox
+
+import (
+	"context"
+	"log/slog"
+	"math"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// keeper renews the leases of what a worker has, and takes what workers had that are gone.
+type keeper struct {
+	cfg        *WorkerConfig
+	store      *deliveries.Store
+	hands      *hands
+	dispatcher *dispatcher
+	lanes      []*lane
+	outages    *outage.Logs
+	log        *slog.Logger
+
+	repaired int64 // the last key whose head was looked at
+}
+
+const (
+	expireBatch = 500   // rows that are taken over in a transaction
+	headsBatch  = 1_000 // keys whose heads are looked at in a statement
+	repairOften = 10    // every so many rounds
+)
+
+// run keeps leases until ctx is cancelled.
+func (k *keeper) run(ctx context.Context) {
+	k.repaired = math.MinInt64
+	for n := 0; ctx.Err() == nil; n++ {
+		began := time.Now()
+		try, cancel := context.WithTimeout(ctx, k.cfg.Lease/2)
+		err := k.renew(try)
+		if err == nil {
+			err = k.expire(try)
+		}
+		if err == nil && n%repairOften == 0 {
+			err = k.repair(try)
+		}
+		cancel()
+		if ctx.Err() == nil {
+			k.outages.Report(outageRenewing, began, err)
+		}
+		wait.Sleep(ctx, k.cfg.Lease/3)
+	}
+}
+
+// renew renews what is here. What could not be renewed for as long as the lease lasts is lost.
+func (k *keeper) renew(ctx context.Context) (err error) {
+	began := time.Now()
+	ids := k.hands.all()
+	if len(ids) > 0 {
+		ids, err = k.store.Renew(ctx, ids)
+	}
+	if err != nil {
+		ids = nil
+	}
+	if lost := k.hands.renewedAt(ids, began, k.cfg.Lease); lost > 0 {
+		k.log.Warn("outbox: the leases of deliveries could not be renewed in time, others may handle them", "batches", lost)
+	}
+	return err
+}
+
+// expire takes rows from workers that are gone.
+func (k *keeper) expire(ctx context.Context) error {
+	for {
+		rows, err := k.store.Expire(ctx, expireBatch, k.cfg.HoldDead)
+		if err != nil {
+			return err
+		}
+		for _, e := range rows {
+			level, message := slog.LevelWarn, "outbox: the worker of a delivery is gone, it is handled again by itself"
+			if e.Dead {
+				level, message = slog.LevelError, "outbox: delivery is dead, the workers that had it were gone before it was done, each time"
+			}
+			k.log.Log(ctx, level, message, "stream", e.Stream, "type", e.Type, "event_id", e.EventID, "action", e.Action, "attempt", e.Attempt, "delivery_id", e.ID)
+		}
+		if len(rows) > 0 {
+			k.dispatcher.signalExpired()
+		}
+		if len(rows) < expireBatch {
+			return nil
+		}
+	}
+}
+
+// repair looks for keys whose rows all wait.
+func (k *keeper) repair(ctx context.Context) error {
+	last, repaired, err := k.store.RepairHeads(ctx, k.repaired, headsBatch)
+	if err != nil {
+		return err
+	}
+	k.repaired = last
+	if repaired > 0 {
+		k.log.Warn("outbox: deliveries waited behind none; somebody else has changed event_delivery", "keys", repaired)
+		k.dispatcher.signalDue()
+	}
+	return nil
+}
+
+// watch reports handlers that run for long, and gives up those that hang, until ctx is cancelled.
+func (k *keeper) watch(ctx context.Context) {
+	const often = time.Second
+	for ctx.Err() == nil {
+		wait.Sleep(ctx, min(often, k.cfg.SlowHandler/2))
+		for _, l := range k.lanes {
+			l.slow.report(&l.activity, l.cfg.SlowHandler, l.log)
+			if call, ok := l.activity.Current(); ok && time.Since(call.Began) > k.cfg.HandlerTimeout+stuckGrace {
+				k.hands.lose(call.Place.DeliveryID)
+			}
+		}
+	}
+}

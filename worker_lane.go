@@ -1,0 +1,586 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"math/rand/v2"
+	"slices"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pauses"
+	"github.com/outboxgo/outbox/internal/short"
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// lane handles deliveries, one batch after the other: those of handlers with a transaction, or
+// those of handlers without one. Of a key it gets all that this worker has.
+type lane struct {
+	laneParts
+	tx       bool // handlers with a transaction
+	in       chan []deliveries.Delivery
+	ended    chan struct{}
+	activity handling.Activity // what run does; the processor notes it
+	slow     slowCalls         // only the goroutine that watches handlers
+	own      *processor
+	most     int // how many deliveries are tried in one transaction
+
+	// Of the batch under way:
+	work       []laneItem
+	done       []deliveries.Delivery // handled without a transaction, and not yet written down
+	doneSince  time.Time             // of the first of done
+	behind     []deliveries.Key      // promoted with the transaction under way
+	promotedIn int64                 // how many, -1 for not yet
+	held       context.Context       // ended when the batch is not to go on
+}
+
+// laneParts is what the lanes of a worker share.
+type laneParts struct {
+	cfg        *WorkerConfig
+	processor  *processor
+	store      *deliveries.Store
+	slots      *handling.Slots // of transactions
+	pauses     *pauses.Set
+	outages    *outage.Logs
+	log        *slog.Logger
+	hands      *hands
+	retriesFor func(error) int // the host's; nil: as many as the stream has
+	role       string          // of the connections of the pool, before a handler sets another one
+
+	stopping context.Context // no other attempt begins
+	cut      context.Context // attempts end
+
+	promoted func()                                   // rows may be claimed
+	retryAt  func(time.Time)                          // a row may be claimed then
+	freed    func(l *lane, n int, took time.Duration) // a batch has ended
+}
+
+// laneItem is a delivery with its tasks.
+type laneItem struct {
+	item
+	deliveries.Delivery
+	gone bool // not with this worker any more, or done
+}
+
+// laneQueue is how many batches may wait for a lane.
+const laneQueue = 8
+
+func newLane(parts laneParts, tx bool) *lane {
+	l := &lane{laneParts: parts, tx: tx, in: make(chan []deliveries.Delivery, laneQueue), ended: make(chan struct{}), most: parts.cfg.MaxPoll}
+	l.own = parts.processor.forOne(&l.activity)
+	l.own.complete = l.complete
+	return l
+}
+
+// run handles batches until in is closed. What is left then goes back.
+func (l *lane) run() {
+	defer close(l.ended)
+	for batch := range l.in {
+		began := time.Now()
+		l.handle(batch)
+		l.freed(l, len(batch), time.Since(began))
+	}
+}
+
+// handle handles a batch. Rows that are neither done nor failed go back.
+func (l *lane) handle(batch []deliveries.Delivery) {
+	l.held = l.hands.contextOf(batch, l.cut)
+	l.readAll(batch)
+	defer func() { l.work, l.done = nil, nil }()
+	for at := 0; at < len(l.work) && l.mayGoOn(); {
+		n := min(len(l.work)-at, l.most)
+		if l.tx {
+			n = l.handleBatch(l.work[at : at+n])
+		} else {
+			l.handleEach(l.work[at:at+n], nil)
+		}
+		at += n
+	}
+	l.flush()
+	l.giveBack()
+}
+
+func (l *lane) mayGoOn() bool { return l.stopping.Err() == nil && l.held.Err() == nil }
+
+// readAll decodes the events of a batch. Codecs may do I/O, so each has as long as a handler.
+func (l *lane) readAll(batch []deliveries.Delivery) {
+	origins := make([]origin, len(batch))
+	l.work = make([]laneItem, len(batch))
+	for i, d := range batch {
+		origins[i] = origin{key: []byte(d.RecordKey()), delivery: deliveryOrigin{id: d.ID, stream: d.Stream}}
+		l.work[i].Delivery = d
+		l.work[i].meta = Metadata{ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: d.Attempt, origin: &origins[i]}
+	}
+	for i := range l.work {
+		l.read(&l.work[i])
+	}
+}
+
+// read decodes an event. Decoders are the host's, and may end their goroutine.
+func (l *lane) read(it *laneItem) {
+	ctx, cancel := context.WithTimeout(l.held, l.cfg.HandlerTimeout)
+	defer cancel()
+	l.activity.Begin(handling.Call{Context: ctx, Function: "codec or upcaster", Action: it.Action, Type: it.Type, ID: it.EventID, Events: 1, Place: it.meta.origin.place()})
+	defer l.activity.End()
+	err := contain.Do(func() error {
+		m, err := messageOf(&it.Delivery)
+		if err != nil {
+			return err
+		}
+		l.own.resolve(ctx, &it.item, m, it.Action)
+		return nil
+	})
+	if err != nil {
+		it.class, it.err = classUndecodable, err
+	}
+}
+
+// messageOf returns the event as it would arrive in a record.
+func messageOf(d *deliveries.Delivery) (*Message, error) {
+	e := envelope{
+		eventID: []byte(d.EventID), eventType: []byte(d.Type), source: []byte(d.Source), aggregateType: []byte(d.AggregateType),
+		aggregateID: []byte(d.AggregateID), payload: d.Payload, contentType: []byte(d.ContentType), headers: d.Headers,
+		occurredAt: appendTime(nil, d.OccurredAt),
+	}
+	type header struct {
+		name  string
+		value []byte
+	}
+	headers := make([]header, 0, recordHeaders)
+	value, err := e.record(Binary, func(name string, value []byte) { headers = append(headers, header{name, value}) })
+	if err != nil {
+		return nil, err
+	}
+	return decodeRecord(value, func(yield func(string, []byte) bool) {
+		for _, h := range headers {
+			if !yield(h.name, h.value) {
+				return
+			}
+		}
+	})
+}
+
+// handleBatch runs the tasks of items in one transaction, or, if that fails, each in one of its
+// own. It returns how many items it has dealt with.
+func (l *lane) handleBatch(items []laneItem) int {
+	const conflictsOfBatch = 3 // small transactions block each other less
+	if n := slices.IndexFunc(items, l.isApart); n == 0 {
+		l.handleEach(items[:1], nil)
+		return 1
+	} else if n > 0 {
+		items = items[:n]
+	}
+	var tasks []task
+	for i := range items {
+		tasks = items[i].appendInTx(tasks)
+	}
+	if !l.own.sharing(tasks) {
+		l.handleEach(items, nil)
+		return len(items)
+	}
+	for conflicts := 0; l.takeSlot(); {
+		began := time.Now()
+		next, err := l.own.processBatch(l.held, tasks, func(spent time.Duration) bool { return !l.mayGoOn() || spent >= transactionTime })
+		l.slots.Release()
+		switch {
+		case err == nil:
+			l.works(began)
+			return l.markDone(items, next, time.Since(began))
+		case l.held.Err() != nil:
+			return len(items)
+		case errors.Is(err, deliveries.ErrLost):
+			l.log.Warn("outbox: deliveries were taken over by another worker before they were done; they are rolled back here", "deliveries", len(items), "error", err)
+			l.hands.lose(items[0].ID)
+			return len(items)
+		case isConflict(err) && conflicts < conflictsOfBatch:
+			conflicts++
+			wait.Sleep(l.stopping, conflictWait(conflicts))
+		case l.own.isOutage(l.held, err, inTx, isLate(l.held, err)):
+			l.awaitPostgres(began, err)
+		default:
+			l.log.Debug("outbox: deliveries are handled one by one", "deliveries", len(items), "error", err)
+			var failed *taskError
+			errors.As(err, &failed)
+			l.handleEach(items, failed)
+			return len(items)
+		}
+	}
+	return len(items)
+}
+
+// isApart reports whether an item has no place in a transaction with others.
+func (l *lane) isApart(it laneItem) bool {
+	return it.gone || it.Suspect || it.class != "" || it.Action == "" || l.pauses.IsPaused(it.Stream) ||
+		slices.ContainsFunc(it.tasks, func(t task) bool { return t.kind == noTx })
+}
+
+// markDone notes that the items before next are done, and returns how many these are. It adapts
+// how many are tried together to what handlers do in transactionTime.
+func (l *lane) markDone(items []laneItem, next *origin, took time.Duration) int {
+	n := len(items)
+	if next != nil {
+		n = slices.IndexFunc(items, func(it laneItem) bool { return it.meta.origin == next })
+	}
+	for i := range items[:n] {
+		l.drop(&items[i])
+	}
+	l.promoteBehind()
+	switch {
+	case n < len(items):
+		l.most = n
+	case took < transactionTime:
+		l.most = min(2*l.most, l.cfg.MaxPoll)
+	}
+	return n
+}
+
+// drop notes that a delivery is not with this worker any more.
+func (l *lane) drop(it *laneItem) {
+	it.gone = true
+	l.hands.drop(it.ID)
+}
+
+// complete ends the deliveries of tasks, in the transaction of their handlers.
+func (l *lane) complete(ctx context.Context, tx handlerTx, results []taskResult) error {
+	ids := make([]int64, 0, len(results))
+	for _, r := range results { // an event that is upcast may have several tasks
+		if id := r.meta.origin.delivery.id; len(ids) == 0 || ids[len(ids)-1] != id {
+			ids = append(ids, id)
+		}
+	}
+	l.behind, l.promotedIn = l.lastOf(ids), 0
+	if tx.ChangedSettings() {
+		if _, err := tx.Own().Exec(ctx, sqlOwnSettings, l.role); err != nil {
+			return err
+		}
+	}
+	promoted, err := l.store.FinishIn(ctx, tx.Own(), ids, l.behind)
+	l.promotedIn = promoted
+	return err
+}
+
+// sqlOwnSettings undoes what a handler has set for its transaction, and what would keep
+// statements of the worker from working.
+const sqlOwnSettings = `SELECT set_config('role', $1, true), set_config('statement_timeout', '0', true), set_config('lock_timeout', '0', true)`
+
+// lastOf returns the keys of deliveries of which this worker has no other one.
+func (l *lane) lastOf(ids []int64) (keys []deliveries.Key) {
+	left := map[deliveries.Key]int{}
+	for i := range l.work {
+		if it := &l.work[i]; !it.gone && it.Key.Ordered {
+			left[it.Key]++
+		}
+	}
+	for i := range l.work {
+		it := &l.work[i]
+		if it.gone || !it.Key.Ordered || !slices.Contains(ids, it.ID) {
+			continue
+		}
+		if left[it.Key]--; left[it.Key] == 0 {
+			keys = append(keys, it.Key)
+		}
+	}
+	return keys
+}
+
+// promoteBehind has rows claimed that were promoted in a transaction which is committed now. Under
+// another isolation level than READ COMMITTED they still have to be.
+func (l *lane) promoteBehind() {
+	if l.promotedIn < 0 {
+		began := time.Now()
+		var err error
+		l.promotedIn, err = l.store.Promote(l.cut, l.behind)
+		l.outages.Report(outagePromoting, began, err) // if it fails, what repairs heads does it
+	}
+	if l.promotedIn > 0 {
+		l.promoted()
+	}
+	l.promotedIn = 0
+}
+
+// handleEach runs the tasks of each item by itself. One may have failed in a common transaction:
+// that was its attempt.
+func (l *lane) handleEach(items []laneItem, failed *taskError) {
+	for i := range items {
+		if !l.mayGoOn() {
+			return
+		}
+		if it := &items[i]; !it.gone && !l.pauses.IsPaused(it.Stream) {
+			l.handleOne(it, failed)
+		}
+	}
+}
+
+// handleOne runs the tasks of an item until they are done, or one has failed.
+func (l *lane) handleOne(it *laneItem, before *taskError) {
+	if it.class == classUnknownType && l.cfg.Hooks.Unknown != nil {
+		l.callHost("hook Unknown", it, func() { l.cfg.Hooks.Unknown(it.meta) })
+	}
+	if it.class != "" {
+		l.fail(it, it.class, it.err, true)
+		return
+	}
+	plain := *l.own
+	plain.complete = nil
+	left := len(it.tasks)
+	inTx := false // the last task ends the delivery in its transaction
+	for t := range it.inOrder() {
+		p := &plain
+		if left--; left == 0 && t.kind != noTx {
+			p, inTx = l.own, true
+		}
+		err := before.of(t)
+		if err == nil {
+			err = l.try(p, it, t)
+		}
+		before = nil
+		switch {
+		case errors.Is(err, errStopped):
+			return
+		case errors.Is(err, deliveries.ErrLost):
+			l.log.WarnContext(handlerContext(l.held, t.meta), "outbox: a delivery was taken over by another worker before it was done; it is rolled back here", l.attrs(it, "error", err)...)
+			l.drop(it)
+			return
+		case err != nil:
+			l.failTask(it, t, err)
+			return
+		}
+	}
+	if inTx {
+		l.drop(it)
+		l.promoteBehind()
+		return
+	}
+	l.done = append(l.done, it.Delivery)
+	const often = 50 * time.Millisecond
+	if len(l.done) == 1 {
+		l.doneSince = time.Now()
+	}
+	if time.Since(l.doneSince) > often {
+		l.flush()
+	}
+}
+
+// try runs a task until it is done or has failed: conflicts and outages of PostgreSQL do not count.
+func (l *lane) try(p *processor, it *laneItem, t task) error {
+	for conflicts := 0; ; {
+		if t.kind != noTx && !l.takeSlot() || !l.mayGoOn() {
+			return errStopped
+		}
+		began := time.Now()
+		err := p.processOne(l.held, t)
+		if t.kind != noTx {
+			l.slots.Release()
+		}
+		switch {
+		case err == nil:
+			if t.kind != noTx {
+				l.works(began)
+			}
+			return nil
+		case l.held.Err() != nil:
+			return errStopped
+		case errors.Is(err, deliveries.ErrLost):
+			return err
+		case isConflict(err) && conflicts < mostConflicts:
+			conflicts++
+			l.awaitConflict(it, t, conflicts, err)
+		case p.isOutage(l.held, err, t.kind, isLate(l.held, err)):
+			l.awaitPostgres(began, err)
+		default:
+			return err
+		}
+	}
+}
+
+func (l *lane) takeSlot() bool { return l.slots.Take(l.stopping) }
+
+// awaitConflict waits before a task is repeated that PostgreSQL has rolled back.
+func (l *lane) awaitConflict(it *laneItem, t task, n int, err error) {
+	const unusual = 5
+	level := slog.LevelDebug
+	if n == unusual {
+		level = slog.LevelWarn
+	}
+	l.log.Log(handlerContext(l.held, t.meta), level, "outbox: transaction conflicts with others, and is repeated", l.attrs(it, "conflicts", n, "error", err)...)
+	if l.cfg.Hooks.Conflicted != nil {
+		l.callHost("hook Conflicted", it, func() { l.cfg.Hooks.Conflicted(t.meta, t.action, err) })
+	}
+	wait.Sleep(l.stopping, conflictWait(n))
+}
+
+// failTask writes down that a task has failed: its delivery is tried again later, or is dead.
+func (l *lane) failTask(it *laneItem, t task, err error) {
+	if l.cfg.Hooks.Failed != nil {
+		l.callHost("hook Failed", it, func() { l.cfg.Hooks.Failed(t.meta, t.action, err) })
+	}
+	retries := l.cfg.of(it.Stream).MaxRetries
+	if l.retriesFor != nil {
+		l.callHost("RetriesFor", it, func() { retries = l.retriesFor(err) })
+	}
+	l.fail(it, errorClass(err), err, isPermanent(err) || it.Attempt > retries)
+}
+
+// fail writes down that an attempt has failed, until that is done or the delivery is lost. The
+// deliveries behind it in its key wait behind it again.
+func (l *lane) fail(it *laneItem, class string, cause error, dead bool) {
+	l.flush() // of its key, what is handled is done before
+	f := deliveries.Failure{
+		ID: it.ID, Key: it.Key, Code: short.Text(class, 100), Message: short.Text(cause.Error(), short.MaxText), Dead: dead, Held: dead && l.cfg.HoldDead,
+	}
+	if !dead {
+		f.Wait = l.retryWait(it, cause)
+	}
+	var rest []int64
+	for i := range l.work {
+		if other := &l.work[i]; other != it && !other.gone && it.Key.Ordered && other.Key == it.Key {
+			rest = append(rest, other.ID)
+		}
+	}
+	var promoted int64
+	err := l.write("a failed delivery", func(ctx context.Context) (err error) {
+		promoted, err = l.store.Fail(ctx, f, rest)
+		return err
+	})
+	for i := range l.work {
+		if other := &l.work[i]; other == it || slices.Contains(rest, other.ID) {
+			l.drop(other)
+		}
+	}
+	if err != nil { // lost: whoever has it now decides
+		return
+	}
+	l.report(it, f, cause)
+	if promoted > 0 || dead {
+		l.promoted()
+	}
+	if !dead {
+		l.retryAt(time.Now().Add(f.Wait))
+	}
+}
+
+// report logs a failed attempt, and calls the hook of a dead delivery.
+func (l *lane) report(it *laneItem, f deliveries.Failure, cause error) {
+	ctx := handlerContext(l.held, it.meta)
+	if !f.Dead {
+		l.log.WarnContext(ctx, "outbox: handler failed, trying again", l.attrs(it, "wait", f.Wait, "error_code", f.Code, "error", cause)...)
+		return
+	}
+	l.log.ErrorContext(ctx, "outbox: delivery is dead, an operator has to decide", l.attrs(it, "error_code", f.Code, "error", cause)...)
+	if l.cfg.Hooks.DeadLettered != nil {
+		l.callHost("hook DeadLettered", it, func() { l.cfg.Hooks.DeadLettered(it.meta, it.Action, "", cause) })
+	}
+}
+
+// retryWait returns how long to wait before the next attempt.
+func (l *lane) retryWait(it *laneItem, err error) time.Duration {
+	if d, ok := retryAfter(err); ok {
+		return max(d, 0)
+	}
+	s := l.cfg.of(it.Stream)
+	d := wait.Exponential(s.RetryWait, max(s.RetryWait, s.MaxRetryWait), it.Attempt-1)
+	const jitter = 5 // a fifth more or less
+	return d - d/jitter + rand.N(2*d/jitter+1)
+}
+
+// flush writes down what is handled without a transaction.
+func (l *lane) flush() {
+	if len(l.done) == 0 {
+		return
+	}
+	ids := make([]int64, len(l.done))
+	for i, d := range l.done {
+		ids[i] = d.ID
+	}
+	keys := l.lastOf(ids)
+	var promoted int64
+	err := l.write("what is handled", func(ctx context.Context) (err error) {
+		promoted, err = l.store.Finish(ctx, ids, keys)
+		return err
+	})
+	if errors.Is(err, deliveries.ErrLost) {
+		l.log.Warn("outbox: deliveries were taken over by another worker before they were written down as done; their handlers run once more", "deliveries", len(ids), "error", err)
+	}
+	for i := range l.work {
+		if it := &l.work[i]; slices.Contains(ids, it.ID) {
+			l.drop(it)
+		}
+	}
+	l.done = l.done[:0]
+	if promoted > 0 {
+		l.promoted()
+	}
+}
+
+// giveBack gives back what was not tried.
+func (l *lane) giveBack() {
+	var rest []deliveries.Delivery
+	for i := range l.work {
+		if it := &l.work[i]; !it.gone {
+			rest = append(rest, it.Delivery)
+		}
+	}
+	if len(rest) == 0 {
+		return
+	}
+	if err := l.write("what is given back", func(ctx context.Context) error { return l.store.Return(ctx, rest) }); err != nil && l.cut.Err() == nil {
+		l.log.Warn("outbox: deliveries are not given back, others wait until their lease expires", "deliveries", len(rest), "error", err)
+	}
+	for _, d := range rest {
+		l.hands.drop(d.ID)
+	}
+	l.promoted()
+}
+
+// write runs a statement until it works. It gives up if that is lost which it is about, or with
+// the stop of the worker.
+func (l *lane) write(what string, statement func(context.Context) error) error {
+	for {
+		began := time.Now()
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(l.held), writeTimeout)
+		err := statement(ctx)
+		cancel()
+		switch {
+		case err == nil:
+			l.works(began)
+			return nil
+		case errors.Is(err, deliveries.ErrLost), l.cut.Err() != nil:
+			return err
+		}
+		l.awaitPostgres(began, err)
+		if l.stopping.Err() != nil {
+			return err
+		}
+	}
+}
+
+// writeTimeout bounds a statement with which a worker writes down what became of a delivery.
+const writeTimeout = 10 * time.Second
+
+// awaitPostgres waits a little while PostgreSQL is unavailable.
+func (l *lane) awaitPostgres(began time.Time, err error) {
+	l.outages.Report(outagePostgres, began, err)
+	wait.Sleep(l.stopping, l.outages.Backoff(outagePostgres))
+}
+
+// works ends an outage of PostgreSQL, if there is one.
+func (l *lane) works(began time.Time) {
+	if l.outages.Failing() {
+		l.outages.Report(outagePostgres, began, nil)
+	}
+}
+
+// callHost calls a hook, see [processor.callHost].
+func (l *lane) callHost(function string, it *laneItem, f func()) {
+	l.own.callHost(l.held, function, it.Action, &it.meta, f)
+}
+
+// attrs are what a log line says of a delivery.
+func (l *lane) attrs(it *laneItem, more ...any) []any {
+	return append([]any{"stream", it.Stream, "type", it.Type, "event_id", it.EventID, "aggregate_type", it.AggregateType, "aggregate_id", it.AggregateID,
+		"action", it.Action, "attempt", it.Attempt, "delivery_id", it.ID}, more...)
+}
