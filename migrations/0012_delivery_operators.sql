@@ -35,7 +35,8 @@ BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
     -- Locks the keys of rows until the end of the transaction, group after group. What is decided
-    -- under the lock has to be read by a later statement.
+    -- under the lock has to be read by a later statement. Workers wait for the lock, so a
+    -- transaction that somebody leaves open ends.
     EXECUTE format($function$
         CREATE FUNCTION %1$I.outbox_lock_deliveries(ids bigint[]) RETURNS void
         LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
@@ -45,6 +46,7 @@ BEGIN
             IF current_setting('transaction_isolation') <> 'read committed' THEN
                 RAISE EXCEPTION 'deliveries are changed under READ COMMITTED only' USING ERRCODE = 'invalid_transaction_state';
             END IF;
+            PERFORM set_config('idle_in_transaction_session_timeout', '10s', true);
             FOR keys IN SELECT d.consumer_group, array_agg(d.order_key) AS list FROM %1$I.event_delivery AS d
                          WHERE d.id = ANY (ids) AND d.order_key IS NOT NULL GROUP BY d.consumer_group ORDER BY d.consumer_group LOOP
                 PERFORM %1$I.outbox_lock_keys(keys.consumer_group, keys.list);

@@ -446,3 +446,17 @@ func TestRequeueRefusesOtherIsolation(t *testing.T) {
 	require.ErrorContains(t, err, "READ COMMITTED only")
 	require.Equal(t, "D", h.played(t, ids))
 }
+
+// Workers wait for the lock of a key, so a transaction in which an operator leaves it ends.
+func TestRequeueIsNotLeftOpen(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	ids := h.deliver(t, "k", "D")
+	tx, err := h.db.Begin(background)
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(background) }()
+	require.Equal(t, 1, h.requeue(t, tx, ids))
+	var idle string
+	require.NoError(t, tx.QueryRow(background, `SHOW idle_in_transaction_session_timeout`).Scan(&idle))
+	require.Equal(t, "10s", idle)
+}

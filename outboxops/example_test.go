@@ -77,6 +77,37 @@ func ExampleFailures_Resolve() {
 	}
 }
 
+// Requeue what a handler gave up while the exchange was away. The audit keeps who did so and
+// why.
+func ExampleDeliveries_RequeueAll() {
+	deliveries, err := outboxops.NewDeliveries(db, outboxops.DeliveriesConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	timeouts := outboxops.DeliveryFilter{Group: "trading", Action: "ORDER_PLACED", ErrorCode: "timeout"}
+	why := outboxops.AuditInfo{Operator: "kim", Reason: "the exchange is back"}
+	n, err := deliveries.RequeueAll(ctx, timeouts, outboxops.BulkConfig{Rate: 100}, why)
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println("requeued:", n)
+}
+
+// Count what is owed to handlers, and since when.
+func ExampleDeliveries_Count() {
+	deliveries, err := outboxops.NewDeliveries(db, outboxops.DeliveriesConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	counts, err := deliveries.Count(ctx, outboxops.DeliveryFilter{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	for _, c := range counts {
+		fmt.Println(c.Group, c.Stream, c.Action, c.Status, c.Deliveries, "oldest", time.Since(c.Oldest))
+	}
+}
+
 // The state of each relay comes from the database, so any process can show it.
 func ExampleInspector_Relays() {
 	inspector, err := outboxops.NewInspector(db, outboxops.InspectorConfig{})
@@ -127,6 +158,8 @@ func TestExamples(t *testing.T) {
 	ExampleFailures_List()
 	ExampleFailures_RetryAll()
 	ExampleFailures_Resolve()
+	ExampleDeliveries_RequeueAll()
+	ExampleDeliveries_Count()
 	ExampleInspector_Relays()
 
 	stopped, stop := context.WithCancel(t.Context())

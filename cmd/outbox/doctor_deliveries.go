@@ -1,0 +1,199 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
+	"github.com/outboxgo/outbox/outboxops"
+)
+
+// expiredFor is how long the lease of a delivery may have expired: workers look every second.
+const expiredFor = time.Minute
+
+// deliveries checks what is owed to handlers of workers.
+func (d *doctor) deliveries(ctx context.Context) error {
+	deliveries, err := d.e.deliveries(ctx)
+	if err != nil {
+		return err
+	}
+	counts, err := deliveries.Count(ctx, outboxops.DeliveryFilter{})
+	if err != nil {
+		return err
+	}
+	at, err := workersAt(ctx, d.e.db, d.e.schemaName())
+	if err != nil {
+		return err
+	}
+	d.findings = append(d.findings, deliveryFindings(counts, at, d.limits)...)
+	return d.headless(ctx)
+}
+
+// handlerOf is the part of a group that a worker may have handlers for, or not.
+type handlerOf struct{ group, stream, action string }
+
+// workers is what they do at a time.
+type workers struct {
+	now  time.Time          // the database's
+	busy map[handlerOf]bool // what they are at
+	// paused has what operators have paused, without an action, and without a stream where that
+	// is all of a group.
+	paused map[handlerOf]bool
+}
+
+const sqlWorkersBusy = `
+SELECT DISTINCT consumer_group, stream, action FROM {schema}.event_delivery WHERE status = 'PROCESSING' AND locked_until > clock_timestamp()`
+
+func workersAt(ctx context.Context, db *pgxpool.Pool, schema string) (at workers, err error) {
+	if err := db.QueryRow(ctx, `SELECT clock_timestamp()`).Scan(&at.now); err != nil {
+		return at, err
+	}
+	at.busy, at.paused = map[handlerOf]bool{}, map[handlerOf]bool{}
+	for sql, into := range map[string]map[handlerOf]bool{
+		sqlWorkersBusy: at.busy, `SELECT consumer_group, topic, '' FROM {schema}.consumer_pause`: at.paused,
+	} {
+		var h handlerOf
+		rows, err := db.Query(ctx, pg.InSchema(sql, schema))
+		if err == nil {
+			_, err = pgx.ForEachRow(rows, []any{&h.group, &h.stream, &h.action}, func() error { into[h] = true; return nil })
+		}
+		if err != nil {
+			return at, err
+		}
+	}
+	return at, nil
+}
+
+func (w workers) isPaused(h handlerOf) bool {
+	return w.paused[handlerOf{group: h.group}] || w.paused[handlerOf{h.group, h.stream, ""}]
+}
+
+// areBusy reports whether a worker of a group is at anything.
+func (w workers) areBusy(group string) bool {
+	for h := range w.busy {
+		if h.group == group {
+			return true
+		}
+	}
+	return false
+}
+
+// deliveryFindings are what is wrong with deliveries.
+func deliveryFindings(counts []outboxops.DeliveryCount, at workers, l limits) (all []finding) {
+	dead, held := map[string]int{}, map[string]int{}
+	for _, c := range counts {
+		h := handlerOf{c.Group, c.Stream, c.Action}
+		switch {
+		case c.Status == outboxops.DeliveryDead:
+			dead[c.Group] += c.Deliveries
+			held[c.Group] += c.Held
+		case c.Status == outboxops.DeliveryProcessing && at.now.Sub(c.Due) > expiredFor:
+			all = append(all, finding{"delivery.stuck", severityError, fmt.Sprintf("group %s: a worker has had a delivery of action %s since its lease ended %s ago", c.Group, c.Action, age(c.Due, at.now)),
+				"The worker is gone, and no other one of the group takes over what it had. Its deliveries and the later ones of their keys wait.",
+				"Start a process that calls Worker.Run with this group, or read its log. outbox delivery list --status processing shows which ones."})
+		case c.Status == outboxops.DeliveryPending && at.now.Sub(c.Due) > l.maxAge && !at.isPaused(h):
+			all = append(all, overdue(c, h, at))
+		}
+	}
+	for _, group := range slices.Sorted(maps.Keys(dead)) {
+		all = append(all, finding{"delivery.dead", severityWarning, fmt.Sprintf("group %s: %s dead", group, deliveriesAre(dead[group])),
+			"Their attempts are used up, or their errors are permanent: no handler gets them unless they are requeued.",
+			"outbox delivery list --status dead shows why. Mend the cause, then outbox delivery requeue, or outbox delivery resolve."})
+	}
+	for _, group := range slices.Sorted(maps.Keys(held)) {
+		if held[group] > 0 {
+			all = append(all, finding{"delivery.held", severityWarning, fmt.Sprintf("group %s: %s held by dead deliveries", group, keys(int64(held[group]))),
+				"All later deliveries of these keys wait for an operator.", "outbox delivery list --status dead shows them; outbox delivery requeue or resolve lets their keys go on."})
+		}
+	}
+	return all
+}
+
+func deliveriesAre(n int) string { return pluralUpTo(int64(n), "delivery is", "deliveries are") }
+
+// overdue says why deliveries may not have been taken long after they were due.
+func overdue(c outboxops.DeliveryCount, h handlerOf, at workers) finding {
+	what := fmt.Sprintf("group %s: the first of %s deliveries of stream %s to action %s has been due for %s", c.Group, countUpTo(c.Deliveries), c.Stream,
+		cmp.Or(c.Action, "(none)"), age(c.Due, at.now))
+	switch {
+	case at.busy[h]:
+		return finding{"delivery.backlog", severityWarning, what, "Workers take them, and more come or each takes long: events are handled late.",
+			"outbox delivery counts shows whether it shrinks. Raise WorkerConfig.Concurrency, run more workers, or make the handler quicker."}
+	case at.areBusy(c.Group):
+		return finding{"delivery.unhandled", severityWarning, what, "Workers of the group run, and none takes these: they have no handler with this action, or have paused the stream themselves.",
+			"Give the workers the handler again. If it is gone for good: outbox delivery resolve."}
+	}
+	return finding{"delivery.worker", severityError, what, "No worker of the group takes them: none runs, or none has a handler with this action.",
+		"Start a process that calls Worker.Run with this group and this handler, or read its log. If the group is given up for good: outbox delivery resolve."}
+}
+
+// sqlHeadless looks at the first row of each of up to $1 keys. A key is a step in the index,
+// however many rows it has.
+const sqlHeadless = `
+WITH RECURSIVE heads AS (
+   (SELECT order_key, status, consumer_group, 1 AS n FROM {schema}.event_delivery AS d
+     WHERE order_key IS NOT NULL AND (status IN ('PENDING', 'PARKED', 'PROCESSING') OR held)
+     ORDER BY order_key, (status = 'PARKED'), position LIMIT 1)
+     UNION ALL
+    SELECT next.*, heads.n + 1 FROM heads
+     CROSS JOIN LATERAL (SELECT d.order_key, d.status, d.consumer_group FROM {schema}.event_delivery AS d
+                          WHERE d.order_key > heads.order_key AND (d.status IN ('PENDING', 'PARKED', 'PROCESSING') OR d.held)
+                          ORDER BY d.order_key, (d.status = 'PARKED'), d.position LIMIT 1) AS next
+     WHERE heads.n < $1
+)
+SELECT consumer_group, order_key FROM heads WHERE status = 'PARKED' ORDER BY consumer_group, order_key LIMIT 1000`
+
+const (
+	headsLooked = 100_000
+	headsPause  = time.Second // a handler's transaction of another isolation level is followed by another one
+)
+
+// headless looks for keys whose deliveries are all parked: that nothing is left that could let
+// them go on.
+func (d *doctor) headless(ctx context.Context) error {
+	first, err := headlessKeys(ctx, d.e)
+	if err != nil || len(first) == 0 {
+		return err
+	}
+	wait.Sleep(ctx, headsPause)
+	second, err := headlessKeys(ctx, d.e)
+	if err != nil {
+		return err
+	}
+	for _, group := range slices.Sorted(maps.Keys(first)) {
+		still := slices.DeleteFunc(first[group], func(key string) bool { return !slices.Contains(second[group], key) })
+		if len(still) == 0 {
+			continue
+		}
+		const named = 100 // in the statement
+		d.add("delivery.headless", severityError, fmt.Sprintf("group %s: all deliveries of %s are parked", group, plural(int64(len(still)), "key", "keys")),
+			"Somebody else than outbox has changed or removed the delivery that they waited for. Workers of the group look for such keys now and then.",
+			fmt.Sprintf("If no worker runs, start one. At once: SELECT %s.outbox_promote(%s, '{%s}')", pgx.Identifier{d.e.schemaName()}.Sanitize(), quoteText(group),
+				strings.Join(still[:min(len(still), named)], ",")))
+	}
+	return nil
+}
+
+// headlessKeys returns the digests of keys whose deliveries are all parked, by group.
+func headlessKeys(ctx context.Context, e *env) (map[string][]string, error) {
+	found := map[string][]string{}
+	err := pg.Query(ctx, e.db, pg.PlannerSettings, func(rows pgx.Rows) error {
+		var group string
+		var key int64
+		_, err := pgx.ForEachRow(rows, []any{&group, &key}, func() error {
+			found[group] = append(found[group], fmt.Sprint(key))
+			return nil
+		})
+		return err
+	}, pg.InSchema(sqlHeadless, e.schemaName()), headsLooked)
+	return found, err
+}

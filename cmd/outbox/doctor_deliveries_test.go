@@ -1,0 +1,74 @@
+package main
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// deliveryFindings returns what the doctor finds about deliveries, and the ids of that.
+func (d *commandFixture) deliveryFindings(t testing.TB) (ids []string, all []finding) {
+	t.Helper()
+	all = d.findings(t, "--only", "delivery,doctor")
+	for _, f := range all {
+		ids = append(ids, f.ID)
+	}
+	return ids, all
+}
+
+func TestDoctorOnDeliveries(t *testing.T) {
+	t.Parallel()
+	d := newClinic(t)
+	d.deliver(t, "healthy", "PROCESSING", "PARKED", "DONE")
+	d.deliver(t, "soon", "PENDING")
+	d.exec(t, `UPDATE {s}.event_delivery SET next_retry_at = now() + interval '1 min' WHERE status = 'PENDING'`)
+	ids, _ := d.deliveryFindings(t)
+	require.Empty(t, ids)
+
+	for _, test := range []struct{ name, sql, id, what string }{
+		{"a worker of the group is at others of this action", `UPDATE {s}.event_delivery SET next_retry_at = now() - interval '6 min' WHERE status = 'PENDING'`,
+			"delivery.backlog", "of stream orders to action COUNTED has been due for 6m"},
+		{"a worker of the group is at another action", `UPDATE {s}.event_delivery SET action = 'SENT' WHERE status = 'PENDING'`, "delivery.unhandled", "to action SENT"},
+		{"an operator has paused another stream", `INSERT INTO {s}.consumer_pause (consumer_group, topic, operator, reason) VALUES ('stats', 'others', 'kim', 'x')`, "delivery.unhandled", "SENT"},
+		{"an operator has paused the stream", `INSERT INTO {s}.consumer_pause (consumer_group, topic, operator, reason) VALUES ('stats', 'orders', 'kim', 'x')`, "", ""},
+		{"or all of the group", `UPDATE {s}.consumer_pause SET topic = '' WHERE topic = 'orders'`, "", ""},
+		{"the pause has ended", `DELETE FROM {s}.consumer_pause`, "delivery.unhandled", "SENT"},
+		{"no worker is at anything", `UPDATE {s}.event_delivery SET locked_until = now() - interval '30 s' WHERE status = 'PROCESSING'`, "delivery.worker", "SENT"},
+		{"nor does one take over", `UPDATE {s}.event_delivery SET locked_until = now() - interval '2 min' WHERE status = 'PROCESSING';
+			UPDATE {s}.event_delivery SET next_retry_at = now() WHERE status = 'PENDING'`, "delivery.stuck", "since its lease ended 2m"},
+		{"and another group has nothing", `UPDATE {s}.event_delivery SET consumer_group = 'mails' WHERE status = 'PENDING'`, "delivery.stuck", "group stats"},
+	} {
+		_, err := d.db.Exec(background, strings.ReplaceAll(test.sql, "{s}", `"`+d.schema+`"`))
+		require.NoError(t, err)
+		ids, all := d.deliveryFindings(t)
+		if test.id == "" {
+			require.Empty(t, ids, test.name)
+			continue
+		}
+		require.Equal(t, []string{test.id}, ids, test.name)
+		require.Contains(t, all[0].What, test.what, test.name)
+	}
+	d.exec(t, `UPDATE {s}.event_delivery SET locked_until = now() + interval '1 min' WHERE status = 'PROCESSING'`)
+
+	d.deliver(t, "dead", "DEAD", "DEAD")
+	held := d.deliver(t, "held", "DEAD", "PARKED")[0]
+	d.exec(t, `UPDATE {s}.event_delivery SET held = true WHERE id = `+held)
+	ids, all := d.deliveryFindings(t)
+	require.Equal(t, []string{"delivery.dead", "delivery.held"}, ids)
+	require.Contains(t, all[0].What, "group stats: 3 deliveries are dead")
+	require.Contains(t, all[1].What, "1 key is held")
+	d.ok(t, "delivery", "resolve", "--status", "dead", "--yes", "--reason", "gone")
+	ids, _ = d.deliveryFindings(t)
+	require.Empty(t, ids)
+
+	// What he says about keys without a head helps.
+	d.exec(t, `UPDATE {s}.event_delivery SET status = 'DONE', locked_by = NULL, locked_until = NULL WHERE status = 'PROCESSING'`)
+	ids, all = d.deliveryFindings(t)
+	require.Equal(t, []string{"delivery.headless"}, ids)
+	require.Contains(t, all[0].What, "group stats: all deliveries of 1 key are parked")
+	_, sql, _ := strings.Cut(all[0].Do, "At once: ")
+	d.exec(t, sql)
+	ids, _ = d.deliveryFindings(t)
+	require.Empty(t, ids)
+}
