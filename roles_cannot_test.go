@@ -60,7 +60,7 @@ func (r *roles) requireNoMore(t *testing.T) {
 	}
 	column := map[string]string{"outbox": "payload", "outbox_cursor": "relay", "outbox_lease": "holder", "outbox_failed": "status",
 		"outbox_audit": "reason", "event_handled": "action", "consumer_start": "position", "consumer_pause": "reason", "consumer_group_role": "role",
-		"event_delivery": "resolution", "event_subscription": "moved_to", "outbox_partitioning": "rows"}
+		"event_delivery": "resolution", "event_subscription": "relay", "outbox_partitioning": "rows"}
 	for _, role := range r.parts {
 		allowed, db := can[role], r.as(t, role)
 		var got []string
@@ -142,7 +142,7 @@ var escalations = map[string][]string{
 		`INSERT INTO {s}.event_delivery ({delivery}, id) SELECT {delivery}, 1 FROM {s}.event_delivery WHERE consumer_group = 'mine'`,
 		`INSERT INTO {s}.event_delivery ({delivery}, resolution) SELECT {delivery}, 'x' FROM {s}.event_delivery WHERE consumer_group = 'mine'`,
 		`INSERT INTO {s}.event_subscription (consumer_group) VALUES ('another')`,
-		`UPDATE {s}.event_subscription SET moved_to = 'r', moved_at = now()`,
+		`UPDATE {s}.event_subscription SET state = 'left', relay = 'r'`,
 		`DELETE FROM {s}.event_subscription`,
 		`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('theirs', 't', 'new', 'a')`,
 		`UPDATE {s}.outbox SET xid = '3'`,
@@ -180,7 +180,7 @@ var escalations = map[string][]string{
 		`UPDATE {s}.event_delivery SET status = 'PENDING', locked_by = NULL, locked_until = NULL`,
 		`DELETE FROM {s}.event_delivery`,
 		`SELECT FROM {s}.event_delivery FOR UPDATE`,
-		`UPDATE {s}.event_subscription SET moved_to = 'r', moved_at = now()`,
+		`UPDATE {s}.event_subscription SET state = 'left', relay = 'r'`,
 		`SELECT {s}.outbox_promote('mine', '{1}')`,
 		`SELECT {s}.outbox_finish_deliveries('mine', 'w', '{1}', '{1}')`,
 		`INSERT INTO {s}.outbox_audit (operator, action, reason, relay, parking_key) VALUES ('somebody else', 'edit', 'x', 'r', 'k')`,

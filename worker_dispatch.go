@@ -31,16 +31,18 @@ type dispatcher struct {
 	wake    <-chan struct{}
 	cut     context.Context
 	kinds   []*laneKind
-	round   fanOutRound // only run
 
-	mu       sync.Mutex
-	due      bool      // rows may be claimed
-	next     time.Time // when a row will be due, zero for none that is known
-	expired  bool      // rows were taken from workers that are gone
-	moved    bool      // the group gets no new events
-	freeNow  chan struct{}
-	poll     time.Time // of the last look at everything
-	starting bool      // the group may have no position yet
+	round     fanOutRound // only run
+	lookAgain time.Time   // only run: whether the group still gets its events from Kafka
+	starting  bool        // only run: the group may have no position yet
+
+	mu      sync.Mutex
+	due     bool      // rows may be claimed
+	next    time.Time // when a row will be due, zero for none that is known
+	expired bool      // rows were taken from workers that are gone
+	moved   bool      // the group gets no new events
+	freeNow chan struct{}
+	poll    time.Time // of the last look at everything
 }
 
 // laneKind is the lanes for handlers with a transaction, or for those without.
@@ -280,7 +282,7 @@ type fanOutRound struct {
 
 // takeNew makes deliveries of new events, if lanes can take some. It reports whether there are more.
 func (d *dispatcher) takeNew(ctx context.Context) (more bool, err error) {
-	if d.isMoved() {
+	if d.isMoved() && time.Now().Before(d.lookAgain) {
 		return false, nil
 	}
 	d.round = fanOutRound{left: map[*laneKind]int{}, status: map[deliveries.Key]deliveries.Status{}}
@@ -292,15 +294,12 @@ func (d *dispatcher) takeNew(ctx context.Context) (more bool, err error) {
 	if limit == 0 {
 		return false, nil
 	}
-	if d.starting {
-		err := d.fanOut.begin(ctx, d.cfg.FromStart)
-		if d.setMoved(errors.Is(err, errMoved)) {
-			return false, nil
-		}
-		if err != nil {
-			return false, err
+	if d.starting || d.isMoved() {
+		if err := d.fanOut.begin(ctx, d.cfg.FromStart); err != nil {
+			return false, d.ifNotMoved(err)
 		}
 		d.starting = false
+		d.setMoved(false)
 	}
 	began := time.Now()
 	_, more, err = d.fanOut.round(ctx, limit, func(rows []deliveries.Delivery) error {
@@ -315,7 +314,18 @@ func (d *dispatcher) takeNew(ctx context.Context) (more bool, err error) {
 		}
 		return nil
 	})
-	return more, err
+	return more, d.ifNotMoved(err)
+}
+
+// ifNotMoved returns an error, unless it says that the group gets its events from Kafka. This is looked at
+// again after PollInterval.
+func (d *dispatcher) ifNotMoved(err error) error {
+	if !errors.Is(err, errMoved) {
+		return err
+	}
+	d.lookAgain = time.Now().Add(d.cfg.PollInterval)
+	d.setMoved(true)
+	return nil
 }
 
 // isMoved reports whether the group gets its events from Kafka now.
@@ -325,11 +335,10 @@ func (d *dispatcher) isMoved() bool {
 	return d.moved
 }
 
-func (d *dispatcher) setMoved(moved bool) bool {
+func (d *dispatcher) setMoved(moved bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.moved = moved
-	return moved
 }
 
 // plan says what is owed for an event: a delivery for each of its handlers.

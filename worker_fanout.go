@@ -48,7 +48,7 @@ type fanOut struct {
 	unpaged unpaged   // of the open window
 	ids     idset.Set // of the open window
 
-	sqlSubscription, sqlSubscribe, sqlSeed, sqlOpen, sqlNext string
+	sqlSubscription, sqlSubscribe, sqlSeed, sqlOpen, sqlNext, sqlLeave, sqlForget string
 }
 
 // eventHead is what routes an event.
@@ -78,6 +78,7 @@ func newFanOut(db *pgxpool.Pool, schema, group string, store *deliveries.Store, 
 	return &fanOut{
 		db: db, group: group, cursors: newCursors(db, schema, workerPrefix+group), store: store, plan: plan, lock: fanOutLock(schema, group),
 		sqlSubscription: in(sqlSubscription), sqlSubscribe: in(sqlSubscribe), sqlSeed: in(sqlSeedGroup), sqlOpen: in(sqlFanOut), sqlNext: in(sqlFanOutNext),
+		sqlLeave: in(sqlLeave), sqlForget: in(sqlForget),
 	}
 }
 
@@ -101,7 +102,7 @@ const sqlFanOutSettings = sqlSettings + `, set_config('lock_timeout', '10s', tru
 const (
 	sqlFanOutLock   = `SELECT pg_advisory_xact_lock($1)`
 	sqlSubscription = `
-SELECT (SELECT coalesce(moved_to, '') FROM {schema}.event_subscription WHERE consumer_group = $1::text)`
+SELECT (SELECT state FROM {schema}.event_subscription WHERE consumer_group = $1::text)`
 	sqlSubscribe = `INSERT INTO {schema}.event_subscription (consumer_group) VALUES ($1) ON CONFLICT DO NOTHING`
 )
 
@@ -119,14 +120,14 @@ SELECT $1::text, 0, CASE WHEN $2::bool THEN '1:1:' ELSE pg_current_snapshot() EN
 // has handled is noted.
 func (f *fanOut) begin(ctx context.Context, fromStart bool) error {
 	return f.transact(ctx, func(conn *pgx.Conn) error {
-		var moved pgtype.Text
-		if err := conn.QueryRow(ctx, f.sqlSubscription, f.group).Scan(&moved); err != nil {
+		var state pgtype.Text
+		if err := conn.QueryRow(ctx, f.sqlSubscription, f.group).Scan(&state); err != nil {
 			return err
 		}
-		if moved.Valid && moved.String != "" {
+		if state.Valid && !getsEvents(state.String) {
 			return errMoved
 		}
-		if _, err := conn.Exec(ctx, f.sqlSeed, f.cursors.relay, fromStart || moved.Valid, newEpoch()); err != nil {
+		if _, err := conn.Exec(ctx, f.sqlSeed, f.cursors.relay, fromStart || state.Valid, newEpoch()); err != nil {
 			return err
 		}
 		_, err := conn.Exec(ctx, f.sqlSubscribe, f.group)
@@ -136,8 +137,17 @@ func (f *fanOut) begin(ctx context.Context, fromStart bool) error {
 
 func newEpoch() int64 { return rand.Int64N(1<<62) + 1 }
 
-// errMoved means that the group gets its events from Kafka now.
-var errMoved = errors.New("consumer group was moved to Kafka")
+// errMoved means that the group gets its events from Kafka.
+var errMoved = errors.New("consumer group gets its events from Kafka")
+
+// What stands in event_subscription.state of groups that get events here: all, or those up to the cut
+// behind which they get them from Kafka.
+const (
+	stateActive  = "active"
+	stateLeaving = "leaving"
+)
+
+func getsEvents(state string) bool { return state == stateActive || state == stateLeaving }
 
 // transact runs f in a transaction that has the lock of the group, and commits.
 func (f *fanOut) transact(ctx context.Context, do func(*pgx.Conn) error) error {
@@ -222,15 +232,20 @@ func (f *fanOut) drained() bool { return len(f.unpaged.ranges) == 0 && f.ids.Len
 // is attempted when the transaction commits, so it need not be announced: its end becomes
 // the base of the next one.
 const sqlFanOut = `
-WITH ids AS MATERIALIZED (
+WITH subscription AS MATERIALIZED (
+    SELECT state, cut_snapshot FROM {schema}.event_subscription WHERE consumer_group = $9::text
+), until AS MATERIALIZED (
+    SELECT CASE state WHEN 'leaving' THEN cut_snapshot ELSE pg_current_snapshot() END AS snapshot
+      FROM subscription WHERE state IN ('active', 'leaving')
+), ids AS MATERIALIZED (
     SELECT w.id, w.xid FROM (
        (SELECT id, xid FROM {schema}.outbox
-         WHERE xid >= $3::xid8 AND xid < pg_snapshot_xmax(pg_current_snapshot())
-           AND pg_visible_in_snapshot(xid, pg_current_snapshot()) ORDER BY xid, id LIMIT $4)
+         WHERE xid >= $3::xid8 AND xid < pg_snapshot_xmax((SELECT snapshot FROM until))
+           AND pg_visible_in_snapshot(xid, (SELECT snapshot FROM until)) ORDER BY xid, id LIMIT $4)
          UNION ALL
-        SELECT late.id, late.xid FROM pg_snapshot_xip($2::pg_snapshot) AS x
+        SELECT late.id, late.xid FROM pg_snapshot_xip($2::text::pg_snapshot) AS x
          CROSS JOIN LATERAL (SELECT id, xid FROM {schema}.outbox
-                              WHERE xid >= x AND xid <= x AND pg_visible_in_snapshot(xid, pg_current_snapshot())
+                              WHERE xid >= x AND xid <= x AND pg_visible_in_snapshot(xid, (SELECT snapshot FROM until))
                               ORDER BY xid, id LIMIT $4) AS late
     ) AS w LIMIT $4
 ), found AS MATERIALIZED (
@@ -240,25 +255,27 @@ WITH ids AS MATERIALIZED (
       FROM ids CROSS JOIN LATERAL (SELECT size FROM {schema}.outbox WHERE xid = ids.xid AND id = ids.id OFFSET 0) AS o
      WHERE (SELECT n FROM found) < $4
 ), newest AS MATERIALIZED (
-    SELECT c.id FROM (SELECT id, epoch FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c
+    SELECT c.id, s.cut_snapshot IS NOT NULL AND $2::text <> s.cut_snapshot::text AS cut
+      FROM (SELECT id, epoch FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c, subscription AS s, until
      WHERE c.id = $6 AND c.epoch = $7 AND pg_postmaster_start_time() = $8
-       AND NOT EXISTS (SELECT FROM {schema}.event_subscription WHERE consumer_group = $9::text AND moved_to IS NOT NULL)
 ), moved AS (
     INSERT INTO {schema}.outbox_cursor
            (relay, snapshot, window_snapshot, last_processed_id, highest_id, system_identifier, epoch)
-    SELECT $1::text, CASE WHEN few.enough THEN pg_current_snapshot() ELSE $2::pg_snapshot END,
-           CASE WHEN NOT few.enough THEN pg_current_snapshot() END,
+    SELECT $1::text, CASE WHEN few.enough THEN until.snapshot ELSE $2::text::pg_snapshot END,
+           CASE WHEN NOT few.enough THEN until.snapshot END,
            CASE WHEN few.enough THEN coalesce(found.highest, $10::bigint) ELSE 0 END,
            CASE WHEN few.enough THEN greatest(found.highest, $11::bigint) ELSE $11::bigint END, $12::bigint, $13::bigint
-      FROM newest, found, few
-     WHERE $14::bool OR found.n > 0
+      FROM newest, found, few, until
+     WHERE $14::bool OR found.n > 0 OR newest.cut
  RETURNING id
 )
-SELECT newest.id, moved.id, pg_current_snapshot()::text, found.n, few.enough, e.id, e.event_type, e.topic, e.partition_key, e.aggregate_id
-  FROM newest CROSS JOIN found CROSS JOIN few
+SELECT (SELECT state FROM subscription), newest.id, moved.id, (SELECT snapshot FROM until)::text, found.n, few.enough,
+       e.id, e.event_type, e.topic, e.partition_key, e.aggregate_id
+  FROM found CROSS JOIN few
+  LEFT JOIN newest ON true
   LEFT JOIN moved ON true
   LEFT JOIN LATERAL (
-       SELECT o.* FROM (SELECT id, xid FROM ids WHERE few.enough ORDER BY id) AS i
+       SELECT o.* FROM (SELECT id, xid FROM ids WHERE few.enough AND newest.id IS NOT NULL ORDER BY id) AS i
         CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE xid = i.xid AND id = i.id OFFSET 0) AS o) AS e ON true`
 
 // open makes deliveries of all events behind the position if they are few, or else announces them
@@ -271,15 +288,19 @@ func (f *fanOut) open(ctx context.Context, claimed func([]deliveries.Delivery) e
 	next.window, next.epoch = "", newEpoch()
 	var heads []eventHead
 	var moved pgtype.Int8
-	var now string
+	var state, now pgtype.Text
 	var found int64
 	var few bool
 	err = f.inRound(ctx, func(b *pgx.Batch) {
 		b.Queue(f.sqlOpen, f.cursors.relay, next.base, tables.SnapshotMax(next.base), maxFanOut+1, maxFanOutBytes, f.pos.cursorID, f.pos.epoch, f.pos.server,
 			f.group, f.pos.last, f.pos.highest, f.pos.systemID, next.epoch, drained).Query(func(rows pgx.Rows) error {
 			var newest pgtype.Int8
-			heads, err = readHeads(rows, &newest, &moved, &now, &found, &few)
-			if err == nil && !newest.Valid {
+			heads, err = readHeads(rows, &state, &newest, &moved, &now, &found, &few)
+			switch {
+			case err != nil:
+			case !getsEvents(state.String):
+				err = errMoved
+			case !newest.Valid:
 				err = errStale
 			}
 			return err
@@ -289,13 +310,16 @@ func (f *fanOut) open(ctx context.Context, claimed func([]deliveries.Delivery) e
 		return 0, false, err
 	}
 	if !moved.Valid {
+		if state.String == stateLeaving {
+			return 0, false, f.leave(ctx)
+		}
 		return 0, false, nil
 	}
 	next.cursorID = moved.Int64
 	if few {
-		next.base = now
+		next.base = now.String
 	} else {
-		next.window, next.last = now, 0
+		next.window, next.last = now.String, 0
 	}
 	for _, e := range heads {
 		next.last, next.highest = e.id, max(next.highest, e.id)
@@ -304,13 +328,40 @@ func (f *fanOut) open(ctx context.Context, claimed func([]deliveries.Delivery) e
 	return len(heads), next.window != "", nil
 }
 
+// What a group does that has come to its cut: it leaves, and keeps no rows of outbox from being
+// removed.
+const (
+	sqlLeave = `
+UPDATE {schema}.event_subscription AS s SET state = 'left', cut_snapshot = NULL, changed_at = now()
+  FROM (SELECT snapshot, window_snapshot FROM {schema}.outbox_cursor WHERE relay = $2::text ORDER BY id DESC LIMIT 1) AS c
+ WHERE s.consumer_group = $1::text AND s.state = 'leaving' AND c.window_snapshot IS NULL AND c.snapshot::text = s.cut_snapshot::text`
+	sqlForget = `DELETE FROM {schema}.outbox_cursor WHERE relay = $1::text`
+)
+
+// leave ends the subscription of a group that has come to its cut. The error is errMoved then.
+func (f *fanOut) leave(ctx context.Context) error {
+	left := false
+	err := f.transact(ctx, func(conn *pgx.Conn) error {
+		tag, err := conn.Exec(ctx, f.sqlLeave, f.group, f.cursors.relay)
+		if left = tag.RowsAffected() > 0; !left || err != nil {
+			return err
+		}
+		_, err = conn.Exec(ctx, f.sqlForget, f.cursors.relay)
+		return err
+	})
+	if err == nil && left {
+		return errMoved
+	}
+	return err
+}
+
 // sqlFanOutNext goes on in an open window: it reads events by ranges of ids up to the first that
 // does not fit into $9 bytes with those before it, and moves the cursor behind them.
 const sqlFanOutNext = `
 WITH newest AS MATERIALIZED (
     SELECT c.* FROM (SELECT * FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c
      WHERE c.id = $2 AND c.epoch = $3 AND pg_postmaster_start_time() = $4
-       AND NOT EXISTS (SELECT FROM {schema}.event_subscription WHERE consumer_group = $5::text AND moved_to IS NOT NULL)
+       AND EXISTS (SELECT FROM {schema}.event_subscription WHERE consumer_group = $5::text AND state IN ('active', 'leaving'))
 ), sizes AS MATERIALIZED (
     SELECT o.id, sum(o.size) OVER (ORDER BY o.id) - o.size AS before
       FROM unnest($6::bigint[], $7::bigint[]) AS r (first, last)
@@ -384,7 +435,7 @@ func (f *fanOut) inRound(ctx context.Context, move func(*pgx.Batch), heads func(
 	f.queueBegin(&b)
 	move(&b)
 	if err := conn.SendBatch(ctx, &b).Close(); err != nil {
-		if errors.Is(err, errStale) {
+		if errors.Is(err, errStale) || errors.Is(err, errMoved) {
 			_, _ = conn.Exec(ctx, "ROLLBACK") // or else its connection is closed
 		}
 		return fmt.Errorf("look for events: %w", err)

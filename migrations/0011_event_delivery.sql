@@ -13,19 +13,25 @@ COMMENT ON COLUMN outbox_lease.name IS 'As in outbox_cursor.';
 CREATE TABLE event_subscription (
     consumer_group varchar(255) NOT NULL,
     created_at     timestamptz  NOT NULL DEFAULT now(),
-    moved_to       varchar(100),
-    moved_at       timestamptz,
+    state          varchar(10)  NOT NULL DEFAULT 'active',
+    relay          varchar(100),
+    cut_snapshot   pg_snapshot,
+    changed_at     timestamptz  NOT NULL DEFAULT now(),
     CONSTRAINT event_subscription_pkey PRIMARY KEY (consumer_group),
-    CONSTRAINT event_subscription_moved CHECK ((moved_to IS NULL) = (moved_at IS NULL))
+    CONSTRAINT event_subscription_state CHECK (state IN ('active', 'leaving', 'left', 'returning')),
+    CONSTRAINT event_subscription_relay CHECK ((state = 'active') = (relay IS NULL)),
+    CONSTRAINT event_subscription_cut CHECK ((state = 'leaving') = (cut_snapshot IS NOT NULL))
 );
 
 COMMENT ON TABLE event_subscription IS
     'Consumer groups whose workers get events from outbox. How far they have come is in outbox_cursor.';
 COMMENT ON COLUMN event_subscription.consumer_group IS 'As in event_handled.';
 COMMENT ON COLUMN event_subscription.created_at IS 'When the first worker of the group ran.';
-COMMENT ON COLUMN event_subscription.moved_to IS
-    'The relay whose events the group reads from Kafka now: its workers finish what is open and take nothing new. NULL: the group gets its events from here.';
-COMMENT ON COLUMN event_subscription.moved_at IS 'When it was moved.';
+COMMENT ON COLUMN event_subscription.state IS
+    'active: its workers get every event; leaving: those up to cut_snapshot; left: none, it reads from Kafka; returning: those behind its cursor, once it has read what is in Kafka.';
+COMMENT ON COLUMN event_subscription.relay IS 'The relay from which it gets its events after the cut, or got them before.';
+COMMENT ON COLUMN event_subscription.cut_snapshot IS 'The relay sends what is not visible in this snapshot.';
+COMMENT ON COLUMN event_subscription.changed_at IS 'When state changed.';
 
 CREATE TABLE event_delivery (
     id                 bigserial    PRIMARY KEY,
