@@ -208,7 +208,9 @@ BEGIN
             CREATE POLICY %2$I ON %1$I.%3$I FOR SELECT USING (true);
             CREATE POLICY %4$I ON %1$I.%3$I USING (
                 ARRAY(SELECT r.consumer_group FROM %1$I.consumer_group_role AS r
-                       WHERE r.role = 'public' OR pg_has_role(to_regrole(quote_ident(r.role)), 'USAGE'))
+                       WHERE r.role = 'public' OR pg_has_role(to_regrole(quote_ident(r.role)), 'USAGE')
+                      UNION ALL
+                      SELECT '*' WHERE pg_has_role('pg_write_all_data', 'USAGE'))
                 && ARRAY[consumer_group, '*'::varchar]);
             ALTER TABLE %1$I.%3$I ENABLE ROW LEVEL SECURITY
             $sql$, schema, target || '_read', target, target || '_write');

@@ -308,9 +308,10 @@ func notNeeded(have need, columns []string, needs []need) []string {
 }
 
 // sqlGroupsOf says for which groups a role may write: whether for all because it is not subject
-// to the policies, for some, and for all by *.
+// to the policies, for all because it may write all data, for some by a row, and for all by *.
 const sqlGroupsOf = `
 SELECT pg_has_role(r.oid, c.relowner, 'USAGE') OR r.rolbypassrls OR NOT c.relrowsecurity,
+       pg_has_role(r.oid, 'pg_write_all_data', 'USAGE'),
        EXISTS (SELECT FROM {schema}.consumer_group_role AS g WHERE g.role = 'public' OR pg_has_role(r.oid, to_regrole(quote_ident(g.role)), 'USAGE')),
        EXISTS (SELECT FROM {schema}.consumer_group_role AS g
                 WHERE g.consumer_group = '*' AND (g.role = 'public' OR pg_has_role(r.oid, to_regrole(quote_ident(g.role)), 'USAGE')))
@@ -323,9 +324,9 @@ func (d *doctor) groupsOf(ctx context.Context, p part) error {
 	if p.name != "consumer" && p.name != "worker" && p.name != "relay" {
 		return nil
 	}
-	var unlimited, some, all bool
+	var unlimited, allData, some, all bool
 	schema := pgx.Identifier{d.e.schemaName()}.Sanitize()
-	err := d.e.db.QueryRow(ctx, strings.ReplaceAll(sqlGroupsOf, "{schema}", schema), p.role, d.e.schemaName()).Scan(&unlimited, &some, &all)
+	err := d.e.db.QueryRow(ctx, strings.ReplaceAll(sqlGroupsOf, "{schema}", schema), p.role, d.e.schemaName()).Scan(&unlimited, &allData, &some, &all)
 	if errors.Is(err, pgx.ErrNoRows) || pg.IsUndefinedTable(err) {
 		return nil // the tables are looked at elsewhere
 	}
@@ -334,10 +335,14 @@ func (d *doctor) groupsOf(ctx context.Context, p part) error {
 	}
 	role := quoteText(p.role)
 	switch {
-	case p.name == "relay" && !all:
+	case p.name == "relay" && !allData && !all:
 		d.add("privileges.groups", severityError, fmt.Sprintf("role %s may not remove what consumer groups have handled", p.role),
 			"Its retention finds nothing to remove in event_handled and event_delivery, and the tables grow.",
 			fmt.Sprintf("INSERT INTO %s.consumer_group_role (consumer_group, role) VALUES ('*', %s)", schema, role))
+	case p.name != "relay" && allData:
+		d.add("privileges.groups", severityWarning, fmt.Sprintf("role %s may write for all consumer groups, as it may write all data", p.role),
+			"It can take back what other groups have handled, or have them skip events.",
+			fmt.Sprintf("Give it rows of its groups in %s.consumer_group_role, and take pg_write_all_data from it.", schema))
 	case p.name != "relay" && !some:
 		d.add("privileges.groups", severityError, fmt.Sprintf("role %s may write for no consumer group", p.role),
 			"It cannot note what it has handled: statements are refused.",
