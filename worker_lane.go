@@ -252,13 +252,13 @@ func (l *lane) complete(ctx context.Context, tx handlerTx, results []taskResult)
 			ids = append(ids, id)
 		}
 	}
-	l.behind, l.promotedIn = l.lastOf(ids), 0
+	l.behind, l.promotedIn = l.keysOf(ids), 0
 	if tx.ChangedSettings() {
 		if _, err := tx.Own().Exec(ctx, sqlOwnSettings, l.role); err != nil {
 			return err
 		}
 	}
-	promoted, err := l.store.FinishIn(ctx, tx.Own(), ids, l.behind)
+	promoted, err := l.store.FinishIn(ctx, tx.Own(), ids)
 	l.promotedIn = promoted
 	return err
 }
@@ -267,20 +267,10 @@ func (l *lane) complete(ctx context.Context, tx handlerTx, results []taskResult)
 // statements of the worker from working.
 const sqlOwnSettings = `SELECT set_config('role', $1, true), set_config('statement_timeout', '0', true), set_config('lock_timeout', '0', true)`
 
-// lastOf returns the keys of deliveries of which this worker has no other one.
-func (l *lane) lastOf(ids []int64) (keys []deliveries.Key) {
-	left := map[deliveries.Key]int{}
+// keysOf returns the keys of deliveries.
+func (l *lane) keysOf(ids []int64) (keys []deliveries.Key) {
 	for i := range l.work {
-		if it := &l.work[i]; !it.gone && it.Key.Ordered {
-			left[it.Key]++
-		}
-	}
-	for i := range l.work {
-		it := &l.work[i]
-		if it.gone || !it.Key.Ordered || !slices.Contains(ids, it.ID) {
-			continue
-		}
-		if left[it.Key]--; left[it.Key] == 0 {
+		if it := &l.work[i]; !it.gone && it.Key.Ordered && slices.Contains(ids, it.ID) {
 			keys = append(keys, it.Key)
 		}
 	}
@@ -343,7 +333,7 @@ func (l *lane) handleOne(it *laneItem, before *taskError) {
 			return
 		case errors.Is(err, deliveries.ErrLost):
 			l.log.WarnContext(handlerContext(l.held, t.meta), "outbox: a delivery was taken over by another worker before it was done; it is rolled back here", l.attrs(it, "error", err)...)
-			l.drop(it)
+			l.hands.lose(it.ID) // and with it what is behind it
 			return
 		case err != nil:
 			l.failTask(it, t, err)
@@ -496,14 +486,16 @@ func (l *lane) flush() {
 	for i, d := range l.done {
 		ids[i] = d.ID
 	}
-	keys := l.lastOf(ids)
 	var promoted int64
 	err := l.write("what is handled", func(ctx context.Context) (err error) {
-		promoted, err = l.store.Finish(ctx, ids, keys)
+		promoted, err = l.store.Finish(ctx, ids)
 		return err
 	})
 	if errors.Is(err, deliveries.ErrLost) {
 		l.log.Warn("outbox: deliveries were taken over by another worker before they were written down as done; their handlers run once more", "deliveries", len(ids), "error", err)
+		l.hands.lose(ids[0]) // and with them what is behind them
+		l.done = l.done[:0]
+		return
 	}
 	for i := range l.work {
 		if it := &l.work[i]; slices.Contains(ids, it.ID) {

@@ -75,18 +75,20 @@ CREATE TABLE event_delivery (
     CONSTRAINT event_delivery_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1)
 );
 
--- What is due, by action and stream: of those that are paused, or unknown to a process, it reads nothing.
-CREATE INDEX idx_event_delivery_due ON event_delivery (consumer_group, action, stream, next_retry_at, id) WHERE status = 'PENDING';
+-- What is due, by action and stream: of those that are paused, or unknown to a process, it reads
+-- nothing. Rows whose worker was gone are claimed by themselves.
+CREATE INDEX idx_event_delivery_due ON event_delivery (consumer_group, action, stream, (coalesce(last_error_code, '') = 'stale'), next_retry_at, id)
+ WHERE status = 'PENDING';
 -- The open rows of a key: first the one that the others wait for, then these in their order.
-CREATE INDEX idx_event_delivery_key ON event_delivery (order_key, (status = 'PARKED'), position)
+CREATE INDEX idx_event_delivery_key ON event_delivery (order_key, (status = 'PARKED'), id)
  WHERE (status IN ('PENDING', 'PARKED', 'PROCESSING') OR held) AND order_key IS NOT NULL;
 CREATE INDEX idx_event_delivery_locked ON event_delivery (consumer_group, locked_until) WHERE status = 'PROCESSING';
 CREATE INDEX idx_event_delivery_dead ON event_delivery (consumer_group, id) WHERE status = 'DEAD';
 
 COMMENT ON TABLE event_delivery IS
     'What is owed to handlers of workers: a row for each event, consumer group and action, with the whole event.';
-COMMENT ON COLUMN event_delivery.id IS 'Order in which the rows were made.';
-COMMENT ON COLUMN event_delivery.position IS 'outbox.id of the event: the order within a key.';
+COMMENT ON COLUMN event_delivery.id IS 'Order in which the rows were made: the order within a key.';
+COMMENT ON COLUMN event_delivery.position IS 'outbox.id of the event.';
 COMMENT ON COLUMN event_delivery.order_key IS
     'Digest of group, action, stream and record key: of the same key one row after the other is handled. NULL: the order does not matter.';
 COMMENT ON COLUMN event_delivery.attempt_count IS 'How often it was claimed, so that an event which ends its process counts too.';
@@ -171,34 +173,39 @@ BEGIN
              CROSS JOIN LATERAL (
                    SELECT o.id, o.status FROM %1$I.event_delivery AS o
                     WHERE o.order_key = keys.k AND (o.status IN ('PENDING', 'PARKED', 'PROCESSING') OR o.held) AND o.consumer_group = $1
-                    ORDER BY o.order_key, (o.status = 'PARKED'), o.position LIMIT 1) AS head
+                    ORDER BY o.order_key, (o.status = 'PARKED'), o.id LIMIT 1) AS head
              WHERE d.id = head.id AND head.status = 'PARKED' AND d.status = 'PARKED';
             GET DIAGNOSTICS done = ROW_COUNT;
             RETURN done;
         END $body$
         $function$, schema);
 
-    -- Ends rows that a worker has handled, and promotes the next of keys. All rows must still be
-    -- its own, or nothing is done. Returns what outbox_promote does.
+    -- Ends rows that a worker has handled, and promotes the next of their keys. All rows must still
+    -- be its own, or nothing is done. Returns what outbox_promote does.
     EXECUTE format($function$
-        CREATE FUNCTION %1$I.outbox_finish_deliveries(consumer_group text, worker text, ids bigint[], order_keys bigint[]) RETURNS bigint
+        CREATE FUNCTION %1$I.outbox_finish_deliveries(consumer_group text, worker text, ids bigint[]) RETURNS bigint
         LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
         SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
         DECLARE
             done bigint;
+            keys bigint[];
         BEGIN
-            UPDATE %1$I.event_delivery AS d
-               SET status = 'DONE', locked_by = NULL, locked_until = NULL, processed_at = clock_timestamp(), updated_at = clock_timestamp()
-             WHERE d.id = ANY ($3) AND d.consumer_group = $1 AND d.status = 'PROCESSING' AND d.locked_by = $2;
-            GET DIAGNOSTICS done = ROW_COUNT;
+            -- Only rows that are PROCESSING are with a worker.
+            WITH ended AS (
+                UPDATE %1$I.event_delivery AS d
+                   SET status = 'DONE', locked_by = NULL, locked_until = NULL, processed_at = clock_timestamp(), updated_at = clock_timestamp()
+                 WHERE d.id = ANY ($3) AND d.consumer_group = $1 AND d.locked_by = $2
+             RETURNING d.order_key
+            )
+            SELECT count(*), array_agg(e.order_key) FILTER (WHERE e.order_key IS NOT NULL) INTO done, keys FROM ended AS e;
             IF done <> cardinality($3) THEN
                 RAISE EXCEPTION '%% of %% deliveries are not with this worker any more', cardinality($3) - done, cardinality($3)
                       USING ERRCODE = 'object_not_in_prerequisite_state';
             END IF;
-            IF cardinality($4) = 0 THEN
+            IF keys IS NULL THEN
                 RETURN 0;
             END IF;
-            RETURN %1$I.outbox_promote($1, $4);
+            RETURN %1$I.outbox_promote($1, keys);
         END $body$
         $function$, schema);
 

@@ -97,14 +97,14 @@ BEGIN
             ), heads AS MATERIALIZED (
                 SELECT head.id FROM keys AS k
                  CROSS JOIN LATERAL (
-                       SELECT o.id, o.status, o.position FROM %1$I.event_delivery AS o
+                       SELECT o.id, o.status FROM %1$I.event_delivery AS o
                         WHERE o.order_key = k.order_key AND (o.status IN ('PENDING', 'PARKED', 'PROCESSING') OR o.held) AND o.consumer_group = k.consumer_group
-                        ORDER BY o.order_key, (o.status = 'PARKED'), o.position LIMIT 1) AS head
+                        ORDER BY o.order_key, (o.status = 'PARKED'), o.id LIMIT 1) AS head
                  CROSS JOIN LATERAL (
-                       SELECT o.position FROM %1$I.event_delivery AS o
+                       SELECT o.id FROM %1$I.event_delivery AS o
                         WHERE o.order_key = k.order_key AND (o.status = 'PARKED') AND o.consumer_group = k.consumer_group
-                        ORDER BY o.order_key, (o.status = 'PARKED'), o.position LIMIT 1) AS first
-                 WHERE head.status = 'PENDING' AND first.position < head.position
+                        ORDER BY o.order_key, (o.status = 'PARKED'), o.id LIMIT 1) AS first
+                 WHERE head.status = 'PENDING' AND first.id < head.id
             ), unclaimed AS MATERIALIZED (
                 SELECT d.id FROM %1$I.event_delivery AS d
                  WHERE d.id = ANY (ARRAY(SELECT h.id FROM heads AS h)) AND d.status = 'PENDING' ORDER BY d.id FOR UPDATE SKIP LOCKED

@@ -15,7 +15,8 @@ import (
 )
 
 // ErrLost means that a row is not with this worker any more: its lease had expired, and another
-// worker has taken it.
+// worker has taken it. Then this worker must not handle what it has behind it: it gives the rows
+// of the key back with Return.
 var ErrLost = errors.New("delivery is with another worker")
 
 // CodeStale is the last_error_code of a row whose worker was gone.
@@ -90,11 +91,11 @@ WITH inserted AS (
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id = n.id OFFSET 0) AS o
  RETURNING *
 )
-SELECT ` + columns + ` FROM inserted AS d WHERE d.status = 'PROCESSING' ORDER BY d.position`
+SELECT ` + columns + ` FROM inserted AS d WHERE d.status = 'PROCESSING' ORDER BY d.id`
 
 // Queue adds the insertion of rows to a batch, which is to be in a transaction of its own with
 // what moves the cursor of the group. Claimed gets those of them that are with this worker then,
-// in the order of their positions.
+// in the order in which they were inserted.
 func (s *Store) Queue(batch *pgx.Batch, rows []New, claimed func([]Delivery) error) {
 	ids, actions, streams, keys := make([]int64, len(rows)), make([]string, len(rows)), make([]string, len(rows)), make([]pgtype.Int8, len(rows))
 	statuses, most := make([]string, len(rows)), make([]int32, len(rows))
@@ -117,33 +118,37 @@ const (
 )
 
 // sqlClaim takes due rows of the actions and streams, and of those that are tried for the first
-// time also what is parked behind them. They are found one pair of action and stream after the
-// other, so that none of them, paused or failing, hides the rest.
+// time also what is parked behind them, up to a row that was tried. They are found one pair of
+// action and stream after the other, so that none of them, paused or failing, hides the rest.
 const sqlClaim = `
 WITH due AS MATERIALIZED (
     SELECT p.id, p.order_key, p.attempt_count FROM unnest($4::text[], $5::text[]) AS w (action, stream)
      CROSS JOIN LATERAL (
            SELECT d.id, d.order_key, d.attempt_count FROM {schema}.event_delivery AS d
             WHERE d.consumer_group = $1::text AND d.action = w.action AND d.stream = w.stream AND d.status = 'PENDING'
-              AND d.next_retry_at <= clock_timestamp() AND (coalesce(d.last_error_code, '') = '` + CodeStale + `') = $8::bool
-            ORDER BY d.consumer_group, d.action, d.stream, d.next_retry_at, d.id LIMIT $6 FOR UPDATE SKIP LOCKED) AS p
+              AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $8::bool
+            ORDER BY d.consumer_group, d.action, d.stream, ` + suspect + `, d.next_retry_at, d.id LIMIT $6 FOR UPDATE SKIP LOCKED) AS p
      LIMIT $6
 ), behind AS MATERIALIZED (
     SELECT b.id FROM due
      CROSS JOIN LATERAL (
-           SELECT d.id FROM {schema}.event_delivery AS d
-            WHERE d.order_key = due.order_key AND ` + open + ` AND (d.status = 'PARKED') = true AND d.consumer_group = $1::text
-              AND due.attempt_count = 0 AND coalesce(d.last_error_code, '') <> '` + CodeStale + `'
-            ORDER BY d.order_key, (d.status = 'PARKED'), d.position LIMIT $7 FOR UPDATE) AS b
+           SELECT f.id, bool_and(f.untried) OVER (ORDER BY f.id) AS untried
+             FROM (SELECT d.id, d.attempt_count = 0 AND NOT ` + suspect + ` AS untried FROM {schema}.event_delivery AS d
+                    WHERE d.order_key = due.order_key AND ` + open + ` AND (d.status = 'PARKED') = true AND d.consumer_group = $1::text
+                      AND due.attempt_count = 0 AND d.id > due.id
+                    ORDER BY d.order_key, (d.status = 'PARKED'), d.id LIMIT $7 FOR UPDATE) AS f) AS b
+     WHERE b.untried
 ), claimed AS (
     UPDATE {schema}.event_delivery AS d
-       SET status = 'PROCESSING', locked_by = $2::text, locked_until = clock_timestamp() + $3::interval, attempt_count = d.attempt_count + 1,
+       SET status = 'PROCESSING', locked_by = $2::text, locked_until = (SELECT clock_timestamp()) + $3::interval, attempt_count = d.attempt_count + 1,
            last_attempt_at = clock_timestamp(), updated_at = clock_timestamp()
-      FROM (SELECT id FROM due UNION ALL SELECT id FROM behind) AS c
-     WHERE d.id = c.id
+     WHERE d.id = ANY (ARRAY(SELECT id FROM due UNION ALL SELECT id FROM behind))
  RETURNING d.*
 )
-SELECT ` + columns + ` FROM claimed AS d ORDER BY d.position`
+SELECT ` + columns + ` FROM claimed AS d ORDER BY d.id`
+
+// suspect is the condition that the worker of a row d was gone. It is a column of an index.
+const suspect = `(coalesce(d.last_error_code, '') = '` + CodeStale + `')`
 
 // Pair is an action and a stream whose rows may be claimed.
 type Pair struct{ Action, Stream string }
@@ -170,23 +175,23 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 	return claimed, nil
 }
 
-const sqlFinish = `SELECT {schema}.outbox_finish_deliveries($1, $2, $3, $4)`
+const sqlFinish = `SELECT {schema}.outbox_finish_deliveries($1, $2, $3)`
 
 // FinishIn ends rows in the transaction that has handled them, and promotes what waits behind
-// keys, of which this worker has no other row. It reports how many rows it has promoted, -1 if
-// that is still to be done with Promote, because of the isolation level of the transaction. The error is
-// [ErrLost] if one of the rows is not with this worker any more.
-func (s *Store) FinishIn(ctx context.Context, tx pgx.Tx, ids []int64, keys []Key) (promoted int64, err error) {
-	if err := tx.QueryRow(ctx, s.sqlFinish, s.group, s.worker, ids, digests(keys)).Scan(&promoted); err != nil {
+// them. It reports how many rows it has promoted, -1 if that is still to be done with Promote,
+// because of the isolation level of the transaction. The error is [ErrLost] if one of the rows is
+// not with this worker any more.
+func (s *Store) FinishIn(ctx context.Context, tx pgx.Tx, ids []int64) (promoted int64, err error) {
+	if err := tx.QueryRow(ctx, s.sqlFinish, s.group, s.worker, ids).Scan(&promoted); err != nil {
 		return 0, lost(fmt.Errorf("finish deliveries: %w", err))
 	}
 	return promoted, nil
 }
 
 // Finish is FinishIn in a transaction of its own.
-func (s *Store) Finish(ctx context.Context, ids []int64, keys []Key) (promoted int64, err error) {
+func (s *Store) Finish(ctx context.Context, ids []int64) (promoted int64, err error) {
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlFinish, s.group, s.worker, ids, digests(keys)).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
+		b.Queue(s.sqlFinish, s.group, s.worker, ids).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
 	})
 	if err != nil {
 		return 0, lost(fmt.Errorf("finish deliveries: %w", err))
@@ -243,7 +248,7 @@ UPDATE {schema}.event_delivery AS d
    SET status = CASE WHEN $6::bool THEN 'DEAD' ELSE 'PENDING' END, held = $7::bool, locked_by = NULL, locked_until = NULL,
        next_retry_at = clock_timestamp() + $5::interval, processed_at = CASE WHEN $6::bool THEN clock_timestamp() END,
        updated_at = clock_timestamp(), last_error_code = $3::text, last_error_message = $4::text
- WHERE d.id = $1 AND d.status = 'PROCESSING' AND d.locked_by = $2::text AND d.consumer_group = $8::text
+ WHERE d.id = $1 AND d.locked_by = $2::text AND d.consumer_group = $8::text
 RETURNING d.id`
 
 // Fail writes down that an attempt has failed. Rest are the rows of the same key behind it,
@@ -260,7 +265,8 @@ func (s *Store) Fail(ctx context.Context, f Failure, rest []int64) (promoted int
 		if len(rest) > 0 {
 			b.Queue(s.sqlReturn, rest, s.worker, s.group, true)
 		}
-		if f.Dead && !f.Held && f.Key.Ordered {
+		// A row that is lost may be parked behind rest.
+		if f.Key.Ordered && (len(rest) > 0 || f.Dead && !f.Held) {
 			b.Queue(s.sqlPromote, s.group, digests([]Key{f.Key})).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
 		}
 	})
@@ -278,7 +284,7 @@ const sqlReturn = `
 UPDATE {schema}.event_delivery AS d
    SET status = CASE WHEN $4::bool AND d.order_key IS NOT NULL THEN 'PARKED' ELSE 'PENDING' END, locked_by = NULL, locked_until = NULL,
        attempt_count = d.attempt_count - 1, next_retry_at = clock_timestamp(), updated_at = clock_timestamp()
- WHERE d.id = ANY ($1) AND d.status = 'PROCESSING' AND d.locked_by = $2::text AND d.consumer_group = $3::text`
+ WHERE d.id = ANY ($1) AND d.locked_by = $2::text AND d.consumer_group = $3::text`
 
 // Return gives rows back that were not tried: they can be claimed at once, and were not
 // attempted. They are parked, and the first of each key is promoted.
@@ -302,11 +308,9 @@ func (s *Store) Return(ctx context.Context, rows []Delivery) error {
 // that they are lost.
 const sqlRenew = `
 UPDATE {schema}.event_delivery AS d
-   SET locked_until = clock_timestamp() + $3::interval
-  FROM (SELECT r.id FROM unnest($1::bigint[]) AS i
-         CROSS JOIN LATERAL (SELECT id FROM {schema}.event_delivery WHERE id = i AND status = 'PROCESSING' AND locked_by = $2::text
-                             FOR UPDATE SKIP LOCKED) AS r) AS mine
- WHERE d.id = mine.id AND d.consumer_group = $4::text
+   SET locked_until = (SELECT clock_timestamp()) + $3::interval
+ WHERE d.id = ANY (ARRAY(SELECT r.id FROM {schema}.event_delivery AS r
+                          WHERE r.id = ANY ($1) AND r.locked_by = $2::text AND r.consumer_group = $4::text FOR UPDATE SKIP LOCKED))
 RETURNING d.id`
 
 // Renew extends the lease of rows. It returns those that it has found; others have ended, are
@@ -324,19 +328,28 @@ func (s *Store) Renew(ctx context.Context, ids []int64) (renewed []int64, err er
 	return renewed, nil
 }
 
-// sqlExpire takes rows from workers that are gone. While PostgreSQL has just been started, workers
-// may not have had the time to renew what they have.
+// sqlExpire takes rows from workers that are gone, and with each of them the others of its key that
+// the worker has: it must not finish one of them without those before. While PostgreSQL has just
+// been started, workers may not have had the time to renew what they have.
 const sqlExpire = `
+WITH stale AS MATERIALIZED (
+    SELECT d.id, d.order_key, d.locked_by FROM {schema}.event_delivery AS d
+     WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until < clock_timestamp()
+       AND pg_postmaster_start_time() < clock_timestamp() - $3::interval
+     ORDER BY d.consumer_group, d.locked_until LIMIT $2 FOR UPDATE SKIP LOCKED
+), run AS MATERIALIZED (
+    SELECT r.id FROM (SELECT DISTINCT order_key, locked_by FROM stale) AS s
+     CROSS JOIN LATERAL (
+           SELECT d.id FROM {schema}.event_delivery AS d
+            WHERE d.order_key = s.order_key AND ` + open + ` AND (d.status = 'PARKED') = false AND d.consumer_group = $1::text AND d.locked_by = s.locked_by
+              FOR UPDATE SKIP LOCKED) AS r
+)
 UPDATE {schema}.event_delivery AS d
    SET status = CASE WHEN d.attempt_count >= d.max_attempts THEN 'DEAD' WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END,
        held = $4::bool AND d.attempt_count >= d.max_attempts, processed_at = CASE WHEN d.attempt_count >= d.max_attempts THEN clock_timestamp() END,
        locked_by = NULL, locked_until = NULL, next_retry_at = clock_timestamp(), updated_at = clock_timestamp(),
        last_error_code = '` + CodeStale + `', last_error_message = 'worker ' || d.locked_by || ' was gone before it was done'
-  FROM (SELECT id FROM {schema}.event_delivery
-         WHERE consumer_group = $1::text AND status = 'PROCESSING' AND locked_until < clock_timestamp()
-           AND pg_postmaster_start_time() < clock_timestamp() - $3::interval
-         ORDER BY consumer_group, locked_until LIMIT $2 FOR UPDATE SKIP LOCKED) AS stale
- WHERE d.id = stale.id
+ WHERE d.id = ANY (ARRAY(SELECT id FROM stale UNION SELECT id FROM run))
 RETURNING ` + expiredColumns
 
 const expiredColumns = `d.id, d.order_key, d.status, d.event_id::text, d.event_type, d.action, d.stream, d.attempt_count`
@@ -350,7 +363,7 @@ type Expired struct {
 	Attempt                       int
 }
 
-// Expire takes rows, at most limit, from workers whose lease has expired. Those that have used up
+// Expire takes rows, at most limit and the others of their keys, from workers whose lease has expired. Those that have used up
 // their attempts become dead, and hold their key if hold is set.
 func (s *Store) Expire(ctx context.Context, limit int, hold bool) (expired []Expired, err error) {
 	tx, err := s.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted})
@@ -396,14 +409,14 @@ WITH RECURSIVE heads AS (
      CROSS JOIN LATERAL (
            SELECT d.order_key, d.status, d.consumer_group FROM {schema}.event_delivery AS d
             WHERE d.order_key > heads.order_key AND ` + open + `
-            ORDER BY d.order_key, (d.status = 'PARKED'), d.position LIMIT 1) AS next
+            ORDER BY d.order_key, (d.status = 'PARKED'), d.id LIMIT 1) AS next
      WHERE heads.n < $2
 )
 SELECT (SELECT array_agg(order_key) FROM heads WHERE status = 'PARKED' AND consumer_group = $3::text),
        (SELECT order_key FROM heads WHERE n = $2)`
 
 // RepairHeads promotes the first row of keys whose rows are all parked. There is none, unless
-// somebody else has written to the table. It looks at up to limit keys behind one, and returns
+// a worker was gone between FinishIn and Promote, or somebody else has written to the table. It looks at up to limit keys behind one, and returns
 // the last of them, or the least of all if there are no more.
 func (s *Store) RepairHeads(ctx context.Context, behind int64, limit int) (last int64, repaired int64, err error) {
 	var headless []int64
