@@ -70,13 +70,10 @@ func (e eventHead) destination() (string, error) {
 
 func (e eventHead) recordKey() string { return cmp.Or(e.key, e.aggregate) }
 
-// workerPrefix is what the names of groups begin with in outbox_cursor and outbox_lease.
-const workerPrefix = "worker:"
-
 func newFanOut(db *pgxpool.Pool, schema, group string, store *deliveries.Store, plan func(eventHead) []deliveries.New) *fanOut {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &fanOut{
-		db: db, group: group, cursors: newCursors(db, schema, workerPrefix+group), store: store, plan: plan, lock: fanOutLock(schema, group),
+		db: db, group: group, cursors: newCursors(db, schema, tables.WorkerPrefix+group), store: store, plan: plan, lock: fanOutLock(schema, group),
 		sqlSubscription: in(sqlSubscription), sqlSubscribe: in(sqlSubscribe), sqlSeed: in(sqlSeedGroup), sqlOpen: in(sqlFanOut), sqlNext: in(sqlFanOutNext),
 		sqlLeave: in(sqlLeave), sqlForget: in(sqlForget),
 	}

@@ -46,7 +46,7 @@ type Deliveries struct {
 }
 
 // deliveriesSQL are the statements of [Deliveries], in their schema.
-type deliveriesSQL struct{ get, requeue, resolve, auditRead string }
+type deliveriesSQL struct{ get, groups, cursors, requeue, resolve, auditRead string }
 
 // DeliveriesConfig says where the deliveries are. It may be zero.
 type DeliveriesConfig struct {
@@ -68,7 +68,7 @@ func NewDeliveries(db *pgxpool.Pool, cfg DeliveriesConfig) (*Deliveries, error) 
 	return &Deliveries{
 		db: db, rows: tables.NewDeliveryReader(db, cfg.Schema), stored: newReader(db, cfg.Schema, "event_delivery", cfg.MaxRead),
 		audits: newAuditReader(db, cfg.Schema, cfg.MaxRead),
-		sql:    deliveriesSQL{get: in(sqlDeliveryGet), requeue: in(sqlRequeue), resolve: in(sqlResolveDeliveries), auditRead: in(sqlAuditReadDelivery)},
+		sql:    deliveriesSQL{get: in(sqlDeliveryGet), groups: in(sqlDeliveryGroups), cursors: in(tables.SQLRelays), requeue: in(sqlRequeue), resolve: in(sqlResolveDeliveries), auditRead: in(sqlAuditReadDelivery)},
 	}, nil
 }
 
@@ -285,4 +285,59 @@ func (d *Deliveries) Count(ctx context.Context, filter DeliveryFilter) ([]Delive
 		counts[i] = DeliveryCount(r)
 	}
 	return counts, nil
+}
+
+// DeliveryActive is the State of a [DeliveryGroup] that gets its events from PostgreSQL.
+const DeliveryActive = "active"
+
+// DeliveryGroup is a consumer group that workers have run for, and how far it has come.
+type DeliveryGroup struct {
+	// Group is its name.
+	Group string
+	// CreatedAt is when the first worker of it ran.
+	CreatedAt time.Time
+	// State is active for a group that gets every event from PostgreSQL; leaving while it gets
+	// those up to a cut, and left when it gets none: it reads what comes after from Kafka;
+	// returning while it reads what is left in Kafka.
+	State string
+	// Relay is the one whose events it reads from Kafka, or has read; empty for an active group.
+	Relay string
+	// ChangedAt is when State changed.
+	ChangedAt time.Time
+	// Pending is how many committed events are behind its position: there are no deliveries of
+	// them yet, because workers take no more than they have room for. They are counted up to
+	// 100,000; PendingMore is set if there are more.
+	Pending int64
+	// PendingMore is described at Pending.
+	PendingMore bool
+	// Oldest is when the transaction of the first of them began; zero if there is none.
+	Oldest time.Time
+	// ProgressAt is when its position moved last.
+	ProgressAt time.Time
+}
+
+const sqlDeliveryGroups = `
+SELECT consumer_group, created_at, state, coalesce(relay, ''), changed_at FROM {schema}.event_subscription ORDER BY consumer_group`
+
+// Groups returns the groups that workers have run for, sorted by name.
+func (d *Deliveries) Groups(ctx context.Context) ([]DeliveryGroup, error) {
+	var all []DeliveryGroup
+	rows, err := d.db.Query(ctx, d.sql.groups)
+	if err == nil {
+		all, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (g DeliveryGroup, err error) {
+			return g, row.Scan(&g.Group, pg.Time{At: &g.CreatedAt}, &g.State, &g.Relay, pg.Time{At: &g.ChangedAt})
+		})
+	}
+	if err != nil {
+		return nil, fmt.Errorf("outbox: list groups of workers: %w", orNotMigrated(err))
+	}
+	cursors, err := tables.Groups(ctx, d.db, d.sql.cursors)
+	if err != nil {
+		return nil, fmt.Errorf("outbox: list groups of workers: %w", orNotMigrated(err))
+	}
+	for i := range all {
+		c := cursors[all[i].Group]
+		all[i].Pending, all[i].PendingMore, all[i].Oldest, all[i].ProgressAt = c.Pending, c.PendingMore, c.Oldest, c.MovedAt
+	}
+	return all, nil
 }

@@ -191,6 +191,36 @@ func TestCountDeliveries(t *testing.T) {
 	}
 }
 
+// Groups of workers have a cursor as relays have, and are none.
+func TestDeliveryGroups(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	groups, err := h.deliveries(t).Groups(background)
+	require.NoError(t, err)
+	require.Empty(t, groups)
+	_, err = h.db.Exec(background, h.sql(`
+		INSERT INTO {schema}.event_subscription (consumer_group, state, relay) VALUES ('stats', 'active', NULL), ('mails', 'left', 'default'), ('new', 'active', NULL);
+		INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		SELECT r, 0, '1:1:', 0, system_identifier, 1 FROM pg_control_system(), unnest('{worker:stats,worker:mails,default}'::text[]) AS r`))
+	require.NoError(t, err)
+	h.commit(t, numbered("k", 1, 3)...)
+	groups, err = h.deliveries(t).Groups(background)
+	require.NoError(t, err)
+	require.Len(t, groups, 3)
+	require.Equal(t, []string{"mails", "new", "stats"}, []string{groups[0].Group, groups[1].Group, groups[2].Group})
+	require.Equal(t, []int64{3, 0, 3}, []int64{groups[0].Pending, groups[1].Pending, groups[2].Pending})
+	require.Equal(t, []string{"left", "default", outboxops.DeliveryActive, ""}, []string{groups[0].State, groups[0].Relay, groups[2].State, groups[2].Relay})
+	for _, at := range []time.Time{groups[0].ChangedAt, groups[2].CreatedAt, groups[2].Oldest, groups[2].ProgressAt} {
+		require.WithinDuration(t, time.Now(), at, testenv.Patience)
+	}
+	inspector, err := outboxops.NewInspector(h.db, outboxops.InspectorConfig{Schema: h.schema})
+	require.NoError(t, err)
+	relays, err := inspector.Relays(background)
+	require.NoError(t, err)
+	require.Len(t, relays, 1)
+	require.Equal(t, "default", relays[0].Name)
+}
+
 // requeues are keys and what becomes of them when the deliveries marked by ^ are requeued.
 var requeues = []struct{ name, key, marked, want string }{
 	{"alone", "D", "^", "P"},

@@ -295,7 +295,8 @@ var deliveryCountsCommand = command{
 	about: `
 Counts what is not done and not resolved, up to 10,000 of a kind. DUE says when
 the first one that is PENDING was or is due, and when another worker can take
-the first one that is PROCESSING.`,
+the first one that is PROCESSING. Below it are the events that wait in outbox,
+because workers make no more deliveries than they have room for.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var pick deliveryFlags
 		pick.define(fs)
@@ -320,10 +321,15 @@ func deliveryCounts(ctx context.Context, e *env, pick *deliveryFlags) error {
 	if err != nil {
 		return err
 	}
-	return showDeliveryCounts(e, counts)
+	groups, err := deliveries.Groups(ctx)
+	if err != nil {
+		return err
+	}
+	groups = slices.DeleteFunc(groups, func(g outboxops.DeliveryGroup) bool { return pick.group != "" && g.Group != pick.group })
+	return showDeliveryCounts(e, counts, groups)
 }
 
-func showDeliveryCounts(e *env, counts []outboxops.DeliveryCount) error {
+func showDeliveryCounts(e *env, counts []outboxops.DeliveryCount, groups []outboxops.DeliveryGroup) error {
 	type row struct {
 		Group      string     `json:"group"`
 		Stream     string     `json:"stream"`
@@ -345,13 +351,50 @@ func showDeliveryCounts(e *env, counts []outboxops.DeliveryCount) error {
 		}
 	}
 	if e.json {
-		return e.writeJSON(map[string]any{"total": total, "counts": rows})
+		return e.writeJSON(map[string]any{"total": total, "counts": rows, "groups": deliveryGroupsOf(groups)})
 	}
 	if total > 0 {
 		e.writeTable(t)
 	}
 	e.printf("%s%s in all\n", least, count(total))
+	for _, g := range groups {
+		switch {
+		case g.State != outboxops.DeliveryActive:
+			e.printf("group %s: %s since %s, with relay %s\n", visible(g.Group), visible(g.State), clock(g.ChangedAt), visible(g.Relay))
+		case g.Pending > 0:
+			e.printf("group %s: %s no deliveries yet, the oldest is %s old\n", visible(g.Group), eventsHave(g), age(g.Oldest, e.now()))
+		}
+	}
 	return nil
+}
+
+// eventsHave says how many events of a group are behind its position.
+func eventsHave(g outboxops.DeliveryGroup) string {
+	if g.PendingMore {
+		return "more than " + count(g.Pending) + " events have"
+	}
+	return plural(g.Pending, "event has", "events have")
+}
+
+// deliveryGroupJSON is a group of workers in the output.
+type deliveryGroupJSON struct {
+	Group       string     `json:"group"`
+	CreatedAt   time.Time  `json:"created_at"`
+	State       string     `json:"state"`
+	Relay       string     `json:"relay"`
+	ChangedAt   time.Time  `json:"changed_at"`
+	Pending     int64      `json:"pending"`
+	PendingMore bool       `json:"pending_more"`
+	Oldest      *time.Time `json:"oldest"`
+	ProgressAt  *time.Time `json:"progress_at"`
+}
+
+func deliveryGroupsOf(groups []outboxops.DeliveryGroup) []deliveryGroupJSON {
+	all := make([]deliveryGroupJSON, 0, len(groups))
+	for _, g := range groups {
+		all = append(all, deliveryGroupJSON{g.Group, g.CreatedAt.UTC(), g.State, g.Relay, g.ChangedAt.UTC(), g.Pending, g.PendingMore, optional(g.Oldest), optional(g.ProgressAt)})
+	}
+	return all
 }
 
 // due writes when something is due, or for how long it has been.

@@ -17,9 +17,6 @@ import (
 	"github.com/outboxgo/outbox/outboxops"
 )
 
-// expiredFor is how long the lease of a delivery may have expired: workers look every second.
-const expiredFor = time.Minute
-
 // deliveries checks what is owed to handlers of workers.
 func (d *doctor) deliveries(ctx context.Context) error {
 	deliveries, err := d.e.deliveries(ctx)
@@ -30,11 +27,16 @@ func (d *doctor) deliveries(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	groups, err := deliveries.Groups(ctx)
+	if err != nil {
+		return err
+	}
 	at, err := workersAt(ctx, d.e.db, d.e.schemaName())
 	if err != nil {
 		return err
 	}
 	d.findings = append(d.findings, deliveryFindings(counts, at, d.limits)...)
+	d.findings = append(d.findings, groupFindings(groups, at, d.limits)...)
 	return d.headless(ctx)
 }
 
@@ -96,7 +98,7 @@ func deliveryFindings(counts []outboxops.DeliveryCount, at workers, l limits) (a
 		case c.Status == outboxops.DeliveryDead:
 			dead[c.Group] += c.Deliveries
 			held[c.Group] += c.Held
-		case c.Status == outboxops.DeliveryProcessing && at.now.Sub(c.Due) > expiredFor:
+		case c.Status == outboxops.DeliveryProcessing && at.now.Sub(c.Due) > l.maxAge:
 			all = append(all, finding{"delivery.stuck", severityError, fmt.Sprintf("group %s: a worker has had a delivery of action %s since its lease ended %s ago", c.Group, c.Action, age(c.Due, at.now)),
 				"The worker is gone, and no other one of the group takes over what it had. Its deliveries and the later ones of their keys wait.",
 				"Start a process that calls Worker.Run with this group, or read its log. outbox delivery list --status processing shows which ones."})
@@ -118,6 +120,28 @@ func deliveryFindings(counts []outboxops.DeliveryCount, at workers, l limits) (a
 	return all
 }
 
+// groupFindings are groups that have not come to their events.
+func groupFindings(groups []outboxops.DeliveryGroup, at workers, l limits) (all []finding) {
+	for _, g := range groups {
+		if g.State != outboxops.DeliveryActive || g.Pending == 0 || at.now.Sub(g.Oldest) <= l.maxAge {
+			continue
+		}
+		what := fmt.Sprintf("group %s: %s no deliveries yet, the oldest is %s old", g.Group, eventsHave(g), age(g.Oldest, at.now))
+		if at.areBusy(g.Group) {
+			all = append(all, finding{"delivery.backlog", severityWarning, what, lateMeans, lateDo})
+			continue
+		}
+		all = append(all, finding{"delivery.worker", severityError, what, "No worker of the group runs, or none gets on: its events are not handled.",
+			"Start a process that calls Worker.Run with this group, or read its log. If the group is given up for good, delete its rows from event_subscription and outbox_cursor: until then retention keeps all that it has not got."})
+	}
+	return all
+}
+
+const (
+	lateMeans = "Workers take events, and more come or each takes long: they are handled late. A transaction that was open for long makes its events old at its commit."
+	lateDo    = "outbox delivery counts shows whether it shrinks. Raise WorkerConfig.Concurrency, run more workers, or make the handler quicker."
+)
+
 func deliveriesAre(n int) string { return pluralUpTo(int64(n), "delivery is", "deliveries are") }
 
 // overdue says why deliveries may not have been taken long after they were due.
@@ -126,8 +150,7 @@ func overdue(c outboxops.DeliveryCount, h handlerOf, at workers) finding {
 		cmp.Or(c.Action, "(none)"), age(c.Due, at.now))
 	switch {
 	case at.busy[h]:
-		return finding{"delivery.backlog", severityWarning, what, "Workers take them, and more come or each takes long: events are handled late.",
-			"outbox delivery counts shows whether it shrinks. Raise WorkerConfig.Concurrency, run more workers, or make the handler quicker."}
+		return finding{"delivery.backlog", severityWarning, what, lateMeans, lateDo}
 	case at.areBusy(c.Group):
 		return finding{"delivery.unhandled", severityWarning, what, "Workers of the group run, and none takes these: they have no handler with this action, or have paused the stream themselves.",
 			"Give the workers the handler again. If it is gone for good: outbox delivery resolve."}

@@ -8,9 +8,9 @@ import (
 )
 
 // deliveryFindings returns what the doctor finds about deliveries, and the ids of that.
-func (d *commandFixture) deliveryFindings(t testing.TB) (ids []string, all []finding) {
+func (d *commandFixture) deliveryFindings(t testing.TB, args ...string) (ids []string, all []finding) {
 	t.Helper()
-	all = d.findings(t, "--only", "delivery,doctor")
+	all = d.findings(t, append(args, "--only", "delivery,doctor")...)
 	for _, f := range all {
 		ids = append(ids, f.ID)
 	}
@@ -35,8 +35,8 @@ func TestDoctorOnDeliveries(t *testing.T) {
 		{"or all of the group", `UPDATE {s}.consumer_pause SET topic = '' WHERE topic = 'orders'`, "", ""},
 		{"the pause has ended", `DELETE FROM {s}.consumer_pause`, "delivery.unhandled", "SENT"},
 		{"no worker is at anything", `UPDATE {s}.event_delivery SET locked_until = now() - interval '30 s' WHERE status = 'PROCESSING'`, "delivery.worker", "SENT"},
-		{"nor does one take over", `UPDATE {s}.event_delivery SET locked_until = now() - interval '2 min' WHERE status = 'PROCESSING';
-			UPDATE {s}.event_delivery SET next_retry_at = now() WHERE status = 'PENDING'`, "delivery.stuck", "since its lease ended 2m"},
+		{"nor does one take over", `UPDATE {s}.event_delivery SET locked_until = now() - interval '6 min' WHERE status = 'PROCESSING';
+			UPDATE {s}.event_delivery SET next_retry_at = now() WHERE status = 'PENDING'`, "delivery.stuck", "since its lease ended 6m"},
 		{"and another group has nothing", `UPDATE {s}.event_delivery SET consumer_group = 'mails' WHERE status = 'PENDING'`, "delivery.stuck", "group stats"},
 	} {
 		_, err := d.db.Exec(background, strings.ReplaceAll(test.sql, "{s}", `"`+d.schema+`"`))
@@ -61,6 +61,31 @@ func TestDoctorOnDeliveries(t *testing.T) {
 	d.ok(t, "delivery", "resolve", "--status", "dead", "--yes", "--reason", "gone")
 	ids, _ = d.deliveryFindings(t)
 	require.Empty(t, ids)
+
+	// Events that a group has not come to.
+	d.record(t, "k")
+	d.exec(t, `INSERT INTO {s}.event_subscription (consumer_group) VALUES ('stats'), ('mails')`)
+	d.exec(t, `INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		SELECT r, 0, '1:1:', 0, system_identifier, 1 FROM pg_control_system(), unnest('{worker:stats,worker:mails}'::text[]) AS r`)
+	require.Contains(t, d.ok(t, "delivery", "counts", "--group", "stats"), "group stats: 1 event has no deliveries yet, the oldest is ")
+	ids, _ = d.deliveryFindings(t)
+	require.Empty(t, ids)
+	ids, all = d.deliveryFindings(t, "--max-age", "1ns")
+	require.Equal(t, []string{"delivery.worker", "delivery.backlog", "delivery.worker", "delivery.backlog"}, ids, "what is due, and what has no deliveries")
+	require.Contains(t, all[2].What, "group mails: 1 event has no deliveries yet")
+	d.exec(t, `UPDATE {s}.event_subscription SET state = 'left', relay = 'default'`)
+	ids, _ = d.deliveryFindings(t, "--max-age", "1ns")
+	require.Equal(t, []string{"delivery.worker", "delivery.backlog"}, ids, "what is due")
+	require.Contains(t, d.ok(t, "delivery", "counts"), "group mails: left since ")
+	require.NotContains(t, d.ok(t, "status"), "worker:")
+	var counts struct {
+		Total  int
+		Counts []map[string]any
+		Groups []deliveryGroupJSON
+	}
+	d.json(t, &counts, exitOK, "delivery", "counts", "--group", "mails")
+	require.Len(t, counts.Groups, 1)
+	require.Equal(t, []string{"left", "default"}, []string{counts.Groups[0].State, counts.Groups[0].Relay})
 
 	// What he says about keys without a head helps.
 	d.exec(t, `UPDATE {s}.event_delivery SET status = 'DONE', locked_by = NULL, locked_until = NULL WHERE status = 'PROCESSING'`)

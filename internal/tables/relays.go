@@ -2,6 +2,8 @@ package tables
 
 import (
 	"context"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -35,7 +37,7 @@ const (
 	MaxCounted = 10_000
 )
 
-// SQLRelays reads the state of all relays. It looks at $1 rows of outbox in each order, and
+// SQLRelays reads the state of all relays, and of groups of workers, which have a cursor like a relay's. It looks at $1 rows of outbox in each order, and
 // at $2 rows of each status, so its cost does not grow with the rows. It takes its shape
 // from sqlOpen, and is to be run under pg.PlannerSettings.
 //
@@ -105,9 +107,31 @@ const heldKeys = `
 const heldOfRelay = ` FROM {schema}.outbox_failed AS f
                    WHERE f.relay = n.name AND f.held AND f.status IN ('waiting', 'failed', 'parked', 'dead')`
 
+// WorkerPrefix is what the names of groups of workers begin with in outbox_cursor and
+// outbox_lease.
+const WorkerPrefix = "worker:"
+
 // Relays runs [SQLRelays], completed, and returns the relays of the schema, sorted by
 // name: those that have a cursor or ever took a lease.
-func Relays(ctx context.Context, db *pgxpool.Pool, sql string) (all []Relay, err error) {
+func Relays(ctx context.Context, db *pgxpool.Pool, sql string) ([]Relay, error) {
+	all, err := cursorsOf(ctx, db, sql)
+	return slices.DeleteFunc(all, func(r Relay) bool { return strings.HasPrefix(r.Name, WorkerPrefix) }), err
+}
+
+// Groups runs [SQLRelays], completed, and returns the groups of workers, by name: how far they have
+// come.
+func Groups(ctx context.Context, db *pgxpool.Pool, sql string) (map[string]Relay, error) {
+	all, err := cursorsOf(ctx, db, sql)
+	groups := map[string]Relay{}
+	for _, r := range all {
+		if group, ok := strings.CutPrefix(r.Name, WorkerPrefix); ok {
+			groups[group] = r
+		}
+	}
+	return groups, err
+}
+
+func cursorsOf(ctx context.Context, db *pgxpool.Pool, sql string) (all []Relay, err error) {
 	err = pg.Query(ctx, db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		all, err = pgx.CollectRows(rows, scanRelay)
 		return err
