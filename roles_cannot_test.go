@@ -279,6 +279,7 @@ var hiddenRows = map[string][]string{
 		`DELETE FROM {s}.consumer_start WHERE consumer_group = 'theirs'`,
 	},
 	"worker": {
+		`UPDATE {s}.event_subscription SET changed_at = now() WHERE consumer_group = 'theirs'`,
 		`UPDATE {s}.event_delivery SET locked_by = 'x' WHERE consumer_group = 'theirs'`,
 		`UPDATE {s}.event_delivery SET status = 'DONE', locked_by = NULL, locked_until = NULL WHERE consumer_group = 'theirs'`,
 		`SELECT FROM {s}.event_delivery WHERE consumer_group = 'theirs' FOR UPDATE`,

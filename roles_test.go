@@ -1,12 +1,15 @@
 package outbox_test
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
 	"regexp"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -297,6 +300,59 @@ func TestWriteAllData(t *testing.T) {
 	tag, err = db.Exec(background, remove)
 	require.NoError(t, err)
 	require.EqualValues(t, 1, tag.RowsAffected())
+}
+
+// A worker does all its work in its role: new events, retries, what was requeued, and what a worker
+// had that is gone. Beside it operators act on its deliveries in theirs.
+func TestWorkerRole(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	r := newRoles(t, &relayFixture{db: f.db, schema: f.schema})
+	f.exec(`GRANT SELECT, INSERT ON {schema}.effect TO outbox_worker` + r.suffix)
+	f.exec(`GRANT USAGE ON SEQUENCE {schema}.effect_id_seq TO outbox_worker` + r.suffix)
+	r.giveGroup(t, "worker", "bank")
+	f.db = r.as(t, "worker") // what the fixture's worker uses
+	var mended atomic.Bool
+	cfg := outbox.WorkerConfig{FromStart: true, HoldDead: true}
+	cfg.RetryWait, cfg.MaxRetries = 10*time.Millisecond, 2
+	f.start(cfg, f.effects("COUNTED", func(s step, m outbox.Metadata) error {
+		if s.N == 2 && !mended.Load() {
+			return errors.New("not yet")
+		}
+		return nil
+	}), outbox.HandleNoTx("PUSHED", func(context.Context, step, outbox.Metadata) error { return nil }))
+	f.db = r.db
+	f.commit(step{"a", 1}, step{"a", 2}, step{"a", 3})
+	deliveries, err := outboxops.NewDeliveries(r.as(t, "operator"), outboxops.DeliveriesConfig{Schema: f.schema})
+	require.NoError(t, err)
+	counted := outboxops.DeliveryFilter{Action: "COUNTED", Statuses: []string{outboxops.DeliveryDead}}
+	var dead []outboxops.Delivery
+	require.Eventually(t, func() bool {
+		dead, err = deliveries.List(t.Context(), counted, outboxops.DeliveryPage{})
+		require.NoError(t, err)
+		return len(dead) == 1
+	}, testenv.Patience, 10*time.Millisecond)
+	require.True(t, dead[0].Held)
+	mended.Store(true)
+	require.NoError(t, deliveries.Requeue(t.Context(), dead[0].ID, kim))
+	f.await(3)
+	f.requireOrder()
+
+	// What a worker had that is gone is taken over.
+	f.exec(`INSERT INTO {schema}.event_delivery SELECT d.* FROM {schema}.event_delivery AS s, LATERAL jsonb_populate_record(s, jsonb_build_object('id',
+		1000, 'position', 1000, 'status', 'PROCESSING', 'attempt_count', 1, 'locked_by', 'gone', 'locked_until', now() - interval '1 h', 'processed_at', NULL)) AS d
+		WHERE s.action = 'PUSHED' AND s.position = 3`)
+	require.Eventually(t, func() bool {
+		d, err := deliveries.Get(t.Context(), 1000)
+		require.NoError(t, err)
+		return d.Status == outboxops.DeliveryDone
+	}, testenv.Patience, 10*time.Millisecond)
+	groups, err := deliveries.Groups(t.Context())
+	require.NoError(t, err)
+	require.Zero(t, groups[0].Pending)
+	audit, err := deliveries.Audit(t.Context(), dead[0].ID, outboxops.AuditPage{})
+	require.NoError(t, err)
+	require.Equal(t, []string{"requeue", r.login("operator")}, []string{audit[0].Action, audit[0].Login})
 }
 
 func TestConsumerRole(t *testing.T) {
