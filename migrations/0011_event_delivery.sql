@@ -133,25 +133,49 @@ DO $migration$
 DECLARE
     schema  constant name := pg_catalog.current_schema();
     path    constant text := pg_catalog.current_setting('search_path');
+    -- Locks the keys of %1$s, a list, by calling %2$s. A group has 64 locks, which are taken in
+    -- their order.
+    locking constant text := $sql$
+            FOR lock IN
+                SELECT DISTINCT base | (k & 63)
+                  FROM unnest(%1$s) AS k,
+                       (SELECT ('x' || encode(substr(sha256(convert_to('outbox.event_delivery.' || %3$L || '.' || $1, 'UTF8')), 1, 8), 'hex'))::bit(64)::bigint
+                               & ~63::bigint AS base OFFSET 0) AS b
+                 WHERE k IS NOT NULL
+                 ORDER BY 1
+            LOOP
+                PERFORM %2$s(lock);
+            END LOOP;
+            $sql$;
+    -- Makes the first row of each of the keys of %1$s PENDING if all of its rows are PARKED.
+    promoting constant text := $sql$
+            UPDATE %2$I.event_delivery AS d
+               SET status = 'PENDING', next_retry_at = clock_timestamp(), updated_at = clock_timestamp()
+             WHERE d.status = 'PARKED' AND d.id = ANY (ARRAY(
+                   SELECT head.id FROM (SELECT DISTINCT k FROM unnest(%1$s) AS k) AS each
+                    CROSS JOIN LATERAL (
+                          SELECT o.id, o.status FROM %2$I.event_delivery AS o
+                           WHERE o.order_key = each.k AND (o.status IN ('PENDING', 'PARKED', 'PROCESSING') OR o.held) AND o.consumer_group = $1
+                           ORDER BY o.order_key, (o.status = 'PARKED'), o.id LIMIT 1) AS head
+                    WHERE head.status = 'PARKED'));
+            GET DIAGNOSTICS done = ROW_COUNT;
+            RETURN done;
+            $sql$;
     target  text;
     granted record;
 BEGIN
     PERFORM pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true);
 
-    -- Locks keys until the end of the transaction. A group has 64 locks, which are taken in their
-    -- order.
+    -- Locks keys until the end of the transaction.
     EXECUTE format($function$
         CREATE FUNCTION %1$I.outbox_lock_keys(consumer_group text, order_keys bigint[]) RETURNS void
         LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
         DECLARE
-            base constant bigint := ('x' || encode(substr(sha256(convert_to('outbox.event_delivery.' || %2$L || '.' || $1, 'UTF8')), 1, 8), 'hex'))::bit(64)::bigint & ~63::bigint;
             lock bigint;
         BEGIN
-            FOR lock IN SELECT DISTINCT base | (k & 63) FROM unnest($2) AS k WHERE k IS NOT NULL ORDER BY 1 LOOP
-                PERFORM pg_advisory_xact_lock(lock);
-            END LOOP;
+            %2$s
         END $body$
-        $function$, schema, schema);
+        $function$, schema, format(locking, '$2', 'pg_advisory_xact_lock', schema));
 
     -- Locks keys, and makes the first row of each PENDING if all of them are PARKED. Returns how
     -- many rows it has changed. Under another isolation level than READ COMMITTED it would not
@@ -167,26 +191,22 @@ BEGIN
                 RETURN -1;
             END IF;
             PERFORM %1$I.outbox_lock_keys($1, $2);
-            UPDATE %1$I.event_delivery AS d
-               SET status = 'PENDING', next_retry_at = clock_timestamp(), updated_at = clock_timestamp()
-              FROM (SELECT DISTINCT k FROM unnest($2) AS k) AS keys
-             CROSS JOIN LATERAL (
-                   SELECT o.id, o.status FROM %1$I.event_delivery AS o
-                    WHERE o.order_key = keys.k AND (o.status IN ('PENDING', 'PARKED', 'PROCESSING') OR o.held) AND o.consumer_group = $1
-                    ORDER BY o.order_key, (o.status = 'PARKED'), o.id LIMIT 1) AS head
-             WHERE d.id = head.id AND head.status = 'PARKED' AND d.status = 'PARKED';
-            GET DIAGNOSTICS done = ROW_COUNT;
-            RETURN done;
+            %2$s
         END $body$
-        $function$, schema);
+        $function$, schema, format(promoting, '$2', schema));
 
     -- Ends rows that a worker has handled, and promotes the next of their keys. All rows must still
     -- be its own, or nothing is done. Returns what outbox_promote does.
+    --
+    -- Its locks are shared, because those who end rows need not wait for each other: no two of
+    -- them have rows of the same key. They wait for whoever inserts, promotes or requeues rows
+    -- of their keys, and the other way round.
     EXECUTE format($function$
         CREATE FUNCTION %1$I.outbox_finish_deliveries(consumer_group text, worker text, ids bigint[]) RETURNS bigint
         LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
         SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
         DECLARE
+            lock bigint;
             done bigint;
             keys bigint[];
         BEGIN
@@ -204,10 +224,13 @@ BEGIN
             END IF;
             IF keys IS NULL THEN
                 RETURN 0;
+            ELSIF current_setting('transaction_isolation') <> 'read committed' THEN
+                RETURN -1;
             END IF;
-            RETURN %1$I.outbox_promote($1, keys);
+            %2$s
+            %3$s
         END $body$
-        $function$, schema);
+        $function$, schema, format(locking, 'keys', 'pg_advisory_xact_lock_shared', schema), format(promoting, 'keys', schema));
 
     -- The policies of event_handled: consumer_group_role says who may work for which group.
     FOREACH target IN ARRAY ARRAY['event_delivery', 'event_subscription'] LOOP

@@ -117,6 +117,10 @@ const (
 	sqlPromote = `SELECT {schema}.outbox_promote($1, $2)`
 )
 
+// The ids of the rows to be changed are an array in the statements below, because each of its
+// elements is looked up in the index of the primary key. In a join, a plan that was made for an
+// empty table reads all of it.
+
 // sqlClaim takes due rows of the actions and streams, and of those that are tried for the first
 // time also what is parked behind them, up to a row that was tried. They are found one pair of
 // action and stream after the other, so that none of them, paused or failing, hides the rest.
