@@ -104,10 +104,10 @@ func (l *lap) achieved() float64 {
 }
 
 // inOrder returns an error unless the events of each key arrived in order.
-func (l *lap) inOrder() error {
+func (l *lap) inOrder(event func(n int) orderPlaced) error {
 	j := orderCheck{}
 	for _, n := range l.order {
-		if err := j.see(newEvent(l.first+n).Order, int64(l.began[n]), int64(l.committed[n])); err != nil {
+		if err := j.see(event(l.first+n).Order, int64(l.began[n]), int64(l.committed[n])); err != nil {
 			return err
 		}
 	}

@@ -152,7 +152,7 @@ func (b *bench) raceBeside(ctx context.Context, without *track, name, topic stri
 	} else if err != nil {
 		return err
 	}
-	err = t.race(ctx, race{
+	err = b.race(ctx, race{
 		name: "bad-topics/" + name, rate: openRate, measured: seconds(b.cfg.beside), limit: 1.2,
 		base: side{"without", without.withRelay}, with: side{"beside", t.beside},
 	})

@@ -37,6 +37,8 @@ type job struct {
 	MaxPoll          int
 	InBatch          bool
 
+	River riverTuning // of River alone
+
 	orders <-chan order // that come while the job is done
 }
 
@@ -49,6 +51,8 @@ var works = map[string]func(context.Context, job) (used, error){
 	"relay":   relayAll,
 	"outage":  relayThroughOutage,
 	"count":   countAll,
+	"river":   workRiver,
+	"workers": workBus,
 }
 
 // childMain reads a job from its standard input and writes what it cost to its

@@ -28,8 +28,8 @@ no ratio. A target that is missed does not fail the run. The README of this
 module says what each scenario compares.
 
 A run makes schemas and a topic of its own and removes them at the end, also
-after Ctrl-C. All scenarios together take about 45 minutes on two cores; large
-takes 2 of them and 10 GB of disk, backlogs 5 and as much, bad-topics 5. Give it the machine alone: everything shares its cores.
+after Ctrl-C. All scenarios together take about an hour on two cores; large
+takes 2 of them and 10 GB of disk, backlogs 5 and as much, bad-topics 5, bus 10. Give it the machine alone: everything shares its cores.
 
 Exit code: 0 all was measured, 1 something could not be, 2 wrong usage.
 
@@ -60,6 +60,9 @@ type config struct {
 	longRuns         int
 	parked           int
 	beside           float64
+
+	busEvents, busHot int
+	busOpen           float64
 
 	poisons, poisonEvery int
 	outage               float64
@@ -94,6 +97,9 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.IntVar(&cfg.longRuns, "long-runs", 1, "turns of large and backlogs, in place of -runs")
 	flags.IntVar(&cfg.parked, "parked", 1000, "events that wait for a bad topic before anything is measured beside it")
 	flags.Float64Var(&cfg.beside, "beside", 8, "seconds measured in each turn beside a bad topic")
+	flags.IntVar(&cfg.busEvents, "bus-events", 50_000, "events that workers, and River, handle in each turn")
+	flags.IntVar(&cfg.busHot, "bus-hot", 200_000, "events of a single key that workers handle")
+	flags.Float64Var(&cfg.busOpen, "bus-open", 300, "seconds that a transaction stays open beside workers and River; 0 leaves that out")
 	flags.StringVar(&cfg.json, "json", "", "write the results as JSON lines to this `file`; - means stdout, in place of the table")
 	flags.StringVar(&cfg.profile, "profile", "", "write CPU and allocation profiles of drains and consumers into this `folder`")
 	if err := flags.Parse(args); err != nil {
@@ -158,6 +164,8 @@ func (c *config) validate() error {
 	refuse(c.retained < minEvents, fmt.Sprintf("-retained starts at %d", minEvents))
 	refuse(c.large < 1 || c.longRuns < 1 || c.parked < 1, "-large, -long-runs and -parked start above 0")
 	refuse(c.largeSize < minLargeSize || c.largeSize > maxLargeSize, fmt.Sprintf("-large-size goes from %d to %d", minLargeSize, maxLargeSize))
+	refuse(c.busEvents < minEvents || c.busHot < minEvents, fmt.Sprintf("-bus-events and -bus-hot start at %d", minEvents))
+	refuse(c.busOpen < 0, "-bus-open starts at 0")
 	refuse(c.beside <= 0, "-beside starts above 0")
 	refuse(!slices.IsSorted(c.backlogs) || len(slices.Compact(slices.Clone(c.backlogs))) < len(c.backlogs), "-backlogs must grow")
 	refuse(c.seconds <= 0 || c.warm < 0, "-seconds starts above 0, -warm at 0")

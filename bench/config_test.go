@@ -35,6 +35,8 @@ func TestParseRefuses(t *testing.T) {
 		"-events starts at":    {"-events", "10"},
 		"-handled starts at":   {"-handled", "10"},
 		"-retained starts at":  {"-retained", "10"},
+		"-bus-hot start at":    {"-bus-hot", "10"},
+		"-bus-open starts at":  {"-bus-open", "-1"},
 		"start above 0":        {"-runs", "0"},
 		"-poisons starts":      {"-poisons", "0"},
 		"-outage starts at 3":  {"-outage", "1"},

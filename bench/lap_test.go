@@ -63,9 +63,9 @@ func TestLapInOrder(t *testing.T) {
 			l.arrive(100+(n*(1-2*first)+first*(later-1)), ms) // onwards, or backwards
 		}
 		if first == 0 {
-			require.NoError(t, l.inOrder())
+			require.NoError(t, l.inOrder(newEvent))
 		} else {
-			require.ErrorContains(t, l.inOrder(), "recorded later")
+			require.ErrorContains(t, l.inOrder(newEvent), "recorded later")
 		}
 	}
 }

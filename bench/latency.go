@@ -67,13 +67,18 @@ func (t *track) newLap(rate int, measured time.Duration) *lap {
 
 // run runs a lap and waits until its events have arrived.
 func (t *track) run(ctx context.Context, l *lap, transact way) error {
+	return t.runLap(ctx, l, t.reader.collect, transact)
+}
+
+// runLap runs a lap and waits until its events have arrived, which collect finds out.
+func (b *bench) runLap(ctx context.Context, l *lap, collect func(context.Context, *lap) error, transact way) error {
 	ctx, cancel := context.WithTimeout(ctx, offset(l.total(), l.rate)+lapPatience)
 	defer cancel()
 	g, ctx := errgroup.WithContext(ctx)
 	l.start = time.Now()
-	g.Go(func() error { return t.reader.collect(ctx, l) })
+	g.Go(func() error { return collect(ctx, l) })
 	g.Go(func() error {
-		return pace(ctx, l.rate, l.total(), t.cfg.workers, func(ctx context.Context, n int) error {
+		return pace(ctx, l.rate, l.total(), b.cfg.workers, func(ctx context.Context, n int) error {
 			l.begin(n)
 			return transact(ctx, l.first+n, func() { l.commit(n) })
 		})
@@ -180,7 +185,7 @@ func (b *bench) latency(ctx context.Context) error {
 		return err
 	}
 	for _, rate := range b.cfg.rates {
-		err := t.race(ctx, race{
+		err := b.race(ctx, race{
 			name: "latency/" + strconv.Itoa(rate), rate: rate, measured: b.lapTime(), limit: 2,
 			base: side{"floor", t.withoutRelay}, with: side{"relay", t.withRelay},
 		})
@@ -212,7 +217,7 @@ func (b *bench) open(ctx context.Context) error {
 	if err := t.warmUp(ctx); err != nil {
 		return err
 	}
-	return t.race(ctx, race{
+	return b.race(ctx, race{
 		name: "open", rate: openRate, measured: b.lapTime(), limit: 1.2,
 		base: side{"without", t.withRelay}, with: side{"beside", t.besideOpen},
 	})
@@ -236,7 +241,7 @@ type race struct {
 	name       string
 	rate       int
 	measured   time.Duration
-	limit      float64 // that the ratios at p50 and p99 should keep to
+	limit      float64 // that the ratios at p50 and p99 should keep to; 0: none
 	further    float64 // a percentile to report without a limit; 0: none
 	base, with side
 }
@@ -248,9 +253,9 @@ type side struct {
 }
 
 // race runs a race and reports it.
-func (t *track) race(ctx context.Context, r race) error {
+func (b *bench) race(ctx context.Context, r race) error {
 	var base, with []*lap
-	for round := range t.cfg.runs {
+	for round := range b.cfg.runs {
 		for _, of := range []struct {
 			side
 			laps *[]*lap
@@ -260,10 +265,10 @@ func (t *track) race(ctx context.Context, r race) error {
 				return fmt.Errorf("%s, %s: %w", r.name, of.name, err)
 			}
 			*of.laps = append(*of.laps, l)
-			t.say("%d/%d %s: %s p50 %.2f p99 %.2f ms", round+1, t.cfg.runs, r.name, of.name, l.latencies().median(), l.latencies().percentile(99))
+			b.say("%d/%d %s: %s p50 %.2f p99 %.2f ms", round+1, b.cfg.runs, r.name, of.name, l.latencies().median(), l.latencies().percentile(99))
 		}
 	}
-	t.reportRace(r, base, with)
+	b.reportRace(r, base, with)
 	return nil
 }
 
@@ -285,7 +290,10 @@ func (b *bench) reportRace(r race, base, with []*lap) {
 	}
 	for _, p := range []float64{50, 99} {
 		of, against := r.percentile(p, base, with)
-		b.report.add(against, of.ratioAtMost(r.limit))
+		if r.limit > 0 {
+			of = of.ratioAtMost(r.limit)
+		}
+		b.report.add(against, of)
 	}
 	if r.further > 0 {
 		of, against := r.percentile(r.further, base, with)

@@ -31,6 +31,7 @@ func tiny(t *testing.T) config {
 		postgres: testenv.Pool(t, nil).Config().ConnString(), brokers: brokers, kind: "kafka", which: regexp.MustCompile(""),
 		runs: 2, longRuns: 2, large: 60, largeSize: 100_000, backlogs: []int{4000, 9000}, parked: 20, beside: 0.3, events: 2000, backlog: 10_000, rates: []int{50}, seconds: 0.4, warm: 0.1,
 		workers: 4, polls: 20, records: 200, partitions: 2, poisons: 1, poisonEvery: 40, outage: minOutage, handled: 2000, retained: minEvents,
+		busEvents: 1000, busHot: 500, busOpen: 0.1,
 	}
 }
 

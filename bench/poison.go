@@ -41,7 +41,7 @@ func (b *bench) poison(ctx context.Context) (err error) {
 	if err := t.warmUp(ctx); err != nil {
 		return err
 	}
-	return t.race(ctx, race{
+	return b.race(ctx, race{
 		name: "poison", rate: poisonRate, measured: offset(b.cfg.poisons*b.cfg.poisonEvery, poisonRate), limit: 1.2, further: 99.9,
 		base: side{"without", t.withRelay}, with: side{"among", t.amongPoisons},
 	})
@@ -80,7 +80,7 @@ func (t *track) amongPoisons(ctx context.Context, rate int, measured time.Durati
 	if err := t.giveUp(ctx, l, poisons); err != nil {
 		return nil, err
 	}
-	return l, l.inOrder()
+	return l, l.inOrder(newEvent)
 }
 
 // poison returns which events of the lap are poisons, and sets aside all of their

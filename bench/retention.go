@@ -31,7 +31,7 @@ func (b *bench) retention(ctx context.Context) error {
 		return err
 	}
 	without, during := keeper{track: t}, keeper{track: t, cfg: outbox.RetentionConfig{Interval: time.Millisecond}}
-	err = t.race(ctx, race{
+	err = b.race(ctx, race{
 		name: "retention", rate: openRate, measured: b.lapTime(), limit: 1.2,
 		base: side{"without", without.run}, with: side{"during", during.run},
 	})

@@ -33,6 +33,7 @@ func init() {
 		{"retention", "from commit to arrival while old rows are removed, against while they stay", true, (*bench).retention},
 		{"record", "Record and Queue in a transaction, against the transaction without, and COPY", false, (*bench).record},
 		{"consumer", "a consumer's transaction for many events, against one for each", true, (*bench).consumer},
+		{"bus", "workers without Kafka, against River: events per second, beside an open transaction too, and from commit to handled", false, (*bench).bus},
 	}
 }
 

@@ -1,0 +1,212 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+	"github.com/riverqueue/river"
+	"github.com/riverqueue/river/riverdriver/riverpgxv5"
+)
+
+const (
+	busKeys      = 1000
+	busPerTx     = 100 // events, or jobs, that a transaction records
+	busWorkers   = 4
+	busRate      = 200 // transactions per second, for latencies
+	busTxShare   = 5   // of the events; a transaction for each takes its time
+	busTuneShare = 5   // of the events
+)
+
+// bus records events and has them handled, by workers or as jobs of River.
+type bus struct {
+	*bench
+	rec      *outbox.Recorder
+	inserter *river.Client[pgx.Tx] // works on nothing
+
+	workers, river, riverTx busWay
+
+	next int // number of the next event
+}
+
+// busWay is one way to record events and to handle them.
+type busWay struct {
+	name    string
+	schema  string
+	share   int // of the events of a lap: one of so many
+	job     job // of the process that handles them
+	record  func(ctx context.Context, tx pgx.Tx, events []orderPlaced) error
+	check   func(ctx context.Context, h handled) error
+	ordered bool // of a key, one event after the other is handled
+}
+
+// handled is what a lap has handled: n events from number first on.
+type handled struct{ first, n int }
+
+func (h handled) last() int { return h.first + h.n - 1 }
+
+// bus compares workers with River: how much they handle, how much beside a transaction
+// that stays open, and how soon. Then workers handle the events of a single key.
+func (b *bench) bus(ctx context.Context) error {
+	s, err := b.newBus(ctx)
+	if err != nil {
+		return err
+	}
+	if err := s.tuneRiver(ctx); err != nil {
+		return err
+	}
+	if _, err := s.lap(ctx, s.workers, b.cfg.busEvents/busTuneShare, busKeys); err != nil { // for warming up
+		return err
+	}
+	alone, err := s.interleaved(ctx, []busWay{s.river, s.riverTx, s.workers}, b.cfg.runs)
+	if err != nil {
+		return err
+	}
+	s.reportRates(alone)
+	if err := s.besideOpen(ctx, alone); err != nil {
+		return err
+	}
+	if err := s.latencies(ctx); err != nil {
+		return err
+	}
+	return s.hot(ctx)
+}
+
+func (b *bench) newBus(ctx context.Context) (s *bus, err error) {
+	s = &bus{bench: b, next: 1}
+	if err := s.newWorkers(ctx); err != nil {
+		return nil, err
+	}
+	return s, s.newRiver(ctx)
+}
+
+// newWorkers prepares the product.
+func (s *bus) newWorkers(ctx context.Context) (err error) {
+	s.workers = busWay{name: "bus/workers", share: 1, job: job{Work: "workers", Group: busGroup}, record: s.recordEvents, check: s.checkDeliveries, ordered: true}
+	if s.workers.schema, err = s.newSchema(ctx, "bus"); err != nil {
+		return err
+	}
+	s.rec, err = s.recorder(s.workers.schema)
+	return err
+}
+
+// newRiver prepares the rival, in two ways.
+func (s *bus) newRiver(ctx context.Context) (err error) {
+	s.river = busWay{name: "bus/river", share: 1, job: job{Work: "river"}, record: s.insertJobs, check: s.checkJobs}
+	if s.river.schema, err = s.newRiverSchema(ctx, "river"); err != nil {
+		return err
+	}
+	s.riverTx = s.river
+	s.riverTx.name, s.riverTx.share = "bus/river-tx", busTxShare
+	s.inserter, err = river.NewClient(riverpgxv5.New(s.db), &river.Config{Schema: s.river.schema, Logger: riverLog()})
+	if err != nil {
+		return fmt.Errorf("make River client: %w", err)
+	}
+	return nil
+}
+
+// tuneRiver tries ways to run River, and keeps the best of those that complete jobs in
+// batches, and of those that complete each in the transaction of its effect.
+func (s *bus) tuneRiver(ctx context.Context) error {
+	for _, of := range []struct {
+		way  *busWay
+		inTx bool
+	}{{&s.river, false}, {&s.riverTx, true}} {
+		best := 0.0
+		for _, t := range riverTunings {
+			t.InTx = of.inTx
+			w := *of.way
+			w.job.River = t
+			u, err := s.lap(ctx, w, s.cfg.busEvents/busTuneShare, busKeys)
+			if err != nil {
+				return err
+			}
+			s.say("%s: %v: %s jobs/s", w.name, t, number(u.rate()))
+			if u.rate() > best {
+				best, of.way.job.River = u.rate(), t
+			}
+		}
+		s.report.note("%s: %v, the best of %d", of.way.name, of.way.job.River, len(riverTunings))
+	}
+	return nil
+}
+
+// interleaved runs laps of all ways in turns.
+func (s *bus) interleaved(ctx context.Context, all []busWay, rounds int) (map[string][]used, error) {
+	runs := map[string][]used{}
+	for round := range rounds {
+		for _, w := range all {
+			u, err := s.lap(ctx, w, s.cfg.busEvents, busKeys)
+			if err != nil {
+				return nil, err
+			}
+			s.say("%d/%d %s: %s events/s, %.1f µs CPU/event", round+1, rounds, w.name, number(u.rate()), u.cpu())
+			runs[w.name] = append(runs[w.name], u)
+		}
+	}
+	return runs, nil
+}
+
+// reportRates holds the workers against the faster way of River.
+func (s *bus) reportRates(runs map[string][]used) {
+	rate := func(w busWay) series { return each(runs[w.name], used.rate) }
+	rival := s.river
+	if rate(s.riverTx).median() > rate(s.river).median() {
+		rival = s.riverTx
+	}
+	s.report.add(measured(s.river.name, "events/s", rate(s.river)), measured(s.riverTx.name, "events/s", rate(s.riverTx)),
+		compared(s.workers.name, "events/s", rate(s.workers), rival.name, rate(rival)).ratioAtLeast(1),
+		measured(s.workers.name, "events/s", rate(s.workers)).valueAtLeast(10_000))
+	for _, w := range []busWay{s.workers, s.river, s.riverTx} {
+		s.report.add(measured(w.name+"-cpu", "µs/event", each(runs[w.name], used.cpu)))
+	}
+}
+
+// besideOpen runs laps while a transaction that has recorded stays open, and holds the
+// last of them against those without. By then its snapshot keeps all rows that laps have
+// left behind.
+func (s *bus) besideOpen(ctx context.Context, alone map[string][]used) (err error) {
+	if s.cfg.busOpen == 0 {
+		return nil
+	}
+	tx, err := s.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.RepeatableRead})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = tx.Rollback(context.WithoutCancel(ctx)) }() // what it has written is to vanish
+	if err := s.rec.Record(ctx, tx, busEvent(0, busKeys)); err != nil {
+		return err
+	}
+	all, start, runs := []busWay{s.river, s.workers}, time.Now(), map[string][]used{}
+	for time.Since(start) < seconds(s.cfg.busOpen) {
+		round, err := s.interleaved(ctx, all, 1)
+		if err != nil {
+			return err
+		}
+		for name, more := range round {
+			runs[name] = append(runs[name], more...)
+		}
+	}
+	s.report.note("bus: the transaction was open for %.0f s, and %d laps of each", time.Since(start).Seconds(), len(runs[s.workers.name]))
+	for _, w := range all {
+		last := runs[w.name][max(0, len(runs[w.name])-s.cfg.runs):]
+		r := compared(w.name+"-open", "events/s", each(last, used.rate), w.name, each(alone[w.name], used.rate))
+		if w.ordered {
+			r = r.ratioAtLeast(0.8)
+		}
+		s.report.add(r)
+	}
+	return nil
+}
+
+// hot has workers handle many events of a single key.
+func (s *bus) hot(ctx context.Context) error {
+	u, err := s.lap(ctx, s.workers, s.cfg.busHot, 1)
+	if err != nil {
+		return err
+	}
+	s.report.add(measured("bus/hot-key", "events/s", series{u.rate()}))
+	return nil
+}
