@@ -74,7 +74,7 @@ func NewDeliveries(db *pgxpool.Pool, cfg DeliveriesConfig) (*Deliveries, error) 
 
 // Delivery is an event that is owed to a handler of a consumer group, or was.
 type Delivery struct {
-	// ID is the id of its row of event_delivery.
+	// ID is the id of its row of event_delivery, the order within a key.
 	ID int64
 	// Group is the consumer group, and Action the handler that gets the event; Action is
 	// empty where the group has no handler for the type.
@@ -110,7 +110,7 @@ type Delivery struct {
 	// ResolvedAt is described at Resolution.
 	ResolvedAt time.Time
 
-	// OutboxID is outbox.id of the event, the order within a key.
+	// OutboxID is outbox.id of the event.
 	OutboxID int64
 	// EventID, Type, Source, AggregateType and AggregateID are the event's.
 	EventID, Type, Source, AggregateType, AggregateID string
@@ -287,22 +287,17 @@ func (d *Deliveries) Count(ctx context.Context, filter DeliveryFilter) ([]Delive
 	return counts, nil
 }
 
-// DeliveryActive is the State of a [DeliveryGroup] that gets its events from PostgreSQL.
-const DeliveryActive = "active"
-
 // DeliveryGroup is a consumer group that workers have run for, and how far it has come.
 type DeliveryGroup struct {
 	// Group is its name.
 	Group string
 	// CreatedAt is when the first worker of it ran.
 	CreatedAt time.Time
-	// State is active for a group that gets every event from PostgreSQL; leaving while it gets
-	// those up to a cut, and left when it gets none: it reads what comes after from Kafka;
-	// returning while it reads what is left in Kafka.
-	State string
-	// Relay is the one whose events it reads from Kafka, or has read; empty for an active group.
+	// State says from where it gets its events, and ChangedAt since when.
+	State SubscriptionState
+	// Relay is that of the cut; empty for an active group.
 	Relay string
-	// ChangedAt is when State changed.
+	// ChangedAt is described at State.
 	ChangedAt time.Time
 	// Pending is how many committed events are behind its position: there are no deliveries of
 	// them yet, because workers take no more than they have room for. They are counted up to

@@ -209,7 +209,8 @@ func TestDeliveryGroups(t *testing.T) {
 	require.Len(t, groups, 3)
 	require.Equal(t, []string{"mails", "new", "stats"}, []string{groups[0].Group, groups[1].Group, groups[2].Group})
 	require.Equal(t, []int64{3, 0, 3}, []int64{groups[0].Pending, groups[1].Pending, groups[2].Pending})
-	require.Equal(t, []string{"left", "default", outboxops.DeliveryActive, ""}, []string{groups[0].State, groups[0].Relay, groups[2].State, groups[2].Relay})
+	require.Equal(t, []outboxops.SubscriptionState{outboxops.SubscriptionLeft, outboxops.SubscriptionActive}, []outboxops.SubscriptionState{groups[0].State, groups[2].State})
+	require.Equal(t, []string{"default", ""}, []string{groups[0].Relay, groups[2].Relay})
 	for _, at := range []time.Time{groups[0].ChangedAt, groups[2].CreatedAt, groups[2].Oldest, groups[2].ProgressAt} {
 		require.WithinDuration(t, time.Now(), at, testenv.Patience)
 	}

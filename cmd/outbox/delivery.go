@@ -359,8 +359,8 @@ func showDeliveryCounts(e *env, counts []outboxops.DeliveryCount, groups []outbo
 	e.printf("%s%s in all\n", least, count(total))
 	for _, g := range groups {
 		switch {
-		case g.State != outboxops.DeliveryActive:
-			e.printf("group %s: %s since %s, with relay %s\n", visible(g.Group), visible(g.State), clock(g.ChangedAt), visible(g.Relay))
+		case g.State != outboxops.SubscriptionActive:
+			e.printf("group %s: %s since %s, with relay %s\n", visible(g.Group), visible(string(g.State)), clock(g.ChangedAt), visible(g.Relay))
 		case g.Pending > 0:
 			e.printf("group %s: %s no deliveries yet, the oldest is %s old\n", visible(g.Group), eventsHave(g), age(g.Oldest, e.now()))
 		}
@@ -392,7 +392,7 @@ type deliveryGroupJSON struct {
 func deliveryGroupsOf(groups []outboxops.DeliveryGroup) []deliveryGroupJSON {
 	all := make([]deliveryGroupJSON, 0, len(groups))
 	for _, g := range groups {
-		all = append(all, deliveryGroupJSON{g.Group, g.CreatedAt.UTC(), g.State, g.Relay, g.ChangedAt.UTC(), g.Pending, g.PendingMore, optional(g.Oldest), optional(g.ProgressAt)})
+		all = append(all, deliveryGroupJSON{g.Group, g.CreatedAt.UTC(), string(g.State), g.Relay, g.ChangedAt.UTC(), g.Pending, g.PendingMore, optional(g.Oldest), optional(g.ProgressAt)})
 	}
 	return all
 }

@@ -123,7 +123,7 @@ func deliveryFindings(counts []outboxops.DeliveryCount, at workers, l limits) (a
 // groupFindings are groups that have not come to their events.
 func groupFindings(groups []outboxops.DeliveryGroup, at workers, l limits) (all []finding) {
 	for _, g := range groups {
-		if g.State != outboxops.DeliveryActive || g.Pending == 0 || at.now.Sub(g.Oldest) <= l.maxAge {
+		if g.State != outboxops.SubscriptionActive || g.Pending == 0 || at.now.Sub(g.Oldest) <= l.maxAge {
 			continue
 		}
 		what := fmt.Sprintf("group %s: %s no deliveries yet, the oldest is %s old", g.Group, eventsHave(g), age(g.Oldest, at.now))
@@ -165,12 +165,12 @@ const sqlHeadless = `
 WITH RECURSIVE heads AS (
    (SELECT order_key, status, consumer_group, 1 AS n FROM {schema}.event_delivery AS d
      WHERE order_key IS NOT NULL AND (status IN ('PENDING', 'PARKED', 'PROCESSING') OR held)
-     ORDER BY order_key, (status = 'PARKED'), position LIMIT 1)
+     ORDER BY order_key, (status = 'PARKED'), id LIMIT 1)
      UNION ALL
     SELECT next.*, heads.n + 1 FROM heads
      CROSS JOIN LATERAL (SELECT d.order_key, d.status, d.consumer_group FROM {schema}.event_delivery AS d
                           WHERE d.order_key > heads.order_key AND (d.status IN ('PENDING', 'PARKED', 'PROCESSING') OR d.held)
-                          ORDER BY d.order_key, (d.status = 'PARKED'), d.position LIMIT 1) AS next
+                          ORDER BY d.order_key, (d.status = 'PARKED'), d.id LIMIT 1) AS next
      WHERE heads.n < $1
 )
 SELECT consumer_group, order_key FROM heads WHERE status = 'PARKED' ORDER BY consumer_group, order_key LIMIT 1000`

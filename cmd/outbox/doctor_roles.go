@@ -95,7 +95,7 @@ var partNeeds = map[string][]need{
 			{privilege: "UPDATE", table: "event_subscription", columns: []string{"state", "cut_snapshot", "changed_at"}}},
 		onTable("event_subscription", "SELECT"), onTable("outbox_cursor", "SELECT", "INSERT", "DELETE"), onTable("outbox_lease", "SELECT", "INSERT", "UPDATE"),
 		onSequences("event_delivery_id_seq", "outbox_cursor_id_seq"),
-		onFunctions(false, "outbox_lock_keys(text, bigint[])", "outbox_promote(text, bigint[])", "outbox_finish_deliveries(text, text, bigint[], bigint[])")),
+		onFunctions(false, "outbox_lock_keys(text, bigint[])", "outbox_promote(text, bigint[])", "outbox_finish_deliveries(text, text, bigint[])")),
 	"reader": readerNeeds,
 	"operator": slices.Concat(readerNeeds, onFunctions(false, "outbox_retry_failed(bigint[], text, text)", "outbox_resolve_failed(bigint[], text, text)",
 		"outbox_edit_failed(bigint, bytea, text, text)", "outbox_hold_key(text, text, text, text)", "outbox_release_key(text, text, text, text)",

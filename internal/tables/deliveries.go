@@ -131,10 +131,13 @@ SELECT counted.* FROM (
               SELECT count(*) AS deliveries, count(*) FILTER (WHERE held) AS held, min(created_at) AS oldest FROM (
                      SELECT d.created_at, d.held FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + ByDeliveryKind + ` LIMIT $11) AS r) AS c
          LEFT JOIN LATERAL (
-              SELECT d.next_retry_at FROM {schema}.event_delivery AS d
-               WHERE d.status = 'PENDING' AND k.status = 'PENDING'
-                 AND d.consumer_group = k.consumer_group AND d.action = k.action AND d.stream = k.stream` + DeliveryWhere + `
-               ORDER BY d.consumer_group, d.action, d.stream, d.next_retry_at, d.id LIMIT 1) AS due ON true
+              SELECT min(first.next_retry_at) AS next_retry_at FROM (VALUES (false), (true)) AS s (stale)
+               CROSS JOIN LATERAL (
+                     SELECT d.next_retry_at FROM {schema}.event_delivery AS d
+                      WHERE d.status = 'PENDING' AND k.status = 'PENDING'
+                        AND d.consumer_group = k.consumer_group AND d.action = k.action AND d.stream = k.stream
+                        AND (coalesce(d.last_error_code, '') = 'stale') = s.stale` + DeliveryWhere + `
+                      ORDER BY d.consumer_group, d.action, d.stream, (coalesce(d.last_error_code, '') = 'stale'), d.next_retry_at, d.id LIMIT 1) AS first) AS due ON true
         UNION ALL
        SELECT consumer_group, stream, action, 'PROCESSING', count(*), 0, min(created_at), min(locked_until)
          FROM (SELECT d.* FROM {schema}.event_delivery AS d
