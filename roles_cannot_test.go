@@ -136,7 +136,7 @@ var escalations = map[string][]string{
 		`UPDATE {s}.event_delivery SET consumer_group = 'theirs'`,
 		`UPDATE {s}.event_delivery SET event_id = gen_random_uuid()`,
 		`UPDATE {s}.event_delivery SET resolution = 'resolved', resolved_by = 'kim', note = 'x'`,
-		`UPDATE {s}.event_delivery SET max_attempts = 1000`,
+		`UPDATE {s}.event_delivery SET recorded_at = now()`,
 		`INSERT INTO {s}.event_delivery SELECT * FROM {s}.event_delivery`,
 		`INSERT INTO {s}.event_delivery ({delivery}) SELECT {delivery} FROM {s}.event_delivery WHERE consumer_group = 'theirs'`,
 		`INSERT INTO {s}.event_delivery ({delivery}, id) SELECT {delivery}, 1 FROM {s}.event_delivery WHERE consumer_group = 'mine'`,

@@ -408,9 +408,15 @@ func (l *lane) failTask(it *laneItem, t task, err error) {
 	if l.cfg.Hooks.Failed != nil {
 		l.callHost("hook Failed", it, func() { l.cfg.Hooks.Failed(t.meta, t.action, err) })
 	}
-	retries := l.cfg.of(it.Stream).MaxRetries
+	usual := l.cfg.of(it.Stream).MaxRetries
+	retries := usual
 	if l.retriesFor != nil {
 		l.callHost("RetriesFor", it, func() { retries = l.retriesFor(err) })
+	}
+	if retries > usual {
+		// Workers that are gone count, too, and know of no error: from here on they may use up
+		// as many attempts as of an event that has not failed yet, or as there are.
+		it.MaxAttempts = max(it.MaxAttempts, min(retries, it.Attempt+max(0, usual))+1)
 	}
 	l.fail(it, errorClass(err), err, isPermanent(err) || it.Attempt > retries)
 }
@@ -420,7 +426,8 @@ func (l *lane) failTask(it *laneItem, t task, err error) {
 func (l *lane) fail(it *laneItem, class string, cause error, dead bool) {
 	l.flush() // of its key, what is handled is done before
 	f := deliveries.Failure{
-		ID: it.ID, Key: it.Key, Code: short.Text(class, 100), Message: short.Text(cause.Error(), short.MaxText), Dead: dead, Held: dead && l.cfg.HoldDead,
+		ID: it.ID, Key: it.Key, Code: short.Text(class, 100), Message: short.Text(cause.Error(), short.MaxText),
+		MaxAttempts: it.MaxAttempts, Dead: dead, Held: dead && l.cfg.HoldDead,
 	}
 	if !dead {
 		f.Wait = l.retryWait(it, cause)

@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -215,4 +217,37 @@ func TestWorkerNoTx(t *testing.T) {
 		require.Len(t, steps, 100)
 		require.IsIncreasing(t, steps)
 	}
+}
+
+// RetriesFor may allow more tries than MaxRetries, for an outage of something that the handler
+// needs. A process that is killed meanwhile costs an event no more than one of those tries.
+func TestWorkerIsGoneAfterManyRetries(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	var attempts atomic.Int64
+	waiting, release := make(chan struct{}), make(chan struct{})
+	handler := outbox.HandleNoTx("SENT", func(_ context.Context, s step, m outbox.Metadata) error {
+		attempts.Store(int64(m.Attempt))
+		switch {
+		case m.Attempt < 6:
+			return errors.New("outage")
+		case m.Attempt == 6:
+			close(waiting)
+			<-release // as if its process had gone
+		}
+		return nil
+	})
+	f.start(outbox.WorkerConfig{
+		HandlerConfig: outbox.HandlerConfig{RetryWait: time.Millisecond, MaxRetries: 2, RetriesFor: func(error) int { return math.MaxInt }},
+		FromStart:     true, PollInterval: 10 * time.Millisecond,
+	}, handler)
+	t.Cleanup(func() { close(release) }) // before the worker is stopped, which would wait for it
+	f.commit(step{"a", 1})
+	<-waiting
+	f.exec(`UPDATE {schema}.event_delivery SET locked_by = 'gone', locked_until = now() - interval '1 min'`)
+	require.Eventually(t, func() bool {
+		return f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status IN ('DONE', 'DEAD')`) == 1
+	}, 20*time.Second, 10*time.Millisecond)
+	require.Equal(t, 1, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE'`))
+	require.EqualValues(t, 7, attempts.Load())
 }

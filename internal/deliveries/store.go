@@ -243,6 +243,8 @@ type Failure struct {
 	Message string
 	// Wait is how long to wait before the next attempt.
 	Wait time.Duration
+	// MaxAttempts is how many the delivery has from now on, unless it had more.
+	MaxAttempts int
 	// Dead is set if there is none. Then its key goes on, unless Held.
 	Dead, Held bool
 }
@@ -251,7 +253,7 @@ const sqlFail = `
 UPDATE {schema}.event_delivery AS d
    SET status = CASE WHEN $6::bool THEN 'DEAD' ELSE 'PENDING' END, held = $7::bool, locked_by = NULL, locked_until = NULL,
        next_retry_at = clock_timestamp() + $5::interval, processed_at = CASE WHEN $6::bool THEN clock_timestamp() END,
-       updated_at = clock_timestamp(), last_error_code = $3::text, last_error_message = $4::text
+       updated_at = clock_timestamp(), last_error_code = $3::text, last_error_message = $4::text, max_attempts = greatest(d.max_attempts, $9::int)
  WHERE d.id = $1 AND d.locked_by = $2::text AND d.consumer_group = $8::text
 RETURNING d.id`
 
@@ -261,7 +263,7 @@ RETURNING d.id`
 func (s *Store) Fail(ctx context.Context, f Failure, rest []int64) (promoted int64, err error) {
 	found := false
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlFail, f.ID, s.worker, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group).Query(func(rows pgx.Rows) error {
+		b.Queue(s.sqlFail, f.ID, s.worker, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group, f.MaxAttempts).Query(func(rows pgx.Rows) error {
 			ids, err := pgx.CollectRows(rows, pgx.RowTo[int64])
 			found = len(ids) > 0
 			return err
