@@ -1,0 +1,161 @@
+// Trading is a system whose event bus is PostgreSQL alone: bots decide, workers place orders,
+// notify owners, run backtests and obey the kill switch, and no Kafka is needed.
+// Everything is on this machine: the exchange, which is late, wrong or silent now and then,
+// the bots, and the processes of workers, which are killed meanwhile.
+//
+// To copy from it, read order.go (the domain: what may become of an order), events.go (streams
+// and events), bot.go (a decision and its command, committed together), executor.go and
+// exchange.go (external calls outside of transactions, and what a time-out means),
+// notification.go, backtest.go and killswitch.go (the other groups) and workers.go (how all of
+// them run, without Kafka and with it). The rest makes a show of it: show.go trades and
+// kills, report.go compares, and the package simulator has the exchange.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"os/signal"
+	"strconv"
+	"syscall"
+	"time"
+)
+
+const usage = `Trading runs bots, an exchange that fails, and processes of workers that place the
+orders, on PostgreSQL alone. Processes are killed meanwhile, and the kill switch is tried.
+At the end it compares the orders at the exchange with what PostgreSQL says.
+
+  OUTBOX_POSTGRES_URL   where PostgreSQL is, for example postgres://localhost/postgres
+
+"make trading" starts one and sets it. A run makes a schema of its own and drops it at the
+end. Ctrl-C ends the signals early; what was decided is done and compared.
+
+Exit code: 0 all adds up, 1 it does not, or the run failed, 2 wrong usage.
+
+Flags:
+`
+
+// The codes that the program exits with.
+const (
+	exitRight = iota
+	exitWrong
+	exitUsage
+)
+
+type config struct {
+	orders, rate, backtests, kills, processes int
+	seed                                      uint64
+	backtest, lease, patience                 time.Duration
+	verbose                                   bool
+	schema, exchange                          string // of a process of workers
+	postgres                                  string
+}
+
+// workerArgs are the arguments of a process of workers.
+func (c config) workerArgs() []string {
+	return []string{"-schema=" + c.schema, "-exchange=" + c.exchange, "-lease=" + c.lease.String(),
+		"-backtest=" + c.backtest.String(), "-v=" + strconv.FormatBool(c.verbose)}
+}
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop) // a second Ctrl-C ends the program at once
+	os.Exit(start(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
+}
+
+// start is main without the process around it. It returns the exit code.
+func start(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) int {
+	cfg, err := parse(args, stdout)
+	if errors.Is(err, flag.ErrHelp) {
+		return exitRight
+	}
+	if err != nil {
+		fmt.Fprintln(stderr, "trading:", err)
+		return exitUsage
+	}
+	if cfg.exchange != "" {
+		return startWorkers(ctx, cfg, stdin, stderr)
+	}
+	r, err := run(ctx, cfg, stdout)
+	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
+		fmt.Fprintln(stderr, "trading: ended by a signal:", err)
+		return exitRight
+	}
+	if err != nil {
+		fmt.Fprintln(stderr, "trading:", err)
+		return exitWrong
+	}
+	r.print(stdout)
+	if !r.right() {
+		return exitWrong
+	}
+	return exitRight
+}
+
+// startWorkers is start for a process of workers. A signal does not end it: Ctrl-C reaches
+// all processes of a terminal, and the workers are needed until all is done.
+func startWorkers(ctx context.Context, cfg config, stdin io.Reader, stderr io.Writer) int {
+	ctx = context.WithoutCancel(ctx)
+	a, err := open(ctx, cfg)
+	if err == nil {
+		defer a.db.Close()
+		err = a.work(ctx, stdin)
+	}
+	if err != nil {
+		fmt.Fprintln(stderr, "trading: workers:", err)
+		return exitWrong
+	}
+	return exitRight
+}
+
+// parse reads the flags and the environment.
+func parse(args []string, stdout io.Writer) (cfg config, err error) {
+	flags := flag.NewFlagSet("trading", flag.ContinueOnError)
+	flags.SetOutput(io.Discard) // errors are printed once, by start
+	flags.IntVar(&cfg.orders, "orders", 600, "signals of the bots; each becomes an order")
+	flags.IntVar(&cfg.rate, "rate", 60, "signals per second")
+	flags.IntVar(&cfg.backtests, "backtests", 6, "backtests to run meanwhile")
+	flags.DurationVar(&cfg.backtest, "backtest", 5*time.Second, "how long one of them takes")
+	flags.IntVar(&cfg.processes, "processes", 2, "processes with the four groups of workers")
+	flags.IntVar(&cfg.kills, "kills", 2, "how often one of them is killed")
+	flags.DurationVar(&cfg.lease, "lease", 2*time.Second, "after which the events of a killed process are taken over")
+	flags.Uint64Var(&cfg.seed, "seed", 0, "repeats what the bots decide and what the exchange does with it; 0 is by chance")
+	flags.DurationVar(&cfg.patience, "patience", 20*time.Second, "how long to wait for the workers while nothing happens")
+	flags.BoolVar(&cfg.verbose, "v", false, "print what the workers log")
+	flags.StringVar(&cfg.schema, "schema", "", "with -exchange: where the tables are")
+	flags.StringVar(&cfg.exchange, "exchange", "", "run the workers only, against this exchange, until the standard input ends")
+	if err := flags.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			fmt.Fprint(stdout, usage)
+			flags.SetOutput(stdout)
+			flags.PrintDefaults()
+			return cfg, err
+		}
+		return cfg, fmt.Errorf("%w; see trading -h", err)
+	}
+	for cfg.seed == 0 {
+		cfg.seed = uint64(rand.Uint32())
+	}
+	cfg.postgres = os.Getenv("OUTBOX_POSTGRES_URL")
+	return cfg, cfg.check(flags.Args())
+}
+
+func (c config) check(rest []string) error {
+	switch {
+	case len(rest) > 0:
+		return fmt.Errorf("%q is not a flag; see trading -h", rest[0])
+	case c.orders < 1 || c.rate < 1 || c.processes < 1 || c.backtest <= 0 || c.lease <= 0 || c.patience <= 0:
+		return errors.New("-orders, -rate, -processes, -backtest, -lease and -patience start above 0; see trading -h")
+	case c.backtests < 0 || c.kills < 0:
+		return errors.New("-backtests and -kills start at 0; see trading -h")
+	case (c.schema == "") != (c.exchange == ""):
+		return errors.New("-schema and -exchange go together; see trading -h")
+	case c.postgres == "":
+		return errors.New("OUTBOX_POSTGRES_URL is not set: run it with `make trading`, or see trading -h")
+	}
+	return nil
+}

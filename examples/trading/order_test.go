@@ -1,0 +1,56 @@
+package main
+
+import (
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/stretchr/testify/require"
+)
+
+var anIntent = OrderIntent{
+	ID: uuid.MustParse("0190a5c4-7b1e-7c3d-8a2b-1f2e3d4c5b6a"), SignalID: 1,
+	Scope: Scope{OwnerID: "ann", StrategyKey: "grid", Market: "KRW-BTC"}, Side: "BUY", Quantity: 2,
+}
+
+// An intent gets another attempt only if the exchange has certainly not taken the last one,
+// and does not mind another.
+func TestNextAttempt(t *testing.T) {
+	t.Parallel()
+	first, ok := anIntent.Next(Attempt{})
+	require.True(t, ok)
+	require.Equal(t, Attempt{No: 1, Identifier: anIntent.ID.String() + "-1", State: Prepared}, first)
+	for state, want := range map[State]bool{
+		Prepared: false, Sent: false, Acked: false, Rejected: false, Unknown: false, NotPlaced: false, Throttled: true,
+	} {
+		first.State = state
+		next, ok := anIntent.Next(first)
+		require.Equal(t, want, ok, state)
+		if ok {
+			require.Equal(t, Attempt{No: 2, Identifier: anIntent.ID.String() + "-2", State: Prepared}, next)
+		} else {
+			require.Equal(t, first, next)
+		}
+	}
+}
+
+// What is final stays, and nothing is sent twice.
+func TestStatesOfAnAttempt(t *testing.T) {
+	t.Parallel()
+	for to, from := range before {
+		for _, state := range from {
+			require.Contains(t, []State{Prepared, Sent, Unknown}, state, "to %s", to)
+		}
+	}
+	require.Equal(t, []State{Prepared}, before[Sent])
+}
+
+// That the exchange does not have an order means nothing until the order is no longer valid.
+func TestTrust(t *testing.T) {
+	t.Parallel()
+	noon := time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)
+	a := Attempt{ValidUntil: noon}
+	require.Equal(t, Unknown, a.Trust(Answer{State: NotPlaced}, noon).State)
+	require.Equal(t, NotPlaced, a.Trust(Answer{State: NotPlaced}, noon.Add(clockSkew)).State)
+	require.Equal(t, Answer{State: Acked, OrderID: "1"}, a.Trust(Answer{State: Acked, OrderID: "1"}, noon))
+}

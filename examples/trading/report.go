@@ -1,0 +1,153 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// report compares what the outside has seen with what PostgreSQL says.
+type report struct {
+	tables
+	orders, again   int // at the exchange, and identifiers that it was asked for more than once
+	pushed, repeats int // events at the push service, and those that came more than once
+	whileStopped    int // orders asked for while the kill switch was on
+	waiting         int // commands that waited then
+	kills           int
+}
+
+// tables is what PostgreSQL says.
+type tables struct {
+	Signals, Intents, Concluded                                 int
+	Attempts, Acked, Rejected, NotPlaced, Throttled             int
+	Matched                                                     int // orders at the exchange that are ACKED under their identifier
+	Overtook                                                    int // orders that were taken before an earlier one of their strategy in the market
+	Dead, Open                                                  int // deliveries; dead ones of other groups than notification
+	Accepted                                                    int // events
+	Logged, CutOff                                              int // notifications, and those without pushed_at that have not arrived
+	Backtests, BacktestsDone, BacktestEvents, BacktestsRestarts int
+}
+
+// sqlReport gets the identifiers of the orders, in the order in which the exchange took them,
+// the ids of the events that were pushed, and the group whose dead deliveries are pushes that failed.
+const sqlReport = `
+WITH taken AS (
+    SELECT a.state, i.signal_id, s.strategy_key, s.market, t.place
+      FROM unnest($1::text[]) WITH ORDINALITY AS t (identifier, place)
+      JOIN order_attempt AS a USING (identifier)
+      JOIN order_intent AS i ON i.id = a.order_intent_id
+      JOIN signal AS s ON s.id = i.signal_id),
+     sequence AS (
+    SELECT place, lag(place) OVER (PARTITION BY strategy_key, market ORDER BY signal_id) AS earlier FROM taken)
+SELECT (SELECT count(*) FROM signal) AS signals,
+       (SELECT count(*) FROM order_intent) AS intents,
+       (SELECT count(DISTINCT order_intent_id) FROM order_attempt WHERE state IN ('ACKED', 'REJECTED', 'NOT_PLACED')) AS concluded,
+       a.*,
+       (SELECT count(*) FROM taken WHERE state = 'ACKED') AS matched,
+       (SELECT count(*) FROM sequence WHERE place < earlier) AS overtook,
+       (SELECT count(*) FROM event_delivery WHERE status = 'DEAD' AND consumer_group <> $3) AS dead,
+       (SELECT count(*) FROM event_delivery WHERE status NOT IN ('DONE', 'DEAD')) AS open,
+       (SELECT count(*) FROM outbox WHERE event_type = 'OrderAccepted.v1') AS accepted,
+       n.*,
+       b.*,
+       (SELECT count(*) FROM outbox WHERE event_type = 'BacktestCompleted.v1') AS backtest_events
+  FROM (SELECT count(*) AS attempts,
+               count(*) FILTER (WHERE state = 'ACKED') AS acked,
+               count(*) FILTER (WHERE state = 'REJECTED') AS rejected,
+               count(*) FILTER (WHERE state = 'NOT_PLACED') AS not_placed,
+               count(*) FILTER (WHERE state = 'THROTTLED') AS throttled
+          FROM order_attempt) AS a,
+       (SELECT count(*) AS logged,
+               count(*) FILTER (WHERE pushed_at IS NULL AND event_id <> ALL($2::uuid[])) AS cut_off
+          FROM notification_log) AS n,
+       (SELECT count(*) AS backtests,
+               count(result) AS backtests_done,
+               coalesce(sum(greatest(starts - 1, 0)), 0)::bigint AS backtests_restarts
+          FROM backtest) AS b`
+
+// report is made when nothing is under way any more.
+func (s *show) report(ctx context.Context) (*report, error) {
+	r := &report{whileStopped: s.whileStopped, waiting: s.waiting, kills: s.kills}
+	orders := s.outside.Orders()
+	events, repeats := s.outside.Pushed()
+	_, r.again = s.outside.Asked()
+	r.orders, r.pushed, r.repeats = len(orders), len(events), repeats
+	rows, _ := s.app.db.Query(ctx, sqlReport, orders, events, notifications) // its error is that of CollectExactlyOneRow
+	var err error
+	if r.tables, err = pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[tables]); err != nil {
+		return nil, fmt.Errorf("read the tables: %w", err)
+	}
+	return r, nil
+}
+
+// equation is a line of the report: two numbers that must be the same.
+type equation struct {
+	what string
+	got  int
+	as   string
+	want int
+}
+
+func (r *report) equations() []equation {
+	all := []equation{
+		{"intents", r.Intents, "signals", r.Signals},
+		{"intents with an outcome", r.Concluded, "intents", r.Intents},
+		{"orders at the exchange", r.orders, "attempts ACKED", r.Acked},
+		{"of them under the same identifier", r.Matched, "attempts ACKED", r.Acked},
+		{"attempts with an outcome", r.Acked + r.Rejected + r.NotPlaced + r.Throttled, "attempts", r.Attempts},
+		{"identifiers ordered twice", r.again, "none", 0},
+		{"orders that overtook another", r.Overtook, "none", 0},
+		{"orders while the kill switch was on", r.whileStopped, "none", 0},
+		{"dead commands", r.Dead, "attempts REJECTED", r.Rejected},
+		{"open deliveries", r.Open, "none", 0},
+		{"events OrderAccepted", r.Accepted, "attempts ACKED", r.Acked},
+		{"notifications logged", r.Logged, "events OrderAccepted", r.Accepted},
+		{"pushes, and those cut off", r.pushed + r.CutOff, "notifications logged", r.Logged},
+		{"pushes twice", r.repeats, "none", 0},
+		{"backtests done", r.BacktestsDone, "backtests", r.Backtests},
+		{"events BacktestCompleted", r.BacktestEvents, "backtests", r.Backtests},
+	}
+	if r.kills == 0 {
+		all = append(all, equation{"backtests begun again", r.BacktestsRestarts, "none, as nothing was killed", 0})
+	}
+	return all
+}
+
+func (e equation) right() bool { return e.got == e.want }
+
+func (r *report) right() bool {
+	for _, e := range r.equations() {
+		if !e.right() {
+			return false
+		}
+	}
+	return true
+}
+
+func printHeader(out io.Writer, cfg config) {
+	fmt.Fprintf(out, `
+Bots, an exchange that fails, and four groups of workers on PostgreSQL alone
+
+  PostgreSQL  schema %s, of this run
+  exchange    %s, with the push service
+  workers     %d processes
+  seed        %d
+`, cfg.schema, cfg.exchange, cfg.processes, cfg.seed)
+}
+
+func (r *report) print(out io.Writer) {
+	fmt.Fprintf(out, "\n  attempts: %d ACKED, %d REJECTED, %d THROTTLED and made again, %d NOT_PLACED\n", r.Acked, r.Rejected, r.Throttled, r.NotPlaced)
+	fmt.Fprintf(out, "  %d processes killed; %d backtests begun again, %d pushes cut off\n", r.kills, r.BacktestsRestarts, r.CutOff)
+	fmt.Fprintf(out, "  %d commands waited while the kill switch was on\n\n", r.waiting)
+	for _, e := range r.equations() {
+		wrong := map[bool]string{false: "  wrong"}[e.right()]
+		fmt.Fprintf(out, "  %6d  %-38s = %6d  %s%s\n", e.got, e.what, e.want, e.as, wrong)
+	}
+	if r.right() {
+		fmt.Fprintln(out, "\nEvery order is at the exchange once or not at all, and PostgreSQL knows which.")
+	} else {
+		fmt.Fprintln(out, "\nThe numbers do not add up.")
+	}
+}

@@ -1,0 +1,182 @@
+package main
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/outboxgo/outbox/examples/trading/simulator"
+	"golang.org/x/sync/errgroup"
+)
+
+// show is what happens in a run: bots trade, processes are killed, and the kill switch is tried.
+type show struct {
+	app     *app
+	cfg     config
+	outside *simulator.Simulator
+	others  processes
+
+	kills        int // how many processes were killed
+	whileStopped int // orders that the exchange was asked for while the kill switch was on
+	waiting      int // commands that waited then
+}
+
+const (
+	strategies   = 12
+	backtestBars = 100
+)
+
+// scope returns that of a strategy.
+func scope(n int) Scope {
+	return Scope{
+		OwnerID:     fmt.Sprintf("owner-%d", n%4),
+		StrategyKey: []string{"momentum", "reversion", "grid"}[n%3],
+		Market:      []string{"KRW-BTC", "KRW-ETH", "KRW-XRP", "KRW-SOL"}[n%4],
+	}
+}
+
+// trade has each strategy decide something now and then, in an order of its own.
+func (s *show) trade(ctx context.Context) error {
+	b := bot{s.app.db, s.app.bus}
+	g, ctx := errgroup.WithContext(ctx)
+	for n := range strategies {
+		g.Go(func() error {
+			random := rand.New(rand.NewPCG(s.cfg.seed, uint64(n)))
+			for id := n; id < s.cfg.orders; id += strategies {
+				signal := Signal{ID: int64(id) + 1, Scope: scope(n), Side: []string{"BUY", "SELL"}[random.IntN(2)], Quantity: 1 + random.Int64N(9)}
+				if err := b.decide(ctx, signal, randomUUID(random)); err != nil {
+					return fmt.Errorf("decide: %w", err)
+				}
+				mean := strategies * time.Second / time.Duration(s.cfg.rate)
+				if !pause(ctx, time.Duration(random.Int64N(2*int64(mean)))) {
+					return nil
+				}
+			}
+			return nil
+		})
+	}
+	return g.Wait()
+}
+
+// randomUUID is the same for the same seed, so that the exchange treats an order the same way.
+func randomUUID(random *rand.Rand) (id uuid.UUID) {
+	binary.BigEndian.PutUint64(id[:8], random.Uint64())
+	binary.BigEndian.PutUint64(id[8:], random.Uint64())
+	return id
+}
+
+func (s *show) backtests(ctx context.Context) error {
+	for n := range s.cfg.backtests {
+		if err := s.app.backtests().order(ctx, scope(n), backtestBars); err != nil {
+			return fmt.Errorf("order a backtest: %w", err)
+		}
+	}
+	return nil
+}
+
+// killProcesses kills processes of workers while they work, evenly over the run.
+func (s *show) killProcesses(ctx context.Context) error {
+	for n := range s.cfg.kills {
+		reached, err := s.awaitOrders(ctx, s.cfg.orders*(n+1)/(s.cfg.kills+2))
+		if err != nil || !reached {
+			return err
+		}
+		if err := s.others.replace(n % s.cfg.processes); err != nil {
+			return fmt.Errorf("kill a process: %w", err)
+		}
+		s.kills++
+	}
+	return nil
+}
+
+const sqlWaiting = `SELECT count(*) FROM order_intent WHERE id NOT IN (SELECT order_intent_id FROM order_attempt)`
+
+// tryKillSwitch stops trading for a while, in the middle of the run. Signals go on meanwhile.
+func (s *show) tryKillSwitch(ctx context.Context) error {
+	reached, err := s.awaitOrders(ctx, s.cfg.orders/2)
+	if err != nil || !reached {
+		return err
+	}
+	change := func(on bool) error {
+		return killSwitch(context.WithoutCancel(ctx), s.app.db, s.app.bus, on, "the switch is tried")
+	}
+	if err := change(true); err != nil {
+		return err
+	}
+	// Each process looks every two seconds. If there was no order for longer, all of them know.
+	for began := time.Now(); s.ordersWithin(ctx, 3*time.Second) > 0 && time.Since(began) < s.cfg.patience; {
+	}
+	s.whileStopped = s.ordersWithin(ctx, time.Second)
+	err = s.app.db.QueryRow(context.WithoutCancel(ctx), sqlWaiting).Scan(&s.waiting)
+	return errors.Join(err, change(false))
+}
+
+// ordersWithin returns for how many orders the exchange is asked in that time.
+func (s *show) ordersWithin(ctx context.Context, d time.Duration) int {
+	before, _ := s.outside.Asked()
+	if !pause(ctx, d) {
+		return 0 // the run ends
+	}
+	after, _ := s.outside.Asked()
+	return after - before
+}
+
+// awaitOrders waits until the exchange was asked for n orders, and reports whether it was.
+func (s *show) awaitOrders(ctx context.Context, n int) (bool, error) {
+	return s.await(ctx, func() (int, bool, error) {
+		asked, _ := s.outside.Asked()
+		return asked, asked >= n, nil
+	})
+}
+
+// sqlProgress counts what is done and what is not.
+const sqlProgress = `
+SELECT (SELECT count(*) FROM order_attempt WHERE state NOT IN ('PREPARED', 'SENT', 'UNKNOWN'))
+     + (SELECT count(*) FROM notification_log)
+     + (SELECT count(*) FROM backtest WHERE result IS NOT NULL) AS done,
+       (SELECT count(*) FROM order_intent AS i WHERE NOT EXISTS (
+            SELECT FROM order_attempt WHERE order_intent_id = i.id AND state IN ('ACKED', 'REJECTED', 'NOT_PLACED')))
+     + (SELECT count(*) FROM order_attempt WHERE state = 'ACKED') - (SELECT count(*) FROM notification_log)
+     + (SELECT count(*) FROM backtest WHERE result IS NULL)
+     + (SELECT count(*) FROM event_delivery WHERE status NOT IN ('DONE', 'DEAD')) AS open`
+
+// awaitAll waits until everything that was decided is done, and reports whether it is.
+func (s *show) awaitAll(ctx context.Context) (bool, error) {
+	return s.await(ctx, func() (done int, complete bool, err error) {
+		var left int
+		err = s.app.db.QueryRow(ctx, sqlProgress).Scan(&done, &left)
+		return done, left == 0, err
+	})
+}
+
+// await looks until all is complete, and reports whether it is. It ends early with ctx, and
+// when nothing has changed for as long as patience lasts.
+func (s *show) await(ctx context.Context, look func() (progress int, complete bool, err error)) (bool, error) {
+	last, since := -1, time.Now()
+	for {
+		progress, complete, err := look()
+		if err != nil || complete {
+			return complete, err
+		}
+		if progress != last {
+			last, since = progress, time.Now()
+		}
+		if time.Since(since) > s.cfg.patience || !pause(ctx, 20*time.Millisecond) {
+			return false, nil
+		}
+	}
+}
+
+// pause waits, and reports whether that was not cut short.
+func pause(ctx context.Context, d time.Duration) bool {
+	select {
+	case <-time.After(d):
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}

@@ -1,0 +1,85 @@
+package main
+
+import (
+	"errors"
+	"time"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// The consumer groups. Each gets every event of its streams, and its processes share them.
+const (
+	orderExecutor = "order-executor"
+	notifications = "notification"
+	backtesting   = "backtest"
+	systemGroup   = "system"
+)
+
+// group is a consumer group, without what runs it.
+type group struct {
+	outbox.HandlerConfig
+	handlers []outbox.Handler
+}
+
+// groups returns the four groups.
+func (a *app) groups() ([]group, error) {
+	operators, err := outboxops.NewConsumers(a.db, outboxops.ConsumersConfig{Schema: a.schema})
+	if err != nil {
+		return nil, err
+	}
+	config := func(name string, timeout time.Duration) outbox.HandlerConfig {
+		return outbox.HandlerConfig{Group: name, Schema: a.schema, HandlerTimeout: timeout, Logger: a.log}
+	}
+	orders := config(orderExecutor, 10*time.Second)
+	orders.RetriesFor = retries
+	return []group{
+		{orders, executor{a.db, a.bus, exchange{a.exchange, newHTTP(exchangeTimeout)}, a.wake}.handlers()},
+		{config(notifications, 10*time.Second), notification{a.db, a.exchange, newHTTP(pushTimeout)}.handlers()},
+		{config(backtesting, time.Hour), a.backtests().handlers()},
+		{config(systemGroup, 10*time.Second), system{operators}.handlers()},
+	}, nil
+}
+
+func (a *app) backtests() backtests { return backtests{a.db, a.bus, a.wake, a.bar} }
+
+// streams says how long failed events wait, by stream. A fifth of each wait is left to chance.
+var streams = map[string]outbox.StreamConfig{
+	tradeCommand:    {RetryWait: 500 * time.Millisecond, MaxRetryWait: time.Minute},
+	tradeEvent:      {RetryWait: time.Second, MaxRetryWait: time.Minute},
+	backtestCommand: {RetryWait: time.Second, MaxRetryWait: 5 * time.Minute},
+	systemEvent:     {RetryWait: 500 * time.Millisecond, MaxRetryWait: time.Minute},
+}
+
+// workers runs the groups on PostgreSQL alone.
+func (a *app) workers() (workers []*outbox.Worker, err error) {
+	groups, err := a.groups()
+	for _, g := range groups {
+		w, bad := outbox.NewWorker(a.db, a.events, outbox.WorkerConfig{
+			HandlerConfig: g.HandlerConfig,
+			FromStart:     true, // signals do not wait until the workers run
+			PollInterval:  200 * time.Millisecond,
+			Lease:         a.lease,
+			Streams:       streams,
+		}, g.handlers...)
+		workers, err = append(workers, w), errors.Join(err, bad)
+	}
+	return workers, err
+}
+
+// consumers runs the same groups with Kafka, where a relay brings the events: the handlers
+// stay as they are. Nothing else in this program changes but who calls Run, and whom a
+// commit wakes.
+func (a *app) consumers(kafka []kgo.Opt) (consumers []*outbox.Consumer, err error) {
+	groups, err := a.groups()
+	for _, g := range groups {
+		c, bad := outbox.NewConsumer(a.db, kafka, a.events, outbox.ConsumerConfig{
+			HandlerConfig:   g.HandlerConfig,
+			FromStart:       true,
+			MaxPollInterval: max(5*time.Minute, 2*g.HandlerTimeout), // a partition waits for its handler
+		}, g.handlers...)
+		consumers, err = append(consumers, c), errors.Join(err, bad)
+	}
+	return consumers, err
+}
