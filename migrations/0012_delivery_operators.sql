@@ -119,7 +119,8 @@ BEGIN
     -- with a worker, or is being claimed, stays. Returns how many rows it changed.
     EXECUTE format($function$
         CREATE FUNCTION %1$I.outbox_resolve_deliveries(ids bigint[], operator text, reason text) RETURNS bigint
-        LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+        LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+        SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
         DECLARE
             done bigint;
         BEGIN
