@@ -64,8 +64,8 @@ func TestMovesWhileEventsAreRecorded(t *testing.T) {
 	}()
 
 	require.Eventually(t, func() bool { return f.count(`SELECT count(*) FROM {schema}.effect`) > 100 }, 10*time.Second, 10*time.Millisecond)
-	for turn := range *cutTurns {
-		relayName := fmt.Sprint("relay", turn)
+	for round := range *cutTurns {
+		relayName := fmt.Sprint("relay", round)
 		consumer := must(outbox.NewConsumer(f.db, opts, f.events, outbox.ConsumerConfig{
 			HandlerConfig: outbox.HandlerConfig{Group: "bank", Schema: f.schema, Logger: log}, FromStart: true}, handler))
 		stopConsumer := testenv.Run(t, consumer.Run)

@@ -48,7 +48,7 @@ type fanOut struct {
 	unpaged unpaged   // of the open window
 	ids     idset.Set // of the open window
 
-	sqlSubscription, sqlSubscribe, sqlSeed, sqlOpen, sqlNext, sqlLeave, sqlForget string
+	sqlSubscription, sqlSubscribe, sqlSeed, sqlOpen, sqlNext, sqlLeaveGroup, sqlForget string
 }
 
 // eventHead is what routes an event.
@@ -75,7 +75,7 @@ func newFanOut(db *pgxpool.Pool, schema, group string, store *deliveries.Store, 
 	return &fanOut{
 		db: db, group: group, cursors: newCursors(db, schema, tables.WorkerPrefix+group), store: store, plan: plan, lock: fanOutLock(schema, group),
 		sqlSubscription: in(sqlSubscription), sqlSubscribe: in(sqlSubscribe), sqlSeed: in(sqlSeedGroup), sqlOpen: in(sqlFanOut), sqlNext: in(sqlFanOutNext),
-		sqlLeave: in(sqlLeave), sqlForget: in(sqlForget),
+		sqlLeaveGroup: in(sqlLeaveGroup), sqlForget: in(sqlForget),
 	}
 }
 
@@ -308,7 +308,7 @@ func (f *fanOut) open(ctx context.Context, claimed func([]deliveries.Delivery) e
 	}
 	if !moved.Valid {
 		if state.String == stateLeaving {
-			return 0, false, f.leave(ctx)
+			return 0, false, f.leaveGroup(ctx)
 		}
 		return 0, false, nil
 	}
@@ -328,18 +328,18 @@ func (f *fanOut) open(ctx context.Context, claimed func([]deliveries.Delivery) e
 // What a group does that has come to its cut: it leaves, and keeps no rows of outbox from being
 // removed.
 const (
-	sqlLeave = `
+	sqlLeaveGroup = `
 UPDATE {schema}.event_subscription AS s SET state = 'left', cut_snapshot = NULL, changed_at = now()
   FROM (SELECT snapshot, window_snapshot FROM {schema}.outbox_cursor WHERE relay = $2::text ORDER BY id DESC LIMIT 1) AS c
  WHERE s.consumer_group = $1::text AND s.state = 'leaving' AND c.window_snapshot IS NULL AND c.snapshot::text = s.cut_snapshot::text`
 	sqlForget = `DELETE FROM {schema}.outbox_cursor WHERE relay = $1::text`
 )
 
-// leave ends the subscription of a group that has come to its cut. The error is errMoved then.
-func (f *fanOut) leave(ctx context.Context) error {
+// leaveGroup ends the subscription of a group that has come to its cut. The error is errMoved then.
+func (f *fanOut) leaveGroup(ctx context.Context) error {
 	left := false
 	err := f.transact(ctx, func(conn *pgx.Conn) error {
-		tag, err := conn.Exec(ctx, f.sqlLeave, f.group, f.cursors.relay)
+		tag, err := conn.Exec(ctx, f.sqlLeaveGroup, f.group, f.cursors.relay)
 		if left = tag.RowsAffected() > 0; !left || err != nil {
 			return err
 		}

@@ -68,8 +68,9 @@ const (
 type Subscription struct {
 	// Group is its name.
 	Group string
-	// State says from where it gets its events, ChangedAt since when.
-	State     SubscriptionState
+	// State says from where it gets its events.
+	State SubscriptionState
+	// ChangedAt is since when.
 	ChangedAt time.Time
 	// Relay is that of the cut; empty for an active group.
 	Relay string
