@@ -503,6 +503,9 @@ func (w *partitionWorker) runTask(it *recordItem, t task, failed error) error {
 		if isPermanent(err) || attempt > w.retriesFor(t, err) {
 			return w.sendToDLQ(it, deadLetter{action: t.action, class: errorClass(err), attempts: attempt, err: err})
 		}
+		if w.cfg.Hooks.Retried != nil {
+			w.callHost("hook Retried", t.action, &t.meta, func() { w.cfg.Hooks.Retried(t.meta, t.action, err) })
+		}
 		w.awaitRetry(t, err)
 		attempt++
 	}

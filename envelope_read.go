@@ -61,6 +61,32 @@ type Metadata struct {
 	origin     *origin // set for the handlers of a consumer or a worker
 }
 
+// Topic returns the topic of the record that brought the event, or, where a [Worker] has it from
+// PostgreSQL, the one that its record would have. It is empty outside of handlers, middleware and
+// hooks.
+func (m Metadata) Topic() string {
+	switch {
+	case m.Kafka != nil:
+		return m.Kafka.Topic
+	case m.origin != nil:
+		return m.origin.delivery.stream
+	}
+	return ""
+}
+
+// Key returns the key of the record that brought the event, or, where a [Worker] has it from
+// PostgreSQL, the one that its record would have. It is empty where [Metadata.Topic] is, and
+// where a hook is called for an event that no handler got.
+func (m Metadata) Key() string {
+	switch {
+	case m.Kafka != nil:
+		return string(m.Kafka.Key)
+	case m.origin != nil:
+		return string(m.origin.key)
+	}
+	return ""
+}
+
 // origin is where an event came from: each record and each delivery has its own, by whose
 // address the events of a transaction are told apart.
 type origin struct {

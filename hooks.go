@@ -150,8 +150,8 @@ type FailedEvent struct {
 	Err error
 }
 
-// ConsumerHooks are called while a consumer works, in the goroutine that handles the
-// partition. A hook that does not return stops the partition: a WARN names it, and Health
+// ConsumerHooks are called while a consumer or a worker works, in the goroutine that handles the
+// partition or has the delivery. A hook that does not return stops it: a WARN names it, and Health
 // does, as for a handler. Lost is called for all partitions in one place, so it is waited
 // for ten seconds at most; until it does return it is not called again. A hook that panics
 // is logged with its stack, one that ends its goroutine is logged too, and the consumer
@@ -167,8 +167,12 @@ type ConsumerHooks struct {
 	Conflicted func(m Metadata, action string, err error)
 	// Failed is called for a try that failed and counts.
 	Failed func(m Metadata, action string, err error)
+	// Retried is called after Failed if there is to be another try.
+	Retried func(m Metadata, action string, err error)
 	// DeadLettered is called for an event that was sent to a dead-letter topic. Action
-	// is empty if no handler got the event.
+	// is empty if no handler got the event. Topic is empty where a worker has no attempt left,
+	// and its delivery became DEAD. Where that is because processes ended, or for want of a handler,
+	// the metadata has only what the row of the event says.
 	DeadLettered func(m Metadata, action, topic string, err error)
 	// Unknown is called for an event of a type without a handler, skipped or not.
 	Unknown func(m Metadata)
@@ -197,6 +201,10 @@ func (h ConsumerHooks) guarded(callback func(name string) func(call func())) Con
 	if hook := h.Failed; hook != nil {
 		notify := callback("Failed")
 		h.Failed = func(m Metadata, action string, err error) { notify(func() { hook(m, action, err) }) }
+	}
+	if hook := h.Retried; hook != nil {
+		notify := callback("Retried")
+		h.Retried = func(m Metadata, action string, err error) { notify(func() { hook(m, action, err) }) }
 	}
 	if hook := h.DeadLettered; hook != nil {
 		notify := callback("DeadLettered")

@@ -8,11 +8,13 @@ import (
 	"maps"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -21,7 +23,7 @@ type RelayConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
-	// Name of the relay, at most 100 characters. Each name has a cursor of its
+	// Name of the relay, at most 100 characters. It does not begin with worker:. Each name has a cursor of its
 	// own and publishes every event; of the processes that run the same name one
 	// relays and the others stand by. Empty means default.
 	Name string
@@ -174,6 +176,9 @@ func (c RelayConfig) validate() error {
 	}
 	if err := check.Text(c.Name, maxRelayName); err != nil {
 		errs = append(errs, fmt.Errorf("field Name %w", err))
+	}
+	if strings.HasPrefix(c.Name, tables.WorkerPrefix) {
+		errs = append(errs, fmt.Errorf("field Name is %.100q: names that begin with %s are those of groups of workers", c.Name, tables.WorkerPrefix))
 	}
 	if c.Mode != Binary && c.Mode != Structured {
 		errs = append(errs, fmt.Errorf("field Mode is %d: must be Binary or Structured", c.Mode))

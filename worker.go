@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/deliveries"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
@@ -146,8 +147,9 @@ func newWorkerRun(w *Worker) *workerRun {
 	r.cut, r.cutOff = context.WithCancel(context.Background())
 	r.store = deliveries.NewStore(w.db, w.cfg.Schema, w.cfg.Group, newHolder(), w.cfg.Lease)
 	r.dispatcher = &dispatcher{
-		cfg: &w.cfg, store: r.store, routes: w.processor.routes, pauses: w.pauses, outages: w.outages, log: w.processor.log, hands: r.hands,
-		wake: w.wake, cut: r.cut, freeNow: make(chan struct{}, 1), starting: true,
+		cfg: &w.cfg, store: r.store, processor: w.processor, routes: w.processor.routes, pauses: w.pauses, outages: w.outages, log: w.processor.log, hands: r.hands,
+		hooks: contain.NewCallback("a hook", w.processor.log, contain.Limits{Patience: w.cfg.Lease / hookShare, Grace: contain.HookLimits.Grace}),
+		wake:  w.wake, cut: r.cut, freeNow: make(chan struct{}, 1), starting: true,
 	}
 	r.dispatcher.fanOut = newFanOut(w.db, w.cfg.Schema, w.cfg.Group, r.store, r.dispatcher.plan)
 	return r
@@ -247,7 +249,9 @@ func (r *workerRun) run(ctx context.Context) error {
 	for _, l := range r.lanes {
 		go l.run()
 	}
-	keeper := &keeper{cfg: &r.cfg, store: r.store, hands: r.hands, dispatcher: r.dispatcher, lanes: r.lanes, outages: r.outages, log: r.processor.log}
+	keeper := &keeper{
+		cfg: &r.cfg, store: r.store, hands: r.hands, dispatcher: r.dispatcher, lanes: r.lanes, outages: r.outages, log: r.processor.log, hooks: r.dispatcher.hooks,
+	}
 	beside.Go(func() { keeper.run(background) })
 	beside.Go(func() { keeper.watch(background) })
 	beside.Go(func() { r.watchPauses(background) })

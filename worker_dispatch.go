@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/deliveries"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
@@ -20,17 +21,19 @@ import (
 // events, of which it makes such rows. It takes no more than the lanes can handle soon, so that
 // other processes of the group get the rest.
 type dispatcher struct {
-	cfg     *WorkerConfig
-	store   *deliveries.Store
-	fanOut  *fanOut
-	routes  routes
-	pauses  *pauses.Set
-	outages *outage.Logs
-	log     *slog.Logger
-	hands   *hands
-	wake    <-chan struct{}
-	cut     context.Context
-	kinds   []*laneKind
+	cfg       *WorkerConfig
+	store     *deliveries.Store
+	fanOut    *fanOut
+	processor *processor // for its log
+	routes    routes
+	pauses    *pauses.Set
+	outages   *outage.Logs
+	log       *slog.Logger
+	hands     *hands
+	hooks     *contain.Callback // calls the hooks of what no lane has
+	wake      <-chan struct{}
+	cut       context.Context
+	kinds     []*laneKind
 
 	round     fanOutRound // only run
 	lookAgain time.Time   // only run: whether the group still gets its events from Kafka
@@ -276,8 +279,9 @@ func (d *dispatcher) deal(k *laneKind, rows []deliveries.Delivery, claimed time.
 
 // fanOutRound is what has been planned in the round of fan-out under way.
 type fanOutRound struct {
-	left   map[*laneKind]int // deliveries that its lanes can take
-	status map[deliveries.Key]deliveries.Status
+	left    map[*laneKind]int // deliveries that its lanes can take
+	status  map[deliveries.Key]deliveries.Status
+	unknown []eventHead // no handler takes their types
 }
 
 // takeNew makes deliveries of new events, if lanes can take some. It reports whether there are more.
@@ -314,6 +318,9 @@ func (d *dispatcher) takeNew(ctx context.Context) (more bool, err error) {
 		}
 		return nil
 	})
+	if err == nil && len(d.round.unknown) > 0 {
+		d.reportUnknown(ctx, d.round.unknown)
+	}
 	return more, d.ifNotMoved(err)
 }
 
@@ -326,6 +333,37 @@ func (d *dispatcher) ifNotMoved(err error) error {
 	d.lookAgain = time.Now().Add(d.cfg.PollInterval)
 	d.setMoved(true)
 	return nil
+}
+
+// hookShare is which part of a lease a hook may take that is called where it holds up all else.
+const hookShare = 10
+
+// reportUnknown logs events of types without a handler, and calls hooks for them.
+func (d *dispatcher) reportUnknown(ctx context.Context, events []eventHead) {
+	all := make([]Metadata, len(events))
+	for i, e := range events {
+		stream, _ := e.destination() // plan has had it
+		all[i] = Metadata{Type: e.eventType, Subject: e.aggregate, origin: &origin{key: []byte(e.recordKey()), delivery: deliveryOrigin{stream: stream}}}
+		if d.cfg.Unknown == DeadLetterUnknown {
+			d.log.Error("outbox: delivery is dead, the group has no handler for its type", "stream", stream, "type", e.eventType, "outbox_id", e.id)
+		} else {
+			d.processor.logSkipped(all[i])
+		}
+	}
+	h := d.cfg.Hooks
+	if h.Unknown == nil && h.DeadLettered == nil {
+		return
+	}
+	d.hooks.Notify(ctx, func() {
+		for _, m := range all {
+			if h.Unknown != nil {
+				h.Unknown(m)
+			}
+			if d.cfg.Unknown == DeadLetterUnknown && h.DeadLettered != nil {
+				h.DeadLettered(m, "", "", unknownType(m.Type))
+			}
+		}
+	})
 }
 
 // isMoved reports whether the group gets its events from Kafka now.
@@ -350,6 +388,7 @@ func (d *dispatcher) plan(e eventHead) (owed []deliveries.New) {
 	most := max(0, d.cfg.of(stream).MaxRetries) + 1
 	route := d.routes.byName[e.eventType]
 	if route == nil {
+		d.round.unknown = append(d.round.unknown, e)
 		if d.cfg.Unknown == DeadLetterUnknown {
 			owed = append(owed, deliveries.New{OutboxID: e.id, Stream: stream, Key: d.keyOf(e, "", stream), Status: deliveries.Dead, MaxAttempts: most})
 		}

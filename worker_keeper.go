@@ -6,6 +6,7 @@ import (
 	"math"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/deliveries"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/wait"
@@ -20,6 +21,7 @@ type keeper struct {
 	lanes      []*lane
 	outages    *outage.Logs
 	log        *slog.Logger
+	hooks      *contain.Callback // calls the hooks of what no lane has
 
 	repaired int64 // the last key whose head was looked at
 }
@@ -83,12 +85,40 @@ func (k *keeper) expire(ctx context.Context) error {
 		}
 		if len(rows) > 0 {
 			k.dispatcher.signalExpired()
+			k.hooks.Notify(ctx, func() { k.notify(rows) })
 		}
 		if len(rows) < expireBatch {
 			return nil
 		}
 	}
 }
+
+// notify calls hooks for rows of workers that are gone.
+func (k *keeper) notify(rows []deliveries.Expired) {
+	h := k.cfg.Hooks
+	for _, e := range rows {
+		m := Metadata{ID: e.EventID, Type: e.Type, Attempt: e.Attempt, origin: &origin{delivery: deliveryOrigin{id: e.ID, stream: e.Stream}}}
+		if h.Failed != nil {
+			h.Failed(m, e.Action, errGone)
+		}
+		switch {
+		case e.Dead && h.DeadLettered != nil:
+			h.DeadLettered(m, e.Action, "", errGone)
+		case !e.Dead && h.Retried != nil:
+			h.Retried(m, e.Action, errGone)
+		}
+	}
+}
+
+// goneError is the error of an attempt whose process has ended.
+type goneError struct{}
+
+var errGone = goneError{}
+
+func (goneError) Error() string { return "the worker that had the event was gone before it was done" }
+
+// ErrorType names the error for metrics.
+func (goneError) ErrorType() string { return deliveries.CodeStale }
 
 // repair looks for keys whose rows all wait.
 func (k *keeper) repair(ctx context.Context) error {

@@ -465,6 +465,9 @@ func (l *lane) report(it *laneItem, f deliveries.Failure, cause error) {
 	ctx := handlerContext(l.held, it.meta)
 	if !f.Dead {
 		l.log.WarnContext(ctx, "outbox: handler failed, trying again", l.attrs(it, "wait", f.Wait, "error_code", f.Code, "error", cause)...)
+		if l.cfg.Hooks.Retried != nil {
+			l.callHost("hook Retried", it, func() { l.cfg.Hooks.Retried(it.meta, it.Action, cause) })
+		}
 		return
 	}
 	l.log.ErrorContext(ctx, "outbox: delivery is dead, an operator has to decide", l.attrs(it, "error_code", f.Code, "error", cause)...)

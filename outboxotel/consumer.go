@@ -14,100 +14,120 @@ import (
 	"go.opentelemetry.io/otel/trace/noop"
 )
 
-// consumer has the hooks of a consumer.
-type consumer struct {
+// handlers has the hooks of what runs handlers: a consumer or a worker.
+type handlers struct {
 	*Telemetry
-	group   attribute.KeyValue
-	series  cache[handlerKey, metric.MeasurementOption] // of handlers
-	results cache[handlerKey, metric.MeasurementOption] // of results
+	outcomes
+	results
+	system attribute.KeyValue // what brings the events
+	group  attribute.KeyValue
+	skips  bool                                        // events of unknown types are skipped
+	series cache[handlerKey, metric.MeasurementOption] // of handlers
+	counts cache[handlerKey, metric.MeasurementOption] // of results
 }
+
+// results are values of outbox.result. What is empty is not counted.
+type results struct{ handled, retried, givenUp string }
 
 // handlerKey identifies the series of a measurement.
 type handlerKey struct{ topic, eventType, action, outcome string }
 
+func (t *Telemetry) handlersOf(cfg outbox.HandlerConfig, system attribute.KeyValue, outcomes outcomes, results results) *handlers {
+	return &handlers{
+		Telemetry: t, outcomes: outcomes, results: results, system: system, group: semconv.MessagingConsumerGroupName(cfg.Group),
+		skips: cfg.Unknown == outbox.SkipUnknown,
+	}
+}
+
 // Consumer returns cfg with metrics and traces.
 func (t *Telemetry) Consumer(cfg outbox.ConsumerConfig) outbox.ConsumerConfig {
-	c := &consumer{Telemetry: t, group: semconv.MessagingConsumerGroupName(cfg.Group)}
-	theirs := cfg.Hooks
-	skips := cfg.Unknown == outbox.SkipUnknown
-	cfg.Middleware = slices.Concat([]outbox.Middleware{c.handle}, cfg.Middleware) // theirs is within the span
-	cfg.Hooks = outbox.ConsumerHooks{
-		Handled: func(m outbox.Metadata, action string, took time.Duration) {
-			c.count(recordOf(m).Topic, m.Type, action, "handled")
-			if theirs.Handled != nil {
-				theirs.Handled(m, action, took)
-			}
-		},
-		Repeated: func(m outbox.Metadata, action string) {
-			c.count(recordOf(m).Topic, m.Type, action, "repeated")
-			if theirs.Repeated != nil {
-				theirs.Repeated(m, action)
-			}
-		},
-		Conflicted: func(m outbox.Metadata, action string, err error) {
-			c.conflicts.Add(context.Background(), 1, c.failureOf(m, action, err))
-			if theirs.Conflicted != nil {
-				theirs.Conflicted(m, action, err)
-			}
-		},
-		Failed: func(m outbox.Metadata, action string, err error) {
-			c.failed.Add(context.Background(), 1, c.failureOf(m, action, err))
-			if theirs.Failed != nil {
-				theirs.Failed(m, action, err)
-			}
-		},
-		DeadLettered: func(m outbox.Metadata, action, topic string, err error) {
-			known := m.Type
-			if action == "" { // the record was not decoded or has no handler: its type can be any text
-				known = ""
-			}
-			c.count(recordOf(m).Topic, known, action, "dead_lettered")
-			if theirs.DeadLettered != nil {
-				theirs.DeadLettered(m, action, topic, err)
-			}
-		},
-		Unknown: func(m outbox.Metadata) {
-			if skips {
-				c.count(recordOf(m).Topic, "", "", "unknown")
-			}
-			if theirs.Unknown != nil {
-				theirs.Unknown(m)
-			}
-		},
-		Lost: func(topic string, partition int32, records int64) {
-			c.lost.Add(context.Background(), records, c.set(c.group, semconv.MessagingDestinationName(topic),
-				semconv.MessagingDestinationPartitionID(partitionID(partition))))
-			if theirs.Lost != nil {
-				theirs.Lost(topic, partition, records)
-			}
-		},
+	h := t.handlersOf(cfg.HandlerConfig, semconv.MessagingSystemKafka, t.consumerOutcomes, results{handled: "handled", givenUp: "dead_lettered"})
+	theirs := cfg.Hooks.Lost
+	cfg.HandlerConfig = h.added(cfg.HandlerConfig)
+	cfg.Hooks.Lost = func(topic string, partition int32, records int64) {
+		h.lost.Add(context.Background(), records, h.set(h.group, semconv.MessagingDestinationName(topic),
+			semconv.MessagingDestinationPartitionID(partitionID(partition))))
+		if theirs != nil {
+			theirs(topic, partition, records)
+		}
 	}
 	return cfg
 }
 
-// failureOf returns the attributes of a try that failed.
-func (c *consumer) failureOf(m outbox.Metadata, action string, err error) metric.MeasurementOption {
-	return c.set(c.group, semconv.MessagingDestinationName(recordOf(m).Topic), semconv.CloudEventsEventType(m.Type),
-		actionKey.String(action), semconv.ErrorTypeKey.String(c.cfg.ErrorType(err)))
-}
-
-// recordOf returns the Kafka record of an event, or the zero value if there is none.
-func recordOf(m outbox.Metadata) outbox.KafkaMetadata {
-	if m.Kafka == nil {
-		return outbox.KafkaMetadata{}
+// added returns cfg with the hooks and the middleware.
+func (h *handlers) added(cfg outbox.HandlerConfig) outbox.HandlerConfig {
+	cfg.Middleware = slices.Concat([]outbox.Middleware{h.handle}, cfg.Middleware) // theirs is within the span
+	hooks := &cfg.Hooks
+	theirHandled, theirRepeated, theirUnknown, theirDead := hooks.Handled, hooks.Repeated, hooks.Unknown, hooks.DeadLettered
+	hooks.Handled = func(m outbox.Metadata, action string, took time.Duration) {
+		h.count(m.Topic(), m.Type, action, h.handled)
+		if theirHandled != nil {
+			theirHandled(m, action, took)
+		}
 	}
-	return *m.Kafka
+	hooks.Repeated = func(m outbox.Metadata, action string) {
+		h.count(m.Topic(), m.Type, action, "repeated")
+		if theirRepeated != nil {
+			theirRepeated(m, action)
+		}
+	}
+	hooks.Conflicted = onFailure(hooks.Conflicted, func(m outbox.Metadata, action string, err error) {
+		h.conflicts.Add(context.Background(), 1, h.failureOf(m, action, err))
+	})
+	hooks.Failed = onFailure(hooks.Failed, func(m outbox.Metadata, action string, err error) {
+		h.failed.Add(context.Background(), 1, h.failureOf(m, action, err))
+	})
+	if h.retried != "" {
+		hooks.Retried = onFailure(hooks.Retried, func(m outbox.Metadata, action string, _ error) {
+			h.count(m.Topic(), m.Type, action, h.retried)
+		})
+	}
+	hooks.DeadLettered = func(m outbox.Metadata, action, topic string, err error) {
+		known := m.Type
+		if action == "" { // the event was not decoded or has no handler: its type can be any text
+			known = ""
+		}
+		h.count(m.Topic(), known, action, h.givenUp)
+		if theirDead != nil {
+			theirDead(m, action, topic, err)
+		}
+	}
+	hooks.Unknown = func(m outbox.Metadata) {
+		if h.skips {
+			h.count(m.Topic(), "", "", "unknown")
+		}
+		if theirUnknown != nil {
+			theirUnknown(m)
+		}
+	}
+	return cfg
 }
 
-// count counts an event and action with their final result.
-func (c *consumer) count(topic, eventType, action, result string) {
-	c.processed.Add(context.Background(), 1, c.results.get(handlerKey{topic, eventType, action, result}, func() metric.MeasurementOption {
-		return c.set(append(c.about(topic, eventType, action), resultKey.String(result))...)
+// onFailure returns a hook that calls ours and then theirs, which may be nil.
+func onFailure(theirs, ours func(outbox.Metadata, string, error)) func(outbox.Metadata, string, error) {
+	return func(m outbox.Metadata, action string, err error) {
+		ours(m, action, err)
+		if theirs != nil {
+			theirs(m, action, err)
+		}
+	}
+}
+
+// failureOf returns the attributes of a try that failed.
+func (h *handlers) failureOf(m outbox.Metadata, action string, err error) metric.MeasurementOption {
+	return h.set(h.group, semconv.MessagingDestinationName(m.Topic()), semconv.CloudEventsEventType(m.Type),
+		actionKey.String(action), semconv.ErrorTypeKey.String(h.cfg.ErrorType(err)))
+}
+
+// count counts an event and action with a result.
+func (h *handlers) count(topic, eventType, action, result string) {
+	h.processed.Add(context.Background(), 1, h.counts.get(handlerKey{topic, eventType, action, result}, func() metric.MeasurementOption {
+		return h.set(append(h.about(topic, eventType, action), resultKey.String(result))...)
 	}))
 }
 
-func (c *consumer) about(topic, eventType, action string) []attribute.KeyValue {
-	attrs := []attribute.KeyValue{c.group, semconv.MessagingDestinationName(topic)}
+func (h *handlers) about(topic, eventType, action string) []attribute.KeyValue {
+	attrs := []attribute.KeyValue{h.group, semconv.MessagingDestinationName(topic)}
 	if eventType != "" {
 		attrs = append(attrs, semconv.CloudEventsEventType(eventType))
 	}
@@ -117,35 +137,40 @@ func (c *consumer) about(topic, eventType, action string) []attribute.KeyValue {
 	return attrs
 }
 
+// operation returns the attributes of a call of a handler for conventional metrics and spans.
+func (h *handlers) operation() []attribute.KeyValue {
+	return []attribute.KeyValue{h.system, semconv.MessagingOperationName(processOperation)}
+}
+
 // errEnded is the error of a call in which something has ended the goroutine.
 var errEnded = errors.New("call has ended its goroutine")
 
 // handle measures and traces calls of handlers.
-func (c *consumer) handle(ctx context.Context, call outbox.HandlerCall, next func(context.Context) error) error {
-	ctx, span := c.process(ctx, call)
+func (h *handlers) handle(ctx context.Context, call outbox.HandlerCall, next func(context.Context) error) error {
+	ctx, span := h.process(ctx, call)
 	began, err := time.Now(), errEnded
 	defer func() {
-		about := c.handler(call.Events[0].Metadata, call.Action, err) // those of a batch are from one partition
-		c.handlerTook.Record(ctx, time.Since(began).Seconds(), about)
-		c.consumed.Add(ctx, int64(len(call.Events)), about)
-		c.end(span, err)
+		about := h.handler(call.Events[0].Metadata, call.Action, err) // those of a batch are from one partition
+		h.handlerTook.Record(ctx, time.Since(began).Seconds(), about)
+		h.consumed.Add(ctx, int64(len(call.Events)), about)
+		h.end(span, err)
 	}()
 	err = next(ctx)
 	return err
 }
 
 // handler returns the attributes of a call of a handler.
-func (c *consumer) handler(m outbox.Metadata, action string, err error) metric.MeasurementOption {
-	key := handlerKey{topic: recordOf(m).Topic, eventType: m.Type, action: action}
+func (h *handlers) handler(m outbox.Metadata, action string, err error) metric.MeasurementOption {
+	key := handlerKey{topic: m.Topic(), eventType: m.Type, action: action}
 	if err != nil {
-		key.outcome = c.cfg.ErrorType(err)
+		key.outcome = h.cfg.ErrorType(err)
 	}
-	return c.series.get(key, func() metric.MeasurementOption {
-		attrs := append(operation(processOperation), c.about(key.topic, key.eventType, key.action)...)
+	return h.series.get(key, func() metric.MeasurementOption {
+		attrs := append(h.operation(), h.about(key.topic, key.eventType, key.action)...)
 		if key.outcome != "" {
 			attrs = append(attrs, semconv.ErrorTypeKey.String(key.outcome))
 		}
-		return c.set(attrs...)
+		return h.set(attrs...)
 	})
 }
 
@@ -154,26 +179,30 @@ const traceParentExtension = traceParentHeader // the extension of CloudEvents
 // process starts the span of a call of a handler. For one event it is a child of the span
 // under which the event was recorded. For several events it starts a new trace with links
 // to their spans.
-func (c *consumer) process(ctx context.Context, call outbox.HandlerCall) (context.Context, trace.Span) {
-	if !c.traced {
+func (h *handlers) process(ctx context.Context, call outbox.HandlerCall) (context.Context, trace.Span) {
+	if !h.traced {
 		return ctx, noop.Span{}
 	}
 	first := call.Events[0].Metadata
-	record := recordOf(first)
-	attrs := append(operation(processOperation), semconv.MessagingOperationTypeProcess)
-	attrs = append(attrs, c.about(record.Topic, first.Type, call.Action)...)
-	attrs = append(attrs, semconv.MessagingDestinationPartitionID(partitionID(record.Partition)))
+	attrs := append(h.operation(), semconv.MessagingOperationTypeProcess)
+	attrs = append(attrs, h.about(first.Topic(), first.Type, call.Action)...)
+	record := first.Kafka
+	if record != nil {
+		attrs = append(attrs, semconv.MessagingDestinationPartitionID(partitionID(record.Partition)))
+	}
 	opts := []trace.SpanStartOption{trace.WithSpanKind(trace.SpanKindConsumer)}
 	if len(call.Events) == 1 {
 		ctx = within(ctx, first.Extensions[traceParentExtension])
-		attrs = append(attrs, semconv.MessagingMessageID(first.ID), semconv.MessagingKafkaOffset(int(record.Offset)),
-			semconv.MessagingKafkaMessageKey(string(record.Key)))
+		attrs = append(attrs, semconv.MessagingMessageID(first.ID))
+		if record != nil {
+			attrs = append(attrs, semconv.MessagingKafkaOffset(int(record.Offset)), semconv.MessagingKafkaMessageKey(string(record.Key)))
+		}
 	} else {
 		attrs = append(attrs, semconv.MessagingBatchMessageCount(len(call.Events)))
 		opts = append(opts, trace.WithLinks(linksTo(call.Events)...))
 	}
-	opts = append(opts, trace.WithAttributes(c.attributes(attrs...)...))
-	return c.tracer.Start(ctx, processOperation+" "+record.Topic, opts...)
+	opts = append(opts, trace.WithAttributes(h.attributes(attrs...)...))
+	return h.tracer.Start(ctx, processOperation+" "+first.Topic(), opts...)
 }
 
 // linksTo returns a link to each span under which some of the events were recorded.

@@ -40,13 +40,20 @@ type instruments struct {
 	sendTook, latency                       metric.Float64Histogram
 	batchSize                               metric.Int64Histogram
 
-	consumed, processed, failed, conflicts, lost metric.Int64Counter
-	handlerTook                                  metric.Float64Histogram
+	consumed, lost                   metric.Int64Counter
+	handlerTook                      metric.Float64Histogram
+	consumerOutcomes, workerOutcomes outcomes
 
 	leader, breaker                       metric.Int64ObservableGauge
 	pending, led, stored, keys, lag, isUp metric.Int64ObservableGauge
 	age                                   metric.Float64ObservableGauge
+
+	owed, atWork, givenUp, backlog metric.Int64ObservableGauge
+	owedAge, backlogAge            metric.Float64ObservableGauge
 }
+
+// outcomes count what becomes of events in handlers.
+type outcomes struct{ processed, failed, conflicts metric.Int64Counter }
 
 // maker makes instruments and collects errors.
 type maker struct {
@@ -58,6 +65,21 @@ func (m *maker) counter(name, unit, what string) metric.Int64Counter {
 	c, err := m.Int64Counter(name, metric.WithUnit(unit), metric.WithDescription(what))
 	m.errs = append(m.errs, err)
 	return c
+}
+
+func (m *maker) seconds(name, what string) metric.Float64ObservableGauge {
+	g, err := m.Float64ObservableGauge(name, metric.WithUnit("s"), metric.WithDescription(what))
+	m.errs = append(m.errs, err)
+	return g
+}
+
+// outcomes makes those of a consumer or a worker.
+func (m *maker) outcomes(who string) outcomes {
+	return outcomes{
+		processed: m.counter("outbox."+who+".processed", "{event}", "Events and actions that a "+who+" is done with, or has tried."),
+		failed:    m.counter("outbox."+who+".failed", "{event}", "Tries of actions on events that failed."),
+		conflicts: m.counter("outbox."+who+".conflicts", "{event}", "Tries that PostgreSQL rolled back and that are repeated."),
+	}
 }
 
 func (m *maker) gauge(name, unit, what string) metric.Int64ObservableGauge {
@@ -73,9 +95,7 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.rejected = m.counter("outbox.relay.rejected", "{event}", "Events that Kafka rejected and that are tried again.")
 	i.dead = m.counter("outbox.relay.dead", "{event}", "Events that Kafka rejected until their retries were used up.")
 	i.removed = m.counter("outbox.relay.removed", "{row}", "Rows that retention removed.")
-	i.processed = m.counter("outbox.consumer.processed", "{event}", "Events and actions that a consumer is done with.")
-	i.failed = m.counter("outbox.consumer.failed", "{event}", "Tries of actions on events that failed.")
-	i.conflicts = m.counter("outbox.consumer.conflicts", "{event}", "Tries that PostgreSQL rolled back and that are repeated.")
+	i.consumerOutcomes, i.workerOutcomes = m.outcomes("consumer"), m.outcomes("worker")
 	i.lost = m.counter("outbox.consumer.lost", "{message}", "Records that Kafka had removed before the group read them.")
 	i.leader = m.gauge("outbox.relay.leader", "{relay}", "1 where this process leads.")
 	i.breaker = m.gauge("outbox.relay.breaker.state", "{state}", "1 for the state that the breaker is in.")
@@ -85,10 +105,14 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.keys = m.gauge("outbox.relay.keys", "{key}", "Keys whose events wait, counted up to 10,000.")
 	i.lag = m.gauge("outbox.consumer.lag", "{message}", "Records of a partition that are left to handle.")
 	i.isUp = m.gauge("outbox.watch.up", "{query}", "1 if the last query of the database or Kafka worked, 0 if not.")
+	i.age = m.seconds("outbox.relay.pending.age", "How long ago the oldest pending event was recorded; 0 without one.")
+	i.owed = m.gauge("outbox.worker.pending", "{event}", "Deliveries that are due or wait, each status counted up to 10,000.")
+	i.atWork = m.gauge("outbox.worker.processing", "{event}", "Deliveries that workers have, counted up to 100,000.")
+	i.givenUp = m.gauge("outbox.worker.dead", "{event}", "Deliveries that were given up and nobody has resolved, counted up to 10,000.")
+	i.backlog = m.gauge("outbox.worker.backlog", "{event}", "Committed events of all streams that no worker has looked at, counted up to 100,000.")
+	i.owedAge = m.seconds("outbox.worker.pending.age", "How long ago the oldest pending delivery was made; 0 without one.")
+	i.backlogAge = m.seconds("outbox.worker.backlog.age", "How long ago the oldest event of the backlog was recorded; 0 without one.")
 	var err error
-	i.age, err = m.Float64ObservableGauge("outbox.relay.pending.age", metric.WithUnit("s"),
-		metric.WithDescription("How long ago the oldest pending event was recorded; 0 without one."))
-	m.errs = append(m.errs, err)
 	i.latency, err = m.Float64Histogram("outbox.relay.publish.latency", metric.WithUnit("s"), metric.WithExplicitBucketBoundaries(latencyBounds...),
 		metric.WithDescription("Time from the start of the transaction that recorded an event until Kafka had it."))
 	m.errs = append(m.errs, err)
@@ -110,10 +134,14 @@ func (i *instruments) makeConventional(meter metric.Meter) error {
 
 // observables are the instruments that the callback observes.
 func (i *instruments) observables() []metric.Observable {
-	return []metric.Observable{i.leader, i.breaker, i.pending, i.led, i.stored, i.keys, i.lag, i.isUp, i.age}
+	return []metric.Observable{i.leader, i.breaker, i.pending, i.led, i.stored, i.keys, i.lag, i.isUp, i.age,
+		i.owed, i.atWork, i.givenUp, i.backlog, i.owedAge, i.backlogAge}
 }
 
-// operation returns the attributes of an operation for conventional metrics and spans.
+// operation returns the attributes of an operation with Kafka, for conventional metrics and spans.
 func operation(name string) []attribute.KeyValue {
 	return []attribute.KeyValue{semconv.MessagingSystemKafka, semconv.MessagingOperationName(name)}
 }
+
+// postgres is what brings events to workers.
+var postgres = semconv.MessagingSystemKey.String("postgresql")

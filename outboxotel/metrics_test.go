@@ -166,6 +166,11 @@ func TestMetricNames(t *testing.T) {
 	hooks := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks
 	hooks.Conflicted(outbox.Metadata{}, "FAIL", &pgconn.PgError{Code: "40001"})
 	hooks.Lost("t", 3, 85)
+	s.watchWorkers(t)
+	s.worker(t, outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: -1}}, outbox.HandleNoTx("FAIL", func(ctx context.Context, e placed, m outbox.Metadata) error {
+		return errors.New("no")
+	}))
+	s.tel.Worker(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks.Conflicted(outbox.Metadata{}, "FAIL", &pgconn.PgError{Code: "40001"})
 	s.commit(t.Context(), t, tooLarge("1"), placed{ID: "2", At: time.Now()})
 	cfg := outbox.RelayConfig{MaxRetries: 1, RetryInterval: 10 * time.Millisecond}
 	cfg.Retention.PublishedFor, cfg.Retention.Interval = time.Millisecond, 100*time.Millisecond
@@ -177,7 +182,7 @@ func TestMetricNames(t *testing.T) {
 	for _, name := range regexp.MustCompile(`(?m)^//\t(\S+) `).FindAllStringSubmatch(string(source), -1) {
 		documented[name[1]] = true
 	}
-	require.Len(t, documented, 23)
+	require.Len(t, documented, 32)
 	var m metrics
 	eventually(t, func() bool { m = s.collect(t); return len(m) >= len(documented) }, "%v of %v", m, documented)
 	require.ElementsMatch(t, slices.Collect(maps.Keys(documented)), slices.Collect(maps.Keys(m)))

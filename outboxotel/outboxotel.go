@@ -1,9 +1,9 @@
 // Package outboxotel adds metrics and traces to outbox with the OpenTelemetry API. It is
 // a module of its own, so that a service without OpenTelemetry does not link it.
 //
-// A [Telemetry] adds itself to the configuration of a recorder, a relay and a consumer,
-// and still calls the hooks that are set there. [Telemetry.Watch] adds the metrics that
-// are read from the database and from Kafka.
+// A [Telemetry] adds itself to the configuration of a recorder, a relay, a consumer and a
+// worker, and still calls the hooks that are set there. [Telemetry.Watch] and
+// [Telemetry.WatchWorkers] add the metrics that are read from the database and from Kafka.
 //
 // # Metrics
 //
@@ -28,6 +28,10 @@
 //	                                     repeated (a repeat was skipped), unknown (skipped), dead_lettered
 //	outbox.consumer.failed               counter of failed tries that count against the limit
 //	outbox.consumer.conflicts            counter of tries that PostgreSQL rolled back and that are repeated without being counted
+//	outbox.worker.processed              counter of events and actions, by outbox.result: done, repeated (a repeat was skipped),
+//	                                     unknown (skipped), retried (a try failed, another one follows), dead
+//	outbox.worker.failed                 counter of failed tries that count against the limit
+//	outbox.worker.conflicts              counter of tries that PostgreSQL rolled back and that are repeated without being counted
 //	outbox.consumer.lost                 counter of records that Kafka had removed before the group read them
 //
 // From the database and Kafka, by Watch:
@@ -39,6 +43,19 @@
 //	outbox.relay.keys                    keys whose events wait, by outbox.state: parked, held; each up to 10,000
 //	outbox.consumer.lag                  records of a partition of this process that are not handled yet
 //	outbox.watch.up                      1 if the last query worked, or 0, and then the others are missing
+//
+// From the database, by WatchWorkers:
+//
+//	outbox.worker.pending                rows of event_delivery that are due or wait, by group, stream and action; each status up to 10,000
+//	outbox.worker.pending.age            how long ago the oldest of them was made
+//	outbox.worker.processing             rows that workers have, by group, stream and action; up to 100,000 together
+//	outbox.worker.dead                   rows that were given up and nobody has resolved, by group, stream and action; up to 10,000
+//	outbox.worker.backlog                committed events of all streams that no worker of a group has looked at, up to 100,000
+//	outbox.worker.backlog.age            how long ago the oldest of them was recorded
+//
+// The stream of a worker is in messaging.destination.name, as a topic is, and messaging.system says
+// postgresql. A worker takes events from the backlog only as fast as its handlers are, so the backlog
+// grows where they fall behind, and pending where they fail or are paused.
 //
 // # Traces
 //

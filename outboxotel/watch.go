@@ -38,6 +38,13 @@ func (t *Telemetry) Watch(inspector *outboxops.Inspector, consumers ...*outbox.C
 	}
 }
 
+// WatchWorkers adds metrics about what is owed to the handlers of workers, from the database, as
+// Watch does about relays. It is enough if one process watches.
+func (t *Telemetry) WatchWorkers(deliveries *outboxops.Deliveries) {
+	w := &workersWatch{Telemetry: t, deliveries: deliveries, seen: map[deliveryKind]bool{}}
+	t.watch(attribute.NewSet(t.attributes(watchedKey.String("workers"))...), w.look)
+}
+
 // observation reports the result of a query.
 type observation = func(metric.Observer)
 
@@ -123,15 +130,19 @@ func (t *Telemetry) observeState(o metric.Observer, name attribute.KeyValue, sta
 	}
 }
 
+// ageOf returns how many seconds ago something was, 0 for the zero time.
+func ageOf(at time.Time) float64 {
+	if at.IsZero() {
+		return 0
+	}
+	return max(0, time.Since(at).Seconds())
+}
+
 func (t *Telemetry) observeRelays(o metric.Observer, relays []outbox.RelayStatus) {
 	for _, r := range relays {
 		name := relayKey.String(r.Name)
-		age := 0.0
-		if !r.Oldest.IsZero() {
-			age = max(0, time.Since(r.Oldest).Seconds())
-		}
 		o.ObserveInt64(t.pending, r.Pending, t.set(name))
-		o.ObserveFloat64(t.age, age, t.set(name))
+		o.ObserveFloat64(t.age, ageOf(r.Oldest), t.set(name))
 		o.ObserveInt64(t.led, oneIf(r.Holder != ""), t.set(name))
 		for status, n := range map[string]int64{"waiting": r.Waiting, "failed": r.Failed, "parked": r.Parked, "dead": r.Dead} {
 			o.ObserveInt64(t.stored, n, t.set(name, statusKey.String(status)))

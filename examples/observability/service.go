@@ -53,6 +53,7 @@ type service struct {
 	rec      *outbox.Recorder
 	relay    *outbox.Relay
 	sales    *outbox.Consumer
+	mails    *outbox.Worker
 	listener net.Listener
 }
 
@@ -84,7 +85,7 @@ func open(ctx context.Context, cfg config) (s *service, err error) {
 }
 
 // wire is the part to copy: telemetry adds itself to what configures the recorder, the
-// relay and the consumer, and watches the database and the consumer.
+// relay, the consumer and the worker, and watches the database and the consumer.
 func (s *service) wire(context.Context) (err error) {
 	if s.tel, err = newTelemetry(s.cfg); err != nil {
 		return err
@@ -107,11 +108,22 @@ func (s *service) wire(context.Context) (err error) {
 	if err != nil {
 		return err
 	}
+	s.mails, err = outbox.NewWorker(s.db, s.events,
+		s.tel.Worker(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Schema: s.id, Group: "mails-" + s.id, Logger: s.log}, FromStart: true}),
+		outbox.HandleNoTx("MAIL_SENT", s.sendMail))
+	if err != nil {
+		return err
+	}
+	deliveries, err := outboxops.NewDeliveries(s.db, outboxops.DeliveriesConfig{Schema: s.id})
+	if err != nil {
+		return err
+	}
 	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.id})
 	if err != nil {
 		return err
 	}
 	s.tel.Watch(inspector, s.sales)
+	s.tel.WatchWorkers(deliveries)
 	return nil
 }
 
@@ -152,6 +164,7 @@ func (s *service) run(ctx context.Context) error {
 	g, failed := errgroup.WithContext(behind)
 	g.Go(func() error { return s.relay.Run(failed) })
 	g.Go(func() error { return s.sales.Run(failed) })
+	g.Go(func() error { return s.mails.Run(failed) })
 	g.Go(func() error {
 		if err := server.Serve(s.listener); !errors.Is(err, http.ErrServerClosed) {
 			return err

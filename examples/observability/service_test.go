@@ -151,7 +151,8 @@ func (r *running) awaitOutage() scraped {
 			s.value("outbox_consumer_processed_total", "outbox_result", "repeated") == 5 &&
 			s.value("outbox_consumer_processed_total", "outbox_result", "dead_lettered") == 2 &&
 			s.value("outbox_relay_pending") == 0 && s.value("outbox_relay_removed_total") > 0 &&
-			s.value("outbox_relay_stored", "outbox_status", "dead") == 1
+			s.value("outbox_relay_stored", "outbox_status", "dead") == 1 &&
+			s.value("outbox_worker_processed_total", "outbox_result", "done") == 6 && s.value("outbox_worker_dead") == 1 && s.value("outbox_worker_pending") == 0
 	})
 }
 
@@ -187,7 +188,12 @@ func TestMetricsAreScraped(t *testing.T) {
 		{0, "outbox_consumer_lag", []string{"messaging_destination_name", r.cfg.topic, "messaging_destination_partition_id", "0"}},
 		{5, "outbox_consumer_processed_total", []string{"outbox_result", "handled", "outbox_action", "SALE_COUNTED"}},
 		{2, "outbox_consumer_failed_total", []string{"error_type", "_OTHER"}},
-		{2, "outbox_watch_up", nil},
+		{3, "outbox_watch_up", nil},
+		{1, "outbox_worker_processed_total", []string{"outbox_result", "dead", "outbox_action", "MAIL_SENT"}},
+		{1, "outbox_worker_failed_total", []string{"error_type", "_OTHER"}},
+		{0, "outbox_worker_processing", nil},
+		{0, "outbox_worker_backlog", nil},
+		{0, "outbox_worker_backlog_age_seconds", nil},
 	} {
 		require.Equal(t, tt.want, s.value(tt.name, tt.labels...), "%s %v\n%v", tt.name, tt.labels, s[tt.name])
 	}
