@@ -89,7 +89,7 @@ var partNeeds = map[string][]need{
 			"attempt_count", "max_attempts", "next_retry_at", "last_attempt_at", "locked_by", "locked_until", "created_at", "updated_at", "processed_at",
 			"last_error_code", "last_error_message", "event_id", "event_type", "source", "aggregate_type", "aggregate_id", "payload", "payload_bytes",
 			"content_type", "partition_key", "headers", "occurred_at", "recorded_at"}},
-			{privilege: "UPDATE", table: "event_delivery", columns: []string{"status", "held", "attempt_count", "next_retry_at", "last_attempt_at",
+			{privilege: "UPDATE", table: "event_delivery", columns: []string{"status", "held", "attempt_count", "max_attempts", "next_retry_at", "last_attempt_at",
 				"locked_by", "locked_until", "updated_at", "processed_at", "last_error_code", "last_error_message"}},
 			{privilege: "INSERT", table: "event_subscription", columns: []string{"consumer_group"}},
 			{privilege: "UPDATE", table: "event_subscription", columns: []string{"state", "cut_snapshot", "changed_at"}}},
