@@ -173,8 +173,8 @@ func (f *fanOut) queueBegin(b *pgx.Batch) {
 }
 
 // load reads the position of the group. The error may be errOtherCluster.
-func (f *fanOut) load(ctx context.Context) error {
-	pos, err := f.cursors.newest(ctx, f.db)
+func (f *fanOut) load(ctx context.Context, db pg.RowQuerier) error {
+	pos, err := f.cursors.newest(ctx, db)
 	if err != nil {
 		return err
 	}
@@ -202,25 +202,63 @@ func (f *fanOut) moveTo(pos position) {
 
 // round makes deliveries of the next events, about as many as limit. Claimed gets those that
 // are with this worker. It reports how many events there were, and whether there are more.
+//
+// That another process has moved the cursor is found out under the lock. The round goes on from the
+// new position then, unless its window is still to be paged: if processes take turns, each would
+// find a position of the others every time, and wait for the lock in vain.
 func (f *fanOut) round(ctx context.Context, limit int, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
 	if !f.known {
-		if err := f.load(ctx); err != nil {
+		if err := f.load(ctx, f.db); err != nil {
 			return 0, false, err
 		}
 	}
-	if f.pos.window == "" || f.drained() {
-		events, more, err = f.open(ctx, claimed)
-	} else {
-		events, more, err = f.next(ctx, limit, claimed)
-	}
-	if errors.Is(err, errStale) { // another process was faster
-		f.known = false
-		return 0, true, nil
+	tx := &fanOutTx{}
+	defer tx.end(ctx)
+	events, more, err = f.roundIn(ctx, tx, limit, claimed)
+	if errors.Is(err, errStale) && tx.conn != nil {
+		if err := f.load(ctx, tx.conn); err != nil {
+			f.known = false
+			return 0, false, err
+		}
+		if len(f.unpaged.ranges) > 0 {
+			return 0, true, nil
+		}
+		events, more, err = f.roundIn(ctx, tx, limit, claimed)
 	}
 	if err != nil {
 		f.known = false
 	}
+	if errors.Is(err, errStale) {
+		return 0, true, nil
+	}
 	return events, more, err
+}
+
+// roundIn is a round from the position that is known. The error is errStale if that is not the
+// newest one.
+func (f *fanOut) roundIn(ctx context.Context, tx *fanOutTx, limit int, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
+	if f.pos.window == "" || f.drained() {
+		return f.open(ctx, tx, claimed)
+	}
+	return f.next(ctx, tx, limit, claimed)
+}
+
+// fanOutTx is the transaction of a round. It has a connection while it has the lock of the group.
+type fanOutTx struct{ conn *pgxpool.Conn }
+
+// end rolls the transaction back, unless it has ended.
+func (tx *fanOutTx) end(ctx context.Context) {
+	if tx.conn == nil {
+		return
+	}
+	_, _ = tx.conn.Exec(ctx, "ROLLBACK") // or else its connection is closed
+	tx.release()
+}
+
+// release closes the connection within a transaction.
+func (tx *fanOutTx) release() {
+	tx.conn.Release()
+	tx.conn = nil
 }
 
 func (f *fanOut) drained() bool { return len(f.unpaged.ranges) == 0 && f.ids.Len() == 0 }
@@ -277,7 +315,7 @@ SELECT (SELECT state FROM subscription), newest.id, moved.id, (SELECT snapshot F
 
 // open makes deliveries of all events behind the position if they are few, or else announces them
 // as a window.
-func (f *fanOut) open(ctx context.Context, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
+func (f *fanOut) open(ctx context.Context, tx *fanOutTx, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
 	next, drained := f.pos, f.pos.window != ""
 	if drained {
 		next.base = f.pos.window
@@ -288,7 +326,7 @@ func (f *fanOut) open(ctx context.Context, claimed func([]deliveries.Delivery) e
 	var state, now pgtype.Text
 	var found int64
 	var few bool
-	err = f.inRound(ctx, func(b *pgx.Batch) {
+	err = f.inRound(ctx, tx, func(b *pgx.Batch) {
 		b.Queue(f.sqlOpen, f.cursors.relay, next.base, tables.SnapshotMax(next.base), maxFanOut+1, maxFanOutBytes, f.pos.cursorID, f.pos.epoch, f.pos.server,
 			f.group, f.pos.last, f.pos.highest, f.pos.systemID, next.epoch, drained).Query(func(rows pgx.Rows) error {
 			var newest pgtype.Int8
@@ -381,7 +419,7 @@ SELECT newest.id, moved.id, through.id, e.id, e.event_type, e.topic, e.partition
                              WHERE id BETWEEN r.first AND least(r.last, through.id) ORDER BY id OFFSET 0) AS o) AS e ON true`
 
 // next makes deliveries of the next events of the open window.
-func (f *fanOut) next(ctx context.Context, limit int, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
+func (f *fanOut) next(ctx context.Context, tx *fanOutTx, limit int, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
 	for len(f.unpaged.ranges) > 0 {
 		ids, rest, err := f.cursors.page(ctx, f.pos, f.unpaged, maxPageIDs)
 		if err != nil {
@@ -401,7 +439,7 @@ func (f *fanOut) next(ctx context.Context, limit int, claimed func([]deliveries.
 	next.epoch = newEpoch()
 	var heads []eventHead
 	var moved pgtype.Int8
-	err = f.inRound(ctx, func(b *pgx.Batch) {
+	err = f.inRound(ctx, tx, func(b *pgx.Batch) {
 		b.Queue(f.sqlNext, f.cursors.relay, f.pos.cursorID, f.pos.epoch, f.pos.server, f.group, first, last, ids[len(ids)-1], maxFanOutBytes, next.epoch).
 			Query(func(rows pgx.Rows) error {
 				var newest pgtype.Int8
@@ -421,20 +459,19 @@ func (f *fanOut) next(ctx context.Context, limit int, claimed func([]deliveries.
 }
 
 // inRound runs the statement that moves the cursor, and inserts the deliveries of the events that
-// it has read, in a transaction of two round trips.
-func (f *fanOut) inRound(ctx context.Context, move func(*pgx.Batch), heads func() []eventHead, claimed func([]deliveries.Delivery) error) error {
-	conn, err := f.db.Acquire(ctx)
-	if err != nil {
-		return err
-	}
-	defer conn.Release() // closes the connection within a transaction
+// it has read, in a transaction of two round trips. It stays open if the position is stale.
+func (f *fanOut) inRound(ctx context.Context, tx *fanOutTx, move func(*pgx.Batch), heads func() []eventHead, claimed func([]deliveries.Delivery) error) error {
 	var b pgx.Batch
-	f.queueBegin(&b)
-	move(&b)
-	if err := conn.SendBatch(ctx, &b).Close(); err != nil {
-		if errors.Is(err, errStale) || errors.Is(err, errMoved) {
-			_, _ = conn.Exec(ctx, "ROLLBACK") // or else its connection is closed
+	if tx.conn == nil {
+		conn, err := f.db.Acquire(ctx)
+		if err != nil {
+			return err
 		}
+		tx.conn = conn
+		f.queueBegin(&b)
+	}
+	move(&b)
+	if err := tx.conn.SendBatch(ctx, &b).Close(); err != nil {
 		return fmt.Errorf("look for events: %w", err)
 	}
 	var rows []deliveries.New
@@ -447,7 +484,9 @@ func (f *fanOut) inRound(ctx context.Context, move func(*pgx.Batch), heads func(
 		f.store.Queue(&end, rows, func(d []deliveries.Delivery) error { got = d; return nil })
 	}
 	end.Queue("COMMIT")
-	if err := conn.SendBatch(ctx, &end).Close(); err != nil {
+	err := tx.conn.SendBatch(ctx, &end).Close()
+	tx.release()
+	if err != nil {
 		return fmt.Errorf("make deliveries: %w", err)
 	}
 	return claimed(got)
