@@ -362,7 +362,7 @@ func (r *Relay) work(ctx context.Context, leads leadership) error {
 		parked:    parked, health: r.health, log: r.log, outage: r.postgresOutage, wake: r.wake,
 		eventDied: func() { wait.Signal(r.checkNow) },
 	})
-	cleaner := newCleaner(leads, r.cfg, r.retention, session.backlog.Load, r.log)
+	cleaner := newCleaner(leads, r.cleanerConfig(), r.retention, session.backlog.Load, r.log)
 	shared := retrierParts{
 		leadership: leads, cfg: r.cfg, store: r.failed, parked: parked, places: bad, probed: new(probedKeys),
 		breaker: r.breaker, log: r.log, retryNow: r.retryNow, eventDied: func() { wait.Signal(r.checkNow) },
@@ -370,6 +370,10 @@ func (r *Relay) work(ctx context.Context, leads leadership) error {
 	retry := func(ctx context.Context) { r.retry(ctx, shared) }
 	probe := func(ctx context.Context) { r.probe(ctx, shared) }
 	return session.run(ctx, retry, probe, cleaner.run, r.monitor.run)
+}
+
+func (r *Relay) cleanerConfig() cleanerConfig {
+	return cleanerConfig{name: r.cfg.Name, retention: r.cfg.Retention, poll: r.cfg.PollInterval, removed: r.cfg.Hooks.RowsRemoved}
 }
 
 // retry runs a retrier with a producer of its own.

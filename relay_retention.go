@@ -5,9 +5,11 @@ import (
 	"errors"
 	"log/slog"
 	"math"
+	"strings"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -15,25 +17,38 @@ import (
 // shares with it only the leadership, and whether there is a backlog.
 type cleaner struct {
 	leadership
-	cfg        RelayConfig
+	cfg        cleanerConfig
 	store      *retention
 	hasBacklog func() bool // of events to send
 	log        *slog.Logger
 	outages    *outage.Logs
 
-	published, handled, audited walk             // each continues where its last run ended
-	partitions                  map[string]*walk // the same by partition, where rows are removed one by one
-	review                      *review          // of the next partition to drop; nil: not begun
-	lagging                     laggingRelay
+	published, handled, audited, delivered walk             // each continues where its last run ended
+	partitions                             map[string]*walk // the same by partition, where rows are removed one by one
+	review                                 *review          // of the next partition to drop; nil: not begun
+	lagging                                laggingRelay
 }
 
-// laggingRelay is a relay that has not published events which are old enough to go.
+// cleanerConfig is what a cleaner is told by its relay or worker.
+type cleanerConfig struct {
+	name      string // of the lease
+	retention RetentionConfig
+	poll      time.Duration         // how often it looks whether a backlog is gone
+	removed   func(RetentionResult) // nil for none
+
+	// mayRun says whether to remove anything at all in this run. Nil means that it does.
+	mayRun func(context.Context) (bool, error)
+	// withoutFailed leaves outbox_failed alone.
+	withoutFailed bool
+}
+
+// laggingRelay is a relay, or a consumer group of workers, that has not published events which are old enough to go.
 type laggingRelay struct {
 	name     string // "" for none
 	reported bool
 }
 
-func newCleaner(leads leadership, cfg RelayConfig, store *retention, hasBacklog func() bool, log *slog.Logger) *cleaner {
+func newCleaner(leads leadership, cfg cleanerConfig, store *retention, hasBacklog func() bool, log *slog.Logger) *cleaner {
 	return &cleaner{leadership: leads, cfg: cfg, store: store, hasBacklog: hasBacklog, log: log, outages: outage.NewLogs(log)}
 }
 
@@ -61,18 +76,37 @@ func (c *cleaner) run(ctx context.Context) {
 	c.published = walk{batch: c.removePublished, pause: pause}
 	c.handled = walk{batch: c.removeHandled, pause: pause}
 	c.audited = walk{batch: c.removeAudited, pause: pause}
+	c.delivered = walk{batch: c.removeDelivered, pause: pause}
 	for {
-		wait.Await(ctx, c.held, nil, c.cfg.Retention.Interval)
+		wait.Await(ctx, c.held, nil, c.cfg.retention.Interval)
 		if !c.pause(ctx, 0) {
 			return
 		}
 		start := time.Now()
+		if !c.mayRun(ctx) {
+			continue
+		}
 		result, err := c.runTasks(ctx)
 		if errors.Is(err, errLeaseLost) {
 			return
 		}
 		c.notify(result, time.Since(start))
 	}
+}
+
+// mayRun reports whether rows are for this cleaner to remove.
+func (c *cleaner) mayRun(ctx context.Context) bool {
+	if c.cfg.mayRun == nil {
+		return true
+	}
+	start := time.Now()
+	bounded, cancel := c.withStatementTimeout()
+	defer cancel()
+	ok, err := c.cfg.mayRun(bounded)
+	if ctx.Err() == nil && c.held.Err() == nil {
+		c.outages.Report("retention", start, err)
+	}
+	return ok && err == nil
 }
 
 // cleanerTask removes rows of one table.
@@ -91,13 +125,14 @@ func (c *cleaner) runTasks(ctx context.Context) (result RetentionResult, err err
 	var made int64
 	for _, task := range []cleanerTask{
 		{"partitions of outbox", 0, c.makePartitions, &made},
-		{"retention of outbox", c.cfg.Retention.PublishedFor, c.cleanOutbox, &result.Published},
-		{"retention of outbox_cursor", c.cfg.Retention.CursorsFor, cursors.run, &result.Cursors},
-		{"retention of outbox_failed", c.cfg.Retention.ResolvedFor, resolved.run, &result.Resolved},
-		{"retention of event_handled", c.cfg.Retention.HandledFor, c.handled.run, &result.Handled},
-		{"retention of outbox_audit", c.cfg.Retention.AuditedFor, c.audited.run, &result.Audited},
+		{"retention of outbox", c.cfg.retention.PublishedFor, c.cleanOutbox, &result.Published},
+		{"retention of outbox_cursor", c.cfg.retention.CursorsFor, cursors.run, &result.Cursors},
+		{"retention of outbox_failed", c.cfg.retention.ResolvedFor, resolved.run, &result.Resolved},
+		{"retention of event_handled", c.cfg.retention.HandledFor, c.handled.run, &result.Handled},
+		{"retention of outbox_audit", c.cfg.retention.AuditedFor, c.audited.run, &result.Audited},
+		{"retention of event_delivery", c.cfg.retention.DeliveredFor, c.delivered.run, &result.Delivered},
 	} {
-		if task.keep == Forever || ctx.Err() != nil || c.held.Err() != nil {
+		if task.keep == Forever || task.sum == &result.Resolved && c.cfg.withoutFailed || ctx.Err() != nil || c.held.Err() != nil {
 			continue
 		}
 		start := time.Now()
@@ -116,9 +151,9 @@ func (c *cleaner) runTasks(ctx context.Context) (result RetentionResult, err err
 // pause waits after a batch: longer after a batch that took long, and as long as there is
 // a backlog to send. It reports whether to go on.
 func (c *cleaner) pause(ctx context.Context, took time.Duration) bool {
-	wait.Await(ctx, c.held, nil, c.cfg.Retention.pause(took))
+	wait.Await(ctx, c.held, nil, c.cfg.retention.pause(took))
 	for c.hasBacklog() && ctx.Err() == nil && c.held.Err() == nil {
-		wait.Await(ctx, c.held, nil, c.cfg.PollInterval)
+		wait.Await(ctx, c.held, nil, c.cfg.poll)
 	}
 	return ctx.Err() == nil && c.held.Err() == nil
 }
@@ -142,7 +177,7 @@ func (c *cleaner) removeBatch(after, end int64, remove func(context.Context) (st
 		ctx, cancel := c.withStatementTimeout()
 		s, err = remove(ctx)
 		cancel()
-		if c.cfg.Retention.Archive == nil || !cannotPrint(err) || !c.keepUnprintable(after, end) {
+		if c.cfg.retention.Archive == nil || !cannotPrint(err) || !c.keepUnprintable(after, end) {
 			return s, err
 		}
 	}
@@ -192,9 +227,15 @@ func (c *cleaner) removeAudited(_ context.Context, after int64) (step, error) {
 	return c.store.audited(ctx, after)
 }
 
-func (c *cleaner) proof() *proof { return &proof{c.lease, c.cfg.Name} }
+func (c *cleaner) removeDelivered(_ context.Context, after int64) (step, error) {
+	ctx, cancel := c.withStatementTimeout()
+	defer cancel()
+	return c.store.delivered(ctx, after)
+}
 
-// reportLagging logs once which relay keeps back rows that are old enough to go. It takes
+func (c *cleaner) proof() *proof { return &proof{c.lease, c.cfg.name} }
+
+// reportLagging logs once which relay or group keeps back rows that are old enough to go. It takes
 // two runs with the same relay, because an old row may have been committed just now.
 func (c *cleaner) reportLagging(relay string) {
 	if relay != c.lagging.name {
@@ -205,15 +246,20 @@ func (c *cleaner) reportLagging(relay string) {
 		return
 	}
 	c.lagging.reported = true
+	if group, ok := strings.CutPrefix(relay, tables.WorkerPrefix); ok {
+		c.log.Warn("outbox: the workers of a consumer group have not taken events that are old enough to go, so they stay; "+
+			"if the group is gone for good, delete its rows of outbox_cursor and event_subscription", "lagging_group", group, "older_than", c.cfg.retention.PublishedFor)
+		return
+	}
 	c.log.Warn("outbox: a relay has not published events that are old enough to go, so they stay; "+
-		"if it is gone for good, delete its rows of outbox_cursor", "lagging_relay", relay, "older_than", c.cfg.Retention.PublishedFor)
+		"if it is gone for good, delete its rows of outbox_cursor", "lagging_relay", relay, "older_than", c.cfg.retention.PublishedFor)
 }
 
 // notify logs how many rows were removed and calls the hook.
 func (c *cleaner) notify(result RetentionResult, took time.Duration) {
 	c.log.Debug("outbox: rows removed", "published", result.Published, "cursors", result.Cursors, "resolved", result.Resolved,
-		"handled", result.Handled, "audited", result.Audited, "took", took.Round(time.Millisecond))
-	if c.cfg.Hooks.RowsRemoved != nil && result.total() > 0 {
-		c.cfg.Hooks.RowsRemoved(result)
+		"handled", result.Handled, "audited", result.Audited, "delivered", result.Delivered, "took", took.Round(time.Millisecond))
+	if c.cfg.removed != nil && result.total() > 0 {
+		c.cfg.removed(result)
 	}
 }

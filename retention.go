@@ -24,14 +24,14 @@ import (
 const Forever time.Duration = math.MaxInt64
 
 // RetentionConfig says how long rows are kept, and how they are removed. The relay
-// that holds the lease removes them, a batch at a time, each by an index and in a
-// transaction of its own. A duration of [Forever] keeps rows; negative ones are
+// that holds the lease removes them, or a worker where no relay has a position, a batch at a
+// time, each by an index and in a transaction of its own. A duration of [Forever] keeps rows; negative ones are
 // errors.
 type RetentionConfig struct {
 	// PublishedFor is how long rows stay in outbox, counted from the start of the
 	// transaction that recorded them. However old, a row is removed only when every relay
-	// that has a cursor in the schema has published it. So a relay that no longer runs
-	// keeps all rows; the log names it. A row that cannot be removed when its time comes
+	// that has a cursor in the schema has published it, and the workers of every group have
+	// taken it. So a relay or a group that no longer runs keeps all rows; the log names it. A row that cannot be removed when its time comes
 	// may stay a day longer than it must. Rows of a partition are removed when all of them
 	// may be (MigrateConfig.PartitionRows). Zero means 7 days.
 	PublishedFor time.Duration
@@ -51,6 +51,9 @@ type RetentionConfig struct {
 	// AuditedFor is how long rows stay in outbox_audit, which says what operators did.
 	// Zero means 365 days.
 	AuditedFor time.Duration
+	// DeliveredFor is how long rows stay in event_delivery that workers have handled, or
+	// that an operator has resolved. Zero means 7 days.
+	DeliveredFor time.Duration
 
 	// Interval is the time between two runs, and before the first. Zero means 10 min.
 	Interval time.Duration
@@ -97,12 +100,12 @@ type ArchivedEvent struct {
 // RetentionResult is how many rows a run of retention removed.
 type RetentionResult struct {
 	// Published rows of outbox, Cursors of outbox_cursor, Resolved of outbox_failed,
-	// Handled of event_handled, Audited of outbox_audit.
-	Published, Cursors, Resolved, Handled, Audited int64
+	// Handled of event_handled, Audited of outbox_audit, Delivered of event_delivery.
+	Published, Cursors, Resolved, Handled, Audited, Delivered int64
 }
 
 func (c RetentionResult) total() int64 {
-	return c.Published + c.Cursors + c.Resolved + c.Handled + c.Audited
+	return c.Published + c.Cursors + c.Resolved + c.Handled + c.Audited + c.Delivered
 }
 
 const (
@@ -112,6 +115,7 @@ const (
 	defaultResolved   = 30 * day
 	defaultHandled    = 31 * day
 	defaultAudited    = 365 * day
+	defaultDelivered  = 7 * day
 	defaultCleaning   = 10 * time.Minute
 	defaultCleanBatch = 1000
 	maxCleanBatch     = 10_000
@@ -124,6 +128,7 @@ func (c RetentionConfig) withDefaults() RetentionConfig {
 	c.ResolvedFor = cmp.Or(c.ResolvedFor, defaultResolved)
 	c.HandledFor = cmp.Or(c.HandledFor, defaultHandled)
 	c.AuditedFor = cmp.Or(c.AuditedFor, defaultAudited)
+	c.DeliveredFor = cmp.Or(c.DeliveredFor, defaultDelivered)
 	c.Interval = cmp.Or(c.Interval, defaultCleaning)
 	c.BatchSize = cmp.Or(c.BatchSize, defaultCleanBatch)
 	c.Pause = cmp.Or(c.Pause, defaultCleanPause)
@@ -137,6 +142,7 @@ func (c RetentionConfig) validate() error {
 		check.NotNegative("Retention.ResolvedFor", c.ResolvedFor),
 		check.NotNegative("Retention.HandledFor", c.HandledFor),
 		check.NotNegative("Retention.AuditedFor", c.AuditedFor),
+		check.NotNegative("Retention.DeliveredFor", c.DeliveredFor),
 		check.NotNegative("Retention.Interval", c.Interval),
 		check.NotNegative("Retention.BatchSize", c.BatchSize),
 		check.NotAbove("Retention.BatchSize", c.BatchSize, maxCleanBatch),
@@ -221,7 +227,7 @@ type retention struct {
 	// which would be NULL.
 	unreadable []int64
 
-	sqlPublished, sqlArchived, sqlCursors, sqlResolved, sqlHandled, sqlAudited, sqlProof, sqlPrint, sqlNextRow string
+	sqlPublished, sqlArchived, sqlCursors, sqlResolved, sqlHandled, sqlAudited, sqlDelivered, sqlRelay, sqlProof, sqlPrint, sqlNextRow string
 
 	partitions
 }
@@ -235,6 +241,8 @@ func newRetention(db *pgxpool.Pool, schema string, cfg RetentionConfig) *retenti
 		sqlResolved:  pg.InSchema(sqlCleanResolved, schema),
 		sqlHandled:   pg.InSchema(sqlCleanHandled, schema),
 		sqlAudited:   pg.InSchema(sqlCleanAudited, schema),
+		sqlDelivered: pg.InSchema(sqlCleanDelivered, schema),
+		sqlRelay:     pg.InSchema(sqlHasRelay, schema),
 		sqlProof:     pg.InSchema(sqlRebaseProof, schema),
 		sqlPrint:     pg.InSchema(sqlPrint, schema),
 		sqlNextRow:   pg.InSchema(sqlNextRow, schema),
@@ -572,6 +580,38 @@ SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`
 func (r *retention) audited(ctx context.Context, after int64) (step, error) {
 	s, err := r.step(ctx, nil, r.sqlAudited, after, r.cfg.BatchSize, r.cfg.AuditedFor)
 	return s, wrapClean("outbox_audit", err)
+}
+
+// sqlCleanDelivered removes rows of event_delivery that are handled or resolved. A row that an
+// operator requeues meanwhile stays, because its conditions are looked at once more.
+const sqlCleanDelivered = `
+WITH looked AS MATERIALIZED (
+    SELECT ctid AS place, id, greatest(processed_at, resolved_at) < now() - $3::interval AS ripe, created_at < now() - $3::interval AS old
+      FROM {schema}.event_delivery WHERE id > $1 ORDER BY id LIMIT $2
+), gone AS (
+    DELETE FROM {schema}.event_delivery
+     WHERE ctid = ANY (ARRAY(SELECT place FROM looked WHERE ripe)) AND (status = 'DONE' OR status = 'DEAD' AND resolution IS NOT NULL)
+ RETURNING id
+)
+SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`
+
+// delivered removes rows of event_delivery above an id. It needs no lease, as above.
+func (r *retention) delivered(ctx context.Context, after int64) (step, error) {
+	s, err := r.step(ctx, nil, r.sqlDelivered, after, r.cfg.BatchSize, r.cfg.DeliveredFor)
+	return s, wrapClean("event_delivery", err)
+}
+
+// sqlHasRelay finds out whether a relay has a position: one whose name is not a group's.
+const sqlHasRelay = tables.NewestCursors + `
+SELECT EXISTS (SELECT FROM positions WHERE NOT starts_with(relay, '` + tables.WorkerPrefix + `'))`
+
+// hasRelay reports whether a relay publishes the events, or did and may do so again.
+func (r *retention) hasRelay(ctx context.Context) (has bool, err error) {
+	err = pg.Query(ctx, r.db, pg.PlannerSettings, func(rows pgx.Rows) (err error) {
+		has, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
+		return err
+	}, r.sqlRelay)
+	return has, wrapClean("tables", err)
 }
 
 // step runs a statement that returns one row.

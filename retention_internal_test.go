@@ -407,8 +407,8 @@ func TestCleanerGivesWay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var backlog atomic.Bool
 		ctx, cancel := context.WithCancel(context.Background())
-		cfg := RelayConfig{}.withDefaults()
-		c := newCleaner(leadership{held: context.Background()}, cfg, nil, backlog.Load, cfg.Logger)
+		cfg := cleanerConfig{retention: RetentionConfig{}.withDefaults(), poll: time.Second}
+		c := newCleaner(leadership{held: context.Background()}, cfg, nil, backlog.Load, slog.New(slog.DiscardHandler))
 		start := time.Now()
 		require.True(t, c.pause(ctx, time.Second))
 		require.Equal(t, 4*time.Second, time.Since(start))
@@ -426,13 +426,13 @@ func TestCleanerGivesWay(t *testing.T) {
 
 func TestRetentionConfig(t *testing.T) {
 	t.Parallel()
-	require.Equal(t, RetentionConfig{PublishedFor: 7 * day, CursorsFor: 7 * day, ResolvedFor: 30 * day, HandledFor: 31 * day, AuditedFor: 365 * day,
+	require.Equal(t, RetentionConfig{PublishedFor: 7 * day, CursorsFor: 7 * day, ResolvedFor: 30 * day, HandledFor: 31 * day, AuditedFor: 365 * day, DeliveredFor: 7 * day,
 		Interval: 10 * time.Minute, BatchSize: 1000, Pause: 50 * time.Millisecond}, RetentionConfig{}.withDefaults())
 	require.NoError(t, RetentionConfig{}.withDefaults().validate())
-	require.NoError(t, RetentionConfig{PublishedFor: Forever, CursorsFor: Forever, ResolvedFor: Forever, HandledFor: Forever, AuditedFor: Forever}.withDefaults().validate())
+	require.NoError(t, RetentionConfig{PublishedFor: Forever, CursorsFor: Forever, ResolvedFor: Forever, HandledFor: Forever, AuditedFor: Forever, DeliveredFor: Forever}.withDefaults().validate())
 
-	err := RetentionConfig{PublishedFor: -1, CursorsFor: -1, ResolvedFor: -1, HandledFor: -1, AuditedFor: -1, Interval: -1, BatchSize: -1, Pause: -1}.validate()
-	for _, field := range []string{"PublishedFor", "CursorsFor", "ResolvedFor", "HandledFor", "AuditedFor", "Interval", "BatchSize", "Pause"} {
+	err := RetentionConfig{PublishedFor: -1, CursorsFor: -1, ResolvedFor: -1, HandledFor: -1, AuditedFor: -1, DeliveredFor: -1, Interval: -1, BatchSize: -1, Pause: -1}.validate()
+	for _, field := range []string{"PublishedFor", "CursorsFor", "ResolvedFor", "HandledFor", "AuditedFor", "DeliveredFor", "Interval", "BatchSize", "Pause"} {
 		require.ErrorContains(t, err, "field Retention."+field+" is -1")
 	}
 	require.ErrorContains(t, RetentionConfig{BatchSize: 10_001}.withDefaults().validate(), "field Retention.BatchSize is 10001: at most 10000")

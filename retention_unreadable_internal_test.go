@@ -17,7 +17,7 @@ import (
 func (d *cursorFixture) cleanerOf(t *testing.T, keep RetentionConfig, log *slog.Logger) *cleaner {
 	t.Helper()
 	r, l := d.cleaning(t, keep)
-	cfg := RelayConfig{Name: l.relay, Retention: keep}.withDefaults()
+	cfg := cleanerConfig{name: l.relay, retention: keep.withDefaults(), poll: time.Second}
 	c := newCleaner(leadership{lease: l.lease, held: context.Background(), statementTimeout: 5 * time.Minute}, cfg, r, func() bool { return false }, log)
 	c.published = walk{batch: c.removePublished, pause: func(time.Duration) bool { return true }}
 	return c

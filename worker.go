@@ -40,6 +40,7 @@ type Worker struct {
 	operators  *pauses.Store
 	outages    *outage.Logs
 	wake       chan struct{}
+	archive    *contain.Callback // Retention.Archive
 
 	running atomic.Bool
 	current atomic.Pointer[workerRun] // nil while it does not run
@@ -54,7 +55,7 @@ type Worker struct {
 // a group that is not needed any more has to be removed by an operator.
 //
 // NewWorker does no I/O. A running worker uses up to Concurrency connections of db for
-// transactions, and four more. The error names every bad field and handler.
+// transactions, and five more. The error names every bad field and handler.
 func NewWorker(db *pgxpool.Pool, events *Registry, cfg WorkerConfig, handlers ...Handler) (*Worker, error) {
 	retriesFor := cfg.RetriesFor
 	cfg = cfg.withDefaults()
@@ -82,6 +83,7 @@ func NewWorker(db *pgxpool.Pool, events *Registry, cfg WorkerConfig, handlers ..
 	return &Worker{
 		cfg: cfg, retriesFor: retriesFor, db: db, slots: handling.SlotsOf(db), pauses: pauses.NewSet(), operators: pauses.NewStore(db, cfg.Schema, cfg.Group),
 		outages: outage.NewLogs(log), wake: make(chan struct{}, 1),
+		archive:   contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: archiveGrace}),
 		processor: &processor{cfg: cfg.HandlerConfig, routes: routes, log: log, input: &inputLog{}, apart: new(sync.Map), store: newHandledStore(db, cfg.Schema, cfg.Group)},
 	}, nil
 }
@@ -135,6 +137,7 @@ type workerRun struct {
 	dispatcher *dispatcher
 	hands      *hands
 	lanes      []*lane
+	lease      *groupLease
 	stopping   context.Context
 	stop       context.CancelFunc // no other attempt begins
 	cut        context.Context
@@ -142,14 +145,14 @@ type workerRun struct {
 }
 
 func newWorkerRun(w *Worker) *workerRun {
-	r := &workerRun{Worker: w, hands: newHands()}
+	r := &workerRun{Worker: w, hands: newHands(), lease: newGroupLease(w.db, w.cfg.Schema, w.cfg.Group, w.cfg.Lease)}
 	r.stopping, r.stop = context.WithCancel(context.Background())
 	r.cut, r.cutOff = context.WithCancel(context.Background())
 	r.store = deliveries.NewStore(w.db, w.cfg.Schema, w.cfg.Group, newHolder(), w.cfg.Lease)
 	r.dispatcher = &dispatcher{
 		cfg: &w.cfg, store: r.store, processor: w.processor, routes: w.processor.routes, pauses: w.pauses, outages: w.outages, log: w.processor.log, hands: r.hands,
 		hooks: contain.NewCallback("a hook", w.processor.log, contain.Limits{Patience: w.cfg.Lease / hookShare, Grace: contain.HookLimits.Grace}),
-		wake:  w.wake, cut: r.cut, freeNow: make(chan struct{}, 1), starting: true,
+		lease: r.lease, wake: w.wake, cut: r.cut, freeNow: make(chan struct{}, 1), starting: true,
 	}
 	r.dispatcher.fanOut = newFanOut(w.db, w.cfg.Schema, w.cfg.Group, r.store, r.dispatcher.plan)
 	return r
@@ -255,6 +258,7 @@ func (r *workerRun) run(ctx context.Context) error {
 	beside.Go(func() { keeper.run(background) })
 	beside.Go(func() { keeper.watch(background) })
 	beside.Go(func() { r.watchPauses(background) })
+	beside.Go(func() { newGroupCleaner(r.Worker, r.lease, r.dispatcher.hasBacklog, r.cut).run(r.stopping) })
 	err := r.dispatcher.run(r.stopping)
 	r.stop()
 	r.end(end)

@@ -4,10 +4,14 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
+
+	"github.com/jackc/pgx/v5"
 
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/deliveries"
@@ -30,11 +34,13 @@ type dispatcher struct {
 	outages   *outage.Logs
 	log       *slog.Logger
 	hands     *hands
+	lease     *groupLease
 	hooks     *contain.Callback // calls the hooks of what no lane has
 	wake      <-chan struct{}
 	cut       context.Context
 	kinds     []*laneKind
 
+	backlog   atomic.Bool // there were more events than could be taken
 	round     fanOutRound // only run
 	lookAgain time.Time   // only run: whether the group still gets its events from Kafka
 	starting  bool        // only run: the group may have no position yet
@@ -47,6 +53,9 @@ type dispatcher struct {
 	freeNow chan struct{}
 	poll    time.Time // of the last look at everything
 }
+
+// hasBacklog reports whether there were more events than could be taken when it looked last.
+func (d *dispatcher) hasBacklog() bool { return d.backlog.Load() }
 
 // laneKind is the lanes for handlers with a transaction, or for those without.
 type laneKind struct {
@@ -299,11 +308,9 @@ func (d *dispatcher) takeNew(ctx context.Context) (more bool, err error) {
 		return false, nil
 	}
 	if d.starting || d.isMoved() {
-		if err := d.fanOut.begin(ctx, d.cfg.FromStart); err != nil {
+		if err := d.begin(ctx); err != nil {
 			return false, d.ifNotMoved(err)
 		}
-		d.starting = false
-		d.setMoved(false)
 	}
 	began := time.Now()
 	_, more, err = d.fanOut.round(ctx, limit, func(rows []deliveries.Delivery) error {
@@ -321,7 +328,53 @@ func (d *dispatcher) takeNew(ctx context.Context) (more bool, err error) {
 	if err == nil && len(d.round.unknown) > 0 {
 		d.reportUnknown(ctx, d.round.unknown)
 	}
+	d.backlog.Store(more)
+	if errors.Is(err, pgx.ErrNoRows) || errors.Is(err, errOtherCluster) { // its position was deleted, or is another server's
+		d.starting = true
+		return true, nil
+	}
 	return more, d.ifNotMoved(err)
+}
+
+// begin makes sure that the group has a position here.
+func (d *dispatcher) begin(ctx context.Context) error {
+	if err := d.fanOut.cursors.checkSequence(ctx); err != nil {
+		return err
+	}
+	if err := d.fanOut.begin(ctx, d.cfg.FromStart); err != nil {
+		return err
+	}
+	err := d.fanOut.load(ctx)
+	if errors.Is(err, errOtherCluster) {
+		if err = d.rebase(ctx); err == nil {
+			err = d.fanOut.load(ctx)
+		}
+	}
+	if err != nil {
+		return err
+	}
+	d.starting = false
+	d.setMoved(false)
+	return nil
+}
+
+// rebase moves all positions here from the cluster that the database came from. One process of
+// the group does that; for the others the lease is held meanwhile.
+func (d *dispatcher) rebase(ctx context.Context) error {
+	began := time.Now()
+	l, err := d.lease.acquire(ctx)
+	if err != nil {
+		return fmt.Errorf("rebase cursor: %w", err)
+	}
+	unsent, err := d.fanOut.cursors.rebase(ctx, l)
+	if err := d.lease.giveUp(l, d.cfg.StopTimeout); err != nil {
+		d.log.Warn("outbox: the lease for a rebase is not released, it expires", "error", err)
+	}
+	if err == nil {
+		d.log.Warn("outbox: database was restored from another cluster, the cursor is moved to this one",
+			"unsent", unsent, "took", time.Since(began).Round(time.Millisecond))
+	}
+	return err
 }
 
 // ifNotMoved returns an error, unless it says that the group gets its events from Kafka. This is looked at

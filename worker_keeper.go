@@ -2,13 +2,18 @@ package outbox
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"math"
+	"sync"
 	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/deliveries"
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -144,6 +149,117 @@ func (k *keeper) watch(ctx context.Context) {
 			if call, ok := l.activity.Current(); ok && time.Since(call.Began) > k.cfg.HandlerTimeout+stuckGrace {
 				k.hands.lose(call.Place.DeliveryID)
 			}
+		}
+	}
+}
+
+// groupLease is the lease of a group, for what one of its processes does for all. Handling events
+// needs none. It is safe for concurrent use.
+type groupLease struct {
+	mu     sync.Mutex // of acquire
+	leases *leases
+}
+
+func newGroupLease(db *pgxpool.Pool, schema, group string, duration time.Duration) *groupLease {
+	return &groupLease{leases: newLeases(db, schema, tables.WorkerPrefix+group, duration)}
+}
+
+// acquire takes the lease, or returns errHeld. If this process has it already, what it did under it loses it.
+func (g *groupLease) acquire(ctx context.Context) (*lease, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	ctx, cancel := context.WithTimeout(ctx, g.leases.duration)
+	defer cancel()
+	return g.leases.acquire(ctx)
+}
+
+// giveUp releases the lease. If that fails, it expires.
+func (g *groupLease) giveUp(l *lease, patience time.Duration) error {
+	ctx, cancel := context.WithTimeout(context.Background(), min(patience, releaseTimeout))
+	defer cancel()
+	return g.leases.giveUp(ctx, l)
+}
+
+// groupCleaner removes rows that are not kept any longer, while this process has the lease of the
+// group, and unless a relay has a position: then rows are for relays to remove.
+type groupCleaner struct {
+	lease   *groupLease
+	store   *retention
+	cfg     *WorkerConfig
+	cut     context.Context // ended when a batch is not to go on
+	backlog func() bool     // of events to hand over
+	log     *slog.Logger
+	outages *outage.Logs
+}
+
+func newGroupCleaner(w *Worker, lease *groupLease, backlog func() bool, cut context.Context) *groupCleaner {
+	store := newRetention(w.db, w.cfg.Schema, w.cfg.Retention)
+	store.callback = w.archive.Call
+	return &groupCleaner{
+		lease: lease, store: store, cfg: &w.cfg, cut: cut, backlog: backlog, log: w.processor.log, outages: w.outages,
+	}
+}
+
+// run cleans until ctx is cancelled, whenever this process has the lease.
+func (g *groupCleaner) run(ctx context.Context) {
+	for ctx.Err() == nil {
+		began := time.Now()
+		l, err := g.lease.acquire(ctx)
+		switch {
+		case err == nil:
+			g.lead(ctx, l)
+		case errors.Is(err, errHeld):
+			err = nil
+		}
+		if ctx.Err() == nil {
+			g.outages.Report(outageCleaning, began, err)
+			wait.Sleep(ctx, g.lease.leases.duration)
+		}
+	}
+}
+
+// outageCleaning is what it is named in the log that the lease of the group cannot be taken.
+const outageCleaning = "the lease for retention"
+
+// lead removes rows until ctx is cancelled or the lease is lost.
+func (g *groupCleaner) lead(ctx context.Context, l *lease) {
+	held, lose := context.WithCancelCause(g.cut)
+	leads := leadership{lease: l, held: held, lose: lose, statementTimeout: g.lease.leases.duration}
+	renewing := contain.NewGroup(func(p *contain.Panic) { lose(p) })
+	renewing.Go(func() { g.renew(leads) })
+	newCleaner(leads, cleanerConfig{
+		name: g.lease.leases.relay, retention: g.cfg.Retention, poll: g.cfg.PollInterval, withoutFailed: true,
+		mayRun: func(ctx context.Context) (bool, error) {
+			has, err := g.store.hasRelay(ctx)
+			return !has, err
+		},
+	}, g.store, g.backlog, g.log).run(ctx)
+	lost := errors.Is(context.Cause(held), errLeaseLost)
+	lose(nil)
+	renewing.Wait()
+	if lost {
+		return
+	}
+	const share = 4 // of the time that a stop has
+	if err := g.lease.giveUp(l, g.cfg.StopTimeout/share); err != nil {
+		g.log.Warn("outbox: the lease for retention is not released, another worker waits until it expires", "error", err)
+	}
+}
+
+// renew renews the lease until held ends, and ends held when the lease is lost.
+func (g *groupCleaner) renew(leads leadership) {
+	third := g.lease.leases.duration / 3
+	for {
+		wait.Sleep(leads.held, third)
+		if leads.held.Err() != nil {
+			return
+		}
+		ctx, cancel := context.WithTimeout(leads.held, third)
+		err := g.lease.leases.renew(ctx, leads.lease)
+		cancel()
+		if errors.Is(err, errLeaseLost) || !leads.lease.held() {
+			leads.lose(errLeaseLost)
+			return
 		}
 	}
 }

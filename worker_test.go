@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -58,9 +59,21 @@ func newWorkerFixture(t *testing.T) *workerFixture {
 	return f
 }
 
+// workerLog is what workers log.
+type workerLog struct{ testenv.Buffer }
+
+func (l *workerLog) logger() *slog.Logger { return slog.New(slog.NewTextHandler(l, nil)) }
+
+// count returns how many lines hold a text.
+func (l *workerLog) count(text string) int { return strings.Count(l.String(), text) }
+
+var errTest = errors.New("no luck")
+
+func (f *workerFixture) sql(sql string) string { return pg.InSchema(sql, f.schema) }
+
 func (f *workerFixture) exec(sql string, args ...any) {
 	f.t.Helper()
-	_, err := f.db.Exec(context.Background(), pg.InSchema(sql, f.schema), args...)
+	_, err := f.db.Exec(context.Background(), f.sql(sql), args...)
 	require.NoError(f.t, err)
 }
 
@@ -83,16 +96,32 @@ func (f *workerFixture) commit(steps ...step) {
 // start runs a worker until the test ends or stop is called, which waits for it.
 func (f *workerFixture) start(cfg outbox.WorkerConfig, handlers ...outbox.Handler) (w *outbox.Worker, stop func()) {
 	f.t.Helper()
-	cfg.Schema, cfg.Group = f.schema, "bank"
+	return f.startGroup("bank", cfg, handlers...)
+}
+
+func (f *workerFixture) startGroup(group string, cfg outbox.WorkerConfig, handlers ...outbox.Handler) (w *outbox.Worker, stop func()) {
+	f.t.Helper()
+	w = f.worker(f.db, group, cfg, handlers...)
+	return w, testenv.Run(f.t, w.Run)
+}
+
+// worker returns one that is woken at each commit.
+func (f *workerFixture) worker(db *pgxpool.Pool, group string, cfg outbox.WorkerConfig, handlers ...outbox.Handler) *outbox.Worker {
+	f.t.Helper()
+	w, err := outbox.NewWorker(db, f.events, f.config(group, cfg), handlers...)
+	require.NoError(f.t, err)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.wake = append(f.wake, w.Wake)
+	return w
+}
+
+func (f *workerFixture) config(group string, cfg outbox.WorkerConfig) outbox.WorkerConfig {
+	cfg.Schema, cfg.Group = f.schema, group
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
-	w, err := outbox.NewWorker(f.db, f.events, cfg, handlers...)
-	require.NoError(f.t, err)
-	f.mu.Lock()
-	f.wake = append(f.wake, w.Wake)
-	f.mu.Unlock()
-	return w, testenv.Run(f.t, w.Run)
+	return cfg
 }
 
 // effects is a handler that writes an effect in its transaction.

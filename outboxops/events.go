@@ -103,10 +103,12 @@ const recordedColumns = `o.id, event_id::text, event_type, source, aggregate_typ
 // relayColumns say which relays have attempted an event, by the condition of
 // retention, and which of them failed. They are in the order of eventRelays.
 const relayColumns = `
-       ARRAY(SELECT relay::text FROM positions AS s WHERE ` + tables.Attempted + ` ORDER BY 1),
-       ARRAY(SELECT relay::text FROM positions AS s WHERE NOT ` + tables.Attempted + ` ORDER BY 1),
+       ARRAY(SELECT relay::text FROM positions AS s WHERE ` + tables.Attempted + notOfWorkers + ` ORDER BY 1),
+       ARRAY(SELECT relay::text FROM positions AS s WHERE NOT ` + tables.Attempted + notOfWorkers + ` ORDER BY 1),
        (SELECT jsonb_agg(jsonb_build_object('ID', f.id, 'Relay', f.relay, 'Status', f.status) ORDER BY f.relay)
           FROM positions AS s JOIN {schema}.outbox_failed AS f ON f.relay = s.relay AND f.outbox_id = o.id AND f.event_id = o.event_id)`
+
+const notOfWorkers = ` AND NOT starts_with(relay, '` + tables.WorkerPrefix + `')`
 
 const sqlEvents = tables.NewestCursors + `
 SELECT ` + recordedColumns + `, ` + relayColumns + `

@@ -105,7 +105,7 @@ func (r *relay) deadEvent(e outbox.FailedEvent) {
 func (r *relay) rowsRemoved(c outbox.RetentionResult) {
 	for table, n := range map[string]int64{
 		"outbox": c.Published, "outbox_cursor": c.Cursors, "outbox_failed": c.Resolved, "event_handled": c.Handled,
-		"outbox_audit": c.Audited,
+		"outbox_audit": c.Audited, "event_delivery": c.Delivered,
 	} {
 		if n > 0 {
 			r.removed.Add(context.Background(), n, r.set(r.name, semconv.DBCollectionName(table)))
