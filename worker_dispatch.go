@@ -366,10 +366,15 @@ func (d *dispatcher) rebase(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("rebase cursor: %w", err)
 	}
-	unsent, err := d.fanOut.cursors.rebase(ctx, l)
-	if err := d.lease.giveUp(l, d.cfg.StopTimeout); err != nil {
-		d.log.Warn("outbox: the lease for a rebase is not released, it expires", "error", err)
+	defer func() {
+		if err := d.lease.giveUp(l, d.cfg.StopTimeout); err != nil {
+			d.log.Warn("outbox: the lease for a rebase is not released, it expires", "error", err)
+		}
+	}()
+	if err := d.fanOut.load(ctx); !errors.Is(err, errOtherCluster) { // another process was faster
+		return err
 	}
+	unsent, err := d.fanOut.cursors.rebase(ctx, l)
 	if err == nil {
 		d.log.Warn("outbox: database was restored from another cluster, the cursor is moved to this one",
 			"unsent", unsent, "took", time.Since(began).Round(time.Millisecond))
