@@ -183,7 +183,7 @@ BEGIN
     EXECUTE format($function$
         CREATE FUNCTION %1$I.outbox_promote(consumer_group text, order_keys bigint[]) RETURNS bigint
         LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
-        SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
+        SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $body$
         DECLARE
             done bigint;
         BEGIN
@@ -204,7 +204,7 @@ BEGIN
     EXECUTE format($function$
         CREATE FUNCTION %1$I.outbox_finish_deliveries(consumer_group text, worker text, ids bigint[]) RETURNS bigint
         LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
-        SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
+        SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $body$
         DECLARE
             lock bigint;
             done bigint;

@@ -336,7 +336,8 @@ func (s *Store) Renew(ctx context.Context, ids []int64) (renewed []int64, err er
 
 // sqlExpire takes rows from workers that are gone, and with each of them the others of its key that
 // the worker has: it must not finish one of them without those before. While PostgreSQL has just
-// been started, workers may not have had the time to renew what they have.
+// been started, workers may not have had the time to renew what they have. PostgreSQL would turn
+// "= false" into "<> 'PARKED'", which the index of keys does not have.
 const sqlExpire = `
 WITH stale AS MATERIALIZED (
     SELECT d.id, d.order_key, d.locked_by FROM {schema}.event_delivery AS d
@@ -347,7 +348,7 @@ WITH stale AS MATERIALIZED (
     SELECT r.id FROM (SELECT DISTINCT order_key, locked_by FROM stale) AS s
      CROSS JOIN LATERAL (
            SELECT d.id FROM {schema}.event_delivery AS d
-            WHERE d.order_key = s.order_key AND ` + open + ` AND (d.status = 'PARKED') = false AND d.consumer_group = $1::text AND d.locked_by = s.locked_by
+            WHERE d.order_key = s.order_key AND ` + open + ` AND (d.status = 'PARKED') < true AND d.consumer_group = $1::text AND d.locked_by = s.locked_by
               FOR UPDATE SKIP LOCKED) AS r
 )
 UPDATE {schema}.event_delivery AS d

@@ -1,0 +1,194 @@
+package deliveries
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/migrations"
+)
+
+const (
+	doneRows   = 1_000_000
+	parkedRows = 200_000 // behind one row
+	dueRows    = 20_000  // of keys of their own
+)
+
+// plansFixture is a table with rows of one stream.
+type plansFixture struct {
+	*testing.T
+	db     *pgxpool.Pool
+	schema string
+	conn   *pgxpool.Conn
+}
+
+func newPlans(t *testing.T) *plansFixture {
+	testenv.Direct(t) // prepared statements
+	db, schema := testenv.Schema(t)
+	f := &plansFixture{T: t, db: db, schema: schema}
+	ctx := context.Background()
+	require.NoError(t, pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error { return migrate(ctx, tx, schema) }))
+	f.exec(`ALTER TABLE {schema}.event_delivery SET (autovacuum_enabled = false)`)
+	conn, err := db.Acquire(ctx)
+	require.NoError(t, err)
+	t.Cleanup(conn.Release)
+	f.conn = conn
+	return f
+}
+
+// migrate runs all migrations.
+func migrate(ctx context.Context, tx pgx.Tx, schema string) error {
+	if _, err := tx.Exec(ctx, "SET LOCAL search_path = "+pgx.Identifier{schema}.Sanitize()); err != nil {
+		return err
+	}
+	names, err := migrations.FS.ReadDir(".")
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		text, err := migrations.FS.ReadFile(name.Name())
+		if err != nil {
+			return err
+		}
+		if _, err := tx.Exec(ctx, string(text), pgx.QueryExecModeSimpleProtocol); err != nil {
+			return fmt.Errorf("%s: %w", name.Name(), err)
+		}
+	}
+	return nil
+}
+
+func (f *plansFixture) exec(sql string, args ...any) {
+	f.Helper()
+	_, err := f.db.Exec(context.Background(), pg.InSchema(sql, f.schema), args...)
+	require.NoError(f, err)
+}
+
+// fill makes the rows: those that are done, of all keys, those behind a row that is due, and others that are due.
+func (f *plansFixture) fill() {
+	const sql = `
+		INSERT INTO {schema}.event_delivery (position, order_key, attempt_count, max_attempts, next_retry_at, created_at, updated_at, occurred_at, recorded_at,
+		       event_id, status, consumer_group, action, stream, event_type, source, aggregate_type, aggregate_id, content_type, payload)
+		SELECT n, CASE WHEN $4 THEN 7 ELSE n END, 0, 3, now(), now(), now(), now(), now(), gen_random_uuid(), $3, 'g', 'a', 's', 't', '/s', 't', 'k', 'application/json', '{}'
+		  FROM generate_series($1::bigint, $2) AS n`
+	f.exec(sql, 1_000_000, 1_000_000+doneRows, "DONE", false)
+	f.exec(sql, 1, 1, "PENDING", true)
+	f.exec(sql, 1, parkedRows, "PARKED", true)
+	f.exec(sql, 5_000_000, 5_000_000+dueRows, "PENDING", false)
+	f.exec(`INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at, size)
+		SELECT gen_random_uuid(), 't', '/s', 't', 'k', '{}', 'application/json', 's', now(), 100 FROM generate_series(1, 100)`)
+}
+
+// statements are those of a Store, with the types of their arguments, and arguments over which each touches few rows.
+var statements = []struct {
+	name, types, sql string
+	first, args      string // on the first day, and over many rows
+	most             int    // buffers
+}{
+	{"claim", "text, text, interval, text[], text[], bigint, bigint, bool", sqlClaim,
+		`'g', 'w', '1 min', '{a}', '{s}', 10, 10, false`, `'g', 'w', '1 min', '{a}', '{s}', 10, 10, false`, 900},
+	{"claim suspects", "text, text, interval, text[], text[], bigint, bigint, bool", sqlClaim,
+		`'g', 'w', '1 min', '{a}', '{s}', 10, 0, true`, `'g', 'w', '1 min', '{a}', '{s}', 10, 0, true`, 30},
+	{"insert", "text, text, interval, bigint[], text[], text[], bigint[], text[], int[]", sqlInsert,
+		`'g', 'w', '1 min', '{}', '{}', '{}', '{}', '{}', '{}'`, `'g', 'w', '1 min', '{1,2,3}', '{a,a,a}', '{s,s,s}', '{7,1000001,9}', '{PROCESSING,PROCESSING,PROCESSING}', '{3,3,3}'`, 200},
+	{"finish", "text, text, bigint[]", sqlFinish, `'g', 'w', '{}'`, `'g', 'w', {claimed}`, 600},
+	{"renew", "bigint[], text, interval, text", sqlRenew, `'{}', 'w', '1 min', 'g'`, `{claimed}, 'w', '1 min', 'g'`, 600},
+	{"return", "bigint[], text, text, bool", sqlReturn, `'{}', 'w', 'g', true`, `{claimed}, 'w', 'g', true`, 900},
+	{"fail", "bigint, text, text, text, interval, bool, bool, text", sqlFail, `1, 'w', 'c', 'm', '1 s', false, false, 'g'`, `{one}, 'w', 'c', 'm', '1 s', false, false, 'g'`, 60},
+	{"promote", "text, bigint[]", sqlPromote, `'g', '{7}'`, `'g', '{7,8,1000001}'`, 60},
+	{"expire", "text, bigint, interval, bool", sqlExpire, `'g', 10, '0', false`, `'g', 10, '0', false`, 900},
+	{"headless", "bigint, bigint, text", sqlHeadless, `-9223372036854775808, 100, 'g'`, `-9223372036854775808, 100, 'g'`, 700},
+}
+
+// A statement touches the rows that it is about, however many wait behind a row, are done, or are due.
+// What is planned on the first day, over empty tables, is what runs until they are analysed.
+func TestPlansOverManyDeliveries(t *testing.T) {
+	// Not parallel: it counts the buffers that PostgreSQL touches.
+	f := newPlans(t)
+	f.exec(`ANALYZE {schema}.event_delivery`)
+	for _, st := range statements {
+		f.prepare(st.name, st.types, st.sql)
+	}
+	f.inTx(func(tx pgx.Tx) {
+		for _, st := range statements {
+			for range 8 { // PostgreSQL decides after five whether to keep the plan
+				_, err := tx.Exec(context.Background(), `EXECUTE "`+st.name+`"(`+st.first+`)`)
+				require.NoError(t, err, st.name)
+			}
+		}
+	})
+	f.fill()
+	for _, when := range []string{"planned on the first day", "after ANALYZE"} {
+		if when == "after ANALYZE" {
+			f.exec(`ANALYZE {schema}.event_delivery`)
+			f.exec(`ANALYZE {schema}.outbox`)
+		}
+		for _, st := range statements {
+			f.inTx(func(tx pgx.Tx) {
+				buffers, plan := f.explain(tx, st.name, st.args)
+				t.Logf("%s, %s: %d buffers", st.name, when, buffers)
+				if buffers > st.most {
+					t.Errorf("%s, %s: %d buffers, more than %d: %s", st.name, when, buffers, st.most, plan)
+				}
+			})
+		}
+	}
+}
+
+func (f *plansFixture) prepare(name, types, sql string) {
+	_, err := f.conn.Exec(context.Background(), `PREPARE "`+name+`"(`+types+`) AS `+pg.InSchema(sql, f.schema))
+	require.NoError(f, err, name)
+}
+
+// inTx runs something in a transaction that is rolled back.
+func (f *plansFixture) inTx(do func(pgx.Tx)) {
+	ctx := context.Background()
+	tx, err := f.conn.Begin(ctx)
+	require.NoError(f, err)
+	defer func() { _ = tx.Rollback(ctx) }()
+	_, err = tx.Exec(ctx, settings)
+	require.NoError(f, err)
+	do(tx)
+}
+
+// explain returns how many buffers a statement touches. What it is about is claimed before: it takes what
+// is expired, finished or renewed.
+func (f *plansFixture) explain(tx pgx.Tx, name, args string) (buffers int, plan string) {
+	ctx := context.Background()
+	var ids []int64
+	if strings.Contains(args, "{claimed}") || strings.Contains(args, "{one}") || name == "expire" {
+		rows, err := tx.Query(ctx, `EXECUTE claim('g', 'w', '`+map[bool]string{true: "-1", false: "1"}[name == "expire"]+` min', '{a}', '{s}', 10, 10, false)`, pgx.QueryExecModeSimpleProtocol)
+		require.NoError(f, err)
+		ids, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (id int64, err error) {
+			values, err := row.Values()
+			if err != nil {
+				return 0, err
+			}
+			return values[0].(int64), nil
+		})
+		require.NoError(f, err)
+		require.Len(f, ids, 20, "ten are due, and of one key as many are behind")
+	}
+	list := strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ",")
+	one := ""
+	if len(ids) > 0 {
+		one = fmt.Sprint(ids[0])
+	}
+	args = strings.NewReplacer("{claimed}", "'{"+list+"}'", "{one}", one).Replace(args)
+	require.NoError(f, tx.QueryRow(ctx, `EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE "`+name+`"(`+args+`)`, pgx.QueryExecModeSimpleProtocol).Scan(&plan))
+	var explained []struct {
+		Plan struct {
+			Hit  int `json:"Shared Hit Blocks"`
+			Read int `json:"Shared Read Blocks"`
+		}
+	}
+	require.NoError(f, json.Unmarshal([]byte(plan), &explained))
+	return explained[0].Plan.Hit + explained[0].Plan.Read, plan
+}
