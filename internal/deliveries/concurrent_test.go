@@ -348,3 +348,27 @@ func (w *crowdWorker) operate(ctx context.Context) error {
 			function == "resolve")
 	})
 }
+
+// Statements work in all modes of pgx, with a pooler between, and where transactions are of another isolation level
+// unless they say so.
+func TestDeliveriesInAllModes(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []pgx.QueryExecMode{
+		pgx.QueryExecModeCacheStatement, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec, pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
+	} {
+		t.Run(mode.String(), func(t *testing.T) {
+			t.Parallel()
+			f := newTable(t)
+			f.exec(`CREATE TABLE {schema}.effects (delivery_id bigint NOT NULL)`)
+			s := deliveries.NewStore(testenv.PoolIn(t, mode), f.schema, group, "a", 50*time.Millisecond)
+			f.day(s)
+			claimed := f.insert(s, deliveries.Processing, f.record("l", "l"), "l", "l")
+			require.NoError(t, (&crowd{tableFixture: f}).handle(t.Context(), testenv.PoolIn(t, mode), s, claimed, 0, false))
+			claimed = f.insert(s, deliveries.Processing, f.record("l", "l"), "l", "l")
+			require.NoError(t, s.Return(t.Context(), claimed))
+			_, repaired, err := s.RepairHeads(t.Context(), -1<<63, 10)
+			require.NoError(t, err)
+			require.Zero(t, repaired)
+		})
+	}
+}

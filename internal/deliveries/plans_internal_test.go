@@ -101,7 +101,7 @@ var statements = []struct {
 	{"finish", "text, text, bigint[]", sqlFinish, `'g', 'w', '{}'`, `'g', 'w', {claimed}`, 600},
 	{"renew", "bigint[], text, interval, text", sqlRenew, `'{}', 'w', '1 min', 'g'`, `{claimed}, 'w', '1 min', 'g'`, 600},
 	{"return", "bigint[], text, text, bool", sqlReturn, `'{}', 'w', 'g', true`, `{claimed}, 'w', 'g', true`, 900},
-	{"fail", "bigint, text, text, text, interval, bool, bool, text", sqlFail, `1, 'w', 'c', 'm', '1 s', false, false, 'g'`, `{one}, 'w', 'c', 'm', '1 s', false, false, 'g'`, 60},
+	{"fail", "bigint, text, text, text, interval, bool, bool, text, int", sqlFail, `1, 'w', 'c', 'm', '1 s', false, false, 'g', 3`, `{one}, 'w', 'c', 'm', '1 s', false, false, 'g', 3`, 60},
 	{"promote", "text, bigint[]", sqlPromote, `'g', '{7}'`, `'g', '{7,8,1000001}'`, 60},
 	{"expire", "text, bigint, interval, bool", sqlExpire, `'g', 10, '0', false`, `'g', 10, '0', false`, 900},
 	{"headless", "bigint, bigint, text", sqlHeadless, `-9223372036854775808, 100, 'g'`, `-9223372036854775808, 100, 'g'`, 700},
