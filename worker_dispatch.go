@@ -344,10 +344,10 @@ func (d *dispatcher) begin(ctx context.Context) error {
 	if err := d.fanOut.begin(ctx, d.cfg.FromStart); err != nil {
 		return err
 	}
-	err := d.fanOut.load(ctx)
+	err := d.fanOut.load(ctx, d.fanOut.db)
 	if errors.Is(err, errOtherCluster) {
 		if err = d.rebase(ctx); err == nil {
-			err = d.fanOut.load(ctx)
+			err = d.fanOut.load(ctx, d.fanOut.db)
 		}
 	}
 	if err != nil {
@@ -371,7 +371,7 @@ func (d *dispatcher) rebase(ctx context.Context) error {
 			d.log.Warn("outbox: the lease for a rebase is not released, it expires", "error", err)
 		}
 	}()
-	if err := d.fanOut.load(ctx); !errors.Is(err, errOtherCluster) { // another process was faster
+	if err := d.fanOut.load(ctx, d.fanOut.db); !errors.Is(err, errOtherCluster) { // another process was faster
 		return err
 	}
 	unsent, err := d.fanOut.cursors.rebase(ctx, l)
