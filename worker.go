@@ -9,10 +9,12 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/guardtx"
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
@@ -295,4 +297,112 @@ func (r *workerRun) haveEnded(patience time.Duration) bool {
 		}
 	}
 	return true
+}
+
+// Actions returns the actions of the handlers that get events of a type, sorted: each of
+// them is a delivery of its own. There is none for a type without a handler.
+func (w *Worker) Actions(eventType string) (actions []string) {
+	if route := w.processor.routes.byName[eventType]; route != nil {
+		for _, v := range route.versions {
+			for _, h := range v.handlers {
+				actions = append(actions, h.action)
+			}
+		}
+	}
+	slices.Sort(actions)
+	return slices.Compact(actions)
+}
+
+// Deliver makes an attempt of an action on the event with this id in outbox, within tx: it is for
+// tests, and sees what tx has recorded and not committed. Handlers with a transaction get a part
+// of tx, which is rolled back if they fail. Nothing is written to event_delivery. Repeated is
+// reported if the action was done before. The error is that of the handler, of its codec, or
+// PostgreSQL's.
+//
+// The module outboxtest makes plays of it, with retries.
+func (w *Worker) Deliver(ctx context.Context, tx pgx.Tx, outboxID int64, action string, attempt int) (repeated bool, err error) {
+	d, err := w.readRecorded(ctx, tx, outboxID)
+	if err != nil {
+		return false, fmt.Errorf("outbox: deliver event %d: %w", outboxID, err)
+	}
+	own := w.processor.forOne(new(handling.Activity))
+	own.store = &storeWithin{w.processor.store.(*handledStore), tx}
+	own.cfg.Hooks.Handled = nil
+	own.cfg.Hooks.Repeated = func(Metadata, string) { repeated = true }
+	it := item{meta: Metadata{
+		ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: attempt,
+		origin: &origin{key: []byte(d.RecordKey()), delivery: deliveryOrigin{stream: d.Stream}},
+	}}
+	m, err := messageOf(&d)
+	if err != nil {
+		return false, err
+	}
+	if own.resolve(ctx, &it, m, action); it.err != nil {
+		return false, it.err
+	}
+	for t := range it.inOrder() {
+		if err := own.processOne(ctx, t); err != nil {
+			return false, err
+		}
+	}
+	return repeated, nil
+}
+
+// RetryWait returns how long a worker waits after an attempt, from 1, on an event of a topic that has
+// failed with err, without the random part of a wait. Again is false if there is no other attempt: the
+// delivery is DEAD.
+func (w *Worker) RetryWait(topic string, attempt int, err error) (wait time.Duration, again bool) {
+	s := w.cfg.of(topic)
+	retries := s.MaxRetries
+	if w.retriesFor != nil {
+		retries = w.retriesFor(err)
+	}
+	if isPermanent(err) || attempt > retries {
+		return 0, false
+	}
+	if d, ok := retryAfter(err); ok {
+		return max(d, 0), true
+	}
+	return s.waitAfter(attempt), true
+}
+
+// sqlDeliverRecorded reads an event as a row of event_delivery would have it.
+const sqlDeliverRecorded = `
+SELECT coalesce(topic, ''), event_id::text, event_type, source, aggregate_type, aggregate_id, coalesce(convert_to(payload::text, 'UTF8'), payload_bytes),
+       content_type, coalesce(partition_key, ''), convert_to(headers::text, 'UTF8'), occurred_at, created_at
+  FROM {schema}.outbox WHERE id = $1`
+
+func (w *Worker) readRecorded(ctx context.Context, tx pgx.Tx, id int64) (d deliveries.Delivery, err error) {
+	err = tx.QueryRow(ctx, pg.InSchema(sqlDeliverRecorded, w.cfg.Schema), id).Scan(&d.Stream, &d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID, &d.Payload,
+		&d.ContentType, &d.PartitionKey, &d.Headers, &d.OccurredAt, &d.RecordedAt)
+	if err == nil {
+		d.Stream, err = eventHead{eventType: d.Type, topic: d.Stream}.destination()
+	}
+	return d, err
+}
+
+// storeWithin notes what is handled in a transaction of the caller.
+type storeWithin struct {
+	*handledStore
+	tx pgx.Tx
+}
+
+// inTx implements transactor, with a savepoint.
+func (s *storeWithin) inTx(ctx context.Context, _ *handling.Activity, keys []handledKey, _ bool, f func(handlerTx, map[handledKey]bool) error) error {
+	part, err := s.tx.Begin(ctx)
+	if err != nil {
+		return &storeError{err}
+	}
+	defer func() { _ = part.Rollback(ctx) }() // nothing, once it is committed; f may end its goroutine
+	fresh, err := s.keysOf(ctx, part, s.mark, keys)
+	if err == nil {
+		err = s.markOthers(ctx, part, keys, fresh)
+	}
+	if err != nil {
+		return &storeError{fmt.Errorf("note what is handled: %w", err)}
+	}
+	if err := f(guardtx.Within(part), fresh); err != nil {
+		return err
+	}
+	return part.Commit(ctx)
 }

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // WorkerConfig tunes a [Worker]. All but Group may be zero.
@@ -135,4 +136,9 @@ func (c *WorkerConfig) of(topic string) StreamConfig {
 	s.RetryWait = cmp.Or(s.RetryWait, c.RetryWait)
 	s.MaxRetryWait = cmp.Or(s.MaxRetryWait, c.MaxRetryWait)
 	return s
+}
+
+// waitAfter returns the wait before the next attempt, without its random part.
+func (s StreamConfig) waitAfter(attempt int) time.Duration {
+	return wait.Exponential(s.RetryWait, max(s.RetryWait, s.MaxRetryWait), attempt-1)
 }

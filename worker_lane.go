@@ -481,8 +481,7 @@ func (l *lane) retryWait(it *laneItem, err error) time.Duration {
 	if d, ok := retryAfter(err); ok {
 		return max(d, 0)
 	}
-	s := l.cfg.of(it.Stream)
-	d := wait.Exponential(s.RetryWait, max(s.RetryWait, s.MaxRetryWait), it.Attempt-1)
+	d := l.cfg.of(it.Stream).waitAfter(it.Attempt)
 	const jitter = 5 // a fifth more or less
 	return d - d/jitter + rand.N(2*d/jitter+1)
 }

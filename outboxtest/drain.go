@@ -50,7 +50,15 @@ func drain(ctx context.Context, db *pgxpool.Pool, kafka []kgo.Opt, cfg outbox.Re
 	if err != nil {
 		return err
 	}
-	if left, err := b.left(ctx, nil); err != nil || len(left) == 0 {
+	return runUntilNone(ctx, "relay", relay.Run, b.left, &warnings)
+}
+
+// remaining returns what is left to do, dead events first; a nil limit is none.
+type remaining = func(ctx context.Context, limit *int) ([]pending, error)
+
+// runUntilNone runs a relay or a worker until nothing is left.
+func runUntilNone(ctx context.Context, who string, begin func(context.Context) error, rest remaining, warnings *logBuffer) error {
+	if left, err := rest(ctx, nil); err != nil || len(left) == 0 {
 		return err
 	}
 	waiting, ended := context.WithCancel(ctx)
@@ -60,18 +68,18 @@ func drain(ctx context.Context, db *pgxpool.Pool, kafka []kgo.Opt, cfg outbox.Re
 	var running sync.WaitGroup
 	running.Go(func() {
 		defer ended()
-		failed = relay.Run(run)
+		failed = begin(run)
 	})
-	left, err := b.await(waiting)
+	left, err := await(waiting, rest)
 	stop()
 	running.Wait()
 	switch {
 	case failed != nil: // what the tables say then is a consequence
-		return fmt.Errorf("relay: %w", failed)
+		return fmt.Errorf("%s: %w", who, failed)
 	case err != nil:
 		return err
 	case len(left) > 0:
-		return fmt.Errorf("not sent:\n%s%s", list(left), warnings.tail())
+		return fmt.Errorf("%s:\n%s%s", map[string]string{"relay": "not sent", "worker": "not handled"}[who], list(left), warnings.tail())
 	}
 	return nil
 }
@@ -93,12 +101,12 @@ func newBacklog(ctx context.Context, db *pgxpool.Pool, cfg outbox.RelayConfig) (
 	return b, nil
 }
 
-// await returns what of the backlog is left when ctx ends or an event is dead:
-// nothing, if all goes well.
-func (b backlog) await(ctx context.Context) ([]pending, error) {
+// await returns what is left when ctx ends or an event is dead: nothing, if all goes
+// well.
+func await(ctx context.Context, rest remaining) ([]pending, error) {
 	one := 1
 	for {
-		first, err := b.left(ctx, &one)
+		first, err := rest(ctx, &one)
 		switch {
 		case ctx.Err() != nil:
 		case err != nil || len(first) == 0:
@@ -108,7 +116,7 @@ func (b backlog) await(ctx context.Context) ([]pending, error) {
 		}
 		all, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 		defer cancel()
-		return b.left(all, nil)
+		return rest(all, nil)
 	}
 }
 
@@ -164,9 +172,13 @@ SELECT * FROM pending ORDER BY status = 'dead' DESC, id LIMIT $3::bigint`
 
 // left returns what is pending, dead events first; a nil limit is none.
 func (b backlog) left(ctx context.Context, limit *int) (left []pending, err error) {
-	rows, err := b.db.Query(ctx, completed(sqlPending, b.schema), b.relay, b.until, limit)
+	return readPending(ctx, b.db, completed(sqlPending, b.schema), b.relay, b.until, limit)
+}
+
+func readPending(ctx context.Context, db DB, sql string, args ...any) (left []pending, err error) {
+	rows, err := db.Query(ctx, sql, args...)
 	if err != nil {
-		return nil, fmt.Errorf("look at what is sent: %w", err)
+		return nil, fmt.Errorf("look at what is done: %w", err)
 	}
 	var p pending
 	_, err = pgx.ForEachRow(rows, []any{&p.id, &p.eventType, &p.aggregateID, &p.status, &p.retries, &p.problem}, func() error {
@@ -174,7 +186,7 @@ func (b backlog) left(ctx context.Context, limit *int) (left []pending, err erro
 		return nil
 	})
 	if err != nil {
-		return nil, fmt.Errorf("look at what is sent: %w", err)
+		return nil, fmt.Errorf("look at what is done: %w", err)
 	}
 	return left, nil
 }
@@ -195,6 +207,9 @@ func (l *logBuffer) Write(line []byte) (int, error) {
 
 // tail returns the last lines, for a failure message.
 func (l *logBuffer) tail() string {
+	if l == nil {
+		return ""
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if len(l.lines) == 0 {

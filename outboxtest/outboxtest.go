@@ -4,6 +4,8 @@
 //     that a transaction recorded, before it commits or after.
 //   - [Deliver] and [DeliverTwice] hand an event to the handlers of a consumer,
 //     without Kafka.
+//   - [Play] hands what a transaction recorded to the handlers of a worker, with all retries and
+//     without waiting for them. [DrainWorker] runs a worker until all is handled.
 //   - [RequireAllRegistered] finds the event types that the registry lacks.
 //   - [Kafka] is a broker inside the test, [Drain] relays what is committed, and
 //     [Records] reads what arrived.

@@ -93,6 +93,10 @@ func Begin(ctx context.Context, conn *pgx.Conn, shared bool, queue func(*pgx.Bat
 	return t, nil
 }
 
+// Within returns a transaction of somebody else, or a part of it. Nothing guards it from a COMMIT in a
+// statement of a function; its end is for whoever has begun it.
+func Within(tx pgx.Tx) *Tx { return &Tx{tx: tx} }
+
 // Call calls a function of the host with the transaction, whose Commit and Rollback fail. It
 // returns the error of the function, or what the function has done to the transaction: that
 // error has the name of the function.

@@ -1,0 +1,191 @@
+package outboxtest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+)
+
+// Outcome is what an [Attempt] has led to.
+type Outcome string
+
+const (
+	// Done means that the handler has done its work.
+	Done Outcome = "done"
+	// Repeated means that the action was done before, so that the handler was not called.
+	Repeated Outcome = "repeated"
+	// Retried means that the handler has failed, and is called again after a wait.
+	Retried Outcome = "retried"
+	// Dead means that the handler has failed, and is not called again until an operator requeues
+	// the event.
+	Dead Outcome = "dead"
+)
+
+// Attempt is an attempt of a handler on an event.
+type Attempt struct {
+	// Action is that of the handler.
+	Action string
+	// Type, EventID and AggregateID are those of the event.
+	Type, EventID, AggregateID string
+	// Number counts the attempts of the action on the event, from 1.
+	Number int
+	// At is when the attempt would have been made, counted from the first one.
+	At time.Duration
+	// Outcome is what it has led to.
+	Outcome Outcome
+	// Err is the error of the handler, nil if there was none.
+	Err error
+	// Wait is how long a worker would wait before the next attempt, without the fifth that is added
+	// or left out at random; zero if there is none.
+	Wait time.Duration
+}
+
+// maxAttempts is after how many attempts a play is endless: a handler records the event that
+// it handles, for example.
+const maxAttempts = 1000
+
+// Play hands the events that tx has recorded, and not committed, to the handlers of a worker, and
+// those that the handlers record in turn, until none is left. It returns all attempts in the order in
+// which they were made. Nothing is waited for: a play of retries that would take an hour takes
+// milliseconds. So a test of handlers needs no more than a transaction that it rolls back:
+//
+//	require.NoError(t, Place(ctx, tx, rec, order))
+//	attempts := outboxtest.Play(ctx, t, tx, worker)
+//
+// Each action gets the events of a key in their order, those behind a failed one after it was done
+// or is dead. Handlers with a transaction get a part of tx, and what they have done in it is
+// rolled back where they fail. A handler that uses a connection of its own does not see what tx has
+// recorded. What the handlers wait for by themselves, takes its time.
+//
+// Tables in another schema than public are those of InSchema(tx, schema), which must be that of the
+// worker. The test fails if db is no transaction, or if there is no end.
+func Play(ctx context.Context, t T, db DB, worker *outbox.Worker) []Attempt {
+	t.Helper()
+	attempts, err := play(ctx, newTable(db), worker)
+	if err != nil {
+		t.Fatalf("outboxtest: %v", err)
+	}
+	return attempts
+}
+
+func play(ctx context.Context, tab table, worker *outbox.Worker) ([]Attempt, error) {
+	tx, ok := tab.db.(pgx.Tx)
+	if !ok {
+		return nil, fmt.Errorf("%T is no transaction", tab.db)
+	}
+	p := &player{tab: tab, tx: tx, worker: worker}
+	for {
+		if err := p.addRecorded(ctx); err != nil {
+			return p.attempts, err
+		}
+		if len(p.queue) == 0 {
+			return p.attempts, nil
+		}
+		if len(p.attempts) == maxAttempts {
+			return p.attempts, fmt.Errorf("there is no end after %d attempts; the last one: %+v", maxAttempts, p.attempts[maxAttempts-1])
+		}
+		if err := p.step(ctx); err != nil {
+			return p.attempts, err
+		}
+	}
+}
+
+// player hands events to handlers.
+type player struct {
+	tab      table
+	tx       pgx.Tx
+	worker   *outbox.Worker
+	last     int64 // outbox.id of the last event that was added
+	now      time.Duration
+	queue    []delivery // in the order of ids
+	attempts []Attempt
+}
+
+// delivery is an event that is owed to a handler.
+type delivery struct {
+	id                                          int64
+	eventType, eventID, aggregateID, topic, key string
+	action                                      string
+	attempt                                     int
+	due                                         time.Duration
+}
+
+// sqlUncommitted reads what this transaction has recorded behind $1.
+const sqlUncommitted = `
+SELECT id, event_type, event_id::text, aggregate_id, coalesce(topic, split_part(event_type, '.', 2) || '-events'), coalesce(partition_key, aggregate_id)
+  FROM {schema}.outbox WHERE xid = pg_current_xact_id_if_assigned() AND id > $1 ORDER BY id`
+
+// addRecorded adds the events that were recorded since the last time.
+func (p *player) addRecorded(ctx context.Context) error {
+	rows, err := p.tab.query(ctx, sqlUncommitted, p.last)
+	if err != nil {
+		return fmt.Errorf("read outbox: %w", err)
+	}
+	var d delivery
+	_, err = pgx.ForEachRow(rows, []any{&d.id, &d.eventType, &d.eventID, &d.aggregateID, &d.topic, &d.key}, func() error {
+		p.last = d.id
+		if !slices.Contains(p.worker.Topics(), d.topic) {
+			return nil
+		}
+		for _, d.action = range p.worker.Actions(d.eventType) {
+			d.attempt, d.due = 1, p.now
+			p.queue = append(p.queue, d)
+		}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("read outbox: %w", err)
+	}
+	return nil
+}
+
+// next returns the index of the delivery that is due first, of those that are the first of their
+// key and action.
+func (p *player) next() int {
+	type line struct{ topic, key, action string }
+	seen, first := map[line]bool{}, -1
+	for i, d := range p.queue {
+		of := line{d.topic, d.key, d.action}
+		if !seen[of] && (first < 0 || d.due < p.queue[first].due) {
+			first = i
+		}
+		seen[of] = true
+	}
+	return first
+}
+
+// step makes the next attempt.
+func (p *player) step(ctx context.Context) error {
+	i := p.next()
+	d := &p.queue[i]
+	p.now = max(p.now, d.due)
+	repeated, err := p.worker.Deliver(ctx, p.tx, d.id, d.action, d.attempt)
+	if ctx.Err() != nil {
+		return errors.Join(err, context.Cause(ctx))
+	}
+	if p.tx.Conn().PgConn().TxStatus() != 'T' {
+		return fmt.Errorf("the handler of %s has ended the transaction of the test, or left it aborted: %w", d.action, err)
+	}
+	a := Attempt{Action: d.action, Type: d.eventType, EventID: d.eventID, AggregateID: d.aggregateID, Number: d.attempt, At: p.now, Outcome: Done, Err: err}
+	switch {
+	case err != nil:
+		a.Outcome = Dead
+		if wait, again := p.worker.RetryWait(d.topic, d.attempt, err); again {
+			a.Outcome, a.Wait = Retried, wait
+		}
+	case repeated:
+		a.Outcome = Repeated
+	}
+	p.attempts = append(p.attempts, a)
+	if a.Outcome == Retried {
+		d.attempt, d.due = d.attempt+1, p.now+a.Wait
+	} else {
+		p.queue = slices.Delete(p.queue, i, i+1)
+	}
+	return nil
+}

@@ -1,0 +1,173 @@
+package outboxtest_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxtest"
+	"github.com/stretchr/testify/require"
+)
+
+var errBusy = errors.New("busy")
+
+// worker returns a worker of handlers.
+func (h *schemaFixture) worker(t testing.TB, cfg outbox.WorkerConfig, handlers ...outbox.Handler) *outbox.Worker {
+	t.Helper()
+	cfg.Schema, cfg.Group, cfg.FromStart, cfg.PollInterval = h.schema, "shop", true, 20*time.Millisecond
+	w, err := outbox.NewWorker(h.db, h.events, cfg, handlers...)
+	require.NoError(t, err)
+	return w
+}
+
+// short is an attempt without what differs from run to run.
+type short struct {
+	Action, ID string
+	Number     int
+	At, Wait   time.Duration
+	Outcome    outboxtest.Outcome
+}
+
+func shortened(attempts []outboxtest.Attempt) (all []short) {
+	for _, a := range attempts {
+		all = append(all, short{a.Action, a.AggregateID, a.Number, a.At, a.Wait, a.Outcome})
+	}
+	return all
+}
+
+// A state machine with an hour of retries is played in a moment, in a transaction that nobody
+// else sees.
+func TestPlay(t *testing.T) {
+	t.Parallel()
+	h := newSchemaFixture(t)
+	h.exec(t, `CREATE TABLE {s}.parcel (id text PRIMARY KEY)`)
+	cfg := outbox.WorkerConfig{}
+	cfg.MaxRetries, cfg.RetryWait, cfg.MaxRetryWait = 3, 10*time.Minute, 30*time.Minute
+	w := h.worker(t, cfg,
+		outbox.Handle("PACK", func(ctx context.Context, tx pgx.Tx, e orderPlaced, m outbox.Metadata) error {
+			if _, err := tx.Exec(ctx, "INSERT INTO "+h.table("parcel")+" VALUES ($1)", e.ID); err != nil {
+				return err
+			}
+			if e.ID == "a" && m.Attempt < 3 {
+				return errBusy // the parcel goes, too
+			}
+			return h.rec.Record(ctx, tx, productLiked{Product: e.ID, at: noon})
+		}),
+		outbox.HandleNoTx("NOTIFY", func(_ context.Context, e productLiked, m outbox.Metadata) error {
+			switch {
+			case e.Product == "b":
+				return outbox.Permanent(errBusy)
+			case m.Attempt == 1:
+				return outbox.RetryAfter(errBusy, time.Second)
+			}
+			require.Equal(t, []string{"product-events", e.Product}, []string{m.Topic(), m.Key()})
+			return nil
+		}))
+	tx := h.begin(t)
+	h.record(t, tx, orderPlaced{ID: "a", At: noon}, orderPlaced{ID: "b", At: noon})
+	began := time.Now()
+	attempts := outboxtest.Play(background, t, h.in(tx), w)
+	require.Less(t, time.Since(began), time.Minute)
+	const minute = time.Minute
+	require.Equal(t, []short{
+		{"PACK", "a", 1, 0, 10 * minute, outboxtest.Retried},
+		{"PACK", "b", 1, 0, 0, outboxtest.Done},
+		{"NOTIFY", "b", 1, 0, 0, outboxtest.Dead},
+		{"PACK", "a", 2, 10 * minute, 20 * minute, outboxtest.Retried},
+		{"PACK", "a", 3, 30 * minute, 0, outboxtest.Done},
+		{"NOTIFY", "a", 1, 30 * minute, time.Second, outboxtest.Retried},
+		{"NOTIFY", "a", 2, 30*minute + time.Second, 0, outboxtest.Done},
+	}, shortened(attempts))
+	require.ErrorIs(t, attempts[0].Err, errBusy)
+	require.NoError(t, attempts[1].Err)
+	var parcels int
+	require.NoError(t, tx.QueryRow(background, "SELECT count(*) FROM "+h.table("parcel")).Scan(&parcels))
+	require.Equal(t, 2, parcels)
+
+	// Once more, nothing is done twice.
+	again := outboxtest.Play(background, t, h.in(tx), w)
+	require.Equal(t, []outboxtest.Outcome{outboxtest.Repeated, outboxtest.Repeated}, []outboxtest.Outcome{again[0].Outcome, again[1].Outcome})
+	require.NoError(t, tx.Rollback(background))
+	for _, table := range []string{"outbox", "event_handled"} {
+		var rows int
+		require.NoError(t, h.db.QueryRow(background, "SELECT count(*) FROM "+h.table(table)).Scan(&rows))
+		require.Zero(t, rows, table)
+	}
+}
+
+// The events of a key wait behind one that is tried again, those of others do not, and what has
+// used up its attempts lets them go on.
+func TestPlayKeepsOrder(t *testing.T) {
+	t.Parallel()
+	h := newSchemaFixture(t)
+	cfg := outbox.WorkerConfig{Streams: map[string]outbox.StreamConfig{"order-events": {MaxRetries: 1, RetryWait: time.Hour}}}
+	w := h.worker(t, cfg, outbox.Handle("COUNT", func(_ context.Context, _ pgx.Tx, e orderPlaced, _ outbox.Metadata) error {
+		if e.Cents == 1 {
+			return errBusy
+		}
+		return nil
+	}))
+	tx := h.begin(t)
+	h.record(t, tx, orderPlaced{ID: "a", Cents: 1, At: noon}, orderPlaced{ID: "a", Cents: 2, At: noon}, orderPlaced{ID: "b", Cents: 2, At: noon}, productLiked{"not for it", noon})
+	require.Equal(t, []short{
+		{"COUNT", "a", 1, 0, time.Hour, outboxtest.Retried},
+		{"COUNT", "b", 1, 0, 0, outboxtest.Done},
+		{"COUNT", "a", 2, time.Hour, 0, outboxtest.Dead},
+		{"COUNT", "a", 1, time.Hour, 0, outboxtest.Done},
+	}, shortened(outboxtest.Play(background, t, h.in(tx), w)))
+}
+
+// What is no transaction, and what has no end, fail the test.
+func TestPlayFails(t *testing.T) {
+	t.Parallel()
+	h := newSchemaFixture(t)
+	w := h.worker(t, outbox.WorkerConfig{}, outbox.Handle("LOOP", func(ctx context.Context, tx pgx.Tx, e orderPlaced, _ outbox.Metadata) error {
+		_, err := tx.Exec(ctx, "COMMIT")
+		return err
+	}))
+	require.Contains(t, failure(t, func(ft *fakeT) { outboxtest.Play(background, ft, h.db, w) }), "is no transaction")
+	tx := h.begin(t)
+	h.record(t, tx, orderPlaced{ID: "a", At: noon})
+	require.Contains(t, failure(t, func(ft *fakeT) { outboxtest.Play(background, ft, h.in(tx), w) }), "has ended the transaction")
+
+	tx = h.begin(t)
+	h.record(t, tx, productLiked{"a", noon})
+	endless := h.worker(t, outbox.WorkerConfig{}, outbox.Handle("LOOP", func(ctx context.Context, tx pgx.Tx, e productLiked, _ outbox.Metadata) error {
+		return h.rec.Record(ctx, tx, productLiked{"a", noon})
+	}))
+	require.Contains(t, failure(t, func(ft *fakeT) { outboxtest.Play(background, ft, h.in(tx), endless) }), "no end after 1000 attempts")
+}
+
+// DrainWorker returns when all is handled, also what handlers have recorded.
+func TestDrainWorker(t *testing.T) {
+	t.Parallel()
+	h := newSchemaFixture(t)
+	cfg := outbox.WorkerConfig{}
+	cfg.RetryWait, cfg.MaxRetries = 10*time.Millisecond, 2
+	liked := make(chan string, 10)
+	w := h.worker(t, cfg,
+		outbox.Handle("PACK", func(ctx context.Context, tx pgx.Tx, e orderPlaced, m outbox.Metadata) error {
+			if m.Attempt < 3 {
+				return errBusy
+			}
+			return h.rec.Record(ctx, tx, productLiked{Product: e.ID, at: noon})
+		}),
+		outbox.HandleNoTx("NOTIFY", func(_ context.Context, e productLiked, _ outbox.Metadata) error {
+			if e.Product == "bad" {
+				return outbox.Permanent(errBusy)
+			}
+			liked <- e.Product
+			return nil
+		}))
+	tables := h.in(h.db)
+	h.commit(t, orderPlaced{ID: "a", At: noon}, orderPlaced{ID: "b", At: noon})
+	outboxtest.DrainWorker(background, t, tables, w)
+	require.Len(t, liked, 2)
+	outboxtest.DrainWorker(background, t, tables, w)
+
+	h.commit(t, orderPlaced{ID: "bad", At: noon})
+	require.Regexp(t, `not handled:\n  \d+ \S+ of bad: dead, NOTIFY: permanent: busy`, failure(t, func(ft *fakeT) { outboxtest.DrainWorker(background, ft, tables, w) }))
+}
