@@ -8,6 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox/examples/trading/simulator"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sync/errgroup"
 )
@@ -54,7 +55,7 @@ func TestExecutor(t *testing.T) {
 			require.Equal(t, tt.first, f.states(t))
 
 			// The worker delivers it again until there is no error, or a permanent one.
-			for began := time.Now(); err != nil && !errors.Is(err, errRejected) && time.Since(began) < 20*time.Second; {
+			for began := time.Now(); err != nil && !errors.Is(err, errRejected) && time.Since(began) < testenv.Patience; {
 				time.Sleep(20 * time.Millisecond)
 				err = f.deliver(t, orderExecutor, command)
 			}
@@ -123,7 +124,7 @@ func TestKilledWhileSending(t *testing.T) {
 	require.NoError(t, err)
 	_, err = f.db.Exec(t.Context(), sqlSend, a.Identifier, before[Sent], Sent, time.Now())
 	require.NoError(t, err)
-	require.Eventually(t, func() bool { return f.deliver(t, orderExecutor, command) == nil }, 20*time.Second, 20*time.Millisecond)
+	require.Eventually(t, func() bool { return f.deliver(t, orderExecutor, command) == nil }, testenv.Patience, 20*time.Millisecond)
 	require.Equal(t, "NOT_PLACED", f.states(t))
 	asked, _ := f.outside.Asked()
 	require.Zero(t, asked)
@@ -137,7 +138,7 @@ func TestAnswerAfterReconciliation(t *testing.T) {
 	intent := recorded[CreateOrderAttempt](t, f)[0].OrderIntent
 	x := executor{f.db, f.bus, exchange{f.exchange, newHTTP(exchangeTimeout)}, f.wake}
 	require.ErrorIs(t, f.deliver(t, orderExecutor, command), errUnknown)
-	require.Eventually(t, func() bool { return f.deliver(t, orderExecutor, command) == nil }, 20*time.Second, 20*time.Millisecond)
+	require.Eventually(t, func() bool { return f.deliver(t, orderExecutor, command) == nil }, testenv.Patience, 20*time.Millisecond)
 	a, err := x.prepare(t.Context(), intent)
 	require.NoError(t, err)
 	for _, late := range []Answer{{State: Acked, OrderID: "order-1"}, {State: Unknown}} {

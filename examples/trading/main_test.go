@@ -123,14 +123,14 @@ func TestTradingWithoutKills(t *testing.T) {
 // An attempt that says ACKED, and of which the exchange knows nothing, is found.
 func TestTradingFindsAWrongAttempt(t *testing.T) {
 	t.Parallel()
-	p := startTrading(t, "-orders=50", "-kills=0", "-backtests=0", "-patience=5s")
+	p := startTrading(t, "-orders=50", "-processes=1", "-kills=0", "-backtests=0", "-patience=5s")
 	db := testenv.Pool(t, nil)
 	in := func(table string) string { return pgx.Identifier{p.schema, table}.Sanitize() }
 	require.Eventually(t, func() bool { // the program makes its tables meanwhile
 		changed, err := db.Exec(context.Background(), `INSERT INTO `+in("order_attempt")+` (order_intent_id, attempt_no, identifier, state)
 			SELECT id, 99, 'nowhere', 'ACKED' FROM `+in("order_intent")+` LIMIT 1`)
 		return err == nil && changed.RowsAffected() == 1
-	}, 30*time.Second, 5*time.Millisecond)
+	}, testenv.Patience, 5*time.Millisecond)
 	require.Equal(t, exitWrong, p.wait(t))
 	require.Regexp(t, `(?m)orders at the exchange .* wrong$`, p.stdout.String())
 	require.Contains(t, p.stdout.String(), "The numbers do not add up.")
@@ -142,15 +142,14 @@ func TestTradingInterrupted(t *testing.T) {
 	t.Parallel()
 	for _, signal := range ending.Signals {
 		t.Run(signal.String(), func(t *testing.T) {
-			t.Parallel()
-			p := startTrading(t, "-orders=1000000", "-kills=1", "-backtests=1", "-backtest=1s", "-patience=60s")
+			p := startTrading(t, "-orders=1000000", "-processes=1", "-kills=1", "-backtests=1", "-backtest=1s", "-patience=60s")
 			db := testenv.Pool(t, nil)
 			attempts := pgx.Identifier{p.schema, "order_attempt"}.Sanitize()
 			require.Eventually(t, func() bool {
 				n := 0
 				err := db.QueryRow(context.Background(), `SELECT count(*) FROM `+attempts).Scan(&n)
-				return err == nil && n > 20
-			}, 30*time.Second, 10*time.Millisecond)
+				return err == nil && n > 10
+			}, testenv.Patience, 10*time.Millisecond)
 			require.NoError(t, p.cmd.Process.Signal(signal))
 			require.Zero(t, p.wait(t))
 			p.requireNoSchema(t)
