@@ -30,6 +30,8 @@ const (
 	orderValid    = 1500 * time.Millisecond // for which the exchange may take an order; a signal that is older is worth nothing
 	reconcileWait = 200 * time.Millisecond  // between two questions for an order
 	noteTimeout   = 5 * time.Second         // for writing down an answer
+
+	commandRetries = 10
 )
 
 var (
@@ -44,7 +46,7 @@ func retries(err error) int {
 	if errors.Is(err, errThrottled) || errors.Is(err, errUnknown) {
 		return math.MaxInt
 	}
-	return 10
+	return commandRetries
 }
 
 // createOrderAttempt places an order, or finds out what became of it. The command stays open
