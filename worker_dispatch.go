@@ -188,11 +188,11 @@ func (d *dispatcher) look(ctx context.Context) (more bool, err error) {
 	}
 	d.due, d.expired = false, false
 	d.mu.Unlock()
-	full := false
+	full, suspects := false, false
 	for _, k := range d.kinds {
 		room := k.room()
 		if room == 0 {
-			full = full || due
+			full, suspects = full || due, suspects || expired
 			continue
 		}
 		if due {
@@ -202,17 +202,18 @@ func (d *dispatcher) look(ctx context.Context) (more bool, err error) {
 			}
 			more = more || got
 		}
-		if expired && !d.hands.hasSuspect() {
-			if err := d.claimSuspect(ctx, k); err != nil {
+		if expired {
+			got, err := d.claimSuspect(ctx, k)
+			if err != nil {
 				return false, err
 			}
+			suspects = suspects || got
 		}
 	}
-	if full || more {
-		d.mu.Lock()
-		d.due = true
-		d.mu.Unlock()
-	}
+	d.mu.Lock()
+	d.due = d.due || full || more
+	d.expired = d.expired || suspects // there may be more, once this one is handled
+	d.mu.Unlock()
 	got, err := d.takeNew(ctx)
 	return more || got, err
 }
@@ -232,19 +233,23 @@ func (d *dispatcher) claim(ctx context.Context, k *laneKind, room int) (more boo
 	return len(rows) >= limit && k.room() > 0, nil
 }
 
-// claimSuspect claims a single row that may have ended the process which had it.
-func (d *dispatcher) claimSuspect(ctx context.Context, k *laneKind) error {
+// claimSuspect claims a single row that may have ended the process which had it, unless one is
+// here already. It reports whether there may be more, for when it is handled.
+func (d *dispatcher) claimSuspect(ctx context.Context, k *laneKind) (more bool, err error) {
+	if d.hands.hasSuspect() {
+		return true, nil
+	}
 	pairs := d.unpaused(k)
 	if len(pairs) == 0 {
-		return nil
+		return false, nil
 	}
 	began := time.Now()
 	rows, err := d.store.Claim(ctx, pairs, 1, 0, true)
-	if err != nil || len(rows) == 0 {
-		return err
+	if err != nil {
+		return false, err
 	}
 	d.deal(k, rows, began)
-	return nil
+	return len(rows) > 0, nil
 }
 
 // unpaused returns what is claimed for a kind of lanes, beginning with another pair each time.

@@ -105,12 +105,13 @@ func (h *hands) renewedAt(ids []int64, at time.Time, lease time.Duration) (lost 
 	return lost
 }
 
-// hasSuspect reports whether a delivery is here that may end the process.
+// hasSuspect reports whether a delivery is here that may end the process. One that is lost counts no
+// more: its handler may hang for ever.
 func (h *hands) hasSuspect() bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, one := range h.rows {
-		if one.suspect {
+		if one.suspect && one.ctx.Err() == nil {
 			return true
 		}
 	}

@@ -358,7 +358,7 @@ func (l *lane) handleOne(it *laneItem, before *taskError) {
 // try runs a task until it is done or has failed: conflicts and outages of PostgreSQL do not count.
 func (l *lane) try(p *processor, it *laneItem, t task) error {
 	for conflicts := 0; ; {
-		if t.kind != noTx && !l.takeSlot() || !l.mayGoOn() {
+		if !l.mayGoOn() || t.kind != noTx && !l.takeSlot() {
 			return errStopped
 		}
 		began := time.Now()
