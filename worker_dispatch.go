@@ -134,9 +134,10 @@ func (d *dispatcher) run(stopping context.Context) error {
 	for stopping.Err() == nil {
 		began := time.Now()
 		more, err := d.look(stopping)
+		if stopping.Err() != nil {
+			break
+		}
 		switch {
-		case stopping.Err() != nil:
-			return nil
 		case pg.IsUndefined(err):
 			return notMigrated(d.cfg.Schema, err)
 		case errors.Is(err, ErrSequenceBehind):

@@ -497,7 +497,7 @@ func (f *fanOut) inRound(ctx context.Context, tx *fanOutTx, move func(*pgx.Batch
 func readHeads(rows pgx.Rows, head ...any) (heads []eventHead, err error) {
 	var id pgtype.Int8
 	var eventType, topic, key, aggregate pgtype.Text
-	columns := append(head, &id, &eventType, &topic, &key, &aggregate)
+	columns := slices.Concat(head, []any{&id, &eventType, &topic, &key, &aggregate})
 	_, err = pgx.ForEachRow(rows, columns, func() error {
 		if id.Valid {
 			heads = append(heads, eventHead{id.Int64, eventType.String, topic.String, key.String, aggregate.String})

@@ -439,7 +439,7 @@ func (l *lane) fail(it *laneItem, class string, cause error, dead bool) {
 		}
 	}
 	var promoted int64
-	err := l.write("a failed delivery", func(ctx context.Context) (err error) {
+	err := l.write(func(ctx context.Context) (err error) {
 		promoted, err = l.store.Fail(ctx, f, rest)
 		return err
 	})
@@ -496,7 +496,7 @@ func (l *lane) flush() {
 		ids[i] = d.ID
 	}
 	var promoted int64
-	err := l.write("what is handled", func(ctx context.Context) (err error) {
+	err := l.write(func(ctx context.Context) (err error) {
 		promoted, err = l.store.Finish(ctx, ids)
 		return err
 	})
@@ -528,7 +528,7 @@ func (l *lane) giveBack() {
 	if len(rest) == 0 {
 		return
 	}
-	if err := l.write("what is given back", func(ctx context.Context) error { return l.store.Return(ctx, rest) }); err != nil && l.cut.Err() == nil {
+	if err := l.write(func(ctx context.Context) error { return l.store.Return(ctx, rest) }); err != nil && l.cut.Err() == nil {
 		l.log.Warn("outbox: deliveries are not given back, others wait until their lease expires", "deliveries", len(rest), "error", err)
 	}
 	for _, d := range rest {
@@ -539,7 +539,7 @@ func (l *lane) giveBack() {
 
 // write runs a statement until it works. It gives up if that is lost which it is about, or with
 // the stop of the worker.
-func (l *lane) write(what string, statement func(context.Context) error) error {
+func (l *lane) write(statement func(context.Context) error) error {
 	for {
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(l.held), writeTimeout)

@@ -41,10 +41,10 @@ func TestWorkerCleans(t *testing.T) {
 	f := newWorkerFixture(t)
 	cfg := tidyWorker()
 	f.start(cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
-		switch {
-		case s.Account == "dead":
+		switch s.Account {
+		case "dead":
 			return outbox.Permanent(errTest)
-		case s.Account == "retried":
+		case "retried":
 			return outbox.RetryAfter(errTest, time.Hour)
 		}
 		return nil

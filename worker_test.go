@@ -30,8 +30,6 @@ type step struct {
 func (s step) account() string       { return s.Account }
 func (s step) OccurredAt() time.Time { return time.Now() }
 
-const stepTopic = "account-events"
-
 // workerFixture is a schema with outbox and a table of effects, in which steps are recorded.
 type workerFixture struct {
 	t      *testing.T
@@ -40,9 +38,8 @@ type workerFixture struct {
 	events *outbox.Registry
 	rec    *outbox.Recorder
 
-	mu    sync.Mutex
-	wake  []func()
-	calls []string
+	mu   sync.Mutex
+	wake []func()
 }
 
 func newWorkerFixture(t *testing.T) *workerFixture {
