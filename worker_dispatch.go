@@ -134,18 +134,17 @@ func (d *dispatcher) run(stopping context.Context) error {
 	for stopping.Err() == nil {
 		began := time.Now()
 		more, err := d.look(stopping)
-		if stopping.Err() != nil {
-			break
-		}
 		switch {
 		case pg.IsUndefined(err):
 			return notMigrated(d.cfg.Schema, err)
 		case errors.Is(err, ErrSequenceBehind):
 			return err
 		case err != nil:
-			d.outages.Report(outagePostgres, began, err)
-			wait.Sleep(stopping, d.outages.Backoff(outagePostgres))
-			d.signalDue()
+			if stopping.Err() == nil {
+				d.outages.Report(outagePostgres, began, err)
+				wait.Sleep(stopping, d.outages.Backoff(outagePostgres))
+				d.signalDue()
+			}
 			continue
 		}
 		if d.outages.Failing() {
