@@ -46,6 +46,9 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	require.Less(t, whole, most)
 }
 
+// shortLease is over soon, and not looked for more often.
+const shortLease = 50 * time.Millisecond
+
 // alone returns a store with a connection of its own. What that has read is counted once it has ended.
 func (f *tableFixture) alone(worker string) (s *deliveries.Store, end func()) {
 	cfg := f.db.Config().Copy()
@@ -53,7 +56,7 @@ func (f *tableFixture) alone(worker string) (s *deliveries.Store, end func()) {
 	db, err := pgxpool.NewWithConfig(context.Background(), cfg)
 	require.NoError(f.t, err)
 	f.t.Cleanup(db.Close)
-	return deliveries.NewStore(db, f.schema, group, worker, 50*time.Millisecond), db.Close
+	return deliveries.NewStore(db, f.schema, group, worker, shortLease), db.Close
 }
 
 // day does what happens to deliveries, once.
@@ -78,7 +81,7 @@ func (f *tableFixture) day(s *deliveries.Store) {
 		expired, err := s.Expire(ctx, 10, false)
 		require.NoError(f.t, err)
 		return len(expired) == 1
-	}, testenv.Patience, 5*time.Millisecond)
+	}, testenv.Patience, 2*shortLease)
 	claimed, err = s.Claim(ctx, pairs, 10, 10, true)
 	require.NoError(f.t, err)
 	require.Len(f.t, claimed, 1, "suspect")

@@ -71,23 +71,28 @@ type New struct {
 // open is the condition that a row d of event_delivery is one that others of its key wait for.
 const open = `(d.status IN ('PENDING', 'PARKED', 'PROCESSING') OR d.held)`
 
+// sqlInsert looks once at each key, before it inserts a row: the index of open rows also has those that
+// it inserts itself, and those that have ended and are still to be removed. The latest row of a key
+// is the most likely to be open.
 const sqlInsert = `
-WITH inserted AS (
+WITH busy AS MATERIALIZED (
+    SELECT k.key FROM (SELECT DISTINCT key FROM unnest($7::bigint[]) AS key) AS k
+     CROSS JOIN LATERAL (
+           SELECT FROM {schema}.event_delivery AS d WHERE d.order_key = k.key AND ` + open + ` AND d.consumer_group = $1::text
+            ORDER BY d.order_key DESC, (d.status = 'PARKED') DESC, d.id DESC LIMIT 1) AS latest
+), inserted AS (
     INSERT INTO {schema}.event_delivery (consumer_group, action, stream, position, order_key, status, attempt_count, max_attempts,
            next_retry_at, last_attempt_at, locked_by, locked_until, created_at, updated_at, processed_at, last_error_code, last_error_message,
            event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type, partition_key, headers, occurred_at, recorded_at)
-    SELECT $1::text, n.action, n.stream, n.id, n.key, s.status, CASE s.status WHEN 'PROCESSING' THEN 1 ELSE 0 END, n.most,
-           t.at, CASE s.status WHEN 'PROCESSING' THEN t.at END, CASE s.status WHEN 'PROCESSING' THEN $2::text END,
-           CASE s.status WHEN 'PROCESSING' THEN t.at + $3::interval END, t.at, t.at, CASE s.status WHEN 'DEAD' THEN t.at END,
-           CASE s.status WHEN 'DEAD' THEN 'unknown_type' END, CASE s.status WHEN 'DEAD' THEN 'no handler of the group takes this event type' END,
+    SELECT $1::text, n.action, n.stream, n.id, n.key, n.status, CASE n.status WHEN 'PROCESSING' THEN 1 ELSE 0 END, n.most,
+           t.at, CASE n.status WHEN 'PROCESSING' THEN t.at END, CASE n.status WHEN 'PROCESSING' THEN $2::text END,
+           CASE n.status WHEN 'PROCESSING' THEN t.at + $3::interval END, t.at, t.at, CASE n.status WHEN 'DEAD' THEN t.at END,
+           CASE n.status WHEN 'DEAD' THEN 'unknown_type' END, CASE n.status WHEN 'DEAD' THEN 'no handler of the group takes this event type' END,
            o.event_id, o.event_type, o.source, o.aggregate_type, o.aggregate_id, o.payload, o.payload_bytes, o.content_type, o.partition_key,
            o.headers, o.occurred_at, o.created_at
-      FROM unnest($4::bigint[], $5::text[], $6::text[], $7::bigint[], $8::text[], $9::int[]) AS n (id, action, stream, key, status, most)
+      FROM (SELECT p.*, CASE WHEN p.planned <> 'DEAD' AND p.key IN (SELECT key FROM busy) THEN 'PARKED' ELSE p.planned END AS status
+              FROM unnest($4::bigint[], $5::text[], $6::text[], $7::bigint[], $8::text[], $9::int[]) AS p (id, action, stream, key, planned, most) OFFSET 0) AS n
      CROSS JOIN (SELECT clock_timestamp() AS at OFFSET 0) AS t
-     CROSS JOIN LATERAL (
-           SELECT CASE WHEN n.status <> 'DEAD' AND n.key IS NOT NULL AND EXISTS (
-                            SELECT FROM {schema}.event_delivery AS d WHERE d.order_key = n.key AND ` + open + ` AND d.consumer_group = $1::text)
-                       THEN 'PARKED' ELSE n.status END AS status OFFSET 0) AS s
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id = n.id OFFSET 0) AS o
  RETURNING *
 )
