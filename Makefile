@@ -84,6 +84,16 @@ faults-consumer: needs-faults ## Kill KILLS=50 consumers, stop and freeze others
 		-faults.joindelay=$(or $(JOINDELAY),3s) $(if $(BALANCER),-faults.balancer=$(BALANCER)) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
 		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = result substr($$0, RSTART) "\n"} END {printf "%s", result}')
 
+.PHONY: faults-worker
+faults-worker: needs-short ## Kill KILLS=50 processes with workers, stop and freeze others, and crash PostgreSQL, while they handle EVENTS=100000 (SEED=… repeats a plan)
+	@cd faults && go test -count=1 -race -timeout 0 -run '^TestKilledWorkers$$' . -v -faults.kills=$(or $(KILLS),50) -faults.events=$(or $(EVENTS),100000) \
+		$(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
+		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = substr($$0, RSTART)} END {if (result) print result}')
+
+.PHONY: faults-pair
+faults-pair: needs-short $(SERVICES) ## Measure RUNS=5 times how long a group of workers takes, alone and beside one whose handlers fail for ever
+	@$(SERVICES) run -quiet $(if $(POSTGRES),-postgres $(POSTGRES)) -kafka fake -- bash -ec 'cd faults && go test -count=1 -timeout 0 -run "^TestFailingGroup$$" . -v -faults.pairs=$(or $(RUNS),5) $(ARGS)'
+
 .PHONY: services
 services: needs-$(if $(filter fake,$(KAFKA)),demo,kafka) $(SERVICES) ## Keep PostgreSQL and Kafka running until Ctrl-C, addresses in .services.env (KAFKA=fake: no Java)
 	@$(SERVICES) up $(USE)

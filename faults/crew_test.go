@@ -40,7 +40,7 @@ type crew struct {
 func newCrew(t *testing.T) *crew {
 	t.Helper()
 	if testing.Short() {
-		t.Skip("-short: needs a real Kafka")
+		t.Skip("-short: needs servers of its own")
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	t.Cleanup(stop)
@@ -62,6 +62,7 @@ type worker struct {
 	done   chan struct{} // closed when it has ended
 	err    error         // written before
 	frozen bool
+	mortal bool // it may end itself with SIGKILL
 }
 
 // launch starts a process that TestMain makes what variable says.
@@ -177,7 +178,7 @@ func (w *worker) ended() error {
 	default:
 		return nil
 	}
-	if w.asked.Load() {
+	if w.asked.Load() || w.mortal && w.killedItself() {
 		return nil
 	}
 	return fmt.Errorf("process %d: %v", w.cmd.Process.Pid, w.cmd.ProcessState)

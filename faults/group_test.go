@@ -23,8 +23,8 @@ import (
 )
 
 var (
-	groupKills     = flag.Int("faults.kills", 0, "how many members TestKilledConsumers kills at least; 0 means each kind of incident once, briefly")
-	groupRecords   = flag.Int("faults.events", 5000, "how many events TestKilledConsumers has handled")
+	groupKills     = flag.Int("faults.kills", 0, "how many processes TestKilledConsumers and TestKilledWorkers kill at least; 0 means each kind of incident once, briefly")
+	groupRecords   = flag.Int("faults.events", 5000, "how many events TestKilledConsumers and TestKilledWorkers have handled")
 	groupJoinDelay = flag.Duration("faults.joindelay", 0, "group.initial.rebalance.delay.ms of the Kafka of TestKilledConsumers, whose default is 3s")
 	groupBalancer  = flag.String("faults.balancer", "cooperative", "how its partitions are given out: cooperative, eager or kip848")
 )

@@ -1,0 +1,163 @@
+package faults
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+)
+
+// busVar makes this test's program a process with a worker of a group: it holds a busSpec as
+// JSON.
+const busVar = "OUTBOX_FAULTS_BUS"
+
+// busSpec says how a worker reaches PostgreSQL and what its handlers do.
+type busSpec struct {
+	Postgres string
+	Group    string
+	// Signs is a folder. While it has a file failing, handlers fail the first attempt of some
+	// events; handlers of the group that it names poisoned end their process at some events.
+	Signs string
+	// Ready is a file that is made before the worker runs.
+	Ready string
+}
+
+const (
+	busLease    = 3 * time.Second
+	busPoll     = 250 * time.Millisecond
+	busAttempts = 5
+)
+
+// runBus is the whole life of a process with a worker.
+func runBus(value string) error {
+	var s busSpec
+	if err := json.Unmarshal([]byte(value), &s); err != nil {
+		return fmt.Errorf("read %s: %w", busVar, err)
+	}
+	endWithTest()
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+	defer stop()
+	db, err := pgxpool.New(ctx, s.Postgres)
+	if err != nil {
+		return err
+	}
+	defer db.Close()
+	events, err := busEvents()
+	if err != nil {
+		return err
+	}
+	h := busHandlers{busSpec: s, db: db}
+	worker, err := outbox.NewWorker(db, events, s.config(),
+		outbox.Handle("SALE_COUNTED", func(ctx context.Context, tx pgx.Tx, e itemSold, m outbox.Metadata) error {
+			return h.count(ctx, tx, "SALE_COUNTED", item(e), m)
+		}),
+		outbox.HandleBatch("RETURN_COUNTED", func(ctx context.Context, tx pgx.Tx, events []outbox.Received[itemReturned]) error {
+			for _, e := range events {
+				if err := h.count(ctx, tx, "RETURN_COUNTED", item(e.Event), e.Metadata); err != nil {
+					return err
+				}
+			}
+			return nil
+		}),
+		outbox.HandleNoTx("SALE_SEEN", func(ctx context.Context, e itemSold, m outbox.Metadata) error {
+			return h.see(ctx, "SALE_SEEN", item(e), m)
+		}),
+		outbox.HandleNoTx("RETURN_SEEN", func(ctx context.Context, e itemReturned, m outbox.Metadata) error {
+			return h.see(ctx, "RETURN_SEEN", item(e), m)
+		}),
+	)
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(s.Ready, nil, 0o600); err != nil {
+		return err
+	}
+	return worker.Run(ctx)
+}
+
+// config has short times. Batches are small, so that several of a worker are under way.
+func (s busSpec) config() outbox.WorkerConfig {
+	return outbox.WorkerConfig{
+		HandlerConfig: outbox.HandlerConfig{Group: s.Group, MaxRetries: busAttempts - 1, RetryWait: 20 * time.Millisecond},
+		FromStart:     true, MaxPoll: 20, PollInterval: busPoll, Lease: busLease, MaxRetryWait: 200 * time.Millisecond,
+	}
+}
+
+type busHandlers struct {
+	busSpec
+	db *pgxpool.Pool
+}
+
+// The effects are not idempotent: what is handled twice is there twice. Shelves have items
+// of many keys, so that transactions get into deadlocks.
+const sqlCountItem = `
+WITH effect AS (INSERT INTO effect (consumer_group, action, item, version) VALUES ($1, $2, $3, $4))
+INSERT INTO shelf AS s (consumer_group, shelf, changes, quantity) VALUES ($1, $5, 1, $6)
+    ON CONFLICT (consumer_group, shelf) DO UPDATE SET changes = s.changes + 1, quantity = s.quantity + excluded.quantity`
+
+// count is a handler with a transaction.
+func (h busHandlers) count(ctx context.Context, tx pgx.Tx, action string, e item, m outbox.Metadata) error {
+	if e.Poison && h.sign(signPoisoned+h.Group) {
+		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL) // it cannot fail
+		select {}
+	}
+	if err := e.take(ctx); err != nil {
+		return err
+	}
+	_, err := tx.Exec(ctx, sqlCountItem, h.Group, action, e.Item, e.Version, e.Item%shelves, e.Quantity)
+	return errors.Join(err, h.fail(e, m))
+}
+
+const sqlSeeItem = `
+INSERT INTO seen AS s (consumer_group, action, item, version, calls) VALUES ($1, $2, $3, $4, 1)
+    ON CONFLICT (consumer_group, action, item, version) DO UPDATE SET calls = s.calls + 1`
+
+// see is a handler without a transaction.
+func (h busHandlers) see(ctx context.Context, action string, e item, m outbox.Metadata) error {
+	if err := e.take(ctx); err != nil {
+		return err
+	}
+	if err := h.fail(e, m); err != nil {
+		return err
+	}
+	_, err := h.db.Exec(ctx, sqlSeeItem, h.Group, action, e.Item, e.Version)
+	return err
+}
+
+// take takes as long as the event says.
+func (e item) take(ctx context.Context) error {
+	select {
+	case <-time.After(e.Pause):
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+const (
+	signFailing  = "failing-"  // and the group
+	signPoisoned = "poisoned-" // and the group
+)
+
+func (h busHandlers) sign(name string) bool {
+	_, err := os.Stat(filepath.Join(h.Signs, name))
+	return err == nil
+}
+
+var errFailing = errors.New("failing for a while")
+
+func (h busHandlers) fail(e item, m outbox.Metadata) error {
+	if m.Attempt == 1 && e.Version%3 == 0 && h.sign(signFailing+h.Group) {
+		return errFailing
+	}
+	return nil
+}
