@@ -12,7 +12,7 @@ export ARGS # more arguments for go test, or for an example
 # goroutines go on. Tests start hundreds of them, and fail if a goroutine goes on.
 export GORACE ?= atexit_sleep_ms=0
 
-MODULES  := . outboxtest outboxotel outboxadmin/browser tools examples faults interop bench
+MODULES  := . outboxtest outboxotel outboxadmin/browser tools examples examples/nats faults interop bench
 SERVICES := bin/services
 SHORT    := $(filter -short -short=true -test.short,$(ARGS))
 USE      := $(if $(POSTGRES),-postgres $(POSTGRES)) -kafka $(or $(KAFKA),$(if $(SHORT),fake,real))
