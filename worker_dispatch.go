@@ -42,6 +42,7 @@ type dispatcher struct {
 
 	backlog   atomic.Bool // there were more events than could be taken
 	round     fanOutRound // only run
+	answered  bool        // PostgreSQL has answered in this look; only run
 	lookAgain time.Time   // only run: whether the group still gets its events from Kafka
 	starting  bool        // only run: the group may have no position yet
 
@@ -147,7 +148,7 @@ func (d *dispatcher) run(stopping context.Context) error {
 			}
 			continue
 		}
-		if d.outages.Failing() {
+		if d.answered && d.outages.Failing() {
 			d.outages.Report(outagePostgres, began, nil)
 		}
 		if !more {
@@ -188,6 +189,7 @@ func (d *dispatcher) look(ctx context.Context) (more bool, err error) {
 	}
 	d.due, d.expired = false, false
 	d.mu.Unlock()
+	d.answered = false
 	full, suspects := false, false
 	for _, k := range d.kinds {
 		room := k.room()
@@ -229,6 +231,7 @@ func (d *dispatcher) claim(ctx context.Context, k *laneKind, room int) (more boo
 	if err != nil {
 		return false, err
 	}
+	d.answered = true
 	d.deal(k, rows, began)
 	return len(rows) >= limit && k.room() > 0, nil
 }
@@ -248,6 +251,7 @@ func (d *dispatcher) claimSuspect(ctx context.Context, k *laneKind) (more bool, 
 	if err != nil {
 		return false, err
 	}
+	d.answered = true
 	d.deal(k, rows, began)
 	return len(rows) > 0, nil
 }
@@ -330,6 +334,7 @@ func (d *dispatcher) takeNew(ctx context.Context) (more bool, err error) {
 		}
 		return nil
 	})
+	d.answered = d.answered || err == nil
 	if err == nil && len(d.round.unknown) > 0 {
 		d.reportUnknown(ctx, d.round.unknown)
 	}
