@@ -35,6 +35,8 @@ type processor struct {
 	// complete, if it is not nil, does what belongs to the tasks that went well, repeats among
 	// them: in their transaction, after the handlers and before the commit.
 	complete func(ctx context.Context, tx handlerTx, results []taskResult) error
+	// begin, if it is not nil, runs in the transaction of tasks before their handlers.
+	begin func(ctx context.Context, tx handlerTx, tasks []task) error
 }
 
 // forOne returns the processor of another goroutine, whose activity is noted in work.
@@ -107,6 +109,11 @@ func (p *processor) transact(ctx context.Context, tasks []task, enough func(spen
 		}
 		return p.store.inTx(ctx, p.work, c.keys, severalCalls(tasks), func(tx handlerTx, fresh map[handledKey]bool) error {
 			c.tx, c.fresh = tx, fresh
+			if p.begin != nil {
+				if err := p.begin(ctx, tx, tasks); err != nil {
+					return &completeError{err}
+				}
+			}
 			if err := c.run(ctx); err != nil || p.complete == nil {
 				return err
 			}
@@ -126,6 +133,10 @@ func (p *processor) transact(ctx context.Context, tasks []task, enough func(spen
 // completeError is the error of what was to be done for tasks in their transaction beside the
 // calls of their handlers. It says nothing about these, nor about their events.
 type completeError struct{ err error }
+
+// errUnfinished means that a handler has left its transaction in a state in which it cannot be
+// completed: it has made it read-only, for example.
+var errUnfinished = errors.New("the handler has left its transaction so that what it did cannot be noted")
 
 func (e *completeError) Error() string { return e.err.Error() }
 func (e *completeError) Unwrap() error { return e.err }
@@ -293,6 +304,9 @@ func (p *processor) notifyOne(ctx context.Context, r taskResult) {
 func (p *processor) isOutage(ctx context.Context, err error, kind handlerKind, late bool) bool {
 	var store *storeError
 	var completing *completeError
+	if errors.Is(err, errUnfinished) {
+		return false
+	}
 	if errors.As(err, &store) || errors.As(err, &completing) {
 		return true
 	}

@@ -166,16 +166,16 @@ func (r *workerRun) prepare(ctx context.Context) error {
 	for ctx.Err() == nil {
 		began := time.Now()
 		try, cancel := context.WithTimeout(ctx, checkTimeout)
-		var role string
+		var first poolSession
 		err := errors.Join(r.processor.store.(*handledStore).check(try), r.store.Check(try), r.readPauses(try),
-			r.db.QueryRow(try, `SELECT current_setting('role')`).Scan(&role))
+			r.db.QueryRow(try, sqlSession).Scan(&first.role, &first.user, &first.isolation))
 		cancel()
 		switch {
 		case pg.IsUndefined(err):
 			return notMigrated(r.cfg.Schema, err)
 		case err == nil:
 			r.outages.Report(outagePostgres, began, nil)
-			r.makeLanes(role)
+			r.makeLanes(first)
 			return nil
 		case ctx.Err() == nil:
 			r.outages.Report(outagePostgres, began, err)
@@ -186,14 +186,14 @@ func (r *workerRun) prepare(ctx context.Context) error {
 }
 
 // makeLanes makes the lanes of each kind of handlers that there is.
-func (r *workerRun) makeLanes(role string) {
+func (r *workerRun) makeLanes(first poolSession) {
 	parts := laneParts{
 		cfg: &r.cfg, retriesFor: r.retriesFor, processor: r.processor, store: r.store, slots: r.slots, pauses: r.pauses, outages: r.outages,
-		log: r.processor.log, hands: r.hands, role: role, stopping: r.stopping, cut: r.cut, promoted: r.dispatcher.signalDue, retryAt: r.dispatcher.retryAt,
+		log: r.processor.log, hands: r.hands, session: first, stopping: r.stopping, cut: r.cut, promoted: r.dispatcher.signalDue, retryAt: r.dispatcher.retryAt,
 	}
 	withTx, without := r.pairs()
 	for _, tx := range []bool{true, false} {
-		k := &laneKind{pairs: withTx, most: r.cfg.MaxPoll, load: map[*lane]int{}}
+		k := &laneKind{pairs: withTx, most: r.cfg.MaxPoll, load: map[*lane]int{}, slow: map[*lane]bool{}}
 		if !tx {
 			k.pairs, k.most = without, 1
 		}
@@ -273,7 +273,7 @@ func (r *workerRun) end(end context.CancelFunc) {
 	clock := stopClock{time.Now(), r.cfg.StopTimeout}
 	defer end()
 	for _, l := range r.lanes {
-		close(l.in)
+		l.in.close()
 	}
 	if !r.haveEnded(clock.part(finishBy)) {
 		r.cutOff()

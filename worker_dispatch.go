@@ -65,7 +65,8 @@ type laneKind struct {
 	most  int // deliveries in a batch: fewer where handlers are slow
 
 	mu   sync.Mutex
-	load map[*lane]int // batches that it has
+	load map[*lane]int  // batches that it has
+	slow map[*lane]bool // those that are at a single call for long
 }
 
 // each returns how many batches a lane shall have, the one under way included.
@@ -81,7 +82,9 @@ func (k *laneKind) room() (room int) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	for _, l := range k.lanes {
-		room += max(0, k.each()-k.load[l])
+		if !k.slow[l] {
+			room += max(0, k.each()-k.load[l])
+		}
 	}
 	return room
 }
@@ -98,6 +101,7 @@ func (k *laneKind) freed(l *lane, n int, took time.Duration, most int) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.load[l]--
+	delete(k.slow, l)
 	switch {
 	case took > slowBatch && n > 1:
 		k.most = max(1, min(k.most, n)/2)
@@ -111,10 +115,37 @@ func (k *laneKind) freed(l *lane, n int, took time.Duration, most int) {
 // give gives a batch to the lane that has the fewest.
 func (k *laneKind) give(batch []deliveries.Delivery) {
 	k.mu.Lock()
-	l := slices.MinFunc(k.lanes, func(a, b *lane) int { return cmp.Compare(k.load[a], k.load[b]) })
+	l := slices.MinFunc(k.lanes, func(a, b *lane) int {
+		if k.slow[a] != k.slow[b] {
+			if k.slow[a] {
+				return 1
+			}
+			return -1
+		}
+		return cmp.Compare(k.load[a], k.load[b])
+	})
 	k.load[l]++
+	l.in.add(batch)
 	k.mu.Unlock()
-	l.in <- batch
+}
+
+// takeFromSlow takes what waits for lanes that are at a single call for longer than slowBatch, so that
+// others handle it. These get nothing until the call has returned.
+func (k *laneKind) takeFromSlow() (waiting []deliveries.Delivery) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, l := range k.lanes {
+		call, ok := l.activity.Current()
+		if !ok || time.Since(call.Began) < slowBatch {
+			continue
+		}
+		k.slow[l] = true
+		for _, batch := range l.in.takeAll() {
+			k.load[l]--
+			waiting = append(waiting, batch...)
+		}
+	}
+	return waiting
 }
 
 // batch returns how many deliveries a batch has at most.

@@ -22,6 +22,7 @@ type hold struct {
 	left    int       // deliveries that are here
 	renewed time.Time // when its lease was renewed last
 	suspect bool
+	locked  bool // rows are locked by the transaction under way: nobody takes them
 }
 
 func newHands() *hands { return &hands{rows: map[int64]*hold{}} }
@@ -97,12 +98,29 @@ func (h *hands) renewedAt(ids []int64, at time.Time, lease time.Duration) (lost 
 		}
 	}
 	for _, one := range h.rows {
-		if one.ctx.Err() == nil && time.Since(one.renewed) > lease {
+		if one.ctx.Err() == nil && !one.locked && time.Since(one.renewed) > lease {
 			one.lose()
 			lost++
 		}
 	}
 	return lost
+}
+
+// lock notes that the transaction under way has locked rows of the batch with a context.
+func (h *hands) lock(batch context.Context) { h.setLocked(batch, true) }
+
+// unlock notes that it has ended.
+func (h *hands) unlock(batch context.Context) { h.setLocked(batch, false) }
+
+func (h *hands) setLocked(batch context.Context, locked bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, one := range h.rows {
+		if one.ctx == batch && one.locked != locked {
+			one.locked, one.renewed = locked, time.Now()
+			return
+		}
+	}
 }
 
 // hasSuspect reports whether a delivery is here that may end the process. One that is lost counts no

@@ -148,8 +148,30 @@ func (k *keeper) watch(ctx context.Context) {
 			l.slow.report(&l.activity, l.cfg.SlowHandler, l.log)
 			if call, ok := l.activity.Current(); ok && time.Since(call.Began) > k.cfg.HandlerTimeout+stuckGrace {
 				k.hands.lose(call.Place.DeliveryID)
+				l.activity.Sever() // or whoever takes the event waits for its note in event_handled
 			}
 		}
+		k.relieve(ctx)
+	}
+}
+
+// relieve gives back what waits behind handlers that take long.
+func (k *keeper) relieve(ctx context.Context) {
+	for _, kind := range k.dispatcher.kinds {
+		waiting := kind.takeFromSlow()
+		if len(waiting) == 0 {
+			continue
+		}
+		bounded, cancel := context.WithTimeout(ctx, writeTimeout)
+		err := k.store.Return(bounded, waiting)
+		cancel()
+		if err != nil && ctx.Err() == nil {
+			k.log.Warn("outbox: deliveries are not given back, others wait until their lease expires", "deliveries", len(waiting), "error", err)
+		}
+		for _, d := range waiting {
+			k.hands.drop(d.ID)
+		}
+		k.dispatcher.signalDue()
 	}
 }
 

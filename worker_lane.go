@@ -3,9 +3,11 @@ package outbox
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"math/rand/v2"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/contain"
@@ -13,6 +15,7 @@ import (
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -22,7 +25,7 @@ import (
 type lane struct {
 	laneParts
 	tx       bool // handlers with a transaction
-	in       chan []deliveries.Delivery
+	in       batchQueue
 	ended    chan struct{}
 	activity handling.Activity // what run does; the processor notes it
 	slow     slowCalls         // only the goroutine that watches handlers
@@ -49,7 +52,7 @@ type laneParts struct {
 	log        *slog.Logger
 	hands      *hands
 	retriesFor func(error) int // the host's; nil: as many as the stream has
-	role       string          // of the connections of the pool, before a handler sets another one
+	session    poolSession     // of the connections of the pool, before a handler changes it
 
 	stopping context.Context // no other attempt begins
 	cut      context.Context // attempts end
@@ -59,6 +62,14 @@ type laneParts struct {
 	freed    func(l *lane, n int, took time.Duration) // a batch has ended
 }
 
+// poolSession is what connections of the pool begin with.
+type poolSession struct{ role, user, isolation string }
+
+const (
+	sqlSession    = `SELECT current_setting('role'), session_user::text, current_setting('default_transaction_isolation')`
+	readCommitted = "read committed"
+)
+
 // laneItem is a delivery with its tasks.
 type laneItem struct {
 	item
@@ -66,20 +77,74 @@ type laneItem struct {
 	gone bool // not with this worker any more, or done
 }
 
-// laneQueue is how many batches may wait for a lane.
-const laneQueue = 8
+// batchQueue is what waits for a lane. Nobody waits to add to it: its lane may hang.
+type batchQueue struct {
+	mu      sync.Mutex
+	batches [][]deliveries.Delivery
+	closed  bool
+	more    chan struct{} // holds at most one signal
+}
+
+func (q *batchQueue) add(batch []deliveries.Delivery) {
+	q.mu.Lock()
+	q.batches = append(q.batches, batch)
+	q.mu.Unlock()
+	wait.Signal(q.more)
+}
+
+// close has next return false once nothing is left.
+func (q *batchQueue) close() {
+	q.mu.Lock()
+	q.closed = true
+	q.mu.Unlock()
+	wait.Signal(q.more)
+}
+
+// next waits for a batch. It returns false if there will be none.
+func (q *batchQueue) next() (batch []deliveries.Delivery, ok bool) {
+	for {
+		q.mu.Lock()
+		if len(q.batches) > 0 {
+			batch, q.batches = q.batches[0], q.batches[1:]
+			q.mu.Unlock()
+			return batch, true
+		}
+		closed := q.closed
+		q.mu.Unlock()
+		if closed {
+			return nil, false
+		}
+		<-q.more
+	}
+}
+
+// takeAll takes what waits.
+func (q *batchQueue) takeAll() [][]deliveries.Delivery {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	all := q.batches
+	q.batches = nil
+	return all
+}
 
 func newLane(parts laneParts, tx bool) *lane {
-	l := &lane{laneParts: parts, tx: tx, in: make(chan []deliveries.Delivery, laneQueue), ended: make(chan struct{}), most: parts.cfg.MaxPoll}
+	l := &lane{laneParts: parts, tx: tx, in: batchQueue{more: make(chan struct{}, 1)}, ended: make(chan struct{}), most: parts.cfg.MaxPoll}
 	l.own = parts.processor.forOne(&l.activity)
 	l.own.complete = l.complete
+	if l.session.isolation != readCommitted {
+		l.own.begin = l.lockRows
+	}
 	return l
 }
 
 // run handles batches until in is closed. What is left then goes back.
 func (l *lane) run() {
 	defer close(l.ended)
-	for batch := range l.in {
+	for {
+		batch, ok := l.in.next()
+		if !ok {
+			return
+		}
 		began := time.Now()
 		l.handle(batch)
 		l.freed(l, len(batch), time.Since(began))
@@ -175,8 +240,12 @@ func (l *lane) handleBatch(items []laneItem) int {
 		items = items[:n]
 	}
 	var tasks []task
+	var streams []string
 	for i := range items {
 		tasks = items[i].appendInTx(tasks)
+		if !slices.Contains(streams, items[i].Stream) {
+			streams = append(streams, items[i].Stream)
+		}
 	}
 	if !l.own.sharing(tasks) {
 		l.handleEach(items, nil)
@@ -184,7 +253,10 @@ func (l *lane) handleBatch(items []laneItem) int {
 	}
 	for conflicts := 0; l.takeSlot(); {
 		began := time.Now()
-		next, err := l.own.processBatch(l.held, tasks, func(spent time.Duration) bool { return !l.mayGoOn() || spent >= transactionTime })
+		next, err := l.own.processBatch(l.held, tasks, func(spent time.Duration) bool {
+			return !l.mayGoOn() || spent >= transactionTime || slices.ContainsFunc(streams, l.pauses.IsPaused)
+		})
+		l.unlockRows()
 		l.slots.Release()
 		switch {
 		case err == nil:
@@ -253,19 +325,55 @@ func (l *lane) complete(ctx context.Context, tx handlerTx, results []taskResult)
 		}
 	}
 	l.behind, l.promotedIn = l.keysOf(ids), 0
-	if tx.ChangedSettings() {
-		if _, err := tx.Own().Exec(ctx, sqlOwnSettings, l.role); err != nil {
-			return err
+	// Functions inside PostgreSQL may have changed settings, too.
+	if tx.ChangedSettings() || len(results) == 1 {
+		if _, err := tx.Own().Exec(ctx, sqlOwnSettings, l.session.role, l.session.user); err != nil {
+			return unfinished(tx, err)
 		}
 	}
 	promoted, err := l.store.FinishIn(ctx, tx.Own(), ids)
 	l.promotedIn = promoted
-	return err
+	return unfinished(tx, err)
+}
+
+// unfinished says if an error is due to what a handler has done to its transaction.
+func unfinished(tx handlerTx, err error) error {
+	switch {
+	case pg.Code(err) == "", pg.IsTransient(err), errors.Is(err, deliveries.ErrLost):
+		return err
+	case !tx.ChangedSettings() && (pg.IsOutage(err) || pg.IsLocked(err) || pg.IsCancelled(err)):
+		return err
+	}
+	return fmt.Errorf("%w: %w", errUnfinished, err)
+}
+
+// unlockRows notes that a transaction has ended, for which lockRows has locked rows.
+func (l *lane) unlockRows() {
+	if l.own.begin != nil {
+		l.hands.unlock(l.held)
+	}
+}
+
+// lockRows locks the rows of tasks before their handlers run. Under another isolation level than
+// READ COMMITTED, a row that is renewed meanwhile could not be ended. What is locked nobody takes.
+func (l *lane) lockRows(ctx context.Context, tx handlerTx, tasks []task) error {
+	var ids []int64
+	for _, t := range tasks {
+		if id := t.meta.origin.delivery.id; !slices.Contains(ids, id) {
+			ids = append(ids, id)
+		}
+	}
+	if err := l.store.LockIn(ctx, tx.Own(), ids); err != nil {
+		return err
+	}
+	l.hands.lock(l.held)
+	return nil
 }
 
 // sqlOwnSettings undoes what a handler has set for its transaction, and what would keep
 // statements of the worker from working.
-const sqlOwnSettings = `SELECT set_config('role', $1, true), set_config('statement_timeout', '0', true), set_config('lock_timeout', '0', true)`
+const sqlOwnSettings = `
+SELECT CASE WHEN session_user <> $2::text THEN set_config('session_authorization', $2::text, true) END, set_config('role', $1::text, true), set_config('statement_timeout', '0', true), set_config('lock_timeout', '0', true)`
 
 // keysOf returns the keys of deliveries.
 func (l *lane) keysOf(ids []int64) (keys []deliveries.Key) {
@@ -363,6 +471,7 @@ func (l *lane) try(p *processor, it *laneItem, t task) error {
 		}
 		began := time.Now()
 		err := p.processOne(l.held, t)
+		l.unlockRows()
 		if t.kind != noTx {
 			l.slots.Release()
 		}

@@ -29,7 +29,7 @@ type Store struct {
 	worker string // locked_by
 	lease  time.Duration
 
-	sqlInsert, sqlClaim, sqlFinish, sqlRenew, sqlReturn, sqlFail, sqlExpire, sqlLock, sqlPromote, sqlHeadless, sqlLook string
+	sqlInsert, sqlClaim, sqlFinish, sqlRenew, sqlReturn, sqlFail, sqlExpire, sqlLock, sqlLockRows, sqlPromote, sqlHeadless, sqlLook string
 }
 
 // NewStore returns the deliveries of a group for a worker, which has what it claims for the time of
@@ -39,7 +39,7 @@ func NewStore(db *pgxpool.Pool, schema, group, worker string, lease time.Duratio
 	return &Store{
 		db: db, group: group, worker: worker, lease: lease,
 		sqlInsert: in(sqlInsert), sqlClaim: in(sqlClaim), sqlFinish: in(sqlFinish), sqlRenew: in(sqlRenew), sqlReturn: in(sqlReturn),
-		sqlFail: in(sqlFail), sqlExpire: in(sqlExpire), sqlLock: in(sqlLock), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless), sqlLook: in(sqlLook),
+		sqlFail: in(sqlFail), sqlExpire: in(sqlExpire), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless), sqlLook: in(sqlLook),
 	}
 }
 
@@ -195,6 +195,24 @@ func (s *Store) FinishIn(ctx context.Context, tx pgx.Tx, ids []int64) (promoted 
 		return 0, lost(fmt.Errorf("finish deliveries: %w", err))
 	}
 	return promoted, nil
+}
+
+const sqlLockRows = `
+SELECT d.id FROM {schema}.event_delivery AS d
+ WHERE d.id = ANY ($1) AND d.consumer_group = $2::text AND d.status = 'PROCESSING' AND d.locked_by = $3::text
+ ORDER BY d.id FOR UPDATE`
+
+// LockIn locks rows until the end of a transaction, so that nobody renews or takes them. The error
+// is [ErrLost] if one of them is not with this worker any more.
+func (s *Store) LockIn(ctx context.Context, tx pgx.Tx, ids []int64) error {
+	tag, err := tx.Exec(ctx, s.sqlLockRows, ids, s.group, s.worker)
+	switch {
+	case err != nil:
+		return fmt.Errorf("lock deliveries: %w", err)
+	case tag.RowsAffected() < int64(len(ids)):
+		return ErrLost
+	}
+	return nil
 }
 
 // Finish is FinishIn in a transaction of its own.

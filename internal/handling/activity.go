@@ -152,6 +152,16 @@ func (a *Activity) Release() {
 	a.conn, a.awaited = nil, time.Time{}
 }
 
+// Sever closes the connection of the transaction under way, if there is one, so that PostgreSQL
+// rolls it back, and what it has locked is free. Others may begin once it has returned.
+func (a *Activity) Sever() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.conn != nil {
+		a.conn.Cut()
+	}
+}
+
 // CutOff closes the connection of the transaction under way, if there is one, so that
 // PostgreSQL rolls it back, and lets no other begin. A handler that ignores its context
 // cannot be ended; this way what it does later in its transaction has no effect.
