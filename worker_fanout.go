@@ -265,12 +265,14 @@ func (f *fanOut) drained() bool { return len(f.unpaged.ranges) == 0 && f.ids.Len
 
 // sqlFanOut is sqlOpen without a lease, and without the events themselves. A window of few events
 // is attempted when the transaction commits, so it need not be announced: its end becomes
-// the base of the next one.
+// the base of the next one. A group that is leaving goes as far as its cut, which is the position of
+// the relay that waits for it.
 const sqlFanOut = `
 WITH subscription AS MATERIALIZED (
-    SELECT state, cut_snapshot FROM {schema}.event_subscription WHERE consumer_group = $9::text
+    SELECT s.state, (SELECT snapshot FROM {schema}.outbox_cursor WHERE relay = s.relay ORDER BY id DESC LIMIT 1) AS cut
+      FROM {schema}.event_subscription AS s WHERE s.consumer_group = $9::text
 ), until AS MATERIALIZED (
-    SELECT CASE state WHEN 'leaving' THEN cut_snapshot ELSE pg_current_snapshot() END AS snapshot
+    SELECT CASE state WHEN 'leaving' THEN cut ELSE pg_current_snapshot() END AS snapshot
       FROM subscription WHERE state IN ('active', 'leaving')
 ), ids AS MATERIALIZED (
     SELECT w.id, w.xid FROM (
@@ -290,7 +292,7 @@ WITH subscription AS MATERIALIZED (
       FROM ids CROSS JOIN LATERAL (SELECT size FROM {schema}.outbox WHERE xid = ids.xid AND id = ids.id OFFSET 0) AS o
      WHERE (SELECT n FROM found) < $4
 ), newest AS MATERIALIZED (
-    SELECT c.id, s.cut_snapshot IS NOT NULL AND $2::text <> s.cut_snapshot::text AS cut
+    SELECT c.id, s.state = 'leaving' AND $2::text <> s.cut::text AS cut
       FROM (SELECT id, epoch FROM {schema}.outbox_cursor WHERE relay = $1::text ORDER BY id DESC LIMIT 1) AS c, subscription AS s, until
      WHERE c.id = $6 AND c.epoch = $7 AND pg_postmaster_start_time() = $8
 ), moved AS (
@@ -367,9 +369,10 @@ func (f *fanOut) open(ctx context.Context, tx *fanOutTx, claimed func([]deliveri
 // removed.
 const (
 	sqlLeaveGroup = `
-UPDATE {schema}.event_subscription AS s SET state = 'left', cut_snapshot = NULL, changed_at = now()
+UPDATE {schema}.event_subscription AS s SET state = 'left', changed_at = now()
   FROM (SELECT snapshot, window_snapshot FROM {schema}.outbox_cursor WHERE relay = $2::text ORDER BY id DESC LIMIT 1) AS c
- WHERE s.consumer_group = $1::text AND s.state = 'leaving' AND c.window_snapshot IS NULL AND c.snapshot::text = s.cut_snapshot::text`
+ WHERE s.consumer_group = $1::text AND s.state = 'leaving' AND c.window_snapshot IS NULL
+   AND c.snapshot::text = (SELECT snapshot::text FROM {schema}.outbox_cursor WHERE relay = s.relay ORDER BY id DESC LIMIT 1)`
 	sqlForget = `DELETE FROM {schema}.outbox_cursor WHERE relay = $1::text`
 )
 

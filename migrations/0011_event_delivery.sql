@@ -15,12 +15,10 @@ CREATE TABLE event_subscription (
     created_at     timestamptz  NOT NULL DEFAULT now(),
     state          varchar(10)  NOT NULL DEFAULT 'active',
     relay          varchar(100),
-    cut_snapshot   pg_snapshot,
     changed_at     timestamptz  NOT NULL DEFAULT now(),
     CONSTRAINT event_subscription_pkey PRIMARY KEY (consumer_group),
     CONSTRAINT event_subscription_state CHECK (state IN ('active', 'leaving', 'left', 'returning')),
-    CONSTRAINT event_subscription_relay CHECK ((state = 'active') = (relay IS NULL)),
-    CONSTRAINT event_subscription_cut CHECK ((state = 'leaving') = (cut_snapshot IS NOT NULL))
+    CONSTRAINT event_subscription_relay CHECK ((state = 'active') = (relay IS NULL))
 );
 
 COMMENT ON TABLE event_subscription IS
@@ -28,9 +26,9 @@ COMMENT ON TABLE event_subscription IS
 COMMENT ON COLUMN event_subscription.consumer_group IS 'As in event_handled.';
 COMMENT ON COLUMN event_subscription.created_at IS 'When the first worker of the group ran.';
 COMMENT ON COLUMN event_subscription.state IS
-    'active: its workers get every event; leaving: those up to cut_snapshot; left: none, it reads from Kafka; returning: those behind its cursor, once it has read what is in Kafka.';
-COMMENT ON COLUMN event_subscription.relay IS 'The relay from which it gets its events after the cut, or got them before.';
-COMMENT ON COLUMN event_subscription.cut_snapshot IS 'The relay sends what is not visible in this snapshot.';
+    'active: its workers get every event; leaving: those that its relay''s position calls sent; left: none, it reads from Kafka; returning: those behind its cursor, once it has read what is in Kafka.';
+COMMENT ON COLUMN event_subscription.relay IS
+    'The relay whose events it gets from Kafka, or got until now. As long as a group is leaving, the relay''s position is the cut.';
 COMMENT ON COLUMN event_subscription.changed_at IS 'When state changed.';
 
 CREATE TABLE event_delivery (

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -12,27 +13,29 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/pg"
-	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // Cuts moves consumer groups from their workers to Kafka, and back, while all of them run. A cut is
-// a point in the history of the database: workers handle the events on one side of it,
-// a relay sends those on the other, each event once. It is safe for concurrent use.
+// a point in the history of the database: workers handle the events on one side of it, a relay sends
+// those on the other, and what is behind it begins when all before it is handled. It is safe for
+// concurrent use.
 //
-// To Kafka: start the consumers of the groups, and a relay of a new name, which may be started before
-// or after. ToKafka makes the cut, and keeps the relay waiting; the workers go on until they have
-// handled what is in front of the cut. Await waits for that, and Finish lets the relay begin. Then stop the
-// workers. Dead deliveries do not count: requeued ones are handled by workers only, while one runs.
+// To Kafka: start the consumers of the groups, and call ToKafka with a new relay, which may be started
+// before or after: it stands by. The workers go on until they have handled what is in front of the cut.
+// Await waits for that, and Finish lets the relay begin. Then stop the workers. Dead deliveries are
+// not waited for: if they are requeued, only workers handle them.
 //
-// To PostgreSQL: start the workers of the groups. ToPostgres makes the cut, with which the relay stops; the
-// consumers go on until they have handled what it has sent. Await waits for that, and Finish
-// lets the workers begin. Then stop the consumers and the relay. All groups that read what the relay sends
-// have to be moved together, or they get nothing any more.
+// To PostgreSQL: stop the relay, and call ToPostgres. Then start the workers of the groups: they wait, while the
+// consumers go on until they have handled what the relay has sent. Await waits for that, and Finish lets the workers
+// begin. Then stop the consumers. A relay that is not stopped before sends at most the batch that it has in its hands
+// a second time, for handlers without a transaction.
+//
+// All groups that get their events from a relay are moved together. Cancel takes a cut back as long
+// as it is not finished.
 type Cuts struct {
-	db                                *pgxpool.Pool
-	list, toKafka, toPostgres, finish string
+	db                                                *pgxpool.Pool
+	list, topics, toKafka, toPostgres, finish, cancel string
 }
 
 // CutsConfig says where the tables are. It may be zero.
@@ -47,7 +50,7 @@ func NewCuts(db *pgxpool.Pool, cfg CutsConfig) (*Cuts, error) {
 		return nil, fmt.Errorf("outbox: cuts config: %w", err)
 	}
 	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
-	return &Cuts{db: db, list: in(sqlSubscriptions), toKafka: in(sqlCutToKafka), toPostgres: in(sqlCutToPostgres), finish: in(sqlFinishCut)}, nil
+	return &Cuts{db: db, list: in(sqlSubscriptions), topics: in(sqlTopicsOfGroup), toKafka: in(sqlCutToKafka), toPostgres: in(sqlCutToPostgres), finish: in(sqlFinishCut), cancel: in(sqlCancelCut)}, nil
 }
 
 // SubscriptionState says from where a consumer group gets its events.
@@ -64,7 +67,7 @@ const (
 	SubscriptionReturning SubscriptionState = "returning"
 )
 
-// Subscription is a consumer group for which a worker has run.
+// Subscription is a consumer group for which a worker has run, or that was moved to workers.
 type Subscription struct {
 	// Group is its name.
 	Group string
@@ -77,6 +80,8 @@ type Subscription struct {
 	// Open is how many deliveries are not done and not dead, counted up to 10,000. Dead ones are
 	// those that nobody has resolved, likewise.
 	Open, Dead int64
+	// HasConsumer says that a consumer of the group has noted where it begins to read.
+	HasConsumer bool
 }
 
 const maxSubscriptionCount = 10_000
@@ -88,7 +93,8 @@ SELECT s.consumer_group, s.state, s.changed_at, coalesce(s.relay, ''),
        + (SELECT count(*) FROM (SELECT FROM {schema}.event_delivery AS d
                                  WHERE d.consumer_group = s.consumer_group AND d.status IN ('PENDING', 'PARKED') AND d.resolution IS NULL LIMIT $1) AS r),
        (SELECT count(*) FROM (SELECT FROM {schema}.event_delivery AS d
-                               WHERE d.consumer_group = s.consumer_group AND d.status = 'DEAD' AND d.resolution IS NULL LIMIT $1) AS r)
+                               WHERE d.consumer_group = s.consumer_group AND d.status = 'DEAD' AND d.resolution IS NULL LIMIT $1) AS r),
+       EXISTS (SELECT FROM {schema}.consumer_start AS c WHERE c.consumer_group = s.consumer_group)
   FROM {schema}.event_subscription AS s
  ORDER BY s.consumer_group`
 
@@ -96,7 +102,7 @@ SELECT s.consumer_group, s.state, s.changed_at, coalesce(s.relay, ''),
 func (c *Cuts) List(ctx context.Context) (all []Subscription, err error) {
 	err = pg.Query(ctx, c.db, pg.PlannerSettings, func(rows pgx.Rows) (err error) {
 		all, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (s Subscription, err error) {
-			err = row.Scan(&s.Group, &s.State, &s.ChangedAt, &s.Relay, &s.Open, &s.Dead)
+			err = row.Scan(&s.Group, &s.State, &s.ChangedAt, &s.Relay, &s.Open, &s.Dead, &s.HasConsumer)
 			s.Open, s.Dead = min(s.Open, maxSubscriptionCount), min(s.Dead, maxSubscriptionCount)
 			return s, err
 		})
@@ -111,23 +117,33 @@ func (c *Cuts) List(ctx context.Context) (all []Subscription, err error) {
 const (
 	sqlCutToKafka    = `SELECT {schema}.outbox_cut_to_kafka($1, $2, $3, $4)::text`
 	sqlCutToPostgres = `SELECT {schema}.outbox_cut_to_postgres($1, $2, $3, $4)::text`
-	sqlFinishCut     = `SELECT {schema}.outbox_finish_cut($1, $2, $3)::text`
+	sqlFinishCut     = `SELECT {schema}.outbox_finish_cut($1, $2, $3, $4)`
+	sqlCancelCut     = `SELECT {schema}.outbox_cancel_cut($1, $2, $3)`
 )
 
+// ErrNoCut says that there is no cut at a relay: none was made, or it is finished or canceled.
+var ErrNoCut = errors.New("outbox: there is no cut at this relay")
+
+// ErrCutRefused says that groups or a relay are not in a state in which a cut can be made, or that what is in
+// front of it is not handled yet. The text says which.
+var ErrCutRefused = errors.New("outbox: the cut is refused")
+
 // ToKafka cuts active groups off from their workers: these take the events up to this moment, and the
-// relay begins behind it once Finish is called. The relay must be a new one.
+// relay begins behind it once Finish is called. The relay must be a new one, or one whose groups were moved back.
+// The error is [ErrCutRefused] if groups or relay are in another state.
 func (c *Cuts) ToKafka(ctx context.Context, groups []string, relay string, why AuditInfo) error {
 	return c.cut(ctx, "cut to Kafka", c.toKafka, groups, relay, why)
 }
 
 // ToPostgres ends a relay at this moment, and has the workers of groups begin behind it once
-// Finish is called. Nothing may wait in outbox_failed that the relay would still send.
+// Finish is called. They are all groups that get their events from it; for some of them no worker may have run yet. The error is
+// [ErrCutRefused] if one is missing, or if events wait in outbox_failed that the relay would still send.
 func (c *Cuts) ToPostgres(ctx context.Context, groups []string, relay string, why AuditInfo) error {
 	return c.cut(ctx, "cut to PostgreSQL", c.toPostgres, groups, relay, why)
 }
 
 func (c *Cuts) cut(ctx context.Context, what, sql string, groups []string, relay string, why AuditInfo) error {
-	var errs []error
+	errs := []error{checkRelay(relay)}
 	if len(groups) == 0 {
 		errs = append(errs, fmt.Errorf("groups %w", outbox.ErrEmpty))
 	}
@@ -136,130 +152,95 @@ func (c *Cuts) cut(ctx context.Context, what, sql string, groups []string, relay
 			errs = append(errs, fmt.Errorf("group %.300q %w", g, err))
 		}
 	}
-	if err := check.Text(relay, maxRelay); err != nil {
-		errs = append(errs, fmt.Errorf("relay %.300q %w", relay, err))
-	}
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("outbox: %s: %w", what, err)
 	}
-	if err := why.check(); err != nil {
-		return err
-	}
-	return c.call(ctx, what, sql, groups, relay, why.Operator, why.Reason)
+	return c.call(ctx, what, sql, why, groups, relay)
 }
 
-const (
-	maxRelay = 100
-)
+const maxRelay = 100
 
-// call calls a function under READ COMMITTED.
-func (c *Cuts) call(ctx context.Context, what, sql string, args ...any) error {
-	err := pgx.BeginTxFunc(ctx, c.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
-		_, err := tx.Exec(ctx, sql, args...)
-		return err
-	})
-	if err != nil {
-		return fmt.Errorf("outbox: %s: %w", what, orNotMigrated(err))
+func checkRelay(name string) error {
+	if err := check.Text(name, maxRelay); err != nil {
+		return fmt.Errorf("relay %.300q %w", name, err)
 	}
 	return nil
 }
 
-// Finish lets the other side of the cut at a relay begin. Await says when.
-func (c *Cuts) Finish(ctx context.Context, relay string, why AuditInfo) error {
+// call calls a function with the audit behind its arguments.
+func (c *Cuts) call(ctx context.Context, what, sql string, why AuditInfo, args ...any) error {
 	if err := why.check(); err != nil {
 		return err
 	}
-	return c.call(ctx, "finish cut", c.finish, relay, why.Operator, why.Reason)
-}
-
-// CutProgress is what has to be handled in front of a cut.
-type CutProgress struct {
-	// Groups are those of the cut.
-	Groups []Subscription
-	// Records is how many records groups have still to read from Kafka.
-	Records int64
-}
-
-// IsDone reports whether nothing has to be handled any more.
-func (p CutProgress) IsDone() bool {
-	for _, g := range p.Groups {
-		if g.State == SubscriptionLeaving || g.State == SubscriptionLeft && g.Open > 0 {
-			return false
-		}
-	}
-	return p.Records == 0
-}
-
-// ErrNoCut says that there is no group with a cut at a relay.
-var ErrNoCut = errors.New("outbox: there is no cut at this relay")
-
-// Await waits until what is in front of the cut at a relay is handled, or ctx ends, and calls progress each
-// second; nil is not called. It needs Kafka to see what returning groups have read.
-func (c *Cuts) Await(ctx context.Context, opts []kgo.Opt, relay string, progress func(CutProgress)) error {
-	client, err := kafka.NewClient(opts)
+	err := pgx.BeginTxFunc(ctx, c.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+		_, err := tx.Exec(ctx, sql, append(args, why.Operator, why.Reason)...)
+		return err
+	})
 	if err != nil {
-		return fmt.Errorf("outbox: await cut: %w", err)
+		return fmt.Errorf("outbox: %s: %w", what, orNotMigrated(cutError(err)))
 	}
-	defer client.Close()
-	for {
-		p, err := c.progress(ctx, client, relay)
-		if err != nil {
-			return fmt.Errorf("outbox: await cut: %w", err)
-		}
-		if progress != nil {
-			progress(p)
-		}
-		if p.IsDone() {
-			return nil
-		}
-		if wait.Sleep(ctx, time.Second); ctx.Err() != nil {
-			return fmt.Errorf("outbox: await cut: %w", context.Cause(ctx))
-		}
-	}
+	return nil
 }
 
-func (c *Cuts) progress(ctx context.Context, client *kgo.Client, relay string) (p CutProgress, err error) {
+// cutError gives errors of the functions a name.
+func cutError(err error) error {
+	const (
+		notInPrerequisiteState = "55000"
+		inUse                  = "55006"
+		undefinedObject        = "42704"
+		invalidParameter       = "22023"
+	)
+	switch pg.Code(err) {
+	case notInPrerequisiteState, inUse, invalidParameter:
+		return fmt.Errorf("%w: %w", ErrCutRefused, err)
+	case undefinedObject:
+		return fmt.Errorf("%w: %w", ErrNoCut, err)
+	}
+	return err
+}
+
+// Finish lets the other side of the cut at a relay begin, if what is in front of it is handled. Otherwise the error
+// is [ErrCutRefused]; it may be [ErrNoCut]. Of returning groups it asks Kafka what they have read; for others opts may be
+// nil.
+func (c *Cuts) Finish(ctx context.Context, opts []kgo.Opt, relay string, why AuditInfo) error {
 	all, err := c.List(ctx)
 	if err != nil {
-		return p, err
+		return err
 	}
-	for _, s := range all {
-		if s.Relay != relay {
-			continue
+	if slices.ContainsFunc(all, func(s Subscription) bool { return s.Relay == relay && s.State == SubscriptionReturning }) {
+		if err := c.checkRead(ctx, opts, relay); err != nil {
+			return err
 		}
-		p.Groups = append(p.Groups, s)
-		if s.State != SubscriptionReturning {
-			continue
-		}
-		unread, err := unreadBy(ctx, client, s.Group)
-		if err != nil {
-			return p, err
-		}
-		p.Records += unread
 	}
-	if len(p.Groups) == 0 {
-		return p, fmt.Errorf("%w: %s", ErrNoCut, relay)
-	}
-	return p, nil
+	return c.call(ctx, "finish cut", c.finish, why, relay, false)
 }
 
-// unreadBy returns how many records are behind the committed offsets of a group, in the partitions in
-// which it has some.
-func unreadBy(ctx context.Context, client *kgo.Client, group string) (records int64, err error) {
-	committed, err := kafka.AllGroupOffsets(ctx, client, group)
-	if err != nil {
-		return 0, err
+// checkRead looks whether returning groups have read what is in Kafka. It waits a little for offsets to be
+// committed, in topics to which others write too.
+func (c *Cuts) checkRead(ctx context.Context, opts []kgo.Opt, relay string) error {
+	look, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	unread := int64(-1)
+	err := c.Await(look, opts, relay, func(p CutProgress) { unread = p.Unread() })
+	if err != nil && ctx.Err() == nil && look.Err() != nil && unread > 0 {
+		return fmt.Errorf("outbox: finish cut: %w: consumers have still to read %d records", ErrCutRefused, unread)
 	}
-	wanted := map[kafka.Partition]int64{}
-	for p := range committed {
-		wanted[p] = kafka.EndOffset
+	return err
+}
+
+// FinishEarly is Finish without looking whether open deliveries or unread records are in front of the cut, and whether consumers have
+// begun: the order of their keys is not kept then. That workers have taken all events in front of it is
+// necessary.
+func (c *Cuts) FinishEarly(ctx context.Context, relay string, why AuditInfo) error {
+	return c.call(ctx, "finish cut", c.finish, why, relay, true)
+}
+
+// Cancel takes a cut back that is not finished: the groups go on as they were, with no event lost and none in the
+// other place. The relay of a cut to Kafka goes on to stand by, also one that is started later, until
+// ToKafka names it again; that of a cut to PostgreSQL goes on. The error may be [ErrNoCut].
+func (c *Cuts) Cancel(ctx context.Context, relay string, why AuditInfo) error {
+	if err := checkRelay(relay); err != nil {
+		return fmt.Errorf("outbox: cancel cut: %w", err)
 	}
-	ends, err := kafka.ListOffsets(ctx, client, kafka.Uncommitted, wanted)
-	if err != nil {
-		return 0, err
-	}
-	for p, end := range ends {
-		records += max(0, end-committed[p])
-	}
-	return records, nil
+	return c.call(ctx, "cancel cut", c.cancel, why, relay)
 }

@@ -158,3 +158,27 @@ func TopicIDs[V any](ctx context.Context, client *kgo.Client, of map[Partition]V
 	}
 	return ids, nil
 }
+
+// PartitionsOf asks Kafka for the partitions of topics. A topic that does not exist has none.
+func PartitionsOf(ctx context.Context, client *kgo.Client, topics []string) (all []Partition, err error) {
+	if len(topics) == 0 { // which Kafka would understand as all
+		return nil, nil
+	}
+	response, err := Metadata(ctx, client, topics...)
+	if err != nil {
+		return nil, fmt.Errorf("describe topics: %w", err)
+	}
+	for _, t := range response.Topics {
+		if t.Topic == nil {
+			continue
+		}
+		err := kerr.ErrorForCode(t.ErrorCode)
+		if err != nil && !errors.Is(err, kerr.UnknownTopicOrPartition) {
+			return nil, fmt.Errorf("describe topic %s: %w", *t.Topic, err)
+		}
+		for _, p := range t.Partitions {
+			all = append(all, Partition{*t.Topic, p.Partition})
+		}
+	}
+	return all, nil
+}

@@ -1,0 +1,266 @@
+package outboxops_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxops"
+)
+
+// cutFixture has consumer groups a and b that get their events from workers, which the test plays.
+type cutFixture struct {
+	*opsFixture
+	t    *testing.T
+	cuts *outboxops.Cuts
+}
+
+var why = outboxops.AuditInfo{Operator: "kim", Reason: "we move"}
+
+func newCutFixture(t *testing.T) *cutFixture {
+	t.Helper()
+	f := &cutFixture{opsFixture: newFixture(t), t: t}
+	var err error
+	f.cuts, err = outboxops.NewCuts(f.db, outboxops.CutsConfig{Schema: f.schema})
+	require.NoError(t, err)
+	f.do(`INSERT INTO {schema}.event_subscription (consumer_group) VALUES ('a'), ('b')`)
+	f.do(`INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		SELECT 'worker:' || g, 0, '1:1:', 0, (SELECT system_identifier FROM pg_control_system()), 1 FROM unnest(ARRAY['a', 'b']) AS g`)
+	f.do(`INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition)
+		SELECT g, 'orders', gen_random_uuid(), -1 FROM unnest(ARRAY['a', 'b']) AS g`)
+	return f
+}
+
+func (f *cutFixture) do(sql string, args ...any) {
+	f.t.Helper()
+	_, err := f.db.Exec(background, pg.InSchema(sql, f.schema), args...)
+	require.NoError(f.t, err)
+}
+
+func (f *cutFixture) text(sql string, args ...any) (text string) {
+	f.t.Helper()
+	require.NoError(f.t, f.db.QueryRow(background, pg.InSchema(sql, f.schema), args...).Scan(&text))
+	return text
+}
+
+// state returns those of the groups, the relays that have positions, and whether relay r may lead.
+func (f *cutFixture) state() string {
+	f.t.Helper()
+	return f.text(`SELECT (SELECT string_agg(consumer_group || ' ' || state || coalesce(' ' || relay, ''), ', ' ORDER BY consumer_group) FROM {schema}.event_subscription)
+		|| '; ' || (SELECT string_agg(DISTINCT relay, ', ' ORDER BY relay) FROM {schema}.outbox_cursor)
+		|| coalesce((SELECT CASE WHEN expires_at > clock_timestamp() THEN '; r waits' ELSE '; r may lead' END FROM {schema}.outbox_lease WHERE name = 'r'), '')`)
+}
+
+// leave does what the workers of groups do that have taken all events in front of the cut.
+func (f *cutFixture) leave(groups ...string) {
+	f.t.Helper()
+	f.do(`UPDATE {schema}.event_subscription SET state = 'left', changed_at = now() WHERE consumer_group = ANY ($1) AND state = 'leaving'`, groups)
+	f.do(`DELETE FROM {schema}.outbox_cursor WHERE relay = ANY (ARRAY(SELECT 'worker:' || g FROM unnest($1::text[]) AS g))`, groups)
+}
+
+// deliver makes a delivery of group a.
+func (f *cutFixture) deliver(status string) {
+	f.t.Helper()
+	f.do(`INSERT INTO {schema}.event_delivery (position, order_key, attempt_count, max_attempts, next_retry_at, locked_until, locked_by, created_at, updated_at, occurred_at,
+			recorded_at, event_id, status, consumer_group, action, stream, event_type, source, aggregate_type, aggregate_id, content_type, payload)
+		SELECT 1, 1, 0, 3, now(), CASE WHEN $1::text = 'PROCESSING' THEN now() + interval '1 h' END, CASE WHEN $1 = 'PROCESSING' THEN 'host/1' END,
+		       now(), now(), now(), now(), gen_random_uuid(), $1, 'a', 'COUNTED', 'orders', 'shop.order.created.v1', 'shop', 'Order', '1', 'application/json', '1'`, status)
+}
+
+func (f *cutFixture) refused(err error, text string) {
+	f.t.Helper()
+	require.ErrorIs(f.t, err, outboxops.ErrCutRefused)
+	require.ErrorContains(f.t, err, text)
+}
+
+var both = []string{"a", "b"}
+
+// Groups go to Kafka and back, and each step is refused at the wrong time.
+func TestCut(t *testing.T) {
+	t.Parallel()
+	f := newCutFixture(t)
+	opts := testenv.KafkaOpts(f.brokers)
+	ctx := t.Context()
+	require.NoError(t, f.cuts.ToKafka(ctx, both, "r", why))
+	require.Equal(t, "a leaving r, b leaving r; r, worker:a, worker:b; r waits", f.state())
+	f.refused(f.cuts.ToKafka(ctx, both, "r2", why), "group a does not get its events from workers")
+	f.refused(f.cuts.ToPostgres(ctx, both, "r", why), "group a does not get its events from relay r")
+	f.refused(f.cuts.Finish(ctx, nil, "r", why), "the workers of group a have not taken all events in front of the cut")
+	f.refused(f.cuts.FinishEarly(ctx, "r", why), "the workers of group a have not taken all events in front of the cut")
+	f.leave("a")
+	f.refused(f.cuts.Finish(ctx, nil, "r", why), "the workers of group b have not")
+	f.leave("b")
+	for _, status := range []string{"PROCESSING", "PARKED", "PENDING"} {
+		f.deliver(status)
+		f.refused(f.cuts.Finish(ctx, nil, "r", why), "the workers of group a have open deliveries from before the cut")
+		f.do(`DELETE FROM {schema}.event_delivery`)
+	}
+	f.deliver("DEAD")
+	f.deliver("DONE")
+	f.do(`UPDATE {schema}.consumer_start SET consumer_group = 'c' WHERE consumer_group = 'b'`)
+	f.refused(f.cuts.Finish(ctx, nil, "r", why), "no consumer of group b has begun to read")
+	f.do(`UPDATE {schema}.consumer_start SET consumer_group = 'b' WHERE consumer_group = 'c'`)
+	f.refused(f.cuts.ToPostgres(ctx, both, "r", why), "there is a cut at relay r already: finish or cancel it first")
+	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
+	require.Equal(t, "a left r, b left r; r; r may lead", f.state())
+	require.ErrorIs(t, f.cuts.Finish(ctx, nil, "r", why), outboxops.ErrNoCut)
+	require.ErrorIs(t, f.cuts.Cancel(ctx, "r", why), outboxops.ErrNoCut)
+
+	f.refused(f.cuts.ToPostgres(ctx, []string{"b"}, "r", why), "group a gets its events from relay r, too")
+	f.do(`INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch) VALUES ('other', 0, '1:1:', 0, 1, 1)`)
+	f.refused(f.cuts.ToPostgres(ctx, both, "other", why), "group a does not get its events from relay other")
+	f.do(`DELETE FROM {schema}.outbox_cursor WHERE relay = 'other'`)
+	require.NoError(t, f.cuts.ToPostgres(ctx, []string{"b", "a", "a", "new"}, "r", why))
+	require.Equal(t, "a returning r, b returning r, new returning r; worker:a, worker:b, worker:new; r waits", f.state())
+	require.NoError(t, f.cuts.Finish(ctx, opts, "r", why))
+	require.Equal(t, "a active, b active, new active; worker:a, worker:b, worker:new; r waits", f.state())
+	require.ErrorIs(t, f.cuts.Finish(ctx, opts, "r", why), outboxops.ErrNoCut)
+	require.ErrorIs(t, f.cuts.FinishEarly(ctx, "r", why), outboxops.ErrNoCut, "or its relay would begin anew and send all events again")
+	require.Contains(t, f.state(), "; r waits")
+
+	f.do(`INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition) VALUES ('new', 'orders', gen_random_uuid(), -1)`)
+	require.NoError(t, f.cuts.ToKafka(ctx, []string{"new", "a", "b"}, "r", why), "the name is free again")
+	f.leave("a", "b", "new")
+	f.deliver("PENDING")
+	require.NoError(t, f.cuts.FinishEarly(ctx, "r", why))
+	require.Equal(t, "a left r, b left r, new left r; r; r may lead", f.state())
+	require.Equal(t, "to-kafka 5, finish-cut 3, to-postgres 3", f.text(`SELECT string_agg(action || ' ' || n, ', ' ORDER BY first) FROM (
+		SELECT action, count(*) AS n, min(id) AS first FROM {schema}.outbox_audit WHERE operator = 'kim' AND reason = 'we move' AND relay = 'r' GROUP BY action) AS a`))
+}
+
+// A cut is taken back, and positions are what they were.
+func TestCancelCut(t *testing.T) {
+	t.Parallel()
+	f := newCutFixture(t)
+	ctx := t.Context()
+	require.NoError(t, f.cuts.ToKafka(ctx, both, "r", why))
+	cut := f.text(`SELECT snapshot::text FROM {schema}.outbox_cursor WHERE relay = 'r'`)
+	f.leave("a")
+	require.NoError(t, f.cuts.Cancel(ctx, "r", why))
+	require.Equal(t, "a active, b active; worker:a, worker:b; r waits", f.state(), "r must not begin at the first event")
+	require.Equal(t, cut, f.text(`SELECT snapshot::text FROM {schema}.outbox_cursor WHERE relay = 'worker:a'`))
+	require.Equal(t, "1:1:", f.text(`SELECT snapshot::text FROM {schema}.outbox_cursor WHERE relay = 'worker:b'`))
+	require.ErrorIs(t, f.cuts.Cancel(ctx, "r", why), outboxops.ErrNoCut)
+	require.ErrorIs(t, f.cuts.Finish(ctx, nil, "r", why), outboxops.ErrNoCut)
+
+	require.NoError(t, f.cuts.ToKafka(ctx, both, "r", why))
+	f.leave("a", "b")
+	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
+	f.do(`INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, window_snapshot, highest_id, system_identifier, epoch) VALUES ('r', 7, '5:5:', '9:9:', 8, 3, 1)`)
+	const position = `SELECT concat_ws(' ', last_processed_id, snapshot, window_snapshot, highest_id, system_identifier) FROM {schema}.outbox_cursor WHERE relay = $1 ORDER BY id DESC LIMIT 1`
+	require.NoError(t, f.cuts.ToPostgres(ctx, both, "r", why))
+	require.Equal(t, "7 5:5: 9:9: 8 3", f.text(position, "worker:b"))
+	require.NoError(t, f.cuts.Cancel(ctx, "r", why))
+	require.Equal(t, "a left r, b left r; r; r may lead", f.state())
+	require.Equal(t, "7 5:5: 9:9: 8 3", f.text(position, "r"))
+	require.ErrorIs(t, f.cuts.Cancel(ctx, "r", why), outboxops.ErrNoCut)
+}
+
+// What a relay still has to send would be lost: it does not come again.
+func TestCutRefusesFailedEvents(t *testing.T) {
+	t.Parallel()
+	f := newCutFixture(t)
+	ctx := t.Context()
+	require.NoError(t, f.cuts.ToKafka(ctx, both, "r", why))
+	f.leave(both...)
+	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
+	for _, status := range []string{"waiting", "failed", "parked", "dead", "resolved"} {
+		f.do(`INSERT INTO {schema}.outbox_failed (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at,
+				created_at, retry_count, last_error, error_class, status)
+			VALUES ('r', nextval('{schema}.outbox_id_seq'), 'k', gen_random_uuid(), 't.t.t.v1', 's', 'A', 'k', '1', 'application/json', 'orders', now(), now(), 1, 'e', 'c', $1)`, status)
+		err := f.cuts.ToPostgres(ctx, both, "r", why)
+		if status == "dead" || status == "resolved" {
+			require.NoError(t, err)
+			require.NoError(t, f.cuts.Cancel(ctx, "r", why))
+		} else {
+			f.refused(err, "relay r has events in outbox_failed that it still has to send")
+			require.Equal(t, "a left r, b left r; r; r may lead", f.state())
+		}
+		f.do(`DELETE FROM {schema}.outbox_failed`)
+	}
+}
+
+func TestCutRefuses(t *testing.T) {
+	t.Parallel()
+	f := newCutFixture(t)
+	ctx := t.Context()
+	for name, relay := range map[string]string{"has a position": `INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch) VALUES ('r', 0, '1:1:', 0, 1, 1)`,
+		"has only its lease": `INSERT INTO {schema}.outbox_lease (name, holder, epoch, expires_at, lasts) VALUES ('r', 'host/1', 1, now() + interval '1 min', '30s')`} {
+		f.do(relay)
+		f.refused(f.cuts.ToKafka(ctx, both, "r", why), "relay r has begun already")
+		f.do(`DELETE FROM {schema}.outbox_cursor WHERE relay = 'r'`)
+		f.do(`DELETE FROM {schema}.outbox_lease`)
+		require.Equal(t, "a active, b active; worker:a, worker:b", f.state(), name)
+	}
+	f.refused(f.cuts.ToKafka(ctx, []string{"a", "nobody"}, "r", why), "group nobody does not get its events from workers")
+	f.do(`UPDATE {schema}.outbox_cursor SET system_identifier = 1 WHERE relay = 'worker:b'`)
+	f.refused(f.cuts.ToKafka(ctx, both, "r", why), "group b has no position in this database cluster")
+	require.ErrorIs(t, f.cuts.ToPostgres(ctx, []string{"new"}, "nobody", why), outboxops.ErrNoCut)
+	require.ErrorIs(t, f.cuts.Cancel(ctx, "nobody", why), outboxops.ErrNoCut)
+	require.ErrorIs(t, f.cuts.Await(ctx, testenv.KafkaOpts(f.brokers), "nobody", nil), outboxops.ErrNoCut)
+	f.refused(f.cuts.ToKafka(ctx, []string{"a"}, "worker:x", why), "relay")
+	require.ErrorContains(t, f.cuts.ToKafka(ctx, nil, "", why), "relay")
+	require.ErrorContains(t, f.cuts.ToKafka(ctx, []string{""}, "r", why), "group")
+	require.ErrorContains(t, f.cuts.Cancel(ctx, "", why), "relay")
+	require.ErrorContains(t, f.cuts.ToKafka(ctx, both, "r", outboxops.AuditInfo{}), "Operator")
+	require.Equal(t, "a active, b active; worker:a, worker:b", f.state())
+
+	// A snapshot that is read behind the transaction's own id is not safe from a crash.
+	err := pgx.BeginFunc(ctx, f.db, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, `SELECT pg_current_xact_id()`); err != nil {
+			return err
+		}
+		_, err := tx.Exec(ctx, pg.InSchema(`SELECT {schema}.outbox_cut_to_kafka('{a}', 'r', 'kim', 'x')`, f.schema))
+		return err
+	})
+	require.ErrorContains(t, err, "a transaction that has written nothing before")
+	// Whatever isolation level is the default.
+	db := testenv.Pool(t, func(cfg *pgxpool.Config) {
+		cfg.ConnConfig.Database = f.db.Config().ConnConfig.Database
+		cfg.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable"
+	})
+	cuts, err := outboxops.NewCuts(db, outboxops.CutsConfig{Schema: f.schema})
+	require.NoError(t, err)
+	f.do(`UPDATE {schema}.outbox_cursor SET system_identifier = (SELECT system_identifier FROM pg_control_system())`)
+	require.NoError(t, cuts.ToKafka(ctx, both, "r", why))
+	require.NoError(t, cuts.Cancel(ctx, "r", why))
+	_, err = db.Exec(ctx, pg.InSchema(`SELECT {schema}.outbox_cut_to_kafka('{a,b}', 'r', 'kim', 'x')`, f.schema))
+	require.ErrorContains(t, err, "READ COMMITTED")
+}
+
+// A relay that is started meanwhile waits, and makes itself no position.
+func TestRelayWaitsForCut(t *testing.T) {
+	t.Parallel()
+	f := newCutFixture(t)
+	events := numbered("k", 1, 7)
+	f.commit(t, events[:3]...)
+	ctx := t.Context()
+	require.NoError(t, f.cuts.ToKafka(ctx, both, "r", why))
+	cfg := quick
+	cfg.Name = "r"
+	testenv.Run(t, f.relay(t, cfg).Run)
+	reader := f.follow(t)
+	f.commit(t, events[3:5]...)
+	time.Sleep(200 * time.Millisecond) // twenty polls
+	require.Equal(t, "1", f.text(`SELECT count(*)::text FROM {schema}.outbox_cursor WHERE relay = 'r'`))
+	arrived, err := reader.Arrived()
+	require.NoError(t, err)
+	require.Empty(t, arrived)
+	f.leave(both...)
+	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
+	requireArrival(t, reader, events[3:5]...)
+	// It is retired, and stays so.
+	require.NoError(t, f.cuts.ToPostgres(ctx, both, "r", why))
+	require.NoError(t, f.cuts.FinishEarly(ctx, "r", why))
+	f.commit(t, events[5:]...)
+	time.Sleep(200 * time.Millisecond)
+	arrived, err = reader.Arrived()
+	require.NoError(t, err)
+	require.Equal(t, events[3:5], arrived)
+	require.Equal(t, "a active, b active; worker:a, worker:b; r waits", f.state())
+}
