@@ -43,6 +43,7 @@ func commands() []command {
 		failedListCommand, failedShowCommand, failedRetryCommand, failedResolveCommand,
 		failedEditCommand, failedHoldCommand, failedReleaseCommand,
 		deliveryListCommand, deliveryShowCommand, deliveryCountsCommand, deliveryRequeueCommand, deliveryResolveCommand,
+		cutStatusCommand, cutToKafkaCommand, cutToPostgresCommand, cutFinishCommand, cutCancelCommand,
 		dlqListCommand, dlqReplayCommand,
 		consumerStatusCommand, consumerPauseCommand, consumerResumeCommand, consumerRewindCommand,
 		migrateUpCommand, migrateStatusCommand, migratePrintCommand, versionCommand,

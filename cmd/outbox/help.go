@@ -61,6 +61,7 @@ func overview() string {
 // foldedGroups are the groups of commands that have one line in the overview.
 var foldedGroups = map[string]string{
 	"consumer": "consumer groups",
+	"cut":      "move groups",
 	"delivery": "what is owed to workers",
 	"migrate":  "create the tables or bring them up to date",
 }

@@ -1,0 +1,409 @@
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/outboxgo/outbox/outboxops"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+var cutStatusCommand = command{
+	name:    "cut status",
+	summary: "which groups get events from workers, which from Kafka",
+	about: `
+active groups get all events from their workers; leaving ones those in front of
+the cut; those that have left, none: they read from Kafka. Returning ones still
+read what is there. OPEN deliveries are neither done nor dead. CONSUMER says
+whether one has begun to read.`,
+	prepare: func(*flag.FlagSet) func(context.Context, *env) error { return cutStatus },
+}
+
+var cutToKafkaCommand = command{
+	name:    "cut to-kafka",
+	summary: "have groups get their events from Kafka, without a gap",
+	about: `
+Workers handle what was committed before this moment, and a new relay sends what
+comes after; it waits until the workers are done. Start the consumers of the
+groups before. Nothing happens unless --yes is given, with --reason. Then it
+waits for the workers and finishes; outbox cut finish goes on with a wait that
+was interrupted, and outbox cut cancel takes the cut back.`,
+	endless: true,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		c := &cutMove{action: "to-kafka", plan: planToKafka, do: (*outboxops.Cuts).ToKafka}
+		return c.prepare(fs)
+	},
+}
+
+var cutToPostgresCommand = command{
+	name:    "cut to-postgres",
+	summary: "have groups get their events from workers again",
+	about: `
+Consumers handle what the relay has sent, and workers what it has not; they wait
+until the consumers are done. The relay ends. Stop it before, so that nothing is
+on its way, and start the workers after. Nothing happens unless --yes is given,
+with --reason. Then it waits for the consumers and finishes; outbox cut finish
+goes on with a wait that was interrupted, outbox cut cancel takes the cut back.`,
+	endless: true,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		c := &cutMove{action: "to-postgres", plan: planToPostgres, do: (*outboxops.Cuts).ToPostgres}
+		return c.prepare(fs)
+	},
+}
+
+var cutFinishCommand = command{
+	name:    "cut finish",
+	summary: "wait for what is in front of a cut, and finish it",
+	about: `
+What is behind the cut begins. With --early it begins although deliveries are
+open or records unread: then events of a key may be handled out of order.`,
+	endless: true,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		var f cutFinish
+		fs.StringVar(&f.relay, "relay", "", "`NAME` of the cut; required")
+		fs.BoolVar(&f.noWait, "no-wait", false, "fail if it is not ready")
+		fs.BoolVar(&f.early, "early", false, "do not look whether it is ready")
+		f.why.define(fs)
+		return f.run
+	},
+}
+
+var cutCancelCommand = command{
+	name:    "cut cancel",
+	summary: "take a cut back that is not finished",
+	about: `
+The groups get their events from where they got them before; none is lost. The
+relay of a cut to Kafka goes on to wait until it is named by another one.`,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		var why auditFlags
+		relay := fs.String("relay", "", "`NAME` of the cut; required")
+		why.define(fs)
+		return func(ctx context.Context, e *env) error {
+			if *relay == "" {
+				return usagef("--relay is missing")
+			}
+			info, err := why.info(e)
+			if err != nil {
+				return err
+			}
+			cuts, err := e.cuts(ctx)
+			if err == nil {
+				err = cuts.Cancel(ctx, *relay, info)
+			}
+			if err != nil {
+				return err
+			}
+			if e.json {
+				return e.writeJSON(map[string]any{"action": "cancel", "relay": *relay})
+			}
+			e.printf("canceled: the groups of relay %s go on as before\n", visible(*relay))
+			return nil
+		}
+	},
+}
+
+func (e *env) cuts(ctx context.Context) (*outboxops.Cuts, error) {
+	db, err := e.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return outboxops.NewCuts(db, outboxops.CutsConfig{Schema: e.schema})
+}
+
+// subscriptionJSON is a group in the output.
+type subscriptionJSON struct {
+	Group       string    `json:"group"`
+	State       string    `json:"state"`
+	ChangedAt   time.Time `json:"changed_at"`
+	Relay       string    `json:"relay"`
+	Open        int64     `json:"open"`
+	Dead        int64     `json:"dead"`
+	HasConsumer bool      `json:"has_consumer"`
+}
+
+func subscriptionsOf(all []outboxops.Subscription) []subscriptionJSON {
+	out := make([]subscriptionJSON, 0, len(all))
+	for _, s := range all {
+		out = append(out, subscriptionJSON{s.Group, string(s.State), s.ChangedAt.UTC(), s.Relay, s.Open, s.Dead, s.HasConsumer})
+	}
+	return out
+}
+
+func cutStatus(ctx context.Context, e *env) error {
+	cuts, err := e.cuts(ctx)
+	if err != nil {
+		return err
+	}
+	all, err := cuts.List(ctx)
+	if err != nil {
+		return err
+	}
+	if e.json {
+		return e.writeJSON(map[string]any{"groups": subscriptionsOf(all)})
+	}
+	if len(all) == 0 {
+		e.printf("No worker has run for any group.\n")
+		return nil
+	}
+	e.writeSubscriptions(all)
+	return nil
+}
+
+func (e *env) writeSubscriptions(all []outboxops.Subscription) {
+	t := table{head: []string{"GROUP", "STATE", "SINCE", "OPEN", "DEAD", "CONSUMER", "RELAY"}, flex: []int{0, 6}}
+	for _, s := range all {
+		consumer := "no"
+		if s.HasConsumer {
+			consumer = "yes"
+		}
+		t.add(s.Group, string(s.State), age(s.ChangedAt, e.now()), countUpTo(s.Open), countUpTo(s.Dead), consumer, s.Relay)
+	}
+	e.writeTable(t)
+}
+
+// cutMove makes a cut.
+type cutMove struct {
+	action        string
+	relay, groups string
+	yes, noWait   bool
+	why           auditFlags
+	plan          func(cutState) cutPlan
+	do            func(*outboxops.Cuts, context.Context, []string, string, outboxops.AuditInfo) error
+}
+
+func (c *cutMove) prepare(fs *flag.FlagSet) func(context.Context, *env) error {
+	fs.StringVar(&c.groups, "group", "", "`LIST` consumer groups; required")
+	fs.StringVar(&c.relay, "relay", "", "`NAME` that sends what is behind the cut, or did; required")
+	fs.BoolVar(&c.yes, "yes", false, "do it; without it this only shows what would happen")
+	fs.BoolVar(&c.noWait, "no-wait", false, "do not wait and finish: outbox cut finish does it")
+	c.why.define(fs)
+	return c.run
+}
+
+func (c *cutMove) run(ctx context.Context, e *env) error {
+	switch {
+	case c.groups == "":
+		return usagef("--group is missing")
+	case c.relay == "":
+		return usagef("--relay is missing")
+	}
+	var why outboxops.AuditInfo
+	var err error
+	if c.yes {
+		if why, err = c.why.info(e); err != nil {
+			return err
+		}
+	}
+	wait := cutWait{relay: c.relay, why: why}
+	if c.yes && !c.noWait && c.action == "to-postgres" { // Kafka says what was read
+		if wait.kafka, err = e.kafkaOpts(); err != nil {
+			return err
+		}
+	}
+	step, cancel := e.step(ctx)
+	defer cancel()
+	state, err := e.cutState(step, strings.Split(c.groups, ","), c.relay)
+	if err != nil {
+		return err
+	}
+	plan := c.plan(state)
+	if !c.yes || len(plan.NotReady) > 0 {
+		return c.show(e, state, plan)
+	}
+	if wait.cuts, err = e.cuts(step); err != nil {
+		return err
+	}
+	if err := c.do(wait.cuts, step, state.names, c.relay, why); err != nil {
+		return err
+	}
+	if c.noWait {
+		return c.report(e, state.names, false)
+	}
+	if err := wait.run(ctx, e); err != nil {
+		fmt.Fprintf(e.stderr, "The cut is made, and not finished: outbox cut finish --relay %s goes on to wait, outbox cut cancel takes it back.\n", visible(c.relay))
+		return err
+	}
+	return c.report(e, state.names, true)
+}
+
+// show says what would be done, and what is against it.
+func (c *cutMove) show(e *env, state cutState, plan cutPlan) error {
+	if e.json {
+		err := e.writeJSON(map[string]any{"action": c.action, "relay": c.relay, "dry_run": true, "groups": subscriptionsOf(state.chosen()),
+			"not_ready": plan.NotReady, "notes": plan.Notes})
+		if err == nil && len(plan.NotReady) > 0 {
+			err = errProblems
+		}
+		return err
+	}
+	if known := state.chosen(); len(known) > 0 {
+		e.writeSubscriptions(known)
+	}
+	for _, line := range plan.Steps {
+		e.say("- " + visible(line))
+	}
+	for _, line := range plan.Notes {
+		e.say("note: " + visible(line))
+	}
+	for _, line := range plan.NotReady {
+		e.say("not ready: " + visible(line))
+	}
+	if len(plan.NotReady) > 0 {
+		e.printf("Nothing is changed.\n")
+		return errProblems
+	}
+	e.printf("Nothing is changed yet; --yes does it.\n")
+	return nil
+}
+
+func (c *cutMove) report(e *env, groups []string, finished bool) error {
+	if e.json {
+		return e.writeJSON(map[string]any{"action": c.action, "relay": c.relay, "dry_run": false, "groups": groups, "finished": finished})
+	}
+	if !finished {
+		e.printf("The cut is made. outbox cut finish --relay %s waits for what is in front of it.\n", visible(c.relay))
+		return nil
+	}
+	after := "the workers can be stopped"
+	if c.action == "to-postgres" {
+		after = "the consumers can be stopped"
+	}
+	e.printf("%s: done for %s; %s\n", c.action, visible(strings.Join(groups, ", ")), after)
+	return nil
+}
+
+// cutFinish finishes a cut.
+type cutFinish struct {
+	relay         string
+	noWait, early bool
+	why           auditFlags
+}
+
+func (f *cutFinish) run(ctx context.Context, e *env) error {
+	switch {
+	case f.relay == "":
+		return usagef("--relay is missing")
+	case f.noWait && f.early:
+		return usagef("--no-wait and --early do not go together")
+	}
+	why, err := f.why.info(e)
+	if err != nil {
+		return err
+	}
+	cuts, err := e.cuts(ctx)
+	if err != nil {
+		return err
+	}
+	step, cancel := e.step(ctx)
+	defer cancel()
+	wait := cutWait{cuts: cuts, relay: f.relay, why: why}
+	if f.early {
+		err = cuts.FinishEarly(step, f.relay, why)
+	} else if wait.kafka, err = e.kafkaOf(step, cuts, f.relay); err == nil && f.noWait {
+		err = cuts.Finish(step, wait.kafka, f.relay, why)
+	} else if err == nil {
+		err = wait.run(ctx, e)
+	}
+	if err != nil {
+		return err
+	}
+	if e.json {
+		return e.writeJSON(map[string]any{"action": "finish", "relay": f.relay, "finished": true})
+	}
+	e.printf("finished: the cut at relay %s\n", visible(f.relay))
+	return nil
+}
+
+// kafkaOf returns the options of the Kafka client if groups return from there.
+func (e *env) kafkaOf(ctx context.Context, cuts *outboxops.Cuts, relay string) (opts []kgo.Opt, err error) {
+	all, err := cuts.List(ctx)
+	if err != nil || !slices.ContainsFunc(all, func(s outboxops.Subscription) bool {
+		return s.Relay == relay && s.State == outboxops.SubscriptionReturning
+	}) {
+		return nil, err
+	}
+	return e.kafkaOpts()
+}
+
+// cutWait waits for what is in front of a cut, and finishes it.
+type cutWait struct {
+	cuts  *outboxops.Cuts
+	kafka []kgo.Opt
+	relay string
+	why   outboxops.AuditInfo
+}
+
+// run waits as long as it takes; --timeout bounds each look.
+func (w *cutWait) run(ctx context.Context, e *env) error {
+	looking, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	watchdog := e.watchdog(cancel)
+	defer watchdog.stop()
+	p := &cutProgress{e: e}
+	err := w.cuts.Await(looking, w.kafka, w.relay, func(now outboxops.CutProgress) {
+		watchdog.reset()
+		p.show(now)
+	})
+	p.end()
+	if err != nil {
+		return withCause(looking, err)
+	}
+	step, done := e.step(ctx)
+	defer done()
+	return w.cuts.Finish(step, w.kafka, w.relay, w.why)
+}
+
+// cutProgress shows what is waited for, on a terminal in one line, else when it has changed and some
+// time has gone.
+type cutProgress struct {
+	e     *env
+	last  string
+	shown time.Time
+}
+
+func (p *cutProgress) show(now outboxops.CutProgress) {
+	text := waitingFor(now)
+	if p.e.json || text == "" {
+		return
+	}
+	if p.e.errTTY {
+		fmt.Fprintf(p.e.stderr, "\r\x1b[K%s", cut(text, p.e.width-1))
+		return
+	}
+	if text != p.last && p.e.now().Sub(p.shown) >= lineEvery {
+		p.last, p.shown = text, p.e.now()
+		fmt.Fprintln(p.e.stderr, text)
+	}
+}
+
+func (p *cutProgress) end() {
+	if p.e.errTTY && !p.e.json {
+		fmt.Fprint(p.e.stderr, "\r\x1b[K")
+	}
+}
+
+// waitingFor says what is still in front of a cut.
+func waitingFor(now outboxops.CutProgress) string {
+	var parts []string
+	for _, g := range now.Groups {
+		name := visible(g.Group)
+		switch {
+		case g.State == outboxops.SubscriptionLeaving:
+			parts = append(parts, name+": its workers have not taken all events")
+		case g.State == outboxops.SubscriptionLeft && g.Open > 0:
+			parts = append(parts, fmt.Sprintf("%s: %s", name, pluralUpTo(g.Open, "open delivery", "open deliveries")))
+		case g.State == outboxops.SubscriptionLeft && !g.HasConsumer:
+			parts = append(parts, name+": no consumer has begun")
+		case g.Unread > 0:
+			parts = append(parts, fmt.Sprintf("%s: %s", name, plural(g.Unread, "unread record", "unread records")))
+		}
+	}
+	if len(parts) == 0 {
+		return ""
+	}
+	return "waiting for " + strings.Join(parts, "; ")
+}
