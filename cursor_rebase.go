@@ -36,6 +36,7 @@ const sqlRebaseSettings = `SELECT set_config('statement_timeout', '0', true)`
 // share the rows: the events that the same relays have not attempted get one label, a
 // transaction id from 3 upwards. These ids were used by initdb, before there was any
 // table. The new snapshot of a relay is the present one, with its labels in progress.
+// Events that all relays have attempted lose the labels of an earlier rebase.
 //
 // The present snapshot must not call our own transaction visible. It could if the
 // transaction already had an id and later transactions had finished. So no statement
@@ -57,7 +58,8 @@ WITH positions AS MATERIALIZED (
       FROM {schema}.outbox AS was
       LEFT JOIN unsent AS u ON u.id = was.id
       LEFT JOIN labels AS l ON l.relays = u.relays
-     WHERE o.id = was.id AND (l.label IS NOT NULL OR was.xid >= pg_snapshot_xmin(pg_current_snapshot()))
+     WHERE o.id = was.id AND (l.label IS NOT NULL OR was.xid >= pg_snapshot_xmin(pg_current_snapshot())
+                              OR was.xid >= '3'::xid8 AND was.xid <= (SELECT 2 + count(*) FROM labels)::text::xid8)
 ), moved AS (
     INSERT INTO {schema}.outbox_cursor (relay, snapshot, last_processed_id, highest_id, system_identifier, epoch)
     SELECT s.relay, format('%s:%s:%s', coalesce(min(open.xid), pg_snapshot_xmin(pg_current_snapshot())::text::bigint),
