@@ -151,6 +151,8 @@ var escalations = map[string][]string{
 		`INSERT INTO {s}.outbox ({columns}) VALUES ({values})`,
 		`INSERT INTO {s}.consumer_group_role (consumer_group, role) VALUES ('*', session_user)`,
 		`SELECT {s}.outbox_requeue_deliveries('{1}', 'kim', 'why')`,
+		`SELECT {s}.outbox_cut_to_kafka('{mine}', 'r', 'kim', 'why')`,
+		`SELECT {s}.outbox_finish_cut('r', true, 'kim', 'why')`,
 		`LOCK TABLE {s}.event_subscription IN SHARE MODE`,
 	},
 	"consumer": {
@@ -183,6 +185,8 @@ var escalations = map[string][]string{
 		`SELECT FROM {s}.event_delivery FOR UPDATE`,
 		`UPDATE {s}.event_subscription SET state = 'left', relay = 'r'`,
 		`SELECT {s}.outbox_promote('mine', '{1}')`,
+		`SELECT {s}.outbox_lock_groups('{mine}', 'r')`,
+		`SELECT {s}.outbox_lock_cut('r')`,
 		`SELECT {s}.outbox_finish_deliveries('mine', 'w', '{1}')`,
 		`INSERT INTO {s}.outbox_audit (operator, action, reason, relay, parking_key) VALUES ('somebody else', 'edit', 'x', 'r', 'k')`,
 		`INSERT INTO {s}.outbox_audit (operator, action, reason, relay, parking_key, created_at) VALUES ('kim', 'edit', 'x', 'r', 'k', now() - interval '1 day')`,

@@ -56,8 +56,8 @@ func (f *cutFixture) state() string {
 		|| coalesce((SELECT CASE WHEN expires_at > clock_timestamp() THEN '; r waits' ELSE '; r may lead' END FROM {schema}.outbox_lease WHERE name = 'r'), '')`)
 }
 
-// leave does what the workers of groups do that have taken all events in front of the cut.
-func (f *cutFixture) leave(groups ...string) {
+// depart does what the workers of groups do that have taken all events in front of the cut.
+func (f *cutFixture) depart(groups ...string) {
 	f.t.Helper()
 	f.do(`UPDATE {schema}.event_subscription SET state = 'left', changed_at = now() WHERE consumer_group = ANY ($1) AND state = 'leaving'`, groups)
 	f.do(`DELETE FROM {schema}.outbox_cursor WHERE relay = ANY (ARRAY(SELECT 'worker:' || g FROM unnest($1::text[]) AS g))`, groups)
@@ -72,7 +72,7 @@ func (f *cutFixture) deliver(status string) {
 		       now(), now(), now(), now(), gen_random_uuid(), $1, 'a', 'COUNTED', 'orders', 'shop.order.created.v1', 'shop', 'Order', '1', 'application/json', '1'`, status)
 }
 
-func (f *cutFixture) refused(err error, text string) {
+func (f *cutFixture) rejects(err error, text string) {
 	f.t.Helper()
 	require.ErrorIs(f.t, err, outboxops.ErrCutRefused)
 	require.ErrorContains(f.t, err, text)
@@ -88,32 +88,32 @@ func TestCut(t *testing.T) {
 	ctx := t.Context()
 	require.NoError(t, f.cuts.ToKafka(ctx, both, "r", why))
 	require.Equal(t, "a leaving r, b leaving r; r, worker:a, worker:b; r waits", f.state())
-	f.refused(f.cuts.ToKafka(ctx, both, "r2", why), "group a does not get its events from workers")
-	f.refused(f.cuts.ToPostgres(ctx, both, "r", why), "group a does not get its events from relay r")
-	f.refused(f.cuts.Finish(ctx, nil, "r", why), "the workers of group a have not taken all events in front of the cut")
-	f.refused(f.cuts.FinishEarly(ctx, "r", why), "the workers of group a have not taken all events in front of the cut")
-	f.leave("a")
-	f.refused(f.cuts.Finish(ctx, nil, "r", why), "the workers of group b have not")
-	f.leave("b")
+	f.rejects(f.cuts.ToKafka(ctx, both, "r2", why), "group a does not get its events from workers")
+	f.rejects(f.cuts.ToPostgres(ctx, both, "r", why), "group a does not get its events from relay r")
+	f.rejects(f.cuts.Finish(ctx, nil, "r", why), "the workers of group a have not taken all events in front of the cut")
+	f.rejects(f.cuts.FinishEarly(ctx, "r", why), "the workers of group a have not taken all events in front of the cut")
+	f.depart("a")
+	f.rejects(f.cuts.Finish(ctx, nil, "r", why), "the workers of group b have not")
+	f.depart("b")
 	for _, status := range []string{"PROCESSING", "PARKED", "PENDING"} {
 		f.deliver(status)
-		f.refused(f.cuts.Finish(ctx, nil, "r", why), "the workers of group a have open deliveries from before the cut")
+		f.rejects(f.cuts.Finish(ctx, nil, "r", why), "the workers of group a have open deliveries from before the cut")
 		f.do(`DELETE FROM {schema}.event_delivery`)
 	}
 	f.deliver("DEAD")
 	f.deliver("DONE")
 	f.do(`UPDATE {schema}.consumer_start SET consumer_group = 'c' WHERE consumer_group = 'b'`)
-	f.refused(f.cuts.Finish(ctx, nil, "r", why), "no consumer of group b has begun to read")
+	f.rejects(f.cuts.Finish(ctx, nil, "r", why), "no consumer of group b has begun to read")
 	f.do(`UPDATE {schema}.consumer_start SET consumer_group = 'b' WHERE consumer_group = 'c'`)
-	f.refused(f.cuts.ToPostgres(ctx, both, "r", why), "there is a cut at relay r already: finish or cancel it first")
+	f.rejects(f.cuts.ToPostgres(ctx, both, "r", why), "there is a cut at relay r already: finish or cancel it first")
 	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
 	require.Equal(t, "a left r, b left r; r; r may lead", f.state())
 	require.ErrorIs(t, f.cuts.Finish(ctx, nil, "r", why), outboxops.ErrNoCut)
 	require.ErrorIs(t, f.cuts.Cancel(ctx, "r", why), outboxops.ErrNoCut)
 
-	f.refused(f.cuts.ToPostgres(ctx, []string{"b"}, "r", why), "group a gets its events from relay r, too")
+	f.rejects(f.cuts.ToPostgres(ctx, []string{"b"}, "r", why), "group a gets its events from relay r, too")
 	f.do(`INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch) VALUES ('other', 0, '1:1:', 0, 1, 1)`)
-	f.refused(f.cuts.ToPostgres(ctx, both, "other", why), "group a does not get its events from relay other")
+	f.rejects(f.cuts.ToPostgres(ctx, both, "other", why), "group a does not get its events from relay other")
 	f.do(`DELETE FROM {schema}.outbox_cursor WHERE relay = 'other'`)
 	require.NoError(t, f.cuts.ToPostgres(ctx, []string{"b", "a", "a", "new"}, "r", why))
 	require.Equal(t, "a returning r, b returning r, new returning r; worker:a, worker:b, worker:new; r waits", f.state())
@@ -125,7 +125,7 @@ func TestCut(t *testing.T) {
 
 	f.do(`INSERT INTO {schema}.consumer_start (consumer_group, topic, topic_id, partition) VALUES ('new', 'orders', gen_random_uuid(), -1)`)
 	require.NoError(t, f.cuts.ToKafka(ctx, []string{"new", "a", "b"}, "r", why), "the name is free again")
-	f.leave("a", "b", "new")
+	f.depart("a", "b", "new")
 	f.deliver("PENDING")
 	require.NoError(t, f.cuts.FinishEarly(ctx, "r", why))
 	require.Equal(t, "a left r, b left r, new left r; r; r may lead", f.state())
@@ -140,7 +140,7 @@ func TestCancelCut(t *testing.T) {
 	ctx := t.Context()
 	require.NoError(t, f.cuts.ToKafka(ctx, both, "r", why))
 	cut := f.text(`SELECT snapshot::text FROM {schema}.outbox_cursor WHERE relay = 'r'`)
-	f.leave("a")
+	f.depart("a")
 	require.NoError(t, f.cuts.Cancel(ctx, "r", why))
 	require.Equal(t, "a active, b active; worker:a, worker:b; r waits", f.state(), "r must not begin at the first event")
 	require.Equal(t, cut, f.text(`SELECT snapshot::text FROM {schema}.outbox_cursor WHERE relay = 'worker:a'`))
@@ -149,7 +149,7 @@ func TestCancelCut(t *testing.T) {
 	require.ErrorIs(t, f.cuts.Finish(ctx, nil, "r", why), outboxops.ErrNoCut)
 
 	require.NoError(t, f.cuts.ToKafka(ctx, both, "r", why))
-	f.leave("a", "b")
+	f.depart("a", "b")
 	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
 	f.do(`INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, window_snapshot, highest_id, system_identifier, epoch) VALUES ('r', 7, '5:5:', '9:9:', 8, 3, 1)`)
 	const position = `SELECT concat_ws(' ', last_processed_id, snapshot, window_snapshot, highest_id, system_identifier) FROM {schema}.outbox_cursor WHERE relay = $1 ORDER BY id DESC LIMIT 1`
@@ -167,7 +167,7 @@ func TestCutRefusesFailedEvents(t *testing.T) {
 	f := newCutFixture(t)
 	ctx := t.Context()
 	require.NoError(t, f.cuts.ToKafka(ctx, both, "r", why))
-	f.leave(both...)
+	f.depart(both...)
 	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
 	for _, status := range []string{"waiting", "failed", "parked", "dead", "resolved"} {
 		f.do(`INSERT INTO {schema}.outbox_failed (relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at,
@@ -178,7 +178,7 @@ func TestCutRefusesFailedEvents(t *testing.T) {
 			require.NoError(t, err)
 			require.NoError(t, f.cuts.Cancel(ctx, "r", why))
 		} else {
-			f.refused(err, "relay r has events in outbox_failed that it still has to send")
+			f.rejects(err, "relay r has events in outbox_failed that it still has to send")
 			require.Equal(t, "a left r, b left r; r; r may lead", f.state())
 		}
 		f.do(`DELETE FROM {schema}.outbox_failed`)
@@ -192,18 +192,18 @@ func TestCutRefuses(t *testing.T) {
 	for name, relay := range map[string]string{"has a position": `INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch) VALUES ('r', 0, '1:1:', 0, 1, 1)`,
 		"has only its lease": `INSERT INTO {schema}.outbox_lease (name, holder, epoch, expires_at, lasts) VALUES ('r', 'host/1', 1, now() + interval '1 min', '30s')`} {
 		f.do(relay)
-		f.refused(f.cuts.ToKafka(ctx, both, "r", why), "relay r has begun already")
+		f.rejects(f.cuts.ToKafka(ctx, both, "r", why), "relay r has begun already")
 		f.do(`DELETE FROM {schema}.outbox_cursor WHERE relay = 'r'`)
 		f.do(`DELETE FROM {schema}.outbox_lease`)
 		require.Equal(t, "a active, b active; worker:a, worker:b", f.state(), name)
 	}
-	f.refused(f.cuts.ToKafka(ctx, []string{"a", "nobody"}, "r", why), "group nobody does not get its events from workers")
+	f.rejects(f.cuts.ToKafka(ctx, []string{"a", "nobody"}, "r", why), "group nobody does not get its events from workers")
 	f.do(`UPDATE {schema}.outbox_cursor SET system_identifier = 1 WHERE relay = 'worker:b'`)
-	f.refused(f.cuts.ToKafka(ctx, both, "r", why), "group b has no position in this database cluster")
+	f.rejects(f.cuts.ToKafka(ctx, both, "r", why), "group b has no position in this database cluster")
 	require.ErrorIs(t, f.cuts.ToPostgres(ctx, []string{"new"}, "nobody", why), outboxops.ErrNoCut)
 	require.ErrorIs(t, f.cuts.Cancel(ctx, "nobody", why), outboxops.ErrNoCut)
 	require.ErrorIs(t, f.cuts.Await(ctx, testenv.KafkaOpts(f.brokers), "nobody", nil), outboxops.ErrNoCut)
-	f.refused(f.cuts.ToKafka(ctx, []string{"a"}, "worker:x", why), "relay")
+	f.rejects(f.cuts.ToKafka(ctx, []string{"a"}, "worker:x", why), "relay")
 	require.ErrorContains(t, f.cuts.ToKafka(ctx, nil, "", why), "relay")
 	require.ErrorContains(t, f.cuts.ToKafka(ctx, []string{""}, "r", why), "group")
 	require.ErrorContains(t, f.cuts.Cancel(ctx, "", why), "relay")
@@ -251,7 +251,7 @@ func TestRelayWaitsForCut(t *testing.T) {
 	arrived, err := reader.Arrived()
 	require.NoError(t, err)
 	require.Empty(t, arrived)
-	f.leave(both...)
+	f.depart(both...)
 	require.NoError(t, f.cuts.Finish(ctx, nil, "r", why))
 	requireArrival(t, reader, events[3:5]...)
 	// It is retired, and stays so.

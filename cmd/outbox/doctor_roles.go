@@ -92,7 +92,7 @@ var partNeeds = map[string][]need{
 			{privilege: "UPDATE", table: "event_delivery", columns: []string{"status", "held", "attempt_count", "max_attempts", "next_retry_at", "last_attempt_at",
 				"locked_by", "locked_until", "updated_at", "processed_at", "last_error_code", "last_error_message"}},
 			{privilege: "INSERT", table: "event_subscription", columns: []string{"consumer_group"}},
-			{privilege: "UPDATE", table: "event_subscription", columns: []string{"state", "cut_snapshot", "changed_at"}},
+			{privilege: "UPDATE", table: "event_subscription", columns: []string{"state", "changed_at"}},
 			{privilege: "SELECT", sequence: "outbox_id_seq"}, {privilege: "SELECT", table: "outbox_failed", columns: []string{"relay", "outbox_id"}}},
 		onTable("event_subscription", "SELECT"), onTable("outbox_cursor", "SELECT", "INSERT", "DELETE"), onTable("outbox_lease", "SELECT", "INSERT", "UPDATE"),
 		onSequences("event_delivery_id_seq", "outbox_cursor_id_seq"),
@@ -102,7 +102,9 @@ var partNeeds = map[string][]need{
 		"outbox_edit_failed(bigint, bytea, text, text)", "outbox_hold_key(text, text, text, text)", "outbox_release_key(text, text, text, text)",
 		"outbox_pause_consumer(text, text, text, text)", "outbox_resume_consumer(text, text, text, text)",
 		"outbox_rewind_consumer(text, text[], uuid[], int[], bigint[], text, text)",
-		"outbox_requeue_deliveries(bigint[], text, text)", "outbox_resolve_deliveries(bigint[], text, text)")),
+		"outbox_requeue_deliveries(bigint[], text, text)", "outbox_resolve_deliveries(bigint[], text, text)",
+		"outbox_cut_to_kafka(text[], text, text, text)", "outbox_cut_to_postgres(text[], text, text, text)",
+		"outbox_finish_cut(text, boolean, text, text)", "outbox_cancel_cut(text, text, text)")),
 }
 
 // on says what the privilege is for, and grant how to give it.
