@@ -7,7 +7,7 @@ import (
 	"github.com/outboxgo/outbox"
 )
 
-// Part is a part of this process whose health a probe reports: a [Relay] or a [Consumer].
+// Part is a part of this process whose health a probe reports: a [Relay], a [Consumer] or a [Worker].
 type Part struct {
 	report func(*healthReport) (live, ready bool)
 }
@@ -36,6 +36,18 @@ func Consumer(consumer interface{ Health() outbox.ConsumerHealth }) Part {
 	}}
 }
 
+// Worker returns the part for an [outbox.Worker].
+func Worker(worker interface{ Health() outbox.WorkerHealth }) Part {
+	return Part{func(r *healthReport) (live, ready bool) {
+		h := worker.Health()
+		r.Workers = append(r.Workers, workerReport{
+			Group: h.Group, Live: h.Live, Ready: h.Ready, Deliveries: h.Deliveries,
+			Reasons: append([]string{}, h.Reasons...),
+		})
+		return h.Live, h.Ready
+	}}
+}
+
 // Live answers a liveness probe: 200 if all parts are live, else 503. A part that is not
 // live needs a restart; an outage of Kafka or PostgreSQL does not count. The body is that
 // of [Ready].
@@ -44,11 +56,12 @@ func Live(parts ...Part) http.Handler {
 }
 
 // Ready answers a readiness probe: 200 if all parts are ready, else 503. The body gives
-// the reasons, as JSON; without consumers, it has no list of them:
+// the reasons, as JSON; without consumers or workers, it has no list of them:
 //
 //	{"ok": false, "relays": [{"relay": "default", "live": true, "ready": false, "leading": true,
 //	 "breaker": "open", "reasons": ["the circuit breaker is open"]}],
-//	 "consumers": [{"group": "sales", "live": true, "ready": true, "partitions": 4, "reasons": []}]}
+//	 "consumers": [{"group": "sales", "live": true, "ready": true, "partitions": 4, "reasons": []}],
+//	 "workers": [{"group": "mails", "live": true, "ready": true, "deliveries": 12, "reasons": []}]}
 //
 // A process whose relay is not ready can still serve requests, because recording needs
 // no relay. Use this probe if the relay runs in a process of its own, or for monitoring.
@@ -60,6 +73,7 @@ type healthReport struct {
 	OK        bool             `json:"ok"`
 	Relays    []relayReport    `json:"relays"`
 	Consumers []consumerReport `json:"consumers,omitempty"`
+	Workers   []workerReport   `json:"workers,omitempty"`
 }
 
 type relayReport struct {
@@ -76,6 +90,14 @@ type consumerReport struct {
 	Live       bool     `json:"live"`
 	Ready      bool     `json:"ready"`
 	Partitions int      `json:"partitions"`
+	Reasons    []string `json:"reasons"`
+}
+
+type workerReport struct {
+	Group      string   `json:"group"`
+	Live       bool     `json:"live"`
+	Ready      bool     `json:"ready"`
+	Deliveries int      `json:"deliveries"`
 	Reasons    []string `json:"reasons"`
 }
 

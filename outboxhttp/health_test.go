@@ -29,6 +29,23 @@ func probe(t *testing.T, parts ...outboxhttp.Part) (live, ready int, body string
 	return l.Code, r.Code, r.Body.String()
 }
 
+type fakeWorker outbox.WorkerHealth
+
+func (w fakeWorker) Health() outbox.WorkerHealth { return outbox.WorkerHealth(w) }
+
+// A worker that does not handle events is not ready, and its deliveries are told.
+func TestProbesOfWorkers(t *testing.T) {
+	t.Parallel()
+	well := fakeWorker{Group: "mails", Live: true, Ready: true, Deliveries: 12}
+	ill := fakeWorker{Group: "orders", Live: false, Reasons: []string{"a handler does not return"}}
+	live, ready, _ := probe(t, outboxhttp.Worker(well))
+	require.Equal(t, []int{200, 200}, []int{live, ready})
+	live, ready, body := probe(t, outboxhttp.Worker(well), outboxhttp.Worker(ill))
+	require.Equal(t, []int{503, 503}, []int{live, ready})
+	require.JSONEq(t, `{"ok": false, "relays": [], "workers": [{"group": "mails", "live": true, "ready": true, "deliveries": 12, "reasons": []},
+		{"group": "orders", "live": false, "ready": false, "deliveries": 0, "reasons": ["a handler does not return"]}]}`, body)
+}
+
 // A probe fails if one of the relays does, and the body says why.
 func TestProbes(t *testing.T) {
 	t.Parallel()
