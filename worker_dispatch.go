@@ -67,24 +67,33 @@ type laneKind struct {
 	mu   sync.Mutex
 	load map[*lane]int  // batches that it has
 	slow map[*lane]bool // those that are at a single call for long
+	each time.Duration  // that a delivery has taken lately
 }
 
-// each returns how many batches a lane shall have, the one under way included.
-func (k *laneKind) each() int {
+// queue returns how many batches a lane shall have, the one under way included.
+func (k *laneKind) queue() int {
 	if k.most > 1 {
 		return 2
 	}
 	return 1
 }
 
-// room returns how many batches the lanes can take.
+// room returns how many batches the lanes can take: none as long as all are at work and most have the
+// next batch, because a few large batches cost less than many small ones.
 func (k *laneKind) room() (room int) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	idle, quick := false, 0 // lanes
 	for _, l := range k.lanes {
-		if !k.slow[l] {
-			room += max(0, k.each()-k.load[l])
+		if k.slow[l] {
+			continue
 		}
+		quick++
+		room += max(0, k.queue()-k.load[l])
+		idle = idle || k.load[l] == 0
+	}
+	if !idle && 2*room < quick*k.queue() {
+		return 0
 	}
 	return room
 }
@@ -92,9 +101,25 @@ func (k *laneKind) room() (room int) {
 // A batch should take no longer than slowBatch, so that other processes do not wait for what this
 // one has; and one that takes less than fastBatch may be larger.
 const (
-	fastBatch = 200 * time.Millisecond
-	slowBatch = time.Second
+	fastBatch = 500 * time.Millisecond
+	slowBatch = 2 * time.Second
 )
+
+// undividedBatch is how long the deliveries of a batch shall take at least before they are divided among
+// lanes: a transaction of their own costs about as much.
+const undividedBatch = 20 * time.Millisecond
+
+// size returns how many of n deliveries make a batch.
+func (k *laneKind) size(n int) int {
+	room := max(k.room(), 1)
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	size := (n + room - 1) / room
+	if k.each > 0 {
+		size = max(size, int(undividedBatch/k.each))
+	}
+	return min(size, k.most)
+}
 
 // freed notes that a lane has handled a batch.
 func (k *laneKind) freed(l *lane, n int, took time.Duration, most int) {
@@ -102,6 +127,8 @@ func (k *laneKind) freed(l *lane, n int, took time.Duration, most int) {
 	defer k.mu.Unlock()
 	k.load[l]--
 	delete(k.slow, l)
+	const weight = 8 // of what was before
+	k.each += (took/time.Duration(max(n, 1)) - k.each) / weight
 	switch {
 	case took > slowBatch && n > 1:
 		k.most = max(1, min(k.most, n)/2)
@@ -303,8 +330,7 @@ func (d *dispatcher) deal(k *laneKind, rows []deliveries.Delivery, claimed time.
 	if len(rows) == 0 {
 		return
 	}
-	room := max(k.room(), 1)
-	size := min(k.batch(), (len(rows)+room-1)/room)
+	size := k.size(len(rows))
 	var batches [][]deliveries.Delivery
 	of := map[deliveries.Key]int{}
 	for _, r := range rows {
