@@ -220,32 +220,6 @@ func testRoles(t *testing.T, h *relayFixture, reader *oracle.Reader, left int) {
 	requireArrival(t, reader, more...)
 }
 
-// Who may write all data writes for all groups, and no table has a row for that: rows of
-// a dump are restored into tables that are new.
-func TestWriteAllData(t *testing.T) {
-	t.Parallel()
-	h := newRelayFixture(t)
-	require.Zero(t, h.count(t, "consumer_group_role"))
-	r := newRoles(t, h)
-	_, err := h.db.Exec(background, h.sql(`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('g', 't', 'i', 'a')`))
-	require.NoError(t, err)
-	db := r.as(t, "consumer")
-	remove := h.sql(`DELETE FROM {s}.event_handled`)
-	tag, err := db.Exec(background, remove)
-	require.NoError(t, err)
-	require.Zero(t, tag.RowsAffected())
-	_, err = h.db.Exec(background, `GRANT pg_write_all_data TO `+r.login("consumer"))
-	require.NoError(t, err)
-	plan, err := db.Query(background, `EXPLAIN (COSTS OFF) `+remove)
-	require.NoError(t, err)
-	lines, err := pgx.CollectRows(plan, pgx.RowTo[string])
-	require.NoError(t, err)
-	require.Contains(t, strings.Join(lines, "\n"), "One-Time Filter: pg_has_role('pg_write_all_data'::name")
-	tag, err = db.Exec(background, remove)
-	require.NoError(t, err)
-	require.EqualValues(t, 1, tag.RowsAffected())
-}
-
 // An operator whose transaction stays open holds up the events that it has changed, and neither
 // the relay's lease nor other events.
 func TestOpenOperatorHoldsUpNothingElse(t *testing.T) {

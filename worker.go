@@ -258,6 +258,7 @@ func (r *workerRun) run(ctx context.Context) error {
 		cfg: &r.cfg, store: r.store, hands: r.hands, dispatcher: r.dispatcher, lanes: r.lanes, outages: r.outages, log: r.processor.log, hooks: r.dispatcher.hooks,
 	}
 	beside.Go(func() { keeper.run(background) })
+	beside.Go(func() { keeper.takeOver(background) })
 	beside.Go(func() { keeper.watch(background) })
 	beside.Go(func() { r.watchPauses(background) })
 	beside.Go(func() { newGroupCleaner(r.Worker, r.lease, r.dispatcher.hasBacklog, r.cut).run(r.stopping) })

@@ -184,8 +184,9 @@ func (k *laneKind) batch() int {
 
 // What outages of a worker are named in its log beside outagePostgres.
 const (
-	outagePromoting = "promoting deliveries"
-	outageRenewing  = "renewing deliveries"
+	outagePromoting  = "promoting deliveries"
+	outageRenewing   = "renewing deliveries"
+	outageTakingOver = "taking over deliveries"
 )
 
 // run gives work to lanes until stopping ends.

@@ -35,24 +35,38 @@ const (
 	expireBatch = 500   // rows that are taken over in a transaction
 	headsBatch  = 1_000 // keys whose heads are looked at in a statement
 	repairOften = 10    // every so many rounds
+
+	takeOverTimeout = 30 * time.Second
 )
 
-// run keeps leases until ctx is cancelled.
+// run renews leases until ctx is cancelled.
 func (k *keeper) run(ctx context.Context) {
-	k.repaired = math.MinInt64
-	for n := 0; ctx.Err() == nil; n++ {
+	for ctx.Err() == nil {
 		began := time.Now()
 		try, cancel := context.WithTimeout(ctx, k.cfg.Lease/2)
 		err := k.renew(try)
-		if err == nil {
-			err = k.expire(try)
+		cancel()
+		if ctx.Err() == nil {
+			k.outages.Report(outageRenewing, began, err)
 		}
+		wait.Sleep(ctx, k.cfg.Lease/3)
+	}
+}
+
+// takeOver takes rows from workers that are gone, until ctx is cancelled. It works beside run, because
+// leases do not wait for what may be much.
+func (k *keeper) takeOver(ctx context.Context) {
+	k.repaired = math.MinInt64
+	for n := 0; ctx.Err() == nil; n++ {
+		began := time.Now()
+		try, cancel := context.WithTimeout(ctx, takeOverTimeout)
+		err := k.expire(try)
 		if err == nil && n%repairOften == 0 {
 			err = k.repair(try)
 		}
 		cancel()
 		if ctx.Err() == nil {
-			k.outages.Report(outageRenewing, began, err)
+			k.outages.Report(outageTakingOver, began, err)
 		}
 		wait.Sleep(ctx, k.cfg.Lease/3)
 	}
