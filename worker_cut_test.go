@@ -60,10 +60,7 @@ func (n noise) OccurredAt() time.Time { return time.Now() }
 
 func (f *moveFixture) startWorker() (stop func()) {
 	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond, Retention: f.retention}
-	db := f.db
-	f.db = f.pool
-	_, stop = f.start(cfg, f.handler)
-	f.db = db
+	stop = testenv.Run(f.t, f.worker(f.pool, "bank", cfg, f.handler).Run)
 	require.Eventually(f.t, func() bool { return f.count(`SELECT count(*) FROM {schema}.event_subscription`) == 1 }, testenv.Patience, 10*time.Millisecond)
 	return stop
 }
