@@ -67,7 +67,7 @@ func TestRefusedEvent(t *testing.T) {
 	delete(failed, "last_error")
 	require.Equal(t, map[string]any{"status": "failed", "error_class": "message_too_large", "retry_count": int32(0),
 		"relay": "default", "whole": true, "id": events[10].ID}, failed)
-	require.Contains(t, log.String(), "event rejected")
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "event rejected") }, testenv.Patience, time.Millisecond, "it is logged once it is saved")
 }
 
 // Rows that no Recorder wrote may be impossible to send. They stop nothing.
