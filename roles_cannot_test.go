@@ -99,7 +99,7 @@ func (r *roles) requireNoMore(t *testing.T) {
 		`outbox_resolve_deliveries('{1}', 'kim', 'why')`:                                  "operator",
 		`outbox_lock_deliveries('{1}')`:                                                   "", `outbox_promote_deliveries('{1}')`: "",
 		`outbox_lock_keys('mine', '{1}')`: "worker", `outbox_promote('mine', '{1}')`: "worker",
-		`outbox_finish_deliveries('mine', 'w', '{}')`: "worker",
+		`outbox_finish_deliveries('mine', 'w', '{}', '{}', '{}')`: "worker",
 	}
 	for _, role := range r.parts {
 		db := r.as(t, role)
@@ -187,7 +187,7 @@ var escalations = map[string][]string{
 		`SELECT {s}.outbox_promote('mine', '{1}')`,
 		`SELECT {s}.outbox_lock_groups('{mine}', 'r')`,
 		`SELECT {s}.outbox_lock_cut('r')`,
-		`SELECT {s}.outbox_finish_deliveries('mine', 'w', '{1}')`,
+		`SELECT {s}.outbox_finish_deliveries('mine', 'w', '{1}', '{1}', '{1}')`,
 		`INSERT INTO {s}.outbox_audit (operator, action, reason, relay, parking_key) VALUES ('somebody else', 'edit', 'x', 'r', 'k')`,
 		`INSERT INTO {s}.outbox_audit (operator, action, reason, relay, parking_key, created_at) VALUES ('kim', 'edit', 'x', 'r', 'k', now() - interval '1 day')`,
 		`DELETE FROM {s}.outbox_audit`,
@@ -408,7 +408,7 @@ func TestFunctionsRunNothingOfOthers(t *testing.T) {
 				`SELECT {s}.outbox_rewind_consumer('g', '{t}', ARRAY[]::uuid[], '{0}', '{1}', 'kim', 'why')`},
 			"consumer": {`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('product-statistics', 't', 'i', 'a')`},
 			"worker": {`SELECT {s}.outbox_lock_keys('product-statistics', '{1,2}')`, `SELECT {s}.outbox_promote('product-statistics', '{1,2}')`,
-				`SELECT {s}.outbox_finish_deliveries('product-statistics', 'w', '{}')`},
+				`SELECT {s}.outbox_finish_deliveries('product-statistics', 'w', '{}', '{}', '{}')`},
 		} {
 			db := r.as(t, role)
 			for _, call := range calls { // with a temporary table of every name, found first

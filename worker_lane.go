@@ -36,7 +36,7 @@ type lane struct {
 	work       []laneItem
 	done       []deliveries.Delivery // handled without a transaction, and not yet written down
 	doneSince  time.Time             // of the first of done
-	behind     []deliveries.Key      // promoted with the transaction under way
+	finished   []deliveries.Delivery // what waits for them is promoted with the transaction under way
 	promotedIn int64                 // how many, -1 for not yet
 	held       context.Context       // ended when the batch is not to go on
 }
@@ -324,14 +324,14 @@ func (l *lane) complete(ctx context.Context, tx handlerTx, results []taskResult)
 			ids = append(ids, id)
 		}
 	}
-	l.behind, l.promotedIn = l.keysOf(ids), 0
+	l.finished, l.promotedIn = l.those(ids), 0
 	// Functions inside PostgreSQL may have changed settings, too.
 	if tx.ChangedSettings() || len(results) == 1 {
 		if _, err := tx.Own().Exec(ctx, sqlOwnSettings, l.session.role, l.session.user); err != nil {
 			return unfinished(tx, err)
 		}
 	}
-	promoted, err := l.store.FinishIn(ctx, tx.Own(), ids)
+	promoted, err := l.store.FinishIn(ctx, tx.Own(), l.finished)
 	l.promotedIn = promoted
 	return unfinished(tx, err)
 }
@@ -375,14 +375,14 @@ func (l *lane) lockRows(ctx context.Context, tx handlerTx, tasks []task) error {
 const sqlOwnSettings = `
 SELECT CASE WHEN session_user <> $2::text THEN set_config('session_authorization', $2::text, true) END, set_config('role', $1::text, true), set_config('statement_timeout', '0', true), set_config('lock_timeout', '0', true)`
 
-// keysOf returns the keys of deliveries.
-func (l *lane) keysOf(ids []int64) (keys []deliveries.Key) {
+// those returns the deliveries with these ids.
+func (l *lane) those(ids []int64) (all []deliveries.Delivery) {
 	for i := range l.work {
-		if it := &l.work[i]; !it.gone && it.Key.Ordered && slices.Contains(ids, it.ID) {
-			keys = append(keys, it.Key)
+		if it := &l.work[i]; slices.Contains(ids, it.ID) {
+			all = append(all, it.Delivery)
 		}
 	}
-	return keys
+	return all
 }
 
 // promoteBehind has rows claimed that were promoted in a transaction which is committed now. Under
@@ -391,7 +391,7 @@ func (l *lane) promoteBehind() {
 	if l.promotedIn < 0 {
 		began := time.Now()
 		var err error
-		l.promotedIn, err = l.store.Promote(l.cut, l.behind)
+		l.promotedIn, err = l.store.Promote(l.cut, l.finished)
 		l.outages.Report(outagePromoting, began, err) // if it fails, what repairs heads does it
 	}
 	if l.promotedIn > 0 {
@@ -535,7 +535,7 @@ func (l *lane) failTask(it *laneItem, t task, err error) {
 func (l *lane) fail(it *laneItem, class string, cause error, dead bool) {
 	l.flush() // of its key, what is handled is done before
 	f := deliveries.Failure{
-		ID: it.ID, Key: it.Key, Code: short.Text(class, 100), Message: short.Text(cause.Error(), short.MaxText),
+		Of: it.Delivery, Code: short.Text(class, 100), Message: short.Text(cause.Error(), short.MaxText),
 		MaxAttempts: it.MaxAttempts, Dead: dead, Held: dead && l.cfg.HoldDead,
 	}
 	if !dead {
@@ -606,7 +606,7 @@ func (l *lane) flush() {
 	}
 	var promoted int64
 	err := l.write(func(ctx context.Context) (err error) {
-		promoted, err = l.store.Finish(ctx, ids)
+		promoted, err = l.store.Finish(ctx, l.done)
 		return err
 	})
 	if errors.Is(err, deliveries.ErrLost) {

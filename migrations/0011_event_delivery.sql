@@ -38,6 +38,7 @@ CREATE TABLE event_delivery (
     attempt_count      int          NOT NULL,
     max_attempts       int          NOT NULL,
     held               boolean      NOT NULL DEFAULT false,
+    put_back           boolean      NOT NULL DEFAULT false,
     next_retry_at      timestamptz  NOT NULL,
     last_attempt_at    timestamptz,
     locked_until       timestamptz,
@@ -77,9 +78,14 @@ CREATE TABLE event_delivery (
 -- nothing. Rows whose worker was gone are claimed by themselves.
 CREATE INDEX idx_event_delivery_due ON event_delivery (consumer_group, action, stream, (coalesce(last_error_code, '') = 'stale'), next_retry_at, id)
  WHERE status = 'PENDING';
--- The open rows of a key: first the one that the others wait for, then these in their order.
-CREATE INDEX idx_event_delivery_key ON event_delivery (order_key, (status = 'PARKED'), id)
- WHERE (status IN ('PENDING', 'PARKED', 'PROCESSING') OR held) AND order_key IS NOT NULL;
+-- The open rows of a key: those that others wait for, and those that wait, in their order. While a
+-- transaction is open somewhere, no entry of a row that has gone on is removed, so they are read from
+-- an id on below which no row of the key is open. Only a row that was put back may be there.
+CREATE INDEX idx_event_delivery_head ON event_delivery (order_key, id)
+ WHERE (status IN ('PENDING', 'PROCESSING') OR held) AND order_key IS NOT NULL;
+CREATE INDEX idx_event_delivery_parked ON event_delivery (order_key, id) WHERE status = 'PARKED' AND order_key IS NOT NULL;
+CREATE INDEX idx_event_delivery_put_back ON event_delivery (order_key, (status = 'PARKED'), id)
+ WHERE put_back AND (status IN ('PENDING', 'PARKED', 'PROCESSING') OR held) AND order_key IS NOT NULL;
 CREATE INDEX idx_event_delivery_locked ON event_delivery (consumer_group, locked_until) WHERE status = 'PROCESSING';
 CREATE INDEX idx_event_delivery_dead ON event_delivery (consumer_group, id) WHERE status = 'DEAD';
 
@@ -92,6 +98,8 @@ COMMENT ON COLUMN event_delivery.order_key IS
 COMMENT ON COLUMN event_delivery.attempt_count IS 'How often it was claimed, so that an event which ends its process counts too.';
 COMMENT ON COLUMN event_delivery.max_attempts IS 'After so many attempts it is DEAD.';
 COMMENT ON COLUMN event_delivery.held IS 'A DEAD row whose key waits for an operator.';
+COMMENT ON COLUMN event_delivery.put_back IS
+    'It is tried again although later rows of its key may have gone on: its worker was gone, or an operator wanted it.';
 COMMENT ON COLUMN event_delivery.next_retry_at IS 'A PENDING row is not claimed before.';
 COMMENT ON COLUMN event_delivery.last_attempt_at IS 'When it was claimed last.';
 COMMENT ON COLUMN event_delivery.locked_until IS 'Its worker renews this; afterwards another one may take the row.';
@@ -145,17 +153,27 @@ DECLARE
                 PERFORM %2$s(lock);
             END LOOP;
             $sql$;
-    -- Makes the first row of each of the keys of %1$s PENDING if all of its rows are PARKED.
+    -- Makes the first row of each of the keys of %1$s PENDING if all of its rows are PARKED. Of
+    -- rows that were not put back, none is open below the id that %2$s has for the key.
     promoting constant text := $sql$
-            UPDATE %2$I.event_delivery AS d
+            UPDATE %3$I.event_delivery AS d
                SET status = 'PENDING', next_retry_at = clock_timestamp(), updated_at = clock_timestamp()
              WHERE d.status = 'PARKED' AND d.id = ANY (ARRAY(
-                   SELECT head.id FROM (SELECT DISTINCT k FROM unnest(%1$s) AS k) AS each
-                    CROSS JOIN LATERAL (
-                          SELECT o.id, o.status FROM %2$I.event_delivery AS o
-                           WHERE o.order_key = each.k AND (o.status IN ('PENDING', 'PARKED', 'PROCESSING') OR o.held) AND o.consumer_group = $1
-                           ORDER BY o.order_key, (o.status = 'PARKED'), o.id LIMIT 1) AS head
-                    WHERE head.status = 'PARKED'));
+                   SELECT least(waiting.id, back.id)
+                     FROM (SELECT e.k, coalesce(min(e.f), 0) AS f FROM unnest(%1$s, %2$s) AS e (k, f) WHERE e.k IS NOT NULL GROUP BY e.k) AS each
+                     LEFT JOIN LATERAL (
+                          SELECT o.id FROM %3$I.event_delivery AS o
+                           WHERE o.order_key = each.k AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.id >= each.f AND o.consumer_group = $1
+                           ORDER BY o.order_key, o.id LIMIT 1) AS head ON true
+                     LEFT JOIN LATERAL (
+                          SELECT o.id, o.status FROM %3$I.event_delivery AS o
+                           WHERE o.order_key = each.k AND o.put_back AND (o.status IN ('PENDING', 'PARKED', 'PROCESSING') OR o.held) AND o.consumer_group = $1
+                           ORDER BY o.order_key, (o.status = 'PARKED'), o.id LIMIT 1) AS back ON true
+                     LEFT JOIN LATERAL (
+                          SELECT o.id FROM %3$I.event_delivery AS o
+                           WHERE o.order_key = each.k AND o.status = 'PARKED' AND o.id >= each.f AND o.consumer_group = $1
+                           ORDER BY o.order_key, o.id LIMIT 1) AS waiting ON true
+                    WHERE head.id IS NULL AND coalesce(back.status, 'PARKED') = 'PARKED'));
             GET DIAGNOSTICS done = ROW_COUNT;
             RETURN done;
             $sql$;
@@ -175,11 +193,12 @@ BEGIN
         END $body$
         $function$, schema, format(locking, '$2', 'pg_advisory_xact_lock', schema));
 
-    -- Locks keys, and makes the first row of each PENDING if all of them are PARKED. Returns how
-    -- many rows it has changed. Under another isolation level than READ COMMITTED it would not
+    -- Locks keys, and makes the first row of each PENDING if all of them are PARKED. A floor is an id
+    -- below which no row of the key is open, unless it was put back; without one it looks at all
+    -- rows. Returns how many rows it has changed. Under another isolation level than READ COMMITTED it would not
     -- see what others have committed: then it changes nothing, and returns -1.
     EXECUTE format($function$
-        CREATE FUNCTION %1$I.outbox_promote(consumer_group text, order_keys bigint[]) RETURNS bigint
+        CREATE FUNCTION %1$I.outbox_promote(consumer_group text, order_keys bigint[], floors bigint[] DEFAULT NULL) RETURNS bigint
         LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
         SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $body$
         DECLARE
@@ -191,36 +210,33 @@ BEGIN
             PERFORM %1$I.outbox_lock_keys($1, $2);
             %2$s
         END $body$
-        $function$, schema, format(promoting, '$2', schema));
+        $function$, schema, format(promoting, '$2', '$3', schema));
 
-    -- Ends rows that a worker has handled, and promotes the next of their keys. All rows must still
+    -- Ends rows that a worker has handled, and promotes the next of their keys, which have floors as
+    -- for outbox_promote. All rows must still
     -- be its own, or nothing is done. Returns what outbox_promote does.
     --
     -- Its locks are shared, because those who end rows need not wait for each other: no two of
     -- them have rows of the same key. They wait for whoever inserts, promotes or requeues rows
     -- of their keys, and the other way round.
     EXECUTE format($function$
-        CREATE FUNCTION %1$I.outbox_finish_deliveries(consumer_group text, worker text, ids bigint[]) RETURNS bigint
+        CREATE FUNCTION %1$I.outbox_finish_deliveries(consumer_group text, worker text, ids bigint[], order_keys bigint[], floors bigint[]) RETURNS bigint
         LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
         SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $body$
         DECLARE
             lock bigint;
             done bigint;
-            keys bigint[];
         BEGIN
             -- Only rows that are PROCESSING are with a worker.
-            WITH ended AS (
-                UPDATE %1$I.event_delivery AS d
-                   SET status = 'DONE', locked_by = NULL, locked_until = NULL, processed_at = clock_timestamp(), updated_at = clock_timestamp()
-                 WHERE d.id = ANY ($3) AND d.consumer_group = $1 AND d.locked_by = $2
-             RETURNING d.order_key
-            )
-            SELECT count(*), array_agg(e.order_key) FILTER (WHERE e.order_key IS NOT NULL) INTO done, keys FROM ended AS e;
+            UPDATE %1$I.event_delivery AS d
+               SET status = 'DONE', locked_by = NULL, locked_until = NULL, processed_at = clock_timestamp(), updated_at = clock_timestamp()
+             WHERE d.id = ANY ($3) AND d.consumer_group = $1 AND d.locked_by = $2;
+            GET DIAGNOSTICS done = ROW_COUNT;
             IF done <> cardinality($3) THEN
                 RAISE EXCEPTION '%% of %% deliveries are not with this worker any more', cardinality($3) - done, cardinality($3)
                       USING ERRCODE = 'object_not_in_prerequisite_state';
             END IF;
-            IF keys IS NULL THEN
+            IF cardinality($4) = 0 THEN
                 RETURN 0;
             ELSIF current_setting('transaction_isolation') <> 'read committed' THEN
                 RETURN -1;
@@ -228,7 +244,7 @@ BEGIN
             %2$s
             %3$s
         END $body$
-        $function$, schema, format(locking, 'keys', 'pg_advisory_xact_lock_shared', schema), format(promoting, 'keys', schema));
+        $function$, schema, format(locking, '$4', 'pg_advisory_xact_lock_shared', schema), format(promoting, '$4', '$5', schema));
 
     -- The policies of event_handled: consumer_group_role says who may work for which group.
     FOREACH target IN ARRAY ARRAY['event_delivery', 'event_subscription'] LOOP

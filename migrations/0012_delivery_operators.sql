@@ -79,7 +79,7 @@ BEGIN
                 SELECT d.id FROM %1$I.event_delivery AS d WHERE d.id = ANY (ids) AND d.status = 'DEAD' ORDER BY d.id FOR UPDATE
             ), changed AS (
                 UPDATE %1$I.event_delivery AS d
-                   SET status = CASE WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END, held = false, attempt_count = 0,
+                   SET status = CASE WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END, held = false, put_back = true, attempt_count = 0,
                        next_retry_at = now(), updated_at = now(), processed_at = NULL,
                        resolution = NULL, resolved_by = NULL, resolved_at = NULL, note = NULL
                  WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
@@ -98,12 +98,12 @@ BEGIN
                 SELECT head.id FROM keys AS k
                  CROSS JOIN LATERAL (
                        SELECT o.id, o.status FROM %1$I.event_delivery AS o
-                        WHERE o.order_key = k.order_key AND (o.status IN ('PENDING', 'PARKED', 'PROCESSING') OR o.held) AND o.consumer_group = k.consumer_group
-                        ORDER BY o.order_key, (o.status = 'PARKED'), o.id LIMIT 1) AS head
+                        WHERE o.order_key = k.order_key AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.consumer_group = k.consumer_group
+                        ORDER BY o.order_key, o.id LIMIT 1) AS head
                  CROSS JOIN LATERAL (
                        SELECT o.id FROM %1$I.event_delivery AS o
-                        WHERE o.order_key = k.order_key AND (o.status = 'PARKED') AND o.consumer_group = k.consumer_group
-                        ORDER BY o.order_key, (o.status = 'PARKED'), o.id LIMIT 1) AS first
+                        WHERE o.order_key = k.order_key AND o.status = 'PARKED' AND o.consumer_group = k.consumer_group
+                        ORDER BY o.order_key, o.id LIMIT 1) AS first
                  WHERE head.status = 'PENDING' AND first.id < head.id
             ), unclaimed AS MATERIALIZED (
                 SELECT d.id FROM %1$I.event_delivery AS d

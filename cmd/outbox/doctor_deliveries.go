@@ -159,21 +159,23 @@ func overdue(c outboxops.DeliveryCount, h handlerOf, at workers) finding {
 		"Start a process that calls Worker.Run with this group and this handler, or read its log. If the group is given up for good: outbox delivery resolve."}
 }
 
-// sqlHeadless looks at the first row of each of up to $1 keys. A key is a step in the index,
-// however many rows it has.
+// sqlHeadless looks at up to $1 keys with parked rows. A key is a step in the index, however
+// many rows it has.
 const sqlHeadless = `
-WITH RECURSIVE heads AS (
-   (SELECT order_key, status, consumer_group, 1 AS n FROM {schema}.event_delivery AS d
-     WHERE order_key IS NOT NULL AND (status IN ('PENDING', 'PARKED', 'PROCESSING') OR held)
-     ORDER BY order_key, (status = 'PARKED'), id LIMIT 1)
+WITH RECURSIVE waiting AS (
+   (SELECT order_key, consumer_group, 1 AS n FROM {schema}.event_delivery AS d
+     WHERE order_key IS NOT NULL AND status = 'PARKED' ORDER BY order_key, id LIMIT 1)
      UNION ALL
-    SELECT next.*, heads.n + 1 FROM heads
-     CROSS JOIN LATERAL (SELECT d.order_key, d.status, d.consumer_group FROM {schema}.event_delivery AS d
-                          WHERE d.order_key > heads.order_key AND (d.status IN ('PENDING', 'PARKED', 'PROCESSING') OR d.held)
-                          ORDER BY d.order_key, (d.status = 'PARKED'), d.id LIMIT 1) AS next
-     WHERE heads.n < $1
+    SELECT next.*, waiting.n + 1 FROM waiting
+     CROSS JOIN LATERAL (SELECT d.order_key, d.consumer_group FROM {schema}.event_delivery AS d
+                          WHERE d.order_key > waiting.order_key AND d.status = 'PARKED' ORDER BY d.order_key, d.id LIMIT 1) AS next
+     WHERE waiting.n < $1
 )
-SELECT consumer_group, order_key FROM heads WHERE status = 'PARKED' ORDER BY consumer_group, order_key LIMIT 1000`
+SELECT consumer_group, order_key FROM waiting
+ WHERE (SELECT d.id FROM {schema}.event_delivery AS d
+         WHERE d.order_key = waiting.order_key AND (d.status IN ('PENDING', 'PROCESSING') OR d.held) AND d.consumer_group = waiting.consumer_group
+         ORDER BY d.order_key DESC, d.id DESC LIMIT 1) IS NULL
+ ORDER BY consumer_group, order_key LIMIT 1000`
 
 const (
 	headsLooked = 100_000

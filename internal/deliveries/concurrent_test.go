@@ -174,7 +174,7 @@ func (c *crowd) handle(ctx context.Context, db *pgxpool.Pool, s *deliveries.Stor
 		return err
 	}
 	time.Sleep(slow)
-	if _, err := s.FinishIn(ctx, tx, ids(rows)); err != nil {
+	if _, err := s.FinishIn(ctx, tx, rows); err != nil {
 		return err
 	}
 	time.Sleep(slow / 4)
@@ -323,7 +323,7 @@ func (w *crowdWorker) fail(ctx context.Context) error {
 	}
 	run := w.behind(w.mine[:1])
 	d := run[0]
-	f := deliveries.Failure{ID: d.ID, Key: d.Key, Code: "handler", Message: "no", Wait: time.Duration(w.rng.IntN(30)) * time.Millisecond, Dead: d.Attempt >= d.MaxAttempts || w.rng.IntN(3) == 0}
+	f := deliveries.Failure{Of: d, Code: "handler", Message: "no", Wait: time.Duration(w.rng.IntN(30)) * time.Millisecond, Dead: d.Attempt >= d.MaxAttempts || w.rng.IntN(3) == 0}
 	f.Held = f.Dead && w.rng.IntN(4) == 0
 	w.forget(run)
 	_, err := w.store.Fail(ctx, f, ids(run[1:]))

@@ -53,6 +53,10 @@ type Delivery struct {
 	PartitionKey                                      string // "" for AggregateID
 	Headers                                           []byte // a JSON object of strings, or nil
 	OccurredAt, RecordedAt                            time.Time
+
+	due time.Time // next_retry_at
+	// floor is an id below which no row of the key is open, unless it was put back.
+	floor int64
 }
 
 // RecordKey returns the key that the event's record has in Kafka.
@@ -82,10 +86,18 @@ func KeyOf(group, action, stream, recordKey string) Key {
 
 func (k Key) value() pgtype.Int8 { return pgtype.Int8{Int64: k.Digest, Valid: k.Ordered} }
 
-// columns are those that scan reads.
-const columns = `d.id, d.position, d.order_key, d.action, d.stream, d.attempt_count, d.max_attempts, coalesce(d.last_error_code = '` + CodeStale + `', false),
-       d.event_id::text, d.event_type, d.source, d.aggregate_type, d.aggregate_id, coalesce(convert_to(d.payload::text, 'UTF8'), d.payload_bytes),
-       d.content_type, coalesce(d.partition_key, ''), convert_to(d.headers::text, 'UTF8'), d.occurred_at, d.recorded_at`
+// columns are those that scan reads, with a payload.
+func columns(payload string) string {
+	return columnsBefore + payload + columnsBehind
+}
+
+const (
+	payload       = `coalesce(convert_to(d.payload::text, 'UTF8'), d.payload_bytes)`
+	columnsBefore = `d.id, d.position, d.order_key, d.action, d.stream, d.attempt_count, d.max_attempts, coalesce(d.last_error_code = '` + CodeStale + `', false),
+       d.event_id::text, d.event_type, d.source, d.aggregate_type, d.aggregate_id, `
+	columnsBehind = `,
+       d.content_type, coalesce(d.partition_key, ''), convert_to(d.headers::text, 'UTF8'), d.occurred_at, d.recorded_at, d.next_retry_at`
+)
 
 // scan reads all rows.
 func scan(rows pgx.Rows) ([]Delivery, error) {
@@ -93,8 +105,22 @@ func scan(rows pgx.Rows) ([]Delivery, error) {
 		var key pgtype.Int8
 		err = row.Scan(&d.ID, &d.Position, &key, &d.Action, &d.Stream, &d.Attempt, &d.MaxAttempts, &d.Suspect,
 			&d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID, &d.Payload,
-			&d.ContentType, &d.PartitionKey, &d.Headers, &d.OccurredAt, &d.RecordedAt)
+			&d.ContentType, &d.PartitionKey, &d.Headers, &d.OccurredAt, &d.RecordedAt, &d.due)
 		d.Key = Key{key.Int64, key.Valid}
 		return d, err
 	})
+}
+
+// onFloors notes for rows that were found free, in the order of their ids, that none of their keys
+// is open before the first of them. It stays so: what is inserted later has higher ids.
+func onFloors(rows []Delivery) []Delivery {
+	first := map[Key]int64{}
+	for i := range rows {
+		d := &rows[i]
+		if _, ok := first[d.Key]; !ok && d.Key.Ordered {
+			first[d.Key] = d.ID
+		}
+		d.floor = first[d.Key]
+	}
+	return rows
 }

@@ -115,7 +115,7 @@ func (h *history) note(format string, args ...any) {
 }
 
 func (h *history) play() {
-	steps := []func(){h.insert, h.insert, h.claim, h.claim, h.claim, h.finish, h.finish, h.finish, h.fail, h.fail, h.giveBack, h.renew, h.expire, h.wait, h.requeue, h.requeue, h.resolve, h.repair}
+	steps := []func(){h.insert, h.insert, h.claim, h.claim, h.claim, h.finish, h.finish, h.finish, h.fail, h.fail, h.giveBack, h.renew, h.expire, h.wait, h.requeue, h.requeue, h.resolve, h.repair, h.settle}
 	for range historySteps {
 		steps[h.rng.IntN(len(steps))]()
 		h.compare()
@@ -320,7 +320,10 @@ func (h *history) firsts(w *historyWorker) (chosen []deliveries.Delivery) {
 
 func (h *history) finish() {
 	w := h.worker()
-	chosen := h.firsts(w)
+	h.finishThese(w, h.firsts(w), h.rng.IntN(5))
+}
+
+func (h *history) finishThese(w *historyWorker, chosen []deliveries.Delivery, how int) {
 	if len(chosen) == 0 {
 		return
 	}
@@ -330,7 +333,6 @@ func (h *history) finish() {
 			lost = append(lost, d)
 		}
 	}
-	how := h.rng.IntN(5)
 	h.note("%s finishes %v, lost %v, %s", w.name, ids(chosen), ids(lost), []string{"alone", "with effects", "with effects", "rolled back", "repeatable read"}[how])
 	promoted, err := h.finishHow(w, how, chosen)
 	if len(lost) > 0 {
@@ -354,7 +356,7 @@ func (h *history) finish() {
 	if how == 4 && slices.ContainsFunc(chosen, func(d deliveries.Delivery) bool { return d.Key.Ordered }) {
 		require.EqualValues(h.t, -1, promoted)
 		if h.rng.IntN(2) == 0 {
-			promoted, err = w.store.Promote(h.t.Context(), keys(chosen))
+			promoted, err = w.store.Promote(h.t.Context(), chosen)
 		} else { // it was gone before that
 			_, promoted, err = w.store.RepairHeads(h.t.Context(), -1<<63, 1000)
 		}
@@ -366,7 +368,7 @@ func (h *history) finish() {
 func (h *history) finishHow(w *historyWorker, how int, chosen []deliveries.Delivery) (promoted int64, err error) {
 	ctx := h.t.Context()
 	if how == 0 {
-		return w.store.Finish(ctx, ids(chosen))
+		return w.store.Finish(ctx, chosen)
 	}
 	level := pgx.ReadCommitted
 	if how == 4 {
@@ -377,7 +379,7 @@ func (h *history) finishHow(w *historyWorker, how int, chosen []deliveries.Deliv
 	defer func() { _ = tx.Rollback(ctx) }()
 	_, err = tx.Exec(ctx, pg.InSchema(`INSERT INTO {schema}.effects (delivery_id, key) SELECT id, '' FROM unnest($1::bigint[]) AS id`, h.schema), ids(chosen))
 	require.NoError(h.t, err)
-	promoted, err = w.store.FinishIn(ctx, tx, ids(chosen))
+	promoted, err = w.store.FinishIn(ctx, tx, chosen)
 	if err != nil || how == 3 {
 		return 0, err
 	}
@@ -443,7 +445,7 @@ func (h *history) fail() {
 	if run := w.of(d.Key); len(run) > 0 {
 		d, rest = run[0], ids(run[1:])
 	}
-	f := deliveries.Failure{ID: d.ID, Key: d.Key, Code: "handler", Message: "no", Wait: time.Duration(h.rng.IntN(2)) * time.Hour, Dead: d.Attempt >= d.MaxAttempts || h.rng.IntN(4) == 0}
+	f := deliveries.Failure{Of: d, Code: "handler", Message: "no", Wait: time.Duration(h.rng.IntN(2)) * time.Hour, Dead: d.Attempt >= d.MaxAttempts || h.rng.IntN(4) == 0}
 	f.Held = f.Dead && h.rng.IntN(2) == 0
 	h.note("%s fails with %d, dead %t, held %t, rest %v", w.name, d.ID, f.Dead, f.Held, rest)
 	promoted, err := w.store.Fail(h.t.Context(), f, rest)
@@ -485,7 +487,7 @@ func (h *history) endLeases(ids []int64) {
 	for _, id := range ids {
 		h.expired++
 		h.row(id).expired = h.expired
-		h.exec(`UPDATE {schema}.event_delivery SET locked_until = now() - interval '1 day' + $2::int * interval '1 s' WHERE id = $1`, id, h.expired)
+		h.exec(`UPDATE {schema}.event_delivery SET locked_until = clock_timestamp() WHERE id = $1`, id)
 	}
 }
 
@@ -599,6 +601,20 @@ func (h *history) repair() {
 		}
 	}
 	h.t.Fatal("the sweep does not end")
+}
+
+// settle finishes what workers have, so that keys become free, and requeues rows of them.
+func (h *history) settle() {
+	h.wait()
+	h.claim()
+	for _, w := range h.workers {
+		h.finishThese(w, slices.Clone(w.mine), 1)
+	}
+	h.insert()
+	for _, w := range h.workers {
+		h.finishThese(w, slices.Clone(w.mine), 1)
+	}
+	h.requeue()
 }
 
 // finishAll finishes what workers have.

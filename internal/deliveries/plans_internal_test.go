@@ -92,18 +92,19 @@ var statements = []struct {
 	first, args      string // on the first day, and over many rows
 	most             int    // buffers
 }{
-	{"claim", "text, text, interval, text[], text[], bigint, bigint, bool", sqlClaim,
-		`'g', 'w', '1 min', '{a}', '{s}', 10, 10, false`, `'g', 'w', '1 min', '{a}', '{s}', 10, 10, false`, 900},
-	{"claim suspects", "text, text, interval, text[], text[], bigint, bigint, bool", sqlClaim,
-		`'g', 'w', '1 min', '{a}', '{s}', 10, 0, true`, `'g', 'w', '1 min', '{a}', '{s}', 10, 0, true`, 30},
-	{"insert", "text, text, interval, bigint[], text[], text[], bigint[], text[], int[]", sqlInsert,
-		`'g', 'w', '1 min', '{}', '{}', '{}', '{}', '{}', '{}'`, `'g', 'w', '1 min', '{1,2,3}', '{a,a,a}', '{s,s,s}', '{7,1000001,9}', '{PROCESSING,PROCESSING,PROCESSING}', '{3,3,3}'`, 200},
-	{"finish", "text, text, bigint[]", sqlFinish, `'g', 'w', '{}'`, `'g', 'w', {claimed}`, 600},
+	{"claim", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[]", sqlClaim,
+		`'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}'`, `'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}'`, 900},
+	{"claim suspects", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[]", sqlClaim,
+		`'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}'`, `'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}'`, 30},
+	{"insert", "text, text, interval, bigint[], text[], text[], bigint[], text[], int[], bigint[], timestamptz[], timestamptz", sqlInsert,
+		`'g', 'w', '1 min', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', now()`,
+		`'g', 'w', '1 min', '{1,2,3}', '{a,a,a}', '{s,s,s}', '{7,1000001,9}', '{PROCESSING,PROCESSING,PROCESSING}', '{3,3,3}', '{1,1,1}', '{2100-01-01,2100-01-01,2100-01-01}', pg_postmaster_start_time()`, 200},
+	{"finish", "text, text, bigint[], bigint[], bigint[]", sqlFinish, `'g', 'w', '{}', '{}', '{}'`, `'g', 'w', {claimed}, {keys}, {floors}`, 600},
 	{"renew", "bigint[], text, interval, text", sqlRenew, `'{}', 'w', '1 min', 'g'`, `{claimed}, 'w', '1 min', 'g'`, 600},
 	{"return", "bigint[], text, text, bool", sqlReturn, `'{}', 'w', 'g', true`, `{claimed}, 'w', 'g', true`, 900},
 	{"fail", "bigint, text, text, text, interval, bool, bool, text, int", sqlFail, `1, 'w', 'c', 'm', '1 s', false, false, 'g', 3`, `{one}, 'w', 'c', 'm', '1 s', false, false, 'g', 3`, 60},
-	{"promote", "text, bigint[]", sqlPromote, `'g', '{7}'`, `'g', '{7,8,1000001}'`, 60},
-	{"expire", "text, bigint, interval, bool", sqlExpire, `'g', 10, '0', false`, `'g', 10, '0', false`, 900},
+	{"promote", "text, bigint[], bigint[]", sqlPromote, `'g', '{7}', '{1}'`, `'g', '{7,8,1000001}', '{1,1,NULL}'`, 60},
+	{"expire", "text, bigint, interval, bool, timestamptz", sqlExpire, `'g', 10, '0', false, '2000-01-01'`, `'g', 10, '0', false, '2000-01-01'`, 900},
 	{"headless", "bigint, bigint, text", sqlHeadless, `-9223372036854775808, 100, 'g'`, `-9223372036854775808, 100, 'g'`, 700},
 }
 
@@ -163,14 +164,16 @@ func (f *plansFixture) inTx(do func(pgx.Tx)) {
 func (f *plansFixture) explain(tx pgx.Tx, name, args string) (buffers int, plan string) {
 	ctx := context.Background()
 	var ids []int64
+	keys := "" // with them
 	if strings.Contains(args, "{claimed}") || strings.Contains(args, "{one}") || name == "expire" {
-		rows, err := tx.Query(ctx, `EXECUTE claim('g', 'w', '`+map[bool]string{true: "-1", false: "1"}[name == "expire"]+` min', '{a}', '{s}', 10, 10, false)`, pgx.QueryExecModeSimpleProtocol)
+		rows, err := tx.Query(ctx, `EXECUTE claim('g', 'w', '`+map[bool]string{true: "-1", false: "1"}[name == "expire"]+` min', '{a}', '{s}', 10, 10, false, '{2000-01-01}')`, pgx.QueryExecModeSimpleProtocol)
 		require.NoError(f, err)
 		ids, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (id int64, err error) {
 			values, err := row.Values()
 			if err != nil {
 				return 0, err
 			}
+			keys = strings.TrimPrefix(fmt.Sprintf("%s,%d", keys, values[2]), ",")
 			return values[0].(int64), nil
 		})
 		require.NoError(f, err)
@@ -181,7 +184,7 @@ func (f *plansFixture) explain(tx pgx.Tx, name, args string) (buffers int, plan 
 	if len(ids) > 0 {
 		one = fmt.Sprint(ids[0])
 	}
-	args = strings.NewReplacer("{claimed}", "'{"+list+"}'", "{one}", one).Replace(args)
+	args = strings.NewReplacer("{claimed}", "'{"+list+"}'", "{one}", one, "{keys}", "'{"+keys+"}'", "{floors}", "'{"+list+"}'").Replace(args)
 	require.NoError(f, tx.QueryRow(ctx, `EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE "`+name+`"(`+args+`)`, pgx.QueryExecModeSimpleProtocol).Scan(&plan))
 	var explained []struct {
 		Plan struct {

@@ -38,7 +38,7 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 
 	const most = 500 // of the days, for some rows of each
 	require.Eventually(t, func() bool { return f.read(`idx_event_delivery_due`) > 0 }, testenv.Patience, 10*time.Millisecond, "statistics are late")
-	for _, index := range []string{"event_delivery_pkey", "idx_event_delivery_due", "idx_event_delivery_key", "idx_event_delivery_locked"} {
+	for _, index := range []string{"event_delivery_pkey", "idx_event_delivery_due", "idx_event_delivery_head", "idx_event_delivery_parked", "idx_event_delivery_put_back", "idx_event_delivery_locked"} {
 		require.Less(t, f.read(index), most, index)
 	}
 	var whole int
@@ -67,12 +67,12 @@ func (f *tableFixture) day(s *deliveries.Store) {
 	renewed, err := s.Renew(ctx, ids(run))
 	require.NoError(f.t, err)
 	require.Len(f.t, renewed, 2)
-	_, err = s.Fail(ctx, deliveries.Failure{ID: run[0].ID, Key: run[0].Key, Code: "handler"}, ids(run[1:]))
+	_, err = s.Fail(ctx, deliveries.Failure{Of: run[0], Code: "handler"}, ids(run[1:]))
 	require.NoError(f.t, err)
 	claimed, err := s.Claim(ctx, pairs, 10, 10, false)
 	require.NoError(f.t, err)
 	require.Len(f.t, claimed, 1)
-	_, err = s.Finish(ctx, ids(claimed))
+	_, err = s.Finish(ctx, claimed)
 	require.NoError(f.t, err)
 	claimed, err = s.Claim(ctx, pairs, 10, 10, false)
 	require.NoError(f.t, err)
@@ -85,7 +85,7 @@ func (f *tableFixture) day(s *deliveries.Store) {
 	claimed, err = s.Claim(ctx, pairs, 10, 10, true)
 	require.NoError(f.t, err)
 	require.Len(f.t, claimed, 1, "suspect")
-	_, err = s.Finish(ctx, ids(claimed))
+	_, err = s.Finish(ctx, claimed)
 	require.NoError(f.t, err)
 }
 

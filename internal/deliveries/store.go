@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -28,6 +29,10 @@ type Store struct {
 	group  string
 	worker string // locked_by
 	lease  time.Duration
+
+	floors   floors
+	due      bounds[looking]
+	expiring bounds[struct{}]
 
 	sqlInsert, sqlClaim, sqlFinish, sqlRenew, sqlReturn, sqlFail, sqlExpire, sqlLock, sqlLockRows, sqlPromote, sqlHeadless, sqlLook string
 }
@@ -68,18 +73,33 @@ type New struct {
 	MaxAttempts int
 }
 
-// open is the condition that a row d of event_delivery is one that others of its key wait for.
-const open = `(d.status IN ('PENDING', 'PARKED', 'PROCESSING') OR d.held)`
+// Conditions of rows d of event_delivery, and of their indexes: head, that parked rows of its key
+// wait for it; open, that it is head or parked.
+const (
+	head = `(d.status IN ('PENDING', 'PROCESSING') OR d.held)`
+	open = `(d.status IN ('PENDING', 'PARKED', 'PROCESSING') OR d.held)`
+)
 
-// sqlInsert looks once at each key, before it inserts a row: the index of open rows also has those that
-// it inserts itself, and those that have ended and are still to be removed. The latest row of a key
-// is the most likely to be open.
-const sqlInsert = `
-WITH busy AS MATERIALIZED (
-    SELECT k.key FROM (SELECT DISTINCT key FROM unnest($7::bigint[]) AS key) AS k
-     CROSS JOIN LATERAL (
-           SELECT FROM {schema}.event_delivery AS d WHERE d.order_key = k.key AND ` + open + ` AND d.consumer_group = $1::text
-            ORDER BY d.order_key DESC, (d.status = 'PARKED') DESC, d.id DESC LIMIT 1) AS latest
+// sqlInsert looks once at each key, before it inserts a row: the indexes also have those that it
+// inserts itself, and those that have gone on and are still to be removed. It looks from the latest
+// row of a key backwards, to its floor: if any row is open, that is among the first.
+var sqlInsert = `
+WITH keys AS MATERIALIZED (
+    SELECT n.key, min(CASE WHEN n.known > (SELECT a.backend_start FROM pg_stat_get_activity(pg_backend_pid()) AS a WHERE pg_postmaster_start_time() = $12::timestamptz)
+                           THEN n.floor ELSE 0 END) AS floor
+      FROM unnest($7::bigint[], $10::bigint[], $11::timestamptz[]) AS n (key, floor, known) WHERE n.key IS NOT NULL GROUP BY n.key
+), busy AS MATERIALIZED (
+    SELECT k.key FROM keys AS k
+     WHERE coalesce(
+           (SELECT true FROM {schema}.event_delivery AS d
+             WHERE d.order_key = k.key AND ` + head + ` AND d.id >= k.floor AND d.consumer_group = $1::text
+             ORDER BY d.order_key DESC, d.id DESC LIMIT 1),
+           (SELECT true FROM {schema}.event_delivery AS d
+             WHERE d.order_key = k.key AND d.put_back AND ` + open + ` AND d.consumer_group = $1::text
+             ORDER BY d.order_key, (d.status = 'PARKED'), d.id LIMIT 1),
+           (SELECT true FROM {schema}.event_delivery AS d
+             WHERE d.order_key = k.key AND d.status = 'PARKED' AND d.id >= k.floor AND d.consumer_group = $1::text
+             ORDER BY d.order_key DESC, d.id DESC LIMIT 1), false)
 ), inserted AS (
     INSERT INTO {schema}.event_delivery (consumer_group, action, stream, position, order_key, status, attempt_count, max_attempts,
            next_retry_at, last_attempt_at, locked_by, locked_until, created_at, updated_at, processed_at, last_error_code, last_error_message,
@@ -96,7 +116,8 @@ WITH busy AS MATERIALIZED (
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id = n.id OFFSET 0) AS o
  RETURNING *
 )
-SELECT ` + columns + ` FROM inserted AS d WHERE d.status = 'PROCESSING' ORDER BY d.id`
+SELECT ` + columns(`CASE d.status WHEN 'PROCESSING' THEN `+payload+` END`) + `
+  FROM inserted AS d WHERE d.status IN ('PROCESSING', 'PENDING') ORDER BY d.id`
 
 // Queue adds the insertion of rows to a batch, which is to be in a transaction of its own with
 // what moves the cursor of the group. Claimed gets those of them that are with this worker then,
@@ -107,19 +128,22 @@ func (s *Store) Queue(batch *pgx.Batch, rows []New, claimed func([]Delivery) err
 	for i, r := range rows {
 		ids[i], actions[i], streams[i], keys[i], statuses[i], most[i] = r.OutboxID, r.Action, r.Stream, r.Key.value(), string(r.Status), int32(r.MaxAttempts)
 	}
-	batch.Queue(s.sqlLock, s.group, keys)
-	batch.Queue(s.sqlInsert, s.group, s.worker, s.lease, ids, actions, streams, keys, statuses, most).Query(func(rows pgx.Rows) error {
+	var at, server time.Time
+	batch.Queue(s.sqlLock, s.group, keys).QueryRow(func(row pgx.Row) error { return row.Scan(nil, &at, &server) })
+	floors, known, of := s.floors.of(rows)
+	batch.Queue(s.sqlInsert, s.group, s.worker, s.lease, ids, actions, streams, keys, statuses, most, floors, known, of).Query(func(rows pgx.Rows) error {
 		found, err := scan(rows)
 		if err != nil {
 			return err
 		}
-		return claimed(found)
+		s.floors.learn(onFloors(found), at, server)
+		return claimed(slices.DeleteFunc(found, func(d Delivery) bool { return d.Attempt == 0 })) // PENDING
 	})
 }
 
 const (
-	sqlLock    = `SELECT {schema}.outbox_lock_keys($1, $2)`
-	sqlPromote = `SELECT {schema}.outbox_promote($1, $2)`
+	sqlLock    = `SELECT {schema}.outbox_lock_keys($1, $2), clock_timestamp(), pg_postmaster_start_time()`
+	sqlPromote = `SELECT {schema}.outbox_promote($1, $2, $3)`
 )
 
 // The ids of the rows to be changed are an array in the statements below, because each of its
@@ -129,13 +153,13 @@ const (
 // sqlClaim takes due rows of the actions and streams, and of those that are tried for the first
 // time also what is parked behind them, up to a row that was tried. They are found one pair of
 // action and stream after the other, so that none of them, paused or failing, hides the rest.
-const sqlClaim = `
+var sqlClaim = `
 WITH due AS MATERIALIZED (
-    SELECT p.id, p.order_key, p.attempt_count FROM unnest($4::text[], $5::text[]) AS w (action, stream)
+    SELECT p.id, p.order_key, p.attempt_count FROM unnest($4::text[], $5::text[], $9::timestamptz[]) AS w (action, stream, since)
      CROSS JOIN LATERAL (
            SELECT d.id, d.order_key, d.attempt_count FROM {schema}.event_delivery AS d
             WHERE d.consumer_group = $1::text AND d.action = w.action AND d.stream = w.stream AND d.status = 'PENDING'
-              AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $8::bool
+              AND d.next_retry_at >= w.since AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $8::bool
             ORDER BY d.consumer_group, d.action, d.stream, ` + suspect + `, d.next_retry_at, d.id LIMIT $6 FOR UPDATE SKIP LOCKED) AS p
      LIMIT $6
 ), behind AS MATERIALIZED (
@@ -143,9 +167,9 @@ WITH due AS MATERIALIZED (
      CROSS JOIN LATERAL (
            SELECT f.id, bool_and(f.untried) OVER (ORDER BY f.id) AS untried
              FROM (SELECT d.id, d.attempt_count = 0 AND NOT ` + suspect + ` AS untried FROM {schema}.event_delivery AS d
-                    WHERE d.order_key = due.order_key AND ` + open + ` AND (d.status = 'PARKED') = true AND d.consumer_group = $1::text
+                    WHERE d.order_key = due.order_key AND d.status = 'PARKED' AND d.consumer_group = $1::text
                       AND due.attempt_count = 0 AND d.id > due.id
-                    ORDER BY d.order_key, (d.status = 'PARKED'), d.id LIMIT $7 FOR UPDATE) AS f) AS b
+                    ORDER BY d.order_key, d.id LIMIT $7 FOR UPDATE) AS f) AS b
      WHERE b.untried
 ), claimed AS (
     UPDATE {schema}.event_delivery AS d
@@ -154,7 +178,7 @@ WITH due AS MATERIALIZED (
      WHERE d.id = ANY (ARRAY(SELECT id FROM due UNION ALL SELECT id FROM behind))
  RETURNING d.*
 )
-SELECT ` + columns + ` FROM claimed AS d ORDER BY d.id`
+SELECT ` + columns(payload) + ` FROM claimed AS d ORDER BY d.id`
 
 // suspect is the condition that the worker of a row d was gone. It is a column of an index.
 const suspect = `(coalesce(d.last_error_code, '') = '` + CodeStale + `')`
@@ -162,18 +186,29 @@ const suspect = `(coalesce(d.last_error_code, '') = '` + CodeStale + `')`
 // Pair is an action and a stream whose rows may be claimed.
 type Pair struct{ Action, Stream string }
 
+// looking is what is looked for in a claim.
+type looking struct {
+	Pair
+	suspects bool
+}
+
+const sqlNow = `SELECT clock_timestamp()`
+
 // Claim claims rows that are due, at most limit and as many behind each as follow. Suspects are
 // claimed by themselves: no others are with them, and none that wait behind them.
 func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, suspects bool) (claimed []Delivery, err error) {
-	actions, streams := make([]string, len(pairs)), make([]string, len(pairs))
+	actions, streams, since := make([]string, len(pairs)), make([]string, len(pairs)), make([]time.Time, len(pairs))
 	for i, p := range pairs {
-		actions[i], streams[i] = p.Action, p.Stream
+		actions[i], streams[i], since[i] = p.Action, p.Stream, s.due.of(looking{p, suspects})
 	}
 	if suspects {
 		follow = 0
 	}
+	var now time.Time
+	began := time.Now()
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlClaim, s.group, s.worker, s.lease, actions, streams, limit, follow, suspects).Query(func(rows pgx.Rows) (err error) {
+		b.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
+		b.Queue(s.sqlClaim, s.group, s.worker, s.lease, actions, streams, limit, follow, suspects, since).Query(func(rows pgx.Rows) (err error) {
 			claimed, err = scan(rows)
 			return err
 		})
@@ -181,17 +216,43 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 	if err != nil {
 		return nil, fmt.Errorf("claim deliveries: %w", err)
 	}
+	took := time.Since(began)
+	last, heads := lastDue(onFloors(claimed))
+	for i, p := range pairs {
+		if until, some := last[p]; heads < limit {
+			s.due.looked(looking{p, suspects}, since[i], now, took)
+		} else if some {
+			s.due.looked(looking{p, suspects}, since[i], until, took)
+		}
+	}
 	return claimed, nil
 }
 
-const sqlFinish = `SELECT {schema}.outbox_finish_deliveries($1, $2, $3)`
+// lastDue returns when the last row of each pair was due, and how many were: the others were
+// behind the first of their keys.
+func lastDue(claimed []Delivery) (last map[Pair]time.Time, heads int) {
+	last = map[Pair]time.Time{}
+	for _, d := range claimed {
+		if d.Key.Ordered && d.ID > d.floor {
+			continue
+		}
+		heads++
+		if p := (Pair{d.Action, d.Stream}); d.due.After(last[p]) {
+			last[p] = d.due
+		}
+	}
+	return last, heads
+}
+
+const sqlFinish = `SELECT {schema}.outbox_finish_deliveries($1, $2, $3, $4, $5)`
 
 // FinishIn ends rows in the transaction that has handled them, and promotes what waits behind
 // them. It reports how many rows it has promoted, -1 if that is still to be done with Promote,
 // because of the isolation level of the transaction. The error is [ErrLost] if one of the rows is
 // not with this worker any more.
-func (s *Store) FinishIn(ctx context.Context, tx pgx.Tx, ids []int64) (promoted int64, err error) {
-	if err := tx.QueryRow(ctx, s.sqlFinish, s.group, s.worker, ids).Scan(&promoted); err != nil {
+func (s *Store) FinishIn(ctx context.Context, tx pgx.Tx, rows []Delivery) (promoted int64, err error) {
+	keys, floors := digests(rows)
+	if err := tx.QueryRow(ctx, s.sqlFinish, s.group, s.worker, idsOf(rows), keys, floors).Scan(&promoted); err != nil {
 		return 0, lost(fmt.Errorf("finish deliveries: %w", err))
 	}
 	return promoted, nil
@@ -216,9 +277,10 @@ func (s *Store) LockIn(ctx context.Context, tx pgx.Tx, ids []int64) error {
 }
 
 // Finish is FinishIn in a transaction of its own.
-func (s *Store) Finish(ctx context.Context, ids []int64) (promoted int64, err error) {
+func (s *Store) Finish(ctx context.Context, rows []Delivery) (promoted int64, err error) {
+	keys, floors := digests(rows)
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlFinish, s.group, s.worker, ids).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
+		b.Queue(s.sqlFinish, s.group, s.worker, idsOf(rows), keys, floors).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
 	})
 	if err != nil {
 		return 0, lost(fmt.Errorf("finish deliveries: %w", err))
@@ -235,10 +297,11 @@ func lost(err error) error {
 	return err
 }
 
-// Promote promotes what waits behind keys.
-func (s *Store) Promote(ctx context.Context, keys []Key) (promoted int64, err error) {
+// Promote promotes what waits behind rows.
+func (s *Store) Promote(ctx context.Context, rows []Delivery) (promoted int64, err error) {
+	keys, floors := digests(rows)
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlPromote, s.group, digests(keys)).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
+		b.Queue(s.sqlPromote, s.group, keys, floors).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
 	})
 	if err != nil {
 		return 0, fmt.Errorf("promote deliveries: %w", err)
@@ -246,21 +309,28 @@ func (s *Store) Promote(ctx context.Context, keys []Key) (promoted int64, err er
 	return promoted, nil
 }
 
-// digests returns those of ordered keys, never nil.
-func digests(keys []Key) []int64 {
-	all := make([]int64, 0, len(keys))
-	for _, k := range keys {
-		if k.Ordered {
-			all = append(all, k.Digest)
+func idsOf(rows []Delivery) []int64 {
+	ids := make([]int64, len(rows))
+	for i := range rows {
+		ids[i] = rows[i].ID
+	}
+	return ids
+}
+
+// digests returns those of ordered keys, never nil, and the floors of these.
+func digests(rows []Delivery) (keys, floors []int64) {
+	keys, floors = make([]int64, 0, len(rows)), make([]int64, 0, len(rows))
+	for _, d := range rows {
+		if d.Key.Ordered {
+			keys, floors = append(keys, d.Key.Digest), append(floors, d.floor)
 		}
 	}
-	return all
+	return keys, floors
 }
 
 // Failure is an attempt that has failed.
 type Failure struct {
-	ID   int64
-	Key  Key
+	Of   Delivery
 	Code string
 	// Message is the error, bounded.
 	Message string
@@ -286,7 +356,7 @@ RETURNING d.id`
 func (s *Store) Fail(ctx context.Context, f Failure, rest []int64) (promoted int64, err error) {
 	found := false
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlFail, f.ID, s.worker, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group, f.MaxAttempts).Query(func(rows pgx.Rows) error {
+		b.Queue(s.sqlFail, f.Of.ID, s.worker, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group, f.MaxAttempts).Query(func(rows pgx.Rows) error {
 			ids, err := pgx.CollectRows(rows, pgx.RowTo[int64])
 			found = len(ids) > 0
 			return err
@@ -295,8 +365,8 @@ func (s *Store) Fail(ctx context.Context, f Failure, rest []int64) (promoted int
 			b.Queue(s.sqlReturn, rest, s.worker, s.group, true)
 		}
 		// A row that is lost may be parked behind rest.
-		if f.Key.Ordered && (len(rest) > 0 || f.Dead && !f.Held) {
-			b.Queue(s.sqlPromote, s.group, digests([]Key{f.Key})).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
+		if f.Of.Key.Ordered && (len(rest) > 0 || f.Dead && !f.Held) {
+			b.Queue(s.sqlPromote, s.group, []int64{f.Of.Key.Digest}, []int64{f.Of.floor}).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
 		}
 	})
 	if err != nil {
@@ -318,14 +388,10 @@ UPDATE {schema}.event_delivery AS d
 // Return gives rows back that were not tried: they can be claimed at once, and were not
 // attempted. They are parked, and the first of each key is promoted.
 func (s *Store) Return(ctx context.Context, rows []Delivery) error {
-	var ids []int64
-	var keys []Key
-	for _, d := range rows {
-		ids, keys = append(ids, d.ID), append(keys, d.Key)
-	}
+	keys, floors := digests(rows)
 	err := s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlReturn, ids, s.worker, s.group, true)
-		b.Queue(s.sqlPromote, s.group, digests(keys))
+		b.Queue(s.sqlReturn, idsOf(rows), s.worker, s.group, true)
+		b.Queue(s.sqlPromote, s.group, keys, floors)
 	})
 	if err != nil {
 		return fmt.Errorf("give deliveries back: %w", err)
@@ -359,25 +425,25 @@ func (s *Store) Renew(ctx context.Context, ids []int64) (renewed []int64, err er
 
 // sqlExpire takes rows from workers that are gone, and with each of them the others of its key that
 // the worker has: it must not finish one of them without those before. While PostgreSQL has just
-// been started, workers may not have had the time to renew what they have. PostgreSQL would turn
-// "= false" into "<> 'PARKED'", which the index of keys does not have.
+// been started, workers may not have had the time to renew what they have. Of the rest of its run,
+// some may stay with the worker that are being renewed: so rows are put back.
 const sqlExpire = `
 WITH stale AS MATERIALIZED (
     SELECT d.id, d.order_key, d.locked_by FROM {schema}.event_delivery AS d
-     WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until < clock_timestamp()
+     WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until >= $5::timestamptz AND d.locked_until < clock_timestamp()
        AND pg_postmaster_start_time() < clock_timestamp() - $3::interval
      ORDER BY d.consumer_group, d.locked_until LIMIT $2 FOR UPDATE SKIP LOCKED
 ), run AS MATERIALIZED (
     SELECT r.id FROM (SELECT DISTINCT order_key, locked_by FROM stale) AS s
      CROSS JOIN LATERAL (
            SELECT d.id FROM {schema}.event_delivery AS d
-            WHERE d.order_key = s.order_key AND ` + open + ` AND (d.status = 'PARKED') < true AND d.consumer_group = $1::text AND d.locked_by = s.locked_by
+            WHERE d.order_key = s.order_key AND ` + head + ` AND d.consumer_group = $1::text AND d.locked_by = s.locked_by
               FOR UPDATE SKIP LOCKED) AS r
 )
 UPDATE {schema}.event_delivery AS d
    SET status = CASE WHEN d.attempt_count >= d.max_attempts THEN 'DEAD' WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END,
        held = $4::bool AND d.attempt_count >= d.max_attempts, processed_at = CASE WHEN d.attempt_count >= d.max_attempts THEN clock_timestamp() END,
-       locked_by = NULL, locked_until = NULL, next_retry_at = clock_timestamp(), updated_at = clock_timestamp(),
+       put_back = true, locked_by = NULL, locked_until = NULL, next_retry_at = clock_timestamp(), updated_at = clock_timestamp(),
        last_error_code = '` + CodeStale + `', last_error_message = 'worker ' || d.locked_by || ' was gone before it was done'
  WHERE d.id = ANY (ARRAY(SELECT id FROM stale UNION SELECT id FROM run))
 RETURNING ` + expiredColumns
@@ -402,8 +468,11 @@ func (s *Store) Expire(ctx context.Context, limit int, hold bool) (expired []Exp
 	}
 	defer func() { _ = tx.Rollback(ctx) }() // nothing, once it is committed
 	var b pgx.Batch
+	var now time.Time
+	began, since := time.Now(), s.expiring.of(struct{}{})
 	b.Queue(settings)
-	b.Queue(s.sqlExpire, s.group, limit, s.lease/2, hold).Query(func(rows pgx.Rows) (err error) {
+	b.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
+	b.Queue(s.sqlExpire, s.group, limit, s.lease/2, hold, since).Query(func(rows pgx.Rows) (err error) {
 		expired, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (e Expired, err error) {
 			var key pgtype.Int8
 			var status string
@@ -416,34 +485,42 @@ func (s *Store) Expire(ctx context.Context, limit int, hold bool) (expired []Exp
 	if err := tx.SendBatch(ctx, &b).Close(); err != nil {
 		return nil, fmt.Errorf("take over deliveries: %w", err)
 	}
+	if len(expired) < limit {
+		s.expiring.looked(struct{}{}, since, now, time.Since(began))
+	}
 	if len(expired) == 0 {
 		return nil, nil
 	}
-	var keys []Key
+	var keys []int64
 	for _, e := range expired {
-		keys = append(keys, e.Key)
+		if e.Key.Ordered {
+			keys = append(keys, e.Key.Digest)
+		}
 	}
-	if _, err := tx.Exec(ctx, s.sqlPromote, s.group, digests(keys)); err != nil {
+	if _, err := tx.Exec(ctx, s.sqlPromote, s.group, keys, nil); err != nil {
 		return nil, fmt.Errorf("take over deliveries: %w", err)
 	}
 	return expired, tx.Commit(ctx)
 }
 
-// sqlHeadless looks at the first row of each of up to $2 keys behind $1. A key is a step in the
-// index, however many rows it has.
+// sqlHeadless looks at up to $2 keys with parked rows behind $1. A key is a step in the index,
+// however many rows it has.
 const sqlHeadless = `
-WITH RECURSIVE heads AS (
-    SELECT $1::bigint AS order_key, NULL::text AS status, NULL::text AS consumer_group, 0 AS n
+WITH RECURSIVE waiting AS (
+    SELECT $1::bigint AS order_key, NULL::text AS consumer_group, 0 AS n
      UNION ALL
-    SELECT next.order_key, next.status, next.consumer_group, heads.n + 1 FROM heads
+    SELECT next.order_key, next.consumer_group, waiting.n + 1 FROM waiting
      CROSS JOIN LATERAL (
-           SELECT d.order_key, d.status, d.consumer_group FROM {schema}.event_delivery AS d
-            WHERE d.order_key > heads.order_key AND ` + open + `
-            ORDER BY d.order_key, (d.status = 'PARKED'), d.id LIMIT 1) AS next
-     WHERE heads.n < $2
+           SELECT d.order_key, d.consumer_group FROM {schema}.event_delivery AS d
+            WHERE d.order_key > waiting.order_key AND d.status = 'PARKED'
+            ORDER BY d.order_key, d.id LIMIT 1) AS next
+     WHERE waiting.n < $2
 )
-SELECT (SELECT array_agg(order_key) FROM heads WHERE status = 'PARKED' AND consumer_group = $3::text),
-       (SELECT order_key FROM heads WHERE n = $2)`
+SELECT (SELECT array_agg(w.order_key) FROM waiting AS w
+         WHERE w.consumer_group = $3::text
+           AND (SELECT d.id FROM {schema}.event_delivery AS d WHERE d.order_key = w.order_key AND ` + head + ` AND d.consumer_group = $3::text
+                 ORDER BY d.order_key DESC, d.id DESC LIMIT 1) IS NULL),
+       (SELECT order_key FROM waiting WHERE n = $2)`
 
 // RepairHeads promotes the first row of keys whose rows are all parked. There is none, unless
 // a worker was gone between FinishIn and Promote, or somebody else has written to the table. It looks at up to limit keys behind one, and returns
@@ -460,7 +537,7 @@ func (s *Store) RepairHeads(ctx context.Context, behind int64, limit int) (last 
 	}
 	if err == nil && len(headless) > 0 {
 		err = s.transact(ctx, func(b *pgx.Batch) {
-			b.Queue(s.sqlPromote, s.group, headless).QueryRow(func(row pgx.Row) error { return row.Scan(&repaired) })
+			b.Queue(s.sqlPromote, s.group, headless, nil).QueryRow(func(row pgx.Row) error { return row.Scan(&repaired) })
 		})
 	}
 	if err != nil {

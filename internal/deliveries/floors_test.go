@@ -1,0 +1,99 @@
+package deliveries_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// A crash of PostgreSQL can forget transactions, and give out ids again that a worker has seen. What
+// the worker knows of such a key is nothing then.
+func TestCrashGivesIDsOutAgain(t *testing.T) {
+	t.Parallel()
+	f, ctx := newTable(t), t.Context()
+	a, b := f.store("a", time.Minute), f.store("b", time.Minute)
+	for range 5 {
+		_, err := a.Finish(ctx, f.insert(a, deliveries.Processing, f.record("k"), "k"))
+		require.NoError(t, err)
+	}
+	forget := func() {
+		f.exec(`DELETE FROM {schema}.event_delivery`)
+		f.exec(`SELECT setval('{schema}.event_delivery_id_seq', 1)`)
+	}
+	forget()
+	require.Len(t, f.insert(b, deliveries.Processing, f.record("k"), "k"), 1)
+	require.Len(t, f.insert(a, deliveries.Processing, f.record("k"), "k"), 1, "without a crash it looks at no rows below")
+
+	forget()
+	require.Len(t, f.insert(b, deliveries.Processing, f.record("k"), "k"), 1)
+	f.db.Reset() // connections do not outlive a crash
+	require.Empty(t, f.insert(a, deliveries.Processing, f.record("k"), "k"), "the key is with b")
+}
+
+// A worker is taken for gone while it renews what it has: it loses the first row of a run only. That comes
+// before the rest, although the rest is tried first.
+func TestRunIsLostInPart(t *testing.T) {
+	t.Parallel()
+	f, ctx := newTable(t), t.Context()
+	a, b := f.store("a", time.Millisecond), f.store("b", time.Minute)
+	run := f.insert(a, deliveries.Processing, f.record("k", "k", "k"), "k", "k", "k")
+	renewing, err := f.db.Begin(ctx)
+	require.NoError(t, err)
+	_, err = renewing.Exec(ctx, pg.InSchema(`SELECT FROM {schema}.event_delivery WHERE id > $1 FOR UPDATE`, f.schema), run[0].ID)
+	require.NoError(t, err)
+	expired, err := a.Expire(ctx, 10, false)
+	require.NoError(t, err)
+	require.Len(t, expired, 1)
+	require.NoError(t, renewing.Rollback(ctx))
+	_, err = a.Fail(ctx, deliveries.Failure{Of: run[1], Code: "handler"}, ids(run[2:]))
+	require.NoError(t, err)
+	require.Equal(t, []string{"k PARKED 1", "k PENDING 1", "k PARKED 0"}, f.rows())
+
+	claimed, err := b.Claim(ctx, pairs, 10, 10, false)
+	require.NoError(t, err)
+	require.Equal(t, run[1].ID, claimed[0].ID)
+	_, err = b.Finish(ctx, claimed)
+	require.NoError(t, err)
+	require.Equal(t, []string{"k PENDING 1", "k DONE 2", "k PARKED 0"}, f.rows())
+}
+
+// Rows are claimed, and taken over, whatever was looked at before: more of them than a look takes,
+// and some that come late with an earlier time.
+func TestLooksFindAllRows(t *testing.T) {
+	t.Parallel()
+	f, ctx := newTable(t), t.Context()
+	a := f.store("a", time.Minute)
+	keys := []string{"k", "l", "m", "n", "o"}
+	f.insert(a, deliveries.Pending, f.record(keys...), keys...)
+	f.exec(`UPDATE {schema}.event_delivery SET next_retry_at = now() - interval '1 hour' + id * interval '1 min'`)
+	for _, n := range []int{2, 2, 1, 0} {
+		claimed, err := a.Claim(ctx, pairs, 2, 0, false)
+		require.NoError(t, err)
+		require.Len(t, claimed, n)
+	}
+	f.exec(`UPDATE {schema}.event_delivery SET locked_until = now() - interval '1 hour' + id * interval '1 min'`)
+	gone := f.store("b", time.Millisecond)
+	for _, n := range []int{2, 2, 1, 0} {
+		expired, err := gone.Expire(ctx, 2, false)
+		require.NoError(t, err)
+		require.Len(t, expired, n)
+	}
+
+	f.exec(`UPDATE {schema}.event_delivery SET next_retry_at = now() - interval '2 hours'`)
+	require.Eventually(t, func() bool {
+		claimed, err := a.Claim(ctx, pairs, 10, 0, true)
+		require.NoError(t, err)
+		return len(claimed) == len(keys)
+	}, testenv.Patience, time.Millisecond)
+	f.exec(`UPDATE {schema}.event_delivery SET locked_until = now() - interval '2 hours'`)
+	require.Eventually(t, func() bool {
+		expired, err := gone.Expire(ctx, 10, false)
+		require.NoError(t, err)
+		return len(expired) == len(keys)
+	}, testenv.Patience, time.Millisecond)
+}
