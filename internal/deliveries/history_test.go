@@ -115,7 +115,7 @@ func (h *history) note(format string, args ...any) {
 }
 
 func (h *history) play() {
-	steps := []func(){h.insert, h.insert, h.claim, h.claim, h.claim, h.finish, h.finish, h.finish, h.fail, h.fail, h.giveBack, h.renew, h.expire, h.wait, h.requeue, h.requeue, h.resolve, h.repair, h.settle}
+	steps := []func(){h.insert, h.insert, h.claim, h.claim, h.claim, h.finish, h.finish, h.finish, h.fail, h.fail, h.giveBack, h.renew, h.expire, h.wait, h.requeue, h.requeue, h.resolve, h.repair, h.free}
 	for range historySteps {
 		steps[h.rng.IntN(len(steps))]()
 		h.compare()
@@ -603,8 +603,8 @@ func (h *history) repair() {
 	h.t.Fatal("the sweep does not end")
 }
 
-// settle finishes what workers have, so that keys become free, and requeues rows of them.
-func (h *history) settle() {
+// free finishes what workers have, so that keys become free, and requeues rows of them.
+func (h *history) free() {
 	h.wait()
 	h.claim()
 	for _, w := range h.workers {
