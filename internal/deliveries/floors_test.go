@@ -97,3 +97,52 @@ func TestLooksFindAllRows(t *testing.T) {
 		return len(expired) == len(keys)
 	}, testenv.Patience, time.Millisecond)
 }
+
+// While a transaction is open somewhere, PostgreSQL removes nothing. What a worker reads does not grow
+// with the rows that have gone on meanwhile, however many of a key there were.
+func TestTransactionStaysOpen(t *testing.T) {
+	testenv.Direct(t) // it counts what a connection has read
+	t.Parallel()
+	f, ctx := newTable(t), t.Context()
+	open, err := f.db.Begin(ctx)
+	require.NoError(t, err)
+	defer func() { _ = open.Rollback(ctx) }()
+	_, err = open.Exec(ctx, `SELECT pg_current_xact_id()`)
+	require.NoError(t, err)
+	const rounds, most = 30, 20 // entries of a key in a round
+	keys := []string{"k", "l", "m", "n", "o"}
+	read := 0
+	for part := range 2 {
+		s, end := f.alone("a")
+		f.insert(s, deliveries.Processing, f.record("new"), "new") // its connection is younger than all that it learns
+		for range rounds {
+			run := f.insert(s, deliveries.Processing, f.record(keys...), keys...)
+			require.Len(t, run, len(keys))
+			require.Empty(t, f.insert(s, deliveries.Processing, f.record(keys...), keys...))
+			_, err := s.Fail(ctx, deliveries.Failure{Of: run[0], Code: "handler", Dead: true}, nil)
+			require.NoError(t, err)
+			_, err = s.Finish(ctx, run[1:])
+			require.NoError(t, err)
+			claimed, err := s.Claim(ctx, pairs, 10, 10, false)
+			require.NoError(t, err)
+			require.Len(t, claimed, len(keys))
+			require.NoError(t, s.Return(ctx, claimed[:1]))
+			_, err = s.Finish(ctx, claimed[1:])
+			require.NoError(t, err)
+			claimed, err = s.Claim(ctx, pairs, 10, 10, false)
+			require.NoError(t, err)
+			_, err = s.Finish(ctx, claimed)
+			require.NoError(t, err)
+		}
+		end()
+		now := 0
+		require.Eventually(t, func() bool {
+			before := now
+			now = f.read("idx_event_delivery_head") + f.read("idx_event_delivery_parked")
+			return now > read && now == before
+		}, testenv.Patience, 200*time.Millisecond, "statistics are late")
+		t.Logf("part %d: %d entries in %d rounds", part, now-read, rounds)
+		require.Less(t, now-read, rounds*len(keys)*most)
+		read = now
+	}
+}
