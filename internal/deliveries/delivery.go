@@ -7,6 +7,9 @@
 // wait behind it. What inserts, ends or requeues rows locks their keys first, and decides in
 // a later statement: a statement that waits for a lock goes on reading what was committed
 // before it began to wait.
+//
+// A floor of a key is an id below which none of its rows is open, unless it was put back. It holds
+// for good, so nobody need look below it.
 package deliveries
 
 import (
