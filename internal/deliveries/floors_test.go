@@ -109,7 +109,7 @@ func TestTransactionStaysOpen(t *testing.T) {
 	defer func() { _ = open.Rollback(ctx) }()
 	_, err = open.Exec(ctx, `SELECT pg_current_xact_id()`)
 	require.NoError(t, err)
-	const rounds, most = 30, 20 // entries of a key in a round
+	const rounds, most = 30, 30 // entries of a key in a round; each connection looks at all of a key once
 	keys := []string{"k", "l", "m", "n", "o"}
 	read := 0
 	for part := range 2 {
