@@ -156,7 +156,7 @@ func newWorkerRun(w *Worker) *workerRun {
 		hooks: contain.NewCallback("a hook", w.processor.log, contain.Limits{Patience: w.cfg.Lease / hookShare, Grace: contain.HookLimits.Grace}),
 		lease: r.lease, wake: w.wake, cut: r.cut, freeNow: make(chan struct{}, 1), starting: true,
 	}
-	r.dispatcher.fanOut = newFanOut(w.db, w.cfg.Schema, w.cfg.Group, r.store, r.dispatcher.plan)
+	r.dispatcher.fanOut = newFanOut(w.db, w.cfg.Schema, w.cfg.Group, routesOf(w.processor.routes), r.store, r.dispatcher.plan)
 	return r
 }
 

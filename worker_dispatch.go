@@ -508,28 +508,23 @@ func (d *dispatcher) setMoved(moved bool) {
 // plan says what is owed for an event: a delivery for each of its handlers.
 func (d *dispatcher) plan(e eventHead) (owed []deliveries.New) {
 	stream, err := e.destination()
-	if err != nil || !slices.Contains(d.routes.topics, stream) {
+	if err != nil || !d.fanOut.routes.streams[stream] {
 		return nil
 	}
 	most := max(0, d.cfg.of(stream).MaxRetries) + 1
-	route := d.routes.byName[e.eventType]
-	if route == nil {
-		d.round.unknown = append(d.round.unknown, e)
-		if d.cfg.Unknown == DeadLetterUnknown {
-			owed = append(owed, deliveries.New{OutboxID: e.id, Stream: stream, Key: d.keyOf(e, "", stream), Status: deliveries.Dead, MaxAttempts: most})
+	pairs := d.fanOut.routes.byType[e.eventType]
+	for _, p := range pairs {
+		if p.Stream == stream {
+			key := d.keyOf(e, p.Action, stream)
+			owed = append(owed, deliveries.New{OutboxID: e.id, Action: p.Action, Stream: stream, Key: key, MaxAttempts: most, Status: d.statusOf(key, p)})
 		}
+	}
+	if len(owed) > 0 {
 		return owed
 	}
-	for _, v := range route.versions {
-		for _, h := range v.handlers {
-			if slices.ContainsFunc(owed, func(o deliveries.New) bool { return o.Action == h.action }) {
-				continue
-			}
-			key := d.keyOf(e, h.action, stream)
-			owed = append(owed, deliveries.New{
-				OutboxID: e.id, Action: h.action, Stream: stream, Key: key, MaxAttempts: most, Status: d.statusOf(key, deliveries.Pair{Action: h.action, Stream: stream}),
-			})
-		}
+	d.round.unknown = append(d.round.unknown, e)
+	if d.cfg.Unknown == DeadLetterUnknown {
+		owed = append(owed, deliveries.New{OutboxID: e.id, Stream: stream, Key: d.keyOf(e, "", stream), Status: deliveries.Dead, MaxAttempts: most})
 	}
 	return owed
 }

@@ -41,6 +41,8 @@ type fanOut struct {
 	cursors *cursors
 	store   *deliveries.Store
 	plan    func(e eventHead) []deliveries.New // what is owed for an event
+	own     []string                           // routes of this process
+	routes  groupRoutes
 	lock    int64
 
 	pos     position
@@ -48,7 +50,7 @@ type fanOut struct {
 	unpaged unpaged   // of the open window
 	ids     idset.Set // of the open window
 
-	sqlSubscription, sqlSubscribe, sqlSeed, sqlOpen, sqlNext, sqlLeaveGroup, sqlForget string
+	sqlSubscription, sqlSubscribe, sqlRoutes, sqlSeed, sqlOpen, sqlNext, sqlLeaveGroup, sqlForget string
 }
 
 // eventHead is what routes an event.
@@ -70,11 +72,11 @@ func (e eventHead) destination() (string, error) {
 
 func (e eventHead) recordKey() string { return cmp.Or(e.key, e.aggregate) }
 
-func newFanOut(db *pgxpool.Pool, schema, group string, store *deliveries.Store, plan func(eventHead) []deliveries.New) *fanOut {
+func newFanOut(db *pgxpool.Pool, schema, group string, own []string, store *deliveries.Store, plan func(eventHead) []deliveries.New) *fanOut {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &fanOut{
-		db: db, group: group, cursors: newCursors(db, schema, tables.WorkerPrefix+group), store: store, plan: plan, lock: fanOutLock(schema, group),
-		sqlSubscription: in(sqlSubscription), sqlSubscribe: in(sqlSubscribe), sqlSeed: in(sqlSeedGroup), sqlOpen: in(sqlFanOut), sqlNext: in(sqlFanOutNext),
+		db: db, group: group, cursors: newCursors(db, schema, tables.WorkerPrefix+group), store: store, plan: plan, own: own, lock: fanOutLock(schema, group),
+		sqlSubscription: in(sqlSubscription), sqlSubscribe: in(sqlSubscribe), sqlRoutes: in(sqlRoutes), sqlSeed: in(sqlSeedGroup), sqlOpen: in(sqlFanOut), sqlNext: in(sqlFanOutNext),
 		sqlLeaveGroup: in(sqlLeaveGroup), sqlForget: in(sqlForget),
 	}
 }
@@ -100,7 +102,6 @@ const (
 	sqlFanOutLock   = `SELECT pg_advisory_xact_lock($1)`
 	sqlSubscription = `
 SELECT (SELECT state FROM {schema}.event_subscription WHERE consumer_group = $1::text)`
-	sqlSubscribe = `INSERT INTO {schema}.event_subscription (consumer_group) VALUES ($1) ON CONFLICT DO NOTHING`
 )
 
 // sqlSeedGroup inserts the first position of a group: in front of every transaction, or behind all
@@ -127,9 +128,15 @@ func (f *fanOut) begin(ctx context.Context, fromStart bool) error {
 		if _, err := conn.Exec(ctx, f.sqlSeed, f.cursors.relay, fromStart || state.Valid, newEpoch()); err != nil {
 			return err
 		}
-		_, err := conn.Exec(ctx, f.sqlSubscribe, f.group)
+		_, err := conn.Exec(ctx, f.sqlSubscribe, f.group, f.own, routeLife)
 		return err
 	})
+}
+
+// confirm says that this process still takes what it took.
+func (f *fanOut) confirm(ctx context.Context) error {
+	_, err := f.db.Exec(ctx, f.sqlSubscribe, f.group, f.own, routeLife)
+	return err
 }
 
 func newEpoch() int64 { return rand.Int64N(1<<62) + 1 }
@@ -474,6 +481,14 @@ func (f *fanOut) inRound(ctx context.Context, tx *fanOutTx, move func(*pgx.Batch
 		f.queueBegin(&b)
 	}
 	move(&b)
+	b.Queue(f.sqlRoutes, f.group, f.routes.version).QueryRow(func(row pgx.Row) error {
+		var version int64
+		var routes pgtype.Text
+		if err := row.Scan(&version, &routes); err != nil || !routes.Valid {
+			return err
+		}
+		return f.routes.read(version, routes.String)
+	})
 	if err := tx.conn.SendBatch(ctx, &b).Close(); err != nil {
 		return fmt.Errorf("look for events: %w", err)
 	}

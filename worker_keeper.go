@@ -57,12 +57,18 @@ func (k *keeper) run(ctx context.Context) {
 // leases do not wait for what may be much.
 func (k *keeper) takeOver(ctx context.Context) {
 	k.repaired = math.MinInt64
+	confirmed := time.Now()
 	for n := 0; ctx.Err() == nil; n++ {
 		began := time.Now()
 		try, cancel := context.WithTimeout(ctx, takeOverTimeout)
 		err := k.expire(try)
 		if err == nil && n%repairOften == 0 {
 			err = k.repair(try)
+		}
+		if err == nil && time.Since(confirmed) > confirmEvery {
+			if err = k.dispatcher.fanOut.confirm(try); err == nil {
+				confirmed = began
+			}
 		}
 		cancel()
 		if ctx.Err() == nil {

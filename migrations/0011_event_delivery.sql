@@ -16,6 +16,8 @@ CREATE TABLE event_subscription (
     state          varchar(10)  NOT NULL DEFAULT 'active',
     relay          varchar(100),
     changed_at     timestamptz  NOT NULL DEFAULT now(),
+    routes         jsonb        NOT NULL DEFAULT '{}',
+    routes_version bigint       NOT NULL DEFAULT 0,
     CONSTRAINT event_subscription_pkey PRIMARY KEY (consumer_group),
     CONSTRAINT event_subscription_state CHECK (state IN ('active', 'leaving', 'left', 'returning')),
     CONSTRAINT event_subscription_relay CHECK ((state = 'active') = (relay IS NULL))
@@ -30,6 +32,9 @@ COMMENT ON COLUMN event_subscription.state IS
 COMMENT ON COLUMN event_subscription.relay IS
     'The relay whose events it gets from Kafka, or got until now. As long as a group is leaving, the relay''s position is the cut.';
 COMMENT ON COLUMN event_subscription.changed_at IS 'When state changed.';
+COMMENT ON COLUMN event_subscription.routes IS
+    'What its workers have handlers for, and when one of them has said so last, in seconds since 1970: event type, stream and action, with line breaks between them.';
+COMMENT ON COLUMN event_subscription.routes_version IS 'Grows when there are others.';
 
 CREATE TABLE event_delivery (
     id                 bigserial    PRIMARY KEY,
