@@ -43,6 +43,7 @@ type dispatcher struct {
 	backlog   atomic.Bool // there were more events than could be taken
 	round     fanOutRound // only run
 	answered  bool        // PostgreSQL has answered in this look; only run
+	unsure    bool        // only run: rows may have been claimed without an answer
 	lookAgain time.Time   // only run: whether the group still gets its events from Kafka
 	starting  bool        // only run: the group may have no position yet
 
@@ -200,6 +201,7 @@ func (d *dispatcher) run(stopping context.Context) error {
 		case errors.Is(err, ErrSequenceBehind):
 			return err
 		case err != nil:
+			d.unsure = true
 			if stopping.Err() == nil {
 				d.outages.Report(outagePostgres, began, err)
 				wait.Sleep(stopping, d.outages.Backoff(outagePostgres))
@@ -235,6 +237,29 @@ func (d *dispatcher) await(stopping context.Context) {
 	}
 }
 
+// dispatchTimeout bounds a statement with which a dispatcher gets work. A connection can go dead without
+// a word, and TCP needs a quarter of an hour to find out.
+const dispatchTimeout = 30 * time.Second
+
+// giveStraysBack gives back what was claimed if the answer was lost: nobody else takes it until its lease
+// expires, and then it would count as an attempt.
+func (d *dispatcher) giveStraysBack(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, dispatchTimeout)
+	defer cancel()
+	mine, err := d.store.Mine(ctx)
+	if err != nil {
+		return err
+	}
+	if strays := d.hands.strays(mine); len(strays) > 0 {
+		if err := d.store.Return(ctx, strays); err != nil {
+			return err
+		}
+		d.signalDue()
+	}
+	d.unsure = false
+	return nil
+}
+
 // look gives work to lanes that are idle. It reports whether there may be more at once.
 func (d *dispatcher) look(ctx context.Context) (more bool, err error) {
 	d.mu.Lock()
@@ -249,6 +274,11 @@ func (d *dispatcher) look(ctx context.Context) (more bool, err error) {
 	d.due, d.expired = false, false
 	d.mu.Unlock()
 	d.answered = false
+	if d.unsure {
+		if err := d.giveStraysBack(ctx); err != nil {
+			return false, err
+		}
+	}
 	full, suspects := false, false
 	for _, k := range d.kinds {
 		room := k.room()
@@ -285,6 +315,8 @@ func (d *dispatcher) claim(ctx context.Context, k *laneKind, room int) (more boo
 	if len(pairs) == 0 {
 		return false, nil
 	}
+	ctx, cancel := context.WithTimeout(ctx, dispatchTimeout)
+	defer cancel()
 	began, limit := time.Now(), room*k.batch()
 	rows, err := d.store.Claim(ctx, pairs, limit, k.batch(), false)
 	if err != nil {
@@ -305,6 +337,8 @@ func (d *dispatcher) claimSuspect(ctx context.Context, k *laneKind) (more bool, 
 	if len(pairs) == 0 {
 		return false, nil
 	}
+	ctx, cancel := context.WithTimeout(ctx, dispatchTimeout)
+	defer cancel()
 	began := time.Now()
 	rows, err := d.store.Claim(ctx, pairs, 1, 0, true)
 	if err != nil {

@@ -431,7 +431,9 @@ SELECT newest.id, moved.id, through.id, e.id, e.event_type, e.topic, e.partition
 // next makes deliveries of the next events of the open window.
 func (f *fanOut) next(ctx context.Context, tx *fanOutTx, limit int, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
 	for len(f.unpaged.ranges) > 0 {
-		ids, rest, err := f.cursors.page(ctx, f.pos, f.unpaged, maxPageIDs)
+		bounded, cancel := context.WithTimeout(ctx, dispatchTimeout)
+		ids, rest, err := f.cursors.page(bounded, f.pos, f.unpaged, maxPageIDs)
+		cancel()
 		if err != nil {
 			return 0, false, err
 		}
@@ -471,6 +473,8 @@ func (f *fanOut) next(ctx context.Context, tx *fanOutTx, limit int, claimed func
 // inRound runs the statement that moves the cursor, and inserts the deliveries of the events that
 // it has read, in a transaction of two round trips. It stays open if the position is stale.
 func (f *fanOut) inRound(ctx context.Context, tx *fanOutTx, move func(*pgx.Batch), heads func() []eventHead, claimed func([]deliveries.Delivery) error) error {
+	ctx, cancel := context.WithTimeout(ctx, dispatchTimeout)
+	defer cancel()
 	var b pgx.Batch
 	if tx.conn == nil {
 		conn, err := f.db.Acquire(ctx)

@@ -141,3 +141,15 @@ func (h *hands) len() int {
 	defer h.mu.Unlock()
 	return len(h.rows)
 }
+
+// strays returns those of some deliveries that are not here.
+func (h *hands) strays(rows []deliveries.Delivery) (strays []deliveries.Delivery) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, d := range rows {
+		if h.rows[d.ID] == nil {
+			strays = append(strays, d)
+		}
+	}
+	return strays
+}

@@ -34,7 +34,7 @@ type Store struct {
 	due      bounds[looking]
 	expiring bounds[struct{}]
 
-	sqlInsert, sqlClaim, sqlFinish, sqlRenew, sqlReturn, sqlFail, sqlExpire, sqlLock, sqlLockRows, sqlPromote, sqlHeadless, sqlLook string
+	sqlInsert, sqlClaim, sqlFinish, sqlRenew, sqlReturn, sqlFail, sqlExpire, sqlLock, sqlLockRows, sqlPromote, sqlHeadless, sqlLook, sqlMine string
 }
 
 // NewStore returns the deliveries of a group for a worker, which has what it claims for the time of
@@ -44,7 +44,7 @@ func NewStore(db *pgxpool.Pool, schema, group, worker string, lease time.Duratio
 	return &Store{
 		db: db, group: group, worker: worker, lease: lease,
 		sqlInsert: in(sqlInsert), sqlClaim: in(sqlClaim), sqlFinish: in(sqlFinish), sqlRenew: in(sqlRenew), sqlReturn: in(sqlReturn),
-		sqlFail: in(sqlFail), sqlExpire: in(sqlExpire), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless), sqlLook: in(sqlLook),
+		sqlFail: in(sqlFail), sqlExpire: in(sqlExpire), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless), sqlLook: in(sqlLook), sqlMine: in(sqlMine),
 	}
 }
 
@@ -397,6 +397,32 @@ func (s *Store) Return(ctx context.Context, rows []Delivery) error {
 		return fmt.Errorf("give deliveries back: %w", err)
 	}
 	return nil
+}
+
+// sqlMine reads the rows that this worker has.
+const sqlMine = `
+SELECT d.id, d.order_key FROM {schema}.event_delivery AS d
+ WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_by = $2::text
+ ORDER BY d.consumer_group, d.locked_until`
+
+// Mine returns the ids and keys of the rows that this worker has. There may be others than it knows of,
+// where the answer to a claim was lost.
+func (s *Store) Mine(ctx context.Context) (rows []Delivery, err error) {
+	err = s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlMine, s.group, s.worker).Query(func(r pgx.Rows) (err error) {
+			rows, err = pgx.CollectRows(r, func(row pgx.CollectableRow) (d Delivery, err error) {
+				var key pgtype.Int8
+				err = row.Scan(&d.ID, &key)
+				d.Key = Key{key.Int64, key.Valid}
+				return d, err
+			})
+			return err
+		})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("look for deliveries of this worker: %w", err)
+	}
+	return rows, nil
 }
 
 // sqlRenew passes over rows that are being written: these end in a moment, or their worker finds out
