@@ -189,7 +189,7 @@ func (r *workerRun) prepare(ctx context.Context) error {
 func (r *workerRun) makeLanes(first poolSession) {
 	parts := laneParts{
 		cfg: &r.cfg, retriesFor: r.retriesFor, processor: r.processor, store: r.store, slots: r.slots, pauses: r.pauses, outages: r.outages,
-		log: r.processor.log, hands: r.hands, session: first, stopping: r.stopping, cut: r.cut, promoted: r.dispatcher.signalDue, retryAt: r.dispatcher.retryAt,
+		log: r.processor.log, hands: r.hands, session: first, stopping: r.stopping, cut: r.cut, promoted: r.dispatcher.signalDue, lost: r.dispatcher.signalStrays, retryAt: r.dispatcher.retryAt,
 	}
 	withTx, without := r.pairs()
 	for _, tx := range []bool{true, false} {

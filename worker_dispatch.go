@@ -43,7 +43,6 @@ type dispatcher struct {
 	backlog   atomic.Bool // there were more events than could be taken
 	round     fanOutRound // only run
 	answered  bool        // PostgreSQL has answered in this look; only run
-	unsure    bool        // only run: rows may have been claimed without an answer
 	lookAgain time.Time   // only run: whether the group still gets its events from Kafka
 	starting  bool        // only run: the group may have no position yet
 
@@ -51,6 +50,7 @@ type dispatcher struct {
 	due     bool      // rows may be claimed
 	next    time.Time // when a row will be due, zero for none that is known
 	expired bool      // rows were taken from workers that are gone
+	unsure  bool      // rows may be with this worker that it does not know of
 	moved   bool      // the group gets no new events
 	freeNow chan struct{}
 	poll    time.Time // of the last look at everything
@@ -201,7 +201,7 @@ func (d *dispatcher) run(stopping context.Context) error {
 		case errors.Is(err, ErrSequenceBehind):
 			return err
 		case err != nil:
-			d.unsure = true
+			d.signalStrays()
 			if stopping.Err() == nil {
 				d.outages.Report(outagePostgres, began, err)
 				wait.Sleep(stopping, d.outages.Backoff(outagePostgres))
@@ -241,8 +241,9 @@ func (d *dispatcher) await(stopping context.Context) {
 // a word, and TCP needs a quarter of an hour to find out.
 const dispatchTimeout = 30 * time.Second
 
-// giveStraysBack gives back what was claimed if the answer was lost: nobody else takes it until its lease
-// expires, and then it would count as an attempt.
+// giveStraysBack gives back what this worker does not know that it has, because the answer to a claim was lost, or a
+// crash of PostgreSQL has forgotten that it was given back or ended: nobody else takes it until its lease expires, and
+// then it would count as an attempt.
 func (d *dispatcher) giveStraysBack(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, dispatchTimeout)
 	defer cancel()
@@ -256,7 +257,6 @@ func (d *dispatcher) giveStraysBack(ctx context.Context) error {
 		}
 		d.signalDue()
 	}
-	d.unsure = false
 	return nil
 }
 
@@ -264,17 +264,17 @@ func (d *dispatcher) giveStraysBack(ctx context.Context) error {
 func (d *dispatcher) look(ctx context.Context) (more bool, err error) {
 	d.mu.Lock()
 	now := time.Now()
-	due, expired := d.due, d.expired
+	due, expired, unsure := d.due, d.expired, d.unsure
 	if now.Sub(d.poll) >= d.cfg.PollInterval {
 		due, expired, d.poll = true, true, now
 	}
 	if !d.next.IsZero() && !now.Before(d.next) {
 		due, d.next = true, time.Time{}
 	}
-	d.due, d.expired = false, false
+	d.due, d.expired, d.unsure = false, false, false
 	d.mu.Unlock()
 	d.answered = false
-	if d.unsure {
+	if unsure {
 		if err := d.giveStraysBack(ctx); err != nil {
 			return false, err
 		}
@@ -318,7 +318,7 @@ func (d *dispatcher) claim(ctx context.Context, k *laneKind, room int) (more boo
 	ctx, cancel := context.WithTimeout(ctx, dispatchTimeout)
 	defer cancel()
 	began, limit := time.Now(), room*k.batch()
-	rows, err := d.store.Claim(ctx, pairs, limit, k.batch(), false)
+	rows, err := d.store.Claim(ctx, pairs, limit, k.batch(), false, d.hands.budget())
 	if err != nil {
 		return false, err
 	}
@@ -340,7 +340,7 @@ func (d *dispatcher) claimSuspect(ctx context.Context, k *laneKind) (more bool, 
 	ctx, cancel := context.WithTimeout(ctx, dispatchTimeout)
 	defer cancel()
 	began := time.Now()
-	rows, err := d.store.Claim(ctx, pairs, 1, 0, true)
+	rows, err := d.store.Claim(ctx, pairs, 1, 0, true, 0)
 	if err != nil {
 		return false, err
 	}
@@ -414,7 +414,7 @@ func (d *dispatcher) takeNew(ctx context.Context) (more bool, err error) {
 		}
 	}
 	began := time.Now()
-	_, more, err = d.fanOut.round(ctx, limit, func(rows []deliveries.Delivery) error {
+	_, more, err = d.fanOut.round(ctx, limit, d.hands.budget(), func(rows []deliveries.Delivery) error {
 		for _, k := range d.kinds {
 			var own []deliveries.Delivery
 			for _, r := range rows {
@@ -604,6 +604,14 @@ func (d *dispatcher) retryAt(at time.Time) {
 	if d.next.IsZero() || at.Before(d.next) {
 		d.next = at
 	}
+	d.mu.Unlock()
+	wait.Signal(d.freeNow)
+}
+
+// signalStrays has this worker look for rows that it does not know of.
+func (d *dispatcher) signalStrays() {
+	d.mu.Lock()
+	d.unsure = true
 	d.mu.Unlock()
 	wait.Signal(d.freeNow)
 }

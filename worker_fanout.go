@@ -44,6 +44,8 @@ type fanOut struct {
 	own     []string                           // routes of this process
 	routes  groupRoutes
 	lock    int64
+	bare    bool  // a row could not be printed: the next ones are read without their payload
+	budget  int64 // of the round under way, in bytes
 
 	pos     position
 	known   bool      // pos is what was read or written last
@@ -208,16 +210,20 @@ func (f *fanOut) moveTo(pos position) {
 }
 
 // round makes deliveries of the next events, about as many as limit. Claimed gets those that
-// are with this worker. It reports how many events there were, and whether there are more.
+// are with this worker, with as many payloads as fit into a budget. It reports how many events there were, and
+// whether there are more.
 //
 // That another process has moved the cursor is found out under the lock. The round goes on from the
 // new position then, unless its window is still to be paged: if processes take turns, each would
 // find a position of the others every time, and wait for the lock in vain.
-func (f *fanOut) round(ctx context.Context, limit int, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
+func (f *fanOut) round(ctx context.Context, limit int, budget int64, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
 	if !f.known {
 		if err := f.load(ctx, f.db); err != nil {
 			return 0, false, err
 		}
+	}
+	if f.budget = budget; f.bare {
+		f.budget = 0
 	}
 	tx := &fanOutTx{}
 	defer tx.end(ctx)
@@ -503,11 +509,14 @@ func (f *fanOut) inRound(ctx context.Context, tx *fanOutTx, move func(*pgx.Batch
 	var got []deliveries.Delivery
 	var end pgx.Batch
 	if len(rows) > 0 {
-		f.store.Queue(&end, rows, func(d []deliveries.Delivery) error { got = d; return nil })
+		f.store.Queue(&end, rows, f.budget, func(d []deliveries.Delivery) error { got = d; return nil })
 	}
 	end.Queue("COMMIT")
 	err := tx.conn.SendBatch(ctx, &end).Close()
 	tx.release()
+	if unprintable := deliveries.IsUnprintable(err); unprintable || err == nil {
+		f.bare = unprintable && !f.bare
+	}
 	if err != nil {
 		return fmt.Errorf("make deliveries: %w", err)
 	}

@@ -11,8 +11,9 @@ import (
 // hands are the deliveries that a worker has: those that wait for a lane, and those that one handles.
 // Their leases are renewed as long as they are here. It is safe for concurrent use.
 type hands struct {
-	mu   sync.Mutex
-	rows map[int64]*hold
+	mu    sync.Mutex
+	rows  map[deliveries.Ref]*hold
+	bytes int64 // of the batches, by what their rows say
 }
 
 // hold is a batch of deliveries.
@@ -20,12 +21,24 @@ type hold struct {
 	ctx     context.Context
 	lose    context.CancelFunc
 	left    int       // deliveries that are here
+	bytes   int64     // that came with it
 	renewed time.Time // when its lease was renewed last
 	suspect bool
 	locked  bool // rows are locked by the transaction under way: nobody takes them
 }
 
-func newHands() *hands { return &hands{rows: map[int64]*hold{}} }
+func newHands() *hands { return &hands{rows: map[deliveries.Ref]*hold{}} }
+
+// maxHeldBytes bounds payloads and headers that wait for lanes, by what their rows say. What does not fit is read
+// when it is handled.
+const maxHeldBytes = 32 << 20
+
+// budget returns how many bytes fit in.
+func (h *hands) budget() int64 {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return max(0, maxHeldBytes-h.bytes)
+}
 
 // add adds a batch that was claimed after some time.
 func (h *hands) add(cut context.Context, batch []deliveries.Delivery, claimed time.Time) {
@@ -34,8 +47,12 @@ func (h *hands) add(cut context.Context, batch []deliveries.Delivery, claimed ti
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, d := range batch {
-		h.rows[d.ID] = one
+		h.rows[d.Ref] = one
+		if !d.Bare {
+			one.bytes += int64(d.Size)
+		}
 	}
+	h.bytes += one.bytes
 }
 
 // contextOf returns a context that ends when a batch is lost.
@@ -43,7 +60,7 @@ func (h *hands) contextOf(batch []deliveries.Delivery, cut context.Context) cont
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, d := range batch {
-		if one := h.rows[d.ID]; one != nil {
+		if one := h.rows[d.Ref]; one != nil {
 			return one.ctx
 		}
 	}
@@ -53,47 +70,60 @@ func (h *hands) contextOf(batch []deliveries.Delivery, cut context.Context) cont
 }
 
 // drop notes that a delivery is not with this worker any more.
-func (h *hands) drop(id int64) {
+func (h *hands) drop(r deliveries.Ref) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	one := h.rows[id]
+	one := h.rows[r]
 	if one == nil {
 		return
 	}
-	delete(h.rows, id)
+	delete(h.rows, r)
 	if one.left--; one.left == 0 {
 		one.lose()
+		h.bytes -= one.bytes
 	}
 }
 
 // lose ends the work on the batch of a delivery.
-func (h *hands) lose(id int64) {
+func (h *hands) lose(r deliveries.Ref) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if one := h.rows[id]; one != nil {
+	if one := h.rows[r]; one != nil {
 		one.lose()
 	}
 }
 
-// all returns the deliveries, but for those of batches that are lost.
-func (h *hands) all() (ids []int64) {
+// loseAll ends the work on the batches of those that are called id. There may be two, if PostgreSQL has given it out
+// again.
+func (h *hands) loseAll(id int64) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	for id, one := range h.rows {
-		if one.ctx.Err() == nil {
-			ids = append(ids, id)
+	for r, one := range h.rows {
+		if r.ID == id {
+			one.lose()
 		}
 	}
-	return ids
+}
+
+// all returns the deliveries, but for those of batches that are lost.
+func (h *hands) all() (rows []deliveries.Ref) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for r, one := range h.rows {
+		if one.ctx.Err() == nil {
+			rows = append(rows, r)
+		}
+	}
+	return rows
 }
 
 // renewedAt notes that deliveries were renewed after some time, and ends the work on those that were not
 // for longer than their lease lasts. It returns how many batches these are.
-func (h *hands) renewedAt(ids []int64, at time.Time, lease time.Duration) (lost int) {
+func (h *hands) renewedAt(rows []deliveries.Ref, at time.Time, lease time.Duration) (lost int) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	for _, id := range ids {
-		if one := h.rows[id]; one != nil {
+	for _, r := range rows {
+		if one := h.rows[r]; one != nil {
 			one.renewed = at
 		}
 	}
@@ -147,7 +177,7 @@ func (h *hands) strays(rows []deliveries.Delivery) (strays []deliveries.Delivery
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, d := range rows {
-		if h.rows[d.ID] == nil {
+		if h.rows[d.Ref] == nil {
 			strays = append(strays, d)
 		}
 	}

@@ -81,14 +81,14 @@ func (k *keeper) takeOver(ctx context.Context) {
 // renew renews what is here. What could not be renewed for as long as the lease lasts is lost.
 func (k *keeper) renew(ctx context.Context) (err error) {
 	began := time.Now()
-	ids := k.hands.all()
-	if len(ids) > 0 {
-		ids, err = k.store.Renew(ctx, ids)
+	rows := k.hands.all()
+	if len(rows) > 0 {
+		rows, err = k.store.Renew(ctx, rows)
 	}
 	if err != nil {
-		ids = nil
+		rows = nil
 	}
-	if lost := k.hands.renewedAt(ids, began, k.cfg.Lease); lost > 0 {
+	if lost := k.hands.renewedAt(rows, began, k.cfg.Lease); lost > 0 {
 		k.log.Warn("outbox: the leases of deliveries could not be renewed in time, others may handle them", "batches", lost)
 	}
 	return err
@@ -167,7 +167,7 @@ func (k *keeper) watch(ctx context.Context) {
 		for _, l := range k.lanes {
 			l.slow.report(&l.activity, l.cfg.SlowHandler, l.log)
 			if call, ok := l.activity.Current(); ok && time.Since(call.Began) > k.cfg.HandlerTimeout+stuckGrace {
-				k.hands.lose(call.Place.DeliveryID)
+				k.hands.loseAll(call.Place.DeliveryID)
 				l.activity.Sever() // or whoever takes the event waits for its note in event_handled
 			}
 		}
@@ -189,7 +189,7 @@ func (k *keeper) relieve(ctx context.Context) {
 			k.log.Warn("outbox: deliveries are not given back, others wait until their lease expires", "deliveries", len(waiting), "error", err)
 		}
 		for _, d := range waiting {
-			k.hands.drop(d.ID)
+			k.hands.drop(d.Ref)
 		}
 		k.dispatcher.signalDue()
 	}

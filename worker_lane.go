@@ -58,6 +58,7 @@ type laneParts struct {
 	cut      context.Context // attempts end
 
 	promoted func()                                   // rows may be claimed
+	lost     func()                                   // rows may be with this worker that it does not know of
 	retryAt  func(time.Time)                          // a row may be claimed then
 	freed    func(l *lane, n int, took time.Duration) // a batch has ended
 }
@@ -74,6 +75,7 @@ const (
 type laneItem struct {
 	item
 	deliveries.Delivery
+	read bool // decoded
 	gone bool // not with this worker any more, or done
 }
 
@@ -154,14 +156,18 @@ func (l *lane) run() {
 // handle handles a batch. Rows that are neither done nor failed go back.
 func (l *lane) handle(batch []deliveries.Delivery) {
 	l.held = l.hands.contextOf(batch, l.cut)
-	l.readAll(batch)
+	l.begin(batch)
 	defer func() { l.work, l.done = nil, nil }()
 	for at := 0; at < len(l.work) && l.mayGoOn(); {
-		n := min(len(l.work)-at, l.most)
+		n := l.readSome(l.work[at:])
 		if l.tx {
 			n = l.handleBatch(l.work[at : at+n])
 		} else {
 			l.handleEach(l.work[at:at+n], nil)
+		}
+		for i := range l.work[at : at+n] { // what a batch has read is not kept until its end
+			it := &l.work[at+i]
+			it.Payload, it.Headers, it.item = nil, nil, item{meta: it.meta}
 		}
 		at += n
 	}
@@ -171,8 +177,8 @@ func (l *lane) handle(batch []deliveries.Delivery) {
 
 func (l *lane) mayGoOn() bool { return l.stopping.Err() == nil && l.held.Err() == nil }
 
-// readAll decodes the events of a batch. Codecs may do I/O, so each has as long as a handler.
-func (l *lane) readAll(batch []deliveries.Delivery) {
+// begin makes items of a batch.
+func (l *lane) begin(batch []deliveries.Delivery) {
 	origins := make([]origin, len(batch))
 	l.work = make([]laneItem, len(batch))
 	for i, d := range batch {
@@ -180,9 +186,28 @@ func (l *lane) readAll(batch []deliveries.Delivery) {
 		l.work[i].Delivery = d
 		l.work[i].meta = Metadata{ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: d.Attempt, origin: &origins[i]}
 	}
-	for i := range l.work {
-		l.read(&l.work[i])
+}
+
+// maxReadBytes bounds what a lane reads that came without its payload, until it has handled that.
+const maxReadBytes = 8 << 20
+
+// readSome decodes the events of the first items, and returns how many these are. Codecs may do I/O, so each has as
+// long as a handler.
+func (l *lane) readSome(items []laneItem) (n int) {
+	bytes := 0
+	for n < min(len(items), l.most) && (n == 0 || l.mayGoOn()) {
+		it := &items[n]
+		if it.Bare {
+			if bytes += it.Size; bytes > maxReadBytes && n > 0 {
+				break
+			}
+		}
+		if !it.read {
+			l.read(it)
+		}
+		n++
 	}
+	return n
 }
 
 // read decodes an event. Decoders are the host's, and may end their goroutine.
@@ -191,7 +216,13 @@ func (l *lane) read(it *laneItem) {
 	defer cancel()
 	l.activity.Begin(handling.Call{Context: ctx, Function: "codec or upcaster", Action: it.Action, Type: it.Type, ID: it.EventID, Events: 1, Place: it.meta.origin.place()})
 	defer l.activity.End()
+	it.read = true
 	err := contain.Do(func() error {
+		if it.Bare {
+			if err := l.print(&it.Delivery); err != nil {
+				return err
+			}
+		}
 		m, err := messageOf(&it.Delivery)
 		if err != nil {
 			return err
@@ -199,8 +230,40 @@ func (l *lane) read(it *laneItem) {
 		l.own.resolve(ctx, &it.item, m, it.Action)
 		return nil
 	})
-	if err != nil {
+	switch {
+	case errors.Is(err, deliveries.ErrLost):
+		l.lose(it.Ref)
+	case err != nil && l.mayGoOn():
 		it.class, it.err = classUndecodable, err
+	}
+}
+
+// Printing 1 GB, which PostgreSQL refuses in the end, takes many seconds, and a role may have a shorter
+// statement_timeout.
+const (
+	printTimeout = time.Minute
+	printTries   = 3
+)
+
+// print reads payload and headers of a delivery that came without. The error is that of an event which PostgreSQL
+// cannot print, or with the work on the batch, which has ended then.
+func (l *lane) print(d *deliveries.Delivery) error {
+	for try := 1; ; {
+		began := time.Now()
+		ctx, cancel := context.WithTimeout(l.held, printTimeout)
+		err := l.store.Print(ctx, d)
+		tooLong := pg.IsCancelled(err) || ctx.Err() != nil
+		cancel()
+		switch {
+		case err == nil, pg.IsUnreadable(err), errors.Is(err, deliveries.ErrLost), !l.mayGoOn():
+			return err
+		case !tooLong:
+			l.awaitPostgres(began, err)
+		case try == printTries:
+			return err
+		default:
+			try++
+		}
 	}
 }
 
@@ -266,7 +329,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 			return len(items)
 		case errors.Is(err, deliveries.ErrLost):
 			l.log.Warn("outbox: deliveries were taken over by another worker before they were done; they are rolled back here", "deliveries", len(items), "error", err)
-			l.hands.lose(items[0].ID)
+			l.lose(items[0].Ref)
 			return len(items)
 		case isConflict(err) && conflicts < conflictsOfBatch:
 			conflicts++
@@ -310,19 +373,23 @@ func (l *lane) markDone(items []laneItem, next *origin, took time.Duration) int 
 	return n
 }
 
+// lose ends the work on the batch, of which a delivery is not with this worker any more, or not the first of its key.
+func (l *lane) lose(r deliveries.Ref) {
+	l.hands.lose(r)
+	l.lost()
+}
+
 // drop notes that a delivery is not with this worker any more.
 func (l *lane) drop(it *laneItem) {
 	it.gone = true
-	l.hands.drop(it.ID)
+	l.hands.drop(it.Ref)
 }
 
 // complete ends the deliveries of tasks, in the transaction of their handlers.
 func (l *lane) complete(ctx context.Context, tx handlerTx, results []taskResult) error {
-	ids := make([]int64, 0, len(results))
+	ids := map[int64]bool{}
 	for _, r := range results { // an event that is upcast may have several tasks
-		if id := r.meta.origin.delivery.id; len(ids) == 0 || ids[len(ids)-1] != id {
-			ids = append(ids, id)
-		}
+		ids[r.meta.origin.delivery.id] = true
 	}
 	l.finished, l.promotedIn = l.those(ids), 0
 	// Functions inside PostgreSQL may have changed settings, too.
@@ -357,13 +424,11 @@ func (l *lane) unlockRows() {
 // lockRows locks the rows of tasks before their handlers run. Under another isolation level than
 // READ COMMITTED, a row that is renewed meanwhile could not be ended. What is locked nobody takes.
 func (l *lane) lockRows(ctx context.Context, tx handlerTx, tasks []task) error {
-	var ids []int64
+	ids := map[int64]bool{}
 	for _, t := range tasks {
-		if id := t.meta.origin.delivery.id; !slices.Contains(ids, id) {
-			ids = append(ids, id)
-		}
+		ids[t.meta.origin.delivery.id] = true
 	}
-	if err := l.store.LockIn(ctx, tx.Own(), ids); err != nil {
+	if err := l.store.LockIn(ctx, tx.Own(), l.those(ids)); err != nil {
 		return err
 	}
 	l.hands.lock(l.held)
@@ -376,9 +441,9 @@ const sqlOwnSettings = `
 SELECT CASE WHEN session_user <> $2::text THEN set_config('session_authorization', $2::text, true) END, set_config('role', $1::text, true), set_config('statement_timeout', '0', true), set_config('lock_timeout', '0', true)`
 
 // those returns the deliveries with these ids.
-func (l *lane) those(ids []int64) (all []deliveries.Delivery) {
+func (l *lane) those(ids map[int64]bool) (all []deliveries.Delivery) {
 	for i := range l.work {
-		if it := &l.work[i]; slices.Contains(ids, it.ID) {
+		if it := &l.work[i]; ids[it.ID] {
 			all = append(all, it.Delivery)
 		}
 	}
@@ -430,6 +495,7 @@ func (l *lane) handleOne(it *laneItem, before *taskError) {
 		p := &plain
 		if left--; left == 0 && t.kind != noTx {
 			p, inTx = l.own, true
+			l.flush() // of its key, what is handled is done before
 		}
 		err := before.of(t)
 		if err == nil {
@@ -441,7 +507,7 @@ func (l *lane) handleOne(it *laneItem, before *taskError) {
 			return
 		case errors.Is(err, deliveries.ErrLost):
 			l.log.WarnContext(handlerContext(l.held, t.meta), "outbox: a delivery was taken over by another worker before it was done; it is rolled back here", l.attrs(it, "error", err)...)
-			l.hands.lose(it.ID) // and with it what is behind it
+			l.lose(it.Ref) // and with it what is behind it
 			return
 		case err != nil:
 			l.failTask(it, t, err)
@@ -541,10 +607,10 @@ func (l *lane) fail(it *laneItem, class string, cause error, dead bool) {
 	if !dead {
 		f.Wait = l.retryWait(it, cause)
 	}
-	var rest []int64
+	var rest []deliveries.Delivery
 	for i := range l.work {
 		if other := &l.work[i]; other != it && !other.gone && it.Key.Ordered && other.Key == it.Key {
-			rest = append(rest, other.ID)
+			rest = append(rest, other.Delivery)
 		}
 	}
 	var promoted int64
@@ -553,7 +619,7 @@ func (l *lane) fail(it *laneItem, class string, cause error, dead bool) {
 		return err
 	})
 	for i := range l.work {
-		if other := &l.work[i]; other == it || slices.Contains(rest, other.ID) {
+		if other := &l.work[i]; other == it || !other.gone && it.Key.Ordered && other.Key == it.Key {
 			l.drop(other)
 		}
 	}
@@ -600,23 +666,23 @@ func (l *lane) flush() {
 	if len(l.done) == 0 {
 		return
 	}
-	ids := make([]int64, len(l.done))
-	for i, d := range l.done {
-		ids[i] = d.ID
-	}
 	var promoted int64
 	err := l.write(func(ctx context.Context) (err error) {
 		promoted, err = l.store.Finish(ctx, l.done)
 		return err
 	})
 	if errors.Is(err, deliveries.ErrLost) {
-		l.log.Warn("outbox: deliveries were taken over by another worker before they were written down as done; their handlers run once more", "deliveries", len(ids), "error", err)
-		l.hands.lose(ids[0]) // and with them what is behind them
+		l.log.Warn("outbox: deliveries were taken over by another worker before they were written down as done; their handlers run once more", "deliveries", len(l.done), "error", err)
+		l.lose(l.done[0].Ref) // and with them what is behind them
 		l.done = l.done[:0]
 		return
 	}
+	done := map[int64]bool{}
+	for _, d := range l.done {
+		done[d.ID] = true
+	}
 	for i := range l.work {
-		if it := &l.work[i]; slices.Contains(ids, it.ID) {
+		if it := &l.work[i]; done[it.ID] {
 			l.drop(it)
 		}
 	}
@@ -641,7 +707,7 @@ func (l *lane) giveBack() {
 		l.log.Warn("outbox: deliveries are not given back, others wait until their lease expires", "deliveries", len(rest), "error", err)
 	}
 	for _, d := range rest {
-		l.hands.drop(d.ID)
+		l.hands.drop(d.Ref)
 	}
 	l.promoted()
 }

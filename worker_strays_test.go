@@ -28,7 +28,9 @@ func TestWorkerFindsWhatItHasClaimed(t *testing.T) {
 	defer close(goOn)
 	f.commit(step{"a", 1})
 	f.await(1)
-	require.Eventually(t, func() bool { return f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'PROCESSING'`) == 1 }, testenv.Patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool {
+		return f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'PROCESSING'`) == 1
+	}, testenv.Patience, 10*time.Millisecond)
 
 	f.exec(`INSERT INTO {schema}.event_delivery SELECT d.* FROM {schema}.event_delivery AS held, {schema}.event_delivery AS s, LATERAL jsonb_populate_record(s, jsonb_build_object(
 		'id', 1000, 'event_id', gen_random_uuid(), 'order_key', 1000, 'status', 'PROCESSING', 'attempt_count', 1, 'locked_by', held.locked_by,

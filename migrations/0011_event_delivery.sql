@@ -42,6 +42,7 @@ CREATE TABLE event_delivery (
     order_key          bigint,
     attempt_count      int          NOT NULL,
     max_attempts       int          NOT NULL,
+    size               int          NOT NULL DEFAULT 65536,
     held               boolean      NOT NULL DEFAULT false,
     put_back           boolean      NOT NULL DEFAULT false,
     next_retry_at      timestamptz  NOT NULL,
@@ -102,6 +103,7 @@ COMMENT ON COLUMN event_delivery.order_key IS
     'Digest of group, action, stream and record key: of the same key one row after the other is handled. NULL: the order does not matter.';
 COMMENT ON COLUMN event_delivery.attempt_count IS 'How often it was claimed, so that an event which ends its process counts too.';
 COMMENT ON COLUMN event_delivery.max_attempts IS 'After so many attempts it is DEAD.';
+COMMENT ON COLUMN event_delivery.size IS 'As in outbox.';
 COMMENT ON COLUMN event_delivery.held IS 'A DEAD row whose key waits for an operator.';
 COMMENT ON COLUMN event_delivery.put_back IS
     'It is tried again although later rows of its key may have gone on: its worker was gone, or an operator wanted it.';
@@ -125,7 +127,7 @@ COMMENT ON COLUMN event_delivery.aggregate_type IS 'As in outbox.';
 COMMENT ON COLUMN event_delivery.aggregate_id IS 'As in outbox.';
 COMMENT ON COLUMN event_delivery.content_type IS 'As in outbox.';
 COMMENT ON COLUMN event_delivery.partition_key IS 'As in outbox.';
-COMMENT ON COLUMN event_delivery.locked_by IS 'Host, process id and a random part of the worker that has it.';
+COMMENT ON COLUMN event_delivery.locked_by IS 'Host, process id and a random part of the worker that has it, and the number of the claim.';
 COMMENT ON COLUMN event_delivery.last_error_code IS 'Kind of the last error, for example timeout; stale: its worker was gone.';
 COMMENT ON COLUMN event_delivery.last_error_message IS 'The last error.';
 COMMENT ON COLUMN event_delivery.resolution IS 'What an operator has decided about a DEAD row; NULL: nothing.';
@@ -159,28 +161,32 @@ DECLARE
             END LOOP;
             $sql$;
     -- Makes the first row of each of the keys of %1$s PENDING if all of its rows are PARKED. Of
-    -- rows that were not put back, none is open below the id that %2$s has for the key.
+    -- rows that were not put back, none is open below the id that %2$s has for the key. It also says
+    -- whether one is open below the ids of %4$s.
     promoting constant text := $sql$
-            UPDATE %3$I.event_delivery AS d
-               SET status = 'PENDING', next_retry_at = clock_timestamp(), updated_at = clock_timestamp()
-             WHERE d.status = 'PARKED' AND d.id = ANY (ARRAY(
-                   SELECT least(waiting.id, back.id)
-                     FROM (SELECT e.k, coalesce(min(e.f), 0) AS f FROM unnest(%1$s, %2$s) AS e (k, f) WHERE e.k IS NOT NULL GROUP BY e.k) AS each
-                     LEFT JOIN LATERAL (
-                          SELECT o.id FROM %3$I.event_delivery AS o
-                           WHERE o.order_key = each.k AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.id >= each.f AND o.consumer_group = $1
-                           ORDER BY o.order_key, o.id LIMIT 1) AS head ON true
-                     LEFT JOIN LATERAL (
-                          SELECT o.id, o.status FROM %3$I.event_delivery AS o
-                           WHERE o.order_key = each.k AND o.put_back AND (o.status IN ('PENDING', 'PARKED', 'PROCESSING') OR o.held) AND o.consumer_group = $1
-                           ORDER BY o.order_key, (o.status = 'PARKED'), o.id LIMIT 1) AS back ON true
-                     LEFT JOIN LATERAL (
-                          SELECT o.id FROM %3$I.event_delivery AS o
-                           WHERE o.order_key = each.k AND o.status = 'PARKED' AND o.id >= each.f AND o.consumer_group = $1
-                           ORDER BY o.order_key, o.id LIMIT 1) AS waiting ON true
-                    WHERE head.id IS NULL AND coalesce(back.status, 'PARKED') = 'PARKED'));
-            GET DIAGNOSTICS done = ROW_COUNT;
-            RETURN done;
+            WITH looked AS MATERIALIZED (
+                SELECT head.id AS head, back.status AS back, least(waiting.id, back.id) AS next,
+                       least(CASE WHEN NOT head.put_back THEN head.id END, CASE WHEN NOT waiting.put_back THEN waiting.id END) < each.id AS before
+                  FROM (SELECT e.k, coalesce(min(e.f), 0) AS f, min(e.i) AS id FROM unnest(%1$s, %2$s, %4$s) AS e (k, f, i) WHERE e.k IS NOT NULL GROUP BY e.k) AS each
+                  LEFT JOIN LATERAL (
+                       SELECT o.id, o.put_back FROM %3$I.event_delivery AS o
+                        WHERE o.order_key = each.k AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.id >= each.f AND o.consumer_group = $1
+                        ORDER BY o.order_key, o.id LIMIT 1) AS head ON true
+                  LEFT JOIN LATERAL (
+                       SELECT o.id, o.status FROM %3$I.event_delivery AS o
+                        WHERE o.order_key = each.k AND o.put_back AND (o.status IN ('PENDING', 'PARKED', 'PROCESSING') OR o.held) AND o.consumer_group = $1
+                        ORDER BY o.order_key, (o.status = 'PARKED'), o.id LIMIT 1) AS back ON true
+                  LEFT JOIN LATERAL (
+                       SELECT o.id, o.put_back FROM %3$I.event_delivery AS o
+                        WHERE o.order_key = each.k AND o.status = 'PARKED' AND o.id >= each.f AND o.consumer_group = $1
+                        ORDER BY o.order_key, o.id LIMIT 1) AS waiting ON true
+            ), promoted AS (
+                UPDATE %3$I.event_delivery AS d
+                   SET status = 'PENDING', next_retry_at = clock_timestamp(), updated_at = clock_timestamp()
+                 WHERE d.status = 'PARKED' AND d.id = ANY (ARRAY(SELECT next FROM looked WHERE head IS NULL AND coalesce(back, 'PARKED') = 'PARKED'))
+             RETURNING 1
+            )
+            SELECT (SELECT count(*) FROM promoted), coalesce((SELECT bool_or(before) FROM looked), false) INTO done, skipped;
             $sql$;
     target  text;
     granted record;
@@ -207,19 +213,22 @@ BEGIN
         LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
         SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $body$
         DECLARE
-            done bigint;
+            done    bigint;
+            skipped boolean;
         BEGIN
             IF current_setting('transaction_isolation') <> 'read committed' THEN
                 RETURN -1;
             END IF;
             PERFORM %1$I.outbox_lock_keys($1, $2);
             %2$s
+            RETURN done;
         END $body$
-        $function$, schema, format(promoting, '$2', '$3', schema));
+        $function$, schema, format(promoting, '$2', '$3', schema, 'NULL::bigint[]'));
 
     -- Ends rows that a worker has handled, and promotes the next of their keys, which have floors as
-    -- for outbox_promote. All rows must still
-    -- be its own, or nothing is done. Returns what outbox_promote does.
+    -- for outbox_promote. Keys and floors are those of the rows; a row without order has no key. All rows must
+    -- still be its own, and none before them in their keys be open, or nothing is done: a crash may have forgotten
+    -- that one was ended. Returns what outbox_promote does.
     --
     -- Its locks are shared, because those who end rows need not wait for each other: no two of
     -- them have rows of the same key. They wait for whoever inserts, promotes or requeues rows
@@ -229,8 +238,9 @@ BEGIN
         LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
         SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $body$
         DECLARE
-            lock bigint;
-            done bigint;
+            lock    bigint;
+            done    bigint;
+            skipped boolean;
         BEGIN
             -- Only rows that are PROCESSING are with a worker.
             UPDATE %1$I.event_delivery AS d
@@ -241,15 +251,20 @@ BEGIN
                 RAISE EXCEPTION '%% of %% deliveries are not with this worker any more', cardinality($3) - done, cardinality($3)
                       USING ERRCODE = 'object_not_in_prerequisite_state';
             END IF;
-            IF cardinality($4) = 0 THEN
+            IF cardinality(array_remove($4, NULL)) = 0 THEN
                 RETURN 0;
             ELSIF current_setting('transaction_isolation') <> 'read committed' THEN
                 RETURN -1;
             END IF;
             %2$s
             %3$s
+            IF skipped THEN
+                RAISE EXCEPTION 'a delivery before these is open'
+                      USING ERRCODE = 'object_not_in_prerequisite_state';
+            END IF;
+            RETURN done;
         END $body$
-        $function$, schema, format(locking, '$4', 'pg_advisory_xact_lock_shared', schema), format(promoting, '$4', '$5', schema));
+        $function$, schema, format(locking, '$4', 'pg_advisory_xact_lock_shared', schema), format(promoting, '$4', '$5', schema, '$3'));
 
     -- The policies of event_handled: consumer_group_role says who may work for which group.
     FOREACH target IN ARRAY ARRAY['event_delivery', 'event_subscription'] LOOP

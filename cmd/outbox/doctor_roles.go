@@ -86,7 +86,7 @@ var partNeeds = map[string][]need{
 	"consumer": slices.Concat(noteNeeds, onTable("consumer_start", "SELECT", "INSERT", "UPDATE", "DELETE")),
 	"worker": slices.Concat(noteNeeds, onTable("outbox", "SELECT"), onTable("event_delivery", "SELECT", "DELETE"),
 		[]need{{privilege: "INSERT", table: "event_delivery", columns: []string{"consumer_group", "action", "stream", "position", "order_key", "status",
-			"attempt_count", "max_attempts", "next_retry_at", "last_attempt_at", "locked_by", "locked_until", "created_at", "updated_at", "processed_at",
+			"attempt_count", "max_attempts", "size", "next_retry_at", "last_attempt_at", "locked_by", "locked_until", "created_at", "updated_at", "processed_at",
 			"last_error_code", "last_error_message", "event_id", "event_type", "source", "aggregate_type", "aggregate_id", "payload", "payload_bytes",
 			"content_type", "partition_key", "headers", "occurred_at", "recorded_at"}},
 			{privilege: "UPDATE", table: "event_delivery", columns: []string{"status", "held", "put_back", "attempt_count", "max_attempts", "next_retry_at", "last_attempt_at",

@@ -129,7 +129,7 @@ func (c *crowd) drain() {
 		_, err := s.Expire(ctx, 100, false)
 		require.NoError(c.t, err)
 		for _, suspects := range []bool{true, false} {
-			claimed, err := s.Claim(ctx, pairs, 100, 100, suspects)
+			claimed, err := s.Claim(ctx, pairs, 100, 100, suspects, room)
 			require.NoError(c.t, err)
 			if len(claimed) > 0 {
 				require.NoError(c.t, c.handle(ctx, c.db, s, claimed, 0, false))
@@ -247,7 +247,7 @@ func (w *crowdWorker) insert(ctx context.Context) error {
 	}
 	var claimed []deliveries.Delivery
 	err := deliveries.Transact(ctx, w.pool, func(b *pgx.Batch) {
-		w.store.Queue(b, rows, func(d []deliveries.Delivery) error { claimed = d; return nil })
+		w.store.Queue(b, rows, room, func(d []deliveries.Delivery) error { claimed = d; return nil })
 	})
 	if err == nil {
 		w.mine = append(w.mine, claimed...)
@@ -256,7 +256,7 @@ func (w *crowdWorker) insert(ctx context.Context) error {
 }
 
 func (w *crowdWorker) claim(ctx context.Context) error {
-	claimed, err := w.store.Claim(ctx, pairs, 1+w.rng.IntN(5), w.rng.IntN(4), w.rng.IntN(2) == 0)
+	claimed, err := w.store.Claim(ctx, pairs, 1+w.rng.IntN(5), w.rng.IntN(4), w.rng.IntN(2) == 0, room)
 	w.forget(claimed)
 	w.mine = append(w.mine, claimed...)
 	return err
@@ -270,6 +270,9 @@ func (w *crowdWorker) forget(rows []deliveries.Delivery) {
 func (w *crowdWorker) some() (rows []deliveries.Delivery) {
 	skipped := map[deliveries.Key]bool{}
 	for _, d := range w.mine {
+		if len(rows) > 0 && d.Holder != rows[0].Holder {
+			continue
+		}
 		if skipped[d.Key] = skipped[d.Key] || w.rng.IntN(3) == 0; !skipped[d.Key] {
 			rows = append(rows, d)
 		}
@@ -326,12 +329,12 @@ func (w *crowdWorker) fail(ctx context.Context) error {
 	f := deliveries.Failure{Of: d, Code: "handler", Message: "no", Wait: time.Duration(w.rng.IntN(30)) * time.Millisecond, Dead: d.Attempt >= d.MaxAttempts || w.rng.IntN(3) == 0}
 	f.Held = f.Dead && w.rng.IntN(4) == 0
 	w.forget(run)
-	_, err := w.store.Fail(ctx, f, ids(run[1:]))
+	_, err := w.store.Fail(ctx, f, run[1:])
 	return err
 }
 
 func (w *crowdWorker) renew(ctx context.Context) error {
-	_, err := w.store.Renew(ctx, ids(w.mine))
+	_, err := w.store.Renew(ctx, refs(w.mine))
 	return err
 }
 

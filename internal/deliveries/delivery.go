@@ -37,9 +37,15 @@ const (
 	Dead Status = "DEAD"
 )
 
+// Ref is a row that this worker has claimed, and locked_by of this claim.
+type Ref struct {
+	ID     int64
+	Holder string
+}
+
 // Delivery is a row that this worker has claimed.
 type Delivery struct {
-	ID       int64
+	Ref
 	Position int64 // outbox.id
 	Key      Key
 	Action   string
@@ -55,6 +61,8 @@ type Delivery struct {
 	ContentType                                       string
 	PartitionKey                                      string // "" for AggregateID
 	Headers                                           []byte // a JSON object of strings, or nil
+	Size                                              int    // of Payload and Headers in bytes, by what its row says
+	Bare                                              bool   // Payload and Headers were not read, see Store.Print
 	OccurredAt, RecordedAt                            time.Time
 
 	due time.Time // next_retry_at
@@ -89,27 +97,32 @@ func KeyOf(group, action, stream, recordKey string) Key {
 
 func (k Key) value() pgtype.Int8 { return pgtype.Int8{Int64: k.Digest, Valid: k.Ordered} }
 
-// columns are those that scan reads, with a payload.
-func columns(payload string) string {
-	return columnsBefore + payload + columnsBehind
+// columnsWithin are those that scan reads. The last two are NULL in rows that have a column until, the sum of the
+// sizes up to theirs, which is above a parameter.
+func columnsWithin(budget string) string {
+	fits := func(column string) string {
+		return `CASE WHEN d.until <= ` + budget + `::bigint THEN ` + column + ` END`
+	}
+	return columns + `, d.until > ` + budget + `::bigint, ` + fits(payload) + `, ` + fits(headers)
 }
 
 const (
-	payload       = `coalesce(convert_to(d.payload::text, 'UTF8'), d.payload_bytes)`
-	columnsBefore = `d.id, d.position, d.order_key, d.action, d.stream, d.attempt_count, d.max_attempts, coalesce(d.last_error_code = '` + CodeStale + `', false),
-       d.event_id::text, d.event_type, d.source, d.aggregate_type, d.aggregate_id, `
-	columnsBehind = `,
-       d.content_type, coalesce(d.partition_key, ''), convert_to(d.headers::text, 'UTF8'), d.occurred_at, d.recorded_at, d.next_retry_at`
+	columns = `d.id, coalesce(d.locked_by, ''), d.position, d.order_key, d.action, d.stream, d.attempt_count, d.max_attempts, coalesce(d.last_error_code = '` + CodeStale + `', false),
+       d.event_id::text, d.event_type, d.source, d.aggregate_type, d.aggregate_id,
+       d.content_type, coalesce(d.partition_key, ''), d.occurred_at, d.recorded_at, d.next_retry_at, d.size`
+	payload = `coalesce(convert_to(d.payload::text, 'UTF8'), d.payload_bytes)`
+	headers = `convert_to(d.headers::text, 'UTF8')`
 )
 
 // scan reads all rows.
 func scan(rows pgx.Rows) ([]Delivery, error) {
 	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (d Delivery, err error) {
 		var key pgtype.Int8
-		err = row.Scan(&d.ID, &d.Position, &key, &d.Action, &d.Stream, &d.Attempt, &d.MaxAttempts, &d.Suspect,
-			&d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID, &d.Payload,
-			&d.ContentType, &d.PartitionKey, &d.Headers, &d.OccurredAt, &d.RecordedAt, &d.due)
-		d.Key = Key{key.Int64, key.Valid}
+		var bare pgtype.Bool
+		err = row.Scan(&d.ID, &d.Holder, &d.Position, &key, &d.Action, &d.Stream, &d.Attempt, &d.MaxAttempts, &d.Suspect,
+			&d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID,
+			&d.ContentType, &d.PartitionKey, &d.OccurredAt, &d.RecordedAt, &d.due, &d.Size, &bare, &d.Payload, &d.Headers)
+		d.Key, d.Bare = Key{key.Int64, key.Valid}, bare.Bool
 		return d, err
 	})
 }

@@ -50,11 +50,11 @@ func TestRunIsLostInPart(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, expired, 1)
 	require.NoError(t, renewing.Rollback(ctx))
-	_, err = a.Fail(ctx, deliveries.Failure{Of: run[1], Code: "handler"}, ids(run[2:]))
+	_, err = a.Fail(ctx, deliveries.Failure{Of: run[1], Code: "handler"}, run[2:])
 	require.NoError(t, err)
 	require.Equal(t, []string{"k PARKED 1", "k PENDING 1", "k PARKED 0"}, f.rows())
 
-	claimed, err := b.Claim(ctx, pairs, 10, 10, false)
+	claimed, err := b.Claim(ctx, pairs, 10, 10, false, room)
 	require.NoError(t, err)
 	require.Equal(t, run[1].ID, claimed[0].ID)
 	_, err = b.Finish(ctx, claimed)
@@ -72,7 +72,7 @@ func TestLooksFindAllRows(t *testing.T) {
 	f.insert(a, deliveries.Pending, f.record(keys...), keys...)
 	f.exec(`UPDATE {schema}.event_delivery SET next_retry_at = now() - interval '1 hour' + id * interval '1 min'`)
 	for _, n := range []int{2, 2, 1, 0} {
-		claimed, err := a.Claim(ctx, pairs, 2, 0, false)
+		claimed, err := a.Claim(ctx, pairs, 2, 0, false, room)
 		require.NoError(t, err)
 		require.Len(t, claimed, n)
 	}
@@ -86,7 +86,7 @@ func TestLooksFindAllRows(t *testing.T) {
 
 	f.exec(`UPDATE {schema}.event_delivery SET next_retry_at = now() - interval '2 hours'`)
 	require.Eventually(t, func() bool {
-		claimed, err := a.Claim(ctx, pairs, 10, 0, true)
+		claimed, err := a.Claim(ctx, pairs, 10, 0, true, room)
 		require.NoError(t, err)
 		return len(claimed) == len(keys)
 	}, testenv.Patience, time.Millisecond)
@@ -123,13 +123,13 @@ func TestTransactionStaysOpen(t *testing.T) {
 			require.NoError(t, err)
 			_, err = s.Finish(ctx, run[1:])
 			require.NoError(t, err)
-			claimed, err := s.Claim(ctx, pairs, 10, 10, false)
+			claimed, err := s.Claim(ctx, pairs, 10, 10, false, room)
 			require.NoError(t, err)
 			require.Len(t, claimed, len(keys))
 			require.NoError(t, s.Return(ctx, claimed[:1]))
 			_, err = s.Finish(ctx, claimed[1:])
 			require.NoError(t, err)
-			claimed, err = s.Claim(ctx, pairs, 10, 10, false)
+			claimed, err = s.Claim(ctx, pairs, 10, 10, false, room)
 			require.NoError(t, err)
 			_, err = s.Finish(ctx, claimed)
 			require.NoError(t, err)

@@ -239,8 +239,13 @@ func (h *history) insert() {
 	}
 	var claimed []deliveries.Delivery
 	require.NoError(h.t, deliveries.Transact(h.t.Context(), h.db, func(b *pgx.Batch) {
-		w.store.Queue(b, rows, func(d []deliveries.Delivery) error { claimed = d; return nil })
+		w.store.Queue(b, rows, room, func(d []deliveries.Delivery) error { claimed = d; return nil })
 	}))
+	for _, d := range claimed {
+		r := h.row(d.ID)
+		require.Equal(h.t, w.name, r.worker, r)
+		r.worker = d.Holder
+	}
 	w.mine = append(w.mine, claimed...)
 }
 
@@ -252,7 +257,7 @@ func (h *history) parks(key string) bool {
 
 func (h *history) claim() {
 	w, limit, follow, suspects := h.worker(), 1+h.rng.IntN(6), h.rng.IntN(4), h.rng.IntN(3) == 0
-	claimed, err := w.store.Claim(h.t.Context(), pairs, limit, follow, suspects)
+	claimed, err := w.store.Claim(h.t.Context(), pairs, limit, follow, suspects, room)
 	require.NoError(h.t, err)
 	h.note("%s claims %d, %d behind, suspects %t: %v", w.name, limit, follow, suspects, ids(claimed))
 	could, heads := 0, 0
@@ -281,7 +286,7 @@ func (h *history) claim() {
 	}
 	for _, d := range claimed {
 		r := h.row(d.ID)
-		r.status, r.worker, r.attempts, r.expired = deliveries.Processing, w.name, r.attempts+1, 0
+		r.status, r.worker, r.attempts, r.expired = deliveries.Processing, d.Holder, r.attempts+1, 0
 		require.Equal(h.t, r.attempts, d.Attempt)
 	}
 	w.forget(claimed) // those that it has lost meanwhile
@@ -305,10 +310,13 @@ func (h *history) behind(r *modelRow, follow int, suspects bool) (behind []int64
 	return behind
 }
 
-// firsts returns the first rows of some of the keys that a worker has, and some without order.
+// firsts returns the first rows of some of the keys that a worker has, and some without order, all of the same claim.
 func (h *history) firsts(w *historyWorker) (chosen []deliveries.Delivery) {
 	skipped := map[deliveries.Key]bool{}
 	for _, d := range w.mine {
+		if len(chosen) > 0 && d.Holder != chosen[0].Holder {
+			continue
+		}
 		if skipped[d.Key] || h.rng.IntN(4) == 0 {
 			skipped[d.Key] = d.Key.Ordered
 			continue
@@ -329,7 +337,7 @@ func (h *history) finishThese(w *historyWorker, chosen []deliveries.Delivery, ho
 	}
 	var lost []deliveries.Delivery
 	for _, d := range chosen {
-		if r := h.row(d.ID); r.worker != w.name {
+		if r := h.row(d.ID); r.worker != d.Holder {
 			lost = append(lost, d)
 		}
 	}
@@ -416,16 +424,16 @@ func (h *history) giveBack() {
 func (h *history) returned(w *historyWorker, rows []deliveries.Delivery) {
 	h.note("%s gives %v back", w.name, ids(rows))
 	require.NoError(h.t, w.store.Return(h.t.Context(), rows))
-	h.parkAll(w, ids(rows))
+	h.parkAll(rows)
 	h.promoteAll(ids(rows))
 	w.forget(rows)
 }
 
 // parkAll is what happens to rows that were not tried.
-func (h *history) parkAll(w *historyWorker, ids []int64) {
-	for _, id := range ids {
-		r := h.row(id)
-		if r.worker != w.name {
+func (h *history) parkAll(rows []deliveries.Delivery) {
+	for _, d := range rows {
+		r := h.row(d.ID)
+		if r.worker != d.Holder {
 			continue
 		}
 		r.status, r.worker, r.attempts, r.waits, r.expired = deliveries.Parked, "", r.attempts-1, false, 0
@@ -441,23 +449,24 @@ func (h *history) fail() {
 		return
 	}
 	d := w.mine[h.rng.IntN(len(w.mine))]
-	var rest []int64
+	var rest []deliveries.Delivery
 	if run := w.of(d.Key); len(run) > 0 {
-		d, rest = run[0], ids(run[1:])
+		d, rest = run[0], run[1:]
+		rest = slices.DeleteFunc(slices.Clone(rest), func(other deliveries.Delivery) bool { return other.Holder != d.Holder })
 	}
 	f := deliveries.Failure{Of: d, Code: "handler", Message: "no", Wait: time.Duration(h.rng.IntN(2)) * time.Hour, Dead: d.Attempt >= d.MaxAttempts || h.rng.IntN(4) == 0}
 	f.Held = f.Dead && h.rng.IntN(2) == 0
-	h.note("%s fails with %d, dead %t, held %t, rest %v", w.name, d.ID, f.Dead, f.Held, rest)
+	h.note("%s fails with %d, dead %t, held %t, rest %v", w.name, d.ID, f.Dead, f.Held, ids(rest))
 	promoted, err := w.store.Fail(h.t.Context(), f, rest)
 	r := h.row(d.ID)
-	lost := r.worker != w.name
+	lost := r.worker != d.Holder
 	if !lost {
 		r.status, r.worker, r.waits, r.stale, r.held, r.expired = deliveries.Pending, "", f.Wait > 0, false, f.Held, 0
 		if f.Dead {
 			r.status = deliveries.Dead
 		}
 	}
-	h.parkAll(w, rest)
+	h.parkAll(rest)
 	want := h.promote(r.key)
 	w.forget(append(w.of(d.Key), d))
 	if lost {
@@ -470,14 +479,14 @@ func (h *history) fail() {
 
 func (h *history) renew() {
 	w := h.worker()
-	var want []int64
+	var want []deliveries.Ref
 	for _, d := range w.mine {
-		if r := h.row(d.ID); r.worker == w.name {
-			want, r.expired = append(want, r.id), 0
+		if r := h.row(d.ID); r.worker == d.Holder {
+			want, r.expired = append(want, d.Ref), 0
 		}
 	}
 	h.note("%s renews", w.name)
-	renewed, err := w.store.Renew(h.t.Context(), ids(w.mine))
+	renewed, err := w.store.Renew(h.t.Context(), refs(w.mine))
 	require.NoError(h.t, err)
 	require.ElementsMatch(h.t, want, renewed)
 }
@@ -608,23 +617,38 @@ func (h *history) free() {
 	h.wait()
 	h.claim()
 	for _, w := range h.workers {
-		h.finishThese(w, slices.Clone(w.mine), 1)
+		for _, rows := range byClaim(w.mine) {
+			h.finishThese(w, rows, 1)
+		}
 	}
 	h.insert()
 	for _, w := range h.workers {
-		h.finishThese(w, slices.Clone(w.mine), 1)
+		for _, rows := range byClaim(w.mine) {
+			h.finishThese(w, rows, 1)
+		}
 	}
 	h.requeue()
+}
+
+// byClaim divides rows into those that were claimed together.
+func byClaim(rows []deliveries.Delivery) (claims [][]deliveries.Delivery) {
+	for _, d := range rows {
+		if n := slices.IndexFunc(claims, func(of []deliveries.Delivery) bool { return of[0].Holder == d.Holder }); n >= 0 {
+			claims[n] = append(claims[n], d)
+			continue
+		}
+		claims = append(claims, []deliveries.Delivery{d})
+	}
+	return claims
 }
 
 // finishAll finishes what workers have.
 func (h *history) finishAll() {
 	for _, w := range h.workers {
-		if len(w.mine) == 0 {
-			continue
+		for _, rows := range byClaim(w.mine) {
+			_, err := h.finishHow(w, 1, rows)
+			require.NoError(h.t, err)
 		}
-		_, err := h.finishHow(w, 1, w.mine)
-		require.NoError(h.t, err)
 		for _, d := range w.mine {
 			r := h.row(d.ID)
 			r.status, r.worker, r.effects = deliveries.Done, "", r.effects+1

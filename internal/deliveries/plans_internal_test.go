@@ -92,13 +92,13 @@ var statements = []struct {
 	first, args      string // on the first day, and over many rows
 	most             int    // buffers
 }{
-	{"claim", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[]", sqlClaim,
-		`'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}'`, `'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}'`, 900},
-	{"claim suspects", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[]", sqlClaim,
-		`'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}'`, `'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}'`, 30},
-	{"insert", "text, text, interval, bigint[], text[], text[], bigint[], text[], int[], bigint[], timestamptz[], timestamptz", sqlInsert,
-		`'g', 'w', '1 min', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', now()`,
-		`'g', 'w', '1 min', '{1,2,3}', '{a,a,a}', '{s,s,s}', '{7,1000001,9}', '{PROCESSING,PROCESSING,PROCESSING}', '{3,3,3}', '{1,1,1}', '{2100-01-01,2100-01-01,2100-01-01}', pg_postmaster_start_time()`, 200},
+	{"claim", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint", sqlClaim,
+		`'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000`, `'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000`, 900},
+	{"claim suspects", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint", sqlClaim,
+		`'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000`, `'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000`, 30},
+	{"insert", "text, text, interval, bigint[], text[], text[], bigint[], text[], int[], bigint[], timestamptz[], timestamptz, bigint", sqlInsert,
+		`'g', 'w', '1 min', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', now(), 1000000000`,
+		`'g', 'w', '1 min', '{1,2,3}', '{a,a,a}', '{s,s,s}', '{7,1000001,9}', '{PROCESSING,PROCESSING,PROCESSING}', '{3,3,3}', '{1,1,1}', '{2100-01-01,2100-01-01,2100-01-01}', pg_postmaster_start_time(), 1000000000`, 200},
 	{"finish", "text, text, bigint[], bigint[], bigint[]", sqlFinish, `'g', 'w', '{}', '{}', '{}'`, `'g', 'w', {claimed}, {keys}, {floors}`, 600},
 	{"renew", "bigint[], text, interval, text", sqlRenew, `'{}', 'w', '1 min', 'g'`, `{claimed}, 'w', '1 min', 'g'`, 600},
 	{"return", "bigint[], text, text, bool", sqlReturn, `'{}', 'w', 'g', true`, `{claimed}, 'w', 'g', true`, 900},
@@ -166,14 +166,14 @@ func (f *plansFixture) explain(tx pgx.Tx, name, args string) (buffers int, plan 
 	var ids []int64
 	keys := "" // with them
 	if strings.Contains(args, "{claimed}") || strings.Contains(args, "{one}") || name == "expire" {
-		rows, err := tx.Query(ctx, `EXECUTE claim('g', 'w', '`+map[bool]string{true: "-1", false: "1"}[name == "expire"]+` min', '{a}', '{s}', 10, 10, false, '{2000-01-01}')`, pgx.QueryExecModeSimpleProtocol)
+		rows, err := tx.Query(ctx, `EXECUTE claim('g', 'w', '`+map[bool]string{true: "-1", false: "1"}[name == "expire"]+` min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000)`, pgx.QueryExecModeSimpleProtocol)
 		require.NoError(f, err)
 		ids, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (id int64, err error) {
 			values, err := row.Values()
 			if err != nil {
 				return 0, err
 			}
-			keys = strings.TrimPrefix(fmt.Sprintf("%s,%d", keys, values[2]), ",")
+			keys = strings.TrimPrefix(fmt.Sprintf("%s,%d", keys, values[3]), ",")
 			return values[0].(int64), nil
 		})
 		require.NoError(f, err)

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strconv"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -27,14 +29,15 @@ const CodeStale = "stale"
 type Store struct {
 	db     *pgxpool.Pool
 	group  string
-	worker string // locked_by
+	worker string
+	claims atomic.Int64 // that were made
 	lease  time.Duration
 
 	floors   floors
 	due      bounds[looking]
 	expiring bounds[struct{}]
 
-	sqlInsert, sqlClaim, sqlFinish, sqlRenew, sqlReturn, sqlFail, sqlExpire, sqlLock, sqlLockRows, sqlPromote, sqlHeadless, sqlLook, sqlMine string
+	sqlInsert, sqlClaim, sqlPrint, sqlFinish, sqlRenew, sqlReturn, sqlFail, sqlExpire, sqlLock, sqlLockRows, sqlPromote, sqlHeadless, sqlLook, sqlMine string
 }
 
 // NewStore returns the deliveries of a group for a worker, which has what it claims for the time of
@@ -43,9 +46,39 @@ func NewStore(db *pgxpool.Pool, schema, group, worker string, lease time.Duratio
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &Store{
 		db: db, group: group, worker: worker, lease: lease,
-		sqlInsert: in(sqlInsert), sqlClaim: in(sqlClaim), sqlFinish: in(sqlFinish), sqlRenew: in(sqlRenew), sqlReturn: in(sqlReturn),
+		sqlInsert: in(sqlInsert), sqlClaim: in(sqlClaim), sqlPrint: in(sqlPrint), sqlFinish: in(sqlFinish), sqlRenew: in(sqlRenew), sqlReturn: in(sqlReturn),
 		sqlFail: in(sqlFail), sqlExpire: in(sqlExpire), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless), sqlLook: in(sqlLook), sqlMine: in(sqlMine),
 	}
+}
+
+// newHolder returns what locked_by is in the rows of a claim. Each claim has its own, because a crash of
+// PostgreSQL may forget a claim, and with it the row: then the id may be another row's, and be claimed by this
+// worker again.
+func (s *Store) newHolder() string { return s.worker + "/" + strconv.FormatInt(s.claims.Add(1), 10) }
+
+// IsUnprintable reports whether PostgreSQL could not print a row, or has perhaps worked on that until its time
+// was over.
+func IsUnprintable(err error) bool {
+	return pg.IsUnreadable(err) || pg.IsCancelled(err) || errors.Is(err, context.DeadlineExceeded)
+}
+
+// claimTimeout bounds a claim, until it is tried without what may not be printable.
+const claimTimeout = 15 * time.Second
+
+const sqlPrint = `SELECT ` + payload + `, ` + headers + ` FROM {schema}.event_delivery AS d WHERE d.id = $1 AND d.consumer_group = $2::text AND d.locked_by = $3::text`
+
+// Print reads payload and headers of a bare row. The error may be one that [IsUnprintable] knows, or [ErrLost] if
+// the row is not with this worker any more.
+func (s *Store) Print(ctx context.Context, d *Delivery) error {
+	err := s.db.QueryRow(ctx, s.sqlPrint, d.ID, s.group, d.Holder).Scan(&d.Payload, &d.Headers)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		return ErrLost
+	case err != nil:
+		return fmt.Errorf("read payload and headers: %w", err)
+	}
+	d.Bare = false
+	return nil
 }
 
 // settings precede the statements of a transaction.
@@ -103,26 +136,32 @@ WITH keys AS MATERIALIZED (
 ), inserted AS (
     INSERT INTO {schema}.event_delivery (consumer_group, action, stream, position, order_key, status, attempt_count, max_attempts,
            next_retry_at, last_attempt_at, locked_by, locked_until, created_at, updated_at, processed_at, last_error_code, last_error_message,
-           event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type, partition_key, headers, occurred_at, recorded_at)
+           event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type, partition_key, headers, size, occurred_at, recorded_at)
     SELECT $1::text, n.action, n.stream, n.id, n.key, n.status, CASE n.status WHEN 'PROCESSING' THEN 1 ELSE 0 END, n.most,
            t.at, CASE n.status WHEN 'PROCESSING' THEN t.at END, CASE n.status WHEN 'PROCESSING' THEN $2::text END,
            CASE n.status WHEN 'PROCESSING' THEN t.at + $3::interval END, t.at, t.at, CASE n.status WHEN 'DEAD' THEN t.at END,
            CASE n.status WHEN 'DEAD' THEN 'unknown_type' END, CASE n.status WHEN 'DEAD' THEN 'no handler of the group takes this event type' END,
            o.event_id, o.event_type, o.source, o.aggregate_type, o.aggregate_id, o.payload, o.payload_bytes, o.content_type, o.partition_key,
-           o.headers, o.occurred_at, o.created_at
+           o.headers, greatest(o.size, pg_column_size(o.payload), pg_column_size(o.payload_bytes)), o.occurred_at, o.created_at
       FROM (SELECT p.*, CASE WHEN p.planned <> 'DEAD' AND p.key IN (SELECT key FROM busy) THEN 'PARKED' ELSE p.planned END AS status
               FROM unnest($4::bigint[], $5::text[], $6::text[], $7::bigint[], $8::text[], $9::int[]) AS p (id, action, stream, key, planned, most) OFFSET 0) AS n
      CROSS JOIN (SELECT clock_timestamp() AS at OFFSET 0) AS t
      CROSS JOIN LATERAL (SELECT * FROM {schema}.outbox WHERE id = n.id OFFSET 0) AS o
  RETURNING *
 )
-SELECT ` + columns(`CASE d.status WHEN 'PROCESSING' THEN `+payload+` END`) + `
-  FROM inserted AS d WHERE d.status IN ('PROCESSING', 'PENDING') ORDER BY d.id`
+SELECT ` + columnsWithin("$13") + `
+  FROM (SELECT i.*, CASE i.status WHEN 'PROCESSING' THEN sum(i.size) FILTER (WHERE i.status = 'PROCESSING') OVER (ORDER BY i.id) END AS until
+          FROM inserted AS i WHERE i.status IN ('PROCESSING', 'PENDING')) AS d
+ ORDER BY d.id`
 
 // Queue adds the insertion of rows to a batch, which is to be in a transaction of its own with
 // what moves the cursor of the group. Claimed gets those of them that are with this worker then,
 // in the order in which they were inserted.
-func (s *Store) Queue(batch *pgx.Batch, rows []New, claimed func([]Delivery) error) {
+//
+// What does not fit into a budget of bytes with what is before it comes bare: without payload and headers, which
+// Store.Print reads. If PostgreSQL cannot print those of a row, that is an error of the whole statement. With a
+// budget of 0 it does not try.
+func (s *Store) Queue(batch *pgx.Batch, rows []New, budget int64, claimed func([]Delivery) error) {
 	ids, actions, streams, keys := make([]int64, len(rows)), make([]string, len(rows)), make([]string, len(rows)), make([]pgtype.Int8, len(rows))
 	statuses, most := make([]string, len(rows)), make([]int32, len(rows))
 	for i, r := range rows {
@@ -131,7 +170,7 @@ func (s *Store) Queue(batch *pgx.Batch, rows []New, claimed func([]Delivery) err
 	var at, server time.Time
 	batch.Queue(s.sqlLock, s.group, keys).QueryRow(func(row pgx.Row) error { return row.Scan(nil, &at, &server) })
 	floors, known, of := s.floors.of(rows)
-	batch.Queue(s.sqlInsert, s.group, s.worker, s.lease, ids, actions, streams, keys, statuses, most, floors, known, of).Query(func(rows pgx.Rows) error {
+	batch.Queue(s.sqlInsert, s.group, s.newHolder(), s.lease, ids, actions, streams, keys, statuses, most, floors, known, of, budget).Query(func(rows pgx.Rows) error {
 		found, err := scan(rows)
 		if err != nil {
 			return err
@@ -178,7 +217,7 @@ WITH due AS MATERIALIZED (
      WHERE d.id = ANY (ARRAY(SELECT id FROM due UNION ALL SELECT id FROM behind))
  RETURNING d.*
 )
-SELECT ` + columns(payload) + ` FROM claimed AS d ORDER BY d.id`
+SELECT ` + columnsWithin("$10") + ` FROM (SELECT c.*, sum(c.size) OVER (ORDER BY c.id) AS until FROM claimed AS c) AS d ORDER BY d.id`
 
 // suspect is the condition that the worker of a row d was gone. It is a column of an index.
 const suspect = `(coalesce(d.last_error_code, '') = '` + CodeStale + `')`
@@ -195,8 +234,9 @@ type looking struct {
 const sqlNow = `SELECT clock_timestamp()`
 
 // Claim claims rows that are due, at most limit and as many behind each as follow. Suspects are
-// claimed by themselves: no others are with them, and none that wait behind them.
-func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, suspects bool) (claimed []Delivery, err error) {
+// claimed by themselves: no others are with them, and none that wait behind them. What does not fit into a budget of
+// bytes with what is before it comes bare, as from Queue.
+func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, suspects bool, budget int64) (claimed []Delivery, err error) {
 	actions, streams, since := make([]string, len(pairs)), make([]string, len(pairs)), make([]time.Time, len(pairs))
 	for i, p := range pairs {
 		actions[i], streams[i], since[i] = p.Action, p.Stream, s.due.of(looking{p, suspects})
@@ -206,13 +246,21 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 	}
 	var now time.Time
 	began := time.Now()
-	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
-		b.Queue(s.sqlClaim, s.group, s.worker, s.lease, actions, streams, limit, follow, suspects, since).Query(func(rows pgx.Rows) (err error) {
-			claimed, err = scan(rows)
-			return err
+	claim := func(ctx context.Context, budget int64) error {
+		return s.transact(ctx, func(b *pgx.Batch) {
+			b.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
+			b.Queue(s.sqlClaim, s.group, s.newHolder(), s.lease, actions, streams, limit, follow, suspects, since, budget).Query(func(rows pgx.Rows) (err error) {
+				claimed, err = scan(rows)
+				return err
+			})
 		})
-	})
+	}
+	half, cancel := context.WithTimeout(ctx, claimTimeout)
+	err = claim(half, budget)
+	cancel()
+	if IsUnprintable(err) && ctx.Err() == nil {
+		err = claim(ctx, 0)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("claim deliveries: %w", err)
 	}
@@ -252,7 +300,7 @@ const sqlFinish = `SELECT {schema}.outbox_finish_deliveries($1, $2, $3, $4, $5)`
 // not with this worker any more.
 func (s *Store) FinishIn(ctx context.Context, tx pgx.Tx, rows []Delivery) (promoted int64, err error) {
 	keys, floors := digests(rows)
-	if err := tx.QueryRow(ctx, s.sqlFinish, s.group, s.worker, idsOf(rows), keys, floors).Scan(&promoted); err != nil {
+	if err := tx.QueryRow(ctx, s.sqlFinish, s.group, holderOf(rows), idsOf(rows), keys, floors).Scan(&promoted); err != nil {
 		return 0, lost(fmt.Errorf("finish deliveries: %w", err))
 	}
 	return promoted, nil
@@ -265,12 +313,12 @@ SELECT d.id FROM {schema}.event_delivery AS d
 
 // LockIn locks rows until the end of a transaction, so that nobody renews or takes them. The error
 // is [ErrLost] if one of them is not with this worker any more.
-func (s *Store) LockIn(ctx context.Context, tx pgx.Tx, ids []int64) error {
-	tag, err := tx.Exec(ctx, s.sqlLockRows, ids, s.group, s.worker)
+func (s *Store) LockIn(ctx context.Context, tx pgx.Tx, rows []Delivery) error {
+	tag, err := tx.Exec(ctx, s.sqlLockRows, idsOf(rows), s.group, holderOf(rows))
 	switch {
 	case err != nil:
 		return fmt.Errorf("lock deliveries: %w", err)
-	case tag.RowsAffected() < int64(len(ids)):
+	case tag.RowsAffected() < int64(len(rows)):
 		return ErrLost
 	}
 	return nil
@@ -280,7 +328,7 @@ func (s *Store) LockIn(ctx context.Context, tx pgx.Tx, ids []int64) error {
 func (s *Store) Finish(ctx context.Context, rows []Delivery) (promoted int64, err error) {
 	keys, floors := digests(rows)
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlFinish, s.group, s.worker, idsOf(rows), keys, floors).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
+		b.Queue(s.sqlFinish, s.group, holderOf(rows), idsOf(rows), keys, floors).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
 	})
 	if err != nil {
 		return 0, lost(fmt.Errorf("finish deliveries: %w", err))
@@ -309,6 +357,14 @@ func (s *Store) Promote(ctx context.Context, rows []Delivery) (promoted int64, e
 	return promoted, nil
 }
 
+// holderOf returns that of rows which were claimed together.
+func holderOf(rows []Delivery) string {
+	if len(rows) == 0 {
+		return ""
+	}
+	return rows[0].Holder
+}
+
 func idsOf(rows []Delivery) []int64 {
 	ids := make([]int64, len(rows))
 	for i := range rows {
@@ -317,13 +373,11 @@ func idsOf(rows []Delivery) []int64 {
 	return ids
 }
 
-// digests returns those of ordered keys, never nil, and the floors of these.
-func digests(rows []Delivery) (keys, floors []int64) {
-	keys, floors = make([]int64, 0, len(rows)), make([]int64, 0, len(rows))
-	for _, d := range rows {
-		if d.Key.Ordered {
-			keys, floors = append(keys, d.Key.Digest), append(floors, d.floor)
-		}
+// digests returns the keys of rows, NULL for those without order, and their floors.
+func digests(rows []Delivery) (keys []pgtype.Int8, floors []int64) {
+	keys, floors = make([]pgtype.Int8, len(rows)), make([]int64, len(rows))
+	for i := range rows {
+		keys[i], floors[i] = rows[i].Key.value(), rows[i].floor
 	}
 	return keys, floors
 }
@@ -353,16 +407,16 @@ RETURNING d.id`
 // Fail writes down that an attempt has failed. Rest are the rows of the same key behind it,
 // which this worker has not tried: they wait behind it again. The error is [ErrLost] if the row is not
 // with this worker any more.
-func (s *Store) Fail(ctx context.Context, f Failure, rest []int64) (promoted int64, err error) {
+func (s *Store) Fail(ctx context.Context, f Failure, rest []Delivery) (promoted int64, err error) {
 	found := false
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlFail, f.Of.ID, s.worker, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group, f.MaxAttempts).Query(func(rows pgx.Rows) error {
+		b.Queue(s.sqlFail, f.Of.ID, f.Of.Holder, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group, f.MaxAttempts).Query(func(rows pgx.Rows) error {
 			ids, err := pgx.CollectRows(rows, pgx.RowTo[int64])
 			found = len(ids) > 0
 			return err
 		})
 		if len(rest) > 0 {
-			b.Queue(s.sqlReturn, rest, s.worker, s.group, true)
+			b.Queue(s.sqlReturn, idsOf(rest), f.Of.Holder, s.group, true)
 		}
 		// A row that is lost may be parked behind rest.
 		if f.Of.Key.Ordered && (len(rest) > 0 || f.Dead && !f.Held) {
@@ -390,7 +444,9 @@ UPDATE {schema}.event_delivery AS d
 func (s *Store) Return(ctx context.Context, rows []Delivery) error {
 	keys, floors := digests(rows)
 	err := s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlReturn, idsOf(rows), s.worker, s.group, true)
+		for holder, ids := range byHolder(refsOf(rows)) {
+			b.Queue(s.sqlReturn, ids, holder, s.group, true)
+		}
 		b.Queue(s.sqlPromote, s.group, keys, floors)
 	})
 	if err != nil {
@@ -401,18 +457,18 @@ func (s *Store) Return(ctx context.Context, rows []Delivery) error {
 
 // sqlMine reads the rows that this worker has.
 const sqlMine = `
-SELECT d.id, d.order_key FROM {schema}.event_delivery AS d
- WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_by = $2::text
+SELECT d.id, d.locked_by, d.order_key FROM {schema}.event_delivery AS d
+ WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND starts_with(d.locked_by, $2::text || '/')
  ORDER BY d.consumer_group, d.locked_until`
 
-// Mine returns the ids and keys of the rows that this worker has. There may be others than it knows of,
+// Mine returns the rows that this worker has, without their events. There may be others than it knows of,
 // where the answer to a claim was lost.
 func (s *Store) Mine(ctx context.Context) (rows []Delivery, err error) {
 	err = s.transact(ctx, func(b *pgx.Batch) {
 		b.Queue(s.sqlMine, s.group, s.worker).Query(func(r pgx.Rows) (err error) {
 			rows, err = pgx.CollectRows(r, func(row pgx.CollectableRow) (d Delivery, err error) {
 				var key pgtype.Int8
-				err = row.Scan(&d.ID, &key)
+				err = row.Scan(&d.ID, &d.Holder, &key)
 				d.Key = Key{key.Int64, key.Valid}
 				return d, err
 			})
@@ -436,17 +492,38 @@ RETURNING d.id`
 
 // Renew extends the lease of rows. It returns those that it has found; others have ended, are
 // lost, or are being written at the moment.
-func (s *Store) Renew(ctx context.Context, ids []int64) (renewed []int64, err error) {
+func (s *Store) Renew(ctx context.Context, rows []Ref) (renewed []Ref, err error) {
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlRenew, ids, s.worker, s.lease, s.group).Query(func(rows pgx.Rows) (err error) {
-			renewed, err = pgx.CollectRows(rows, pgx.RowTo[int64])
-			return err
-		})
+		for holder, ids := range byHolder(rows) {
+			b.Queue(s.sqlRenew, ids, holder, s.lease, s.group).Query(func(rows pgx.Rows) error {
+				found, err := pgx.CollectRows(rows, pgx.RowTo[int64])
+				for _, id := range found {
+					renewed = append(renewed, Ref{id, holder})
+				}
+				return err
+			})
+		}
 	})
 	if err != nil {
 		return nil, fmt.Errorf("renew deliveries: %w", err)
 	}
 	return renewed, nil
+}
+
+func byHolder(rows []Ref) map[string][]int64 {
+	ids := map[string][]int64{}
+	for _, r := range rows {
+		ids[r.Holder] = append(ids[r.Holder], r.ID)
+	}
+	return ids
+}
+
+func refsOf(rows []Delivery) []Ref {
+	refs := make([]Ref, len(rows))
+	for i := range rows {
+		refs[i] = rows[i].Ref
+	}
+	return refs
 }
 
 // sqlExpire takes rows from workers that are gone, and with each of them the others of its key that

@@ -60,7 +60,7 @@ func (f *tableFixture) insert(s *deliveries.Store, status deliveries.Status, ids
 		rows[i] = deliveries.New{OutboxID: id, Action: action, Stream: stream, Key: deliveries.KeyOf(group, action, stream, keys[i]), Status: status, MaxAttempts: 3}
 	}
 	require.NoError(f.t, deliveries.Transact(f.t.Context(), f.db, func(b *pgx.Batch) {
-		s.Queue(b, rows, func(d []deliveries.Delivery) error { claimed = d; return nil })
+		s.Queue(b, rows, room, func(d []deliveries.Delivery) error { claimed = d; return nil })
 	}))
 	return claimed
 }
@@ -74,6 +74,9 @@ func (f *tableFixture) rows() (all []string) {
 	return all
 }
 
+// room is a budget for all that tests insert.
+const room = 1 << 30
+
 var pairs = []deliveries.Pair{{Action: action, Stream: stream}}
 
 func ids(all []deliveries.Delivery) (ids []int64) {
@@ -81,6 +84,13 @@ func ids(all []deliveries.Delivery) (ids []int64) {
 		ids = append(ids, d.ID)
 	}
 	return ids
+}
+
+func refs(all []deliveries.Delivery) (refs []deliveries.Ref) {
+	for _, d := range all {
+		refs = append(refs, d.Ref)
+	}
+	return refs
 }
 
 func keys(all []deliveries.Delivery) (keys []deliveries.Key) {
@@ -103,15 +113,15 @@ func TestLifeOfDeliveries(t *testing.T) {
 	require.Empty(t, f.insert(b, deliveries.Processing, f.record("k", "k"), "k", "k"), "its key is with a")
 	require.Equal(t, []string{"k PROCESSING 1", "k PROCESSING 1", "other PROCESSING 1", "k PARKED 0", "k PARKED 0"}, f.rows())
 
-	promoted, err := a.Fail(ctx, deliveries.Failure{Of: run[0], Code: "handler", Message: "no", Wait: time.Hour}, ids(run[1:2]))
+	promoted, err := a.Fail(ctx, deliveries.Failure{Of: run[0], Code: "handler", Message: "no", Wait: time.Hour}, run[1:2])
 	require.NoError(t, err)
 	require.Zero(t, promoted)
 	require.Equal(t, []string{"k PENDING 1", "k PARKED 0", "other PROCESSING 1", "k PARKED 0", "k PARKED 0"}, f.rows())
-	claimed, err := b.Claim(ctx, pairs, 10, 10, false)
+	claimed, err := b.Claim(ctx, pairs, 10, 10, false, room)
 	require.NoError(t, err)
 	require.Empty(t, claimed, "not due")
 	f.exec(`UPDATE {schema}.event_delivery SET next_retry_at = now() WHERE status = 'PENDING'`)
-	claimed, err = b.Claim(ctx, pairs, 10, 10, false)
+	claimed, err = b.Claim(ctx, pairs, 10, 10, false, room)
 	require.NoError(t, err)
 	require.Len(t, claimed, 1, "what has failed is tried alone")
 	require.Equal(t, 2, claimed[0].Attempt)
@@ -119,10 +129,10 @@ func TestLifeOfDeliveries(t *testing.T) {
 	promoted, err = b.Finish(ctx, claimed)
 	require.NoError(t, err)
 	require.EqualValues(t, 1, promoted)
-	claimed, err = b.Claim(ctx, pairs, 10, 1, false)
+	claimed, err = b.Claim(ctx, pairs, 10, 1, false, room)
 	require.NoError(t, err)
 	require.Len(t, claimed, 2, "the promoted row, and one behind it")
-	_, err = a.Finish(ctx, claimed)
+	_, err = a.Finish(ctx, run[1:2])
 	require.ErrorIs(t, err, deliveries.ErrLost)
 	require.NoError(t, b.Return(ctx, claimed))
 	require.Equal(t, []string{"k DONE 2", "k PENDING 0", "other PROCESSING 1", "k PARKED 0", "k PARKED 0"}, f.rows())
@@ -141,11 +151,11 @@ func TestWorkerIsGone(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, expired, 2)
 	require.Equal(t, []string{"k PENDING 1", "k PARKED 1"}, f.rows())
-	claimed, err := b.Claim(ctx, pairs, 10, 10, false)
+	claimed, err := b.Claim(ctx, pairs, 10, 10, false, room)
 	require.NoError(t, err)
 	require.Empty(t, claimed, "a suspect is claimed by itself")
 	for attempt := 2; attempt <= 3; attempt++ {
-		claimed, err = b.Claim(ctx, pairs, 10, 10, true)
+		claimed, err = b.Claim(ctx, pairs, 10, 10, true, room)
 		require.NoError(t, err)
 		require.Len(t, claimed, 1)
 		require.Equal(t, run[0].ID, claimed[0].ID)
@@ -157,7 +167,7 @@ func TestWorkerIsGone(t *testing.T) {
 	}
 	require.True(t, expired[0].Dead)
 	require.Equal(t, []string{"k DEAD 3", "k PENDING 1"}, f.rows())
-	renewed, err := b.Renew(ctx, ids(claimed))
+	renewed, err := b.Renew(ctx, refs(claimed))
 	require.NoError(t, err)
 	require.Empty(t, renewed)
 	f.exec(`UPDATE {schema}.event_delivery SET status = 'PARKED' WHERE status = 'PENDING'`)

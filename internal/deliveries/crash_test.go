@@ -1,0 +1,90 @@
+package deliveries_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/deliveries"
+)
+
+// A crash of PostgreSQL may forget rows, and give their ids out again. What a worker had before does nothing to what
+// it has then.
+func TestIDsAreGivenOutAgain(t *testing.T) {
+	t.Parallel()
+	f, ctx := newTable(t), t.Context()
+	a := f.store("a", time.Minute)
+	for _, claims := range []bool{false, true} {
+		f.exec(`TRUNCATE {schema}.event_delivery RESTART IDENTITY`)
+		forgotten := f.insert(a, deliveries.Processing, f.record("k", "k", "k"), "k", "k", "k")
+		require.Len(t, forgotten, 3)
+		f.exec(`TRUNCATE {schema}.event_delivery RESTART IDENTITY`)
+		status := deliveries.Processing
+		if claims {
+			status = deliveries.Pending
+		}
+		now := f.insert(a, status, f.record("l", "m", "n"), "l", "m", "n")
+		if claims {
+			var err error
+			now, err = a.Claim(ctx, pairs, 10, 10, false, room)
+			require.NoError(t, err)
+		}
+		require.Equal(t, ids(forgotten), ids(now))
+
+		_, err := a.Finish(ctx, forgotten[:1])
+		require.ErrorIs(t, err, deliveries.ErrLost)
+		_, err = a.Fail(ctx, deliveries.Failure{Of: forgotten[0], Code: "handler"}, forgotten[1:])
+		require.ErrorIs(t, err, deliveries.ErrLost)
+		require.NoError(t, a.Return(ctx, forgotten))
+		tx, err := f.db.Begin(ctx)
+		require.NoError(t, err)
+		require.ErrorIs(t, a.LockIn(ctx, tx, forgotten), deliveries.ErrLost)
+		require.NoError(t, tx.Rollback(ctx))
+		renewed, err := a.Renew(ctx, refs(forgotten))
+		require.NoError(t, err)
+		require.Empty(t, renewed)
+		require.Equal(t, []string{"l PROCESSING 1", "m PROCESSING 1", "n PROCESSING 1"}, f.rows())
+
+		mine, err := a.Mine(ctx)
+		require.NoError(t, err)
+		require.ElementsMatch(t, refs(now), refs(mine))
+		_, err = a.Finish(ctx, now)
+		require.NoError(t, err)
+	}
+}
+
+// A crash may forget that a row was ended. Those behind it, which its worker still has, wait for it.
+func TestEndIsForgotten(t *testing.T) {
+	t.Parallel()
+	for name, forget := range map[string]string{
+		"with its worker": `UPDATE {schema}.event_delivery SET status = 'PROCESSING', locked_by = $2, locked_until = now() + interval '1 minute' WHERE id = $1`,
+		"given back":      `UPDATE {schema}.event_delivery SET status = 'PARKED', attempt_count = length($2) * 0 WHERE id = $1`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			f, ctx := newTable(t), t.Context()
+			a := f.store("a", time.Minute)
+			run := f.insert(a, deliveries.Processing, f.record("k", "k", "k", "other"), "k", "k", "k", "other")
+			_, err := a.Finish(ctx, run[:1])
+			require.NoError(t, err)
+			f.exec(forget, run[0].ID, run[0].Holder)
+			before := f.rows()
+
+			_, err = a.Finish(ctx, run[1:])
+			require.ErrorIs(t, err, deliveries.ErrLost)
+			tx, err := f.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.ReadCommitted})
+			require.NoError(t, err)
+			_, err = a.FinishIn(ctx, tx, run[1:2])
+			require.ErrorIs(t, err, deliveries.ErrLost)
+			require.NoError(t, tx.Rollback(ctx))
+			require.Equal(t, before, f.rows())
+
+			require.NoError(t, a.Return(ctx, run))
+			claimed, err := a.Claim(ctx, pairs, 10, 10, false, room)
+			require.NoError(t, err)
+			require.Equal(t, ids(run), ids(claimed))
+		})
+	}
+}
