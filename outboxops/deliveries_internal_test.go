@@ -52,9 +52,11 @@ func TestDeliveriesOverManyRows(t *testing.T) {
 	for _, analysed := range []string{"before ANALYZE", "after ANALYZE"} {
 		conn, err := d.db.Acquire(ctx)
 		require.NoError(t, err)
-		d.lookAtDeliveries(t, conn.Conn(), analysed, dead)
-		require.NoError(t, conn.Conn().DeallocateAll(ctx))
-		conn.Release()
+		func() {
+			defer conn.Release()
+			d.lookAtDeliveries(t, conn.Conn(), analysed, dead)
+			require.NoError(t, conn.Conn().DeallocateAll(ctx))
+		}()
 		d.exec(t, `ANALYZE {schema}.event_delivery`)
 	}
 }
@@ -99,7 +101,14 @@ func (d *tablesFixture) lookAtDeliveries(t *testing.T, conn *pgx.Conn, when stri
 		require.LessOrEqual(t, buffers, look.limit, "%s %s: %s", look.name, when, plan)
 	}
 	for _, action := range []string{"requeue", "resolve"} {
-		buffers, _ := explain(t, tx, pg.InSchema(fmt.Sprintf(`SELECT {schema}.outbox_%s_deliveries('{%d}', 'kim', 'why')`, action, dead), d.schema))
+		buffers := 0
+		for range 2 { // the first call reads the catalogs, too, of which other tests leave much
+			_, err = tx.Exec(ctx, `SAVEPOINT act`)
+			require.NoError(t, err)
+			buffers, _ = explain(t, tx, pg.InSchema(fmt.Sprintf(`SELECT {schema}.outbox_%s_deliveries('{%d}', 'kim', 'why')`, action, dead), d.schema))
+			_, err = tx.Exec(ctx, `ROLLBACK TO act`)
+			require.NoError(t, err)
+		}
 		t.Logf("%s %s: %d buffers", action, when, buffers)
 		require.LessOrEqual(t, buffers, 500, "%s %s", action, when)
 	}

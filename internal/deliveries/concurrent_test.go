@@ -364,7 +364,7 @@ func TestDeliveriesInAllModes(t *testing.T) {
 			f := newTable(t)
 			f.exec(`CREATE TABLE {schema}.effects (delivery_id bigint NOT NULL)`)
 			s := deliveries.NewStore(testenv.PoolIn(t, mode), f.schema, group, "a", 50*time.Millisecond)
-			f.day(s)
+			f.day(s, 0)
 			claimed := f.insert(s, deliveries.Processing, f.record("l", "l"), "l", "l")
 			require.NoError(t, (&crowd{tableFixture: f}).handle(t.Context(), testenv.PoolIn(t, mode), s, claimed, 0, false))
 			claimed = f.insert(s, deliveries.Processing, f.record("l", "l"), "l", "l")
