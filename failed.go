@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/short"
 )
 
 // How outbox_failed works. An event that Kafka rejects, or that is unavailable while
@@ -91,7 +92,7 @@ func causeOf(class string, err error) (errorClass, lastError *string) {
 	if err == nil {
 		return nil, nil
 	}
-	text := err.Error()
+	text := short.Storable(err.Error(), short.MaxText)
 	return &class, &text
 }
 

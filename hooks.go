@@ -170,7 +170,7 @@ type ConsumerHooks struct {
 	// Retried is called after Failed if there is to be another try.
 	Retried func(m Metadata, action string, err error)
 	// DeadLettered is called for an event that was sent to a dead-letter topic. Action
-	// is empty if no handler got the event. Topic is empty where a worker has no attempt left,
+	// is empty if no handler got the event, unless it was for a certain one, as the deliveries of a worker are. Topic is empty where a worker has no attempt left,
 	// and its delivery became DEAD. Where that is because processes ended, or for want of a handler,
 	// the metadata has only what the row of the event says.
 	DeadLettered func(m Metadata, action, topic string, err error)

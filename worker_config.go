@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"math"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -137,6 +138,9 @@ func (c *WorkerConfig) of(topic string) StreamConfig {
 	s.MaxRetryWait = cmp.Or(s.MaxRetryWait, c.MaxRetryWait)
 	return s
 }
+
+// attempts returns how many attempts an event has with so many retries, as event_delivery can hold them.
+func attempts(retries int) int { return min(max(0, retries), math.MaxInt32-1) + 1 }
 
 // waitAfter returns the wait before the next attempt, without its random part.
 func (s StreamConfig) waitAfter(attempt int) time.Duration {

@@ -545,7 +545,7 @@ func (d *dispatcher) plan(e eventHead) (owed []deliveries.New) {
 	if err != nil || !d.fanOut.routes.streams[stream] {
 		return nil
 	}
-	most := max(0, d.cfg.of(stream).MaxRetries) + 1
+	most := attempts(d.cfg.of(stream).MaxRetries)
 	pairs := d.fanOut.routes.byType[e.eventType]
 	for _, p := range pairs {
 		if p.Stream == stream {

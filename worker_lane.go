@@ -484,7 +484,7 @@ func (l *lane) handleOne(it *laneItem, before *taskError) {
 		l.callHost("hook Unknown", it, func() { l.cfg.Hooks.Unknown(it.meta) })
 	}
 	if it.class != "" {
-		l.fail(it, it.class, it.err, true)
+		l.fail(it, it.Action, it.class, it.err, true)
 		return
 	}
 	plain := *l.own
@@ -497,16 +497,13 @@ func (l *lane) handleOne(it *laneItem, before *taskError) {
 			p, inTx = l.own, true
 			l.flush() // of its key, what is handled is done before
 		}
-		err := before.of(t)
-		if err == nil {
-			err = l.try(p, it, t)
-		}
+		err := l.try(p, it, t, before.of(t))
 		before = nil
 		switch {
 		case errors.Is(err, errStopped):
 			return
 		case errors.Is(err, deliveries.ErrLost):
-			l.log.WarnContext(handlerContext(l.held, t.meta), "outbox: a delivery was taken over by another worker before it was done; it is rolled back here", l.attrs(it, "error", err)...)
+			l.log.WarnContext(handlerContext(l.held, t.meta), "outbox: a delivery was taken over by another worker before it was done; it is rolled back here", l.attrs(it, it.Action, "error", err)...)
 			l.lose(it.Ref) // and with it what is behind it
 			return
 		case err != nil:
@@ -529,9 +526,18 @@ func (l *lane) handleOne(it *laneItem, before *taskError) {
 	}
 }
 
-// try runs a task until it is done or has failed: conflicts and outages of PostgreSQL do not count.
-func (l *lane) try(p *processor, it *laneItem, t task) error {
-	for conflicts := 0; ; {
+// try runs a task until it is done or has failed: conflicts and outages of PostgreSQL do not count. If it has failed
+// in a common transaction, that was the first time.
+func (l *lane) try(p *processor, it *laneItem, t task, before error) error {
+	conflicts := 0
+	switch {
+	case isConflict(before):
+		conflicts++
+		l.awaitConflict(it, t, conflicts, before)
+	case before != nil:
+		return before
+	}
+	for {
 		if !l.mayGoOn() || t.kind != noTx && !l.takeSlot() {
 			return errStopped
 		}
@@ -571,7 +577,7 @@ func (l *lane) awaitConflict(it *laneItem, t task, n int, err error) {
 	if n == unusual {
 		level = slog.LevelWarn
 	}
-	l.log.Log(handlerContext(l.held, t.meta), level, "outbox: transaction conflicts with others, and is repeated", l.attrs(it, "conflicts", n, "error", err)...)
+	l.log.Log(handlerContext(l.held, t.meta), level, "outbox: transaction conflicts with others, and is repeated", l.attrs(it, t.action, "conflicts", n, "error", err)...)
 	if l.cfg.Hooks.Conflicted != nil {
 		l.callHost("hook Conflicted", it, func() { l.cfg.Hooks.Conflicted(t.meta, t.action, err) })
 	}
@@ -591,17 +597,17 @@ func (l *lane) failTask(it *laneItem, t task, err error) {
 	if retries > usual {
 		// Workers that are gone count, too, and know of no error: from here on they may use up
 		// as many attempts as of an event that has not failed yet, or as there are.
-		it.MaxAttempts = max(it.MaxAttempts, min(retries, it.Attempt+max(0, usual))+1)
+		it.MaxAttempts = max(it.MaxAttempts, attempts(min(retries, it.Attempt-1+attempts(usual))))
 	}
-	l.fail(it, errorClass(err), err, isPermanent(err) || it.Attempt > retries)
+	l.fail(it, t.action, errorClass(err), err, isPermanent(err) || it.Attempt > retries)
 }
 
-// fail writes down that an attempt has failed, until that is done or the delivery is lost. The
+// fail writes down that an attempt of an action has failed, until that is done or the delivery is lost. The
 // deliveries behind it in its key wait behind it again.
-func (l *lane) fail(it *laneItem, class string, cause error, dead bool) {
+func (l *lane) fail(it *laneItem, action, class string, cause error, dead bool) {
 	l.flush() // of its key, what is handled is done before
 	f := deliveries.Failure{
-		Of: it.Delivery, Code: short.Text(class, 100), Message: short.Text(cause.Error(), short.MaxText),
+		Of: it.Delivery, Code: short.Storable(class, 100), Message: short.Storable(cause.Error(), short.MaxText),
 		MaxAttempts: it.MaxAttempts, Dead: dead, Held: dead && l.cfg.HoldDead,
 	}
 	if !dead {
@@ -626,7 +632,7 @@ func (l *lane) fail(it *laneItem, class string, cause error, dead bool) {
 	if err != nil { // lost: whoever has it now decides
 		return
 	}
-	l.report(it, f, cause)
+	l.report(it, action, f, cause)
 	if promoted > 0 || dead {
 		l.promoted()
 	}
@@ -636,18 +642,18 @@ func (l *lane) fail(it *laneItem, class string, cause error, dead bool) {
 }
 
 // report logs a failed attempt, and calls the hook of a dead delivery.
-func (l *lane) report(it *laneItem, f deliveries.Failure, cause error) {
+func (l *lane) report(it *laneItem, action string, f deliveries.Failure, cause error) {
 	ctx := handlerContext(l.held, it.meta)
 	if !f.Dead {
-		l.log.WarnContext(ctx, "outbox: handler failed, trying again", l.attrs(it, "wait", f.Wait, "error_code", f.Code, "error", cause)...)
+		l.log.WarnContext(ctx, "outbox: handler failed, trying again", l.attrs(it, action, "wait", f.Wait, "error_code", f.Code, "error", cause)...)
 		if l.cfg.Hooks.Retried != nil {
-			l.callHost("hook Retried", it, func() { l.cfg.Hooks.Retried(it.meta, it.Action, cause) })
+			l.callHost("hook Retried", it, func() { l.cfg.Hooks.Retried(it.meta, action, cause) })
 		}
 		return
 	}
-	l.log.ErrorContext(ctx, "outbox: delivery is dead, an operator has to decide", l.attrs(it, "error_code", f.Code, "error", cause)...)
+	l.log.ErrorContext(ctx, "outbox: delivery is dead, an operator has to decide", l.attrs(it, action, "error_code", f.Code, "error", cause)...)
 	if l.cfg.Hooks.DeadLettered != nil {
-		l.callHost("hook DeadLettered", it, func() { l.cfg.Hooks.DeadLettered(it.meta, it.Action, "", cause) })
+		l.callHost("hook DeadLettered", it, func() { l.cfg.Hooks.DeadLettered(it.meta, action, "", cause) })
 	}
 }
 
@@ -756,7 +762,7 @@ func (l *lane) callHost(function string, it *laneItem, f func()) {
 }
 
 // attrs are what a log line says of a delivery.
-func (l *lane) attrs(it *laneItem, more ...any) []any {
+func (l *lane) attrs(it *laneItem, action string, more ...any) []any {
 	return append([]any{"stream", it.Stream, "type", it.Type, "event_id", it.EventID, "aggregate_type", it.AggregateType, "aggregate_id", it.AggregateID,
-		"action", it.Action, "attempt", it.Attempt, "delivery_id", it.ID}, more...)
+		"action", action, "attempt", it.Attempt, "delivery_id", it.ID}, more...)
 }

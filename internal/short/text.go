@@ -4,6 +4,7 @@ package short
 
 import (
 	"fmt"
+	"strings"
 	"unicode/utf8"
 )
 
@@ -20,4 +21,10 @@ func Text(text string, limit int) string {
 		n--
 	}
 	return text[:n] + end
+}
+
+// Storable is [Text] as a column of PostgreSQL takes it: without NUL, and in UTF-8.
+func Storable(text string, limit int) string {
+	const replacement = string(utf8.RuneError)
+	return strings.ReplaceAll(strings.ToValidUTF8(Text(text, limit), replacement), "\x00", replacement)
 }
