@@ -66,11 +66,11 @@ func TestWorkerUnderOtherIsolation(t *testing.T) {
 			t.Parallel()
 			f := newWorkerFixture(t)
 			db := testenv.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.RuntimeParams["default_transaction_isolation"] = level })
-			cfg := outbox.WorkerConfig{FromStart: true, Lease: time.Second, PollInterval: 50 * time.Millisecond}
+			cfg := outbox.WorkerConfig{FromStart: true, Lease: 3 * time.Second, PollInterval: 50 * time.Millisecond}
 			cfg.MaxRetries = -1
 			w := f.worker(db, "bank", cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
 				if s.Account == "slow" {
-					time.Sleep(2500 * time.Millisecond) // longer than the lease
+					time.Sleep(4 * time.Second) // longer than the lease
 				}
 				return nil
 			}))
@@ -84,6 +84,32 @@ func TestWorkerUnderOtherIsolation(t *testing.T) {
 			require.Zero(t, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE attempt_count <> 1`))
 		})
 	}
+}
+
+// Under these levels rows are not renewed while a transaction has them. When it is rolled back after longer than
+// their lease, they are renewed before others take them.
+func TestWorkerRepeatsUnderOtherIsolation(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	db := testenv.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable" })
+	cfg := outbox.WorkerConfig{FromStart: true, Lease: 2 * time.Second, PollInterval: 50 * time.Millisecond}
+	cfg.MaxRetries = -1
+	var calls atomic.Int32
+	w := f.worker(db, "bank", cfg, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, s step, _ outbox.Metadata) error {
+		if calls.Add(1) == 1 {
+			time.Sleep(cfg.Lease * 3 / 2)
+			_, err := tx.Exec(ctx, `DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = 'serialization_failure'; END $$`)
+			return err
+		}
+		time.Sleep(cfg.Lease / 2)
+		_, err := tx.Exec(ctx, f.sql(`INSERT INTO {schema}.effect (action, account, n) VALUES ('COUNTED', $1, $2)`), s.Account, s.N)
+		return err
+	}))
+	testenv.Run(t, w.Run)
+	f.start(outbox.WorkerConfig{Lease: cfg.Lease, HandlerConfig: cfg.HandlerConfig}, f.effects("OTHER", nil)) // takes what is expired
+	f.commit(step{"a", 1}, step{"a", 2})
+	f.eventually(`SELECT count(*) FROM {schema}.effect WHERE action = 'COUNTED'`, 2)
+	require.Zero(t, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE action = 'COUNTED' AND attempt_count <> 1`))
 }
 
 // A handler may leave its transaction in a state in which the delivery cannot be ended. That is an

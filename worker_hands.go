@@ -117,6 +117,18 @@ func (h *hands) all() (rows []deliveries.Ref) {
 	return rows
 }
 
+// of returns the deliveries of the batch with a context.
+func (h *hands) of(batch context.Context) (rows []deliveries.Ref) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for r, one := range h.rows {
+		if one.ctx == batch {
+			rows = append(rows, r)
+		}
+	}
+	return rows
+}
+
 // renewedAt notes that deliveries were renewed after some time, and ends the work on those that were not
 // for longer than their lease lasts. It returns how many batches these are.
 func (h *hands) renewedAt(rows []deliveries.Ref, at time.Time, lease time.Duration) (lost int) {

@@ -319,7 +319,7 @@ func (l *lane) handleBatch(items []laneItem) int {
 		next, err := l.own.processBatch(l.held, tasks, func(spent time.Duration) bool {
 			return !l.mayGoOn() || spent >= transactionTime || slices.ContainsFunc(streams, l.pauses.IsPaused)
 		})
-		l.unlockRows()
+		l.unlockRows(err)
 		l.slots.Release()
 		switch {
 		case err == nil:
@@ -414,10 +414,20 @@ func unfinished(tx handlerTx, err error) error {
 	return fmt.Errorf("%w: %w", errUnfinished, err)
 }
 
-// unlockRows notes that a transaction has ended, for which lockRows has locked rows.
-func (l *lane) unlockRows() {
-	if l.own.begin != nil {
-		l.hands.unlock(l.held)
+// unlockRows notes that a transaction has ended with an error or without, for which lockRows has locked rows. Those that
+// are still with this worker were not renewed meanwhile.
+func (l *lane) unlockRows(err error) {
+	if l.own.begin == nil {
+		return
+	}
+	l.hands.unlock(l.held)
+	if err == nil || !l.mayGoOn() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(l.held, writeTimeout)
+	defer cancel()
+	if _, err := l.store.Renew(ctx, l.hands.of(l.held)); err != nil {
+		l.log.Warn("outbox: deliveries are not renewed after their transaction was rolled back, others may handle them", "error", err)
 	}
 }
 
@@ -543,7 +553,7 @@ func (l *lane) try(p *processor, it *laneItem, t task, before error) error {
 		}
 		began := time.Now()
 		err := p.processOne(l.held, t)
-		l.unlockRows()
+		l.unlockRows(err)
 		if t.kind != noTx {
 			l.slots.Release()
 		}
