@@ -273,18 +273,44 @@ func (r *workerRun) run(ctx context.Context) error {
 func (r *workerRun) end(end context.CancelFunc) {
 	clock := stopClock{time.Now(), r.cfg.StopTimeout}
 	defer end()
+	defer r.cutOff()
 	for _, l := range r.lanes {
 		l.in.close()
 	}
-	if !r.haveEnded(clock.part(finishBy)) {
-		r.cutOff()
-		if !r.haveEnded(clock.part(leftBy - finishBy)) {
-			for _, l := range r.lanes {
-				l.cutOff()
-			}
-		}
+	if r.haveEnded(clock.part(finishBy)) {
+		return
 	}
 	r.cutOff()
+	if r.haveEnded(clock.part(abandonBy - finishBy)) {
+		return
+	}
+	r.abandon(clock)
+	if r.haveEnded(clock.part(leftBy - abandonBy)) {
+		return
+	}
+	for _, l := range r.lanes {
+		l.reportLeft()
+	}
+}
+
+// abandon gives up the lanes whose handlers do not return although their contexts have ended, and gives back what
+// they have beside that.
+func (r *workerRun) abandon(clock stopClock) {
+	var rest []deliveries.Delivery
+	for _, l := range r.lanes {
+		rest = append(rest, l.cutOff()...)
+	}
+	if len(rest) == 0 {
+		return
+	}
+	ctx, cancel := clock.by(leftBy)
+	defer cancel()
+	if err := r.store.Return(ctx, rest); err != nil {
+		r.processor.log.Warn("outbox: deliveries are not given back, others wait until their lease expires", "deliveries", len(rest), "error", err)
+	}
+	for _, d := range rest {
+		r.hands.drop(d.Ref)
+	}
 }
 
 func (r *workerRun) haveEnded(patience time.Duration) bool {

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/handling"
 )
 
 // hands are the deliveries that a worker has: those that wait for a lane, and those that one handles.
@@ -20,6 +21,7 @@ type hands struct {
 type hold struct {
 	ctx     context.Context
 	lose    context.CancelFunc
+	batch   []deliveries.Delivery
 	left    int       // deliveries that are here
 	bytes   int64     // that came with it
 	renewed time.Time // when its lease was renewed last
@@ -42,7 +44,7 @@ func (h *hands) budget() int64 {
 
 // add adds a batch that was claimed after some time.
 func (h *hands) add(cut context.Context, batch []deliveries.Delivery, claimed time.Time) {
-	one := &hold{left: len(batch), renewed: claimed, suspect: batch[0].Suspect}
+	one := &hold{batch: batch, left: len(batch), renewed: claimed, suspect: batch[0].Suspect}
 	one.ctx, one.lose = context.WithCancel(cut)
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -103,6 +105,28 @@ func (h *hands) loseAll(id int64) {
 			one.lose()
 		}
 	}
+}
+
+// beside returns the deliveries that came with the one of a call which is given up, and are still here: those that
+// wait behind it, and those whose handlers were called before it in its transaction, which is rolled back. They are not
+// to blame. If the call has several deliveries, any of them may be, and it returns none.
+func (h *hands) beside(call handling.Call) (rest []deliveries.Delivery) {
+	if call.Events > 1 {
+		return nil
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for r, one := range h.rows {
+		if r.ID != call.Place.DeliveryID {
+			continue
+		}
+		for _, d := range one.batch {
+			if d.Ref != r && h.rows[d.Ref] == one {
+				rest = append(rest, d)
+			}
+		}
+	}
+	return rest
 }
 
 // all returns the deliveries, but for those of batches that are lost.

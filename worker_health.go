@@ -6,6 +6,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/deliveries"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -75,20 +76,33 @@ func (l *lane) reportHealth(notReady func(reason string, args ...any)) (live boo
 	return reportCall(&l.activity, &l.cfg.HandlerConfig, notReady)
 }
 
-// cutOff gives up a lane that does not end although the contexts of its handlers have.
-func (l *lane) cutOff() {
-	select {
-	case <-l.ended:
-		return
-	default:
+// cutOff gives up a lane whose handler does not return although its context has ended. It returns what the lane has
+// beside that.
+func (l *lane) cutOff() (rest []deliveries.Delivery) {
+	call, ok := l.activity.Current()
+	if !ok || l.hasEnded() {
+		return nil
 	}
 	l.activity.CutOff()
-	call, ok := l.activity.Current()
-	if !ok {
-		l.log.Error("outbox: a worker does not end in time; what it has is handled again when its lease expires")
-		return
-	}
 	l.log.ErrorContext(call.Context, "outbox: "+call.What()+" does not return although its context has ended; its event is given up", call.Attrs()...)
+	return append(slices.Concat(l.in.takeAll()...), l.hands.beside(call)...)
+}
+
+func (l *lane) hasEnded() bool {
+	select {
+	case <-l.ended:
+		return true
+	default:
+		return false
+	}
+}
+
+// reportLeft says that a lane has not ended, unless that was said for its handler.
+func (l *lane) reportLeft() {
+	if _, calls := l.activity.Current(); !calls && !l.hasEnded() {
+		l.activity.CutOff()
+		l.log.Error("outbox: a worker does not end in time; what it has is handled again when its lease expires")
+	}
 }
 
 // Pause has this process handle nothing of some topics, or without topics nothing at all, until

@@ -169,6 +169,7 @@ func (k *keeper) watch(ctx context.Context) {
 			if call, ok := l.activity.Current(); ok && time.Since(call.Began) > k.cfg.HandlerTimeout+stuckGrace {
 				k.hands.loseAll(call.Place.DeliveryID)
 				l.activity.Sever() // or whoever takes the event waits for its note in event_handled
+				k.giveBack(ctx, k.hands.beside(call))
 			}
 		}
 		k.relieve(ctx)
@@ -178,21 +179,24 @@ func (k *keeper) watch(ctx context.Context) {
 // relieve gives back what waits behind handlers that take long.
 func (k *keeper) relieve(ctx context.Context) {
 	for _, kind := range k.dispatcher.kinds {
-		waiting := kind.takeFromSlow()
-		if len(waiting) == 0 {
-			continue
-		}
-		bounded, cancel := context.WithTimeout(ctx, writeTimeout)
-		err := k.store.Return(bounded, waiting)
-		cancel()
-		if err != nil && ctx.Err() == nil {
-			k.log.Warn("outbox: deliveries are not given back, others wait until their lease expires", "deliveries", len(waiting), "error", err)
-		}
-		for _, d := range waiting {
-			k.hands.drop(d.Ref)
-		}
-		k.dispatcher.signalDue()
+		k.giveBack(ctx, kind.takeFromSlow())
 	}
+}
+
+// giveBack gives back what lanes do not get to.
+func (k *keeper) giveBack(ctx context.Context, waiting []deliveries.Delivery) {
+	if len(waiting) == 0 {
+		return
+	}
+	bounded, cancel := context.WithTimeout(ctx, writeTimeout)
+	defer cancel()
+	if err := k.store.Return(bounded, waiting); err != nil && ctx.Err() == nil {
+		k.log.Warn("outbox: deliveries are not given back, others wait until their lease expires", "deliveries", len(waiting), "error", err)
+	}
+	for _, d := range waiting {
+		k.hands.drop(d.Ref)
+	}
+	k.dispatcher.signalDue()
 }
 
 // groupLease is the lease of a group, for what one of its processes does for all. Handling events
