@@ -287,7 +287,7 @@ func TestWorkerRole(t *testing.T) {
 	r.giveGroup(t, "worker", "bank")
 	f.db = r.as(t, "worker") // what the fixture's worker uses
 	var mended atomic.Bool
-	cfg := outbox.WorkerConfig{FromStart: true, HoldDead: true}
+	cfg := outbox.WorkerConfig{FromStart: true, HoldDead: true, Lease: 3 * time.Second}
 	cfg.RetryWait, cfg.MaxRetries = 10*time.Millisecond, 2
 	f.start(cfg, f.effects("COUNTED", func(s step, m outbox.Metadata) error {
 		if s.N == 2 && !mended.Load() {

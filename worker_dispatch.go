@@ -204,7 +204,7 @@ func (d *dispatcher) run(stopping context.Context) error {
 			d.signalStrays()
 			if stopping.Err() == nil {
 				d.outages.Report(outagePostgres, began, err)
-				wait.Sleep(stopping, d.outages.Backoff(outagePostgres))
+				d.cfg.awaitAgain(stopping, d.outages)
 				d.signalDue()
 			}
 			continue

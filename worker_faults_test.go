@@ -61,6 +61,7 @@ func TestWorkerHangingHandler(t *testing.T) {
 // its transaction.
 func TestWorkerUnderOtherIsolation(t *testing.T) {
 	t.Parallel()
+	testenv.Direct(t) // PgBouncer refuses connections with such a setting
 	for _, level := range []string{"repeatable read", "serializable"} {
 		t.Run(level, func(t *testing.T) {
 			t.Parallel()

@@ -42,26 +42,47 @@ const (
 // run renews leases until ctx is cancelled.
 func (k *keeper) run(ctx context.Context) {
 	for ctx.Err() == nil {
-		began := time.Now()
-		try, cancel := context.WithTimeout(ctx, k.cfg.Lease/2)
+		began, pause := time.Now(), k.cfg.Lease/3
+		try, cancel := context.WithTimeout(ctx, k.cfg.Lease/3)
 		err := k.renew(try)
 		cancel()
 		if ctx.Err() == nil {
 			k.outages.Report(outageRenewing, began, err)
 		}
-		wait.Sleep(ctx, k.cfg.Lease/3)
+		if err != nil {
+			pause = k.cfg.Lease / backShare
+		}
+		wait.Sleep(ctx, pause)
 	}
+}
+
+// backShare is in which part of a lease a worker looks whether PostgreSQL is back: sooner than others
+// take over what it has, see takeOver.
+const backShare = 6
+
+// awaitAgain waits before PostgreSQL is tried again.
+func (c *WorkerConfig) awaitAgain(ctx context.Context, outages *outage.Logs) {
+	wait.Sleep(ctx, min(outages.Backoff(outagePostgres), c.Lease/backShare))
 }
 
 // takeOver takes rows from workers that are gone, until ctx is cancelled. It works beside run, because
 // leases do not wait for what may be much.
+//
+// In an outage of PostgreSQL no worker can renew what it has, and they come back one after the other.
+// So it takes nothing until PostgreSQL has answered here for half a lease, as long as Expire waits after
+// a start of PostgreSQL. This process may have been started because of the outage, so it waits, too.
 func (k *keeper) takeOver(ctx context.Context) {
 	k.repaired = math.MinInt64
 	confirmed := time.Now()
+	var answers answering
 	for n := 0; ctx.Err() == nil; n++ {
 		began := time.Now()
 		try, cancel := context.WithTimeout(ctx, takeOverTimeout)
-		err := k.expire(try)
+		err := k.store.Check(try)
+		answers.note(err, time.Since(began) > k.cfg.Lease/3)
+		if err == nil && answers.rest(k.cfg.Lease/2) <= 0 {
+			err = k.expire(try)
+		}
 		if err == nil && n%repairOften == 0 {
 			err = k.repair(try)
 		}
@@ -71,11 +92,37 @@ func (k *keeper) takeOver(ctx context.Context) {
 			}
 		}
 		cancel()
+		answers.note(err, false)
 		if ctx.Err() == nil {
 			k.outages.Report(outageTakingOver, began, err)
 		}
-		wait.Sleep(ctx, k.cfg.Lease/3)
+		pause := k.cfg.Lease / 3
+		if rest := answers.rest(k.cfg.Lease / 2); rest > 0 {
+			pause = min(pause, rest)
+		}
+		wait.Sleep(ctx, pause)
 	}
+}
+
+// answering is since when PostgreSQL answers, as far as one goroutine knows.
+type answering struct{ since time.Time } // zero: it does not
+
+// note takes the result of a try. One that took long may have waited for the end of an outage.
+func (a *answering) note(err error, long bool) {
+	switch {
+	case err != nil:
+		a.since = time.Time{}
+	case long || a.since.IsZero():
+		a.since = time.Now()
+	}
+}
+
+// rest returns how long it takes until PostgreSQL has answered for some time.
+func (a *answering) rest(enough time.Duration) time.Duration {
+	if a.since.IsZero() {
+		return enough
+	}
+	return enough - time.Since(a.since)
 }
 
 // renew renews what is here. What could not be renewed for as long as the lease lasts is lost.

@@ -756,7 +756,7 @@ const writeTimeout = 10 * time.Second
 // awaitPostgres waits a little while PostgreSQL is unavailable.
 func (l *lane) awaitPostgres(began time.Time, err error) {
 	l.outages.Report(outagePostgres, began, err)
-	wait.Sleep(l.stopping, l.outages.Backoff(outagePostgres))
+	l.cfg.awaitAgain(l.stopping, l.outages)
 }
 
 // works ends an outage of PostgreSQL, if there is one.

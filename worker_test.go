@@ -265,7 +265,7 @@ func TestWorkerIsGoneAfterManyRetries(t *testing.T) {
 	})
 	f.start(outbox.WorkerConfig{
 		HandlerConfig: outbox.HandlerConfig{RetryWait: time.Millisecond, MaxRetries: 2, RetriesFor: func(error) int { return math.MaxInt }},
-		FromStart:     true, PollInterval: 10 * time.Millisecond,
+		FromStart:     true, PollInterval: 10 * time.Millisecond, Lease: 3 * time.Second,
 	}, handler)
 	t.Cleanup(func() { close(release) }) // before the worker is stopped, which would wait for it
 	f.commit(step{"a", 1})
