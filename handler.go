@@ -89,9 +89,9 @@ func HandleBatch[E DomainEvent](action string, f func(ctx context.Context, tx pg
 // HandleNoTx makes a handler of f for effects that are idempotent by nature, such
 // as the deletion of a cache entry: event_handled gets no row, and an event that
 // arrives twice is handled twice. f runs after the transactions of the handlers that
-// have one. An outage of PostgreSQL is waited out for f too; one of something else
-// that f needs is an error like any other, so allow enough retries for it in
-// RetriesFor.
+// have one. What f did must be durable when it returns nil, because it is not called
+// again. An outage of PostgreSQL is waited out for f too; one of something else that f
+// needs is an error like any other, so allow enough retries for it in RetriesFor.
 func HandleNoTx[E DomainEvent](action string, f func(ctx context.Context, event E, m Metadata) error) Handler {
 	h := handler{action: action, goType: reflect.TypeFor[E](), kind: noTx}
 	if f != nil {

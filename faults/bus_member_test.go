@@ -129,8 +129,10 @@ func (h busHandlers) see(ctx context.Context, action string, e item, m outbox.Me
 	if err := h.fail(e, m); err != nil {
 		return err
 	}
-	_, err := h.db.Exec(ctx, sqlSeeItem, h.Group, action, e.Item, e.Version)
-	return err
+	var b pgx.Batch
+	b.Queue(`SELECT set_config('synchronous_commit', 'on', true)`) // what a crash takes nobody would write again
+	b.Queue(sqlSeeItem, h.Group, action, e.Item, e.Version)
+	return h.db.SendBatch(ctx, &b).Close()
 }
 
 // take takes as long as the event says.
