@@ -4,11 +4,13 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"math"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/outboxgo/outbox/internal/deliveries"
 	"github.com/outboxgo/outbox/internal/outage"
 )
 
@@ -26,4 +28,37 @@ func TestBusyDispatcherEndsNoOutage(t *testing.T) {
 	defer cancel()
 	require.NoError(t, d.run(ctx))
 	require.True(t, d.outages.Failing())
+}
+
+// The wait doubles up to the longest, a fifth more or less: of the worker, or of the stream. However long it is, it is
+// one.
+func TestWorkerRetryWait(t *testing.T) {
+	t.Parallel()
+	const endless = math.MaxInt64
+	cfg := WorkerConfig{
+		HandlerConfig: HandlerConfig{RetryWait: time.Second},
+		Streams: map[string]StreamConfig{
+			"slow": {RetryWait: time.Minute, MaxRetryWait: 5 * time.Minute}, "above": {RetryWait: time.Hour}, "endless": {RetryWait: endless, MaxRetryWait: endless},
+			"nearly endless": {RetryWait: 2 * (endless / 3)},
+		},
+	}.withDefaults()
+	l := &lane{laneParts: laneParts{cfg: &cfg}}
+	for _, tt := range []struct {
+		stream  string
+		attempt int
+		want    time.Duration
+	}{
+		{"", 1, time.Second}, {"", 2, 2 * time.Second}, {"", 6, 32 * time.Second}, {"", 7, time.Minute}, {"", 1_000_000, time.Minute},
+		{"slow", 1, time.Minute}, {"slow", 3, 4 * time.Minute}, {"slow", 4, 5 * time.Minute}, {"above", 1, time.Hour}, {"above", 9, time.Hour},
+		{"endless", 3, endless / 2}, {"nearly endless", 1, endless / 2},
+	} {
+		it := &laneItem{Delivery: deliveries.Delivery{Stream: tt.stream, Attempt: tt.attempt}}
+		least, most := time.Duration(endless), time.Duration(0)
+		for range 1000 {
+			d := l.retryWait(it, errors.New("no"))
+			least, most = min(least, d), max(most, d)
+		}
+		require.True(t, least >= tt.want-tt.want/5 && least <= tt.want-tt.want/7, "%v: %v", tt, least)
+		require.True(t, most <= tt.want+tt.want/5 && most >= tt.want+tt.want/7, "%v: %v", tt, most)
+	}
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"sync"
@@ -672,9 +673,10 @@ func (l *lane) retryWait(it *laneItem, err error) time.Duration {
 	if d, ok := retryAfter(err); ok {
 		return max(d, 0)
 	}
-	d := l.cfg.of(it.Stream).waitAfter(it.Attempt)
-	const jitter = 5 // a fifth more or less
-	return d - d/jitter + rand.N(2*d/jitter+1)
+	const jitter = 5                  // a fifth more or less
+	const longest = math.MaxInt64 / 2 // so that a fifth more is no overflow
+	d := min(l.cfg.of(it.Stream).waitAfter(it.Attempt), longest)
+	return d - d/jitter + rand.N(2*(d/jitter)+1)
 }
 
 // flush writes down what is handled without a transaction.
