@@ -309,3 +309,48 @@ func TestWorkerOutageDuringHandlers(t *testing.T) {
 	require.Zero(t, failed.Load())
 	require.Eventually(t, func() bool { return w.Health().Ready }, testenv.Patience, 10*time.Millisecond)
 }
+
+// An error in an outage is no attempt, and says when the event is tried again: not before, and others do not wait for it.
+func TestWorkerRetryAfterInOutage(t *testing.T) {
+	t.Parallel()
+	for _, with := range []string{"alone", "first", "later"} { // in a common transaction
+		t.Run(with, func(t *testing.T) {
+			t.Parallel()
+			f := newWorkerFixture(t)
+			cable := &brokenDialer{}
+			log := new(workerLog)
+			cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond, Concurrency: 1}
+			cfg.MaxRetries, cfg.Logger = -1, log.logger()
+			var failed, calls atomic.Int64
+			cfg.Hooks.Failed = func(outbox.Metadata, string, error) { failed.Add(1) }
+			steps := map[string][]step{
+				"alone": {{"postponed", 1}}, "first": {{"postponed", 1}, {"postponed", 2}, {"a", 1}, {"b", 1}}, "later": {{"a", 1}, {"postponed", 1}, {"postponed", 2}, {"b", 1}},
+			}[with]
+			w := f.worker(testenv.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.DialFunc = cable.dial }), "bank", cfg,
+				outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, s step, _ outbox.Metadata) error {
+					if s == (step{"postponed", 1}) {
+						calls.Add(1)
+						cable.breakAll()
+					}
+					_, err := tx.Exec(ctx, f.sql(`INSERT INTO {schema}.effect (action, account, n) VALUES ('COUNTED', $1, $2)`), s.Account, s.N)
+					if err != nil && s.Account == "postponed" {
+						err = outbox.RetryAfter(err, 3*time.Hour)
+					}
+					return err
+				}))
+			f.commit(steps...)
+			testenv.Run(t, w.Run)
+			require.Eventually(t, func() bool {
+				if log.count("PostgreSQL fails") > 0 && cable.broken.Load() {
+					cable.broken.Store(false)
+				}
+				return f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'PENDING' AND attempt_count = 0 AND aggregate_id = 'postponed' AND next_retry_at > now() + interval '2 h'`) == 1
+			}, testenv.Patience, 10*time.Millisecond)
+			f.commit(step{"c", 1})
+			f.eventually(`SELECT count(*) FROM {schema}.effect WHERE account <> 'postponed'`, max(1, len(steps)-1))
+			require.Zero(t, f.count(`SELECT count(*) FROM {schema}.effect WHERE account = 'postponed'`))
+			require.Zero(t, failed.Load())
+			require.LessOrEqual(t, calls.Load(), map[string]int64{"alone": 1, "first": 1, "later": 2}[with])
+		})
+	}
+}

@@ -337,6 +337,10 @@ func (l *lane) handleBatch(items []laneItem) int {
 			wait.Sleep(l.stopping, conflictWait(conflicts))
 		case l.own.isOutage(l.held, err, inTx, isLate(l.held, err)):
 			l.awaitPostgres(began, err)
+			if _, later := retryAfter(err); later {
+				l.handleEach(items, postponed(err))
+				return len(items)
+			}
 		default:
 			l.log.Debug("outbox: deliveries are handled one by one", "deliveries", len(items), "error", err)
 			var failed *taskError
@@ -517,6 +521,9 @@ func (l *lane) handleOne(it *laneItem, before *taskError) {
 			l.log.WarnContext(handlerContext(l.held, t.meta), "outbox: a delivery was taken over by another worker before it was done; it is rolled back here", l.attrs(it, it.Action, "error", err)...)
 			l.lose(it.Ref) // and with it what is behind it
 			return
+		case isPostponed(err):
+			l.postpone(it, t, err)
+			return
 		case err != nil:
 			l.failTask(it, t, err)
 			return
@@ -573,10 +580,45 @@ func (l *lane) try(p *processor, it *laneItem, t task, before error) error {
 			l.awaitConflict(it, t, conflicts, err)
 		case p.isOutage(l.held, err, t.kind, isLate(l.held, err)):
 			l.awaitPostgres(began, err)
+			if _, later := retryAfter(err); later {
+				return &postponedError{err}
+			}
 		default:
 			return err
 		}
 	}
+}
+
+// postponedError is the error of a handler in an outage of PostgreSQL, which is no attempt, that says when the event is
+// to be tried again. Another event goes on meanwhile.
+type postponedError struct{ error }
+
+func (e *postponedError) Unwrap() error { return e.error }
+
+func isPostponed(err error) bool {
+	_, is := errors.AsType[*postponedError](err)
+	return is
+}
+
+// postponed returns the error of a common transaction if it is that of a task, as a [*postponedError].
+func postponed(err error) *taskError {
+	failed, _ := errors.AsType[*taskError](err)
+	if failed == nil {
+		return nil
+	}
+	return &taskError{failed.task, &postponedError{failed.err}}
+}
+
+// postpone has a delivery tried again when the error of a task says, without counting an attempt.
+func (l *lane) postpone(it *laneItem, t task, cause error) {
+	f := l.failureOf(it, errorClass(cause), cause)
+	f.Uncounted, f.Wait = true, l.retryWait(it, cause)
+	if _, err := l.writeFailure(it, f); err != nil { // lost: whoever has it now decides
+		return
+	}
+	l.log.InfoContext(handlerContext(l.held, it.meta), "outbox: handler failed in an outage of PostgreSQL, which is no attempt; trying again", l.attrs(it, t.action, "wait", f.Wait, "error", cause)...)
+	l.promoted()
+	l.retryAt(time.Now().Add(f.Wait))
 }
 
 func (l *lane) takeSlot() bool { return l.slots.Take(l.stopping) }
@@ -613,33 +655,14 @@ func (l *lane) failTask(it *laneItem, t task, err error) {
 	l.fail(it, t.action, errorClass(err), err, isPermanent(err) || it.Attempt > retries)
 }
 
-// fail writes down that an attempt of an action has failed, until that is done or the delivery is lost. The
-// deliveries behind it in its key wait behind it again.
+// fail writes down that an attempt of an action has failed.
 func (l *lane) fail(it *laneItem, action, class string, cause error, dead bool) {
-	l.flush() // of its key, what is handled is done before
-	f := deliveries.Failure{
-		Of: it.Delivery, Code: short.Storable(class, 100), Message: short.Storable(cause.Error(), short.MaxText),
-		MaxAttempts: it.MaxAttempts, Dead: dead, Held: dead && l.cfg.HoldDead,
-	}
+	f := l.failureOf(it, class, cause)
+	f.Dead, f.Held = dead, dead && l.cfg.HoldDead
 	if !dead {
 		f.Wait = l.retryWait(it, cause)
 	}
-	var rest []deliveries.Delivery
-	for i := range l.work {
-		if other := &l.work[i]; other != it && !other.gone && it.Key.Ordered && other.Key == it.Key {
-			rest = append(rest, other.Delivery)
-		}
-	}
-	var promoted int64
-	err := l.write(func(ctx context.Context) (err error) {
-		promoted, err = l.store.Fail(ctx, f, rest)
-		return err
-	})
-	for i := range l.work {
-		if other := &l.work[i]; other == it || !other.gone && it.Key.Ordered && other.Key == it.Key {
-			l.drop(other)
-		}
-	}
+	promoted, err := l.writeFailure(it, f)
 	if err != nil { // lost: whoever has it now decides
 		return
 	}
@@ -650,6 +673,32 @@ func (l *lane) fail(it *laneItem, action, class string, cause error, dead bool) 
 	if !dead {
 		l.retryAt(time.Now().Add(f.Wait))
 	}
+}
+
+func (l *lane) failureOf(it *laneItem, class string, cause error) deliveries.Failure {
+	return deliveries.Failure{Of: it.Delivery, Code: short.Storable(class, 100), Message: short.Storable(cause.Error(), short.MaxText), MaxAttempts: it.MaxAttempts}
+}
+
+// writeFailure writes a failure down, until that is done or the delivery is lost. The deliveries behind it in
+// its key wait behind it again.
+func (l *lane) writeFailure(it *laneItem, f deliveries.Failure) (promoted int64, err error) {
+	l.flush() // of its key, what is handled is done before
+	var rest []deliveries.Delivery
+	for i := range l.work {
+		if other := &l.work[i]; other != it && !other.gone && it.Key.Ordered && other.Key == it.Key {
+			rest = append(rest, other.Delivery)
+		}
+	}
+	err = l.write(func(ctx context.Context) (err error) {
+		promoted, err = l.store.Fail(ctx, f, rest)
+		return err
+	})
+	for i := range l.work {
+		if other := &l.work[i]; other == it || !other.gone && it.Key.Ordered && other.Key == it.Key {
+			l.drop(other)
+		}
+	}
+	return promoted, err
 }
 
 // report logs a failed attempt, and calls the hook of a dead delivery.

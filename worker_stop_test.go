@@ -141,8 +141,8 @@ func TestWorkerHangingHandlerCostsOthersNothing(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
 	release := make(chan struct{})
-	cfg := outbox.WorkerConfig{FromStart: true, Concurrency: 2, Lease: time.Second, StopTimeout: time.Second, PollInterval: 50 * time.Millisecond}
-	cfg.MaxRetries, cfg.HandlerTimeout = -1, 100*time.Millisecond
+	cfg := outbox.WorkerConfig{FromStart: true, Concurrency: 2, Lease: 3 * time.Second, StopTimeout: time.Second, PollInterval: 50 * time.Millisecond}
+	cfg.MaxRetries, cfg.HandlerTimeout = -1, time.Second
 	var steps []step
 	for _, account := range []string{"a", "b", "hangs", "c", "d"} {
 		for n := 1; n <= 5; n++ {
