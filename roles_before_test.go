@@ -65,7 +65,12 @@ var statementsOfBefore = map[string][]string{
 		INSERT INTO {s}.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id)
 		SELECT 'relay ' || left(relay, 94), 'retry', 'revived: ' || error_class, relay, parking_key, id, outbox_id, event_id FROM changed`,
 		`DELETE FROM {s}.event_handled WHERE ctid = ANY (ARRAY(SELECT ctid FROM {s}.event_handled))`,
-		`SELECT {s}.outbox_make_partitions()`},
+		`SELECT {s}.outbox_make_partitions()`,
+		`INSERT INTO {s}.outbox_lease AS l (name, holder, epoch, expires_at, lasts) VALUES ('default', 'h', 1, now(), '1 s')
+		     ON CONFLICT (name) DO UPDATE SET holder = excluded.holder, epoch = l.epoch + 1 WHERE l.expires_at <= clock_timestamp()`,
+		`INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		     SELECT 'default', 0, '1:1:', 0, 1, epoch FROM {s}.outbox_lease WHERE name = 'default' FOR SHARE`,
+		`DELETE FROM {s}.outbox_cursor`},
 	"consumer": {
 		`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action, event_source) VALUES ('any', 't', 'i', 'a', 's')
 		     ON CONFLICT DO NOTHING RETURNING aggregate_type`,
@@ -99,7 +104,7 @@ func TestRolesOfBefore(t *testing.T) {
 		for _, sql := range statementsOfBefore[role] {
 			tag, err := db.Exec(background, strings.ReplaceAll(f.sql(sql), "$1", "1"))
 			require.NoError(t, err, "%s: %s", role, sql)
-			require.False(t, tag.RowsAffected() == 0 && strings.Contains(sql, "event_handled"), "%s: %s", role, sql)
+			require.False(t, tag.RowsAffected() == 0 && regexp.MustCompile("event_handled|outbox_lease|outbox_cursor").MatchString(sql), "%s: %s", role, sql)
 		}
 	}
 	operator := r.as(t, "operator")
@@ -138,6 +143,9 @@ func TestRightsAreFoundByTheMigration(t *testing.T) {
 	f.exec(t, `REVOKE ALL ON {s}.event_handled, {s}.consumer_start FROM `+consumer)
 	f.exec(t, `GRANT SELECT (consumer_group, handled_at, aggregate_type, aggregate_id, action, event_source), UPDATE (handled_at),
 		INSERT (consumer_group, aggregate_type, aggregate_id, action, event_source) ON {s}.event_handled TO `+consumer)
+	relay := "outbox_relay" + r.suffix
+	f.exec(t, `REVOKE ALL ON {s}.event_handled, {s}.consumer_start, {s}.outbox_lease FROM `+relay)
+	f.exec(t, `GRANT SELECT, INSERT, UPDATE (holder, epoch, expires_at, lasts) ON {s}.outbox_lease TO `+relay)
 	f.exec(t, `ALTER DEFAULT PRIVILEGES IN SCHEMA {s} GRANT ALL ON TABLES TO PUBLIC`)
 	require.NoError(t, outbox.Migrate(background, f.db, outbox.MigrateConfig{Schema: f.schema}))
 	f.exec(t, `ALTER DEFAULT PRIVILEGES IN SCHEMA {s} REVOKE ALL ON TABLES FROM PUBLIC`)
@@ -145,6 +153,13 @@ func TestRightsAreFoundByTheMigration(t *testing.T) {
 		if strings.Contains(sql, "event_handled") {
 			_, err := r.as(t, "consumer").Exec(background, f.sql(sql))
 			require.NoError(t, err, sql)
+		}
+	}
+	for _, sql := range statementsOfBefore["relay"] {
+		if strings.Contains(sql, "outbox_lease") || strings.Contains(sql, "outbox_cursor") {
+			tag, err := r.as(t, "relay").Exec(background, f.sql(sql))
+			require.NoError(t, err, sql)
+			require.EqualValues(t, 1, tag.RowsAffected(), sql)
 		}
 	}
 	for _, role := range []string{"writer", "relay", "consumer", "reader", "operator"} {

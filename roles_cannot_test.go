@@ -143,6 +143,14 @@ var escalations = map[string][]string{
 		`INSERT INTO {s}.event_delivery ({delivery}, id) SELECT {delivery}, 1 FROM {s}.event_delivery WHERE consumer_group = 'mine'`,
 		`INSERT INTO {s}.event_delivery ({delivery}, resolution) SELECT {delivery}, 'x' FROM {s}.event_delivery WHERE consumer_group = 'mine'`,
 		`INSERT INTO {s}.event_subscription (consumer_group) VALUES ('another')`,
+		`INSERT INTO {s}.outbox_cursor ({cursor}) SELECT 'worker:theirs', {position}`,
+		`INSERT INTO {s}.outbox_cursor ({cursor}) SELECT 'mine', {position}`,
+		`INSERT INTO {s}.outbox_cursor ({cursor}) SELECT 'default', {position}`,
+		`UPDATE {s}.outbox_cursor SET snapshot = pg_current_snapshot()`,
+		`INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts) VALUES ('default', 'mallory', 1000, 'infinity', '0')`,
+		`INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts) VALUES ('worker:theirs', 'mallory', 1000, 'infinity', '0')
+			ON CONFLICT (name) DO UPDATE SET holder = excluded.holder, epoch = excluded.epoch, expires_at = excluded.expires_at`,
+		`UPDATE {s}.outbox_lease SET name = 'default' WHERE name = 'worker:mine'`,
 		`UPDATE {s}.event_subscription SET state = 'left', relay = 'r'`,
 		`DELETE FROM {s}.event_subscription`,
 		`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('theirs', 't', 'new', 'a')`,
@@ -239,6 +247,10 @@ func (r *roles) requireNoEscalation(t *testing.T) {
 		       created_at, updated_at, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, recorded_at)
 		SELECT g, 'a', 't', 1, 'PROCESSING', 1, 10, now(), 'w', now(), now(), now(), gen_random_uuid(), 't', 's', 'a', 'i', '{}', 'application/json', now(), now()
 		  FROM unnest('{mine,theirs}'::text[]) AS g;
+		INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		SELECT name, 0, '1:1:', 0, 1, 1 FROM unnest('{mine,theirs,worker:mine,worker:theirs}'::text[]) AS name;
+		INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts)
+		SELECT name, 'h', 1, now(), '1 s' FROM unnest('{mine,theirs,worker:mine,worker:theirs}'::text[]) AS name;
 		INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('mine', 't', 'i', 'a'), ('theirs', 't', 'i', 'a');
 		INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
 		SELECT g, 't', gen_random_uuid(), 0, 0, 5 FROM unnest('{mine,theirs}'::text[]) AS g`))
@@ -249,6 +261,8 @@ func (r *roles) requireNoEscalation(t *testing.T) {
 		"{owner}", pgx.Identifier{owner}.Sanitize(),
 		"{delivery}", `consumer_group, action, stream, position, status, attempt_count, max_attempts, next_retry_at, locked_by, locked_until, created_at, updated_at,
 			event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, recorded_at`,
+		"{cursor}", "relay, last_processed_id, snapshot, highest_id, system_identifier, epoch",
+		"{position}", "1000, pg_current_snapshot(), 1000, system_identifier, 1000 FROM pg_control_system()",
 		"{columns}", "event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at",
 		"{values}", "gen_random_uuid(), 't', 's', 'a', 'i', '{}', 'application/json', now()")
 	for _, role := range r.parts {
@@ -289,6 +303,10 @@ var hiddenRows = map[string][]string{
 		`UPDATE {s}.event_delivery SET status = 'DONE', locked_by = NULL, locked_until = NULL WHERE consumer_group = 'theirs'`,
 		`SELECT FROM {s}.event_delivery WHERE consumer_group = 'theirs' FOR UPDATE`,
 		`DELETE FROM {s}.event_delivery WHERE consumer_group = 'theirs'`,
+		// Relays may have the name of a group.
+		`UPDATE {s}.outbox_lease SET holder = 'mallory' WHERE name IN ('theirs', 'worker:theirs')`,
+		`SELECT FROM {s}.outbox_lease WHERE name IN ('theirs', 'worker:theirs') FOR UPDATE`,
+		`DELETE FROM {s}.outbox_cursor WHERE relay IN ('theirs', 'worker:theirs')`,
 	},
 }
 
@@ -386,6 +404,45 @@ func (h *relayFixture) caught(t *testing.T) []string {
 	return all
 }
 
+// temporaryTables are in front of those of outbox.
+const temporaryTables = `SET search_path = pg_temp, {s}; CREATE TEMPORARY TABLE outbox_partitioning (only_row boolean, rows bigint, cut bigint);
+	CREATE TEMPORARY TABLE outbox_cursor (relay text); CREATE TEMPORARY TABLE outbox_lease (name text, holder text, epoch bigint);
+	CREATE TEMPORARY TABLE pg_class (oid oid, relname name); CREATE TEMPORARY TABLE pg_inherits (inhrelid oid, inhparent oid);
+	CREATE TEMPORARY TABLE event_subscription (consumer_group text); CREATE TEMPORARY TABLE event_delivery (consumer_group text);
+	INSERT INTO outbox_lease VALUES ('r', 'h', 1);`
+
+// cut moves a group to Kafka, back, and takes it back, as an operator: in a session with temporary tables, and
+// without. These functions must be the first of their transactions.
+func (r *roles) cut(t *testing.T, temporary string) {
+	t.Helper()
+	const position = `INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		SELECT %s, 0, pg_current_snapshot(), 0, system_identifier, 1 FROM pg_control_system();`
+	session, err := r.as(t, "operator").Acquire(background)
+	require.NoError(t, err)
+	defer session.Release()
+	for _, cut := range []struct{ before, call string }{
+		{`INSERT INTO {s}.event_subscription (consumer_group) VALUES ('g');` + fmt.Sprintf(position, "'worker:g'"), `outbox_cut_to_kafka('{g}', 'q', 'kim', 'why')`},
+		{``, `outbox_cancel_cut('q', 'kim', 'why')`},
+		{`UPDATE {s}.event_subscription SET state = 'left', relay = 'q'; DELETE FROM {s}.outbox_lease;` + fmt.Sprintf(position, "'q'"),
+			`outbox_cut_to_postgres('{g}', 'q', 'kim', 'why')`},
+		{``, `outbox_finish_cut('q', false, 'kim', 'why')`},
+	} {
+		_, err := r.db.Exec(background, r.sql(cut.before), pgx.QueryExecModeSimpleProtocol)
+		require.NoError(t, err)
+		for _, set := range []string{temporary, "DISCARD TEMP; SET search_path = {s}"} {
+			_, err = session.Conn().PgConn().Exec(background, r.sql(set)).ReadAll()
+			require.NoError(t, err)
+			tx, err := session.Begin(background)
+			require.NoError(t, err)
+			_, err = tx.Exec(background, r.sql(`SELECT {s}.`+cut.call))
+			require.NoError(t, err, cut.call)
+			require.NoError(t, tx.Rollback(background))
+		}
+		_, err = session.Exec(background, r.sql(`SELECT {s}.`+cut.call))
+		require.NoError(t, err, cut.call)
+	}
+}
+
 // Where a stranger may create in the schema, he does not get the rights of the owner by the
 // functions that run with them. (He gets those of the roles whose search_path has it: the
 // doctor reports it.)
@@ -412,16 +469,13 @@ func TestFunctionsRunNothingOfOthers(t *testing.T) {
 		} {
 			db := r.as(t, role)
 			for _, call := range calls { // with a temporary table of every name, found first
-				temporary := `SET search_path = pg_temp, {s}; CREATE TEMPORARY TABLE outbox_partitioning (only_row boolean, rows bigint, cut bigint);
-					CREATE TEMPORARY TABLE outbox_cursor (relay text); CREATE TEMPORARY TABLE outbox_lease (name text, holder text, epoch bigint);
-					CREATE TEMPORARY TABLE pg_class (oid oid, relname name); CREATE TEMPORARY TABLE pg_inherits (inhrelid oid, inhparent oid);
-					INSERT INTO outbox_lease VALUES ('r', 'h', 1);`
-				require.NoError(t, tryScript(db, h.sql(temporary+call)), "%s: %s", role, call)
+				require.NoError(t, tryScript(db, h.sql(temporaryTables+call)), "%s: %s", role, call)
 				require.NoError(t, tryScript(db, h.sql("SET LOCAL search_path = {s};"+call)), "%s: %s", role, call)
 				_, err := db.Exec(background, h.sql(call))
 				require.NoError(t, err)
 			}
 		}
+		r.cut(t, temporaryTables)
 		_, err := h.db.Exec(background, h.sql(`SELECT {s}.outbox_partition(), {s}.outbox_prepare_partitions(10), {s}.outbox_revoke_grants('outbox_default')`))
 		require.NoError(t, err)
 		for _, caught := range h.caught(t) {

@@ -279,6 +279,41 @@ BEGIN
             ALTER TABLE %1$I.%3$I ENABLE ROW LEVEL SECURITY
             $sql$, schema, target || '_read', target, target || '_write');
     END LOOP;
+    -- The position and the lease of a group are for who may work for it; those of relays for who may
+    -- work for all. Who may write there now may go on doing so.
+    FOR granted IN SELECT * FROM (VALUES ('outbox_cursor', 'relay'), ('outbox_lease', 'name')) AS t (name, owner) LOOP
+        EXECUTE format($sql$
+            INSERT INTO %1$I.consumer_group_role (consumer_group, role)
+            SELECT DISTINCT '*', CASE a.grantee WHEN 0 THEN 'public' ELSE pg_get_userbyid(a.grantee) END
+              FROM pg_class AS c
+             CROSS JOIN LATERAL (SELECT c.relacl UNION ALL SELECT attacl FROM pg_attribute WHERE attrelid = c.oid) AS g (acl)
+             CROSS JOIN LATERAL aclexplode(g.acl) AS a
+             WHERE c.oid = %2$L::regclass AND a.privilege_type IN ('INSERT', 'UPDATE', 'DELETE') AND a.grantee <> c.relowner
+                ON CONFLICT DO NOTHING
+            $sql$, schema, format('%I.%I', schema, granted.name));
+        EXECUTE format($sql$
+            CREATE POLICY %2$I ON %1$I.%3$I FOR SELECT USING (true);
+            CREATE POLICY %4$I ON %1$I.%3$I USING (
+                ARRAY(SELECT r.consumer_group FROM %1$I.consumer_group_role AS r
+                       WHERE r.role = 'public' OR pg_has_role(to_regrole(quote_ident(r.role)), 'USAGE')
+                      UNION ALL
+                      SELECT '*' WHERE pg_has_role('pg_write_all_data', 'USAGE'))
+                && ARRAY[CASE WHEN starts_with(%5$I, 'worker:') THEN substr(%5$I, 8) END, '*']::varchar[]);
+            ALTER TABLE %1$I.%3$I ENABLE ROW LEVEL SECURITY
+            $sql$, schema, granted.name || '_read', granted.name, granted.name || '_write', granted.owner);
+    END LOOP;
+    FOR granted IN -- whose statements are subject to the policies has to find its groups
+        SELECT DISTINCT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS grantee
+          FROM pg_class AS c
+         CROSS JOIN LATERAL (SELECT c.relacl UNION ALL SELECT attacl FROM pg_attribute WHERE attrelid = c.oid) AS g (acl)
+         CROSS JOIN LATERAL aclexplode(g.acl) AS a
+         WHERE c.oid IN (format('%I.outbox_cursor', schema)::regclass, format('%I.outbox_lease', schema)::regclass) AND a.grantee <> c.relowner
+    LOOP
+        EXECUTE format('GRANT SELECT ON %I.consumer_group_role TO %s', schema, granted.grantee);
+    END LOOP;
+    EXECUTE format('COMMENT ON TABLE %I.consumer_group_role IS %L', schema,
+        'Which roles may write for which consumer groups, beside the owner of the tables and members of pg_write_all_data.');
+    EXECUTE format('COMMENT ON COLUMN %I.consumer_group_role.consumer_group IS %L', schema, 'As in event_handled; * stands for all groups, and for relays.');
     FOR granted IN
         SELECT p.oid::regprocedure AS signature FROM pg_proc AS p
          WHERE p.pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = schema)

@@ -336,8 +336,8 @@ func (d *doctor) groupsOf(ctx context.Context, p part) error {
 	role := quoteText(p.role)
 	switch {
 	case p.name == "relay" && !allData && !all:
-		d.add("privileges.groups", severityError, fmt.Sprintf("role %s may not remove what consumer groups have handled", p.role),
-			"Its retention finds nothing to remove in event_handled and event_delivery, and the tables grow.",
+		d.add("privileges.groups", severityError, fmt.Sprintf("role %s may not work for all consumer groups", p.role),
+			"It can neither take a lease nor move a position, and its retention finds nothing to remove in event_handled and event_delivery.",
 			fmt.Sprintf("INSERT INTO %s.consumer_group_role (consumer_group, role) VALUES ('*', %s)", schema, role))
 	case p.name != "relay" && allData:
 		d.add("privileges.groups", severityWarning, fmt.Sprintf("role %s may write for all consumer groups, as it may write all data", p.role),
