@@ -180,6 +180,9 @@ type ConsumerHooks struct {
 	// them, because of the topic's retention. Records is how many offsets are gone: not
 	// fewer than there were records.
 	Lost func(topic string, partition int32, records int64)
+	// RowsRemoved is called after each run of retention of a worker that removed rows. Consumers
+	// remove none. A stop waits for it a quarter of a second.
+	RowsRemoved func(RetentionResult)
 }
 
 // guarded returns the hooks as a consumer calls them: each through what callback returns

@@ -40,7 +40,11 @@ func TestWorkerCleans(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
 	cfg := tidyWorker()
-	f.start(cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
+	var removed outbox.RetentionResult // only the goroutine that cleans, until it is stopped
+	cfg.Hooks.RowsRemoved = func(r outbox.RetentionResult) {
+		removed.Published, removed.Handled, removed.Audited, removed.Delivered = removed.Published+r.Published, removed.Handled+r.Handled, removed.Audited+r.Audited, removed.Delivered+r.Delivered
+	}
+	_, stop := f.start(cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
 		switch s.Account {
 		case "dead":
 			return outbox.Permanent(errTest)
@@ -66,6 +70,8 @@ func TestWorkerCleans(t *testing.T) {
 	f.eventually(`SELECT count(*) FROM {schema}.event_delivery`, 3)
 	require.Equal(t, 1, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND resolution IS NULL`))
 	require.Equal(t, 2, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status IN ('PENDING', 'PARKED')`))
+	stop()
+	require.Equal(t, outbox.RetentionResult{Published: 6, Handled: 2, Audited: 1, Delivered: 3}, removed)
 }
 
 // A relay may have an archive, and keeps rows as long as it says: where one has a position, workers remove nothing.

@@ -40,7 +40,7 @@ type instruments struct {
 	sendTook, latency                       metric.Float64Histogram
 	batchSize                               metric.Int64Histogram
 
-	consumed, lost                   metric.Int64Counter
+	consumed, lost, removedByWorkers metric.Int64Counter
 	handlerTook                      metric.Float64Histogram
 	consumerOutcomes, workerOutcomes outcomes
 
@@ -96,6 +96,7 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.dead = m.counter("outbox.relay.dead", "{event}", "Events that Kafka rejected until their retries were used up.")
 	i.removed = m.counter("outbox.relay.removed", "{row}", "Rows that retention removed.")
 	i.consumerOutcomes, i.workerOutcomes = m.outcomes("consumer"), m.outcomes("worker")
+	i.removedByWorkers = m.counter("outbox.worker.removed", "{row}", "Rows that retention removed.")
 	i.lost = m.counter("outbox.consumer.lost", "{message}", "Records that Kafka had removed before the group read them.")
 	i.leader = m.gauge("outbox.relay.leader", "{relay}", "1 where this process leads.")
 	i.breaker = m.gauge("outbox.relay.breaker.state", "{state}", "1 for the state that the breaker is in.")

@@ -171,6 +171,7 @@ func TestMetricNames(t *testing.T) {
 		return errors.New("no")
 	}))
 	s.tel.Worker(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks.Conflicted(outbox.Metadata{}, "FAIL", &pgconn.PgError{Code: "40001"})
+	s.tel.Worker(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks.RowsRemoved(outbox.RetentionResult{Delivered: 7})
 	s.commit(t.Context(), t, tooLarge("1"), placed{ID: "2", At: time.Now()})
 	cfg := outbox.RelayConfig{MaxRetries: 1, RetryInterval: 10 * time.Millisecond}
 	cfg.Retention.PublishedFor, cfg.Retention.Interval = time.Millisecond, 100*time.Millisecond
@@ -182,7 +183,7 @@ func TestMetricNames(t *testing.T) {
 	for _, name := range regexp.MustCompile(`(?m)^//\t(\S+) `).FindAllStringSubmatch(string(source), -1) {
 		documented[name[1]] = true
 	}
-	require.Len(t, documented, 32)
+	require.Len(t, documented, 33)
 	var m metrics
 	eventually(t, func() bool { m = s.collect(t); return len(m) >= len(documented) }, "%v of %v", m, documented)
 	require.ElementsMatch(t, slices.Collect(maps.Keys(documented)), slices.Collect(maps.Keys(m)))
@@ -197,6 +198,7 @@ func TestMetricNames(t *testing.T) {
 		require.NotEmpty(t, one.Description, name)
 	}
 	require.Positive(t, m.value("outbox.relay.removed", "db.collection.name", "outbox"))
+	require.Equal(t, 7.0, m.value("outbox.worker.removed", "db.collection.name", "event_delivery", "messaging.consumer.group.name", "g"))
 }
 
 // The breaker has one of three states at a time.

@@ -32,6 +32,7 @@
 //	                                     unknown (skipped), retried (a try failed, another one follows), dead
 //	outbox.worker.failed                 counter of failed tries that count against the limit
 //	outbox.worker.conflicts              counter of tries that PostgreSQL rolled back and that are repeated without being counted
+//	outbox.worker.removed                counter of rows that retention removed where no relay does, by table
 //	outbox.consumer.lost                 counter of records that Kafka had removed before the group read them
 //
 // From the database and Kafka, by Watch:

@@ -102,13 +102,16 @@ func (r *relay) deadEvent(e outbox.FailedEvent) {
 		semconv.CloudEventsEventType(e.Type), semconv.ErrorTypeKey.String(e.Class)))
 }
 
-func (r *relay) rowsRemoved(c outbox.RetentionResult) {
+func (r *relay) rowsRemoved(c outbox.RetentionResult) { r.countRemoved(r.removed, r.name, c) }
+
+// countRemoved counts the rows that a run of retention removed.
+func (t *Telemetry) countRemoved(counter metric.Int64Counter, by attribute.KeyValue, c outbox.RetentionResult) {
 	for table, n := range map[string]int64{
 		"outbox": c.Published, "outbox_cursor": c.Cursors, "outbox_failed": c.Resolved, "event_handled": c.Handled,
 		"outbox_audit": c.Audited, "event_delivery": c.Delivered,
 	} {
 		if n > 0 {
-			r.removed.Add(context.Background(), n, r.set(r.name, semconv.DBCollectionName(table)))
+			counter.Add(context.Background(), n, t.set(by, semconv.DBCollectionName(table)))
 		}
 	}
 }

@@ -16,7 +16,12 @@ import (
 func (t *Telemetry) Worker(cfg outbox.WorkerConfig) outbox.WorkerConfig {
 	h := t.handlersOf(cfg.HandlerConfig, postgres, t.workerOutcomes, results{handled: "done", givenUp: "dead", retried: "retried"})
 	cfg.HandlerConfig = h.added(cfg.HandlerConfig)
+	cfg.Hooks.RowsRemoved = both(h.rowsRemoved, cfg.Hooks.RowsRemoved)
 	return cfg
+}
+
+func (h *handlers) rowsRemoved(c outbox.RetentionResult) {
+	h.countRemoved(h.removedByWorkers, h.group, c)
 }
 
 // workersWatch reads what is owed to handlers.
