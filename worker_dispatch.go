@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -174,6 +175,13 @@ func (k *laneKind) takeFromSlow() (waiting []deliveries.Delivery) {
 		}
 	}
 	return waiting
+}
+
+// slowLanes returns those that are at a single call for longer than slowBatch.
+func (k *laneKind) slowLanes() []*lane {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return slices.Collect(maps.Keys(k.slow))
 }
 
 // batch returns how many deliveries a batch has at most.

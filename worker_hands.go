@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"time"
 
@@ -218,4 +219,68 @@ func (h *hands) strays(rows []deliveries.Delivery) (strays []deliveries.Delivery
 		}
 	}
 	return strays
+}
+
+// progress is how far a lane has come with a batch whose handlers have no transaction. The keeper looks after
+// it while a call takes long. It is safe for concurrent use.
+type progress struct {
+	writing sync.Mutex // held while what is done is written down, in its order
+
+	mu    sync.Mutex
+	ahead []deliveries.Delivery // not begun
+	done  []deliveries.Delivery // handled, and not written down
+	since time.Time             // when the first of done was
+}
+
+// start begins with a batch.
+func (p *progress) start(batch []deliveries.Delivery) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.ahead, p.done = slices.Clone(batch), nil
+}
+
+// begin reports whether a delivery is still with the lane, which begins it.
+func (p *progress) begin(r deliveries.Ref) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	n := slices.IndexFunc(p.ahead, func(d deliveries.Delivery) bool { return d.Ref == r })
+	if n < 0 {
+		return false
+	}
+	p.ahead = p.ahead[n+1:] // those before it are paused, and go back
+	return true
+}
+
+// end notes that a delivery is handled. It returns for how long the first one waits to be written down.
+func (p *progress) end(d deliveries.Delivery) time.Duration {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if len(p.done) == 0 {
+		p.since = time.Now()
+	}
+	p.done = append(p.done, d)
+	return time.Since(p.since)
+}
+
+// takeDone returns what is to be written down.
+func (p *progress) takeDone() (done []deliveries.Delivery) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	done, p.done = p.done, nil
+	return done
+}
+
+// putBack takes back what could not be written down.
+func (p *progress) putBack(done []deliveries.Delivery) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.done = append(done, p.done...)
+}
+
+// takeAhead returns what is not begun, and will not be.
+func (p *progress) takeAhead() (ahead []deliveries.Delivery) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	ahead, p.ahead = p.ahead, nil
+	return ahead
 }

@@ -223,10 +223,19 @@ func (k *keeper) watch(ctx context.Context) {
 	}
 }
 
-// relieve gives back what waits behind handlers that take long.
+// relieve gives back what waits behind handlers that take long. What came with a handler's event in its transaction
+// waits for that.
 func (k *keeper) relieve(ctx context.Context) {
 	for _, kind := range k.dispatcher.kinds {
 		k.giveBack(ctx, kind.takeFromSlow())
+		for _, l := range kind.slowLanes() {
+			if !l.tx {
+				bounded, cancel := context.WithTimeout(ctx, writeTimeout)
+				rest := l.relieve(bounded)
+				cancel()
+				k.giveBack(ctx, rest)
+			}
+		}
 	}
 }
 

@@ -35,8 +35,7 @@ type lane struct {
 
 	// Of the batch under way:
 	work       []laneItem
-	done       []deliveries.Delivery // handled without a transaction, and not yet written down
-	doneSince  time.Time             // of the first of done
+	progress   progress              // without a transaction
 	finished   []deliveries.Delivery // what waits for them is promoted with the transaction under way
 	promotedIn int64                 // how many, -1 for not yet
 	held       context.Context       // ended when the batch is not to go on
@@ -158,7 +157,7 @@ func (l *lane) run() {
 func (l *lane) handle(batch []deliveries.Delivery) {
 	l.held = l.hands.contextOf(batch, l.cut)
 	l.begin(batch)
-	defer func() { l.work, l.done = nil, nil }()
+	defer func() { l.work = nil }()
 	for at := 0; at < len(l.work) && l.mayGoOn(); {
 		n := l.readSome(l.work[at:])
 		if l.tx {
@@ -182,6 +181,7 @@ func (l *lane) mayGoOn() bool { return l.stopping.Err() == nil && l.held.Err() =
 func (l *lane) begin(batch []deliveries.Delivery) {
 	origins := make([]origin, len(batch))
 	l.work = make([]laneItem, len(batch))
+	l.progress.start(batch)
 	for i, d := range batch {
 		origins[i] = origin{key: []byte(d.RecordKey()), delivery: deliveryOrigin{id: d.ID, stream: d.Stream}}
 		l.work[i].Delivery = d
@@ -487,9 +487,15 @@ func (l *lane) handleEach(items []laneItem, failed *taskError) {
 		if !l.mayGoOn() {
 			return
 		}
-		if it := &items[i]; !it.gone && !l.pauses.IsPaused(it.Stream) {
-			l.handleOne(it, failed)
+		it := &items[i]
+		if it.gone || l.pauses.IsPaused(it.Stream) {
+			continue
 		}
+		if !l.tx && !l.progress.begin(it.Ref) {
+			it.gone = true
+			continue
+		}
+		l.handleOne(it, failed)
 	}
 }
 
@@ -534,12 +540,9 @@ func (l *lane) handleOne(it *laneItem, before *taskError) {
 		l.promoteBehind()
 		return
 	}
-	l.done = append(l.done, it.Delivery)
 	const often = 50 * time.Millisecond
-	if len(l.done) == 1 {
-		l.doneSince = time.Now()
-	}
-	if time.Since(l.doneSince) > often {
+	it.gone = true
+	if l.progress.end(it.Delivery) > often {
 		l.flush()
 	}
 }
@@ -730,30 +733,55 @@ func (l *lane) retryWait(it *laneItem, err error) time.Duration {
 
 // flush writes down what is handled without a transaction.
 func (l *lane) flush() {
-	if len(l.done) == 0 {
+	l.progress.writing.Lock()
+	defer l.progress.writing.Unlock()
+	done := l.progress.takeDone()
+	if len(done) == 0 {
 		return
 	}
 	var promoted int64
 	err := l.write(func(ctx context.Context) (err error) {
-		promoted, err = l.store.Finish(ctx, l.done)
+		promoted, err = l.store.Finish(ctx, done)
 		return err
 	})
-	if errors.Is(err, deliveries.ErrLost) {
-		l.log.Warn("outbox: deliveries were taken over by another worker before they were written down as done; their handlers run once more", "deliveries", len(l.done), "error", err)
-		l.lose(l.done[0].Ref) // and with them what is behind them
-		l.done = l.done[:0]
-		return
+	if !l.noteLost(done, err) {
+		l.forget(done, promoted)
 	}
-	done := map[int64]bool{}
-	for _, d := range l.done {
-		done[d.ID] = true
-	}
-	for i := range l.work {
-		if it := &l.work[i]; done[it.ID] {
-			l.drop(it)
+}
+
+// relieve writes down what a lane has handled that is at a call for long, and returns what it has not begun: it does not
+// any more.
+func (l *lane) relieve(ctx context.Context) (rest []deliveries.Delivery) {
+	l.progress.writing.Lock()
+	defer l.progress.writing.Unlock()
+	if done := l.progress.takeDone(); len(done) > 0 {
+		promoted, err := l.store.Finish(ctx, done)
+		switch {
+		case l.noteLost(done, err):
+		case err != nil:
+			l.progress.putBack(done)
+		default:
+			l.forget(done, promoted)
 		}
 	}
-	l.done = l.done[:0]
+	return l.progress.takeAhead()
+}
+
+// noteLost ends the work on the batch if one of its deliveries that are done is with another worker.
+func (l *lane) noteLost(done []deliveries.Delivery, err error) bool {
+	lost := errors.Is(err, deliveries.ErrLost)
+	if lost {
+		l.log.Warn("outbox: deliveries were taken over by another worker before they were written down as done; their handlers run once more", "deliveries", len(done), "error", err)
+		l.lose(done[0].Ref) // and with them what is behind them
+	}
+	return lost
+}
+
+// forget notes that deliveries are not with this worker any more, and that some were promoted with that.
+func (l *lane) forget(done []deliveries.Delivery, promoted int64) {
+	for _, d := range done {
+		l.hands.drop(d.Ref)
+	}
 	if promoted > 0 {
 		l.promoted()
 	}

@@ -1,0 +1,59 @@
+package outbox_test
+
+import (
+	"context"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// While a handler without a transaction takes long, what came with its event does not wait for it: what was
+// handled before is written down, and what comes behind it is handled by others.
+func TestWorkerSlowHandlerHoldsUpNothing(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	var mu sync.Mutex
+	calls := map[string]int{}
+	count := func(prefix string) (n int) {
+		mu.Lock()
+		defer mu.Unlock()
+		for account, times := range calls {
+			if strings.HasPrefix(account, prefix) {
+				n += times
+			}
+		}
+		return n
+	}
+	goOn := make(chan struct{})
+	release := sync.OnceFunc(func() { close(goOn) })
+	defer release()
+	handler := outbox.HandleNoTx("SEEN", func(ctx context.Context, s step, _ outbox.Metadata) error {
+		mu.Lock()
+		calls[s.Account]++
+		mu.Unlock()
+		if s.Account == "slow" && s.N == 2 {
+			<-goOn
+		}
+		return nil
+	})
+	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond, Concurrency: 1}
+	cfg.MaxRetries = -1
+	f.commit(step{"before-1", 1}, step{"before-2", 1}, step{"slow", 1}, step{"slow", 2}, step{"slow", 3}, step{"behind-1", 1}, step{"behind-2", 1}, step{"behind-1", 2})
+	f.start(cfg, handler)
+	require.Eventually(t, func() bool { return count("slow") == 2 }, testenv.Patience, time.Millisecond)
+	f.start(cfg, handler)
+	require.Eventually(t, func() bool { return count("behind") == 3 }, testenv.Patience, 10*time.Millisecond)
+	done := `SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE'`
+	f.eventually(done, 6)
+	require.Equal(t, 2, count("slow"), "its key waits")
+	release()
+	f.eventually(done, 8)
+	require.Equal(t, 8, count(""))
+	require.Zero(t, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE attempt_count <> 1`))
+}
