@@ -1,0 +1,322 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/short"
+)
+
+// lose ends the work on the batch, of which a delivery is not with this worker any more, or not the first of its key.
+func (l *lane) lose(r deliveries.Ref) {
+	l.hands.lose(r)
+	l.lost()
+}
+
+// drop notes that a delivery is not with this worker any more.
+func (l *lane) drop(it *laneItem) {
+	it.gone = true
+	l.hands.drop(it.Ref)
+}
+
+// complete ends the deliveries of tasks, in the transaction of their handlers.
+func (l *lane) complete(ctx context.Context, tx handlerTx, results []taskResult) error {
+	ids := map[int64]bool{}
+	for _, r := range results { // an event that is upcast may have several tasks
+		ids[r.meta.origin.delivery.id] = true
+	}
+	l.finished, l.promotedIn = l.those(ids), 0
+	// Functions inside PostgreSQL may have changed settings, too.
+	if tx.ChangedSettings() || len(results) == 1 {
+		if _, err := tx.Own().Exec(ctx, sqlOwnSettings, l.session.role, l.session.user); err != nil {
+			return unfinished(tx, err)
+		}
+	}
+	promoted, err := l.store.FinishIn(ctx, tx.Own(), l.finished)
+	l.promotedIn = promoted
+	return unfinished(tx, err)
+}
+
+// unfinished says if an error is due to what a handler has done to its transaction.
+func unfinished(tx handlerTx, err error) error {
+	switch {
+	case pg.Code(err) == "", pg.IsTransient(err), errors.Is(err, deliveries.ErrLost):
+		return err
+	case !tx.ChangedSettings() && (pg.IsOutage(err) || pg.IsLocked(err) || pg.IsCancelled(err)):
+		return err
+	}
+	return fmt.Errorf("%w: %w", errUnfinished, err)
+}
+
+// sqlOwnSettings undoes what a handler has set for its transaction, and what would keep
+// statements of the worker from working.
+const sqlOwnSettings = `
+SELECT CASE WHEN session_user <> $2::text THEN set_config('session_authorization', $2::text, true) END, set_config('role', $1::text, true), set_config('statement_timeout', '0', true), set_config('lock_timeout', '0', true)`
+
+// those returns the deliveries with these ids.
+func (l *lane) those(ids map[int64]bool) (all []deliveries.Delivery) {
+	for i := range l.work {
+		if it := &l.work[i]; ids[it.ID] {
+			all = append(all, it.Delivery)
+		}
+	}
+	return all
+}
+
+// promoteBehind has rows claimed that were promoted in a transaction which is committed now. Under
+// another isolation level than READ COMMITTED they still have to be.
+func (l *lane) promoteBehind() {
+	if l.promotedIn < 0 {
+		began := time.Now()
+		var err error
+		l.promotedIn, err = l.store.Promote(l.cut, l.finished)
+		l.outages.Report(outagePromoting, began, err) // if it fails, what repairs heads does it
+	}
+	if l.promotedIn > 0 {
+		l.promoted()
+	}
+	l.promotedIn = 0
+}
+
+// postponedError is the error of a handler in an outage of PostgreSQL, which is no attempt, that says when the event is
+// to be tried again. Another event goes on meanwhile.
+type postponedError struct{ error }
+
+func (e *postponedError) Unwrap() error { return e.error }
+
+func isPostponed(err error) bool {
+	_, is := errors.AsType[*postponedError](err)
+	return is
+}
+
+// postponed returns the error of a common transaction if it is that of a task, as a [*postponedError].
+func postponed(err error) *taskError {
+	failed, _ := errors.AsType[*taskError](err)
+	if failed == nil {
+		return nil
+	}
+	return &taskError{failed.task, &postponedError{failed.err}}
+}
+
+// postpone has a delivery tried again when the error of a task says, without counting an attempt.
+func (l *lane) postpone(it *laneItem, t task, cause error) {
+	f := l.failureOf(it, errorClass(cause), cause)
+	f.Uncounted, f.Wait = true, l.retryWait(it, cause)
+	if _, err := l.writeFailure(it, f); err != nil { // lost: whoever has it now decides
+		return
+	}
+	l.log.InfoContext(handlerContext(l.held, it.meta), "outbox: handler failed in an outage of PostgreSQL, which is no attempt; trying again", l.attrs(it, t.action, "wait", f.Wait, "error", cause)...)
+	l.promoted()
+	l.retryAt(time.Now().Add(f.Wait))
+}
+
+// failTask writes down that a task has failed: its delivery is tried again later, or is dead.
+func (l *lane) failTask(it *laneItem, t task, err error) {
+	if l.cfg.Hooks.Failed != nil {
+		l.callHost("hook Failed", it, func() { l.cfg.Hooks.Failed(t.meta, t.action, err) })
+	}
+	usual := l.cfg.of(it.Stream).MaxRetries
+	retries := usual
+	if l.retriesFor != nil {
+		l.callHost("RetriesFor", it, func() { retries = l.retriesFor(err) })
+	}
+	if retries > usual {
+		// Workers that are gone count, too, and know of no error: from here on they may use up
+		// as many attempts as of an event that has not failed yet, or as there are.
+		it.MaxAttempts = max(it.MaxAttempts, attempts(min(retries, it.Attempt-1+attempts(usual))))
+	}
+	l.fail(it, t.action, errorClass(err), err, isPermanent(err) || it.Attempt > retries)
+}
+
+// fail writes down that an attempt of an action has failed.
+func (l *lane) fail(it *laneItem, action, class string, cause error, dead bool) {
+	f := l.failureOf(it, class, cause)
+	f.Dead, f.Held = dead, dead && l.cfg.HoldDead
+	if !dead {
+		f.Wait = l.retryWait(it, cause)
+	}
+	promoted, err := l.writeFailure(it, f)
+	if err != nil { // lost: whoever has it now decides
+		return
+	}
+	l.report(it, action, f, cause)
+	if promoted > 0 || dead {
+		l.promoted()
+	}
+	if !dead {
+		l.retryAt(time.Now().Add(f.Wait))
+	}
+}
+
+func (l *lane) failureOf(it *laneItem, class string, cause error) deliveries.Failure {
+	return deliveries.Failure{Of: it.Delivery, Code: short.Storable(class, 100), Message: short.Storable(cause.Error(), short.MaxText), MaxAttempts: it.MaxAttempts}
+}
+
+// writeFailure writes a failure down, until that is done or the delivery is lost. The deliveries behind it in
+// its key wait behind it again.
+func (l *lane) writeFailure(it *laneItem, f deliveries.Failure) (promoted int64, err error) {
+	l.flush() // of its key, what is handled is done before
+	var rest []deliveries.Delivery
+	for i := range l.work {
+		if other := &l.work[i]; other != it && !other.gone && it.Key.Ordered && other.Key == it.Key {
+			rest = append(rest, other.Delivery)
+		}
+	}
+	err = l.write(func(ctx context.Context) (err error) {
+		promoted, err = l.store.Fail(ctx, f, rest)
+		return err
+	})
+	for i := range l.work {
+		if other := &l.work[i]; other == it || !other.gone && it.Key.Ordered && other.Key == it.Key {
+			l.drop(other)
+		}
+	}
+	return promoted, err
+}
+
+// report logs a failed attempt, and calls the hook of a dead delivery.
+func (l *lane) report(it *laneItem, action string, f deliveries.Failure, cause error) {
+	ctx := handlerContext(l.held, it.meta)
+	if !f.Dead {
+		l.log.WarnContext(ctx, "outbox: handler failed, trying again", l.attrs(it, action, "wait", f.Wait, "error_code", f.Code, "error", cause)...)
+		if l.cfg.Hooks.Retried != nil {
+			l.callHost("hook Retried", it, func() { l.cfg.Hooks.Retried(it.meta, action, cause) })
+		}
+		return
+	}
+	l.log.ErrorContext(ctx, "outbox: delivery is dead, an operator has to decide", l.attrs(it, action, "error_code", f.Code, "error", cause)...)
+	if l.cfg.Hooks.DeadLettered != nil {
+		l.callHost("hook DeadLettered", it, func() { l.cfg.Hooks.DeadLettered(it.meta, action, "", cause) })
+	}
+}
+
+// retryWait returns how long to wait before the next attempt.
+func (l *lane) retryWait(it *laneItem, err error) time.Duration {
+	if d, ok := retryAfter(err); ok {
+		return max(d, 0)
+	}
+	const jitter = 5                  // a fifth more or less
+	const longest = math.MaxInt64 / 2 // so that a fifth more is no overflow
+	d := min(l.cfg.of(it.Stream).waitAfter(it.Attempt), longest)
+	return d - d/jitter + rand.N(2*(d/jitter)+1)
+}
+
+// flush writes down what is handled without a transaction.
+func (l *lane) flush() {
+	l.progress.writing.Lock()
+	defer l.progress.writing.Unlock()
+	done := l.progress.takeDone()
+	if len(done) == 0 {
+		return
+	}
+	var promoted int64
+	err := l.write(func(ctx context.Context) (err error) {
+		promoted, err = l.store.Finish(ctx, done)
+		return err
+	})
+	if !l.noteLost(done, err) {
+		l.forget(done, promoted)
+	}
+}
+
+// relieve writes down what a lane has handled that is at a call for long, and returns what it has not begun: it does not
+// any more.
+func (l *lane) relieve(ctx context.Context) (rest []deliveries.Delivery) {
+	l.progress.writing.Lock()
+	defer l.progress.writing.Unlock()
+	if done := l.progress.takeDone(); len(done) > 0 {
+		promoted, err := l.store.Finish(ctx, done)
+		switch {
+		case l.noteLost(done, err):
+		case err != nil:
+			l.progress.putBack(done)
+		default:
+			l.forget(done, promoted)
+		}
+	}
+	return l.progress.takeAhead()
+}
+
+// noteLost ends the work on the batch if one of its deliveries that are done is with another worker.
+func (l *lane) noteLost(done []deliveries.Delivery, err error) bool {
+	lost := errors.Is(err, deliveries.ErrLost)
+	if lost {
+		l.log.Warn("outbox: deliveries were taken over by another worker before they were written down as done; their handlers run once more", "deliveries", len(done), "error", err)
+		l.lose(done[0].Ref) // and with them what is behind them
+	}
+	return lost
+}
+
+// forget notes that deliveries are not with this worker any more, and that some were promoted with that.
+func (l *lane) forget(done []deliveries.Delivery, promoted int64) {
+	for _, d := range done {
+		l.hands.drop(d.Ref)
+	}
+	if promoted > 0 {
+		l.promoted()
+	}
+}
+
+// giveBack gives back what was not tried.
+func (l *lane) giveBack() {
+	var rest []deliveries.Delivery
+	for i := range l.work {
+		if it := &l.work[i]; !it.gone {
+			rest = append(rest, it.Delivery)
+		}
+	}
+	if len(rest) == 0 {
+		return
+	}
+	if err := l.write(func(ctx context.Context) error { return l.store.Return(ctx, rest) }); err != nil && l.cut.Err() == nil {
+		l.log.Warn("outbox: deliveries are not given back, others wait until their lease expires", "deliveries", len(rest), "error", err)
+	}
+	for _, d := range rest {
+		l.hands.drop(d.Ref)
+	}
+	l.promoted()
+}
+
+// write runs a statement until it works. It gives up if that is lost which it is about, or with
+// the stop of the worker.
+func (l *lane) write(statement func(context.Context) error) error {
+	for {
+		began := time.Now()
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(l.held), writeTimeout)
+		err := statement(ctx)
+		cancel()
+		switch {
+		case err == nil:
+			l.works(began)
+			return nil
+		case errors.Is(err, deliveries.ErrLost), l.cut.Err() != nil:
+			return err
+		}
+		l.awaitPostgres(began, err)
+		if l.stopping.Err() != nil {
+			return err
+		}
+	}
+}
+
+// writeTimeout bounds a statement with which a worker writes down what became of a delivery.
+const writeTimeout = 10 * time.Second
+
+// awaitPostgres waits a little while PostgreSQL is unavailable.
+func (l *lane) awaitPostgres(began time.Time, err error) {
+	l.outages.Report(outagePostgres, began, err)
+	l.cfg.awaitAgain(l.stopping, l.outages)
+}
+
+// works ends an outage of PostgreSQL, if there is one.
+func (l *lane) works(began time.Time) {
+	if l.outages.Failing() {
+		l.outages.Report(outagePostgres, began, nil)
+	}
+}

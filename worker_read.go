@@ -1,0 +1,128 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/handling"
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// begin makes items of a batch.
+func (l *lane) begin(batch []deliveries.Delivery) {
+	origins := make([]origin, len(batch))
+	l.work = make([]laneItem, len(batch))
+	l.progress.start(batch)
+	for i, d := range batch {
+		origins[i] = origin{key: []byte(d.RecordKey()), delivery: deliveryOrigin{id: d.ID, stream: d.Stream}}
+		l.work[i].Delivery = d
+		l.work[i].meta = Metadata{ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: d.Attempt, origin: &origins[i]}
+	}
+}
+
+// maxReadBytes bounds what a lane reads that came without its payload, until it has handled that.
+const maxReadBytes = 8 << 20
+
+// readSome decodes the events of the first items, and returns how many these are. Codecs may do I/O, so each has as
+// long as a handler.
+func (l *lane) readSome(items []laneItem) (n int) {
+	bytes := 0
+	for n < min(len(items), l.most) && (n == 0 || l.mayGoOn()) {
+		it := &items[n]
+		if it.Bare {
+			if bytes += it.Size; bytes > maxReadBytes && n > 0 {
+				break
+			}
+		}
+		if !it.read {
+			l.read(it)
+		}
+		n++
+	}
+	return n
+}
+
+// read decodes an event. Decoders are the host's, and may end their goroutine.
+func (l *lane) read(it *laneItem) {
+	ctx, cancel := context.WithTimeout(l.held, l.cfg.HandlerTimeout)
+	defer cancel()
+	l.activity.Begin(handling.Call{Context: ctx, Function: "codec or upcaster", Action: it.Action, Type: it.Type, ID: it.EventID, Events: 1, Place: it.meta.origin.place()})
+	defer l.activity.End()
+	it.read = true
+	err := contain.Do(func() error {
+		if it.Bare {
+			if err := l.print(&it.Delivery); err != nil {
+				return err
+			}
+		}
+		m, err := messageOf(&it.Delivery)
+		if err != nil {
+			return err
+		}
+		l.own.resolve(ctx, &it.item, m, it.Action)
+		return nil
+	})
+	switch {
+	case errors.Is(err, deliveries.ErrLost):
+		l.lose(it.Ref)
+	case err != nil && l.mayGoOn():
+		it.class, it.err = classUndecodable, err
+	}
+}
+
+// Printing 1 GB, which PostgreSQL refuses in the end, takes many seconds, and a role may have a shorter
+// statement_timeout.
+const (
+	printTimeout = time.Minute
+	printTries   = 3
+)
+
+// print reads payload and headers of a delivery that came without. The error is that of an event which PostgreSQL
+// cannot print, or with the work on the batch, which has ended then.
+func (l *lane) print(d *deliveries.Delivery) error {
+	for try := 1; ; {
+		began := time.Now()
+		ctx, cancel := context.WithTimeout(l.held, printTimeout)
+		err := l.store.Print(ctx, d)
+		tooLong := pg.IsCancelled(err) || ctx.Err() != nil
+		cancel()
+		switch {
+		case err == nil, pg.IsUnreadable(err), errors.Is(err, deliveries.ErrLost), !l.mayGoOn():
+			return err
+		case !tooLong:
+			l.awaitPostgres(began, err)
+		case try == printTries:
+			return err
+		default:
+			try++
+		}
+	}
+}
+
+// messageOf returns the event as it would arrive in a record.
+func messageOf(d *deliveries.Delivery) (*Message, error) {
+	e := envelope{
+		eventID: []byte(d.EventID), eventType: []byte(d.Type), source: []byte(d.Source), aggregateType: []byte(d.AggregateType),
+		aggregateID: []byte(d.AggregateID), payload: d.Payload, contentType: []byte(d.ContentType), headers: d.Headers,
+		occurredAt: appendTime(nil, d.OccurredAt),
+	}
+	type header struct {
+		name  string
+		value []byte
+	}
+	headers := make([]header, 0, recordHeaders)
+	value, err := e.record(Binary, func(name string, value []byte) { headers = append(headers, header{name, value}) })
+	if err != nil {
+		return nil, err
+	}
+	return decodeRecord(value, func(yield func(string, []byte) bool) {
+		for _, h := range headers {
+			if !yield(h.name, h.value) {
+				return
+			}
+		}
+	})
+}
