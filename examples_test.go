@@ -51,4 +51,16 @@ func TestExamples(t *testing.T) {
 	stop() // a consumer that is stopped before it begins returns at once
 	ctx = running
 	ExampleConsumer()
+
+	running, stop = context.WithCancel(t.Context())
+	defer stop()
+	ctx = running
+	worked := make(chan struct{})
+	go func() { ExampleWorker(); close(worked) }()
+	require.Eventually(t, func() bool {
+		var done bool
+		return db.QueryRow(t.Context(), `SELECT count(*) > 0 AND bool_and(status = 'DONE') FROM event_delivery`).Scan(&done) == nil && done
+	}, testenv.Patience, 10*time.Millisecond)
+	stop()
+	<-worked
 }
