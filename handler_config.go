@@ -115,7 +115,7 @@ func (c HandlerConfig) guarded(log *slog.Logger) HandlerConfig {
 		switch name {
 		case "Handled", "Repeated": // called for every event, below [contain.Do]
 			return hook.Inline
-		case "Lost": // called by what fetches for all partitions, and by the Kafka client
+		case "Lost", "RowsRemoved": // called by what fetches for all partitions, and by the Kafka client; by what removes rows
 			return func(call func()) { hook.Notify(context.Background(), call) }
 		}
 		return hook.Alone

@@ -217,6 +217,7 @@ func (h ConsumerHooks) guarded(callback func(name string) func(call func())) Con
 		notify := callback("Lost")
 		h.Lost = func(topic string, partition int32, records int64) { notify(func() { hook(topic, partition, records) }) }
 	}
+	h.RowsRemoved = guardHook(h.RowsRemoved, "RowsRemoved", callback)
 	return h
 }
 

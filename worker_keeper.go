@@ -288,9 +288,8 @@ type groupCleaner struct {
 	lease   *groupLease
 	store   *retention
 	cfg     *WorkerConfig
-	cut     context.Context   // ended when a batch is not to go on
-	backlog func() bool       // of events to hand over
-	removed *contain.Callback // Hooks.RowsRemoved
+	cut     context.Context // ended when a batch is not to go on
+	backlog func() bool     // of events to hand over
 	log     *slog.Logger
 	outages *outage.Logs
 }
@@ -300,7 +299,6 @@ func newGroupCleaner(w *Worker, lease *groupLease, backlog func() bool, cut cont
 	store.callback = w.archive.Call
 	return &groupCleaner{
 		lease: lease, store: store, cfg: &w.cfg, cut: cut, backlog: backlog, log: w.processor.log, outages: w.outages,
-		removed: contain.NewCallback("Hooks.RowsRemoved", w.processor.log, contain.HookLimits),
 	}
 }
 
@@ -332,12 +330,7 @@ func (g *groupCleaner) lead(ctx context.Context, l *lease) {
 	renewing := contain.NewGroup(func(p *contain.Panic) { lose(p) })
 	renewing.Go(func() { g.renew(leads) })
 	newCleaner(leads, cleanerConfig{
-		name: g.lease.leases.relay, retention: g.cfg.Retention, poll: g.cfg.PollInterval, withoutFailed: true,
-		removed: func(r RetentionResult) {
-			if hook := g.cfg.Hooks.RowsRemoved; hook != nil {
-				g.removed.Notify(ctx, func() { hook(r) })
-			}
-		},
+		name: g.lease.leases.relay, retention: g.cfg.Retention, poll: g.cfg.PollInterval, withoutFailed: true, removed: g.cfg.Hooks.RowsRemoved,
 		mayRun: func(ctx context.Context) (bool, error) {
 			has, err := g.store.hasRelay(ctx)
 			return !has, err
