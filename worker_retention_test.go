@@ -40,7 +40,7 @@ func TestWorkerCleans(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
 	cfg := tidyWorker()
-	cfg.Concurrency = 1 // a note that commits behind a later one is looked at a day later
+	cfg.Concurrency = 1                // a note that commits behind a later one is looked at a day later
 	var removed outbox.RetentionResult // only the goroutine that cleans, until it is stopped
 	cfg.Hooks.RowsRemoved = func(r outbox.RetentionResult) {
 		removed.Published, removed.Handled, removed.Audited, removed.Delivered = removed.Published+r.Published, removed.Handled+r.Handled, removed.Audited+r.Audited, removed.Delivered+r.Delivered
