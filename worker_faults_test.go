@@ -90,6 +90,7 @@ func TestWorkerUnderOtherIsolation(t *testing.T) {
 // Under these levels rows are not renewed while a transaction has them. When it is rolled back after longer than
 // their lease, they are renewed before others take them.
 func TestWorkerRepeatsUnderOtherIsolation(t *testing.T) {
+	testenv.Direct(t) // a setting of the session
 	t.Parallel()
 	f := newWorkerFixture(t)
 	db := testenv.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable" })
