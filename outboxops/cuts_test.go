@@ -186,6 +186,7 @@ func TestCutRefusesFailedEvents(t *testing.T) {
 }
 
 func TestCutRefuses(t *testing.T) {
+	testenv.Direct(t) // PgBouncer refuses the setting of a session
 	t.Parallel()
 	f := newCutFixture(t)
 	ctx := t.Context()

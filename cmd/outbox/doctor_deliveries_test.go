@@ -5,6 +5,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // deliveryFindings returns what the doctor finds about deliveries, and the ids of that.
@@ -18,6 +20,7 @@ func (d *commandFixture) deliveryFindings(t testing.TB, args ...string) (ids []s
 }
 
 func TestDoctorOnDeliveries(t *testing.T) {
+	testenv.Direct(t) // the doctor says that PgBouncer is there
 	t.Parallel()
 	d := newClinic(t)
 	d.deliver(t, "healthy", "PROCESSING", "PARKED", "DONE")

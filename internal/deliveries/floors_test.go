@@ -14,6 +14,7 @@ import (
 // A crash of PostgreSQL can forget transactions, and give out ids again that a worker has seen. What
 // the worker knows of such a key is nothing then.
 func TestCrashGivesIDsOutAgain(t *testing.T) {
+	testenv.Direct(t) // PgBouncer keeps its connections
 	t.Parallel()
 	f, ctx := newTable(t), t.Context()
 	a, b := f.store("a", time.Minute), f.store("b", time.Minute)
