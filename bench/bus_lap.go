@@ -46,11 +46,37 @@ const sqlEffect = `INSERT INTO {schema}.effects (key, n) VALUES ($1, $2)`
 // lap records a way's share of n events, has them handled by a process of their own
 // and checks what came of it.
 func (s *bus) lap(ctx context.Context, w busWay, n, keys int) (u used, err error) {
-	h := handled{first: s.next, n: n / w.share}
-	s.next += h.n
-	if err := s.fill(ctx, w, h, keys); err != nil {
-		return u, fmt.Errorf("%s: record: %w", w.name, err)
+	h, err := s.fill(ctx, w, n/w.share, keys)
+	if err != nil {
+		return u, err
 	}
+	return s.handle(ctx, w, h)
+}
+
+// fill records n events in many transactions, one after the other, so that their numbers
+// are their order. It leaves nothing to autovacuum and checkpoints.
+func (s *bus) fill(ctx context.Context, w busWay, n, keys int) (h handled, err error) {
+	h = handled{first: s.next, n: n}
+	s.next += n
+	err = s.newEffects(ctx, w.schema)
+	for done := 0; done < n && err == nil; done += busPerTx {
+		events := make([]orderPlaced, min(busPerTx, n-done))
+		for i := range events {
+			events[i] = busEvent(h.first+done+i, keys)
+		}
+		err = pgx.BeginFunc(ctx, s.db, func(tx pgx.Tx) error { return w.record(ctx, tx, events) })
+	}
+	if err == nil {
+		err = s.tidy(ctx, w.schema)
+	}
+	if err != nil {
+		return h, fmt.Errorf("%s: record: %w", w.name, err)
+	}
+	return h, nil
+}
+
+// handle has a process of its own handle events, and checks what came of them.
+func (s *bus) handle(ctx context.Context, w busWay, h handled) (u used, err error) {
 	j := w.job
 	j.Schema, j.Events, j.EventType = w.schema, h.n, s.eventType()
 	if err := spawn(ctx, s.connect(j), s.stderr, &u, nil); err != nil {
@@ -60,24 +86,6 @@ func (s *bus) lap(ctx context.Context, w busWay, n, keys int) (u used, err error
 		return u, fmt.Errorf("%s: %w", w.name, err)
 	}
 	return u, nil
-}
-
-// fill records events in many transactions, one after the other, so that their numbers
-// are their order. It leaves nothing to autovacuum and checkpoints.
-func (s *bus) fill(ctx context.Context, w busWay, h handled, keys int) error {
-	if err := s.newEffects(ctx, w.schema); err != nil {
-		return err
-	}
-	for done := 0; done < h.n; done += busPerTx {
-		events := make([]orderPlaced, min(busPerTx, h.n-done))
-		for i := range events {
-			events[i] = busEvent(h.first+done+i, keys)
-		}
-		if err := pgx.BeginFunc(ctx, s.db, func(tx pgx.Tx) error { return w.record(ctx, tx, events) }); err != nil {
-			return err
-		}
-	}
-	return s.tidy(ctx, w.schema)
 }
 
 func (s *bus) newEffects(ctx context.Context, schema string) error {

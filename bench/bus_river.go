@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -150,9 +149,9 @@ func workRiver(ctx context.Context, j job) (u used, err error) {
 		return u, err
 	}
 	defer db.Close()
-	first, done := &firstCall{profile: j.Profile}, newCountdown(j.Events)
+	late, done := newLateMeter(j), newCountdown(j.Events)
 	clients, err := startRiver(ctx, j.Schema, j.River, &riverWorker{
-		db: db, inTx: j.River.InTx, effect: inSchema(sqlEffect, j.Schema), begin: first.called, handled: func(int) { done.done(1) },
+		db: db, inTx: j.River.InTx, effect: inSchema(sqlEffect, j.Schema), begin: late.called, handled: func(int) { late.handled(); done.done(1) },
 	})
 	if err != nil {
 		return u, err
@@ -160,7 +159,7 @@ func workRiver(ctx context.Context, j job) (u used, err error) {
 	select {
 	case <-done.all:
 		if err = completedAll(ctx, db, j.Schema); err == nil {
-			u, err = first.finish(j)
+			u, err = late.finish(j)
 		}
 	case <-ctx.Done():
 		err = context.Cause(ctx)
@@ -189,22 +188,3 @@ func completedAll(ctx context.Context, db *pgxpool.Pool, schema string) error {
 
 // completedLook is short against the 50 ms after which River completes jobs.
 const completedLook = 10 * time.Millisecond
-
-// firstCall starts the meter when the first handler is called: starting takes as long
-// as it takes.
-type firstCall struct {
-	profile string
-	once    sync.Once
-	meter   *meter
-	err     error
-}
-
-func (f *firstCall) called() { f.once.Do(func() { f.meter, f.err = startMeter(f.profile) }) }
-
-// finish returns what all events of a job have cost since the first call.
-func (f *firstCall) finish(j job) (used, error) {
-	if f.err != nil {
-		return used{}, f.err
-	}
-	return finish(f.meter, j.Events, j)
-}

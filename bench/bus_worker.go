@@ -40,7 +40,7 @@ func newWorker(db *pgxpool.Pool, j job, begin func(orderPlaced, outbox.Metadata)
 
 // workBus lets workers, each with its own pool, handle all events.
 func workBus(ctx context.Context, j job) (u used, err error) {
-	first, done := &firstCall{profile: j.Profile}, newCountdown(j.Events)
+	late, done := newLateMeter(j), newCountdown(j.Events)
 	run := func(ctx context.Context) error {
 		g, ctx := errgroup.WithContext(ctx)
 		for range busWorkers {
@@ -50,7 +50,7 @@ func workBus(ctx context.Context, j job) (u used, err error) {
 					return err
 				}
 				defer db.Close()
-				w, err := newWorker(db, j, func(orderPlaced, outbox.Metadata) { first.called() }, func(outbox.Metadata) { done.done(1) })
+				w, err := newWorker(db, j, func(orderPlaced, outbox.Metadata) { late.called() }, func(outbox.Metadata) { late.handled(); done.done(1) })
 				if err != nil {
 					return err
 				}
@@ -62,7 +62,7 @@ func workBus(ctx context.Context, j job) (u used, err error) {
 	running, stop := runAside(ctx, run)
 	select {
 	case <-done.all:
-		u, err = first.finish(j)
+		u, err = late.finish(j)
 	case <-running.Done():
 		err = context.Cause(running)
 	}

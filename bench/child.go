@@ -37,7 +37,9 @@ type job struct {
 	MaxPoll          int
 	InBatch          bool
 
-	River riverTuning // of River alone
+	// Of workers and of River alone.
+	Before int // of Events, how many are handled before the rest is measured
+	River  riverTuning
 
 	orders <-chan order // that come while the job is done
 }

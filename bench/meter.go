@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 	"runtime"
 	"runtime/pprof"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 )
@@ -106,4 +108,38 @@ func cpuTime() time.Duration {
 	var u syscall.Rusage
 	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &u) // it fails for bad arguments only
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
+
+// lateMeter measures from the first call of a handler: starting takes as long as it takes. If events are handled
+// before those that are measured, it measures from the last of these.
+type lateMeter struct {
+	profile string
+	before  atomic.Int64 // how many are still to be handled before
+	once    sync.Once
+	meter   *meter
+	err     error
+}
+
+func newLateMeter(j job) *lateMeter {
+	m := &lateMeter{profile: j.Profile}
+	m.before.Store(int64(j.Before))
+	return m
+}
+
+// called notes that a handler is called.
+func (m *lateMeter) called() {
+	if m.before.Load() <= 0 {
+		m.once.Do(func() { m.meter, m.err = startMeter(m.profile) })
+	}
+}
+
+// handled notes that an event is handled.
+func (m *lateMeter) handled() { m.before.Add(-1) }
+
+// finish returns what the measured events of a job have cost.
+func (m *lateMeter) finish(j job) (used, error) {
+	if m.err != nil {
+		return used{}, m.err
+	}
+	return m.meter.stop(j.Events - j.Before)
 }

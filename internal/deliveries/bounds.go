@@ -11,6 +11,8 @@ import (
 // took long. So a look begins somewhat before the last one, and every now and then it is at all
 // rows, as often as that is cheap.
 type bounds[K comparable] struct {
+	rare time.Duration // between looks at all rows, however long they take
+
 	mu    sync.Mutex
 	looks map[K]look
 }
@@ -22,8 +24,7 @@ type look struct {
 
 const (
 	lateness   = time.Second // of most transactions
-	wholeShare = 20          // of the time, one part is for looks at all rows
-	wholeRare  = time.Minute // however long they take
+	wholeShare = 100         // of the time, one part is for looks at all rows
 )
 
 // of returns from when on rows are to be looked for, the zero time for all.
@@ -46,7 +47,7 @@ func (b *bounds[K]) looked(k K, since, until time.Time, took time.Duration) {
 	}
 	l := b.looks[k]
 	if since.IsZero() {
-		l.again = time.Now().Add(min(wholeShare*took, wholeRare))
+		l.again = time.Now().Add(min(wholeShare*took, b.rare))
 	}
 	if until = until.Add(-lateness); until.After(l.since) {
 		l.since = until

@@ -1,9 +1,11 @@
 package deliveries_test
 
 import (
+	"context"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/deliveries"
@@ -99,22 +101,49 @@ func TestLooksFindAllRows(t *testing.T) {
 	}, testenv.Patience, time.Millisecond)
 }
 
+// A pool replaces its connections. What a worker knows of a key is for a new one too, if an older one has been used since.
+func TestNewConnectionsKnowKeys(t *testing.T) {
+	testenv.Direct(t) // it counts what a connection has read
+	t.Parallel()
+	f, ctx := newTable(t), t.Context()
+	f.stayOpen()
+	s := f.store("a", time.Minute)
+	handle := func(db *pgxpool.Pool, key string) {
+		on := *f
+		on.db = db
+		run := on.insert(s, deliveries.Processing, f.record(key), key)
+		require.Len(t, run, 1)
+		_, err := s.Finish(ctx, run)
+		require.NoError(t, err)
+	}
+	const rounds, most = 60, 20 // entries in a round
+	old := f.single()
+	for range rounds {
+		young := f.single()
+		require.NoError(t, young.Ping(ctx))
+		handle(old, "k")
+		handle(young, "l")
+		young.Close()
+	}
+	old.Close()
+	read := f.readSince(0)
+	t.Logf("%d entries in %d rounds", read, rounds)
+	require.Less(t, read, rounds*most)
+}
+
 // While a transaction is open somewhere, PostgreSQL removes nothing. What a worker reads does not grow
 // with the rows that have gone on meanwhile, however many of a key there were.
 func TestTransactionStaysOpen(t *testing.T) {
 	testenv.Direct(t) // it counts what a connection has read
 	t.Parallel()
 	f, ctx := newTable(t), t.Context()
-	open, err := f.db.Begin(ctx)
-	require.NoError(t, err)
-	defer func() { _ = open.Rollback(ctx) }()
-	_, err = open.Exec(ctx, `SELECT pg_current_xact_id()`)
-	require.NoError(t, err)
-	const rounds, most = 30, 30 // entries of a key in a round; each connection looks at all of a key once
+	f.stayOpen()
+	const rounds, most = 30, 30 // entries of a key in a round; each store looks at all of a key once
 	keys := []string{"k", "l", "m", "n", "o"}
 	read := 0
 	for part := range 2 {
-		s, end := f.alone("a")
+		db := f.single()
+		s := deliveries.NewStore(db, f.schema, group, "a", shortLease)
 		f.insert(s, deliveries.Processing, f.record("new"), "new") // its connection is younger than all that it learns
 		for range rounds {
 			run := f.insert(s, deliveries.Processing, f.record(keys...), keys...)
@@ -135,15 +164,31 @@ func TestTransactionStaysOpen(t *testing.T) {
 			_, err = s.Finish(ctx, claimed)
 			require.NoError(t, err)
 		}
-		end()
-		now := 0
-		require.Eventually(t, func() bool {
-			before := now
-			now = f.read("idx_event_delivery_head") + f.read("idx_event_delivery_parked")
-			return now > read && now == before
-		}, testenv.Patience, 200*time.Millisecond, "statistics are late")
-		t.Logf("part %d: %d entries in %d rounds", part, now-read, rounds)
-		require.Less(t, now-read, rounds*len(keys)*most)
-		read = now
+		db.Close()
+		more := f.readSince(read)
+		t.Logf("part %d: %d entries in %d rounds", part, more, rounds)
+		require.Less(t, more, rounds*len(keys)*most)
+		read += more
 	}
+}
+
+// stayOpen opens a transaction that writes.
+func (f *tableFixture) stayOpen() {
+	open, err := f.db.Begin(f.t.Context())
+	require.NoError(f.t, err)
+	f.t.Cleanup(func() { _ = open.Rollback(context.Background()) })
+	_, err = open.Exec(f.t.Context(), `SELECT pg_current_xact_id()`)
+	require.NoError(f.t, err)
+}
+
+// readSince returns how many entries of open rows were read more than before, by connections that are closed.
+func (f *tableFixture) readSince(before int) int {
+	f.t.Helper()
+	now := 0
+	require.Eventually(f.t, func() bool {
+		last := now
+		now = f.read("idx_event_delivery_head") + f.read("idx_event_delivery_parked")
+		return now > before && now == last
+	}, testenv.Patience, 200*time.Millisecond, "statistics are late")
+	return now - before
 }

@@ -52,12 +52,18 @@ const shortLease = 50 * time.Millisecond
 
 // alone returns a store with a connection of its own. What that has read is counted once it has ended.
 func (f *tableFixture) alone(worker string) (s *deliveries.Store, end func()) {
+	db := f.single()
+	return deliveries.NewStore(db, f.schema, group, worker, shortLease), db.Close
+}
+
+// single returns a pool of one connection.
+func (f *tableFixture) single() *pgxpool.Pool {
 	cfg := f.db.Config().Copy()
 	cfg.MinConns, cfg.MaxConns = 1, 1
 	db, err := pgxpool.NewWithConfig(context.Background(), cfg)
 	require.NoError(f.t, err)
 	f.t.Cleanup(db.Close)
-	return deliveries.NewStore(db, f.schema, group, worker, shortLease), db.Close
+	return db
 }
 
 // day does what happens to deliveries, once. Each day has a key of its own: while a transaction is open somewhere,

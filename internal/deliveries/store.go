@@ -46,6 +46,7 @@ func NewStore(db *pgxpool.Pool, schema, group, worker string, lease time.Duratio
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &Store{
 		db: db, group: group, worker: worker, lease: lease,
+		due: bounds[looking]{rare: time.Minute}, expiring: bounds[struct{}]{rare: 10 * time.Minute},
 		sqlInsert: in(sqlInsert), sqlClaim: in(sqlClaim), sqlPrint: in(sqlPrint), sqlFinish: in(sqlFinish), sqlRenew: in(sqlRenew), sqlReturn: in(sqlReturn),
 		sqlFail: in(sqlFail), sqlExpire: in(sqlExpire), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless), sqlLook: in(sqlLook), sqlMine: in(sqlMine),
 	}
@@ -118,9 +119,9 @@ const (
 // row of a key backwards, to its floor: if any row is open, that is among the first.
 var sqlInsert = `
 WITH keys AS MATERIALIZED (
-    SELECT n.key, min(CASE WHEN n.known > (SELECT a.backend_start FROM pg_stat_get_activity(pg_backend_pid()) AS a WHERE pg_postmaster_start_time() = $12::timestamptz)
+    SELECT n.key, min(CASE WHEN (SELECT a.backend_start <= $11::timestamptz FROM pg_stat_get_activity(pg_backend_pid()) AS a WHERE pg_postmaster_start_time() = $12::timestamptz)
                            THEN n.floor ELSE 0 END) AS floor
-      FROM unnest($7::bigint[], $10::bigint[], $11::timestamptz[]) AS n (key, floor, known) WHERE n.key IS NOT NULL GROUP BY n.key
+      FROM unnest($7::bigint[], $10::bigint[]) AS n (key, floor) WHERE n.key IS NOT NULL GROUP BY n.key
 ), busy AS MATERIALIZED (
     SELECT k.key FROM keys AS k
      WHERE coalesce(
@@ -167,21 +168,22 @@ func (s *Store) Queue(batch *pgx.Batch, rows []New, budget int64, claimed func([
 	for i, r := range rows {
 		ids[i], actions[i], streams[i], keys[i], statuses[i], most[i] = r.OutboxID, r.Action, r.Stream, r.Key.value(), string(r.Status), int32(r.MaxAttempts)
 	}
-	var at, server time.Time
-	batch.Queue(s.sqlLock, s.group, keys).QueryRow(func(row pgx.Row) error { return row.Scan(nil, &at, &server) })
-	floors, known, of := s.floors.of(rows)
-	batch.Queue(s.sqlInsert, s.group, s.newHolder(), s.lease, ids, actions, streams, keys, statuses, most, floors, known, of, budget).Query(func(rows pgx.Rows) error {
+	var on session
+	batch.Queue(s.sqlLock, s.group, keys).QueryRow(func(row pgx.Row) error { return row.Scan(nil, &on.at, &on.server, &on.born) })
+	floors, until, server := s.floors.of(rows)
+	batch.Queue(s.sqlInsert, s.group, s.newHolder(), s.lease, ids, actions, streams, keys, statuses, most, floors, until, server, budget).Query(func(rows pgx.Rows) error {
 		found, err := scan(rows)
 		if err != nil {
 			return err
 		}
-		s.floors.learn(onFloors(found), at, server)
+		s.floors.learn(onFloors(found), on)
 		return claimed(slices.DeleteFunc(found, func(d Delivery) bool { return d.Attempt == 0 })) // PENDING
 	})
 }
 
 const (
-	sqlLock    = `SELECT {schema}.outbox_lock_keys($1, $2), clock_timestamp(), pg_postmaster_start_time()`
+	sqlLock = `SELECT {schema}.outbox_lock_keys($1, $2), clock_timestamp(), pg_postmaster_start_time(),
+       (SELECT backend_start FROM pg_stat_get_activity(pg_backend_pid()))`
 	sqlPromote = `SELECT {schema}.outbox_promote($1, $2, $3)`
 )
 
