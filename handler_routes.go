@@ -3,6 +3,7 @@ package outbox
 import (
 	"errors"
 	"fmt"
+	"iter"
 	"maps"
 	"reflect"
 	"regexp"
@@ -28,6 +29,19 @@ type route struct {
 type version struct {
 	up       func(any) any // from the version before; nil for the first
 	handlers []*handler
+}
+
+// handlers are those of all versions.
+func (r *route) handlers() iter.Seq[*handler] {
+	return func(yield func(*handler) bool) {
+		for _, v := range r.versions {
+			for _, h := range v.handlers {
+				if !yield(h) {
+					return
+				}
+			}
+		}
+	}
 }
 
 // newRoutes finds the event types that reach a handler, by themselves or upcast.

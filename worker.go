@@ -218,12 +218,10 @@ func (r *workerRun) pairs() (withTx, without []deliveries.Pair) {
 	kinds := map[deliveries.Pair]bool{} // with a transaction
 	for _, route := range r.processor.routes.byName {
 		topic := route.def.destination()
-		for _, v := range route.versions {
-			for _, h := range v.handlers {
-				p := deliveries.Pair{Action: h.action, Stream: topic}
-				tx, known := kinds[p]
-				kinds[p] = h.kind != noTx && (tx || !known)
-			}
+		for h := range route.handlers() {
+			p := deliveries.Pair{Action: h.action, Stream: topic}
+			tx, known := kinds[p]
+			kinds[p] = h.kind != noTx && (tx || !known)
 		}
 	}
 	for p, tx := range kinds {
@@ -300,17 +298,9 @@ func (r *workerRun) abandon(clock stopClock) {
 	for _, l := range r.lanes {
 		rest = append(rest, l.cutOff()...)
 	}
-	if len(rest) == 0 {
-		return
-	}
 	ctx, cancel := clock.by(leftBy)
 	defer cancel()
-	if err := r.store.Return(ctx, rest); err != nil {
-		r.processor.log.Warn("outbox: deliveries are not given back, others wait until their lease expires", "deliveries", len(rest), "error", err)
-	}
-	for _, d := range rest {
-		r.hands.drop(d.Ref)
-	}
+	r.dispatcher.giveBack(ctx, rest)
 }
 
 func (r *workerRun) haveEnded(patience time.Duration) bool {
@@ -330,10 +320,8 @@ func (r *workerRun) haveEnded(patience time.Duration) bool {
 // them is a delivery of its own. There is none for a type without a handler.
 func (w *Worker) Actions(eventType string) (actions []string) {
 	if route := w.processor.routes.byName[eventType]; route != nil {
-		for _, v := range route.versions {
-			for _, h := range v.handlers {
-				actions = append(actions, h.action)
-			}
+		for h := range route.handlers() {
+			actions = append(actions, h.action)
 		}
 	}
 	slices.Sort(actions)
@@ -356,10 +344,8 @@ func (w *Worker) Deliver(ctx context.Context, tx pgx.Tx, outboxID int64, action 
 	own.store = &storeWithin{w.processor.store.(*handledStore), tx}
 	own.cfg.Hooks.Handled = nil
 	own.cfg.Hooks.Repeated = func(Metadata, string) { repeated = true }
-	it := item{meta: Metadata{
-		ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: attempt,
-		origin: &origin{key: []byte(d.RecordKey()), delivery: deliveryOrigin{stream: d.Stream}},
-	}}
+	d.Attempt = attempt
+	it := item{meta: metadataOf(&d, new(origin))}
 	m, err := messageOf(&d)
 	if err != nil {
 		return false, err
@@ -379,18 +365,15 @@ func (w *Worker) Deliver(ctx context.Context, tx pgx.Tx, outboxID int64, action 
 // failed with err, without the random part of a wait. Again is false if there is no other attempt: the
 // delivery is DEAD.
 func (w *Worker) RetryWait(topic string, attempt int, err error) (wait time.Duration, again bool) {
-	s := w.cfg.of(topic)
-	retries := s.MaxRetries
+	retries := w.cfg.of(topic).MaxRetries
 	if w.retriesFor != nil {
 		retries = w.retriesFor(err)
 	}
 	if isPermanent(err) || attempt > retries {
 		return 0, false
 	}
-	if d, ok := retryAfter(err); ok {
-		return max(d, 0), true
-	}
-	return s.waitAfter(attempt), true
+	wait, _ = w.cfg.retryWait(topic, attempt, err)
+	return wait, true
 }
 
 // sqlDeliverRecorded reads an event as a row of event_delivery would have it.

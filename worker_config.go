@@ -142,7 +142,12 @@ func (c *WorkerConfig) of(topic string) StreamConfig {
 // attempts returns how many attempts an event has with so many retries, as event_delivery can hold them.
 func attempts(retries int) int { return min(max(0, retries), math.MaxInt32-1) + 1 }
 
-// waitAfter returns the wait before the next attempt, without its random part.
-func (s StreamConfig) waitAfter(attempt int) time.Duration {
-	return wait.Exponential(s.RetryWait, max(s.RetryWait, s.MaxRetryWait), attempt-1)
+// retryWait returns the wait before the next attempt on an event of a topic, without its random part. It has none, and
+// is exact, if an error says how long it is.
+func (c *WorkerConfig) retryWait(topic string, attempt int, err error) (d time.Duration, exact bool) {
+	if d, ok := retryAfter(err); ok {
+		return max(d, 0), true
+	}
+	s := c.of(topic)
+	return wait.Exponential(s.RetryWait, max(s.RetryWait, s.MaxRetryWait), attempt-1), false
 }

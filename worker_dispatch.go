@@ -116,6 +116,20 @@ func (d *dispatcher) await(stopping context.Context) {
 // a word, and TCP needs a quarter of an hour to find out.
 const dispatchTimeout = 30 * time.Second
 
+// giveBack gives back what lanes do not get to.
+func (d *dispatcher) giveBack(ctx context.Context, rows []deliveries.Delivery) {
+	if len(rows) == 0 {
+		return
+	}
+	if err := d.store.Return(ctx, rows); err != nil && !errors.Is(ctx.Err(), context.Canceled) {
+		d.log.Warn("outbox: deliveries are not given back, others wait until their lease expires", "deliveries", len(rows), "error", err)
+	}
+	for _, r := range rows {
+		d.hands.drop(r.Ref)
+	}
+	d.signalDue()
+}
+
 // giveStraysBack gives back what this worker does not know that it has, because the answer to a claim was lost, or a
 // crash of PostgreSQL has forgotten that it was given back or ended: nobody else takes it until its lease expires, and
 // then it would count as an attempt.

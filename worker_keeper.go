@@ -241,18 +241,9 @@ func (k *keeper) relieve(ctx context.Context) {
 
 // giveBack gives back what lanes do not get to.
 func (k *keeper) giveBack(ctx context.Context, waiting []deliveries.Delivery) {
-	if len(waiting) == 0 {
-		return
-	}
-	bounded, cancel := context.WithTimeout(ctx, writeTimeout)
+	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
-	if err := k.store.Return(bounded, waiting); err != nil && ctx.Err() == nil {
-		k.log.Warn("outbox: deliveries are not given back, others wait until their lease expires", "deliveries", len(waiting), "error", err)
-	}
-	for _, d := range waiting {
-		k.hands.drop(d.Ref)
-	}
-	k.dispatcher.signalDue()
+	k.dispatcher.giveBack(ctx, waiting)
 }
 
 // groupLease is the lease of a group, for what one of its processes does for all. Handling events

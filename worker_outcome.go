@@ -198,12 +198,13 @@ func (l *lane) report(it *laneItem, action string, f deliveries.Failure, cause e
 
 // retryWait returns how long to wait before the next attempt.
 func (l *lane) retryWait(it *laneItem, err error) time.Duration {
-	if d, ok := retryAfter(err); ok {
-		return max(d, 0)
-	}
 	const jitter = 5                  // a fifth more or less
 	const longest = math.MaxInt64 / 2 // so that a fifth more is no overflow
-	d := min(l.cfg.of(it.Stream).waitAfter(it.Attempt), longest)
+	d, exact := l.cfg.retryWait(it.Stream, it.Attempt, err)
+	if exact {
+		return d
+	}
+	d = min(d, longest)
 	return d - d/jitter + rand.N(2*(d/jitter)+1)
 }
 
@@ -226,9 +227,11 @@ func (l *lane) flush() {
 }
 
 // relieve writes down what a lane has handled that is at a call for long, and returns what it has not begun: it does not
-// any more.
+// any more. If the lane is at no call, but writes itself, there is nothing to do.
 func (l *lane) relieve(ctx context.Context) (rest []deliveries.Delivery) {
-	l.progress.writing.Lock()
+	if !l.progress.writing.TryLock() {
+		return nil
+	}
 	defer l.progress.writing.Unlock()
 	if done := l.progress.takeDone(); len(done) > 0 {
 		promoted, err := l.store.Finish(ctx, done)

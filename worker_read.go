@@ -17,10 +17,15 @@ func (l *lane) begin(batch []deliveries.Delivery) {
 	l.work = make([]laneItem, len(batch))
 	l.progress.start(batch)
 	for i, d := range batch {
-		origins[i] = origin{key: []byte(d.RecordKey()), delivery: deliveryOrigin{id: d.ID, stream: d.Stream}}
 		l.work[i].Delivery = d
-		l.work[i].meta = Metadata{ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: d.Attempt, origin: &origins[i]}
+		l.work[i].meta = metadataOf(&d, &origins[i])
 	}
+}
+
+// metadataOf returns what handlers are told of a delivery, with an origin that it fills.
+func metadataOf(d *deliveries.Delivery, of *origin) Metadata {
+	*of = origin{key: []byte(d.RecordKey()), delivery: deliveryOrigin{id: d.ID, stream: d.Stream}}
+	return Metadata{ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: d.Attempt, origin: of}
 }
 
 // maxReadBytes bounds what a lane reads that came without its payload, until it has handled that.

@@ -67,10 +67,8 @@ func (g *groupRoutes) read(version int64, text string) error {
 // and action, with line breaks between them.
 func routesOf(r routes) (all []string) {
 	for eventType, route := range r.byName {
-		for _, v := range route.versions {
-			for _, h := range v.handlers {
-				all = append(all, eventType+"\n"+route.def.destination()+"\n"+h.action)
-			}
+		for h := range route.handlers() {
+			all = append(all, eventType+"\n"+route.def.destination()+"\n"+h.action)
 		}
 	}
 	slices.Sort(all)

@@ -266,22 +266,8 @@ BEGIN
         END $body$
         $function$, schema, format(locking, '$4', 'pg_advisory_xact_lock_shared', schema), format(promoting, '$4', '$5', schema, '$3'));
 
-    -- The policies of event_handled: consumer_group_role says who may work for which group.
-    FOREACH target IN ARRAY ARRAY['event_delivery', 'event_subscription'] LOOP
-        EXECUTE format($sql$
-            CREATE POLICY %2$I ON %1$I.%3$I FOR SELECT USING (true);
-            CREATE POLICY %4$I ON %1$I.%3$I USING (
-                ARRAY(SELECT r.consumer_group FROM %1$I.consumer_group_role AS r
-                       WHERE r.role = 'public' OR pg_has_role(to_regrole(quote_ident(r.role)), 'USAGE')
-                      UNION ALL
-                      SELECT '*' WHERE pg_has_role('pg_write_all_data', 'USAGE'))
-                && ARRAY[consumer_group, '*'::varchar]);
-            ALTER TABLE %1$I.%3$I ENABLE ROW LEVEL SECURITY
-            $sql$, schema, target || '_read', target, target || '_write');
-    END LOOP;
-    -- The position and the lease of a group are for who may work for it; those of relays for who may
-    -- work for all. Who may write there now may go on doing so.
-    FOR granted IN SELECT * FROM (VALUES ('outbox_cursor', 'relay'), ('outbox_lease', 'name')) AS t (name, owner) LOOP
+    -- Positions and leases of relays are for who may work for all groups. Who may write there now may go on doing so.
+    FOREACH target IN ARRAY ARRAY['outbox_cursor', 'outbox_lease'] LOOP
         EXECUTE format($sql$
             INSERT INTO %1$I.consumer_group_role (consumer_group, role)
             SELECT DISTINCT '*', CASE a.grantee WHEN 0 THEN 'public' ELSE pg_get_userbyid(a.grantee) END
@@ -290,7 +276,14 @@ BEGIN
              CROSS JOIN LATERAL aclexplode(g.acl) AS a
              WHERE c.oid = %2$L::regclass AND a.privilege_type IN ('INSERT', 'UPDATE', 'DELETE') AND a.grantee <> c.relowner
                 ON CONFLICT DO NOTHING
-            $sql$, schema, format('%I.%I', schema, granted.name));
+            $sql$, schema, format('%I.%I', schema, target));
+    END LOOP;
+    -- The policies of event_handled: consumer_group_role says who may work for which group. A row is for the group that
+    -- its column names, with worker: before it in the tables of relays.
+    FOR granted IN
+        SELECT * FROM (VALUES ('event_delivery', 'consumer_group', ''), ('event_subscription', 'consumer_group', ''),
+                              ('outbox_cursor', 'relay', 'worker:'), ('outbox_lease', 'name', 'worker:')) AS t (name, owner, prefix)
+    LOOP
         EXECUTE format($sql$
             CREATE POLICY %2$I ON %1$I.%3$I FOR SELECT USING (true);
             CREATE POLICY %4$I ON %1$I.%3$I USING (
@@ -298,9 +291,11 @@ BEGIN
                        WHERE r.role = 'public' OR pg_has_role(to_regrole(quote_ident(r.role)), 'USAGE')
                       UNION ALL
                       SELECT '*' WHERE pg_has_role('pg_write_all_data', 'USAGE'))
-                && ARRAY[CASE WHEN starts_with(%5$I, 'worker:') THEN substr(%5$I, 8) END, '*']::varchar[]);
+                && ARRAY[%5$s, '*']::varchar[]);
             ALTER TABLE %1$I.%3$I ENABLE ROW LEVEL SECURITY
-            $sql$, schema, granted.name || '_read', granted.name, granted.name || '_write', granted.owner);
+            $sql$, schema, granted.name || '_read', granted.name, granted.name || '_write',
+            CASE granted.prefix WHEN '' THEN quote_ident(granted.owner)
+                 ELSE format('CASE WHEN starts_with(%1$I, %2$L) THEN substr(%1$I, %3$s) END', granted.owner, granted.prefix, length(granted.prefix) + 1) END);
     END LOOP;
     FOR granted IN -- whose statements are subject to the policies has to find its groups
         SELECT DISTINCT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS grantee

@@ -1,0 +1,180 @@
+package deliveries
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+const sqlFinish = `SELECT {schema}.outbox_finish_deliveries($1, $2, $3, $4, $5)`
+
+// FinishIn ends rows in the transaction that has handled them, and promotes what waits behind
+// them. It reports how many rows it has promoted, -1 if that is still to be done with Promote,
+// because of the isolation level of the transaction. The error is [ErrLost] if one of the rows is
+// not with this worker any more.
+func (s *Store) FinishIn(ctx context.Context, tx pgx.Tx, rows []Delivery) (promoted int64, err error) {
+	keys, floors := digests(rows)
+	if err := tx.QueryRow(ctx, s.sqlFinish, s.group, holderOf(rows), idsOf(rows), keys, floors).Scan(&promoted); err != nil {
+		return 0, lost(fmt.Errorf("finish deliveries: %w", err))
+	}
+	return promoted, nil
+}
+
+const sqlLockRows = `
+SELECT d.id FROM {schema}.event_delivery AS d
+ WHERE d.id = ANY ($1) AND d.consumer_group = $2::text AND d.status = 'PROCESSING' AND d.locked_by = $3::text
+ ORDER BY d.id FOR UPDATE`
+
+// LockIn locks rows until the end of a transaction, so that nobody renews or takes them. The error
+// is [ErrLost] if one of them is not with this worker any more.
+func (s *Store) LockIn(ctx context.Context, tx pgx.Tx, rows []Delivery) error {
+	tag, err := tx.Exec(ctx, s.sqlLockRows, idsOf(rows), s.group, holderOf(rows))
+	switch {
+	case err != nil:
+		return fmt.Errorf("lock deliveries: %w", err)
+	case tag.RowsAffected() < int64(len(rows)):
+		return ErrLost
+	}
+	return nil
+}
+
+// Finish is FinishIn in a transaction of its own.
+func (s *Store) Finish(ctx context.Context, rows []Delivery) (promoted int64, err error) {
+	keys, floors := digests(rows)
+	err = s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlFinish, s.group, holderOf(rows), idsOf(rows), keys, floors).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
+	})
+	if err != nil {
+		return 0, lost(fmt.Errorf("finish deliveries: %w", err))
+	}
+	return promoted, nil
+}
+
+// lost turns the error of outbox_finish_deliveries about missing rows into ErrLost.
+func lost(err error) error {
+	const objectNotInPrerequisiteState = "55000"
+	if pg.Code(err) == objectNotInPrerequisiteState {
+		return fmt.Errorf("%w: %w", ErrLost, err)
+	}
+	return err
+}
+
+const sqlPromote = `SELECT {schema}.outbox_promote($1, $2, $3)`
+
+// Promote promotes what waits behind rows.
+func (s *Store) Promote(ctx context.Context, rows []Delivery) (promoted int64, err error) {
+	keys, floors := digests(rows)
+	err = s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlPromote, s.group, keys, floors).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
+	})
+	if err != nil {
+		return 0, fmt.Errorf("promote deliveries: %w", err)
+	}
+	return promoted, nil
+}
+
+// holderOf returns that of rows which were claimed together.
+func holderOf(rows []Delivery) string {
+	if len(rows) == 0 {
+		return ""
+	}
+	return rows[0].Holder
+}
+
+func idsOf(rows []Delivery) []int64 {
+	ids := make([]int64, len(rows))
+	for i := range rows {
+		ids[i] = rows[i].ID
+	}
+	return ids
+}
+
+// digests returns the keys of rows, NULL for those without order, and their floors.
+func digests(rows []Delivery) (keys []pgtype.Int8, floors []int64) {
+	keys, floors = make([]pgtype.Int8, len(rows)), make([]int64, len(rows))
+	for i := range rows {
+		keys[i], floors[i] = rows[i].Key.value(), rows[i].floor
+	}
+	return keys, floors
+}
+
+// Failure is an attempt that has failed.
+type Failure struct {
+	Of   Delivery
+	Code string
+	// Message is the error, bounded.
+	Message string
+	// Wait is how long to wait before the next attempt.
+	Wait time.Duration
+	// MaxAttempts is how many the delivery has from now on, unless it had more.
+	MaxAttempts int
+	// Uncounted is set if it is to be no attempt.
+	Uncounted bool
+	// Dead is set if there is none. Then its key goes on, unless Held.
+	Dead, Held bool
+}
+
+const sqlFail = `
+UPDATE {schema}.event_delivery AS d
+   SET status = CASE WHEN $6::bool THEN 'DEAD' ELSE 'PENDING' END, held = $7::bool, locked_by = NULL, locked_until = NULL,
+       next_retry_at = clock_timestamp() + $5::interval, processed_at = CASE WHEN $6::bool THEN clock_timestamp() END,
+       updated_at = clock_timestamp(), last_error_code = $3::text, last_error_message = $4::text, max_attempts = greatest(d.max_attempts, $9::int),
+       attempt_count = d.attempt_count - CASE WHEN $10::bool THEN 1 ELSE 0 END
+ WHERE d.id = $1 AND d.locked_by = $2::text AND d.consumer_group = $8::text
+RETURNING d.id`
+
+// Fail writes down that an attempt has failed. Rest are the rows of the same key behind it,
+// which this worker has not tried: they wait behind it again. The error is [ErrLost] if the row is not
+// with this worker any more.
+func (s *Store) Fail(ctx context.Context, f Failure, rest []Delivery) (promoted int64, err error) {
+	found := false
+	err = s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlFail, f.Of.ID, f.Of.Holder, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group, f.MaxAttempts, f.Uncounted).Query(func(rows pgx.Rows) error {
+			ids, err := pgx.CollectRows(rows, pgx.RowTo[int64])
+			found = len(ids) > 0
+			return err
+		})
+		if len(rest) > 0 {
+			b.Queue(s.sqlReturn, idsOf(rest), f.Of.Holder, s.group, true)
+		}
+		// A row that is lost may be parked behind rest.
+		if f.Of.Key.Ordered && (len(rest) > 0 || f.Dead && !f.Held) {
+			b.Queue(s.sqlPromote, s.group, []int64{f.Of.Key.Digest}, []int64{f.Of.floor}).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
+		}
+	})
+	if err != nil {
+		return 0, fmt.Errorf("write down failed delivery: %w", err)
+	}
+	if !found {
+		return 0, ErrLost
+	}
+	return promoted, nil
+}
+
+// sqlReturn gives rows back that were not tried.
+const sqlReturn = `
+UPDATE {schema}.event_delivery AS d
+   SET status = CASE WHEN $4::bool AND d.order_key IS NOT NULL THEN 'PARKED' ELSE 'PENDING' END, locked_by = NULL, locked_until = NULL,
+       attempt_count = d.attempt_count - 1, next_retry_at = clock_timestamp(), updated_at = clock_timestamp()
+ WHERE d.id = ANY ($1) AND d.locked_by = $2::text AND d.consumer_group = $3::text`
+
+// Return gives rows back that were not tried: they can be claimed at once, and were not
+// attempted. They are parked, and the first of each key is promoted.
+func (s *Store) Return(ctx context.Context, rows []Delivery) error {
+	keys, floors := digests(rows)
+	err := s.transact(ctx, func(b *pgx.Batch) {
+		for holder, ids := range byHolder(refsOf(rows)) {
+			b.Queue(s.sqlReturn, ids, holder, s.group, true)
+		}
+		b.Queue(s.sqlPromote, s.group, keys, floors)
+	})
+	if err != nil {
+		return fmt.Errorf("give deliveries back: %w", err)
+	}
+	return nil
+}
