@@ -166,7 +166,7 @@ func (s *bus) reportRates(runs map[string][]used) {
 }
 
 // besideOpen has each way handle a backlog while a transaction that has recorded stays open, and holds what it
-// handles at the end against what it does without. By then that snapshot keeps all rows that it has left behind.
+// handles after some time against what it does without. By then that snapshot keeps all rows that it has left behind.
 func (s *bus) besideOpen(ctx context.Context, alone map[string][]used) error {
 	if s.cfg.busOpen == 0 {
 		return nil
@@ -176,7 +176,7 @@ func (s *bus) besideOpen(ctx context.Context, alone map[string][]used) error {
 		if !w.ordered {
 			open /= busOpenShare
 		}
-		u, err := s.openLap(ctx, w, int(before.median()*open), s.cfg.busEvents)
+		u, err := s.openLap(ctx, w, before.median(), seconds(open))
 		if err != nil {
 			return err
 		}
@@ -189,10 +189,11 @@ func (s *bus) besideOpen(ctx context.Context, alone map[string][]used) error {
 	return nil
 }
 
-// openLap is a lap beside an open transaction. The process that handles has been at it for some events before those
-// that are measured.
-func (s *bus) openLap(ctx context.Context, w busWay, before, measured int) (u used, err error) {
-	h, err := s.fill(ctx, w, before+measured, busKeys)
+// openLap is a lap beside an open transaction. The process that handles has been at it for some time before it is
+// measured; the events are enough for a rate as without the transaction.
+func (s *bus) openLap(ctx context.Context, w busWay, rate float64, open time.Duration) (u used, err error) {
+	w.job.After, w.job.Measured = open, s.cfg.busEvents
+	h, err := s.fill(ctx, w, int(rate*open.Seconds())+2*s.cfg.busEvents, busKeys)
 	if err != nil {
 		return u, err
 	}
@@ -205,14 +206,14 @@ func (s *bus) openLap(ctx context.Context, w busWay, before, measured int) (u us
 		return u, err
 	}
 	start := time.Now()
-	w.job.Before = before
 	u, err = s.handle(ctx, w, h)
 	if err != nil {
 		return u, err
 	}
-	open := time.Since(start)
-	s.say("%s: %s events/s at the end of %.0f s, %.1f µs CPU/event", w.name, number(u.rate()), open.Seconds(), u.cpu())
-	s.report.note("%s-open: the transaction was open for %.0f s and %d events", w.name, open.Seconds(), h.n)
+	all := time.Since(start)
+	s.say("%s: %s events/s after %.0f s, %s in all %.0f s, %.1f µs CPU/event", w.name, number(u.rate()), open.Seconds(),
+		number(float64(h.n)/all.Seconds()), all.Seconds(), u.cpu())
+	s.report.note("%s-open: measured %.0f s after the transaction began; %d events in all its %.0f s", w.name, open.Seconds(), h.n, all.Seconds())
 	return u, nil
 }
 

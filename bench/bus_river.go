@@ -159,7 +159,7 @@ func workRiver(ctx context.Context, j job) (u used, err error) {
 	select {
 	case <-done.all:
 		if err = completedAll(ctx, db, j.Schema); err == nil {
-			u, err = late.finish(j)
+			u, err = late.finish()
 		}
 	case <-ctx.Done():
 		err = context.Cause(ctx)

@@ -62,7 +62,7 @@ func workBus(ctx context.Context, j job) (u used, err error) {
 	running, stop := runAside(ctx, run)
 	select {
 	case <-done.all:
-		u, err = late.finish(j)
+		u, err = late.finish()
 	case <-running.Done():
 		err = context.Cause(running)
 	}

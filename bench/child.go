@@ -38,8 +38,9 @@ type job struct {
 	InBatch          bool
 
 	// Of workers and of River alone.
-	Before int // of Events, how many are handled before the rest is measured
-	River  riverTuning
+	After    time.Duration // when measuring begins, after the first call of a handler
+	Measured int           // events that are measured; 0 means all
+	River    riverTuning
 
 	orders <-chan order // that come while the job is done
 }

@@ -8,7 +8,6 @@ import (
 	"runtime"
 	"runtime/pprof"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 )
@@ -110,36 +109,56 @@ func cpuTime() time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// lateMeter measures from the first call of a handler: starting takes as long as it takes. If events are handled
-// before those that are measured, it measures from the last of these.
+// lateMeter measures all events from the first call of a handler on: starting takes as long as it takes. Or it measures
+// some of them, after some time.
 type lateMeter struct {
-	profile string
-	before  atomic.Int64 // how many are still to be handled before
-	once    sync.Once
-	meter   *meter
-	err     error
+	j job
+
+	mu    sync.Mutex
+	first time.Time // call
+	meter *meter
+	count int // of events, since it began
+	some  used
+	err   error
 }
 
-func newLateMeter(j job) *lateMeter {
-	m := &lateMeter{profile: j.Profile}
-	m.before.Store(int64(j.Before))
-	return m
-}
+func newLateMeter(j job) *lateMeter { return &lateMeter{j: j} }
 
 // called notes that a handler is called.
 func (m *lateMeter) called() {
-	if m.before.Load() <= 0 {
-		m.once.Do(func() { m.meter, m.err = startMeter(m.profile) })
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.first.IsZero() {
+		m.first = time.Now()
+	}
+	if m.meter == nil && m.err == nil && time.Since(m.first) >= m.j.After {
+		m.meter, m.err = startMeter(m.j.Profile)
 	}
 }
 
 // handled notes that an event is handled.
-func (m *lateMeter) handled() { m.before.Add(-1) }
-
-// finish returns what the measured events of a job have cost.
-func (m *lateMeter) finish(j job) (used, error) {
-	if m.err != nil {
-		return used{}, m.err
+func (m *lateMeter) handled() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.meter == nil || m.j.Measured == 0 {
+		return
 	}
-	return m.meter.stop(j.Events - j.Before)
+	if m.count++; m.count == m.j.Measured {
+		m.some, m.err = m.meter.stop(m.count)
+	}
+}
+
+// finish returns what the measured events have cost. All are done.
+func (m *lateMeter) finish() (used, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	switch {
+	case m.err != nil:
+		return used{}, m.err
+	case m.j.Measured == 0:
+		return m.meter.stop(m.j.Events)
+	case m.count < m.j.Measured:
+		return used{}, fmt.Errorf("only %d events came after %v, and not %d", m.count, m.j.After, m.j.Measured)
+	}
+	return m.some, nil
 }
