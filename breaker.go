@@ -51,7 +51,8 @@ func (c BreakerConfig) withDefaults() BreakerConfig {
 	return c
 }
 
-func (c BreakerConfig) validate() error {
+// validate checks a configuration with its defaults. given is without them.
+func (c BreakerConfig) validate(given BreakerConfig) error {
 	errs := []error{
 		check.NotNegative("Breaker.Window", c.Window),
 		check.NotAbove("Breaker.Window", c.Window, maxBreakerCalls),
@@ -59,9 +60,8 @@ func (c BreakerConfig) validate() error {
 		check.NotNegative("Breaker.OpenFor", c.OpenFor),
 		check.NotNegative("Breaker.Trials", c.Trials),
 		check.NotAbove("Breaker.Trials", c.Trials, maxBreakerCalls),
-	}
-	if c.MinCalls > c.Window {
-		errs = append(errs, fmt.Errorf("field Breaker.MinCalls is %d: must not be above Breaker.Window, %d", c.MinCalls, c.Window))
+		check.InOrder(check.Field[int]{Name: "Breaker.MinCalls", Value: c.MinCalls, Given: given.MinCalls},
+			check.Field[int]{Name: "Breaker.Window", Value: c.Window, Given: given.Window}),
 	}
 	if !(c.FailureRate > 0 && c.FailureRate <= 1) { // nor NaN
 		errs = append(errs, fmt.Errorf("field Breaker.FailureRate is %v: must be above 0 and at most 1", c.FailureRate))

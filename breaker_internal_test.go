@@ -339,20 +339,22 @@ func TestBreakerConfig(t *testing.T) {
 	t.Parallel()
 	require.Equal(t, BreakerConfig{Window: 10, MinCalls: 5, FailureRate: 0.5, OpenFor: 30 * time.Second, Trials: 3},
 		BreakerConfig{}.withDefaults())
-	require.NoError(t, BreakerConfig{}.withDefaults().validate())
-	require.NoError(t, BreakerConfig{Window: 1, MinCalls: 1, FailureRate: 1, OpenFor: 1, Trials: 1}.validate())
+	errorOf := func(c BreakerConfig) error { return c.withDefaults().validate(c) }
+	require.NoError(t, errorOf(BreakerConfig{}))
+	require.NoError(t, errorOf(BreakerConfig{Window: 1, MinCalls: 1, FailureRate: 1, OpenFor: 1, Trials: 1}))
 
-	err := BreakerConfig{Window: -1, MinCalls: -2, FailureRate: -0.1, OpenFor: -1, Trials: -1}.validate()
+	err := errorOf(BreakerConfig{Window: -1, MinCalls: -2, FailureRate: -0.1, OpenFor: -1, Trials: -1})
 	for _, field := range []string{"Window", "MinCalls", "FailureRate", "OpenFor", "Trials"} {
 		require.ErrorContains(t, err, "field Breaker."+field+" is -")
 	}
-	require.ErrorContains(t, BreakerConfig{Window: 4}.withDefaults().validate(),
-		"field Breaker.MinCalls is 5: must not be above Breaker.Window, 4")
-	require.ErrorContains(t, BreakerConfig{Window: 10_001}.withDefaults().validate(), "field Breaker.Window is 10001: at most 10000")
-	require.ErrorContains(t, BreakerConfig{Trials: 10_001}.withDefaults().validate(), "field Breaker.Trials is 10001: at most 10000")
-	require.ErrorContains(t, BreakerConfig{}.validate(), "field Breaker.FailureRate is 0")
+	require.ErrorContains(t, errorOf(BreakerConfig{Window: 4}), "field Breaker.Window is 4: must not be below Breaker.MinCalls, 5 by default")
+	require.ErrorContains(t, errorOf(BreakerConfig{Window: 4, MinCalls: 6}), "field Breaker.MinCalls is 6: must not be above Breaker.Window, 4")
+	require.ErrorContains(t, errorOf(BreakerConfig{MinCalls: 11}), "field Breaker.MinCalls is 11: must not be above Breaker.Window, 10 by default")
+	require.ErrorContains(t, errorOf(BreakerConfig{Window: 10_001}), "field Breaker.Window is 10001: at most 10000")
+	require.ErrorContains(t, errorOf(BreakerConfig{Trials: 10_001}), "field Breaker.Trials is 10001: at most 10000")
+	require.ErrorContains(t, BreakerConfig{}.validate(BreakerConfig{}), "field Breaker.FailureRate is 0")
 	for _, rate := range []float64{1.01, math.NaN(), math.Inf(1)} {
-		require.ErrorContains(t, BreakerConfig{FailureRate: rate}.withDefaults().validate(), "field Breaker.FailureRate is ")
+		require.ErrorContains(t, errorOf(BreakerConfig{FailureRate: rate}), "field Breaker.FailureRate is ")
 	}
 }
 

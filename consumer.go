@@ -75,8 +75,9 @@ type Consumer struct {
 // for a partition whose queue was full when it began: the longer it may wait, the
 // longer that one does.
 func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg ConsumerConfig, handlers ...Handler) (*Consumer, error) {
+	given := cfg
 	cfg = cfg.withDefaults()
-	errs := []error{cfg.validate(), checkConsumerOpts(opts)}
+	errs := []error{cfg.validate(given), checkConsumerOpts(opts)}
 	if events == nil {
 		errs = append(errs, fmt.Errorf("registry %w", ErrNilArgument))
 	}
@@ -196,11 +197,14 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 	if c.handled == nil {
 		return nil
 	}
+	answered := outage.Announce(c.processor.log, "PostgreSQL, or for a connection of its pool", checkTimeout)
+	defer answered()
 	for ctx.Err() == nil {
 		began := time.Now()
 		try, cancel := context.WithTimeout(ctx, checkTimeout)
 		err := errors.Join(c.handled.check(try), c.starts.Check(try), c.readPauses(try))
 		cancel()
+		answered()
 		if pg.IsUndefined(err) {
 			return notMigrated(c.cfg.Schema, err)
 		}

@@ -108,7 +108,9 @@ func (c ConsumerConfig) withDefaults() ConsumerConfig {
 	return c
 }
 
-func (c ConsumerConfig) validate() error {
+// validate checks a configuration with its defaults. given is without them.
+func (c ConsumerConfig) validate(given ConsumerConfig) error {
+	session := check.Field[time.Duration]{Name: "SessionTimeout", Value: c.SessionTimeout, Given: given.SessionTimeout}
 	errs := []error{
 		c.HandlerConfig.validate(),
 		check.NotNegative("MaxPoll", c.MaxPoll),
@@ -117,6 +119,8 @@ func (c ConsumerConfig) validate() error {
 		check.NotNegative("StopTimeout", c.StopTimeout),
 		check.NotNegative("MaxQueueBytes", c.MaxQueueBytes),
 		check.NotNegative("Concurrency", c.Concurrency),
+		check.Shorter(check.Field[time.Duration]{Name: "HeartbeatInterval", Value: c.HeartbeatInterval, Given: given.HeartbeatInterval}, session),
+		check.Shorter(session, check.Field[time.Duration]{Name: "MaxPollInterval", Value: c.MaxPollInterval, Given: given.MaxPollInterval}),
 	}
 	if c.MaxQueueBytes < minMaxQueueBytes {
 		errs = append(errs, fmt.Errorf("field MaxQueueBytes is %d: must be at least %d", c.MaxQueueBytes, minMaxQueueBytes))
@@ -126,12 +130,6 @@ func (c ConsumerConfig) validate() error {
 	}
 	if c.FromStart && c.FromEnd {
 		errs = append(errs, errors.New("fields FromStart and FromEnd: only one of them can be set"))
-	}
-	if c.HeartbeatInterval >= c.SessionTimeout {
-		errs = append(errs, fmt.Errorf("field HeartbeatInterval is %v: must be shorter than SessionTimeout, %v", c.HeartbeatInterval, c.SessionTimeout))
-	}
-	if c.SessionTimeout >= c.MaxPollInterval {
-		errs = append(errs, fmt.Errorf("field SessionTimeout is %v: must be shorter than MaxPollInterval, %v", c.SessionTimeout, c.MaxPollInterval))
 	}
 	return errors.Join(errs...)
 }

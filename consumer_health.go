@@ -112,6 +112,32 @@ func (m *membership) watchHandlers(ctx context.Context) {
 	}
 }
 
+// waitingPatience is how long a member may be without partitions until it is logged. Kafka lets
+// the first members of a group wait for others for three seconds.
+const waitingPatience = 5 * time.Second
+
+// watchWaiting logs once what a member without partitions waits for, and again after it had
+// some, until ctx is cancelled.
+func (m *membership) watchWaiting(ctx context.Context) {
+	since, said := time.Now(), ""
+	for ctx.Err() == nil {
+		wait.Sleep(ctx, waitingPatience/10)
+		if len(m.all()) > 0 {
+			since, said = time.Now(), ""
+			continue
+		}
+		what, atMost := "waiting for the group to assign partitions; a member that is gone has to be expelled, and others have to give up theirs", m.cfg.MaxPollInterval
+		if m.isMember() {
+			what, atMost = "standing by, the group has no partition for this member; if another member is gone, its partitions are assigned within at_most",
+				m.cfg.SessionTimeout+m.cfg.HeartbeatInterval
+		}
+		if said != what && time.Since(since) >= waitingPatience && ctx.Err() == nil {
+			m.log.Info("outbox: "+what, "at_most", atMost)
+			said = what
+		}
+	}
+}
+
 // watchLag notes how the lag develops, until ctx is cancelled.
 func (m *membership) watchLag(ctx context.Context) {
 	for ctx.Err() == nil {

@@ -26,14 +26,17 @@ import (
 // TestConsumerOptions.
 func checkConsumerOpts(opts []kgo.Opt) error {
 	const itsOwn = "it belongs to the consumer"
+	const topicsFollow = "topics follow from the handlers"
 	const itsField = "ConsumerConfig has a field for it"
-	return kafka.CheckOpts(slices.Concat(unlikelyOpts, opts), func(o kafka.HostOpts) {
+	return kafka.CheckOpts(opts, func(o kafka.HostOpts) {
 		o.RejectCommon()
 		o.Reject(o.Names(kgo.ConsumerGroup), "ConsumerGroup", "name it in HandlerConfig.Group")
 		o.Reject(o.Names(kgo.ShareGroup), "ShareGroup", itsOwn)
 		o.Reject(o.Client.OptValue(kgo.GroupProtocol) != "consumer", "GroupProtocol", itsOwn)
-		o.Reject(len(o.Client.GetConsumeTopics()) > 0, "ConsumeTopics or ConsumePartitions", "topics follow from the handlers")
-		o.Reject(o.Sets(kgo.ConsumeRegex), "ConsumeRegex", "topics follow from the handlers, and a topic's name is also in that of its dead letters")
+		o.Reject(o.Lists(kgo.ConsumeTopics), "ConsumeTopics", topicsFollow)
+		o.Reject(o.Lists(kgo.ConsumePartitions), "ConsumePartitions", topicsFollow)
+		o.Reject(o.Lists(kgo.ConsumeExcludeTopics), "ConsumeExcludeTopics", topicsFollow)
+		o.Reject(o.Sets(kgo.ConsumeRegex), "ConsumeRegex", topicsFollow+", and a topic's name is also in that of its dead letters")
 		o.Reject(o.Sets(kgo.KeepControlRecords), "KeepControlRecords", "markers of transactions are no events")
 		o.Reject(o.Differs(kgo.ConsumeStartOffset, unlikelyOffset), "ConsumeStartOffset", "ConsumerConfig.FromStart says where a new group begins")
 		o.Reject(o.Differs(kgo.ConsumeResetOffset, unlikelyOffset), "ConsumeResetOffset", itsOwn)
@@ -47,7 +50,7 @@ func checkConsumerOpts(opts []kgo.Opt) error {
 		o.Reject(o.Sets(kgo.OnOffsetsFetched), "OnOffsetsFetched", "its error would keep the member from its partitions")
 		o.Reject(o.Sets(kgo.AdjustFetchOffsetsFn), "AdjustFetchOffsetsFn", itsOwn)
 		o.Reject(o.Sets(kgo.StopProducerOnDataLossDetected), "StopProducerOnDataLossDetected", "no dead letter could be sent any more")
-	})
+	}, unlikelyOpts...)
 }
 
 // What the host sets to the value that an option has by itself cannot be told from what it
@@ -80,7 +83,12 @@ func consumerOpts(host []kgo.Opt, cfg ConsumerConfig, topics []string) ([]kgo.Op
 	if err != nil {
 		return nil, err
 	}
-	opts := append(append([]kgo.Opt{kgo.FetchMaxWait(fetchMaxWait), kgo.FetchMaxBytes(fetchMaxBytes)}, kafka.Bounded(host)...),
+	around := func(host []kgo.Opt) []kgo.Opt { return aroundHost(host, cfg, topics, maxWrite) }
+	return around(host), kafka.ValidateOpts(host, around)
+}
+
+func aroundHost(host []kgo.Opt, cfg ConsumerConfig, topics []string, maxWrite int32) []kgo.Opt {
+	return append(append([]kgo.Opt{kgo.FetchMaxWait(fetchMaxWait), kgo.FetchMaxBytes(fetchMaxBytes)}, kafka.Bounded(host)...),
 		kgo.ConsumerGroup(cfg.Group),
 		kgo.ConsumeTopics(topics...),
 		kgo.ConsumeStartOffset(kgo.NewOffset().AtStart()), // starts decides
@@ -102,7 +110,6 @@ func consumerOpts(host []kgo.Opt, cfg ConsumerConfig, topics []string) ([]kgo.Op
 		kgo.ProducerBatchMaxBytes(maxWrite),
 		kgo.ProducerLinger(0),
 	)
-	return opts, kafka.ValidateOpts(opts)
 }
 
 // membership is one Run of a consumer in its group: a Kafka client, and a worker for
@@ -214,6 +221,7 @@ func (m *membership) poll(ctx context.Context) {
 	beside.Go(func() { m.checkDeadLetterTopics(ctx) })
 	beside.Go(func() { m.watchHandlers(ctx) })
 	beside.Go(func() { m.watchLag(ctx) })
+	beside.Go(func() { m.watchWaiting(ctx) })
 	beside.Go(func() { m.limits.pauses.Watch(ctx, m.reader.processor.routes.topics, m.pauseTopics) })
 	for ctx.Err() == nil {
 		began := time.Now()

@@ -40,17 +40,17 @@ var refusedOptions = map[string]struct {
 	"SessionTimeout":       {[]kgo.Opt{kgo.SessionTimeout(45 * time.Second)}, "has a field"},
 	"HeartbeatInterval":    {[]kgo.Opt{kgo.HeartbeatInterval(3 * time.Second)}, "has a field"},
 	"RebalanceTimeout":     {[]kgo.Opt{kgo.RebalanceTimeout(time.Minute)}, "MaxPollInterval"},
-	"OnPartitionsAssigned": {[]kgo.Opt{kgo.OnPartitionsAssigned(ignorePartitions)}, "when a group was not specified"},
-	"OnPartitionsRevoked":  {[]kgo.Opt{kgo.OnPartitionsRevoked(ignorePartitions)}, "when a group was not specified"},
-	"OnPartitionsLost":     {[]kgo.Opt{kgo.OnPartitionsLost(ignorePartitions)}, "when a group was not specified"},
+	"OnPartitionsAssigned": {[]kgo.Opt{kgo.OnPartitionsAssigned(ignorePartitions)}, "gives up partitions by itself"},
+	"OnPartitionsRevoked":  {[]kgo.Opt{kgo.OnPartitionsRevoked(ignorePartitions)}, "gives up partitions by itself"},
+	"OnPartitionsLost":     {[]kgo.Opt{kgo.OnPartitionsLost(ignorePartitions)}, "gives up partitions by itself"},
 	"OnOffsetsFetched":     {[]kgo.Opt{kgo.OnOffsetsFetched(func(context.Context, *kgo.Client, *kmsg.OffsetFetchResponse) error { return errors.New("no") })}, "keep the member"},
 	"AdjustFetchOffsetsFn": {[]kgo.Opt{kgo.AdjustFetchOffsetsFn(func(context.Context, map[string]map[int32]kgo.Offset) (map[string]map[int32]kgo.Offset, error) {
 		return nil, nil
 	})}, "option AdjustFetchOffsetsFn"},
-	"DisableAutoCommit":              {[]kgo.Opt{kgo.DisableAutoCommit()}, "autocommit"},
-	"GreedyAutoCommit":               {[]kgo.Opt{kgo.GreedyAutoCommit()}, "autocommit"},
-	"AutoCommitMarks":                {[]kgo.Opt{kgo.AutoCommitMarks()}, "autocommit"},
-	"AutoCommitCallback":             {[]kgo.Opt{kgo.AutoCommitCallback(func(*kgo.Client, *kmsg.OffsetCommitRequest, *kmsg.OffsetCommitResponse, error) {})}, "autocommit"},
+	"DisableAutoCommit":              {[]kgo.Opt{kgo.DisableAutoCommit()}, "commits offsets"},
+	"GreedyAutoCommit":               {[]kgo.Opt{kgo.GreedyAutoCommit()}, "commits offsets"},
+	"AutoCommitMarks":                {[]kgo.Opt{kgo.AutoCommitMarks()}, "commits offsets"},
+	"AutoCommitCallback":             {[]kgo.Opt{kgo.AutoCommitCallback(func(*kgo.Client, *kmsg.OffsetCommitRequest, *kmsg.OffsetCommitResponse, error) {})}, "commits offsets"},
 	"ShareMaxRecords":                {[]kgo.Opt{kgo.ShareMaxRecords(5)}, "ShareMaxRecords"},
 	"ShareMaxRecordsStrict":          {[]kgo.Opt{kgo.ShareMaxRecordsStrict()}, "ShareMaxRecords"},
 	"ShareAckCallback":               {[]kgo.Opt{kgo.ShareAckCallback(func(*kgo.Client, kgo.ShareAckResults) {})}, "ShareAckCallback"},
@@ -109,7 +109,9 @@ func TestConsumerOptions(t *testing.T) {
 		return err
 	}
 	for name, tt := range refusedOptions {
-		require.ErrorContains(t, newConsumer(tt.opts...), tt.want, name)
+		err := newConsumer(tt.opts...)
+		require.ErrorContains(t, err, tt.want, name)
+		require.ErrorContains(t, err, name, "the option that was given")
 	}
 	require.NoError(t, newConsumer(kgo.FetchIsolationLevel(kgo.ReadCommitted()), kgo.WithContext(context.Background()), kgo.InstanceID("i"),
 		kgo.KeepRetryableFetchErrors(), kgo.ConsumePreferringLagFn(kgo.PreferLagAt(1)), kgo.DisableFetchSessions(), kgo.Balancers(kgo.RangeBalancer())))

@@ -70,7 +70,8 @@ type HandlerConfig struct {
 	Hooks ConsumerHooks
 
 	// Logger receives what changes: WARN for outages that begin or end, retries and
-	// dead letters, and DEBUG for the rest. Nil means slog.Default().
+	// dead letters, INFO for what is waited for before anything is handled, and DEBUG for
+	// the rest. Nil means slog.Default().
 	Logger *slog.Logger
 }
 

@@ -438,7 +438,7 @@ func TestConsumerConfig(t *testing.T) {
 		{"no group, negative numbers", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{RetryWait: -1, Unknown: 9, Schema: "a\x00"}, MaxPoll: -1, HeartbeatInterval: -1}, nil, []outbox.Handler{good},
 			[]string{"field Group is empty", "field MaxPoll is -1", "field RetryWait", "field HeartbeatInterval", "field Unknown is 9", "field Schema"}},
 		{"times in the wrong order", outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}, HeartbeatInterval: 30 * time.Second, MaxPollInterval: time.Second, MaxPoll: 10_001}, nil, []outbox.Handler{good},
-			[]string{"HeartbeatInterval is 30s: must be shorter than SessionTimeout, 30s", "SessionTimeout is 30s: must be shorter than MaxPollInterval, 1s", "MaxPoll is 10001: at most 10000"}},
+			[]string{"HeartbeatInterval is 30s: must be shorter than SessionTimeout, 30s", "MaxPollInterval is 1s: must be longer than SessionTimeout, 30s by default", "MaxPoll is 10001: at most 10000"}},
 		{"options that are not the host's", ok, []kgo.Opt{kgo.ConsumerGroup("mine"), kgo.ConsumeTopics("t"), kgo.TransactionalID("x"),
 			kgo.OnPartitionsRevoked(func(context.Context, *kgo.Client, map[string][]int32) {})}, []outbox.Handler{good},
 			[]string{"ConsumerGroup", "ConsumeTopics", "TransactionalID", "OnPartitionsRevoked"}},

@@ -73,6 +73,16 @@ func (l *leadership) withStatementTimeout() (context.Context, context.CancelFunc
 	return context.WithTimeout(l.held, l.statementTimeout)
 }
 
+// otherLease is the lease of another process.
+type otherLease struct {
+	holder string
+	// lasts is how long the lease lasts at most if its holder is gone; 0 if it does not expire.
+	lasts time.Duration
+	// setBack is by how much the clock of the database was set back since the holder
+	// renewed the lease, if that delays a takeover.
+	setBack time.Duration
+}
+
 // leases takes, renews and releases the lease of a relay name.
 type leases struct {
 	db       *pgxpool.Pool
@@ -80,9 +90,9 @@ type leases struct {
 	holder   string
 	duration time.Duration
 
-	// setBack is by how much the clock of the database was set back since the holder
-	// renewed its lease, if that delays a takeover. Only acquire and its caller use it.
-	setBack time.Duration
+	// other is the lease of another process, as acquire has seen it last. Only acquire and
+	// its caller use it.
+	other otherLease
 
 	peek, take, renewal, release string
 }
@@ -110,7 +120,9 @@ func newHolder() string {
 // neither write nor wait. A lease that expires later than it lasts from now on was taken or
 // renewed before the clock of the database was set back.
 const sqlLeasePeek = `
-SELECT count(*) > 0, coalesce(max(CASE WHEN isfinite(expires_at) THEN expires_at - clock_timestamp() - lasts END), '0')
+SELECT count(*) > 0, coalesce(max(holder), ''),
+       coalesce(max(CASE WHEN isfinite(expires_at) THEN greatest(lasts, expires_at - clock_timestamp()) END), '0'),
+       coalesce(max(CASE WHEN isfinite(expires_at) THEN expires_at - clock_timestamp() - lasts END), '0')
   FROM {schema}.outbox_lease
  WHERE name = $1::text AND holder <> $2::text AND expires_at > clock_timestamp()`
 
@@ -138,7 +150,7 @@ const takeGrace = time.Second
 // acquire takes the lease, or returns errHeld.
 func (s *leases) acquire(ctx context.Context) (*lease, error) {
 	var taken bool
-	if err := s.db.QueryRow(ctx, s.peek, s.relay, s.holder).Scan(&taken, &s.setBack); err != nil {
+	if err := s.db.QueryRow(ctx, s.peek, s.relay, s.holder).Scan(&taken, &s.other.holder, &s.other.lasts, &s.other.setBack); err != nil {
 		return nil, fmt.Errorf("look at lease: %w", err)
 	}
 	if taken {

@@ -65,10 +65,12 @@ type Relay struct {
 // A running relay uses up to seven connections of db; closing db stays with the
 // caller.
 func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error) {
+	given := cfg
 	cfg = cfg.withDefaults()
-	err := errors.Join(cfg.validate(), kafka.CheckProducerOpts(opts))
+	producerOpts := func(opts []kgo.Opt) []kgo.Opt { return kafka.ProducerOpts(opts, cfg.DeliveryTimeout, cfg.Linger) }
+	err := errors.Join(cfg.validate(given), kafka.CheckProducerOpts(opts))
 	if err == nil {
-		err = kafka.ValidateOpts(kafka.ProducerOpts(opts, cfg.DeliveryTimeout, cfg.Linger))
+		err = kafka.ValidateOpts(opts, producerOpts)
 	}
 	if db == nil {
 		err = errors.Join(fmt.Errorf("db %w", ErrNilArgument), err)
@@ -79,7 +81,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 	log := cfg.Logger.With("relay", cfg.Name)
 	r := &Relay{
 		cfg:       cfg,
-		opts:      kafka.ProducerOpts(opts, cfg.DeliveryTimeout, cfg.Linger),
+		opts:      producerOpts(opts),
 		leases:    newLeases(db, cfg.Schema, cfg.Name, cfg.Lease),
 		cursors:   newCursors(db, cfg.Schema, cfg.Name),
 		failed:    newFailedStore(db, cfg.Schema, cfg.Name, cfg.HoldDead),
@@ -258,22 +260,30 @@ func (r *Relay) serve(ctx context.Context) error {
 
 // standBy waits for the lease. It returns nil when ctx is cancelled first.
 func (r *Relay) standBy(ctx context.Context) (*lease, error) {
+	answered := outage.Announce(r.log, "PostgreSQL, or for a connection of its pool", r.cfg.Lease)
+	defer answered()
+	waited := false
 	for ctx.Err() == nil {
 		r.health.progressed()
 		bounded, cancel := context.WithTimeout(ctx, r.cfg.Lease)
 		l, err := r.leases.acquire(bounded)
 		cancel()
+		answered()
 		pause := r.cfg.PollInterval
 		switch {
 		case err == nil:
 			r.postgresOutage.Report(nil)
-			r.log.Debug("outbox: lease taken", "holder", l.holder, "epoch", l.epoch)
+			r.logTaken(ctx, l, waited)
 			return l, nil
 		case pg.IsUndefined(err):
 			return nil, notMigrated(r.cfg.Schema, err)
 		case errors.Is(err, errHeld):
 			r.health.sawLease()
 			r.postgresOutage.Report(nil)
+			if !waited {
+				waited = true
+				r.logStandby()
+			}
 			r.reportClock()
 		case ctx.Err() == nil:
 			r.postgresOutage.Report(err)
@@ -284,13 +294,34 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 	return nil, nil
 }
 
+// logStandby says once what a standby waits for. If the relay that leads is gone, for example
+// because it was killed and this process is its restart, its lease has to expire.
+func (r *Relay) logStandby() {
+	other := r.leases.other
+	if other.lasts == 0 {
+		r.log.Info("outbox: standing by, another process holds a lease that does not expire", "holder", other.holder)
+		return
+	}
+	r.log.Info("outbox: standing by, another process holds the lease; if that one is gone, this one takes over within at_most",
+		"holder", other.holder, "at_most", (other.lasts + r.cfg.PollInterval).Round(time.Millisecond))
+}
+
+// logTaken logs that this process relays now, at INFO if it was said before that it waits.
+func (r *Relay) logTaken(ctx context.Context, l *lease, waited bool) {
+	level := slog.LevelDebug
+	if waited {
+		level = slog.LevelInfo
+	}
+	r.log.Log(ctx, level, "outbox: lease taken, this process relays", "holder", l.holder, "epoch", l.epoch)
+}
+
 // reportClock logs once that the clock of the database was set back while another process
 // holds the lease: by that clock, the lease lasts so much longer if its holder is gone.
 func (r *Relay) reportClock() {
-	late := r.leases.setBack > time.Second
+	late := r.leases.other.setBack > time.Second
 	if late && !r.clockReported {
 		r.log.Warn("outbox: the clock of PostgreSQL was set back; if the relay that leads is gone, taking over takes so much longer",
-			"set_back", r.leases.setBack.Round(time.Millisecond))
+			"set_back", r.leases.other.setBack.Round(time.Millisecond))
 	}
 	r.clockReported = late
 }

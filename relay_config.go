@@ -106,8 +106,9 @@ type RelayConfig struct {
 	Hooks RelayHooks
 
 	// Logger receives what changes: ERROR for an event that is dead and for a
-	// breaker that opens, WARN for an outage that begins or ends, and DEBUG for the
-	// rest. Nil means slog.Default().
+	// breaker that opens, WARN for an outage that begins or ends, INFO for what the relay
+	// waits for before it works, the lease of another process for example, and DEBUG for
+	// the rest. Nil means slog.Default().
 	Logger *slog.Logger
 }
 
@@ -149,7 +150,8 @@ func (c RelayConfig) withDefaults() RelayConfig {
 	return c
 }
 
-func (c RelayConfig) validate() error {
+// validate checks a configuration with its defaults. given is without them.
+func (c RelayConfig) validate(given RelayConfig) error {
 	errs := []error{
 		check.Schema(c.Schema),
 		check.NotNegative("BatchSize", c.BatchSize),
@@ -162,10 +164,16 @@ func (c RelayConfig) validate() error {
 		check.NotNegative("RetryWait", c.RetryWait),
 		check.NotNegative("MaxRetryWait", c.MaxRetryWait),
 		check.NotNegative("Linger", c.Linger),
-		c.Breaker.validate(),
+		c.Breaker.validate(given.Breaker),
 		c.Retention.validate(),
 		c.Alerts.settings().Validate(),
 	}
+	delivery := check.Field[time.Duration]{Name: "DeliveryTimeout", Value: c.DeliveryTimeout, Given: given.DeliveryTimeout}
+	send := check.Field[time.Duration]{Name: "SendTimeout", Value: c.SendTimeout, Given: given.SendTimeout}
+	lease := check.Field[time.Duration]{Name: "Lease", Value: c.Lease, Given: given.Lease}
+	errs = append(errs, check.Shorter(delivery, send), check.Shorter(send, lease), check.InOrder(
+		check.Field[time.Duration]{Name: "RetryWait", Value: c.RetryWait, Given: given.RetryWait},
+		check.Field[time.Duration]{Name: "MaxRetryWait", Value: c.MaxRetryWait, Given: given.MaxRetryWait}))
 	if c.PassFailedKeys && c.HoldDead {
 		errs = append(errs, errors.New("fields PassFailedKeys and HoldDead: later events either pass a failed one or wait for an operator"))
 	}
@@ -185,15 +193,6 @@ func (c RelayConfig) validate() error {
 	}
 	if c.DeliveryTimeout < minDelivery {
 		errs = append(errs, fmt.Errorf("field DeliveryTimeout is %v: at least %v", c.DeliveryTimeout, minDelivery))
-	}
-	if c.DeliveryTimeout >= c.SendTimeout {
-		errs = append(errs, fmt.Errorf("field DeliveryTimeout is %v: must be shorter than SendTimeout, %v", c.DeliveryTimeout, c.SendTimeout))
-	}
-	if c.SendTimeout >= c.Lease {
-		errs = append(errs, fmt.Errorf("field SendTimeout is %v: must be shorter than Lease, %v", c.SendTimeout, c.Lease))
-	}
-	if c.RetryWait > c.MaxRetryWait {
-		errs = append(errs, fmt.Errorf("field RetryWait is %v: must not be above MaxRetryWait, %v", c.RetryWait, c.MaxRetryWait))
 	}
 	if most := c.DeliveryTimeout / lingerShare; c.Linger > most {
 		errs = append(errs, fmt.Errorf("field Linger is %v: at most a tenth of DeliveryTimeout, %v", c.Linger, most))

@@ -163,6 +163,8 @@ func newWorkerRun(w *Worker) *workerRun {
 // prepare waits for PostgreSQL, checks that the tables are as this release needs them, and reads what
 // is paused, before anything is handled.
 func (r *workerRun) prepare(ctx context.Context) error {
+	answered := outage.Announce(r.processor.log, "PostgreSQL, or for a connection of its pool", checkTimeout)
+	defer answered()
 	for ctx.Err() == nil {
 		began := time.Now()
 		try, cancel := context.WithTimeout(ctx, checkTimeout)
@@ -170,6 +172,7 @@ func (r *workerRun) prepare(ctx context.Context) error {
 		err := errors.Join(r.processor.store.(*handledStore).check(try), r.store.Check(try), r.readPauses(try),
 			r.db.QueryRow(try, sqlSession).Scan(&first.role, &first.user, &first.isolation))
 		cancel()
+		answered()
 		switch {
 		case pg.IsUndefined(err):
 			return notMigrated(r.cfg.Schema, err)

@@ -215,7 +215,8 @@ type RecordedTopic struct {
 	Topic string
 	// Types are the event types that go there, sorted.
 	Types []string
-	// Events is how many events of those looked at go there, failed ones included.
+	// Events is how many events of those looked at go there, failed ones included. An event
+	// that is in outbox and has failed, also for several relays, counts once.
 	Events int64
 	// Newest is when the transaction of the newest of them began.
 	Newest time.Time
@@ -228,7 +229,8 @@ const (
 )
 
 // sqlRecordedTopics looks at the newest rows, and at an event of everything that failed
-// events wait for, however old: it may be a topic that is missing.
+// events wait for, however old: it may be a topic that is missing. Of a failed event the row in
+// outbox counts, if that is among the newest.
 const sqlRecordedTopics = `
 WITH RECURSIVE places AS (
    (SELECT relay, place FROM {schema}.outbox_failed WHERE status IN ('waiting', 'failed') ORDER BY relay, place LIMIT 1)
@@ -236,20 +238,25 @@ WITH RECURSIVE places AS (
     SELECT next.* FROM places AS p
      CROSS JOIN LATERAL (SELECT relay, place FROM {schema}.outbox_failed
                           WHERE status IN ('waiting', 'failed') AND (relay, place) > (p.relay, p.place) ORDER BY relay, place LIMIT 1) AS next
+), recorded AS MATERIALIZED (
+    SELECT id, topic, event_type, created_at FROM {schema}.outbox ORDER BY id DESC LIMIT $1
 ), newest AS MATERIALIZED (
-    SELECT id, parking_key, event_type, created_at, status FROM {schema}.outbox_failed ORDER BY id DESC LIMIT $2
+    SELECT outbox_id, event_id, parking_key, event_type, created_at, status FROM {schema}.outbox_failed ORDER BY id DESC LIMIT $2
 ), failed AS (
-    SELECT id, parking_key, event_type, created_at FROM newest WHERE status <> 'resolved'
+    SELECT outbox_id, event_id, parking_key, event_type, created_at FROM newest WHERE status <> 'resolved'
      UNION
     SELECT first.* FROM places AS p
-     CROSS JOIN LATERAL (SELECT id, parking_key, event_type, created_at FROM {schema}.outbox_failed
+     CROSS JOIN LATERAL (SELECT outbox_id, event_id, parking_key, event_type, created_at FROM {schema}.outbox_failed
                           WHERE relay = p.relay AND place = p.place AND status IN ('waiting', 'failed')
                           ORDER BY next_retry_at, outbox_id LIMIT 1) AS first
 )
 SELECT topic, event_type, count(*), max(created_at)
-  FROM ((SELECT topic, event_type, created_at FROM {schema}.outbox ORDER BY id DESC LIMIT $1)
+  FROM (SELECT topic, event_type, created_at FROM recorded
          UNION ALL
-         SELECT split_part(parking_key, '/', 1), event_type, created_at FROM failed) AS e
+        SELECT split_part(parking_key, '/', 1), event_type, created_at
+          FROM failed AS f
+         WHERE outbox_id < (SELECT min(id) FROM recorded)
+            OR NOT EXISTS (SELECT FROM {schema}.outbox AS o WHERE o.id = f.outbox_id AND o.event_id = f.event_id)) AS e
  GROUP BY topic, event_type
  ORDER BY event_type, topic`
 

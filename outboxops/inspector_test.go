@@ -398,6 +398,12 @@ func TestInspectTopics(t *testing.T) {
 	require.Equal(t, []outboxops.RecordedTopic{
 		{Topic: "", Types: []string{"nowhere"}, Events: 1},
 		{Topic: "anorder-events", Types: []string{"test.anorder.canceled.v1", "test.anorder.created.v1"}, Events: 2},
-		{Topic: h.topic, Types: []string{"test.oracle.happened.v1"}, Events: 4},
+		{Topic: h.topic, Types: []string{"test.oracle.happened.v1"}, Events: 3}, // of which one has failed
 	}, all)
+	_, err = h.db.Exec(background, h.sql(`DELETE FROM {schema}.outbox WHERE event_type LIKE 'test.oracle.%'`)) // as retention does
+	require.NoError(t, err)
+	all, err = h.inspector(t).Topics(background)
+	require.NoError(t, err)
+	require.Equal(t, h.topic, all[2].Topic)
+	require.EqualValues(t, 1, all[2].Events, "what has failed is left")
 }

@@ -19,8 +19,10 @@ import (
 
 // admin describes and creates topics.
 type admin struct {
-	client *kgo.Client
-	dryRun bool
+	client  *kgo.Client
+	dryRun  bool
+	brokers int  // of the cluster, when topics were described last
+	tooFew  bool // there are fewer brokers than a topic was to have replicas
 }
 
 // description is what Kafka says about a topic.
@@ -118,6 +120,7 @@ func (a *admin) create(ctx context.Context, specs []spec, failed map[string]erro
 				result.dryRun[t.Topic] = description{led: true, settings: createdSettings(t)}
 			}
 		case !errors.Is(err, kerr.TopicAlreadyExists):
+			a.tooFew = a.tooFew || errors.Is(err, kerr.InvalidReplicationFactor)
 			failed[t.Topic] = topicError("create", t.Topic, err, t.ErrorMessage)
 		}
 	}
@@ -178,6 +181,7 @@ func (a *admin) describe(ctx context.Context, names []string) (found map[string]
 	if err != nil {
 		return nil, nil, fmt.Errorf("describe topics: %w", err)
 	}
+	a.brokers = len(response.Brokers)
 	for _, t := range response.Topics {
 		if t.Topic == nil {
 			continue

@@ -85,7 +85,8 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-func (c Config) validate() error {
+// validate checks a configuration with its defaults. given is without them.
+func (c Config) validate(given Config) error {
 	errs := []error{
 		check.NotNegative("Partitions", c.Partitions),
 		check.NotAbove("Partitions", c.Partitions, maxPartitions),
@@ -100,13 +101,31 @@ func (c Config) validate() error {
 		checkRetention("Retention", c.Retention),
 		checkRetention("DeadLetterRetention", c.DeadLetterRetention),
 	}
-	if c.ReplicationFactor > 0 && c.MinInSyncReplicas > c.ReplicationFactor {
-		errs = append(errs, fmt.Errorf("field MinInSyncReplicas is %d: must not be above ReplicationFactor, %d", c.MinInSyncReplicas, c.ReplicationFactor))
+	if c.ReplicationFactor > 0 {
+		errs = append(errs, check.InOrder(
+			check.Field[int]{Name: "MinInSyncReplicas", Value: c.MinInSyncReplicas, Given: given.MinInSyncReplicas},
+			check.Field[int]{Name: "ReplicationFactor", Value: c.ReplicationFactor, Given: given.ReplicationFactor}))
 	}
 	if c.DeadLetterMaxMessageBytes > 0 && c.DeadLetterMaxMessageBytes < c.MaxMessageBytes {
 		errs = append(errs, fmt.Errorf("field DeadLetterMaxMessageBytes is %d: must not be below MaxMessageBytes, %d", c.DeadLetterMaxMessageBytes, c.MaxMessageBytes))
 	}
 	return errors.Join(errs...)
+}
+
+// tooFewBrokers says what to set where a topic cannot have as many replicas as it was to have.
+// It is said once, because it is the same for all topics. c is without defaults.
+func (c Config) tooFewBrokers(brokers int) error {
+	have := fmt.Sprintf("the cluster has %d brokers: set it to at most %[1]d", brokers)
+	if brokers == 1 {
+		have = "the cluster has 1 broker: set it to 1"
+	}
+	switch {
+	case c.ReplicationFactor < 0:
+		return fmt.Errorf("field ReplicationFactor is %d, which means the cluster's default, and %s", c.ReplicationFactor, have)
+	case c.ReplicationFactor == 0:
+		return fmt.Errorf("field ReplicationFactor is %d by default, and %s, or to -1 for the cluster's default", defaultReplicationFactor, have)
+	}
+	return fmt.Errorf("field ReplicationFactor is %d, and %s, or to -1 for the cluster's default", c.ReplicationFactor, have)
 }
 
 func checkRetention(field string, d time.Duration) error {

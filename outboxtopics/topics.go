@@ -63,7 +63,7 @@ func (d Difference) String() string {
 // be created, its dead-letter topic is not created either.
 func Ensure(ctx context.Context, opts []kgo.Opt, events *outbox.Registry, cfg Config) ([]State, error) {
 	if events == nil {
-		err := errors.Join(cfg.withDefaults().validate(), kafka.CheckProducerOpts(opts), fmt.Errorf("registry %w", outbox.ErrNilArgument))
+		err := errors.Join(cfg.withDefaults().validate(cfg), kafka.CheckProducerOpts(opts), fmt.Errorf("registry %w", outbox.ErrNilArgument))
 		return nil, fmt.Errorf("outbox: topics config: %w", err)
 	}
 	var topics []string
@@ -76,8 +76,9 @@ func Ensure(ctx context.Context, opts []kgo.Opt, events *outbox.Registry, cfg Co
 // EnsureNamed is [Ensure] for tools that know the names of topics and have no
 // registry. A name may be there more than once.
 func EnsureNamed(ctx context.Context, opts []kgo.Opt, topics []string, cfg Config) ([]State, error) {
+	given := cfg
 	cfg = cfg.withDefaults()
-	errs := []error{cfg.validate(), kafka.CheckProducerOpts(opts)}
+	errs := []error{cfg.validate(given), kafka.CheckProducerOpts(opts)}
 	for _, topic := range topics {
 		if err := check.Topic(topic); err != nil {
 			errs = append(errs, fmt.Errorf("topic %w", err))
@@ -98,6 +99,9 @@ func EnsureNamed(ctx context.Context, opts []kgo.Opt, topics []string, cfg Confi
 	defer client.Close()
 	a := &admin{client: client, dryRun: cfg.DryRun}
 	states, err := a.ensureAll(ctx, cfg, specs, deadLetters)
+	if a.tooFew {
+		err = errors.Join(err, given.tooFewBrokers(a.brokers))
+	}
 	if err != nil {
 		err = fmt.Errorf("outbox: topics: %w", err)
 	}

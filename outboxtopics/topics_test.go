@@ -252,6 +252,8 @@ func TestEnsureTopicsRefused(t *testing.T) {
 		require.ErrorContains(t, err, "1 broker", "the message of the broker")
 		require.ErrorContains(t, err, "create topic "+topics[1]+".dlq: ")
 		require.NotContains(t, err.Error(), topics[0]+".dlq", "not created without the topic")
+		const todo = "field ReplicationFactor is 3 by default, and the cluster has 1 broker: set it to 1, or to -1 for the cluster's default"
+		require.Equal(t, 1, strings.Count(err.Error(), todo), "%v", err)
 		require.Len(t, states, 1)
 		require.Equal(t, topics[1], states[0].Topic)
 	}
@@ -317,7 +319,8 @@ var badTopicsConfigs = []struct {
 	{"too many partitions", outboxtopics.Config{Partitions: 10_001}, "field Partitions is 10001: at most 10000"},
 	{"too many replicas", outboxtopics.Config{ReplicationFactor: 40_000}, "field ReplicationFactor is 40000: at most 32767"},
 	{"negative replicas in sync", outboxtopics.Config{MinInSyncReplicas: -1}, "field MinInSyncReplicas is -1: must not be negative"},
-	{"more in sync than there are", outboxtopics.Config{MinInSyncReplicas: 4}, "field MinInSyncReplicas is 4: must not be above ReplicationFactor, 3"},
+	{"more in sync than there are", outboxtopics.Config{MinInSyncReplicas: 4}, "field MinInSyncReplicas is 4: must not be above ReplicationFactor, 3 by default"},
+	{"fewer than are in sync", outboxtopics.Config{ReplicationFactor: 2, MinInSyncReplicas: 3}, "field MinInSyncReplicas is 3: must not be above ReplicationFactor, 2"},
 	{"negative retention", outboxtopics.Config{Retention: -1}, "field Retention is -1ns: at least 1ms"},
 	{"retention of nothing", outboxtopics.Config{Retention: time.Microsecond}, "field Retention is 1µs: at least 1ms"},
 	{"negative limit", outboxtopics.Config{MaxMessageBytes: -1}, "field MaxMessageBytes is -1: must not be negative"},

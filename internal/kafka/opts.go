@@ -3,10 +3,12 @@
 package kafka
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"reflect"
+	"slices"
 	"sync"
 	"time"
 
@@ -25,13 +27,6 @@ func NewClient(opts []kgo.Opt) (*kgo.Client, error) {
 	return kgo.NewClient(opts...)
 }
 
-// ValidateOpts is [kgo.ValidateOpts] for options that several clients may share.
-func ValidateOpts(opts []kgo.Opt) error {
-	making.Lock()
-	defer making.Unlock()
-	return kgo.ValidateOpts(opts...)
-}
-
 // HostOpts inspects the Kafka options of the host, to reject those that the host must
 // not set.
 type HostOpts struct {
@@ -39,15 +34,17 @@ type HostOpts struct {
 	errs   *[]error
 }
 
-// CheckOpts makes a client of options, passes it to inspect, and returns the options
-// that inspect rejected as an error.
-func CheckOpts(opts []kgo.Opt, inspect func(HostOpts)) error {
-	client, err := NewClient(opts)
-	if err != nil {
-		return fmt.Errorf("kafka options: %w", err)
+// CheckOpts makes a client of the options of the host, behind others, passes it to inspect,
+// and returns the options that kgo or inspect rejected as an error.
+func CheckOpts(host []kgo.Opt, inspect func(HostOpts), others ...kgo.Opt) error {
+	all := func(host []kgo.Opt) []kgo.Opt { return slices.Concat(others, host) }
+	valid, err := validOpts(host, all)
+	client, cerr := NewClient(all(valid))
+	if cerr != nil {
+		return cmp.Or(err, fmt.Errorf("kafka options: %w", cerr))
 	}
 	defer client.Close()
-	var errs []error
+	errs := []error{err}
 	inspect(HostOpts{client, &errs})
 	return errors.Join(errs...)
 }
@@ -88,6 +85,12 @@ func (o HostOpts) Sets(option any) bool {
 	return v.IsValid() && !v.IsZero()
 }
 
+// Lists reports whether an option that is a list has anything in it.
+func (o HostOpts) Lists(option any) bool {
+	v := reflect.ValueOf(o.Client.OptValue(option))
+	return v.IsValid() && v.Len() > 0
+}
+
 // Differs reports whether an option does not have a value.
 func (o HostOpts) Differs(option, value any) bool { return o.Client.OptValue(option) != value }
 
@@ -108,7 +111,8 @@ func CheckProducerOpts(opts []kgo.Opt) error {
 		o.Reject(o.Names(kgo.ConsumerGroup), "ConsumerGroup", notConsumer)
 		o.Reject(o.Names(kgo.ShareGroup), "ShareGroup", notConsumer)
 		o.Reject(o.Names(kgo.InstanceID), "InstanceID", notConsumer)
-		o.Reject(len(o.Client.GetConsumeTopics()) > 0, "ConsumeTopics or ConsumePartitions", notConsumer)
+		o.Reject(o.Lists(kgo.ConsumeTopics), "ConsumeTopics", notConsumer)
+		o.Reject(o.Lists(kgo.ConsumePartitions), "ConsumePartitions", notConsumer)
 		o.Reject(o.Sets(kgo.DisableIdempotentWrite), "DisableIdempotentWrite", "retries would repeat and reorder records")
 		partitioner, _ := o.Client.OptValue(kgo.RecordPartitioner).(kgo.Partitioner)
 		if err := checkPartitioner(partitioner); err != nil {

@@ -95,9 +95,13 @@ const (
 // Meanwhile StartOffsets waits.
 func (m *Member) prepare(ctx context.Context) {
 	defer close(m.prepared)
+	answered := outage.Announce(m.cfg.Log, "Kafka and PostgreSQL, to find where reading begins", tryTimeout)
+	defer answered()
 	for m.cfg.Store != nil && ctx.Err() == nil {
 		began := time.Now()
-		if m.report(ctx, began, m.tryPrepare(ctx)) == nil {
+		err := m.tryPrepare(ctx)
+		answered()
+		if m.report(ctx, began, err) == nil {
 			return
 		}
 	}
