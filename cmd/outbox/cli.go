@@ -7,7 +7,7 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/twmb/franz-go/pkg/kerr"
 
 	"github.com/outboxgo/outbox/internal/pg"
 )
@@ -46,7 +46,7 @@ func commands() []command {
 		cutStatusCommand, cutToKafkaCommand, cutToPostgresCommand, cutFinishCommand, cutCancelCommand,
 		dlqListCommand, dlqReplayCommand,
 		consumerStatusCommand, consumerPauseCommand, consumerResumeCommand, consumerRewindCommand,
-		migrateUpCommand, migrateStatusCommand, migratePrintCommand, versionCommand,
+		migrateUpCommand, migrateStatusCommand, migratePrintCommand, completionCommand(), versionCommand,
 	}
 }
 
@@ -92,11 +92,9 @@ func run(ctx context.Context, args []string, e *env) int {
 
 // hint says what to do about errors that have one usual cause.
 func (e *env) hint(err error) {
-	var connect *pgconn.ConnectError
-	if errors.As(err, &connect) && e.database == "" && e.getenv("DATABASE_URL") == "" && e.getenv("PGHOST") == "" {
-		fmt.Fprintln(e.stderr, "No database is named: --database, or $DATABASE_URL.")
-	}
 	switch {
+	case errors.Is(err, kerr.InvalidReplicationFactor):
+		fmt.Fprintln(e.stderr, "The field ReplicationFactor is --replication.")
 	case pg.IsUndefined(err):
 		fmt.Fprintf(e.stderr, "Schema %s has no tables of outbox, or those of an earlier release: try --schema,\noutbox doctor, or outbox migrate up.\n", visible(e.schemaName()))
 	case pg.Code(err) == "42501": // no privilege
@@ -124,8 +122,10 @@ func dispatch(ctx context.Context, args []string, e *env) error {
 		return help(e, helpWords(words))
 	case err != nil:
 		return err
+	case len(args) == 0:
+		return help(e, nil)
 	case len(words) == 0:
-		return usagef("what shall it do?")
+		return usagef("which command?")
 	}
 	c, rest, err := find(words)
 	if err != nil {

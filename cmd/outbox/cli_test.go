@@ -21,6 +21,9 @@ func TestHelp(t *testing.T) {
 	for name, words := range pages {
 		t.Run(name, func(t *testing.T) {
 			text := d.ok(t, append([]string{"help"}, words...)...)
+			if name == "" {
+				require.Equal(t, text, d.ok(t), "outbox alone")
+			}
 			require.NotEmpty(t, text)
 			requireNarrow(t, text)
 			require.LessOrEqual(t, strings.Count(text, "\n"), 24, text)
@@ -83,7 +86,12 @@ func requireFile(t *testing.T, name, want string) {
 func TestUsage(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct{ args, want string }{
-		{"", "what shall it do?"},
+		{"--json", "which command?"},
+		{"status", "which database? --database URL, or $DATABASE_URL"},
+		{"doctor", "which database? --database URL, or $DATABASE_URL"},
+		{"topics --kafka k:1", "which database? --database URL, or $DATABASE_URL"},
+		{"completion bsh", `completion "bsh": want bash, zsh, fish: did you mean "bash"?`},
+		{"completion bash zsh", `completion: "zsh" is too much`},
 		{"staus", `there is no command "staus": did you mean "status"?`},
 		{"help staus", `did you mean "status"?`},
 		{"xyzzy", `there is no command "xyzzy"`},

@@ -572,16 +572,58 @@ func TestConsumerRewind(t *testing.T) {
 	}
 }
 
-// If no database is named, the error says how to name one.
+// If no database is named, none is tried: it would be the local one that has the name of the
+// user. libpq's variables name one too.
 func TestNoDatabase(t *testing.T) {
 	t.Setenv("PGHOST", "127.0.0.1")
 	t.Setenv("PGPORT", "1")
 	d := &commandFixture{}
 	a := d.call(t, "status")
-	require.Equal(t, exitError, a.code)
-	require.Contains(t, a.err, "No database is named: --database, or $DATABASE_URL.")
-	d.vars = map[string]string{"DATABASE_URL": "postgres://127.0.0.1:1/nowhere"}
-	require.NotContains(t, d.call(t, "status").err, "No database is named")
+	require.Equal(t, exitUsage, a.code)
+	require.Contains(t, a.err, "which database? --database URL, or $DATABASE_URL")
+	require.NotContains(t, a.err, "127.0.0.1")
+	for name, value := range map[string]string{"DATABASE_URL": "postgres://127.0.0.1:1/nowhere", "PGHOST": "127.0.0.1"} {
+		d.vars = map[string]string{name: value}
+		a := d.call(t, "status")
+		require.Equal(t, exitError, a.code)
+		require.Contains(t, a.err, "connect to ")
+	}
+}
+
+// An error names what was given: the flag or the variable.
+func TestErrorsNameWhatWasGiven(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct{ variable, value, args, want string }{
+		{"DATABASE_URL", "nonsense://[", "status", "$DATABASE_URL: that is no URL"},
+		{"DATABASE_URL", "postgres://h/d", "status --database nonsense://[", "--database: that is no URL"},
+		{"KAFKA_CA", "/nowhere", "topics t --kafka k:1", "$KAFKA_CA: open /nowhere"},
+		{"KAFKA_CA", "/nowhere", "topics t --kafka k:1 --kafka-ca /elsewhere", "--kafka-ca: open /elsewhere"},
+		{"KAFKA_MECHANISM", "pain", "topics t --kafka k:1", `$KAFKA_MECHANISM "pain": want plain`},
+	} {
+		d := &commandFixture{vars: map[string]string{test.variable: test.value}}
+		a := d.call(t, strings.Fields(test.args)...)
+		require.NotEqual(t, exitOK, a.code)
+		require.Contains(t, a.err, test.want, test.args)
+	}
+}
+
+// Without Kafka there is one error, and no table: every topic would be missing there.
+func TestTopicsWithoutKafka(t *testing.T) {
+	t.Parallel()
+	d := newShop(t)
+	d.record(t, "a")
+	d.vars["KAFKA_BROKERS"] = "127.0.0.1:1"
+	for _, args := range []string{"topics", "topics --check", "topics --json", "topics --create", "topics t"} {
+		a := d.call(t, append(strings.Fields(args), "--timeout", "1s")...)
+		require.Equal(t, exitError, a.code, args)
+		require.Empty(t, a.out, args)
+		require.Regexp(t, `^outbox: .*(127\.0\.0\.1:1|deadline).*\n$`, a.err, args)
+	}
+	delete(d.vars, "KAFKA_BROKERS")
+	a := d.call(t, "topics")
+	require.Equal(t, exitUsage, a.code)
+	require.Empty(t, a.out)
+	require.Contains(t, a.err, "which Kafka? --kafka HOST:PORT, or $KAFKA_BROKERS")
 }
 
 // A broker that says nothing is given up after a while.
@@ -641,6 +683,8 @@ func TestTopics(t *testing.T) {
 	a = named.call(t, "topics", "--create", "--replication", "5", "cli-"+uuid.NewString())
 	require.Equal(t, exitError, a.code)
 	require.Contains(t, a.err, "INVALID_REPLICATION_FACTOR")
+	require.Contains(t, a.err, "field ReplicationFactor is 5, and the cluster has 1 broker: set it to 1")
+	require.Contains(t, a.err, "The field ReplicationFactor is --replication.")
 }
 
 // Passwords are in no output, whatever fails.

@@ -68,6 +68,10 @@ func (d *doctor) run(ctx context.Context, e *env) error {
 	if err := d.checkIDs(); err != nil {
 		return err
 	}
+	if d.wantsDatabase() && !e.namesDatabase() {
+		_, err := e.databaseConfig()
+		return err
+	}
 	d.examine(ctx)
 	if ctx.Err() != nil {
 		return ctx.Err()
@@ -85,13 +89,21 @@ func (d *doctor) run(ctx context.Context, e *env) error {
 	return err
 }
 
+// wantsTables reports whether a check is wanted that looks at tables.
+func (d *doctor) wantsTables() bool {
+	return d.wants(migrationsCheck, topicsCheck) || d.wants(tableChecks...)
+}
+
+func (d *doctor) wantsDatabase() bool {
+	return d.wantsTables() || d.wants(connectCheck) || d.wants(databaseChecks...)
+}
+
 func (d *doctor) examine(ctx context.Context) {
-	wantsTables := d.wants(migrationsCheck, topicsCheck) || d.wants(tableChecks...)
-	if (wantsTables || d.wants(connectCheck) || d.wants(databaseChecks...)) && d.connect(ctx) {
+	if d.wantsDatabase() && d.connect(ctx) {
 		for _, c := range databaseChecks {
 			d.try(ctx, c)
 		}
-		d.hasTables = wantsTables && d.migrated(ctx)
+		d.hasTables = d.wantsTables() && d.migrated(ctx)
 		if d.hasTables {
 			for _, c := range tableChecks {
 				d.try(ctx, c)

@@ -109,12 +109,35 @@ func (e *env) secret(text string, names ...string) {
 	}
 }
 
+// setting returns the value of a flag, or else that of a variable, and the name of the one that
+// was given.
+func (e *env) setting(value, name, variable string) (text, given string) {
+	if value != "" {
+		return value, name
+	}
+	return e.getenv(variable), "$" + variable
+}
+
+// namesDatabase reports whether anything says which database is meant. Without it, pgx would try
+// the local one that has the name of the user.
+func (e *env) namesDatabase() bool {
+	return e.database != "" || slices.ContainsFunc([]string{"DATABASE_URL", "PGHOST", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE"},
+		func(name string) bool { return e.getenv(name) != "" })
+}
+
 // databaseConfig reads the URL, or what libpq's variables say.
 func (e *env) databaseConfig() (*pgxpool.Config, error) {
-	cfg, err := pgxpool.ParseConfig(cmp.Or(e.database, e.getenv("DATABASE_URL")))
+	if !e.namesDatabase() {
+		return nil, usagef("which database? --database URL, or $DATABASE_URL")
+	}
+	url, given := e.setting(e.database, "--database", "DATABASE_URL")
+	if url == "" {
+		given = "$PGHOST, $PGPORT …"
+	}
+	cfg, err := pgxpool.ParseConfig(url)
 	if err != nil {
 		// The error shows what could not be read, and a password may be in it.
-		return nil, usagef("--database: that is no URL of PostgreSQL, nor a list of name=value (postgres://user:password@host:5432/database)")
+		return nil, usagef("%s: that is no URL of PostgreSQL, nor a list of name=value (postgres://user:password@host:5432/database)", given)
 	}
 	c := cfg.ConnConfig
 	e.secret(c.Password, c.User, c.Database, c.Host)

@@ -62,6 +62,7 @@ func overview() string {
 var foldedGroups = map[string]string{
 	"consumer": "consumer groups",
 	"cut":      "move groups",
+	"dlq":      "dead letters of topics",
 	"delivery": "what is owed to workers",
 	"migrate":  "create the tables or bring them up to date",
 }

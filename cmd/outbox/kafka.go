@@ -58,7 +58,9 @@ func (e *env) kafkaOpts() ([]kgo.Opt, error) {
 
 // kafkaTLSConfig returns nil if TLS is not to be spoken.
 func (e *env) kafkaTLSConfig() (*tls.Config, error) {
-	ca, cert, key := cmp.Or(e.kafkaCA, e.getenv("KAFKA_CA")), cmp.Or(e.kafkaCert, e.getenv("KAFKA_CERT")), cmp.Or(e.kafkaKey, e.getenv("KAFKA_KEY"))
+	ca, givenCA := e.setting(e.kafkaCA, "--kafka-ca", "KAFKA_CA")
+	cert, givenCert := e.setting(e.kafkaCert, "--kafka-cert", "KAFKA_CERT")
+	key, givenKey := e.setting(e.kafkaKey, "--kafka-key", "KAFKA_KEY")
 	if ca == "" && cert == "" && key == "" && !e.kafkaTLS {
 		return nil, nil
 	}
@@ -66,11 +68,11 @@ func (e *env) kafkaTLSConfig() (*tls.Config, error) {
 	if ca != "" {
 		pem, err := os.ReadFile(ca)
 		if err != nil {
-			return nil, fmt.Errorf("--kafka-ca: %w", err)
+			return nil, fmt.Errorf("%s: %w", givenCA, err)
 		}
 		config.RootCAs = x509.NewCertPool()
 		if !config.RootCAs.AppendCertsFromPEM(pem) {
-			return nil, fmt.Errorf("--kafka-ca: %s holds no certificate in PEM", ca)
+			return nil, fmt.Errorf("%s: %s holds no certificate in PEM", givenCA, ca)
 		}
 	}
 	switch {
@@ -81,7 +83,7 @@ func (e *env) kafkaTLSConfig() (*tls.Config, error) {
 	}
 	pair, err := tls.LoadX509KeyPair(cert, key)
 	if err != nil {
-		return nil, fmt.Errorf("--kafka-cert, --kafka-key: %w", err)
+		return nil, fmt.Errorf("%s, %s: %w", givenCert, givenKey, err)
 	}
 	config.Certificates = []tls.Certificate{pair}
 	return config, nil
@@ -91,9 +93,9 @@ var mechanisms = []string{"plain", "scram-sha-256", "scram-sha-512", "oauthbeare
 
 // kafkaLogin returns nil if there is to be none: no mechanism, user or token is named.
 func (e *env) kafkaLogin() (sasl.Mechanism, error) {
-	mechanism := cmp.Or(e.kafkaMechanism, e.getenv("KAFKA_MECHANISM"))
+	mechanism, given := e.setting(e.kafkaMechanism, "--kafka-mechanism", "KAFKA_MECHANISM")
 	if mechanism != "" {
-		if err := oneOf("--kafka-mechanism", mechanism, mechanisms); err != nil {
+		if err := oneOf(given, mechanism, mechanisms); err != nil {
 			return nil, err
 		}
 	}

@@ -52,7 +52,7 @@ func (t *topicsFlags) config() outboxtopics.Config {
 // topicJSON is a topic in the output.
 type topicJSON struct {
 	Topic       string           `json:"topic"`
-	State       string           `json:"state"` // there, missing or created
+	State       string           `json:"state"` // there, missing, created, or unknown: Kafka returned an error
 	Types       []string         `json:"types,omitempty"`
 	Events      int64            `json:"events"`
 	Partitions  int              `json:"partitions"`
@@ -64,6 +64,14 @@ type topicJSON struct {
 	MaxBytes    int64            `json:"max_message_bytes"`
 	Differences []differenceJSON `json:"differences"`
 }
+
+// isKnown reports whether Kafka has said anything about the topic.
+func (t topicJSON) isKnown() bool { return t.State != stateUnknown }
+
+const (
+	stateMissing = "missing"
+	stateUnknown = "unknown"
+)
 
 type differenceJSON struct {
 	Setting string `json:"setting"`
@@ -90,10 +98,13 @@ func (t *topicsFlags) run(ctx context.Context, e *env) error {
 		}
 	}
 	all, err := t.ensure(ctx, kafka, names, recorded)
+	if err != nil && !slices.ContainsFunc(all, topicJSON.isKnown) {
+		return err // there is nothing to show
+	}
 	if serr := showTopics(e, all, recorded); err == nil {
 		err = serr
 	}
-	if err == nil && t.check && slices.ContainsFunc(all, func(t topicJSON) bool { return t.State == "missing" || len(t.Differences) > 0 }) {
+	if err == nil && t.check && slices.ContainsFunc(all, func(t topicJSON) bool { return t.State == stateMissing || len(t.Differences) > 0 }) {
 		return errProblems
 	}
 	return err
@@ -126,17 +137,25 @@ func (t *topicsFlags) ensure(ctx context.Context, kafka []kgo.Opt, names []strin
 	var order []string
 	for _, name := range names {
 		for _, n := range []string{name, outbox.DeadLetterTopic(name)} {
-			all[n] = &topicJSON{Topic: n, State: "missing", Differences: []differenceJSON{}}
+			all[n] = &topicJSON{Topic: n, State: stateMissing, Differences: []differenceJSON{}}
 			order = append(order, n)
 		}
 	}
 	infos, err := outboxtopics.Describe(ctx, kafka, order...)
+	if err != nil { // it is not known of which topics
+		for _, name := range order {
+			all[name].State = stateUnknown
+		}
+	}
 	for _, info := range infos {
 		all[info.Topic].describe(info)
 	}
 	for _, s := range states {
-		if s.Created && t.create {
+		switch {
+		case s.Created && t.create:
 			all[s.Topic].State = "created"
+		case s.Created:
+			all[s.Topic].State = stateMissing
 		}
 		for _, d := range s.Differences {
 			all[s.Topic].Differences = append(all[s.Topic].Differences, differenceJSON{d.Setting, d.Want, d.Have})
@@ -200,7 +219,7 @@ func showTopics(e *env, all []topicJSON, recorded []outboxops.RecordedTopic) err
 func topicTable(all []topicJSON) table {
 	t := table{head: []string{"TOPIC", "STATE", "EVENTS", "PARTS", "REPL", "IN-SYNC", "RETENTION", "MAX-BYTES"}, flex: []int{0}}
 	for _, topic := range all {
-		if topic.State == "missing" {
+		if topic.State == stateMissing || topic.State == stateUnknown {
 			t.add(topic.Topic, topic.State, count(topic.Events), "", "", "", "", "")
 			continue
 		}

@@ -16,6 +16,7 @@ import (
 
 const (
 	brokersEnv = "OUTBOX_KAFKA_BROKERS"
+	commonEnv  = "KAFKA_BROKERS" // that of the command outbox; only written, like databaseEnv
 	kindEnv    = "OUTBOX_KAFKA_KIND"
 )
 
@@ -160,7 +161,8 @@ func (k *kafkaStarter) ready(what, origin string, brokers []string, began time.T
 }
 
 func kafkaVariables(brokers []string, kind string) []string {
-	return []string{brokersEnv + "=" + strings.Join(brokers, ","), kindEnv + "=" + kind}
+	list := strings.Join(brokers, ",")
+	return []string{brokersEnv + "=" + list, commonEnv + "=" + list, kindEnv + "=" + kind}
 }
 
 // oneLine returns the first line of err's text.

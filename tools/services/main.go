@@ -47,6 +47,9 @@ The command, or the file that "up" writes, gets:
 	                      with -pgbouncer only: the same without PgBouncer
 	OUTBOX_KAFKA_BROKERS  broker addresses, separated by commas
 	OUTBOX_KAFKA_KIND     kafka, or kfake for the imitation inside this tool
+	DATABASE_URL, KAFKA_BROKERS
+	                      the same addresses again, for the command outbox and
+	                      other programs
 
 "services run -h" and "services up -h" list the flags.
 

@@ -42,5 +42,5 @@ func startBouncer(ctx context.Context, postgres *service, say teller) (*service,
 	}
 	postgres.env = []string{directEnv + "=" + direct}
 	say.step("transaction mode, %s, ready in %.1f s", place.Address(b.Port()), time.Since(began).Seconds())
-	return &service{name: "pgbouncer", env: []string{postgresEnv + "=" + b.URL()}, stop: b.Stop, server: b}, nil
+	return &service{name: "pgbouncer", env: postgresVariables(b.URL()), stop: b.Stop, server: b}, nil
 }

@@ -14,7 +14,16 @@ import (
 	"github.com/outboxgo/outbox/tools/pgserver"
 )
 
-const postgresEnv = "OUTBOX_POSTGRES_URL"
+// The variables of an address. databaseEnv is that of most programs, the command outbox among them; it
+// is only written: one that is set already may be that of a database in use.
+const (
+	postgresEnv = "OUTBOX_POSTGRES_URL"
+	databaseEnv = "DATABASE_URL"
+)
+
+func postgresVariables(url string) []string {
+	return []string{postgresEnv + "=" + url, databaseEnv + "=" + url}
+}
 
 // givenTimeout is how long an address from the environment may take to answer.
 const givenTimeout = 10 * time.Second
@@ -80,7 +89,7 @@ func (p *postgresStarter) given(ctx context.Context, url string) (*service, erro
 		address = fmt.Sprintf("%s:%d", config.Host, config.Port)
 	}
 	p.ready(version, "the environment", address)
-	return &service{name: "postgres", env: []string{postgresEnv + "=" + url}}, nil
+	return &service{name: "postgres", env: postgresVariables(url)}, nil
 }
 
 func (p *postgresStarter) embedded(ctx context.Context, version string) (*service, error) {
@@ -114,7 +123,7 @@ func (p *postgresStarter) local(ctx context.Context, binDir, origin string) (*se
 	p.ready(version, origin, place.Address(server.Port()))
 	return &service{
 		name:   "postgres",
-		env:    []string{postgresEnv + "=" + server.URL()},
+		env:    postgresVariables(server.URL()),
 		stop:   server.Stop,
 		server: server,
 	}, nil
@@ -133,7 +142,7 @@ func (p *postgresStarter) container(ctx context.Context) (*service, error) {
 		return nil, errors.Join(err, container.stop(context.WithoutCancel(ctx)))
 	}
 	p.ready(version, "image "+image, place.Address(container.port))
-	return &service{name: "postgres", env: []string{postgresEnv + "=" + container.url}, stop: container.stop}, nil
+	return &service{name: "postgres", env: postgresVariables(container.url), stop: container.stop}, nil
 }
 
 func (p *postgresStarter) ready(version, origin, address string) {

@@ -60,7 +60,7 @@ func newTool(t *testing.T, args ...string) *tool {
 	c := &tool{Cmd: exec.Command(program, args...), tmp: tmp}
 	c.Dir, c.Stdout, c.Stderr = tmp, &c.out, &c.err
 	for _, kv := range os.Environ() {
-		if !strings.HasPrefix(kv, "OUTBOX_POSTGRES_") && !strings.HasPrefix(kv, "OUTBOX_KAFKA_") {
+		if !regexp.MustCompile(`^(OUTBOX_POSTGRES_|OUTBOX_KAFKA_|DATABASE_URL=|KAFKA_BROKERS=)`).MatchString(kv) {
 			c.Env = append(c.Env, kv)
 		}
 	}
@@ -184,7 +184,9 @@ func TestRunPassesEverythingThrough(t *testing.T) {
 	env := variables(c.out.String())
 	require.Regexp(t, `^127\.0\.0\.1:\d+$`, env["OUTBOX_KAFKA_BROKERS"])
 	require.Equal(t, "kfake", env["OUTBOX_KAFKA_KIND"])
+	require.Equal(t, env["OUTBOX_KAFKA_BROKERS"], env["KAFKA_BROKERS"])
 	require.NotContains(t, env, "OUTBOX_POSTGRES_URL")
+	require.NotContains(t, env, "DATABASE_URL")
 }
 
 func TestRunExitCodes(t *testing.T) {
@@ -248,6 +250,7 @@ func TestRunThroughPgBouncer(t *testing.T) {
 	require.NotEqual(t, env["OUTBOX_POSTGRES_URL"], env["OUTBOX_POSTGRES_DIRECT_URL"])
 	require.Contains(t, env["OUTBOX_POSTGRES_URL"], "default_query_exec_mode=")
 	require.Contains(t, env["OUTBOX_POSTGRES_DIRECT_URL"], "@127.0.0.1:")
+	require.Equal(t, env["OUTBOX_POSTGRES_URL"], env["DATABASE_URL"])
 	requireEmpty(t, c.tmp)
 }
 
@@ -321,11 +324,13 @@ func TestUpWritesAndRemovesAddresses(t *testing.T) {
 	_, err = pgserver.Ping(t.Context(), env["OUTBOX_POSTGRES_URL"])
 	require.NoError(t, err)
 	require.NoError(t, kafkaserver.Ready(t.Context(), []string{env["OUTBOX_KAFKA_BROKERS"]}))
+	require.Equal(t, env["OUTBOX_POSTGRES_URL"], env["DATABASE_URL"])
+	require.Equal(t, env["OUTBOX_KAFKA_BROKERS"], env["KAFKA_BROKERS"])
 	require.Equal(t, "kfake", env["OUTBOX_KAFKA_KIND"])
 
 	// A second instance uses the addresses of the first.
 	second := newTool(t, "run", "env")
-	second.Env = append(second.Env, "OUTBOX_POSTGRES_URL="+env["OUTBOX_POSTGRES_URL"],
+	second.Env = append(second.Env, "DATABASE_URL=postgres://127.0.0.1:1/another", "OUTBOX_POSTGRES_URL="+env["OUTBOX_POSTGRES_URL"],
 		"OUTBOX_KAFKA_BROKERS="+env["OUTBOX_KAFKA_BROKERS"], "OUTBOX_KAFKA_KIND=kfake")
 	require.Equal(t, 0, second.code(t))
 	require.Subset(t, variables(second.out.String()), env)
