@@ -63,7 +63,11 @@ func (c *console) header(cfg config, runID, page string) {
 	c.row("orders", "%s by %d customers, %s", thousands(cfg.orders), cfg.shoppers, pace)
 	c.row("PostgreSQL", "schema %s, of this run", runID)
 	c.row("Kafka", "%s at %s", kind, strings.Join(cfg.brokers, ", "))
-	c.row("page", "%s, for operators", page)
+	until := "until the end; -keep keeps it open"
+	if cfg.keep {
+		until = "until Ctrl-C"
+	}
+	c.row("page", "%s, for operators, %s", page, until)
 	c.println("")
 }
 

@@ -129,6 +129,12 @@ func TestDemo(t *testing.T) {
 	p.requireRow(t, "out of order", `0$`)
 	p.requireRow(t, "latency", `p50 .* ms, p99 .* ms, max .* ms`)
 	require.Contains(t, p.stdout.String(), "order 1 commits after")
+	p.requireRow(t, "health", "the relay is live and ready$")
+	p.requireRow(t, "failed event", "relay-1: message_too_large")
+	p.requireRow(t, "dead delivery", `\d+: CONFIRM_ORDER of group mail; .*the customer has no address`)
+	p.requireRow(t, "outage", `Kafka is cut off; after .* s the relay is live and not ready: .*(the circuit breaker is open|Kafka fails)`)
+	require.Regexp(t, `Kafka is back; after .* s the order that was placed meanwhile is sent, and the relay is live and ready\n`, p.stdout.String())
+	require.Contains(t, p.stdout.String(), "make demo ARGS=-keep")
 	require.NotContains(t, p.stdout.String(), "\x1b", "colour where nobody looks")
 	requireNoSchema(t, p.schema)
 }
@@ -138,6 +144,7 @@ func TestDemo(t *testing.T) {
 func TestDemoKeepsThePage(t *testing.T) {
 	t.Parallel()
 	p := startDemo(t, "-orders=100", "-rate=0", "-keep")
+	require.NotContains(t, p.stdout.String(), "-keep keeps it open")
 	var page string
 	require.Eventually(t, func() bool {
 		found := regexp.MustCompile(`page stays at (\S+)`).FindStringSubmatch(p.stdout.String())
@@ -148,6 +155,11 @@ func TestDemoKeepsThePage(t *testing.T) {
 	}, 30*time.Second, 10*time.Millisecond)
 	require.Equal(t, http.StatusOK, status(t, page, ""))
 	require.Equal(t, http.StatusOK, status(t, page+"failed", ""))
+	db := testenv.Pool(t, nil)
+	for table, want := range map[string]string{"outbox_failed": "message_too_large", "event_delivery": "DEAD"} {
+		var row string
+		require.NoError(t, db.QueryRow(context.Background(), `SELECT t::text FROM `+pgx.Identifier{p.schema, table}.Sanitize()+` AS t WHERE t::text LIKE '%'||$1||'%'`, want).Scan(&row))
+	}
 	require.Equal(t, http.StatusUnauthorized, status(t, page, "rebound.example"))
 	require.NoError(t, p.cmd.Process.Signal(os.Interrupt))
 	require.Zero(t, p.wait(t))
@@ -168,7 +180,7 @@ func status(t *testing.T, page, host string) int {
 
 func TestDemoAsFastAsPossible(t *testing.T) {
 	t.Parallel()
-	p := startDemo(t, "-orders=400", "-rate=0", "-shoppers=30")
+	p := startDemo(t, "-orders=400", "-rate=0", "-shoppers=30", "-calm")
 	require.Zero(t, p.wait(t))
 	p.requireRow(t, "missing", `0$`)
 	p.requireRow(t, "latency", `not measured`)
@@ -178,7 +190,7 @@ func TestDemoAsFastAsPossible(t *testing.T) {
 // that got lost on the way.
 func TestDemoMissesAnEvent(t *testing.T) {
 	// Not parallel: the line must be there before the demo has ended.
-	p := startDemo(t, "-orders=800", "-rate=400", "-patience=1s")
+	p := startDemo(t, "-orders=800", "-rate=400", "-patience=1s", "-calm")
 	db := testenv.Pool(t, nil)
 	journal := pgx.Identifier{p.schema, "journal"}.Sanitize()
 	require.Eventually(t, func() bool { // the demo makes its tables meanwhile

@@ -40,6 +40,13 @@ type ProductViewedEventV1 struct {
 	happened
 }
 
+// ProductDescribedEventV1 says how a product is described from now on.
+type ProductDescribedEventV1 struct {
+	ProductID int64  `json:"productId"`
+	Text      string `json:"text"`
+	happened
+}
+
 // happened is what all events have. The time travels as the attribute time of
 // the CloudEvent, so the payload does not repeat it.
 type happened struct{ at time.Time }
@@ -52,7 +59,12 @@ const (
 	paymentPaid   = "loopers.payment.paid.v1"
 	likeCreated   = "loopers.like.created.v1"
 	productViewed = "loopers.product.viewed.v1"
+
+	productDescribed = "loopers.product.described.v1"
 )
+
+// descriptions is the topic of descriptions.
+const descriptions = "product-description-events"
 
 func (e OrderCreatedEventV1) order() string    { return number(e.OrderID) }
 func (e PaymentPaidEventV1) payment() string   { return number(e.PaymentID) }
@@ -60,16 +72,19 @@ func (e LikeCreatedEventV1) like() string      { return number(e.ProductID) + "_
 func (e LikeCreatedEventV1) product() string   { return number(e.ProductID) }
 func (e ProductViewedEventV1) product() string { return number(e.ProductID) }
 
+func (e ProductDescribedEventV1) product() string { return number(e.ProductID) }
+
 func number(n int64) string { return strconv.FormatInt(n, 10) }
 
 // registry says how events travel. The convention sends orders to order-events
 // by order and payments to payment-events by payment. Likes are kept in order per
-// product, not per like, and views have a topic of their own.
+// product, not per like, and views and descriptions have topics of their own.
 func registry() (*outbox.Registry, error) {
 	return outbox.NewRegistry("demo-shop",
 		outbox.Event(orderCreated, "Order", OrderCreatedEventV1.order),
 		outbox.Event(paymentPaid, "Payment", PaymentPaidEventV1.payment),
 		outbox.Event(likeCreated, "Like", LikeCreatedEventV1.like).Key(LikeCreatedEventV1.product),
 		outbox.Event(productViewed, "Product", ProductViewedEventV1.product).Topic("product-view-events"),
+		outbox.Event(productDescribed, "Product", ProductDescribedEventV1.product).Topic(descriptions),
 	)
 }

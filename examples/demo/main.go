@@ -1,11 +1,12 @@
 // Demo is a small shop that publishes its events with outbox. Customers place
 // orders from several goroutines; each order and its events are one transaction.
 // A relay hands the events to Kafka, a reader prints what arrives, and in the end
-// the demo compares what arrived with what the database says has committed.
+// the demo compares what arrived with what the database says has committed. Then it lets an event,
+// a handler and Kafka fail, and shows where that is seen.
 //
 // It reads in the order of its files: events.go is what happens in the shop,
-// shop.go records it, reader.go receives it, summary.go compares what was recorded with what arrived; page.go is the page
-// of the operators.
+// shop.go records it, reader.go receives it, summary.go compares what was recorded with what arrived;
+// failures.go is what goes wrong, and page.go the page of the operators.
 package main
 
 import (
@@ -24,12 +25,13 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
-	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 const usage = `Demo runs a small shop on PostgreSQL and Kafka: customers place orders, every
 order records one to three events in its own transaction, and a relay publishes
-them. At the end it says whether each committed event arrived, in order.
+them. At the end it says whether each committed event arrived, in order, and shows
+what becomes of an event that Kafka rejects, of a handler that fails, and of an
+outage of Kafka.
 
   OUTBOX_POSTGRES_URL   where PostgreSQL is, for example postgres://localhost/postgres
   OUTBOX_KAFKA_BROKERS  where Kafka is, host:port with commas between them
@@ -37,7 +39,8 @@ them. At the end it says whether each committed event arrived, in order.
 
 "make demo" starts both and sets these. A run makes a schema of its own and drops
 it at the end; its topics stay. Ctrl-C closes the shop early and still compares. While it
-runs, the operators' page is open to this machine, at the address that it prints.
+runs, the operators' page is open to this machine, at the address that it prints;
+"make demo ARGS=-keep" keeps it open until Ctrl-C, with what failed on it.
 
 Exit code: 0 all is right, 1 an event is missing, was never committed or is out
 of order, or the run failed, 2 wrong usage.
@@ -55,7 +58,7 @@ const (
 type config struct {
 	orders, shoppers, rate int
 	patience               time.Duration
-	quiet, keep            bool
+	quiet, keep, calm      bool
 	postgres, kind         string
 	brokers                []string
 }
@@ -101,6 +104,7 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.IntVar(&cfg.rate, "rate", 500, "orders per second; 0 means as fast as possible, and no latency is measured")
 	flags.DurationVar(&cfg.patience, "patience", 10*time.Second, "how long to wait for committed events while none arrives")
 	flags.BoolVar(&cfg.quiet, "quiet", false, "print the summary only")
+	flags.BoolVar(&cfg.calm, "calm", false, "leave out what goes wrong at the end; so does -quiet")
 	flags.BoolVar(&cfg.keep, "keep", false, "stay open for a look at the operators' page at the end, until Ctrl-C")
 	if err := flags.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
@@ -111,6 +115,7 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 		}
 		return cfg, fmt.Errorf("%w; see demo -h", err)
 	}
+	cfg.calm = cfg.calm || cfg.quiet
 	cfg.postgres, cfg.kind = os.Getenv("OUTBOX_POSTGRES_URL"), os.Getenv("OUTBOX_KAFKA_KIND")
 	brokers := os.Getenv("OUTBOX_KAFKA_BROKERS")
 	cfg.brokers = strings.Split(brokers, ",")
@@ -153,7 +158,8 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 		return nil, err
 	}
 	defer reader.close()
-	relay, err := outbox.NewRelay(db, []kgo.Opt{kgo.SeedBrokers(cfg.brokers...)}, outbox.RelayConfig{Schema: runID})
+	kafka := new(cable)
+	relay, err := outbox.NewRelay(db, kafka.opts(cfg.brokers), outbox.RelayConfig{Schema: runID})
 	if err != nil {
 		return nil, err
 	}
@@ -194,15 +200,38 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 		return nil, err
 	}
 	s.print(out)
-	if cfg.keep && ctx.Err() == nil {
-		out.println("\nThe operators' page stays at " + page + " until Ctrl-C.")
-		defer background(life, fail, relay.Run)() // so that there is something to see
-		select {
-		case <-ctx.Done():
-		case <-life.Done():
+	if ctx.Err() != nil || cfg.calm && !cfg.keep {
+		return s, nil
+	}
+	show, err := newFailureShow(db, cfg.brokers, kafka, events, shop, reader, out)
+	if err != nil {
+		return nil, err
+	}
+	defer background(life, fail, show.relay.Run)()
+	defer background(life, fail, show.worker.Run)()
+	return s, finish(ctx, life, cfg, show, page)
+}
+
+// finish shows what goes wrong, and keeps the page open if that is wanted. Ctrl-C ends it.
+func finish(ctx, life context.Context, cfg config, show *failureShow, page string) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(life, cancel)()
+	if !cfg.calm {
+		if err := show.run(ctx); err != nil && ctx.Err() == nil {
+			return err
 		}
 	}
-	return s, nil
+	switch {
+	case ctx.Err() != nil:
+	case cfg.keep:
+		show.out.println("\nThe operators' page stays at " + page + " until Ctrl-C. So does the schema, for the command line:\n" +
+			"outbox status --schema " + show.shop.runID)
+		<-ctx.Done()
+	default:
+		show.out.println("\nThe operators' page showed it too. -keep keeps it open until Ctrl-C: make demo ARGS=-keep")
+	}
+	return context.Cause(life)
 }
 
 // connect returns a pool whose connections look for tables in the run's schema.
@@ -213,8 +242,9 @@ func connect(ctx context.Context, cfg config, schema string) (*pgxpool.Pool, err
 	}
 	pool.ConnConfig.RuntimeParams["search_path"] = schema
 	// One for each shopper, three for the relay, one for the transaction that
-	// stays open, one to look around, and two for the operators' page.
-	pool.MaxConns = int32(cfg.shoppers + 7)
+	// stays open, one to look around, and two for the operators' page. When the shop is
+	// closed, a worker needs nine.
+	pool.MaxConns = int32(max(cfg.shoppers, 9) + 7)
 	db, err := pgxpool.NewWithConfig(ctx, pool)
 	if err != nil {
 		return nil, err
