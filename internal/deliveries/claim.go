@@ -68,8 +68,12 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 	}
 	var now time.Time
 	began := time.Now()
+	transact := s.transactAsync
+	if suspects {
+		transact = s.transact // or an event that ends PostgreSQL never uses up its attempts
+	}
 	claim := func(ctx context.Context, budget int64) error {
-		return s.transact(ctx, func(b *pgx.Batch) {
+		return transact(ctx, func(b *pgx.Batch) {
 			b.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
 			b.Queue(s.sqlClaim, s.group, s.newHolder(), s.lease, actions, streams, limit, follow, suspects, since, budget).Query(func(rows pgx.Rows) (err error) {
 				claimed, err = scan(rows)

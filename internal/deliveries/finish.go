@@ -129,11 +129,12 @@ UPDATE {schema}.event_delivery AS d
 RETURNING d.id`
 
 // Fail writes down that an attempt has failed. Rest are the rows of the same key behind it,
-// which this worker has not tried: they wait behind it again. The error is [ErrLost] if the row is not
+// which this worker has not tried: they wait behind it again. A crash of PostgreSQL may forget it: then the row is
+// tried again, and the attempt does not count. The error is [ErrLost] if the row is not
 // with this worker any more.
 func (s *Store) Fail(ctx context.Context, f Failure, rest []Delivery) (promoted int64, err error) {
 	found := false
-	err = s.transact(ctx, func(b *pgx.Batch) {
+	err = s.transactAsync(ctx, func(b *pgx.Batch) {
 		b.Queue(s.sqlFail, f.Of.ID, f.Of.Holder, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group, f.MaxAttempts, f.Uncounted).Query(func(rows pgx.Rows) error {
 			ids, err := pgx.CollectRows(rows, pgx.RowTo[int64])
 			found = len(ids) > 0
@@ -167,7 +168,7 @@ UPDATE {schema}.event_delivery AS d
 // attempted. They are parked, and the first of each key is promoted.
 func (s *Store) Return(ctx context.Context, rows []Delivery) error {
 	keys, floors := digests(rows)
-	err := s.transact(ctx, func(b *pgx.Batch) {
+	err := s.transactAsync(ctx, func(b *pgx.Batch) {
 		for holder, ids := range byHolder(refsOf(rows)) {
 			b.Queue(s.sqlReturn, ids, holder, s.group, true)
 		}

@@ -78,6 +78,15 @@ func (s *Store) transact(ctx context.Context, queue func(*pgx.Batch)) error {
 	return Transact(ctx, s.db, queue)
 }
 
+// transactAsync is transact for what may be forgotten by a crash of PostgreSQL: it does not wait for the disk, and all
+// that is committed later is forgotten with it.
+func (s *Store) transactAsync(ctx context.Context, queue func(*pgx.Batch)) error {
+	return s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(`SELECT set_config('synchronous_commit', 'off', true)`)
+		queue(b)
+	})
+}
+
 // Transact runs statements in a transaction of READ COMMITTED, in a single round trip, with the settings that
 // the statements on event_delivery need. The ids of the rows that these change are an array, because each of its elements
 // is looked up in the index of the primary key. In a join, a plan that was made for an empty table reads all of it.
