@@ -205,9 +205,10 @@ func TestTopicCreatedLater(t *testing.T) {
 	s := newStartFixture(t, 1)
 	s.deleteTopic(t)
 	s.run(t, outbox.ConsumerConfig{})
-	time.Sleep(2 * time.Second)
+	requireLoggedOnce(t, s.log, "waiting for Kafka to answer and to have one of the topics; a new one is found within at_most", 100*time.Millisecond, "level=INFO", "at_most=10s")
 	testenv.CreateTopic(t, s.brokers, s.topic, 1)
 	s.requireSeen(t, s.put(t, 0, 5)...)
+	require.NotContains(t, s.log.String(), "standing by")
 }
 
 // Kafka forgets the offsets of a group that is away for long. The group goes on where

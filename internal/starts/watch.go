@@ -11,9 +11,9 @@ import (
 )
 
 const (
-	// watchInterval is how long new partitions and topics, and topics that were created
+	// WatchInterval is how long new partitions and topics, and topics that were created
 	// again, may remain unnoticed. The client itself looks every five minutes.
-	watchInterval = 10 * time.Second
+	WatchInterval = 10 * time.Second
 	// mostStalls is how often a partition may be unknown to its broker, although the
 	// topic is there, before another client tries.
 	mostStalls = 3
@@ -27,7 +27,7 @@ func (m *Member) watch(ctx context.Context) {
 		if found, err := m.describe(ctx, m.cfg.Topics); err == nil { // else fetching fails too
 			m.compare(began, found, partitions)
 		}
-		wait.Await(ctx, ctx, m.stalled, watchInterval)
+		wait.Await(ctx, ctx, m.stalled, WatchInterval)
 	}
 }
 
@@ -72,6 +72,13 @@ func (m *Member) isThere(topic string, began time.Time) bool {
 	}
 	delete(m.missing, topic)
 	return true
+}
+
+// SawTopics reports whether this client has seen any of its topics.
+func (m *Member) SawTopics() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return len(m.ids) > 0
 }
 
 // saw reports whether this client has seen a topic.
