@@ -212,12 +212,13 @@ var editPoison = []struct {
 		id.Number += 1_000_000
 		return f.Retry(ctx, id, kim)
 	}, "not found"},
-	{"a key that has not failed", func(ctx context.Context, f *outboxops.Failures, _ outboxops.FailureID) error {
-		return f.Hold(ctx, "default", "a/b", "c/d\x1b", kim)
+	{"a key of an event that is not there", func(ctx context.Context, f *outboxops.Failures, id outboxops.FailureID) error {
+		id.Number += 1_000_000
+		return f.Hold(ctx, id, kim)
 	}, "not found"},
-	{"a key with NUL", func(ctx context.Context, f *outboxops.Failures, _ outboxops.FailureID) error {
-		return f.Hold(ctx, "default", "a", "\x00", kim)
-	}, "22021"},
+	{"a key that is not held", func(ctx context.Context, f *outboxops.Failures, id outboxops.FailureID) error {
+		return f.Release(ctx, id, kim)
+	}, "its key is not held"},
 }
 
 func edit(payload string, why outboxops.AuditInfo) func(context.Context, *outboxops.Failures, outboxops.FailureID) error {

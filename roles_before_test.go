@@ -182,13 +182,13 @@ func TestOperatorsOnTablesOfBefore(t *testing.T) {
 	require.NoError(t, err)
 	consumers, err := outboxops.NewConsumers(f.db, outboxops.ConsumersConfig{Schema: f.schema})
 	require.NoError(t, err)
-	id := outboxops.FailureID{Kind: outboxops.KindRelay, Number: 1}
+	id := outboxops.FailureID{Kind: outboxops.KindEvent, Number: 1}
 	for name, do := range map[string]func() error{
 		"retry":   func() error { return failures.Retry(background, id, kim) },
 		"resolve": func() error { return failures.Resolve(background, id, kim) },
 		"edit":    func() error { return failures.Edit(background, id, []byte("{}"), kim) },
-		"hold":    func() error { return failures.Hold(background, "default", "order-events", "3", kim) },
-		"release": func() error { return failures.Release(background, "default", "order-events", "3", kim) },
+		"hold":    func() error { return failures.Hold(background, id, kim) },
+		"release": func() error { return failures.Release(background, id, kim) },
 		"pause":   func() error { return consumers.Pause(background, "g", "", kim) },
 		"resume":  func() error { return consumers.Resume(background, "g", "", kim) },
 		"audit": func() error {

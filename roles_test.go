@@ -192,8 +192,8 @@ func testRoles(t *testing.T, h *relayFixture, reader *oracle.Reader, left int) {
 	require.Eventually(t, func() bool { // it is retried and dies again and again
 		rows, err := operator.List(background, outboxops.FailureFilter{}, outboxops.FailurePage{})
 		require.NoError(t, err)
-		return len(rows) == 1 && operator.Hold(background, "default", h.topic, "bad", kim) == nil &&
-			operator.Release(background, "default", h.topic, "bad", kim) == nil && operator.Resolve(background, rows[0].ID, kim) == nil
+		return len(rows) == 1 && operator.Hold(background, rows[0].ID, kim) == nil &&
+			operator.Release(background, rows[0].ID, kim) == nil && operator.Resolve(background, rows[0].ID, kim) == nil
 	}, testenv.Patience, 10*time.Millisecond)
 	h.awaitStatuses(t, map[string]int{}) // retention has removed it
 	require.Eventually(t, func() bool {
@@ -297,18 +297,18 @@ func TestWorkerRole(t *testing.T) {
 	}), outbox.HandleNoTx("PUSHED", func(context.Context, step, outbox.Metadata) error { return nil }))
 	f.db = r.db
 	f.commit(step{"a", 1}, step{"a", 2}, step{"a", 3})
-	deliveries, err := outboxops.NewDeliveries(r.as(t, "operator"), outboxops.DeliveriesConfig{Schema: f.schema})
+	failures, err := outboxops.NewFailures(r.as(t, "operator"), outboxops.FailuresConfig{Schema: f.schema})
 	require.NoError(t, err)
-	counted := outboxops.DeliveryFilter{Action: "COUNTED", Statuses: []string{outboxops.DeliveryDead}}
-	var dead []outboxops.Delivery
+	counted := outboxops.FailureFilter{Action: "COUNTED", Statuses: []string{outbox.StatusDead}}
+	var dead []outboxops.Failure
 	require.Eventually(t, func() bool {
-		dead, err = deliveries.List(t.Context(), counted, outboxops.DeliveryPage{})
+		dead, err = failures.List(t.Context(), counted, outboxops.FailurePage{})
 		require.NoError(t, err)
 		return len(dead) == 1
 	}, testenv.Patience, 10*time.Millisecond)
 	require.True(t, dead[0].Held)
 	mended.Store(true)
-	require.NoError(t, deliveries.Requeue(t.Context(), dead[0].ID, kim))
+	require.NoError(t, failures.Retry(t.Context(), dead[0].ID, kim))
 	f.await(3)
 	f.requireOrder()
 
@@ -317,16 +317,18 @@ func TestWorkerRole(t *testing.T) {
 		1000, 'position', 1000, 'status', 'PROCESSING', 'attempt_count', 1, 'locked_by', 'gone', 'locked_until', now() - interval '1 h', 'processed_at', NULL)) AS d
 		WHERE s.action = 'PUSHED' AND s.position = 3`)
 	require.Eventually(t, func() bool {
-		d, err := deliveries.Get(t.Context(), 1000)
+		d, err := failures.Get(t.Context(), outboxops.FailureID{Kind: outboxops.KindDelivery, Number: 1000})
 		require.NoError(t, err)
-		return d.Status == outboxops.DeliveryDone
+		return d.Status == outboxops.StatusDone
 	}, testenv.Patience, 10*time.Millisecond)
+	deliveries, err := outboxops.NewDeliveries(r.as(t, "operator"), outboxops.DeliveriesConfig{Schema: f.schema})
+	require.NoError(t, err)
 	groups, err := deliveries.Groups(t.Context())
 	require.NoError(t, err)
 	require.Zero(t, groups[0].Pending)
-	audit, err := deliveries.Audit(t.Context(), dead[0].ID, outboxops.AuditPage{})
+	audit, err := failures.Audit(t.Context(), dead[0].ID, outboxops.AuditPage{})
 	require.NoError(t, err)
-	require.Equal(t, []string{"requeue", r.login("operator")}, []string{audit[0].Action, audit[0].Login})
+	require.Equal(t, []string{"retry", r.login("operator")}, []string{audit[0].Action, audit[0].Login})
 }
 
 func TestConsumerRole(t *testing.T) {

@@ -189,10 +189,11 @@ func TestWorkerRequeueOfUnknownType(t *testing.T) {
 	const dead = `SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND action = '' AND last_error_code = 'unknown_type' AND attempt_count = `
 	f.await(1)
 	f.eventually(dead+`0`, 1)
-	ops, err := outboxops.NewDeliveries(f.db, outboxops.DeliveriesConfig{Schema: f.schema})
+	ops, err := outboxops.NewFailures(f.db, outboxops.FailuresConfig{Schema: f.schema})
 	require.NoError(t, err)
 	requeue := func() {
-		require.NoError(t, ops.Requeue(t.Context(), int64(f.count(`SELECT id FROM {schema}.event_delivery WHERE action = ''`)), outboxops.AuditInfo{Operator: "kim", Reason: "test"}))
+		id := outboxops.FailureID{Kind: outboxops.KindDelivery, Number: int64(f.count(`SELECT id FROM {schema}.event_delivery WHERE action = ''`))}
+		require.NoError(t, ops.Retry(t.Context(), id, outboxops.AuditInfo{Operator: "kim", Reason: "test"}))
 	}
 	requeue()
 	f.eventually(dead+`1`, 1)

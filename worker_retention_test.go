@@ -58,10 +58,10 @@ func TestWorkerCleans(t *testing.T) {
 	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE'`, 2)
 	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD'`, 2)
 	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'PENDING'`, 1)
-	ops, err := outboxops.NewDeliveries(f.db, outboxops.DeliveriesConfig{Schema: f.schema})
+	ops, err := outboxops.NewFailures(f.db, outboxops.FailuresConfig{Schema: f.schema})
 	require.NoError(t, err)
 	dead := f.count(`SELECT min(id) FROM {schema}.event_delivery WHERE status = 'DEAD'`)
-	err = ops.Resolve(t.Context(), int64(dead), outboxops.AuditInfo{Operator: "kim", Reason: "not needed"})
+	err = ops.Resolve(t.Context(), outboxops.FailureID{Kind: outboxops.KindDelivery, Number: int64(dead)}, outboxops.AuditInfo{Operator: "kim", Reason: "not needed"})
 	require.NoError(t, err)
 	f.age()
 

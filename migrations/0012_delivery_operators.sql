@@ -14,7 +14,7 @@ CREATE INDEX outbox_audit_delivery_id_idx ON outbox_audit (delivery_id, id) WHER
 
 COMMENT ON TABLE outbox_audit IS 'What operators did about failed events, deliveries and consumer groups, and why.';
 COMMENT ON COLUMN outbox_audit.action IS
-    'retry, resolve, edit, hold, release or read; requeue, resolve or read of a delivery; pause, resume or rewind of a consumer group.';
+    'retry, resolve, edit, hold, release or read; pause, resume or rewind of a consumer group.';
 COMMENT ON COLUMN outbox_audit.relay IS 'The relay whose event or key it is; empty for deliveries and consumer groups.';
 COMMENT ON COLUMN outbox_audit.outbox_id IS 'outbox.id of the event; NULL where it was done to a key or a consumer group.';
 COMMENT ON COLUMN outbox_audit.consumer_group IS
@@ -86,7 +86,7 @@ BEGIN
              RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, d.position, d.event_id
             ), audited AS (
                 INSERT INTO %1$I.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
-                SELECT $2, 'requeue', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id
+                SELECT $2, 'retry', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id
                   FROM changed AS c
              RETURNING 1
             )
@@ -147,6 +147,81 @@ BEGIN
         END $body$
         $function$, schema);
 
+    -- Has the keys of DEAD rows wait for an operator: what is behind them is not handled. A later row
+    -- that waits for its turn gives it up; one that is with a worker, or is being claimed, keeps it.
+    -- Returns how many rows hold their keys.
+    EXECUTE format($function$
+        CREATE FUNCTION %1$I.outbox_hold_deliveries(ids bigint[], operator text, reason text) RETURNS bigint
+        LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+        SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
+        DECLARE
+            done bigint;
+        BEGIN
+            PERFORM %1$I.outbox_check_audit(operator, reason), %1$I.outbox_lock_deliveries(ids);
+            WITH chosen AS MATERIALIZED (
+                SELECT d.id FROM %1$I.event_delivery AS d
+                 WHERE d.id = ANY (ids) AND d.status = 'DEAD' AND d.resolution IS NULL AND d.order_key IS NOT NULL ORDER BY d.id FOR UPDATE
+            ), changed AS ( -- put_back, as later rows may have gone on
+                UPDATE %1$I.event_delivery AS d SET held = true, put_back = true
+                 WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
+             RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, d.position, d.event_id
+            ), audited AS (
+                INSERT INTO %1$I.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
+                SELECT $2, 'hold', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id
+                  FROM changed AS c
+             RETURNING 1
+            )
+            SELECT count(*) INTO done FROM audited;
+            WITH keys AS MATERIALIZED (
+                SELECT DISTINCT d.consumer_group, d.order_key FROM %1$I.event_delivery AS d WHERE d.id = ANY (ids) AND d.held
+            ), heads AS MATERIALIZED (
+                SELECT o.id FROM keys AS k CROSS JOIN LATERAL (
+                       SELECT o.id FROM %1$I.event_delivery AS o
+                        WHERE o.order_key = k.order_key AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.status = 'PENDING' AND o.consumer_group = k.consumer_group
+                        ORDER BY o.order_key, o.id) AS o
+            ), unclaimed AS MATERIALIZED (
+                SELECT d.id FROM %1$I.event_delivery AS d
+                 WHERE d.id = ANY (ARRAY(SELECT h.id FROM heads AS h)) AND d.status = 'PENDING' ORDER BY d.id FOR UPDATE SKIP LOCKED
+            )
+            UPDATE %1$I.event_delivery AS d SET status = 'PARKED', updated_at = now() WHERE d.id = ANY (ARRAY(SELECT u.id FROM unclaimed AS u));
+            RETURN done;
+        END $body$
+        $function$, schema);
+
+    -- Lets the keys of rows go on that DEAD rows hold, which stay DEAD. Returns how many rows it changed.
+    EXECUTE format($function$
+        CREATE FUNCTION %1$I.outbox_release_deliveries(ids bigint[], operator text, reason text) RETURNS bigint
+        LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+        SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
+        DECLARE
+            done bigint;
+        BEGIN
+            PERFORM %1$I.outbox_check_audit(operator, reason), %1$I.outbox_lock_deliveries(ids);
+            WITH keys AS MATERIALIZED (
+                SELECT DISTINCT d.consumer_group, d.order_key FROM %1$I.event_delivery AS d WHERE d.id = ANY (ids) AND d.order_key IS NOT NULL
+            ), found AS MATERIALIZED (
+                SELECT o.id FROM keys AS k CROSS JOIN LATERAL (
+                       SELECT o.id FROM %1$I.event_delivery AS o
+                        WHERE o.order_key = k.order_key AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.held AND o.consumer_group = k.consumer_group
+                        ORDER BY o.order_key, o.id) AS o
+            ), chosen AS MATERIALIZED (
+                SELECT d.id FROM %1$I.event_delivery AS d WHERE d.id = ANY (ARRAY(SELECT f.id FROM found AS f)) AND d.held ORDER BY d.id FOR UPDATE
+            ), changed AS (
+                UPDATE %1$I.event_delivery AS d SET held = false
+                 WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
+             RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, d.position, d.event_id
+            ), audited AS (
+                INSERT INTO %1$I.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
+                SELECT $2, 'release', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id
+                  FROM changed AS c
+             RETURNING 1
+            )
+            SELECT count(*) INTO done FROM audited;
+            PERFORM %1$I.outbox_promote_deliveries(ids);
+            RETURN done;
+        END $body$
+        $function$, schema);
+
     -- Keeps who reads the payload of a delivery. Returns false if there is no such row.
     EXECUTE format($function$
         CREATE FUNCTION %1$I.outbox_audit_read_delivery(delivery_id bigint, operator text, reason text) RETURNS boolean
@@ -165,7 +240,8 @@ BEGIN
     FOR f IN
         SELECT p.oid::regprocedure AS signature, p.proowner, old.proacl AS acl
           FROM (VALUES ('outbox_lock_deliveries', NULL), ('outbox_promote_deliveries', NULL), ('outbox_requeue_deliveries', 'outbox_retry_failed'),
-                       ('outbox_resolve_deliveries', 'outbox_resolve_failed'), ('outbox_audit_read_delivery', 'outbox_audit_read')) AS new (name, alike)
+                       ('outbox_resolve_deliveries', 'outbox_resolve_failed'), ('outbox_hold_deliveries', 'outbox_hold_key'),
+                       ('outbox_release_deliveries', 'outbox_release_key'), ('outbox_audit_read_delivery', 'outbox_audit_read')) AS new (name, alike)
           JOIN pg_proc AS p ON p.proname = new.name AND p.pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = schema)
           LEFT JOIN pg_proc AS old ON old.proname = new.alike AND old.pronamespace = p.pronamespace
     LOOP

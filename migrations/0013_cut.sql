@@ -7,7 +7,7 @@ SELECT pg_catalog.set_config('lock_timeout', '100ms', true) WHERE pg_catalog.cur
 -- a snapshot: on one side of it are the events that workers handle, on the other those that a
 -- relay sends. Nothing is on both sides, and nothing on none.
 COMMENT ON COLUMN outbox_audit.action IS
-    'retry, resolve, edit, hold, release or read; requeue, resolve or read of a delivery; pause, resume or rewind of a consumer group; to-kafka, to-postgres, finish-cut or cancel-cut of groups that are moved.';
+    'retry, resolve, edit, hold, release or read; pause, resume or rewind of a consumer group; to-kafka, to-postgres, finish-cut or cancel-cut of groups that are moved.';
 COMMENT ON COLUMN outbox_audit.relay IS 'The relay whose event or key it is, or at which groups are moved; empty for all else.';
 COMMENT ON COLUMN outbox_audit.consumer_group IS
     'The consumer group whose delivery it is, or that was paused, resumed, rewound or moved; NULL for all else.';

@@ -36,20 +36,17 @@ func TestActs(t *testing.T) {
 	for _, tt := range actTests {
 		t.Run(tt.action, func(t *testing.T) {
 			h := newAdminFixture(t, nil)
-			w := h.post("/failed/relay-1/"+tt.action, "reason", "the <reason>", "payload", tt.more)
+			w := h.post("/failed/event-1/"+tt.action, "reason", "the <reason>", "payload", tt.more)
 			require.Equal(t, http.StatusSeeOther, w.Code, w.Body)
-			require.Equal(t, "../relay-1?done="+tt.action, w.Header().Get("Location"))
-			require.Contains(t, h.get("/failed/relay-1?done="+tt.action), tt.text)
+			require.Equal(t, "../event-1?done="+tt.action, w.Header().Get("Location"))
+			require.Contains(t, h.get("/failed/event-1?done="+tt.action), tt.text)
 			require.Equal(t, tt.status, h.status(seed.Dead))
 			require.Equal(t, audited{"o.operator", tt.action, "the <reason>"}, h.lastAudit())
 
 			h = newAdminFixture(t, nil)
 			body := map[string]any{"reason": "by API"}
-			path := "/api/failed/relay-1/" + tt.action
-			if tt.action == "hold" || tt.action == "release" {
-				path = "/api/keys/" + tt.action
-				body["relay"], body["topic"], body["key"] = "default", "order-events", seed.Order
-			} else if tt.more != "" {
+			path := "/api/failed/event-1/" + tt.action
+			if tt.more != "" {
 				body["payload"] = json.RawMessage(tt.more)
 			}
 			w = h.call(path, body)
@@ -73,12 +70,12 @@ func TestRefusedActs(t *testing.T) {
 		code          int
 		text, keeping string
 	}{
-		{"no reason", "/failed/relay-1/retry", []string{"reason", " \n"}, 422, "Reason is empty", ""},
-		{"no form", "/failed/relay-1/resolve", nil, 422, "Reason is empty", ""},
-		{"not JSON", "/failed/relay-1/edit", []string{"reason", "see OPS-1", "payload", `{"half":`}, 422, "payload", "see OPS-1"},
-		{"resolved", "/failed/relay-7/retry", []string{"reason", "again"}, 409, "it is resolved", ""},
-		{"gone", "/failed/relay-99999/retry", []string{"reason", "again"}, 404, "not here any more", ""},
-		{"no such action", "/failed/relay-1/delete", []string{"reason", "again"}, 404, "Nothing is here", ""},
+		{"no reason", "/failed/event-1/retry", []string{"reason", " \n"}, 422, "Reason is empty", ""},
+		{"no form", "/failed/event-1/resolve", nil, 422, "Reason is empty", ""},
+		{"not JSON", "/failed/event-1/edit", []string{"reason", "see OPS-1", "payload", `{"half":`}, 422, "payload", "see OPS-1"},
+		{"resolved", "/failed/event-7/retry", []string{"reason", "again"}, 409, "it is resolved", ""},
+		{"gone", "/failed/event-99999/retry", []string{"reason", "again"}, 404, "not here any more", ""},
+		{"no such action", "/failed/event-1/delete", []string{"reason", "again"}, 404, "Nothing is here", ""},
 		{"no kind", "/failed/1/retry", []string{"reason", "again"}, 404, "Nothing is here", ""},
 		{"no id", "/failed/one/retry", []string{"reason", "again"}, 404, "Nothing is here", ""},
 		{"a filter mistyped", "/failed/retry", []string{"reason", "again", "stauts", "dead"}, 400, "stauts", ""},
@@ -100,8 +97,9 @@ func TestRefusedActs(t *testing.T) {
 		require.Equal(t, code, h.send("operator", http.MethodPost, "/api/failed/retry", "application/json", body).Code, body)
 	}
 	require.Equal(t, 415, h.send("operator", http.MethodPost, "/api/failed/retry", "text/plain", `{"filter": {}, "reason": "x"}`).Code)
-	require.Equal(t, 400, h.call("/api/failed/relay-1/edit", map[string]any{"reason": "x"}).Code)
-	require.Equal(t, 404, h.call("/api/keys/hold", map[string]any{"reason": "x", "relay": "default", "topic": "t", "key": "k"}).Code)
+	require.Equal(t, 400, h.call("/api/failed/event-1/edit", map[string]any{"reason": "x"}).Code)
+	require.Equal(t, 404, h.call("/api/failed/event-99999/hold", map[string]any{"reason": "x"}).Code)
+	require.Equal(t, 404, h.call("/api/failed/delivery-1/hold", map[string]any{"reason": "x"}).Code, "the page is about events")
 	require.Equal(t, before, query1[int](h, `SELECT count(*) FROM {s}.outbox_audit`))
 }
 
@@ -141,11 +139,11 @@ func TestEditBytes(t *testing.T) {
 	h := newAdminFixture(t, nil)
 	_, err := h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".outbox_failed SET payload = NULL, payload_bytes = '\x0a03c0ffee', content_type = 'application/protobuf' WHERE id = 1`)
 	require.NoError(t, err)
-	page := h.get("/failed/relay-1")
+	page := h.get("/failed/event-1")
 	require.Contains(t, page, "0a 03 c0 ff ee")
 	require.Contains(t, page, "required>0a03c0ffee</textarea>")
-	require.Contains(t, h.get("/api/failed/relay-1"), `"payload_base64":"CgPA/+4="`)
-	require.Equal(t, 400, h.post("/failed/relay-1/edit", "reason", "x", "payload", "0a0").Code)
-	require.Equal(t, http.StatusSeeOther, h.post("/failed/relay-1/edit", "reason", "x", "payload", "0a 03\r\nc0ffef").Code)
+	require.Contains(t, h.get("/api/failed/event-1"), `"payload_base64":"CgPA/+4="`)
+	require.Equal(t, 400, h.post("/failed/event-1/edit", "reason", "x", "payload", "0a0").Code)
+	require.Equal(t, http.StatusSeeOther, h.post("/failed/event-1/edit", "reason", "x", "payload", "0a 03\r\nc0ffef").Code)
 	require.Equal(t, []byte{0x0a, 0x03, 0xc0, 0xff, 0xef}, query1[[]byte](h, `SELECT payload_bytes FROM {s}.outbox_failed WHERE id = 1`))
 }

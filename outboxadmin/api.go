@@ -1,7 +1,6 @@
 package outboxadmin
 
 import (
-	"context"
 	"encoding/base64"
 	"net/url"
 	"time"
@@ -89,7 +88,7 @@ func (a *admin) apiFailedList(r *request) (answer, error) {
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	rows, err := a.failed.List(r.Context(), filter, outboxops.FailurePage{After: after, Limit: limit})
+	rows, err := a.failed.List(r.Context(), filter, outboxops.FailurePage{After: []outboxops.FailureID{after}, Limit: limit})
 	if err != nil {
 		return answer{}, err
 	}
@@ -132,7 +131,7 @@ func (a *admin) apiFailedOne(r *request) (answer, error) {
 	return okJSON(whole)
 }
 
-// apiAct is retry or resolve for one event.
+// apiAct is retry, resolve, hold or release for one event.
 func apiAct(action string) func(*admin, *request) (answer, error) {
 	return func(a *admin, r *request) (answer, error) {
 		var body apiReason
@@ -174,6 +173,10 @@ func (a *admin) actOn(r *request, action, reason string, data []byte) (answer, e
 		err = a.failed.Retry(r.Context(), id, why)
 	case "resolve":
 		err = a.failed.Resolve(r.Context(), id, why)
+	case "hold":
+		err = a.failed.Hold(r.Context(), id, why)
+	case "release":
+		err = a.failed.Release(r.Context(), id, why)
 	default:
 		err = a.failed.Edit(r.Context(), id, data, why)
 	}
@@ -207,18 +210,6 @@ func apiBulk(action string) func(*admin, *request) (answer, error) {
 		}
 		topics, _ := topicsOf(counts, filter)
 		return okJSON(apiBulkResult{n, bool(body.DryRun), each(topics, func(t topicCount) apiTopic { return apiTopic{t.Topic, t.Events} })})
-	}
-}
-
-// apiKey is hold or release.
-func apiKey(action string) func(*admin, *request) (answer, error) {
-	return func(a *admin, r *request) (answer, error) {
-		var body apiKeyRequest
-		if err := r.decode(&body); err != nil {
-			return answer{}, err
-		}
-		do := map[string]func(context.Context, string, string, string, outboxops.AuditInfo) error{"hold": a.failed.Hold, "release": a.failed.Release}[action]
-		return done, do(r.Context(), string(body.Relay), string(body.Topic), string(body.Key), auditInfo(r, string(body.Reason)))
 	}
 }
 

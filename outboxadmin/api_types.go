@@ -176,7 +176,6 @@ type apiAudit struct {
 	Topic     string      `json:"topic"`
 	Key       string      `json:"key"`
 	Group     string      `json:"group"`
-	Delivery  int64       `json:"delivery_id"`
 	Handler   string      `json:"handler"`
 	FailureID string      `json:"failure_id"`
 	OutboxID  int64       `json:"outbox_id"`
@@ -276,13 +275,6 @@ type apiTopic struct {
 	Events int    `json:"events"`
 }
 
-type apiKeyRequest struct {
-	Relay  jsonText `json:"relay"`
-	Topic  jsonText `json:"topic"`
-	Key    jsonText `json:"key"`
-	Reason jsonText `json:"reason"`
-}
-
 // each translates a list; an empty one is [] in JSON.
 func each[A, B any](all []A, f func(A) B) []B {
 	list := make([]B, 0, len(all))
@@ -368,7 +360,7 @@ func (p payload) api() apiPayload {
 func (a *admin) auditOf(e outboxops.AuditEntry, eventType, contentType string) apiAudit {
 	row := a.auditRowOf(e)
 	entry := apiAudit{ID: e.ID, At: e.At.UTC(), Operator: e.Operator, Login: e.Login, Action: e.Action, Reason: e.Reason, Relay: e.Relay, Topic: e.Topic,
-		Key: row.Key, Group: e.Group, Delivery: e.Delivery, Handler: e.Handler, FailureID: e.Failure.String(), OutboxID: e.OutboxID, EventID: e.EventID}
+		Key: row.Key, Group: e.Group, Handler: e.Handler, FailureID: e.Failure.String(), OutboxID: e.OutboxID, EventID: e.EventID}
 	if e.Payload != nil || e.PayloadErr != nil {
 		before := a.payloadOf(eventType, contentType, e.Payload, e.PayloadErr).api()
 		entry.Before = &before

@@ -107,7 +107,7 @@ func (a *admin) events(ctx context.Context, filter outboxops.EventFilter, before
 	if filter.AggregateID == "" && filter.EventID == "" {
 		return a.maskEvents(rows), last, nil
 	}
-	left, err := a.failed.List(ctx, outboxops.FailureFilter{Statuses: statuses, Type: filter.Type, AggregateType: filter.AggregateType,
+	left, err := a.failed.List(ctx, outboxops.FailureFilter{Kind: outboxops.KindEvent, Statuses: statuses, Type: filter.Type, AggregateType: filter.AggregateType,
 		AggregateID: filter.AggregateID, EventID: filter.EventID}, outboxops.FailurePage{Limit: 1000})
 	if err != nil {
 		return nil, 0, err

@@ -43,7 +43,7 @@ func (a *admin) failedList(r *request) (answer, error) {
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	rows, err := a.failed.List(r.Context(), filter, outboxops.FailurePage{After: after, Limit: limit})
+	rows, err := a.failed.List(r.Context(), filter, outboxops.FailurePage{After: []outboxops.FailureID{after}, Limit: limit})
 	if err != nil {
 		return answer{}, err
 	}
@@ -73,7 +73,7 @@ func (a *admin) failedList(r *request) (answer, error) {
 
 // choices returns the types, classes and relays that a filter may be narrowed to.
 func (a *admin) choices(ctx context.Context, f outboxops.FailureFilter) (types, classes, relays []string, err error) {
-	counts, err := a.failed.Count(ctx, outboxops.FailureFilter{Statuses: f.Statuses})
+	counts, err := a.failed.Count(ctx, outboxops.FailureFilter{Kind: outboxops.KindEvent, Statuses: f.Statuses})
 	for _, c := range counts {
 		types, classes, relays = append(types, c.Type), append(classes, c.Class), append(relays, c.Relay)
 	}
@@ -175,10 +175,10 @@ var actions = map[string]action{
 		return f.Edit(ctx, row.ID, data, why)
 	},
 	"hold": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, _ string, why outboxops.AuditInfo) error {
-		return f.Hold(ctx, row.Relay, row.Topic, row.Key, why)
+		return f.Hold(ctx, row.ID, why)
 	},
 	"release": func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, _ string, why outboxops.AuditInfo) error {
-		return f.Release(ctx, row.Relay, row.Topic, row.Key, why)
+		return f.Release(ctx, row.ID, why)
 	},
 }
 

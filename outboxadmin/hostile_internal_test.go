@@ -67,7 +67,7 @@ func TestHostileRequests(t *testing.T) {
 		}
 		for _, tail := range []string{"%00", "%ff", "%00/retry", "%ff/retry"} {
 			s := bodyOf("")
-			s.target = strings.TrimSuffix(s.target, "relay-1") + tail
+			s.target = strings.TrimSuffix(s.target, "event-1") + tail
 			requests = append(requests, s)
 		}
 	}
@@ -88,13 +88,13 @@ func TestHostileRequests(t *testing.T) {
 		form(bulk, "reason=x&reason=y&status=dead")
 		form(bulk, "reason=x&until=9999-12-31T23:59:59-23:59")
 		form(bulk+"?status=resolved", "reason=x")
-		form("/failed/relay-1/"+action, "reason=x%00")
-		form("/failed/relay-1/"+action, "reason=x%ff")
-		form("/failed/relay-1/"+action, "reason=x&dry_run=true")
-		form("/failed/relay-1/"+action, "reason=x&%zz=1")
-		form("/failed/relay-1/edit", "reason=x&payload=%22%00%22")
-		form("/failed/relay-1/edit", "reason=x&payload=%22%ff%22")
-		form("/failed/relay-1/edit", "reason=x&payload={}&payload=[]")
+		form("/failed/event-1/"+action, "reason=x%00")
+		form("/failed/event-1/"+action, "reason=x%ff")
+		form("/failed/event-1/"+action, "reason=x&dry_run=true")
+		form("/failed/event-1/"+action, "reason=x&%zz=1")
+		form("/failed/event-1/edit", "reason=x&payload=%22%00%22")
+		form("/failed/event-1/edit", "reason=x&payload=%22%ff%22")
+		form("/failed/event-1/edit", "reason=x&payload={}&payload=[]")
 		api := "/api/failed/" + action
 		for _, body := range []string{
 			`{"reason": "x", "filter": {"status": "dead"}, "filter": {}}`, `{"reason": "x", "filter": {"type": "a", "type": ""}}`,
@@ -108,16 +108,12 @@ func TestHostileRequests(t *testing.T) {
 			requests = append(requests, sent{"POST", api, jsonType, body})
 		}
 		requests = append(requests, sent{"POST", api + "?dry_run=true", jsonType, `{"reason": "x", "filter": {}}`},
-			sent{"POST", "/api/failed/relay-1/" + action, jsonType, `{"reason": "\u0000"}`}, sent{"POST", "/api/failed/relay-1/" + action, jsonType, "{\"reason\": \"\xff\"}"},
-			sent{"POST", "/api/failed/relay-1/" + action, jsonType, `null`}, sent{"POST", "/api/failed/relay-1/" + action, jsonType, `{"reason": "x", "reason": "y"}`})
+			sent{"POST", "/api/failed/event-1/" + action, jsonType, `{"reason": "\u0000"}`}, sent{"POST", "/api/failed/event-1/" + action, jsonType, "{\"reason\": \"\xff\"}"},
+			sent{"POST", "/api/failed/event-1/" + action, jsonType, `null`}, sent{"POST", "/api/failed/event-1/" + action, jsonType, `{"reason": "x", "reason": "y"}`})
 	}
 	for _, action := range []string{"hold", "release"} {
-		for _, body := range []string{
-			`{"reason": "x", "relay": "\u0000", "topic": "t", "key": "k"}`, `{"reason": "x", "relay": "r", "topic": "\u0000", "key": "k"}`,
-			`{"reason": "x", "relay": "r", "topic": "t", "key": "\u0000"}`, "{\"reason\": \"x\", \"relay\": \"r\", \"topic\": \"t\", \"key\": \"\xff\"}",
-			`{"reason": "x", "relay": "r", "topic": "t", "key": "k", "key": "l"}`, `{"reason": "x", "relay": "r", "topic": "t", "key": "\udfff"}`,
-		} {
-			requests = append(requests, sent{"POST", "/api/keys/" + action, jsonType, body})
+		for _, body := range []string{`{"reason": "\u0000"}`, "{\"reason\": \"\xff\"}", `{"reason": "\udfff"}`, `null`, `{"reason": "x", "reason": "y"}`, `{"reason": "x", "key": "k"}`} {
+			requests = append(requests, sent{"POST", "/api/failed/event-1/" + action, jsonType, body})
 		}
 	}
 	for _, action := range []string{"pause", "resume"} {
@@ -135,7 +131,7 @@ func TestHostileRequests(t *testing.T) {
 		"{\"reason\": \"x\", \"payload\": \"\xff\"}", `{"reason": "x", "payload": {}, "payload": []}`, `{"reason": "x", "payload": {}, "payload_baſe64": "e30="}`,
 		`{"reason": "\u0000", "payload": {}}`, `{"reason": "x"}`, `{"reason": "x", "payload": {}, "payload_base64": "e30="}`,
 	} {
-		requests = append(requests, sent{"POST", "/api/failed/relay-1/edit", jsonType, body})
+		requests = append(requests, sent{"POST", "/api/failed/event-1/edit", jsonType, body})
 	}
 	for _, s := range requests {
 		w := h.ask(s)

@@ -208,7 +208,7 @@ func TestOpenAPIHasTheTypes(t *testing.T) {
 		"PartitionList": apiPartitionList{}, "Partition": apiPartition{},
 		"FailedList": apiFailedList{}, "Failed": apiFailed{}, "FailedWhole": apiFailedWhole{}, "CountList": apiCountList{}, "Count": apiCount{},
 		"AuditList": apiAuditList{}, "Audit": apiAudit{}, "Payload": apiPayload{}, "EventList": apiEventList{}, "Event": apiEvent{}, "State": apiState{},
-		"EventWhole": apiEventWhole{}, "Reason": apiReason{}, "Edit": apiEdit{}, "BulkRequest": apiBulkRequest{}, "BulkResult": apiBulkResult{}, "Topic": apiTopic{}, "KeyRequest": apiKeyRequest{},
+		"EventWhole": apiEventWhole{}, "Reason": apiReason{}, "Edit": apiEdit{}, "BulkRequest": apiBulkRequest{}, "BulkResult": apiBulkResult{}, "Topic": apiTopic{},
 		"GroupList": apiGroupList{}, "Group": apiGroup{}, "GroupTopic": apiGroupTopic{}, "Pause": apiPauseInfo{}, "PauseRequest": apiPauseRequest{},
 	}
 	require.ElementsMatch(t, slices.Collect(maps.Keys(types)), slices.Collect(maps.Keys(file.Components.Schemas)))
@@ -271,7 +271,7 @@ func TestOpenAPIHasTheAnswers(t *testing.T) {
 	h := newAdminFixture(t, nil)
 	h.get("/") // a sample of the backlog
 	file := readOpenAPI(t)
-	values := map[string]string{"status": "dead", "since": "2026-01-01T00:00:00Z", "until": "2126-01-01T00:00", "outbox_id": "4099003", "after": "relay-90", "before": "4200000",
+	values := map[string]string{"status": "dead", "since": "2026-01-01T00:00:00Z", "until": "2126-01-01T00:00", "outbox_id": "4099003", "after": "event-90", "before": "4200000",
 		"limit": "3", "span": "1h", "open_seconds": "1"}
 	require.Error(t, file.check("", &schema{Ref: "#/components/schemas/Count"}, map[string]any{"relay": 1.0}), "the check checks")
 	asked := 0
@@ -280,7 +280,7 @@ func TestOpenAPIHasTheAnswers(t *testing.T) {
 		if !ok {
 			continue
 		}
-		at := "/api" + strings.NewReplacer("/events/{id}", "/events/4099001", "{id}", fmt.Sprintf("relay-%d", seed.Dead), "{relay}", "default").Replace(path)
+		at := "/api" + strings.NewReplacer("/events/{id}", "/events/4099001", "{id}", fmt.Sprintf("event-%d", seed.Dead), "{relay}", "default").Replace(path)
 		ask := func(query string) {
 			w := h.send("reader", http.MethodGet, at+query, "", "")
 			require.Equal(t, http.StatusOK, w.Code, "%s%s: %s", at, query, w.Body)
@@ -302,7 +302,7 @@ func TestOpenAPIHasTheAnswers(t *testing.T) {
 		}
 	}
 	require.GreaterOrEqual(t, asked, 50)
-	for _, path := range []string{"/api/failed/relay-99999", "/api/nowhere", "/api/failed?status=gone"} {
+	for _, path := range []string{"/api/failed/event-99999", "/api/nowhere", "/api/failed?status=gone"} {
 		var v any
 		require.NoError(t, json.Unmarshal(h.send("reader", http.MethodGet, path, "", "").Body.Bytes(), &v))
 		require.NoError(t, file.check(path, &schema{Ref: "#/components/schemas/Error"}, v))
@@ -317,7 +317,7 @@ func TestAPIPaging(t *testing.T) {
 		var ids []string
 		for next := ""; next != "null"; {
 			answer := h.get(path + next + "&limit=37")
-			ids = append(ids, regexp.MustCompile(`\{"(?:id|outbox_id)":"?((?:relay-)?\d+)`).FindAllString(answer, -1)...)
+			ids = append(ids, regexp.MustCompile(`\{"(?:id|outbox_id)":"?((?:event-)?\d+)`).FindAllString(answer, -1)...)
 			next = regexp.MustCompile(`"next":"?([\w-]+)`).FindStringSubmatch(answer)[1]
 		}
 		require.Greater(t, len(ids), 15, path)

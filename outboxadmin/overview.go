@@ -94,7 +94,7 @@ func (a *admin) overview(r *request) (answer, error) {
 		}
 		page.Relays = append(page.Relays, view)
 	}
-	if page.Counts, err = a.failed.Count(ctx, outboxops.FailureFilter{}); err != nil {
+	if page.Counts, err = a.failed.Count(ctx, outboxops.FailureFilter{Kind: outboxops.KindEvent}); err != nil {
 		return answer{}, err
 	}
 	page.OtherKinds = max(0, len(page.Counts)-maxKinds)

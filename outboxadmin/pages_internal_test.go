@@ -52,9 +52,9 @@ func (h *adminFixture) crawl(from string) map[string]string {
 func TestLinks(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)
-	found := h.crawl("/failed/relay-1")
+	found := h.crawl("/failed/event-1")
 	require.Greater(t, len(found), 100)
-	for _, path := range []string{"/failed/relay-1", "/failed/retry?", "/events/4099001", "/audit", "/api/openapi.json", "/assets/admin.css"} {
+	for _, path := range []string{"/failed/event-1", "/failed/retry?", "/events/4099001", "/audit", "/api/openapi.json", "/assets/admin.css"} {
 		_, ok := found[path]
 		require.True(t, ok, path)
 	}
@@ -162,7 +162,7 @@ func TestPaging(t *testing.T) {
 	pages := 0
 	for path := "failed?limit=50"; path != ""; pages++ {
 		page := h.get("/" + path)
-		for _, link := range regexp.MustCompile(`href="failed/relay-(\d+)"`).FindAllStringSubmatch(page, -1) {
+		for _, link := range regexp.MustCompile(`href="failed/event-(\d+)"`).FindAllStringSubmatch(page, -1) {
 			require.False(t, seen[link[1]], "event %s is there twice", link[1])
 			seen[link[1]] = true
 		}
@@ -202,7 +202,7 @@ func TestMask(t *testing.T) {
 	t.Parallel()
 	const secret = "mina@example.com"
 	plain := newAdminFixture(t, nil)
-	require.Contains(t, html.UnescapeString(plain.get("/failed/relay-1")), secret)
+	require.Contains(t, html.UnescapeString(plain.get("/failed/event-1")), secret)
 	h := newAdminFixture(t, func(c *Config) {
 		c.Mask = func(text Text) []byte {
 			if text.Kind == TextPayload && strings.Contains(string(text.Value), "gift") {
@@ -211,16 +211,16 @@ func TestMask(t *testing.T) {
 			return text.Value
 		}
 	})
-	for path, page := range h.crawl("/failed/relay-1") {
+	for path, page := range h.crawl("/failed/event-1") {
 		require.NotContains(t, html.UnescapeString(page), secret, path)
 		require.NotContains(t, html.UnescapeString(page), `"yes"`, path+" shows the payload from before the edit")
 	}
-	require.NotContains(t, h.get("/api/failed/relay-1"), secret)
-	require.NotContains(t, h.get("/api/failed/relay-1"), "yes")
-	page := h.get("/failed/relay-1")
+	require.NotContains(t, h.get("/api/failed/event-1"), secret)
+	require.NotContains(t, h.get("/api/failed/event-1"), "yes")
+	page := h.get("/failed/event-1")
 	require.Contains(t, page, "<strong>masked</strong>")
 	require.Contains(t, page, `spellcheck="false" required></textarea>`)
-	require.Contains(t, h.get("/failed/relay-5"), "SKU-", "what the mask leaves is shown")
+	require.Contains(t, h.get("/failed/event-5"), "SKU-", "what the mask leaves is shown")
 }
 
 // An error of the database is logged and not shown.
@@ -258,7 +258,7 @@ func TestEscaping(t *testing.T) {
 	_, err := h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".outbox_failed SET event_type = '<img src=x>', last_error = '<script>alert(1)</script>',
 		aggregate_id = '"><b>', parking_key = 'javascript:alert(1)/<i>', payload = '{"a":"</pre><script>"}', headers = '{"<b>":"<b>"}' WHERE id = 1`)
 	require.NoError(t, err)
-	for _, path := range []string{"/", "/failed?status=dead", "/failed/relay-1", "/failed/retry?status=dead", "/audit", "/failed?type=%3Cscript%3Ealert(1)%3C/script%3E"} {
+	for _, path := range []string{"/", "/failed?status=dead", "/failed/event-1", "/failed/retry?status=dead", "/audit", "/failed?type=%3Cscript%3Ealert(1)%3C/script%3E"} {
 		require.NotRegexp(t, `<img|<script>|<b>|<i>|href="javascript`, h.get(path), path)
 	}
 }

@@ -82,7 +82,7 @@ func TestPoisonedRows(t *testing.T) {
 	file := readOpenAPI(t)
 	for _, p := range poisons {
 		outboxID, failedID := h.insert(p)
-		event, failure := fmt.Sprintf("/events/%d", outboxID), fmt.Sprintf("/failed/relay-%d", failedID)
+		event, failure := fmt.Sprintf("/events/%d", outboxID), fmt.Sprintf("/failed/event-%d", failedID)
 		t.Run(p.name, func(t *testing.T) {
 			h.t = t
 			h.checkPage(event)
@@ -91,7 +91,7 @@ func TestPoisonedRows(t *testing.T) {
 			h.checkAnswer(file, "/failed/{id}", failure)
 			w := h.post(failure+"/hold", "reason", hostileText)
 			require.Equal(t, http.StatusSeeOther, w.Code, w.Body)
-			require.Equal(t, fmt.Sprintf("../relay-%d?done=hold", failedID), w.Header().Get("Location"))
+			require.Equal(t, fmt.Sprintf("../event-%d?done=hold", failedID), w.Header().Get("Location"))
 		})
 		h.t = t
 	}
@@ -140,7 +140,7 @@ func TestLargePayloads(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)
 	outboxID, failedID := h.insert(poison{"", "payload", `jsonb_build_object('a', repeat('x', 10000000))`})
-	for _, path := range []string{fmt.Sprintf("/events/%d", outboxID), fmt.Sprintf("/failed/relay-%d", failedID)} {
+	for _, path := range []string{fmt.Sprintf("/events/%d", outboxID), fmt.Sprintf("/failed/event-%d", failedID)} {
 		require.Contains(t, h.get(path), "PostgreSQL would print 10000009 bytes, more than 1048576")
 		require.Contains(t, h.get("/api"+path), "PostgreSQL would print 10000009 bytes, more than 1048576")
 	}
@@ -189,9 +189,9 @@ func TestMaskOfEveryKind(t *testing.T) {
 	_, err = tx.Exec(t.Context(), `SELECT 's3cret-statement', pg_current_xact_id()`)
 	require.NoError(t, err)
 	time.Sleep(1100 * time.Millisecond)
-	pages := h.crawl("/failed/relay-1")
-	for _, path := range []string{"/api/failed?status=any", "/api/failed/relay-1", "/api/failed/relay-2", "/api/events?limit=1000", "/api/events/4099001", "/api/audit", "/api/transactions?open_seconds=1",
-		"/failed/relay-1", "/failed/relay-2", "/events/4099001", "/failed?status=dead&limit=1000", "/failed/retry?status=dead", "/audit", "/events?aggregate_id=" + "s3cret-key"[:1]} {
+	pages := h.crawl("/failed/event-1")
+	for _, path := range []string{"/api/failed?status=any", "/api/failed/event-1", "/api/failed/event-2", "/api/events?limit=1000", "/api/events/4099001", "/api/audit", "/api/transactions?open_seconds=1",
+		"/failed/event-1", "/failed/event-2", "/events/4099001", "/failed?status=dead&limit=1000", "/failed/retry?status=dead", "/audit", "/events?aggregate_id=" + "s3cret-key"[:1]} {
 		pages[path] = h.get(path)
 	}
 	for path, page := range pages {
@@ -200,13 +200,13 @@ func TestMaskOfEveryKind(t *testing.T) {
 		}
 	}
 	require.Contains(t, pages["/api/transactions?open_seconds=1"], "(masked)")
-	require.Contains(t, pages["/api/failed/relay-1"], `"key":"(masked)"`)
-	require.Contains(t, pages["/api/failed/relay-1"], `"token":"(masked)"`)
-	require.Contains(t, pages["/api/failed/relay-1"], `"error":"(masked)"`)
+	require.Contains(t, pages["/api/failed/event-1"], `"key":"(masked)"`)
+	require.Contains(t, pages["/api/failed/event-1"], `"token":"(masked)"`)
+	require.Contains(t, pages["/api/failed/event-1"], `"error":"(masked)"`)
 	for _, text := range texts {
 		require.Equal(t, text.Kind == TextHeader, text.Name != "", "%+v", text)
 	}
-	w := h.post("/failed/relay-1/hold", "reason", "because")
+	w := h.post("/failed/event-1/hold", "reason", "because")
 	require.Equal(t, http.StatusSeeOther, w.Code, "the action is about the key that is masked: %s", w.Body)
-	require.Contains(t, h.get("/api/failed?key=s3cret-key"), `"id":"relay-1"`, "a filter finds what it names")
+	require.Contains(t, h.get("/api/failed?key=s3cret-key"), `"id":"event-1"`, "a filter finds what it names")
 }

@@ -23,22 +23,22 @@ func TestReadsAreAudited(t *testing.T) {
 		h.get(path)
 	}
 	require.Empty(t, h.reads())
-	for _, path := range []string{"/failed/relay-1", "/api/failed/relay-1", "/events/4099001", "/api/events/4099001"} {
+	for _, path := range []string{"/failed/event-1", "/api/failed/event-1", "/events/4099001", "/api/events/4099001"} {
 		require.Equal(t, http.StatusOK, h.send("reader", http.MethodGet, path, "", "").Code, path)
 	}
 	want := []string{"r.reader shown on the page 1 4099003", "r.reader shown by the API 1 4099003", "r.reader shown on the page 4099001", "r.reader shown by the API 4099001"}
 	require.Equal(t, want, h.reads())
-	for _, path := range []string{"/failed/relay-99999", "/api/events/1"} {
+	for _, path := range []string{"/failed/event-99999", "/api/events/1"} {
 		require.Equal(t, http.StatusNotFound, h.send("reader", http.MethodGet, path, "", "").Code, path)
 	}
-	require.Equal(t, http.StatusUnprocessableEntity, h.post("/failed/relay-1/retry", "reason", " ").Code)
+	require.Equal(t, http.StatusUnprocessableEntity, h.post("/failed/event-1/retry", "reason", " ").Code)
 	require.Len(t, h.reads(), 5, "what is refused shows the event again")
 	require.Contains(t, h.get("/audit"), "r.reader")
 	require.Contains(t, h.get("/audit"), `href="events/4099001"`)
-	require.NotContains(t, h.get("/failed/relay-1"), "r.reader", "the history is what was done")
+	require.NotContains(t, h.get("/failed/event-1"), "r.reader", "the history is what was done")
 	require.Contains(t, h.get("/api/audit"), `"action":"read"`)
 	quiet := newAdminFixture(t, nil)
-	quiet.get("/failed/relay-1")
+	quiet.get("/failed/event-1")
 	require.Empty(t, quiet.reads())
 }
 
@@ -48,7 +48,7 @@ func TestUnauditedReadsShowNothing(t *testing.T) {
 	h := newAdminFixture(t, func(c *Config) { c.AuditReads = true })
 	_, err := h.db.Exec(t.Context(), `ALTER TABLE "`+h.schema+`".outbox_audit ADD CONSTRAINT no_more CHECK (action <> 'read')`)
 	require.NoError(t, err)
-	for _, path := range []string{"/failed/relay-1", "/api/failed/relay-1", "/events/4099001", "/api/events/4099001"} {
+	for _, path := range []string{"/failed/event-1", "/api/failed/event-1", "/events/4099001", "/api/events/4099001"} {
 		w := h.send("operator", http.MethodGet, path, "", "")
 		require.Equal(t, http.StatusServiceUnavailable, w.Code, path)
 		require.NotContains(t, w.Body.String(), "neighbour")
@@ -61,5 +61,5 @@ func TestUnauditedReadsShowNothing(t *testing.T) {
 			return Access{Operator: strings.Repeat("x", 101), Role: Reader}, nil
 		}
 	})
-	require.Equal(t, http.StatusUnprocessableEntity, long.send("reader", http.MethodGet, "/failed/relay-1", "", "").Code, "a name that cannot be kept")
+	require.Equal(t, http.StatusUnprocessableEntity, long.send("reader", http.MethodGet, "/failed/event-1", "", "").Code, "a name that cannot be kept")
 }

@@ -59,8 +59,8 @@ func (q *query) failure(name string) (id outboxops.FailureID) {
 		return id
 	}
 	id, err := outboxops.ParseFailureID(text)
-	if err != nil {
-		q.fail(name, fmt.Sprintf("%.100q is not an id such as relay-17", text))
+	if err != nil || id.Kind != outboxops.KindEvent {
+		q.fail(name, fmt.Sprintf("%.100q is not an id such as event-17", text))
 	}
 	return id
 }
@@ -116,7 +116,7 @@ var filterNames = []string{"status", "relay", "type", "topic", "key", "aggregate
 // failedFilter reads what picks failed events.
 func (q *query) failedFilter() outboxops.FailureFilter {
 	return outboxops.FailureFilter{
-		Statuses: q.statuses(), Relay: q.text("relay"), Type: q.text("type"), Topic: q.text("topic"), Key: q.text("key"),
+		Kind: outboxops.KindEvent, Statuses: q.statuses(), Relay: q.text("relay"), Type: q.text("type"), Topic: q.text("topic"), Key: q.text("key"),
 		AggregateType: q.text("aggregate_type"), AggregateID: q.text("aggregate_id"), EventID: q.word("event_id"),
 		OutboxID: q.number("outbox_id"), Class: q.text("class"), Since: q.time("since"), Until: q.time("until"),
 	}
@@ -183,7 +183,7 @@ func stamp(t time.Time) string {
 // pathFailure is the id of a failed event in the path of a request.
 func pathFailure(r *request) (outboxops.FailureID, error) {
 	id, err := outboxops.ParseFailureID(r.PathValue("id"))
-	if err != nil {
+	if err != nil || id.Kind != outboxops.KindEvent {
 		return id, errNowhere
 	}
 	return id, nil

@@ -65,11 +65,11 @@ func TestPrivilegesOfOperator(t *testing.T) {
 		}
 	}
 	for _, action := range []string{"release", "hold", "edit", "resolve"} {
-		require.Equal(t, http.StatusSeeOther, h.post("/failed/relay-1/"+action, "reason", "because", "payload", "{}").Code, action)
+		require.Equal(t, http.StatusSeeOther, h.post("/failed/event-1/"+action, "reason", "because", "payload", "{}").Code, action)
 	}
 	require.Equal(t, http.StatusSeeOther, h.post("/failed/retry", "reason", "because", "status", "dead").Code)
 	for path, body := range map[string]map[string]any{
-		"/api/consumers/pause": {"group": "stats", "reason": "x"}, "/api/keys/hold": {"relay": "default", "topic": "orders", "key": "none", "reason": "x"},
+		"/api/consumers/pause": {"group": "stats", "reason": "x"}, "/api/failed/event-1/hold": {"reason": "x"},
 		"/api/failed/retry": {"filter": map[string]any{"status": "dead"}, "reason": "x"},
 	} {
 		require.Contains(t, []int{http.StatusOK, http.StatusNoContent, http.StatusNotFound, http.StatusConflict}, h.call(path, body).Code, path)

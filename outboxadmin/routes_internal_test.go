@@ -30,7 +30,7 @@ func TestConfig(t *testing.T) {
 // and what is not there.
 func everything(t *testing.T) []route {
 	t.Helper()
-	fill := strings.NewReplacer("{$}", "", "events/{id}", "events/1", "{id}", "relay-1", "{action}", "retry", "{relay}", "default")
+	fill := strings.NewReplacer("{$}", "", "events/{id}", "events/1", "{id}", "event-1", "{action}", "retry", "{relay}", "default")
 	var all []route
 	for _, rt := range routes {
 		rt.path = fill.Replace(rt.path)
@@ -46,8 +46,8 @@ func everything(t *testing.T) []route {
 	}))
 	return append(all,
 		route{method: http.MethodGet, path: "/nowhere", role: Reader}, route{method: http.MethodPost, path: "/nowhere", role: Reader},
-		route{method: http.MethodGet, path: "/api/nowhere", role: Reader}, route{method: http.MethodDelete, path: "/failed/relay-1", role: Reader},
-		route{method: http.MethodGet, path: "/failed//relay-1", role: Reader}, route{method: http.MethodGet, path: "/assets/../admin.go", role: Reader})
+		route{method: http.MethodGet, path: "/api/nowhere", role: Reader}, route{method: http.MethodDelete, path: "/failed/event-1", role: Reader},
+		route{method: http.MethodGet, path: "/failed//event-1", role: Reader}, route{method: http.MethodGet, path: "/assets/../admin.go", role: Reader})
 }
 
 // Who is not known gets nothing, a reader changes nothing, and no user acts from
@@ -92,7 +92,7 @@ func TestEveryRouteIsGuarded(t *testing.T) {
 	require.Equal(t, before, h.fingerprint(), "nothing was done")
 	require.Equal(t, 14, acting)
 	require.Contains(t, h.log.String(), "the session has ended")
-	require.Equal(t, http.StatusSeeOther, h.send("operator", http.MethodPost, "/failed/relay-1/retry", "application/x-www-form-urlencoded", "reason=because",
+	require.Equal(t, http.StatusSeeOther, h.send("operator", http.MethodPost, "/failed/event-1/retry", "application/x-www-form-urlencoded", "reason=because",
 		"Sec-Fetch-Site", "same-origin", "Origin", "http://ops.example").Code, "what was refused above is possible")
 }
 
@@ -127,7 +127,7 @@ func TestTrustedOrigins(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, func(c *Config) { c.TrustedOrigins = []string{"https://admin.example"} })
 	ask := func(header ...string) int {
-		return h.send("operator", http.MethodPost, "/failed/relay-99999/retry", formType, "reason=because", header...).Code
+		return h.send("operator", http.MethodPost, "/failed/event-99999/retry", formType, "reason=because", header...).Code
 	}
 	require.Equal(t, http.StatusNotFound, ask("Origin", "https://admin.example"))
 	require.Equal(t, http.StatusNotFound, ask("Origin", "https://admin.example", "Sec-Fetch-Site", "same-site", "Sec-Fetch-Mode", "navigate", "Sec-Fetch-Dest", "document"))
@@ -162,7 +162,7 @@ func TestOtherSitesOnlyLink(t *testing.T) {
 		{"cross-site", "", "", 403},
 	} {
 		before := len(h.reads())
-		for _, path := range []string{"/failed/relay-1", "/api/events/4099001"} {
+		for _, path := range []string{"/failed/event-1", "/api/events/4099001"} {
 			w := h.send("operator", http.MethodGet, path, "", "", "Sec-Fetch-Site", tt.site, "Sec-Fetch-Mode", tt.mode, "Sec-Fetch-Dest", tt.dest)
 			require.Equal(t, tt.code, w.Code, "%+v %s", tt, path)
 		}
@@ -178,7 +178,7 @@ func TestMaskPanics(t *testing.T) {
 	require.NoError(t, err)
 	h.handler = http.StripPrefix(prefix, handler)
 	for range maxViews + 1 {
-		require.PanicsWithValue(t, "mask", func() { h.send("reader", http.MethodGet, "/failed/relay-1", "", "") })
+		require.PanicsWithValue(t, "mask", func() { h.send("reader", http.MethodGet, "/failed/event-1", "", "") })
 	}
 	slots := handler.(*admin).slots
 	require.Empty(t, slots.all)

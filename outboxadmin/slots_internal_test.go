@@ -113,7 +113,7 @@ func TestActionsHaveAConnection(t *testing.T) {
 	}
 	defer searches.Wait()
 	require.Eventually(t, func() bool { return h.pool.Stat().AcquiredConns() > 0 }, 10*time.Second, time.Millisecond)
-	w := h.post("/failed/relay-1/retry", "reason", "because")
+	w := h.post("/failed/event-1/retry", "reason", "because")
 	require.Equal(t, http.StatusSeeOther, w.Code, w.Body)
 	require.NoError(t, tx.Rollback(t.Context()))
 }
@@ -217,7 +217,7 @@ func TestSlowClients(t *testing.T) {
 	handler, err := New(testenv.Pool(t, nil), Config{Authorize: authorize})
 	require.NoError(t, err)
 	slots := handler.(*admin).slots
-	const slowBody = "POST /failed/relay-1/retry HTTP/1.1\r\nHost: x\r\nX-User: operator\r\nContent-Type: application/x-www-form-urlencoded\r\nContent-Length: 100\r\n\r\nreason="
+	const slowBody = "POST /failed/event-1/retry HTTP/1.1\r\nHost: x\r\nX-User: operator\r\nContent-Type: application/x-www-form-urlencoded\r\nContent-Length: 100\r\n\r\nreason="
 	const slowReader = "GET /api/openapi.json HTTP/1.1\r\nHost: x\r\nX-User: reader\r\n\r\n"
 	for name, request := range map[string]string{"body": slowBody, "answer": slowReader} {
 		t.Run(name, func(t *testing.T) {

@@ -8,42 +8,62 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/jsonb"
-	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// The functions of 0010_least_privilege.sql change the events and write the audit rows, with
-// the rights of the owner of the tables: an operator needs no right to change them in any
-// other way.
+// What operators do about failures.
+const (
+	actionRetry   = "retry"
+	actionResolve = "resolve"
+	actionHold    = "hold"
+	actionRelease = "release"
+	actionRead    = "read"
+)
 
-const sqlRetry = `SELECT {schema}.outbox_retry_failed($1, $2, $3)`
-
-// Retry has the relay send an event at its next look, whatever its NextRetryAt. A dead
-// event has all its tries again, and goes before the later events of its key that
-// wait. Events of its key that were sent since it died stay before it.
+// Retry has a failure tried again. An event is sent by its relay at the next look, whatever its
+// NextRetryAt. A dead event or delivery has all its tries again, and goes before the later ones
+// of its key that wait; if a worker has one of them at this moment, it waits behind that. What
+// was sent or handled since it died stays before it. The resolution of a delivery is taken back.
 //
 // It returns [ErrNotFound], or [ErrStatus] for an event that is parked (retry the
-// one in front of it), resolved, or held (release the key).
+// one in front of it), resolved, or held (release the key), and for a delivery that is not dead.
 func (f *Failures) Retry(ctx context.Context, id FailureID, why AuditInfo) error {
-	return f.changeOne(ctx, "retry", f.sql.retry, id, why)
+	return f.changeOne(ctx, actionRetry, id, why)
 }
 
-const sqlResolve = `SELECT {schema}.outbox_resolve_failed($1, $2, $3)`
-
-// Resolve closes an event without sending it: consumers will never see it, unless the
-// relay is sending it at this moment. What waits behind it goes on. The row stays,
-// with the operator and the reason.
+// Resolve closes a failure without sending or handling it, unless that happens at this moment.
+// What waits behind it goes on. The row stays, with the operator and the reason.
 //
-// It returns [ErrNotFound], or [ErrStatus] for an event that is resolved.
+// It returns [ErrNotFound], or [ErrStatus] for what is resolved, and for a delivery that is done
+// or with a worker.
 func (f *Failures) Resolve(ctx context.Context, id FailureID, why AuditInfo) error {
-	return f.changeOne(ctx, "resolve", f.sql.resolve, id, why)
+	return f.changeOne(ctx, actionResolve, id, why)
 }
 
-// changeOne runs an action on one event, or says why it is not possible.
-func (f *Failures) changeOne(ctx context.Context, action, sql string, id FailureID, why AuditInfo) error {
+// Hold stops the key of a failure: nothing more of it is sent, or handled by this group and
+// action, until the key is released. It also ends when every failure of the key that there is
+// now is resolved, or has got through. Later events of the key wait behind them, also where
+// they had passed a dead one.
+//
+// It returns [ErrNotFound], or [ErrStatus] for an event that is resolved, and for a delivery that
+// is not dead, or has no key.
+func (f *Failures) Hold(ctx context.Context, id FailureID, why AuditInfo) error {
+	return f.changeOne(ctx, actionHold, id, why)
+}
+
+// Release lets the key of a failure go on that Hold, or a dead failure under HoldDead, held
+// back. What is dead stays dead.
+//
+// It returns [ErrNotFound], or [ErrStatus] if the key is not held.
+func (f *Failures) Release(ctx context.Context, id FailureID, why AuditInfo) error {
+	return f.changeOne(ctx, actionRelease, id, why)
+}
+
+// changeOne runs an action on one failure, or says why it is not possible.
+func (f *Failures) changeOne(ctx context.Context, action string, id FailureID, why AuditInfo) error {
 	if err := errors.Join(why.check(), id.checkFor(action)); err != nil {
 		return err
 	}
-	done, err := f.change(ctx, sql, []int64{id.Number}, why)
+	done, err := f.change(ctx, f.stores[id.Kind].statement(action), []int64{id.Number}, why)
 	if err != nil {
 		return fmt.Errorf("outbox: %s failure %v: %w", action, id, orNotMigrated(err))
 	}
@@ -53,9 +73,9 @@ func (f *Failures) changeOne(ctx context.Context, action, sql string, id Failure
 	return nil
 }
 
-// change runs an action on events, and returns how many it has changed.
-func (f *Failures) change(ctx context.Context, sql string, ids []int64, why AuditInfo) (done int, err error) {
-	err = f.db.QueryRow(ctx, sql, ids, why.Operator, why.Reason).Scan(&done)
+// change runs the statement of an action, and returns how many failures it has changed.
+func (f *Failures) change(ctx context.Context, sql string, numbers []int64, why AuditInfo) (done int, err error) {
+	err = f.db.QueryRow(ctx, sql, numbers, why.Operator, why.Reason).Scan(&done)
 	return done, err
 }
 
@@ -65,14 +85,19 @@ func (f *Failures) whyNot(ctx context.Context, action string, id FailureID) erro
 	if err != nil {
 		return err
 	}
-	status := row.Status
+	state := "it is " + row.Status
 	if row.Held {
-		status += " and held"
+		state += " and held"
 	}
-	if row.Class == unreadableRow {
-		status += ", and without a payload that can be read"
+	switch {
+	case row.Class == unreadableRow:
+		state += ", and without a payload that can be read"
+	case row.LockedBy != "":
+		state += ", and with a worker"
+	case action == actionRelease:
+		state = "its key is not held"
 	}
-	return fmt.Errorf("outbox: %s failure %v: %w: it is %s", action, id, ErrStatus, status)
+	return fmt.Errorf("outbox: %s failure %v: %w: %s", action, id, ErrStatus, state)
 }
 
 const sqlEdit = `SELECT {schema}.outbox_edit_failed($1, $2, $3, $4)`
@@ -82,7 +107,7 @@ const sqlEdit = `SELECT {schema}.outbox_edit_failed($1, $2, $3, $4)`
 // PostgreSQL cannot print. The payload from before stays in outbox_audit, and in outbox
 // until retention removes it.
 //
-// It returns [ErrNotFound], [ErrStatus] for an event that is not dead, and a
+// It returns [ErrNotFound], [ErrStatus] for an event that is not dead and for a delivery, and a
 // [*outbox.FieldError] for JSON that PostgreSQL does not take and for a payload above
 // FailuresConfig.MaxPayload, as PostgreSQL would print it.
 func (f *Failures) Edit(ctx context.Context, id FailureID, payload []byte, why AuditInfo) error {
@@ -93,6 +118,9 @@ func (f *Failures) Edit(ctx context.Context, id FailureID, payload []byte, why A
 	if err != nil {
 		return err
 	}
+	if id.Kind != KindEvent {
+		return fmt.Errorf("outbox: edit failure %v: %w: only the payload of a dead event of a relay can be changed", id, ErrStatus)
+	}
 	if err := f.checkPayload(row.ContentType, payload); err != nil {
 		return &outbox.FieldError{EventType: row.Type, Index: -1, Field: "payload", Err: err}
 	}
@@ -100,7 +128,7 @@ func (f *Failures) Edit(ctx context.Context, id FailureID, payload []byte, why A
 		payload = []byte{} // empty is not NULL
 	}
 	var done bool
-	if err := f.db.QueryRow(ctx, f.sql.edit, id.Number, payload, why.Operator, why.Reason).Scan(&done); err != nil {
+	if err := f.db.QueryRow(ctx, f.sqlEdit, id.Number, payload, why.Operator, why.Reason).Scan(&done); err != nil {
 		return fmt.Errorf("outbox: edit failure %v: %w", id, orNotMigrated(err))
 	}
 	if !done {
@@ -125,45 +153,6 @@ func (f *Failures) checkPayload(contentType string, payload []byte) (err error) 
 	}
 	if size > f.maxPayload {
 		return fmt.Errorf("%w: %d bytes as PostgreSQL prints it, at most %d", outbox.ErrTooLarge, size, f.maxPayload)
-	}
-	return nil
-}
-
-const sqlHold = `SELECT {schema}.outbox_hold_key($1, $2, $3, $4)`
-
-// Hold stops a relay from sending anything more of a key, until the key is released
-// or every event of it that waits now is sent or resolved. Later events of the key
-// wait behind them. A dead event of the key, which later events had passed, holds it
-// too.
-//
-// It returns [ErrNotFound] if nothing of the key has failed.
-func (f *Failures) Hold(ctx context.Context, relay, topic, key string, why AuditInfo) error {
-	return f.changeKey(ctx, "hold", f.sql.hold, "the key has no unresolved failures", relay, topic, key, why)
-}
-
-const sqlRelease = `SELECT {schema}.outbox_release_key($1, $2, $3, $4)`
-
-// Release lets a relay send again what Hold, or a dead event under HoldDead, held
-// back. The dead event stays dead.
-//
-// It returns [ErrNotFound] if the key is not held.
-func (f *Failures) Release(ctx context.Context, relay, topic, key string, why AuditInfo) error {
-	return f.changeKey(ctx, "release", f.sql.release, "the key is not held", relay, topic, key, why)
-}
-
-// changeKey runs the statement of an action. None says what it means if that changes
-// nothing.
-func (f *Failures) changeKey(ctx context.Context, action, sql, none, relay, topic, key string, why AuditInfo) error {
-	if err := why.check(); err != nil {
-		return err
-	}
-	var done bool
-	err := f.db.QueryRow(ctx, sql, relay, tables.ParkingKey(topic, []byte(key)), why.Operator, why.Reason).Scan(&done)
-	if err == nil && !done {
-		err = fmt.Errorf("%s (%w)", none, ErrNotFound)
-	}
-	if err != nil {
-		return fmt.Errorf("outbox: %s key %q of topic %s, relay %s: %w", action, key, topic, relay, orNotMigrated(err))
 	}
 	return nil
 }

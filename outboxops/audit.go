@@ -63,20 +63,17 @@ type AuditEntry struct {
 	// in entries of before.
 	Login string
 	// Action is retry, resolve, edit, hold or release, or read for a payload that was shown; of
-	// a delivery requeue, resolve or read; of a consumer group pause, resume or rewind.
+	// a consumer group pause, resume or rewind; of groups that are moved to-kafka, to-postgres,
+	// finish-cut or cancel-cut.
 	Action string
 	// Relay, Topic and Key are where the event belongs; of a delivery without Relay. Of a
 	// consumer group there is only Topic, empty for all of them.
 	Relay, Topic, Key string
-	// Group is the consumer group of the delivery, or that was paused, resumed or rewound;
-	// empty for all else.
-	Group string
-	// Delivery is the ID of the delivery, and Handler its Action; zero for all else.
-	Delivery int64
-	// Handler is described at Delivery.
-	Handler string
-	// Failure names what failed at a relay, OutboxID and EventID are the event's. They are zero
-	// for an action on a key or a group.
+	// Group is the consumer group of the delivery, or that was paused, resumed, rewound or moved;
+	// empty for all else. Handler is Failure.Action of the delivery.
+	Group, Handler string
+	// Failure names what failed, OutboxID and EventID are the event's. They are zero for an
+	// action on the key of an event or on a group.
 	Failure FailureID
 	// OutboxID is outbox.id.
 	OutboxID int64
@@ -100,6 +97,11 @@ type AuditPage struct {
 	Limit int
 	// WithoutReads leaves out that payloads were read, see [Failures.AuditRead].
 	WithoutReads bool
+	// Operator, Action and Group leave out what has others, Since and Until what was done
+	// earlier than the one, or not earlier than the other. Empty ones leave out nothing.
+	Operator, Action, Group string
+	// Since is described at Operator.
+	Since, Until time.Time
 }
 
 const sqlAudit = `
@@ -109,17 +111,19 @@ SELECT id, created_at, operator, coalesce(login, ''), reason, action, relay, spl
   FROM {schema}.outbox_audit
  WHERE ($1::bigint = 0 OR failed_id = $1) AND ($2::bigint = 0 OR delivery_id = $2) AND ($3::bigint = 0 OR id < $3)
    AND ($5::bool OR action <> 'read')
+   AND ($6::text = '' OR operator = $6) AND ($7::text = '' OR action = $7) AND ($8::text = '' OR consumer_group = $8)
+   AND created_at >= coalesce($9::timestamptz, '-infinity') AND created_at < coalesce($10::timestamptz, 'infinity')
  ORDER BY id DESC LIMIT $4`
 
 // Audit returns the actions on a failure, or for the zero FailureID all actions, also those
-// on deliveries and consumer groups, the last first.
+// on consumer groups, the last first.
 func (f *Failures) Audit(ctx context.Context, id FailureID, page AuditPage) ([]AuditEntry, error) {
 	if id != (FailureID{}) {
 		if err := id.check(); err != nil {
 			return nil, fmt.Errorf("outbox: read audit: %w", err)
 		}
 	}
-	return f.audits.list(ctx, id.Number, 0, page)
+	return f.audits.list(ctx, id, page)
 }
 
 // auditReader reads outbox_audit.
@@ -133,16 +137,17 @@ func newAuditReader(db *pgxpool.Pool, schema string, most int) auditReader {
 	return auditReader{db, pg.InSchema(sqlAudit, schema), newReader(db, schema, "outbox_audit", most)}
 }
 
-// list returns the entries of a failure or a delivery, or all if both are 0.
-func (a auditReader) list(ctx context.Context, failure, delivery int64, page AuditPage) ([]AuditEntry, error) {
+// list returns the entries of a failure, or all for the zero id.
+func (a auditReader) list(ctx context.Context, id FailureID, page AuditPage) ([]AuditEntry, error) {
 	limit, err := limitOf(page.Limit)
 	if err != nil {
 		return nil, fmt.Errorf("outbox: read audit: %w", err)
 	}
-	rows, err := a.db.Query(ctx, a.sql, pg.PlanEachTime, failure, delivery, page.Before, limit, !page.WithoutReads)
+	rows, err := a.db.Query(ctx, a.sql, pg.PlanEachTime, id.numberOf(KindEvent), id.numberOf(KindDelivery), page.Before, limit, !page.WithoutReads,
+		page.Operator, page.Action, page.Group, pg.OrNull(page.Since), pg.OrNull(page.Until))
 	if err == nil {
 		var entries []AuditEntry
-		if entries, err = pgx.CollectRows(rows, scanAudit); err == nil && failure != 0 {
+		if entries, err = pgx.CollectRows(rows, scanAudit); err == nil && id != (FailureID{}) {
 			err = a.readEdited(ctx, entries)
 		}
 		if err == nil {
@@ -172,9 +177,14 @@ func (a auditReader) readEdited(ctx context.Context, entries []AuditEntry) (err 
 }
 
 func scanAudit(row pgx.CollectableRow) (e AuditEntry, err error) {
-	var failure int64
-	err = row.Scan(&e.ID, &e.At, &e.Operator, &e.Login, &e.Reason, &e.Action, &e.Relay, &e.Topic, &e.Key, &failure, &e.OutboxID, &e.EventID,
-		&e.Group, &e.Delivery, &e.Handler, &e.edited)
-	e.Failure = relayID(failure)
+	var event, delivery int64
+	err = row.Scan(&e.ID, &e.At, &e.Operator, &e.Login, &e.Reason, &e.Action, &e.Relay, &e.Topic, &e.Key, &event, &e.OutboxID, &e.EventID,
+		&e.Group, &delivery, &e.Handler, &e.edited)
+	switch {
+	case event != 0:
+		e.Failure = FailureID{KindEvent, event}
+	case delivery != 0:
+		e.Failure = FailureID{KindDelivery, delivery}
+	}
 	return e, err
 }

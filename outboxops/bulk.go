@@ -1,63 +1,49 @@
 package outboxops
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"slices"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
-	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/pg"
-	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// BulkConfig tunes [Failures.RetryAll], [Failures.ResolveAll], [Deliveries.RequeueAll] and
-// [Deliveries.ResolveAll]. It may be zero.
+// BulkConfig tunes [Failures.RetryAll] and [Failures.ResolveAll]. It may be zero.
 type BulkConfig struct {
 	// DryRun counts and changes nothing.
 	DryRun bool
-	// Rate is how many events or deliveries are changed in a second at most. Zero means 1,000.
+	// Rate is how many failures are changed in a second at most. Zero means 1,000.
 	Rate int
 	// Progress is called with how many are done, after each part. Nil is not called.
 	Progress func(done int)
-	// Topics, unless it is nil, gets how many of the events go to which topic, or of which
-	// stream the deliveries are, counted when they are picked. The topic is "" where none follows from the event's type.
+	// Topics, unless it is nil, gets how many of the events go to which topic, or come from
+	// which, counted when they are picked. The topic is "" where none follows from the event's
+	// type.
 	Topics map[string]int
 }
 
 const (
 	defaultBulkRate = 1000
-	bulkPart        = 100    // events in a statement
+	bulkPart        = 100    // failures in a statement
 	dryRunPart      = 10_000 // the same, where they are only counted
 )
 
-const sqlFailureIDs = `
-SELECT id, ` + tables.FailureTopic + ` FROM {schema}.outbox_failed` + tables.FailureWhere + `
-   AND id > $13 AND ($14::bool OR (NOT held OR status = 'dead') AND num_nonnulls(payload, payload_bytes) > 0)
- ORDER BY id LIMIT $15`
-
-// RetryAll is [Failures.Retry] for all events that a filter picks and that can
-// be retried: waiting, failed or dead. It returns how many that were, also beside an
-// error. They are changed in parts, each in a transaction of its own; what fails
-// again meanwhile is not picked twice.
+// RetryAll is [Failures.Retry] for all failures that a filter picks and that can be retried:
+// events that are waiting, failed or dead, and dead deliveries. It returns how many that were,
+// also beside an error. They are changed in parts, the oldest of each kind first, each part in a
+// transaction of its own; what fails again meanwhile is not picked twice.
 func (f *Failures) RetryAll(ctx context.Context, filter FailureFilter, cfg BulkConfig, why AuditInfo) (int, error) {
-	return f.changeAll(ctx, "retry", f.sql.retry, filter.only(outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusDead), false, cfg, why)
+	return f.changeAll(ctx, actionRetry, filter, cfg, why)
 }
 
-// ResolveAll is [Failures.Resolve] for all events that a filter picks.
+// ResolveAll is [Failures.Resolve] for all failures that a filter picks, but for deliveries that
+// are with a worker.
 func (f *Failures) ResolveAll(ctx context.Context, filter FailureFilter, cfg BulkConfig, why AuditInfo) (int, error) {
-	return f.changeAll(ctx, "resolve", f.sql.resolve, filter.only(unresolved...), true, cfg, why)
-}
-
-// only leaves those of the filter's statuses that are possible.
-func (f FailureFilter) only(possible ...string) FailureFilter {
-	f.Statuses = onlyPossible(f.Statuses, possible)
-	return f
+	return f.changeAll(ctx, actionResolve, filter, cfg, why)
 }
 
 // onlyPossible returns those of the wanted statuses that are possible, or all that are.
@@ -74,69 +60,53 @@ func onlyPossible(wanted, possible []string) []string {
 	return statuses
 }
 
-func (f *Failures) changeAll(ctx context.Context, action, sql string, filter FailureFilter, heldToo bool, cfg BulkConfig, why AuditInfo) (int, error) {
-	picked, err := filter.args()
+func (f *Failures) changeAll(ctx context.Context, action string, filter FailureFilter, cfg BulkConfig, why AuditInfo) (done int, err error) {
+	cfg.Rate = cmp.Or(cfg.Rate, defaultBulkRate)
+	chosen, err := filter.kinds()
+	err = errors.Join(err, check.NotNegative("Rate", cfg.Rate), why.check())
+	for _, k := range chosen {
+		if err == nil {
+			done, err = f.changeKind(ctx, k, action, filter, cfg, why, done)
+		}
+	}
 	if err != nil {
-		return 0, fmt.Errorf("outbox: %s failures: %w", action, err)
+		return done, fmt.Errorf("outbox: %s failures: %w", action, orNotMigrated(err))
 	}
-	return bulk{
-		what: action + " failures",
-		next: func(ctx context.Context, last int64, limit int) ([]int64, []string, error) {
-			return f.ids(ctx, picked, last, heldToo, limit)
-		},
-		change: func(ctx context.Context, ids []int64) (int, error) { return f.change(ctx, sql, ids, why) },
-	}.run(ctx, cfg, why)
+	return done, nil
 }
 
-// bulk changes all that a filter picks, part by part.
-type bulk struct {
-	what   string                                                                                     // for errors
-	next   func(ctx context.Context, last int64, limit int) (ids []int64, topics []string, err error) // above an id, in their order
-	change func(ctx context.Context, ids []int64) (done int, err error)
-}
-
-func (b bulk) run(ctx context.Context, cfg BulkConfig, why AuditInfo) (done int, err error) {
-	if cfg.Rate == 0 {
-		cfg.Rate = defaultBulkRate
-	}
-	if err := errors.Join(check.NotNegative("Rate", cfg.Rate), why.check()); err != nil {
-		return 0, b.failed(err)
-	}
+// changeKind changes all of a kind that a filter picks, part by part. It adds to done how many
+// that were.
+func (f *Failures) changeKind(ctx context.Context, kind Kind, action string, filter FailureFilter, cfg BulkConfig, why AuditInfo, done int) (int, error) {
 	part := min(cfg.Rate, bulkPart)
 	pause := time.Duration(part) * time.Second / time.Duration(cfg.Rate)
 	if cfg.DryRun {
 		part = dryRunPart
 	}
+	store := f.stores[kind]
 	for last := int64(0); ; {
-		ids, topics, err := b.next(ctx, last, part)
-		if err != nil {
-			return done, b.failed(err)
+		numbers, topics, err := store.pick(ctx, action, filter, last, part)
+		if err != nil || len(numbers) == 0 {
+			return done, err
 		}
-		if len(ids) == 0 {
-			return done, nil
-		}
-		n := len(ids)
+		n := len(numbers)
 		if !cfg.DryRun {
-			if n, err = b.change(ctx, ids); err != nil {
-				return done, b.failed(err)
+			if n, err = f.change(ctx, store.statement(action), numbers, why); err != nil {
+				return done, err
 			}
 		}
-		last, done = ids[len(ids)-1], done+n
+		last, done = numbers[len(numbers)-1], done+n
 		cfg.report(done, topics)
-		if len(ids) < part {
+		if len(numbers) < part {
 			return done, nil
 		}
 		if !cfg.DryRun {
 			wait.Sleep(ctx, pause)
 		}
 		if err := ctx.Err(); err != nil {
-			return done, b.failed(err)
+			return done, err
 		}
 	}
-}
-
-func (b bulk) failed(err error) error {
-	return fmt.Errorf("outbox: %s: %w", b.what, orNotMigrated(err))
 }
 
 // report passes on how many are done, and the topics of the last part.
@@ -149,19 +119,4 @@ func (c BulkConfig) report(done int, topics []string) {
 	if c.Progress != nil {
 		c.Progress(done)
 	}
-}
-
-// ids returns the next rows that a filter picks, and their topics.
-func (f *Failures) ids(ctx context.Context, filter []any, last int64, heldToo bool, limit int) (ids []int64, topics []string, err error) {
-	rows, err := f.db.Query(ctx, f.sql.ids, slices.Concat([]any{pg.PlanEachTime}, filter, []any{last, heldToo, limit})...)
-	if err != nil {
-		return nil, nil, err
-	}
-	var id int64
-	var topic string
-	_, err = pgx.ForEachRow(rows, []any{&id, &topic}, func() error {
-		ids, topics = append(ids, id), append(topics, topic)
-		return nil
-	})
-	return ids, topics, err
 }

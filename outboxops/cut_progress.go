@@ -3,7 +3,6 @@ package outboxops
 import (
 	"context"
 	"fmt"
-	"maps"
 	"slices"
 	"time"
 
@@ -122,46 +121,26 @@ func (c *Cuts) unread(ctx context.Context, client *kgo.Client, group string, rea
 		}
 		reading[group] = ends
 	}
-	wanted := map[kafka.Partition]int64{}
-	for p, end := range ends {
-		if committed[p] < end {
-			wanted[p] = kafka.FirstOffset
-		}
+	unread, err := unreadOf(ctx, client, committed, ends)
+	for _, n := range unread {
+		records += n
 	}
-	firsts, err := kafka.ListOffsets(ctx, client, kafka.Uncommitted, wanted)
-	if err != nil {
-		return 0, err
-	}
-	for p, first := range firsts {
-		records += max(0, ends[p]-max(first, committed[p]))
-	}
-	return records, nil
+	return records, err
 }
 
 const sqlTopicsOfGroup = `SELECT DISTINCT topic::text FROM {schema}.consumer_start WHERE consumer_group = $1 LIMIT $2`
 
-// endsOf returns the ends of all partitions of the topics that a group reads: those in which it has committed
-// offsets, and those that its members have noted.
+// endsOf returns the ends of all partitions of the topics that a group reads, also of those that only its
+// members have noted.
 func (c *Cuts) endsOf(ctx context.Context, client *kgo.Client, group string, committed map[kafka.Partition]int64) (map[kafka.Partition]int64, error) {
-	topics := map[string]bool{}
-	for p := range committed {
-		topics[p.Topic] = true
-	}
+	begun := map[string]bool{}
 	var noted string
 	rows, err := c.db.Query(ctx, c.topics, group, maxGroupTopics)
 	if err == nil {
-		_, err = pgx.ForEachRow(rows, []any{&noted}, func() error { topics[noted] = true; return nil })
+		_, err = pgx.ForEachRow(rows, []any{&noted}, func() error { begun[noted] = true; return nil })
 	}
 	if err != nil {
 		return nil, err
 	}
-	partitions, err := kafka.PartitionsOf(ctx, client, slices.Sorted(maps.Keys(topics)))
-	if err != nil {
-		return nil, err
-	}
-	wanted := map[kafka.Partition]int64{}
-	for _, p := range partitions {
-		wanted[p] = kafka.EndOffset
-	}
-	return kafka.ListOffsets(ctx, client, kafka.Uncommitted, wanted)
+	return endsOf(ctx, client, committed, begun)
 }

@@ -67,16 +67,17 @@ var looksAtDeliveries = []struct {
 	name, more, sql, arguments string
 	limit                      int
 }{
-	{"count", "bigint, bigint", tables.SQLDeliveryCount, "'{PENDING,PARKED,PROCESSING,DEAD}', '', '', '', '', '', '', '', NULL, NULL, 10000, 100000", 3000},
-	{"count_group", "bigint, bigint", tables.SQLDeliveryCount, "'{PENDING,PARKED,PROCESSING,DEAD}', 'mails', '', '', '', '', '', '', NULL, NULL, 10000, 100000", 50},
-	{"list", listParameters, tables.SQLDeliveryList, "'{PENDING,PARKED,PROCESSING,DEAD}', '', '', '', '', '', '', '', NULL, NULL, 9223372036854775807, 100, false", 200},
-	{"list_dead", listParameters, tables.SQLDeliveryList, "'{DEAD}', 'stats', '', '', '', '', '', '', NULL, NULL, 50000, 100, false", 100},
-	{"list_done", listParameters, tables.SQLDeliveryList, "'{DONE}', '', '', '', '', '', '', '', NULL, NULL, 200000, 100, false", 150},
-	{"list_resolved", listParameters, tables.SQLDeliveryList, "'{DEAD}', 'mails', '', '', '', '', '', '', NULL, NULL, 200000, 100, true", 2000},
-	{"ids", "bigint, bigint", tables.SQLDeliveryIDs, "'{DEAD}', '', '', '', '', '', '', '', NULL, NULL, 0, 100", 100},
+	{"count", "bigint, bigint", tables.SQLDeliveryCount, "'{PENDING,PARKED,PROCESSING,DEAD}', '', '', '', '', '', '', '', NULL, NULL, NULL, '', '', 10000, 100000", 3000},
+	{"count_group", "bigint, bigint", tables.SQLDeliveryCount, "'{PENDING,PARKED,PROCESSING,DEAD}', 'mails', '', '', '', '', '', '', NULL, NULL, NULL, '', '', 10000, 100000", 50},
+	{"failures", "bigint, bigint", tables.SQLDeliveryFailures, "'{PENDING,PROCESSING,DEAD}', '', '', '', '', '', '', '', NULL, NULL, true, '', '', 10000, 100000", 4000},
+	{"list", listParameters, tables.SQLDeliveryList, "'{PENDING,PARKED,PROCESSING,DEAD}', '', '', '', '', '', '', '', NULL, NULL, NULL, '', '', 9223372036854775807, 100", 200},
+	{"list_dead", listParameters, tables.SQLDeliveryList, "'{DEAD}', 'stats', '', '', '', '', '', '', NULL, NULL, NULL, '', '', 50000, 100", 100},
+	{"list_done", listParameters, tables.SQLDeliveryList, "'{DONE}', '', '', '', '', '', '', '', NULL, NULL, NULL, '', '', 200000, 100", 150},
+	{"list_resolved", listParameters, tables.SQLDeliveryList, "'{RESOLVED}', 'mails', '', '', '', '', '', '', NULL, NULL, NULL, '', '', 200000, 100", 2000},
+	{"ids", "bigint, bigint", tables.SQLDeliveryIDs, "'{DEAD}', '', '', '', '', '', '', '', NULL, NULL, NULL, '', '', 0, 100", 100},
 }
 
-const listParameters = "bigint, bigint, bool"
+const listParameters = "bigint, bigint"
 
 // lookAtDeliveries runs what operators do about a delivery, and counts the buffers that it touches.
 // The connection prepares the statements when it looks first.
@@ -92,7 +93,7 @@ func (d *tablesFixture) lookAtDeliveries(t *testing.T, conn *pgx.Conn, when stri
 		var prepared bool
 		require.NoError(t, tx.QueryRow(ctx, `SELECT EXISTS (SELECT FROM pg_prepared_statements WHERE name = $1)`, "look_"+look.name).Scan(&prepared))
 		if !prepared {
-			_, err = tx.Exec(ctx, "PREPARE look_"+look.name+" (text[], text, text, text, text, text, text, text, timestamptz, timestamptz, "+look.more+") AS "+
+			_, err = tx.Exec(ctx, "PREPARE look_"+look.name+" (text[], text, text, text, text, text, text, text, timestamptz, timestamptz, bool, text, text, "+look.more+") AS "+
 				pg.InSchema(look.sql, d.schema), pgx.QueryExecModeSimpleProtocol)
 			require.NoError(t, err)
 		}

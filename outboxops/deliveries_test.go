@@ -3,6 +3,7 @@ package outboxops_test
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -23,8 +24,13 @@ func (h *opsFixture) deliveries(t testing.TB) *outboxops.Deliveries {
 	return d
 }
 
+// delivery is the id of a row of event_delivery.
+func delivery(number int64) outboxops.FailureID {
+	return outboxops.FailureID{Kind: outboxops.KindDelivery, Number: number}
+}
+
 // sqlDeliver makes a row of event_delivery: $1 is its key (empty: unordered), $2 the position,
-// $3 the status, $4 whether it is held, $5 group, $6 action.
+// $3 the status, $4 whether it is held, $5 group, $6 action, $7 whether an attempt has failed.
 const sqlDeliver = `
 INSERT INTO {schema}.event_delivery (position, order_key, attempt_count, max_attempts, held, next_retry_at, last_attempt_at, locked_until, locked_by,
        created_at, updated_at, occurred_at, recorded_at, event_id, status, consumer_group, action, stream, event_type, source, aggregate_type,
@@ -33,25 +39,26 @@ SELECT $2::bigint, CASE WHEN $1::text <> '' THEN hashtextextended($5::text || $6
        now() + CASE WHEN $3::text = 'PENDING' THEN interval '1 min' ELSE interval '-1 h' END, now(),
        CASE WHEN $3 = 'PROCESSING' THEN now() + interval '30 s' END, CASE WHEN $3 = 'PROCESSING' THEN 'host/1' END,
        now(), now(), now(), now(), gen_random_uuid(), $3, $5, $6, 'order-events', 'shop.order.created.v1', 'shop', 'Order', 'o-' || $1,
-       'application/json', NULLIF($1, ''), CASE WHEN $3 = 'DEAD' THEN 'timeout' END, CASE WHEN $3 = 'DEAD' THEN 'it took too long' END,
+       'application/json', NULLIF($1, ''), CASE WHEN $7::bool THEN 'timeout' END, CASE WHEN $7 THEN 'it took too long' END,
        CASE WHEN $3 IN ('DONE', 'DEAD') THEN now() END, '{"traceparent": "00-x"}', '{"n": 1}'
 RETURNING id`
 
 // deliver makes rows of a key at positions 1, 2, 3 … Each mark is a row: D dead, H dead and
-// held, P pending, K parked, W with a worker, F finished; a dash is a row that is not there.
+// held, P pending, E the same after an attempt that failed, K parked, W with a worker, X the same
+// after an attempt that failed, F finished; a dash is a row that is not there.
 func (h *opsFixture) deliver(t testing.TB, key, play string) (ids []int64) {
 	t.Helper()
 	return h.deliverTo(t, "stats", "COUNTED", key, play)
 }
 
-var deliveryMarks = map[string]string{"D": "DEAD", "H": "DEAD", "P": "PENDING", "K": "PARKED", "W": "PROCESSING", "F": "DONE"}
+var deliveryMarks = map[string]string{"D": "DEAD", "H": "DEAD", "P": "PENDING", "E": "PENDING", "X": "PROCESSING", "K": "PARKED", "W": "PROCESSING", "F": "DONE"}
 
 func (h *opsFixture) deliverTo(t testing.TB, group, action, key, play string) (ids []int64) {
 	t.Helper()
 	for i, mark := range strings.Split(play, "") {
 		id := int64(0)
 		if mark != "-" {
-			require.NoError(t, h.db.QueryRow(background, h.sql(sqlDeliver), key, i+1, deliveryMarks[mark], mark == "H", group, action).Scan(&id))
+			require.NoError(t, h.db.QueryRow(background, h.sql(sqlDeliver), key, i+1, deliveryMarks[mark], mark == "H", group, action, strings.Contains("DHEX", mark)).Scan(&id))
 		}
 		ids = append(ids, id)
 	}
@@ -77,77 +84,165 @@ func (h *opsFixture) played(t testing.TB, ids []int64) (play string) {
 }
 
 // What an operator sees of deliveries, and how they are picked.
-func TestDeliveries(t *testing.T) {
+func TestListDeliveries(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
-	d := h.deliveries(t)
+	f := h.operator(t)
 	dead := h.deliver(t, "a", "FDWK")[1]
-	h.deliverTo(t, "mails", "SENT", "b", "PKKD")
-	h.deliverTo(t, "mails", "", "c", "H")
+	h.deliverTo(t, "mails", "SENT", "b", "PKKDE")
+	h.deliverTo(t, "mails", "", "c", "HX")
 
-	row, err := d.Get(background, dead)
+	row, err := f.Get(background, delivery(dead))
 	require.NoError(t, err)
 	require.JSONEq(t, `{"n": 1}`, string(row.Payload))
 	require.Equal(t, map[string]string{"traceparent": "00-x"}, row.Headers)
-	require.Equal(t, []string{"stats", "COUNTED", "order-events", "a", "DEAD", "timeout", "shop.order.created.v1", "shop", "Order", "o-a", "application/json"},
-		[]string{row.Group, row.Action, row.Stream, row.Key, row.Status, row.ErrorCode, row.Type, row.Source, row.AggregateType, row.AggregateID, row.ContentType})
+	require.Equal(t, []string{"stats", "COUNTED", "order-events", "a", "dead", "timeout", "shop.order.created.v1", "shop", "Order", "o-a", "application/json", ""},
+		[]string{row.Group, row.Action, row.Topic, row.Key, row.Status, row.Class, row.Type, row.Source, row.AggregateType, row.AggregateID, row.ContentType, row.Relay})
 	require.EqualError(t, row.Err, "it took too long")
-	require.Equal(t, []int{3, 10, 2}, []int{row.Attempts, row.MaxAttempts, int(row.OutboxID)})
-	require.WithinDuration(t, time.Now(), row.ProcessedAt, testenv.Patience)
-	_, err = d.Get(background, 1<<60)
+	require.Equal(t, []int{3, 10, 2, 2}, []int{row.Attempts, row.MaxAttempts, row.Retries, int(row.OutboxID)})
+	require.WithinDuration(t, time.Now(), row.ChangedAt, testenv.Patience)
+	_, err = f.Get(background, delivery(1<<60))
 	require.ErrorIs(t, err, outboxops.ErrNotFound)
 
 	now := time.Now()
 	for name, test := range map[string]struct {
-		filter outboxops.DeliveryFilter
+		filter outboxops.FailureFilter
 		want   int
 	}{
-		"all that is not done": {outboxops.DeliveryFilter{}, 8},
-		"group":                {outboxops.DeliveryFilter{Group: "mails"}, 5},
-		"action":               {outboxops.DeliveryFilter{Action: "SENT"}, 4},
-		"stream":               {outboxops.DeliveryFilter{Stream: "order-events"}, 8},
-		"another stream":       {outboxops.DeliveryFilter{Stream: "others"}, 0},
-		"dead":                 {outboxops.DeliveryFilter{Statuses: []string{outboxops.DeliveryDead}}, 3},
-		"with a worker":        {outboxops.DeliveryFilter{Statuses: []string{outboxops.DeliveryProcessing}}, 1},
-		"done":                 {outboxops.DeliveryFilter{Statuses: []string{outboxops.DeliveryDone}}, 1},
-		"done or parked":       {outboxops.DeliveryFilter{Statuses: []string{outboxops.DeliveryDone, outboxops.DeliveryParked}}, 4},
-		"key":                  {outboxops.DeliveryFilter{Key: "b"}, 4},
-		"key and group":        {outboxops.DeliveryFilter{Key: "a", Group: "mails"}, 0},
-		"type":                 {outboxops.DeliveryFilter{Type: "shop.order.created.v1"}, 8},
-		"another type":         {outboxops.DeliveryFilter{Type: "x"}, 0},
-		"code":                 {outboxops.DeliveryFilter{ErrorCode: "timeout"}, 3},
-		"event":                {outboxops.DeliveryFilter{EventID: strings.ToUpper(row.EventID)}, 1},
-		"no event":             {outboxops.DeliveryFilter{EventID: uuid.NewString()}, 0},
-		"since":                {outboxops.DeliveryFilter{Since: now.Add(-time.Hour)}, 8},
-		"until":                {outboxops.DeliveryFilter{Until: now.Add(-time.Hour)}, 0},
-		"resolved":             {outboxops.DeliveryFilter{Resolved: true}, 0},
+		"dead, or an attempt has failed":    {outboxops.FailureFilter{}, 5},
+		"group":                             {outboxops.FailureFilter{Group: "mails"}, 4},
+		"action":                            {outboxops.FailureFilter{Action: "SENT"}, 2},
+		"topic":                             {outboxops.FailureFilter{Topic: "order-events"}, 5},
+		"another topic":                     {outboxops.FailureFilter{Topic: "others"}, 0},
+		"kind":                              {outboxops.FailureFilter{Kind: outboxops.KindDelivery}, 5},
+		"another kind":                      {outboxops.FailureFilter{Kind: outboxops.KindEvent}, 0},
+		"relay":                             {outboxops.FailureFilter{Relay: "default"}, 0},
+		"relay and group":                   {outboxops.FailureFilter{Relay: "default", Group: "mails"}, 0},
+		"outbox id":                         {outboxops.FailureFilter{OutboxID: 2}, 0},
+		"dead":                              {outboxops.FailureFilter{Statuses: []string{outbox.StatusDead}}, 3},
+		"an attempt has failed":             {outboxops.FailureFilter{Statuses: []string{outbox.StatusFailed}}, 2},
+		"not tried":                         {outboxops.FailureFilter{Statuses: []string{outbox.StatusWaiting}}, 2},
+		"tried or not":                      {outboxops.FailureFilter{Statuses: []string{outbox.StatusWaiting, outbox.StatusFailed}}, 4},
+		"done":                              {outboxops.FailureFilter{Statuses: []string{outboxops.StatusDone}}, 1},
+		"done or parked":                    {outboxops.FailureFilter{Statuses: []string{outboxops.StatusDone, outbox.StatusParked}}, 4},
+		"key":                               {outboxops.FailureFilter{Key: "b"}, 2},
+		"key and group":                     {outboxops.FailureFilter{Key: "a", Group: "mails"}, 0},
+		"aggregate":                         {outboxops.FailureFilter{AggregateType: "Order", AggregateID: "o-b"}, 2},
+		"another aggregate":                 {outboxops.FailureFilter{AggregateType: "User"}, 0},
+		"type":                              {outboxops.FailureFilter{Type: "shop.order.created.v1"}, 5},
+		"another type":                      {outboxops.FailureFilter{Type: "x"}, 0},
+		"class":                             {outboxops.FailureFilter{Class: "timeout"}, 5},
+		"event":                             {outboxops.FailureFilter{EventID: strings.ToUpper(row.EventID)}, 1},
+		"no event":                          {outboxops.FailureFilter{EventID: uuid.NewString()}, 0},
+		"since":                             {outboxops.FailureFilter{Since: now.Add(-time.Hour)}, 5},
+		"until":                             {outboxops.FailureFilter{Until: now.Add(-time.Hour)}, 0},
+		"resolved":                          {outboxops.FailureFilter{Statuses: []string{outbox.StatusResolved}}, 0},
+		"all that is there, but what waits": {outboxops.FailureFilter{Statuses: []string{outbox.StatusFailed, outbox.StatusParked, outbox.StatusDead, outboxops.StatusDone}}, 9},
 	} {
-		rows, err := d.List(background, test.filter, outboxops.DeliveryPage{})
+		rows, err := f.List(background, test.filter, outboxops.FailurePage{})
 		require.NoError(t, err, name)
 		require.Len(t, rows, test.want, name)
-	}
-
-	all, err := d.List(background, outboxops.DeliveryFilter{}, outboxops.DeliveryPage{})
-	require.NoError(t, err)
-	var paged []outboxops.Delivery
-	for page := (outboxops.DeliveryPage{Limit: 3}); ; page.After = paged[len(paged)-1].ID {
-		rows, err := d.List(background, outboxops.DeliveryFilter{}, page)
-		require.NoError(t, err)
-		if len(rows) == 0 {
-			break
+		if !slices.Contains(test.filter.Statuses, outboxops.StatusDone) {
+			counts, err := f.Count(background, test.filter)
+			require.NoError(t, err, name)
+			require.Equal(t, test.want, total(counts), name)
 		}
-		paged = append(paged, rows...)
 	}
-	require.Equal(t, all, paged)
-	require.IsDecreasing(t, deliveryIDs(all))
-	require.Nil(t, all[0].Payload)
 }
 
-func deliveryIDs(all []outboxops.Delivery) (ids []int64) {
-	for _, d := range all {
-		ids = append(ids, d.ID)
+func total(counts []outboxops.FailureCount) (n int) {
+	for _, c := range counts {
+		n += c.Events
 	}
-	return ids
+	return n
+}
+
+// Failures of both kinds are listed as one, and each page goes on where the last one ended.
+func TestListBothKinds(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	f := h.operator(t)
+	h.insertFailed(t, 100)
+	for n := range 10 {
+		ids := h.deliver(t, fmt.Sprint(n), "DDDDD")
+		_, err := h.db.Exec(background, h.sql(`UPDATE {schema}.event_delivery SET created_at = now() - interval '100 h' + $2 * interval '10 h' WHERE id = ANY ($1)`), ids, n)
+		require.NoError(t, err)
+	}
+	// What is inserted later failed earlier here, as nothing does in life: then the order of the ids counts.
+	_, err := h.db.Exec(background, h.sql(`UPDATE {schema}.outbox_failed SET failed_at = now() - (100 - id) * interval '1 hour'`))
+	require.NoError(t, err)
+	all, err := f.List(background, outboxops.FailureFilter{}, outboxops.FailurePage{Limit: 1000})
+	require.NoError(t, err)
+	require.Len(t, all, 130)
+	numbers := map[outboxops.Kind][]int64{}
+	for i, r := range all {
+		require.True(t, i == 0 || !r.FailedAt.After(all[i-1].FailedAt), "the newest first")
+		numbers[r.ID.Kind] = append(numbers[r.ID.Kind], r.ID.Number)
+	}
+	require.Len(t, numbers[outboxops.KindDelivery], 50)
+	require.IsDecreasing(t, numbers[outboxops.KindEvent])
+	require.IsDecreasing(t, numbers[outboxops.KindDelivery])
+	for _, limit := range []int{1, 7, 100} {
+		var paged []outboxops.Failure
+		for page := (outboxops.FailurePage{Limit: limit}); ; {
+			rows, err := f.List(background, outboxops.FailureFilter{}, page)
+			require.NoError(t, err)
+			if len(rows) == 0 {
+				break
+			}
+			paged, page = append(paged, rows...), page.Next(rows)
+		}
+		require.Equal(t, all, paged)
+	}
+	for _, after := range [][]outboxops.FailureID{{{}}, nil} {
+		rows, err := f.List(background, outboxops.FailureFilter{}, outboxops.FailurePage{After: after, Limit: 1})
+		require.NoError(t, err)
+		require.Equal(t, all[:1], rows)
+	}
+	_, err = f.List(background, outboxops.FailureFilter{Statuses: []string{"ded"}}, outboxops.FailurePage{After: []outboxops.FailureID{delivery(1), delivery(2)}, Limit: 1001})
+	for _, field := range []string{`"ded"`, "After", "Limit"} {
+		require.ErrorContains(t, err, field)
+	}
+}
+
+// Failures are counted alike whatever their kind; what is unresolved is counted by type.
+func TestCountBothKinds(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	f := h.operator(t)
+	none, err := f.Unresolved(background)
+	require.NoError(t, err)
+	require.Empty(t, none)
+	h.insertFailed(t, 100)
+	h.deliver(t, "a", "DDEPKWF")
+	h.deliverTo(t, "mails", "SENT", "b", "X")
+	require.NoError(t, f.Resolve(background, delivery(h.deliver(t, "d", "D")[0]), kim))
+	counts, err := f.Count(background, outboxops.FailureFilter{Kind: outboxops.KindDelivery})
+	require.NoError(t, err)
+	var got []string
+	for _, c := range counts {
+		require.WithinDuration(t, time.Now(), c.Oldest, testenv.Patience)
+		require.False(t, c.More)
+		got = append(got, fmt.Sprintf("%s %s %s %s %s %d", c.Group, c.Action, c.Status, c.Type, c.Class, c.Events))
+	}
+	require.Equal(t, []string{"stats COUNTED dead shop.order.created.v1 timeout 2", "mails SENT failed shop.order.created.v1 timeout 1",
+		"stats COUNTED failed shop.order.created.v1 timeout 1"}, got)
+	for status, want := range map[string]int{outbox.StatusResolved: 21, outbox.StatusParked: 21, outbox.StatusWaiting: 22} {
+		counts, err := f.Count(background, outboxops.FailureFilter{Statuses: []string{status}})
+		require.NoError(t, err)
+		require.Equal(t, want, total(counts), status)
+	}
+	_, err = f.Count(background, outboxops.FailureFilter{Statuses: []string{outboxops.StatusDone}})
+	require.ErrorContains(t, err, "not counted")
+
+	unresolved, err := f.Unresolved(background)
+	require.NoError(t, err)
+	got = nil
+	for _, u := range unresolved {
+		got = append(got, fmt.Sprint(u.Kind, " ", u.Type, " ", u.Failures, u.More))
+	}
+	require.Equal(t, []string{"event a.order.placed.v1 40 false", "event a.user.joined.v1 40 false", "delivery shop.order.created.v1 2 false"}, got)
+	require.WithinDuration(t, time.Now().Add(-98*time.Hour), unresolved[0].Oldest, time.Minute)
 }
 
 func TestCountDeliveries(t *testing.T) {
@@ -161,7 +256,7 @@ func TestCountDeliveries(t *testing.T) {
 	h.deliver(t, "b", "PKK")
 	h.deliver(t, "c", "DH")
 	resolved := h.deliver(t, "d", "D")[0]
-	require.NoError(t, d.Resolve(background, resolved, kim))
+	require.NoError(t, h.operator(t).Resolve(background, delivery(resolved), kim))
 	h.deliverTo(t, "mails", "SENT", "b", "P")
 	counts, err = d.Count(background, outboxops.DeliveryFilter{})
 	require.NoError(t, err)
@@ -174,21 +269,14 @@ func TestCountDeliveries(t *testing.T) {
 	require.Equal(t, []string{"mails order-events SENT PENDING 1 0", "stats order-events COUNTED DEAD 3 1", "stats order-events COUNTED PARKED 3 0",
 		"stats order-events COUNTED PENDING 1 0", "stats order-events COUNTED PROCESSING 1 0"}, got)
 	for want, filter := range map[int]outboxops.DeliveryFilter{
-		1: {Group: "mails"}, 3: {Action: "COUNTED", Key: "c", Statuses: []string{outboxops.DeliveryDead}}, 4: {Group: "stats"}, 0: {Stream: "others"},
+		1: {Group: "mails"}, 2: {Statuses: []string{outboxops.DeliveryDead, outboxops.DeliveryParked}}, 4: {Group: "stats"}, 0: {Stream: "others"},
 	} {
 		counts, err := d.Count(background, filter)
 		require.NoError(t, err)
-		if want == 3 { // rows of one kind
-			require.Len(t, counts, 1)
-			require.Equal(t, 2, counts[0].Deliveries)
-			continue
-		}
 		require.Len(t, counts, want)
 	}
-	for _, filter := range []outboxops.DeliveryFilter{{Resolved: true}, {Statuses: []string{outboxops.DeliveryDone}}} {
-		_, err := d.Count(background, filter)
-		require.ErrorContains(t, err, "not counted")
-	}
+	_, err = d.Count(background, outboxops.DeliveryFilter{Statuses: []string{outboxops.DeliveryDone}})
+	require.ErrorContains(t, err, "not counted")
 }
 
 // Groups of workers have a cursor as relays have, and are none.
@@ -265,10 +353,9 @@ func TestRequeue(t *testing.T) {
 	require.Equal(t, 2, h.requeue(t, h.db, groups))
 	require.Equal(t, "PKKW", h.played(t, groups), "of several groups")
 
-	row, err := h.deliveries(t).Get(background, groups[0])
+	row, err := h.operator(t).Get(background, delivery(groups[0]))
 	require.NoError(t, err)
 	require.Zero(t, row.Attempts)
-	require.Zero(t, row.ProcessedAt)
 	require.WithinDuration(t, time.Now(), row.NextRetryAt, testenv.Patience)
 	require.LessOrEqual(t, row.NextRetryAt, time.Now())
 }
@@ -331,7 +418,7 @@ func TestRequeueWaitsForTheKey(t *testing.T) {
 func TestResolveDelivery(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
-	d := h.deliveries(t)
+	f := h.operator(t)
 	for i, test := range []struct {
 		key  string
 		at   int
@@ -340,90 +427,160 @@ func TestResolveDelivery(t *testing.T) {
 		{"HKK", 0, "RPK"}, {"DPK", 0, "RPK"}, {"PKK", 0, "RPK"}, {"PKK", 1, "PRK"}, {"WKK", 1, "WRK"}, {"HHK", 0, "RHK"}, {"D", 0, "R"},
 	} {
 		ids := h.deliver(t, fmt.Sprint("key-", i), test.key)
-		require.NoError(t, d.Resolve(background, ids[test.at], kim))
+		id := delivery(ids[test.at])
+		require.NoError(t, f.Resolve(background, id, kim))
 		require.Equal(t, test.want, h.played(t, ids), test.key)
-		row, err := d.Get(background, ids[test.at])
+		row, err := f.Get(background, id)
 		require.NoError(t, err)
-		require.Equal(t, []string{"DEAD", "resolved", "kim", kim.Reason}, []string{row.Status, row.Resolution, row.ResolvedBy, row.Note})
+		require.Equal(t, []string{"resolved", "kim", kim.Reason}, []string{row.Status, row.ResolvedBy, row.Resolution})
 		require.WithinDuration(t, time.Now(), row.ResolvedAt, testenv.Patience)
-		require.False(t, row.ProcessedAt.IsZero())
-		rows, err := d.List(background, outboxops.DeliveryFilter{Resolved: true, Key: row.Key}, outboxops.DeliveryPage{})
+		rows, err := f.List(background, outboxops.FailureFilter{Statuses: []string{outbox.StatusResolved}, Key: row.Key}, outboxops.FailurePage{})
 		require.NoError(t, err)
-		require.Equal(t, []int64{row.ID}, deliveryIDs(rows))
+		require.Len(t, rows, 1)
+		require.Equal(t, id, rows[0].ID)
 	}
 	ids := h.deliver(t, "more", "WFD")
-	require.ErrorIs(t, d.Resolve(background, ids[0], kim), outboxops.ErrStatus)
-	require.ErrorContains(t, d.Resolve(background, ids[1], kim), "it is DONE")
-	require.ErrorContains(t, d.Requeue(background, ids[0], kim), "it is PROCESSING")
-	require.ErrorIs(t, d.Requeue(background, 1<<60, kim), outboxops.ErrNotFound)
-	require.NoError(t, d.Resolve(background, ids[2], kim))
-	require.ErrorContains(t, d.Resolve(background, ids[2], kim), "it is DEAD and resolved")
+	require.ErrorIs(t, f.Resolve(background, delivery(ids[0]), kim), outboxops.ErrStatus)
+	require.ErrorContains(t, f.Resolve(background, delivery(ids[1]), kim), "it is done")
+	require.ErrorContains(t, f.Retry(background, delivery(ids[0]), kim), "it is waiting, and with a worker")
+	require.ErrorIs(t, f.Retry(background, delivery(1<<60), kim), outboxops.ErrNotFound)
+	require.ErrorIs(t, f.Edit(background, delivery(ids[2]), []byte(`{}`), kim), outboxops.ErrStatus)
+	require.NoError(t, f.Resolve(background, delivery(ids[2]), kim))
+	require.ErrorContains(t, f.Resolve(background, delivery(ids[2]), kim), "it is resolved")
 
-	require.NoError(t, d.Requeue(background, ids[2], kim), "it is taken back")
+	require.NoError(t, f.Retry(background, delivery(ids[2]), kim), "it is taken back")
 	require.Equal(t, "WFK", h.played(t, ids))
-	require.NoError(t, d.AuditRead(background, ids[2], kim))
-	require.ErrorIs(t, d.AuditRead(background, 1<<60, kim), outboxops.ErrNotFound)
-	entries, err := d.Audit(background, ids[2], outboxops.AuditPage{})
+	require.NoError(t, f.AuditRead(background, delivery(ids[2]), kim))
+	require.ErrorIs(t, f.AuditRead(background, delivery(1<<60), kim), outboxops.ErrNotFound)
+	entries, err := f.Audit(background, delivery(ids[2]), outboxops.AuditPage{})
 	require.NoError(t, err)
 	var actions []string
 	for _, e := range entries {
 		require.Equal(t, []string{"kim", kim.Reason, "stats", "COUNTED", "order-events", "more", ""}, []string{e.Operator, e.Reason, e.Group, e.Handler, e.Topic, e.Key, e.Relay})
-		require.Equal(t, []int64{ids[2], 3}, []int64{e.Delivery, e.OutboxID})
+		require.Equal(t, delivery(ids[2]), e.Failure)
+		require.EqualValues(t, 3, e.OutboxID)
 		require.NotEmpty(t, e.EventID)
 		require.NotEmpty(t, e.Login)
 		actions = append(actions, e.Action)
 	}
-	require.Equal(t, []string{"read", "requeue", "resolve"}, actions)
-	entries, err = d.Audit(background, ids[2], outboxops.AuditPage{WithoutReads: true, Limit: 1})
+	require.Equal(t, []string{"read", "retry", "resolve"}, actions)
+	entries, err = f.Audit(background, delivery(ids[2]), outboxops.AuditPage{WithoutReads: true, Limit: 1})
 	require.NoError(t, err)
 	require.Len(t, entries, 1)
-	all, err := h.operator(t).Audit(background, outboxops.FailureID{}, outboxops.AuditPage{})
+	all, err := f.Audit(background, outboxops.FailureID{}, outboxops.AuditPage{})
 	require.NoError(t, err)
-	require.Len(t, all, 10, "with those of failures")
-	require.Equal(t, ids[2], all[0].Delivery)
+	require.Len(t, all, 10, "with those of others")
+	for name, test := range map[string]struct {
+		page outboxops.AuditPage
+		want int
+	}{
+		"operator": {outboxops.AuditPage{Operator: "kim"}, 10}, "another operator": {outboxops.AuditPage{Operator: "lee"}, 0}, "action": {outboxops.AuditPage{Action: "read"}, 1},
+		"group": {outboxops.AuditPage{Group: "stats"}, 10}, "another group": {outboxops.AuditPage{Group: "mails"}, 0},
+		"since": {outboxops.AuditPage{Since: time.Now().Add(-time.Hour)}, 10}, "until": {outboxops.AuditPage{Until: time.Now().Add(-time.Hour)}, 0},
+	} {
+		entries, err := f.Audit(background, outboxops.FailureID{}, test.page)
+		require.NoError(t, err, name)
+		require.Len(t, entries, test.want, name)
+	}
+}
+
+// holds are keys, and what becomes of them when the delivery marked by ^ holds its key.
+var holds = []struct{ name, key, marked, want string }{
+	{"alone", "D", "^", "H"},
+	{"a later one waits for a retry", "DEK", "^  ", "HKK"},
+	{"a later one waits", "DPKK", "^   ", "HKKK"},
+	{"a worker has a later one", "DWK", "^  ", "HWK"},
+	{"an earlier one waits", "PKD", "  ^", "KKH"},
+	{"it is held already", "HK", "^ ", "HK"},
+	{"the second of two", "DDP", " ^ ", "DHK"},
+}
+
+// Behind a delivery that holds its key nothing of the key is handled until it is released. The
+// delivery stays dead.
+func TestHoldDelivery(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	f := h.operator(t)
+	for i, test := range holds {
+		ids := h.deliver(t, fmt.Sprint("key-", i), test.key)
+		id := delivery(ids[strings.IndexByte(test.marked, '^')])
+		other := h.deliverTo(t, "mails", "SENT", fmt.Sprint("key-", i), "DPK")
+		require.NoError(t, f.Hold(background, id, kim), test.name)
+		require.Equal(t, test.want, h.played(t, ids), test.name)
+		require.NoError(t, f.Release(background, id, kim), test.name)
+		free := strings.ReplaceAll(test.want, "H", "D")
+		if !strings.Contains(free, "W") {
+			free = strings.Replace(free, "K", "P", 1)
+		}
+		require.Equal(t, free, h.played(t, ids), test.name)
+		require.ErrorContains(t, f.Release(background, id, kim), "its key is not held")
+		require.Equal(t, "DPK", h.played(t, other), "of another group")
+	}
+	ids := append(h.deliver(t, "k", "PKWFD"), h.deliver(t, "", "D")...)
+	require.NoError(t, f.Resolve(background, delivery(ids[4]), kim))
+	for _, id := range ids {
+		require.ErrorIs(t, f.Hold(background, delivery(id), kim), outboxops.ErrStatus)
+	}
+	require.ErrorIs(t, f.Hold(background, delivery(1<<60), kim), outboxops.ErrNotFound)
+	two := h.deliver(t, "two", "HHK")
+	require.NoError(t, f.Release(background, delivery(two[1]), kim))
+	require.Equal(t, "DDP", h.played(t, two), "the key is released, whatever holds it")
+	entries, err := f.Audit(background, delivery(two[0]), outboxops.AuditPage{})
+	require.NoError(t, err)
+	require.Len(t, entries, 1)
+	require.Equal(t, "release", entries[0].Action)
 }
 
 // All that a filter picks is changed in parts, and counted first.
-func TestRequeueAll(t *testing.T) {
+func TestRetryAllDeliveries(t *testing.T) {
 	t.Parallel()
 	h := newFixture(t)
-	d := h.deliveries(t)
+	f := h.operator(t)
 	for n := range 150 {
 		h.deliver(t, fmt.Sprint(n), "DD")
 	}
 	h.deliver(t, "resolved", "D")
-	require.NoError(t, d.Resolve(background, h.deliver(t, "resolved", "-D")[1], kim))
+	require.NoError(t, f.Resolve(background, delivery(h.deliver(t, "resolved", "-D")[1]), kim))
 	h.deliverTo(t, "mails", "SENT", "x", "D")
 	var progress []int
 	cfg := outboxops.BulkConfig{DryRun: true, Rate: 100_000, Progress: func(done int) { progress = append(progress, done) }, Topics: map[string]int{}}
-	filter := outboxops.DeliveryFilter{Group: "stats", ErrorCode: "timeout"}
-	n, err := d.RequeueAll(background, filter, cfg, kim)
+	filter := outboxops.FailureFilter{Group: "stats", Class: "timeout"}
+	n, err := f.RetryAll(background, filter, cfg, kim)
 	require.NoError(t, err)
 	require.Equal(t, 301, n)
 	require.Equal(t, map[string]int{"order-events": 301}, cfg.Topics)
 	require.Equal(t, 1, h.count(t, "outbox_audit"), "nothing was done")
 
 	cfg.DryRun, cfg.Topics, progress = false, nil, nil
-	n, err = d.RequeueAll(background, filter, cfg, kim)
+	n, err = f.RetryAll(background, filter, cfg, kim)
 	require.NoError(t, err)
 	require.Equal(t, 301, n)
 	require.Equal(t, []int{100, 200, 300, 301}, progress)
-	counts, err := d.Count(background, outboxops.DeliveryFilter{Group: "stats"})
+	counts, err := h.deliveries(t).Count(background, outboxops.DeliveryFilter{Group: "stats"})
 	require.NoError(t, err)
 	require.Len(t, counts, 2)
 	require.Equal(t, []int{150, 151}, []int{counts[0].Deliveries, counts[1].Deliveries}, "parked, pending")
 
-	n, err = d.RequeueAll(background, outboxops.DeliveryFilter{Statuses: []string{outboxops.DeliveryPending}}, cfg, kim)
-	require.NoError(t, err)
-	require.Zero(t, n, "what is not dead is not requeued")
-	n, err = d.ResolveAll(background, outboxops.DeliveryFilter{Statuses: []string{outboxops.DeliveryParked, outboxops.DeliveryDead}}, cfg, kim)
+	for _, status := range []string{outbox.StatusWaiting, outbox.StatusParked, outbox.StatusResolved, outboxops.StatusDone} {
+		n, err = f.RetryAll(background, outboxops.FailureFilter{Statuses: []string{status}}, cfg, kim)
+		require.NoError(t, err)
+		require.Zero(t, n, "what is not dead is not retried")
+	}
+	n, err = f.ResolveAll(background, outboxops.FailureFilter{Statuses: []string{outbox.StatusParked, outbox.StatusDead}}, cfg, kim)
 	require.NoError(t, err)
 	require.Equal(t, 151, n)
-	_, err = d.RequeueAll(background, outboxops.DeliveryFilter{Resolved: true}, cfg, kim)
-	require.ErrorContains(t, err, "one by one")
+	h.insertFailed(t, 1000)
+	progress = nil
+	n, err = f.RetryAll(background, outboxops.FailureFilter{Statuses: []string{outbox.StatusDead}}, cfg, kim)
+	require.NoError(t, err)
+	require.Equal(t, 200, n)
+	h.deliverTo(t, "mails", "SENT", "y", "DD")
+	n, err = f.RetryAll(background, outboxops.FailureFilter{Type: "shop.order.created.v1"}, cfg, kim)
+	require.NoError(t, err)
+	require.Equal(t, 2, n)
 	ctx, cancel := context.WithCancel(background)
 	cfg.Progress = func(int) { cancel() }
-	n, err = d.ResolveAll(ctx, outboxops.DeliveryFilter{}, cfg, kim)
+	n, err = f.ResolveAll(ctx, outboxops.FailureFilter{}, cfg, kim)
 	require.ErrorIs(t, err, context.Canceled)
 	require.Equal(t, 100, n)
 }
@@ -431,38 +588,16 @@ func TestRequeueAll(t *testing.T) {
 func TestDeliveriesRefuse(t *testing.T) {
 	t.Parallel()
 	db, schema := testenv.Schema(t)
-	_, err := outboxops.NewDeliveries(nil, outboxops.DeliveriesConfig{Schema: strings.Repeat("x", 64), MaxRead: -1})
-	for _, field := range []string{"db", "Schema", "MaxRead"} {
+	_, err := outboxops.NewDeliveries(nil, outboxops.DeliveriesConfig{Schema: strings.Repeat("x", 64)})
+	for _, field := range []string{"db", "Schema"} {
 		require.ErrorContains(t, err, field)
 	}
 	d, err := outboxops.NewDeliveries(db, outboxops.DeliveriesConfig{Schema: schema})
 	require.NoError(t, err)
-	_, err = d.List(background, outboxops.DeliveryFilter{Statuses: []string{"dead"}}, outboxops.DeliveryPage{After: -1, Limit: 1001})
-	for _, field := range []string{`"dead"`, "After", "Limit"} {
-		require.ErrorContains(t, err, field)
-	}
-	_, err = d.Audit(background, 0, outboxops.AuditPage{})
-	require.ErrorContains(t, err, "above 0")
-	for _, action := range []func(outboxops.AuditInfo) error{
-		func(a outboxops.AuditInfo) error { return d.Requeue(background, 1, a) },
-		func(a outboxops.AuditInfo) error { return d.Resolve(background, 1, a) },
-		func(a outboxops.AuditInfo) error { return d.AuditRead(background, 1, a) },
-		func(a outboxops.AuditInfo) error {
-			_, err := d.RequeueAll(background, outboxops.DeliveryFilter{}, outboxops.BulkConfig{Rate: -1}, a)
-			require.ErrorContains(t, err, "Rate")
-			return err
-		},
-	} {
-		err := action(outboxops.AuditInfo{Operator: " "})
-		require.ErrorContains(t, err, "Operator")
-		require.ErrorContains(t, err, "Reason")
-	}
-	_, listErr := d.List(background, outboxops.DeliveryFilter{}, outboxops.DeliveryPage{})
-	_, countErr := d.Count(background, outboxops.DeliveryFilter{})
-	_, getErr := d.Get(background, 1)
-	for _, err := range []error{listErr, countErr, getErr, d.Requeue(background, 1, kim)} {
-		require.ErrorIs(t, err, outbox.ErrNotMigrated)
-	}
+	_, err = d.Count(background, outboxops.DeliveryFilter{Statuses: []string{"dead"}})
+	require.ErrorContains(t, err, `"dead"`)
+	_, err = d.Count(background, outboxops.DeliveryFilter{})
+	require.ErrorIs(t, err, outbox.ErrNotMigrated)
 }
 
 // Under another isolation level a statement would decide by what was there before the lock.

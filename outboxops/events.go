@@ -184,7 +184,7 @@ func (r *eventRelays) columns() []any { return []any{&r.attempted, &r.pending, &
 func (r *eventRelays) addTo(e RecordedEvent) RecordedEvent {
 	e.AttemptedBy, e.PendingFor = r.attempted, r.pending
 	for _, f := range r.failures {
-		e.Failures = append(e.Failures, EventFailure{relayID(f.ID), f.Relay, f.Status})
+		e.Failures = append(e.Failures, EventFailure{FailureID{KindEvent, f.ID}, f.Relay, f.Status})
 	}
 	return e
 }

@@ -48,18 +48,18 @@ func ExampleFailures_List() {
 		log.Fatal(err)
 	}
 	for _, f := range dead {
-		fmt.Println(f.ID, f.Topic, f.Key, f.Class, f.Retries, f.Err)
+		fmt.Println(f.ID, f.Group, f.Action, f.Topic, f.Key, f.Class, f.Retries, f.Err)
 	}
 }
 
 // An id is made of a kind and a number, and has a text form for pages and command lines.
 func ExampleParseFailureID() {
-	id, err := outboxops.ParseFailureID("relay-17")
+	id, err := outboxops.ParseFailureID("event-17")
 	if err != nil {
 		panic(err)
 	}
 	fmt.Println(id.Kind, id.Number, id)
-	// Output: relay 17 relay-17
+	// Output: event 17 event-17
 }
 
 // Resolve settles a failure without sending it.
@@ -68,7 +68,7 @@ func ExampleFailures_Resolve() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	id := outboxops.FailureID{Kind: outboxops.KindRelay, Number: 17}
+	id := outboxops.FailureID{Kind: outboxops.KindEvent, Number: 17}
 	err = failures.Resolve(ctx, id, outboxops.AuditInfo{Operator: "kim", Reason: "a test order"})
 	if errors.Is(err, outboxops.ErrNotFound) {
 		fmt.Println("it was sent meanwhile")
@@ -77,20 +77,34 @@ func ExampleFailures_Resolve() {
 	}
 }
 
-// Requeue what a handler gave up while the exchange was away. The audit keeps who did so and
-// why.
-func ExampleDeliveries_RequeueAll() {
-	deliveries, err := outboxops.NewDeliveries(db, outboxops.DeliveriesConfig{})
+// Retry what a handler gave up while the exchange was away.
+func ExampleFailures_RetryAll_deliveries() {
+	failures, err := outboxops.NewFailures(db, outboxops.FailuresConfig{})
 	if err != nil {
 		log.Fatal(err)
 	}
-	timeouts := outboxops.DeliveryFilter{Group: "trading", Action: "ORDER_PLACED", ErrorCode: "timeout"}
+	timeouts := outboxops.FailureFilter{Group: "trading", Action: "ORDER_PLACED", Class: "timeout"}
 	why := outboxops.AuditInfo{Operator: "kim", Reason: "the exchange is back"}
-	n, err := deliveries.RequeueAll(ctx, timeouts, outboxops.BulkConfig{Rate: 100}, why)
+	n, err := failures.RetryAll(ctx, timeouts, outboxops.BulkConfig{Rate: 100}, why)
 	if err != nil {
 		log.Fatal(err)
 	}
-	fmt.Println("requeued:", n)
+	fmt.Println("retried:", n)
+}
+
+// Count what nobody has decided about yet, by type.
+func ExampleFailures_Unresolved() {
+	failures, err := outboxops.NewFailures(db, outboxops.FailuresConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	unresolved, err := failures.Unresolved(ctx)
+	if err != nil {
+		log.Fatal(err)
+	}
+	for _, u := range unresolved {
+		fmt.Println(u.Kind, u.Type, u.Failures, "oldest", time.Since(u.Oldest))
+	}
 }
 
 // Count what is owed to handlers, and since when.
@@ -158,7 +172,8 @@ func TestExamples(t *testing.T) {
 	ExampleFailures_List()
 	ExampleFailures_RetryAll()
 	ExampleFailures_Resolve()
-	ExampleDeliveries_RequeueAll()
+	ExampleFailures_RetryAll_deliveries()
+	ExampleFailures_Unresolved()
 	ExampleDeliveries_Count()
 	ExampleInspector_Relays()
 

@@ -11,20 +11,29 @@ import (
 // Kind is what failed: each kind of failures is kept in a table of its own.
 type Kind string
 
-// KindRelay is an event that a relay could not send. It is in outbox_failed.
-const KindRelay Kind = "relay"
+const (
+	// KindEvent is an event that a relay could not send. It is in outbox_failed.
+	KindEvent Kind = "event"
+	// KindDelivery is an event that a handler of a consumer group could not handle. It is in
+	// event_delivery.
+	KindDelivery Kind = "delivery"
+)
+
+// kinds are all of them, in the order in which they are read and changed.
+var kinds = []Kind{KindEvent, KindDelivery}
 
 func (k Kind) check(field string) error {
 	switch k {
-	case KindRelay:
+	case KindEvent, KindDelivery:
 		return nil
 	case "":
 		return fmt.Errorf("field %s %w", field, outbox.ErrEmpty)
 	}
-	return fmt.Errorf("field %s %w: %.100q is no kind of failures, want %s", field, outbox.ErrMalformed, string(k), KindRelay)
+	return fmt.Errorf("field %s %w: %.100q is no kind of failures, want %s or %s", field, outbox.ErrMalformed, string(k), KindEvent, KindDelivery)
 }
 
-// FailureID names a failure: relay-17 is row 17 of outbox_failed.
+// FailureID names a failure: event-17 is row 17 of outbox_failed, and delivery-17 row 17 of
+// event_delivery.
 type FailureID struct {
 	// Kind says which table it is in.
 	Kind Kind
@@ -37,7 +46,7 @@ type FailureID struct {
 func ParseFailureID(text string) (FailureID, error) {
 	kind, digits, ok := strings.Cut(text, "-")
 	if !ok {
-		return FailureID{}, fmt.Errorf("outbox: failure id %.100q %w: want a kind and a number, relay-17 for example", text, outbox.ErrMalformed)
+		return FailureID{}, fmt.Errorf("outbox: failure id %.100q %w: want a kind and a number, event-17 for example", text, outbox.ErrMalformed)
 	}
 	number, err := strconv.ParseInt(digits, 10, 64)
 	if err != nil {
@@ -50,7 +59,7 @@ func ParseFailureID(text string) (FailureID, error) {
 	return id, nil
 }
 
-// String returns the kind and the number, relay-17 for example; for the zero value it
+// String returns the kind and the number, event-17 for example; for the zero value it
 // returns "".
 func (id FailureID) String() string {
 	if id == (FailureID{}) {
@@ -91,10 +100,10 @@ func (id FailureID) checkFor(action string) error {
 	return nil
 }
 
-// relayID is the id of a row of outbox_failed; of 0 it is the zero value.
-func relayID(number int64) FailureID {
-	if number == 0 {
-		return FailureID{}
+// numberOf is the number of an id of a kind, and 0 for other kinds.
+func (id FailureID) numberOf(kind Kind) int64 {
+	if id.Kind != kind {
+		return 0
 	}
-	return FailureID{KindRelay, number}
+	return id.Number
 }

@@ -17,23 +17,23 @@ var failureIDTests = []struct {
 }{
 	{"", "failure id", outbox.ErrMalformed},
 	{"17", "failure id", outbox.ErrMalformed},
-	{"relay", "failure id", outbox.ErrMalformed},
+	{"event", "failure id", outbox.ErrMalformed},
 	{"-17", "field Kind", outbox.ErrEmpty},
 	{"other-17", "field Kind", outbox.ErrMalformed},
-	{"Relay-17", "field Kind", outbox.ErrMalformed},
-	{"relay-", "field Number", outbox.ErrMalformed},
-	{"relay-x", "field Number", outbox.ErrMalformed},
-	{"relay-9223372036854775808", "field Number", outbox.ErrMalformed},
-	{"relay-0", "field Number", nil},
-	{"relay--1", "field Number", nil},
+	{"Event-17", "field Kind", outbox.ErrMalformed},
+	{"event-", "field Number", outbox.ErrMalformed},
+	{"event-x", "field Number", outbox.ErrMalformed},
+	{"event-9223372036854775808", "field Number", outbox.ErrMalformed},
+	{"event-0", "field Number", nil},
+	{"event--1", "field Number", nil},
 }
 
 func TestParseFailureID(t *testing.T) {
 	t.Parallel()
-	id, err := outboxops.ParseFailureID("relay-17")
+	id, err := outboxops.ParseFailureID("event-17")
 	require.NoError(t, err)
-	require.Equal(t, outboxops.FailureID{Kind: outboxops.KindRelay, Number: 17}, id)
-	require.Equal(t, "relay-17", id.String())
+	require.Equal(t, outboxops.FailureID{Kind: outboxops.KindEvent, Number: 17}, id)
+	require.Equal(t, "event-17", id.String())
 	for _, tt := range failureIDTests {
 		id, err := outboxops.ParseFailureID(tt.text)
 		require.ErrorContains(t, err, tt.field, tt.text)
@@ -46,7 +46,7 @@ func TestParseFailureID(t *testing.T) {
 
 func TestFailureIDAsText(t *testing.T) {
 	t.Parallel()
-	for id, text := range map[outboxops.FailureID]string{{}: `""`, {Kind: outboxops.KindRelay, Number: 17}: `"relay-17"`} {
+	for id, text := range map[outboxops.FailureID]string{{}: `""`, {Kind: outboxops.KindEvent, Number: 17}: `"event-17"`, {Kind: outboxops.KindDelivery, Number: 4}: `"delivery-4"`} {
 		data, err := json.Marshal(id)
 		require.NoError(t, err)
 		require.Equal(t, text, string(data))
@@ -63,11 +63,11 @@ func TestFailuresRefuseIDs(t *testing.T) {
 	db, schema := testenv.Schema(t)
 	f, err := outboxops.NewFailures(db, outboxops.FailuresConfig{Schema: schema})
 	require.NoError(t, err)
-	for field, id := range map[string]outboxops.FailureID{"field Kind": {Number: 1}, "field Number": {Kind: outboxops.KindRelay}, `"other"`: {Kind: "other", Number: 1}} {
+	for field, id := range map[string]outboxops.FailureID{"field Kind": {Number: 1}, "field Number": {Kind: outboxops.KindEvent}, `"other"`: {Kind: "other", Number: 1}} {
 		_, getErr := f.Get(background, id)
 		_, auditErr := f.Audit(background, id, outboxops.AuditPage{})
-		_, listErr := f.List(background, outboxops.FailureFilter{}, outboxops.FailurePage{After: id})
-		for _, err := range []error{getErr, auditErr, listErr, f.Retry(background, id, kim), f.Resolve(background, id, kim), f.Edit(background, id, nil, kim)} {
+		_, listErr := f.List(background, outboxops.FailureFilter{}, outboxops.FailurePage{After: []outboxops.FailureID{id}})
+		for _, err := range []error{getErr, auditErr, listErr, f.Retry(background, id, kim), f.Resolve(background, id, kim), f.Hold(background, id, kim), f.Release(background, id, kim), f.AuditRead(background, id, kim), f.Edit(background, id, nil, kim)} {
 			require.ErrorContains(t, err, field)
 		}
 	}

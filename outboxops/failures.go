@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -13,27 +15,35 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/pg"
-	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// Failures lists what did not get through, and lets operators decide about it. It
-// only changes rows; the relay, which looks at them every RetryInterval, sends. Any
-// process may have one. It is safe for concurrent use.
+// Failures lists what did not get through, and lets operators decide about it: events that a
+// relay could not send, and deliveries that a handler could not handle. It only changes rows.
+// The relay, which looks at them every RetryInterval, sends; a member of the consumer group
+// handles. Any process may have one. It is safe for concurrent use.
 type Failures struct {
-	db         *pgxpool.Pool
-	maxPayload int
-	sql        failuresSQL
+	db     *pgxpool.Pool
+	stores map[Kind]failureStore
+	audits auditReader
 
-	counter tables.FailureCounter
-	rows    reader // of outbox_failed
-	audits  auditReader
+	maxPayload                 int
+	sqlEdit, sqlReadOfRecorded string
 }
 
-// failuresSQL are the statements of [Failures], in their schema.
-type failuresSQL struct {
-	list, get, ids                      string
-	retry, resolve, edit, hold, release string
-	auditRead, auditReadRecorded        string
+// failureStore has the failures of a kind.
+type failureStore interface {
+	// list returns failures with an id below before, or any for 0, the newest first.
+	list(ctx context.Context, f FailureFilter, before int64, limit int) ([]Failure, error)
+	count(ctx context.Context, f FailureFilter) ([]FailureCount, error)
+	// get returns one without payload and headers, or [pgx.ErrNoRows].
+	get(ctx context.Context, number int64) (Failure, error)
+	// stored reads payloads and headers.
+	stored() reader
+	// pick returns what an action is possible with, above an id, the oldest first, and the topics.
+	pick(ctx context.Context, action string, f FailureFilter, above int64, limit int) (numbers []int64, topics []string, err error)
+	// statement does an action: of numbers, operator and reason it returns how many rows it has
+	// changed. It is empty for an action that no failure of the kind has.
+	statement(action string) string
 }
 
 // FailuresConfig says where the failures are. It may be zero.
@@ -66,25 +76,34 @@ func NewFailures(db *pgxpool.Pool, cfg FailuresConfig) (*Failures, error) {
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("outbox: failures config: %w", err)
 	}
-	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
-	return &Failures{db: db, maxPayload: cfg.MaxPayload, counter: tables.NewFailureCounter(db, cfg.Schema), rows: newReader(db, cfg.Schema, "outbox_failed", cfg.MaxRead),
-		audits: newAuditReader(db, cfg.Schema, cfg.MaxRead), sql: failuresSQL{
-			list: in(sqlFailureList), get: in(sqlFailureGet), ids: in(sqlFailureIDs),
-			retry: in(sqlRetry), resolve: in(sqlResolve), edit: in(sqlEdit), hold: in(sqlHold), release: in(sqlRelease),
-			auditRead: in(sqlAuditRead), auditReadRecorded: in(sqlAuditReadRecorded),
-		}}, nil
+	return &Failures{
+		db: db, stores: map[Kind]failureStore{KindEvent: newEventStore(db, cfg.Schema, cfg.MaxRead), KindDelivery: newDeliveryStore(db, cfg.Schema, cfg.MaxRead)},
+		audits: newAuditReader(db, cfg.Schema, cfg.MaxRead), maxPayload: cfg.MaxPayload,
+		sqlEdit: pg.InSchema(sqlEdit, cfg.Schema), sqlReadOfRecorded: pg.InSchema(sqlReadOfRecorded, cfg.Schema),
+	}, nil
 }
 
-// Failure is an event that did not get through. Its [outbox.FailedEvent] has OutboxID,
-// EventID, Type, AggregateType, AggregateID, Topic, Key, Retries, Class and Err.
+// StatusDone is the Status of a delivery that was handled, after all or at once. Failures have
+// it only where it is asked for.
+const StatusDone = "done"
+
+// Failure is an event that did not get through, to Kafka or to a handler. Its
+// [outbox.FailedEvent] has OutboxID, EventID, Type, AggregateType, AggregateID, Topic, Key,
+// Retries, Class and Err. Of a delivery, Topic is the one that the event has in Kafka.
 type Failure struct {
 	outbox.FailedEvent
 
 	// ID names it. Its number is the id of its row.
 	ID FailureID
-	// Relay is the name of the relay that could not send it.
+	// Relay is the name of the relay that could not send an event; empty for deliveries.
 	Relay string
-	// Status is one of the constants, [outbox.StatusDead] for example.
+	// Group is the consumer group of a delivery, and Action its handler, empty where the group
+	// has none for the type; both are empty for events.
+	Group, Action string
+	// Status is one of the constants, [outbox.StatusDead] for example. A delivery is
+	// [outbox.StatusFailed] while it waits for another attempt or has it,
+	// [outbox.StatusWaiting] if it has not been tried yet, [outbox.StatusParked] behind
+	// another one of its key, and [StatusDone] once it is handled.
 	Status string
 	// Held is set while its key waits for an operator.
 	Held bool
@@ -92,14 +111,28 @@ type Failure struct {
 	Source string
 	// OccurredAt is when the event happened, CreatedAt when its transaction began.
 	OccurredAt, CreatedAt time.Time
-	// FailedAt is when it failed first.
+	// FailedAt is when an event failed first, and when a delivery was made: with Kafka at its
+	// first failure, by a worker when it took the event from outbox.
 	FailedAt time.Time
-	// NextRetryAt is when it is sent again at the earliest; of a dead one, when it died.
+	// NextRetryAt is when it is tried again at the earliest; of a dead event, when it died.
 	NextRetryAt time.Time
 	// ResolvedAt is when it was resolved; zero until then.
 	ResolvedAt time.Time
 	// ResolvedBy and Resolution say who resolved it, and with which note.
 	ResolvedBy, Resolution string
+
+	// Attempts is how often a delivery was tried, and MaxAttempts after how many attempts it is
+	// dead; both are zero for events.
+	Attempts, MaxAttempts int
+	// LastAttemptAt is when a delivery was tried last; zero if it was not, and for events.
+	LastAttemptAt time.Time
+	// LockedBy is the worker that has a delivery, until LockedUntil unless it renews that. They
+	// are zero if none has it, and for events.
+	LockedBy string
+	// LockedUntil is described at LockedBy.
+	LockedUntil time.Time
+	// ChangedAt is when the status of a delivery changed last; zero for events.
+	ChangedAt time.Time
 
 	// ContentType is that of Payload.
 	ContentType string
@@ -112,159 +145,241 @@ type Failure struct {
 	Headers map[string]string
 }
 
-func failureOf(r tables.Failure) Failure {
-	return Failure{
-		FailedEvent: outbox.FailedEvent(r.Event), ID: relayID(r.ID), Relay: r.Relay, Status: r.Status, Held: r.Held, Source: r.Source,
-		OccurredAt: r.OccurredAt, CreatedAt: r.CreatedAt, FailedAt: r.FailedAt, NextRetryAt: r.NextRetryAt,
-		ResolvedAt: r.ResolvedAt, ResolvedBy: r.ResolvedBy, Resolution: r.Resolution, ContentType: r.ContentType,
-	}
-}
-
 // FailureFilter picks failures. Empty fields pick all; the zero value picks what is
-// not resolved.
+// not resolved: events that failed or wait behind those, and deliveries that are dead or of
+// which an attempt has failed.
 type FailureFilter struct {
-	// Kind is [KindRelay]. Empty means all kinds.
+	// Kind is one of the constants. Empty means all kinds.
 	Kind Kind
-	// Statuses are those that count. Empty means all but [outbox.StatusResolved].
+	// Statuses are those that count. Empty means all but [outbox.StatusResolved]; of
+	// deliveries, [outbox.StatusFailed] and [outbox.StatusDead] only: what waits for its turn
+	// has not failed.
 	Statuses []string
-	// Relay is the name of one.
+	// Relay is the name of one. It picks events only.
 	Relay string
+	// Group is a consumer group, and Action a handler. They pick deliveries only.
+	Group, Action string
 	// Type is the CloudEvents type.
 	Type string
-	// Topic and Key say where the event would go.
+	// Topic and Key say where the event would go, or of a delivery, where it comes from.
 	Topic, Key string
 	// AggregateType and AggregateID say what it happened to.
 	AggregateType, AggregateID string
-	// OutboxID is that of one event.
+	// OutboxID is that of one event. It picks events only.
 	OutboxID int64
 	// EventID is the CloudEvents id of one event, a UUID.
 	EventID string
 	// Class is the kind of the last error, message_too_large for example.
 	Class string
-	// Since and Until bound the time of the first failure: from Since on, before Until.
+	// Since and Until bound Failure.FailedAt: from Since on, before Until.
 	Since, Until time.Time
 }
 
-// unresolved are the statuses of what is tried again or needs a decision.
-var unresolved = []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked, outbox.StatusDead}
+var (
+	// unresolved are the statuses of what is tried again or needs a decision.
+	unresolved = []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked, outbox.StatusDead}
+	statuses   = append(slices.Clone(unresolved), outbox.StatusResolved, StatusDone)
+)
 
-// args are the first twelve parameters of statements with [tables.FailureWhere].
-func (f FailureFilter) args() ([]any, error) {
-	rows, err := f.rows()
-	return rows.Args(), err
-}
-
-func (f FailureFilter) rows() (tables.FailureFilter, error) {
+// kinds returns the kinds of failures that a filter may pick.
+func (f FailureFilter) kinds() ([]Kind, error) {
 	if f.Kind != "" {
 		if err := f.Kind.check("Kind"); err != nil {
-			return tables.FailureFilter{}, err
+			return nil, err
 		}
 	}
-	statuses := f.Statuses
-	if len(statuses) == 0 {
-		statuses = unresolved
+	for _, s := range f.Statuses {
+		if !slices.Contains(statuses, s) {
+			return nil, fmt.Errorf("field Statuses %w: %.20q is none: want %s", outbox.ErrMalformed, s, strings.Join(statuses, ", "))
+		}
 	}
-	return tables.FailureFilter{
-		Statuses: statuses, Relay: f.Relay, Type: f.Type, Topic: f.Topic, Key: f.Key, AggregateType: f.AggregateType, AggregateID: f.AggregateID,
-		OutboxID: f.OutboxID, EventID: f.EventID, Class: f.Class, Since: f.Since, Until: f.Until,
-	}, nil
+	ofEvents, ofDeliveries := f.Relay != "" || f.OutboxID != 0, f.Group != "" || f.Action != ""
+	return slices.DeleteFunc(slices.Clone(kinds), func(k Kind) bool {
+		return f.Kind != "" && k != f.Kind || ofEvents && k != KindEvent || ofDeliveries && k != KindDelivery
+	}), nil
 }
 
 // FailurePage says which part of a list is wanted. The zero value is the first part.
 type FailurePage struct {
-	// After is the ID of the last failure that is known. Zero means from the beginning.
-	After FailureID
+	// After are the last failures that are known, at most one of each kind; zero ones count for
+	// nothing. Empty means from the beginning.
+	After []FailureID
 	// Limit is how many failures are returned at most, up to 1,000. Zero means 100.
 	Limit int
 }
 
-func (p FailurePage) args() ([]any, error) {
-	if p.After != (FailureID{}) {
-		if err := p.After.check(); err != nil {
+// Next returns the page behind those that were listed: rows are what List returned for p, or
+// the first of them.
+func (p FailurePage) Next(rows []Failure) FailurePage {
+	last := map[Kind]FailureID{}
+	for _, id := range p.After {
+		last[id.Kind] = id
+	}
+	for _, r := range rows {
+		last[r.ID.Kind] = r.ID
+	}
+	p.After = nil
+	for _, k := range kinds {
+		if id, ok := last[k]; ok {
+			p.After = append(p.After, id)
+		}
+	}
+	return p
+}
+
+// after returns the numbers of the last failures that are known.
+func (p FailurePage) after() (map[Kind]int64, error) {
+	after := map[Kind]int64{}
+	for _, id := range p.After {
+		if id == (FailureID{}) {
+			continue
+		}
+		if err := id.check(); err != nil {
 			return nil, fmt.Errorf("field After: %w", err)
 		}
-	}
-	limit, err := limitOf(p.Limit)
-	return []any{p.After.Number, limit}, err
-}
-
-const sqlFailureList = `
-SELECT ` + tables.FailureColumns + `
-  FROM {schema}.outbox_failed` + tables.FailureWhere + `
-   AND ($13::bigint = 0 OR id < $13)
- ORDER BY id DESC LIMIT $14`
-
-// List returns failures without their payloads, those that failed last first. An
-// empty slice means that there are no more.
-func (f *Failures) List(ctx context.Context, filter FailureFilter, page FailurePage) ([]Failure, error) {
-	picked, filterErr := filter.args()
-	part, pageErr := page.args()
-	if err := errors.Join(filterErr, pageErr); err != nil {
-		return nil, fmt.Errorf("outbox: list failures: %w", orNotMigrated(err))
-	}
-	rows, err := f.db.Query(ctx, f.sql.list, append(append([]any{pg.PlanEachTime}, picked...), part...)...)
-	if err == nil {
-		var all []Failure
-		if all, err = pgx.CollectRows(rows, scanListedFailure); err == nil {
-			return all, nil
+		if after[id.Kind] != 0 {
+			return nil, fmt.Errorf("field After %w: two of kind %s", outbox.ErrMalformed, id.Kind)
 		}
+		after[id.Kind] = id.Number
 	}
-	return nil, fmt.Errorf("outbox: list failures: %w", orNotMigrated(err))
+	return after, nil
 }
 
-func scanListedFailure(row pgx.CollectableRow) (Failure, error) {
-	r, err := tables.ScanFailure(row)
-	return failureOf(r), err
+// List returns failures without their payloads, those that failed last first: in the order of
+// FailedAt where there are several kinds, and of one kind in the order of the ids, which is the
+// same but for what failed at the same time. An empty slice means that there are no more.
+//
+// What is done costs nothing unless it is asked for by Statuses: then the table is walked from
+// its newest row on, which takes long where few rows match and many are kept. Bound it by ctx.
+func (f *Failures) List(ctx context.Context, filter FailureFilter, page FailurePage) ([]Failure, error) {
+	chosen, filterErr := filter.kinds()
+	after, afterErr := page.after()
+	limit, limitErr := limitOf(page.Limit)
+	if err := errors.Join(filterErr, afterErr, limitErr); err != nil {
+		return nil, fmt.Errorf("outbox: list failures: %w", err)
+	}
+	var all []Failure
+	for _, k := range chosen {
+		rows, err := f.stores[k].list(ctx, filter, after[k], limit)
+		if err != nil {
+			return nil, fmt.Errorf("outbox: list failures: %w", orNotMigrated(err))
+		}
+		all = mergeNewest(all, rows, limit)
+	}
+	return all, nil
 }
 
-// FailureCount is how many events have failed alike.
+// mergeNewest returns the first of two lists by FailedAt, and leaves the order of each as it is.
+func mergeNewest(a, b []Failure, limit int) (all []Failure) {
+	for len(all) < limit && len(a)+len(b) > 0 {
+		from := &a
+		if len(a) == 0 || len(b) > 0 && b[0].FailedAt.After(a[0].FailedAt) {
+			from = &b
+		}
+		all, *from = append(all, (*from)[0]), (*from)[1:]
+	}
+	return all
+}
+
+// FailureCount is how many failures are alike.
 type FailureCount struct {
-	// Kind, Relay, Status, Type and Class are what they have in common. Class is empty
-	// for what is parked.
+	// Kind, Relay, Group, Action, Status, Type and Class are what they have in common, as in
+	// [Failure]. Class is empty for what is parked or was not tried.
 	Kind Kind
 	// Relay is the name of the relay, Status a constant, Type the CloudEvents type.
-	Relay, Status, Type, Class string
-	// Events is how many there are; [outbox.MaxCounted] stands for more, too.
+	Relay, Group, Action, Status, Type, Class string
+	// Events is how many there are. If More is set, there are more.
 	Events int
-	// Oldest is when the first of them failed.
+	// More is described at Events.
+	More bool
+	// Oldest is FailedAt of the first of them.
 	Oldest time.Time
 }
 
-// Count returns how many events have failed, by kind, relay, status, type and class,
-// the largest number first. A filter by Kind, Statuses, Relay, Type and Class is quick
-// however many have failed, because it counts up to [outbox.MaxCounted] events that are
-// alike. Any other field makes PostgreSQL search all failures, and count all.
-func (f *Failures) Count(ctx context.Context, filter FailureFilter) ([]FailureCount, error) {
-	picked, err := filter.rows()
+// Count returns how many failures there are, by kind, relay or group and action, status, type
+// and class, the largest number first. What is done is not counted.
+//
+// A filter by Kind, Statuses, Relay, Group, Action, Type and Class is quick however many have
+// failed: it counts up to [outbox.MaxCounted] events that are alike, and looks at as many
+// deliveries of each group, action, topic and status. Any other field makes PostgreSQL search
+// all failed events, and count all.
+func (f *Failures) Count(ctx context.Context, filter FailureFilter) (counts []FailureCount, err error) {
+	chosen, err := filter.kinds()
+	if err == nil && slices.Contains(filter.Statuses, StatusDone) {
+		err = errors.New("field Statuses: what is done is not counted")
+	}
+	for _, k := range chosen {
+		if err != nil {
+			break
+		}
+		var some []FailureCount
+		some, err = f.stores[k].count(ctx, filter)
+		counts = append(counts, some...)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("outbox: count failures: %w", orNotMigrated(err))
 	}
-	rows, err := f.counter.Count(ctx, picked)
-	if err != nil {
-		return nil, fmt.Errorf("outbox: count failures: %w", orNotMigrated(err))
-	}
-	counts := make([]FailureCount, len(rows))
-	for i, r := range rows {
-		counts[i] = FailureCount{Kind: KindRelay, Relay: r.Relay, Status: r.Status, Type: r.Type, Class: r.Class, Events: r.Events, Oldest: r.Oldest}
-	}
+	slices.SortStableFunc(counts, func(a, b FailureCount) int { return cmp.Compare(b.Events, a.Events) })
 	return counts, nil
 }
 
-const sqlFailureGet = `
-SELECT ` + tables.FailureColumns + `
-  FROM {schema}.outbox_failed WHERE id = $1`
+// Unresolved is how many failures of a type have not gone away: events that are not resolved,
+// and dead deliveries.
+type Unresolved struct {
+	// Kind is one of the constants, and Type the CloudEvents type.
+	Kind Kind
+	Type string
+	// Failures is how many there are. If More is set, there are more.
+	Failures int
+	// More is described at Failures.
+	More bool
+	// Oldest is Failure.FailedAt of the first of them.
+	Oldest time.Time
+}
+
+// IsUnresolved reports whether it counts for [Failures.Unresolved].
+func (c FailureCount) IsUnresolved() bool {
+	return c.Status == outbox.StatusDead || c.Kind == KindEvent && c.Status != outbox.StatusResolved
+}
+
+// Unresolved returns how many failures there are that nobody has decided about and that the
+// handlers have not made good themselves, by kind and type, the largest number first. It is as
+// quick as [Failures.Count].
+func (f *Failures) Unresolved(ctx context.Context) (all []Unresolved, err error) {
+	counts, err := f.Count(ctx, FailureFilter{})
+	if err != nil {
+		return nil, err
+	}
+	for _, c := range counts {
+		if !c.IsUnresolved() {
+			continue
+		}
+		i := slices.IndexFunc(all, func(u Unresolved) bool { return u.Kind == c.Kind && u.Type == c.Type })
+		if i < 0 {
+			i, all = len(all), append(all, Unresolved{Kind: c.Kind, Type: c.Type, Oldest: c.Oldest})
+		}
+		u := &all[i]
+		u.Failures, u.More = u.Failures+c.Events, u.More || c.More
+		if c.Oldest.Before(u.Oldest) {
+			u.Oldest = c.Oldest
+		}
+	}
+	slices.SortStableFunc(all, func(a, b Unresolved) int { return cmp.Compare(b.Failures, a.Failures) })
+	return all, nil
+}
 
 // Get returns a failure, with its payload. It returns [ErrNotFound] if there is none:
-// the event may have been sent meanwhile.
+// the event may have been sent meanwhile, or retention has removed the row.
 func (f *Failures) Get(ctx context.Context, id FailureID) (Failure, error) {
 	failure, err := f.get(ctx, id)
 	if err != nil {
 		return failure, err
 	}
-	headers, err := f.rows.readHeaders(ctx, id.Number)
+	stored := f.stores[id.Kind].stored()
+	headers, err := stored.readHeaders(ctx, id.Number)
 	if err == nil {
 		failure.Headers = headersOf(headers)
-		failure.Payload, failure.PayloadErr, err = f.readPayload(ctx, failure)
+		failure.Payload, failure.PayloadErr, err = readPayload(ctx, stored, failure)
 	}
 	if err != nil {
 		return Failure{}, readError(id, err)
@@ -277,23 +392,23 @@ const unreadableRow = "unreadable_row"
 
 // readPayload does not try what a relay could not read: it takes seconds and a gigabyte of
 // PostgreSQL's memory.
-func (f *Failures) readPayload(ctx context.Context, failure Failure) (payload []byte, reason, err error) {
+func readPayload(ctx context.Context, stored reader, failure Failure) (payload []byte, reason, err error) {
 	if failure.Class == unreadableRow {
 		return nil, fmt.Errorf("%w: %w", ErrUnreadable, failure.Err), nil
 	}
-	return f.rows.readPayload(ctx, failure.ID.Number)
+	return stored.readPayload(ctx, failure.ID.Number)
 }
 
 // get returns a failure without its payload and headers.
 func (f *Failures) get(ctx context.Context, id FailureID) (Failure, error) {
 	if err := id.check(); err != nil {
-		return Failure{}, fmt.Errorf("outbox: read failure: %w", orNotMigrated(err))
+		return Failure{}, fmt.Errorf("outbox: read failure: %w", err)
 	}
-	row, err := tables.ScanFailure(f.db.QueryRow(ctx, f.sql.get, id.Number))
+	failure, err := f.stores[id.Kind].get(ctx, id.Number)
 	if err != nil {
 		return Failure{}, readError(id, err)
 	}
-	return failureOf(row), nil
+	return failure, nil
 }
 
 func readError(id FailureID, err error) error {

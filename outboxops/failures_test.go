@@ -174,9 +174,12 @@ func TestHoldKey(t *testing.T) {
 	h.commit(t, append(events[:10:10], others...)...)
 	h.awaitStatuses(t, map[string]int{outbox.StatusFailed: 2, outbox.StatusParked: 18})
 	stop()
-	require.NoError(t, f.Hold(background, "default", h.topic, "bad", kim))
+	row, err := f.List(background, outboxops.FailureFilter{Key: "bad"}, outboxops.FailurePage{Limit: 1})
+	require.NoError(t, err)
+	bad := row[0].ID
+	require.NoError(t, f.Hold(background, bad, kim))
 	h.setTopic(t, "max.message.bytes", "1000000")
-	_, err := h.db.Exec(background, h.sql(`UPDATE {schema}.outbox_failed SET next_retry_at = now()`))
+	_, err = h.db.Exec(background, h.sql(`UPDATE {schema}.outbox_failed SET next_retry_at = now()`))
 	require.NoError(t, err)
 	testenv.Run(t, h.relay(t, quick).Run)
 	h.commit(t, events[10:]...)
@@ -188,15 +191,13 @@ func TestHoldKey(t *testing.T) {
 	require.Zero(t, n, "it is held")
 	require.False(t, reader.Has(events[0].ID))
 
-	require.NoError(t, f.Release(background, "default", h.topic, "bad", kim))
+	require.NoError(t, f.Release(background, bad, kim))
 	requireArrival(t, reader, events...)
 	requireInOrder(t, reader, events)
 	require.Equal(t, []string{"kim hold bad", "kim release bad"}, h.actions(t, f, outboxops.FailureID{}))
 	h.awaitStatuses(t, map[string]int{}) // the rows go when the events have arrived
-	err = f.Hold(background, "default", h.topic, "bad", kim)
-	require.ErrorIs(t, err, outboxops.ErrNotFound)
-	require.ErrorContains(t, err, "the key has no unresolved failures")
-	require.ErrorIs(t, f.Release(background, "default", h.topic, "bad", kim), outboxops.ErrNotFound)
+	require.ErrorIs(t, f.Hold(background, bad, kim), outboxops.ErrNotFound)
+	require.ErrorIs(t, f.Release(background, bad, kim), outboxops.ErrNotFound)
 }
 
 // Under HoldDead a key can go on without its dead event, which stays dead.
@@ -209,8 +210,12 @@ func TestReleaseKeyOfDeadEvent(t *testing.T) {
 	events := numbered("bad", 2, 5)
 	h.dead(t, cfg, events...)
 	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 1, outbox.StatusParked: 5})
-	require.True(t, only(t, f, outbox.StatusDead).Held)
-	require.NoError(t, f.Release(background, "default", h.topic, "bad", kim))
+	row := only(t, f, outbox.StatusDead)
+	require.True(t, row.Held)
+	require.NoError(t, f.Release(background, row.ID, kim))
+	again := f.Release(background, row.ID, kim)
+	require.ErrorIs(t, again, outboxops.ErrStatus)
+	require.ErrorContains(t, again, "its key is not held")
 	requireArrival(t, reader, events...)
 	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 1})
 	more := numbered("bad", 10, 5)
@@ -224,13 +229,14 @@ func TestHoldKeyOfDeadEvent(t *testing.T) {
 	h, reader := newPoisonedFixture(t)
 	f := h.operator(t)
 	h.dead(t, patiently())
-	require.NoError(t, f.Hold(background, "default", h.topic, "bad", kim))
+	bad := only(t, f, outbox.StatusDead).ID
+	require.NoError(t, f.Hold(background, bad, kim))
 	events := numbered("bad", 2, 0)
 	for i := 2; h.statuses(t)[outbox.StatusParked] == 0; i++ { // those before the relay's next look still pass
 		events = append(events, numbered("bad", i, 1)...)
 		h.commit(t, events[len(events)-1])
 	}
-	require.NoError(t, f.Release(background, "default", h.topic, "bad", kim))
+	require.NoError(t, f.Release(background, bad, kim))
 	requireArrival(t, reader, events...)
 	requireInOrder(t, reader, events)
 }
@@ -334,7 +340,7 @@ func TestListFailedEvents(t *testing.T) {
 				for _, row := range rows {
 					got = append(got, row.OutboxID)
 				}
-				page.After = rows[len(rows)-1].ID
+				page = page.Next(rows)
 			}
 			require.Equal(t, want, got)
 			counts, err := f.Count(background, tt.filter)
@@ -409,13 +415,13 @@ func TestFailuresRefuse(t *testing.T) {
 	require.ErrorContains(t, err, "Schema")
 	f, err := outboxops.NewFailures(db, outboxops.FailuresConfig{Schema: schema})
 	require.NoError(t, err)
-	first := outboxops.FailureID{Kind: outboxops.KindRelay, Number: 1}
+	first := outboxops.FailureID{Kind: outboxops.KindEvent, Number: 1}
 	for _, action := range []func(outboxops.AuditInfo) error{
 		func(a outboxops.AuditInfo) error { return f.Retry(background, first, a) },
 		func(a outboxops.AuditInfo) error { return f.Resolve(background, first, a) },
 		func(a outboxops.AuditInfo) error { return f.Edit(background, first, nil, a) },
-		func(a outboxops.AuditInfo) error { return f.Hold(background, "default", "t", "k", a) },
-		func(a outboxops.AuditInfo) error { return f.Release(background, "default", "t", "k", a) },
+		func(a outboxops.AuditInfo) error { return f.Hold(background, first, a) },
+		func(a outboxops.AuditInfo) error { return f.Release(background, first, a) },
 		func(a outboxops.AuditInfo) error {
 			_, err := f.RetryAll(background, outboxops.FailureFilter{}, outboxops.BulkConfig{Rate: -1}, a)
 			require.ErrorContains(t, err, "Rate")

@@ -245,7 +245,7 @@ func TestInspectEvents(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, [][]string{{"default"}, {}, {}}, [][]string{newest[0].PendingFor, newest[1].PendingFor, newest[2].PendingFor})
 	require.Equal(t, [][]string{{}, {"default"}, {"default"}}, [][]string{newest[0].AttemptedBy, newest[1].AttemptedBy, newest[2].AttemptedBy})
-	require.Equal(t, []outboxops.EventFailure{{ID: outboxops.FailureID{Kind: outboxops.KindRelay, Number: 1}, Relay: "default", Status: outbox.StatusDead}}, newest[2].Failures)
+	require.Equal(t, []outboxops.EventFailure{{ID: outboxops.FailureID{Kind: outboxops.KindEvent, Number: 1}, Relay: "default", Status: outbox.StatusDead}}, newest[2].Failures)
 	require.Empty(t, newest[1].Failures)
 	whole, err = i.Event(background, newest[0].OutboxID)
 	require.NoError(t, err)

@@ -2,11 +2,10 @@
 // changes what has failed. The page of outboxadmin and the command outbox are built
 // on it, and your own tools can be.
 //
-//   - [Failures] lists what did not get through, and retries, resolves, edits or holds
-//     it. Each action is kept in outbox_audit with the name of the operator and the
-//     reason.
-//   - [Deliveries] lists what is owed to the handlers of workers, and requeues and resolves
-//     what they have given up.
+//   - [Failures] lists what did not get through to Kafka or to a handler, and retries,
+//     resolves, edits or holds it. Each action is kept in outbox_audit with the name of the
+//     operator and the reason.
+//   - [Deliveries] counts what is owed to the handlers of consumer groups.
 //   - [Inspector] shows the state of relays, recorded events, open transactions and
 //     partitions. It changes nothing.
 //   - [Consumers] shows consumer groups, and pauses and resumes them.
@@ -30,13 +29,12 @@ import (
 )
 
 var (
-	// ErrNotFound is returned by the methods of [Failures] for an event that is not, or
-	// no longer, in outbox_failed, and for a key of which nothing is there; by those of
-	// [Deliveries] for a delivery that is not there; and by [Inspector.Event].
+	// ErrNotFound is returned by the methods of [Failures] for what is not, or no longer, there;
+	// and by [Inspector.Event].
 	ErrNotFound = errors.New("not found")
 	// ErrStatus is returned by the methods of [Failures] for an action that is not
-	// possible in the status of the event; by those of [Deliveries] likewise; and by those of
-	// [Consumers] for what is paused already, or is not.
+	// possible in the status of the failure; and by those of [Consumers] for what is paused
+	// already, or is not.
 	ErrStatus = errors.New("not possible in this status")
 )
 

@@ -26,7 +26,7 @@ func (h *opsFixture) insertDead(t *testing.T, payload, class any) outboxops.Fail
 		            occurred_at, created_at, status, error_class, last_error)
 		VALUES (1, 'topic/key', gen_random_uuid(), 'a.order.placed.v1', 's', 'A', 'id', $1::text::jsonb, 'application/json', now(), now(), 'dead', $2, 'bad')
 		RETURNING id`), payload, class).Scan(&id))
-	return outboxops.FailureID{Kind: outboxops.KindRelay, Number: id}
+	return outboxops.FailureID{Kind: outboxops.KindEvent, Number: id}
 }
 
 // insertUnprintable adds an event whose payload PostgreSQL cannot print, as a writer with plain

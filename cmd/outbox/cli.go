@@ -40,12 +40,12 @@ type command struct {
 func commands() []command {
 	return []command{
 		statusCommand, doctorCommand, tailCommand, topicsCommand,
-		failedListCommand, failedShowCommand, failedRetryCommand, failedResolveCommand,
-		failedEditCommand, failedHoldCommand, failedReleaseCommand,
-		deliveryListCommand, deliveryShowCommand, deliveryCountsCommand, deliveryRequeueCommand, deliveryResolveCommand,
+		failuresListCommand, failuresShowCommand, failuresCountCommand, failuresRetryCommand, failuresResolveCommand,
+		failuresEditCommand, failuresHoldCommand, failuresReleaseCommand,
+		consumersCommand, consumerPauseCommand, consumerResumeCommand, consumerRewindCommand,
 		cutStatusCommand, cutToKafkaCommand, cutToPostgresCommand, cutFinishCommand, cutCancelCommand,
 		dlqListCommand, dlqReplayCommand,
-		consumerStatusCommand, consumerPauseCommand, consumerResumeCommand, consumerRewindCommand,
+		auditCommand,
 		migrateUpCommand, migrateStatusCommand, migratePrintCommand, completionCommand(), versionCommand,
 	}
 }

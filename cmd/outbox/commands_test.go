@@ -196,33 +196,34 @@ func TestTail(t *testing.T) {
 	require.Empty(t, nothing.String())
 }
 
-type failedDoc struct {
-	Failed []failedJSON `json:"failed"`
-	More   bool         `json:"more"`
+type failuresDoc struct {
+	Failures []failureJSON `json:"failures"`
+	More     bool          `json:"more"`
+	Next     string        `json:"next"`
 }
 
 // An empty list says whether resolved events are left out, and whether flags picked none.
-func TestFailedListIsEmpty(t *testing.T) {
+func TestFailuresListIsEmpty(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
-	require.Equal(t, "Nothing has failed.\n", d.ok(t, "failed", "list"))
+	require.Equal(t, "Nothing has failed.\n", d.ok(t, "failures", "list"))
 	d.fail(t, outbox.StatusResolved, "a")
-	require.Equal(t, "Nothing is unresolved. Not shown: 1 resolved event (--status resolved).\n", d.ok(t, "failed", "list"))
-	require.Equal(t, "No failed event matches these flags.\n", d.ok(t, "failed", "list", "--key", "b"))
-	require.Equal(t, "No failed event matches these flags.\n", d.ok(t, "failed", "list", "--status", "dead"))
+	require.Equal(t, "Nothing is unresolved. Not shown: 1 resolved failure (--status resolved).\n", d.ok(t, "failures", "list"))
+	require.Equal(t, "No failure matches these flags.\n", d.ok(t, "failures", "list", "--key", "b"))
+	require.Equal(t, "No failure matches these flags.\n", d.ok(t, "failures", "list", "--status", "dead"))
 }
 
-func TestFailedList(t *testing.T) {
+func TestFailuresList(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
-	require.Contains(t, d.ok(t, "failed", "list"), "Nothing has failed")
+	require.Contains(t, d.ok(t, "failures", "list"), "Nothing has failed")
 	d.fail(t, outbox.StatusDead, "a", "b")
 	d.fail(t, outbox.StatusParked, "c")
 	d.fail(t, outbox.StatusResolved, "d")
 	list := func(args ...string) (keys string) {
-		var doc failedDoc
-		d.json(t, &doc, exitOK, append([]string{"failed", "list"}, args...)...)
-		for _, f := range doc.Failed {
+		var doc failuresDoc
+		d.json(t, &doc, exitOK, append([]string{"failures", "list"}, args...)...)
+		for _, f := range doc.Failures {
 			keys += f.Key
 		}
 		if doc.More {
@@ -238,46 +239,49 @@ func TestFailedList(t *testing.T) {
 	} {
 		require.Equal(t, want, list(strings.Fields(args)...), args)
 	}
-	var doc failedDoc
-	d.json(t, &doc, exitOK, "failed", "list", "--limit", "1")
-	require.Equal(t, "ba", list("--after", doc.Failed[0].ID))
+	var doc failuresDoc
+	d.json(t, &doc, exitOK, "failures", "list", "--limit", "1")
+	require.Equal(t, doc.Failures[0].ID, doc.Next)
+	require.Equal(t, "ba", list("--after", doc.Next))
 	d.change = terminal
-	text := d.ok(t, "failed", "list", "--limit", "2")
+	text := d.ok(t, "failures", "list", "--limit", "2")
 	requireNarrow(t, text)
 	require.Contains(t, text, "There is more: --after ")
 	require.NotContains(t, text, "\x1b")
-	require.Contains(t, d.ok(t, "failed", "list", "--count"), "3 in all")
+	require.Contains(t, d.ok(t, "failures", "count"), "3 in all, 3 unresolved")
 	var counts struct {
-		Total  int `json:"total"`
-		Counts []struct {
+		Total, Unresolved int
+		More              bool
+		Counts            []struct {
 			Kind, Relay, Status, Type, Class string
-			Events                           int
+			Failures                         int
+			More                             bool
 			Oldest                           time.Time
-		} `json:"counts"`
+		}
 	}
-	d.json(t, &counts, exitOK, "failed", "list", "--count")
-	require.Equal(t, 3, counts.Total)
-	require.Equal(t, 2, counts.Counts[0].Events)
-	require.Equal(t, "relay", counts.Counts[0].Kind)
+	d.json(t, &counts, exitOK, "failures", "count")
+	require.Equal(t, []int{3, 3}, []int{counts.Total, counts.Unresolved})
+	require.Equal(t, 2, counts.Counts[0].Failures)
+	require.Equal(t, "event", counts.Counts[0].Kind)
 }
 
 // firstFailed returns the id of the only failed event of a key.
 func (d *commandFixture) firstFailed(t testing.TB, key string) string {
 	t.Helper()
-	var doc failedDoc
-	d.json(t, &doc, exitOK, "failed", "list", "--key", key, "--status", strings.Join(statuses, ","))
-	require.Len(t, doc.Failed, 1)
-	return doc.Failed[0].ID
+	var doc failuresDoc
+	d.json(t, &doc, exitOK, "failures", "list", "--key", key, "--status", strings.Join(statuses, ","))
+	require.Len(t, doc.Failures, 1)
+	return doc.Failures[0].ID
 }
 
-func TestFailedShow(t *testing.T) {
+func TestFailuresShow(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
 	d.fail(t, outbox.StatusDead, "a")
 	id := d.firstFailed(t, "a")
-	d.ok(t, "failed", "resolve", id, "--reason", "seen by hand", "--operator", "lee")
-	var one failedJSON
-	d.json(t, &one, exitOK, "failed", "show", id)
+	d.ok(t, "failures", "resolve", id, "--reason", "seen by hand", "--operator", "lee")
+	var one failureJSON
+	d.json(t, &one, exitOK, "failures", "show", id)
 	require.JSONEq(t, `{"key": 1}`, string(one.Payload))
 	require.Equal(t, map[string]string{"traceparent": "00-x"}, one.Headers)
 	require.Equal(t, "lee", one.Audit[0].Operator)
@@ -285,50 +289,50 @@ func TestFailedShow(t *testing.T) {
 	require.Equal(t, "resolve", one.Audit[0].Action)
 	require.Equal(t, "seen by hand", one.Resolution)
 	require.Contains(t, one.Error, "\x1b[31m", "JSON has it as it is")
-	text := d.ok(t, "failed", "show", id)
+	text := d.ok(t, "failures", "show", id)
 	for _, want := range []string{"status     resolved", "aggregate  Thing/a", "error      too large·[31m", "traceparent: 00-x", `  "key": 1`, "resolve by lee (" + one.Audit[0].Login + "): seen by hand"} {
 		require.Contains(t, text, want)
 	}
 	require.NotContains(t, text, "\x1b")
 	requireNarrow(t, text)
-	text = d.ok(t, "failed", "show", id, "--no-payload")
+	text = d.ok(t, "failures", "show", id, "--no-payload")
 	require.NotContains(t, text, `"key": 1`)
 	require.NotContains(t, text, "traceparent")
-	for _, id := range []string{"relay-4711", "4711"} {
-		a := d.call(t, "failed", "show", id)
+	for _, id := range []string{"event-4711", "delivery-4711"} {
+		a := d.call(t, "failures", "show", id)
 		require.Equal(t, exitError, a.code)
-		require.Equal(t, "outbox: failure relay-4711: not found\n", a.err)
+		require.Equal(t, "outbox: failure "+id+": not found\n", a.err)
 	}
-	for _, id := range []string{"0", "-1", "other-1", "relay-", "relay-0", "relay"} {
-		a := d.call(t, "failed", "show", "--", id)
+	for _, id := range []string{"17", "0", "-1", "other-1", "event-", "event-0", "event"} {
+		a := d.call(t, "failures", "show", "--", id)
 		require.Equal(t, exitUsage, a.code, id)
 		require.Contains(t, a.err, "is no id", id)
 	}
 }
 
 type bulkDoc struct {
-	Action string         `json:"action"`
-	Events int            `json:"events"`
-	DryRun bool           `json:"dry_run"`
-	Topics map[string]int `json:"topics"`
+	Action   string         `json:"action"`
+	Failures int            `json:"failures"`
+	DryRun   bool           `json:"dry_run"`
+	Topics   map[string]int `json:"topics"`
 }
 
-func TestFailedRetryAndResolveOne(t *testing.T) {
+func TestFailuresRetryAndResolveOne(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
 	d.fail(t, outbox.StatusDead, "a", "b")
 	d.fail(t, outbox.StatusParked, "c")
 	a, c := d.firstFailed(t, "a"), d.firstFailed(t, "c")
-	require.Equal(t, "topic "+d.topic+": 1\nwould retry 1 event\n", d.ok(t, "failed", "retry", a, "--dry-run"))
-	require.Equal(t, "would retry 0 events\n", d.ok(t, "failed", "retry", c, "--dry-run"), "it is parked")
+	require.Equal(t, "topic "+d.topic+": 1\nwould retry 1 failure\n", d.ok(t, "failures", "retry", a, "--dry-run"))
+	require.Equal(t, "would retry 0 failures\n", d.ok(t, "failures", "retry", c, "--dry-run"), "it is parked")
 	require.Equal(t, map[string]int{"dead": 2, "parked": 1}, d.statuses(t))
-	require.Equal(t, "retried 1 event\n", d.ok(t, "failed", "retry", a, "--reason", "x"))
+	require.Equal(t, "retried 1 failure\n", d.ok(t, "failures", "retry", a, "--reason", "x"))
 	require.Equal(t, map[string]int{"dead": 1, "parked": 2}, d.statuses(t))
-	rejected := d.call(t, "failed", "retry", c, "--reason", "x")
+	rejected := d.call(t, "failures", "retry", c, "--reason", "x")
 	require.Equal(t, exitError, rejected.code)
 	require.Contains(t, rejected.err, "not possible in this status: it is parked")
 	var doc bulkDoc
-	d.json(t, &doc, exitOK, "failed", "resolve", a, "--reason", "x")
+	d.json(t, &doc, exitOK, "failures", "resolve", a, "--reason", "x")
 	require.Equal(t, bulkDoc{"resolve", 1, false, nil}, doc)
 	require.Equal(t, map[string]int{"dead": 1, "parked": 1, "resolved": 1}, d.statuses(t))
 	var who string
@@ -337,31 +341,31 @@ func TestFailedRetryAndResolveOne(t *testing.T) {
 }
 
 // What flags pick is only counted, until --yes.
-func TestFailedRetryAndResolveMany(t *testing.T) {
+func TestFailuresRetryAndResolveMany(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
 	d.fail(t, outbox.StatusDead, "a", "b", "c")
 	d.fail(t, outbox.StatusParked, "d")
 	d.exec(t, `UPDATE {s}.outbox_failed SET topic = 'elsewhere', parking_key = 'elsewhere/c' WHERE aggregate_id = 'c'`)
-	require.Equal(t, "topic "+d.topic+": 2\ntopic elsewhere: 1\nwould retry 3 events; --yes does it\n", d.ok(t, "failed", "retry", "--all"))
-	require.Equal(t, "topic elsewhere: 1\nwould retry 1 event; --yes does it\n", d.ok(t, "failed", "retry", "--topic", "elsewhere"))
+	require.Equal(t, "topic "+d.topic+": 2\ntopic elsewhere: 1\nwould retry 3 failures; --yes does it\n", d.ok(t, "failures", "retry", "--all"))
+	require.Equal(t, "topic elsewhere: 1\nwould retry 1 failure; --yes does it\n", d.ok(t, "failures", "retry", "--topic", "elsewhere"))
 	var dry bulkDoc
-	d.json(t, &dry, exitOK, "failed", "retry", "--all")
+	d.json(t, &dry, exitOK, "failures", "retry", "--all")
 	require.Equal(t, bulkDoc{"retry", 3, true, map[string]int{d.topic: 2, "elsewhere": 1}}, dry)
-	require.Equal(t, "topic "+d.topic+": 1\nwould retry 1 event; --yes does it\n", d.ok(t, "failed", "retry", "--until", "2100-01-01", "--key", "a"))
-	require.Equal(t, "topic "+d.topic+": 1\nwould resolve 1 event; --yes does it\n", d.ok(t, "failed", "resolve", "--key", "d", "--reason", "x"))
-	require.Equal(t, "would resolve 0 events\n", d.ok(t, "failed", "resolve", "--key", "nobody"))
+	require.Equal(t, "topic "+d.topic+": 1\nwould retry 1 failure; --yes does it\n", d.ok(t, "failures", "retry", "--until", "2100-01-01", "--key", "a"))
+	require.Equal(t, "topic "+d.topic+": 1\nwould resolve 1 failure; --yes does it\n", d.ok(t, "failures", "resolve", "--key", "d", "--reason", "x"))
+	require.Equal(t, "would resolve 0 failures\n", d.ok(t, "failures", "resolve", "--key", "nobody"))
 	require.Equal(t, map[string]int{"dead": 3, "parked": 1}, d.statuses(t))
-	require.Equal(t, "retried 1 event\n", d.ok(t, "failed", "retry", "--key", "a", "--yes", "--reason", "x"))
+	require.Equal(t, "retried 1 failure\n", d.ok(t, "failures", "retry", "--key", "a", "--yes", "--reason", "x"))
 	require.Equal(t, map[string]int{"dead": 2, "parked": 2}, d.statuses(t))
 	var doc bulkDoc
-	d.json(t, &doc, exitOK, "failed", "resolve", "--all", "--yes", "--reason", "x", "--rate", "100000")
+	d.json(t, &doc, exitOK, "failures", "resolve", "--all", "--yes", "--reason", "x", "--rate", "100000")
 	require.Equal(t, bulkDoc{"resolve", 4, false, nil}, doc)
 	require.Equal(t, map[string]int{"resolved": 4}, d.statuses(t))
 }
 
 // Ctrl-C ends a long run between two parts, and what was done is shown.
-func TestFailedRetryIsInterrupted(t *testing.T) {
+func TestFailuresRetryIsInterrupted(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
 	var keys []string
@@ -374,7 +378,7 @@ func TestFailedRetryIsInterrupted(t *testing.T) {
 	ended := make(chan int, 1)
 	d.change = terminal
 	go func() {
-		ended <- d.start(ctx, &out, &errs, "failed", "retry", "--all", "--yes", "--reason", "x", "--rate", "10")
+		ended <- d.start(ctx, &out, &errs, "failures", "retry", "--all", "--yes", "--reason", "x", "--rate", "10")
 	}()
 	require.Eventually(t, func() bool { return strings.Contains(errs.String(), "retried [") }, testenv.Patience, 5*time.Millisecond, "a bar")
 	cancel()
@@ -383,32 +387,32 @@ func TestFailedRetryIsInterrupted(t *testing.T) {
 	done := d.statuses(t)["parked"]
 	require.Positive(t, done)
 	require.Less(t, done, 300)
-	require.Contains(t, out.String(), fmt.Sprintf("retried %d events", done))
+	require.Contains(t, out.String(), fmt.Sprintf("retried %d failures", done))
 }
 
-func TestFailedEditHoldRelease(t *testing.T) {
+func TestFailuresEditHoldRelease(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
 	d.fail(t, outbox.StatusDead, "a")
 	id := d.firstFailed(t, "a")
 	d.stdin = `{"key": 2}`
-	require.Contains(t, d.ok(t, "failed", "edit", id, "--payload", "-", "--reason", "x"), "edited")
-	require.Contains(t, d.ok(t, "failed", "show", id), `"key": 2`)
+	require.Contains(t, d.ok(t, "failures", "edit", id, "--payload", "-", "--reason", "x"), "edited")
+	require.Contains(t, d.ok(t, "failures", "show", id), `"key": 2`)
 	file := filepath.Join(t.TempDir(), "payload")
 	require.NoError(t, os.WriteFile(file, []byte("{"), 0o600))
-	a := d.call(t, "failed", "edit", id, "--payload", file, "--reason", "x")
+	a := d.call(t, "failures", "edit", id, "--payload", file, "--reason", "x")
 	require.Equal(t, exitError, a.code)
 	require.Contains(t, a.err, "no JSON")
-	require.Equal(t, exitError, d.call(t, "failed", "edit", id, "--payload", file+"s", "--reason", "x").code)
+	require.Equal(t, exitError, d.call(t, "failures", "edit", id, "--payload", file+"s", "--reason", "x").code)
 
-	require.Contains(t, d.ok(t, "failed", "hold", d.topic, "a", "--reason", "x"), "hold: key a")
-	require.Contains(t, d.ok(t, "failed", "list"), "parked,held")
-	var doc struct{ Action, Relay, Topic, Key string }
-	d.json(t, &doc, exitOK, "failed", "release", d.topic, "a", "--reason", "x")
-	require.Equal(t, "release", doc.Action)
-	a = d.call(t, "failed", "release", d.topic, "a", "--reason", "x")
+	require.Equal(t, "hold: the key of "+id+"\n", d.ok(t, "failures", "hold", id, "--reason", "x"))
+	require.Contains(t, d.ok(t, "failures", "list"), "parked,held")
+	var doc struct{ Action, ID string }
+	d.json(t, &doc, exitOK, "failures", "release", id, "--reason", "x")
+	require.Equal(t, []string{"release", id}, []string{doc.Action, doc.ID})
+	a = d.call(t, "failures", "release", id, "--reason", "x")
 	require.Equal(t, exitError, a.code)
-	require.Contains(t, a.err, "not found")
+	require.Contains(t, a.err, "its key is not held")
 }
 
 type dlqDoc struct {
@@ -697,7 +701,7 @@ func TestSecretsStayHidden(t *testing.T) {
 	t.Cleanup(func() { d.exec(t, "DROP ROLE "+role) })
 	d.vars["DATABASE_URL"] = fmt.Sprintf("postgres://%s:hunter22@%s:%d/%s?sslmode=disable", role, c.Host, c.Port, c.Database)
 	d.vars["KAFKA_BROKERS"], d.vars["KAFKA_USER"], d.vars["KAFKA_PASSWORD"] = "127.0.0.1:1", "me", "hunter33"
-	for _, args := range []string{"postgres://u:hunter66@h/d status", "status postgres://u:hunter@66@h/d", "failed show password='hunter\\'77'", "failed show sslpassword=hunter88",
+	for _, args := range []string{"postgres://u:hunter66@h/d status", "status postgres://u:hunter@66@h/d", "failures show password='hunter\\'77'", "failures show sslpassword=hunter88",
 		"status --databse=postgres://u:hunter22@h/d", "status", "doctor", "doctor --json", "migrate up", "topics t", "dlq list t", "status --database postgres://x:hunter44@127.0.0.1:1/db",
 		"status --database user=x&password=hunter55&host=127.0.0.1&port=1"} {
 		words := strings.Fields(args)
@@ -733,9 +737,9 @@ func TestErrorsAreShort(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
 	huge := strings.Repeat("x", 1<<20)
-	for _, args := range [][]string{{huge}, {"failed", huge}, {"failed", "show", huge}, {"status", "--" + huge}, {"status", "--every", huge},
-		{"doctor", "--only", huge}, {"doctor", "--as", huge}, {"failed", "list", "--status", huge}, {"failed", "edit", "1", "--reason", huge, "--payload", "-"},
-		{"status", "--schema", huge}, {"failed", "hold", huge, huge, "--reason", "x"}, {"status", "--database", huge}} {
+	for _, args := range [][]string{{huge}, {"failures", huge}, {"failures", "show", huge}, {"status", "--" + huge}, {"status", "--every", huge},
+		{"doctor", "--only", huge}, {"doctor", "--as", huge}, {"failures", "list", "--status", huge}, {"failures", "edit", "event-1", "--reason", huge, "--payload", "-"},
+		{"status", "--schema", huge}, {"failures", "hold", huge, "--reason", "x"}, {"status", "--database", huge}} {
 		a := d.call(t, args...)
 		require.NotEqual(t, exitOK, a.code)
 		require.Less(t, len(a.out)+len(a.err), 10_000, "%.50q", args)
@@ -743,8 +747,8 @@ func TestErrorsAreShort(t *testing.T) {
 	// What a relay of an earlier release or somebody else has put into the tables.
 	d.fail(t, outbox.StatusDead, "a")
 	d.exec(t, `UPDATE {s}.outbox_failed SET last_error = repeat('x', 1 << 20), error_class = repeat('y', 40)`)
-	require.Less(t, len(d.ok(t, "failed", "list")), 10_000)
-	require.Less(t, len(d.ok(t, "failed", "show", d.firstFailed(t, "a"))), 10_000)
+	require.Less(t, len(d.ok(t, "failures", "list")), 10_000)
+	require.Less(t, len(d.ok(t, "failures", "show", d.firstFailed(t, "a"))), 10_000)
 }
 
 // A step that takes too long ends with an error that says why.
@@ -758,14 +762,14 @@ func TestTimeout(t *testing.T) {
 	defer func() { _ = tx.Rollback(background) }()
 	_, err = tx.Exec(background, `LOCK TABLE `+pgx.Identifier{d.schema, "outbox_failed"}.Sanitize())
 	require.NoError(t, err)
-	for _, args := range []string{"failed list", "failed resolve " + id + " --reason x", "status", "failed show " + id} {
+	for _, args := range []string{"failures list", "failures resolve " + id + " --reason x", "status", "failures show " + id} {
 		a := d.call(t, append(strings.Fields(args), "--timeout", "300ms")...)
 		require.Equal(t, exitError, a.code)
 		require.Contains(t, a.err, "--timeout is 300ms", args)
 	}
 	ctx, cancel := context.WithCancel(background)
 	cancel()
-	a := d.callWithin(t, ctx, "failed", "list")
+	a := d.callWithin(t, ctx, "failures", "list")
 	require.Equal(t, exitError, a.code)
 	require.Equal(t, "outbox: interrupted\n", a.err)
 }
@@ -780,7 +784,7 @@ func TestHints(t *testing.T) {
 	require.Contains(t, a.err, "outbox migrate up")
 	d.migrate(t)
 	d.exec(t, "ALTER TABLE {s}.outbox_failed RENAME COLUMN next_retry_at TO later") // of an earlier release
-	a = d.call(t, "failed", "list")
+	a = d.call(t, "failures", "list")
 	require.Equal(t, exitError, a.code)
 	require.Contains(t, a.err, "outbox migrate up")
 	d.exec(t, "ALTER TABLE {s}.outbox_failed RENAME COLUMN later TO next_retry_at")
@@ -789,7 +793,7 @@ func TestHints(t *testing.T) {
 	t.Cleanup(func() { d.exec(t, "DROP OWNED BY "+role); d.exec(t, "DROP ROLE "+role) })
 	d.exec(t, "GRANT USAGE ON SCHEMA {s} TO "+role)
 	d.vars["DATABASE_URL"] = d.url("&options=-c%20role%3D" + role)
-	a = d.call(t, "failed", "list")
+	a = d.call(t, "failures", "list")
 	require.Equal(t, exitError, a.code)
 	require.Contains(t, a.err, "outbox doctor --as reader")
 }

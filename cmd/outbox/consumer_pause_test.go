@@ -12,7 +12,7 @@ import (
 func TestConsumerPause(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
-	require.Equal(t, "No consumer group has begun to read.\n", d.ok(t, "consumer", "status"))
+	require.Equal(t, "No consumer group has begun to read.\n", d.ok(t, "consumers"))
 	_, err := d.db.Exec(background, `INSERT INTO `+pgx.Identifier{d.schema, "consumer_start"}.Sanitize()+` (consumer_group, topic, topic_id, partition, start_offset, position, lost)
 		SELECT 'stats', 'orders', '00000000-0000-0000-0000-000000000001', n, CASE WHEN n >= 0 THEN 0 END, CASE WHEN n >= 0 THEN 7 END, CASE WHEN n > 0 THEN 5 ELSE 0 END FROM generate_series(-1, 2) AS n`)
 	require.NoError(t, err)
@@ -21,22 +21,25 @@ func TestConsumerPause(t *testing.T) {
 	require.Equal(t, exitError, again.code)
 	require.Contains(t, again.err, "pause group stats: topic orders: not possible in this status: it is paused already")
 	require.Contains(t, d.ok(t, "consumer", "pause", "--group", "stats", "--reason", "a migration", "--operator", "lee"), "pause: all topics of group stats\n")
-	text := d.ok(t, "consumer", "status")
-	require.Regexp(t, `(?m)^stats +orders +3 +\S+( s)? +10 +\S+( s)? +kim +the stock`, text)
+	text := d.ok(t, "consumers")
+	require.Regexp(t, `(?m)^stats +orders +3 +- +\S+( s)? +10 +\S+( s)? +kim +the stock`, text)
 	require.Regexp(t, `(?m)^stats +\(all\) +\S+( s)? +lee +a migration`, text)
 	require.Contains(t, d.ok(t, "consumer", "pause", "--group", "stast", "--reason", "mistyped"), "are the names right?")
 
 	var status struct {
-		Groups []groupJSON
-		More   bool
+		Groups     []groupJSON
+		More       bool
+		Deliveries []deliveriesJSON
+		Workers    []workersJSON
 	}
-	d.json(t, &status, exitOK, "consumer", "status", "--group", "stats")
+	d.json(t, &status, exitOK, "consumers", "--group", "stats")
 	require.Len(t, status.Groups, 1)
 	require.Equal(t, "lee", status.Groups[0].Pause.Operator)
 	require.Equal(t, "the stock is counted", status.Groups[0].Topics[0].Pause.Reason)
 	require.Equal(t, 3, status.Groups[0].Topics[0].Partitions)
 	require.EqualValues(t, 10, status.Groups[0].Topics[0].Lost)
 	require.NotNil(t, status.Groups[0].Topics[0].SavedAt)
+	require.Nil(t, status.Groups[0].Topics[0].Lag, "without Kafka nobody knows")
 
 	require.Equal(t, "resume: all topics of group stats\nStill paused: topic orders\n", d.ok(t, "consumer", "resume", "--group", "stats", "--reason", "done"))
 	var done struct {

@@ -164,10 +164,10 @@ func planToPostgres(s cutState) cutPlan {
 		p.note("relay %s runs (%s): what it has in its hands, handlers without a transaction get twice, unless it is stopped before", s.relay, r.Holder)
 	}
 	if n := r.Waiting + r.Failed + r.Parked; n > 0 {
-		p.notReady("relay %s has %s that it still has to send: outbox failed list", s.relay, plural(n, "failed event", "failed events"))
+		p.notReady("relay %s has %s that it still has to send: outbox failures list --kind event", s.relay, plural(n, "failed event", "failed events"))
 	}
 	if r.Dead > 0 {
-		p.note("relay %s has %s: nobody gets them unless they are retried before: outbox failed list", s.relay, plural(r.Dead, "dead event", "dead events"))
+		p.note("relay %s has %s: nobody gets them unless they are retried before: outbox failures list --kind event", s.relay, plural(r.Dead, "dead event", "dead events"))
 	}
 	return p
 }

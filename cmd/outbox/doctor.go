@@ -214,7 +214,7 @@ func (d *doctor) routes(ctx context.Context) error {
 		if t.Topic == "" {
 			d.add("events.topic", severityError, fmt.Sprintf("no topic follows from %s", strings.Join(t.Types, ", ")),
 				"These rows have no topic, and their type is not {company}.{domain}.{action}.v{n}: something else than a Recorder wrote them. They cannot be sent.",
-				"Give the types topics of their own where they are written, and resolve what failed: outbox failed list.")
+				"Give the types topics of their own where they are written, and resolve what failed: outbox failures list.")
 		}
 	}
 	return err

@@ -101,7 +101,7 @@ func deliveryFindings(counts []outboxops.DeliveryCount, at workers, l limits) (a
 		case c.Status == outboxops.DeliveryProcessing && at.now.Sub(c.Due) > l.maxAge:
 			all = append(all, finding{"delivery.stuck", severityError, fmt.Sprintf("group %s: a worker has had a delivery of action %s since its lease ended %s ago", c.Group, c.Action, age(c.Due, at.now)),
 				"The worker is gone, and no other one of the group takes over what it had. Its deliveries and the later ones of their keys wait.",
-				"Start a process that calls Worker.Run with this group, or read its log. outbox delivery list --status processing shows which ones."})
+				"Start a process that calls Worker.Run with this group, or read its log. outbox failures list --kind delivery --status waiting,failed shows which ones."})
 		case c.Status == outboxops.DeliveryPending && at.now.Sub(c.Due) > l.maxAge && !at.isPaused(h):
 			all = append(all, overdue(c, h, at))
 		}
@@ -109,12 +109,12 @@ func deliveryFindings(counts []outboxops.DeliveryCount, at workers, l limits) (a
 	for _, group := range slices.Sorted(maps.Keys(dead)) {
 		all = append(all, finding{"delivery.dead", severityWarning, fmt.Sprintf("group %s: %s dead", group, deliveriesAre(dead[group])),
 			"Their attempts are used up, or their errors are permanent: no handler gets them unless they are requeued.",
-			"outbox delivery list --status dead shows why. Mend the cause, then outbox delivery requeue, or outbox delivery resolve."})
+			"outbox failures list --kind delivery --status dead shows why. Mend the cause, then outbox failures retry, or outbox failures resolve."})
 	}
 	for _, group := range slices.Sorted(maps.Keys(held)) {
 		if held[group] > 0 {
 			all = append(all, finding{"delivery.held", severityWarning, fmt.Sprintf("group %s: %s held by dead deliveries", group, keys(int64(held[group]))),
-				"All later deliveries of these keys wait for an operator.", "outbox delivery list --status dead shows them; outbox delivery requeue or resolve lets their keys go on."})
+				"All later deliveries of these keys wait for an operator.", "outbox failures list --kind delivery --status dead shows them; outbox failures retry, resolve or release lets their keys go on."})
 		}
 	}
 	return all
@@ -139,7 +139,7 @@ func groupFindings(groups []outboxops.DeliveryGroup, at workers, l limits) (all 
 
 const (
 	lateMeans = "Workers take events, and more come or each takes long: they are handled late. A transaction that was open for long makes its events old at its commit."
-	lateDo    = "outbox delivery counts shows whether it shrinks. Raise WorkerConfig.Concurrency, run more workers, or make the handler quicker."
+	lateDo    = "outbox consumers shows whether it shrinks. Raise WorkerConfig.Concurrency, run more workers, or make the handler quicker."
 )
 
 func deliveriesAre(n int) string { return pluralUpTo(int64(n), "delivery is", "deliveries are") }
@@ -153,10 +153,10 @@ func overdue(c outboxops.DeliveryCount, h handlerOf, at workers) finding {
 		return finding{"delivery.backlog", severityWarning, what, lateMeans, lateDo}
 	case at.areBusy(c.Group):
 		return finding{"delivery.unhandled", severityWarning, what, "Workers of the group run, and none takes these: they have no handler with this action, or have paused the stream themselves.",
-			"Give the workers the handler again. If it is gone for good: outbox delivery resolve."}
+			"Give the workers the handler again. If it is gone for good: outbox failures resolve --kind delivery --status waiting,parked."}
 	}
 	return finding{"delivery.worker", severityError, what, "No worker of the group takes them: none runs, or none has a handler with this action.",
-		"Start a process that calls Worker.Run with this group and this handler, or read its log. If the group is given up for good: outbox delivery resolve."}
+		"Start a process that calls Worker.Run with this group and this handler, or read its log. If the group is given up for good: outbox failures resolve --kind delivery --status waiting,parked."}
 }
 
 // sqlHeadless looks at up to $1 keys with parked rows. A key is a step in the index, however

@@ -61,7 +61,7 @@ func TestDoctorOnDeliveries(t *testing.T) {
 	require.Equal(t, []string{"delivery.dead", "delivery.held"}, ids)
 	require.Contains(t, all[0].What, "group stats: 3 deliveries are dead")
 	require.Contains(t, all[1].What, "1 key is held")
-	d.ok(t, "delivery", "resolve", "--status", "dead", "--yes", "--reason", "gone")
+	d.ok(t, "failures", "resolve", "--kind", "delivery", "--status", "dead", "--yes", "--reason", "gone")
 	ids, _ = d.deliveryFindings(t)
 	require.Empty(t, ids)
 
@@ -70,7 +70,7 @@ func TestDoctorOnDeliveries(t *testing.T) {
 	d.exec(t, `INSERT INTO {s}.event_subscription (consumer_group) VALUES ('stats'), ('mails')`)
 	d.exec(t, `INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
 		SELECT r, 0, '1:1:', 0, system_identifier, 1 FROM pg_control_system(), unnest('{worker:stats,worker:mails}'::text[]) AS r`)
-	require.Contains(t, d.ok(t, "delivery", "counts", "--group", "stats"), "group stats: 1 event has no deliveries yet, the oldest is ")
+	require.Contains(t, d.ok(t, "consumers", "--group", "stats"), "group stats: 1 event has no deliveries yet, the oldest is ")
 	ids, _ = d.deliveryFindings(t)
 	require.Empty(t, ids)
 	ids, all = d.deliveryFindings(t, "--max-age", "1ns")
@@ -79,16 +79,17 @@ func TestDoctorOnDeliveries(t *testing.T) {
 	d.exec(t, `UPDATE {s}.event_subscription SET state = 'left', relay = 'default'`)
 	ids, _ = d.deliveryFindings(t, "--max-age", "1ns")
 	require.Equal(t, []string{"delivery.worker", "delivery.backlog"}, ids, "what is due")
-	require.Contains(t, d.ok(t, "delivery", "counts"), "group mails: left since ")
+	require.Contains(t, d.ok(t, "consumers"), "group mails: left since ")
 	require.NotContains(t, d.ok(t, "status"), "worker:")
-	var counts struct {
-		Total  int
-		Counts []map[string]any
-		Groups []deliveryGroupJSON
+	var doc struct {
+		Groups     []groupJSON
+		More       bool
+		Deliveries []deliveriesJSON
+		Workers    []workersJSON
 	}
-	d.json(t, &counts, exitOK, "delivery", "counts", "--group", "mails")
-	require.Len(t, counts.Groups, 1)
-	require.Equal(t, []string{"left", "default"}, []string{counts.Groups[0].State, counts.Groups[0].Relay})
+	d.json(t, &doc, exitOK, "consumers", "--group", "mails")
+	require.Len(t, doc.Workers, 1)
+	require.Equal(t, []string{"left", "default"}, []string{doc.Workers[0].State, doc.Workers[0].Relay})
 
 	// What he says about keys without a head helps.
 	d.exec(t, `UPDATE {s}.event_delivery SET status = 'DONE', locked_by = NULL, locked_until = NULL WHERE status = 'PROCESSING'`)

@@ -202,10 +202,12 @@ func (e *env) inspector(ctx context.Context) (*outboxops.Inspector, error) {
 	return outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: e.schema})
 }
 
-func (e *env) failed(ctx context.Context) (*outboxops.Failures, error) { return e.failedUpTo(ctx, 0) }
+func (e *env) failures(ctx context.Context) (*outboxops.Failures, error) {
+	return e.failuresUpTo(ctx, 0)
+}
 
-// failedUpTo is failed with a limit for edited payloads; 0: the usual one.
-func (e *env) failedUpTo(ctx context.Context, maxPayload int) (*outboxops.Failures, error) {
+// failuresUpTo is failures with a limit for edited payloads; 0: the usual one.
+func (e *env) failuresUpTo(ctx context.Context, maxPayload int) (*outboxops.Failures, error) {
 	db, err := e.connect(ctx)
 	if err != nil {
 		return nil, err

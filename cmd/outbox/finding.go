@@ -69,17 +69,17 @@ func failedFindings(r outbox.RelayStatus) (all []finding) {
 	if r.Dead > 0 {
 		all = append(all, finding{"failed.dead", severityWarning, fmt.Sprintf("relay %s: %s dead", r.Name, events(r.Dead)),
 			"Kafka refused them until their retries were used up. Consumers will not see them unless they are retried.",
-			"outbox failed list --status dead shows why. Mend the cause, then outbox failed retry, or outbox failed resolve."})
+			"outbox failures list --kind event --status dead shows why. Mend the cause, then outbox failures retry, or outbox failures resolve."})
 	}
 	if r.HeldKeys > 0 {
 		all = append(all, finding{"failed.held", severityWarning, fmt.Sprintf("relay %s: %s held", r.Name, keys(r.HeldKeys)),
 			"They wait for an operator, and so do all later events of these keys.",
-			"outbox failed list shows them; outbox failed retry, resolve or release lets them go on."})
+			"outbox failures list --kind event shows them; outbox failures retry, resolve or release lets them go on."})
 	}
 	if waiting := r.ParkedKeys - r.HeldKeys; waiting > 0 {
 		all = append(all, finding{"failed.parked", severityWarning, fmt.Sprintf("relay %s: %s parked", r.Name, keys(waiting)),
 			"An event of each was refused or cannot be sent now, and the later ones of its key wait behind it. The relay retries by itself.",
-			"outbox failed list --status failed,waiting shows why."})
+			"outbox failures list --kind event --status failed,waiting shows why."})
 	}
 	return all
 }

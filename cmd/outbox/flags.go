@@ -4,11 +4,11 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 
-	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -174,61 +174,28 @@ func (a *aggregate) Set(text string) error {
 	return nil
 }
 
-// failureID is a flag or an argument for a failed event: relay-17, or 17, which is
-// short for it.
-type failureID struct{ outboxops.FailureID }
+// failureIDs is a flag for failures, at most one of each kind where it says what follows.
+type failureIDs []outboxops.FailureID
 
-func (f *failureID) String() string { return f.FailureID.String() }
+func (f *failureIDs) String() string {
+	var texts []string
+	for _, id := range *f {
+		texts = append(texts, id.String())
+	}
+	return strings.Join(texts, ",")
+}
 
 // Set implements flag.Value.
-func (f *failureID) Set(text string) error {
-	if n, err := strconv.ParseInt(text, 10, 64); err == nil && n > 0 {
-		f.FailureID = outboxops.FailureID{Kind: outboxops.KindRelay, Number: n}
-		return nil
-	}
-	id, err := outboxops.ParseFailureID(text)
-	if err != nil {
-		return fmt.Errorf("want an id such as relay-17, or 17 for short")
-	}
-	f.FailureID = id
-	return nil
-}
-
-// failedFlags pick failed events.
-type failedFlags struct {
-	relay, eventType, topic, key, class, status string
-
-	of           aggregate
-	since, until when
-}
-
-func (f *failedFlags) define(fs *flag.FlagSet) {
-	fs.StringVar(&f.status, "status", "", "`LIST` waiting,failed,parked,dead,resolved (not resolved)")
-	fs.StringVar(&f.eventType, "type", "", "`TYPE` of the event, shop.order.created.v1")
-	fs.StringVar(&f.topic, "topic", "", "`NAME` topic that it goes to")
-	fs.StringVar(&f.key, "key", "", "`KEY` of the record")
-	fs.Var(&f.of, "aggregate", "`TYPE[/ID]` what it happened to, Order/42")
-	fs.StringVar(&f.class, "class", "", "`NAME` kind of error, message_too_large")
-	fs.StringVar(&f.relay, "relay", "", "`NAME` whose events")
-	fs.Var(&f.since, "since", "`TIME` first failure at or after: 2h (ago), 2006-01-02")
-	fs.Var(&f.until, "until", "`TIME` first failure before: 1h (ago), 2006-01-02")
-}
-
-var statuses = []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked, outbox.StatusDead, outbox.StatusResolved}
-
-// filter returns what the flags say, and whether they say anything.
-func (f *failedFlags) filter(now time.Time) (filter outboxops.FailureFilter, picks bool, err error) {
-	filter = outboxops.FailureFilter{Relay: f.relay, Type: f.eventType, Topic: f.topic, Key: f.key,
-		AggregateType: f.of.kind, AggregateID: f.of.id, Class: f.class, Since: f.since.time(now), Until: f.until.time(now)}
-	if f.status != "" {
-		for _, s := range strings.Split(f.status, ",") {
-			if err := oneOf("--status", s, statuses); err != nil {
-				return filter, false, err
-			}
-			filter.Statuses = append(filter.Statuses, s)
+func (f *failureIDs) Set(text string) error {
+	*f = nil
+	for _, one := range strings.Split(text, ",") {
+		id, err := outboxops.ParseFailureID(one)
+		if err != nil || slices.ContainsFunc(*f, func(other outboxops.FailureID) bool { return other.Kind == id.Kind }) {
+			return fmt.Errorf("want the ids that the last list ended with, such as event-17,delivery-4")
 		}
+		*f = append(*f, id)
 	}
-	return filter, *f != failedFlags{}, nil
+	return nil
 }
 
 // oneOf refuses a value that is not among those possible.

@@ -63,14 +63,22 @@ var foldedGroups = map[string]string{
 	"consumer": "consumer groups",
 	"cut":      "move groups",
 	"dlq":      "dead letters of topics",
-	"delivery": "what is owed to workers",
+	"failures": "what did not reach Kafka or a handler",
 	"migrate":  "create the tables or bring them up to date",
 }
 
 func summaries(all []command) string {
 	var b strings.Builder
+	width := 0
 	for _, c := range all {
-		fmt.Fprintf(&b, "  %-15s  %s\n", c.name, c.summary)
+		width = max(width, len(c.name))
+	}
+	for _, c := range all {
+		name := c.name
+		for _, line := range wrap(c.summary, usualWidth-width-4) {
+			fmt.Fprintf(&b, "  %-*s  %s\n", width, name, line)
+			name = ""
+		}
 	}
 	return b.String()
 }

@@ -91,7 +91,7 @@ HAVING count(DISTINCT d.locked_by) > 1
     OR count(*) FILTER (WHERE d.status = 'PENDING') > 1
     OR bool_or(d.status = 'PENDING') AND bool_or(d.status = 'PROCESSING')
     OR bool_and(d.status = 'PARKED')
-    OR min(d.id) FILTER (WHERE d.status = 'PARKED' AND d.last_error_code IS DISTINCT FROM 'stale' AND NOT EXISTS (SELECT FROM {schema}.outbox_audit AS a WHERE a.delivery_id = d.id AND a.action = 'requeue'))
+    OR min(d.id) FILTER (WHERE d.status = 'PARKED' AND d.last_error_code IS DISTINCT FROM 'stale' AND NOT EXISTS (SELECT FROM {schema}.outbox_audit AS a WHERE a.delivery_id = d.id AND a.action = 'retry'))
        < max(d.id) FILTER (WHERE d.status IN ('PENDING', 'PROCESSING'))`
 
 // watch looks at the table, and kills connections, until all workers have ended.
@@ -152,7 +152,7 @@ func (c *crowd) requireHandledOnce() {
 		WITH handled AS (
 		    SELECT d.id, d.order_key, e.n, max(d.id) OVER (PARTITION BY d.order_key ORDER BY e.n) AS highest
 		      FROM {schema}.event_delivery AS d JOIN {schema}.effects AS e ON e.delivery_id = d.id
-		     WHERE d.order_key IS NOT NULL AND NOT EXISTS (SELECT FROM {schema}.outbox_audit AS a WHERE a.delivery_id = d.id AND a.action = 'requeue'))
+		     WHERE d.order_key IS NOT NULL AND NOT EXISTS (SELECT FROM {schema}.outbox_audit AS a WHERE a.delivery_id = d.id AND a.action = 'retry'))
 		SELECT (SELECT count(*) FROM {schema}.event_delivery),
 		       (SELECT count(*) FROM {schema}.event_delivery AS d
 		         WHERE (SELECT count(*) FROM {schema}.effects AS e WHERE e.delivery_id = d.id) <> CASE d.status WHEN 'DONE' THEN 1 ELSE 0 END),

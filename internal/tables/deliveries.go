@@ -12,8 +12,7 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// Delivery is a row of event_delivery, without payload and headers. Its fields are those of
-// outboxops.Delivery, which describes them.
+// Delivery is a row of event_delivery, without payload and headers. Its fields are its columns.
 type Delivery struct {
 	ID                                      int64
 	Group, Action, Stream, Key              string
@@ -55,23 +54,29 @@ func ScanDelivery(row pgx.CollectableRow) (r Delivery, err error) {
 	return r, err
 }
 
+// Resolved stands among the statuses of a [DeliveryFilter] for what is DEAD and resolved; DEAD
+// itself is for what is not.
+const Resolved = "RESOLVED"
+
 // DeliveryFilter selects rows of event_delivery. Empty fields select all, but Statuses are
-// required. outboxops.DeliveryFilter describes them.
+// required: those of the table, and [Resolved].
 type DeliveryFilter struct {
-	Group, Stream, Action string
-	Statuses              []string
-	Resolved              bool
-	Type, ErrorCode, Key  string
-	EventID               string
-	Since, Until          time.Time
+	Group, Stream, Action      string
+	Statuses                   []string
+	Erred                      *bool // of what is PENDING or PROCESSING, only what an attempt has failed of, or only what none has
+	Type, ErrorCode, Key       string
+	AggregateType, AggregateID string
+	EventID                    string
+	Since, Until               time.Time // when the row was made
 }
 
-// Args are the first ten parameters of statements with [DeliveryKinds] and [DeliveryWhere].
+// Args are the first thirteen parameters of statements with [DeliveryKinds] and [DeliveryWhere].
 func (f DeliveryFilter) Args() []any {
-	return []any{f.Statuses, f.Group, f.Action, f.Stream, f.Type, f.ErrorCode, f.Key, f.EventID, pg.OrNull(f.Since), pg.OrNull(f.Until)}
+	return []any{f.Statuses, f.Group, f.Action, f.Stream, f.Type, f.ErrorCode, f.Key, f.EventID, pg.OrNull(f.Since), pg.OrNull(f.Until),
+		f.Erred, f.AggregateType, f.AggregateID}
 }
 
-// DeliveryWhere is a [DeliveryFilter] without Statuses and Resolved.
+// DeliveryWhere is a [DeliveryFilter] without Statuses.
 const DeliveryWhere = `
    AND ($2::text = '' OR d.consumer_group = $2)
    AND ($3::text = '' OR d.action = $3)
@@ -80,7 +85,10 @@ const DeliveryWhere = `
    AND ($6::text = '' OR d.last_error_code = $6)
    AND ($7::text = '' OR coalesce(d.partition_key, d.aggregate_id) = $7)
    AND ($8::text = '' OR d.event_id::text = lower($8))
-   AND d.updated_at >= coalesce($9::timestamptz, '-infinity') AND d.updated_at < coalesce($10::timestamptz, 'infinity')`
+   AND d.created_at >= coalesce($9::timestamptz, '-infinity') AND d.created_at < coalesce($10::timestamptz, 'infinity')
+   AND ($11::bool IS NULL OR d.status NOT IN ('PENDING', 'PROCESSING') OR (d.last_error_code IS NOT NULL) = $11)
+   AND ($12::text = '' OR d.aggregate_type = $12)
+   AND ($13::text = '' OR d.aggregate_id = $13)`
 
 // DeliveryKinds begins a statement that reads what waits or is DEAD and not resolved, of a
 // [DeliveryFilter]: chosen has the kinds of which there is something, found one after the
@@ -121,7 +129,7 @@ type DeliveryCount struct {
 	Oldest, Due                   time.Time
 }
 
-// SQLDeliveryCount counts up to $11 deliveries of each kind, and looks at up to $12 that are
+// SQLDeliveryCount counts up to $14 deliveries of each kind, and looks at up to $15 that are
 // with a worker. The first of a kind by id is the oldest one.
 const SQLDeliveryCount = DeliveryKinds + `
 SELECT counted.* FROM (
@@ -129,7 +137,7 @@ SELECT counted.* FROM (
          FROM chosen AS k
         CROSS JOIN LATERAL (
               SELECT count(*) AS deliveries, count(*) FILTER (WHERE held) AS held, min(created_at) AS oldest FROM (
-                     SELECT d.created_at, d.held FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + ByDeliveryKind + ` LIMIT $11) AS r) AS c
+                     SELECT d.created_at, d.held FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + ByDeliveryKind + ` LIMIT $14) AS r) AS c
          LEFT JOIN LATERAL (
               SELECT min(first.next_retry_at) AS next_retry_at FROM (VALUES (false), (true)) AS s (stale)
                CROSS JOIN LATERAL (
@@ -142,57 +150,90 @@ SELECT counted.* FROM (
        SELECT consumer_group, stream, action, 'PROCESSING', count(*), 0, min(created_at), min(locked_until)
          FROM (SELECT d.* FROM {schema}.event_delivery AS d
                 WHERE d.status = 'PROCESSING' AND 'PROCESSING' = ANY ($1)` + DeliveryWhere + `
-                ORDER BY d.consumer_group, d.locked_until LIMIT $12) AS d
+                ORDER BY d.consumer_group, d.locked_until LIMIT $15) AS d
         GROUP BY consumer_group, stream, action) AS counted
  WHERE deliveries > 0 ORDER BY consumer_group, stream, action, status`
 
-// SQLDeliveryList reads up to $12 deliveries with an id below $11, or any for 0, the newest
-// first. What is resolved it finds by group among what is DEAD. Of what is DONE it walks the
-// table from its newest row on.
-const SQLDeliveryList = DeliveryKinds + `, groups AS (
+// SQLDeliveryFailures counts up to $14 deliveries of each kind, of each group up to $14 that are resolved, and up to $15 that are
+// with a worker, by group, action, status, type and last error. Capped says that there are more.
+const SQLDeliveryFailures = DeliveryKinds + `, ` + deadGroups + `
+SELECT consumer_group, action, status, event_type, code, sum(deliveries)::bigint, min(oldest), bool_or(capped) FROM (
+       SELECT k.consumer_group, k.action, k.status, r.event_type, r.code, count(*) AS deliveries, min(r.created_at) AS oldest,
+              sum(count(*)) OVER (PARTITION BY k.consumer_group, k.action, k.stream, k.status) >= $14 AS capped
+         FROM chosen AS k
+        CROSS JOIN LATERAL (SELECT d.event_type, coalesce(d.last_error_code, '') AS code, d.created_at
+                              FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + ByDeliveryKind + ` LIMIT $14) AS r
+        GROUP BY k.consumer_group, k.action, k.stream, k.status, r.event_type, r.code
+        UNION ALL
+       SELECT g.consumer_group, r.action, 'RESOLVED', r.event_type, r.code, count(*), min(r.created_at),
+              sum(count(*)) OVER (PARTITION BY g.consumer_group) >= $14
+         FROM groups AS g
+        CROSS JOIN LATERAL (SELECT d.action, d.event_type, coalesce(d.last_error_code, '') AS code, d.created_at
+                              FROM {schema}.event_delivery AS d` + resolvedOfGroup + DeliveryWhere + ` ORDER BY d.consumer_group DESC, d.id DESC LIMIT $14) AS r
+        WHERE 'RESOLVED' = ANY ($1)
+        GROUP BY g.consumer_group, r.action, r.event_type, r.code
+        UNION ALL
+       SELECT d.consumer_group, d.action, 'PROCESSING', d.event_type, d.code, count(*), min(d.created_at), sum(count(*)) OVER () >= $15
+         FROM (SELECT d.consumer_group, d.action, d.event_type, coalesce(d.last_error_code, '') AS code, d.created_at FROM {schema}.event_delivery AS d
+                WHERE d.status = 'PROCESSING' AND 'PROCESSING' = ANY ($1)` + DeliveryWhere + `
+                ORDER BY d.consumer_group, d.locked_until LIMIT $15) AS d
+        GROUP BY d.consumer_group, d.action, d.event_type, d.code) AS counted
+ GROUP BY consumer_group, action, status, event_type, code
+ ORDER BY consumer_group, action, status, event_type, code`
+
+// deadGroups finds the groups that have something DEAD, one after the other, in idx_event_delivery_dead.
+const (
+	deadGroups = `groups AS (
    (SELECT consumer_group FROM {schema}.event_delivery WHERE status = 'DEAD' ORDER BY consumer_group, id LIMIT 1)
      UNION ALL
     SELECT (SELECT d.consumer_group FROM {schema}.event_delivery AS d WHERE d.status = 'DEAD' AND d.consumer_group > g.consumer_group
              ORDER BY d.consumer_group, d.id LIMIT 1) FROM groups AS g WHERE g.consumer_group IS NOT NULL
-), found AS (
+)`
+	resolvedOfGroup = ` WHERE d.status = 'DEAD' AND d.consumer_group = g.consumer_group AND d.resolution IS NOT NULL`
+)
+
+// SQLDeliveryList reads up to $15 deliveries with an id below $14, or any for 0, the newest
+// first. What is resolved it finds by group among what is DEAD. Of what is DONE it walks the
+// table from its newest row on.
+const SQLDeliveryList = DeliveryKinds + `, ` + deadGroups + `, found AS (
     SELECT r.id FROM chosen AS k
      CROSS JOIN LATERAL (SELECT d.id FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + `
-                            AND d.id < $11 AND NOT $13::bool` + NewestOfDeliveryKind + ` LIMIT $12) AS r
+                            AND d.id < $14` + NewestOfDeliveryKind + ` LIMIT $15) AS r
      UNION ALL
     SELECT r.id FROM groups AS g
-     CROSS JOIN LATERAL (SELECT d.id FROM {schema}.event_delivery AS d
-                          WHERE d.status = 'DEAD' AND d.consumer_group = g.consumer_group AND d.resolution IS NOT NULL` + DeliveryWhere + `
-                            AND d.id < $11 AND $13 AND 'DEAD' = ANY ($1) ORDER BY d.consumer_group DESC, d.id DESC LIMIT $12) AS r
+     CROSS JOIN LATERAL (SELECT d.id FROM {schema}.event_delivery AS d` + resolvedOfGroup + DeliveryWhere + `
+                            AND d.id < $14 AND 'RESOLVED' = ANY ($1) ORDER BY d.consumer_group DESC, d.id DESC LIMIT $15) AS r
      UNION ALL
     SELECT d.id FROM {schema}.event_delivery AS d
-     WHERE d.status = 'PROCESSING'` + DeliveryWhere + ` AND d.id < $11 AND NOT $13 AND 'PROCESSING' = ANY ($1)
+     WHERE d.status = 'PROCESSING'` + DeliveryWhere + ` AND d.id < $14 AND 'PROCESSING' = ANY ($1)
      UNION ALL
    (SELECT d.id FROM {schema}.event_delivery AS d
-     WHERE d.status = 'DONE'` + DeliveryWhere + ` AND d.id < $11 AND NOT $13 AND 'DONE' = ANY ($1) ORDER BY d.id DESC LIMIT $12)
+     WHERE d.status = 'DONE'` + DeliveryWhere + ` AND d.id < $14 AND 'DONE' = ANY ($1) ORDER BY d.id DESC LIMIT $15)
 )
 SELECT ` + DeliveryColumns + `
-  FROM {schema}.event_delivery AS d WHERE d.id = ANY (ARRAY(SELECT id FROM found ORDER BY id DESC LIMIT $12)) ORDER BY d.id DESC`
+  FROM {schema}.event_delivery AS d WHERE d.id = ANY (ARRAY(SELECT id FROM found ORDER BY id DESC LIMIT $15)) ORDER BY d.id DESC`
 
-// SQLDeliveryIDs reads up to $12 deliveries that wait or are DEAD and not resolved, with an
-// id above $11, the oldest first.
+// SQLDeliveryIDs reads up to $15 deliveries that wait or are DEAD and not resolved, with an
+// id above $14, the oldest first.
 const SQLDeliveryIDs = DeliveryKinds + `
 SELECT r.id, k.stream FROM chosen AS k
  CROSS JOIN LATERAL (SELECT d.id FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + `
-                        AND d.id > $11` + ByDeliveryKind + ` LIMIT $12) AS r
- ORDER BY r.id LIMIT $12`
+                        AND d.id > $14` + ByDeliveryKind + ` LIMIT $15) AS r
+ ORDER BY r.id LIMIT $15`
 
 // MaxProcessing is how many deliveries that are with workers are looked at.
 const MaxProcessing = 100_000
 
 // DeliveryReader counts and lists deliveries.
 type DeliveryReader struct {
-	db               *pgxpool.Pool
-	count, list, ids string
+	db                         *pgxpool.Pool
+	count, failures, list, ids string
 }
 
 // NewDeliveryReader returns the reader of a schema.
 func NewDeliveryReader(db *pgxpool.Pool, schema string) DeliveryReader {
-	return DeliveryReader{db, pg.InSchema(SQLDeliveryCount, schema), pg.InSchema(SQLDeliveryList, schema), pg.InSchema(SQLDeliveryIDs, schema)}
+	in := func(sql string) string { return pg.InSchema(sql, schema) }
+	return DeliveryReader{db, in(SQLDeliveryCount), in(SQLDeliveryFailures), in(SQLDeliveryList), in(SQLDeliveryIDs)}
 }
 
 // Count returns how many deliveries there are by group, stream, action and status, sorted by
@@ -207,6 +248,25 @@ func (r DeliveryReader) Count(ctx context.Context, filter DeliveryFilter) (count
 	return counts, err
 }
 
+// DeliveryFailureCount counts deliveries that are alike.
+type DeliveryFailureCount struct {
+	Group, Action, Status, Type, ErrorCode string
+	Deliveries                             int
+	Oldest                                 time.Time // when the first of their rows was made
+	Capped                                 bool      // there are more
+}
+
+// FailureCounts returns how many deliveries there are by group, action, status, type and last
+// error, sorted by these. It looks at [MaxCounted] at most of each group, stream, action and
+// status, and counts nothing that is DONE.
+func (r DeliveryReader) FailureCounts(ctx context.Context, filter DeliveryFilter) (counts []DeliveryFailureCount, err error) {
+	err = pg.Query(ctx, r.db, pg.PlannerSettings, func(rows pgx.Rows) error {
+		counts, err = pgx.CollectRows(rows, pgx.RowToStructByPos[DeliveryFailureCount])
+		return err
+	}, r.failures, append(filter.Args(), MaxCounted, MaxProcessing)...)
+	return counts, err
+}
+
 // List returns deliveries with an id below before, or any for 0, the newest first.
 func (r DeliveryReader) List(ctx context.Context, filter DeliveryFilter, before int64, limit int) (all []Delivery, err error) {
 	if before == 0 {
@@ -215,7 +275,7 @@ func (r DeliveryReader) List(ctx context.Context, filter DeliveryFilter, before 
 	err = pg.Query(ctx, r.db, pg.PlannerSettings, func(rows pgx.Rows) error {
 		all, err = pgx.CollectRows(rows, ScanDelivery)
 		return err
-	}, r.list, append(filter.Args(), before, limit, filter.Resolved)...)
+	}, r.list, append(filter.Args(), before, limit)...)
 	return all, err
 }
 

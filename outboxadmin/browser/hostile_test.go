@@ -18,7 +18,7 @@ func TestHostileEvents(t *testing.T) {
 	require.NoError(t, err)
 	_, err = h.db.Exec(t.Context(), `UPDATE "`+h.schema+`".outbox_audit SET operator = left($1, 100), reason = $1, parking_key = $1 || '/' || $1`, text)
 	require.NoError(t, err)
-	for _, path := range []string{"", "failed?status=dead", "failed/relay-1", "failed/retry?status=dead", "audit", "events?aggregate_id=%22%27%3E%3Cscript%3Ewindow.pwned%3D1%3C/script%3E"} {
+	for _, path := range []string{"", "failed?status=dead", "failed/event-1", "failed/retry?status=dead", "audit", "events?aggregate_id=%22%27%3E%3Cscript%3Ewindow.pwned%3D1%3C/script%3E"} {
 		tab := h.open(t, path)
 		require.Equal(t, "undefined", js[string](t, tab, `typeof window.pwned`), path)
 		require.Equal(t, 1, js[int](t, tab, `document.scripts.length`), path)

@@ -69,7 +69,7 @@ func TestLooks(t *testing.T) {
 // Without JavaScript nothing is missing but the refreshing.
 func TestWithoutJavaScript(t *testing.T) {
 	h := newAdminFixture(t, operator)
-	tab := h.open(t, "failed/relay-1")
+	tab := h.open(t, "failed/event-1")
 	require.True(t, js[bool](t, tab, `[...document.querySelectorAll("form[method=post]")].every(f => f.action && f.querySelector("button"))`))
 	tab = h.open(t, "failed")
 	require.False(t, js[bool](t, tab, `document.querySelector("[data-live-switch]").hidden`))

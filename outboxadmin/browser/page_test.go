@@ -105,7 +105,7 @@ func TestRetryAllWithDryRun(t *testing.T) {
 
 func TestResolveWithNote(t *testing.T) {
 	h := newAdminFixture(t, operator)
-	tab := h.open(t, fmt.Sprintf("failed/relay-%d", seed.Dead))
+	tab := h.open(t, fmt.Sprintf("failed/event-%d", seed.Dead))
 	do(t, tab, chromedp.Click("//summary[text()='Resolve with a note']"))
 	fill(t, tab, "Note", "The courier was told by telephone.")
 	press(t, tab, "Resolve without sending")
@@ -119,7 +119,7 @@ func TestResolveWithNote(t *testing.T) {
 // What was wrong is said, and what was written is still there.
 func TestEdit(t *testing.T) {
 	h := newAdminFixture(t, operator)
-	tab := h.open(t, fmt.Sprintf("failed/relay-%d", seed.Dead))
+	tab := h.open(t, fmt.Sprintf("failed/event-%d", seed.Dead))
 	do(t, tab, chromedp.Click("//summary[text()='Edit the payload and retry']"))
 	fill(t, tab, "Reason", "gift is a boolean")
 	do(t, tab, chromedp.SetValue(chromedp.ID("payload"), `{"gift": tru`))
@@ -145,7 +145,7 @@ func TestReaderIsRefused(t *testing.T) {
 	}
 	tab := h.open(t, "failed/retry?status=dead")
 	require.Equal(t, "Only for operators", text(t, tab, "h1"))
-	tab = h.open(t, "failed/relay-1")
+	tab = h.open(t, "failed/event-1")
 	require.Contains(t, text(t, tab, ".acts"), "takes the role of an operator")
 	_, err := chromedp.RunResponse(tab, chromedp.Evaluate[chromedp.Void](`(() => {
 		const form = document.createElement("form");
@@ -166,7 +166,7 @@ func TestOtherSiteIsRefused(t *testing.T) {
 	tab := newTab(t)
 	elsewhere := strings.Replace(h.url, "127.0.0.1", "localhost", 1)
 	require.NotEqual(t, h.url, elsewhere)
-	page := `<form id=f method=post action="` + h.url + `failed/relay-1/resolve"><input name=reason value=because></form>`
+	page := `<form id=f method=post action="` + h.url + `failed/event-1/resolve"><input name=reason value=because></form>`
 	do(t, tab, chromedp.Navigate("data:text/html,"+url.PathEscape(page)))
 	_, err := chromedp.RunResponse(tab, chromedp.Evaluate[chromedp.Void](`document.getElementById("f").submit()`))
 	require.NoError(t, err)

@@ -30,8 +30,8 @@ var views = []view{
 	{"overview-trouble", "?span=1h", true},
 	{"failed", "failed", false},
 	{"failed-filtered", "failed?status=dead&since=2026-01-01T00:00", false},
-	{"event-dead", fmt.Sprintf("failed/relay-%d", seed.Dead), false},
-	{"event-waiting", "failed/relay-4", false},
+	{"event-dead", fmt.Sprintf("failed/event-%d", seed.Dead), false},
+	{"event-waiting", "failed/event-4", false},
 	{"bulk-retry", "failed/retry?status=dead", false},
 	{"bulk-resolve", "failed/resolve?class=message_too_large", false},
 	{"events", "events", false},
@@ -39,7 +39,7 @@ var views = []view{
 	{"event", "events/4099001", false},
 	{"audit", "audit", false},
 	{"empty", "failed?type=nobody.ever.recorded.v1", false},
-	{"not-found", "failed/relay-999999", false},
+	{"not-found", "failed/event-999999", false},
 }
 
 var looks = []struct {

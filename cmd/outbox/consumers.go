@@ -1,0 +1,267 @@
+package main
+
+import (
+	"context"
+	"flag"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
+)
+
+var consumersCommand = command{
+	name:    "consumers",
+	summary: "consumer groups: lag, pauses, workers, what is owed to handlers",
+	about: `
+Shows the groups that have begun to read, from the tables: by topic the number
+of partitions, how many records are still to be read (LAG, if --kafka says
+where), when a member saved a position last, what Kafka had removed unread, and
+who has paused it. Then what is owed to handlers: the rows of event_delivery
+that are not done, up to 10,000 of a kind, since when (OLDEST), and when the
+first of them was or is due, or is taken from its worker (DUE). Then groups of
+workers whose events have no rows yet, because workers make no more than they
+have room for. Groups that run without a database are not among them.`,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		group := fs.String("group", "", "`NAME` only this consumer group")
+		return func(ctx context.Context, e *env) error { return consumers(ctx, e, *group) }
+	},
+}
+
+// groupsView is what is known about consumer groups.
+type groupsView struct {
+	groups     []outboxops.ConsumerGroup
+	more       bool
+	lag        map[string]map[string]int64 // by group and topic; nil without Kafka
+	deliveries []outboxops.DeliveryCount
+	workers    []outboxops.DeliveryGroup
+}
+
+func consumers(ctx context.Context, e *env, group string) error {
+	v, err := readGroups(ctx, e, group)
+	if err != nil {
+		return err
+	}
+	if e.json {
+		return e.writeJSON(map[string]any{"groups": groupsOf(v), "more": v.more, "deliveries": deliveriesOf(v.deliveries), "workers": workersOf(v.workers)})
+	}
+	showGroups(e, v)
+	showDeliveries(e, v.deliveries)
+	showWorkers(e, v.workers)
+	return nil
+}
+
+func readGroups(ctx context.Context, e *env, group string) (v groupsView, err error) {
+	consumers, err := e.consumers(ctx)
+	if err != nil {
+		return v, err
+	}
+	deliveries, err := e.deliveries(ctx)
+	if err != nil {
+		return v, err
+	}
+	v.groups, v.more, err = consumers.List(ctx, outboxops.ConsumerFilter{Group: group})
+	if err != nil {
+		return v, err
+	}
+	if v.deliveries, err = deliveries.Count(ctx, outboxops.DeliveryFilter{Group: group}); err != nil {
+		return v, err
+	}
+	if v.workers, err = deliveries.Groups(ctx); err != nil {
+		return v, err
+	}
+	v.workers = slices.DeleteFunc(v.workers, func(g outboxops.DeliveryGroup) bool { return group != "" && g.Group != group })
+	if e.brokers() == "" {
+		return v, nil
+	}
+	kafka, err := e.kafkaOpts()
+	if err == nil {
+		v.lag, err = consumers.Lag(ctx, kafka, v.groups)
+	}
+	return v, err
+}
+
+func (e *env) consumers(ctx context.Context) (*outboxops.Consumers, error) {
+	db, err := e.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return outboxops.NewConsumers(db, outboxops.ConsumersConfig{Schema: e.schema})
+}
+
+func (e *env) deliveries(ctx context.Context) (*outboxops.Deliveries, error) {
+	db, err := e.connect(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return outboxops.NewDeliveries(db, outboxops.DeliveriesConfig{Schema: e.schema})
+}
+
+func showGroups(e *env, v groupsView) {
+	if len(v.groups) == 0 {
+		e.printf("No consumer group has begun to read.\n")
+		return
+	}
+	t := table{head: []string{"GROUP", "TOPIC", "PARTS", "LAG", "SAVED", "LOST", "PAUSED", "BY", "REASON"}, flex: []int{0, 1, 7, 8}}
+	for _, g := range v.groups {
+		if g.Pause != nil || len(g.Topics) == 0 {
+			t.add(append([]string{g.Group, "(all)", "", "", "", ""}, pauseCells(e, g.Pause)...)...)
+		}
+		for _, topic := range g.Topics {
+			lag := "-"
+			if n := v.lagOf(g.Group, topic.Topic); n != nil {
+				lag = count(*n)
+			}
+			t.add(append([]string{g.Group, topic.Topic, strconv.Itoa(topic.Partitions), lag, age(topic.SavedAt, e.now()), count(topic.Lost)}, pauseCells(e, topic.Pause)...)...)
+		}
+	}
+	e.writeTable(t)
+	if v.more {
+		e.printf("There is more than is looked at: somebody notes very many topics.\n")
+	}
+}
+
+// lagOf returns how many records a group has still to read of a topic; nil if nobody knows.
+func (v groupsView) lagOf(group, topic string) *int64 {
+	n, ok := v.lag[group][topic]
+	if !ok {
+		return nil
+	}
+	return &n
+}
+
+func pauseCells(e *env, p *outboxops.ConsumerPause) []string {
+	if p == nil {
+		return []string{"", "", ""}
+	}
+	return []string{age(p.At, e.now()), p.Operator, p.Reason}
+}
+
+func showDeliveries(e *env, counts []outboxops.DeliveryCount) {
+	if len(counts) == 0 {
+		return
+	}
+	t := table{head: []string{"OWED", "STATUS", "HELD", "OLDEST", "DUE", "GROUP", "ACTION", "TOPIC"}, flex: []int{5, 6, 7}}
+	for _, c := range counts {
+		t.add(countUpTo(c.Deliveries), c.Status, count(c.Held), age(c.Oldest, e.now()), due(c.Due, e.now()), c.Group, c.Action, c.Stream)
+	}
+	e.printf("\n")
+	e.writeTable(t)
+}
+
+// due writes when something is due, or for how long it has been.
+func due(t, now time.Time) string {
+	switch {
+	case t.IsZero():
+		return "-"
+	case t.After(now):
+		return "in " + length(t.Sub(now))
+	}
+	return length(now.Sub(t)) + " ago"
+}
+
+func showWorkers(e *env, groups []outboxops.DeliveryGroup) {
+	space := "\n"
+	for _, g := range groups {
+		switch {
+		case g.State != outboxops.SubscriptionActive:
+			e.printf("%sgroup %s: %s since %s, with relay %s\n", space, visible(g.Group), visible(string(g.State)), clock(g.ChangedAt), visible(g.Relay))
+		case g.Pending > 0:
+			e.printf("%sgroup %s: %s no deliveries yet, the oldest is %s old\n", space, visible(g.Group), eventsHave(g), age(g.Oldest, e.now()))
+		default:
+			continue
+		}
+		space = ""
+	}
+}
+
+// eventsHave says how many events of a group are behind its position.
+func eventsHave(g outboxops.DeliveryGroup) string {
+	if g.PendingMore {
+		return "more than " + count(g.Pending) + " events have"
+	}
+	return plural(g.Pending, "event has", "events have")
+}
+
+// groupJSON is a consumer group in the output.
+type groupJSON struct {
+	Group  string           `json:"group"`
+	Pause  *pauseJSON       `json:"pause"`
+	Topics []groupTopicJSON `json:"topics"`
+}
+
+type pauseJSON struct {
+	Operator string    `json:"operator"`
+	Reason   string    `json:"reason"`
+	At       time.Time `json:"at"`
+}
+
+type groupTopicJSON struct {
+	Topic      string     `json:"topic"`
+	Partitions int        `json:"partitions"`
+	Lag        *int64     `json:"lag"`
+	SavedAt    *time.Time `json:"saved_at"`
+	Lost       int64      `json:"lost"`
+	Pause      *pauseJSON `json:"pause"`
+}
+
+func groupsOf(v groupsView) []groupJSON {
+	pauseOf := func(p *outboxops.ConsumerPause) *pauseJSON {
+		if p == nil {
+			return nil
+		}
+		return &pauseJSON{p.Operator, p.Reason, p.At.UTC()}
+	}
+	all := make([]groupJSON, 0, len(v.groups))
+	for _, g := range v.groups {
+		one := groupJSON{Group: g.Group, Pause: pauseOf(g.Pause), Topics: []groupTopicJSON{}}
+		for _, t := range g.Topics {
+			one.Topics = append(one.Topics, groupTopicJSON{t.Topic, t.Partitions, v.lagOf(g.Group, t.Topic), optional(t.SavedAt), t.Lost, pauseOf(t.Pause)})
+		}
+		all = append(all, one)
+	}
+	return all
+}
+
+// deliveriesJSON are deliveries that are alike in the output.
+type deliveriesJSON struct {
+	Group      string     `json:"group"`
+	Topic      string     `json:"topic"`
+	Action     string     `json:"action"`
+	Status     string     `json:"status"`
+	Deliveries int        `json:"deliveries"`
+	More       bool       `json:"more"`
+	Held       int        `json:"held"`
+	Oldest     time.Time  `json:"oldest"`
+	Due        *time.Time `json:"due"`
+}
+
+func deliveriesOf(counts []outboxops.DeliveryCount) []deliveriesJSON {
+	all := make([]deliveriesJSON, 0, len(counts))
+	for _, c := range counts {
+		all = append(all, deliveriesJSON{c.Group, c.Stream, c.Action, c.Status, c.Deliveries, c.Deliveries == outbox.MaxCounted, c.Held, c.Oldest.UTC(), optional(c.Due)})
+	}
+	return all
+}
+
+// workersJSON is a group of workers in the output.
+type workersJSON struct {
+	Group       string     `json:"group"`
+	CreatedAt   time.Time  `json:"created_at"`
+	State       string     `json:"state"`
+	Relay       string     `json:"relay"`
+	ChangedAt   time.Time  `json:"changed_at"`
+	Pending     int64      `json:"pending"`
+	PendingMore bool       `json:"pending_more"`
+	Oldest      *time.Time `json:"oldest"`
+	ProgressAt  *time.Time `json:"progress_at"`
+}
+
+func workersOf(groups []outboxops.DeliveryGroup) []workersJSON {
+	all := make([]workersJSON, 0, len(groups))
+	for _, g := range groups {
+		all = append(all, workersJSON{g.Group, g.CreatedAt.UTC(), string(g.State), g.Relay, g.ChangedAt.UTC(), g.Pending, g.PendingMore, optional(g.Oldest), optional(g.ProgressAt)})
+	}
+	return all
+}

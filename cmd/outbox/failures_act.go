@@ -1,0 +1,342 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
+)
+
+// auditFlags say who acts, and why.
+type auditFlags struct{ operator, reason string }
+
+func (a *auditFlags) define(fs *flag.FlagSet) {
+	fs.StringVar(&a.reason, "reason", "", "`TEXT` why; required, and kept in outbox_audit")
+	fs.StringVar(&a.operator, "operator", "", "`NAME` who does it; else the user of the system")
+}
+
+func (a *auditFlags) info(e *env) (outboxops.AuditInfo, error) {
+	if strings.TrimSpace(a.reason) == "" {
+		return outboxops.AuditInfo{}, usagef("--reason is missing: it is kept with what was done")
+	}
+	who := cmp.Or(a.operator, e.user())
+	if who == "" {
+		return outboxops.AuditInfo{}, usagef("--operator is missing, and the system does not know who you are")
+	}
+	return outboxops.AuditInfo{Operator: who, Reason: a.reason}, nil
+}
+
+// maxIDs bounds how many failures are named one by one.
+const maxIDs = 1000
+
+var failuresRetryCommand = command{
+	name: "failures retry", synopsis: "[ID…]", max: maxIDs,
+	summary: "try them again: some, or all that flags pick",
+	about: `
+What is dead has all its tries again, before what waits of its key. With flags
+that pick, or --all, it only counts, unless --yes is given.`,
+	endless: true,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		return prepareChange(fs, change{action: "retry", past: "retried", one: (*outboxops.Failures).Retry, all: (*outboxops.Failures).RetryAll, isPossible: isRetryable})
+	},
+}
+
+// isRetryable reports whether a failure can be retried.
+func isRetryable(f outboxops.Failure) bool {
+	if f.ID.Kind == outboxops.KindDelivery {
+		return f.Status == outbox.StatusDead || f.Status == outbox.StatusResolved
+	}
+	return f.Payload != nil && (f.Status == outbox.StatusDead || !f.Held && (f.Status == outbox.StatusWaiting || f.Status == outbox.StatusFailed))
+}
+
+var failuresResolveCommand = command{
+	name: "failures resolve", synopsis: "[ID…]", max: maxIDs,
+	summary: "close them without sending or handling, with a note",
+	about: `
+What waits behind them goes on. With flags that pick, or --all, it only counts,
+unless --yes is given.`,
+	endless: true,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		return prepareChange(fs, change{action: "resolve", past: "resolved", one: (*outboxops.Failures).Resolve, all: (*outboxops.Failures).ResolveAll, isPossible: isResolvable})
+	},
+}
+
+// isResolvable reports whether a failure can be resolved.
+func isResolvable(f outboxops.Failure) bool {
+	return f.Status != outbox.StatusResolved && f.Status != outboxops.StatusDone && f.LockedBy == ""
+}
+
+// change retries or resolves.
+type change struct {
+	action, past string
+	one          func(*outboxops.Failures, context.Context, outboxops.FailureID, outboxops.AuditInfo) error
+	all          func(*outboxops.Failures, context.Context, outboxops.FailureFilter, outboxops.BulkConfig, outboxops.AuditInfo) (int, error)
+	isPossible   func(outboxops.Failure) bool
+
+	pick             failureFlags
+	why              auditFlags
+	any, yes, dryRun bool
+	rate             int
+	topics           map[string]int // of what would be changed
+}
+
+func prepareChange(fs *flag.FlagSet, c change) func(context.Context, *env) error {
+	c.pick.define(fs)
+	c.why.define(fs)
+	fs.BoolVar(&c.any, "all", false, "all unresolved failures, if no other flag picks")
+	fs.BoolVar(&c.yes, "yes", false, "do it; without, what flags pick is only counted")
+	fs.BoolVar(&c.dryRun, "dry-run", false, "only count, with IDs too")
+	fs.IntVar(&c.rate, "rate", 0, "`NUMBER` failures in a second at most (1000)")
+	return c.run
+}
+
+func (c *change) run(ctx context.Context, e *env) error {
+	filter, err := c.check(e)
+	if err != nil {
+		return err
+	}
+	ids, err := e.ids()
+	if err != nil {
+		return err
+	}
+	why := outboxops.AuditInfo{Operator: "none", Reason: "to count"}
+	if !c.dryRun {
+		if why, err = c.why.info(e); err != nil {
+			return err
+		}
+	}
+	failures, err := e.failures(ctx)
+	if err != nil {
+		return err
+	}
+	switch {
+	case len(ids) == 0:
+		return c.runAll(ctx, e, failures, filter, why)
+	case c.dryRun:
+		return c.countThese(ctx, e, failures, ids)
+	}
+	return c.runThese(ctx, e, failures, ids, why)
+}
+
+// check refuses flags that do not go together.
+func (c *change) check(e *env) (outboxops.FailureFilter, error) {
+	filter, picks, err := c.pick.filter(e.now())
+	if err != nil {
+		return filter, err
+	}
+	switch {
+	case len(e.args) > 0 && (picks || c.any):
+		return filter, usagef("IDs, or flags that pick failures: not both")
+	case len(e.args) == 0 && !picks && !c.any:
+		return filter, usagef("name an ID, flags that pick failures, or --all")
+	case c.yes && c.dryRun:
+		return filter, usagef("--yes and --dry-run contradict each other")
+	case c.rate < 0:
+		return filter, usagef("--rate %d: must not be negative", c.rate)
+	}
+	c.dryRun = c.dryRun || len(e.args) == 0 && !c.yes
+	c.topics = map[string]int{}
+	return filter, nil
+}
+
+// countThese counts those of some failures that can be changed.
+func (c *change) countThese(ctx context.Context, e *env, failures *outboxops.Failures, ids failureIDs) error {
+	n := 0
+	for _, id := range ids {
+		step, cancel := e.step(ctx)
+		f, err := failures.Get(step, id)
+		cancel()
+		if err != nil {
+			return err
+		}
+		if c.isPossible(f) {
+			n++
+			c.topics[f.Topic]++
+		}
+	}
+	return c.report(e, n, true)
+}
+
+// runThese changes failures one by one.
+func (c *change) runThese(ctx context.Context, e *env, failures *outboxops.Failures, ids failureIDs, why outboxops.AuditInfo) error {
+	for n, id := range ids {
+		step, cancel := e.step(ctx)
+		err := c.one(failures, step, id, why)
+		cancel()
+		if err != nil && n > 0 {
+			return errors.Join(err, c.report(e, n, false))
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return c.report(e, len(ids), false)
+}
+
+func (c *change) runAll(ctx context.Context, e *env, failures *outboxops.Failures, filter outboxops.FailureFilter, why outboxops.AuditInfo) error {
+	n, err := c.all(failures, ctx, filter, outboxops.BulkConfig{DryRun: true, Topics: c.topics}, why)
+	if err != nil {
+		return err
+	}
+	if c.dryRun {
+		return c.report(e, n, true)
+	}
+	p := e.progress(c.past, n)
+	n, err = c.all(failures, ctx, filter, outboxops.BulkConfig{Rate: c.rate, Progress: p.show}, why)
+	p.end()
+	return errors.Join(err, c.report(e, n, false))
+}
+
+// report says what was done, or would be.
+func (c *change) report(e *env, n int, dryRun bool) error {
+	if e.json {
+		doc := map[string]any{"action": c.action, "failures": n, "dry_run": dryRun}
+		if dryRun {
+			doc["topics"] = c.topics
+		}
+		return e.writeJSON(doc)
+	}
+	things := plural(int64(n), "failure", "failures")
+	if !dryRun {
+		e.printf("%s %s\n", c.past, things)
+		return nil
+	}
+	e.showTopics(c.topics)
+	e.printf("would %s %s", c.action, things)
+	if len(e.args) == 0 && n > 0 {
+		e.printf("; --yes does it")
+	}
+	e.printf("\n")
+	return nil
+}
+
+// showTopics writes how many failures or dead letters go to which topic, the most first.
+func (e *env) showTopics(topics map[string]int) {
+	for _, name := range byCount(topics) {
+		e.printf("topic %s: %s\n", visible(cmp.Or(name, "(none)")), count(topics[name]))
+	}
+}
+
+// byCount returns names, those with the largest numbers first.
+func byCount(counts map[string]int) []string {
+	return slices.SortedFunc(maps.Keys(counts), func(a, b string) int {
+		return cmp.Or(cmp.Compare(counts[b], counts[a]), strings.Compare(a, b))
+	})
+}
+
+var failuresEditCommand = command{
+	name: "failures edit", synopsis: "ID", min: 1, max: 1,
+	summary: "give a dead event another payload and send it",
+	about: `
+The payload is of the same content type; the old one stays in outbox_audit. Only
+events that a relay could not send can be edited.`,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		var why auditFlags
+		why.define(fs)
+		file := fs.String("payload", "", "`FILE` the new payload; - is the standard input")
+		limit := fs.Int("max-payload", 0, "`BYTES` at most, as recorders have it (983040)")
+		return func(ctx context.Context, e *env) error { return failuresEdit(ctx, e, why, *file, *limit) }
+	},
+}
+
+func failuresEdit(ctx context.Context, e *env, why auditFlags, file string, limit int) error {
+	ids, err := e.ids()
+	if err != nil {
+		return err
+	}
+	info, err := why.info(e)
+	if err != nil {
+		return err
+	}
+	payload, err := readPayload(e, file)
+	if err != nil {
+		return err
+	}
+	failures, err := e.failuresUpTo(ctx, limit)
+	if err != nil {
+		return err
+	}
+	if err := failures.Edit(ctx, ids[0], payload, info); err != nil {
+		return err
+	}
+	if e.json {
+		return e.writeJSON(map[string]any{"action": "edit", "failures": 1, "dry_run": false})
+	}
+	e.printf("edited, and will be sent: %s\n", plural(int64(len(payload)), "byte", "bytes"))
+	return nil
+}
+
+func readPayload(e *env, file string) (payload []byte, err error) {
+	switch file {
+	case "":
+		return nil, usagef("--payload is missing")
+	case "-":
+		payload, err = io.ReadAll(e.stdin)
+	default:
+		payload, err = os.ReadFile(file)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("--payload: %w", err)
+	}
+	return payload, nil
+}
+
+var failuresHoldCommand = command{
+	name: "failures hold", synopsis: "ID", min: 1, max: 1,
+	summary: "stop the key of a failure",
+	about: `
+Nothing more of its key is sent, or handled by this group and action, until it
+is released, or until all failures of the key are resolved or have got through.
+Of deliveries, only a dead one can hold its key.`,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		return prepareKey(fs, "hold", (*outboxops.Failures).Hold)
+	},
+}
+
+var failuresReleaseCommand = command{
+	name: "failures release", synopsis: "ID", min: 1, max: 1,
+	summary: "let a key that is held go on",
+	about: `
+What is dead stays dead: use outbox failures retry for it.`,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		return prepareKey(fs, "release", (*outboxops.Failures).Release)
+	},
+}
+
+type keyAction func(f *outboxops.Failures, ctx context.Context, id outboxops.FailureID, why outboxops.AuditInfo) error
+
+func prepareKey(fs *flag.FlagSet, action string, do keyAction) func(context.Context, *env) error {
+	var why auditFlags
+	why.define(fs)
+	return func(ctx context.Context, e *env) error {
+		ids, err := e.ids()
+		if err != nil {
+			return err
+		}
+		info, err := why.info(e)
+		if err != nil {
+			return err
+		}
+		failures, err := e.failures(ctx)
+		if err != nil {
+			return err
+		}
+		if err := do(failures, ctx, ids[0], info); err != nil {
+			return err
+		}
+		if e.json {
+			return e.writeJSON(map[string]any{"action": action, "id": ids[0]})
+		}
+		e.printf("%s: the key of %v\n", action, ids[0])
+		return nil
+	}
+}

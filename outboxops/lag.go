@@ -1,0 +1,92 @@
+package outboxops
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/internal/kafka"
+)
+
+// Lag returns how many records groups have still to read, by group and topic: from their
+// committed offsets to the ends of the partitions, without what Kafka has removed. It asks
+// Kafka, about the topics in which a group has committed offsets or has begun. A partition
+// without a committed offset is one that the group has not begun with: it begins at the first
+// record. Records that are no events count, too, as do the marks of Kafka transactions.
+func (c *Consumers) Lag(ctx context.Context, opts []kgo.Opt, groups []ConsumerGroup) (map[string]map[string]int64, error) {
+	client, err := kafka.NewClient(opts)
+	if err != nil {
+		return nil, fmt.Errorf("outbox: lag of consumer groups: %w", err)
+	}
+	defer client.Close()
+	all := map[string]map[string]int64{}
+	for _, g := range groups {
+		begun := map[string]bool{}
+		for _, t := range g.Topics {
+			begun[t.Topic] = t.Partitions > 0
+		}
+		if all[g.Group], err = lagOf(ctx, client, g.Group, begun); err != nil {
+			return nil, fmt.Errorf("outbox: lag of consumer group %s: %w", g.Group, err)
+		}
+	}
+	return all, nil
+}
+
+// lagOf returns the lag of a group by topic. Begun are topics beside those with committed offsets.
+func lagOf(ctx context.Context, client *kgo.Client, group string, begun map[string]bool) (map[string]int64, error) {
+	committed, err := kafka.AllGroupOffsets(ctx, client, group)
+	if err != nil {
+		return nil, err
+	}
+	ends, err := endsOf(ctx, client, committed, begun)
+	if err != nil {
+		return nil, err
+	}
+	unread, err := unreadOf(ctx, client, committed, ends)
+	if err != nil {
+		return nil, err
+	}
+	lag := map[string]int64{}
+	for p := range ends {
+		lag[p.Topic] += unread[p]
+	}
+	return lag, nil
+}
+
+// endsOf returns the ends of all partitions of the topics that a group reads: those in which it
+// has committed offsets, and those that it has begun with.
+func endsOf(ctx context.Context, client *kgo.Client, committed map[kafka.Partition]int64, begun map[string]bool) (map[kafka.Partition]int64, error) {
+	topics := maps.Clone(begun)
+	maps.DeleteFunc(topics, func(_ string, begun bool) bool { return !begun })
+	for p := range committed {
+		topics[p.Topic] = true
+	}
+	partitions, err := kafka.PartitionsOf(ctx, client, slices.Sorted(maps.Keys(topics)))
+	if err != nil {
+		return nil, err
+	}
+	wanted := map[kafka.Partition]int64{}
+	for _, p := range partitions {
+		wanted[p] = kafka.EndOffset
+	}
+	return kafka.ListOffsets(ctx, client, kafka.Uncommitted, wanted)
+}
+
+// unreadOf returns how many records a group has still to read in front of the ends of
+// partitions. It begins with the first record of a partition without a committed offset.
+func unreadOf(ctx context.Context, client *kgo.Client, committed, ends map[kafka.Partition]int64) (map[kafka.Partition]int64, error) {
+	wanted := map[kafka.Partition]int64{}
+	for p, end := range ends {
+		if committed[p] < end {
+			wanted[p] = kafka.FirstOffset
+		}
+	}
+	unread, err := kafka.ListOffsets(ctx, client, kafka.Uncommitted, wanted)
+	for p, first := range unread {
+		unread[p] = max(0, ends[p]-max(first, committed[p]))
+	}
+	return unread, err
+}
