@@ -76,7 +76,7 @@ type DeadEvent struct {
 	FailedEvent
 
 	// ID is outbox_failed.id. The package outboxops and the command outbox name the
-	// event by it: relay-17.
+	// event by it: event-17.
 	ID int64
 	// FailedAt is when it failed first.
 	FailedAt time.Time

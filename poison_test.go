@@ -235,7 +235,7 @@ var requestPoison = []struct {
 	{"a page", "GET", "/", "", "", 200},
 	{"a page that is not there", "GET", "/nowhere", "", "", 404},
 	{"a way out", "GET", "/../../etc/passwd", "", "", 404},
-	{"an event that is not there", "GET", "/failed/relay-999999", "", "", 404},
+	{"an event that is not there", "GET", "/failed/event-999999", "", "", 404},
 	{"an event of nonsense", "GET", "/failed/%00%ff", "", "", 404},
 	{"a query of nonsense", "GET", "/failed?topic=%zz", "", "", 400},
 	{"a query with NUL", "GET", "/failed?topic=%00", "", "", 400},

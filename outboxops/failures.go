@@ -326,8 +326,9 @@ func (f *Failures) Count(ctx context.Context, filter FailureFilter) (counts []Fa
 // Unresolved is how many failures of a type have not gone away: events that are not resolved,
 // and dead deliveries.
 type Unresolved struct {
-	// Kind is one of the constants, and Type the CloudEvents type.
+	// Kind is one of the constants.
 	Kind Kind
+	// Type is the CloudEvents type.
 	Type string
 	// Failures is how many there are. If More is set, there are more.
 	Failures int

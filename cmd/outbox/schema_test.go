@@ -37,10 +37,10 @@ func TestSchemaWithQuotes(t *testing.T) {
 		VALUES (1000, $1::text || '/k', gen_random_uuid(), 'test.thing.happened.v1', 'test', 'Thing', 'k', '{}', 'application/json', $1, now(), now(), $2)`,
 		d.topic, outbox.StatusDead)
 	require.NoError(t, err)
-	require.Contains(t, d.ok(t, "failed", "list"), "relay-1")
+	require.Contains(t, d.ok(t, "failures", "list"), "event-1")
 	for _, args := range [][]string{
-		{"migrate", "status"}, {"status"}, {"failed", "show", "relay-1"}, {"failed", "hold", d.topic, "k", "--reason", "x"},
-		{"failed", "release", d.topic, "k", "--reason", "x"}, {"failed", "resolve", "relay-1", "--reason", "x"},
+		{"migrate", "status"}, {"status"}, {"failures", "show", "event-1"}, {"failures", "hold", "event-1", "--reason", "x"},
+		{"failures", "release", "event-1", "--reason", "x"}, {"failures", "resolve", "event-1", "--reason", "x"},
 		{"consumer", "pause", "--group", "g", "--reason", "x"}, {"consumer", "status"}, {"consumer", "resume", "--group", "g", "--reason", "x"},
 	} {
 		a := d.call(t, args...)
