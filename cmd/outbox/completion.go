@@ -118,6 +118,8 @@ func flagValues(name, usage, value, word string) (found [][2]string) {
 	switch {
 	case name == "kafka-mechanism":
 		return described(mechanisms, "", "")
+	case name == "kind":
+		return described(kinds, "", "")
 	case value == "LIST":
 		list, _, _ := strings.Cut(usage, " ")
 		return described(strings.Split(list, ","), before, "")

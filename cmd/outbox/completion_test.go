@@ -15,20 +15,21 @@ import (
 func TestCompletion(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct{ line, want, not string }{
-		{"", "status doctor failed dlq completion help", "list --json"},
+		{"", "status doctor failures consumers audit dlq completion help", "list --json"},
 		{"st", "status", "doctor"},
-		{"failed ", "list show retry resolve", "failed status"},
-		{"failed re", "retry resolve release", "list"},
-		{"--schema s failed l", "list", "show"},
-		{"help ", "status failed flags", "help"},
-		{"help failed ", "list show", "status"},
+		{"failures ", "list show retry resolve", "failed status"},
+		{"failures re", "retry resolve release", "list"},
+		{"--schema s failures l", "list", "show"},
+		{"help ", "status failures flags", "help"},
+		{"help failures ", "list show", "status"},
 		{"-", "--database --json", "--check"},
 		{"topics --", "--create --retention --kafka", "--watch"},
 		{"topics t --cr", "--create", "--check"},
 		{"topics --retention ", "", "t"},
-		{"failed list --status ", "waiting failed parked dead resolved", "--type list"},
-		{"failed list --status waiting,d", "waiting,dead", "dead"},
-		{"failed list --status = de", "dead", "waiting"},
+		{"failures list --status ", "waiting failed parked dead resolved done", "--type list"},
+		{"failures list --kind ", "event delivery", "list"},
+		{"failures list --status waiting,d", "waiting,dead", "dead"},
+		{"failures list --status = de", "dead", "waiting"},
 		{"topics --kafka-mechanism scram", "scram-sha-256 scram-sha-512", "plain"},
 		{"topics --kafka-ca ", ":file", "topics"},
 		{"completion ", "bash zsh fish", "words"},
@@ -76,8 +77,8 @@ func TestBashCompletes(t *testing.T) {
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "outbox"), []byte(program), 0o755))
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "ca with space.pem"), nil, 0o644))
 	for line, want := range map[string]string{
-		"outbox failed l":               "list",
-		"outbox failed list --status d": "dead",
+		"outbox failures l":             "list",
+		"outbox failures list --kind d": "delivery",
 		"outbox topics --cre":           "--create",
 		"outbox completion ":            "bash\nzsh\nfish",
 		"outbox topics --kafka-ca ca":   "ca with space.pem",

@@ -41,7 +41,7 @@ func TestSchemaWithQuotes(t *testing.T) {
 	for _, args := range [][]string{
 		{"migrate", "status"}, {"status"}, {"failures", "show", "event-1"}, {"failures", "hold", "event-1", "--reason", "x"},
 		{"failures", "release", "event-1", "--reason", "x"}, {"failures", "resolve", "event-1", "--reason", "x"},
-		{"consumer", "pause", "--group", "g", "--reason", "x"}, {"consumer", "status"}, {"consumer", "resume", "--group", "g", "--reason", "x"},
+		{"consumer", "pause", "--group", "g", "--reason", "x"}, {"consumers"}, {"consumer", "resume", "--group", "g", "--reason", "x"},
 	} {
 		a := d.call(t, args...)
 		require.Contains(t, []int{exitOK, exitProblems}, a.code, "%v: %s%s", args, a.out, a.err)

@@ -30,9 +30,8 @@ type failureShow struct {
 	worker *outbox.Worker
 	out    *console
 
-	failures   *outboxops.Failures
-	deliveries *outboxops.Deliveries
-	inspector  *outboxops.Inspector
+	failures  *outboxops.Failures
+	inspector *outboxops.Inspector
 }
 
 // mailGroup is the group of workers whose handler fails.
@@ -56,10 +55,9 @@ func newFailureShow(db *pgxpool.Pool, brokers []string, c *cable, events *outbox
 		return nil, err
 	}
 	f := &failureShow{db: db, shop: s, kafka: kadm.NewClient(r.client), cable: c, relay: relay, worker: worker, out: out}
-	var errs [3]error
+	var errs [2]error
 	f.failures, errs[0] = outboxops.NewFailures(db, outboxops.FailuresConfig{Schema: s.runID})
-	f.deliveries, errs[1] = outboxops.NewDeliveries(db, outboxops.DeliveriesConfig{Schema: s.runID})
-	f.inspector, errs[2] = outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: s.runID})
+	f.inspector, errs[1] = outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: s.runID})
 	return f, errors.Join(errs[:]...)
 }
 
@@ -128,14 +126,14 @@ func (f *failureShow) failedEvent(ctx context.Context) error {
 	f.relay.Wake()
 	var failed []outboxops.Failure
 	err = until(ctx, "the event to fail", func() (_ bool, err error) {
-		failed, err = f.failures.List(ctx, outboxops.FailureFilter{}, outboxops.FailurePage{Limit: 1})
+		failed, err = f.failures.List(ctx, outboxops.FailureFilter{Kind: outboxops.KindEvent}, outboxops.FailurePage{Limit: 1})
 		return len(failed) > 0, err
 	})
 	if err != nil {
 		return err
 	}
 	f.out.row("failed event", "%s: %s, a description of 4,000 letters; %s takes 1,000 bytes", failed[0].ID, failed[0].Class, descriptions)
-	f.out.row("", "the relay tries it again; `outbox failed show %s` says why it fails", failed[0].ID)
+	f.out.row("", "the relay tries it again; `outbox failures show %s` says why it fails", failed[0].ID)
 	return nil
 }
 
@@ -145,16 +143,16 @@ func (f *failureShow) deadDelivery(ctx context.Context) error {
 		return err
 	}
 	f.worker.Wake()
-	var dead []outboxops.Delivery
+	var dead []outboxops.Failure
 	err := until(ctx, "the delivery to be dead", func() (_ bool, err error) {
-		dead, err = f.deliveries.List(ctx, outboxops.DeliveryFilter{Statuses: []string{outboxops.DeliveryDead}}, outboxops.DeliveryPage{Limit: 1})
+		dead, err = f.failures.List(ctx, outboxops.FailureFilter{Kind: outboxops.KindDelivery, Statuses: []string{outbox.StatusDead}}, outboxops.FailurePage{Limit: 1})
 		return len(dead) > 0, err
 	})
 	if err != nil {
 		return err
 	}
-	f.out.row("dead delivery", "%d: %s of group %s; %v", dead[0].ID, dead[0].Action, dead[0].Group, dead[0].Err)
-	f.out.row("", "it waits for an operator: `outbox delivery requeue %d --reason …`", dead[0].ID)
+	f.out.row("dead delivery", "%s: %s of group %s; %v", dead[0].ID, dead[0].Action, dead[0].Group, dead[0].Err)
+	f.out.row("", "it waits for an operator: `outbox failures retry %s --reason …`", dead[0].ID)
 	return nil
 }
 
