@@ -73,12 +73,6 @@ type partitionGroup interface {
 	produce(context.Context, *kgo.Record) error
 }
 
-// slots bound how many handlers run at the same time. Nil means without a bound.
-type slots struct {
-	calls        *handling.Slots // of all handlers: ConsumerConfig.Concurrency
-	transactions *handling.Slots // of those with a transaction: what the pool has for them
-}
-
 // limits are what the workers of a consumer share.
 type limits struct {
 	budget *handling.Budget

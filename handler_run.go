@@ -54,6 +54,35 @@ func (s *runState) get() (running bool, began time.Time, err error) {
 	return s.running, s.began, s.err
 }
 
+// slots bound how many handlers run at the same time. Nil means without a bound.
+type slots struct {
+	calls        *handling.Slots // of all handlers: ConsumerConfig.Concurrency
+	transactions *handling.Slots // of those with a transaction: what the pool has for them
+}
+
+// take waits until a handler may be called, with a transaction or without one, and reports whether that was
+// before ctx ended.
+func (s slots) take(ctx context.Context, tx bool) bool {
+	if s.calls != nil && !s.calls.Take(ctx) {
+		return false
+	}
+	if !tx || s.transactions == nil || s.transactions.Take(ctx) {
+		return true
+	}
+	s.release(false)
+	return false
+}
+
+// release gives back what take has taken.
+func (s slots) release(tx bool) {
+	if tx && s.transactions != nil {
+		s.transactions.Release()
+	}
+	if s.calls != nil {
+		s.calls.Release()
+	}
+}
+
 // The steps of a stop, and when each is over at the latest, in percent of StopTimeout. A
 // step has also the time that those before it have not needed.
 const (

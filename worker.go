@@ -135,188 +135,45 @@ func (w *Worker) run(ctx context.Context) error {
 // workerRun is a worker that runs.
 type workerRun struct {
 	*Worker
-	store      *deliveries.Store
-	dispatcher *dispatcher
-	hands      *hands
-	lanes      []*lane
-	lease      *groupLease
-	stopping   context.Context
-	stop       context.CancelFunc // no other attempt begins
-	cut        context.Context
-	cutOff     context.CancelFunc // attempts end
+	*deliveryRun
+	intake *intake
+	lease  *groupLease
 }
 
 func newWorkerRun(w *Worker) *workerRun {
-	r := &workerRun{Worker: w, hands: newHands(), lease: newGroupLease(w.db, w.cfg.Schema, w.cfg.Group, w.cfg.Lease)}
-	r.stopping, r.stop = context.WithCancel(context.Background())
-	r.cut, r.cutOff = context.WithCancel(context.Background())
-	r.store = deliveries.NewStore(w.db, w.cfg.Schema, w.cfg.Group, newHolder(), w.cfg.Lease)
-	r.dispatcher = &dispatcher{
-		cfg: &w.cfg, store: r.store, processor: w.processor, routes: w.processor.routes, pauses: w.pauses, outages: w.outages, log: w.processor.log, hands: r.hands,
-		hooks: contain.NewCallback("a hook", w.processor.log, contain.Limits{Patience: w.cfg.Lease / hookShare, Grace: contain.HookLimits.Grace}),
-		lease: r.lease, wake: w.wake, cut: r.cut, freeNow: make(chan struct{}, 1), starting: true,
+	r := &workerRun{Worker: w, lease: newGroupLease(w.db, w.cfg.Schema, w.cfg.Group, w.cfg.Lease)}
+	r.deliveryRun = newDeliveryRun(runParts{
+		cfg: &w.cfg, retriesFor: w.retriesFor, db: w.db, processor: w.processor, slots: slots{transactions: w.slots}, pauses: w.pauses, outages: w.outages, wake: w.wake,
+		read: readOutboxEvent, pairs: deliveryPairs(w.processor.routes, true),
+	})
+	r.intake = &intake{
+		cfg: &w.cfg, dispatcher: r.dispatcher, processor: w.processor, log: w.processor.log, lease: r.lease, hooks: r.hooks, starting: true,
 	}
-	r.dispatcher.fanOut = newFanOut(w.db, w.cfg.Schema, w.cfg.Group, routesOf(w.processor.routes), r.store, r.dispatcher.plan)
+	r.intake.fanOut = newFanOut(w.db, w.cfg.Schema, w.cfg.Group, routesOf(w.processor.routes), r.store, r.intake.plan)
+	r.dispatcher.takeNew = r.intake.takeNew
+	r.confirm = r.intake.fanOut.confirm
 	return r
 }
 
 // prepare waits for PostgreSQL, checks that the tables are as this release needs them, and reads what
 // is paused, before anything is handled.
 func (r *workerRun) prepare(ctx context.Context) error {
-	answered := outage.Announce(r.processor.log, "PostgreSQL, or for a connection of its pool", checkTimeout)
-	defer answered()
-	for ctx.Err() == nil {
-		began := time.Now()
-		try, cancel := context.WithTimeout(ctx, checkTimeout)
-		var first poolSession
-		err := errors.Join(r.processor.store.(*handledStore).check(try), r.store.Check(try), r.readPauses(try),
-			r.db.QueryRow(try, sqlSession).Scan(&first.role, &first.user, &first.isolation))
-		cancel()
-		answered()
-		switch {
-		case pg.IsUndefined(err):
-			return notMigrated(r.cfg.Schema, err)
-		case err == nil:
-			r.outages.Report(outagePostgres, began, nil)
-			r.makeLanes(first)
-			return nil
-		case ctx.Err() == nil:
-			r.outages.Report(outagePostgres, began, err)
-			wait.Sleep(ctx, r.outages.Backoff(outagePostgres))
-		}
-	}
-	return nil
-}
-
-// makeLanes makes the lanes of each kind of handlers that there is.
-func (r *workerRun) makeLanes(first poolSession) {
-	parts := laneParts{
-		cfg: &r.cfg, retriesFor: r.retriesFor, processor: r.processor, store: r.store, slots: r.slots, pauses: r.pauses, outages: r.outages,
-		log: r.processor.log, hands: r.hands, session: first, stopping: r.stopping, cut: r.cut, promoted: r.dispatcher.signalDue, lost: r.dispatcher.signalStrays, retryAt: r.dispatcher.retryAt,
-	}
-	withTx, without := r.pairs()
-	for _, tx := range []bool{true, false} {
-		k := &laneKind{pairs: withTx, most: r.cfg.MaxPoll, load: map[*lane]int{}, slow: map[*lane]bool{}}
-		if !tx {
-			k.pairs, k.most = without, 1
-		}
-		if len(k.pairs) == 0 {
-			continue
-		}
-		parts.freed = func(l *lane, n int, took time.Duration) {
-			k.freed(l, n, took, r.cfg.MaxPoll)
-			wait.Signal(r.dispatcher.freeNow)
-		}
-		for range r.cfg.Concurrency {
-			k.lanes = append(k.lanes, newLane(parts, tx))
-		}
-		r.lanes = append(r.lanes, k.lanes...)
-		r.dispatcher.kinds = append(r.dispatcher.kinds, k)
-	}
-}
-
-// pairs returns what handlers with a transaction get, and what others get. Rows without an action
-// are for all handlers of their type.
-func (r *workerRun) pairs() (withTx, without []deliveries.Pair) {
-	kinds := map[deliveries.Pair]bool{} // with a transaction
-	for _, route := range r.processor.routes.byName {
-		topic := route.def.destination()
-		for h := range route.handlers() {
-			p := deliveries.Pair{Action: h.action, Stream: topic}
-			tx, known := kinds[p]
-			kinds[p] = h.kind != noTx && (tx || !known)
-		}
-	}
-	for p, tx := range kinds {
-		if tx {
-			withTx = append(withTx, p)
-		} else {
-			without = append(without, p)
-		}
-	}
-	all := &withTx
-	if len(withTx) == 0 {
-		all = &without
-	}
-	for _, topic := range r.processor.routes.topics {
-		*all = append(*all, deliveries.Pair{Stream: topic})
-	}
-	return withTx, without
+	return r.deliveryRun.prepare(ctx, func(ctx context.Context) error {
+		return errors.Join(r.processor.store.(*handledStore).check(ctx), r.readPauses(ctx))
+	})
 }
 
 // run works until ctx is cancelled.
 func (r *workerRun) run(ctx context.Context) error {
-	defer context.AfterFunc(ctx, func() {
-		r.state.stop()
-		r.stop()
-	})()
-	var beside sync.WaitGroup
+	defer context.AfterFunc(ctx, r.state.stop)()
 	background, end := context.WithCancel(context.WithoutCancel(ctx))
-	for _, l := range r.lanes {
-		go l.run()
-	}
-	keeper := &keeper{
-		cfg: &r.cfg, store: r.store, hands: r.hands, dispatcher: r.dispatcher, lanes: r.lanes, outages: r.outages, log: r.processor.log, hooks: r.dispatcher.hooks,
-	}
-	beside.Go(func() { keeper.run(background) })
-	beside.Go(func() { keeper.takeOver(background) })
-	beside.Go(func() { keeper.watch(background) })
+	var beside sync.WaitGroup
 	beside.Go(func() { r.watchPauses(background) })
-	beside.Go(func() { newGroupCleaner(r.Worker, r.lease, r.dispatcher.hasBacklog, r.cut).run(r.stopping) })
-	err := r.dispatcher.run(r.stopping)
-	r.stop()
-	r.end(end)
+	beside.Go(func() { newGroupCleaner(r.Worker, r.lease, r.intake.hasBacklog, r.cut).run(r.stopping) })
+	err := r.deliveryRun.run(ctx)
+	end()
 	beside.Wait()
 	return err
-}
-
-// end ends the lanes within StopTimeout. Leases are renewed until they have ended.
-func (r *workerRun) end(end context.CancelFunc) {
-	clock := stopClock{time.Now(), r.cfg.StopTimeout}
-	defer end()
-	defer r.cutOff()
-	for _, l := range r.lanes {
-		l.in.close()
-	}
-	if r.haveEnded(clock.part(finishBy)) {
-		return
-	}
-	r.cutOff()
-	if r.haveEnded(clock.part(abandonBy - finishBy)) {
-		return
-	}
-	r.abandon(clock)
-	if r.haveEnded(clock.part(leftBy - abandonBy)) {
-		return
-	}
-	for _, l := range r.lanes {
-		l.reportLeft()
-	}
-}
-
-// abandon gives up the lanes whose handlers do not return although their contexts have ended, and gives back what
-// they have beside that.
-func (r *workerRun) abandon(clock stopClock) {
-	var rest []deliveries.Delivery
-	for _, l := range r.lanes {
-		rest = append(rest, l.cutOff()...)
-	}
-	ctx, cancel := clock.by(leftBy)
-	defer cancel()
-	r.dispatcher.giveBack(ctx, rest)
-}
-
-func (r *workerRun) haveEnded(patience time.Duration) bool {
-	timer := time.NewTimer(patience)
-	defer timer.Stop()
-	for _, l := range r.lanes {
-		select {
-		case <-l.ended:
-		case <-timer.C:
-			return false
-		}
-	}
-	return true
 }
 
 // Actions returns the actions of the handlers that get events of a type, sorted: each of
@@ -349,7 +206,7 @@ func (w *Worker) Deliver(ctx context.Context, tx pgx.Tx, outboxID int64, action 
 	own.cfg.Hooks.Repeated = func(Metadata, string) { repeated = true }
 	d.Attempt = attempt
 	it := item{meta: metadataOf(&d, new(origin))}
-	m, err := messageOf(&d)
+	m, err := readOutboxEvent(&d)
 	if err != nil {
 		return false, err
 	}

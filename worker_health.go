@@ -60,7 +60,7 @@ func (w *Worker) Health() WorkerHealth {
 		for _, l := range run.lanes {
 			h.Live = l.reportHealth(notReady) && h.Live
 		}
-		if run.dispatcher.isMoved() {
+		if run.intake.isMoved() {
 			h.Reasons = append(h.Reasons, "the group was moved to Kafka: only what was open is handled")
 		}
 		h.Reasons = append(h.Reasons, pauseReasons(w.pauses, "worker")...)

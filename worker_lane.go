@@ -40,13 +40,14 @@ type laneParts struct {
 	cfg        *WorkerConfig
 	processor  *processor
 	store      *deliveries.Store
-	slots      *handling.Slots // of transactions
+	slots      slots
 	pauses     *pauses.Set
 	outages    *outage.Logs
 	log        *slog.Logger
 	hands      *hands
 	retriesFor func(error) int // the host's; nil: as many as the stream has
 	session    poolSession     // of the connections of the pool, before a handler changes it
+	event      func(*deliveries.Delivery) (*Message, error)
 
 	stopping context.Context // no other attempt begins
 	cut      context.Context // attempts end
@@ -193,13 +194,13 @@ func (l *lane) handleBatch(items []laneItem) int {
 		l.handleEach(items, nil)
 		return len(items)
 	}
-	for conflicts := 0; l.takeSlot(); {
+	for conflicts := 0; l.slots.take(l.stopping, true); {
 		began := time.Now()
 		next, err := l.own.processBatch(l.held, tasks, func(spent time.Duration) bool {
 			return !l.mayGoOn() || spent >= transactionTime || slices.ContainsFunc(streams, l.pauses.IsPaused)
 		})
 		l.unlockRows(err)
-		l.slots.Release()
+		l.slots.release(true)
 		switch {
 		case err == nil:
 			l.works(began)
@@ -366,15 +367,13 @@ func (l *lane) try(p *processor, it *laneItem, t task, before error) error {
 		return before
 	}
 	for {
-		if !l.mayGoOn() || t.kind != noTx && !l.takeSlot() {
+		if !l.mayGoOn() || !l.slots.take(l.stopping, t.kind != noTx) {
 			return errStopped
 		}
 		began := time.Now()
 		err := p.processOne(l.held, t)
 		l.unlockRows(err)
-		if t.kind != noTx {
-			l.slots.Release()
-		}
+		l.slots.release(t.kind != noTx)
 		switch {
 		case err == nil:
 			if t.kind != noTx {
@@ -398,8 +397,6 @@ func (l *lane) try(p *processor, it *laneItem, t task, before error) error {
 		}
 	}
 }
-
-func (l *lane) takeSlot() bool { return l.slots.Take(l.stopping) }
 
 // awaitConflict waits before a task is repeated that PostgreSQL has rolled back.
 func (l *lane) awaitConflict(it *laneItem, t task, n int, err error) {

@@ -63,7 +63,7 @@ func (l *lane) read(it *laneItem) {
 				return err
 			}
 		}
-		m, err := messageOf(&it.Delivery)
+		m, err := l.event(&it.Delivery)
 		if err != nil {
 			return err
 		}
@@ -107,8 +107,8 @@ func (l *lane) print(d *deliveries.Delivery) error {
 	}
 }
 
-// messageOf returns the event as it would arrive in a record.
-func messageOf(d *deliveries.Delivery) (*Message, error) {
+// readOutboxEvent returns an event of outbox as it would arrive in a record.
+func readOutboxEvent(d *deliveries.Delivery) (*Message, error) {
 	e := envelope{
 		eventID: []byte(d.EventID), eventType: []byte(d.Type), source: []byte(d.Source), aggregateType: []byte(d.AggregateType),
 		aggregateID: []byte(d.AggregateID), payload: d.Payload, contentType: []byte(d.ContentType), headers: d.Headers,

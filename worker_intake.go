@@ -1,0 +1,234 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/deliveries"
+)
+
+// intake makes deliveries of new events of the database, for the lanes of a worker. But for moved
+// and backlog it belongs to the goroutine of the dispatcher.
+type intake struct {
+	cfg        *WorkerConfig
+	fanOut     *fanOut
+	dispatcher *dispatcher
+	processor  *processor // for its log
+	log        *slog.Logger
+	lease      *groupLease
+	hooks      *contain.Callback // calls the hooks of what no lane has
+
+	backlog   atomic.Bool // there were more events than could be taken
+	moved     atomic.Bool // the group gets no new events
+	round     fanOutRound
+	lookAgain time.Time // whether the group still gets its events from Kafka
+	starting  bool      // the group may have no position yet
+}
+
+// hasBacklog reports whether there were more events than could be taken when it looked last.
+func (in *intake) hasBacklog() bool { return in.backlog.Load() }
+
+// isMoved reports whether the group gets its events from Kafka now.
+func (in *intake) isMoved() bool { return in.moved.Load() }
+
+// fanOutRound is what has been planned in the round of fan-out under way.
+type fanOutRound struct {
+	left    map[*laneKind]int // deliveries that its lanes can take
+	status  map[deliveries.Key]deliveries.Status
+	unknown []eventHead // no handler takes their types
+}
+
+// takeNew is dispatcher.takeNew.
+func (in *intake) takeNew(ctx context.Context) (more, answered bool, err error) {
+	if in.isMoved() && time.Now().Before(in.lookAgain) {
+		return false, false, nil
+	}
+	in.round = fanOutRound{left: map[*laneKind]int{}, status: map[deliveries.Key]deliveries.Status{}}
+	limit := 0
+	for _, k := range in.dispatcher.kinds {
+		in.round.left[k] = k.room() * k.batch()
+		limit = max(limit, in.round.left[k])
+	}
+	if limit == 0 {
+		return false, false, nil
+	}
+	if in.starting || in.isMoved() {
+		if err := in.begin(ctx); err != nil {
+			return false, false, in.ifNotMoved(err)
+		}
+	}
+	began := time.Now()
+	_, more, err = in.fanOut.round(ctx, limit, in.dispatcher.hands.budget(), func(rows []deliveries.Delivery) error {
+		in.deal(rows, began)
+		return nil
+	})
+	if err == nil && len(in.round.unknown) > 0 {
+		in.reportUnknown(ctx, in.round.unknown)
+	}
+	in.backlog.Store(more)
+	if errors.Is(err, pgx.ErrNoRows) || errors.Is(err, errOtherCluster) { // its position was deleted, or is another server's
+		in.starting = true
+		return true, false, nil
+	}
+	return more, err == nil, in.ifNotMoved(err)
+}
+
+// deal deals new rows to the lanes that take them.
+func (in *intake) deal(rows []deliveries.Delivery, made time.Time) {
+	for _, k := range in.dispatcher.kinds {
+		var own []deliveries.Delivery
+		for _, r := range rows {
+			if slices.Contains(k.pairs, deliveries.Pair{Action: r.Action, Stream: r.Stream}) {
+				own = append(own, r)
+			}
+		}
+		in.dispatcher.deal(k, own, made)
+	}
+}
+
+// begin makes sure that the group has a position here.
+func (in *intake) begin(ctx context.Context) error {
+	if err := in.fanOut.cursors.checkSequence(ctx); err != nil {
+		return err
+	}
+	if err := in.fanOut.begin(ctx, in.cfg.FromStart); err != nil {
+		return err
+	}
+	err := in.fanOut.load(ctx, in.fanOut.db)
+	if errors.Is(err, errOtherCluster) {
+		if err = in.rebase(ctx); err == nil {
+			err = in.fanOut.load(ctx, in.fanOut.db)
+		}
+	}
+	if err != nil {
+		return err
+	}
+	in.starting = false
+	in.moved.Store(false)
+	return nil
+}
+
+// rebase moves all positions here from the cluster that the database came from. One process of
+// the group does that; for the others the lease is held meanwhile.
+func (in *intake) rebase(ctx context.Context) error {
+	began := time.Now()
+	l, err := in.lease.acquire(ctx)
+	if err != nil {
+		return fmt.Errorf("rebase cursor: %w", err)
+	}
+	defer func() {
+		if err := in.lease.giveUp(l, in.cfg.StopTimeout); err != nil {
+			in.log.Warn("outbox: the lease for a rebase is not released, it expires", "error", err)
+		}
+	}()
+	if err := in.fanOut.load(ctx, in.fanOut.db); !errors.Is(err, errOtherCluster) { // another process was faster
+		return err
+	}
+	unsent, err := in.fanOut.cursors.rebase(ctx, l)
+	if err == nil {
+		in.log.Warn("outbox: database was restored from another cluster, the cursor is moved to this one",
+			"unsent", unsent, "took", time.Since(began).Round(time.Millisecond))
+	}
+	return err
+}
+
+// ifNotMoved returns an error, unless it says that the group gets its events from Kafka. This is looked at
+// again after PollInterval.
+func (in *intake) ifNotMoved(err error) error {
+	if !errors.Is(err, errMoved) {
+		return err
+	}
+	in.lookAgain = time.Now().Add(in.cfg.PollInterval)
+	in.moved.Store(true)
+	return nil
+}
+
+// hookShare is which part of a lease a hook may take that is called where it holds up all else.
+const hookShare = 10
+
+// reportUnknown logs events of types without a handler, and calls hooks for them.
+func (in *intake) reportUnknown(ctx context.Context, events []eventHead) {
+	all := make([]Metadata, len(events))
+	for i, e := range events {
+		stream, _ := e.destination() // plan has had it
+		all[i] = Metadata{Type: e.eventType, Subject: e.aggregate, origin: &origin{key: []byte(e.recordKey()), delivery: deliveryOrigin{stream: stream}}}
+		if in.cfg.Unknown == DeadLetterUnknown {
+			in.log.Error("outbox: delivery is dead, the group has no handler for its type", "stream", stream, "type", e.eventType, "outbox_id", e.id)
+		} else {
+			in.processor.logSkipped(all[i])
+		}
+	}
+	h := in.cfg.Hooks
+	if h.Unknown == nil && h.DeadLettered == nil {
+		return
+	}
+	in.hooks.Notify(ctx, func() {
+		for _, m := range all {
+			if h.Unknown != nil {
+				h.Unknown(m)
+			}
+			if in.cfg.Unknown == DeadLetterUnknown && h.DeadLettered != nil {
+				h.DeadLettered(m, "", "", unknownType(m.Type))
+			}
+		}
+	})
+}
+
+// plan says what is owed for an event: a delivery for each of its handlers.
+func (in *intake) plan(e eventHead) (owed []deliveries.New) {
+	stream, err := e.destination()
+	if err != nil || !in.fanOut.routes.streams[stream] {
+		return nil
+	}
+	most := attempts(in.cfg.of(stream).MaxRetries)
+	pairs := in.fanOut.routes.byType[e.eventType]
+	for _, p := range pairs {
+		if p.Stream == stream {
+			key := in.keyOf(e, p.Action, stream)
+			owed = append(owed, deliveries.New{OutboxID: e.id, Action: p.Action, Stream: stream, Key: key, MaxAttempts: most, Status: in.statusOf(key, p)})
+		}
+	}
+	if len(owed) > 0 {
+		return owed
+	}
+	in.round.unknown = append(in.round.unknown, e)
+	if in.cfg.Unknown == DeadLetterUnknown {
+		owed = append(owed, deliveries.New{OutboxID: e.id, Stream: stream, Key: in.keyOf(e, "", stream), Status: deliveries.Dead, MaxAttempts: most})
+	}
+	return owed
+}
+
+// statusOf returns what a new delivery becomes if its key is free: it is for this worker as long as its
+// lanes can take more. What follows in the same key is with it.
+func (in *intake) statusOf(key deliveries.Key, pair deliveries.Pair) deliveries.Status {
+	if s, ok := in.round.status[key]; ok && key.Ordered {
+		return s
+	}
+	status, rest := deliveries.Pending, deliveries.Parked
+	for k, left := range in.round.left {
+		if left > 0 && slices.Contains(k.pairs, pair) && !in.dispatcher.pauses.IsPaused(pair.Stream) {
+			in.round.left[k]--
+			status, rest = deliveries.Processing, deliveries.Processing
+		}
+	}
+	in.round.status[key] = rest
+	if status == deliveries.Pending {
+		in.dispatcher.signalDue()
+	}
+	return status
+}
+
+func (in *intake) keyOf(e eventHead, action, stream string) deliveries.Key {
+	if in.cfg.Unordered {
+		return deliveries.Key{}
+	}
+	return deliveries.KeyOf(in.cfg.Group, action, stream, e.recordKey())
+}
