@@ -74,16 +74,26 @@ CREATE TABLE event_delivery (
     headers            jsonb,
     payload            jsonb,
     payload_bytes      bytea,
+    record_partition   int,
+    record_id          text,
+    record_digest      bytea,
+    record             bytea,
     CONSTRAINT event_delivery_status CHECK (status IN ('PENDING', 'PARKED', 'PROCESSING', 'DONE', 'DEAD')),
     CONSTRAINT event_delivery_locked CHECK ((status = 'PROCESSING') = (locked_by IS NOT NULL) AND (locked_by IS NULL) = (locked_until IS NULL)),
     CONSTRAINT event_delivery_held CHECK (NOT held OR status = 'DEAD'),
-    CONSTRAINT event_delivery_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1)
+    CONSTRAINT event_delivery_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1),
+    CONSTRAINT event_delivery_record CHECK (num_nulls(record_partition, record_digest, record) IN (0, 3) AND (record IS NOT NULL OR record_id IS NULL))
 );
 
 -- What is due, by action and stream: of those that are paused, or unknown to a process, it reads
--- nothing. Rows whose worker was gone are claimed by themselves.
-CREATE INDEX idx_event_delivery_due ON event_delivery (consumer_group, action, stream, (coalesce(last_error_code, '') = 'stale'), next_retry_at, id)
+-- nothing, and workers nothing of what came from Kafka, nor consumers of the rest. Rows whose
+-- worker was gone are claimed by themselves.
+CREATE INDEX idx_event_delivery_due ON event_delivery
+       (consumer_group, action, stream, (record IS NOT NULL), (coalesce(last_error_code, '') = 'stale'), next_retry_at, id)
  WHERE status = 'PENDING';
+-- An event from Kafka that an action is owed, or has given up, is not handled otherwise, nor owed twice.
+CREATE UNIQUE INDEX idx_event_delivery_record ON event_delivery (consumer_group, action, record_digest)
+ WHERE status <> 'DONE' AND record_digest IS NOT NULL;
 -- The open rows of a key: those that others wait for, and those that wait, in their order. While a
 -- transaction is open somewhere, no entry of a row that has gone on is removed, so they are read from
 -- an id on below which no row of the key is open. Only a row that was put back may be there.
@@ -96,9 +106,9 @@ CREATE INDEX idx_event_delivery_locked ON event_delivery (consumer_group, locked
 CREATE INDEX idx_event_delivery_dead ON event_delivery (consumer_group, id) WHERE status = 'DEAD';
 
 COMMENT ON TABLE event_delivery IS
-    'What is owed to handlers of workers: a row for each event, consumer group and action, with the whole event.';
+    'What is owed to handlers: of workers a row for each event, consumer group and action, with the whole event; of consumers one for each event that an action could not handle, and for those behind it.';
 COMMENT ON COLUMN event_delivery.id IS 'Order in which the rows were made: the order within a key.';
-COMMENT ON COLUMN event_delivery.position IS 'outbox.id of the event.';
+COMMENT ON COLUMN event_delivery.position IS 'outbox.id of the event, or the offset of the record that brought it.';
 COMMENT ON COLUMN event_delivery.order_key IS
     'Digest of group, action, stream and record key: of the same key one row after the other is handled. NULL: the order does not matter.';
 COMMENT ON COLUMN event_delivery.attempt_count IS 'How often it was claimed, so that an event which ends its process counts too.';
@@ -120,7 +130,7 @@ COMMENT ON COLUMN event_delivery.status IS
     'PENDING: due at next_retry_at; PARKED: behind an open row of its key; PROCESSING: with a worker; DONE; DEAD: given up until an operator acts.';
 COMMENT ON COLUMN event_delivery.consumer_group IS 'As in event_handled.';
 COMMENT ON COLUMN event_delivery.action IS 'The handler that gets it, as in event_handled; empty if the group has none for its type.';
-COMMENT ON COLUMN event_delivery.stream IS 'The topic that the event has in Kafka.';
+COMMENT ON COLUMN event_delivery.stream IS 'The topic that the event has in Kafka, or came from.';
 COMMENT ON COLUMN event_delivery.event_type IS 'As in outbox.';
 COMMENT ON COLUMN event_delivery.source IS 'As in outbox.';
 COMMENT ON COLUMN event_delivery.aggregate_type IS 'As in outbox.';
@@ -136,7 +146,11 @@ COMMENT ON COLUMN event_delivery.resolved_at IS 'When it was decided.';
 COMMENT ON COLUMN event_delivery.note IS 'The operator''s note.';
 COMMENT ON COLUMN event_delivery.headers IS 'As in outbox.';
 COMMENT ON COLUMN event_delivery.payload IS 'As in outbox.';
-COMMENT ON COLUMN event_delivery.payload_bytes IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.payload_bytes IS 'As in outbox; the value of the record that brought the event.';
+COMMENT ON COLUMN event_delivery.record_partition IS 'The partition of the record that brought the event; NULL if it came from outbox.';
+COMMENT ON COLUMN event_delivery.record_id IS 'The id of an event from Kafka that is no UUID; event_id is made from it then.';
+COMMENT ON COLUMN event_delivery.record_digest IS 'Digest of source and id of an event from Kafka.';
+COMMENT ON COLUMN event_delivery.record IS 'Key, headers and time of the record that brought the event, as JSON; with payload_bytes it is the record.';
 
 -- Functions for what workers and operators do alike. They act with the rights of their caller.
 -- Whoever inserts, finishes or requeues rows of a key locks it first, and decides in a later
@@ -203,6 +217,20 @@ BEGIN
             %2$s
         END $body$
         $function$, schema, format(locking, '$2', 'pg_advisory_xact_lock', schema));
+
+    -- Locks keys against those who insert, promote or requeue rows of them, but not against those who
+    -- end rows, nor against others who only look. Returns whether a later statement of the transaction
+    -- sees what others have committed before it.
+    EXECUTE format($function$
+        CREATE FUNCTION %1$I.outbox_lock_keys_shared(consumer_group text, order_keys bigint[]) RETURNS boolean
+        LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
+        DECLARE
+            lock bigint;
+        BEGIN
+            %2$s
+            RETURN current_setting('transaction_isolation') = 'read committed';
+        END $body$
+        $function$, schema, format(locking, '$2', 'pg_advisory_xact_lock_shared', schema));
 
     -- Locks keys, and makes the first row of each PENDING if all of them are PARKED. A floor is an id
     -- below which no row of the key is open, unless it was put back; without one it looks at all
@@ -312,7 +340,7 @@ BEGIN
     FOR granted IN
         SELECT p.oid::regprocedure AS signature FROM pg_proc AS p
          WHERE p.pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = schema)
-           AND p.proname IN ('outbox_lock_keys', 'outbox_promote', 'outbox_finish_deliveries')
+           AND p.proname IN ('outbox_lock_keys', 'outbox_lock_keys_shared', 'outbox_promote', 'outbox_finish_deliveries')
     LOOP
         EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', granted.signature);
     END LOOP;

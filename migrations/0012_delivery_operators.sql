@@ -83,7 +83,7 @@ BEGIN
                        next_retry_at = now(), updated_at = now(), processed_at = NULL,
                        resolution = NULL, resolved_by = NULL, resolved_at = NULL, note = NULL
                  WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
-             RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, d.position, d.event_id
+             RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
             ), audited AS (
                 INSERT INTO %1$I.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
                 SELECT $2, 'retry', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id
@@ -134,7 +134,7 @@ BEGIN
                    SET status = 'DEAD', held = false, updated_at = now(), processed_at = coalesce(d.processed_at, now()),
                        resolution = 'resolved', resolved_by = $2, resolved_at = now(), note = $3
                  WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
-             RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, d.position, d.event_id
+             RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
             ), audited AS (
                 INSERT INTO %1$I.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
                 SELECT $2, 'resolve', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id
@@ -229,7 +229,7 @@ BEGIN
         BEGIN
             PERFORM %1$I.outbox_check_audit(operator, reason);
             INSERT INTO %1$I.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
-            SELECT $2, 'read', $3, '', d.stream || '/' || coalesce(d.partition_key, d.aggregate_id), d.consumer_group, d.action, d.id, d.position, d.event_id
+            SELECT $2, 'read', $3, '', d.stream || '/' || coalesce(d.partition_key, d.aggregate_id), d.consumer_group, d.action, d.id, CASE WHEN d.record IS NULL THEN d.position END, d.event_id
               FROM %1$I.event_delivery AS d WHERE d.id = $1;
             RETURN FOUND;
         END $body$

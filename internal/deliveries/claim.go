@@ -20,8 +20,8 @@ WITH due AS MATERIALIZED (
      CROSS JOIN LATERAL (
            SELECT d.id, d.order_key, d.attempt_count FROM {schema}.event_delivery AS d
             WHERE d.consumer_group = $1::text AND d.action = w.action AND d.stream = w.stream AND d.status = 'PENDING'
-              AND d.next_retry_at >= w.since AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $8::bool
-            ORDER BY d.consumer_group, d.action, d.stream, ` + suspect + `, d.next_retry_at, d.id LIMIT $6 FOR UPDATE SKIP LOCKED) AS p
+              AND (d.record IS NOT NULL) = $11::bool AND d.next_retry_at >= w.since AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $8::bool
+            ORDER BY d.consumer_group, d.action, d.stream, (d.record IS NOT NULL), ` + suspect + `, d.next_retry_at, d.id LIMIT $6 FOR UPDATE SKIP LOCKED) AS p
      LIMIT $6
 ), behind AS MATERIALIZED (
     SELECT b.id FROM due
@@ -75,7 +75,7 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 	claim := func(ctx context.Context, budget int64) error {
 		return transact(ctx, func(b *pgx.Batch) {
 			b.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
-			b.Queue(s.sqlClaim, s.group, s.newHolder(), s.lease, actions, streams, limit, follow, suspects, since, budget).Query(func(rows pgx.Rows) (err error) {
+			b.Queue(s.sqlClaim, s.group, s.newHolder(), s.lease, actions, streams, limit, follow, suspects, since, budget, s.records).Query(func(rows pgx.Rows) (err error) {
 				claimed, err = scan(rows)
 				return err
 			})
@@ -127,12 +127,12 @@ func IsUnprintable(err error) bool {
 // claimTimeout bounds a claim, until it is tried without what may not be printable.
 const claimTimeout = 15 * time.Second
 
-const sqlPrint = `SELECT ` + payload + `, ` + headers + ` FROM {schema}.event_delivery AS d WHERE d.id = $1 AND d.consumer_group = $2::text AND d.locked_by = $3::text`
+const sqlPrint = `SELECT ` + payload + `, ` + headers + `, ` + record + ` FROM {schema}.event_delivery AS d WHERE d.id = $1 AND d.consumer_group = $2::text AND d.locked_by = $3::text`
 
 // Print reads payload and headers of a bare row. The error may be one that [IsUnprintable] knows, or [ErrLost] if
 // the row is not with this worker any more.
 func (s *Store) Print(ctx context.Context, d *Delivery) error {
-	err := s.db.QueryRow(ctx, s.sqlPrint, d.ID, s.group, d.Holder).Scan(&d.Payload, &d.Headers)
+	err := s.db.QueryRow(ctx, s.sqlPrint, d.ID, s.group, d.Holder).Scan(&d.Payload, &d.Headers, &d.Record)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return ErrLost

@@ -1,5 +1,5 @@
 // Package deliveries keeps the table event_delivery: what is owed to the handlers of
-// workers. One goroutine or process after the other handles the rows of a key, in their
+// workers, and what those of consumers could not handle. One goroutine or process after the other handles the rows of a key, in their
 // order; rows of different keys go side by side.
 //
 // Of the open rows of a key, those before others in its order are PROCESSING or one is
@@ -46,7 +46,7 @@ type Ref struct {
 // Delivery is a row that this worker has claimed.
 type Delivery struct {
 	Ref
-	Position int64 // outbox.id
+	Position int64 // outbox.id, or the offset of the record that brought it
 	Key      Key
 	Action   string
 	Stream   string
@@ -64,6 +64,14 @@ type Delivery struct {
 	Size                                              int    // of Payload and Headers in bytes, by what its row says
 	Bare                                              bool   // Payload and Headers were not read, see Store.Print
 	OccurredAt, RecordedAt                            time.Time
+
+	// FromKafka is set if a record brought the event: then Payload is its value, Partition its partition, and Record is
+	// the rest of it, as it was parked.
+	FromKafka bool
+	Partition int32
+	Record    []byte
+	// LastCode and LastMessage are of the attempt that has failed last.
+	LastCode, LastMessage string
 
 	due time.Time // next_retry_at
 	// floor is an id below which no row of the key is open, unless it was put back.
@@ -97,21 +105,23 @@ func KeyOf(group, action, stream, recordKey string) Key {
 
 func (k Key) value() pgtype.Int8 { return pgtype.Int8{Int64: k.Digest, Valid: k.Ordered} }
 
-// columnsWithin are those that scan reads. The last two are NULL in rows that have a column until, the sum of the
+// columnsWithin are those that scan reads. The last three are NULL in rows that have a column until, the sum of the
 // sizes up to theirs, which is above a parameter.
 func columnsWithin(budget string) string {
 	fits := func(column string) string {
 		return `CASE WHEN d.until <= ` + budget + `::bigint THEN ` + column + ` END`
 	}
-	return columns + `, d.until > ` + budget + `::bigint, ` + fits(payload) + `, ` + fits(headers)
+	return columns + `, d.until > ` + budget + `::bigint, ` + fits(payload) + `, ` + fits(headers) + `, ` + fits(record)
 }
 
 const (
 	columns = `d.id, coalesce(d.locked_by, ''), d.position, d.order_key, d.action, d.stream, d.attempt_count, d.max_attempts, coalesce(d.last_error_code = '` + CodeStale + `', false),
-       d.event_id::text, d.event_type, d.source, d.aggregate_type, d.aggregate_id,
-       d.content_type, coalesce(d.partition_key, ''), d.occurred_at, d.recorded_at, d.next_retry_at, d.size`
+       coalesce(d.record_id, d.event_id::text), d.event_type, d.source, d.aggregate_type, d.aggregate_id,
+       d.content_type, coalesce(d.partition_key, ''), d.occurred_at, d.recorded_at, d.next_retry_at, d.size,
+       d.record_partition, coalesce(d.last_error_code, ''), coalesce(d.last_error_message, '')`
 	payload = `coalesce(convert_to(d.payload::text, 'UTF8'), d.payload_bytes)`
 	headers = `convert_to(d.headers::text, 'UTF8')`
+	record  = `d.record`
 )
 
 // scan reads all rows.
@@ -119,10 +129,13 @@ func scan(rows pgx.Rows) ([]Delivery, error) {
 	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (d Delivery, err error) {
 		var key pgtype.Int8
 		var bare pgtype.Bool
+		var partition pgtype.Int4
 		err = row.Scan(&d.ID, &d.Holder, &d.Position, &key, &d.Action, &d.Stream, &d.Attempt, &d.MaxAttempts, &d.Suspect,
 			&d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID,
-			&d.ContentType, &d.PartitionKey, &d.OccurredAt, &d.RecordedAt, &d.due, &d.Size, &bare, &d.Payload, &d.Headers)
+			&d.ContentType, &d.PartitionKey, &d.OccurredAt, &d.RecordedAt, &d.due, &d.Size,
+			&partition, &d.LastCode, &d.LastMessage, &bare, &d.Payload, &d.Headers, &d.Record)
 		d.Key, d.Bare = Key{key.Int64, key.Valid}, bare.Bool
+		d.FromKafka, d.Partition = partition.Valid, partition.Int32
 		return d, err
 	})
 }

@@ -115,6 +115,8 @@ type Failure struct {
 	MaxAttempts int
 	// Uncounted is set if it is to be no attempt.
 	Uncounted bool
+	// Last is set if the next claim is for giving it up: it has no attempt left.
+	Last bool
 	// Dead is set if there is none. Then its key goes on, unless Held.
 	Dead, Held bool
 }
@@ -123,7 +125,7 @@ const sqlFail = `
 UPDATE {schema}.event_delivery AS d
    SET status = CASE WHEN $6::bool THEN 'DEAD' ELSE 'PENDING' END, held = $7::bool, locked_by = NULL, locked_until = NULL,
        next_retry_at = clock_timestamp() + $5::interval, processed_at = CASE WHEN $6::bool THEN clock_timestamp() END,
-       updated_at = clock_timestamp(), last_error_code = $3::text, last_error_message = $4::text, max_attempts = greatest(d.max_attempts, $9::int),
+       updated_at = clock_timestamp(), last_error_code = $3::text, last_error_message = $4::text, max_attempts = CASE WHEN $11::bool THEN d.attempt_count ELSE greatest(d.max_attempts, $9::int) END,
        attempt_count = d.attempt_count - CASE WHEN $10::bool THEN 1 ELSE 0 END
  WHERE d.id = $1 AND d.locked_by = $2::text AND d.consumer_group = $8::text
 RETURNING d.id`
@@ -135,7 +137,7 @@ RETURNING d.id`
 func (s *Store) Fail(ctx context.Context, f Failure, rest []Delivery) (promoted int64, err error) {
 	found := false
 	err = s.transactAsync(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlFail, f.Of.ID, f.Of.Holder, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group, f.MaxAttempts, f.Uncounted).Query(func(rows pgx.Rows) error {
+		b.Queue(s.sqlFail, f.Of.ID, f.Of.Holder, f.Code, f.Message, f.Wait, f.Dead, f.Held, s.group, f.MaxAttempts, f.Uncounted, f.Last).Query(func(rows pgx.Rows) error {
 			ids, err := pgx.CollectRows(rows, pgx.RowTo[int64])
 			found = len(ids) > 0
 			return err

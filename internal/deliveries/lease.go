@@ -98,14 +98,18 @@ WITH stale AS MATERIALIZED (
               FOR UPDATE SKIP LOCKED) AS r
 )
 UPDATE {schema}.event_delivery AS d
-   SET status = CASE WHEN d.attempt_count >= d.max_attempts THEN 'DEAD' WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END,
-       held = $4::bool AND d.attempt_count >= d.max_attempts, processed_at = CASE WHEN d.attempt_count >= d.max_attempts THEN clock_timestamp() END,
+   SET status = CASE WHEN ` + usedUp + ` THEN 'DEAD' WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END,
+       held = $4::bool AND ` + usedUp + `, processed_at = CASE WHEN ` + usedUp + ` THEN clock_timestamp() END,
        put_back = true, locked_by = NULL, locked_until = NULL, next_retry_at = clock_timestamp(), updated_at = clock_timestamp(),
        last_error_code = '` + CodeStale + `', last_error_message = 'worker ' || d.locked_by || ' was gone before it was done'
  WHERE d.id = ANY (ARRAY(SELECT id FROM stale UNION SELECT id FROM run))
 RETURNING ` + expiredColumns
 
-const expiredColumns = `d.id, d.order_key, d.status, d.event_id::text, d.event_type, d.action, d.stream, d.attempt_count`
+// usedUp is the condition that a row becomes DEAD with its last attempt. What came from Kafka has to be sent to a
+// dead-letter topic before: whoever claims it next does that.
+const usedUp = `(d.attempt_count >= d.max_attempts AND d.record IS NULL)`
+
+const expiredColumns = `d.id, d.order_key, d.status, coalesce(d.record_id, d.event_id::text), d.event_type, d.action, d.stream, d.attempt_count`
 
 // Expired is a row whose worker is gone.
 type Expired struct {

@@ -92,19 +92,24 @@ var statements = []struct {
 	first, args      string // on the first day, and over many rows
 	most             int    // buffers
 }{
-	{"claim", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint", sqlClaim,
-		`'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000`, `'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000`, 900},
-	{"claim suspects", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint", sqlClaim,
-		`'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000`, `'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000`, 30},
+	{"claim", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, bool", sqlClaim,
+		`'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, false`, `'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, false`, 900},
+	{"claim suspects", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, bool", sqlClaim,
+		`'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, false`, `'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, false`, 30},
 	{"insert", "text, text, interval, bigint[], text[], text[], bigint[], text[], int[], bigint[], timestamptz, timestamptz, bigint", sqlInsert,
 		`'g', 'w', '1 min', '{}', '{}', '{}', '{}', '{}', '{}', '{}', now(), now(), 1000000000`,
 		`'g', 'w', '1 min', '{1,2,3}', '{a,a,a}', '{s,s,s}', '{7,1000001,9}', '{PROCESSING,PROCESSING,PROCESSING}', '{3,3,3}', '{1,1,1}', '2100-01-01', pg_postmaster_start_time(), 1000000000`, 200},
 	{"finish", "text, text, bigint[], bigint[], bigint[]", sqlFinish, `'g', 'w', '{}', '{}', '{}'`, `'g', 'w', {claimed}, {keys}, {floors}`, 600},
 	{"renew", "bigint[], text, interval, text", sqlRenew, `'{}', 'w', '1 min', 'g'`, `{claimed}, 'w', '1 min', 'g'`, 600},
 	{"return", "bigint[], text, text, bool", sqlReturn, `'{}', 'w', 'g', true`, `{claimed}, 'w', 'g', true`, 900},
-	{"fail", "bigint, text, text, text, interval, bool, bool, text, int, bool", sqlFail, `1, 'w', 'c', 'm', '1 s', false, false, 'g', 3, false`, `{one}, 'w', 'c', 'm', '1 s', false, false, 'g', 3, false`, 60},
+	{"fail", "bigint, text, text, text, interval, bool, bool, text, int, bool, bool", sqlFail, `1, 'w', 'c', 'm', '1 s', false, false, 'g', 3, false, false`, `{one}, 'w', 'c', 'm', '1 s', false, false, 'g', 3, false, false`, 60},
 	{"promote", "text, bigint[], bigint[]", sqlPromote, `'g', '{7}', '{1}'`, `'g', '{7,8,1000001}', '{1,1,NULL}'`, 60},
 	{"expire", "text, bigint, interval, bool, timestamptz", sqlExpire, `'g', 10, '0', false, '2000-01-01'`, `'g', 10, '0', false, '2000-01-01'`, 900},
+	{"owed", "text, text[], bigint[], bytea[]", sqlOwed, `'g', '{}', '{}', '{}'`, `'g', '{a,a,a}', '{7,1000001,NULL}', '{a,b,c}'`, 60},
+	{"park", "text, text[], text[], bigint[], bytea[], int[], bigint[], uuid[], text[], text[], text[], text[], text[], text[], bytea[], bytea[], timestamptz[], timestamptz[], int[], " +
+		"text[], text[], text[], text[], int[], text[], text[], bigint[]", sqlPark,
+		`'g', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}'`,
+		`'g', '{a,a}', '{s,s}', '{7,1000001}', '{x,y}', '{1,1}', '{1,2}', '{00000000-0000-0000-0000-000000000001,00000000-0000-0000-0000-000000000002}', '{"",""}', '{t,t}', '{/s,/s}', '{k,k}', '{c,c}', '{k,k}', '{p,p}', '{r,r}', '{now,now}', '{now,now}', '{3,3}', '{t,t}', '{i,j}', '{x,y}', '{"",""}', '{0,1}', '{"",c}', '{"",m}', '{0,5}'`, 200},
 	{"headless", "bigint, bigint, text", sqlHeadless, `-9223372036854775808, 100, 'g'`, `-9223372036854775808, 100, 'g'`, 700},
 }
 
@@ -166,7 +171,7 @@ func (f *plansFixture) explain(tx pgx.Tx, name, args string) (buffers int, plan 
 	var ids []int64
 	keys := "" // with them
 	if strings.Contains(args, "{claimed}") || strings.Contains(args, "{one}") || name == "expire" {
-		rows, err := tx.Query(ctx, `EXECUTE claim('g', 'w', '`+map[bool]string{true: "-1", false: "1"}[name == "expire"]+` min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000)`, pgx.QueryExecModeSimpleProtocol)
+		rows, err := tx.Query(ctx, `EXECUTE claim('g', 'w', '`+map[bool]string{true: "-1", false: "1"}[name == "expire"]+` min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, false)`, pgx.QueryExecModeSimpleProtocol)
 		require.NoError(f, err)
 		ids, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (id int64, err error) {
 			values, err := row.Values()

@@ -23,17 +23,19 @@ const CodeStale = "stale"
 
 // Store reads and writes the deliveries of a group for one worker.
 type Store struct {
-	db     *pgxpool.Pool
-	group  string
-	worker string
-	claims atomic.Int64 // that were made
-	lease  time.Duration
+	db      *pgxpool.Pool
+	group   string
+	worker  string
+	claims  atomic.Int64 // that were made
+	lease   time.Duration
+	records bool // it claims what came from Kafka, and nothing else
 
 	floors   floors
 	due      bounds[looking]
 	expiring bounds[struct{}]
 
-	sqlInsert, sqlClaim, sqlPrint, sqlFinish, sqlRenew, sqlReturn, sqlFail, sqlExpire, sqlLock, sqlLockRows, sqlPromote, sqlHeadless, sqlLook, sqlMine string
+	sqlInsert, sqlClaim, sqlPrint, sqlFinish, sqlRenew, sqlReturn, sqlFail, sqlExpire, sqlLock, sqlLockRows, sqlPromote, sqlHeadless, sqlLook, sqlMine,
+	sqlPark, sqlLockShared, sqlOwed string
 }
 
 // NewStore returns the deliveries of a group for a worker, which has what it claims for the time of
@@ -45,7 +47,15 @@ func NewStore(db *pgxpool.Pool, schema, group, worker string, lease time.Duratio
 		due: bounds[looking]{rare: time.Minute}, expiring: bounds[struct{}]{rare: 10 * time.Minute},
 		sqlInsert: in(sqlInsert), sqlClaim: in(sqlClaim), sqlPrint: in(sqlPrint), sqlFinish: in(sqlFinish), sqlRenew: in(sqlRenew), sqlReturn: in(sqlReturn),
 		sqlFail: in(sqlFail), sqlExpire: in(sqlExpire), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless), sqlLook: in(sqlLook), sqlMine: in(sqlMine),
+		sqlPark: in(sqlPark), sqlLockShared: in(sqlLockShared), sqlOwed: in(sqlOwed),
 	}
+}
+
+// ForRecords has the store claim what came from Kafka, which [Store.Park] has inserted, and nothing else. Without
+// it, it claims the rest.
+func (s *Store) ForRecords() *Store {
+	s.records = true
+	return s
 }
 
 // newHolder returns what locked_by is in the rows of a claim. Each claim has its own, because a crash of
@@ -58,7 +68,7 @@ const settings = pg.PlannerSettings + `, set_config('lock_timeout', '5s', true),
 
 // sqlLook fails if the tables do not exist, or are of an earlier release.
 const sqlLook = `
-SELECT d.id, d.order_key, d.held FROM {schema}.event_delivery AS d, {schema}.event_subscription AS s LIMIT 0`
+SELECT d.id, d.order_key, d.held, d.record FROM {schema}.event_delivery AS d, {schema}.event_subscription AS s LIMIT 0`
 
 // Check reports why the tables cannot be used.
 func (s *Store) Check(ctx context.Context) error {

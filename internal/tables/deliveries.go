@@ -38,7 +38,7 @@ const DeliveryColumns = `d.id, d.consumer_group, d.action, d.stream, coalesce(d.
        d.attempt_count, d.max_attempts, d.next_retry_at, d.last_attempt_at, coalesce(d.locked_by, ''), d.locked_until,
        coalesce(d.last_error_code, ''), d.last_error_message, d.created_at, d.updated_at, d.processed_at,
        coalesce(d.resolution, ''), coalesce(d.resolved_by, ''), coalesce(d.note, ''), d.resolved_at,
-       d.position, d.event_id::text, d.event_type, d.source, d.aggregate_type, d.aggregate_id, d.content_type, d.occurred_at, d.recorded_at`
+       CASE WHEN d.record IS NULL THEN d.position ELSE 0 END, coalesce(d.record_id, d.event_id::text), d.event_type, d.source, d.aggregate_type, d.aggregate_id, d.content_type, d.occurred_at, d.recorded_at`
 
 // ScanDelivery reads [DeliveryColumns].
 func ScanDelivery(row pgx.CollectableRow) (r Delivery, err error) {
@@ -84,7 +84,7 @@ const DeliveryWhere = `
    AND ($5::text = '' OR d.event_type = $5)
    AND ($6::text = '' OR d.last_error_code = $6)
    AND ($7::text = '' OR coalesce(d.partition_key, d.aggregate_id) = $7)
-   AND ($8::text = '' OR d.event_id::text = lower($8))
+   AND ($8::text = '' OR d.event_id::text = lower($8) OR d.record_id = $8)
    AND d.created_at >= coalesce($9::timestamptz, '-infinity') AND d.created_at < coalesce($10::timestamptz, 'infinity')
    AND ($11::bool IS NULL OR d.status NOT IN ('PENDING', 'PROCESSING') OR (d.last_error_code IS NOT NULL) = $11)
    AND ($12::text = '' OR d.aggregate_type = $12)
@@ -139,13 +139,13 @@ SELECT counted.* FROM (
               SELECT count(*) AS deliveries, count(*) FILTER (WHERE held) AS held, min(created_at) AS oldest FROM (
                      SELECT d.created_at, d.held FROM {schema}.event_delivery AS d` + OfDeliveryKind + DeliveryWhere + ByDeliveryKind + ` LIMIT $14) AS r) AS c
          LEFT JOIN LATERAL (
-              SELECT min(first.next_retry_at) AS next_retry_at FROM (VALUES (false), (true)) AS s (stale)
+              SELECT min(first.next_retry_at) AS next_retry_at FROM (VALUES (false, false), (false, true), (true, false), (true, true)) AS s (record, stale)
                CROSS JOIN LATERAL (
                      SELECT d.next_retry_at FROM {schema}.event_delivery AS d
                       WHERE d.status = 'PENDING' AND k.status = 'PENDING'
                         AND d.consumer_group = k.consumer_group AND d.action = k.action AND d.stream = k.stream
-                        AND (coalesce(d.last_error_code, '') = 'stale') = s.stale` + DeliveryWhere + `
-                      ORDER BY d.consumer_group, d.action, d.stream, (coalesce(d.last_error_code, '') = 'stale'), d.next_retry_at, d.id LIMIT 1) AS first) AS due ON true
+                        AND (d.record IS NOT NULL) = s.record AND (coalesce(d.last_error_code, '') = 'stale') = s.stale` + DeliveryWhere + `
+                      ORDER BY d.consumer_group, d.action, d.stream, (d.record IS NOT NULL), (coalesce(d.last_error_code, '') = 'stale'), d.next_retry_at, d.id LIMIT 1) AS first) AS due ON true
         UNION ALL
        SELECT consumer_group, stream, action, 'PROCESSING', count(*), 0, min(created_at), min(locked_until)
          FROM (SELECT d.* FROM {schema}.event_delivery AS d

@@ -1,0 +1,238 @@
+package deliveries
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// Where Kafka brings the events, an action gets them from its partition, without a row here. One that it
+// could not handle is parked: it becomes a row, and so do those behind it in its key, for as long as a row of
+// the key is open. So an event must not be handled directly while its key is blocked. A look at the
+// table says which keys are, but soon it is out of date: another process may hold the partition without having lost it
+// yet by its own clock. Therefore whoever handles events directly locks their keys at the end of its transaction, against
+// those who insert rows, and looks once more.
+
+// Subject is an event for an action, as the table knows it.
+type Subject struct {
+	Action string
+	Key    Key
+	// Digest is that of source and id: of two events with the same one, the second is a repeat.
+	Digest [16]byte
+}
+
+// lock returns the key that is locked for a subject. Those without order need one too.
+func (s Subject) lock() int64 {
+	if s.Key.Ordered {
+		return s.Key.Digest
+	}
+	return int64(binary.BigEndian.Uint64(s.Digest[:]))
+}
+
+// Received is a row to be inserted for an event from Kafka.
+type Received struct {
+	Subject
+	Stream    string
+	Partition int32
+	Offset    int64
+
+	EventID  [16]byte // a UUID: that of the event, or one that is made from RecordID
+	RecordID string   // "" if EventID is the event's
+
+	Type, Source, AggregateID, ContentType, PartitionKey string
+	Payload, Record                                      []byte
+	OccurredAt, RecordedAt                               time.Time
+	MaxAttempts                                          int
+	Note                                                 Note
+
+	// Of one that has failed:
+	Attempt       int // 0 if none has
+	Code, Message string
+	Wait          time.Duration
+}
+
+// Note is what event_handled has of an event that an action has handled. The zero Note is nowhere.
+type Note struct {
+	AggregateType, AggregateID string
+	Beside                     string // AggregateID, if the event of another source has taken that
+	Source                     string // "" for any
+}
+
+// sqlPark inserts rows, but for those of events that are handled or have a row already: an event may come
+// again, or be with two processes. The first row of a free key is PENDING, all others are PARKED. It looks
+// at each key once, before it inserts a row.
+var sqlPark = `
+WITH wanted AS MATERIALIZED (
+    SELECT n.* FROM unnest($2::text[], $3::text[], $4::bigint[], $5::bytea[], $6::int[], $7::bigint[], $8::uuid[], $9::text[], $10::text[], $11::text[],
+                           $12::text[], $13::text[], $14::text[], $15::bytea[], $16::bytea[], $17::timestamptz[], $18::timestamptz[], $19::int[],
+                           $20::text[], $21::text[], $22::text[], $23::text[], $24::int[], $25::text[], $26::text[], $27::bigint[]) WITH ORDINALITY
+           AS n (action, stream, key, digest, partition, record_offset, event_id, record_id, type, source,
+                 aggregate_id, content_type, partition_key, payload, record, occurred_at, recorded_at, most,
+                 note_type, note_id, note_beside, note_source, attempt, code, message, wait, n)
+     WHERE coalesce(
+           (SELECT true FROM {schema}.event_delivery AS d
+             WHERE d.consumer_group = $1::text AND d.action = n.action AND d.record_digest = n.digest AND d.status <> 'DONE' LIMIT 1),
+           (SELECT true FROM {schema}.event_handled AS h
+             WHERE h.consumer_group = $1::text AND h.aggregate_type = n.note_type AND h.aggregate_id = n.note_id AND h.action = n.action
+               AND (n.note_source = '' OR h.event_source IS NULL OR h.event_source = n.note_source) LIMIT 1),
+           (SELECT true FROM {schema}.event_handled AS h
+             WHERE h.consumer_group = $1::text AND h.aggregate_type = n.note_type AND h.aggregate_id = n.note_beside AND h.action = n.action LIMIT 1)) IS NULL
+), keys AS MATERIALIZED (
+    SELECT k.key, min(k.n) AS first FROM wanted AS k WHERE k.key IS NOT NULL GROUP BY k.key
+), free AS MATERIALIZED (
+    SELECT k.first FROM keys AS k
+     WHERE coalesce(` + openOf("k.key") + `) IS NULL
+), inserted AS (
+    INSERT INTO {schema}.event_delivery AS d (consumer_group, action, stream, position, order_key, status, attempt_count, max_attempts,
+           next_retry_at, last_attempt_at, created_at, updated_at, last_error_code, last_error_message,
+           event_id, event_type, source, aggregate_type, aggregate_id, payload_bytes, content_type, partition_key, size, occurred_at, recorded_at,
+           record_partition, record_id, record_digest, record)
+    SELECT $1::text, w.action, w.stream, w.record_offset, w.key, CASE WHEN w.key IS NULL OR w.n IN (SELECT first FROM free) THEN 'PENDING' ELSE 'PARKED' END, w.attempt, w.most,
+           t.at + w.wait * interval '1 microsecond', CASE WHEN w.attempt > 0 THEN t.at END, t.at, t.at, nullif(w.code, ''), nullif(w.message, ''),
+           w.event_id, w.type, w.source, '', w.aggregate_id, w.payload, w.content_type, w.partition_key, octet_length(w.payload) + octet_length(w.record), w.occurred_at, w.recorded_at,
+           w.partition, nullif(w.record_id, ''), w.digest, w.record
+      FROM (SELECT * FROM wanted ORDER BY n) AS w CROSS JOIN (SELECT clock_timestamp() AS at OFFSET 0) AS t
+     ORDER BY w.n
+        ON CONFLICT DO NOTHING
+ RETURNING d.action, d.record_digest, d.status
+)
+SELECT min(w.n), i.status FROM inserted AS i JOIN wanted AS w ON w.action = i.action AND w.digest = i.record_digest GROUP BY i.action, i.record_digest, i.status`
+
+// openOf looks for an open row of a key.
+func openOf(key string) string {
+	of := func(which string) string {
+		return `
+           (SELECT true FROM {schema}.event_delivery AS d
+             WHERE d.order_key = ` + key + ` AND ` + which + ` AND d.consumer_group = $1::text ORDER BY d.order_key DESC, d.id DESC LIMIT 1)`
+	}
+	return of(head) + `,` + of(`d.status = 'PARKED'`)
+}
+
+// Park inserts rows: of events that a handler could not handle, and of those that may not be handled because their
+// keys are blocked. They are in the order of their records, for each key. It returns for each row what it has become,
+// or "" if there is none because the event has one already, or is handled. The rows survive a crash of PostgreSQL, because
+// Kafka is told that they need not come again.
+func (s *Store) Park(ctx context.Context, rows []Received) (became []Status, err error) {
+	if len(rows) == 0 {
+		return nil, nil
+	}
+	locks := make([]int64, len(rows))
+	for i := range rows {
+		locks[i] = rows[i].lock()
+	}
+	became = make([]Status, len(rows))
+	err = s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(pg.Durable)
+		b.Queue(s.sqlLock, s.group, locks)
+		b.Queue(s.sqlPark, append([]any{s.group}, columnsOfParked(rows)...)...).Query(func(rows pgx.Rows) error {
+			var n int
+			var status string
+			_, err := pgx.ForEachRow(rows, []any{&n, &status}, func() error {
+				became[n-1] = Status(status)
+				return nil
+			})
+			return err
+		})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("park events: %w", err)
+	}
+	return became, nil
+}
+
+// columnsOfParked returns the columns of rows as sqlPark takes them.
+func columnsOfParked(rows []Received) []any {
+	text := func(of func(*Received) string) []string { return column(rows, of) }
+	return []any{
+		text(func(r *Received) string { return r.Action }), text(func(r *Received) string { return r.Stream }),
+		column(rows, func(r *Received) pgtype.Int8 { return r.Key.value() }), column(rows, func(r *Received) []byte { return r.Digest[:] }),
+		column(rows, func(r *Received) int32 { return r.Partition }), column(rows, func(r *Received) int64 { return r.Offset }),
+		column(rows, func(r *Received) [16]byte { return r.EventID }), text(func(r *Received) string { return r.RecordID }),
+		text(func(r *Received) string { return r.Type }), text(func(r *Received) string { return r.Source }),
+		text(func(r *Received) string { return r.AggregateID }), text(func(r *Received) string { return r.ContentType }), text(func(r *Received) string { return r.PartitionKey }),
+		column(rows, func(r *Received) []byte { return orEmpty(r.Payload) }), column(rows, func(r *Received) []byte { return orEmpty(r.Record) }),
+		column(rows, func(r *Received) time.Time { return r.OccurredAt }), column(rows, func(r *Received) time.Time { return r.RecordedAt }),
+		column(rows, func(r *Received) int32 { return int32(r.MaxAttempts) }),
+		text(func(r *Received) string { return r.Note.AggregateType }), text(func(r *Received) string { return r.Note.AggregateID }),
+		text(func(r *Received) string { return r.Note.Beside }), text(func(r *Received) string { return r.Note.Source }),
+		column(rows, func(r *Received) int32 { return int32(r.Attempt) }), text(func(r *Received) string { return r.Code }), text(func(r *Received) string { return r.Message }),
+		column(rows, func(r *Received) int64 { return r.Wait.Microseconds() }),
+	}
+}
+
+func column[T any](rows []Received, of func(*Received) T) []T {
+	all := make([]T, len(rows))
+	for i := range rows {
+		all[i] = of(&rows[i])
+	}
+	return all
+}
+
+func orEmpty(b []byte) []byte {
+	if b == nil {
+		return []byte{}
+	}
+	return b
+}
+
+// sqlOwed returns the numbers of those subjects that must not be handled directly: a row of their
+// key is open, or the event has one that is not DONE.
+var sqlOwed = `
+SELECT n.n FROM unnest($2::text[], $3::bigint[], $4::bytea[]) WITH ORDINALITY AS n (action, key, digest, n)
+ WHERE coalesce(` + openOf("n.key") + `,
+           (SELECT true FROM {schema}.event_delivery AS d
+             WHERE d.consumer_group = $1::text AND d.action = n.action AND d.record_digest = n.digest AND d.status <> 'DONE' LIMIT 1))`
+
+const sqlLockShared = `SELECT {schema}.outbox_lock_keys_shared($1, $2)`
+
+// Blocked returns the indexes of subjects that must not be handled directly, as far as is known at this moment: their
+// keys are blocked, or they have a row themselves.
+func (s *Store) Blocked(ctx context.Context, subjects []Subject) (blocked []int, err error) {
+	err = s.transact(ctx, func(b *pgx.Batch) { s.queueOwed(b, subjects, &blocked) })
+	if err != nil {
+		return nil, fmt.Errorf("look for parked events: %w", err)
+	}
+	return blocked, nil
+}
+
+// BlockedIn is Blocked at the end of a transaction in which subjects were handled: until it has ended, nobody
+// blocks their keys.
+func (s *Store) BlockedIn(ctx context.Context, tx pgx.Tx, subjects []Subject) (blocked []int, err error) {
+	locks := make([]int64, len(subjects))
+	for i := range subjects {
+		locks[i] = subjects[i].lock()
+	}
+	var b pgx.Batch
+	current := false
+	b.Queue(s.sqlLockShared, s.group, locks).QueryRow(func(row pgx.Row) error { return row.Scan(&current) })
+	s.queueOwed(&b, subjects, &blocked)
+	if err := tx.SendBatch(ctx, &b).Close(); err != nil {
+		return nil, fmt.Errorf("look for parked events: %w", err)
+	}
+	if current {
+		return blocked, nil
+	}
+	// The transaction sees what was committed when it began, but its locks are those of now.
+	return s.Blocked(ctx, subjects)
+}
+
+func (s *Store) queueOwed(b *pgx.Batch, subjects []Subject, blocked *[]int) {
+	actions, keys, digests := make([]string, len(subjects)), make([]pgtype.Int8, len(subjects)), make([][]byte, len(subjects))
+	for i := range subjects {
+		actions[i], keys[i], digests[i] = subjects[i].Action, subjects[i].Key.value(), subjects[i].Digest[:]
+	}
+	b.Queue(s.sqlOwed, s.group, actions, keys, digests).Query(func(rows pgx.Rows) error {
+		*blocked = nil
+		found, err := pgx.CollectRows(rows, pgx.RowTo[int])
+		for _, n := range found {
+			*blocked = append(*blocked, n-1)
+		}
+		return err
+	})
+}

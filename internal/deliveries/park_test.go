@@ -1,0 +1,346 @@
+package deliveries_test
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// received returns the n-th event of a key, in a partition of its own for each key; of the empty key, none is kept in order.
+func received(key string, n int) deliveries.Received {
+	id := fmt.Sprintf("%s-%d", key, n)
+	r := deliveries.Received{
+		Subject:  deliveries.Subject{Action: action, Digest: [16]byte(digest(id))},
+		Stream:   stream,
+		Offset:   int64(n),
+		EventID:  uuid.New(),
+		RecordID: id, Type: "a.order.sent.v1", Source: "/test", AggregateID: key, ContentType: "application/json", PartitionKey: key,
+		Payload: []byte(`{"n": 1}`), Record: []byte("rest"), OccurredAt: time.Now(), RecordedAt: time.Now(), MaxAttempts: 3,
+		Note: deliveries.Note{AggregateType: "a.order.sent.v1", AggregateID: id, Beside: "beside " + id, Source: "/test"},
+	}
+	if key != "" {
+		r.Key = deliveries.KeyOf(group, action, stream, key)
+	}
+	return r
+}
+
+// failed returns an event whose first attempt has failed.
+func failed(key string, n int) deliveries.Received {
+	r := received(key, n)
+	r.Attempt, r.Code, r.Message = 1, "handler", "no"
+	return r
+}
+
+func (f *tableFixture) park(s *deliveries.Store, rows ...deliveries.Received) []deliveries.Status {
+	became, err := s.Park(f.t.Context(), rows)
+	require.NoError(f.t, err)
+	return became
+}
+
+func (f *tableFixture) blocked(s *deliveries.Store, events ...deliveries.Received) []int {
+	found, err := s.Blocked(f.t.Context(), subjects(events))
+	require.NoError(f.t, err)
+	return found
+}
+
+func subjects(events []deliveries.Received) (all []deliveries.Subject) {
+	for _, e := range events {
+		all = append(all, e.Subject)
+	}
+	return all
+}
+
+// note says that an event is handled.
+func (f *tableFixture) note(e deliveries.Received) {
+	f.exec(`INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, event_source) VALUES ($1, $2, $3, $4, $5)`,
+		group, e.Note.AggregateType, e.Note.AggregateID, e.Action, e.Note.Source)
+}
+
+func (f *tableFixture) claim(s *deliveries.Store) []deliveries.Delivery {
+	claimed, err := s.Claim(f.t.Context(), pairs, 10, 10, false, room)
+	require.NoError(f.t, err)
+	return claimed
+}
+
+// What has failed blocks its key until it is done, and what was parked behind it, too.
+func TestParkedEvents(t *testing.T) {
+	t.Parallel()
+	f, ctx := newTable(t), t.Context()
+	s := f.store("a", time.Minute).ForRecords()
+	require.Empty(t, f.blocked(s, received("k", 1), received("", 1)))
+
+	require.Equal(t, []deliveries.Status{deliveries.Pending}, f.park(s, failed("k", 1)))
+	require.Equal(t, []int{0, 1}, f.blocked(s, received("k", 1), received("k", 2), received("other", 1), received("", 2)))
+	require.Equal(t, []deliveries.Status{"", deliveries.Parked, deliveries.Parked, deliveries.Pending}, f.park(s, received("k", 1), received("k", 2), received("k", 3), received("", 1)))
+	require.Equal(t, []int{0}, f.blocked(s, received("", 1), received("", 2)), "without a key, only an event itself")
+	require.Equal(t, []deliveries.Status{"", ""}, f.park(s, received("k", 2), received("", 1)), "they come again")
+
+	require.Empty(t, f.claim(f.store("w", time.Minute)), "workers do not know records")
+	claimed := f.claim(s)
+	require.Len(t, claimed, 2, "what has failed is tried alone")
+	first := claimed[0]
+	require.True(t, first.FromKafka)
+	require.Equal(t, []any{"k-1", "k", "rest", `{"n": 1}`, 2, "handler", "no", int64(1)}, []any{first.EventID, first.PartitionKey, string(first.Record), string(first.Payload), first.Attempt,
+		first.LastCode, first.LastMessage, first.Position})
+	_, err := s.Finish(ctx, claimed)
+	require.NoError(t, err)
+	require.Equal(t, []int{0, 1}, f.blocked(s, received("k", 2), received("k", 4), received("", 1)), "k-2 is the head now")
+	claimed = f.claim(s)
+	require.Len(t, claimed, 2)
+	_, err = s.Finish(ctx, claimed)
+	require.NoError(t, err)
+	require.Empty(t, f.blocked(s, received("k", 3), received("k", 4)))
+}
+
+// An event that is handled gets no row, whatever its action is done once for and wherever its note stands.
+func TestHandledEventsAreNotParked(t *testing.T) {
+	t.Parallel()
+	f := newTable(t)
+	s := f.store("a", time.Minute).ForRecords()
+	of := func(source string, change func(*deliveries.Note)) deliveries.Received {
+		r := received("k", 1)
+		r.Note.Source = source
+		if change != nil {
+			change(&r.Note)
+		}
+		return r
+	}
+	f.note(received("k", 1))
+	for name, e := range map[string]deliveries.Received{
+		"by its own note": of("/test", nil), "by a key of the host": of("", nil),
+		"beside that of another source": of("/third", func(n *deliveries.Note) { n.AggregateID, n.Beside = "else", n.AggregateID }),
+	} {
+		require.Equal(t, []deliveries.Status{""}, f.park(s, e), name)
+	}
+	require.Equal(t, []deliveries.Status{deliveries.Pending}, f.park(s, of("/other", nil)), "the event of another source")
+}
+
+// One that was given up stays so: it is not handled when it comes again, and does not block its key, unless it is held.
+func TestDeadEventIsNotParkedAgain(t *testing.T) {
+	t.Parallel()
+	for _, held := range []bool{false, true} {
+		t.Run(fmt.Sprint("held ", held), func(t *testing.T) {
+			t.Parallel()
+			f, ctx := newTable(t), t.Context()
+			s := f.store("a", time.Minute).ForRecords()
+			f.park(s, failed("k", 1), received("k", 2))
+			_, err := s.Fail(ctx, deliveries.Failure{Of: f.claim(s)[0], Code: "handler", Message: "no", Dead: true, Held: held}, nil)
+			require.NoError(t, err)
+			require.Equal(t, []deliveries.Status{""}, f.park(s, received("k", 1)))
+			want := map[bool]string{false: "k PENDING 0", true: "k PARKED 0"}[held]
+			require.Equal(t, []string{"k DEAD 2", want}, f.rows())
+			if !held {
+				_, err = s.Finish(ctx, f.claim(s))
+				require.NoError(t, err)
+				require.Equal(t, []int{0}, f.blocked(s, received("k", 1), received("k", 3)))
+			} else {
+				require.Equal(t, []int{0, 1}, f.blocked(s, received("k", 1), received("k", 3)))
+			}
+			f.exec(`SELECT {schema}.outbox_requeue_deliveries(ARRAY(SELECT id FROM {schema}.event_delivery WHERE status = 'DEAD'), 'kim', 'again')`)
+			require.Equal(t, []int{0, 1}, f.blocked(s, received("k", 1), received("k", 3)))
+			var outboxID *int64
+			require.NoError(t, f.db.QueryRow(ctx, pg.InSchema(`SELECT outbox_id FROM {schema}.outbox_audit`, f.schema)).Scan(&outboxID))
+			require.Nil(t, outboxID, "its position is no id of outbox")
+		})
+	}
+}
+
+// Its dead letter has to be sent before it is DEAD, also where its worker was gone each time.
+func TestRecordOfLostWorkerDoesNotDie(t *testing.T) {
+	t.Parallel()
+	f, ctx := newTable(t), t.Context()
+	s := f.store("a", time.Millisecond).ForRecords()
+	last := failed("k", 1)
+	last.MaxAttempts = 1
+	f.park(s, last)
+	require.Len(t, f.claim(s), 1)
+	expired, err := s.Expire(ctx, 10, false)
+	require.NoError(t, err)
+	require.Len(t, expired, 1)
+	require.False(t, expired[0].Dead)
+	claimed, err := s.Claim(ctx, pairs, 10, 10, true, room)
+	require.NoError(t, err)
+	require.Len(t, claimed, 1)
+	require.Greater(t, claimed[0].Attempt, claimed[0].MaxAttempts)
+}
+
+// Members of a group, of which several believe that the partition is theirs, handle the events of keys in order, each
+// once: they look, handle what is free, look again, and park what fails or is blocked. Others work on what
+// is parked. Any of them may lose a transaction at any time.
+func TestMembersKeepOrder(t *testing.T) {
+	t.Parallel()
+	for _, isolation := range []string{"read committed", "repeatable read", "serializable"} {
+		t.Run(isolation, func(t *testing.T) {
+			t.Parallel()
+			f := newTable(t)
+			f.exec(`CREATE TABLE {schema}.effects (id bigserial, key text, n int)`)
+			const events, keys = 40, 3
+			h := &parkHistory{tableFixture: f, isolation: isolation, events: events, keys: keys}
+			var members sync.WaitGroup
+			for i := range 3 {
+				members.Go(func() { h.member(f.store(fmt.Sprint("m", i), time.Minute).ForRecords()) })
+			}
+			ctx, cancel := context.WithCancel(t.Context())
+			var lanes sync.WaitGroup
+			for i := range 2 {
+				lanes.Go(func() { h.lane(ctx, f.store(fmt.Sprint("l", i), time.Minute).ForRecords()) })
+			}
+			members.Wait()
+			require.Eventually(t, func() bool {
+				return h.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status NOT IN ('DONE', 'DEAD')`) == 0
+			}, time.Minute, 10*time.Millisecond)
+			cancel()
+			lanes.Wait()
+			require.Zero(t, h.count(`SELECT count(*) FROM {schema}.effects AS a JOIN {schema}.effects AS b ON a.key = b.key AND a.id < b.id AND a.n >= b.n`), "out of order, or twice")
+			require.Zero(t, h.count(`SELECT count(*) FROM {schema}.effects AS e JOIN {schema}.event_delivery AS d ON d.aggregate_id = e.key AND d.position = e.n AND d.status = 'DEAD'`),
+				"given up, and handled nevertheless")
+			require.Equal(t, events*keys, h.count(`SELECT (SELECT count(*) FROM {schema}.effects) + (SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD')`))
+			t.Logf("%d rows were parked", h.count(`SELECT count(*) FROM {schema}.event_delivery`))
+		})
+	}
+}
+
+type parkHistory struct {
+	*tableFixture
+	isolation    string
+	events, keys int
+}
+
+func (h *parkHistory) count(sql string) (n int) {
+	require.NoError(h.t, h.db.QueryRow(context.Background(), pg.InSchema(sql, h.schema)).Scan(&n))
+	return n
+}
+
+var (
+	errHandler = errors.New("the handler has failed")
+	errBlocked = errors.New("blocked")
+)
+
+// member handles the events of all keys, in batches.
+func (h *parkHistory) member(s *deliveries.Store) {
+	for n := 0; n < h.events; {
+		time.Sleep(rand.N(40 * time.Millisecond)) // some keys become free
+		var batch []deliveries.Received
+		for ; n < h.events && len(batch) < h.keys; n++ {
+			for k := range h.keys {
+				batch = append(batch, received(fmt.Sprint("k", k), n))
+			}
+		}
+		for len(batch) > 0 {
+			batch = h.step(s, batch)
+		}
+	}
+}
+
+// step does what it can about a batch, and returns the rest.
+func (h *parkHistory) step(s *deliveries.Store, batch []deliveries.Received) []deliveries.Received {
+	blocked := h.blocked(s, batch...)
+	var behind, rest []deliveries.Received
+	for i, e := range batch {
+		if slices.Contains(blocked, i) {
+			behind = append(behind, e)
+		} else {
+			rest = append(rest, e)
+		}
+	}
+	h.park(s, behind...)
+	if len(rest) == 0 {
+		return nil
+	}
+	e := rest[0]
+	if rand.N(15) == 0 {
+		time.Sleep(rand.N(1500 * time.Millisecond)) // frozen: it goes on with what it knew
+	}
+	switch err := h.handle(s, e); {
+	case err == nil:
+		return rest[1:]
+	case errors.Is(err, errHandler):
+		e.Attempt, e.Code, e.Message = 1, "handler", err.Error()
+		time.Sleep(rand.N(3 * time.Millisecond))
+		h.park(s, e)
+		return rest[1:]
+	}
+	return rest
+}
+
+// handle handles an event as a consumer does, with its note, the effect and the second look.
+func (h *parkHistory) handle(s *deliveries.Store, e deliveries.Received) error {
+	return pgx.BeginTxFunc(context.Background(), h.db, pgx.TxOptions{IsoLevel: pgx.TxIsoLevel(h.isolation)}, func(tx pgx.Tx) error {
+		fresh, err := h.effect(tx, e.Note, e.AggregateID, int(e.Offset))
+		if err != nil || !fresh {
+			return err
+		}
+		blocked, err := s.BlockedIn(context.Background(), tx, []deliveries.Subject{e.Subject})
+		if err == nil && len(blocked) > 0 {
+			return errBlocked
+		}
+		return err
+	})
+}
+
+func (h *parkHistory) effect(tx pgx.Tx, note deliveries.Note, key string, n int) (fresh bool, err error) {
+	ctx := context.Background()
+	tag, err := tx.Exec(ctx, pg.InSchema(`INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, event_source) VALUES ($1, $2, $3, $4, $5)
+		ON CONFLICT DO NOTHING`, h.schema), group, note.AggregateType, note.AggregateID, action, note.Source)
+	if err != nil || tag.RowsAffected() == 0 {
+		return false, err
+	}
+	_, err = tx.Exec(ctx, pg.InSchema(`INSERT INTO {schema}.effects (key, n) VALUES ($1, $2)`, h.schema), key, n)
+	if err == nil && rand.N(4) == 0 {
+		err = errHandler
+	}
+	return true, err
+}
+
+// lane works on what is parked.
+func (h *parkHistory) lane(ctx context.Context, s *deliveries.Store) {
+	for ctx.Err() == nil {
+		claimed, err := s.Claim(context.Background(), pairs, 3, 3, false, room)
+		require.NoError(h.t, err)
+		lost := map[deliveries.Key]bool{}
+		for i, d := range claimed {
+			if lost[d.Key] {
+				continue
+			}
+			err := pgx.BeginFunc(context.Background(), h.db, func(tx pgx.Tx) error {
+				if _, err := h.effect(tx, deliveries.Note{AggregateType: d.Type, AggregateID: d.EventID, Source: d.Source}, d.AggregateID, int(d.Position)); err != nil {
+					return err
+				}
+				_, err := s.FinishIn(context.Background(), tx, claimed[i:i+1])
+				return err
+			})
+			if err == nil {
+				continue
+			}
+			require.ErrorIs(h.t, err, errHandler)
+			lost[d.Key] = true
+			var behind []deliveries.Delivery
+			for _, other := range claimed[i+1:] {
+				if other.Key == d.Key {
+					behind = append(behind, other)
+				}
+			}
+			_, err = s.Fail(context.Background(), deliveries.Failure{Of: d, Code: "handler", MaxAttempts: 100, Dead: rand.N(2) == 0}, behind)
+			require.NoError(h.t, err)
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+func digest(id string) []byte {
+	sum := sha256.Sum256([]byte(id))
+	return sum[:16]
+}
