@@ -19,6 +19,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 // step is an event of an account: the n-th.
@@ -218,6 +219,44 @@ func TestWorkerRetries(t *testing.T) {
 		f.count(`SELECT attempt_count FROM {schema}.event_delivery WHERE status = 'DEAD' AND last_error_code = 'handler'`),
 		f.count(`SELECT attempt_count FROM {schema}.event_delivery WHERE status = 'DEAD' AND last_error_code = 'permanent'`)})
 	require.Zero(t, f.count(`SELECT count(*) FROM (SELECT n, lag(n) OVER (ORDER BY id) AS before FROM {schema}.effect) AS e WHERE n < before`))
+}
+
+// An operator has a key wait at a dead delivery that later ones have passed, while a worker
+// handles the key, and lets it go on. Other workers and keys do as they did.
+func TestOperatorHoldsKeyOfWorkers(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond}
+	handler := f.effects("COUNTED", func(s step, _ outbox.Metadata) error {
+		if s == (step{"a", 2}) {
+			return outbox.Permanent(errTest)
+		}
+		return nil
+	})
+	f.start(cfg, handler)
+	f.commit(step{"a", 1}, step{"a", 2}, step{"a", 3}, step{"b", 1})
+	f.await(3)
+	failures, err := outboxops.NewFailures(f.db, outboxops.FailuresConfig{Schema: f.schema})
+	require.NoError(t, err)
+	dead, err := failures.List(t.Context(), outboxops.FailureFilter{}, outboxops.FailurePage{})
+	require.NoError(t, err)
+	require.Len(t, dead, 1)
+	require.NoError(t, failures.Hold(t.Context(), dead[0].ID, kim))
+	f.commit(step{"a", 4}, step{"a", 5}, step{"b", 2})
+	f.await(4)
+	const parked = `SELECT count(*) FROM {schema}.event_delivery WHERE status = 'PARKED'`
+	f.eventually(parked, 2)
+	f.start(cfg, handler)
+	f.commit(step{"a", 6}, step{"b", 3})
+	f.await(5)
+	f.eventually(parked, 3)
+	require.Never(t, func() bool { return f.count(parked) != 3 }, 300*time.Millisecond, 20*time.Millisecond)
+	require.NoError(t, failures.Release(t.Context(), dead[0].ID, kim))
+	f.await(8)
+	require.Zero(t, f.count(`SELECT count(*) FROM (SELECT n, lag(n) OVER (PARTITION BY account ORDER BY id) AS before FROM {schema}.effect) AS e WHERE n < before`))
+	unresolved, err := failures.Unresolved(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, 1, unresolved[0].Failures, "it is dead as before")
 }
 
 func TestWorkerNoTx(t *testing.T) {

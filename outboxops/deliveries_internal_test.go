@@ -101,7 +101,7 @@ func (d *tablesFixture) lookAtDeliveries(t *testing.T, conn *pgx.Conn, when stri
 		t.Logf("%s %s: %d buffers", look.name, when, buffers)
 		require.LessOrEqual(t, buffers, look.limit, "%s %s: %s", look.name, when, plan)
 	}
-	for _, action := range []string{"requeue", "resolve"} {
+	for _, action := range []string{"requeue", "resolve", "hold", "release"} {
 		buffers := 0
 		for range 2 { // the first call reads the catalogs, too, of which other tests leave much
 			_, err = tx.Exec(ctx, `SAVEPOINT act`)

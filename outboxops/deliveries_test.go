@@ -58,7 +58,7 @@ func (h *opsFixture) deliverTo(t testing.TB, group, action, key, play string) (i
 	for i, mark := range strings.Split(play, "") {
 		id := int64(0)
 		if mark != "-" {
-			require.NoError(t, h.db.QueryRow(background, h.sql(sqlDeliver), key, i+1, deliveryMarks[mark], mark == "H", group, action, strings.Contains("DHEX", mark)).Scan(&id))
+			require.NoError(t, h.db.QueryRow(background, h.sql(sqlDeliver), key, i+1, deliveryMarks[mark], mark == "H", group, action, strings.ContainsAny(mark, "DHEX")).Scan(&id))
 		}
 		ids = append(ids, id)
 	}

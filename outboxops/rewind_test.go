@@ -10,7 +10,9 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
+	"github.com/twmb/franz-go/pkg/kmsg"
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/kafka"
@@ -90,6 +92,57 @@ func (r *rewindFixture) requireEffects(t *testing.T, n int) {
 func (r *rewindFixture) rewind(cfg outboxops.RewindConfig) (outboxops.RewindReport, error) {
 	cfg.Group, cfg.Schema, cfg.Audit = r.group, r.schema, kim
 	return outboxops.Rewind(background, r.db, []kgo.Opt{kgo.SeedBrokers(r.brokers...)}, cfg)
+}
+
+// A group's lag is what it has still to read, topic by topic.
+func TestLag(t *testing.T) {
+	t.Parallel()
+	r := newRewindFixture(t)
+	consumers, err := outboxops.NewConsumers(r.db, outboxops.ConsumersConfig{Schema: r.schema})
+	require.NoError(t, err)
+	lag := func() map[string]map[string]int64 {
+		groups, _, err := consumers.List(background, outboxops.ConsumerFilter{})
+		require.NoError(t, err)
+		all, err := consumers.Lag(background, []kgo.Opt{kgo.SeedBrokers(r.brokers...)}, groups)
+		require.NoError(t, err)
+		return all
+	}
+	require.Empty(t, lag(), "no group has begun")
+	r.put(t, 0, 5)
+	r.put(t, 1, 2)
+	stop := r.run(t)
+	r.requireEffects(t, 7)
+	require.Eventually(t, func() bool { return lag()[r.group][r.topic] == 0 }, testenv.Patience, 20*time.Millisecond)
+	stop()
+	r.put(t, 0, 3)
+	r.put(t, 1, 1)
+	require.Equal(t, map[string]map[string]int64{r.group: {r.topic: 4}}, lag())
+	r.deleteRecords(t, 0, 7)
+	require.EqualValues(t, 2, lag()[r.group][r.topic], "without what Kafka has removed")
+	_, err = consumers.Lag(background, []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1"), kgo.RetryTimeout(time.Second)}, []outboxops.ConsumerGroup{{Group: "g"}})
+	require.ErrorContains(t, err, "lag of consumer group g")
+}
+
+// deleteRecords has Kafka remove the records of a partition below an offset.
+func (r *rewindFixture) deleteRecords(t *testing.T, partition int32, below int64) {
+	t.Helper()
+	client, err := kgo.NewClient(kgo.SeedBrokers(r.brokers...))
+	require.NoError(t, err)
+	defer client.Close()
+	request := kmsg.NewPtrDeleteRecordsRequest()
+	topic := kmsg.NewDeleteRecordsRequestTopic()
+	one := kmsg.NewDeleteRecordsRequestTopicPartition()
+	one.Partition, one.Offset = partition, below
+	topic.Topic, topic.Partitions = r.topic, []kmsg.DeleteRecordsRequestTopicPartition{one}
+	request.Topics, request.TimeoutMillis = []kmsg.DeleteRecordsRequestTopic{topic}, 10_000
+	for _, shard := range client.RequestSharded(background, request) {
+		require.NoError(t, shard.Err)
+		for _, topic := range shard.Resp.(*kmsg.DeleteRecordsResponse).Topics {
+			for _, p := range topic.Partitions {
+				require.NoError(t, kerr.ErrorForCode(p.ErrorCode))
+			}
+		}
+	}
 }
 
 // PostgreSQL comes back from a backup: what was handled since has neither effect nor

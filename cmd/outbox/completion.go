@@ -117,19 +117,19 @@ func flagValues(name, usage, value, word string) (found [][2]string) {
 	before := word[:strings.LastIndex(word, ",")+1]
 	switch {
 	case name == "kafka-mechanism":
-		return described(mechanisms, "", "")
+		return described(mechanisms, "")
 	case name == "kind":
-		return described(kinds, "", "")
+		return described(kinds, "")
 	case value == "LIST":
 		list, _, _ := strings.Cut(usage, " ")
-		return described(strings.Split(list, ","), before, "")
+		return described(strings.Split(list, ","), before)
 	}
 	return nil
 }
 
-func described(words []string, prefix, meaning string) (found [][2]string) {
+func described(words []string, prefix string) (found [][2]string) {
 	for _, w := range words {
-		found = append(found, [2]string{prefix + w, meaning})
+		found = append(found, [2]string{prefix + w, ""})
 	}
 	return found
 }

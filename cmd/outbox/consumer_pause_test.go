@@ -3,9 +3,12 @@ package main
 import (
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // A group is paused and resumed by name and reason, and shown.
@@ -59,5 +62,35 @@ func TestConsumerPause(t *testing.T) {
 		a := d.call(t, strings.Fields(args)...)
 		require.NotEqual(t, exitOK, a.code, args)
 		require.Contains(t, a.err, text)
+	}
+}
+
+// With Kafka the groups are shown with their lag: here a group that has committed nothing.
+func TestConsumersLag(t *testing.T) {
+	t.Parallel()
+	d := newShop(t).withKafka(t)
+	d.record(t, "a", "b", "c")
+	stop := d.relay(t)
+	require.Eventually(t, func() bool { return d.pending(t) == 0 }, testenv.Patience, 10*time.Millisecond)
+	stop()
+	d.exec(t, `INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset)
+		VALUES ('stats', $1, '00000000-0000-0000-0000-000000000001', 0, 0), ('stats', 'nowhere', '00000000-0000-0000-0000-000000000002', 0, 0)`, d.topic)
+	text := d.ok(t, "consumers")
+	require.Regexp(t, `(?m)^stats +`+d.topic+` +1 +3 +- +0$`, text)
+	require.Regexp(t, `(?m)^stats +nowhere +1 +- +- +0$`, text)
+	var doc struct {
+		Groups     []groupJSON
+		More       bool
+		Deliveries []deliveriesJSON
+		Workers    []workersJSON
+	}
+	d.json(t, &doc, exitOK, "consumers", "--group", "stats")
+	require.Len(t, doc.Groups[0].Topics, 2)
+	for _, topic := range doc.Groups[0].Topics {
+		if topic.Topic == "nowhere" {
+			require.Nil(t, topic.Lag, "Kafka does not know the topic")
+			continue
+		}
+		require.EqualValues(t, 3, *topic.Lag)
 	}
 }
