@@ -164,7 +164,7 @@ BEGIN
             ), changed AS ( -- put_back, as later rows may have gone on
                 UPDATE %1$I.event_delivery AS d SET held = true, put_back = true
                  WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
-             RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, d.position, d.event_id
+             RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
             ), audited AS (
                 INSERT INTO %1$I.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
                 SELECT $2, 'hold', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id
@@ -209,7 +209,7 @@ BEGIN
             ), changed AS (
                 UPDATE %1$I.event_delivery AS d SET held = false
                  WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
-             RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, d.position, d.event_id
+             RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
             ), audited AS (
                 INSERT INTO %1$I.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
                 SELECT $2, 'release', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id

@@ -150,6 +150,34 @@ func TestListDeliveries(t *testing.T) {
 	}
 }
 
+// A delivery that Kafka has brought has the record's place, value and headers.
+func TestDeliveryFromKafka(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	f := h.operator(t)
+	id := h.deliver(t, "k", "D")[0]
+	record := `{"key": "aw==", "headers": [{"name": "Y2VfaWQ=", "value": "b25l"}, {"name": "/w==", "value": "AA=="}], "time": 1}`
+	_, err := h.db.Exec(background, h.sql(`UPDATE {schema}.event_delivery SET position = 17, record_partition = 3, record_id = 'one', record_digest = 'x', record = convert_to($2, 'UTF8'),
+		headers = NULL, payload = NULL, payload_bytes = 'value' WHERE id = $1`), id, record)
+	require.NoError(t, err)
+	row, err := f.Get(background, delivery(id))
+	require.NoError(t, err)
+	require.Equal(t, &outbox.KafkaMetadata{Topic: "order-events", Partition: 3, Offset: 17, Key: []byte("k")}, row.Kafka)
+	require.Zero(t, row.OutboxID)
+	require.Equal(t, "one", row.EventID)
+	require.Equal(t, "value", string(row.Payload))
+	require.Equal(t, map[string]string{"ce_id": "one", "\xff": "\x00"}, row.Headers)
+	found, err := f.List(background, outboxops.FailureFilter{EventID: "one"}, outboxops.FailurePage{})
+	require.NoError(t, err)
+	require.Len(t, found, 1)
+	require.NoError(t, f.Hold(background, row.ID, kim))
+	require.NoError(t, f.Release(background, row.ID, kim))
+	entries, err := f.Audit(background, row.ID, outboxops.AuditPage{})
+	require.NoError(t, err)
+	require.Len(t, entries, 2)
+	require.Zero(t, entries[0].OutboxID, "an offset is none")
+}
+
 func total(counts []outboxops.FailureCount) (n int) {
 	for _, c := range counts {
 		n += c.Events

@@ -45,14 +45,20 @@ func failureOfDelivery(r tables.Delivery) Failure {
 	if r.Resolution != "" {
 		status = outbox.StatusResolved
 	}
-	return Failure{
-		FailedEvent: outbox.FailedEvent{OutboxID: r.OutboxID, EventID: r.EventID, Type: r.Type, AggregateType: r.AggregateType, AggregateID: r.AggregateID,
+	f := Failure{
+		FailedEvent: outbox.FailedEvent{EventID: r.EventID, Type: r.Type, AggregateType: r.AggregateType, AggregateID: r.AggregateID,
 			Topic: r.Stream, Key: r.Key, Retries: max(0, r.Attempts-1), Class: r.ErrorCode, Err: r.Err},
 		ID: FailureID{KindDelivery, r.ID}, Group: r.Group, Action: r.Action, Status: status, Held: r.Held, Source: r.Source,
 		OccurredAt: r.OccurredAt, CreatedAt: r.RecordedAt, FailedAt: r.CreatedAt, NextRetryAt: r.NextRetryAt,
 		ResolvedAt: r.ResolvedAt, ResolvedBy: r.ResolvedBy, Resolution: r.Note, ContentType: r.ContentType,
 		Attempts: r.Attempts, MaxAttempts: r.MaxAttempts, LastAttemptAt: r.LastAttemptAt, LockedBy: r.LockedBy, LockedUntil: r.LockedUntil, ChangedAt: r.UpdatedAt,
 	}
+	if r.Partition == nil {
+		f.OutboxID = r.Position
+	} else {
+		f.Kafka = &outbox.KafkaMetadata{Topic: r.Stream, Partition: *r.Partition, Offset: r.Position, Key: []byte(r.Key)}
+	}
+	return f
 }
 
 // deliveryStatus is the status of a delivery as a failure: that of its row, which may be

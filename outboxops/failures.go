@@ -131,6 +131,9 @@ type Failure struct {
 	LockedBy string
 	// LockedUntil is described at LockedBy.
 	LockedUntil time.Time
+	// Kafka says which record brought a delivery; nil for events, and for deliveries from outbox.
+	// Without it OutboxID is outbox.id of the event.
+	Kafka *outbox.KafkaMetadata
 	// ChangedAt is when the status of a delivery changed last; zero for events.
 	ChangedAt time.Time
 
@@ -380,6 +383,9 @@ func (f *Failures) Get(ctx context.Context, id FailureID) (Failure, error) {
 	headers, err := stored.readHeaders(ctx, id.Number)
 	if err == nil {
 		failure.Headers = headersOf(headers)
+		if failure.Kafka != nil {
+			failure.Headers = headersOfRecord(headers)
+		}
 		failure.Payload, failure.PayloadErr, err = readPayload(ctx, stored, failure)
 	}
 	if err != nil {

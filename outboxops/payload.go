@@ -45,8 +45,12 @@ func newReader(db *pgxpool.Pool, schema, table string, most int) reader {
 	in := func(sql, column string) string {
 		return pg.InSchema(strings.NewReplacer("{table}", table, "{column}", column).Replace(sql), schema)
 	}
-	return reader{db: db, most: most,
+	r := reader{db: db, most: most,
 		payload: in(boundedText, payloadText), headers: in(boundedText, `convert_to(headers::text, 'UTF8')`), stored: in(storedBytes, "")}
+	if table == "event_delivery" {
+		r.headers = in(boundedText, `coalesce(record, convert_to(headers::text, 'UTF8'))`)
+	}
+	return r
 }
 
 // readPayload returns the payload of a row, nil if it has none, or the reason why it cannot
@@ -63,7 +67,7 @@ func (r reader) readPayload(ctx context.Context, id int64) (payload []byte, reas
 	return nil, fmt.Errorf("%w: %d bytes as stored: %w", ErrUnreadable, stored, err), nil
 }
 
-// readHeaders returns the headers of a row as JSON, nil if it has none or if they cannot be
+// readHeaders returns the headers of a row as JSON, or the record of a delivery that Kafka brought, nil if it has none or if they cannot be
 // read.
 func (r reader) readHeaders(ctx context.Context, id int64) ([]byte, error) {
 	headers, err := r.read(ctx, r.headers, id)
@@ -100,6 +104,22 @@ func (t tooLarge) Error() string {
 func isUnreadable(ctx context.Context, err error) bool {
 	var large tooLarge
 	return ctx.Err() == nil && (pg.IsUnreadable(err) || pg.IsCancelled(err) || errors.Is(err, context.DeadlineExceeded) || errors.As(err, &large))
+}
+
+// headersOfRecord returns the headers of a record that event_delivery keeps in its column record.
+// Of several with a name it is the last.
+func headersOfRecord(text []byte) map[string]string {
+	var kept struct {
+		Headers []struct{ Name, Value []byte }
+	}
+	if json.Unmarshal(text, &kept) != nil {
+		return nil
+	}
+	headers := make(map[string]string, len(kept.Headers))
+	for _, h := range kept.Headers {
+		headers[string(h.Name)] = string(h.Value)
+	}
+	return headers
 }
 
 // headersOf decodes headers. A value that is not text, which no recorder writes, is shown

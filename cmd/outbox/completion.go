@@ -161,7 +161,7 @@ func nextWords(names []string) (found [][2]string) {
 		found = append(found, [2]string{"help", "what a command does"})
 	}
 	if slices.Equal(names, []string{"completion"}) {
-		found = described(shells, "", "")
+		found = described(shells, "")
 	}
 	return found
 }

@@ -150,7 +150,9 @@ type failureJSON struct {
 	Action        string            `json:"action,omitempty"`
 	Status        string            `json:"status"`
 	Held          bool              `json:"held"`
-	OutboxID      int64             `json:"outbox_id"`
+	OutboxID      int64             `json:"outbox_id,omitempty"`
+	Partition     *int32            `json:"partition,omitempty"`
+	Offset        *int64            `json:"offset,omitempty"`
 	EventID       string            `json:"event_id"`
 	Type          string            `json:"type"`
 	Source        string            `json:"source"`
@@ -183,7 +185,7 @@ type failureJSON struct {
 }
 
 func failureOf(r outboxops.Failure) failureJSON {
-	return failureJSON{
+	f := failureJSON{
 		ID: r.ID.String(), Kind: string(r.ID.Kind), Relay: r.Relay, Group: r.Group, Action: r.Action, Status: r.Status, Held: r.Held,
 		OutboxID: r.OutboxID, EventID: r.EventID, Type: r.Type, Source: r.Source, AggregateType: r.AggregateType, AggregateID: r.AggregateID,
 		Topic: r.Topic, Key: r.Key, Retries: r.Retries, Attempts: r.Attempts, MaxAttempts: r.MaxAttempts, Class: r.Class, Error: short.Text(errText(r.Err), maxText),
@@ -191,6 +193,10 @@ func failureOf(r outboxops.Failure) failureJSON {
 		LastAttemptAt: optional(r.LastAttemptAt), ChangedAt: optional(r.ChangedAt), LockedBy: r.LockedBy, LockedUntil: optional(r.LockedUntil),
 		ResolvedAt: optional(r.ResolvedAt), ResolvedBy: r.ResolvedBy, Resolution: r.Resolution, ContentType: r.ContentType, Headers: r.Headers,
 	}
+	if r.Kafka != nil {
+		f.Partition, f.Offset = &r.Kafka.Partition, &r.Kafka.Offset
+	}
+	return f
 }
 
 func showFailures(e *env, rows []outboxops.Failure, more bool, next failureIDs) error {
@@ -386,7 +392,11 @@ func showFailure(e *env, r outboxops.Failure) {
 	add("topic", r.Topic)
 	add("key", r.Key)
 	add("event id", r.EventID)
-	add("outbox id", strconv.FormatInt(r.OutboxID, 10))
+	if r.Kafka != nil {
+		add("record", fmt.Sprintf("partition %d, offset %d", r.Kafka.Partition, r.Kafka.Offset))
+	} else {
+		add("outbox id", strconv.FormatInt(r.OutboxID, 10))
+	}
 	add("source", r.Source)
 	if r.ID.Kind == outboxops.KindDelivery {
 		add("group", r.Group)

@@ -27,7 +27,8 @@ type Delivery struct {
 	CreatedAt, UpdatedAt, ProcessedAt       time.Time
 	Resolution, ResolvedBy, Note            string
 	ResolvedAt                              time.Time
-	OutboxID                                int64
+	Position                                int64  // outbox.id, or the offset of the record
+	Partition                               *int32 // of the record that brought the event; nil if it came from outbox
 	EventID, Type, Source                   string
 	AggregateType, AggregateID, ContentType string
 	OccurredAt, RecordedAt                  time.Time
@@ -38,7 +39,7 @@ const DeliveryColumns = `d.id, d.consumer_group, d.action, d.stream, coalesce(d.
        d.attempt_count, d.max_attempts, d.next_retry_at, d.last_attempt_at, coalesce(d.locked_by, ''), d.locked_until,
        coalesce(d.last_error_code, ''), d.last_error_message, d.created_at, d.updated_at, d.processed_at,
        coalesce(d.resolution, ''), coalesce(d.resolved_by, ''), coalesce(d.note, ''), d.resolved_at,
-       CASE WHEN d.record IS NULL THEN d.position ELSE 0 END, coalesce(d.record_id, d.event_id::text), d.event_type, d.source, d.aggregate_type, d.aggregate_id, d.content_type, d.occurred_at, d.recorded_at`
+       d.position, d.record_partition, coalesce(d.record_id, d.event_id::text), d.event_type, d.source, d.aggregate_type, d.aggregate_id, d.content_type, d.occurred_at, d.recorded_at`
 
 // ScanDelivery reads [DeliveryColumns].
 func ScanDelivery(row pgx.CollectableRow) (r Delivery, err error) {
@@ -47,7 +48,7 @@ func ScanDelivery(row pgx.CollectableRow) (r Delivery, err error) {
 		&r.Attempts, &r.MaxAttempts, pg.Time{At: &r.NextRetryAt}, pg.Time{At: &r.LastAttemptAt}, &r.LockedBy, pg.Time{At: &r.LockedUntil},
 		&r.ErrorCode, &lastError, pg.Time{At: &r.CreatedAt}, pg.Time{At: &r.UpdatedAt}, pg.Time{At: &r.ProcessedAt},
 		&r.Resolution, &r.ResolvedBy, &r.Note, pg.Time{At: &r.ResolvedAt},
-		&r.OutboxID, &r.EventID, &r.Type, &r.Source, &r.AggregateType, &r.AggregateID, &r.ContentType, pg.Time{At: &r.OccurredAt}, pg.Time{At: &r.RecordedAt})
+		&r.Position, &r.Partition, &r.EventID, &r.Type, &r.Source, &r.AggregateType, &r.AggregateID, &r.ContentType, pg.Time{At: &r.OccurredAt}, pg.Time{At: &r.RecordedAt})
 	if lastError != nil {
 		r.Err = errors.New(*lastError)
 	}
