@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -33,7 +34,8 @@ func TestCommerce(t *testing.T) {
 	require.Regexp(t, `(?m)^ +LIKE_COUNT_DECREASED +[1-9]\d* +-$`, out)
 	require.Regexp(t, `(?m) deleted$`, out)
 	require.NotContains(t, out, "wrong")
-	require.Empty(t, p.Stderr.String(), "no warning in a run without problems")
+	slowStart := regexp.MustCompile(`(?m)^.* INFO outbox: waiting for .*\n`) // where the machine is busy
+	require.Empty(t, slowStart.ReplaceAllString(p.Stderr.String(), ""), "no warning in a run without problems")
 	p.RequireNoSchema(t)
 }
 
