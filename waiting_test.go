@@ -124,3 +124,30 @@ func TestMemberWithoutPartitionsSaysWhy(t *testing.T) {
 	requireLoggedOnce(t, s.log, "standing by, the group has no partition for this member; if another member is gone, its partitions are assigned within at_most",
 		100*time.Millisecond, "at_most=13s")
 }
+
+// A worker that is started again after kill -9 waits for what the one before had, and says so once.
+// One that begins alone has nothing to say.
+func TestWorkerSaysWhatOthersHave(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	var first, second workerLog
+	works, goOn := make(chan struct{}), make(chan struct{})
+	handler := outbox.HandleNoTx("STEP", func(context.Context, step, outbox.Metadata) error {
+		works <- struct{}{}
+		<-goOn
+		return nil
+	})
+	cfg := outbox.WorkerConfig{FromStart: true, Lease: 12 * time.Second}
+	cfg.Logger = first.logger()
+	f.commit(step{"a", 1}, step{"a", 2})
+	f.start(cfg, handler)
+	<-works
+	cfg.Logger = second.logger()
+	_, stop := f.start(cfg, handler)
+	const said = `level=INFO msg="outbox: other workers have deliveries, for which later ones of their keys wait; those of a worker that is gone are taken over within at_most"`
+	requireLoggedOnce(t, &second.Buffer, said, time.Millisecond, "group=bank deliveries=", "at_most=1") // 12 s, or a little less, and 4 s
+	stop()
+	close(goOn)
+	<-works
+	require.Zero(t, first.count(said))
+}

@@ -76,11 +76,16 @@ func (k *keeper) takeOver(ctx context.Context) {
 	k.repaired = math.MinInt64
 	confirmed := time.Now()
 	var answers answering
+	announced := false
 	for n := 0; ctx.Err() == nil; n++ {
 		began := time.Now()
 		try, cancel := context.WithTimeout(ctx, takeOverTimeout)
 		err := k.store.Check(try)
 		answers.note(err, time.Since(began) > k.cfg.Lease/3)
+		if err == nil && !announced {
+			err = k.announceOthers(try)
+			announced = err == nil
+		}
 		if err == nil && answers.rest(k.cfg.Lease/2) <= 0 {
 			err = k.expire(try)
 		}
@@ -103,6 +108,17 @@ func (k *keeper) takeOver(ctx context.Context) {
 		}
 		wait.Sleep(ctx, pause)
 	}
+}
+
+// announceOthers says once what a worker waits for that has just begun, and may be the restart of one that
+// was killed: for the keys of deliveries that others have.
+func (k *keeper) announceOthers(ctx context.Context) error {
+	rows, longest, err := k.store.Others(ctx)
+	if rows > 0 {
+		k.log.Info("outbox: other workers have deliveries, for which later ones of their keys wait; those of a worker that is gone are taken over within at_most",
+			"deliveries", rows, "at_most", (max(longest, k.cfg.Lease/2) + k.cfg.Lease/3).Round(time.Millisecond))
+	}
+	return err
 }
 
 // answering is since when PostgreSQL answers, as far as one goroutine knows.

@@ -35,6 +35,30 @@ func (s *Store) Mine(ctx context.Context) (rows []Delivery, err error) {
 	return rows, nil
 }
 
+// mostOthers is up to which number the rows of other workers are counted.
+const mostOthers = 10_000
+
+// sqlOthers counts what other workers have, up to a number, and what they had until a lease ago. Older
+// entries of the index may be many that nobody has removed yet.
+const sqlOthers = `
+SELECT count(*)::int, coalesce(max(o.locked_until) - clock_timestamp(), '0')
+  FROM (SELECT d.locked_until, d.locked_by FROM {schema}.event_delivery AS d
+         WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until > now() - $3::interval
+         ORDER BY d.consumer_group, d.locked_until LIMIT $4) AS o
+ WHERE NOT starts_with(o.locked_by, $2::text || '/')`
+
+// Others returns how many rows other workers have, counted up to 10,000, and for how long at most if they
+// do not renew them.
+func (s *Store) Others(ctx context.Context) (rows int, longest time.Duration, err error) {
+	err = s.transact(ctx, func(b *pgx.Batch) {
+		b.Queue(s.sqlOthers, s.group, s.worker, s.lease, mostOthers).QueryRow(func(row pgx.Row) error { return row.Scan(&rows, &longest) })
+	})
+	if err != nil {
+		return 0, 0, fmt.Errorf("look for deliveries of other workers: %w", err)
+	}
+	return rows, longest, nil
+}
+
 // sqlRenew passes over rows that are being written: these end in a moment, or their worker finds out
 // that they are lost.
 const sqlRenew = `

@@ -35,7 +35,7 @@ type Store struct {
 	expiring bounds[struct{}]
 
 	sqlInsert, sqlClaim, sqlPrint, sqlFinish, sqlRenew, sqlReturn, sqlFail, sqlExpire, sqlLock, sqlLockRows, sqlPromote, sqlHeadless, sqlLook, sqlMine,
-	sqlPark, sqlLockShared, sqlOwed string
+	sqlPark, sqlLockShared, sqlOwed, sqlOthers string
 }
 
 // NewStore returns the deliveries of a group for a worker, which has what it claims for the time of
@@ -47,7 +47,7 @@ func NewStore(db *pgxpool.Pool, schema, group, worker string, lease time.Duratio
 		due: bounds[looking]{rare: time.Minute}, expiring: bounds[struct{}]{rare: 10 * time.Minute},
 		sqlInsert: in(sqlInsert), sqlClaim: in(sqlClaim), sqlPrint: in(sqlPrint), sqlFinish: in(sqlFinish), sqlRenew: in(sqlRenew), sqlReturn: in(sqlReturn),
 		sqlFail: in(sqlFail), sqlExpire: in(sqlExpire), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless), sqlLook: in(sqlLook), sqlMine: in(sqlMine),
-		sqlPark: in(sqlPark), sqlLockShared: in(sqlLockShared), sqlOwed: in(sqlOwed),
+		sqlPark: in(sqlPark), sqlLockShared: in(sqlLockShared), sqlOwed: in(sqlOwed), sqlOthers: in(sqlOthers),
 	}
 }
 
