@@ -42,7 +42,8 @@ func (f *Failures) Resolve(ctx context.Context, id FailureID, why AuditInfo) err
 // Hold stops the key of a failure: nothing more of it is sent, or handled by this group and
 // action, until the key is released. It also ends when every failure of the key that there is
 // now is resolved, or has got through. Later events of the key wait behind them, also where
-// they had passed a dead one.
+// they had passed a dead one. What a relay or a worker has at this moment it goes on with: a
+// delivery with all its attempts.
 //
 // It returns [ErrNotFound], or [ErrStatus] for an event that is resolved, and for a delivery that
 // is not dead, or has no key.

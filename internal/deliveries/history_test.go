@@ -52,7 +52,7 @@ type modelRow struct {
 
 	waits    bool // not due yet
 	expired  int  // its lease has ended, as the n-th one
-	requeued bool // while later rows were with a worker
+	requeued bool // or held, while later rows were with a worker
 }
 
 func (r *modelRow) open() bool {
@@ -115,7 +115,7 @@ func (h *history) note(format string, args ...any) {
 }
 
 func (h *history) play() {
-	steps := []func(){h.insert, h.insert, h.claim, h.claim, h.claim, h.finish, h.finish, h.finish, h.fail, h.fail, h.giveBack, h.renew, h.expire, h.wait, h.requeue, h.requeue, h.resolve, h.repair, h.free}
+	steps := []func(){h.insert, h.insert, h.claim, h.claim, h.claim, h.finish, h.finish, h.finish, h.fail, h.fail, h.giveBack, h.renew, h.expire, h.wait, h.requeue, h.requeue, h.resolve, h.hold, h.release, h.repair, h.free}
 	for range historySteps {
 		steps[h.rng.IntN(len(steps))]()
 		h.compare()
@@ -594,6 +594,38 @@ func (h *history) resolve() {
 	for _, id := range chosen {
 		r := h.row(id)
 		r.status, r.held, r.resolved = deliveries.Dead, false, true
+	}
+	h.promoteAll(chosen)
+}
+
+// hold has keys wait at rows that are dead. What is with a worker stays there.
+func (h *history) hold() {
+	chosen := h.pick(1+h.rng.IntN(2), deliveries.Dead)
+	h.note("%v hold their keys", chosen)
+	h.exec(`SELECT {schema}.outbox_hold_deliveries($1, 'me', 'why')`, chosen)
+	for _, id := range chosen {
+		r := h.row(id)
+		if r.resolved || r.key == "" {
+			continue
+		}
+		r.held = true
+		for _, other := range h.openOf(r.key) {
+			if other.status == deliveries.Pending {
+				other.status = deliveries.Parked
+			}
+			r.requeued = r.requeued || other.id > r.id && other.status == deliveries.Processing
+		}
+	}
+}
+
+func (h *history) release() {
+	chosen := h.pick(1+h.rng.IntN(2), deliveries.Dead, deliveries.Parked)
+	h.note("the keys of %v are released", chosen)
+	h.exec(`SELECT {schema}.outbox_release_deliveries($1, 'me', 'why')`, chosen)
+	for _, id := range chosen {
+		for _, r := range h.openOf(h.row(id).key) {
+			r.held = false
+		}
 	}
 	h.promoteAll(chosen)
 }
