@@ -397,7 +397,7 @@ var kafkaOptionTests = []struct {
 	{"manual flushing", kgo.ManualFlushing(), "ManualFlushing"},
 	{"one topic for all", kgo.DefaultProduceTopicAlways(), "invalid empty DefaultProduceTopic"},
 	{"a partitioner that scatters keys", kgo.RecordPartitioner(kgo.RoundRobinPartitioner()), "RecordPartitioner: kgo.RoundRobinPartitioner"},
-	{"what kgo itself refuses", kgo.ProducerBatchMaxBytes(-1), "kafka options"},
+	{"what kgo itself refuses", kgo.ProducerBatchMaxBytes(-1), "kafka option ProducerBatchMaxBytes:"},
 	{"fewer acks are raised to all", kgo.ClientID("x"), ""},
 }
 

@@ -54,7 +54,7 @@ func (d *cutShop) consumer(t *testing.T) (stop func()) {
 	c, err := outbox.NewConsumer(d.db, testenv.KafkaOpts(d.brokers), d.events, outbox.ConsumerConfig{HandlerConfig: d.config(), FromStart: true}, d.handler)
 	require.NoError(t, err)
 	stop = testenv.Run(t, c.Run)
-	require.Eventually(t, func() bool { return strings.Contains(d.ok(t, "consumer", "status"), "stats") }, testenv.Patience, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(d.ok(t, "consumers"), "stats") }, testenv.Patience, 10*time.Millisecond)
 	return stop
 }
 

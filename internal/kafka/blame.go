@@ -110,7 +110,7 @@ func optName(opt kgo.Opt) string {
 		return ""
 	}
 	if found := optFunc.FindStringSubmatch(f.Name()); found != nil {
-		return found[1]
+		return strings.TrimSuffix(found[1], "Fn") // with which kgo makes the option of the same name without
 	}
 	return ""
 }
