@@ -36,9 +36,13 @@ func TestWorkerFindsWhatItHasClaimed(t *testing.T) {
 		'id', 1000, 'event_id', gen_random_uuid(), 'order_key', 1000, 'status', 'PROCESSING', 'attempt_count', 1, 'locked_by', held.locked_by,
 		'locked_until', now() + interval '1 h', 'processed_at', NULL)) AS d
 		WHERE held.action = 'HELD' AND s.action = 'COUNTED'`)
+	var killed time.Time
 	require.Eventually(t, func() bool {
-		f.exec(`SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = $1`, name)
-		w.Wake()
+		if time.Since(killed) > time.Second { // in which a busy machine gets to it
+			killed = time.Now()
+			f.exec(`SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = $1`, name)
+			w.Wake()
+		}
 		return f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE id = 1000 AND status = 'DONE' AND attempt_count = 1`) == 1
-	}, 20*time.Second, 100*time.Millisecond)
+	}, testenv.Patience, 20*time.Millisecond) // the lease is for an hour
 }
