@@ -2,6 +2,7 @@ package outboxops
 
 import (
 	"context"
+	"errors"
 	"fmt"
 )
 
@@ -11,7 +12,11 @@ import (
 //
 // It returns [ErrNotFound] if there is no such failure.
 func (f *Failures) AuditRead(ctx context.Context, id FailureID, why AuditInfo) error {
-	return f.changeOne(ctx, actionRead, id, why)
+	if err := errors.Join(why.check(), id.checkFor(actionRead)); err != nil {
+		return err
+	}
+	done, err := f.change(ctx, f.stores[id.Kind].statement(actionRead), []int64{id.Number}, why)
+	return notAudited(fmt.Sprintf("failure %v", id), done > 0, err)
 }
 
 const sqlReadOfRecorded = `SELECT {schema}.outbox_audit_read_recorded($1, $2, $3)`
@@ -24,11 +29,16 @@ func (f *Failures) AuditReadRecorded(ctx context.Context, outboxID int64, why Au
 	}
 	var done bool
 	err := f.db.QueryRow(ctx, f.sqlReadOfRecorded, outboxID, why.Operator, why.Reason).Scan(&done)
+	return notAudited(fmt.Sprintf("event %d", outboxID), done, err)
+}
+
+// notAudited says why it is not written down that something is read.
+func notAudited(what string, done bool, err error) error {
 	if err == nil && !done {
 		err = ErrNotFound
 	}
 	if err != nil {
-		return fmt.Errorf("outbox: audit that event %d is read: %w", outboxID, orNotMigrated(err))
+		return fmt.Errorf("outbox: audit that %s is read: %w", what, orNotMigrated(err))
 	}
 	return nil
 }
