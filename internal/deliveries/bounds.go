@@ -8,11 +8,9 @@ import (
 // bounds remembers up to which time rows were looked for, so that the next look need not begin
 // with those that have gone on since: while a transaction is open somewhere, PostgreSQL cannot
 // remove their index entries. A row of an earlier time may still come, with a transaction that
-// took long. So a look begins somewhat before the last one, and every now and then it is at all
+// took long, or be one that was locked. So a look begins somewhat before the last one, and every now and then it is at all
 // rows, as often as that is cheap.
 type bounds[K comparable] struct {
-	rare time.Duration // between looks at all rows, however long they take
-
 	mu    sync.Mutex
 	looks map[K]look
 }
@@ -24,7 +22,8 @@ type look struct {
 
 const (
 	lateness   = time.Second // of most transactions
-	wholeShare = 100         // of the time, one part is for looks at all rows
+	wholeShare = 20          // of the time, one part is for looks at all rows
+	wholeRare  = time.Minute // however long they take
 )
 
 // of returns from when on rows are to be looked for, the zero time for all.
@@ -47,7 +46,7 @@ func (b *bounds[K]) looked(k K, since, until time.Time, took time.Duration) {
 	}
 	l := b.looks[k]
 	if since.IsZero() {
-		l.again = time.Now().Add(min(wholeShare*took, b.rare))
+		l.again = time.Now().Add(min(wholeShare*took, wholeRare))
 	}
 	if until = until.Add(-lateness); until.After(l.since) {
 		l.since = until

@@ -44,7 +44,6 @@ func NewStore(db *pgxpool.Pool, schema, group, worker string, lease time.Duratio
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &Store{
 		db: db, group: group, worker: worker, lease: lease,
-		due: bounds[looking]{rare: time.Minute}, expiring: bounds[struct{}]{rare: 10 * time.Minute},
 		sqlInsert: in(sqlInsert), sqlClaim: in(sqlClaim), sqlPrint: in(sqlPrint), sqlFinish: in(sqlFinish), sqlRenew: in(sqlRenew), sqlReturn: in(sqlReturn),
 		sqlFail: in(sqlFail), sqlExpire: in(sqlExpire), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless), sqlLook: in(sqlLook), sqlMine: in(sqlMine),
 		sqlPark: in(sqlPark), sqlLockShared: in(sqlLockShared), sqlOwed: in(sqlOwed), sqlOthers: in(sqlOthers),
