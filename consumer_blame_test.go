@@ -35,6 +35,26 @@ func (s *consumerFixture) sendSales(t testing.TB, n int, poison map[int]string) 
 	s.send(t, records...)
 }
 
+// A handler that ends the transaction of a batch and begins another one is found out before the next handler is called. A COMMIT
+// of that one committed what was handled between the two without its notes, and so it was handled twice.
+func TestTwoHandlersEndTransaction(t *testing.T) {
+	t.Parallel()
+	s := newConsumerFixture(t, 1)
+	h := outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+		sql := e.Poison
+		if e.Poison = ""; sql == "" {
+			return s.count(ctx, tx, e, m)
+		}
+		_, err := tx.Exec(ctx, sql)
+		return err
+	})
+	s.sendSales(t, 10, map[int]string{2: "ROLLBACK; BEGIN", 6: "COMMIT"})
+	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: -1}, FromStart: true}, h).Run)
+	s.deadLetters(t, 2)
+	require.Eventually(t, func() bool { return s.relayFixture.count(t, "event_handled") == 8 }, testenv.Patience, 10*time.Millisecond)
+	require.Equal(t, 8, s.counts(t)["p"])
+}
+
 // A handler that ends the transaction, however it does that, commits nothing: not its own
 // effect, and not the notes of the events that arrived with its own, whose effects are
 // still to come. They have theirs, and it is a dead letter that says why.

@@ -179,10 +179,17 @@ type part struct {
 
 func (p *part) look(sql string) { p.owner.look(sql) }
 
-// look finds out whether a statement changes settings. Handlers run the same few again and
-// again.
+// look finds out whether a statement changes settings, or ends the transaction. Handlers run the same few again and
+// again. Behind one that ends the transaction and begins another, a COMMIT of the next function would not be noticed: there
+// is no guard in it.
 func (t *Tx) look(sql string) {
-	if t.changed || slices.Contains(t.clean[:], sql) || slices.Contains(t.prepared, sql) {
+	if slices.Contains(t.clean[:], sql) || slices.Contains(t.prepared, sql) {
+		return
+	}
+	if endsTransaction(sql) {
+		t.ended = true
+	}
+	if t.changed || t.ended {
 		return
 	}
 	if t.changed = changesSettings(sql); !t.changed {

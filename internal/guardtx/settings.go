@@ -103,3 +103,52 @@ func behind(sql, end string, from int) string {
 }
 
 func isAlpha(c byte) bool { return c|0x20 >= 'a' && c|0x20 <= 'z' || c == '_' || c >= 0x80 }
+
+// endsTransaction reports whether one of the statements of a text ends its transaction. Savepoints do not.
+func endsTransaction(sql string) bool {
+	first, last := true, "" // the next word begins a statement; the last word was one that may end the transaction
+	for sql != "" {
+		if body, ok := dollarQuoted(sql); ok {
+			sql, first = sql[len(body):], false
+			continue
+		}
+		var token string
+		token, sql = nextToken(sql)
+		c := token[0]
+		if c == ' ' {
+			continue
+		}
+		word := strings.ToLower(token)
+		switch {
+		case last == "rollback" && (word == "work" || word == "transaction"):
+			continue
+		case last == "rollback" && word != "to", last == "prepare" && word == "transaction":
+			return true
+		}
+		last = ""
+		if first && isAlpha(c) {
+			switch word {
+			case "commit", "end", "abort":
+				return true
+			case "rollback", "prepare":
+				last = word
+			}
+		}
+		first = c == ';'
+	}
+	return last == "rollback"
+}
+
+// dollarQuoted returns the text in dollar quotes with which a text begins.
+func dollarQuoted(sql string) (quoted string, ok bool) {
+	n := strings.IndexByte(sql[1:], '$') + 1
+	if sql[0] != '$' || n == 0 || strings.ContainsFunc(sql[1:n], func(r rune) bool { return r < 0x80 && !isAlpha(byte(r)) && (r < '0' || r > '9') }) {
+		return "", false
+	}
+	mark := sql[:n+1]
+	end := strings.Index(sql[n+1:], mark)
+	if end < 0 {
+		return sql, true
+	}
+	return sql[:n+1+end+len(mark)], true
+}

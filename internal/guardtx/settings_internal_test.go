@@ -33,3 +33,21 @@ func BenchmarkChangesSettings(b *testing.B) {
 		changesSettings(`INSERT INTO "shop".counts (product, n) VALUES ($1, $2) ON CONFLICT (product) DO UPDATE SET n = counts.n + excluded.n`)
 	}
 }
+
+// A statement that ends the transaction is found at the beginning of each statement of a text, and nowhere else.
+func TestEndsTransaction(t *testing.T) {
+	t.Parallel()
+	for _, sql := range []string{
+		"COMMIT", "commit work", "END", "ROLLBACK", "rollback;", "ROLLBACK; BEGIN", "SELECT 1; COMMIT", "/* x */ ROLLBACK AND CHAIN", "-- x\nABORT",
+		"PREPARE TRANSACTION 'x'", "ROLLBACK WORK", "rollback transaction ;", "DO $$ BEGIN NULL; END $$; COMMIT",
+	} {
+		require.True(t, endsTransaction(sql), sql)
+	}
+	for _, sql := range []string{
+		"", "SELECT 'COMMIT'", "SAVEPOINT a", "ROLLBACK TO a", "rollback work to savepoint a", "ROLLBACK TRANSACTION TO a", "RELEASE a", "BEGIN", "SELECT 1 -- ; COMMIT",
+		"DO $$ BEGIN NULL; END $$", "DO $x$ BEGIN PERFORM '$$'; END; $x$", "INSERT INTO a VALUES ($1, $2) -- ; END", "SELECT CASE WHEN a THEN 1 END", "PREPARE q AS SELECT 1",
+		"SELECT \"end\"; SELECT 1", "SELECT $1; SELECT $2",
+	} {
+		require.False(t, endsTransaction(sql), sql)
+	}
+}
