@@ -115,18 +115,29 @@ func TestFunctionEndsTransaction(t *testing.T) {
 }
 
 // The same if it ignores the error and begins a transaction of its own: what it does in that
-// is not committed either.
+// is not committed either. It is found out at once, or at the commit if the statements go past the transaction.
 func TestFunctionIgnoresError(t *testing.T) {
 	t.Parallel()
 	g := newGuardFixture(t, pgx.QueryExecModeExec)
 	for _, end := range []string{"COMMIT", "ROLLBACK"} {
 		tx := g.begin(t, true)
-		require.NoError(t, tx.Call("ENDS", func(tx pgx.Tx) error {
+		err := tx.Call("ENDS", func(tx pgx.Tx) error {
 			_, _ = tx.Exec(t.Context(), end)
 			_, err := tx.Exec(t.Context(), "BEGIN")
 			return errors.Join(err, g.effect(t.Context())(tx))
+		})
+		require.ErrorIs(t, err, guardtx.ErrEnded)
+		require.ErrorContains(t, err, "handler ENDS")
+		tx.Rollback(t.Context())
+		g.requireRows(t, 0, 0)
+
+		tx = g.begin(t, true)
+		require.NoError(t, tx.Call("ENDS", func(tx pgx.Tx) error {
+			_, _ = tx.Conn().Exec(t.Context(), end)
+			_, err := tx.Conn().Exec(t.Context(), "BEGIN")
+			return errors.Join(err, g.effect(t.Context())(tx))
 		}))
-		err := tx.Commit(t.Context())
+		err = tx.Commit(t.Context())
 		require.ErrorIs(t, err, guardtx.ErrEnded)
 		require.ErrorContains(t, err, "handler ENDS")
 		tx.Rollback(t.Context())
