@@ -9,17 +9,21 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxalert"
 	"github.com/outboxgo/outbox/outboxhttp"
 )
 
 var (
 	mux     = http.NewServeMux()
 	webhook = "https://hooks.example.com/services/secret"
+
+	routingKey = "0123456789abcdef0123456789abcdef"
+	password   = "secret"
 )
 
 // A relay with what production needs beside the defaults.
 func ExampleNewRelay() {
-	slack, err := outboxhttp.Slack(webhook, nil)
+	slack, err := outboxalert.Slack(webhook, nil)
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -38,6 +42,26 @@ func ExampleNewRelay() {
 	}
 	mux.Handle("GET /live", outboxhttp.Live(outboxhttp.Relay(relay)))
 	mux.Handle("GET /ready", outboxhttp.Ready(outboxhttp.Relay(relay)))
+}
+
+// Slack and PagerDuty get every alert, and a mailbox the reports.
+func ExampleAlertConfig() {
+	slack, err := outboxalert.Slack(webhook, nil)
+	if err != nil {
+		log.Fatal(err)
+	}
+	pagerDuty, err := outboxalert.PagerDuty(routingKey, "orders, production", outboxalert.PagerDutyConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	mail, err := outboxalert.Mail(outboxalert.MailConfig{
+		Server: "mail.example.com:587", From: "outbox@example.com", To: []string{"ops@example.com"}, Username: "outbox", Password: password,
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	alerts := outbox.AlertConfig{Alerter: outboxalert.All(slack, pagerDuty, outboxalert.Only(mail, outbox.AlertReport))}
+	_ = outbox.RelayConfig{Alerts: alerts}
 }
 
 // archive keeps events for audits. It commits together with their removal from outbox.

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // RelayHealth reports the state of a relay in this process.
@@ -35,11 +36,12 @@ type healthState struct {
 	running   bool
 	err       error // with which the last Run has returned
 	leading   bool
-	progress  time.Time // a loop of Run began its next round
-	leaseSeen time.Time // our own lease, or that of another process
-	moved     time.Time // the cursor moved, or there was nothing to send
-	longTask  string    // a task that may take as long as it takes; "" for none
-	leaseGone bool      // the lease was given up, because nothing has progressed
+	progress  time.Time           // a loop of Run began its next round
+	leaseSeen time.Time           // our own lease, or that of another process
+	moved     time.Time           // the cursor moved, or there was nothing to send
+	longTask  string              // a task that may take as long as it takes; "" for none
+	leaseGone bool                // the lease was given up, because nothing has progressed
+	stale     []tables.EventCount // what waits for too long, by the last check of alerts
 }
 
 func newHealthState(cfg RelayConfig, b *breaker, outages ...*outage.Log) *healthState {
@@ -78,7 +80,16 @@ func (s *healthState) runEnded(err error) {
 }
 
 func (s *healthState) setLeading(leading bool) {
-	s.update(func(now time.Time) { s.leading, s.leaseSeen, s.moved = leading, now, now })
+	s.update(func(now time.Time) { s.leading, s.leaseSeen, s.moved, s.stale = leading, now, now, nil })
+}
+
+// setStale notes what waits for too long. It is no progress of Run.
+func (s *healthState) setStale(counts []tables.EventCount) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.leading {
+		s.stale = counts
+	}
 }
 
 func (s *healthState) progressed()  { s.update(func(time.Time) {}) }
@@ -124,6 +135,10 @@ func (s *healthState) report() RelayHealth {
 	}
 	if h.Breaker == BreakerOpen {
 		notReady("the circuit breaker is open")
+	}
+	if len(s.stale) > 0 {
+		n, oldest := sum(countsOf(s.stale))
+		notReady("%s events are not published, the oldest for %v", n, since(oldest))
 	}
 	for _, log := range s.outages {
 		if o := log.Current(); o != nil && !h.Ready {

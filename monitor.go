@@ -2,39 +2,62 @@ package outbox
 
 import (
 	"context"
+	"log/slog"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 	"github.com/outboxgo/outbox/internal/watch"
 )
 
-// newWatch returns what alerts beside a relay that leads. breaker is the relay's.
-func newWatch(db *pgxpool.Pool, cfg RelayConfig, breaker *breaker) *watch.Watch {
+// newWatch returns what alerts beside a relay that leads. breaker is the relay's; staleEvents gets
+// after each check what waits for too long.
+func newWatch(db *pgxpool.Pool, cfg RelayConfig, breaker *breaker, staleEvents func([]tables.EventCount)) *watch.Watch {
 	return watch.New(watch.NewStore(db, cfg.Schema), watch.Config{
 		Settings:      cfg.Alerts.settings().WithDefaults(),
 		Relay:         cfg.Name,
 		BreakerClosed: func() bool { return breaker.state() == BreakerClosed },
-		Deliver:       func(ctx context.Context, a watch.Alert) error { return cfg.Alerts.Alerter.Alert(ctx, alertOf(a)) },
+		StaleEvents:   staleEvents,
+		Deliver:       cfg.Alerts.deliver,
 		Logger:        cfg.Logger,
 	})
 }
 
+// newGroupWatch returns what alerts beside a worker that has the lease of its group.
+func newGroupWatch(db *pgxpool.Pool, schema, group string, alerts AlertConfig, log *slog.Logger) *watch.Watch {
+	return watch.New(watch.NewGroupStore(db, schema), watch.Config{
+		Settings: alerts.settings().WithDefaults(),
+		Group:    group,
+		Deliver:  alerts.deliver,
+		Logger:   log,
+	})
+}
+
+func (c AlertConfig) deliver(ctx context.Context, a watch.Alert) error {
+	return c.Alerter.Alert(ctx, alertOf(a))
+}
+
 func alertOf(a watch.Alert) Alert {
-	alert := Alert{Kind: AlertKind(a.Kind), Relay: a.Relay, Over: a.Over, At: a.At, Status: RelayStatus(a.Status), Died: a.Died,
-		Group: a.Group, Topic: a.Topic, Lost: a.Lost}
-	for _, f := range a.Dead {
-		alert.Dead = append(alert.Dead, DeadEvent{FailedEvent: FailedEvent(f.Event), ID: f.ID, FailedAt: f.FailedAt})
+	alert := Alert{Kind: AlertKind(a.Kind), Relay: a.Relay, Group: a.Group, Over: a.Over, At: a.At, Status: RelayStatus(a.Status), Died: a.Died,
+		Topic: a.Topic, Lost: a.Lost}
+	for _, d := range a.Dead {
+		alert.Dead = append(alert.Dead, DeadEvent{FailedEvent: FailedEvent(d.Event), ID: d.ID, Group: d.Group, Action: d.Action, FailedAt: d.FailedAt})
 	}
-	for _, c := range a.Unresolved {
-		alert.Unresolved = append(alert.Unresolved, FailedCount(c))
-	}
+	alert.Counts = countsOf(a.Counts)
 	return alert
 }
 
-// monitor sends the alerts of a relay. It works beside the session. Its outage may last
-// longer than a lease, so there is one monitor for all leases of a relay.
+func countsOf(all []tables.EventCount) (counts []EventCount) {
+	for _, c := range all {
+		counts = append(counts, EventCount(c))
+	}
+	return counts
+}
+
+// monitor sends the alerts of a relay or of a worker, beside its work. Its outage may last
+// longer than a lease, so there is one monitor for all leases of each.
 type monitor struct {
 	watch    *watch.Watch
 	outage   *outage.Log     // PostgreSQL

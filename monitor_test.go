@@ -128,13 +128,14 @@ func TestDeadEventsAreAlertedTo(t *testing.T) {
 
 	h.commit(t, poison("worse", 1), poison("worst", 1))
 	a = box.await(t, outbox.AlertManyDead, false)
-	require.EqualValues(t, 3, a.Status.Dead)
+	require.Equal(t, []outbox.EventCount{{Relay: "default", Status: "dead", Type: "test.oracle.happened.v1", Class: "message_too_large", Events: 3, Oldest: a.Counts[0].Oldest}}, a.Counts)
+	require.Equal(t, "3 dead events and deliveries wait for a decision: 3 dead test.oracle.happened.v1 message_too_large", a.String())
 	h.commit(t, poison("at last", 1))
 	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 4})
 	require.Eventually(t, func() bool {
-		return box.received(outbox.AlertManyDead) == "many_dead_events many_dead_events"
+		return box.received(outbox.AlertManyDead) == "many_dead many_dead"
 	}, testenv.Patience, 5*time.Millisecond)
-	// A check reads the deaths after the counts, and those of resolved events no more.
+	// A check reads no deaths of resolved events.
 	require.Eventually(t, func() bool { return len(box.deaths()) == 4 }, testenv.Patience, 5*time.Millisecond)
 	_, err := h.failures(t).ResolveAll(background, outboxops.FailureFilter{}, outboxops.BulkConfig{}, kim)
 	require.NoError(t, err)
@@ -212,12 +213,14 @@ func TestOpenBreakerIsAlertedTo(t *testing.T) {
 	require.Equal(t, "breaker_open", box.received(outbox.AlertBreaker))
 }
 
-// A report has what failed, by type and class; without failures there is none.
+// A report has what failed and what waits behind it, by type and class; without failures there is
+// none.
 func TestReports(t *testing.T) {
 	t.Parallel()
 	h, _ := newPoisonedFixture(t)
 	box := &mailbox{}
 	cfg := patiently()
+	cfg.HoldDead = true
 	cfg.Alerts = outbox.AlertConfig{Alerter: box, Interval: 5 * time.Millisecond, ReportInterval: 10 * time.Millisecond}
 	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	h.commit(t, numbered("good", 1, 5)...)
@@ -225,9 +228,10 @@ func TestReports(t *testing.T) {
 	require.Empty(t, box.received(outbox.AlertReport))
 	h.commit(t, poison("bad", 1), poison("worse", 1))
 	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 2})
+	h.commit(t, numbered("bad", 2, 3)...)
 	require.Eventually(t, func() bool {
 		a := box.await(t, outbox.AlertReport, false)
-		return strings.HasPrefix(a.String(), "relay default: failed events: 2 dead test.oracle.happened.v1 message_too_large; the oldest since ")
+		return strings.HasPrefix(a.String(), "unresolved failures: 3 parked test.oracle.happened.v1, 2 dead test.oracle.happened.v1 message_too_large; the oldest since ")
 	}, testenv.Patience, 5*time.Millisecond)
 	stop()
 }

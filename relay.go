@@ -100,8 +100,8 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 	r.cfg.Hooks = cfg.Hooks.guarded(r.guardHook)
 	r.retention.callback = contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: archiveGrace}).Call
 	r.breaker = newBreaker(cfg.Breaker, r.breakerChanged)
-	r.monitor = &monitor{watch: newWatch(db, cfg, r.breaker), outage: outage.NewLog(log, "PostgreSQL, for alerts,"), checkNow: r.checkNow}
 	r.health = newHealthState(cfg, r.breaker, r.postgresOutage, r.kafkaOutage)
+	r.monitor = &monitor{watch: newWatch(db, cfg, r.breaker, r.health.setStale), outage: outage.NewLog(log, "PostgreSQL, for alerts,"), checkNow: r.checkNow}
 	return r, nil
 }
 

@@ -98,8 +98,10 @@ type RelayConfig struct {
 	Retention RetentionConfig
 
 	// Alerts says when an alert is sent that something is wrong with this relay, and to
-	// whom. The process that leads sends them, also for relays of the schema that no
-	// process leads. The package outboxops has a Monitor for processes without a relay.
+	// whom. The process that leads sends them. Of several relays, that of the first by name which
+	// has a leader also alerts to relays of the schema that no process leads, to consumer groups, and
+	// to what has failed in the whole database. The package outboxops has a Monitor for processes
+	// without a relay.
 	Alerts AlertConfig
 
 	// Hooks are called when something happens.
@@ -145,7 +147,7 @@ func (c RelayConfig) withDefaults() RelayConfig {
 	c.Retention = c.Retention.withDefaults()
 	c.Logger = short.Logger(cmp.Or(c.Logger, slog.Default()))
 	if c.Alerts.Alerter == nil {
-		c.Alerts.Alerter = LogAlerter{Logger: c.Logger, quiet: true}
+		c.Alerts.Alerter = LogAlerter{Logger: c.Logger, without: []AlertKind{AlertDead, AlertBreaker}}
 	}
 	return c
 }

@@ -52,7 +52,7 @@ var rooms = []room{
 	{"alerts", "alert.go", "errors hooks", []string{noPgx, noFranz, noSystem}},
 	{"relay", "relay*.go health.go monitor.go", "errors event breaker cursor retention hooks alerts", []string{noSystem}},
 	{"handlers", "handler*.go idempotency.go", "errors event hooks", []string{noFranz, noSystem}},
-	{"worker", "worker*.go", "errors event cursor hooks handlers retention relay", []string{noFranz, noSystem}},
+	{"worker", "worker*.go", "errors event cursor hooks alerts handlers retention relay", []string{noFranz, noSystem}},
 	{"consumer", "consumer*.go", "errors event hooks handlers", []string{noSystem}},
 }
 

@@ -19,7 +19,7 @@ func TestStatusOverManyRows(t *testing.T) {
 	testenv.Direct(t) // prepared statements
 	const events, failed, keys, most = 30_000, 60_000, 2000, 500
 	d, ctx := newCursorFixture(t), context.Background()
-	for _, table := range []string{"outbox", "outbox_failed", "outbox_cursor"} {
+	for _, table := range []string{"outbox", "outbox_failed", "outbox_cursor", "event_subscription"} {
 		d.exec(t, `ALTER TABLE {schema}.`+table+` SET (autovacuum_enabled = false)`)
 		d.exec(t, `ANALYZE {schema}.`+table)
 	}
@@ -38,6 +38,8 @@ func TestStatusOverManyRows(t *testing.T) {
 		{"relays", "(bigint, bigint) AS " + tables.SQLRelays, "(500, 500)"},
 		{"failures", "(text[], text, text, text, bigint) AS " + tables.SQLFailureCount, "('{waiting,failed,parked,dead}', '', '', '', 500)"},
 		{"deaths", "(timestamptz, text, bigint[], bigint) AS " + tables.SQLDeaths, "(now() - interval '1 minute', '', '{}', 500)"},
+		{"stale_pending", "(text[], timestamptz, bigint) AS " + tables.SQLStalePending, "('{default}', now() + interval '1 minute', 500)"},
+		{"stale_failures", "(text[], timestamptz, bigint) AS " + tables.SQLStaleFailures, "('{default}', now() + interval '1 minute', 500)"},
 	}
 	for _, s := range statements {
 		_, err := conn.Exec(ctx, "PREPARE "+s.name+" "+pg.InSchema(s.sql, d.schema))

@@ -43,6 +43,7 @@ type Worker struct {
 	outages    *outage.Logs
 	wake       chan struct{}
 	archive    *contain.Callback // Retention.Archive
+	monitor    *monitor
 
 	running atomic.Bool
 	current atomic.Pointer[workerRun] // nil while it does not run
@@ -86,6 +87,7 @@ func NewWorker(db *pgxpool.Pool, events *Registry, cfg WorkerConfig, handlers ..
 		cfg: cfg, retriesFor: retriesFor, db: db, slots: handling.SlotsOf(db), pauses: pauses.NewSet(), operators: pauses.NewStore(db, cfg.Schema, cfg.Group),
 		outages: outage.NewLogs(log), wake: make(chan struct{}, 1),
 		archive:   contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: archiveGrace}),
+		monitor:   &monitor{watch: newGroupWatch(db, cfg.Schema, cfg.Group, cfg.Alerts, log), outage: outage.NewLog(log, "PostgreSQL, for alerts,")},
 		processor: &processor{cfg: cfg.HandlerConfig, routes: routes, log: log, input: &inputLog{}, apart: new(sync.Map), store: newHandledStore(db, cfg.Schema, cfg.Group)},
 	}, nil
 }

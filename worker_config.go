@@ -61,6 +61,11 @@ type WorkerConfig struct {
 	// it to finish the events that they are at. Zero means 5 s.
 	StopTimeout time.Duration
 
+	// Alerts says when an alert is sent that deliveries are dead or wait for too long, and to whom.
+	// Where a relay leads, its process sends these instead. Else it is for one worker: that of the first
+	// group by name that has any. It alerts to all groups, and to relays that no process leads.
+	Alerts AlertConfig
+
 	// Retention says how long rows are kept. Workers remove them, of each group one process at a
 	// time. What a relay or another group has still to get stays in any case.
 	Retention RetentionConfig
@@ -98,6 +103,9 @@ func (c WorkerConfig) withDefaults() WorkerConfig {
 	c.MaxRetryWait = cmp.Or(c.MaxRetryWait, defaultMaxRetryWait)
 	c.StopTimeout = cmp.Or(c.StopTimeout, defaultStopTimeout)
 	c.Retention = c.Retention.withDefaults()
+	if c.Alerts.Alerter == nil {
+		c.Alerts.Alerter = LogAlerter{Logger: c.Logger, without: []AlertKind{AlertDeadDeliveries}}
+	}
 	return c
 }
 
@@ -114,6 +122,7 @@ func (c WorkerConfig) validate() error {
 		check.NotNegative("MaxRetryWait", c.MaxRetryWait),
 		check.NotNegative("StopTimeout", c.StopTimeout),
 		c.Retention.validate(),
+		c.Alerts.settings().Validate(),
 	}
 	if c.Lease < minWorkerLease {
 		errs = append(errs, fmt.Errorf("field Lease is %v: must be at least %v", c.Lease, minWorkerLease))

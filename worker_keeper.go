@@ -291,7 +291,8 @@ func (g *groupLease) giveUp(l *lease, patience time.Duration) error {
 }
 
 // groupCleaner removes rows that are not kept any longer, while this process has the lease of the
-// group, and unless a relay has a position: then rows are for relays to remove.
+// group, and unless a relay has a position: then rows are for relays to remove. Beside that, it
+// alerts.
 type groupCleaner struct {
 	lease   *groupLease
 	store   *retention
@@ -300,13 +301,14 @@ type groupCleaner struct {
 	backlog func() bool     // of events to hand over
 	log     *slog.Logger
 	outages *outage.Logs
+	monitor *monitor
 }
 
 func newGroupCleaner(w *Worker, lease *groupLease, backlog func() bool, cut context.Context) *groupCleaner {
 	store := newRetention(w.db, w.cfg.Schema, w.cfg.Retention)
 	store.callback = w.archive.Call
 	return &groupCleaner{
-		lease: lease, store: store, cfg: &w.cfg, cut: cut, backlog: backlog, log: w.processor.log, outages: w.outages,
+		lease: lease, store: store, cfg: &w.cfg, cut: cut, backlog: backlog, log: w.processor.log, outages: w.outages, monitor: w.monitor,
 	}
 }
 
@@ -331,12 +333,15 @@ func (g *groupCleaner) run(ctx context.Context) {
 // outageCleaning is what it is named in the log that the lease of the group cannot be taken.
 const outageCleaning = "the lease for retention"
 
-// lead removes rows until ctx is cancelled or the lease is lost.
+// lead removes rows, and alerts, until ctx is cancelled or the lease is lost.
 func (g *groupCleaner) lead(ctx context.Context, l *lease) {
 	held, lose := context.WithCancelCause(g.cut)
 	leads := leadership{lease: l, held: held, lose: lose, statementTimeout: g.lease.leases.duration}
 	renewing := contain.NewGroup(func(p *contain.Panic) { lose(p) })
 	renewing.Go(func() { g.renew(leads) })
+	alerting, stopAlerts := context.WithCancel(ctx)
+	defer context.AfterFunc(held, stopAlerts)()
+	renewing.Go(func() { g.monitor.run(alerting) })
 	newCleaner(leads, cleanerConfig{
 		name: g.lease.leases.relay, retention: g.cfg.Retention, poll: g.cfg.PollInterval, withoutFailed: true, removed: g.cfg.Hooks.RowsRemoved,
 		mayRun: func(ctx context.Context) (bool, error) {

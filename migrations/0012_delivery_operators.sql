@@ -8,6 +8,9 @@ SELECT pg_catalog.set_config('lock_timeout', '100ms', true) WHERE pg_catalog.cur
 CREATE INDEX idx_event_delivery_waiting ON event_delivery (consumer_group, action, stream, status, id)
  WHERE status IN ('PENDING', 'PARKED', 'DEAD') AND resolution IS NULL;
 
+-- What became DEAD in the order of time, for alerts.
+CREATE INDEX idx_event_delivery_deaths ON event_delivery (processed_at, id) WHERE status = 'DEAD' AND resolution IS NULL;
+
 ALTER TABLE outbox_audit ADD COLUMN delivery_id bigint;
 ALTER TABLE outbox_audit ADD COLUMN handler varchar(100);
 CREATE INDEX outbox_audit_delivery_id_idx ON outbox_audit (delivery_id, id) WHERE delivery_id IS NOT NULL;

@@ -1,4 +1,4 @@
 // Package outboxhttp connects outbox with HTTP: it takes trace ids from requests into
-// events and log lines ([Trace]), answers the probes of an orchestrator ([Live],
-// [Ready]), and sends alerts to Slack ([Slack]).
+// events and log lines ([Trace]), and answers the probes of an orchestrator ([Live],
+// [Ready]).
 package outboxhttp

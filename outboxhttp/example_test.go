@@ -1,9 +1,6 @@
 package outboxhttp_test
 
 import (
-	"context"
-	"encoding/json"
-	"fmt"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -39,25 +36,4 @@ func ExampleReady() {
 	mux := http.NewServeMux()
 	mux.Handle("GET /livez", outboxhttp.Live(outboxhttp.Relay(relay), outboxhttp.Consumer(consumer)))
 	mux.Handle("GET /readyz", outboxhttp.Ready(outboxhttp.Relay(relay), outboxhttp.Consumer(consumer)))
-}
-
-// Slack's incoming webhook gets one message for each alert.
-func ExampleSlack() {
-	slack := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
-		var message struct{ Text string }
-		if err := json.NewDecoder(r.Body).Decode(&message); err != nil {
-			panic(err)
-		}
-		fmt.Println(message.Text != "")
-	}))
-	defer slack.Close()
-	alerter, err := outboxhttp.Slack(slack.URL, slack.Client())
-	if err != nil {
-		panic(err)
-	}
-	_ = outbox.RelayConfig{Alerts: outbox.AlertConfig{Alerter: alerter}}
-	if err := alerter.Alert(context.Background(), outbox.Alert{Kind: outbox.AlertBreaker, Relay: "default"}); err != nil {
-		panic(err)
-	}
-	// Output: true
 }

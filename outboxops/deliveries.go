@@ -53,7 +53,7 @@ func NewDeliveries(db *pgxpool.Pool, cfg DeliveriesConfig) (*Deliveries, error) 
 		return nil, fmt.Errorf("outbox: deliveries config: %w", err)
 	}
 	return &Deliveries{db: db, rows: tables.NewDeliveryReader(db, cfg.Schema),
-		sqlGroups: pg.InSchema(sqlDeliveryGroups, cfg.Schema), sqlCursors: pg.InSchema(tables.SQLRelays, cfg.Schema)}, nil
+		sqlGroups: pg.InSchema(sqlDeliveryGroups, cfg.Schema), sqlCursors: pg.InSchema(tables.SQLPositions, cfg.Schema)}, nil
 }
 
 // DeliveryFilter picks what is counted. Empty fields pick all.

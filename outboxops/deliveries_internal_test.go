@@ -3,6 +3,7 @@ package outboxops
 import (
 	"context"
 	"fmt"
+	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -100,6 +101,21 @@ func (d *tablesFixture) lookAtDeliveries(t *testing.T, conn *pgx.Conn, when stri
 		buffers, plan := explain(t, tx, "EXECUTE look_"+look.name+" ("+look.arguments+")")
 		t.Logf("%s %s: %d buffers", look.name, when, buffers)
 		require.LessOrEqual(t, buffers, look.limit, "%s %s: %s", look.name, when, plan)
+	}
+	for name, alert := range map[string]struct {
+		sql   string
+		args  []string
+		limit int
+	}{
+		"deaths": {tables.SQLDeliveryDeaths, []string{"now() - interval '1 min'", "'{}'", "100"}, 200},
+		"stale":  {tables.SQLStaleDeliveries, []string{"'{PENDING,PARKED}'::text[]", "''", "''", "''", "now() + interval '1 min'", "10000", "100000"}, 3000},
+	} {
+		for i, arg := range alert.args {
+			alert.sql = strings.ReplaceAll(alert.sql, fmt.Sprint("$", i+1), arg)
+		}
+		buffers, plan := explain(t, tx, pg.InSchema(alert.sql, d.schema))
+		t.Logf("%s %s: %d buffers", name, when, buffers)
+		require.LessOrEqual(t, buffers, alert.limit, "%s %s: %s", name, when, plan)
 	}
 	for _, action := range []string{"requeue", "resolve", "hold", "release"} {
 		buffers := 0

@@ -157,6 +157,12 @@ func requireInOrder(t *testing.T, reader *oracle.Reader, events []oracle.Event) 
 // sql completes a statement with the schema.
 func (h *opsFixture) sql(s string) string { return pg.InSchema(s, h.schema) }
 
+func (h *opsFixture) exec(t testing.TB, sql string, args ...any) {
+	t.Helper()
+	_, err := h.db.Exec(background, h.sql(sql), args...)
+	require.NoError(t, err)
+}
+
 func (h *opsFixture) count(t testing.TB, table string) (n int) {
 	t.Helper()
 	require.NoError(t, h.db.QueryRow(background, h.sql("SELECT count(*) FROM {schema}."+table)).Scan(&n))

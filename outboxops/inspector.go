@@ -24,6 +24,7 @@ type Inspector struct {
 	db       *pgxpool.Pool
 	sql      inspectorSQL
 	recorded reader // of outbox
+	types    tables.TypeCounter
 }
 
 // inspectorSQL are the statements of [Inspector], in their schema.
@@ -49,7 +50,7 @@ func NewInspector(db *pgxpool.Pool, cfg InspectorConfig) (*Inspector, error) {
 		return nil, fmt.Errorf("outbox: inspector config: %w", err)
 	}
 	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
-	return &Inspector{db: db, recorded: newReader(db, cfg.Schema, "outbox", cfg.MaxRead), sql: inspectorSQL{
+	return &Inspector{db: db, recorded: newReader(db, cfg.Schema, "outbox", cfg.MaxRead), types: tables.NewTypeCounter(db, cfg.Schema), sql: inspectorSQL{
 		relays: in(tables.SQLRelays), progress: in(sqlProgress), transactions: in(sqlTransactions), topics: in(sqlRecordedTopics),
 		partitions: in(sqlPartitionSizes),
 		events:     in(sqlEvents), event: in(sqlEvent), tail: in(sqlTail), tailRead: in(sqlTailRead), tailBare: in(sqlTailBare),
@@ -66,6 +67,32 @@ func (i *Inspector) Relays(ctx context.Context) ([]outbox.RelayStatus, error) {
 	all := make([]outbox.RelayStatus, len(relays))
 	for n, r := range relays {
 		all[n] = outbox.RelayStatus(r)
+	}
+	return all, nil
+}
+
+// Stale counts by relay or consumer group, status and type the events that were recorded longer than
+// after ago and have not got through, wherever they wait: in outbox, in outbox_failed, and as
+// deliveries that are not done. What is dead is not among them. Of each kind events are counted up to
+// [outbox.MaxCounted]. Oldest is when the first of them was recorded.
+func (i *Inspector) Stale(ctx context.Context, after time.Duration) ([]outbox.EventCount, error) {
+	var now time.Time
+	var of tables.Owners
+	var counts []tables.EventCount
+	err := i.db.QueryRow(ctx, `SELECT now()`).Scan(&now)
+	if err == nil {
+		of.Relays, of.Groups, err = tables.Positions(ctx, i.db, i.sql.relays)
+	}
+	if err == nil {
+		of.Deliveries = true
+		counts, err = i.types.Stale(ctx, now.Add(-after), of, tables.MaxCounted)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("outbox: inspect what waits for too long: %w", orNotMigrated(err))
+	}
+	all := make([]outbox.EventCount, len(counts))
+	for n, c := range counts {
+		all[n] = outbox.EventCount(c)
 	}
 	return all, nil
 }

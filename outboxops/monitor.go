@@ -29,10 +29,10 @@ type MonitorConfig struct {
 	Logger *slog.Logger
 }
 
-// Monitor alerts to what is wrong with the relays of a schema, as far as the database
-// knows: all but [outbox.AlertBreaker]. A relay that leads alerts by itself, to its
-// own name; a monitor is for processes that run none, so that there are alerts even
-// when no relay runs any more. Where several monitors run, each alerts.
+// Monitor alerts to what is wrong with the relays and consumer groups of a schema, as far as the
+// database knows: all but [outbox.AlertBreaker]. Relays that lead alert by themselves, and where
+// none does workers; a monitor is for processes that run neither, so that there are alerts even
+// when none runs any more. Where several monitors run, each alerts.
 type Monitor struct {
 	watch   *watch.Watch
 	log     *slog.Logger
@@ -67,11 +67,11 @@ func settingsOf(c outbox.AlertConfig) watch.Settings {
 func alertOf(a watch.Alert) outbox.Alert {
 	alert := outbox.Alert{Kind: outbox.AlertKind(a.Kind), Relay: a.Relay, Over: a.Over, At: a.At, Status: outbox.RelayStatus(a.Status), Died: a.Died,
 		Group: a.Group, Topic: a.Topic, Lost: a.Lost}
-	for _, f := range a.Dead {
-		alert.Dead = append(alert.Dead, outbox.DeadEvent{FailedEvent: outbox.FailedEvent(f.Event), ID: f.ID, FailedAt: f.FailedAt})
+	for _, d := range a.Dead {
+		alert.Dead = append(alert.Dead, outbox.DeadEvent{FailedEvent: outbox.FailedEvent(d.Event), ID: d.ID, Group: d.Group, Action: d.Action, FailedAt: d.FailedAt})
 	}
-	for _, c := range a.Unresolved {
-		alert.Unresolved = append(alert.Unresolved, outbox.FailedCount(c))
+	for _, c := range a.Counts {
+		alert.Counts = append(alert.Counts, outbox.EventCount(c))
 	}
 	return alert
 }

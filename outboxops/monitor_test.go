@@ -50,6 +50,19 @@ func (m *mailbox) received(kinds ...outbox.AlertKind) string {
 	return strings.Join(all, " ")
 }
 
+// deaths returns how often each dead event's id was in an alert.
+func (m *mailbox) deaths() map[int64]int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	deaths := map[int64]int{}
+	for _, a := range m.alerts {
+		for _, e := range a.Dead {
+			deaths[e.ID]++
+		}
+	}
+	return deaths
+}
+
 // await waits until an alert of a kind has come, and returns the last one.
 func (m *mailbox) await(t *testing.T, kind outbox.AlertKind, over bool) (found outbox.Alert) {
 	t.Helper()
@@ -113,6 +126,125 @@ func TestStaleEventsAreAlertedTo(t *testing.T) {
 	stop()
 	require.Equal(t, "no_leader no_leader!", box.received(outbox.AlertNoLeader)[:len("no_leader no_leader!")])
 	require.Equal(t, "stale_events stale_events!", box.received(outbox.AlertStale))
+}
+
+// Events count as stale wherever they wait: in outbox, in outbox_failed, and as deliveries of a
+// group or in front of its workers. Those that are younger, and what was settled, do not.
+func TestStaleEventsAreFoundEverywhere(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	h.exec(t, `INSERT INTO {schema}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		SELECT n, 0, pg_current_snapshot(), 0, system_identifier, 1 FROM pg_control_system(), unnest('{default,worker:stats,worker:gone}'::text[]) AS n`)
+	h.exec(t, `INSERT INTO {schema}.event_subscription (consumer_group, state, relay) VALUES ('stats', 'active', NULL), ('gone', 'left', 'default')`)
+	h.commit(t, numbered("a", 1, 5)...)
+	h.exec(t, `UPDATE {schema}.outbox SET created_at = now() - interval '1 h', xid = DEFAULT WHERE id <> (SELECT max(id) FROM {schema}.outbox)`)
+	for status, n := range map[string]int{"waiting": 3, "failed": 2, "parked": 4, "dead": 7, "resolved": 9} {
+		h.exec(t, `INSERT INTO {schema}.outbox_failed
+			(relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, status, error_class)
+			SELECT 'default', 1000 * length($2) + n, 'b-events/k', gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json',
+			       now(), now() - CASE WHEN n = 1 THEN '0' ELSE '2 h' END::interval, $2, CASE WHEN $2 <> 'parked' THEN 'unknown_topic' END
+			  FROM generate_series(1, $1::int) AS n`, n, status)
+	}
+	h.deliver(t, "k", "FWKKD")
+	h.deliverTo(t, "mails", "SENT", "l", "DPKK")
+	h.exec(t, `UPDATE {schema}.event_delivery SET recorded_at = now() - interval '3 h' WHERE consumer_group = 'stats' OR position < 4`)
+	inspector, err := outboxops.NewInspector(h.db, outboxops.InspectorConfig{Schema: h.schema})
+	require.NoError(t, err)
+	stale, err := inspector.Stale(background, 30*time.Minute)
+	require.NoError(t, err)
+	now := time.Now()
+	for i := range stale {
+		stale[i].Oldest = now.Add(-now.Sub(stale[i].Oldest).Round(time.Hour))
+	}
+	const mine, theirs, delivered = "test.oracle.happened.v1", "a.b.c.v1", "shop.order.created.v1"
+	require.ElementsMatch(t, []outbox.EventCount{
+		{Relay: "default", Status: "pending", Type: mine, Events: 4, Oldest: now.Add(-time.Hour)},
+		{Group: "stats", Status: "pending", Type: mine, Events: 4, Oldest: now.Add(-time.Hour)},
+		{Relay: "default", Status: "waiting", Type: theirs, Class: "unknown_topic", Events: 2, Oldest: now.Add(-2 * time.Hour)},
+		{Relay: "default", Status: "failed", Type: theirs, Class: "unknown_topic", Events: 1, Oldest: now.Add(-2 * time.Hour)},
+		{Relay: "default", Status: "parked", Type: theirs, Events: 3, Oldest: now.Add(-2 * time.Hour)},
+		{Group: "stats", Action: "COUNTED", Status: "waiting", Type: delivered, Events: 1, Oldest: now.Add(-3 * time.Hour)},
+		{Group: "stats", Action: "COUNTED", Status: "parked", Type: delivered, Events: 2, Oldest: now.Add(-3 * time.Hour)},
+		{Group: "mails", Action: "SENT", Status: "waiting", Type: delivered, Events: 1, Oldest: now.Add(-3 * time.Hour)},
+		{Group: "mails", Action: "SENT", Status: "parked", Type: delivered, Events: 1, Oldest: now.Add(-3 * time.Hour)},
+	}, stale)
+	none, err := inspector.Stale(background, 4*time.Hour)
+	require.NoError(t, err)
+	require.Empty(t, none)
+
+	box := &mailbox{}
+	testenv.Run(t, h.monitor(t, outbox.AlertConfig{Alerter: box, Interval: time.Minute, StaleAfter: 30 * time.Minute, StalePending: 7}).Run)
+	require.Eventually(t, func() bool { return len(box.received(outbox.AlertStale)) > len("stale_events") }, testenv.Patience, 5*time.Millisecond)
+	require.Equal(t, "stale_events stale_events", box.received(outbox.AlertStale), "of the relay and of one group")
+	require.Contains(t, box.alerts[0].String(), "relay default: 10 events are not published, the oldest for 2h0m")
+	require.Contains(t, box.alerts[1].String(), "consumer group stats: 7 events are not handled, the oldest for 3h0m")
+}
+
+// The statement that counts what is pending sees the same as the one that counts all of it, in each
+// part of a window.
+func TestStalePendingInAWindow(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	inspector, err := outboxops.NewInspector(h.db, outboxops.InspectorConfig{Schema: h.schema})
+	require.NoError(t, err)
+	h.exec(t, `INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		SELECT 0, pg_current_snapshot(), 0, system_identifier, 1 FROM pg_control_system()`)
+	late, err := h.db.Begin(background) // its transaction began before the window
+	require.NoError(t, err)
+	defer late.Rollback(background)
+	require.NoError(t, h.record(background, late, numbered("late", 1, 3)...))
+	h.commit(t, numbered("a", 1, 20)...)
+	h.exec(t, `UPDATE {schema}.outbox_cursor SET window_snapshot = pg_current_snapshot()`)
+	h.commit(t, numbered("b", 1, 5)...)
+	require.NoError(t, late.Commit(background))
+	for _, processed := range []int{0, 7, 23, 28} {
+		h.exec(t, `UPDATE {schema}.outbox_cursor SET last_processed_id = (SELECT min(id) - 1 + $1 FROM {schema}.outbox)`, processed)
+		time.Sleep(10 * time.Millisecond)
+		status := h.relayStatus(t, "default")
+		stale, err := inspector.Stale(background, time.Nanosecond)
+		require.NoError(t, err)
+		require.Len(t, stale, 1)
+		require.EqualValues(t, status.Pending, stale[0].Events, "%d", processed)
+	}
+}
+
+// A monitor alerts once to each delivery that was given up, to ten that nobody has resolved whatever
+// their kind, and reports all of them by type.
+func TestDeadDeliveriesAreAlertedTo(t *testing.T) {
+	t.Parallel()
+	h := newFixture(t)
+	box := &mailbox{}
+	h.exec(t, `INSERT INTO {schema}.outbox_failed
+		(relay, outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, status, error_class)
+		SELECT 'default', n, 'b-events/k', gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now(), now(), 'dead', 'too_large'
+		  FROM generate_series(1, 6) AS n`)
+	testenv.Run(t, h.monitor(t, outbox.AlertConfig{Alerter: box, Interval: 5 * time.Millisecond, ReportInterval: 5 * time.Millisecond}).Run)
+	box.await(t, outbox.AlertReport, false) // so that it watches
+	ids := h.deliver(t, "a", "DDDF")
+	a := box.await(t, outbox.AlertDeadDeliveries, false)
+	require.Regexp(t, "^consumer group stats: [123] deliver(y|ies) given up; [123] are dead$", a.String())
+	require.Contains(t, ids, a.Dead[0].ID)
+	require.Equal(t, []any{"stats", "COUNTED", "order-events", "a", "timeout", 2},
+		[]any{a.Dead[0].Group, a.Dead[0].Action, a.Dead[0].Topic, a.Dead[0].Key, a.Dead[0].Class, a.Dead[0].Retries})
+	require.Eventually(t, func() bool {
+		const all = "unresolved failures: 6 dead a.b.c.v1 too_large, 3 dead shop.order.created.v1 timeout for stats COUNTED; the oldest since "
+		return strings.HasPrefix(box.await(t, outbox.AlertReport, false).String(), all)
+	}, testenv.Patience, 5*time.Millisecond)
+	require.Empty(t, box.received(outbox.AlertManyDead), "nine")
+
+	h.deliverTo(t, "mails", "SENT", "b", "D")
+	require.Eventually(t, func() bool { return len(box.deaths()) == 4 }, testenv.Patience, 5*time.Millisecond)
+	many := box.await(t, outbox.AlertManyDead, false)
+	require.Contains(t, many.String(), "10 dead events and deliveries wait for a decision: 6 dead a.b.c.v1 too_large, ")
+	require.NoError(t, h.operator(t).Resolve(background, outboxops.FailureID{Kind: outboxops.KindDelivery, Number: ids[0]}, kim))
+	require.Equal(t, "9 dead events and deliveries are left", box.await(t, outbox.AlertManyDead, true).String())
+	box.mu.Lock()
+	defer box.mu.Unlock()
+	died := 0
+	for _, a := range box.alerts {
+		died += a.Died
+	}
+	require.Equal(t, 4, died, "each once")
 }
 
 // What retention removed before a consumer group read it is in consumer_start.

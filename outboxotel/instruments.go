@@ -47,6 +47,8 @@ type instruments struct {
 	leader, breaker                       metric.Int64ObservableGauge
 	pending, led, stored, keys, lag, isUp metric.Int64ObservableGauge
 	age                                   metric.Float64ObservableGauge
+	stale                                 metric.Int64ObservableGauge
+	staleAge                              metric.Float64ObservableGauge
 
 	owed, atWork, givenUp, backlog metric.Int64ObservableGauge
 	owedAge, backlogAge            metric.Float64ObservableGauge
@@ -107,6 +109,8 @@ func (i *instruments) make(meter metric.Meter) error {
 	i.lag = m.gauge("outbox.consumer.lag", "{message}", "Records of a partition that are left to handle.")
 	i.isUp = m.gauge("outbox.watch.up", "{query}", "1 if the last query of the database or Kafka worked, 0 if not.")
 	i.age = m.seconds("outbox.relay.pending.age", "How long ago the oldest pending event was recorded; 0 without one.")
+	i.stale = m.gauge("outbox.stale", "{event}", "Events that have waited for longer than they should, wherever they wait; each kind counted up to 10,000.")
+	i.staleAge = m.seconds("outbox.stale.age", "How long ago the oldest of them was recorded; 0 without one.")
 	i.owed = m.gauge("outbox.worker.pending", "{event}", "Deliveries that are due or wait, each status counted up to 10,000.")
 	i.atWork = m.gauge("outbox.worker.processing", "{event}", "Deliveries that workers have, counted up to 100,000.")
 	i.givenUp = m.gauge("outbox.worker.dead", "{event}", "Deliveries that were given up and nobody has resolved, counted up to 10,000.")
@@ -135,7 +139,7 @@ func (i *instruments) makeConventional(meter metric.Meter) error {
 
 // observables are the instruments that the callback observes.
 func (i *instruments) observables() []metric.Observable {
-	return []metric.Observable{i.leader, i.breaker, i.pending, i.led, i.stored, i.keys, i.lag, i.isUp, i.age,
+	return []metric.Observable{i.leader, i.breaker, i.pending, i.led, i.stored, i.keys, i.lag, i.isUp, i.age, i.stale, i.staleAge,
 		i.owed, i.atWork, i.givenUp, i.backlog, i.owedAge, i.backlogAge}
 }
 

@@ -42,6 +42,9 @@
 //	outbox.relay.led                     1 if a process holds the lease, else 0
 //	outbox.relay.stored                  rows of outbox_failed, by outbox.status: waiting, failed, parked, dead; each up to 10,000
 //	outbox.relay.keys                    keys whose events wait, by outbox.state: parked, held; each up to 10,000
+//	outbox.stale                         events that have waited for longer than Config.StaleAfter, wherever they wait, by relay or
+//	                                     consumer group: in outbox, in outbox_failed, as deliveries; of each kind up to 10,000
+//	outbox.stale.age                     how long ago the oldest of them was recorded
 //	outbox.consumer.lag                  records of a partition of this process that are not handled yet
 //	outbox.watch.up                      1 if the last query worked, or 0, and then the others are missing
 //
@@ -104,6 +107,10 @@ type Config struct {
 	// Zero means 3 s.
 	Timeout time.Duration
 
+	// StaleAfter is how long an event may wait before outbox.stale counts it, like
+	// outbox.AlertConfig.StaleAfter. Zero means 5 min.
+	StaleAfter time.Duration
+
 	// ErrorType returns the kind of an error for error.type, from a small set. Nil
 	// means: the result of the error's method ErrorType() string; postgres_ and the
 	// SQLSTATE; invalid_event, panic, timeout, canceled; or _OTHER. If it panics, that is
@@ -114,6 +121,8 @@ type Config struct {
 const (
 	defaultInterval = 15 * time.Second
 	defaultTimeout  = 3 * time.Second
+
+	defaultStaleAfter = 5 * time.Minute
 )
 
 func (c Config) withDefaults() Config {
@@ -129,12 +138,13 @@ func (c Config) withDefaults() Config {
 	c.ErrorType = contained(c.ErrorType)
 	c.Interval = cmp.Or(c.Interval, defaultInterval)
 	c.Timeout = cmp.Or(c.Timeout, defaultTimeout)
+	c.StaleAfter = cmp.Or(c.StaleAfter, defaultStaleAfter)
 	return c
 }
 
 func (c Config) validate() error {
 	var errs []error
-	for name, d := range map[string]time.Duration{"Interval": c.Interval, "Timeout": c.Timeout} {
+	for name, d := range map[string]time.Duration{"Interval": c.Interval, "Timeout": c.Timeout, "StaleAfter": c.StaleAfter} {
 		if d < 0 {
 			errs = append(errs, fmt.Errorf("field %s is %v: %w", name, d, ErrNegative))
 		}

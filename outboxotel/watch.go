@@ -2,6 +2,7 @@ package outboxotel
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strconv"
 	"sync"
@@ -15,8 +16,8 @@ import (
 	semconv "go.opentelemetry.io/otel/semconv/v1.43.0"
 )
 
-// Watch adds metrics about the relays of a schema, from the database, and about the lag
-// of consumers of this process, from Kafka. They are queried when metrics are collected,
+// Watch adds metrics about the relays of a schema, and about events that wait for too long, from the
+// database, and about the lag of consumers of this process, from Kafka. They are queried when metrics are collected,
 // but at most once in Config.Interval. An error is passed to [otel.Handle] and sets
 // outbox.watch.up to 0; the metrics that could not be queried are then missing.
 //
@@ -24,10 +25,8 @@ import (
 // if one process watches. Call Watch once for each inspector and each consumer.
 func (t *Telemetry) Watch(inspector *outboxops.Inspector, consumers ...*outbox.Consumer) {
 	if inspector != nil {
-		t.watch(attribute.NewSet(t.attributes(watchedKey.String("relays"))...), func(ctx context.Context) (observation, error) {
-			relays, err := inspector.Relays(ctx)
-			return func(o metric.Observer) { t.observeRelays(o, relays) }, err
-		})
+		w := &relaysWatch{Telemetry: t, inspector: inspector, seen: map[staleOwner]bool{}}
+		t.watch(attribute.NewSet(t.attributes(watchedKey.String("relays"))...), w.look)
 	}
 	for _, c := range consumers {
 		group := semconv.MessagingConsumerGroupName(c.Group())
@@ -136,6 +135,61 @@ func ageOf(at time.Time) float64 {
 		return 0
 	}
 	return max(0, time.Since(at).Seconds())
+}
+
+// relaysWatch reads the state of relays, and what waits for too long.
+type relaysWatch struct {
+	*Telemetry
+	inspector *outboxops.Inspector
+	seen      map[staleOwner]bool // only look: a number that becomes 0 is to be reported as such
+}
+
+// staleOwner is the relay or the consumer group of events that wait.
+type staleOwner struct{ relay, group string }
+
+func (o staleOwner) attribute() attribute.KeyValue {
+	if o.group != "" {
+		return semconv.MessagingConsumerGroupName(o.group)
+	}
+	return relayKey.String(o.relay)
+}
+
+// staleEvents is what of an owner waits for too long.
+type staleEvents struct {
+	events int64
+	oldest time.Time
+}
+
+func (w *relaysWatch) look(ctx context.Context) (observation, error) {
+	relays, err1 := w.inspector.Relays(ctx)
+	counts, err2 := w.inspector.Stale(ctx, w.cfg.StaleAfter)
+	if err := errors.Join(err1, err2); err != nil {
+		return nil, err
+	}
+	for _, r := range relays {
+		w.seen[staleOwner{relay: r.Name}] = true
+	}
+	stale := map[staleOwner]staleEvents{}
+	for k := range w.seen {
+		stale[k] = staleEvents{}
+	}
+	for _, c := range counts {
+		k := staleOwner{c.Relay, c.Group}
+		s := stale[k]
+		s.events += int64(c.Events)
+		if s.oldest.IsZero() || c.Oldest.Before(s.oldest) {
+			s.oldest = c.Oldest
+		}
+		stale[k], w.seen[k] = s, true
+	}
+	return func(o metric.Observer) {
+		w.observeRelays(o, relays)
+		for k, s := range stale {
+			of := w.set(k.attribute())
+			o.ObserveInt64(w.stale, s.events, of)
+			o.ObserveFloat64(w.staleAge, ageOf(s.oldest), of)
+		}
+	}, nil
 }
 
 func (t *Telemetry) observeRelays(o metric.Observer, relays []outbox.RelayStatus) {

@@ -242,7 +242,7 @@ var failuresCountCommand = command{
 	summary: "how many there are, by kind, status, type and class",
 	about: `
 Counts what outbox failures list lists. Unresolved are events that are not
-resolved, and dead deliveries: the number that alerts are about. Counting stops
+resolved, and dead deliveries: what the report of alerts has. Counting stops
 at 10,000 that are alike; a + says so.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var pick failureFlags

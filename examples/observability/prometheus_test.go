@@ -43,7 +43,12 @@ func TestAlerts(t *testing.T) {
 	require.NoError(t, err)
 	tests, err := os.ReadFile("alerts_test.yml")
 	require.NoError(t, err)
+	runbooks, err := os.ReadFile("../../docs/runbooks.md")
+	require.NoError(t, err)
 	for _, alert := range regexp.MustCompile(`alert: (\w+)`).FindAllSubmatch(rules, -1) {
+		section := strings.ToLower(string(alert[1]))
+		require.Contains(t, string(rules), "runbook_url: https://github.com/outboxgo/outbox/blob/main/docs/runbooks.md#"+section+"\n")
+		require.Contains(t, string(runbooks), "\n## "+string(alert[1])+"\n", "no runbook")
 		require.Regexp(t, `alertname: `+string(alert[1])+`\n +exp_alerts:\n`, string(tests), "no test in which %s fires", alert[1])
 	}
 }
@@ -160,14 +165,14 @@ func TestPrometheus(t *testing.T) {
 		return len(p.query(`ALERTS{alertname="OutboxDeadEvents", alertstate="firing", outbox_relay_name="default"}`)) == 1
 	}, "no alert of a dead event")
 	p.eventually(func() bool { return len(p.query(`ALERTS{alertname="OutboxDeadLetters"}`)) == 1 }, "no alert of dead letters")
-	require.Empty(t, p.query(`ALERTS{alertname=~"OutboxManyDeadEvents|OutboxAbsent|OutboxBreakerOpen|OutboxStuck|OutboxDeliveriesWait|OutboxWorkersBehind"}`))
+	require.Empty(t, p.query(`ALERTS{alertname=~"OutboxManyDead|OutboxAbsent|OutboxBreakerOpen|OutboxStaleEvents|OutboxLostRecords|OutboxDeliveriesWait|OutboxWorkersBehind"}`))
 	var rules struct {
 		Groups []struct {
 			Rules []struct{ Name, Health, LastError string }
 		}
 	}
 	require.True(t, p.get("/api/v1/rules", &rules))
-	require.Len(t, rules.Groups[0].Rules, 12)
+	require.Len(t, rules.Groups[0].Rules, 13)
 	for _, rule := range rules.Groups[0].Rules {
 		require.Equal(t, "ok", rule.Health, "%s: %s", rule.Name, rule.LastError)
 	}

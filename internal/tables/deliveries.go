@@ -222,6 +222,14 @@ SELECT r.id, k.stream FROM chosen AS k
                         AND d.id > $14` + ByDeliveryKind + ` LIMIT $15) AS r
  ORDER BY r.id LIMIT $15`
 
+// SQLDeliveryDeaths reads up to $3 deliveries that have become DEAD since $1, are not resolved and not
+// among $2. It is to be run under pg.PlannerSettings.
+const SQLDeliveryDeaths = `
+SELECT ` + DeliveryColumns + `
+  FROM {schema}.event_delivery AS d
+ WHERE d.status = 'DEAD' AND d.resolution IS NULL AND d.processed_at >= $1 AND d.id <> ALL ($2::bigint[])
+ ORDER BY d.processed_at, d.id LIMIT $3`
+
 // MaxProcessing is how many deliveries that are with workers are looked at.
 const MaxProcessing = 100_000
 

@@ -111,7 +111,7 @@ const FailureWhere = `
    AND ($11::bigint = 0 OR outbox_id = $11)
    AND ($12::text = '' OR event_id::text = lower($12))`
 
-// FailureCount counts failed events of a kind. Its fields are those of outbox.FailedCount,
+// FailureCount counts failed events of a kind. Its fields are those of outboxops.FailureCount,
 // which describes them.
 type FailureCount struct {
 	Relay, Status, Type, Class string
@@ -123,24 +123,10 @@ type FailureCount struct {
 // the other, so its cost grows with them and not with the rows. $1 to $4 are of a
 // [FailureFilter], as in [FailureWhere]. It is to be run under pg.PlannerSettings. Events
 // without a class are looked up by themselves, because NULL is greater than no class.
-const SQLFailureCount = `
-WITH RECURSIVE types AS (
-   (SELECT relay, status, event_type FROM {schema}.outbox_failed ORDER BY relay, status, event_type LIMIT 1)
-     UNION ALL
-    SELECT next.* FROM types AS t
-     CROSS JOIN LATERAL (SELECT relay, status, event_type FROM {schema}.outbox_failed
-                          WHERE (relay, status, event_type) > (t.relay, t.status, t.event_type)
-                          ORDER BY relay, status, event_type LIMIT 1) AS next
-), chosen AS MATERIALIZED (
+const SQLFailureCount = failureTypes + `, chosen AS MATERIALIZED (
     SELECT * FROM types
      WHERE status = ANY ($1::text[]) AND ($2::text = '' OR relay = $2) AND ($3::text = '' OR event_type = $3)
-), classes AS (
-    SELECT t.*, first.error_class FROM chosen AS t
-     CROSS JOIN LATERAL (SELECT error_class FROM {schema}.outbox_failed` + ofType + ` AND error_class IS NOT NULL` + oldestOfType + ` LIMIT 1) AS first
-     UNION ALL
-    SELECT t.relay, t.status, t.event_type, next.error_class FROM classes AS t
-     CROSS JOIN LATERAL (SELECT error_class FROM {schema}.outbox_failed` + ofType + ` AND error_class > t.error_class` + oldestOfType + ` LIMIT 1) AS next
-), counted AS (
+), ` + failureClasses + `, counted AS (
     SELECT t.relay, t.status, t.event_type, t.error_class, c.*
       FROM classes AS t
      CROSS JOIN LATERAL (
@@ -155,6 +141,28 @@ WITH RECURSIVE types AS (
 )
 SELECT * FROM counted WHERE events > 0 AND ($4::text = '' OR error_class = $4)
  ORDER BY events DESC, relay, status, event_type, error_class`
+
+// failureTypes begins a statement that needs the types of failed events: types has what there is
+// of relay, status and type. The statement chooses some of them as chosen, and failureClasses
+// has the classes of these.
+const (
+	failureTypes = `
+WITH RECURSIVE types AS (
+   (SELECT relay, status, event_type FROM {schema}.outbox_failed ORDER BY relay, status, event_type LIMIT 1)
+     UNION ALL
+    SELECT next.* FROM types AS t
+     CROSS JOIN LATERAL (SELECT relay, status, event_type FROM {schema}.outbox_failed
+                          WHERE (relay, status, event_type) > (t.relay, t.status, t.event_type)
+                          ORDER BY relay, status, event_type LIMIT 1) AS next
+)`
+	failureClasses = `classes AS (
+    SELECT t.*, first.error_class FROM chosen AS t
+     CROSS JOIN LATERAL (SELECT error_class FROM {schema}.outbox_failed` + ofType + ` AND error_class IS NOT NULL` + oldestOfType + ` LIMIT 1) AS first
+     UNION ALL
+    SELECT t.relay, t.status, t.event_type, next.error_class FROM classes AS t
+     CROSS JOIN LATERAL (SELECT error_class FROM {schema}.outbox_failed` + ofType + ` AND error_class > t.error_class` + oldestOfType + ` LIMIT 1) AS next
+)`
+)
 
 const (
 	ofType       = ` WHERE relay = t.relay AND status = t.status AND event_type = t.event_type`

@@ -2,7 +2,6 @@ package tables
 
 import (
 	"context"
-	"slices"
 	"strings"
 	"time"
 
@@ -45,13 +44,34 @@ const (
 // (by_xid), and the order of ids, in which the relay sends, with rows that are not of the
 // window (by_id). Both look, and the one that finds more counts. A transaction that was in
 // progress in the snapshot is looked up by itself (late).
-const SQLRelays = NewestCursors + `, known AS MATERIALIZED (
+const SQLRelays = positionsOfRelays + `,
+       heads.waiting, heads.failed, others.parked, others.dead, heads.keys, heads.held` + fromPositions + `
+ CROSS JOIN LATERAL (
+       SELECT count(*) FILTER (WHERE status = 'waiting') AS waiting, count(*) FILTER (WHERE status = 'failed') AS failed,
+              count(DISTINCT parking_key) AS keys, count(*) FILTER (WHERE status = 'held') AS held FROM (
+              SELECT s AS status, o.parking_key FROM unnest('{waiting,failed}'::text[]) AS s
+               CROSS JOIN LATERAL (SELECT parking_key FROM {schema}.outbox_failed` + statusOfRelay + `) AS o
+               UNION ALL
+              SELECT 'held', held.parking_key FROM (` + heldKeys + `) AS held) AS r) AS heads
+ CROSS JOIN LATERAL (
+       SELECT count(*) FILTER (WHERE s = 'parked') AS parked, count(*) FILTER (WHERE s = 'dead') AS dead
+         FROM unnest('{parked,dead}'::text[]) AS s
+        CROSS JOIN LATERAL (SELECT FROM {schema}.outbox_failed` + statusOfRelay + `) AS o) AS others
+ ORDER BY n.name`
+
+// SQLPositions is [SQLRelays] without failed events, which a worker has no right to read: they are
+// counted as none, whatever $2 is.
+const SQLPositions = positionsOfRelays + `, 0::bigint, 0::bigint, 0::bigint, 0::bigint, 0::bigint, least($2::bigint, 0)` + fromPositions + `
+ ORDER BY n.name`
+
+const positionsOfRelays = NewestCursors + `, known AS MATERIALIZED (
     SELECT relay AS name FROM positions UNION SELECT name FROM {schema}.outbox_lease
 )
 SELECT n.name, CASE WHEN l.expires_at > clock_timestamp() THEN l.holder ELSE '' END, coalesce(l.epoch, 0),
        CASE WHEN isfinite(l.expires_at) THEN l.expires_at END, c.created_at, p.events, p.more,
-       (SELECT created_at FROM {schema}.outbox WHERE id = p.first),
-       heads.waiting, heads.failed, others.parked, others.dead, heads.keys, heads.held
+       (SELECT created_at FROM {schema}.outbox WHERE id = p.first)`
+
+const fromPositions = `
   FROM known AS n
   LEFT JOIN {schema}.outbox_lease AS l ON l.name = n.name
   LEFT JOIN positions AS c ON c.relay = n.name
@@ -76,19 +96,7 @@ SELECT n.name, CASE WHEN l.expires_at > clock_timestamp() THEN l.holder ELSE '' 
                      SELECT id, xid FROM {schema}.outbox
                       WHERE id > c.last_processed_id AND c.window_snapshot IS NOT NULL AND by_xid.looked_at >= $1
                       ORDER BY id LIMIT $1) AS r
-               WHERE xid >= pg_snapshot_xmax(c.snapshot)) AS by_id) AS p
- CROSS JOIN LATERAL (
-       SELECT count(*) FILTER (WHERE status = 'waiting') AS waiting, count(*) FILTER (WHERE status = 'failed') AS failed,
-              count(DISTINCT parking_key) AS keys, count(*) FILTER (WHERE status = 'held') AS held FROM (
-              SELECT s AS status, o.parking_key FROM unnest('{waiting,failed}'::text[]) AS s
-               CROSS JOIN LATERAL (SELECT parking_key FROM {schema}.outbox_failed` + statusOfRelay + `) AS o
-               UNION ALL
-              SELECT 'held', held.parking_key FROM (` + heldKeys + `) AS held) AS r) AS heads
- CROSS JOIN LATERAL (
-       SELECT count(*) FILTER (WHERE s = 'parked') AS parked, count(*) FILTER (WHERE s = 'dead') AS dead
-         FROM unnest('{parked,dead}'::text[]) AS s
-        CROSS JOIN LATERAL (SELECT FROM {schema}.outbox_failed` + statusOfRelay + `) AS o) AS others
- ORDER BY n.name`
+               WHERE xid >= pg_snapshot_xmax(c.snapshot)) AS by_id) AS p`
 
 // statusOfRelay selects up to $2 rows of status s.
 const statusOfRelay = `
@@ -114,21 +122,34 @@ const WorkerPrefix = "worker:"
 // Relays runs [SQLRelays], completed, and returns the relays of the schema, sorted by
 // name: those that have a cursor or ever took a lease.
 func Relays(ctx context.Context, db *pgxpool.Pool, sql string) ([]Relay, error) {
-	all, err := cursorsOf(ctx, db, sql)
-	return slices.DeleteFunc(all, func(r Relay) bool { return strings.HasPrefix(r.Name, WorkerPrefix) }), err
+	relays, _, err := Positions(ctx, db, sql)
+	return relays, err
 }
 
-// Groups runs [SQLRelays], completed, and returns the groups of workers, by name: how far they have
-// come.
+// Groups runs [SQLPositions], completed, and returns the groups of workers, by name: how far they
+// have come.
 func Groups(ctx context.Context, db *pgxpool.Pool, sql string) (map[string]Relay, error) {
+	_, groups, err := Positions(ctx, db, sql)
+	all := make(map[string]Relay, len(groups))
+	for _, g := range groups {
+		all[g.Name] = g
+	}
+	return all, err
+}
+
+// Positions runs [SQLRelays] or [SQLPositions], completed, and returns the relays of the schema
+// and the groups of workers, both sorted by name.
+func Positions(ctx context.Context, db *pgxpool.Pool, sql string) (relays, groups []Relay, err error) {
 	all, err := cursorsOf(ctx, db, sql)
-	groups := map[string]Relay{}
 	for _, r := range all {
 		if group, ok := strings.CutPrefix(r.Name, WorkerPrefix); ok {
-			groups[group] = r
+			r.Name = group
+			groups = append(groups, r)
+		} else {
+			relays = append(relays, r)
 		}
 	}
-	return groups, err
+	return relays, groups, err
 }
 
 func cursorsOf(ctx context.Context, db *pgxpool.Pool, sql string) (all []Relay, err error) {

@@ -16,14 +16,20 @@ import (
 type Store interface {
 	// Now is the time of the database.
 	Now(ctx context.Context) (time.Time, error)
-	// Relays are all relays of the schema, sorted by name.
-	Relays(ctx context.Context) ([]tables.Relay, error)
+	// Positions are all relays of the schema and all groups of workers, sorted by name.
+	Positions(ctx context.Context) (relays, groups []tables.Relay, err error)
 	// Died returns events that have died since a time, those that died first at the
 	// beginning. Relay is the name of one; empty means all. Known are the rows that it
 	// leaves out.
 	Died(ctx context.Context, since time.Time, relay string, known []int64, limit int) ([]tables.Failure, error)
-	// Unresolved counts what needs a decision or is tried again, of a relay or of all.
-	Unresolved(ctx context.Context, relay string) ([]tables.FailureCount, error)
+	// DiedDeliveries does the same for the deliveries of all groups.
+	DiedDeliveries(ctx context.Context, since time.Time, known []int64, limit int) ([]tables.Delivery, error)
+	// Dead counts by type what needs a decision, of all relays and groups.
+	Dead(ctx context.Context) ([]tables.EventCount, error)
+	// Unresolved counts also what is tried again.
+	Unresolved(ctx context.Context) ([]tables.EventCount, error)
+	// Stale counts by type what was recorded before a time and waits, up to limit of a kind.
+	Stale(ctx context.Context, before time.Time, of tables.Owners, limit int) ([]tables.EventCount, error)
 	// Lost returns what consumer groups have found since a time to be removed unread.
 	Lost(ctx context.Context, since time.Time) ([]LostRecords, error)
 }
@@ -38,17 +44,17 @@ type LostRecords struct {
 
 // store is the Store of a database.
 type store struct {
-	db                 *pgxpool.Pool
-	relays, died, lost string
-	failures           tables.FailureCounter
+	db                                    *pgxpool.Pool
+	positions, died, diedDeliveries, lost string
+	types                                 tables.TypeCounter
 }
 
 // NewStore returns the store of a schema.
 func NewStore(db *pgxpool.Pool, schema string) Store {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &store{
-		db: db, relays: in(tables.SQLRelays), died: in(tables.SQLDeaths), lost: in(sqlLostSince),
-		failures: tables.NewFailureCounter(db, schema),
+		db: db, positions: in(tables.SQLRelays), died: in(tables.SQLDeaths), diedDeliveries: in(tables.SQLDeliveryDeaths), lost: in(sqlLostSince),
+		types: tables.NewTypeCounter(db, schema),
 	}
 }
 
@@ -59,12 +65,12 @@ func (s *store) Now(ctx context.Context) (now time.Time, err error) {
 	return now, nil
 }
 
-func (s *store) Relays(ctx context.Context) ([]tables.Relay, error) {
-	relays, err := tables.Relays(ctx, s.db, s.relays)
+func (s *store) Positions(ctx context.Context) (relays, groups []tables.Relay, err error) {
+	relays, groups, err = tables.Positions(ctx, s.db, s.positions)
 	if err != nil {
-		return nil, fmt.Errorf("read relays: %w", err)
+		return nil, nil, fmt.Errorf("read relays: %w", err)
 	}
-	return relays, nil
+	return relays, groups, nil
 }
 
 func (s *store) Died(ctx context.Context, since time.Time, relay string, known []int64, limit int) (died []tables.Failure, err error) {
@@ -78,13 +84,64 @@ func (s *store) Died(ctx context.Context, since time.Time, relay string, known [
 	return died, nil
 }
 
-func (s *store) Unresolved(ctx context.Context, relay string) ([]tables.FailureCount, error) {
-	counts, err := s.failures.Count(ctx, tables.FailureFilter{Relay: relay, Statuses: []string{"waiting", "failed", "dead"}})
+func (s *store) DiedDeliveries(ctx context.Context, since time.Time, known []int64, limit int) (died []tables.Delivery, err error) {
+	err = pg.Query(ctx, s.db, pg.PlannerSettings, func(rows pgx.Rows) (err error) {
+		died, err = pgx.CollectRows(rows, tables.ScanDelivery)
+		return err
+	}, s.diedDeliveries, since, known, limit)
 	if err != nil {
-		return nil, fmt.Errorf("count failed events: %w", err)
+		return nil, fmt.Errorf("read dead deliveries: %w", err)
+	}
+	return died, nil
+}
+
+func (s *store) Dead(ctx context.Context) ([]tables.EventCount, error) { return s.failed(ctx, "dead") }
+
+func (s *store) Unresolved(ctx context.Context) ([]tables.EventCount, error) {
+	return s.failed(ctx, "waiting", "failed", "parked", "dead")
+}
+
+// failed counts failed events with some statuses, and dead deliveries.
+func (s *store) failed(ctx context.Context, statuses ...string) (events []tables.EventCount, err error) {
+	if len(statuses) > 0 {
+		if events, err = s.types.FailedEvents(ctx, statuses...); err != nil {
+			return nil, fmt.Errorf("count failed events: %w", err)
+		}
+	}
+	deliveries, err := s.types.DeadDeliveries(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("count dead deliveries: %w", err)
+	}
+	return append(events, deliveries...), nil
+}
+
+func (s *store) Stale(ctx context.Context, before time.Time, of tables.Owners, limit int) ([]tables.EventCount, error) {
+	counts, err := s.types.Stale(ctx, before, of, limit)
+	if err != nil {
+		return nil, fmt.Errorf("count what waits for too long: %w", err)
 	}
 	return counts, nil
 }
+
+// groupStore is the Store of a process that works for consumer groups: it reads nothing about
+// failed events of relays, nor where groups read in Kafka, to which a worker has no right.
+type groupStore struct{ *store }
+
+// NewGroupStore returns the store of a schema for a process that has the lease of a group.
+func NewGroupStore(db *pgxpool.Pool, schema string) Store {
+	s := NewStore(db, schema).(*store)
+	s.positions = pg.InSchema(tables.SQLPositions, schema)
+	return groupStore{s}
+}
+
+// Dead counts deliveries only.
+func (s groupStore) Dead(ctx context.Context) ([]tables.EventCount, error) { return s.failed(ctx) }
+
+// Unresolved counts deliveries only.
+func (s groupStore) Unresolved(ctx context.Context) ([]tables.EventCount, error) { return s.Dead(ctx) }
+
+// Lost returns nothing.
+func (groupStore) Lost(context.Context, time.Time) ([]LostRecords, error) { return nil, nil }
 
 // sqlLostSince reads which groups have found since $1 that records are lost. The table has
 // a row for each group and partition.

@@ -1,15 +1,14 @@
 // Package watch decides when operators are alerted. A [Watch] reads the state of
-// relays from the database at intervals and remembers which alerts were delivered, so
-// it finds out which begin, become worse and end.
+// relays and consumer groups from the database at intervals and remembers which alerts were
+// delivered, so it finds out which begin, become worse and end.
 //
-// It serves the relay of the package outbox and the monitor of outboxops, which
+// It serves the relay and the worker of the package outbox and the monitor of outboxops, which
 // configure it and deliver its alerts.
 package watch
 
 import (
 	"context"
 	"log/slog"
-	"maps"
 	"slices"
 	"time"
 
@@ -19,25 +18,26 @@ import (
 
 // The kinds of alerts, outbox.AlertKind.
 const (
-	Dead     = "dead_events"
-	ManyDead = "many_dead_events"
-	Stale    = "stale_events"
-	NoLeader = "no_leader"
-	Breaker  = "breaker_open"
-	Report   = "report"
-	Lost     = "lost_records"
+	Dead           = "dead_events"
+	DeadDeliveries = "dead_deliveries"
+	ManyDead       = "many_dead"
+	Stale          = "stale_events"
+	NoLeader       = "no_leader"
+	Breaker        = "breaker_open"
+	Report         = "report"
+	Lost           = "lost_records"
 )
 
 // Alert is an outbox.Alert, which describes the fields.
 type Alert struct {
-	Kind       string
-	Relay      string
-	Over       bool
-	At         time.Time
-	Status     tables.Relay
-	Died       int
-	Dead       []tables.Failure
-	Unresolved []tables.FailureCount
+	Kind   string
+	Relay  string
+	Over   bool
+	At     time.Time
+	Status tables.Relay
+	Died   int
+	Dead   []DeadEvent
+	Counts []tables.EventCount
 
 	Group, Topic string
 	Lost         int64
@@ -47,13 +47,17 @@ type Alert struct {
 type Config struct {
 	Settings // with their defaults
 
-	// Relay is the name of the relay whose process this is. Then alerts are about it,
-	// and about relays without a leader if it is the first of those that have one.
-	// Empty means that alerts are about all relays.
-	Relay string
+	// Relay is the name of the relay that leads in this process, and Group the consumer group
+	// whose lease this process has. A relay alerts to its own events. What concerns the whole
+	// database is for one process: that of the first relay which has a leader, or without any that of
+	// the first group. A watch with neither name alerts to everything.
+	Relay, Group string
 	// BreakerClosed reports whether the breaker of Relay is closed. Nil means that it
 	// is not known.
 	BreakerClosed func() bool
+	// StaleEvents gets after each look which events of Relay wait for too long; none unless
+	// they are StalePending. It may be nil.
+	StaleEvents func([]tables.EventCount)
 	// Deliver passes an alert on. An alert that it returns an error for, panics at, or
 	// does not return from in time, comes again at the next check.
 	Deliver func(context.Context, Alert) error
@@ -61,126 +65,224 @@ type Config struct {
 	Logger *slog.Logger
 }
 
-// Watch compares the state of relays with the alerts that were delivered. It belongs
+// Watch compares the state of relays and groups with the alerts that were delivered. It belongs
 // to one goroutine.
 type Watch struct {
 	cfg     Config
 	store   Store
 	alerter *contain.Callback
 
-	active     map[key]tables.Relay // alerts that have begun, as they were delivered
-	leaderless map[string]bool      // relays that had no leader at the last check
-	reportAt   time.Time
-
-	// Deaths that were delivered. The times are those of the database.
-	reported map[int64]time.Time // rows, and when they died
-	began    time.Time
-	since    time.Time // there may be undelivered deaths from here on
-
-	lost map[key]time.Time // groups and topics with lost records, and the last loss that was delivered
+	active   conditions // of Relay, or of all relays
+	deaths   *deaths    // likewise
+	common   *common    // nil while another process has this
+	reportAt time.Time
 }
 
-type key struct{ kind, relay string } // or a group and a topic
+// common is what a watch remembers about the whole database.
+type common struct {
+	active     conditions
+	deaths     *deaths           // of deliveries
+	leaderless map[string]bool   // relays that had no leader at the last check
+	lost       map[key]time.Time // groups and topics with lost records, and the last loss that was delivered
+}
+
+// conditions are the alerts that have begun, with how bad it was when they were delivered.
+type conditions map[key]int
+
+type key struct{ kind, relay, group, topic string }
+
+func keyOf(a Alert) key { return key{a.Kind, a.Relay, a.Group, a.Topic} }
 
 const (
 	deliverTimeout = 10 * time.Second // of one alert; an Alerter that ignores it is abandoned
 	checkTimeout   = 30 * time.Second // of all statements of a check
-	maxDeadInAlert = 20
-	maxDeadRead    = 10_000
-	// deadOverlap is how far a check looks back behind the last one: an event's time of
-	// death is the start of a transaction.
-	deadOverlap = 5 * time.Minute
 )
 
 // New returns a watch that has delivered nothing. It does no I/O.
 func New(store Store, cfg Config) *Watch {
 	return &Watch{
 		cfg: cfg, store: store, alerter: contain.NewCallback("Alerter", cfg.Logger, contain.Limits{Grace: contain.HookLimits.Grace}),
-		active: map[key]tables.Relay{}, leaderless: map[string]bool{}, reported: map[int64]time.Time{}, lost: map[key]time.Time{},
-		reportAt: time.Now().Add(min(cfg.ReportInterval, defaultReports)),
+		active: conditions{}, deaths: &deaths{}, reportAt: time.Now().Add(min(cfg.ReportInterval, defaultReports)),
 	}
 }
 
 // Interval is the time between two checks.
 func (w *Watch) Interval() time.Duration { return w.cfg.Interval }
 
-// Check reads the state of relays once, and alerts to what has changed. Its error is
+// look is what one check has read.
+type look struct {
+	now            time.Time        // of the database
+	died           []tables.Failure // read before all counts, so that these have them
+	relays, groups []tables.Relay
+	stale          []tables.EventCount
+}
+
+// Check reads the state of relays and groups once, and alerts to what has changed. Its error is
 // PostgreSQL's.
 func (w *Watch) Check(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
 	defer cancel()
-	relays, err := w.store.Relays(ctx)
+	l, err := w.look(ctx)
 	if err != nil {
 		return err
 	}
-	first := slices.IndexFunc(relays, func(r tables.Relay) bool { return r.Holder != "" })
-	for i, r := range relays {
-		if w.cfg.Relay == "" || w.cfg.Relay == r.Name {
-			w.checkEvents(ctx, r)
+	for _, r := range l.relays {
+		if w.isOwn(r) {
+			w.checkRelay(ctx, l, r)
 		}
-		// Of several relays that have a leader, the first watches the others.
-		if w.cfg.Relay == "" || first >= 0 && relays[first].Name == w.cfg.Relay && i != first {
+	}
+	if w.common != nil {
+		err = w.checkCommon(ctx, l)
+	}
+	if err == nil {
+		w.reportDeadEvents(ctx, l)
+	}
+	return err
+}
+
+// look reads what every check needs, and finds out whether this process alerts to what is common.
+func (w *Watch) look(ctx context.Context) (l look, err error) {
+	if l.now, err = w.store.Now(ctx); err != nil {
+		return l, err
+	}
+	if w.cfg.Group == "" {
+		w.deaths.begin(l.now, w.cfg.Interval)
+		if l.died, err = w.store.Died(ctx, w.deaths.since, w.cfg.Relay, w.deaths.known(), maxDeadRead); err != nil {
+			return l, err
+		}
+	}
+	if l.relays, l.groups, err = w.store.Positions(ctx); err != nil {
+		return l, err
+	}
+	switch isFirst := w.isFirst(l); {
+	case !isFirst:
+		w.common = nil
+	case w.common == nil:
+		w.common = &common{active: conditions{}, deaths: &deaths{}, leaderless: map[string]bool{}, lost: map[key]time.Time{}}
+	}
+	of := tables.Owners{Relays: slices.DeleteFunc(slices.Clone(l.relays), func(r tables.Relay) bool { return !w.isOwn(r) }), Deliveries: w.common != nil}
+	if of.Deliveries {
+		of.Groups = l.groups
+	}
+	l.stale, err = w.store.Stale(ctx, l.now.Add(-w.cfg.StaleAfter), of, max(w.cfg.StalePending, tables.MaxCounted))
+	return l, err
+}
+
+// isOwn reports whether the watch alerts to the events of a relay.
+func (w *Watch) isOwn(r tables.Relay) bool {
+	return w.cfg.Relay == r.Name || w.cfg.Relay == "" && w.cfg.Group == ""
+}
+
+// isFirst reports whether the watch alerts to what concerns the whole database.
+func (w *Watch) isFirst(l look) bool {
+	led := func(r tables.Relay) bool { return r.Holder != "" }
+	i, j := slices.IndexFunc(l.relays, led), slices.IndexFunc(l.groups, led)
+	switch {
+	case w.cfg.Relay != "":
+		return i >= 0 && l.relays[i].Name == w.cfg.Relay
+	case w.cfg.Group != "":
+		return i < 0 && j >= 0 && l.groups[j].Name == w.cfg.Group
+	}
+	return true
+}
+
+// checkRelay alerts to what is wrong with a relay that is led, or with the events of any.
+func (w *Watch) checkRelay(ctx context.Context, l look, r tables.Relay) {
+	counts, holds := w.staleOf(l, func(c tables.EventCount) bool { return c.Relay == r.Name })
+	if w.cfg.StaleEvents != nil && r.Name == w.cfg.Relay {
+		if !holds {
+			counts = nil
+		}
+		w.cfg.StaleEvents(counts)
+	}
+	w.update(ctx, w.active, holds, 0, Alert{Kind: Stale, Relay: r.Name, Status: r, Counts: counts})
+	if w.cfg.BreakerClosed != nil {
+		w.update(ctx, w.active, !w.cfg.BreakerClosed(), 0, Alert{Kind: Breaker, Relay: r.Name, Status: r})
+	}
+}
+
+// staleOf returns what waits for too long, and whether it is so much that there is an alert.
+func (w *Watch) staleOf(l look, is func(tables.EventCount) bool) (counts []tables.EventCount, holds bool) {
+	counts = slices.DeleteFunc(slices.Clone(l.stale), func(c tables.EventCount) bool { return !is(c) })
+	return counts, len(counts) > 0 && total(counts) >= w.cfg.StalePending
+}
+
+func total(counts []tables.EventCount) (n int) {
+	for _, c := range counts {
+		n += c.Events
+	}
+	return n
+}
+
+// checkCommon alerts to what concerns the whole database.
+func (w *Watch) checkCommon(ctx context.Context, l look) error {
+	for _, r := range l.relays {
+		if r.Name != w.cfg.Relay {
 			w.checkLeader(ctx, r)
 		}
 	}
-	if err := w.reportDeaths(ctx, relays); err != nil {
-		return err
-	}
-	if w.cfg.Relay == "" || first >= 0 && relays[first].Name == w.cfg.Relay {
-		if err := w.reportLost(ctx); err != nil {
-			return err
-		}
-	}
-	return w.reportUnresolved(ctx, relays)
-}
-
-// reportLost alerts to records that Kafka had removed before a consumer group read them,
-// since one interval before the first check.
-func (w *Watch) reportLost(ctx context.Context) error {
-	lost, err := w.store.Lost(ctx, w.began)
+	w.checkGroups(ctx, l)
+	w.common.deaths.begin(l.now, w.cfg.Interval)
+	died, err := w.store.DiedDeliveries(ctx, w.common.deaths.since, w.common.deaths.known(), maxDeadRead)
 	if err != nil {
 		return err
 	}
-	for _, l := range lost {
-		of := key{l.Group, l.Topic}
-		if l.At.After(w.lost[of]) && w.deliver(ctx, Alert{Kind: Lost, Group: l.Group, Topic: l.Topic, Lost: l.Records}) {
-			w.lost[of] = l.At
-		}
+	dead, err := w.store.Dead(ctx)
+	if err != nil {
+		return err
 	}
-	return nil
-}
-
-func (w *Watch) checkEvents(ctx context.Context, r tables.Relay) {
-	more := func(before tables.Relay) bool { return r.Dead > before.Dead }
-	w.update(ctx, ManyDead, r, r.Dead >= int64(w.cfg.DeadThreshold), more)
-	w.update(ctx, Stale, r, r.Pending >= int64(w.cfg.StalePending) && time.Since(r.Oldest) > w.cfg.StaleAfter, nil)
-	if w.cfg.BreakerClosed != nil {
-		w.update(ctx, Breaker, r, !w.cfg.BreakerClosed(), nil)
+	n := total(dead)
+	w.update(ctx, w.common.active, n >= w.cfg.DeadThreshold, n, Alert{Kind: ManyDead, Counts: dead})
+	w.reportDeadDeliveries(ctx, l, died, dead)
+	if err := w.reportLost(ctx); err != nil {
+		return err
 	}
+	return w.reportUnresolved(ctx)
 }
 
 // checkLeader alerts at the second check without a leader, because a standby needs a
 // moment to take over.
 func (w *Watch) checkLeader(ctx context.Context, r tables.Relay) {
 	leaderless := r.Holder == "" && !r.MovedAt.IsZero()
-	w.update(ctx, NoLeader, r, leaderless && w.leaderless[r.Name], nil)
-	w.leaderless[r.Name] = leaderless
+	w.update(ctx, w.common.active, leaderless && w.common.leaderless[r.Name], 0, Alert{Kind: NoLeader, Relay: r.Name, Status: r})
+	w.common.leaderless[r.Name] = leaderless
+}
+
+// checkGroups alerts to what consumer groups have not handled for too long. A group whose alert
+// has begun is looked at although nothing of it waits any more.
+func (w *Watch) checkGroups(ctx context.Context, l look) {
+	var groups []string
+	for _, c := range l.stale {
+		groups = append(groups, c.Group)
+	}
+	for k := range w.common.active {
+		if k.kind == Stale {
+			groups = append(groups, k.group)
+		}
+	}
+	slices.Sort(groups)
+	for _, group := range slices.Compact(groups) {
+		if group != "" {
+			counts, holds := w.staleOf(l, func(c tables.EventCount) bool { return c.Group == group })
+			w.update(ctx, w.common.active, holds, 0, Alert{Kind: Stale, Group: group, Counts: counts})
+		}
+	}
 }
 
 // update alerts when a condition begins to hold, when it becomes worse, and when it
 // ends.
-func (w *Watch) update(ctx context.Context, kind string, r tables.Relay, holds bool, isWorse func(before tables.Relay) bool) {
-	before, wasActive := w.active[key{kind, r.Name}]
-	worse := holds && wasActive && isWorse != nil && isWorse(before)
-	if holds == wasActive && !worse {
+func (w *Watch) update(ctx context.Context, active conditions, holds bool, level int, a Alert) {
+	before, wasActive := active[keyOf(a)]
+	if holds == wasActive && !(holds && level > before) {
 		return
 	}
-	switch delivered := w.deliver(ctx, Alert{Kind: kind, Relay: r.Name, Over: !holds, Status: r}); {
+	a.Over = !holds
+	switch delivered := w.deliver(ctx, a); {
 	case !delivered:
 	case holds:
-		w.active[key{kind, r.Name}] = r
+		active[keyOf(a)] = level
 	default:
-		delete(w.active, key{kind, r.Name})
+		delete(active, keyOf(a))
 	}
 }
 
@@ -191,69 +293,38 @@ func (w *Watch) deliver(ctx context.Context, a Alert) bool {
 	defer cancel()
 	err := w.alerter.Call(ctx, func() error { return w.cfg.Deliver(ctx, a) })
 	if err != nil {
-		w.cfg.Logger.Warn("outbox: alert not delivered, it comes again at the next check", "alert", a.Kind, "relay", a.Relay, "error", err)
+		w.cfg.Logger.Warn("outbox: alert not delivered, it comes again at the next check", "alert", a.Kind, "relay", a.Relay, "group", a.Group, "error", err)
 	}
 	return err == nil
 }
 
-// reportDeaths alerts to events that have died since the last check, with one alert
-// for each relay. The first check begins one interval earlier, because the process
-// that led until then may have stopped before its own check.
-func (w *Watch) reportDeaths(ctx context.Context, relays []tables.Relay) error {
-	now, err := w.store.Now(ctx)
+// reportLost alerts to records that Kafka had removed before a consumer group read them,
+// since one interval before the first check.
+func (w *Watch) reportLost(ctx context.Context) error {
+	lost, err := w.store.Lost(ctx, w.common.deaths.began)
 	if err != nil {
 		return err
 	}
-	if w.began.IsZero() {
-		w.began = now.Add(-w.cfg.Interval)
-		w.since = w.began
-	}
-	died, err := w.store.Died(ctx, w.since, w.cfg.Relay, slices.AppendSeq([]int64{}, maps.Keys(w.reported)), maxDeadRead)
-	if err != nil {
-		return err
-	}
-	for _, r := range relays {
-		dead := slices.DeleteFunc(slices.Clone(died), func(f tables.Failure) bool { return f.Relay != r.Name })
-		if len(dead) == 0 {
-			continue
+	for _, l := range lost {
+		a := Alert{Kind: Lost, Group: l.Group, Topic: l.Topic, Lost: l.Records}
+		if l.At.After(w.common.lost[keyOf(a)]) && w.deliver(ctx, a) {
+			w.common.lost[keyOf(a)] = l.At
 		}
-		if !w.deliver(ctx, Alert{Kind: Dead, Relay: r.Name, Status: r, Died: len(dead), Dead: dead[:min(len(dead), maxDeadInAlert)]}) {
-			return nil // again at the next check
-		}
-		for _, f := range dead {
-			w.reported[f.ID] = f.NextRetryAt
-		}
-	}
-	if len(died) < maxDeadRead {
-		w.forget(now.Add(-deadOverlap))
 	}
 	return nil
 }
 
-// forget drops the deaths before a time, of which none is undelivered.
-func (w *Watch) forget(before time.Time) {
-	w.since = before
-	if before.Before(w.began) {
-		w.since = w.began
-	}
-	maps.DeleteFunc(w.reported, func(_ int64, at time.Time) bool { return at.Before(w.since) })
-}
-
 // reportUnresolved alerts at intervals to what has failed and is not resolved.
-func (w *Watch) reportUnresolved(ctx context.Context, relays []tables.Relay) error {
+func (w *Watch) reportUnresolved(ctx context.Context) error {
 	if w.cfg.ReportInterval == noReports || time.Now().Before(w.reportAt) {
 		return nil
 	}
-	counts, err := w.store.Unresolved(ctx, w.cfg.Relay)
+	counts, err := w.store.Unresolved(ctx)
 	if err != nil {
 		return err
 	}
-	for _, r := range relays {
-		unresolved := slices.DeleteFunc(slices.Clone(counts), func(c tables.FailureCount) bool { return c.Relay != r.Name })
-		if len(unresolved) > 0 && !w.deliver(ctx, Alert{Kind: Report, Relay: r.Name, Status: r, Unresolved: unresolved}) {
-			return nil // again at the next check
-		}
+	if len(counts) == 0 || w.deliver(ctx, Alert{Kind: Report, Counts: counts}) {
+		w.reportAt = time.Now().Add(w.cfg.ReportInterval)
 	}
-	w.reportAt = time.Now().Add(w.cfg.ReportInterval)
 	return nil
 }

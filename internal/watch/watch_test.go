@@ -18,13 +18,17 @@ import (
 	"github.com/outboxgo/outbox/internal/watch"
 )
 
-// fakeStore is a database without PostgreSQL. Its rows of outbox_failed are all dead.
+// fakeStore is a database without PostgreSQL. Its rows of outbox_failed and event_delivery are
+// all dead.
 type fakeStore struct {
-	relays []tables.Relay
-	rows   []tables.Failure
-	counts []tables.FailureCount
-	lost   []watch.LostRecords
-	err    error
+	relays, groups []tables.Relay
+	rows           []tables.Failure
+	deliveries     []tables.Delivery
+	dead           []tables.EventCount
+	unresolved     []tables.EventCount
+	stale          []tables.EventCount // Oldest says whether they are
+	lost           []watch.LostRecords
+	err            error
 }
 
 func (s *fakeStore) Lost(_ context.Context, since time.Time) (lost []watch.LostRecords, err error) {
@@ -38,7 +42,9 @@ func (s *fakeStore) Lost(_ context.Context, since time.Time) (lost []watch.LostR
 
 func (s *fakeStore) Now(context.Context) (time.Time, error) { return time.Now(), s.err }
 
-func (s *fakeStore) Relays(context.Context) ([]tables.Relay, error) { return s.relays, s.err }
+func (s *fakeStore) Positions(context.Context) (relays, groups []tables.Relay, err error) {
+	return s.relays, s.groups, s.err
+}
 
 func (s *fakeStore) Died(_ context.Context, since time.Time, relay string, known []int64, limit int) (died []tables.Failure, err error) {
 	for _, f := range s.rows {
@@ -49,13 +55,40 @@ func (s *fakeStore) Died(_ context.Context, since time.Time, relay string, known
 	return died, s.err
 }
 
-func (s *fakeStore) Unresolved(_ context.Context, relay string) ([]tables.FailureCount, error) {
-	return s.counts, s.err
+func (s *fakeStore) DiedDeliveries(_ context.Context, since time.Time, known []int64, limit int) (died []tables.Delivery, err error) {
+	for _, d := range s.deliveries {
+		if !d.ProcessedAt.Before(since) && !slices.Contains(known, d.ID) && len(died) < limit {
+			died = append(died, d)
+		}
+	}
+	return died, s.err
+}
+
+func (s *fakeStore) Dead(context.Context) ([]tables.EventCount, error) { return s.dead, s.err }
+
+func (s *fakeStore) Unresolved(context.Context) ([]tables.EventCount, error) {
+	return s.unresolved, s.err
+}
+
+func (s *fakeStore) Stale(_ context.Context, before time.Time, of tables.Owners, _ int) (stale []tables.EventCount, err error) {
+	for _, c := range s.stale {
+		isOf := of.Deliveries && c.Group != "" || slices.ContainsFunc(of.Relays, func(r tables.Relay) bool { return r.Name == c.Relay })
+		if isOf && c.Oldest.Before(before) {
+			stale = append(stale, c)
+		}
+	}
+	return stale, s.err
 }
 
 func (s *fakeStore) die(n int) {
 	for range n {
 		s.rows = append(s.rows, tables.Failure{ID: int64(len(s.rows) + 1), Relay: "default", NextRetryAt: time.Now()})
+	}
+}
+
+func (s *fakeStore) giveUp(group string, n int) {
+	for range n {
+		s.deliveries = append(s.deliveries, tables.Delivery{ID: int64(len(s.deliveries) + 1), Group: group, ProcessedAt: time.Now()})
 	}
 }
 
@@ -65,15 +98,22 @@ type watchFixture struct {
 	store         fakeStore
 	breakerClosed bool
 	alerts        []watch.Alert
+	unready       int   // how much is stale, as the relay was told
 	fail          error // what Deliver returns
 	panics        bool
 }
 
 func newFixture(settings watch.Settings, relay string) *watchFixture {
+	return newFixtureOf(settings, relay, "")
+}
+
+// newFixtureOf is the watch of a relay, of a group, or of neither.
+func newFixtureOf(settings watch.Settings, relay, group string) *watchFixture {
 	f := &watchFixture{breakerClosed: true, store: fakeStore{relays: []tables.Relay{{Name: "default", Holder: "here", MovedAt: time.Now()}}}}
-	cfg := watch.Config{Settings: settings.WithDefaults(), Relay: relay, Deliver: f.deliver, Logger: slog.New(slog.DiscardHandler)}
+	cfg := watch.Config{Settings: settings.WithDefaults(), Relay: relay, Group: group, Deliver: f.deliver, Logger: slog.New(slog.DiscardHandler)}
 	if relay != "" {
 		cfg.BreakerClosed = func() bool { return f.breakerClosed }
+		cfg.StaleEvents = func(counts []tables.EventCount) { f.unready = len(counts) }
 	}
 	f.Watch = watch.New(&f.store, cfg)
 	return f
@@ -96,7 +136,7 @@ func (f *watchFixture) check(t *testing.T) string {
 	require.NoError(t, f.Check(t.Context()))
 	var kinds []string
 	for _, a := range f.alerts {
-		kinds = append(kinds, a.Relay+" "+a.Kind+map[bool]string{true: "!"}[a.Over])
+		kinds = append(kinds, strings.TrimSpace(a.Relay+a.Group+" "+a.Kind)+map[bool]string{true: "!"}[a.Over])
 	}
 	return strings.Join(kinds, ", ")
 }
@@ -106,25 +146,39 @@ func TestConditions(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := newFixture(watch.Settings{DeadThreshold: 3, StalePending: 5, StaleAfter: time.Minute, ReportInterval: math.MaxInt64}, "default")
-		relay := &f.store.relays[0]
+		s := &f.store
+		dead := func(events, deliveries int) func() {
+			return func() {
+				s.dead = []tables.EventCount{{Relay: "default", Status: "dead", Events: events}, {Group: "stats", Status: "dead", Events: deliveries}}
+			}
+		}
+		wait := func(relay, group string, n int, age time.Duration) func() {
+			return func() {
+				s.stale = append(s.stale, tables.EventCount{Relay: relay, Group: group, Events: n, Oldest: time.Now().Add(-age)})
+			}
+		}
 		for _, step := range []struct {
 			name   string
 			change func()
 			want   string
 		}{
 			{"all is well", func() {}, ""},
-			{"few are dead", func() { relay.Dead = 2 }, ""},
-			{"many are", func() { relay.Dead = 3 }, "default many_dead_events"},
-			{"as many as before", func() {}, ""},
-			{"more", func() { relay.Dead = 4 }, "default many_dead_events"},
-			{"fewer, but many", func() { relay.Dead = 3 }, ""},
-			{"few", func() { relay.Dead = 1 }, "default many_dead_events!"},
+			{"few are dead", dead(1, 1), ""},
+			{"many are, of both kinds", dead(1, 2), "many_dead"},
+			{"as many as before", dead(2, 1), ""},
+			{"more", dead(2, 2), "many_dead"},
+			{"fewer, but many", dead(0, 3), ""},
+			{"few", dead(0, 1), "many_dead!"},
 			{"still few", func() {}, ""},
-			{"few are old", func() { relay.Pending, relay.Oldest = 4, time.Now().Add(-time.Hour) }, ""},
-			{"many are young", func() { relay.Pending, relay.Oldest = 5, time.Now().Add(-time.Minute) }, ""},
+			{"few are old", wait("default", "", 4, time.Hour), ""},
+			{"many are young", wait("default", "", 5, time.Minute), ""},
 			{"many are old", func() { time.Sleep(time.Nanosecond) }, "default stale_events"},
-			{"more of them", func() { relay.Pending = 50 }, ""},
-			{"none", func() { relay.Pending = 0 }, "default stale_events!"},
+			{"more of them", wait("default", "", 50, time.Hour), ""},
+			{"none", func() { s.stale = nil }, "default stale_events!"},
+			{"of a group few", wait("", "stats", 4, time.Hour), ""},
+			{"many elsewhere", wait("default", "", 5, time.Hour), "default stale_events"},
+			{"many of a group", wait("", "stats", 1, time.Hour), "stats stale_events"},
+			{"none of them", func() { s.stale = nil }, "default stale_events!, stats stale_events!"},
 			{"the breaker opens", func() { f.breakerClosed = false }, "default breaker_open"},
 			{"it stays open", func() {}, ""},
 			{"it closes", func() { f.breakerClosed = true }, "default breaker_open!"},
@@ -133,6 +187,18 @@ func TestConditions(t *testing.T) {
 			require.Equal(t, step.want, f.check(t), step.name)
 		}
 	})
+}
+
+// What waits for too long makes the relay unready, whether the alert is delivered or not.
+func TestStaleEventsReachTheRelay(t *testing.T) {
+	t.Parallel()
+	f := newFixture(watch.Settings{StalePending: 5}, "default")
+	f.fail = errors.New("no mail today")
+	for _, step := range []struct{ events, unready int }{{4, 0}, {5, 1}, {0, 0}} {
+		f.store.stale = []tables.EventCount{{Relay: "default", Events: step.events, Oldest: time.Now().Add(-time.Hour)}}
+		require.Empty(t, f.check(t))
+		require.Equal(t, step.unready, f.unready)
+	}
 }
 
 // Each loss of records is delivered once, by the first relay that has a leader, and one
@@ -151,13 +217,13 @@ func TestLostRecords(t *testing.T) {
 		f.fail = errors.New("no mail today")
 		require.Empty(t, f.check(t))
 		f.fail = nil
-		require.Equal(t, " lost_records", f.check(t))
+		require.Equal(t, "stats lost_records", f.check(t))
 		require.Equal(t, []any{"stats", "orders", int64(85)}, []any{f.alerts[0].Group, f.alerts[0].Topic, f.alerts[0].Lost})
 		require.Empty(t, f.check(t))
 		time.Sleep(time.Minute)
 		f.store.lost = nil
 		lose("orders", 90)
-		require.Equal(t, " lost_records", f.check(t))
+		require.Equal(t, "stats lost_records", f.check(t))
 
 		lose("items", 1)
 		f.store.relays = append([]tables.Relay{{Name: "another", Holder: "there", MovedAt: time.Now()}}, f.store.relays...)
@@ -185,21 +251,55 @@ func TestLeader(t *testing.T) {
 	require.Empty(t, f.check(t), "it never ran")
 }
 
-// Of the relays that have a leader, the first watches those that have none, and each
-// its own events.
+// Each relay watches its own events. What concerns all is for the first relay that has a leader,
+// without any for the first group, and for a monitor in any case.
 func TestWhoWatches(t *testing.T) {
 	t.Parallel()
-	for relay, want := range map[string]string{
-		"":  "a many_dead_events, b many_dead_events, c many_dead_events, c no_leader",
-		"a": "a many_dead_events, c no_leader",
-		"b": "b many_dead_events",
+	const all, ledA, ledB = "many_dead, stats dead_deliveries, c no_leader", "a stale_events", "b stale_events"
+	for _, test := range []struct{ relay, group, led, want string }{
+		{"", "", "a b stats", ledA + ", " + ledB + ", stats stale_events, " + all},
+		{"a", "", "a b stats", ledA + ", stats stale_events, " + all},
+		{"b", "", "a b stats", ledB},
+		{"b", "", "b stats", ledB + ", stats stale_events, many_dead, stats dead_deliveries, a no_leader, c no_leader"},
+		{"", "stats", "a b stats", ""},
+		{"", "stats", "stats", "stats stale_events, many_dead, stats dead_deliveries, a no_leader, b no_leader, c no_leader"},
+		{"", "stats", "mails stats", ""},
+		{"", "mails", "mails stats", "stats stale_events, many_dead, stats dead_deliveries, a no_leader, b no_leader, c no_leader"},
 	} {
-		f := newFixture(watch.Settings{DeadThreshold: 1}, relay)
-		f.store.relays = []tables.Relay{{Name: "a", Holder: "x", Dead: 1}, {Name: "b", Holder: "y", Dead: 1}, {Name: "c", Dead: 1, MovedAt: time.Now()}}
+		f := newFixtureOf(watch.Settings{DeadThreshold: 1, StalePending: 1}, test.relay, test.group)
+		of := func(name string) tables.Relay {
+			led := slices.Contains(strings.Fields(test.led), name)
+			return tables.Relay{Name: name, Holder: map[bool]string{true: "somewhere"}[led], MovedAt: time.Now()}
+		}
+		f.store.relays, f.store.groups = []tables.Relay{of("a"), of("b"), of("c")}, []tables.Relay{of("mails"), of("stats")}
+		f.store.dead = []tables.EventCount{{Relay: "a", Events: 1}}
+		for _, c := range []tables.EventCount{{Relay: "a"}, {Relay: "b"}, {Group: "stats"}} {
+			c.Events, c.Oldest = 1, time.Now().Add(-time.Hour)
+			f.store.stale = append(f.store.stale, c)
+		}
+		f.store.giveUp("stats", 1)
 		first := f.check(t)
 		second := f.check(t)
-		require.Equal(t, want, strings.TrimSuffix(first+", "+second, ", "), relay)
+		require.Equal(t, test.want, strings.Trim(first+", "+second, ", "), "%+v", test)
 	}
+}
+
+// Who begins to watch what concerns all begins anew: one interval back.
+func TestFirstChanges(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(watch.Settings{DeadThreshold: 1, ReportInterval: math.MaxInt64}, "default")
+		f.store.dead = []tables.EventCount{{Group: "stats", Events: 2}}
+		f.store.giveUp("stats", 2)
+		require.Equal(t, "many_dead, stats dead_deliveries", f.check(t))
+		f.store.relays = append([]tables.Relay{{Name: "another", Holder: "there", MovedAt: time.Now()}}, f.store.relays...)
+		time.Sleep(time.Hour)
+		f.store.giveUp("stats", 3)
+		require.Empty(t, f.check(t), "the other relay alerts")
+		f.store.relays[0].Holder = ""
+		require.Equal(t, "many_dead, stats dead_deliveries", f.check(t))
+		require.Equal(t, 3, f.alerts[1].Died)
+	})
 }
 
 // Each death is delivered once, those before the first check only if they are recent.
@@ -229,21 +329,51 @@ func TestDeaths(t *testing.T) {
 	})
 }
 
+// The same holds for deliveries, with an alert for each group.
+func TestDeadDeliveries(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(watch.Settings{Interval: time.Minute, ReportInterval: math.MaxInt64, DeadThreshold: 100}, "default")
+		f.store.dead = []tables.EventCount{{Group: "mails", Events: 1}, {Group: "stats", Events: 35}}
+		f.store.giveUp("stats", 5)
+		time.Sleep(time.Minute + time.Second)
+		f.store.giveUp("stats", 30)
+		f.store.giveUp("mails", 1)
+		f.store.deliveries[5].Action, f.store.deliveries[5].Attempts = "COUNTED", 4
+		require.Equal(t, "mails dead_deliveries, stats dead_deliveries", f.check(t))
+		stats := f.alerts[1]
+		require.Equal(t, 30, stats.Died)
+		require.Len(t, stats.Dead, 20)
+		require.Equal(t, f.store.dead[1:], stats.Counts)
+		require.Equal(t, []any{int64(6), "stats", "COUNTED", 3}, []any{stats.Dead[0].ID, stats.Dead[0].Group, stats.Dead[0].Action, stats.Dead[0].Retries})
+		for range 20 { // well past the overlap
+			require.Empty(t, f.check(t))
+			time.Sleep(time.Minute)
+		}
+		f.store.giveUp("stats", 1)
+		f.fail = errors.New("no mail today")
+		require.Empty(t, f.check(t))
+		f.fail = nil
+		require.Equal(t, "stats dead_deliveries", f.check(t))
+		require.Empty(t, f.check(t))
+	})
+}
+
 // An alert that is not delivered comes again, and nothing is lost.
 func TestFailedDelivery(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := newFixture(watch.Settings{DeadThreshold: 1, ReportInterval: time.Minute}, "default")
-		f.store.relays[0].Dead = 2
+		f.store.dead = []tables.EventCount{{Relay: "default", Status: "dead", Events: 2}}
 		f.store.die(2)
-		f.store.counts = []tables.FailureCount{{Relay: "default", Status: "dead", Events: 2}}
+		f.store.unresolved = f.store.dead
 		time.Sleep(time.Minute)
 		f.fail = errors.New("no mail")
 		require.Empty(t, f.check(t))
 		f.fail, f.panics = nil, true
 		require.Empty(t, f.check(t))
 		f.panics = false
-		require.Equal(t, "default many_dead_events, default dead_events, default report", f.check(t))
+		require.Equal(t, "many_dead, report, default dead_events", f.check(t))
 		require.Empty(t, f.check(t))
 	})
 }
@@ -253,22 +383,21 @@ func TestReports(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := newFixture(watch.Settings{ReportInterval: time.Hour}, "")
-		f.store.relays = append(f.store.relays, tables.Relay{Name: "other", Holder: "x"})
-		f.store.counts = []tables.FailureCount{{Relay: "default", Events: 2}}
+		f.store.unresolved = []tables.EventCount{{Relay: "default", Events: 2}, {Group: "stats", Events: 1}}
 		require.Empty(t, f.check(t))
 		time.Sleep(10 * time.Minute)
-		require.Equal(t, "default report", f.check(t), "the first one does not wait for long")
-		require.Len(t, f.alerts[0].Unresolved, 1)
+		require.Equal(t, "report", f.check(t), "the first one does not wait for long")
+		require.Len(t, f.alerts[0].Counts, 2)
 		time.Sleep(time.Hour - time.Second)
 		require.Empty(t, f.check(t))
 		time.Sleep(time.Second)
-		require.Equal(t, "default report", f.check(t))
-		f.store.counts = nil
+		require.Equal(t, "report", f.check(t))
+		f.store.unresolved = nil
 		time.Sleep(time.Hour)
 		require.Empty(t, f.check(t))
 
 		never := newFixture(watch.Settings{ReportInterval: math.MaxInt64}, "")
-		never.store.counts = []tables.FailureCount{{Relay: "default", Events: 2}}
+		never.store.unresolved = []tables.EventCount{{Relay: "default", Events: 2}}
 		time.Sleep(24 * time.Hour)
 		require.Empty(t, never.check(t))
 	})
@@ -278,11 +407,11 @@ func TestReports(t *testing.T) {
 func TestStoreFails(t *testing.T) {
 	t.Parallel()
 	f := newFixture(watch.Settings{DeadThreshold: 1}, "")
-	f.store.relays[0].Dead, f.store.err = 1, errors.New("connection refused")
+	f.store.dead, f.store.err = []tables.EventCount{{Relay: "default", Events: 1}}, errors.New("connection refused")
 	require.ErrorIs(t, f.Check(t.Context()), f.store.err)
 	require.Empty(t, f.alerts)
 	f.store.err = nil
-	require.Equal(t, "default many_dead_events", f.check(t))
+	require.Equal(t, "many_dead", f.check(t))
 }
 
 func TestSettings(t *testing.T) {
@@ -304,7 +433,7 @@ func TestAlerterHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		hang := make(chan chan struct{}, 1) // what the next call waits for
 		var delivered atomic.Int32
-		store := fakeStore{relays: []tables.Relay{{Name: "default", Holder: "here", Dead: 5}}}
+		store := fakeStore{relays: []tables.Relay{{Name: "default", Holder: "here"}}, dead: []tables.EventCount{{Relay: "default", Events: 5}}}
 		cfg := watch.Config{Settings: watch.Settings{DeadThreshold: 1}.WithDefaults(), Relay: "default", Logger: slog.New(slog.DiscardHandler)}
 		cfg.Deliver = func(context.Context, watch.Alert) error {
 			delivered.Add(1)
@@ -331,7 +460,7 @@ func TestAlerterHangs(t *testing.T) {
 		require.Zero(t, check(t.Context()))
 		require.EqualValues(t, 2, delivered.Load())
 
-		store.relays[0].Dead, release = 6, make(chan struct{})
+		store.dead[0].Events, release = 6, make(chan struct{})
 		hang <- release
 		stopping, stop := context.WithCancel(t.Context())
 		time.AfterFunc(time.Second, stop)

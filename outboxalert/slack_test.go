@@ -1,4 +1,4 @@
-package outboxhttp_test
+package outboxalert_test
 
 import (
 	"encoding/json"
@@ -16,7 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/outboxhttp"
+	"github.com/outboxgo/outbox/outboxalert"
 )
 
 var slackTests = []struct {
@@ -33,12 +33,23 @@ var slackTests = []struct {
 			}}},
 		},
 		":rotating_light: relay default: 3 events died; 12 are dead\n" +
-			"• `shop.order.created.v1` Order &lt;!channel&gt; &amp; '7', event `e-1`: message_too_large\n… and 2 more",
+			"• `shop.order.created.v1` Order &lt;!channel&gt; &amp; '7', event `e-1`: message_too_large\n… and 2 more" + todo("outboxdeadevents"),
+	},
+	{
+		"deliveries that were given up",
+		outbox.Alert{
+			Kind: outbox.AlertDeadDeliveries, Group: "stats", Died: 1, Counts: []outbox.EventCount{{Group: "stats", Events: 7}},
+			Dead: []outbox.DeadEvent{{Group: "stats", Action: "COUNTED", FailedEvent: outbox.FailedEvent{
+				EventID: "e-1", Type: "shop.order.created.v1", AggregateType: "Order", AggregateID: "7", Class: "timeout",
+			}}},
+		},
+		":rotating_light: consumer group stats: 1 delivery given up; 7 are dead\n" +
+			"• `shop.order.created.v1` Order 7, event `e-1`: timeout, for COUNTED" + todo("outboxdeaddeliveries"),
 	},
 	{
 		"too many dead ones",
-		outbox.Alert{Kind: outbox.AlertManyDead, Relay: "default", Status: outbox.RelayStatus{Dead: 10}},
-		":rotating_light: relay default: 10 dead events wait for a decision",
+		outbox.Alert{Kind: outbox.AlertManyDead, Counts: []outbox.EventCount{{Relay: "default", Status: "dead", Type: "shop.order.created.v1", Events: 10}}},
+		":rotating_light: 10 dead events and deliveries wait for a decision: 10 dead shop.order.created.v1" + todo("outboxmanydead"),
 	},
 	{
 		"what is over",
@@ -47,13 +58,18 @@ var slackTests = []struct {
 	},
 	{
 		"a report",
-		outbox.Alert{Kind: outbox.AlertReport, Relay: "default", Unresolved: []outbox.FailedCount{
-			{Status: "dead", Type: "shop.order.created.v1", Class: "message_too_large", Events: 4, Oldest: time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)},
-			{Status: "parked", Type: "shop.order.created.v1", Events: 2, Oldest: time.Date(2026, 3, 1, 13, 0, 0, 0, time.UTC)},
+		outbox.Alert{Kind: outbox.AlertReport, Counts: []outbox.EventCount{
+			{Relay: "default", Status: "dead", Type: "shop.order.created.v1", Class: "message_too_large", Events: 4, Oldest: time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)},
+			{Relay: "default", Status: "parked", Type: "shop.order.created.v1", Events: 2, Oldest: time.Date(2026, 3, 1, 13, 0, 0, 0, time.UTC)},
 		}},
-		":clipboard: relay default: failed events: 4 dead shop.order.created.v1 message_too_large, 2 parked shop.order.created.v1; " +
-			"the oldest since 2026-03-01T12:00:00Z",
+		":clipboard: unresolved failures: 4 dead shop.order.created.v1 message_too_large, 2 parked shop.order.created.v1; " +
+			"the oldest since 2026-03-01T12:00:00Z" + todo("report"),
 	},
+}
+
+// todo is the link to a section of the runbooks.
+func todo(section string) string {
+	return "\n<https://github.com/outboxgo/outbox/blob/main/docs/runbooks.md#" + section + "|What to do>"
 }
 
 func TestSlack(t *testing.T) {
@@ -68,7 +84,7 @@ func TestSlack(t *testing.T) {
 		require.NoError(t, err)
 	}))
 	defer server.Close()
-	slack, err := outboxhttp.Slack(server.URL+"/services/T/B/secret", nil)
+	slack, err := outboxalert.Slack(server.URL+"/services/T/B/secret", nil)
 	require.NoError(t, err)
 	for _, test := range slackTests {
 		t.Run(test.name, func(t *testing.T) {
@@ -84,7 +100,7 @@ func TestSlackFails(t *testing.T) {
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		http.Error(w, "invalid_token", http.StatusForbidden)
 	}))
-	slack, err := outboxhttp.Slack(server.URL+"/services/T/B/secret", server.Client())
+	slack, err := outboxalert.Slack(server.URL+"/services/T/B/secret", server.Client())
 	require.NoError(t, err)
 	require.ErrorContains(t, slack.Alert(t.Context(), outbox.Alert{}), "403 Forbidden: invalid_token")
 	server.Close()
@@ -93,7 +109,7 @@ func TestSlackFails(t *testing.T) {
 	require.NotContains(t, err.Error(), "secret")
 	for _, bad := range []string{"", "secret", "ftp://host/secret", "https:///secret", "http://ho st/secret", "http://hooks.slack.com/services/secret",
 		"http://localhost.example.com/secret", "http://10.0.0.1/secret", "http://[fe80::1]/secret", "http://:80/secret"} {
-		_, err := outboxhttp.Slack(bad, nil)
+		_, err := outboxalert.Slack(bad, nil)
 		require.Error(t, err, bad)
 		require.NotContains(t, err.Error(), "secret")
 	}
@@ -103,7 +119,7 @@ func TestSlackFails(t *testing.T) {
 func TestSlackOfThisMachine(t *testing.T) {
 	t.Parallel()
 	for _, good := range []string{"https://hooks.slack.com/secret", "http://localhost:8080/x", "http://127.0.0.1/x", "http://127.1.2.3/x", "http://[::1]:80/x"} {
-		_, err := outboxhttp.Slack(good, nil)
+		_, err := outboxalert.Slack(good, nil)
 		require.NoError(t, err, good)
 	}
 }
@@ -116,7 +132,7 @@ func TestSlackFollowsNoRedirect(t *testing.T) {
 	defer elsewhere.Close()
 	server := httptest.NewTLSServer(http.RedirectHandler(elsewhere.URL+"/services/T/B/secret", http.StatusTemporaryRedirect))
 	defer server.Close()
-	slack, err := outboxhttp.Slack(server.URL+"/services/T/B/secret", server.Client())
+	slack, err := outboxalert.Slack(server.URL+"/services/T/B/secret", server.Client())
 	require.NoError(t, err)
 	err = slack.Alert(t.Context(), outbox.Alert{})
 	require.ErrorContains(t, err, "307 Temporary Redirect")
@@ -145,7 +161,7 @@ func TestSlackErrorsHaveNoAddress(t *testing.T) {
 			return nil, fmt.Errorf("proxy: %w: %w", errOurs, &url.Error{Op: "Get", URL: r.URL.String(), Err: errors.New(r.URL.Path + strings.Repeat("x", 1<<20))})
 		},
 	} {
-		slack, err := outboxhttp.Slack(webhook, &http.Client{Transport: answer})
+		slack, err := outboxalert.Slack(webhook, &http.Client{Transport: answer})
 		require.NoError(t, err)
 		err = slack.Alert(t.Context(), outbox.Alert{})
 		require.Error(t, err, name)

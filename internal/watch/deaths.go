@@ -1,0 +1,117 @@
+package watch
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/tables"
+)
+
+// DeadEvent is an outbox.DeadEvent, which describes the fields.
+type DeadEvent struct {
+	tables.Event
+
+	ID            int64
+	Group, Action string
+	FailedAt      time.Time
+}
+
+func deadEvents(rows []tables.Failure) []DeadEvent {
+	var dead []DeadEvent
+	for _, f := range rows[:min(len(rows), maxDeadInAlert)] {
+		dead = append(dead, DeadEvent{Event: f.Event, ID: f.ID, FailedAt: f.FailedAt})
+	}
+	return dead
+}
+
+func deadDeliveries(rows []tables.Delivery) []DeadEvent {
+	var dead []DeadEvent
+	for _, d := range rows[:min(len(rows), maxDeadInAlert)] {
+		e := DeadEvent{ID: d.ID, Group: d.Group, Action: d.Action, FailedAt: d.ProcessedAt, Event: tables.Event{
+			EventID: d.EventID, Type: d.Type, AggregateType: d.AggregateType, AggregateID: d.AggregateID,
+			Topic: d.Stream, Key: d.Key, Retries: max(d.Attempts-1, 0), Class: d.ErrorCode, Err: d.Err,
+		}}
+		if d.Partition == nil { // from outbox
+			e.OutboxID = d.Position
+		}
+		dead = append(dead, e)
+	}
+	return dead
+}
+
+// deaths remembers which deaths were delivered. The times are those of the database.
+type deaths struct {
+	reported map[int64]time.Time // rows, and when they died
+	began    time.Time
+	since    time.Time // there may be undelivered deaths from here on
+}
+
+const (
+	maxDeadInAlert = 20
+	maxDeadRead    = 10_000
+	// deadOverlap is how far a check looks back behind the last one: an event's time of
+	// death is the start of a transaction.
+	deadOverlap = 5 * time.Minute
+)
+
+// begin begins one interval before the first check, because the process that led until then may
+// have stopped before its own check.
+func (d *deaths) begin(now time.Time, interval time.Duration) {
+	if d.began.IsZero() {
+		d.reported, d.began, d.since = map[int64]time.Time{}, now.Add(-interval), now.Add(-interval)
+	}
+}
+
+func (d *deaths) known() []int64 { return slices.AppendSeq([]int64{}, maps.Keys(d.reported)) }
+
+// forget drops the deaths before a time, of which none is undelivered.
+func (d *deaths) forget(before time.Time) {
+	d.since = before
+	if before.Before(d.began) {
+		d.since = d.began
+	}
+	maps.DeleteFunc(d.reported, func(_ int64, at time.Time) bool { return at.Before(d.since) })
+}
+
+// reportDeadEvents alerts to events that have died since the last check, with one alert
+// for each relay.
+func (w *Watch) reportDeadEvents(ctx context.Context, l look) {
+	for _, r := range l.relays {
+		dead := slices.DeleteFunc(slices.Clone(l.died), func(f tables.Failure) bool { return f.Relay != r.Name })
+		if len(dead) == 0 {
+			continue
+		}
+		if !w.deliver(ctx, Alert{Kind: Dead, Relay: r.Name, Status: r, Died: len(dead), Dead: deadEvents(dead)}) {
+			return // again at the next check
+		}
+		for _, f := range dead {
+			w.deaths.reported[f.ID] = f.NextRetryAt
+		}
+	}
+	if w.cfg.Group == "" && len(l.died) < maxDeadRead {
+		w.deaths.forget(l.now.Add(-deadOverlap))
+	}
+}
+
+// reportDeadDeliveries alerts to deliveries that were given up since the last check, with one
+// alert for each group. Counts are all that are dead.
+func (w *Watch) reportDeadDeliveries(ctx context.Context, l look, died []tables.Delivery, counts []tables.EventCount) {
+	byGroup := map[string][]tables.Delivery{}
+	for _, dead := range died {
+		byGroup[dead.Group] = append(byGroup[dead.Group], dead)
+	}
+	for _, group := range slices.Sorted(maps.Keys(byGroup)) {
+		all := slices.DeleteFunc(slices.Clone(counts), func(c tables.EventCount) bool { return c.Group != group })
+		if !w.deliver(ctx, Alert{Kind: DeadDeliveries, Group: group, Died: len(byGroup[group]), Dead: deadDeliveries(byGroup[group]), Counts: all}) {
+			return // again at the next check
+		}
+		for _, dead := range byGroup[group] {
+			w.common.deaths.reported[dead.ID] = dead.ProcessedAt
+		}
+	}
+	if len(died) < maxDeadRead {
+		w.common.deaths.forget(l.now.Add(-deadOverlap))
+	}
+}
