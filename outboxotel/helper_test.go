@@ -74,7 +74,7 @@ func newScene(t testing.TB, sampler trace.Sampler) *scene {
 	var err error
 	s.tel, err = outboxotel.New(outboxotel.Config{
 		MeterProvider: metric.NewMeterProvider(metric.WithReader(s.reader)), TracerProvider: s.tracers,
-		Interval: time.Nanosecond, Attributes: []attribute.KeyValue{attribute.String("test", "yes")},
+		Interval: time.Nanosecond, StaleAfter: time.Second, Attributes: []attribute.KeyValue{attribute.String("test", "yes")},
 	})
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, s.tel.Close()) })

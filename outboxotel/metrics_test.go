@@ -150,6 +150,13 @@ func TestPending(t *testing.T) {
 	first := m.value("outbox.relay.pending.age")
 	require.Eventually(t, func() bool { return s.collect(t).value("outbox.relay.pending.age") > first }, testenv.Patience, time.Millisecond)
 	require.Less(t, first, testenv.Patience.Seconds())
+
+	// Once they have waited for longer than StaleAfter, they count as stale too, and no longer when they are sent.
+	eventually(t, func() bool { return s.collect(t).value("outbox.stale", "outbox.relay.name", "default") == 3 }, "nothing is stale")
+	require.GreaterOrEqual(t, s.collect(t).value("outbox.stale.age"), time.Second.Seconds())
+	s.relay(t, outbox.RelayConfig{})
+	eventually(t, func() bool { m = s.collect(t); return m.value("outbox.stale")+m.value("outbox.stale.age") == 0 }, "something is stale")
+	require.Contains(t, m, "outbox.stale")
 }
 
 // Every metric of the package documentation is there, with its unit, and no other.
@@ -183,7 +190,7 @@ func TestMetricNames(t *testing.T) {
 	for _, name := range regexp.MustCompile(`(?m)^//\t(\S+) `).FindAllStringSubmatch(string(source), -1) {
 		documented[name[1]] = true
 	}
-	require.Len(t, documented, 33)
+	require.Len(t, documented, 35)
 	var m metrics
 	eventually(t, func() bool { m = s.collect(t); return len(m) >= len(documented) }, "%v of %v", m, documented)
 	require.ElementsMatch(t, slices.Collect(maps.Keys(documented)), slices.Collect(maps.Keys(m)))
@@ -353,10 +360,11 @@ func TestErrorTypes(t *testing.T) {
 // A wrong configuration is rejected with the names of its fields.
 func TestConfig(t *testing.T) {
 	t.Parallel()
-	_, err := outboxotel.New(outboxotel.Config{Interval: -1, Timeout: -1})
+	_, err := outboxotel.New(outboxotel.Config{Interval: -1, Timeout: -1, StaleAfter: -1})
 	require.ErrorIs(t, err, outboxotel.ErrNegative)
 	require.ErrorContains(t, err, "Interval")
 	require.ErrorContains(t, err, "Timeout")
+	require.ErrorContains(t, err, "StaleAfter")
 	tel, err := outboxotel.New(outboxotel.Config{})
 	require.NoError(t, err, "the global providers do")
 	require.NoError(t, tel.Close())
