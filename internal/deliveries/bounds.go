@@ -7,10 +7,13 @@ import (
 
 // bounds remembers up to which time rows were looked for, so that the next look need not begin
 // with those that have gone on since: while a transaction is open somewhere, PostgreSQL cannot
-// remove their index entries. A row of an earlier time may still come, with a transaction that
-// took long, or be one that was locked. So a look begins somewhat before the last one, and every now and then it is at all
-// rows, as often as that is cheap.
+// remove their index entries. A row that was seen and not taken is looked for again. One of an earlier time may
+// still come, with a transaction that took long. So a look begins somewhat before the last one, and every now and then it
+// is at all rows, as often as that is cheap.
 type bounds[K comparable] struct {
+	share time.Duration // one part in so many of the time is for looks at all rows
+	rare  time.Duration // between these, however long they take
+
 	mu    sync.Mutex
 	looks map[K]look
 }
@@ -20,11 +23,7 @@ type look struct {
 	again time.Time // when all are to be looked at again
 }
 
-const (
-	lateness   = time.Second // of most transactions
-	wholeShare = 20          // of the time, one part is for looks at all rows
-	wholeRare  = time.Minute // however long they take
-)
+const lateness = time.Second // of most transactions
 
 // of returns from when on rows are to be looked for, the zero time for all.
 func (b *bounds[K]) of(k K) (since time.Time) {
@@ -46,10 +45,10 @@ func (b *bounds[K]) looked(k K, since, until time.Time, took time.Duration) {
 	}
 	l := b.looks[k]
 	if since.IsZero() {
-		l.again = time.Now().Add(min(wholeShare*took, wholeRare))
+		l.again = time.Now().Add(min(b.share*took, b.rare))
 	}
-	if until = until.Add(-lateness); until.After(l.since) {
-		l.since = until
+	if !since.After(l.since) { // or another look has left what this one has not seen
+		l.since = until.Add(-lateness)
 	}
 	b.looks[k] = l
 }

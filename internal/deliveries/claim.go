@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/outboxgo/outbox/internal/pg"
 )
@@ -55,6 +56,16 @@ type looking struct {
 
 const sqlNow = `SELECT clock_timestamp()`
 
+// sqlLeft reads from when on rows of each pair are due that a claim has left: those beyond its limit, and those that
+// others have locked, who may give them up.
+var sqlLeft = `
+SELECT (SELECT d.next_retry_at FROM {schema}.event_delivery AS d
+         WHERE d.consumer_group = $1::text AND d.action = w.action AND d.stream = w.stream AND d.status = 'PENDING'
+           AND (d.record IS NOT NULL) = $6::bool AND d.next_retry_at >= w.since AND d.next_retry_at <= clock_timestamp() AND ` + suspect + ` = $5::bool
+         ORDER BY d.consumer_group, d.action, d.stream, (d.record IS NOT NULL), ` + suspect + `, d.next_retry_at, d.id LIMIT 1)
+  FROM unnest($2::text[], $3::text[], $4::timestamptz[]) WITH ORDINALITY AS w (action, stream, since, n)
+ ORDER BY w.n`
+
 // Claim claims rows that are due, at most limit and as many behind each as follow. Suspects are
 // claimed by themselves: no others are with them, and none that wait behind them. What does not fit into a budget of
 // bytes with what is before it comes bare, as from Queue.
@@ -67,6 +78,7 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 		follow = 0
 	}
 	var now time.Time
+	var left []pgtype.Timestamptz
 	began := time.Now()
 	transact := s.transactAsync
 	if suspects {
@@ -77,6 +89,10 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 			b.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
 			b.Queue(s.sqlClaim, s.group, s.newHolder(), s.lease, actions, streams, limit, follow, suspects, since, budget, s.records).Query(func(rows pgx.Rows) (err error) {
 				claimed, err = scan(rows)
+				return err
+			})
+			b.Queue(s.sqlLeft, s.group, actions, streams, since, suspects, s.records).Query(func(rows pgx.Rows) (err error) {
+				left, err = pgx.CollectRows(rows, pgx.RowTo[pgtype.Timestamptz])
 				return err
 			})
 		})
@@ -91,31 +107,18 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 		return nil, fmt.Errorf("claim deliveries: %w", err)
 	}
 	took := time.Since(began)
-	last, heads := lastDue(onFloors(claimed))
 	for i, p := range pairs {
-		if until, some := last[p]; heads < limit {
-			s.due.looked(looking{p, suspects}, since[i], now, took)
-		} else if some {
-			s.due.looked(looking{p, suspects}, since[i], until, took)
-		}
+		s.due.looked(looking{p, suspects}, since[i], seenUntil(left[i], now), took)
 	}
-	return claimed, nil
+	return onFloors(claimed), nil
 }
 
-// lastDue returns when the last row of each pair was due, and how many were: the others were
-// behind the first of their keys.
-func lastDue(claimed []Delivery) (last map[Pair]time.Time, heads int) {
-	last = map[Pair]time.Time{}
-	for _, d := range claimed {
-		if d.Key.Ordered && d.ID > d.floor {
-			continue
-		}
-		heads++
-		if p := (Pair{d.Action, d.Stream}); d.due.After(last[p]) {
-			last[p] = d.due
-		}
+// seenUntil returns up to when rows were seen in a look that has left some, or none.
+func seenUntil(left pgtype.Timestamptz, now time.Time) time.Time {
+	if left.Valid {
+		return left.Time
 	}
-	return last, heads
+	return now
 }
 
 // IsUnprintable reports whether PostgreSQL could not print a row, or has perhaps worked on that until its time

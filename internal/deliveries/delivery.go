@@ -73,7 +73,6 @@ type Delivery struct {
 	// LastCode and LastMessage are of the attempt that has failed last.
 	LastCode, LastMessage string
 
-	due time.Time // next_retry_at
 	// floor is an id below which no row of the key is open, unless it was put back.
 	floor int64
 }
@@ -117,7 +116,7 @@ func columnsWithin(budget string) string {
 const (
 	columns = `d.id, coalesce(d.locked_by, ''), d.position, d.order_key, d.action, d.stream, d.attempt_count, d.max_attempts, coalesce(d.last_error_code = '` + CodeStale + `', false),
        coalesce(d.record_id, d.event_id::text), d.event_type, d.source, d.aggregate_type, d.aggregate_id,
-       d.content_type, coalesce(d.partition_key, ''), d.occurred_at, d.recorded_at, d.next_retry_at, d.size,
+       d.content_type, coalesce(d.partition_key, ''), d.occurred_at, d.recorded_at, d.size,
        d.record_partition, coalesce(d.last_error_code, ''), coalesce(d.last_error_message, '')`
 	payload = `coalesce(convert_to(d.payload::text, 'UTF8'), d.payload_bytes)`
 	headers = `convert_to(d.headers::text, 'UTF8')`
@@ -132,7 +131,7 @@ func scan(rows pgx.Rows) ([]Delivery, error) {
 		var partition pgtype.Int4
 		err = row.Scan(&d.ID, &d.Holder, &d.Position, &key, &d.Action, &d.Stream, &d.Attempt, &d.MaxAttempts, &d.Suspect,
 			&d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID,
-			&d.ContentType, &d.PartitionKey, &d.OccurredAt, &d.RecordedAt, &d.due, &d.Size,
+			&d.ContentType, &d.PartitionKey, &d.OccurredAt, &d.RecordedAt, &d.Size,
 			&partition, &d.LastCode, &d.LastMessage, &bare, &d.Payload, &d.Headers, &d.Record)
 		d.Key, d.Bare = Key{key.Int64, key.Valid}, bare.Bool
 		d.FromKafka, d.Partition = partition.Valid, partition.Int32

@@ -1,7 +1,6 @@
 package deliveries_test
 
 import (
-	"context"
 	"testing"
 	"time"
 
@@ -63,42 +62,6 @@ func TestRunIsLostInPart(t *testing.T) {
 	_, err = b.Finish(ctx, claimed)
 	require.NoError(t, err)
 	require.Equal(t, []string{"k PENDING 1", "k DONE 2", "k PARKED 0"}, f.rows())
-}
-
-// Rows are claimed, and taken over, whatever was looked at before: more of them than a look takes,
-// and some that come late with an earlier time.
-func TestLooksFindAllRows(t *testing.T) {
-	t.Parallel()
-	f, ctx := newTable(t), t.Context()
-	a := f.store("a", time.Minute)
-	keys := []string{"k", "l", "m", "n", "o"}
-	f.insert(a, deliveries.Pending, f.record(keys...), keys...)
-	f.exec(`UPDATE {schema}.event_delivery SET next_retry_at = now() - interval '1 hour' + id * interval '1 min'`)
-	for _, n := range []int{2, 2, 1, 0} {
-		claimed, err := a.Claim(ctx, pairs, 2, 0, false, room)
-		require.NoError(t, err)
-		require.Len(t, claimed, n)
-	}
-	f.exec(`UPDATE {schema}.event_delivery SET locked_until = now() - interval '1 hour' + id * interval '1 min'`)
-	gone := f.store("b", time.Millisecond)
-	for _, n := range []int{2, 2, 1, 0} {
-		expired, err := gone.Expire(ctx, 2, false)
-		require.NoError(t, err)
-		require.Len(t, expired, n)
-	}
-
-	f.exec(`UPDATE {schema}.event_delivery SET next_retry_at = now() - interval '2 hours'`)
-	require.Eventually(t, func() bool {
-		claimed, err := a.Claim(ctx, pairs, 10, 0, true, room)
-		require.NoError(t, err)
-		return len(claimed) == len(keys)
-	}, testenv.Patience, time.Millisecond)
-	f.exec(`UPDATE {schema}.event_delivery SET locked_until = now() - interval '2 hours'`)
-	require.Eventually(t, func() bool {
-		expired, err := gone.Expire(ctx, 10, false)
-		require.NoError(t, err)
-		return len(expired) == len(keys)
-	}, testenv.Patience, time.Millisecond)
 }
 
 // A pool replaces its connections. What a worker knows of a key is for a new one too, if an older one has been used since.
@@ -173,13 +136,7 @@ func TestTransactionStaysOpen(t *testing.T) {
 }
 
 // stayOpen opens a transaction that writes.
-func (f *tableFixture) stayOpen() {
-	open, err := f.db.Begin(f.t.Context())
-	require.NoError(f.t, err)
-	f.t.Cleanup(func() { _ = open.Rollback(context.Background()) })
-	_, err = open.Exec(f.t.Context(), `SELECT pg_current_xact_id()`)
-	require.NoError(f.t, err)
-}
+func (f *tableFixture) stayOpen() { f.begin(`SELECT pg_current_xact_id()`) }
 
 // readSince returns how many entries of open rows were read more than before, by connections that are closed.
 func (f *tableFixture) readSince(before int) int {

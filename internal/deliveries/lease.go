@@ -133,6 +133,13 @@ RETURNING ` + expiredColumns
 // dead-letter topic before: whoever claims it next does that.
 const usedUp = `(d.attempt_count >= d.max_attempts AND d.record IS NULL)`
 
+// sqlStillStale reads from when on leases have expired that sqlExpire has left: more than its limit, what others have
+// locked, who may give it up, and while PostgreSQL has just been started, all.
+const sqlStillStale = `
+SELECT (SELECT d.locked_until FROM {schema}.event_delivery AS d
+         WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until >= $2::timestamptz AND d.locked_until < clock_timestamp()
+         ORDER BY d.consumer_group, d.locked_until LIMIT 1)`
+
 const expiredColumns = `d.id, d.order_key, d.status, coalesce(d.record_id, d.event_id::text), d.event_type, d.action, d.stream, d.attempt_count`
 
 // Expired is a row whose worker is gone.
@@ -154,6 +161,7 @@ func (s *Store) Expire(ctx context.Context, limit int, hold bool) (expired []Exp
 	defer func() { _ = tx.Rollback(ctx) }() // nothing, once it is committed
 	var b pgx.Batch
 	var now time.Time
+	var left pgtype.Timestamptz
 	began, since := time.Now(), s.expiring.of(struct{}{})
 	b.Queue(settings)
 	b.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
@@ -167,13 +175,13 @@ func (s *Store) Expire(ctx context.Context, limit int, hold bool) (expired []Exp
 		})
 		return err
 	})
+	b.Queue(s.sqlStillStale, s.group, since).QueryRow(func(row pgx.Row) error { return row.Scan(&left) })
 	if err := tx.SendBatch(ctx, &b).Close(); err != nil {
 		return nil, fmt.Errorf("take over deliveries: %w", err)
 	}
-	if len(expired) < limit {
-		s.expiring.looked(struct{}{}, since, now, time.Since(began))
-	}
+	looked := func() { s.expiring.looked(struct{}{}, since, seenUntil(left, now), time.Since(began)) }
 	if len(expired) == 0 {
+		looked()
 		return nil, nil
 	}
 	var keys []int64
@@ -185,5 +193,9 @@ func (s *Store) Expire(ctx context.Context, limit int, hold bool) (expired []Exp
 	if _, err := tx.Exec(ctx, s.sqlPromote, s.group, keys, nil); err != nil {
 		return nil, fmt.Errorf("take over deliveries: %w", err)
 	}
-	return expired, tx.Commit(ctx)
+	if err := tx.Commit(ctx); err != nil {
+		return nil, fmt.Errorf("take over deliveries: %w", err)
+	}
+	looked()
+	return expired, nil
 }

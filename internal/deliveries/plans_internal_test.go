@@ -96,6 +96,7 @@ var statements = []struct {
 		`'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, false`, `'g', 'w', '1 min', '{a}', '{s}', 10, 10, false, '{2000-01-01}', 1000000000, false`, 900},
 	{"claim suspects", "text, text, interval, text[], text[], bigint, bigint, bool, timestamptz[], bigint, bool", sqlClaim,
 		`'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, false`, `'g', 'w', '1 min', '{a}', '{s}', 10, 0, true, '{2000-01-01}', 1000000000, false`, 30},
+	{"left", "text, text[], text[], timestamptz[], bool, bool", sqlLeft, `'g', '{a}', '{s}', '{2000-01-01}', false, false`, `'g', '{a}', '{s}', '{2000-01-01}', false, false`, 60},
 	{"insert", "text, text, interval, bigint[], text[], text[], bigint[], text[], int[], bigint[], timestamptz, timestamptz, bigint", sqlInsert,
 		`'g', 'w', '1 min', '{}', '{}', '{}', '{}', '{}', '{}', '{}', now(), now(), 1000000000`,
 		`'g', 'w', '1 min', '{1,2,3}', '{a,a,a}', '{s,s,s}', '{7,1000001,9}', '{PROCESSING,PROCESSING,PROCESSING}', '{3,3,3}', '{1,1,1}', '2100-01-01', pg_postmaster_start_time(), 1000000000`, 200},
@@ -105,6 +106,7 @@ var statements = []struct {
 	{"fail", "bigint, text, text, text, interval, bool, bool, text, int, bool, bool", sqlFail, `1, 'w', 'c', 'm', '1 s', false, false, 'g', 3, false, false`, `{one}, 'w', 'c', 'm', '1 s', false, false, 'g', 3, false, false`, 60},
 	{"promote", "text, bigint[], bigint[]", sqlPromote, `'g', '{7}', '{1}'`, `'g', '{7,8,1000001}', '{1,1,NULL}'`, 60},
 	{"expire", "text, bigint, interval, bool, timestamptz", sqlExpire, `'g', 10, '0', false, '2000-01-01'`, `'g', 10, '0', false, '2000-01-01'`, 900},
+	{"still stale", "text, timestamptz", sqlStillStale, `'g', '2000-01-01'`, `'g', '2000-01-01'`, 60},
 	{"owed", "text, text[], bigint[], bytea[]", sqlOwed, `'g', '{}', '{}', '{}'`, `'g', '{a,a,a}', '{7,1000001,NULL}', '{a,b,c}'`, 60},
 	{"park", "text, text[], text[], bigint[], bytea[], int[], bigint[], uuid[], text[], text[], text[], text[], text[], text[], bytea[], bytea[], timestamptz[], timestamptz[], int[], " +
 		"text[], text[], text[], text[], int[], text[], text[], bigint[]", sqlPark,
