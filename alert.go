@@ -156,8 +156,9 @@ func (a Alert) overText() string {
 		return a.Status.Holder + " leads"
 	case AlertBreaker:
 		return "the circuit breaker has closed"
+	default:
+		return string(a.Kind) + " is over"
 	}
-	return string(a.Kind) + " is over"
 }
 
 // subject returns whom the alert is about, to begin a sentence.

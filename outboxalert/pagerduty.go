@@ -153,8 +153,9 @@ func severityOf(kind outbox.AlertKind) string {
 	switch kind {
 	case outbox.AlertDead, outbox.AlertDeadDeliveries:
 		return "error"
+	default:
+		return "critical"
 	}
-	return "critical"
 }
 
 func (p *pagerDuty) links(a outbox.Alert) (links []pagerDutyLink) {

@@ -11,7 +11,7 @@ import (
 // still come, with a transaction that took long. So a look begins somewhat before the last one, and every now and then it
 // is at all rows, as often as that is cheap.
 type bounds[K comparable] struct {
-	share time.Duration // one part in so many of the time is for looks at all rows
+	share int           // one part in so many of the time is for looks at all rows
 	rare  time.Duration // between these, however long they take
 
 	mu    sync.Mutex
@@ -45,7 +45,7 @@ func (b *bounds[K]) looked(k K, since, until time.Time, took time.Duration) {
 	}
 	l := b.looks[k]
 	if since.IsZero() {
-		l.again = time.Now().Add(min(b.share*took, b.rare))
+		l.again = time.Now().Add(min(time.Duration(b.share)*took, b.rare))
 	}
 	if !since.After(l.since) { // or another look has left what this one has not seen
 		l.since = until.Add(-lateness)

@@ -273,7 +273,7 @@ func (w *Watch) checkGroups(ctx context.Context, l look) {
 // ends.
 func (w *Watch) update(ctx context.Context, active conditions, holds bool, level int, a Alert) {
 	before, wasActive := active[keyOf(a)]
-	if holds == wasActive && !(holds && level > before) {
+	if holds == wasActive && (!holds || level <= before) {
 		return
 	}
 	a.Over = !holds
