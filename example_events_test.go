@@ -143,7 +143,7 @@ func ExampleDeadLetterTopic() {
 func ExampleAlert() {
 	a := outbox.Alert{
 		Kind: outbox.AlertStale, Relay: "default", At: may,
-		Status: outbox.RelayStatus{Name: "default", Pending: 1200, Oldest: may.Add(-7 * time.Minute)},
+		Counts: []outbox.EventCount{{Relay: "default", Status: "pending", Type: "shop.order.placed.v1", Events: 1200, Oldest: may.Add(-7 * time.Minute)}},
 	}
 	kind, err := json.Marshal(a.Kind)
 	if err != nil {
@@ -153,5 +153,5 @@ func ExampleAlert() {
 	fmt.Println(a)
 	// Output:
 	// "stale_events"
-	// relay default: 1200 events are not published, the oldest for 7m0s
+	// relay default: 1200 events are not published, the oldest for 7m0s: 1200 pending shop.order.placed.v1
 }

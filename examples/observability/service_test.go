@@ -23,6 +23,7 @@ import (
 	"github.com/prometheus/common/model"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kadm"
 	"go.opentelemetry.io/otel/sdk/trace/tracetest"
 )
 
@@ -88,6 +89,28 @@ func (r *running) problem() {
 	again, err := outbox.NewRelay(r.db, r.kafka, r.tel.Relay(outbox.RelayConfig{Schema: r.id, Name: "again", Logger: r.log}))
 	require.NoError(r.t, err)
 	testenv.Run(r.t, again.Run)
+}
+
+// lose has Kafka remove all records before a group has read them.
+func (r *running) lose() {
+	r.t.Helper()
+	admin, err := kadm.NewOptClient(r.kafka...)
+	require.NoError(r.t, err)
+	defer admin.Close()
+	group := "late-" + r.id
+	var start kadm.Offsets
+	start.AddOffset(r.cfg.topic, 0, 0, -1)
+	require.NoError(r.t, admin.CommitAllOffsets(r.t.Context(), group, start))
+	ends, err := admin.ListEndOffsets(r.t.Context(), r.cfg.topic)
+	require.NoError(r.t, err)
+	removed, err := admin.DeleteRecords(r.t.Context(), ends.Offsets())
+	require.NoError(r.t, err)
+	require.NoError(r.t, removed.Error())
+	late, err := outbox.NewConsumer(r.db, r.kafka, r.events,
+		r.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Schema: r.id, Group: group, Logger: r.log}}),
+		outbox.Handle("SALE_COUNTED", r.countSale))
+	require.NoError(r.t, err)
+	testenv.Run(r.t, late.Run)
 }
 
 // noise returns n characters that do not compress well.
@@ -211,8 +234,10 @@ func TestDashboardAsksForWhatIsThere(t *testing.T) {
 	t.Parallel()
 	r := startService(t)
 	r.problem()
+	r.awaitOutage()
+	r.lose()
 	there := map[string]bool{"outbox_failed": true, "outbox_lease": true} // tables that texts name
-	for name, family := range r.awaitOutage() {
+	for name, family := range r.await(func(s scraped) bool { return s.value("outbox_consumer_lost_total") > 0 }) {
 		there[name] = true
 		for _, m := range family.GetMetric() {
 			if m.GetHistogram() != nil {
