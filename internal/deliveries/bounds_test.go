@@ -117,7 +117,7 @@ const slowLook = 500 * time.Millisecond
 
 // lookSlowly has a look wait for a lock.
 func (f *tableFixture) lookSlowly(look func() error) {
-	lock := f.begin(`LOCK TABLE {schema}.event_delivery IN SHARE ROW EXCLUSIVE MODE`)
+	lock := f.begin(`LOCK TABLE {schema}.event_delivery IN ACCESS EXCLUSIVE MODE`)
 	looked := make(chan error, 1)
 	go func() { looked <- look() }()
 	select {

@@ -113,7 +113,7 @@ func (s *Store) Claim(ctx context.Context, pairs []Pair, limit, follow int, susp
 	return onFloors(claimed), nil
 }
 
-// seenUntil returns up to when rows were seen in a look that has left some, or none.
+// seenUntil returns up to when no row is left of what was seen in a look, given the first that is.
 func seenUntil(left pgtype.Timestamptz, now time.Time) time.Time {
 	if left.Valid {
 		return left.Time

@@ -133,9 +133,9 @@ RETURNING ` + expiredColumns
 // dead-letter topic before: whoever claims it next does that.
 const usedUp = `(d.attempt_count >= d.max_attempts AND d.record IS NULL)`
 
-// sqlStillStale reads from when on leases have expired that sqlExpire has left: more than its limit, what others have
-// locked, who may give it up, and while PostgreSQL has just been started, all.
-const sqlStillStale = `
+// sqlStale reads from when on leases have expired. The next look begins there, whether sqlExpire takes them or not: it
+// takes some of many, none that somebody has locked, and while PostgreSQL has just been started, none at all.
+const sqlStale = `
 SELECT (SELECT d.locked_until FROM {schema}.event_delivery AS d
          WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until >= $2::timestamptz AND d.locked_until < clock_timestamp()
          ORDER BY d.consumer_group, d.locked_until LIMIT 1)`
@@ -159,13 +159,21 @@ func (s *Store) Expire(ctx context.Context, limit int, hold bool) (expired []Exp
 		return nil, err
 	}
 	defer func() { _ = tx.Rollback(ctx) }() // nothing, once it is committed
-	var b pgx.Batch
+	var first, second pgx.Batch
 	var now time.Time
-	var left pgtype.Timestamptz
+	var stale pgtype.Timestamptz
 	began, since := time.Now(), s.expiring.of(struct{}{})
-	b.Queue(settings)
-	b.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
-	b.Queue(s.sqlExpire, s.group, limit, s.lease/2, hold, since).Query(func(rows pgx.Rows) (err error) {
+	first.Queue(settings)
+	first.Queue(sqlNow).QueryRow(func(row pgx.Row) error { return row.Scan(&now) })
+	first.Queue(s.sqlStale, s.group, since).QueryRow(func(row pgx.Row) error { return row.Scan(&stale) })
+	if err := tx.SendBatch(ctx, &first).Close(); err != nil {
+		return nil, fmt.Errorf("look for deliveries of workers that are gone: %w", err)
+	}
+	s.expiring.looked(struct{}{}, since, seenUntil(stale, now), time.Since(began))
+	if !stale.Valid { // mostly
+		return nil, nil
+	}
+	second.Queue(s.sqlExpire, s.group, limit, s.lease/2, hold, since).Query(func(rows pgx.Rows) (err error) {
 		expired, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (e Expired, err error) {
 			var key pgtype.Int8
 			var status string
@@ -175,13 +183,10 @@ func (s *Store) Expire(ctx context.Context, limit int, hold bool) (expired []Exp
 		})
 		return err
 	})
-	b.Queue(s.sqlStillStale, s.group, since).QueryRow(func(row pgx.Row) error { return row.Scan(&left) })
-	if err := tx.SendBatch(ctx, &b).Close(); err != nil {
+	if err := tx.SendBatch(ctx, &second).Close(); err != nil {
 		return nil, fmt.Errorf("take over deliveries: %w", err)
 	}
-	looked := func() { s.expiring.looked(struct{}{}, since, seenUntil(left, now), time.Since(began)) }
 	if len(expired) == 0 {
-		looked()
 		return nil, nil
 	}
 	var keys []int64
@@ -196,6 +201,5 @@ func (s *Store) Expire(ctx context.Context, limit int, hold bool) (expired []Exp
 	if err := tx.Commit(ctx); err != nil {
 		return nil, fmt.Errorf("take over deliveries: %w", err)
 	}
-	looked()
 	return expired, nil
 }

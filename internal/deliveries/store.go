@@ -34,7 +34,7 @@ type Store struct {
 	due      bounds[looking]
 	expiring bounds[struct{}]
 
-	sqlInsert, sqlClaim, sqlLeft, sqlPrint, sqlFinish, sqlRenew, sqlReturn, sqlFail, sqlExpire, sqlStillStale, sqlLock, sqlLockRows, sqlPromote, sqlHeadless, sqlLook, sqlMine,
+	sqlInsert, sqlClaim, sqlLeft, sqlPrint, sqlFinish, sqlRenew, sqlReturn, sqlFail, sqlExpire, sqlStale, sqlLock, sqlLockRows, sqlPromote, sqlHeadless, sqlLook, sqlMine,
 	sqlPark, sqlLockShared, sqlOwed, sqlOthers string
 }
 
@@ -47,7 +47,7 @@ func NewStore(db *pgxpool.Pool, schema, group, worker string, lease time.Duratio
 		due:       bounds[looking]{share: 20, rare: time.Minute},
 		expiring:  bounds[struct{}]{share: 100, rare: 10 * time.Minute}, // none comes late: leases end long after they are written
 		sqlInsert: in(sqlInsert), sqlClaim: in(sqlClaim), sqlLeft: in(sqlLeft), sqlPrint: in(sqlPrint), sqlFinish: in(sqlFinish), sqlRenew: in(sqlRenew), sqlReturn: in(sqlReturn),
-		sqlFail: in(sqlFail), sqlExpire: in(sqlExpire), sqlStillStale: in(sqlStillStale), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless), sqlLook: in(sqlLook), sqlMine: in(sqlMine),
+		sqlFail: in(sqlFail), sqlExpire: in(sqlExpire), sqlStale: in(sqlStale), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless), sqlLook: in(sqlLook), sqlMine: in(sqlMine),
 		sqlPark: in(sqlPark), sqlLockShared: in(sqlLockShared), sqlOwed: in(sqlOwed), sqlOthers: in(sqlOthers),
 	}
 }
