@@ -12,7 +12,8 @@ export ARGS # more arguments for go test, or for an example
 # goroutines go on. Tests start hundreds of them, and fail if a goroutine goes on.
 export GORACE ?= atexit_sleep_ms=0
 
-MODULES  := . outboxtest outboxotel outboxadmin/browser tools examples examples/nats faults interop bench
+MODULES  := . outboxtest outboxotel outboxadmin/browser tools examples examples/nats faults interop bench bench/peers
+TESTED   := $(filter-out bench/peers,$(MODULES)) # make test-peers tests that one, which brings Kafka Connect along
 SERVICES := bin/services
 SHORT    := $(filter -short -short=true -test.short,$(ARGS))
 USE      := $(if $(POSTGRES),-postgres $(POSTGRES)) -kafka $(or $(KAFKA),$(if $(SHORT),fake,real))
@@ -45,7 +46,11 @@ observability: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/ob
 # them at once some would be late on two processors.
 .PHONY: test
 test: needs-$(if $(SHORT),short,test) $(SERVICES) bin/testall ## Test everything against a real PostgreSQL and a real Kafka, with the race detector (ARGS=-short: what needs only Go, git and gcc)
-	@$(RUN) bash -ec 'eval "exec bin/testall $(MODULES) -- -p 1 -parallel 4 -race -timeout 15m $$ARGS"'
+	@$(RUN) bash -ec 'eval "exec bin/testall $(TESTED) -- -p 1 -parallel 4 -race -timeout 20m $$ARGS"'
+
+.PHONY: test-peers
+test-peers: needs-bench-peers $(SERVICES) bin/testall ## Test the benchmark beside other libraries, with all of these
+	@$(RUN) bash -ec 'eval "exec bin/testall bench/peers -- -p 1 -race -timeout 15m $$ARGS"'
 
 .PHONY: screenshots
 screenshots: needs-screenshots $(SERVICES) ## Pictures of the operators' page into screenshots/: light, dark, as a phone shows it (needs Chromium)
@@ -65,21 +70,29 @@ test-versions: needs-test-versions $(SERVICES) ## Test what is SQL on PostgreSQL
 
 .PHONY: test-pgbouncer
 test-pgbouncer: needs-test-pgbouncer $(SERVICES) bin/testall ## Test the library and the examples through PgBouncer in transaction mode
-	@$(SERVICES) run -pgbouncer $(USE) -- bash -ec 'eval "exec bin/testall . outboxtest examples -- -p 1 -timeout 15m $$ARGS"'
+	@$(SERVICES) run -pgbouncer $(USE) -- bash -ec 'eval "exec bin/testall . outboxtest examples -- -p 1 -parallel 4 -timeout 15m $$ARGS"'
 
 .PHONY: bench
 bench: needs-kafka $(SERVICES) bin/bench ## Measure against the least that could do the same, on a real Kafka (ARGS="-h" tells more)
 	@$(RUN) bin/bench $(ARGS)
 
+.PHONY: bench-gate
+bench-gate: needs-kafka $(SERVICES) bin/bench ## Fail if a few ratios exceed the generous bounds in bench/bounds.json twice (about a minute, three where it measures again)
+	@$(RUN) bin/bench -gate bench/bounds.json -run '^(latency|drain)$$' -rates 200 -runs 3 -seconds 6 -warm 0.5 -events 60000 -backlog 100000 $(ARGS)
+
+.PHONY: bench-peers
+bench-peers: needs-bench-peers $(SERVICES) bin/bench-peers ## Measure beside Debezium, River and Watermill; ARGS="-docs docs" writes docs/benchmarks.md (ARGS="-h" tells more)
+	@$(SERVICES) run $(USE) -pg-set wal_level=logical -- bin/bench-peers $(ARGS)
+
 .PHONY: faults
-faults: needs-faults ## Kill, freeze and cut off relays, PostgreSQL and Kafka for MINUTES=15 and check what arrives; MODE=stops: stop a relay STOPS=300 times (SEED=… repeats a plan)
-	@[ -z "$(filter-out stops,$(MODE))" ] || { echo "MODE is $(MODE), and can be stops or nothing" >&2; exit 2; }
+faults: needs-faults ## Kill, freeze and cut off relays, PostgreSQL and Kafka for MINUTES=15 and check what arrives; MODE=pgbouncer: through PgBouncer; MODE=stops: stop a relay STOPS=300 times (SEED=… repeats a plan)
+	@[ -z "$(filter-out pgbouncer stops,$(MODE))" ] || { echo "MODE is $(MODE), and can be pgbouncer, stops or nothing" >&2; exit 2; }
 	@cd faults && go test -count=1 -timeout 0 . -v $(FAULTS) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
 		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = substr($$0, RSTART)} END {if (result) print result}')
-faults: FAULTS := $(if $(filter stops,$(MODE)),-run '^TestStops$$' -faults.stops=$(or $(STOPS),300),-run '^TestFaults$$' -faults.minutes=$(or $(MINUTES),15))
+faults: FAULTS := $(if $(filter stops,$(MODE)),-run '^TestStops$$' -faults.stops=$(or $(STOPS),300),-run '^TestFaults$(if $(filter pgbouncer,$(MODE)),ThroughPgBouncer)$$' -faults.minutes=$(or $(MINUTES),15))
 
 .PHONY: faults-consumer
-faults-consumer: needs-faults ## Kill KILLS=50 consumers, stop and freeze others, while they handle EVENTS=100000 (BALANCER=eager or kip848; SEED=… repeats a plan; JOINDELAY=0 instead of Kafka's default)
+faults-consumer: needs-faults ## Kill KILLS=50 consumers, stop and freeze others, while they handle EVENTS=100000 of which some fail for minutes or for ever (BALANCER=eager or kip848; SEED=… repeats a plan; JOINDELAY=0 instead of Kafka's default)
 	@cd faults && go test -count=1 -race -timeout 0 -run '^Test(Killed|Calm)Consumers$$' . -v -faults.kills=$(or $(KILLS),50) -faults.events=$(or $(EVENTS),100000) \
 		-faults.joindelay=$(or $(JOINDELAY),3s) $(if $(BALANCER),-faults.balancer=$(BALANCER)) $(if $(SEED),-faults.seed=$(SEED)) $(ARGS) \
 		| (trap '' INT; awk '{print; fflush()} match($$0, /\{"seed".*/) && $$0 !~ /faults:/ {result = result substr($$0, RSTART) "\n"} END {printf "%s", result}')
@@ -107,7 +120,7 @@ vulncheck: bin/govulncheck bin/vulncheck ## Look for known vulnerabilities in wh
 	@bin/vulncheck bin/govulncheck $(MODULES)
 
 .PHONY: fuzz
-fuzz: needs-demo $(SERVICES) ## Run all fuzz targets for together SECONDS_IN_ALL=60
+fuzz: needs-demo $(SERVICES) ## Run each fuzz target with INPUTS=20000 inputs
 	@$(SHOW) tools/fuzz.sh
 
 .PHONY: tidy
@@ -132,7 +145,7 @@ needs-%:
 	@tools/needs.sh $*
 
 # The go command knows best whether these are up to date.
-.PHONY: $(SERVICES) bin/testall bin/demo bin/commerce bin/trading bin/observability bin/bench bin/release bin/golangci-lint bin/govulncheck bin/vulncheck
+.PHONY: $(SERVICES) bin/testall bin/demo bin/commerce bin/trading bin/observability bin/bench bin/bench-peers bin/release bin/golangci-lint bin/govulncheck bin/vulncheck
 $(SERVICES) bin/testall bin/vulncheck:
 	@echo "building $@"
 	@go build -C tools -o ../$@ ./$(@F)
@@ -144,6 +157,10 @@ bin/demo bin/commerce bin/trading bin/observability:
 bin/bench:
 	@echo "building $@"
 	@go build -C bench -o ../$@ .
+
+bin/bench-peers:
+	@echo "building $@"
+	@go build -C bench/peers -o ../../$@ .
 
 # These do not depend on the workspace: one checks it, the other is not in it.
 bin/release:

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Runs each fuzz target of this module for its part of SECONDS_IN_ALL, by default 60. What
-# was found once is in testdata/fuzz and runs with every test.
+# Runs each fuzz target of this module with INPUTS=20000 inputs. A number of them, not
+# a time: when a time is over, go test may fail with "context deadline exceeded" though
+# nothing was found (golang/go#75804). What was found once is in testdata/fuzz and runs
+# with every test.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-targets=$(git grep -oE '^func Fuzz[A-Za-z0-9]+' -- '*_test.go' | sed 's/:func / /')
-each=$((${SECONDS_IN_ALL:-60} / $(wc -l <<<"$targets")))
-while read -r file target; do
-  echo "== $target, $each s"
-  go test -run '^$' -fuzz "^$target\$" -fuzztime "${each}s" "./$(dirname "$file")"
-done <<<"$targets"
+inputs=${INPUTS:-20000}
+git grep -oE '^func Fuzz[A-Za-z0-9]+' -- '*_test.go' | sed 's/:func / /' | while read -r file target; do
+  echo "== $target, $inputs inputs"
+  go test -run '^$' -fuzz "^$target\$" -fuzztime "${inputs}x" "./$(dirname "$file")"
+done

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks that this machine has the programs that a command of this project needs.
 #
-#   tools/needs.sh demo|kafka|short|test|test-versions|test-pgbouncer|faults|screenshots|ci
+#   tools/needs.sh demo|kafka|short|test|test-versions|test-pgbouncer|faults|bench-peers|screenshots|ci
 #
 # The table below is the only list of them. The check takes less than a second
 # and needs nothing but bash, because it runs before Go compiles or downloads
@@ -35,8 +35,9 @@ groups() {
     demo) echo base ;;
     kafka) echo base kafka ;;
     short) echo base git race ;;
-    faults) echo base race kafka ;;
-    test-versions) echo base race kafka dump ;;
+    faults) echo base race kafka bouncer ;;
+    bench-peers) echo base kafka ;; # Java for Kafka Connect, whoever brings Kafka along
+    test-versions) echo base race kafka dump bouncer ;; # the module faults is among what it tests
     test-pgbouncer) echo base kafka bouncer metrics ;;
     screenshots) echo base browser ;;
     test | ci) echo base git race kafka dump bouncer metrics browser ;;

@@ -72,7 +72,7 @@ func (m *machine) needs(t *testing.T, code int, command string, env ...string) s
 func TestNothingIsMissing(t *testing.T) {
 	m := newMachine(t)
 	m.addAll(t)
-	for _, command := range []string{"demo", "kafka", "short", "test", "test-versions", "test-pgbouncer", "faults", "screenshots", "ci"} {
+	for _, command := range []string{"demo", "kafka", "short", "test", "test-versions", "test-pgbouncer", "faults", "bench-peers", "screenshots", "ci"} {
 		require.Empty(t, m.needs(t, 0, command), command)
 	}
 	require.Contains(t, m.needs(t, 2, "nonsense"), "tools/needs.sh demo|")
@@ -135,6 +135,7 @@ func TestOtherKafka(t *testing.T) {
 	for _, env := range []string{"KAFKA=fake", "KAFKA=docker", "OUTBOX_KAFKA_BROKERS=broker:9092", "DOCKER_HOST=tcp://engine:2375"} {
 		require.Empty(t, m.needs(t, 0, "kafka", env), env)
 		require.Contains(t, m.needs(t, 1, "faults", env), "  java ", env)
+		require.Contains(t, m.needs(t, 1, "bench-peers", env), "  java ", env)
 	}
 }
 

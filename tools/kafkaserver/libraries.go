@@ -4,14 +4,11 @@ import (
 	"context"
 	"crypto/sha256"
 	_ "embed"
-	"errors"
 	"fmt"
 	"io"
-	"os"
-	"os/exec"
-	"path/filepath"
 	"time"
 
+	"github.com/outboxgo/outbox/tools/internal/java"
 	"github.com/outboxgo/outbox/tools/internal/maven"
 	"github.com/outboxgo/outbox/tools/internal/place"
 )
@@ -28,12 +25,11 @@ var jars string
 var log4jConfig []byte
 
 // ErrNoJava says what [Start] misses.
-var ErrNoJava = errors.New("no java command: install a Java runtime, version 17 or later, " +
-	"or set JAVA_HOME; or name a running broker with OUTBOX_KAFKA_BROKERS")
+var ErrNoJava = java.ErrNone
 
 // Available returns nil if this machine can run the server: it has Java.
 func Available() error {
-	_, err := java()
+	_, err := java.Path()
 	return err
 }
 
@@ -74,20 +70,4 @@ func download(ctx context.Context, dir string, w io.Writer) error {
 	}
 	fmt.Fprintf(w, "downloaded Apache Kafka %s in %.1f s\n", Version, time.Since(start).Seconds())
 	return nil
-}
-
-// java returns the path of the java command.
-func java() (string, error) {
-	if home := os.Getenv("JAVA_HOME"); home != "" {
-		path := filepath.Join(home, "bin", "java")
-		if _, err := os.Stat(path); err != nil {
-			return "", fmt.Errorf("find java in JAVA_HOME: %w", err)
-		}
-		return path, nil
-	}
-	path, err := exec.LookPath("java")
-	if err != nil {
-		return "", ErrNoJava
-	}
-	return path, nil
 }

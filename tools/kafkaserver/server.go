@@ -26,6 +26,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/outboxgo/outbox/tools/internal/java"
 	"github.com/outboxgo/outbox/tools/internal/place"
 	"github.com/outboxgo/outbox/tools/internal/proc"
 )
@@ -81,7 +82,7 @@ func Start(ctx context.Context, cfg Config) (*Server, error) {
 	if err := cfg.validate(); err != nil {
 		return nil, fmt.Errorf("kafka: %w", err)
 	}
-	java, err := java()
+	java, err := java.Path()
 	if err != nil {
 		return nil, fmt.Errorf("kafka: %w", err)
 	}
