@@ -241,8 +241,8 @@ func counted(n int, what string) string {
 // production: it logs them.
 type AlertConfig struct {
 	// Alerter gets the alerts. Nil means a [LogAlerter] on the logger. A relay then
-	// leaves out dead events and the breaker, and a worker dead deliveries, because they log
-	// these themselves.
+	// leaves out dead events and the breaker, a worker dead deliveries, and a consumer these and lost
+	// records, because they log these themselves.
 	Alerter Alerter
 	// Interval is the time between two checks. A relay also checks when an event dies
 	// and when its breaker changes. Zero means 1 min.

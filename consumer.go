@@ -34,12 +34,15 @@ type Consumer struct {
 	handled   *handledStore // nil without PostgreSQL
 	starts    *starts.Store // nil without PostgreSQL
 	pauses    *pauses.Set
-	operators *pauses.Store // what they have paused; nil without PostgreSQL
+	operators *pauses.Store   // what they have paused; nil without PostgreSQL
+	alerts    *consumerAlerts // nil without PostgreSQL
 	slots     slots
-	outages   *outage.Logs // of PostgreSQL, Kafka and dead-letter topics
+	breakers  *actionBreakers // nil without PostgreSQL
+	outages   *outage.Logs    // of PostgreSQL, Kafka and dead-letter topics
 
 	running atomic.Bool
-	current atomic.Pointer[membership] // nil while it does not run
+	current atomic.Pointer[membership]  // nil while it does not run
+	parked  atomic.Pointer[deliveryRun] // nil while it does not run, and without PostgreSQL
 	state   runState
 }
 
@@ -55,9 +58,13 @@ type Consumer struct {
 // again, and, where Kafka has lost the offsets of the group, what came after the position
 // that was saved last.
 //
+// With a database, an event whose handler fails is parked: see MaxRetries of [HandlerConfig]. It
+// is handled again by any member of the group, in the order of its key, and what has become of
+// it is a row of event_delivery.
+//
 // NewConsumer does no I/O. A running consumer uses a connection of db for each
-// partition that it handles at the moment, see ConsumerConfig.Concurrency; closing db
-// stays with the caller. A nil db will do if every handler is one of [HandleNoTx], and
+// partition that it handles at the moment, see ConsumerConfig.Concurrency, up to four for parked
+// events, and up to six more; closing db stays with the caller. A nil db will do if every handler is one of [HandleNoTx], and
 // FromStart or FromEnd is set.
 //
 // Of each partition up to 20,000 records or 16 MiB wait in memory, of all of them
@@ -87,11 +94,8 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 		routes, err = newRoutes(events, cfg.Upcasters, handlers)
 		errs = append(errs, err)
 	}
-	if db == nil && slices.ContainsFunc(handlers, needsTx) {
-		errs = append(errs, fmt.Errorf("db %w", ErrNilArgument))
-	}
-	if db == nil && !cfg.FromStart && !cfg.FromEnd {
-		errs = append(errs, errors.New("fields FromStart and FromEnd: without a database one of them must be set"))
+	if db == nil {
+		errs = append(errs, given.checkWithoutDatabase(handlers))
 	}
 	err := errors.Join(errs...)
 	if err == nil {
@@ -119,8 +123,10 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 		c.handled = newHandledStore(db, cfg.Schema, cfg.Group)
 		c.handled.durable = true // the group's offset, which is in Kafka, says that events are handled
 		c.processor.store = c.handled
+		c.breakers = newActionBreakers(&c.cfg.HandlerConfig, routes, log)
 		c.starts = starts.NewStore(db, cfg.Schema, cfg.Group)
 		c.operators = pauses.NewStore(db, cfg.Schema, cfg.Group)
+		c.alerts = newConsumerAlerts(db, &c.cfg, log)
 	}
 	return c, nil
 }
@@ -157,13 +163,24 @@ func (c *Consumer) Run(ctx context.Context) error {
 	return err
 }
 
-func (c *Consumer) run(ctx context.Context) error {
+func (c *Consumer) run(ctx context.Context) (err error) {
 	if err := c.checkTables(ctx); err != nil || ctx.Err() != nil {
 		return err
 	}
 	defer c.watchPauses(ctx)()
+	defer c.alerts.start(ctx)()
+	ctx, end := context.WithCancel(ctx)
+	defer end()
+	parking, endParked, err := c.startParked(ctx, end)
+	if err != nil || ctx.Err() != nil {
+		return err
+	}
+	defer func() {
+		end()
+		err = errors.Join(err, endParked())
+	}()
 	for ctx.Err() == nil { // again if a topic was created again: the client cannot read the new one
-		m, err := join(c.hostOpts, c.opts, &c.cfg, c.reader, c.starts, c.slots, c.pauses, c.outages)
+		m, err := join(c.hostOpts, c.opts, &c.cfg, c.reader, c.starts, limits{slots: c.slots, pauses: c.pauses, parking: parking}, c.outages)
 		if err != nil {
 			return err
 		}

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -68,10 +69,17 @@ type ConsumerConfig struct {
 	// fifths of it to finish the events that they are at. Zero means 5 s.
 	StopTimeout time.Duration
 
+	// Alerts says when an alert is sent that deliveries are dead or wait for too long, or that Kafka has
+	// removed records unread, and to whom. Where a relay leads or a worker runs, its process sends these
+	// instead. Else it is for one member of one group: of the first by name that has any. It alerts to
+	// all groups, and to relays that no process leads. Another member takes over within two
+	// SessionTimeout. It needs a database. The zero value logs alerts.
+	Alerts AlertConfig
+
 	// DeadLetterTopic names the topic for the dead letters of another, which must not be
 	// one that the consumer reads. It is called for each topic when the consumer is made.
 	// Nil means {topic}.dlq. The topic must exist, see the package outboxtopics: while it
-	// takes nothing, the partition waits.
+	// takes nothing, what is given up waits, and what is behind it in its key; without a database its partition waits.
 	DeadLetterTopic func(topic string) string
 
 	// Decode reads records. A nil message without an error passes over the record,
@@ -105,6 +113,9 @@ func (c ConsumerConfig) withDefaults() ConsumerConfig {
 	if c.Decode == nil {
 		c.Decode = DecodeCloudEvent
 	}
+	if c.Alerts.Alerter == nil {
+		c.Alerts.Alerter = LogAlerter{Logger: c.Logger, without: []AlertKind{AlertDeadDeliveries, AlertLost}}
+	}
 	return c
 }
 
@@ -119,6 +130,7 @@ func (c ConsumerConfig) validate(given ConsumerConfig) error {
 		check.NotNegative("StopTimeout", c.StopTimeout),
 		check.NotNegative("MaxQueueBytes", c.MaxQueueBytes),
 		check.NotNegative("Concurrency", c.Concurrency),
+		c.Alerts.settings().Validate(),
 		check.Shorter(check.Field[time.Duration]{Name: "HeartbeatInterval", Value: c.HeartbeatInterval, Given: given.HeartbeatInterval}, session),
 		check.Shorter(session, check.Field[time.Duration]{Name: "MaxPollInterval", Value: c.MaxPollInterval, Given: given.MaxPollInterval}),
 	}
@@ -130,6 +142,27 @@ func (c ConsumerConfig) validate(given ConsumerConfig) error {
 	}
 	if c.FromStart && c.FromEnd {
 		errs = append(errs, errors.New("fields FromStart and FromEnd: only one of them can be set"))
+	}
+	return errors.Join(errs...)
+}
+
+// checkWithoutDatabase returns an error for what was given that needs a database.
+func (c ConsumerConfig) checkWithoutDatabase(handlers []Handler) error {
+	var errs []error
+	if slices.ContainsFunc(handlers, needsTx) {
+		errs = append(errs, fmt.Errorf("db %w", ErrNilArgument))
+	}
+	if c.Alerts != (AlertConfig{}) {
+		errs = append(errs, errors.New("field Alerts: what alerts are about is in the database, and there is none"))
+	}
+	if !c.FromStart && !c.FromEnd {
+		errs = append(errs, errors.New("fields FromStart and FromEnd: without a database one of them must be set"))
+	}
+	if c.HoldDead {
+		errs = append(errs, errors.New("field HoldDead: it needs a database"))
+	}
+	if len(c.RetryDeadAfter) > 0 {
+		errs = append(errs, errors.New("field RetryDeadAfter: it needs a database"))
 	}
 	return errors.Join(errs...)
 }

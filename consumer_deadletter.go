@@ -146,7 +146,7 @@ func (m *membership) checkDeadLetterTopics(ctx context.Context) {
 	for backoff := new(wait.Backoff); ctx.Err() == nil; wait.Sleep(ctx, backoff.Next()) {
 		bad, err := kafka.CheckTopics(ctx, m.client, topics)
 		for topic, err := range bad {
-			m.log.Warn("outbox: a dead-letter topic cannot be used; a partition with a dead letter would wait. Create it with outboxtopics.Ensure, "+
+			m.log.Warn("outbox: a dead-letter topic cannot be used; what is given up would wait, and what is behind it. Create it with outboxtopics.Ensure, "+
 				"with outbox topics --create, or with kafka-topics.sh --create", "topic", topic, "error", err)
 		}
 		if err == nil {
@@ -155,43 +155,52 @@ func (m *membership) checkDeadLetterTopics(ctx context.Context) {
 	}
 }
 
-// deadLetter says why a record is given up.
-type deadLetter struct {
-	action, class string
-	attempts      int
-	err           error
+// deadLetters sends dead letters.
+type deadLetters struct {
+	cfg     *ConsumerConfig
+	produce func(context.Context, *kgo.Record) error // waits for the answer
+}
+
+// topicOf returns the topic for the dead letters of a record's.
+func (d deadLetters) topicOf(r *kgo.Record) string { return d.cfg.DeadLetterTopic(r.Topic) }
+
+// send sends a dead letter, and returns when Kafka has it. What Kafka refuses is sent in a shorter form, so that
+// no record can be too large for its topic.
+func (d deadLetters) send(ctx context.Context, r *kgo.Record, why givenUp) (err error) {
+	for form := completeForm; form <= shortForm; form++ {
+		if err = d.produce(ctx, why.record(r, d.cfg, form)); kafka.RejectionClass(err) == "" {
+			return err
+		}
+	}
+	return err
 }
 
 // sendToDLQ sends a record to the dead-letter topic. It returns when Kafka has it, or
-// with errStopped when the worker is to end: until then the partition waits. What Kafka
-// refuses is sent in a shorter form, so that no record can be too large for its topic.
-func (w *partitionWorker) sendToDLQ(it *recordItem, why deadLetter) error {
-	form := completeForm
-	record := why.record(it.record, w.cfg, form)
-	outageName := "dead-letter topic " + record.Topic
+// with errStopped when the worker is to end: until then the partition waits.
+func (w *partitionWorker) sendToDLQ(it *recordItem, why givenUp) error {
+	sender := deadLetters{w.cfg, w.group.produce}
+	topic := sender.topicOf(it.record)
 	for w.stopping.Err() == nil {
 		began := time.Now()
-		err := w.group.produce(w.held, record)
+		err := sender.send(w.held, it.record, why)
 		if err == nil {
-			w.outages.Report(outageName, began, nil)
-			w.reportDeadLetter(it, record.Topic, why)
+			w.outages.Report(outageDeadLetters+topic, began, nil)
+			w.reportDeadLetter(it, topic, why)
 			return nil
 		}
-		if kafka.RejectionClass(err) != "" && form < shortForm {
-			form++
-			record = why.record(it.record, w.cfg, form)
-			continue
-		}
 		if w.held.Err() == nil {
-			w.outages.Report(outageName, began, err)
-			w.pause(w.outages.Backoff(outageName))
+			w.outages.Report(outageDeadLetters+topic, began, err)
+			w.pause(w.outages.Backoff(outageDeadLetters + topic))
 		}
 	}
 	return errStopped
 }
 
+// outageDeadLetters and the name of a topic are what an outage of it is named in the log.
+const outageDeadLetters = "dead-letter topic "
+
 // reportDeadLetter logs that a dead letter was sent and calls its hook.
-func (w *partitionWorker) reportDeadLetter(it *recordItem, topic string, why deadLetter) {
+func (w *partitionWorker) reportDeadLetter(it *recordItem, topic string, why givenUp) {
 	w.log.WarnContext(handlerContext(w.held, it.meta), "outbox: sent to the dead-letter topic", "topic", topic, "type", it.meta.Type, "event_id", it.meta.ID,
 		"partition", w.partition.Name(), "offset", it.record.Offset, "action", why.action, "attempts", why.attempts, "class", why.class, "error", why.err)
 	if w.cfg.Hooks.DeadLettered != nil {
@@ -217,7 +226,7 @@ const (
 )
 
 // record returns the record for the dead-letter topic of r's.
-func (d deadLetter) record(r *kgo.Record, cfg *ConsumerConfig, form deadLetterForm) *kgo.Record {
+func (d givenUp) record(r *kgo.Record, cfg *ConsumerConfig, form deadLetterForm) *kgo.Record {
 	dead := &kgo.Record{Topic: cfg.DeadLetterTopic(r.Topic), Key: r.Key, Value: r.Value}
 	own := d.headers(r, cfg)
 	omit := func(name string, n int) { own = append(own, header(name, strconv.Itoa(n))) }
@@ -256,7 +265,7 @@ func (d deadLetter) record(r *kgo.Record, cfg *ConsumerConfig, form deadLetterFo
 }
 
 // headers returns what a dead letter says about r and about why it is one.
-func (d deadLetter) headers(r *kgo.Record, cfg *ConsumerConfig) []kgo.RecordHeader {
+func (d givenUp) headers(r *kgo.Record, cfg *ConsumerConfig) []kgo.RecordHeader {
 	return []kgo.RecordHeader{
 		header(DeadLetterOriginalTopic, r.Topic),
 		header(DeadLetterOriginalPartition, strconv.Itoa(int(r.Partition))),

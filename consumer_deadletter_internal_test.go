@@ -35,7 +35,7 @@ func TestDeadLetterIsShortened(t *testing.T) {
 				s.sends = tt.sends
 				tt.record.Topic = "play-events"
 				defer time.AfterFunc(time.Minute, s.worker.finish).Stop() // rather than to wait for ever
-				_ = s.worker.sendToDLQ(&recordItem{record: tt.record}, deadLetter{class: "handler", err: errPlayed})
+				_ = s.worker.sendToDLQ(&recordItem{record: tt.record}, givenUp{class: "handler", err: errPlayed})
 				s.worker.abandon()
 				require.Len(t, s.records, 1, "the partition waits")
 				sent := map[string]string{}

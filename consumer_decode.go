@@ -37,8 +37,40 @@ type reader struct {
 // recordItem is a record and its tasks.
 type recordItem struct {
 	item
-	record *kgo.Record
-	replay replay
+	record  *kgo.Record
+	replay  replay
+	blocked map[*handler]bool // they are not called here; false until the task is parked
+}
+
+// isBlocked reports whether a task is not to be handled here.
+func (it *recordItem) isBlocked(t task) bool {
+	_, blocked := it.blocked[t.handler]
+	return blocked
+}
+
+// block notes that a task is not to be handled here.
+func (it *recordItem) block(t task) {
+	if it.blocked == nil {
+		it.blocked = map[*handler]bool{}
+	}
+	it.blocked[t.handler] = false
+}
+
+// noteParked notes that a task is parked.
+func (it *recordItem) noteParked(t task) {
+	it.block(t)
+	it.blocked[t.handler] = true
+}
+
+// takeBlocked returns the tasks that are still to be parked.
+func (it *recordItem) takeBlocked() (tasks []task) {
+	for _, t := range it.tasks {
+		if parked, blocked := it.blocked[t.handler]; blocked && !parked {
+			tasks = append(tasks, t)
+			it.noteParked(t)
+		}
+	}
+	return tasks
 }
 
 // originOf says where a record came from.
@@ -84,11 +116,15 @@ func (it *recordItem) isSkipped(unknown UnknownTypes) bool {
 	return it.class == classUnknownType && unknown == SkipUnknown && it.replay.group == ""
 }
 
-// tasksInTx returns the tasks of items that need a transaction.
+// tasksInTx returns the tasks of items that need a transaction and are not parked.
 func tasksInTx(items []recordItem) []task {
 	tasks := make([]task, 0, len(items))
 	for i := range items {
-		tasks = items[i].appendInTx(tasks)
+		for _, t := range items[i].tasks {
+			if t.kind != noTx && !items[i].isBlocked(t) {
+				tasks = append(tasks, t)
+			}
+		}
 	}
 	return tasks
 }

@@ -3,14 +3,20 @@ package outbox
 import (
 	"context"
 	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/starts"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
+	"github.com/outboxgo/outbox/internal/watch"
 )
 
 // ConsumerHealth reports the state of a consumer in this process.
@@ -25,8 +31,8 @@ type ConsumerHealth struct {
 	// Partitions is how many partitions the group has assigned to it. A member of a
 	// group that has more members than partitions holds none, and is ready.
 	Partitions int
-	// Reasons say why the consumer is not live or not ready. A lag that has grown for
-	// five minutes and what is paused are among them, although they make it neither.
+	// Reasons say why the consumer is not live or not ready. A lag that has grown for five minutes, what is
+	// paused, and breakers of actions that are not closed are among them, although they make it neither.
 	Reasons []string
 }
 
@@ -75,7 +81,12 @@ func (c *Consumer) Health() ConsumerHealth {
 		if before, now, growing := m.lag.Growing(); growing {
 			h.Reasons = append(h.Reasons, fmt.Sprintf("the lag grows: %d records, %d five minutes ago", now, before))
 		}
-		h.Reasons = append(h.Reasons, pauseReasons(c.pauses, "consumer")...)
+		h.Reasons = append(append(h.Reasons, pauseReasons(c.pauses, "consumer")...), c.breakers.reasons()...)
+		if run := c.parked.Load(); run != nil {
+			for _, l := range run.lanes {
+				h.Live = l.reportHealth(notReady) && h.Live
+			}
+		}
 	}
 	return h
 }
@@ -174,3 +185,157 @@ func (c *Consumer) stillTried(o outage.Outage, running time.Time) bool {
 
 // maxOutagePause is longer than any pause between two tries, see [wait.Backoff].
 const maxOutagePause = 2 * wait.MaxBackoff
+
+// Pause has this process handle nothing of some topics, or without topics nothing at all,
+// until Resume is called. Handlers finish what they are at, and what they have done is
+// committed; an event that has failed is tried again after the pause. The member keeps its
+// partitions, so other members of the group do not handle what it has paused. Pause may be
+// called at any time, also before Run, and returns at once.
+//
+// Operators pause a group in all its processes, and over restarts, with the command
+// outbox consumer pause, the API of outboxadmin, or outboxops.Consumers. A topic is
+// handled when nobody has paused it any more. Deliver is not paused.
+//
+// The error names topics that the consumer does not read. Nothing is paused then.
+func (c *Consumer) Pause(topics ...string) error {
+	if err := c.checkPause(topics); err != nil {
+		return fmt.Errorf("outbox: pause: %w", err)
+	}
+	c.pauses.Pause(pausedTopics(topics)...)
+	return nil
+}
+
+// Resume ends the pause that Pause has begun with the same topics, or without topics. It
+// does not end those of operators. The error is that of Pause.
+func (c *Consumer) Resume(topics ...string) error {
+	if err := c.checkPause(topics); err != nil {
+		return fmt.Errorf("outbox: resume: %w", err)
+	}
+	c.pauses.Resume(pausedTopics(topics)...)
+	return nil
+}
+
+func (c *Consumer) checkPause(topics []string) error {
+	for _, t := range topics {
+		if !slices.Contains(c.processor.routes.topics, t) {
+			return fmt.Errorf("the consumer does not read topic %q", t)
+		}
+	}
+	return nil
+}
+
+// isTopicPaused reports whether the topic of the partition is paused.
+func (w *partitionWorker) isTopicPaused() bool { return w.limits.pauses.IsPaused(w.partition.Topic) }
+
+// awaitResume waits while the topic is paused, and reports whether that ended before the
+// worker is to end.
+func (w *partitionWorker) awaitResume() bool {
+	return w.limits.pauses.AwaitResume(w.stopping, w.partition.Topic) && w.stopping.Err() == nil
+}
+
+// mayCall waits until a handler may be called: until the topic is not paused, and there is a
+// slot. It reports whether that was before the worker is to end. A worker whose topic is
+// paused keeps no slot from others.
+func (w *partitionWorker) mayCall(tx bool) bool {
+	for w.awaitResume() && w.takeSlots(tx) {
+		if !w.isTopicPaused() {
+			return true
+		}
+		w.releaseSlots() // paused while it waited for the slot
+	}
+	return false
+}
+
+// pauseTopics has the client fetch nothing of some topics. What it has fetched waits in the
+// queues of the workers.
+func (m *membership) pauseTopics(paused, others []string) {
+	if len(paused) > 0 {
+		m.client.PauseFetchTopics(paused...)
+	}
+	if len(others) > 0 {
+		m.client.ResumeFetchTopics(others...)
+	}
+}
+
+// watchPauses reads what operators have paused, until stop is called, which waits for it.
+// While PostgreSQL does not answer, what it said last counts.
+func (c *Consumer) watchPauses(ctx context.Context) (stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	var watching sync.WaitGroup
+	watching.Go(func() {
+		for c.operators != nil && ctx.Err() == nil {
+			wait.Sleep(ctx, pausesInterval)
+			began := time.Now()
+			err := c.readPauses(ctx)
+			if err != nil {
+				err = fmt.Errorf("what was read before still counts: %w", err)
+			}
+			if ctx.Err() == nil {
+				c.outages.Report(outagePauses, began, err)
+			}
+		}
+	})
+	return func() {
+		cancel()
+		watching.Wait()
+	}
+}
+
+func (c *Consumer) readPauses(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, pausesTimeout)
+	defer cancel()
+	now, err := c.operators.Read(ctx)
+	if err != nil {
+		return err
+	}
+	logPauses(c.processor.log, "consumer", c.pauses.SetStored(now), now)
+	return nil
+}
+
+// consumerAlerts sends the alerts of a consumer while it has the lease for them, which is one for all
+// members of the group. It is not the lease of the group's workers: while a group moves to Kafka it has both, and
+// workers remove rows under theirs.
+//
+// Nothing here makes a consumer unready: it handles events all the same.
+type consumerAlerts struct {
+	db      *pgxpool.Pool
+	cfg     *ConsumerConfig
+	log     *slog.Logger
+	monitor *monitor
+	outage  *outage.Log // of taking the lease
+}
+
+func newConsumerAlerts(db *pgxpool.Pool, cfg *ConsumerConfig, log *slog.Logger) *consumerAlerts {
+	of := groupWatch{store: watch.NewConsumerStore(db, cfg.Schema), group: cfg.Group, consumes: true, lease: cfg.SessionTimeout}
+	return &consumerAlerts{db: db, cfg: cfg, log: log, monitor: newGroupMonitor(of, cfg.Alerts, log), outage: outage.NewLog(log, leaseForAlerts)}
+}
+
+// leaseForAlerts is what the lease is named in the log.
+const leaseForAlerts = "the lease for alerts"
+
+// start alerts until stop is called, which waits for it, or ctx is cancelled. A nil consumerAlerts does nothing.
+func (a *consumerAlerts) start(ctx context.Context) (stop func()) {
+	if a == nil {
+		return func() {}
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	duty := &groupDuty{
+		lease: newGroupLease(a.db, a.cfg.Schema, tables.ConsumerPrefix+a.cfg.Group, a.cfg.SessionTimeout), name: leaseForAlerts,
+		cut: context.WithoutCancel(ctx), work: awaitEnd, monitor: a.monitor, stopTimeout: a.cfg.StopTimeout, log: a.log,
+		report: func(_ time.Time, err error) { a.outage.Report(err) },
+	}
+	var alerting sync.WaitGroup
+	alerting.Go(func() { duty.run(ctx) })
+	return func() {
+		cancel()
+		alerting.Wait()
+	}
+}
+
+// awaitEnd is the work of a process that only alerts.
+func awaitEnd(ctx context.Context, leads leadership) {
+	select {
+	case <-ctx.Done():
+	case <-leads.held.Done():
+	}
+}

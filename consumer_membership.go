@@ -16,7 +16,6 @@ import (
 	"github.com/outboxgo/outbox/internal/handling"
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
-	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/starts"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -143,7 +142,7 @@ type membership struct {
 
 // join makes the client from opts. Kafka is asked for partitions in the background. The
 // client lives until close, whatever becomes of the context in the host's options.
-func join(host, opts []kgo.Opt, cfg *ConsumerConfig, r *reader, store *starts.Store, slots slots, set *pauses.Set, outages *outage.Logs) (*membership, error) {
+func join(host, opts []kgo.Opt, cfg *ConsumerConfig, r *reader, store *starts.Store, limits limits, outages *outage.Logs) (*membership, error) {
 	ctx, err := kafka.ContextOf(host)
 	if err != nil {
 		return nil, fmt.Errorf("outbox: make Kafka client: %w", err)
@@ -155,9 +154,10 @@ func join(host, opts []kgo.Opt, cfg *ConsumerConfig, r *reader, store *starts.St
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	m := &membership{
 		cfg: cfg, reader: r, outages: outages, log: r.processor.log, hangUp: cancel, hostOpts: host, bound: bound,
-		limits:         limits{budget: handling.NewBudget(cfg.MaxQueueBytes), slots: slots, pauses: set},
+		limits:         limits,
 		commitRequests: make(chan struct{}, 1), workers: map[kafka.Partition]*partitionWorker{}, running: map[*partitionWorker]bool{},
 	}
+	m.limits.budget = handling.NewBudget(cfg.MaxQueueBytes)
 	m.starts = starts.NewMember(starts.Config{
 		Store: store, Group: cfg.Group, Topics: r.processor.routes.topics, FromStart: cfg.FromStart, Log: m.log, Outages: outages,
 		Commit: m.commitStarts, Begun: m.begun, Lost: m.lostRecords, Pause: m.pauseFetching, Resume: m.resumeStalled,

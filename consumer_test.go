@@ -90,6 +90,13 @@ func (s *consumerFixture) count(ctx context.Context, tx pgx.Tx, e sale, _ outbox
 	return err
 }
 
+// parked returns action, status, attempts and code of each parked event, in the order in which they were.
+func (s *consumerFixture) parked(t testing.TB) (rows string) {
+	t.Helper()
+	require.NoError(t, s.db.QueryRow(background, s.sql(`SELECT coalesce(string_agg(concat_ws(' ', action, status, attempt_count, last_error_code), '; ' ORDER BY id), '') FROM {s}.event_delivery`)).Scan(&rows))
+	return rows
+}
+
 func (s *consumerFixture) counts(t testing.TB) map[string]int {
 	t.Helper()
 	rows, err := s.db.Query(background, s.sql(`SELECT product, n FROM {s}.counts`))

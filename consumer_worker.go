@@ -34,9 +34,12 @@ type partitionWorker struct {
 	outages   *outage.Logs
 	log       *slog.Logger
 	limits    limits
+	parking   *consumerParking  // nil without PostgreSQL
+	breakers  *actionBreakers   // nil without PostgreSQL
 	activity  handling.Activity // what run does; the processor notes it
 	slow      slowCalls         // only the goroutine that watches handlers
 	batch     int               // how many records are tried in one transaction; only run
+	trials    []string          // actions whose breakers permit to try the record under way, and nothing else; only run
 
 	stopping context.Context // ended by finish
 	finish   context.CancelFunc
@@ -75,9 +78,10 @@ type partitionGroup interface {
 
 // limits are what the workers of a consumer share.
 type limits struct {
-	budget *handling.Budget
-	slots  slots
-	pauses *pauses.Set // topics of which nothing is handled
+	budget  *handling.Budget
+	slots   slots
+	pauses  *pauses.Set      // topics of which nothing is handled
+	parking *consumerParking // nil without PostgreSQL
 }
 
 // What a queue may hold before its partition is paused, see also [handling.Budget]. It
@@ -90,7 +94,7 @@ const (
 func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGroup, cfg *ConsumerConfig, limits limits, outages *outage.Logs) *partitionWorker {
 	limits.budget.Open()
 	w := &partitionWorker{
-		partition: partition, reader: r, group: group, cfg: cfg, limits: limits, outages: outages, log: r.processor.log, batch: cfg.MaxPoll,
+		partition: partition, reader: r, group: group, cfg: cfg, limits: limits, parking: limits.parking, outages: outages, log: r.processor.log, batch: cfg.MaxPoll,
 		added: make(chan struct{}, 1), ended: make(chan struct{}), read: starts.None,
 	}
 	w.end = sync.OnceFunc(func() {
@@ -98,6 +102,9 @@ func newPartitionWorker(partition kafka.Partition, r *reader, group partitionGro
 		close(w.ended)
 	})
 	w.processor = r.processor.forOne(&w.activity)
+	if w.parking != nil {
+		w.processor.complete, w.breakers = w.lookAgain, w.parking.breakers
+	}
 	w.held, w.abandon = context.WithCancel(context.Background())
 	w.stopping, w.finish = context.WithCancel(w.held)
 	return w
@@ -310,15 +317,31 @@ func (w *partitionWorker) committed(next kgo.EpochOffset) {
 func (w *partitionWorker) handle(records []*kgo.Record) {
 	items := w.readAll(records)
 	for len(items) > 0 && w.stopping.Err() == nil {
-		began, tried := time.Now(), min(len(items), w.batch)
-		n, committed, failed := w.tryBatch(items[:tried])
+		batch := items[:min(len(items), w.batch)]
+		if w.requeueReplays(batch) != nil || w.findBlocked(batch) != nil || w.parkBlocked(batch) != nil {
+			return
+		}
+		batch, trials := w.awaitBreakers(batch)
+		w.trials = slices.Clone(trials)
+		if len(batch) == 0 {
+			return
+		}
+		began := time.Now()
+		n, committed, failed := w.tryBatch(batch)
+		// All of them, and at once: soon their keys may be free, and what is behind them would be handled before they are.
+		if w.parkBlocked(batch) != nil {
+			return
+		}
 		for i := range items[:n] {
-			if err := w.finishRecord(&items[i], committed, failed); err != nil {
+			if err := w.finishRecord(&items[i], items[i+1:], committed, failed); err != nil {
 				return
 			}
 			w.advance(items[i].record)
 		}
-		w.resizeBatch(n, tried, time.Since(began))
+		w.forgetTrials(trials)
+		if n == len(batch) && len(trials) == 0 {
+			w.resizeBatch(n, n, time.Since(began))
+		}
 		items = items[n:]
 	}
 }
@@ -386,22 +409,22 @@ func (w *partitionWorker) readFrom(first int, items []recordItem, origins []orig
 }
 
 // tryBatch runs the tasks with a transaction, in one for all. It returns how many items
-// are done but for their other tasks; or all items and false if each needs a
-// transaction of its own, and the error of the one that has failed, if that is certain.
+// are done but for their other tasks; or how many need a transaction of their own for each task, and false, with the error
+// of the one that has failed, if that is certain. If a handler fails, it runs those in front of its event again.
 //
 // What is done is committed before the rest when the worker is to end, when the topic is
 // paused, after transactionTime, and after half of MaxPollInterval, so that a batch of slow
 // handlers does not run out of it.
 func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, failed *taskError) {
 	const conflictsOfBatch = 3 // small transactions block each other less
-	tasks := tasksInTx(items)
-	switch {
-	case len(tasks) == 0: // which says nothing about PostgreSQL
-		return len(items), true, nil
-	case !w.processor.sharing(tasks):
-		return len(items), false, nil
-	}
-	for conflicts := 0; w.mayCall(true); {
+	for conflicts := 0; ; {
+		tasks := tasksInTx(items)
+		switch {
+		case len(tasks) == 0: // which says nothing about PostgreSQL
+			return len(items), true, nil
+		case !w.processor.sharing(tasks), !w.mayCall(true):
+			return len(items), false, nil
+		}
 		began := time.Now()
 		ctx, cancel := context.WithTimeout(w.held, w.cfg.MaxPollInterval)
 		next, err := w.processor.processBatch(ctx, tasks, func(spent time.Duration) bool {
@@ -413,20 +436,29 @@ func (w *partitionWorker) tryBatch(items []recordItem) (n int, committed bool, f
 		switch {
 		case err == nil:
 			w.reportPostgresWorks(began)
-			return itemsBefore(items, next), true, nil
-		case w.held.Err() != nil:
+			if n = itemsBefore(items, next); n < len(items) {
+				w.resizeBatch(n, len(items), time.Since(began))
+			}
+			for _, t := range tasksInTx(items[:n]) {
+				w.breakers.note(t.action, 1, nil)
+			}
+			return n, true, nil
+		case w.held.Err() != nil, w.noteBlocked(items, err):
 		case isConflict(err) && conflicts < conflictsOfBatch:
 			conflicts++
 			w.pause(conflictWait(conflicts))
 		case w.processor.isOutage(w.held, err, inTx, late):
 			w.awaitPostgres(began, err)
 		default:
-			w.log.Debug("outbox: records are handled one by one", "partition", w.partition.Name(), "records", len(items), "error", err)
-			errors.As(err, &failed)
-			return len(items), false, failed
+			n, failed = itemsToRepeat(err, len(items), func(o *origin) int { return itemsBefore(items, o) })
+			w.log.Debug("outbox: a transaction of records has failed, and those in front of the failed one are handled again", "partition", w.partition.Name(), "records", len(items),
+				"in_front", n, "error", err)
+			if n == 0 {
+				return 1, false, failed
+			}
+			items = items[:n]
 		}
 	}
-	return len(items), false, nil
 }
 
 // itemsBefore returns how many items come before the one that is next, all if none is.
@@ -439,10 +471,13 @@ func itemsBefore(items []recordItem, next *origin) int {
 
 // finishRecord does what is left to do about a record: all, or what needs no transaction, if the
 // others are committed. The error of a task that has failed in the batch is that of its first
-// attempt. The error of finishRecord is errStopped.
-func (w *partitionWorker) finishRecord(it *recordItem, committed bool, failed *taskError) error {
+// attempt. Behind are the records behind it. The error of finishRecord is errStopped.
+func (w *partitionWorker) finishRecord(it *recordItem, behind []recordItem, committed bool, failed *taskError) error {
 	if it.class != "" && !w.awaitResume() {
 		return errStopped
+	}
+	if err := w.parkBlocked([]recordItem{*it}); err != nil { // those that a record before has blocked
+		return err
 	}
 	if it.class == classUnknownType {
 		if w.cfg.Hooks.Unknown != nil {
@@ -454,35 +489,46 @@ func (w *partitionWorker) finishRecord(it *recordItem, committed bool, failed *t
 		}
 	}
 	if it.class != "" {
-		return w.sendToDLQ(it, deadLetter{action: it.replay.action, class: it.class, err: it.err})
+		return w.giveUp(it, task{}, givenUp{action: it.replay.action, class: it.class, err: it.err})
 	}
 	for t := range it.inOrder() {
-		if committed && t.kind != noTx {
+		if it.isBlocked(t) || committed && t.kind != noTx {
 			continue
 		}
-		if err := w.runTask(it, t, failed.of(t)); err != nil {
+		parked, err := w.runTask(it, t, failed.of(t))
+		if err != nil {
 			return err
+		}
+		if parked {
+			w.blockBehind(t, behind)
 		}
 	}
 	return nil
 }
 
-// runTask runs a task until it is done, or given up as a dead letter. If it has failed in a batch,
+// runTask runs a task until it is done, parked, or given up. If it has failed in a batch,
 // that was its first attempt. The error of runTask is errStopped.
-func (w *partitionWorker) runTask(it *recordItem, t task, failed error) error {
+func (w *partitionWorker) runTask(it *recordItem, t task, failed error) (parked bool, err error) {
 	conflicts := 0
 	for attempt := 1; w.stopping.Err() == nil; {
 		t.meta.Attempt = attempt
 		began, err, outage := time.Now(), failed, false
 		if failed == nil {
+			if !w.awaitBreaker(t) {
+				return false, errStopped
+			}
 			outage, err = w.tryTask(t)
 		}
 		failed = nil
 		switch {
 		case err == nil:
-			return nil
+			w.breakers.note(t.action, attempt, nil)
+			return false, nil
 		case w.held.Err() != nil, errors.Is(err, errStopped):
-			return errStopped
+			return false, errStopped
+		case isBlocked(err): // what is behind it may be so, too; if its handler needs the order of the partition, each is looked at
+			it.block(t)
+			return !t.inPlace, w.parkBlocked([]recordItem{*it})
 		case isConflict(err) && conflicts < mostConflicts:
 			conflicts++
 			w.awaitConflict(t, conflicts, err)
@@ -494,22 +540,38 @@ func (w *partitionWorker) runTask(it *recordItem, t task, failed error) error {
 		if w.cfg.Hooks.Failed != nil {
 			w.callHost("hook Failed", t.action, &t.meta, func() { w.cfg.Hooks.Failed(t.meta, t.action, err) })
 		}
-		if isPermanent(err) || attempt > w.retriesFor(t, err) {
-			return w.sendToDLQ(it, deadLetter{action: t.action, class: errorClass(err), attempts: attempt, err: err})
+		w.breakers.note(t.action, attempt, err)
+		retries := w.cfg.retries(t.handler, w.cfg.policy(), err, func(f func()) { w.callHost("RetriesFor", t.action, &t.meta, f) })
+		if isPermanent(err) || attempt > retries {
+			if err := w.giveUp(it, t, givenUp{action: t.action, class: errorClass(err), attempts: attempt, err: err}); err != nil || w.parking == nil {
+				return false, err
+			}
+			if !t.inPlace || w.cfg.HoldDead { // then its key waits for an operator, who may take long
+				return true, nil
+			}
+			return false, w.awaitDead(t)
 		}
-		if w.cfg.Hooks.Retried != nil {
-			w.callHost("hook Retried", t.action, &t.meta, func() { w.cfg.Hooks.Retried(t.meta, t.action, err) })
+		wait := w.policyOf(t).next(attempt, err)
+		if w.mayPark(t) {
+			return true, w.parkFailed(it, t, retries, wait, err)
 		}
-		w.awaitRetry(t, err)
+		w.reportRetry(t, wait, err)
+		w.pause(wait)
 		attempt++
 	}
-	return errStopped
+	return false, errStopped
 }
 
-// retriesFor returns how often a task that failed with this error is tried again.
-func (w *partitionWorker) retriesFor(t task, err error) (n int) {
-	w.callHost("RetriesFor", t.action, &t.meta, func() { n = w.cfg.RetriesFor(err) })
-	return n
+// policyOf returns how a task is tried again.
+func (w *partitionWorker) policyOf(t task) RetryPolicy { return t.retry.over(w.cfg.policy()) }
+
+// reportRetry says that a task has failed and is tried again.
+func (w *partitionWorker) reportRetry(t task, wait time.Duration, err error) {
+	if w.cfg.Hooks.Retried != nil {
+		w.callHost("hook Retried", t.action, &t.meta, func() { w.cfg.Hooks.Retried(t.meta, t.action, err) })
+	}
+	w.log.WarnContext(handlerContext(w.held, t.meta), "outbox: handler failed, trying again", "type", t.meta.Type, "event_id", t.meta.ID, "action", t.action,
+		"attempt", t.meta.Attempt, "wait", wait, "error", err)
 }
 
 // callHost calls a hook, see [processor.callHost].
@@ -548,15 +610,6 @@ func (w *partitionWorker) awaitConflict(t task, n int, err error) {
 		w.callHost("hook Conflicted", t.action, &t.meta, func() { w.cfg.Hooks.Conflicted(t.meta, t.action, err) })
 	}
 	w.pause(conflictWait(n))
-}
-
-// awaitRetry waits before a task is tried again: as long as its error says, or longer after each
-// attempt.
-func (w *partitionWorker) awaitRetry(t task, err error) {
-	d := w.processor.retryWait(t.meta.Attempt, err)
-	w.log.WarnContext(handlerContext(w.held, t.meta), "outbox: handler failed, trying again", "type", t.meta.Type, "event_id", t.meta.ID, "action", t.action,
-		"attempt", t.meta.Attempt, "wait", d, "error", err)
-	w.pause(d)
 }
 
 // pause waits, unless the worker is to end.

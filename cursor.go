@@ -13,6 +13,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
 // How the cursor works. ids are drawn at INSERT and become visible at COMMIT, so a reader
@@ -64,6 +65,11 @@ type cursors struct {
 
 	inOrder func([]envelope) // puts events that were read together in the order of ids
 
+	look     struct{ snapshot, own string } // of the last [cursors.open]: what it saw, and its transaction, if it was one that wrote
+	drawn    drawnIDs
+	glances  *wakeup.Glances
+	sequence string // of ids
+
 	sqlLoad, sqlSeed, sqlOpen, sqlMove, sqlMoveFailed, sqlPage, sqlFetch, sqlFetchBare string
 	sqlSequence, sqlRebase, sqlRebaseProof                                             string
 }
@@ -71,6 +77,7 @@ type cursors struct {
 func newCursors(db *pgxpool.Pool, schema, relay string) *cursors {
 	return &cursors{
 		db: db, schema: schema, relay: relay, inOrder: sortByID,
+		glances: wakeup.GlancesOf(db), sequence: pg.InSchema("{schema}.outbox_id_seq", schema),
 		sqlLoad:        pg.InSchema(sqlLoad, schema),
 		sqlSeed:        pg.InSchema(sqlSeed, schema),
 		sqlOpen:        pg.InSchema(sqlOpen, schema),
@@ -217,9 +224,9 @@ WITH ids AS MATERIALIZED (
            $10::bigint, $11::bigint, lease.epoch
       FROM newest, lease
      WHERE $8::bool OR EXISTS (SELECT FROM ids)
- RETURNING id
+ RETURNING id, pg_current_xact_id()::text AS xid
 )
-SELECT newest.id, moved.id, pg_current_snapshot()::text, found.n, ` + eventColumns + `
+SELECT newest.id, moved.id, moved.xid, pg_current_snapshot()::text, found.n, ` + eventColumns + `
   FROM newest CROSS JOIN found
   LEFT JOIN moved ON true
   LEFT JOIN LATERAL (
@@ -240,12 +247,13 @@ func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (ne
 		next.base = p.window
 	}
 	var newest, moved pgtype.Int8
+	var own pgtype.Text
 	var now string
 	var found int
 	ctx, cancel := context.WithCancel(ctx) // closes the connection if it stops by itself
 	defer cancel()
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
-		events, err = readEvents(nil, rows, limit, 2*maxOpenBytes, &newest, &moved, &now, &found)
+		events, err = readEvents(nil, rows, limit, 2*maxOpenBytes, &newest, &moved, &own, &now, &found)
 		if errors.Is(err, errTooMuch) {
 			cancel()
 		}
@@ -265,8 +273,31 @@ func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (ne
 	if found > 0 {
 		next.window, next.last = now, 0
 	}
+	c.look.snapshot, c.look.own = now, own.String
 	c.inOrder(events)
 	return next, events, len(events) < found, nil
+}
+
+// drawnIDs says which transactions may have events, as far as glances have told.
+type drawnIDs struct {
+	last int64  // id
+	by   string // xmax of a snapshot when the last id had been drawn: only transactions that had begun can have it, or those before it
+}
+
+// glance reports whether open may find something that it did not find the last time: whether a transaction has ended since that
+// may have drawn an id.
+func (c *cursors) glance(ctx context.Context) (bool, error) {
+	now, last, err := c.glances.Glance(ctx, c.sequence)
+	if err != nil {
+		return false, err
+	}
+	switch {
+	case last != c.drawn.last:
+		c.drawn = drawnIDs{last: last} // perhaps after the snapshot was taken
+	case c.drawn.by == "":
+		c.drawn.by = tables.SnapshotMax(now)
+	}
+	return tables.SnapshotAdds(c.look.snapshot, now, c.look.own, c.drawn.by), nil
 }
 
 // sqlMove writes how far the open window has been drained.

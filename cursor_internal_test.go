@@ -330,7 +330,7 @@ func TestReadsThatFail(t *testing.T) {
 // Every constructor completes every statement.
 func TestStatementsAreComplete(t *testing.T) {
 	t.Parallel()
-	c, l, r := newCursors(nil, "s", "r"), newLeases(nil, "s", "r", 1), newRetention(nil, "s", RetentionConfig{})
+	c, l, r := newCursors(new(pgxpool.Pool), "s", "r"), newLeases(nil, "s", "r", 1), newRetention(nil, "s", RetentionConfig{})
 	for _, sql := range []string{c.sqlLoad, c.sqlSeed, c.sqlOpen, c.sqlMove, c.sqlMoveFailed, c.sqlPage, c.sqlFetch, c.sqlFetchBare, c.sqlSequence, c.sqlRebase, c.sqlRebaseProof,
 		l.peek, l.take, l.renewal, l.release, r.sqlPublished, r.sqlArchived, r.sqlCursors, r.sqlResolved, r.sqlProof} {
 		require.Contains(t, sql, `"s".outbox`)
@@ -344,4 +344,61 @@ func TestSnapshotMax(t *testing.T) {
 	require.Equal(t, "30", tables.SnapshotMax("10:30:10,12,29"))
 	require.Empty(t, tables.SnapshotInProgress("1:1:"))
 	require.Equal(t, []string{"10", "12", "29"}, tables.SnapshotInProgress("10:30:10,12,29"))
+}
+
+// A glance says so whenever the next look may find something, and not for what the look itself has written.
+func TestGlance(t *testing.T) {
+	// Not parallel: other transactions of the cluster end meanwhile.
+	d := newCursorFixture(t)
+	ctx := context.Background()
+	l, err := d.leases.acquire(ctx)
+	require.NoError(t, err)
+	p, err := d.cursors.load(ctx, l)
+	require.NoError(t, err)
+	look := func() (found int) {
+		t.Helper()
+		next, events, _, err := d.cursors.open(ctx, l, p, 10)
+		require.NoError(t, err)
+		p = next
+		return len(events)
+	}
+	changed := func() bool {
+		t.Helper()
+		changed, err := d.cursors.glance(ctx)
+		require.NoError(t, err)
+		return changed
+	}
+	// quietly calls what is true unless another transaction of the cluster has ended.
+	quietly := func(what func() bool, why string) {
+		t.Helper()
+		require.Eventually(t, what, testenv.Patience, time.Millisecond, why)
+	}
+	quietly(func() bool { look(); return !changed() }, "a look that found nothing")
+	for range 10 {
+		other, err := d.db.Begin(ctx)
+		require.NoError(t, err)
+		_, err = other.Exec(ctx, `SELECT pg_current_xact_id()`)
+		require.NoError(t, err)
+		quietly(func() bool { look(); return !changed() }, "another transaction is open")
+		d.insert(t, 1)
+		require.True(t, changed())
+		require.Equal(t, 1, look())
+		look()
+		require.NoError(t, other.Rollback(ctx))
+		require.True(t, changed(), "a transaction has ended")
+		look()
+		quietly(func() bool { d.insert(t, 1); return look() == 1 && !changed() }, "the look has written itself")
+	}
+	quietly(func() bool {
+		look()
+		first := changed()
+		return !changed() && !first
+	}, "no id has been drawn")
+	for range 200 {
+		_, err := d.db.Exec(ctx, `SELECT pg_current_xact_id()`)
+		require.NoError(t, err)
+		require.False(t, changed(), "transactions that cannot have events")
+	}
+	d.cursors.look.snapshot = ""
+	require.True(t, changed(), "nothing is known")
 }

@@ -54,7 +54,7 @@ type Metadata struct {
 	Kafka *KafkaMetadata
 
 	// Attempt counts the tries of this action on this event, from 1. A batch that
-	// failed and whose events are handled one by one has used up none.
+	// failed, and is handled again in parts, has used up none.
 	Attempt int
 
 	byPosition bool    // Message.ByPosition

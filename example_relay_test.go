@@ -67,9 +67,8 @@ func ExampleRelay_Run() {
 	}
 }
 
-// A relay that is woken after a commit sends the event at once instead of at its next
-// poll.
-func ExampleRelay_Wake() {
+// A relay that is woken after a commit sends the event at once instead of at its next poll.
+func ExampleWaker_InTx() {
 	relay, err := outbox.NewRelay(db, kafka, outbox.RelayConfig{})
 	if err != nil {
 		log.Fatal(err)
@@ -78,18 +77,34 @@ func ExampleRelay_Wake() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	pay := func(order string) error {
-		err := pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
-			return rec.Record(ctx, tx, OrderPaid{OrderID: order, ProductID: "P-7", Quantity: 1, At: time.Now()})
-		})
-		if err == nil {
-			relay.Wake() // after the commit, not before
-		}
-		return err
-	}
-	if err := pay("O-3"); err != nil {
+	// In the process of a relay or a worker. It commits, and then wakes the relay that leads, wherever that is.
+	err = relay.Waker().InTx(ctx, func(tx pgx.Tx) error {
+		return rec.Record(ctx, tx, OrderPaid{OrderID: "O-3", ProductID: "P-7", Quantity: 1, At: time.Now()})
+	})
+	if err != nil {
 		log.Fatal(err)
 	}
+}
+
+// A process that only records makes a waker of its own.
+func ExampleNewWaker() {
+	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	waker, err := outbox.NewWaker(db, outbox.WakerConfig{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	go func() { _ = waker.Run(ctx) }() // until ctx is cancelled; it returns no error then
+
+	err = pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
+		return rec.Record(ctx, tx, OrderPaid{OrderID: "O-4", ProductID: "P-7", Quantity: 1, At: time.Now()})
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	waker.Wake() // after the commit, not before; InTx does both
 }
 
 // Health answers without asking PostgreSQL or Kafka, so a probe may call it often.

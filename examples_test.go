@@ -27,7 +27,7 @@ func TestExamples(t *testing.T) {
 	_, err = db.Exec(ctx, `CREATE TABLE orders (id text PRIMARY KEY, paid bool)`)
 	require.NoError(t, err)
 	for _, example := range []func(){
-		ExampleMigrate, ExampleRecorder_Record, ExampleRecorder_Queue, ExampleRelay_Wake, ExampleRelay_Health, ExampleCleanHandled,
+		ExampleMigrate, ExampleRecorder_Record, ExampleRecorder_Queue, ExampleWaker_InTx, ExampleRelay_Health, ExampleCleanHandled,
 		ExampleNewRelay,
 		ExampleAlerter, ExampleHandleBatch, ExampleOncePer, ExampleHandleNoTx, ExamplePermanent, ExampleRetryAfter, ExampleUpcast, ExampleMetadata, ExampleConsumerHooks,
 	} {
@@ -39,6 +39,7 @@ func TestExamples(t *testing.T) {
 	ctx = running
 	ended := make(chan struct{})
 	go func() { ExampleRelay_Run(); close(ended) }()
+	ExampleNewWaker()
 	const sqlRelayed = `SELECT count(*) FROM outbox_cursor WHERE highest_id = (SELECT max(id) FROM outbox)`
 	require.Eventually(t, func() bool {
 		var n int

@@ -102,13 +102,14 @@ type failedStore struct {
 	relay string
 	hold  bool // dead events hold their keys
 
-	sqlKeys, sqlPromote, sqlAnyParked, sqlPromoteAll, sqlDeadDue, sqlRetryDead, sqlPlaces, sqlDue, sqlFirst, sqlParked, sqlRead, sqlSave string
+	sqlKeys, sqlFreed, sqlPromote, sqlAnyParked, sqlPromoteAll, sqlDeadDue, sqlRetryDead, sqlPlaces, sqlDue, sqlFirst, sqlParked, sqlRead, sqlSave string
 }
 
 func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedStore {
 	return &failedStore{
 		db: db, relay: relay, hold: hold,
 		sqlKeys:       pg.InSchema(sqlFailedKeys, schema),
+		sqlFreed:      pg.InSchema(sqlFailedFreed, schema),
 		sqlPromote:    pg.InSchema(sqlFailedPromote, schema),
 		sqlAnyParked:  pg.InSchema(sqlFailedAnyParked, schema),
 		sqlPromoteAll: pg.InSchema(sqlFailedPromoteAll, schema),
@@ -242,6 +243,34 @@ func (f *failedStore) keysPage(statement statementContext, after failedKey, limi
 		return err
 	}, f.sqlKeys, f.relay, after.Key, after.EndID, after.EndRow, limit)
 	return page, err
+}
+
+// sqlFailedFreed finds keys of rows that operators, or somebody in SQL, have resolved for not longer than $2.
+const sqlFailedFreed = `
+SELECT DISTINCT parking_key FROM {schema}.outbox_failed
+ WHERE relay = $1::text AND status = 'resolved' AND (resolution IS DISTINCT FROM 'sent' OR resolved_by IS NOT NULL)
+   AND (resolved_at > now() - $2::interval OR resolved_at IS NULL) AND parking_key > $3
+ ORDER BY parking_key LIMIT $4`
+
+// freed returns a function that returns the next keys of which operators have resolved rows, for not longer than a
+// time, and none behind the last.
+func (f *failedStore) freed(statement statementContext, since time.Duration) func() ([]keyRows, error) {
+	last := ""
+	return func() (keys []keyRows, err error) {
+		ctx, cancel := statement()
+		defer cancel()
+		err = f.query(ctx, func(rows pgx.Rows) (err error) {
+			_, err = pgx.ForEachRow(rows, []any{&last}, func() error {
+				keys = append(keys, keyRows{last, 1})
+				return nil
+			})
+			return err
+		}, f.sqlFreed, f.relay, since, last, maxKeyRows)
+		if err != nil {
+			return nil, fmt.Errorf("read keys of resolved events: %w", err)
+		}
+		return keys, nil
+	}
 }
 
 // sqlFailedPromote makes the first row of each key its head, where the key has another

@@ -1,9 +1,12 @@
 package outbox
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"math"
+	"math/rand/v2"
 	"reflect"
 	"runtime/debug"
 	"time"
@@ -13,6 +16,7 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/guardtx"
+	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // ErrHandlerTx is the error of Commit and Rollback of the transaction that a handler gets, and of
@@ -43,7 +47,7 @@ type Handler interface {
 //
 // The events that arrive together share a transaction, until handlers have taken a second in
 // it: then what is done is committed. If one of them fails, it is
-// rolled back and each event gets its own: f may run once more than its attempts, and
+// rolled back, and the events in front of that one get another: f may run more often than its attempts, and
 // effects outside of tx belong into [HandleNoTx]. An error is tried again as
 // [HandlerConfig] says; [Permanent] marks one that no retry would change.
 //
@@ -71,7 +75,8 @@ func Handle[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx,
 // HandleBatch is [Handle] for handlers that aggregate: f gets the events of type E
 // that arrived together in a partition and are no repeats, in their order, at most
 // MaxPoll; fewer if another handler has to get an event of the same key and another type in
-// between, or if handlers of [Handle] that share the transaction are slow. If it fails, it gets each of them alone.
+// between, or if handlers of [Handle] that share the transaction are slow. If it fails, it gets
+// half of them, and so on, until the event that it fails for is alone.
 func HandleBatch[E DomainEvent](action string, f func(ctx context.Context, tx pgx.Tx, events []Received[E]) error) Handler {
 	h := handler{action: action, goType: reflect.TypeFor[E](), kind: inBatch}
 	if f != nil {
@@ -120,6 +125,74 @@ func OncePer[E DomainEvent](h Handler, key func(event E, m Metadata) (aggregateT
 	return &c
 }
 
+// RetryPolicy is how an action on an event that failed is tried again. What is zero is as in the
+// configuration.
+type RetryPolicy struct {
+	// MaxRetries is how often it is tried again. Negative means never. Zero means what RetriesFor or
+	// MaxRetries of the configuration says.
+	MaxRetries int
+	// RetryWait is the wait before the first retry; each further wait is twice as long.
+	RetryWait time.Duration
+	// MaxRetryWait bounds the wait.
+	MaxRetryWait time.Duration
+}
+
+// over returns a policy with what is zero taken from another.
+func (p RetryPolicy) over(base RetryPolicy) RetryPolicy {
+	return RetryPolicy{
+		MaxRetries: cmp.Or(p.MaxRetries, base.MaxRetries), RetryWait: cmp.Or(p.RetryWait, base.RetryWait), MaxRetryWait: cmp.Or(p.MaxRetryWait, base.MaxRetryWait),
+	}
+}
+
+// wait returns the wait after an attempt, from 1, that failed with err, without its random part. It has none, and is
+// exact, if the error says how long it is.
+func (p RetryPolicy) wait(attempt int, err error) (d time.Duration, exact bool) {
+	if d, ok := retryAfter(err); ok {
+		return d, true
+	}
+	return wait.Exponential(p.RetryWait, max(p.RetryWait, p.MaxRetryWait), attempt-1), false
+}
+
+// next is wait with its random part: a fifth more or less.
+func (p RetryPolicy) next(attempt int, err error) time.Duration {
+	const jitter = 5
+	const longest = math.MaxInt64 / 2 // so that a fifth more is no overflow
+	d, exact := p.wait(attempt, err)
+	if exact {
+		return d
+	}
+	d = min(d, longest)
+	return d - d/jitter + rand.N(2*(d/jitter)+1)
+}
+
+func (p RetryPolicy) validate() error {
+	return errors.Join(check.NotNegative("RetryWait", p.RetryWait), check.NotNegative("MaxRetryWait", p.MaxRetryWait))
+}
+
+// WithRetry returns a copy of a handler whose action is tried again as the policy says, in a
+// [Consumer] and in a [Worker].
+func WithRetry(h Handler, policy RetryPolicy) Handler {
+	if check.IsNil(h) {
+		return h // NewConsumer names it
+	}
+	c := *h.handler()
+	c.retry = policy
+	return &c
+}
+
+// RetryInPlace returns a copy of a handler for a [Consumer] whose partition waits while an event is
+// tried again. Without it, a consumer with a database parks the event, and goes on with other
+// keys; see [ConsumerConfig]. It is for handlers that need the order of a whole partition. A [Worker]
+// has no partitions, and takes no notice.
+func RetryInPlace(h Handler) Handler {
+	if check.IsNil(h) {
+		return h // NewConsumer names it
+	}
+	c := *h.handler()
+	c.inPlace = true
+	return &c
+}
+
 // Middleware runs around the handlers of a consumer, for example to measure them, to trace
 // them, or to set what each of them needs in its transaction. It calls next with ctx or a
 // context derived from it, and returns what next has returned, or another error.
@@ -136,7 +209,7 @@ func OncePer[E DomainEvent](h Handler, key func(event E, m Metadata) (aggregateT
 // bounds both together.
 //
 // Repeats are not seen by it, and neither are events that no handler gets. It is called
-// again for each further attempt, and, after a batch has failed, for each event alone.
+// again for each further attempt, and, after a batch has failed, for its parts.
 type Middleware func(ctx context.Context, call HandlerCall, next func(context.Context) error) error
 
 // HandlerCall is a call of a handler, as a [Middleware] sees it.
@@ -160,6 +233,8 @@ type handler struct {
 	many    func(context.Context, pgx.Tx, []arrival) error // inBatch
 	key     func(event any, m Metadata) (aggregateType, aggregateID string)
 	keyType reflect.Type // the E of OncePer; nil without
+	retry   RetryPolicy
+	inPlace bool
 }
 
 type handlerKind uint8
@@ -254,6 +329,8 @@ func (h *handler) check() error {
 		return bad("handler", fmt.Errorf("function of %s %w", h.action, ErrNilArgument))
 	case h.keyType != nil && h.kind == noTx:
 		return bad("OncePer", fmt.Errorf("of %s %w: nothing records what a handler of HandleNoTx has done", h.action, ErrMalformed))
+	case h.retry.validate() != nil:
+		return bad("WithRetry", fmt.Errorf("of %s: %w", h.action, h.retry.validate()))
 	case h.keyType != nil && h.keyType != h.goType:
 		return bad("OncePer", fmt.Errorf("of %s %w: its key is of %s", h.action, ErrMalformed, h.keyType))
 	}
@@ -332,9 +409,9 @@ func isPermanent(err error) bool {
 
 // RetryAfter marks an error of a handler after which the event is tried again when d has passed,
 // for example because another server asks for that. D takes the place of the wait that RetryWait
-// of [HandlerConfig] says, and has no upper bound: until then the later events of its partition
-// wait. A d that is not positive means at once. If d has not passed when the consumer stops, the
-// event is tried when it arrives again.
+// of [HandlerConfig] says, and has no upper bound: until then the later events of its key wait, or,
+// where it is tried again in place, those of its partition. A d that is not positive means at once. If an event waits in
+// place, and d has not passed when the consumer stops, it is tried when it arrives again.
 //
 // It does not change how often the event is tried: MaxRetries, RetriesFor and [Permanent] say
 // that. An error for which PostgreSQL would have the transaction repeated counts as any other

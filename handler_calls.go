@@ -179,10 +179,12 @@ func (c *handlerCalls) call(ctx context.Context, tasks []int, arrivals []arrival
 	return nil
 }
 
-// taskError is the error of a task that cannot be due to another event.
+// taskError is the error of a call of a handler, in a transaction of several tasks.
 type taskError struct {
-	task task
-	err  error
+	task    task // the first of the call
+	events  int  // of the call
+	certain bool // it cannot be due to another event than the task's
+	err     error
 }
 
 func (e *taskError) Error() string { return e.err.Error() }
@@ -190,10 +192,20 @@ func (e *taskError) Unwrap() error { return e.err }
 
 // of returns the error if it is that of a task.
 func (e *taskError) of(t task) error {
-	if e == nil || e.task.handler != t.handler || e.task.meta.origin != t.meta.origin {
+	if e == nil || !e.certain || e.task.handler != t.handler || e.task.meta.origin != t.meta.origin {
 		return nil
 	}
 	return e.err
+}
+
+// itemsToRepeat returns how many of the first of n items are to be tried again together, after the transaction of all
+// has failed: those in front of the one whose handler has failed. If that had got several events, or if nobody knows whose error it
+// is, it is half of them. With 0, the first is to be handled by itself. Index finds an item by its origin.
+func itemsToRepeat(err error, n int, index func(*origin) int) (repeat int, failed *taskError) {
+	if !errors.As(err, &failed) || failed.events > 1 {
+		return n / 2, failed
+	}
+	return index(failed.task.meta.origin), failed
 }
 
 // name adds to the error of a handler that has ended its goroutine which one it was.
@@ -206,12 +218,12 @@ func (c *handlerCalls) name(err error) error {
 
 func endedGoroutine(t task, err error) error { return fmt.Errorf("handler %s: %w", t.action, err) }
 
-// attribute makes an error a [*taskError] if the handler of a single event returned it before
-// one of another event was called. Otherwise what the others have left in the transaction may
-// have caused it, and each event is to be tried by itself.
+// attribute makes an error a [*taskError] if a handler returned it. It is certain whose it is if the handler of a
+// single event returned it before one of another event was called. Otherwise what the others have left in the
+// transaction may have caused it.
 func (c *handlerCalls) attribute(err error) error {
-	if len(c.current) != 1 || c.others {
+	if len(c.current) == 0 {
 		return err
 	}
-	return &taskError{c.tasks[c.current[0]], err}
+	return &taskError{c.tasks[c.current[0]], len(c.current), len(c.current) == 1 && !c.others, err}
 }

@@ -23,21 +23,42 @@ type HandlerConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
-	// MaxRetries is how often an action on an event that failed is tried again, in
-	// place, before the event is given up and becomes a dead letter. What PostgreSQL
+	// MaxRetries is how often an action on an event that failed is tried again. Meanwhile the later
+	// events of its topic and key wait for this action, and everything else goes on; a [Consumer] without a
+	// database has no place to park it, so its partition waits, see also [RetryInPlace]. When the retries are
+	// used up, the event is given up: it becomes DEAD in event_delivery, where operators see it, and
+	// a consumer sends a dead letter. What PostgreSQL
 	// rolls back for a deadlock or a serialization failure is repeated with short pauses, and
 	// counts after ten times. An outage is waited out and does not count: PostgreSQL gives the
 	// consumer no connection, or event_handled cannot be written. Negative means never. Zero
-	// means 3.
+	// means 3. [WithRetry] says another number for a handler.
 	MaxRetries int
 	// RetriesFor replaces MaxRetries for an error. If it panics or ends its goroutine,
 	// that is logged, and MaxRetries counts. Its partition waits while it does not return.
 	// Nil means MaxRetries for all.
 	RetriesFor func(error) int
 	// RetryWait is the wait before the first retry. Each further wait is twice as
-	// long, up to 30 s; a random part of each, up to a fifth, is left out. [RetryAfter] says
-	// another one. Zero means 1 s.
+	// long, up to MaxRetryWait; a random part of each, up to a fifth, is added or left out. [RetryAfter] and
+	// [WithRetry] say another one. Zero means 1 s.
 	RetryWait time.Duration
+	// MaxRetryWait bounds the wait before a retry. Zero means 60 s.
+	MaxRetryWait time.Duration
+
+	// HoldDead keeps the events behind a DEAD one waiting until an operator has resolved it, or it
+	// was handled after all. Without it they go on. It needs a database.
+	HoldDead bool
+
+	// RetryDeadAfter lets DEAD deliveries be tried again without an operator. Its keys are kinds of errors, as in
+	// event_delivery.last_error_code: timeout for example. So long after the death of a delivery whose last error was of the kind, it
+	// has all its attempts again. What an operator has resolved stays so. It needs a database. Nil means that operators decide.
+	RetryDeadAfter map[string]time.Duration
+
+	// Breaker says when the breaker of an action opens, in this process: its outcomes are first attempts on events, without
+	// those that end with a [Permanent] error. While it is open, the events of the action wait, and so do the other actions of
+	// a consumer on the events behind them; then one is tried after the other until Trials of them are handled. The
+	// breaker keeps an outage of something that a handler needs from parking, or giving up, all that arrives. A
+	// consumer without a database has none. Zero means Window 20, MinCalls 10, FailureRate 0.5, OpenFor 30 s and Trials 1.
+	Breaker BreakerConfig
 
 	// HandlerTimeout is when the context of a handler ends. An error that it returns then
 	// counts as any other. A handler of [HandleBatch] has as long for all of its events,
@@ -75,6 +96,11 @@ type HandlerConfig struct {
 	Logger *slog.Logger
 }
 
+// policy is how actions are tried again, unless it is said otherwise.
+func (c *HandlerConfig) policy() RetryPolicy {
+	return RetryPolicy{MaxRetries: c.MaxRetries, RetryWait: c.RetryWait, MaxRetryWait: c.MaxRetryWait}
+}
+
 // UnknownTypes says what happens to events of a type without a handler.
 type UnknownTypes int
 
@@ -89,7 +115,10 @@ const (
 	defaultSlowHandler    = 30 * time.Second
 	defaultHandlerRetries = 3
 	defaultRetryWait      = time.Second
-	maxHandlerWait        = 30 * time.Second
+	defaultMaxRetryWait   = time.Minute
+	defaultActionWindow   = 20
+	defaultActionCalls    = 10
+	defaultActionTrials   = 1
 	maxGroup              = 255
 	defaultMaxPoll        = 100
 	maxMaxPoll            = 10_000
@@ -100,12 +129,13 @@ func (c HandlerConfig) withDefaults() HandlerConfig {
 	c.Schema = cmp.Or(c.Schema, pg.DefaultSchema)
 	c.MaxRetries = cmp.Or(c.MaxRetries, defaultHandlerRetries)
 	c.RetryWait = cmp.Or(c.RetryWait, defaultRetryWait)
+	c.MaxRetryWait = cmp.Or(c.MaxRetryWait, defaultMaxRetryWait)
 	c.SlowHandler = cmp.Or(c.SlowHandler, defaultSlowHandler)
+	c.Breaker.Window = cmp.Or(c.Breaker.Window, max(c.Breaker.MinCalls, defaultActionWindow))
+	c.Breaker.MinCalls = cmp.Or(c.Breaker.MinCalls, min(c.Breaker.Window, defaultActionCalls))
+	c.Breaker.Trials = cmp.Or(c.Breaker.Trials, defaultActionTrials)
+	c.Breaker = c.Breaker.withDefaults()
 	c.Logger = short.Logger(cmp.Or(c.Logger, slog.Default()))
-	if c.RetriesFor == nil {
-		retries := c.MaxRetries
-		c.RetriesFor = func(error) int { return retries }
-	}
 	return c
 }
 
@@ -116,26 +146,40 @@ func (c HandlerConfig) guarded(log *slog.Logger) HandlerConfig {
 		switch name {
 		case "Handled", "Repeated": // called for every event, below [contain.Do]
 			return hook.Inline
-		case "Lost", "RowsRemoved": // called by what fetches for all partitions, and by the Kafka client; by what removes rows
+		case "Breaker", "Lost", "RowsRemoved": // called under way in an attempt; called by what fetches for all partitions, and by the Kafka client; by what removes rows
 			return func(call func()) { hook.Notify(context.Background(), call) }
 		}
 		return hook.Alone
 	})
-	retriesFor, call := c.RetriesFor, contain.NewCallback("RetriesFor", log, contain.HookLimits)
-	c.RetriesFor = func(err error) int {
-		retries := c.MaxRetries
-		call.Alone(func() { retries = retriesFor(err) })
-		return retries
+	if retriesFor := c.RetriesFor; retriesFor != nil {
+		call := contain.NewCallback("RetriesFor", log, contain.HookLimits)
+		c.RetriesFor = func(err error) int {
+			retries := c.MaxRetries
+			call.Alone(func() { retries = retriesFor(err) })
+			return retries
+		}
 	}
 	return c
+}
+
+// retries returns how often an action is tried again that has failed with err: as its handler says, or RetriesFor, which is
+// called with ask, or else as usual does.
+func (c *HandlerConfig) retries(h *handler, usual RetryPolicy, err error, ask func(func())) (n int) {
+	n = h.retry.over(usual).MaxRetries
+	if h.retry.MaxRetries == 0 && c.RetriesFor != nil {
+		ask(func() { n = c.RetriesFor(err) })
+	}
+	return n
 }
 
 func (c HandlerConfig) validate() error {
 	errs := []error{
 		check.Schema(c.Schema),
-		check.NotNegative("RetryWait", c.RetryWait),
+		c.policy().validate(),
 		check.NotNegative("HandlerTimeout", c.HandlerTimeout),
 		check.NotNegative("SlowHandler", c.SlowHandler),
+		c.Breaker.validate(c.Breaker),
+		check.EachPositive("RetryDeadAfter", c.RetryDeadAfter),
 	}
 	for _, codec := range c.Codecs {
 		if err := codec.check(); err != nil {

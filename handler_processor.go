@@ -365,12 +365,3 @@ func errorClass(err error) string {
 	}
 	return "handler"
 }
-
-// retryWait returns the wait before the n-th retry of a handler, from 1, that failed with err.
-func (p *processor) retryWait(n int, err error) time.Duration {
-	if d, ok := retryAfter(err); ok {
-		return d
-	}
-	d := min(p.cfg.RetryWait<<min(n-1, 10), max(maxHandlerWait, p.cfg.RetryWait))
-	return d - rand.N(d/5+1)
-}

@@ -212,19 +212,22 @@ func TestErrorClass(t *testing.T) {
 	}
 }
 
-// The wait doubles up to 30 s, or begins above it, less up to a fifth.
-func TestHandlerRetryWait(t *testing.T) {
+// A policy takes what it does not say from the configuration, and its waits are those of [TestWorkerRetryWait].
+func TestRetryPolicy(t *testing.T) {
 	t.Parallel()
-	p := &processor{cfg: HandlerConfig{RetryWait: time.Second}}
-	for n, longest := range map[int]time.Duration{1: time.Second, 2: 2 * time.Second, 5: 16 * time.Second, 6: 30 * time.Second, 1_000_000: 30 * time.Second} {
-		for range 100 {
-			d := p.retryWait(n, errPlayed)
-			require.True(t, d <= longest && d >= longest*4/5, "%d: %v", n, d)
-		}
+	cfg := HandlerConfig{}.withDefaults()
+	require.Equal(t, RetryPolicy{MaxRetries: 3, RetryWait: time.Second, MaxRetryWait: time.Minute}, RetryPolicy{}.over(cfg.policy()))
+	own := RetryPolicy{MaxRetries: -1, RetryWait: time.Hour, MaxRetryWait: 2 * time.Hour}
+	require.Equal(t, own, own.over(cfg.policy()))
+	for attempt, want := range map[int]time.Duration{1: time.Hour, 2: 2 * time.Hour, 3: 2 * time.Hour} {
+		d, exact := own.wait(attempt, errPlayed)
+		require.Equal(t, want, d)
+		require.False(t, exact)
 	}
-	p.cfg.RetryWait = time.Minute
-	require.LessOrEqual(t, p.retryWait(3, errPlayed), time.Minute)
-	require.GreaterOrEqual(t, p.retryWait(3, errPlayed), 48*time.Second)
+	d, exact := own.wait(1, RetryAfter(errPlayed, time.Millisecond))
+	require.Equal(t, time.Millisecond, d)
+	require.True(t, exact)
+	require.Equal(t, time.Millisecond, own.next(1, RetryAfter(errPlayed, time.Millisecond)), "nothing is random about it")
 }
 
 // The context of a handler carries what the event came with, and falls back on its own.

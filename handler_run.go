@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -214,6 +215,168 @@ func pauseReasons(paused *pauses.Set, what string) (reasons []string) {
 	}
 	for _, topic := range paused.Own() {
 		reasons = append(reasons, of(topic)+" is paused by this process")
+	}
+	return reasons
+}
+
+// actionBreakers are the breakers of the actions of a group in this process. Where most events of an action
+// fail, because something that it needs is away, its events wait instead of being parked or using up their attempts.
+//
+// A closed breaker learns of first attempts only, so that an event which is tried again and again counts once. Nil
+// lets everything through.
+type actionBreakers struct {
+	patience time.Duration // for a trial: an attempt that was given up may report nothing
+	of       map[string]*actionBreaker
+}
+
+// actionBreaker is the breaker of an action, and the trial that it has permitted.
+type actionBreaker struct {
+	*breaker
+	mu    sync.Mutex
+	trial *permit // nil if none is under way
+	began time.Time
+}
+
+// newActionBreakers returns closed breakers for the actions of handlers.
+func newActionBreakers(cfg *HandlerConfig, routes routes, log *slog.Logger) *actionBreakers {
+	all := &actionBreakers{patience: 2 * cfg.HandlerTimeout, of: map[string]*actionBreaker{}}
+	for _, route := range routes.byName {
+		for h := range route.handlers() {
+			all.of[h.action] = &actionBreaker{breaker: newBreaker(cfg.Breaker, func(from, to BreakerState, failureRate float64) {
+				reportActionBreaker(cfg, log, h.action, from, to, failureRate)
+			})}
+		}
+	}
+	return all
+}
+
+func reportActionBreaker(cfg *HandlerConfig, log *slog.Logger, action string, from, to BreakerState, failureRate float64) {
+	switch to {
+	case BreakerOpen:
+		log.Warn("outbox: most events of an action fail; its events wait, and one is tried now and then", "action", action, "failure_rate", failureRate, "open_for", cfg.Breaker.OpenFor)
+	case BreakerClosed:
+		log.Info("outbox: an action works again", "action", action)
+	case BreakerHalfOpen:
+	}
+	if cfg.Hooks.Breaker != nil {
+		cfg.Hooks.Breaker(action, from, to)
+	}
+}
+
+// get returns the breaker of an action, or nil.
+func (a *actionBreakers) get(action string) *actionBreaker {
+	if a == nil {
+		return nil
+	}
+	return a.of[action]
+}
+
+// isClosed reports whether events of an action are handled as usual.
+func (a *actionBreakers) isClosed(action string) bool {
+	b := a.get(action)
+	return b == nil || b.steady.Load() || b.state() == BreakerClosed
+}
+
+// mayTry reports whether an event of an action may be tried that was begun before its breaker opened, or with
+// a trial.
+func (a *actionBreakers) mayTry(action string) bool {
+	if a.isClosed(action) {
+		return true
+	}
+	b := a.of[action]
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.trial != nil
+}
+
+// tryOne asks for the permission to try an event of an action whose breaker is not closed.
+func (a *actionBreakers) tryOne(action string) bool {
+	b := a.get(action)
+	if b == nil {
+		return true
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.trial != nil && time.Since(b.began) > a.patience {
+		b.trial.release()
+		b.trial = nil
+	}
+	if b.trial != nil {
+		return false
+	}
+	p := b.allow(1)
+	if p.granted == 0 {
+		return false
+	}
+	if !p.trial { // it has closed meanwhile
+		p.release()
+		return true
+	}
+	b.trial, b.began = p, time.Now()
+	return true
+}
+
+// note notes the outcome of an attempt, from 1, on an event of an action. A permanent error says something about the event,
+// and nothing about what the action needs.
+func (a *actionBreakers) note(action string, attempt int, err error) {
+	b := a.get(action)
+	if b == nil {
+		return
+	}
+	outcome := callSucceeded
+	if err != nil && !isPermanent(err) {
+		outcome = callFailed
+	}
+	if outcome == callSucceeded && b.steady.Load() {
+		return
+	}
+	trial := b.takeTrial()
+	switch {
+	case trial != nil:
+		trial.report(outcome)
+		trial.release()
+	case attempt <= 1 && b.state() == BreakerClosed:
+		p := b.allow(1)
+		p.report(outcome)
+		p.release()
+	}
+}
+
+// forget gives back a trial of an action that has said nothing: its event was a repeat, for example.
+func (a *actionBreakers) forget(action string) {
+	if b := a.get(action); b != nil {
+		if trial := b.takeTrial(); trial != nil {
+			trial.release()
+		}
+	}
+}
+
+// takeTrial returns the trial that is under way, or nil. From then on there is none.
+func (b *actionBreaker) takeTrial() *permit {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	trial := b.trial
+	b.trial = nil
+	return trial
+}
+
+// wait returns how long it takes until an event of an action may be tried, 0 if that is now or not known.
+func (a *actionBreakers) wait(action string) time.Duration {
+	if b := a.get(action); b != nil {
+		return b.wait()
+	}
+	return 0
+}
+
+// reasons says which breakers are not closed, for Health.
+func (a *actionBreakers) reasons() (reasons []string) {
+	if a == nil {
+		return nil
+	}
+	for _, action := range slices.Sorted(maps.Keys(a.of)) {
+		if s := a.of[action].state(); s != BreakerClosed {
+			reasons = append(reasons, fmt.Sprintf("the breaker of action %s is %v: most of its events fail, and others wait", action, s))
+		}
 	}
 	return reasons
 }

@@ -359,9 +359,12 @@ func TestBadRecords(t *testing.T) {
 	}
 	s.send(t, append(records, s.saleRecord(uuid.NewString(), oneSale))...)
 	testenv.Run(t, s.consumer(t, outbox.ConsumerConfig{FromStart: true}, outbox.Handle("COUNTED", s.count)).Run)
-	for i, r := range s.deadLetters(t, len(records)) {
-		require.Equal(t, "undecodable", deadLetterHeaders(r)["dlq_error_class"])
-		require.Equal(t, [][]byte{records[i].Key, records[i].Value}, [][]byte{r.Key, r.Value})
+	for _, r := range s.deadLetters(t, len(records)) { // in any order, because they have no key in common
+		headers := deadLetterHeaders(r)
+		require.Equal(t, "undecodable", headers["dlq_error_class"])
+		offset, err := strconv.Atoi(headers[outbox.DeadLetterOriginalOffset])
+		require.NoError(t, err)
+		require.Equal(t, [][]byte{records[offset].Key, records[offset].Value}, [][]byte{r.Key, r.Value})
 	}
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
 }
@@ -411,7 +414,7 @@ func TestDeadlocksAreRepeated(t *testing.T) {
 	require.Contains(t, deadLetterHeaders(s.deadLetters(t, 1)[0])["dlq_error_class"], "postgres_40")
 	require.Eventually(t, func() bool { return s.counts(t)["p"] == 2 }, testenv.Patience, 10*time.Millisecond)
 	require.EqualValues(t, 4, failed.Load())
-	require.Less(t, calls.Load(), int32(40), "not as fast as PostgreSQL answers")
+	require.Less(t, calls.Load(), int32(65), "at most ten conflicts before each of four attempts, and not as fast as PostgreSQL answers")
 }
 
 // What cannot work is refused by the constructor, with every bad thing by name.
@@ -520,9 +523,10 @@ func TestConsumerLog(t *testing.T) {
 	s.deadLetters(t, 1)
 	stop()
 	for line := range strings.Lines(log.String()) {
-		require.False(t, strings.Contains(line, "level=INFO") || strings.Contains(line, "level=ERROR"), line)
-		if strings.Contains(line, "level=WARN") {
-			require.Contains(t, line, "sent to the dead-letter topic")
+		require.NotContains(t, line, "level=INFO")
+		if strings.Contains(line, "level=WARN") || strings.Contains(line, "level=ERROR") {
+			require.Contains(t, line, "delivery is dead, an operator has to decide")
+			require.Contains(t, line, "dead_letter_topic="+s.topic+".dlq")
 		}
 	}
 }

@@ -157,10 +157,12 @@ type FailedEvent struct {
 // is logged with its stack, one that ends its goroutine is logged too, and the consumer
 // goes on as if it had returned. What is to run around handlers is a Middleware.
 type ConsumerHooks struct {
+	// Breaker is called after the breaker of an action has changed its state, see HandlerConfig.Breaker.
+	Breaker func(action string, from, to BreakerState)
 	// Handled is called for an action that is done and committed. Took is the time of the
 	// handler and its middleware; of a batch, its share of it.
 	Handled func(m Metadata, action string, took time.Duration)
-	// Repeated is called for an action that was done before.
+	// Repeated is called for an action that was done before, or whose event is parked or dead already.
 	Repeated func(m Metadata, action string)
 	// Conflicted is called for a try that PostgreSQL has rolled back for a deadlock or a
 	// serialization failure, and that is repeated without being counted.
@@ -189,6 +191,10 @@ type ConsumerHooks struct {
 // for its name, which keeps panics from the consumer.
 func (h ConsumerHooks) guarded(callback func(name string) func(call func())) ConsumerHooks {
 	h.Unknown = guardHook(h.Unknown, "Unknown", callback)
+	if hook := h.Breaker; hook != nil {
+		notify := callback("Breaker")
+		h.Breaker = func(action string, from, to BreakerState) { notify(func() { hook(action, from, to) }) }
+	}
 	if hook := h.Handled; hook != nil {
 		notify := callback("Handled")
 		h.Handled = func(m Metadata, action string, took time.Duration) { notify(func() { hook(m, action, took) }) }

@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"log/slog"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -25,14 +26,25 @@ func newWatch(db *pgxpool.Pool, cfg RelayConfig, breaker *breaker, staleEvents f
 	})
 }
 
-// newGroupWatch returns what alerts beside a worker that has the lease of its group.
-func newGroupWatch(db *pgxpool.Pool, schema, group string, alerts AlertConfig, log *slog.Logger) *watch.Watch {
-	return watch.New(watch.NewGroupStore(db, schema), watch.Config{
+// groupWatch says for whom a group monitor is.
+type groupWatch struct {
+	store    watch.Store
+	group    string
+	consumes bool          // it is a group of consumers, not of workers
+	lease    time.Duration // of the group
+}
+
+// newGroupMonitor returns what alerts beside a worker, or a consumer, that has the lease of its group. A lease
+// expires, and then another process looks for it, each of which takes as long as the lease.
+func newGroupMonitor(of groupWatch, alerts AlertConfig, log *slog.Logger) *monitor {
+	return &monitor{outage: outage.NewLog(log, "PostgreSQL, for alerts,"), watch: watch.New(of.store, watch.Config{
 		Settings: alerts.settings().WithDefaults(),
-		Group:    group,
+		Group:    of.group,
+		Consumes: of.consumes,
+		Takeover: 2 * of.lease,
 		Deliver:  alerts.deliver,
 		Logger:   log,
-	})
+	})}
 }
 
 func (c AlertConfig) deliver(ctx context.Context, a watch.Alert) error {
@@ -56,7 +68,7 @@ func countsOf(all []tables.EventCount) (counts []EventCount) {
 	return counts
 }
 
-// monitor sends the alerts of a relay or of a worker, beside its work. Its outage may last
+// monitor sends the alerts of a relay, a worker or a consumer, beside its work. Its outage may last
 // longer than a lease, so there is one monitor for all leases of each.
 type monitor struct {
 	watch    *watch.Watch

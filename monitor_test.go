@@ -54,6 +54,13 @@ func (m *mailbox) received(kinds ...outbox.AlertKind) string {
 	return strings.Join(all, " ")
 }
 
+// clear forgets the alerts.
+func (m *mailbox) clear() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.alerts = nil
+}
+
 // deaths returns how often each dead event's id was in an alert.
 func (m *mailbox) deaths() map[int64]int {
 	m.mu.Lock()

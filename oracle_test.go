@@ -36,8 +36,11 @@ func TestOracle(t *testing.T) {
 func TestOracleOverPartitions(t *testing.T) {
 	t.Parallel()
 	h := newPartitionedFixture(t, 500)
-	testOracle(t, h, outbox.RetentionConfig{PublishedFor: 2 * time.Second, Interval: 100 * time.Millisecond, Pause: time.Millisecond})
-	require.Less(t, h.count(t, "outbox"), *oracleEvents, "many went")
+	retention := outbox.RetentionConfig{PublishedFor: 2 * time.Second, Interval: 100 * time.Millisecond, Pause: time.Millisecond}
+	testOracle(t, h, retention)
+	t.Logf("%d rows are left", h.count(t, "outbox")) // all, where writers leave the relay no time for others
+	testenv.Run(t, h.relay(t, outbox.RelayConfig{Retention: retention}).Run)
+	require.Eventually(t, func() bool { return h.count(t, "outbox") < *oracleEvents/2 }, testenv.Patience, 10*time.Millisecond, "many go")
 }
 
 func testOracle(t *testing.T, h *relayFixture, retention outbox.RetentionConfig) {

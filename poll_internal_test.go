@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"math"
 	"strings"
 	"testing"
 	"time"
@@ -220,10 +221,14 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 		"rows": fmt.Sprintf(`(%s, '{%d}', '{%d}', 16777216)`, proof, end-fresh+1, end),
 		"bare": fmt.Sprintf(`(%s, %d, true)`, proof, end),
 	} {
-		inTx(func(tx pgx.Tx) {
-			buffers, plan := explain(t, tx, "EXECUTE "+strings.Replace(name, "deep", "page", 1)+args)
-			t.Logf("%s: %d buffers", name, buffers)
-			require.LessOrEqual(t, buffers, maxPollBuffers+4*fresh, "%s", plan)
-		})
+		least, plan := math.MaxInt, ""
+		for range 2 { // the first one may have to read catalogs, too
+			inTx(func(tx pgx.Tx) {
+				buffers, how := explain(t, tx, "EXECUTE "+strings.Replace(name, "deep", "page", 1)+args)
+				t.Logf("%s: %d buffers", name, buffers)
+				least, plan = min(least, buffers), how
+			})
+		}
+		require.LessOrEqual(t, least, maxPollBuffers+4*fresh, "%s", plan)
 	}
 }

@@ -16,8 +16,10 @@ import (
 	"github.com/outboxgo/outbox/internal/kafka"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/pgsession"
 	"github.com/outboxgo/outbox/internal/places"
 	"github.com/outboxgo/outbox/internal/wait"
+	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
 // Relay hands committed events to Kafka: each at least once, those of one
@@ -38,11 +40,16 @@ type Relay struct {
 	postgresOutage, kafkaOutage *outage.Log  // only the goroutine of Run
 	retryOutage                 *outage.Log  // only the retrier
 	topicOutages                *outage.Logs // topics and partitions
+	lockOutage                  *outage.Log  // only who takes the lock of the lease: a standby, and then keepLock
 
 	// Each holds at most one wake request.
-	wake     chan struct{} // for the session: look for events
+	wake     chan struct{} // for the session: this process has recorded events
+	heard    chan struct{} // for the session: others have
 	retryNow chan struct{} // for the retrier: the breaker has closed, or a place has recovered
 	checkNow chan struct{} // for the monitor: the breaker has changed, or an event is dead
+
+	waker  *Waker
+	member *wakeup.Member // of the Run under way; only its goroutine
 
 	clockReported bool // by reportClock; only the goroutine of Run
 
@@ -62,12 +69,15 @@ type Relay struct {
 // of a missing topic wait until it is there, and hold up no others.
 //
 // NewRelay does no I/O, and makes and closes one client to look at the options.
-// A running relay uses up to seven connections of db; closing db stays with the
-// caller.
+// A running relay uses up to seven connections of db, and one beside them, which all relays and workers on db share: on it
+// the process that leads hears when others have recorded events, see [Waker], and has a lock by which others
+// find out that it is gone. Closing db stays with the caller.
 func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error) {
 	given := cfg
 	cfg = cfg.withDefaults()
-	producerOpts := func(opts []kgo.Opt) []kgo.Opt { return kafka.ProducerOpts(opts, cfg.DeliveryTimeout, cfg.Linger) }
+	producerOpts := func(opts []kgo.Opt) []kgo.Opt {
+		return append(kafka.ProducerOpts(opts, cfg.DeliveryTimeout), kafka.FlushOpts(opts)...)
+	}
 	err := errors.Join(cfg.validate(given), kafka.CheckProducerOpts(opts))
 	if err == nil {
 		err = kafka.ValidateOpts(opts, producerOpts)
@@ -92,8 +102,11 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 		kafkaOutage:    outage.NewLog(log, "Kafka"),
 		retryOutage:    outage.NewLog(log, "PostgreSQL, for retries,"),
 		topicOutages:   outage.NewLogs(log),
+		lockOutage:     outage.NewLog(log, "the lock of the lease, without which a standby waits until the lease expires,"),
 
+		waker:    newWaker(db, cfg.Schema, log),
 		wake:     make(chan struct{}, 1),
+		heard:    make(chan struct{}, 1),
 		retryNow: make(chan struct{}, 1),
 		checkNow: make(chan struct{}, 1),
 	}
@@ -144,10 +157,8 @@ func percent(share float64) string {
 	return strconv.FormatFloat(100*share, 'f', -1, 32) + "%"
 }
 
-// Wake makes the relay look for events now instead of at its next poll. Call it
-// after a commit; it never blocks. Only a relay of this process is woken: when
-// another one holds the lease, that one sees the event at its poll.
-func (r *Relay) Wake() { wait.Signal(r.wake) }
+// Waker returns the waker of this process, for transactions that record events. It works while Run does.
+func (r *Relay) Waker() *Waker { return r.waker }
 
 // Health reports the state of the relay without any I/O. The relay is live, but not
 // ready, before Run is called and after a clean stop; and while PostgreSQL or Kafka is
@@ -245,6 +256,9 @@ func (r *Relay) stopLimit() time.Duration {
 // serve stands by until it has the lease, leads until it loses the lease, and stands by
 // again.
 func (r *Relay) serve(ctx context.Context) error {
+	defer pgsession.Of(r.leases.db).Use(r.log)()
+	r.member = r.waker.hub.Join(r.wake, r.heard, r.log)
+	defer r.member.Close()
 	for {
 		l, err := r.standBy(ctx)
 		if err != nil || l == nil {
@@ -267,8 +281,11 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 		r.health.progressed()
 		bounded, cancel := context.WithTimeout(ctx, r.cfg.Lease)
 		l, err := r.leases.acquire(bounded)
-		cancel()
 		answered()
+		if errors.Is(err, errHeld) && waited {
+			l, err = r.acquireFromGone(bounded)
+		}
+		cancel()
 		pause := r.cfg.PollInterval
 		switch {
 		case err == nil:
@@ -285,6 +302,9 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 				r.logStandby()
 			}
 			r.reportClock()
+			if r.leases.other.holder == "" { // it was released meanwhile
+				continue
+			}
 		case ctx.Err() == nil:
 			r.postgresOutage.Report(err)
 			pause = r.postgresOutage.Backoff()
@@ -292,6 +312,19 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 		wait.Sleep(ctx, pause)
 	}
 	return nil, nil
+}
+
+// acquireFromGone takes the lease of a process that is gone, or returns errHeld.
+func (r *Relay) acquireFromGone(ctx context.Context) (*lease, error) {
+	l, err := r.leases.acquireFromGone(ctx)
+	if errors.Is(err, errHeld) {
+		return nil, err
+	}
+	r.lockOutage.Report(err)
+	if err != nil {
+		return nil, errHeld
+	}
+	return l, nil
 }
 
 // logStandby says once what a standby waits for. If the relay that leads is gone, for example
@@ -313,6 +346,10 @@ func (r *Relay) logTaken(ctx context.Context, l *lease, waited bool) {
 		level = slog.LevelInfo
 	}
 	r.log.Log(ctx, level, "outbox: lease taken, this process relays", "holder", l.holder, "epoch", l.epoch)
+	if shared := time.Until(l.exclusiveAt); shared > 0 {
+		r.log.Info("outbox: a process that relayed before was taken for gone, and its lease has not expired: until then nothing that failed is tried again, and nothing dies",
+			"for", shared.Round(time.Millisecond))
+	}
 }
 
 // reportClock logs once that the clock of the database was set back while another process
@@ -320,14 +357,11 @@ func (r *Relay) logTaken(ctx context.Context, l *lease, waited bool) {
 func (r *Relay) reportClock() {
 	late := r.leases.other.setBack > time.Second
 	if late && !r.clockReported {
-		r.log.Warn("outbox: the clock of PostgreSQL was set back; if the relay that leads is gone, taking over takes so much longer",
+		r.log.Warn("outbox: the clock of PostgreSQL was set back; if the relay that leads is gone with its host, taking over takes so much longer",
 			"set_back", r.leases.other.setBack.Round(time.Millisecond))
 	}
 	r.clockReported = late
 }
-
-// releaseTimeout bounds the statement with which Run lets a standby take over at once.
-const releaseTimeout = 2 * time.Second
 
 // lead relays until ctx is cancelled or the lease is lost. Whatever ends it, also a panic,
 // it ends all goroutines, and then releases the lease.
@@ -342,6 +376,7 @@ func (r *Relay) lead(ctx context.Context, l *lease) (err error) {
 	})
 	defer stopped()
 
+	defer r.member.Lead(false)
 	defer r.notifyLeading(false)
 	defer func() { r.release(ctx, l, err) }()
 	leads := leadership{lease: l, held: held, lose: lose, statementTimeout: r.cfg.Lease}
@@ -349,6 +384,8 @@ func (r *Relay) lead(ctx context.Context, l *lease) (err error) {
 	defer renewing.Wait()
 	defer lose(nil)
 	renewing.Go(func() { r.keepLease(leads) })
+	renewing.Go(func() { r.keepLock(leads) })
+	r.member.Lead(true)
 	r.notifyLeading(true) // when the lease is renewed, because a hook may take long
 	err = r.work(ctx, leads)
 	if errors.Is(err, errTooLate) {
@@ -360,6 +397,11 @@ func (r *Relay) lead(ctx context.Context, l *lease) (err error) {
 
 // release lets a standby take over at once, unless the lease has gone already.
 func (r *Relay) release(ctx context.Context, l *lease, err error) {
+	defer func() {
+		if c := l.claim.Load(); c != nil {
+			r.leases.unlock(ctx, c.lock)
+		}
+	}()
 	if errors.Is(err, errLeaseLost) || errors.Is(err, ErrNotMigrated) { // without tables there is no lease either
 		return
 	}
@@ -390,9 +432,10 @@ func (r *Relay) work(ctx context.Context, leads leadership) error {
 	session := newSession(sessionParts{
 		leadership: leads, cfg: r.cfg, cursors: r.cursors, leases: r.leases, failed: r.failed, places: bad,
 		deliverer: r.newDeliverer(producer, bad, r.kafkaOutage, r.health.progressed),
-		parked:    parked, health: r.health, log: r.log, outage: r.postgresOutage, wake: r.wake,
-		eventDied: func() { wait.Signal(r.checkNow) },
+		parked:    parked, health: r.health, log: r.log, outage: r.postgresOutage, wake: r.wake, heard: r.heard,
+		ticks: &r.cursors.glances.Ticks, eventDied: func() { wait.Signal(r.checkNow) },
 	})
+	defer r.cursors.glances.Join()()
 	cleaner := newCleaner(leads, r.cleanerConfig(), r.retention, session.backlog.Load, r.log)
 	shared := retrierParts{
 		leadership: leads, cfg: r.cfg, store: r.failed, parked: parked, places: bad, probed: new(probedKeys),
@@ -409,6 +452,7 @@ func (r *Relay) cleanerConfig() cleanerConfig {
 
 // retry runs a retrier with a producer of its own.
 func (r *Relay) retry(ctx context.Context, parts retrierParts) {
+	parts.lease.awaitExclusive(ctx)
 	producer := r.newProducer(parts.leadership, r.breaker)
 	defer producer.close()
 	parts.outage = r.retryOutage
@@ -420,6 +464,7 @@ func (r *Relay) retry(ctx context.Context, parts retrierParts) {
 // does not learn its results, which say nothing about Kafka. Neither are outages logged
 // that the session and the other retrier log.
 func (r *Relay) probe(ctx context.Context, parts retrierParts) {
+	parts.lease.awaitExclusive(ctx)
 	producer := r.newProducer(parts.leadership, nil)
 	defer producer.close()
 	quiet := slog.New(slog.DiscardHandler)
@@ -431,7 +476,7 @@ func (r *Relay) probe(ctx context.Context, parts retrierParts) {
 // newProducer makes a producer that a breaker stops, if it is not nil.
 func (r *Relay) newProducer(leads leadership, b *breaker) *producer {
 	return newProducer(producerConfig{
-		opts: r.opts, mode: r.cfg.Mode, sendTimeout: r.cfg.SendTimeout, passFailedKeys: r.cfg.PassFailedKeys,
+		opts: r.opts, mode: r.cfg.Mode, sendTimeout: r.cfg.SendTimeout, linger: r.cfg.Linger, passFailedKeys: r.cfg.PassFailedKeys,
 	}, leads.lease, b)
 }
 
@@ -467,6 +512,54 @@ func (r *Relay) keepLease(leads leadership) {
 		pause = r.cfg.Lease / 3
 		if err != nil { // the session reports outages of PostgreSQL
 			pause = r.cfg.Lease / 30
+		}
+	}
+}
+
+// lockRetry is how long a leader waits that has not got the lock of its lease.
+const lockRetry = 250 * time.Millisecond
+
+// keepLock keeps the lock of the lease until held ends, so that a standby finds out quickly if this process is gone. When the
+// lock is lost, the relay sends nothing until outbox_lease says so.
+func (r *Relay) keepLock(leads leadership) {
+	for leads.held.Err() == nil {
+		claim := leads.lease.claim.Load()
+		if claim == nil {
+			ctx, cancel := context.WithTimeout(leads.held, r.cfg.Lease)
+			var err error
+			claim, err = r.leases.lockFor(ctx, leads.lease)
+			cancel()
+			if !errors.Is(err, errHeld) { // the session says what is wrong with it
+				r.lockOutage.Report(err)
+			}
+		}
+		if claim == nil {
+			wait.Sleep(leads.held, lockRetry)
+			continue
+		}
+		select {
+		case <-claim.lost:
+			r.withdraw(leads, claim)
+			wait.Sleep(leads.held, lockRetry)
+		case <-leads.held.Done():
+		}
+	}
+}
+
+// withdraw has outbox_lease say that a lock is lost.
+func (r *Relay) withdraw(leads leadership, claim *lockClaim) {
+	pause := 50 * time.Millisecond
+	for leads.held.Err() == nil && leads.lease.claim.Load() == claim {
+		ctx, cancel := context.WithTimeout(leads.held, r.cfg.Lease/3)
+		err := r.leases.renew(ctx, leads.lease)
+		cancel()
+		if errors.Is(err, errLeaseLost) {
+			leads.lose(errLeaseLost)
+			return
+		}
+		if err != nil { // the session reports outages of PostgreSQL
+			wait.Sleep(leads.held, pause)
+			pause = min(2*pause, lockRetry)
 		}
 	}
 }

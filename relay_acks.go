@@ -2,7 +2,6 @@ package outbox
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -12,7 +11,6 @@ import (
 
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/kafka"
-	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // acks collects the outcomes of the records of one send and reports them to the
@@ -27,20 +25,17 @@ type acks struct {
 	errs    []error       // of records that are not to be sent
 	all     chan struct{} // closed when every outcome is known
 	crashed chan struct{} // closed when promise has panicked
-	full    bool          // awaitRoom waits
-	freed   chan struct{} // holds one signal that held has become smaller
 
 	crash *contain.Panic // the first of promise; written under mu, before crashed is closed
 
 	mu     sync.Mutex
 	failed map[*kgo.Record]error
-	open   int          // outcomes that are not known, and one until all records are handed over
-	held   kafka.Buffer // what the client has in its hands
+	open   int // outcomes that are not known, and one until all records are handed over
 }
 
 // newAcks expects one outcome for each record without an error.
 func newAcks(p *permit, records []kgo.Record, errs []error) *acks {
-	a := &acks{permit: p, records: records, errs: errs, all: make(chan struct{}), crashed: make(chan struct{}), freed: make(chan struct{}, 1), open: 1}
+	a := &acks{permit: p, records: records, errs: errs, all: make(chan struct{}), crashed: make(chan struct{}), open: 1}
 	for _, err := range errs {
 		if err == nil {
 			a.open++
@@ -60,39 +55,6 @@ func (a *acks) handedOver(unsent []error) {
 		}
 	}
 	a.done()
-}
-
-// awaitRoom waits until a buffer has room for the record at an index, and returns the index
-// behind the last record for which it has room then. It returns first if stop or bounded
-// ends before, or promise has panicked.
-func (a *acks) awaitRoom(stop, bounded context.Context, room kafka.Buffer, first int) (end int) {
-	for {
-		if end = a.fill(room, first); end > first {
-			return end
-		}
-		select {
-		case <-a.freed:
-		case <-a.crashed:
-			return first
-		case <-stop.Done():
-			return first
-		case <-bounded.Done():
-			return first
-		}
-	}
-}
-
-// fill counts the records for which a buffer has room, many under one lock.
-func (a *acks) fill(room kafka.Buffer, first int) (end int) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	for end = first; end < len(a.records); end++ {
-		if a.errs[end] == nil && !a.held.Add(&a.records[end], room) {
-			break
-		}
-	}
-	a.full = end == first
-	return end
 }
 
 // promise must not panic in a goroutine of the client, which would end the process and leave
@@ -116,11 +78,6 @@ func (a *acks) promise(r *kgo.Record, err error) {
 			a.failed = make(map[*kgo.Record]error)
 		}
 		a.failed[r] = err
-	}
-	a.held.Remove(r)
-	if a.full {
-		a.full = false
-		wait.Signal(a.freed)
 	}
 	a.done()
 }

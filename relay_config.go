@@ -5,10 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"math/rand/v2"
-	"slices"
-	"strings"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -23,7 +20,7 @@ type RelayConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
 
-	// Name of the relay, at most 100 characters. It does not begin with worker:. Each name has a cursor of its
+	// Name of the relay, at most 100 characters. It does not begin with worker: or consumer:. Each name has a cursor of its
 	// own and publishes every event; of the processes that run the same name one
 	// relays and the others stand by. Empty means default.
 	Name string
@@ -49,16 +46,15 @@ type RelayConfig struct {
 	// SendTimeout bounds one send, and so about how long [Relay.Run] outlives
 	// its context. Zero means 15 s.
 	SendTimeout time.Duration
-	// Lease is how long a relay that has died keeps its standby waiting. It is
-	// renewed at a third of this. Zero means 30 s.
+	// Lease is how long a relay whose host has vanished keeps its standby waiting, and one behind a pooler that shares
+	// connections, whatever ended it. Where only the process has died, PostgreSQL notices, and a standby takes over within
+	// PollInterval and a second. The lease is renewed at a third of this. Zero means 30 s.
 	Lease time.Duration
 
-	// Linger is how long the Kafka client waits for further records of a partition before
-	// it sends those that it has, kgo.ProducerLinger; that option among those of NewRelay
-	// has no effect. All records of a batch are handed over at once, so batches come full,
-	// and Linger only delays the last records of each; where many partitions get few
-	// events each, it makes fewer requests of them. At most a tenth of DeliveryTimeout.
-	// Zero means 0 s.
+	// Linger is how long the events of a send wait before they are sent. All of them are
+	// handed to the Kafka client at once and share requests, so it only delays them.
+	// kgo.ProducerLinger among the options of NewRelay has no effect. At most a tenth of
+	// DeliveryTimeout. Zero means 0 s.
 	Linger time.Duration
 
 	// RetryInterval is how long a relay waits before it looks for failed events
@@ -179,16 +175,12 @@ func (c RelayConfig) validate(given RelayConfig) error {
 	if c.PassFailedKeys && c.HoldDead {
 		errs = append(errs, errors.New("fields PassFailedKeys and HoldDead: later events either pass a failed one or wait for an operator"))
 	}
-	for _, class := range slices.Sorted(maps.Keys(c.RetryDeadAfter)) {
-		if c.RetryDeadAfter[class] <= 0 {
-			errs = append(errs, fmt.Errorf("field RetryDeadAfter of %q is %v: must be above 0", class, c.RetryDeadAfter[class]))
-		}
-	}
+	errs = append(errs, check.EachPositive("RetryDeadAfter", c.RetryDeadAfter))
 	if err := check.Text(c.Name, maxRelayName); err != nil {
 		errs = append(errs, fmt.Errorf("field Name %w", err))
 	}
-	if strings.HasPrefix(c.Name, tables.WorkerPrefix) {
-		errs = append(errs, fmt.Errorf("field Name is %.100q: names that begin with %s are those of groups of workers", c.Name, tables.WorkerPrefix))
+	if tables.IsGroup(c.Name) {
+		errs = append(errs, fmt.Errorf("field Name is %.100q: names that begin with %s or %s are those of groups", c.Name, tables.WorkerPrefix, tables.ConsumerPrefix))
 	}
 	if c.Mode != Binary && c.Mode != Structured {
 		errs = append(errs, fmt.Errorf("field Mode is %d: must be Binary or Structured", c.Mode))

@@ -19,6 +19,7 @@ type producerConfig struct {
 	opts        []kgo.Opt
 	mode        Mode
 	sendTimeout time.Duration
+	linger      time.Duration
 	// passFailedKeys is RelayConfig.PassFailedKeys.
 	passFailedKeys bool
 }
@@ -86,9 +87,10 @@ func withGrace(stop, held context.Context) (context.Context, context.CancelFunc)
 	return ctx, func() { unregister(); cancel() }
 }
 
-// produce implements [sender]. If the breaker permits fewer calls, or a batch of the
-// topic holds fewer records, it takes only the first of the events.
+// produce implements [sender]. If the breaker permits fewer calls, a batch of the
+// topic holds fewer records, or the client has no room for more, it takes only the first of the events.
 func (p *producer) produce(stop, held context.Context, batch []envelope, which []int) (sendResult, error) {
+	p.lease.awaitSure(stop, held)
 	if !p.lease.held() {
 		return sendResult{}, errLeaseLost
 	}
@@ -112,6 +114,8 @@ func (p *producer) produce(stop, held context.Context, batch []envelope, which [
 		fit := p.limits.Fitting(records, errs)
 		records, errs = records[:fit], errs[:fit]
 	}
+	fit := p.buffer.Fitting(records, errs)
+	records, errs = records[:fit], errs[:fit]
 	return p.send(stop, held, grace, newAcks(permit, records, errs))
 }
 
@@ -147,13 +151,15 @@ func (p *producer) prepare(ctx context.Context, topics []string) {
 func (p *producer) send(stop, held, grace context.Context, acks *acks) (sendResult, error) {
 	bounded, cancel := context.WithTimeout(held, p.cfg.sendTimeout)
 	defer cancel()
-	n := p.handOver(stop, held, bounded, grace, acks)
+	n := p.handOver(stop, held, grace, acks)
 	acks.handedOver(acks.errs[n:])
+	flushed := p.flush(stop, held)
 	sent := sendResult{records: acks.records[:n], errs: acks.errs[:n], works: true}
 	known := p.await(bounded, grace, acks)
 	if !known {
 		p.abandon(acks)
 	}
+	flushed()
 	acks.raise()
 	if !known && held.Err() != nil {
 		return sendResult{}, context.Cause(held)
@@ -192,16 +198,10 @@ func (p *producer) explain(ctx context.Context, acks *acks) bool {
 }
 
 // handOver hands records without an error to the client, and returns how many it has
-// passed. No more are in the client's hands than its buffer has room for, so that few are
-// written after a stop.
-func (p *producer) handOver(stop, held, bounded, grace context.Context, acks *acks) (n int) {
-	promise, end := acks.promise, 0
-	for ; n < len(acks.records) && acks.permit.holds() && stop.Err() == nil; n++ {
-		if n == end {
-			if end = acks.awaitRoom(stop, bounded, p.buffer, n); end == n {
-				return n
-			}
-		}
+// passed.
+func (p *producer) handOver(stop, held, grace context.Context, acks *acks) (n int) {
+	promise := acks.promise
+	for ; n < len(acks.records) && acks.permit.holds() && stop.Err() == nil && p.lease.sure(); n++ {
 		r := &acks.records[n]
 		if acks.errs[n] != nil {
 			continue
@@ -211,6 +211,23 @@ func (p *producer) handOver(stop, held, bounded, grace context.Context, acks *ac
 		p.client.Produce(held, r, promise)
 	}
 	return n
+}
+
+// flush has the client send what it was given, which it does not do before. If it did, Kafka could
+// reject a request while later records are handed over: the client fails what it has of the partition
+// then, and what comes behind is accepted, before events of its key that were rejected with others.
+// The client must not be given more before await has returned: it does when the outcome of every record
+// is known, and when the client is closed.
+func (p *producer) flush(stop, held context.Context) (await func()) {
+	if p.cfg.linger > 0 {
+		wait.Await(stop, held, nil, p.cfg.linger)
+	}
+	client, ended := p.client, make(chan struct{})
+	go func() {
+		defer close(ended)
+		_ = client.Flush(context.Background()) // its only error is that of the context
+	}()
+	return func() { <-ended }
 }
 
 // await waits until the outcome of every record is known, and reports whether it is. It

@@ -13,6 +13,7 @@ import (
 	"github.com/outboxgo/outbox/internal/places"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
+	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
 // cursorStore reads and moves the cursor of a relay. [cursors] does so in PostgreSQL.
@@ -20,6 +21,7 @@ type cursorStore interface {
 	load(ctx context.Context, l *lease) (position, error)
 	rebase(ctx context.Context, l *lease) (unsent int64, err error)
 	open(ctx context.Context, l *lease, p position, limit int) (next position, events []envelope, large bool, err error)
+	glance(ctx context.Context) (changed bool, err error)
 	windowStore
 	move(ctx context.Context, l *lease, p position, failures []failure) (id int64, err error)
 }
@@ -34,18 +36,21 @@ type sessionParts struct {
 	}
 	failed interface {
 		keys(statement statementContext, wrong *[]string) func(after string) ([]keyRows, error)
+		freed(statement statementContext, since time.Duration) func() ([]keyRows, error)
 		places(ctx context.Context) ([]places.Bad, error)
 	}
 	deliverer interface {
 		deliver(stop, held context.Context, batch []envelope, parked *parking) ([]outcome, error)
 		topic(e *envelope) (string, error)
 	}
+	ticks  *wakeup.Ticks
 	parked *parking         // shared with the retrier
 	places *places.Registry // shared with the retriers
 	health *healthState
 	log    *slog.Logger
 	outage *outage.Log     // PostgreSQL
-	wake   <-chan struct{} // wake requests
+	wake   <-chan struct{} // wake requests of this process
+	heard  <-chan struct{} // notifications of others
 
 	eventDied func() // called after an event has become dead
 }
@@ -54,7 +59,7 @@ type sessionParts struct {
 type session struct {
 	sessionParts
 
-	woken    bool // the last wait ended by a wake request
+	rhythm   wakeup.Rhythm
 	pos      position
 	recorded bool // pos is in outbox_cursor
 	opened   bool // a window, or found nothing to open
@@ -65,7 +70,9 @@ type session struct {
 }
 
 func newSession(p sessionParts) *session {
-	return &session{sessionParts: p, window: newWindowReader(p.cursors, p.cfg.BatchSize), beside: p.newGroup()}
+	return &session{
+		sessionParts: p, window: newWindowReader(p.cursors, p.cfg.BatchSize), beside: p.newGroup(), rhythm: wakeup.Rhythm{Idle: p.cfg.PollInterval, Ticks: p.ticks},
+	}
 }
 
 // run relays until ctx is cancelled; then it returns nil. Once the position is loaded it
@@ -151,7 +158,7 @@ func (s *session) load() error {
 	}
 	return s.try(func(ctx context.Context) error {
 		s.parked.reset()
-		err := s.parked.recount(s.failed.keys(s.withStatementTimeout, nil))
+		err := s.parked.recount(s.parkedKeys())
 		if err != nil {
 			return err
 		}
@@ -162,6 +169,24 @@ func (s *session) load() error {
 		s.places.Load(bad)
 		return nil
 	})
+}
+
+// parkedKeys returns a function that returns the keys which have to wait. While the lease is not exclusive, these are also keys that an
+// operator has freed: the process that had the lease before may be sending what was resolved.
+func (s *session) parkedKeys() func(after string) ([]keyRows, error) {
+	page := s.failed.keys(s.withStatementTimeout, nil)
+	if s.lease.exclusive() {
+		return page
+	}
+	const longest = time.Hour // that another process can have had an event in hand, whatever its lease was
+	freed := s.failed.freed(s.withStatementTimeout, max(longest, 2*s.cfg.Lease))
+	return func(after string) ([]keyRows, error) {
+		keys, err := page(after)
+		if err == nil && len(keys) == 0 {
+			keys, err = freed()
+		}
+		return keys, err
+	}
 }
 
 // rebase moves the cursors here from the cluster that the database came from. It may
@@ -192,23 +217,60 @@ func (s *session) follow(ctx context.Context) error {
 		s.backlog.Store(!s.window.drained())
 		if len(batch) == 0 {
 			s.health.cursorMoved()
-			s.woken = wait.Await(ctx, s.held, s.wake, s.cfg.PollInterval)
+			s.await(ctx)
 			continue
 		}
 		if err := s.send(ctx, batch); err != nil {
 			return err
 		}
-		if s.woken && s.window.drained() {
-			s.woken = wait.Await(ctx, s.held, s.wake, wakeGrace)
+		if s.window.drained() {
+			s.await(ctx)
 		}
 	}
 	return s.record(nil)
 }
 
-// wakeGrace is how long a relay that was woken waits for the next wake request before it
-// looks unasked. If it looked at once it would find nothing, most times, and an event that
-// is committed meanwhile would have to wait.
-const wakeGrace = 2 * time.Millisecond
+// await waits until it is time to look for events.
+func (s *session) await(ctx context.Context) {
+	for {
+		pause := s.rhythm.Wait(time.Now())
+		if pause == 0 || !s.sleep(ctx, pause) || !s.rhythm.Glances(time.Now()) {
+			return
+		}
+		if s.glance() {
+			return
+		}
+	}
+}
+
+// glanceTimeout is short because a glance may be that of another relay, whose connection is dead.
+const glanceTimeout = time.Second
+
+// glance reports whether there may be something to find. If PostgreSQL fails, the next look says so.
+func (s *session) glance() bool {
+	s.health.progressed()
+	ctx, cancel := context.WithTimeout(s.held, glanceTimeout)
+	defer cancel()
+	changed, err := s.cursors.glance(ctx)
+	return changed || err != nil
+}
+
+// sleep reports whether it has slept so long.
+func (s *session) sleep(ctx context.Context, pause time.Duration) bool {
+	timer := time.NewTimer(pause)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-s.wake:
+		s.rhythm.Woken()
+	case <-s.heard:
+		s.rhythm.Notified(time.Now())
+	case <-ctx.Done():
+	case <-s.held.Done():
+	}
+	return false
+}
 
 // next returns the events to send next: further ones of the open window, or those of a
 // new one. It returns none when there is nothing to send, or when ctx is cancelled.
@@ -237,7 +299,7 @@ func (s *session) next(ctx context.Context) (batch []envelope, err error) {
 // lease lasts, and it reads nothing if it took too long before, or if it is the first:
 // perhaps it is for this that the last session has lost its lease.
 func (s *session) open() (batch []envelope, large bool, err error) {
-	limit := s.window.limits.events.most
+	began, limit := time.Now(), s.window.limits.events.most
 	if !s.opened {
 		limit = 0
 	}
@@ -254,8 +316,10 @@ func (s *session) open() (batch []envelope, large bool, err error) {
 	})
 	switch {
 	case err == nil && large:
+		s.rhythm.Looked(began, s.cfg.BatchSize) // at least about as many
 		err = s.window.begin(s.pos)
 	case err == nil:
+		s.rhythm.Looked(began, len(batch))
 		s.window.limits.events.grow(len(batch))
 	}
 	s.opened, s.recorded = s.opened || err == nil, s.recorded || err == nil
@@ -325,7 +389,7 @@ func (s *session) failures(batch []envelope, outcomes []outcome) (decided int, f
 			continue
 		case outcomeRejected:
 			status, wait = StatusFailed, s.cfg.retryWait(1)
-			if o.class == unreadableRow {
+			if o.class == unreadableRow && s.lease.exclusive() {
 				status, wait = StatusDead, 0
 			}
 		case outcomeUnavailable:

@@ -124,8 +124,8 @@ func TestWake(t *testing.T) {
 	for i := range 3 {
 		events := numbered("key", 1+i, 1)
 		h.commit(t, events...)
-		relay.Wake()
-		relay.Wake() // once too often does no harm
+		relay.Waker().Wake()
+		relay.Waker().Wake() // once too often does no harm
 		requireArrival(t, reader, events...)
 	}
 }
@@ -217,6 +217,7 @@ func TestTwoNames(t *testing.T) {
 // An idle relay must not use up transaction ids, nor write to the database.
 func TestIdlePollWritesNothing(t *testing.T) {
 	// Not parallel: a relay is idle only while no transaction of the cluster ends.
+	testenv.Direct(t)
 	h := newRelayFixture(t)
 	reader := h.follow(t)
 	cfg := quick
@@ -225,6 +226,7 @@ func TestIdlePollWritesNothing(t *testing.T) {
 	events := numbered("key", 1, 1)
 	h.commit(t, events...)
 	requireArrival(t, reader, events...)
+	h.awaitClaim(t)
 	state := func() (cursors int, leaseVersion string, calls int64) {
 		require.NoError(t, h.db.QueryRow(background, h.sql(
 			`SELECT (SELECT count(*) FROM {s}.outbox_cursor), (SELECT xmin::text || xmax::text || ctid::text FROM {s}.outbox_lease),

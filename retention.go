@@ -51,7 +51,7 @@ type RetentionConfig struct {
 	// AuditedFor is how long rows stay in outbox_audit, which says what operators did.
 	// Zero means 365 days.
 	AuditedFor time.Duration
-	// DeliveredFor is how long rows stay in event_delivery that workers have handled, or
+	// DeliveredFor is how long rows stay in event_delivery that were handled, or
 	// that an operator has resolved. Zero means 7 days.
 	DeliveredFor time.Duration
 
@@ -166,8 +166,11 @@ func (c RetentionConfig) pause(took time.Duration) time.Duration {
 type CleanHandledConfig struct {
 	// Schema holds the tables of outbox. Empty means public.
 	Schema string
-	// HandledFor is how long rows stay, see [RetentionConfig]. Zero means 31 days.
+	// HandledFor is how long rows of event_handled stay, see [RetentionConfig]. Zero means 31 days.
 	HandledFor time.Duration
+	// DeliveredFor is how long rows of event_delivery stay that are handled or resolved, see
+	// [RetentionConfig]. Zero means 7 days.
+	DeliveredFor time.Duration
 	// BatchSize is the most rows that a transaction looks at, at most 10,000. Zero
 	// means 1,000.
 	BatchSize int
@@ -176,17 +179,19 @@ type CleanHandledConfig struct {
 	Pause time.Duration
 }
 
-// CleanHandled removes the rows of event_handled that are older than cfg.HandledFor,
+// CleanHandled removes the rows of event_handled that are older than cfg.HandledFor, and those
+// of event_delivery that were done before cfg.DeliveredFor,
 // in batches, and returns how many it removed. Where a relay runs on the schema, the
 // relay does this. Services that only consume call it at intervals, from any number
 // of processes. The error names every bad field, or is PostgreSQL's; some rows may
 // have been removed before it.
 func CleanHandled(ctx context.Context, db *pgxpool.Pool, cfg CleanHandledConfig) (int64, error) {
 	schema := cmp.Or(cfg.Schema, pg.DefaultSchema)
-	keep := RetentionConfig{HandledFor: cfg.HandledFor, BatchSize: cfg.BatchSize, Pause: cfg.Pause}.withDefaults()
+	keep := RetentionConfig{HandledFor: cfg.HandledFor, DeliveredFor: cfg.DeliveredFor, BatchSize: cfg.BatchSize, Pause: cfg.Pause}.withDefaults()
 	err := errors.Join(
 		check.Schema(schema),
 		check.NotNegative("HandledFor", keep.HandledFor),
+		check.NotNegative("DeliveredFor", keep.DeliveredFor),
 		check.NotNegative("BatchSize", keep.BatchSize),
 		check.NotAbove("BatchSize", keep.BatchSize, maxCleanBatch),
 		check.NotNegative("Pause", keep.Pause),
@@ -197,19 +202,26 @@ func CleanHandled(ctx context.Context, db *pgxpool.Pool, cfg CleanHandledConfig)
 	if err != nil {
 		return 0, fmt.Errorf("outbox: clean handled config: %w", err)
 	}
-	if keep.HandledFor == Forever {
-		return 0, nil
-	}
-	w := walk{batch: newRetention(db, schema, keep).handled, pause: func(took time.Duration) bool {
-		wait.Sleep(ctx, keep.pause(took))
-		return ctx.Err() == nil
-	}}
-	removed, err := w.run(ctx)
-	if err == nil {
-		err = ctx.Err()
-	}
-	if err != nil && !errors.Is(err, errBusy) {
-		return removed, fmt.Errorf("outbox: %w", err)
+	store, removed := newRetention(db, schema, keep), int64(0)
+	for _, table := range []struct {
+		keep  time.Duration
+		batch func(context.Context, int64) (step, error)
+	}{{keep.HandledFor, store.handled}, {keep.DeliveredFor, store.delivered}} {
+		if table.keep == Forever {
+			continue
+		}
+		w := walk{batch: table.batch, pause: func(took time.Duration) bool {
+			wait.Sleep(ctx, keep.pause(took))
+			return ctx.Err() == nil
+		}}
+		n, err := w.run(ctx)
+		removed += n
+		if err == nil {
+			err = ctx.Err()
+		}
+		if err != nil && !errors.Is(err, errBusy) {
+			return removed, fmt.Errorf("outbox: %w", err)
+		}
 	}
 	return removed, nil
 }

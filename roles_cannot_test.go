@@ -47,7 +47,9 @@ func (r *roles) requireNoMore(t *testing.T) {
 			"event_handled select", "event_handled delete", "consumer_start select", "consumer_group_role select", "event_delivery select",
 			"event_delivery delete", "event_subscription select"},
 		"consumer": {"event_handled select", "event_handled insert", "event_handled delete", "consumer_group_role select",
-			"consumer_start select", "consumer_start insert", "consumer_start update", "consumer_start delete", "consumer_pause select"},
+			"consumer_start select", "consumer_start insert", "consumer_start update", "consumer_start delete", "consumer_pause select",
+			"event_delivery select", "event_delivery insert", "event_delivery delete", "outbox select", "outbox_cursor select", "outbox_lease select",
+			"outbox_lease insert", "outbox_lease update", "event_subscription select"},
 		"worker": {"outbox select", "outbox_cursor select", "outbox_cursor insert", "outbox_cursor delete", "outbox_lease select", "outbox_lease insert",
 			"outbox_lease update", "event_handled select", "event_handled insert", "event_handled delete", "consumer_pause select", "consumer_group_role select",
 			"event_delivery select", "event_delivery insert", "event_delivery delete", "event_subscription select", "event_subscription insert",
@@ -100,8 +102,9 @@ func (r *roles) requireNoMore(t *testing.T) {
 		`outbox_hold_deliveries('{1}', 'kim', 'why')`:                                     "operator",
 		`outbox_release_deliveries('{1}', 'kim', 'why')`:                                  "operator",
 		`outbox_lock_deliveries('{1}')`:                                                   "", `outbox_promote_deliveries('{1}')`: "",
-		`outbox_lock_keys('mine', '{1}')`: "worker", `outbox_promote('mine', '{1}')`: "worker",
-		`outbox_finish_deliveries('mine', 'w', '{}', '{}', '{}')`: "worker",
+		`outbox_lock_keys('mine', '{1}')`: "worker consumer", `outbox_promote('mine', '{1}')`: "worker consumer",
+		`outbox_lock_keys_shared('mine', '{1}')`:                  "consumer",
+		`outbox_finish_deliveries('mine', 'w', '{}', '{}', '{}')`: "worker consumer",
 	}
 	for _, role := range r.parts {
 		db := r.as(t, role)
@@ -166,6 +169,10 @@ var escalations = map[string][]string{
 		`LOCK TABLE {s}.event_subscription IN SHARE MODE`,
 	},
 	"consumer": {
+		`UPDATE {s}.event_delivery SET payload_bytes = '\x00'`,
+		`UPDATE {s}.event_delivery SET consumer_group = 'theirs'`,
+		`UPDATE {s}.event_delivery SET resolution = 'resolved', resolved_by = 'kim', note = 'x'`,
+		`SELECT {s}.outbox_requeue_deliveries('{1}', 'kim', 'why')`,
 		`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('theirs', 't', 'new', 'a')`,
 		`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('theirs', 't', 'i', 'a')
 			ON CONFLICT (consumer_group, aggregate_type, aggregate_id, action) DO UPDATE SET handled_at = '-infinity'`,
@@ -175,6 +182,13 @@ var escalations = map[string][]string{
 		`UPDATE {s}.consumer_start SET consumer_group = 'theirs' WHERE consumer_group = 'mine'`,
 		`INSERT INTO {s}.consumer_group_role (consumer_group, role) VALUES ('*', session_user)`,
 		`UPDATE {s}.consumer_group_role SET consumer_group = '*'`,
+		`SELECT payload FROM {s}.outbox`,
+		`SELECT aggregate_id FROM {s}.outbox`,
+		`INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts) VALUES ('default', 'mallory', 1000, 'infinity', '0')`,
+		`INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts) VALUES ('mine', 'mallory', 1000, 'infinity', '0')`,
+		`INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts) VALUES ('consumer:theirs', 'mallory', 1000, 'infinity', '0')
+			ON CONFLICT (name) DO UPDATE SET holder = excluded.holder, epoch = excluded.epoch, expires_at = excluded.expires_at`,
+		`UPDATE {s}.outbox_lease SET name = 'default' WHERE name = 'consumer:mine'`,
 		`DELETE FROM {s}.consumer_pause`,
 		`ALTER TABLE {s}.event_handled DISABLE ROW LEVEL SECURITY`,
 		`DROP POLICY event_handled_write ON {s}.event_handled`,
@@ -192,7 +206,6 @@ var escalations = map[string][]string{
 		`UPDATE {s}.event_delivery SET status = 'DEAD'`,
 		`UPDATE {s}.event_delivery SET status = 'PENDING', locked_by = NULL, locked_until = NULL`,
 		`DELETE FROM {s}.event_delivery`,
-		`SELECT FROM {s}.event_delivery FOR UPDATE`,
 		`UPDATE {s}.event_subscription SET state = 'left', relay = 'r'`,
 		`SELECT {s}.outbox_promote('mine', '{1}')`,
 		`SELECT {s}.outbox_lock_groups('{mine}', 'r')`,
@@ -252,7 +265,7 @@ func (r *roles) requireNoEscalation(t *testing.T) {
 		INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
 		SELECT name, 0, '1:1:', 0, 1, 1 FROM unnest('{mine,theirs,worker:mine,worker:theirs}'::text[]) AS name;
 		INSERT INTO {s}.outbox_lease (name, holder, epoch, expires_at, lasts)
-		SELECT name, 'h', 1, now(), '1 s' FROM unnest('{mine,theirs,worker:mine,worker:theirs}'::text[]) AS name;
+		SELECT name, 'h', 1, now(), '1 s' FROM unnest('{mine,theirs,worker:mine,worker:theirs,consumer:mine,consumer:theirs}'::text[]) AS name;
 		INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('mine', 't', 'i', 'a'), ('theirs', 't', 'i', 'a');
 		INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position)
 		SELECT g, 't', gen_random_uuid(), 0, 0, 5 FROM unnest('{mine,theirs}'::text[]) AS g`))
@@ -298,6 +311,9 @@ var hiddenRows = map[string][]string{
 		`DELETE FROM {s}.event_handled WHERE consumer_group = 'theirs'`,
 		`UPDATE {s}.consumer_start SET position = 1000 WHERE consumer_group = 'theirs'`,
 		`DELETE FROM {s}.consumer_start WHERE consumer_group = 'theirs'`,
+		// Relays may have the name of a group.
+		`UPDATE {s}.outbox_lease SET holder = 'mallory' WHERE name IN ('theirs', 'consumer:theirs')`,
+		`SELECT FROM {s}.outbox_lease WHERE name IN ('theirs', 'consumer:theirs') FOR UPDATE`,
 	},
 	"worker": {
 		`UPDATE {s}.event_subscription SET changed_at = now() WHERE consumer_group = 'theirs'`,

@@ -287,7 +287,7 @@ func TestWorkerRole(t *testing.T) {
 	r.giveGroup(t, "worker", "bank")
 	f.db = r.as(t, "worker") // what the fixture's worker uses
 	var mended atomic.Bool
-	cfg := outbox.WorkerConfig{FromStart: true, HoldDead: true, Lease: 3 * time.Second}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{HoldDead: true}, FromStart: true, Lease: 3 * time.Second}
 	cfg.RetryWait, cfg.MaxRetries = 10*time.Millisecond, 2
 	f.start(cfg, f.effects("COUNTED", func(s step, m outbox.Metadata) error {
 		if s.N == 2 && !mended.Load() {
@@ -340,12 +340,26 @@ func TestConsumerRole(t *testing.T) {
 	r.giveGroup(t, "consumer", "roles-"+s.topic)
 	_, err = s.db.Exec(background, r.sql(`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('another', 't', 'i', 'a')`))
 	require.NoError(t, err)
-	db := r.as(t, "consumer")
+	db, box := r.as(t, "consumer"), &mailbox{}
 	s.sendTo(t, 1, 10)
 	c, err := outbox.NewConsumer(db, testenv.KafkaOpts(s.brokers), s.events,
-		outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "roles-" + s.topic, Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, FromStart: true}, outbox.Handle("COUNTED", s.count))
+		outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "roles-" + s.topic, Schema: s.schema, Logger: logTo(t, slog.LevelWarn)}, FromStart: true,
+			Alerts: outbox.AlertConfig{Alerter: box, Interval: 20 * time.Millisecond, DeadThreshold: 1, ReportInterval: time.Millisecond, StaleAfter: time.Minute, StalePending: 1}},
+		outbox.Handle("COUNTED", s.count))
 	require.NoError(t, err)
 	testenv.Run(t, c.Run)
+
+	// It alerts also to relays, and to groups for which it may not write.
+	s.exec(t, `INSERT INTO {s}.outbox_cursor (relay, last_processed_id, snapshot, highest_id, system_identifier, epoch)
+		SELECT name, 0, pg_current_snapshot(), 0, 1, 1 FROM unnest('{default,worker:another}'::text[]) AS name`)
+	s.sell(t, sale{"p", 1, ""})
+	s.update(t, `UPDATE {s}.outbox SET created_at = now() - interval '1 h'`)
+	s.exec(t, `INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, lost, lost_at) VALUES ('another', 't', gen_random_uuid(), 0, 0, 1, now())`)
+	dead := s.owe(t, "another", "DEAD")
+	for _, kind := range []outbox.AlertKind{outbox.AlertDeadDeliveries, outbox.AlertManyDead, outbox.AlertReport, outbox.AlertStale, outbox.AlertNoLeader, outbox.AlertLost} {
+		box.await(t, kind, false)
+	}
+	require.Equal(t, map[int64]int{dead: 1}, box.deaths())
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 10 }, testenv.Patience, 10*time.Millisecond)
 	for _, source := range []string{"a", "b"} {
 		require.NoError(t, c.Deliver(background, s.saleOf(source, "the same id")))

@@ -19,7 +19,8 @@ import (
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/pg"
-	"github.com/outboxgo/outbox/internal/wait"
+	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/watch"
 )
 
 // Worker passes the events of a database to handlers, without Kafka: the handlers of a
@@ -33,17 +34,19 @@ import (
 // which are those of a topic and a partition key, each action gets one after the other, in the order in
 // which they were recorded.
 type Worker struct {
-	cfg        WorkerConfig
-	retriesFor func(error) int // the host's, or nil
-	db         *pgxpool.Pool
-	processor  *processor
-	slots      *handling.Slots
-	pauses     *pauses.Set
-	operators  *pauses.Store
-	outages    *outage.Logs
-	wake       chan struct{}
-	archive    *contain.Callback // Retention.Archive
-	monitor    *monitor
+	cfg       WorkerConfig
+	db        *pgxpool.Pool
+	processor *processor
+	slots     *handling.Slots
+	breakers  *actionBreakers
+	pauses    *pauses.Set
+	operators *pauses.Store
+	outages   *outage.Logs
+	wake      chan struct{} // this process has recorded events
+	heard     chan struct{} // others have
+	waker     *Waker
+	archive   *contain.Callback // Retention.Archive
+	monitor   *monitor
 
 	running atomic.Bool
 	current atomic.Pointer[workerRun] // nil while it does not run
@@ -58,9 +61,9 @@ type Worker struct {
 // a group that is not needed any more has to be removed by an operator.
 //
 // NewWorker does no I/O. A running worker uses up to Concurrency connections of db for
-// transactions, and five more. The error names every bad field and handler.
+// transactions, and five more, and one beside them, which all relays and workers on db share: it hears when other
+// processes have recorded events, see [Waker]. The error names every bad field and handler.
 func NewWorker(db *pgxpool.Pool, events *Registry, cfg WorkerConfig, handlers ...Handler) (*Worker, error) {
-	retriesFor := cfg.RetriesFor
 	cfg = cfg.withDefaults()
 	errs := []error{cfg.validate()}
 	if db == nil {
@@ -80,16 +83,15 @@ func NewWorker(db *pgxpool.Pool, events *Registry, cfg WorkerConfig, handlers ..
 	}
 	log := cfg.Logger.With("group", cfg.Group)
 	cfg.HandlerConfig = cfg.guarded(log)
-	if retriesFor != nil {
-		retriesFor = cfg.RetriesFor
-	}
-	return &Worker{
-		cfg: cfg, retriesFor: retriesFor, db: db, slots: handling.SlotsOf(db), pauses: pauses.NewSet(), operators: pauses.NewStore(db, cfg.Schema, cfg.Group),
-		outages: outage.NewLogs(log), wake: make(chan struct{}, 1),
+	w := &Worker{
+		cfg: cfg, db: db, slots: handling.SlotsOf(db), pauses: pauses.NewSet(), operators: pauses.NewStore(db, cfg.Schema, cfg.Group),
+		outages: outage.NewLogs(log), wake: make(chan struct{}, 1), heard: make(chan struct{}, 1), waker: newWaker(db, cfg.Schema, log),
 		archive:   contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: archiveGrace}),
-		monitor:   &monitor{watch: newGroupWatch(db, cfg.Schema, cfg.Group, cfg.Alerts, log), outage: outage.NewLog(log, "PostgreSQL, for alerts,")},
+		monitor:   newGroupMonitor(groupWatch{store: watch.NewWorkerStore(db, cfg.Schema), group: cfg.Group, lease: cfg.Lease}, cfg.Alerts, log),
 		processor: &processor{cfg: cfg.HandlerConfig, routes: routes, log: log, input: &inputLog{}, apart: new(sync.Map), store: newHandledStore(db, cfg.Schema, cfg.Group)},
-	}, nil
+	}
+	w.breakers = newActionBreakers(&w.cfg.HandlerConfig, routes, log)
+	return w, nil
 }
 
 // Group returns the consumer group.
@@ -98,9 +100,8 @@ func (w *Worker) Group() string { return w.cfg.Group }
 // Topics returns the topics whose events the worker handles, sorted.
 func (w *Worker) Topics() []string { return slices.Clone(w.processor.routes.topics) }
 
-// Wake makes the worker look for events now instead of at its next poll. Call it after a
-// commit; it never blocks.
-func (w *Worker) Wake() { wait.Signal(w.wake) }
+// Waker returns the waker of this process, for transactions that record events. It works while Run does.
+func (w *Worker) Waker() *Waker { return w.waker }
 
 // Run handles events until ctx is cancelled; then it returns nil, within StopTimeout. In this
 // time handlers finish the events that they are at, which has three fifths of it, and the rest goes
@@ -143,10 +144,10 @@ type workerRun struct {
 }
 
 func newWorkerRun(w *Worker) *workerRun {
-	r := &workerRun{Worker: w, lease: newGroupLease(w.db, w.cfg.Schema, w.cfg.Group, w.cfg.Lease)}
+	r := &workerRun{Worker: w, lease: newGroupLease(w.db, w.cfg.Schema, tables.WorkerPrefix+w.cfg.Group, w.cfg.Lease)}
 	r.deliveryRun = newDeliveryRun(runParts{
-		cfg: &w.cfg, retriesFor: w.retriesFor, db: w.db, processor: w.processor, slots: slots{transactions: w.slots}, pauses: w.pauses, outages: w.outages, wake: w.wake,
-		read: readOutboxEvent, pairs: deliveryPairs(w.processor.routes, true),
+		cfg: &w.cfg, db: w.db, processor: w.processor, slots: slots{transactions: w.slots}, breakers: w.breakers, pauses: w.pauses, outages: w.outages, wake: w.wake, heard: w.heard,
+		read: readOutboxDelivery, pairs: deliveryPairs(w.processor.routes, true),
 	})
 	r.intake = &intake{
 		cfg: &w.cfg, dispatcher: r.dispatcher, processor: w.processor, log: w.processor.log, lease: r.lease, hooks: r.hooks, starting: true,
@@ -170,8 +171,11 @@ func (r *workerRun) run(ctx context.Context) error {
 	defer context.AfterFunc(ctx, r.state.stop)()
 	background, end := context.WithCancel(context.WithoutCancel(ctx))
 	var beside sync.WaitGroup
+	member := r.waker.hub.Join(r.wake, r.heard, r.processor.log)
+	defer member.Close()
+	beside.Go(func() { r.listen(background, member) })
 	beside.Go(func() { r.watchPauses(background) })
-	beside.Go(func() { newGroupCleaner(r.Worker, r.lease, r.intake.hasBacklog, r.cut).run(r.stopping) })
+	beside.Go(func() { newWorkerDuty(r.Worker, r.lease, r.intake.hasBacklog, r.cut).run(r.stopping) })
 	err := r.deliveryRun.run(ctx)
 	end()
 	beside.Wait()
@@ -223,19 +227,26 @@ func (w *Worker) Deliver(ctx context.Context, tx pgx.Tx, outboxID int64, action 
 	return repeated, nil
 }
 
-// RetryWait returns how long a worker waits after an attempt, from 1, on an event of a topic that has
-// failed with err, without the random part of a wait. Again is false if there is no other attempt: the
-// delivery is DEAD.
-func (w *Worker) RetryWait(topic string, attempt int, err error) (wait time.Duration, again bool) {
-	retries := w.cfg.of(topic).MaxRetries
-	if w.retriesFor != nil {
-		retries = w.retriesFor(err)
-	}
-	if isPermanent(err) || attempt > retries {
+// RetryWait returns how long a worker waits after an attempt, from 1, of an action on an event of a
+// type that has failed with err, without the random part of a wait. Again is false if there is no other attempt:
+// the delivery is DEAD, or the group has no such action.
+func (w *Worker) RetryWait(eventType, action string, attempt int, err error) (wait time.Duration, again bool) {
+	route := w.processor.routes.byName[eventType]
+	if route == nil {
 		return 0, false
 	}
-	wait, _ = w.cfg.retryWait(topic, attempt, err)
-	return wait, true
+	for h := range route.handlers() {
+		if h.action != action {
+			continue
+		}
+		usual := w.cfg.of(route.def.destination())
+		if isPermanent(err) || attempt > w.cfg.retries(h, usual, err, func(f func()) { f() }) {
+			return 0, false
+		}
+		wait, _ = h.retry.over(usual).wait(attempt, err)
+		return wait, true
+	}
+	return 0, false
 }
 
 // sqlDeliverRecorded reads an event as a row of event_delivery would have it.

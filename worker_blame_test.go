@@ -101,7 +101,8 @@ func TestWorkerHandlerFails(t *testing.T) {
 		}),
 		outbox.HandleBatch("MANY", func(ctx context.Context, tx pgx.Tx, all []outbox.Received[step]) (err error) {
 			for _, r := range all {
-				if err = effect(ctx, tx, "MANY", r.Event); err != nil {
+				// Behind one that has begun a transaction of its own, another one could commit that.
+				if err = effect(ctx, tx, "MANY", r.Event); err != nil || failing[r.Event.Account] != nil && r.Event.N == 1 {
 					break
 				}
 			}
@@ -119,7 +120,7 @@ func TestWorkerHandlerFails(t *testing.T) {
 	var mu sync.Mutex
 	failed := map[string]int{}
 	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond}
-	cfg.RetryWait, cfg.MaxRetries = time.Millisecond, 1
+	cfg.RetryWait, cfg.MaxRetries, cfg.Breaker = time.Millisecond, 1, neverOpen
 	cfg.Hooks.Failed = func(m outbox.Metadata, action string, _ error) {
 		mu.Lock()
 		defer mu.Unlock()
@@ -139,7 +140,8 @@ func TestWorkerHandlerFails(t *testing.T) {
 		require.Equal(t, n, f.count(dead+` AND attempt_count = 2 AND aggregate_id = $1 AND last_error_message LIKE '%' || $2 || '%' AND starts_with(last_error_code, $3)`,
 			tt.name, tt.message, tt.code), "%s: %s", tt.name, f.text(`SELECT string_agg(concat_ws(' ', action, attempt_count, last_error_code, last_error_message), '; ') FROM {schema}.event_delivery WHERE status = 'DEAD' AND aggregate_id = $1`, tt.name))
 	}
-	require.Equal(t, 2*(len(steps)-inTx), f.count(`SELECT count(*) FROM {schema}.effect`))
+	require.Equal(t, 2*(len(steps)-inTx), f.count(`SELECT count(*) FROM {schema}.effect`), "too many: %s", f.text(`SELECT string_agg(concat_ws(' ', action, account, n), '; ')
+		FROM {schema}.effect WHERE n = 1 AND NOT starts_with(account, 'before ') OR (action, account, n) IN (SELECT action, account, n FROM {schema}.effect GROUP BY 1, 2, 3 HAVING count(*) > 1)`))
 	require.Equal(t, 2*(len(steps)-inTx), f.count(`SELECT count(*) FROM {schema}.event_handled`))
 	mu.Lock()
 	defer mu.Unlock()
@@ -175,7 +177,7 @@ func TestWorkerRetriesForEver(t *testing.T) {
 	for name, cfg := range map[string]outbox.WorkerConfig{
 		"all":                      {HandlerConfig: outbox.HandlerConfig{MaxRetries: math.MaxInt}},
 		"32 bits":                  {HandlerConfig: outbox.HandlerConfig{MaxRetries: math.MaxInt32}},
-		"stream":                   {Streams: map[string]outbox.StreamConfig{stream: {MaxRetries: math.MaxInt}}},
+		"stream":                   {Streams: map[string]outbox.RetryPolicy{stream: {MaxRetries: math.MaxInt}}},
 		"error":                    {HandlerConfig: outbox.HandlerConfig{MaxRetries: 1, RetriesFor: always(math.MaxInt)}},
 		"error beyond all":         {HandlerConfig: outbox.HandlerConfig{MaxRetries: math.MaxInt32 - 1, RetriesFor: always(math.MaxInt)}},
 		"as usual after the error": {HandlerConfig: outbox.HandlerConfig{MaxRetries: math.MaxInt, RetriesFor: always(5)}},
@@ -367,4 +369,34 @@ func TestWorkerRetryAfterInOutage(t *testing.T) {
 			require.LessOrEqual(t, calls.Load(), map[string]int64{"alone": 1, "first": 1, "later": 2}[with])
 		})
 	}
+}
+
+// A delivery that is dead for an error of a kind in RetryDeadAfter has its attempts again after a while, in front of the later ones of
+// its key that wait. Others, and what an operator has resolved, stay dead.
+func TestRetryDeadAfterOfDeliveries(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	var back atomic.Bool
+	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond, Lease: time.Second}
+	cfg.MaxRetries, cfg.HoldDead = -1, true
+	cfg.RetryDeadAfter = map[string]time.Duration{"timeout": 200 * time.Millisecond}
+	f.commit(step{"late", 1}, step{"late", 2}, step{"wrong", 1}, step{"closed", 1})
+	_, stop := f.start(cfg, f.effects("DONE", func(s step, _ outbox.Metadata) error {
+		switch {
+		case s.Account == "wrong":
+			return errors.New("wrong")
+		case s.N == 1 && !back.Load():
+			return context.DeadlineExceeded
+		}
+		return nil
+	}))
+	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND aggregate_id = 'wrong'`, 1)
+	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND aggregate_id = 'closed' AND put_back`, 1)
+	stop()
+	f.exec(`UPDATE {schema}.event_delivery SET status = 'DEAD', processed_at = now(), resolution = 'resolved', resolved_by = 'kim', resolved_at = now() WHERE aggregate_id = 'closed'`)
+	back.Store(true)
+	f.start(cfg, f.effects("DONE", nil))
+	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE' AND aggregate_id = 'late'`, 2)
+	require.Zero(t, f.count(`SELECT count(*) FROM (SELECT n, lag(n) OVER (PARTITION BY account ORDER BY id) AS before FROM {schema}.effect) AS e WHERE n <= before`))
+	require.Equal(t, 2, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD'`))
 }

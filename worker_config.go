@@ -8,15 +8,13 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // WorkerConfig tunes a [Worker]. All but Group may be zero.
 type WorkerConfig struct {
-	// HandlerConfig is what a [Consumer] has, too. Here MaxRetries counts how often an event is
-	// claimed again, RetryWait is the wait before that, and what has used up its attempts becomes
-	// DEAD in event_delivery. An event whose process ends while it is handled has used up one. HandlerTimeout
-	// is not bounded, because what a handler has is renewed while it runs. Zero means 150 s.
+	// HandlerConfig is what a [Consumer] has, too. An event whose process ends while it is handled has
+	// used up an attempt. HandlerTimeout is not bounded, because what a handler has is renewed while it
+	// runs. Zero means 150 s.
 	HandlerConfig
 
 	// FromStart lets a new group begin with the events that are in outbox. Without it, it begins
@@ -28,10 +26,6 @@ type WorkerConfig struct {
 	// retry holds up those behind it.
 	Unordered bool
 
-	// HoldDead keeps the events behind a DEAD one waiting until an operator has resolved it, or it
-	// was handled after all. Without it they go on.
-	HoldDead bool
-
 	// Concurrency is how many handlers with a transaction may run at the same time, and how many
 	// without one. Those with a transaction have three quarters of the connections of the pool in
 	// any case, all workers and consumers that use it together. Zero means 4.
@@ -41,8 +35,8 @@ type WorkerConfig struct {
 	// where handlers are slow, so that a transaction takes about a second. Zero means 100.
 	MaxPoll int
 
-	// PollInterval is how long it takes until a worker sees an event for which nobody has called
-	// Wake. Zero means 1 s.
+	// PollInterval is how long it takes until a worker sees an event that no [Waker] has
+	// announced. Zero means 1 s.
 	PollInterval time.Duration
 
 	// Lease is for how long an event is with a worker that does not renew it, because its process
@@ -50,12 +44,8 @@ type WorkerConfig struct {
 	// least 1 s. Zero means 30 s.
 	Lease time.Duration
 
-	// MaxRetryWait bounds the wait before a retry. A part of each wait, up to a fifth, is added or
-	// left out at random. Zero means 60 s.
-	MaxRetryWait time.Duration
-
-	// Streams replaces some of these for the events of a topic.
-	Streams map[string]StreamConfig
+	// Streams is how the events of a topic are tried again, where that is not as for all. [WithRetry] goes before it.
+	Streams map[string]RetryPolicy
 
 	// StopTimeout is how long [Worker.Run] may outlive its context. Handlers have three fifths of
 	// it to finish the events that they are at. Zero means 5 s.
@@ -71,24 +61,11 @@ type WorkerConfig struct {
 	Retention RetentionConfig
 }
 
-// StreamConfig is how the events of a topic are tried again by a [Worker]. What is zero is as
-// in [WorkerConfig].
-type StreamConfig struct {
-	// MaxRetries is how often an event that failed is tried again. Negative means never. Zero
-	// means that of the worker.
-	MaxRetries int
-	// RetryWait is the wait before the first retry. Zero means that of the worker.
-	RetryWait time.Duration
-	// MaxRetryWait bounds the wait. Zero means that of the worker.
-	MaxRetryWait time.Duration
-}
-
 const (
 	defaultConcurrency    = 4
 	defaultWorkerPoll     = time.Second
 	defaultWorkerLease    = 30 * time.Second
 	minWorkerLease        = time.Second
-	defaultMaxRetryWait   = time.Minute
 	defaultHandlerTimeout = 150 * time.Second
 )
 
@@ -100,7 +77,6 @@ func (c WorkerConfig) withDefaults() WorkerConfig {
 	c.MaxPoll = cmp.Or(c.MaxPoll, defaultMaxPoll)
 	c.PollInterval = cmp.Or(c.PollInterval, defaultWorkerPoll)
 	c.Lease = cmp.Or(c.Lease, defaultWorkerLease)
-	c.MaxRetryWait = cmp.Or(c.MaxRetryWait, defaultMaxRetryWait)
 	c.StopTimeout = cmp.Or(c.StopTimeout, defaultStopTimeout)
 	c.Retention = c.Retention.withDefaults()
 	if c.Alerts.Alerter == nil {
@@ -119,7 +95,6 @@ func (c WorkerConfig) validate() error {
 		check.NotNegative("MaxPoll", c.MaxPoll),
 		check.NotAbove("MaxPoll", c.MaxPoll, maxMaxPoll),
 		check.NotNegative("PollInterval", c.PollInterval),
-		check.NotNegative("MaxRetryWait", c.MaxRetryWait),
 		check.NotNegative("StopTimeout", c.StopTimeout),
 		c.Retention.validate(),
 		c.Alerts.settings().Validate(),
@@ -140,23 +115,7 @@ func (c WorkerConfig) validate() error {
 const maxConcurrency = 1000
 
 // of returns how the events of a topic are tried again.
-func (c *WorkerConfig) of(topic string) StreamConfig {
-	s := c.Streams[topic]
-	s.MaxRetries = cmp.Or(s.MaxRetries, c.MaxRetries)
-	s.RetryWait = cmp.Or(s.RetryWait, c.RetryWait)
-	s.MaxRetryWait = cmp.Or(s.MaxRetryWait, c.MaxRetryWait)
-	return s
-}
+func (c *WorkerConfig) of(topic string) RetryPolicy { return c.Streams[topic].over(c.policy()) }
 
 // attempts returns how many attempts an event has with so many retries, as event_delivery can hold them.
 func attempts(retries int) int { return min(max(0, retries), math.MaxInt32-1) + 1 }
-
-// retryWait returns the wait before the next attempt on an event of a topic, without its random part. It has none, and
-// is exact, if an error says how long it is.
-func (c *WorkerConfig) retryWait(topic string, attempt int, err error) (d time.Duration, exact bool) {
-	if d, ok := retryAfter(err); ok {
-		return max(d, 0), true
-	}
-	s := c.of(topic)
-	return wait.Exponential(s.RetryWait, max(s.RetryWait, s.MaxRetryWait), attempt-1), false
-}

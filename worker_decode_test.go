@@ -168,7 +168,7 @@ func TestWorkerHandleBatch(t *testing.T) {
 	mu.Lock()
 	defer mu.Unlock()
 	require.Greater(t, largest, 10)
-	require.Equal(t, 2, alone)
+	require.Contains(t, []int{2, 3}, alone, "its two attempts, and one in a transaction with events of others")
 }
 
 // The wait before another attempt is that of its stream, or what the handler says. No other event of the stream waits
@@ -176,7 +176,7 @@ func TestWorkerHandleBatch(t *testing.T) {
 func TestWorkerWaits(t *testing.T) {
 	t.Parallel()
 	f := newWorkerFixture(t)
-	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond, Streams: map[string]outbox.StreamConfig{"account-events": {RetryWait: time.Hour}}}
+	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond, Streams: map[string]outbox.RetryPolicy{"account-events": {RetryWait: time.Hour}}}
 	cfg.RetryWait, cfg.MaxRetries = time.Millisecond, 1
 	f.commit(step{"usual", 1}, step{"usual", 2}, step{"later", 1}, step{"ever", 1}, step{"at once", 1}, step{"before", 1}, step{"permanent", 1}, step{"fine", 1})
 	f.start(cfg, f.effects("COUNTED", func(s step, _ outbox.Metadata) error {

@@ -1,10 +1,14 @@
 package outbox
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
+	"maps"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/deliveries"
@@ -12,27 +16,33 @@ import (
 	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
+	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
 // dispatcher gives work to the lanes of a process: rows of event_delivery that are due, and those that
 // takeNew makes. It takes no more than the lanes can handle soon, so that other processes of the group
 // get the rest.
 type dispatcher struct {
-	cfg     *WorkerConfig
-	store   *deliveries.Store
-	pauses  *pauses.Set
-	outages *outage.Logs
-	log     *slog.Logger
-	hands   *hands
-	wake    <-chan struct{}
-	cut     context.Context
-	kinds   []*laneKind
+	cfg      *WorkerConfig
+	store    *deliveries.Store
+	pauses   *pauses.Set
+	breakers *actionBreakers
+	outages  *outage.Logs
+	log      *slog.Logger
+	hands    *hands
+	wake     <-chan struct{} // this process has recorded events
+	heard    <-chan struct{} // others have
+	cut      context.Context
+	kinds    []*laneKind
 
 	// takeNew makes deliveries of what has come, if lanes can take some, and deals those that are with this process. It
 	// reports whether there are more, and whether PostgreSQL has answered. Nil if others make them.
 	takeNew func(context.Context) (more, answered bool, err error)
 
-	answered bool // PostgreSQL has answered in this look; only run
+	answered bool          // PostgreSQL has answered in this look; only run
+	rhythm   wakeup.Rhythm // of looks for new events; only run
+	full     bool          // the last of these found that no lane takes any; only run
+	listens  atomic.Bool   // this process is the one of the group that looks often
 
 	mu      sync.Mutex
 	due     bool      // rows may be claimed
@@ -87,10 +97,18 @@ func (d *dispatcher) await(stopping context.Context) {
 		until = d.next
 	}
 	d.mu.Unlock()
+	if d.takeNew != nil && d.listens.Load() && !d.full {
+		if next := time.Now().Add(d.rhythm.Wait(time.Now())); next.Before(until) {
+			until = next
+		}
+	}
 	timer := time.NewTimer(time.Until(until))
 	defer timer.Stop()
 	select {
 	case <-d.wake:
+		d.rhythm.Woken()
+	case <-d.heard:
+		d.rhythm.Notified(time.Now())
 	case <-d.freeNow:
 	case <-timer.C:
 	case <-stopping.Done():
@@ -161,6 +179,9 @@ func (d *dispatcher) look(ctx context.Context) (more bool, err error) {
 			continue
 		}
 		if due {
+			if err := d.claimTrials(ctx, k); err != nil {
+				return false, err
+			}
 			got, err := d.claim(ctx, k, room)
 			if err != nil {
 				return false, err
@@ -187,22 +208,41 @@ func (d *dispatcher) look(ctx context.Context) (more bool, err error) {
 	return more || got, err
 }
 
-// claim claims rows that are due for a kind of lanes. It reports whether there may be more.
-func (d *dispatcher) claim(ctx context.Context, k *laneKind, room int) (more bool, err error) {
-	pairs := d.unpaused(k)
-	if len(pairs) == 0 {
-		return false, nil
+// claimed says which rows are claimed.
+type claimed struct {
+	pairs    []deliveries.Pair
+	limit    int  // rows
+	follow   int  // more of each key, at most
+	suspects bool // may have ended the process which had them
+	budget   int64
+}
+
+// take claims rows for a kind of lanes, and deals them. It outlives a stop by a tenth of its time: what a claim has taken whose
+// answer is lost stays with this worker until its lease expires.
+func (d *dispatcher) take(ctx context.Context, k *laneKind, c claimed) (rows int, err error) {
+	if len(c.pairs) == 0 {
+		return 0, nil
 	}
+	const share = 10
+	ctx, end := wait.Grace(ctx, d.cfg.StopTimeout/share)
+	defer end()
 	ctx, cancel := context.WithTimeout(ctx, dispatchTimeout)
 	defer cancel()
-	began, limit := time.Now(), room*k.batch()
-	rows, err := d.store.Claim(ctx, pairs, limit, k.batch(), false, d.hands.budget())
+	began := time.Now()
+	got, err := d.store.Claim(ctx, c.pairs, c.limit, c.follow, c.suspects, c.budget)
 	if err != nil {
-		return false, err
+		return 0, err
 	}
 	d.answered = true
-	d.deal(k, rows, began)
-	return len(rows) >= limit && k.room() > 0, nil
+	d.deal(k, got, began)
+	return len(got), nil
+}
+
+// claim claims rows that are due for a kind of lanes. It reports whether there may be more.
+func (d *dispatcher) claim(ctx context.Context, k *laneKind, room int) (more bool, err error) {
+	limit := room * k.batch()
+	rows, err := d.take(ctx, k, claimed{pairs: d.unpaused(k), limit: limit, follow: k.batch(), budget: d.hands.budget()})
+	return err == nil && rows > 0 && rows >= limit && k.room() > 0, err
 }
 
 // claimSuspect claims a single row that may have ended the process which had it, unless one is
@@ -211,27 +251,40 @@ func (d *dispatcher) claimSuspect(ctx context.Context, k *laneKind) (more bool, 
 	if d.hands.hasSuspect() {
 		return true, nil
 	}
-	pairs := d.unpaused(k)
-	if len(pairs) == 0 {
-		return false, nil
-	}
-	ctx, cancel := context.WithTimeout(ctx, dispatchTimeout)
-	defer cancel()
-	began := time.Now()
-	rows, err := d.store.Claim(ctx, pairs, 1, 0, true, 0)
-	if err != nil {
-		return false, err
-	}
-	d.answered = true
-	d.deal(k, rows, began)
-	return len(rows) > 0, nil
+	rows, err := d.take(ctx, k, claimed{pairs: d.unpaused(k), limit: 1, suspects: true})
+	return rows > 0, err
 }
 
-// unpaused returns what is claimed for a kind of lanes, beginning with another pair each time.
+// claimTrials claims a row of each action whose breaker permits to try one.
+func (d *dispatcher) claimTrials(ctx context.Context, k *laneKind) error {
+	for _, p := range k.pairs {
+		if d.breakers.isClosed(p.Action) || d.pauses.IsPaused(p.Stream) {
+			continue
+		}
+		if wait := d.breakers.wait(p.Action); wait > 0 {
+			d.retryAt(time.Now().Add(wait))
+			continue
+		}
+		if !d.breakers.tryOne(p.Action) {
+			continue
+		}
+		rows, err := d.take(ctx, k, claimed{pairs: []deliveries.Pair{p}, limit: 1, budget: d.hands.budget()})
+		if rows == 0 {
+			d.breakers.forget(p.Action)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// unpaused returns what is claimed for a kind of lanes, beginning with another pair each time. What most events fail of
+// is not among it.
 func (d *dispatcher) unpaused(k *laneKind) (pairs []deliveries.Pair) {
 	k.pairs = append(k.pairs[1:], k.pairs[0])
 	for _, p := range k.pairs {
-		if !d.pauses.IsPaused(p.Stream) {
+		if !d.pauses.IsPaused(p.Stream) && d.breakers.isClosed(p.Action) {
 			pairs = append(pairs, p)
 		}
 	}
@@ -297,4 +350,135 @@ func (d *dispatcher) signalExpired() {
 	d.expired, d.due = true, true
 	d.mu.Unlock()
 	wait.Signal(d.freeNow)
+}
+
+// laneKind is the lanes for handlers with a transaction, or for those without.
+type laneKind struct {
+	lanes []*lane
+	pairs []deliveries.Pair
+	most  int // deliveries in a batch: fewer where handlers are slow
+
+	mu   sync.Mutex
+	load map[*lane]int  // batches that it has
+	slow map[*lane]bool // those that are at a single call for long
+	each time.Duration  // that a delivery has taken lately
+}
+
+// queue returns how many batches a lane shall have, the one under way included.
+func (k *laneKind) queue() int {
+	if k.most > 1 {
+		return 2
+	}
+	return 1
+}
+
+// room returns how many batches the lanes can take: none as long as all are at work and most have the
+// next batch, because a few large batches cost less than many small ones.
+func (k *laneKind) room() (room int) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	idle, quick := false, 0 // lanes
+	for _, l := range k.lanes {
+		if k.slow[l] {
+			continue
+		}
+		quick++
+		room += max(0, k.queue()-k.load[l])
+		idle = idle || k.load[l] == 0
+	}
+	if !idle && 2*room < quick*k.queue() {
+		return 0
+	}
+	return room
+}
+
+// A batch should take no longer than slowBatch, so that other processes do not wait for what this
+// one has; and one that takes less than fastBatch may be larger.
+const (
+	fastBatch = 500 * time.Millisecond
+	slowBatch = 2 * time.Second
+)
+
+// undividedBatch is how long the deliveries of a batch shall take at least before they are divided among
+// lanes: a transaction of their own costs about as much.
+const undividedBatch = 20 * time.Millisecond
+
+// size returns how many of n deliveries make a batch.
+func (k *laneKind) size(n int) int {
+	room := max(k.room(), 1)
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	size := (n + room - 1) / room
+	if k.each > 0 {
+		size = max(size, int(undividedBatch/k.each))
+	}
+	return min(size, k.most)
+}
+
+// freed notes that a lane has handled a batch.
+func (k *laneKind) freed(l *lane, n int, took time.Duration, most int) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.load[l]--
+	delete(k.slow, l)
+	const weight = 8 // of what was before
+	k.each += (took/time.Duration(max(n, 1)) - k.each) / weight
+	switch {
+	case took > slowBatch && n > 1:
+		k.most = max(1, min(k.most, n)/2)
+	case took > slowBatch:
+		k.most = 1
+	case took < fastBatch && n >= k.most:
+		k.most = min(2*k.most, most)
+	}
+}
+
+// give gives a batch to the lane that has the fewest.
+func (k *laneKind) give(batch []deliveries.Delivery) {
+	k.mu.Lock()
+	l := slices.MinFunc(k.lanes, func(a, b *lane) int {
+		if k.slow[a] != k.slow[b] {
+			if k.slow[a] {
+				return 1
+			}
+			return -1
+		}
+		return cmp.Compare(k.load[a], k.load[b])
+	})
+	k.load[l]++
+	l.in.add(batch)
+	k.mu.Unlock()
+}
+
+// takeFromSlow takes what waits for lanes that are at a single call for longer than slowBatch, so that
+// others handle it. These get nothing until the call has returned.
+func (k *laneKind) takeFromSlow() (waiting []deliveries.Delivery) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, l := range k.lanes {
+		call, ok := l.activity.Current()
+		if !ok || time.Since(call.Began) < slowBatch {
+			continue
+		}
+		k.slow[l] = true
+		for _, batch := range l.in.takeAll() {
+			k.load[l]--
+			waiting = append(waiting, batch...)
+		}
+	}
+	return waiting
+}
+
+// slowLanes returns those that are at a single call for longer than slowBatch.
+func (k *laneKind) slowLanes() []*lane {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return slices.Collect(maps.Keys(k.slow))
+}
+
+// batch returns how many deliveries a batch has at most.
+func (k *laneKind) batch() int {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.most
 }

@@ -37,7 +37,7 @@ func TestWorkerRetryWait(t *testing.T) {
 	const endless = math.MaxInt64
 	cfg := WorkerConfig{
 		HandlerConfig: HandlerConfig{RetryWait: time.Second},
-		Streams: map[string]StreamConfig{
+		Streams: map[string]RetryPolicy{
 			"slow": {RetryWait: time.Minute, MaxRetryWait: 5 * time.Minute}, "above": {RetryWait: time.Hour}, "endless": {RetryWait: endless, MaxRetryWait: endless},
 			"nearly endless": {RetryWait: 2 * (endless / 3)},
 		},
@@ -55,7 +55,7 @@ func TestWorkerRetryWait(t *testing.T) {
 		it := &laneItem{Delivery: deliveries.Delivery{Stream: tt.stream, Attempt: tt.attempt}}
 		least, most := time.Duration(endless), time.Duration(0)
 		for range 1000 {
-			d := l.retryWait(it, errors.New("no"))
+			d := l.policyOf(it, task{handler: &handler{}}).next(it.Attempt, errors.New("no"))
 			least, most = min(least, d), max(most, d)
 		}
 		require.True(t, least >= tt.want-tt.want/5 && least <= tt.want-tt.want/7, "%v: %v", tt, least)

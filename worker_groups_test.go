@@ -25,7 +25,7 @@ func TestWorkersOfManyGroups(t *testing.T) {
 	const accounts, steps = 20, 30
 	var failed atomic.Int64
 	failing := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond}
-	failing.RetryWait, failing.RetriesFor = time.Millisecond, func(error) int { return 1 << 20 }
+	failing.RetryWait, failing.RetriesFor, failing.Breaker = time.Millisecond, func(error) int { return 1 << 20 }, neverOpen
 	w, _ := f.startGroup("failing", failing, f.effects("COUNTED", func(step, outbox.Metadata) error { failed.Add(1); return errTest }))
 	works := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond}
 	for range 2 {
@@ -205,7 +205,7 @@ func TestWorkerWithFewConnections(t *testing.T) {
 			db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.MaxConns = most })
 			const accounts, steps = 5, 40
 			log := new(workerLog)
-			cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond, Lease: time.Second, StopTimeout: 2 * time.Second,
+			cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond, Lease: 3 * time.Second, StopTimeout: 2 * time.Second,
 				Retention: outbox.RetentionConfig{PublishedFor: time.Nanosecond, Interval: 10 * time.Millisecond, Pause: time.Millisecond}}
 			cfg.RetryWait, cfg.Logger = time.Millisecond, log.logger()
 			look := func() error {
@@ -252,13 +252,13 @@ func TestWorkerInEveryExecMode(t *testing.T) {
 			f := newWorkerFixture(t)
 			var archived atomic.Int64
 			log := new(workerLog)
-			cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond, Lease: 6 * time.Second, HoldDead: true,
+			cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond, Lease: 6 * time.Second,
 				Retention: outbox.RetentionConfig{PublishedFor: time.Nanosecond, CursorsFor: time.Nanosecond, Interval: 10 * time.Millisecond, Pause: time.Millisecond,
 					Archive: func(_ context.Context, _ pgx.Tx, rows []outbox.ArchivedEvent) error {
 						archived.Add(int64(len(rows)))
 						return nil
 					}}}
-			cfg.RetryWait, cfg.MaxRetries, cfg.Logger = time.Millisecond, 1, log.logger()
+			cfg.RetryWait, cfg.MaxRetries, cfg.HoldDead, cfg.Logger = time.Millisecond, 1, true, log.logger()
 			db := testenv.PoolIn(t, mode)
 			handler := f.effects("COUNTED", func(s step, m outbox.Metadata) error {
 				switch {
@@ -294,7 +294,7 @@ func TestWorkerInEveryExecMode(t *testing.T) {
 			f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE' AND last_error_code = 'stale'`,
 				f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE action = 'PUSHED' AND aggregate_id = 'a1' AND position < 100`))
 			require.True(t, w.Health().Ready, w.Health().Reasons)
-			require.Zero(t, log.count("outbox: PostgreSQL"), log.String())
+			require.Zero(t, log.count("outbox: PostgreSQL fails"), log.String())
 		})
 	}
 }

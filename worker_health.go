@@ -21,8 +21,8 @@ type WorkerHealth struct {
 	Ready bool
 	// Deliveries is how many deliveries this worker has.
 	Deliveries int
-	// Reasons say why the worker is not live or not ready. What is paused is among them, although
-	// it makes it neither.
+	// Reasons say why the worker is not live or not ready. What is paused, and breakers of actions that are not
+	// closed, are among them, although they make it neither.
 	Reasons []string
 }
 
@@ -63,7 +63,7 @@ func (w *Worker) Health() WorkerHealth {
 		if run.intake.isMoved() {
 			h.Reasons = append(h.Reasons, "the group was moved to Kafka: only what was open is handled")
 		}
-		h.Reasons = append(h.Reasons, pauseReasons(w.pauses, "worker")...)
+		h.Reasons = append(append(h.Reasons, pauseReasons(w.pauses, "worker")...), w.breakers.reasons()...)
 	}
 	return h
 }

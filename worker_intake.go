@@ -2,10 +2,13 @@ package outbox
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -13,6 +16,10 @@ import (
 
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/pgsession"
+	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/wait"
+	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
 // intake makes deliveries of new events of the database, for the lanes of a worker. But for moved
@@ -57,7 +64,7 @@ func (in *intake) takeNew(ctx context.Context) (more, answered bool, err error) 
 		in.round.left[k] = k.room() * k.batch()
 		limit = max(limit, in.round.left[k])
 	}
-	if limit == 0 {
+	if in.dispatcher.full = limit == 0; in.dispatcher.full {
 		return false, false, nil
 	}
 	if in.starting || in.isMoved() {
@@ -66,10 +73,11 @@ func (in *intake) takeNew(ctx context.Context) (more, answered bool, err error) 
 		}
 	}
 	began := time.Now()
-	_, more, err = in.fanOut.round(ctx, limit, in.dispatcher.hands.budget(), func(rows []deliveries.Delivery) error {
+	events, more, err := in.fanOut.round(ctx, limit, in.dispatcher.hands.budget(), func(rows []deliveries.Delivery) error {
 		in.deal(rows, began)
 		return nil
 	})
+	in.dispatcher.rhythm.Looked(began, events)
 	if err == nil && len(in.round.unknown) > 0 {
 		in.reportUnknown(ctx, in.round.unknown)
 	}
@@ -214,7 +222,7 @@ func (in *intake) statusOf(key deliveries.Key, pair deliveries.Pair) deliveries.
 	}
 	status, rest := deliveries.Pending, deliveries.Parked
 	for k, left := range in.round.left {
-		if left > 0 && slices.Contains(k.pairs, pair) && !in.dispatcher.pauses.IsPaused(pair.Stream) {
+		if left > 0 && slices.Contains(k.pairs, pair) && !in.dispatcher.pauses.IsPaused(pair.Stream) && in.dispatcher.breakers.isClosed(pair.Action) {
 			in.round.left[k]--
 			status, rest = deliveries.Processing, deliveries.Processing
 		}
@@ -231,4 +239,100 @@ func (in *intake) keyOf(e eventHead, action, stream string) deliveries.Key {
 		return deliveries.Key{}
 	}
 	return deliveries.KeyOf(in.cfg.Group, action, stream, e.recordKey())
+}
+
+// Which deliveries an event is owed is said by all workers of a group together: while a release is
+// rolled out, processes that do not know its new handlers make deliveries too. So each worker
+// writes down in event_subscription what its handlers take, and what a process has no handler for
+// it makes deliveries of that wait for one which has. What no worker has confirmed for
+// routeLife is no longer owed.
+const (
+	routeLife    = time.Hour
+	confirmEvery = 10 * time.Minute
+)
+
+// sqlSubscribe adds the routes $2 of a worker to those of its group, and drops what nobody confirms. Their
+// version says whether there are others than before.
+const sqlSubscribe = `
+INSERT INTO {schema}.event_subscription AS s (consumer_group, routes, routes_version)
+SELECT $1::text, jsonb_object_agg(route, extract(epoch FROM now())::bigint), 1 FROM unnest($2::text[]) AS route
+    ON CONFLICT (consumer_group) DO UPDATE
+   SET (routes, routes_version) = (
+       SELECT m.routes, s.routes_version + CASE WHEN ARRAY(SELECT k FROM jsonb_object_keys(m.routes) AS k ORDER BY k)
+                                                   = ARRAY(SELECT k FROM jsonb_object_keys(s.routes) AS k ORDER BY k) THEN 0 ELSE 1 END
+         FROM (SELECT jsonb_object_agg(key, value) AS routes FROM jsonb_each(s.routes || excluded.routes)
+                WHERE value::bigint > extract(epoch FROM now() - $3::interval)) AS m)`
+
+// sqlRoutes reads the routes of a group if they are others than those of version $2.
+const sqlRoutes = `
+SELECT routes_version, CASE WHEN routes_version <> $2 THEN routes::text END FROM {schema}.event_subscription WHERE consumer_group = $1::text`
+
+// groupRoutes say which pairs of action and stream get an event type, in a group.
+type groupRoutes struct {
+	version int64
+	streams map[string]bool
+	byType  map[string][]deliveries.Pair
+}
+
+// read takes over routes of a version.
+func (g *groupRoutes) read(version int64, text string) error {
+	var stored map[string]int64
+	if err := json.Unmarshal([]byte(text), &stored); err != nil {
+		return fmt.Errorf("read event_subscription.routes: %w", err)
+	}
+	*g = groupRoutes{version: version, streams: map[string]bool{}, byType: map[string][]deliveries.Pair{}}
+	for _, route := range slices.Sorted(maps.Keys(stored)) {
+		parts := strings.SplitN(route, "\n", 3)
+		if len(parts) < 3 {
+			return fmt.Errorf("read event_subscription.routes: %w: %q", ErrMalformed, route)
+		}
+		eventType, stream, action := parts[0], parts[1], parts[2]
+		g.streams[stream] = true
+		g.byType[eventType] = append(g.byType[eventType], deliveries.Pair{Action: action, Stream: stream})
+	}
+	return nil
+}
+
+// routesOf returns what the handlers of a process take, as event_subscription has it: event type, stream
+// and action, with line breaks between them.
+func routesOf(r routes) (all []string) {
+	for eventType, route := range r.byName {
+		for h := range route.handlers() {
+			all = append(all, eventType+"\n"+route.def.destination()+"\n"+h.action)
+		}
+	}
+	slices.Sort(all)
+	return slices.Compact(all)
+}
+
+// listen has the process that has the lock of its group hear notifications, and look often for events after one. The
+// other processes of the group look at each poll, and take what it does not get to. Where PostgreSQL gives no session,
+// behind a pooler for example, all of them do.
+func (r *workerRun) listen(ctx context.Context, member *wakeup.Member) {
+	s := pgsession.Of(r.db)
+	defer s.Use(r.processor.log)()
+	const unavailable, held = 100 * time.Millisecond, time.Second // how long to wait then
+	for ctx.Err() == nil && s.State() != pgsession.Pooled {
+		lock, err := s.TryLock(ctx, r.cfg.Schema, tables.WorkerPrefix+r.cfg.Group)
+		switch {
+		case err != nil:
+			if !errors.Is(err, pgsession.ErrUnavailable) && ctx.Err() == nil {
+				r.processor.log.Debug("outbox: the lock of the group cannot be taken, and new events are seen at the next poll", "error", err)
+			}
+			wait.Sleep(ctx, unavailable)
+			continue
+		case lock == nil:
+			wait.Sleep(ctx, held)
+			continue
+		}
+		r.dispatcher.listens.Store(true)
+		member.Lead(true)
+		select {
+		case <-lock.Lost():
+		case <-ctx.Done():
+		}
+		member.Lead(false)
+		r.dispatcher.listens.Store(false)
+		lock.Unlock(ctx)
+	}
 }

@@ -13,7 +13,6 @@ import (
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/deliveries"
 	"github.com/outboxgo/outbox/internal/outage"
-	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
@@ -91,6 +90,9 @@ func (k *keeper) takeOver(ctx context.Context) {
 		}
 		if err == nil && n%repairOften == 0 {
 			err = k.repair(try)
+		}
+		if err == nil && len(k.cfg.RetryDeadAfter) > 0 {
+			err = k.retryDead(try)
 		}
 		if err == nil && k.confirm != nil && time.Since(confirmed) > confirmEvery {
 			if err = k.confirm(try); err == nil {
@@ -182,11 +184,24 @@ func (k *keeper) expire(ctx context.Context) error {
 	}
 }
 
+// retryDead gives deliveries their attempts again that have been dead for as long as the host wants.
+func (k *keeper) retryDead(ctx context.Context) error {
+	retried, err := k.store.RetryDead(ctx, k.cfg.RetryDeadAfter)
+	if retried > 0 {
+		k.log.Info("outbox: dead deliveries are tried again, as RetryDeadAfter says", "deliveries", retried)
+		k.dispatcher.signalDue()
+	}
+	return err
+}
+
 // notify calls hooks for rows of workers that are gone.
 func (k *keeper) notify(rows []deliveries.Expired) {
 	h := k.cfg.Hooks
 	for _, e := range rows {
-		m := Metadata{ID: e.EventID, Type: e.Type, Attempt: e.Attempt, origin: &origin{delivery: deliveryOrigin{id: e.ID, stream: e.Stream}}}
+		m := metadataOf(&deliveries.Delivery{
+			Ref: deliveries.Ref{ID: e.ID}, EventID: e.EventID, Type: e.Type, Stream: e.Stream, Attempt: e.Attempt,
+			PartitionKey: e.RecordKey, FromKafka: e.FromKafka, Partition: e.Partition, Position: e.Position,
+		}, new(origin))
 		if h.Failed != nil {
 			h.Failed(m, e.Action, errGone)
 		}
@@ -270,8 +285,9 @@ type groupLease struct {
 	leases *leases
 }
 
-func newGroupLease(db *pgxpool.Pool, schema, group string, duration time.Duration) *groupLease {
-	return &groupLease{leases: newLeases(db, schema, tables.WorkerPrefix+group, duration)}
+// newGroupLease returns the lease of this name, which says what the group is one of.
+func newGroupLease(db *pgxpool.Pool, schema, name string, duration time.Duration) *groupLease {
+	return &groupLease{leases: newLeases(db, schema, name, duration)}
 }
 
 // acquire takes the lease, or returns errHeld. If this process has it already, what it did under it loses it.
@@ -290,30 +306,21 @@ func (g *groupLease) giveUp(l *lease, patience time.Duration) error {
 	return g.leases.giveUp(ctx, l)
 }
 
-// groupCleaner removes rows that are not kept any longer, while this process has the lease of the
-// group, and unless a relay has a position: then rows are for relays to remove. Beside that, it
-// alerts.
-type groupCleaner struct {
-	lease   *groupLease
-	store   *retention
-	cfg     *WorkerConfig
-	cut     context.Context // ended when a batch is not to go on
-	backlog func() bool     // of events to hand over
-	log     *slog.Logger
-	outages *outage.Logs
-	monitor *monitor
+// groupDuty is what one process of a group does for all of them, while it has the lease of the
+// group: it alerts, and works.
+type groupDuty struct {
+	lease       *groupLease
+	name        string                            // of the lease, in the log
+	cut         context.Context                   // ended when no work is to go on
+	work        func(context.Context, leadership) // until the context ends or the lease is lost
+	monitor     *monitor
+	report      func(began time.Time, err error) // takes what became of a try to take the lease
+	stopTimeout time.Duration
+	log         *slog.Logger
 }
 
-func newGroupCleaner(w *Worker, lease *groupLease, backlog func() bool, cut context.Context) *groupCleaner {
-	store := newRetention(w.db, w.cfg.Schema, w.cfg.Retention)
-	store.callback = w.archive.Call
-	return &groupCleaner{
-		lease: lease, store: store, cfg: &w.cfg, cut: cut, backlog: backlog, log: w.processor.log, outages: w.outages, monitor: w.monitor,
-	}
-}
-
-// run cleans until ctx is cancelled, whenever this process has the lease.
-func (g *groupCleaner) run(ctx context.Context) {
+// run is on duty until ctx is cancelled, whenever this process has the lease.
+func (g *groupDuty) run(ctx context.Context) {
 	for ctx.Err() == nil {
 		began := time.Now()
 		l, err := g.lease.acquire(ctx)
@@ -324,17 +331,14 @@ func (g *groupCleaner) run(ctx context.Context) {
 			err = nil
 		}
 		if ctx.Err() == nil {
-			g.outages.Report(outageCleaning, began, err)
+			g.report(began, err)
 			wait.Sleep(ctx, g.lease.leases.duration)
 		}
 	}
 }
 
-// outageCleaning is what it is named in the log that the lease of the group cannot be taken.
-const outageCleaning = "the lease for retention"
-
-// lead removes rows, and alerts, until ctx is cancelled or the lease is lost.
-func (g *groupCleaner) lead(ctx context.Context, l *lease) {
+// lead works, and alerts, until ctx is cancelled or the lease is lost.
+func (g *groupDuty) lead(ctx context.Context, l *lease) {
 	held, lose := context.WithCancelCause(g.cut)
 	leads := leadership{lease: l, held: held, lose: lose, statementTimeout: g.lease.leases.duration}
 	renewing := contain.NewGroup(func(p *contain.Panic) { lose(p) })
@@ -342,13 +346,7 @@ func (g *groupCleaner) lead(ctx context.Context, l *lease) {
 	alerting, stopAlerts := context.WithCancel(ctx)
 	defer context.AfterFunc(held, stopAlerts)()
 	renewing.Go(func() { g.monitor.run(alerting) })
-	newCleaner(leads, cleanerConfig{
-		name: g.lease.leases.relay, retention: g.cfg.Retention, poll: g.cfg.PollInterval, withoutFailed: true, removed: g.cfg.Hooks.RowsRemoved,
-		mayRun: func(ctx context.Context) (bool, error) {
-			has, err := g.store.hasRelay(ctx)
-			return !has, err
-		},
-	}, g.store, g.backlog, g.log).run(ctx)
+	g.work(ctx, leads)
 	lost := errors.Is(context.Cause(held), errLeaseLost)
 	lose(nil)
 	renewing.Wait()
@@ -356,13 +354,13 @@ func (g *groupCleaner) lead(ctx context.Context, l *lease) {
 		return
 	}
 	const share = 4 // of the time that a stop has
-	if err := g.lease.giveUp(l, g.cfg.StopTimeout/share); err != nil {
-		g.log.Warn("outbox: the lease for retention is not released, another worker waits until it expires", "error", err)
+	if err := g.lease.giveUp(l, g.stopTimeout/share); err != nil {
+		g.log.Warn("outbox: "+g.name+" is not released, another process waits until it expires", "error", err)
 	}
 }
 
 // renew renews the lease until held ends, and ends held when the lease is lost.
-func (g *groupCleaner) renew(leads leadership) {
+func (g *groupDuty) renew(leads leadership) {
 	third := g.lease.leases.duration / 3
 	for {
 		wait.Sleep(leads.held, third)
@@ -377,4 +375,40 @@ func (g *groupCleaner) renew(leads leadership) {
 			return
 		}
 	}
+}
+
+// outageCleaning is what it is named in the log that the lease of the group cannot be taken.
+const outageCleaning = "the lease for retention"
+
+// newWorkerDuty returns what removes rows, and alerts, while this process has the lease of the group. No batch
+// goes on once cut has ended.
+func newWorkerDuty(w *Worker, lease *groupLease, backlog func() bool, cut context.Context) *groupDuty {
+	store := newRetention(w.db, w.cfg.Schema, w.cfg.Retention)
+	store.callback = w.archive.Call
+	cleaner := &groupCleaner{name: lease.leases.relay, store: store, cfg: &w.cfg, backlog: backlog, log: w.processor.log}
+	return &groupDuty{
+		lease: lease, name: outageCleaning, cut: cut, work: cleaner.run, monitor: w.monitor, stopTimeout: w.cfg.StopTimeout, log: w.processor.log,
+		report: func(began time.Time, err error) { w.outages.Report(outageCleaning, began, err) },
+	}
+}
+
+// groupCleaner removes rows that are not kept any longer, unless a relay has a position: then rows are for
+// relays to remove.
+type groupCleaner struct {
+	name    string // of the lease
+	store   *retention
+	cfg     *WorkerConfig
+	backlog func() bool // of events to hand over
+	log     *slog.Logger
+}
+
+// run cleans until ctx is cancelled or the lease is lost.
+func (g *groupCleaner) run(ctx context.Context, leads leadership) {
+	newCleaner(leads, cleanerConfig{
+		name: g.name, retention: g.cfg.Retention, poll: g.cfg.PollInterval, withoutFailed: true, removed: g.cfg.Hooks.RowsRemoved,
+		mayRun: func(ctx context.Context) (bool, error) {
+			has, err := g.store.hasRelay(ctx)
+			return !has, err
+		},
+	}, g.store, g.backlog, g.log).run(ctx)
 }

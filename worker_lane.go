@@ -45,9 +45,10 @@ type laneParts struct {
 	outages    *outage.Logs
 	log        *slog.Logger
 	hands      *hands
-	retriesFor func(error) int // the host's; nil: as many as the stream has
-	session    poolSession     // of the connections of the pool, before a handler changes it
-	event      func(*deliveries.Delivery) (*Message, error)
+	breakers   *actionBreakers
+	session    poolSession // of the connections of the pool, before a handler changes it
+	event      readDelivery
+	deadLetter sendDeadLetter
 
 	stopping context.Context // no other attempt begins
 	cut      context.Context // attempts end
@@ -57,6 +58,13 @@ type laneParts struct {
 	retryAt  func(time.Time)                          // a row may be claimed then
 	freed    func(l *lane, n int, took time.Duration) // a batch has ended
 }
+
+// readDelivery returns the event of a delivery, or nil if nobody is to have it, and the action that it is for, "" for all. It
+// adds to the metadata what only the event says.
+type readDelivery func(d *deliveries.Delivery, about *Metadata) (m *Message, action string, err error)
+
+// sendDeadLetter sends the dead letter of a delivery that is given up, and returns its topic. Nil: there is none.
+type sendDeadLetter func(ctx context.Context, d *deliveries.Delivery, why givenUp) (topic string, err error)
 
 // poolSession is what connections of the pool begin with.
 type poolSession struct{ role, user, isolation string }
@@ -73,6 +81,9 @@ type laneItem struct {
 	read bool // decoded
 	gone bool // not with this worker any more, or done
 }
+
+// isSpent reports whether no attempt is left: the delivery is claimed for its dead letter.
+func (it *laneItem) isSpent() bool { return it.FromKafka && it.Attempt > it.MaxAttempts }
 
 // batchQueue is what waits for a lane. Nobody waits to add to it: its lane may hang.
 type batchQueue struct {
@@ -162,7 +173,7 @@ func (l *lane) handle(batch []deliveries.Delivery) {
 		}
 		for i := range l.work[at : at+n] { // what a batch has read is not kept until its end
 			it := &l.work[at+i]
-			it.Payload, it.Headers, it.item = nil, nil, item{meta: it.meta}
+			it.Payload, it.Headers, it.Record, it.item = nil, nil, nil, item{meta: it.meta}
 		}
 		at += n
 	}
@@ -172,8 +183,8 @@ func (l *lane) handle(batch []deliveries.Delivery) {
 
 func (l *lane) mayGoOn() bool { return l.stopping.Err() == nil && l.held.Err() == nil }
 
-// handleBatch runs the tasks of items in one transaction, or, if that fails, each in one of its
-// own. It returns how many items it has dealt with.
+// handleBatch runs the tasks of items in one transaction. If that fails, it runs those in front of the one that
+// has failed, or, if that is the first, this one by itself. It returns how many items it has dealt with.
 func (l *lane) handleBatch(items []laneItem) int {
 	const conflictsOfBatch = 3 // small transactions block each other less
 	if n := slices.IndexFunc(items, l.isApart); n == 0 {
@@ -182,19 +193,15 @@ func (l *lane) handleBatch(items []laneItem) int {
 	} else if n > 0 {
 		items = items[:n]
 	}
-	var tasks []task
-	var streams []string
-	for i := range items {
-		tasks = items[i].appendInTx(tasks)
-		if !slices.Contains(streams, items[i].Stream) {
-			streams = append(streams, items[i].Stream)
+	for conflicts := 0; ; {
+		tasks, streams := tasksAndStreams(items)
+		if !l.own.sharing(tasks) {
+			l.handleEach(items, nil)
+			return len(items)
 		}
-	}
-	if !l.own.sharing(tasks) {
-		l.handleEach(items, nil)
-		return len(items)
-	}
-	for conflicts := 0; l.slots.take(l.stopping, true); {
+		if !l.slots.take(l.stopping, true) {
+			return len(items)
+		}
 		began := time.Now()
 		next, err := l.own.processBatch(l.held, tasks, func(spent time.Duration) bool {
 			return !l.mayGoOn() || spent >= transactionTime || slices.ContainsFunc(streams, l.pauses.IsPaused)
@@ -221,20 +228,42 @@ func (l *lane) handleBatch(items []laneItem) int {
 				return len(items)
 			}
 		default:
-			l.log.Debug("outbox: deliveries are handled one by one", "deliveries", len(items), "error", err)
-			var failed *taskError
-			errors.As(err, &failed)
-			l.handleEach(items, failed)
-			return len(items)
+			n, failed := itemsToRepeat(err, len(items), func(o *origin) int { return indexOf(items, o) })
+			l.log.Debug("outbox: a transaction of deliveries has failed, and those in front of the failed one are handled again", "deliveries", len(items), "in_front", n, "error", err)
+			if n == 0 {
+				l.handleEach(items[:1], failed)
+				return 1
+			}
+			items = items[:n]
 		}
 	}
-	return len(items)
 }
 
-// isApart reports whether an item has no place in a transaction with others.
+// tasksAndStreams returns the tasks of items with a transaction, and their streams.
+func tasksAndStreams(items []laneItem) (tasks []task, streams []string) {
+	for i := range items {
+		tasks = items[i].appendInTx(tasks)
+		if !slices.Contains(streams, items[i].Stream) {
+			streams = append(streams, items[i].Stream)
+		}
+	}
+	return tasks, streams
+}
+
+func indexOf(items []laneItem, of *origin) int {
+	return slices.IndexFunc(items, func(it laneItem) bool { return it.meta.origin == of })
+}
+
+// isApart reports whether an item has no place in a transaction with others. One without a task, which its decoder passes over,
+// would not be ended with them.
 func (l *lane) isApart(it laneItem) bool {
-	return it.gone || it.Suspect || it.class != "" || it.Action == "" || l.pauses.IsPaused(it.Stream) ||
+	return it.gone || len(it.tasks) == 0 || it.Suspect || it.class != "" || it.Action == "" || it.isSpent() || l.mustWait(&it) ||
 		slices.ContainsFunc(it.tasks, func(t task) bool { return t.kind == noTx })
+}
+
+// mustWait reports whether an item goes back untried: its stream is paused, or most events of its action fail.
+func (l *lane) mustWait(it *laneItem) bool {
+	return l.pauses.IsPaused(it.Stream) || !it.isSpent() && !l.breakers.mayTry(it.Action)
 }
 
 // markDone notes that the items before next are done, and returns how many these are. It adapts
@@ -242,9 +271,10 @@ func (l *lane) isApart(it laneItem) bool {
 func (l *lane) markDone(items []laneItem, next *origin, took time.Duration) int {
 	n := len(items)
 	if next != nil {
-		n = slices.IndexFunc(items, func(it laneItem) bool { return it.meta.origin == next })
+		n = indexOf(items, next)
 	}
 	for i := range items[:n] {
+		l.breakers.note(items[i].Action, items[i].Attempt, nil)
 		l.drop(&items[i])
 	}
 	l.promoteBehind()
@@ -296,7 +326,7 @@ func (l *lane) handleEach(items []laneItem, failed *taskError) {
 			return
 		}
 		it := &items[i]
-		if it.gone || l.pauses.IsPaused(it.Stream) {
+		if it.gone || l.mustWait(it) {
 			continue
 		}
 		if !l.tx && !l.progress.begin(it.Ref) {
@@ -309,11 +339,23 @@ func (l *lane) handleEach(items []laneItem, failed *taskError) {
 
 // handleOne runs the tasks of an item until they are done, or one has failed.
 func (l *lane) handleOne(it *laneItem, before *taskError) {
+	if it.isSpent() {
+		tried := it.MaxAttempts
+		if it.Action == "" { // no handler got it
+			tried = 0
+		}
+		l.giveUp(it, it.Action, it.LastCode, tried, &pastError{it.LastCode, it.LastMessage})
+		return
+	}
 	if it.class == classUnknownType && l.cfg.Hooks.Unknown != nil {
 		l.callHost("hook Unknown", it, func() { l.cfg.Hooks.Unknown(it.meta) })
 	}
 	if it.class != "" {
-		l.fail(it, it.Action, it.class, it.err, true)
+		tried := it.Attempt
+		if it.FromKafka && it.Action == "" { // no handler got it this time, either
+			tried = 0
+		}
+		l.giveUp(it, it.Action, it.class, tried, it.err)
 		return
 	}
 	plain := *l.own
@@ -343,6 +385,7 @@ func (l *lane) handleOne(it *laneItem, before *taskError) {
 			return
 		}
 	}
+	l.breakers.note(it.Action, it.Attempt, nil)
 	if inTx {
 		l.drop(it)
 		l.promoteBehind()
@@ -420,5 +463,5 @@ func (l *lane) callHost(function string, it *laneItem, f func()) {
 // attrs are what a log line says of a delivery.
 func (l *lane) attrs(it *laneItem, action string, more ...any) []any {
 	return append([]any{"stream", it.Stream, "type", it.Type, "event_id", it.EventID, "aggregate_type", it.AggregateType, "aggregate_id", it.AggregateID,
-		"action", action, "attempt", it.Attempt, "delivery_id", it.ID}, more...)
+		"action", action, "attempt", it.meta.Attempt, "delivery_id", it.ID}, more...)
 }

@@ -4,8 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
-	"math/rand/v2"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/deliveries"
@@ -98,58 +96,107 @@ func isPostponed(err error) bool {
 // postponed returns the error of a common transaction if it is that of a task, as a [*postponedError].
 func postponed(err error) *taskError {
 	failed, _ := errors.AsType[*taskError](err)
-	if failed == nil {
+	if failed == nil || !failed.certain {
 		return nil
 	}
-	return &taskError{failed.task, &postponedError{failed.err}}
+	later := *failed
+	later.err = &postponedError{failed.err}
+	return &later
 }
 
 // postpone has a delivery tried again when the error of a task says, without counting an attempt.
 func (l *lane) postpone(it *laneItem, t task, cause error) {
 	f := l.failureOf(it, errorClass(cause), cause)
-	f.Uncounted, f.Wait = true, l.retryWait(it, cause)
+	f.Uncounted, f.Wait = true, l.policyOf(it, t).next(it.Attempt, cause)
 	if _, err := l.writeFailure(it, f); err != nil { // lost: whoever has it now decides
 		return
 	}
 	l.log.InfoContext(handlerContext(l.held, it.meta), "outbox: handler failed in an outage of PostgreSQL, which is no attempt; trying again", l.attrs(it, t.action, "wait", f.Wait, "error", cause)...)
+	l.breakers.forget(it.Action)
 	l.promoted()
 	l.retryAt(time.Now().Add(f.Wait))
 }
+
+// policyOf returns how a task is tried again.
+func (l *lane) policyOf(it *laneItem, t task) RetryPolicy { return t.retry.over(l.cfg.of(it.Stream)) }
 
 // failTask writes down that a task has failed: its delivery is tried again later, or is dead.
 func (l *lane) failTask(it *laneItem, t task, err error) {
 	if l.cfg.Hooks.Failed != nil {
 		l.callHost("hook Failed", it, func() { l.cfg.Hooks.Failed(t.meta, t.action, err) })
 	}
-	usual := l.cfg.of(it.Stream).MaxRetries
-	retries := usual
-	if l.retriesFor != nil {
-		l.callHost("RetriesFor", it, func() { retries = l.retriesFor(err) })
+	l.breakers.note(it.Action, it.Attempt, err)
+	usual := l.cfg.of(it.Stream)
+	retries := l.cfg.retries(t.handler, usual, err, func(f func()) { l.callHost("RetriesFor", it, f) })
+	if isPermanent(err) || it.Attempt > retries {
+		l.giveUp(it, t.action, errorClass(err), it.Attempt, err)
+		return
 	}
-	if retries > usual {
+	if retries > usual.MaxRetries || it.FromKafka {
 		// Workers that are gone count, too, and know of no error: from here on they may use up
-		// as many attempts as of an event that has not failed yet, or as there are.
-		it.MaxAttempts = max(it.MaxAttempts, attempts(min(retries, it.Attempt-1+attempts(usual))))
+		// as many attempts as of an event that has not failed yet, or as there are. Of what was parked with its
+		// last attempt, and requeued, there are more again.
+		it.MaxAttempts = max(it.MaxAttempts, attempts(min(retries, it.Attempt-1+attempts(usual.MaxRetries))))
 	}
-	l.fail(it, t.action, errorClass(err), err, isPermanent(err) || it.Attempt > retries)
+	f := l.failureOf(it, errorClass(err), err)
+	f.Wait = l.policyOf(it, t).next(it.Attempt, err)
+	l.writeAndReport(it, t.action, "", f, err)
 }
 
-// fail writes down that an attempt of an action has failed.
-func (l *lane) fail(it *laneItem, action, class string, cause error, dead bool) {
+// giveUp makes a delivery dead that was tried so often. Of a record it sends the dead letter before: while that cannot
+// be sent, the delivery has no attempt left, and whoever claims it next sends it.
+func (l *lane) giveUp(it *laneItem, action, class string, tried int, cause error) {
 	f := l.failureOf(it, class, cause)
-	f.Dead, f.Held = dead, dead && l.cfg.HoldDead
-	if !dead {
-		f.Wait = l.retryWait(it, cause)
+	f.Dead, f.Held, f.Uncounted = true, l.cfg.HoldDead, it.isSpent()
+	it.meta.Attempt = tried
+	topic := ""
+	if l.deadLetter != nil {
+		var err error
+		if topic, err = l.deadLetter(l.held, &it.Delivery, givenUp{action: action, class: class, attempts: tried, err: cause}); err != nil {
+			l.awaitDeadLetter(it, f)
+			return
+		}
 	}
+	l.writeAndReport(it, action, topic, f, cause)
+}
+
+// givenUp says why a delivery is dead.
+type givenUp struct {
+	action, class string
+	attempts      int
+	err           error
+}
+
+// unsentWait is how long a delivery waits whose dead letter was not sent.
+const unsentWait = 5 * time.Second
+
+// awaitDeadLetter has a delivery claimed again that is given up when its dead letter is sent.
+func (l *lane) awaitDeadLetter(it *laneItem, f deliveries.Failure) {
+	f.Dead, f.Held, f.Wait, f.Last = false, false, unsentWait, !f.Uncounted
+	if _, err := l.writeFailure(it, f); err == nil {
+		l.retryAt(time.Now().Add(f.Wait))
+	}
+}
+
+// pastError is the error of an attempt that was made before its delivery was claimed.
+type pastError struct{ class, message string }
+
+func (e *pastError) Error() string { return e.message }
+
+// ErrorType names the error for metrics.
+func (e *pastError) ErrorType() string { return e.class }
+
+// writeAndReport writes a failed attempt of an action down, and reports it. The topic is that of its dead letter.
+func (l *lane) writeAndReport(it *laneItem, action, topic string, f deliveries.Failure, cause error) {
 	promoted, err := l.writeFailure(it, f)
 	if err != nil { // lost: whoever has it now decides
 		return
 	}
-	l.report(it, action, f, cause)
-	if promoted > 0 || dead {
+	l.report(it, action, topic, f, cause)
+	if promoted > 0 || f.Dead {
 		l.promoted()
 	}
-	if !dead {
+	if !f.Dead {
 		l.retryAt(time.Now().Add(f.Wait))
 	}
 }
@@ -181,7 +228,7 @@ func (l *lane) writeFailure(it *laneItem, f deliveries.Failure) (promoted int64,
 }
 
 // report logs a failed attempt, and calls the hook of a dead delivery.
-func (l *lane) report(it *laneItem, action string, f deliveries.Failure, cause error) {
+func (l *lane) report(it *laneItem, action, topic string, f deliveries.Failure, cause error) {
 	ctx := handlerContext(l.held, it.meta)
 	if !f.Dead {
 		l.log.WarnContext(ctx, "outbox: handler failed, trying again", l.attrs(it, action, "wait", f.Wait, "error_code", f.Code, "error", cause)...)
@@ -190,22 +237,14 @@ func (l *lane) report(it *laneItem, action string, f deliveries.Failure, cause e
 		}
 		return
 	}
-	l.log.ErrorContext(ctx, "outbox: delivery is dead, an operator has to decide", l.attrs(it, action, "error_code", f.Code, "error", cause)...)
+	more := []any{"error_code", f.Code, "error", cause}
+	if topic != "" {
+		more = append(more, "dead_letter_topic", topic)
+	}
+	l.log.ErrorContext(ctx, "outbox: delivery is dead, an operator has to decide", l.attrs(it, action, more...)...)
 	if l.cfg.Hooks.DeadLettered != nil {
-		l.callHost("hook DeadLettered", it, func() { l.cfg.Hooks.DeadLettered(it.meta, action, "", cause) })
+		l.callHost("hook DeadLettered", it, func() { l.cfg.Hooks.DeadLettered(it.meta, action, topic, cause) })
 	}
-}
-
-// retryWait returns how long to wait before the next attempt.
-func (l *lane) retryWait(it *laneItem, err error) time.Duration {
-	const jitter = 5                  // a fifth more or less
-	const longest = math.MaxInt64 / 2 // so that a fifth more is no overflow
-	d, exact := l.cfg.retryWait(it.Stream, it.Attempt, err)
-	if exact {
-		return d
-	}
-	d = min(d, longest)
-	return d - d/jitter + rand.N(2*(d/jitter)+1)
 }
 
 // flush writes down what is handled without a transaction.

@@ -25,7 +25,12 @@ func (l *lane) begin(batch []deliveries.Delivery) {
 // metadataOf returns what handlers are told of a delivery, with an origin that it fills.
 func metadataOf(d *deliveries.Delivery, of *origin) Metadata {
 	*of = origin{key: []byte(d.RecordKey()), delivery: deliveryOrigin{id: d.ID, stream: d.Stream}}
-	return Metadata{ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: d.Attempt, origin: of}
+	m := Metadata{ID: d.EventID, Source: d.Source, Type: d.Type, Subject: d.AggregateID, Attempt: d.Attempt, origin: of}
+	if d.FromKafka {
+		of.kafka = KafkaMetadata{Topic: d.Stream, Partition: d.Partition, Offset: d.Position, Key: of.key}
+		m.Kafka = &of.kafka
+	}
+	return m
 }
 
 // maxReadBytes bounds what a lane reads that came without its payload, until it has handled that.
@@ -63,11 +68,14 @@ func (l *lane) read(it *laneItem) {
 				return err
 			}
 		}
-		m, err := l.event(&it.Delivery)
-		if err != nil {
+		if it.isSpent() {
+			return nil
+		}
+		m, action, err := l.event(&it.Delivery, &it.meta)
+		if err != nil || m == nil {
 			return err
 		}
-		l.own.resolve(ctx, &it.item, m, it.Action)
+		l.own.resolve(ctx, &it.item, m, action)
 		return nil
 	})
 	switch {
@@ -105,6 +113,12 @@ func (l *lane) print(d *deliveries.Delivery) error {
 			try++
 		}
 	}
+}
+
+// readOutboxDelivery implements [readDelivery] for events of outbox.
+func readOutboxDelivery(d *deliveries.Delivery, _ *Metadata) (m *Message, action string, err error) {
+	m, err = readOutboxEvent(d)
+	return m, d.Action, err
 }
 
 // readOutboxEvent returns an event of outbox as it would arrive in a record.

@@ -221,6 +221,8 @@ func TestGroupsAreNoRelays(t *testing.T) {
 	require.Empty(t, events[0].AttemptedBy)
 	require.Empty(t, events[0].PendingFor)
 
-	_, err = outbox.NewRelay(f.db, nil, outbox.RelayConfig{Name: "worker:bank"})
-	require.ErrorContains(t, err, "field Name")
+	for _, name := range []string{"worker:bank", "consumer:bank"} {
+		_, err = outbox.NewRelay(f.db, nil, outbox.RelayConfig{Name: name})
+		require.ErrorContains(t, err, "field Name")
+	}
 }

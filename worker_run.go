@@ -15,6 +15,7 @@ import (
 	"github.com/outboxgo/outbox/internal/pauses"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/wait"
+	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
 // deliveryRun handles the deliveries of a group in this process: it claims them, gives them to lanes and
@@ -27,6 +28,7 @@ type deliveryRun struct {
 	dispatcher *dispatcher
 	hands      *hands
 	lanes      []*lane
+	session    poolSession       // of the connections of the pool
 	hooks      *contain.Callback // calls the hooks of what no lane has
 	stopping   context.Context
 	stop       context.CancelFunc // no other attempt begins
@@ -37,15 +39,18 @@ type deliveryRun struct {
 // runParts are what a [deliveryRun] is given.
 type runParts struct {
 	cfg        *WorkerConfig
-	retriesFor func(error) int // the host's; nil: as many as the stream has
 	db         *pgxpool.Pool
 	processor  *processor
 	slots      slots
+	breakers   *actionBreakers
 	pauses     *pauses.Set
 	outages    *outage.Logs
-	wake       <-chan struct{}
-	read       func(*deliveries.Delivery) (*Message, error) // returns the event of a delivery
-	pairs      [2][]deliveries.Pair                         // what handlers with a transaction get, and those without
+	wake       <-chan struct{} // this process has recorded events
+	heard      <-chan struct{} // others have
+	read       readDelivery
+	deadLetter sendDeadLetter
+	records    bool                 // deliveries are of records
+	pairs      [2][]deliveries.Pair // what handlers with a transaction get, and those without
 
 	// confirm says every now and then that this process still takes what it took. Nil if nobody asks.
 	confirm func(context.Context) error
@@ -56,9 +61,13 @@ func newDeliveryRun(parts runParts) *deliveryRun {
 	r.stopping, r.stop = context.WithCancel(context.Background())
 	r.cut, r.cutOff = context.WithCancel(context.Background())
 	r.store = deliveries.NewStore(r.db, r.cfg.Schema, r.cfg.Group, newHolder(), r.cfg.Lease)
+	if r.records {
+		r.store.ForRecords()
+	}
 	r.hooks = contain.NewCallback("a hook", r.log, contain.Limits{Patience: r.cfg.Lease / hookShare, Grace: contain.HookLimits.Grace})
 	r.dispatcher = &dispatcher{
-		cfg: r.cfg, store: r.store, pauses: r.pauses, outages: r.outages, log: r.log, hands: r.hands, wake: r.wake, cut: r.cut, freeNow: make(chan struct{}, 1),
+		cfg: r.cfg, store: r.store, breakers: r.breakers, pauses: r.pauses, outages: r.outages, log: r.log, hands: r.hands, wake: r.wake, heard: r.heard, cut: r.cut, freeNow: make(chan struct{}, 1),
+		rhythm: wakeup.Rhythm{Idle: r.cfg.PollInterval},
 	}
 	return r
 }
@@ -80,7 +89,8 @@ func (r *deliveryRun) prepare(ctx context.Context, check func(context.Context) e
 			return notMigrated(r.cfg.Schema, err)
 		case err == nil:
 			r.outages.Report(outagePostgres, began, nil)
-			r.makeLanes(first)
+			r.session = first
+			r.makeLanes()
 			return nil
 		case ctx.Err() == nil:
 			r.outages.Report(outagePostgres, began, err)
@@ -91,10 +101,10 @@ func (r *deliveryRun) prepare(ctx context.Context, check func(context.Context) e
 }
 
 // makeLanes makes the lanes of each kind of handlers that there is.
-func (r *deliveryRun) makeLanes(first poolSession) {
+func (r *deliveryRun) makeLanes() {
 	parts := laneParts{
-		cfg: r.cfg, retriesFor: r.retriesFor, processor: r.processor, store: r.store, slots: r.slots, pauses: r.pauses, outages: r.outages, event: r.read,
-		log: r.log, hands: r.hands, session: first, stopping: r.stopping, cut: r.cut, promoted: r.dispatcher.signalDue, lost: r.dispatcher.signalStrays, retryAt: r.dispatcher.retryAt,
+		cfg: r.cfg, processor: r.processor, store: r.store, slots: r.slots, breakers: r.breakers, pauses: r.pauses, outages: r.outages, event: r.read, deadLetter: r.deadLetter,
+		log: r.log, hands: r.hands, session: r.session, stopping: r.stopping, cut: r.cut, promoted: r.dispatcher.signalDue, lost: r.dispatcher.signalStrays, retryAt: r.dispatcher.retryAt,
 	}
 	for i, tx := range []bool{true, false} {
 		k := &laneKind{pairs: r.pairs[i], most: r.cfg.MaxPoll, load: map[*lane]int{}, slow: map[*lane]bool{}}

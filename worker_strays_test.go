@@ -41,7 +41,7 @@ func TestWorkerFindsWhatItHasClaimed(t *testing.T) {
 		if time.Since(killed) > time.Second { // in which a busy machine gets to it
 			killed = time.Now()
 			f.exec(`SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = $1`, name)
-			w.Wake()
+			w.Waker().Wake()
 		}
 		return f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE id = 1000 AND status = 'DONE' AND attempt_count = 1`) == 1
 	}, testenv.Patience, 20*time.Millisecond) // the lease is for an hour

@@ -110,7 +110,7 @@ func (f *workerFixture) worker(db *pgxpool.Pool, group string, cfg outbox.Worker
 	require.NoError(f.t, err)
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.wake = append(f.wake, w.Wake)
+	f.wake = append(f.wake, w.Waker().Wake)
 	return w
 }
 
@@ -138,7 +138,7 @@ func (f *workerFixture) effects(action string, check func(step, outbox.Metadata)
 // await waits until as many effects are there.
 func (f *workerFixture) await(n int) {
 	f.t.Helper()
-	require.Eventually(f.t, func() bool { return f.count(`SELECT count(*) FROM {schema}.effect`) >= n }, 20*time.Second, 10*time.Millisecond)
+	require.Eventually(f.t, func() bool { return f.count(`SELECT count(*) FROM {schema}.effect`) >= n }, testenv.Patience, 10*time.Millisecond)
 	require.Equal(f.t, n, f.count(`SELECT count(*) FROM {schema}.effect`))
 }
 

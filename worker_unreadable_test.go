@@ -20,9 +20,9 @@ func TestWorkerUnreadableRow(t *testing.T) {
 	testenv.UpdateEvents(t, f.db, `UPDATE "`+f.schema+`".outbox SET headers = $1::text::jsonb WHERE aggregate_id = 'headers'`, unprintable)
 	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 50 * time.Millisecond}
 	f.start(cfg, f.effects("COUNTED", nil))
-	f.await(3)
 	dead := `SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND last_error_code = 'undecodable' AND last_error_message LIKE '%54000%' AND attempt_count = `
 	require.Eventually(t, func() bool { return f.count(dead+`1`) == 2 }, slowPrint, 10*time.Millisecond)
+	f.await(3)
 
 	f.exec(`UPDATE {schema}.event_delivery SET status = 'PENDING' WHERE status = 'DEAD' AND aggregate_id = 'bad'`)
 	f.commit(step{"d", 1})

@@ -2,6 +2,7 @@ package faults
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"sync"
@@ -120,6 +121,13 @@ func newOldLeader(t *testing.T) *oldLeader {
 	o := &oldLeader{site: newSite(t), gate: newGate(), leading: make(chan bool, 10)}
 	db := o.poolConfig(t)
 	db.ConnConfig.Tracer = o.gate
+	// Without a session it has no lock to lose, which would have it renew its lease.
+	db.BeforeConnect = func(_ context.Context, cfg *pgx.ConnConfig) error {
+		if cfg.Tracer == nil {
+			return errors.New("only the pool connects")
+		}
+		return nil
+	}
 	cfg := o.config()
 	cfg.Hooks.Leading = func(leading bool) { o.leading <- leading }
 	cfg.Hooks.Sent = func(b outbox.SentBatch) {

@@ -130,5 +130,5 @@ func startPaired(t *testing.T, like *pgxpool.Pool, events *outbox.Registry, grou
 	}}, handler)
 	require.NoError(t, err)
 	testenv.Run(t, w.Run)
-	return w.Wake
+	return w.Waker().Wake
 }

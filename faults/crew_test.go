@@ -66,7 +66,7 @@ type worker struct {
 }
 
 // launch starts a process that TestMain makes what variable says.
-func (c *crew) launch(t *testing.T, variable string, spec any) {
+func (c *crew) launch(t *testing.T, variable string, spec any) *worker {
 	t.Helper()
 	value, err := json.Marshal(spec)
 	require.NoError(t, err)
@@ -84,6 +84,7 @@ func (c *crew) launch(t *testing.T, variable string, spec any) {
 	}()
 	t.Cleanup(w.kill)
 	c.workers = append(c.workers, w)
+	return w
 }
 
 // kill ends a process at once. Those that are there already must take over.

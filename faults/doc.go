@@ -1,6 +1,6 @@
 // Package faults tests outbox where servers and processes die, freeze, or tell
 // the wrong time, and where the network between them fails. It starts and kills
-// PostgreSQL servers, relays and consumers of its own. Kafka is the one of the
+// PostgreSQL servers, a PgBouncer, relays and consumers of its own. Kafka is the one of the
 // other tests where nothing is done to it; brokers that die, refuse, say nothing,
 // or keep shorter sessions than others allow are the test's own, and some of them
 // are fake.

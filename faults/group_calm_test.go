@@ -31,6 +31,7 @@ func TestCalmConsumers(t *testing.T) {
 		g.run(t, p, 200)
 		v.Incidents[p.kind]++
 	}
+	g.awaitRetried(t)
 	g.stop(t, g.workers...)
 	g.compare(t, &v)
 	t.Logf("%s", v)

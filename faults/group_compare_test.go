@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
@@ -22,7 +21,7 @@ import (
 func TestGroupResult(t *testing.T) {
 	t.Parallel()
 	right := func() groupResult {
-		v := groupResult{Incidents: map[string]int{}, CommitsLost: 1, Rewound: 1, Conflicts: 1, RepeatsSkipped: 1}
+		v := groupResult{Incidents: map[string]int{}, CommitsLost: 1, Rewound: 1, Conflicts: 1, RepeatsSkipped: 1, Parked: 1}
 		for _, p := range incidentKinds() {
 			v.Incidents[p.kind] = 1
 		}
@@ -40,6 +39,7 @@ func TestGroupResult(t *testing.T) {
 		func(v *groupResult) *int { return &v.Rewound },
 		func(v *groupResult) *int { return &v.Conflicts },
 		func(v *groupResult) *int { return &v.RepeatsSkipped },
+		func(v *groupResult) *int { return &v.Parked },
 	} {
 		v := right()
 		*effect(&v) = 0
@@ -50,7 +50,9 @@ func TestGroupResult(t *testing.T) {
 		func(v *groupResult) *int { return &v.WrongNotes },
 		func(v *groupResult) *int { return &v.Unseen },
 		func(v *groupResult) *int { return &v.Disorder },
-		func(v *groupResult) *int { return &v.DeadLetters },
+		func(v *groupResult) *int { return &v.Overtaken },
+		func(v *groupResult) *int { return &v.Open },
+		func(v *groupResult) *int { return &v.WrongDead },
 		func(v *groupResult) *int { return &v.FailedTries },
 		func(v *groupResult) *int { return &v.Lag },
 		func(v *groupResult) *int { return &v.LateStops },
@@ -69,12 +71,13 @@ func (g *group) compare(t *testing.T, v *groupResult) {
 	v.Records, v.Events = g.shop.records, g.shop.events
 	v.CommitsLost, v.Rewound = g.lost, g.rewound
 	require.NoError(t, g.db.QueryRow(g.ctx, `SELECT count(*) FROM event_handled`).Scan(&v.Handled))
-	v.WrongNotes = max(v.Handled-g.shop.actions, g.shop.actions-v.Handled)
+	v.Dead = len(g.shop.dead)
+	v.WrongNotes = max(v.Handled-(g.shop.actions-v.Dead), g.shop.actions-v.Dead-v.Handled)
 	v.WrongCounts = g.wrongCounts(t)
 	v.Lag = g.lag(t)
-	for _, end := range g.ends(t, outbox.DeadLetterTopic(g.spec.Topic)) {
-		v.DeadLetters += int(end)
-	}
+	v.Parked, v.Open = g.parked(t)
+	v.Overtaken = g.overtaken(t)
+	v.DeadLetters, v.WrongDead = g.wrongDead(t)
 	d := g.readDiaries(t)
 	v.RepeatsSkipped, v.RepeatsSeen, v.Rebalances = d.skipped, d.repeats, d.given
 	v.Disorder, v.FailedTries, v.LateStops, v.Conflicts = d.disorder, d.failed, d.late, d.conflicts

@@ -35,7 +35,9 @@ type memberSpec struct {
 	Balancer string // see -faults.balancer
 	// Session is the session timeout; 0 means the default of this and of other times.
 	Session time.Duration
-	Diary   string // the file that says what it has seen
+	// Retry is how likes are tried again, see failures.
+	Retry outbox.RetryPolicy
+	Diary string // the file that says what it has seen
 }
 
 // runMember is the whole life of a member.
@@ -63,11 +65,11 @@ func runMember(value string) error {
 	consumer, err := outbox.NewConsumer(db, s.kafkaOpts(d), events, s.config(d),
 		outbox.OncePer(outbox.Handle("SALES_COUNT_INCREASED", addSale),
 			func(e orderPaid, _ outbox.Metadata) (string, string) { return "Order", e.Order }),
-		outbox.OncePer(outbox.HandleBatch("VIEW_COUNT_INCREASED", addViews),
+		outbox.OncePer(outbox.HandleBatch(viewAction, addViews),
 			func(e productViewed, m outbox.Metadata) (string, string) {
 				return "ProductView", e.Product + "_" + m.ID
 			}),
-		outbox.Handle("LIKE_COUNT_CHANGED", addLike),
+		outbox.WithRetry(outbox.Handle(likeAction, addLike), s.Retry),
 		outbox.HandleNoTx("ORDER_SEEN", see[orderPaid](d)),
 		outbox.HandleNoTx("VIEW_SEEN", see[productViewed](d)),
 		outbox.HandleNoTx("LIKE_SEEN", see[productLiked](d)),
@@ -99,7 +101,9 @@ func (s memberSpec) config(d *diary) outbox.ConsumerConfig {
 					}
 				},
 				Failed: func(m outbox.Metadata, action string, err error) {
-					if !errors.Is(err, errHiccup) {
+					if m.Kafka == nil {
+						d.must("failed %s %s without a record: %v", action, m.ID, err)
+					} else if !errors.Is(err, errHiccup) && !errors.Is(err, errDownstream) && !isGone(err) {
 						d.must("failed %s %s/%d/%d: %v", action, m.Kafka.Topic, m.Kafka.Partition, m.Kafka.Offset, err)
 					}
 				},
@@ -203,19 +207,36 @@ func isSerializationFailure(err error) bool {
 	return ok && failed.Code == "40001"
 }
 
+// isGone reports whether an attempt was that of a member which was killed or frozen.
+func isGone(err error) bool {
+	var typed interface{ ErrorType() string }
+	return errors.As(err, &typed) && typed.ErrorType() == "stale"
+}
+
 // The counts are not idempotent: what is handled twice is counted twice. The rows
-// of products are locked as events come, so that members get into deadlocks.
+// of products are locked as events come, so that members get into deadlocks. Behind that
+// lock effects of likes and views are numbered in the order in which they are committed.
 const (
 	sqlAddSale = `
 INSERT INTO product_statistic AS s (product_id, sales_count, actions) VALUES ($1, $2, 1)
     ON CONFLICT (product_id) DO UPDATE SET sales_count = s.sales_count + excluded.sales_count, actions = s.actions + 1`
 	sqlAddViews = `
-INSERT INTO product_statistic AS s (product_id, view_count, actions)
-SELECT p, count(*), count(*) FROM unnest($1::text[]) AS p GROUP BY p ORDER BY p
-    ON CONFLICT (product_id) DO UPDATE SET view_count = s.view_count + excluded.view_count, actions = s.actions + excluded.actions`
+WITH counted AS (
+    INSERT INTO product_statistic AS s (product_id, view_count, actions)
+    SELECT p, count(*), count(*) FROM unnest($1::text[]) AS p GROUP BY p ORDER BY p
+        ON CONFLICT (product_id) DO UPDATE SET view_count = s.view_count + excluded.view_count, actions = s.actions + excluded.actions
+ RETURNING product_id
+)
+INSERT INTO effect (action, product_id, sequence)
+SELECT '` + viewAction + `', e.product, e.sequence FROM unnest($1::text[], $2::bigint[]) WITH ORDINALITY AS e (product, sequence, n)
+ WHERE e.product IN (SELECT product_id FROM counted) ORDER BY e.n`
 	sqlAddLike = `
-INSERT INTO product_statistic AS s (product_id, like_count, actions) VALUES ($1, $2, 1)
-    ON CONFLICT (product_id) DO UPDATE SET like_count = s.like_count + excluded.like_count, actions = s.actions + 1`
+WITH counted AS (
+    INSERT INTO product_statistic AS s (product_id, like_count, actions) VALUES ($1, $2, 1)
+        ON CONFLICT (product_id) DO UPDATE SET like_count = s.like_count + excluded.like_count, actions = s.actions + 1
+ RETURNING product_id
+)
+INSERT INTO effect (action, product_id, sequence) SELECT '` + likeAction + `', product_id, $3::bigint FROM counted`
 )
 
 func addSale(ctx context.Context, tx pgx.Tx, e orderPaid, m outbox.Metadata) error {
@@ -229,12 +250,13 @@ func addSale(ctx context.Context, tx pgx.Tx, e orderPaid, m outbox.Metadata) err
 }
 
 func addViews(ctx context.Context, tx pgx.Tx, events []outbox.Received[productViewed]) error {
-	products, failed := make([]string, len(events)), error(nil)
+	products, sequences, failed := make([]string, len(events)), make([]int64, len(events)), error(nil)
 	for i, e := range events {
 		products[i] = e.Event.Product
+		sequences[i] = sequenceOf(e.Metadata)
 		failed = errors.Join(failed, hiccup(e.Metadata))
 	}
-	_, err := tx.Exec(ctx, sqlAddViews, products)
+	_, err := tx.Exec(ctx, sqlAddViews, products, sequences)
 	return errors.Join(err, failed)
 }
 
@@ -242,6 +264,6 @@ func addLike(ctx context.Context, tx pgx.Tx, e productLiked, m outbox.Metadata) 
 	if err := conflict(ctx, tx, m); err != nil {
 		return err
 	}
-	_, err := tx.Exec(ctx, sqlAddLike, e.Product, e.By)
-	return err
+	_, err := tx.Exec(ctx, sqlAddLike, e.Product, e.By, sequenceOf(m))
+	return errors.Join(err, failDownstream(m))
 }

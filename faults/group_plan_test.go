@@ -29,7 +29,7 @@ type incident struct {
 	lasts time.Duration
 	delay time.Duration // from the arrival of events
 	first int           // the member it is about
-	wait  bool          // until all is handled, before the next begins
+	wait  bool          // until all is handled or parked, before the next begins
 }
 
 // busy is how many incidents of the long form pass before a wait for the events
@@ -102,7 +102,9 @@ func incidentKinds() []incident {
 // run runs an incident while n events arrive.
 func (g *group) run(t *testing.T, p incident, n int) {
 	t.Helper()
-	t.Logf("%5.1f s: %s for %v (%d events, %d kills so far)", time.Since(g.start).Seconds(), p.what, p.lasts.Round(time.Millisecond), g.shop.events, g.kills)
+	parked, open := g.parked(t)
+	t.Logf("%5.1f s: %s for %v (%d events, %d kills, %d parked so far, %d of them open)", time.Since(g.start).Seconds(), p.what, p.lasts.Round(time.Millisecond),
+		g.shop.events, g.kills, parked, open)
 	g.shop.sell(t, n/2)
 	g.sleep(t, p.delay)
 	p.begin(g, t, p)
@@ -127,7 +129,7 @@ func (g *group) killSome(_ *testing.T, p incident) {
 	}
 }
 
-// addPartitions adds two partitions when all is handled, because events of a key go to
+// addPartitions adds two partitions when all is handled or parked, because events of a key go to
 // another partition then. They are new to a group that runs, and what is in them must not
 // be skipped.
 func (g *group) addPartitions(t *testing.T, _ incident) {

@@ -69,6 +69,7 @@ type shop struct {
 
 	want    map[string]*statistic // by product
 	actions int                   // different ones
+	dead    map[string]bool       // of these, the ids of events whose handler always fails
 	events  int                   // different ones
 	records int                   // repeats included
 	lately  []*kgo.Record
@@ -79,8 +80,11 @@ type shop struct {
 // name it is.
 const incarnation = "incarnation"
 
+// sequence is the attribute that says how many events there were before, and itself.
+const sequence = "sequence"
+
 func newShop(topic string, seed uint64) *shop {
-	return &shop{topic: topic, rng: rand.New(rand.NewPCG(seed, 1<<32)), want: map[string]*statistic{}}
+	return &shop{topic: topic, rng: rand.New(rand.NewPCG(seed, 1<<32)), want: map[string]*statistic{}, dead: map[string]bool{}}
 }
 
 // sell puts n events on the topic, and some of them twice, as a relay does that
@@ -127,7 +131,11 @@ func (s *shop) happen() *kgo.Record {
 		return s.record(viewedType, productViewed{Product: product})
 	default:
 		e := productLiked{Product: product, By: 1 - 2*s.rng.IntN(2)}
-		s.of(product).Likes += e.By
+		if id := s.id(); failures(id) >= likeAttempts {
+			s.dead[id] = true
+		} else {
+			s.of(product).Likes += e.By
+		}
 		return s.record(likedType, e)
 	}
 }
@@ -142,18 +150,24 @@ func (s *shop) of(product string) *statistic {
 	return want
 }
 
+// id returns the id of the event that happens now.
+func (s *shop) id() string { return eventID(s.events) }
+
+// eventID returns the id of one of the events.
+func eventID(event int) string { return uuid.NewSHA1(uuid.Nil, []byte(fmt.Sprint(event))).String() }
+
 // record returns an event as a relay sends it.
 func (s *shop) record(eventType string, e interface{ key() string }) *kgo.Record {
 	value, err := json.Marshal(e)
 	if err != nil {
 		panic(err) // of these types there is none
 	}
-	id := uuid.NewSHA1(uuid.Nil, []byte(fmt.Sprint(s.events))).String()
 	return &kgo.Record{Topic: s.topic, Key: []byte(e.key()), Value: value, Headers: []kgo.RecordHeader{
 		{Key: "ce_specversion", Value: []byte("1.0")},
-		{Key: "ce_id", Value: []byte(id)},
+		{Key: "ce_id", Value: []byte(s.id())},
 		{Key: "ce_source", Value: []byte("shop")},
 		{Key: "ce_type", Value: []byte(eventType)},
+		{Key: "ce_" + sequence, Value: []byte(fmt.Sprint(s.events))},
 		{Key: "ce_time", Value: []byte(shopTime.Format(time.RFC3339))},
 		{Key: "content-type", Value: []byte("application/json")},
 	}}

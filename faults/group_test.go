@@ -45,7 +45,8 @@ const (
 // same partition for a while; while the topic gets partitions, or is deleted and created
 // again; and while PostgreSQL loses what it committed last, after which an operator
 // rewinds the group. Handlers without a transaction see everything, in order, and
-// repeats only where a member did not end cleanly.
+// repeats only where a member did not end cleanly. Some events fail again and again, and
+// are parked: they and those behind them are handled in their order, or given up.
 func TestKilledConsumers(t *testing.T) {
 	t.Parallel()
 	v := groupResult{Seed: seedOf(t), Balancer: *groupBalancer, JoinDelay: groupJoinDelay.String(), Incidents: map[string]int{}}
@@ -82,12 +83,16 @@ func TestKilledConsumers(t *testing.T) {
 	}
 	g.shop.sell(t, *groupRecords-g.shop.events)
 	g.awaitHandled(t)
+	g.awaitRetried(t)
 	g.stop(t, g.workers...)
 	g.compare(t, &v)
 	t.Logf("%s", v)
 	require.NoError(t, v.Err())
 	require.NoError(t, v.missing())
 	require.GreaterOrEqual(t, v.Kills, *groupKills)
+	if *groupKills > 0 {
+		require.Positive(t, v.Dead, "events whose handler fails for ever")
+	}
 }
 
 // groupResult is what TestKilledConsumers prints in the end.
@@ -114,12 +119,19 @@ type groupResult struct {
 	// records that the handler without a transaction saw again.
 	RepeatsSkipped int `json:"repeats_skipped"`
 	RepeatsSeen    int `json:"repeats_seen"`
+	// Parked are the rows of event_delivery: events that a handler could not handle, and those behind them. Dead is how
+	// many of the events are such that the handler fails for ever, and DeadLetters how many were sent.
+	Parked      int `json:"parked"`
+	Dead        int `json:"dead"`
+	DeadLetters int `json:"dead_letters"`
 
 	WrongCounts int `json:"wrong_counts"` // of product_statistic
 	WrongNotes  int `json:"wrong_notes"`  // actions too many or too few in event_handled
 	Unseen      int `json:"unseen"`       // records that the handler without a transaction never saw
 	Disorder    int `json:"disorder"`     // that it saw out of order
-	DeadLetters int `json:"dead_letters"`
+	Overtaken   int `json:"overtaken"`    // effects that were committed behind one of a later event of the same key and action
+	Open        int `json:"open"`         // parked events that are neither DONE nor DEAD in the end
+	WrongDead   int `json:"wrong_dead"`   // DEAD or with a dead letter and not meant to be, or the other way round
 	FailedTries int `json:"failed_tries"` // for which no handler was to blame
 	Lag         int `json:"lag"`          // records that the committed offsets do not cover
 	LateStops   int `json:"late_stops"`   // members whose Run did not return within StopTimeout
@@ -142,15 +154,15 @@ func (v groupResult) missing() error {
 			return fmt.Errorf("faults: %q did not happen: %s", p.kind, v)
 		}
 	}
-	if min(v.CommitsLost, v.Rewound, v.Conflicts, v.RepeatsSkipped) == 0 {
-		return fmt.Errorf("faults: no commit was lost, no record repeated, or no transaction in conflict: %s", v)
+	if min(v.CommitsLost, v.Rewound, v.Conflicts, v.RepeatsSkipped, v.Parked) == 0 {
+		return fmt.Errorf("faults: no commit was lost, no record repeated, no transaction in conflict, or no event parked: %s", v)
 	}
 	return nil
 }
 
 // Err says what is wrong, or returns nil.
 func (v groupResult) Err() error {
-	if v.WrongCounts+v.WrongNotes+v.Unseen+v.Disorder+v.DeadLetters+v.FailedTries+v.Lag+v.LateStops > 0 {
+	if v.WrongCounts+v.WrongNotes+v.Unseen+v.Disorder+v.Overtaken+v.Open+v.WrongDead+v.FailedTries+v.Lag+v.LateStops > 0 {
 		return fmt.Errorf("faults: %s", v)
 	}
 	return nil
@@ -173,6 +185,7 @@ type group struct {
 	lost           int               // actions that PostgreSQL has lost
 	rewound        int               // records to which the group went back
 	gone           []map[int32]int64 // the ends of the topics that were deleted
+	repeated       []eventRange      // events that PostgreSQL may have lost
 }
 
 // newGroup returns a group without members. Kafka waits for joinDelay for more of them when
@@ -195,6 +208,7 @@ func newGroup(t *testing.T, seed uint64, joinDelay time.Duration, settings map[s
 	_, err = g.db.Exec(g.ctx, `CREATE TABLE product_statistic (
 		product_id text PRIMARY KEY, sales_count bigint NOT NULL DEFAULT 0, view_count bigint NOT NULL DEFAULT 0,
 		like_count bigint NOT NULL DEFAULT 0, actions bigint NOT NULL);
+		CREATE TABLE effect (n bigserial PRIMARY KEY, action text NOT NULL, product_id text NOT NULL, sequence bigint NOT NULL);
 		CREATE FUNCTION commit_asynchronously() RETURNS trigger LANGUAGE plpgsql AS $$
 		BEGIN
 			PERFORM set_config('synchronous_commit', 'off', true);
@@ -206,6 +220,7 @@ func newGroup(t *testing.T, seed uint64, joinDelay time.Duration, settings map[s
 	g.spec = memberSpec{
 		Postgres: g.server.URL() + "&deadlock_timeout=20ms&synchronous_commit=off", Brokers: kafka.Brokers(),
 		KafkaVia: g.toKafka.Addr(), Topic: "shop-" + uuid.NewString(), Group: "product-statistics", Balancer: *groupBalancer,
+		Retry: likeRetry(),
 	}
 	testenv.CreateTopic(t, kafka.Brokers(), g.spec.Topic, partitions)
 	testenv.CreateTopic(t, kafka.Brokers(), outbox.DeadLetterTopic(g.spec.Topic), 1)
@@ -269,16 +284,16 @@ func (g *group) awaitStart(t *testing.T) {
 	require.True(t, g.await(t, testenv.Patience, written), "the group does not begin")
 }
 
-// awaitHandled waits until everything is handled and the offsets are committed.
+// awaitHandled waits until everything is handled or parked and the offsets are committed.
 func (g *group) awaitHandled(t *testing.T) {
 	t.Helper()
 	began, done := time.Now(), 0
 	handled := func() bool {
-		done = g.done(t)
+		done = g.doneOrParked(t)
 		return done >= g.shop.actions
 	}
 	if !g.await(t, stall, handled) {
-		t.Errorf("%d of %d actions are done after %v", done, g.shop.actions, stall)
+		t.Errorf("%d of %d actions are done or parked after %v", done, g.shop.actions, stall)
 	}
 	handledAfter := time.Since(began)
 	if !g.await(t, maxLagTime, func() bool { return g.lag(t) == 0 }) {

@@ -47,7 +47,7 @@ func TestStatementTimeout(t *testing.T) {
 	patient := s.poolConfig(t)
 	patient.ConnConfig.RuntimeParams["statement_timeout"] = "0"
 	admin := openPool(t, patient)
-	alterSystem(t, admin, `SET statement_timeout = '50ms'`)
+	alterSystem(t, admin, `SET statement_timeout = '200ms'`)
 	f.log.awaitFailure(t, "PostgreSQL", 1)
 	tried := f.statements.during(func() { time.Sleep(outage) })
 	alterSystem(t, admin, `RESET statement_timeout`)

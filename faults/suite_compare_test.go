@@ -105,11 +105,12 @@ func (s *suite) requireOneLeader(t *testing.T) {
 	t.Helper()
 	var early, long, epochs int
 	require.NoError(t, s.db.QueryRow(s.ctx, `
-		SELECT count(*) FILTER (WHERE (was).holder <> (became).holder AND (was).expires_at > at),
+		SELECT count(*) FILTER (WHERE (was).holder <> (became).holder AND (was).expires_at > at
+		                         AND ((was).locked_epoch IS DISTINCT FROM (was).epoch OR (became).exclusive_at IS DISTINCT FROM greatest((was).exclusive_at, (was).expires_at))),
 		       count(*) FILTER (WHERE (became).expires_at > at + $1::interval),
 		       count(*) FILTER (WHERE (became).epoch < (was).epoch OR (was).holder <> (became).holder AND (became).epoch = (was).epoch)
 		  FROM lease_history`, lease).Scan(&early, &long, &epochs))
-	require.Zero(t, early, "takeovers of a lease that was held")
+	require.Zero(t, early, "takeovers of a lease that was held, and whose holder had no lock; or without a word of it")
 	require.Zero(t, long, "leases of more than %v", lease)
 	require.Zero(t, epochs, "wrong epochs")
 }

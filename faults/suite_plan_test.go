@@ -12,7 +12,7 @@ import (
 // disturbance is something that befalls relays, servers or the network.
 type disturbance struct {
 	what  string
-	kind  string        // the short form has one of each
+	kind  string        // the short form has one of each; "" keeps it to the long one
 	times int           // how often in a round
 	min   time.Duration // how long it lasts,
 	max   time.Duration // chosen at random
@@ -21,6 +21,9 @@ type disturbance struct {
 	// outage says that a server or the network is not whole meanwhile. Half the
 	// time the leader is then killed in the middle of it.
 	outage bool
+	// others says that another relay takes over meanwhile, and that events flow again
+	// before it is over. It is also so if the one that it is about is killed.
+	others bool
 }
 
 // step is a disturbance with what chance has decided. All of it is drawn ahead,
@@ -31,18 +34,18 @@ type step struct {
 	calm   time.Duration // behind it, once events flow
 	kill   bool          // the leader, in the middle
 	reset  bool          // held connections are reset in the end, instead of going on
-	delay  time.Duration
-	relay  int    // the one it is about, where that is not the leader
-	chance uint64 // for what is decided when it happens
+	delay  time.Duration // of what is slow, or between two things that befall a relay
+	relay  int           // the one it is about, where that is not the leader
+	chance uint64        // for what is decided when it happens
 }
 
 // plan returns the steps that a seed stands for: one of each kind if minutes is
 // zero, else more than there is time for, in rounds that have everything.
-func plan(seed uint64, minutes float64) (steps []step) {
+func plan(seed uint64, minutes float64, all []disturbance) (steps []step) {
 	rng := rand.New(rand.NewPCG(seed, 1<<33))
 	if minutes == 0 {
-		seen := map[string]bool{}
-		for _, p := range round(rng) {
+		seen := map[string]bool{"": true}
+		for _, p := range round(rng, all) {
 			if !seen[p.kind] {
 				p.lasts, p.calm = p.min, 0
 				steps = append(steps, p)
@@ -52,14 +55,14 @@ func plan(seed uint64, minutes float64) (steps []step) {
 		return steps
 	}
 	for range 1 + int(minutes) {
-		steps = append(steps, round(rng)...)
+		steps = append(steps, round(rng, all)...)
 	}
 	return steps
 }
 
-func round(rng *rand.Rand) (steps []step) {
+func round(rng *rand.Rand, all []disturbance) (steps []step) {
 	between := func(from, to time.Duration) time.Duration { return from + time.Duration(rng.Int64N(int64(to-from)+1)) }
-	for _, d := range disturbances() {
+	for _, d := range all {
 		for range d.times {
 			steps = append(steps, step{
 				disturbance: d,
@@ -80,16 +83,16 @@ func round(rng *rand.Rand) (steps []step) {
 func disturbances() []disturbance {
 	return slices.Concat(
 		[]disturbance{
-			{what: "kill the leader", kind: "kill", times: 6, begin: (*suite).killLeader},
-			{what: "kill a relay", kind: "kill", times: 1, begin: (*suite).killAny},
-			{what: "kill all relays", kind: "kill", times: 1, begin: (*suite).killAll},
+			{what: "break the connection with the leader's lock", kind: "unlock", times: 2, begin: (*suite).unlockLeader},
+			{what: "break all connections of the leader", kind: "unlock all", times: 2, begin: (*suite).disconnectLeader},
 			{
-				what: "freeze the leader until it has lost its lease", kind: "freeze", times: 2,
-				min: lease + time.Second, max: 2 * lease, begin: (*suite).freezeLeader, end: (*suite).thaw,
+				what: "freeze the leader and break the connection with its lock", kind: "freeze unlocked", times: 2,
+				min: time.Second, max: 2 * lease, begin: (*suite).freezeUnlocked, end: (*suite).thaw,
 			},
 			{
-				what: "freeze a relay", kind: "freeze briefly", times: 1,
-				min: lease / 10, max: lease, begin: (*suite).freezeAny, end: (*suite).thaw,
+				what: "hold what goes to Kafka and break the connection with the leader's lock", kind: "unlock without Kafka", times: 1,
+				min: time.Second, max: 2 * lease, begin: (*suite).unlockWithoutKafka, outage: true,
+				end: func(s *suite, _ *testing.T, _ step) { s.toKafka.Set(proxy.Fault{}) },
 			},
 			{
 				what: "kill PostgreSQL", kind: "crash PostgreSQL", times: 2, max: 3 * time.Second,
@@ -104,9 +107,37 @@ func disturbances() []disturbance {
 				begin: (*suite).deleteTopic, end: (*suite).createTopic,
 			},
 		},
-		network("PostgreSQL", func(s *suite) *proxy.Proxy { return s.toPostgres }),
-		network("Kafka", func(s *suite) *proxy.Proxy { return s.toKafka }),
+		processes(),
+		network("PostgreSQL", toPostgres),
+		network("Kafka", toKafka),
+		apart(
+			companion{kind: "apart", do: func(*suite, *testing.T, step, *worker) {}},
+			companion{what: ", and break the connection with its lock", kind: "apart, unlock", do: func(s *suite, t *testing.T, p step, _ *worker) { s.unlockLeader(t, p) }},
+			companion{what: ", and break all its connections with PostgreSQL", kind: "apart, unlock all", do: (*suite).disconnect},
+			companion{what: ", freeze it, and break the connection with its lock", kind: "apart, freeze unlocked", do: (*suite).freezeAndUnlock, others: true},
+			companion{what: ", and cut its way to PostgreSQL", kind: "apart from both", do: (*suite).cutFromPostgres, others: true},
+		),
 	)
+}
+
+func toPostgres(s *suite) *proxy.Proxy { return s.toPostgres }
+func toKafka(s *suite) *proxy.Proxy    { return s.toKafka }
+
+// processes are the disturbances of relays whose servers and network are whole.
+func processes() []disturbance {
+	return []disturbance{
+		{what: "kill the leader", kind: "kill", times: 12, begin: (*suite).killLeader},
+		{what: "kill a relay", kind: "kill", times: 1, begin: (*suite).killAny},
+		{what: "kill all relays", kind: "kill", times: 1, begin: (*suite).killAll},
+		{
+			what: "freeze the leader until it has lost its lease", kind: "freeze", times: 2,
+			min: lease + time.Second, max: 2 * lease, begin: (*suite).freezeLeader, end: (*suite).thaw,
+		},
+		{
+			what: "freeze a relay", kind: "freeze briefly", times: 1,
+			min: lease / 10, max: lease, begin: (*suite).freezeAny, end: (*suite).thaw,
+		},
+	}
 }
 
 // network are the disturbances of the way from the relays to a server.

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/outboxgo/outbox/faults/internal/proxy"
 	"github.com/stretchr/testify/require"
 )
 
@@ -22,23 +23,38 @@ func (s *suite) run(t *testing.T, p step) {
 	}
 	p.begin(s, t, p)
 	s.sleep(t, p.lasts/2)
+	others := p.others
 	if p.kill {
-		s.killLeader(t, p)
+		victim := s.leader(p)
+		s.kill(victim)
+		others = others || s.ways[victim] == s.apart
 	}
 	s.sleep(t, p.lasts/2)
+	if others && !s.flows(t, "in the middle of: "+s.describe(p)) {
+		return
+	}
 	if p.end != nil {
 		p.end(s, t, p)
 	}
 	if p.outage {
 		s.watch.resume()
 	}
-	enough := s.watch.arrived() + 2*batch // what was on its way proves nothing
-	if !s.await(t, stall, func() bool { return s.watch.arrived() > enough }) {
-		t.Errorf("nothing has arrived for %v behind: %s", stall, s.describe(p))
+	if !s.flows(t, "behind: "+s.describe(p)) {
 		return
 	}
 	s.replace(t)
 	s.sleep(t, p.calm)
+}
+
+// flows waits until events flow. If they do not, it fails the test and returns false.
+func (s *suite) flows(t *testing.T, when string) bool {
+	t.Helper()
+	enough := s.watch.arrived() + 2*batch // what was on its way proves nothing
+	so := s.await(t, stall, func() bool { return s.watch.arrived() > enough })
+	if !so {
+		t.Errorf("nothing has arrived for %v %s", stall, when)
+	}
+	return so
 }
 
 // describe tells a step, and how far we are.
@@ -67,6 +83,41 @@ func (s *suite) killAll(t *testing.T, _ step) {
 func (s *suite) freezeLeader(t *testing.T, p step) {
 	t.Helper()
 	s.leader(p).freeze(t)
+}
+
+// unlockLeader has PostgreSQL free the lock by which others would know that the leader is gone.
+func (s *suite) unlockLeader(t *testing.T, _ step) {
+	t.Helper()
+	_, err := s.db.Exec(s.ctx, `SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'`)
+	require.NoError(t, err)
+}
+
+func (s *suite) disconnectLeader(t *testing.T, _ step) {
+	t.Helper()
+	_, err := s.db.Exec(s.ctx, `
+		SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+		 WHERE application_name IN (SELECT application_name FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE locktype = 'advisory')`)
+	require.NoError(t, err)
+}
+
+// freezeUnlocked freezes the leader so that it cannot notice that another one takes over.
+func (s *suite) freezeUnlocked(t *testing.T, p step) {
+	t.Helper()
+	s.freezeLeader(t, p)
+	s.unlockLeader(t, p)
+}
+
+func (s *suite) unlockWithoutKafka(t *testing.T, p step) {
+	t.Helper()
+	s.toKafka.Set(proxy.Fault{HoldUp: true})
+	s.unlockLeader(t, p)
+}
+
+// terminate has PostgreSQL end sessions.
+func (s *suite) terminate(t *testing.T, where string, args ...any) {
+	t.Helper()
+	_, err := s.db.Exec(s.ctx, `SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE `+where, args...)
+	require.NoError(t, err)
 }
 
 func (s *suite) freezeAny(t *testing.T, p step) {

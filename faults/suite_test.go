@@ -16,28 +16,46 @@ import (
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/tools/kafkaserver"
+	"github.com/outboxgo/outbox/tools/pgserver"
 	"github.com/stretchr/testify/require"
 )
 
 var (
-	faultMinutes = flag.Float64("faults.minutes", 0, "how long TestFaults disturbs; 0 means each kind of disturbance once, briefly")
-	faultPoison  = flag.Bool("faults.poison", true, "whether one in a thousand events of TestFaults is one that Kafka refuses")
+	faultMinutes = flag.Float64("faults.minutes", 0, "how long TestFaults and TestFaultsThroughPgBouncer disturb; 0 means each kind of disturbance once, briefly")
+	faultPoison  = flag.Bool("faults.poison", true, "whether one in a thousand events of these tests is one that Kafka refuses")
 )
 
 // The promises hold while everything fails that can: relays are killed and
 // frozen, PostgreSQL and Kafka crash, and the network between them is cut, slow
-// or silent, all of it while many writers commit, some events are large, a topic comes
+// or silent, for all relays or only for the one that leads, all of it while many writers
+// commit, some events are large, a topic comes
 // and goes, and some relays have a second for each statement. Behind each disturbance the
 // events must flow again before the next begins, so that no kill hides that a
 // relay hangs.
 func TestFaults(t *testing.T) {
 	t.Parallel()
+	newSuite(t, false).requirePromises(t, disturbances())
+}
+
+// The promises hold as well where relays reach PostgreSQL through a PgBouncer in transaction
+// mode, which is killed, too. There no session stays with a relay that could have a
+// lock, so nobody takes over before the lease has expired.
+func TestFaultsThroughPgBouncer(t *testing.T) {
+	t.Parallel()
+	s := newSuite(t, true)
+	s.requirePromises(t, pooledDisturbances())
+	s.requireNoLock(t)
+}
+
+// requirePromises disturbs the relays, and compares what has arrived in the end with what was
+// committed.
+func (s *suite) requirePromises(t *testing.T, all []disturbance) {
+	t.Helper()
 	v := result{Seed: seedOf(t)}
-	s := newSuite(t)
 	stopWriting := s.write(t, v.Seed)
 	s.site.awaitArrivals(t, 1) // before, writers make their tables, and no outage may meet them
 	start := time.Now()
-	for _, step := range plan(v.Seed, *faultMinutes) {
+	for _, step := range plan(v.Seed, *faultMinutes, all) {
 		if *faultMinutes > 0 && time.Since(start).Minutes() > *faultMinutes || t.Failed() {
 			break
 		}
@@ -54,7 +72,7 @@ func TestFaults(t *testing.T) {
 	s.requireOneLeader(t)
 }
 
-// result is what TestFaults prints in the end.
+// result is what requirePromises prints in the end.
 type result struct {
 	Seed       uint64  `json:"seed"`
 	Seconds    float64 `json:"seconds"`
@@ -105,11 +123,14 @@ type suite struct {
 	*crew
 	start               time.Time
 	kafka               *kafkaserver.Server
-	toPostgres, toKafka *proxy.Proxy
+	bouncer             *pgserver.Bouncer // between relays and PostgreSQL, if the relays are to use one
+	address             *url.URL          // of PostgreSQL or PgBouncer
+	toPostgres, toKafka *proxy.Proxy      // that all relays share
+	ways                map[*worker]ways
+	apart               ways // of the relay that a step is about
 	topics              *oracle.Topics
 	rec                 *outbox.Recorder
 	watch               *watch // of the topic that stays
-	spec                workerSpec
 }
 
 // fleetingEvent is an event of the topic that comes and goes.
@@ -117,17 +138,25 @@ type fleetingEvent struct{ oracle.Event }
 
 const workers = 3
 
-func newSuite(t *testing.T) *suite {
+// newSuite returns a suite with relays. If it is pooled, they reach PostgreSQL through PgBouncer.
+func newSuite(t *testing.T, pooled bool) *suite {
 	t.Helper()
-	s := &suite{crew: newCrew(t), start: time.Now()}
+	s := &suite{crew: newCrew(t), start: time.Now(), ways: map[*worker]ways{}}
 	s.kafka = s.startKafka(t, nil)
 	server := startServer(t, nil)
-	s.toPostgres = through(t, fmt.Sprintf("127.0.0.1:%d", server.Port()))
+	address := server.URL()
+	if pooled {
+		s.startBouncer(t, server)
+		address = s.bouncer.URL()
+	}
+	var err error
+	s.address, err = url.Parse(address)
+	require.NoError(t, err)
+	s.toPostgres = through(t, s.address.Host)
 	s.toKafka = through(t, s.kafka.Brokers()[0])
 	s.site = newSiteBeside(t, server, server.URL(), s.kafka.Brokers())
 	s.auditLease(t)
 	testenv.CreateTopic(t, s.brokers, s.topic, 3, refusing...)
-	var err error
 	s.topics, err = oracle.NewTopics(s.ctx, oracle.TopicsConfig{Brokers: s.brokers, Topic: s.topic, Partitions: 3, Settings: refusing})
 	require.NoError(t, err)
 	t.Cleanup(s.topics.Close)
@@ -138,10 +167,6 @@ func newSuite(t *testing.T) *suite {
 	s.rec, err = outbox.NewRecorder(events, outbox.RecorderConfig{})
 	require.NoError(t, err)
 
-	address, err := url.Parse(server.URL())
-	require.NoError(t, err)
-	address.Host = s.toPostgres.Addr()
-	s.spec = workerSpec{Postgres: address.String(), Brokers: s.kafka.Brokers(), KafkaVia: s.toKafka.Addr()}
 	s.replace(t)
 	s.watch = newWatch(t, s.reader)
 	return s

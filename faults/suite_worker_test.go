@@ -12,6 +12,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/faults/internal/proxy"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -78,19 +79,29 @@ func dialTo(address string) func(ctx context.Context, network, _ string) (net.Co
 	}
 }
 
-// startWorker starts one more, and waits until it has a connection to
+// ways are how one relay reaches the servers. They lead into the ways that all relays
+// share, so that what befalls those befalls each relay.
+type ways struct {
+	name                string // by which PostgreSQL knows the relay
+	toPostgres, toKafka *proxy.Proxy
+}
+
+// startWorker starts one more, with ways of its own, and waits until it has a connection to
 // PostgreSQL. It is killed when the test ends, if it still runs. It leads a
-// process group of its own, so that Ctrl-C does not reach it.
+// process group of its own, so that Ctrl-C does not reach it. Its ways stay when it is killed: what it
+// has sent is still on them.
 func (s *suite) startWorker(t *testing.T) {
 	t.Helper()
 	s.started++
 	name := fmt.Sprintf("relay-%d", s.started)
-	spec := s.spec
-	spec.Postgres += "&application_name=" + name
-	if s.started%2 == 0 { // as the role of a careful operator has it
+	own := ways{name, through(t, s.toPostgres.Addr()), through(t, s.toKafka.Addr())}
+	address := *s.address
+	address.Host = own.toPostgres.Addr()
+	spec := workerSpec{Postgres: address.String() + "&application_name=" + name, Brokers: s.brokers, KafkaVia: own.toKafka.Addr()}
+	if s.started%2 == 0 && s.bouncer == nil { // as the role of a careful operator has it; PgBouncer refuses such a setting
 		spec.Postgres += "&statement_timeout=" + statementTimeout
 	}
-	s.launch(t, workerVar, spec)
+	s.ways[s.launch(t, workerVar, spec)] = own
 	connected := func() (is bool) {
 		require.NoError(t, s.db.QueryRow(s.ctx, `SELECT EXISTS (SELECT FROM pg_stat_activity WHERE application_name = $1)`, name).Scan(&is))
 		return is

@@ -176,7 +176,8 @@ DECLARE
             $sql$;
     -- Makes the first row of each of the keys of %1$s PENDING if all of its rows are PARKED. Of
     -- rows that were not put back, none is open below the id that %2$s has for the key. It also says
-    -- whether one is open below the ids of %4$s.
+    -- whether one is open below the ids of %4$s. Keys are ranges: an equation would let the primary key, of which all
+    -- would be read, look as good as their index while the table is empty.
     promoting constant text := $sql$
             WITH looked AS MATERIALIZED (
                 SELECT head.id AS head, back.status AS back, least(waiting.id, back.id) AS next,
@@ -184,7 +185,7 @@ DECLARE
                   FROM (SELECT e.k, coalesce(min(e.f), 0) AS f, min(e.i) AS id FROM unnest(%1$s, %2$s, %4$s) AS e (k, f, i) WHERE e.k IS NOT NULL GROUP BY e.k) AS each
                   LEFT JOIN LATERAL (
                        SELECT o.id, o.put_back FROM %3$I.event_delivery AS o
-                        WHERE o.order_key = each.k AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.id >= each.f AND o.consumer_group = $1
+                        WHERE (o.order_key, o.id) >= (each.k, each.f) AND o.order_key <= each.k AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.consumer_group = $1
                         ORDER BY o.order_key, o.id LIMIT 1) AS head ON true
                   LEFT JOIN LATERAL (
                        SELECT o.id, o.status FROM %3$I.event_delivery AS o
@@ -192,7 +193,7 @@ DECLARE
                         ORDER BY o.order_key, (o.status = 'PARKED'), o.id LIMIT 1) AS back ON true
                   LEFT JOIN LATERAL (
                        SELECT o.id, o.put_back FROM %3$I.event_delivery AS o
-                        WHERE o.order_key = each.k AND o.status = 'PARKED' AND o.id >= each.f AND o.consumer_group = $1
+                        WHERE (o.order_key, o.id) >= (each.k, each.f) AND o.order_key <= each.k AND o.status = 'PARKED' AND o.consumer_group = $1
                         ORDER BY o.order_key, o.id LIMIT 1) AS waiting ON true
             ), promoted AS (
                 UPDATE %3$I.event_delivery AS d

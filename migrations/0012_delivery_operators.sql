@@ -101,11 +101,11 @@ BEGIN
                 SELECT head.id FROM keys AS k
                  CROSS JOIN LATERAL (
                        SELECT o.id, o.status FROM %1$I.event_delivery AS o
-                        WHERE o.order_key = k.order_key AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.consumer_group = k.consumer_group
+                        WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.consumer_group = k.consumer_group
                         ORDER BY o.order_key, o.id LIMIT 1) AS head
                  CROSS JOIN LATERAL (
                        SELECT o.id FROM %1$I.event_delivery AS o
-                        WHERE o.order_key = k.order_key AND o.status = 'PARKED' AND o.consumer_group = k.consumer_group
+                        WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key AND o.status = 'PARKED' AND o.consumer_group = k.consumer_group
                         ORDER BY o.order_key, o.id LIMIT 1) AS first
                  WHERE head.status = 'PENDING' AND first.id < head.id
             ), unclaimed AS MATERIALIZED (
@@ -180,7 +180,7 @@ BEGIN
             ), heads AS MATERIALIZED (
                 SELECT o.id FROM keys AS k CROSS JOIN LATERAL (
                        SELECT o.id FROM %1$I.event_delivery AS o
-                        WHERE o.order_key = k.order_key AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.status = 'PENDING' AND o.consumer_group = k.consumer_group
+                        WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.status = 'PENDING' AND o.consumer_group = k.consumer_group
                         ORDER BY o.order_key, o.id) AS o
             ), unclaimed AS MATERIALIZED (
                 SELECT d.id FROM %1$I.event_delivery AS d
@@ -205,7 +205,7 @@ BEGIN
             ), found AS MATERIALIZED (
                 SELECT o.id FROM keys AS k CROSS JOIN LATERAL (
                        SELECT o.id FROM %1$I.event_delivery AS o
-                        WHERE o.order_key = k.order_key AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.held AND o.consumer_group = k.consumer_group
+                        WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.held AND o.consumer_group = k.consumer_group
                         ORDER BY o.order_key, o.id) AS o
             ), chosen AS MATERIALIZED (
                 SELECT d.id FROM %1$I.event_delivery AS d WHERE d.id = ANY (ARRAY(SELECT f.id FROM found AS f)) AND d.held ORDER BY d.id FOR UPDATE
@@ -276,6 +276,27 @@ BEGIN
            AND a.grantee <> c.relowner
     LOOP
         EXECUTE format('GRANT %s ON %s TO %s%s', granted.privilege, granted.tables, granted.grantee, granted.option);
+    END LOOP;
+    -- Who notes what is handled parks what is not.
+    FOR granted IN
+        SELECT DISTINCT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS grantee
+          FROM pg_class AS c
+         CROSS JOIN LATERAL (SELECT c.relacl UNION ALL SELECT attacl FROM pg_attribute WHERE attrelid = c.oid) AS g (acl)
+         CROSS JOIN LATERAL aclexplode(g.acl) AS a
+         WHERE c.oid = format('%I.event_handled', schema)::regclass AND a.privilege_type = 'INSERT' AND a.grantee <> c.relowner
+    LOOP
+        EXECUTE format($sql$
+            GRANT SELECT, DELETE ON %1$I.event_delivery TO %2$s;
+            GRANT INSERT (consumer_group, action, stream, position, order_key, status, attempt_count, max_attempts, size, next_retry_at,
+                          last_attempt_at, created_at, updated_at, last_error_code, last_error_message, event_id, event_type, source, aggregate_type,
+                          aggregate_id, payload_bytes, content_type, partition_key, occurred_at, recorded_at, record_partition, record_id, record_digest, record)
+                  ON %1$I.event_delivery TO %2$s;
+            GRANT UPDATE (status, held, put_back, attempt_count, max_attempts, next_retry_at, last_attempt_at, locked_by, locked_until, updated_at,
+                          processed_at, last_error_code, last_error_message) ON %1$I.event_delivery TO %2$s;
+            GRANT EXECUTE ON FUNCTION %1$I.outbox_lock_keys(text, bigint[]), %1$I.outbox_lock_keys_shared(text, bigint[]),
+                  %1$I.outbox_promote(text, bigint[], bigint[]), %1$I.outbox_finish_deliveries(text, text, bigint[], bigint[], bigint[]) TO %2$s;
+            GRANT USAGE ON SEQUENCE %1$I.event_delivery_id_seq TO %2$s
+            $sql$, schema, granted.grantee);
     END LOOP;
     PERFORM set_config('search_path', path, true);
 END $migration$;

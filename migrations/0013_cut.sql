@@ -38,8 +38,8 @@ BEGIN
             IF pg_current_xact_id_if_assigned() IS NOT NULL THEN
                 RAISE EXCEPTION 'groups are moved in a transaction that has written nothing before' USING ERRCODE = 'invalid_transaction_state';
             END IF;
-            IF coalesce(relay, '') = '' OR char_length(relay) > 100 OR starts_with(relay, 'worker:') THEN
-                RAISE EXCEPTION 'relay has to be there, in at most 100 characters, and worker: is what names of groups begin with' USING ERRCODE = 'invalid_parameter_value';
+            IF coalesce(relay, '') = '' OR char_length(relay) > 100 OR starts_with(relay, 'worker:') OR starts_with(relay, 'consumer:') THEN
+                RAISE EXCEPTION 'relay has to be there, in at most 100 characters, and worker: and consumer: are what names of groups begin with' USING ERRCODE = 'invalid_parameter_value';
             END IF;
             PERFORM set_config('idle_in_transaction_session_timeout', '10s', true);
             PERFORM pg_advisory_xact_lock(hashtextextended('outbox.rebase.' || %2$L, 0));
@@ -186,6 +186,14 @@ BEGIN
             IF FOUND THEN
                 RAISE EXCEPTION 'no consumer of group %% has begun to read: it might begin behind what the relay sends', wrong USING ERRCODE = 'object_not_in_prerequisite_state';
             END IF;
+            -- What the consumers of a group have parked is for them to handle, and before what its workers get.
+            SELECT s.consumer_group INTO wrong FROM %1$I.event_subscription AS s
+             WHERE s.relay = $1 AND s.state = 'returning' AND NOT early
+               AND EXISTS (SELECT FROM %1$I.event_delivery AS d WHERE d.consumer_group = s.consumer_group AND d.record IS NOT NULL AND d.status IN ('PENDING', 'PARKED', 'PROCESSING'))
+             ORDER BY s.consumer_group LIMIT 1;
+            IF FOUND THEN
+                RAISE EXCEPTION 'the consumers of group %% have parked events that are not handled yet', wrong USING ERRCODE = 'object_not_in_prerequisite_state';
+            END IF;
             UPDATE %1$I.event_subscription AS s SET state = 'active', relay = NULL, changed_at = now() WHERE s.relay = $1 AND s.state = 'returning';
             GET DIAGNOSTICS finished = ROW_COUNT;
             IF finished = 0 THEN
@@ -258,6 +266,20 @@ BEGIN
             EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %s%s', f.signature, granted.grantee, granted.option);
         END LOOP;
     END LOOP;
+
+    -- A group of consumers has a lease, too: one of its members alerts. Its name is consumer: and the group's, and who may
+    -- write for the group may write it, as that of its workers. The type of a column in a policy cannot be changed.
+    EXECUTE format($sql$
+        DROP POLICY outbox_lease_write ON %1$I.outbox_lease;
+        ALTER TABLE %1$I.outbox_lease ALTER COLUMN name TYPE varchar(264);
+        CREATE POLICY outbox_lease_write ON %1$I.outbox_lease USING (
+            ARRAY(SELECT r.consumer_group FROM %1$I.consumer_group_role AS r
+                   WHERE r.role = 'public' OR pg_has_role(to_regrole(quote_ident(r.role)), 'USAGE')
+                  UNION ALL
+                  SELECT '*' WHERE pg_has_role('pg_write_all_data', 'USAGE'))
+            && ARRAY[CASE WHEN starts_with(name, 'worker:') THEN substr(name, 8) WHEN starts_with(name, 'consumer:') THEN substr(name, 10) END, '*']::varchar[]);
+        COMMENT ON COLUMN %1$I.outbox_lease.name IS 'Name of the relay, or worker: or consumer: and a consumer group.'
+        $sql$, schema);
     PERFORM set_config('search_path', path, true);
 END $migration$;
 -- +goose StatementEnd

@@ -179,6 +179,7 @@ func (h happened) key() string           { return h.ID }
 // the log lines of both.
 func TestTraceReachesHandler(t *testing.T) {
 	t.Parallel()
+	testenv.Direct(t) // a relay behind PgBouncer logs that it is
 	db, schema := testenv.Schema(t)
 	require.NoError(t, outbox.Migrate(t.Context(), db, outbox.MigrateConfig{Schema: schema}))
 	topic, brokers := "test-"+uuid.NewString(), testenv.Brokers(t)

@@ -175,7 +175,7 @@ func (p *player) step(ctx context.Context) error {
 	switch {
 	case err != nil:
 		a.Outcome = Dead
-		if wait, again := p.worker.RetryWait(d.topic, d.attempt, err); again {
+		if wait, again := p.worker.RetryWait(d.eventType, d.action, d.attempt, err); again {
 			a.Outcome, a.Wait = Retried, wait
 		}
 	case repeated:

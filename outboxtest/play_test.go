@@ -103,7 +103,7 @@ func TestPlay(t *testing.T) {
 func TestPlayKeepsOrder(t *testing.T) {
 	t.Parallel()
 	h := newSchemaFixture(t)
-	cfg := outbox.WorkerConfig{Streams: map[string]outbox.StreamConfig{"order-events": {MaxRetries: 1, RetryWait: time.Hour}}}
+	cfg := outbox.WorkerConfig{Streams: map[string]outbox.RetryPolicy{"order-events": {MaxRetries: 1, RetryWait: time.Hour}}}
 	w := h.worker(t, cfg, outbox.Handle("COUNT", func(_ context.Context, _ pgx.Tx, e orderPlaced, _ outbox.Metadata) error {
 		if e.Cents == 1 {
 			return errBusy

@@ -124,7 +124,7 @@ func (a *app) openShop(ctx context.Context, relays []*outbox.Relay) (*shop, erro
 	}
 	s := &shop{db: a.db, rec: rec, wake: func() {
 		for _, relay := range relays {
-			relay.Wake()
+			relay.Waker().Wake()
 		}
 	}}
 	return s, s.open(ctx, a.pages)

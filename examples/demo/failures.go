@@ -119,11 +119,10 @@ func (f *failureShow) failedEvent(ctx context.Context) error {
 		text[i] = byte('a' + rand.IntN(26)) // which does not compress well
 	}
 	described := ProductDescribedEventV1{ProductID: 1, Text: string(text), happened: happened{time.Now()}}
-	err = pgx.BeginFunc(ctx, f.db, func(tx pgx.Tx) error { return f.shop.rec.Record(ctx, tx, described) })
+	err = f.relay.Waker().InTx(ctx, func(tx pgx.Tx) error { return f.shop.rec.Record(ctx, tx, described) })
 	if err != nil {
 		return err
 	}
-	f.relay.Wake()
 	var failed []outboxops.Failure
 	err = until(ctx, "the event to fail", func() (_ bool, err error) {
 		failed, err = f.failures.List(ctx, outboxops.FailureFilter{Kind: outboxops.KindEvent}, outboxops.FailurePage{Limit: 1})
@@ -142,7 +141,7 @@ func (f *failureShow) deadDelivery(ctx context.Context) error {
 	if err := f.shop.order(ctx, order{user: nobody, product: 1, amount: 1_00}); err != nil {
 		return err
 	}
-	f.worker.Wake()
+	f.worker.Waker().Wake()
 	var dead []outboxops.Failure
 	err := until(ctx, "the delivery to be dead", func() (_ bool, err error) {
 		dead, err = f.failures.List(ctx, outboxops.FailureFilter{Kind: outboxops.KindDelivery, Statuses: []string{outbox.StatusDead}}, outboxops.FailurePage{Limit: 1})
@@ -164,7 +163,7 @@ func (f *failureShow) outage(ctx context.Context) error {
 	if err := f.shop.order(ctx, order{user: 1, product: 1, amount: 1_00}); err != nil {
 		return err
 	}
-	f.relay.Wake()
+	f.relay.Waker().Wake()
 	if err := until(ctx, "the outage to be seen", func() (bool, error) { return !f.relay.Health().Ready, nil }); err != nil {
 		return err
 	}

@@ -163,7 +163,7 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 	if err != nil {
 		return nil, err
 	}
-	shop, err := newShop(ctx, db, events, runID, relay.Wake)
+	shop, err := newShop(ctx, db, events, runID, relay.Waker().Wake)
 	if err != nil {
 		return nil, err
 	}

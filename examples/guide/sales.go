@@ -21,7 +21,7 @@ func newSales(db *pgxpool.Pool, kafka []kgo.Opt, events *outbox.Registry) (*outb
 func countSale(ctx context.Context, tx pgx.Tx, order OrderPlaced, _ outbox.Metadata) error {
 	tag, err := tx.Exec(ctx, `UPDATE sales SET cents = cents + $2 WHERE product = $1`, order.Product, order.Cents)
 	if err != nil {
-		return err // is retried, in place
+		return err // is retried; later events of its key wait
 	}
 	if tag.RowsAffected() == 0 {
 		// No retry helps: the record goes to order-events.dlq at once.

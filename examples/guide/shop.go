@@ -53,17 +53,13 @@ func (s *shop) postOrder(w http.ResponseWriter, r *http.Request) {
 
 // place stores an order and its event: both, or neither.
 func (s *shop) place(ctx context.Context, order OrderPlaced) error {
-	err := pgx.BeginFunc(ctx, s.db, func(tx pgx.Tx) error {
+	return s.relay.Waker().InTx(ctx, func(tx pgx.Tx) error { // begins, commits, and has the relay look now
 		_, err := tx.Exec(ctx, `INSERT INTO orders VALUES ($1, $2, $3)`, order.OrderID, order.Product, order.Cents)
 		if err != nil {
 			return err
 		}
 		return s.recorder.Record(ctx, tx, order)
 	})
-	if err == nil {
-		s.relay.Wake() // look for events now, not at the next poll
-	}
-	return err
 }
 
 func (s *shop) getSales(w http.ResponseWriter, r *http.Request) {

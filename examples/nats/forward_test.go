@@ -98,7 +98,7 @@ func TestForward(t *testing.T) {
 		return err == nil
 	}, testenv.Patience, 50*time.Millisecond, "no stream: %v", err)
 
-	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond, MaxRetryWait: time.Second}
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetryWait: time.Second}, FromStart: true, PollInterval: 20 * time.Millisecond}
 	cfg.Schema, cfg.Group, cfg.RetryWait, cfg.Logger = schema, "nats", 50*time.Millisecond, slog.New(slog.DiscardHandler)
 	cfg.RetriesFor = func(error) int { return 10_000 } // an outage of NATS may last
 	w, err := outbox.NewWorker(db, events, cfg, nats.Forward[paid]("FORWARDED", js))
@@ -115,7 +115,7 @@ func TestForward(t *testing.T) {
 			}
 			return nil
 		}))
-		w.Wake()
+		w.Waker().Wake()
 		if n%(each/(kills+1)) == 0 {
 			b.kill()
 			b.start()

@@ -36,17 +36,12 @@ const sqlOrder = `INSERT INTO {schema}.orders VALUES ($1, $2)`
 
 // place stores an order and records its event.
 func (s *service) place(ctx context.Context, o orderPlaced) error {
-	err := pgx.BeginFunc(ctx, s.db, func(tx pgx.Tx) error {
+	return s.relay.Waker().InTx(ctx, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, s.sql(sqlOrder), o.ID, o.Cents); err != nil {
 			return err
 		}
 		return s.rec.Record(ctx, tx, o)
 	})
-	if err == nil {
-		s.relay.Wake()
-		s.mails.Wake()
-	}
-	return err
 }
 
 var errNoPrice = errors.New("order without a price")

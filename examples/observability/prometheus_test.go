@@ -165,14 +165,14 @@ func TestPrometheus(t *testing.T) {
 		return len(p.query(`ALERTS{alertname="OutboxDeadEvents", alertstate="firing", outbox_relay_name="default"}`)) == 1
 	}, "no alert of a dead event")
 	p.eventually(func() bool { return len(p.query(`ALERTS{alertname="OutboxDeadLetters"}`)) == 1 }, "no alert of dead letters")
-	require.Empty(t, p.query(`ALERTS{alertname=~"OutboxManyDead|OutboxAbsent|OutboxBreakerOpen|OutboxStaleEvents|OutboxLostRecords|OutboxDeliveriesWait|OutboxWorkersBehind"}`))
+	require.Empty(t, p.query(`ALERTS{alertname=~"OutboxManyDead|OutboxAbsent|OutboxBreakerOpen|OutboxActionBreakerOpen|OutboxStaleEvents|OutboxLostRecords|OutboxDeliveriesWait|OutboxWorkersBehind"}`))
 	var rules struct {
 		Groups []struct {
 			Rules []struct{ Name, Health, LastError string }
 		}
 	}
 	require.True(t, p.get("/api/v1/rules", &rules))
-	require.Len(t, rules.Groups[0].Rules, 13)
+	require.Len(t, rules.Groups[0].Rules, 14)
 	for _, rule := range rules.Groups[0].Rules {
 		require.Equal(t, "ok", rule.Health, "%s: %s", rule.Name, rule.LastError)
 	}

@@ -36,6 +36,7 @@ type config struct {
 
 	topic    string             // empty: a new one
 	interval time.Duration      // between looks into the database
+	stale    time.Duration      // when an event waits for too long; 0: the default
 	relay    outbox.RelayConfig // what a test wants otherwise
 }
 

@@ -171,11 +171,11 @@ func (r *running) awaitOutage() scraped {
 	r.t.Helper()
 	return r.await(func(s scraped) bool {
 		return s.value("outbox_relay_dead_total") == 1 && s.value("outbox_consumer_lag") == 0 &&
-			s.value("outbox_consumer_processed_total", "outbox_result", "repeated") == 5 &&
-			s.value("outbox_consumer_processed_total", "outbox_result", "dead_lettered") == 2 &&
+			s.value("outbox_consumer_processed_total", "outbox_result", "repeated") == 6 &&
+			s.value("outbox_consumer_processed_total", "outbox_result", "dead_lettered") == 1 &&
 			s.value("outbox_relay_pending") == 0 && s.value("outbox_relay_removed_total") > 0 &&
 			s.value("outbox_relay_stored", "outbox_status", "dead") == 1 &&
-			s.value("outbox_worker_processed_total", "outbox_result", "done") == 6 && s.value("outbox_worker_dead") == 1 && s.value("outbox_worker_pending") == 0
+			s.value("outbox_worker_processed_total", "outbox_result", "done") == 6 && s.value("outbox_worker_dead") == 2 && s.value("outbox_worker_pending") == 0
 	})
 }
 
@@ -210,7 +210,11 @@ func TestMetricsAreScraped(t *testing.T) {
 		{0, "outbox_relay_keys", first},
 		{0, "outbox_consumer_lag", []string{"messaging_destination_name", r.cfg.topic, "messaging_destination_partition_id", "0"}},
 		{5, "outbox_consumer_processed_total", []string{"outbox_result", "handled", "outbox_action", "SALE_COUNTED"}},
-		{2, "outbox_consumer_failed_total", []string{"error_type", "_OTHER"}},
+		{1, "outbox_consumer_breaker_state", []string{"outbox_action", "SALE_COUNTED", "outbox_state", "closed"}},
+		{1, "outbox_worker_breaker_state", []string{"outbox_action", "MAIL_SENT", "outbox_state", "closed"}},
+		{1, "outbox_worker_dead", []string{"outbox_action", "SALE_COUNTED"}},
+		{1, "outbox_worker_dead", []string{"outbox_action", "MAIL_SENT"}},
+		{1, "outbox_consumer_failed_total", []string{"error_type", "_OTHER"}},
 		{3, "outbox_watch_up", nil},
 		{1, "outbox_worker_processed_total", []string{"outbox_result", "dead", "outbox_action", "MAIL_SENT"}},
 		{1, "outbox_worker_failed_total", []string{"error_type", "_OTHER"}},

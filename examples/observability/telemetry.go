@@ -46,7 +46,7 @@ func newTelemetry(cfg config) (*telemetry, error) {
 		spans = append(spans, sdk.WithBatcher(cfg.spans))
 	}
 	t.tracers = sdk.NewTracerProvider(spans...)
-	t.Telemetry, err = outboxotel.New(outboxotel.Config{MeterProvider: t.meters, TracerProvider: t.tracers, Interval: cfg.interval})
+	t.Telemetry, err = outboxotel.New(outboxotel.Config{MeterProvider: t.meters, TracerProvider: t.tracers, Interval: cfg.interval, StaleAfter: cfg.stale})
 	if err != nil {
 		return nil, err
 	}

@@ -89,6 +89,6 @@ func (a *app) work(ctx context.Context, stdin io.Reader) error {
 // wake has the workers of this process look now for what was committed.
 func (a *app) wake() {
 	for _, w := range a.running {
-		w.Wake()
+		w.Waker().Wake()
 	}
 }

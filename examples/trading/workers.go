@@ -47,7 +47,7 @@ func (a *app) backtests() backtests { return backtests{a.db, a.bus, a.wake, a.ba
 // streams says how failed events are tried again, by stream. A fifth of each wait is left to
 // chance. A process that is killed costs each event that it is at a try: a backtest takes so long
 // that it needs more of them.
-var streams = map[string]outbox.StreamConfig{
+var streams = map[string]outbox.RetryPolicy{
 	tradeCommand:    {MaxRetries: commandRetries, RetryWait: 500 * time.Millisecond, MaxRetryWait: time.Minute},
 	tradeEvent:      {RetryWait: time.Second, MaxRetryWait: time.Minute},
 	backtestCommand: {MaxRetries: 30, RetryWait: time.Second, MaxRetryWait: 5 * time.Minute},

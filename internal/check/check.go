@@ -5,8 +5,10 @@ package check
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"reflect"
 	"regexp"
+	"slices"
 	"strings"
 	"time"
 	"unicode"
@@ -118,6 +120,17 @@ const (
 	DefaultMaxPayload = 960 << 10
 	MaxMaxPayload     = 100 << 20 // socket.request.max.bytes of a broker
 )
+
+// EachPositive checks the durations of a field of a configuration.
+func EachPositive(field string, of map[string]time.Duration) error {
+	var errs []error
+	for _, key := range slices.Sorted(maps.Keys(of)) {
+		if of[key] <= 0 {
+			errs = append(errs, fmt.Errorf("field %s of %q is %v: must be above 0", field, key, of[key]))
+		}
+	}
+	return errors.Join(errs...)
+}
 
 // NotNegative checks a field of a configuration.
 func NotNegative[N int | int64 | time.Duration](field string, n N) error {

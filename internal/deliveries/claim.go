@@ -29,8 +29,8 @@ WITH due AS MATERIALIZED (
      CROSS JOIN LATERAL (
            SELECT f.id, bool_and(f.untried) OVER (ORDER BY f.id) AS untried
              FROM (SELECT d.id, d.attempt_count = 0 AND NOT ` + suspect + ` AS untried FROM {schema}.event_delivery AS d
-                    WHERE d.order_key = due.order_key AND d.status = 'PARKED' AND d.consumer_group = $1::text
-                      AND due.attempt_count = 0 AND d.id > due.id
+                    WHERE ` + ofKeyFrom("due.order_key", "due.id + 1") + ` AND d.status = 'PARKED' AND d.consumer_group = $1::text
+                      AND due.attempt_count = 0
                     ORDER BY d.order_key, d.id LIMIT $7 FOR UPDATE) AS f) AS b
      WHERE b.untried
 ), claimed AS (

@@ -88,3 +88,49 @@ func TestEndIsForgotten(t *testing.T) {
 		})
 	}
 }
+
+// A crash may forget that rows were ended, and with that the claim of the one behind them. Whoever had it does not have it go before
+// these, whatever he says about it.
+func TestForgottenEndsComeFirst(t *testing.T) {
+	t.Parallel()
+	for name, do := range map[string]func(*tableFixture, *deliveries.Store, deliveries.Delivery) error{
+		"given back": func(f *tableFixture, s *deliveries.Store, d deliveries.Delivery) error {
+			return s.Return(f.t.Context(), []deliveries.Delivery{d})
+		},
+		"failed": func(f *tableFixture, s *deliveries.Store, d deliveries.Delivery) error {
+			_, err := s.Fail(f.t.Context(), deliveries.Failure{Of: d, Code: "handler", Dead: true}, nil)
+			return err
+		},
+		"failed before others": func(f *tableFixture, s *deliveries.Store, d deliveries.Delivery) error {
+			_, err := s.Fail(f.t.Context(), deliveries.Failure{Of: d, Code: "handler"}, []deliveries.Delivery{d})
+			return err
+		},
+		"promoted": func(f *tableFixture, s *deliveries.Store, d deliveries.Delivery) error {
+			_, err := s.Promote(f.t.Context(), []deliveries.Delivery{d})
+			return err
+		},
+		"ended": func(f *tableFixture, s *deliveries.Store, d deliveries.Delivery) error {
+			_, err := s.Finish(f.t.Context(), []deliveries.Delivery{d})
+			return err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			f := newTable(t)
+			a := f.store("a", time.Minute)
+			first := f.insert(a, deliveries.Processing, f.record("k"), "k")
+			f.insert(a, deliveries.Processing, f.record("k"), "k")
+			_, err := a.Finish(t.Context(), first)
+			require.NoError(t, err)
+			second := f.claim(a)
+			require.Len(t, second, 1)
+			f.exec(`UPDATE {schema}.event_delivery SET status = 'PROCESSING', locked_by = 'b/1', locked_until = now() + interval '1 minute' WHERE id = $1`, first[0].ID)
+			f.exec(`UPDATE {schema}.event_delivery SET status = 'PARKED', locked_by = NULL, locked_until = NULL, attempt_count = 0 WHERE id = $1`, second[0].ID)
+			before := f.rows()
+			if err := do(f, a, second[0]); err != nil {
+				require.ErrorIs(t, err, deliveries.ErrLost)
+			}
+			require.Equal(t, before, f.rows())
+		})
+	}
+}

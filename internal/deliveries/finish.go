@@ -66,11 +66,19 @@ func lost(err error) error {
 
 const sqlPromote = `SELECT {schema}.outbox_promote($1, $2, $3)`
 
-// Promote promotes what waits behind rows.
+// sqlPromoteBehind promotes what waits behind rows that this transaction has changed. A floor was learned with a claim: that has
+// survived, and with it what was committed before, if the row was found as it was claimed. Otherwise a crash of PostgreSQL may have
+// forgotten both, and rows below the floor are open again.
+const sqlPromoteBehind = `
+SELECT {schema}.outbox_promote($1, $2, ARRAY(
+       SELECT CASE WHEN (SELECT true FROM {schema}.event_delivery AS d WHERE d.id = u.id AND d.xmin = pg_current_xact_id()::xid) THEN u.floor ELSE 0 END
+         FROM unnest($3::bigint[], $4::bigint[]) WITH ORDINALITY AS u (floor, id, n) ORDER BY u.n))`
+
+// Promote promotes what waits behind rows. Their end may be forgotten by a crash, so it knows no floors.
 func (s *Store) Promote(ctx context.Context, rows []Delivery) (promoted int64, err error) {
-	keys, floors := digests(rows)
+	keys, _ := digests(rows)
 	err = s.transact(ctx, func(b *pgx.Batch) {
-		b.Queue(s.sqlPromote, s.group, keys, floors).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
+		b.Queue(s.sqlPromote, s.group, keys, nil).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
 	})
 	if err != nil {
 		return 0, fmt.Errorf("promote deliveries: %w", err)
@@ -147,7 +155,7 @@ func (s *Store) Fail(ctx context.Context, f Failure, rest []Delivery) (promoted 
 		}
 		// A row that is lost may be parked behind rest.
 		if f.Of.Key.Ordered && (len(rest) > 0 || f.Dead && !f.Held) {
-			b.Queue(s.sqlPromote, s.group, []int64{f.Of.Key.Digest}, []int64{f.Of.floor}).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
+			b.Queue(s.sqlPromoteBehind, s.group, []int64{f.Of.Key.Digest}, []int64{f.Of.floor}, []int64{f.Of.ID}).QueryRow(func(row pgx.Row) error { return row.Scan(&promoted) })
 		}
 	})
 	if err != nil {
@@ -174,7 +182,7 @@ func (s *Store) Return(ctx context.Context, rows []Delivery) error {
 		for holder, ids := range byHolder(refsOf(rows)) {
 			b.Queue(s.sqlReturn, ids, holder, s.group, true)
 		}
-		b.Queue(s.sqlPromote, s.group, keys, floors)
+		b.Queue(s.sqlPromoteBehind, s.group, keys, floors, idsOf(rows))
 	})
 	if err != nil {
 		return fmt.Errorf("give deliveries back: %w", err)

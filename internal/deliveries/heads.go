@@ -11,7 +11,7 @@ import (
 
 // sqlHeadless looks at up to $2 keys with parked rows behind $1. A key is a step in the index,
 // however many rows it has.
-const sqlHeadless = `
+var sqlHeadless = `
 WITH RECURSIVE waiting AS (
     SELECT $1::bigint AS order_key, NULL::text AS consumer_group, 0 AS n
      UNION ALL
@@ -24,7 +24,7 @@ WITH RECURSIVE waiting AS (
 )
 SELECT (SELECT array_agg(w.order_key) FROM waiting AS w
          WHERE w.consumer_group = $3::text
-           AND (SELECT d.id FROM {schema}.event_delivery AS d WHERE d.order_key = w.order_key AND ` + head + ` AND d.consumer_group = $3::text
+           AND (SELECT d.id FROM {schema}.event_delivery AS d WHERE ` + ofKey("w.order_key") + ` AND ` + head + ` AND d.consumer_group = $3::text
                  ORDER BY d.order_key DESC, d.id DESC LIMIT 1) IS NULL),
        (SELECT order_key FROM waiting WHERE n = $2)`
 

@@ -35,13 +35,13 @@ WITH keys AS MATERIALIZED (
     SELECT k.key FROM keys AS k
      WHERE coalesce(
            (SELECT true FROM {schema}.event_delivery AS d
-             WHERE d.order_key = k.key AND ` + head + ` AND d.id >= k.floor AND d.consumer_group = $1::text
+             WHERE ` + ofKeyFrom("k.key", "k.floor") + ` AND ` + head + ` AND d.consumer_group = $1::text
              ORDER BY d.order_key DESC, d.id DESC LIMIT 1),
            (SELECT true FROM {schema}.event_delivery AS d
              WHERE d.order_key = k.key AND d.put_back AND ` + open + ` AND d.consumer_group = $1::text
              ORDER BY d.order_key, (d.status = 'PARKED'), d.id LIMIT 1),
            (SELECT true FROM {schema}.event_delivery AS d
-             WHERE d.order_key = k.key AND d.status = 'PARKED' AND d.id >= k.floor AND d.consumer_group = $1::text
+             WHERE ` + ofKeyFrom("k.key", "k.floor") + ` AND d.status = 'PARKED' AND d.consumer_group = $1::text
              ORDER BY d.order_key DESC, d.id DESC LIMIT 1), false)
 ), inserted AS (
     INSERT INTO {schema}.event_delivery (consumer_group, action, stream, position, order_key, status, attempt_count, max_attempts,

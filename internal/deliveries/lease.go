@@ -140,7 +140,8 @@ SELECT (SELECT d.locked_until FROM {schema}.event_delivery AS d
          WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until >= $2::timestamptz AND d.locked_until < clock_timestamp()
          ORDER BY d.consumer_group, d.locked_until LIMIT 1)`
 
-const expiredColumns = `d.id, d.order_key, d.status, coalesce(d.record_id, d.event_id::text), d.event_type, d.action, d.stream, d.attempt_count`
+const expiredColumns = `d.id, d.order_key, d.status, coalesce(d.record_id, d.event_id::text), d.event_type, d.action, d.stream, d.attempt_count,
+       d.position, d.record_partition, coalesce(d.partition_key, d.aggregate_id)`
 
 // Expired is a row whose worker is gone.
 type Expired struct {
@@ -149,6 +150,11 @@ type Expired struct {
 	Dead                          bool
 	EventID, Type, Action, Stream string
 	Attempt                       int
+	RecordKey                     string
+	// Position, FromKafka and Partition are those of a [Delivery].
+	Position  int64
+	FromKafka bool
+	Partition int32
 }
 
 // Expire takes rows, at most limit and the others of their keys, from workers whose lease has expired. Those that have used up
@@ -177,7 +183,9 @@ func (s *Store) Expire(ctx context.Context, limit int, hold bool) (expired []Exp
 		expired, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (e Expired, err error) {
 			var key pgtype.Int8
 			var status string
-			err = row.Scan(&e.ID, &key, &status, &e.EventID, &e.Type, &e.Action, &e.Stream, &e.Attempt)
+			var partition pgtype.Int4
+			err = row.Scan(&e.ID, &key, &status, &e.EventID, &e.Type, &e.Action, &e.Stream, &e.Attempt, &e.Position, &partition, &e.RecordKey)
+			e.FromKafka, e.Partition = partition.Valid, partition.Int32
 			e.Key, e.Dead = Key{key.Int64, key.Valid}, Status(status) == Dead
 			return e, err
 		})

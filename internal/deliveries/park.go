@@ -109,7 +109,7 @@ func openOf(key string) string {
 	of := func(which string) string {
 		return `
            (SELECT true FROM {schema}.event_delivery AS d
-             WHERE d.order_key = ` + key + ` AND ` + which + ` AND d.consumer_group = $1::text ORDER BY d.order_key DESC, d.id DESC LIMIT 1)`
+             WHERE ` + ofKey(key) + ` AND ` + which + ` AND d.consumer_group = $1::text ORDER BY d.order_key DESC, d.id DESC LIMIT 1)`
 	}
 	return of(head) + `,` + of(`d.status = 'PARKED'`)
 }
@@ -122,10 +122,7 @@ func (s *Store) Park(ctx context.Context, rows []Received) (became []Status, err
 	if len(rows) == 0 {
 		return nil, nil
 	}
-	locks := make([]int64, len(rows))
-	for i := range rows {
-		locks[i] = rows[i].lock()
-	}
+	locks := column(rows, func(r *Received) int64 { return r.lock() })
 	became = make([]Status, len(rows))
 	err = s.transact(ctx, func(b *pgx.Batch) {
 		b.Queue(pg.Durable)
@@ -166,7 +163,17 @@ func columnsOfParked(rows []Received) []any {
 	}
 }
 
-func column[T any](rows []Received, of func(*Received) T) []T {
+// columnsOf returns the columns of subjects. A key is NULL for those without order.
+func columnsOf(subjects []Subject) (actions []string, keys []pgtype.Int8, digests [][]byte) {
+	return column(subjects, func(s *Subject) string { return s.Action }), column(subjects, func(s *Subject) pgtype.Int8 { return s.Key.value() }),
+		column(subjects, func(s *Subject) []byte { return s.Digest[:] })
+}
+
+func locksOf(subjects []Subject) []int64 {
+	return column(subjects, func(s *Subject) int64 { return s.lock() })
+}
+
+func column[R, T any](rows []R, of func(*R) T) []T {
 	all := make([]T, len(rows))
 	for i := range rows {
 		all[i] = of(&rows[i])
@@ -204,13 +211,9 @@ func (s *Store) Blocked(ctx context.Context, subjects []Subject) (blocked []int,
 // BlockedIn is Blocked at the end of a transaction in which subjects were handled: until it has ended, nobody
 // blocks their keys.
 func (s *Store) BlockedIn(ctx context.Context, tx pgx.Tx, subjects []Subject) (blocked []int, err error) {
-	locks := make([]int64, len(subjects))
-	for i := range subjects {
-		locks[i] = subjects[i].lock()
-	}
 	var b pgx.Batch
 	current := false
-	b.Queue(s.sqlLockShared, s.group, locks).QueryRow(func(row pgx.Row) error { return row.Scan(&current) })
+	b.Queue(s.sqlLockShared, s.group, locksOf(subjects)).QueryRow(func(row pgx.Row) error { return row.Scan(&current) })
 	s.queueOwed(&b, subjects, &blocked)
 	if err := tx.SendBatch(ctx, &b).Close(); err != nil {
 		return nil, fmt.Errorf("look for parked events: %w", err)
@@ -223,10 +226,7 @@ func (s *Store) BlockedIn(ctx context.Context, tx pgx.Tx, subjects []Subject) (b
 }
 
 func (s *Store) queueOwed(b *pgx.Batch, subjects []Subject, blocked *[]int) {
-	actions, keys, digests := make([]string, len(subjects)), make([]pgtype.Int8, len(subjects)), make([][]byte, len(subjects))
-	for i := range subjects {
-		actions[i], keys[i], digests[i] = subjects[i].Action, subjects[i].Key.value(), subjects[i].Digest[:]
-	}
+	actions, keys, digests := columnsOf(subjects)
 	b.Queue(s.sqlOwed, s.group, actions, keys, digests).Query(func(rows pgx.Rows) error {
 		*blocked = nil
 		found, err := pgx.CollectRows(rows, pgx.RowTo[int])

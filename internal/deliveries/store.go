@@ -34,8 +34,8 @@ type Store struct {
 	due      bounds[looking]
 	expiring bounds[struct{}]
 
-	sqlInsert, sqlClaim, sqlLeft, sqlPrint, sqlFinish, sqlRenew, sqlReturn, sqlFail, sqlExpire, sqlStale, sqlLock, sqlLockRows, sqlPromote, sqlHeadless, sqlLook, sqlMine,
-	sqlPark, sqlLockShared, sqlOwed, sqlOthers string
+	sqlInsert, sqlClaim, sqlLeft, sqlPrint, sqlFinish, sqlRenew, sqlReturn, sqlFail, sqlExpire, sqlStale, sqlLock, sqlLockRows, sqlPromote, sqlPromoteBehind, sqlHeadless, sqlLook, sqlMine,
+	sqlPark, sqlLockShared, sqlOwed, sqlOthers, sqlReplayed, sqlGiveTurn, sqlLookRecords, sqlDeadFor, sqlRetryDead string
 }
 
 // NewStore returns the deliveries of a group for a worker, which has what it claims for the time of
@@ -47,15 +47,15 @@ func NewStore(db *pgxpool.Pool, schema, group, worker string, lease time.Duratio
 		due:       bounds[looking]{share: 20, rare: time.Minute},
 		expiring:  bounds[struct{}]{share: 100, rare: 10 * time.Minute}, // none comes late: leases end long after they are written
 		sqlInsert: in(sqlInsert), sqlClaim: in(sqlClaim), sqlLeft: in(sqlLeft), sqlPrint: in(sqlPrint), sqlFinish: in(sqlFinish), sqlRenew: in(sqlRenew), sqlReturn: in(sqlReturn),
-		sqlFail: in(sqlFail), sqlExpire: in(sqlExpire), sqlStale: in(sqlStale), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows), sqlPromote: in(sqlPromote), sqlHeadless: in(sqlHeadless), sqlLook: in(sqlLook), sqlMine: in(sqlMine),
-		sqlPark: in(sqlPark), sqlLockShared: in(sqlLockShared), sqlOwed: in(sqlOwed), sqlOthers: in(sqlOthers),
+		sqlFail: in(sqlFail), sqlExpire: in(sqlExpire), sqlStale: in(sqlStale), sqlLock: in(sqlLock), sqlLockRows: in(sqlLockRows), sqlPromote: in(sqlPromote), sqlPromoteBehind: in(sqlPromoteBehind), sqlHeadless: in(sqlHeadless), sqlLook: in(sqlLook), sqlLookRecords: in(sqlLookRecords), sqlMine: in(sqlMine),
+		sqlPark: in(sqlPark), sqlLockShared: in(sqlLockShared), sqlOwed: in(sqlOwed), sqlOthers: in(sqlOthers), sqlReplayed: in(sqlReplayed), sqlGiveTurn: in(sqlGiveTurn), sqlDeadFor: in(sqlDeadFor), sqlRetryDead: in(sqlRetryDead),
 	}
 }
 
 // ForRecords has the store claim what came from Kafka, which [Store.Park] has inserted, and nothing else. Without
 // it, it claims the rest.
 func (s *Store) ForRecords() *Store {
-	s.records = true
+	s.records, s.sqlLook = true, s.sqlLookRecords
 	return s
 }
 
@@ -71,6 +71,9 @@ const settings = pg.PlannerSettings + `, set_config('lock_timeout', '5s', true),
 const sqlLook = `
 SELECT d.id, d.order_key, d.held, d.record FROM {schema}.event_delivery AS d, {schema}.event_subscription AS s LIMIT 0`
 
+// sqlLookRecords is sqlLook for what came from Kafka.
+const sqlLookRecords = `SELECT d.id, d.order_key, d.held, d.record FROM {schema}.event_delivery AS d LIMIT 0`
+
 // Check reports why the tables cannot be used.
 func (s *Store) Check(ctx context.Context) error {
 	_, err := s.db.Exec(ctx, s.sqlLook)
@@ -83,6 +86,15 @@ const (
 	head = `(d.status IN ('PENDING', 'PROCESSING') OR d.held)`
 	open = `(d.status IN ('PENDING', 'PARKED', 'PROCESSING') OR d.held)`
 )
+
+// ofKey is the condition that a row d is of a key, and ofKeyFrom that its id is not below one, too. They are ranges: of an equation
+// PostgreSQL concludes that rows in the order of their ids are in that of their keys and ids. While the table is empty, and statistics
+// say that it was not, it would read these by the primary key for as long as it keeps the plan, all of them.
+func ofKey(key string) string { return `d.order_key >= ` + key + ` AND d.order_key <= ` + key }
+
+func ofKeyFrom(key, id string) string {
+	return `(d.order_key, d.id) >= (` + key + `, ` + id + `) AND d.order_key <= ` + key
+}
 
 // transact runs statements in a transaction, in a single round trip.
 func (s *Store) transact(ctx context.Context, queue func(*pgx.Batch)) error {

@@ -8,15 +8,15 @@ import (
 	"github.com/twmb/franz-go/pkg/kmsg"
 )
 
-// Buffer counts records in the hands of a client, or says how many these may be.
+// Buffer says how much may be in the hands of a client.
 type Buffer struct{ records, bytes int }
 
-// maxBuffered is how many bytes a client gets ahead of the answers. It keeps a few
+// maxBuffered is how many bytes a client gets at once, ahead of the answers. It keeps a few
 // requests in flight, and is written quickly when a relay is told to stop.
 const maxBuffered = 4 << 20
 
-// BufferOf returns the room of a client: maxBuffered, or less if the client would make
-// its caller wait.
+// BufferOf returns the room of a client: maxBuffered, or less if the client would refuse
+// more.
 func BufferOf(client *kgo.Client) Buffer {
 	room := Buffer{records: 10_000, bytes: maxBuffered}
 	if most, _ := client.OptValue(kgo.MaxBufferedRecords).(int64); most > 0 {
@@ -28,21 +28,22 @@ func BufferOf(client *kgo.Client) Buffer {
 	return room
 }
 
-// Add counts another record, if there is room for it or it is the only one.
-func (b *Buffer) Add(r *kgo.Record, room Buffer) bool {
-	size := recordSize(r)
-	if b.records > 0 && (b.records >= room.records || b.bytes+size > room.bytes) {
-		return false
+// Fitting returns for how many records, from the first on, there is room. There is for a single
+// one, whatever its size. Records with an error do not count.
+func (b Buffer) Fitting(records []kgo.Record, errs []error) int {
+	var n, bytes int
+	for i := range records {
+		if errs[i] != nil {
+			continue
+		}
+		size := recordSize(&records[i])
+		if n > 0 && (n >= b.records || bytes+size > b.bytes) {
+			return i
+		}
+		n++
+		bytes += size
 	}
-	b.records++
-	b.bytes += size
-	return true
-}
-
-// Remove counts one record less.
-func (b *Buffer) Remove(r *kgo.Record) {
-	b.records--
-	b.bytes -= recordSize(r)
+	return len(records)
 }
 
 // InFlight is a hook that counts the produce requests that a client has written and that

@@ -121,15 +121,42 @@ func CheckProducerOpts(opts []kgo.Opt) error {
 	})
 }
 
-// ProducerOpts returns the options of the host, and those that the promises need. Linger is
-// commonly 0: batches come full, and waiting for more records only delays them.
-func ProducerOpts(host []kgo.Opt, deliveryTimeout, linger time.Duration) []kgo.Opt {
+// ProducerOpts returns the options of the host, and those that the promises need.
+func ProducerOpts(host []kgo.Opt, deliveryTimeout time.Duration) []kgo.Opt {
 	return append(append([]kgo.Opt(nil), host...),
 		kgo.RequiredAcks(kgo.AllISRAcks()),
 		// With idempotence alone, a record whose request was sent and never
 		// answered would neither fail nor time out.
 		kgo.RecordDeliveryTimeout(deliveryTimeout),
 		kgo.AllowIdempotentProduceCancellation(),
-		kgo.ProducerLinger(linger),
+		kgo.ProducerLinger(0),
 	)
+}
+
+// FlushOpts returns options for a client that sends nothing before it is flushed, and whose log does not
+// say at INFO that it is.
+func FlushOpts(host []kgo.Opt) []kgo.Opt {
+	opts := []kgo.Opt{kgo.ManualFlushing()}
+	err := CheckOpts(host, func(o HostOpts) {
+		if log, ok := o.Client.OptValue(kgo.WithLogger).(kgo.Logger); ok && log != nil {
+			opts = append(opts, kgo.WithLogger(flushLogger{log}))
+		}
+	})
+	if err != nil { // as others say, too
+		return nil
+	}
+	return opts
+}
+
+// flushLogger is a log of the host.
+type flushLogger struct{ kgo.Logger }
+
+// Log implements [kgo.Logger].
+func (l flushLogger) Log(level kgo.LogLevel, msg string, keyvals ...any) {
+	if msg == "flushing" {
+		if level = kgo.LogLevelDebug; l.Level() < level {
+			return
+		}
+	}
+	l.Logger.Log(level, msg, keyvals...)
 }

@@ -9,7 +9,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
-	"github.com/jackc/pgx/v5/pgxpool"
 )
 
 // DefaultSchema is the schema of a configuration that names none.
@@ -48,8 +47,13 @@ SELECT set_config('synchronous_commit', 'local', true) WHERE current_setting('sy
 // most filters are empty.
 const PlanEachTime = pgx.QueryExecModeCacheDescribe
 
+// BatchSender is a pool, a connection or a transaction.
+type BatchSender interface {
+	SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults
+}
+
 // Query runs a statement under settings and passes its rows to read.
-func Query(ctx context.Context, db *pgxpool.Pool, settings string, read func(pgx.Rows) error, sql string, args ...any) error {
+func Query(ctx context.Context, db BatchSender, settings string, read func(pgx.Rows) error, sql string, args ...any) error {
 	var batch pgx.Batch
 	batch.Queue(settings)
 	batch.Queue(sql, args...).Query(read)

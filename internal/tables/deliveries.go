@@ -86,7 +86,7 @@ const DeliveryWhere = `
    AND ($6::text = '' OR d.last_error_code = $6)
    AND ($7::text = '' OR coalesce(d.partition_key, d.aggregate_id) = $7)
    AND ($8::text = '' OR d.event_id::text = lower($8) OR d.record_id = $8)
-   AND d.created_at >= coalesce($9::timestamptz, '-infinity') AND d.created_at < coalesce($10::timestamptz, 'infinity')
+   AND d.created_at >= coalesce($9::timestamptz, '-infinity') AND coalesce(d.created_at < $10::timestamptz, true)
    AND ($11::bool IS NULL OR d.status NOT IN ('PENDING', 'PROCESSING') OR (d.last_error_code IS NOT NULL) = $11)
    AND ($12::text = '' OR d.aggregate_type = $12)
    AND ($13::text = '' OR d.aggregate_id = $13)`
@@ -270,7 +270,9 @@ type DeliveryFailureCount struct {
 // status, and counts nothing that is DONE.
 func (r DeliveryReader) FailureCounts(ctx context.Context, filter DeliveryFilter) (counts []DeliveryFailureCount, err error) {
 	err = pg.Query(ctx, r.db, pg.PlannerSettings, func(rows pgx.Rows) error {
-		counts, err = pgx.CollectRows(rows, pgx.RowToStructByPos[DeliveryFailureCount])
+		counts, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c DeliveryFailureCount, err error) {
+			return c, row.Scan(&c.Group, &c.Action, &c.Status, &c.Type, &c.ErrorCode, &c.Deliveries, pg.Time{At: &c.Oldest}, &c.Capped)
+		})
 		return err
 	}, r.failures, append(filter.Args(), MaxCounted, MaxProcessing)...)
 	return counts, err

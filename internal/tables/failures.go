@@ -107,7 +107,7 @@ const FailureWhere = `
    AND ($6::text = '' OR aggregate_type = $6)
    AND ($7::text = '' OR aggregate_id = $7)
    AND ($8::text = '' OR error_class = $8)
-   AND failed_at >= coalesce($9::timestamptz, '-infinity') AND failed_at < coalesce($10::timestamptz, 'infinity')
+   AND failed_at >= coalesce($9::timestamptz, '-infinity') AND coalesce(failed_at < $10::timestamptz, true)
    AND ($11::bigint = 0 OR outbox_id = $11)
    AND ($12::text = '' OR event_id::text = lower($12))`
 
@@ -192,7 +192,9 @@ func NewFailureCounter(db *pgxpool.Pool, schema string) FailureCounter {
 // search all rows.
 func (c FailureCounter) Count(ctx context.Context, filter FailureFilter) (counts []FailureCount, err error) {
 	collect := func(rows pgx.Rows) (err error) {
-		counts, err = pgx.CollectRows(rows, pgx.RowToStructByPos[FailureCount])
+		counts, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (c FailureCount, err error) {
+			return c, row.Scan(&c.Relay, &c.Status, &c.Type, &c.Class, &c.Events, pg.Time{At: &c.Oldest})
+		})
 		return err
 	}
 	kind := FailureFilter{Statuses: filter.Statuses, Relay: filter.Relay, Type: filter.Type, Class: filter.Class}

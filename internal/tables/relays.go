@@ -36,7 +36,8 @@ const (
 	MaxCounted = 10_000
 )
 
-// SQLRelays reads the state of all relays, and of groups of workers, which have a cursor like a relay's. It looks at $1 rows of outbox in each order, and
+// SQLRelays reads the state of all relays, and of groups of workers, which have a cursor like a relay's, and of consumers, which
+// have a lease. It looks at $1 rows of outbox in each order, and
 // at $2 rows of each status, so its cost does not grow with the rows. It takes its shape
 // from sqlOpen, and is to be run under pg.PlannerSettings.
 //
@@ -115,41 +116,54 @@ const heldKeys = `
 const heldOfRelay = ` FROM {schema}.outbox_failed AS f
                    WHERE f.relay = n.name AND f.held AND f.status IN ('waiting', 'failed', 'parked', 'dead')`
 
-// WorkerPrefix is what the names of groups of workers begin with in outbox_cursor and
-// outbox_lease.
-const WorkerPrefix = "worker:"
+// What names begin with that are no relay's: those of groups of workers in outbox_cursor and
+// outbox_lease, and those of groups of consumers in outbox_lease.
+const (
+	WorkerPrefix   = "worker:"
+	ConsumerPrefix = "consumer:"
+)
+
+// IsGroup reports whether a name in outbox_lease is that of a group, and not of a relay.
+func IsGroup(name string) bool {
+	return strings.HasPrefix(name, WorkerPrefix) || strings.HasPrefix(name, ConsumerPrefix)
+}
 
 // Relays runs [SQLRelays], completed, and returns the relays of the schema, sorted by
 // name: those that have a cursor or ever took a lease.
 func Relays(ctx context.Context, db *pgxpool.Pool, sql string) ([]Relay, error) {
-	relays, _, err := Positions(ctx, db, sql)
-	return relays, err
+	all, err := ReadPositions(ctx, db, sql)
+	return all.Relays, err
 }
 
 // Groups runs [SQLPositions], completed, and returns the groups of workers, by name: how far they
 // have come.
 func Groups(ctx context.Context, db *pgxpool.Pool, sql string) (map[string]Relay, error) {
-	_, groups, err := Positions(ctx, db, sql)
-	all := make(map[string]Relay, len(groups))
-	for _, g := range groups {
+	positions, err := ReadPositions(ctx, db, sql)
+	all := make(map[string]Relay, len(positions.Workers))
+	for _, g := range positions.Workers {
 		all[g.Name] = g
 	}
 	return all, err
 }
 
-// Positions runs [SQLRelays] or [SQLPositions], completed, and returns the relays of the schema
-// and the groups of workers, both sorted by name.
-func Positions(ctx context.Context, db *pgxpool.Pool, sql string) (relays, groups []Relay, err error) {
+// Positions are who has a position or a lease: the relays of the schema, the groups of workers, and
+// those groups of consumers of which a process alerts or did so, each sorted by name. Groups of
+// consumers have their positions in Kafka.
+type Positions struct{ Relays, Workers, Consumers []Relay }
+
+// ReadPositions runs [SQLRelays] or [SQLPositions], completed.
+func ReadPositions(ctx context.Context, db *pgxpool.Pool, sql string) (p Positions, err error) {
 	all, err := cursorsOf(ctx, db, sql)
 	for _, r := range all {
+		of := &p.Relays
 		if group, ok := strings.CutPrefix(r.Name, WorkerPrefix); ok {
-			r.Name = group
-			groups = append(groups, r)
-		} else {
-			relays = append(relays, r)
+			r.Name, of = group, &p.Workers
+		} else if group, ok := strings.CutPrefix(r.Name, ConsumerPrefix); ok {
+			r.Name, of = group, &p.Consumers
 		}
+		*of = append(*of, r)
 	}
-	return relays, groups, err
+	return p, err
 }
 
 func cursorsOf(ctx context.Context, db *pgxpool.Pool, sql string) (all []Relay, err error) {

@@ -61,22 +61,6 @@ func ReadSequence(rows pgx.Rows) (drawn, highest int64, err error) {
 const Attempted = `(pg_visible_in_snapshot(o.xid, s.snapshot)
        OR coalesce(o.id <= s.last_processed_id AND pg_visible_in_snapshot(o.xid, s.window_snapshot), false))`
 
-// SnapshotMax returns the xmax of a snapshot's text, xmin:xmax:xip,…
-func SnapshotMax(snapshot string) string {
-	_, rest, _ := strings.Cut(snapshot, ":")
-	xmax, _, _ := strings.Cut(rest, ":")
-	return xmax
-}
-
-// SnapshotInProgress returns the transactions that were in progress, in their order.
-func SnapshotInProgress(snapshot string) []string {
-	list := snapshot[strings.LastIndexByte(snapshot, ':')+1:]
-	if list == "" {
-		return nil
-	}
-	return strings.Split(list, ",")
-}
-
 // ParkingKey identifies the events that must stay in order: those of one topic and record
 // key. The name of a topic has no slash.
 func ParkingKey(topic string, key []byte) string {

@@ -2,7 +2,12 @@ package testenv
 
 import (
 	"bytes"
+	"slices"
 	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
 )
 
 // Buffer is a log that can be read while it is written.
@@ -23,4 +28,37 @@ func (b *Buffer) String() string {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.b.String()
+}
+
+// Kept holds what is added to it by one goroutine and read by another.
+type Kept[T any] struct {
+	mu  sync.Mutex
+	all []T
+}
+
+// Add adds to it.
+func (k *Kept[T]) Add(one T) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.all = append(k.all, one)
+}
+
+// All returns what was added, in order.
+func (k *Kept[T]) All() []T {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return slices.Clone(k.all)
+}
+
+// Await returns the first that meets a condition, once there is one.
+func (k *Kept[T]) Await(t testing.TB, met func(T) bool, what string) (found T) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		i := slices.IndexFunc(k.All(), met)
+		if i >= 0 {
+			found = k.All()[i]
+		}
+		return i >= 0
+	}, Patience, 10*time.Millisecond, what)
+	return found
 }

@@ -259,3 +259,6 @@ var file = sync.OnceValue(func() map[string]string {
 		}
 	}
 })
+
+// ThroughPgBouncer reports whether pools of tests that do not call [Direct] connect to PgBouncer.
+func ThroughPgBouncer() bool { return lookUp(DirectVar) != "" }

@@ -56,11 +56,11 @@ const (
 	deadOverlap = 5 * time.Minute
 )
 
-// begin begins one interval before the first check, because the process that led until then may
-// have stopped before its own check.
-func (d *deaths) begin(now time.Time, interval time.Duration) {
+// begin begins some time before the first check, an interval at least, because the process that led
+// until then may have stopped before its own check.
+func (d *deaths) begin(now time.Time, back time.Duration) {
 	if d.began.IsZero() {
-		d.reported, d.began, d.since = map[int64]time.Time{}, now.Add(-interval), now.Add(-interval)
+		d.reported, d.began, d.since = map[int64]time.Time{}, now.Add(-back), now.Add(-back)
 	}
 }
 
@@ -78,7 +78,7 @@ func (d *deaths) forget(before time.Time) {
 // reportDeadEvents alerts to events that have died since the last check, with one alert
 // for each relay.
 func (w *Watch) reportDeadEvents(ctx context.Context, l look) {
-	for _, r := range l.relays {
+	for _, r := range l.Relays {
 		dead := slices.DeleteFunc(slices.Clone(l.died), func(f tables.Failure) bool { return f.Relay != r.Name })
 		if len(dead) == 0 {
 			continue

@@ -16,8 +16,8 @@ import (
 type Store interface {
 	// Now is the time of the database.
 	Now(ctx context.Context) (time.Time, error)
-	// Positions are all relays of the schema and all groups of workers, sorted by name.
-	Positions(ctx context.Context) (relays, groups []tables.Relay, err error)
+	// Positions are all relays of the schema and all groups, sorted by name.
+	Positions(ctx context.Context) (tables.Positions, error)
 	// Died returns events that have died since a time, those that died first at the
 	// beginning. Relay is the name of one; empty means all. Known are the rows that it
 	// leaves out.
@@ -65,12 +65,12 @@ func (s *store) Now(ctx context.Context) (now time.Time, err error) {
 	return now, nil
 }
 
-func (s *store) Positions(ctx context.Context) (relays, groups []tables.Relay, err error) {
-	relays, groups, err = tables.Positions(ctx, s.db, s.positions)
+func (s *store) Positions(ctx context.Context) (tables.Positions, error) {
+	positions, err := tables.ReadPositions(ctx, s.db, s.positions)
 	if err != nil {
-		return nil, nil, fmt.Errorf("read relays: %w", err)
+		return tables.Positions{}, fmt.Errorf("read relays: %w", err)
 	}
-	return relays, groups, nil
+	return positions, nil
 }
 
 func (s *store) Died(ctx context.Context, since time.Time, relay string, known []int64, limit int) (died []tables.Failure, err error) {
@@ -123,25 +123,37 @@ func (s *store) Stale(ctx context.Context, before time.Time, of tables.Owners, l
 	return counts, nil
 }
 
-// groupStore is the Store of a process that works for consumer groups: it reads nothing about
-// failed events of relays, nor where groups read in Kafka, to which a worker has no right.
-type groupStore struct{ *store }
+// consumerStore is the Store of a process that works for consumer groups: it reads nothing about
+// failed events of relays, to which it has no right.
+type consumerStore struct{ *store }
 
-// NewGroupStore returns the store of a schema for a process that has the lease of a group.
-func NewGroupStore(db *pgxpool.Pool, schema string) Store {
+// NewConsumerStore returns the store of a schema for a consumer that has the lease of its group.
+func NewConsumerStore(db *pgxpool.Pool, schema string) Store { return newConsumerStore(db, schema) }
+
+func newConsumerStore(db *pgxpool.Pool, schema string) consumerStore {
 	s := NewStore(db, schema).(*store)
 	s.positions = pg.InSchema(tables.SQLPositions, schema)
-	return groupStore{s}
+	return consumerStore{s}
+}
+
+// workerStore does not read where groups read in Kafka either: a worker has no right to that.
+type workerStore struct{ consumerStore }
+
+// NewWorkerStore returns the store of a schema for a worker that has the lease of its group.
+func NewWorkerStore(db *pgxpool.Pool, schema string) Store {
+	return workerStore{newConsumerStore(db, schema)}
 }
 
 // Dead counts deliveries only.
-func (s groupStore) Dead(ctx context.Context) ([]tables.EventCount, error) { return s.failed(ctx) }
+func (s consumerStore) Dead(ctx context.Context) ([]tables.EventCount, error) { return s.failed(ctx) }
 
 // Unresolved counts deliveries only.
-func (s groupStore) Unresolved(ctx context.Context) ([]tables.EventCount, error) { return s.Dead(ctx) }
+func (s consumerStore) Unresolved(ctx context.Context) ([]tables.EventCount, error) {
+	return s.Dead(ctx)
+}
 
 // Lost returns nothing.
-func (groupStore) Lost(context.Context, time.Time) ([]LostRecords, error) { return nil, nil }
+func (workerStore) Lost(context.Context, time.Time) ([]LostRecords, error) { return nil, nil }
 
 // sqlLostSince reads which groups have found since $1 that records are lost. The table has
 // a row for each group and partition.

@@ -49,9 +49,15 @@ type Config struct {
 
 	// Relay is the name of the relay that leads in this process, and Group the consumer group
 	// whose lease this process has. A relay alerts to its own events. What concerns the whole
-	// database is for one process: that of the first relay which has a leader, or without any that of
-	// the first group. A watch with neither name alerts to everything.
+	// database is for one process: that of the first relay which has a leader, without any that of
+	// the first group of workers, and without workers that of the first group of consumers. A watch
+	// with neither name alerts to everything.
 	Relay, Group string
+	// Consumes says that Group is one of consumers.
+	Consumes bool
+	// Takeover is for how long nobody may have alerted before this process has the lease of one
+	// that is gone. What died meanwhile is alerted to.
+	Takeover time.Duration
 	// BreakerClosed reports whether the breaker of Relay is closed. Nil means that it
 	// is not known.
 	BreakerClosed func() bool
@@ -111,10 +117,11 @@ func (w *Watch) Interval() time.Duration { return w.cfg.Interval }
 
 // look is what one check has read.
 type look struct {
-	now            time.Time        // of the database
-	died           []tables.Failure // read before all counts, so that these have them
-	relays, groups []tables.Relay
-	stale          []tables.EventCount
+	tables.Positions
+
+	now   time.Time        // of the database
+	died  []tables.Failure // read before all counts, so that these have them
+	stale []tables.EventCount
 }
 
 // Check reads the state of relays and groups once, and alerts to what has changed. Its error is
@@ -126,7 +133,7 @@ func (w *Watch) Check(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	for _, r := range l.relays {
+	for _, r := range l.Relays {
 		if w.isOwn(r) {
 			w.checkRelay(ctx, l, r)
 		}
@@ -146,12 +153,12 @@ func (w *Watch) look(ctx context.Context) (l look, err error) {
 		return l, err
 	}
 	if w.cfg.Group == "" {
-		w.deaths.begin(l.now, w.cfg.Interval)
+		w.deaths.begin(l.now, w.cfg.Interval+w.cfg.Takeover)
 		if l.died, err = w.store.Died(ctx, w.deaths.since, w.cfg.Relay, w.deaths.known(), maxDeadRead); err != nil {
 			return l, err
 		}
 	}
-	if l.relays, l.groups, err = w.store.Positions(ctx); err != nil {
+	if l.Positions, err = w.store.Positions(ctx); err != nil {
 		return l, err
 	}
 	switch isFirst := w.isFirst(l); {
@@ -160,9 +167,9 @@ func (w *Watch) look(ctx context.Context) (l look, err error) {
 	case w.common == nil:
 		w.common = &common{active: conditions{}, deaths: &deaths{}, leaderless: map[string]bool{}, lost: map[key]time.Time{}}
 	}
-	of := tables.Owners{Relays: slices.DeleteFunc(slices.Clone(l.relays), func(r tables.Relay) bool { return !w.isOwn(r) }), Deliveries: w.common != nil}
+	of := tables.Owners{Relays: slices.DeleteFunc(slices.Clone(l.Relays), func(r tables.Relay) bool { return !w.isOwn(r) }), Deliveries: w.common != nil}
 	if of.Deliveries {
-		of.Groups = l.groups
+		of.Groups = l.Workers
 	}
 	l.stale, err = w.store.Stale(ctx, l.now.Add(-w.cfg.StaleAfter), of, max(w.cfg.StalePending, tables.MaxCounted))
 	return l, err
@@ -175,15 +182,22 @@ func (w *Watch) isOwn(r tables.Relay) bool {
 
 // isFirst reports whether the watch alerts to what concerns the whole database.
 func (w *Watch) isFirst(l look) bool {
-	led := func(r tables.Relay) bool { return r.Holder != "" }
-	i, j := slices.IndexFunc(l.relays, led), slices.IndexFunc(l.groups, led)
+	first := func(all []tables.Relay) (name string) {
+		if i := slices.IndexFunc(all, func(r tables.Relay) bool { return r.Holder != "" }); i >= 0 {
+			return all[i].Name
+		}
+		return ""
+	}
+	relay, workers := first(l.Relays), first(l.Workers)
 	switch {
 	case w.cfg.Relay != "":
-		return i >= 0 && l.relays[i].Name == w.cfg.Relay
-	case w.cfg.Group != "":
-		return i < 0 && j >= 0 && l.groups[j].Name == w.cfg.Group
+		return relay == w.cfg.Relay
+	case w.cfg.Group == "":
+		return true
+	case w.cfg.Consumes:
+		return relay == "" && workers == "" && first(l.Consumers) == w.cfg.Group
 	}
-	return true
+	return relay == "" && workers == w.cfg.Group
 }
 
 // checkRelay alerts to what is wrong with a relay that is led, or with the events of any.
@@ -216,13 +230,13 @@ func total(counts []tables.EventCount) (n int) {
 
 // checkCommon alerts to what concerns the whole database.
 func (w *Watch) checkCommon(ctx context.Context, l look) error {
-	for _, r := range l.relays {
+	for _, r := range l.Relays {
 		if r.Name != w.cfg.Relay {
 			w.checkLeader(ctx, r)
 		}
 	}
 	w.checkGroups(ctx, l)
-	w.common.deaths.begin(l.now, w.cfg.Interval)
+	w.common.deaths.begin(l.now, w.cfg.Interval+w.cfg.Takeover)
 	died, err := w.store.DiedDeliveries(ctx, w.common.deaths.since, w.common.deaths.known(), maxDeadRead)
 	if err != nil {
 		return err
@@ -299,7 +313,7 @@ func (w *Watch) deliver(ctx context.Context, a Alert) bool {
 }
 
 // reportLost alerts to records that Kafka had removed before a consumer group read them,
-// since one interval before the first check.
+// as far back as to deaths.
 func (w *Watch) reportLost(ctx context.Context) error {
 	lost, err := w.store.Lost(ctx, w.common.deaths.began)
 	if err != nil {

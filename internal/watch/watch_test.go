@@ -21,14 +21,14 @@ import (
 // fakeStore is a database without PostgreSQL. Its rows of outbox_failed and event_delivery are
 // all dead.
 type fakeStore struct {
-	relays, groups []tables.Relay
-	rows           []tables.Failure
-	deliveries     []tables.Delivery
-	dead           []tables.EventCount
-	unresolved     []tables.EventCount
-	stale          []tables.EventCount // Oldest says whether they are
-	lost           []watch.LostRecords
-	err            error
+	at         tables.Positions
+	rows       []tables.Failure
+	deliveries []tables.Delivery
+	dead       []tables.EventCount
+	unresolved []tables.EventCount
+	stale      []tables.EventCount // Oldest says whether they are
+	lost       []watch.LostRecords
+	err        error
 }
 
 func (s *fakeStore) Lost(_ context.Context, since time.Time) (lost []watch.LostRecords, err error) {
@@ -42,9 +42,7 @@ func (s *fakeStore) Lost(_ context.Context, since time.Time) (lost []watch.LostR
 
 func (s *fakeStore) Now(context.Context) (time.Time, error) { return time.Now(), s.err }
 
-func (s *fakeStore) Positions(context.Context) (relays, groups []tables.Relay, err error) {
-	return s.relays, s.groups, s.err
-}
+func (s *fakeStore) Positions(context.Context) (tables.Positions, error) { return s.at, s.err }
 
 func (s *fakeStore) Died(_ context.Context, since time.Time, relay string, known []int64, limit int) (died []tables.Failure, err error) {
 	for _, f := range s.rows {
@@ -107,10 +105,11 @@ func newFixture(settings watch.Settings, relay string) *watchFixture {
 	return newFixtureOf(settings, relay, "")
 }
 
-// newFixtureOf is the watch of a relay, of a group, or of neither.
+// newFixtureOf is the watch of a relay, of a group, which is one of consumers if its name begins so, or of neither.
 func newFixtureOf(settings watch.Settings, relay, group string) *watchFixture {
-	f := &watchFixture{breakerClosed: true, store: fakeStore{relays: []tables.Relay{{Name: "default", Holder: "here", MovedAt: time.Now()}}}}
-	cfg := watch.Config{Settings: settings.WithDefaults(), Relay: relay, Group: group, Deliver: f.deliver, Logger: slog.New(slog.DiscardHandler)}
+	f := &watchFixture{breakerClosed: true, store: fakeStore{at: tables.Positions{Relays: []tables.Relay{{Name: "default", Holder: "here", MovedAt: time.Now()}}}}}
+	group, consumes := strings.CutPrefix(group, "consumer:")
+	cfg := watch.Config{Settings: settings.WithDefaults(), Relay: relay, Group: group, Consumes: consumes, Deliver: f.deliver, Logger: slog.New(slog.DiscardHandler)}
 	if relay != "" {
 		cfg.BreakerClosed = func() bool { return f.breakerClosed }
 		cfg.StaleEvents = func(counts []tables.EventCount) { f.unready = len(counts) }
@@ -226,7 +225,7 @@ func TestLostRecords(t *testing.T) {
 		require.Equal(t, "stats lost_records", f.check(t))
 
 		lose("items", 1)
-		f.store.relays = append([]tables.Relay{{Name: "another", Holder: "there", MovedAt: time.Now()}}, f.store.relays...)
+		f.store.at.Relays = append([]tables.Relay{{Name: "another", Holder: "there", MovedAt: time.Now()}}, f.store.at.Relays...)
 		require.Empty(t, f.check(t), "the other relay alerts")
 	})
 }
@@ -235,7 +234,7 @@ func TestLostRecords(t *testing.T) {
 func TestLeader(t *testing.T) {
 	t.Parallel()
 	f := newFixture(watch.Settings{}, "")
-	relay := &f.store.relays[0]
+	relay := &f.store.at.Relays[0]
 	relay.Holder = ""
 	require.Empty(t, f.check(t))
 	relay.Holder = "there"
@@ -252,7 +251,7 @@ func TestLeader(t *testing.T) {
 }
 
 // Each relay watches its own events. What concerns all is for the first relay that has a leader,
-// without any for the first group, and for a monitor in any case.
+// without any for the first group of workers, then for the first of consumers, and for a monitor in any case.
 func TestWhoWatches(t *testing.T) {
 	t.Parallel()
 	const all, ledA, ledB = "many_dead, stats dead_deliveries, c no_leader", "a stale_events", "b stale_events"
@@ -265,13 +264,24 @@ func TestWhoWatches(t *testing.T) {
 		{"", "stats", "stats", "stats stale_events, many_dead, stats dead_deliveries, a no_leader, b no_leader, c no_leader"},
 		{"", "stats", "mails stats", ""},
 		{"", "mails", "mails stats", "stats stale_events, many_dead, stats dead_deliveries, a no_leader, b no_leader, c no_leader"},
+		{"", "mails", "mails consumer:audit", "stats stale_events, many_dead, stats dead_deliveries, a no_leader, b no_leader, c no_leader"},
+		{"", "stats", "stats consumer:stats", "stats stale_events, many_dead, stats dead_deliveries, a no_leader, b no_leader, c no_leader"},
+		{"", "consumer:stats", "stats consumer:stats", ""},
+		{"", "consumer:stats", "a consumer:stats", ""},
+		{"", "consumer:stats", "consumer:audit consumer:stats", ""},
+		{"", "consumer:audit", "consumer:audit consumer:stats", "stats stale_events, many_dead, stats dead_deliveries, a no_leader, b no_leader, c no_leader"},
 	} {
 		f := newFixtureOf(watch.Settings{DeadThreshold: 1, StalePending: 1}, test.relay, test.group)
 		of := func(name string) tables.Relay {
 			led := slices.Contains(strings.Fields(test.led), name)
 			return tables.Relay{Name: name, Holder: map[bool]string{true: "somewhere"}[led], MovedAt: time.Now()}
 		}
-		f.store.relays, f.store.groups = []tables.Relay{of("a"), of("b"), of("c")}, []tables.Relay{of("mails"), of("stats")}
+		f.store.at = tables.Positions{Relays: []tables.Relay{of("a"), of("b"), of("c")}, Workers: []tables.Relay{of("mails"), of("stats")}}
+		for _, name := range []string{"audit", "stats"} {
+			consumers := of("consumer:" + name)
+			consumers.Name = name
+			f.store.at.Consumers = append(f.store.at.Consumers, consumers)
+		}
 		f.store.dead = []tables.EventCount{{Relay: "a", Events: 1}}
 		for _, c := range []tables.EventCount{{Relay: "a"}, {Relay: "b"}, {Group: "stats"}} {
 			c.Events, c.Oldest = 1, time.Now().Add(-time.Hour)
@@ -292,14 +302,30 @@ func TestFirstChanges(t *testing.T) {
 		f.store.dead = []tables.EventCount{{Group: "stats", Events: 2}}
 		f.store.giveUp("stats", 2)
 		require.Equal(t, "many_dead, stats dead_deliveries", f.check(t))
-		f.store.relays = append([]tables.Relay{{Name: "another", Holder: "there", MovedAt: time.Now()}}, f.store.relays...)
+		f.store.at.Relays = append([]tables.Relay{{Name: "another", Holder: "there", MovedAt: time.Now()}}, f.store.at.Relays...)
 		time.Sleep(time.Hour)
 		f.store.giveUp("stats", 3)
 		require.Empty(t, f.check(t), "the other relay alerts")
-		f.store.relays[0].Holder = ""
+		f.store.at.Relays[0].Holder = ""
 		require.Equal(t, "many_dead, stats dead_deliveries", f.check(t))
 		require.Equal(t, 3, f.alerts[1].Died)
 	})
+}
+
+// Who takes over from a process that is gone looks back as far as nobody may have looked.
+func TestTakeover(t *testing.T) {
+	t.Parallel()
+	for takeover, want := range map[time.Duration]string{0: "", time.Minute: "stats dead_deliveries"} {
+		synctest.Test(t, func(t *testing.T) {
+			f := &watchFixture{}
+			f.store.at.Workers = []tables.Relay{{Name: "stats", Holder: "here"}}
+			f.Watch = watch.New(&f.store, watch.Config{Settings: watch.Settings{Interval: time.Second}.WithDefaults(), Group: "stats", Takeover: takeover,
+				Deliver: f.deliver, Logger: slog.New(slog.DiscardHandler)})
+			f.store.giveUp("stats", 1)
+			time.Sleep(time.Minute)
+			require.Equal(t, want, f.check(t), takeover)
+		})
+	}
 }
 
 // Each death is delivered once, those before the first check only if they are recent.
@@ -433,7 +459,7 @@ func TestAlerterHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		hang := make(chan chan struct{}, 1) // what the next call waits for
 		var delivered atomic.Int32
-		store := fakeStore{relays: []tables.Relay{{Name: "default", Holder: "here"}}, dead: []tables.EventCount{{Relay: "default", Events: 5}}}
+		store := fakeStore{at: tables.Positions{Relays: []tables.Relay{{Name: "default", Holder: "here"}}}, dead: []tables.EventCount{{Relay: "default", Events: 5}}}
 		cfg := watch.Config{Settings: watch.Settings{DeadThreshold: 1}.WithDefaults(), Relay: "default", Logger: slog.New(slog.DiscardHandler)}
 		cfg.Deliver = func(context.Context, watch.Alert) error {
 			delivered.Add(1)

@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"regexp"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -52,11 +53,30 @@ func RequireUsage(t *testing.T, args string, env []string, code int, stdout, std
 // Process is the program while it runs.
 type Process struct {
 	Schema string       // its own
-	Stdout bytes.Buffer // complete when Wait has returned
-	Stderr bytes.Buffer
+	Stdout Output       // complete when Wait has returned
+	Stderr bytes.Buffer // to be read when Wait has returned
 
 	cmd    *exec.Cmd
 	copied chan struct{}
+}
+
+// Output is what a program prints, to be read while it runs.
+type Output struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (o *Output) Write(b []byte) (int, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.buf.Write(b)
+}
+
+// String returns what was printed until now.
+func (o *Output) String() string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.buf.String()
 }
 
 var schemaLine = regexp.MustCompile(`schema ([a-z]+_[0-9a-f]+)`)

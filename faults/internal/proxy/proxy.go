@@ -25,16 +25,16 @@ type Fault struct {
 	Delay time.Duration
 }
 
-// Proxy leads connections to one server. Make one with [Listen]. Its methods
+// Proxy leads connections to a server. Make one with [Listen]. Its methods
 // may be called from several goroutines.
 type Proxy struct {
-	target   string
 	listener net.Listener
 	ctx      context.Context // ends with Close
 	cancel   context.CancelFunc
 	running  sync.WaitGroup
 
 	mu      sync.Mutex
+	target  string
 	fault   Fault
 	changed chan struct{} // closed when what is under mu changes
 	links   map[*link]struct{}
@@ -58,6 +58,14 @@ func Listen(target string) (*Proxy, error) {
 
 // Addr returns where the proxy listens, a host and a port.
 func (p *Proxy) Addr() string { return p.listener.Addr().String() }
+
+// LeadTo makes new connections lead to the server at target, which has taken the place
+// of the former one.
+func (p *Proxy) LeadTo(target string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.target = target
+}
 
 // Set makes the network fail as f says from now on, open connections included.
 func (p *Proxy) Set(f Fault) {
@@ -127,11 +135,12 @@ func (p *Proxy) accept() {
 }
 
 func (p *Proxy) serve(client *net.TCPConn) {
-	if p.cut() {
+	target, cut := p.destination()
+	if cut {
 		abort(client)
 		return
 	}
-	server, err := new(net.Dialer).DialContext(p.ctx, "tcp", p.target)
+	server, err := new(net.Dialer).DialContext(p.ctx, "tcp", target)
 	if err != nil { // the server is down, and so is the connection to it
 		abort(client)
 		return
@@ -146,10 +155,11 @@ func (p *Proxy) serve(client *net.TCPConn) {
 	l.close()
 }
 
-func (p *Proxy) cut() bool {
+// destination returns where a new connection leads to, or that it is cut.
+func (p *Proxy) destination() (target string, cut bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.fault.Cut
+	return p.target, p.fault.Cut
 }
 
 func (p *Proxy) add(l *link) {

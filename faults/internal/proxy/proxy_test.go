@@ -152,6 +152,22 @@ func TestStrand(t *testing.T) {
 	requireReset(t, client)
 }
 
+func TestLeadTo(t *testing.T) {
+	t.Parallel()
+	p, before, former := connect(t)
+	other, accept := listen(t)
+	p.LeadTo(other.Addr())
+	requirePasses(t, dial(t, p), accept())
+	requirePasses(t, before, former)
+	other.Set(proxy.Fault{HoldUp: true}) // one behind the other, as in front of a server
+	client := dial(t, p)
+	server := accept()
+	say(t, client, "held")
+	requireSilence(t, server)
+	other.Set(proxy.Fault{})
+	requireHears(t, server, "held")
+}
+
 func TestServerDown(t *testing.T) {
 	t.Parallel()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")

@@ -1,0 +1,474 @@
+package outbox
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"math"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/deadletter"
+	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/short"
+)
+
+// A consumer with a database does not wait for an event that its handler could not handle: it parks
+// the event, which becomes a row of event_delivery, and so do the events behind it of the same key, for this
+// action. Everything else goes on, offsets too. See internal/deliveries for why an event must
+// be looked for twice, before it is handled and at the end of its transaction.
+
+// consumerParking is where the workers of a consumer park events.
+type consumerParking struct {
+	store    *deliveries.Store
+	breakers *actionBreakers
+	session  poolSession
+	group    string
+	dueAt    func(time.Time)
+	seen     atomic.Int64 // when something was found to be blocked last, in Unix nanoseconds; 0 for never
+}
+
+// wariness is how long a consumer looks for blocked keys before it calls handlers, after it has found one. Otherwise it
+// looks behind them only, in their transaction.
+const wariness = time.Minute
+
+func (p *consumerParking) isWary() bool {
+	seen := p.seen.Load()
+	return seen != 0 && time.Since(time.Unix(0, seen)) < wariness
+}
+
+func (p *consumerParking) noteSeen() { p.seen.Store(time.Now().UnixNano()) }
+
+// subjectOf returns what the table knows a task by.
+func (p *consumerParking) subjectOf(t task) deliveries.Subject {
+	return deliveries.Subject{Action: t.action, Key: p.keyOf(t.action, &t.meta), Digest: digestOf(sourceKeyOf(t.meta), t.meta.ID)}
+}
+
+// keyOf returns the key of an event for an action. Events without a key have no order.
+func (p *consumerParking) keyOf(action string, m *Metadata) deliveries.Key {
+	if len(m.Kafka.Key) == 0 {
+		return deliveries.Key{}
+	}
+	return deliveries.KeyOf(p.group, action, m.Kafka.Topic, string(m.Kafka.Key))
+}
+
+func digestOf(parts ...string) (digest [16]byte) {
+	var all []byte
+	for _, part := range parts {
+		all = append(append(all, part...), 0)
+	}
+	sum := sha256.Sum256(all)
+	copy(digest[:], sum[:])
+	return digest
+}
+
+func (p *consumerParking) subjectsOf(tasks []task) []deliveries.Subject {
+	subjects := make([]deliveries.Subject, len(tasks))
+	for i, t := range tasks {
+		subjects[i] = p.subjectOf(t)
+	}
+	return subjects
+}
+
+// blockedError means that tasks must not be handled, because their keys are blocked. They are to be parked.
+type blockedError struct{ tasks []task }
+
+func (*blockedError) Error() string { return "an earlier event of the key is parked" }
+
+func isBlocked(err error) bool {
+	_, is := errors.AsType[*blockedError](err)
+	return is
+}
+
+// mayPark reports whether a task that has failed is parked, and not tried again in place.
+func (w *partitionWorker) mayPark(t task) bool { return w.parking != nil && !t.inPlace }
+
+// findBlocked finds the tasks of items that must not be handled here. It looks if some were blocked lately, and for handlers
+// without a transaction, because nobody can look at the end of that. The error is errStopped.
+func (w *partitionWorker) findBlocked(items []recordItem) error {
+	if w.parking == nil {
+		return nil
+	}
+	wary := w.parking.isWary()
+	var tasks []task
+	var of []*recordItem
+	for i := range items {
+		for _, t := range items[i].tasks {
+			if (wary || t.kind == noTx) && !items[i].isBlocked(t) {
+				tasks, of = append(tasks, t), append(of, &items[i])
+			}
+		}
+	}
+	if len(tasks) == 0 {
+		return nil
+	}
+	found := false
+	err := w.write(func(ctx context.Context) error {
+		blocked, err := w.parking.store.Blocked(ctx, w.parking.subjectsOf(tasks))
+		for _, n := range blocked {
+			of[n].block(tasks[n])
+			w.parking.noteSeen()
+			found = true
+		}
+		return err
+	})
+	if err == nil && found && !wary { // those with a transaction may have the same action, and the same key
+		return w.findBlocked(items)
+	}
+	return err
+}
+
+// awaitBreakers returns those of the first items that may be tried now, when there are some: all up to one with an action most of whose
+// events fail, or this one alone, with the actions that are tried. It returns none if the worker is to end.
+func (w *partitionWorker) awaitBreakers(items []recordItem) (some []recordItem, trials []string) {
+	for w.stopping.Err() == nil {
+		n := 0
+		for n < len(items) && len(w.failingActions(&items[n])) == 0 {
+			n++
+		}
+		if n > 0 {
+			return items[:n], nil
+		}
+		actions := w.failingActions(&items[0])
+		if w.tryOne(actions) {
+			return items[:1], actions
+		}
+		w.pauseForBreakers(actions)
+	}
+	return nil, nil
+}
+
+// awaitBreaker waits until a task may be tried by itself, and reports whether that was before the worker is to end. What
+// came with it in a batch may have opened the breaker.
+func (w *partitionWorker) awaitBreaker(t task) bool {
+	if n := slices.Index(w.trials, t.action); n >= 0 {
+		w.trials = slices.Delete(w.trials, n, n+1) // for the first attempt
+		return true
+	}
+	for w.stopping.Err() == nil {
+		if w.breakers.isClosed(t.action) || w.breakers.tryOne(t.action) {
+			return true
+		}
+		w.pauseForBreakers([]string{t.action})
+	}
+	return false
+}
+
+// pauseForBreakers waits a while for the breakers of actions.
+func (w *partitionWorker) pauseForBreakers(actions []string) {
+	const often = time.Second
+	longest := 50 * time.Millisecond // for a trial that is under way elsewhere
+	for _, action := range actions {
+		longest = max(longest, w.breakers.wait(action))
+	}
+	w.pause(min(longest, often))
+}
+
+// failingActions returns the actions on an item that are not handled as usual.
+func (w *partitionWorker) failingActions(it *recordItem) (actions []string) {
+	for _, t := range it.tasks {
+		if !it.isBlocked(t) && !w.breakers.isClosed(t.action) && !slices.Contains(actions, t.action) {
+			actions = append(actions, t.action)
+		}
+	}
+	return actions
+}
+
+// tryOne asks for the permission to try all of these actions on an item.
+func (w *partitionWorker) tryOne(actions []string) bool {
+	for i, action := range actions {
+		if !w.breakers.tryOne(action) {
+			for _, permitted := range actions[:i] {
+				w.breakers.forget(permitted)
+			}
+			return false
+		}
+	}
+	return true
+}
+
+// forgetTrials gives back the trials that have said nothing.
+func (w *partitionWorker) forgetTrials(actions []string) {
+	for _, action := range actions {
+		w.breakers.forget(action)
+	}
+	w.trials = nil
+}
+
+// lookAgain looks at the end of a transaction whether its tasks were blocked meanwhile. From then on until it has
+// ended, nobody blocks them.
+func (w *partitionWorker) lookAgain(ctx context.Context, tx handlerTx, results []taskResult) error {
+	tasks := make([]task, 0, len(results))
+	for _, r := range results {
+		if !r.repeat {
+			tasks = append(tasks, r.task)
+		}
+	}
+	if len(tasks) == 0 {
+		return nil
+	}
+	if tx.ChangedSettings() || len(results) == 1 { // functions inside PostgreSQL may have changed some, too
+		if _, err := tx.Own().Exec(ctx, sqlOwnSettings, w.parking.session.role, w.parking.session.user); err != nil {
+			return unfinished(tx, err)
+		}
+	}
+	blocked, err := w.parking.store.BlockedIn(ctx, tx.Own(), w.parking.subjectsOf(tasks))
+	if err != nil {
+		return unfinished(tx, err)
+	}
+	if len(blocked) == 0 {
+		return nil
+	}
+	w.parking.noteSeen()
+	found := &blockedError{}
+	for _, n := range blocked {
+		found.tasks = append(found.tasks, tasks[n])
+	}
+	return found
+}
+
+// requeueReplays has the events of items that are DEAD, and whose dead letters were sent back, handled again as what they are:
+// parked events. The error is errStopped.
+func (w *partitionWorker) requeueReplays(items []recordItem) error {
+	for i := range items {
+		it := &items[i]
+		if w.parking == nil || !isReplay(it.record) || len(it.tasks) == 0 && it.class == "" {
+			continue
+		}
+		unread := w.parking.subjectOf(noTask(it)) // of what could not be read then
+		byPlace := unread
+		byPlace.Digest = w.placeOf(it)
+		subjects := append(w.parking.subjectsOf(it.tasks), unread, byPlace)
+		if err := w.write(func(ctx context.Context) error {
+			again, err := w.parking.store.Replayed(ctx, subjects)
+			for _, n := range again {
+				w.parking.noteSeen()
+				w.parking.dueAt(time.Now())
+				if n < len(it.tasks) {
+					it.noteParked(it.tasks[n])
+					continue
+				}
+				for _, t := range it.tasks { // all are handled with it
+					it.noteParked(t)
+				}
+				it.class = ""
+			}
+			return err
+		}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// placeOf returns the digest of an event that goes by where its record was first.
+func (w *partitionWorker) placeOf(it *recordItem) [16]byte {
+	place := deadletter.Origin(it.record.Topic, it.record.Partition, it.record.Offset)
+	for _, h := range it.record.Headers {
+		if h.Key == ReplayOf {
+			place = string(h.Value)
+		}
+	}
+	return digestOf(string(it.meta.Kafka.topicID[:]), place)
+}
+
+// noTask is the task of a record that no handler gets.
+func noTask(it *recordItem) task { return task{&handler{kind: noTx}, arrival{meta: it.meta}} }
+
+// noteBlocked notes which tasks of items an error says are blocked, and reports whether it says that.
+func (w *partitionWorker) noteBlocked(items []recordItem, err error) bool {
+	found, is := errors.AsType[*blockedError](err)
+	if !is {
+		return false
+	}
+	for _, t := range found.tasks {
+		items[itemsBefore(items, t.meta.origin)].block(t)
+	}
+	return true
+}
+
+// blockBehind notes that the tasks behind a parked one, of its action and key, are to be parked too.
+func (w *partitionWorker) blockBehind(parked task, behind []recordItem) {
+	key := w.parking.keyOf(parked.action, &parked.meta)
+	for i := range behind {
+		for _, t := range behind[i].tasks {
+			if key.Ordered && t.action == parked.action && !behind[i].isBlocked(t) && w.parking.keyOf(t.action, &t.meta) == key {
+				behind[i].block(t)
+			}
+		}
+	}
+}
+
+// parkBlocked parks the tasks of items that are blocked. The error is errStopped.
+func (w *partitionWorker) parkBlocked(items []recordItem) error {
+	var rows []deliveries.Received
+	var tasks []task
+	for i := range items {
+		for _, t := range items[i].takeBlocked() {
+			rows, tasks = append(rows, w.owed(&items[i], t)), append(tasks, t)
+		}
+	}
+	became, err := w.park(rows...)
+	for i, status := range became {
+		if status == "" {
+			w.processor.notify(w.held, []taskResult{{task: tasks[i], repeat: true}})
+		}
+	}
+	return err
+}
+
+// park makes rows, until that is done, and returns what they have become: those of events that have a row, or are handled, nothing. Those
+// that are due are claimed, here or elsewhere. The error is errStopped.
+func (w *partitionWorker) park(rows ...deliveries.Received) (became []deliveries.Status, err error) {
+	if len(rows) == 0 {
+		return nil, nil
+	}
+	err = w.write(func(ctx context.Context) (err error) {
+		became, err = w.parking.store.Park(ctx, rows)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	w.parking.noteSeen()
+	for i, status := range became {
+		if status == deliveries.Pending {
+			w.parking.dueAt(time.Now().Add(rows[i].Wait))
+		}
+	}
+	return became, nil
+}
+
+// write runs a statement until it works, or the worker is to end. The error is errStopped.
+func (w *partitionWorker) write(statement func(context.Context) error) error {
+	for failed := false; w.stopping.Err() == nil; failed = true {
+		began := time.Now()
+		ctx, cancel := context.WithTimeout(w.held, writeTimeout)
+		err := statement(ctx)
+		cancel()
+		switch {
+		case err == nil && failed:
+			w.reportPostgresWorks(began)
+			return nil
+		case err == nil: // of an outage that others have reported it says nothing: event_handled may be locked
+			return nil
+		case w.held.Err() == nil:
+			w.awaitPostgres(began, err)
+		}
+	}
+	return errStopped
+}
+
+// parkFailed parks a task whose first attempt has failed. The error is errStopped.
+func (w *partitionWorker) parkFailed(it *recordItem, t task, retries int, wait time.Duration, cause error) error {
+	w.reportRetry(t, wait, cause)
+	row := w.owed(it, t)
+	row.Attempt, row.MaxAttempts, row.Wait = t.meta.Attempt, attempts(retries), wait
+	return w.parkTried(row, errorClass(cause), cause)
+}
+
+// parkTried parks a row with the error of its last attempt. The error is errStopped.
+func (w *partitionWorker) parkTried(row deliveries.Received, class string, cause error) error {
+	row.Code, row.Message = short.Storable(class, 100), short.Storable(cause.Error(), short.MaxText)
+	_, err := w.park(row)
+	return err
+}
+
+// giveUp gives up a task, or a record that no handler gets. With a database it is parked without an attempt left: whoever
+// claims it sends its dead letter. Without one, that is sent here. The error is errStopped.
+func (w *partitionWorker) giveUp(it *recordItem, t task, why givenUp) error {
+	if w.parking == nil {
+		return w.sendToDLQ(it, why)
+	}
+	if t.handler == nil {
+		t = noTask(it)
+	}
+	row := w.owed(it, t)
+	row.Attempt, row.MaxAttempts = max(why.attempts, 1), max(why.attempts, 1)
+	return w.parkTried(row, why.class, why.err)
+}
+
+// awaitDead waits until the dead letter of a task was sent whose handler needs the order of its partition: what is behind it in
+// its key would be parked behind it until then, and what is not would be handled before that. The error is errStopped.
+func (w *partitionWorker) awaitDead(t task) error {
+	const often = 10 * time.Millisecond
+	key := []deliveries.Subject{{Action: t.action, Key: w.parking.keyOf(t.action, &t.meta)}} // of no event: its own is DEAD
+	for {
+		var open []int
+		if err := w.write(func(ctx context.Context) (err error) {
+			open, err = w.parking.store.Blocked(ctx, key)
+			return err
+		}); err != nil || len(open) == 0 {
+			return err
+		}
+		w.pause(often)
+	}
+}
+
+// owed returns the row of a task, without an attempt.
+func (w *partitionWorker) owed(it *recordItem, t task) deliveries.Received {
+	m := &it.meta
+	row := deliveries.Received{
+		Subject: w.parking.subjectOf(t), Stream: it.record.Topic, Partition: it.record.Partition, Offset: it.record.Offset,
+		Type: storable(m.Type, maxEventType), Source: storable(m.Source, maxSource), AggregateID: storable(m.Subject, maxAggregateID),
+		ContentType: storable(m.ContentType, maxContentType), PartitionKey: storable(string(it.record.Key), maxPartitionKey),
+		Payload: it.record.Value, Record: parkedRecordOf(it.record, m.Kafka.topicID), OccurredAt: storableTime(m.Time, it.record.Timestamp), RecordedAt: storableTime(it.record.Timestamp, time.Unix(0, 0)),
+		MaxAttempts: attempts(t.retry.over(w.cfg.policy()).MaxRetries),
+	}
+	id := m.ID
+	if t.action == "" && id == "" { // it could not be read: it goes by its place
+		id = deadletter.Origin(it.record.Topic, it.record.Partition, it.record.Offset)
+		row.Digest = w.placeOf(it)
+	}
+	if known, err := uuid.Parse(id); err == nil && known.String() == id {
+		row.EventID = known
+	} else {
+		row.EventID, row.RecordID = row.Digest, short.Storable(id, short.MaxText)
+	}
+	if t.kind != noTx {
+		row.Note = noteOf(t)
+	}
+	return row
+}
+
+// noteOf returns what event_handled has of a task that is done. Of one whose key the host cannot say, it has nothing.
+func noteOf(t task) (note deliveries.Note) {
+	_ = guard(func() error { // an error is one of the task, and was reported when it was tried
+		k, err := keyOf(t)
+		if err == nil {
+			note = deliveries.Note{AggregateType: k.aggregateType, AggregateID: k.aggregateID, Source: k.source}
+			if k.source != "" {
+				note.Beside = k.ofSource().aggregateID
+			}
+		}
+		return err
+	})
+	return note
+}
+
+// storable returns a text as a column of so many characters takes it.
+func storable(text string, characters int) string {
+	text = short.Storable(text, math.MaxInt)
+	if check.Text(text, characters) == nil {
+		return text
+	}
+	if runes := []rune(text); len(runes) > characters {
+		return string(runes[:characters])
+	}
+	return text
+}
+
+// storableTime returns a time, or another one if PostgreSQL could not hold it.
+func storableTime(t, otherwise time.Time) time.Time {
+	if t.IsZero() || t.Year() < 1 || t.Year() > 9999 {
+		if otherwise.Year() < 1 || otherwise.Year() > 9999 {
+			return time.Unix(0, 0)
+		}
+		return otherwise
+	}
+	return t
+}

@@ -1,0 +1,79 @@
+package pgsession
+
+import (
+	"context"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// Ear hears the notifications of a channel.
+type Ear struct {
+	session *Session
+	channel string
+	heard   chan<- struct{}
+}
+
+// Listen has heard signalled after each notification on a channel, and whenever some may have been missed, until
+// the ear is closed.
+func (s *Session) Listen(channel string, heard chan<- struct{}) *Ear {
+	e := &Ear{s, channel, heard}
+	s.changeEars(func() { s.ears[e] = true })
+	return e
+}
+
+// Close ends the listening.
+func (e *Ear) Close() { e.session.changeEars(func() { delete(e.session.ears, e) }) }
+
+func (s *Session) changeEars(change func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	change()
+	s.changed = true
+	if s.interrupt != nil {
+		s.interrupt()
+	}
+}
+
+// listen has the connection listen to the channels that somebody hears, and to no other.
+func (s *Session) listen(ctx context.Context, conn *pgx.Conn, listening map[string]bool) error {
+	wanted := map[string]bool{}
+	s.mu.Lock()
+	s.changed = false
+	for e := range s.ears {
+		wanted[e.channel] = true
+	}
+	s.mu.Unlock()
+	for channel := range wanted {
+		if listening[channel] {
+			continue
+		}
+		if err := execute(ctx, conn, "LISTEN "+pgx.Identifier{channel}.Sanitize()); err != nil {
+			return err
+		}
+		listening[channel] = true
+		s.hear(channel) // what was sent before
+	}
+	for channel := range listening {
+		if wanted[channel] {
+			continue
+		}
+		if err := execute(ctx, conn, "UNLISTEN "+pgx.Identifier{channel}.Sanitize()); err != nil {
+			return err
+		}
+		delete(listening, channel)
+	}
+	return nil
+}
+
+// hear signals those who listen to a channel.
+func (s *Session) hear(channel string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for e := range s.ears {
+		if e.channel == channel {
+			wait.Signal(e.heard)
+		}
+	}
+}

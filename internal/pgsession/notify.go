@@ -1,0 +1,44 @@
+package pgsession
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// sqlCarefully keeps a notification from waiting: all commits that notify queue behind one lock, which another application's
+// may have while it waits for its standby.
+const sqlCarefully = `SELECT set_config('lock_timeout', '100ms', true), set_config('synchronous_commit', 'off', true)`
+
+// sqlNotify sends nothing while notifications pile up that somebody does not read: a full queue would make the
+// commits of all who notify fail.
+const sqlNotify = `SELECT pg_notify(c, '') FROM unnest($1::text[]) AS c WHERE pg_notification_queue_usage() < 0.01`
+
+// Notify notifies channels, in a transaction of its own and one round trip. It is not for a business transaction, whose commit
+// would have to queue for a lock of the whole server.
+func Notify(ctx context.Context, db interface {
+	SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults
+}, channels ...string) error {
+	_, err := notify(ctx, db, channels...)
+	return err
+}
+
+// notify reports whether the notifications were sent.
+func notify(ctx context.Context, db interface {
+	SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults
+}, channels ...string) (sent bool, err error) {
+	ctx, cancel := context.WithTimeout(ctx, statementTimeout)
+	defer cancel()
+	var b pgx.Batch
+	b.Queue(sqlCarefully)
+	b.Queue(sqlNotify, channels).Exec(func(tag pgconn.CommandTag) error {
+		sent = tag.RowsAffected() > 0
+		return nil
+	})
+	if err := db.SendBatch(ctx, &b).Close(); err != nil {
+		return false, fmt.Errorf("notify: %w", err)
+	}
+	return sent, nil
+}

@@ -1,0 +1,45 @@
+package tables_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/tables"
+)
+
+// A snapshot adds something if it sees the end of a transaction that the other one does not, and that is not one's own.
+func TestSnapshotAdds(t *testing.T) {
+	t.Parallel()
+	for name, tt := range map[string]struct {
+		before, after, own, begun string
+		adds                      bool
+	}{
+		"the same":                                   {"10:10:", "10:10:", "", "", false},
+		"the same, with others in progress":          {"5:10:5,7", "5:10:5,7", "", "", false},
+		"one has begun and ended":                    {"10:10:", "11:11:", "", "", true},
+		"one's own has":                              {"10:10:", "11:11:", "10", "", false},
+		"one's own, and another":                     {"10:10:", "12:12:", "10", "", true},
+		"one's own, while another has begun":         {"10:10:", "11:12:11", "10", "", false},
+		"one has begun":                              {"10:10:", "10:11:10", "", "", false},
+		"one that was in progress has ended":         {"5:10:5,7", "7:10:7", "", "", true},
+		"the last one that was in progress has":      {"5:10:5", "10:10:", "", "", true},
+		"one's own that was in progress has":         {"5:10:5,7", "5:10:5", "7", "", false},
+		"another has ended beside one in progress":   {"5:10:5", "5:12:5,10", "", "", true},
+		"far apart":                                  {"10:10:", "10:1000:10", "", "", true},
+		"another server is behind":                   {"10:10:", "9:9:", "", "", true},
+		"no snapshot before":                         {"", "9:9:", "", "", true},
+		"no snapshot after":                          {"9:9:", "", "", "", true},
+		"numbers that are no words of each other":    {"1:10:1", "1:11:1", "10", "", false},
+		"one whose number is part of another's has":  {"1:13:1,12", "1:13:12", "", "", true},
+		"one has begun since and ended":              {"10:10:", "11:11:", "", "10", false},
+		"one that had begun has ended":               {"10:10:", "12:12:", "", "11", true},
+		"one that had begun has not ended":           {"5:10:5", "5:100:5", "", "10", false},
+		"far apart, and none of them had begun":      {"10:10:", "1000:1000:", "", "10", false},
+		"far apart, and one had begun and has ended": {"5:10:5", "1000:1000:", "", "10", true},
+		"far apart, and all had begun":               {"10:10:", "10:1000:10", "", "900", true},
+		"a bound that is none":                       {"10:10:", "11:11:", "", "x", true},
+	} {
+		require.Equal(t, tt.adds, tables.SnapshotAdds(tt.before, tt.after, tt.own, tt.begun), name)
+	}
+}

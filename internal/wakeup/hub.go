@@ -1,0 +1,140 @@
+// Package wakeup tells those who look for new events that there are some: in this process at once, and in others by
+// notifications of PostgreSQL.
+package wakeup
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"log/slog"
+	"sync"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/perpool"
+	"github.com/outboxgo/outbox/internal/pgsession"
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// Hub is where those meet, in a process, who record events in a schema and who look for them. It is safe for
+// concurrent use.
+type Hub struct {
+	db      func() *pgxpool.Pool // nil once nobody has the pool
+	channel string
+	sender  *sender
+
+	users perpool.Users // members and writers
+
+	mu      sync.Mutex
+	members map[*Member]bool
+	writers int // that are to be heard outside of this process, whoever is in it
+}
+
+var hubs perpool.Registry[*Hub]
+
+// Of returns the hub of a schema in the database of a pool.
+func Of(db *pgxpool.Pool, schema string) *Hub {
+	sender := senderOf(db)
+	return hubs.Get(db, schema, func(db func() *pgxpool.Pool) *Hub {
+		return &Hub{db: db, channel: Channel(schema), sender: sender, members: map[*Member]bool{}}
+	})
+}
+
+// Channel returns the channel of a schema. Names of channels are short, those of schemas need not be.
+func Channel(schema string) string {
+	sum := sha256.Sum256([]byte(schema))
+	const enough = 8
+	return "outbox_" + hex.EncodeToString(sum[:enough])
+}
+
+// Wake wakes the members in this process, and those in others unless all that this one runs leads.
+func (h *Hub) Wake() {
+	h.mu.Lock()
+	others := h.writers > 0 || !h.users.Any()
+	for m := range h.members {
+		wait.Signal(m.wake)
+		others = others || m.ear == nil
+	}
+	h.mu.Unlock()
+	if others {
+		h.sender.want(h.channel)
+	}
+}
+
+// Member is a relay or a worker that looks for events.
+type Member struct {
+	hub         *Hub
+	wake, heard chan<- struct{}
+	log         *slog.Logger
+
+	mu   sync.Mutex
+	ear  *pgsession.Ear // nil unless it leads; also under the lock of the hub
+	stop func()         // the use of the session
+}
+
+// Join has wake signalled by [Hub.Wake], and heard by notifications while the member leads, until the member is closed.
+func (h *Hub) Join(wake, heard chan<- struct{}, log *slog.Logger) *Member {
+	m := &Member{hub: h, wake: wake, heard: heard, log: log}
+	h.mu.Lock()
+	h.members[m] = true
+	h.mu.Unlock()
+	h.use(log)
+	return m
+}
+
+// Lead says whether the member is the one that looks for events, of all processes. Then it hears notifications, too.
+func (m *Member) Lead(leads bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if leads == (m.ear != nil) {
+		return
+	}
+	db := m.hub.db()
+	if leads && db == nil {
+		return
+	}
+	var ear *pgsession.Ear
+	if leads {
+		s := pgsession.Of(db)
+		m.stop = s.Use(m.log)
+		ear = s.Listen(m.hub.channel, m.heard)
+	} else {
+		m.ear.Close()
+		m.stop()
+	}
+	m.hub.mu.Lock()
+	m.ear = ear
+	m.hub.mu.Unlock()
+}
+
+// Close ends it.
+func (m *Member) Close() {
+	m.Lead(false)
+	m.hub.mu.Lock()
+	delete(m.hub.members, m)
+	m.hub.mu.Unlock()
+	m.hub.users.Remove()
+}
+
+// Serve sends notifications for this process until ctx ends, and then one that is still wanted.
+func (h *Hub) Serve(ctx context.Context, log *slog.Logger) {
+	h.mu.Lock()
+	h.writers++
+	h.mu.Unlock()
+	h.use(log)
+	<-ctx.Done()
+	h.mu.Lock()
+	h.writers--
+	h.mu.Unlock()
+	h.users.Remove()
+}
+
+// use has notifications sent until the user is removed. The log of the first user gets what there is to say.
+func (h *Hub) use(log *slog.Logger) {
+	h.users.Add(func(ctx context.Context) {
+		done := h.sender.join(log)
+		<-ctx.Done()
+		done()
+		h.sender.farewell(h.channel, log)
+	})
+}

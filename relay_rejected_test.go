@@ -1,0 +1,67 @@
+package outbox_test
+
+import (
+	"bytes"
+	"log/slog"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// Kafka rejects a request, and good events in it, before the relay has handed over all events
+// of the batch. The later ones must not be accepted before those that were rejected with others
+// are sent again.
+func TestRejectionWhileEventsAreHandedOver(t *testing.T) {
+	t.Parallel()
+	h := newRelayFixture(t)
+	testenv.RealBrokers(t)
+	testenv.CreateTopic(t, h.brokers, h.topic, 1, "cleanup.policy", "compact") // it takes no record without a key
+	reader := h.follow(t)
+	good := numbered("a", 1, 2)
+	poison := oracle.Event{ID: "00000000-0000-0000-0000-00000000000b", Key: "b", Version: 1, Filler: "loses its key"}
+	h.commit(t, good[0], poison, good[1])
+	cfg := quick
+	cfg.Schema, cfg.Logger, cfg.RetryInterval = h.schema, slog.New(slog.DiscardHandler), time.Hour
+	cfg.Linger = 200 * time.Millisecond // so that the first two go together
+	slow := &slowHandOver{poison: poison, first: good[0], last: good[1], rejected: make(chan struct{})}
+	relay, err := outbox.NewRelay(h.db, append(testenv.KafkaOpts(h.brokers), kgo.WithHooks(slow)), cfg)
+	require.NoError(t, err)
+	testenv.Run(t, relay.Run)
+	requireArrival(t, reader, good...)
+	requireFirstsInOrder(t, reader, good)
+}
+
+// slowHandOver is a hook that holds the last event until Kafka has rejected the first one.
+type slowHandOver struct {
+	poison, first, last oracle.Event
+	rejected            chan struct{}
+	once                sync.Once
+}
+
+// OnProduceRecordBuffered implements [kgo.HookProduceRecordBuffered]. It is called before the
+// client has the record.
+func (s *slowHandOver) OnProduceRecordBuffered(r *kgo.Record) {
+	switch {
+	case bytes.Contains(r.Value, []byte(s.poison.ID)):
+		r.Key = nil
+	case bytes.Contains(r.Value, []byte(s.last.ID)):
+		select {
+		case <-s.rejected:
+		case <-time.After(2 * time.Second): // it is not sent before all are handed over
+		}
+	}
+}
+
+// OnProduceRecordUnbuffered implements [kgo.HookProduceRecordUnbuffered].
+func (s *slowHandOver) OnProduceRecordUnbuffered(r *kgo.Record, err error) {
+	if err != nil && bytes.Contains(r.Value, []byte(s.first.ID)) {
+		s.once.Do(func() { close(s.rejected) })
+	}
+}
