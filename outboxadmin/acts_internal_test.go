@@ -99,7 +99,9 @@ func TestRefusedActs(t *testing.T) {
 	require.Equal(t, 415, h.send("operator", http.MethodPost, "/api/failed/retry", "text/plain", `{"filter": {}, "reason": "x"}`).Code)
 	require.Equal(t, 400, h.call("/api/failed/event-1/edit", map[string]any{"reason": "x"}).Code)
 	require.Equal(t, 404, h.call("/api/failed/event-99999/hold", map[string]any{"reason": "x"}).Code)
-	require.Equal(t, 404, h.call("/api/failed/delivery-1/hold", map[string]any{"reason": "x"}).Code, "the page is about events")
+	require.Equal(t, 404, h.call("/api/failed/delivery-1/hold", map[string]any{"reason": "x"}).Code)
+	require.Equal(t, 400, h.call("/api/failed/retry", map[string]any{"filter": map[string]string{"status": "done"}, "reason": "x"}).Code)
+	require.Equal(t, 400, h.call("/api/failed/retry", map[string]any{"filter": map[string]string{"relay": "default", "group": "stats"}, "reason": "x"}).Code)
 	require.Equal(t, before, query1[int](h, `SELECT count(*) FROM {s}.outbox_audit`))
 }
 
@@ -109,7 +111,7 @@ func TestBulk(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)
 	page := h.get("/failed/retry?type=loopers.order.created.v1&status=dead")
-	require.Contains(t, page, "Retry 14 events?")
+	require.Contains(t, page, "Retry 14 failures?")
 	require.Equal(t, 15, query1[int](h, `SELECT count(*) FROM {s}.outbox_failed WHERE status = 'dead'`), "a dry run changes nothing")
 	form := []string{"reason", "the limit was raised"}
 	for _, field := range regexp.MustCompile(`<input type="hidden" name="([^"]+)" value="([^"]+)">`).FindAllStringSubmatch(page, -1) {
@@ -122,7 +124,7 @@ func TestBulk(t *testing.T) {
 	w := h.post("/failed/retry", form...)
 	require.Equal(t, http.StatusSeeOther, w.Code, w.Body)
 	require.Equal(t, "../failed?done=retry_all&n=13&status=dead&type=loopers.order.created.v1", w.Header().Get("Location"))
-	require.Contains(t, h.get("/failed?done=retry_all&n=13&status=dead"), "The relay sends 13 events at its next look.")
+	require.Contains(t, h.get("/failed?done=retry_all&n=13&status=dead"), "13 failures are tried again")
 	require.Equal(t, audited{"o.operator", "retry", "the limit was raised"}, h.lastAudit())
 
 	w = h.call("/api/failed/resolve", map[string]any{"filter": map[string]string{"status": "parked"}, "dry_run": true})

@@ -1,6 +1,6 @@
-// Package outboxadmin is a page for those who operate outbox: the state of the relays,
-// which events have failed and why, what was recorded, and what operators did about
-// it. The same is there as JSON under api/, described by api/openapi.json.
+// Package outboxadmin is a page for those who operate outbox: the state of relays and consumer
+// groups, which events and deliveries have failed and why, what was recorded, and what operators
+// did about it. The same is there as JSON under api/, described by api/openapi.json.
 //
 //   - Nothing is open: [New] demands a [Config.Authorize], which is asked about every
 //     request, those for stylesheets included. A [Reader] may look; only an
@@ -20,6 +20,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kgo"
+
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/outboxops"
@@ -74,6 +76,20 @@ type Config struct {
 	// does not know. It is called for each view of the overview. Nil means that this
 	// process has none.
 	Health func() []outbox.RelayHealth
+	// Consumers returns the health of the consumers of this process, [outbox.Consumer.Health] of
+	// each, for blocked partitions and handlers that hang, which the database does not know. It is
+	// called for each view of the overview and of consumers. Nil means that this process has none.
+	Consumers func() []outbox.ConsumerHealth
+	// Workers returns the health of the workers of this process, [outbox.Worker.Health] of each,
+	// likewise. Nil means that this process has none.
+	Workers func() []outbox.WorkerHealth
+	// Kafka says where the topics of consumer groups are, for their lag: brokers and credentials as
+	// for a consumer. Kafka is asked at most every 10 s, and only while somebody looks. Nil means
+	// that the lag is not known.
+	Kafka []kgo.Opt
+	// StaleAfter is how long an event may wait before the page calls it a problem, like
+	// AlertConfig.StaleAfter. Zero means 5 min, as outbox status has it.
+	StaleAfter time.Duration
 	// Logger gets errors. Nil means slog.Default().
 	Logger *slog.Logger
 }
@@ -111,15 +127,17 @@ func (r Role) String() string {
 
 // admin is the handler.
 type admin struct {
-	cfg       Config
-	failed    *outboxops.Failures
-	inspect   *outboxops.Inspector
-	consumers *outboxops.Consumers
-	samples   samples
-	slots     *slots
-	origin    *http.CrossOriginProtection
-	mux       *http.ServeMux
-	pages     map[string]*template.Template
+	cfg        Config
+	failed     *outboxops.Failures
+	inspect    *outboxops.Inspector
+	consumers  *outboxops.Consumers
+	deliveries *outboxops.Deliveries
+	kafka      *kafkaReader
+	samples    samples
+	slots      *slots
+	origin     *http.CrossOriginProtection
+	mux        *http.ServeMux
+	pages      map[string]*template.Template
 }
 
 // New returns a handler of all pages, of the API and of what they need. Mount it with
@@ -151,11 +169,13 @@ func New(db *pgxpool.Pool, cfg Config) (http.Handler, error) {
 	errs = append(errs, err)
 	consumers, err := outboxops.NewConsumers(db, outboxops.ConsumersConfig{Schema: cfg.Schema})
 	errs = append(errs, err)
+	deliveries, err := outboxops.NewDeliveries(db, outboxops.DeliveriesConfig{Schema: cfg.Schema})
+	errs = append(errs, err)
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("outboxadmin: config: %w", err)
 	}
-	a := &admin{cfg: cfg, failed: failed, inspect: inspect, consumers: consumers, slots: newSlots(cfg.MaxConns),
-		origin: origin, mux: http.NewServeMux(), pages: parsePages()}
+	a := &admin{cfg: cfg, failed: failed, inspect: inspect, consumers: consumers, deliveries: deliveries, kafka: newKafkaReader(consumers, cfg.Kafka),
+		slots: newSlots(cfg.MaxConns), origin: origin, mux: http.NewServeMux(), pages: parsePages()}
 	for _, rt := range routes {
 		a.mux.Handle(rt.method+" "+rt.path, a.handler(rt))
 	}
@@ -167,6 +187,7 @@ const (
 	// mostConns bounds the default of Config.MaxConns.
 	mostConns           = 4
 	defaultQueryTimeout = 15 * time.Second
+	defaultStaleAfter   = 5 * time.Minute
 	// maxShown bounds the payload of an event that is shown, unless MaxPayload is larger.
 	maxShown = 1 << 20
 )
@@ -176,12 +197,13 @@ func (c Config) withDefaults(db *pgxpool.Pool) Config {
 		c.MaxConns = min(max(1, int(db.Config().MaxConns)/4), mostConns)
 	}
 	c.QueryTimeout = cmp.Or(c.QueryTimeout, defaultQueryTimeout)
+	c.StaleAfter = cmp.Or(c.StaleAfter, defaultStaleAfter)
 	c.Logger = cmp.Or(c.Logger, slog.Default())
 	return c
 }
 
 func (c Config) validate(db *pgxpool.Pool) error {
-	errs := []error{check.NotNegative("MaxConns", c.MaxConns), check.NotNegative("QueryTimeout", c.QueryTimeout)}
+	errs := []error{check.NotNegative("MaxConns", c.MaxConns), check.NotNegative("QueryTimeout", c.QueryTimeout), check.NotNegative("StaleAfter", c.StaleAfter)}
 	if db != nil {
 		errs = append(errs, check.NotAbove("MaxConns", c.MaxConns, int(db.Config().MaxConns)))
 	}

@@ -3,6 +3,7 @@ package outboxadmin
 import (
 	"encoding/base64"
 	"net/url"
+	"slices"
 	"time"
 
 	"github.com/outboxgo/outbox"
@@ -84,17 +85,18 @@ func (a *admin) apiPartitions(r *request) (answer, error) {
 
 func (a *admin) apiFailedList(r *request) (answer, error) {
 	q := &r.query
-	filter, after, limit := q.failedFilter(), q.failure("after"), q.limit(100)
+	filter, after, limit := q.failedFilter(), q.failures("after"), q.limit(100)
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	rows, err := a.failed.List(r.Context(), filter, outboxops.FailurePage{After: []outboxops.FailureID{after}, Limit: limit})
+	page := outboxops.FailurePage{After: after, Limit: limit}
+	rows, err := a.failed.List(r.Context(), filter, page)
 	if err != nil {
 		return answer{}, err
 	}
 	list := apiFailedList{Failed: each(rows, func(f outboxops.Failure) apiFailed { return failedOf(a.failedRowOf(f)) })}
 	if len(rows) == limit {
-		next := rows[limit-1].ID.String()
+		next := failuresText(page.Next(rows).After)
 		list.Next = &next
 	}
 	return okJSON(list)
@@ -103,6 +105,9 @@ func (a *admin) apiFailedList(r *request) (answer, error) {
 func (a *admin) apiCounts(r *request) (answer, error) {
 	q := &r.query
 	filter := q.failedFilter()
+	if slices.Contains(filter.Statuses, outboxops.StatusDone) {
+		q.fail("status", "what is done is not counted")
+	}
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
@@ -110,9 +115,7 @@ func (a *admin) apiCounts(r *request) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	return okJSON(apiCountList{Counts: each(counts, func(c outboxops.FailureCount) apiCount {
-		return apiCount{string(c.Kind), c.Relay, c.Status, c.Type, c.Class, c.Events, c.Oldest.UTC()}
-	})})
+	return okJSON(apiCountList{Counts: each(counts, countOf)})
 }
 
 func (a *admin) apiFailedOne(r *request) (answer, error) {
@@ -131,7 +134,7 @@ func (a *admin) apiFailedOne(r *request) (answer, error) {
 	return okJSON(whole)
 }
 
-// apiAct is retry, resolve, hold or release for one event.
+// apiAct is retry, resolve, hold or release for one failure.
 func apiAct(action string) func(*admin, *request) (answer, error) {
 	return func(a *admin, r *request) (answer, error) {
 		var body apiReason
@@ -160,7 +163,7 @@ func (a *admin) apiEdit(r *request) (answer, error) {
 	return a.actOn(r, "edit", string(body.Reason), data)
 }
 
-// actOn does something about the event in the path, which may be on its way then, and gone
+// actOn does something about the failure in the path. An event may be on its way then, and gone
 // from here.
 func (a *admin) actOn(r *request, action, reason string, data []byte) (answer, error) {
 	id, err := pathFailure(r)
@@ -197,7 +200,7 @@ func apiBulk(action string) func(*admin, *request) (answer, error) {
 			return answer{}, err
 		}
 		q := query{values: url.Values(body.Filter)}
-		filter := q.failedFilter()
+		filter := q.bulkFilter()
 		if err := q.done(); err != nil {
 			return answer{}, err
 		}
@@ -246,17 +249,17 @@ func (a *admin) apiEvent(r *request) (answer, error) {
 
 func (a *admin) apiAudit(r *request) (answer, error) {
 	q := &r.query
-	before, limit := q.number("before"), q.limit(100)
+	id, page := q.auditFilter(100)
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	entries, err := a.failed.Audit(r.Context(), outboxops.FailureID{}, outboxops.AuditPage{Before: before, Limit: limit})
+	entries, err := a.auditEntries(r.Context(), id, page)
 	if err != nil {
 		return answer{}, err
 	}
 	list := apiAuditList{Audit: each(entries, func(e outboxops.AuditEntry) apiAudit { return a.auditOf(e, "", "") })}
-	if len(entries) == limit {
-		list.Next = &entries[limit-1].ID
+	if len(entries) == page.Limit {
+		list.Next = &entries[page.Limit-1].ID
 	}
 	return okJSON(list)
 }

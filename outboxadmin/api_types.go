@@ -107,7 +107,11 @@ type apiFailed struct {
 	ID            string     `json:"id"`
 	Kind          string     `json:"kind"`
 	Relay         string     `json:"relay"`
+	Group         string     `json:"group"`
+	Action        string     `json:"action"`
 	OutboxID      int64      `json:"outbox_id"`
+	Partition     *int32     `json:"partition"`
+	Offset        *int64     `json:"offset"`
 	EventID       string     `json:"event_id"`
 	Type          string     `json:"type"`
 	Source        string     `json:"source"`
@@ -119,6 +123,12 @@ type apiFailed struct {
 	Status        string     `json:"status"`
 	Held          bool       `json:"held"`
 	Retries       int        `json:"retries"`
+	Attempts      int        `json:"attempts"`
+	MaxAttempts   int        `json:"max_attempts"`
+	LastAttemptAt *time.Time `json:"last_attempt_at"`
+	LockedBy      string     `json:"locked_by"`
+	LockedUntil   *time.Time `json:"locked_until"`
+	ChangedAt     *time.Time `json:"changed_at"`
 	Class         string     `json:"class"`
 	Error         string     `json:"error"`
 	OccurredAt    time.Time  `json:"occurred_at"`
@@ -153,10 +163,13 @@ type apiCountList struct {
 type apiCount struct {
 	Kind   string    `json:"kind"`
 	Relay  string    `json:"relay"`
+	Group  string    `json:"group"`
+	Action string    `json:"action"`
 	Status string    `json:"status"`
 	Type   string    `json:"type"`
 	Class  string    `json:"class"`
 	Events int       `json:"events"`
+	More   bool      `json:"more"`
 	Oldest time.Time `json:"oldest"`
 }
 
@@ -183,9 +196,83 @@ type apiAudit struct {
 	Before    *apiPayload `json:"before"`
 }
 
+type apiOverview struct {
+	At           time.Time     `json:"at"`
+	Notices      []apiNotice   `json:"notices"`
+	Unresolved   apiUnresolved `json:"unresolved"`
+	StaleSeconds float64       `json:"stale_seconds"`
+	Stale        []apiStale    `json:"stale"`
+}
+
+type apiNotice struct {
+	Level string `json:"level"`
+	Text  string `json:"text"`
+}
+
+type apiUnresolved struct {
+	Events     int64      `json:"events"`
+	Deliveries int64      `json:"deliveries"`
+	More       bool       `json:"more"`
+	Oldest     *time.Time `json:"oldest"`
+}
+
+type apiStale struct {
+	Relay  string    `json:"relay"`
+	Group  string    `json:"group"`
+	Action string    `json:"action"`
+	Status string    `json:"status"`
+	Type   string    `json:"type"`
+	Class  string    `json:"class"`
+	Events int       `json:"events"`
+	Oldest time.Time `json:"oldest"`
+}
+
 type apiGroupList struct {
-	Groups []apiGroup `json:"groups"`
-	More   bool       `json:"more"`
+	Groups      []apiGroup         `json:"groups"`
+	More        bool               `json:"more"`
+	LagAt       *time.Time         `json:"lag_at"`
+	LagError    string             `json:"lag_error"`
+	DeadLetters []apiDeadLetters   `json:"dead_letters"`
+	Deliveries  []apiDeliveryCount `json:"deliveries"`
+	Workers     []apiWorkers       `json:"workers"`
+	Processes   []apiProcess       `json:"processes"`
+}
+
+type apiDeadLetters struct {
+	Topic   string `json:"topic"`
+	Of      string `json:"of"`
+	Records int64  `json:"records"`
+}
+
+type apiDeliveryCount struct {
+	Group      string     `json:"group"`
+	Topic      string     `json:"topic"`
+	Action     string     `json:"action"`
+	Status     string     `json:"status"`
+	Deliveries int        `json:"deliveries"`
+	Held       int        `json:"held"`
+	Oldest     time.Time  `json:"oldest"`
+	Due        *time.Time `json:"due"`
+}
+
+type apiWorkers struct {
+	Group       string     `json:"group"`
+	CreatedAt   time.Time  `json:"created_at"`
+	State       string     `json:"state"`
+	Relay       string     `json:"relay"`
+	ChangedAt   time.Time  `json:"changed_at"`
+	Pending     int64      `json:"pending"`
+	PendingMore bool       `json:"pending_more"`
+	Oldest      *time.Time `json:"oldest"`
+	ProgressAt  *time.Time `json:"progress_at"`
+}
+
+type apiProcess struct {
+	Group   string   `json:"group"`
+	Kind    string   `json:"kind"`
+	Live    bool     `json:"live"`
+	Ready   bool     `json:"ready"`
+	Reasons []string `json:"reasons"`
 }
 
 type apiGroup struct {
@@ -197,6 +284,7 @@ type apiGroup struct {
 type apiGroupTopic struct {
 	Topic      string        `json:"topic"`
 	Partitions int           `json:"partitions"`
+	Lag        *int64        `json:"lag"`
 	SavedAt    *time.Time    `json:"saved_at"`
 	Lost       int64         `json:"lost"`
 	Pause      *apiPauseInfo `json:"pause"`
@@ -326,12 +414,22 @@ func transactionOf(t outboxops.OpenTransaction) apiTransaction {
 		each(t.WaitsFor, same)}
 }
 
+func countOf(c outboxops.FailureCount) apiCount {
+	return apiCount{string(c.Kind), c.Relay, c.Group, c.Action, c.Status, c.Type, c.Class, c.Events, c.More, c.Oldest.UTC()}
+}
+
 func failedOf(r failedRow) apiFailed {
-	return apiFailed{ID: r.ID.String(), Kind: string(r.ID.Kind), Relay: r.Relay, OutboxID: r.OutboxID, EventID: r.EventID, Type: r.Type, Source: r.Source,
+	f := apiFailed{ID: r.ID.String(), Kind: string(r.ID.Kind), Relay: r.Relay, Group: r.Group, Action: r.Action, OutboxID: r.OutboxID, EventID: r.EventID, Type: r.Type, Source: r.Source,
 		AggregateType: r.AggregateType, AggregateID: r.AggregateID, Topic: r.Topic, Key: r.Key, ContentType: r.ContentType,
-		Status: r.Status, Held: r.Held, Retries: r.Retries, Class: r.Class, Error: errorText(r.Err),
+		Status: r.Status, Held: r.Held, Retries: r.Retries,
+		Attempts: r.Attempts, MaxAttempts: r.MaxAttempts, LastAttemptAt: orNull(r.LastAttemptAt), LockedBy: r.LockedBy, LockedUntil: orNull(r.LockedUntil),
+		ChangedAt: orNull(r.ChangedAt), Class: r.Class, Error: errorText(r.Err),
 		OccurredAt: r.OccurredAt.UTC(), CreatedAt: r.CreatedAt.UTC(), FailedAt: r.FailedAt.UTC(), NextRetryAt: r.NextRetryAt.UTC(),
 		ResolvedAt: orNull(r.ResolvedAt), ResolvedBy: r.ResolvedBy, Resolution: r.Resolution}
+	if r.Kafka != nil {
+		f.Partition, f.Offset = &r.Kafka.Partition, &r.Kafka.Offset
+	}
+	return f
 }
 
 func errorText(err error) string {
@@ -368,10 +466,26 @@ func (a *admin) auditOf(e outboxops.AuditEntry, eventType, contentType string) a
 	return entry
 }
 
-func groupOf(g outboxops.ConsumerGroup) apiGroup {
+func groupOf(g outboxops.ConsumerGroup, lag kafkaView) apiGroup {
 	return apiGroup{g.Group, pauseOf(g.Pause), each(g.Topics, func(t outboxops.ConsumerTopic) apiGroupTopic {
-		return apiGroupTopic{t.Topic, t.Partitions, orNull(t.SavedAt), t.Lost, pauseOf(t.Pause)}
+		return apiGroupTopic{t.Topic, t.Partitions, lag.of(g.Group, t.Topic), orNull(t.SavedAt), t.Lost, pauseOf(t.Pause)}
 	})}
+}
+
+func deliveryCountOf(c outboxops.DeliveryCount) apiDeliveryCount {
+	return apiDeliveryCount{c.Group, c.Stream, c.Action, c.Status, c.Deliveries, c.Held, c.Oldest.UTC(), orNull(c.Due)}
+}
+
+func workersOf(g outboxops.DeliveryGroup) apiWorkers {
+	return apiWorkers{g.Group, g.CreatedAt.UTC(), string(g.State), g.Relay, g.ChangedAt.UTC(), g.Pending, g.PendingMore, orNull(g.Oldest), orNull(g.ProgressAt)}
+}
+
+func processOf(p processRow) apiProcess {
+	return apiProcess{p.Group, p.What, p.Live, p.Ready, each(p.Reasons, same)}
+}
+
+func staleOf(c outbox.EventCount) apiStale {
+	return apiStale{c.Relay, c.Group, c.Action, c.Status, c.Type, c.Class, c.Events, c.Oldest.UTC()}
 }
 
 func pauseOf(p *outboxops.ConsumerPause) *apiPauseInfo {

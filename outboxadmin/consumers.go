@@ -1,15 +1,48 @@
 package outboxadmin
 
 import (
+	"cmp"
 	"context"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxops"
 )
+
+// groupsView is what is known about consumer groups: what outbox consumers shows.
+type groupsView struct {
+	groups     []outboxops.ConsumerGroup
+	more       bool // than were looked at
+	deliveries []outboxops.DeliveryCount
+	workers    []outboxops.DeliveryGroup
+	kafka      kafkaView
+}
+
+// groupsView reads it. Only where withKafka is set it asks Kafka.
+func (a *admin) groupsView(ctx context.Context, withKafka bool) (v groupsView, err error) {
+	if v.groups, v.more, err = a.consumers.List(ctx, outboxops.ConsumerFilter{}); err != nil {
+		return v, err
+	}
+	if v.deliveries, err = a.deliveries.Count(ctx, outboxops.DeliveryFilter{}); err != nil {
+		return v, err
+	}
+	if v.workers, err = a.deliveries.Groups(ctx); err != nil {
+		return v, err
+	}
+	if withKafka {
+		v.kafka = a.kafka.look(ctx, v.groups)
+	}
+	return v, nil
+}
 
 // groupRow is a line of the table of consumer groups: a topic, or all of them.
 type groupRow struct {
 	Group string
 	All   bool // of the group's topics
+	Lag   *int64
 	outboxops.ConsumerTopic
 }
 
@@ -35,16 +68,181 @@ func (r groupRow) What() string {
 	return r.Topic
 }
 
+// groupState is a consumer group in a line.
+type groupState struct {
+	Group      string
+	Topics     int
+	Paused     int  // topics
+	AllPaused  bool // the whole group
+	Lost       int64
+	Lag        *int64 // nil where nobody knows
+	Dead, Held int    // deliveries
+	Owed       int    // deliveries that wait or are with workers
+	OwedMore   bool
+	OldestOwed time.Time
+	Workers    *outboxops.DeliveryGroup // nil for a group that has none
+}
+
+// needs is how much a group needs somebody, from 0 on.
+func (g groupState) needs() int {
+	switch {
+	case g.Dead > 0:
+		return 3
+	case g.AllPaused || g.Paused > 0:
+		return 2
+	case g.Lost > 0:
+		return 1
+	}
+	return 0
+}
+
+// all returns every group that has begun to read, is paused, has workers or is owed something,
+// those first that need somebody.
+func (v groupsView) all() []groupState {
+	var all []groupState
+	of := func(name string) *groupState {
+		i := slices.IndexFunc(all, func(g groupState) bool { return g.Group == name })
+		if i < 0 {
+			i, all = len(all), append(all, groupState{Group: name})
+		}
+		return &all[i]
+	}
+	for _, g := range v.groups {
+		s := of(g.Group)
+		s.Topics, s.AllPaused = len(g.Topics), g.Pause != nil
+		for _, t := range g.Topics {
+			s.Lost = max(s.Lost, s.Lost+t.Lost)
+			if t.Pause != nil {
+				s.Paused++
+			}
+			if n := v.kafka.of(g.Group, t.Topic); n != nil {
+				sum := *n
+				if s.Lag != nil {
+					sum += *s.Lag
+				}
+				s.Lag = &sum
+			}
+		}
+	}
+	for _, c := range v.deliveries {
+		s := of(c.Group)
+		s.Held += c.Held
+		if c.Status == outboxops.DeliveryDead {
+			s.Dead += c.Deliveries
+			continue
+		}
+		s.Owed, s.OwedMore = s.Owed+c.Deliveries, s.OwedMore || c.Deliveries >= outbox.MaxCounted
+		if s.OldestOwed.IsZero() || c.Oldest.Before(s.OldestOwed) {
+			s.OldestOwed = c.Oldest
+		}
+	}
+	for i := range v.workers {
+		of(v.workers[i].Group).Workers = &v.workers[i]
+	}
+	slices.SortStableFunc(all, func(a, b groupState) int {
+		return cmp.Or(cmp.Compare(b.needs(), a.needs()), strings.Compare(a.Group, b.Group))
+	})
+	return all
+}
+
+// consumersPage is the page of consumer groups and their workers.
+type consumersPage struct {
+	Rows        []groupRow
+	OtherRows   int  // lines that are not among Rows
+	More        bool // than were looked at
+	Deliveries  []outboxops.DeliveryCount
+	OtherCounts int
+	Workers     []outboxops.DeliveryGroup
+	Kafka       kafkaView
+	Processes   []processRow
+}
+
+// processRow is a consumer or a worker of this process.
+type processRow struct {
+	Group, What string
+	Live, Ready bool
+	Holds       string
+	Reasons     []string
+}
+
+func (a *admin) consumersPage(r *request) (answer, error) {
+	q := &r.query
+	if err := q.done(); err != nil {
+		return answer{}, err
+	}
+	v, err := a.groupsView(r.Context(), true)
+	if err != nil {
+		return answer{}, err
+	}
+	page := consumersPage{Rows: groupRows(v.groups), More: v.more, Deliveries: v.deliveries, Workers: v.workers, Kafka: v.kafka, Processes: a.processes()}
+	slices.SortStableFunc(page.Rows, func(x, y groupRow) int { return cmp.Compare(isPaused(y), isPaused(x)) })
+	page.OtherRows = max(0, len(page.Rows)-maxGroupRows)
+	page.Rows = page.Rows[:len(page.Rows)-page.OtherRows]
+	for i := range page.Rows {
+		page.Rows[i].Lag = v.kafka.of(page.Rows[i].Group, page.Rows[i].Topic)
+	}
+	slices.SortStableFunc(page.Deliveries, func(x, y outboxops.DeliveryCount) int { return cmp.Compare(isDead(y), isDead(x)) })
+	page.OtherCounts = max(0, len(page.Deliveries)-maxGroupRows)
+	page.Deliveries = page.Deliveries[:len(page.Deliveries)-page.OtherCounts]
+	page.Workers = page.Workers[:min(len(page.Workers), maxGroupRows)]
+	return a.page(r.Request, http.StatusOK, "consumers", "Consumers", page), nil
+}
+
+func isPaused(r groupRow) int {
+	if r.Pause != nil {
+		return 1
+	}
+	return 0
+}
+
+func isDead(c outboxops.DeliveryCount) int {
+	if c.Status == outboxops.DeliveryDead {
+		return 1
+	}
+	return 0
+}
+
+// processes are the consumers and workers of this process.
+func (a *admin) processes() (rows []processRow) {
+	consumers, workers := a.consumerHealth(), a.workerHealth()
+	for _, h := range consumers {
+		rows = append(rows, processRow{h.Group, "consumer", h.Live, h.Ready, plural(int64(h.Partitions), "partition", "partitions"), h.Reasons})
+	}
+	for _, h := range workers {
+		rows = append(rows, processRow{h.Group, "worker", h.Live, h.Ready, plural(int64(h.Deliveries), "delivery", "deliveries"), h.Reasons})
+	}
+	return rows
+}
+
+func (a *admin) consumerHealth() []outbox.ConsumerHealth {
+	if a.cfg.Consumers == nil {
+		return nil
+	}
+	return a.cfg.Consumers()
+}
+
+func (a *admin) workerHealth() []outbox.WorkerHealth {
+	if a.cfg.Workers == nil {
+		return nil
+	}
+	return a.cfg.Workers()
+}
+
 func (a *admin) apiConsumers(r *request) (answer, error) {
 	q := &r.query
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	groups, more, err := a.consumers.List(r.Context(), outboxops.ConsumerFilter{})
+	v, err := a.groupsView(r.Context(), true)
 	if err != nil {
 		return answer{}, err
 	}
-	return okJSON(apiGroupList{Groups: each(groups, groupOf), More: more})
+	return okJSON(apiGroupList{
+		Groups: each(v.groups, func(g outboxops.ConsumerGroup) apiGroup { return groupOf(g, v.kafka) }), More: v.more,
+		Deliveries: each(v.deliveries, deliveryCountOf), Workers: each(v.workers, workersOf),
+		LagAt: orNull(v.kafka.At), LagError: v.kafka.Err,
+		DeadLetters: each(v.kafka.DeadLetters, func(d outboxops.DeadLetterTopic) apiDeadLetters { return apiDeadLetters{d.Topic, d.Of, d.Records} }), Processes: each(a.processes(), processOf),
+	})
 }
 
 // apiPause is pause or resume.
@@ -57,4 +255,25 @@ func apiPause(action string) func(*admin, *request) (answer, error) {
 		do := map[string]func(context.Context, string, string, outboxops.AuditInfo) error{"pause": a.consumers.Pause, "resume": a.consumers.Resume}[action]
 		return done, do(r.Context(), string(body.Group), string(body.Topic), auditInfo(r, string(body.Reason)))
 	}
+}
+
+// failureStatuses are those that the deliveries with a status of event_delivery have as failures.
+var failureStatuses = map[string][]string{
+	outboxops.DeliveryDead: {outbox.StatusDead}, outboxops.DeliveryParked: {outbox.StatusParked},
+	outboxops.DeliveryPending: {outbox.StatusFailed, outbox.StatusWaiting}, outboxops.DeliveryProcessing: {outbox.StatusFailed, outbox.StatusWaiting},
+}
+
+// owedBadge is the badge of a status of event_delivery.
+func owedBadge(status string) string {
+	return map[string]string{outboxops.DeliveryDead: outbox.StatusDead, outboxops.DeliveryParked: outbox.StatusParked}[status]
+}
+
+// owedLink leads to the deliveries of a line.
+func owedLink(c outboxops.DeliveryCount) string {
+	return failedLink(outboxops.FailureFilter{Kind: outboxops.KindDelivery, Group: c.Group, Action: c.Action, Topic: c.Stream, Statuses: failureStatuses[c.Status]})
+}
+
+// deadLink leads to the dead deliveries of a group.
+func deadLink(group string) string {
+	return failedLink(outboxops.FailureFilter{Kind: outboxops.KindDelivery, Group: group, Statuses: []string{outbox.StatusDead}})
 }

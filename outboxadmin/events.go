@@ -176,42 +176,15 @@ func (a *admin) eventRowOf(e outboxops.RecordedEvent) eventRow {
 	return a.maskEvents([]eventRow{{RecordedEvent: e, States: statesOf(e)}})[0]
 }
 
-// auditList is the page of what was done.
-type auditList struct {
-	Rows  []auditRow
-	Older template.URL // parameters, or empty
-	Newer bool         // newer ones are left out
-}
-
-func (a *admin) auditList(r *request) (answer, error) {
-	q := &r.query
-	before, limit := q.number("before"), q.limit(rowsPerPage)
-	if err := q.done(); err != nil {
-		return answer{}, err
-	}
-	rows, err := a.failed.Audit(r.Context(), outboxops.FailureID{}, outboxops.AuditPage{Before: before, Limit: limit})
-	if err != nil {
-		return answer{}, err
-	}
-	page := auditList{Rows: each(rows, a.auditRowOf), Newer: before != 0}
-	if len(rows) == limit {
-		page.Older = encode(url.Values{"before": {strconv.FormatInt(rows[limit-1].ID, 10)}})
-	}
-	return a.page(r.Request, http.StatusOK, "audit", "Audit", page), nil
-}
-
 // aggregateLink leads to all events of an aggregate.
 func aggregateLink(aggregateType, aggregateID string) string {
 	return "events?" + url.Values{"aggregate_type": {aggregateType}, "aggregate_id": {aggregateID}}.Encode()
 }
 
-// keyLink leads to the failed events of a key.
-func keyLink(relay, topic, key string) string {
-	v := url.Values{"relay": {relay}, "topic": {topic}, "status": {statusAny}}
-	if key != "" {
-		v.Set("key", key)
-	}
-	return "failed?" + v.Encode()
+// keyLink leads to the failures of a key: of a relay, or of a group and its action.
+func keyLink(relay, group, action, topic, key string) string {
+	f := outboxops.FailureFilter{Relay: relay, Group: group, Action: action, Topic: topic, Key: key, Statuses: statuses}
+	return "failed?" + failedValues(f).Encode()
 }
 
 // fieldTime is a time as a field of a form has it, in UTC.

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxadmin"
@@ -18,11 +19,13 @@ type user struct {
 }
 
 var (
-	db      *pgxpool.Pool
-	relay   *outbox.Relay
-	mux     *http.ServeMux
-	session func(*http.Request) (user, error)
-	email   = regexp.MustCompile(`[\w.]+@[\w.]+`)
+	db       *pgxpool.Pool
+	relay    *outbox.Relay
+	consumer *outbox.Consumer
+	kafka    []kgo.Opt
+	mux      *http.ServeMux
+	session  func(*http.Request) (user, error)
+	email    = regexp.MustCompile(`[\w.]+@[\w.]+`)
 )
 
 func ExampleNew() {
@@ -38,7 +41,9 @@ func ExampleNew() {
 			}
 			return outboxadmin.Access{Operator: user.Name, Role: role}, nil
 		},
-		Health: func() []outbox.RelayHealth { return []outbox.RelayHealth{relay.Health()} }, // of this process
+		Health:    func() []outbox.RelayHealth { return []outbox.RelayHealth{relay.Health()} },          // of this process
+		Consumers: func() []outbox.ConsumerHealth { return []outbox.ConsumerHealth{consumer.Health()} }, // likewise
+		Kafka:     kafka,                                                                                // where to ask for the lag
 		Mask: func(t outboxadmin.Text) []byte {
 			if t.Kind == outboxadmin.TextStatement {
 				return []byte("not shown here")

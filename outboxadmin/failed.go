@@ -3,6 +3,7 @@ package outboxadmin
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"html/template"
 	"net/http"
@@ -12,81 +13,114 @@ import (
 	"strings"
 	"time"
 
-	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
 const rowsPerPage = 50
 
-// failedList is the page of failed events.
+// failedList is the page of failures.
 type failedList struct {
 	Filter   outboxops.FailureFilter
-	Status   string // as it was asked for
-	Statuses []string
+	Picks    []pick
 	Query    template.URL // the filter as parameters
-	Filtered bool         // anything but the status is picked
+	Filtered bool         // anything is picked
 	Wide     bool         // one of the less usual fields is picked
 	Rows     []failedRow
+	Counted  bool // Total is known
 	Total    int64
-	More     bool     // than Total
-	Types    []string // to choose from
-	Classes  []string
-	Relays   []string
+	More     bool         // than Total
 	Next     template.URL // those of older ones, or empty
 	Later    bool         // newer ones are left out
 	Done     string       // what was done before
 }
 
+// pick is a field of the filter with its values to choose from.
+type pick struct {
+	Name, Label, Any, Value string
+	Choices                 []string
+}
+
 func (a *admin) failedList(r *request) (answer, error) {
 	q := &r.query
-	filter, after, limit, done := q.failedFilter(), q.failure("after"), q.limit(rowsPerPage), q.doneText("done", "n")
+	filter, after, limit, done := q.failedFilter(), q.failures("after"), q.limit(rowsPerPage), q.doneText("done", "n")
 	if err := q.done(); err != nil {
 		return answer{}, err
 	}
-	rows, err := a.failed.List(r.Context(), filter, outboxops.FailurePage{After: []outboxops.FailureID{after}, Limit: limit})
-	if err != nil {
-		return answer{}, err
-	}
-	counts, err := a.failed.Count(r.Context(), filter)
+	known := outboxops.FailurePage{After: after, Limit: limit}
+	rows, err := a.failed.List(r.Context(), filter, known)
 	if err != nil {
 		return answer{}, err
 	}
 	values := failedValues(filter)
-	page := failedList{Filter: filter, Status: values.Get("status"), Statuses: statuses, Query: encode(values), Rows: each(rows, a.failedRowOf), Later: after != (outboxops.FailureID{}), Done: done}
+	page := failedList{Filter: filter, Query: encode(values), Rows: each(rows, a.failedRowOf), Later: len(after) > 0, Done: done, Filtered: len(values) > 0,
+		Counted: !slices.Contains(filter.Statuses, outboxops.StatusDone)}
 	for name := range values {
-		page.Filtered = page.Filtered || name != "status"
-		page.Wide = page.Wide || slices.Contains([]string{"key", "aggregate_type", "event_id", "outbox_id", "relay", "since", "until"}, name)
+		page.Wide = page.Wide || slices.Contains([]string{"key", "aggregate_type", "event_id", "outbox_id", "since", "until"}, name)
 	}
-	for _, c := range counts {
-		page.Total += int64(c.Events)
-		page.More = page.More || c.Events == outbox.MaxCounted
+	if err := a.countFailed(r.Context(), filter, &page); err != nil {
+		return answer{}, err
 	}
-	if page.Types, page.Classes, page.Relays, err = a.choices(r.Context(), filter); err != nil {
+	if page.Picks, err = a.picks(r.Context(), filter, values.Get("status")); err != nil {
 		return answer{}, err
 	}
 	if len(rows) == limit {
-		values.Set("after", rows[limit-1].ID.String())
+		values.Set("after", failuresText(known.Next(rows).After))
 		page.Next = encode(values)
 	}
-	return a.page(r.Request, http.StatusOK, "failed", "Failed events", page), nil
+	return a.page(r.Request, http.StatusOK, "failed", "Failures", page), nil
 }
 
-// choices returns the types, classes and relays that a filter may be narrowed to.
-func (a *admin) choices(ctx context.Context, f outboxops.FailureFilter) (types, classes, relays []string, err error) {
-	counts, err := a.failed.Count(ctx, outboxops.FailureFilter{Kind: outboxops.KindEvent, Statuses: f.Statuses})
-	for _, c := range counts {
-		types, classes, relays = append(types, c.Type), append(classes, c.Class), append(relays, c.Relay)
+// countFailed adds up what a list has in all.
+func (a *admin) countFailed(ctx context.Context, f outboxops.FailureFilter, page *failedList) error {
+	if !page.Counted {
+		return nil
 	}
-	return choice(types), choice(classes), choice(relays), err
+	counts, err := a.failed.Count(ctx, f)
+	for _, c := range counts {
+		page.Total += int64(c.Events)
+		page.More = page.More || c.More
+	}
+	return err
 }
 
-func choice(all []string) []string {
+// picks returns what a filter may be narrowed to: what there is with the same statuses.
+func (a *admin) picks(ctx context.Context, f outboxops.FailureFilter, status string) ([]pick, error) {
+	counted := slices.DeleteFunc(slices.Clone(f.Statuses), func(s string) bool { return s == outboxops.StatusDone })
+	counts, err := a.failed.Count(ctx, outboxops.FailureFilter{Statuses: counted})
+	if err != nil {
+		return nil, err
+	}
+	of := func(value func(outboxops.FailureCount) string, picked string) []string {
+		return choices(each(counts, value), picked)
+	}
+	return []pick{
+		{"kind", "Kind", "any", string(f.Kind), kinds},
+		{"status", "Status", "unresolved", status, withPicked(append(slices.Clone(statuses), outboxops.StatusDone, statusAny), status)},
+		{"group", "Consumer group", "any", f.Group, of(func(c outboxops.FailureCount) string { return c.Group }, f.Group)},
+		{"action", "Action", "any", f.Action, of(func(c outboxops.FailureCount) string { return c.Action }, f.Action)},
+		{"relay", "Relay", "any", f.Relay, of(func(c outboxops.FailureCount) string { return c.Relay }, f.Relay)},
+		{"class", "Error class", "any", f.Class, of(func(c outboxops.FailureCount) string { return c.Class }, f.Class)},
+		{"type", "Event type", "any", f.Type, of(func(c outboxops.FailureCount) string { return c.Type }, f.Type)},
+	}, nil
+}
+
+// choices returns the different values, sorted, and among them the one that is picked.
+func choices(all []string, picked string) []string {
 	slices.Sort(all)
 	all = slices.DeleteFunc(slices.Compact(all), func(s string) bool { return s == "" })
-	return all[:min(len(all), maxKinds)]
+	return withPicked(all[:min(len(all), maxKinds)], picked)
 }
 
-// failedPage is the page of one failed event.
+// withPicked returns all values, and the one that is picked if it is not among them: a form that
+// lacked it would pick another one.
+func withPicked(all []string, picked string) []string {
+	if picked != "" && !slices.Contains(all, picked) {
+		all = append(all, picked)
+	}
+	return all
+}
+
+// failedPage is the page of one failure.
 type failedPage struct {
 	Row     failedRow
 	Payload payload
@@ -108,13 +142,16 @@ func (a *admin) failedOne(r *request) (answer, error) {
 	return a.showFailed(r, http.StatusOK, failedPage{Done: done})
 }
 
-// showFailed completes a page of the event in the path, and writes it.
+// showFailed completes a page of the failure in the path, and writes it.
 func (a *admin) showFailed(r *request, status int, page failedPage) (answer, error) {
 	id, err := pathFailure(r)
 	if err != nil {
 		return answer{}, err
 	}
 	row, history, err := a.failedWhole(r, id)
+	if errors.Is(err, outboxops.ErrNotFound) {
+		return a.showGone(r, id, page.Done, err)
+	}
 	if err != nil {
 		return answer{}, err
 	}
@@ -132,7 +169,7 @@ func (a *admin) showFailed(r *request, status int, page failedPage) (answer, err
 	return a.page(r.Request, status, "failed_one", row.Type, page), nil
 }
 
-// failedWhole returns a failed event with its history, once it is audited that somebody
+// failedWhole returns a failure with its history, once it is audited that somebody
 // reads it.
 func (a *admin) failedWhole(r *request, id outboxops.FailureID) (outboxops.Failure, []outboxops.AuditEntry, error) {
 	ctx := r.Context()
@@ -157,7 +194,7 @@ func readReason(r *request) string {
 	return "shown on the page"
 }
 
-// action is what an operator does about one event or its key.
+// action is what an operator does about one failure or its key.
 type action func(ctx context.Context, f *outboxops.Failures, row outboxops.Failure, payload string, why outboxops.AuditInfo) error
 
 var actions = map[string]action{
@@ -183,7 +220,7 @@ var actions = map[string]action{
 }
 
 // failedAct does what the last element of the path says. If that is refused, it shows
-// the event as it is, with what the operator wrote.
+// the failure as it is, with what the operator wrote.
 func (a *admin) failedAct(r *request) (answer, error) {
 	id, err := pathFailure(r)
 	if err != nil {
@@ -201,7 +238,7 @@ func (a *admin) failedAct(r *request) (answer, error) {
 	reason, payload := r.query.text("reason"), r.query.text("payload")
 	err = do(r.Context(), a.failed, row, payload, auditInfo(r, reason))
 	if err == nil {
-		return redirectTo("../" + id.String() + "?done=" + action), nil
+		return redirectTo("../" + id.String() + "?done=" + doneOf(id.Kind, action)), nil
 	}
 	p, ours := shown(err)
 	if !ours {
@@ -277,7 +314,7 @@ func (a *admin) bulk(r *request, action string, filter outboxops.FailureFilter, 
 func bulkReview(action string) func(*admin, *request) (answer, error) {
 	return func(a *admin, r *request) (answer, error) {
 		q := &r.query
-		filter := q.failedFilter()
+		filter := q.bulkFilter()
 		if err := q.done(); err != nil {
 			return answer{}, err
 		}
@@ -305,12 +342,12 @@ func (a *admin) showBulk(r *request, status int, action string, filter outboxops
 	return a.page(r.Request, status, "bulk", bulkTitles[action], page), nil
 }
 
-var bulkTitles = map[string]string{"retry": "Retry many events", "resolve": "Resolve many events"}
+var bulkTitles = map[string]string{"retry": "Retry many failures", "resolve": "Resolve many failures"}
 
 func bulkAct(action string) func(*admin, *request) (answer, error) {
 	return func(a *admin, r *request) (answer, error) {
 		q := &r.query
-		filter, reason := q.failedFilter(), q.text("reason")
+		filter, reason := q.bulkFilter(), q.text("reason")
 		if err := q.done(); err != nil {
 			return answer{}, err
 		}
@@ -337,18 +374,26 @@ var doneTexts = map[string]string{
 	"edit":        "The payload is changed, and the relay sends it at its next look.",
 	"hold":        "The key is held: nothing more of it is sent until it is released.",
 	"release":     "The key is released and goes on.",
-	"retry_all":   "The relay sends %s at its next look.",
+	"requeue":     "A worker of the group handles it again, with all its attempts. This page shows what becomes of it.",
+	"hold_group":  "The key is held: the group handles nothing more of it with this action until it is released.",
+	"retry_all":   "%s tried again: a relay sends events at its next look, and workers of the group handle deliveries.",
 	"resolve_all": "%s resolved. What waited behind goes on.",
+}
+
+// doneOf names what was done to a failure of a kind, as [doneTexts] does.
+func doneOf(kind outboxops.Kind, action string) string {
+	if of, ok := map[string]string{"retry": "requeue", "hold": "hold_group"}[action]; ok && kind == outboxops.KindDelivery {
+		return of
+	}
+	return action
 }
 
 // doneText reads what was done, as a sentence.
 func (q *query) doneText(name, number string) string {
 	text, n := doneTexts[q.text(name)], q.number(number)
 	switch q.values.Get(name) {
-	case "retry_all":
-		return fmt.Sprintf(text, plural(n, "event", "events"))
-	case "resolve_all":
-		return fmt.Sprintf(text, plural(n, "event is", "events are"))
+	case "retry_all", "resolve_all":
+		return fmt.Sprintf(text, plural(n, "failure is", "failures are"))
 	}
 	return text
 }

@@ -209,6 +209,8 @@ func TestOpenAPIHasTheTypes(t *testing.T) {
 		"FailedList": apiFailedList{}, "Failed": apiFailed{}, "FailedWhole": apiFailedWhole{}, "CountList": apiCountList{}, "Count": apiCount{},
 		"AuditList": apiAuditList{}, "Audit": apiAudit{}, "Payload": apiPayload{}, "EventList": apiEventList{}, "Event": apiEvent{}, "State": apiState{},
 		"EventWhole": apiEventWhole{}, "Reason": apiReason{}, "Edit": apiEdit{}, "BulkRequest": apiBulkRequest{}, "BulkResult": apiBulkResult{}, "Topic": apiTopic{},
+		"Overview": apiOverview{}, "Notice": apiNotice{}, "Unresolved": apiUnresolved{}, "Stale": apiStale{},
+		"DeliveryCount": apiDeliveryCount{}, "DeadLetters": apiDeadLetters{}, "Workers": apiWorkers{}, "Process": apiProcess{},
 		"GroupList": apiGroupList{}, "Group": apiGroup{}, "GroupTopic": apiGroupTopic{}, "Pause": apiPauseInfo{}, "PauseRequest": apiPauseRequest{},
 	}
 	require.ElementsMatch(t, slices.Collect(maps.Keys(types)), slices.Collect(maps.Keys(file.Components.Schemas)))
@@ -269,9 +271,10 @@ func jsonTypes(t reflect.Type, optional bool) []string {
 func TestOpenAPIHasTheAnswers(t *testing.T) {
 	t.Parallel()
 	h := newAdminFixture(t, nil)
+	require.NoError(t, seed.Deliver(t.Context(), h.db, h.schema))
 	h.get("/") // a sample of the backlog
 	file := readOpenAPI(t)
-	values := map[string]string{"status": "dead", "since": "2026-01-01T00:00:00Z", "until": "2126-01-01T00:00", "outbox_id": "4099003", "after": "event-90", "before": "4200000",
+	values := map[string]string{"kind": "delivery", "failure": "event-1", "status": "dead", "since": "2026-01-01T00:00:00Z", "until": "2126-01-01T00:00", "outbox_id": "4099003", "after": "event-90", "before": "4200000",
 		"limit": "3", "span": "1h", "open_seconds": "1"}
 	require.Error(t, file.check("", &schema{Ref: "#/components/schemas/Count"}, map[string]any{"relay": 1.0}), "the check checks")
 	asked := 0

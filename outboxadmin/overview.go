@@ -1,10 +1,9 @@
 package outboxadmin
 
 import (
+	"cmp"
 	"context"
-	"fmt"
 	"net/http"
-	"net/url"
 	"slices"
 	"time"
 
@@ -37,24 +36,49 @@ func (q *query) span() span {
 // overview is the first page.
 type overview struct {
 	Notices      []notice
+	OtherNotices int    // that are not among Notices
+	Unknown      string // what could not be looked at, where nothing is wrong
+	StaleAfter   time.Duration
+	Unresolved   unresolved
+	Counts       []outboxops.FailureCount // the first ones, those first that need somebody
+	MoreCounts   []outboxops.FailureCount
+	OtherKinds   int // that are not among both
+	Groups       []groupState
+	OtherGroups  int  // groups that are not among Groups
+	MoreGroups   bool // than were looked at
 	Relays       []relayView
-	Counts       []outboxops.FailureCount
-	OtherKinds   int // that are not among Counts
 	Transactions []outboxops.OpenTransaction
 	Partitions   []outboxops.TablePartition
-	Groups       []groupRow
-	OtherGroups  int  // lines that are not among Groups
-	MoreGroups   bool // than were looked at
+	Current      string // name of the newest partition; or empty
+	Bytes        int64  // of all partitions
 	Spans        []span
 	Span         string
 }
 
-// notice is something that an operator should know.
-type notice struct {
-	Level  string // bad or warn
-	Text   string
-	Link   string // to what is to be done about it, from the root; or empty
-	Action string // the words of the link
+// unresolved adds up what has not gone away: failed events and dead deliveries.
+type unresolved struct {
+	Events, Deliveries int64
+	More               bool
+	Oldest             time.Time
+}
+
+// unresolvedOf adds up what outbox failures count calls unresolved.
+func unresolvedOf(counts []outboxops.FailureCount) (sum unresolved) {
+	for _, c := range counts {
+		if !c.IsUnresolved() {
+			continue
+		}
+		if c.Kind == outboxops.KindEvent {
+			sum.Events += int64(c.Events)
+		} else {
+			sum.Deliveries += int64(c.Events)
+		}
+		sum.More = sum.More || c.More
+		if sum.Oldest.IsZero() || c.Oldest.Before(sum.Oldest) {
+			sum.Oldest = c.Oldest
+		}
+	}
+	return sum
 }
 
 // relayView is a relay on the overview.
@@ -64,12 +88,22 @@ type relayView struct {
 	Plots  []plot
 }
 
-// maxKinds bounds the kinds of failures that are shown: events can be of any type.
-const maxKinds = 200
+// maxKinds bounds the kinds of failures that are shown: events can be of any type. Of these, the
+// first ones are shown at once.
+const (
+	maxKinds   = 200
+	firstKinds = 10
+)
 
 // maxGroupRows bounds the topics of consumer groups that are shown: consumers can note any. What
 // is paused is among the notices in any case.
 const maxGroupRows = 200
+
+// maxGroupStates bounds the consumer groups on the overview, and maxNotices the notices.
+const (
+	maxGroupStates = 20
+	maxNotices     = 200
+)
 
 // openFor is how long a transaction is open before it is shown.
 const openFor = 10 * time.Second
@@ -81,40 +115,81 @@ func (a *admin) overview(r *request) (answer, error) {
 		return answer{}, err
 	}
 	ctx, now := r.Context(), time.Now()
-	relays, err := a.relays(ctx, now)
+	state, err := a.situation(ctx, now)
 	if err != nil {
 		return answer{}, err
 	}
-	page := overview{Spans: spans, Span: s.Name}
-	health := a.health()
-	for _, status := range relays {
-		view, err := a.relayView(ctx, status, health[status.Name], now, s)
+	page := overview{Spans: spans, Span: s.Name, StaleAfter: a.cfg.StaleAfter, Unresolved: unresolvedOf(state.counts), MoreGroups: state.groups.more,
+		Transactions: state.open, Unknown: a.unknown()}
+	page.Notices, page.OtherNotices = first(state.notices(), maxNotices)
+	page.Counts, page.OtherKinds = first(byUrgency(state.counts), maxKinds)
+	page.MoreCounts = page.Counts[min(firstKinds, len(page.Counts)):]
+	page.Counts = page.Counts[:len(page.Counts)-len(page.MoreCounts)]
+	page.Groups, page.OtherGroups = first(state.groups.all(), maxGroupStates)
+	for _, status := range state.relays {
+		view, err := a.relayView(ctx, status, state.health[status.Name], now, s)
 		if err != nil {
 			return answer{}, err
 		}
 		page.Relays = append(page.Relays, view)
 	}
-	if page.Counts, err = a.failed.Count(ctx, outboxops.FailureFilter{Kind: outboxops.KindEvent}); err != nil {
-		return answer{}, err
-	}
-	page.OtherKinds = max(0, len(page.Counts)-maxKinds)
-	page.Counts = page.Counts[:len(page.Counts)-page.OtherKinds]
-	if page.Transactions, err = a.inspect.Transactions(ctx, openFor); err != nil {
-		return answer{}, err
-	}
 	if page.Partitions, err = a.inspect.Partitions(ctx); err != nil {
 		return answer{}, err
 	}
-	groups, more, err := a.consumers.List(ctx, outboxops.ConsumerFilter{})
-	if err != nil {
-		return answer{}, err
+	for _, p := range page.Partitions {
+		page.Bytes += p.Bytes
+		if p.Current {
+			page.Current = p.Name
+		}
 	}
-	page.Groups, page.MoreGroups = groupRows(groups), more
-	a.maskTransactions(page.Transactions)
-	page.Notices = notices(now, page.Relays, page.Groups)
-	page.OtherGroups = max(0, len(page.Groups)-maxGroupRows)
-	page.Groups = page.Groups[:len(page.Groups)-page.OtherGroups]
 	return a.page(r.Request, http.StatusOK, "overview", "Overview", page), nil
+}
+
+// first returns the first ones of a list, and how many others there are.
+func first[A any](all []A, most int) (some []A, others int) {
+	n := min(len(all), most)
+	return all[:n], len(all) - n
+}
+
+// byUrgency sorts kinds of failures: what is dead first, and then what is tried again; the most
+// first of each.
+func byUrgency(counts []outboxops.FailureCount) []outboxops.FailureCount {
+	order := []string{outbox.StatusDead, outbox.StatusFailed, outbox.StatusWaiting, outbox.StatusParked}
+	slices.SortStableFunc(counts, func(a, b outboxops.FailureCount) int {
+		return cmp.Compare(slices.Index(order, a.Status), slices.Index(order, b.Status))
+	})
+	return counts
+}
+
+// situation reads what is wrong, with the calls that the command line has.
+func (a *admin) situation(ctx context.Context, now time.Time) (s *situation, err error) {
+	s = &situation{now: now, staleAfter: a.cfg.StaleAfter, health: a.health(), consumers: a.consumerHealth(), workers: a.workerHealth()}
+	if s.relays, err = a.relays(ctx, now); err != nil {
+		return s, err
+	}
+	if s.counts, err = a.failed.Count(ctx, outboxops.FailureFilter{}); err != nil {
+		return s, err
+	}
+	if s.stale, err = a.inspect.Stale(ctx, a.cfg.StaleAfter); err != nil {
+		return s, err
+	}
+	if s.groups, err = a.groupsView(ctx, false); err != nil {
+		return s, err
+	}
+	s.groups.kafka = a.kafka.last()
+	if s.open, err = a.inspect.Transactions(ctx, openFor); err != nil {
+		return s, err
+	}
+	a.maskTransactions(s.open)
+	return s, nil
+}
+
+// unknown says what only other processes know, so that nobody takes silence about it for good news.
+func (a *admin) unknown() string {
+	if a.cfg.Health == nil && a.cfg.Consumers == nil && a.cfg.Workers == nil {
+		return "Breakers and blocked partitions are not among it: only the processes that have them know, and this one has none."
+	}
+	return "Breakers and blocked partitions of other processes are not among it: only these know."
 }
 
 // relays reads the state of all relays, and adds a sample of it.
@@ -156,53 +231,27 @@ func (a *admin) relayView(ctx context.Context, status outbox.RelayStatus, health
 		return scale{from: now.Add(-s.length), to: now, gap: gap, least: least, format: format}
 	}
 	plots := []plot{
-		newPlot("Throughput", rate, scale(s.step+s.step/2, 1, rateText)),
-		newPlot("Latency", latency, scale(3*s.step, 10, millisText)),
-		newPlot("Backlog", backlog, scale(sampleBreath, 10, countText)),
+		newPlot("Throughput", rate, scale(s.step+s.step/2, 1, rateText)).aged(now, rate, s.step),
+		newPlot("Latency", latency, scale(3*s.step, 10, millisText)).aged(now, latency, s.step),
+		newPlot("Backlog", backlog, scale(sampleBreath, 10, countText)).aged(now, backlog, 0),
 	}
 	plots[2].From += ", known while a page is open"
 	return relayView{RelayStatus: status, Health: health, Plots: plots}, nil
 }
 
-// An event that is pending for so long is worth a look: a relay takes less than a
-// second.
-const oldPending = 5 * time.Minute
-
-// notices says what is wrong, the worst first.
-func notices(now time.Time, relays []relayView, groups []groupRow) []notice {
-	var bad, warn []notice
-	add := func(list *[]notice, level, link, action, format string, args ...any) {
-		*list = append(*list, notice{level, fmt.Sprintf(format, args...), link, action})
+func (a *admin) apiOverview(r *request) (answer, error) {
+	q := &r.query
+	if err := q.done(); err != nil {
+		return answer{}, err
 	}
-	for _, r := range relays {
-		failed := func(status string) string {
-			return "failed?" + url.Values{"relay": {r.Name}, "status": {status}}.Encode()
-		}
-		if r.Holder == "" {
-			add(&bad, "bad", "", "", "Relay %s: no process leads. Nothing of it is sent until a process takes the lease.", r.Name)
-		}
-		if r.Dead > 0 {
-			add(&bad, "bad", failed(outbox.StatusDead), "Show", "Relay %s: %s, refused by Kafka too often.", r.Name, pluralUpTo(r.Dead, "event is dead", "events are dead"))
-		}
-		if !r.Oldest.IsZero() && now.Sub(r.Oldest) > oldPending {
-			add(&bad, "bad", "", "", "Relay %s: it is behind. Its oldest pending event is %s old.", r.Name, short(now.Sub(r.Oldest)))
-		}
-		if r.HeldKeys > 0 {
-			add(&warn, "warn", failed(statusAny), "Show", "Relay %s: %s for an operator.", r.Name, pluralUpTo(r.HeldKeys, "key waits", "keys wait"))
-		}
-		if n := min(r.Failed+r.Waiting, outbox.MaxCounted); n > 0 {
-			add(&warn, "warn", failed(outbox.StatusFailed+","+outbox.StatusWaiting), "Show", "Relay %s: %s.", r.Name, pluralUpTo(n, "event is tried again by itself", "events are tried again by themselves"))
-		}
-		if r.Health != nil {
-			for _, reason := range r.Health.Reasons {
-				add(&bad, "bad", "", "", "Relay %s, in this process: %s.", r.Name, reason)
-			}
-		}
+	now := time.Now()
+	s, err := a.situation(r.Context(), now)
+	if err != nil {
+		return answer{}, err
 	}
-	for _, g := range groups {
-		if g.Pause != nil {
-			add(&warn, "warn", "", "", "Consumer group %s: %s paused by %s %s: %s", g.Group, g.What(), g.Pause.Operator, relative(now, g.Pause.At), g.Pause.Reason)
-		}
-	}
-	return append(bad, warn...)
+	u := unresolvedOf(s.counts)
+	return okJSON(apiOverview{
+		At: now.UTC(), Notices: each(s.notices(), func(n notice) apiNotice { return apiNotice{n.Level, n.Text} }),
+		Unresolved: apiUnresolved{u.Events, u.Deliveries, u.More, orNull(u.Oldest)}, StaleSeconds: a.cfg.StaleAfter.Seconds(), Stale: each(s.stale, staleOf),
+	})
 }

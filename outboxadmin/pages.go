@@ -54,7 +54,9 @@ var pageFuncs = template.FuncMap{
 	"int":     func(n int64) int { return int(n) },
 	"bound":   boundText,
 	"wide":    func(n int) int64 { return int64(n) },
-	"known":   func(status string) bool { return status == statusAny || slices.Contains(statuses, status) },
+	"shortly": short,
+	"lower":   strings.ToLower,
+	"owed":    owedBadge, "owedLink": owedLink, "deadLink": deadLink,
 	"headers": headersShown,
 	"commas":  func(s string) string { return strings.ReplaceAll(s, ",", ", ") },
 }
@@ -80,7 +82,7 @@ func headersShown(all map[string]string) headerList {
 }
 
 var pastActions = map[string]string{"retry": "retried", "resolve": "resolved", "edit": "edited", "hold": "held", "release": "released", "read": "read",
-	"pause": "paused", "resume": "resumed", "rewind": "rewound", "requeue": "requeued"}
+	"pause": "paused", "resume": "resumed", "rewind": "rewound", "to-kafka": "moved to Kafka", "to-postgres": "moved to PostgreSQL", "finish-cut": "finished the move of", "cancel-cut": "cancelled the move of"}
 
 // stat is a number on the overview.
 type stat struct {
@@ -92,16 +94,17 @@ func statOf(name string, count int64, relay, status, note string) stat {
 	return stat{name, status, "failed?" + url.Values{"relay": {relay}, "status": {status}}.Encode(), note, count}
 }
 
-// kindLink leads to the events that have failed alike.
+// kindLink leads to what has failed alike.
 func kindLink(c outboxops.FailureCount) string {
-	return "failed?" + failedValues(outboxops.FailureFilter{Relay: c.Relay, Statuses: []string{c.Status}, Type: c.Type, Class: c.Class}).Encode()
+	return "failed?" + failedValues(outboxops.FailureFilter{Kind: c.Kind, Relay: c.Relay, Group: c.Group, Action: c.Action, Statuses: []string{c.Status}, Type: c.Type,
+		Class: c.Class}).Encode()
 }
 
 // parsePages returns each page with the layout around it.
 func parsePages() map[string]*template.Template {
 	layout := template.Must(template.New("layout.html").Funcs(pageFuncs).ParseFS(pageFiles, "pages/layout.html", "pages/parts.html"))
 	pages := map[string]*template.Template{}
-	for _, name := range []string{"overview", "failed", "failed_one", "bulk", "events", "event_one", "audit", "problem"} {
+	for _, name := range []string{"overview", "failed", "failed_one", "failed_gone", "consumers", "bulk", "events", "event_one", "audit", "problem"} {
 		pages[name] = template.Must(template.Must(layout.Clone()).ParseFS(pageFiles, "pages/"+name+".html"))
 	}
 	return pages

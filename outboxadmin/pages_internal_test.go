@@ -90,19 +90,62 @@ func TestOverview(t *testing.T) {
 func TestNotices(t *testing.T) {
 	t.Parallel()
 	now := time.Now()
-	texts := func(r outbox.RelayStatus) (all []string) {
-		r.Name, r.Holder = "default", "x"
-		for _, n := range notices(now, []relayView{{RelayStatus: r}}, nil) {
-			all = append(all, n.Text)
-		}
-		return all
+	for _, tt := range noticeTests {
+		t.Run(tt.name, func(t *testing.T) {
+			t.Parallel()
+			s := situation{now: now, staleAfter: 5 * time.Minute, relays: []outbox.RelayStatus{{Name: "default", Holder: "x"}}}
+			tt.change(&s, now)
+			var texts []string
+			for _, n := range s.notices() {
+				texts = append(texts, n.Text)
+			}
+			require.Equal(t, tt.want, texts)
+		})
 	}
-	require.Empty(t, texts(outbox.RelayStatus{}))
-	require.Empty(t, texts(outbox.RelayStatus{Pending: 1, Oldest: now.Add(-4 * time.Minute)}))
-	require.Equal(t, []string{"Relay default: it is behind. Its oldest pending event is 10 min old."},
-		texts(outbox.RelayStatus{Pending: 1, Oldest: now.Add(-10 * time.Minute)}))
-	require.Equal(t, []string{"Relay default: 1 event is dead, refused by Kafka too often.", "Relay default: 3 events are tried again by themselves."},
-		texts(outbox.RelayStatus{Dead: 1, Failed: 1, Waiting: 2}))
+}
+
+// noticeTests have each kind of what is wrong: with none of them all is well.
+var noticeTests = []struct {
+	name   string
+	change func(*situation, time.Time)
+	want   []string
+}{
+	{"nothing", func(*situation, time.Time) {}, nil},
+	{"no leader", func(s *situation, _ time.Time) { s.relays[0].Holder = "" },
+		[]string{"Relay default: no process leads. Nothing of it is sent until a process takes the lease."}},
+	{"pending, and not for long", func(s *situation, now time.Time) {
+		s.relays[0].Pending, s.relays[0].Oldest = 1, now.Add(-4*time.Minute)
+	}, nil},
+	{"dead and tried again", func(s *situation, _ time.Time) { s.relays[0].Dead, s.relays[0].Failed, s.relays[0].Waiting = 1, 1, 2 },
+		[]string{"Relay default: 1 event is dead, refused by Kafka too often.", "Relay default: 3 events are tried again by themselves."}},
+	{"parked alone", func(s *situation, _ time.Time) { s.relays[0].Parked = 2 }, []string{"Relay default: 2 events wait behind others of their keys."}},
+	{"held keys", func(s *situation, _ time.Time) {
+		s.relays[0].HeldKeys = 1
+		s.groups.deliveries = []outboxops.DeliveryCount{{Group: "stats", Status: outboxops.DeliveryDead, Deliveries: 3, Held: 2}}
+	}, []string{"Relay default: 1 key waits for an operator.", "Consumer group stats: 2 keys wait for an operator."}},
+	{"an open breaker", func(s *situation, _ time.Time) {
+		s.health = map[string]*outbox.RelayHealth{"other": {Live: true, Ready: true, Breaker: outbox.BreakerOpen}}
+	}, []string{"Relay other, in this process: the circuit breaker is open."}},
+	{"a blocked partition, and a lag", func(s *situation, _ time.Time) {
+		s.consumers = []outbox.ConsumerHealth{{Group: "a", Live: true, Ready: true, Reasons: []string{"the lag grows"}}, {Group: "b", Live: true, Reasons: []string{"orders/3 waits at offset 7"}}}
+		s.workers = []outbox.WorkerHealth{{Group: "c"}}
+	}, []string{"Consumer group b, in this process: orders/3 waits at offset 7.", "Workers of group c, in this process: it is not ready.", "Consumer group a, in this process: the lag grows."}},
+	{"deliveries", func(s *situation, _ time.Time) {
+		s.counts = []outboxops.FailureCount{{Kind: outboxops.KindDelivery, Group: "stats", Status: outbox.StatusDead, Type: "a", Events: 2}, {Kind: outboxops.KindDelivery, Group: "mail", Status: outbox.StatusFailed, Events: 1},
+			{Kind: outboxops.KindDelivery, Group: "stats", Status: outbox.StatusDead, Type: "b", Events: outbox.MaxCounted, More: true}, {Kind: outboxops.KindEvent, Status: outbox.StatusDead, Events: 9}}
+	}, []string{"Consumer group stats: 10,002+ deliveries are dead, given up by its handlers.", "Consumer group mail: 1 delivery is tried again by itself."}},
+	{"what waits for too long, wherever it waits", func(s *situation, now time.Time) {
+		s.stale = []outbox.EventCount{{Relay: "default", Status: "parked", Events: 199, Oldest: now.Add(-11 * time.Minute)}, {Relay: "default", Status: "waiting", Events: 1, Oldest: now.Add(-12 * time.Minute)},
+			{Group: "stats", Status: "pending", Events: 1, Oldest: now.Add(-3 * time.Hour)}}
+	}, []string{"Consumer group stats: 1 event has waited for longer than 5 min, the oldest for 3 h: 1 pending.",
+		"Relay default: 200 events have waited for longer than 5 min, the oldest for 12 min: 1 waiting, 199 parked."}},
+	{"pauses", func(s *situation, now time.Time) {
+		pause := &outboxops.ConsumerPause{Operator: "kim", Reason: "stock", At: now.Add(-time.Hour)}
+		s.groups.groups = []outboxops.ConsumerGroup{{Group: "stats", Topics: []outboxops.ConsumerTopic{{Topic: "orders", Pause: pause}, {Topic: "likes"}}}, {Group: "mail", Pause: pause}}
+	}, []string{"Consumer group stats: orders paused by kim 60 min ago: stock", "Consumer group mail: all topics paused by kim 60 min ago: stock"}},
+	{"open transactions", func(s *situation, now time.Time) {
+		s.open = []outboxops.OpenTransaction{{PID: 7, User: "shop", Since: now.Add(-50 * time.Second)}, {PID: 8, User: "shop", Application: "cron", Since: now.Add(-2 * time.Hour)}, {Prepared: "x", User: "shop", Since: now.Add(-48 * time.Hour)}}
+	}, []string{"Process 8 (shop cron) has had a transaction open for 2 h.", "Transaction x (shop) has been prepared for 2 days."}},
 }
 
 // Who blocks is on the first page.
@@ -124,14 +167,14 @@ var filterTests = []struct {
 	rows        int
 	total       string
 }{
-	{"what is unresolved", "", 50, "104 events"},
-	{"the dead", "status=dead", 15, "15 events"},
-	{"all of one order", "status=any&aggregate_type=Order&aggregate_id=" + seed.Order, 2, "2 events"},
-	{"by type and class", "type=loopers.payment.paid.v1&class=invalid_record", 15, "15 events"},
-	{"by topic", "topic=product-events&limit=10", 10, "29 events"},
-	{"by key, as a form sends it", "status=&type=&topic=order-events&key=" + seed.Order + "&since=&until=&event_id=&relay=&outbox_id=&class=&aggregate_id=&aggregate_type=", 2, "2 events"},
+	{"what is unresolved", "", 50, "104 failures"},
+	{"the dead", "status=dead", 15, "15 failures"},
+	{"all of one order", "status=any&aggregate_type=Order&aggregate_id=" + seed.Order, 2, "2 failures"},
+	{"by type and class", "type=loopers.payment.paid.v1&class=invalid_record", 15, "15 failures"},
+	{"by topic", "topic=product-events&limit=10", 10, "29 failures"},
+	{"by key, as a form sends it", "status=&type=&topic=order-events&key=" + seed.Order + "&since=&until=&event_id=&relay=&outbox_id=&class=&aggregate_id=&aggregate_type=", 2, "2 failures"},
 	{"the future", "since=2100-01-01T00:00", 0, "Nothing matches"},
-	{"by place", "outbox_id=4099003", 1, "1 event"},
+	{"by place", "outbox_id=4099003", 1, "1 failure"},
 }
 
 func TestFailedFilters(t *testing.T) {

@@ -12,6 +12,7 @@ import (
 type plot struct {
 	Name    string
 	Now     string // the newest value, with its unit
+	Age     string // of which time it is
 	Top     string // what the upper edge means
 	From    string // what the left edge means
 	Summary string // the whole in words
@@ -76,6 +77,20 @@ func newPlot(name string, points []point, s scale) plot {
 		}
 		p.Spots = append(p.Spots, spot{begin, end - begin, clock(pt.at) + "  " + s.format(pt.value)})
 	}
+	return p
+}
+
+// aged says of which time the newest value is: each value is of a step of time, or of a moment.
+func (p plot) aged(now time.Time, points []point, step time.Duration) plot {
+	if len(points) == 0 {
+		return p
+	}
+	last := points[len(points)-1].at
+	p.Age = relative(now, last)
+	if step > 0 && now.Sub(last) < step {
+		p.Age = "in the last " + short(step)
+	}
+	p.Summary += " (" + p.Age + ")"
 	return p
 }
 

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/outboxadmin/internal/seed"
 	"github.com/stretchr/testify/require"
 )
 
@@ -183,6 +184,11 @@ func TestMaskOfEveryKind(t *testing.T) {
 		UPDATE `+s+`.outbox_audit SET parking_key = 'order-events/s3cret-key', payload = CASE WHEN payload IS NOT NULL THEN '{"a": "s3cret-payload"}'::jsonb END WHERE failed_id = 1 OR failed_id IS NULL`,
 		pgx.QueryExecModeSimpleProtocol)
 	require.NoError(t, err)
+	require.NoError(t, seed.Deliver(t.Context(), h.db, h.schema))
+	_, err = h.db.Exec(t.Context(), `UPDATE `+s+`.event_delivery SET aggregate_id = 's3cret-key', partition_key = 's3cret-key', headers = '{"token": "s3cret-header"}',
+		payload = '{"a": "s3cret-payload"}', last_error_message = 's3cret-error'`)
+	require.NoError(t, err)
+	require.Equal(t, http.StatusSeeOther, h.post("/failed/delivery-1/hold", "reason", "because").Code)
 	tx, err := h.db.Begin(t.Context())
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(background) }()
@@ -191,6 +197,7 @@ func TestMaskOfEveryKind(t *testing.T) {
 	time.Sleep(1100 * time.Millisecond)
 	pages := h.crawl("/failed/event-1")
 	for _, path := range []string{"/api/failed?status=any", "/api/failed/event-1", "/api/failed/event-2", "/api/events?limit=1000", "/api/events/4099001", "/api/audit", "/api/transactions?open_seconds=1",
+		"/failed/delivery-1", "/api/failed/delivery-1", "/api/failed?kind=delivery", "/failed?kind=delivery&status=any", "/consumers", "/api/overview", "/api/consumers",
 		"/failed/event-1", "/failed/event-2", "/events/4099001", "/failed?status=dead&limit=1000", "/failed/retry?status=dead", "/audit", "/events?aggregate_id=" + "s3cret-key"[:1]} {
 		pages[path] = h.get(path)
 	}

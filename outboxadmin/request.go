@@ -52,17 +52,26 @@ func (q *query) number(name string) int64 {
 	return n
 }
 
-// failure reads the id of a failed event.
-func (q *query) failure(name string) (id outboxops.FailureID) {
+// failures reads ids of failures with commas between them: where a list goes on, the last one of
+// each kind.
+func (q *query) failures(name string) (ids []outboxops.FailureID) {
 	text := q.word(name)
 	if text == "" {
-		return id
+		return nil
 	}
-	id, err := outboxops.ParseFailureID(text)
-	if err != nil || id.Kind != outboxops.KindEvent {
-		q.fail(name, fmt.Sprintf("%.100q is not an id such as event-17", text))
+	for one := range strings.SplitSeq(text, ",") {
+		id, err := outboxops.ParseFailureID(one)
+		if err != nil || slices.ContainsFunc(ids, func(other outboxops.FailureID) bool { return other.Kind == id.Kind }) {
+			q.fail(name, fmt.Sprintf("%.100q is not an id such as event-17, or one of each kind", text))
+		}
+		ids = append(ids, id)
 	}
-	return id
+	return ids
+}
+
+// failuresText writes ids as [query.failures] reads them.
+func failuresText(ids []outboxops.FailureID) string {
+	return strings.Join(each(ids, outboxops.FailureID.String), ",")
 }
 
 // timeForms are how a time may be written: with its zone, or as browsers send it, in UTC.
@@ -85,9 +94,12 @@ func (q *query) time(name string) time.Time {
 // done returns the first error.
 func (q *query) done() error { return q.err }
 
-// statusAny is the value of the parameter status that picks everything; none picks what
-// is not resolved.
+// statusAny is the value of the parameter status that picks everything but the deliveries that
+// are done; none picks what is not resolved.
 const statusAny = "any"
+
+// kinds are those of failures.
+var kinds = []string{string(outboxops.KindEvent), string(outboxops.KindDelivery)}
 
 var statuses = []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked, outbox.StatusDead, outbox.StatusResolved}
 
@@ -101,25 +113,62 @@ func (q *query) statuses() []string {
 		switch {
 		case one == statusAny:
 			picked = append(picked, statuses...)
-		case slices.Contains(statuses, one):
+		case isStatus(one):
 			picked = append(picked, one)
 		default:
-			q.fail("status", fmt.Sprintf("%.100q is none of %s and any", one, strings.Join(statuses, ", ")))
+			q.fail("status", fmt.Sprintf("%.100q is none of %s, %s and any", one, strings.Join(statuses, ", "), outboxops.StatusDone))
 		}
 	}
-	return picked
+	slices.Sort(picked)
+	return slices.Compact(picked)
+}
+
+// isStatus reports whether a failure may have a status.
+func isStatus(text string) bool {
+	return slices.Contains(statuses, text) || text == outboxops.StatusDone
 }
 
 // filterNames are the parameters of failedFilter.
-var filterNames = []string{"status", "relay", "type", "topic", "key", "aggregate_type", "aggregate_id", "event_id", "outbox_id", "class", "since", "until"}
+var filterNames = []string{"kind", "status", "relay", "group", "action", "type", "topic", "key", "aggregate_type", "aggregate_id", "event_id", "outbox_id", "class", "since", "until"}
 
-// failedFilter reads what picks failed events.
+// failedFilter reads what picks failures.
 func (q *query) failedFilter() outboxops.FailureFilter {
-	return outboxops.FailureFilter{
-		Kind: outboxops.KindEvent, Statuses: q.statuses(), Relay: q.text("relay"), Type: q.text("type"), Topic: q.text("topic"), Key: q.text("key"),
+	f := outboxops.FailureFilter{
+		Kind: outboxops.Kind(q.text("kind")), Statuses: q.statuses(), Relay: q.text("relay"), Group: q.text("group"), Action: q.text("action"), Type: q.text("type"), Topic: q.text("topic"), Key: q.text("key"),
 		AggregateType: q.text("aggregate_type"), AggregateID: q.text("aggregate_id"), EventID: q.word("event_id"),
 		OutboxID: q.number("outbox_id"), Class: q.text("class"), Since: q.time("since"), Until: q.time("until"),
 	}
+	if f.Kind != "" && !slices.Contains(kinds, string(f.Kind)) {
+		q.fail("kind", fmt.Sprintf("%.100q is neither event nor delivery", string(f.Kind)))
+	}
+	ofEvents, ofDeliveries := f.Relay != "" || f.OutboxID != 0 || f.Kind == outboxops.KindEvent, f.Group != "" || f.Action != "" || f.Kind == outboxops.KindDelivery
+	if ofEvents && ofDeliveries {
+		q.fail("filter", "a relay and a place in outbox are those of events, a group and an action those of deliveries: nothing has both")
+	}
+	return f
+}
+
+// bulkFilter reads what picks failures for an action.
+func (q *query) bulkFilter() outboxops.FailureFilter {
+	f := q.failedFilter()
+	if slices.Contains(f.Statuses, outboxops.StatusDone) {
+		q.fail("status", "what is done is neither retried nor resolved")
+	}
+	return f
+}
+
+// auditNames are the parameters of auditFilter, and those of pages.
+var auditNames = []string{"failure", "operator", "action", "group", "since", "until", "before", "limit"}
+
+// auditFilter reads what picks entries of the audit.
+func (q *query) auditFilter(limit int) (id outboxops.FailureID, page outboxops.AuditPage) {
+	if ids := q.failures("failure"); len(ids) > 1 {
+		q.fail("failure", "is more than one id")
+	} else if len(ids) == 1 {
+		id = ids[0]
+	}
+	return id, outboxops.AuditPage{Before: q.number("before"), Limit: q.limit(limit), Operator: q.text("operator"), Action: q.text("action"),
+		Group: q.text("group"), Since: q.time("since"), Until: q.time("until")}
 }
 
 // searchNames are the parameters of eventFilter.
@@ -142,11 +191,14 @@ func failedValues(f outboxops.FailureFilter) url.Values {
 		}
 	}
 	status := strings.Join(f.Statuses, ",")
-	if len(f.Statuses) == len(statuses) {
+	if picked := slices.Sorted(slices.Values(f.Statuses)); slices.Equal(picked, slices.Sorted(slices.Values(statuses))) {
 		status = statusAny
 	}
+	set("kind", string(f.Kind))
 	set("status", status)
 	set("relay", f.Relay)
+	set("group", f.Group)
+	set("action", f.Action)
 	set("type", f.Type)
 	set("topic", f.Topic)
 	set("key", f.Key)
@@ -180,10 +232,10 @@ func stamp(t time.Time) string {
 	return t.UTC().Format(time.RFC3339Nano)
 }
 
-// pathFailure is the id of a failed event in the path of a request.
+// pathFailure is the id of a failure in the path of a request.
 func pathFailure(r *request) (outboxops.FailureID, error) {
 	id, err := outboxops.ParseFailureID(r.PathValue("id"))
-	if err != nil || id.Kind != outboxops.KindEvent {
+	if err != nil {
 		return id, errNowhere
 	}
 	return id, nil

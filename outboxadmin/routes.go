@@ -67,12 +67,14 @@ var routes = []route{
 	submit("/failed/retry", with(filterNames, "reason"), bulkAct("retry")),
 	review("/failed/resolve", filterNames, bulkReview("resolve")),
 	submit("/failed/resolve", with(filterNames, "reason"), bulkAct("resolve")),
+	get("/consumers", nil, (*admin).consumersPage),
 	get("/events", with(searchNames, "before", "limit"), (*admin).eventList),
 	get("/events/{id}", nil, (*admin).eventOne),
-	get("/audit", []string{"before", "limit"}, (*admin).auditList),
+	get("/audit", auditNames, (*admin).auditList),
 	free("/assets/{name}", nil, (*admin).asset),
 
 	free("/api/openapi.json", nil, (*admin).apiFile),
+	get("/api/overview", nil, (*admin).apiOverview),
 	get("/api/relays", nil, (*admin).apiRelays),
 	get("/api/relays/{relay}/progress", []string{"span"}, (*admin).apiProgress),
 	free("/api/relays/{relay}/backlog", []string{"span"}, (*admin).apiBacklog),
@@ -93,5 +95,5 @@ var routes = []route{
 	post("/api/consumers/resume", apiPause("resume")),
 	get("/api/events", with(searchNames, "before", "limit"), (*admin).apiEvents),
 	get("/api/events/{id}", nil, (*admin).apiEvent),
-	get("/api/audit", []string{"before", "limit"}, (*admin).apiAudit),
+	get("/api/audit", auditNames, (*admin).apiAudit),
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 
@@ -185,9 +186,11 @@ func (f *replayFixture) requireCounts(t testing.TB, counts, repeats map[string]i
 		now[name] = n % mark
 	}
 	require.Equal(t, counts, now)
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	require.Equal(t, repeats, f.repeats)
+	require.EventuallyWithT(t, func(t *assert.CollectT) { // hooks are called after the commit
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		assert.Equal(t, repeats, f.repeats)
+	}, testenv.Patience, 10*time.Millisecond)
 }
 
 // A dead letter that is sent back is handled by the group and the action that failed,
@@ -210,8 +213,8 @@ func TestReplayToConsumer(t *testing.T) {
 	f.requireCounts(t, map[string]int{"a FAILS": 31, "a WORKS": 31, "b FAILS": 31}, map[string]int{"a FAILS": 8})
 }
 
-// A record that fails again is a dead letter again, which says where it was this time
-// and where it was first. Both dead letters together are handled once.
+// An event that fails again is a dead letter again, which says
+// where its record was first. Both dead letters together are handled once.
 func TestReplayFailsAgain(t *testing.T) {
 	t.Parallel()
 	f := newReplayFixture(t, 1_048_588)
@@ -224,7 +227,7 @@ func TestReplayFailsAgain(t *testing.T) {
 	d, err := outboxdlq.Decode(again)
 	require.NoError(t, err)
 	require.Equal(t, outboxdlq.DeadLetter{
-		OriginalTopic: f.topic, OriginalOffset: 2, OriginalTimestamp: d.OriginalTimestamp, ReplayOf: f.topic + "-0-1",
+		OriginalTopic: f.topic, OriginalOffset: 1, OriginalTimestamp: d.OriginalTimestamp,
 		Group: "a-" + f.topic, Action: "FAILS", Error: "failing", Class: d.Class, Attempts: 1, FailedAt: d.FailedAt, Record: again,
 	}, d)
 	require.Equal(t, id, allHeaders(again)["ce_id"])
@@ -232,7 +235,7 @@ func TestReplayFailsAgain(t *testing.T) {
 	f.replay(t, 1, func(d outboxdlq.DeadLetter) bool { return d.Record.Offset == 2 })
 	fourth, err := outboxdlq.Decode(f.deadLetters(t, 4)[3])
 	require.NoError(t, err)
-	require.Equal(t, []any{int64(3), f.topic + "-0-1"}, []any{fourth.OriginalOffset, fourth.ReplayOf}, "where it was first, not last")
+	require.Equal(t, []any{int64(1), ""}, []any{fourth.OriginalOffset, fourth.ReplayOf}, "where it was first, not last")
 	f.failing.Store(false)
 	f.replay(t, 4, nil)
 	f.requireCounts(t, map[string]int{"a FAILS": 3, "a WORKS": 3, "b FAILS": 3}, map[string]int{"a FAILS": 2})
@@ -284,6 +287,7 @@ func TestReplayOfHugeKey(t *testing.T) {
 	f.send(t, key, headers)
 
 	dead := f.deadLetters(t, 2)
+	slices.SortFunc(dead, func(a, b *kgo.Record) int { return len(a.Key) - len(b.Key) }) // of different keys they come in any order
 	d, err := outboxdlq.Decode(dead[0])
 	require.NoError(t, err)
 	require.Equal(t, []int{len(key.Value), 3_000_000, 0}, []int{d.ValueOmitted, d.KeyOmitted, d.HeadersOmitted})

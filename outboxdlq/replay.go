@@ -170,7 +170,7 @@ func newRun(opts []kgo.Opt, cfg ReplayConfig) (*run, error) {
 	if err != nil {
 		return nil, err
 	}
-	opts = kafka.ProducerOpts(kafka.Bounded(opts), deliveryTimeout, 0)
+	opts = kafka.ProducerOpts(kafka.Bounded(opts), deliveryTimeout)
 	client, err := kafka.NewClient(opts)
 	if err != nil {
 		return nil, err

@@ -77,14 +77,14 @@ func (i *Inspector) Relays(ctx context.Context) ([]outbox.RelayStatus, error) {
 // [outbox.MaxCounted]. Oldest is when the first of them was recorded.
 func (i *Inspector) Stale(ctx context.Context, after time.Duration) ([]outbox.EventCount, error) {
 	var now time.Time
-	var of tables.Owners
+	var positions tables.Positions
 	var counts []tables.EventCount
 	err := i.db.QueryRow(ctx, `SELECT now()`).Scan(&now)
 	if err == nil {
-		of.Relays, of.Groups, err = tables.Positions(ctx, i.db, i.sql.relays)
+		positions, err = tables.ReadPositions(ctx, i.db, i.sql.relays)
 	}
 	if err == nil {
-		of.Deliveries = true
+		of := tables.Owners{Relays: positions.Relays, Groups: positions.Workers, Deliveries: true}
 		counts, err = i.types.Stale(ctx, now.Add(-after), of, tables.MaxCounted)
 	}
 	if err != nil {

@@ -8,6 +8,7 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/kafka"
 )
 
@@ -33,6 +34,65 @@ func (c *Consumers) Lag(ctx context.Context, opts []kgo.Opt, groups []ConsumerGr
 		}
 	}
 	return all, nil
+}
+
+// DeadLetterTopic is a topic with the dead letters of another one.
+type DeadLetterTopic struct {
+	// Topic is its name, and Of the topic whose dead letters it has.
+	Topic, Of string
+	// Records is how many Kafka still has: dead letters stay there until the topic's retention
+	// removes them, also when they were sent back. Marks of Kafka transactions count, too.
+	Records int64
+}
+
+// DeadLetters returns the dead-letter topics of the topics that groups have begun with, sorted by
+// name: those that Kafka has, under the names of [outbox.DeadLetterTopic]. It asks Kafka.
+func (c *Consumers) DeadLetters(ctx context.Context, opts []kgo.Opt, groups []ConsumerGroup) ([]DeadLetterTopic, error) {
+	of := map[string]string{}
+	for _, g := range groups {
+		for _, t := range g.Topics {
+			if t.Partitions > 0 {
+				of[outbox.DeadLetterTopic(t.Topic)] = t.Topic
+			}
+		}
+	}
+	client, err := kafka.NewClient(opts)
+	if err != nil {
+		return nil, fmt.Errorf("outbox: dead-letter topics: %w", err)
+	}
+	defer client.Close()
+	records, err := recordsOf(ctx, client, slices.Sorted(maps.Keys(of)))
+	if err != nil {
+		return nil, fmt.Errorf("outbox: dead-letter topics: %w", err)
+	}
+	var all []DeadLetterTopic
+	for _, topic := range slices.Sorted(maps.Keys(records)) {
+		all = append(all, DeadLetterTopic{topic, of[topic], records[topic]})
+	}
+	return all, nil
+}
+
+// recordsOf returns how many records topics have, without those that do not exist.
+func recordsOf(ctx context.Context, client *kgo.Client, topics []string) (map[string]int64, error) {
+	partitions, err := kafka.PartitionsOf(ctx, client, topics)
+	if err != nil {
+		return nil, err
+	}
+	firsts, ends := map[kafka.Partition]int64{}, map[kafka.Partition]int64{}
+	for _, p := range partitions {
+		firsts[p], ends[p] = kafka.FirstOffset, kafka.EndOffset
+	}
+	if firsts, err = kafka.ListOffsets(ctx, client, kafka.Uncommitted, firsts); err != nil {
+		return nil, err
+	}
+	if ends, err = kafka.ListOffsets(ctx, client, kafka.Uncommitted, ends); err != nil {
+		return nil, err
+	}
+	records := map[string]int64{}
+	for p, end := range ends {
+		records[p.Topic] += max(0, end-firsts[p])
+	}
+	return records, nil
 }
 
 // lagOf returns the lag of a group by topic. Begun are topics beside those with committed offsets.

@@ -1,6 +1,9 @@
 package outboxotel
 
-import "sync"
+import (
+	"iter"
+	"sync"
+)
 
 // cache keeps attributes for reuse, because sorting and comparing them costs more than
 // counting. It has one entry for each series of the metric.
@@ -12,4 +15,11 @@ func (c *cache[K, V]) get(key K, fresh func() V) V {
 	}
 	value, _ := c.values.LoadOrStore(key, fresh())
 	return value.(V)
+}
+
+// all returns what it has.
+func (c *cache[K, V]) all() iter.Seq2[K, V] {
+	return func(yield func(K, V) bool) {
+		c.values.Range(func(key, value any) bool { return yield(key.(K), value.(V)) })
+	}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"github.com/outboxgo/outbox"
@@ -24,6 +25,8 @@ type handlers struct {
 	skips  bool                                        // events of unknown types are skipped
 	series cache[handlerKey, metric.MeasurementOption] // of handlers
 	counts cache[handlerKey, metric.MeasurementOption] // of results
+
+	breakers cache[string, *atomic.Int64] // of actions: each an outbox.BreakerState
 }
 
 // results are values of outbox.result. What is empty is not counted.
@@ -33,10 +36,14 @@ type results struct{ handled, retried, givenUp string }
 type handlerKey struct{ topic, eventType, action, outcome string }
 
 func (t *Telemetry) handlersOf(cfg outbox.HandlerConfig, system attribute.KeyValue, outcomes outcomes, results results) *handlers {
-	return &handlers{
+	h := &handlers{
 		Telemetry: t, outcomes: outcomes, results: results, system: system, group: semconv.MessagingConsumerGroupName(cfg.Group),
 		skips: cfg.Unknown == outbox.SkipUnknown,
 	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.handlers = append(t.handlers, h)
+	return h
 }
 
 // Consumer returns cfg with metrics and traces.
@@ -77,6 +84,13 @@ func (h *handlers) added(cfg outbox.HandlerConfig) outbox.HandlerConfig {
 	hooks.Failed = onFailure(hooks.Failed, func(m outbox.Metadata, action string, err error) {
 		h.failed.Add(context.Background(), 1, h.failureOf(m, action, err))
 	})
+	theirBreaker := hooks.Breaker
+	hooks.Breaker = func(action string, from, to outbox.BreakerState) {
+		h.breakerOf(action).Store(int64(to))
+		if theirBreaker != nil {
+			theirBreaker(action, from, to)
+		}
+	}
 	if h.retried != "" {
 		hooks.Retried = onFailure(hooks.Retried, func(m outbox.Metadata, action string, _ error) {
 			h.count(m.Topic(), m.Type, action, h.retried)
@@ -101,6 +115,11 @@ func (h *handlers) added(cfg outbox.HandlerConfig) outbox.HandlerConfig {
 		}
 	}
 	return cfg
+}
+
+// breakerOf returns the state of the breaker of an action. Those that are asked for are reported.
+func (h *handlers) breakerOf(action string) *atomic.Int64 {
+	return h.breakers.get(action, func() *atomic.Int64 { return new(atomic.Int64) })
 }
 
 // onFailure returns a hook that calls ours and then theirs, which may be nil.
@@ -147,6 +166,7 @@ var errEnded = errors.New("call has ended its goroutine")
 
 // handle measures and traces calls of handlers.
 func (h *handlers) handle(ctx context.Context, call outbox.HandlerCall, next func(context.Context) error) error {
+	h.breakerOf(call.Action)
 	ctx, span := h.process(ctx, call)
 	began, err := time.Now(), errEnded
 	defer func() {

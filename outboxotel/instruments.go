@@ -54,8 +54,11 @@ type instruments struct {
 	owedAge, backlogAge            metric.Float64ObservableGauge
 }
 
-// outcomes count what becomes of events in handlers.
-type outcomes struct{ processed, failed, conflicts metric.Int64Counter }
+// outcomes count what becomes of events in handlers. The breakers are those of their actions.
+type outcomes struct {
+	processed, failed, conflicts metric.Int64Counter
+	breaker                      metric.Int64ObservableGauge
+}
 
 // maker makes instruments and collects errors.
 type maker struct {
@@ -81,6 +84,7 @@ func (m *maker) outcomes(who string) outcomes {
 		processed: m.counter("outbox."+who+".processed", "{event}", "Events and actions that a "+who+" is done with, or has tried."),
 		failed:    m.counter("outbox."+who+".failed", "{event}", "Tries of actions on events that failed."),
 		conflicts: m.counter("outbox."+who+".conflicts", "{event}", "Tries that PostgreSQL rolled back and that are repeated."),
+		breaker:   m.gauge("outbox."+who+".breaker.state", "{state}", "1 for the state that the breaker of an action is in."),
 	}
 }
 
@@ -140,7 +144,7 @@ func (i *instruments) makeConventional(meter metric.Meter) error {
 // observables are the instruments that the callback observes.
 func (i *instruments) observables() []metric.Observable {
 	return []metric.Observable{i.leader, i.breaker, i.pending, i.led, i.stored, i.keys, i.lag, i.isUp, i.age, i.stale, i.staleAge,
-		i.owed, i.atWork, i.givenUp, i.backlog, i.owedAge, i.backlogAge}
+		i.owed, i.atWork, i.givenUp, i.backlog, i.owedAge, i.backlogAge, i.consumerOutcomes.breaker, i.workerOutcomes.breaker}
 }
 
 // operation returns the attributes of an operation with Kafka, for conventional metrics and spans.

@@ -64,9 +64,12 @@ func TestMetrics(t *testing.T) {
 	again := s.relay(t, outbox.RelayConfig{Name: "again", MaxRetries: 1, RetryInterval: 10 * time.Millisecond, HoldDead: true})
 	eventually(t, func() bool { m = s.collect(t); return m.value("outbox.relay.stored", "outbox.status", "dead") == 1 }, "nothing is dead")
 	again()
-	s.relay(t, outbox.RelayConfig{RetryInterval: time.Hour})
 	topic := []string{"messaging.destination.name", s.orders}
 	with := func(more ...string) []string { return append(topic[:2:2], more...) }
+	eventually(t, func() bool {
+		return s.collect(t).value("outbox.consumer.processed", with("outbox.action", "MAIL")...) == 3
+	}, "what came first is not handled")
+	s.relay(t, outbox.RelayConfig{RetryInterval: time.Hour})
 	eventually(t, func() bool {
 		m = s.collect(t)
 		return m.value("outbox.consumer.processed", with("outbox.action", "COUNT")...) == 6 &&
@@ -100,12 +103,13 @@ func TestMetrics(t *testing.T) {
 		{3, "outbox.consumer.processed", with("outbox.action", "COUNT", "outbox.result", "handled", "cloudevents.event_type", placedType)},
 		{3, "outbox.consumer.processed", with("outbox.action", "COUNT", "outbox.result", "repeated")},
 		{4, "outbox.consumer.processed", with("outbox.action", "MAIL", "outbox.result", "handled")},
-		{2, "outbox.consumer.processed", with("outbox.action", "MAIL", "outbox.result", "dead_lettered")},
-		{2, "outbox.consumer.failed", with("outbox.action", "MAIL", "error.type", "timeout")},
+		{1, "outbox.consumer.processed", with("outbox.action", "MAIL", "outbox.result", "dead_lettered")},
+		{1, "outbox.consumer.processed", with("outbox.action", "MAIL", "outbox.result", "repeated")}, // what is dead
+		{1, "outbox.consumer.failed", with("outbox.action", "MAIL", "error.type", "timeout")},
 		{1, "outbox.consumer.failed", with("outbox.action", "MAIL", "error.type", "_OTHER")},
 		{4, "messaging.client.consumed.messages", with("outbox.action", "MAIL", "error.type", "")},
 		{1, "messaging.client.consumed.messages", with("outbox.action", "MAIL", "error.type", "_OTHER")},
-		{7, "messaging.process.duration", with("outbox.action", "MAIL", "messaging.consumer.group.name", s.orders)},
+		{6, "messaging.process.duration", with("outbox.action", "MAIL", "messaging.consumer.group.name", s.orders)},
 		{2, "outbox.watch.up", nil},
 	} {
 		require.Equal(t, tt.want, m.value(tt.name, tt.is...), "%s %v\n%v", tt.name, tt.is, m[tt.name])
@@ -190,7 +194,7 @@ func TestMetricNames(t *testing.T) {
 	for _, name := range regexp.MustCompile(`(?m)^//\t(\S+) `).FindAllStringSubmatch(string(source), -1) {
 		documented[name[1]] = true
 	}
-	require.Len(t, documented, 35)
+	require.Len(t, documented, 37)
 	var m metrics
 	eventually(t, func() bool { m = s.collect(t); return len(m) >= len(documented) }, "%v of %v", m, documented)
 	require.ElementsMatch(t, slices.Collect(maps.Keys(documented)), slices.Collect(maps.Keys(m)))
@@ -231,6 +235,40 @@ func TestBreakerState(t *testing.T) {
 		from = to
 	}
 	require.Len(t, hooked, 3)
+}
+
+// The breaker of an action has one of three states at a time: of two consumers of a group, that of the one which lets
+// less through. Consumers and workers have metrics of their own.
+func TestActionBreakerState(t *testing.T) {
+	t.Parallel()
+	s := newScene(t, sdk.AlwaysSample())
+	group := outbox.HandlerConfig{Group: "g"}
+	consumer, another := s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: group}), s.tel.Consumer(outbox.ConsumerConfig{HandlerConfig: group})
+	worker := s.tel.Worker(outbox.WorkerConfig{HandlerConfig: group})
+	states := func(name string) (now []string) {
+		m := s.collect(t)
+		for _, action := range []string{"A", "B"} {
+			for _, state := range []string{"closed", "half-open", "open"} {
+				if m.value(name, "messaging.consumer.group.name", "g", "outbox.action", action, "outbox.state", state) == 1 {
+					now = append(now, action+" "+state)
+				}
+			}
+		}
+		return now
+	}
+	require.Empty(t, states("outbox.consumer.breaker.state"))
+	call := outbox.HandlerCall{Action: "A", Events: make([]outbox.Received[outbox.DomainEvent], 1)}
+	require.NoError(t, consumer.Middleware[0](t.Context(), call, func(context.Context) error { return nil }))
+	require.Equal(t, []string{"A closed"}, states("outbox.consumer.breaker.state"))
+	consumer.Hooks.Breaker("B", outbox.BreakerClosed, outbox.BreakerOpen)
+	another.Hooks.Breaker("A", outbox.BreakerOpen, outbox.BreakerHalfOpen)
+	another.Hooks.Breaker("B", outbox.BreakerOpen, outbox.BreakerHalfOpen)
+	require.Equal(t, []string{"A half-open", "B open"}, states("outbox.consumer.breaker.state"))
+	require.Empty(t, states("outbox.worker.breaker.state"))
+	consumer.Hooks.Breaker("B", outbox.BreakerHalfOpen, outbox.BreakerClosed)
+	worker.Hooks.Breaker("B", outbox.BreakerClosed, outbox.BreakerOpen)
+	require.Equal(t, []string{"A half-open", "B half-open"}, states("outbox.consumer.breaker.state"))
+	require.Equal(t, []string{"B open"}, states("outbox.worker.breaker.state"))
 }
 
 // The hooks of the host are called too, and handlers get the context of both.
@@ -279,6 +317,7 @@ func TestHooksOfHost(t *testing.T) {
 		DeadLettered: func(outbox.Metadata, string, string, error) { call("dead-lettered") },
 		Unknown:      func(outbox.Metadata) { call("unknown") },
 		Lost:         func(string, int32, int64) { call("lost") },
+		Breaker:      func(string, outbox.BreakerState, outbox.BreakerState) { call("breaker of an action") },
 	}}})
 	require.Len(t, cfg.Middleware, 2)
 	one := outbox.HandlerCall{Action: "A", Events: make([]outbox.Received[outbox.DomainEvent], 1)}
@@ -298,9 +337,10 @@ func TestHooksOfHost(t *testing.T) {
 	consumer.DeadLettered(outbox.Metadata{}, "A", "t.dlq", errors.New("no"))
 	consumer.Unknown(outbox.Metadata{})
 	consumer.Lost("t", 3, 85)
+	consumer.Breaker("A", outbox.BreakerClosed, outbox.BreakerOpen)
 	require.Equal(t, 85.0, s.collect(t).value("outbox.consumer.lost", "messaging.destination.name", "t", "messaging.destination.partition.id", "3"))
 	require.Equal(t, []string{"recorded", "leading", "sent", "rejected", "dead", "rows removed", "breaker",
-		"handling", "handled", "repeated", "conflicted", "failed", "dead-lettered", "unknown", "lost"}, called)
+		"handling", "handled", "repeated", "conflicted", "failed", "dead-lettered", "unknown", "lost", "breaker of an action"}, called)
 }
 
 // An ErrorType that panics does not reach the handler whose error it is to name.

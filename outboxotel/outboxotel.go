@@ -28,10 +28,12 @@
 //	                                     repeated (a repeat was skipped), unknown (skipped), dead_lettered
 //	outbox.consumer.failed               counter of failed tries that count against the limit
 //	outbox.consumer.conflicts            counter of tries that PostgreSQL rolled back and that are repeated without being counted
+//	outbox.consumer.breaker.state        1 for the current state of the breaker of an action, by group, once a handler was called for it
 //	outbox.worker.processed              counter of events and actions, by outbox.result: done, repeated (a repeat was skipped),
 //	                                     unknown (skipped), retried (a try failed, another one follows), dead
 //	outbox.worker.failed                 counter of failed tries that count against the limit
 //	outbox.worker.conflicts              counter of tries that PostgreSQL rolled back and that are repeated without being counted
+//	outbox.worker.breaker.state          1 for the current state of the breaker of an action, by group, once a handler was called for it
 //	outbox.worker.removed                counter of rows that retention removed where no relay does, by table
 //	outbox.consumer.lost                 counter of records that Kafka had removed before the group read them
 //
@@ -50,7 +52,7 @@
 //
 // From the database, by WatchWorkers:
 //
-//	outbox.worker.pending                rows of event_delivery that are due or wait, by group, stream and action; each status up to 10,000
+//	outbox.worker.pending                rows of event_delivery, those that consumers have parked too, that are due or wait, by group, stream and action; each status up to 10,000
 //	outbox.worker.pending.age            how long ago the oldest of them was made
 //	outbox.worker.processing             rows that workers have, by group, stream and action; up to 100,000 together
 //	outbox.worker.dead                   rows that were given up and nobody has resolved, by group, stream and action; up to 10,000
@@ -164,6 +166,7 @@ type Telemetry struct {
 
 	mu           sync.Mutex
 	relays       map[string]*relayState // by name
+	handlers     []*handlers
 	watched      []*watched
 	registration metric.Registration
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -37,7 +38,7 @@ func (t *Telemetry) Watch(inspector *outboxops.Inspector, consumers ...*outbox.C
 	}
 }
 
-// WatchWorkers adds metrics about what is owed to the handlers of workers, from the database, as
+// WatchWorkers adds metrics about what is owed to the handlers of workers, and what consumers have parked, from the database, as
 // Watch does about relays. It is enough if one process watches.
 func (t *Telemetry) WatchWorkers(deliveries *outboxops.Deliveries) {
 	w := &workersWatch{Telemetry: t, deliveries: deliveries, seen: map[deliveryKind]bool{}}
@@ -105,6 +106,7 @@ func (t *Telemetry) observe(ctx context.Context, o metric.Observer) error {
 	for name, state := range t.relays {
 		t.observeState(o, relayKey.String(name), state)
 	}
+	t.observeActions(o)
 	t.mu.Unlock()
 	var looking sync.WaitGroup
 	errs := make([]error, len(all))
@@ -123,9 +125,35 @@ func (t *Telemetry) observe(ctx context.Context, o metric.Observer) error {
 
 func (t *Telemetry) observeState(o metric.Observer, name attribute.KeyValue, state *relayState) {
 	o.ObserveInt64(t.leader, min(state.leading.Load(), 1), t.set(name))
-	now := outbox.BreakerState(state.breaker.Load())
+	t.observeBreaker(o, t.breaker, outbox.BreakerState(state.breaker.Load()), name)
+}
+
+// observeBreaker reports the state that a breaker is in, and those that it is not in.
+func (t *Telemetry) observeBreaker(o metric.Observer, gauge metric.Int64ObservableGauge, now outbox.BreakerState, of ...attribute.KeyValue) {
 	for _, s := range []outbox.BreakerState{outbox.BreakerClosed, outbox.BreakerHalfOpen, outbox.BreakerOpen} {
-		o.ObserveInt64(t.breaker, oneIf(s == now), t.set(name, stateKey.String(s.String())))
+		o.ObserveInt64(gauge, oneIf(s == now), t.set(append(slices.Clone(of), stateKey.String(s.String()))...))
+	}
+}
+
+// actionBreaker is the breaker of an action in what runs handlers.
+type actionBreaker struct {
+	gauge  metric.Int64ObservableGauge
+	group  string
+	action string
+}
+
+// observeActions reports the breakers of actions. Where consumers of this process share a group, that is the one
+// which lets the least through.
+func (t *Telemetry) observeActions(o metric.Observer) {
+	states := map[actionBreaker]outbox.BreakerState{}
+	for _, h := range t.handlers {
+		for action, state := range h.breakers.all() {
+			b := actionBreaker{h.breaker, h.group.Value.AsString(), action}
+			states[b] = max(states[b], outbox.BreakerState(state.Load()))
+		}
+	}
+	for b, state := range states {
+		t.observeBreaker(o, b.gauge, state, semconv.MessagingConsumerGroupName(b.group), actionKey.String(b.action))
 	}
 }
 

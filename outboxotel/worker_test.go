@@ -82,6 +82,8 @@ func TestWorkerMetrics(t *testing.T) {
 		{4, "messaging.client.consumed.messages", of("MAIL")},
 		{1, "outbox.worker.dead", of("MAIL")},
 		{0, "outbox.worker.dead", of("COUNT")},
+		{1, "outbox.worker.breaker.state", append(group, "outbox.action", "MAIL", "outbox.state", "closed")},
+		{0, "outbox.worker.breaker.state", append(group, "outbox.action", "MAIL", "outbox.state", "open")},
 		{0, "outbox.worker.backlog", group},
 		{1, "outbox.watch.up", []string{"outbox.watched", "workers"}},
 	} {

@@ -106,7 +106,7 @@ func TestStatus(t *testing.T) {
 	require.Equal(t, exitProblems, a.code)
 	require.Empty(t, a.err)
 	requireNarrow(t, a.out)
-	for _, want := range []string{"RELAY ", "none", "ERROR   relay default: no process leads", "WARNING relay default: 1 event is dead", "the oldest of 1 pending events"} {
+	for _, want := range []string{"RELAY ", "none", "ERROR   relay default: no process leads", "WARNING relay default: 1 event is dead", "relay default: 1 event has waited"} {
 		require.Contains(t, a.out, want)
 	}
 	d.change = nil

@@ -7,7 +7,9 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
 
@@ -30,10 +32,11 @@ func TestConsumerPause(t *testing.T) {
 	require.Contains(t, d.ok(t, "consumer", "pause", "--group", "stast", "--reason", "mistyped"), "are the names right?")
 
 	var status struct {
-		Groups     []groupJSON
-		More       bool
-		Deliveries []deliveriesJSON
-		Workers    []workersJSON
+		Groups      []groupJSON
+		More        bool
+		Deliveries  []deliveriesJSON
+		Workers     []workersJSON
+		DeadLetters []deadLettersJSON `json:"dead_letters"`
 	}
 	d.json(t, &status, exitOK, "consumers", "--group", "stats")
 	require.Len(t, status.Groups, 1)
@@ -75,14 +78,23 @@ func TestConsumersLag(t *testing.T) {
 	stop()
 	d.exec(t, `INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset)
 		VALUES ('stats', $1, '00000000-0000-0000-0000-000000000001', 0, 0), ('stats', 'nowhere', '00000000-0000-0000-0000-000000000002', 0, 0)`, d.topic)
+	dlq := outbox.DeadLetterTopic(d.topic)
+	testenv.CreateTopic(t, d.brokers, dlq, 1)
+	client, err := kgo.NewClient(testenv.KafkaOpts(d.brokers)...)
+	require.NoError(t, err)
+	defer client.Close()
+	require.NoError(t, client.ProduceSync(background, &kgo.Record{Topic: dlq, Value: []byte("{}")}).FirstErr())
 	text := d.ok(t, "consumers")
+	require.Regexp(t, `(?m)^1 +`+dlq+` +`+d.topic+`$`, text)
+	require.NotContains(t, text, "nowhere.dlq", "Kafka does not have it")
 	require.Regexp(t, `(?m)^stats +`+d.topic+` +1 +3 +- +0$`, text)
 	require.Regexp(t, `(?m)^stats +nowhere +1 +- +- +0$`, text)
 	var doc struct {
-		Groups     []groupJSON
-		More       bool
-		Deliveries []deliveriesJSON
-		Workers    []workersJSON
+		Groups      []groupJSON
+		More        bool
+		Deliveries  []deliveriesJSON
+		Workers     []workersJSON
+		DeadLetters []deadLettersJSON `json:"dead_letters"`
 	}
 	d.json(t, &doc, exitOK, "consumers", "--group", "stats")
 	require.Len(t, doc.Groups[0].Topics, 2)

@@ -22,7 +22,8 @@ who has paused it. Then what is owed to handlers: the rows of event_delivery
 that are not done, up to 10,000 of a kind, since when (OLDEST), and when the
 first of them was or is due, or is taken from its worker (DUE). Then groups of
 workers whose events have no rows yet, because workers make no more than they
-have room for. Groups that run without a database are not among them.`,
+have room for, and the dead-letter topics of the topics with what Kafka still
+has of them. Groups that run without a database are not among them.`,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		group := fs.String("group", "", "`NAME` only this consumer group")
 		return func(ctx context.Context, e *env) error { return consumers(ctx, e, *group) }
@@ -34,6 +35,7 @@ type groupsView struct {
 	groups     []outboxops.ConsumerGroup
 	more       bool
 	lag        map[string]map[string]int64 // by group and topic; nil without Kafka
+	dead       []outboxops.DeadLetterTopic // likewise
 	deliveries []outboxops.DeliveryCount
 	workers    []outboxops.DeliveryGroup
 }
@@ -44,11 +46,12 @@ func consumers(ctx context.Context, e *env, group string) error {
 		return err
 	}
 	if e.json {
-		return e.writeJSON(map[string]any{"groups": groupsOf(v), "more": v.more, "deliveries": deliveriesOf(v.deliveries), "workers": workersOf(v.workers)})
+		return e.writeJSON(map[string]any{"groups": groupsOf(v), "more": v.more, "deliveries": deliveriesOf(v.deliveries), "workers": workersOf(v.workers), "dead_letters": deadLettersOf(v.dead)})
 	}
 	showGroups(e, v)
 	showDeliveries(e, v.deliveries)
 	showWorkers(e, v.workers)
+	showDeadLetters(e, v.dead)
 	return nil
 }
 
@@ -78,6 +81,9 @@ func readGroups(ctx context.Context, e *env, group string) (v groupsView, err er
 	kafka, err := e.kafkaOpts()
 	if err == nil {
 		v.lag, err = consumers.Lag(ctx, kafka, v.groups)
+	}
+	if err == nil {
+		v.dead, err = consumers.DeadLetters(ctx, kafka, v.groups)
 	}
 	return v, err
 }
@@ -174,6 +180,33 @@ func showWorkers(e *env, groups []outboxops.DeliveryGroup) {
 		}
 		space = ""
 	}
+}
+
+func showDeadLetters(e *env, topics []outboxops.DeadLetterTopic) {
+	if len(topics) == 0 {
+		return
+	}
+	t := table{head: []string{"RECORDS", "DEAD-LETTER TOPIC", "OF"}, flex: []int{1, 2}}
+	for _, d := range topics {
+		t.add(count(d.Records), d.Topic, d.Of)
+	}
+	e.printf("\n")
+	e.writeTable(t)
+}
+
+// deadLettersJSON is a dead-letter topic in the output.
+type deadLettersJSON struct {
+	Topic   string `json:"topic"`
+	Of      string `json:"of"`
+	Records int64  `json:"records"`
+}
+
+func deadLettersOf(topics []outboxops.DeadLetterTopic) []deadLettersJSON {
+	all := make([]deadLettersJSON, 0, len(topics))
+	for _, d := range topics {
+		all = append(all, deadLettersJSON{d.Topic, d.Of, d.Records})
+	}
+	return all
 }
 
 // eventsHave says how many events of a group are behind its position.

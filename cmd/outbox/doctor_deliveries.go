@@ -91,19 +91,27 @@ func (w workers) areBusy(group string) bool {
 
 // deliveryFindings are what is wrong with deliveries.
 func deliveryFindings(counts []outboxops.DeliveryCount, at workers, l limits) (all []finding) {
-	dead, held := map[string]int{}, map[string]int{}
 	for _, c := range counts {
 		h := handlerOf{c.Group, c.Stream, c.Action}
 		switch {
-		case c.Status == outboxops.DeliveryDead:
-			dead[c.Group] += c.Deliveries
-			held[c.Group] += c.Held
 		case c.Status == outboxops.DeliveryProcessing && at.now.Sub(c.Due) > l.maxAge:
 			all = append(all, finding{"delivery.stuck", severityError, fmt.Sprintf("group %s: a worker has had a delivery of action %s since its lease ended %s ago", c.Group, c.Action, age(c.Due, at.now)),
 				"The worker is gone, and no other one of the group takes over what it had. Its deliveries and the later ones of their keys wait.",
 				"Start a process that calls Worker.Run with this group, or read its log. outbox failures list --kind delivery --status waiting,failed shows which ones."})
 		case c.Status == outboxops.DeliveryPending && at.now.Sub(c.Due) > l.maxAge && !at.isPaused(h):
 			all = append(all, overdue(c, h, at))
+		}
+	}
+	return append(all, deadFindings(counts)...)
+}
+
+// deadFindings are what handlers have given up, and the keys that it holds.
+func deadFindings(counts []outboxops.DeliveryCount) (all []finding) {
+	dead, held := map[string]int{}, map[string]int{}
+	for _, c := range counts {
+		if c.Status == outboxops.DeliveryDead {
+			dead[c.Group] += c.Deliveries
+			held[c.Group] += c.Held
 		}
 	}
 	for _, group := range slices.Sorted(maps.Keys(dead)) {

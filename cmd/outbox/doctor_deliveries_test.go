@@ -74,18 +74,20 @@ func TestDoctorOnDeliveries(t *testing.T) {
 	ids, _ = d.deliveryFindings(t)
 	require.Empty(t, ids)
 	ids, all = d.deliveryFindings(t, "--max-age", "1ns")
-	require.Equal(t, []string{"delivery.worker", "delivery.backlog", "delivery.worker", "delivery.backlog"}, ids, "what is due, and what has no deliveries")
-	require.Contains(t, all[2].What, "group mails: 1 event has no deliveries yet")
+	require.Equal(t, []string{"delivery.stale", "delivery.stale", "delivery.worker", "delivery.backlog", "delivery.worker", "delivery.backlog"}, ids,
+		"what waits, what is due, and what has no deliveries")
+	require.Contains(t, all[4].What, "group mails: 1 event has no deliveries yet")
 	d.exec(t, `UPDATE {s}.event_subscription SET state = 'left', relay = 'default'`)
 	ids, _ = d.deliveryFindings(t, "--max-age", "1ns")
-	require.Equal(t, []string{"delivery.worker", "delivery.backlog"}, ids, "what is due")
+	require.Equal(t, []string{"delivery.stale", "delivery.stale", "delivery.worker", "delivery.backlog"}, ids, "what waits, and what is due")
 	require.Contains(t, d.ok(t, "consumers"), "group mails: left since ")
 	require.NotContains(t, d.ok(t, "status"), "worker:")
 	var doc struct {
-		Groups     []groupJSON
-		More       bool
-		Deliveries []deliveriesJSON
-		Workers    []workersJSON
+		Groups      []groupJSON
+		More        bool
+		Deliveries  []deliveriesJSON
+		Workers     []workersJSON
+		DeadLetters []deadLettersJSON `json:"dead_letters"`
 	}
 	d.json(t, &doc, exitOK, "consumers", "--group", "mails")
 	require.Len(t, doc.Workers, 1)

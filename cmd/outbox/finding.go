@@ -3,6 +3,9 @@ package main
 import (
 	"context"
 	"fmt"
+	"maps"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/outboxgo/outbox"
@@ -37,7 +40,7 @@ func areProblems(all []finding) bool {
 
 // limits say from where on something is a finding.
 type limits struct {
-	maxAge  time.Duration // of the oldest pending event
+	maxAge  time.Duration // of an event that waits
 	openFor time.Duration // of a transaction
 }
 
@@ -47,21 +50,65 @@ const (
 )
 
 // relayFindings are what is wrong with relays.
-func relayFindings(relays []outbox.RelayStatus, now time.Time, l limits) (all []finding) {
+func relayFindings(relays []outbox.RelayStatus) (all []finding) {
 	for _, r := range relays {
 		if r.Holder == "" {
 			all = append(all, finding{"relay.leader", severityError, fmt.Sprintf("relay %s: no process leads", r.Name),
 				"No process runs this relay, or none can take its lease: its events are not sent.",
 				"Start a process that calls Relay.Run with this name, or read its log. If the relay is not used any more, delete its rows from outbox_cursor and outbox_lease: until then retention keeps all that it has not published."})
 		}
-		if r.Pending > 0 && !r.Oldest.IsZero() && now.Sub(r.Oldest) > l.maxAge {
-			all = append(all, finding{"relay.backlog", severityWarning, fmt.Sprintf("relay %s: the oldest of %s pending events is %s old", r.Name, pending(r), age(r.Oldest, now)),
-				"Events arrive late. Kafka may be away or slow, the relay stopped, or more is recorded than is sent. A transaction that was open for long makes its events old at its commit.",
-				"Look at the log of the leader and at Kafka; outbox status --watch shows whether it shrinks."})
-		}
 		all = append(all, failedFindings(r)...)
 	}
 	return all
+}
+
+// staleFindings are the relays and consumer groups whose events wait for too long, wherever they
+// wait.
+func staleFindings(counts []outbox.EventCount, now time.Time, l limits) (all []finding) {
+	of := map[[2]string][]outbox.EventCount{}
+	for _, c := range counts {
+		owner := [2]string{c.Relay, c.Group}
+		of[owner] = append(of[owner], c)
+	}
+	owners := slices.Collect(maps.Keys(of))
+	slices.SortFunc(owners, func(a, b [2]string) int { return slices.Compare(a[:], b[:]) })
+	for _, owner := range owners {
+		if owner[0] != "" {
+			all = append(all, finding{"relay.backlog", severityWarning, "relay " + owner[0] + ": " + staleText(of[owner], now, l),
+				"Events arrive late. Kafka, a topic or a partition may be away or slow, the relay stopped, or more is recorded than is sent; parked events wait behind another of their key. A transaction that was open for long makes its events old at its commit.",
+				"Look at the log of the leader and at Kafka; outbox failures list --kind event shows those that were tried, outbox status --watch whether it shrinks."})
+			continue
+		}
+		all = append(all, finding{"delivery.stale", severityWarning, "group " + owner[1] + ": " + staleText(of[owner], now, l),
+			"Events are handled late: workers do not run or are slow, the group is paused, or a handler fails and the later events of its keys wait behind.",
+			"outbox consumers shows what is owed, and to whom; outbox failures list --kind delivery shows what has failed."})
+	}
+	return all
+}
+
+// staleText says how much waits for too long, and in which status.
+func staleText(counts []outbox.EventCount, now time.Time, l limits) string {
+	n, more, oldest, by := 0, "", now, map[string]int{}
+	for _, c := range counts {
+		n, by[c.Status] = n+c.Events, by[c.Status]+c.Events
+		if c.Events >= outbox.MaxCounted {
+			more = "+"
+		}
+		if c.Oldest.Before(oldest) {
+			oldest = c.Oldest
+		}
+	}
+	var parts []string
+	for _, status := range []string{"pending", outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked} {
+		if by[status] > 0 {
+			parts = append(parts, count(by[status])+" "+status)
+		}
+	}
+	have := " events have"
+	if n == 1 {
+		have = " event has"
+	}
+	return fmt.Sprintf("%s waited for longer than %s, the oldest for %s: %s", count(n)+more+have, length(l.maxAge), age(oldest, now), strings.Join(parts, ", "))
 }
 
 // failedFindings are what did not reach Kafka.
@@ -82,13 +129,6 @@ func failedFindings(r outbox.RelayStatus) (all []finding) {
 			"outbox failures list --kind event --status failed,waiting shows why."})
 	}
 	return all
-}
-
-func pending(r outbox.RelayStatus) string {
-	if r.PendingMore {
-		return "more than " + count(r.Pending)
-	}
-	return count(r.Pending)
 }
 
 func events(n int64) string { return pluralUpTo(n, "event is", "events are") }
@@ -136,11 +176,13 @@ func orNameless(application string) string {
 	return application
 }
 
-// snapshot is the state of relays and transactions, and what is wrong with it.
+// snapshot is the state of relays and transactions, what waits for too long, and what is wrong with
+// it.
 type snapshot struct {
 	relays   []outbox.RelayStatus
 	open     []outboxops.OpenTransaction
-	now      time.Time // the database's
+	stale    []outbox.EventCount // events that wait for too long
+	now      time.Time           // the database's
 	findings []finding
 }
 
@@ -159,6 +201,9 @@ func look(ctx context.Context, e *env, l limits) (s snapshot, err error) {
 	if s.open, err = inspector.Transactions(ctx, l.openFor); err != nil {
 		return s, err
 	}
-	s.findings = append(relayFindings(s.relays, s.now, l), transactionFindings(s.open, s.now)...)
+	if s.stale, err = inspector.Stale(ctx, l.maxAge); err != nil {
+		return s, err
+	}
+	s.findings = slices.Concat(relayFindings(s.relays), staleFindings(s.stale, s.now, l), transactionFindings(s.open, s.now))
 	return s, nil
 }

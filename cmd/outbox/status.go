@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
 )
 
 var statusCommand = command{
@@ -15,7 +16,9 @@ var statusCommand = command{
 	about: `
 Shows for each relay who leads and for how long its lease is valid, how many
 committed events it has yet to send and how old the oldest is, how many have
-failed by status, and what it sent in the last minute.`,
+failed by status, and what it sent in the last minute. Then what is wrong: with
+relays and transactions, with what waits for longer than --max-age, wherever it
+waits, and with what handlers have given up.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		s := statusFlags{limits: limits{defaultMaxAge, defaultOpenFor}}
@@ -28,7 +31,7 @@ failed by status, and what it sent in the last minute.`,
 }
 
 func (l *limits) define(fs *flag.FlagSet) {
-	fs.DurationVar(&l.maxAge, "max-age", defaultMaxAge, "`TIME` report pending events that are older (5m)")
+	fs.DurationVar(&l.maxAge, "max-age", defaultMaxAge, "`TIME` report events that wait for longer (5m)")
 	fs.DurationVar(&l.openFor, "open-for", defaultOpenFor, "`TIME` report transactions open for longer (1m)")
 }
 
@@ -75,6 +78,11 @@ func (s *statusFlags) printStatus(ctx context.Context, e *env) error {
 	if err != nil {
 		return err
 	}
+	dead, err := deadDeliveries(ctx, e)
+	if err != nil {
+		return err
+	}
+	now.findings = append(now.findings, dead...)
 	minutes, err := lastMinute(ctx, e, now.relays)
 	if err != nil {
 		return err
@@ -91,6 +99,16 @@ func (s *statusFlags) printStatus(ctx context.Context, e *env) error {
 		return errProblems
 	}
 	return err
+}
+
+// deadDeliveries are what handlers have given up, and the keys that it holds.
+func deadDeliveries(ctx context.Context, e *env) ([]finding, error) {
+	deliveries, err := e.deliveries(ctx)
+	if err != nil {
+		return nil, err
+	}
+	counts, err := deliveries.Count(ctx, outboxops.DeliveryFilter{Statuses: []string{outboxops.DeliveryDead}})
+	return deadFindings(counts), err
 }
 
 // minute is what a relay did in the last one.
@@ -191,7 +209,20 @@ type statusJSON struct {
 	Schema       string            `json:"schema"`
 	Relays       []relayJSON       `json:"relays"`
 	Transactions []transactionJSON `json:"transactions"`
+	Stale        []staleJSON       `json:"stale"`
 	Problems     []finding         `json:"problems"`
+}
+
+// staleJSON are events that wait for too long and are alike.
+type staleJSON struct {
+	Relay  string    `json:"relay,omitempty"`
+	Group  string    `json:"group,omitempty"`
+	Action string    `json:"action,omitempty"`
+	Status string    `json:"status"`
+	Type   string    `json:"type"`
+	Class  string    `json:"class"`
+	Events int       `json:"events"`
+	Oldest time.Time `json:"oldest"`
 }
 
 type relayJSON struct {
@@ -228,7 +259,8 @@ type transactionJSON struct {
 }
 
 func statusOf(s snapshot, minutes map[string]minute, database, schema string) statusJSON {
-	out := statusJSON{At: s.now.UTC(), Database: database, Schema: schema, Relays: []relayJSON{}, Transactions: []transactionJSON{}, Problems: append([]finding{}, s.findings...)}
+	out := statusJSON{At: s.now.UTC(), Database: database, Schema: schema, Relays: []relayJSON{}, Transactions: []transactionJSON{}, Stale: []staleJSON{},
+		Problems: append([]finding{}, s.findings...)}
 	for _, r := range s.relays {
 		out.Relays = append(out.Relays, relayJSON{
 			Name: r.Name, Leader: r.Holder, Epoch: r.Epoch, LeaseUntil: optional(r.LeaseUntil), MovedAt: optional(r.MovedAt),
@@ -236,6 +268,9 @@ func statusOf(s snapshot, minutes map[string]minute, database, schema string) st
 			Waiting: r.Waiting, Failed: r.Failed, Parked: r.Parked, Dead: r.Dead, ParkedKeys: r.ParkedKeys, HeldKeys: r.HeldKeys,
 			LastMinute: minutes[r.Name].events, Latency: minutes[r.Name].latency.Seconds(),
 		})
+	}
+	for _, c := range s.stale {
+		out.Stale = append(out.Stale, staleJSON{c.Relay, c.Group, c.Action, c.Status, c.Type, c.Class, c.Events, c.Oldest.UTC()})
 	}
 	for _, o := range s.open {
 		out.Transactions = append(out.Transactions, transactionJSON{o.PID, o.Prepared, o.Database, o.User, o.Application, o.Client,

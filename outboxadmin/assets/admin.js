@@ -1,12 +1,24 @@
 // The pages work without this. It refreshes what is marked data-live, every so many
-// seconds, while the page is visible and until it is switched off; and it keeps a form from
-// being sent twice.
+// seconds, while the page is visible and until it is switched off; it says how old what
+// is shown is; and it keeps a form from being sent twice.
 "use strict";
 
 (() => {
   const region = document.querySelector("[data-live]");
   const button = document.querySelector("[data-live-switch]");
   if (region && button) live(region, button);
+  age();
+  setInterval(age, 1000);
+
+  // How old what is shown is, also where it is not refreshed any more.
+  function age() {
+    document.querySelectorAll("[data-age]").forEach((time) => {
+      // From when it came here: the clocks of browser and server may differ.
+      time.cameAt ??= performance.now();
+      const seconds = Math.floor((performance.now() - time.cameAt) / 1000);
+      time.dataset.age = seconds < 2 ? "now" : seconds < 120 ? seconds + " s ago" : Math.floor(seconds / 60) + " min ago";
+    });
+  }
 
   document.addEventListener("submit", (event) => {
     if (event.target.method !== "post") return;
@@ -41,7 +53,11 @@
           if (!answer.ok) throw new Error(String(answer.status));
           const page = new DOMParser().parseFromString(await answer.text(), "text/html");
           const fresh = page.querySelector("[data-live]");
-          if (fresh && on && !busy()) region.replaceChildren(...fresh.childNodes);
+          if (fresh && on && !busy()) {
+            const open = [...region.querySelectorAll("details[id][open]")].map((d) => d.id);
+            region.replaceChildren(...fresh.childNodes);
+            region.querySelectorAll("details[id]").forEach((d) => { if (open.includes(d.id)) d.open = true; });
+          }
           const shown = page.querySelector(".foot time");
           if (shown) document.querySelector(".foot time").replaceWith(shown);
           show();

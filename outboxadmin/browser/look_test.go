@@ -4,6 +4,7 @@ import (
 	"testing"
 
 	"github.com/chromedp/chromedp"
+	"github.com/outboxgo/outbox/outboxadmin/internal/seed"
 	"github.com/stretchr/testify/require"
 )
 
@@ -47,6 +48,7 @@ const unlabelled = `[...document.querySelectorAll("input:not([type=hidden]), sel
 // named.
 func TestLooks(t *testing.T) {
 	h := newAdminFixture(t, operator)
+	require.NoError(t, seed.Deliver(t.Context(), h.db, h.schema))
 	for _, l := range looks {
 		t.Run(l.name, func(t *testing.T) {
 			for _, v := range views {

@@ -41,6 +41,15 @@ func fill(t *testing.T, tab context.Context, label, text string) {
 	do(t, tab, chromedp.SendKeys(chromedp.ID(id), text))
 }
 
+// pick chooses a value of a drop-down.
+func pick(t *testing.T, tab context.Context, id, value string) {
+	t.Helper()
+	field := fmt.Sprintf(`document.getElementById(%q)`, id)
+	require.Equal(t, "SELECT", js[string](t, tab, field+`.tagName`), id)
+	require.True(t, js[bool](t, tab, fmt.Sprintf(`[...%s.options].some(o => o.value === %q)`, field, value)), "%s does not offer %q", id, value)
+	do(t, tab, chromedp.SetValue(chromedp.ID(id), value))
+}
+
 func text(t *testing.T, tab context.Context, selector string) string {
 	t.Helper()
 	return js[string](t, tab, fmt.Sprintf(`document.querySelector(%q)?.innerText ?? ""`, selector))
@@ -58,14 +67,14 @@ func TestFilter(t *testing.T) {
 	require.Contains(t, text(t, tab, ".notices"), "15 events are dead")
 	press(t, tab, "Show")
 	require.Equal(t, 15, rows(t, tab))
-	fill(t, tab, "Event type", "loopers.order.packed.v1")
+	pick(t, tab, "type", "loopers.order.packed.v1")
 	press(t, tab, "Filter")
 	require.Equal(t, 1, rows(t, tab))
 	require.Contains(t, text(t, tab, "tbody tr"), "invalid record")
 	require.Equal(t, "dead", js[string](t, tab, `document.querySelector("#status").value`), "the filter is kept")
 	press(t, tab, "Clear")
 	require.Equal(t, 50, rows(t, tab))
-	require.Contains(t, text(t, tab, ".found"), "104 events")
+	require.Contains(t, text(t, tab, ".found"), "104 failures")
 }
 
 func TestPaging(t *testing.T) {
@@ -92,13 +101,13 @@ func TestRetryAllWithDryRun(t *testing.T) {
 	h := newAdminFixture(t, operator)
 	tab := h.open(t, "failed?status=dead")
 	press(t, tab, "Retry all…")
-	require.Equal(t, "Retry 15 events?", text(t, tab, "h1"))
+	require.Equal(t, "Retry 15 failures?", text(t, tab, "h1"))
 	require.Contains(t, text(t, tab, "main"), "dry run")
 	require.Equal(t, 15, query[int](t, h, `SELECT count(*) FROM {s}.outbox_failed WHERE status = 'dead'`))
 	require.False(t, js[bool](t, tab, `document.querySelector("form").checkValidity()`), "a reason is needed")
 	fill(t, tab, "Reason", "max.message.bytes was raised")
-	press(t, tab, "Retry 15 events")
-	require.Contains(t, text(t, tab, "[role=status]"), "The relay sends 15 events at its next look.")
+	press(t, tab, "Retry 15 failures")
+	require.Contains(t, text(t, tab, "[role=status]"), "15 failures are tried again")
 	require.Zero(t, query[int](t, h, `SELECT count(*) FROM {s}.outbox_failed WHERE status = 'dead'`))
 	require.Equal(t, 15, query[int](t, h, `SELECT count(*) FROM {s}.outbox_audit WHERE operator = 'sora.lim' AND reason = 'max.message.bytes was raised'`))
 }
@@ -206,10 +215,10 @@ func TestKeyboard(t *testing.T) {
 	require.NoError(t, err)
 	tabTo("reason")
 	do(t, tab, chromedp.KeyEvent("from the keyboard"))
-	tabTo("Retry 15 events")
+	tabTo("Retry 15 failures")
 	_, err = chromedp.RunResponse(tab, chromedp.KeyEvent(kb.Enter))
 	require.NoError(t, err)
-	require.Contains(t, text(t, tab, "[role=status]"), "15 events")
+	require.Contains(t, text(t, tab, "[role=status]"), "15 failures")
 }
 
 // The page follows what happens, until it is told not to.

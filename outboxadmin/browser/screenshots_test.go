@@ -32,6 +32,9 @@ var views = []view{
 	{"failed-filtered", "failed?status=dead&since=2026-01-01T00:00", false},
 	{"event-dead", fmt.Sprintf("failed/event-%d", seed.Dead), false},
 	{"event-waiting", "failed/event-4", false},
+	{"delivery-dead", "failed/delivery-1", false},
+	{"delivery-busy", "failed/delivery-9", false},
+	{"consumers", "consumers", false},
 	{"bulk-retry", "failed/retry?status=dead", false},
 	{"bulk-resolve", "failed/resolve?class=message_too_large", false},
 	{"events", "events", false},
@@ -50,7 +53,7 @@ var looks = []struct {
 	{"light", "light", 1280, 800, 1},
 	{"dark", "dark", 1280, 800, 1},
 	{"phone", "light", 360, 740, 2},
-	{"phone-dark", "dark", 360, 740, 2},
+	{"phone-dark", "dark", 390, 844, 2},
 }
 
 // look makes a tab have a width and a colour scheme.
@@ -71,6 +74,7 @@ func TestScreenshots(t *testing.T) {
 	}
 	require.NoError(t, os.MkdirAll(*screenshots, 0o750))
 	h := newAdminFixture(t, operator)
+	require.NoError(t, seed.Deliver(t.Context(), h.db, h.schema))
 	tx, err := h.db.Begin(t.Context()) // is open for more than 10 s when the pictures are taken
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(t.Context()) }()

@@ -19,6 +19,45 @@ const (
 	Dead  = 1
 )
 
+// Deliveries that [Deliver] makes, by what becomes of them.
+const (
+	DeadTimeouts = 4 // dead, of class timeout
+	DeadBadData  = 2 // dead, of class bad_payload
+	DeadInAll    = DeadTimeouts + DeadBadData
+)
+
+// Deliver adds a consumer group with workers, stats, whose deliveries of every status there are: of
+// the dead ones the first have the ids from 1 on.
+func Deliver(ctx context.Context, db *pgxpool.Pool, schema string) error {
+	for _, sql := range []string{delivered, begun} {
+		if _, err := db.Exec(ctx, strings.ReplaceAll(sql, "{s}", pgx.Identifier{schema}.Sanitize())); err != nil {
+			return fmt.Errorf("deliver in %s: %w", schema, err)
+		}
+	}
+	return nil
+}
+
+const delivered = `
+INSERT INTO {s}.event_delivery (position, order_key, attempt_count, max_attempts, next_retry_at, last_attempt_at, locked_until, locked_by, created_at, updated_at, processed_at,
+       occurred_at, recorded_at, event_id, status, consumer_group, action, stream, event_type, source, aggregate_type, aggregate_id,
+       content_type, last_error_code, last_error_message, headers, payload)
+SELECT 5000000 + i, hashtextextended('k' || i, 0), CASE WHEN status = 'DEAD' THEN 10 WHEN code IS NOT NULL THEN 3 ELSE 0 END, 10, now() + interval '30 s',
+       CASE WHEN code IS NOT NULL THEN now() - interval '1 min' END, CASE WHEN status = 'PROCESSING' THEN now() + interval '1 min' END,
+       CASE WHEN status = 'PROCESSING' THEN 'shop-6d9f7c5b84-xk2lp/1' END, now() - make_interval(mins => 3), now() - make_interval(mins => 1),
+       CASE WHEN status = 'DONE' THEN now() - interval '1 min' END,
+       now() - make_interval(mins => 4), now() - make_interval(mins => 4), gen_random_uuid(), status, 'stats', action, 'order-events',
+       'loopers.order.created.v1', 'shop', 'Order', 'ord-' || (20500 + i), 'application/json', code,
+       CASE code WHEN 'timeout' THEN 'context deadline exceeded after 5s' WHEN 'bad_payload' THEN 'quantity is -1' END,
+       '{"correlationid": "req-5"}', jsonb_build_object('orderId', 20500 + i, 'customer', jsonb_build_object('name', 'Mina Park'))
+  FROM (VALUES (1, 'DEAD', 'COUNT_SALES', 'timeout'), (2, 'DEAD', 'COUNT_SALES', 'timeout'), (3, 'DEAD', 'COUNT_SALES', 'timeout'), (4, 'DEAD', 'COUNT_SALES', 'timeout'),
+               (5, 'DEAD', 'RESERVE', 'bad_payload'), (6, 'DEAD', 'RESERVE', 'bad_payload'), (7, 'PENDING', 'COUNT_SALES', 'timeout'),
+               (8, 'PENDING', 'COUNT_SALES', NULL), (9, 'PROCESSING', 'COUNT_SALES', NULL), (10, 'DONE', 'COUNT_SALES', NULL)) AS d (i, status, action, code)
+ ORDER BY i`
+
+const begun = `
+INSERT INTO {s}.consumer_start (consumer_group, topic, topic_id, partition, start_offset, position, saved_at)
+SELECT 'mail', 'order-events', '00000000-0000-0000-0000-000000000001', n, 0, 7, now() - interval '20 s' FROM generate_series(0, 2) AS n`
+
 // Fill writes into empty, migrated tables of a schema.
 func Fill(ctx context.Context, db *pgxpool.Pool, schema string) error {
 	// The cursor's snapshot must see what is sent, and must not see what is pending.

@@ -1,0 +1,112 @@
+package outboxadmin
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox/outboxops"
+)
+
+const (
+	// kafkaFresh is how long an answer of Kafka is shown before it is asked again.
+	kafkaFresh = 10 * time.Second
+	// kafkaTimeout bounds how long Kafka is asked.
+	kafkaTimeout = 10 * time.Second
+	// kafkaPatience bounds how long a view waits for Kafka: then it shows what was known before.
+	kafkaPatience = 2 * time.Second
+)
+
+// kafkaView is how many records groups have still to read, which dead letters there are, and when
+// Kafka said so. It is zero where nobody knows.
+type kafkaView struct {
+	At    time.Time
+	Err   string // why it is not known, or not newer
+	Asked bool   // there is a Kafka to ask
+	kafkaFacts
+}
+
+// kafkaFacts are what Kafka knows about consumer groups.
+type kafkaFacts struct {
+	Lag         map[string]map[string]int64 // by group and topic
+	DeadLetters []outboxops.DeadLetterTopic
+}
+
+// of returns the lag of a group in a topic.
+func (v kafkaView) of(group, topic string) *int64 {
+	n, ok := v.Lag[group][topic]
+	if !ok {
+		return nil
+	}
+	return &n
+}
+
+// kafkaReader asks Kafka about consumer groups, for all views together.
+type kafkaReader struct {
+	ask func(context.Context, []outboxops.ConsumerGroup) (kafkaFacts, error)
+
+	mu     sync.Mutex
+	known  kafkaView
+	tried  time.Time
+	asking chan struct{} // closed when Kafka has answered; nil if nobody asks
+}
+
+func newKafkaReader(consumers *outboxops.Consumers, opts []kgo.Opt) *kafkaReader {
+	if opts == nil {
+		return &kafkaReader{}
+	}
+	return &kafkaReader{known: kafkaView{Asked: true}, ask: func(ctx context.Context, groups []outboxops.ConsumerGroup) (facts kafkaFacts, err error) {
+		if facts.Lag, err = consumers.Lag(ctx, opts, groups); err == nil {
+			facts.DeadLetters, err = consumers.DeadLetters(ctx, opts, groups)
+		}
+		return facts, err
+	}}
+}
+
+// look returns what Kafka knows about groups, not older than kafkaFresh if Kafka answers in time.
+func (l *kafkaReader) look(ctx context.Context, groups []outboxops.ConsumerGroup) kafkaView {
+	if l.ask == nil || len(groups) == 0 {
+		return l.last()
+	}
+	l.mu.Lock()
+	if l.asking == nil && time.Since(l.tried) > kafkaFresh {
+		l.tried, l.asking = time.Now(), make(chan struct{})
+		go l.renew(groups, l.asking)
+	}
+	asking := l.asking
+	l.mu.Unlock()
+	if asking != nil {
+		timer := time.NewTimer(kafkaPatience)
+		defer timer.Stop()
+		select {
+		case <-asking:
+		case <-timer.C:
+		case <-ctx.Done():
+		}
+	}
+	return l.last()
+}
+
+func (l *kafkaReader) last() kafkaView {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.known
+}
+
+// renew asks Kafka. It outlives the view that began it, because others wait for it too.
+func (l *kafkaReader) renew(groups []outboxops.ConsumerGroup, asking chan struct{}) {
+	defer close(asking)
+	ctx, cancel := context.WithTimeout(context.Background(), kafkaTimeout)
+	defer cancel()
+	facts, err := l.ask(ctx, groups)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.asking = nil
+	if err != nil {
+		l.known.Err = errorText(err)
+		return
+	}
+	l.known = kafkaView{At: time.Now(), Asked: true, kafkaFacts: facts}
+}

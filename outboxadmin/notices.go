@@ -1,0 +1,260 @@
+package outboxadmin
+
+import (
+	"fmt"
+	"maps"
+	"net/url"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
+)
+
+// notice is something that an operator should know.
+type notice struct {
+	Level  string // bad or warn
+	Text   string
+	Link   string // to what is to be done about it, from the root; or empty
+	Action string // the words of the link
+}
+
+const (
+	levelBad  = "bad"
+	levelWarn = "warn"
+)
+
+// situation is what notices are made from.
+type situation struct {
+	now        time.Time
+	staleAfter time.Duration
+
+	relays    []outbox.RelayStatus
+	health    map[string]*outbox.RelayHealth // of this process
+	consumers []outbox.ConsumerHealth        // likewise
+	workers   []outbox.WorkerHealth          // likewise
+	counts    []outboxops.FailureCount
+	stale     []outbox.EventCount
+	groups    groupsView
+	open      []outboxops.OpenTransaction
+}
+
+// notices says what is wrong, what needs somebody first in front.
+func (s *situation) notices() []notice {
+	var all []notice
+	for _, part := range []func() []notice{s.leaders, s.processes, s.dead, s.waiting, s.held, s.paused, s.retried, s.transactions} {
+		all = append(all, part()...)
+	}
+	slices.SortStableFunc(all, func(a, b notice) int { return strings.Compare(a.Level, b.Level) })
+	return all
+}
+
+// failedLink leads to failures, from the root.
+func failedLink(f outboxops.FailureFilter) string { return "failed?" + failedValues(f).Encode() }
+
+func (s *situation) leaders() (all []notice) {
+	for _, r := range s.relays {
+		if r.Holder == "" {
+			all = append(all, notice{levelBad, fmt.Sprintf("Relay %s: no process leads. Nothing of it is sent until a process takes the lease.", r.Name), "", ""})
+		}
+	}
+	return all
+}
+
+// processes says what this process knows of its relays, consumers and workers: open breakers and
+// blocked partitions among it. What makes a consumer or a worker neither dead nor unready is less.
+func (s *situation) processes() (all []notice) {
+	add := func(ready bool, what string, reasons []string) {
+		level := map[bool]string{true: levelWarn, false: levelBad}[ready]
+		if len(reasons) == 0 && !ready {
+			reasons = []string{"it is not ready"}
+		}
+		for _, reason := range reasons {
+			all = append(all, notice{level, fmt.Sprintf("%s, in this process: %s.", what, reason), "", ""})
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(s.health)) {
+		h := s.health[name]
+		reasons := h.Reasons
+		if h.Breaker != outbox.BreakerClosed && len(reasons) == 0 {
+			reasons = []string{"the circuit breaker is " + h.Breaker.String()}
+		}
+		add(h.Live && h.Ready && len(reasons) == 0, "Relay "+name, reasons)
+	}
+	for _, h := range s.consumers {
+		add(h.Live && h.Ready, "Consumer group "+h.Group, h.Reasons)
+	}
+	for _, h := range s.workers {
+		add(h.Live && h.Ready, "Workers of group "+h.Group, h.Reasons)
+	}
+	return all
+}
+
+// dead says what was given up and waits for a decision.
+func (s *situation) dead() (all []notice) {
+	for _, r := range s.relays {
+		if r.Dead > 0 {
+			all = append(all, notice{levelBad, fmt.Sprintf("Relay %s: %s, refused by Kafka too often.", r.Name, pluralUpTo(r.Dead, "event is dead", "events are dead")),
+				failedLink(outboxops.FailureFilter{Kind: outboxops.KindEvent, Relay: r.Name, Statuses: []string{outbox.StatusDead}}), "Show"})
+		}
+	}
+	for _, g := range sumByGroup(s.counts, outbox.StatusDead) {
+		all = append(all, notice{levelBad, fmt.Sprintf("Consumer group %s: %s, given up by its handlers.", g.group, g.text("delivery is dead", "deliveries are dead")),
+			failedLink(outboxops.FailureFilter{Kind: outboxops.KindDelivery, Group: g.group, Statuses: []string{outbox.StatusDead}}), "Show"})
+	}
+	return all
+}
+
+// groupSum is how many deliveries of a group there are.
+type groupSum struct {
+	group string
+	n     int64
+	more  bool
+}
+
+func (g groupSum) text(one, many string) string {
+	if g.more {
+		return thousands(g.n) + "+ " + many
+	}
+	return plural(g.n, one, many)
+}
+
+// sumByGroup adds up the deliveries with a status, by group.
+func sumByGroup(counts []outboxops.FailureCount, status string) (sums []groupSum) {
+	for _, c := range counts {
+		if c.Kind != outboxops.KindDelivery || c.Status != status {
+			continue
+		}
+		i := slices.IndexFunc(sums, func(g groupSum) bool { return g.group == c.Group })
+		if i < 0 {
+			i, sums = len(sums), append(sums, groupSum{group: c.Group})
+		}
+		sums[i].n, sums[i].more = sums[i].n+int64(c.Events), sums[i].more || c.More
+	}
+	slices.SortFunc(sums, func(a, b groupSum) int { return strings.Compare(a.group, b.group) })
+	return sums
+}
+
+// waiting says what waits for too long, wherever it waits.
+func (s *situation) waiting() (all []notice) {
+	for _, w := range staleSums(s.stale) {
+		f := outboxops.FailureFilter{Relay: w.relay, Group: w.group, Statuses: []string{outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked}}
+		n := notice{levelBad, w.text(s.now, s.staleAfter), failedLink(f), "Show"}
+		if w.onlyPending() {
+			n.Link, n.Action = "", ""
+		}
+		if w.onlyPending() && w.group != "" {
+			n.Link, n.Action = "consumers", "Show"
+		}
+		all = append(all, n)
+	}
+	return all
+}
+
+// staleSum is what waits for too long of a relay or a consumer group.
+type staleSum struct {
+	relay, group string
+	events       int
+	more         bool
+	oldest       time.Time
+	statuses     map[string]int
+}
+
+// staleSums adds up what waits for too long, by relay and group.
+func staleSums(counts []outbox.EventCount) (sums []staleSum) {
+	for _, c := range counts {
+		i := slices.IndexFunc(sums, func(s staleSum) bool { return s.relay == c.Relay && s.group == c.Group })
+		if i < 0 {
+			i, sums = len(sums), append(sums, staleSum{relay: c.Relay, group: c.Group, oldest: c.Oldest, statuses: map[string]int{}})
+		}
+		s := &sums[i]
+		s.events, s.more = s.events+c.Events, s.more || c.Events >= outbox.MaxCounted
+		s.statuses[c.Status] += c.Events
+		if c.Oldest.Before(s.oldest) {
+			s.oldest = c.Oldest
+		}
+	}
+	slices.SortFunc(sums, func(a, b staleSum) int { return strings.Compare(a.relay+" "+a.group, b.relay+" "+b.group) })
+	return sums
+}
+
+func (w staleSum) onlyPending() bool { return w.statuses[statePending] == w.events }
+
+// text is a sentence.
+func (w staleSum) text(now time.Time, after time.Duration) string {
+	whose := "Relay " + w.relay
+	if w.group != "" {
+		whose = "Consumer group " + w.group
+	}
+	var parts []string
+	for _, status := range []string{statePending, outbox.StatusWaiting, outbox.StatusFailed, outbox.StatusParked} {
+		if n := w.statuses[status]; n > 0 {
+			parts = append(parts, thousands(int64(n))+" "+status)
+		}
+	}
+	of := groupSum{n: int64(w.events), more: w.more}
+	return fmt.Sprintf("%s: %s for longer than %s, the oldest for %s: %s.", whose, of.text("event has waited", "events have waited"), short(after),
+		short(now.Sub(w.oldest)), strings.Join(parts, ", "))
+}
+
+func (s *situation) held() (all []notice) {
+	for _, r := range s.relays {
+		if r.HeldKeys > 0 {
+			all = append(all, notice{levelWarn, fmt.Sprintf("Relay %s: %s for an operator.", r.Name, pluralUpTo(r.HeldKeys, "key waits", "keys wait")),
+				"failed?" + url.Values{"relay": {r.Name}, "status": {statusAny}}.Encode(), "Show"})
+		}
+	}
+	for _, g := range s.groups.all() {
+		if g.Held > 0 {
+			all = append(all, notice{levelWarn, fmt.Sprintf("Consumer group %s: %s for an operator.", g.Group, plural(int64(g.Held), "key waits", "keys wait")),
+				failedLink(outboxops.FailureFilter{Kind: outboxops.KindDelivery, Group: g.Group, Statuses: []string{outbox.StatusDead}}), "Show"})
+		}
+	}
+	return all
+}
+
+func (s *situation) paused() (all []notice) {
+	for _, g := range groupRows(s.groups.groups) {
+		if g.Pause != nil {
+			all = append(all, notice{levelWarn, fmt.Sprintf("Consumer group %s: %s paused by %s %s: %s", g.Group, g.What(), g.Pause.Operator, relative(s.now, g.Pause.At), g.Pause.Reason),
+				"consumers", "Show"})
+		}
+	}
+	return all
+}
+
+// retried says what is unresolved, and nobody needs to do anything about yet.
+func (s *situation) retried() (all []notice) {
+	for _, r := range s.relays {
+		if n := min(r.Failed+r.Waiting, outbox.MaxCounted); n > 0 {
+			all = append(all, notice{levelWarn, fmt.Sprintf("Relay %s: %s.", r.Name, pluralUpTo(n, "event is tried again by itself", "events are tried again by themselves")),
+				failedLink(outboxops.FailureFilter{Kind: outboxops.KindEvent, Relay: r.Name, Statuses: []string{outbox.StatusFailed, outbox.StatusWaiting}}), "Show"})
+		} else if r.Parked > 0 && r.Dead == 0 && r.HeldKeys == 0 {
+			all = append(all, notice{levelWarn, fmt.Sprintf("Relay %s: %s behind others of their keys.", r.Name, pluralUpTo(r.Parked, "event waits", "events wait")),
+				failedLink(outboxops.FailureFilter{Kind: outboxops.KindEvent, Relay: r.Name, Statuses: []string{outbox.StatusParked}}), "Show"})
+		}
+	}
+	for _, g := range sumByGroup(s.counts, outbox.StatusFailed) {
+		all = append(all, notice{levelWarn, fmt.Sprintf("Consumer group %s: %s.", g.group, g.text("delivery is tried again by itself", "deliveries are tried again by themselves")),
+			failedLink(outboxops.FailureFilter{Kind: outboxops.KindDelivery, Group: g.group, Statuses: []string{outbox.StatusFailed}}), "Show"})
+	}
+	return all
+}
+
+// longOpen is how long a transaction is open before there is a notice, as in outbox status.
+const longOpen = time.Minute
+
+func (s *situation) transactions() (all []notice) {
+	for _, t := range s.open {
+		if s.now.Sub(t.Since) < longOpen {
+			continue
+		}
+		text := fmt.Sprintf("Process %d (%s) has had a transaction open for %s.", t.PID, strings.TrimSpace(t.User+" "+t.Application), short(s.now.Sub(t.Since)))
+		if t.Prepared != "" {
+			text = fmt.Sprintf("Transaction %s (%s) has been prepared for %s.", t.Prepared, t.User, short(s.now.Sub(t.Since)))
+		}
+		all = append(all, notice{levelWarn, text, "#open", "Show"})
+	}
+	return all
+}

@@ -1,0 +1,56 @@
+package outboxadmin
+
+import (
+	"cmp"
+	"fmt"
+	"net/http"
+	"slices"
+
+	"github.com/outboxgo/outbox/outboxops"
+)
+
+// gonePage says what became of a failure whose row is not there any more.
+type gonePage struct {
+	ID      outboxops.FailureID
+	Done    string // what was done before
+	Outcome string
+	Events  []eventRow // of its event, as far as they are recorded here
+	History []outboxops.AuditEntry
+}
+
+// showGone shows what became of a failure that operators have acted on. Of any other one it
+// returns the error that it is missing.
+func (a *admin) showGone(r *request, id outboxops.FailureID, done string, missing error) (answer, error) {
+	history, err := a.failed.Audit(r.Context(), id, outboxops.AuditPage{Limit: 1000, WithoutReads: true})
+	if err != nil {
+		return answer{}, err
+	}
+	if len(history) == 0 {
+		return answer{}, missing
+	}
+	page := gonePage{ID: id, Done: done, History: history}
+	if event := history[0].EventID; event != "" {
+		if page.Events, _, err = a.events(r.Context(), outboxops.EventFilter{EventID: event}, 0, 10); err != nil {
+			return answer{}, err
+		}
+	}
+	page.Outcome = outcomeOf(id.Kind, history, page.Events)
+	return a.page(r.Request, http.StatusOK, "failed_gone", "What became of "+id.String(), page), nil
+}
+
+// outcomeOf says how a failure ended. A failed event leaves its table once it is sent, a delivery
+// some time after it was handled, and both some time after they were resolved.
+func outcomeOf(kind outboxops.Kind, history []outboxops.AuditEntry, events []eventRow) string {
+	last := slices.IndexFunc(history, func(e outboxops.AuditEntry) bool {
+		return slices.Contains([]string{"retry", "edit", "resolve"}, e.Action)
+	})
+	switch {
+	case last >= 0 && history[last].Action == "resolve":
+		return fmt.Sprintf("It was resolved by %s, and retention has removed the row.", history[last].Operator)
+	case kind == outboxops.KindDelivery:
+		return fmt.Sprintf("Group %s has handled it, and retention has removed the row.", history[0].Group)
+	case slices.ContainsFunc(events, func(e eventRow) bool { return slices.Contains(e.AttemptedBy, history[0].Relay) }):
+		return fmt.Sprintf("Relay %s has sent it: it is in Kafka.", history[0].Relay)
+	}
+	return fmt.Sprintf("Relay %s has sent it. The event itself is not recorded here any more: retention has removed it.", cmp.Or(history[0].Relay, "default"))
+}
