@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"time"
+
+	"github.com/outboxgo/outbox/bench/internal/report"
 )
 
 const (
@@ -28,7 +30,7 @@ func (b *bench) backlogs(ctx context.Context) error {
 			c := contestant{backlogName(n), s, job{Work: "relay"}}
 			u, err := b.competeWithin(ctx, backlogsPatience, round{again, b.cfg.longRuns}, c)
 			if errors.Is(err, errLate) {
-				return b.dropSchema(ctx, s.schema)
+				return b.DropSchema(ctx, s.schema)
 			}
 			if err != nil {
 				return err
@@ -37,7 +39,7 @@ func (b *bench) backlogs(ctx context.Context) error {
 		}
 		b.reportBacklog(i, runs)
 	}
-	return b.dropSchema(ctx, s.schema)
+	return b.DropSchema(ctx, s.schema)
 }
 
 func backlogName(n int) string { return fmt.Sprintf("backlogs/%d", n) }
@@ -45,10 +47,10 @@ func backlogName(n int) string { return fmt.Sprintf("backlogs/%d", n) }
 // reportBacklog reports the i-th backlog, compared with the first one.
 func (b *bench) reportBacklog(i int, runs [][]used) {
 	first, n := b.cfg.backlogs[0], b.cfg.backlogs[i]
-	took := measured(backlogName(n), "s", each(runs[i], used.seconds))
+	took := report.Measured(backlogName(n), "s", each(runs[i], used.seconds))
 	if i > 0 {
-		took = compared(backlogName(n), "s", each(runs[i], used.seconds), backlogName(first), each(runs[0], used.seconds)).
-			ratioAtMost(growthLimit * float64(n) / float64(first))
+		took = report.Compared(backlogName(n), "s", each(runs[i], used.seconds), backlogName(first), each(runs[0], used.seconds)).
+			RatioAtMost(growthLimit * float64(n) / float64(first))
 	}
-	b.report.add(took, measured(backlogName(n)+"-heap", "MiB", each(runs[i], used.peak)).valueAtMost(memoryLimit))
+	b.report.Add(took, report.Measured(backlogName(n)+"-heap", "MiB", each(runs[i], used.peak)).ValueAtMost(memoryLimit))
 }

@@ -8,8 +8,12 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/laps"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/report"
+	"github.com/outboxgo/outbox/bench/internal/schedule"
+	"github.com/outboxgo/outbox/bench/internal/services"
 	"github.com/outboxgo/outbox/internal/absent"
-	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"golang.org/x/sync/errgroup"
@@ -38,7 +42,7 @@ func (b *bench) badTopics(ctx context.Context) error {
 	} {
 		name, topic, err := prepare(b, ctx)
 		if errors.Is(err, kerr.SecurityDisabled) {
-			b.report.add(failed("bad-topics/"+name, "the broker has no authorizer"))
+			b.report.Add(report.Failed("bad-topics/"+name, "the broker has no authorizer"))
 			continue
 		}
 		if err == nil {
@@ -52,65 +56,30 @@ func (b *bench) badTopics(ctx context.Context) error {
 }
 
 func (b *bench) missingTopic(context.Context) (name, topic string, err error) {
-	return "missing", b.topicName("missing"), nil
+	return "missing", b.TopicName("missing"), nil
 }
 
 // shortTopic makes a topic that wants one replica more than there is.
 func (b *bench) shortTopic(ctx context.Context) (name, topic string, err error) {
-	topic = b.topicName("short")
+	topic = b.TopicName("short")
 	err = absent.CreateTopic(ctx, b.cfg.brokers, topic, int32(b.cfg.partitions), map[string]string{"min.insync.replicas": "2"})
 	if err == nil {
-		b.topics = append(b.topics, topic)
+		b.Topics = append(b.Topics, topic)
 	}
 	return "short-of-replicas", topic, err
 }
 
 // deniedTopic makes a topic that everybody may see, and nobody may write.
 func (b *bench) deniedTopic(ctx context.Context) (name, topic string, err error) {
-	topic, err = b.newTopic(ctx, "denied", b.cfg.partitions)
+	topic, err = b.NewTopic(ctx, "denied", b.cfg.partitions)
 	if err == nil {
-		err = b.deny(ctx, topic)
+		err = b.Deny(ctx, topic)
 	}
 	return "denied", topic, err
 }
 
-// deny forbids everybody to write a topic. All else has to be allowed then: who
-// has rules for a topic no longer gets what is allowed where there are none.
-func (s *services) deny(ctx context.Context, topic string) error {
-	s.denied = append(s.denied, topic)
-	for _, rule := range []*kadm.ACLBuilder{
-		kadm.NewACLs().Topics(topic).Allow("User:*").AllowHosts("*").Operations(kadm.OpAll),
-		kadm.NewACLs().Topics(topic).Deny("User:*").DenyHosts("*").Operations(kadm.OpWrite),
-	} {
-		results, err := s.admin.CreateACLs(ctx, rule)
-		for _, r := range results {
-			err = errors.Join(err, r.Err)
-		}
-		if err != nil {
-			return fmt.Errorf("deny topic: %w", err)
-		}
-	}
-	return nil
-}
-
-// allow removes the rules of a topic.
-func (s *services) allow(ctx context.Context, topic string) error {
-	all := kadm.NewACLs().Topics(topic).ResourcePatternType(kadm.ACLPatternAny).
-		Allow().AllowHosts().Deny().DenyHosts().Operations(kadm.OpAny)
-	results, err := s.admin.DeleteACLs(ctx, all)
-	for _, r := range results {
-		if r.Err != nil && !errors.Is(r.Err, kerr.SecurityDisabled) {
-			err = errors.Join(err, r.Err)
-		}
-	}
-	if err != nil {
-		return fmt.Errorf("allow topic %s: %w", topic, err)
-	}
-	return nil
-}
-
 // badPlaced is an event for the bad topic.
-type badPlaced struct{ orderPlaced }
+type badPlaced struct{ orders.Placed }
 
 func (e badPlaced) order() string { return e.Order }
 
@@ -123,7 +92,7 @@ type badTrack struct {
 }
 
 func (b *bench) newBadTrack(ctx context.Context, name, topic string) (*badTrack, error) {
-	events, err := outbox.NewRegistry(source, outbox.Event("acme.bench-"+b.id+"-bad.placed.v1", aggregate, badPlaced.order).Topic(topic))
+	events, err := outbox.NewRegistry(orders.Source, outbox.Event("acme.bench-"+b.ID+"-bad.placed.v1", orders.Aggregate, badPlaced.order).Topic(topic))
 	if err != nil {
 		return nil, err
 	}
@@ -147,7 +116,7 @@ func (b *bench) raceBeside(ctx context.Context, without *track, name, topic stri
 	}
 	defer t.close()
 	if err := t.park(ctx); errors.Is(err, errLate) {
-		b.report.add(failed("bad-topics/"+name, fmt.Sprintf("%d events for the topic do not wait aside within %v", b.cfg.parked, badPatience)))
+		b.report.Add(report.Failed("bad-topics/"+name, fmt.Sprintf("%d events for the topic do not wait aside within %v", b.cfg.parked, badPatience)))
 		return nil
 	} else if err != nil {
 		return err
@@ -173,7 +142,7 @@ func (t *badTrack) park(ctx context.Context) error {
 	if err := t.recordBad(ctx, t.cfg.parked); err != nil {
 		return err
 	}
-	relay, err := outbox.NewRelay(t.db, []kgo.Opt{kgo.SeedBrokers(t.cfg.brokers...)}, outbox.RelayConfig{Schema: t.schema, Logger: quiet})
+	relay, err := outbox.NewRelay(t.DB, []kgo.Opt{kgo.SeedBrokers(t.cfg.brokers...)}, outbox.RelayConfig{Schema: t.schema, Logger: quiet})
 	if err != nil {
 		return err
 	}
@@ -190,13 +159,13 @@ func (t *badTrack) park(ctx context.Context) error {
 // awaitParked waits until all events for the bad topic wait in outbox_failed.
 func (t *badTrack) awaitParked(running context.Context) error {
 	for waits := 0; waits < t.cfg.parked; {
-		if err := recordEvents(running, t.bench, t.rec, []outbox.DomainEvent{newEvent(strayEvent)}); err != nil {
+		if err := recordEvents(running, t.bench, t.rec, []outbox.DomainEvent{orders.New(strayEvent)}); err != nil {
 			return err
 		}
-		if err := t.db.QueryRow(running, inSchema(sqlWaits, t.schema), t.topic).Scan(&waits); err != nil {
+		if err := t.DB.QueryRow(running, services.InSchema(sqlWaits, t.schema), t.topic).Scan(&waits); err != nil {
 			return fmt.Errorf("count events that wait: %w", err)
 		}
-		if err := sleep(running, badLook); err != nil {
+		if err := schedule.Sleep(running, badLook); err != nil {
 			return err
 		}
 	}
@@ -204,14 +173,14 @@ func (t *badTrack) awaitParked(running context.Context) error {
 }
 
 // beside is withRelay while more events come for the bad topic.
-func (t *badTrack) beside(ctx context.Context, rate int, measured time.Duration) (l *lap, err error) {
+func (t *badTrack) beside(ctx context.Context, rate int, measured time.Duration) (l *laps.Lap, err error) {
 	l = t.newLap(rate, measured)
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error {
-		n := int(offset(l.total(), l.rate).Seconds() * badRate)
-		return pace(ctx, badRate, n, 1, func(ctx context.Context, _ int) error { return t.recordBad(ctx, 1) })
+		n := int(schedule.Offset(l.Total(), l.Rate).Seconds() * badRate)
+		return schedule.Pace(ctx, badRate, n, 1, func(ctx context.Context, _ int) error { return t.recordBad(ctx, 1) })
 	})
-	g.Go(func() error { return t.relayed(ctx, l, outbox.RelayConfig{Logger: quiet}, newEvent) })
+	g.Go(func() error { return t.relayed(ctx, l, outbox.RelayConfig{Logger: quiet}, orders.New) })
 	return l, g.Wait()
 }
 
@@ -219,17 +188,17 @@ func (t *badTrack) beside(ctx context.Context, rate int, measured time.Duration)
 func (t *badTrack) recordBad(ctx context.Context, n int) error {
 	events := make([]outbox.DomainEvent, n)
 	for i := range events {
-		events[i] = badPlaced{newEvent(t.made)}
+		events[i] = badPlaced{orders.New(t.made)}
 		t.made++
 	}
-	return pgx.BeginFunc(ctx, t.db, func(tx pgx.Tx) error { return t.bad.Record(ctx, tx, events...) })
+	return pgx.BeginFunc(ctx, t.DB, func(tx pgx.Tx) error { return t.bad.Record(ctx, tx, events...) })
 }
 
 // onlyWaiting returns an error if any event was blamed, or one of the good topic
 // did not get through.
 func (t *badTrack) onlyWaiting(ctx context.Context) error {
 	var n int
-	if err := t.db.QueryRow(ctx, inSchema(sqlCounted, t.schema), t.topic).Scan(&n); err != nil {
+	if err := t.DB.QueryRow(ctx, services.InSchema(sqlCounted, t.schema), t.topic).Scan(&n); err != nil {
 		return fmt.Errorf("look for failed events: %w", err)
 	}
 	if n > 0 {

@@ -16,8 +16,8 @@ func TestBadTopics(t *testing.T) {
 	ctx, cfg := context.Background(), tiny(t)
 	s, err := connect(ctx, cfg)
 	require.NoError(t, err)
-	defer func() { require.NoError(t, s.close()) }()
-	b := &bench{services: s, cfg: cfg, stderr: os.Stderr}
+	defer func() { require.NoError(t, s.Close()) }()
+	b := &bench{Services: s, cfg: cfg, stderr: os.Stderr}
 	client, err := kgo.NewClient(kgo.SeedBrokers(cfg.brokers...), kgo.RecordRetries(1), kgo.DisableIdempotentWrite(), kgo.UnknownTopicRetries(1))
 	require.NoError(t, err)
 	defer client.Close()
@@ -30,6 +30,6 @@ func TestBadTopics(t *testing.T) {
 		_, topic, err := prepare(b, ctx)
 		require.NoError(t, err)
 		require.ErrorIs(t, client.ProduceSync(ctx, &kgo.Record{Topic: topic, Value: []byte("x")}).FirstErr(), want)
-		require.NoError(t, client.ProduceSync(ctx, &kgo.Record{Topic: b.topic, Value: []byte("x")}).FirstErr())
+		require.NoError(t, client.ProduceSync(ctx, &kgo.Record{Topic: b.Topic, Value: []byte("x")}).FirstErr())
 	}
 }

@@ -7,6 +7,9 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/report"
+	"github.com/outboxgo/outbox/bench/internal/stats"
 	"github.com/riverqueue/river"
 	"github.com/riverqueue/river/riverdriver/riverpgxv5"
 )
@@ -38,7 +41,7 @@ type busWay struct {
 	schema  string
 	share   int // of the events of a lap: one of so many
 	job     job // of the process that handles them
-	record  func(ctx context.Context, tx pgx.Tx, events []orderPlaced) error
+	record  func(ctx context.Context, tx pgx.Tx, events []orders.Placed) error
 	check   func(ctx context.Context, h handled) error
 	ordered bool // of a key, one event after the other is handled
 }
@@ -86,10 +89,10 @@ func (b *bench) newBus(ctx context.Context) (s *bus, err error) {
 // newWorkers prepares the product.
 func (s *bus) newWorkers(ctx context.Context) (err error) {
 	s.workers = busWay{name: "bus/workers", share: 1, job: job{Work: "workers", Group: busGroup}, record: s.recordEvents, check: s.checkDeliveries, ordered: true}
-	if s.workers.schema, err = s.newSchema(ctx, "bus"); err != nil {
+	if s.workers.schema, err = s.NewSchema(ctx, "bus"); err != nil {
 		return err
 	}
-	s.rec, err = s.recorder(s.workers.schema)
+	s.rec, err = s.Recorder(s.workers.schema)
 	return err
 }
 
@@ -101,7 +104,7 @@ func (s *bus) newRiver(ctx context.Context) (err error) {
 	}
 	s.riverTx = s.river
 	s.riverTx.name, s.riverTx.share = "bus/river-tx", busTxShare
-	s.inserter, err = river.NewClient(riverpgxv5.New(s.db), &river.Config{Schema: s.river.schema, Logger: riverLog()})
+	s.inserter, err = river.NewClient(riverpgxv5.New(s.DB), &river.Config{Schema: s.river.schema, Logger: riverLog()})
 	if err != nil {
 		return fmt.Errorf("make River client: %w", err)
 	}
@@ -124,12 +127,12 @@ func (s *bus) tuneRiver(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
-			s.say("%s: %v: %s jobs/s", w.name, t, number(u.rate()))
+			s.say("%s: %v: %s jobs/s", w.name, t, report.Number(u.rate()))
 			if u.rate() > best {
 				best, of.way.job.River = u.rate(), t
 			}
 		}
-		s.report.note("%s: %v, the best of %d", of.way.name, of.way.job.River, len(riverTunings))
+		s.report.Note("%s: %v, the best of %d", of.way.name, of.way.job.River, len(riverTunings))
 	}
 	return nil
 }
@@ -143,7 +146,7 @@ func (s *bus) interleaved(ctx context.Context, all []busWay, rounds int) (map[st
 			if err != nil {
 				return nil, err
 			}
-			s.say("%d/%d %s: %s events/s, %.1f µs CPU/event", round+1, rounds, w.name, number(u.rate()), u.cpu())
+			s.say("%d/%d %s: %s events/s, %.1f µs CPU/event", round+1, rounds, w.name, report.Number(u.rate()), u.cpu())
 			runs[w.name] = append(runs[w.name], u)
 		}
 	}
@@ -152,16 +155,16 @@ func (s *bus) interleaved(ctx context.Context, all []busWay, rounds int) (map[st
 
 // reportRates holds the workers against the faster way of River.
 func (s *bus) reportRates(runs map[string][]used) {
-	rate := func(w busWay) series { return each(runs[w.name], used.rate) }
+	rate := func(w busWay) stats.Series { return each(runs[w.name], used.rate) }
 	rival := s.river
-	if rate(s.riverTx).median() > rate(s.river).median() {
+	if rate(s.riverTx).Median() > rate(s.river).Median() {
 		rival = s.riverTx
 	}
-	s.report.add(measured(s.river.name, "events/s", rate(s.river)), measured(s.riverTx.name, "events/s", rate(s.riverTx)),
-		compared(s.workers.name, "events/s", rate(s.workers), rival.name, rate(rival)).ratioAtLeast(1),
-		measured(s.workers.name, "events/s", rate(s.workers)).valueAtLeast(10_000))
+	s.report.Add(report.Measured(s.river.name, "events/s", rate(s.river)), report.Measured(s.riverTx.name, "events/s", rate(s.riverTx)),
+		report.Compared(s.workers.name, "events/s", rate(s.workers), rival.name, rate(rival)).RatioAtLeast(1),
+		report.Measured(s.workers.name, "events/s", rate(s.workers)).ValueAtLeast(10_000))
 	for _, w := range []busWay{s.workers, s.river, s.riverTx} {
-		s.report.add(measured(w.name+"-cpu", "µs/event", each(runs[w.name], used.cpu)))
+		s.report.Add(report.Measured(w.name+"-cpu", "µs/event", each(runs[w.name], used.cpu)))
 	}
 }
 
@@ -176,15 +179,15 @@ func (s *bus) besideOpen(ctx context.Context, alone map[string][]used) error {
 		if !w.ordered {
 			open /= busOpenShare
 		}
-		u, err := s.openLap(ctx, w, before.median(), seconds(open))
+		u, err := s.openLap(ctx, w, before.Median(), seconds(open))
 		if err != nil {
 			return err
 		}
-		r := compared(w.name+"-open", "events/s", series{u.rate()}, w.name, before)
+		r := report.Compared(w.name+"-open", "events/s", stats.Series{u.rate()}, w.name, before)
 		if w.ordered {
-			r = r.ratioAtLeast(0.8)
+			r = r.RatioAtLeast(0.8)
 		}
-		s.report.add(r)
+		s.report.Add(r)
 	}
 	return nil
 }
@@ -197,7 +200,7 @@ func (s *bus) openLap(ctx context.Context, w busWay, rate float64, open time.Dur
 	if err != nil {
 		return u, err
 	}
-	tx, err := s.db.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.RepeatableRead})
+	tx, err := s.DB.BeginTx(ctx, pgx.TxOptions{IsoLevel: pgx.RepeatableRead})
 	if err != nil {
 		return u, err
 	}
@@ -211,9 +214,9 @@ func (s *bus) openLap(ctx context.Context, w busWay, rate float64, open time.Dur
 		return u, err
 	}
 	all := time.Since(start)
-	s.say("%s: %s events/s after %.0f s, %s in all %.0f s, %.1f µs CPU/event", w.name, number(u.rate()), open.Seconds(),
-		number(float64(h.n)/all.Seconds()), all.Seconds(), u.cpu())
-	s.report.note("%s-open: measured %.0f s after the transaction began; %d events in all its %.0f s", w.name, open.Seconds(), h.n, all.Seconds())
+	s.say("%s: %s events/s after %.0f s, %s in all %.0f s, %.1f µs CPU/event", w.name, report.Number(u.rate()), open.Seconds(),
+		report.Number(float64(h.n)/all.Seconds()), all.Seconds(), u.cpu())
+	s.report.Note("%s-open: measured %.0f s after the transaction began; %d events in all its %.0f s", w.name, open.Seconds(), h.n, all.Seconds())
 	return u, nil
 }
 
@@ -223,6 +226,6 @@ func (s *bus) hot(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s.report.add(measured("bus/hot-key", "events/s", series{u.rate()}))
+	s.report.Add(report.Measured("bus/hot-key", "events/s", stats.Series{u.rate()}))
 	return nil
 }

@@ -6,18 +6,20 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/services"
 	"github.com/riverqueue/river"
 )
 
 // busEvent returns event n for one of so many keys.
-func busEvent(n, keys int) orderPlaced {
-	e := newEvent(n)
+func busEvent(n, keys int) orders.Placed {
+	e := orders.New(n)
 	e.Order = fmt.Sprintf("order-%05d", e.Total%keys)
 	return e
 }
 
 // recordEvents is [busWay.record] for workers.
-func (s *bus) recordEvents(ctx context.Context, tx pgx.Tx, events []orderPlaced) error {
+func (s *bus) recordEvents(ctx context.Context, tx pgx.Tx, events []orders.Placed) error {
 	all := make([]outbox.DomainEvent, len(events))
 	for i, e := range events {
 		all[i] = e
@@ -26,7 +28,7 @@ func (s *bus) recordEvents(ctx context.Context, tx pgx.Tx, events []orderPlaced)
 }
 
 // insertJobs is [busWay.record] for River.
-func (s *bus) insertJobs(ctx context.Context, tx pgx.Tx, events []orderPlaced) error {
+func (s *bus) insertJobs(ctx context.Context, tx pgx.Tx, events []orders.Placed) error {
 	jobs := make([]river.InsertManyParams, len(events))
 	for i, e := range events {
 		jobs[i].Args = riverJob(e)
@@ -60,11 +62,11 @@ func (s *bus) fill(ctx context.Context, w busWay, n, keys int) (h handled, err e
 	s.next += n
 	err = s.newEffects(ctx, w.schema)
 	for done := 0; done < n && err == nil; done += busPerTx {
-		events := make([]orderPlaced, min(busPerTx, n-done))
+		events := make([]orders.Placed, min(busPerTx, n-done))
 		for i := range events {
 			events[i] = busEvent(h.first+done+i, keys)
 		}
-		err = pgx.BeginFunc(ctx, s.db, func(tx pgx.Tx) error { return w.record(ctx, tx, events) })
+		err = pgx.BeginFunc(ctx, s.DB, func(tx pgx.Tx) error { return w.record(ctx, tx, events) })
 	}
 	if err == nil {
 		err = s.tidy(ctx, w.schema)
@@ -78,7 +80,7 @@ func (s *bus) fill(ctx context.Context, w busWay, n, keys int) (h handled, err e
 // handle has a process of its own handle events, and checks what came of them.
 func (s *bus) handle(ctx context.Context, w busWay, h handled) (u used, err error) {
 	j := w.job
-	j.Schema, j.Events, j.EventType = w.schema, h.n, s.eventType()
+	j.Schema, j.Events, j.EventType = w.schema, h.n, s.EventType()
 	if err := spawn(ctx, s.connect(j), s.stderr, &u, nil); err != nil {
 		return u, fmt.Errorf("%s: %w", w.name, err)
 	}
@@ -90,7 +92,7 @@ func (s *bus) handle(ctx context.Context, w busWay, h handled) (u used, err erro
 
 func (s *bus) newEffects(ctx context.Context, schema string) error {
 	// Several statements, which only the simple protocol takes.
-	if _, err := s.db.Exec(ctx, inSchema(ddlEffects, schema), pgx.QueryExecModeSimpleProtocol); err != nil {
+	if _, err := s.DB.Exec(ctx, services.InSchema(ddlEffects, schema), pgx.QueryExecModeSimpleProtocol); err != nil {
 		return fmt.Errorf("create effects: %w", err)
 	}
 	return nil
@@ -104,7 +106,7 @@ SELECT c.relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnames
 
 // tidy vacuums all tables of a schema.
 func (s *bus) tidy(ctx context.Context, schema string) error {
-	rows, err := s.db.Query(ctx, sqlTables, schema)
+	rows, err := s.DB.Query(ctx, sqlTables, schema)
 	if err != nil {
 		return fmt.Errorf("list tables: %w", err)
 	}
@@ -113,11 +115,11 @@ func (s *bus) tidy(ctx context.Context, schema string) error {
 		return fmt.Errorf("list tables: %w", err)
 	}
 	for _, table := range tables {
-		if _, err := s.db.Exec(ctx, "VACUUM (ANALYZE) "+pgx.Identifier{schema, table}.Sanitize()); err != nil {
+		if _, err := s.DB.Exec(ctx, "VACUUM (ANALYZE) "+pgx.Identifier{schema, table}.Sanitize()); err != nil {
 			return fmt.Errorf("vacuum %s: %w", table, err)
 		}
 	}
-	if _, err := s.db.Exec(ctx, "CHECKPOINT"); err != nil {
+	if _, err := s.DB.Exec(ctx, "CHECKPOINT"); err != nil {
 		return fmt.Errorf("CHECKPOINT: %w", err)
 	}
 	return nil
@@ -140,7 +142,7 @@ const sqlEffects = `SELECT count(*), count(DISTINCT n), coalesce(min(n), 0), coa
 
 func (s *bus) checkEffects(ctx context.Context, schema string, h handled) error {
 	var effects, events, least, most int
-	if err := s.db.QueryRow(ctx, inSchema(sqlEffects, schema)).Scan(&effects, &events, &least, &most); err != nil {
+	if err := s.DB.QueryRow(ctx, services.InSchema(sqlEffects, schema)).Scan(&effects, &events, &least, &most); err != nil {
 		return fmt.Errorf("count effects: %w", err)
 	}
 	if effects != h.n || events != h.n || least != h.first || most != h.last() {
@@ -158,7 +160,7 @@ SELECT count(*) FILTER (WHERE late)
 // one by one.
 func (s *bus) checkOrder(ctx context.Context, w busWay) error {
 	var late int
-	if err := s.db.QueryRow(ctx, inSchema(sqlLate, w.schema)).Scan(&late); err != nil {
+	if err := s.DB.QueryRow(ctx, services.InSchema(sqlLate, w.schema)).Scan(&late); err != nil {
 		return fmt.Errorf("look at the order of effects: %w", err)
 	}
 	if late > 0 && w.ordered {
@@ -175,7 +177,7 @@ SELECT count(*), count(*) FILTER (WHERE state = 'completed' AND attempt = 1)
 
 // checkJobs is [busWay.check] for River.
 func (s *bus) checkJobs(ctx context.Context, h handled) error {
-	return s.checkRows(ctx, inSchema(sqlJobs, s.river.schema), h)
+	return s.checkRows(ctx, services.InSchema(sqlJobs, s.river.schema), h)
 }
 
 // sqlDeliveries counts deliveries, and those that took one attempt.
@@ -186,14 +188,14 @@ SELECT count(*), count(*) FILTER (WHERE status = 'DONE' AND attempt_count = 1)
 
 // checkDeliveries is [busWay.check] for workers.
 func (s *bus) checkDeliveries(ctx context.Context, h handled) error {
-	return s.checkRows(ctx, inSchema(sqlDeliveries, s.workers.schema), h)
+	return s.checkRows(ctx, services.InSchema(sqlDeliveries, s.workers.schema), h)
 }
 
 // checkRows finds out whether a queue has a row for each event, and was done with it at the first
 // attempt.
 func (s *bus) checkRows(ctx context.Context, sql string, h handled) error {
 	var rows, done int
-	if err := s.db.QueryRow(ctx, sql, h.first, h.last()).Scan(&rows, &done); err != nil {
+	if err := s.DB.QueryRow(ctx, sql, h.first, h.last()).Scan(&rows, &done); err != nil {
 		return fmt.Errorf("count rows of the queue: %w", err)
 	}
 	if rows != h.n || done != h.n {

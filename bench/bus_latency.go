@@ -7,11 +7,14 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/bench/internal/laps"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/services"
 )
 
 // handledLap is a lap whose events are handled in this process.
 type handledLap struct {
-	*lap
+	*laps.Lap
 	events chan handledEvent
 }
 
@@ -31,22 +34,22 @@ func (s *bus) latencies(ctx context.Context) error {
 }
 
 func (s *bus) newHandledLap(rate int, measured time.Duration) *handledLap {
-	l := newLap(s.next, rate, seconds(s.cfg.warm), measured)
-	s.next += l.total()
-	return &handledLap{l, make(chan handledEvent, l.total())}
+	l := laps.New(s.next, rate, seconds(s.cfg.warm), measured)
+	s.next += l.Total()
+	return &handledLap{l, make(chan handledEvent, l.Total())}
 }
 
 // handled notes that the effect of event n has committed.
-func (l *handledLap) handled(n int) { l.events <- handledEvent{n, time.Since(l.start)} }
+func (l *handledLap) handled(n int) { l.events <- handledEvent{n, time.Since(l.Start)} }
 
 // collect waits until all events of the lap are handled.
-func (l *handledLap) collect(ctx context.Context, _ *lap) error {
-	for l.missing > 0 {
+func (l *handledLap) collect(ctx context.Context, _ *laps.Lap) error {
+	for l.Missing > 0 {
 		select {
 		case e := <-l.events:
-			l.arrive(e.n, e.at)
+			l.Arrive(e.n, e.at)
 		case <-ctx.Done():
-			return fmt.Errorf("%d events were not handled: %w", l.missing, context.Cause(ctx))
+			return fmt.Errorf("%d events were not handled: %w", l.Missing, context.Cause(ctx))
 		}
 	}
 	return nil
@@ -58,9 +61,9 @@ func (s *bus) timed(ctx context.Context, w busWay, l *handledLap, woken func()) 
 	if err := s.newEffects(ctx, w.schema); err != nil {
 		return err
 	}
-	return s.runLap(ctx, l.lap, l.collect, func(ctx context.Context, n int, committed func()) error {
-		events := []orderPlaced{busEvent(n, busKeys)}
-		if err := pgx.BeginFunc(ctx, s.db, func(tx pgx.Tx) error { return w.record(ctx, tx, events) }); err != nil {
+	return laps.Run(ctx, l.Lap, s.cfg.workers, l.collect, func(ctx context.Context, n int, committed func()) error {
+		events := []orders.Placed{busEvent(n, busKeys)}
+		if err := pgx.BeginFunc(ctx, s.DB, func(tx pgx.Tx) error { return w.record(ctx, tx, events) }); err != nil {
 			return err
 		}
 		committed()
@@ -71,30 +74,30 @@ func (s *bus) timed(ctx context.Context, w busWay, l *handledLap, woken func()) 
 
 // checkTimed is checkLap for transactions that have overlapped.
 func (s *bus) checkTimed(ctx context.Context, w busWay, l *handledLap) error {
-	h := handled{l.first, l.total()}
+	h := handled{l.First, l.Total()}
 	if err := errors.Join(s.checkEffects(ctx, w.schema, h), w.check(ctx, h)); err != nil || !w.ordered {
 		return err
 	}
-	return l.inOrder(func(n int) orderPlaced { return busEvent(n, busKeys) })
+	return l.InOrder(func(n int) orders.Placed { return busEvent(n, busKeys) })
 }
 
 // riverLap is a lap of one client of River, which learns by a notification that there
 // are jobs.
-func (s *bus) riverLap(ctx context.Context, rate int, measured time.Duration) (*lap, error) {
+func (s *bus) riverLap(ctx context.Context, rate int, measured time.Duration) (*laps.Lap, error) {
 	l, t := s.newHandledLap(rate, measured), s.river.job.River
 	t.Clients, t.Cooldown = 1, time.Millisecond
 	clients, err := startRiver(ctx, s.river.schema, t, &riverWorker{
-		db: s.db, inTx: t.InTx, effect: inSchema(sqlEffect, s.river.schema), begin: func() {}, handled: l.handled,
+		db: s.DB, inTx: t.InTx, effect: services.InSchema(sqlEffect, s.river.schema), begin: func() {}, handled: l.handled,
 	})
 	if err != nil {
 		return nil, err
 	}
 	err = s.timed(ctx, s.river, l, func() {})
 	if err == nil {
-		err = completedAll(ctx, s.db, s.river.schema)
+		err = completedAll(ctx, s.DB, s.river.schema)
 	}
 	if err := errors.Join(err, clients.stop(ctx)); err != nil {
 		return nil, err
 	}
-	return l.lap, s.checkTimed(ctx, s.river, l)
+	return l.Lap, s.checkTimed(ctx, s.river, l)
 }

@@ -10,13 +10,17 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox/bench/internal/laps"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/schedule"
+	"github.com/outboxgo/outbox/bench/internal/services"
 	"github.com/riverqueue/river"
 	"github.com/riverqueue/river/riverdriver/riverpgxv5"
 	"github.com/riverqueue/river/rivermigrate"
 )
 
 // riverJob is the event of the other scenarios as River's jobs carry it.
-type riverJob orderPlaced
+type riverJob orders.Placed
 
 // Kind implements [river.JobArgs].
 func (riverJob) Kind() string { return "order_placed" }
@@ -53,13 +57,11 @@ func riverLog() *slog.Logger {
 }
 
 // newRiverSchema makes a schema with River's tables.
-func (s *services) newRiverSchema(ctx context.Context, name string) (schema string, err error) {
-	schema = "bench_" + s.id + "_" + name
-	s.schemas = append(s.schemas, schema)
-	if _, err := s.db.Exec(ctx, inSchema(`CREATE SCHEMA {schema}`, schema)); err != nil {
-		return "", fmt.Errorf("create schema: %w", err)
+func (b *bench) newRiverSchema(ctx context.Context, name string) (schema string, err error) {
+	if schema, err = b.NewEmptySchema(ctx, name); err != nil {
+		return "", err
 	}
-	m, err := rivermigrate.New(riverpgxv5.New(s.db), &rivermigrate.Config{Schema: schema, Logger: riverLog()})
+	m, err := rivermigrate.New(riverpgxv5.New(b.DB), &rivermigrate.Config{Schema: schema, Logger: riverLog()})
 	if err != nil {
 		return "", fmt.Errorf("migrate River: %w", err)
 	}
@@ -133,7 +135,7 @@ func startRiver(ctx context.Context, schema string, t riverTuning, w *riverWorke
 }
 
 func (r *riverClients) stop(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), lapPatience)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), laps.Patience)
 	defer cancel()
 	var errs []error
 	for _, client := range r.all {
@@ -144,14 +146,14 @@ func (r *riverClients) stop(ctx context.Context) error {
 
 // workRiver works off the jobs that wait, to the last completion.
 func workRiver(ctx context.Context, j job) (u used, err error) {
-	db, err := newPool(ctx, j.Postgres, j.River.Conns)
+	db, err := services.NewPool(ctx, j.Postgres, j.River.Conns)
 	if err != nil {
 		return u, err
 	}
 	defer db.Close()
 	late, done := newLateMeter(j), newCountdown(j.Events)
 	clients, err := startRiver(ctx, j.Schema, j.River, &riverWorker{
-		db: db, inTx: j.River.InTx, effect: inSchema(sqlEffect, j.Schema), begin: late.called, handled: func(int) { late.handled(); done.done(1) },
+		db: db, inTx: j.River.InTx, effect: services.InSchema(sqlEffect, j.Schema), begin: late.called, handled: func(int) { late.handled(); done.done(1) },
 	})
 	if err != nil {
 		return u, err
@@ -174,13 +176,13 @@ const sqlUncompleted = `SELECT EXISTS (SELECT FROM {schema}.river_job WHERE stat
 func completedAll(ctx context.Context, db *pgxpool.Pool, schema string) error {
 	for {
 		var more bool
-		if err := db.QueryRow(ctx, inSchema(sqlUncompleted, schema)).Scan(&more); err != nil {
+		if err := db.QueryRow(ctx, services.InSchema(sqlUncompleted, schema)).Scan(&more); err != nil {
 			return fmt.Errorf("look for uncompleted jobs: %w", err)
 		}
 		if !more {
 			return nil
 		}
-		if err := sleep(ctx, completedLook); err != nil {
+		if err := schedule.Sleep(ctx, completedLook); err != nil {
 			return err
 		}
 	}

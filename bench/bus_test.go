@@ -7,6 +7,9 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/bench/internal/laps"
+	"github.com/outboxgo/outbox/bench/internal/report"
+	"github.com/outboxgo/outbox/bench/internal/services"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 )
@@ -19,8 +22,8 @@ func tinyBus(t *testing.T) *bus {
 	}
 	s, err := connect(t.Context(), cfg)
 	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, s.close()) })
-	b, err := (&bench{services: s, cfg: cfg, stderr: os.Stderr, report: &report{}}).newBus(t.Context())
+	t.Cleanup(func() { require.NoError(t, s.Close()) })
+	b, err := (&bench{Services: s, cfg: cfg, stderr: os.Stderr, report: &report.Report{}}).newBus(t.Context())
 	require.NoError(t, err)
 	b.river.job.River = riverTuning{Clients: 2, MaxWorkers: 20, Cooldown: time.Millisecond, Conns: 12}
 	b.riverTx.job.River = b.river.job.River
@@ -38,7 +41,7 @@ func TestLapsOfTheBusAreChecked(t *testing.T) {
 		require.Equal(t, b.cfg.busEvents/w.share, h.n)
 		require.Positive(t, u.CPU)
 		exec := func(sql string) {
-			_, err := b.db.Exec(ctx, inSchema(sql, w.schema), pgx.QueryExecModeSimpleProtocol)
+			_, err := b.DB.Exec(ctx, services.InSchema(sql, w.schema), pgx.QueryExecModeSimpleProtocol)
 			require.NoError(t, err)
 		}
 		exec(`DROP TABLE IF EXISTS {schema}.spare; CREATE TABLE {schema}.spare AS SELECT * FROM {schema}.effects`)
@@ -70,7 +73,7 @@ func TestDisorderOnTheBus(t *testing.T) {
 	b, ctx := tinyBus(t), context.Background()
 	require.NoError(t, b.newEffects(ctx, b.workers.schema))
 	insert := func(key string, n int) {
-		_, err := b.db.Exec(ctx, inSchema(sqlEffect, b.workers.schema), key, n)
+		_, err := b.DB.Exec(ctx, services.InSchema(sqlEffect, b.workers.schema), key, n)
 		require.NoError(t, err)
 	}
 	insert("a", 2)
@@ -87,10 +90,10 @@ func TestDisorderOnTheBus(t *testing.T) {
 // A lap for latencies waits for the effects, and is checked.
 func TestTimedLapsOfTheBus(t *testing.T) {
 	b, ctx := tinyBus(t), context.Background()
-	for _, run := range []func(context.Context, int, time.Duration) (*lap, error){b.workerLap, b.riverLap} {
+	for _, run := range []func(context.Context, int, time.Duration) (*laps.Lap, error){b.workerLap, b.riverLap} {
 		l, err := run(ctx, 50, b.lapTime())
 		require.NoError(t, err)
-		require.Len(t, l.order, l.total())
-		require.Positive(t, l.latencies().median())
+		require.Len(t, l.Order, l.Total())
+		require.Positive(t, l.Latencies().Median())
 	}
 }

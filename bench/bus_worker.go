@@ -9,6 +9,9 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/laps"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/services"
 	"golang.org/x/sync/errgroup"
 )
 
@@ -19,19 +22,19 @@ const busGroup = "bench-bus"
 const busConns = 10
 
 // newWorker makes a worker whose handler has an effect for each event.
-func newWorker(db *pgxpool.Pool, j job, begin func(orderPlaced, outbox.Metadata), handled func(outbox.Metadata)) (*outbox.Worker, error) {
-	events, err := outbox.NewRegistry(source, outbox.Event(j.EventType, aggregate, orderPlaced.order))
+func newWorker(db *pgxpool.Pool, j job, begin func(orders.Placed, outbox.Metadata), handled func(outbox.Metadata)) (*outbox.Worker, error) {
+	events, err := outbox.NewRegistry(orders.Source, outbox.Event(j.EventType, orders.Aggregate, orders.Placed.Key))
 	if err != nil {
 		return nil, err
 	}
-	effect := inSchema(sqlEffect, j.Schema)
+	effect := services.InSchema(sqlEffect, j.Schema)
 	return outbox.NewWorker(db, events, outbox.WorkerConfig{
 		HandlerConfig: outbox.HandlerConfig{
 			Group: j.Group, Schema: j.Schema,
 			Hooks: outbox.ConsumerHooks{Handled: func(m outbox.Metadata, _ string, _ time.Duration) { handled(m) }},
 		},
 		FromStart: true,
-	}, outbox.Handle("EFFECT", func(ctx context.Context, tx pgx.Tx, e orderPlaced, m outbox.Metadata) error {
+	}, outbox.Handle("EFFECT", func(ctx context.Context, tx pgx.Tx, e orders.Placed, m outbox.Metadata) error {
 		begin(e, m)
 		_, err := tx.Exec(ctx, effect, e.Order, e.N)
 		return err
@@ -45,12 +48,12 @@ func workBus(ctx context.Context, j job) (u used, err error) {
 		g, ctx := errgroup.WithContext(ctx)
 		for range busWorkers {
 			g.Go(func() error {
-				db, err := newPool(ctx, j.Postgres, busConns)
+				db, err := services.NewPool(ctx, j.Postgres, busConns)
 				if err != nil {
 					return err
 				}
 				defer db.Close()
-				w, err := newWorker(db, j, func(orderPlaced, outbox.Metadata) { late.called() }, func(outbox.Metadata) { late.handled(); done.done(1) })
+				w, err := newWorker(db, j, func(orders.Placed, outbox.Metadata) { late.called() }, func(outbox.Metadata) { late.handled(); done.done(1) })
 				if err != nil {
 					return err
 				}
@@ -70,11 +73,11 @@ func workBus(ctx context.Context, j job) (u used, err error) {
 }
 
 // workerLap is a lap of one worker, which is woken after each commit.
-func (s *bus) workerLap(ctx context.Context, rate int, measured time.Duration) (*lap, error) {
+func (s *bus) workerLap(ctx context.Context, rate int, measured time.Duration) (*laps.Lap, error) {
 	l, j := s.newHandledLap(rate, measured), s.workers.job
-	j.Schema, j.EventType = s.workers.schema, s.eventType()
+	j.Schema, j.EventType = s.workers.schema, s.EventType()
 	var numbers sync.Map // of the events whose transactions have not committed yet, by event id
-	worker, err := newWorker(s.db, j, func(e orderPlaced, m outbox.Metadata) { numbers.Store(m.ID, e.N) }, func(m outbox.Metadata) {
+	worker, err := newWorker(s.DB, j, func(e orders.Placed, m outbox.Metadata) { numbers.Store(m.ID, e.N) }, func(m outbox.Metadata) {
 		if n, ok := numbers.LoadAndDelete(m.ID); ok {
 			l.handled(n.(int))
 		}
@@ -83,9 +86,9 @@ func (s *bus) workerLap(ctx context.Context, rate int, measured time.Duration) (
 		return nil, err
 	}
 	running, stop := runAside(ctx, worker.Run)
-	err = s.timed(running, s.workers, l, worker.Wake)
+	err = s.timed(running, s.workers, l, worker.Waker().Wake)
 	if err := errors.Join(err, stop()); err != nil {
 		return nil, err
 	}
-	return l.lap, s.checkTimed(ctx, s.workers, l)
+	return l.Lap, s.checkTimed(ctx, s.workers, l)
 }

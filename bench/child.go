@@ -25,6 +25,7 @@ type job struct {
 	Brokers  []string
 	Topic    string
 	Schema   string
+	Schemas  []string // of tenants
 	Relay    string
 	Events   int
 	Batch    int  // rows in one SELECT, not for the relay
@@ -48,14 +49,16 @@ type job struct {
 // works are the jobs. Each prepares, measures and returns what Events events
 // have cost, from being ready to the last acknowledgement.
 var works = map[string]func(context.Context, job) (used, error){
-	"read":    readAlone,
-	"produce": produceAlone,
-	"pipe":    pipe,
-	"relay":   relayAll,
-	"outage":  relayThroughOutage,
-	"count":   countAll,
-	"river":   workRiver,
-	"workers": workBus,
+	"read":     readAlone,
+	"produce":  produceAlone,
+	"pipe":     pipe,
+	"relay":    relayAll,
+	"stand by": standBy,
+	"outage":   relayThroughOutage,
+	"count":    countAll,
+	"river":    workRiver,
+	"workers":  workBus,
+	"tenants":  relayTenants,
 }
 
 // childMain reads a job from its standard input and writes what it cost to its
@@ -94,23 +97,23 @@ func childMain(ctx context.Context, stdin io.Reader, stdout, stderr io.Writer) i
 // the topic must hold as many records more as there were events to produce.
 func (b *bench) runChild(ctx context.Context, j job, s *stock) (u used, err error) {
 	j = b.prepare(j, s)
-	before, err := b.produced(ctx)
+	before, err := b.Produced(ctx)
 	if err != nil {
 		return u, err
 	}
 	if err := spawn(ctx, j, b.stderr, &u, nil); err != nil {
 		return u, fmt.Errorf("%s: %w", j.Work, err)
 	}
-	after, err := b.produced(ctx)
+	after, err := b.Produced(ctx)
 	if err == nil && j.Work != "read" && after-before != int64(j.Events) {
 		err = fmt.Errorf("%s: %d events made %d records", j.Work, j.Events, after-before)
 	}
-	return u, errors.Join(err, b.emptyTopic(ctx))
+	return u, errors.Join(err, b.EmptyTopic(ctx))
 }
 
 // prepare completes a job on the events of a stock.
 func (b *bench) prepare(j job, s *stock) job {
-	j.Topic, j.Schema, j.Events = b.topic, s.schema, s.events
+	j.Topic, j.Schema, j.Events = b.Topic, s.schema, s.events
 	return b.connect(j)
 }
 

@@ -29,9 +29,9 @@ module says what each scenario compares.
 
 A run makes schemas and a topic of its own and removes them at the end, also
 after Ctrl-C. All scenarios together take about an hour on two cores; large
-takes 2 of them and 10 GB of disk, backlogs 5 and as much, bad-topics 5, bus 10. Give it the machine alone: everything shares its cores.
+takes 2 of them and 10 GB of disk, backlogs 5 and as much, bad-topics 5, failing 5, takeover 5, bus 10. Give it the machine alone: everything shares its cores.
 
-Exit code: 0 all was measured, 1 something could not be, 2 wrong usage.
+Exit code: 0 all was measured, 1 something could not be, or exceeded a bound of -gate, 2 wrong usage.
 
 Scenarios:
 `
@@ -64,11 +64,21 @@ type config struct {
 	busEvents, busHot int
 	busOpen           float64
 
+	failingEvents  int
+	failingSeconds float64
+
+	silence  float64
+	silences int
+	kills    int
+
+	tenants, tenantRate int
+
 	poisons, poisonEvery int
 	outage               float64
 
 	json    string
 	profile string
+	gate    string
 }
 
 // parse reads the flags and the environment.
@@ -86,6 +96,11 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.IntVar(&cfg.workers, "workers", 32, "connections that commit at the same time, for latencies")
 	flags.IntVar(&cfg.polls, "polls", 3000, "idle polls to look at, all turns together")
 	flags.IntVar(&cfg.records, "records", 1500, "transactions that record one event, all turns together; those with more events are fewer")
+	flags.Float64Var(&cfg.silence, "silence", 1, "seconds without an event before each of -silences; a relay looks often for 0.35 s after one")
+	flags.IntVar(&cfg.silences, "silences", 100, "events after a silence")
+	flags.IntVar(&cfg.kills, "kills", 100, "leaders that are killed; a fifth as many are stopped")
+	flags.IntVar(&cfg.tenants, "tenants", 200, "schemas that one process relays for")
+	flags.IntVar(&cfg.tenantRate, "tenant-rate", 10, "transactions per second of each of -tenants")
 	flags.IntVar(&cfg.poisonEvery, "poison-every", 10_000, "one event among so many is a poison")
 	flags.IntVar(&cfg.poisons, "poisons", 2, "poisons among the measured events of each turn")
 	flags.Float64Var(&cfg.outage, "outage", 20, "seconds without Kafka; what a relay is configured to is as much shorter as they are than 600")
@@ -100,7 +115,10 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.IntVar(&cfg.busEvents, "bus-events", 50_000, "events that workers, and River, handle in each turn")
 	flags.IntVar(&cfg.busHot, "bus-hot", 200_000, "events of a single key that workers handle")
 	flags.Float64Var(&cfg.busOpen, "bus-open", 300, "seconds that a transaction stays open beside workers and River; 0 leaves that out")
+	flags.IntVar(&cfg.failingEvents, "failing-events", 100_000, "events of the failing scenario, one of a hundred of which fails")
+	flags.Float64Var(&cfg.failingSeconds, "failing-seconds", 20, "seconds that a turn of the failing scenario takes at most")
 	flags.StringVar(&cfg.json, "json", "", "write the results as JSON lines to this `file`; - means stdout, in place of the table")
+	flags.StringVar(&cfg.gate, "gate", "", "fail if ratios exceed the bounds in this `file` in two measurements")
 	flags.StringVar(&cfg.profile, "profile", "", "write CPU and allocation profiles of drains and consumers into this `folder`")
 	if err := flags.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
@@ -166,6 +184,11 @@ func (c *config) validate() error {
 	refuse(c.largeSize < minLargeSize || c.largeSize > maxLargeSize, fmt.Sprintf("-large-size goes from %d to %d", minLargeSize, maxLargeSize))
 	refuse(c.busEvents < minEvents || c.busHot < minEvents, fmt.Sprintf("-bus-events and -bus-hot start at %d", minEvents))
 	refuse(c.busOpen < 0, "-bus-open starts at 0")
+	refuse(c.failingEvents < minEvents, fmt.Sprintf("-failing-events starts at %d", minEvents))
+	refuse(c.failingSeconds <= 0, "-failing-seconds starts above 0")
+	refuse(c.silence <= 0 || c.silences < 1, "-silence and -silences start above 0")
+	refuse(c.kills < 1, "-kills starts above 0")
+	refuse(c.tenants < 1 || c.tenantRate < 1, "-tenants and -tenant-rate start above 0")
 	refuse(c.beside <= 0, "-beside starts above 0")
 	refuse(!slices.IsSorted(c.backlogs) || len(slices.Compact(slices.Clone(c.backlogs))) < len(c.backlogs), "-backlogs must grow")
 	refuse(c.seconds <= 0 || c.warm < 0, "-seconds starts above 0, -warm at 0")

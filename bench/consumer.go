@@ -7,6 +7,9 @@ import (
 	"maps"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/report"
+	"github.com/outboxgo/outbox/bench/internal/services"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -25,11 +28,15 @@ type shelf struct {
 
 // newShelf fills a topic with the records that a relay would make of n events.
 func (b *bench) newShelf(ctx context.Context, n int) (*shelf, error) {
-	topic, err := b.newTopic(ctx, fmt.Sprintf("shelf%d", n), shelfPartitions)
+	return b.newShelfOf(ctx, fmt.Sprintf("shelf%d", n), n, orders.New)
+}
+
+func (b *bench) newShelfOf(ctx context.Context, name string, n int, event func(n int) orders.Placed) (*shelf, error) {
+	topic, err := b.NewTopic(ctx, name, shelfPartitions)
 	if err != nil {
 		return nil, err
 	}
-	if _, err := b.newTopic(ctx, fmt.Sprintf("shelf%d.dlq", n), 1); err != nil { // a consumer looks for it
+	if _, err := b.NewTopic(ctx, name+".dlq", 1); err != nil { // a consumer looks for it
 		return nil, err
 	}
 	client, err := newProducer(b.cfg.brokers)
@@ -40,7 +47,7 @@ func (b *bench) newShelf(ctx context.Context, n int) (*shelf, error) {
 	s := &shelf{topic: topic, events: n, counts: map[string]int{}}
 	var acks kgo.FirstErrPromise
 	for i := range n {
-		e := newEvent(i)
+		e := event(i)
 		record, err := b.recordOf(e, topic)
 		if err != nil {
 			return nil, err
@@ -64,7 +71,7 @@ type counting struct {
 // consumer compares a transaction for what arrived together with one for each
 // event, and with handlers that aggregate.
 func (b *bench) consumer(ctx context.Context) error {
-	schema, err := b.newSchema(ctx, "consumer")
+	schema, err := b.NewSchema(ctx, "consumer")
 	if err != nil {
 		return err
 	}
@@ -92,7 +99,7 @@ func (b *bench) consumer(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
-			b.say("%d/%d %s: %s events/s, %.1f µs CPU/event", round+1, b.cfg.runs, c.name, number(u.rate()), u.cpu())
+			b.say("%d/%d %s: %s events/s, %.1f µs CPU/event", round+1, b.cfg.runs, c.name, report.Number(u.rate()), u.cpu())
 			runs[c.name] = append(runs[c.name], u)
 		}
 	}
@@ -104,19 +111,19 @@ func (b *bench) consumer(ctx context.Context) error {
 // is the consumer's cost; the others also show that of a statement for each event.
 func (b *bench) reportConsumer(all []counting, runs map[string][]used) {
 	base := all[0].name
-	b.report.add(measured(base, "events/s", each(runs[base], used.rate)))
+	b.report.Add(report.Measured(base, "events/s", each(runs[base], used.rate)))
 	for _, c := range all[1:] {
-		r := compared(c.name, "events/s", each(runs[c.name], used.rate), base, each(runs[base], used.rate))
+		r := report.Compared(c.name, "events/s", each(runs[c.name], used.rate), base, each(runs[base], used.rate))
 		if c.job.InBatch {
-			b.report.add(r.valueAtLeast(20_000))
+			b.report.Add(r.ValueAtLeast(20_000))
 		} else {
-			b.report.add(r.ratioAtLeast(5))
+			b.report.Add(r.RatioAtLeast(5))
 		}
 	}
 	for _, c := range all {
-		b.report.add(measured(c.name+"-cpu", "µs/event", each(runs[c.name], used.cpu)),
-			measured(c.name+"-allocs", "allocs/event", each(runs[c.name], used.allocs)),
-			measured(c.name+"-bytes", "bytes/event", each(runs[c.name], used.bytes)))
+		b.report.Add(report.Measured(c.name+"-cpu", "µs/event", each(runs[c.name], used.cpu)),
+			report.Measured(c.name+"-allocs", "allocs/event", each(runs[c.name], used.allocs)),
+			report.Measured(c.name+"-bytes", "bytes/event", each(runs[c.name], used.bytes)))
 	}
 }
 
@@ -130,19 +137,19 @@ INSERT INTO {schema}.counts SELECT 'order-' || lpad(g::text, 5, '0'), 0 FROM gen
 // count lets a new group consume a shelf in a process of its own. What earlier
 // groups have noted in event_handled stays there, as it would.
 func (b *bench) count(ctx context.Context, schema string, round int, c counting) (u used, err error) {
-	if _, err := b.db.Exec(ctx, inSchema(ddlCounts, schema), pgx.QueryExecModeSimpleProtocol); err != nil {
+	if _, err := b.DB.Exec(ctx, services.InSchema(ddlCounts, schema), pgx.QueryExecModeSimpleProtocol); err != nil {
 		return u, fmt.Errorf("create counters: %w", err)
 	}
 	for _, sql := range []string{`VACUUM (ANALYZE) {schema}.counts`, `VACUUM (ANALYZE) {schema}.event_handled`, `CHECKPOINT`} {
-		if _, err := b.db.Exec(ctx, inSchema(sql, schema)); err != nil {
+		if _, err := b.DB.Exec(ctx, services.InSchema(sql, schema)); err != nil {
 			return u, fmt.Errorf("%s: %w", sql, err)
 		}
 	}
 	j := c.job
-	j.Work, j.Topic, j.Schema, j.Events, j.EventType = "count", c.shelf.topic, schema, c.shelf.events, b.eventType()
-	j.Group = fmt.Sprintf("bench-%s-%s-%d", b.id, c.name, round)
+	j.Work, j.Topic, j.Schema, j.Events, j.EventType = "count", c.shelf.topic, schema, c.shelf.events, b.EventType()
+	j.Group = fmt.Sprintf("bench-%s-%s-%d", b.ID, c.name, round)
 	defer func() {
-		_, derr := b.admin.DeleteGroup(context.WithoutCancel(ctx), j.Group)
+		_, derr := b.Admin.DeleteGroup(context.WithoutCancel(ctx), j.Group)
 		err = errors.Join(err, derr)
 	}()
 	if err := spawn(ctx, b.connect(j), b.stderr, &u, nil); err != nil {
@@ -160,10 +167,10 @@ const sqlHandled = `SELECT count(*) FROM {schema}.event_handled WHERE consumer_g
 // checkCounts finds out whether each event was counted once, noted and committed.
 func (b *bench) checkCounts(ctx context.Context, j job, s *shelf) error {
 	var noted int
-	if err := b.db.QueryRow(ctx, inSchema(sqlHandled, j.Schema), j.Group).Scan(&noted); err != nil {
+	if err := b.DB.QueryRow(ctx, services.InSchema(sqlHandled, j.Schema), j.Group).Scan(&noted); err != nil {
 		return fmt.Errorf("count what is handled: %w", err)
 	}
-	offsets, err := b.admin.FetchOffsetsForTopics(ctx, j.Group, s.topic)
+	offsets, err := b.Admin.FetchOffsetsForTopics(ctx, j.Group, s.topic)
 	if err != nil {
 		return fmt.Errorf("read offsets: %w", err)
 	}
@@ -172,7 +179,7 @@ func (b *bench) checkCounts(ctx context.Context, j job, s *shelf) error {
 	if noted != s.events || committed != int64(s.events) {
 		return fmt.Errorf("%d events were noted %d times and committed %d times", s.events, noted, committed)
 	}
-	rows, err := b.db.Query(ctx, inSchema(`SELECT key, n FROM {schema}.counts WHERE n > 0`, j.Schema))
+	rows, err := b.DB.Query(ctx, services.InSchema(`SELECT key, n FROM {schema}.counts WHERE n > 0`, j.Schema))
 	if err != nil {
 		return fmt.Errorf("read counters: %w", err)
 	}

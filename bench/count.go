@@ -8,18 +8,20 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/services"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
 // countAll consumes a topic from its start, as a new group, and counts its events
 // by their keys.
 func countAll(ctx context.Context, j job) (u used, err error) {
-	db, err := newPool(ctx, j.Postgres, shelfPartitions+1) // consumers leave one to their handlers
+	db, err := services.NewPool(ctx, j.Postgres, shelfPartitions+1) // consumers leave one to their handlers
 	if err != nil {
 		return u, err
 	}
 	defer db.Close()
-	events, err := outbox.NewRegistry(source, outbox.Event(j.EventType, aggregate, orderPlaced.order).Topic(j.Topic))
+	events, err := outbox.NewRegistry(orders.Source, outbox.Event(j.EventType, orders.Aggregate, orders.Placed.Key).Topic(j.Topic))
 	if err != nil {
 		return u, err
 	}
@@ -72,9 +74,9 @@ UPDATE {schema}.counts AS c
 
 // counter is the handler that counts: each event, or those that arrived together.
 func (j job) counter() outbox.Handler {
-	one, many := inSchema(sqlCount, j.Schema), inSchema(sqlCountMany, j.Schema)
+	one, many := services.InSchema(sqlCount, j.Schema), services.InSchema(sqlCountMany, j.Schema)
 	if j.InBatch {
-		return outbox.HandleBatch("COUNTED", func(ctx context.Context, tx pgx.Tx, events []outbox.Received[orderPlaced]) error {
+		return outbox.HandleBatch("COUNTED", func(ctx context.Context, tx pgx.Tx, events []outbox.Received[orders.Placed]) error {
 			keys := make([]string, len(events))
 			for i, e := range events {
 				keys[i] = e.Event.Order
@@ -83,7 +85,7 @@ func (j job) counter() outbox.Handler {
 			return err
 		})
 	}
-	return outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e orderPlaced, _ outbox.Metadata) error {
+	return outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e orders.Placed, _ outbox.Metadata) error {
 		_, err := tx.Exec(ctx, one, e.Order)
 		return err
 	})

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"time"
+
+	"github.com/outboxgo/outbox/bench/internal/report"
 )
 
 // warmUp produces until the broker's JVM has compiled what it needs: a cold one
@@ -24,7 +26,7 @@ func (b *bench) warmUp(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		b.say("warm-up: %s records/s", number(u.rate()))
+		b.say("warm-up: %s records/s", report.Number(u.rate()))
 		stable++
 		if u.rate() > best*better {
 			stable = 0
@@ -71,12 +73,12 @@ func (b *bench) bestBatch(ctx context.Context, s *stock) (size int, err error) {
 		if err != nil {
 			return 0, err
 		}
-		b.say("bare pipe in batches of %d: %s events/s", batch, number(u.rate()))
+		b.say("bare pipe in batches of %d: %s events/s", batch, report.Number(u.rate()))
 		if u.rate() > best {
 			best, size = u.rate(), batch
 		}
 	}
-	b.report.note("bare pipe: batches of %d", size)
+	b.report.Note("bare pipe: batches of %d", size)
 	return size, nil
 }
 
@@ -116,7 +118,7 @@ func (b *bench) compete(ctx context.Context, r round, c contestant) (used, error
 	}
 	u, err := b.runChild(ctx, c.job, c.stock)
 	if err == nil {
-		b.say("%s %s: %s events/s, %.1f µs CPU/event, heap %.0f MiB", r, c.name, number(u.rate()), u.cpu(), u.peak())
+		b.say("%s %s: %s events/s, %.1f µs CPU/event, heap %.0f MiB", r, c.name, report.Number(u.rate()), u.cpu(), u.peak())
 	}
 	return u, err
 }
@@ -133,26 +135,26 @@ func (b *bench) competeWithin(ctx context.Context, limit time.Duration, r round,
 		return u, err
 	}
 	b.say("%s %s FAILED: not done within %v", r, c.name, limit)
-	b.report.add(failed(c.name, fmt.Sprintf("not done within %v", limit)))
-	return u, errors.Join(errLate, b.emptyTopic(ctx))
+	b.report.Add(report.Failed(c.name, fmt.Sprintf("not done within %v", limit)))
+	return u, errors.Join(errLate, b.EmptyTopic(ctx))
 }
 
 func (b *bench) reportDrain(runs map[string][]used) {
 	relay, pipe, ahead := runs["drain/relay"], runs["drain/pipe"], runs["drain/pipe-prefetch"]
-	rate := func(name string) result { return measured(name, "events/s", each(runs[name], used.rate)) }
-	b.report.add(rate("drain/read"), rate("drain/produce"), rate("drain/pipe"), rate("drain/pipe-prefetch"),
-		compared("drain/relay", "events/s", each(relay, used.rate), "drain/pipe", each(pipe, used.rate)).ratioAtLeast(0.8),
-		compared("drain/relay", "events/s", each(relay, used.rate), "drain/pipe-prefetch", each(ahead, used.rate)))
+	rate := func(name string) report.Result { return report.Measured(name, "events/s", each(runs[name], used.rate)) }
+	b.report.Add(rate("drain/read"), rate("drain/produce"), rate("drain/pipe"), rate("drain/pipe-prefetch"),
+		report.Compared("drain/relay", "events/s", each(relay, used.rate), "drain/pipe", each(pipe, used.rate)).RatioAtLeast(0.8),
+		report.Compared("drain/relay", "events/s", each(relay, used.rate), "drain/pipe-prefetch", each(ahead, used.rate)))
 	for _, q := range []struct {
 		name, unit string
 		of         func(used) float64
 	}{{"cpu", "µs/event", used.cpu}, {"allocs", "allocs/event", used.allocs}, {"bytes", "bytes/event", used.bytes}} {
 		against := fmt.Sprintf("drain/pipe-%s", q.name)
-		r := compared("drain/relay-"+q.name, q.unit, each(relay, q.of), against, each(pipe, q.of))
+		r := report.Compared("drain/relay-"+q.name, q.unit, each(relay, q.of), against, each(pipe, q.of))
 		if q.name == "cpu" {
-			r = r.valueAtMost(6)
+			r = r.ValueAtMost(6)
 		}
-		b.report.add(measured(against, q.unit, each(pipe, q.of)), r)
+		b.report.Add(report.Measured(against, q.unit, each(pipe, q.of)), r)
 	}
 }
 
@@ -179,8 +181,8 @@ func (b *bench) backlog(ctx context.Context) error {
 	}{{"time", used.micros}, {"cpu", used.cpu}} {
 		few, many := each(runs["backlog/small"], q.of), each(runs["backlog/large"], q.of)
 		against := fmt.Sprintf("backlog/%d-%s", small.events, q.name)
-		b.report.add(measured(against, "µs/event", few),
-			compared(fmt.Sprintf("backlog/%d-%s", large.events, q.name), "µs/event", many, against, few).ratioAtMost(1.2))
+		b.report.Add(report.Measured(against, "µs/event", few),
+			report.Compared(fmt.Sprintf("backlog/%d-%s", large.events, q.name), "µs/event", many, against, few).RatioAtMost(1.2))
 	}
 	return nil
 }

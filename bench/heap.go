@@ -1,7 +1,10 @@
 package main
 
 import (
+	"os"
 	"runtime/metrics"
+	"strconv"
+	"strings"
 	"time"
 )
 
@@ -42,4 +45,22 @@ func (w *heapWatch) run() {
 func (w *heapWatch) stop() uint64 {
 	close(w.quit)
 	return <-w.most
+}
+
+// residentMemory returns how much memory this process has, where /proc says so.
+func residentMemory() uint64 {
+	statm, err := os.ReadFile("/proc/self/statm")
+	if err != nil {
+		return 0
+	}
+	fields := strings.Fields(string(statm))
+	const resident = 1 // its number among the fields
+	if len(fields) <= resident {
+		return 0
+	}
+	pages, err := strconv.ParseUint(fields[resident], 10, 64)
+	if err != nil {
+		return 0
+	}
+	return pages * uint64(os.Getpagesize())
 }

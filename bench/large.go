@@ -10,6 +10,10 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/report"
+	"github.com/outboxgo/outbox/bench/internal/schedule"
+	"github.com/outboxgo/outbox/bench/internal/stats"
 )
 
 const (
@@ -33,7 +37,7 @@ func (b *bench) large(ctx context.Context) error {
 		return err
 	}
 	var pipes, relays []used
-	var firsts, temporary series
+	var firsts, temporary stats.Series
 	for n := range b.cfg.longRuns {
 		now := round{n, b.cfg.longRuns}
 		p, err := b.compete(ctx, now, contestant{"large/pipe", s, job{Work: "pipe", Batch: max(1, largeBatch/b.cfg.largeSize)}})
@@ -42,7 +46,7 @@ func (b *bench) large(ctx context.Context) error {
 		}
 		r, err := b.largeRelay(ctx, now, s)
 		if errors.Is(err, errLate) {
-			return b.dropSchema(ctx, s.schema)
+			return b.DropSchema(ctx, s.schema)
 		}
 		if err != nil {
 			return err
@@ -51,20 +55,20 @@ func (b *bench) large(ctx context.Context) error {
 		firsts, temporary = append(firsts, r.first.Seconds()), append(temporary, float64(r.temporary))
 	}
 	throughput := func(u used) float64 { return u.rate() * float64(b.cfg.largeSize) / 1e6 }
-	b.report.add(
-		measured("large/pipe", "MB/s", each(pipes, throughput)),
-		compared("large/relay", "MB/s", each(relays, throughput), "large/pipe", each(pipes, throughput)).ratioAtLeast(0.5),
-		measured("large/relay-first-arrival", "s", firsts).valueAtMost(firstLimit),
-		measured("large/pipe-heap", "MiB", each(pipes, used.peak)),
-		measured("large/relay-heap", "MiB", each(relays, used.peak)).valueAtMost(memoryLimit),
-		measured("large/relay-temporary-files", "files", temporary).valueAtMost(0))
-	return b.dropSchema(ctx, s.schema)
+	b.report.Add(
+		report.Measured("large/pipe", "MB/s", each(pipes, throughput)),
+		report.Compared("large/relay", "MB/s", each(relays, throughput), "large/pipe", each(pipes, throughput)).RatioAtLeast(0.5),
+		report.Measured("large/relay-first-arrival", "s", firsts).ValueAtMost(firstLimit),
+		report.Measured("large/pipe-heap", "MiB", each(pipes, used.peak)),
+		report.Measured("large/relay-heap", "MiB", each(relays, used.peak)).ValueAtMost(memoryLimit),
+		report.Measured("large/relay-temporary-files", "files", temporary).ValueAtMost(0))
+	return b.DropSchema(ctx, s.schema)
 }
 
 // largeEvent returns event n with a payload of as many bytes as were asked for. It
 // is random text, of which neither PostgreSQL nor Kafka's clients make much less.
 func (b *bench) largeEvent(n int) outbox.DomainEvent {
-	e := newEvent(n)
+	e := orders.New(n)
 	e.Note = randomText(b.cfg.largeSize-len(e.Note)-minLargeSize/4, uint64(n))
 	return e
 }
@@ -94,12 +98,12 @@ func (b *bench) largeRelay(ctx context.Context, now round, s *stock) (r largeRun
 	if err != nil {
 		return r, err
 	}
-	defer reader.client.Close()
+	defer reader.Client.Close()
 	arrived := make(chan time.Time, 1)
 	go func() {
-		reader.client.PollRecords(ctx, 1)
+		reader.Client.PollRecords(ctx, 1)
 		arrived <- time.Now()
-		reader.client.Close() // the others are not for us
+		reader.Client.Close() // the others are not for us
 	}()
 	if r.used, err = b.competeWithin(ctx, largePatience, now, contestant{"large/relay", s, job{Work: "relay"}}); err != nil {
 		return r, err
@@ -122,14 +126,14 @@ const (
 // temporaryFiles returns how many PostgreSQL has ever written for this database.
 func (b *bench) temporaryFiles(ctx context.Context) (files int64, err error) {
 	for children := 1; children > 0; {
-		if err := b.db.QueryRow(ctx, sqlChildren, childName()).Scan(&children); err != nil {
+		if err := b.DB.QueryRow(ctx, sqlChildren, childName()).Scan(&children); err != nil {
 			return 0, fmt.Errorf("look for connections: %w", err)
 		}
-		if err := sleep(ctx, childLook); err != nil {
+		if err := schedule.Sleep(ctx, childLook); err != nil {
 			return 0, err
 		}
 	}
-	if err := b.db.QueryRow(ctx, sqlTemporary).Scan(&files); err != nil {
+	if err := b.DB.QueryRow(ctx, sqlTemporary).Scan(&files); err != nil {
 		return 0, fmt.Errorf("count temporary files: %w", err)
 	}
 	return files, nil

@@ -10,33 +10,34 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/laps"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/report"
+	"github.com/outboxgo/outbox/bench/internal/services"
+	"github.com/outboxgo/outbox/bench/internal/stats"
 	"github.com/twmb/franz-go/pkg/kgo"
-	"golang.org/x/sync/errgroup"
 )
 
-const (
-	lapPatience  = 30 * time.Second // for events that do not arrive
-	openRate     = 1000             // transactions per second beside an open one
-	enoughOfRate = 0.95             // a schedule that was kept
-)
+const openRate = 1000 // transactions per second beside an open one
 
 // track is where laps are run.
 type track struct {
 	*bench
 	schema string
 	rec    *outbox.Recorder
-	reader *reader
+	reader *laps.Reader
 	floor  *kgo.Client
 	next   int // number of the next event
 }
 
 func (b *bench) newTrack(ctx context.Context, name string) (t *track, err error) {
 	t = &track{bench: b, next: 1}
-	if t.schema, err = b.newSchema(ctx, name); err != nil {
+	if t.schema, err = b.NewSchema(ctx, name); err != nil {
 		return nil, err
 	}
-	if t.rec, err = b.recorder(t.schema); err != nil {
+	if t.rec, err = b.Recorder(t.schema); err != nil {
 		return nil, err
 	}
 	if t.floor, err = newProducer(b.cfg.brokers); err != nil {
@@ -51,89 +52,74 @@ func (b *bench) newTrack(ctx context.Context, name string) (t *track, err error)
 
 func (t *track) close() {
 	t.floor.Close()
-	t.reader.client.Close()
+	t.reader.Client.Close()
 }
 
-// way is how a transaction's event gets to Kafka. It returns when the
-// transaction has committed, and says so to committed at once.
-type way func(ctx context.Context, n int, committed func()) error
-
 // newLap returns the next lap.
-func (t *track) newLap(rate int, measured time.Duration) *lap {
-	l := newLap(t.next, rate, seconds(t.cfg.warm), measured)
-	t.next += l.total()
+func (t *track) newLap(rate int, measured time.Duration) *laps.Lap {
+	l := laps.New(t.next, rate, seconds(t.cfg.warm), measured)
+	t.next += l.Total()
 	return l
 }
 
 // run runs a lap and waits until its events have arrived.
-func (t *track) run(ctx context.Context, l *lap, transact way) error {
-	return t.runLap(ctx, l, t.reader.collect, transact)
-}
-
-// runLap runs a lap and waits until its events have arrived, which collect finds out.
-func (b *bench) runLap(ctx context.Context, l *lap, collect func(context.Context, *lap) error, transact way) error {
-	ctx, cancel := context.WithTimeout(ctx, offset(l.total(), l.rate)+lapPatience)
-	defer cancel()
-	g, ctx := errgroup.WithContext(ctx)
-	l.start = time.Now()
-	g.Go(func() error { return collect(ctx, l) })
-	g.Go(func() error {
-		return pace(ctx, l.rate, l.total(), b.cfg.workers, func(ctx context.Context, n int) error {
-			l.begin(n)
-			return transact(ctx, l.first+n, func() { l.commit(n) })
-		})
-	})
-	return g.Wait()
+func (t *track) run(ctx context.Context, l *laps.Lap, transact laps.Transaction) error {
+	return laps.Run(ctx, l, t.cfg.workers, t.reader.Collect, transact)
 }
 
 // withRelay is the product.
-func (t *track) withRelay(ctx context.Context, rate int, measured time.Duration) (*lap, error) {
+func (t *track) withRelay(ctx context.Context, rate int, measured time.Duration) (*laps.Lap, error) {
 	l := t.newLap(rate, measured)
-	return l, t.relayed(ctx, l, outbox.RelayConfig{}, newEvent)
+	return l, t.relayed(ctx, l, outbox.RelayConfig{}, orders.New)
 }
 
 // relayed runs a lap of transactions that record, commit and wake. The relay
 // runs in this process, and only during the lap.
-func (t *track) relayed(ctx context.Context, l *lap, cfg outbox.RelayConfig, event func(n int) orderPlaced) error {
+func (t *track) relayed(ctx context.Context, l *laps.Lap, cfg outbox.RelayConfig, event func(n int) orders.Placed) error {
 	cfg.Schema = t.schema
-	relay, err := outbox.NewRelay(t.db, []kgo.Opt{kgo.SeedBrokers(t.cfg.brokers...)}, cfg)
+	relay, err := outbox.NewRelay(t.DB, []kgo.Opt{kgo.SeedBrokers(t.cfg.brokers...)}, cfg)
 	if err != nil {
 		return err
 	}
-	sql := inSchema(sqlOrder, t.schema)
 	running, stop := runRelay(ctx, relay)
-	err = t.run(running, l, func(ctx context.Context, n int, committed func()) error {
+	err = t.run(running, l, t.recording(t.DB, event, relay.Waker().Wake))
+	return errors.Join(err, stop())
+}
+
+// recording is a transaction that records an event, and then wakes.
+func (t *track) recording(db *pgxpool.Pool, event func(n int) orders.Placed, wake func()) laps.Transaction {
+	sql := services.InSchema(sqlOrder, t.schema)
+	return func(ctx context.Context, n int, committed func()) error {
 		e := event(n)
 		var batch pgx.Batch
 		batch.Queue(sql, e.Customer)
 		if err := t.rec.Queue(ctx, &batch, e); err != nil {
 			return err
 		}
-		if err := t.transact(ctx, &batch); err != nil {
+		if err := transact(ctx, db, &batch); err != nil {
 			return err
 		}
 		committed()
-		relay.Wake()
+		wake()
 		return nil
-	})
-	return errors.Join(err, stop())
+	}
 }
 
 // withoutRelay is the floor: the transaction without the event, and then the
 // event's record straight to Kafka. It is what is quickest, and loses events.
-func (t *track) withoutRelay(ctx context.Context, rate int, measured time.Duration) (*lap, error) {
-	sql := inSchema(sqlOrder, t.schema)
+func (t *track) withoutRelay(ctx context.Context, rate int, measured time.Duration) (*laps.Lap, error) {
+	sql := services.InSchema(sqlOrder, t.schema)
 	var acks kgo.FirstErrPromise
 	l := t.newLap(rate, measured)
 	err := t.run(ctx, l, func(ctx context.Context, n int, committed func()) error {
-		e := newEvent(n)
-		record, err := t.recordOf(e, t.topic)
+		e := orders.New(n)
+		record, err := t.recordOf(e, t.Topic)
 		if err != nil {
 			return err
 		}
 		var batch pgx.Batch
 		batch.Queue(sql, e.Customer)
-		if err := t.transact(ctx, &batch); err != nil {
+		if err := transact(ctx, t.DB, &batch); err != nil {
 			return err
 		}
 		committed()
@@ -146,12 +132,12 @@ func (t *track) withoutRelay(ctx context.Context, rate int, measured time.Durati
 const sqlOrder = `INSERT INTO {schema}.orders (customer) VALUES ($1)`
 
 // transact sends a batch in a transaction of its own.
-func (t *track) transact(ctx context.Context, batch *pgx.Batch) error {
-	return pgx.BeginFunc(ctx, t.db, func(tx pgx.Tx) error { return tx.SendBatch(ctx, batch).Close() })
+func transact(ctx context.Context, db *pgxpool.Pool, batch *pgx.Batch) error {
+	return pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error { return tx.SendBatch(ctx, batch).Close() })
 }
 
 // recordOf returns the record that a relay would make of an event.
-func (s *services) recordOf(e orderPlaced, topic string) (*kgo.Record, error) {
+func (b *bench) recordOf(e orders.Placed, topic string) (*kgo.Record, error) {
 	id, err := uuid.NewV7()
 	if err != nil {
 		return nil, err
@@ -161,8 +147,8 @@ func (s *services) recordOf(e orderPlaced, topic string) (*kgo.Record, error) {
 		return nil, err
 	}
 	r := row{
-		occurredAt: e.At, eventID: []byte(id.String()), eventType: []byte(s.eventType()), source: []byte(source),
-		aggregateType: []byte(aggregate), aggregateID: []byte(e.Order), payload: payload, contentType: []byte("application/json"),
+		occurredAt: e.At, eventID: []byte(id.String()), eventType: []byte(b.EventType()), source: []byte(orders.Source),
+		aggregateType: []byte(orders.Aggregate), aggregateID: []byte(e.Order), payload: payload, contentType: []byte("application/json"),
 	}
 	var headers []kgo.RecordHeader
 	record := r.record(topic, &headers)
@@ -224,13 +210,13 @@ func (b *bench) open(ctx context.Context) error {
 }
 
 // besideOpen is withRelay while another transaction that has written stays open.
-func (t *track) besideOpen(ctx context.Context, rate int, measured time.Duration) (l *lap, err error) {
-	tx, err := t.db.Begin(ctx)
+func (t *track) besideOpen(ctx context.Context, rate int, measured time.Duration) (l *laps.Lap, err error) {
+	tx, err := t.DB.Begin(ctx)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, tx.Rollback(context.WithoutCancel(ctx))) }()
-	if _, err := tx.Exec(ctx, inSchema(sqlOrder, t.schema), "nobody"); err != nil {
+	if _, err := tx.Exec(ctx, services.InSchema(sqlOrder, t.schema), "nobody"); err != nil {
 		return nil, err
 	}
 	return t.withRelay(ctx, rate, measured)
@@ -242,6 +228,7 @@ type race struct {
 	rate       int
 	measured   time.Duration
 	limit      float64 // that the ratios at p50 and p99 should keep to; 0: none
+	tail       float64 // that at p99, if it is another one; 0: it is not
 	further    float64 // a percentile to report without a limit; 0: none
 	base, with side
 }
@@ -249,23 +236,23 @@ type race struct {
 // side is one kind of laps of a race.
 type side struct {
 	name string
-	run  func(ctx context.Context, rate int, measured time.Duration) (*lap, error)
+	run  func(ctx context.Context, rate int, measured time.Duration) (*laps.Lap, error)
 }
 
 // race runs a race and reports it.
 func (b *bench) race(ctx context.Context, r race) error {
-	var base, with []*lap
+	var base, with []*laps.Lap
 	for round := range b.cfg.runs {
 		for _, of := range []struct {
 			side
-			laps *[]*lap
+			laps *[]*laps.Lap
 		}{{r.base, &base}, {r.with, &with}} {
 			l, err := of.run(ctx, r.rate, r.measured)
 			if err != nil {
 				return fmt.Errorf("%s, %s: %w", r.name, of.name, err)
 			}
 			*of.laps = append(*of.laps, l)
-			b.say("%d/%d %s: %s p50 %.2f p99 %.2f ms", round+1, b.cfg.runs, r.name, of.name, l.latencies().median(), l.latencies().percentile(99))
+			b.say("%d/%d %s: %s p50 %.2f p99 %.2f ms", round+1, b.cfg.runs, r.name, of.name, l.Latencies().Median(), l.Latencies().Percentile(99))
 		}
 	}
 	b.reportRace(r, base, with)
@@ -274,44 +261,64 @@ func (b *bench) race(ctx context.Context, r race) error {
 
 // reportRace reports percentiles and their ratios, unless the schedule was
 // not kept in half of the turns: then what was measured is another rate's.
-func (b *bench) reportRace(r race, base, with []*lap) {
+func (b *bench) reportRace(r race, base, with []*laps.Lap) {
 	for _, side := range []struct {
 		name string
-		laps []*lap
+		laps []*laps.Lap
 	}{{r.base.name, base}, {r.with.name, with}} {
-		achieved := eachLap(side.laps, (*lap).achieved)
-		if half := achieved.median(); half < enoughOfRate*float64(r.rate) {
+		achieved := eachLap(side.laps, (*laps.Lap).Achieved)
+		if half := achieved.Median(); half < laps.EnoughOfRate*float64(r.rate) {
 			why := fmt.Sprintf("%s achieved %.0f of %d transactions/s", side.name, half, r.rate)
 			b.say("%s FAILED: %s", r.name, why)
-			b.report.add(failed(r.name, why))
+			b.report.Add(report.Failed(r.name, why))
 			return
 		}
-		b.report.add(measured(fmt.Sprintf("%s/%s-rate", r.name, side.name), "tx/s", achieved))
+		b.report.Add(report.Measured(fmt.Sprintf("%s/%s-rate", r.name, side.name), "tx/s", achieved))
 	}
 	for _, p := range []float64{50, 99} {
 		of, against := r.percentile(p, base, with)
 		if r.limit > 0 {
-			of = of.ratioAtMost(r.limit)
+			of = of.RatioAtMost(r.limitAt(p))
 		}
-		b.report.add(against, of)
+		b.report.Add(against, of)
 	}
 	if r.further > 0 {
 		of, against := r.percentile(r.further, base, with)
-		b.report.add(against, of)
+		b.report.Add(against, of)
+	}
+	r.reportProcessors(b.report, base, with)
+}
+
+// reportProcessors reports what a transaction takes of the processors, with all that follows from it.
+func (r race) reportProcessors(to *report.Report, base, with []*laps.Lap) {
+	for _, of := range []struct {
+		name string
+		take func(*laps.Lap) float64
+	}{{"cpu", (*laps.Lap).MachineCPU}, {"process-cpu", (*laps.Lap).ProcessCPU}} {
+		against := report.Measured(fmt.Sprintf("%s/%s-%s", r.name, r.base.name, of.name), "µs/tx", eachLap(base, of.take))
+		to.Add(against, report.Compared(fmt.Sprintf("%s/%s-%s", r.name, r.with.name, of.name), "µs/tx", eachLap(with, of.take), against.Scenario, eachLap(base, of.take)))
 	}
 }
 
+// limitAt returns what a ratio should keep to.
+func (r race) limitAt(p float64) float64 {
+	if p > 50 && r.tail > 0 {
+		return r.tail
+	}
+	return r.limit
+}
+
 // percentile compares a percentile of the latencies of all laps.
-func (r race) percentile(p float64, base, with []*lap) (of, against result) {
-	in := func(l *lap) float64 { return l.latencies().percentile(p) }
-	against = measured(fmt.Sprintf("%s/%s-p%g", r.name, r.base.name, p), "ms", eachLap(base, in))
-	of = compared(fmt.Sprintf("%s/%s-p%g", r.name, r.with.name, p), "ms", eachLap(with, in), against.Scenario, eachLap(base, in))
+func (r race) percentile(p float64, base, with []*laps.Lap) (of, against report.Result) {
+	in := func(l *laps.Lap) float64 { return l.Latencies().Percentile(p) }
+	against = report.Measured(fmt.Sprintf("%s/%s-p%g", r.name, r.base.name, p), "ms", eachLap(base, in))
+	of = report.Compared(fmt.Sprintf("%s/%s-p%g", r.name, r.with.name, p), "ms", eachLap(with, in), against.Scenario, eachLap(base, in))
 	return of, against
 }
 
 // eachLap reads one quantity from all laps.
-func eachLap(laps []*lap, quantity func(*lap) float64) series {
-	values := make(series, len(laps))
+func eachLap(laps []*laps.Lap, quantity func(*laps.Lap) float64) stats.Series {
+	values := make(stats.Series, len(laps))
 	for i, l := range laps {
 		values[i] = quantity(l)
 	}

@@ -5,8 +5,9 @@
 //
 // It reads in this order: scenarios.go lists what is measured and calls the file
 // of each scenario; child.go runs relay, pipe and producer in processes of their
-// own; report.go prints. Speed is a ratio to look at: the program fails when it
-// cannot measure, never because something is slow.
+// own; the packages under internal/ are what the peers of bench/peers share: laps, events,
+// services and the report. Speed is a ratio to look at: the program fails when it
+// cannot measure, never because something is slow, unless -gate says how slow is too slow.
 package main
 
 import (
@@ -19,6 +20,9 @@ import (
 	"os"
 	"os/signal"
 	"syscall"
+
+	"github.com/outboxgo/outbox/bench/internal/report"
+	"github.com/outboxgo/outbox/bench/internal/services"
 )
 
 // The codes that the program exits with.
@@ -48,7 +52,12 @@ func start(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		fmt.Fprintln(stderr, "bench:", err)
 		return exitUsage
 	}
-	if err := run(ctx, cfg, stdout, stderr); err != nil {
+	if cfg.gate != "" {
+		err = pass(ctx, cfg, stdout, stderr)
+	} else {
+		err = run(ctx, cfg, stdout, stderr)
+	}
+	if err != nil {
 		fmt.Fprintln(stderr, "bench:", err)
 		return exitFailed
 	}
@@ -56,19 +65,30 @@ func start(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 }
 
 // run measures, and prints what there is even if it ends early.
-func run(ctx context.Context, cfg config, stdout, stderr io.Writer) (err error) {
+func run(ctx context.Context, cfg config, stdout, stderr io.Writer) error {
+	_, err := results(ctx, cfg, stdout, stderr)
+	return err
+}
+
+// results is run that returns what was measured, too.
+func results(ctx context.Context, cfg config, stdout, stderr io.Writer) (all []report.Result, err error) {
 	s, err := connect(ctx, cfg)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	defer func() { err = errors.Join(err, s.close()) }()
-	b := &bench{services: s, cfg: cfg, stderr: stderr, report: &report{}}
-	if err := b.lookAround(ctx); err != nil {
-		return err
+	defer func() { err = errors.Join(err, s.Close()) }()
+	b := &bench{Services: s, cfg: cfg, stderr: stderr, report: &report.Report{}}
+	if err := s.LookAround(ctx, b.report, cfg.partitions); err != nil {
+		return nil, err
 	}
 	err = b.measure(ctx)
 	if ctx.Err() != nil {
 		err = cmp.Or(context.Cause(ctx), err)
 	}
-	return errors.Join(err, b.report.write(stdout, cfg.json))
+	return b.report.Results(), errors.Join(err, b.report.Write(stdout, cfg.json))
+}
+
+// connect makes the run's topic.
+func connect(ctx context.Context, cfg config) (*services.Services, error) {
+	return services.Connect(ctx, services.Config{Postgres: cfg.postgres, Brokers: cfg.brokers, Conns: cfg.workers + 8, Partitions: cfg.partitions})
 }

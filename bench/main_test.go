@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/outboxgo/outbox/bench/internal/report"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -31,7 +32,7 @@ func tiny(t *testing.T) config {
 		postgres: testenv.Pool(t, nil).Config().ConnString(), brokers: brokers, kind: "kafka", which: regexp.MustCompile(""),
 		runs: 2, longRuns: 2, large: 60, largeSize: 100_000, backlogs: []int{4000, 9000}, parked: 20, beside: 0.3, events: 2000, backlog: 10_000, rates: []int{50}, seconds: 0.4, warm: 0.1,
 		workers: 4, polls: 20, records: 200, partitions: 2, poisons: 1, poisonEvery: 40, outage: minOutage, handled: 2000, retained: minEvents,
-		busEvents: 1000, busHot: 500, busOpen: 0.1,
+		busEvents: 1000, busHot: 500, busOpen: 0.1, failingEvents: 1000, failingSeconds: 1, silence: 0.01, silences: 3, kills: 1, tenants: 3, tenantRate: 20,
 	}
 }
 
@@ -48,7 +49,7 @@ func TestRunMeasuresEverythingAndLeavesNothing(t *testing.T) {
 	lines, err := os.ReadFile(cfg.json)
 	require.NoError(t, err)
 	for line := range strings.Lines(string(lines)) {
-		var r result
+		var r report.Result
 		require.NoError(t, json.Unmarshal([]byte(line), &r), line)
 		require.NotEmpty(t, r.Scenario)
 	}
@@ -89,15 +90,15 @@ func TestPipeAndRelayProduceTheSameRecords(t *testing.T) {
 	ctx, cfg := context.Background(), tiny(t)
 	s, err := connect(ctx, cfg)
 	require.NoError(t, err)
-	defer func() { require.NoError(t, s.close()) }()
-	b := &bench{services: s, cfg: cfg, stderr: os.Stderr}
+	defer func() { require.NoError(t, s.Close()) }()
+	b := &bench{Services: s, cfg: cfg, stderr: os.Stderr}
 	stock, err := b.stock(ctx, 100)
 	require.NoError(t, err)
 	reader, err := b.newReader(ctx)
 	require.NoError(t, err)
-	defer reader.client.Close()
+	defer reader.Client.Close()
 
-	j := job{Postgres: cfg.postgres, Brokers: cfg.brokers, Topic: b.topic, Schema: stock.schema, Relay: "same", Events: stock.events, Batch: 30}
+	j := job{Postgres: cfg.postgres, Brokers: cfg.brokers, Topic: b.Topic, Schema: stock.schema, Relay: "same", Events: stock.events, Batch: 30}
 	records := map[string]map[string]*kgo.Record{}
 	for _, work := range []string{"pipe", "relay", "produce"} {
 		u, err := works[work](ctx, j)
@@ -105,7 +106,7 @@ func TestPipeAndRelayProduceTheSameRecords(t *testing.T) {
 		require.Equal(t, stock.events, u.Events)
 		records[work] = map[string]*kgo.Record{}
 		for len(records[work]) < stock.events {
-			for r := range reader.client.PollFetches(ctx).RecordsAll() {
+			for r := range reader.Client.PollFetches(ctx).RecordsAll() {
 				records[work][string(r.Value)] = r
 			}
 		}

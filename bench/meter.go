@@ -8,8 +8,10 @@ import (
 	"runtime"
 	"runtime/pprof"
 	"sync"
-	"syscall"
 	"time"
+
+	"github.com/outboxgo/outbox/bench/internal/processors"
+	"github.com/outboxgo/outbox/bench/internal/stats"
 )
 
 // used is what some work cost its process.
@@ -21,6 +23,7 @@ type used struct {
 	Bytes   uint64
 	Peak    uint64    // bytes of heap in use, at most
 	Start   time.Time // of the work
+	RSS     uint64    // bytes of memory that the process has at the end
 
 	// Of an outage: the time from the return of Kafka to the first acknowledgement,
 	// how often the breaker has opened, and how many events came again.
@@ -35,12 +38,13 @@ func (u used) allocs() float64       { return u.per(float64(u.Allocs)) }
 func (u used) bytes() float64        { return u.per(float64(u.Bytes)) }
 func (u used) notice() float64       { return u.Notice.Seconds() * 1000 }
 func (u used) seconds() float64      { return u.Elapsed.Seconds() }
+func (u used) resident() float64     { return float64(u.RSS) / (1 << 20) }
 func (u used) peak() float64         { return float64(u.Peak) / (1 << 20) }
 func (u used) per(x float64) float64 { return x / float64(u.Events) }
 
 // each reads one quantity from all runs.
-func each(runs []used, quantity func(used) float64) series {
-	values := make(series, len(runs))
+func each(runs []used, quantity func(used) float64) stats.Series {
+	values := make(stats.Series, len(runs))
 	for i, u := range runs {
 		values[i] = quantity(u)
 	}
@@ -76,13 +80,13 @@ func startMeter(profile string) (*meter, error) {
 	}
 	runtime.ReadMemStats(&m.memory)
 	m.heap = watchHeap()
-	m.cpu, m.start = cpuTime(), time.Now()
+	m.cpu, m.start = processors.ProcessTime(), time.Now()
 	return m, nil
 }
 
 func (m *meter) stop(events int) (used, error) {
-	u := used{Events: events, Elapsed: time.Since(m.start), CPU: cpuTime() - m.cpu, Start: m.start}
-	u.Peak = m.heap.stop()
+	u := used{Events: events, Elapsed: time.Since(m.start), CPU: processors.ProcessTime() - m.cpu, Start: m.start}
+	u.Peak, u.RSS = m.heap.stop(), residentMemory()
 	var memory runtime.MemStats
 	runtime.ReadMemStats(&memory)
 	u.Allocs, u.Bytes = memory.Mallocs-m.memory.Mallocs, memory.TotalAlloc-m.memory.TotalAlloc
@@ -100,13 +104,6 @@ func (m *meter) writeProfiles() error {
 	}
 	err = pprof.Lookup("allocs").WriteTo(allocs, 0)
 	return errors.Join(err, allocs.Close(), m.file.Close())
-}
-
-// cpuTime is what this process has used so far.
-func cpuTime() time.Duration {
-	var u syscall.Rusage
-	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &u) // it fails for bad arguments only
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 // lateMeter measures all events from the first call of a handler on: starting takes as long as it takes. Or it measures

@@ -8,6 +8,11 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/laps"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/report"
+	"github.com/outboxgo/outbox/bench/internal/schedule"
+	"github.com/outboxgo/outbox/bench/internal/stats"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"golang.org/x/sync/errgroup"
 )
@@ -50,7 +55,7 @@ func (b *bench) outage(ctx context.Context) error {
 			return fmt.Errorf("relay through an outage: %w", err)
 		}
 		b.say("%d/%d outage/relay: %s events/s, %.1f µs CPU/event, the first after %.1f s; the breaker opened %d times, %d events came again",
-			n+1, b.cfg.runs, number(u.rate()), u.cpu(), u.Notice.Seconds(), u.Opened, u.Repeats)
+			n+1, b.cfg.runs, report.Number(u.rate()), u.cpu(), u.Notice.Seconds(), u.Opened, u.Repeats)
 		runs["outage/relay"] = append(runs["outage/relay"], u)
 		for _, c := range []contestant{
 			{"outage/pipe", o.stock, job{Work: "pipe", Batch: batch}},
@@ -62,7 +67,7 @@ func (b *bench) outage(ctx context.Context) error {
 			}
 			runs[c.name] = append(runs[c.name], u)
 		}
-		if err := b.dropSchema(ctx, o.stock.schema); err != nil {
+		if err := b.DropSchema(ctx, o.stock.schema); err != nil {
 			return err
 		}
 	}
@@ -71,34 +76,34 @@ func (b *bench) outage(ctx context.Context) error {
 }
 
 func (b *bench) reportOutage(runs map[string][]used) {
-	rates := func(name string) series { return each(runs[name], used.rate) }
-	cpu := func(name string) series { return each(runs[name], used.cpu) }
+	rates := func(name string) stats.Series { return each(runs[name], used.rate) }
+	cpu := func(name string) stats.Series { return each(runs[name], used.cpu) }
 	pipe, without, relay := rates("outage/pipe"), rates("outage/without"), rates("outage/relay")
 	opened, repeats := 0, 0
 	for _, u := range runs["outage/relay"] {
 		opened, repeats = max(opened, u.Opened), max(repeats, u.Repeats)
 	}
-	b.report.note("outage: %g s, the breaker opened up to %d times, up to %d events came again", b.cfg.outage, opened, repeats)
-	b.report.add(measured("outage/pipe", "events/s", pipe),
-		compared("outage/without", "events/s", without, "outage/pipe", pipe),
-		compared("outage/relay", "events/s", relay, "outage/pipe", pipe).ratioAtLeast(0.8),
-		compared("outage/relay", "events/s", relay, "outage/without", without),
-		measured("outage/without-cpu", "µs/event", cpu("outage/without")),
-		compared("outage/relay-cpu", "µs/event", cpu("outage/relay"), "outage/without-cpu", cpu("outage/without")),
-		measured("outage/notice", "ms", each(runs["outage/relay"], used.notice)))
+	b.report.Note("outage: %g s, the breaker opened up to %d times, up to %d events came again", b.cfg.outage, opened, repeats)
+	b.report.Add(report.Measured("outage/pipe", "events/s", pipe),
+		report.Compared("outage/without", "events/s", without, "outage/pipe", pipe),
+		report.Compared("outage/relay", "events/s", relay, "outage/pipe", pipe).RatioAtLeast(0.8),
+		report.Compared("outage/relay", "events/s", relay, "outage/without", without),
+		report.Measured("outage/without-cpu", "µs/event", cpu("outage/without")),
+		report.Compared("outage/relay-cpu", "µs/event", cpu("outage/relay"), "outage/without-cpu", cpu("outage/without")),
+		report.Measured("outage/notice", "ms", each(runs["outage/relay"], used.notice)))
 }
 
 // newOutage makes a place for one.
 func (b *bench) newOutage(ctx context.Context, round int) (o *outage, err error) {
 	o = &outage{bench: b, small: outageFirst + int(b.cfg.outage*outageRate)}
 	o.stock = &stock{events: o.small + b.cfg.events}
-	if o.stock.schema, err = b.newSchema(ctx, fmt.Sprintf("outage%d", round)); err != nil {
+	if o.stock.schema, err = b.NewSchema(ctx, fmt.Sprintf("outage%d", round)); err != nil {
 		return nil, err
 	}
-	if o.rec, err = b.recorder(o.stock.schema); err != nil {
+	if o.rec, err = b.Recorder(o.stock.schema); err != nil {
 		return nil, err
 	}
-	o.ends, err = b.ends(ctx)
+	o.ends, err = b.Ends(ctx)
 	return o, err
 }
 
@@ -116,7 +121,7 @@ func (o *outage) survive(ctx context.Context) (u used, err error) {
 	if u.Repeats, err = o.verify(ctx); err != nil {
 		return u, err
 	}
-	return u, errors.Join(o.nothingFailed(ctx, o.stock.schema), o.emptyTopic(ctx))
+	return u, errors.Join(o.NothingFailed(ctx, o.stock.schema), o.EmptyTopic(ctx))
 }
 
 // happen lets Kafka leave and return. One writer goes on throughout; another one
@@ -124,8 +129,8 @@ func (o *outage) survive(ctx context.Context) (u used, err error) {
 func (o *outage) happen(ctx context.Context, send func(order) error) error {
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error {
-		return pace(ctx, outageRate, o.small, 1, func(ctx context.Context, n int) error {
-			return recordEvents(ctx, o.bench, o.rec, newEvents(n, 1))
+		return schedule.Pace(ctx, outageRate, o.small, 1, func(ctx context.Context, n int) error {
+			return recordEvents(ctx, o.bench, o.rec, orders.NewMany(n, 1))
 		})
 	})
 	g.Go(func() error {
@@ -139,7 +144,7 @@ func (o *outage) happen(ctx context.Context, send func(order) error) error {
 		if err := o.load(ctx, o.stock.schema, o.small, o.cfg.events, smallEvents); err != nil {
 			return err
 		}
-		return sleep(ctx, time.Until(over))
+		return schedule.Sleep(ctx, time.Until(over))
 	})
 	if err := g.Wait(); err != nil {
 		return err
@@ -149,14 +154,14 @@ func (o *outage) happen(ctx context.Context, send func(order) error) error {
 
 // awaitFirst waits until the relay relays.
 func (o *outage) awaitFirst(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, lapPatience)
+	ctx, cancel := context.WithTimeout(ctx, laps.Patience)
 	defer cancel()
 	for {
 		n, err := o.producedSince(ctx)
 		if err != nil || n >= outageFirst {
 			return err
 		}
-		if err := sleep(ctx, outageLook); err != nil {
+		if err := schedule.Sleep(ctx, outageLook); err != nil {
 			return fmt.Errorf("relay has sent %d events: %w", n, err)
 		}
 	}
@@ -165,7 +170,7 @@ func (o *outage) awaitFirst(ctx context.Context) error {
 // producedSince returns how many records the topic has received since the
 // beginning of the outage's round.
 func (o *outage) producedSince(ctx context.Context) (int, error) {
-	n, err := o.produced(ctx)
+	n, err := o.Produced(ctx)
 	o.ends.Each(func(end kadm.ListedOffset) { n -= end.Offset })
 	return int(n), err
 }
@@ -180,16 +185,16 @@ func (o *outage) verify(ctx context.Context) (repeats int, err error) {
 	if err != nil {
 		return 0, err
 	}
-	defer r.client.Close()
+	defer r.Client.Close()
 	t := newTally(o.stock.events, o.small)
 	for left > 0 {
-		fetches := r.client.PollFetches(ctx)
+		fetches := r.Client.PollFetches(ctx)
 		if err := fetches.Err(); err != nil {
 			return 0, fmt.Errorf("read topic with %d records left: %w", left, err)
 		}
 		for record := range fetches.RecordsAll() {
 			left--
-			n, err := eventNumber(record.Value)
+			n, err := orders.Number(record.Value)
 			if err == nil {
 				err = t.see(n, string(record.Key))
 			}
@@ -206,12 +211,12 @@ func (o *outage) verify(ctx context.Context) (repeats int, err error) {
 type tally struct {
 	small   int // events of the first writer
 	seen    []bool
-	writers [2]orderCheck
+	writers [2]laps.OrderCheck
 	repeats int
 }
 
 func newTally(events, small int) *tally {
-	return &tally{small: small, seen: make([]bool, events), writers: [2]orderCheck{{}, {}}}
+	return &tally{small: small, seen: make([]bool, events), writers: [2]laps.OrderCheck{{}, {}}}
 }
 
 // see takes the arrival of event n.
@@ -228,7 +233,7 @@ func (t *tally) see(n int, key string) error {
 	if n >= t.small {
 		writer = t.writers[1]
 	}
-	return writer.see(key, int64(n), int64(n))
+	return writer.See(key, int64(n), int64(n))
 }
 
 // complete returns an error if an event has not arrived.

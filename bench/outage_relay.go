@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/services"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
@@ -32,7 +33,7 @@ type survivor struct {
 // relayThroughOutage relays all events, and has to do without Kafka for a while.
 // Its events and their time are those that were left when Kafka returned.
 func relayThroughOutage(ctx context.Context, j job) (u used, err error) {
-	db, err := newPool(ctx, j.Postgres, 4)
+	db, err := services.NewPool(ctx, j.Postgres, 4)
 	if err != nil {
 		return u, err
 	}
@@ -104,9 +105,9 @@ func (s *survivor) live(running context.Context) (u used, err error) {
 }
 
 // await waits for an order.
-func (s *survivor) await(running context.Context, want order) error {
+func (j job) await(running context.Context, want order) error {
 	select {
-	case got := <-s.orders:
+	case got := <-j.orders:
 		if got != want {
 			return fmt.Errorf("order is %q and not %q", got, want)
 		}

@@ -10,6 +10,10 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/laps"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/schedule"
+	"github.com/outboxgo/outbox/bench/internal/services"
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -42,7 +46,7 @@ func (b *bench) poison(ctx context.Context) (err error) {
 		return err
 	}
 	return b.race(ctx, race{
-		name: "poison", rate: poisonRate, measured: offset(b.cfg.poisons*b.cfg.poisonEvery, poisonRate), limit: 1.2, further: 99.9,
+		name: "poison", rate: poisonRate, measured: schedule.Offset(b.cfg.poisons*b.cfg.poisonEvery, poisonRate), limit: 1.2, further: 99.9,
 		base: side{"without", t.withRelay}, with: side{"among", t.amongPoisons},
 	})
 }
@@ -50,7 +54,7 @@ func (b *bench) poison(ctx context.Context) (err error) {
 // limitTopic sets the size of batches that the topic takes, or forgets it.
 func (b *bench) limitTopic(ctx context.Context, op kadm.IncrementalOp) error {
 	limit := kadm.AlterConfig{Op: op, Name: "max.message.bytes", Value: kadm.StringPtr(fmt.Sprint(poisonLimit))}
-	altered, err := b.admin.AlterTopicConfigs(ctx, []kadm.AlterConfig{limit}, b.topic)
+	altered, err := b.Admin.AlterTopicConfigs(ctx, []kadm.AlterConfig{limit}, b.Topic)
 	for _, topic := range altered {
 		err = errors.Join(err, topic.Err)
 	}
@@ -63,13 +67,13 @@ func (b *bench) limitTopic(ctx context.Context, op kadm.IncrementalOp) error {
 // amongPoisons is withRelay with poisons. Other events of their keys wait behind
 // them, and are not measured. When all others have arrived, somebody gives up the
 // poisons, and what waited has to arrive too, in order.
-func (t *track) amongPoisons(ctx context.Context, rate int, measured time.Duration) (*lap, error) {
+func (t *track) amongPoisons(ctx context.Context, rate int, measured time.Duration) (*laps.Lap, error) {
 	l := t.newLap(rate, measured)
-	poisons := l.poison(t.cfg.poisonEvery)
+	poisons := poisonsOf(l, t.cfg.poisonEvery)
 	large := largeNote()
-	event := func(n int) orderPlaced {
-		e := newEvent(n)
-		if poisons[n-l.first] {
+	event := func(n int) orders.Placed {
+		e := orders.New(n)
+		if poisons[n-l.First] {
 			e.Note = large
 		}
 		return e
@@ -80,23 +84,23 @@ func (t *track) amongPoisons(ctx context.Context, rate int, measured time.Durati
 	if err := t.giveUp(ctx, l, poisons); err != nil {
 		return nil, err
 	}
-	return l, l.inOrder(newEvent)
+	return l, l.InOrder(orders.New)
 }
 
-// poison returns which events of the lap are poisons, and sets aside all of their
+// poisonsOf returns which events of the lap are poisons, and sets aside all of their
 // keys. One comes at once, so that the parking is in use from the beginning, and
 // then one among every so many.
-func (l *lap) poison(every int) map[int]bool {
+func poisonsOf(l *laps.Lap, every int) map[int]bool {
 	poisons, keys := map[int]bool{0: true}, map[string]bool{}
-	for n := l.warm + every/2; n < l.total(); n += every {
+	for n := l.Warm + every/2; n < l.Total(); n += every {
 		poisons[n] = true
 	}
 	for n := range poisons {
-		keys[newEvent(l.first+n).Order] = true
+		keys[orders.New(l.First+n).Order] = true
 	}
-	for n := range l.total() {
-		if keys[newEvent(l.first+n).Order] {
-			l.setAside(n)
+	for n := range l.Total() {
+		if keys[orders.New(l.First+n).Order] {
+			l.SetAside(n)
 		}
 	}
 	return poisons
@@ -116,44 +120,44 @@ UPDATE {schema}.outbox_failed
  WHERE status = 'failed' AND error_class = 'message_too_large'`
 
 // giveUp gives up the poisons, and waits for what is behind them.
-func (t *track) giveUp(ctx context.Context, l *lap, poisons map[int]bool) error {
-	relay, err := outbox.NewRelay(t.db, []kgo.Opt{kgo.SeedBrokers(t.cfg.brokers...)},
+func (t *track) giveUp(ctx context.Context, l *laps.Lap, poisons map[int]bool) error {
+	relay, err := outbox.NewRelay(t.DB, []kgo.Opt{kgo.SeedBrokers(t.cfg.brokers...)},
 		outbox.RelayConfig{Schema: t.schema, RetryInterval: poisonLook, Logger: quiet})
 	if err != nil {
 		return err
 	}
-	patient, cancel := context.WithTimeout(ctx, lapPatience)
+	patient, cancel := context.WithTimeout(ctx, laps.Patience)
 	defer cancel()
 	running, stop := runRelay(patient, relay)
 	err = t.resolve(running, len(poisons))
 	if err == nil {
-		for n := range l.aside {
+		for n := range l.Aside {
 			if !poisons[n] {
-				l.miss(n)
+				l.Miss(n)
 			}
 		}
-		err = t.reader.collect(running, l)
+		err = t.reader.Collect(running, l)
 	}
 	if err = errors.Join(err, stop()); err != nil {
 		return err
 	}
 	for n := range poisons {
-		if l.arrived[n] != 0 {
-			return fmt.Errorf("event %d arrived, which is larger than its topic takes", l.first+n)
+		if l.Arrived[n] != 0 {
+			return fmt.Errorf("event %d arrived, which is larger than its topic takes", l.First+n)
 		}
 	}
-	return t.nothingFailed(ctx, t.schema)
+	return t.NothingFailed(ctx, t.schema)
 }
 
 // resolve does what the operator does, as soon as there is something to resolve.
 func (t *track) resolve(ctx context.Context, poisons int) error {
 	for left := poisons; left > 0; {
-		gone, err := t.db.Exec(ctx, inSchema(sqlGiveUp, t.schema))
+		gone, err := t.DB.Exec(ctx, services.InSchema(sqlGiveUp, t.schema))
 		if err != nil {
 			return fmt.Errorf("give up %d poisons: %w", left, err)
 		}
 		left -= int(gone.RowsAffected())
-		if err := sleep(ctx, poisonLook); err != nil {
+		if err := schedule.Sleep(ctx, poisonLook); err != nil {
 			return err
 		}
 	}

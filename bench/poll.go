@@ -11,6 +11,8 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/report"
+	"github.com/outboxgo/outbox/bench/internal/stats"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
@@ -28,12 +30,12 @@ func (b *bench) poll(ctx context.Context) error {
 	if _, err := b.runChild(ctx, job{Work: "relay", Relay: name}, retained); err != nil {
 		return err
 	}
-	empty, err := b.newSchema(ctx, "poll")
+	empty, err := b.NewSchema(ctx, "poll")
 	if err != nil {
 		return err
 	}
 	over := []idler{{schema: empty, relay: name}, {schema: retained.schema, relay: name}}
-	medians := make([]series, len(over))
+	medians := make([]stats.Series, len(over))
 	for round := range b.cfg.runs + 1 {
 		for i := range over {
 			times, err := over[i].idle(ctx, b.cfg, b.cfg.polls/b.cfg.runs)
@@ -43,12 +45,12 @@ func (b *bench) poll(ctx context.Context) error {
 			if round == 0 { // for warming up
 				continue
 			}
-			b.say("%d/%d poll of %s: %.0f µs", round, b.cfg.runs, over[i].schema, times.median())
-			medians[i] = append(medians[i], times.median())
+			b.say("%d/%d poll of %s: %.0f µs", round, b.cfg.runs, over[i].schema, times.Median())
+			medians[i] = append(medians[i], times.Median())
 		}
 	}
-	b.report.add(measured("poll/empty", "µs", medians[0]),
-		compared("poll/retained", "µs", medians[1], "poll/empty", medians[0]).ratioAtMost(1.2))
+	b.report.Add(report.Measured("poll/empty", "µs", medians[0]),
+		report.Compared("poll/retained", "µs", medians[1], "poll/empty", medians[0]).RatioAtMost(1.2))
 	return nil
 }
 
@@ -57,8 +59,8 @@ type idler struct{ schema, relay string }
 
 // idle lets the relay poll n times, as fast as it goes, and returns how long
 // PostgreSQL took for each poll, in microseconds.
-func (i idler) idle(ctx context.Context, cfg config, n int) (series, error) {
-	t := &tracer{want: n, enough: make(chan struct{}), times: map[string]series{}}
+func (i idler) idle(ctx context.Context, cfg config, n int) (stats.Series, error) {
+	t := &tracer{want: n, enough: make(chan struct{}), times: map[string]stats.Series{}}
 	db, err := tracedPool(ctx, cfg.postgres, t)
 	if err != nil {
 		return nil, err
@@ -99,7 +101,7 @@ type tracer struct {
 	enough chan struct{} // closed when that is so
 
 	mu    sync.Mutex
-	times map[string]series // by SQL, in microseconds
+	times map[string]stats.Series // by SQL, in microseconds
 }
 
 // sent is something on its way to PostgreSQL, kept in the context.
@@ -157,7 +159,7 @@ func (t *tracer) TraceBatchEnd(ctx context.Context, _ *pgx.Conn, b pgx.TraceBatc
 }
 
 // most returns the times of what was seen most.
-func (t *tracer) most() (most series) {
+func (t *tracer) most() (most stats.Series) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, s := range t.times {

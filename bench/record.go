@@ -9,6 +9,10 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/report"
+	"github.com/outboxgo/outbox/bench/internal/services"
+	"github.com/outboxgo/outbox/bench/internal/stats"
 )
 
 // recordBench runs transactions that record, one after the other on one connection.
@@ -25,16 +29,16 @@ const manyEvents = 10_000
 // record compares transactions that record events with the same ones that do
 // not, and with a bare COPY of the same rows.
 func (b *bench) record(ctx context.Context) error {
-	conn, err := b.db.Acquire(ctx)
+	conn, err := b.DB.Acquire(ctx)
 	if err != nil {
 		return err
 	}
 	defer conn.Release()
-	d := &recordBench{bench: b, conn: conn.Conn(), events: newEvents(0, manyEvents)}
-	if d.schema, err = b.newSchema(ctx, "record"); err != nil {
+	d := &recordBench{bench: b, conn: conn.Conn(), events: orders.NewMany(0, manyEvents)}
+	if d.schema, err = b.NewSchema(ctx, "record"); err != nil {
 		return err
 	}
-	if d.rec, err = b.recorder(d.schema); err != nil {
+	if d.rec, err = b.Recorder(d.schema); err != nil {
 		return err
 	}
 	if err := d.queue(ctx); err != nil {
@@ -54,8 +58,8 @@ func (d *recordBench) queue(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	d.report.add(measured("record/three-statements", "µs/tx", medians[0]),
-		compared("record/three-and-queue", "µs/tx", medians[1], "record/three-statements", medians[0]).ratioAtMost(1.15))
+	d.report.Add(report.Measured("record/three-statements", "µs/tx", medians[0]),
+		report.Compared("record/three-and-queue", "µs/tx", medians[1], "record/three-statements", medians[0]).RatioAtMost(1.15))
 	return nil
 }
 
@@ -66,14 +70,14 @@ func (d *recordBench) several(ctx context.Context, events int) error {
 		return err
 	}
 	name := fmt.Sprintf("record/%d", events)
-	d.report.add(measured(name+"-none", "µs/tx", medians[0]),
-		compared(name, "µs/tx", medians[1], name+"-none", medians[0]))
+	d.report.Add(report.Measured(name+"-none", "µs/tx", medians[0]),
+		report.Compared(name, "µs/tx", medians[1], name+"-none", medians[0]))
 	return nil
 }
 
 // many compares a Record of 10,000 events with COPY.
 func (d *recordBench) many(ctx context.Context) error {
-	copied, err := d.newSchema(ctx, "copy")
+	copied, err := d.NewSchema(ctx, "copy")
 	if err != nil {
 		return err
 	}
@@ -87,9 +91,9 @@ func (d *recordBench) many(ctx context.Context) error {
 		return err
 	}
 	name := fmt.Sprintf("record/%d", n)
-	d.report.add(measured(name+"-none", "µs/tx", medians[0]), measured(name+"-copy", "µs/tx", medians[1]),
-		compared(name, "µs/tx", medians[2], name+"-none", medians[0]),
-		compared(name, "µs/tx", medians[2], name+"-copy", medians[1]).ratioAtMost(1.5))
+	d.report.Add(report.Measured(name+"-none", "µs/tx", medians[0]), report.Measured(name+"-copy", "µs/tx", medians[1]),
+		report.Compared(name, "µs/tx", medians[2], name+"-none", medians[0]),
+		report.Compared(name, "µs/tx", medians[2], name+"-copy", medians[1]).RatioAtMost(1.5))
 	return nil
 }
 
@@ -107,7 +111,7 @@ func (d *recordBench) recordN(n int) recording {
 
 // order returns a transaction of one statement and a recording.
 func (d *recordBench) order(more recording) transaction {
-	sql := inSchema(sqlOrder, d.schema)
+	sql := services.InSchema(sqlOrder, d.schema)
 	return func(ctx context.Context) error {
 		return pgx.BeginFunc(ctx, d.conn, func(tx pgx.Tx) error {
 			if _, err := tx.Exec(ctx, sql, "somebody"); err != nil {
@@ -126,10 +130,10 @@ const (
 // purchase is a transaction of three statements in one batch, with an event or
 // without.
 func (d *recordBench) purchase(event bool) transaction {
-	order, item, stock := inSchema(sqlOrder, d.schema), inSchema(sqlItem, d.schema), inSchema(sqlStock, d.schema)
+	order, item, stock := services.InSchema(sqlOrder, d.schema), services.InSchema(sqlItem, d.schema), services.InSchema(sqlStock, d.schema)
 	n := 0
 	return func(ctx context.Context) error {
-		e := d.events[n%manyEvents].(orderPlaced)
+		e := d.events[n%manyEvents].(orders.Placed)
 		n++
 		return pgx.BeginFunc(ctx, d.conn, func(tx pgx.Tx) error {
 			var batch pgx.Batch
@@ -154,7 +158,7 @@ var copyColumns = []string{
 func (d *recordBench) copyRows() ([][]any, error) {
 	rows := make([][]any, len(d.events))
 	for i, event := range d.events {
-		e := event.(orderPlaced)
+		e := event.(orders.Placed)
 		payload, err := json.Marshal(e)
 		if err != nil {
 			return nil, err
@@ -163,7 +167,7 @@ func (d *recordBench) copyRows() ([][]any, error) {
 		if err != nil {
 			return nil, err
 		}
-		rows[i] = []any{[16]byte(id), d.eventType(), source, aggregate, e.Order, string(payload), "application/json", e.At}
+		rows[i] = []any{[16]byte(id), d.EventType(), orders.Source, orders.Aggregate, e.Order, string(payload), "application/json", e.At}
 	}
 	return rows, nil
 }
@@ -179,12 +183,12 @@ func copyInto(schema string, rows [][]any) recording {
 
 // interleaved runs transactions one after the other, n times all in all, after some
 // that do not count. It returns the medians of each round, in microseconds.
-func (d *recordBench) interleaved(ctx context.Context, n int, all ...transaction) ([]series, error) {
+func (d *recordBench) interleaved(ctx context.Context, n int, all ...transaction) ([]stats.Series, error) {
 	const warm = 3
-	medians := make([]series, len(all))
+	medians := make([]stats.Series, len(all))
 	perTurn := max(1, n/d.cfg.runs)
 	for round := range d.cfg.runs {
-		times := make([]series, len(all))
+		times := make([]stats.Series, len(all))
 		for i := range warm + perTurn {
 			for k, do := range all {
 				start := time.Now()
@@ -197,14 +201,14 @@ func (d *recordBench) interleaved(ctx context.Context, n int, all ...transaction
 			}
 		}
 		for k := range all {
-			medians[k] = append(medians[k], times[k].median())
+			medians[k] = append(medians[k], times[k].Median())
 		}
 		d.say("%d/%d transactions, µs: %.0f", round+1, d.cfg.runs, last(medians))
 	}
 	return medians, nil
 }
 
-func last(all []series) []float64 {
+func last(all []stats.Series) []float64 {
 	values := make([]float64, len(all))
 	for i, s := range all {
 		values[i] = s[len(s)-1]

@@ -8,6 +8,11 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/laps"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/report"
+	"github.com/outboxgo/outbox/bench/internal/services"
+	"github.com/outboxgo/outbox/bench/internal/stats"
 )
 
 const (
@@ -38,12 +43,12 @@ func (b *bench) retention(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	b.report.add(
-		measured("retention/without-longest-tx", "ms", without.longest),
-		measured("retention/during-longest-tx", "ms", during.longest),
-		measured("retention/without-lock-wait", "ms", series{slices.Max(without.waited)}),
-		measured("retention/during-lock-wait", "ms", series{slices.Max(during.waited)}).valueAtMost(lockWaitLimit))
-	b.report.add(during.removal())
+	b.report.Add(
+		report.Measured("retention/without-longest-tx", "ms", without.longest),
+		report.Measured("retention/during-longest-tx", "ms", during.longest),
+		report.Measured("retention/without-lock-wait", "ms", stats.Series{slices.Max(without.waited)}),
+		report.Measured("retention/during-lock-wait", "ms", stats.Series{slices.Max(during.waited)}).ValueAtMost(lockWaitLimit))
+	b.report.Add(during.removal())
 	return nil
 }
 
@@ -65,12 +70,12 @@ func (t *track) loadOld(ctx context.Context) error {
 	start := time.Now()
 	for first := 1; first <= t.cfg.retained; first += oldPerTx {
 		last := min(first+oldPerTx-1, t.cfg.retained)
-		if _, err := t.db.Exec(ctx, inSchema(sqlOld, t.schema), first, last); err != nil {
+		if _, err := t.DB.Exec(ctx, services.InSchema(sqlOld, t.schema), first, last); err != nil {
 			return fmt.Errorf("record old events: %w", err)
 		}
 	}
 	for _, sql := range []string{sqlPublished, `VACUUM (ANALYZE) {schema}.outbox`, `CHECKPOINT`} {
-		if _, err := t.db.Exec(ctx, inSchema(sql, t.schema)); err != nil {
+		if _, err := t.DB.Exec(ctx, services.InSchema(sql, t.schema)); err != nil {
 			return fmt.Errorf("%s: %w", sql, err)
 		}
 	}
@@ -83,14 +88,14 @@ type keeper struct {
 	*track
 	cfg outbox.RetentionConfig
 
-	longest series // transaction of each lap, in ms
-	waited  series // longest wait for a lock that was seen in each lap, in ms
-	removed series // old rows a second
-	left    int    // old rows
+	longest stats.Series // transaction of each lap, in ms
+	waited  stats.Series // longest wait for a lock that was seen in each lap, in ms
+	removed stats.Series // old rows a second
+	left    int          // old rows
 }
 
 // run is withRelay while somebody looks who waits.
-func (k *keeper) run(ctx context.Context, rate int, measured time.Duration) (*lap, error) {
+func (k *keeper) run(ctx context.Context, rate int, measured time.Duration) (*laps.Lap, error) {
 	before, err := k.old(ctx)
 	if err != nil {
 		return nil, err
@@ -107,7 +112,7 @@ func (k *keeper) run(ctx context.Context, rate int, measured time.Duration) (*la
 		looked <- look{longest, err}
 	}()
 	start := time.Now()
-	err = k.relayed(ctx, l, outbox.RelayConfig{Retention: k.cfg}, newEvent)
+	err = k.relayed(ctx, l, outbox.RelayConfig{Retention: k.cfg}, orders.New)
 	took := time.Since(start)
 	stop()
 	seen := <-looked
@@ -117,20 +122,20 @@ func (k *keeper) run(ctx context.Context, rate int, measured time.Duration) (*la
 	if k.left, err = k.old(ctx); err != nil {
 		return nil, err
 	}
-	k.longest = append(k.longest, l.longest())
+	k.longest = append(k.longest, l.Longest())
 	k.waited = append(k.waited, seen.longest)
 	k.removed = append(k.removed, float64(before-k.left)/took.Seconds())
-	k.say("removed %d rows, longest transaction %.1f ms, longest wait for a lock %.1f ms", before-k.left, l.longest(), seen.longest)
+	k.say("removed %d rows, longest transaction %.1f ms, longest wait for a lock %.1f ms", before-k.left, l.Longest(), seen.longest)
 	return l, nil
 }
 
 // removal is how fast rows went, unless they came to an end.
-func (k *keeper) removal() result {
+func (k *keeper) removal() report.Result {
 	const name = "retention/removed"
 	if k.left == 0 {
-		return failed(name, fmt.Sprintf("all of %d rows went before the last turn ended; raise -retained", k.track.cfg.retained))
+		return report.Failed(name, fmt.Sprintf("all of %d rows went before the last turn ended; raise -retained", k.track.cfg.retained))
 	}
-	return measured(name, "rows/s", k.removed)
+	return report.Measured(name, "rows/s", k.removed)
 }
 
 // sqlOldLeft needs an index only.
@@ -138,7 +143,7 @@ const sqlOldLeft = `SELECT count(*) FROM {schema}.outbox WHERE id <= $1`
 
 // old returns how many of the old rows there still are.
 func (k *keeper) old(ctx context.Context) (n int, err error) {
-	if err := k.db.QueryRow(ctx, inSchema(sqlOldLeft, k.schema), k.track.cfg.retained).Scan(&n); err != nil {
+	if err := k.DB.QueryRow(ctx, services.InSchema(sqlOldLeft, k.schema), k.track.cfg.retained).Scan(&n); err != nil {
 		return 0, fmt.Errorf("count old events: %w", err)
 	}
 	return n, nil
@@ -162,7 +167,7 @@ func (k *keeper) watchLocks(ctx context.Context) (longest float64, err error) {
 		case <-looks.C:
 		}
 		var waits float64
-		if err := k.db.QueryRow(context.WithoutCancel(ctx), sqlLockWait).Scan(&waits); err != nil {
+		if err := k.DB.QueryRow(context.WithoutCancel(ctx), sqlLockWait).Scan(&waits); err != nil {
 			return longest, fmt.Errorf("look who waits: %w", err)
 		}
 		longest = max(longest, waits)

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/bench/internal/services"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
@@ -68,7 +69,7 @@ func (r row) record(topic string, headers *[]kgo.RecordHeader) kgo.Record {
 // batches reads the events of j in batches, as records, up to the first that is
 // empty.
 func batches(ctx context.Context, db *pgx.Conn, j job) iter.Seq2[[]kgo.Record, error] {
-	sql := inSchema(sqlRows, j.Schema)
+	sql := services.InSchema(sqlRows, j.Schema)
 	return func(yield func([]kgo.Record, error) bool) {
 		for last := int64(0); ; {
 			records, highest, err := readBatch(ctx, db, sql, last, j)

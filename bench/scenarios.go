@@ -5,6 +5,9 @@ import (
 	"fmt"
 	"io"
 	"time"
+
+	"github.com/outboxgo/outbox/bench/internal/report"
+	"github.com/outboxgo/outbox/bench/internal/services"
 )
 
 // scenario is one thing to measure, chosen by its name.
@@ -21,7 +24,10 @@ var scenarios []scenario
 func init() {
 	scenarios = []scenario{
 		{"latency", "from commit to arrival, against producing after the commit", true, (*bench).latency},
-		{"open", "the same while another transaction stays open, against without", true, (*bench).open},
+		{"wake", "the same from another process, against from that of the leader; after a silence; and what a wake-up costs the writer", true, (*bench).wake},
+		{"takeover", "from the end of the process that leads, by kill -9 or cleanly, to the next arrival", true, (*bench).takeover},
+		{"tenants", "many schemas of one database that one process relays for: from commit to arrival, connections, processors, memory", true, (*bench).tenants},
+		{"open", "from commit to arrival while another transaction stays open, against without", true, (*bench).open},
 		{"poison", "the same while Kafka refuses some events, for those of other keys, against without", true, (*bench).poison},
 		{"bad-topics", "from commit to arrival beside a topic that takes nothing, against without", true, (*bench).badTopics},
 		{"drain", "all events, against a bare loop that reads rows and produces them", true, (*bench).drain},
@@ -33,16 +39,17 @@ func init() {
 		{"retention", "from commit to arrival while old rows are removed, against while they stay", true, (*bench).retention},
 		{"record", "Record and Queue in a transaction, against the transaction without, and COPY", false, (*bench).record},
 		{"consumer", "a consumer's transaction for many events, against one for each", true, (*bench).consumer},
+		{"failing", "a consumer, and a worker, while one event of a hundred fails: all other events, against without failures", true, (*bench).failing},
 		{"bus", "workers without Kafka, against River: events per second, beside an open transaction too, and from commit to handled", false, (*bench).bus},
 	}
 }
 
 // bench is one run of the program.
 type bench struct {
-	*services
+	*services.Services
 	cfg    config
 	stderr io.Writer
-	report *report
+	report *report.Report
 
 	stocks map[int]*stock
 	warm   bool

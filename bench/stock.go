@@ -7,6 +7,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/services"
 	"golang.org/x/sync/errgroup"
 )
 
@@ -46,7 +48,7 @@ func (b *bench) stock(ctx context.Context, n int) (*stock, error) {
 
 // newStock returns an empty one.
 func (b *bench) newStock(ctx context.Context, name string) (*stock, error) {
-	schema, err := b.newSchema(ctx, name)
+	schema, err := b.NewSchema(ctx, name)
 	return &stock{schema: schema}, err
 }
 
@@ -68,12 +70,12 @@ type kind struct {
 	writers int // at the same time
 }
 
-var smallEvents = kind{event: func(n int) outbox.DomainEvent { return newEvent(n) }, perTx: 5000, writers: 1}
+var smallEvents = kind{event: func(n int) outbox.DomainEvent { return orders.New(n) }, perTx: 5000, writers: 1}
 
 // load records n events from number first on, and leaves nothing to autovacuum
 // and checkpoints.
 func (b *bench) load(ctx context.Context, schema string, first, n int, k kind) error {
-	rec, err := b.recorder(schema)
+	rec, err := b.Recorder(schema)
 	if err != nil {
 		return err
 	}
@@ -92,7 +94,7 @@ func (b *bench) load(ctx context.Context, schema string, first, n int, k kind) e
 		return err
 	}
 	for _, sql := range []string{`VACUUM (ANALYZE) {schema}.outbox`, `CHECKPOINT`} {
-		if _, err := b.db.Exec(ctx, inSchema(sql, schema)); err != nil {
+		if _, err := b.DB.Exec(ctx, services.InSchema(sql, schema)); err != nil {
 			return fmt.Errorf("%s: %w", sql, err)
 		}
 	}
@@ -100,7 +102,7 @@ func (b *bench) load(ctx context.Context, schema string, first, n int, k kind) e
 }
 
 func recordEvents(ctx context.Context, b *bench, rec *outbox.Recorder, events []outbox.DomainEvent) error {
-	return pgx.BeginFunc(ctx, b.db, func(tx pgx.Tx) error { return rec.Record(ctx, tx, events...) })
+	return pgx.BeginFunc(ctx, b.DB, func(tx pgx.Tx) error { return rec.Record(ctx, tx, events...) })
 }
 
 // sqlSizes tells what an event is, in bytes of its texts.
@@ -113,9 +115,9 @@ SELECT avg(octet_length(payload::text))::float8,
 // noteSizes tells in the report what the events are.
 func (b *bench) noteSizes(ctx context.Context, s *stock) error {
 	var payload, metadata float64
-	if err := b.db.QueryRow(ctx, inSchema(sqlSizes, s.schema)).Scan(&payload, &metadata); err != nil {
+	if err := b.DB.QueryRow(ctx, services.InSchema(sqlSizes, s.schema)).Scan(&payload, &metadata); err != nil {
 		return fmt.Errorf("measure events: %w", err)
 	}
-	b.report.note("events: %d, %d keys, payload %.0f bytes + metadata %.0f bytes", s.events, keys, payload, metadata)
+	b.report.Note("events: %d, %d keys, payload %.0f bytes + metadata %.0f bytes", s.events, orders.Keys, payload, metadata)
 	return nil
 }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/services"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
@@ -80,7 +81,7 @@ func inMemory(ctx context.Context, j job) ([]kgo.Record, error) {
 	}
 	defer db.Close(context.WithoutCancel(ctx))
 	j.Batch = min(j.Events, memoryRecords)
-	records, _, err := readBatch(ctx, db, inSchema(sqlRows, j.Schema), 0, j)
+	records, _, err := readBatch(ctx, db, services.InSchema(sqlRows, j.Schema), 0, j)
 	if err == nil && len(records) == 0 {
 		err = errors.New("no events to produce")
 	}
@@ -145,7 +146,7 @@ func finish(m *meter, n int, j job) (used, error) {
 
 // relayAll relays all events, as a host would have it done.
 func relayAll(ctx context.Context, j job) (u used, err error) {
-	db, err := newPool(ctx, j.Postgres, 4)
+	db, err := services.NewPool(ctx, j.Postgres, 4)
 	if err != nil {
 		return u, err
 	}

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/outboxgo/outbox/bench/internal/stats"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
@@ -30,22 +31,8 @@ func TestAheadYieldsAllAndEndsWhenNobodyListens(t *testing.T) {
 	require.Equal(t, []int{1, 2}, got)
 }
 
-func TestEventsDifferAndRepeat(t *testing.T) {
-	a, b := newEvent(1), newEvent(2)
-	require.NotEqual(t, a.Customer, b.Customer)
-	a.At = time.Time{}
-	again := newEvent(1)
-	again.At = time.Time{}
-	require.Equal(t, a, again)
-	notes := map[string]struct{}{}
-	for _, e := range newEvents(0, 1000) {
-		notes[e.(orderPlaced).Note] = struct{}{}
-	}
-	require.Greater(t, len(notes), 990)
-}
-
 func TestTracerFindsThePoll(t *testing.T) {
-	tr := &tracer{want: 2, enough: make(chan struct{}), times: map[string]series{}}
+	tr := &tracer{want: 2, enough: make(chan struct{}), times: map[string]stats.Series{}}
 	seen := func(sql string, err error) { tr.end(tr.start(context.Background(), sql), err) }
 	seen("poll", nil)
 	seen("renew", nil)

@@ -1,4 +1,5 @@
-package main
+// Package schedule calls a function at a fixed rate that waits for nobody.
+package schedule
 
 import (
 	"context"
@@ -8,10 +9,10 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// pace calls do for the numbers from 0 to total-1, each at its time in a fixed
+// Pace calls do for the numbers from 0 to total-1, each at its time in a fixed
 // schedule of rate calls a second, from as many goroutines as there are workers.
 // The schedule waits for nobody: a call that finds no worker is made late.
-func pace(ctx context.Context, rate, total, workers int, do func(context.Context, int) error) error {
+func Pace(ctx context.Context, rate, total, workers int, do func(context.Context, int) error) error {
 	start := time.Now()
 	var next atomic.Int64
 	g, ctx := errgroup.WithContext(ctx)
@@ -24,7 +25,7 @@ func pace(ctx context.Context, rate, total, workers int, do func(context.Context
 				if n >= total {
 					return nil
 				}
-				timer.Reset(time.Until(start.Add(offset(n, rate))))
+				timer.Reset(time.Until(start.Add(Offset(n, rate))))
 				select {
 				case <-timer.C:
 				case <-ctx.Done():
@@ -39,11 +40,11 @@ func pace(ctx context.Context, rate, total, workers int, do func(context.Context
 	return g.Wait()
 }
 
-// offset is when call n is due.
-func offset(n, rate int) time.Duration { return time.Duration(n) * time.Second / time.Duration(rate) }
+// Offset is when call n is due.
+func Offset(n, rate int) time.Duration { return time.Duration(n) * time.Second / time.Duration(rate) }
 
-// sleep waits for d. It returns an error if ctx ends first.
-func sleep(ctx context.Context, d time.Duration) error {
+// Sleep waits for d. It returns an error if ctx ends first.
+func Sleep(ctx context.Context, d time.Duration) error {
 	select {
 	case <-time.After(d):
 		return nil

@@ -1,20 +1,21 @@
-package main
+package report
 
 import (
 	"bytes"
 	"testing"
 
+	"github.com/outboxgo/outbox/bench/internal/stats"
 	"github.com/stretchr/testify/require"
 )
 
-func example() *report {
-	r := &report{}
-	r.note("cores: %d", 2)
-	pipe, relay := series{100_000, 120_000, 110_000}, series{90_000, 60_000, 99_000}
-	r.add(measured("drain/pipe", "events/s", pipe),
-		compared("drain/relay", "events/s", relay, "drain/pipe", pipe).ratioAtLeast(0.8),
-		compared("drain/cpu", "µs/event", series{7}, "drain/pipe-cpu", series{3.5}).valueAtMost(6),
-		failed("latency/3000", "floor achieved 2000 of 3000 transactions/s"))
+func example() *Report {
+	r := &Report{}
+	r.Note("cores: %d", 2)
+	pipe, relay := stats.Series{100_000, 120_000, 110_000}, stats.Series{90_000, 60_000, 99_000}
+	r.Add(Measured("drain/pipe", "events/s", pipe),
+		Compared("drain/relay", "events/s", relay, "drain/pipe", pipe).RatioAtLeast(0.8),
+		Compared("drain/cpu", "µs/event", stats.Series{7}, "drain/pipe-cpu", stats.Series{3.5}).ValueAtMost(6),
+		Failed("latency/3000", "floor achieved 2000 of 3000 transactions/s"))
 	return r
 }
 
@@ -31,7 +32,7 @@ latency/3000  FAILED: floor achieved 2000 of 3000 transactions/s
 
 func TestJSON(t *testing.T) {
 	var b bytes.Buffer
-	require.NoError(t, example().write(&b, "-"))
+	require.NoError(t, example().Write(&b, "-"))
 	require.Equal(t, `{"scenario":"drain/pipe","value":110000,"unit":"events/s","runs":3,"spread":0.18181818181818182}
 {"scenario":"drain/relay","value":90000,"unit":"events/s","ratio":0.9,"against":"drain/pipe","runs":3,"spread":0.4444444444444445,"target":"ratio ≥ 0.80","met":true}
 {"scenario":"drain/cpu","value":7,"unit":"µs/event","ratio":2,"against":"drain/pipe-cpu","runs":1,"spread":0,"target":"value ≤ 6","met":false}
@@ -41,6 +42,6 @@ func TestJSON(t *testing.T) {
 
 func TestNumber(t *testing.T) {
 	for want, v := range map[string]float64{"0.12": 0.123, "5.43": 5.432, "54.3": 54.32, "543": 543.2, "5,432": 5432.1, "1,234,568": 1234567.8} {
-		require.Equal(t, want, number(v))
+		require.Equal(t, want, Number(v))
 	}
 }

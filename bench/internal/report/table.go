@@ -1,4 +1,4 @@
-package main
+package report
 
 import (
 	"fmt"
@@ -17,7 +17,7 @@ var columns = []struct {
 }
 
 // table returns notes and results for people.
-func (r *report) table() string {
+func (r *Report) table() string {
 	rows := [][]string{make([]string, len(columns))}
 	for i, c := range columns {
 		rows[0][i] = c.title
@@ -28,7 +28,7 @@ func (r *report) table() string {
 	return strings.Join(r.notes, "\n") + "\n\n" + align(rows)
 }
 
-func (r result) cells() []string {
+func (r Result) cells() []string {
 	if r.Failed != "" {
 		return []string{r.Scenario, "FAILED: " + r.Failed}
 	}
@@ -40,7 +40,7 @@ func (r result) cells() []string {
 		met = map[bool]string{true: "yes", false: "NO"}[*r.Met]
 	}
 	return []string{
-		r.Scenario, number(r.Value), r.Unit, ratio, r.Against, r.Target, met,
+		r.Scenario, Number(r.Value), r.Unit, ratio, r.Against, r.Target, met,
 		fmt.Sprintf("%.0f %%", 100*r.Spread), strconv.Itoa(r.Runs),
 	}
 }
@@ -80,8 +80,8 @@ func align(rows [][]string) string {
 
 func remark(row []string, i int) bool { return len(row) < len(columns) && i == len(row)-1 }
 
-// number writes three digits or more: 5.43, 54.3, 543, 5,432.
-func number(v float64) string {
+// Number writes three digits or more: 5.43, 54.3, 543, 5,432.
+func Number(v float64) string {
 	switch {
 	case v < 10:
 		return fmt.Sprintf("%.2f", v)

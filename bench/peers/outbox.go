@@ -1,0 +1,181 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/orders"
+	"github.com/outboxgo/outbox/bench/internal/services"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+const (
+	outboxSettings = "none: `RelayConfig{}`. `Queue` on the transaction's batch, `Wake` after the commit. A pool of 8 connections."
+	apartSettings  = "as outbox; the writers' process runs a `Waker`."
+
+	relayConns = 8
+)
+
+// outboxInstance is our library, its relay in this process or in another one.
+type outboxInstance struct {
+	b      *bench
+	schema string
+	rec    *outbox.Recorder
+	order  string // SQL
+	apart  bool
+	wake   func() // of the relay or the waker that runs
+}
+
+func openOutbox(ctx context.Context, b *bench) (instance, error) { return newOutbox(ctx, b, false) }
+func openApart(ctx context.Context, b *bench) (instance, error)  { return newOutbox(ctx, b, true) }
+
+func newOutbox(ctx context.Context, b *bench, apart bool) (*outboxInstance, error) {
+	schema, err := b.NewSchema(ctx, b.newName("outbox"))
+	if err != nil {
+		return nil, err
+	}
+	rec, err := b.Recorder(schema)
+	if err != nil {
+		return nil, err
+	}
+	return &outboxInstance{b: b, schema: schema, rec: rec, order: services.InSchema(sqlOrder, schema), apart: apart, wake: func() {}}, nil
+}
+
+func (o *outboxInstance) write(ctx context.Context, e orders.Placed, committed func()) error {
+	var batch pgx.Batch
+	batch.Queue(o.order, e.Customer)
+	if err := o.rec.Queue(ctx, &batch, e); err != nil {
+		return err
+	}
+	if err := o.b.transact(ctx, &batch); err != nil {
+		return err
+	}
+	committed()
+	o.wake()
+	return nil
+}
+
+func (o *outboxInstance) fill(ctx context.Context, events []orders.Placed) error {
+	all := make([]outbox.DomainEvent, len(events))
+	for i, e := range events {
+		all[i] = e
+	}
+	return pgx.BeginFunc(ctx, o.b.DB, func(tx pgx.Tx) error { return o.rec.Record(ctx, tx, all...) })
+}
+
+func (o *outboxInstance) relay(ctx context.Context) (stop func() error, err error) {
+	if o.apart {
+		return o.relayApart(ctx)
+	}
+	db, err := services.NewPool(ctx, o.b.cfg.postgres, relayConns)
+	if err != nil {
+		return nil, err
+	}
+	relay, err := newRelay(db, o.b.cfg.brokers, o.schema)
+	if err != nil {
+		db.Close()
+		return nil, err
+	}
+	o.wake = relay.Waker().Wake
+	end := runAside(ctx, relay.Run)
+	return func() error {
+		defer db.Close()
+		return end()
+	}, nil
+}
+
+func newRelay(db *pgxpool.Pool, brokers []string, schema string) (*outbox.Relay, error) {
+	return outbox.NewRelay(db, []kgo.Opt{kgo.SeedBrokers(brokers...)}, outbox.RelayConfig{Schema: schema})
+}
+
+func (o *outboxInstance) close(ctx context.Context) error { return o.b.DropSchema(ctx, o.schema) }
+
+// childCommand is the hidden argument that makes this program a relay.
+const childCommand = "relay"
+
+// childPatience is what a relay gets to end by itself before it is killed.
+const childPatience = 20 * time.Second
+
+// job says what a relay in a process of its own relays.
+type job struct {
+	Postgres string
+	Brokers  []string
+	Schema   string
+}
+
+// childMain reads a job from its standard input and relays until the input ends, so it
+// does not outlive the program that started it.
+func childMain(ctx context.Context, stdin io.Reader, _, stderr io.Writer) int {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	input := json.NewDecoder(stdin)
+	var j job
+	if err := input.Decode(&j); err != nil {
+		fmt.Fprintln(stderr, "bench-peers: relay: read job:", err)
+		return exitUsage
+	}
+	go func() {
+		defer cancel()
+		_, _ = io.Copy(io.Discard, stdin) // ends with the parent, however it ends
+	}()
+	if err := relayUntil(ctx, j); err != nil {
+		fmt.Fprintln(stderr, "bench-peers: relay:", err)
+		return exitFailed
+	}
+	return exitDone
+}
+
+func relayUntil(ctx context.Context, j job) error {
+	db, err := services.NewPool(ctx, j.Postgres, relayConns)
+	if err != nil {
+		return err
+	}
+	defer db.Close()
+	relay, err := newRelay(db, j.Brokers, j.Schema)
+	if err != nil {
+		return err
+	}
+	return relay.Run(ctx)
+}
+
+// relayApart starts this program again as a relay, and a waker in this process.
+func (o *outboxInstance) relayApart(ctx context.Context) (stop func() error, err error) {
+	waker, err := outbox.NewWaker(o.b.DB, outbox.WakerConfig{Schema: o.schema})
+	if err != nil {
+		return nil, err
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
+	cmd := exec.CommandContext(ctx, self, childCommand)
+	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
+	cmd.WaitDelay = childPatience
+	cmd.Stderr = os.Stderr
+	stdin, err := cmd.StdinPipe() // stays open until the relay is to end
+	if err != nil {
+		return nil, err
+	}
+	if err := cmd.Start(); err != nil {
+		return nil, err
+	}
+	end := func() error {
+		_ = stdin.Close() // Wait says how it ended
+		return cmd.Wait()
+	}
+	if err := json.NewEncoder(stdin).Encode(job{Postgres: o.b.cfg.postgres, Brokers: o.b.cfg.brokers, Schema: o.schema}); err != nil {
+		return nil, errors.Join(err, end())
+	}
+	o.wake = waker.Wake
+	endWaker := runAside(ctx, waker.Run)
+	return func() error { return errors.Join(endWaker(), end()) }, nil
+}
