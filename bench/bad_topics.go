@@ -62,7 +62,7 @@ func (b *bench) missingTopic(context.Context) (name, topic string, err error) {
 // shortTopic makes a topic that wants one replica more than there is.
 func (b *bench) shortTopic(ctx context.Context) (name, topic string, err error) {
 	topic = b.TopicName("short")
-	err = absent.CreateTopic(ctx, b.cfg.brokers, topic, int32(b.cfg.partitions), map[string]string{"min.insync.replicas": "2"})
+	err = absent.CreateTopic(ctx, b.cfg.Brokers, topic, int32(b.cfg.partitions), map[string]string{"min.insync.replicas": "2"})
 	if err == nil {
 		b.Topics = append(b.Topics, topic)
 	}
@@ -142,7 +142,7 @@ func (t *badTrack) park(ctx context.Context) error {
 	if err := t.recordBad(ctx, t.cfg.parked); err != nil {
 		return err
 	}
-	relay, err := outbox.NewRelay(t.DB, []kgo.Opt{kgo.SeedBrokers(t.cfg.brokers...)}, outbox.RelayConfig{Schema: t.schema, Logger: quiet})
+	relay, err := outbox.NewRelay(t.DB, []kgo.Opt{kgo.SeedBrokers(t.cfg.Brokers...)}, outbox.RelayConfig{Schema: t.schema, Logger: quiet})
 	if err != nil {
 		return err
 	}

@@ -18,7 +18,7 @@ func TestBadTopics(t *testing.T) {
 	require.NoError(t, err)
 	defer func() { require.NoError(t, s.Close()) }()
 	b := &bench{Services: s, cfg: cfg, stderr: os.Stderr}
-	client, err := kgo.NewClient(kgo.SeedBrokers(cfg.brokers...), kgo.RecordRetries(1), kgo.DisableIdempotentWrite(), kgo.UnknownTopicRetries(1))
+	client, err := kgo.NewClient(kgo.SeedBrokers(cfg.Brokers...), kgo.RecordRetries(1), kgo.DisableIdempotentWrite(), kgo.UnknownTopicRetries(1))
 	require.NoError(t, err)
 	defer client.Close()
 	for want, prepare := range map[error]func(*bench, context.Context) (name, topic string, err error){

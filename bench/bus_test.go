@@ -17,8 +17,8 @@ import (
 // tinyBus is a bus on which a lap takes no time.
 func tinyBus(t *testing.T) *bus {
 	cfg := config{
-		postgres: testenv.Pool(t, nil).Config().ConnString(), brokers: testenv.Brokers(t), // nothing goes there
-		runs: 1, seconds: 0.5, warm: 0.1, workers: 4, partitions: 1, busEvents: 1000, busHot: 500, busOpen: 0.1,
+		Addresses: services.Addresses{Postgres: testenv.Pool(t, nil).Config().ConnString(), Brokers: testenv.Brokers(t)}, // nothing goes there
+		runs:      1, seconds: 0.5, warm: 0.1, workers: 4, partitions: 1, busEvents: 1000, busHot: 500, busOpen: 0.1,
 	}
 	s, err := connect(t.Context(), cfg)
 	require.NoError(t, err)

@@ -10,10 +10,12 @@ import (
 	"os/exec"
 	"path/filepath"
 	"time"
+
+	"github.com/outboxgo/outbox/bench/internal/command"
 )
 
-// childCommand is the hidden argument that makes this program do one job.
-const childCommand = "child"
+// childArg is the hidden argument that makes this program do one job.
+const childArg = "child"
 
 // childPatience is what a child gets to end by itself before it is killed.
 const childPatience = 20 * time.Second
@@ -61,36 +63,16 @@ var works = map[string]func(context.Context, job) (used, error){
 	"tenants":  relayTenants,
 }
 
-// childMain reads a job from its standard input and writes what it cost to its
-// standard output. It gives up when the input ends, so it does not outlive the
-// program that started it.
+// childMain does the job on its standard input and writes what it cost to its standard output.
 func childMain(ctx context.Context, stdin io.Reader, stdout, stderr io.Writer) int {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	input := json.NewDecoder(stdin)
-	var j job
-	if err := input.Decode(&j); err != nil {
-		fmt.Fprintln(stderr, "bench: child: read job:", err)
-		return exitUsage
-	}
-	orders := make(chan order, 2) // as many as there are
-	j.orders = orders
-	go func() {
-		defer cancel()
-		var o order
-		for input.Decode(&o) == nil { // ends with the parent, however it ends
-			orders <- o
+	return command.Serve(ctx, name, stdin, stderr, func(ctx context.Context, j job, orders <-chan order) error {
+		j.orders = orders
+		u, err := works[j.Work](ctx, j)
+		if err != nil {
+			return fmt.Errorf("%s: %w", j.Work, err)
 		}
-	}()
-	u, err := works[j.Work](ctx, j)
-	if err == nil {
-		err = json.NewEncoder(stdout).Encode(u)
-	}
-	if err != nil {
-		fmt.Fprintf(stderr, "bench: child: %s: %v\n", j.Work, err)
-		return exitFailed
-	}
-	return exitDone
+		return json.NewEncoder(stdout).Encode(u)
+	})
 }
 
 // runChild does a job in a process of its own and returns what it cost. Then
@@ -119,7 +101,7 @@ func (b *bench) prepare(j job, s *stock) job {
 
 // connect tells a job where the services are, and where its profile goes.
 func (b *bench) connect(j job) job {
-	j.Postgres, j.Brokers = b.cfg.postgres, b.cfg.brokers
+	j.Postgres, j.Brokers = b.cfg.Postgres, b.cfg.Brokers
 	if b.cfg.profile != "" {
 		b.children++
 		j.Profile = filepath.Join(b.cfg.profile, fmt.Sprintf("%02d-%s", b.children, j.Work))
@@ -137,7 +119,7 @@ func spawn(ctx context.Context, j job, stderr io.Writer, result any, talk func(s
 	if err != nil {
 		return err
 	}
-	cmd := exec.CommandContext(ctx, self, childCommand)
+	cmd := exec.CommandContext(ctx, self, childArg)
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = childPatience
 	cmd.Env = append(cmd.Environ(), "PGAPPNAME="+childName())

@@ -8,9 +8,13 @@ import (
 	"os"
 	"regexp"
 	"slices"
-	"strconv"
-	"strings"
+
+	"github.com/outboxgo/outbox/bench/internal/command"
+	"github.com/outboxgo/outbox/bench/internal/services"
 )
+
+// name of the program.
+const name = "bench"
 
 const usage = `Bench measures outbox against what it is made of, on a real PostgreSQL and a real
 Kafka. "make bench" starts both, and passes ARGS on:
@@ -38,8 +42,7 @@ Scenarios:
 
 // config is what the flags and the environment say.
 type config struct {
-	postgres, kind string
-	brokers        []string
+	services.Addresses
 
 	which      *regexp.Regexp
 	runs       int
@@ -83,8 +86,7 @@ type config struct {
 
 // parse reads the flags and the environment.
 func parse(args []string, stdout io.Writer) (cfg config, err error) {
-	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
-	flags.SetOutput(io.Discard) // errors are printed once, by start
+	flags := flag.NewFlagSet(name, flag.ContinueOnError)
 	which := flags.String("run", "", "measure the scenarios that match this `regexp` only")
 	rates := flags.String("rates", "200,1000,3000", "transactions per second of the latency scenario, with commas between them")
 	backlogs := flags.String("backlogs", "1000000,4000000,10000000", "events of the backlogs scenario, growing, with commas between them")
@@ -120,62 +122,27 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.StringVar(&cfg.json, "json", "", "write the results as JSON lines to this `file`; - means stdout, in place of the table")
 	flags.StringVar(&cfg.gate, "gate", "", "fail if ratios exceed the bounds in this `file` in two measurements")
 	flags.StringVar(&cfg.profile, "profile", "", "write CPU and allocation profiles of drains and consumers into this `folder`")
-	if err := flags.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			help(flags, stdout)
-			return cfg, err
-		}
-		return cfg, fmt.Errorf("%w; see bench -h", err)
+	if err := command.ParseFlags(flags, args, stdout, help); err != nil {
+		return cfg, err
 	}
-	if flags.NArg() > 0 {
-		return cfg, fmt.Errorf("%q is not a flag; see bench -h", flags.Arg(0))
-	}
-	cfg.environment(os.Getenv)
+	cfg.Addresses = services.AddressesFrom(os.Getenv)
 	var badRates, badBacklogs, badRun error
-	cfg.rates, badRates = parseNumbers("rates", *rates)
-	cfg.backlogs, badBacklogs = parseNumbers("backlogs", *backlogs)
+	cfg.rates, badRates = command.Numbers("rates", *rates)
+	cfg.backlogs, badBacklogs = command.Numbers("backlogs", *backlogs)
 	cfg.which, badRun = regexp.Compile(*which)
-	if err := errors.Join(badRates, badBacklogs, badRun, cfg.validate()); err != nil {
-		return cfg, fmt.Errorf("%w; see bench -h", err)
-	}
-	return cfg, nil
+	return cfg, errors.Join(badRates, badBacklogs, badRun, cfg.validate())
 }
 
-func help(flags *flag.FlagSet, w io.Writer) {
+func help(w io.Writer) {
 	fmt.Fprint(w, usage)
 	for _, s := range scenarios {
 		fmt.Fprintf(w, "  %-10s %s\n", s.name, s.what)
 	}
-	fmt.Fprint(w, "\nFlags:\n")
-	flags.SetOutput(w)
-	flags.PrintDefaults()
-}
-
-func (c *config) environment(get func(string) string) {
-	c.postgres, c.kind = get("OUTBOX_POSTGRES_URL"), get("OUTBOX_KAFKA_KIND")
-	if brokers := get("OUTBOX_KAFKA_BROKERS"); brokers != "" {
-		c.brokers = strings.Split(brokers, ",")
-	}
-}
-
-func parseNumbers(flag, list string) (numbers []int, err error) {
-	for text := range strings.SplitSeq(list, ",") {
-		n, err := strconv.Atoi(strings.TrimSpace(text))
-		if err != nil || n < 1 {
-			return nil, fmt.Errorf("-%s: %q is not a number above 0", flag, text)
-		}
-		numbers = append(numbers, n)
-	}
-	return numbers, nil
 }
 
 func (c *config) validate() error {
-	var errs []error
-	refuse := func(bad bool, why string) {
-		if bad {
-			errs = append(errs, errors.New(why))
-		}
-	}
+	var refusals command.Refusals
+	refuse := refusals.If
 	refuse(c.runs < 1 || c.workers < 1 || c.partitions < 1, "-runs, -workers and -partitions start above 0")
 	refuse(c.events < minEvents || c.backlog < 10*minEvents, fmt.Sprintf("-events starts at %d, -backlog at ten times that", minEvents))
 	refuse(c.handled < minEvents, fmt.Sprintf("-handled starts at %d", minEvents))
@@ -195,11 +162,7 @@ func (c *config) validate() error {
 	refuse(c.polls < c.runs || c.records < c.runs, "-polls and -records start at -runs")
 	refuse(c.poisons < 1 || c.poisonEvery < 2, "-poisons starts above 0, -poison-every above 1")
 	refuse(c.outage < minOutage, fmt.Sprintf("-outage starts at %d", minOutage))
-	refuse(c.postgres == "" || len(c.brokers) == 0,
-		"OUTBOX_POSTGRES_URL and OUTBOX_KAFKA_BROKERS are not set: run it with `make bench`")
-	refuse(len(c.brokers) > 0 && c.kind != "kafka",
-		fmt.Sprintf("OUTBOX_KAFKA_KIND is %q: figures of anything but a real Kafka, kind kafka, say nothing", c.kind))
 	refuse(c.which != nil && !slices.ContainsFunc(scenarios, func(s scenario) bool { return c.which.MatchString(s.name) }),
 		"-run matches no scenario")
-	return errors.Join(errs...)
+	return errors.Join(refusals.Err(), c.Addresses.Validate("make bench"))
 }

@@ -21,7 +21,7 @@ func TestParse(t *testing.T) {
 	cfg, err := parse([]string{"-run", "drain|poll", "-rates", "10, 20", "-json", "-"}, io.Discard)
 	require.NoError(t, err)
 	require.Equal(t, []int{10, 20}, cfg.rates)
-	require.Equal(t, []string{"one:9092", "two:9092"}, cfg.brokers)
+	require.Equal(t, []string{"one:9092", "two:9092"}, cfg.Brokers)
 	require.True(t, cfg.which.MatchString("poll"))
 }
 
@@ -44,7 +44,7 @@ func TestParseRefuses(t *testing.T) {
 		"start above 0":        {"-runs", "0"},
 		"-poisons starts":      {"-poisons", "0"},
 		"-outage starts at 3":  {"-outage", "1"},
-		"see bench -h":         {"-speed"},
+		"not defined: -speed":  {"-speed"},
 	} {
 		_, err := parse(args, io.Discard)
 		require.ErrorContains(t, err, want)

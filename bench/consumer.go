@@ -39,7 +39,7 @@ func (b *bench) newShelfOf(ctx context.Context, name string, n int, event func(n
 	if _, err := b.NewTopic(ctx, name+".dlq", 1); err != nil { // a consumer looks for it
 		return nil, err
 	}
-	client, err := newProducer(b.cfg.brokers)
+	client, err := newProducer(b.cfg.Brokers)
 	if err != nil {
 		return nil, err
 	}

@@ -25,7 +25,7 @@ func TestCountsAreChecked(t *testing.T) {
 	for group, j := range map[string]job{"one by one": {MaxPoll: 1}, "together": {}, "batch": {InBatch: true}} {
 		_, err = b.DB.Exec(ctx, services.InSchema(ddlCounts, schema), pgx.QueryExecModeSimpleProtocol)
 		require.NoError(t, err)
-		j.Postgres, j.Brokers, j.Topic, j.Schema, j.EventType = cfg.postgres, cfg.brokers, shelf.topic, schema, b.EventType()
+		j.Postgres, j.Brokers, j.Topic, j.Schema, j.EventType = cfg.Postgres, cfg.Brokers, shelf.topic, schema, b.EventType()
 		j.Events, j.Group = shelf.events, b.ID+group
 		u, err := countAll(ctx, j)
 		require.NoError(t, err)

@@ -109,7 +109,7 @@ func (s *failing) compare(ctx context.Context, w failingWay) error {
 // round has a new group handle all events from the first one on, until those are done that do not fail, or
 // the time is up.
 func (s *failing) round(ctx context.Context, w failingWay, fails bool) (u used, err error) {
-	db, err := services.NewPool(ctx, s.cfg.postgres, failingConns)
+	db, err := services.NewPool(ctx, s.cfg.Postgres, failingConns)
 	if err != nil {
 		return u, err
 	}
@@ -188,7 +188,7 @@ func (s *failing) consumer(db *pgxpool.Pool, cfg outbox.HandlerConfig, h outbox.
 	if err != nil {
 		return nil, err
 	}
-	c, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(s.cfg.brokers...)}, events, outbox.ConsumerConfig{HandlerConfig: cfg, FromStart: true}, h)
+	c, err := outbox.NewConsumer(db, []kgo.Opt{kgo.SeedBrokers(s.cfg.Brokers...)}, events, outbox.ConsumerConfig{HandlerConfig: cfg, FromStart: true}, h)
 	if err != nil {
 		return nil, err
 	}

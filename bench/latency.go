@@ -40,7 +40,7 @@ func (b *bench) newTrack(ctx context.Context, name string) (t *track, err error)
 	if t.rec, err = b.Recorder(t.schema); err != nil {
 		return nil, err
 	}
-	if t.floor, err = newProducer(b.cfg.brokers); err != nil {
+	if t.floor, err = newProducer(b.cfg.Brokers); err != nil {
 		return nil, err
 	}
 	if t.reader, err = b.newReader(ctx); err != nil {
@@ -77,7 +77,7 @@ func (t *track) withRelay(ctx context.Context, rate int, measured time.Duration)
 // runs in this process, and only during the lap.
 func (t *track) relayed(ctx context.Context, l *laps.Lap, cfg outbox.RelayConfig, event func(n int) orders.Placed) error {
 	cfg.Schema = t.schema
-	relay, err := outbox.NewRelay(t.DB, []kgo.Opt{kgo.SeedBrokers(t.cfg.brokers...)}, cfg)
+	relay, err := outbox.NewRelay(t.DB, []kgo.Opt{kgo.SeedBrokers(t.cfg.Brokers...)}, cfg)
 	if err != nil {
 		return err
 	}

@@ -14,54 +14,29 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"flag"
-	"fmt"
 	"io"
-	"os"
-	"os/signal"
-	"syscall"
 
+	"github.com/outboxgo/outbox/bench/internal/command"
 	"github.com/outboxgo/outbox/bench/internal/report"
 	"github.com/outboxgo/outbox/bench/internal/services"
 )
 
-// The codes that the program exits with.
-const (
-	exitDone = iota
-	exitFailed
-	exitUsage
-)
-
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop) // a second Ctrl-C ends the program at once
-	if len(os.Args) == 2 && os.Args[1] == childCommand {
-		os.Exit(childMain(ctx, os.Stdin, os.Stdout, os.Stderr))
-	}
-	signal.Ignore(syscall.SIGPIPE) // who reads our output may leave; we still have to clean up
-	os.Exit(start(ctx, os.Args[1:], os.Stdout, os.Stderr))
+	command.Command{Name: name, ChildArg: childArg, Child: childMain, Start: start}.Main()
 }
 
-// start is main without the process around it. It returns the exit code.
-func start(ctx context.Context, args []string, stdout, stderr io.Writer) int {
+// start reads the arguments.
+func start(args []string, stdout, stderr io.Writer) (func(context.Context) error, error) {
 	cfg, err := parse(args, stdout)
-	if errors.Is(err, flag.ErrHelp) {
-		return exitDone
-	}
 	if err != nil {
-		fmt.Fprintln(stderr, "bench:", err)
-		return exitUsage
+		return nil, err
 	}
-	if cfg.gate != "" {
-		err = pass(ctx, cfg, stdout, stderr)
-	} else {
-		err = run(ctx, cfg, stdout, stderr)
-	}
-	if err != nil {
-		fmt.Fprintln(stderr, "bench:", err)
-		return exitFailed
-	}
-	return exitDone
+	return func(ctx context.Context) error {
+		if cfg.gate != "" {
+			return pass(ctx, cfg, stdout, stderr)
+		}
+		return run(ctx, cfg, stdout, stderr)
+	}, nil
 }
 
 // run measures, and prints what there is even if it ends early.
@@ -90,5 +65,5 @@ func results(ctx context.Context, cfg config, stdout, stderr io.Writer) (all []r
 
 // connect makes the run's topic.
 func connect(ctx context.Context, cfg config) (*services.Services, error) {
-	return services.Connect(ctx, services.Config{Postgres: cfg.postgres, Brokers: cfg.brokers, Conns: cfg.workers + 8, Partitions: cfg.partitions})
+	return services.Connect(ctx, services.Config{Addresses: cfg.Addresses, Conns: cfg.workers + 8, Partitions: cfg.partitions})
 }

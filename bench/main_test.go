@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/outboxgo/outbox/bench/internal/report"
+	"github.com/outboxgo/outbox/bench/internal/services"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -19,7 +20,7 @@ import (
 
 // TestMain makes the test's program the child that scenarios start.
 func TestMain(m *testing.M) {
-	if len(os.Args) == 2 && os.Args[1] == childCommand {
+	if len(os.Args) == 2 && os.Args[1] == childArg {
 		os.Exit(childMain(context.Background(), os.Stdin, os.Stdout, os.Stderr))
 	}
 	goleak.VerifyTestMain(m)
@@ -29,8 +30,9 @@ func TestMain(m *testing.M) {
 func tiny(t *testing.T) config {
 	brokers := testenv.RealBrokers(t)
 	return config{
-		postgres: testenv.Pool(t, nil).Config().ConnString(), brokers: brokers, kind: "kafka", which: regexp.MustCompile(""),
-		runs: 2, longRuns: 2, large: 60, largeSize: 100_000, backlogs: []int{4000, 9000}, parked: 20, beside: 0.3, events: 2000, backlog: 10_000, rates: []int{50}, seconds: 0.4, warm: 0.1,
+		Addresses: services.Addresses{Postgres: testenv.Pool(t, nil).Config().ConnString(), Brokers: brokers, Kind: "kafka"},
+		which:     regexp.MustCompile(""),
+		runs:      2, longRuns: 2, large: 60, largeSize: 100_000, backlogs: []int{4000, 9000}, parked: 20, beside: 0.3, events: 2000, backlog: 10_000, rates: []int{50}, seconds: 0.4, warm: 0.1,
 		workers: 4, polls: 20, records: 200, partitions: 2, poisons: 1, poisonEvery: 40, outage: minOutage, handled: 2000, retained: minEvents,
 		busEvents: 1000, busHot: 500, busOpen: 0.1, failingEvents: 1000, failingSeconds: 1, silence: 0.01, silences: 3, kills: 1, tenants: 3, tenantRate: 20,
 	}
@@ -98,7 +100,7 @@ func TestPipeAndRelayProduceTheSameRecords(t *testing.T) {
 	require.NoError(t, err)
 	defer reader.Client.Close()
 
-	j := job{Postgres: cfg.postgres, Brokers: cfg.brokers, Topic: b.Topic, Schema: stock.schema, Relay: "same", Events: stock.events, Batch: 30}
+	j := job{Postgres: cfg.Postgres, Brokers: cfg.Brokers, Topic: b.Topic, Schema: stock.schema, Relay: "same", Events: stock.events, Batch: 30}
 	records := map[string]map[string]*kgo.Record{}
 	for _, work := range []string{"pipe", "relay", "produce"} {
 		u, err := works[work](ctx, j)

@@ -121,7 +121,7 @@ UPDATE {schema}.outbox_failed
 
 // giveUp gives up the poisons, and waits for what is behind them.
 func (t *track) giveUp(ctx context.Context, l *laps.Lap, poisons map[int]bool) error {
-	relay, err := outbox.NewRelay(t.DB, []kgo.Opt{kgo.SeedBrokers(t.cfg.brokers...)},
+	relay, err := outbox.NewRelay(t.DB, []kgo.Opt{kgo.SeedBrokers(t.cfg.Brokers...)},
 		outbox.RelayConfig{Schema: t.schema, RetryInterval: poisonLook, Logger: quiet})
 	if err != nil {
 		return err

@@ -61,12 +61,12 @@ type idler struct{ schema, relay string }
 // PostgreSQL took for each poll, in microseconds.
 func (i idler) idle(ctx context.Context, cfg config, n int) (stats.Series, error) {
 	t := &tracer{want: n, enough: make(chan struct{}), times: map[string]stats.Series{}}
-	db, err := tracedPool(ctx, cfg.postgres, t)
+	db, err := tracedPool(ctx, cfg.Postgres, t)
 	if err != nil {
 		return nil, err
 	}
 	defer db.Close()
-	relay, err := outbox.NewRelay(db, []kgo.Opt{kgo.SeedBrokers(cfg.brokers...)},
+	relay, err := outbox.NewRelay(db, []kgo.Opt{kgo.SeedBrokers(cfg.Brokers...)},
 		outbox.RelayConfig{Schema: i.schema, Name: i.relay, PollInterval: time.Millisecond})
 	if err != nil {
 		return nil, err

@@ -19,5 +19,5 @@ func (b *bench) newReader(ctx context.Context) (*laps.Reader, error) {
 
 // readFrom returns a reader that starts where the topic once ended.
 func (b *bench) readFrom(ends kadm.ListedOffsets) (*laps.Reader, error) {
-	return laps.ReadFrom(b.cfg.brokers, b.Topic, ends)
+	return laps.ReadFrom(b.cfg.Brokers, b.Topic, ends)
 }

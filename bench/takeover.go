@@ -153,7 +153,7 @@ func (w *takeoverBench) start(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	m := &takeoverMember{cmd: exec.CommandContext(ctx, self, childCommand)}
+	m := &takeoverMember{cmd: exec.CommandContext(ctx, self, childArg)}
 	m.cmd.Cancel = func() error { return m.stdin.Close() }
 	m.cmd.WaitDelay = childPatience
 	m.cmd.Env = append(m.cmd.Environ(), "PGAPPNAME="+w.name())

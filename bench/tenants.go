@@ -43,7 +43,7 @@ func (b *bench) tenants(ctx context.Context) (err error) {
 	}
 	defer t.close()
 	w := &tenantsBench{track: t}
-	if w.writers, err = services.NewPool(ctx, b.cfg.postgres, tenantWriters+1); err != nil {
+	if w.writers, err = services.NewPool(ctx, b.cfg.Postgres, tenantWriters+1); err != nil {
 		return err
 	}
 	defer w.writers.Close()

@@ -37,7 +37,7 @@ func (b *bench) wake(ctx context.Context) error {
 		return err
 	}
 	defer t.close()
-	other, err := services.NewPool(ctx, b.cfg.postgres, b.cfg.workers+2)
+	other, err := services.NewPool(ctx, b.cfg.Postgres, b.cfg.workers+2)
 	if err != nil {
 		return err
 	}
@@ -68,7 +68,7 @@ func (w *wakeBench) fromOther(ctx context.Context, rate int, measured time.Durat
 
 // relayedFromOther runs a lap of transactions of another process, which wakes or does not.
 func (w *wakeBench) relayedFromOther(ctx context.Context, l *laps.Lap, run func(context.Context, *laps.Lap, laps.Transaction) error, wakes bool) error {
-	relay, err := outbox.NewRelay(w.DB, []kgo.Opt{kgo.SeedBrokers(w.cfg.brokers...)}, outbox.RelayConfig{Schema: w.schema})
+	relay, err := outbox.NewRelay(w.DB, []kgo.Opt{kgo.SeedBrokers(w.cfg.Brokers...)}, outbox.RelayConfig{Schema: w.schema})
 	if err != nil {
 		return err
 	}

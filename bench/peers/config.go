@@ -8,9 +8,14 @@ import (
 	"os"
 	"regexp"
 	"slices"
-	"strconv"
 	"strings"
+
+	"github.com/outboxgo/outbox/bench/internal/command"
+	"github.com/outboxgo/outbox/bench/internal/services"
 )
+
+// name of the program.
+const name = "bench-peers"
 
 const usage = `Bench-peers measures outbox beside other libraries that publish events from PostgreSQL
 to Kafka, on a real PostgreSQL and a real Kafka. "make bench-peers" starts both, and
@@ -35,8 +40,7 @@ Scenarios:
 
 // config is what the flags and the environment say.
 type config struct {
-	postgres, kind string
-	brokers        []string
+	services.Addresses
 
 	which       *regexp.Regexp
 	peers       []string
@@ -58,8 +62,7 @@ type config struct {
 
 // parse reads the flags and the environment.
 func parse(args []string, stdout io.Writer) (cfg config, err error) {
-	flags := flag.NewFlagSet("bench-peers", flag.ContinueOnError)
-	flags.SetOutput(io.Discard) // errors are printed once, by start
+	flags := flag.NewFlagSet(name, flag.ContinueOnError)
 	which := flags.String("run", "", "measure the scenarios that match this `regexp` only")
 	only := flags.String("peers", strings.Join(peerNames(), ","), "peers to measure, with commas between them; outbox is always one")
 	rates := flags.String("rates", "200,1000,3000", "transactions per second of the latency scenario, with commas between them")
@@ -75,28 +78,18 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.StringVar(&cfg.json, "json", "", "write the results as JSON lines to this `file`; - means stdout, in place of the table")
 	flags.StringVar(&cfg.docs, "docs", "", "write benchmarks.md, benchmarks.json and plots in images/ into this `folder`")
 	flags.BoolVar(&cfg.render, "render", false, "write benchmarks.md and plots again from the benchmarks.json of -docs, and measure nothing")
-	if err := flags.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			help(flags, stdout)
-			return cfg, err
-		}
-		return cfg, fmt.Errorf("%w; see bench-peers -h", err)
+	if err := command.ParseFlags(flags, args, stdout, help); err != nil {
+		return cfg, err
 	}
-	if flags.NArg() > 0 {
-		return cfg, fmt.Errorf("%q is not a flag; see bench-peers -h", flags.Arg(0))
-	}
-	cfg.environment(os.Getenv)
+	cfg.Addresses = services.AddressesFrom(os.Getenv)
 	var badRates, badRun error
-	cfg.rates, badRates = parseNumbers("rates", *rates)
+	cfg.rates, badRates = command.Numbers("rates", *rates)
 	cfg.which, badRun = regexp.Compile(*which)
 	cfg.peers = strings.Split(*only, ",")
-	if err := errors.Join(badRates, badRun, cfg.validate()); err != nil {
-		return cfg, fmt.Errorf("%w; see bench-peers -h", err)
-	}
-	return cfg, nil
+	return cfg, errors.Join(badRates, badRun, cfg.validate())
 }
 
-func help(flags *flag.FlagSet, w io.Writer) {
+func help(w io.Writer) {
 	fmt.Fprint(w, usage)
 	for _, s := range scenarios {
 		fmt.Fprintf(w, "  %-10s %s\n", s.name, s.what)
@@ -105,55 +98,26 @@ func help(flags *flag.FlagSet, w io.Writer) {
 	for _, p := range peers {
 		fmt.Fprintf(w, "  %-14s %s\n", p.name, p.what)
 	}
-	fmt.Fprint(w, "\nFlags:\n")
-	flags.SetOutput(w)
-	flags.PrintDefaults()
-}
-
-func (c *config) environment(get func(string) string) {
-	c.postgres, c.kind = get("OUTBOX_POSTGRES_URL"), get("OUTBOX_KAFKA_KIND")
-	if brokers := get("OUTBOX_KAFKA_BROKERS"); brokers != "" {
-		c.brokers = strings.Split(brokers, ",")
-	}
-}
-
-func parseNumbers(flag, list string) (numbers []int, err error) {
-	for text := range strings.SplitSeq(list, ",") {
-		n, err := strconv.Atoi(strings.TrimSpace(text))
-		if err != nil || n < 1 {
-			return nil, fmt.Errorf("-%s: %q is not a number above 0", flag, text)
-		}
-		numbers = append(numbers, n)
-	}
-	return numbers, nil
 }
 
 // minEvents still make a rate.
 const minEvents = 1000
 
 func (c *config) validate() error {
-	var errs []error
-	refuse := func(bad bool, why string) {
-		if bad {
-			errs = append(errs, errors.New(why))
-		}
-	}
+	var refusals command.Refusals
+	refuse := refusals.If
 	for _, name := range c.peers {
 		refuse(!slices.Contains(peerNames(), name), fmt.Sprintf("-peers: %q is none of %s", name, strings.Join(peerNames(), ", ")))
 	}
 	if c.render {
 		refuse(c.docs == "", "-render needs -docs")
-		return errors.Join(errs...)
+		return refusals.Err()
 	}
 	refuse(c.runs < 1 || c.workers < 1 || c.partitions < 1 || c.warmUps < 0, "-runs, -workers and -partitions start above 0, -warm-ups at 0")
 	refuse(c.seconds <= 0 || c.warm < 0, "-seconds starts above 0, -warm at 0")
 	refuse(c.events < minEvents || c.walEvents < minEvents, fmt.Sprintf("-events and -wal-events start at %d", minEvents))
 	refuse(c.drainPeriod <= 0, "-drain-seconds starts above 0")
-	refuse(c.postgres == "" || len(c.brokers) == 0,
-		"OUTBOX_POSTGRES_URL and OUTBOX_KAFKA_BROKERS are not set: run it with `make bench-peers`")
-	refuse(len(c.brokers) > 0 && c.kind != "kafka",
-		fmt.Sprintf("OUTBOX_KAFKA_KIND is %q: figures of anything but a real Kafka, kind kafka, say nothing", c.kind))
 	refuse(c.which != nil && !slices.ContainsFunc(scenarios, func(s scenario) bool { return c.which.MatchString(s.name) }),
 		"-run matches no scenario")
-	return errors.Join(errs...)
+	return errors.Join(refusals.Err(), c.Addresses.Validate("make bench-peers"))
 }

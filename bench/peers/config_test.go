@@ -21,7 +21,7 @@ func TestParse(t *testing.T) {
 	cfg, err := parse([]string{"-run", "drain|wal", "-rates", "10, 20", "-peers", "river,debezium", "-json", "-"}, io.Discard)
 	require.NoError(t, err)
 	require.Equal(t, []int{10, 20}, cfg.rates)
-	require.Equal(t, []string{"one:9092", "two:9092"}, cfg.brokers)
+	require.Equal(t, []string{"one:9092", "two:9092"}, cfg.Brokers)
 	require.True(t, cfg.which.MatchString("wal"))
 
 	var names []string
@@ -44,7 +44,7 @@ func TestParseRefuses(t *testing.T) {
 		"-seconds starts":      {"-seconds", "0"},
 		"start above 0":        {"-runs", "0"},
 		"-render needs -docs":  {"-render"},
-		"see bench-peers -h":   {"-speed"},
+		"not defined: -speed":  {"-speed"},
 	} {
 		_, err := parse(args, io.Discard)
 		require.ErrorContains(t, err, want)

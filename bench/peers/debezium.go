@@ -112,7 +112,7 @@ func openDebezium(ctx context.Context, b *bench) (instance, error) {
 	if b.connect == nil {
 		b.say("starting Kafka Connect")
 		b.connect, err = connectserver.Start(ctx, connectserver.Config{
-			Brokers: b.cfg.brokers, Settings: connectSettings, Heap: debeziumHeap, Log: os.Stderr, Progress: b.stderr,
+			Brokers: b.cfg.Brokers, Settings: connectSettings, Heap: debeziumHeap, Log: os.Stderr, Progress: b.stderr,
 		})
 		if err != nil {
 			return nil, err
@@ -123,7 +123,7 @@ func openDebezium(ctx context.Context, b *bench) (instance, error) {
 
 // create makes the connector, which stays stopped.
 func (d *debeziumInstance) create(ctx context.Context) error {
-	db, err := pgx.ParseConfig(d.b.cfg.postgres)
+	db, err := pgx.ParseConfig(d.b.cfg.Postgres)
 	if err != nil {
 		return fmt.Errorf("PostgreSQL: %w", err)
 	}

@@ -13,62 +13,35 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"flag"
-	"fmt"
 	"io"
-	"os"
-	"os/signal"
-	"syscall"
 
+	"github.com/outboxgo/outbox/bench/internal/command"
 	"github.com/outboxgo/outbox/bench/internal/report"
 	"github.com/outboxgo/outbox/bench/internal/services"
 )
 
-// The codes that the program exits with.
-const (
-	exitDone = iota
-	exitFailed
-	exitUsage
-)
-
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop) // a second Ctrl-C ends the program at once
-	if len(os.Args) == 2 && os.Args[1] == childCommand {
-		os.Exit(childMain(ctx, os.Stdin, os.Stdout, os.Stderr))
-	}
-	signal.Ignore(syscall.SIGPIPE) // who reads our output may leave; we still have to clean up
-	os.Exit(start(ctx, os.Args[1:], os.Stdout, os.Stderr))
+	command.Command{Name: name, ChildArg: childArg, Child: childMain, Start: start}.Main()
 }
 
-// start is main without the process around it. It returns the exit code.
-func start(ctx context.Context, args []string, stdout, stderr io.Writer) int {
+// start reads the arguments.
+func start(args []string, stdout, stderr io.Writer) (func(context.Context) error, error) {
 	cfg, err := parse(args, stdout)
-	if errors.Is(err, flag.ErrHelp) {
-		return exitDone
-	}
 	if err != nil {
-		fmt.Fprintln(stderr, "bench-peers:", err)
-		return exitUsage
+		return nil, err
 	}
-	if cfg.render {
-		err = renderAgain(cfg.docs)
-	} else {
-		err = run(ctx, cfg, stdout, stderr)
-	}
-	if err != nil {
-		fmt.Fprintln(stderr, "bench-peers:", err)
-		return exitFailed
-	}
-	return exitDone
+	return func(ctx context.Context) error {
+		if cfg.render {
+			return renderAgain(cfg.docs)
+		}
+		return run(ctx, cfg, stdout, stderr)
+	}, nil
 }
 
 // run measures, and prints what there is even if it ends early. The document is written
 // only if everything was measured.
 func run(ctx context.Context, cfg config, stdout, stderr io.Writer) (err error) {
-	s, err := services.Connect(ctx, services.Config{
-		Postgres: cfg.postgres, Brokers: cfg.brokers, Conns: cfg.workers + 8, Partitions: cfg.partitions,
-	})
+	s, err := services.Connect(ctx, services.Config{Addresses: cfg.Addresses, Conns: cfg.workers + 8, Partitions: cfg.partitions})
 	if err != nil {
 		return err
 	}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"io"
 	"os"
 	"os/exec"
@@ -13,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/bench/internal/command"
 	"github.com/outboxgo/outbox/bench/internal/orders"
 	"github.com/outboxgo/outbox/bench/internal/services"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -76,11 +76,11 @@ func (o *outboxInstance) relay(ctx context.Context) (stop func() error, err erro
 	if o.apart {
 		return o.relayApart(ctx)
 	}
-	db, err := services.NewPool(ctx, o.b.cfg.postgres, relayConns)
+	db, err := services.NewPool(ctx, o.b.cfg.Postgres, relayConns)
 	if err != nil {
 		return nil, err
 	}
-	relay, err := newRelay(db, o.b.cfg.brokers, o.schema)
+	relay, err := newRelay(db, o.b.cfg.Brokers, o.schema)
 	if err != nil {
 		db.Close()
 		return nil, err
@@ -99,8 +99,8 @@ func newRelay(db *pgxpool.Pool, brokers []string, schema string) (*outbox.Relay,
 
 func (o *outboxInstance) close(ctx context.Context) error { return o.b.DropSchema(ctx, o.schema) }
 
-// childCommand is the hidden argument that makes this program a relay.
-const childCommand = "relay"
+// childArg is the hidden argument that makes this program a relay.
+const childArg = "relay"
 
 // childPatience is what a relay gets to end by itself before it is killed.
 const childPatience = 20 * time.Second
@@ -112,26 +112,9 @@ type job struct {
 	Schema   string
 }
 
-// childMain reads a job from its standard input and relays until the input ends, so it
-// does not outlive the program that started it.
+// childMain relays what its standard input says, until that ends.
 func childMain(ctx context.Context, stdin io.Reader, _, stderr io.Writer) int {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	input := json.NewDecoder(stdin)
-	var j job
-	if err := input.Decode(&j); err != nil {
-		fmt.Fprintln(stderr, "bench-peers: relay: read job:", err)
-		return exitUsage
-	}
-	go func() {
-		defer cancel()
-		_, _ = io.Copy(io.Discard, stdin) // ends with the parent, however it ends
-	}()
-	if err := relayUntil(ctx, j); err != nil {
-		fmt.Fprintln(stderr, "bench-peers: relay:", err)
-		return exitFailed
-	}
-	return exitDone
+	return command.Serve(ctx, name, stdin, stderr, func(ctx context.Context, j job, _ <-chan struct{}) error { return relayUntil(ctx, j) })
 }
 
 func relayUntil(ctx context.Context, j job) error {
@@ -157,7 +140,7 @@ func (o *outboxInstance) relayApart(ctx context.Context) (stop func() error, err
 	if err != nil {
 		return nil, err
 	}
-	cmd := exec.CommandContext(ctx, self, childCommand)
+	cmd := exec.CommandContext(ctx, self, childArg)
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = childPatience
 	cmd.Stderr = os.Stderr
@@ -172,7 +155,7 @@ func (o *outboxInstance) relayApart(ctx context.Context) (stop func() error, err
 		_ = stdin.Close() // Wait says how it ended
 		return cmd.Wait()
 	}
-	if err := json.NewEncoder(stdin).Encode(job{Postgres: o.b.cfg.postgres, Brokers: o.b.cfg.brokers, Schema: o.schema}); err != nil {
+	if err := json.NewEncoder(stdin).Encode(job{Postgres: o.b.cfg.Postgres, Brokers: o.b.cfg.Brokers, Schema: o.schema}); err != nil {
 		return nil, errors.Join(err, end())
 	}
 	o.wake = waker.Wake

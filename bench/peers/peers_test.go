@@ -21,7 +21,7 @@ import (
 
 // TestMain makes the test's program the relay in a process of its own.
 func TestMain(m *testing.M) {
-	if len(os.Args) == 2 && os.Args[1] == childCommand {
+	if len(os.Args) == 2 && os.Args[1] == childArg {
 		os.Exit(childMain(context.Background(), os.Stdin, os.Stdout, os.Stderr))
 	}
 	// sarama, under watermill-kafka, counts with meters that one goroutine of the process ticks for ever.
@@ -46,7 +46,8 @@ func TestRunMeasuresEveryPeerAndLeavesNothing(t *testing.T) {
 	brokers := testenv.RealBrokers(t)
 	docs := t.TempDir()
 	cfg := config{
-		postgres: logical(t), brokers: brokers, kind: "kafka", which: regexp.MustCompile("latency|drain"), peers: peerNames(),
+		Addresses: services.Addresses{Postgres: logical(t), Brokers: brokers, Kind: "kafka"},
+		which: regexp.MustCompile("latency|drain"), peers: peerNames(),
 		runs: 1, rates: []int{50}, seconds: 0.5, warm: 0.1, workers: 4, partitions: 2, events: minEvents, drainPeriod: 30, walEvents: 50,
 		json: filepath.Join(docs, "results.jsonl"), docs: docs,
 	}
@@ -73,14 +74,15 @@ func TestRunMeasuresEveryPeerAndLeavesNothing(t *testing.T) {
 	again, err := os.ReadFile(filepath.Join(docs, documentFile))
 	require.NoError(t, err)
 	require.Equal(t, string(text), string(again))
-	requireNothingLeft(t, cfg.postgres)
+	requireNothingLeft(t, cfg.Postgres)
 }
 
 // What a transaction writes is measured beside one that records nothing.
 func TestWAL(t *testing.T) {
 	cfg := config{
-		postgres: testenv.Pool(t, nil).Config().ConnString(), brokers: testenv.RealBrokers(t), kind: "kafka", which: regexp.MustCompile("wal"),
-		runs: 1, workers: 4, partitions: 2, events: minEvents, drainPeriod: 30, walEvents: 200,
+		Addresses: services.Addresses{Postgres: testenv.Pool(t, nil).Config().ConnString(), Brokers: testenv.RealBrokers(t), Kind: "kafka"},
+		which:     regexp.MustCompile("wal"),
+		runs:      1, workers: 4, partitions: 2, events: minEvents, drainPeriod: 30, walEvents: 200,
 	}
 	var stdout, stderr bytes.Buffer
 	require.NoError(t, run(context.Background(), cfg, &stdout, &stderr), "%s", &stderr)

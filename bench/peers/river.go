@@ -105,11 +105,11 @@ func (r *riverInstance) fill(ctx context.Context, events []orders.Placed) error 
 }
 
 func (r *riverInstance) relay(ctx context.Context) (stop func() error, err error) {
-	db, err := services.NewPool(ctx, r.b.cfg.postgres, riverConns)
+	db, err := services.NewPool(ctx, r.b.cfg.Postgres, riverConns)
 	if err != nil {
 		return nil, err
 	}
-	producer, err := newProducer(r.b.cfg.brokers)
+	producer, err := newProducer(r.b.cfg.Brokers)
 	if err != nil {
 		db.Close()
 		return nil, err

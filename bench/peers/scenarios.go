@@ -74,7 +74,7 @@ func (b *bench) measure(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if b.reader, err = laps.ReadFrom(b.cfg.brokers, b.Topic, ends); err != nil {
+	if b.reader, err = laps.ReadFrom(b.cfg.Brokers, b.Topic, ends); err != nil {
 		return err
 	}
 	if err := b.warmUp(ctx); err != nil {

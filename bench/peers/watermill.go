@@ -108,7 +108,7 @@ func (w *watermillInstance) kafkaPublisher() (*kafka.Publisher, error) {
 	cfg.Version = sarama.V2_8_0_0
 	cfg.Producer.RequiredAcks = sarama.WaitForAll
 	publisher, err := kafka.NewPublisher(kafka.PublisherConfig{
-		Brokers: w.b.cfg.brokers, OverwriteSaramaConfig: cfg,
+		Brokers: w.b.cfg.Brokers, OverwriteSaramaConfig: cfg,
 		Marshaler: kafka.NewWithPartitioningMarshaler(func(_ string, m *message.Message) (string, error) { return m.Metadata.Get(watermillKey), nil }),
 	}, w.log)
 	if err != nil {
@@ -118,7 +118,7 @@ func (w *watermillInstance) kafkaPublisher() (*kafka.Publisher, error) {
 }
 
 func (w *watermillInstance) relay(ctx context.Context) (stop func() error, err error) {
-	db, err := services.NewPool(ctx, w.b.cfg.postgres, watermillConns)
+	db, err := services.NewPool(ctx, w.b.cfg.Postgres, watermillConns)
 	if err != nil {
 		return nil, err
 	}

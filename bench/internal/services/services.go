@@ -40,10 +40,9 @@ var topicConfig = map[string]*string{"segment.bytes": new("67108864"), "file.del
 
 // Config says where the services are, and what a run makes there. All fields are required.
 type Config struct {
-	Postgres   string   // URL
-	Brokers    []string // host:port
-	Conns      int      // of the pool
-	Partitions int      // of the run's topic
+	Addresses
+	Conns      int // of the pool
+	Partitions int // of the run's topic
 }
 
 // Connect makes the run's topic.
