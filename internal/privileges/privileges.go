@@ -42,15 +42,16 @@ func PublicMayCreate(ctx context.Context, q Querier, schema string) (may, revoca
 
 // sqlTrusted finds the roles that can act in the schema $1 with the rights of its owner, or
 // of the role of the session, anyway: superusers, members of both, and who was granted CREATE
-// by name. If $2 is set, so can members of the owner of table outbox.
+// by name. If $2 is set, so can members of the owner of table outbox. It is not run where the
+// owner of the schema owns all that is looked at.
 const sqlTrusted = `
-WITH trusted AS MATERIALIZED (
+WITH place AS MATERIALIZED (SELECT n.oid, n.nspowner, n.nspacl FROM pg_namespace AS n WHERE n.nspname = $1),
+trusted AS MATERIALIZED (
     SELECT r.oid
-      FROM pg_roles AS r, pg_namespace AS n
-     WHERE n.nspname = $1
-       AND (pg_has_role(r.oid, n.nspowner, 'MEMBER') OR pg_has_role(r.oid, current_user, 'MEMBER')
-            OR EXISTS (SELECT FROM aclexplode(n.nspacl) AS a WHERE a.grantee <> 0 AND a.privilege_type = 'CREATE' AND pg_has_role(r.oid, a.grantee, 'MEMBER'))
-            OR $2 AND EXISTS (SELECT FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relname = 'outbox' AND pg_has_role(r.oid, c.relowner, 'MEMBER')))
+      FROM pg_roles AS r, place AS n
+     WHERE pg_has_role(r.oid, n.nspowner, 'MEMBER') OR pg_has_role(r.oid, current_user, 'MEMBER')
+        OR EXISTS (SELECT FROM aclexplode(n.nspacl) AS a WHERE a.grantee <> 0 AND a.privilege_type = 'CREATE' AND pg_has_role(r.oid, a.grantee, 'MEMBER'))
+        OR $2 AND EXISTS (SELECT FROM pg_class AS c WHERE c.relnamespace = n.oid AND c.relname = 'outbox' AND pg_has_role(r.oid, c.relowner, 'MEMBER'))
 )`
 
 // SQLStranger finds the owner of table outbox_migration in the schema $1 if he is not trusted with
@@ -58,26 +59,30 @@ WITH trusted AS MATERIALIZED (
 // owner of the schema had trusted. The transaction has [SafePath].
 const SQLStranger = sqlTrusted + `
 SELECT pg_get_userbyid(c.relowner)
-  FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
- WHERE n.nspname = $1 AND c.relname = 'outbox_migration' AND pg_has_role(n.nspowner, 'USAGE') AND c.relowner NOT IN (SELECT oid FROM trusted)`
+  FROM pg_class AS c
+ WHERE c.relnamespace = (SELECT oid FROM place) AND c.relname = 'outbox_migration' AND pg_has_role((SELECT nspowner FROM place), 'USAGE')
+   AND c.relowner <> (SELECT nspowner FROM place) AND c.relowner NOT IN (SELECT oid FROM trusted)`
 
 // sqlForeign finds what other roles have made in the schema that statements take for
 // PostgreSQL's own: functions and operators of the same name. And if $2 is not set, relations
 // of the names in $3.
 const sqlForeign = sqlTrusted + `
 SELECT format('%s of role %s', pg_describe_object('pg_proc'::regclass, p.oid, 0), pg_get_userbyid(p.proowner))
-  FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
- WHERE n.nspname = $1 AND p.proowner NOT IN (SELECT oid FROM trusted)
+  FROM pg_proc AS p
+ WHERE p.pronamespace = (SELECT oid FROM place)
+   AND p.proowner <> (SELECT nspowner FROM place) AND p.proowner NOT IN (SELECT oid FROM trusted)
    AND EXISTS (SELECT FROM pg_proc AS own WHERE own.pronamespace = 'pg_catalog'::regnamespace AND own.proname = p.proname)
  UNION ALL
 SELECT format('%s of role %s', pg_describe_object('pg_operator'::regclass, o.oid, 0), pg_get_userbyid(o.oprowner))
-  FROM pg_operator AS o JOIN pg_namespace AS n ON n.oid = o.oprnamespace
- WHERE n.nspname = $1 AND o.oprowner NOT IN (SELECT oid FROM trusted)
+  FROM pg_operator AS o
+ WHERE o.oprnamespace = (SELECT oid FROM place)
+   AND o.oprowner <> (SELECT nspowner FROM place) AND o.oprowner NOT IN (SELECT oid FROM trusted)
    AND EXISTS (SELECT FROM pg_operator AS own WHERE own.oprnamespace = 'pg_catalog'::regnamespace AND own.oprname = o.oprname)
  UNION ALL
 SELECT format('%s of role %s', pg_describe_object('pg_class'::regclass, c.oid, 0), pg_get_userbyid(c.relowner))
-  FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
- WHERE n.nspname = $1 AND NOT $2 AND c.relname = ANY ($3) AND c.relowner NOT IN (SELECT oid FROM trusted)
+  FROM pg_class AS c
+ WHERE c.relnamespace = (SELECT oid FROM place) AND NOT $2 AND c.relname = ANY ($3)
+   AND c.relowner <> (SELECT nspowner FROM place) AND c.relowner NOT IN (SELECT oid FROM trusted)
  ORDER BY 1 LIMIT 20`
 
 // Foreign returns what roles that are not trusted with a schema have made in it, and

@@ -20,12 +20,13 @@ import (
 func TestNotificationsAreSentTogether(t *testing.T) {
 	t.Parallel()
 	const schemas = 100
+	statements := new(counting)
+	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.MaxConns, cfg.ConnConfig.Tracer = 1, statements })
+	testenv.Direct(t) // nobody listens through a pooler
 	own, schema := testenv.Schema(t)
 	listener, err := pgx.ConnectConfig(t.Context(), own.Config().ConnConfig.Copy())
 	require.NoError(t, err)
 	defer listener.Close(context.WithoutCancel(t.Context()))
-	statements := new(counting)
-	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.MaxConns, cfg.ConnConfig.Tracer = 1, statements })
 	name := func(n int) string { return fmt.Sprintf("%s %d", schema, n) }
 	ctx, stop := context.WithCancel(t.Context())
 	var serving sync.WaitGroup
