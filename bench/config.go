@@ -164,5 +164,5 @@ func (c *config) validate() error {
 	refuse(c.outage < minOutage, fmt.Sprintf("-outage starts at %d", minOutage))
 	refuse(c.which != nil && !slices.ContainsFunc(scenarios, func(s scenario) bool { return c.which.MatchString(s.name) }),
 		"-run matches no scenario")
-	return errors.Join(refusals.Err(), c.Addresses.Validate("make bench"))
+	return errors.Join(refusals.Err(), c.Validate("make bench"))
 }

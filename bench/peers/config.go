@@ -119,5 +119,5 @@ func (c *config) validate() error {
 	refuse(c.drainPeriod <= 0, "-drain-seconds starts above 0")
 	refuse(c.which != nil && !slices.ContainsFunc(scenarios, func(s scenario) bool { return c.which.MatchString(s.name) }),
 		"-run matches no scenario")
-	return errors.Join(refusals.Err(), c.Addresses.Validate("make bench-peers"))
+	return errors.Join(refusals.Err(), c.Validate("make bench-peers"))
 }
