@@ -69,8 +69,8 @@ test-versions: needs-test-versions $(SERVICES) ## Test what is SQL on PostgreSQL
 		bash -ec 'for m in . outboxtest faults; do (cd $$m && eval "go test -p 1 -parallel 4 -count=1 -race -timeout 15m $$ARGS ./..."); done'; done
 
 .PHONY: test-pgbouncer
-test-pgbouncer: needs-test-pgbouncer $(SERVICES) bin/testall ## Test the library and the examples through PgBouncer in transaction mode
-	@$(SERVICES) run -pgbouncer $(USE) -- bash -ec 'eval "exec bin/testall . outboxtest examples -- -p 1 -parallel 4 -timeout 15m $$ARGS"'
+test-pgbouncer: needs-test-pgbouncer $(SERVICES) bin/testall ## Test the library and the examples through PgBouncer in transaction mode (THROUGH: the modules)
+	@$(SERVICES) run -pgbouncer $(USE) -- bash -ec 'eval "exec bin/testall $(or $(THROUGH),. outboxtest examples) -- -p 1 -parallel 4 -timeout 20m $$ARGS"'
 
 .PHONY: bench
 bench: needs-kafka $(SERVICES) bin/bench ## Measure against the least that could do the same, on a real Kafka (ARGS="-h" tells more)
