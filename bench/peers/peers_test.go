@@ -47,7 +47,7 @@ func TestRunMeasuresEveryPeerAndLeavesNothing(t *testing.T) {
 	docs := t.TempDir()
 	cfg := config{
 		Addresses: services.Addresses{Postgres: logical(t), Brokers: brokers, Kind: "kafka"},
-		which: regexp.MustCompile("latency|drain"), peers: peerNames(),
+		which:     regexp.MustCompile("latency|drain"), peers: peerNames(),
 		runs: 1, rates: []int{50}, seconds: 0.5, warm: 0.1, workers: 4, partitions: 2, events: minEvents, drainPeriod: 30, walEvents: 50,
 		json: filepath.Join(docs, "results.jsonl"), docs: docs,
 	}
