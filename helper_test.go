@@ -94,10 +94,9 @@ func (h *relayFixture) relay(t testing.TB, cfg outbox.RelayConfig) *outbox.Relay
 // follow reads the fixture's topic until the test ends.
 func (h *relayFixture) follow(t testing.TB) *oracle.Reader {
 	t.Helper()
-	ctx, cancel := context.WithCancel(context.Background())
-	t.Cleanup(cancel)
-	reader, err := oracle.Follow(ctx, h.brokers, h.topic, nil)
+	reader, err := oracle.Follow(h.brokers, h.topic, nil)
 	require.NoError(t, err)
+	t.Cleanup(reader.Close)
 	return reader
 }
 

@@ -155,10 +155,9 @@ func (s *site) follow(t *testing.T) *oracle.Reader {
 
 func (s *site) followTopic(t *testing.T, topic string) *oracle.Reader {
 	t.Helper()
-	ctx, cancel := context.WithCancel(context.Background())
-	t.Cleanup(cancel)
-	reader, err := oracle.Follow(ctx, s.brokers, topic, nil, s.as...)
+	reader, err := oracle.Follow(s.brokers, topic, nil, s.as...)
 	require.NoError(t, err)
+	t.Cleanup(reader.Close)
 	return reader
 }
 

@@ -116,10 +116,9 @@ func (h *opsFixture) relay(t testing.TB, cfg outbox.RelayConfig) *outbox.Relay {
 // follow reads the topic until the test ends.
 func (h *opsFixture) follow(t testing.TB) *oracle.Reader {
 	t.Helper()
-	ctx, cancel := context.WithCancel(background)
-	t.Cleanup(cancel)
-	reader, err := oracle.Follow(ctx, h.brokers, h.topic, nil)
+	reader, err := oracle.Follow(h.brokers, h.topic, nil)
 	require.NoError(t, err)
+	t.Cleanup(reader.Close)
 	return reader
 }
 

@@ -18,6 +18,8 @@ import (
 type Reader struct {
 	client *kgo.Client
 	decode func(*kgo.Record) (Event, error)
+	stop   context.CancelFunc
+	done   chan struct{} // closed once nothing reads any more
 
 	mu      sync.Mutex
 	arrived []Event
@@ -26,10 +28,10 @@ type Reader struct {
 	err     error
 }
 
-// Follow reads topic until ctx ends. decode returns the event of a record; nil means that
+// Follow reads topic until the reader is closed. decode returns the event of a record; nil means that
 // the record's value is the event as JSON, and that the first 8 KiB of fillers are enough. opts are further options that the brokers
 // need, such as credentials.
-func Follow(ctx context.Context, brokers []string, topic string, decode func(*kgo.Record) (Event, error), opts ...kgo.Opt) (*Reader, error) {
+func Follow(brokers []string, topic string, decode func(*kgo.Record) (Event, error), opts ...kgo.Opt) (*Reader, error) {
 	client, err := kgo.NewClient(append(opts[:len(opts):len(opts)], kgo.SeedBrokers(brokers...), kgo.ConsumeTopics(topic),
 		kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()), kgo.MetadataMinAge(100*time.Millisecond))...) // the topic may not be there yet
 	if err != nil {
@@ -38,9 +40,16 @@ func Follow(ctx context.Context, brokers []string, topic string, decode func(*kg
 	if decode == nil {
 		decode = decodeValue
 	}
-	r := &Reader{client: client, decode: decode, seen: map[string]struct{}{}, ends: map[int32]int64{}}
+	ctx, stop := context.WithCancel(context.Background())
+	r := &Reader{client: client, decode: decode, stop: stop, done: make(chan struct{}), seen: map[string]struct{}{}, ends: map[int32]int64{}}
 	go r.poll(ctx)
 	return r, nil
+}
+
+// Close ends the reading. Without Kafka that takes seconds. What has arrived stays.
+func (r *Reader) Close() {
+	r.stop()
+	<-r.done
 }
 
 // maxFiller is how much a reader keeps of an event's filler.
@@ -55,6 +64,7 @@ func decodeValue(r *kgo.Record) (e Event, err error) {
 }
 
 func (r *Reader) poll(ctx context.Context) {
+	defer close(r.done)
 	defer r.client.Close()
 	for {
 		fetches := r.client.PollFetches(ctx)

@@ -21,8 +21,7 @@ type Topics struct {
 	admin *kgo.Client
 
 	mu      sync.Mutex
-	readers []*Reader            // of the topic that stays, then of each that came
-	ends    []context.CancelFunc // end the readers
+	readers []*Reader // of the topic that stays, then of each that came
 }
 
 // TopicsConfig configures [NewTopics].
@@ -54,15 +53,13 @@ func NewTopics(ctx context.Context, cfg TopicsConfig) (*Topics, error) {
 
 // follow reads a topic until it is deleted.
 func (t *Topics) follow(topic string) error {
-	ctx, end := context.WithCancel(context.Background())
-	reader, err := Follow(ctx, t.cfg.Brokers, topic, nil)
+	reader, err := Follow(t.cfg.Brokers, topic, nil)
 	if err != nil {
-		end()
 		return err
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.readers, t.ends = append(t.readers, reader), append(t.ends, end)
+	t.readers = append(t.readers, reader)
 	return nil
 }
 
@@ -70,8 +67,8 @@ func (t *Topics) follow(topic string) error {
 func (t *Topics) Close() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	for _, end := range t.ends {
-		end()
+	for _, reader := range t.readers {
+		reader.Close()
 	}
 	t.admin.Close()
 }
@@ -130,14 +127,8 @@ func (t *Topics) drain(ctx context.Context) error {
 			return err
 		}
 	}
-	t.endNewest()
+	t.newest().Close()
 	return nil
-}
-
-func (t *Topics) endNewest() {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.ends[len(t.ends)-1]()
 }
 
 // deny forbids everybody to write the topic, and returns when the broker heeds that. All
