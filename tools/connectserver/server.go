@@ -19,7 +19,6 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -96,17 +95,7 @@ func (c Config) validate() error {
 	if len(c.Brokers) == 0 {
 		errs = append(errs, errors.New("no address in Brokers"))
 	}
-	for name, value := range c.Settings {
-		switch {
-		case slices.Contains(fixed, name):
-			errs = append(errs, fmt.Errorf("setting %s cannot be changed", name))
-		case name == "" || strings.ContainsAny(name, " \t\r\n=:#!\\"):
-			errs = append(errs, fmt.Errorf("setting %q: not a name", name))
-		case strings.ContainsAny(value, "\r\n"):
-			errs = append(errs, fmt.Errorf("setting %s: more than one line", name))
-		}
-	}
-	return errors.Join(errs...)
+	return errors.Join(append(errs, java.CheckSettings(c.Settings, fixed))...)
 }
 
 func (s *Server) start(ctx context.Context, cfg Config, java, libraries string) (err error) {
@@ -153,12 +142,7 @@ func (s *Server) properties(cfg Config) []byte {
 	settings["bootstrap.servers"] = strings.Join(cfg.Brokers, ",")
 	settings["listeners"] = s.URL()
 	settings["offset.storage.file.filename"] = s.path("offsets")
-	var lines []string
-	for name, value := range settings {
-		lines = append(lines, name+"="+strings.ReplaceAll(value, `\`, `\\`)+"\n")
-	}
-	slices.Sort(lines)
-	return []byte(strings.Join(lines, ""))
+	return java.Properties(settings)
 }
 
 // awaitReady waits until the REST interface answers.

@@ -20,8 +20,6 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
-	"slices"
-	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -109,17 +107,7 @@ var fixed = []string{
 }
 
 func (c Config) validate() error {
-	var errs []error
-	for name, value := range c.Settings {
-		switch {
-		case slices.Contains(fixed, name):
-			errs = append(errs, fmt.Errorf("setting %s cannot be changed", name))
-		case name == "" || strings.ContainsAny(name, " \t\r\n=:#!\\"):
-			errs = append(errs, fmt.Errorf("setting %q: not a name", name))
-		case strings.ContainsAny(value, "\r\n"):
-			errs = append(errs, fmt.Errorf("setting %s: more than one line", name))
-		}
-	}
+	errs := []error{java.CheckSettings(c.Settings, fixed)}
 	for name := range c.Listeners {
 		if !listenerName.MatchString(name) || name == "PLAINTEXT" || name == "CONTROLLER" {
 			errs = append(errs, fmt.Errorf("listener %q: want a name of its own, of capital letters", name))
@@ -202,12 +190,7 @@ func (s *Server) properties(controllerPort int) []byte {
 	}
 	maps.Copy(settings, Defaults())
 	maps.Copy(settings, s.cfg.Settings)
-	var lines []string
-	for name, value := range settings {
-		lines = append(lines, name+"="+strings.ReplaceAll(value, `\`, `\\`)+"\n")
-	}
-	slices.Sort(lines)
-	return []byte(strings.Join(lines, ""))
+	return java.Properties(settings)
 }
 
 // Defaults returns the settings for a single broker that serves tests.

@@ -1,4 +1,4 @@
-// Package java finds the command that runs Java programs.
+// Package java finds the command that runs Java programs, and writes their properties.
 package java
 
 import (
