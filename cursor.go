@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -274,14 +275,62 @@ func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (ne
 		next.window, next.last = now, 0
 	}
 	c.look.snapshot, c.look.own = now, own.String
+	c.drawn.find(events)
 	c.inOrder(events)
 	return next, events, len(events) < found, nil
 }
 
-// drawnIDs says which transactions may have events, as far as glances have told.
+// drawnIDs says which transactions may have events that no look has found, as far as looks and glances have told.
 type drawnIDs struct {
 	last int64  // id
 	by   string // xmax of a snapshot when the last id had been drawn: only transactions that had begun can have it, or those before it
+
+	known int64          // no transaction that runs has an id up to this one
+	found map[int64]bool // ids above that looks have found
+}
+
+// maxFoundIDs bounds the ids that are remembered. Where more come, looks find something all the time.
+const maxFoundIDs = 64
+
+// find notes the events of a look.
+func (d *drawnIDs) find(events []envelope) {
+	if len(d.found)+len(events) > maxFoundIDs {
+		d.found = nil
+		return
+	}
+	if d.found == nil {
+		d.found = map[int64]bool{}
+	}
+	for _, e := range events {
+		if e.id > d.known {
+			d.found[e.id] = true
+		}
+	}
+	for d.found[d.known+1] {
+		d.known++
+		delete(d.found, d.known)
+	}
+}
+
+// draw notes a glance: its snapshot, and the last id of the sequence after that.
+func (d *drawnIDs) draw(snapshot string, last int64) {
+	switch {
+	case last < d.last: // another server, or a sequence that was set back
+		*d = drawnIDs{last: last}
+	case last > d.last: // perhaps after the snapshot was taken
+		d.last, d.by = last, ""
+	case d.by == "":
+		d.by = tables.SnapshotMax(snapshot)
+	}
+}
+
+// ended notes that all transactions below an id had ended when a look was taken.
+func (d *drawnIDs) ended(below string) {
+	least, err := strconv.ParseUint(below, 10, 64)
+	by, berr := strconv.ParseUint(d.by, 10, 64)
+	if err == nil && berr == nil && least >= by {
+		d.known, d.found = d.last, nil
+	}
 }
 
 // glance reports whether open may find something that it did not find the last time: whether a transaction has ended since that
@@ -291,13 +340,12 @@ func (c *cursors) glance(ctx context.Context) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	switch {
-	case last != c.drawn.last:
-		c.drawn = drawnIDs{last: last} // perhaps after the snapshot was taken
-	case c.drawn.by == "":
-		c.drawn.by = tables.SnapshotMax(now)
+	c.drawn.draw(now, last)
+	if c.look.snapshot == "" {
+		return true, nil
 	}
-	return tables.SnapshotAdds(c.look.snapshot, now, c.look.own, c.drawn.by), nil
+	c.drawn.ended(tables.SnapshotMin(c.look.snapshot))
+	return c.drawn.known < last && tables.SnapshotAdds(c.look.snapshot, now, c.look.own, c.drawn.by), nil
 }
 
 // sqlMove writes how far the open window has been drained.

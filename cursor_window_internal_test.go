@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
 	"testing"
@@ -83,6 +84,10 @@ func TestOpenReadsLittle(t *testing.T) {
 				large = true
 				if next.window == "" { // PostgreSQL had not announced it yet
 					next, events, large, err = d.cursors.open(ctx, l, p, 0)
+				}
+				if errors.Is(err, errStale) { // it has announced it meanwhile
+					next, err = d.cursors.load(ctx, l)
+					events, large = nil, true
 				}
 			}
 			require.NoError(t, err)

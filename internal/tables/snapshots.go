@@ -1,6 +1,7 @@
 package tables
 
 import (
+	"math"
 	"slices"
 	"strconv"
 	"strings"
@@ -11,6 +12,12 @@ func SnapshotMax(snapshot string) string {
 	_, rest, _ := strings.Cut(snapshot, ":")
 	xmax, _, _ := strings.Cut(rest, ":")
 	return xmax
+}
+
+// SnapshotMin returns the least transaction id that was in progress, or that of the next transaction.
+func SnapshotMin(snapshot string) string {
+	least, _, _ := strings.Cut(snapshot, ":")
+	return least
 }
 
 // SnapshotInProgress returns the transactions that were in progress, in their order.
@@ -39,9 +46,9 @@ func SnapshotAdds(before, after, own, begun string) bool {
 	if err != nil || to < from {
 		return true
 	}
+	bound := uint64(math.MaxUint64)
 	if begun != "" {
-		bound, err := strconv.ParseUint(begun, 10, 64)
-		if err != nil {
+		if bound, err = strconv.ParseUint(begun, 10, 64); err != nil {
 			return true
 		}
 		to = min(to, bound)
@@ -51,8 +58,11 @@ func SnapshotAdds(before, after, own, begun string) bool {
 	}
 	running := SnapshotInProgress(after)
 	ended := func(xid string) bool { return xid != own && !slices.Contains(running, xid) }
-	if slices.ContainsFunc(SnapshotInProgress(before), ended) {
-		return true
+	for _, xid := range SnapshotInProgress(before) {
+		n, err := strconv.ParseUint(xid, 10, 64)
+		if err != nil || n < bound && ended(xid) {
+			return true
+		}
 	}
 	for xid := from; xid < to; xid++ {
 		if ended(strconv.FormatUint(xid, 10)) {

@@ -38,6 +38,7 @@ func TestSnapshotAdds(t *testing.T) {
 		"far apart, and none of them had begun":      {"10:10:", "1000:1000:", "", "10", false},
 		"far apart, and one had begun and has ended": {"5:10:5", "1000:1000:", "", "10", true},
 		"far apart, and all had begun":               {"10:10:", "10:1000:10", "", "900", true},
+		"one in progress that had not begun has":     {"20:30:20", "31:31:", "", "10", false},
 		"a bound that is none":                       {"10:10:", "11:11:", "", "x", true},
 	} {
 		require.Equal(t, tt.adds, tables.SnapshotAdds(tt.before, tt.after, tt.own, tt.begun), name)

@@ -113,8 +113,10 @@ const (
 	glanceWait = time.Millisecond      // from tick to tick, at least
 	relayWait  = 50 * time.Microsecond // for each relay that glances
 	// recordWithin is how long it may take to note what was done with events, when no other follow: at least, and for each relay.
-	recordWithin   = 10 * time.Millisecond
-	recordEachWait = 500 * time.Microsecond
+	// Until then a crash repeats them. The look that finds the next event notes it, too; if one comes within that time, a look is
+	// saved for each event.
+	recordWithin   = 100 * time.Millisecond
+	recordEachWait = time.Millisecond
 )
 
 // Join counts a relay that looks for events, until done is called.

@@ -21,8 +21,6 @@ const (
 	often = 2 * time.Millisecond // between looks of one that cannot glance
 	// activeFor is longer than Interval by what a notification may take longer than the one before.
 	activeFor = Interval + 100*time.Millisecond
-	// glanceFor is for how many times record there are only glances, which may be wrong, or of a server that takes no writes.
-	glanceFor = 5
 	// fewTicks is for how many ticks one that can glance relies on the rate of events in place of it.
 	fewTicks = 4
 )
@@ -75,10 +73,9 @@ func (r *Rhythm) Wait(now time.Time) time.Duration {
 func (r *Rhythm) comeSince(d time.Duration) bool { return r.rate*d.Seconds() >= 1 }
 
 // Glances reports whether a glance comes before the next look. What was done with events must be noted, though, and a glance may
-// be wrong.
+// be wrong, or of a server that takes no writes.
 func (r *Rhythm) Glances(now time.Time) bool {
-	since := now.Sub(r.looked)
-	return r.Ticks != nil && now.Sub(r.active) < activeFor && since < min(r.Idle, glanceFor*r.record()) && (r.events == 0 || since < r.record())
+	return r.Ticks != nil && now.Sub(r.active) < activeFor && now.Sub(r.looked) < min(r.Idle, r.record())
 }
 
 func (r *Rhythm) record() time.Duration {

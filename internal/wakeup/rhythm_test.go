@@ -12,7 +12,7 @@ import (
 // A reader looks often while other processes are active, at once where much comes, and seldom otherwise.
 func TestRhythm(t *testing.T) {
 	t.Parallel()
-	const idle, often, record = time.Second, 2 * time.Millisecond, 10 * time.Millisecond
+	const idle, often, record = time.Second, 2 * time.Millisecond, 100 * time.Millisecond
 	now := time.Now()
 	later := func(d time.Duration) time.Time { now = now.Add(d); return now }
 	r := wakeup.Rhythm{Idle: idle}
@@ -48,7 +48,7 @@ func TestRhythm(t *testing.T) {
 // noted in time.
 func TestRhythmOfGlances(t *testing.T) {
 	t.Parallel()
-	const idle, tick, record = time.Second, time.Millisecond, 10 * time.Millisecond
+	const idle, tick, record = time.Second, time.Millisecond, 100 * time.Millisecond
 	now := time.Now()
 	later := func(d time.Duration) time.Time { now = now.Add(d); return now }
 	r := wakeup.Rhythm{Idle: idle, Ticks: new(wakeup.Ticks)}
@@ -83,6 +83,6 @@ func TestRhythmOfGlances(t *testing.T) {
 
 	r.Looked(now, 0)
 	r.Notified(now)
-	require.True(t, r.Glances(later(4*record)))
-	require.False(t, r.Glances(later(record)), "glances may be wrong")
+	require.True(t, r.Glances(later(record-tick)))
+	require.False(t, r.Glances(later(tick)), "glances may be wrong")
 }
