@@ -51,6 +51,7 @@ type config struct {
 	rates      []int
 	seconds    float64
 	warm       float64
+	warmUp     float64
 	workers    int
 	polls      int
 	records    int
@@ -95,6 +96,7 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.IntVar(&cfg.backlog, "backlog", 1_000_000, "events of the large backlog; the small one has a tenth")
 	flags.Float64Var(&cfg.seconds, "seconds", 20, "seconds measured at each latency point, all turns together")
 	flags.Float64Var(&cfg.warm, "warm", 1.5, "seconds at the beginning of each turn at a latency point that do not count")
+	flags.Float64Var(&cfg.warmUp, "warm-up", 15, "seconds of single records before latencies are measured, until the broker's JVM has compiled what they need; four times as long for -tenants")
 	flags.IntVar(&cfg.workers, "workers", 32, "connections that commit at the same time, for latencies")
 	flags.IntVar(&cfg.polls, "polls", 3000, "idle polls to look at, all turns together")
 	flags.IntVar(&cfg.records, "records", 1500, "transactions that record one event, all turns together; those with more events are fewer")
@@ -158,7 +160,7 @@ func (c *config) validate() error {
 	refuse(c.tenants < 1 || c.tenantRate < 1, "-tenants and -tenant-rate start above 0")
 	refuse(c.beside <= 0, "-beside starts above 0")
 	refuse(!slices.IsSorted(c.backlogs) || len(slices.Compact(slices.Clone(c.backlogs))) < len(c.backlogs), "-backlogs must grow")
-	refuse(c.seconds <= 0 || c.warm < 0, "-seconds starts above 0, -warm at 0")
+	refuse(c.seconds <= 0 || c.warm < 0 || c.warmUp < 0, "-seconds starts above 0, -warm and -warm-up at 0")
 	refuse(c.polls < c.runs || c.records < c.runs, "-polls and -records start at -runs")
 	refuse(c.poisons < 1 || c.poisonEvery < 2, "-poisons starts above 0, -poison-every above 1")
 	refuse(c.outage < minOutage, fmt.Sprintf("-outage starts at %d", minOutage))

@@ -94,8 +94,8 @@ func (b *bench) inTurns(ctx context.Context, all []contestant) (map[string][]use
 	runs := map[string][]used{}
 	for n := range b.cfg.runs {
 		for _, c := range all {
-			u, err := b.compete(ctx, round{n, b.cfg.runs}, c)
-			if err != nil {
+			var u used
+			if err := b.rounds.Run(func() (err error) { u, err = b.compete(ctx, round{n, b.cfg.runs}, c); return err }); err != nil {
 				return nil, err
 			}
 			runs[c.name] = append(runs[c.name], u)

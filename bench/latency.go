@@ -186,10 +186,15 @@ func (b *bench) latency(ctx context.Context) error {
 // ways through the broker than full batches.
 func (t *track) warmUp(ctx context.Context) error {
 	t.say("warm-up of small requests")
-	if _, err := t.withoutRelay(ctx, openRate, t.lapTime()); err != nil {
+	period := t.lapTime()
+	if !t.warmSmall {
+		period = max(period, seconds(t.cfg.warmUp)) // before, single records take four times as much of the processors
+	}
+	if _, err := t.withoutRelay(ctx, openRate, period); err != nil {
 		return err
 	}
-	_, err := t.withRelay(ctx, openRate, t.lapTime())
+	_, err := t.withRelay(ctx, openRate, period)
+	t.warmSmall = err == nil
 	return err
 }
 
@@ -247,8 +252,8 @@ func (b *bench) race(ctx context.Context, r race) error {
 			side
 			laps *[]*laps.Lap
 		}{{r.base, &base}, {r.with, &with}} {
-			l, err := of.run(ctx, r.rate, r.measured)
-			if err != nil {
+			var l *laps.Lap
+			if err := b.rounds.Run(func() (err error) { l, err = of.run(ctx, r.rate, r.measured); return err }); err != nil {
 				return fmt.Errorf("%s, %s: %w", r.name, of.name, err)
 			}
 			*of.laps = append(*of.laps, l)

@@ -53,10 +53,12 @@ func results(ctx context.Context, cfg config, stdout, stderr io.Writer) (all []r
 	}
 	defer func() { err = errors.Join(err, s.Close()) }()
 	b := &bench{Services: s, cfg: cfg, stderr: stderr, report: &report.Report{}}
+	b.rounds.Say = b.say
 	if err := s.LookAround(ctx, b.report, cfg.partitions); err != nil {
 		return nil, err
 	}
 	err = b.measure(ctx)
+	b.report.Note("%s", &b.rounds)
 	if ctx.Err() != nil {
 		err = cmp.Or(context.Cause(ctx), err)
 	}

@@ -84,7 +84,7 @@ func (i idler) idle(ctx context.Context, cfg config, n int) (stats.Series, error
 	return t.most(), nil
 }
 
-func tracedPool(ctx context.Context, url string, t *tracer) (*pgxpool.Pool, error) {
+func tracedPool(ctx context.Context, url string, t pgx.QueryTracer) (*pgxpool.Pool, error) {
 	cfg, err := pgxpool.ParseConfig(url)
 	if err != nil {
 		return nil, err

@@ -6,6 +6,7 @@ import (
 	"io"
 	"time"
 
+	"github.com/outboxgo/outbox/bench/internal/processors"
 	"github.com/outboxgo/outbox/bench/internal/report"
 	"github.com/outboxgo/outbox/bench/internal/services"
 )
@@ -27,6 +28,7 @@ func init() {
 		{"wake", "the same from another process, against from that of the leader; after a silence; and what a wake-up costs the writer", true, (*bench).wake},
 		{"takeover", "from the end of the process that leads, by kill -9 or cleanly, to the next arrival", true, (*bench).takeover},
 		{"tenants", "many schemas of one database that one process relays for: from commit to arrival, connections, processors, memory", true, (*bench).tenants},
+		{"tail", "where the slowest events spend their time at the highest of -rates, by traces", true, (*bench).tail},
 		{"open", "from commit to arrival while another transaction stays open, against without", true, (*bench).open},
 		{"poison", "the same while Kafka refuses some events, for those of other keys, against without", true, (*bench).poison},
 		{"bad-topics", "from commit to arrival beside a topic that takes nothing, against without", true, (*bench).badTopics},
@@ -50,9 +52,12 @@ type bench struct {
 	cfg    config
 	stderr io.Writer
 	report *report.Report
+	rounds processors.Rounds
 
 	stocks map[int]*stock
-	warm   bool
+	warm   bool // the broker, for full batches
+
+	warmSmall bool // the broker, for small requests
 
 	children int // started so far, for the names of profiles
 }

@@ -23,6 +23,7 @@ var prose string
 // document is what docs/benchmarks.md is made of.
 type document struct {
 	Machine []fact          `json:"machine"` // and versions
+	Rounds  string          `json:"rounds"`  // how many were disturbed
 	Peers   []described     `json:"peers"`
 	Runs    int             `json:"runs"`
 	Seconds float64         `json:"seconds"` // at each latency point, all turns together
@@ -43,7 +44,7 @@ type described struct {
 // document returns what this run has measured.
 func (b *bench) document() *document {
 	d := &document{
-		Machine: b.machine, Runs: b.cfg.runs, Seconds: b.cfg.seconds, Workers: b.cfg.workers, Rates: b.cfg.rates, Events: b.cfg.events,
+		Machine: b.machine, Rounds: b.rounds.String(), Runs: b.cfg.runs, Seconds: b.cfg.seconds, Workers: b.cfg.workers, Rates: b.cfg.rates, Events: b.cfg.events,
 		Results: b.report.Results(),
 	}
 	for _, p := range b.chosen() {

@@ -34,7 +34,11 @@ func (b *bench) latencyAt(ctx context.Context, rate int) (err error) {
 			if why[r.name] != "" {
 				continue
 			}
-			l, err := b.latencyLap(ctx, r, rate)
+			var l *laps.Lap
+			err := b.rounds.Run(func() (err error) {
+				l, err = b.latencyLap(ctx, r, rate, seconds(b.cfg.warm), seconds(b.cfg.seconds/float64(b.cfg.runs)))
+				return err
+			})
 			if errors.Is(err, errBehind) {
 				why[r.name] = fmt.Sprintf("fell behind %d transactions/s: events were missing %v after the schedule", rate, laps.Patience)
 				b.say("%d/%d latency/%d %s FAILED: %s", round, b.cfg.runs, rate, r.name, why[r.name])
@@ -60,15 +64,16 @@ func (b *bench) latencyAt(ctx context.Context, rate int) (err error) {
 }
 
 // latencyLap runs one turn.
-func (b *bench) latencyLap(ctx context.Context, r *racer, rate int) (l *laps.Lap, err error) {
+func (b *bench) latencyLap(ctx context.Context, r *racer, rate int, warm, measured time.Duration) (l *laps.Lap, err error) {
 	stop, err := b.started(ctx, r)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, stop()) }()
-	seconds := func(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
-	return b.lap(ctx, r, rate, seconds(b.cfg.warm), seconds(b.cfg.seconds/float64(b.cfg.runs)))
+	return b.lap(ctx, r, rate, warm, measured)
 }
+
+func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 
 // arrivals returns the rate at which the measured events have arrived.
 func arrivals(l *laps.Lap) float64 {

@@ -46,6 +46,7 @@ func run(ctx context.Context, cfg config, stdout, stderr io.Writer) (err error) 
 		return err
 	}
 	b := &bench{Services: s, cfg: cfg, stderr: stderr, report: &report.Report{}, next: 1}
+	b.rounds.Say = b.say
 	defer func() { err = errors.Join(err, b.close()) }()
 	if err := s.LookAround(ctx, b.report, cfg.partitions); err != nil {
 		return err
@@ -54,6 +55,7 @@ func run(ctx context.Context, cfg config, stdout, stderr io.Writer) (err error) 
 		return err
 	}
 	err = b.measure(ctx)
+	b.report.Note("%s", &b.rounds)
 	if ctx.Err() != nil {
 		err = cmp.Or(context.Cause(ctx), err)
 	}

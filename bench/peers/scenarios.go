@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/bench/internal/laps"
+	"github.com/outboxgo/outbox/bench/internal/processors"
 	"github.com/outboxgo/outbox/bench/internal/report"
 	"github.com/outboxgo/outbox/bench/internal/services"
 	"github.com/outboxgo/outbox/tools/connectserver"
@@ -37,6 +38,7 @@ type bench struct {
 	cfg    config
 	stderr io.Writer
 	report *report.Report
+	rounds processors.Rounds
 
 	reader    *laps.Reader
 	connect   *connectserver.Server // nil until the first instance of Debezium
