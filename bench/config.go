@@ -46,6 +46,7 @@ type config struct {
 
 	which      *regexp.Regexp
 	runs       int
+	again      int
 	events     int
 	backlog    int
 	rates      []int
@@ -92,6 +93,7 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	rates := flags.String("rates", "200,1000,3000", "transactions per second of the latency scenario, with commas between them")
 	backlogs := flags.String("backlogs", "1000000,4000000,10000000", "events of the backlogs scenario, growing, with commas between them")
 	flags.IntVar(&cfg.runs, "runs", 5, "turns of everything that is compared")
+	flags.IntVar(&cfg.again, "again", 2, "times that a round is run again from which the host of the machine took more than a fifth of the processors")
 	flags.IntVar(&cfg.events, "events", 500_000, "events that a drain drains")
 	flags.IntVar(&cfg.backlog, "backlog", 1_000_000, "events of the large backlog; the small one has a tenth")
 	flags.Float64Var(&cfg.seconds, "seconds", 20, "seconds measured at each latency point, all turns together")
@@ -145,7 +147,7 @@ func help(w io.Writer) {
 func (c *config) validate() error {
 	var refusals command.Refusals
 	refuse := refusals.If
-	refuse(c.runs < 1 || c.workers < 1 || c.partitions < 1, "-runs, -workers and -partitions start above 0")
+	refuse(c.runs < 1 || c.workers < 1 || c.partitions < 1 || c.again < 0, "-runs, -workers and -partitions start above 0, -again at 0")
 	refuse(c.events < minEvents || c.backlog < 10*minEvents, fmt.Sprintf("-events starts at %d, -backlog at ten times that", minEvents))
 	refuse(c.handled < minEvents, fmt.Sprintf("-handled starts at %d", minEvents))
 	refuse(c.retained < minEvents, fmt.Sprintf("-retained starts at %d", minEvents))

@@ -53,7 +53,7 @@ func results(ctx context.Context, cfg config, stdout, stderr io.Writer) (all []r
 	}
 	defer func() { err = errors.Join(err, s.Close()) }()
 	b := &bench{Services: s, cfg: cfg, stderr: stderr, report: &report.Report{}}
-	b.rounds.Say = b.say
+	b.rounds.Say, b.rounds.Again = b.say, cfg.again
 	if err := s.LookAround(ctx, b.report, cfg.partitions); err != nil {
 		return nil, err
 	}

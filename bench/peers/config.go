@@ -45,6 +45,7 @@ type config struct {
 	which       *regexp.Regexp
 	peers       []string
 	runs        int
+	again       int
 	rates       []int
 	seconds     float64
 	warm        float64
@@ -67,6 +68,7 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	only := flags.String("peers", strings.Join(peerNames(), ","), "peers to measure, with commas between them; outbox is always one")
 	rates := flags.String("rates", "200,1000,3000", "transactions per second of the latency scenario, with commas between them")
 	flags.IntVar(&cfg.runs, "runs", 5, "turns of everything that is compared")
+	flags.IntVar(&cfg.again, "again", 2, "times that a round is run again from which the host of the machine took more than a fifth of the processors")
 	flags.Float64Var(&cfg.seconds, "seconds", 40, "seconds measured at each latency point, all turns of a peer together")
 	flags.Float64Var(&cfg.warm, "warm", 2, "seconds at the beginning of each turn at a latency point that do not count")
 	flags.IntVar(&cfg.warmUps, "warm-ups", 3, "small backlogs that each peer relays before anything is measured")
@@ -113,7 +115,7 @@ func (c *config) validate() error {
 		refuse(c.docs == "", "-render needs -docs")
 		return refusals.Err()
 	}
-	refuse(c.runs < 1 || c.workers < 1 || c.partitions < 1 || c.warmUps < 0, "-runs, -workers and -partitions start above 0, -warm-ups at 0")
+	refuse(c.runs < 1 || c.workers < 1 || c.partitions < 1 || c.warmUps < 0 || c.again < 0, "-runs, -workers and -partitions start above 0, -warm-ups and -again at 0")
 	refuse(c.seconds <= 0 || c.warm < 0, "-seconds starts above 0, -warm at 0")
 	refuse(c.events < minEvents || c.walEvents < minEvents, fmt.Sprintf("-events and -wal-events start at %d", minEvents))
 	refuse(c.drainPeriod <= 0, "-drain-seconds starts above 0")

@@ -46,7 +46,7 @@ func run(ctx context.Context, cfg config, stdout, stderr io.Writer) (err error) 
 		return err
 	}
 	b := &bench{Services: s, cfg: cfg, stderr: stderr, report: &report.Report{}, next: 1}
-	b.rounds.Say = b.say
+	b.rounds.Say, b.rounds.Again = b.say, cfg.again
 	defer func() { err = errors.Join(err, b.close()) }()
 	if err := s.LookAround(ctx, b.report, cfg.partitions); err != nil {
 		return err

@@ -5,17 +5,15 @@ import "fmt"
 // Rounds runs the rounds of a measurement. A round is disturbed if the host of this machine gave more than a fifth of what it
 // wanted of the processors to others; it is run again, a few times. What was measured plays no part in that.
 type Rounds struct {
-	Say func(format string, args ...any) // how far the run is; nil for nobody
+	Again int                              // how often a disturbed round is run again
+	Say   func(format string, args ...any) // how far the run is; nil for nobody
 
 	again     int // rounds that were run again
 	disturbed int // rounds that count although they were
 	read      func() Time
 }
 
-const (
-	mostStolen = 0.2
-	mostTries  = 3
-)
+const mostStolen = 0.2
 
 // Run runs a round, and again if it was disturbed. Only what its last call has measured counts.
 func (t *Rounds) Run(round func() error) error {
@@ -32,7 +30,7 @@ func (t *Rounds) Run(round func() error) error {
 		switch {
 		case stolen <= mostStolen:
 			return nil
-		case try == mostTries:
+		case try > t.Again:
 			t.disturbed++
 			t.say("the host gave %.0f %% of the processors to others; the round counts all the same, after %d tries", 100*stolen, try)
 			return nil
@@ -51,5 +49,5 @@ func (t *Rounds) say(format string, args ...any) {
 // String says how many rounds were disturbed.
 func (t *Rounds) String() string {
 	return fmt.Sprintf("%d rounds ran again because the host gave more than %.0f %% of the processors to others; %d count all the same, after %d tries",
-		t.again, 100*mostStolen, t.disturbed, mostTries)
+		t.again, 100*mostStolen, t.disturbed, t.Again+1)
 }
