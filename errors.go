@@ -9,7 +9,7 @@ import (
 	"github.com/outboxgo/outbox/internal/short"
 )
 
-// Reasons why [NewRegistry], [Recorder.Record] and [Recorder.Queue] reject an event.
+// Reasons why [NewRegistry] and the methods of [Recorder] reject an event.
 // They are wrapped in a [*FieldError], which names the event and the field.
 var (
 	// ErrUnregistered means that the registry does not have the Go type of an event.
@@ -23,7 +23,8 @@ var (
 	ErrEmpty = check.ErrEmpty
 	// ErrTooLong means that a text has more characters than its column.
 	ErrTooLong = check.ErrTooLong
-	// ErrTooLarge means that a payload or the headers exceed their limit in bytes.
+	// ErrTooLarge means that a payload, the headers, or all events of a statement exceed their
+	// limit in bytes.
 	ErrTooLarge = errors.New("is too large")
 	// ErrNUL means that a text holds U+0000, which PostgreSQL cannot store.
 	ErrNUL = check.ErrNUL
@@ -85,7 +86,7 @@ type FieldError struct {
 	Index int
 	// Field is the rejected field, by its name in the table outbox, for example
 	// "aggregate_id"; "payload" is either payload column, "correlation_id" is the
-	// one in the context, and "event", "tx" and "batch" are arguments. If a received
+	// one in the context, and "event", "events", "tx" and "batch" are arguments. If a received
 	// record was rejected, it is an attribute of CloudEvents, "content-type", "data",
 	// "value", or the name of a header or of a JSON member.
 	Field string

@@ -10,12 +10,12 @@ import (
 // Hooks serve metrics and traces; the module outboxotel has those of OpenTelemetry. They
 // are called from several goroutines and must return quickly. Nil hooks are not called.
 
-// RecorderHooks are called by [Recorder.Record] and [Recorder.Queue].
+// RecorderHooks are called by [Recorder.Record], [Recorder.Queue] and [Recorder.Statement].
 type RecorderHooks struct {
 	// Recording is called before events are encoded. The context that it returns is
 	// the one that RecorderConfig.TraceParent and Headers get, and PostgreSQL. Done is
-	// called at the end, with the error of Record; of Queue, which does not know what
-	// PostgreSQL will say, once the events are on the batch.
+	// called at the end, with the error of Record; of Queue and Statement, which do not know
+	// what PostgreSQL will say, once the events are on the batch or in the statement.
 	Recording func(ctx context.Context, events []DomainEvent) (recording context.Context, done func(error))
 }
 

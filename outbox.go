@@ -99,6 +99,8 @@ type Recorder struct {
 	cfg       RecorderConfig
 	insert    string
 	insertOne string
+
+	insertDocument string
 }
 
 // NewRecorder returns a recorder for the events of a registry. Its error names
@@ -115,6 +117,7 @@ func NewRecorder(events *Registry, cfg RecorderConfig) (*Recorder, error) {
 	return &Recorder{
 		events: events, cfg: cfg,
 		insert: pg.InSchema(sqlInsert, cfg.Schema), insertOne: pg.InSchema(sqlInsertOne, cfg.Schema),
+		insertDocument: pg.InSchema(sqlInsertDocument, cfg.Schema),
 	}, nil
 }
 
@@ -196,4 +199,32 @@ func (r *Recorder) Queue(ctx context.Context, batch *pgx.Batch, events ...Domain
 		batch.Queue(sql, args...)
 		return nil
 	})
+}
+
+// Statement is [Recorder.Record] for transactions that are not pgx's: it returns the one
+// statement that stores the events, in their order, with its arguments, and sends nothing. The
+// caller runs it in his transaction, once. An argument is a text, which every driver for PostgreSQL takes, in every
+// mode; placeholders are PostgreSQL's, as $1. Package outboxsql does all that for a [database/sql.Tx].
+//
+// Statement rejects what Record rejects, with the same [*FieldError]. It also rejects a call without events,
+// which has no statement ([ErrEmpty]), and events that take more than 256 MiB together ([ErrTooLarge]). If the tables are
+// not those of this release, the statement fails with PostgreSQL's error about the table or column
+// that is missing.
+func (r *Recorder) Statement(ctx context.Context, events ...DomainEvent) (sql string, args []any, err error) {
+	if len(events) == 0 {
+		return "", nil, &FieldError{Index: -1, Field: "events", Err: ErrEmpty}
+	}
+	err = r.withHooks(ctx, events, func(ctx context.Context) error {
+		rows, err := r.rows(ctx, events)
+		if err != nil {
+			return err
+		}
+		document, err := rows.document()
+		sql, args = r.insertDocument, []any{document}
+		return err
+	})
+	if err != nil {
+		return "", nil, err
+	}
+	return sql, args, nil
 }

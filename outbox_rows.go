@@ -3,10 +3,13 @@ package outbox
 import (
 	"cmp"
 	"context"
+	"encoding/base64"
 	"errors"
 	"fmt"
+	"strconv"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -37,6 +40,19 @@ SELECT e.event_id, e.event_type, $1::text, e.aggregate_type, e.aggregate_id,
               $8::text[], $9::text[], $10::text[], $11::text[], $12::timestamptz[], $13::int[])
        AS e (event_id, event_type, aggregate_type, aggregate_id, payload, payload_bytes,
              content_type, topic, partition_key, headers, occurred_at, size)`
+
+// sqlInsertDocument stores the events of a JSON document, see [columns.document]. A text is an
+// argument that every driver takes, in every mode; arrays are pgx's. JSON is a text in the
+// document, because its null would become NULL otherwise. json_to_recordset keeps the order
+// of the document, as unnest does.
+const sqlInsertDocument = `
+INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
+       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at, size)
+SELECT e.event_id, e.event_type, e.source, e.aggregate_type, e.aggregate_id,
+       e.payload::jsonb, decode(e.payload_bytes, 'base64'), e.content_type, e.topic, e.partition_key, e.headers::jsonb, e.occurred_at, e.size
+  FROM json_to_recordset($1::text::json)
+       AS e (event_id uuid, event_type text, source text, aggregate_type text, aggregate_id text, payload text, payload_bytes text,
+             content_type text, topic text, partition_key text, headers text, occurred_at timestamptz, size int)`
 
 // columns holds the rows of events column by column, in the order of sqlInsert.
 type columns struct {
@@ -81,6 +97,71 @@ func jsonText(t pgtype.Text) any {
 		return nil
 	}
 	return t.String
+}
+
+// maxDocument bounds the document of a statement, in bytes. PostgreSQL takes 1 GiB, but keeps
+// several copies of it; a single event of the largest payload always fits.
+const maxDocument = 256 << 20
+
+// document returns all rows as a JSON array of objects, whose members are rowColumns.
+func (c *columns) document() (string, error) {
+	b := append(make([]byte, 0, min(c.documentSize(), maxDocument)), '[')
+	for i := range c.len() {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		b = c.appendObject(b, i)
+		if len(b) > maxDocument {
+			return "", &FieldError{Index: -1, Field: "events", Err: fmt.Errorf("%w: more than %d bytes for one statement", ErrTooLarge, maxDocument)}
+		}
+	}
+	return string(append(b, ']')), nil
+}
+
+// documentSize guesses how long the document becomes.
+func (c *columns) documentSize() (n int) {
+	const others = 500 // names of members, and short values
+	for i := range c.len() {
+		n += others + len(c.payload[i].String)*9/8 + len(c.headers[i].String)*9/8 + base64.StdEncoding.EncodedLen(len(c.payloadBytes[i]))
+	}
+	return n
+}
+
+// appendObject appends a row.
+func (c *columns) appendObject(b []byte, i int) []byte {
+	values, _ := c.row(i) // its error is always nil
+	for k, value := range values {
+		separator := byte(',')
+		if k == 0 {
+			separator = '{'
+		}
+		b = append(append(append(b, separator, '"'), rowColumns[k]...), '"', ':')
+		b = appendValue(b, value)
+	}
+	return append(b, '}')
+}
+
+// appendValue appends a value of a row as the input function of its column reads it.
+func appendValue(b []byte, value any) []byte {
+	switch v := value.(type) {
+	case string:
+		return jsonb.AppendString(b, v)
+	case pgtype.Text:
+		if v.Valid {
+			return jsonb.AppendString(b, v.String)
+		}
+	case pgtype.UUID:
+		return append(append(append(b, '"'), uuid.UUID(v.Bytes).String()...), '"')
+	case time.Time:
+		return append(appendTime(append(b, '"'), v), '"')
+	case int32:
+		return strconv.AppendInt(b, int64(v), 10)
+	case []byte:
+		if v != nil {
+			return append(base64.StdEncoding.AppendEncode(append(b, '"'), v), '"')
+		}
+	}
+	return append(b, "null"...)
 }
 
 // rows encodes events. Its error says which field of which event cannot be stored.

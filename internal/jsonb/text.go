@@ -128,3 +128,24 @@ func badMarshalText(v reflect.Value) bool {
 	text, err := v.Interface().(encoding.TextMarshaler).MarshalText()
 	return err == nil && !utf8.Valid(text) // with an error json.Marshal had failed
 }
+
+// AppendString appends a text, which is valid UTF-8, as a JSON string. It escapes only what it
+// must: json.Marshal writes some characters in six bytes.
+func AppendString(b []byte, s string) []byte {
+	const digits = "0123456789abcdef"
+	b = append(b, '"')
+	from := 0 // of what is not appended yet
+	for i := range len(s) {
+		c := s[i]
+		if c >= ' ' && c != '"' && c != '\\' {
+			continue
+		}
+		b = append(b, s[from:i]...)
+		if from = i + 1; c >= ' ' {
+			b = append(b, '\\', c)
+		} else {
+			b = append(b, '\\', 'u', '0', '0', digits[c>>4], digits[c&0xF])
+		}
+	}
+	return append(append(b, s[from:]...), '"')
+}

@@ -12,16 +12,19 @@ import (
 // its schema, or a column or a function, as in a database that is behind this release. What
 // a trigger of somebody else does not find is not meant: that error says where it is from.
 func IsUndefined(err error) bool {
-	const undefinedColumn, undefinedFunction = "42703", "42883"
 	failed, ok := errors.AsType[*pgconn.PgError](err)
-	return ok && failed.Where == "" && (IsUndefinedTable(err) || hasCode(err, undefinedColumn, undefinedFunction))
+	return ok && failed.Where == "" && IsUndefinedCode(failed.Code)
+}
+
+const undefinedTable, invalidSchemaName, undefinedColumn, undefinedFunction = "42P01", "3F000", "42703", "42883"
+
+// IsUndefinedCode reports whether a SQLSTATE says that something was not found.
+func IsUndefinedCode(code string) bool {
+	return slices.Contains([]string{undefinedTable, invalidSchemaName, undefinedColumn, undefinedFunction}, code)
 }
 
 // IsUndefinedTable reports whether PostgreSQL did not find a table or its schema.
-func IsUndefinedTable(err error) bool {
-	const undefinedTable, invalidSchemaName = "42P01", "3F000"
-	return hasCode(err, undefinedTable, invalidSchemaName)
-}
+func IsUndefinedTable(err error) bool { return hasCode(err, undefinedTable, invalidSchemaName) }
 
 // IsLocked reports whether PostgreSQL did not get a lock in time.
 func IsLocked(err error) bool {

@@ -1,0 +1,75 @@
+// Package sqltx shows a running [pgx.Tx] as a [sql.Tx], and finds the [sql.Tx] inside the
+// transactions of other libraries.
+package sqltx
+
+import (
+	"context"
+	"database/sql"
+	"database/sql/driver"
+	"errors"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// errEnded is the error of whatever uses a transaction behind its end.
+var errEnded = fmt.Errorf("the function that got this transaction has returned: %w", sql.ErrTxDone)
+
+// Within calls f with a [sql.Tx] that runs inside tx, on the connection of tx: see [Begin].
+func Within(ctx context.Context, tx pgx.Tx, f func(*sql.Tx) error) error {
+	within, end, err := Begin(ctx, tx)
+	if err != nil {
+		return err
+	}
+	defer end() // also if f panics, or ends its goroutine
+	return f(within)
+}
+
+// Begin returns a [sql.Tx] that runs inside tx, until end is called. It sends nothing. Its Commit and
+// Rollback are those of tx, which says what they do.
+//
+// End closes what is left open, and waits for a statement that is under way. Then nothing of the
+// [sql.Tx] reaches the connection any more, whoever still has it. It does not end tx.
+//
+// A statement whose own context cannot end, as that of Exec, ends with ctx.
+func Begin(ctx context.Context, tx pgx.Tx) (within *sql.Tx, end func(), err error) {
+	c := &conn{ctx: ctx, tx: tx}
+	// One for each transaction: it costs a microsecond or two, and a shared one would have a
+	// goroutine for as long as the process runs.
+	db := sql.OpenDB(connector{c})
+	// Ctx must not end the transaction: database/sql would roll it back from a goroutine of its own.
+	within, err = db.BeginTx(context.Background(), nil)
+	if err != nil {
+		return nil, nil, errors.Join(err, db.Close())
+	}
+	return within, func() { c.end(within, db) }, nil
+}
+
+// end ends the use of the connection, and then lets database/sql forget the transaction.
+func (c *conn) end(within *sql.Tx, db *sql.DB) {
+	rowsOpen := c.detach()
+	forget := func() {
+		// Neither has anything to say: the connection does not hear of them any more.
+		_ = within.Rollback()
+		_ = db.Close()
+	}
+	if rowsOpen {
+		// Rollback waits until all rows are closed. Rows that were scanned into sql.RawBytes are not
+		// before their user goes on, who may never do that.
+		go forget()
+		return
+	}
+	forget()
+}
+
+// connector hands out the one connection.
+type connector struct{ conn *conn }
+
+// Connect implements [driver.Connector].
+func (c connector) Connect(context.Context) (driver.Conn, error) { return c.conn, nil }
+
+// Driver implements [driver.Connector].
+func (c connector) Driver() driver.Driver { return c }
+
+// Open implements [driver.Driver].
+func (c connector) Open(string) (driver.Conn, error) { return c.conn, nil }

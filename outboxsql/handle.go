@@ -1,0 +1,44 @@
+package outboxsql
+
+import (
+	"context"
+	"database/sql"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/sqltx"
+)
+
+// Handle is [outbox.Handle] for functions that write through database/sql. Tx runs inside the transaction of
+// the consumer or worker, which commits it together with the row that says that the event is handled. All that is said
+// there holds: [outbox.OncePer], [outbox.WithRetry] and the like take the handler, and middleware sees the transaction as
+// pgx's.
+//
+// Commit and Rollback of tx return [outbox.ErrHandlerTx], and make an error of f of it, also by way of "defer
+// tx.Rollback()": return nil or an error instead. Savepoints are SQL: SAVEPOINT, ROLLBACK TO SAVEPOINT.
+//
+// Rows and statements that f leaves open are closed when it returns. Whoever uses tx after that, a goroutine of f for
+// example, gets an error that is [sql.ErrTxDone]. A statement without a context of its own, or with one that cannot end, ends with ctx.
+//
+// Arguments and values are those of pgx/stdlib, whichever driver the service uses otherwise: pgx encodes an argument of any type. A prepared
+// statement is prepared by pgx when it first runs, if the pool does that, so it works behind PgBouncer. A statement that was
+// prepared on a [sql.DB] is of another database for tx.
+func Handle[E outbox.DomainEvent](action string, f func(ctx context.Context, tx *sql.Tx, event E, m outbox.Metadata) error) outbox.Handler {
+	if f == nil {
+		return outbox.Handle[E](action, nil) // which NewConsumer and NewWorker name
+	}
+	return outbox.Handle(action, func(ctx context.Context, tx pgx.Tx, event E, m outbox.Metadata) error {
+		return sqltx.Within(ctx, tx, func(tx *sql.Tx) error { return f(ctx, tx, event, m) })
+	})
+}
+
+// HandleBatch is [outbox.HandleBatch] for functions that write through database/sql: see [Handle].
+func HandleBatch[E outbox.DomainEvent](action string, f func(ctx context.Context, tx *sql.Tx, events []outbox.Received[E]) error) outbox.Handler {
+	if f == nil {
+		return outbox.HandleBatch[E](action, nil)
+	}
+	return outbox.HandleBatch(action, func(ctx context.Context, tx pgx.Tx, events []outbox.Received[E]) error {
+		return sqltx.Within(ctx, tx, func(tx *sql.Tx) error { return f(ctx, tx, events) })
+	})
+}
