@@ -91,7 +91,7 @@ func NewConsumer(db *pgxpool.Pool, opts []kgo.Opt, events *Registry, cfg Consume
 	var routes routes
 	if events != nil {
 		var err error
-		routes, err = newRoutes(events, cfg.Upcasters, handlers)
+		routes, err = newRoutes(events, &cfg.HandlerConfig, handlers)
 		errs = append(errs, err)
 	}
 	if db == nil {

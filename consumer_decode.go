@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+	"iter"
 	"slices"
 
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -15,13 +16,18 @@ import (
 // them, in either mode: what a [Relay] sends. Its error is a [*FieldError]. Where
 // topics hold records of other producers as well, see [PlainRecords].
 func DecodeCloudEvent(r *kgo.Record) (*Message, error) {
-	return decodeRecord(r.Value, func(yield func(string, []byte) bool) {
+	return decodeRecord(r.Value, headersOf(r))
+}
+
+// headersOf yields the headers of a record.
+func headersOf(r *kgo.Record) iter.Seq2[string, []byte] {
+	return func(yield func(string, []byte) bool) {
 		for _, h := range r.Headers {
 			if !yield(h.Key, h.Value) {
 				return
 			}
 		}
-	})
+	}
 }
 
 // replay says for whom a record was sent back from a dead-letter topic.
@@ -80,7 +86,7 @@ func originOf(r *kgo.Record, topicID kafka.TopicID) origin {
 
 // newRecordItem returns a record without tasks.
 func newRecordItem(r *kgo.Record, to replay, from *origin) recordItem {
-	return recordItem{record: r, replay: to, item: item{meta: Metadata{Kafka: &from.kafka, Attempt: 1, origin: from}}}
+	return recordItem{record: r, replay: to, item: item{meta: Metadata{Headers: plainHeaders(headersOf(r)), Kafka: &from.kafka, Attempt: 1, origin: from}}}
 }
 
 // read decodes a record and finds its handlers: all of them, or those for which it was

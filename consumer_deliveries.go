@@ -103,6 +103,7 @@ func (c *Consumer) readDelivery(d *deliveries.Delivery, about *Metadata) (m *Mes
 	if err != nil {
 		return nil, "", err
 	}
+	about.Headers = plainHeaders(headersOf(r))
 	*about.origin = origin{key: r.Key, kafka: originOf(r, topicID).kafka, delivery: about.origin.delivery}
 	action = d.Action
 	if action == "" {

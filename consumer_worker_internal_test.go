@@ -222,7 +222,7 @@ func newPartitionFixture(t *testing.T, cfg ConsumerConfig, handlers ...Handler) 
 	cfg.Group, cfg.Logger = "g", cmp.Or(cfg.Logger, slog.New(slog.DiscardHandler))
 	cfg = cfg.withDefaults()
 	cfg.HandlerConfig = cfg.guarded(cfg.Logger)
-	routes, err := newRoutes(s.events, nil, handlers)
+	routes, err := newRoutes(s.events, &HandlerConfig{}, handlers)
 	require.NoError(t, err)
 	p := &processor{cfg: cfg.HandlerConfig, routes: routes, store: s, log: cfg.Logger, input: &inputLog{}, apart: new(sync.Map)}
 	s.worker = newPartitionWorker(kafka.Partition{Topic: "play-events", Number: 3}, &reader{processor: p, decode: cfg.Decode}, s, &cfg, limits{budget: handling.NewBudget(cfg.MaxQueueBytes), pauses: pauses.NewSet()}, outage.NewLogs(cfg.Logger))

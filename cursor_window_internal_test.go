@@ -269,7 +269,7 @@ func TestFetchUpToAnUnreadableRow(t *testing.T) {
 		e := got.events[0]
 		require.Equal(t, "k", string(e.aggregateID))
 		require.Nil(t, e.payload)
-		_, err = e.record(Binary, nil)
+		_, err = e.record(recordForm{}, nil)
 		require.ErrorContains(t, err, fmt.Sprintf("row %d of outbox, event %s: column %s cannot be read: ", id, e.eventID, column))
 		require.ErrorContains(t, err, "54000")
 		require.Equal(t, unreadableRow, rejectionClass(err))

@@ -26,6 +26,7 @@ const (
 	maxPartitionKey  = 255
 	maxContentType   = 100
 	maxCorrelationID = 255
+	maxTraceID       = 255
 )
 
 // maxHeaders bounds the headers of an event as JSON, in bytes.
@@ -47,10 +48,13 @@ const (
 
 // Extension attributes of CloudEvents among the stored headers. As headers of a
 // record they have the prefix ce_; traceparent is also sent without it, because
-// tracing libraries look for it there.
+// tracing libraries look for it there. correlationid and traceparent are stored under
+// these names, all others with the prefix, as [storedName] says.
 const (
 	correlationAttr = "correlationid"
 	traceAttr       = "traceparent"
+	traceIDAttr     = "traceid"
+	attrPrefix      = "ce_"
 )
 
 type contextKey int
@@ -58,6 +62,7 @@ type contextKey int
 const (
 	correlationKey contextKey = iota
 	traceKey
+	traceIDKey
 )
 
 // WithCorrelationID returns a context under which recorded events carry id, at
@@ -70,6 +75,20 @@ func WithCorrelationID(ctx context.Context, id string) context.Context {
 // CorrelationID returns what [WithCorrelationID] put into the context, or "".
 func CorrelationID(ctx context.Context) string {
 	id, _ := ctx.Value(correlationKey).(string)
+	return id
+}
+
+// WithTraceID returns a context under which recorded events carry id, at most 255
+// characters, as the CloudEvents extension traceid: in Kafka the header ce_traceid. It is
+// for ids in a form of one's own, such as X-Trace-Id of a request; those of the W3C are
+// part of [WithTraceParent].
+func WithTraceID(ctx context.Context, id string) context.Context {
+	return context.WithValue(ctx, traceIDKey, id)
+}
+
+// TraceID returns what [WithTraceID] put into the context, or "".
+func TraceID(ctx context.Context) string {
+	id, _ := ctx.Value(traceIDKey).(string)
 	return id
 }
 
@@ -95,29 +114,46 @@ func isTraceParent(s string) bool {
 
 var traceParentForm = regexp.MustCompile(`^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$`)
 
-// encodeHeaders returns the stored form of an event's headers: a JSON object of
-// strings, or nil when there are none. printed is at least the size that jsonb prints: it
-// puts a space behind each colon and each comma. A traceparent of another form is omitted,
-// as the W3C demands.
-func encodeHeaders(own map[string]string, correlationID, traceParent string) (encoded []byte, printed int, rejected *FieldError) {
+// extras are what an event carries beside its payload and its columns.
+type extras struct {
+	correlationID, traceID, traceParent string // of the context
+	headers                             map[string]string
+	attributes                          map[string]string
+	own                                 *EventOptions // whose headers and attributes go before these
+}
+
+// encode returns the stored form of extras: a JSON object of strings, or nil when there
+// are none. printed is at least the size that jsonb prints: it puts a space behind each
+// colon and each comma. A traceparent of another form is omitted, as the W3C demands, and
+// so is an attribute without a value.
+func (x *extras) encode() (encoded []byte, printed int, rejected *FieldError) {
 	reject := func(field string, err error) ([]byte, int, *FieldError) {
 		return nil, 0, &FieldError{Field: field, Err: err}
 	}
-	all := make(map[string]string, len(own)+2)
-	for name, value := range own {
-		if err := checkHeader(name, value); err != nil {
-			return reject("headers", err)
-		}
-		all[name] = value
+	if x.isEmpty() {
+		return nil, 0, nil
 	}
-	if correlationID != "" {
-		if err := check.Attribute(correlationID, maxCorrelationID); err != nil {
-			return reject("correlation_id", err)
-		}
-		all[correlationAttr] = correlationID
+	all := make(map[string]string, len(x.headers)+len(x.attributes)+len(x.own.Headers)+len(x.own.Attributes)+3)
+	if err := addHeaders(all, x.headers, x.own.Headers); err != nil {
+		return reject("headers", err)
 	}
-	if isTraceParent(traceParent) {
-		all[traceAttr] = traceParent
+	if err := addAttributes(all, x.attributes, x.own.Attributes); err != nil {
+		return reject("attributes", err)
+	}
+	for _, id := range []struct {
+		field, attribute, value string
+		most                    int
+	}{{"correlation_id", correlationAttr, x.correlationID, maxCorrelationID}, {"trace_id", traceIDAttr, x.traceID, maxTraceID}} {
+		if id.value == "" {
+			continue
+		}
+		if err := check.Attribute(id.value, id.most); err != nil {
+			return reject(id.field, err)
+		}
+		all[storedName(id.attribute)] = id.value
+	}
+	if isTraceParent(x.traceParent) {
+		all[traceAttr] = x.traceParent
 	}
 	if len(all) == 0 {
 		return nil, 0, nil
@@ -127,9 +163,48 @@ func encodeHeaders(own map[string]string, correlationID, traceParent string) (en
 		return reject("headers", fmt.Errorf("%w: %w", ErrEncode, err))
 	}
 	if len(b) > maxHeaders {
-		return reject("headers", fmt.Errorf("%w: %d bytes as JSON, at most %d", ErrTooLarge, len(b), maxHeaders))
+		return reject("headers", fmt.Errorf("%w: %d bytes as JSON with all attributes, at most %d", ErrTooLarge, len(b), maxHeaders))
 	}
 	return b, len(b) + 2*len(all) - 1, nil
+}
+
+// isEmpty reports whether there is nothing to encode. Most events have nothing.
+func (x *extras) isEmpty() bool {
+	return x.correlationID == "" && x.traceID == "" && x.traceParent == "" &&
+		len(x.headers) == 0 && len(x.attributes) == 0 && len(x.own.Headers) == 0 && len(x.own.Attributes) == 0
+}
+
+// addHeaders adds headers; of a name the last counts.
+func addHeaders(all map[string]string, sets ...map[string]string) error {
+	for _, set := range sets {
+		for name, value := range set {
+			if err := checkHeader(name, value); err != nil {
+				return err
+			}
+			all[name] = value
+		}
+	}
+	return nil
+}
+
+// addAttributes adds attributes; of a name the last counts, and takes it out if it is empty.
+func addAttributes(all map[string]string, sets ...map[string]string) error {
+	for _, set := range sets {
+		for name, value := range set {
+			if err := checkAttributeName(name); err != nil {
+				return err
+			}
+			if value == "" {
+				delete(all, storedName(name))
+				continue
+			}
+			if err := check.Attribute(value, math.MaxInt); err != nil { // encode limits the size of all
+				return fmt.Errorf("%.100q %w", name, err)
+			}
+			all[storedName(name)] = value
+		}
+	}
+	return nil
 }
 
 // checkHeader rejects texts that cannot be stored, and the names that CloudEvents and
@@ -138,18 +213,61 @@ func checkHeader(name, value string) error {
 	switch lower := strings.ToLower(name); {
 	case name == "":
 		return fmt.Errorf("with a name that %w", ErrEmpty)
-	case strings.HasPrefix(lower, "ce_"), lower == "content-type", lower == correlationAttr, lower == traceAttr, deadletter.IsOwn(name):
+	case strings.HasPrefix(lower, attrPrefix), lower == "content-type", lower == correlationAttr, lower == traceAttr, deadletter.IsOwn(name):
 		return fmt.Errorf("%.100q %w: the name is reserved", name, ErrMalformed)
 	}
 	for _, text := range []string{name, value} {
 		if text == "" {
 			continue
 		}
-		if err := check.Text(text, math.MaxInt); err != nil { // encodeHeaders limits the size of all headers
+		if err := check.Text(text, math.MaxInt); err != nil { // encode limits the size of all headers
 			return fmt.Errorf("%.100q %w", name, err)
 		}
 	}
 	return nil
+}
+
+// reservedAttributes are those that CloudEvents defines, or that events have anyway, and what sets them.
+var reservedAttributes = map[string]string{
+	"specversion": "CloudEvents", "id": "EventOptions.ID or RecorderConfig.NewID", "source": "NewRegistry", "type": "Event", "subject": "the id of the aggregate",
+	"time": "OccurredAt", "datacontenttype": "EventType.Codec", "dataschema": "CloudEvents", "data": "EventType.Codec",
+	"aggregatetype": "Event", correlationAttr: "WithCorrelationID", traceAttr: "WithTraceParent", traceIDAttr: "WithTraceID",
+}
+
+// checkAttributeName accepts the names of further attributes.
+func checkAttributeName(name string) error {
+	if name == "" {
+		return fmt.Errorf("with a name that %w", ErrEmpty)
+	}
+	for _, c := range []byte(name) {
+		if (c < 'a' || c > 'z') && (c < '0' || c > '9') {
+			return fmt.Errorf("%.100q %w: want lower-case letters and digits only", name, ErrMalformed)
+		}
+	}
+	if by := reservedAttributes[name]; by != "" {
+		return fmt.Errorf("%.100q %w: the name is reserved, it is set by %s", name, ErrMalformed, by)
+	}
+	return nil
+}
+
+// storedName returns the name of an attribute among the stored headers.
+func storedName(attribute string) string {
+	if attribute == correlationAttr || attribute == traceAttr {
+		return attribute
+	}
+	return attrPrefix + attribute
+}
+
+// attributeOf returns the attribute that a stored header is, or "" if it is none.
+func attributeOf(name string) string {
+	if name == correlationAttr || name == traceAttr {
+		return name
+	}
+	attribute, is := strings.CutPrefix(name, attrPrefix)
+	if !is {
+		return ""
+	}
+	return attribute
 }
 
 // envelope is an event as it is stored. It owns its slices.
@@ -214,9 +332,15 @@ var (
 // recordHeaders is the number of headers of a record, without the event's own ones.
 const recordHeaders = 8
 
+// recordForm is how events become records.
+type recordForm struct {
+	mode                  Mode
+	idHeader, traceHeader string // names of further headers; "" for none
+}
+
 // record returns the value of the event's Kafka record and passes its headers to add,
 // in the form of the CloudEvents 1.0 Kafka protocol binding.
-func (e *envelope) record(mode Mode, add func(name string, value []byte)) ([]byte, error) {
+func (e *envelope) record(form recordForm, add func(name string, value []byte)) ([]byte, error) {
 	if e.unreadable != nil {
 		return nil, e.unreadable
 	}
@@ -224,9 +348,10 @@ func (e *envelope) record(mode Mode, add func(name string, value []byte)) ([]byt
 	if err != nil {
 		return nil, err
 	}
-	if mode == Structured {
+	if form.mode == Structured {
 		add("content-type", structuredType)
 		addOwn(own, false, add)
+		e.addFurther(form, own, add)
 		return e.structured(own), nil
 	}
 	add("ce_specversion", specVersion)
@@ -238,6 +363,7 @@ func (e *envelope) record(mode Mode, add func(name string, value []byte)) ([]byt
 	add("ce_aggregatetype", e.aggregateType)
 	add("content-type", e.contentType)
 	addOwn(own, true, add)
+	e.addFurther(form, own, add)
 	return e.payload, nil
 }
 
@@ -248,24 +374,57 @@ func addOwn(own map[string]string, attributes bool, add func(name string, value 
 		return
 	}
 	for _, name := range slices.Sorted(maps.Keys(own)) {
-		value := []byte(own[name])
-		if attributes && isAttribute(name) {
-			add("ce_"+name, value)
+		value, attribute := []byte(own[name]), attributeOf(name)
+		if attributes && attribute != "" {
+			add(attrPrefix+attribute, value)
 		}
-		if name != correlationAttr {
+		if attribute == "" || attribute == traceAttr {
 			add(name, value)
 		}
 	}
 }
 
-// ownHeaders decodes the stored headers.
+// addFurther adds the headers that consumers of other producers' records read, unless the
+// event has headers of these names.
+func (e *envelope) addFurther(form recordForm, own map[string]string, add func(name string, value []byte)) {
+	if form.idHeader != "" && !hasHeader(own, form.idHeader) {
+		add(form.idHeader, e.eventID)
+	}
+	if id := own[storedName(traceIDAttr)]; form.traceHeader != "" && id != "" && !hasHeader(own, form.traceHeader) {
+		add(form.traceHeader, []byte(id))
+	}
+}
+
+func hasHeader(own map[string]string, name string) bool {
+	for other := range own {
+		if strings.EqualFold(other, name) {
+			return true
+		}
+	}
+	return false
+}
+
+// ownHeaders decodes the stored headers. A row that was not written by a [Recorder] may
+// have an attribute among them that must not be there.
 func (e *envelope) ownHeaders() (map[string]string, error) {
 	if e.headers == nil {
 		return nil, nil
 	}
+	bad := func(err error) error {
+		return &FieldError{EventType: string(e.eventType), Index: -1, Field: "headers", Err: err}
+	}
 	var own map[string]string
 	if err := json.Unmarshal(e.headers, &own); err != nil {
-		return nil, &FieldError{EventType: string(e.eventType), Index: -1, Field: "headers", Err: fmt.Errorf("%w: %w", ErrMalformed, err)}
+		return nil, bad(fmt.Errorf("%w: %w", ErrMalformed, err))
+	}
+	for name := range own {
+		attribute, is := strings.CutPrefix(name, attrPrefix)
+		if !is || attribute == traceIDAttr {
+			continue
+		}
+		if err := checkAttributeName(attribute); err != nil {
+			return nil, bad(fmt.Errorf("%.100q: attribute %w", name, err))
+		}
 	}
 	return own, nil
 }
@@ -288,11 +447,14 @@ func (e *envelope) traceParent() string {
 	return own[traceAttr]
 }
 
-// context adds the event's correlation id to ctx, for log lines about the event.
+// context adds the event's correlation id and trace id to ctx, for log lines about the event.
 func (e *envelope) context(ctx context.Context) context.Context {
 	own, _ := e.ownHeaders() // without one if the headers are bad
 	if id := own[correlationAttr]; id != "" {
 		ctx = WithCorrelationID(ctx, id)
+	}
+	if id := own[storedName(traceIDAttr)]; id != "" {
+		ctx = WithTraceID(ctx, id)
 	}
 	return ctx
 }
@@ -307,9 +469,11 @@ func (e *envelope) structured(own map[string]string) []byte {
 	b = appendAttribute(b, "subject", e.aggregateID)
 	b = appendAttribute(b, "time", e.occurredAt)
 	b = appendAttribute(b, "aggregatetype", e.aggregateType)
-	for _, name := range []string{correlationAttr, traceAttr} {
-		if value, ok := own[name]; ok {
-			b = appendAttribute(b, name, []byte(value))
+	if len(own) > 0 {
+		for _, name := range slices.Sorted(maps.Keys(own)) {
+			if attribute := attributeOf(name); attribute != "" {
+				b = appendAttribute(b, attribute, []byte(own[name]))
+			}
 		}
 	}
 	b = appendAttribute(b, "datacontenttype", e.contentType)
@@ -329,8 +493,6 @@ func appendAttribute(b []byte, name string, value []byte) []byte {
 	b = append(append(append(b, `,"`...), name...), `":`...)
 	return append(b, quoted...)
 }
-
-func isAttribute(name string) bool { return name == correlationAttr || name == traceAttr }
 
 // appendTime appends a time in RFC 3339, UTC, to the microsecond.
 func appendTime(b []byte, t time.Time) []byte {

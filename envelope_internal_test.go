@@ -4,6 +4,7 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"errors"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -39,7 +40,7 @@ type field struct{ name, value string }
 
 // recordOf collects what record hands out.
 func recordOf(e *envelope, mode Mode) (value []byte, headers []field, err error) {
-	value, err = e.record(mode, func(name string, value []byte) { headers = append(headers, field{name, string(value)}) })
+	value, err = e.record(recordForm{mode: mode}, func(name string, value []byte) { headers = append(headers, field{name, string(value)}) })
 	return value, headers, err
 }
 
@@ -68,6 +69,9 @@ var binaryTests = []struct {
 		[]field{{"ce_traceparent", someTrace}, {"traceparent", someTrace}}},
 	{"headers of its own, sorted", func(e *envelope) { e.headers = []byte(`{"tenant": "a \"b\" é", "Region": "", "zone": "1"}`) },
 		[]field{{"Region", ""}, {"tenant", `a "b" é`}, {"zone", "1"}}},
+	{"other attributes, which are no headers as such", func(e *envelope) {
+		e.headers = []byte(`{"market": "no attribute", "ce_market": "KRW-BTC", "ce_traceid": "t1", "traceid": "no attribute either"}`)
+	}, []field{{"ce_market", "KRW-BTC"}, {"ce_traceid", "t1"}, {"market", "no attribute"}, {"traceid", "no attribute either"}}},
 	{"everything", func(e *envelope) {
 		e.headers = []byte(`{"a": "1", "correlationid": "c", "traceparent": "` + someTrace + `", "z": "2"}`)
 	}, []field{{"a", "1"}, {"ce_correlationid", "c"}, {"ce_traceparent", someTrace}, {"traceparent", someTrace}, {"z", "2"}}},
@@ -106,13 +110,13 @@ func protobuf(payload []byte) *envelope {
 func TestStructured(t *testing.T) {
 	t.Parallel()
 	e := orderCreated(func(e *envelope) {
-		e.headers = []byte(`{"correlationid": "corr-1", "tenant": "a", "traceparent": "` + someTrace + `"}`)
+		e.headers = []byte(`{"ce_market": "KRW-\"BTC\"", "ce_traceid": "t1", "correlationid": "corr-1", "tenant": "a", "traceparent": "` + someTrace + `"}`)
 	})
 	value, headers, err := recordOf(e, Structured)
 	require.NoError(t, err)
 	require.Equal(t, `{"specversion":"1.0","id":"0190a5c4-7b1e-7c3d-8a2b-1f2e3d4c5b6a","source":"commerce-api",`+
 		`"type":"loopers.order.created.v1","subject":"order-1","time":"2026-02-03T04:05:06Z","aggregatetype":"Order",`+
-		`"correlationid":"corr-1","traceparent":"`+someTrace+`","datacontenttype":"application/json","data":{"total": 1.50}}`, string(value))
+		`"market":"KRW-\"BTC\"","traceid":"t1","correlationid":"corr-1","traceparent":"`+someTrace+`","datacontenttype":"application/json","data":{"total": 1.50}}`, string(value))
 	require.Equal(t, []field{
 		{"content-type", "application/cloudevents+json; charset=UTF-8"}, {"tenant", "a"}, {"traceparent", someTrace},
 	}, headers)
@@ -245,7 +249,7 @@ func TestDestinationOfForeignRow(t *testing.T) {
 // Headers that somebody else has inserted are an object of strings, or an error.
 func TestHeadersOfForeignRow(t *testing.T) {
 	t.Parallel()
-	for _, headers := range []string{`[]`, `"a"`, `1`, `true`, `{"a": 1}`, `{"a": {"b": "c"}}`, `{"a": ["b"]}`, ``, `{`} {
+	for _, headers := range []string{`{"ce_id": "1"}`, `{"ce_Market": "1"}`, `{"ce_traceparent": "1"}`, `{"ce_correlationid": "1"}`, `[]`, `"a"`, `1`, `true`, `{"a": 1}`, `{"a": {"b": "c"}}`, `{"a": ["b"]}`, ``, `{`} {
 		for _, mode := range []Mode{Binary, Structured} {
 			_, _, err := recordOf(orderCreated(func(e *envelope) { e.headers = []byte(headers) }), mode)
 			require.ErrorIs(t, err, ErrMalformed, headers)
@@ -258,32 +262,70 @@ func TestHeadersOfForeignRow(t *testing.T) {
 	}
 }
 
-// What encodeHeaders stores, ownHeaders reads.
+// What extras store, ownHeaders reads.
 func TestHeadersRoundTrip(t *testing.T) {
 	t.Parallel()
 	own := map[string]string{}
 	for _, text := range hardTexts {
 		own[text], own["n-"+text] = "", text
 	}
-	b, printed, rejected := encodeHeaders(own, "corr", someTrace)
+	attributes := map[string]string{"market": "KRW-BTC", "owner9": "é", "omitted": ""}
+	x := extras{correlationID: "corr", traceID: "trace", traceParent: someTrace, headers: own, attributes: attributes, own: &EventOptions{Attributes: map[string]string{"market": "KRW-ETH"}}}
+	b, printed, rejected := x.encode()
 	require.Nil(t, rejected)
 	least, err := jsonb.Check(b)
 	require.NoError(t, err)
 	require.GreaterOrEqual(t, printed, least)
 	got, err := (&envelope{headers: b}).ownHeaders()
 	require.NoError(t, err)
-	require.Len(t, got, len(own)+2)
+	require.Len(t, got, len(own)+5)
 	require.Equal(t, "corr", got["correlationid"])
+	require.Equal(t, []string{"trace", "KRW-ETH", "é"}, []string{got["ce_traceid"], got["ce_market"], got["ce_owner9"]})
 	require.Equal(t, someTrace, got["traceparent"])
 	for name, value := range own {
 		require.Equal(t, value, got[name])
 	}
 	require.NotContains(t, own, "correlationid", "the caller's map is left alone")
 
-	b, printed, rejected = encodeHeaders(nil, "", "")
-	require.Nil(t, rejected)
-	require.Nil(t, b)
-	require.Zero(t, printed)
+}
+
+// Most events have nothing, and that costs nothing.
+func TestNoExtras(t *testing.T) {
+	// Not parallel: it counts allocations.
+	none := extras{own: &noOptions}
+	require.Zero(t, testing.AllocsPerRun(100, func() {
+		b, printed, rejected := none.encode()
+		require.True(t, b == nil && printed == 0 && rejected == nil)
+	}))
+}
+
+// Consumers that know nothing of CloudEvents find id and trace where they look, unless the
+// event says something else there.
+func TestFurtherHeaders(t *testing.T) {
+	t.Parallel()
+	form := recordForm{idHeader: "event-id", traceHeader: "x-trace-id"}
+	for headers, want := range map[string][]field{
+		``:                     {{"event-id", string(orderCreated(nil).eventID)}},
+		`{"ce_traceid": "t1"}`: {{"ce_traceid", "t1"}, {"event-id", string(orderCreated(nil).eventID)}, {"x-trace-id", "t1"}},
+		`{"ce_traceid": "t1", "X-Trace-Id": "own", "Event-Id": "own"}`: {{"Event-Id", "own"}, {"X-Trace-Id", "own"}, {"ce_traceid", "t1"}},
+	} {
+		for _, mode := range []Mode{Binary, Structured} {
+			e := orderCreated(nil)
+			if headers != "" {
+				e.headers = []byte(headers)
+			}
+			form.mode = mode
+			var got []field
+			_, err := e.record(form, func(name string, value []byte) { got = append(got, field{name, string(value)}) })
+			require.NoError(t, err)
+			if mode == Binary {
+				require.Equal(t, append(slices.Clone(orderCreatedAttributes), want...), got)
+				continue
+			}
+			want = slices.DeleteFunc(slices.Clone(want), func(f field) bool { return f.name == "ce_traceid" })
+			require.Equal(t, want, got[1:])
+		}
+	}
 }
 
 // A traceparent is found as jsonb prints it, as anybody else may write it, and nowhere

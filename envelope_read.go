@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"iter"
@@ -45,10 +46,18 @@ type Metadata struct {
 	Time time.Time
 	// ContentType is that of the payload.
 	ContentType string
-	// Extensions are the other attributes, such as aggregatetype, correlationid and
-	// traceparent. A correlationid that could not be recorded again, because it has more
-	// than 255 characters or a line break for example, is left out.
+	// Extensions are the other attributes, such as aggregatetype, correlationid, traceid,
+	// traceparent, and those of [EventType.Attribute] and [With]. A correlationid or traceid
+	// that could not be recorded again, because it has more than 255 characters or a line
+	// break for example, is left out. Where other producers have a trace id in the header
+	// x-trace-id or traceid, in any case, it is traceid here.
 	Extensions map[string]string
+	// Headers are the headers of the record that are neither attributes of CloudEvents nor
+	// those of a dead letter or of a replay, by their names as they were sent; the values of
+	// a name are in their order, and hold whatever bytes were sent. See [Metadata.Header].
+	// Where a [Worker] has the event from PostgreSQL, they are those that its record would
+	// have. They are not to be changed. Nil means none.
+	Headers map[string][]string
 
 	// Kafka says which record brought the event. It is nil where no record did.
 	Kafka *KafkaMetadata
@@ -59,6 +68,45 @@ type Metadata struct {
 
 	byPosition bool    // Message.ByPosition
 	origin     *origin // set for the handlers of a consumer or a worker
+}
+
+// Header returns the last value of a header, or "" if there is none. Names are not
+// case-sensitive.
+func (m Metadata) Header(name string) string {
+	values, found := m.Headers[name], ""
+	if values == nil {
+		for other := range m.Headers {
+			if strings.EqualFold(other, name) && other > found { // always the same one of several
+				values, found = m.Headers[other], other
+			}
+		}
+	}
+	if len(values) == 0 {
+		return ""
+	}
+	return values[len(values)-1]
+}
+
+// plainHeaders returns the headers of a record that handlers get as such, nil for none.
+func plainHeaders(headers iter.Seq2[string, []byte]) (all map[string][]string) {
+	for name, value := range headers {
+		if isAttributeHeader(name) {
+			continue
+		}
+		if all == nil {
+			all = map[string][]string{}
+		}
+		all[name] = append(all[name], string(value))
+	}
+	return all
+}
+
+// isAttributeHeader reports whether a header is an attribute of CloudEvents, or one of a dead
+// letter or of a replay.
+func isAttributeHeader(name string) bool {
+	const contentType = "content-type"
+	return len(name) >= len(attrPrefix) && strings.EqualFold(name[:len(attrPrefix)], attrPrefix) ||
+		len(name) == len(contentType) && strings.EqualFold(name, contentType) || deadletter.IsOwn(name)
 }
 
 // Topic returns the topic of the record that brought the event, or, where a [Worker] has it from
@@ -116,17 +164,28 @@ type KafkaMetadata struct {
 }
 
 // decodeRecord reads the value and the headers of a Kafka record in either mode of the
-// CloudEvents 1.0 Kafka protocol binding. It is the inverse of [envelope.record]. Its
-// error is a [*FieldError].
+// CloudEvents 1.0 Kafka protocol binding. It is the inverse of [envelope.record]. A record
+// in binary mode that has no ce_id goes by the header event-id or id, as other outboxes and
+// Debezium send it. Its error is a [*FieldError].
 func decodeRecord(value []byte, headers iter.Seq2[string, []byte]) (*Message, error) {
-	attributes, contentType := map[string]string{}, ""
+	attributes, contentType, eventID, id := map[string]string{}, "", "", ""
 	for name, v := range headers {
 		name = strings.ToLower(name)
-		if attribute, ok := strings.CutPrefix(name, "ce_"); ok {
+		if attribute, ok := strings.CutPrefix(name, attrPrefix); ok {
 			attributes[attribute] = string(v)
-		} else if name == "content-type" {
-			contentType = string(v)
+			continue
 		}
+		switch name {
+		case "content-type":
+			contentType = string(v)
+		case "event-id":
+			eventID = string(v)
+		case "id":
+			id = string(v)
+		}
+	}
+	if attributes["id"] == "" && cmp.Or(eventID, id) != "" {
+		attributes["id"] = cmp.Or(eventID, id)
 	}
 	switch media := mediaType(contentType); {
 	case media == "application/cloudevents+json":

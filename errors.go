@@ -85,8 +85,9 @@ type FieldError struct {
 	// not about one of several.
 	Index int
 	// Field is the rejected field, by its name in the table outbox, for example
-	// "aggregate_id"; "payload" is either payload column, "correlation_id" is the
-	// one in the context, and "event", "events", "tx" and "batch" are arguments. If a received
+	// "aggregate_id"; "payload" is either payload column, "correlation_id" and "trace_id" are
+	// those in the context, "attributes" are extension attributes, and "event", "events", "tx" and
+	// "batch" are arguments. If a received
 	// record was rejected, it is an attribute of CloudEvents, "content-type", "data",
 	// "value", or the name of a header or of a JSON member.
 	Field string

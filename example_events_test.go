@@ -97,6 +97,41 @@ func ExampleWithCorrelationID() {
 	// 00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01
 }
 
+// An event has options of its own where it is to go elsewhere, under another key, or with
+// attributes and headers that others of its type do not have.
+func ExampleWith() {
+	events, err := outbox.NewRegistry("shop", outbox.Event("acme.order.paid.v1", "Order", OrderPaid.OrderOf))
+	if err != nil {
+		panic(err)
+	}
+	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{})
+	if err != nil {
+		panic(err)
+	}
+	paid := OrderPaid{OrderID: "O-1", ProductID: "P-7", Quantity: 2, At: may}
+	vip := outbox.With(paid, outbox.EventOptions{
+		Topic:      "vip-orders",
+		Key:        "customer-3",
+		Attributes: map[string]string{"market": "seoul"},
+		Headers:    map[string]string{"tenant": "acme"},
+	})
+	for _, event := range []outbox.DomainEvent{paid, vip} { // Record takes both, too
+		r, err := rec.KafkaRecord(context.Background(), event)
+		if err != nil {
+			panic(err)
+		}
+		fmt.Println(r.Topic, string(r.Key))
+		for _, h := range r.Headers[8:] {
+			fmt.Println(" ", h.Key, string(h.Value))
+		}
+	}
+	// Output:
+	// order-events O-1
+	// vip-orders customer-3
+	//   ce_market seoul
+	//   tenant acme
+}
+
 // A codec encodes the payloads of an event type. A content type other than
 // application/json is stored and sent byte for byte.
 func ExampleEventType_Codec() {

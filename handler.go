@@ -59,8 +59,8 @@ type Handler interface {
 // row_security, session_replication_role, lock_timeout, statement_timeout and TimeZone are noticed. A SET without LOCAL
 // stays with the connection, which goes back to the pool.
 //
-// ctx carries the event's correlation id and traceparent, so that events recorded
-// in f continue both. It ends when the handling takes longer than MaxPollInterval.
+// ctx carries the event's correlation id, trace id and traceparent, so that events recorded
+// in f continue all of them. It ends when the handling takes longer than MaxPollInterval.
 //
 // The action names what is done, at most 100 characters, for example
 // SALES_COUNT_INCREASED. It is part of what marks a repeat: do not rename it.
@@ -279,11 +279,11 @@ type taskResult struct {
 	took   time.Duration // by the handler
 }
 
-// eventContext carries the correlation id and the traceparent of an event. It is one
-// allocation, where [WithCorrelationID] and [WithTraceParent] would make four.
+// eventContext carries the correlation id, the trace id and the traceparent of an event. It is
+// one allocation, where [WithCorrelationID] and the others would make six.
 type eventContext struct {
 	context.Context
-	correlationID, traceParent string // "" for that of the outer context
+	correlationID, traceID, traceParent string // "" for that of the outer context
 }
 
 // Value implements context.Context.
@@ -291,20 +291,22 @@ func (c *eventContext) Value(key any) any {
 	switch {
 	case key == any(correlationKey) && c.correlationID != "":
 		return c.correlationID
+	case key == any(traceIDKey) && c.traceID != "":
+		return c.traceID
 	case key == any(traceKey) && c.traceParent != "":
 		return c.traceParent
 	}
 	return c.Context.Value(key)
 }
 
-// handlerContext returns a context with the correlation id and the traceparent that
-// the event arrived with.
+// handlerContext returns a context with the correlation id, the trace id and the traceparent
+// that the event arrived with.
 func handlerContext(ctx context.Context, m Metadata) context.Context {
-	correlationID, traceParent := m.Extensions[correlationAttr], m.Extensions[traceAttr]
-	if correlationID == "" && traceParent == "" {
+	correlationID, traceID, traceParent := m.Extensions[correlationAttr], m.Extensions[traceIDAttr], m.Extensions[traceAttr]
+	if correlationID == "" && traceID == "" && traceParent == "" {
 		return ctx
 	}
-	return &eventContext{ctx, correlationID, traceParent}
+	return &eventContext{ctx, correlationID, traceID, traceParent}
 }
 
 // batchContext is [handlerContext] for a single event; several have no one trace.

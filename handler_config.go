@@ -72,6 +72,11 @@ type HandlerConfig struct {
 	// transaction may take to begin. Zero means 30 s.
 	SlowHandler time.Duration
 
+	// Topics are read beside the topics of the event types that have handlers: events that
+	// were recorded with a topic of their own, see [With], are there, or those of other
+	// producers. Their events of any of these types reach the handlers. Nil means none.
+	Topics []string
+
 	// Unknown says what happens to event types without a handler. Zero means
 	// [SkipUnknown].
 	Unknown UnknownTypes
@@ -189,6 +194,11 @@ func (c HandlerConfig) validate() error {
 	for i, m := range c.Middleware {
 		if m == nil {
 			errs = append(errs, fmt.Errorf("field Middleware: number %d %w", i, ErrNilArgument))
+		}
+	}
+	for _, topic := range c.Topics {
+		if err := check.Topic(topic); err != nil {
+			errs = append(errs, fmt.Errorf("field Topics: topic %.300q %w", topic, err))
 		}
 	}
 	if err := check.Text(c.Group, maxGroup); err != nil {

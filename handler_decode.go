@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"iter"
@@ -14,8 +15,8 @@ import (
 // inputLog is what all that use a processor remember together about events, so that what
 // may be true of each of them does not fill the log.
 type inputLog struct {
-	badCorrelation outage.Seldom
-	unknown        unknownTypes
+	badIDs  outage.Seldom // of correlations and traces
+	unknown unknownTypes
 }
 
 // item is an event and its tasks.
@@ -62,7 +63,7 @@ func (p *processor) resolve(ctx context.Context, it *item, m *Message, action st
 	it.meta.describe(m)
 	route := p.routes.byName[m.Type]
 	err := guard(func() (err error) {
-		p.checkCorrelationID(&it.meta)
+		p.checkIDs(&it.meta)
 		if route != nil {
 			it.tasks, err = p.tasks(ctx, route, m, it.meta, action)
 		}
@@ -78,23 +79,51 @@ func (p *processor) resolve(ctx context.Context, it *item, m *Message, action st
 	}
 }
 
-// checkCorrelationID drops a correlation id that a [Recorder] would refuse: every handler
-// that records an event would fail for it.
-func (p *processor) checkCorrelationID(m *Metadata) {
-	id := m.Extensions[correlationAttr]
+// traceHeaders are where other producers have a trace id, in lower case. The first that is there counts.
+var traceHeaders = []string{traceIDAttr, "x-trace-id"}
+
+// checkIDs takes over the trace id of another producer, and drops ids that a [Recorder] would
+// refuse: every handler that records an event would fail for them.
+func (p *processor) checkIDs(m *Metadata) {
+	for i := 0; i < len(traceHeaders) && m.Extensions[traceIDAttr] == ""; i++ {
+		name := traceHeaders[i]
+		if id := cmp.Or(m.Extensions[name], m.Header(name)); id != "" && check.Attribute(id, maxTraceID) == nil {
+			m.setExtension(traceIDAttr, id)
+		}
+	}
+	p.checkID(m, correlationAttr, maxCorrelationID, "outbox: the correlation id of an event is dropped, because no event could be recorded with it")
+	p.checkID(m, traceIDAttr, maxTraceID, "outbox: the trace id of an event is dropped, because no event could be recorded with it")
+}
+
+// checkID drops an id that cannot be recorded, and says so.
+func (p *processor) checkID(m *Metadata, name string, most int, dropped string) {
+	id := m.Extensions[name]
 	if id == "" {
 		return
 	}
-	err := check.Attribute(id, maxCorrelationID)
+	err := check.Attribute(id, most)
 	if err == nil {
 		return
 	}
-	m.Extensions = maps.Clone(m.Extensions) // it may be the decoder's own
-	delete(m.Extensions, correlationAttr)
-	if times, now := p.input.badCorrelation.Next(); now {
-		p.log.Warn("outbox: the correlation id of an event is dropped, because no event could be recorded with it", "type", m.Type,
-			"event_id", m.ID, "events", times, "error", err)
+	m.setExtension(name, "")
+	if times, now := p.input.badIDs.Next(); now {
+		p.log.Warn(dropped, "type", m.Type, "event_id", m.ID, "events", times, "error", err)
 	}
+}
+
+// setExtension sets an extension attribute, or removes it if the value is empty. The map may be
+// the decoder's own.
+func (m *Metadata) setExtension(name, value string) {
+	all := maps.Clone(m.Extensions)
+	switch {
+	case value == "":
+		delete(all, name)
+	case all == nil:
+		all = map[string]string{name: value}
+	default:
+		all[name] = value
+	}
+	m.Extensions = all
 }
 
 // unknownType is why an event type without a handler is a dead letter.

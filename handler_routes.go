@@ -16,7 +16,14 @@ import (
 // routes says which handlers an event type reaches.
 type routes struct {
 	byName map[string]*route // by event type
-	topics []string          // sorted
+	more   []string          // topics beside those of the types, to which events of any type may be sent
+	topics []string          // all, sorted
+}
+
+// topicsOf returns the topics in which events of a type may be.
+func (r routes) topicsOf(one *route) []string {
+	own := one.def.destination()
+	return append([]string{own}, slices.DeleteFunc(slices.Clone(r.more), func(topic string) bool { return topic == own })...)
 }
 
 // route is the handlers that the events of a type reach.
@@ -46,14 +53,17 @@ func (r *route) handlers() iter.Seq[*handler] {
 
 // newRoutes finds the event types that reach a handler, by themselves or upcast.
 // Its error names every bad handler and upcaster.
-func newRoutes(events *Registry, upcasters []Upcaster, handlers []Handler) (routes, error) {
+func newRoutes(events *Registry, cfg *HandlerConfig, handlers []Handler) (routes, error) {
 	byType, err := handlersByType(events, handlers)
-	up, uerr := upcastersByType(events, upcasters)
+	up, uerr := upcastersByType(events, cfg.Upcasters)
 	if err := errors.Join(err, uerr); err != nil {
 		return routes{}, err
 	}
-	r := routes{byName: map[string]*route{}}
+	r := routes{byName: map[string]*route{}, more: slices.Compact(slices.Sorted(slices.Values(cfg.Topics)))}
 	topics := map[string]bool{}
+	for _, topic := range r.more {
+		topics[topic] = true
+	}
 	for name, def := range events.byName {
 		versions := versionsOf(def.goType, byType, up)
 		if !slices.ContainsFunc(versions, func(v version) bool { return len(v.handlers) > 0 }) {

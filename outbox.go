@@ -60,7 +60,8 @@ type RecorderConfig struct {
 	// context. Nil means the one that [WithTraceParent] put there.
 	TraceParent func(ctx context.Context) string
 
-	// Headers returns further Kafka headers for an event, at most 8 KiB as JSON.
+	// Headers returns further Kafka headers for an event, at most 8 KiB as JSON together with
+	// its extension attributes.
 	// Names that begin with ce_ or dlq_, content-type, correlationid and traceparent, and
 	// replay_group and the others of a replay, are reserved. Nil means none.
 	Headers func(ctx context.Context, event DomainEvent) map[string]string

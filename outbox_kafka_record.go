@@ -11,7 +11,8 @@ import (
 // new event id, and stores nothing: it is for tests of consumers. It reads the same
 // values from ctx as [Recorder.Record] and rejects the same events.
 //
-// The record is in [Binary] mode and has no partition, offset or timestamp. A JSON
+// The record is in [Binary] mode and has no partition, offset or timestamp, nor the headers of
+// RelayConfig.IDHeader and TraceHeader. A JSON
 // payload is as the codec wrote it, whereas a relay sends it as jsonb prints it, with
 // other spaces, order of keys and form of numbers.
 func (r *Recorder) KafkaRecord(ctx context.Context, event DomainEvent) (*kgo.Record, error) {
@@ -25,7 +26,7 @@ func (r *Recorder) KafkaRecord(ctx context.Context, event DomainEvent) (*kgo.Rec
 		return nil, err
 	}
 	var headers []kgo.RecordHeader
-	value, err := e.record(Binary, func(name string, value []byte) {
+	value, err := e.record(recordForm{}, func(name string, value []byte) {
 		headers = append(headers, kgo.RecordHeader{Key: name, Value: value})
 	})
 	if err != nil {

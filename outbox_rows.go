@@ -182,13 +182,15 @@ func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*columns, er
 		occurredAt:    make([]time.Time, 0, n),
 		size:          make([]int32, n),
 	}
-	correlation, trace := CorrelationID(ctx), r.cfg.TraceParent(ctx)
+	carried := extras{correlationID: CorrelationID(ctx), traceID: TraceID(ctx), traceParent: r.cfg.TraceParent(ctx)}
 	for i, e := range events {
+		e, own := unwrap(e)
 		def, e, err := r.events.lookup(e)
 		if err != nil {
 			return nil, atIndex(i, "", err)
 		}
-		headers, printed, rejected := encodeHeaders(r.cfg.Headers(ctx, e), correlation, trace)
+		carried.headers, carried.attributes, carried.own = r.cfg.Headers(ctx, e), def.attributesOf(e), own
+		headers, printed, rejected := carried.encode()
 		if rejected != nil {
 			return nil, atIndex(i, def.eventType, rejected)
 		}
@@ -196,7 +198,7 @@ func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*columns, er
 			c.headers[i] = pgtype.Text{String: string(headers), Valid: true}
 			c.size[i] = int32(printed)
 		}
-		if err := r.add(ctx, c, i, def, e); err != nil {
+		if err := r.add(ctx, c, i, def, e, own); err != nil {
 			return nil, atIndex(i, def.eventType, err)
 		}
 	}
@@ -204,13 +206,18 @@ func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*columns, er
 }
 
 // add encodes one event into row i.
-func (r *Recorder) add(ctx context.Context, c *columns, i int, def *definition, e DomainEvent) error {
+func (r *Recorder) add(ctx context.Context, c *columns, i int, def *definition, e DomainEvent, own *EventOptions) error {
 	aggregateID := def.aggregateID(e)
 	if err := check.Attribute(aggregateID, maxAggregateID); err != nil {
 		return &FieldError{Field: "aggregate_id", Err: err}
 	}
-	if def.key != nil {
-		key := def.key(e)
+	topic := cmp.Or(own.Topic, def.topic)
+	if own.Topic != "" {
+		if err := check.Topic(topic); err != nil {
+			return &FieldError{Field: "topic", Err: err}
+		}
+	}
+	if key, has := def.keyOf(e, own); has {
 		if err := check.Text(key, maxPartitionKey); err != nil {
 			return &FieldError{Field: "partition_key", Err: err}
 		}
@@ -230,16 +237,18 @@ func (r *Recorder) add(ctx context.Context, c *columns, i int, def *definition, 
 	} else {
 		c.payloadBytes[i] = append([]byte{}, payload...) // a copy, because the codec may reuse its buffer; empty is not NULL
 	}
-	id, err := r.cfg.NewID()
-	if err != nil {
-		return &FieldError{Field: "event_id", Err: err}
+	id := own.ID
+	if id == (uuid.UUID{}) {
+		if id, err = r.cfg.NewID(); err != nil {
+			return &FieldError{Field: "event_id", Err: err}
+		}
 	}
 	c.eventID = append(c.eventID, pgtype.UUID{Bytes: id, Valid: true})
 	c.eventType = append(c.eventType, def.eventType)
 	c.aggregateType = append(c.aggregateType, def.aggregateType)
 	c.aggregateID = append(c.aggregateID, aggregateID)
 	c.contentType = append(c.contentType, def.codec.ContentType)
-	c.topic = append(c.topic, pgtype.Text{String: def.topic, Valid: def.topic != ""})
+	c.topic = append(c.topic, pgtype.Text{String: topic, Valid: topic != ""})
 	c.occurredAt = append(c.occurredAt, occurredAt)
 	return nil
 }

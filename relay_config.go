@@ -27,6 +27,13 @@ type RelayConfig struct {
 
 	// Mode is how events travel as CloudEvents. Zero means [Binary].
 	Mode Mode
+	// IDHeader is the name of a further header of each record, with the event's id: event-id
+	// for example, for consumers that read it there. CloudEvents has it as ce_id in any
+	// case. An event that has a header of this name keeps it. Empty means none.
+	IDHeader string
+	// TraceHeader is the name of a further header of the records whose events have a trace
+	// id, see [WithTraceID]: x-trace-id for example. Likewise. Empty means none.
+	TraceHeader string
 
 	// BatchSize is the most events that are sent before the cursor moves, at most
 	// 10,000. After a crash up to this many are sent again. A batch is smaller if there
@@ -184,6 +191,14 @@ func (c RelayConfig) validate(given RelayConfig) error {
 	}
 	if c.Mode != Binary && c.Mode != Structured {
 		errs = append(errs, fmt.Errorf("field Mode is %d: must be Binary or Structured", c.Mode))
+	}
+	for _, h := range [][2]string{{"IDHeader", c.IDHeader}, {"TraceHeader", c.TraceHeader}} {
+		if h[1] == "" {
+			continue
+		}
+		if err := checkHeader(h[1], ""); err != nil {
+			errs = append(errs, fmt.Errorf("field %s is %w", h[0], err))
+		}
 	}
 	if c.DeliveryTimeout < minDelivery {
 		errs = append(errs, fmt.Errorf("field DeliveryTimeout is %v: at least %v", c.DeliveryTimeout, minDelivery))

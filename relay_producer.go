@@ -17,7 +17,7 @@ import (
 // producerConfig is what a producer takes from the relay's configuration.
 type producerConfig struct {
 	opts        []kgo.Opt
-	mode        Mode
+	form        recordForm
 	sendTimeout time.Duration
 	linger      time.Duration
 	// passFailedKeys is RelayConfig.PassFailedKeys.
@@ -286,7 +286,7 @@ func (p *producer) records(batch []envelope, which []int, errs []error) []kgo.Re
 			continue
 		}
 		first := len(headers)
-		if r.Value, errs[n] = e.record(p.cfg.mode, add); errs[n] != nil {
+		if r.Value, errs[n] = e.record(p.cfg.form, add); errs[n] != nil {
 			if !p.cfg.passFailedKeys {
 				bad = append(bad, tables.ParkingKey(r.Topic, e.key()))
 			}

@@ -11,6 +11,8 @@ import (
 	"slices"
 	"time"
 
+	"github.com/google/uuid"
+
 	"github.com/outboxgo/outbox/internal/check"
 )
 
@@ -22,10 +24,102 @@ type DomainEvent interface {
 	OccurredAt() time.Time
 }
 
-// Definition is an argument of [NewRegistry]: the result of [Event].
+// EventOptions are what a single event has, instead of what its type, the configuration
+// or the context says. What is zero is as for all events of the type.
+type EventOptions struct {
+	// ID is the event's id. Zero means one of RecorderConfig.NewID.
+	ID uuid.UUID
+	// Topic is where the event is sent. A [Consumer] and a [Worker] get it if their Topics
+	// have it, see [HandlerConfig]. Empty means the topic of the type.
+	Topic string
+	// Key is the partition key. Empty means that of the type.
+	Key string
+	// Attributes are extension attributes of CloudEvents, under names of lower-case letters
+	// and digits; at the handler they are in Metadata.Extensions. They replace those of the
+	// same names that all events of the type have, see [EventType.Attribute]; an empty value
+	// omits such an attribute. Names that CloudEvents or outbox sets itself are refused.
+	Attributes map[string]string
+	// Headers are further Kafka headers, under the rules of RecorderConfig.Headers. They
+	// replace those of the same names that this returns.
+	Headers map[string]string
+}
+
+// With returns an event with options of its own, for [Recorder.Record] and whatever else
+// takes events. The options are checked when the event is recorded: what is refused is a
+// [*FieldError] that names the field. If the event has options already, the new ones
+// replace what they say too.
+//
+// The codec, the functions of the type and those of RecorderConfig get the event itself.
+// RecorderHooks.Recording gets what Record was given; [Unwrap] takes that apart.
+func With(event DomainEvent, options EventOptions) DomainEvent {
+	inner, before := unwrap(event)
+	options.ID, options.Topic, options.Key = cmp.Or(options.ID, before.ID), cmp.Or(options.Topic, before.Topic), cmp.Or(options.Key, before.Key)
+	options.Attributes, options.Headers = merged(before.Attributes, options.Attributes), merged(before.Headers, options.Headers)
+	return &eventWith{inner, options}
+}
+
+// Unwrap returns an event and the options that it has by [With].
+func Unwrap(event DomainEvent) (inner DomainEvent, options EventOptions) {
+	inner, own := unwrap(event)
+	options = *own
+	options.Attributes, options.Headers = maps.Clone(own.Attributes), maps.Clone(own.Headers)
+	return inner, options
+}
+
+// eventWith is an event with options.
+type eventWith struct {
+	event   DomainEvent // without options
+	options EventOptions
+}
+
+// OccurredAt implements [DomainEvent].
+func (e *eventWith) OccurredAt() time.Time {
+	if e == nil || check.IsNil(e.event) {
+		return time.Time{} // Record refuses it
+	}
+	return e.event.OccurredAt()
+}
+
+var noOptions EventOptions
+
+// unwrap is [Unwrap] without copies. Options are never nil.
+func unwrap(event DomainEvent) (inner DomainEvent, options *EventOptions) {
+	if e, is := event.(*eventWith); is && e != nil {
+		return e.event, &e.options
+	}
+	return event, &noOptions
+}
+
+// merged returns a copy of two maps, of which the second goes before the first.
+func merged(first, second map[string]string) map[string]string {
+	if len(first) == 0 {
+		return maps.Clone(second)
+	}
+	all := maps.Clone(first)
+	maps.Copy(all, second)
+	return all
+}
+
+// Definition is an argument of [NewRegistry]: the result of [Event] or of [ResolveTopics].
 type Definition interface {
 	define() *definition
 }
+
+// ResolveTopics is an argument of [NewRegistry] that replaces the convention by which event
+// types without an [EventType.Topic] get one: resolve is called for each of them when the
+// registry is made. Such types may have any form. Where resolve returns no topic, the
+// convention holds.
+//
+// Events are stored with the topic that was resolved, so relays and workers of any process know it.
+func ResolveTopics(resolve func(eventType string) (topic string, err error)) Definition {
+	return topicResolver(resolve)
+}
+
+// topicResolver is the result of [ResolveTopics].
+type topicResolver func(eventType string) (topic string, err error)
+
+// define implements [Definition]. The registry asks no resolver for a definition.
+func (topicResolver) define() *definition { return nil }
 
 // EventType defines how events of the Go type E are encoded and where they are sent.
 // [Event] returns one. It is immutable: its methods return changed copies.
@@ -40,6 +134,13 @@ type definition struct {
 	topic         string                   // "" = derived from eventType
 	key           func(DomainEvent) string // nil = aggregateID
 	codec         Codec
+	attributes    []typeAttribute
+}
+
+// typeAttribute is an extension attribute that the events of a type have.
+type typeAttribute struct {
+	name  string
+	value func(DomainEvent) string
 }
 
 // Event defines an event type: its CloudEvents type, {company}.{domain}.{action}.v{n},
@@ -65,7 +166,8 @@ func Event[E DomainEvent](eventType, aggregateType string, aggregateID func(E) s
 }
 
 // Topic sends the events to this topic instead of the one that is derived from the
-// event type, which may then have any form, such as LEDGER_POSTED.
+// event type, which may then have any form, such as LEDGER_POSTED. [With] says another one for
+// an event, [ResolveTopics] for all types that have none.
 func (t *EventType[E]) Topic(topic string) *EventType[E] {
 	c := *t
 	c.def.topic = topic
@@ -77,6 +179,16 @@ func (t *EventType[E]) Topic(topic string) *EventType[E] {
 func (t *EventType[E]) Key(key func(E) string) *EventType[E] {
 	c := *t
 	c.def.key = untyped(key)
+	return &c
+}
+
+// Attribute adds an extension attribute of CloudEvents to the events, under a name of
+// lower-case letters and digits, for example schemaversion: in Kafka it is the header
+// ce_schemaversion, at the handler it is in Metadata.Extensions. Events for which value
+// returns "" do not have it. Names that CloudEvents or outbox sets itself are refused.
+func (t *EventType[E]) Attribute(name string, value func(E) string) *EventType[E] {
+	c := *t
+	c.def.attributes = append(slices.Clone(c.def.attributes), typeAttribute{name, untyped(value)})
 	return &c
 }
 
@@ -107,6 +219,7 @@ type Registry struct {
 	source   string
 	byGoType map[reflect.Type]*definition
 	byName   map[string]*definition
+	resolve  topicResolver // nil = the convention
 }
 
 // NewRegistry returns the registry of the service source, which becomes the
@@ -124,6 +237,14 @@ func NewRegistry(source string, events ...Definition) (*Registry, error) {
 		bad = append(bad, &FieldError{Index: -1, Field: "source", Err: err})
 	}
 	for i, e := range events {
+		if err := r.setResolver(i, e); err != nil {
+			bad = append(bad, err)
+		}
+	}
+	for i, e := range events {
+		if _, is := e.(topicResolver); is {
+			continue
+		}
 		if err := r.add(i, e); err != nil {
 			bad = append(bad, err)
 		}
@@ -150,6 +271,21 @@ func checkSource(source string) error {
 	return nil
 }
 
+// setResolver notes a definition that is a [ResolveTopics].
+func (r *Registry) setResolver(i int, e Definition) error {
+	resolve, is := e.(topicResolver)
+	switch {
+	case !is:
+		return nil
+	case resolve == nil:
+		return &FieldError{EventType: "no definition", Index: i, Field: "topic", Err: fmt.Errorf("resolver %w", ErrNilArgument)}
+	case r.resolve != nil:
+		return &FieldError{EventType: "no definition", Index: i, Field: "topic", Err: fmt.Errorf("resolver %w", ErrDuplicate)}
+	}
+	r.resolve = resolve
+	return nil
+}
+
 // add checks and stores one definition.
 func (r *Registry) add(i int, e Definition) error {
 	reject := func(name, field string, err error) error {
@@ -160,6 +296,13 @@ func (r *Registry) add(i int, e Definition) error {
 	}
 	def := e.define()
 	name := cmp.Or(def.eventType, def.goType.String())
+	if def.topic == "" && def.eventType != "" && r.resolve != nil {
+		topic, err := r.resolve(def.eventType)
+		if err != nil {
+			return reject(name, "topic", fmt.Errorf("cannot be resolved: %w", err))
+		}
+		def.topic = topic
+	}
 	if err := def.check(); err != nil {
 		return reject(name, err.Field, err.Err)
 	}
@@ -193,12 +336,53 @@ func (d *definition) check() *FieldError {
 	if err := d.codec.check(); err != nil {
 		return &FieldError{Field: "content_type", Err: err}
 	}
+	return d.checkAttributes()
+}
+
+// checkAttributes returns the first error in the attributes of a definition, or nil.
+func (d *definition) checkAttributes() *FieldError {
+	for i, a := range d.attributes {
+		err := checkAttributeName(a.name)
+		switch {
+		case err != nil:
+		case a.value == nil:
+			err = fmt.Errorf("%s: function %w", a.name, ErrNilArgument)
+		case slices.ContainsFunc(d.attributes[:i], func(other typeAttribute) bool { return other.name == a.name }):
+			err = fmt.Errorf("%s %w", a.name, ErrDuplicate)
+		}
+		if err != nil {
+			return &FieldError{Field: "attributes", Err: err}
+		}
+	}
 	return nil
 }
 
-// Topic returns the Kafka topic of an event type: the one it was registered with, or
-// else the second segment of its name followed by "-events": loopers.order.created.v1
-// is sent to order-events. It returns [ErrUnregistered] for a type that is not in the
+// keyOf returns the partition key of an event, if it is another one than the aggregate's id.
+func (d *definition) keyOf(e DomainEvent, own *EventOptions) (key string, has bool) {
+	switch {
+	case own.Key != "":
+		return own.Key, true
+	case d.key != nil:
+		return d.key(e), true
+	}
+	return "", false
+}
+
+// attributesOf returns the attributes that an event has by its type, nil for none.
+func (d *definition) attributesOf(e DomainEvent) map[string]string {
+	if len(d.attributes) == 0 {
+		return nil
+	}
+	all := make(map[string]string, len(d.attributes))
+	for _, a := range d.attributes {
+		all[a.name] = a.value(e)
+	}
+	return all
+}
+
+// Topic returns the Kafka topic of an event type: the one it was registered with, or that of
+// [ResolveTopics], or else the second segment of its name followed by "-events":
+// loopers.order.created.v1 is sent to order-events. It returns [ErrUnregistered] for a type that is not in the
 // registry.
 func (r *Registry) Topic(eventType string) (string, error) {
 	def := r.byName[eventType]

@@ -125,7 +125,7 @@ func TestRoomImports(t *testing.T) {
 // The root package stays one that can be looked over.
 func TestSize(t *testing.T) {
 	t.Parallel()
-	const mostFiles, mostTypes = 68, 57
+	const mostFiles, mostTypes = 68, 58
 	require.LessOrEqual(t, len(sources(t, ".")), mostFiles, "files that are not tests")
 	scope, exported := typeCheck(t).pkg.Scope(), 0
 	for _, name := range scope.Names() {

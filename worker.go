@@ -75,7 +75,7 @@ func NewWorker(db *pgxpool.Pool, events *Registry, cfg WorkerConfig, handlers ..
 	var routes routes
 	if events != nil {
 		var err error
-		routes, err = newRoutes(events, cfg.Upcasters, handlers)
+		routes, err = newRoutes(events, &cfg.HandlerConfig, handlers)
 		errs = append(errs, err)
 	}
 	if err := errors.Join(errs...); err != nil {
@@ -212,7 +212,7 @@ func (w *Worker) Deliver(ctx context.Context, tx pgx.Tx, outboxID int64, action 
 	own.cfg.Hooks.Repeated = func(Metadata, string) { repeated = true }
 	d.Attempt = attempt
 	it := item{meta: metadataOf(&d, new(origin))}
-	m, err := readOutboxEvent(&d)
+	m, err := readOutboxEvent(&d, &it.meta)
 	if err != nil {
 		return false, err
 	}

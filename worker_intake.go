@@ -297,8 +297,10 @@ func (g *groupRoutes) read(version int64, text string) error {
 // and action, with line breaks between them.
 func routesOf(r routes) (all []string) {
 	for eventType, route := range r.byName {
-		for h := range route.handlers() {
-			all = append(all, eventType+"\n"+route.def.destination()+"\n"+h.action)
+		for _, topic := range r.topicsOf(route) {
+			for h := range route.handlers() {
+				all = append(all, eventType+"\n"+topic+"\n"+h.action)
+			}
 		}
 	}
 	slices.Sort(all)

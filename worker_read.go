@@ -116,13 +116,14 @@ func (l *lane) print(d *deliveries.Delivery) error {
 }
 
 // readOutboxDelivery implements [readDelivery] for events of outbox.
-func readOutboxDelivery(d *deliveries.Delivery, _ *Metadata) (m *Message, action string, err error) {
-	m, err = readOutboxEvent(d)
+func readOutboxDelivery(d *deliveries.Delivery, about *Metadata) (m *Message, action string, err error) {
+	m, err = readOutboxEvent(d, about)
 	return m, d.Action, err
 }
 
-// readOutboxEvent returns an event of outbox as it would arrive in a record.
-func readOutboxEvent(d *deliveries.Delivery) (*Message, error) {
+// readOutboxEvent returns an event of outbox as it would arrive in a record, and adds the
+// headers of that to the metadata.
+func readOutboxEvent(d *deliveries.Delivery, about *Metadata) (*Message, error) {
 	e := envelope{
 		eventID: []byte(d.EventID), eventType: []byte(d.Type), source: []byte(d.Source), aggregateType: []byte(d.AggregateType),
 		aggregateID: []byte(d.AggregateID), payload: d.Payload, contentType: []byte(d.ContentType), headers: d.Headers,
@@ -133,15 +134,17 @@ func readOutboxEvent(d *deliveries.Delivery) (*Message, error) {
 		value []byte
 	}
 	headers := make([]header, 0, recordHeaders)
-	value, err := e.record(Binary, func(name string, value []byte) { headers = append(headers, header{name, value}) })
+	value, err := e.record(recordForm{}, func(name string, value []byte) { headers = append(headers, header{name, value}) })
 	if err != nil {
 		return nil, err
 	}
-	return decodeRecord(value, func(yield func(string, []byte) bool) {
+	all := func(yield func(string, []byte) bool) {
 		for _, h := range headers {
 			if !yield(h.name, h.value) {
 				return
 			}
 		}
-	})
+	}
+	about.Headers = plainHeaders(all)
+	return decodeRecord(value, all)
 }

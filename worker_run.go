@@ -131,11 +131,12 @@ func (r *deliveryRun) makeLanes() {
 func deliveryPairs(routes routes, withoutAction bool) (pairs [2][]deliveries.Pair) {
 	kinds := map[deliveries.Pair]bool{} // with a transaction
 	for _, route := range routes.byName {
-		topic := route.def.destination()
-		for h := range route.handlers() {
-			p := deliveries.Pair{Action: h.action, Stream: topic}
-			tx, known := kinds[p]
-			kinds[p] = h.kind != noTx && (tx || !known)
+		for _, topic := range routes.topicsOf(route) {
+			for h := range route.handlers() {
+				p := deliveries.Pair{Action: h.action, Stream: topic}
+				tx, known := kinds[p]
+				kinds[p] = h.kind != noTx && (tx || !known)
+			}
 		}
 	}
 	const withTx, without = 0, 1

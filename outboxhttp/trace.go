@@ -29,10 +29,11 @@ type TraceConfig struct {
 }
 
 // Trace gives each request a trace id: the one in its header, or else a new one. It sets
-// the same header of the response before it calls the handler, and the correlation id of
-// the request's context, see [outbox.WithCorrelationID]. So events that are recorded with
+// the same header of the response before it calls the handler, and the trace id of the
+// request's context, see [outbox.WithTraceID]. So events that are recorded with
 // this context carry the trace id, the contexts of consumers' handlers have it, and a
-// logger with [LogTrace] adds it to log lines.
+// logger with [LogTrace] adds it to log lines. Where the context has no correlation id, the trace
+// id becomes that too, see [outbox.WithCorrelationID].
 //
 // An id in a request is valid if the header is there once and has 1 to 128 letters,
 // digits and characters of -_.:/+=@ only, because it is written into logs and headers.
@@ -50,7 +51,11 @@ func Trace(cfg TraceConfig, next http.Handler) http.Handler {
 			id = cfg.NewID()
 		}
 		w.Header().Set(cfg.Header, id)
-		next.ServeHTTP(w, r.WithContext(outbox.WithCorrelationID(r.Context(), id)))
+		ctx := outbox.WithTraceID(r.Context(), id)
+		if outbox.CorrelationID(ctx) == "" {
+			ctx = outbox.WithCorrelationID(ctx, id)
+		}
+		next.ServeHTTP(w, r.WithContext(ctx))
 	})
 }
 
@@ -72,13 +77,19 @@ func isTraceID(s string) bool {
 
 // TraceHeaders is for [outbox.RecorderConfig].Headers: it sends the trace id also as the
 // Kafka header x-trace-id, for consumers that read it there. Events have it as
-// ce_correlationid in any case.
+// ce_traceid in any case. RelayConfig.TraceHeader does the same for all that a relay sends.
 func TraceHeaders(ctx context.Context, _ outbox.DomainEvent) map[string]string {
-	id := outbox.CorrelationID(ctx)
+	id := traceID(ctx)
 	if id == "" {
 		return nil
 	}
 	return map[string]string{"x-trace-id": id}
+}
+
+// traceID returns the trace id of a context, or the correlation id, which is all that
+// events have that were recorded by a release without trace ids.
+func traceID(ctx context.Context) string {
+	return cmp.Or(outbox.TraceID(ctx), outbox.CorrelationID(ctx))
 }
 
 const (

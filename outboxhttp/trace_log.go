@@ -3,8 +3,6 @@ package outboxhttp
 import (
 	"context"
 	"log/slog"
-
-	"github.com/outboxgo/outbox"
 )
 
 // TraceKey is the name under which [LogTrace] logs a trace id.
@@ -12,7 +10,7 @@ const TraceKey = "trace_id"
 
 // LogTrace returns a handler that adds trace_id to log lines whose context has one: in
 // HTTP handlers inside [Trace], and in consumers' handlers, whose context has that of the
-// event. trace_id is never inside a group. Log with the methods that take a context, such
+// event. Without a trace id it is the correlation id. trace_id is never inside a group. Log with the methods that take a context, such
 // as [slog.Logger.InfoContext].
 func LogTrace(next slog.Handler) slog.Handler { return &traceLog{next: next, outside: next} }
 
@@ -32,7 +30,7 @@ func (l *traceLog) Enabled(ctx context.Context, level slog.Level) bool {
 
 // Handle implements slog.Handler.
 func (l *traceLog) Handle(ctx context.Context, r slog.Record) error {
-	id := outbox.CorrelationID(ctx)
+	id := traceID(ctx)
 	if id == "" {
 		return l.next.Handle(ctx, r)
 	}

@@ -52,7 +52,8 @@ func TestTrace(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			var within string
 			h := outboxhttp.Trace(outboxhttp.TraceConfig{}, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-				within = outbox.CorrelationID(r.Context())
+				within = outbox.TraceID(r.Context())
+				require.Equal(t, within, outbox.CorrelationID(r.Context()))
 				require.Equal(t, within, w.Header().Get("X-Trace-Id"), "before the handler writes")
 			}))
 			r := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", nil)
@@ -142,8 +143,8 @@ func TestLogTrace(t *testing.T) {
 		return a
 	}})
 	log := slog.New(outboxhttp.LogTrace(plain))
-	ctx := outbox.WithCorrelationID(t.Context(), ownID)
-	log.InfoContext(ctx, "in")
+	ctx := outbox.WithTraceID(outbox.WithCorrelationID(t.Context(), "flow-1"), ownID)
+	log.InfoContext(outbox.WithCorrelationID(t.Context(), ownID), "in") // of an earlier release
 	log.With("a", 1).WithGroup("").InfoContext(ctx, "with", "b", 2)
 	log.With("a", 1).WithGroup("g").With("b", 2).WithGroup("h").InfoContext(ctx, "grouped", "c", 3)
 	log.WithGroup("g").InfoContext(t.Context(), "without", "c", 3)
@@ -203,7 +204,7 @@ func TestTraceReachesHandler(t *testing.T) {
 				return context.Canceled
 			}
 			log.InfoContext(ctx, "handled")
-			handled <- outbox.CorrelationID(ctx)
+			handled <- outbox.TraceID(ctx) + " " + outbox.CorrelationID(ctx) + " " + m.Extensions["traceid"] + " " + m.Header("X-Trace-Id")
 			return nil
 		}))
 	require.NoError(t, err)
@@ -223,11 +224,12 @@ func TestTraceReachesHandler(t *testing.T) {
 		}))
 	}))
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
+	r = r.WithContext(outbox.WithCorrelationID(r.Context(), "flow-1")) // which another middleware has set
 	r.Header.Set("X-Trace-Id", ownID)
 	h.ServeHTTP(httptest.NewRecorder(), r)
 	select {
 	case id := <-handled:
-		require.Equal(t, ownID, id)
+		require.Equal(t, strings.Join([]string{ownID, "flow-1", ownID, ownID}, " "), id)
 	case <-time.After(testenv.Patience):
 		t.Fatal("the event did not come")
 	}
