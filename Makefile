@@ -32,6 +32,10 @@ demo: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/demo ## A s
 commerce: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/commerce ## A shop and the consumers of its events, which count what is liked, sold and viewed (KAFKA=real, as above)
 	@$(SHOW) bin/commerce $(ARGS)
 
+.PHONY: eventsourcing
+eventsourcing: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/eventsourcing ## Orders that are their events: a service that is killed, a read model that is rebuilt (ARGS=-worker: without Kafka; KAFKA=real, as above)
+	@$(SHOW) bin/eventsourcing $(ARGS)
+
 .PHONY: trading
 trading: needs-demo $(SERVICES) bin/trading ## Bots, an exchange that fails and workers that are killed, on PostgreSQL alone: needs only Go
 	@$(SERVICES) run -postgres $(or $(POSTGRES),embedded) -kafka none -- bin/trading $(ARGS)
@@ -145,12 +149,12 @@ needs-%:
 	@tools/needs.sh $*
 
 # The go command knows best whether these are up to date.
-.PHONY: $(SERVICES) bin/testall bin/demo bin/commerce bin/trading bin/observability bin/bench bin/bench-peers bin/release bin/golangci-lint bin/govulncheck bin/vulncheck
+.PHONY: $(SERVICES) bin/testall bin/demo bin/commerce bin/eventsourcing bin/trading bin/observability bin/bench bin/bench-peers bin/release bin/golangci-lint bin/govulncheck bin/vulncheck
 $(SERVICES) bin/testall bin/vulncheck:
 	@echo "building $@"
 	@go build -C tools -o ../$@ ./$(@F)
 
-bin/demo bin/commerce bin/trading bin/observability:
+bin/demo bin/commerce bin/eventsourcing bin/trading bin/observability:
 	@echo "building $@"
 	@go build -C examples -o ../$@ ./$(@F)
 

@@ -1,0 +1,174 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxhttp"
+	"github.com/outboxgo/outbox/outboxtopics"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// app is what the parts of a process share.
+type app struct {
+	schema string // of this run
+	source string // of its events
+	db     *pgxpool.Pool
+	kafka  []kgo.Opt
+	events *outbox.Registry
+	log    *slog.Logger
+}
+
+// open connects to PostgreSQL.
+func open(ctx context.Context, cfg config) (*app, error) {
+	a := &app{
+		schema: cfg.schema, source: "/order-service/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.brokers...)},
+		log: slog.New(slog.DiscardHandler),
+	}
+	if cfg.verbose {
+		lines := slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug})
+		a.log = slog.New(outboxhttp.LogTrace(lines)) // the trace id of a command is in all lines about its events
+	}
+	var err error
+	if a.events, err = registry(a.source); err != nil {
+		return nil, err
+	}
+	a.db, err = connect(ctx, cfg.postgres, cfg.schema)
+	return a, err
+}
+
+func (a *app) migrate(ctx context.Context) error {
+	if err := outbox.Migrate(ctx, a.db, outbox.MigrateConfig{Schema: a.schema}); err != nil {
+		return err
+	}
+	if _, err := a.db.Exec(ctx, sqlStore+";"+sqlReadModel); err != nil {
+		return fmt.Errorf("make tables: %w", err)
+	}
+	return nil
+}
+
+// makeTopics makes the topic and that of its dead letters, with as many replicas as the broker wants.
+func (a *app) makeTopics(ctx context.Context) error {
+	_, err := outboxtopics.Ensure(ctx, a.kafka, a.events, outboxtopics.Config{ReplicationFactor: -1})
+	return err
+}
+
+// store returns the event store. Waker wakes who publishes the events.
+func (a *app) store(waker *outbox.Waker) (*EventStore, error) {
+	rec, err := outbox.NewRecorder(a.events, outbox.RecorderConfig{Schema: a.schema})
+	return &EventStore{a.db, rec, waker.InTx}, err
+}
+
+func (a *app) projection() projection { return projection{a.db, a.log} }
+
+// runner is what runs until its context ends.
+type runner interface {
+	Run(ctx context.Context) error
+}
+
+// background returns what runs beside the commands, and who is to be woken after them: a relay
+// and the consumer of the projection, or a worker that has the events from PostgreSQL. The
+// handlers are the same.
+func (a *app) background(withWorker bool) (runners []runner, waker *outbox.Waker, err error) {
+	if withWorker {
+		w, err := outbox.NewWorker(a.db, a.events, outbox.WorkerConfig{
+			HandlerConfig: a.group(), FromStart: true, PollInterval: 200 * time.Millisecond, Lease: 2 * time.Second,
+		}, a.projection().handlers()...)
+		if err != nil {
+			return nil, nil, err
+		}
+		return []runner{w}, w.Waker(), nil
+	}
+	relay, err := outbox.NewRelay(a.db, a.kafka, outbox.RelayConfig{Schema: a.schema, Logger: a.log})
+	if err != nil {
+		return nil, nil, err
+	}
+	c, err := a.consumer()
+	if err != nil {
+		return nil, nil, err
+	}
+	return []runner{relay, c}, relay.Waker(), nil
+}
+
+// consumer returns the consumer of the projection. Kafka gives the partitions of a killed
+// process to others after SessionTimeout, 6 s here so that a run is short.
+func (a *app) consumer() (*outbox.Consumer, error) {
+	return outbox.NewConsumer(a.db, a.kafka, a.events, outbox.ConsumerConfig{
+		HandlerConfig:     a.group(),
+		FromStart:         true,
+		HeartbeatInterval: time.Second,
+		SessionTimeout:    6 * time.Second,
+		Decode:            a.onlyOurs,
+	}, a.projection().handlers()...)
+}
+
+func (a *app) group() outbox.HandlerConfig {
+	return outbox.HandlerConfig{Group: "order-projection." + a.schema, Schema: a.schema, Logger: a.log}
+}
+
+// onlyOurs passes over what other runs have sent to the topic.
+func (a *app) onlyOurs(r *kgo.Record) (*outbox.Message, error) {
+	m, err := outbox.DecodeCloudEvent(r)
+	if err == nil && m.Source != a.source {
+		return nil, nil // nobody's here
+	}
+	return m, err
+}
+
+// run starts the processes of the service, kills some of them, and compares.
+func run(ctx context.Context, cfg config, out io.Writer) (*report, error) {
+	cfg.schema = "eventsourcing_" + uuid.NewString()[:8]
+	a, err := open(ctx, cfg)
+	if err != nil {
+		return nil, err
+	}
+	defer a.db.Close()
+	printHeader(out, cfg)
+	defer a.dropSchema(out)
+	if err := a.migrate(ctx); err != nil {
+		return nil, err
+	}
+	if !cfg.worker {
+		if err := a.makeTopics(ctx); err != nil {
+			return nil, err
+		}
+	}
+	return newShow(a, cfg).run(ctx)
+}
+
+// connect returns a pool whose connections look for tables in a schema.
+func connect(ctx context.Context, url, schema string) (*pgxpool.Pool, error) {
+	cfg, err := pgxpool.ParseConfig(url)
+	if err != nil {
+		return nil, err // pgx leaves the password out of it
+	}
+	cfg.ConnConfig.RuntimeParams["search_path"] = schema
+	cfg.MaxConns = 16
+	db, err := pgxpool.NewWithConfig(ctx, cfg)
+	if err != nil {
+		return nil, err
+	}
+	if err := db.Ping(ctx); err != nil {
+		db.Close()
+		return nil, fmt.Errorf("connect to PostgreSQL: %w", err)
+	}
+	return db, nil
+}
+
+// dropSchema removes the tables of this run, also after an error or Ctrl-C.
+func (a *app) dropSchema(out io.Writer) {
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	_, err := a.db.Exec(ctx, "DROP SCHEMA IF EXISTS "+pgx.Identifier{a.schema}.Sanitize()+" CASCADE")
+	if err != nil {
+		fmt.Fprintf(out, "schema %s was not dropped: %v\n", a.schema, err)
+	}
+}
