@@ -37,6 +37,16 @@ type MigrateConfig struct {
 	// time. A table that is partitioned already is not changed. Zero means a plain
 	// table.
 	PartitionRows int64
+	// Publication is the name of a publication for Debezium, or another reader of
+	// PostgreSQL's logical replication, that sends the events in place of a relay. It is
+	// made with outbox in it, unless a relay sends the events already, publishes rows that are
+	// inserted and nothing else, and is not changed again: outboxops.Cuts moves between
+	// Debezium and a relay. From then on a trigger completes each row, whoever inserts it:
+	// topic and partition_key are set. A row from whose type no topic can be derived is
+	// refused, as is a topic whose name Kafka does not allow. A table that is published
+	// cannot be partitioned any more: set PartitionRows before. The role needs CREATE on
+	// the database. Empty means none, and no trigger; what is there stays.
+	Publication string
 	// LockTimeout is how long a migration waits for the lock of a table before it lets go
 	// and tries again, and so how long a writer waits behind it at most; each partition of
 	// outbox adds some 2 ms. An autovacuum of the table is only cancelled if this is longer
@@ -62,6 +72,9 @@ func (c MigrateConfig) withDefaults() MigrateConfig {
 
 func (c MigrateConfig) validate() error {
 	err := errors.Join(check.Schema(c.Schema), check.NotNegative("PartitionRows", c.PartitionRows), check.NotNegative("LockTimeout", c.LockTimeout))
+	if c.Publication != "" {
+		err = errors.Join(err, check.Identifier("Publication", c.Publication))
+	}
 	if c.PartitionRows > maxPartitionRows {
 		err = errors.Join(err, fmt.Errorf("field PartitionRows is %d: at most %d", c.PartitionRows, maxPartitionRows))
 	}
@@ -102,6 +115,9 @@ func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	err = m.run(ctx)
 	if err == nil && cfg.PartitionRows > 0 {
 		err = makePartitioned(ctx, db, cfg)
+	}
+	if err == nil && cfg.Publication != "" {
+		err = publish(ctx, db, cfg)
 	}
 	if err != nil {
 		return fmt.Errorf("outbox: migrate schema %s: %w", cfg.Schema, err)
@@ -157,6 +173,34 @@ func tryPartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) er
 		if err := atOnce(ctx, db, ignoreResult, pg.InSchema(sql, cfg.Schema)); err != nil {
 			return fmt.Errorf("make partitions: %w", err)
 		}
+	}
+	return nil
+}
+
+// sqlIsPublished reports whether outbox_publish has nothing to do.
+const sqlIsPublished = `
+SELECT EXISTS (SELECT FROM pg_catalog.pg_trigger WHERE tgrelid = {outbox}::regclass::oid AND tgname = 'outbox_complete_row')
+   AND EXISTS (SELECT FROM pg_catalog.pg_publication WHERE pubname = $1 AND pubinsert AND pubviaroot AND NOT (puballtables OR pubupdate OR pubdelete OR pubtruncate))`
+
+const sqlPublish = `SELECT {schema}.outbox_publish($1)`
+
+// publish makes the publication and the trigger. It tries again if it does not get a lock.
+func publish(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
+	var is bool
+	err := db.QueryRow(ctx, pg.InSchema(sqlIsPublished, cfg.Schema), cfg.Publication).Scan(&is)
+	for try := 1; err == nil && !is; try++ {
+		err = atOnce(ctx, db, func(row pgx.Row) error { return row.Scan(nil) }, pg.InSchema(sqlPublish, cfg.Schema), cfg.Publication)
+		if !pg.IsLocked(err) || try == lockTries {
+			break
+		}
+		if wait.Sleep(ctx, lockPause); ctx.Err() != nil {
+			err = errors.Join(ctx.Err(), err)
+			break
+		}
+		err = nil
+	}
+	if err != nil {
+		return fmt.Errorf("publish outbox: %w", err)
 	}
 	return nil
 }

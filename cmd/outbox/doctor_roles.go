@@ -118,7 +118,8 @@ var partNeeds = map[string][]need{
 		"outbox_requeue_deliveries(bigint[], text, text)", "outbox_resolve_deliveries(bigint[], text, text)",
 		"outbox_hold_deliveries(bigint[], text, text)", "outbox_release_deliveries(bigint[], text, text)",
 		"outbox_cut_to_kafka(text[], text, text, text)", "outbox_cut_to_postgres(text[], text, text, text)",
-		"outbox_finish_cut(text, boolean, text, text)", "outbox_cancel_cut(text, text, text)")),
+		"outbox_finish_cut(text, boolean, text, text)", "outbox_cancel_cut(text, text, text)", "outbox_cut_from_debezium(text, text, text, text)",
+		"outbox_begin_relay(text, text, text, text)", "outbox_cut_to_debezium(text, text, text, text, text)")),
 }
 
 // on says what the privilege is for, and grant how to give it.

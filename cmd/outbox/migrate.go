@@ -27,7 +27,10 @@ is for connecting only.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		rows := fs.Int64("partition-rows", 0, "`NUMBER` of ids in a partition of outbox; 0 leaves it as it is")
-		return func(ctx context.Context, e *env) error { return migrateUp(ctx, e, *rows) }
+		publication := fs.String("publication", "", "`NAME` of a publication for Debezium; completes rows")
+		return func(ctx context.Context, e *env) error {
+			return migrateUp(ctx, e, outbox.MigrateConfig{PartitionRows: *rows, Publication: *publication})
+		}
 	},
 }
 
@@ -47,12 +50,12 @@ func migrationsJSON(all []outbox.Migration) []migrationJSON {
 	return out
 }
 
-func migrateUp(ctx context.Context, e *env, partitionRows int64) error {
+func migrateUp(ctx context.Context, e *env, cfg outbox.MigrateConfig) error {
 	db, err := e.connect(ctx)
 	if err != nil {
 		return err
 	}
-	cfg := outbox.MigrateConfig{Schema: e.schema, PartitionRows: partitionRows, Logger: slog.New(slog.NewTextHandler(e.stderr, nil))}
+	cfg.Schema, cfg.Logger = e.schema, slog.New(slog.NewTextHandler(e.stderr, nil))
 	before, err := outbox.MigrationStatus(ctx, db, cfg)
 	if err == nil {
 		err = outbox.Migrate(ctx, db, cfg)

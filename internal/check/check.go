@@ -76,15 +76,20 @@ func Time(t time.Time) error {
 
 // Schema rejects the name of a schema that PostgreSQL would truncate or not accept.
 func Schema(schema string) error {
-	const limit = 63 // bytes of an identifier
-	if err := Text(schema, limit); err != nil {
-		return fmt.Errorf("field Schema %w", err)
-	}
 	if schema == "$user" { // in a search_path that means the role, however quoted
 		return fmt.Errorf("field Schema %w: %q is no name", ErrMalformed, schema)
 	}
-	if len(schema) > limit {
-		return fmt.Errorf("field Schema %w: %d bytes, at most %d", ErrTooLong, len(schema), limit)
+	return Identifier("Schema", schema)
+}
+
+// Identifier rejects the name of an object that PostgreSQL would truncate or not accept.
+func Identifier(field, name string) error {
+	const limit = 63 // bytes
+	if err := Text(name, limit); err != nil {
+		return fmt.Errorf("field %s %w", field, err)
+	}
+	if len(name) > limit {
+		return fmt.Errorf("field %s %w: %d bytes, at most %d", field, ErrTooLong, len(name), limit)
 	}
 	return nil
 }
