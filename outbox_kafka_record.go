@@ -20,13 +20,46 @@ func (r *Recorder) KafkaRecord(ctx context.Context, event DomainEvent) (*kgo.Rec
 	if err != nil {
 		return nil, atIndex(-1, "", err)
 	}
-	e := rows.envelope(0)
+	return rows.envelope(0).kafkaRecord(Binary)
+}
+
+// KafkaRecord returns the Kafka record that a [Relay] with this mode sent for the event, or
+// would send: the same topic, key, value and headers, byte by byte, without partition, offset
+// and timestamp, and without the headers of RelayConfig.IDHeader and TraceHeader. Its error is a [*FieldError] that names the column of which no record can be made.
+func (e ArchivedEvent) KafkaRecord(mode Mode) (*kgo.Record, error) {
+	return (&envelope{
+		id:            e.OutboxID,
+		eventID:       []byte(e.EventID),
+		eventType:     []byte(e.Type),
+		source:        []byte(e.Source),
+		aggregateType: []byte(e.AggregateType),
+		aggregateID:   []byte(e.AggregateID),
+		payload:       e.Payload,
+		isJSON:        e.JSON,
+		contentType:   []byte(e.ContentType),
+		topic:         bytesOrNil(e.Topic),
+		partitionKey:  bytesOrNil(e.PartitionKey),
+		headers:       e.Headers,
+		occurredAt:    appendTime(nil, e.OccurredAt),
+	}).kafkaRecord(mode)
+}
+
+// bytesOrNil returns the bytes of a text, nil for an empty one.
+func bytesOrNil(text string) []byte {
+	if text == "" {
+		return nil
+	}
+	return []byte(text)
+}
+
+// kafkaRecord returns the record of an event.
+func (e *envelope) kafkaRecord(mode Mode) (*kgo.Record, error) {
 	topic, err := e.destination()
 	if err != nil {
 		return nil, err
 	}
 	var headers []kgo.RecordHeader
-	value, err := e.record(recordForm{}, func(name string, value []byte) {
+	value, err := e.record(recordForm{mode: mode}, func(name string, value []byte) {
 		headers = append(headers, kgo.RecordHeader{Key: name, Value: value})
 	})
 	if err != nil {

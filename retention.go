@@ -88,6 +88,9 @@ type ArchivedEvent struct {
 	Payload []byte
 	// ContentType is the media type of Payload.
 	ContentType string
+	// JSON is set if Payload is from the column payload, as jsonb prints it, and not from
+	// payload_bytes.
+	JSON bool
 	// Topic and PartitionKey are empty where they follow from Type and AggregateID.
 	Topic, PartitionKey string
 	// Headers is a JSON object of strings, or nil.
@@ -372,7 +375,7 @@ const sqlCleanArchived = sqlCleanPublished + archivedColumns
 
 // archivedColumns returns the rows as well, in the order of ids.
 const archivedColumns = `, g.id, g.event_id::text, g.event_type, g.source, g.aggregate_type, g.aggregate_id,
-       coalesce(g.payload_bytes, convert_to(g.payload::text, 'UTF8')), g.content_type, coalesce(g.topic, ''), coalesce(g.partition_key, ''),
+       coalesce(g.payload_bytes, convert_to(g.payload::text, 'UTF8')), g.content_type, g.payload IS NOT NULL, coalesce(g.topic, ''), coalesce(g.partition_key, ''),
        convert_to(g.headers::text, 'UTF8'), g.occurred_at, g.created_at
   FROM (VALUES (1)) AS head LEFT JOIN gone AS g ON true
  ORDER BY g.id`
@@ -509,7 +512,7 @@ func (r *retention) readStep(rows pgx.Rows, extra ...any) (s step, events []Arch
 		case raw[len(head)] == nil: // nothing was removed
 			dst = append(dst, make([]any, len(raw)-len(head))...)
 		default:
-			dst = append(dst, &e.OutboxID, &e.EventID, &e.Type, &e.Source, &e.AggregateType, &e.AggregateID, &e.Payload, &e.ContentType,
+			dst = append(dst, &e.OutboxID, &e.EventID, &e.Type, &e.Source, &e.AggregateType, &e.AggregateID, &e.Payload, &e.ContentType, &e.JSON,
 				&e.Topic, &e.PartitionKey, &e.Headers, &e.OccurredAt, &e.CreatedAt)
 		}
 		if err := rows.Scan(dst...); err != nil {

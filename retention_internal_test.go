@@ -329,9 +329,9 @@ func TestArchive(t *testing.T) {
 		require.WithinDuration(t, time.Now().Add(-8*day), got[i].CreatedAt, time.Minute)
 		got[i].EventID, got[i].OccurredAt, got[i].CreatedAt = "", time.Time{}, time.Time{}
 	}
-	plain := ArchivedEvent{OutboxID: 1, Type: "a.b.c.v1", Source: "s", AggregateType: "a", AggregateID: "k", Payload: []byte("{}"), ContentType: "application/json"}
+	plain := ArchivedEvent{OutboxID: 1, Type: "a.b.c.v1", Source: "s", AggregateType: "a", AggregateID: "k", Payload: []byte("{}"), ContentType: "application/json", JSON: true}
 	other := plain
-	other.OutboxID, other.Payload, other.Topic, other.PartitionKey, other.Headers = 2, []byte{0, 255}, "t", "p", []byte(`{"a": "b"}`)
+	other.JSON, other.OutboxID, other.Payload, other.Topic, other.PartitionKey, other.Headers = false, 2, []byte{0, 255}, "t", "p", []byte(`{"a": "b"}`)
 	require.Equal(t, []ArchivedEvent{plain, other}, got)
 
 	got = nil

@@ -47,7 +47,7 @@ var rooms = []room{
 	{"cursor", "lease.go cursor*.go failed*.go", "errors event", []string{noFranz, noLogs}},
 	{"retention", "retention*.go", "errors event cursor", []string{noFranz, noLogs, noSystem}},
 	{"hooks", "hooks.go", "errors event breaker retention", []string{noPgx, noFranz, noLogs, noSystem}},
-	{"recorder", "outbox*.go", "errors event hooks", []string{noLogs, noSystem}},
+	{"recorder", "outbox*.go", "errors event retention hooks", []string{noLogs, noSystem}},
 	{"migrate", "migrate.go", "errors retention", []string{noFranz, noSystem}},
 	{"alerts", "alert.go", "errors hooks", []string{noPgx, noFranz, noSystem}},
 	{"waker", "waker.go", "errors", []string{noFranz, noSystem}},
