@@ -1,0 +1,115 @@
+package outboxarchive
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+	"unicode/utf8"
+
+	"github.com/outboxgo/outbox"
+)
+
+const (
+	format  = "outbox-archive"
+	version = 1
+)
+
+// header is the first line of a file.
+type header struct {
+	Format  string    `json:"format"`
+	Version int       `json:"version"`
+	Month   string    `json:"month"`
+	Events  int       `json:"events"`
+	FirstID int64     `json:"first_id"`
+	LastID  int64     `json:"last_id"`
+	From    time.Time `json:"created_from"`
+	To      time.Time `json:"created_to"`
+}
+
+func (h *header) line() ([]byte, error) {
+	b, err := json.Marshal(h)
+	return append(b, '\n'), err
+}
+
+// line is an event. JSON as PostgreSQL prints it stands in a line as it is; other bytes, and JSON that
+// would not fit on a line, stand there in base64.
+type line struct {
+	ID            int64           `json:"id"`
+	EventID       string          `json:"event_id"`
+	Type          string          `json:"event_type"`
+	Source        string          `json:"source"`
+	AggregateType string          `json:"aggregate_type"`
+	AggregateID   string          `json:"aggregate_id"`
+	ContentType   string          `json:"content_type"`
+	Topic         string          `json:"topic,omitempty"`
+	PartitionKey  string          `json:"partition_key,omitempty"`
+	OccurredAt    time.Time       `json:"occurred_at"`
+	CreatedAt     time.Time       `json:"created_at"`
+	HeadersBase64 []byte          `json:"headers_base64,omitempty"`
+	PayloadBase64 []byte          `json:"payload_base64,omitzero"`
+	JSON          bool            `json:"json"`
+	Headers       json.RawMessage `json:"headers,omitempty"` // behind the others; only read
+	Payload       json.RawMessage `json:"payload,omitempty"` // likewise
+}
+
+// appendEvent appends the line of an event.
+func appendEvent(b []byte, e *outbox.ArchivedEvent) ([]byte, error) {
+	for _, text := range []struct{ name, value string }{{"event_id", e.EventID}, {"event_type", e.Type}, {"source", e.Source}, {"aggregate_type", e.AggregateType},
+		{"aggregate_id", e.AggregateID}, {"content_type", e.ContentType}, {"topic", e.Topic}, {"partition_key", e.PartitionKey}} {
+		if !utf8.ValidString(text.value) {
+			return nil, fmt.Errorf("column %s %w: it is not valid UTF-8", text.name, outbox.ErrMalformed)
+		}
+	}
+	l := line{ID: e.OutboxID, EventID: e.EventID, Type: e.Type, Source: e.Source, AggregateType: e.AggregateType, AggregateID: e.AggregateID, ContentType: e.ContentType,
+		Topic: e.Topic, PartitionKey: e.PartitionKey, OccurredAt: e.OccurredAt.UTC(), CreatedAt: e.CreatedAt.UTC(), JSON: e.JSON}
+	headers, payload := e.Headers, e.Payload
+	if headers != nil && !fitsLine(headers) {
+		l.HeadersBase64, headers = headers, nil
+	}
+	if !e.JSON || !fitsLine(payload) {
+		l.PayloadBase64, payload = notNil(payload), nil
+	}
+	encoded, err := json.Marshal(l)
+	if err != nil {
+		return nil, err
+	}
+	b = append(b, encoded[:len(encoded)-1]...)
+	for _, raw := range []struct {
+		name  string
+		value []byte
+	}{{"headers", headers}, {"payload", payload}} {
+		if raw.value != nil {
+			b = append(b, `,"`+raw.name+`":`...)
+			b = append(b, raw.value...)
+		}
+	}
+	return append(b, '}', '\n'), nil
+}
+
+// fitsLine reports whether JSON is read from a line as it is written. The spaces around a value would be lost.
+func fitsLine(text []byte) bool {
+	return len(text) > 0 && bytes.IndexByte(text, '\n') < 0 && len(bytes.TrimSpace(text)) == len(text) && json.Valid(text)
+}
+
+// parseEvent reads the line of an event.
+func parseEvent(text []byte) (e outbox.ArchivedEvent, err error) {
+	var l line
+	if err := json.Unmarshal(text, &l); err != nil {
+		return e, err
+	}
+	if l.EventID == "" || l.Type == "" || l.CreatedAt.IsZero() || (l.Payload == nil) == (l.PayloadBase64 == nil) {
+		return e, errors.New("it is no event: event_id, event_type, created_at, or either payload or payload_base64 is missing")
+	}
+	e = outbox.ArchivedEvent{OutboxID: l.ID, EventID: l.EventID, Type: l.Type, Source: l.Source, AggregateType: l.AggregateType, AggregateID: l.AggregateID,
+		ContentType: l.ContentType, Topic: l.Topic, PartitionKey: l.PartitionKey, OccurredAt: l.OccurredAt, CreatedAt: l.CreatedAt, JSON: l.JSON,
+		Payload: l.PayloadBase64, Headers: l.HeadersBase64}
+	if l.Payload != nil {
+		e.Payload = l.Payload
+	}
+	if l.Headers != nil {
+		e.Headers = l.Headers
+	}
+	return e, nil
+}

@@ -1,0 +1,181 @@
+package outboxarchive
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"strings"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+const (
+	// pageRows and pageBytes bound what is read at once; one event may be larger.
+	pageRows  = 500
+	pageBytes = 16 << 20
+)
+
+// rowColumns are those of an event, in a table that has those of outbox.
+const rowColumns = `id, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type, topic, partition_key,
+           headers, occurred_at, created_at, size`
+
+// rowFilter chooses rows behind the event ($1, $2).
+const rowFilter = `
+     WHERE id >= $1 AND (id, event_id) > ($1, $2)
+       AND ($4::timestamptz IS NULL OR created_at >= $4) AND ($5::timestamptz IS NULL OR created_at < $5)
+       AND ($6::text[] IS NULL OR event_type = ANY ($6))
+       AND ($7::text[] IS NULL OR coalesce(topic, split_part(event_type, '.', 2) || '-events') = ANY ($7))
+       AND ($8::text[] IS NULL OR coalesce(partition_key, aggregate_id) = ANY ($8))
+       AND ($9::text = '' OR aggregate_type = $9) AND ($10::text = '' OR aggregate_id = $10)
+       AND ($11::uuid[] IS NULL OR event_id = ANY ($11))
+     ORDER BY id, event_id LIMIT $3`
+
+const (
+	sqlArchivedRows = `(
+    SELECT ` + rowColumns + ` FROM {schema}.outbox_archive` + rowFilter + `)`
+
+	// sqlRecordedRows has no event_id in its order, because id is the key.
+	sqlRecordedRows = `(
+    SELECT ` + rowColumns + ` FROM {schema}.outbox` + rowFilter + `)`
+)
+
+// The statements of a page. One statement sees one snapshot, so an event that is moved to the
+// archive meanwhile is found in one of the tables.
+const (
+	readPage = `
+SELECT id, event_id::text, event_type, source, aggregate_type, aggregate_id, coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), content_type,
+       payload IS NOT NULL, coalesce(topic, ''), coalesce(partition_key, ''), convert_to(headers::text, 'UTF8'), occurred_at, created_at
+  FROM (SELECT *, sum(size) OVER (ORDER BY id, event_id ROWS UNBOUNDED PRECEDING) - size AS bytes
+          FROM (SELECT * FROM (%s) AS found ORDER BY id, event_id LIMIT $3) AS first) AS page
+ WHERE bytes < $12::bigint ORDER BY id, event_id`
+
+	readNext = `SELECT id, event_id::text FROM (%s) AS found WHERE $12::bigint > 0 ORDER BY id, event_id LIMIT $3`
+)
+
+// rowReader reads the events of one or two tables, page by page. Between pages it holds neither a
+// connection nor a snapshot.
+type rowReader struct {
+	db         *pgxpool.Pool
+	page, next string
+}
+
+func newRowReader(db *pgxpool.Pool, rows string) rowReader {
+	return rowReader{db, fmt.Sprintf(readPage, rows), fmt.Sprintf(readNext, strings.ReplaceAll(rows, rowColumns, "id, event_id"))}
+}
+
+// Recorded returns the events that are in outbox, sent or not, in a schema; empty means public.
+func Recorded(db *pgxpool.Pool, schema string) (Source, error) {
+	schema = cmp.Or(schema, pg.DefaultSchema)
+	err := check.Schema(schema)
+	if db == nil {
+		err = errors.Join(fmt.Errorf("db %w", outbox.ErrNilArgument), err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("outbox: recorded events: %w", err)
+	}
+	return recorded{newRowReader(db, pg.InSchema(sqlRecordedRows, schema))}, nil
+}
+
+type recorded struct{ rowReader }
+
+// Events implements [Source].
+func (r recorded) Events(ctx context.Context, f Filter) iter.Seq2[outbox.ArchivedEvent, error] {
+	return r.events(ctx, f)
+}
+
+// Events implements [Source]: it returns the events that are in the archive, and those that are
+// still in outbox, each once.
+func (t *Table) Events(ctx context.Context, f Filter) iter.Seq2[outbox.ArchivedEvent, error] {
+	return t.reader.events(ctx, f)
+}
+
+// place is an event: where a page begins.
+type place struct {
+	id      int64
+	eventID string
+}
+
+var lastUUID = uuid.Max.String()
+
+func (r rowReader) events(ctx context.Context, f Filter) iter.Seq2[outbox.ArchivedEvent, error] {
+	if err := f.validate(); err != nil {
+		return nothing(err)
+	}
+	return func(yield func(outbox.ArchivedEvent, error) bool) {
+		last, limit := place{f.After, lastUUID}, pageRows
+		for {
+			events, err := r.read(ctx, f, last, limit)
+			switch {
+			case pg.IsUnreadable(err) && limit > 1: // find out which
+				limit = 1
+				continue
+			case pg.IsUnreadable(err):
+				bad, nerr := r.behind(ctx, f, last)
+				if nerr != nil || bad == last {
+					yield(outbox.ArchivedEvent{}, fmt.Errorf("outbox: read events: %w", orNoTable(cmp.Or(nerr, err))))
+					return
+				}
+				if !yield(outbox.ArchivedEvent{OutboxID: bad.id, EventID: bad.eventID}, &ReadError{OutboxID: bad.id, Err: err}) {
+					return
+				}
+				last, limit = bad, pageRows
+				continue
+			case err != nil:
+				yield(outbox.ArchivedEvent{}, fmt.Errorf("outbox: read events: %w", orNoTable(err)))
+				return
+			case len(events) == 0:
+				return
+			}
+			for _, e := range events {
+				if here := (place{e.OutboxID, e.EventID}); here != last { // the same event may be in both tables
+					last = here
+					if !yield(e, nil) {
+						return
+					}
+				}
+			}
+		}
+	}
+}
+
+// args returns the arguments of both statements.
+func (f Filter) args(after place, limit int) []any {
+	orNull := func(list []string) []string {
+		if len(list) == 0 {
+			return nil
+		}
+		return list
+	}
+	return []any{pg.PlanEachTime, after.id, after.eventID, limit, pg.OrNull(f.Since), pg.OrNull(f.Until), orNull(f.Types), orNull(f.Topics), orNull(f.Keys),
+		f.AggregateType, f.AggregateID, orNull(f.EventIDs), int64(pageBytes)}
+}
+
+// read returns some events behind one.
+func (r rowReader) read(ctx context.Context, f Filter, after place, limit int) ([]outbox.ArchivedEvent, error) {
+	rows, err := r.db.Query(ctx, r.page, f.args(after, limit)...)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (e outbox.ArchivedEvent, err error) {
+		err = row.Scan(&e.OutboxID, &e.EventID, &e.Type, &e.Source, &e.AggregateType, &e.AggregateID, &e.Payload, &e.ContentType, &e.JSON,
+			&e.Topic, &e.PartitionKey, &e.Headers, &e.OccurredAt, &e.CreatedAt)
+		return e, err
+	})
+}
+
+// behind returns the place of the first event behind one, or that one if there is none.
+func (r rowReader) behind(ctx context.Context, f Filter, after place) (next place, err error) {
+	err = r.db.QueryRow(ctx, r.next, f.args(after, 1)...).Scan(&next.id, &next.eventID)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return after, nil
+	}
+	return next, err
+}

@@ -1,0 +1,181 @@
+package outboxarchive
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// Table is the table outbox_archive, which has a partition for each month of the time of
+// recording, in UTC. An event is in it from the moment on in which it is gone from outbox. It is
+// safe for concurrent use, and any number of relays may write to it.
+type Table struct {
+	db  *pgxpool.Pool
+	cfg TableConfig
+
+	sqlPrepare, sqlInsert, sqlPartitions string
+	reader                               rowReader
+}
+
+// TableConfig tunes a [Table]. The zero value is ready for production.
+type TableConfig struct {
+	// Schema is where outbox_archive is. Empty means public.
+	Schema string
+	// OutboxSchema is where the table outbox is, whose rows [Table.Events] returns too. Empty
+	// means public.
+	OutboxSchema string
+	// KeepMonths is how long [Table.Expire] leaves events in the archive, in months. Negative
+	// keeps all. Zero means 60, which is five years.
+	KeepMonths int
+}
+
+const (
+	defaultKeepMonths = 60
+	maxKeepMonths     = 12_000
+)
+
+// ErrNoTable is returned where the table outbox_archive or its function is missing: call
+// [Table.Ensure] as the role that owns it.
+var ErrNoTable = errors.New("outbox: outbox_archive is missing, or is not that of this release")
+
+// NewTable returns the archive in a schema. It does no I/O; [Table.Ensure] makes the table.
+func NewTable(db *pgxpool.Pool, cfg TableConfig) (*Table, error) {
+	cfg.Schema = cmp.Or(cfg.Schema, pg.DefaultSchema)
+	cfg.OutboxSchema = cmp.Or(cfg.OutboxSchema, pg.DefaultSchema)
+	cfg.KeepMonths = cmp.Or(cfg.KeepMonths, defaultKeepMonths)
+	err := errors.Join(check.Schema(cfg.Schema), check.NotAbove("KeepMonths", cfg.KeepMonths, maxKeepMonths))
+	if serr := check.Schema(cfg.OutboxSchema); serr != nil {
+		err = errors.Join(err, fmt.Errorf("OutboxSchema: %w", serr))
+	}
+	if strings.Contains(cfg.Schema, "$") {
+		err = errors.Join(err, fmt.Errorf("field Schema %w: $ in the name %q", outbox.ErrMalformed, cfg.Schema))
+	}
+	if db == nil {
+		err = errors.Join(fmt.Errorf("db %w", outbox.ErrNilArgument), err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("outbox: archive table config: %w", err)
+	}
+	in := func(sql string) string { return inSchema(sql, cfg.Schema) }
+	both := in(sqlArchivedRows) + ` UNION ALL ` + pg.InSchema(sqlRecordedRows, cfg.OutboxSchema)
+	return &Table{db: db, cfg: cfg, sqlPrepare: in(sqlPrepare), sqlInsert: in(sqlInsert), sqlPartitions: in(sqlPartitions),
+		reader: newRowReader(db, both)}, nil
+}
+
+// inSchema is [pg.InSchema], which also replaces {archive} and {prepare} by texts with the qualified
+// names of the table and its function.
+func inSchema(sql, schema string) string {
+	literal := func(name string) string {
+		return "'" + strings.ReplaceAll(pgx.Identifier{schema}.Sanitize()+name, "'", "''") + "'"
+	}
+	names := strings.NewReplacer("{archive}", literal(".outbox_archive"), "{prepare}", literal(".outbox_archive_prepare(timestamptz[])"))
+	return pg.InSchema(names.Replace(sql), schema)
+}
+
+// sqlPrepare makes the partitions of some times, where they are missing.
+const sqlPrepare = `SELECT {schema}.outbox_archive_prepare($1)`
+
+// sqlInsert adds rows. A row that is there already is the same event: where outbox is
+// partitioned, its rows come here before their partition is dropped, and may come again. The id
+// alone would not say so, because a server that lagged when it took over gives ids out again.
+const sqlInsert = `
+INSERT INTO {schema}.outbox_archive (id, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type,
+                                     topic, partition_key, headers, occurred_at, created_at, size)
+SELECT id, event_id, type, source, aggregate_type, aggregate_id, payload::jsonb, payload_bytes, content_type,
+       nullif(topic, ''), nullif(partition_key, ''), headers::jsonb, occurred_at, created_at, size
+  FROM unnest($1::bigint[], $2::uuid[], $3::text[], $4::text[], $5::text[], $6::text[], $7::text[], $8::bytea[], $9::text[],
+              $10::text[], $11::text[], $12::text[], $13::timestamptz[], $14::timestamptz[], $15::bigint[])
+       AS r (id, event_id, type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type,
+             topic, partition_key, headers, occurred_at, created_at, size)
+    ON CONFLICT DO NOTHING`
+
+// Archive adds rows of outbox in the transaction that removes them. It is for
+// RetentionConfig.Archive. The partitions that are missing are made in the same transaction, by
+// a function that runs with the rights of the owner of the table, so the role of the
+// relay only needs those that docs/roles.md names.
+func (t *Table) Archive(ctx context.Context, tx pgx.Tx, rows []outbox.ArchivedEvent) error {
+	if len(rows) == 0 {
+		return nil
+	}
+	if tx == nil {
+		return fmt.Errorf("outbox: archive: tx %w", outbox.ErrNilArgument)
+	}
+	if _, err := tx.Exec(ctx, t.sqlPrepare, monthsOf(rows)); err != nil {
+		return fmt.Errorf("outbox: make partitions of outbox_archive: %w", orNoTable(err))
+	}
+	if _, err := tx.Exec(ctx, t.sqlInsert, columnsOf(rows)...); err != nil {
+		return fmt.Errorf("outbox: insert into outbox_archive, rows %d to %d of outbox: %w", rows[0].OutboxID, rows[len(rows)-1].OutboxID, orNoTable(err))
+	}
+	return nil
+}
+
+// monthsOf returns the months in which rows were recorded, each once.
+func monthsOf(rows []outbox.ArchivedEvent) (months []time.Time) {
+	for i := range rows {
+		if month := monthOf(rows[i].CreatedAt); !slices.Contains(months, month) {
+			months = append(months, month)
+		}
+	}
+	return months
+}
+
+func monthOf(t time.Time) time.Time {
+	t = t.UTC()
+	return time.Date(t.Year(), t.Month(), 1, 0, 0, 0, 0, time.UTC)
+}
+
+// columnsOf returns the arguments of sqlInsert.
+func columnsOf(rows []outbox.ArchivedEvent) []any {
+	var (
+		ids, sizes                                 []int64
+		eventIDs, types, sources, aggTypes, aggIDs []string
+		contentTypes, topics, keys                 []string
+		payloads, headers                          []pgtype.Text
+		payloadBytes                               [][]byte
+		occurred, created                          []time.Time
+		text                                       = func(b []byte, valid bool) pgtype.Text { return pgtype.Text{String: string(b), Valid: valid} }
+	)
+	for i := range rows {
+		r := &rows[i]
+		ids, sizes = append(ids, r.OutboxID), append(sizes, int64(len(r.Payload)+len(r.Headers)))
+		eventIDs, types, sources = append(eventIDs, r.EventID), append(types, r.Type), append(sources, r.Source)
+		aggTypes, aggIDs = append(aggTypes, r.AggregateType), append(aggIDs, r.AggregateID)
+		if r.JSON {
+			payloads, payloadBytes = append(payloads, text(r.Payload, true)), append(payloadBytes, nil)
+		} else {
+			payloads, payloadBytes = append(payloads, pgtype.Text{}), append(payloadBytes, notNil(r.Payload))
+		}
+		contentTypes, topics, keys = append(contentTypes, r.ContentType), append(topics, r.Topic), append(keys, r.PartitionKey)
+		headers = append(headers, text(r.Headers, r.Headers != nil))
+		occurred, created = append(occurred, r.OccurredAt), append(created, r.CreatedAt)
+	}
+	return []any{ids, eventIDs, types, sources, aggTypes, aggIDs, payloads, payloadBytes, contentTypes, topics, keys, headers, occurred, created, sizes}
+}
+
+// notNil returns an empty payload as such, and not as NULL.
+func notNil(b []byte) []byte {
+	if b == nil {
+		return []byte{}
+	}
+	return b
+}
+
+// orNoTable returns [ErrNoTable] with errors that mean it.
+func orNoTable(err error) error {
+	if pg.IsUndefined(err) {
+		return fmt.Errorf("%w: %w", ErrNoTable, err)
+	}
+	return err
+}

@@ -1,0 +1,223 @@
+package outboxarchive
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/privileges"
+)
+
+// aheadMonths is for how many months from now on Ensure makes partitions. Archive makes those
+// of its rows itself.
+const aheadMonths = 3
+
+// maxBackMonths bounds how far back, likewise.
+const maxBackMonths = 120
+
+// The statements of [Table.Ensure], which one process at a time runs.
+const (
+	sqlLockEnsure = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.archive.' || $1, 0))`
+
+	// sqlArchiveOwner says whether the table is there, and whether it belongs to somebody else.
+	sqlArchiveOwner = `
+SELECT n.oid IS NOT NULL, c.oid IS NOT NULL, coalesce(NOT pg_has_role(c.relowner, 'USAGE'), false), coalesce(pg_get_userbyid(c.relowner), '')
+  FROM (VALUES (1)) AS one
+  LEFT JOIN pg_namespace AS n ON n.nspname = $1
+  LEFT JOIN pg_class AS c ON c.relnamespace = n.oid AND c.relname = 'outbox_archive'`
+
+	createSchema = `CREATE SCHEMA {schema}`
+
+	// createArchive has the columns of outbox. The key begins with the id, because events are
+	// read in that order. It names the event, too, for what sqlInsert says.
+	createArchive = `
+CREATE TABLE {schema}.outbox_archive (
+    id             bigint       NOT NULL,
+    event_id       uuid         NOT NULL,
+    event_type     varchar(100) NOT NULL,
+    source         varchar(100) NOT NULL,
+    aggregate_type varchar(100) NOT NULL,
+    aggregate_id   varchar(255) NOT NULL,
+    payload        jsonb,
+    payload_bytes  bytea,
+    content_type   varchar(100) NOT NULL,
+    topic          varchar(249),
+    partition_key  varchar(255),
+    headers        jsonb,
+    occurred_at    timestamptz  NOT NULL,
+    created_at     timestamptz  NOT NULL,
+    size           bigint       NOT NULL,
+    archived_at    timestamptz  NOT NULL DEFAULT now(),
+    CONSTRAINT outbox_archive_pkey PRIMARY KEY (id, event_id, created_at),
+    CONSTRAINT outbox_archive_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1)
+) PARTITION BY RANGE (created_at);
+
+CREATE INDEX outbox_archive_aggregate_idx ON {schema}.outbox_archive (aggregate_type, aggregate_id, id);
+CREATE INDEX outbox_archive_event_id_idx ON {schema}.outbox_archive (event_id);
+
+COMMENT ON TABLE {schema}.outbox_archive IS
+    'Events that retention has removed from outbox: rows come in the transaction that removes them there. A partition for each month of created_at, in UTC.';
+COMMENT ON COLUMN {schema}.outbox_archive.id IS 'As outbox.id: the order of the events of one key.';
+COMMENT ON COLUMN {schema}.outbox_archive.created_at IS 'Start of the transaction that recorded it; says in which partition it is.';
+COMMENT ON COLUMN {schema}.outbox_archive.size IS 'Bytes of payload and headers, for reading in batches.';
+COMMENT ON COLUMN {schema}.outbox_archive.archived_at IS 'Start of the transaction that moved it here.'`
+
+	// createPrepare makes partitions of months. It runs with the rights of the owner. A
+	// partition is attached, which holds up no reader or writer, and gets no rights by ALTER DEFAULT
+	// PRIVILEGES: those to outbox_archive cover it.
+	createPrepare = `
+CREATE OR REPLACE FUNCTION {schema}.outbox_archive_prepare(times timestamptz[]) RETURNS int
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET TimeZone = 'UTC' AS $body$
+DECLARE
+    parent  constant regclass := {archive}::regclass;
+    schema  constant name := (SELECT n.nspname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = {archive}::regclass);
+    month   timestamptz;
+    part    name;
+    granted record;
+    locked  boolean := false;
+    made    int := 0;
+BEGIN
+    FOR month IN SELECT DISTINCT date_trunc('month', t) FROM unnest(times) AS t ORDER BY 1 LOOP
+        IF month IS NULL OR NOT isfinite(month) OR month < '0001-01-01' OR month > now() + interval '400 days' THEN
+            RAISE EXCEPTION 'there is no partition for %, which is no time, or more than 400 days ahead', month USING ERRCODE = 'invalid_parameter_value';
+        END IF;
+        part := 'outbox_archive_' || to_char(month, 'YYYY_MM');
+        FOR look IN 1 .. 2 LOOP -- again under the lock: others may be at it
+            EXIT WHEN EXISTS (SELECT FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid WHERE i.inhparent = parent AND c.relname = part);
+            IF NOT locked THEN
+                EXECUTE format('LOCK TABLE ONLY %s IN SHARE UPDATE EXCLUSIVE MODE', parent);
+                locked := true;
+                CONTINUE;
+            END IF;
+            EXECUTE format('CREATE TABLE %I.%I (LIKE %s INCLUDING DEFAULTS INCLUDING CONSTRAINTS INCLUDING STORAGE INCLUDING COMPRESSION)', schema, part, parent);
+            FOR granted IN
+                SELECT DISTINCT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS grantee
+                  FROM pg_class AS c, aclexplode(c.relacl) AS a
+                 WHERE c.oid = format('%I.%I', schema, part)::regclass AND a.grantee <> c.relowner
+            LOOP
+                EXECUTE format('REVOKE ALL ON TABLE %I.%I FROM %s CASCADE', schema, part, granted.grantee);
+            END LOOP;
+            EXECUTE format('ALTER TABLE %s ATTACH PARTITION %I.%I FOR VALUES FROM (%L) TO (%L)', parent, schema, part, month, month + interval '1 month');
+            made := made + 1;
+            EXIT;
+        END LOOP;
+    END LOOP;
+    RETURN made;
+END $body$;
+
+COMMENT ON FUNCTION {schema}.outbox_archive_prepare(timestamptz[]) IS 'Makes the partitions of outbox_archive for the months of some times, and returns how many were missing.'`
+
+	// revokeDefaults takes from everybody what ALTER DEFAULT PRIVILEGES gives on what is new.
+	revokeDefaults = `
+DO $$
+DECLARE
+    granted record;
+BEGIN
+    FOR granted IN
+        SELECT CASE a.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(a.grantee)) END AS grantee, g.what
+          FROM (SELECT 'TABLE ' || c.oid::regclass AS what, c.relacl AS acl, c.relowner AS owner FROM pg_class AS c WHERE c.oid = {archive}::regclass
+                 UNION ALL
+                SELECT 'FUNCTION ' || p.oid::regprocedure, coalesce(p.proacl, acldefault('f', p.proowner)), p.proowner FROM pg_proc AS p
+                 WHERE p.oid = {prepare}::regprocedure) AS g,
+               aclexplode(g.acl) AS a
+         WHERE a.grantee <> g.owner
+    LOOP
+        EXECUTE format('REVOKE ALL ON %s FROM %s CASCADE', granted.what, granted.grantee);
+    END LOOP;
+END $$`
+)
+
+// Ensure makes outbox_archive, its function, and the partitions from the month of the oldest
+// event in outbox, where there is one, to three months from now. It may be called at every start and by
+// many processes at once, as the role that owns the table: it needs CREATE on the schema, or on the
+// database if the schema does not exist. It returns [outbox.ErrForeignObjects] if the table
+// belongs to a role whose rights this one does not have.
+func (t *Table) Ensure(ctx context.Context) error {
+	err := pgx.BeginTxFunc(ctx, t.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error { return t.ensure(ctx, tx) })
+	if err != nil {
+		return fmt.Errorf("outbox: ensure outbox_archive in schema %s: %w", t.cfg.Schema, err)
+	}
+	return nil
+}
+
+func (t *Table) ensure(ctx context.Context, tx pgx.Tx) error {
+	for _, sql := range []string{privileges.SafePath, pg.Durable} {
+		if _, err := tx.Exec(ctx, sql); err != nil {
+			return err
+		}
+	}
+	if _, err := tx.Exec(ctx, sqlLockEnsure, t.cfg.Schema); err != nil {
+		return err
+	}
+	var hasSchema, hasTable, strange bool
+	var owner string
+	if err := tx.QueryRow(ctx, sqlArchiveOwner, t.cfg.Schema).Scan(&hasSchema, &hasTable, &strange, &owner); err != nil {
+		return err
+	}
+	if strange {
+		return fmt.Errorf("%w: table outbox_archive of role %s", outbox.ErrForeignObjects, owner)
+	}
+	if err := t.create(ctx, tx, hasSchema, hasTable); err != nil {
+		return err
+	}
+	months, err := t.usualMonths(ctx, tx)
+	if err != nil {
+		return err
+	}
+	_, err = tx.Exec(ctx, t.sqlPrepare, months)
+	return orNoTable(err)
+}
+
+// create makes what is missing. The function is that of this release afterwards.
+func (t *Table) create(ctx context.Context, tx pgx.Tx, hasSchema, hasTable bool) error {
+	var statements []string
+	if !hasSchema {
+		statements = append(statements, createSchema)
+	}
+	if !hasTable {
+		statements = append(statements, createArchive)
+	}
+	statements = append(statements, createPrepare)
+	if !hasTable {
+		statements = append(statements, revokeDefaults)
+	}
+	for _, sql := range statements {
+		if _, err := tx.Exec(ctx, inSchema(sql, t.cfg.Schema)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+const (
+	sqlHasOutbox   = `SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE n.nspname = $1 AND c.relname = 'outbox')`
+	sqlOldestEvent = `SELECT coalesce((SELECT created_at FROM {schema}.outbox ORDER BY id LIMIT 1), now()), now()`
+)
+
+// usualMonths returns the months for which Ensure makes partitions.
+func (t *Table) usualMonths(ctx context.Context, tx pgx.Tx) (months []time.Time, err error) {
+	var has bool
+	if err := tx.QueryRow(ctx, sqlHasOutbox, t.cfg.OutboxSchema).Scan(&has); err != nil {
+		return nil, err
+	}
+	var oldest, now time.Time
+	sql := `SELECT now(), now()`
+	if has {
+		sql = pg.InSchema(sqlOldestEvent, t.cfg.OutboxSchema)
+	}
+	if err := tx.QueryRow(ctx, sql).Scan(&oldest, &now); err != nil {
+		return nil, err
+	}
+	first := monthOf(now).AddDate(0, -maxBackMonths, 0)
+	if oldest.After(first) {
+		first = monthOf(oldest)
+	}
+	for m := first; !m.After(monthOf(now).AddDate(0, aheadMonths, 0)); m = m.AddDate(0, 1, 0) {
+		months = append(months, m)
+	}
+	return months, nil
+}

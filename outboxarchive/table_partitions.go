@@ -1,0 +1,114 @@
+package outboxarchive
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+// Partition is a partition of outbox_archive.
+type Partition struct {
+	// Name is the name of its table, in the schema of the archive or, of one that somebody has
+	// attached, in another.
+	Name string
+	// From and Until bound the time of recording of its events. They are zero where it has no
+	// bounds of that form.
+	From, Until time.Time
+	// Events is how many there are, as PostgreSQL estimates it; negative if it does not know.
+	Events int64
+	// Bytes is its size on disk, with indexes.
+	Bytes int64
+	// Expired is set if all its events are older than TableConfig.KeepMonths.
+	Expired bool
+}
+
+// sqlPartitions lists the partitions. Their bounds are printed as the server prints times in UTC.
+const sqlPartitions = `
+WITH utc AS MATERIALIZED (SELECT set_config('TimeZone', 'UTC', true), set_config('DateStyle', 'ISO', true)),
+parts AS MATERIALIZED (
+    SELECT c.oid, c.relname::text AS name, c.reltuples::bigint AS events,
+           regexp_match(pg_get_expr(c.relpartbound, c.oid), '^FOR VALUES FROM \(''([^'']*)''\) TO \(''([^'']*)''\)$') AS bounds
+      FROM utc CROSS JOIN pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
+     WHERE i.inhparent = (SELECT {archive}::regclass)
+)
+SELECT name, bounds[1]::timestamptz, bounds[2]::timestamptz, events, (SELECT sum(pg_total_relation_size(t.relid)) FROM pg_partition_tree(oid) AS t)::bigint,
+       coalesce($1::int >= 0 AND bounds[2]::timestamptz <= now() - make_interval(months => $1), false)
+  FROM parts ORDER BY 2 NULLS FIRST, 1`
+
+// Partitions returns the partitions, the oldest first.
+func (t *Table) Partitions(ctx context.Context) ([]Partition, error) {
+	var partitions []Partition
+	err := pgx.BeginTxFunc(ctx, t.db, pgx.TxOptions{AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) (err error) {
+		partitions, err = t.partitionsIn(ctx, tx)
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("outbox: partitions of outbox_archive: %w", orNoTable(err))
+	}
+	return partitions, nil
+}
+
+func (t *Table) partitionsIn(ctx context.Context, tx pgx.Tx) ([]Partition, error) {
+	rows, err := tx.Query(ctx, t.sqlPartitions, t.cfg.KeepMonths)
+	if err != nil {
+		return nil, err
+	}
+	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (p Partition, err error) {
+		var from, until pgtype.Timestamptz
+		err = row.Scan(&p.Name, &from, &until, &p.Events, &p.Bytes, &p.Expired)
+		p.From, p.Until = from.Time, until.Time
+		return p, err
+	})
+}
+
+// dropSettings bound how long the archive's readers wait behind a partition that is to be dropped.
+const dropSettings = `SELECT set_config('lock_timeout', '1s', true)`
+
+// Expire drops the partitions that are [Partition.Expired], the oldest first, and returns them.
+// Retention does not do so by itself: a relay has no right to remove what it has archived. Call it as the
+// owner of the table, once a day or a month, or use outbox archive expire. An error that
+// says that a lock is not available means that somebody reads the archive: call it again.
+func (t *Table) Expire(ctx context.Context) (dropped []Partition, err error) {
+	all, err := t.Partitions(ctx)
+	if err != nil {
+		return nil, err
+	}
+	for _, p := range all {
+		if !p.Expired {
+			continue
+		}
+		if err := t.drop(ctx, p.Name); err != nil {
+			return dropped, fmt.Errorf("outbox: drop partition %s of outbox_archive: %w", p.Name, err)
+		}
+		dropped = append(dropped, p)
+	}
+	return dropped, nil
+}
+
+// drop drops a partition, if it still is one and all its events are old.
+func (t *Table) drop(ctx context.Context, name string) error {
+	return pgx.BeginTxFunc(ctx, t.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, dropSettings); err != nil {
+			return err
+		}
+		if _, err := tx.Exec(ctx, pg.InSchema(`LOCK TABLE ONLY {schema}.outbox_archive IN ACCESS EXCLUSIVE MODE`, t.cfg.Schema)); err != nil {
+			return err
+		}
+		partitions, err := t.partitionsIn(ctx, tx)
+		if err != nil {
+			return err
+		}
+		for _, p := range partitions {
+			if p.Name == name && p.Expired {
+				_, err := tx.Exec(ctx, "DROP TABLE "+pgx.Identifier{t.cfg.Schema, name}.Sanitize())
+				return err
+			}
+		}
+		return nil
+	})
+}
