@@ -15,6 +15,7 @@ export GORACE ?= atexit_sleep_ms=0
 MODULES  := . outboxtest outboxotel outboxadmin/browser tools examples examples/nats faults interop bench bench/peers
 TESTED   := $(filter-out bench/peers,$(MODULES)) # make test-peers tests that one, which brings Kafka Connect along
 SERVICES := bin/services
+EXAMPLES := $(addprefix bin/,demo commerce eventsourcing ledger trading observability)
 SHORT    := $(filter -short -short=true -test.short,$(ARGS))
 USE      := $(if $(POSTGRES),-postgres $(POSTGRES)) -kafka $(or $(KAFKA),$(if $(SHORT),fake,real))
 RUN      := $(SERVICES) run $(USE) --
@@ -39,6 +40,10 @@ eventsourcing: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/ev
 .PHONY: trading
 trading: needs-demo $(SERVICES) bin/trading ## Bots, an exchange that fails and workers that are killed, on PostgreSQL alone: needs only Go
 	@$(SERVICES) run -postgres $(or $(POSTGRES),embedded) -kafka none -- bin/trading $(ARGS)
+
+.PHONY: ledger
+ledger: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/ledger ## A ledger and a feed for its auditors, whose processes are killed (ARGS="-topics=two": a topic for each type; KAFKA=real, as above)
+	@$(SHOW) bin/ledger $(ARGS)
 
 .PHONY: observability
 observability: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/observability ## A service with metrics for Prometheus, and traces (ARGS="-traces" prints them; KAFKA=real, as above)
@@ -149,12 +154,12 @@ needs-%:
 	@tools/needs.sh $*
 
 # The go command knows best whether these are up to date.
-.PHONY: $(SERVICES) bin/testall bin/demo bin/commerce bin/eventsourcing bin/trading bin/observability bin/bench bin/bench-peers bin/release bin/golangci-lint bin/govulncheck bin/vulncheck
+.PHONY: $(SERVICES) $(EXAMPLES) bin/testall bin/bench bin/bench-peers bin/release bin/golangci-lint bin/govulncheck bin/vulncheck
 $(SERVICES) bin/testall bin/vulncheck:
 	@echo "building $@"
 	@go build -C tools -o ../$@ ./$(@F)
 
-bin/demo bin/commerce bin/eventsourcing bin/trading bin/observability:
+$(EXAMPLES):
 	@echo "building $@"
 	@go build -C examples -o ../$@ ./$(@F)
 

@@ -1,0 +1,129 @@
+package main
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxtest"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// deliverTo returns a function that delivers events to a group, without Kafka.
+func (f *fixture) deliverTo(t *testing.T, group string, handlers ...outbox.Handler) func(*kgo.Record) error {
+	t.Helper()
+	f.kafka = []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}
+	c, err := f.consumer(group, handlers...)
+	require.NoError(t, err)
+	return func(r *kgo.Record) error { return c.Deliver(t.Context(), r) }
+}
+
+// records returns what Kafka gets of two deposits and the reversal of the first.
+func (f *fixture) records(t *testing.T) (records []*kgo.Record) {
+	t.Helper()
+	id, err := f.deposit(t.Context(), uuid.New(), "account-1", 50)
+	require.NoError(t, err)
+	_, err = f.deposit(t.Context(), uuid.New(), "account-1", 30)
+	require.NoError(t, err)
+	_, err = f.reverse(t.Context(), uuid.New(), id, "a mistake")
+	require.NoError(t, err)
+	posted, reversed := f.recorded(t)
+	for _, e := range []outbox.DomainEvent{posted[0], posted[1], reversed[0]} {
+		records = append(records, outboxtest.NewRecord(t.Context(), t, f.app.events, e))
+	}
+	for _, r := range records {
+		require.Equal(t, "account-1", string(r.Key))
+	}
+	return records
+}
+
+// A transaction is in the feed once, whether its record comes twice or the event has another id the second time. An
+// event that is early is refused until the one before it is there.
+func TestAuditFeed(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	deliver, records := f.deliverTo(t, auditGroup, auditHandlers()...), f.records(t)
+	require.NoError(t, deliver(records[0]))
+	require.ErrorIs(t, deliver(records[2]), errEarly)
+	posted, _ := f.recorded(t)
+	for _, r := range []*kgo.Record{records[0], records[1], records[1], outboxtest.NewRecord(t.Context(), t, f.app.events, posted[1]), records[2], records[0]} {
+		require.NoError(t, deliver(r))
+	}
+	var a auditor
+	require.NoError(t, a.read(t.Context(), f.db))
+	require.Equal(t, 3, a.rows)
+	require.Zero(t, a.gaps()+a.repeats+a.late+a.wrongBalance+a.unbalanced)
+
+	for _, sql := range []string{`UPDATE audit_feed SET sequence = 9`, `DELETE FROM audit_feed`, `TRUNCATE audit_feed`} {
+		_, err := f.db.Exec(t.Context(), sql)
+		require.ErrorContains(t, err, "append-only", sql)
+	}
+}
+
+// The read model shows the newest state, whatever comes twice or late.
+func TestPortfolioView(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	deliver, records := f.deliverTo(t, viewGroup, view{f.db}.handlers()...), f.records(t)
+	for _, i := range []int{0, 2, 1, 0, 2} {
+		require.NoError(t, deliver(records[i]))
+	}
+	var got Balance
+	require.NoError(t, f.db.QueryRow(t.Context(), `SELECT balance, sequence FROM portfolio_view`).Scan(&got.Amount, &got.Version))
+	require.Equal(t, Balance{30, 3}, got)
+}
+
+// A reader of a later version's events ignores what it does not know.
+func TestUnknownMembersAreIgnored(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	deliver, records := f.deliverTo(t, auditGroup, auditHandlers()...), f.records(t)
+	records[0].Value = append([]byte(`{"branch": {"city": "Busan"}, `), records[0].Value[1:]...)
+	require.NoError(t, deliver(records[0]))
+	var a auditor
+	require.NoError(t, a.read(t.Context(), f.db))
+	require.Equal(t, 1, a.rows)
+}
+
+// Nobody needs Kafka to post. What was posted while it was away gets there later.
+func TestKafkaIsAwayAtTheCommit(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	f.records(t) // with an address where nobody is
+	f.kafka = testenv.KafkaOpts(testenv.Brokers(t))
+	require.NoError(t, f.makeTopics(t.Context()))
+	outboxtest.Drain(t.Context(), t, f.db, f.kafka, outbox.RelayConfig{Schema: f.schema})
+	got, err := f.readKafka(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, sent{3, 3}, got)
+}
+
+// The archive gets the events with what they were, in the year of their transaction.
+func TestArchive(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	f.records(t)
+	const sqlRows = `
+SELECT id AS outbox_id, event_id::text, event_type AS type, source, aggregate_type, aggregate_id, convert_to(payload::text, 'UTF8') AS payload,
+       content_type, coalesce(topic, '') AS topic, coalesce(partition_key, '') AS partition_key, NULL::bytea AS headers, occurred_at, created_at
+  FROM outbox ORDER BY id`
+	rows, err := f.db.Query(t.Context(), sqlRows)
+	require.NoError(t, err)
+	events, err := pgx.CollectRows(rows, pgx.RowToStructByName[outbox.ArchivedEvent])
+	require.NoError(t, err)
+	require.NoError(t, pgx.BeginFunc(t.Context(), f.db, func(tx pgx.Tx) error { return archive(t.Context(), tx, events) }))
+	var same, years int
+	require.NoError(t, f.db.QueryRow(context.Background(), `
+SELECT count(*), count(DISTINCT a.tableoid)
+  FROM event_archive AS a JOIN outbox AS o ON o.id = a.outbox_id
+ WHERE (a.event_id, a.event_type, a.aggregate_id, a.payload, a.occurred_at) = (o.event_id, o.event_type, o.aggregate_id, o.payload, o.occurred_at)
+   AND a.tableoid::regclass::text LIKE '%' || extract(year FROM o.created_at AT TIME ZONE 'UTC')`).Scan(&same, &years))
+	require.Equal(t, 3, same)
+	require.Equal(t, 1, years)
+	require.Less(t, time.Since(events[0].CreatedAt), time.Hour)
+}

@@ -1,0 +1,164 @@
+// Ledger is a bank's ledger: deposits and reversals in PostgreSQL, and in Kafka what happened, for a feed that external
+// auditors read, for a read model and for whoever else wants it. The transaction, its journal entries, the balance
+// and the event commit together or not at all. Tellers, the relay and the consumers are processes of their own,
+// and each of them is killed in the middle of its work.
+//
+// To copy from it, read transaction.go (the domain: what balances, and what a reversal is), events.go (what the ledger
+// tells, and by which topics and keys), service.go (one transaction for all of it, optimistic locking, and the retry of the
+// whole method), audit.go (a consumer that writes each transaction once and verifies the order), auditor.go
+// (who checks it), view.go (a read model) and archive.go (five years). The rest makes a show of it: app.go has
+// the processes, show.go kills them, kafka.go and report.go compare.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"os/signal"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+const usage = `Ledger posts deposits and reversals, and has a feed for auditors written from their events.
+Tellers, relay and consumers are processes, and each of them is killed. At the end it compares
+the ledger with its events, the feed, the read model and the archive.
+
+  OUTBOX_POSTGRES_URL   where PostgreSQL is, for example postgres://localhost/postgres
+  OUTBOX_KAFKA_BROKERS  where Kafka is, host:port with commas between them
+
+"make ledger" starts both and sets these. A run makes a schema of its own and drops it at the
+end; its topics stay. Ctrl-C closes the counter early; what was posted is still compared.
+
+Exit code: 0 all adds up, 1 it does not, or the run failed, 2 wrong usage.
+
+Flags:
+`
+
+// The codes that the program exits with.
+const (
+	exitRight = iota
+	exitWrong
+	exitUsage
+)
+
+type config struct {
+	deposits, rate, accounts int
+	topics                   string
+	kill, verbose            bool
+	seed                     uint64
+	patience                 time.Duration
+	postgres                 string
+	brokers                  []string
+
+	// Of a process of this program.
+	role, schema string
+	began        int64 // when the counter opened, in Unix milliseconds
+	crashAfter   int64
+}
+
+// roleArgs are the arguments of a process of this program.
+func (c config) roleArgs(role string, more ...string) []string {
+	return append([]string{
+		"-role=" + role, "-schema=" + c.schema, "-topics=" + c.topics, "-began=" + strconv.FormatInt(c.began, 10),
+		"-deposits=" + strconv.Itoa(c.deposits), "-rate=" + strconv.Itoa(c.rate), "-accounts=" + strconv.Itoa(c.accounts),
+		"-seed=" + strconv.FormatUint(c.seed, 10), "-v=" + strconv.FormatBool(c.verbose),
+	}, more...)
+}
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop) // a second Ctrl-C ends the program at once
+	os.Exit(start(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
+}
+
+// start is main without the process around it. It returns the exit code.
+func start(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) int {
+	cfg, err := parse(args, stdout)
+	if errors.Is(err, flag.ErrHelp) {
+		return exitRight
+	}
+	if err != nil {
+		fmt.Fprintln(stderr, "ledger:", err)
+		return exitUsage
+	}
+	if cfg.role != "" {
+		if err := play(ctx, cfg, stdin); err != nil {
+			fmt.Fprintf(stderr, "ledger: %s: %v\n", cfg.role, err)
+			return exitWrong
+		}
+		return exitRight
+	}
+	r, err := run(ctx, cfg, stdout)
+	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
+		fmt.Fprintln(stderr, "ledger: ended by a signal:", err)
+		return exitRight
+	}
+	if err != nil {
+		fmt.Fprintln(stderr, "ledger:", err)
+		return exitWrong
+	}
+	if !r.print(stdout) {
+		return exitWrong
+	}
+	return exitRight
+}
+
+// parse reads the flags and the environment.
+func parse(args []string, stdout io.Writer) (cfg config, err error) {
+	flags := flag.NewFlagSet("ledger", flag.ContinueOnError)
+	flags.SetOutput(io.Discard) // errors are printed once, by start
+	flags.IntVar(&cfg.deposits, "deposits", 600, "deposits that customers ask for; a fifth of them is reversed")
+	flags.IntVar(&cfg.rate, "rate", 120, "deposits per second")
+	flags.IntVar(&cfg.accounts, "accounts", 10, "accounts of customers")
+	flags.StringVar(&cfg.topics, "topics", "one", "one topic for all events, or two: one for each type")
+	flags.BoolVar(&cfg.kill, "kill", true, "kill the tellers, the relay and the consumers once each")
+	flags.Uint64Var(&cfg.seed, "seed", 0, "repeats what customers ask for; 0 is by chance")
+	flags.DurationVar(&cfg.patience, "patience", 45*time.Second, "how long to wait for the events while nothing happens")
+	flags.BoolVar(&cfg.verbose, "v", false, "print what relay and consumers log")
+	flags.StringVar(&cfg.role, "role", "", "run only the tellers, the relay or the consumers, until the standard input ends")
+	flags.StringVar(&cfg.schema, "schema", "", "with -role: where the tables are")
+	flags.Int64Var(&cfg.began, "began", 0, "with -role: when the counter opened")
+	flags.Int64Var(&cfg.crashAfter, "crash-after", 0, "with -role=relay: kill the process when Kafka has so many records")
+	if err := flags.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			fmt.Fprint(stdout, usage)
+			flags.SetOutput(stdout)
+			flags.PrintDefaults()
+			return cfg, err
+		}
+		return cfg, fmt.Errorf("%w; see ledger -h", err)
+	}
+	for cfg.seed == 0 {
+		cfg.seed = uint64(rand.Uint32())
+	}
+	cfg.postgres = os.Getenv("OUTBOX_POSTGRES_URL")
+	if brokers := os.Getenv("OUTBOX_KAFKA_BROKERS"); brokers != "" {
+		cfg.brokers = strings.Split(brokers, ",")
+	}
+	return cfg, cfg.check(flags.Args())
+}
+
+func (c config) check(rest []string) error {
+	_, isTopics := topicOptions[c.topics]
+	switch {
+	case len(rest) > 0:
+		return fmt.Errorf("%q is not a flag; see ledger -h", rest[0])
+	case c.deposits < 1 || c.rate < 1 || c.accounts < 1 || c.patience <= 0:
+		return errors.New("-deposits, -rate, -accounts and -patience start above 0; see ledger -h")
+	case !isTopics:
+		return fmt.Errorf("-topics is %q, and can be one or two; see ledger -h", c.topics)
+	case c.role != "" && roles[c.role] == nil:
+		return fmt.Errorf("-role is %q, and can be %s, %s or %s; see ledger -h", c.role, tellersRole, relayRole, consumersRole)
+	case (c.role == "") != (c.schema == ""):
+		return errors.New("-role and -schema go together; see ledger -h")
+	case c.postgres == "" || len(c.brokers) == 0:
+		return errors.New("OUTBOX_POSTGRES_URL and OUTBOX_KAFKA_BROKERS are not set: run it with `make ledger`, or see ledger -h")
+	}
+	return nil
+}
