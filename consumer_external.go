@@ -69,8 +69,47 @@ type PlainRecords struct {
 // Without that option the records name no type. Where all of a topic have the same one,
 // use PlainRecords{Type: …, Connect: true}; with type:envelope:eventType, set TypeMember
 // to eventType and DataMember to payload.
+//
+// With the connector of docs/migrate.md the records are CloudEvents as a relay sends them, but for
+// the headers that are in the column headers: these are a JSON object in the header
+// outbox-headers, from which DecodeDebezium takes correlationid and traceparent. So an event has the same
+// id, source and extensions, whether Debezium or a relay has sent it.
 func DecodeDebezium(r *kgo.Record) (*Message, error) {
+	r, err := withStoredHeaders(r)
+	if err != nil {
+		return nil, err
+	}
 	return PlainRecords{Connect: true}.Decode(r)
+}
+
+// storedHeaders is the header that has the column headers of outbox.
+const storedHeaders = "outbox-headers"
+
+// withStoredHeaders returns a record with the headers that are in the column headers, as a relay adds them.
+func withStoredHeaders(r *kgo.Record) (*kgo.Record, error) {
+	at := slices.IndexFunc(r.Headers, func(h kgo.RecordHeader) bool { return strings.EqualFold(h.Key, storedHeaders) })
+	if at < 0 {
+		return r, nil
+	}
+	all := *r
+	all.Headers = slices.Delete(slices.Clone(r.Headers), at, at+1)
+	e := envelope{headers: r.Headers[at].Value}
+	if len(e.headers) == 0 { // NULL
+		return &all, nil
+	}
+	own, err := e.ownHeaders()
+	if err != nil {
+		return nil, unreadable("", storedHeaders, fmt.Errorf("%w: no object of texts", ErrMalformed))
+	}
+	prefix := ""
+	if isCloudEvent(r) {
+		prefix = "ce_"
+		maps.DeleteFunc(own, func(name, _ string) bool { return !isAttribute(name) })
+	}
+	for _, name := range slices.Sorted(maps.Keys(own)) {
+		all.Headers = append(all.Headers, kgo.RecordHeader{Key: prefix + name, Value: []byte(own[name])})
+	}
+	return &all, nil
 }
 
 // DecodeByTopic returns a [ConsumerConfig.Decode] that has a decoder for each of some

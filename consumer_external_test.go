@@ -152,6 +152,36 @@ var debeziumTests = []externalCase{
 		externalRecord(`{"schema":{},"payload":{"payload":"{\"a\": 1}","eventType":"order.created"}}`, "id", "e1"), nil},
 }
 
+// A connector that places the columns of outbox sends CloudEvents, whose own headers are in one header.
+func TestDebeziumSendsCloudEvents(t *testing.T) {
+	t.Parallel()
+	attributes := []string{"id", "e1", "ce_specversion", "1.0", "ce_id", "e1", "ce_source", "shop", "ce_type", "acme.order.created.v1", "ce_subject", "order-1",
+		"ce_time", "2026-02-03T04:05:06.789Z", "ce_aggregatetype", "Order", "content-type", "application/json"}
+	for stored, want := range map[string]map[string]string{
+		"":     {"aggregatetype": "Order"},
+		"null": {"aggregatetype": "Order"},
+		`{"correlationid": "c1", "traceparent": "` + someTraceParent + `", "tenant": "7", "id": "no"}`: {"aggregatetype": "Order", "correlationid": "c1", "traceparent": someTraceParent},
+	} {
+		record := externalRecord(`{"a": 1}`, append(attributes, "Outbox-Headers", stored)...)
+		before := len(record.Headers)
+		got, err := outbox.DecodeDebezium(record)
+		require.NoError(t, err)
+		require.Equal(t, &outbox.Message{ID: "e1", Source: "shop", Type: "acme.order.created.v1", Subject: "order-1", ContentType: "application/json",
+			Time: got.Time, Extensions: want, Data: []byte(`{"a": 1}`)}, got)
+		require.Len(t, record.Headers, before, "the record stays as it is")
+	}
+	for _, stored := range []string{`[]`, `{"a": 1}`, "\xff", `{`} {
+		_, err := outbox.DecodeDebezium(externalRecord(`{}`, append(attributes, "outbox-headers", stored)...))
+		var field *outbox.FieldError
+		require.ErrorAs(t, err, &field)
+		require.Equal(t, "outbox-headers", field.Field)
+		require.ErrorIs(t, err, outbox.ErrMalformed)
+	}
+	got, err := outbox.DecodeDebezium(externalRecord(`{}`, "id", "e1", "type", "t", "outbox-headers", `{"correlationid": "c1", "tenant": "7"}`))
+	require.NoError(t, err)
+	require.Equal(t, map[string]string{"tenant": "7", "correlationid": "c1"}, got.Extensions)
+}
+
 func TestPlainRecords(t *testing.T) {
 	t.Parallel()
 	for _, tt := range plainTests {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"regexp"
 	"strconv"
 	"strings"
 	"time"
@@ -38,8 +39,8 @@ type MigrateConfig struct {
 	// table.
 	PartitionRows int64
 	// Publication is the name of a publication for Debezium, or another reader of
-	// PostgreSQL's logical replication, that sends the events in place of a relay. It is
-	// made with outbox in it, unless a relay sends the events already, publishes rows that are
+	// PostgreSQL's logical replication, that sends the events in place of a relay: lower-case
+	// letters, digits and underscores, as Debezium wants it. It is made with outbox in it, unless a relay sends the events already, publishes rows that are
 	// inserted and nothing else, and is not changed again: outboxops.Cuts moves between
 	// Debezium and a relay. From then on a trigger completes each row, whoever inserts it:
 	// topic and partition_key are set. A row from whose type no topic can be derived is
@@ -63,6 +64,9 @@ const (
 	defaultLockTimeout = 100 * time.Millisecond
 )
 
+// publicationName is what Debezium can name in its list of publications, where it uses no quotes.
+var publicationName = regexp.MustCompile(`^[a-z_][a-z0-9_]{0,62}$`)
+
 func (c MigrateConfig) withDefaults() MigrateConfig {
 	c.Schema = cmp.Or(c.Schema, pg.DefaultSchema)
 	c.LockTimeout = cmp.Or(c.LockTimeout, defaultLockTimeout)
@@ -72,8 +76,8 @@ func (c MigrateConfig) withDefaults() MigrateConfig {
 
 func (c MigrateConfig) validate() error {
 	err := errors.Join(check.Schema(c.Schema), check.NotNegative("PartitionRows", c.PartitionRows), check.NotNegative("LockTimeout", c.LockTimeout))
-	if c.Publication != "" {
-		err = errors.Join(err, check.Identifier("Publication", c.Publication))
+	if c.Publication != "" && !publicationName.MatchString(c.Publication) {
+		err = errors.Join(err, fmt.Errorf("field Publication is %.100q: %w, at most 63 of a-z 0-9 _", c.Publication, ErrMalformed))
 	}
 	if c.PartitionRows > maxPartitionRows {
 		err = errors.Join(err, fmt.Errorf("field PartitionRows is %d: at most %d", c.PartitionRows, maxPartitionRows))

@@ -2,6 +2,7 @@ package outbox_test
 
 import (
 	"fmt"
+	"strings"
 	"testing"
 
 	"github.com/google/uuid"
@@ -15,12 +16,12 @@ import (
 // published is a counter whose outbox is in a publication.
 type published struct {
 	*counter
-	name string // of the publication, which needs quotes
+	name string // of the publication
 }
 
 func newPublished(t testing.TB, partitionRows int64) *published {
 	t.Helper()
-	p := &published{counter: newCounter(t, parcels(t)), name: fmt.Sprintf("Test %.8s", uuid.NewString())}
+	p := &published{counter: newCounter(t, parcels(t)), name: fmt.Sprintf("test_%.8s", uuid.NewString())}
 	t.Cleanup(func() { p.exec(t, `DROP PUBLICATION IF EXISTS `+pgx.Identifier{p.name}.Sanitize()) })
 	if partitionRows > 0 {
 		require.NoError(t, outbox.Migrate(background, p.db, outbox.MigrateConfig{Schema: p.schema, PartitionRows: partitionRows}))
@@ -129,9 +130,11 @@ func TestPublication(t *testing.T) {
 
 	p.exec(t, `ALTER PUBLICATION `+quoted+` SET (publish = 'insert, delete')`)
 	require.ErrorContains(t, p.migrate(), "is there with other options")
-	require.ErrorContains(t, outbox.Migrate(background, p.db, outbox.MigrateConfig{Schema: p.schema, Publication: "a\x00"}), "field Publication")
-	long := outbox.MigrateConfig{Schema: p.schema, Publication: "주문주문주문주문주문주문주문주문주문주문주문"}
-	require.ErrorIs(t, outbox.Migrate(background, p.db, long), outbox.ErrTooLong)
+	for _, name := range []string{"a b", "Shop", "주문", "1a", strings.Repeat("a", 64)} {
+		err := outbox.Migrate(background, p.db, outbox.MigrateConfig{Schema: p.schema, Publication: name})
+		require.ErrorIs(t, err, outbox.ErrMalformed)
+		require.ErrorContains(t, err, "field Publication")
+	}
 }
 
 // A transaction that has recorded something delays the trigger, and nobody else does it.
