@@ -19,7 +19,7 @@ import (
 // tx.Rollback()": return nil or an error instead. Savepoints are SQL: SAVEPOINT, ROLLBACK TO SAVEPOINT.
 //
 // Rows and statements that f leaves open are closed when it returns. Whoever uses tx after that, a goroutine of f for
-// example, gets an error that is [sql.ErrTxDone]. A statement without a context of its own, or with one that cannot end, ends with ctx.
+// example, gets [sql.ErrTxDone]. A statement without a context of its own, or with one that cannot end, ends with ctx.
 //
 // Arguments and values are those of pgx/stdlib, whichever driver the service uses otherwise: pgx encodes an argument of any type. A prepared
 // statement is prepared by pgx when it first runs, if the pool does that, so it works behind PgBouncer. A statement that was

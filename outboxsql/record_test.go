@@ -38,10 +38,7 @@ func TestRecord(t *testing.T) {
 }
 
 // bunLike is a transaction whose statements are not those that it was given, as those of Bun.
-type bunLike struct {
-	*sql.Tx
-	name string
-}
+type bunLike struct{ *sql.Tx }
 
 func (bunLike) ExecContext(context.Context, string, ...any) (sql.Result, error) {
 	panic("it would drop the arguments")

@@ -5,8 +5,6 @@ package sqltx
 import (
 	"context"
 	"database/sql"
-	"database/sql/driver"
-	"errors"
 	"fmt"
 
 	"github.com/jackc/pgx/v5"
@@ -34,24 +32,21 @@ func Within(ctx context.Context, tx pgx.Tx, f func(*sql.Tx) error) error {
 // A statement whose own context cannot end, as that of Exec, ends with ctx.
 func Begin(ctx context.Context, tx pgx.Tx) (within *sql.Tx, end func(), err error) {
 	c := &conn{ctx: ctx, tx: tx}
-	// One for each transaction: it costs a microsecond or two, and a shared one would have a
-	// goroutine for as long as the process runs.
-	db := sql.OpenDB(connector{c})
 	// Ctx must not end the transaction: database/sql would roll it back from a goroutine of its own.
-	within, err = db.BeginTx(context.Background(), nil)
+	within, err = acquire().BeginTx(context.WithValue(context.Background(), connKey{}, c), nil)
 	if err != nil {
-		return nil, nil, errors.Join(err, db.Close())
+		release()
+		return nil, nil, err
 	}
-	return within, func() { c.end(within, db) }, nil
+	return within, func() { c.end(within) }, nil
 }
 
 // end ends the use of the connection, and then lets database/sql forget the transaction.
-func (c *conn) end(within *sql.Tx, db *sql.DB) {
+func (c *conn) end(within *sql.Tx) {
 	rowsOpen := c.detach()
 	forget := func() {
-		// Neither has anything to say: the connection does not hear of them any more.
-		_ = within.Rollback()
-		_ = db.Close()
+		defer release()
+		_ = within.Rollback() // it does not reach the connection any more
 	}
 	if rowsOpen {
 		// Rollback waits until all rows are closed. Rows that were scanned into sql.RawBytes are not
@@ -61,15 +56,3 @@ func (c *conn) end(within *sql.Tx, db *sql.DB) {
 	}
 	forget()
 }
-
-// connector hands out the one connection.
-type connector struct{ conn *conn }
-
-// Connect implements [driver.Connector].
-func (c connector) Connect(context.Context) (driver.Conn, error) { return c.conn, nil }
-
-// Driver implements [driver.Connector].
-func (c connector) Driver() driver.Driver { return c }
-
-// Open implements [driver.Driver].
-func (c connector) Open(string) (driver.Conn, error) { return c.conn, nil }
