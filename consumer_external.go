@@ -72,7 +72,7 @@ type PlainRecords struct {
 //
 // With the connector of docs/migrate.md the records are CloudEvents as a relay sends them, but for
 // the headers that are in the column headers: these are a JSON object in the header
-// outbox-headers, from which DecodeDebezium takes correlationid and traceparent. So an event has the same
+// outbox-headers, from which DecodeDebezium takes correlationid, traceparent and all other extension attributes. So an event has the same
 // id, source and extensions, whether Debezium or a relay has sent it.
 func DecodeDebezium(r *kgo.Record) (*Message, error) {
 	r, err := withStoredHeaders(r)
@@ -101,13 +101,13 @@ func withStoredHeaders(r *kgo.Record) (*kgo.Record, error) {
 	if err != nil {
 		return nil, unreadable("", storedHeaders, fmt.Errorf("%w: no object of texts", ErrMalformed))
 	}
-	prefix := ""
-	if isCloudEvent(r) {
-		prefix = "ce_"
-		maps.DeleteFunc(own, func(name, _ string) bool { return !isAttribute(name) })
-	}
+	isEvent := isCloudEvent(r)
 	for _, name := range slices.Sorted(maps.Keys(own)) {
-		all.Headers = append(all.Headers, kgo.RecordHeader{Key: prefix + name, Value: []byte(own[name])})
+		key := name
+		if attribute := attributeOf(name); isEvent && attribute != "" {
+			key = attrPrefix + attribute
+		}
+		all.Headers = append(all.Headers, kgo.RecordHeader{Key: key, Value: []byte(own[name])})
 	}
 	return &all, nil
 }
