@@ -23,7 +23,7 @@ java          kafka    default-jre-headless  java-21-openjdk-headless  temurin  
 pg_dump       dump     postgresql-client     postgresql                libpq           to copy a database
 psql          dump     postgresql-client     postgresql                libpq           to restore the copy
 pgbouncer     bouncer  pgbouncer             pgbouncer                 pgbouncer       to test through it
-prometheus    metrics  prometheus            /usr/bin/prometheus       prometheus      to scrape an example
+prometheus    metrics  prometheus            /usr/bin/prometheus       prometheus      to scrape an example and a relay
 promtool      metrics  prometheus            /usr/bin/promtool         prometheus      to test the alerts
 chromium      browser  chromium              chromium                  google-chrome   to test the operators' page
 TABLE
@@ -37,7 +37,7 @@ groups() {
     short) echo base git race ;;
     faults) echo base race kafka bouncer ;;
     bench-peers) echo base kafka ;; # Java for Kafka Connect, whoever brings Kafka along
-    test-versions) echo base race kafka dump bouncer ;; # the module faults is among what it tests
+    test-versions) echo base race kafka dump bouncer metrics ;; # the module faults is among what it tests
     test-pgbouncer) echo base kafka bouncer metrics ;;
     screenshots) echo base browser ;;
     test | ci) echo base git race kafka dump bouncer metrics browser ;;

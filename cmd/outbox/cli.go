@@ -9,6 +9,7 @@ import (
 
 	"github.com/twmb/franz-go/pkg/kerr"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
@@ -18,6 +19,7 @@ const (
 	exitError    = 1
 	exitUsage    = 2
 	exitProblems = 3
+	exitSignal   = 128 // plus the number of the signal
 )
 
 // command is something that can be asked for. It keeps no state: tests run commands
@@ -39,7 +41,7 @@ type command struct {
 // commands returns all of them in the order of the help.
 func commands() []command {
 	return []command{
-		statusCommand, doctorCommand, tailCommand, topicsCommand,
+		relayCommand, statusCommand, doctorCommand, tailCommand, topicsCommand,
 		failuresListCommand, failuresShowCommand, failuresCountCommand, failuresRetryCommand, failuresResolveCommand,
 		failuresEditCommand, failuresHoldCommand, failuresReleaseCommand,
 		consumersCommand, consumerPauseCommand, consumerResumeCommand, consumerRewindCommand,
@@ -95,7 +97,7 @@ func (e *env) hint(err error) {
 	switch {
 	case errors.Is(err, kerr.InvalidReplicationFactor):
 		fmt.Fprintln(e.stderr, "The field ReplicationFactor is --replication.")
-	case pg.IsUndefined(err):
+	case pg.IsUndefined(err), errors.Is(err, outbox.ErrNotMigrated):
 		fmt.Fprintf(e.stderr, "Schema %s has no tables of outbox, or those of an earlier release: try --schema,\noutbox doctor, or outbox migrate up.\n", visible(e.schemaName()))
 	case pg.Code(err) == "42501": // no privilege
 		fmt.Fprintln(e.stderr, "The role may not do that. outbox doctor --as reader, or operator, says why.")

@@ -73,6 +73,13 @@ func (e *env) checkGlobals() error {
 	if e.timeout < 0 {
 		return usagef("--timeout %v: must not be negative", e.timeout)
 	}
+	e.schema = cmp.Or(e.schema, e.getenv("OUTBOX_SCHEMA"))
+	if text := e.getenv("KAFKA_TLS"); text != "" && !e.kafkaTLS {
+		var err error
+		if e.kafkaTLS, err = strconv.ParseBool(text); err != nil {
+			return usagef("$KAFKA_TLS %q: want true or false", text)
+		}
+	}
 	return nil
 }
 
@@ -125,8 +132,23 @@ func (e *env) namesDatabase() bool {
 		func(name string) bool { return e.getenv(name) != "" })
 }
 
-// databaseConfig reads the URL, or what libpq's variables say.
+// databaseConfig returns the pool of commands that look and leave.
 func (e *env) databaseConfig() (*pgxpool.Config, error) {
+	cfg, err := e.parseDatabase("outbox-cli")
+	if err != nil {
+		return nil, err
+	}
+	cfg.MaxConns = 4
+	// PgBouncer may be in between, and statements are not run often enough to gain by
+	// being prepared.
+	if c := cfg.ConnConfig; c.DefaultQueryExecMode == pgx.QueryExecModeCacheStatement {
+		c.DefaultQueryExecMode = pgx.QueryExecModeCacheDescribe
+	}
+	return cfg, nil
+}
+
+// parseDatabase reads the URL, or what libpq's variables say.
+func (e *env) parseDatabase(application string) (*pgxpool.Config, error) {
 	if !e.namesDatabase() {
 		return nil, usagef("which database? --database URL, or $DATABASE_URL")
 	}
@@ -141,14 +163,8 @@ func (e *env) databaseConfig() (*pgxpool.Config, error) {
 	}
 	c := cfg.ConnConfig
 	e.secret(c.Password, c.User, c.Database, c.Host)
-	cfg.MaxConns = 4
-	// PgBouncer may be in between, and statements are not run often enough to gain by
-	// being prepared.
-	if c.DefaultQueryExecMode == pgx.QueryExecModeCacheStatement {
-		c.DefaultQueryExecMode = pgx.QueryExecModeCacheDescribe
-	}
 	if c.RuntimeParams["application_name"] == "" {
-		c.RuntimeParams["application_name"] = "outbox-cli"
+		c.RuntimeParams["application_name"] = application
 	}
 	return cfg, nil
 }

@@ -29,9 +29,9 @@ const defaultTimeout = 30 * time.Second
 // define binds the flags, with what has been parsed so far as their defaults.
 func (g *globals) define(fs *flag.FlagSet) {
 	fs.StringVar(&g.database, "database", g.database, "`URL` of PostgreSQL; else $DATABASE_URL, $PGHOST …")
-	fs.StringVar(&g.schema, "schema", g.schema, "`NAME` schema of the tables (public)")
+	fs.StringVar(&g.schema, "schema", g.schema, "`NAME` schema of the tables; else $OUTBOX_SCHEMA, public")
 	fs.StringVar(&g.kafka, "kafka", g.kafka, "`HOST:PORT,…` brokers; else $KAFKA_BROKERS")
-	fs.BoolVar(&g.kafkaTLS, "kafka-tls", g.kafkaTLS, "speak TLS with Kafka")
+	fs.BoolVar(&g.kafkaTLS, "kafka-tls", g.kafkaTLS, "speak TLS with Kafka; else $KAFKA_TLS")
 	fs.StringVar(&g.kafkaCA, "kafka-ca", g.kafkaCA, "`FILE` PEM of the authorities; means TLS; else $KAFKA_CA")
 	fs.StringVar(&g.kafkaCert, "kafka-cert", g.kafkaCert, "`FILE` PEM of our certificate (mTLS); else $KAFKA_CERT")
 	fs.StringVar(&g.kafkaKey, "kafka-key", g.kafkaKey, "`FILE` PEM of the key of it; else $KAFKA_KEY")

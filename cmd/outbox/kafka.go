@@ -28,17 +28,25 @@ const (
 	kafkaSilence  = 5 * time.Second
 )
 
-// kafkaOpts returns the options for a client, as the flags say.
+// kafkaOpts returns the options for a client of a command that looks and leaves, as the flags say.
 func (e *env) kafkaOpts() ([]kgo.Opt, error) {
-	if e.brokers() == "" {
-		return nil, usagef("which Kafka? --kafka HOST:PORT, or $KAFKA_BROKERS")
+	opts, err := e.kafkaAccess()
+	if err != nil {
+		return nil, err
 	}
 	silence := kafkaSilence
 	if e.timeout > 0 {
 		silence = min(silence, max(e.timeout, time.Second))
 	}
-	opts := []kgo.Opt{kgo.SeedBrokers(strings.Split(e.brokers(), ",")...), kgo.ClientID("outbox-cli"), kgo.RetryTimeout(kafkaPatience),
-		kgo.DialTimeout(silence), kgo.RequestTimeoutOverhead(silence)}
+	return append(opts, kgo.ClientID("outbox-cli"), kgo.RetryTimeout(kafkaPatience), kgo.DialTimeout(silence), kgo.RequestTimeoutOverhead(silence)), nil
+}
+
+// kafkaAccess returns where the brokers are, and how one logs in.
+func (e *env) kafkaAccess() ([]kgo.Opt, error) {
+	if e.brokers() == "" {
+		return nil, usagef("which Kafka? --kafka HOST:PORT, or $KAFKA_BROKERS")
+	}
+	opts := []kgo.Opt{kgo.SeedBrokers(strings.Split(e.brokers(), ",")...)}
 	secure, err := e.kafkaTLSConfig()
 	if err != nil {
 		return nil, err

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"flag"
+	"runtime"
 	"runtime/debug"
 	"strings"
 )
@@ -23,10 +24,7 @@ type build struct {
 }
 
 func version(_ context.Context, e *env) error {
-	b := build{Version: "(unknown)"}
-	if info, ok := debug.ReadBuildInfo(); ok {
-		b = readBuild(info)
-	}
+	b := thisBuild()
 	if e.json {
 		return e.writeJSON(b)
 	}
@@ -39,6 +37,14 @@ func version(_ context.Context, e *env) error {
 	}
 	e.printf("%s, %s\n", text, b.Go)
 	return nil
+}
+
+// thisBuild returns what this program knows of itself.
+func thisBuild() build {
+	if info, ok := debug.ReadBuildInfo(); ok {
+		return readBuild(info)
+	}
+	return build{Version: "(unknown)", Go: runtime.Version()}
 }
 
 func readBuild(info *debug.BuildInfo) build {

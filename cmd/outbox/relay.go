@@ -1,0 +1,176 @@
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"log/slog"
+	"strings"
+	"time"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxalert"
+)
+
+var relayCommand = command{
+	name:    "relay",
+	summary: "relay events to Kafka, until SIGTERM",
+	about: `
+A relay as a process of its own. Run several: one relays, the others stand by.
+Each flag here can be a variable: --max-retries is $OUTBOX_MAX_RETRIES, too.
+$OUTBOX_SLACK_URL and $OUTBOX_PAGERDUTY_KEY say who gets alerts besides the log.
+It stops within 5 s; a second signal ends it at once.`,
+	endless: true,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		r := &relayProcess{}
+		r.define(fs)
+		fs.VisitAll(func(f *flag.Flag) { r.own = append(r.own, f.Name) })
+		return func(ctx context.Context, e *env) error {
+			if err := fromVariables(e, fs, r.own); err != nil {
+				return err
+			}
+			return r.run(ctx, e)
+		}
+	},
+}
+
+// relayProcess is a relay with what a process needs around it.
+type relayProcess struct {
+	own []string // the names of its flags, without those that all commands take
+
+	relay                string
+	structured, holdDead bool
+	batch, maxRetries    int
+	poll, lease, stale   time.Duration
+	published, handled   span
+	listen, page         string
+	log                  string
+	level                slog.Level
+}
+
+// Where it listens unless it is told: the port that metrics in the text format of Prometheus usually have.
+const defaultListen = ":9464"
+
+// What --log takes, and --listen for nothing.
+const (
+	logText   = "text"
+	logJSON   = "json"
+	listenOff = "off"
+)
+
+func (r *relayProcess) define(fs *flag.FlagSet) {
+	fs.StringVar(&r.relay, "relay", "", "`NAME` of the relay (default); each name publishes every event")
+	fs.IntVar(&r.batch, "batch", 0, "`N` most events before the cursor moves (5000)")
+	fs.DurationVar(&r.poll, "poll", 0, "`TIME` between two looks of an idle relay (500ms)")
+	fs.DurationVar(&r.lease, "lease", 0, "`TIME` until a lost host is replaced (30s), from 3s")
+	fs.IntVar(&r.maxRetries, "max-retries", 0, "`N` retries of an event before it is dead (10)")
+	fs.BoolVar(&r.holdDead, "hold-dead", false, "dead events hold their keys until an operator decides")
+	fs.BoolVar(&r.structured, "structured", false, "CloudEvents in structured mode, not binary")
+	fs.Var(&r.published, "published-for", "`TIME` that published rows of outbox are kept (7d)")
+	fs.Var(&r.handled, "handled-for", "`TIME` that rows of event_handled are kept (31d)")
+	fs.DurationVar(&r.stale, "stale-after", 0, "`TIME` after which waiting events are alerted to (5m)")
+	fs.StringVar(&r.listen, "listen", defaultListen, "`HOST:PORT` of /livez, /readyz, /metrics ("+defaultListen+"), or "+listenOff)
+	fs.StringVar(&r.page, "page", "", "`FILE` users of the operators' page, at /outbox/; else none")
+	fs.StringVar(&r.log, "log", logText, "`LIST` text,json of the log on stderr (text); --json means json")
+	fs.TextVar(&r.level, "log-level", slog.LevelInfo, "`LEVEL` debug, info, warn or error (info)")
+}
+
+// fromVariables sets the flags that were not given from variables.
+func fromVariables(e *env, fs *flag.FlagSet, names []string) error {
+	given := map[string]bool{}
+	fs.Visit(func(f *flag.Flag) { given[f.Name] = true })
+	for _, name := range names {
+		variable := "OUTBOX_" + strings.ToUpper(strings.ReplaceAll(name, "-", "_"))
+		value := e.getenv(variable)
+		if given[name] || value == "" {
+			continue
+		}
+		if err := fs.Set(name, value); err != nil {
+			return usagef("$%s %q: %v", variable, value, err)
+		}
+	}
+	return nil
+}
+
+// check refuses what the relay would understand as something else.
+func (r *relayProcess) check() error {
+	if err := oneOf("--log", r.log, []string{logText, logJSON}); err != nil {
+		return err
+	}
+	for name, d := range map[string]time.Duration{"poll": r.poll, "lease": r.lease, "stale-after": r.stale} {
+		if d < 0 {
+			return usagef("--%s %v: must not be negative", name, d)
+		}
+	}
+	for name, n := range map[string]int{"batch": r.batch, "max-retries": r.maxRetries} {
+		if n < 0 {
+			return usagef("--%s %d: must not be negative", name, n)
+		}
+	}
+	switch {
+	case r.lease > 0 && r.lease < minLease:
+		return usagef("--lease %v: at least %v", r.lease, minLease)
+	case r.page != "" && r.listen == listenOff:
+		return usagef("--page wants an address to --listen at")
+	}
+	return nil
+}
+
+// The least --lease, and the times that outbox.RelayConfig has by default.
+const (
+	minLease        = 3 * time.Second
+	defaultSend     = 15 * time.Second
+	defaultDelivery = 10 * time.Second
+)
+
+// config returns that of the relay. A short lease shortens the times that must be below it.
+func (r *relayProcess) config(e *env, log *slog.Logger) (outbox.RelayConfig, error) {
+	cfg := outbox.RelayConfig{
+		Schema: e.schema, Name: r.relay, BatchSize: r.batch, PollInterval: r.poll, Lease: r.lease, MaxRetries: r.maxRetries, HoldDead: r.holdDead,
+		Retention: outbox.RetentionConfig{PublishedFor: time.Duration(r.published), HandledFor: time.Duration(r.handled)},
+		Alerts:    outbox.AlertConfig{StaleAfter: r.stale}, Logger: log,
+	}
+	if r.lease > 0 {
+		cfg.SendTimeout, cfg.DeliveryTimeout = min(defaultSend, r.lease/2), min(defaultDelivery, r.lease/3)
+	}
+	if r.structured {
+		cfg.Mode = outbox.Structured
+	}
+	alerter, err := alerterOf(e, log)
+	cfg.Alerts.Alerter = alerter
+	return cfg, err
+}
+
+// alerterOf returns who gets alerts, or nil for the log alone.
+func alerterOf(e *env, log *slog.Logger) (outbox.Alerter, error) {
+	slackURL, pagerDutyKey := e.getenv("OUTBOX_SLACK_URL"), e.getenv("OUTBOX_PAGERDUTY_KEY")
+	if slackURL == "" && pagerDutyKey == "" {
+		return nil, nil
+	}
+	e.secret(slackURL)
+	e.secret(pagerDutyKey)
+	// The relay logs dead events and the state of its breaker itself.
+	to := []outbox.Alerter{outboxalert.Only(outbox.LogAlerter{Logger: log}, outbox.AlertDeadDeliveries, outbox.AlertManyDead, outbox.AlertStale,
+		outbox.AlertNoLeader, outbox.AlertLost, outbox.AlertReport)}
+	if slackURL != "" {
+		slack, err := outboxalert.Slack(slackURL, nil)
+		if err != nil {
+			return nil, usagef("$OUTBOX_SLACK_URL: %v", err)
+		}
+		to = append(to, slack)
+	}
+	if pagerDutyKey != "" {
+		pagerDuty, err := outboxalert.PagerDuty(pagerDutyKey, alertSource(e), outboxalert.PagerDutyConfig{})
+		if err != nil {
+			return nil, usagef("$OUTBOX_PAGERDUTY_KEY: %v", err)
+		}
+		to = append(to, pagerDuty)
+	}
+	return outboxalert.All(to...), nil
+}
+
+// alertSource says to PagerDuty which database an alert is about. All processes of one say the same.
+func alertSource(e *env) string {
+	_, database, _ := strings.Cut(e.databaseName(), "@")
+	return fmt.Sprintf("outbox, %s, schema %s", database, e.schemaName())
+}

@@ -1,0 +1,179 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"crypto/sha256"
+	"crypto/subtle"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxadmin"
+	"github.com/outboxgo/outbox/outboxhttp"
+)
+
+// pagePath is where the operators' page is.
+const pagePath = "/outbox"
+
+// handler returns what the process serves.
+func (r *relayProcess) handler(e *env, db *pgxpool.Pool, relay *outbox.Relay, kafka []kgo.Opt, metrics *relayMetrics, log *slog.Logger) (http.Handler, error) {
+	mux := http.NewServeMux()
+	mux.Handle("GET /livez", outboxhttp.Live(outboxhttp.Relay(relay)))
+	mux.Handle("GET /readyz", outboxhttp.Ready(outboxhttp.Relay(relay)))
+	mux.Handle("GET /metrics", metrics)
+	if r.page == "" {
+		return mux, nil
+	}
+	users := userFile(r.page)
+	if _, err := users.read(); err != nil {
+		return nil, err
+	}
+	page, err := outboxadmin.New(db, outboxadmin.Config{
+		Authorize: users.authorize, Challenge: `Basic realm="outbox"`, Schema: e.schema, AuditReads: true,
+		Health: func() []outbox.RelayHealth { return []outbox.RelayHealth{relay.Health()} }, Kafka: kafka, StaleAfter: r.stale, Logger: log,
+	})
+	if err != nil {
+		return nil, err
+	}
+	mux.Handle(pagePath+"/", http.StripPrefix(pagePath, page))
+	return mux, nil
+}
+
+// httpServer is the server of a process, or none.
+type httpServer struct {
+	*http.Server
+	listener net.Listener
+	ended    chan struct{}
+}
+
+// serve begins to serve.
+func (r *relayProcess) serve(ctx context.Context, handler http.Handler, log *slog.Logger) (*httpServer, error) {
+	listener, err := r.listenAt(ctx)
+	if listener == nil {
+		return &httpServer{}, err
+	}
+	s := &httpServer{listener: listener, ended: make(chan struct{}), Server: &http.Server{
+		Handler: handler, ReadHeaderTimeout: 10 * time.Second, ReadTimeout: 30 * time.Second, WriteTimeout: 5 * time.Minute, IdleTimeout: 2 * time.Minute,
+		MaxHeaderBytes: 64 << 10, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+	}}
+	go func() {
+		defer close(s.ended)
+		if err := s.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
+			log.Error("outbox: probes and metrics are not served any more", "error", err)
+		}
+	}()
+	return s, nil
+}
+
+// address is where it listens.
+func (s *httpServer) address() string {
+	if s.listener == nil {
+		return listenOff
+	}
+	return s.listener.Addr().String()
+}
+
+// stop lets requests under way end, for a moment.
+func (s *httpServer) stop() {
+	if s.listener == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), serverStops)
+	defer cancel()
+	if s.Shutdown(ctx) != nil {
+		_ = s.Close() // the process ends
+	}
+	<-s.ended
+}
+
+// userFile is the path of a file with users of the operators' page. It has a line for each: what he may do, his
+// name and his password. It is read at each request, so users come and go without a restart.
+type userFile string
+
+// minPassword is long enough for a password not to be guessed: nothing here slows down who tries.
+const minPassword = 16
+
+type pageUser struct {
+	outboxadmin.Access
+	password [sha256.Size]byte
+}
+
+// read returns the users.
+func (f userFile) read() (users []pageUser, err error) {
+	file, err := os.Open(string(f))
+	if err != nil {
+		return nil, fmt.Errorf("--page: %w", err)
+	}
+	defer file.Close()
+	lines := bufio.NewScanner(file)
+	for n := 1; lines.Scan(); n++ {
+		words := strings.Fields(lines.Text())
+		if len(words) == 0 || strings.HasPrefix(words[0], "#") {
+			continue
+		}
+		user, err := readUser(words)
+		if err != nil {
+			return nil, fmt.Errorf("--page %s: line %d: %w", f, n, err)
+		}
+		users = append(users, user)
+	}
+	if err := lines.Err(); err != nil {
+		return nil, fmt.Errorf("--page %s: %w", f, err)
+	}
+	if len(users) == 0 {
+		return nil, fmt.Errorf("--page %s: no user is in it", f)
+	}
+	return users, nil
+}
+
+// readUser reads the words of a line. Errors do not show them.
+func readUser(words []string) (u pageUser, err error) {
+	if len(words) != 3 {
+		return u, errors.New("want three words: reader or operator, a name and a password")
+	}
+	switch words[0] {
+	case outboxadmin.Reader.String():
+		u.Role = outboxadmin.Reader
+	case outboxadmin.Operator.String():
+		u.Role = outboxadmin.Operator
+	default:
+		return u, errors.New("the first word is neither reader nor operator")
+	}
+	if len(words[2]) < minPassword {
+		return u, fmt.Errorf("a password has at least %d characters", minPassword)
+	}
+	u.Operator, u.password = words[1], sha256.Sum256([]byte(words[2]))
+	return u, nil
+}
+
+// authorize says who sends a request, by basic authentication.
+func (f userFile) authorize(r *http.Request) (outboxadmin.Access, error) {
+	name, password, given := r.BasicAuth()
+	if !given {
+		return outboxadmin.Access{}, nil // the browser asks
+	}
+	users, err := f.read()
+	if err != nil {
+		return outboxadmin.Access{}, err
+	}
+	sum, found := sha256.Sum256([]byte(password)), outboxadmin.Access{}
+	for _, u := range users {
+		if u.Operator == name && subtle.ConstantTimeCompare(sum[:], u.password[:]) == 1 {
+			found = u.Access
+		}
+	}
+	if found.Role == outboxadmin.None {
+		return found, errors.New("wrong name or password")
+	}
+	return found, nil
+}

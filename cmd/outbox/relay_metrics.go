@@ -1,0 +1,276 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"net/http"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxops"
+)
+
+// Names of labels are those that the module outboxotel has through OpenTelemetry's exporter, and so are names of
+// metrics: dashboards and rules are for both.
+const (
+	relayLabel  = "outbox_relay_name"
+	groupLabel  = "messaging_consumer_group_name"
+	topicLabel  = "messaging_destination_name"
+	typeLabel   = "cloudevents_event_type"
+	errorLabel  = "error_type"
+	retryLabel  = "outbox_retry"
+	stateLabel  = "outbox_state"
+	statusLabel = "outbox_status"
+	tableLabel  = "db_collection_name"
+)
+
+// Bounds of histograms, as in outboxotel.
+var (
+	durationBounds = []float64{0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10}
+	latencyBounds  = []float64{0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200}
+	batchBounds    = []float64{1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000}
+)
+
+// relayMetrics are the metrics of a relay: its hooks count, and a scrape asks for its health and, at most every
+// lookInterval, for what the database knows.
+type relayMetrics struct {
+	relay  string
+	health func() outbox.RelayHealth
+	look   lookAtRelays
+
+	mu                            sync.Mutex
+	sent, rejected, dead, removed counters
+	latency, batchSize, sendTook  map[labels]*histogram
+	send                          [2]labels // of batches, by whether they are retries
+	lastLook                      time.Time
+	seen                          map[labels]bool // whose stale events were counted: a number that becomes 0 is reported as such
+	relays                        []outbox.RelayStatus
+	stale, staleAge               map[labels]float64
+	lookErr                       error
+}
+
+// lookAtRelays reads what the database knows.
+type lookAtRelays func(ctx context.Context) ([]outbox.RelayStatus, []outbox.EventCount, error)
+
+// How often and how long metrics look into the database.
+const (
+	lookInterval = 5 * time.Second
+	lookPatience = 3 * time.Second
+)
+
+func newRelayMetrics(relay string) *relayMetrics {
+	m := &relayMetrics{
+		relay: cmp.Or(relay, "default"), sent: counters{}, rejected: counters{}, dead: counters{}, removed: counters{},
+		latency: map[labels]*histogram{}, batchSize: map[labels]*histogram{}, sendTook: map[labels]*histogram{}, seen: map[labels]bool{},
+	}
+	m.send = [2]labels{m.operation("false"), m.operation("true")}
+	return m
+}
+
+func (m *relayMetrics) operation(retried string) labels {
+	return labelsOf("messaging_system", "kafka", "messaging_operation_name", "send", relayLabel, m.relay, retryLabel, retried)
+}
+
+// watch says where scrapes look.
+func (m *relayMetrics) watch(relay *outbox.Relay, db *pgxpool.Pool, cfg outbox.RelayConfig) error {
+	inspector, err := outboxops.NewInspector(db, outboxops.InspectorConfig{Schema: cfg.Schema})
+	if err != nil {
+		return err
+	}
+	m.health = relay.Health
+	m.look = func(ctx context.Context) ([]outbox.RelayStatus, []outbox.EventCount, error) {
+		relays, err1 := inspector.Relays(ctx)
+		stale, err2 := inspector.Stale(ctx, cmp.Or(cfg.Alerts.StaleAfter, defaultMaxAge))
+		return relays, stale, errors.Join(err1, err2)
+	}
+	return nil
+}
+
+func (m *relayMetrics) hooks() outbox.RelayHooks {
+	return outbox.RelayHooks{
+		Sent:     m.countBatch,
+		Rejected: func(e outbox.FailedEvent) { m.countFailed(m.rejected, e) },
+		Dead:     func(e outbox.FailedEvent) { m.countFailed(m.dead, e) },
+		RowsRemoved: func(r outbox.RetentionResult) {
+			m.mu.Lock()
+			defer m.mu.Unlock()
+			for table, n := range map[string]int64{"outbox": r.Published, "outbox_cursor": r.Cursors, "outbox_failed": r.Resolved,
+				"event_handled": r.Handled, "outbox_audit": r.Audited, "event_delivery": r.Delivered} {
+				if n > 0 {
+					m.removed[labelsOf(relayLabel, m.relay, tableLabel, table)] += float64(n)
+				}
+			}
+		},
+	}
+}
+
+func (m *relayMetrics) countFailed(counter counters, e outbox.FailedEvent) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	counter[labelsOf(relayLabel, m.relay, topicLabel, e.Topic, typeLabel, e.Type, errorLabel, e.Class)]++
+}
+
+// countBatch counts events of one topic behind each other with one look into the maps, because a batch has thousands.
+func (m *relayMetrics) countBatch(b outbox.SentBatch) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	about := m.send[0]
+	if b.Retried {
+		about = m.send[1]
+	}
+	if tried := b.Events + b.Failed; tried > 0 {
+		series(m.batchSize, about, batchBounds).observe(float64(tried))
+		series(m.sendTook, about, durationBounds).observe(b.Took.Seconds())
+	}
+	end := b.Began.Add(b.Took)
+	var topic string
+	var latency *histogram
+	n := 0
+	count := func() {
+		if n > 0 {
+			m.sent[about.with(topicLabel, topic)] += float64(n)
+		}
+	}
+	for e := range b.All() {
+		if latency == nil || e.Topic() != topic {
+			count()
+			topic, n = e.Topic(), 0
+			latency = series(m.latency, labelsOf(relayLabel, m.relay, topicLabel, topic), latencyBounds)
+		}
+		n++
+		latency.observe(max(0, end.Sub(e.RecordedAt()).Seconds()))
+	}
+	count()
+	for e, class := range b.NotTaken() {
+		m.sent[about.with(topicLabel, e.Topic()).with(errorLabel, class)]++
+	}
+}
+
+func series(of map[labels]*histogram, l labels, bounds []float64) *histogram {
+	h := of[l]
+	if h == nil {
+		h = newHistogram(bounds)
+		of[l] = h
+	}
+	return h
+}
+
+// ServeHTTP answers a scrape.
+func (m *relayMetrics) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	health := m.health()
+	m.mu.Lock()
+	due := time.Since(m.lastLook) >= lookInterval
+	if due {
+		m.lastLook = time.Now() // others that scrape meanwhile get what was seen last
+	}
+	m.mu.Unlock()
+	if due {
+		m.refresh(r.Context())
+	}
+	var x exposition
+	m.write(&x, health)
+	w.Header().Set("Content-Type", textFormat)
+	w.Header().Set("Cache-Control", "no-store")
+	_, _ = w.Write(x.Bytes()) // the client has gone
+}
+
+// refresh looks into the database. The lock is not held meanwhile: hooks need it.
+func (m *relayMetrics) refresh(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), lookPatience)
+	defer cancel()
+	relays, counts, err := m.look(ctx)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.lookErr = err; err != nil {
+		return
+	}
+	m.relays = relays
+	for _, r := range relays {
+		m.seen[labelsOf(relayLabel, r.Name)] = true
+	}
+	m.stale, m.staleAge = map[labels]float64{}, map[labels]float64{}
+	for l := range m.seen {
+		m.stale[l], m.staleAge[l] = 0, 0
+	}
+	for _, c := range counts {
+		l := labelsOf(relayLabel, c.Relay, groupLabel, c.Group)
+		m.stale[l] += float64(c.Events)
+		m.staleAge[l] = max(m.staleAge[l], secondsSince(c.Oldest))
+		m.seen[l] = true
+	}
+}
+
+// write writes all metrics.
+func (m *relayMetrics) write(x *exposition, health outbox.RelayHealth) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	x.values("messaging_client_sent_messages_total", typeCounter, "Events that Kafka has accepted or not taken.", m.sent)
+	x.histograms("messaging_client_operation_duration_seconds", "Duration of the send of a batch.", m.sendTook)
+	x.histograms("outbox_relay_publish_latency_seconds", "Time from the start of the transaction that recorded an event until Kafka had it.", m.latency)
+	x.histograms("outbox_relay_batch_size", "Events that were sent together.", m.batchSize)
+	x.values("outbox_relay_rejected_total", typeCounter, "Events that Kafka rejected and that are tried again.", m.rejected)
+	x.values("outbox_relay_dead_total", typeCounter, "Events that Kafka rejected until their retries were used up.", m.dead)
+	x.values("outbox_relay_removed_total", typeCounter, "Rows that retention removed.", m.removed)
+	m.writeHealth(x, health)
+	m.writeLook(x)
+}
+
+func (m *relayMetrics) writeHealth(x *exposition, h outbox.RelayHealth) {
+	name := labelsOf(relayLabel, m.relay)
+	gauge := func(metric, help string, yes bool) {
+		x.values(metric, typeGauge, help, map[labels]float64{name: oneIf(yes)})
+	}
+	gauge("outbox_relay_leader", "1 where this process leads.", h.Leading)
+	gauge("outbox_relay_live", "0 where only a restart can help.", h.Live)
+	gauge("outbox_relay_ready", "0 where this process does not do its part.", h.Ready)
+	states := map[labels]float64{}
+	for _, s := range []outbox.BreakerState{outbox.BreakerClosed, outbox.BreakerHalfOpen, outbox.BreakerOpen} {
+		states[name.with(stateLabel, s.String())] = oneIf(s == h.Breaker)
+	}
+	x.values("outbox_relay_breaker_state", typeGauge, "1 for the state that the breaker is in.", states)
+	info := thisBuild()
+	x.values("outbox_build_info", typeGauge, "1, with the version.", map[labels]float64{labelsOf("version", info.Version, "revision", info.Revision, "go", info.Go): 1})
+}
+
+// writeLook writes what the database knows. Where it could not be asked, its metrics are missing.
+func (m *relayMetrics) writeLook(x *exposition) {
+	x.values("outbox_watch_up", typeGauge, "1 if the last query of the database worked, 0 if not.",
+		map[labels]float64{labelsOf("outbox_watched", "relays"): oneIf(m.lookErr == nil)})
+	if m.lookErr != nil {
+		return
+	}
+	pending, age, led, stored, keys := map[labels]float64{}, map[labels]float64{}, map[labels]float64{}, map[labels]float64{}, map[labels]float64{}
+	for _, r := range m.relays {
+		l := labelsOf(relayLabel, r.Name)
+		pending[l], age[l], led[l] = float64(r.Pending), secondsSince(r.Oldest), oneIf(r.Holder != "")
+		for status, n := range map[string]int64{outbox.StatusWaiting: r.Waiting, outbox.StatusFailed: r.Failed, outbox.StatusParked: r.Parked, outbox.StatusDead: r.Dead} {
+			stored[l.with(statusLabel, status)] = float64(n)
+		}
+		keys[l.with(stateLabel, "parked")], keys[l.with(stateLabel, "held")] = float64(r.ParkedKeys), float64(r.HeldKeys)
+	}
+	x.values("outbox_relay_pending", typeGauge, "Committed events that were not attempted, counted up to 100,000.", pending)
+	x.values("outbox_relay_pending_age_seconds", typeGauge, "How long ago the oldest pending event was recorded; 0 without one.", age)
+	x.values("outbox_relay_led", typeGauge, "1 if somebody holds the lease, 0 if nobody.", led)
+	x.values("outbox_relay_stored", typeGauge, "Failed events, and those behind them, in outbox_failed, each status counted up to 10,000.", stored)
+	x.values("outbox_relay_keys", typeGauge, "Keys whose events wait, counted up to 10,000.", keys)
+	x.values("outbox_stale", typeGauge, "Events that have waited for longer than they should, wherever they wait; each kind counted up to 10,000.", m.stale)
+	x.values("outbox_stale_age_seconds", typeGauge, "How long ago the oldest of them was recorded; 0 without one.", m.staleAge)
+}
+
+func oneIf(yes bool) float64 {
+	if yes {
+		return 1
+	}
+	return 0
+}
+
+func secondsSince(at time.Time) float64 {
+	if at.IsZero() {
+		return 0
+	}
+	return max(0, time.Since(at).Seconds())
+}

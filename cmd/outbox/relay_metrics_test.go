@@ -1,0 +1,224 @@
+package main
+
+import (
+	"bytes"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/testenv"
+)
+
+// The text has what the format wants: escapes, cumulative buckets, one type for a name.
+func TestMetricsText(t *testing.T) {
+	t.Parallel()
+	h := newHistogram([]float64{0.5, 1})
+	for _, v := range []float64{0.5, 0.7, 3} {
+		h.observe(v)
+	}
+	var x exposition
+	x.values("c_total", typeCounter, "What.", counters{labelsOf("a", "q\"b\\s\nn\xff", "none", ""): 1e15, "": 2})
+	x.values("g", typeGauge, "Size.", map[labels]float64{labelsOf("a", "b").with("c", "d"): -0.5})
+	x.histograms("h_seconds", "How long.", map[labels]*histogram{labelsOf("a", "b"): h})
+	require.Equal(t, `# HELP c_total What.
+# TYPE c_total counter
+c_total 2
+c_total{a="q\"b\\s\nn`+"\uFFFD"+`"} 1e+15
+# HELP g Size.
+# TYPE g gauge
+g{a="b",c="d"} -0.5
+# HELP h_seconds How long.
+# TYPE h_seconds histogram
+h_seconds_bucket{a="b",le="0.5"} 1
+h_seconds_bucket{a="b",le="1"} 2
+h_seconds_bucket{a="b",le="+Inf"} 3
+h_seconds_sum{a="b"} 4.2
+h_seconds_count{a="b"} 3
+`, x.String())
+	require.Equal(t, "+Inf", number(math.Inf(1)))
+	promtool(t, x.String())
+}
+
+// Rows that retention removes are counted by table.
+func TestRelayMetricsCountRemovedRows(t *testing.T) {
+	t.Parallel()
+	m := newRelayMetrics("")
+	m.hooks().RowsRemoved(outbox.RetentionResult{Published: 3, Audited: 1})
+	m.hooks().RowsRemoved(outbox.RetentionResult{Published: 2})
+	var x exposition
+	m.write(&x, outbox.RelayHealth{})
+	require.Contains(t, x.String(), `outbox_relay_removed_total{outbox_relay_name="default",db_collection_name="outbox"} 5`+"\n")
+	require.Contains(t, x.String(), `outbox_relay_removed_total{outbox_relay_name="default",db_collection_name="outbox_audit"} 1`+"\n")
+	require.NotContains(t, x.String(), "event_handled")
+	promtool(t, x.String())
+}
+
+// A real Prometheus scrapes the process, the relay's panels of the dashboard show something, and its rules work.
+func TestRelayMetricsInPrometheus(t *testing.T) {
+	// Not parallel: Prometheus scrapes every second, and rates are of the last seconds.
+	prometheus := needProgram(t, "prometheus")
+	d := newShop(t).withKafka(t)
+	testenv.CreateTopic(t, d.brokers, d.topic, 1, "max.message.bytes", "2000")
+	p := d.startRelay(t, "OUTBOX_MAX_RETRIES=1")
+	s := startPrometheus(t, prometheus, p.address())
+	d.recordLarge(t, "large", 10_000)
+	for n := range 5 {
+		d.record(t, fmt.Sprint(n))
+	}
+	s.eventually(func() bool { return s.value(`outbox_relay_dead_total`) == 1 }, "no dead event")
+	s.eventually(func() bool {
+		return s.value(`messaging_client_sent_messages_total{error_type="", outbox_retry="false"}`) == 5
+	}, "not sent")
+	median := s.value(`histogram_quantile(0.5, outbox_relay_publish_latency_seconds_bucket{outbox_relay_name="default"})`)
+	require.Greater(t, median, 0.0)
+	require.Less(t, median, testenv.Patience.Seconds())
+	_, metrics := get(t, p.address(), "/metrics", nil)
+	promtool(t, metrics)
+
+	shown := 0
+	for title, expr := range relayPanels(t) {
+		if strings.Contains(expr, "outbox_relay_removed_total") { // nothing is old enough to be removed
+			continue
+		}
+		shown++
+		s.eventually(func() bool { return len(s.query(expr)) > 0 }, "%s shows nothing: %s", title, expr)
+	}
+	require.GreaterOrEqual(t, shown, 20)
+	s.eventually(func() bool {
+		return len(s.query(`ALERTS{alertname="OutboxDeadEvents", outbox_relay_name="default"}`)) == 1
+	}, "no alert")
+	require.Empty(t, s.query(`ALERTS{alertname!="OutboxDeadEvents"}`))
+	code, _ := p.stop(syscall.SIGTERM)
+	require.Equal(t, exitOK, code)
+}
+
+// recordLarge records an event that does not become smaller by compression.
+func (d *commandFixture) recordLarge(t testing.TB, key string, size int) {
+	t.Helper()
+	filler := make([]byte, size/2)
+	for i := range filler {
+		filler[i] = byte(rand.Uint32())
+	}
+	require.NoError(t, pgx.BeginFunc(background, d.db, func(tx pgx.Tx) error {
+		return d.rec.Record(background, tx, happened{Key: key, Filler: hex.EncodeToString(filler), At: time.Now()})
+	}))
+}
+
+// relayMetric are the metrics of the dashboard that a relay process has.
+var relayMetric = regexp.MustCompile(`outbox_relay_[a-z_]+\{|outbox_stale[a-z_]*\{|outbox_watch_up\{|messaging_client_(sent_messages|operation_duration)[a-z_]*\{`)
+
+// relayPanels returns what the panels ask for that are about relays.
+func relayPanels(t *testing.T) map[string]string {
+	t.Helper()
+	text, err := os.ReadFile("../../examples/observability/dashboard.json")
+	require.NoError(t, err)
+	var dashboard struct {
+		Panels []struct {
+			Title   string
+			Targets []struct{ RefID, Expr string }
+		}
+	}
+	require.NoError(t, json.Unmarshal(text, &dashboard))
+	queries := map[string]string{}
+	variables := strings.NewReplacer("$job", ".*", "$relay", ".*", "$__rate_interval", "1m")
+	for _, panel := range dashboard.Panels {
+		for _, target := range panel.Targets {
+			if relayMetric.MatchString(target.Expr) {
+				queries[panel.Title+" "+target.RefID] = variables.Replace(target.Expr)
+			}
+		}
+	}
+	return queries
+}
+
+// scraper is a Prometheus that scrapes a process every second, with the rules of the runbooks.
+type scraper struct {
+	t   *testing.T
+	url string
+}
+
+func startPrometheus(t *testing.T, program, target string) *scraper {
+	t.Helper()
+	dir := t.TempDir()
+	rules, err := filepath.Abs("../../examples/observability/alerts.yml")
+	require.NoError(t, err)
+	config := fmt.Sprintf("global: {scrape_interval: 1s, evaluation_interval: 1s}\nrule_files: [%q]\n"+
+		"scrape_configs: [{job_name: relay, static_configs: [{targets: [%q]}]}]\n", rules, target)
+	file := filepath.Join(dir, "prometheus.yml")
+	require.NoError(t, os.WriteFile(file, []byte(config), 0o600))
+	free, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	address := free.Addr().String()
+	require.NoError(t, free.Close())
+	cmd := exec.Command(program, "--config.file="+file, "--storage.tsdb.path="+filepath.Join(dir, "data"), "--web.listen-address="+address)
+	var log bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &log, &log
+	require.NoError(t, cmd.Start())
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill() // it has nothing to save
+		_ = cmd.Wait()
+		if t.Failed() {
+			t.Log(log.String())
+		}
+	})
+	return &scraper{t, "http://" + address}
+}
+
+// sampled is one of what a query brings.
+type sampled struct {
+	Metric map[string]string `json:"metric"`
+	Value  [2]any            `json:"value"`
+}
+
+// query returns the samples of an expression; none while Prometheus is not there yet.
+func (s *scraper) query(expr string) []sampled {
+	response, err := http.Get(s.url + "/api/v1/query?query=" + url.QueryEscape(expr))
+	if err != nil {
+		return nil
+	}
+	defer response.Body.Close()
+	var answer struct {
+		Status, Error string
+		Data          struct{ Result []sampled }
+	}
+	if json.NewDecoder(response.Body).Decode(&answer) != nil {
+		return nil
+	}
+	require.Equal(s.t, "success", answer.Status, "%s: %s", expr, answer.Error)
+	return answer.Data.Result
+}
+
+// value returns the only sample of an expression, or -1 if there is none.
+func (s *scraper) value(expr string) float64 {
+	samples := s.query(expr)
+	if len(samples) == 0 {
+		return -1
+	}
+	require.Len(s.t, samples, 1, expr)
+	value, err := strconv.ParseFloat(samples[0].Value[1].(string), 64)
+	require.NoError(s.t, err)
+	return value
+}
+
+func (s *scraper) eventually(met func() bool, msg string, args ...any) {
+	s.t.Helper()
+	require.Eventuallyf(s.t, met, testenv.Patience, 100*time.Millisecond, msg, args...)
+}
