@@ -223,6 +223,9 @@ func TestOperatorsFunctions(t *testing.T) {
 		`SELECT {s}.outbox_pause_consumer('g', 't', 'kim', '')`:                        "22023",
 		`SELECT {s}.outbox_resume_consumer('g', 't', '', 'why')`:                       "22023",
 		`SELECT {s}.outbox_rewind_consumer('g', '{t}', NULL, NULL, NULL, 'kim', NULL)`: "22023",
+		`SELECT {s}.outbox_audit_replay('t', '', 'kim', '')`:                           "22023",
+		`SELECT {s}.outbox_forget_handled('g', '{}', '{}', '{}', '{}', '', 'why')`:     "22023",
+		`SELECT {s}.outbox_forget_handled('', '{}', '{}', '{}', '{}', 'kim', 'why')`:   "22023",
 	} {
 		err := tryScript(f.db, f.sql(sql))
 		require.Equal(t, code, pg.Code(err), "%s: %v", sql, err)

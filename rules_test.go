@@ -122,7 +122,7 @@ var allowedModules = map[string]string{
 // is in this module because it links nothing else.
 func TestDeps(t *testing.T) {
 	t.Parallel()
-	out, err := exec.Command("go", "list", "-deps", "-f", "{{with .Module}}{{.Path}}{{end}}", ".", "./cmd/outbox", "./outboxadmin", "./outboxalert", "./outboxarchive", "./outboxdlq", "./outboxhttp", "./outboxops", "./outboxsql", "./outboxtopics").Output()
+	out, err := exec.Command("go", "list", "-deps", "-f", "{{with .Module}}{{.Path}}{{end}}", ".", "./cmd/outbox", "./outboxadmin", "./outboxalert", "./outboxarchive", "./outboxdlq", "./outboxhttp", "./outboxops", "./outboxreplay", "./outboxsql", "./outboxtopics").Output()
 	require.NoError(t, err)
 	require.NotEmpty(t, out)
 	for _, module := range strings.Fields(string(out)) {

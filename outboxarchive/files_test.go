@@ -133,7 +133,7 @@ func TestFilesKilled(t *testing.T) {
 	folder, files := folderAt(t, path)
 	f.mixed(t, rng, 400)
 	recorded := f.recorded(t)
-	for range 4 {
+	for range 3 {
 		left := f.count(t, "outbox")
 		kill := f.startChild(t, path)
 		require.Eventually(t, func() bool { return f.count(t, "outbox") < left-rng.IntN(50) || f.count(t, "outbox") == 0 }, testenv.Patience, time.Millisecond)

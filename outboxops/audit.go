@@ -64,13 +64,14 @@ type AuditEntry struct {
 	Login string
 	// Action is retry, resolve, edit, hold or release, or read for a payload that was shown; of
 	// a consumer group pause, resume or rewind; of groups that are moved to-kafka, to-postgres,
-	// finish-cut or cancel-cut.
+	// finish-cut or cancel-cut; replay for events that were sent to Kafka again, and forget for
+	// what a group had noted of them.
 	Action string
 	// Relay, Topic and Key are where the event belongs; of a delivery without Relay. Of a
 	// consumer group there is only Topic, empty for all of them.
 	Relay, Topic, Key string
-	// Group is the consumer group of the delivery, or that was paused, resumed, rewound or moved;
-	// empty for all else. Handler is Failure.Action of the delivery.
+	// Group is the consumer group of the delivery, or that was paused, resumed, rewound or moved, or for
+	// which alone events were sent again; empty for all else. Handler is Failure.Action of the delivery.
 	Group, Handler string
 	// Failure names what failed, OutboxID and EventID are the event's. They are zero for an
 	// action on the key of an event or on a group.

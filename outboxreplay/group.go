@@ -1,0 +1,89 @@
+package outboxreplay
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"strconv"
+	"time"
+
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/deadletter"
+	"github.com/outboxgo/outbox/internal/handled"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/short"
+)
+
+// A record for one group has the headers of a dead letter that was sent back. Headers are input of whoever
+// may write to the topic, so every consumer looks for the dead letter that they name, and believes them only if it is there
+// and the record is its copy. What is sent for one group therefore begins with a dead letter, in a topic to which only
+// consumers and operators may write. It hides no other record from a group, and repeats none for others.
+
+// Class is that of the dead letters that [Run] writes for records to one group (outboxdlq.DeadLetter.Class). They have no
+// value, so they cannot be sent back once more.
+const Class = "replay"
+
+// unknownPartition stands where a dead letter names the partition of its original: there is none that
+// Kafka could have.
+const unknownPartition = math.MaxInt32
+
+const timestampForm = "2006-01-02T15:04:05.000Z07:00"
+
+// deadLetterOf returns the dead letter that says for whom a record is.
+func deadLetterOf(r *kgo.Record, outboxID int64, group, reason string) *kgo.Record {
+	now := time.Now().UTC().Format(timestampForm)
+	dead := &kgo.Record{Topic: outbox.DeadLetterTopic(r.Topic), Key: r.Key, Headers: append(append([]kgo.RecordHeader{}, r.Headers...),
+		header(outbox.DeadLetterOriginalTopic, r.Topic),
+		header(outbox.DeadLetterOriginalPartition, strconv.Itoa(unknownPartition)),
+		header(outbox.DeadLetterOriginalOffset, strconv.FormatInt(outboxID, 10)),
+		header(outbox.DeadLetterOriginalTimestamp, now),
+		header(outbox.DeadLetterGroup, group),
+		header(outbox.DeadLetterError, short.Text("sent again for this group: "+reason, maxText)),
+		header(outbox.DeadLetterClass, Class),
+		header(outbox.DeadLetterAttempts, "0"),
+		header(outbox.DeadLetterFailedAt, now),
+		header(outbox.DeadLetterDigest, deadletter.Digest(r)))}
+	if len(r.Value) > 0 {
+		dead.Headers = append(dead.Headers, header(outbox.DeadLetterValueOmitted, strconv.Itoa(len(r.Value))))
+	}
+	return dead
+}
+
+const maxText = 500
+
+func header(name, value string) kgo.RecordHeader {
+	return kgo.RecordHeader{Key: name, Value: []byte(value)}
+}
+
+// addressed returns a record with the headers that say for whom it is, once Kafka has its dead letter.
+func addressed(r, dead *kgo.Record, outboxID int64, group string) *kgo.Record {
+	own := *r
+	own.Headers = append(append([]kgo.RecordHeader{}, r.Headers...),
+		header(outbox.ReplayOf, deadletter.Origin(r.Topic, unknownPartition, outboxID)),
+		header(outbox.ReplayFrom, deadletter.Origin(dead.Topic, dead.Partition, dead.Offset)),
+		header(outbox.ReplayGroup, group))
+	return &own
+}
+
+const sqlForgetHandled = `SELECT {schema}.outbox_forget_handled($1, $2, $3, $4, $5, $6, $7)`
+
+// forget removes what the group has noted of the events of a chunk.
+func (r *run) forget(ctx context.Context, chunk []resend) error {
+	var types, ids, sources, besides []string
+	for i := range chunk {
+		e := &chunk[i].event
+		id, source := handled.EventKey(e.Source, e.EventID), handled.SourceKey(e.Source)
+		types, ids, sources = append(types, e.Type), append(ids, id), append(sources, source)
+		besides = append(besides, handled.KeyBeside(source, id))
+	}
+	var forgotten int64
+	err := r.db.QueryRow(ctx, pg.InSchema(sqlForgetHandled, r.cfg.Schema), r.cfg.Group, types, ids, sources, besides,
+		r.cfg.Audit.Operator, fmt.Sprintf("%s (outbox ids %d to %d)", r.cfg.Audit.Reason, chunk[0].event.OutboxID, chunk[len(chunk)-1].event.OutboxID)).Scan(&forgotten)
+	if err != nil {
+		return fmt.Errorf("forget what group %s has handled: %w", r.cfg.Group, orNotMigrated(err))
+	}
+	r.report.Forgotten += forgotten
+	return nil
+}

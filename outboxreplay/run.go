@@ -1,0 +1,290 @@
+package outboxreplay
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/kafka"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
+	"github.com/outboxgo/outbox/outboxarchive"
+)
+
+const (
+	// deliveryTimeout is when a record that Kafka did not acknowledge counts as failed.
+	deliveryTimeout = 30 * time.Second
+	// chunkEvents and chunkBytes bound what is in flight; one event may be larger.
+	chunkEvents = 500
+	chunkBytes  = 8 << 20
+	// chunksPerSecond is how often something is sent at a low rate.
+	chunksPerSecond = 10
+)
+
+// Run sends events again. A run that ends early, for an error or because ctx has ended, first waits for the
+// outcome of all records in flight; its report is valid, too, and says where another one goes on
+// (Report.Next). Each record that Kafka accepts is on all its replicas (acks=all), and the events of a key are in their order
+// in Kafka; what a relay sends meanwhile comes between them. An event that Kafka rejects ends the run: choose
+// an After behind it to leave it out.
+//
+// outbox_audit gets a row before the first event is sent. db is the database of that table; a dry run needs
+// none. Run makes a Kafka client from opts and closes it; it refuses the options that [outbox.NewRelay] refuses.
+func Run(ctx context.Context, db *pgxpool.Pool, opts []kgo.Opt, cfg Config) (Report, error) {
+	cfg = cfg.withDefaults()
+	if err := errors.Join(cfg.validate(db), kafka.CheckProducerOpts(opts)); err != nil {
+		return Report{}, fmt.Errorf("outbox: replay config: %w", err)
+	}
+	r := &run{cfg: cfg, db: db, report: Report{Next: cfg.Filter.After}, began: time.Now()}
+	if !cfg.DryRun {
+		sender, err := newSender(opts)
+		if err != nil {
+			return r.report, fmt.Errorf("outbox: replay config: %w", err)
+		}
+		defer sender.close()
+		r.sender = sender
+	}
+	err := r.all(ctx)
+	slices.SortFunc(r.report.Counts, func(a, b Count) int {
+		return cmp.Or(strings.Compare(a.Topic, b.Topic), strings.Compare(a.Type, b.Type))
+	})
+	if err != nil {
+		return r.report, fmt.Errorf("outbox: replay: %w", err)
+	}
+	return r.report, nil
+}
+
+// run is one call of [Run]. It belongs to one goroutine.
+type run struct {
+	cfg    Config
+	db     *pgxpool.Pool
+	sender *sender // nil in a dry run
+	report Report
+
+	began   time.Time
+	audited bool
+	chunk   []resend
+	bytes   int // of the chunk
+}
+
+// resend is an event and its record.
+type resend struct {
+	event  outbox.ArchivedEvent
+	record *kgo.Record
+	dead   *kgo.Record // the dead letter that says for whom it is; nil without a group
+	err    error
+}
+
+func (r *run) all(ctx context.Context) error {
+	most := chunkEvents
+	if r.cfg.Rate > 0 {
+		most = min(most, max(1, r.cfg.Rate/chunksPerSecond))
+	}
+	for e, err := range r.cfg.Source.Events(ctx, r.cfg.Filter) {
+		full := len(r.chunk) >= most || r.bytes >= chunkBytes
+		if full && r.chunk[len(r.chunk)-1].event.OutboxID != e.OutboxID { // Next stands between ids
+			if err := r.flush(ctx); err != nil {
+				return err
+			}
+		}
+		if err := r.add(e, err); err != nil {
+			return errors.Join(r.flush(ctx), err)
+		}
+	}
+	return r.flush(ctx)
+}
+
+// add adds an event to the chunk. Its error ends the run.
+func (r *run) add(e outbox.ArchivedEvent, err error) error {
+	var unreadable *outboxarchive.ReadError
+	if err != nil && !errors.As(err, &unreadable) {
+		return err
+	}
+	s := resend{event: e}
+	if err == nil {
+		r.report.Read++
+		s.record, err = e.KafkaRecord(r.cfg.Mode)
+	}
+	if err != nil {
+		r.report.fail(&e, err)
+		if r.cfg.DryRun || r.cfg.SkipUnreadable {
+			return nil
+		}
+		return fmt.Errorf("event %s: %w", cmp.Or(e.EventID, "unknown"), err)
+	}
+	s.record.Topic = cmp.Or(r.cfg.To, s.record.Topic)
+	if r.cfg.Group != "" {
+		s.dead = deadLetterOf(s.record, e.OutboxID, r.cfg.Group, r.cfg.Audit.Reason)
+	}
+	r.chunk = append(r.chunk, s)
+	r.bytes += len(e.Payload)
+	return nil
+}
+
+// flush sends the chunk, as fast as the rate allows, and reports it.
+func (r *run) flush(ctx context.Context) error {
+	chunk := r.chunk
+	r.chunk, r.bytes = nil, 0
+	if len(chunk) == 0 {
+		return nil
+	}
+	if !r.cfg.DryRun {
+		if err := r.await(ctx); err != nil {
+			return err
+		}
+		if err := r.send(ctx, chunk); err != nil {
+			return err
+		}
+	}
+	err := r.note(chunk)
+	if r.cfg.Progress != nil {
+		r.cfg.Progress(r.report)
+	}
+	return err
+}
+
+// await waits until the rate allows as many events as were sent, and then some.
+func (r *run) await(ctx context.Context) error {
+	if r.cfg.Rate > 0 {
+		due := r.began.Add(time.Duration(float64(r.report.Sent) / float64(r.cfg.Rate) * float64(time.Second)))
+		if left := time.Until(due); left > 0 {
+			wait.Sleep(ctx, left)
+		}
+	}
+	return context.Cause(ctx)
+}
+
+// send sends a chunk and waits for every outcome, even if ctx ends meanwhile: Kafka may have records that
+// it has not acknowledged.
+func (r *run) send(ctx context.Context, chunk []resend) error {
+	if err := r.audit(ctx); err != nil {
+		return err
+	}
+	if r.cfg.Again {
+		if err := r.forget(ctx, chunk); err != nil {
+			return err
+		}
+	}
+	ctx = context.WithoutCancel(ctx)
+	if r.cfg.Group != "" {
+		r.produce(ctx, chunk, func(s *resend) **kgo.Record { return &s.dead })
+		for i := range chunk {
+			if s := &chunk[i]; s.err == nil {
+				s.record = addressed(s.record, s.dead, s.event.OutboxID, r.cfg.Group)
+			}
+		}
+	}
+	r.produce(ctx, chunk, func(s *resend) **kgo.Record { return &s.record })
+	return nil
+}
+
+// produce sends the records of a chunk that have no error yet, and sets their errors. Those that have one are the
+// last.
+func (r *run) produce(ctx context.Context, chunk []resend, of func(*resend) **kgo.Record) {
+	if n := slices.IndexFunc(chunk, func(s resend) bool { return s.err != nil }); n >= 0 {
+		for i := n + 1; i < len(chunk); i++ {
+			chunk[i].err = errBehind
+		}
+		chunk = chunk[:n]
+	}
+	records := make([]kgo.Record, len(chunk))
+	for i := range chunk {
+		records[i] = **of(&chunk[i])
+	}
+	for i, err := range r.sender.send(ctx, records) {
+		*of(&chunk[i]), chunk[i].err = &records[i], err
+	}
+}
+
+// note reports a chunk. Its error is that of the first event that was not sent.
+func (r *run) note(chunk []resend) error {
+	var stop error
+	old := r.began.Add(-r.cfg.HandledFor)
+	for i := range chunk {
+		s := &chunk[i]
+		switch {
+		case s.err == nil:
+			r.report.note(&s.event, s.record.Topic, len(s.record.Value), s.event.CreatedAt.Before(old))
+		case errors.Is(s.err, errBehind):
+		default:
+			r.report.fail(&s.event, s.err)
+		}
+		if stop == nil && s.err != nil {
+			stop = fmt.Errorf("event %s, outbox id %d, to topic %s: %w", s.event.EventID, s.event.OutboxID, s.record.Topic, s.err)
+		}
+		if stop == nil {
+			r.report.Next = s.event.OutboxID
+		}
+	}
+	return stop
+}
+
+const sqlAuditReplay = `SELECT {schema}.outbox_audit_replay($1, $2, $3, $4)`
+
+// audit keeps, before anything is sent, who does it, why, and with which events.
+func (r *run) audit(ctx context.Context) error {
+	if r.audited {
+		return nil
+	}
+	a := r.cfg.Audit
+	_, err := r.db.Exec(ctx, pg.InSchema(sqlAuditReplay, r.cfg.Schema), r.cfg.To, r.cfg.Group, a.Operator, a.Reason+" ("+r.cfg.selection()+")")
+	if err != nil {
+		return fmt.Errorf("add row to outbox_audit: %w", orNotMigrated(err))
+	}
+	r.audited = true
+	return nil
+}
+
+func orNotMigrated(err error) error {
+	if pg.IsUndefined(err) {
+		return fmt.Errorf("%w: %w", outbox.ErrNotMigrated, err)
+	}
+	return err
+}
+
+// selection says in words which events are sent, in at most 900 characters.
+func (c Config) selection() string {
+	var parts []string
+	add := func(name, value string) {
+		if value != "" {
+			parts = append(parts, name+" "+value)
+		}
+	}
+	at := func(t time.Time) string {
+		if t.IsZero() {
+			return ""
+		}
+		return t.UTC().Format(time.RFC3339)
+	}
+	f := c.Filter
+	if f.After > 0 {
+		add("after", fmt.Sprint(f.After))
+	}
+	add("since", at(f.Since))
+	add("until", at(f.Until))
+	add("types", strings.Join(f.Types, ","))
+	add("of topics", strings.Join(f.Topics, ","))
+	add("keys", strings.Join(f.Keys, ","))
+	add("aggregate", strings.TrimSuffix(f.AggregateType+"/"+f.AggregateID, "/"))
+	add("ids", strings.Join(f.EventIDs, ","))
+	if c.Again {
+		parts = append(parts, "again")
+	}
+	if len(parts) == 0 {
+		return "all events"
+	}
+	text := []rune(strings.Join(parts, ", "))
+	if len(text) > maxSelection {
+		text = append(text[:maxSelection], '…')
+	}
+	return string(text)
+}
+
+const maxSelection = 900

@@ -1,0 +1,344 @@
+package outboxreplay_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"log/slog"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kerr"
+	"github.com/twmb/franz-go/pkg/kgo"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxarchive"
+	"github.com/outboxgo/outbox/outboxops"
+	"github.com/outboxgo/outbox/outboxreplay"
+)
+
+var (
+	background = context.Background()
+	audit      = outboxops.AuditInfo{Operator: "kim", Reason: "the view was lost"}
+)
+
+// sale is the event of these tests.
+type sale struct {
+	Product string
+	Number  int
+	Filler  string `json:",omitempty"`
+}
+
+func (sale) OccurredAt() time.Time { return time.Date(2026, 1, 2, 3, 4, 5, 678_900_000, time.UTC) }
+func (s sale) product() string     { return s.Product }
+
+const saleType = "test.sale.made.v1"
+
+// replayFixture is a topic with events that a relay has sent.
+type replayFixture struct {
+	db      *pgxpool.Pool
+	schema  string
+	topic   string
+	brokers []string
+	events  *outbox.Registry
+	rec     *outbox.Recorder
+}
+
+// newFixture returns one whose topic takes batches of up to maxBytes.
+func newFixture(t testing.TB, maxBytes int) *replayFixture {
+	t.Helper()
+	f := &replayFixture{topic: "replay-" + uuid.NewString(), brokers: testenv.RealBrokers(t)}
+	for _, topic := range []string{f.topic, outbox.DeadLetterTopic(f.topic)} {
+		testenv.CreateTopic(t, f.brokers, topic, 2, "max.message.bytes", fmt.Sprint(maxBytes))
+	}
+	f.db, f.schema = testenv.Schema(t)
+	require.NoError(t, outbox.Migrate(background, f.db, outbox.MigrateConfig{Schema: f.schema}))
+	var err error
+	f.events, err = outbox.NewRegistry("shop", outbox.Event(saleType, "Product", sale.product).Topic(f.topic))
+	require.NoError(t, err)
+	f.rec, err = outbox.NewRecorder(f.events, outbox.RecorderConfig{Schema: f.schema})
+	require.NoError(t, err)
+	return f
+}
+
+const largeEnough = 1 << 20
+
+func (f *replayFixture) record(t testing.TB, sales ...sale) {
+	t.Helper()
+	ctx := outbox.WithTraceParent(outbox.WithCorrelationID(background, "corr é"), "00-"+strings.Repeat("a", 32)+"-"+strings.Repeat("b", 16)+"-01")
+	require.NoError(t, pgx.BeginFunc(ctx, f.db, func(tx pgx.Tx) error {
+		for _, s := range sales {
+			if err := f.rec.Record(ctx, tx, s); err != nil {
+				return err
+			}
+		}
+		return nil
+	}))
+}
+
+// numbered returns sales of a few products, with numbers from 1 on.
+func numbered(n int) []sale {
+	sales := make([]sale, n)
+	for i := range sales {
+		sales[i] = sale{Product: fmt.Sprintf("p%d", i%5), Number: i + 1}
+	}
+	return sales
+}
+
+// relay runs one in a mode, which archives what is old.
+func (f *replayFixture) relay(t testing.TB, mode outbox.Mode, archive func(context.Context, pgx.Tx, []outbox.ArchivedEvent) error) (stop func()) {
+	t.Helper()
+	r, err := outbox.NewRelay(f.db, testenv.KafkaOpts(f.brokers), outbox.RelayConfig{Schema: f.schema, Mode: mode, PollInterval: 10 * time.Millisecond,
+		Logger: slog.New(slog.DiscardHandler), Retention: outbox.RetentionConfig{Interval: 10 * time.Millisecond, Pause: time.Millisecond, BatchSize: 50, Archive: archive}})
+	require.NoError(t, err)
+	return testenv.Run(t, r.Run)
+}
+
+func (f *replayFixture) count(t testing.TB, table string) (n int) {
+	t.Helper()
+	require.NoError(t, f.db.QueryRow(background, pg.InSchema("SELECT count(*) FROM {schema}."+table, f.schema)).Scan(&n))
+	return n
+}
+
+// records returns the first n records of a topic by key.
+func (f *replayFixture) records(t testing.TB, topic string, n int) map[string][]*kgo.Record {
+	t.Helper()
+	client, err := kgo.NewClient(append(testenv.KafkaOpts(f.brokers), kgo.ConsumeTopics(topic))...)
+	require.NoError(t, err)
+	defer client.Close()
+	byKey := map[string][]*kgo.Record{}
+	for n > 0 {
+		ctx, cancel := context.WithTimeout(background, testenv.Patience)
+		fetches := client.PollFetches(ctx)
+		cancel()
+		require.NoError(t, fetches.Err(), "%d are missing", n)
+		fetches.EachRecord(func(r *kgo.Record) { byKey[string(r.Key)] = append(byKey[string(r.Key)], r); n-- })
+	}
+	return byKey
+}
+
+// texts are what records are, but for their places.
+func texts(records []*kgo.Record) (all []string) {
+	for _, r := range records {
+		all = append(all, fmt.Sprintf("%s %q %q %q", r.Topic, r.Key, r.Value, r.Headers))
+	}
+	return all
+}
+
+func (f *replayFixture) recorded(t testing.TB) outboxarchive.Source {
+	t.Helper()
+	source, err := outboxarchive.Recorded(f.db, f.schema)
+	require.NoError(t, err)
+	return source
+}
+
+func (f *replayFixture) run(t testing.TB, cfg outboxreplay.Config) (outboxreplay.Report, error) {
+	t.Helper()
+	cfg.Schema, cfg.Audit = f.schema, audit
+	return outboxreplay.Run(background, f.db, testenv.KafkaOpts(f.brokers), cfg)
+}
+
+// What is sent again from the archive is what the relay sent, byte by byte, in both modes.
+func TestReplay(t *testing.T) {
+	t.Parallel()
+	for name, mode := range map[string]outbox.Mode{"binary": outbox.Binary, "structured": outbox.Structured} {
+		for _, kind := range []string{"table", "files", "outbox"} {
+			t.Run(name+" from "+kind, func(t *testing.T) {
+				t.Parallel()
+				f := newFixture(t, largeEnough)
+				const n = 40
+				f.record(t, numbered(n)...)
+				source, archive := f.archiveOf(t, kind)
+				if kind != "outbox" {
+					testenv.UpdateEvents(t, f.db, pg.InSchema(`UPDATE {schema}.outbox SET created_at = now() - '40 days'::interval`, f.schema))
+				}
+				stop := f.relay(t, mode, archive)
+				sent := f.records(t, f.topic, n)
+				if kind != "outbox" {
+					require.Eventually(t, func() bool { return f.count(t, "outbox") == 0 }, testenv.Patience, 10*time.Millisecond)
+				}
+				stop()
+
+				dry, err := f.run(t, outboxreplay.Config{Source: source, Mode: mode, DryRun: true})
+				require.NoError(t, err)
+				require.Zero(t, f.count(t, "outbox_audit"))
+				report, err := f.run(t, outboxreplay.Config{Source: source, Mode: mode})
+				require.NoError(t, err)
+				require.Equal(t, dry, report)
+				require.Equal(t, n, report.Sent)
+				require.Len(t, report.Counts, 1)
+				require.Equal(t, [2]string{f.topic, saleType}, [2]string{report.Counts[0].Topic, report.Counts[0].Type})
+				if kind != "outbox" {
+					require.Equal(t, n, report.Older)
+				}
+				for key, twice := range f.records(t, f.topic, 2*n) {
+					require.Equal(t, texts(sent[key]), texts(twice[:len(sent[key])]))
+					require.Equal(t, texts(sent[key]), texts(twice[len(sent[key]):]))
+				}
+				require.Equal(t, 1, f.count(t, `outbox_audit WHERE action = 'replay' AND operator = 'kim' AND reason = 'the view was lost (all events)' AND parking_key = '/' AND consumer_group IS NULL`))
+			})
+		}
+	}
+}
+
+// archiveOf returns what events are sent from, and what archives them there.
+func (f *replayFixture) archiveOf(t testing.TB, kind string) (outboxarchive.Source, func(context.Context, pgx.Tx, []outbox.ArchivedEvent) error) {
+	t.Helper()
+	switch kind {
+	case "table":
+		table, err := outboxarchive.NewTable(f.db, outboxarchive.TableConfig{Schema: f.schema, OutboxSchema: f.schema})
+		require.NoError(t, err)
+		require.NoError(t, table.Ensure(background))
+		return table, table.Archive
+	case "files":
+		folder, err := outboxarchive.OpenFolder(t.TempDir())
+		require.NoError(t, err)
+		files, err := outboxarchive.NewFiles(folder, outboxarchive.FilesConfig{})
+		require.NoError(t, err)
+		return folder, files.Archive
+	}
+	return f.recorded(t), nil
+}
+
+// A run is no faster than its rate. One that is stopped says where another goes on, and together they send each event
+// once, in its order, to the topic that is named.
+func TestRateAndResume(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, largeEnough)
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	rng := rand.New(rand.NewPCG(seed, 0))
+	const n, rate = 300, 200
+	f.record(t, numbered(n)...)
+	to := "replay-to-" + uuid.NewString()
+	testenv.CreateTopic(t, f.brokers, to, 2)
+	cfg := outboxreplay.Config{Source: f.recorded(t), To: to, Rate: rate, Schema: f.schema, Audit: audit}
+	began, sent, runs := time.Now(), 0, 0
+	for sent < n {
+		ctx, stop := context.WithCancelCause(background)
+		stopped, atMost := errors.New("stopped"), rng.IntN(150)
+		cfg.Progress = func(r outboxreplay.Report) {
+			if r.Sent > atMost {
+				stop(stopped)
+			}
+		}
+		report, err := outboxreplay.Run(ctx, f.db, testenv.KafkaOpts(f.brokers), cfg)
+		stop(nil)
+		if err != nil {
+			require.ErrorIs(t, err, stopped)
+		}
+		require.Greater(t, report.Next, cfg.Filter.After)
+		sent, runs, cfg.Filter.After = sent+report.Sent, runs+1, report.Next
+	}
+	require.Greater(t, runs, 1)
+	require.Equal(t, n, sent)
+	require.GreaterOrEqual(t, time.Since(began), time.Duration(n-runs*rate/10)*time.Second/rate)
+	byKey := f.records(t, to, n)
+	require.Len(t, byKey, 5)
+	for key, records := range byKey {
+		want := slices.DeleteFunc(numbered(n), func(s sale) bool { return s.Product != key })
+		require.Len(t, records, len(want), key)
+		for i, r := range records {
+			require.Contains(t, string(r.Value), fmt.Sprintf(`"Number": %d,`, want[i].Number))
+		}
+	}
+	require.Equal(t, runs, f.count(t, `outbox_audit WHERE action = 'replay' AND parking_key = '`+to+`/'`))
+}
+
+// An event that Kafka rejects ends the run before later events of its key are sent, and another run can go on
+// behind it. Events that only together are too large for a batch are sent.
+func TestRejected(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, 2000)
+	sales := numbered(60)
+	sales[41].Filler = random(5000)
+	f.record(t, sales...)
+	report, err := f.run(t, outboxreplay.Config{Source: f.recorded(t)})
+	require.ErrorIs(t, err, kerr.MessageTooLarge)
+	require.ErrorContains(t, err, "outbox id 42")
+	require.Equal(t, 41, report.Sent)
+	require.EqualValues(t, 41, report.Next)
+	require.Equal(t, 1, report.NotSent)
+	require.EqualValues(t, 42, report.Failed[0].OutboxID)
+	report, err = f.run(t, outboxreplay.Config{Source: f.recorded(t), Filter: outboxarchive.Filter{After: 42}})
+	require.NoError(t, err)
+	require.Equal(t, 18, report.Sent)
+	for key, records := range f.records(t, f.topic, 59) {
+		last := 0
+		for _, r := range records {
+			var number int
+			_, err := fmt.Sscanf(string(r.Value[strings.Index(string(r.Value), `"Number": `):]), `"Number": %d`, &number)
+			require.NoError(t, err)
+			require.Greater(t, number, last, key)
+			last = number
+		}
+	}
+}
+
+func random(n int) string {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = "0123456789abcdefghijklmnopqrstuvwxyz"[rand.IntN(36)]
+	}
+	return string(b)
+}
+
+// broken is a source with an event that cannot be read between two that can.
+type broken struct{ outboxarchive.Source }
+
+func (b broken) Events(ctx context.Context, f outboxarchive.Filter) iter.Seq2[outbox.ArchivedEvent, error] {
+	return func(yield func(outbox.ArchivedEvent, error) bool) {
+		for e, err := range b.Source.Events(ctx, f) {
+			if !yield(e, err) || !yield(outbox.ArchivedEvent{}, &outboxarchive.ReadError{File: "f", Line: 7, Err: errors.New("damaged")}) {
+				return
+			}
+		}
+	}
+}
+
+// What cannot be read ends a run where it is, unless it is to be skipped; a dry run reports all of it.
+func TestUnreadable(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, largeEnough)
+	f.record(t, numbered(3)...)
+	source := broken{f.recorded(t)}
+	report, err := f.run(t, outboxreplay.Config{Source: source})
+	require.ErrorContains(t, err, "file f, line 7: damaged")
+	require.Equal(t, 1, report.Sent)
+	require.EqualValues(t, 1, report.Next)
+	report, err = f.run(t, outboxreplay.Config{Source: source, SkipUnreadable: true})
+	require.NoError(t, err)
+	require.Equal(t, 3, report.Sent)
+	require.Equal(t, 3, report.NotSent)
+	report, err = f.run(t, outboxreplay.Config{Source: source, DryRun: true})
+	require.NoError(t, err)
+	require.Len(t, report.Failed, 3)
+	f.records(t, f.topic, 4)
+}
+
+func TestBadConfig(t *testing.T) {
+	t.Parallel()
+	_, err := outboxreplay.Run(background, nil, []kgo.Opt{kgo.ConsumerGroup("g")}, outboxreplay.Config{To: "a b", Group: "\x00", Mode: 7, Rate: 1e9, HandledFor: -1, Schema: "$user",
+		Audit: outboxops.AuditInfo{Reason: " "}})
+	for _, says := range []string{"Source", "To", "Group", "Mode", "Rate", "HandledFor", "Schema", "Audit.Operator", "Audit.Reason", "db", "ConsumerGroup"} {
+		require.ErrorContains(t, err, says)
+	}
+	f := newFixture(t, largeEnough)
+	_, err = f.run(t, outboxreplay.Config{Source: f.recorded(t), Again: true})
+	require.ErrorContains(t, err, "Group")
+	_, err = f.run(t, outboxreplay.Config{Source: f.recorded(t), Filter: outboxarchive.Filter{After: -1}})
+	require.ErrorContains(t, err, "Filter.After")
+	_, err = f.run(t, outboxreplay.Config{Source: f.recorded(t)})
+	require.NoError(t, err, "there is nothing to send")
+	require.Zero(t, f.count(t, "outbox_audit"))
+}
