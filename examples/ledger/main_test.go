@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -29,7 +30,7 @@ func TestLedger(t *testing.T) {
 	require.Zero(t, p.Wait(t))
 	out := p.Stdout.String()
 	require.Regexp(t, `240 deposits, 48 reversals; [1-9]\d* attempts were rolled back`, out)
-	require.Contains(t, out, "killed: tellers, relay, consumers")
+	require.Contains(t, out, "killed: consumers, relay, tellers")
 	require.Regexp(t, `[1-9]\d* records in Kafka are repeats; 0 events waited for an earlier one; [1-9]\d* are in the archive`, out)
 	require.NotContains(t, out, "wrong")
 	require.Empty(t, p.Stderr.String())
@@ -46,10 +47,11 @@ func TestLedgerWithTwoTopics(t *testing.T) {
 	p.RequireNoSchema(t)
 }
 
-// A row of the feed that came another time is found, and an entry that somebody has added to the journal.
+// A row of the feed that came another time is found, and an entry that somebody has added to the journal. The counter is
+// open until both are there.
 func TestLedgerFindsWhatIsWrong(t *testing.T) {
 	t.Parallel()
-	p := startLedger(t, "-deposits=60", "-kill=false")
+	p := startLedger(t, "-deposits=1000000", "-kill=false")
 	db := testenv.Pool(t, nil)
 	in := func(table string) string { return pgx.Identifier{p.Schema, table}.Sanitize() }
 	change := func(sql string) {
@@ -58,9 +60,10 @@ func TestLedgerFindsWhatIsWrong(t *testing.T) {
 			return err == nil && changed.RowsAffected() == 1
 		}, testenv.Patience, 10*time.Millisecond)
 	}
-	change(`INSERT INTO ` + in("journal_entry") + ` SELECT transaction_id, account_id, 1 FROM ` + in("journal_entry") + ` LIMIT 1`)
+	change(`INSERT INTO ` + in("journal_entry") + ` SELECT id, account_id, 1 FROM ` + in("ledger_transaction") + ` WHERE reverses IS NOT NULL LIMIT 1`) // nobody reverses a reversal
 	change(`INSERT INTO ` + in("audit_feed") + ` (account_id, sequence, event_id, event_type, transaction_id, occurred_at, payload)
 		SELECT account_id, sequence, event_id, event_type, transaction_id, occurred_at, payload FROM ` + in("audit_feed") + ` LIMIT 1`)
+	p.Signal(t, os.Interrupt)
 	require.Equal(t, exitWrong, p.Wait(t))
 	out := p.Stdout.String()
 	require.Regexp(t, `(?m)transactions whose entries balance .* wrong$`, out)
@@ -75,6 +78,7 @@ func TestLedgerInterrupted(t *testing.T) {
 	t.Parallel()
 	for _, signal := range ending.Signals {
 		t.Run(signal.String(), func(t *testing.T) {
+			t.Parallel()
 			p := startLedger(t, "-deposits=1000000")
 			db := testenv.Pool(t, nil)
 			transactions := pgx.Identifier{p.Schema, "ledger_transaction"}.Sanitize()
@@ -85,6 +89,7 @@ func TestLedgerInterrupted(t *testing.T) {
 			}, testenv.Patience, 10*time.Millisecond)
 			p.Signal(t, signal)
 			require.Zero(t, p.Wait(t))
+			require.NotContains(t, p.Stdout.String(), tellersRole, "they were not killed")
 			p.RequireNoSchema(t)
 		})
 	}

@@ -6,7 +6,9 @@ import (
 	"fmt"
 	"io"
 	"os/exec"
+	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/google/uuid"
@@ -19,8 +21,10 @@ type performance struct {
 	*app
 	cfg    config
 	others show.Processes
-	killed []string
 	closed bool // early, by Ctrl-C
+
+	mu     sync.Mutex
+	killed []string // roles of processes
 }
 
 // run sets everything up, lets the processes work, and compares.
@@ -99,11 +103,16 @@ func (p *performance) incidents(ctx context.Context) error {
 		}
 		return p.kill(ctx, consumersRole, sqlAudited, p.cfg.deposits/2)
 	})
-	if err := g.Wait(); err != nil {
-		return err
-	}
-	p.killed = []string{tellersRole, relayRole, consumersRole}
-	return nil
+	return g.Wait()
+}
+
+// restart starts another process in place of one that was killed.
+func (p *performance) restart(role string) error {
+	p.mu.Lock()
+	p.killed = append(p.killed, role)
+	slices.Sort(p.killed)
+	p.mu.Unlock()
+	return p.start(role)
 }
 
 // awaitCrash starts another relay where one has killed itself. If the counter closes before it does, it is killed.
@@ -116,7 +125,7 @@ func (p *performance) awaitCrash(ctx context.Context) error {
 	if err != nil && (!errors.As(err, &exit) || exit.Exited()) {
 		return fmt.Errorf("relay: %w", err)
 	}
-	return p.start(relayRole)
+	return p.restart(relayRole)
 }
 
 const (
@@ -136,7 +145,7 @@ func (p *performance) kill(ctx context.Context, role, sqlCount string, at int) e
 	if err := p.others.Kill(role); err != nil {
 		return err
 	}
-	return p.start(role)
+	return p.restart(role)
 }
 
 const sqlArrived = `
