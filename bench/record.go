@@ -183,11 +183,11 @@ func copyInto(schema string, rows [][]any) recording {
 
 // interleaved runs transactions one after the other, n times all in all, after some
 // that do not count. It returns the medians of each round, in microseconds.
-func (d *recordBench) interleaved(ctx context.Context, n int, all ...transaction) ([]stats.Series, error) {
+func (b *bench) interleaved(ctx context.Context, n int, all ...transaction) ([]stats.Series, error) {
 	const warm = 3
 	medians := make([]stats.Series, len(all))
-	perTurn := max(1, n/d.cfg.runs)
-	for round := range d.cfg.runs {
+	perTurn := max(1, n/b.cfg.runs)
+	for round := range b.cfg.runs {
 		times := make([]stats.Series, len(all))
 		for i := range warm + perTurn {
 			for k, do := range all {
@@ -203,7 +203,7 @@ func (d *recordBench) interleaved(ctx context.Context, n int, all ...transaction
 		for k := range all {
 			medians[k] = append(medians[k], times[k].Median())
 		}
-		d.say("%d/%d transactions, µs: %.0f", round+1, d.cfg.runs, last(medians))
+		b.say("%d/%d transactions, µs: %.0f", round+1, b.cfg.runs, last(medians))
 	}
 	return medians, nil
 }
