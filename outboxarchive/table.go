@@ -104,7 +104,7 @@ SELECT id, event_id, type, source, aggregate_type, aggregate_id, payload::jsonb,
 // Archive adds rows of outbox in the transaction that removes them. It is for
 // RetentionConfig.Archive. The partitions that are missing are made in the same transaction, by
 // a function that runs with the rights of the owner of the table, so the role of the
-// relay only needs those that docs/roles.md names.
+// relay only needs those that docs/archive.md names.
 func (t *Table) Archive(ctx context.Context, tx pgx.Tx, rows []outbox.ArchivedEvent) error {
 	if len(rows) == 0 {
 		return nil

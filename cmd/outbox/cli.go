@@ -47,6 +47,7 @@ func commands() []command {
 		consumersCommand, consumerPauseCommand, consumerResumeCommand, consumerRewindCommand,
 		cutStatusCommand, cutToKafkaCommand, cutToPostgresCommand, cutFinishCommand, cutCancelCommand,
 		dlqListCommand, dlqReplayCommand,
+		replayCommand, archiveStatusCommand, archiveCreateCommand, archiveExpireCommand,
 		auditCommand,
 		migrateUpCommand, migrateStatusCommand, migratePrintCommand, completionCommand(), versionCommand,
 	}

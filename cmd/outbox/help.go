@@ -60,6 +60,7 @@ func overview() string {
 
 // foldedGroups are the groups of commands that have one line in the overview.
 var foldedGroups = map[string]string{
+	"archive":  "events kept after retention",
 	"consumer": "consumer groups",
 	"cut":      "move groups",
 	"dlq":      "dead letters of topics",

@@ -1,0 +1,223 @@
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxarchive"
+	"github.com/outboxgo/outbox/outboxreplay"
+)
+
+var replayCommand = command{
+	name:    "replay",
+	summary: "send recorded events to Kafka again, from outbox or an archive",
+	about: `
+It only counts, unless --yes is given. Groups skip what they have a note of in
+event_handled (31 days); with --group only that one handles what is sent. New
+events come between. Ctrl-C ends it, and the last line says where to go on.`,
+	endless: true,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		var r replay
+		r.define(fs)
+		return r.run
+	},
+}
+
+type replay struct {
+	archive, files                string
+	since, until                  when
+	types, ids, key               string
+	of                            aggregate
+	after                         int64
+	to, group                     string
+	rate                          int
+	again, structured, skips, yes bool
+	why                           auditFlags
+}
+
+func (r *replay) define(fs *flag.FlagSet) {
+	fs.StringVar(&r.archive, "archive", "", "`NAME` schema of outbox_archive: also what is there")
+	fs.StringVar(&r.files, "files", "", "`FOLDER` only what is in files of an archive")
+	fs.Var(&r.since, "since", "`TIME` recorded at or after: 2h (ago), 2006-01-02")
+	fs.Var(&r.until, "until", "`TIME` recorded before: 1h (ago), 2006-01-02")
+	fs.StringVar(&r.types, "type", "", "`TYPE,…` only events of these types")
+	fs.StringVar(&r.key, "key", "", "`KEY` only events with this record key")
+	fs.Var(&r.of, "aggregate", "`TYPE/ID` only events of this aggregate, or of this TYPE")
+	fs.StringVar(&r.ids, "id", "", "`ID,…` only events with these ids")
+	fs.Int64Var(&r.after, "after", 0, "`NUMBER` only behind this outbox id: to go on")
+	fs.StringVar(&r.to, "to", "", "`TOPIC` send all to this one (their own)")
+	fs.StringVar(&r.group, "group", "", "`NAME` only for this consumer group")
+	fs.BoolVar(&r.again, "again", false, "have the --group forget what it noted of them")
+	fs.BoolVar(&r.structured, "structured", false, "as a relay in Structured mode sends them")
+	fs.IntVar(&r.rate, "rate", 0, "`NUMBER` events in a second at most (1000); -1: no limit")
+	fs.BoolVar(&r.skips, "skip-unreadable", false, "leave out what cannot be read")
+	fs.BoolVar(&r.yes, "yes", false, "send them; without it they are only counted")
+	r.why.define(fs)
+}
+
+func (r *replay) run(ctx context.Context, e *env) error {
+	cfg, err := r.config(ctx, e)
+	if err != nil {
+		return err
+	}
+	kafka, err := e.kafkaOpts()
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	watchdog := e.watchdog(cancel)
+	defer watchdog.stop()
+	cfg.DryRun, cfg.Progress = true, func(outboxreplay.Report) { watchdog.reset() }
+	report, err := outboxreplay.Run(ctx, e.db, kafka, cfg)
+	if err != nil {
+		return withCause(ctx, err)
+	}
+	if r.yes {
+		p := e.progress("sent", report.Sent)
+		cfg.DryRun, cfg.Progress = false, func(so outboxreplay.Report) {
+			watchdog.reset()
+			p.show(so.Sent)
+		}
+		report, err = outboxreplay.Run(ctx, e.db, kafka, cfg)
+		p.end()
+	}
+	if serr := r.show(e, report); err == nil && serr != nil {
+		return serr
+	}
+	switch {
+	case err != nil:
+		return withCause(ctx, err)
+	case report.NotSent > 0:
+		return errProblems
+	}
+	return nil
+}
+
+func (r *replay) config(ctx context.Context, e *env) (cfg outboxreplay.Config, err error) {
+	cfg = outboxreplay.Config{To: r.to, Group: r.group, Again: r.again, Rate: r.rate, SkipUnreadable: r.skips, Schema: e.schema}
+	if r.structured {
+		cfg.Mode = outbox.Structured
+	}
+	cfg.Filter = outboxarchive.Filter{After: r.after, Since: r.since.time(e.now()), Until: r.until.time(e.now()), Types: list(r.types),
+		EventIDs: list(r.ids), AggregateType: r.of.kind, AggregateID: r.of.id}
+	if r.key != "" {
+		cfg.Filter.Keys = []string{r.key}
+	}
+	switch {
+	case r.archive != "" && r.files != "":
+		return cfg, usagef("--archive and --files: only one of them")
+	case r.again && r.group == "":
+		return cfg, usagef("--again needs --group")
+	case r.yes && !r.picks():
+		return cfg, usagef("which events? --since 2006-01-02, or other flags")
+	case r.yes:
+		if cfg.Audit, err = r.why.info(e); err != nil {
+			return cfg, err
+		}
+	}
+	if cfg.Filter.Until.IsZero() { // what is recorded from now on is sent by the relay
+		cfg.Filter.Until = e.now()
+	}
+	cfg.Source, err = r.source(ctx, e)
+	return cfg, err
+}
+
+// list splits the value of a flag.
+func list(text string) []string {
+	if text == "" {
+		return nil
+	}
+	return strings.Split(text, ",")
+}
+
+// picks reports whether a flag chooses events.
+func (r *replay) picks() bool {
+	return r.since != (when{}) || r.until != (when{}) || r.types+r.key+r.ids+r.of.kind != "" || r.after > 0
+}
+
+// source connects to the database, which has at least the audit.
+func (r *replay) source(ctx context.Context, e *env) (outboxarchive.Source, error) {
+	if r.files != "" && !r.yes {
+		return outboxarchive.OpenFolder(r.files)
+	}
+	db, err := e.connect(ctx)
+	switch {
+	case err != nil:
+		return nil, err
+	case r.files != "":
+		return outboxarchive.OpenFolder(r.files)
+	case r.archive != "":
+		return outboxarchive.NewTable(db, outboxarchive.TableConfig{Schema: r.archive, OutboxSchema: e.schema})
+	}
+	return outboxarchive.Recorded(db, e.schema)
+}
+
+// replayCountJSON and replayFailureJSON are parts of the output.
+type replayCountJSON struct {
+	Topic  string    `json:"topic"`
+	Type   string    `json:"type"`
+	Events int       `json:"events"`
+	Bytes  int64     `json:"bytes"`
+	First  time.Time `json:"first"`
+	Last   time.Time `json:"last"`
+}
+
+type replayFailureJSON struct {
+	OutboxID int64  `json:"outbox_id"`
+	EventID  string `json:"event_id"`
+	Error    string `json:"error"`
+}
+
+func (r *replay) show(e *env, report outboxreplay.Report) error {
+	if e.json {
+		counts, failures := []replayCountJSON{}, []replayFailureJSON{}
+		for _, c := range report.Counts {
+			counts = append(counts, replayCountJSON{c.Topic, c.Type, c.Events, c.Bytes, c.First.UTC(), c.Last.UTC()})
+		}
+		for _, f := range report.Failed {
+			failures = append(failures, replayFailureJSON{f.OutboxID, f.EventID, f.Err.Error()})
+		}
+		return e.writeJSON(map[string]any{"dry_run": !r.yes, "read": report.Read, "sent": report.Sent, "counts": counts, "older": report.Older,
+			"forgotten": report.Forgotten, "not_sent": report.NotSent, "failed": failures, "next": report.Next})
+	}
+	if len(report.Counts) > 0 {
+		t := table{head: []string{"TOPIC", "TYPE", "EVENTS", "BYTES", "FIRST", "LAST"}, flex: []int{0, 1}}
+		for _, c := range report.Counts {
+			t.add(c.Topic, c.Type, count(c.Events), count(c.Bytes), clock(c.First), clock(c.Last))
+		}
+		e.writeTable(t)
+	}
+	for _, f := range report.Failed {
+		e.say("not sent: " + visible(errorText(f.Err)))
+	}
+	r.warn(e, report)
+	switch {
+	case !r.yes && report.Sent > 0:
+		e.printf("would send %s, not %s; --yes does it\n", count(report.Sent), count(report.NotSent))
+	case !r.yes:
+		e.printf("would send 0, not %s\n", count(report.NotSent))
+	default:
+		e.printf("sent %s, not %s (to go on: --after %d)\n", count(report.Sent), count(report.NotSent), report.Next)
+	}
+	return nil
+}
+
+// warn says who handles the events again.
+func (r *replay) warn(e *env, report outboxreplay.Report) {
+	switch {
+	case report.Sent == 0:
+	case r.again:
+		e.say(fmt.Sprintf("Group %s handles them again: %s notes removed.", visible(r.group), count(report.Forgotten)))
+	case report.Older > 0:
+		who := "every group handles"
+		if r.group != "" {
+			who = "group " + visible(r.group) + " handles"
+		}
+		e.say(fmt.Sprintf("%s of them are older than notes in event_handled are kept: %s these again.", count(report.Older), who))
+	}
+}

@@ -1,0 +1,100 @@
+package main
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxarchive"
+)
+
+// Events are counted first and sent with --yes, from outbox, the archive, and files.
+func TestReplayCommand(t *testing.T) {
+	t.Parallel()
+	d := newShop(t).withKafka(t)
+	d.record(t, "a", "b", "a")
+	stop := d.relay(t)
+	defer stop()
+	table, err := outboxarchive.NewTable(d.db, outboxarchive.TableConfig{Schema: d.schema, OutboxSchema: d.schema})
+	require.NoError(t, err)
+	require.NoError(t, table.Ensure(background))
+	folder := t.TempDir()
+	d.archiveInto(t, folder)
+
+	text := d.ok(t, "replay", "--schema", d.schema)
+	require.Contains(t, text, "would send 3, not 0; --yes does it")
+	require.Contains(t, text, "test.thing.happened.v1")
+	text = d.ok(t, "replay", "--schema", d.schema, "--key", "a", "--yes", "--reason", "why", "--operator", "kim")
+	require.Contains(t, text, "sent 2, not 0 (to go on: --after 3)")
+	var out struct {
+		Dry       bool                `json:"dry_run"`
+		Sent      int                 `json:"sent"`
+		Read      int                 `json:"read"`
+		Older     int                 `json:"older"`
+		Forgotten int                 `json:"forgotten"`
+		NotSent   int                 `json:"not_sent"`
+		Next      int64               `json:"next"`
+		Counts    []replayCountJSON   `json:"counts"`
+		Failed    []replayFailureJSON `json:"failed"`
+	}
+	d.json(t, &out, exitOK, "replay", "--schema", d.schema, "--archive", d.schema, "--aggregate", "Thing/b")
+	require.True(t, out.Dry)
+	require.Equal(t, 1, out.Sent)
+	require.Equal(t, d.topic, out.Counts[0].Topic)
+	d.json(t, &out, exitOK, "replay", "--schema", d.schema, "--files", folder, "--after", "1", "--yes", "--reason", "why", "--operator", "kim")
+	require.Equal(t, 2, out.Sent)
+	require.Contains(t, d.ok(t, "replay", "--schema", d.schema, "--since", "1m", "--type", "none"), "would send 0")
+	require.Contains(t, d.ok(t, "audit", "--schema", d.schema, "--action", "replay"), "kim")
+
+	for args, says := range map[string]string{
+		"--yes":                         "which events?",
+		"--since 1d --yes":              "--reason",
+		"--again":                       "--again needs --group",
+		"--files x --archive y":         "only one of them",
+		"--files /no/such/folder":       "no such file",
+		"--archive nowhere":             "outbox_archive is missing",
+		"--id x":                        "want a UUID",
+		"--since 2026-01-02 --until 1x": "--until",
+	} {
+		a := d.call(t, append([]string{"replay", "--schema", d.schema}, strings.Fields(args)...)...)
+		require.NotEqual(t, exitOK, a.code, args)
+		require.Contains(t, strings.Join(strings.Fields(a.err), " "), says, args)
+	}
+}
+
+// archiveInto writes what is in outbox to files.
+func (d *commandFixture) archiveInto(t testing.TB, path string) {
+	t.Helper()
+	folder, err := outboxarchive.OpenFolder(path)
+	require.NoError(t, err)
+	files, err := outboxarchive.NewFiles(folder, outboxarchive.FilesConfig{})
+	require.NoError(t, err)
+	source, err := outboxarchive.Recorded(d.db, d.schema)
+	require.NoError(t, err)
+	for e, err := range source.Events(background, outboxarchive.Filter{}) {
+		require.NoError(t, err)
+		require.NoError(t, files.Archive(background, pgx.Tx(nil), []outbox.ArchivedEvent{e}))
+	}
+}
+
+// The archive is made, shown and expired by commands.
+func TestArchiveCommands(t *testing.T) {
+	t.Parallel()
+	d := newShop(t)
+	a := d.call(t, "archive", "status", "--schema", d.schema)
+	require.Equal(t, exitError, a.code)
+	require.Contains(t, a.err, "outbox_archive is missing")
+	require.Contains(t, d.ok(t, "archive", "create", "--schema", d.schema), "outbox_archive_")
+	d.exec(t, `SELECT {s}.outbox_archive_prepare(ARRAY['2001-02-03'::timestamptz])`)
+	require.Regexp(t, `outbox_archive_2001_02 +2001-02-01 +2001-03-01 .* yes`, d.ok(t, "archive", "status", "--schema", d.schema))
+	require.NotContains(t, d.ok(t, "archive", "status", "--schema", d.schema, "--months", "-1"), "yes")
+	require.Contains(t, d.ok(t, "archive", "expire", "--schema", d.schema), "--yes does it")
+	require.Contains(t, d.ok(t, "archive", "expire", "--schema", d.schema, "--yes"), "Dropped.")
+	require.Contains(t, d.ok(t, "archive", "expire", "--schema", d.schema), "No such partitions.")
+	var out struct{ Partitions []partitionJSON }
+	d.json(t, &out, exitOK, "archive", "status", "--schema", d.schema)
+	require.Len(t, out.Partitions, 4)
+}
