@@ -13,26 +13,23 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 )
-
-// Record stores events in tx by the implementation under test.
-type Record func(ctx context.Context, tx pgx.Tx, events ...Event) error
 
 // Writers configures [Write]. The schema must exist. If an earlier Write has written
 // there, the versions of keys continue.
 type Writers struct {
-	DB      *pgxpool.Pool
-	Schema  string
-	Record  Record
-	Seed    uint64
-	Events  int           // how many to commit, at least
-	Writers int           // how many write concurrently
-	Keys    int           // fewer keys mean more contention
-	Pause   time.Duration // longest sleep inside a transaction
-	Open    int           // transactions that stay open until the others are done
-	Large   int           // one event in so many is large; 0: none
+	DB        *pgxpool.Pool
+	Schema    string
+	Record    Record    // by pgx in DB; needed if there are no Libraries
+	Libraries []Library // that the writers use, one after the other in this order; none: pgx
+	Seed      uint64
+	Events    int           // how many to commit, at least
+	Writers   int           // how many write concurrently
+	Keys      int           // fewer keys mean more contention
+	Pause     time.Duration // longest sleep inside a transaction
+	Open      int           // transactions that stay open until the others are done
+	Large     int           // one event in so many is large; 0: none
 	// LargeBytes is the most that the filler of a large event has, and a fifth of it the
 	// least. Compression makes no less than three quarters of it.
 	LargeBytes int
@@ -41,7 +38,7 @@ type Writers struct {
 	Stop <-chan struct{}
 	// Outages says that the server may stop. Writers then try again until it is
 	// back. If a transaction loses its connection, only the history shows whether it
-	// has committed.
+	// has committed. Only [Pgx] knows of a lost connection.
 	Outages bool
 }
 
@@ -96,7 +93,7 @@ func (w *Writers) setUp(ctx context.Context) error {
 // holdOpen writes an event at the start and commits it after all others.
 func (w *Writers) holdOpen(ctx context.Context, i int, release <-chan struct{}) error {
 	for version := int64(1); ; version++ {
-		lost, err := w.begin(ctx, pgx.TxOptions{}, func(tx pgx.Tx) error {
+		lost, err := w.begin(ctx, i, "", func(tx Tx) error {
 			e := Event{ID: uuid.NewString(), Key: fmt.Sprintf("open-%d", i), Version: version}
 			if err := w.record(ctx, tx, e); err != nil {
 				return err
@@ -118,25 +115,22 @@ func (w *Writers) holdOpen(ctx context.Context, i int, release <-chan struct{}) 
 // tries again.
 const reconnectPause = 50 * time.Millisecond
 
-// begin runs f in a transaction. It reports lost if an outage broke the transaction off:
-// then it is not known whether it has committed.
-func (w *Writers) begin(ctx context.Context, opts pgx.TxOptions, f func(pgx.Tx) error) (lost bool, err error) {
-	broken := true // it did not begin
-	err = pgx.BeginTxFunc(ctx, w.DB, opts, func(tx pgx.Tx) error {
-		err := f(tx)
-		// Later the connection may be another writer's. If f went well, what
-		// remains to fail is the commit.
-		broken = err == nil || tx.Conn().IsClosed()
-		return err
-	})
-	return w.Outages && broken && err != nil && !isConflict(err), err
+// begin runs f in a transaction of the library of a writer. It reports lost if an outage
+// broke the transaction off: then it is not known whether it has committed.
+func (w *Writers) begin(ctx context.Context, writer int, level pgx.TxIsoLevel, f func(Tx) error) (lost bool, err error) {
+	library := Pgx(w.DB, w.Record)
+	if len(w.Libraries) > 0 {
+		library = w.Libraries[writer%len(w.Libraries)]
+	}
+	err = library.InTx(ctx, level, f)
+	return w.Outages && errors.Is(err, errLost), err
 }
 
 // write runs transactions until enough events have committed.
 func (w *Writers) write(ctx context.Context, writer int, committed *atomic.Int64) error {
 	rng := rand.New(rand.NewPCG(w.Seed, uint64(writer)))
 	for committed.Load() < int64(w.Events) && !w.stopped() {
-		n, err := w.transaction(ctx, rng)
+		n, err := w.transaction(ctx, writer, rng)
 		if err != nil {
 			return fmt.Errorf("writer %d: %w", writer, err)
 		}
@@ -158,15 +152,15 @@ var errRollback = errors.New("this one rolls back")
 
 // transaction runs one transaction and returns how many events it committed: none if it
 // rolled back as planned or because of a conflict with another one.
-func (w *Writers) transaction(ctx context.Context, rng *rand.Rand) (n int, _ error) {
+func (w *Writers) transaction(ctx context.Context, writer int, rng *rand.Rand) (n int, _ error) {
 	levels := []pgx.TxIsoLevel{pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable}
 	prepared := ""
 	if rng.IntN(12) == 0 {
 		prepared = "oracle-" + uuid.NewString()
 	}
-	lost, err := w.begin(ctx, pgx.TxOptions{IsoLevel: levels[rng.IntN(len(levels))]}, func(tx pgx.Tx) error {
+	lost, err := w.begin(ctx, writer, levels[rng.IntN(len(levels))], func(tx Tx) error {
 		if rng.IntN(4) == 0 { // an early id, which others overtake before it is used
-			if _, err := tx.Exec(ctx, `SELECT pg_current_xact_id()`); err != nil {
+			if err := tx.Exec(ctx, `SELECT pg_current_xact_id()`); err != nil {
 				return err
 			}
 			w.pause(rng)
@@ -202,8 +196,8 @@ func (w *Writers) transaction(ctx context.Context, rng *rand.Rand) (n int, _ err
 var errPrepared = errors.New("this one is prepared, and decided elsewhere")
 
 // prepare prepares the transaction, which so no longer belongs to its connection.
-func (w *Writers) prepare(ctx context.Context, tx pgx.Tx, name string) error {
-	if _, err := tx.Exec(ctx, fmt.Sprintf(`PREPARE TRANSACTION '%s'`, name)); err != nil {
+func (w *Writers) prepare(ctx context.Context, tx Tx, name string) error {
+	if err := tx.Exec(ctx, fmt.Sprintf(`PREPARE TRANSACTION '%s'`, name)); err != nil {
 		return err
 	}
 	return errPrepared
@@ -235,32 +229,36 @@ func (w *Writers) decide(ctx context.Context, rng *rand.Rand, name string, n int
 const maxTries = int(time.Minute / reconnectPause)
 
 // step records one to five events of one key, at times under a savepoint that
-// is then released or rolled back.
-func (w *Writers) step(ctx context.Context, tx pgx.Tx, rng *rand.Rand) (int, error) {
+// is then released or rolled back, also because a statement fails in it.
+func (w *Writers) step(ctx context.Context, tx Tx, rng *rand.Rand) (int, error) {
 	if rng.IntN(5) > 0 {
 		return w.bump(ctx, tx, rng)
 	}
-	undo := rng.IntN(2) == 0
+	end := rng.IntN(4)
 	n := 0
-	err := pgx.BeginFunc(ctx, tx, func(savepoint pgx.Tx) (err error) {
+	err := tx.Savepoint(ctx, func(savepoint Tx) (err error) {
 		n, err = w.bump(ctx, savepoint, rng)
-		if err == nil && undo {
+		switch {
+		case err != nil || end >= 2:
+			return err
+		case end == 1:
 			return errRollback
 		}
-		return err
+		return savepoint.Exec(ctx, `SELECT 1/0`)
 	})
-	if errors.Is(err, errRollback) {
+	if errors.Is(err, errRollback) || hasCode(err, divisionByZero) {
 		return 0, nil
 	}
 	return n, err
 }
 
+const divisionByZero = "22012"
+
 // bump increments the version of a key under its row lock and records events.
-func (w *Writers) bump(ctx context.Context, tx pgx.Tx, rng *rand.Rand) (int, error) {
+func (w *Writers) bump(ctx context.Context, tx Tx, rng *rand.Rand) (int, error) {
 	key := fmt.Sprintf("key-%d", 1+rng.IntN(w.Keys))
 	n := 1 + rng.IntN(5)
-	var version int64
-	err := tx.QueryRow(ctx, fmt.Sprintf(`UPDATE %s SET version = version + $2 WHERE key = $1 RETURNING version`, w.table("oracle_key")), key, n).Scan(&version)
+	version, err := tx.QueryInt(ctx, fmt.Sprintf(`UPDATE %s SET version = version + $2 WHERE key = $1 RETURNING version`, w.table("oracle_key")), key, n)
 	if err != nil {
 		return 0, err
 	}
@@ -292,16 +290,17 @@ var text = sync.OnceValue(func() string {
 	return base64.StdEncoding.EncodeToString(random)
 })
 
-// record writes events and history.
-func (w *Writers) record(ctx context.Context, tx pgx.Tx, events ...Event) error {
+// record writes events and history. Not every library takes an array as it is.
+func (w *Writers) record(ctx context.Context, tx Tx, events ...Event) error {
 	ids := make([]string, len(events))
 	for i, e := range events {
 		ids[i] = e.ID
 	}
-	if _, err := tx.Exec(ctx, fmt.Sprintf(`INSERT INTO %s SELECT unnest($1::text[])`, w.table("oracle_history")), ids); err != nil {
+	err := tx.Exec(ctx, fmt.Sprintf(`INSERT INTO %s SELECT unnest(string_to_array($1::text, ','))`, w.table("oracle_history")), strings.Join(ids, ","))
+	if err != nil {
 		return err
 	}
-	return w.Record(ctx, tx, events...)
+	return tx.Record(ctx, events...)
 }
 
 func (w *Writers) pause(rng *rand.Rand) {
@@ -314,9 +313,10 @@ func (w *Writers) pause(rng *rand.Rand) {
 // serialization failure, 40P01 deadlock.
 func isConflict(err error) bool { return hasCode(err, "40001") || hasCode(err, "40P01") }
 
+// hasCode reports whether an error of PostgreSQL has a code, by whatever driver.
 func hasCode(err error, code string) bool {
-	var pg *pgconn.PgError
-	return errors.As(err, &pg) && pg.Code == code
+	var state interface{ SQLState() string }
+	return errors.As(err, &state) && state.SQLState() == code
 }
 
 // Committed reads the history of [Write]: the ids of all events that were committed.
