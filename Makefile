@@ -12,7 +12,7 @@ export ARGS # more arguments for go test, or for an example
 # goroutines go on. Tests start hundreds of them, and fail if a goroutine goes on.
 export GORACE ?= atexit_sleep_ms=0
 
-MODULES  := . outboxtest outboxotel outboxadmin/browser tools examples examples/nats faults interop bench bench/peers
+MODULES  := . outboxtest outboxotel outboxadmin/browser tools examples examples/nats examples/transactions faults interop bench bench/peers
 TESTED   := $(filter-out bench/peers,$(MODULES)) # make test-peers tests that one, which brings Kafka Connect along
 SERVICES := bin/services
 EXAMPLES := $(addprefix bin/,demo commerce eventsourcing ledger trading observability)
@@ -67,9 +67,11 @@ screenshots: needs-screenshots $(SERVICES) ## Pictures of the operators' page in
 	@ls screenshots
 
 .PHONY: oracle
-oracle: needs-kafka $(SERVICES) ## Commit EVENTS=200000 under transactions of every kind and check what arrives (SEED=… repeats a plan)
-	@$(RUN) go test -count=1 -timeout 0 -run '^TestOracle$$' . -v -oracle.events=$(or $(EVENTS),200000) $(if $(SEED),-oracle.seed=$(SEED)) \
+oracle: needs-kafka $(SERVICES) ## Commit EVENTS=200000 under transactions of every kind and check what arrives (WRITERS=mixed: by pgx, database/sql, lib/pq, GORM and ent; SEED=… repeats a plan)
+	@[ -z "$(filter-out mixed,$(WRITERS))" ] || { echo "WRITERS is $(WRITERS), and can be mixed or nothing" >&2; exit 2; }
+	@$(RUN) go test -count=1 -timeout 0 $(ORACLE) -v -oracle.events=$(or $(EVENTS),200000) $(if $(SEED),-oracle.seed=$(SEED)) \
 		| awk '{print} match($$0, /\{"seed".*/) && $$0 !~ /oracle:/ {result = substr($$0, RSTART)} END {print result}'
+oracle: ORACLE := $(if $(WRITERS),-run '^TestOracleOfMixedWriters$$' ./examples/transactions/mixed,-run '^TestOracle$$' .)
 
 .PHONY: test-versions
 test-versions: needs-test-versions $(SERVICES) ## Test what is SQL on PostgreSQL 14 to 18

@@ -44,7 +44,7 @@ var programs embed.FS
 
 // unpublished lists the folders of the modules that nobody outside requires. Every
 // other module has a program.
-var unpublished = []string{"bench", "bench/peers", "examples", "examples/nats", "faults", "interop", "outboxadmin/browser", "tools", "tools/lint", "tools/vuln"}
+var unpublished = []string{"bench", "bench/peers", "examples", "examples/nats", "examples/transactions", "faults", "interop", "outboxadmin/browser", "tools", "tools/lint", "tools/vuln"}
 
 // outsideWorkspace lists the modules that go.work leaves out: the linter's
 // dependencies must not decide about versions of ours.
