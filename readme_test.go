@@ -46,6 +46,23 @@ func TestDocBlocks(t *testing.T) {
 	require.Greater(t, blocks, 10)
 }
 
+// The table of docs/transactions.md shows lines of the example that a row links to.
+func TestTransactionsTable(t *testing.T) {
+	t.Parallel()
+	row := regexp.MustCompile(`(?m)^\| \[[^]]+\]\(\.\./(examples/transactions/\w+/main\.go)\) \|(.*)\|$`)
+	rows := row.FindAllStringSubmatch(read(t, "docs/transactions.md"), -1)
+	require.Len(t, rows, 7, "one for each example")
+	for _, row := range rows {
+		lines := regexp.MustCompile("`([^`]+)`").FindAllStringSubmatch(row[2], -1)
+		require.GreaterOrEqual(t, len(lines), 3, row[1])
+		for _, line := range lines {
+			for _, part := range strings.Split(line[1], "…") {
+				require.Contains(t, read(t, row[1]), part, row[1])
+			}
+		}
+	}
+}
+
 // The README can be read in five minutes.
 func TestReadmeIsShort(t *testing.T) {
 	t.Parallel()
