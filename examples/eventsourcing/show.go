@@ -76,7 +76,7 @@ func (s *show) run(ctx context.Context) (*report, error) {
 	g, busy := errgroup.WithContext(ctx)
 	g.Go(func() error { return s.killProcesses(busy) })
 	g.Go(func() error { return s.rebuild(open) })
-	g.Go(func() error { return s.damage(open) })
+	g.Go(func() error { return s.damage(busy) })
 	if err := g.Wait(); err != nil {
 		return nil, err
 	}
@@ -143,8 +143,9 @@ const (
 
 // damage spoils some orders of the read model, as a bug would, and repairs each.
 func (s *show) damage(ctx context.Context) error {
-	if !pause(ctx, s.cfg.duration/2) {
-		return nil
+	pause(ctx, s.cfg.duration/2)
+	if err := s.awaitProjected(ctx, 0); err != nil || ctx.Err() != nil {
+		return err
 	}
 	ctx = context.WithoutCancel(ctx)
 	rows, _ := s.db.Query(ctx, sqlSome) // CollectRows returns its error
