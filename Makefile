@@ -30,7 +30,7 @@ demo: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/demo ## A s
 	@$(SHOW) bin/demo $(ARGS)
 
 .PHONY: commerce
-commerce: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/commerce ## A shop and the consumers of its events, which count what is liked, sold and viewed (KAFKA=real, as above)
+commerce: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/commerce ## A shop by HTTP and the consumers of its events, which count what is liked, sold and viewed, while the shop is killed (ARGS=-load: measure only; KAFKA=real, as above)
 	@$(SHOW) bin/commerce $(ARGS)
 
 .PHONY: eventsourcing

@@ -25,6 +25,7 @@ psql          dump     postgresql-client     postgresql                libpq    
 pgbouncer     bouncer  pgbouncer             pgbouncer                 pgbouncer       to test through it
 prometheus    metrics  prometheus            /usr/bin/prometheus       prometheus      to scrape an example and a relay
 promtool      metrics  prometheus            /usr/bin/promtool         prometheus      to test the alerts
+redis-server  cache    redis-server          redis                     redis           to cache pages in an example
 chromium      browser  chromium              chromium                  google-chrome   to test the operators' page
 TABLE
 }
@@ -38,9 +39,9 @@ groups() {
     faults) echo base race kafka bouncer ;;
     bench-peers) echo base kafka ;; # Java for Kafka Connect, whoever brings Kafka along
     test-versions) echo base race kafka dump bouncer metrics ;; # the module faults is among what it tests
-    test-pgbouncer) echo base kafka bouncer metrics ;;
+    test-pgbouncer) echo base kafka bouncer metrics cache ;;
     screenshots) echo base browser ;;
-    test | ci) echo base git race kafka dump bouncer metrics browser ;;
+    test | ci) echo base git race kafka dump bouncer metrics cache browser ;;
     *) return 1 ;;
   esac
 }

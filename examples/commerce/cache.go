@@ -2,6 +2,8 @@ package main
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"time"
 
 	"github.com/outboxgo/outbox"
@@ -17,15 +19,26 @@ type pages struct {
 	prefix string // of the keys
 }
 
-func (p pages) key(product int64) string { return p.prefix + ":product:" + number(product) }
-
-func (p pages) put(ctx context.Context, product int64, html string) error {
-	return p.redis.Set(ctx, p.key(product), html, time.Hour).Err()
+func pageOf(product, stock int64) string {
+	if stock <= 0 {
+		return fmt.Sprintf("product %d, sold out", product)
+	}
+	return fmt.Sprintf("product %d, in stock", product)
 }
 
-func (p pages) has(ctx context.Context, product int64) (bool, error) {
-	n, err := p.redis.Exists(ctx, p.key(product)).Result()
-	return n > 0, err
+func (p pages) key(product int64) string { return p.prefix + ":product:" + number(product) }
+
+func (p pages) put(ctx context.Context, product int64, page string) error {
+	return p.redis.Set(ctx, p.key(product), page, time.Hour).Err()
+}
+
+// get returns the page of a product, or nothing.
+func (p pages) get(ctx context.Context, product int64) (string, error) {
+	page, err := p.redis.Get(ctx, p.key(product)).Result()
+	if errors.Is(err, redis.Nil) {
+		return "", nil
+	}
+	return page, err
 }
 
 // handlers are those of the group cache-invalidation. To delete twice does no harm,

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"log/slog"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -13,15 +14,15 @@ import (
 // The group needs no database, hence no event_handled.
 func TestPageIsDeleted(t *testing.T) {
 	t.Parallel()
-	a := &app{id: "test", source: "commerce-api", tally: newTally()}
+	a := &app{id: "test", source: "commerce-api", log: slog.New(slog.DiscardHandler)}
 	a.withRedis(t)
 	var err error
 	a.events, err = registry(a.source)
 	require.NoError(t, err)
-	c, err := outbox.NewConsumer(nil, nil, a.events, a.group("cache-invalidation"), a.pages.handlers()...)
+	c, err := outbox.NewConsumer(nil, nil, a.events, a.group(cacheGroup), a.pages.handlers()...)
 	require.NoError(t, err)
 	for _, product := range []int64{3, 4} {
-		require.NoError(t, a.pages.put(t.Context(), product, "<h1>Product</h1>"))
+		require.NoError(t, a.pages.put(t.Context(), product, pageOf(product, 1)))
 	}
 	r := a.newRecord(t, stockDepleted, StockDepletedEventV1{ProductID: 3, happened: noon})
 	for range 2 { // a repeat deletes what is not there
@@ -33,31 +34,46 @@ func TestPageIsDeleted(t *testing.T) {
 
 func (a *app) requireCached(t *testing.T, product int64, want bool) {
 	t.Helper()
-	got, err := a.pages.has(t.Context(), product)
+	page, err := a.pages.get(t.Context(), product)
 	require.NoError(t, err)
-	require.Equal(t, want, got, "page of product %d", product)
+	require.Equal(t, want, page != "", "page of product %d", product)
 }
 
 // Redis being away is not the fault of an event, however long it lasts.
 func TestRedisAway(t *testing.T) {
 	t.Parallel()
+	if testing.Short() {
+		t.Skip("-short: needs Redis")
+	}
 	a := newApp(t)
-	server := a.withRedis(t)
-	require.NoError(t, a.pages.put(t.Context(), 3, "<h1>Product</h1>"))
-	server.SetError("LOADING Redis is loading the dataset in memory")
+	program := needRedis(t)
+	address, err := freeAddress(t.Context())
+	require.NoError(t, err)
+	stop, err := runRedis(t.Context(), program, address)
+	require.NoError(t, err)
+	client, err := connectRedis(t.Context(), "redis://"+address)
+	require.NoError(t, err)
+	defer client.Close()
+	a.pages = pages{client, "test"}
+	stop()
 
-	var failed atomic.Int64
-	cfg := a.group("cache-invalidation")
-	cfg.RetryWait = time.Millisecond
+	var failed, handled, deadLettered atomic.Int64
+	cfg := a.group(cacheGroup)
+	cfg.RetryWait, cfg.MaxRetryWait = time.Millisecond, 10*time.Millisecond
 	cfg.Hooks.Failed = func(outbox.Metadata, string, error) { failed.Add(1) }
+	cfg.Hooks.Handled = func(outbox.Metadata, string, time.Duration) { handled.Add(1) }
+	cfg.Hooks.DeadLettered = func(outbox.Metadata, string, string, error) { deadLettered.Add(1) }
 	c, err := outbox.NewConsumer(nil, a.kafka, a.events, cfg, a.pages.handlers()...)
 	require.NoError(t, err)
 	require.NoError(t, makeTopics(t.Context(), a.kafka, a.events))
 	a.relayAnd(t, c)
 	a.record(t, StockDepletedEventV1{ProductID: 3, happened: noon})
 
-	require.Eventually(t, func() bool { return failed.Load() > 5 }, testenv.Patience, time.Millisecond)
-	server.SetError("")
-	require.Eventually(t, func() bool { return !server.Exists(a.pages.key(3)) }, testenv.Patience, 5*time.Millisecond)
-	require.Zero(t, a.tally.look().deadLetters)
+	require.Eventually(t, func() bool { return failed.Load() > 1 }, testenv.Patience, time.Millisecond)
+	require.Zero(t, handled.Load())
+	stop, err = runRedis(t.Context(), program, address)
+	require.NoError(t, err)
+	t.Cleanup(stop)
+	require.Eventually(t, func() bool { return handled.Load() == 1 }, testenv.Patience, 5*time.Millisecond)
+	require.Zero(t, deadLettered.Load())
 }

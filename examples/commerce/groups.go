@@ -1,42 +1,47 @@
 package main
 
 import (
-	"context"
 	"errors"
 	"math"
 	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/outboxgo/outbox"
 	"github.com/twmb/franz-go/pkg/kgo"
 )
 
-// groups returns the consumers and makes their topics.
-func (a *app) groups(ctx context.Context) ([]*outbox.Consumer, error) {
-	counting, err := outbox.NewConsumer(a.db, a.kafka, a.events, a.group("product-statistics"), statistics{a.db}.handlers()...)
+// groups returns the consumers. With adds what observes them to their configuration.
+func (a *app) groups(with func(outbox.ConsumerConfig) outbox.ConsumerConfig) ([]*outbox.Consumer, error) {
+	counting, err := outbox.NewConsumer(a.db, a.kafka, a.events, with(a.group(statisticsGroup)), statistics{a.db, a.log}.handlers()...)
 	if err != nil {
 		return nil, err
 	}
-	deleting, err := outbox.NewConsumer(nil, a.kafka, a.events, a.group("cache-invalidation"), a.pages.handlers()...)
-	if err != nil {
-		return nil, err
-	}
-	groups := []*outbox.Consumer{counting, deleting}
-	return groups, makeTopics(ctx, a.kafka, a.events)
+	deleting, err := outbox.NewConsumer(nil, a.kafka, a.events, with(a.group(cacheGroup)), a.pages.handlers()...)
+	return []*outbox.Consumer{counting, deleting}, err
 }
 
+const (
+	statisticsGroup = "product-statistics"
+	cacheGroup      = "cache-invalidation"
+)
+
 // group configures a group of this run. In a service a group keeps its name, and
-// needs no more than that and RetriesFor.
+// needs no more than that and RetriesFor. Kafka gives the partitions of a killed
+// process to others after SessionTimeout, 6 s here so that a run is short.
 func (a *app) group(name string) outbox.ConsumerConfig {
 	return outbox.ConsumerConfig{
 		HandlerConfig: outbox.HandlerConfig{
 			Group:      name + "." + a.id,
 			Schema:     a.id,
 			RetriesFor: retries,
-			Hooks:      a.tally.hooks(),
+			Hooks:      a.hooks,
+			Logger:     a.log,
 		},
-		FromStart: true, // customers do not wait until the groups are ready
-		Decode:    onlyFrom(a.source),
+		FromStart:         true, // customers do not wait until the groups are ready
+		HeartbeatInterval: time.Second,
+		SessionTimeout:    6 * time.Second,
+		Decode:            onlyFrom(a.source),
 	}
 }
 

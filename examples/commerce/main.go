@@ -1,13 +1,14 @@
-// Commerce is a shop with the consumers of its events: one group counts how often
-// each product is liked, sold and viewed, another deletes the cached page of a product
-// that is sold out. Everything runs in this process: migration, relays, both groups,
-// and customers who make sure that there is something to count, some of it twice.
+// Commerce is a shop as an HTTP service, with the consumers of its events: one group counts
+// how often each product is liked, sold and viewed, another deletes the cached page of a
+// product that is sold out. The service runs in a process of its own, which is killed
+// meanwhile, and customers make sure that there is something to count.
 //
-// To copy from it, read events.go (what happens, and how it travels), order.go (the
-// domain, which knows none of this), statistics.go and cache.go (the consumers),
-// groups.go and topics.go (how they are set up), shop.go (how data and events are
-// committed together) and app.go (how all of it runs). The rest makes a show of it:
-// visits.go has the customers, report.go compares.
+// To copy from it, read events.go (what happens, and how it travels), order.go (the domain,
+// which knows none of this), shop.go (how data and events are committed together), api.go (the
+// endpoints), statistics.go and cache.go (the consumers), groups.go and topics.go (how they are
+// set up), service.go (how all of it runs, with the operators' page) and telemetry.go (metrics
+// for Prometheus). The rest makes a show of it: redis.go starts a Redis, visits.go has the
+// customers, show.go kills, report.go compares.
 package main
 
 import (
@@ -23,15 +24,17 @@ import (
 	"time"
 )
 
-const usage = `Commerce runs a shop on PostgreSQL and Kafka, and two groups of consumers:
-product-statistics counts likes, sales and views, cache-invalidation deletes the
-cached pages of what is sold out. Everything is published twice, and some orders are
-announced twice besides; at the end it compares what was counted with what committed.
+const usage = `Commerce runs a shop as an HTTP service on PostgreSQL, Kafka and Redis, and two groups of
+consumers: product-statistics counts likes, sales and views, cache-invalidation deletes the
+cached pages of what is sold out. Customers visit it. The service is killed meanwhile,
+everything is published twice, and some orders are announced twice besides; at the end it
+compares what was counted with what committed.
 
   OUTBOX_POSTGRES_URL   where PostgreSQL is, for example postgres://localhost/postgres
   OUTBOX_KAFKA_BROKERS  where Kafka is, host:port with commas between them
-  REDIS_URL             where Redis is, for example redis://localhost:6379/0; without
-                        it, a small one runs in this process
+  REDIS_URL             where Redis is, for example redis://localhost:6379/0; without it
+                        a redis-server is started, or a small one in this process
+  OPERATOR_PASSWORD     for the operators' page; without it, one is made
 
 "make commerce" starts the first two and sets these. A run makes a schema of its own
 and drops it at the end; its topics stay. Ctrl-C closes the shop early and still compares.
@@ -48,21 +51,32 @@ const (
 	exitUsage
 )
 
+const maxRate = 1000
+
 type config struct {
-	visits          int
-	patience        time.Duration
-	postgres, redis string
-	brokers         []string
+	rate, kills               int
+	duration, patience        time.Duration
+	load, verbose             bool
+	listen                    string
+	schema                    string // of a process of the service
+	twice                     bool   // that publishes everything twice
+	postgres, redis, password string
+	brokers                   []string
+}
+
+// serviceArgs are the arguments of a process of the service.
+func (c config) serviceArgs() []string {
+	return []string{"-schema=" + c.schema, "-listen=" + c.listen, fmt.Sprintf("-twice=%t", c.twice), fmt.Sprintf("-v=%t", c.verbose)}
 }
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop) // a second Ctrl-C ends the program at once
-	os.Exit(start(ctx, os.Args[1:], os.Stdout, os.Stderr))
+	os.Exit(start(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
 }
 
 // start is main without the process around it. It returns the exit code.
-func start(ctx context.Context, args []string, stdout, stderr io.Writer) int {
+func start(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	cfg, err := parse(args, stdout)
 	if errors.Is(err, flag.ErrHelp) {
 		return exitRight
@@ -70,6 +84,15 @@ func start(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	if err != nil {
 		fmt.Fprintln(stderr, "commerce:", err)
 		return exitUsage
+	}
+	if cfg.schema != "" {
+		// A signal does not end it: Ctrl-C reaches all processes of a terminal, and the
+		// service is needed until all is counted.
+		if err := serve(context.WithoutCancel(ctx), cfg, stdin, stdout, stderr); err != nil {
+			fmt.Fprintln(stderr, "commerce: service:", err)
+			return exitWrong
+		}
+		return exitRight
 	}
 	r, err := run(ctx, cfg, stdout)
 	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
@@ -91,8 +114,15 @@ func start(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags := flag.NewFlagSet("commerce", flag.ContinueOnError)
 	flags.SetOutput(io.Discard) // errors are printed once, by start
-	flags.IntVar(&cfg.visits, "visits", 300, "customers who visit the shop; each views, likes and orders")
-	flags.DurationVar(&cfg.patience, "patience", 10*time.Second, "how long to wait for the consumers while they do nothing")
+	flags.DurationVar(&cfg.duration, "for", 8*time.Second, "how long the shop is open")
+	flags.IntVar(&cfg.rate, "rate", 30, "customers per second; each views, likes and orders")
+	flags.IntVar(&cfg.kills, "kills", 1, "how often the service is killed")
+	flags.BoolVar(&cfg.load, "load", false, "only measure: nothing is killed, and nothing published twice")
+	flags.DurationVar(&cfg.patience, "patience", 20*time.Second, "how long to wait for the consumers while they do nothing")
+	flags.StringVar(&cfg.listen, "listen", "127.0.0.1:0", "address of the service; port 0 is any that is free")
+	flags.BoolVar(&cfg.verbose, "v", false, "print what the service logs")
+	flags.StringVar(&cfg.schema, "schema", "", "be the service, with the tables of this schema, until the standard input ends")
+	flags.BoolVar(&cfg.twice, "twice", false, "with -schema: publish everything twice")
 	if err := flags.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			fmt.Fprint(stdout, usage)
@@ -102,16 +132,21 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 		}
 		return cfg, fmt.Errorf("%w; see commerce -h", err)
 	}
-	cfg.postgres, cfg.redis = os.Getenv("OUTBOX_POSTGRES_URL"), os.Getenv("REDIS_URL")
+	cfg.postgres, cfg.redis, cfg.password = os.Getenv("OUTBOX_POSTGRES_URL"), os.Getenv("REDIS_URL"), os.Getenv("OPERATOR_PASSWORD")
 	brokers := os.Getenv("OUTBOX_KAFKA_BROKERS")
 	cfg.brokers = strings.Split(brokers, ",")
 	switch {
 	case flags.NArg() > 0:
 		err = fmt.Errorf("%q is not a flag; see commerce -h", flags.Arg(0))
-	case cfg.visits < 1 || cfg.patience <= 0:
-		err = errors.New("-visits and -patience start above 0; see commerce -h")
+	case cfg.rate < 1 || cfg.rate > maxRate || cfg.duration <= 0 || cfg.patience <= 0:
+		err = fmt.Errorf("-rate, -for and -patience start above 0, and -rate ends at %d; see commerce -h", maxRate)
+	case cfg.kills < 0:
+		err = errors.New("-kills starts at 0; see commerce -h")
 	case cfg.postgres == "" || brokers == "":
 		err = errors.New("OUTBOX_POSTGRES_URL and OUTBOX_KAFKA_BROKERS are not set: run it with `make commerce`, or see commerce -h")
+	}
+	if cfg.load {
+		cfg.kills = 0
 	}
 	return cfg, err
 }

@@ -5,54 +5,25 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
+	"slices"
 	"strings"
-	"sync"
 	"text/tabwriter"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/outboxgo/outbox"
 )
 
-// work is what the groups have done, by action.
-type work struct {
-	done, repeated map[string]int
-	deadLetters    int
-}
-
-// tally counts work. It is safe for concurrent use.
-type tally struct {
-	mu sync.Mutex
-	work
-}
-
-func newTally() *tally { return &tally{work: work{done: map[string]int{}, repeated: map[string]int{}}} }
-
-func (t *tally) hooks() outbox.ConsumerHooks {
-	return outbox.ConsumerHooks{
-		Handled:      func(_ outbox.Metadata, action string, _ time.Duration) { t.note(func() { t.done[action]++ }) },
-		Repeated:     func(_ outbox.Metadata, action string) { t.note(func() { t.repeated[action]++ }) },
-		DeadLettered: func(outbox.Metadata, string, string, error) { t.note(func() { t.deadLetters++ }) },
-	}
-}
-
-func (t *tally) note(f func()) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	f()
-}
-
-func (t *tally) look() work {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return work{maps.Clone(t.done), maps.Clone(t.repeated), t.deadLetters}
-}
-
-// report compares what has committed with what the groups made of it.
+// report compares what the customers were told, what has committed, and what the groups made
+// of it.
 type report struct {
 	products []product
+	committed
 	work
-	expected int // how many events the groups are to get
+	kills int
+
+	begun, cutOff         int // visits
+	views, ordered, bills int // what was answered: views, orders, and orders that were paid
 }
 
 // product is a line of the report.
@@ -68,46 +39,11 @@ func (p product) right() bool {
 	return p.Likes == p.Liked && p.Sales == p.Sold && p.Views == p.Viewed && p.cached != p.SoldOut
 }
 
-func (r *report) right() bool {
-	for _, p := range r.products {
-		if !p.right() {
-			return false
-		}
-	}
-	return r.deadLetters == 0
-}
-
-// arrived is how many events the groups have got.
-func (r *report) arrived() (n int) {
-	for _, counts := range []map[string]int{r.done, r.repeated} {
-		for _, count := range counts {
-			n += count
-		}
-	}
-	return n + r.deadLetters
-}
-
-// await waits until the groups have got every event from each relay and all is
-// right, or until nothing has arrived for as long as patience lasts.
-func (a *app) await(ctx context.Context, relays int, patience time.Duration) (*report, error) {
-	arrived, progress := -1, time.Now()
-	for {
-		r, err := a.report(ctx, relays)
-		if err != nil {
-			return nil, err
-		}
-		if n := r.arrived(); n > arrived {
-			arrived, progress = n, time.Now()
-		}
-		if arrived >= r.expected && r.right() || time.Since(progress) > patience {
-			return r, nil
-		}
-		select {
-		case <-time.After(50 * time.Millisecond):
-		case <-ctx.Done():
-			return nil, ctx.Err()
-		}
-	}
+// committed is what of the answers is in the database.
+type committed struct {
+	Orders, Paid   int // of those that were answered
+	Viewed         int
+	Events, Traced int // all events, and those with the trace id of a visit
 }
 
 const (
@@ -115,53 +51,115 @@ const (
 SELECT p.id, p.stock <= 0 AS sold_out,
        (SELECT count(*) FROM likes WHERE product_id = p.id) AS liked,
        (SELECT coalesce(sum(quantity), 0)::bigint FROM order_items JOIN orders ON id = order_id
-         WHERE paid AND product_id = p.id) AS sold,
+         WHERE state = 'paid' AND product_id = p.id) AS sold,
        (SELECT count(*) FROM outbox WHERE event_type = $1 AND aggregate_id = p.id::text) AS viewed,
        coalesce(like_count, 0) AS likes, coalesce(sales_count, 0) AS sales, coalesce(view_count, 0) AS views
   FROM products p LEFT JOIN product_statistic ON product_id = p.id
  ORDER BY p.id`
 
-	sqlHandledEvents = `SELECT count(*) FROM outbox WHERE event_type = ANY($1)`
+	sqlCommitted = `
+SELECT (SELECT count(*) FROM orders WHERE id = ANY ($1)) AS orders,
+       (SELECT count(*) FROM orders WHERE id = ANY ($2) AND state = 'paid') AS paid,
+       count(*) FILTER (WHERE event_type = $3) AS viewed,
+       count(*) AS events,
+       count(*) FILTER (WHERE headers->>'correlationid' LIKE 'visit-%') AS traced
+  FROM outbox`
 )
 
-// report looks at the work first: when that is complete, so is what it wrote.
-func (a *app) report(ctx context.Context, relays int) (*report, error) {
-	r := &report{work: a.tally.look()}
-	handled := []string{orderPaid, likeCreated, likeCanceled, productViewed, stockDepleted}
-	if err := a.db.QueryRow(ctx, sqlHandledEvents, handled).Scan(&r.expected); err != nil {
-		return nil, fmt.Errorf("count events: %w", err)
-	}
-	r.expected *= relays
-	rows, _ := a.db.Query(ctx, sqlProductReport, productViewed) // CollectRows returns its error
+func (s *show) report(ctx context.Context) (*report, error) {
+	r := &report{}
+	s.note(func() {
+		r.work = work{maps.Clone(s.done), maps.Clone(s.repeated), s.deadLetters, slices.Clone(s.delays), s.calm}
+		r.kills = s.kills
+	})
+	var ordered, paid []int64
+	s.street.note(func() {
+		ordered, paid = slices.Clone(s.street.ordered), slices.Clone(s.street.paid)
+		r.begun, r.cutOff, r.views, r.ordered, r.bills = s.street.begun, s.street.cutOff, s.street.views, len(ordered), len(paid)
+	})
+	rows, _ := s.db.Query(ctx, sqlCommitted, ordered, paid, productViewed) // CollectExactlyOneRow returns its error
 	var err error
+	if r.committed, err = pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[committed]); err != nil {
+		return nil, fmt.Errorf("count what committed: %w", err)
+	}
+	rows, _ = s.db.Query(ctx, sqlProductReport, productViewed) // likewise
 	if r.products, err = pgx.CollectRows(rows, pgx.RowToStructByNameLax[product]); err != nil {
 		return nil, fmt.Errorf("read statistics: %w", err)
 	}
-	for i := range r.products {
-		if r.products[i].cached, err = a.pages.has(ctx, r.products[i].ID); err != nil {
+	for i, p := range r.products {
+		page, err := s.pages.get(ctx, p.ID)
+		if err != nil {
 			return nil, fmt.Errorf("look for pages: %w", err)
 		}
+		r.products[i].cached = page != ""
 	}
 	return r, nil
 }
 
-func printHeader(out io.Writer, schema string, brokers []string, redis string) {
+// equation is a line of the report: two numbers that must be the same.
+type equation struct {
+	got  int
+	what string
+	want int
+	as   string
+}
+
+func (e equation) right() bool { return e.got == e.want }
+
+func (r *report) equations() []equation {
+	rightProducts := 0
+	for _, p := range r.products {
+		if p.right() {
+			rightProducts++
+		}
+	}
+	return []equation{
+		{rightProducts, "products that are counted rightly", len(r.products), "products"},
+		{r.Orders, "answered orders that are committed", r.ordered, "answered orders"},
+		{r.Paid, "answered payments that are committed", r.bills, "answered payments"},
+		{max(0, r.views-r.Viewed), "answered views that are not committed", 0, "none"},
+		{r.Traced, "events with the trace id of a visit", r.Events, "events"},
+		{r.deadLetters, "dead letters", 0, "none"},
+	}
+}
+
+// right reports whether all adds up. A run in which nobody came shows nothing.
+func (r *report) right() bool {
+	for _, e := range r.equations() {
+		if !e.right() {
+			return false
+		}
+	}
+	return r.Events > 0
+}
+
+func printHeader(out io.Writer, cfg config, redis string) {
 	fmt.Fprintf(out, `
 A shop and the consumers of its events
 
   PostgreSQL  schema %s, of this run
   Kafka       %s
   Redis       %s
-`, schema, strings.Join(brokers, ", "), redis)
+  shop        http://%[4]s, %[5]d customers per second for %[6]v
+  operators   http://%[4]s%[7]s/, as operator with the password %[8]s
+  metrics     http://%[4]s/metrics
+`, cfg.schema, strings.Join(cfg.brokers, ", "), redis, cfg.listen, cfg.rate, cfg.duration, operatorsPath, cfg.password)
 }
 
 func (r *report) print(out io.Writer) {
 	r.printProducts(out)
 	r.printWork(out)
+	fmt.Fprintf(out, "\n  %d visits, of which %d found the shop closed or full; the service was killed %d times\n", r.begun, r.cutOff, r.kills)
+	r.printDelays(out)
+	fmt.Fprintln(out)
+	for _, e := range r.equations() {
+		wrong := map[bool]string{false: "  wrong"}[e.right()]
+		fmt.Fprintf(out, "  %6d  %-38s = %6d  %s%s\n", e.got, e.what, e.want, e.as, wrong)
+	}
 	if r.right() {
 		fmt.Fprintln(out, "\nEverything is counted once, and the pages of what is sold out are gone.")
 	} else {
-		fmt.Fprintln(out, "\nWhat was counted is not what committed.")
+		fmt.Fprintln(out, "\nThe numbers do not add up.")
 	}
 }
 
@@ -186,7 +184,24 @@ func (r *report) printWork(out io.Writer) {
 		fmt.Fprintf(t, "%s\t%d\t-\t\n", action, r.done[action])
 	}
 	_ = t.Flush()
-	if r.deadLetters > 0 {
-		fmt.Fprintf(out, "\n%d dead letters\n", r.deadLetters)
+}
+
+// printDelays prints how long it took from a request until it was counted.
+func (r *report) printDelays(out io.Writer) {
+	if r.kills > 0 {
+		fmt.Fprintf(out, "  from request to statistic: %s before the kill, %s in all\n", percentiles(r.delays[:r.calm]), percentiles(r.delays))
+		return
 	}
+	fmt.Fprintf(out, "  from request to statistic: %s\n", percentiles(r.delays))
+}
+
+func percentiles(delays []time.Duration) string {
+	if len(delays) == 0 {
+		return "nothing"
+	}
+	sorted := slices.Sorted(slices.Values(delays))
+	at := func(share float64) time.Duration {
+		return sorted[int(math.Ceil(share*float64(len(sorted))))-1].Round(100 * time.Microsecond)
+	}
+	return fmt.Sprintf("p50 %v, p99 %v", at(0.5), at(0.99))
 }

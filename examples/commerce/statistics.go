@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"log/slog"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -32,7 +33,10 @@ const (
 )
 
 // statistics counts what is liked, sold and viewed.
-type statistics struct{ db *pgxpool.Pool }
+type statistics struct {
+	db  *pgxpool.Pool
+	log *slog.Logger
+}
 
 // handlers are those of the group product-statistics. What has no key of its own by
 // which a repeat could be known is noted in event_handled: sales once per order, also
@@ -67,6 +71,7 @@ func (s statistics) orderPaid(ctx context.Context, tx pgx.Tx, orders []outbox.Re
 		for _, item := range order.Event.Items {
 			products, quantities = append(products, item.ProductID), append(quantities, item.Quantity)
 		}
+		s.logCounted(ctx, "order counted", order.Metadata)
 	}
 	_, err := tx.Exec(ctx, sqlSold, products, quantities)
 	return err
@@ -84,9 +89,16 @@ func (s statistics) productViewed(ctx context.Context, tx pgx.Tx, views []outbox
 	products := make([]int64, len(views))
 	for i, view := range views {
 		products[i] = view.Event.ProductID
+		s.logCounted(ctx, "view counted", view.Metadata)
 	}
 	_, err := tx.Exec(ctx, sqlViewed, products)
 	return err
+}
+
+// logCounted writes a line with the trace id of the request. The context of a handler of one
+// event has it; a batch has many.
+func (s statistics) logCounted(ctx context.Context, what string, m outbox.Metadata) {
+	s.log.DebugContext(outbox.WithCorrelationID(ctx, m.Extensions["correlationid"]), what, "subject", m.Subject)
 }
 
 // sqlLiked counts a change if it is new. One statement is one transaction: nothing
@@ -103,6 +115,7 @@ SELECT $3::bigint, change FROM fresh
     ON CONFLICT (product_id) DO UPDATE SET like_count = s.like_count + excluded.like_count`
 
 func (s statistics) likeCreated(ctx context.Context, e LikeCreatedEventV1, _ outbox.Metadata) error {
+	s.log.DebugContext(ctx, "like counted", "product", e.ProductID)
 	_, err := s.db.Exec(ctx, sqlLiked, e.LikeID, 1, e.ProductID)
 	return err
 }

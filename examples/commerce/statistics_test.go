@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"math"
 	"testing"
 	"time"
@@ -37,7 +38,7 @@ func (a *app) newRecord(t *testing.T, eventType string, event outbox.DomainEvent
 // delivers records to it.
 func (a *app) statistics(t *testing.T) (deliver func(...*kgo.Record)) {
 	t.Helper()
-	c, err := outbox.NewConsumer(a.db, a.kafka, a.events, a.group("product-statistics"), statistics{a.db}.handlers()...)
+	c, err := outbox.NewConsumer(a.db, a.kafka, a.events, a.group(statisticsGroup), statistics{a.db, a.log}.handlers()...)
 	require.NoError(t, err)
 	return func(records ...*kgo.Record) {
 		t.Helper()
@@ -141,7 +142,7 @@ func TestLikes(t *testing.T) {
 // no two transactions wait for each other in a circle.
 func TestRowsAreLockedInOrder(t *testing.T) {
 	t.Parallel()
-	s := statistics{}
+	s := statistics{log: slog.New(slog.DiscardHandler)}
 	received := func(products ...int64) (orders []outbox.Received[OrderPaidEventV1], views []outbox.Received[ProductViewedEventV1]) {
 		for _, p := range products {
 			orders = append(orders, outbox.Received[OrderPaidEventV1]{Event: OrderPaidEventV1{Items: []Item{{ProductID: p, Quantity: 1}}}})
@@ -191,12 +192,12 @@ func TestOrderThatCannotBeCounted(t *testing.T) {
 	t.Parallel()
 	a := newApp(t)
 	deadLetters := make(chan string, 1)
-	cfg := a.group("product-statistics")
+	cfg := a.group(statisticsGroup)
 	cfg.RetryWait = time.Millisecond
 	cfg.Hooks.DeadLettered = func(m outbox.Metadata, action, topic string, err error) {
 		deadLetters <- fmt.Sprintf("%s %s of %s to %s", action, m.Type, m.Subject, topic)
 	}
-	c, err := outbox.NewConsumer(a.db, a.kafka, a.events, cfg, statistics{a.db}.handlers()...)
+	c, err := outbox.NewConsumer(a.db, a.kafka, a.events, cfg, statistics{a.db, a.log}.handlers()...)
 	require.NoError(t, err)
 	require.NoError(t, makeTopics(t.Context(), a.kafka, a.events))
 	a.relayAnd(t, c)

@@ -57,6 +57,9 @@ func (c *Child) Say(line string) error {
 	return err
 }
 
+// Ended is closed when the child has ended, by itself for example.
+func (c *Child) Ended() <-chan struct{} { return c.read }
+
 // Kill ends the child with SIGKILL, as the kernel does that needs memory. What it had printed
 // until then was heard.
 func (c *Child) Kill() error {
