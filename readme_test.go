@@ -106,7 +106,9 @@ func anchors(doc string) (all []string) {
 // name that was changed is changed in the documents too.
 func TestDocNames(t *testing.T) {
 	t.Parallel()
-	words := map[string]bool{"max_prepared_statements": true, "pg_upgrade": true, "pg_read_all_stats": true, "GROUP_AUTHORIZATION_FAILED": true} // not ours
+	words := map[string]bool{"max_prepared_statements": true, "pg_upgrade": true, "pg_read_all_stats": true, "GROUP_AUTHORIZATION_FAILED": true,
+		"ByteArrayDeserializer": true, "AckMode": true, "RECORD": true, "BATCH": true, "DefaultErrorHandler": true, "DeadLetterPublishingRecoverer": true,
+		"CloudEventDeserializer": true} // not ours
 	for _, path := range slices.Concat(repository(t, ".go"), repository(t, ".sql"), []string{"Makefile"}) {
 		code := regexp.MustCompile(`(?m)(^|\s)//.*$`).ReplaceAllString(read(t, path), "") // comments may be as old as documents
 		for _, word := range regexp.MustCompile(`\w+`).FindAllString(code, -1) {

@@ -26,6 +26,8 @@ pgbouncer     bouncer  pgbouncer             pgbouncer                 pgbouncer
 prometheus    metrics  prometheus            /usr/bin/prometheus       prometheus      to scrape an example and a relay
 promtool      metrics  prometheus            /usr/bin/promtool         prometheus      to test the alerts
 redis-server  cache    redis-server          redis                     redis           to cache pages in an example
+psycopg       python   python3-psycopg       python3-psycopg3          -               of Python (pip install psycopg), to record events from there
+confluent     python   python3-confluent-kafka python3-confluent-kafka -               of Python (pip install confluent-kafka), to read records from there
 chromium      browser  chromium              chromium                  google-chrome   to test the operators' page
 TABLE
 }
@@ -41,7 +43,7 @@ groups() {
     test-versions) echo base race kafka dump bouncer metrics ;; # the module faults is among what it tests
     test-pgbouncer) echo base kafka bouncer metrics cache ;;
     screenshots) echo base browser ;;
-    test | ci) echo base git race kafka dump bouncer metrics cache browser ;;
+    test | ci) echo base git race kafka dump bouncer metrics cache python browser ;;
     *) return 1 ;;
   esac
 }
@@ -108,6 +110,11 @@ have_pg_dump() {
 
 # Debian puts it where only root's PATH looks; the tests know that.
 have_pgbouncer() { PATH=$PATH:/usr/sbin command -v pgbouncer >/dev/null; }
+
+# A Python that comes first in PATH may not be the one that packages are for. The tests look at both.
+have_psycopg() { imports psycopg; }
+have_confluent() { imports confluent_kafka; }
+imports() { python3 -c "import $1" 2>/dev/null || /usr/bin/python3 -c "import $1" 2>/dev/null; }
 
 # These are the places where the tests look, too.
 have_chromium() {
