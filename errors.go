@@ -61,6 +61,14 @@ var (
 	// has made functions, operators or tables there that Migrate would run or take for its own.
 	// The error names them.
 	ErrForeignObjects = errors.New("outbox: the schema has objects of roles that are not trusted with it, drop them")
+	// ErrDuplicateEvent is returned by [Recorder.Record] where [MigrateConfig].UniqueEventIDs has
+	// made ids of events unique, and an event of this id is in outbox already. The
+	// transaction is aborted, as after any error of PostgreSQL. [Migrate] returns it where
+	// there are such events before.
+	ErrDuplicateEvent = errors.New("outbox: an event of this id was recorded before")
+	// ErrPartitioned is returned by [Migrate] for unique ids of events in an outbox that has
+	// partitions, or is to get some.
+	ErrPartitioned = errors.New("outbox: ids of events cannot be unique in an outbox with partitions")
 	// ErrSequenceBehind is returned by [Relay.Run] when it begins to lead, before it
 	// sends anything, if the sequence of outbox.id is behind ids that are in use: the
 	// database was restored without its sequences, or somebody set the sequence back, as

@@ -38,6 +38,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/indexes"
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
@@ -129,7 +130,8 @@ func NewRecorder(events *Registry, cfg RecorderConfig) (*Recorder, error) {
 // Record rejects an event that cannot be stored before it sends anything to
 // PostgreSQL: the error is a [*FieldError], none of the events is stored, and tx
 // remains usable. Any other error is PostgreSQL's and means that tx is aborted:
-// roll it back. It is [ErrNotMigrated] too if the tables are not those of this release.
+// roll it back. It is [ErrNotMigrated] too if the tables are not those of this release, and
+// [ErrDuplicateEvent] where ids of events are unique and this one's is not.
 func (r *Recorder) Record(ctx context.Context, tx pgx.Tx, events ...DomainEvent) error {
 	if check.IsNil(tx) {
 		return &FieldError{Index: -1, Field: "tx", Err: ErrNilArgument}
@@ -159,8 +161,11 @@ func (r *Recorder) record(ctx context.Context, tx pgx.Tx, events []DomainEvent) 
 	} else {
 		_, err = tx.CopyFrom(ctx, pgx.Identifier{r.cfg.Schema, "outbox"}, rowColumns, pgx.CopyFromSlice(len(events), rows.row))
 	}
-	if pg.IsUndefined(err) {
+	switch {
+	case pg.IsUndefined(err):
 		err = notMigrated(r.cfg.Schema, err)
+	case pg.IsDuplicateIn(err, indexes.EventID.Name()):
+		err = fmt.Errorf("%w: %w", ErrDuplicateEvent, pg.WithDetail(err))
 	}
 	if err != nil {
 		return fmt.Errorf("outbox: record %d events: %w", len(events), err)
@@ -186,7 +191,8 @@ func (r *Recorder) statement(rows *columns) (sql string, args []any) {
 // result to [pgx.BatchResults], however many events it has; a call without
 // events adds none. If it rejects an event, it does not change the batch. If the
 // tables are not those of this release, the batch fails with PostgreSQL's error about the
-// table or column that is missing: the caller sends it, so nothing adds [ErrNotMigrated].
+// table or column that is missing: the caller sends it, so nothing adds [ErrNotMigrated], nor
+// [ErrDuplicateEvent] to the error 23505 of the index outbox_event_id_key.
 func (r *Recorder) Queue(ctx context.Context, batch *pgx.Batch, events ...DomainEvent) error {
 	if batch == nil {
 		return &FieldError{Index: -1, Field: "batch", Err: ErrNilArgument}

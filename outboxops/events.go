@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/indexes"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/wait"
@@ -121,8 +122,9 @@ SELECT ` + recordedColumns + `, ` + relayColumns + `
 // more.
 //
 // It walks the table from its newest event on, which takes long where few events
-// match and many are kept: bound it by ctx, or create an index on (aggregate_id, id)
-// if you often look for aggregates.
+// match and many are kept: bound it by ctx. By the type and id of an aggregate together it
+// goes by an index instead, where outbox.MigrateConfig.AggregateIndex has made it: see
+// [Inspector.HasAggregateIndex].
 func (i *Inspector) Events(ctx context.Context, filter EventFilter, page EventPage) ([]RecordedEvent, error) {
 	limit, err := limitOf(page.Limit)
 	if err != nil {
@@ -136,6 +138,17 @@ func (i *Inspector) Events(ctx context.Context, filter EventFilter, page EventPa
 		}
 	}
 	return nil, fmt.Errorf("outbox: inspect events: %w", orNotMigrated(err))
+}
+
+// HasAggregateIndex reports whether there is an index that finds the events of an aggregate.
+// [outbox.Migrate] makes it if MigrateConfig.AggregateIndex is set, as does outbox migrate
+// up --aggregate-index.
+func (i *Inspector) HasAggregateIndex(ctx context.Context) (bool, error) {
+	has, err := indexes.IsThere(ctx, i.db, i.schema, indexes.Aggregate)
+	if err != nil {
+		return false, fmt.Errorf("outbox: look for the index on aggregates: %w", orNotMigrated(err))
+	}
+	return has, nil
 }
 
 const sqlEvent = tables.NewestCursors + `

@@ -22,6 +22,7 @@ import (
 // safe for concurrent use.
 type Inspector struct {
 	db       *pgxpool.Pool
+	schema   string
 	sql      inspectorSQL
 	recorded reader // of outbox
 	types    tables.TypeCounter
@@ -50,7 +51,7 @@ func NewInspector(db *pgxpool.Pool, cfg InspectorConfig) (*Inspector, error) {
 		return nil, fmt.Errorf("outbox: inspector config: %w", err)
 	}
 	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
-	return &Inspector{db: db, recorded: newReader(db, cfg.Schema, "outbox", cfg.MaxRead), types: tables.NewTypeCounter(db, cfg.Schema), sql: inspectorSQL{
+	return &Inspector{db: db, schema: cfg.Schema, recorded: newReader(db, cfg.Schema, "outbox", cfg.MaxRead), types: tables.NewTypeCounter(db, cfg.Schema), sql: inspectorSQL{
 		relays: in(tables.SQLRelays), progress: in(sqlProgress), transactions: in(sqlTransactions), topics: in(sqlRecordedTopics),
 		partitions: in(sqlPartitionSizes),
 		events:     in(sqlEvents), event: in(sqlEvent), tail: in(sqlTail), tailRead: in(sqlTailRead), tailBare: in(sqlTailBare),

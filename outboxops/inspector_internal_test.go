@@ -3,6 +3,7 @@ package outboxops
 import (
 	"context"
 	"encoding/json"
+	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -62,6 +63,39 @@ func explain(t *testing.T, tx pgx.Tx, statement string) (buffers int, plan strin
 	}
 	require.NoError(t, json.Unmarshal([]byte(plan), &explained))
 	return explained[0].Plan.Hit + explained[0].Plan.Read, plan
+}
+
+// The events of an aggregate are found by the index that Migrate makes if it is asked to, with and without
+// statistics, and in partitions.
+func TestEventsOfAggregate(t *testing.T) {
+	t.Parallel()
+	const events = 20_000
+	ctx := context.Background()
+	for _, partitionRows := range []int64{0, 10_000} {
+		d := newTables(t)
+		require.NoError(t, outbox.Migrate(ctx, d.db, outbox.MigrateConfig{Schema: d.schema, PartitionRows: partitionRows}))
+		d.exec(t, `INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
+			SELECT gen_random_uuid(), 'a.b.c.v1', 's', 'Order', (n % 1000)::text, '{}', 'application/json', now() FROM generate_series(1, $1::int) AS n`, events)
+		i, err := NewInspector(d.db, InspectorConfig{Schema: d.schema})
+		require.NoError(t, err)
+		plan := func() (plan string) {
+			filter := EventFilter{AggregateType: "Order", AggregateID: "7"}
+			rows, err := d.db.Query(ctx, "EXPLAIN "+i.sql.events, append([]any{pg.PlanEachTime}, append(filter.args(), int64(0), 100)...)...)
+			require.NoError(t, err)
+			lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
+			require.NoError(t, err)
+			found, err := i.Events(ctx, filter, EventPage{Limit: 1000})
+			require.NoError(t, err)
+			require.Len(t, found, events/1000)
+			return strings.Join(lines, "\n")
+		}
+		require.NotContains(t, plan(), "aggregate_idx")
+		require.NoError(t, outbox.Migrate(ctx, d.db, outbox.MigrateConfig{Schema: d.schema, AggregateIndex: true}))
+		for _, analysed := range []string{"before ANALYZE", "after ANALYZE"} {
+			require.Contains(t, plan(), "aggregate_idx", analysed)
+			d.exec(t, `ANALYZE {schema}.outbox`)
+		}
+	}
 }
 
 // Pages and monitors look every few seconds. The cost of a look must not grow with the

@@ -41,7 +41,7 @@ type command struct {
 // commands returns all of them in the order of the help.
 func commands() []command {
 	return []command{
-		relayCommand, statusCommand, doctorCommand, tailCommand, topicsCommand,
+		relayCommand, statusCommand, doctorCommand, tailCommand, eventsCommand, topicsCommand,
 		failuresListCommand, failuresShowCommand, failuresCountCommand, failuresRetryCommand, failuresResolveCommand,
 		failuresEditCommand, failuresHoldCommand, failuresReleaseCommand,
 		consumersCommand, consumerPauseCommand, consumerResumeCommand, consumerRewindCommand,

@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/indexes"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 )
@@ -197,8 +198,15 @@ func compare(want, have []thing) (all []finding) {
 	return all
 }
 
-// matters reports whether something additional can do harm. Indexes only cost.
+// matters reports whether something additional can do harm. Indexes only cost, unless they were left unfinished; and
+// Migrate makes unique ids of events, if it is asked to.
 func matters(t thing) bool {
+	if t.kind == "index" && strings.HasSuffix(t.definition, " INVALID") {
+		return true
+	}
+	if t.key() == "index outbox "+indexes.EventID.Name() {
+		return false
+	}
 	const completesRows = "outbox_complete_row" // MigrateConfig.Publication makes it
 	return t.kind == "trigger" && t.name != completesRows || t.kind == "policy" || t.kind == "security" || t.kind == "constraint" && !strings.HasPrefix(t.definition, "PRIMARY KEY") ||
 		t.kind == "index" && strings.HasPrefix(t.definition, "CREATE UNIQUE") ||

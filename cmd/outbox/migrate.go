@@ -26,11 +26,12 @@ database if there is no such schema. It is what outbox.Migrate does. --timeout
 is for connecting only.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
-		rows := fs.Int64("partition-rows", 0, "`NUMBER` of ids in a partition of outbox; 0 leaves it as it is")
-		publication := fs.String("publication", "", "`NAME` of a publication for Debezium; completes rows")
-		return func(ctx context.Context, e *env) error {
-			return migrateUp(ctx, e, outbox.MigrateConfig{PartitionRows: *rows, Publication: *publication})
-		}
+		var cfg outbox.MigrateConfig
+		fs.Int64Var(&cfg.PartitionRows, "partition-rows", 0, "`NUMBER` of ids in a partition of outbox; 0 leaves it as it is")
+		fs.BoolVar(&cfg.AggregateIndex, "aggregate-index", false, "index aggregates, for outbox events")
+		fs.StringVar(&cfg.Publication, "publication", "", "`NAME` of a publication for Debezium; completes rows")
+		fs.BoolVar(&cfg.UniqueEventIDs, "unique-event-ids", false, "refuse an event whose id is in outbox")
+		return func(ctx context.Context, e *env) error { return migrateUp(ctx, e, cfg) }
 	},
 }
 

@@ -2,6 +2,7 @@ package pg
 
 import (
 	"errors"
+	"fmt"
 	"slices"
 	"strings"
 
@@ -81,6 +82,20 @@ func IsOutage(err error) bool {
 	code := Code(err)
 	return code != "" && slices.ContainsFunc([]string{connection, resources, operatorIntervention, readOnlyTransaction},
 		func(class string) bool { return strings.HasPrefix(code, class) })
+}
+
+// WithDetail adds to an error what PostgreSQL says beside its message, the values of a key for example.
+func WithDetail(err error) error {
+	if pgErr, is := errors.AsType[*pgconn.PgError](err); is && pgErr.Detail != "" {
+		return fmt.Errorf("%w: %s", err, pgErr.Detail)
+	}
+	return err
+}
+
+// IsDuplicateIn reports whether a unique index of this name has refused a row.
+func IsDuplicateIn(err error, index string) bool {
+	pgErr, is := errors.AsType[*pgconn.PgError](err)
+	return is && IsDuplicate(err) && pgErr.ConstraintName == index
 }
 
 // Code returns the SQLSTATE of an error of PostgreSQL, or "" for any other error.

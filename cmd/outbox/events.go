@@ -1,0 +1,79 @@
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+
+	"github.com/outboxgo/outbox/outboxops"
+)
+
+var eventsCommand = command{
+	name:    "events",
+	summary: "recorded events, the newest first",
+	about: `
+Shows events that are in outbox, sent or not, and which relays have not
+attempted them yet. Retention removes them in the end. By type and id of the
+aggregate they are found by an index, if outbox migrate up --aggregate-index has
+made it; else the table is read from its newest event on. --payload reads
+payloads and headers too.`,
+	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
+		var l eventList
+		fs.Var(&l.of, "aggregate", "`TYPE[/ID]` what it happened to, Order/42")
+		fs.StringVar(&l.filter.Type, "type", "", "`TYPE` of the event, shop.order.created.v1")
+		fs.StringVar(&l.filter.EventID, "id", "", "`UUID` of the event")
+		fs.Int64Var(&l.page.Before, "before", 0, "`OUTBOX-ID` show what is older than this")
+		fs.IntVar(&l.page.Limit, "limit", 0, "`NUMBER` of events at most; 0 means 100")
+		fs.BoolVar(&l.payload, "payload", false, "payloads too")
+		return l.run
+	},
+}
+
+type eventList struct {
+	filter  outboxops.EventFilter
+	of      aggregate
+	page    outboxops.EventPage
+	payload bool
+}
+
+func (l *eventList) run(ctx context.Context, e *env) error {
+	inspector, err := e.inspector(ctx)
+	if err != nil {
+		return err
+	}
+	l.filter.AggregateType, l.filter.AggregateID = l.of.kind, l.of.id
+	if err := l.hint(ctx, e, inspector); err != nil {
+		return err
+	}
+	events, err := inspector.Events(ctx, l.filter, l.page)
+	if err != nil {
+		return err
+	}
+	for _, event := range events {
+		pending := event.PendingFor
+		if l.payload {
+			if event, err = inspector.Event(ctx, event.OutboxID); err != nil {
+				return err
+			}
+		}
+		if err := (&tailFlags{payload: l.payload}).show(e, event); err != nil {
+			return err
+		}
+		if len(pending) > 0 && !e.json {
+			e.printf("  not attempted yet by %s\n", visible(fmt.Sprint(pending)))
+		}
+	}
+	return nil
+}
+
+// hint says how to get the index that finds the events of an aggregate.
+func (l *eventList) hint(ctx context.Context, e *env, inspector *outboxops.Inspector) error {
+	if l.of.id == "" {
+		return nil
+	}
+	has, err := inspector.HasAggregateIndex(ctx)
+	if err == nil && !has {
+		fmt.Fprintln(e.stderr, "There is no index on aggregates, so this may take long. outbox migrate up --aggregate-index makes it.")
+	}
+	return err
+}
