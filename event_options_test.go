@@ -420,6 +420,20 @@ func TestResolveTopics(t *testing.T) {
 	}
 }
 
+// An event without a handler is dead at once, if that is asked for, and the reason names its type.
+func TestUnknownTypeIsDead(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	events, err := outbox.NewRegistry("bank", outbox.Event("bank.account.closed.v1", "Account", oldStep.owner).Topic("account-events"))
+	require.NoError(t, err)
+	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{Schema: f.schema})
+	require.NoError(t, err)
+	f.start(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Unknown: outbox.DeadLetterUnknown}, FromStart: true, PollInterval: 20 * time.Millisecond}, f.effects("COUNTED", nil))
+	require.NoError(t, pgx.BeginFunc(t.Context(), f.db, func(tx pgx.Tx) error { return rec.Record(t.Context(), tx, oldStep{Owner: "a"}) }))
+	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND attempt_count = 0 AND last_error_code = 'unknown_type'
+		AND last_error_message = 'no handler of the group takes events of type bank.account.closed.v1'`, 1)
+}
+
 // Topics are checked like all else.
 func TestRefusedTopics(t *testing.T) {
 	t.Parallel()
@@ -438,6 +452,8 @@ func TestRefusedTopics(t *testing.T) {
 	cfg.Topics = []string{"parcel-events.dlq"}
 	_, err = outbox.NewConsumer(nil, nil, events, cfg, handler)
 	require.ErrorContains(t, err, "which this consumer reads")
+	_, err = outbox.NewRelay(nil, nil, outbox.RelayConfig{IDHeader: "a", TraceHeader: "A"})
+	require.ErrorContains(t, err, "IDHeader and TraceHeader")
 	for _, relay := range []outbox.RelayConfig{{IDHeader: "ce_id"}, {TraceHeader: "traceparent"}, {IDHeader: "a\x00"}} {
 		_, err := outbox.NewRelay(nil, nil, relay)
 		require.ErrorContains(t, err, "Header is ")

@@ -237,6 +237,7 @@ func TestUnknownTypes(t *testing.T) {
 		if unknown == outbox.DeadLetterUnknown {
 			h := deadLetterHeaders(s.deadLetters(t, 1)[0])
 			require.Equal(t, []string{"unknown_type", "", "0"}, []string{h["dlq_error_class"], h["dlq_action"], h["dlq_attempts"]})
+			require.Contains(t, h["dlq_error"], "someone.elses.v1")
 		}
 		require.Eventually(t, func() bool { return s.counts(t)["p"] == 1 }, testenv.Patience, 10*time.Millisecond)
 		require.Eventually(t, func() bool { return calls.Load() > 0 }, testenv.Patience, time.Millisecond, "called behind the commit")

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"strings"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -199,6 +200,9 @@ func (c RelayConfig) validate(given RelayConfig) error {
 		if err := checkHeader(h[1], ""); err != nil {
 			errs = append(errs, fmt.Errorf("field %s is %w", h[0], err))
 		}
+	}
+	if c.IDHeader != "" && strings.EqualFold(c.IDHeader, c.TraceHeader) {
+		errs = append(errs, fmt.Errorf("fields IDHeader and TraceHeader: both are %.100q", c.IDHeader))
 	}
 	if c.DeliveryTimeout < minDelivery {
 		errs = append(errs, fmt.Errorf("field DeliveryTimeout is %v: at least %v", c.DeliveryTimeout, minDelivery))

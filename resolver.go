@@ -27,7 +27,9 @@ type DomainEvent interface {
 // EventOptions are what a single event has, instead of what its type, the configuration
 // or the context says. What is zero is as for all events of the type.
 type EventOptions struct {
-	// ID is the event's id. Zero means one of RecorderConfig.NewID.
+	// ID is the event's id. Consumers take events of one source and id for the same event;
+	// MigrateConfig.UniqueEventIDs has the second one refused. Zero means one of
+	// RecorderConfig.NewID.
 	ID uuid.UUID
 	// Topic is where the event is sent. A [Consumer] and a [Worker] get it if their Topics
 	// have it, see [HandlerConfig]. Empty means the topic of the type.

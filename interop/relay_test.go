@@ -32,7 +32,9 @@ type fact struct {
 	at          time.Time
 
 	correlation, trace string
+	traceID            string
 	headers            map[string]string
+	attributes         map[string]string
 }
 
 func (f fact) OccurredAt() time.Time        { return f.at }
@@ -79,6 +81,9 @@ var relayTests = []struct {
 	{"an awkward key", fact{key: awkward}},
 	{"a key with control characters", fact{key: controls}},
 	{"a correlation id and a trace", fact{correlation: "corr-1", trace: trace}},
+	{"attributes of its own", fact{traceID: "0123456789ABCDEF", correlation: "corr-1", attributes: map[string]string{
+		"schemaversion": "1", "ownerid": awkward, "market": "KRW-BTC", "a": "é", "9": "9", "averylongnamethatcloudeventsdoesnotlike": "x",
+	}, headers: map[string]string{"market": "no attribute", "traceid": "nor this"}}},
 	{"headers of its own, which are no attributes", fact{trace: trace, headers: map[string]string{
 		"tenant": awkward, "x-region": "", "controls": controls, "subject": "not this", "id": "nor that", "partitionkey": "no",
 	}}},
@@ -163,8 +168,9 @@ func record(t *testing.T, db *pgxpool.Pool, schema, topic string, f fact) string
 		Headers: func(_ context.Context, e outbox.DomainEvent) map[string]string { return e.(fact).headers },
 	})
 	require.NoError(t, err)
-	ctx := outbox.WithTraceParent(outbox.WithCorrelationID(t.Context(), f.correlation), f.trace)
-	require.NoError(t, pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error { return rec.Record(ctx, tx, f) }))
+	ctx := outbox.WithTraceID(outbox.WithTraceParent(outbox.WithCorrelationID(t.Context(), f.correlation), f.trace), f.traceID)
+	event := outbox.With(f, outbox.EventOptions{Attributes: f.attributes})
+	require.NoError(t, pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error { return rec.Record(ctx, tx, event) }))
 	return id.String()
 }
 
@@ -202,6 +208,12 @@ func requireFact(t *testing.T, f fact, id string, encoding binding.Encoding, cm 
 	extensions := map[string]any{"aggregatetype": f.aggregateType}
 	if f.correlation != "" {
 		extensions["correlationid"] = f.correlation
+	}
+	if f.traceID != "" {
+		extensions["traceid"] = f.traceID
+	}
+	for name, value := range f.attributes {
+		extensions[name] = value
 	}
 	if f.trace != "" {
 		extensions["traceparent"] = f.trace

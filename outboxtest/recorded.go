@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
 )
@@ -36,8 +37,9 @@ type inSchema struct {
 //
 // Events are equal if their payloads are, JSON as jsonb, and others byte for byte
 // or by what the codec of the registry makes of them. OccurredAt counts as well, to
-// the microsecond, unless it is the zero time in want. What was recorded must be
-// readable again.
+// the microsecond, unless it is the zero time in want. Of an event with options of its own,
+// see [outbox.With], they count too: those that want does not have may be anything. What was
+// recorded must be readable again.
 func RequireRecorded(ctx context.Context, t T, db DB, events *outbox.Registry, want ...outbox.DomainEvent) {
 	t.Helper()
 	if err := requireRecorded(ctx, newTable(db), events, want); err != nil {
@@ -85,6 +87,9 @@ func requireRecorded(ctx context.Context, tab table, events *outbox.Registry, wa
 	if err != nil {
 		return err
 	}
+	for i := range rows { // it matters what they have
+		rows[i].hasOptions = slices.ContainsFunc(missing, func(w entry) bool { return w.hasOptions && w.eventType == rows[i].eventType })
+	}
 	return fmt.Errorf("not recorded %s:\n%sthese were:\n%s", tab.place(), listEntries(ctx, missing), listEntries(ctx, append(rows, others...)))
 }
 
@@ -113,12 +118,12 @@ func recorded[E outbox.DomainEvent](ctx context.Context, tab table, events *outb
 }
 
 // match finds a row for each wanted event and returns those without. Events that
-// ask for a time come first: the others take any.
+// ask for options or for a time come first: the others take any.
 func match(ctx context.Context, wanted, rows []entry) (missing []entry, err error) {
 	rows = slices.Clone(rows)
-	for _, anyTime := range []bool{false, true} {
+	for rank := range ranks {
 		for _, w := range wanted {
-			if w.at.IsZero() != anyTime {
+			if w.rank() != rank {
 				continue
 			}
 			i := slices.IndexFunc(rows, func(row entry) bool { return w.equals(ctx, row) })
@@ -140,15 +145,45 @@ type entry struct {
 	eventType, contentType string
 	payload                []byte
 	at                     time.Time
+	options                outbox.EventOptions // of a row, what it has; of a wanted one, what it asks for
+	hasOptions             bool                // they matter
 
 	registered *outbox.Registration // nil for types that were not asked for
 }
 
 const jsonType = "application/json" // what is stored as jsonb
 
+const ranks = 4
+
+// rank is lower the more a wanted event asks for.
+func (e entry) rank() (rank int) {
+	if !e.hasOptions {
+		rank += 2
+	}
+	if e.at.IsZero() {
+		rank++
+	}
+	return rank
+}
+
+// asksFor reports whether a row has the options that the wanted event e asks for.
+func (e entry) asksFor(row entry) bool {
+	is := func(want, got string) bool { return want == "" || want == got }
+	within := func(want, got map[string]string) bool {
+		for name, value := range want {
+			if got[name] != value {
+				return false
+			}
+		}
+		return true
+	}
+	return (e.options.ID == uuid.UUID{} || e.options.ID == row.options.ID) && is(e.options.Topic, row.options.Topic) && is(e.options.Key, row.options.Key) &&
+		within(e.options.Attributes, row.options.Attributes) && within(e.options.Headers, row.options.Headers)
+}
+
 // equals reports whether a row holds the wanted event e.
 func (e entry) equals(ctx context.Context, row entry) bool {
-	if e.eventType != row.eventType || !e.at.IsZero() && !e.at.Equal(row.at) {
+	if e.eventType != row.eventType || !e.at.IsZero() && !e.at.Equal(row.at) || e.hasOptions && !e.asksFor(row) {
 		return false
 	}
 	if e.contentType != row.contentType {
@@ -182,7 +217,27 @@ func (e entry) line(ctx context.Context) string {
 	if !e.at.IsZero() {
 		at = " at " + e.at.UTC().Format(time.RFC3339Nano)
 	}
-	return e.eventType + at + ": " + cut(e.text(ctx))
+	return e.eventType + at + e.with() + ": " + cut(e.text(ctx))
+}
+
+// with returns the options of an event, where they matter.
+func (e entry) with() string {
+	var parts []string
+	add := func(name string, value any, is bool) {
+		if is {
+			parts = append(parts, fmt.Sprintf("%s %v", name, value))
+		}
+	}
+	o := e.options
+	add("id", o.ID, o.ID != uuid.UUID{})
+	add("topic", o.Topic, o.Topic != "")
+	add("key", o.Key, o.Key != "")
+	add("attributes", o.Attributes, len(o.Attributes) > 0)
+	add("headers", o.Headers, len(o.Headers) > 0)
+	if !e.hasOptions || len(parts) == 0 {
+		return ""
+	}
+	return " with " + strings.Join(parts, ", ")
 }
 
 func (e entry) text(ctx context.Context) string {

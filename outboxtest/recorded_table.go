@@ -2,12 +2,15 @@ package outboxtest
 
 import (
 	"bytes"
+	"cmp"
 	"context"
+	"encoding/json"
 	"fmt"
 	"reflect"
 	"strings"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
 )
@@ -47,7 +50,8 @@ func completed(sql, schema string) string {
 
 // sqlRecorded reads the events of some types, or those of all others.
 const sqlRecorded = `
-SELECT event_type, content_type, payload::text, payload_bytes, occurred_at
+SELECT event_type, content_type, payload::text, payload_bytes, occurred_at,
+       event_id::text, coalesce(topic, ''), coalesce(partition_key, ''), aggregate_id, coalesce(headers, '{}')::text
   FROM {schema}.outbox
  WHERE (NOT $1::bool OR xid = pg_current_xact_id_if_assigned())
    AND (event_type = ANY($2::text[])) = $3::bool
@@ -74,19 +78,48 @@ func (tab table) collect(ctx context.Context, types map[string]*outbox.Registrat
 		return nil, fmt.Errorf("read outbox: %w", err)
 	}
 	var e entry
-	var json *string
-	_, err = pgx.ForEachRow(rows, []any{&e.eventType, &e.contentType, &json, &e.payload, &e.at}, func() error {
-		if json != nil {
-			e.payload = []byte(*json)
+	var text *string
+	var id, topic, key, aggregateID, headers string
+	_, err = pgx.ForEachRow(rows, []any{&e.eventType, &e.contentType, &text, &e.payload, &e.at, &id, &topic, &key, &aggregateID, &headers}, func() (err error) {
+		if text != nil {
+			e.payload = []byte(*text)
 		}
 		e.registered = types[e.eventType]
-		entries = append(entries, e)
-		return nil
+		e.options, err = optionsOf(id, topic, key, headers)
+		entries = append(entries, e.withDefaults(aggregateID))
+		return err
 	})
 	if err != nil {
 		return nil, fmt.Errorf("read outbox: %w", err)
 	}
 	return entries, nil
+}
+
+// withDefaults returns a row with what its empty columns mean.
+func (e entry) withDefaults(aggregateID string) entry {
+	e.options.Key = cmp.Or(e.options.Key, aggregateID)
+	if e.registered != nil {
+		e.options.Topic = cmp.Or(e.options.Topic, e.registered.Topic)
+	}
+	return e
+}
+
+// optionsOf returns what a row says beside its event.
+func optionsOf(id, topic, key, headers string) (o outbox.EventOptions, err error) {
+	stored := map[string]string{}
+	if err := json.Unmarshal([]byte(headers), &stored); err != nil {
+		return o, fmt.Errorf("headers of event %s: %w", id, err)
+	}
+	o = outbox.EventOptions{Topic: topic, Key: key, Attributes: map[string]string{}, Headers: map[string]string{}}
+	for name, value := range stored {
+		if attribute, is := strings.CutPrefix(name, "ce_"); is {
+			o.Attributes[attribute] = value
+		} else {
+			o.Headers[name] = value
+		}
+	}
+	o.ID, err = uuid.Parse(id)
+	return o, err
 }
 
 // readType returns the events of a Go type.
@@ -120,6 +153,7 @@ func typesOf(entries []entry) map[string]*outbox.Registration {
 func (tab table) encode(ctx context.Context, events *outbox.Registry, want []outbox.DomainEvent) ([]entry, error) {
 	entries := make([]entry, len(want))
 	for i, event := range want {
+		event, options := outbox.Unwrap(event)
 		v := reflect.Indirect(reflect.ValueOf(event))
 		if !v.IsValid() {
 			return nil, fmt.Errorf("wanted event %d %w", i, outbox.ErrNilArgument)
@@ -134,7 +168,8 @@ func (tab table) encode(ctx context.Context, events *outbox.Registry, want []out
 		}
 		entries[i] = entry{
 			eventType: reg.EventType, contentType: reg.Codec.ContentType, payload: bytes.Clone(payload),
-			at: event.OccurredAt().Truncate(time.Microsecond), registered: reg,
+			at: event.OccurredAt().Truncate(time.Microsecond), registered: reg, options: options,
+			hasOptions: options.ID != uuid.UUID{} || options.Topic != "" || options.Key != "" || len(options.Attributes) > 0 || len(options.Headers) > 0,
 		}
 	}
 	return entries, tab.throughJSONB(ctx, entries)

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
@@ -35,7 +36,17 @@ var recordedTests = []struct {
 	{"a time before 1970", events{productLiked{"1", time.Unix(-5, 999)}}, events{productLiked{"1", time.Unix(-5, 999)}}},
 	{"JSON that jsonb writes otherwise", events{orderPlaced{ID: "1", At: noon, Note: json.RawMessage(`{"bb":1e3,"a":"<&>"}`)}},
 		events{orderPlaced{ID: "1", At: noon, Note: json.RawMessage(`{"a":"<&>","bb":1000}`)}}},
+	{"options, and none of them wanted", events{outbox.With(orderPlaced{ID: "1", At: noon}, elsewhere)}, events{orderPlaced{ID: "1", At: noon}}},
+	{"the options that are wanted", events{orderPlaced{ID: "1", At: noon}, outbox.With(&orderPlaced{ID: "1", At: noon}, elsewhere)},
+		events{orderPlaced{ID: "1", At: noon}, outbox.With(orderPlaced{ID: "1", At: noon}, elsewhere)}},
+	{"some of the options", events{outbox.With(productLiked{"1", noon}, elsewhere)},
+		events{outbox.With(productLiked{"1", noon}, outbox.EventOptions{Attributes: map[string]string{"market": "seoul"}})}},
+	{"the key that an event has anyway", events{orderPlaced{ID: "1", At: noon}}, events{outbox.With(orderPlaced{ID: "1", At: noon}, outbox.EventOptions{Key: "1"})}},
 	{"another encoding of the same", events{parcelSent{"1", noon}, parcelSent{"2", noon}}, events{parcelSent{"2", noon}, parcelSent{"1", noon}}},
+}
+
+var elsewhere = outbox.EventOptions{
+	ID: uuid.UUID{1}, Topic: "elsewhere", Key: "k", Attributes: map[string]string{"market": "seoul", "tier": "vip"}, Headers: map[string]string{"tenant": "acme"},
 }
 
 func TestRequireRecorded(t *testing.T) {
@@ -71,6 +82,11 @@ var notRecordedTests = []struct {
 		`"1"`, `"3"`}},
 	{"once, wanted twice", events{productLiked{"1", noon}}, events{productLiked{"1", noon}, productLiked{Product: "1"}}, []string{
 		"not recorded in this transaction:\n" + `  acme.product.liked.v1: {"product": "1"}`}},
+	{"another topic", events{outbox.With(productLiked{"1", noon}, elsewhere)}, events{outbox.With(productLiked{"1", noon}, outbox.EventOptions{Topic: "here"})}, []string{
+		"not recorded in this transaction:\n" + `  acme.product.liked.v1 at 2026-02-03T12:00:00Z with topic here: {`,
+		"with id 01000000-0000-0000-0000-000000000000, topic elsewhere, key k, attributes map[market:seoul tier:vip], headers map[tenant:acme]: {"}},
+	{"no such attribute", events{productLiked{"1", noon}}, events{outbox.With(productLiked{"1", noon}, outbox.EventOptions{Attributes: map[string]string{"market": "x"}})}, []string{
+		"with attributes map[market:x]: {"}},
 	{"other bytes", events{parcelSent{"1", noon}}, events{parcelSent{"2", noon}}, []string{
 		"acme.parcel.sent.v1 at 2026-02-03T12:00:00Z: {Number:2 at:", "these were:", "{Number:1 at:"}},
 	{"bytes of another type", events{parcelSent{"1", noon}}, events{productLiked{"2", noon}}, []string{"37 bytes of application/x-parcel: "}},
