@@ -33,9 +33,12 @@ import (
 //
 // All groups that get their events from a relay are moved together. Cancel takes a cut back as long
 // as it is not finished.
+//
+// FromDebezium, BeginRelay and ToDebezium move between Debezium and a relay; consumers stay as they are.
 type Cuts struct {
 	db                                                *pgxpool.Pool
 	list, topics, toKafka, toPostgres, finish, cancel string
+	fromDebezium, toDebezium, beginRelay              string
 }
 
 // CutsConfig says where the tables are. It may be zero.
@@ -50,7 +53,10 @@ func NewCuts(db *pgxpool.Pool, cfg CutsConfig) (*Cuts, error) {
 		return nil, fmt.Errorf("outbox: cuts config: %w", err)
 	}
 	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
-	return &Cuts{db: db, list: in(sqlSubscriptions), topics: in(sqlTopicsOfGroup), toKafka: in(sqlCutToKafka), toPostgres: in(sqlCutToPostgres), finish: in(sqlFinishCut), cancel: in(sqlCancelCut)}, nil
+	return &Cuts{
+		db: db, list: in(sqlSubscriptions), topics: in(sqlTopicsOfGroup), toKafka: in(sqlCutToKafka), toPostgres: in(sqlCutToPostgres), finish: in(sqlFinishCut), cancel: in(sqlCancelCut),
+		fromDebezium: in(sqlCutFromDebezium), toDebezium: in(sqlCutToDebezium), beginRelay: in(sqlBeginRelay),
+	}, nil
 }
 
 // SubscriptionState says from where a consumer group gets its events.

@@ -45,7 +45,7 @@ func commands() []command {
 		failuresListCommand, failuresShowCommand, failuresCountCommand, failuresRetryCommand, failuresResolveCommand,
 		failuresEditCommand, failuresHoldCommand, failuresReleaseCommand,
 		consumersCommand, consumerPauseCommand, consumerResumeCommand, consumerRewindCommand,
-		cutStatusCommand, cutToKafkaCommand, cutToPostgresCommand, cutFinishCommand, cutCancelCommand,
+		cutStatusCommand, cutToKafkaCommand, cutToPostgresCommand, cutFinishCommand, cutCancelCommand, cutFromDebeziumCommand, cutToDebeziumCommand,
 		dlqListCommand, dlqReplayCommand,
 		replayCommand, archiveStatusCommand, archiveCreateCommand, archiveExpireCommand,
 		auditCommand,

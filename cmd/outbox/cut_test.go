@@ -177,3 +177,33 @@ func TestCutCommands(t *testing.T) {
 		require.Contains(t, a.err, text, args)
 	}
 }
+
+// Moves from and to Debezium say what is missing; module interop makes them, with Debezium.
+func TestCutDebeziumCommands(t *testing.T) {
+	t.Parallel()
+	d := newCutShop(t)
+	const names = " --relay r --publication p --slot no_such_slot"
+	for args, text := range map[string]string{
+		"cut from-debezium --publication p --slot s":          "--relay is missing",
+		"cut from-debezium --relay r --slot s":                "--publication is missing",
+		"cut to-debezium --relay r --publication p":           "--slot is missing",
+		"cut to-debezium" + names + " --yes":                  "--reason is missing",
+		"cut to-debezium" + names + " --resume":               "--resume",
+		"cut from-debezium" + names + " --resume --yes":       "--reason is missing",
+		"cut from-debezium" + names + " --yes --reason why x": "is too much",
+	} {
+		a := d.call(t, strings.Fields(args)...)
+		require.Equal(t, exitUsage, a.code, args)
+		require.Contains(t, a.err, text, args)
+	}
+	for _, args := range []string{"cut from-debezium" + names, "cut to-debezium" + names, "cut from-debezium" + names + " --resume --yes --reason why"} {
+		a := d.call(t, strings.Fields(args)...)
+		require.Equal(t, exitError, a.code, args)
+		require.Contains(t, a.err, `there is no replication slot "no_such_slot"`, args)
+	}
+	a := d.call(t, strings.Fields("cut from-debezium"+names+" --yes --reason why")...)
+	require.Equal(t, exitError, a.code)
+	require.Contains(t, a.err, "there is no publication p")
+	a = d.call(t, strings.Fields("cut to-debezium"+names+" --yes --reason why")...)
+	require.Contains(t, a.err, "there is no publication p")
+}

@@ -1,0 +1,193 @@
+package outboxops
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strconv"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// DebeziumCut names a relay, and what Debezium reads the events by: they move from one to the other.
+type DebeziumCut struct {
+	// Relay is the name of the relay. From Debezium it is a new one, or one that was moved to Debezium.
+	Relay string
+	// Publication is that of MigrateConfig.Publication.
+	Publication string
+	// Slot is the connector's replication slot.
+	Slot string
+}
+
+func (c DebeziumCut) validate() error {
+	return errors.Join(checkRelay(c.Relay), check.Identifier("Publication", c.Publication), check.Identifier("Slot", c.Slot))
+}
+
+const (
+	sqlCutFromDebezium = `SELECT {schema}.outbox_cut_from_debezium($1, $2, $3, $4)::text`
+	sqlCutToDebezium   = `SELECT {schema}.outbox_cut_to_debezium($1, $2, $3, $4, $5)`
+	sqlBeginRelay      = `SELECT {schema}.outbox_begin_relay($1, $2, $3, $4)::text`
+)
+
+// FromDebezium takes the events from Debezium, from this moment on: the publication has none of them any more, and
+// the relay has all of them, once [Cuts.BeginRelay] lets it begin. Debezium goes on with what was recorded before.
+// Do not start the relay's processes earlier: they would begin with the first event.
+//
+// No transaction that has recorded an event may be open at the cut, so it waits for them: for 100 ms
+// at a time, in which others wait behind it, and with pauses, until ctx ends. The error is
+// [ErrCutRefused] if the relay has begun already, or the publication has no events.
+func (c *Cuts) FromDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo) error {
+	return c.cutDebezium(ctx, "cut from Debezium", cut, why, func(tx pgx.Tx) (bool, error) {
+		_, err := tx.Exec(ctx, c.fromDebezium, cut.Publication, cut.Relay, why.Operator, why.Reason)
+		return true, err
+	})
+}
+
+// ToDebezium has Debezium send the events, from this moment on: the relay has sent all that were recorded before, and
+// ends. Its processes stand by until they are stopped. Start the connector before, so that it has made its slot.
+//
+// No transaction that has recorded an event may be open at the cut, and nobody records one until the relay has
+// sent the last ones: it is waited for both, for 400 ms at a time at most, and with pauses, until ctx ends. The error is
+// [ErrCutRefused] if failed events wait to be sent, if the publication has the events already, or if there is no slot.
+func (c *Cuts) ToDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo) error {
+	return c.cutDebezium(ctx, "cut to Debezium", cut, why, func(tx pgx.Tx) (done bool, err error) {
+		err = tx.QueryRow(ctx, c.toDebezium, cut.Publication, cut.Slot, cut.Relay, why.Operator, why.Reason).Scan(&done)
+		return done, err
+	})
+}
+
+// errRelayBehind says that a relay has not sent everything while nobody recorded.
+var errRelayBehind = errors.New("the relay is behind: it has not sent all events within 300 ms in which nobody recorded one")
+
+// cutDebezium tries until nobody is in the way.
+func (c *Cuts) cutDebezium(ctx context.Context, what string, cut DebeziumCut, why AuditInfo, try func(pgx.Tx) (bool, error)) error {
+	err := errors.Join(cut.validate(), why.check())
+	var blocked error // why the try before has failed
+	for pause := 100 * time.Millisecond; err == nil; pause = min(2*pause, 5*time.Second) {
+		done := false
+		err = pgx.BeginTxFunc(ctx, c.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) (err error) {
+			done, err = try(tx)
+			return err
+		})
+		switch {
+		case err == nil && done:
+			return nil
+		case ctx.Err() != nil && blocked != nil:
+			err = fmt.Errorf("%w; until then: %w", context.Cause(ctx), blocked)
+			continue
+		case err == nil:
+			blocked = errRelayBehind
+		case pg.IsLocked(err) || pg.IsTransient(err):
+			blocked, err = err, nil
+		default:
+			continue
+		}
+		if wait.Sleep(ctx, pause); ctx.Err() != nil {
+			err = fmt.Errorf("%w; until then: %w", context.Cause(ctx), blocked)
+		}
+	}
+	return fmt.Errorf("outbox: %s: %w", what, orNotMigrated(cutError(err)))
+}
+
+// DebeziumProgress is what Debezium has still to do in front of a cut.
+type DebeziumProgress struct {
+	// Active says that the connector is connected to its slot.
+	Active bool
+	// Unconfirmed is how many events the connector has not sent, or has not confirmed to PostgreSQL, which it does
+	// when Kafka Connect commits offsets.
+	Unconfirmed int64
+}
+
+// IsDone reports whether the relay may begin: the connector has confirmed everything, and is stopped.
+func (p DebeziumProgress) IsDone() bool { return !p.Active && p.Unconfirmed == 0 }
+
+// A slot that is in use cannot be read, but a copy of it can. It is temporary: of the session, like a table.
+const (
+	sqlCopySlot = `SELECT pg_catalog.pg_copy_logical_replication_slot($1::text::name, $2::text::name, true)::text`
+	sqlDropSlot = `SELECT pg_catalog.pg_drop_replication_slot($1::text::name)::text`
+	sqlIsActive = `SELECT active FROM pg_catalog.pg_replication_slots WHERE slot_name = $1`
+)
+
+// sqlUnconfirmed counts the inserts in the messages of pgoutput that a slot would send. Those of other tables of the
+// publication count, too.
+const sqlUnconfirmed = `
+SELECT count(*) FROM pg_catalog.pg_logical_slot_peek_binary_changes($1::text::name, NULL, NULL, 'proto_version', '1', 'publication_names', quote_ident($2)) AS change
+ WHERE get_byte(change.data, 0) = ascii('I')`
+
+// DebeziumProgress says how far the connector is. It has PostgreSQL decode what the slot keeps, as the connector would, from
+// a copy of it. The role needs the attribute REPLICATION, and of max_replication_slots one has to be free.
+func (c *Cuts) DebeziumProgress(ctx context.Context, cut DebeziumCut) (p DebeziumProgress, err error) {
+	err = cut.validate()
+	if err == nil {
+		err = c.db.AcquireFunc(ctx, func(conn *pgxpool.Conn) (err error) {
+			p, err = debeziumProgress(ctx, conn.Conn(), cut)
+			return err
+		})
+	}
+	if err != nil {
+		return p, fmt.Errorf("outbox: progress of Debezium: %w", err)
+	}
+	return p, nil
+}
+
+func debeziumProgress(ctx context.Context, conn *pgx.Conn, cut DebeziumCut) (p DebeziumProgress, err error) {
+	err = conn.QueryRow(ctx, sqlIsActive, cut.Slot).Scan(&p.Active)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return p, fmt.Errorf("%w: there is no replication slot %q, and it cannot be known what it has sent", ErrCutRefused, cut.Slot)
+	}
+	if err != nil {
+		return p, err
+	}
+	copied := "outbox_cut_" + strconv.FormatUint(rand.Uint64(), 36)
+	if _, err := conn.Exec(ctx, sqlCopySlot, cut.Slot, copied); err != nil {
+		return p, err
+	}
+	err = conn.QueryRow(ctx, sqlUnconfirmed, copied, cut.Publication).Scan(&p.Unconfirmed)
+	if ctx.Err() != nil {
+		return p, errors.Join(err, conn.Close(context.WithoutCancel(ctx))) // drops the copy
+	}
+	_, dropped := conn.Exec(ctx, sqlDropSlot, copied)
+	return p, errors.Join(err, dropped)
+}
+
+// AwaitDebezium waits until the connector has confirmed everything and is stopped, or ctx ends, and calls progress at
+// once and then each second; nil is not called. Stop the connector when nothing is unconfirmed: progress may do it.
+func (c *Cuts) AwaitDebezium(ctx context.Context, cut DebeziumCut, progress func(DebeziumProgress)) error {
+	for {
+		p, err := c.DebeziumProgress(ctx, cut)
+		if err != nil {
+			return err
+		}
+		if progress != nil {
+			progress(p)
+		}
+		if p.IsDone() {
+			return nil
+		}
+		if wait.Sleep(ctx, time.Second); ctx.Err() != nil {
+			return fmt.Errorf("outbox: await Debezium: %w", context.Cause(ctx))
+		}
+	}
+}
+
+// BeginRelay lets the relay of [Cuts.FromDebezium] begin. The error is [ErrCutRefused] while the connector has not
+// confirmed everything, or is not stopped, and [ErrNoCut] if there is no cut.
+func (c *Cuts) BeginRelay(ctx context.Context, cut DebeziumCut, why AuditInfo) error {
+	p, err := c.DebeziumProgress(ctx, cut)
+	switch {
+	case err != nil:
+		return err
+	case p.Unconfirmed > 0:
+		return fmt.Errorf("outbox: begin relay: %w: the connector has not confirmed %d events", ErrCutRefused, p.Unconfirmed)
+	case p.Active:
+		return fmt.Errorf("outbox: begin relay: %w: the connector is not stopped, slot %s is in use", ErrCutRefused, cut.Slot)
+	}
+	return c.call(ctx, "begin relay", c.beginRelay, why, cut.Slot, cut.Relay)
+}
