@@ -2,6 +2,7 @@ package faults
 
 import (
 	"context"
+	"database/sql"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -17,6 +18,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/outboxsql"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
 )
@@ -65,11 +67,11 @@ func runMember(value string) error {
 	consumer, err := outbox.NewConsumer(db, s.kafkaOpts(d), events, s.config(d),
 		outbox.OncePer(outbox.Handle("SALES_COUNT_INCREASED", addSale),
 			func(e orderPaid, _ outbox.Metadata) (string, string) { return "Order", e.Order }),
-		outbox.OncePer(outbox.HandleBatch(viewAction, addViews),
+		outbox.OncePer(outboxsql.HandleBatch(viewAction, addViews),
 			func(e productViewed, m outbox.Metadata) (string, string) {
 				return "ProductView", e.Product + "_" + m.ID
 			}),
-		outbox.WithRetry(outbox.Handle(likeAction, addLike), s.Retry),
+		outbox.WithRetry(outboxsql.Handle(likeAction, addLike), s.Retry),
 		outbox.HandleNoTx("ORDER_SEEN", see[orderPaid](d)),
 		outbox.HandleNoTx("VIEW_SEEN", see[productViewed](d)),
 		outbox.HandleNoTx("LIKE_SEEN", see[productLiked](d)),
@@ -187,7 +189,7 @@ var conflicts sync.Map
 // conflict has PostgreSQL roll the first tries of some events back, as a transaction at the
 // level serializable may be: more often than a batch is repeated for, and less often than
 // an event is. Nobody may be blamed for it.
-func conflict(ctx context.Context, tx pgx.Tx, m outbox.Metadata) error {
+func conflict(ctx context.Context, tx *sql.Tx, m outbox.Metadata) error {
 	const times = 6
 	if m.Kafka.Offset%101 != 0 {
 		return nil
@@ -196,7 +198,7 @@ func conflict(ctx context.Context, tx pgx.Tx, m outbox.Metadata) error {
 	if n, _ := first.(*atomic.Int32); n.Add(1) > times {
 		return nil
 	}
-	_, err := tx.Exec(ctx, `DO $$ BEGIN RAISE EXCEPTION 'could not serialize access' USING ERRCODE = 'serialization_failure'; END $$`)
+	_, err := tx.ExecContext(ctx, `DO $$ BEGIN RAISE EXCEPTION 'could not serialize access' USING ERRCODE = 'serialization_failure'; END $$`)
 	return err
 }
 
@@ -216,6 +218,7 @@ func isGone(err error) bool {
 // The counts are not idempotent: what is handled twice is counted twice. The rows
 // of products are locked as events come, so that members get into deadlocks. Behind that
 // lock effects of likes and views are numbered in the order in which they are committed.
+// Sales go through pgx, likes and views through database/sql.
 const (
 	sqlAddSale = `
 INSERT INTO product_statistic AS s (product_id, sales_count, actions) VALUES ($1, $2, 1)
@@ -249,21 +252,21 @@ func addSale(ctx context.Context, tx pgx.Tx, e orderPaid, m outbox.Metadata) err
 	return errors.Join(err, hiccup(m))
 }
 
-func addViews(ctx context.Context, tx pgx.Tx, events []outbox.Received[productViewed]) error {
+func addViews(ctx context.Context, tx *sql.Tx, events []outbox.Received[productViewed]) error {
 	products, sequences, failed := make([]string, len(events)), make([]int64, len(events)), error(nil)
 	for i, e := range events {
 		products[i] = e.Event.Product
 		sequences[i] = sequenceOf(e.Metadata)
 		failed = errors.Join(failed, hiccup(e.Metadata))
 	}
-	_, err := tx.Exec(ctx, sqlAddViews, products, sequences)
+	_, err := tx.ExecContext(ctx, sqlAddViews, products, sequences)
 	return errors.Join(err, failed)
 }
 
-func addLike(ctx context.Context, tx pgx.Tx, e productLiked, m outbox.Metadata) error {
+func addLike(ctx context.Context, tx *sql.Tx, e productLiked, m outbox.Metadata) error {
 	if err := conflict(ctx, tx, m); err != nil {
 		return err
 	}
-	_, err := tx.Exec(ctx, sqlAddLike, e.Product, e.By, sequenceOf(m))
+	_, err := tx.ExecContext(ctx, sqlAddLike, e.Product, e.By, sequenceOf(m))
 	return errors.Join(err, failDownstream(m))
 }

@@ -40,7 +40,7 @@ const (
 	maxLagTime = 15 * time.Second
 )
 
-// What handlers do in PostgreSQL is done once, while members of the group are
+// What handlers do in PostgreSQL, by pgx or by database/sql, is done once, while members of the group are
 // killed, stopped and started, and frozen past their session so that two have the
 // same partition for a while; while the topic gets partitions, or is deleted and created
 // again; and while PostgreSQL loses what it committed last, after which an operator
