@@ -18,9 +18,9 @@ import (
 
 var why = outboxops.AuditInfo{Operator: "kim", Reason: "we move"}
 
-// move is a system that moves from Debezium to a relay and back, while it is in use: writers record events in
+// changeover is a system that moves from Debezium to a relay and back, while it is in use: writers record events in
 // transactions of every kind, and a consumer handles them.
-type move struct {
+type changeover struct {
 	*debezium
 	topic   string
 	rec     *outbox.Recorder
@@ -30,8 +30,8 @@ type move struct {
 	arrived *oracle.Reader
 }
 
-func newMove(d *debezium) *move {
-	m := &move{debezium: d, topic: "interop-" + uuid.NewString(), cut: outboxops.DebeziumCut{Relay: "main", Publication: d.publication, Slot: d.name}}
+func newChangeover(d *debezium) *move {
+	m := &changeover{debezium: d, topic: "interop-" + uuid.NewString(), cut: outboxops.DebeziumCut{Relay: "main", Publication: d.publication, Slot: d.name}}
 	testenv.CreateTopic(d, d.brokers, m.topic, 3)
 	var err error
 	m.events, err = outbox.NewRegistry("shop", outbox.Event("test.oracle.happened.v1", "Key", oracle.Event.Aggregate).Topic(m.topic))
@@ -47,7 +47,7 @@ func newMove(d *debezium) *move {
 }
 
 // record is an oracle.Record.
-func (m *move) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) error {
+func (m *changeover) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) error {
 	all := make([]outbox.DomainEvent, len(events))
 	for i, e := range events {
 		all[i] = e
@@ -56,7 +56,7 @@ func (m *move) record(ctx context.Context, tx pgx.Tx, events ...oracle.Event) er
 }
 
 // consume runs a consumer whose handler writes down each event: a repeat that gets to it fails the test.
-func (m *move) consume() {
+func (m *changeover) consume() {
 	_, err := m.db.Exec(context.Background(), `CREATE TABLE effect (n bigserial, event_id text PRIMARY KEY, key text, version bigint)`)
 	require.NoError(m, err)
 	consumer, err := outbox.NewConsumer(m.db, testenv.KafkaOpts(m.brokers), m.events, outbox.ConsumerConfig{
@@ -69,7 +69,7 @@ func (m *move) consume() {
 	testenv.Run(m, consumer.Run)
 }
 
-func (m *move) relay() (stop func()) {
+func (m *changeover) relay() (stop func()) {
 	relay, err := outbox.NewRelay(m.db, testenv.KafkaOpts(m.brokers), outbox.RelayConfig{
 		Name: m.cut.Relay, Schema: m.schema, PollInterval: 20 * time.Millisecond, Logger: slog.New(slog.DiscardHandler)})
 	require.NoError(m, err)
@@ -77,7 +77,7 @@ func (m *move) relay() (stop func()) {
 }
 
 // pass waits until so many more events have arrived.
-func (m *move) pass(n int) {
+func (m *changeover) pass(n int) {
 	m.Helper()
 	count := func() int {
 		all, err := m.arrived.Arrived()
@@ -91,7 +91,7 @@ func (m *move) pass(n int) {
 // movesBothWays moves a system in use from Debezium to a relay and back, twice, by the steps of docs/migrate.md. In Kafka
 // nothing is lost, repeated or out of the order of its key, and so it is in the handlers.
 func movesBothWays(d *debezium) {
-	m := newMove(d)
+	m := newChangeover(d)
 	seed := rand.Uint64()
 	d.Logf("seed %d", seed)
 	d.start(nil)
@@ -124,7 +124,7 @@ func movesBothWays(d *debezium) {
 }
 
 // write has writers at work until stop is closed, at a pace that a connector can keep on a small machine.
-func (m *move) write(ctx context.Context, seed uint64, stop <-chan struct{}) error {
+func (m *changeover) write(ctx context.Context, seed uint64, stop <-chan struct{}) error {
 	for ; ; seed++ {
 		err := oracle.Write(ctx, oracle.Writers{DB: m.db, Schema: m.schema, Record: m.record, Seed: seed, Events: 20, Writers: 6, Keys: 50, Pause: 20 * time.Millisecond, Stop: stop})
 		if err != nil {
@@ -139,7 +139,7 @@ func (m *move) write(ctx context.Context, seed uint64, stop <-chan struct{}) err
 }
 
 // drain waits as outbox cut does, and stops the connector when that says so.
-func (m *move) drain() {
+func (m *changeover) drain() {
 	m.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), testenv.Patience)
 	defer cancel()
@@ -152,7 +152,7 @@ func (m *move) drain() {
 	}))
 }
 
-func (m *move) compare(seed uint64) {
+func (m *changeover) compare(seed uint64) {
 	m.Helper()
 	ctx := context.Background()
 	committed, err := oracle.Committed(ctx, m.db, m.schema)
@@ -179,7 +179,7 @@ func (m *move) compare(seed uint64) {
 // refusesCuts plays the connector, and looks at what is at the edge of a cut: a transaction that has recorded something is waited for, and
 // one that is open and records later has its events behind the cut.
 func refusesCuts(d *debezium) {
-	m, ctx := newMove(d), context.Background()
+	m, ctx := newChangeover(d), context.Background()
 	require.ErrorIs(d, m.cuts.BeginRelay(ctx, m.cut, why), outboxops.ErrCutRefused, "no slot")
 	require.ErrorIs(d, m.cuts.ToDebezium(ctx, m.cut, why), outboxops.ErrCutRefused, "it has the events")
 	_, err := d.db.Exec(ctx, `SELECT pg_create_logical_replication_slot($1, 'pgoutput')`, d.name)
