@@ -418,3 +418,16 @@ func TestGlance(t *testing.T) {
 	d.cursors.look.snapshot = ""
 	require.True(t, changed(), "nothing is known")
 }
+
+// The newest cursor is that with the highest id. A clock that was set back gives it a time before all others.
+func TestNewestCursorGoesByID(t *testing.T) {
+	t.Parallel()
+	d := newCursorFixture(t)
+	d.insert(t, 2)
+	require.Equal(t, []int64{1, 2}, d.unsent(t, "default"))
+	d.insert(t, 1)
+	require.Equal(t, []int64{3}, d.unsent(t, "default"))
+	ids := d.ids(t, "outbox_cursor")
+	d.exec(t, `UPDATE {schema}.outbox_cursor SET created_at = now() - '1 hour'::interval WHERE id = $1`, ids[len(ids)-1])
+	require.Empty(t, d.unsent(t, "default"))
+}

@@ -141,17 +141,6 @@ func isThere(file string) bool {
 	})
 }
 
-// What docs/requirements.md names directly behind a file stands in it.
-func TestRequirementsPlaces(t *testing.T) {
-	t.Parallel()
-	place := regexp.MustCompile("`([\\w./-]+\\.(?:go|sql))` `(?:\\w+\\.)*(\\w+)`")
-	for _, found := range place.FindAllStringSubmatch(read(t, "docs/requirements.md"), -1) {
-		if isThere(found[1]) && !regexp.MustCompile(`\b`+found[2]+`\b`).MatchString(read(t, found[1])) {
-			t.Errorf("%s is not in %s", found[2], found[1])
-		}
-	}
-}
-
 // The lines that docs/failures.md quotes are logged. What fails is a word of its own.
 func TestQuotedLogLines(t *testing.T) {
 	t.Parallel()

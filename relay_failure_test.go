@@ -166,6 +166,34 @@ func (h *relayFixture) relayWithoutKafka(t *testing.T, opts ...kgo.Opt) (*outbox
 	return relay, dialer, log
 }
 
+// While the relay sends, and Kafka takes its time, it has no transaction open.
+func TestNoTransactionIsOpenWhileSending(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t) // which connections are whose
+	h := newRelayFixture(t)
+	testenv.CreateTopic(t, h.brokers, h.topic, 1)
+	reader, admin := h.follow(t), h.db
+	h.db = testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["application_name"] = h.schema })
+	relay, dialer, log := h.relayWithoutKafka(t)
+	testenv.Run(t, relay.Run)
+	h.db = admin
+	events := numbered("key", 1, 50)
+	h.commit(t, events...)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "Kafka fails") }, testenv.Patience, time.Millisecond)
+	seen := 0
+	for range 100 {
+		var open, all int
+		require.NoError(t, admin.QueryRow(background, `SELECT count(*) FILTER (WHERE xact_start < clock_timestamp() - interval '200 ms'), count(*)
+			FROM pg_stat_activity WHERE application_name = $1`, h.schema).Scan(&open, &all))
+		require.Zero(t, open, "statements take milliseconds, a send takes a second")
+		seen += all
+		time.Sleep(10 * time.Millisecond)
+	}
+	require.Positive(t, seen, "the relay has connections")
+	dialer.broken.Store(false)
+	requireArrival(t, reader, events...)
+}
+
 // The relay can be stopped while Kafka is unavailable, and loses nothing by it.
 func TestStopWhileKafkaIsAway(t *testing.T) {
 	t.Parallel()

@@ -440,6 +440,7 @@ func TestBreakerStopsTheRelay(t *testing.T) {
 	require.Eventually(t, notified("closed to open"), testenv.Patience, time.Millisecond)
 	require.Eventually(t, notified("half-open to open"), testenv.Patience, time.Millisecond)
 	require.Contains(t, log.String(), "level=ERROR msg=\"outbox: too many sends fail, breaker opens\" relay=default failure_rate=100% threshold=50%")
+	require.Contains(t, log.String(), "level=WARN msg=\"outbox: breaker changed\" relay=default from=closed to=open")
 	require.Equal(t, []float64{1}, rates)
 	require.Contains(t, log.String(), "batch stops")
 	dialer.broken.Store(false)

@@ -400,7 +400,8 @@ var kafkaOptionTests = []struct {
 	{"one topic for all", kgo.DefaultProduceTopicAlways(), "invalid empty DefaultProduceTopic"},
 	{"a partitioner that scatters keys", kgo.RecordPartitioner(kgo.RoundRobinPartitioner()), "RecordPartitioner: kgo.RoundRobinPartitioner"},
 	{"what kgo itself refuses", kgo.ProducerBatchMaxBytes(-1), "kafka option ProducerBatchMaxBytes:"},
-	{"fewer acks are raised to all", kgo.ClientID("x"), ""},
+	{"fewer acks", kgo.RequiredAcks(kgo.LeaderAck()), "idempoten"},
+	{"what is no matter of promises", kgo.ClientID("x"), ""},
 }
 
 func TestKafkaOptions(t *testing.T) {

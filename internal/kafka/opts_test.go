@@ -1,0 +1,31 @@
+package kafka
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"github.com/twmb/franz-go/pkg/kgo"
+)
+
+// acks=all, idempotence and no waiting are ours, whatever the host says; how often and how patiently the client tries, and how many
+// requests are in flight, is the host's.
+func TestProducerOpts(t *testing.T) {
+	t.Parallel()
+	host := []kgo.Opt{kgo.RecordRetries(3), kgo.RetryBackoffFn(func(int) time.Duration { return time.Second }), kgo.ProduceRequestTimeout(30 * time.Second),
+		kgo.MaxProduceRequestsInflightPerBroker(1), kgo.ProducerLinger(5 * time.Millisecond), kgo.RecordDeliveryTimeout(120 * time.Second)}
+	require.NoError(t, CheckProducerOpts(host))
+	client, err := NewClient(ProducerOpts(host, 10*time.Second))
+	require.NoError(t, err)
+	defer client.Close()
+	require.Equal(t, kgo.AllISRAcks(), client.OptValue(kgo.RequiredAcks))
+	require.Equal(t, false, client.OptValue(kgo.DisableIdempotentWrite))
+	require.Equal(t, 10*time.Second, client.OptValue(kgo.RecordDeliveryTimeout))
+	require.Equal(t, time.Duration(0), client.OptValue(kgo.ProducerLinger))
+	require.EqualValues(t, 3, client.OptValue(kgo.RecordRetries))
+	require.Equal(t, 30*time.Second, client.OptValue(kgo.ProduceRequestTimeout))
+	require.EqualValues(t, 1, client.OptValue(kgo.MaxProduceRequestsInflightPerBroker))
+	require.Equal(t, time.Second, client.OptValue(kgo.RetryBackoffFn).(func(int) time.Duration)(1))
+
+	require.ErrorContains(t, CheckProducerOpts([]kgo.Opt{kgo.RequiredAcks(kgo.LeaderAck())}), "idempoten", "fewer acks are not silently raised")
+}
