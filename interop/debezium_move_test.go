@@ -30,7 +30,7 @@ type changeover struct {
 	arrived *oracle.Reader
 }
 
-func newChangeover(d *debezium) *move {
+func newChangeover(d *debezium) *changeover {
 	m := &changeover{debezium: d, topic: "interop-" + uuid.NewString(), cut: outboxops.DebeziumCut{Relay: "main", Publication: d.publication, Slot: d.name}}
 	testenv.CreateTopic(d, d.brokers, m.topic, 3)
 	var err error
