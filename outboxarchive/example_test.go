@@ -19,7 +19,6 @@ func ExampleTable() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	defer db.Close()
 
 	table, err := outboxarchive.NewTable(db, outboxarchive.TableConfig{})
 	if err != nil {
@@ -32,6 +31,7 @@ func ExampleTable() {
 		log.Fatal(err)
 	}
 	fmt.Println(relay != nil)
+	db.Close()
 	// Output: true
 }
 
