@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"os"
 	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -92,43 +93,16 @@ func newDebezium(t *testing.T, brokers []string, postgres string, connect *conne
 	return d
 }
 
-// connectorSettings are those of docs/migrate.md that do not depend on where things are.
-var connectorSettings = map[string]string{
-	"connector.class":                             "io.debezium.connector.postgresql.PostgresConnector",
-	"tasks.max":                                   "1",
-	"plugin.name":                                 "pgoutput",
-	"publication.autocreate.mode":                 "disabled",
-	"snapshot.mode":                               "no_data",
-	"key.converter":                               "org.apache.kafka.connect.storage.StringConverter",
-	"value.converter":                             "org.apache.kafka.connect.storage.StringConverter",
-	"header.converter":                            "org.apache.kafka.connect.storage.StringConverter",
-	"transforms":                                  "outbox,version,header,payload",
-	"transforms.outbox.type":                      "io.debezium.transforms.outbox.EventRouter",
-	"transforms.outbox.table.field.event.id":      "event_id",
-	"transforms.outbox.table.field.event.key":     "partition_key",
-	"transforms.outbox.table.field.event.payload": "payload",
-	"transforms.outbox.route.by.field":            "topic",
-	"transforms.outbox.route.topic.replacement":   "${routedByValue}",
-	"transforms.outbox.table.fields.additional.placement": "event_id:header:ce_id,event_type:header:ce_type,source:header:ce_source,aggregate_id:header:ce_subject," +
-		"aggregate_type:header:ce_aggregatetype,occurred_at:header:ce_time,content_type:header:content-type,headers:header:outbox-headers,event_type:envelope:type",
-	// The router puts the type beside the payload, so that a constant can go there, which becomes a header. InsertHeader
-	// would take 1.0 for a number, and send it as 1.
-	"transforms.version.type":         "org.apache.kafka.connect.transforms.InsertField$Value",
-	"transforms.version.static.field": "specversion",
-	"transforms.version.static.value": "1.0",
-	"transforms.header.type":          "org.apache.kafka.connect.transforms.HeaderFrom$Value",
-	"transforms.header.fields":        "specversion",
-	"transforms.header.headers":       "ce_specversion",
-	"transforms.header.operation":     "move",
-	"transforms.payload.type":         "org.apache.kafka.connect.transforms.ExtractField$Value",
-	"transforms.payload.field":        "payload",
-	// Without heartbeats the slot does not learn of what was sent last, and not at all that other tables are written to.
-	"heartbeat.interval.ms":        "1000",
-	"transforms.payload.predicate": "heartbeat",
-	"transforms.payload.negate":    "true",
-	"predicates":                   "heartbeat",
-	"predicates.heartbeat.type":    "org.apache.kafka.connect.transforms.predicates.TopicNameMatches",
-	"predicates.heartbeat.pattern": `__debezium-heartbeat\..*`,
+// connectorSettings returns those of docs/migrate.md.
+func connectorSettings(t *testing.T) (settings map[string]string) {
+	t.Helper()
+	doc, err := os.ReadFile("../docs/migrate.md")
+	require.NoError(t, err)
+	_, rest, found := strings.Cut(string(doc), "```json\n")
+	require.True(t, found)
+	text, _, _ := strings.Cut(rest, "```")
+	require.NoError(t, json.Unmarshal([]byte(text), &settings))
+	return settings
 }
 
 // start makes the connector, and waits until its slot is there and in use.
@@ -141,7 +115,7 @@ func (d *debezium) start(changes map[string]string) {
 
 func (d *debezium) config(changes map[string]string) map[string]string {
 	db := d.db.Config().ConnConfig
-	config := maps.Clone(connectorSettings)
+	config := connectorSettings(d.T)
 	maps.Copy(config, map[string]string{
 		"database.hostname": db.Host, "database.port": strconv.Itoa(int(db.Port)), "database.user": db.User, "database.password": db.Password, "database.dbname": db.Database,
 		"topic.prefix": d.name, "slot.name": d.name, "publication.name": d.publication, "table.include.list": d.schema + ".outbox",
@@ -261,11 +235,10 @@ func sendsWhatRelaySends(d *debezium) {
 	require.Equal(t, "o-2", decodeAll(t, d.brokers, derived+"-events", 1)[0].Subject, "the trigger has derived the topic")
 	d.stop()
 
-	relayTopic := topic
 	relay, err := outbox.NewRelay(d.db, testenv.KafkaOpts(d.brokers), outbox.RelayConfig{Schema: d.schema, PollInterval: 10 * time.Millisecond})
 	require.NoError(t, err)
 	stop := testenv.Run(t, relay.Run)
-	both := decodeAll(t, d.brokers, relayTopic, 5)
+	both := decodeAll(t, d.brokers, topic, 5)
 	stop()
 	require.Equal(t, "plain", byDebezium[2].Subject)
 	require.Equal(t, byDebezium[:2], both[3:])

@@ -20,6 +20,7 @@ import (
 func TestRelayProcess(t *testing.T) {
 	t.Parallel()
 	d := newShop(t)
+	testenv.CreateTopic(t, d.brokers, d.topic, 1)
 	d.record(t, "a", "b")
 	p := d.startRelay(t)
 	d.received(t, "a", "b")
