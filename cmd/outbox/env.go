@@ -92,11 +92,16 @@ func (e *env) close() {
 
 // mask leaves passwords out of a text that is shown: those that are known, and what looks
 // like one, in a URL that was given in the wrong place for example.
-func (e *env) mask(text string) string {
+func (e *env) mask(text string) string { return e.maskFrom(text, 1) }
+
+// maskFrom leaves short passwords as they are: in a text that shows none anyway, they would be parts of words.
+func (e *env) maskFrom(text string, least int) string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	for _, secret := range e.secrets {
-		text = strings.ReplaceAll(text, secret, "xxxxx")
+		if len(secret) >= least {
+			text = strings.ReplaceAll(text, secret, "xxxxx")
+		}
 	}
 	text = passwordInURL.ReplaceAllString(text, "${1}xxxxx@")
 	return passwordInList.ReplaceAllString(text, "${1}xxxxx")

@@ -129,7 +129,8 @@ type masked struct{ e *env }
 
 // Write implements [io.Writer].
 func (m masked) Write(line []byte) (int, error) {
-	_, err := io.WriteString(m.e.stderr, m.e.mask(string(line)))
+	const least = 8 // no log line is to hold a password, and this is the second guard
+	_, err := io.WriteString(m.e.stderr, m.e.maskFrom(string(line), least))
 	return len(line), err
 }
 

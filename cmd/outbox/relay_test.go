@@ -235,3 +235,18 @@ func TestRelayReadsUsers(t *testing.T) {
 		require.NotContains(t, err.Error(), "secret")
 	}
 }
+
+// A password is not in the log, whoever puts it there, and a short one does not make other words of what is.
+func TestRelayMasksItsLog(t *testing.T) {
+	t.Parallel()
+	var b strings.Builder
+	e := &env{stderr: &b}
+	e.secret("x")
+	e.secret("hunter22")
+	log := (&relayProcess{log: logJSON}).logger(e)
+	log.Info("outbox: relay process starts", "error", "no login with hunter22 at postgres://u:other@h/d, password=third")
+	require.Contains(t, b.String(), `"msg":"outbox: relay process starts"`)
+	for _, secret := range []string{"hunter22", "other", "third"} {
+		require.NotContains(t, b.String(), secret)
+	}
+}
