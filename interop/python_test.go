@@ -83,6 +83,10 @@ func expected(f fact, id string) expectation {
 	if f.correlation != "" {
 		e.Event["correlationid"] = f.correlation
 	}
+	if f.traceID != "" {
+		e.Event["traceid"] = f.traceID
+	}
+	maps.Copy(e.Event, f.attributes)
 	if f.trace != "" {
 		e.Event["traceparent"], e.Headers["traceparent"] = f.trace, f.trace
 	}
