@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/alicebob/miniredis/v2"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/redis/go-redis/v9"
 )
 
@@ -74,7 +75,7 @@ func awaitRedis(ctx context.Context, address string) error {
 		if client.Ping(ctx).Err() == nil {
 			return nil
 		}
-		if !pause(ctx, 20*time.Millisecond) {
+		if !show.Pause(ctx, 20*time.Millisecond) {
 			return ctx.Err()
 		}
 	}

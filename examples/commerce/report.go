@@ -66,7 +66,7 @@ SELECT (SELECT count(*) FROM orders WHERE id = ANY ($1)) AS orders,
   FROM outbox`
 )
 
-func (s *show) report(ctx context.Context) (*report, error) {
+func (s *scene) report(ctx context.Context) (*report, error) {
 	r := &report{}
 	s.note(func() {
 		r.work = work{maps.Clone(s.done), maps.Clone(s.repeated), s.deadLetters, slices.Clone(s.delays), s.calm}

@@ -11,17 +11,17 @@ import (
 	"time"
 
 	"github.com/google/uuid"
-	"github.com/outboxgo/outbox/examples/internal/children"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/outboxops"
 	"golang.org/x/sync/errgroup"
 )
 
-// show is what happens in a run: customers visit the shop, and its service is killed.
-type show struct {
+// scene is what happens in a run: customers visit the shop, and its service is killed.
+type scene struct {
 	*app
 	cfg     config
 	street  *street
-	service *children.Child
+	service *show.Process
 	opened  chan struct{} // gets one whenever a service is open
 	tally
 	kills int
@@ -68,7 +68,7 @@ func run(ctx context.Context, cfg config, out io.Writer) (*report, error) {
 	defer a.close()
 	printHeader(out, cfg, what)
 	defer a.dropSchema(out)
-	s := &show{
+	s := &scene{
 		app: a, cfg: cfg, street: newStreet("http://" + cfg.listen), opened: make(chan struct{}, 1+cfg.kills),
 		tally: tally{work: work{done: map[string]int{}, repeated: map[string]int{}}},
 	}
@@ -95,7 +95,7 @@ func (a *app) fillShelves(ctx context.Context) error {
 
 // run runs the service until the last customer has left and all is counted. Ctrl-C closes the
 // shop, and nothing else: what was sold is counted and compared.
-func (s *show) run(ctx context.Context) (*report, error) {
+func (s *scene) run(ctx context.Context) (*report, error) {
 	if err := s.migrate(ctx); err != nil {
 		return nil, err
 	}
@@ -105,10 +105,10 @@ func (s *show) run(ctx context.Context) (*report, error) {
 	if err := s.fillShelves(ctx); err != nil {
 		return nil, err
 	}
-	defer func() { _ = children.StopAll([]*children.Child{s.service}) }() // after another error
 	if err := s.start(); err != nil {
 		return nil, err
 	}
+	defer func() { _ = s.service.Stop() }() // after another error
 	life := context.WithoutCancel(ctx)
 	open, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -120,7 +120,7 @@ func (s *show) run(ctx context.Context) (*report, error) {
 		if err := s.killServices(ctx); err != nil {
 			return err
 		}
-		pause(ctx, time.Until(end))
+		show.Pause(ctx, time.Until(end))
 		return nil
 	})
 	if err := g.Wait(); err != nil {
@@ -130,36 +130,33 @@ func (s *show) run(ctx context.Context) (*report, error) {
 	if err := s.awaitCounted(ctx); err != nil {
 		return nil, err
 	}
-	stopped := s.service
-	s.service = nil
-	if err := stopped.Stop(); err != nil {
+	if err := s.service.Stop(); err != nil {
 		return nil, err
 	}
 	return s.report(ctx)
 }
 
 // start starts the service and waits until it is open.
-func (s *show) start() (err error) {
+func (s *scene) start() (err error) {
 	env := []string{"REDIS_URL=" + s.cfg.redis, "OPERATOR_PASSWORD=" + s.cfg.password}
-	if s.service, err = children.Start(s.cfg.serviceArgs(), env, s.hear); err != nil {
+	if s.service, err = show.StartProcess(s.cfg.serviceArgs(), env, s.hear); err != nil {
 		return err
 	}
 	select {
 	case <-s.opened:
 		return nil
 	case <-s.service.Ended():
-		return errors.New("the service does not open")
 	case <-time.After(time.Minute):
-		return errors.New("the service does not open")
 	}
+	return errors.Join(errors.New("the service does not open"), s.service.Stop())
 }
 
 // killServices kills the service while it works, and starts another.
-func (s *show) killServices(ctx context.Context) error {
+func (s *scene) killServices(ctx context.Context) error {
 	for range s.cfg.kills {
-		before, open := s.handled(), pause(ctx, s.cfg.duration/time.Duration(s.cfg.kills+2))
+		before, open := s.handled(), show.Pause(ctx, s.cfg.duration/time.Duration(s.cfg.kills+2))
 		for end := time.Now().Add(s.cfg.patience); open && s.handled() == before && time.Now().Before(end); {
-			open = pause(ctx, 20*time.Millisecond)
+			open = show.Pause(ctx, 20*time.Millisecond)
 		}
 		if !open {
 			return nil
@@ -186,7 +183,7 @@ func (t *tally) note(f func()) {
 }
 
 // hear takes in a line that a process of the service has printed.
-func (s *show) hear(line string) {
+func (s *scene) hear(line string) {
 	words := strings.Fields(line)
 	s.note(func() {
 		switch {
@@ -220,7 +217,7 @@ func (t *tally) handled() (n int) {
 
 // awaitCounted waits until everything is published, read and counted rightly, or until nothing
 // has happened for as long as patience lasts.
-func (s *show) awaitCounted(ctx context.Context) error {
+func (s *scene) awaitCounted(ctx context.Context) error {
 	handled, progress := -1, time.Now()
 	for time.Since(progress) < s.cfg.patience {
 		if n := s.handled(); n > handled {
@@ -235,13 +232,13 @@ func (s *show) awaitCounted(ctx context.Context) error {
 				return err
 			}
 		}
-		pause(ctx, 100*time.Millisecond)
+		show.Pause(ctx, 100*time.Millisecond)
 	}
 	return nil
 }
 
 // unread is how many events are not published, by both relays, or not read by the statistics.
-func (s *show) unread(ctx context.Context) (n int64, err error) {
+func (s *scene) unread(ctx context.Context) (n int64, err error) {
 	inspector, err := outboxops.NewInspector(s.db, outboxops.InspectorConfig{Schema: s.id})
 	if err != nil {
 		return 0, err
@@ -268,14 +265,4 @@ func (s *show) unread(ctx context.Context) (n int64, err error) {
 		}
 	}
 	return n, err
-}
-
-// pause waits, and reports whether ctx still lives.
-func pause(ctx context.Context, d time.Duration) bool {
-	select {
-	case <-ctx.Done():
-		return false
-	case <-time.After(d):
-		return true
-	}
 }

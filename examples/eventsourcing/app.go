@@ -141,7 +141,7 @@ func run(ctx context.Context, cfg config, out io.Writer) (*report, error) {
 			return nil, err
 		}
 	}
-	return newShow(a, cfg).run(ctx)
+	return newScene(a, cfg).run(ctx)
 }
 
 // connect returns a pool whose connections look for tables in a schema.

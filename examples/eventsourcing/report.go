@@ -61,7 +61,7 @@ SELECT (SELECT count(*) FROM order_events) AS events,
   FROM history`
 
 // report is made when nothing is under way any more.
-func (s *show) report(ctx context.Context) (*report, error) {
+func (s *scene) report(ctx context.Context) (*report, error) {
 	r := &report{tally: &s.tally}
 	rows, _ := s.db.Query(ctx, sqlCounts, snapshotEvery, orderConfirmed, orderCompleted, orderCancelled, orderFailed)
 	var err error // also of the query

@@ -11,16 +11,16 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
-	"github.com/outboxgo/outbox/examples/internal/children"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"golang.org/x/sync/errgroup"
 )
 
-// show is what happens in a run: processes of the service are killed, and the read model is
+// scene is what happens in a run: processes of the service are killed, and the read model is
 // damaged and rebuilt.
-type show struct {
+type scene struct {
 	*app
 	cfg       config
-	processes []*children.Child
+	processes []*show.Process
 	tally
 }
 
@@ -35,9 +35,9 @@ type tally struct {
 	kills, damaged, rebuilds int
 }
 
-func newShow(a *app, cfg config) *show {
-	return &show{
-		app: a, cfg: cfg, processes: make([]*children.Child, cfg.processes),
+func newScene(a *app, cfg config) *scene {
+	return &scene{
+		app: a, cfg: cfg, processes: make([]*show.Process, cfg.processes),
 		tally: tally{acknowledged: map[uuid.UUID][]int{}, closed: make(chan struct{}, cfg.processes)},
 	}
 }
@@ -64,8 +64,8 @@ func (t *tally) hear(line string) {
 
 // run lets customers in for a while, and then waits until their orders are in the read model.
 // Ctrl-C closes the shop early; what was ordered is still compared.
-func (s *show) run(ctx context.Context) (*report, error) {
-	defer func() { _ = children.StopAll(s.processes) }() // after another error; otherwise there is nothing left to stop
+func (s *scene) run(ctx context.Context) (*report, error) {
+	defer func() { _ = s.stop() }() // after another error
 	for slot := range s.processes {
 		if err := s.start(slot); err != nil {
 			return nil, err
@@ -90,26 +90,35 @@ func (s *show) run(ctx context.Context) (*report, error) {
 	if err := s.awaitAll(ctx); err != nil {
 		return nil, err
 	}
-	if err := children.StopAll(s.processes); err != nil {
+	if err := s.stop(); err != nil {
 		return nil, err
 	}
 	return s.report(ctx)
 }
 
-func (s *show) start(slot int) (err error) {
-	s.processes[slot], err = children.Start(s.cfg.serviceArgs(), nil, s.hear)
+func (s *scene) start(slot int) (err error) {
+	s.processes[slot], err = show.StartProcess(s.cfg.serviceArgs(), nil, s.hear)
+	return err
+}
+
+func (s *scene) stop() (err error) {
+	for _, p := range s.processes {
+		if p != nil {
+			err = errors.Join(err, p.Stop())
+		}
+	}
 	return err
 }
 
 // killProcesses kills processes of the service while they work: what they have committed is
 // being published and projected.
-func (s *show) killProcesses(ctx context.Context) error {
+func (s *scene) killProcesses(ctx context.Context) error {
 	for n := range s.cfg.kills {
 		projected, err := s.projected(ctx)
 		if err != nil {
 			return err
 		}
-		pause(ctx, s.cfg.duration/time.Duration(s.cfg.kills+2))
+		show.Pause(ctx, s.cfg.duration/time.Duration(s.cfg.kills+2))
 		if err := s.awaitProjected(ctx, projected); err != nil || ctx.Err() != nil {
 			return err
 		}
@@ -126,8 +135,8 @@ func (s *show) killProcesses(ctx context.Context) error {
 }
 
 // rebuild rebuilds the whole read model again and again, while events flow.
-func (s *show) rebuild(ctx context.Context) error {
-	for pause(ctx, s.cfg.duration/8) {
+func (s *scene) rebuild(ctx context.Context) error {
+	for show.Pause(ctx, s.cfg.duration/8) {
 		if err := s.projection().RebuildAll(context.WithoutCancel(ctx)); err != nil {
 			return fmt.Errorf("rebuild all: %w", err)
 		}
@@ -142,8 +151,8 @@ const (
 )
 
 // damage spoils some orders of the read model, as a bug would, and repairs each.
-func (s *show) damage(ctx context.Context) error {
-	pause(ctx, s.cfg.duration/2)
+func (s *scene) damage(ctx context.Context) error {
+	show.Pause(ctx, s.cfg.duration/2)
 	if err := s.awaitProjected(ctx, 0); err != nil || ctx.Err() != nil {
 		return err
 	}
@@ -169,7 +178,7 @@ func (s *show) damage(ctx context.Context) error {
 // each, in the transaction of the projection.
 const sqlProjected = `SELECT count(*) FROM event_handled`
 
-func (s *show) projected(ctx context.Context) (n int, err error) {
+func (s *scene) projected(ctx context.Context) (n int, err error) {
 	if err := s.db.QueryRow(context.WithoutCancel(ctx), sqlProjected).Scan(&n); err != nil {
 		return 0, fmt.Errorf("count projected events: %w", err)
 	}
@@ -178,9 +187,9 @@ func (s *show) projected(ctx context.Context) (n int, err error) {
 
 // awaitProjected waits until more than n events are projected, or until none was for as long as
 // patience lasts, or until ctx ends.
-func (s *show) awaitProjected(ctx context.Context, n int) error {
+func (s *scene) awaitProjected(ctx context.Context, n int) error {
 	last, progress := -1, time.Now()
-	for time.Since(progress) < s.cfg.patience && pause(ctx, 50*time.Millisecond) {
+	for time.Since(progress) < s.cfg.patience && show.Pause(ctx, 50*time.Millisecond) {
 		now, err := s.projected(ctx)
 		if err != nil || now > n {
 			return err
@@ -194,7 +203,7 @@ func (s *show) awaitProjected(ctx context.Context, n int) error {
 
 // awaitAll waits until the last customer has left and all events are projected. The report
 // says if some are not.
-func (s *show) awaitAll(ctx context.Context) error {
+func (s *scene) awaitAll(ctx context.Context) error {
 	for range s.processes {
 		select {
 		case <-s.closed:
@@ -207,14 +216,4 @@ func (s *show) awaitAll(ctx context.Context) error {
 		return fmt.Errorf("count events: %w", err)
 	}
 	return s.awaitProjected(ctx, events-1)
-}
-
-// pause waits, and reports whether ctx still lives.
-func pause(ctx context.Context, d time.Duration) bool {
-	select {
-	case <-ctx.Done():
-		return false
-	case <-time.After(d):
-		return true
-	}
 }

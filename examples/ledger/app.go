@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/examples/internal/show"
+	"github.com/outboxgo/outbox/outboxarchive"
 	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"golang.org/x/sync/errgroup"
@@ -28,6 +29,8 @@ type app struct {
 	kafka  []kgo.Opt
 	events *outbox.Registry
 	log    *slog.Logger
+
+	archive *outboxarchive.Table // for five years
 }
 
 // open connects to PostgreSQL.
@@ -36,17 +39,23 @@ func open(ctx context.Context, cfg config) (*app, error) {
 	if cfg.verbose {
 		a.log = slog.New(slog.NewTextHandler(os.Stderr, nil))
 	}
-	if err := a.wire(cfg.topics); err != nil {
+	var err error
+	if a.db, err = show.Connect(ctx, cfg.postgres, cfg.schema); err != nil {
 		return nil, err
 	}
-	var err error
-	a.db, err = show.Connect(ctx, cfg.postgres, cfg.schema)
-	return a, err
+	if err := a.wire(cfg.topics); err != nil {
+		a.db.Close()
+		return nil, err
+	}
+	return a, nil
 }
 
-// wire makes the registry.
+// wire makes the registry and the archive.
 func (a *app) wire(topicOption string) (err error) {
-	a.events, err = registry(a.source, topicOption)
+	if a.events, err = registry(a.source, topicOption); err != nil {
+		return err
+	}
+	a.archive, err = outboxarchive.NewTable(a.db, outboxarchive.TableConfig{Schema: a.schema, OutboxSchema: a.schema})
 	return err
 }
 
@@ -57,9 +66,11 @@ func (a *app) migrate(ctx context.Context, accounts int) error {
 	if err := outbox.Migrate(ctx, a.db, outbox.MigrateConfig{Schema: a.schema}); err != nil {
 		return err
 	}
-	year := time.Now().Year()
-	if _, err := a.db.Exec(ctx, sqlLedger+";"+sqlFeed+";"+sqlView+";"+sqlArchive+";"+sqlArchiveYears(year-1, year+1)); err != nil {
+	if _, err := a.db.Exec(ctx, sqlLedger+";"+sqlFeed+";"+sqlView); err != nil {
 		return fmt.Errorf("make tables: %w", err)
+	}
+	if err := a.archive.Ensure(ctx); err != nil {
+		return err
 	}
 	names := make([]string, accounts)
 	for n := range names {
@@ -114,7 +125,7 @@ func (a *app) relay(ctx context.Context, cfg config) error {
 		Retention: outbox.RetentionConfig{ // a service leaves these two at their defaults, 7 days and 10 minutes
 			PublishedFor: time.Second,
 			Interval:     500 * time.Millisecond,
-			Archive:      archive,
+			Archive:      a.archive.Archive,
 		},
 	})
 	if err != nil {

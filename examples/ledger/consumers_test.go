@@ -1,12 +1,9 @@
 package main
 
 import (
-	"context"
 	"testing"
-	"time"
 
 	"github.com/google/uuid"
-	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxtest"
@@ -101,29 +98,4 @@ func TestKafkaIsAwayAtTheCommit(t *testing.T) {
 	got, err := f.readKafka(t.Context())
 	require.NoError(t, err)
 	require.Equal(t, sent{3, 3}, got)
-}
-
-// The archive gets the events with what they were, in the year of their transaction.
-func TestArchive(t *testing.T) {
-	t.Parallel()
-	f := newFixture(t)
-	f.records(t)
-	const sqlRows = `
-SELECT id AS outbox_id, event_id::text, event_type AS type, source, aggregate_type, aggregate_id, convert_to(payload::text, 'UTF8') AS payload,
-       content_type, coalesce(topic, '') AS topic, coalesce(partition_key, '') AS partition_key, NULL::bytea AS headers, occurred_at, created_at
-  FROM outbox ORDER BY id`
-	rows, err := f.db.Query(t.Context(), sqlRows)
-	require.NoError(t, err)
-	events, err := pgx.CollectRows(rows, pgx.RowToStructByName[outbox.ArchivedEvent])
-	require.NoError(t, err)
-	require.NoError(t, pgx.BeginFunc(t.Context(), f.db, func(tx pgx.Tx) error { return archive(t.Context(), tx, events) }))
-	var same, years int
-	require.NoError(t, f.db.QueryRow(context.Background(), `
-SELECT count(*), count(DISTINCT a.tableoid)
-  FROM event_archive AS a JOIN outbox AS o ON o.id = a.outbox_id
- WHERE (a.event_id, a.event_type, a.aggregate_id, a.payload, a.occurred_at) = (o.event_id, o.event_type, o.aggregate_id, o.payload, o.occurred_at)
-   AND a.tableoid::regclass::text LIKE '%' || extract(year FROM o.created_at AT TIME ZONE 'UTC')`).Scan(&same, &years))
-	require.Equal(t, 3, same)
-	require.Equal(t, 1, years)
-	require.Less(t, time.Since(events[0].CreatedAt), time.Hour)
 }

@@ -38,7 +38,7 @@ const sqlReport = `
 WITH event AS (
     SELECT aggregate_id FROM outbox
     UNION ALL
-    SELECT aggregate_id FROM event_archive),
+    SELECT aggregate_id FROM outbox_archive),
      counted AS (
     SELECT t.id, count(e.aggregate_id) AS events
       FROM ledger_transaction AS t
@@ -62,7 +62,7 @@ SELECT (SELECT count(*) FROM ledger_transaction) AS transactions,
        (SELECT coalesce(sum(version), 0)::bigint FROM account) AS versions,
        (SELECT count(*) FROM event) AS events,
        (SELECT count(*) FROM counted WHERE events = 1) AS events_once,
-       (SELECT count(*) FROM event_archive) AS archived,
+       (SELECT count(*) FROM outbox_archive) AS archived,
        (SELECT count(*) FROM account JOIN portfolio_view AS v USING (account_id)
          WHERE v.balance = amount AND v.sequence = version) AS viewed,
        (SELECT count(*) FROM event_delivery WHERE last_error_code IS NOT NULL) AS waited,

@@ -152,7 +152,7 @@ const sqlArrived = `
 SELECT (SELECT count(*) FROM ledger_transaction),
        (SELECT count(*) FROM audit_feed),
        (SELECT coalesce(sum(sequence), 0)::bigint FROM portfolio_view),
-       (SELECT count(*) FROM event_archive)`
+       (SELECT count(*) FROM outbox_archive)`
 
 // arrived looks whether everybody knows all that was posted, and whether the archive has something of it.
 func (p *performance) arrived(ctx context.Context) func() (int, bool, error) {

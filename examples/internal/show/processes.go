@@ -6,94 +6,65 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
-	"os/exec"
 	"sync"
 )
 
-// Processes are other processes of this program, by name. They end when their standard input does, also
-// when this process is killed. It is safe for concurrent use.
+// Processes are processes by name. It is safe for concurrent use.
 type Processes struct {
 	mu      sync.Mutex
-	running map[string]*process
-}
-
-type process struct {
-	cmd   *exec.Cmd
-	stdin io.Closer
-	ended chan struct{}
-	err   error // once it has ended
+	running map[string]*Process
 }
 
 // Start starts this program again, with other arguments. Of the same name there is one at a time: end the one
-// before first.
+// before first. What it prints goes to the standard error of this process.
 func (p *Processes) Start(name string, args ...string) error {
-	program, err := os.Executable()
+	one, err := StartProcess(args, nil, func(line string) { fmt.Fprintln(os.Stderr, line) })
 	if err != nil {
-		return err
+		return fmt.Errorf("start process %s: %w", name, err)
 	}
-	cmd := exec.CommandContext(context.Background(), program, args...) // Ctrl-C closes its input, when all is done
-	cmd.Stdout, cmd.Stderr = os.Stderr, os.Stderr
-	stdin, err := cmd.StdinPipe()
-	if err != nil {
-		return err
-	}
-	if err := cmd.Start(); err != nil {
-		return err
-	}
-	started := &process{cmd: cmd, stdin: stdin, ended: make(chan struct{})}
-	go func() {
-		defer close(started.ended)
-		started.err = cmd.Wait()
-	}()
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.running == nil {
-		p.running = map[string]*process{}
+		p.running = map[string]*Process{}
 	}
-	p.running[name] = started
+	p.running[name] = one
 	return nil
 }
 
-// take removes a process from those that Stop stops.
-func (p *Processes) take(name string) (*process, error) {
+// find returns a process. If it is taken, Stop no longer stops it.
+func (p *Processes) find(name string, take bool) (*Process, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	one, ok := p.running[name]
 	if !ok {
 		return nil, fmt.Errorf("no process %s is running", name)
 	}
-	delete(p.running, name)
+	if take {
+		delete(p.running, name)
+	}
 	return one, nil
 }
 
-// Kill kills a process, as the kernel does that needs memory. If it has ended before, the error is its own.
+// Kill kills a process: see [Process.Kill].
 func (p *Processes) Kill(name string) error {
-	one, err := p.take(name)
+	one, err := p.find(name, true)
 	if err != nil {
 		return err
 	}
-	err = one.cmd.Process.Kill()
-	<-one.ended
-	if errors.Is(err, os.ErrProcessDone) {
-		return one.err
-	}
-	return err
+	return one.Kill()
 }
 
 // Await waits until a process has ended by itself, and reports whether it has before ctx ended. The error is that
 // of the process.
 func (p *Processes) Await(ctx context.Context, name string) (ended bool, err error) {
-	p.mu.Lock()
-	one, ok := p.running[name]
-	p.mu.Unlock()
-	if !ok {
-		return false, fmt.Errorf("no process %s is running", name)
+	one, err := p.find(name, false)
+	if err != nil {
+		return false, err
 	}
 	select {
 	case <-one.ended:
-		_, err = p.take(name)
+		_, err = p.find(name, true)
 		return true, errors.Join(one.err, err)
 	case <-ctx.Done():
 		return false, nil
@@ -106,11 +77,9 @@ func (p *Processes) Stop(names ...string) (err error) {
 		names = p.names()
 	}
 	for _, name := range names {
-		one, bad := p.take(name)
+		one, bad := p.find(name, true)
 		if bad == nil {
-			_ = one.stdin.Close() // it has been only a signal
-			<-one.ended
-			bad = one.err
+			bad = one.Stop()
 		}
 		if bad != nil {
 			err = errors.Join(err, fmt.Errorf("process %s: %w", name, bad))
@@ -126,15 +95,4 @@ func (p *Processes) names() (names []string) {
 		names = append(names, name)
 	}
 	return names
-}
-
-// UntilEnd returns a context for such a process that ends with its standard input. A signal does not end it:
-// Ctrl-C reaches all processes of a terminal, and they are needed until all is done.
-func UntilEnd(ctx context.Context, stdin io.Reader) (life context.Context, stop context.CancelFunc) {
-	life, stop = context.WithCancel(context.WithoutCancel(ctx))
-	go func() {
-		_, _ = io.Copy(io.Discard, stdin)
-		stop()
-	}()
-	return life, stop
 }
