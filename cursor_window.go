@@ -14,6 +14,8 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
@@ -344,8 +346,11 @@ func (r *eventReader) keep(b []byte) []byte {
 	return r.chunk[start:len(r.chunk):len(r.chunk)]
 }
 
-// time keeps a time as text.
+// time keeps a time as text, or nil if RFC 3339 cannot write it.
 func (r *eventReader) time(t time.Time) []byte {
+	if check.Time(t) != nil {
+		return nil
+	}
 	start := r.reserve(len("2006-01-02T15:04:05.000000Z"))
 	r.chunk = appendTime(r.chunk, t)
 	return r.chunk[start:len(r.chunk):len(r.chunk)]
@@ -383,7 +388,9 @@ func (r *eventReader) timestamptz(column int, b []byte) (time.Time, error) {
 		const epoch2000 = 946_684_800_000_000 // microseconds from 1970 to 2000, where PostgreSQL counts from
 		return time.UnixMicro(int64(binary.BigEndian.Uint64(b)) + epoch2000), nil
 	}
-	return scan[time.Time](r, column, b)
+	var at time.Time
+	err := scanValue(r.types, r.fields[column], b, pg.Instant{At: &at})
+	return at, err
 }
 
 func scan[T any](r *eventReader, column int, b []byte) (v T, err error) {

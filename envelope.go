@@ -284,7 +284,7 @@ type envelope struct {
 	topic         []byte    // nil: derived from eventType
 	partitionKey  []byte    // nil: aggregateID
 	headers       []byte    // JSON object of strings, or nil
-	occurredAt    []byte    // RFC 3339, see appendTime
+	occurredAt    []byte    // RFC 3339, see appendTime; nil: it cannot be written so
 	createdAt     time.Time // start of its transaction; only for hooks
 	unreadable    error     // why PostgreSQL cannot print the row; then payload and headers are missing
 }
@@ -344,6 +344,9 @@ func (e *envelope) record(form recordForm, add func(name string, value []byte)) 
 	if e.unreadable != nil {
 		return nil, e.unreadable
 	}
+	if err := e.check(); err != nil {
+		return nil, err
+	}
 	own, err := e.ownHeaders()
 	if err != nil {
 		return nil, err
@@ -365,6 +368,25 @@ func (e *envelope) record(form recordForm, add func(name string, value []byte)) 
 	addOwn(own, true, add)
 	e.addFurther(form, own, add)
 	return e.payload, nil
+}
+
+// check rejects what no CloudEvent has. A [Recorder] records no such event; other writers may.
+func (e *envelope) check() error {
+	var field string
+	err := ErrEmpty
+	switch {
+	case len(e.eventType) == 0:
+		field = "event_type"
+	case len(e.source) == 0:
+		field = "source"
+	case len(e.aggregateID) == 0:
+		field = "aggregate_id"
+	case e.occurredAt == nil:
+		field, err = "occurred_at", fmt.Errorf("%w: not in the years 1 to 9999", ErrTime)
+	default:
+		return nil
+	}
+	return &FieldError{EventType: string(e.eventType), Index: -1, Field: field, Err: err}
 }
 
 // addOwn adds an event's own headers in the order of their names. With attributes, it

@@ -95,7 +95,7 @@ type ArchivedEvent struct {
 	Topic, PartitionKey string
 	// Headers is a JSON object of strings, or nil.
 	Headers []byte
-	// OccurredAt is the event's own time, CreatedAt the start of the transaction
+	// OccurredAt is the event's own time, in the years 1 to 9999 whatever the row has, CreatedAt the start of the transaction
 	// that recorded it.
 	OccurredAt, CreatedAt time.Time
 }
@@ -513,7 +513,7 @@ func (r *retention) readStep(rows pgx.Rows, extra ...any) (s step, events []Arch
 			dst = append(dst, make([]any, len(raw)-len(head))...)
 		default:
 			dst = append(dst, &e.OutboxID, &e.EventID, &e.Type, &e.Source, &e.AggregateType, &e.AggregateID, &e.Payload, &e.ContentType, &e.JSON,
-				&e.Topic, &e.PartitionKey, &e.Headers, &e.OccurredAt, &e.CreatedAt)
+				&e.Topic, &e.PartitionKey, &e.Headers, pg.Time{At: &e.OccurredAt}, pg.Time{At: &e.CreatedAt})
 		}
 		if err := rows.Scan(dst...); err != nil {
 			return s, nil, err

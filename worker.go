@@ -257,7 +257,7 @@ SELECT coalesce(topic, ''), event_id::text, event_type, source, aggregate_type, 
 
 func (w *Worker) readRecorded(ctx context.Context, tx pgx.Tx, id int64) (d deliveries.Delivery, err error) {
 	err = tx.QueryRow(ctx, pg.InSchema(sqlDeliverRecorded, w.cfg.Schema), id).Scan(&d.Stream, &d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID, &d.Payload,
-		&d.ContentType, &d.PartitionKey, &d.Headers, &d.OccurredAt, &d.RecordedAt)
+		&d.ContentType, &d.PartitionKey, &d.Headers, pg.Instant{At: &d.OccurredAt}, pg.Instant{At: &d.RecordedAt})
 	if err == nil {
 		d.Stream, err = eventHead{eventType: d.Type, topic: d.Stream}.destination()
 	}

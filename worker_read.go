@@ -5,6 +5,7 @@ import (
 	"errors"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/deliveries"
 	"github.com/outboxgo/outbox/internal/handling"
@@ -127,7 +128,9 @@ func readOutboxEvent(d *deliveries.Delivery, about *Metadata) (*Message, error) 
 	e := envelope{
 		eventID: []byte(d.EventID), eventType: []byte(d.Type), source: []byte(d.Source), aggregateType: []byte(d.AggregateType),
 		aggregateID: []byte(d.AggregateID), payload: d.Payload, contentType: []byte(d.ContentType), headers: d.Headers,
-		occurredAt: appendTime(nil, d.OccurredAt),
+	}
+	if check.Time(d.OccurredAt) == nil {
+		e.occurredAt = appendTime(nil, d.OccurredAt)
 	}
 	type header struct {
 		name  string

@@ -110,6 +110,24 @@ BEGIN
         END $body$
         $function$, schema, format('%I.outbox', schema));
 
+    -- As in 0013_cut.sql. A relay that waits for Debezium is in no cut that can be finished, cancelled or made there.
+    EXECUTE format($function$
+        CREATE OR REPLACE FUNCTION %1$I.outbox_lock_cut(relay text) RETURNS boolean
+        LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
+        DECLARE
+            who text;
+            has boolean;
+        BEGIN
+            SELECT l.holder INTO who FROM %1$I.outbox_lease AS l WHERE l.name = $1 AND l.holder IN ('outbox cut', 'outbox debezium') AND l.expires_at = 'infinity' FOR UPDATE;
+            has := EXISTS (SELECT FROM %1$I.outbox_cursor AS c WHERE c.relay = $1);
+            IF who = 'outbox debezium' AND has THEN
+                RAISE EXCEPTION 'relay %% takes the events from Debezium: let it begin first', $1 USING ERRCODE = 'object_in_use';
+            END IF;
+            -- A relay whose groups are back has no position any more, and its lease stays as it is.
+            RETURN coalesce(who = 'outbox cut', false) AND (has OR EXISTS (SELECT FROM %1$I.event_subscription AS s WHERE s.relay = $1 AND s.state = 'returning'));
+        END $body$
+        $function$, schema);
+
     -- Lets the relay begin. Whether Debezium has sent what was in front of the cut, the caller has to know; here it is
     -- made sure that its connector has stopped.
     EXECUTE format($function$

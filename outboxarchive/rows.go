@@ -166,7 +166,7 @@ func (r rowReader) read(ctx context.Context, f Filter, after place, limit int) (
 	}
 	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (e outbox.ArchivedEvent, err error) {
 		err = row.Scan(&e.OutboxID, &e.EventID, &e.Type, &e.Source, &e.AggregateType, &e.AggregateID, &e.Payload, &e.ContentType, &e.JSON,
-			&e.Topic, &e.PartitionKey, &e.Headers, &e.OccurredAt, &e.CreatedAt)
+			&e.Topic, &e.PartitionKey, &e.Headers, pg.Time{At: &e.OccurredAt}, pg.Time{At: &e.CreatedAt})
 		return e, err
 	})
 }

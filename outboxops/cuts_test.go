@@ -1,6 +1,8 @@
 package outboxops_test
 
 import (
+	"math/rand/v2"
+	"strconv"
 	"testing"
 	"time"
 
@@ -8,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxops"
@@ -232,6 +235,27 @@ func TestCutRefuses(t *testing.T) {
 	require.NoError(t, cuts.Cancel(ctx, "r", why))
 	_, err = db.Exec(ctx, pg.InSchema(`SELECT {schema}.outbox_cut_to_kafka('{a,b}', 'r', 'kim', 'x')`, f.schema))
 	require.ErrorContains(t, err, "READ COMMITTED")
+}
+
+// What Debezium has still to send would be lost to the workers' order, and the position to the relay.
+func TestCutLeavesRelayToDebezium(t *testing.T) {
+	t.Parallel()
+	f := newCutFixture(t)
+	ctx, cut := t.Context(), outboxops.DebeziumCut{Relay: "r", Publication: "cut_" + strconv.FormatUint(rand.Uint64(), 36), Slot: "debezium"}
+	require.NoError(t, outbox.Migrate(ctx, f.db, outbox.MigrateConfig{Schema: f.schema, Publication: cut.Publication}))
+	t.Cleanup(func() { f.do(`DROP PUBLICATION ` + cut.Publication) })
+	require.NoError(t, f.cuts.FromDebezium(ctx, cut, why))
+	const state = "a active, b active; r, worker:a, worker:b; r waits"
+	require.Equal(t, state, f.state())
+
+	const text = "relay r takes the events from Debezium: let it begin first"
+	f.rejects(f.cuts.ToPostgres(ctx, []string{"c"}, "r", why), text)
+	f.rejects(f.cuts.Finish(ctx, nil, "r", why), text)
+	f.rejects(f.cuts.Cancel(ctx, "r", why), text)
+	f.rejects(f.cuts.ToKafka(ctx, both, "r", why), "relay r has begun already")
+	require.Equal(t, state, f.state())
+	f.do(`SELECT {schema}.outbox_begin_relay('debezium', 'r', 'kim', 'x')`)
+	require.NoError(t, f.cuts.ToPostgres(ctx, []string{"c"}, "r", why))
 }
 
 // A relay that is started meanwhile waits, and makes itself no position.

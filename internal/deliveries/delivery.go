@@ -19,6 +19,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // Status of a row of event_delivery.
@@ -131,7 +133,7 @@ func scan(rows pgx.Rows) ([]Delivery, error) {
 		var partition pgtype.Int4
 		err = row.Scan(&d.ID, &d.Holder, &d.Position, &key, &d.Action, &d.Stream, &d.Attempt, &d.MaxAttempts, &d.Suspect,
 			&d.EventID, &d.Type, &d.Source, &d.AggregateType, &d.AggregateID,
-			&d.ContentType, &d.PartitionKey, &d.OccurredAt, &d.RecordedAt, &d.Size,
+			&d.ContentType, &d.PartitionKey, pg.Instant{At: &d.OccurredAt}, pg.Instant{At: &d.RecordedAt}, &d.Size,
 			&partition, &d.LastCode, &d.LastMessage, &bare, &d.Payload, &d.Headers, &d.Record)
 		d.Key, d.Bare = Key{key.Int64, key.Valid}, bare.Bool
 		d.FromKafka, d.Partition = partition.Valid, partition.Int32
