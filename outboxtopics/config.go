@@ -14,6 +14,9 @@ import (
 // Config says how [Ensure] creates topics. The zero value is for a cluster of three
 // brokers or more, of which one may fail.
 type Config struct {
+	// Topics are further ones to those of the types: those that [outbox.With] gives to
+	// single events. Nil means none.
+	Topics []string
 	// Partitions is how many a topic of events gets. Kafka can add partitions later,
 	// and never remove any. Adding them moves keys to other partitions: until
 	// consumers have read what was there before, they may get a key's later events
@@ -100,6 +103,11 @@ func (c Config) validate(given Config) error {
 		check.NotAbove("DeadLetterMaxMessageBytes", c.DeadLetterMaxMessageBytes, math.MaxInt32),
 		checkRetention("Retention", c.Retention),
 		checkRetention("DeadLetterRetention", c.DeadLetterRetention),
+	}
+	for _, topic := range c.Topics {
+		if err := check.Topic(topic); err != nil {
+			errs = append(errs, fmt.Errorf("field Topics: topic %w", err))
+		}
 	}
 	if c.ReplicationFactor > 0 {
 		errs = append(errs, check.InOrder(

@@ -48,7 +48,7 @@ func (d Difference) String() string {
 	return fmt.Sprintf("%s is %s, want %s", d.Setting, d.Have, d.Want)
 }
 
-// Ensure creates the topics to which the events of a registry go, and a topic for the
+// Ensure creates the topics to which the events of a registry go, those of Config.Topics, and a topic for the
 // dead letters of each, where they are missing. It does not change existing topics:
 // where they are not as configured, it returns the differences. The states are sorted
 // by topic.
@@ -87,7 +87,7 @@ func EnsureNamed(ctx context.Context, opts []kgo.Opt, topics []string, cfg Confi
 	if err := errors.Join(errs...); err != nil {
 		return nil, fmt.Errorf("outbox: topics config: %w", err)
 	}
-	specs, err := cfg.eventTopics(topics)
+	specs, err := cfg.eventTopics(slices.Concat(topics, cfg.Topics))
 	deadLetters, derr := cfg.deadLetterTopics(specs)
 	if err := errors.Join(err, derr); err != nil {
 		return nil, fmt.Errorf("outbox: topics config: %w", err)

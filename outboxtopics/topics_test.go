@@ -333,6 +333,7 @@ var badTopicsConfigs = []struct {
 		"field DeadLetterMaxMessageBytes is 1999: must not be below MaxMessageBytes, 2000"},
 	{"negative partitions for a topic", outboxtopics.Config{PartitionsFor: func(string) int { return -2 }}, "field PartitionsFor order-events is -2: must not be negative"},
 	{"too many partitions for a topic", outboxtopics.Config{PartitionsFor: func(string) int { return 20_000 }}, "field PartitionsFor order-events is 20000: at most 10000"},
+	{"a further topic of no name", outboxtopics.Config{Topics: []string{"a b"}}, `field Topics: topic "a b" is malformed`},
 	{"no dead-letter topic", outboxtopics.Config{DeadLetterTopic: func(string) string { return "" }}, `field DeadLetterTopic for topic order-events: "" is malformed`},
 	{"a dead-letter topic of no name", outboxtopics.Config{DeadLetterTopic: func(string) string { return "a b" }}, `field DeadLetterTopic for topic order-events: "a b" is malformed`},
 	{"dead letters among the events", outboxtopics.Config{DeadLetterTopic: func(topic string) string { return topic }},
@@ -365,9 +366,12 @@ func TestEnsureNamedTopics(t *testing.T) {
 	topic := "named-" + uuid.NewString()
 	_, err := outboxtopics.EnsureNamed(background, testenv.KafkaOpts(brokers), []string{topic, "not a name"}, oneBroker)
 	require.ErrorIs(t, err, outbox.ErrMalformed)
-	states, err := outboxtopics.EnsureNamed(background, testenv.KafkaOpts(brokers), []string{topic, topic}, oneBroker)
+	cfg := oneBroker
+	cfg.Topics = []string{topic, topic + "-further"}
+	states, err := outboxtopics.EnsureNamed(background, testenv.KafkaOpts(brokers), []string{topic, topic}, cfg)
 	require.NoError(t, err)
-	require.Equal(t, []outboxtopics.State{{Topic: topic, Created: true}, {Topic: topic + ".dlq", Created: true}}, states)
+	require.Equal(t, []outboxtopics.State{{Topic: topic, Created: true}, {Topic: topic + "-further", Created: true},
+		{Topic: topic + "-further.dlq", Created: true}, {Topic: topic + ".dlq", Created: true}}, states)
 }
 
 func TestDescribeTopics(t *testing.T) {
