@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/migrator"
 	"github.com/outboxgo/outbox/internal/short"
 )
 
@@ -56,11 +57,11 @@ var (
 	ErrNotMigrated = errors.New("outbox: the tables are missing or of an earlier release; call outbox.Migrate, or run outbox migrate up, or name another schema")
 	// ErrDatabaseAhead is returned by [Migrate] when the database was migrated by
 	// a newer release than this one.
-	ErrDatabaseAhead = errors.New("outbox: database is ahead of this release")
+	ErrDatabaseAhead = migrator.ErrDatabaseAhead
 	// ErrForeignObjects is returned by [Migrate] when a role that is not trusted with the schema
 	// has made functions, operators or tables there that Migrate would run or take for its own.
 	// The error names them.
-	ErrForeignObjects = errors.New("outbox: the schema has objects of roles that are not trusted with it, drop them")
+	ErrForeignObjects = migrator.ErrForeignObjects
 	// ErrDuplicateEvent is returned by [Recorder.Record] where [MigrateConfig].UniqueEventIDs has
 	// made ids of events unique, and an event of this id is in outbox already. The
 	// transaction is aborted, as after any error of PostgreSQL. [Migrate] returns it where

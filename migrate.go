@@ -5,11 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"log/slog"
 	"regexp"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -18,11 +15,9 @@ import (
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/indexes"
-	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/migrator"
 	"github.com/outboxgo/outbox/internal/pg"
-	"github.com/outboxgo/outbox/internal/privileges"
 	"github.com/outboxgo/outbox/internal/wait"
-	"github.com/outboxgo/outbox/migrations"
 )
 
 // MigrateConfig tunes [Migrate].
@@ -129,12 +124,8 @@ func Migrate(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	if err := cfg.validate(); err != nil {
 		return fmt.Errorf("outbox: migrate config: %w", err)
 	}
-	steps, err := migrationSteps()
-	if err != nil {
-		return fmt.Errorf("outbox: migrate: %w", err)
-	}
-	m := &migrator{db: db, cfg: cfg, steps: steps}
-	err = m.run(ctx)
+	m := &migrator.Migrator{DB: db, Schema: cfg.Schema, LockTimeout: cfg.LockTimeout, Logger: cfg.Logger}
+	err := m.Run(ctx)
 	if err == nil && cfg.PartitionRows > 0 {
 		err = makePartitioned(ctx, db, cfg)
 	}
@@ -256,317 +247,6 @@ func publish(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	return nil
 }
 
-// migration is one file of the package migrations.
-type migration struct {
-	version int
-	name    string
-	sql     string
-}
-
-// migrationSteps reads the files, which are numbered from 1 without gaps.
-func migrationSteps() ([]migration, error) {
-	names, err := fs.Glob(migrations.FS, "*.sql")
-	if err != nil {
-		return nil, err
-	}
-	steps := make([]migration, 0, len(names))
-	for i, name := range names {
-		number, _, _ := strings.Cut(name, "_")
-		version, err := strconv.Atoi(number)
-		if err != nil || version != i+1 {
-			return nil, fmt.Errorf("file %s: want number %d", name, i+1)
-		}
-		sql, err := fs.ReadFile(migrations.FS, name)
-		if err != nil {
-			return nil, err
-		}
-		steps = append(steps, migration{version, name, string(sql)})
-	}
-	return steps, nil
-}
-
-// migrator applies the files that a schema does not have yet. One goroutine uses it.
-type migrator struct {
-	db    *pgxpool.Pool
-	cfg   MigrateConfig
-	steps []migration
-
-	warned bool // of a schema in which everybody may create
-}
-
-// run applies file after file.
-func (m *migrator) run(ctx context.Context) error {
-	for {
-		version, err := appliedVersion(ctx, m.db, m.cfg.Schema)
-		switch {
-		case err != nil:
-			return err
-		case version >= len(m.steps):
-			return m.nothingToDo(ctx, version)
-		}
-		if err := m.protect(ctx); err != nil {
-			return err
-		}
-		if err := m.apply(ctx, m.steps[version]); err != nil {
-			return fmt.Errorf("%s: %w", m.steps[version].name, err)
-		}
-	}
-}
-
-// nothingToDo reports whether the files that outbox_migration names can have been applied.
-func (m *migrator) nothingToDo(ctx context.Context, version int) error {
-	stranger := ""
-	err := pg.Query(ctx, m.db, privileges.SafePath, func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, []any{&stranger}, func() error { return nil })
-		return err
-	}, privileges.SQLStranger, m.cfg.Schema, false)
-	switch {
-	case err != nil:
-		return fmt.Errorf("look whose the tables are: %w", err)
-	case stranger != "":
-		return fmt.Errorf("%w: table outbox_migration of role %s", ErrForeignObjects, stranger)
-	case version > len(m.steps):
-		return fmt.Errorf("%w: it is at version %d, this release knows %d", ErrDatabaseAhead, version, len(m.steps))
-	}
-	return nil
-}
-
-// apply applies a file, and tries again for as long as it does not get its locks.
-func (m *migrator) apply(ctx context.Context, step migration) error {
-	log := outage.NewLog(m.cfg.Logger, "migration "+step.name)
-	var blocked error
-	for pause := time.Duration(0); ; pause = log.Backoff() {
-		err := m.try(ctx, step, pause)
-		if ctx.Err() != nil && blocked != nil {
-			return fmt.Errorf("%w; until then: %w", err, blocked)
-		}
-		if !pg.IsLocked(err) && !pg.IsTransient(err) { // a deadlock is transient
-			if err == nil {
-				log.Report(nil)
-			}
-			return err
-		}
-		blocked = fmt.Errorf("no lock within %v, %s: %w", m.cfg.LockTimeout, m.lockHolder(ctx), err)
-		log.Report(blocked)
-	}
-}
-
-// try applies a file in a transaction, unless another process has done it meanwhile.
-//
-// It pauses while it holds the advisory lock, so that several processes do not try in
-// turn without a pause: each try keeps writers waiting. At that time the transaction has
-// neither an id nor a snapshot, so it holds up nobody else.
-func (m *migrator) try(ctx context.Context, step migration, pause time.Duration) error {
-	conn, err := m.db.Acquire(ctx)
-	if err != nil {
-		return err
-	}
-	defer conn.Release() // rolls back: a connection within a transaction is closed
-	// Under READ COMMITTED each statement sees what the process that had the lock
-	// before has committed. The pool's default may be another level.
-	for _, sql := range []string{"BEGIN ISOLATION LEVEL READ COMMITTED", privileges.SafePath, sqlMigrateSettings} {
-		if _, err := conn.Exec(ctx, sql); err != nil {
-			return err
-		}
-	}
-	if _, err := conn.Exec(ctx, sqlMigrateLock, m.cfg.Schema); err != nil {
-		return fmt.Errorf("lock: %w", err)
-	}
-	wait.Sleep(ctx, pause)
-	if err := m.checkForeign(ctx, conn.Conn()); err != nil {
-		return err
-	}
-	if err := m.ensureTable(ctx, conn.Conn()); err != nil {
-		return err
-	}
-	var version int
-	err = conn.QueryRow(ctx, pg.InSchema(sqlMigrationVersion, m.cfg.Schema)).Scan(&version)
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = nil
-	}
-	if err != nil || version >= step.version {
-		return errors.Join(err, execScript(ctx, conn.Conn(), "ROLLBACK"))
-	}
-	if _, err := conn.Exec(ctx, sqlStepSettings, pgx.Identifier{m.cfg.Schema}.Sanitize(), m.lockTimeout()); err != nil {
-		return err
-	}
-	// All of it is one message: nobody waits for a process that stops in between.
-	done := strings.NewReplacer("$1", strconv.Itoa(step.version), "$2", "'"+step.name+"'").Replace(sqlMigrationDone)
-	err = execScript(ctx, conn.Conn(), step.sql+"\n"+pg.InSchema(done, m.cfg.Schema)+";\nCOMMIT")
-	if pg.IsLocked(err) {
-		return errors.Join(err, execScript(ctx, conn.Conn(), "ROLLBACK"))
-	}
-	return err
-}
-
-// lockTimeout returns the setting of PostgreSQL, in which 0 would mean without end.
-func (m *migrator) lockTimeout() string {
-	return strconv.FormatInt(max(1, m.cfg.LockTimeout.Milliseconds()), 10)
-}
-
-// sqlMigrateLock makes other processes wait until our transaction ends.
-const sqlMigrateLock = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.migrate.' || $1, 0))`
-
-// sqlMigrateSettings let a migration take as long as it takes, whatever a role is
-// configured to.
-const sqlMigrateSettings = `
-SELECT set_config('statement_timeout', '0', true), set_config('idle_in_transaction_session_timeout', '0', true), set_config('lock_timeout', '0', true)`
-
-// sqlStepSettings makes the schema the default for unqualified names, which the files
-// have, and bounds the wait for locks, until the end of the transaction.
-const sqlStepSettings = `SELECT set_config('search_path', $1 || ', pg_temp', true), set_config('lock_timeout', $2, true)`
-
-// sqlLockHolder finds the oldest transaction that has a lock on a table of outbox. One
-// that is prepared has no process.
-const sqlLockHolder = `
-SELECT coalesce(string_agg(DISTINCT c.relname, ', ') FILTER (WHERE NOT c.relispartition), min(c.relname)),
-       coalesce(l.pid, 0), coalesce(a.application_name, ''), coalesce(a.state, ''), coalesce(now() - a.xact_start, '0')
-  FROM pg_locks AS l JOIN pg_class AS c ON c.oid = l.relation LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
- WHERE l.locktype = 'relation' AND l.granted AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-   AND c.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = $1) AND c.relname LIKE 'outbox%' AND c.relkind IN ('r', 'p')
- GROUP BY l.pid, a.application_name, a.state, a.xact_start
- ORDER BY a.xact_start LIMIT 1`
-
-// lockHolder says who is likely to hold the lock that a file did not get, also when ctx has just
-// ended: it is in the error of Migrate then.
-func (m *migrator) lockHolder(ctx context.Context) string {
-	const patience = time.Second
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
-	defer cancel()
-	var tables, application, state string
-	var pid int
-	var open time.Duration
-	err := m.db.QueryRow(ctx, sqlLockHolder, m.cfg.Schema).Scan(&tables, &pid, &application, &state, &open)
-	switch {
-	case errors.Is(err, pgx.ErrNoRows):
-		return "and who had it has let go"
-	case err != nil:
-		return fmt.Sprintf("and who has it is not known (%v)", err)
-	case pid == 0:
-		return "a prepared transaction has locked " + tables
-	}
-	return fmt.Sprintf("process %d (%s, %s, transaction open for %v) has locked %s",
-		pid, cmp.Or(application, "without application_name"), cmp.Or(state, "state not visible"), open.Round(time.Millisecond), tables)
-}
-
-// sqlMigrationState tells what has to be created. CREATE … IF NOT EXISTS would not do,
-// because it needs the privilege to create even if there is nothing to create.
-const sqlMigrationState = `
-SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1),
-       to_regclass(format('%I.outbox_migration', $1::text)) IS NOT NULL`
-
-// ddlMigrationTable consists of several statements, which need the simple protocol.
-const ddlMigrationTable = `
-CREATE TABLE {schema}.outbox_migration (
-    version    int          PRIMARY KEY,
-    name       varchar(100) NOT NULL,
-    applied_at timestamptz  NOT NULL DEFAULT now()
-);
-COMMENT ON TABLE {schema}.outbox_migration IS 'Which migrations of outbox have been applied.';
-COMMENT ON COLUMN {schema}.outbox_migration.version IS 'Number of the file, from 1.';
-COMMENT ON COLUMN {schema}.outbox_migration.name IS 'Name of the file.';
-COMMENT ON COLUMN {schema}.outbox_migration.applied_at IS 'When it was applied.';`
-
-const sqlMigrationVersion = `SELECT version FROM {schema}.outbox_migration ORDER BY version DESC LIMIT 1`
-
-// sqlMigrationDone is sent with the file, in a message that takes no arguments.
-const sqlMigrationDone = `INSERT INTO {schema}.outbox_migration (version, name) VALUES ($1, $2)`
-
-// sqlIsMigrationTable reports whether outbox_migration is there, and is a table that runs
-// nothing when it is read, as a view of somebody else would.
-const sqlIsMigrationTable = `
-SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
-                WHERE n.nspname = $1 AND c.relname = 'outbox_migration' AND c.relkind = 'r' AND NOT c.relrowsecurity)`
-
-// appliedVersion returns the version of the last file that was applied, 0 before the first.
-func appliedVersion(ctx context.Context, db *pgxpool.Pool, schema string) (version int, err error) {
-	err = readApplied(ctx, db, schema, sqlMigrationVersion, []any{&version}, func() error { return nil })
-	return version, err
-}
-
-// readApplied reads outbox_migration, if it is there.
-func readApplied(ctx context.Context, db *pgxpool.Pool, schema, sql string, row []any, read func() error) error {
-	is := false
-	err := pg.Query(ctx, db, privileges.SafePath, func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, []any{&is}, func() error { return nil })
-		return err
-	}, sqlIsMigrationTable, schema)
-	if err != nil || !is {
-		return err
-	}
-	return pg.Query(ctx, db, privileges.SafePath, func(rows pgx.Rows) error {
-		_, err := pgx.ForEachRow(rows, row, read)
-		return err
-	}, pg.InSchema(sql, schema))
-}
-
-// execScript runs any number of statements.
-func execScript(ctx context.Context, conn *pgx.Conn, script string) error {
-	_, err := conn.PgConn().Exec(ctx, script).ReadAll()
-	return err
-}
-
-// ensureTable creates the schema and the table of applied files if they are missing.
-func (m *migrator) ensureTable(ctx context.Context, conn *pgx.Conn) error {
-	var hasSchema, hasTable bool
-	if err := conn.QueryRow(ctx, sqlMigrationState, m.cfg.Schema).Scan(&hasSchema, &hasTable); err != nil {
-		return fmt.Errorf("look for schema: %w", err)
-	}
-	if !hasSchema {
-		if err := execScript(ctx, conn, pg.InSchema(`CREATE SCHEMA {schema}`, m.cfg.Schema)); err != nil {
-			return fmt.Errorf("create schema: %w", err)
-		}
-	}
-	if !hasTable {
-		if err := execScript(ctx, conn, pg.InSchema(ddlMigrationTable, m.cfg.Schema)); err != nil {
-			return fmt.Errorf("create outbox_migration: %w", err)
-		}
-	}
-	return nil
-}
-
-// protect revokes CREATE on the schema from PUBLIC, before a file is applied.
-func (m *migrator) protect(ctx context.Context) error {
-	return pgx.BeginFunc(ctx, m.db, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, privileges.SafePath); err != nil {
-			return err
-		}
-		may, revocable, err := privileges.PublicMayCreate(ctx, tx, m.cfg.Schema)
-		switch {
-		case err != nil:
-			return fmt.Errorf("look who may create in the schema: %w", err)
-		case may && revocable:
-			m.warnPublic("outbox: CREATE on the schema is revoked from PUBLIC")
-			_, err = tx.Exec(ctx, pg.InSchema(`REVOKE CREATE ON SCHEMA {schema} FROM PUBLIC`, m.cfg.Schema))
-			return err
-		case may:
-			m.warnPublic("outbox: everybody may create in the schema, its owner should revoke CREATE from PUBLIC")
-		}
-		return nil
-	})
-}
-
-// warnPublic logs once what is the matter with a schema in which everybody may create.
-func (m *migrator) warnPublic(what string) {
-	if !m.warned {
-		m.cfg.Logger.Warn(what, "schema", m.cfg.Schema, "why", "who may create functions and operators there can act with the rights of all who use outbox")
-	}
-	m.warned = true
-}
-
-// checkForeign refuses to go on where another role has made something that a file would run,
-// or take for a table of outbox.
-func (m *migrator) checkForeign(ctx context.Context, conn *pgx.Conn) error {
-	foreign, err := privileges.Foreign(ctx, conn, m.cfg.Schema, false)
-	if err != nil {
-		return fmt.Errorf("look for objects of other roles: %w", err)
-	}
-	if len(foreign) > 0 {
-		return fmt.Errorf("%w: %s", ErrForeignObjects, strings.Join(foreign, "; "))
-	}
-	return nil
-}
-
 // Migration is one step of [Migrate].
 type Migration struct {
 	// Version is its number, from 1.
@@ -579,18 +259,6 @@ type Migration struct {
 	Unknown bool
 }
 
-const sqlMigrations = `SELECT version, name, applied_at FROM {schema}.outbox_migration ORDER BY version`
-
-// appliedMigrations returns what outbox_migration says.
-func appliedMigrations(ctx context.Context, db *pgxpool.Pool, schema string) (applied []Migration, err error) {
-	var m Migration
-	err = readApplied(ctx, db, schema, sqlMigrations, []any{&m.Version, &m.Name, &m.AppliedAt}, func() error {
-		applied = append(applied, m)
-		return nil
-	})
-	return applied, err
-}
-
 // MigrationStatus returns the migrations that this release has or that have been
 // applied, by version. It changes nothing; without the schema or the table, all of them
 // are pending. It does not see what a tool other than [Migrate] has applied.
@@ -599,23 +267,16 @@ func MigrationStatus(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) (
 	if err := check.Schema(cfg.Schema); err != nil {
 		return nil, fmt.Errorf("outbox: migrate config: %w", err)
 	}
-	steps, err := migrationSteps()
-	if err != nil {
-		return nil, fmt.Errorf("outbox: migration status: %w", err)
-	}
-	applied, err := appliedMigrations(ctx, db, cfg.Schema)
+	applied, pending, err := migrator.State(ctx, db, cfg.Schema)
 	if err != nil {
 		return nil, fmt.Errorf("outbox: migration status of schema %s: %w", cfg.Schema, err)
 	}
-	for i := range applied {
-		applied[i].Unknown = applied[i].Version > len(steps)
+	var all []Migration
+	for _, a := range applied {
+		all = append(all, Migration{Version: a.Version, Name: a.Name, AppliedAt: a.At, Unknown: a.Unknown})
 	}
-	version := 0 // Migrate applies what comes after the highest
-	if n := len(applied); n > 0 {
-		version = applied[n-1].Version
+	for _, step := range pending {
+		all = append(all, Migration{Version: step.Version, Name: step.Name})
 	}
-	for _, step := range steps[min(version, len(steps)):] {
-		applied = append(applied, Migration{Version: step.version, Name: step.name})
-	}
-	return applied, nil
+	return all, nil
 }

@@ -1,0 +1,318 @@
+// Package migrator applies the files of the package migrations to a schema, while others
+// use its tables: one process at a time, each file in a transaction, which lets go if it does
+// not get its locks.
+package migrator
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/privileges"
+	"github.com/outboxgo/outbox/internal/wait"
+	"github.com/outboxgo/outbox/migrations"
+)
+
+var (
+	// ErrDatabaseAhead is that of the package outbox.
+	ErrDatabaseAhead = errors.New("outbox: database is ahead of this release")
+	// ErrForeignObjects is that of the package outbox.
+	ErrForeignObjects = errors.New("outbox: the schema has objects of roles that are not trusted with it, drop them")
+)
+
+// Step is one file of the package migrations.
+type Step struct {
+	Version int // its number, from 1
+	Name    string
+	sql     string
+}
+
+// readSteps reads the files, which are numbered from 1 without gaps.
+func readSteps() ([]Step, error) {
+	names, err := fs.Glob(migrations.FS, "*.sql")
+	if err != nil {
+		return nil, err
+	}
+	steps := make([]Step, 0, len(names))
+	for i, name := range names {
+		number, _, _ := strings.Cut(name, "_")
+		version, err := strconv.Atoi(number)
+		if err != nil || version != i+1 {
+			return nil, fmt.Errorf("file %s: want number %d", name, i+1)
+		}
+		sql, err := fs.ReadFile(migrations.FS, name)
+		if err != nil {
+			return nil, err
+		}
+		steps = append(steps, Step{version, name, string(sql)})
+	}
+	return steps, nil
+}
+
+// Migrator applies the files that a schema does not have yet. One goroutine uses it.
+type Migrator struct {
+	DB          *pgxpool.Pool
+	Schema      string
+	LockTimeout time.Duration // of a try to apply a file
+	Logger      *slog.Logger
+
+	steps  []Step
+	warned bool // of a schema in which everybody may create
+}
+
+// Run applies file after file.
+func (m *Migrator) Run(ctx context.Context) (err error) {
+	if m.steps, err = readSteps(); err != nil {
+		return err
+	}
+	for {
+		version, err := appliedVersion(ctx, m.DB, m.Schema)
+		switch {
+		case err != nil:
+			return err
+		case version >= len(m.steps):
+			return m.nothingToDo(ctx, version)
+		}
+		if err := m.protect(ctx); err != nil {
+			return err
+		}
+		if err := m.apply(ctx, m.steps[version]); err != nil {
+			return fmt.Errorf("%s: %w", m.steps[version].Name, err)
+		}
+	}
+}
+
+// nothingToDo reports whether the files that outbox_migration names can have been applied.
+func (m *Migrator) nothingToDo(ctx context.Context, version int) error {
+	stranger := ""
+	err := pg.Query(ctx, m.DB, privileges.SafePath, func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&stranger}, func() error { return nil })
+		return err
+	}, privileges.SQLStranger, m.Schema, false)
+	switch {
+	case err != nil:
+		return fmt.Errorf("look whose the tables are: %w", err)
+	case stranger != "":
+		return fmt.Errorf("%w: table outbox_migration of role %s", ErrForeignObjects, stranger)
+	case version > len(m.steps):
+		return fmt.Errorf("%w: it is at version %d, this release knows %d", ErrDatabaseAhead, version, len(m.steps))
+	}
+	return nil
+}
+
+// apply applies a file, and tries again for as long as it does not get its locks.
+func (m *Migrator) apply(ctx context.Context, step Step) error {
+	log := outage.NewLog(m.Logger, "migration "+step.Name)
+	var blocked error
+	for pause := time.Duration(0); ; pause = log.Backoff() {
+		err := m.try(ctx, step, pause)
+		if ctx.Err() != nil && blocked != nil {
+			return fmt.Errorf("%w; until then: %w", err, blocked)
+		}
+		if !pg.IsLocked(err) && !pg.IsTransient(err) { // a deadlock is transient
+			if err == nil {
+				log.Report(nil)
+			}
+			return err
+		}
+		blocked = fmt.Errorf("no lock within %v, %s: %w", m.LockTimeout, m.lockHolder(ctx), err)
+		log.Report(blocked)
+	}
+}
+
+// try applies a file in a transaction, unless another process has done it meanwhile.
+//
+// It pauses while it holds the advisory lock, so that several processes do not try in
+// turn without a pause: each try keeps writers waiting. At that time the transaction has
+// neither an id nor a snapshot, so it holds up nobody else.
+func (m *Migrator) try(ctx context.Context, step Step, pause time.Duration) error {
+	conn, err := m.DB.Acquire(ctx)
+	if err != nil {
+		return err
+	}
+	defer conn.Release() // rolls back: a connection within a transaction is closed
+	// Under READ COMMITTED each statement sees what the process that had the lock
+	// before has committed. The pool's default may be another level.
+	for _, sql := range []string{"BEGIN ISOLATION LEVEL READ COMMITTED", privileges.SafePath, sqlMigrateSettings} {
+		if _, err := conn.Exec(ctx, sql); err != nil {
+			return err
+		}
+	}
+	if _, err := conn.Exec(ctx, sqlMigrateLock, m.Schema); err != nil {
+		return fmt.Errorf("lock: %w", err)
+	}
+	wait.Sleep(ctx, pause)
+	if err := m.checkForeign(ctx, conn.Conn()); err != nil {
+		return err
+	}
+	if err := m.ensureTable(ctx, conn.Conn()); err != nil {
+		return err
+	}
+	var version int
+	err = conn.QueryRow(ctx, pg.InSchema(sqlMigrationVersion, m.Schema)).Scan(&version)
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = nil
+	}
+	if err != nil || version >= step.Version {
+		return errors.Join(err, execScript(ctx, conn.Conn(), "ROLLBACK"))
+	}
+	if _, err := conn.Exec(ctx, sqlStepSettings, pgx.Identifier{m.Schema}.Sanitize(), m.lockTimeout()); err != nil {
+		return err
+	}
+	// All of it is one message: nobody waits for a process that stops in between.
+	done := strings.NewReplacer("$1", strconv.Itoa(step.Version), "$2", "'"+step.Name+"'").Replace(sqlMigrationDone)
+	err = execScript(ctx, conn.Conn(), step.sql+"\n"+pg.InSchema(done, m.Schema)+";\nCOMMIT")
+	if pg.IsLocked(err) {
+		return errors.Join(err, execScript(ctx, conn.Conn(), "ROLLBACK"))
+	}
+	return err
+}
+
+// lockTimeout returns the setting of PostgreSQL, in which 0 would mean without end.
+func (m *Migrator) lockTimeout() string {
+	return strconv.FormatInt(max(1, m.LockTimeout.Milliseconds()), 10)
+}
+
+// sqlMigrateLock makes other processes wait until our transaction ends.
+const sqlMigrateLock = `SELECT pg_advisory_xact_lock(hashtextextended('outbox.migrate.' || $1, 0))`
+
+// sqlMigrateSettings let a migration take as long as it takes, whatever a role is
+// configured to.
+const sqlMigrateSettings = `
+SELECT set_config('statement_timeout', '0', true), set_config('idle_in_transaction_session_timeout', '0', true), set_config('lock_timeout', '0', true)`
+
+// sqlStepSettings makes the schema the default for unqualified names, which the files
+// have, and bounds the wait for locks, until the end of the transaction.
+const sqlStepSettings = `SELECT set_config('search_path', $1 || ', pg_temp', true), set_config('lock_timeout', $2, true)`
+
+// sqlLockHolder finds the oldest transaction that has a lock on a table of outbox. One
+// that is prepared has no process.
+const sqlLockHolder = `
+SELECT coalesce(string_agg(DISTINCT c.relname, ', ') FILTER (WHERE NOT c.relispartition), min(c.relname)),
+       coalesce(l.pid, 0), coalesce(a.application_name, ''), coalesce(a.state, ''), coalesce(now() - a.xact_start, '0')
+  FROM pg_locks AS l JOIN pg_class AS c ON c.oid = l.relation LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
+ WHERE l.locktype = 'relation' AND l.granted AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+   AND c.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = $1) AND c.relname LIKE 'outbox%' AND c.relkind IN ('r', 'p')
+ GROUP BY l.pid, a.application_name, a.state, a.xact_start
+ ORDER BY a.xact_start LIMIT 1`
+
+// lockHolder says who is likely to hold the lock that a file did not get, also when ctx has just
+// ended: it is in the error of Migrate then.
+func (m *Migrator) lockHolder(ctx context.Context) string {
+	const patience = time.Second
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
+	defer cancel()
+	var tables, application, state string
+	var pid int
+	var open time.Duration
+	err := m.DB.QueryRow(ctx, sqlLockHolder, m.Schema).Scan(&tables, &pid, &application, &state, &open)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		return "and who had it has let go"
+	case err != nil:
+		return fmt.Sprintf("and who has it is not known (%v)", err)
+	case pid == 0:
+		return "a prepared transaction has locked " + tables
+	}
+	return fmt.Sprintf("process %d (%s, %s, transaction open for %v) has locked %s",
+		pid, cmp.Or(application, "without application_name"), cmp.Or(state, "state not visible"), open.Round(time.Millisecond), tables)
+}
+
+// sqlMigrationState tells what has to be created. CREATE … IF NOT EXISTS would not do,
+// because it needs the privilege to create even if there is nothing to create.
+const sqlMigrationState = `
+SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1),
+       to_regclass(format('%I.outbox_migration', $1::text)) IS NOT NULL`
+
+// ddlMigrationTable consists of several statements, which need the simple protocol.
+const ddlMigrationTable = `
+CREATE TABLE {schema}.outbox_migration (
+    version    int          PRIMARY KEY,
+    name       varchar(100) NOT NULL,
+    applied_at timestamptz  NOT NULL DEFAULT now()
+);
+COMMENT ON TABLE {schema}.outbox_migration IS 'Which migrations of outbox have been applied.';
+COMMENT ON COLUMN {schema}.outbox_migration.version IS 'Number of the file, from 1.';
+COMMENT ON COLUMN {schema}.outbox_migration.name IS 'Name of the file.';
+COMMENT ON COLUMN {schema}.outbox_migration.applied_at IS 'When it was applied.';`
+
+// sqlMigrationDone is sent with the file, in a message that takes no arguments.
+const sqlMigrationDone = `INSERT INTO {schema}.outbox_migration (version, name) VALUES ($1, $2)`
+
+// execScript runs any number of statements.
+func execScript(ctx context.Context, conn *pgx.Conn, script string) error {
+	_, err := conn.PgConn().Exec(ctx, script).ReadAll()
+	return err
+}
+
+// ensureTable creates the schema and the table of applied files if they are missing.
+func (m *Migrator) ensureTable(ctx context.Context, conn *pgx.Conn) error {
+	var hasSchema, hasTable bool
+	if err := conn.QueryRow(ctx, sqlMigrationState, m.Schema).Scan(&hasSchema, &hasTable); err != nil {
+		return fmt.Errorf("look for schema: %w", err)
+	}
+	if !hasSchema {
+		if err := execScript(ctx, conn, pg.InSchema(`CREATE SCHEMA {schema}`, m.Schema)); err != nil {
+			return fmt.Errorf("create schema: %w", err)
+		}
+	}
+	if !hasTable {
+		if err := execScript(ctx, conn, pg.InSchema(ddlMigrationTable, m.Schema)); err != nil {
+			return fmt.Errorf("create outbox_migration: %w", err)
+		}
+	}
+	return nil
+}
+
+// protect revokes CREATE on the schema from PUBLIC, before a file is applied.
+func (m *Migrator) protect(ctx context.Context) error {
+	return pgx.BeginFunc(ctx, m.DB, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, privileges.SafePath); err != nil {
+			return err
+		}
+		may, revocable, err := privileges.PublicMayCreate(ctx, tx, m.Schema)
+		switch {
+		case err != nil:
+			return fmt.Errorf("look who may create in the schema: %w", err)
+		case may && revocable:
+			m.warnPublic("outbox: CREATE on the schema is revoked from PUBLIC")
+			_, err = tx.Exec(ctx, pg.InSchema(`REVOKE CREATE ON SCHEMA {schema} FROM PUBLIC`, m.Schema))
+			return err
+		case may:
+			m.warnPublic("outbox: everybody may create in the schema, its owner should revoke CREATE from PUBLIC")
+		}
+		return nil
+	})
+}
+
+// warnPublic logs once what is the matter with a schema in which everybody may create.
+func (m *Migrator) warnPublic(what string) {
+	if !m.warned {
+		m.Logger.Warn(what, "schema", m.Schema, "why", "who may create functions and operators there can act with the rights of all who use outbox")
+	}
+	m.warned = true
+}
+
+// checkForeign refuses to go on where another role has made something that a file would run,
+// or take for a table of outbox.
+func (m *Migrator) checkForeign(ctx context.Context, conn *pgx.Conn) error {
+	foreign, err := privileges.Foreign(ctx, conn, m.Schema, false)
+	if err != nil {
+		return fmt.Errorf("look for objects of other roles: %w", err)
+	}
+	if len(foreign) > 0 {
+		return fmt.Errorf("%w: %s", ErrForeignObjects, strings.Join(foreign, "; "))
+	}
+	return nil
+}
