@@ -28,11 +28,11 @@ func TestDefaultsAreDocumented(t *testing.T) {
 	checked := 0
 	for name, cfg := range map[string]any{
 		"RecorderConfig": RecorderConfig{}.withDefaults(), "RelayConfig": RelayConfig{}.withDefaults(), "BreakerConfig": BreakerConfig{}.withDefaults(),
-		"RetentionConfig": RetentionConfig{}.withDefaults(), "AlertConfig": watch.Settings{}.WithDefaults(), "ConsumerConfig": ConsumerConfig{}.withDefaults(),
+		"RetentionConfig": RetentionConfig{}.withDefaults(), "AlertConfig": watch.Settings{}.WithDefaults(), "ConsumerConfig": ConsumerConfig{}.withDefaults(), "WorkerConfig": WorkerConfig{}.withDefaults(),
 	} {
 		checked += checkDefaults(t, documented, name, reflect.ValueOf(cfg))
 	}
-	require.GreaterOrEqual(t, checked, 35)
+	require.GreaterOrEqual(t, checked, 55)
 }
 
 func checkDefaults(t *testing.T, documented map[string]string, config string, cfg reflect.Value) (checked int) {

@@ -570,8 +570,8 @@ func (w *partitionWorker) reportRetry(t task, wait time.Duration, err error) {
 	if w.cfg.Hooks.Retried != nil {
 		w.callHost("hook Retried", t.action, &t.meta, func() { w.cfg.Hooks.Retried(t.meta, t.action, err) })
 	}
-	w.log.WarnContext(handlerContext(w.held, t.meta), "outbox: handler failed, trying again", "type", t.meta.Type, "event_id", t.meta.ID, "action", t.action,
-		"attempt", t.meta.Attempt, "wait", wait, "error", err)
+	w.log.WarnContext(handlerContext(w.held, t.meta), "outbox: handler failed, trying again",
+		t.meta.attrs("action", t.action, "attempt", t.meta.Attempt, "wait", wait, "error", err)...)
 }
 
 // callHost calls a hook, see [processor.callHost].
@@ -604,8 +604,8 @@ func (w *partitionWorker) awaitConflict(t task, n int, err error) {
 	if n == unusual {
 		level = slog.LevelWarn
 	}
-	w.log.Log(handlerContext(w.held, t.meta), level, "outbox: transaction conflicts with others, and is repeated", "type", t.meta.Type, "event_id", t.meta.ID,
-		"action", t.action, "conflicts", n, "error", err)
+	w.log.Log(handlerContext(w.held, t.meta), level, "outbox: transaction conflicts with others, and is repeated",
+		t.meta.attrs("action", t.action, "conflicts", n, "error", err)...)
 	if w.cfg.Hooks.Conflicted != nil {
 		w.callHost("hook Conflicted", t.action, &t.meta, func() { w.cfg.Hooks.Conflicted(t.meta, t.action, err) })
 	}

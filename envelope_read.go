@@ -122,6 +122,9 @@ func (m Metadata) Topic() string {
 	return ""
 }
 
+// aggregateType returns the type of the aggregate that events of a [Recorder] have.
+func (m Metadata) aggregateType() string { return m.Extensions["aggregatetype"] }
+
 // Key returns the key of the record that brought the event, or, where a [Worker] has it from
 // PostgreSQL, the one that its record would have. It is empty where [Metadata.Topic] is, and
 // where a hook is called for an event that no handler got.

@@ -158,3 +158,48 @@ func TestWorkerBreaker(t *testing.T) {
 	f.eventually(`SELECT count(*) FROM {schema}.effect WHERE action = 'SENT'`, events)
 	require.Zero(t, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD'`))
 }
+
+// Events that a handler finds early count as failures of its action, unless the window is wider than a run of them. Those that wait
+// behind a failing one of their key do not, because nobody tries them.
+func TestBreakerCountsEarlyEvents(t *testing.T) {
+	t.Parallel()
+	const events = 40
+	for name, tt := range map[string]struct {
+		breaker outbox.BreakerConfig
+		key     func(n int) string
+		fails   func(n, attempt int) bool
+		opens   bool
+	}{
+		"each of its own key is early": {key: func(n int) string { return fmt.Sprint(n) }, fails: func(_, attempt int) bool { return attempt == 1 }, opens: true},
+		"a wide window": {breaker: outbox.BreakerConfig{Window: 1000, MinCalls: 1000}, key: func(n int) string { return fmt.Sprint(n) },
+			fails: func(_, attempt int) bool { return attempt == 1 }},
+		"behind one that fails": {key: func(int) string { return "k" }, fails: func(n, attempt int) bool { return n == 0 && attempt <= events }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := newConsumerFixture(t, 1)
+			changes := new(changesOf)
+			cfg := outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{MaxRetries: 2 * events, Breaker: tt.breaker, Hooks: outbox.ConsumerHooks{Breaker: changes.note}}, FromStart: true}
+			c := s.consumer(t, cfg, outbox.Handle("COUNTED", func(ctx context.Context, tx pgx.Tx, e sale, m outbox.Metadata) error {
+				if tt.fails(e.Amount-1, m.Attempt) {
+					return outbox.RetryAfter(errTest, 5*time.Millisecond)
+				}
+				return s.count(ctx, tx, e, m)
+			}))
+			var records []*kgo.Record
+			for n := range events {
+				r := s.saleRecord(uuid.NewString(), fmt.Appendf(nil, `{"product":"p","amount":%d}`, n+1))
+				r.Key = []byte(tt.key(n))
+				records = append(records, r)
+			}
+			s.send(t, records...)
+			testenv.Run(t, c.Run)
+			if tt.opens {
+				require.Eventually(t, func() bool { return changes.has("COUNTED closed to open") }, testenv.Patience, 10*time.Millisecond)
+				return
+			}
+			require.Eventually(t, func() bool { return s.counts(t)["p"] == events*(events+1)/2 }, testenv.Patience, 10*time.Millisecond)
+			require.Empty(t, changes.All())
+		})
+	}
+}

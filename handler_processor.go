@@ -199,7 +199,8 @@ func (p *processor) callHandler(ctx context.Context, h *handler, tx pgx.Tx, arri
 	defer cancel()
 	first := &arrivals[0].meta
 	p.work.Begin(handling.Call{
-		Context: ctx, Action: h.action, Type: first.Type, ID: first.ID, Events: len(arrivals), Place: first.origin.place(),
+		Context: ctx, Action: h.action, Type: first.Type, ID: first.ID, AggregateType: first.aggregateType(), AggregateID: first.Subject,
+		Events: len(arrivals), Place: first.origin.place(),
 	})
 	defer func() { took = p.work.End() }()
 	err = p.callInMiddleware(bounded, h, tx, arrivals)
@@ -213,7 +214,7 @@ func (p *processor) callHandler(ctx context.Context, h *handler, tx pgx.Tx, arri
 // What it does is known meanwhile, in case it does not return.
 func (p *processor) callHost(ctx context.Context, function, action string, m *Metadata, f func()) {
 	p.work.Begin(handling.Call{
-		Context: ctx, Function: function, Action: action, Type: m.Type, ID: m.ID, Events: 1, Place: m.origin.place(),
+		Context: ctx, Function: function, Action: action, Type: m.Type, ID: m.ID, AggregateType: m.aggregateType(), AggregateID: m.Subject, Events: 1, Place: m.origin.place(),
 	})
 	defer p.work.End() // also if f ends its goroutine
 	f()
@@ -225,6 +226,11 @@ func (o *origin) place() handling.Place {
 		Topic: o.kafka.Topic, Partition: o.kafka.Partition, Offset: o.kafka.Offset,
 		Stream: o.delivery.stream, DeliveryID: o.delivery.id,
 	}
+}
+
+// attrs returns what a log line says of the event, for handlers of a consumer or a worker.
+func (m *Metadata) attrs(more ...any) []any {
+	return append(handling.EventAttrs(m.origin.place(), m.Type, m.ID, m.aggregateType(), m.Subject), more...)
 }
 
 // timeoutError is the error of a handler after HandlerTimeout.
@@ -286,7 +292,8 @@ func (p *processor) notifyOne(ctx context.Context, r taskResult) {
 	switch {
 	case r.repeat:
 		if p.log.Enabled(ctx, slog.LevelDebug) {
-			p.log.DebugContext(handlerContext(ctx, r.meta), "outbox: event handled already", "type", r.meta.Type, "event_id", r.meta.ID, "action", r.action)
+			p.log.DebugContext(handlerContext(ctx, r.meta), "outbox: event handled already",
+				r.meta.attrs("action", r.action)...)
 		}
 		if p.cfg.Hooks.Repeated != nil {
 			p.cfg.Hooks.Repeated(r.meta, r.action)

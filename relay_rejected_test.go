@@ -2,8 +2,10 @@ package outbox_test
 
 import (
 	"bytes"
+	"fmt"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -64,4 +66,24 @@ func (s *slowHandOver) OnProduceRecordUnbuffered(r *kgo.Record, err error) {
 	if err != nil && bytes.Contains(r.Value, []byte(s.first.ID)) {
 		s.once.Do(func() { close(s.rejected) })
 	}
+}
+
+// By default ten retries are made of an event that is too large. Then none is made any more, and the row stays with its payload, for
+// whoever decides about it (T23).
+func TestDeadAfterTenRetries(t *testing.T) {
+	t.Parallel()
+	h, _ := newPoisonedFixture(t)
+	var rejected atomic.Int32
+	cfg := quick
+	cfg.RetryWait, cfg.MaxRetryWait, cfg.Logger = time.Millisecond, time.Millisecond, slog.New(slog.DiscardHandler)
+	cfg.Hooks.Rejected = func(outbox.FailedEvent) { rejected.Add(1) }
+	testenv.Run(t, h.relay(t, cfg).Run)
+	for n := range 2 { // while the second is tried, there was the time to try the first
+		h.commit(t, poison(fmt.Sprint("bad-", n), 1))
+		h.awaitStatuses(t, map[string]int{"dead": n + 1})
+	}
+	require.EqualValues(t, 2*10, rejected.Load(), "at first, and at nine retries; the tenth was the last")
+	var whole int
+	require.NoError(t, h.db.QueryRow(background, h.sql(`SELECT count(*) FROM {s}.outbox_failed WHERE retry_count = 10 AND length(payload::text) > 5000`)).Scan(&whole))
+	require.Equal(t, 2, whole)
 }

@@ -59,6 +59,22 @@ func TestRequirements(t *testing.T) {
 	require.NotRegexp(t, "`[\\w./-]+\\.(go|sql)`", text, "files move, and nobody looks here then")
 }
 
+// The tests that documents name exist.
+func TestNamedTestsExist(t *testing.T) {
+	t.Parallel()
+	tests := testNames(t)
+	named := 0
+	for _, path := range repository(t, ".md") {
+		for _, name := range regexp.MustCompile("`(Test[A-Z]\\w*)").FindAllStringSubmatch(read(t, path), -1) {
+			named++
+			if !tests[name[1]] {
+				t.Errorf("%s names %s, which does not exist", path, name[1])
+			}
+		}
+	}
+	require.Greater(t, named, 500)
+}
+
 // assertCells reports whether a line has what, state, how and tests.
 func assertCells(t *testing.T, number string, cells []string) bool {
 	t.Helper()

@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
+	"regexp"
 	"runtime"
 	"slices"
 	"strings"
@@ -17,6 +19,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/outboxhttp"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -267,4 +270,48 @@ func TestWorkerMiddleware(t *testing.T) {
 	require.NotContains(t, log.of("COUNTED panic"), "second sees panic second")
 	require.Equal(t, []string{"first begins, tx false, events 1", "first ends", "first begins, tx false, events 1", "second begins, tx false, events 1", "second ends", "first ends"},
 		log.of("SENT later"))
+}
+
+// Whatever a line is about, it says which event that is, of which aggregate and in which trace. Of a worker that is gone nobody has
+// read the trace.
+func TestWorkerLogNamesEvents(t *testing.T) {
+	t.Parallel()
+	f := newWorkerFixture(t)
+	log := new(workerLog)
+	cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond, Lease: time.Second}
+	cfg.RetryWait, cfg.MaxRetries, cfg.SlowHandler = time.Millisecond, 1, 20*time.Millisecond
+	cfg.Logger = slog.New(outboxhttp.LogTrace(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelDebug})))
+	taken, release := make(chan struct{}), make(chan struct{})
+	f.start(cfg, f.effects("COUNTED", nil), outbox.HandleNoTx("SENT", func(_ context.Context, s step, m outbox.Metadata) error {
+		switch {
+		case s.Account == "dead":
+			return errTest
+		case s.Account == "gone" && m.Attempt == 1:
+			close(taken)
+			<-release
+		}
+		return nil
+	}))
+	t.Cleanup(sync.OnceFunc(func() { close(release) })) // before the worker is stopped, which would wait for it
+	require.NoError(t, pgx.BeginFunc(background, f.db, func(tx pgx.Tx) error {
+		return f.rec.Record(outbox.WithTraceID(background, "trace-1"), tx, step{"dead", 1}, step{"gone", 1})
+	}))
+	<-taken
+	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status IN ('DONE', 'DEAD')`, 3)
+	f.exec(`UPDATE {schema}.event_delivery SET status = 'PENDING', processed_at = NULL, next_retry_at = now() WHERE action = 'COUNTED' AND aggregate_id = 'dead'`)
+	f.exec(`UPDATE {schema}.event_delivery SET locked_by = 'gone', locked_until = now() - interval '1 min' WHERE status = 'PROCESSING' AND action = 'SENT'`)
+	for line, account := range map[string]string{
+		"handler failed, trying again": "dead", "delivery is dead, an operator has to decide": "dead", "event handled already": "dead",
+		"handler runs for long": "gone", "the worker of a delivery is gone": "gone",
+	} {
+		of := regexp.MustCompile(line + `.* aggregate_id=` + account + ` .*`)
+		require.Eventually(t, func() bool { return of.MatchString(log.String()) }, testenv.Patience, 10*time.Millisecond, line)
+		parts := []string{" stream=account-events ", " type=bank.account.stepped.v1 ", " event_id=", " aggregate_type=Account "}
+		if line != "the worker of a delivery is gone" {
+			parts = append(parts, " trace_id=trace-1 ")
+		}
+		for _, part := range parts {
+			require.Contains(t, of.FindString(log.String()), part)
+		}
+	}
 }

@@ -172,7 +172,8 @@ func (k *keeper) expire(ctx context.Context) error {
 			if e.Dead {
 				level, message = slog.LevelError, "outbox: delivery is dead, the workers that had it were gone before it was done, each time"
 			}
-			k.log.Log(ctx, level, message, "stream", e.Stream, "type", e.Type, "event_id", e.EventID, "action", e.Action, "attempt", e.Attempt, "delivery_id", e.ID)
+			k.log.Log(ctx, level, message, "stream", e.Stream, "type", e.Type, "event_id", e.EventID, "aggregate_type", e.AggregateType, "aggregate_id", e.AggregateID,
+				"action", e.Action, "attempt", e.Attempt, "delivery_id", e.ID)
 		}
 		if len(rows) > 0 {
 			k.dispatcher.signalExpired()

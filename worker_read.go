@@ -60,7 +60,8 @@ func (l *lane) readSome(items []laneItem) (n int) {
 func (l *lane) read(it *laneItem) {
 	ctx, cancel := context.WithTimeout(l.held, l.cfg.HandlerTimeout)
 	defer cancel()
-	l.activity.Begin(handling.Call{Context: ctx, Function: "codec or upcaster", Action: it.Action, Type: it.Type, ID: it.EventID, Events: 1, Place: it.meta.origin.place()})
+	l.activity.Begin(handling.Call{Context: ctx, Function: "codec or upcaster", Action: it.Action, Type: it.Type, ID: it.EventID,
+		AggregateType: it.AggregateType, AggregateID: it.AggregateID, Events: 1, Place: it.meta.origin.place()})
 	defer l.activity.End()
 	it.read = true
 	err := contain.Do(func() error {

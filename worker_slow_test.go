@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
@@ -56,4 +57,35 @@ func TestWorkerSlowHandlerHoldsUpNothing(t *testing.T) {
 	f.eventually(done, 8)
 	require.Equal(t, 8, count(""))
 	require.Zero(t, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE attempt_count <> 1`))
+}
+
+// While a handler without a transaction talks to somebody outside, its worker has no transaction open, and so no lock (C5).
+func TestNoTransactionIsOpenWhileHandlerRuns(t *testing.T) {
+	t.Parallel()
+	testenv.Direct(t) // which connections are whose
+	f := newWorkerFixture(t)
+	admin := f.db
+	f.db = testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["application_name"] = f.schema })
+	began, goOn := make(chan struct{}), make(chan struct{})
+	release := sync.OnceFunc(func() { close(goOn) })
+	defer release()
+	f.start(outbox.WorkerConfig{FromStart: true, Lease: time.Second}, outbox.HandleNoTx("SENT", func(context.Context, step, outbox.Metadata) error {
+		close(began)
+		<-goOn
+		return nil
+	}))
+	f.commit(step{"a", 1})
+	<-began
+	seen := 0
+	for range 100 { // the lease is renewed meanwhile
+		var open, all int
+		require.NoError(t, admin.QueryRow(t.Context(), `SELECT count(*) FILTER (WHERE xact_start < clock_timestamp() - interval '200 ms'), count(*)
+			FROM pg_stat_activity WHERE application_name = $1`, f.schema).Scan(&open, &all))
+		require.Zero(t, open, "statements take milliseconds, the handler takes a second")
+		seen += all
+		time.Sleep(10 * time.Millisecond)
+	}
+	require.Positive(t, seen, "the worker has connections")
+	release()
+	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE' AND attempt_count = 1`, 1)
 }

@@ -140,7 +140,7 @@ SELECT (SELECT d.locked_until FROM {schema}.event_delivery AS d
          WHERE d.consumer_group = $1::text AND d.status = 'PROCESSING' AND d.locked_until >= $2::timestamptz AND d.locked_until < clock_timestamp()
          ORDER BY d.consumer_group, d.locked_until LIMIT 1)`
 
-const expiredColumns = `d.id, d.order_key, d.status, coalesce(d.record_id, d.event_id::text), d.event_type, d.action, d.stream, d.attempt_count,
+const expiredColumns = `d.id, d.order_key, d.status, coalesce(d.record_id, d.event_id::text), d.event_type, d.aggregate_type, d.aggregate_id, d.action, d.stream, d.attempt_count,
        d.position, d.record_partition, coalesce(d.partition_key, d.aggregate_id)`
 
 // Expired is a row whose worker is gone.
@@ -149,6 +149,7 @@ type Expired struct {
 	Key                           Key
 	Dead                          bool
 	EventID, Type, Action, Stream string
+	AggregateType, AggregateID    string
 	Attempt                       int
 	RecordKey                     string
 	// Position, FromKafka and Partition are those of a [Delivery].
@@ -184,7 +185,7 @@ func (s *Store) Expire(ctx context.Context, limit int, hold bool) (expired []Exp
 			var key pgtype.Int8
 			var status string
 			var partition pgtype.Int4
-			err = row.Scan(&e.ID, &key, &status, &e.EventID, &e.Type, &e.Action, &e.Stream, &e.Attempt, &e.Position, &partition, &e.RecordKey)
+			err = row.Scan(&e.ID, &key, &status, &e.EventID, &e.Type, &e.AggregateType, &e.AggregateID, &e.Action, &e.Stream, &e.Attempt, &e.Position, &partition, &e.RecordKey)
 			e.FromKafka, e.Partition = partition.Valid, partition.Int32
 			e.Key, e.Dead = Key{key.Int64, key.Valid}, Status(status) == Dead
 			return e, err

@@ -125,6 +125,13 @@ func TestLifeOfDeliveries(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, claimed, 1, "what has failed is tried alone")
 	require.Equal(t, 2, claimed[0].Attempt)
+	var set, before bool
+	require.NoError(t, f.db.QueryRow(ctx, pg.InSchema(`
+		SELECT starts_with(locked_by, 'b/') AND locked_until > now() + interval '50 s' AND last_attempt_at > created_at AND updated_at >= last_attempt_at,
+		       last_error_code = 'handler' AND last_error_message = 'no' AND processed_at IS NULL
+		  FROM {schema}.event_delivery WHERE id = $1`, f.schema), run[0].ID).Scan(&set, &before))
+	require.True(t, set, "by the claim")
+	require.True(t, before, "by the attempt before")
 
 	promoted, err = b.Finish(ctx, claimed)
 	require.NoError(t, err)

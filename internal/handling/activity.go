@@ -33,11 +33,12 @@ type Call struct {
 	// Function is what is called if it is no handler: "hook Failed".
 	Function string
 	Action   string // "" for what is called for an event and not for an action
-	// Type, ID and Place are those of its first event.
-	Type, ID string
-	Place    Place
-	Events   int // more than one for a handler of a batch
-	Began    time.Time
+	// Type, ID, Place and the aggregate are those of its first event.
+	Type, ID                   string
+	AggregateType, AggregateID string
+	Place                      Place
+	Events                     int // more than one for a handler of a batch
+	Began                      time.Time
 }
 
 // Place says where an event came from: from Kafka if it has a topic, otherwise from a delivery.
@@ -66,12 +67,17 @@ func (p Place) Attrs() []any {
 	return []any{"topic", p.Topic, "partition", p.Partition, "offset", p.Offset}
 }
 
+// EventAttrs returns what a log line says of an event.
+func EventAttrs(place Place, eventType, id, aggregateType, aggregateID string) []any {
+	return append(place.Attrs(), "type", eventType, "event_id", id, "aggregate_type", aggregateType, "aggregate_id", aggregateID)
+}
+
 // What names what is called, for the beginning of a sentence.
 func (c Call) What() string { return cmp.Or(c.Function, "handler") }
 
 // Attrs returns what a log line says of the call.
 func (c Call) Attrs() []any {
-	attrs := append([]any{"action", c.Action, "type", c.Type, "event_id", c.ID}, c.Place.Attrs()...)
+	attrs := append(EventAttrs(c.Place, c.Type, c.ID, c.AggregateType, c.AggregateID), "action", c.Action)
 	attrs = append(attrs, "running_for", time.Since(c.Began).Round(time.Millisecond))
 	if c.Events > 1 {
 		attrs = append(attrs, "events", c.Events)

@@ -63,7 +63,7 @@ func TestCallAttrs(t *testing.T) {
 	require.Equal(t, []any{"topic", "t", "partition", int32(3), "offset", int64(7)}, record.Attrs())
 	delivery := handling.Place{Stream: "s", DeliveryID: 9}
 	require.Equal(t, "delivery 9 of s", delivery.String())
-	attrs := handling.Call{Action: "A", Type: "e", ID: "1", Place: delivery, Events: 2, Began: time.Now()}.Attrs()
-	require.Equal(t, []any{"action", "A", "type", "e", "event_id", "1", "stream", "s", "delivery_id", int64(9), "running_for"}, attrs[:11])
-	require.Equal(t, []any{"events", 2}, attrs[12:])
+	attrs := handling.Call{Action: "A", Type: "e", ID: "1", AggregateType: "Order", AggregateID: "42", Place: delivery, Events: 2, Began: time.Now()}.Attrs()
+	require.Equal(t, []any{"stream", "s", "delivery_id", int64(9), "type", "e", "event_id", "1", "aggregate_type", "Order", "aggregate_id", "42", "action", "A", "running_for"}, attrs[:15])
+	require.Equal(t, []any{"events", 2}, attrs[16:])
 }
