@@ -3,7 +3,6 @@ package main
 import (
 	"bufio"
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -144,11 +143,7 @@ func (s *service) acknowledge(o *Order, err error) error {
 	return err
 }
 
-// traced begins a trace, as a tracing library does for a request.
+// traced begins a trace, as outboxhttp.Trace does for a request.
 func traced(ctx context.Context) context.Context {
-	var id [24]byte
-	for i := range 3 {
-		binary.BigEndian.PutUint64(id[8*i:], 1+rand.Uint64N(1<<63))
-	}
-	return outbox.WithTraceParent(ctx, fmt.Sprintf("00-%x-%x-01", id[:16], id[16:]))
+	return outbox.WithTraceID(ctx, outboxhttp.NewTraceID())
 }

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"strings"
 	"time"
 
 	"github.com/google/uuid"
@@ -122,11 +121,7 @@ type Metadata struct {
 
 // metadataOf takes from a context what the event in Kafka carries as well.
 func metadataOf(ctx context.Context) Metadata {
-	m := Metadata{CorrelationID: outbox.CorrelationID(ctx)}
-	if parts := strings.Split(outbox.TraceParent(ctx), "-"); len(parts) == 4 {
-		m.TraceID = parts[1]
-	}
-	return m
+	return Metadata{TraceID: outbox.TraceID(ctx), CorrelationID: outbox.CorrelationID(ctx)}
 }
 
 const sqlSaveSnapshot = `
