@@ -7,6 +7,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/sqltx"
 )
 
@@ -41,4 +42,17 @@ func HandleBatch[E outbox.DomainEvent](action string, f func(ctx context.Context
 	return outbox.HandleBatch(action, func(ctx context.Context, tx pgx.Tx, events []outbox.Received[E]) error {
 		return sqltx.Within(ctx, tx, func(tx *sql.Tx) error { return f(ctx, tx, events) })
 	})
+}
+
+// Within calls f with a transaction of database/sql that runs inside tx, as the one that [Handle] gives to its function: in a
+// service that has both, or in a test of code that takes a [sql.Tx], in a transaction that outboxtest.Play gets afterwards. It neither
+// commits nor rolls back. Commit and Rollback are those of tx. The error is that of f.
+func Within(ctx context.Context, tx pgx.Tx, f func(tx *sql.Tx) error) error {
+	switch {
+	case check.IsNil(tx):
+		return nilArgument("tx")
+	case f == nil:
+		return nilArgument("function")
+	}
+	return sqltx.Within(ctx, tx, f)
 }

@@ -5,6 +5,7 @@
 //   - [InTx] begins a transaction, commits it, and wakes the relay.
 //   - [Handle] and [HandleBatch] make handlers that write through a [sql.Tx]. It runs inside the very transaction
 //     that holds the row of event_handled, so what such a handler does is done once, too.
+//   - [Within] gives code that takes a [sql.Tx] one inside a transaction of pgx.
 //
 // The values of a service are kept where they are:
 //
