@@ -19,6 +19,17 @@ import (
 // Commit and Rollback of tx return [outbox.ErrHandlerTx], and make an error of f of it, also by way of "defer
 // tx.Rollback()": return nil or an error instead. Savepoints are SQL: SAVEPOINT, ROLLBACK TO SAVEPOINT.
 //
+// Libraries write through tx like this:
+//
+//	GORM   db := gormDB.WithContext(ctx); db.Statement.ConnPool = tx
+//	ent    a client whose driver begins no transactions: see docs/transactions.md
+//	Bun    bunDB.NewInsert().Conn(tx)
+//	sqlx   sqlx.Tx{Tx: tx, Mapper: sqlxDB.Mapper}
+//	sqlc   queries.WithTx(tx)
+//
+// GORM's Session without a Context shares its statement with gormDB, so ConnPool would be that of everybody. A sqlx.Tx that is made
+// like this does not know its driver, so named parameters need sqlxDB.BindNamed.
+//
 // Rows and statements that f leaves open are closed when it returns. Whoever uses tx after that, a goroutine of f for
 // example, gets [sql.ErrTxDone]. A statement without a context of its own, or with one that cannot end, ends with ctx.
 //

@@ -26,6 +26,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/examples/transactions/ent/ent"
+	"github.com/outboxgo/outbox/examples/transactions/internal/shoptest"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -103,7 +104,7 @@ func newFixture(t *testing.T) *fixture {
 func (f *fixture) libraries(t *testing.T) []oracle.Library {
 	t.Helper()
 	pgxDB := stdlib.OpenDBFromPool(testenv.Pool(t, nil))
-	pqDB, err := sql.Open("postgres", f.db.Config().ConnString())
+	pqDB, err := sql.Open("postgres", shoptest.ForPQ(t, f.db.Config().ConnString()))
 	require.NoError(t, err)
 	gormSQL, entSQL := stdlib.OpenDBFromPool(testenv.Pool(t, nil)), stdlib.OpenDBFromPool(testenv.Pool(t, nil))
 	for _, db := range []*sql.DB{pgxDB, pqDB, gormSQL, entSQL} {

@@ -21,6 +21,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/examples/transactions/ent/ent"
+	"github.com/outboxgo/outbox/examples/transactions/internal/shoptest"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxsql"
 	"github.com/outboxgo/outbox/outboxtest"
@@ -49,7 +50,7 @@ func TestRecordedByEachLibrary(t *testing.T) {
 	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{Schema: schema})
 	require.NoError(t, err)
 	db := stdlib.OpenDBFromPool(pool)
-	pq, err := sql.Open("postgres", pool.Config().ConnString())
+	pq, err := sql.Open("postgres", shoptest.ForPQ(t, pool.Config().ConnString()))
 	require.NoError(t, err)
 	direct := stdlib.OpenDBFromPool(testenv.PoolIn(t, pgx.QueryExecModeCacheStatement)) // which PrepareStmt needs
 	t.Cleanup(func() { require.NoError(t, errors.Join(pq.Close(), db.Close(), direct.Close())) })
