@@ -62,6 +62,7 @@ type Tx struct {
 	tx      pgx.Tx
 	shared  bool   // several functions are called in it
 	name    string // of the last one
+	within  bool   // it is somebody else's
 	ended   bool   // the function has called Commit or Rollback
 	changed bool   // a function has changed settings
 
@@ -95,7 +96,7 @@ func Begin(ctx context.Context, conn *pgx.Conn, shared bool, queue func(*pgx.Bat
 
 // Within returns a transaction of somebody else, or a part of it. Nothing guards it from a COMMIT in a
 // statement of a function; its end is for whoever has begun it.
-func Within(tx pgx.Tx) *Tx { return &Tx{tx: tx} }
+func Within(tx pgx.Tx) *Tx { return &Tx{tx: tx, within: true} }
 
 // Call calls a function of the host with the transaction, whose Commit and Rollback fail. It
 // returns the error of the function, or what the function has done to the transaction: that
@@ -104,9 +105,8 @@ func (t *Tx) Call(name string, f func(pgx.Tx) error) error {
 	t.name, t.ended = name, false
 	err := f(&hostTx{part{t.tx, t}})
 	conn := t.tx.Conn().PgConn()
-	idle := !conn.IsClosed() && !conn.IsBusy() && conn.TxStatus() == 'I'
 	switch {
-	case t.ended || idle:
+	case t.ended || t.idle():
 		return t.endedError(err)
 	case err != nil:
 		return err
@@ -118,6 +118,12 @@ func (t *Tx) Call(name string, f func(pgx.Tx) error) error {
 		return t.blame(errAborted)
 	}
 	return nil
+}
+
+// idle reports whether the connection is in no transaction any more.
+func (t *Tx) idle() bool {
+	conn := t.tx.Conn().PgConn()
+	return !conn.IsClosed() && !conn.IsBusy() && conn.TxStatus() == 'I'
 }
 
 func (t *Tx) blame(err error) error { return fmt.Errorf("handler %s %w", t.name, err) }
@@ -177,7 +183,18 @@ type part struct {
 	owner *Tx
 }
 
-func (p *part) look(sql string) { p.owner.look(sql) }
+// look looks at what is to be sent. Behind the end of the transaction a statement would commit by itself, although the function fails. So
+// if there was an end, or this would be one, the transaction is rolled back now: pgx sends nothing more in it.
+func (p *part) look(ctx context.Context, sqls ...string) {
+	t := p.owner
+	for _, sql := range sqls {
+		t.look(sql)
+	}
+	if !t.within && (t.ended || t.idle()) {
+		t.ended = true
+		t.Rollback(ctx)
+	}
+}
 
 // look finds out whether a statement changes settings, or ends the transaction. Handlers run the same few again and
 // again. Behind one that ends the transaction and begins another, a COMMIT of the next function would not be noticed: there
@@ -209,25 +226,25 @@ func (p *part) Begin(ctx context.Context) (pgx.Tx, error) {
 
 // Exec implements [pgx.Tx].
 func (p *part) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
-	p.look(sql)
+	p.look(ctx, sql)
 	return p.Tx.Exec(ctx, sql, args...)
 }
 
 // Query implements [pgx.Tx].
 func (p *part) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
-	p.look(sql)
+	p.look(ctx, sql)
 	return p.Tx.Query(ctx, sql, args...)
 }
 
 // QueryRow implements [pgx.Tx].
 func (p *part) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	p.look(sql)
+	p.look(ctx, sql)
 	return p.Tx.QueryRow(ctx, sql, args...)
 }
 
 // Prepare implements [pgx.Tx].
 func (p *part) Prepare(ctx context.Context, name, sql string) (*pgconn.StatementDescription, error) {
-	p.owner.look(sql)
+	p.look(ctx, sql)
 	statement, err := p.Tx.Prepare(ctx, name, sql)
 	if err == nil && !p.owner.changed {
 		p.owner.prepared = append(p.owner.prepared, name)
@@ -237,8 +254,16 @@ func (p *part) Prepare(ctx context.Context, name, sql string) (*pgconn.Statement
 
 // SendBatch implements [pgx.Tx].
 func (p *part) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
-	for _, q := range b.QueuedQueries {
-		p.look(q.SQL)
+	sqls := make([]string, len(b.QueuedQueries))
+	for i, q := range b.QueuedQueries {
+		sqls[i] = q.SQL
 	}
+	p.look(ctx, sqls...)
 	return p.Tx.SendBatch(ctx, b)
+}
+
+// CopyFrom implements [pgx.Tx].
+func (p *part) CopyFrom(ctx context.Context, table pgx.Identifier, columns []string, rows pgx.CopyFromSource) (int64, error) {
+	p.look(ctx)
+	return p.Tx.CopyFrom(ctx, table, columns, rows)
 }
