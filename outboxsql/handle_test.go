@@ -389,6 +389,30 @@ func TestHandlerWithoutFunction(t *testing.T) {
 	}
 }
 
+// A handler that has pgx for one thing has a library for another.
+func TestWithinHandler(t *testing.T) {
+	t.Parallel()
+	s := newShop(t)
+	c := s.consumer(t, outbox.HandlerConfig{}, outbox.Handle("BOTH", func(ctx context.Context, tx pgx.Tx, e placed, _ outbox.Metadata) error {
+		rows := pgx.CopyFromRows([][]any{{"copied " + e.Order, 1}})
+		if _, err := tx.CopyFrom(ctx, pgx.Identifier{s.schema, "orders"}, []string{"id", "quantity"}, rows); err != nil {
+			return err
+		}
+		err := outboxsql.Within(ctx, tx, func(tx *sql.Tx) error {
+			err := s.insert(ctx, tx, e.Order)
+			if e.Order == "commits" {
+				return errors.Join(err, tx.Commit())
+			}
+			return err
+		})
+		_, failed := tx.Exec(ctx, s.sql(`UPDATE {s}.orders SET quantity = 7`))
+		return errors.Join(err, failed)
+	}))
+	require.NoError(t, s.deliver(t, c, "1", 2))
+	require.ErrorIs(t, s.deliver(t, c, "commits", 1), outbox.ErrHandlerTx)
+	require.Equal(t, []string{"1", "copied 1"}, s.orders(t))
+}
+
 // Within is a *sql.Tx inside a transaction of pgx, which goes on as it likes.
 func TestWithin(t *testing.T) {
 	t.Parallel()

@@ -112,6 +112,7 @@ func TestNilArguments(t *testing.T) {
 		"a nil transaction":         {"tx", outboxsql.Record(background, (*sql.Tx)(nil), s.rec, placed{"1"})},
 		"an empty transaction":      {"tx", outboxsql.Record(background, bunLike{}, s.rec, placed{"1"})},
 		"a nil pointer to one":      {"tx", outboxsql.Record(background, (*bunLike)(nil), s.rec, placed{"1"})},
+		"a typed nil inside":        {"tx", outboxsql.Record(background, txHolder{(*sql.Tx)(nil)}, s.rec, placed{"1"})},
 		"no recorder":               {"recorder", outboxsql.Record(background, s.begin(t), nil, placed{"1"})},
 		"no database":               {"db", outboxsql.InTx(background, nil, waker, nothing)},
 		"no waker":                  {"waker", outboxsql.InTx(background, s.db, nil, nothing)},

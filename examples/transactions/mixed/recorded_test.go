@@ -78,6 +78,32 @@ func TestRecordedByEachLibrary(t *testing.T) {
 	}
 }
 
+// DrainWorker looks through lib/pq, while the worker has a pool of pgx.
+func TestDrainWorkerByPQ(t *testing.T) {
+	t.Parallel()
+	pool, schema := testenv.Schema(t)
+	require.NoError(t, outbox.Migrate(t.Context(), pool, outbox.MigrateConfig{Schema: schema}))
+	events, err := outbox.NewRegistry("shop", outbox.Event("acme.cup.sold.v1", "Cup", cupSold.cup))
+	require.NoError(t, err)
+	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{Schema: schema})
+	require.NoError(t, err)
+	pq, err := sql.Open("postgres", shoptest.ForPQ(t, pool.Config().ConnString()))
+	require.NoError(t, err)
+	defer pq.Close()
+	handled := 0
+	cfg := outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Group: "cups", Schema: schema}, FromStart: true, PollInterval: 10 * time.Millisecond}
+	worker, err := outbox.NewWorker(pool, events, cfg, outboxsql.Handle("COUNTED", func(context.Context, *sql.Tx, cupSold, outbox.Metadata) error {
+		handled++
+		return nil
+	}))
+	require.NoError(t, err)
+	require.NoError(t, outboxsql.InTx(t.Context(), pq, worker.Waker(), func(tx *sql.Tx) error {
+		return outboxsql.Record(t.Context(), tx, rec, cupSold{Cup: "a", At: time.Now()}, cupSold{Cup: "a", At: time.Now()})
+	}))
+	outboxtest.DrainWorker(t.Context(), t, outboxtest.InSchema(outboxtest.SQL(pq), schema), worker)
+	require.Equal(t, 2, handled)
+}
+
 // lookable is a library, as far as a test needs it.
 type lookable struct {
 	db   outboxtest.SQLDB
