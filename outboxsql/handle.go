@@ -31,7 +31,8 @@ import (
 // like this does not know its driver, so named parameters need sqlxDB.BindNamed.
 //
 // Rows and statements that f leaves open are closed when it returns. Whoever uses tx after that, a goroutine of f for
-// example, gets [sql.ErrTxDone]. A statement without a context of its own, or with one that cannot end, ends with ctx.
+// example, gets [sql.ErrTxDone]; only rows that were scanned into [sql.RawBytes] have to be closed by f itself, or they hold
+// goroutines of database/sql for ever. A statement without a context of its own, or with one that cannot end, ends with ctx.
 //
 // Arguments and values are those of pgx/stdlib, whichever driver the service uses otherwise: pgx encodes an argument of any type. A prepared
 // statement is prepared by pgx when it first runs, if the pool does that, so it works behind PgBouncer. A statement that was

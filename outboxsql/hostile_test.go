@@ -283,3 +283,48 @@ func TestBatchWithFailingEvent(t *testing.T) {
 	require.NotContains(t, s.orders(t), "17")
 	require.Len(t, s.orders(t), n-1)
 }
+
+// Handlers that share a transaction leave rows open, and goroutines that go on with theirs. None of it reaches the next handler.
+func TestLeftOpenInSharedTransaction(t *testing.T) {
+	t.Parallel()
+	s := newShop(t)
+	const n = 50
+	var goroutines sync.WaitGroup
+	var failed atomic.Int64
+	cfg := outbox.HandlerConfig{Group: "shop", Schema: s.schema}
+	untidy := func(ctx context.Context, tx *sql.Tx, e placed, _ outbox.Metadata) error {
+		if err := s.insert(ctx, tx, e.Order); err != nil {
+			failed.Add(1)
+			return err
+		}
+		began := make(chan struct{})
+		goroutines.Go(func() {
+			close(began)
+			for {
+				_, err := tx.ExecContext(background, s.sql(`INSERT INTO {s}.orders SELECT 'late' WHERE false`))
+				if errors.Is(err, sql.ErrTxDone) {
+					return
+				}
+			}
+		})
+		<-began
+		rows, err := tx.QueryContext(ctx, `SELECT generate_series(1, 1000)`)
+		if err != nil || !rows.Next() {
+			failed.Add(1)
+			return errors.Join(errOwn, err)
+		}
+		return rows.Err()
+	}
+	w, err := outbox.NewWorker(s.pool, s.events, outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true, PollInterval: 5 * time.Millisecond}, outboxsql.Handle("UNTIDY", untidy))
+	require.NoError(t, err)
+	var events []outbox.DomainEvent
+	for i := range n {
+		events = append(events, placed{fmt.Sprint(i)})
+	}
+	require.NoError(t, outboxsql.InTx(background, s.db, w.Waker(), func(tx *sql.Tx) error { return outboxsql.Record(background, tx, s.rec, events...) }))
+	testenv.Run(t, w.Run)
+	require.Eventually(t, func() bool { return len(s.handled(t)) == n }, testenv.Patience, 5*time.Millisecond)
+	goroutines.Wait()
+	require.Len(t, s.orders(t), n)
+	require.Zero(t, failed.Load())
+}
