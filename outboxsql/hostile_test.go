@@ -328,3 +328,43 @@ func TestLeftOpenInSharedTransaction(t *testing.T) {
 	require.Len(t, s.orders(t), n)
 	require.Zero(t, failed.Load())
 }
+
+// A savepoint is that of the handler that has set it: another one, in the same transaction, cannot roll its work back.
+func TestSavepointOfAnotherHandler(t *testing.T) {
+	t.Parallel()
+	s := newShop(t)
+	for name, statements := range map[string][]string{
+		"to":        {`ROLLBACK TO here`},
+		"savepoint": {`rollback transaction to savepoint "here"`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			cfg := outbox.HandlerConfig{Group: "shop " + name, Schema: s.schema, RetryWait: time.Millisecond, MaxRetries: 1}
+			w, err := outbox.NewWorker(s.pool, s.events, outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true, Concurrency: 1, PollInterval: 5 * time.Millisecond},
+				outboxsql.Handle("SAVED "+name, func(ctx context.Context, tx *sql.Tx, e placed, _ outbox.Metadata) error {
+					if !strings.HasPrefix(e.Order, name) {
+						return nil
+					}
+					run := []string{`SAVEPOINT here`}
+					if strings.HasSuffix(e.Order, "2") {
+						run = statements
+					}
+					for _, statement := range run {
+						if _, err := tx.ExecContext(ctx, statement); err != nil {
+							return err
+						}
+					}
+					return s.insert(ctx, tx, e.Order)
+				}))
+			require.NoError(t, err)
+			require.NoError(t, outboxsql.InTx(background, s.db, w.Waker(), func(tx *sql.Tx) error {
+				return outboxsql.Record(background, tx, s.rec, placed{name + "1"}, placed{name + "2"}, placed{name + "3"})
+			}))
+			testenv.Run(t, w.Run)
+			require.Eventually(t, func() bool {
+				return len(s.column(t, `SELECT 1::text FROM {s}.event_delivery WHERE consumer_group = 'shop `+name+`' AND status = 'DEAD'`)) == 1
+			}, testenv.Patience, 5*time.Millisecond)
+			require.Contains(t, s.orders(t), name+"1")
+			require.NotContains(t, s.orders(t), name+"2")
+		})
+	}
+}

@@ -24,6 +24,7 @@ var (
 
 	errAborted = errors.New("has left its transaction aborted: it returned nil although a statement had failed")
 	errOpen    = errors.New("has left rows or batch results open: it must close them before it returns")
+	errForeign = errors.New("has released, or gone back to, a savepoint that it has not set: with it goes the work of other handlers in the transaction")
 	errLost    = errors.New("has returned nil although its connection was lost")
 )
 
@@ -65,10 +66,13 @@ type Tx struct {
 	within  bool   // it is somebody else's
 	ended   bool   // the function has called Commit or Rollback
 	changed bool   // a function has changed settings
+	foreign bool   // the function has used a savepoint of another one
 
 	clean    [4]string // statements that were looked at lately, and change none
 	oldest   int       // of them
 	prepared []string  // names of statements that were looked at, and change none
+
+	savepoints []string // that the function has set by statements
 }
 
 // Begin begins a transaction, together with what queue adds to the batch, in a single round
@@ -102,10 +106,12 @@ func Within(tx pgx.Tx) *Tx { return &Tx{tx: tx, within: true} }
 // returns the error of the function, or what the function has done to the transaction: that
 // error has the name of the function.
 func (t *Tx) Call(name string, f func(pgx.Tx) error) error {
-	t.name, t.ended = name, false
+	t.name, t.ended, t.foreign, t.savepoints = name, false, false, nil
 	err := f(&hostTx{part{t.tx, t}})
 	conn := t.tx.Conn().PgConn()
 	switch {
+	case t.foreign:
+		return errors.Join(t.blame(errForeign), err)
 	case t.ended || t.idle():
 		return t.endedError(err)
 	case err != nil:
@@ -190,8 +196,10 @@ func (p *part) look(ctx context.Context, sqls ...string) {
 	for _, sql := range sqls {
 		t.look(sql)
 	}
-	if !t.within && (t.ended || t.idle()) {
-		t.ended = true
+	if t.within {
+		return
+	}
+	if t.ended = t.ended || t.idle(); t.ended || t.foreign {
 		t.Rollback(ctx)
 	}
 }
@@ -203,16 +211,35 @@ func (t *Tx) look(sql string) {
 	if slices.Contains(t.clean[:], sql) || slices.Contains(t.prepared, sql) {
 		return
 	}
-	if endsTransaction(sql) {
+	statements := beginnings(sql)
+	if endsTransaction(statements) {
 		t.ended = true
 	}
-	if t.changed || t.ended {
+	if t.lookForSavepoints(statements) || t.changed || t.ended {
 		return
 	}
 	if t.changed = changesSettings(sql); !t.changed {
 		t.clean[t.oldest] = sql
 		t.oldest = (t.oldest + 1) % len(t.clean)
 	}
+}
+
+// lookForSavepoints finds out whether a statement uses a savepoint that another function has set. It reports whether there are savepoints
+// in it, so that it is looked at again. If the transaction is not shared, PostgreSQL says that there is no such savepoint.
+func (t *Tx) lookForSavepoints(statements [][]string) (found bool) {
+	for _, words := range statements {
+		name, ok := savepointOf(words)
+		if !ok {
+			continue
+		}
+		found = true
+		if words[0] == "savepoint" {
+			t.savepoints = append(t.savepoints, name)
+		} else if t.shared && !slices.Contains(t.savepoints, name) {
+			t.foreign = true
+		}
+	}
+	return found
 }
 
 // Begin implements [pgx.Tx]: it sets a savepoint.

@@ -349,3 +349,29 @@ func TestNothingIsSentBehindTheEnd(t *testing.T) {
 		}
 	}
 }
+
+// A function has its own savepoints, and not those of the functions before it in the transaction.
+func TestSavepointsOfOthers(t *testing.T) {
+	t.Parallel()
+	for _, mode := range modes {
+		g := newGuardFixture(t, mode)
+		own := []string{"SAVEPOINT here", "ROLLBACK TO here", "SAVEPOINT Here", "RELEASE SAVEPOINT here"}
+		for _, foreign := range []string{"ROLLBACK TO here", `ROLLBACK WORK TO SAVEPOINT "here"`, "SAVEPOINT other; RELEASE here"} {
+			tx := g.begin(t, true)
+			require.NoError(t, tx.Call("FIRST", g.effect(t.Context(), own...)))
+			err := tx.Call("SECOND", func(tx pgx.Tx) error {
+				_, _ = tx.Exec(t.Context(), foreign, pgx.QueryExecModeSimpleProtocol)
+				return nil
+			})
+			require.ErrorContains(t, err, "handler SECOND has released, or gone back to, a savepoint that it has not set", foreign)
+			require.NotErrorIs(t, err, guardtx.ErrEnded)
+			require.Error(t, tx.Commit(t.Context()))
+			g.requireRows(t, 0, 0)
+		}
+		tx := g.begin(t, true)
+		require.NoError(t, tx.Call("FIRST", g.effect(t.Context(), own...)))
+		require.NoError(t, tx.Call("SECOND", g.effect(t.Context(), own...)), "savepoints of the same names")
+		require.NoError(t, tx.Commit(t.Context()))
+		g.requireRows(t, 1, 2)
+	}
+}
