@@ -84,7 +84,7 @@ func Record(ctx context.Context, tx Tx, rec *outbox.Recorder, events ...outbox.D
 }
 
 // InTx runs f in a transaction of db, commits it, and wakes. If f returns an error, panics or ends its
-// goroutine, the transaction is rolled back, and nobody is woken. The error is that of f, or the driver's.
+// goroutine, the transaction is rolled back, and nobody is woken. The error is that of f, of ctx, or the driver's.
 // InTx commits, so f must not: the commit would fail with [sql.ErrTxDone].
 //
 // The transaction has the options of the database. For others call [sql.DB.BeginTx], [Record], [sql.Tx.Commit]
@@ -107,6 +107,9 @@ func InTx(ctx context.Context, db *sql.DB, waker *outbox.Waker, f func(tx *sql.T
 		return err
 	}
 	if err := tx.Commit(); err != nil {
+		if errors.Is(err, sql.ErrTxDone) && ctx.Err() != nil { // which makes database/sql roll back
+			err = fmt.Errorf("%w: %w", ctx.Err(), err)
+		}
 		return fmt.Errorf("outbox: commit: %w", err)
 	}
 	waker.Wake()
