@@ -65,11 +65,20 @@ func TestHandler(t *testing.T) {
 		return nil
 	}))
 	h.RequireOrders("b", "c")
-	require.ErrorIs(t, h.Handle(func(ctx context.Context, tx *sql.Tx) error {
+	for _, end := range []func(db *gorm.DB) *gorm.DB{(*gorm.DB).Commit, (*gorm.DB).Rollback} {
+		require.ErrorIs(t, h.Handle(func(ctx context.Context, tx *sql.Tx) error {
+			db := s.db.WithContext(ctx)
+			db.Statement.ConnPool = tx
+			require.NoError(t, db.Create(&Order{ID: "d"}).Error)
+			_ = end(db).Error
+			return nil
+		}), outbox.ErrHandlerTx)
+	}
+	require.NoError(t, h.Handle(func(ctx context.Context, tx *sql.Tx) error {
 		db := s.db.WithContext(ctx)
 		db.Statement.ConnPool = tx
-		require.NoError(t, db.Create(&Order{ID: "d"}).Error)
-		return db.Commit().Error
-	}), outbox.ErrHandlerTx)
+		require.ErrorIs(t, db.Begin().Error, gorm.ErrInvalidTransaction, "there is one already")
+		return nil
+	}))
 	h.RequireOrders("b", "c")
 }
