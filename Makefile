@@ -81,7 +81,7 @@ test-versions: needs-test-versions $(SERVICES) ## Test what is SQL on PostgreSQL
 
 .PHONY: test-pgbouncer
 test-pgbouncer: needs-test-pgbouncer $(SERVICES) bin/testall ## Test the library and the examples through PgBouncer in transaction mode (THROUGH: the modules)
-	@$(SERVICES) run -pgbouncer $(USE) -- bash -ec 'eval "exec bin/testall $(or $(THROUGH),. outboxtest examples) -- -p 1 -parallel 4 -timeout 20m $$ARGS"'
+	@$(SERVICES) run -pgbouncer $(USE) -- bash -ec 'eval "exec bin/testall $(or $(THROUGH),. outboxtest examples examples/transactions) -- -p 1 -parallel 4 -timeout 20m $$ARGS"'
 
 .PHONY: bench
 bench: needs-kafka $(SERVICES) bin/bench ## Measure against the least that could do the same, on a real Kafka (ARGS="-h" tells more)

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
@@ -385,5 +386,60 @@ func TestHandlerWithoutFunction(t *testing.T) {
 	for _, h := range []outbox.Handler{outboxsql.Handle[placed]("NONE", nil), outboxsql.HandleBatch[placed]("NONE", nil)} {
 		_, err := outbox.NewConsumer(s.pool, nil, s.events, outbox.ConsumerConfig{HandlerConfig: outbox.HandlerConfig{Group: "shop"}}, h)
 		require.ErrorIs(t, err, outbox.ErrNilArgument)
+	}
+}
+
+// A handler that has pgx for one thing has a library for another.
+func TestWithinHandler(t *testing.T) {
+	t.Parallel()
+	s := newShop(t)
+	c := s.consumer(t, outbox.HandlerConfig{}, outbox.Handle("BOTH", func(ctx context.Context, tx pgx.Tx, e placed, _ outbox.Metadata) error {
+		rows := pgx.CopyFromRows([][]any{{"copied " + e.Order, 1}})
+		if _, err := tx.CopyFrom(ctx, pgx.Identifier{s.schema, "orders"}, []string{"id", "quantity"}, rows); err != nil {
+			return err
+		}
+		err := outboxsql.Within(ctx, tx, func(tx *sql.Tx) error {
+			err := s.insert(ctx, tx, e.Order)
+			if e.Order == "commits" {
+				return errors.Join(err, tx.Commit())
+			}
+			return err
+		})
+		_, failed := tx.Exec(ctx, s.sql(`UPDATE {s}.orders SET quantity = 7`))
+		return errors.Join(err, failed)
+	}))
+	require.NoError(t, s.deliver(t, c, "1", 2))
+	require.ErrorIs(t, s.deliver(t, c, "commits", 1), outbox.ErrHandlerTx)
+	require.Equal(t, []string{"1", "copied 1"}, s.orders(t))
+}
+
+// Within is a *sql.Tx inside a transaction of pgx, which goes on as it likes.
+func TestWithin(t *testing.T) {
+	t.Parallel()
+	s := newShop(t)
+	tx, err := s.pool.Begin(background)
+	require.NoError(t, err)
+	defer tx.Rollback(background)
+	var late *sql.Tx
+	require.ErrorIs(t, outboxsql.Within(background, tx, func(tx *sql.Tx) error {
+		late = tx
+		require.NoError(t, s.insert(background, tx, "1"))
+		require.NoError(t, outboxsql.Record(background, tx, s.rec, placed{"1"}))
+		return errOwn
+	}), errOwn)
+	require.ErrorIs(t, s.insert(background, late, "2"), sql.ErrTxDone)
+	require.NoError(t, s.rec.Record(background, tx, placed{"2"}), "an error does not roll back")
+	require.Empty(t, s.recorded(t))
+	require.NoError(t, outboxsql.Within(background, tx, func(tx *sql.Tx) error { return tx.Commit() }))
+	require.Equal(t, []string{"1", "2"}, s.recorded(t))
+	require.Equal(t, []string{"1"}, s.orders(t))
+	require.ErrorIs(t, outboxsql.Within(background, tx, func(tx *sql.Tx) error { return s.insert(background, tx, "3") }), pgx.ErrTxClosed)
+
+	for field, err := range map[string]error{
+		"tx":       outboxsql.Within(background, (*pgxpool.Tx)(nil), func(*sql.Tx) error { return nil }),
+		"function": outboxsql.Within(background, tx, nil),
+	} {
+		require.ErrorIs(t, err, outbox.ErrNilArgument)
+		require.ErrorContains(t, err, field)
 	}
 }

@@ -5,6 +5,7 @@
 //   - [InTx] begins a transaction, commits it, and wakes the relay.
 //   - [Handle] and [HandleBatch] make handlers that write through a [sql.Tx]. It runs inside the very transaction
 //     that holds the row of event_handled, so what such a handler does is done once, too.
+//   - [Within] gives code that takes a [sql.Tx] one inside a transaction of pgx.
 //
 // The values of a service are kept where they are:
 //
@@ -20,7 +21,8 @@
 //	pool, err := pgxpool.New(ctx, url)
 //	db := stdlib.OpenDBFromPool(pool)
 //
-// A service with lib/pq makes a pool of the same address, and leaves its [sql.DB] as it is. A process
+// A service with lib/pq makes a pool of the same database, and leaves its [sql.DB] as it is. In its address lib/pq takes
+// parameters of pgx, such as pool_max_conns, for settings of the server, and fails: set them in Go. A process
 // that only records needs a pool for its [outbox.Waker] alone, of one or two connections.
 package outboxsql
 
@@ -82,8 +84,11 @@ func Record(ctx context.Context, tx Tx, rec *outbox.Recorder, events ...outbox.D
 }
 
 // InTx runs f in a transaction of db, commits it, and wakes. If f returns an error, panics or ends its
-// goroutine, the transaction is rolled back, and nobody is woken. The error is that of f, or the driver's.
+// goroutine, the transaction is rolled back, and nobody is woken. The error is that of f, of ctx, or the driver's.
 // InTx commits, so f must not: the commit would fail with [sql.ErrTxDone].
+//
+// The transaction has the options of the database. For others call [sql.DB.BeginTx], [Record], [sql.Tx.Commit]
+// and, after that, [outbox.Waker.Wake].
 func InTx(ctx context.Context, db *sql.DB, waker *outbox.Waker, f func(tx *sql.Tx) error) error {
 	switch {
 	case db == nil:
@@ -102,6 +107,9 @@ func InTx(ctx context.Context, db *sql.DB, waker *outbox.Waker, f func(tx *sql.T
 		return err
 	}
 	if err := tx.Commit(); err != nil {
+		if errors.Is(err, sql.ErrTxDone) && ctx.Err() != nil { // which makes database/sql roll back
+			err = fmt.Errorf("%w: %w", ctx.Err(), err)
+		}
 		return fmt.Errorf("outbox: commit: %w", err)
 	}
 	waker.Wake()

@@ -112,6 +112,7 @@ func TestNilArguments(t *testing.T) {
 		"a nil transaction":         {"tx", outboxsql.Record(background, (*sql.Tx)(nil), s.rec, placed{"1"})},
 		"an empty transaction":      {"tx", outboxsql.Record(background, bunLike{}, s.rec, placed{"1"})},
 		"a nil pointer to one":      {"tx", outboxsql.Record(background, (*bunLike)(nil), s.rec, placed{"1"})},
+		"a typed nil inside":        {"tx", outboxsql.Record(background, txHolder{(*sql.Tx)(nil)}, s.rec, placed{"1"})},
 		"no recorder":               {"recorder", outboxsql.Record(background, s.begin(t), nil, placed{"1"})},
 		"no database":               {"db", outboxsql.InTx(background, nil, waker, nothing)},
 		"no waker":                  {"waker", outboxsql.InTx(background, s.db, nil, nothing)},
@@ -232,6 +233,17 @@ func TestInTx(t *testing.T) {
 	require.ErrorIs(t, outboxsql.InTx(background, s.db, waker, func(tx *sql.Tx) error { return tx.Rollback() }), sql.ErrTxDone)
 	ctx, cancel := context.WithCancel(background)
 	require.ErrorIs(t, outboxsql.InTx(ctx, s.db, waker, record("cancelled", func(*sql.Tx) error { cancel(); return nil })), context.Canceled)
+	require.ErrorIs(t, func() error {
+		ctx, cancel := context.WithCancel(background)
+		return outboxsql.InTx(ctx, s.db, waker, record("rolled back for it", func(tx *sql.Tx) error {
+			cancel()
+			for {
+				if _, err := tx.Exec(`SELECT 1`); errors.Is(err, sql.ErrTxDone) {
+					return nil
+				}
+			}
+		}))
+	}(), context.Canceled)
 	require.ErrorIs(t, outboxsql.InTx(ctx, s.db, waker, record("begun", func(*sql.Tx) error { return nil })), context.Canceled)
 	require.Equal(t, []string{"1"}, s.recorded(t))
 	require.Eventually(t, func() bool { return s.pool.Stat().AcquiredConns() == 0 }, testenv.Patience, time.Millisecond, "no connection is kept")

@@ -13,7 +13,7 @@ import (
 //
 // The test fails if that takes longer than the deadline of ctx, or 30 s if it has none, and at once if
 // a delivery is dead; the failure names what is left and why. Retries are waited for, so give
-// the worker a short RetryWait and PollInterval. Tables in another schema than public are those of
+// the worker a short RetryWait and PollInterval. A [*sql.DB] is looked at by [SQL]. Tables in another schema than public are those of
 // InSchema(db, schema), which must be that of the worker.
 func DrainWorker(ctx context.Context, t T, db DB, worker *outbox.Worker) {
 	t.Helper()
@@ -47,7 +47,7 @@ SELECT * FROM pending ORDER BY status = 'dead' DESC, id LIMIT $2::bigint`
 
 func drainWorker(ctx context.Context, tab table, worker *outbox.Worker) error {
 	if tab.own {
-		return fmt.Errorf("%T is a transaction: a worker sees what is committed", tab.db)
+		return fmt.Errorf("%s is a transaction: a worker sees what is committed", tab.kind())
 	}
 	return runUntilNone(ctx, "worker", worker.Run, func(ctx context.Context, limit *int) ([]pending, error) {
 		return readPending(ctx, tab.db, completed(sqlUnhandled, tab.schema), worker.Group(), limit, worker.Topics())

@@ -1,7 +1,8 @@
 // Package outboxtest helps to test services that use outbox.
 //
 //   - [RequireRecorded], [RequireNotRecorded] and [Recorded] look at the events
-//     that a transaction recorded, before it commits or after.
+//     that a transaction recorded, before it commits or after; those of database/sql,
+//     and so of GORM, ent, Bun, sqlx and sqlc, by [SQL].
 //   - [Deliver] and [DeliverTwice] hand an event to the handlers of a consumer,
 //     without Kafka.
 //   - [Play] hands what a transaction recorded to the handlers of a worker, with all retries and

@@ -57,13 +57,17 @@ const maxAttempts = 1000
 //	require.NoError(t, Place(ctx, tx, rec, order))
 //	attempts := outboxtest.Play(ctx, t, tx, worker)
 //
+// Code that takes a [sql.Tx] gets one inside tx from outboxsql.Within, whatever driver it has otherwise:
+//
+//	require.NoError(t, outboxsql.Within(ctx, tx, func(tx *sql.Tx) error { return Place(ctx, tx, rec, order) }))
+//
 // Each action gets the events of a key in their order, those behind a failed one after it was done
 // or is dead. Handlers with a transaction get a part of tx, and what they have done in it is
 // rolled back where they fail. A handler that uses a connection of its own does not see what tx has
 // recorded. What the handlers wait for by themselves, takes its time.
 //
 // Tables in another schema than public are those of InSchema(tx, schema), which must be that of the
-// worker. The test fails if db is no transaction, or if there is no end.
+// worker. The test fails if db is no transaction of pgx, or if there is no end.
 func Play(ctx context.Context, t T, db DB, worker *outbox.Worker) []Attempt {
 	t.Helper()
 	attempts, err := play(ctx, newTable(db), worker)
@@ -76,7 +80,7 @@ func Play(ctx context.Context, t T, db DB, worker *outbox.Worker) []Attempt {
 func play(ctx context.Context, tab table, worker *outbox.Worker) ([]Attempt, error) {
 	tx, ok := tab.db.(pgx.Tx)
 	if !ok {
-		return nil, fmt.Errorf("%T is no transaction", tab.db)
+		return nil, fmt.Errorf("%s is no transaction of pgx, which handlers get a part of: outboxsql.Within gives code a *sql.Tx in one", tab.kind())
 	}
 	p := &player{tab: tab, tx: tx, worker: worker}
 	for {

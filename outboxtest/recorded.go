@@ -16,7 +16,7 @@ import (
 )
 
 // DB is where recorded events are looked for: a transaction, a pool or a
-// connection. In a [pgx.Tx], only what that transaction itself has recorded counts,
+// connection of pgx, or by [SQL] one of database/sql. In a [pgx.Tx], only what that transaction itself has recorded counts,
 // so that tests which share a database and roll back do not see each other; in a
 // pool or a connection, all that is committed.
 type DB interface {

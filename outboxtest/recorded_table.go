@@ -27,8 +27,31 @@ func newTable(db DB) table {
 	if s, ok := db.(inSchema); ok {
 		tab.db, tab.schema = s.DB, s.schema
 	}
-	_, tab.own = tab.db.(pgx.Tx)
+	switch db := tab.db.(type) {
+	case nil:
+		tab.db = noDB{}
+	case pgx.Tx:
+		tab.own = true
+	case sqlDB:
+		tab.own = db.tx
+	}
 	return tab
+}
+
+// noDB is instead of nil.
+type noDB struct{}
+
+// Query implements [DB].
+func (noDB) Query(context.Context, string, ...any) (pgx.Rows, error) {
+	return nil, fmt.Errorf("db %w", outbox.ErrNilArgument)
+}
+
+// kind names what was given, for a failure message.
+func (tab table) kind() string {
+	if s, ok := tab.db.(sqlDB); ok {
+		return fmt.Sprintf("%T", s.db)
+	}
+	return fmt.Sprintf("%T", tab.db)
 }
 
 // place says in a failure message what was looked at.

@@ -24,6 +24,7 @@ var (
 
 	errAborted = errors.New("has left its transaction aborted: it returned nil although a statement had failed")
 	errOpen    = errors.New("has left rows or batch results open: it must close them before it returns")
+	errForeign = errors.New("has released, or gone back to, a savepoint that it has not set: with it goes the work of other handlers in the transaction")
 	errLost    = errors.New("has returned nil although its connection was lost")
 )
 
@@ -62,12 +63,16 @@ type Tx struct {
 	tx      pgx.Tx
 	shared  bool   // several functions are called in it
 	name    string // of the last one
+	within  bool   // it is somebody else's
 	ended   bool   // the function has called Commit or Rollback
 	changed bool   // a function has changed settings
+	foreign bool   // the function has used a savepoint of another one
 
 	clean    [4]string // statements that were looked at lately, and change none
 	oldest   int       // of them
 	prepared []string  // names of statements that were looked at, and change none
+
+	savepoints []string // that the function has set by statements
 }
 
 // Begin begins a transaction, together with what queue adds to the batch, in a single round
@@ -95,18 +100,19 @@ func Begin(ctx context.Context, conn *pgx.Conn, shared bool, queue func(*pgx.Bat
 
 // Within returns a transaction of somebody else, or a part of it. Nothing guards it from a COMMIT in a
 // statement of a function; its end is for whoever has begun it.
-func Within(tx pgx.Tx) *Tx { return &Tx{tx: tx} }
+func Within(tx pgx.Tx) *Tx { return &Tx{tx: tx, within: true} }
 
 // Call calls a function of the host with the transaction, whose Commit and Rollback fail. It
 // returns the error of the function, or what the function has done to the transaction: that
 // error has the name of the function.
 func (t *Tx) Call(name string, f func(pgx.Tx) error) error {
-	t.name, t.ended = name, false
+	t.name, t.ended, t.foreign, t.savepoints = name, false, false, nil
 	err := f(&hostTx{part{t.tx, t}})
 	conn := t.tx.Conn().PgConn()
-	idle := !conn.IsClosed() && !conn.IsBusy() && conn.TxStatus() == 'I'
 	switch {
-	case t.ended || idle:
+	case t.foreign:
+		return errors.Join(t.blame(errForeign), err)
+	case t.ended || t.idle():
 		return t.endedError(err)
 	case err != nil:
 		return err
@@ -118,6 +124,12 @@ func (t *Tx) Call(name string, f func(pgx.Tx) error) error {
 		return t.blame(errAborted)
 	}
 	return nil
+}
+
+// idle reports whether the connection is in no transaction any more.
+func (t *Tx) idle() bool {
+	conn := t.tx.Conn().PgConn()
+	return !conn.IsClosed() && !conn.IsBusy() && conn.TxStatus() == 'I'
 }
 
 func (t *Tx) blame(err error) error { return fmt.Errorf("handler %s %w", t.name, err) }
@@ -177,7 +189,20 @@ type part struct {
 	owner *Tx
 }
 
-func (p *part) look(sql string) { p.owner.look(sql) }
+// look looks at what is to be sent. Behind the end of the transaction a statement would commit by itself, although the function fails. So
+// if there was an end, or this would be one, the transaction is rolled back now: pgx sends nothing more in it.
+func (p *part) look(ctx context.Context, sqls ...string) {
+	t := p.owner
+	for _, sql := range sqls {
+		t.look(sql)
+	}
+	if t.within {
+		return
+	}
+	if t.ended = t.ended || t.idle(); t.ended || t.foreign {
+		t.Rollback(ctx)
+	}
+}
 
 // look finds out whether a statement changes settings, or ends the transaction. Handlers run the same few again and
 // again. Behind one that ends the transaction and begins another, a COMMIT of the next function would not be noticed: there
@@ -186,16 +211,35 @@ func (t *Tx) look(sql string) {
 	if slices.Contains(t.clean[:], sql) || slices.Contains(t.prepared, sql) {
 		return
 	}
-	if endsTransaction(sql) {
+	statements := beginnings(sql)
+	if endsTransaction(statements) {
 		t.ended = true
 	}
-	if t.changed || t.ended {
+	if t.lookForSavepoints(statements) || t.changed || t.ended {
 		return
 	}
 	if t.changed = changesSettings(sql); !t.changed {
 		t.clean[t.oldest] = sql
 		t.oldest = (t.oldest + 1) % len(t.clean)
 	}
+}
+
+// lookForSavepoints finds out whether a statement uses a savepoint that another function has set. It reports whether there are savepoints
+// in it, so that it is looked at again. If the transaction is not shared, PostgreSQL says that there is no such savepoint.
+func (t *Tx) lookForSavepoints(statements [][]string) (found bool) {
+	for _, words := range statements {
+		name, ok := savepointOf(words)
+		if !ok {
+			continue
+		}
+		found = true
+		if words[0] == "savepoint" {
+			t.savepoints = append(t.savepoints, name)
+		} else if t.shared && !slices.Contains(t.savepoints, name) {
+			t.foreign = true
+		}
+	}
+	return found
 }
 
 // Begin implements [pgx.Tx]: it sets a savepoint.
@@ -209,25 +253,25 @@ func (p *part) Begin(ctx context.Context) (pgx.Tx, error) {
 
 // Exec implements [pgx.Tx].
 func (p *part) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
-	p.look(sql)
+	p.look(ctx, sql)
 	return p.Tx.Exec(ctx, sql, args...)
 }
 
 // Query implements [pgx.Tx].
 func (p *part) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
-	p.look(sql)
+	p.look(ctx, sql)
 	return p.Tx.Query(ctx, sql, args...)
 }
 
 // QueryRow implements [pgx.Tx].
 func (p *part) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	p.look(sql)
+	p.look(ctx, sql)
 	return p.Tx.QueryRow(ctx, sql, args...)
 }
 
 // Prepare implements [pgx.Tx].
 func (p *part) Prepare(ctx context.Context, name, sql string) (*pgconn.StatementDescription, error) {
-	p.owner.look(sql)
+	p.look(ctx, sql)
 	statement, err := p.Tx.Prepare(ctx, name, sql)
 	if err == nil && !p.owner.changed {
 		p.owner.prepared = append(p.owner.prepared, name)
@@ -237,8 +281,16 @@ func (p *part) Prepare(ctx context.Context, name, sql string) (*pgconn.Statement
 
 // SendBatch implements [pgx.Tx].
 func (p *part) SendBatch(ctx context.Context, b *pgx.Batch) pgx.BatchResults {
-	for _, q := range b.QueuedQueries {
-		p.look(q.SQL)
+	sqls := make([]string, len(b.QueuedQueries))
+	for i, q := range b.QueuedQueries {
+		sqls[i] = q.SQL
 	}
+	p.look(ctx, sqls...)
 	return p.Tx.SendBatch(ctx, b)
+}
+
+// CopyFrom implements [pgx.Tx].
+func (p *part) CopyFrom(ctx context.Context, table pgx.Identifier, columns []string, rows pgx.CopyFromSource) (int64, error) {
+	p.look(ctx)
+	return p.Tx.CopyFrom(ctx, table, columns, rows)
 }

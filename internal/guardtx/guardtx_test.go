@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -271,5 +272,106 @@ func TestBeginFails(t *testing.T) {
 			require.EqualValues(t, 'I', conn.Conn().PgConn().TxStatus())
 		}
 		conn.Release()
+	}
+}
+
+// Behind the end of the transaction nothing is sent, by no way: it would commit by itself, and the function is called again.
+func TestNothingIsSentBehindTheEnd(t *testing.T) {
+	t.Parallel()
+	g := newGuardFixture(t, pgx.QueryExecModeExec)
+	insert := `INSERT INTO ` + g.schema + `.effects VALUES (1)`
+	ways := map[string]func(tx pgx.Tx, statements ...string) error{
+		"exec": func(tx pgx.Tx, statements ...string) (err error) {
+			for _, s := range statements {
+				_, failed := tx.Exec(t.Context(), s)
+				err = errors.Join(err, failed)
+			}
+			return err
+		},
+		"query": func(tx pgx.Tx, statements ...string) (err error) {
+			for _, s := range statements {
+				rows, _ := tx.Query(t.Context(), s)
+				rows.Close()
+				err = errors.Join(err, rows.Err())
+			}
+			return err
+		},
+		"row": func(tx pgx.Tx, statements ...string) (err error) {
+			for _, s := range statements {
+				if failed := tx.QueryRow(t.Context(), s).Scan(); !errors.Is(failed, pgx.ErrNoRows) {
+					err = errors.Join(err, failed)
+				}
+			}
+			return err
+		},
+		"batch": func(tx pgx.Tx, statements ...string) error {
+			var batch pgx.Batch
+			for _, s := range statements {
+				batch.Queue(s)
+			}
+			return tx.SendBatch(t.Context(), &batch).Close()
+		},
+		"text": func(tx pgx.Tx, statements ...string) error {
+			_, err := tx.Exec(t.Context(), strings.Join(statements, "; "), pgx.QueryExecModeSimpleProtocol)
+			return err
+		},
+		"savepoint": func(tx pgx.Tx, statements ...string) error {
+			inner, err := tx.Begin(t.Context())
+			if err != nil {
+				return err
+			}
+			for _, s := range statements {
+				_, failed := inner.Exec(t.Context(), s)
+				err = errors.Join(err, failed)
+			}
+			return err
+		},
+		"copy": func(tx pgx.Tx, statements ...string) error {
+			_, err := tx.Exec(t.Context(), statements[0])
+			_, failed := tx.CopyFrom(t.Context(), pgx.Identifier{g.schema, "effects"}, []string{"n"}, pgx.CopyFromRows([][]any{{1}}))
+			return errors.Join(err, failed)
+		},
+	}
+	for name, send := range ways {
+		for _, end := range []string{"COMMIT", "ROLLBACK"} {
+			for _, shared := range []bool{false, true} {
+				tx := g.begin(t, shared)
+				err := tx.Call("ENDS", func(tx pgx.Tx) error {
+					_ = send(tx, end, insert, "COMMIT")
+					_ = send(tx, "BEGIN", insert, "COMMIT")
+					return nil
+				})
+				require.ErrorIs(t, err, guardtx.ErrEnded, name)
+				require.ErrorContains(t, err, "handler ENDS", name)
+				tx.Rollback(t.Context())
+				g.requireRows(t, 0, 0)
+			}
+		}
+	}
+}
+
+// A function has its own savepoints, and not those of the functions before it in the transaction.
+func TestSavepointsOfOthers(t *testing.T) {
+	t.Parallel()
+	for _, mode := range modes {
+		g := newGuardFixture(t, mode)
+		own := []string{"SAVEPOINT here", "ROLLBACK TO here", "SAVEPOINT Here", "RELEASE SAVEPOINT here"}
+		for _, foreign := range []string{"ROLLBACK TO here", `ROLLBACK WORK TO SAVEPOINT "here"`, "SAVEPOINT other; RELEASE here"} {
+			tx := g.begin(t, true)
+			require.NoError(t, tx.Call("FIRST", g.effect(t.Context(), own...)))
+			err := tx.Call("SECOND", func(tx pgx.Tx) error {
+				_, _ = tx.Exec(t.Context(), foreign, pgx.QueryExecModeSimpleProtocol)
+				return nil
+			})
+			require.ErrorContains(t, err, "handler SECOND has released, or gone back to, a savepoint that it has not set", foreign)
+			require.NotErrorIs(t, err, guardtx.ErrEnded)
+			require.Error(t, tx.Commit(t.Context()))
+			g.requireRows(t, 0, 0)
+		}
+		tx := g.begin(t, true)
+		require.NoError(t, tx.Call("FIRST", g.effect(t.Context(), own...)))
+		require.NoError(t, tx.Call("SECOND", g.effect(t.Context(), own...)), "savepoints of the same names")
+		require.NoError(t, tx.Commit(t.Context()))
+		g.requireRows(t, 1, 2)
 	}
 }

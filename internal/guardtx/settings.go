@@ -1,6 +1,9 @@
 package guardtx
 
-import "strings"
+import (
+	"slices"
+	"strings"
+)
 
 // changesSettings reports whether a statement may change settings of its transaction: SET,
 // RESET, DISCARD or set_config, also in the body of a DO; or something else whose text is not
@@ -104,45 +107,88 @@ func behind(sql, end string, from int) string {
 
 func isAlpha(c byte) bool { return c|0x20 >= 'a' && c|0x20 <= 'z' || c == '_' || c >= 0x80 }
 
-// endsTransaction reports whether one of the statements of a text ends its transaction. Savepoints do not.
-func endsTransaction(sql string) bool {
-	first, last := true, "" // the next word begins a statement; the last word was one that may end the transaction
-	for sql != "" {
-		if body, ok := dollarQuoted(sql); ok {
-			sql, first = sql[len(body):], false
-			continue
-		}
-		var token string
-		token, sql = nextToken(sql)
-		c := token[0]
-		if c == ' ' {
-			continue
-		}
-		word := strings.ToLower(token)
-		switch {
-		case last == "rollback" && (word == "work" || word == "transaction"):
-			continue
-		case last == "rollback" && word != "to", last == "prepare" && word == "transaction":
+// endsTransaction reports whether one of the statements with these beginnings ends its transaction. Savepoints do not.
+func endsTransaction(statements [][]string) bool {
+	for _, words := range statements {
+		switch words[0] {
+		case "commit", "end", "abort":
 			return true
-		}
-		last = ""
-		if first && isAlpha(c) {
-			switch word {
-			case "commit", "end", "abort":
+		case "rollback":
+			if _, ok := savepointOf(words); !ok {
 				return true
-			case "rollback", "prepare":
-				last = word
+			}
+		case "prepare":
+			if len(words) > 1 && words[1] == "transaction" {
+				return true
 			}
 		}
-		first = c == ';'
 	}
-	return last == "rollback"
+	return false
+}
+
+// savepointOf returns the name of the savepoint that a statement sets, releases or goes back to.
+func savepointOf(words []string) (name string, ok bool) {
+	verb, words := words[0], words[1:]
+	skip := func(word string) bool {
+		if len(words) == 0 || words[0] != word {
+			return false
+		}
+		words = words[1:]
+		return true
+	}
+	switch verb {
+	case "savepoint":
+	case "release":
+		skip("savepoint")
+	case "rollback":
+		_ = skip("work") || skip("transaction")
+		if !skip("to") {
+			return "", false
+		}
+		skip("savepoint")
+	default:
+		return "", false
+	}
+	if len(words) == 0 {
+		return "", true
+	}
+	return strings.Trim(words[0], `"`), true
+}
+
+// beginnings returns the first words of each statement of a text, as many as the longest of [savepointOf] has. They are in lower case but for
+// quoted names.
+func beginnings(sql string) (all [][]string) {
+	const longest = 5 // ROLLBACK TRANSACTION TO SAVEPOINT name
+	var words []string
+	for sql != "" {
+		var token string
+		if body, ok := dollarQuoted(sql); ok {
+			token, sql = body[:1], sql[len(body):]
+		} else if token, sql = nextToken(sql); token == " " {
+			continue
+		}
+		if token == ";" {
+			all, words = append(all, words), nil
+			continue
+		}
+		if len(words) == longest {
+			continue
+		}
+		if isAlpha(token[0]) {
+			token = strings.ToLower(token)
+		}
+		words = append(words, token)
+	}
+	return slices.DeleteFunc(append(all, words), func(words []string) bool { return len(words) == 0 })
 }
 
 // dollarQuoted returns the text in dollar quotes with which a text begins.
 func dollarQuoted(sql string) (quoted string, ok bool) {
+	if sql[0] != '$' {
+		return "", false
+	}
 	n := strings.IndexByte(sql[1:], '$') + 1
-	if sql[0] != '$' || n == 0 || strings.ContainsFunc(sql[1:n], func(r rune) bool { return r < 0x80 && !isAlpha(byte(r)) && (r < '0' || r > '9') }) {
+	if n == 0 || strings.ContainsFunc(sql[1:n], func(r rune) bool { return r < 0x80 && !isAlpha(byte(r)) && (r < '0' || r > '9') }) {
 		return "", false
 	}
 	mark := sql[:n+1]

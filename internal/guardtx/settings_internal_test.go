@@ -1,7 +1,9 @@
 package guardtx
 
 import (
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -41,13 +43,48 @@ func TestEndsTransaction(t *testing.T) {
 		"COMMIT", "commit work", "END", "ROLLBACK", "rollback;", "ROLLBACK; BEGIN", "SELECT 1; COMMIT", "/* x */ ROLLBACK AND CHAIN", "-- x\nABORT",
 		"PREPARE TRANSACTION 'x'", "ROLLBACK WORK", "rollback transaction ;", "DO $$ BEGIN NULL; END $$; COMMIT",
 	} {
-		require.True(t, endsTransaction(sql), sql)
+		require.True(t, endsTransaction(beginnings(sql)), sql)
 	}
 	for _, sql := range []string{
 		"", "SELECT 'COMMIT'", "SAVEPOINT a", "ROLLBACK TO a", "rollback work to savepoint a", "ROLLBACK TRANSACTION TO a", "RELEASE a", "BEGIN", "SELECT 1 -- ; COMMIT",
 		"DO $$ BEGIN NULL; END $$", "DO $x$ BEGIN PERFORM '$$'; END; $x$", "INSERT INTO a VALUES ($1, $2) -- ; END", "SELECT CASE WHEN a THEN 1 END", "PREPARE q AS SELECT 1",
 		"SELECT \"end\"; SELECT 1", "SELECT $1; SELECT $2",
 	} {
-		require.False(t, endsTransaction(sql), sql)
+		require.False(t, endsTransaction(beginnings(sql)), sql)
 	}
+}
+
+// Savepoints have their names as PostgreSQL has them.
+func TestSavepointOf(t *testing.T) {
+	t.Parallel()
+	for sql, want := range map[string][]string{
+		"SAVEPOINT A":                              {"a"},
+		`savepoint "A b"`:                          {"A b"},
+		"RELEASE a; release savepoint b":           {"a", "b"},
+		"ROLLBACK TO a":                            {"a"},
+		"/* x */ rollback work to savepoint a":     {"a"},
+		"Rollback Transaction To Savepoint \"é\";": {"é"},
+		"ROLLBACK TO savepoint":                    {""},
+		"SAVEPOINT":                                {""},
+		"ROLLBACK; COMMIT; SELECT 'x; SAVEPOINT a'; DO $$ BEGIN; SAVEPOINT a; END $$; SELECT 1 AS savepoint": nil,
+		";;": nil,
+	} {
+		var got []string
+		for _, words := range beginnings(sql) {
+			if name, ok := savepointOf(words); ok {
+				got = append(got, name)
+			}
+		}
+		require.Equal(t, want, got, sql)
+	}
+}
+
+// A library may write all values of many rows into the text: to look at it takes a time that grows as its length does.
+func TestLongTextIsLookedAtInTime(t *testing.T) {
+	t.Parallel()
+	text := "INSERT INTO t VALUES " + strings.Repeat("(1, 'x', 2), ", 300_000) + "(1, 'x', 2)"
+	began := time.Now()
+	require.Len(t, beginnings(text), 1)
+	require.False(t, changesSettings(text))
+	require.Less(t, time.Since(began), 5*time.Second, "%d bytes", len(text))
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/examples/transactions/internal/shop"
 	"github.com/outboxgo/outbox/examples/transactions/internal/shoptest"
+	"github.com/outboxgo/outbox/internal/testenv"
 )
 
 // TestMain fails if a goroutine is left, but for the one that GORM starts for a cache of prepared
@@ -27,7 +28,10 @@ func TestMain(m *testing.M) {
 func TestTransactions(t *testing.T) { shoptest.Test(t, open) }
 
 // With PrepareStmt, the connection of a transaction is a type of GORM's own, which prepares.
-func TestPreparedStatements(t *testing.T) { shoptest.Test(t, openPrepared) }
+func TestPreparedStatements(t *testing.T) {
+	testenv.Direct(t)
+	shoptest.Test(t, openPrepared)
+}
 
 func openPrepared(s *shop.Shop) (shop.Store, error) {
 	cfg := &gorm.Config{PrepareStmt: true, Logger: logger.Discard}
@@ -38,6 +42,7 @@ func openPrepared(s *shop.Shop) (shop.Store, error) {
 // In a handler, a nested transaction is a savepoint, Commit fails, and others that use the same
 // *gorm.DB are not in the transaction of the handler.
 func TestHandler(t *testing.T) {
+	testenv.Direct(t)
 	h, opened := shoptest.NewHandler(t, openPrepared)
 	s := opened.(*store)
 	require.NoError(t, h.Handle(func(ctx context.Context, tx *sql.Tx) error {
@@ -60,11 +65,20 @@ func TestHandler(t *testing.T) {
 		return nil
 	}))
 	h.RequireOrders("b", "c")
-	require.ErrorIs(t, h.Handle(func(ctx context.Context, tx *sql.Tx) error {
+	for _, end := range []func(db *gorm.DB) *gorm.DB{(*gorm.DB).Commit, (*gorm.DB).Rollback} {
+		require.ErrorIs(t, h.Handle(func(ctx context.Context, tx *sql.Tx) error {
+			db := s.db.WithContext(ctx)
+			db.Statement.ConnPool = tx
+			require.NoError(t, db.Create(&Order{ID: "d"}).Error)
+			_ = end(db).Error
+			return nil
+		}), outbox.ErrHandlerTx)
+	}
+	require.NoError(t, h.Handle(func(ctx context.Context, tx *sql.Tx) error {
 		db := s.db.WithContext(ctx)
 		db.Statement.ConnPool = tx
-		require.NoError(t, db.Create(&Order{ID: "d"}).Error)
-		return db.Commit().Error
-	}), outbox.ErrHandlerTx)
+		require.ErrorIs(t, db.Begin().Error, gorm.ErrInvalidTransaction, "there is one already")
+		return nil
+	}))
 	h.RequireOrders("b", "c")
 }

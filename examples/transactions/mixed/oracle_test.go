@@ -26,6 +26,7 @@ import (
 
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/examples/transactions/ent/ent"
+	"github.com/outboxgo/outbox/examples/transactions/internal/shoptest"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
 )
@@ -35,7 +36,11 @@ var (
 	oracleSeed   = flag.Uint64("oracle.seed", 0, "seed of TestOracleOfMixedWriters; 0 draws one")
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+// TestMain fails if a goroutine is left, but for the one that GORM starts for a cache of prepared
+// statements and never ends.
+func TestMain(m *testing.M) {
+	goleak.VerifyTestMain(m, goleak.IgnoreTopFunction("gorm.io/gorm/internal/lru.NewLRU[...].func1"))
+}
 
 // The promises hold whatever library a transaction belongs to, and if several write events of the
 // same key in turn: pgx, database/sql with pgx and with lib/pq, GORM, and ent. The writers are those
@@ -99,7 +104,7 @@ func newFixture(t *testing.T) *fixture {
 func (f *fixture) libraries(t *testing.T) []oracle.Library {
 	t.Helper()
 	pgxDB := stdlib.OpenDBFromPool(testenv.Pool(t, nil))
-	pqDB, err := sql.Open("postgres", f.db.Config().ConnString())
+	pqDB, err := sql.Open("postgres", shoptest.ForPQ(t, f.db.Config().ConnString()))
 	require.NoError(t, err)
 	gormSQL, entSQL := stdlib.OpenDBFromPool(testenv.Pool(t, nil)), stdlib.OpenDBFromPool(testenv.Pool(t, nil))
 	for _, db := range []*sql.DB{pgxDB, pqDB, gormSQL, entSQL} {

@@ -10,16 +10,26 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
+	"github.com/outboxgo/outbox/examples/transactions/internal/shop"
 	"github.com/outboxgo/outbox/examples/transactions/internal/shoptest"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-func TestTransactions(t *testing.T) { shoptest.Test(t, open) }
+func TestTransactions(t *testing.T) { shoptest.Test(t, opener(t)) }
+
+// opener opens the store by an address for lib/pq.
+func opener(t *testing.T) shoptest.Open {
+	t.Helper()
+	return func(s *shop.Shop) (shop.Store, error) {
+		s.DatabaseURL = shoptest.ForPQ(t, s.DatabaseURL)
+		return open(s)
+	}
+}
 
 // In a handler lib/pq's values work, but errors are those of pgx, and there is no COPY.
 func TestHandler(t *testing.T) {
-	h, _ := shoptest.NewHandler(t, open)
+	h, _ := shoptest.NewHandler(t, opener(t))
 	require.NoError(t, h.Handle(func(ctx context.Context, tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx, `INSERT INTO orders SELECT id, 'tea', 1 FROM unnest($1::text[]) AS id`, pq.Array([]string{"a", `b "{}`}))
 		require.NoError(t, err)

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
 
+	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/examples/transactions/internal/shoptest"
 )
 
@@ -46,5 +47,14 @@ func TestHandler(t *testing.T) {
 		_, err := x.NamedExecContext(ctx, `DELETE FROM orders WHERE id = :id`, Order{ID: "a"})
 		return err
 	}))
+	h.RequireOrders("a", "b", "c")
+	for _, end := range []func(x *sqlx.Tx) error{(*sqlx.Tx).Commit, (*sqlx.Tx).Rollback} {
+		require.ErrorIs(t, h.Handle(func(ctx context.Context, tx *sql.Tx) error {
+			x := sqlx.Tx{Tx: tx, Mapper: s.db.Mapper}
+			x.MustExecContext(ctx, `DELETE FROM orders`)
+			_ = end(&x)
+			return nil
+		}), outbox.ErrHandlerTx)
+	}
 	h.RequireOrders("a", "b", "c")
 }

@@ -119,6 +119,22 @@ func config(t *testing.T) shop.Config {
 	return shop.Config{DatabaseURL: address.String(), Kafka: testenv.KafkaOpts(brokers), Topic: topic}
 }
 
+// ForPQ returns an address for lib/pq: without what pgx alone knows, and with statements that go out in one message, as PgBouncer needs
+// them outside of transactions.
+func ForPQ(t *testing.T, address string) string {
+	t.Helper()
+	u, err := url.Parse(address)
+	require.NoError(t, err)
+	query := u.Query()
+	if query.Has("default_query_exec_mode") {
+		query.Del("default_query_exec_mode")
+		query.Set("binary_parameters", "yes")
+		query.Set("sslmode", "disable") // lib/pq requires it otherwise, and pgx does not
+	}
+	u.RawQuery = query.Encode()
+	return u.String()
+}
+
 // fixture is a shop and its store, which do not run yet.
 type fixture struct {
 	*shop.Shop
