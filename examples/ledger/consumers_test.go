@@ -110,7 +110,7 @@ func TestArchive(t *testing.T) {
 	f.records(t)
 	const sqlRows = `
 SELECT id AS outbox_id, event_id::text, event_type AS type, source, aggregate_type, aggregate_id, convert_to(payload::text, 'UTF8') AS payload,
-       content_type, coalesce(topic, '') AS topic, coalesce(partition_key, '') AS partition_key, NULL::bytea AS headers, occurred_at, created_at
+       content_type, true AS json, coalesce(topic, '') AS topic, coalesce(partition_key, '') AS partition_key, NULL::bytea AS headers, occurred_at, created_at
   FROM outbox ORDER BY id`
 	rows, err := f.db.Query(t.Context(), sqlRows)
 	require.NoError(t, err)
