@@ -31,7 +31,7 @@ func newErrand(cfg config, source string, n int) errand {
 		CustomerID: fmt.Sprintf("customer-%d", 1+random.IntN(50)),
 	}}
 	for _, product := range random.Perm(cfg.products)[:1+random.IntN(min(3, cfg.products))] {
-		e.Items = append(e.Items, Item{productID(product), 1 + random.Int64N(3), int64(1+product) * 10_50})
+		e.Items = append(e.Items, Item{productID(product), 1 + random.Int64N(3), int64(1+product) * 1_50})
 	}
 	e.cancels, e.after = random.IntN(6) == 0, time.Duration(random.IntN(2))*100*time.Millisecond
 	return e

@@ -53,6 +53,13 @@ const (
 	exitUsage
 )
 
+// What the program computes in advance has to end.
+const (
+	maxOrders   = 1_000_000
+	maxProducts = 1_000
+	maxStock    = 1_000
+)
+
 type config struct {
 	orders, rate, products, stock int
 	kill, keep, verbose           bool
@@ -174,10 +181,10 @@ func (c *config) check(rest []string) (err error) {
 	switch {
 	case len(rest) > 0:
 		return fmt.Errorf("%q is not a flag; see ordering -h", rest[0])
-	case c.orders < 1 || c.rate < 1 || c.products < 1 || c.patience <= 0:
-		return errors.New("-orders, -rate, -products and -patience start above 0; see ordering -h")
-	case c.stock < 0:
-		return errors.New("-stock starts at 0; see ordering -h")
+	case c.orders < 1 || c.orders > maxOrders || c.rate < 1 || c.products < 1 || c.products > maxProducts || c.patience <= 0:
+		return fmt.Errorf("-orders, -rate, -products and -patience start above 0, -orders ends at %d and -products at %d; see ordering -h", maxOrders, maxProducts)
+	case c.stock < 0 || c.stock > maxStock:
+		return fmt.Errorf("-stock starts at 0 and ends at %d; see ordering -h", maxStock)
 	case c.role != "" && roles[c.role] == nil:
 		return fmt.Errorf("-role is %q, and can be one of %s; see ordering -h", c.role, strings.Join(slices.Sorted(maps.Keys(roles)), ", "))
 	case c.role != "" && c.orderText != "":

@@ -6,6 +6,7 @@ import (
 	"os"
 	"regexp"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -101,26 +102,21 @@ func TestOrderingFindsWhatIsWrong(t *testing.T) {
 	p.RequireNoSchema(t)
 }
 
-// A signal closes the shop. What was ordered is compared.
+// A signal closes the shop, this one or the Ctrl-C of the test above. What was ordered is compared.
 func TestOrderingInterrupted(t *testing.T) {
 	t.Parallel()
-	for _, signal := range ending.Signals {
-		t.Run(signal.String(), func(t *testing.T) {
-			t.Parallel()
-			p := startOrdering(t, "-orders=100000")
-			db := testenv.Pool(t, nil)
-			placed := pgx.Identifier{p.Schema, "orders"}.Sanitize()
-			require.Eventually(t, func() bool {
-				n := 0
-				err := db.QueryRow(context.Background(), `SELECT count(*) FROM `+placed).Scan(&n)
-				return err == nil && n > 20
-			}, testenv.Patience, 10*time.Millisecond)
-			p.Signal(t, signal)
-			require.Zero(t, p.Wait(t))
-			require.NotContains(t, p.Stdout.String(), customersRole+",", "they were not killed")
-			p.RequireNoSchema(t)
-		})
-	}
+	p := startOrdering(t, "-orders=100000")
+	db := testenv.Pool(t, nil)
+	placed := pgx.Identifier{p.Schema, "orders"}.Sanitize()
+	require.Eventually(t, func() bool {
+		n := 0
+		err := db.QueryRow(context.Background(), `SELECT count(*) FROM `+placed).Scan(&n)
+		return err == nil && n > 20
+	}, testenv.Patience, 10*time.Millisecond)
+	p.Signal(t, syscall.SIGTERM)
+	require.Zero(t, p.Wait(t))
+	require.NotContains(t, p.Stdout.String(), customersRole+",", "they were not killed")
+	p.RequireNoSchema(t)
 }
 
 func TestOrderingInterruptedWhileStarting(t *testing.T) {
@@ -142,6 +138,9 @@ var usageTests = []struct {
 	{"no orders", "postgres://h/d", "b:1", "-orders=0", exitUsage, "", "-orders"},
 	{"no products", "postgres://h/d", "b:1", "-products=0", exitUsage, "", "-products"},
 	{"less than no stock", "postgres://h/d", "b:1", "-stock=-1", exitUsage, "", "-stock"},
+	{"too many orders", "postgres://h/d", "b:1", "-orders=1000001", exitUsage, "", "-orders"},
+	{"too many products", "postgres://h/d", "b:1", "-products=1001", exitUsage, "", "-products"},
+	{"too much stock", "postgres://h/d", "b:1", "-stock=1001", exitUsage, "", "-stock"},
 	{"no such role", "postgres://h/d", "b:1", "-role=king -schema=s", exitUsage, "", "customers, inventory, notification, orders, relay, reward"},
 	{"role without a schema", "postgres://h/d", "b:1", "-role=relay", exitUsage, "", "-schema"},
 	{"schema alone", "postgres://h/d", "b:1", "-schema=s", exitUsage, "", "-schema"},
