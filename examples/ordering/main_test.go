@@ -31,10 +31,10 @@ func startOrdering(t *testing.T, args ...string) *program.Process {
 // compensated: what was asked for, the inventory's answer, and what took it back.
 func TestOrdering(t *testing.T) {
 	// Not parallel: processes are to be killed while they are busy.
-	p := startOrdering(t, "-orders=180")
+	p := startOrdering(t, "-orders=120")
 	require.Zero(t, p.Wait(t))
 	out := p.Stdout.String()
-	require.Regexp(t, `180 orders: [1-9]\d* completed, [1-9]\d* cancelled because stock was short, [1-9]\d* cancelled by the customer \([1-9]\d* reservations released\)`, out)
+	require.Regexp(t, `120 orders: [1-9]\d* completed, [1-9]\d* cancelled because stock was short, [1-9]\d* cancelled by the customer \([1-9]\d* reservations released\)`, out)
 	require.Contains(t, out, "killed: customers, inventory, notification, orders, relay")
 	require.Regexp(t, `[1-9]\d* records in Kafka are repeats; [1-9]\d* mails were asked for again`, out)
 	require.Regexp(t, `(?s)order\.created.*inventory\.reservation-requested.*reward\.earned.*notification\.required.*inventory\.short.*`+
@@ -44,42 +44,11 @@ func TestOrdering(t *testing.T) {
 	p.RequireNoSchema(t)
 }
 
-var cancelledLine = regexp.MustCompile(`Order ([0-9a-f-]{36}), as the outbox tells it`)
-
-// Where nothing is in stock all orders are cancelled, nobody keeps points, and nothing is put aside. With -keep an order can be
-// looked at afterwards.
-func TestOrderingWithoutStock(t *testing.T) {
-	t.Parallel()
-	p := startOrdering(t, "-orders=40", "-stock=0", "-kill=false", "-keep")
-	db := testenv.Pool(t, nil)
-	t.Cleanup(func() { show.DropSchema(db, p.Schema, os.Stderr) })
-	require.Zero(t, p.Wait(t))
-	out := p.Stdout.String()
-	require.Regexp(t, `40 orders: 0 completed, .*\(0 reservations released\)`, out)
-	require.Regexp(t, `(?m)^ +0  points of customers `, out)
-
-	order := cancelledLine.FindStringSubmatch(out)
-	require.NotNil(t, order)
-	cmd := program.Command(t.Context(), []string{"-order=" + order[1], "-schema=" + p.Schema}, "OUTBOX_POSTGRES_URL="+db.Config().ConnString(), "OUTBOX_KAFKA_BROKERS=")
-	var looked bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &looked, os.Stderr
-	require.NoError(t, cmd.Run())
-	require.Contains(t, out, looked.String(), "what the summary shows")
-	require.Equal(t, 9, strings.Count(looked.String(), "\n"))
-
-	for args, want := range map[string]string{
-		"-order=00000000-0000-0000-0000-000000000001 -schema=" + p.Schema:      "there is no such order",
-		"-order=00000000-0000-0000-0000-000000000001 -schema=ordering_nowhere": "ordering_nowhere",
-	} {
-		program.RequireUsage(t, args, []string{"OUTBOX_POSTGRES_URL=" + db.Config().ConnString()}, exitWrong, "", want)
-	}
-}
-
 // A reservation that nobody gave back is found, points that were booked twice, and a notification that came twice. The shop is
 // open until all of them are there.
 func TestOrderingFindsWhatIsWrong(t *testing.T) {
 	t.Parallel()
-	p := startOrdering(t, "-orders=100000", "-kill=false")
+	p := startOrdering(t, "-orders=100000", "-rate=20", "-kill=false")
 	db := testenv.Pool(t, nil)
 	in := func(table string) string { return pgx.Identifier{p.Schema, table}.Sanitize() }
 	change := func(sql string) {
@@ -102,11 +71,15 @@ func TestOrderingFindsWhatIsWrong(t *testing.T) {
 	p.RequireNoSchema(t)
 }
 
-// A signal closes the shop, this one or the Ctrl-C of the test above. What was ordered is compared.
+var cancelledLine = regexp.MustCompile(`Order ([0-9a-f-]{36}), as the outbox tells it`)
+
+// A signal closes the shop, this one or the Ctrl-C of the test above. What was ordered is compared: since nothing is in stock,
+// all orders are cancelled, nobody keeps points, and nothing is put aside. With -keep an order can be looked at afterwards.
 func TestOrderingInterrupted(t *testing.T) {
 	t.Parallel()
-	p := startOrdering(t, "-orders=100000")
+	p := startOrdering(t, "-orders=100000", "-rate=20", "-stock=0", "-keep")
 	db := testenv.Pool(t, nil)
+	t.Cleanup(func() { show.DropSchema(db, p.Schema, os.Stderr) })
 	placed := pgx.Identifier{p.Schema, "orders"}.Sanitize()
 	require.Eventually(t, func() bool {
 		n := 0
@@ -115,8 +88,26 @@ func TestOrderingInterrupted(t *testing.T) {
 	}, testenv.Patience, 10*time.Millisecond)
 	p.Signal(t, syscall.SIGTERM)
 	require.Zero(t, p.Wait(t))
-	require.NotContains(t, p.Stdout.String(), customersRole+",", "they were not killed")
-	p.RequireNoSchema(t)
+	out := p.Stdout.String()
+	require.NotContains(t, out, customersRole+",", "they were not killed")
+	require.Regexp(t, `[1-9]\d* orders: 0 completed, .*\(0 reservations released\)`, out)
+	require.Regexp(t, `(?m)^ +0  points of customers `, out)
+
+	order := cancelledLine.FindStringSubmatch(out)
+	require.NotNil(t, order)
+	cmd := program.Command(t.Context(), []string{"-order=" + order[1], "-schema=" + p.Schema}, "OUTBOX_POSTGRES_URL="+db.Config().ConnString(), "OUTBOX_KAFKA_BROKERS=")
+	var looked bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &looked, os.Stderr
+	require.NoError(t, cmd.Run())
+	require.Contains(t, out, looked.String(), "what the summary shows")
+	require.Equal(t, 9, strings.Count(looked.String(), "\n"))
+
+	for args, want := range map[string]string{
+		"-order=00000000-0000-0000-0000-000000000001 -schema=" + p.Schema:      "there is no such order",
+		"-order=00000000-0000-0000-0000-000000000001 -schema=ordering_nowhere": "ordering_nowhere",
+	} {
+		program.RequireUsage(t, args, []string{"OUTBOX_POSTGRES_URL=" + db.Config().ConnString()}, exitWrong, "", want)
+	}
 }
 
 func TestOrderingInterruptedWhileStarting(t *testing.T) {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/examples/internal/show"
 )
 
 // sqlNotifications makes the table of what customers are told, for them to read in the shop. Nothing but event_handled keeps a
@@ -51,35 +52,49 @@ func notify(ctx context.Context, tx pgx.Tx, e NotificationRequired, _ outbox.Met
 	return err
 }
 
-// mail sends a mail. It may be called again for the same event: the process was killed behind the request, or
-// the answer did not come. The key says so to the provider, who then sends nothing.
+const (
+	mailAttempts = 3
+	mailPause    = 50 * time.Millisecond
+	mailWait     = 5 * time.Second
+	mailTimeout  = 10 * time.Second
+)
+
+// mail sends a mail. It may be called again for the same event: the process was killed behind the request, or no answer
+// came. The key says so to the provider, who then sends nothing. It asks again at once, and leaves it to the consumer to try
+// later, so that an outage of the provider does not hold up what others do.
 func (n notifications) mail(ctx context.Context, e NotificationRequired, _ outbox.Metadata) error {
 	body, err := json.Marshal(mail{To: e.CustomerID, Text: e.Text})
 	if err != nil {
 		return outbox.Permanent(err)
 	}
-	request, err := http.NewRequestWithContext(ctx, http.MethodPost, n.url, bytes.NewReader(body))
-	if err != nil {
-		return outbox.Permanent(err)
-	}
-	request.Header.Set(idempotencyKey, e.key())
-	answer, err := n.http.Do(request)
-	if err != nil {
-		return fmt.Errorf("mail provider: %w", err)
-	}
-	defer func() { _ = answer.Body.Close() }() // it was read
-	_, _ = io.Copy(io.Discard, answer.Body)    // for the next request by the connection
-	switch {
-	case answer.StatusCode == http.StatusAccepted:
-		return nil
-	case answer.StatusCode < 500 && answer.StatusCode != http.StatusTooManyRequests:
-		return outbox.Permanent(fmt.Errorf("mail provider: %s", answer.Status))
-	default:
-		return outbox.RetryAfter(fmt.Errorf("mail provider: %s", answer.Status), mailWait)
+	for attempt := 1; ; attempt++ {
+		status, err := n.post(ctx, e.key(), body)
+		switch {
+		case err == nil && status == http.StatusAccepted:
+			return nil
+		case err == nil && status < 500 && status != http.StatusTooManyRequests:
+			return outbox.Permanent(fmt.Errorf("mail provider: status %d", status))
+		case err == nil:
+			err = fmt.Errorf("mail provider: status %d", status)
+		}
+		if attempt == mailAttempts || !show.Pause(ctx, mailPause) {
+			return outbox.RetryAfter(err, mailWait)
+		}
 	}
 }
 
-const (
-	mailWait    = 200 * time.Millisecond
-	mailTimeout = 10 * time.Second
-)
+// post returns the status of the answer.
+func (n notifications) post(ctx context.Context, key string, body []byte) (int, error) {
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost, n.url, bytes.NewReader(body))
+	if err != nil {
+		return 0, err
+	}
+	request.Header.Set(idempotencyKey, key)
+	answer, err := n.http.Do(request)
+	if err != nil {
+		return 0, fmt.Errorf("mail provider: %w", err)
+	}
+	defer func() { _ = answer.Body.Close() }() // it was read
+	_, _ = io.Copy(io.Discard, answer.Body)    // for the next request by the connection
+	return answer.StatusCode, nil
+}

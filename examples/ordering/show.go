@@ -68,7 +68,7 @@ A shop whose orders are a saga of four services
 func (p *performance) perform(ctx context.Context) (*report, error) {
 	var crashes []string
 	if p.cfg.kill {
-		crashes = []string{fmt.Sprintf("-crash-after=%d", max(1, p.cfg.orders))} // each order has seven events or more
+		crashes = []string{fmt.Sprintf("-crash-after=%d", 4*p.cfg.orders)} // each order has seven events or more
 	}
 	err := p.start(relayRole, crashes...)
 	for _, role := range []string{ordersRole, inventoryRole, rewardRole, notificationRole, customersRole} {
@@ -186,11 +186,15 @@ func (p *performance) arrived(ctx context.Context) (func() (int, bool, error), e
 		if err := p.db.QueryRow(ctx, sqlArrived, unhandled, notificationRequired).Scan(&open, &owed, &handled, &states, &waiting); err != nil {
 			return 0, false, err
 		}
+		mails, _ := p.mails.counts()
+		progress = owed + handled + mails
+		if open > 0 || waiting > 0 || handled < owed || mails < states {
+			return progress, false, nil
+		}
 		relays, err := inspector.Relays(ctx)
 		for _, r := range relays {
 			waiting += int(r.Pending)
 		}
-		mails, _ := p.mails.counts()
-		return owed + handled + mails, open == 0 && handled >= owed && mails >= states && waiting == 0 && len(relays) > 0, err
+		return progress - waiting, waiting == 0 && len(relays) > 0, err
 	}, err
 }
