@@ -100,20 +100,25 @@ func (p *Processes) Await(ctx context.Context, name string) (ended bool, err err
 	}
 }
 
-// Stop has processes finish what they are at, and end: all of them, if none is named.
+// Stop has processes finish what they are at, and end: all of them, if none is named. They do so at the same time.
 func (p *Processes) Stop(names ...string) (err error) {
 	if len(names) == 0 {
 		names = p.names()
 	}
+	stopping := map[string]*process{}
 	for _, name := range names {
 		one, bad := p.take(name)
-		if bad == nil {
-			_ = one.stdin.Close() // it has been only a signal
-			<-one.ended
-			bad = one.err
-		}
 		if bad != nil {
 			err = errors.Join(err, fmt.Errorf("process %s: %w", name, bad))
+			continue
+		}
+		_ = one.stdin.Close() // it has been only a signal
+		stopping[name] = one
+	}
+	for name, one := range stopping {
+		<-one.ended
+		if one.err != nil {
+			err = errors.Join(err, fmt.Errorf("process %s: %w", name, one.err))
 		}
 	}
 	return err
