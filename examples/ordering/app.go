@@ -26,6 +26,7 @@ type app struct {
 	source string // of its events; in a service it has one name for ever
 	db     *pgxpool.Pool
 	kafka  []kgo.Opt
+	decode func(*kgo.Record) (*outbox.Message, error)
 	events *outbox.Registry
 	log    *slog.Logger
 }
@@ -33,6 +34,10 @@ type app struct {
 // open connects to PostgreSQL.
 func open(ctx context.Context, cfg config) (*app, error) {
 	a := &app{schema: cfg.schema, source: "shop/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.brokers...)}, log: slog.New(slog.DiscardHandler)}
+	a.decode = outbox.DecodeCloudEvent
+	if cfg.debezium {
+		a.decode = outbox.DecodeDebezium // of a relay's records, too
+	}
 	if cfg.verbose {
 		a.log = slog.New(slog.NewTextHandler(os.Stderr, nil))
 	}
@@ -52,9 +57,9 @@ func (a *app) wire() (err error) {
 
 const sqlStock = `INSERT INTO stock (product_id, initial, available) SELECT product_id, n, n FROM unnest($1::text[], $2::bigint[]) AS s (product_id, n)`
 
-// migrate makes the tables, and fills the shelves.
-func (a *app) migrate(ctx context.Context, stock map[string]int64) error {
-	if err := outbox.Migrate(ctx, a.db, outbox.MigrateConfig{Schema: a.schema, AggregateIndex: true, Logger: a.log}); err != nil {
+// migrate makes the tables, and fills the shelves. A publication is for Debezium; empty means none.
+func (a *app) migrate(ctx context.Context, publication string, stock map[string]int64) error {
+	if err := outbox.Migrate(ctx, a.db, outbox.MigrateConfig{Schema: a.schema, AggregateIndex: true, Publication: publication, Logger: a.log}); err != nil {
 		return err
 	}
 	if _, err := a.db.Exec(ctx, sqlOrders+";"+sqlInventory+";"+sqlReward+";"+sqlSales+";"+sqlNotifications); err != nil {
@@ -215,19 +220,17 @@ func (a *app) consumer(group string, maxPoll int, waker *outbox.Waker, handlers 
 		FromStart:         true, // the shop does not wait until the consumers are ready
 		HeartbeatInterval: time.Second,
 		SessionTimeout:    6 * time.Second,
-		Decode:            onlyFrom(a.source),
+		Decode:            a.onlyOurs,
 	}, handlers...)
 }
 
-// onlyFrom passes over what other runs of this program send to the same topics.
-func onlyFrom(source string) func(*kgo.Record) (*outbox.Message, error) {
-	return func(r *kgo.Record) (*outbox.Message, error) {
-		m, err := outbox.DecodeCloudEvent(r)
-		if err == nil && m.Source != source {
-			return nil, nil
-		}
-		return m, err
+// onlyOurs passes over what other runs of this program send to the same topics.
+func (a *app) onlyOurs(r *kgo.Record) (*outbox.Message, error) {
+	m, err := a.decode(r)
+	if err == nil && m.Source != a.source {
+		return nil, nil
 	}
+	return m, err
 }
 
 // customers is the process that places orders. One that was killed and comes back places all of them again, because nobody

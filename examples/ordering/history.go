@@ -36,11 +36,14 @@ func history(ctx context.Context, db *pgxpool.Pool, schema string, order uuid.UU
 // printHistory prints what happened to an order.
 func printHistory(out io.Writer, events []outboxops.RecordedEvent) {
 	for _, e := range events {
-		where := "sent"
-		if len(e.AttemptedBy) == 0 {
-			where = "waits"
-		} else if len(e.Failures) > 0 {
+		where := "" // nobody knows how far Debezium is
+		switch {
+		case len(e.Failures) > 0:
 			where = e.Failures[0].Status
+		case len(e.AttemptedBy) > 0:
+			where = "sent"
+		case len(e.PendingFor) > 0:
+			where = "waits"
 		}
 		fmt.Fprintf(out, "  %s  %-5s  %-19s  %-39s  %s\n", e.OccurredAt.Format("15:04:05.000"), where, e.Topic, e.Type, said(e))
 	}

@@ -62,7 +62,7 @@ const (
 
 type config struct {
 	orders, rate, products, stock int
-	kill, keep, verbose           bool
+	kill, keep, debezium, verbose bool
 	seed                          uint64
 	patience                      time.Duration
 	postgres                      string
@@ -84,7 +84,7 @@ func (c config) roleArgs(role string, more ...string) []string {
 	return append([]string{
 		"-role=" + role, "-schema=" + c.schema, "-mail=" + c.mail, "-began=" + strconv.FormatInt(c.began, 10),
 		"-orders=" + strconv.Itoa(c.orders), "-rate=" + strconv.Itoa(c.rate), "-products=" + strconv.Itoa(c.products),
-		"-seed=" + strconv.FormatUint(c.seed, 10), "-v=" + strconv.FormatBool(c.verbose),
+		"-seed=" + strconv.FormatUint(c.seed, 10), "-debezium=" + strconv.FormatBool(c.debezium), "-v=" + strconv.FormatBool(c.verbose),
 	}, more...)
 }
 
@@ -142,6 +142,7 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.IntVar(&cfg.products, "products", 8, "products of the shop")
 	flags.IntVar(&cfg.stock, "stock", 60, "percent of what customers ask for that is in stock")
 	flags.BoolVar(&cfg.kill, "kill", true, "kill the customers' process, the relay, and the services orders, inventory and notification once each")
+	flags.BoolVar(&cfg.debezium, "debezium", false, "have Debezium send the events, in place of the relay: see the README")
 	flags.BoolVar(&cfg.keep, "keep", false, "do not drop the schema at the end, for -order")
 	flags.Uint64Var(&cfg.seed, "seed", 0, "repeats what customers ask for; 0 is by chance")
 	flags.DurationVar(&cfg.patience, "patience", 45*time.Second, "how long to wait for the services while nothing happens")

@@ -110,6 +110,23 @@ func TestOrderingInterrupted(t *testing.T) {
 	}
 }
 
+// Without logical decoding Debezium could not read a thing, and where it does not come the program waits until Ctrl-C. That it carries the
+// saga, TestDebezium shows.
+func TestOrderingWithoutDebezium(t *testing.T) {
+	t.Parallel()
+	p := startOrdering(t, "-debezium")
+	var level string
+	require.NoError(t, testenv.Pool(t, nil).QueryRow(t.Context(), `SHOW wal_level`).Scan(&level))
+	if level == "logical" {
+		p.Signal(t, os.Interrupt)
+		require.Zero(t, p.Wait(t))
+	} else {
+		require.Equal(t, exitWrong, p.Wait(t))
+		require.Contains(t, p.Stderr.String(), "wal_level=logical; it is "+level)
+	}
+	p.RequireNoSchema(t)
+}
+
 func TestOrderingInterruptedWhileStarting(t *testing.T) {
 	t.Parallel()
 	ending.RequireWhileStarting(t, program.Command(context.Background(), nil, "OUTBOX_KAFKA_BROKERS=127.0.0.1:1"), "OUTBOX_POSTGRES_URL")

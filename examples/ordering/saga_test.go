@@ -34,12 +34,12 @@ func newFixture(t *testing.T) *fixture {
 	testenv.Direct(t) // a setting of sessions
 	_, schema := testenv.Schema(t)
 	f := &fixture{app: &app{schema: schema, source: "shop/" + uuid.NewString(), log: slog.New(slog.DiscardHandler)}}
-	f.kafka = []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")} // nobody
+	f.kafka, f.decode = []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}, outbox.DecodeCloudEvent // nobody is there
 	f.db = testenv.Pool(t, func(cfg *pgxpool.Config) {
 		cfg.ConnConfig.RuntimeParams["search_path"] = pgx.Identifier{schema}.Sanitize()
 	})
 	require.NoError(t, f.wire())
-	require.NoError(t, f.migrate(t.Context(), map[string]int64{"product-1": 3, "product-2": 1}))
+	require.NoError(t, f.migrate(t.Context(), "", map[string]int64{"product-1": 3, "product-2": 1}))
 	var err error
 	f.rec, err = outbox.NewRecorder(f.app.events, outbox.RecorderConfig{Schema: schema})
 	require.NoError(t, err)
@@ -399,7 +399,7 @@ func TestHistory(t *testing.T) {
 	require.Len(t, events, 4)
 	var out strings.Builder
 	printHistory(&out, events)
-	require.Regexp(t, `waits  order-events +shop\.order\.created\.v1 +\{"customerId":"customer-1","items":\[.*\],"total":1000\}`, out.String())
+	require.Regexp(t, `      order-events +shop\.order\.created\.v1 +\{"customerId":"customer-1","items":\[.*\],"total":1000\}`, out.String())
 	require.NotContains(t, out.String(), other.String())
 
 	f.kafka = testenv.KafkaOpts(testenv.Brokers(t))
@@ -413,6 +413,12 @@ func TestHistory(t *testing.T) {
 	out.Reset()
 	printHistory(&out, events)
 	require.Equal(t, 4, strings.Count(out.String(), "  sent   "))
+
+	events, err = history(t.Context(), f.db, f.schema, f.order(t, 1, 0))
+	require.NoError(t, err)
+	out.Reset()
+	printHistory(&out, events)
+	require.Equal(t, 4, strings.Count(out.String(), "  waits  "))
 
 	events, err = history(t.Context(), f.db, f.schema, uuid.New())
 	require.NoError(t, err)

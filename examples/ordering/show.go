@@ -47,11 +47,24 @@ A shop whose orders are a saga of four services
 	if !cfg.keep {
 		defer show.DropSchema(a.db, a.schema, out)
 	}
-	if err := a.migrate(ctx, stockFor(cfg, a.source)); err != nil {
+	publication := ""
+	if cfg.debezium {
+		publication = a.schema
+		if err := a.checkLogical(ctx); err != nil {
+			return nil, err
+		}
+		defer dropPublication(a.db, publication, out)
+	}
+	if err := a.migrate(ctx, publication, stockFor(cfg, a.source)); err != nil {
 		return nil, err
 	}
 	if err := a.makeTopics(ctx); err != nil {
 		return nil, err
+	}
+	if cfg.debezium {
+		if err := a.awaitDebezium(ctx, out); err != nil {
+			return nil, err
+		}
 	}
 	mails, url, closeMails, err := openMailProvider(ctx)
 	if err != nil {
@@ -66,11 +79,14 @@ A shop whose orders are a saga of four services
 
 // perform starts the processes, kills them, and waits until all orders have ended everywhere. Ctrl-C closes the shop.
 func (p *performance) perform(ctx context.Context) (*report, error) {
-	var crashes []string
-	if p.cfg.kill {
-		crashes = []string{fmt.Sprintf("-crash-after=%d", 4*p.cfg.orders)} // each order has seven events or more
+	var err error
+	switch {
+	case p.cfg.debezium: // it sends the events
+	case p.cfg.kill:
+		err = p.start(relayRole, fmt.Sprintf("-crash-after=%d", 4*p.cfg.orders)) // each order has seven events or more
+	default:
+		err = p.start(relayRole)
 	}
-	err := p.start(relayRole, crashes...)
 	for _, role := range []string{ordersRole, inventoryRole, rewardRole, notificationRole, customersRole} {
 		err = errors.Join(err, p.start(role))
 	}
@@ -118,7 +134,9 @@ const (
 // incidents are what may happen to processes on any day.
 func (p *performance) incidents(ctx context.Context) error {
 	var g errgroup.Group
-	g.Go(func() error { return p.awaitCrash(ctx) })
+	if !p.cfg.debezium {
+		g.Go(func() error { return p.awaitCrash(ctx) })
+	}
 	g.Go(func() error {
 		return errors.Join(
 			p.kill(ctx, customersRole, sqlPlaced, p.cfg.orders/5),
@@ -173,6 +191,7 @@ func (p *performance) kill(ctx context.Context, role, sqlCount string, at int) e
 // sqlArrived counts by what a handler leaves behind: each type of event that somebody handles has one handler with a transaction.
 const sqlArrived = `
 SELECT (SELECT count(*) FROM orders WHERE status = 'CREATED'),
+       (SELECT count(*) FROM outbox),
        (SELECT count(*) FROM outbox WHERE event_type <> ALL($1)),
        (SELECT count(*) FROM event_handled),
        (SELECT count(*) FROM outbox WHERE event_type = $2),
@@ -182,14 +201,18 @@ SELECT (SELECT count(*) FROM orders WHERE status = 'CREATED'),
 func (p *performance) arrived(ctx context.Context) (func() (int, bool, error), error) {
 	inspector, err := outboxops.NewInspector(p.db, outboxops.InspectorConfig{Schema: p.schema})
 	return func() (progress int, complete bool, err error) {
-		var open, owed, handled, states, waiting int
-		if err := p.db.QueryRow(ctx, sqlArrived, unhandled, notificationRequired).Scan(&open, &owed, &handled, &states, &waiting); err != nil {
+		var open, recorded, owed, handled, states, waiting int
+		if err := p.db.QueryRow(ctx, sqlArrived, unhandled, notificationRequired).Scan(&open, &recorded, &owed, &handled, &states, &waiting); err != nil {
 			return 0, false, err
 		}
 		mails, _ := p.mails.counts()
 		progress = owed + handled + mails
 		if open > 0 || waiting > 0 || handled < owed || mails < states {
 			return progress, false, nil
+		}
+		if p.cfg.debezium { // nobody else knows what it has sent
+			s, err := p.readKafka(ctx)
+			return progress + s.events, s.events >= recorded, err
 		}
 		relays, err := inspector.Relays(ctx)
 		for _, r := range relays {
