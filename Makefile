@@ -15,7 +15,7 @@ export GORACE ?= atexit_sleep_ms=0
 MODULES  := . outboxtest outboxotel outboxadmin/browser tools examples examples/nats examples/transactions faults interop bench bench/peers
 TESTED   := $(filter-out bench/peers,$(MODULES)) # make test-peers tests that one, which brings Kafka Connect along
 SERVICES := bin/services
-EXAMPLES := $(addprefix bin/,demo commerce eventsourcing ledger trading observability)
+EXAMPLES := $(addprefix bin/,demo commerce eventsourcing ledger ordering trading observability)
 SHORT    := $(filter -short -short=true -test.short,$(ARGS))
 USE      := $(if $(POSTGRES),-postgres $(POSTGRES)) -kafka $(or $(KAFKA),$(if $(SHORT),fake,real))
 RUN      := $(SERVICES) run $(USE) --
@@ -44,6 +44,10 @@ trading: needs-demo $(SERVICES) bin/trading ## Bots, an exchange that fails and 
 .PHONY: ledger
 ledger: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/ledger ## A ledger and a feed for its auditors, whose processes are killed (ARGS="-topics=two": a topic for each type; KAFKA=real, as above)
 	@$(SHOW) bin/ledger $(ARGS)
+
+.PHONY: ordering
+ordering: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/ordering ## A saga of orders, inventory, reward and notification, whose processes are killed (ARGS="-stock=30": more orders are cancelled; KAFKA=real, as above)
+	@$(SHOW) bin/ordering $(ARGS)
 
 .PHONY: observability
 observability: needs-$(if $(filter real,$(KAFKA)),kafka,demo) $(SERVICES) bin/observability ## A service with metrics for Prometheus, and traces (ARGS="-traces" prints them; KAFKA=real, as above)

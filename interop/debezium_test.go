@@ -58,6 +58,7 @@ func TestDebezium(t *testing.T) {
 		{"refuses cuts", 0, refusesCuts},
 		{"refuses cuts over partitions", 100, refusesCuts},
 		{"moves both ways", 0, movesBothWays},
+		{"carries a saga", 0, carriesSaga},
 	} {
 		t.Run(part.name, func(t *testing.T) { part.test(newDebezium(t, brokers, postgres.URL(), worker, part.partitionRows)) })
 	}

@@ -115,11 +115,14 @@ func (p *performance) restart(role string) error {
 	return p.start(role)
 }
 
-// awaitCrash starts another relay where one has killed itself. If the counter closes before it does, it is killed.
+// awaitCrash starts another relay where one has killed itself. If the counter closes before it does, it is stopped: it
+// gives its lease back, and the other one has not to wait for its end.
 func (p *performance) awaitCrash(ctx context.Context) error {
 	crashed, err := p.others.Await(ctx, relayRole)
-	if !crashed {
-		err = errors.Join(err, p.others.Kill(relayRole))
+	if err == nil && !crashed {
+		if err = p.others.Stop(relayRole); err == nil {
+			return p.start(relayRole)
+		}
 	}
 	var exit *exec.ExitError
 	if err != nil && (!errors.As(err, &exit) || exit.Exited()) {

@@ -71,17 +71,23 @@ func (p *Processes) Await(ctx context.Context, name string) (ended bool, err err
 	}
 }
 
-// Stop has processes finish what they are at, and end: all of them, if none is named.
+// Stop has processes finish what they are at, and end: all of them, if none is named. They do so at the same time.
 func (p *Processes) Stop(names ...string) (err error) {
 	if len(names) == 0 {
 		names = p.names()
 	}
+	stopping := map[string]*Process{}
 	for _, name := range names {
 		one, bad := p.find(name, true)
-		if bad == nil {
-			bad = one.Stop()
-		}
 		if bad != nil {
+			err = errors.Join(err, bad)
+			continue
+		}
+		one.tell()
+		stopping[name] = one
+	}
+	for name, one := range stopping {
+		if bad := one.Stop(); bad != nil {
 			err = errors.Join(err, fmt.Errorf("process %s: %w", name, bad))
 		}
 	}
