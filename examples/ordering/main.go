@@ -7,7 +7,8 @@
 // the compensation), inventory.go (a step of the saga: reserve, answer, release), reward.go (a step whose compensation may come in any
 // order, and a read model), notification.go (one mail for each state, which no transaction can contain), events.go (what they
 // say to each other) and history.go (all events of an order). The rest makes a show of it: app.go has the processes,
-// mail.go is the mail provider, show.go kills, report.go compares.
+// customer.go what customers want, mail.go is the mail provider, show.go kills, debezium.go waits for one that takes the relay's
+// place, report.go compares.
 package main
 
 import (
