@@ -72,12 +72,12 @@ func (p *Process) Kill() error {
 // patience is how long a process may take to end.
 const patience = 30 * time.Second
 
-// tell says to the process that it is to end.
-func (p *Process) tell() { _ = p.stdin.Close() } // it has been only a signal
+// requestStop asks the process to end.
+func (p *Process) requestStop() { _ = p.stdin.Close() } // it has been only a signal
 
 // Stop has the process finish what it is at, and end.
 func (p *Process) Stop() error {
-	p.tell()
+	p.requestStop()
 	late := time.AfterFunc(patience, func() { _ = p.cmd.Process.Kill() })
 	defer late.Stop()
 	<-p.ended

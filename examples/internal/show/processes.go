@@ -83,7 +83,7 @@ func (p *Processes) Stop(names ...string) (err error) {
 			err = errors.Join(err, bad)
 			continue
 		}
-		one.tell()
+		one.requestStop()
 		stopping[name] = one
 	}
 	for name, one := range stopping {
