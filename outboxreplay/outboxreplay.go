@@ -46,7 +46,8 @@ type Config struct {
 	// Mode is that of the relay. Zero means [outbox.Binary].
 	Mode outbox.Mode
 
-	// Rate is how many events are sent in a second at most. Negative means no limit. Zero means
+	// Rate is how many events are sent in a second at most, also after a time in which nothing could be
+	// sent. Negative means no limit. Zero means
 	// 1,000.
 	Rate int
 	// HandledFor is RetentionConfig.HandledFor of the consumers, for [Report.Older]. Zero means 31 days.

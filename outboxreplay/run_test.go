@@ -255,6 +255,33 @@ func TestRateAndResume(t *testing.T) {
 	require.Equal(t, runs, f.count(t, `outbox_audit WHERE action = 'replay' AND parking_key = '`+to+`/'`))
 }
 
+// slow is a source that takes long to find its first event.
+type slow struct{ outboxarchive.Source }
+
+func (s slow) Events(ctx context.Context, f outboxarchive.Filter) iter.Seq2[outbox.ArchivedEvent, error] {
+	return func(yield func(outbox.ArchivedEvent, error) bool) {
+		time.Sleep(time.Second)
+		s.Source.Events(ctx, f)(yield)
+	}
+}
+
+// A run that had nothing to send for a while does not make up for it in a burst.
+func TestRateAfterPause(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, largeEnough)
+	const n, rate = 150, 200
+	f.record(t, numbered(n)...)
+	var first, last time.Time
+	report, err := f.run(t, outboxreplay.Config{Source: slow{f.recorded(t)}, Rate: rate, Progress: func(r outboxreplay.Report) {
+		if last = time.Now(); first.IsZero() {
+			first = last
+		}
+	}})
+	require.NoError(t, err)
+	require.Equal(t, n, report.Sent)
+	require.GreaterOrEqual(t, last.Sub(first), (n-2*rate/10)*time.Second/rate)
+}
+
 // An event that Kafka rejects ends the run before later events of its key are sent, and another run can go on
 // behind it. Events that only together are too large for a batch are sent.
 func TestRejected(t *testing.T) {
