@@ -57,6 +57,9 @@ func TestDebezium(t *testing.T) {
 		{"expands payloads", 0, expandsPayloads},
 		{"refuses cuts", 0, refusesCuts},
 		{"refuses cuts over partitions", 100, refusesCuts},
+		{"cuts among tables", 0, cutsAmongTables},
+		{"cuts among tables over partitions", 100, cutsAmongTables},
+		{"cuts at once", 0, cutsAtOnce},
 		{"moves both ways", 0, movesBothWays},
 	} {
 		t.Run(part.name, func(t *testing.T) { part.test(newDebezium(t, brokers, postgres.URL(), worker, part.partitionRows)) })
