@@ -342,6 +342,12 @@ func TestFilter(t *testing.T) {
 	require.NoError(t, files.Archive(background, nil, all[25:]))
 	archive(t, f.db, table, all[:30]...)
 	f.exec(t, `DELETE FROM {schema}.outbox WHERE id <= 25`) // 26 to 30 are in both
+	var others []*outboxarchive.Table // in the other modes of a pool, for PgBouncer for example
+	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeSimpleProtocol, pgx.QueryExecModeExec, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec} {
+		other, err := outboxarchive.NewTable(testenv.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.DefaultQueryExecMode = mode }), f.config())
+		require.NoError(t, err)
+		others = append(others, other)
+	}
 	for _, tt := range filterTests {
 		var want []outbox.ArchivedEvent
 		for _, e := range all {
@@ -351,10 +357,16 @@ func TestFilter(t *testing.T) {
 		}
 		require.Equal(t, want, events(t, table, tt.filter), tt.name)
 		require.Equal(t, want, events(t, folder, tt.filter), tt.name)
+		for _, other := range others {
+			require.Equal(t, want, events(t, other, tt.filter), tt.name)
+		}
 	}
 	one := outboxarchive.Filter{EventIDs: []string{all[3].EventID, all[40].EventID}, Since: all[1].CreatedAt, Until: all[40].CreatedAt}
 	require.Equal(t, all[3:4], events(t, table, one))
 	require.Equal(t, all[3:4], events(t, folder, one))
+	for _, other := range others {
+		require.Equal(t, all[3:4], events(t, other, one))
+	}
 }
 
 var badFilters = []struct {
