@@ -342,7 +342,7 @@ func TestFilter(t *testing.T) {
 	require.NoError(t, files.Archive(background, nil, all[25:]))
 	archive(t, f.db, table, all[:30]...)
 	f.exec(t, `DELETE FROM {schema}.outbox WHERE id <= 25`) // 26 to 30 are in both
-	var others []*outboxarchive.Table // in the other modes of a pool, for PgBouncer for example
+	var others []*outboxarchive.Table                       // in the other modes of a pool, for PgBouncer for example
 	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeSimpleProtocol, pgx.QueryExecModeExec, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec} {
 		other, err := outboxarchive.NewTable(testenv.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.DefaultQueryExecMode = mode }), f.config())
 		require.NoError(t, err)

@@ -141,7 +141,7 @@ func (r *relayProcess) listenAt(ctx context.Context) (net.Listener, error) {
 	}
 	l, err := new(net.ListenConfig).Listen(ctx, "tcp", r.listen)
 	if err != nil {
-		return nil, fmt.Errorf("--listen %s: %w", r.listen, err)
+		return nil, fmt.Errorf("%s %s: %w", r.called("listen"), r.listen, err)
 	}
 	return l, nil
 }
