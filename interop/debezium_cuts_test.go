@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/oracle"
@@ -118,4 +119,31 @@ func (m *changeover) atOnceOf(refused error, act func(context.Context, outboxops
 		}
 	}
 	return done
+}
+
+// cutsWithoutRights has an operator who may make the cut, and cannot see whether Debezium has finished: nothing is cut
+// then, since nobody would send what comes after.
+func cutsWithoutRights(d *debezium) {
+	m, ctx := newChangeover(d), context.Background()
+	require.ErrorIs(d, m.cuts.FromDebezium(ctx, m.cut, why), outboxops.ErrCutRefused, "there is no slot")
+	m.slot()
+	role := m.name + "_operator"
+	m.exec(`CREATE ROLE ` + role)
+	m.Cleanup(func() { m.exec(`DROP OWNED BY ` + role + `; DROP ROLE ` + role) })
+	m.exec(`GRANT USAGE ON SCHEMA "Shop" TO ` + role)
+	m.exec(`GRANT EXECUTE ON FUNCTION "Shop".outbox_cut_from_debezium, "Shop".outbox_begin_relay, "Shop".outbox_cut_to_debezium TO ` + role)
+	cfg := m.db.Config()
+	cfg.ConnConfig.RuntimeParams["role"] = role
+	db, err := pgxpool.NewWithConfig(ctx, cfg)
+	require.NoError(d, err)
+	defer db.Close()
+	cuts, err := outboxops.NewCuts(db, outboxops.CutsConfig{Schema: m.schema})
+	require.NoError(d, err)
+	require.ErrorContains(d, cuts.FromDebezium(ctx, m.cut, why), "permission denied to use replication slots")
+	require.ErrorIs(d, m.cuts.BeginRelay(ctx, m.cut, why), outboxops.ErrNoCut)
+	m.exec(`ALTER ROLE ` + role + ` REPLICATION`)
+	require.NoError(d, cuts.FromDebezium(ctx, m.cut, why))
+	require.NoError(d, cuts.BeginRelay(ctx, m.cut, why))
+	m.relay()
+	require.NoError(d, cuts.ToDebezium(ctx, m.cut, why))
 }

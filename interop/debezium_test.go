@@ -60,6 +60,7 @@ func TestDebezium(t *testing.T) {
 		{"cuts among tables", 0, cutsAmongTables},
 		{"cuts among tables over partitions", 100, cutsAmongTables},
 		{"cuts at once", 0, cutsAtOnce},
+		{"cuts without rights", 0, cutsWithoutRights},
 		{"moves both ways", 0, movesBothWays},
 	} {
 		t.Run(part.name, func(t *testing.T) { part.test(newDebezium(t, brokers, postgres.URL(), worker, part.partitionRows)) })

@@ -42,8 +42,14 @@ const (
 //
 // No transaction that has recorded an event may be open at the cut, so it waits for them: for 100 ms
 // at a time, in which others wait behind it, and with pauses, until ctx ends. The error is
-// [ErrCutRefused] if the relay has begun already, or the publication has no events.
+// [ErrCutRefused] if the relay has begun already, or the publication has no events. If it cannot be known how far the
+// connector is, for there is no such slot or the role must not read it, nothing is cut: see [Cuts.DebeziumProgress].
 func (c *Cuts) FromDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo) error {
+	if err := errors.Join(cut.validate(), why.check()); err == nil {
+		if _, err := c.DebeziumProgress(ctx, cut); err != nil {
+			return err
+		}
+	}
 	return c.cutDebezium(ctx, "cut from Debezium", cut, why, func(tx pgx.Tx) (bool, error) {
 		_, err := tx.Exec(ctx, c.fromDebezium, cut.Publication, cut.Relay, why.Operator, why.Reason)
 		return true, err
