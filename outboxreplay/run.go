@@ -113,6 +113,9 @@ func (r *run) add(e outbox.ArchivedEvent, err error) error {
 		r.report.Read++
 		s.record, err = e.KafkaRecord(r.cfg.Mode)
 	}
+	if err == nil {
+		r.cfg.addFurther(&e, s.record)
+	}
 	if err != nil {
 		r.report.fail(&e, err)
 		if r.cfg.DryRun || r.cfg.SkipUnreadable {

@@ -16,9 +16,8 @@ var replayCommand = command{
 	name:    "replay",
 	summary: "send recorded events to Kafka again, from outbox or an archive",
 	about: `
-It only counts, unless --yes is given. Groups skip what they have a note of in
-event_handled (31 days); with --group only that one handles what is sent. New
-events come between. Ctrl-C ends it, and the last line says where to go on.`,
+It only counts, unless --yes is given. Groups skip what they noted for 31 days.
+New events come between. Ctrl-C ends it; the last line says where to go on.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var r replay
@@ -34,6 +33,7 @@ type replay struct {
 	of                            aggregate
 	after                         int64
 	to, group                     string
+	headers                       string
 	rate                          int
 	again, structured, skips, yes bool
 	why                           auditFlags
@@ -53,6 +53,7 @@ func (r *replay) define(fs *flag.FlagSet) {
 	fs.StringVar(&r.group, "group", "", "`NAME` only for this consumer group")
 	fs.BoolVar(&r.again, "again", false, "have the --group forget what it noted of them")
 	fs.BoolVar(&r.structured, "structured", false, "as a relay in Structured mode sends them")
+	fs.StringVar(&r.headers, "headers", "", "`ID[,TRACE]` IDHeader and TraceHeader of the relay")
 	fs.IntVar(&r.rate, "rate", 0, "`NUMBER` events in a second at most (1000); -1: no limit")
 	fs.BoolVar(&r.skips, "skip-unreadable", false, "leave out what cannot be read")
 	fs.BoolVar(&r.yes, "yes", false, "send them; without it they are only counted")
@@ -100,6 +101,7 @@ func (r *replay) run(ctx context.Context, e *env) error {
 
 func (r *replay) config(ctx context.Context, e *env) (cfg outboxreplay.Config, err error) {
 	cfg = outboxreplay.Config{To: r.to, Group: r.group, Again: r.again, Rate: r.rate, SkipUnreadable: r.skips, Schema: e.schema}
+	cfg.IDHeader, cfg.TraceHeader, _ = strings.Cut(r.headers, ",")
 	if r.structured {
 		cfg.Mode = outbox.Structured
 	}
