@@ -187,9 +187,13 @@ func TestRelayStopsWhateverHangs(t *testing.T) {
 				require.Less(t, took, relayStops/2)
 			} else {
 				code, took := p.stop(syscall.SIGTERM)
-				require.Equal(t, exitError, code)
 				require.Less(t, took, stopTime)
-				require.Contains(t, p.log.String(), errHangs.Error())
+				if code == exitOK { // no statement was under way
+					require.Contains(t, p.log.String(), "lease not released")
+				} else {
+					require.Equal(t, exitError, code)
+					require.Contains(t, p.log.String(), errHangs.Error())
+				}
 			}
 			d.startRelay(t)
 			d.received(t, "a", "b")

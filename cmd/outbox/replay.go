@@ -34,6 +34,7 @@ type replay struct {
 	after                         int64
 	to, group                     string
 	headers                       string
+	counted                       int // before they were sent
 	rate                          int
 	again, structured, skips, yes bool
 	why                           auditFlags
@@ -79,6 +80,7 @@ func (r *replay) run(ctx context.Context, e *env) error {
 		return withCause(ctx, err)
 	}
 	if r.yes {
+		r.counted = report.Sent
 		p := e.progress("sent", report.Sent)
 		cfg.DryRun, cfg.Progress = false, func(so outboxreplay.Report) {
 			watchdog.reset()
@@ -86,6 +88,9 @@ func (r *replay) run(ctx context.Context, e *env) error {
 		}
 		report, err = outboxreplay.Run(ctx, e.db, kafka, cfg)
 		p.end()
+	}
+	if err != nil {
+		r.counted = 0 // it is no wonder that not all were sent
 	}
 	if serr := r.show(e, report); err == nil && serr != nil {
 		return serr
@@ -209,8 +214,11 @@ func (r *replay) show(e *env, report outboxreplay.Report) error {
 	return nil
 }
 
-// warn says who handles the events again.
+// warn says what is gone, and who handles the events again.
 func (r *replay) warn(e *env, report outboxreplay.Report) {
+	if gone := r.counted - report.Sent - report.NotSent; gone > 0 {
+		e.say(fmt.Sprintf("%s of those that were counted are gone: retention has removed them meanwhile. With --archive they are found, if they are archived.", count(gone)))
+	}
 	switch {
 	case report.Sent == 0:
 	case r.again:
