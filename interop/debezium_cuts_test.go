@@ -98,23 +98,23 @@ func cutsAtOnce(d *debezium) {
 	require.Zero(d, p.Unconfirmed)
 }
 
-func (m *changeover) atOnce(act func(context.Context, outboxops.DebeziumCut, outboxops.AuditInfo) error) int {
-	return m.atOnceOf(outboxops.ErrCutRefused, act)
+func (m *changeover) atOnce(move func(context.Context, outboxops.DebeziumCut, outboxops.AuditInfo) error) int {
+	return m.atOnceOf(outboxops.ErrCutRefused, move)
 }
 
 // atOnceOf has four do the same, and returns how many did it. The others have to get an error.
-func (m *changeover) atOnceOf(refused error, act func(context.Context, outboxops.DebeziumCut, outboxops.AuditInfo) error) (done int) {
+func (m *changeover) atOnceOf(rejected error, move func(context.Context, outboxops.DebeziumCut, outboxops.AuditInfo) error) (done int) {
 	m.Helper()
 	var wg sync.WaitGroup
 	errs := make([]error, 4)
 	for i := range errs {
-		wg.Go(func() { errs[i] = act(context.Background(), m.cut, why) })
+		wg.Go(func() { errs[i] = move(context.Background(), m.cut, why) })
 	}
 	wg.Wait()
 	for _, err := range errs {
 		if err == nil {
 			done++
-		} else if !errors.Is(err, refused) && !errors.Is(err, outboxops.ErrNoCut) {
+		} else if !errors.Is(err, rejected) && !errors.Is(err, outboxops.ErrNoCut) {
 			require.NoError(m, err)
 		}
 	}
