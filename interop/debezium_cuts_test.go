@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/oracle"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxops"
 )
 
@@ -90,6 +91,21 @@ func cutsAtOnce(d *debezium) {
 	require.Equal(d, 1, m.atOnceOf(outboxops.ErrNoCut, m.cuts.BeginRelay))
 	m.commit("relayed", 2)
 	m.relay()
+	require.Eventually(d, func() bool { return m.arrived.Has("relayed") }, testenv.Patience, 20*time.Millisecond)
+	m.exec(`INSERT INTO "Shop".outbox_failed (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, headers, occurred_at,
+			created_at, retry_count, last_error, error_class, status, relay, next_retry_at)
+		SELECT id, 'Key/a', event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, coalesce(topic, 't'), headers, occurred_at, created_at, 1, 'x', 'x', 'waiting', 'main', 'infinity'
+		  FROM "Shop".outbox ORDER BY id DESC LIMIT 1`)
+	err = m.cuts.ToDebezium(ctx, m.cut, why)
+	require.ErrorIs(d, err, outboxops.ErrCutRefused)
+	require.ErrorContains(d, err, "in outbox_failed that it still has to send")
+	m.commit("after", 3)
+	require.Eventually(d, func() bool {
+		var n int
+		require.NoError(d, m.db.QueryRow(ctx, `SELECT count(*) FROM "Shop".outbox_failed WHERE status = 'parked'`).Scan(&n))
+		return n == 1 || m.arrived.Has("after")
+	}, testenv.Patience, 20*time.Millisecond, "the relay goes on")
+	m.exec(`DELETE FROM "Shop".outbox_failed`)
 	require.Equal(d, 1, m.atOnceOf(outboxops.ErrCutRefused, m.cuts.ToDebezium))
 	require.True(d, m.arrived.Has("relayed"))
 	require.False(d, m.arrived.Has("prepared"), "it is Debezium's")
