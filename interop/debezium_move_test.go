@@ -209,8 +209,8 @@ func refusesCuts(d *debezium) {
 
 	require.ErrorIs(d, m.cuts.FromDebezium(ctx, m.cut, why), outboxops.ErrCutRefused, "again")
 	require.ErrorIs(d, m.cuts.ToDebezium(ctx, m.cut, why), outboxops.ErrCutRefused, "not finished")
-	require.ErrorIs(d, m.cuts.Cancel(ctx, m.cut.Relay, why), outboxops.ErrNoCut, "it would lose the events behind the cut")
-	require.ErrorIs(d, m.cuts.FinishEarly(ctx, m.cut.Relay, why), outboxops.ErrNoCut)
+	require.ErrorIs(d, m.cuts.Cancel(ctx, m.cut.Relay, why), outboxops.ErrCutRefused, "it would lose the events behind the cut")
+	require.ErrorIs(d, m.cuts.FinishEarly(ctx, m.cut.Relay, why), outboxops.ErrCutRefused)
 	err = m.cuts.BeginRelay(ctx, m.cut, why)
 	require.ErrorIs(d, err, outboxops.ErrCutRefused)
 	require.ErrorContains(d, err, "has not confirmed 1 events")

@@ -57,6 +57,10 @@ func TestDebezium(t *testing.T) {
 		{"expands payloads", 0, expandsPayloads},
 		{"refuses cuts", 0, refusesCuts},
 		{"refuses cuts over partitions", 100, refusesCuts},
+		{"cuts among tables", 0, cutsAmongTables},
+		{"cuts among tables over partitions", 100, cutsAmongTables},
+		{"cuts at once", 0, cutsAtOnce},
+		{"cuts without rights", 0, cutsWithoutRights},
 		{"moves both ways", 0, movesBothWays},
 		{"carries a saga", 0, carriesSaga},
 	} {

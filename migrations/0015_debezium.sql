@@ -64,15 +64,26 @@ BEGIN
         END $body$
         $function$, schema, schema, format('%I.outbox', schema), format('FOR TABLE %I.outbox', schema));
 
-    -- Whether a publication has outbox in it. It is an error if there is no such publication.
+    -- Whether a publication has outbox in it. It is an error if there is no such publication, or if it has outbox in a way
+    -- that ALTER PUBLICATION DROP TABLE does not end: Debezium would go on beside the relay.
     EXECUTE format($function$
         CREATE FUNCTION %1$I.outbox_is_published(publication text) RETURNS boolean
         LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $body$
         DECLARE
             found_oid oid := (SELECT p.oid FROM pg_publication AS p WHERE p.pubname = publication);
+            whole     boolean;
         BEGIN
             IF found_oid IS NULL THEN
                 RAISE EXCEPTION 'there is no publication %%', coalesce(quote_ident(publication), '(none)') USING ERRCODE = 'undefined_object';
+            END IF;
+            whole := (SELECT p.puballtables FROM pg_publication AS p WHERE p.oid = found_oid);
+            IF current_setting('server_version_num')::int >= 150000 AND NOT whole THEN -- earlier ones have no such catalog
+                EXECUTE 'SELECT EXISTS (SELECT FROM pg_publication_namespace AS n JOIN pg_class AS c ON c.relnamespace = n.pnnspid WHERE n.pnpubid = $1 AND c.oid = $2)'
+                   INTO whole USING found_oid, %2$L::regclass::oid;
+            END IF;
+            IF whole THEN
+                RAISE EXCEPTION 'publication %% has outbox in it as a table of its schema, or of all: a cut cannot take it out; name its tables', quote_ident(publication)
+                    USING ERRCODE = 'object_not_in_prerequisite_state';
             END IF;
             RETURN EXISTS (SELECT FROM pg_publication_rel AS r WHERE r.prpubid = found_oid AND r.prrelid = %2$L::regclass);
         END $body$

@@ -51,6 +51,20 @@ func TestFiles(t *testing.T) {
 	requireSent(t, f, archived)
 }
 
+// JSON as deep as a payload may be is not too deep within a line.
+func TestFilesDeep(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	folder, files := newFolder(t)
+	rows := make([]outbox.ArchivedEvent, 3)
+	for i, depth := range []int{9_999, 10_000, 10_001} {
+		rows[i] = f.numbered(newRand(t), i+1, utc("2026-03-01T00:00:00Z"))
+		rows[i].JSON, rows[i].Payload = true, []byte(strings.Repeat("[", depth)+strings.Repeat("]", depth))
+	}
+	require.NoError(t, files.Archive(background, nil, rows))
+	require.Equal(t, rows, events(t, folder, outboxarchive.Filter{}))
+}
+
 // An archive is files of one month, no larger than wanted; their names sort by month and say what is in them.
 func TestFileNames(t *testing.T) {
 	t.Parallel()

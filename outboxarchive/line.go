@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 	"unicode/utf8"
 
@@ -88,9 +89,16 @@ func appendEvent(b []byte, e *outbox.ArchivedEvent) ([]byte, error) {
 	return append(b, '}', '\n'), nil
 }
 
-// fitsLine reports whether JSON is read from a line as it is written. The spaces around a value would be lost.
+// mayBeDeep is the length from which on JSON may be as deep as encoding/json reads: each level has two brackets.
+const mayBeDeep = 2 * 10_000
+
+// fitsLine reports whether JSON is read from a line as it is written. The spaces around a value would be lost, and
+// the line is a level above it.
 func fitsLine(text []byte) bool {
-	return len(text) > 0 && bytes.IndexByte(text, '\n') < 0 && len(bytes.TrimSpace(text)) == len(text) && json.Valid(text)
+	if len(text) == 0 || bytes.IndexByte(text, '\n') >= 0 || len(bytes.TrimSpace(text)) != len(text) || !json.Valid(text) {
+		return false
+	}
+	return len(text) < mayBeDeep || json.Valid(slices.Concat([]byte{'['}, text, []byte{']'}))
 }
 
 // parseEvent reads the line of an event.

@@ -27,16 +27,16 @@ const (
 const rowColumns = `id, event_id, event_type, source, aggregate_type, aggregate_id, payload, payload_bytes, content_type, topic, partition_key,
            headers, occurred_at, created_at, size`
 
-// rowFilter chooses rows behind the event ($1, $2).
+// rowFilter chooses rows behind the event ($1, $2). Its casts are for pools that send arguments by their Go types.
 const rowFilter = `
-     WHERE id >= $1 AND (id, event_id) > ($1, $2)
-       AND ($4::timestamptz IS NULL OR created_at >= $4) AND ($5::timestamptz IS NULL OR created_at < $5)
-       AND ($6::text[] IS NULL OR event_type = ANY ($6))
-       AND ($7::text[] IS NULL OR coalesce(topic, split_part(event_type, '.', 2) || '-events') = ANY ($7))
-       AND ($8::text[] IS NULL OR coalesce(partition_key, aggregate_id) = ANY ($8))
-       AND ($9::text = '' OR aggregate_type = $9) AND ($10::text = '' OR aggregate_id = $10)
-       AND ($11::uuid[] IS NULL OR event_id = ANY ($11))
-     ORDER BY id, event_id LIMIT $3`
+     WHERE id >= $1::bigint AND (id, event_id) > ($1::bigint, $2::uuid)
+       AND ($4::timestamptz IS NULL OR created_at >= $4::timestamptz) AND ($5::timestamptz IS NULL OR created_at < $5::timestamptz)
+       AND ($6::text[] IS NULL OR event_type = ANY ($6::text[]))
+       AND ($7::text[] IS NULL OR coalesce(topic, split_part(event_type, '.', 2) || '-events') = ANY ($7::text[]))
+       AND ($8::text[] IS NULL OR coalesce(partition_key, aggregate_id) = ANY ($8::text[]))
+       AND ($9::text = '' OR aggregate_type = $9::text) AND ($10::text = '' OR aggregate_id = $10::text)
+       AND ($11::uuid[] IS NULL OR event_id = ANY ($11::uuid[]))
+     ORDER BY id, event_id LIMIT $3::bigint`
 
 const (
 	sqlArchivedRows = `(
@@ -54,11 +54,29 @@ const (
 SELECT id, event_id::text, event_type, source, aggregate_type, aggregate_id, coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), content_type,
        payload IS NOT NULL, coalesce(topic, ''), coalesce(partition_key, ''), convert_to(headers::text, 'UTF8'), occurred_at, created_at
   FROM (SELECT *, sum(size) OVER (ORDER BY id, event_id ROWS UNBOUNDED PRECEDING) - size AS bytes
-          FROM (SELECT * FROM (%s) AS found ORDER BY id, event_id LIMIT $3) AS first) AS page
+          FROM (SELECT * FROM (%s) AS found ORDER BY id, event_id LIMIT $3::bigint) AS first) AS page
  WHERE bytes < $12::bigint ORDER BY id, event_id`
 
-	readNext = `SELECT id, event_id::text FROM (%s) AS found WHERE $12::bigint > 0 ORDER BY id, event_id LIMIT $3`
+	readNext = `SELECT id, event_id::text FROM (%s) AS found WHERE $12::bigint > 0 ORDER BY id, event_id LIMIT $3::bigint`
 )
+
+// The settings of a page. To the planner the rows in a range of ids, or of times that are younger than what it knows of the
+// table, may look so few that it would read and sort all that are left, for each page: only the plans remain that begin with the
+// index on the id or, for one aggregate, on that, and read on. Ids of events may have an index of their own, which has
+// another order. A statement is planned for its arguments each time, because most filters are empty.
+const (
+	pageSettings = `
+SELECT set_config('plan_cache_mode', 'force_custom_plan', true), set_config('jit', 'off', true)`
+	inOrder = pageSettings + `,
+       set_config('enable_seqscan', 'off', true), set_config('enable_bitmapscan', 'off', true), set_config('enable_sort', 'off', true)`
+)
+
+func (f Filter) settings() string {
+	if len(f.EventIDs) > 0 {
+		return pageSettings
+	}
+	return inOrder
+}
 
 // rowReader reads the events of one or two tables, page by page. Between pages it holds neither a
 // connection nor a snapshot.
@@ -154,28 +172,31 @@ func (f Filter) args(after place, limit int) []any {
 		}
 		return list
 	}
-	return []any{pg.PlanEachTime, after.id, after.eventID, limit, pg.OrNull(f.Since), pg.OrNull(f.Until), orNull(f.Types), orNull(f.Topics), orNull(f.Keys),
+	return []any{after.id, after.eventID, limit, pg.OrNull(f.Since), pg.OrNull(f.Until), orNull(f.Types), orNull(f.Topics), orNull(f.Keys),
 		f.AggregateType, f.AggregateID, orNull(f.EventIDs), int64(pageBytes)}
 }
 
 // read returns some events behind one.
-func (r rowReader) read(ctx context.Context, f Filter, after place, limit int) ([]outbox.ArchivedEvent, error) {
-	rows, err := r.db.Query(ctx, r.page, f.args(after, limit)...)
-	if err != nil {
-		return nil, err
-	}
-	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (e outbox.ArchivedEvent, err error) {
-		err = row.Scan(&e.OutboxID, &e.EventID, &e.Type, &e.Source, &e.AggregateType, &e.AggregateID, &e.Payload, &e.ContentType, &e.JSON,
-			&e.Topic, &e.PartitionKey, &e.Headers, pg.Time{At: &e.OccurredAt}, pg.Time{At: &e.CreatedAt})
-		return e, err
-	})
+func (r rowReader) read(ctx context.Context, f Filter, after place, limit int) (events []outbox.ArchivedEvent, err error) {
+	err = pg.Query(ctx, r.db, f.settings(), func(rows pgx.Rows) (err error) {
+		events, err = pgx.CollectRows(rows, scanEvent)
+		return err
+	}, r.page, f.args(after, limit)...)
+	return events, err
+}
+
+func scanEvent(row pgx.CollectableRow) (e outbox.ArchivedEvent, err error) {
+	err = row.Scan(&e.OutboxID, &e.EventID, &e.Type, &e.Source, &e.AggregateType, &e.AggregateID, &e.Payload, &e.ContentType, &e.JSON,
+		&e.Topic, &e.PartitionKey, &e.Headers, pg.Time{At: &e.OccurredAt}, pg.Time{At: &e.CreatedAt})
+	return e, err
 }
 
 // behind returns the place of the first event behind one, or that one if there is none.
 func (r rowReader) behind(ctx context.Context, f Filter, after place) (next place, err error) {
-	err = r.db.QueryRow(ctx, r.next, f.args(after, 1)...).Scan(&next.id, &next.eventID)
-	if errors.Is(err, pgx.ErrNoRows) {
-		return after, nil
-	}
+	next = after
+	err = pg.Query(ctx, r.db, f.settings(), func(rows pgx.Rows) error {
+		_, err := pgx.ForEachRow(rows, []any{&next.id, &next.eventID}, func() error { return nil })
+		return err
+	}, r.next, f.args(after, 1)...)
 	return next, err
 }

@@ -209,7 +209,7 @@ func (t *Table) usualMonths(ctx context.Context, tx pgx.Tx) (months []time.Time,
 	if has {
 		sql = pg.InSchema(sqlOldestEvent, t.cfg.OutboxSchema)
 	}
-	if err := tx.QueryRow(ctx, sql).Scan(&oldest, &now); err != nil {
+	if err := tx.QueryRow(ctx, sql).Scan(pg.Time{At: &oldest}, &now); err != nil {
 		return nil, err
 	}
 	first := monthOf(now).AddDate(0, -maxBackMonths, 0)

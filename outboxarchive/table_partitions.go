@@ -13,9 +13,9 @@ import (
 
 // Partition is a partition of outbox_archive.
 type Partition struct {
-	// Name is the name of its table, in the schema of the archive or, of one that somebody has
-	// attached, in another.
-	Name string
+	// Schema and Name are those of its table. The schema is that of the archive, unless somebody has
+	// attached one of another, or moved one there.
+	Schema, Name string
 	// From and Until bound the time of recording of its events. They are zero where it has no
 	// bounds of that form.
 	From, Until time.Time
@@ -31,14 +31,14 @@ type Partition struct {
 const sqlPartitions = `
 WITH utc AS MATERIALIZED (SELECT set_config('TimeZone', 'UTC', true), set_config('DateStyle', 'ISO', true)),
 parts AS MATERIALIZED (
-    SELECT c.oid, c.relname::text AS name, c.reltuples::bigint AS events,
+    SELECT c.oid, n.nspname::text AS schema, c.relname::text AS name, c.reltuples::bigint AS events,
            regexp_match(pg_get_expr(c.relpartbound, c.oid), '^FOR VALUES FROM \(''([^'']*)''\) TO \(''([^'']*)''\)$') AS bounds
-      FROM utc CROSS JOIN pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
+      FROM utc CROSS JOIN pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid JOIN pg_namespace AS n ON n.oid = c.relnamespace
      WHERE i.inhparent = (SELECT {archive}::regclass)
 )
-SELECT name, bounds[1]::timestamptz, bounds[2]::timestamptz, events, (SELECT sum(pg_total_relation_size(t.relid)) FROM pg_partition_tree(oid) AS t)::bigint,
+SELECT schema, name, bounds[1]::timestamptz, bounds[2]::timestamptz, events, (SELECT sum(pg_total_relation_size(t.relid)) FROM pg_partition_tree(oid) AS t)::bigint,
        coalesce($1::int >= 0 AND bounds[2]::timestamptz <= now() - make_interval(months => $1), false)
-  FROM parts ORDER BY 2 NULLS FIRST, 1`
+  FROM parts ORDER BY 3 NULLS FIRST, 2, 1`
 
 // Partitions returns the partitions, the oldest first.
 func (t *Table) Partitions(ctx context.Context) ([]Partition, error) {
@@ -60,7 +60,7 @@ func (t *Table) partitionsIn(ctx context.Context, tx pgx.Tx) ([]Partition, error
 	}
 	return pgx.CollectRows(rows, func(row pgx.CollectableRow) (p Partition, err error) {
 		var from, until pgtype.Timestamptz
-		err = row.Scan(&p.Name, &from, &until, &p.Events, &p.Bytes, &p.Expired)
+		err = row.Scan(&p.Schema, &p.Name, &from, &until, &p.Events, &p.Bytes, &p.Expired)
 		p.From, p.Until = from.Time, until.Time
 		return p, err
 	})
@@ -82,7 +82,7 @@ func (t *Table) Expire(ctx context.Context) (dropped []Partition, err error) {
 		if !p.Expired {
 			continue
 		}
-		if err := t.drop(ctx, p.Name); err != nil {
+		if err := t.drop(ctx, p); err != nil {
 			return dropped, fmt.Errorf("outbox: drop partition %s of outbox_archive: %w", p.Name, err)
 		}
 		dropped = append(dropped, p)
@@ -91,7 +91,7 @@ func (t *Table) Expire(ctx context.Context) (dropped []Partition, err error) {
 }
 
 // drop drops a partition, if it still is one and all its events are old.
-func (t *Table) drop(ctx context.Context, name string) error {
+func (t *Table) drop(ctx context.Context, old Partition) error {
 	return pgx.BeginTxFunc(ctx, t.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, dropSettings); err != nil {
 			return err
@@ -104,8 +104,8 @@ func (t *Table) drop(ctx context.Context, name string) error {
 			return err
 		}
 		for _, p := range partitions {
-			if p.Name == name && p.Expired {
-				_, err := tx.Exec(ctx, "DROP TABLE "+pgx.Identifier{t.cfg.Schema, name}.Sanitize())
+			if p.Schema == old.Schema && p.Name == old.Name && p.Expired {
+				_, err := tx.Exec(ctx, "DROP TABLE "+pgx.Identifier{p.Schema, p.Name}.Sanitize())
 				return err
 			}
 		}

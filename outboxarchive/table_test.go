@@ -342,6 +342,12 @@ func TestFilter(t *testing.T) {
 	require.NoError(t, files.Archive(background, nil, all[25:]))
 	archive(t, f.db, table, all[:30]...)
 	f.exec(t, `DELETE FROM {schema}.outbox WHERE id <= 25`) // 26 to 30 are in both
+	var others []*outboxarchive.Table                       // in the other modes of a pool, for PgBouncer for example
+	for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeSimpleProtocol, pgx.QueryExecModeExec, pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec} {
+		other, err := outboxarchive.NewTable(testenv.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.DefaultQueryExecMode = mode }), f.config())
+		require.NoError(t, err)
+		others = append(others, other)
+	}
 	for _, tt := range filterTests {
 		var want []outbox.ArchivedEvent
 		for _, e := range all {
@@ -351,10 +357,16 @@ func TestFilter(t *testing.T) {
 		}
 		require.Equal(t, want, events(t, table, tt.filter), tt.name)
 		require.Equal(t, want, events(t, folder, tt.filter), tt.name)
+		for _, other := range others {
+			require.Equal(t, want, events(t, other, tt.filter), tt.name)
+		}
 	}
 	one := outboxarchive.Filter{EventIDs: []string{all[3].EventID, all[40].EventID}, Since: all[1].CreatedAt, Until: all[40].CreatedAt}
 	require.Equal(t, all[3:4], events(t, table, one))
 	require.Equal(t, all[3:4], events(t, folder, one))
+	for _, other := range others {
+		require.Equal(t, all[3:4], events(t, other, one))
+	}
 }
 
 var badFilters = []struct {
@@ -419,4 +431,38 @@ func TestNewTable(t *testing.T) {
 	require.ErrorIs(t, err, outbox.ErrNilArgument)
 	_, err = outboxarchive.Recorded(nil, "")
 	require.ErrorIs(t, err, outbox.ErrNilArgument)
+}
+
+// Whatever times events have, Ensure makes the archive, and Archive finds their partitions.
+func TestTableOddTimes(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	f.mixed(t, newRand(t), 4)
+	f.exec(t, `SET outbox.keep_xid = 'on'; UPDATE {schema}.outbox SET created_at = '-infinity' WHERE id = 1; UPDATE {schema}.outbox SET created_at = '0044-03-15 BC' WHERE id = 2;
+		UPDATE {schema}.outbox SET occurred_at = 'infinity' WHERE id = 3; RESET outbox.keep_xid`)
+	table := f.table(t)
+	recorded := f.recorded(t)
+	require.Len(t, recorded, 4)
+	archive(t, f.db, table, recorded...)
+	f.exec(t, `DELETE FROM {schema}.outbox`)
+	require.Equal(t, recorded, events(t, table, outboxarchive.Filter{}))
+}
+
+// A partition that somebody has moved to another schema is dropped there, and no table that has its name here.
+func TestTableExpireElsewhere(t *testing.T) {
+	t.Parallel()
+	f, rng := newFixture(t), newRand(t)
+	table := f.table(t)
+	archive(t, f.db, table, f.numbered(rng, 1, utc("2011-01-01T00:00:00Z")))
+	cold := strings.ReplaceAll(f.schema, "Test", "cold 'n")
+	quoted := pgx.Identifier{cold}.Sanitize()
+	f.exec(t, `CREATE SCHEMA `+quoted)
+	t.Cleanup(func() { f.exec(t, `DROP SCHEMA `+quoted+` CASCADE`) })
+	f.exec(t, `ALTER TABLE {schema}.outbox_archive_2011_01 SET SCHEMA `+quoted)
+	f.exec(t, `CREATE TABLE {schema}.outbox_archive_2011_01 AS SELECT 'of somebody' AS thing`)
+	dropped, err := table.Expire(background)
+	require.NoError(t, err)
+	require.Len(t, dropped, 1)
+	require.Equal(t, 1, f.count(t, "outbox_archive_2011_01"), "it was no partition")
+	require.Zero(t, f.count(t, "outbox_archive"))
 }

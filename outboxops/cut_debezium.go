@@ -42,8 +42,14 @@ const (
 //
 // No transaction that has recorded an event may be open at the cut, so it waits for them: for 100 ms
 // at a time, in which others wait behind it, and with pauses, until ctx ends. The error is
-// [ErrCutRefused] if the relay has begun already, or the publication has no events.
+// [ErrCutRefused] if the relay has begun already, or the publication has no events. If it cannot be known how far the
+// connector is, for there is no such slot or the role must not read it, nothing is cut: see [Cuts.DebeziumProgress].
 func (c *Cuts) FromDebezium(ctx context.Context, cut DebeziumCut, why AuditInfo) error {
+	if err := errors.Join(cut.validate(), why.check()); err == nil {
+		if _, err := c.DebeziumProgress(ctx, cut); err != nil {
+			return err
+		}
+	}
 	return c.cutDebezium(ctx, "cut from Debezium", cut, why, func(tx pgx.Tx) (bool, error) {
 		_, err := tx.Exec(ctx, c.fromDebezium, cut.Publication, cut.Relay, why.Operator, why.Reason)
 		return true, err
@@ -115,11 +121,12 @@ const (
 	sqlIsActive = `SELECT active FROM pg_catalog.pg_replication_slots WHERE slot_name = $1`
 )
 
-// sqlUnconfirmed counts the inserts in the messages of pgoutput that a slot would send. Those of other tables of the
-// publication count, too.
+// sqlUnconfirmed counts the inserts into outbox in the messages of pgoutput that a slot would send: I, and the oid of the table.
+// Other tables of the publication, which go on after the cut, do not count.
 const sqlUnconfirmed = `
 SELECT count(*) FROM pg_catalog.pg_logical_slot_peek_binary_changes($1::text::name, NULL, NULL, 'proto_version', '1', 'publication_names', quote_ident($2)) AS change
- WHERE get_byte(change.data, 0) = ascii('I')`
+ WHERE get_byte(change.data, 0) = ascii('I')
+   AND substr(change.data, 2, 4) = ANY (ARRAY(SELECT oidsend({outbox}::regclass::oid) UNION ALL SELECT oidsend(t.relid) FROM pg_catalog.pg_partition_tree({outbox}::regclass) AS t))`
 
 // DebeziumProgress says how far the connector is. It has PostgreSQL decode what the slot keeps, as the connector would, from
 // a copy of it. The role needs the attribute REPLICATION, and of max_replication_slots one has to be free.
@@ -127,7 +134,7 @@ func (c *Cuts) DebeziumProgress(ctx context.Context, cut DebeziumCut) (p Debeziu
 	err = cut.validate()
 	if err == nil {
 		err = c.db.AcquireFunc(ctx, func(conn *pgxpool.Conn) (err error) {
-			p, err = debeziumProgress(ctx, conn.Conn(), cut)
+			p, err = c.progressOn(ctx, conn.Conn(), cut)
 			return err
 		})
 	}
@@ -137,7 +144,7 @@ func (c *Cuts) DebeziumProgress(ctx context.Context, cut DebeziumCut) (p Debeziu
 	return p, nil
 }
 
-func debeziumProgress(ctx context.Context, conn *pgx.Conn, cut DebeziumCut) (p DebeziumProgress, err error) {
+func (c *Cuts) progressOn(ctx context.Context, conn *pgx.Conn, cut DebeziumCut) (p DebeziumProgress, err error) {
 	err = conn.QueryRow(ctx, sqlIsActive, cut.Slot).Scan(&p.Active)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return p, fmt.Errorf("%w: there is no replication slot %q, and it cannot be known what it has sent", ErrCutRefused, cut.Slot)
@@ -149,7 +156,7 @@ func debeziumProgress(ctx context.Context, conn *pgx.Conn, cut DebeziumCut) (p D
 	if _, err := conn.Exec(ctx, sqlCopySlot, cut.Slot, copied); err != nil {
 		return p, err
 	}
-	err = conn.QueryRow(ctx, sqlUnconfirmed, copied, cut.Publication).Scan(&p.Unconfirmed)
+	err = conn.QueryRow(ctx, c.unconfirmed, copied, cut.Publication).Scan(&p.Unconfirmed)
 	if ctx.Err() != nil {
 		return p, errors.Join(err, conn.Close(context.WithoutCancel(ctx))) // drops the copy
 	}

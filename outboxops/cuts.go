@@ -38,7 +38,7 @@ import (
 type Cuts struct {
 	db                                                *pgxpool.Pool
 	list, topics, toKafka, toPostgres, finish, cancel string
-	fromDebezium, toDebezium, beginRelay              string
+	fromDebezium, toDebezium, beginRelay, unconfirmed string
 }
 
 // CutsConfig says where the tables are. It may be zero.
@@ -55,7 +55,7 @@ func NewCuts(db *pgxpool.Pool, cfg CutsConfig) (*Cuts, error) {
 	in := func(sql string) string { return pg.InSchema(sql, cfg.Schema) }
 	return &Cuts{
 		db: db, list: in(sqlSubscriptions), topics: in(sqlTopicsOfGroup), toKafka: in(sqlCutToKafka), toPostgres: in(sqlCutToPostgres), finish: in(sqlFinishCut), cancel: in(sqlCancelCut),
-		fromDebezium: in(sqlCutFromDebezium), toDebezium: in(sqlCutToDebezium), beginRelay: in(sqlBeginRelay),
+		fromDebezium: in(sqlCutFromDebezium), toDebezium: in(sqlCutToDebezium), beginRelay: in(sqlBeginRelay), unconfirmed: in(sqlUnconfirmed),
 	}, nil
 }
 

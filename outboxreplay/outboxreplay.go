@@ -45,8 +45,12 @@ type Config struct {
 	Again bool
 	// Mode is that of the relay. Zero means [outbox.Binary].
 	Mode outbox.Mode
+	// IDHeader and TraceHeader are those of RelayConfig: names of further headers, with the event's id and its
+	// trace id, for consumers that read them there. Empty means none.
+	IDHeader, TraceHeader string
 
-	// Rate is how many events are sent in a second at most. Negative means no limit. Zero means
+	// Rate is how many events are sent in a second at most, also after a time in which nothing could be
+	// sent. Negative means no limit. Zero means
 	// 1,000.
 	Rate int
 	// HandledFor is RetentionConfig.HandledFor of the consumers, for [Report.Older]. Zero means 31 days.
@@ -98,6 +102,10 @@ func (c Config) validate(db *pgxpool.Pool) error {
 	}
 	if c.Mode != outbox.Binary && c.Mode != outbox.Structured {
 		errs = append(errs, fmt.Errorf("field Mode is %d: must be Binary or Structured", c.Mode))
+	}
+	errs = append(errs, checkHeader("IDHeader", c.IDHeader), checkHeader("TraceHeader", c.TraceHeader))
+	if c.IDHeader != "" && strings.EqualFold(c.IDHeader, c.TraceHeader) {
+		errs = append(errs, fmt.Errorf("fields IDHeader and TraceHeader: both are %.100q", c.IDHeader))
 	}
 	if !c.DryRun {
 		errs = append(errs, c.checkAudit())

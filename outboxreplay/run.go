@@ -69,6 +69,7 @@ type run struct {
 	report Report
 
 	began   time.Time
+	due     time.Time // when the rate allows the next chunk
 	audited bool
 	chunk   []resend
 	bytes   int // of the chunk
@@ -112,6 +113,9 @@ func (r *run) add(e outbox.ArchivedEvent, err error) error {
 		r.report.Read++
 		s.record, err = e.KafkaRecord(r.cfg.Mode)
 	}
+	if err == nil {
+		r.cfg.addFurther(&e, s.record)
+	}
 	if err != nil {
 		r.report.fail(&e, err)
 		if r.cfg.DryRun || r.cfg.SkipUnreadable {
@@ -136,7 +140,7 @@ func (r *run) flush(ctx context.Context) error {
 		return nil
 	}
 	if !r.cfg.DryRun {
-		if err := r.await(ctx); err != nil {
+		if err := r.await(ctx, len(chunk)); err != nil {
 			return err
 		}
 		if err := r.send(ctx, chunk); err != nil {
@@ -150,13 +154,17 @@ func (r *run) flush(ctx context.Context) error {
 	return err
 }
 
-// await waits until the rate allows as many events as were sent, and then some.
-func (r *run) await(ctx context.Context) error {
+// await waits until the rate allows another chunk. Time in which nothing was sent is not made up for: a
+// source that was slow, or Kafka, is not followed by a burst.
+func (r *run) await(ctx context.Context, events int) error {
 	if r.cfg.Rate > 0 {
-		due := r.began.Add(time.Duration(float64(r.report.Sent) / float64(r.cfg.Rate) * float64(time.Second)))
-		if left := time.Until(due); left > 0 {
+		if left := time.Until(r.due); left > 0 {
 			wait.Sleep(ctx, left)
 		}
+		if now := time.Now(); r.due.Before(now) {
+			r.due = now
+		}
+		r.due = r.due.Add(time.Duration(float64(events) / float64(r.cfg.Rate) * float64(time.Second)))
 	}
 	return context.Cause(ctx)
 }

@@ -210,6 +210,28 @@ func (f *replayFixture) archiveOf(t testing.TB, kind string) (outboxarchive.Sour
 	return f.recorded(t), nil
 }
 
+// The headers that a relay adds for other consumers are those of a replay, unless an event has them itself.
+func TestFurtherHeaders(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []outbox.Mode{outbox.Binary, outbox.Structured} {
+		f := newFixture(t, largeEnough)
+		ctx := outbox.WithTraceID(background, "trace é")
+		require.NoError(t, pgx.BeginFunc(ctx, f.db, func(tx pgx.Tx) error {
+			return f.rec.Record(ctx, tx, sale{Product: "a", Number: 1}, outbox.With(sale{Product: "a", Number: 2}, outbox.EventOptions{Headers: map[string]string{"Event-ID": "own", "X-Trace-Id": "own"}}))
+		}))
+		f.record(t, sale{Product: "a", Number: 3})
+		relay, err := outbox.NewRelay(f.db, testenv.KafkaOpts(f.brokers), outbox.RelayConfig{Schema: f.schema, Mode: mode, IDHeader: "event-id", TraceHeader: "x-trace-id",
+			PollInterval: 10 * time.Millisecond, Logger: slog.New(slog.DiscardHandler)})
+		require.NoError(t, err)
+		testenv.Run(t, relay.Run)
+		sent := f.records(t, f.topic, 3)["a"]
+		_, err = f.run(t, outboxreplay.Config{Source: f.recorded(t), Mode: mode, IDHeader: "event-id", TraceHeader: "x-trace-id"})
+		require.NoError(t, err)
+		require.Contains(t, texts(sent)[0], `"event-id"`)
+		require.Equal(t, texts(sent), texts(f.records(t, f.topic, 6)["a"][3:]))
+	}
+}
+
 // A run is no faster than its rate. One that is stopped says where another goes on, and together they send each event
 // once, in its order, to the topic that is named.
 func TestRateAndResume(t *testing.T) {
@@ -253,6 +275,33 @@ func TestRateAndResume(t *testing.T) {
 		}
 	}
 	require.Equal(t, runs, f.count(t, `outbox_audit WHERE action = 'replay' AND parking_key = '`+to+`/'`))
+}
+
+// slow is a source that takes long to find its first event.
+type slow struct{ outboxarchive.Source }
+
+func (s slow) Events(ctx context.Context, f outboxarchive.Filter) iter.Seq2[outbox.ArchivedEvent, error] {
+	return func(yield func(outbox.ArchivedEvent, error) bool) {
+		time.Sleep(time.Second)
+		s.Source.Events(ctx, f)(yield)
+	}
+}
+
+// A run that had nothing to send for a while does not make up for it in a burst.
+func TestRateAfterPause(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, largeEnough)
+	const n, rate = 150, 200
+	f.record(t, numbered(n)...)
+	var first, last time.Time
+	report, err := f.run(t, outboxreplay.Config{Source: slow{f.recorded(t)}, Rate: rate, Progress: func(r outboxreplay.Report) {
+		if last = time.Now(); first.IsZero() {
+			first = last
+		}
+	}})
+	require.NoError(t, err)
+	require.Equal(t, n, report.Sent)
+	require.GreaterOrEqual(t, last.Sub(first), (n-2*rate/10)*time.Second/rate)
 }
 
 // An event that Kafka rejects ends the run before later events of its key are sent, and another run can go on
@@ -328,9 +377,9 @@ func TestUnreadable(t *testing.T) {
 
 func TestBadConfig(t *testing.T) {
 	t.Parallel()
-	_, err := outboxreplay.Run(background, nil, []kgo.Opt{kgo.ConsumerGroup("g")}, outboxreplay.Config{To: "a b", Group: "\x00", Mode: 7, Rate: 1e9, HandledFor: -1, Schema: "$user",
+	_, err := outboxreplay.Run(background, nil, []kgo.Opt{kgo.ConsumerGroup("g")}, outboxreplay.Config{To: "a b", Group: "\x00", Mode: 7, IDHeader: "ce_id", TraceHeader: "\x00", Rate: 1e9, HandledFor: -1, Schema: "$user",
 		Audit: outboxops.AuditInfo{Reason: " "}})
-	for _, says := range []string{"Source", "To", "Group", "Mode", "Rate", "HandledFor", "Schema", "Audit.Operator", "Audit.Reason", "db", "ConsumerGroup"} {
+	for _, says := range []string{"Source", "To", "Group", "Mode", "Rate", "HandledFor", "Schema", "IDHeader", "TraceHeader", "Audit.Operator", "Audit.Reason", "db", "ConsumerGroup"} {
 		require.ErrorContains(t, err, says)
 	}
 	f := newFixture(t, largeEnough)

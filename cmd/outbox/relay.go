@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"flag"
 	"fmt"
@@ -26,7 +27,8 @@ It stops within 5 s; a second signal ends it at once.`,
 		r.define(fs)
 		fs.VisitAll(func(f *flag.Flag) { r.own = append(r.own, f.Name) })
 		return func(ctx context.Context, e *env) error {
-			if err := fromVariables(e, fs, r.own); err != nil {
+			var err error
+			if r.variables, err = fromVariables(e, fs, r.own); err != nil {
 				return err
 			}
 			return r.run(ctx, e)
@@ -36,7 +38,8 @@ It stops within 5 s; a second signal ends it at once.`,
 
 // relayProcess is a relay with what a process needs around it.
 type relayProcess struct {
-	own []string // the names of its flags, without those that all commands take
+	own       []string          // the names of its flags, without those that all commands take
+	variables map[string]string // those of flags that were not given, by the names of the flags
 
 	relay                string
 	structured, holdDead bool
@@ -75,10 +78,11 @@ func (r *relayProcess) define(fs *flag.FlagSet) {
 	fs.TextVar(&r.level, "log-level", slog.LevelInfo, "`LEVEL` debug, info, warn or error (info)")
 }
 
-// fromVariables sets the flags that were not given from variables.
-func fromVariables(e *env, fs *flag.FlagSet, names []string) error {
+// fromVariables sets the flags that were not given from variables, and returns which.
+func fromVariables(e *env, fs *flag.FlagSet, names []string) (set map[string]string, err error) {
 	given := map[string]bool{}
 	fs.Visit(func(f *flag.Flag) { given[f.Name] = true })
+	set = map[string]string{}
 	for _, name := range names {
 		variable := "OUTBOX_" + strings.ToUpper(strings.ReplaceAll(name, "-", "_"))
 		value := e.getenv(variable)
@@ -86,32 +90,36 @@ func fromVariables(e *env, fs *flag.FlagSet, names []string) error {
 			continue
 		}
 		if err := fs.Set(name, value); err != nil {
-			return usagef("$%s %q: %v", variable, value, err)
+			return nil, usagef("$%s %q: %v", variable, value, err)
 		}
+		set[name] = "$" + variable
 	}
-	return nil
+	return set, nil
 }
+
+// called returns how a flag was given: as such, or as a variable.
+func (r *relayProcess) called(name string) string { return cmp.Or(r.variables[name], "--"+name) }
 
 // check refuses what the relay would understand as something else.
 func (r *relayProcess) check() error {
-	if err := oneOf("--log", r.log, []string{logText, logJSON}); err != nil {
+	if err := oneOf(r.called("log"), r.log, []string{logText, logJSON}); err != nil {
 		return err
 	}
 	for name, d := range map[string]time.Duration{"poll": r.poll, "lease": r.lease, "stale-after": r.stale} {
 		if d < 0 {
-			return usagef("--%s %v: must not be negative", name, d)
+			return usagef("%s %v: must not be negative", r.called(name), d)
 		}
 	}
 	for name, n := range map[string]int{"batch": r.batch, "max-retries": r.maxRetries} {
 		if n < 0 {
-			return usagef("--%s %d: must not be negative", name, n)
+			return usagef("%s %d: must not be negative", r.called(name), n)
 		}
 	}
 	switch {
 	case r.lease > 0 && r.lease < minLease:
-		return usagef("--lease %v: at least %v", r.lease, minLease)
+		return usagef("%s %v: at least %v", r.called("lease"), r.lease, minLease)
 	case r.page != "" && r.listen == listenOff:
-		return usagef("--page wants an address to --listen at")
+		return usagef("%s wants an address to %s at", r.called("page"), r.called("listen"))
 	}
 	return nil
 }

@@ -36,7 +36,7 @@ func (r *relayProcess) handler(e *env, db *pgxpool.Pool, relay *outbox.Relay, ka
 	}
 	users := userFile(r.page)
 	if _, err := users.read(); err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%s: %w", r.called("page"), err)
 	}
 	page, err := outboxadmin.New(db, outboxadmin.Config{
 		Authorize: users.authorize, Challenge: `Basic realm="outbox"`, Schema: e.schema, AuditReads: true,
@@ -112,7 +112,7 @@ type pageUser struct {
 func (f userFile) read() (users []pageUser, err error) {
 	file, err := os.Open(string(f))
 	if err != nil {
-		return nil, fmt.Errorf("--page: %w", err)
+		return nil, fmt.Errorf("users: %w", err)
 	}
 	defer file.Close()
 	lines := bufio.NewScanner(file)
@@ -123,15 +123,15 @@ func (f userFile) read() (users []pageUser, err error) {
 		}
 		user, err := readUser(words)
 		if err != nil {
-			return nil, fmt.Errorf("--page %s: line %d: %w", f, n, err)
+			return nil, fmt.Errorf("users: %s: line %d: %w", f, n, err)
 		}
 		users = append(users, user)
 	}
 	if err := lines.Err(); err != nil {
-		return nil, fmt.Errorf("--page %s: %w", f, err)
+		return nil, fmt.Errorf("users: %s: %w", f, err)
 	}
 	if len(users) == 0 {
-		return nil, fmt.Errorf("--page %s: no user is in it", f)
+		return nil, fmt.Errorf("users: %s: no user is in it", f)
 	}
 	return users, nil
 }

@@ -19,6 +19,7 @@ import (
 const (
 	relayStops  = 4 * time.Second        // a relay needs less than one, unless PostgreSQL or Kafka has gone silent
 	serverStops = 500 * time.Millisecond // for requests under way
+	poolCloses  = 400 * time.Millisecond // for connections that are not silent
 )
 
 // relayConns is the least size of the pool: a relay uses seven, and the metrics and the page a few.
@@ -42,9 +43,22 @@ func (r *relayProcess) run(ctx context.Context, e *env) error {
 	}
 	err = r.relayEvents(ctx, e, db, append(kafka, kgo.ClientID("outbox-relay")))
 	if !errors.Is(err, errHangs) {
-		db.Close() // which waits for connections that hang
+		closePool(db)
 	}
 	return err
+}
+
+// closePool closes a pool, which waits for connections that hang: not for long, because the process ends.
+func closePool(db *pgxpool.Pool) {
+	closed := make(chan struct{})
+	go func() {
+		db.Close()
+		close(closed)
+	}()
+	select {
+	case <-closed:
+	case <-time.After(poolCloses):
+	}
 }
 
 // relayEvents runs the relay, and the server beside it, until ctx ends.
@@ -141,7 +155,7 @@ func (r *relayProcess) listenAt(ctx context.Context) (net.Listener, error) {
 	}
 	l, err := new(net.ListenConfig).Listen(ctx, "tcp", r.listen)
 	if err != nil {
-		return nil, fmt.Errorf("--listen %s: %w", r.listen, err)
+		return nil, fmt.Errorf("%s %s: %w", r.called("listen"), r.listen, err)
 	}
 	return l, nil
 }

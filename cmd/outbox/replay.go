@@ -16,9 +16,8 @@ var replayCommand = command{
 	name:    "replay",
 	summary: "send recorded events to Kafka again, from outbox or an archive",
 	about: `
-It only counts, unless --yes is given. Groups skip what they have a note of in
-event_handled (31 days); with --group only that one handles what is sent. New
-events come between. Ctrl-C ends it, and the last line says where to go on.`,
+It only counts, unless --yes is given. Groups skip what they noted for 31 days.
+New events come between. Ctrl-C ends it; the last line says where to go on.`,
 	endless: true,
 	prepare: func(fs *flag.FlagSet) func(context.Context, *env) error {
 		var r replay
@@ -34,6 +33,8 @@ type replay struct {
 	of                            aggregate
 	after                         int64
 	to, group                     string
+	headers                       string
+	counted                       int // before they were sent
 	rate                          int
 	again, structured, skips, yes bool
 	why                           auditFlags
@@ -53,6 +54,7 @@ func (r *replay) define(fs *flag.FlagSet) {
 	fs.StringVar(&r.group, "group", "", "`NAME` only for this consumer group")
 	fs.BoolVar(&r.again, "again", false, "have the --group forget what it noted of them")
 	fs.BoolVar(&r.structured, "structured", false, "as a relay in Structured mode sends them")
+	fs.StringVar(&r.headers, "headers", "", "`ID[,TRACE]` IDHeader and TraceHeader of the relay")
 	fs.IntVar(&r.rate, "rate", 0, "`NUMBER` events in a second at most (1000); -1: no limit")
 	fs.BoolVar(&r.skips, "skip-unreadable", false, "leave out what cannot be read")
 	fs.BoolVar(&r.yes, "yes", false, "send them; without it they are only counted")
@@ -78,6 +80,7 @@ func (r *replay) run(ctx context.Context, e *env) error {
 		return withCause(ctx, err)
 	}
 	if r.yes {
+		r.counted = report.Sent
 		p := e.progress("sent", report.Sent)
 		cfg.DryRun, cfg.Progress = false, func(so outboxreplay.Report) {
 			watchdog.reset()
@@ -85,6 +88,9 @@ func (r *replay) run(ctx context.Context, e *env) error {
 		}
 		report, err = outboxreplay.Run(ctx, e.db, kafka, cfg)
 		p.end()
+	}
+	if err != nil {
+		r.counted = 0 // it is no wonder that not all were sent
 	}
 	if serr := r.show(e, report); err == nil && serr != nil {
 		return serr
@@ -100,6 +106,7 @@ func (r *replay) run(ctx context.Context, e *env) error {
 
 func (r *replay) config(ctx context.Context, e *env) (cfg outboxreplay.Config, err error) {
 	cfg = outboxreplay.Config{To: r.to, Group: r.group, Again: r.again, Rate: r.rate, SkipUnreadable: r.skips, Schema: e.schema}
+	cfg.IDHeader, cfg.TraceHeader, _ = strings.Cut(r.headers, ",")
 	if r.structured {
 		cfg.Mode = outbox.Structured
 	}
@@ -207,8 +214,11 @@ func (r *replay) show(e *env, report outboxreplay.Report) error {
 	return nil
 }
 
-// warn says who handles the events again.
+// warn says what is gone, and who handles the events again.
 func (r *replay) warn(e *env, report outboxreplay.Report) {
+	if gone := r.counted - report.Sent - report.NotSent; gone > 0 {
+		e.say(fmt.Sprintf("%s of those that were counted are gone: retention has removed them meanwhile. With --archive they are found, if they are archived.", count(gone)))
+	}
 	switch {
 	case report.Sent == 0:
 	case r.again:

@@ -8,6 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxarchive"
 )
 
@@ -63,6 +65,24 @@ func TestReplayCommand(t *testing.T) {
 		require.NotEqual(t, exitOK, a.code, args)
 		require.Contains(t, strings.Join(strings.Fields(a.err), " "), says, args)
 	}
+}
+
+// What retention has removed since it was counted is not sent, and the command says so.
+func TestReplayBesideRetention(t *testing.T) {
+	t.Parallel()
+	d := newShop(t).withKafka(t)
+	d.record(t, "a")
+	testenv.CreateTopic(t, d.brokers, d.topic, 1)
+	_, err := d.db.Exec(background, pg.InSchema(`INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, occurred_at, size)
+		SELECT gen_random_uuid(), event_type, source, aggregate_type, aggregate_id, payload, content_type, topic, now(), 2 FROM {schema}.outbox, generate_series(1, 1499)`, d.schema))
+	require.NoError(t, err)
+	_, err = d.db.Exec(background, pg.InSchema(`CREATE FUNCTION {schema}.retain() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN DELETE FROM {schema}.outbox; RETURN NULL; END $$;
+		CREATE TRIGGER retain AFTER INSERT ON {schema}.outbox_audit FOR EACH ROW EXECUTE FUNCTION {schema}.retain()`, d.schema))
+	require.NoError(t, err)
+	a := d.call(t, "replay", "--schema", d.schema, "--since", "1h", "--yes", "--rate", "-1", "--reason", "why")
+	require.Equal(t, exitOK, a.code, a.err)
+	require.Contains(t, a.out, "sent 1,000, not 0")
+	require.Contains(t, a.out, "500 of those that were counted are gone")
 }
 
 // archiveInto writes what is in outbox to files.
