@@ -43,6 +43,7 @@ type relayProcess struct {
 
 	relay                string
 	structured, holdDead bool
+	headers              string // IDHeader and TraceHeader
 	batch, maxRetries    int
 	poll, lease, stale   time.Duration
 	published, handled   span
@@ -69,6 +70,7 @@ func (r *relayProcess) define(fs *flag.FlagSet) {
 	fs.IntVar(&r.maxRetries, "max-retries", 0, "`N` retries of an event before it is dead (10)")
 	fs.BoolVar(&r.holdDead, "hold-dead", false, "dead events hold their keys until an operator decides")
 	fs.BoolVar(&r.structured, "structured", false, "CloudEvents in structured mode, not binary")
+	fs.StringVar(&r.headers, "headers", "", "`ID[,TRACE]` further headers for event id and trace id")
 	fs.Var(&r.published, "published-for", "`TIME` that published rows of outbox are kept (7d)")
 	fs.Var(&r.handled, "handled-for", "`TIME` that rows of event_handled are kept (31d)")
 	fs.DurationVar(&r.stale, "stale-after", 0, "`TIME` after which waiting events are alerted to (5m)")
@@ -141,6 +143,7 @@ func (r *relayProcess) config(e *env, log *slog.Logger) (outbox.RelayConfig, err
 	if r.lease > 0 {
 		cfg.SendTimeout, cfg.DeliveryTimeout = min(defaultSend, r.lease/2), min(defaultDelivery, r.lease/3)
 	}
+	cfg.IDHeader, cfg.TraceHeader, _ = strings.Cut(r.headers, ",")
 	if r.structured {
 		cfg.Mode = outbox.Structured
 	}

@@ -135,7 +135,7 @@ func get(t testing.TB, address, path string, change func(*http.Request)) (status
 	return response.StatusCode, string(text)
 }
 
-// received reads the topic until it has records of all keys, and returns how many of each.
+// received reads the topic until it has records of all keys, and returns how many of each, and how many have a header.
 func (d *commandFixture) received(t testing.TB, keys ...string) map[string]int {
 	t.Helper()
 	client, err := kgo.NewClient(append(testenv.KafkaOpts(d.brokers), kgo.ConsumeTopics(d.topic), kgo.ConsumeResetOffset(kgo.NewOffset().AtStart()))...)
@@ -147,7 +147,12 @@ func (d *commandFixture) received(t testing.TB, keys ...string) map[string]int {
 	for notFound(found, keys) > 0 {
 		fetches := client.PollFetches(ctx)
 		require.NoError(t, ctx.Err(), "%d of %d events have not arrived", notFound(found, keys), len(keys))
-		fetches.EachRecord(func(r *kgo.Record) { found[string(r.Key)]++ })
+		fetches.EachRecord(func(r *kgo.Record) {
+			found[string(r.Key)]++
+			for _, h := range r.Headers {
+				found["header "+h.Key]++
+			}
+		})
 	}
 	return found
 }
