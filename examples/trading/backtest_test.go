@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxtest"
 	"github.com/stretchr/testify/require"
 )
@@ -13,11 +14,18 @@ import (
 func TestBacktest(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, nil)
-	require.NoError(t, f.backtests().order(t.Context(), anIntent.Scope, 20))
+	require.NoError(t, f.backtests().order(t.Context(), anIntent.Scope, 1000))
 	record := outboxtest.NewRecord(t.Context(), t, f.events, recorded[RunBacktest](t, f)[0])
-	killed, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
-	defer cancel()
-	require.ErrorIs(t, f.groups[backtesting].Deliver(killed, record), context.DeadlineExceeded)
+	killed, kill := context.WithCancel(t.Context())
+	defer kill()
+	ended := make(chan error, 1)
+	go func() { ended <- f.groups[backtesting].Deliver(killed, record) }()
+	require.Eventually(t, func() bool {
+		var started bool
+		return f.db.QueryRow(t.Context(), `SELECT starts = 1 FROM backtest`).Scan(&started) == nil && started
+	}, testenv.Patience, 5*time.Millisecond)
+	kill()
+	require.ErrorIs(t, <-ended, context.Canceled)
 	require.Empty(t, recorded[BacktestCompleted](t, f))
 
 	require.NoError(t, f.deliver(t, backtesting, record))
