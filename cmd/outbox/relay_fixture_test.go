@@ -37,8 +37,13 @@ type relayRun struct {
 
 // variables are those of a relay process for the fixture, which listens at a free port.
 func (d *commandFixture) variables(more ...string) []string {
-	return append([]string{"DATABASE_URL=" + d.url(""), "KAFKA_BROKERS=" + strings.Join(d.brokers, ","), "OUTBOX_SCHEMA=" + d.schema,
+	return append([]string{"DATABASE_URL=" + d.relayURL(), "KAFKA_BROKERS=" + strings.Join(d.brokers, ","), "OUTBOX_SCHEMA=" + d.schema,
 		"OUTBOX_LISTEN=127.0.0.1:0", "OUTBOX_LOG=json", "OUTBOX_POLL=20ms"}, more...)
+}
+
+// relayURL has the way to run queries that PgBouncer needs, where it is in between.
+func (d *commandFixture) relayURL() string {
+	return d.url("&default_query_exec_mode=" + strings.ReplaceAll(d.db.Config().ConnConfig.DefaultQueryExecMode.String(), " ", "_"))
 }
 
 // startRelay runs the test binary as the program.

@@ -145,7 +145,7 @@ func TestRelayWaitsForServices(t *testing.T) {
 	require.NoError(t, err)
 	address := free.Addr().String()
 	require.NoError(t, free.Close())
-	unreachable := strings.Replace(d.url(""), fmt.Sprintf("%s:%d", c.Host, c.Port), address, 1)
+	unreachable := strings.Replace(d.relayURL(), fmt.Sprintf("%s:%d", c.Host, c.Port), address, 1)
 	p := d.startRelay(t, "DATABASE_URL="+unreachable)
 	p.awaitLine("outbox: PostgreSQL fails, trying until it works")
 	status, body := get(t, p.address(), "/livez", nil)
@@ -174,7 +174,7 @@ func TestRelayStopsWhateverHangs(t *testing.T) {
 			d := newShop(t)
 			c := d.db.Config().ConnConfig
 			proxy := newSilentProxy(t, fmt.Sprintf("%s:%d", c.Host, c.Port))
-			p := d.startRelay(t, "OUTBOX_LEASE=8s", "DATABASE_URL="+proxy.through(t, d.url("")))
+			p := d.startRelay(t, "OUTBOX_LEASE=8s", "DATABASE_URL="+proxy.through(t, d.relayURL()))
 			d.record(t, "a")
 			d.received(t, "a")
 			close(proxy.silent)
