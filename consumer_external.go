@@ -17,6 +17,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/deadletter"
+	"github.com/outboxgo/outbox/internal/eventheader"
 	"github.com/outboxgo/outbox/internal/jsonb"
 )
 
@@ -104,8 +105,8 @@ func withStoredHeaders(r *kgo.Record) (*kgo.Record, error) {
 	isEvent := isCloudEvent(r)
 	for _, name := range slices.Sorted(maps.Keys(own)) {
 		key := name
-		if attribute := attributeOf(name); isEvent && attribute != "" {
-			key = attrPrefix + attribute
+		if attribute := eventheader.Attribute(name); isEvent && attribute != "" {
+			key = eventheader.Prefix + attribute
 		}
 		all.Headers = append(all.Headers, kgo.RecordHeader{Key: key, Value: []byte(own[name])})
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/deadletter"
+	"github.com/outboxgo/outbox/internal/eventheader"
 )
 
 // logged returns a configuration, and the lines of its log that contain a text.
@@ -164,7 +165,7 @@ func TestBadCorrelationID(t *testing.T) {
 	cfg, lines := logged(ConsumerConfig{})
 	s := newPartitionFixture(t, cfg, Handle("RECORDED", func(ctx context.Context, _ pgx.Tx, e played, m Metadata) error {
 		_, err := rec.KafkaRecord(ctx, played{"next"})
-		got = append(got, CorrelationID(ctx)+m.Extensions[correlationAttr])
+		got = append(got, CorrelationID(ctx)+m.Extensions[eventheader.Correlation])
 		return err
 	}))
 	rec, err := NewRecorder(s.events, RecorderConfig{})

@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/deadletter"
+	"github.com/outboxgo/outbox/internal/eventheader"
 )
 
 // Limits of the columns of outbox, in characters.
@@ -44,17 +44,6 @@ const (
 	// encoded as base64 in it, which is a third larger: RecorderConfig.MaxPayload
 	// must leave room for that.
 	Structured
-)
-
-// Extension attributes of CloudEvents among the stored headers. As headers of a
-// record they have the prefix ce_; traceparent is also sent without it, because
-// tracing libraries look for it there. correlationid and traceparent are stored under
-// these names, all others with the prefix, as [storedName] says.
-const (
-	correlationAttr = "correlationid"
-	traceAttr       = "traceparent"
-	traceIDAttr     = "traceid"
-	attrPrefix      = "ce_"
 )
 
 type contextKey int
@@ -143,17 +132,17 @@ func (x *extras) encode() (encoded []byte, printed int, rejected *FieldError) {
 	for _, id := range []struct {
 		field, attribute, value string
 		most                    int
-	}{{"correlation_id", correlationAttr, x.correlationID, maxCorrelationID}, {"trace_id", traceIDAttr, x.traceID, maxTraceID}} {
+	}{{"correlation_id", eventheader.Correlation, x.correlationID, maxCorrelationID}, {"trace_id", eventheader.TraceID, x.traceID, maxTraceID}} {
 		if id.value == "" {
 			continue
 		}
 		if err := check.Attribute(id.value, id.most); err != nil {
 			return reject(id.field, err)
 		}
-		all[storedName(id.attribute)] = id.value
+		all[eventheader.Stored(id.attribute)] = id.value
 	}
 	if isTraceParent(x.traceParent) {
-		all[traceAttr] = x.traceParent
+		all[eventheader.TraceParent] = x.traceParent
 	}
 	if len(all) == 0 {
 		return nil, 0, nil
@@ -178,7 +167,7 @@ func (x *extras) isEmpty() bool {
 func addHeaders(all map[string]string, sets ...map[string]string) error {
 	for _, set := range sets {
 		for name, value := range set {
-			if err := checkHeader(name, value); err != nil {
+			if err := eventheader.Check(name, value); err != nil {
 				return err
 			}
 			all[name] = value
@@ -191,83 +180,20 @@ func addHeaders(all map[string]string, sets ...map[string]string) error {
 func addAttributes(all map[string]string, sets ...map[string]string) error {
 	for _, set := range sets {
 		for name, value := range set {
-			if err := checkAttributeName(name); err != nil {
+			if err := eventheader.CheckAttribute(name); err != nil {
 				return err
 			}
 			if value == "" {
-				delete(all, storedName(name))
+				delete(all, eventheader.Stored(name))
 				continue
 			}
 			if err := check.Attribute(value, math.MaxInt); err != nil { // encode limits the size of all
 				return fmt.Errorf("%.100q %w", name, err)
 			}
-			all[storedName(name)] = value
+			all[eventheader.Stored(name)] = value
 		}
 	}
 	return nil
-}
-
-// checkHeader rejects texts that cannot be stored, and the names that CloudEvents and
-// the recorder use.
-func checkHeader(name, value string) error {
-	switch lower := strings.ToLower(name); {
-	case name == "":
-		return fmt.Errorf("with a name that %w", ErrEmpty)
-	case strings.HasPrefix(lower, attrPrefix), lower == "content-type", lower == correlationAttr, lower == traceAttr, deadletter.IsOwn(name):
-		return fmt.Errorf("%.100q %w: the name is reserved", name, ErrMalformed)
-	}
-	for _, text := range []string{name, value} {
-		if text == "" {
-			continue
-		}
-		if err := check.Text(text, math.MaxInt); err != nil { // encode limits the size of all headers
-			return fmt.Errorf("%.100q %w", name, err)
-		}
-	}
-	return nil
-}
-
-// reservedAttributes are those that CloudEvents defines, or that events have anyway, and what sets them.
-var reservedAttributes = map[string]string{
-	"specversion": "CloudEvents", "id": "EventOptions.ID or RecorderConfig.NewID", "source": "NewRegistry", "type": "Event", "subject": "the id of the aggregate",
-	"time": "OccurredAt", "datacontenttype": "EventType.Codec", "dataschema": "CloudEvents", "data": "EventType.Codec",
-	"aggregatetype": "Event", correlationAttr: "WithCorrelationID", traceAttr: "WithTraceParent", traceIDAttr: "WithTraceID",
-}
-
-// checkAttributeName accepts the names of further attributes.
-func checkAttributeName(name string) error {
-	if name == "" {
-		return fmt.Errorf("with a name that %w", ErrEmpty)
-	}
-	for _, c := range []byte(name) {
-		if (c < 'a' || c > 'z') && (c < '0' || c > '9') {
-			return fmt.Errorf("%.100q %w: want lower-case letters and digits only", name, ErrMalformed)
-		}
-	}
-	if by := reservedAttributes[name]; by != "" {
-		return fmt.Errorf("%.100q %w: the name is reserved, it is set by %s", name, ErrMalformed, by)
-	}
-	return nil
-}
-
-// storedName returns the name of an attribute among the stored headers.
-func storedName(attribute string) string {
-	if attribute == correlationAttr || attribute == traceAttr {
-		return attribute
-	}
-	return attrPrefix + attribute
-}
-
-// attributeOf returns the attribute that a stored header is, or "" if it is none.
-func attributeOf(name string) string {
-	if name == correlationAttr || name == traceAttr {
-		return name
-	}
-	attribute, is := strings.CutPrefix(name, attrPrefix)
-	if !is {
-		return ""
-	}
-	return attribute
 }
 
 // envelope is an event as it is stored. It owns its slices.
@@ -334,8 +260,8 @@ const recordHeaders = 8
 
 // recordForm is how events become records.
 type recordForm struct {
-	mode                  Mode
-	idHeader, traceHeader string // names of further headers; "" for none
+	mode    Mode
+	further eventheader.Further
 }
 
 // record returns the value of the event's Kafka record and passes its headers to add,
@@ -354,7 +280,7 @@ func (e *envelope) record(form recordForm, add func(name string, value []byte)) 
 	if form.mode == Structured {
 		add("content-type", structuredType)
 		addOwn(own, false, add)
-		e.addFurther(form, own, add)
+		form.further.Add(own, e.eventID, add)
 		return e.structured(own), nil
 	}
 	add("ce_specversion", specVersion)
@@ -366,7 +292,7 @@ func (e *envelope) record(form recordForm, add func(name string, value []byte)) 
 	add("ce_aggregatetype", e.aggregateType)
 	add("content-type", e.contentType)
 	addOwn(own, true, add)
-	e.addFurther(form, own, add)
+	form.further.Add(own, e.eventID, add)
 	return e.payload, nil
 }
 
@@ -396,34 +322,14 @@ func addOwn(own map[string]string, attributes bool, add func(name string, value 
 		return
 	}
 	for _, name := range slices.Sorted(maps.Keys(own)) {
-		value, attribute := []byte(own[name]), attributeOf(name)
+		value, attribute := []byte(own[name]), eventheader.Attribute(name)
 		if attributes && attribute != "" {
-			add(attrPrefix+attribute, value)
+			add(eventheader.Prefix+attribute, value)
 		}
-		if attribute == "" || attribute == traceAttr {
+		if attribute == "" || attribute == eventheader.TraceParent {
 			add(name, value)
 		}
 	}
-}
-
-// addFurther adds the headers that consumers of other producers' records read, unless the
-// event has headers of these names.
-func (e *envelope) addFurther(form recordForm, own map[string]string, add func(name string, value []byte)) {
-	if form.idHeader != "" && !hasHeader(own, form.idHeader) {
-		add(form.idHeader, e.eventID)
-	}
-	if id := own[storedName(traceIDAttr)]; form.traceHeader != "" && id != "" && !hasHeader(own, form.traceHeader) {
-		add(form.traceHeader, []byte(id))
-	}
-}
-
-func hasHeader(own map[string]string, name string) bool {
-	for other := range own {
-		if strings.EqualFold(other, name) {
-			return true
-		}
-	}
-	return false
 }
 
 // ownHeaders decodes the stored headers. A row that was not written by a [Recorder] may
@@ -440,11 +346,11 @@ func (e *envelope) ownHeaders() (map[string]string, error) {
 		return nil, bad(fmt.Errorf("%w: %w", ErrMalformed, err))
 	}
 	for name := range own {
-		attribute, is := strings.CutPrefix(name, attrPrefix)
-		if !is || attribute == traceIDAttr {
+		attribute, is := strings.CutPrefix(name, eventheader.Prefix)
+		if !is || attribute == eventheader.TraceID {
 			continue
 		}
-		if err := checkAttributeName(attribute); err != nil {
+		if err := eventheader.CheckAttribute(attribute); err != nil {
 			return nil, bad(fmt.Errorf("%.100q: attribute %w", name, err))
 		}
 	}
@@ -456,7 +362,7 @@ func (e *envelope) ownHeaders() (map[string]string, error) {
 // looks for the quoted name in the text, where the quotes of the same name in a value
 // would be escaped, and cuts out the value if it is printed as jsonb prints it.
 func (e *envelope) traceParent() string {
-	const name, length = `"` + traceAttr + `"`, 55
+	const name, length = `"` + eventheader.TraceParent + `"`, 55
 	at := bytes.Index(e.headers, []byte(name))
 	if at < 0 {
 		return ""
@@ -466,16 +372,16 @@ func (e *envelope) traceParent() string {
 		return string(value[:length])
 	}
 	own, _ := e.ownHeaders() // an event with bad headers was rejected before
-	return own[traceAttr]
+	return own[eventheader.TraceParent]
 }
 
 // context adds the event's correlation id and trace id to ctx, for log lines about the event.
 func (e *envelope) context(ctx context.Context) context.Context {
 	own, _ := e.ownHeaders() // without one if the headers are bad
-	if id := own[correlationAttr]; id != "" {
+	if id := own[eventheader.Correlation]; id != "" {
 		ctx = WithCorrelationID(ctx, id)
 	}
-	if id := own[storedName(traceIDAttr)]; id != "" {
+	if id := own[eventheader.Stored(eventheader.TraceID)]; id != "" {
 		ctx = WithTraceID(ctx, id)
 	}
 	return ctx
@@ -493,7 +399,7 @@ func (e *envelope) structured(own map[string]string) []byte {
 	b = appendAttribute(b, "aggregatetype", e.aggregateType)
 	if len(own) > 0 {
 		for _, name := range slices.Sorted(maps.Keys(own)) {
-			if attribute := attributeOf(name); attribute != "" {
+			if attribute := eventheader.Attribute(name); attribute != "" {
 				b = appendAttribute(b, attribute, []byte(own[name]))
 			}
 		}

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/eventheader"
 	"github.com/outboxgo/outbox/internal/jsonb"
 	"github.com/stretchr/testify/require"
 )
@@ -130,7 +131,7 @@ var hardTexts = []string{
 func TestStructuredEscapes(t *testing.T) {
 	t.Parallel()
 	for _, text := range hardTexts {
-		headers, err := json.Marshal(map[string]string{"own": text, correlationAttr: text}) // a row may hold what Record refuses
+		headers, err := json.Marshal(map[string]string{"own": text, eventheader.Correlation: text}) // a row may hold what Record refuses
 		require.NoError(t, err)
 		e := orderCreated(func(e *envelope) {
 			e.source, e.eventType, e.aggregateID, e.aggregateType, e.contentType = []byte(text), []byte(text), []byte(text), []byte(text), []byte(text)
@@ -303,7 +304,7 @@ func TestNoExtras(t *testing.T) {
 // event says something else there.
 func TestFurtherHeaders(t *testing.T) {
 	t.Parallel()
-	form := recordForm{idHeader: "event-id", traceHeader: "x-trace-id"}
+	form := recordForm{further: eventheader.Further{ID: "event-id", Trace: "x-trace-id"}}
 	for headers, want := range map[string][]field{
 		``:                     {{"event-id", string(orderCreated(nil).eventID)}},
 		`{"ce_traceid": "t1"}`: {{"ce_traceid", "t1"}, {"event-id", string(orderCreated(nil).eventID)}, {"x-trace-id", "t1"}},

@@ -12,6 +12,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/deadletter"
+	"github.com/outboxgo/outbox/internal/eventheader"
 	"github.com/outboxgo/outbox/internal/jsonb"
 	"github.com/outboxgo/outbox/internal/kafka"
 )
@@ -105,7 +106,7 @@ func plainHeaders(headers iter.Seq2[string, []byte]) (all map[string][]string) {
 // letter or of a replay.
 func isAttributeHeader(name string) bool {
 	const contentType = "content-type"
-	return len(name) >= len(attrPrefix) && strings.EqualFold(name[:len(attrPrefix)], attrPrefix) ||
+	return len(name) >= len(eventheader.Prefix) && strings.EqualFold(name[:len(eventheader.Prefix)], eventheader.Prefix) ||
 		len(name) == len(contentType) && strings.EqualFold(name, contentType) || deadletter.IsOwn(name)
 }
 
@@ -174,7 +175,7 @@ func decodeRecord(value []byte, headers iter.Seq2[string, []byte]) (*Message, er
 	attributes, contentType, eventID, id := map[string]string{}, "", "", ""
 	for name, v := range headers {
 		name = strings.ToLower(name)
-		if attribute, ok := strings.CutPrefix(name, attrPrefix); ok {
+		if attribute, ok := strings.CutPrefix(name, eventheader.Prefix); ok {
 			attributes[attribute] = string(v)
 			continue
 		}

@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/outboxgo/outbox/internal/eventheader"
 )
 
 // sdkRecord is a case of testdata/cloudevents_sdk.json: a record that the official
@@ -110,7 +112,7 @@ func TestDecodeRecord(t *testing.T) {
 			"time": string(e.occurredAt), "aggregatetype": "Order", "datacontenttype": string(e.contentType),
 		}
 		for name, value := range own {
-			if attribute := attributeOf(name); attribute != "" { // tenant is none
+			if attribute := eventheader.Attribute(name); attribute != "" { // tenant is none
 				want[attribute] = value
 			}
 		}

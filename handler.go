@@ -15,6 +15,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/eventheader"
 	"github.com/outboxgo/outbox/internal/guardtx"
 	"github.com/outboxgo/outbox/internal/wait"
 )
@@ -302,7 +303,7 @@ func (c *eventContext) Value(key any) any {
 // handlerContext returns a context with the correlation id, the trace id and the traceparent
 // that the event arrived with.
 func handlerContext(ctx context.Context, m Metadata) context.Context {
-	correlationID, traceID, traceParent := m.Extensions[correlationAttr], m.Extensions[traceIDAttr], m.Extensions[traceAttr]
+	correlationID, traceID, traceParent := m.Extensions[eventheader.Correlation], m.Extensions[eventheader.TraceID], m.Extensions[eventheader.TraceParent]
 	if correlationID == "" && traceID == "" && traceParent == "" {
 		return ctx
 	}

@@ -9,6 +9,7 @@ import (
 	"reflect"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/eventheader"
 	"github.com/outboxgo/outbox/internal/outage"
 )
 
@@ -80,19 +81,19 @@ func (p *processor) resolve(ctx context.Context, it *item, m *Message, action st
 }
 
 // traceHeaders are where other producers have a trace id, in lower case. The first that is there counts.
-var traceHeaders = []string{traceIDAttr, "x-trace-id"}
+var traceHeaders = []string{eventheader.TraceID, "x-trace-id"}
 
 // checkIDs takes over the trace id of another producer, and drops ids that a [Recorder] would
 // refuse: every handler that records an event would fail for them.
 func (p *processor) checkIDs(m *Metadata) {
-	for i := 0; i < len(traceHeaders) && m.Extensions[traceIDAttr] == ""; i++ {
+	for i := 0; i < len(traceHeaders) && m.Extensions[eventheader.TraceID] == ""; i++ {
 		name := traceHeaders[i]
 		if id := cmp.Or(m.Extensions[name], m.Header(name)); id != "" && check.Attribute(id, maxTraceID) == nil {
-			m.setExtension(traceIDAttr, id)
+			m.setExtension(eventheader.TraceID, id)
 		}
 	}
-	p.checkID(m, correlationAttr, maxCorrelationID, "outbox: the correlation id of an event is dropped, because no event could be recorded with it")
-	p.checkID(m, traceIDAttr, maxTraceID, "outbox: the trace id of an event is dropped, because no event could be recorded with it")
+	p.checkID(m, eventheader.Correlation, maxCorrelationID, "outbox: the correlation id of an event is dropped, because no event could be recorded with it")
+	p.checkID(m, eventheader.TraceID, maxTraceID, "outbox: the trace id of an event is dropped, because no event could be recorded with it")
 }
 
 // checkID drops an id that cannot be recorded, and says so.

@@ -14,6 +14,7 @@ import (
 	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/eventheader"
 	"github.com/outboxgo/outbox/internal/guardtx"
 	"github.com/outboxgo/outbox/internal/handling"
 )
@@ -236,9 +237,9 @@ func TestHandlerContext(t *testing.T) {
 	const trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 	outer := WithCorrelationID(t.Context(), "outer")
 	require.Equal(t, outer, handlerContext(outer, Metadata{}))
-	ctx := handlerContext(outer, Metadata{Extensions: map[string]string{traceAttr: trace}})
+	ctx := handlerContext(outer, Metadata{Extensions: map[string]string{eventheader.TraceParent: trace}})
 	require.Equal(t, []string{"outer", trace}, []string{CorrelationID(ctx), TraceParent(ctx)})
-	ctx, cancel := context.WithCancel(handlerContext(outer, Metadata{Extensions: map[string]string{correlationAttr: "event's"}}))
+	ctx, cancel := context.WithCancel(handlerContext(outer, Metadata{Extensions: map[string]string{eventheader.Correlation: "event's"}}))
 	require.Equal(t, []string{"event's", ""}, []string{CorrelationID(ctx), TraceParent(ctx)})
 	require.Equal(t, "handler's", CorrelationID(WithCorrelationID(ctx, "handler's")))
 	cancel()

@@ -6,10 +6,10 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
-	"strings"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/eventheader"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/internal/tables"
@@ -193,17 +193,7 @@ func (c RelayConfig) validate(given RelayConfig) error {
 	if c.Mode != Binary && c.Mode != Structured {
 		errs = append(errs, fmt.Errorf("field Mode is %d: must be Binary or Structured", c.Mode))
 	}
-	for _, h := range [][2]string{{"IDHeader", c.IDHeader}, {"TraceHeader", c.TraceHeader}} {
-		if h[1] == "" {
-			continue
-		}
-		if err := checkHeader(h[1], ""); err != nil {
-			errs = append(errs, fmt.Errorf("field %s is %w", h[0], err))
-		}
-	}
-	if c.IDHeader != "" && strings.EqualFold(c.IDHeader, c.TraceHeader) {
-		errs = append(errs, fmt.Errorf("fields IDHeader and TraceHeader: both are %.100q", c.IDHeader))
-	}
+	errs = append(errs, c.further().Check())
 	if c.DeliveryTimeout < minDelivery {
 		errs = append(errs, fmt.Errorf("field DeliveryTimeout is %v: at least %v", c.DeliveryTimeout, minDelivery))
 	}
@@ -211,6 +201,10 @@ func (c RelayConfig) validate(given RelayConfig) error {
 		errs = append(errs, fmt.Errorf("field Linger is %v: at most a tenth of DeliveryTimeout, %v", c.Linger, most))
 	}
 	return errors.Join(errs...)
+}
+
+func (c RelayConfig) further() eventheader.Further {
+	return eventheader.Further{ID: c.IDHeader, Trace: c.TraceHeader}
 }
 
 // retryWait returns the wait before the n-th retry of a rejected event, from 1.

@@ -14,6 +14,7 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/eventheader"
 )
 
 // DomainEvent is something that happened in the domain, as a plain Go struct. Its
@@ -344,7 +345,7 @@ func (d *definition) check() *FieldError {
 // checkAttributes returns the first error in the attributes of a definition, or nil.
 func (d *definition) checkAttributes() *FieldError {
 	for i, a := range d.attributes {
-		err := checkAttributeName(a.name)
+		err := eventheader.CheckAttribute(a.name)
 		switch {
 		case err != nil:
 		case a.value == nil:

@@ -103,10 +103,7 @@ func (c Config) validate(db *pgxpool.Pool) error {
 	if c.Mode != outbox.Binary && c.Mode != outbox.Structured {
 		errs = append(errs, fmt.Errorf("field Mode is %d: must be Binary or Structured", c.Mode))
 	}
-	errs = append(errs, checkHeader("IDHeader", c.IDHeader), checkHeader("TraceHeader", c.TraceHeader))
-	if c.IDHeader != "" && strings.EqualFold(c.IDHeader, c.TraceHeader) {
-		errs = append(errs, fmt.Errorf("fields IDHeader and TraceHeader: both are %.100q", c.IDHeader))
-	}
+	errs = append(errs, c.further().Check(), checkLength("IDHeader", c.IDHeader), checkLength("TraceHeader", c.TraceHeader))
 	if !c.DryRun {
 		errs = append(errs, c.checkAudit())
 		if db == nil {
