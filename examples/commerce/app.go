@@ -5,11 +5,10 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/outboxhttp"
 	"github.com/redis/go-redis/v9"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -27,6 +26,9 @@ type app struct {
 	log    *slog.Logger
 }
 
+// maxConns is for requests, four for each relay, and one for each partition.
+const maxConns = 32
+
 // open connects to PostgreSQL and Redis.
 func open(ctx context.Context, cfg config, stderr io.Writer) (*app, error) {
 	a := &app{id: cfg.schema, source: "commerce-api/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.brokers...)}}
@@ -39,7 +41,7 @@ func open(ctx context.Context, cfg config, stderr io.Writer) (*app, error) {
 	if a.events, err = registry(a.source); err != nil {
 		return nil, err
 	}
-	if a.db, err = connect(ctx, cfg.postgres, a.id); err != nil {
+	if a.db, err = show.Connect(ctx, cfg.postgres, a.id, maxConns); err != nil {
 		return nil, err
 	}
 	client, err := connectRedis(ctx, cfg.redis)
@@ -66,25 +68,6 @@ func (a *app) migrate(ctx context.Context) error {
 	return nil
 }
 
-// connect returns a pool whose connections look for tables in a schema.
-func connect(ctx context.Context, url, schema string) (*pgxpool.Pool, error) {
-	cfg, err := pgxpool.ParseConfig(url)
-	if err != nil {
-		return nil, err // pgx leaves the password out of it
-	}
-	cfg.ConnConfig.RuntimeParams["search_path"] = schema
-	cfg.MaxConns = 32 // requests, four for each relay, one for each partition
-	db, err := pgxpool.NewWithConfig(ctx, cfg)
-	if err != nil {
-		return nil, err
-	}
-	if err := db.Ping(ctx); err != nil {
-		db.Close()
-		return nil, fmt.Errorf("connect to PostgreSQL: %w", err)
-	}
-	return db, nil
-}
-
 // connectRedis returns a client of the Redis at url, which answers.
 func connectRedis(ctx context.Context, url string) (*redis.Client, error) {
 	opts, err := redis.ParseURL(url)
@@ -97,14 +80,4 @@ func connectRedis(ctx context.Context, url string) (*redis.Client, error) {
 		return nil, fmt.Errorf("connect to Redis: %w", err)
 	}
 	return client, nil
-}
-
-// dropSchema removes the tables of this run, also after an error or Ctrl-C.
-func (a *app) dropSchema(out io.Writer) {
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
-	defer cancel()
-	_, err := a.db.Exec(ctx, "DROP SCHEMA IF EXISTS "+pgx.Identifier{a.id}.Sanitize()+" CASCADE")
-	if err != nil {
-		fmt.Fprintf(out, "schema %s was not dropped: %v\n", a.id, err)
-	}
 }

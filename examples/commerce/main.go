@@ -22,6 +22,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/outboxgo/outbox/examples/internal/show"
 )
 
 const usage = `Commerce runs a shop as an HTTP service on PostgreSQL, Kafka and Redis, and two groups of
@@ -113,7 +115,6 @@ func start(ctx context.Context, args []string, stdin io.Reader, stdout, stderr i
 // parse reads the flags and the environment.
 func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags := flag.NewFlagSet("commerce", flag.ContinueOnError)
-	flags.SetOutput(io.Discard) // errors are printed once, by start
 	flags.DurationVar(&cfg.duration, "for", 8*time.Second, "how long the shop is open")
 	flags.IntVar(&cfg.rate, "rate", 30, "customers per second; each views, likes and orders")
 	flags.IntVar(&cfg.kills, "kills", 1, "how often the service is killed")
@@ -123,14 +124,8 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.BoolVar(&cfg.verbose, "v", false, "print what the service logs")
 	flags.StringVar(&cfg.schema, "schema", "", "be the service, with the tables of this schema, until the standard input ends")
 	flags.BoolVar(&cfg.twice, "twice", false, "with -schema: publish everything twice")
-	if err := flags.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprint(stdout, usage)
-			flags.SetOutput(stdout)
-			flags.PrintDefaults()
-			return cfg, err
-		}
-		return cfg, fmt.Errorf("%w; see commerce -h", err)
+	if err := show.Parse(flags, args, usage, stdout); err != nil {
+		return cfg, err
 	}
 	cfg.postgres, cfg.redis, cfg.password = os.Getenv("OUTBOX_POSTGRES_URL"), os.Getenv("REDIS_URL"), os.Getenv("OPERATOR_PASSWORD")
 	brokers := os.Getenv("OUTBOX_KAFKA_BROKERS")

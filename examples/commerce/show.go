@@ -67,7 +67,7 @@ func run(ctx context.Context, cfg config, out io.Writer) (*report, error) {
 	}
 	defer a.close()
 	printHeader(out, cfg, what)
-	defer a.dropSchema(out)
+	defer show.DropSchema(a.db, a.id, out)
 	s := &scene{
 		app: a, cfg: cfg, street: newStreet("http://" + cfg.listen), opened: make(chan struct{}, 1+cfg.kills),
 		tally: tally{work: work{done: map[string]int{}, repeated: map[string]int{}}},

@@ -25,6 +25,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/examples/internal/show"
 )
 
 const usage = `Demo runs a small shop on PostgreSQL and Kafka: customers place orders, every
@@ -98,7 +99,6 @@ func start(ctx context.Context, args []string, stdout *os.File, stderr io.Writer
 // parse reads the flags and the environment.
 func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags := flag.NewFlagSet("demo", flag.ContinueOnError)
-	flags.SetOutput(io.Discard) // errors are printed once, by start
 	flags.IntVar(&cfg.orders, "orders", 5000, "orders to place; the first stays in an open transaction until the shop closes")
 	flags.IntVar(&cfg.shoppers, "shoppers", 16, "customers who order at the same time")
 	flags.IntVar(&cfg.rate, "rate", 500, "orders per second; 0 means as fast as possible, and no latency is measured")
@@ -106,14 +106,8 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.BoolVar(&cfg.quiet, "quiet", false, "print the summary only")
 	flags.BoolVar(&cfg.calm, "calm", false, "leave out what goes wrong at the end; so does -quiet")
 	flags.BoolVar(&cfg.keep, "keep", false, "stay open for a look at the operators' page at the end, until Ctrl-C")
-	if err := flags.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			_, _ = fmt.Fprint(stdout, usage)
-			flags.SetOutput(stdout)
-			flags.PrintDefaults()
-			return cfg, err
-		}
-		return cfg, fmt.Errorf("%w; see demo -h", err)
+	if err := show.Parse(flags, args, usage, stdout); err != nil {
+		return cfg, err
 	}
 	cfg.calm = cfg.calm || cfg.quiet
 	cfg.postgres, cfg.kind = os.Getenv("OUTBOX_POSTGRES_URL"), os.Getenv("OUTBOX_KAFKA_KIND")
@@ -133,7 +127,10 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 // run opens the shop, lets everybody order, waits for the events, and compares.
 func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 	runID := "demo_" + uuid.NewString()[:8]
-	db, err := connect(ctx, cfg, runID)
+	// One for each shopper, three for the relay, one for the transaction that
+	// stays open, one to look around, and two for the operators' page. When the shop is
+	// closed, a worker needs nine.
+	db, err := show.Connect(ctx, cfg.postgres, runID, max(cfg.shoppers, 9)+7)
 	if err != nil {
 		return nil, err
 	}
@@ -232,28 +229,6 @@ func finish(ctx, life context.Context, cfg config, show *failureShow, page strin
 		show.out.println("\nThe operators' page showed it too. -keep keeps it open until Ctrl-C: make demo ARGS=-keep")
 	}
 	return context.Cause(life)
-}
-
-// connect returns a pool whose connections look for tables in the run's schema.
-func connect(ctx context.Context, cfg config, schema string) (*pgxpool.Pool, error) {
-	pool, err := pgxpool.ParseConfig(cfg.postgres)
-	if err != nil {
-		return nil, err // pgx leaves the password out of it
-	}
-	pool.ConnConfig.RuntimeParams["search_path"] = schema
-	// One for each shopper, three for the relay, one for the transaction that
-	// stays open, one to look around, and two for the operators' page. When the shop is
-	// closed, a worker needs nine.
-	pool.MaxConns = int32(max(cfg.shoppers, 9) + 7)
-	db, err := pgxpool.NewWithConfig(ctx, pool)
-	if err != nil {
-		return nil, err
-	}
-	if err := db.Ping(ctx); err != nil {
-		db.Close()
-		return nil, fmt.Errorf("connect to PostgreSQL: %w", err)
-	}
-	return db, nil
 }
 
 // dismantle drops the run's schema, also after an error or Ctrl-C.

@@ -9,9 +9,9 @@ import (
 	"time"
 
 	"github.com/google/uuid"
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/outboxhttp"
 	"github.com/outboxgo/outbox/outboxtopics"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -27,6 +27,9 @@ type app struct {
 	log    *slog.Logger
 }
 
+// maxConns is for each process.
+const maxConns = 16
+
 // open connects to PostgreSQL.
 func open(ctx context.Context, cfg config) (*app, error) {
 	a := &app{
@@ -41,7 +44,7 @@ func open(ctx context.Context, cfg config) (*app, error) {
 	if a.events, err = registry(a.source); err != nil {
 		return nil, err
 	}
-	a.db, err = connect(ctx, cfg.postgres, cfg.schema)
+	a.db, err = show.Connect(ctx, cfg.postgres, cfg.schema, maxConns)
 	return a, err
 }
 
@@ -132,7 +135,7 @@ func run(ctx context.Context, cfg config, out io.Writer) (*report, error) {
 	}
 	defer a.db.Close()
 	printHeader(out, cfg)
-	defer a.dropSchema(out)
+	defer show.DropSchema(a.db, a.schema, out)
 	if err := a.migrate(ctx); err != nil {
 		return nil, err
 	}
@@ -142,33 +145,4 @@ func run(ctx context.Context, cfg config, out io.Writer) (*report, error) {
 		}
 	}
 	return newScene(a, cfg).run(ctx)
-}
-
-// connect returns a pool whose connections look for tables in a schema.
-func connect(ctx context.Context, url, schema string) (*pgxpool.Pool, error) {
-	cfg, err := pgxpool.ParseConfig(url)
-	if err != nil {
-		return nil, err // pgx leaves the password out of it
-	}
-	cfg.ConnConfig.RuntimeParams["search_path"] = schema
-	cfg.MaxConns = 16
-	db, err := pgxpool.NewWithConfig(ctx, cfg)
-	if err != nil {
-		return nil, err
-	}
-	if err := db.Ping(ctx); err != nil {
-		db.Close()
-		return nil, fmt.Errorf("connect to PostgreSQL: %w", err)
-	}
-	return db, nil
-}
-
-// dropSchema removes the tables of this run, also after an error or Ctrl-C.
-func (a *app) dropSchema(out io.Writer) {
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
-	defer cancel()
-	_, err := a.db.Exec(ctx, "DROP SCHEMA IF EXISTS "+pgx.Identifier{a.schema}.Sanitize()+" CASCADE")
-	if err != nil {
-		fmt.Fprintf(out, "schema %s was not dropped: %v\n", a.schema, err)
-	}
 }

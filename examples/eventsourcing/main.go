@@ -22,6 +22,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/outboxgo/outbox/examples/internal/show"
 )
 
 const usage = `Eventsourcing runs processes of an order service whose orders are their events. Processes
@@ -103,7 +105,6 @@ func start(ctx context.Context, args []string, stdin io.Reader, stdout, stderr i
 // parse reads the flags and the environment.
 func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags := flag.NewFlagSet("eventsourcing", flag.ContinueOnError)
-	flags.SetOutput(io.Discard) // errors are printed once, by start
 	flags.DurationVar(&cfg.duration, "for", 8*time.Second, "how long customers place orders")
 	flags.IntVar(&cfg.rate, "rate", 25, "orders per second that customers place at each process")
 	flags.IntVar(&cfg.processes, "processes", 2, "processes of the service")
@@ -112,14 +113,8 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.DurationVar(&cfg.patience, "patience", 20*time.Second, "how long to wait for the read model while nothing happens")
 	flags.BoolVar(&cfg.verbose, "v", false, "print what the service logs")
 	flags.StringVar(&cfg.schema, "schema", "", "be a process of the service, with the tables of this schema, until the standard input ends")
-	if err := flags.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprint(stdout, usage)
-			flags.SetOutput(stdout)
-			flags.PrintDefaults()
-			return cfg, err
-		}
-		return cfg, fmt.Errorf("%w; see eventsourcing -h", err)
+	if err := show.Parse(flags, args, usage, stdout); err != nil {
+		return cfg, err
 	}
 	cfg.postgres = os.Getenv("OUTBOX_POSTGRES_URL")
 	brokers := os.Getenv("OUTBOX_KAFKA_BROKERS")

@@ -8,7 +8,6 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"os"
-	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
@@ -33,6 +32,9 @@ type app struct {
 	archive *outboxarchive.Table // for five years
 }
 
+// maxConns is for each process.
+const maxConns = 12
+
 // open connects to PostgreSQL.
 func open(ctx context.Context, cfg config) (*app, error) {
 	a := &app{schema: cfg.schema, source: "ledger/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.brokers...)}, log: slog.New(slog.DiscardHandler)}
@@ -40,7 +42,7 @@ func open(ctx context.Context, cfg config) (*app, error) {
 		a.log = slog.New(slog.NewTextHandler(os.Stderr, nil))
 	}
 	var err error
-	if a.db, err = show.Connect(ctx, cfg.postgres, cfg.schema); err != nil {
+	if a.db, err = show.Connect(ctx, cfg.postgres, cfg.schema, maxConns); err != nil {
 		return nil, err
 	}
 	if err := a.wire(cfg.topics); err != nil {
@@ -117,7 +119,7 @@ func play(ctx context.Context, cfg config, stdin io.Reader) error {
 func (a *app) relay(ctx context.Context, cfg config) error {
 	opts := a.kafka
 	if cfg.crashAfter > 0 {
-		opts = append(opts, kgo.WithHooks(&crash{after: cfg.crashAfter}))
+		opts = append(opts, show.CrashAfter(cfg.crashAfter))
 	}
 	relay, err := outbox.NewRelay(a.db, opts, outbox.RelayConfig{
 		Schema: a.schema,
@@ -132,22 +134,6 @@ func (a *app) relay(ctx context.Context, cfg config) error {
 		return err
 	}
 	return relay.Run(ctx)
-}
-
-// crash kills the process at the worst moment: Kafka has acknowledged a record, and the relay has not written down
-// that it was sent.
-type crash struct {
-	after        int64
-	acknowledged atomic.Int64
-}
-
-// OnProduceRecordUnbuffered makes it a kgo.HookProduceRecordUnbuffered.
-func (c *crash) OnProduceRecordUnbuffered(_ *kgo.Record, err error) {
-	if err == nil && c.acknowledged.Add(1) == c.after {
-		if self, err := os.FindProcess(os.Getpid()); err == nil {
-			_ = self.Kill() // nothing comes after it
-		}
-	}
 }
 
 // consumers is the process with the groups audit-feed and portfolio-view.

@@ -23,6 +23,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/outboxgo/outbox/examples/internal/show"
 )
 
 const usage = `Ledger posts deposits and reversals, and has a feed for auditors written from their events.
@@ -112,7 +114,6 @@ func start(ctx context.Context, args []string, stdin io.Reader, stdout, stderr i
 // parse reads the flags and the environment.
 func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags := flag.NewFlagSet("ledger", flag.ContinueOnError)
-	flags.SetOutput(io.Discard) // errors are printed once, by start
 	flags.IntVar(&cfg.deposits, "deposits", 600, "deposits that customers ask for; a fifth of them is reversed")
 	flags.IntVar(&cfg.rate, "rate", 120, "deposits per second")
 	flags.IntVar(&cfg.accounts, "accounts", 10, "accounts of customers")
@@ -125,14 +126,8 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.StringVar(&cfg.schema, "schema", "", "with -role: where the tables are")
 	flags.Int64Var(&cfg.began, "began", 0, "with -role: when the counter opened")
 	flags.Int64Var(&cfg.crashAfter, "crash-after", 0, "with -role=relay: kill the process when Kafka has so many records")
-	if err := flags.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprint(stdout, usage)
-			flags.SetOutput(stdout)
-			flags.PrintDefaults()
-			return cfg, err
-		}
-		return cfg, fmt.Errorf("%w; see ledger -h", err)
+	if err := show.Parse(flags, args, usage, stdout); err != nil {
+		return cfg, err
 	}
 	for cfg.seed == 0 {
 		cfg.seed = uint64(rand.Uint32())

@@ -70,7 +70,7 @@ SELECT (SELECT count(*) FROM ledger_transaction) AS transactions,
 
 // report is made when nothing is under way any more.
 func (p *performance) report(ctx context.Context) (*report, error) {
-	r := &report{killed: p.killed, topics: p.cfg.topics, asked: p.cfg.deposits}
+	r := &report{killed: p.others.Killed(), topics: p.cfg.topics, asked: p.cfg.deposits}
 	if p.closed {
 		r.asked = 0
 	}

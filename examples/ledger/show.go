@@ -5,10 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os/exec"
-	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/google/uuid"
@@ -22,9 +19,6 @@ type performance struct {
 	cfg    config
 	others show.Processes
 	closed bool // early, by Ctrl-C
-
-	mu     sync.Mutex
-	killed []string // roles of processes
 }
 
 // run sets everything up, lets the processes work, and compares.
@@ -96,7 +90,7 @@ func (p *performance) start(role string, more ...string) error {
 // incidents are what may happen to processes on any day.
 func (p *performance) incidents(ctx context.Context) error {
 	var g errgroup.Group
-	g.Go(func() error { return p.awaitCrash(ctx) })
+	g.Go(func() error { return p.others.ReplaceCrashed(ctx, relayRole, p.cfg.roleArgs(relayRole)...) })
 	g.Go(func() error {
 		if err := p.kill(ctx, tellersRole, sqlPostings, p.cfg.deposits/4); err != nil {
 			return err
@@ -106,31 +100,6 @@ func (p *performance) incidents(ctx context.Context) error {
 	return g.Wait()
 }
 
-// restart starts another process in place of one that was killed.
-func (p *performance) restart(role string) error {
-	p.mu.Lock()
-	p.killed = append(p.killed, role)
-	slices.Sort(p.killed)
-	p.mu.Unlock()
-	return p.start(role)
-}
-
-// awaitCrash starts another relay where one has killed itself. If the counter closes before it does, it is stopped: it
-// gives its lease back, and the other one has not to wait for its end.
-func (p *performance) awaitCrash(ctx context.Context) error {
-	crashed, err := p.others.Await(ctx, relayRole)
-	if err == nil && !crashed {
-		if err = p.others.Stop(relayRole); err == nil {
-			return p.start(relayRole)
-		}
-	}
-	var exit *exec.ExitError
-	if err != nil && (!errors.As(err, &exit) || exit.Exited()) {
-		return fmt.Errorf("relay: %w", err)
-	}
-	return p.restart(relayRole)
-}
-
 const (
 	sqlPostings = `SELECT count(*) FROM ledger_transaction`
 	sqlAudited  = `SELECT count(*) FROM audit_feed`
@@ -138,17 +107,10 @@ const (
 
 // kill kills a process when a query counts so many rows, and starts another one.
 func (p *performance) kill(ctx context.Context, role, sqlCount string, at int) error {
-	_, err := show.Await(ctx, p.cfg.patience, func() (n int, reached bool, err error) {
-		err = p.db.QueryRow(context.WithoutCancel(ctx), sqlCount).Scan(&n)
-		return n, n >= at, err
-	})
-	if err != nil || ctx.Err() != nil {
+	if err := show.AwaitCount(ctx, p.cfg.patience, p.db, sqlCount, at); err != nil || ctx.Err() != nil {
 		return err
 	}
-	if err := p.others.Kill(role); err != nil {
-		return err
-	}
-	return p.restart(role)
+	return p.others.Replace(role, p.cfg.roleArgs(role)...)
 }
 
 const sqlArrived = `

@@ -18,6 +18,7 @@ import (
 	"strings"
 	"syscall"
 
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/outboxhttp"
 	"go.opentelemetry.io/otel/exporters/stdout/stdouttrace"
 )
@@ -77,18 +78,11 @@ func start(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 // parse reads the flags and the environment.
 func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags := flag.NewFlagSet("observability", flag.ContinueOnError)
-	flags.SetOutput(io.Discard) // errors are printed once, by start
 	flags.StringVar(&cfg.listen, "listen", "127.0.0.1:8080", "address to serve HTTP on")
 	flags.IntVar(&cfg.rate, "rate", 20, "orders that customers place in a second; 0 for none")
 	traces := flags.Bool("traces", false, "print spans as JSON")
-	if err := flags.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprint(stdout, usage)
-			flags.SetOutput(stdout)
-			flags.PrintDefaults()
-			return cfg, err
-		}
-		return cfg, fmt.Errorf("%w; see observability -h", err)
+	if err := show.Parse(flags, args, usage, stdout); err != nil {
+		return cfg, err
 	}
 	cfg.postgres = os.Getenv("OUTBOX_POSTGRES_URL")
 	brokers := os.Getenv("OUTBOX_KAFKA_BROKERS")

@@ -8,7 +8,6 @@ import (
 	"log/slog"
 	"net/http"
 	"os"
-	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -31,6 +30,9 @@ type app struct {
 	log    *slog.Logger
 }
 
+// maxConns is for each process.
+const maxConns = 12
+
 // open connects to PostgreSQL.
 func open(ctx context.Context, cfg config) (*app, error) {
 	a := &app{schema: cfg.schema, source: "shop/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.brokers...)}, log: slog.New(slog.DiscardHandler)}
@@ -45,7 +47,7 @@ func open(ctx context.Context, cfg config) (*app, error) {
 		return nil, err
 	}
 	var err error
-	a.db, err = show.Connect(ctx, cfg.postgres, cfg.schema)
+	a.db, err = show.Connect(ctx, cfg.postgres, cfg.schema, maxConns)
 	return a, err
 }
 
@@ -116,29 +118,13 @@ const idHeader = "event-id"
 func (a *app) relay(ctx context.Context, cfg config) error {
 	opts := a.kafka
 	if cfg.crashAfter > 0 {
-		opts = append(opts, kgo.WithHooks(&crash{after: cfg.crashAfter}))
+		opts = append(opts, show.CrashAfter(cfg.crashAfter))
 	}
 	relay, err := outbox.NewRelay(a.db, opts, outbox.RelayConfig{Schema: a.schema, IDHeader: idHeader, Logger: a.log})
 	if err != nil {
 		return err
 	}
 	return relay.Run(ctx)
-}
-
-// crash kills the process at the worst moment: Kafka has acknowledged a record, and the relay has not written down
-// that it was sent.
-type crash struct {
-	after        int64
-	acknowledged atomic.Int64
-}
-
-// OnProduceRecordUnbuffered makes it a kgo.HookProduceRecordUnbuffered.
-func (c *crash) OnProduceRecordUnbuffered(_ *kgo.Record, err error) {
-	if err == nil && c.acknowledged.Add(1) == c.after {
-		if self, err := os.FindProcess(os.Getpid()); err == nil {
-			_ = self.Kill() // nothing comes after it
-		}
-	}
 }
 
 // orders is the process of the orders service that hears what the inventory answers.

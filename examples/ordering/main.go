@@ -28,6 +28,7 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/outboxgo/outbox/examples/internal/show"
 )
 
 const usage = `Ordering takes orders, and has services for inventory, reward and notification do their part by their
@@ -137,7 +138,6 @@ func start(ctx context.Context, args []string, stdin io.Reader, stdout, stderr i
 // parse reads the flags and the environment.
 func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags := flag.NewFlagSet("ordering", flag.ContinueOnError)
-	flags.SetOutput(io.Discard) // errors are printed once, by start
 	flags.IntVar(&cfg.orders, "orders", 300, "orders that customers place; a sixth of them change their minds")
 	flags.IntVar(&cfg.rate, "rate", 60, "orders per second")
 	flags.IntVar(&cfg.products, "products", 8, "products of the shop")
@@ -154,14 +154,8 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.StringVar(&cfg.mail, "mail", "", "with -role: where the mail provider is")
 	flags.Int64Var(&cfg.began, "began", 0, "with -role: when the shop opened")
 	flags.Int64Var(&cfg.crashAfter, "crash-after", 0, "with -role=relay: kill the process when Kafka has so many records")
-	if err := flags.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprint(stdout, usage)
-			flags.SetOutput(stdout)
-			flags.PrintDefaults()
-			return cfg, err
-		}
-		return cfg, fmt.Errorf("%w; see ordering -h", err)
+	if err := show.Parse(flags, args, usage, stdout); err != nil {
+		return cfg, err
 	}
 	for cfg.seed == 0 {
 		cfg.seed = uint64(rand.Uint32())

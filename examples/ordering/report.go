@@ -82,7 +82,7 @@ SELECT (SELECT count(*) FROM ordered) AS orders,
 
 // report is made when nothing is under way any more.
 func (p *performance) report(ctx context.Context) (*report, error) {
-	r := &report{killed: p.killed, debezium: p.cfg.debezium, asked: p.cfg.orders}
+	r := &report{killed: p.others.Killed(), debezium: p.cfg.debezium, asked: p.cfg.orders}
 	if p.closed {
 		r.asked = 0
 	}

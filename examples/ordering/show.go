@@ -5,10 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os/exec"
-	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/google/uuid"
@@ -24,9 +21,6 @@ type performance struct {
 	mails  *mailProvider
 	others show.Processes
 	closed bool // early, by Ctrl-C
-
-	mu     sync.Mutex
-	killed []string // roles of processes
 }
 
 // run sets everything up, lets the processes work, and compares.
@@ -135,7 +129,7 @@ const (
 func (p *performance) incidents(ctx context.Context) error {
 	var g errgroup.Group
 	if !p.cfg.debezium {
-		g.Go(func() error { return p.awaitCrash(ctx) })
+		g.Go(func() error { return p.others.ReplaceCrashed(ctx, relayRole, p.cfg.roleArgs(relayRole)...) })
 	}
 	g.Go(func() error {
 		return errors.Join(
@@ -148,44 +142,12 @@ func (p *performance) incidents(ctx context.Context) error {
 	return g.Wait()
 }
 
-// restart starts another process in place of one that was killed.
-func (p *performance) restart(role string) error {
-	p.mu.Lock()
-	p.killed = append(p.killed, role)
-	slices.Sort(p.killed)
-	p.mu.Unlock()
-	return p.start(role)
-}
-
-// awaitCrash starts another relay where one has killed itself. If the shop closes before it does, it is stopped: it
-// gives its lease back, and the other one has not to wait for its end.
-func (p *performance) awaitCrash(ctx context.Context) error {
-	crashed, err := p.others.Await(ctx, relayRole)
-	if err == nil && !crashed {
-		if err = p.others.Stop(relayRole); err == nil {
-			return p.start(relayRole)
-		}
-	}
-	var exit *exec.ExitError
-	if err != nil && (!errors.As(err, &exit) || exit.Exited()) {
-		return fmt.Errorf("relay: %w", err)
-	}
-	return p.restart(relayRole)
-}
-
 // kill kills a process when a query counts so many rows, and starts another one.
 func (p *performance) kill(ctx context.Context, role, sqlCount string, at int) error {
-	_, err := show.Await(ctx, p.cfg.patience, func() (n int, reached bool, err error) {
-		err = p.db.QueryRow(context.WithoutCancel(ctx), sqlCount).Scan(&n)
-		return n, n >= at, err
-	})
-	if err != nil || ctx.Err() != nil {
+	if err := show.AwaitCount(ctx, p.cfg.patience, p.db, sqlCount, at); err != nil || ctx.Err() != nil {
 		return err
 	}
-	if err := p.others.Kill(role); err != nil {
-		return err
-	}
-	return p.restart(role)
+	return p.others.Replace(role, p.cfg.roleArgs(role)...)
 }
 
 // sqlArrived counts by what a handler leaves behind: each type of event that somebody handles has one handler with a transaction.

@@ -11,9 +11,9 @@ import (
 	"time"
 
 	"github.com/google/uuid"
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/examples/trading/simulator"
 	"golang.org/x/sync/errgroup"
 )
@@ -31,6 +31,9 @@ type app struct {
 	running  []*outbox.Worker // set before they run, read by their handlers
 }
 
+// maxConns is for each process.
+const maxConns = 12
+
 // open connects to PostgreSQL.
 func open(ctx context.Context, cfg config) (*app, error) {
 	a := &app{schema: cfg.schema, exchange: cfg.exchange, lease: cfg.lease, bar: cfg.backtest / backtestBars, log: slog.New(slog.DiscardHandler)}
@@ -41,7 +44,7 @@ func open(ctx context.Context, cfg config) (*app, error) {
 		return nil, err
 	}
 	var err error
-	a.db, err = connect(ctx, cfg.postgres, cfg.schema)
+	a.db, err = show.Connect(ctx, cfg.postgres, cfg.schema, maxConns)
 	return a, err
 }
 
@@ -79,7 +82,7 @@ func run(ctx context.Context, cfg config, out io.Writer) (*report, error) {
 	}
 	defer a.db.Close()
 	printHeader(out, cfg)
-	defer a.dropSchema(out)
+	defer show.DropSchema(a.db, a.schema, out)
 	if err := a.migrate(ctx); err != nil {
 		return nil, err
 	}
@@ -88,13 +91,12 @@ func run(ctx context.Context, cfg config, out io.Writer) (*report, error) {
 
 // run trades. Ctrl-C ends the signals and the incidents; what was decided is still done.
 func (a *app) run(ctx context.Context, cfg config, outside *simulator.Simulator) (*report, error) {
-	s := &show{
+	s := &scene{
 		app: a, cfg: cfg, outside: outside,
-		others: processes{args: cfg.workerArgs(), slots: make([]*process, cfg.processes)},
 	}
-	defer func() { _ = s.others.stop() }() // after another error; otherwise there is nothing left to stop
-	for slot := range cfg.processes {
-		if err := s.others.start(slot); err != nil {
+	defer func() { _ = s.others.Stop() }() // after another error; otherwise there is nothing left to stop
+	for n := range cfg.processes {
+		if err := s.others.Start(workersName(n), cfg.workerArgs()...); err != nil {
 			return nil, err
 		}
 	}
@@ -110,7 +112,7 @@ func (a *app) run(ctx context.Context, cfg config, outside *simulator.Simulator)
 	if _, err := s.awaitAll(ctx); err != nil { // the report says what is not done
 		return nil, err
 	}
-	if err := s.others.stop(); err != nil {
+	if err := s.others.Stop(); err != nil {
 		return nil, err
 	}
 	return s.report(ctx)
@@ -125,33 +127,4 @@ func serve(ctx context.Context, handler http.Handler) (address string, closeServ
 	server := &http.Server{Handler: handler, ReadHeaderTimeout: time.Minute}
 	go func() { _ = server.Serve(listener) }() // ends with the server
 	return "http://" + listener.Addr().String(), func() { _ = server.Close() }, nil
-}
-
-// connect returns a pool whose connections look for tables in a schema.
-func connect(ctx context.Context, url, schema string) (*pgxpool.Pool, error) {
-	cfg, err := pgxpool.ParseConfig(url)
-	if err != nil {
-		return nil, err // pgx leaves the password out of it
-	}
-	cfg.ConnConfig.RuntimeParams["search_path"] = schema
-	cfg.MaxConns = 12
-	db, err := pgxpool.NewWithConfig(ctx, cfg)
-	if err != nil {
-		return nil, err
-	}
-	if err := db.Ping(ctx); err != nil {
-		db.Close()
-		return nil, fmt.Errorf("connect to PostgreSQL: %w", err)
-	}
-	return db, nil
-}
-
-// dropSchema removes the tables of this run, also after an error or Ctrl-C.
-func (a *app) dropSchema(out io.Writer) {
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
-	defer cancel()
-	_, err := a.db.Exec(ctx, "DROP SCHEMA IF EXISTS "+pgx.Identifier{a.schema}.Sanitize()+" CASCADE")
-	if err != nil {
-		fmt.Fprintf(out, "schema %s was not dropped: %v\n", a.schema, err)
-	}
 }

@@ -23,6 +23,8 @@ import (
 	"strconv"
 	"syscall"
 	"time"
+
+	"github.com/outboxgo/outbox/examples/internal/show"
 )
 
 const usage = `Trading runs bots, an exchange that fails, and processes of workers that place the
@@ -115,7 +117,6 @@ func startWorkers(ctx context.Context, cfg config, stdin io.Reader, stderr io.Wr
 // parse reads the flags and the environment.
 func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags := flag.NewFlagSet("trading", flag.ContinueOnError)
-	flags.SetOutput(io.Discard) // errors are printed once, by start
 	flags.IntVar(&cfg.orders, "orders", 600, "signals of the bots; each becomes an order")
 	flags.IntVar(&cfg.rate, "rate", 60, "signals per second")
 	flags.IntVar(&cfg.backtests, "backtests", 6, "backtests to run meanwhile")
@@ -128,14 +129,8 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.BoolVar(&cfg.verbose, "v", false, "print what the workers log")
 	flags.StringVar(&cfg.schema, "schema", "", "with -exchange: where the tables are")
 	flags.StringVar(&cfg.exchange, "exchange", "", "run the workers only, against this exchange, until the standard input ends")
-	if err := flags.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			fmt.Fprint(stdout, usage)
-			flags.SetOutput(stdout)
-			flags.PrintDefaults()
-			return cfg, err
-		}
-		return cfg, fmt.Errorf("%w; see trading -h", err)
+	if err := show.Parse(flags, args, usage, stdout); err != nil {
+		return cfg, err
 	}
 	for cfg.seed == 0 {
 		cfg.seed = uint64(rand.Uint32())

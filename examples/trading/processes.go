@@ -2,69 +2,15 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
-	"os"
-	"os/exec"
 
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"golang.org/x/sync/errgroup"
 )
 
-// processes are other processes of this program, which run the workers. They end when their
-// standard input does, also when this process is killed.
-type processes struct {
-	args  []string
-	slots []*process
-}
-
-type process struct {
-	cmd   *exec.Cmd
-	stdin io.Closer
-}
-
-// start starts a process in a slot.
-func (p *processes) start(slot int) error {
-	program, err := os.Executable()
-	if err != nil {
-		return err
-	}
-	cmd := exec.CommandContext(context.Background(), program, p.args...) // Ctrl-C closes its input, when all is done
-	cmd.Stdout, cmd.Stderr = os.Stderr, os.Stderr
-	stdin, err := cmd.StdinPipe()
-	if err != nil {
-		return err
-	}
-	if err := cmd.Start(); err != nil {
-		return err
-	}
-	p.slots[slot] = &process{cmd, stdin}
-	return nil
-}
-
-// replace kills the process in a slot, as the kernel does that needs memory, and starts another.
-func (p *processes) replace(slot int) error {
-	if err := p.slots[slot].cmd.Process.Kill(); err != nil {
-		return err
-	}
-	_ = p.slots[slot].cmd.Wait() // that it was killed is no news
-	return p.start(slot)
-}
-
-// stop has all processes finish what they are at, and end.
-func (p *processes) stop() (err error) {
-	for slot, running := range p.slots {
-		if running == nil {
-			continue
-		}
-		p.slots[slot] = nil
-		_ = running.stdin.Close() // it has been only a signal
-		if bad := running.cmd.Wait(); bad != nil {
-			err = errors.Join(err, fmt.Errorf("process of workers: %w", bad))
-		}
-	}
-	return err
-}
+// workersName is the name of a process that runs the workers.
+func workersName(n int) string { return fmt.Sprintf("workers %d", n+1) }
 
 // work is what such a process does: it runs the workers until its input ends.
 func (a *app) work(ctx context.Context, stdin io.Reader) error {
@@ -72,12 +18,8 @@ func (a *app) work(ctx context.Context, stdin io.Reader) error {
 	if err != nil {
 		return err
 	}
-	ctx, stop := context.WithCancel(ctx)
+	ctx, stop := show.UntilEnd(ctx, stdin)
 	defer stop()
-	go func() {
-		_, _ = io.Copy(io.Discard, stdin)
-		stop()
-	}()
 	a.running = workers
 	g, ctx := errgroup.WithContext(ctx)
 	for _, w := range workers {

@@ -68,7 +68,7 @@ SELECT (SELECT count(*) FROM signal) AS signals,
           FROM backtest) AS b`
 
 // report is made when nothing is under way any more.
-func (s *show) report(ctx context.Context) (*report, error) {
+func (s *scene) report(ctx context.Context) (*report, error) {
 	r := &report{whileStopped: s.whileStopped, waiting: s.waiting, kills: s.kills}
 	orders := s.outside.Orders()
 	events, repeats := s.outside.Pushed()

@@ -9,16 +9,17 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/examples/trading/simulator"
 	"golang.org/x/sync/errgroup"
 )
 
-// show is what happens in a run: bots trade, processes are killed, and the kill switch is tried.
-type show struct {
+// scene is what happens in a run: bots trade, processes are killed, and the kill switch is tried.
+type scene struct {
 	app     *app
 	cfg     config
 	outside *simulator.Simulator
-	others  processes
+	others  show.Processes
 
 	kills        int // how many processes were killed
 	whileStopped int // orders that the exchange was asked for while the kill switch was on
@@ -40,7 +41,7 @@ func scope(n int) Scope {
 }
 
 // trade has each strategy decide something now and then, in an order of its own.
-func (s *show) trade(ctx context.Context) error {
+func (s *scene) trade(ctx context.Context) error {
 	b := bot{s.app.db, s.app.bus}
 	g, ctx := errgroup.WithContext(ctx)
 	for n := range strategies {
@@ -52,7 +53,7 @@ func (s *show) trade(ctx context.Context) error {
 					return fmt.Errorf("decide: %w", err)
 				}
 				mean := strategies * time.Second / time.Duration(s.cfg.rate)
-				if !pause(ctx, time.Duration(random.Int64N(2*int64(mean)))) {
+				if !show.Pause(ctx, time.Duration(random.Int64N(2*int64(mean)))) {
 					return nil
 				}
 			}
@@ -69,7 +70,7 @@ func randomUUID(random *rand.Rand) (id uuid.UUID) {
 	return id
 }
 
-func (s *show) backtests(ctx context.Context) error {
+func (s *scene) backtests(ctx context.Context) error {
 	for n := range s.cfg.backtests {
 		if err := s.app.backtests().order(ctx, scope(n), backtestBars); err != nil {
 			return fmt.Errorf("order a backtest: %w", err)
@@ -79,13 +80,13 @@ func (s *show) backtests(ctx context.Context) error {
 }
 
 // killProcesses kills processes of workers while they work, evenly over the run.
-func (s *show) killProcesses(ctx context.Context) error {
+func (s *scene) killProcesses(ctx context.Context) error {
 	for n := range s.cfg.kills {
 		reached, err := s.awaitOrders(ctx, s.cfg.orders*(n+1)/(s.cfg.kills+2))
 		if err != nil || !reached {
 			return err
 		}
-		if err := s.others.replace(n % s.cfg.processes); err != nil {
+		if err := s.others.Replace(workersName(n%s.cfg.processes), s.cfg.workerArgs()...); err != nil {
 			return fmt.Errorf("kill a process: %w", err)
 		}
 		s.kills++
@@ -96,7 +97,7 @@ func (s *show) killProcesses(ctx context.Context) error {
 const sqlWaiting = `SELECT count(*) FROM order_intent WHERE id NOT IN (SELECT order_intent_id FROM order_attempt)`
 
 // tryKillSwitch stops trading for a while, in the middle of the run. Signals go on meanwhile.
-func (s *show) tryKillSwitch(ctx context.Context) error {
+func (s *scene) tryKillSwitch(ctx context.Context) error {
 	reached, err := s.awaitOrders(ctx, s.cfg.orders/2)
 	if err != nil || !reached {
 		return err
@@ -116,9 +117,9 @@ func (s *show) tryKillSwitch(ctx context.Context) error {
 }
 
 // ordersWithin returns for how many orders the exchange is asked in that time.
-func (s *show) ordersWithin(ctx context.Context, d time.Duration) int {
+func (s *scene) ordersWithin(ctx context.Context, d time.Duration) int {
 	before, _ := s.outside.Asked()
-	if !pause(ctx, d) {
+	if !show.Pause(ctx, d) {
 		return 0 // the run ends
 	}
 	after, _ := s.outside.Asked()
@@ -126,8 +127,8 @@ func (s *show) ordersWithin(ctx context.Context, d time.Duration) int {
 }
 
 // awaitOrders waits until the exchange was asked for n orders, and reports whether it was.
-func (s *show) awaitOrders(ctx context.Context, n int) (bool, error) {
-	return s.await(ctx, func() (int, bool, error) {
+func (s *scene) awaitOrders(ctx context.Context, n int) (bool, error) {
+	return show.Await(ctx, s.cfg.patience, func() (int, bool, error) {
 		asked, _ := s.outside.Asked()
 		return asked, asked >= n, nil
 	})
@@ -145,38 +146,10 @@ SELECT (SELECT count(*) FROM order_attempt WHERE state NOT IN ('PREPARED', 'SENT
      + (SELECT count(*) FROM event_delivery WHERE status NOT IN ('DONE', 'DEAD')) AS open`
 
 // awaitAll waits until everything that was decided is done, and reports whether it is.
-func (s *show) awaitAll(ctx context.Context) (bool, error) {
-	return s.await(ctx, func() (done int, complete bool, err error) {
+func (s *scene) awaitAll(ctx context.Context) (bool, error) {
+	return show.Await(ctx, s.cfg.patience, func() (done int, complete bool, err error) {
 		var left int
 		err = s.app.db.QueryRow(ctx, sqlProgress).Scan(&done, &left)
 		return done, left == 0, err
 	})
-}
-
-// await looks until all is complete, and reports whether it is. It ends early with ctx, and
-// when nothing has changed for as long as patience lasts.
-func (s *show) await(ctx context.Context, look func() (progress int, complete bool, err error)) (bool, error) {
-	last, since := -1, time.Now()
-	for {
-		progress, complete, err := look()
-		if err != nil || complete {
-			return complete, err
-		}
-		if progress != last {
-			last, since = progress, time.Now()
-		}
-		if time.Since(since) > s.cfg.patience || !pause(ctx, 20*time.Millisecond) {
-			return false, nil
-		}
-	}
-}
-
-// pause waits, and reports whether that was not cut short.
-func pause(ctx context.Context, d time.Duration) bool {
-	select {
-	case <-time.After(d):
-		return true
-	case <-ctx.Done():
-		return false
-	}
 }

@@ -3,6 +3,8 @@ package show
 import (
 	"context"
 	"fmt"
+	"os"
+	"sync/atomic"
 
 	"github.com/twmb/franz-go/pkg/kadm"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -62,4 +64,22 @@ func left(unread map[string]map[int32]int64) (n int) {
 		n += len(partitions)
 	}
 	return n
+}
+
+// CrashAfter is for a relay. It kills the process when Kafka has acknowledged so many records, which is the worst moment: the
+// relay has not written down that they were sent.
+func CrashAfter(records int64) kgo.Opt { return kgo.WithHooks(&crash{after: records}) }
+
+type crash struct {
+	after        int64
+	acknowledged atomic.Int64
+}
+
+// OnProduceRecordUnbuffered makes it a kgo.HookProduceRecordUnbuffered.
+func (c *crash) OnProduceRecordUnbuffered(_ *kgo.Record, err error) {
+	if err == nil && c.acknowledged.Add(1) == c.after {
+		if self, err := os.FindProcess(os.Getpid()); err == nil {
+			_ = self.Kill() // nothing comes after it
+		}
+	}
 }

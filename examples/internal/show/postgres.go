@@ -10,14 +10,14 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// Connect returns a pool whose connections look for tables in a schema.
-func Connect(ctx context.Context, url, schema string) (*pgxpool.Pool, error) {
+// Connect returns a pool of so many connections that look for tables in a schema.
+func Connect(ctx context.Context, url, schema string, conns int) (*pgxpool.Pool, error) {
 	cfg, err := pgxpool.ParseConfig(url)
 	if err != nil {
 		return nil, err // pgx leaves the password out of it
 	}
 	cfg.ConnConfig.RuntimeParams["search_path"] = schema
-	cfg.MaxConns = 12
+	cfg.MaxConns = int32(conns)
 	db, err := pgxpool.NewWithConfig(ctx, cfg)
 	if err != nil {
 		return nil, err
@@ -27,6 +27,15 @@ func Connect(ctx context.Context, url, schema string) (*pgxpool.Pool, error) {
 		return nil, fmt.Errorf("connect to PostgreSQL: %w", err)
 	}
 	return db, nil
+}
+
+// AwaitCount waits until a query counts n or more. It ends early as [Await] does.
+func AwaitCount(ctx context.Context, patience time.Duration, db *pgxpool.Pool, sql string, n int) error {
+	_, err := Await(ctx, patience, func() (count int, reached bool, err error) {
+		err = db.QueryRow(context.WithoutCancel(ctx), sql).Scan(&count)
+		return count, count >= n, err
+	})
+	return err
 }
 
 // DropSchema removes the tables of a run, also after an error or Ctrl-C.

@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
+	"slices"
 	"sync"
 )
 
@@ -14,6 +16,7 @@ import (
 type Processes struct {
 	mu      sync.Mutex
 	running map[string]*Process
+	killed  []string
 }
 
 // Start starts this program again, with other arguments. Of the same name there is one at a time: end the one
@@ -53,6 +56,46 @@ func (p *Processes) Kill(name string) error {
 		return err
 	}
 	return one.Kill()
+}
+
+// Replace kills a process and starts another one in its place.
+func (p *Processes) Replace(name string, args ...string) error {
+	if err := p.Kill(name); err != nil {
+		return err
+	}
+	return p.succeed(name, args)
+}
+
+// ReplaceCrashed waits until a process has killed itself, and starts another one in its place. If ctx ends before it does, it
+// is stopped: a relay gives its lease back, and the other one has not to wait for its end.
+func (p *Processes) ReplaceCrashed(ctx context.Context, name string, args ...string) error {
+	crashed, err := p.Await(ctx, name)
+	if err == nil && !crashed {
+		if err = p.Stop(name); err == nil {
+			return p.Start(name, args...)
+		}
+	}
+	var exit *exec.ExitError
+	if err != nil && (!errors.As(err, &exit) || exit.Exited()) {
+		return fmt.Errorf("%s: %w", name, err)
+	}
+	return p.succeed(name, args)
+}
+
+// succeed starts a process in place of one that was killed.
+func (p *Processes) succeed(name string, args []string) error {
+	p.mu.Lock()
+	p.killed = append(p.killed, name)
+	slices.Sort(p.killed)
+	p.mu.Unlock()
+	return p.Start(name, args...)
+}
+
+// Killed returns the names of processes that were killed and replaced, sorted.
+func (p *Processes) Killed() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.Clone(p.killed)
 }
 
 // Await waits until a process has ended by itself, and reports whether it has before ctx ended. The error is that
