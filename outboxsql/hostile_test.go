@@ -273,15 +273,21 @@ func TestBatchWithFailingEvent(t *testing.T) {
 			return nil
 		}))
 	require.NoError(t, err)
-	var events []outbox.DomainEvent
-	for i := range n {
-		events = append(events, placed{fmt.Sprint(i)})
-	}
-	require.NoError(t, outboxsql.InTx(background, s.db, w.Waker(), func(tx *sql.Tx) error { return outboxsql.Record(background, tx, s.rec, events...) }))
+	s.place(t, w.Waker(), n)
 	testenv.Run(t, w.Run)
 	require.Eventually(t, func() bool { return len(s.handled(t)) == n-1 }, testenv.Patience, 5*time.Millisecond)
 	require.NotContains(t, s.orders(t), "17")
 	require.Len(t, s.orders(t), n-1)
+}
+
+// place records that orders 0 to n-1 were placed, in one transaction.
+func (s *shop) place(t *testing.T, waker *outbox.Waker, n int) {
+	t.Helper()
+	var events []outbox.DomainEvent
+	for i := range n {
+		events = append(events, placed{fmt.Sprint(i)})
+	}
+	require.NoError(t, outboxsql.InTx(background, s.db, waker, func(tx *sql.Tx) error { return outboxsql.Record(background, tx, s.rec, events...) }))
 }
 
 // Handlers that share a transaction leave rows open, and goroutines that go on with theirs. None of it reaches the next handler.
@@ -317,11 +323,7 @@ func TestLeftOpenInSharedTransaction(t *testing.T) {
 	}
 	w, err := outbox.NewWorker(s.pool, s.events, outbox.WorkerConfig{HandlerConfig: cfg, FromStart: true, PollInterval: 5 * time.Millisecond}, outboxsql.Handle("UNTIDY", untidy))
 	require.NoError(t, err)
-	var events []outbox.DomainEvent
-	for i := range n {
-		events = append(events, placed{fmt.Sprint(i)})
-	}
-	require.NoError(t, outboxsql.InTx(background, s.db, w.Waker(), func(tx *sql.Tx) error { return outboxsql.Record(background, tx, s.rec, events...) }))
+	s.place(t, w.Waker(), n)
 	testenv.Run(t, w.Run)
 	require.Eventually(t, func() bool { return len(s.handled(t)) == n }, testenv.Patience, 5*time.Millisecond)
 	goroutines.Wait()

@@ -336,17 +336,23 @@ func TestInventoryUnderLoad(t *testing.T) {
 	require.Len(t, outboxtest.Recorded[StockShort](t.Context(), t, db, f.app.events), 28)
 }
 
-// A customer is told once of a state, whether the record comes twice or the event has another id the second time. The
-// mail provider is asked again where nobody can know whether it was, and sends nothing.
-func TestNotificationOnce(t *testing.T) {
-	t.Parallel()
-	f := newFixture(t)
+// openNotifications returns the service with a mail provider, and what closes that.
+func openNotifications(t *testing.T) (n notifications, provider *mailProvider, closeIt func()) {
+	t.Helper()
 	provider, url, closeIt, err := openMailProvider(t.Context())
 	require.NoError(t, err)
 	t.Cleanup(closeIt)
 	client := &http.Client{Transport: &http.Transport{}}
 	t.Cleanup(client.CloseIdleConnections)
-	n := notifications{client, url}
+	return notifications{client, url}, provider, closeIt
+}
+
+// A customer is told once of a state, whether the record comes twice or the event has another id the second time. The
+// mail provider is asked again where nobody can know whether it was, and sends nothing.
+func TestNotificationOnce(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	n, provider, _ := openNotifications(t)
 	c, err := f.consumer(notificationGroup, 0, nil, n.handlers()...)
 	require.NoError(t, err)
 	id := f.order(t, 1, 0)
@@ -369,12 +375,7 @@ func TestNotificationOnce(t *testing.T) {
 // consumer is to try later; what it refuses is not tried again.
 func TestAnswerOfTheMailProviderIsLost(t *testing.T) {
 	t.Parallel()
-	provider, url, closeIt, err := openMailProvider(t.Context())
-	require.NoError(t, err)
-	t.Cleanup(closeIt)
-	client := &http.Client{Transport: &http.Transport{}}
-	t.Cleanup(client.CloseIdleConnections)
-	n := notifications{client, url}
+	n, provider, closeIt := openNotifications(t)
 	ask := func(customer string) error {
 		return n.mail(t.Context(), NotificationRequired{now(uuid.New()), customer, Created, ""}, outbox.Metadata{})
 	}

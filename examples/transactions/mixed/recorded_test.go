@@ -10,6 +10,7 @@ import (
 	"entgo.io/ent/dialect"
 	entsql "entgo.io/ent/dialect/sql"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/jackc/pgx/v5/stdlib"
 	"github.com/jmoiron/sqlx"
 	"github.com/stretchr/testify/require"
@@ -37,18 +38,25 @@ type cupSold struct {
 func (c cupSold) OccurredAt() time.Time { return c.At }
 func (c cupSold) cup() string           { return c.Cup }
 
-var errUndo = errors.New("undo")
-
-// A test of a service looks into the transaction of its library before it is rolled back, and at what is committed through the
-// same connections.
-func TestRecordedByEachLibrary(t *testing.T) {
-	t.Parallel()
+// newCups returns tables, and what records that cups were sold.
+func newCups(t *testing.T) (*pgxpool.Pool, string, *outbox.Registry, *outbox.Recorder) {
+	t.Helper()
 	pool, schema := testenv.Schema(t)
 	require.NoError(t, outbox.Migrate(t.Context(), pool, outbox.MigrateConfig{Schema: schema}))
 	events, err := outbox.NewRegistry("shop", outbox.Event("acme.cup.sold.v1", "Cup", cupSold.cup))
 	require.NoError(t, err)
 	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{Schema: schema})
 	require.NoError(t, err)
+	return pool, schema, events, rec
+}
+
+var errUndo = errors.New("undo")
+
+// A test of a service looks into the transaction of its library before it is rolled back, and at what is committed through the
+// same connections.
+func TestRecordedByEachLibrary(t *testing.T) {
+	t.Parallel()
+	pool, schema, events, rec := newCups(t)
 	db := stdlib.OpenDBFromPool(pool)
 	pq, err := sql.Open("postgres", shoptest.ForPQ(t, pool.Config().ConnString()))
 	require.NoError(t, err)
@@ -81,12 +89,7 @@ func TestRecordedByEachLibrary(t *testing.T) {
 // DrainWorker looks through lib/pq, while the worker has a pool of pgx.
 func TestDrainWorkerByPQ(t *testing.T) {
 	t.Parallel()
-	pool, schema := testenv.Schema(t)
-	require.NoError(t, outbox.Migrate(t.Context(), pool, outbox.MigrateConfig{Schema: schema}))
-	events, err := outbox.NewRegistry("shop", outbox.Event("acme.cup.sold.v1", "Cup", cupSold.cup))
-	require.NoError(t, err)
-	rec, err := outbox.NewRecorder(events, outbox.RecorderConfig{Schema: schema})
-	require.NoError(t, err)
+	pool, schema, events, rec := newCups(t)
 	pq, err := sql.Open("postgres", shoptest.ForPQ(t, pool.Config().ConnString()))
 	require.NoError(t, err)
 	defer pq.Close()
