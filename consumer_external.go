@@ -94,7 +94,7 @@ func withStoredHeaders(r *kgo.Record) (*kgo.Record, error) {
 	}
 	all := *r
 	all.Headers = slices.Delete(slices.Clone(r.Headers), at, at+1)
-	e := envelope{headers: r.Headers[at].Value}
+	e := stored{headers: r.Headers[at].Value}
 	if len(e.headers) == 0 { // NULL
 		return &all, nil
 	}

@@ -64,7 +64,7 @@ type cursors struct {
 	schema string
 	relay  string
 
-	inOrder func([]envelope) // puts events that were read together in the order of ids
+	inOrder func([]stored) // puts events that were read together in the order of ids
 
 	look     struct{ snapshot, own string } // of the last [cursors.open]: what it saw, and its transaction, if it was one that wrote
 	drawn    drawnIDs
@@ -240,7 +240,7 @@ SELECT newest.id, moved.id, moved.xid, pg_current_snapshot()::text, found.n, ` +
 // position has no window, and equals p if p had none. The error is errTooMuch if the events
 // are much larger than their rows say. Then the window may be announced or not, as after
 // any error; if it is, the next statement returns errStale.
-func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (next position, events []envelope, large bool, err error) {
+func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (next position, events []stored, large bool, err error) {
 	next = p
 	next.window = ""
 	drained := p.window != ""
@@ -293,7 +293,7 @@ type drawnIDs struct {
 const maxFoundIDs = 64
 
 // find notes the events of a look.
-func (d *drawnIDs) find(events []envelope) {
+func (d *drawnIDs) find(events []stored) {
 	if len(d.found)+len(events) > maxFoundIDs {
 		d.found = nil
 		return

@@ -90,7 +90,7 @@ func (d *cursorFixture) opened(t *testing.T) (*lease, position) {
 }
 
 var someFailure = []failure{{
-	event: &envelope{id: 1}, key: "b-events/k", status: StatusFailed, class: "message_too_large", err: errors.New("too large"),
+	event: &stored{id: 1}, key: "b-events/k", status: StatusFailed, class: "message_too_large", err: errors.New("too large"),
 }}
 
 // Whoever lost the lease can neither move the cursor nor record a failure,
@@ -236,7 +236,7 @@ func remaining(t *testing.T, c *cursors, p position) []int64 {
 	return all.First(all.Len())
 }
 
-func ids(events []envelope) (all []int64) {
+func ids(events []stored) (all []int64) {
 	for _, e := range events {
 		all = append(all, e.id)
 	}

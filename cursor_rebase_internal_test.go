@@ -66,7 +66,7 @@ func (d *cursorFixture) unsent(t *testing.T, relay string) (ids []int64) {
 			p.last = slices.Max(append(ids, p.last))
 			p.highest = max(p.highest, p.last)
 		}
-		var events []envelope
+		var events []stored
 		p, events, _, err = c.open(ctx, l, p, 100)
 		require.NoError(t, err)
 		if len(events) > 0 {
@@ -242,7 +242,7 @@ func TestRowsOfTheFuture(t *testing.T) {
 	d.update(t, `UPDATE {schema}.outbox SET xid = '9000000000' WHERE id = 2`)
 	c, l := d.cursors, d.takeOver(t)
 	for want := range slices.Values([][]int64{{1}, nil, nil}) { // a relay that leads already
-		var events []envelope
+		var events []stored
 		p, events, _, err = c.open(ctx, l, p, 100)
 		require.NoError(t, err)
 		require.Equal(t, want, ids(events))

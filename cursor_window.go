@@ -172,14 +172,14 @@ SELECT rest.first, ` + eventColumns + `
 // their order, and the id through which it has read. It reads fewer than all if they are
 // large. Rows that have been deleted are missing. With an error it returns the events that
 // came before it; the error is errTooMuch if it stopped by itself.
-func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []envelope, through int64, err error) {
+func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []stored, through int64, err error) {
 	ctx, cancel := context.WithCancel(ctx) // closes the connection if it stops by itself
 	defer cancel()
 	first, last := ranges(ids)
 	var rest pgtype.Int8
 	known := false
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
-		events, err = readEvents(make([]envelope, 0, len(ids)), rows, len(ids), 2*maxBatchBytes, &rest)
+		events, err = readEvents(make([]stored, 0, len(ids)), rows, len(ids), 2*maxBatchBytes, &rest)
 		known = rows.CommandTag().RowsAffected() > 0
 		if errors.Is(err, errTooMuch) {
 			cancel()
@@ -205,9 +205,9 @@ func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []
 	return events, ids[len(ids)-1], nil
 }
 
-func byID(a, b envelope) int { return cmp.Compare(a.id, b.id) }
+func byID(a, b stored) int { return cmp.Compare(a.id, b.id) }
 
-func sortByID(events []envelope) { slices.SortFunc(events, byID) }
+func sortByID(events []stored) { slices.SortFunc(events, byID) }
 
 // sqlFetchBare reads an event without its payload, and without its headers unless $6.
 const sqlFetchBare = `
@@ -218,8 +218,8 @@ SELECT e.id, e.event_id::text, e.event_type, e.source, e.aggregate_type, e.aggre
 
 // fetchBare reads an event of the open window without its payload, and without its headers
 // unless they are asked for.
-func (c *cursors) fetchBare(ctx context.Context, p position, id int64, headers bool) (e envelope, err error) {
-	var events []envelope
+func (c *cursors) fetchBare(ctx context.Context, p position, id int64, headers bool) (e stored, err error) {
+	var events []stored
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
 		defer rows.Close()
 		events, err = readEvents(nil, rows, 1, maxBatchBytes)
@@ -259,7 +259,7 @@ const (
 // without an event has only these columns. With an error it returns the events before it.
 // The error is errTooMuch if fewer than n events have more than so many bytes; more rows
 // may follow then, and the caller closes the rows.
-func readEvents(events []envelope, rows pgx.Rows, n, most int, head ...any) ([]envelope, error) {
+func readEvents(events []stored, rows pgx.Rows, n, most int, head ...any) ([]stored, error) {
 	var r eventReader
 	for first := true; rows.Next(); first = false {
 		r.describe(rows, len(head))
@@ -301,8 +301,8 @@ func (r *eventReader) describe(rows pgx.Rows, first int) {
 	}
 }
 
-func (r *eventReader) event(raw [][]byte) (e envelope, err error) {
-	e = envelope{
+func (r *eventReader) event(raw [][]byte) (e stored, err error) {
+	e = stored{
 		eventID:       r.keep(raw[1]),
 		eventType:     r.keep(raw[2]),
 		source:        r.keep(raw[3]),

@@ -294,7 +294,7 @@ func TestBacklogUnderStatementTimeout(t *testing.T) {
 		require.Less(t, pages, 1000)
 	}
 	require.Equal(t, backlog, w.ids.Len())
-	var got []envelope
+	var got []stored
 	for len(got) == 0 {
 		var err error
 		got, err = w.take(p, statements)

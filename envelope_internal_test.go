@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"github.com/outboxgo/outbox/internal/check"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
@@ -17,8 +18,8 @@ import (
 const someTrace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 // orderCreated is an envelope as the relay reads it; change makes it another.
-func orderCreated(change func(*envelope)) *envelope {
-	e := &envelope{
+func orderCreated(change func(*stored)) *stored {
+	e := &stored{
 		id:            7,
 		eventID:       []byte("0190a5c4-7b1e-7c3d-8a2b-1f2e3d4c5b6a"),
 		eventType:     []byte("loopers.order.created.v1"),
@@ -40,8 +41,8 @@ func orderCreated(change func(*envelope)) *envelope {
 type field struct{ name, value string }
 
 // recordOf collects what record hands out.
-func recordOf(e *envelope, mode Mode) (value []byte, headers []field, err error) {
-	value, err = e.record(recordForm{mode: mode}, func(name string, value []byte) { headers = append(headers, field{name, string(value)}) })
+func recordOf(e *stored, inJSON bool) (value []byte, headers []field, err error) {
+	value, err = e.record(recordForm{inJSON: inJSON}, func(name string, value []byte) { headers = append(headers, field{name, string(value)}) })
 	return value, headers, err
 }
 
@@ -58,22 +59,22 @@ var orderCreatedAttributes = []field{
 
 var binaryTests = []struct {
 	name   string
-	change func(*envelope)
+	change func(*stored)
 	more   []field // behind orderCreatedAttributes
 }{
 	{"no headers", nil, nil},
-	{"headers of SQL NULL in JSON", func(e *envelope) { e.headers = []byte(`null`) }, nil},
-	{"no headers in an object", func(e *envelope) { e.headers = []byte(`{}`) }, nil},
-	{"a correlation id", func(e *envelope) { e.headers = []byte(`{"correlationid": "corr-1"}`) },
+	{"headers of SQL NULL in JSON", func(e *stored) { e.headers = []byte(`null`) }, nil},
+	{"no headers in an object", func(e *stored) { e.headers = []byte(`{}`) }, nil},
+	{"a correlation id", func(e *stored) { e.headers = []byte(`{"correlationid": "corr-1"}`) },
 		[]field{{"ce_correlationid", "corr-1"}}},
-	{"a trace, also where tracing libraries look", func(e *envelope) { e.headers = []byte(`{"traceparent": "` + someTrace + `"}`) },
+	{"a trace, also where tracing libraries look", func(e *stored) { e.headers = []byte(`{"traceparent": "` + someTrace + `"}`) },
 		[]field{{"ce_traceparent", someTrace}, {"traceparent", someTrace}}},
-	{"headers of its own, sorted", func(e *envelope) { e.headers = []byte(`{"tenant": "a \"b\" é", "Region": "", "zone": "1"}`) },
+	{"headers of its own, sorted", func(e *stored) { e.headers = []byte(`{"tenant": "a \"b\" é", "Region": "", "zone": "1"}`) },
 		[]field{{"Region", ""}, {"tenant", `a "b" é`}, {"zone", "1"}}},
-	{"other attributes, which are no headers as such", func(e *envelope) {
+	{"other attributes, which are no headers as such", func(e *stored) {
 		e.headers = []byte(`{"market": "no attribute", "ce_market": "KRW-BTC", "ce_traceid": "t1", "traceid": "no attribute either"}`)
 	}, []field{{"ce_market", "KRW-BTC"}, {"ce_traceid", "t1"}, {"market", "no attribute"}, {"traceid", "no attribute either"}}},
-	{"everything", func(e *envelope) {
+	{"everything", func(e *stored) {
 		e.headers = []byte(`{"a": "1", "correlationid": "c", "traceparent": "` + someTrace + `", "z": "2"}`)
 	}, []field{{"a", "1"}, {"ce_correlationid", "c"}, {"ce_traceparent", someTrace}, {"traceparent", someTrace}, {"z", "2"}}},
 }
@@ -83,7 +84,7 @@ func TestBinary(t *testing.T) {
 	t.Parallel()
 	for _, tt := range binaryTests {
 		t.Run(tt.name, func(t *testing.T) {
-			value, headers, err := recordOf(orderCreated(tt.change), Binary)
+			value, headers, err := recordOf(orderCreated(tt.change), false)
 			require.NoError(t, err)
 			require.Equal(t, `{"total": 1.50}`, string(value))
 			want := append([]field(nil), orderCreatedAttributes...)
@@ -95,14 +96,14 @@ func TestBinary(t *testing.T) {
 // Bytes travel as they are, under their own content type.
 func TestBinaryBytes(t *testing.T) {
 	t.Parallel()
-	value, headers, err := recordOf(protobuf([]byte{0, 1, 255}), Binary)
+	value, headers, err := recordOf(protobuf([]byte{0, 1, 255}), false)
 	require.NoError(t, err)
 	require.Equal(t, []byte{0, 1, 255}, value)
 	require.Contains(t, headers, field{"content-type", "application/protobuf"})
 }
 
-func protobuf(payload []byte) *envelope {
-	return orderCreated(func(e *envelope) {
+func protobuf(payload []byte) *stored {
+	return orderCreated(func(e *stored) {
 		e.payload, e.isJSON, e.contentType = payload, false, []byte("application/protobuf")
 	})
 }
@@ -110,10 +111,10 @@ func protobuf(payload []byte) *envelope {
 // https://github.com/cloudevents/spec/blob/v1.0.2/cloudevents/formats/json-format.md
 func TestStructured(t *testing.T) {
 	t.Parallel()
-	e := orderCreated(func(e *envelope) {
+	e := orderCreated(func(e *stored) {
 		e.headers = []byte(`{"ce_market": "KRW-\"BTC\"", "ce_traceid": "t1", "correlationid": "corr-1", "tenant": "a", "traceparent": "` + someTrace + `"}`)
 	})
-	value, headers, err := recordOf(e, Structured)
+	value, headers, err := recordOf(e, true)
 	require.NoError(t, err)
 	require.Equal(t, `{"specversion":"1.0","id":"0190a5c4-7b1e-7c3d-8a2b-1f2e3d4c5b6a","source":"commerce-api",`+
 		`"type":"loopers.order.created.v1","subject":"order-1","time":"2026-02-03T04:05:06Z","aggregatetype":"Order",`+
@@ -133,11 +134,11 @@ func TestStructuredEscapes(t *testing.T) {
 	for _, text := range hardTexts {
 		headers, err := json.Marshal(map[string]string{"own": text, eventheader.Correlation: text}) // a row may hold what Record refuses
 		require.NoError(t, err)
-		e := orderCreated(func(e *envelope) {
+		e := orderCreated(func(e *stored) {
 			e.source, e.eventType, e.aggregateID, e.aggregateType, e.contentType = []byte(text), []byte(text), []byte(text), []byte(text), []byte(text)
 			e.headers = headers
 		})
-		value, own, err := recordOf(e, Structured)
+		value, own, err := recordOf(e, true)
 		require.NoError(t, err)
 		var got map[string]any
 		require.NoError(t, json.Unmarshal(value, &got), "%s", value)
@@ -147,7 +148,7 @@ func TestStructuredEscapes(t *testing.T) {
 		}, got)
 		require.Contains(t, own, field{"own", text})
 
-		_, binary, err := recordOf(e, Binary)
+		_, binary, err := recordOf(e, false)
 		require.NoError(t, err)
 		for _, name := range []string{"ce_source", "ce_type", "ce_subject", "ce_aggregatetype", "ce_correlationid", "content-type", "own"} {
 			require.Contains(t, binary, field{name, text}, "as it is, in bytes")
@@ -159,7 +160,7 @@ func TestStructuredEscapes(t *testing.T) {
 func TestStructuredData(t *testing.T) {
 	t.Parallel()
 	for _, data := range []string{`null`, `[]`, `"text"`, `1e5`, `{"a": "주문"}`} {
-		value, _, err := recordOf(orderCreated(func(e *envelope) { e.payload = []byte(data) }), Structured)
+		value, _, err := recordOf(orderCreated(func(e *stored) { e.payload = []byte(data) }), true)
 		require.NoError(t, err)
 		var got map[string]json.RawMessage
 		require.NoError(t, json.Unmarshal(value, &got))
@@ -167,7 +168,7 @@ func TestStructuredData(t *testing.T) {
 		require.NotContains(t, got, "data_base64")
 	}
 	for _, data := range [][]byte{{}, {0}, {0, 1, 254, 255}, []byte("text"), []byte(strings.Repeat("\xff", 1000))} {
-		value, _, err := recordOf(protobuf(data), Structured)
+		value, _, err := recordOf(protobuf(data), true)
 		require.NoError(t, err)
 		var got map[string]any
 		require.NoError(t, json.Unmarshal(value, &got))
@@ -196,11 +197,11 @@ func TestEventTime(t *testing.T) {
 	t.Parallel()
 	for _, tt := range timeTests {
 		t.Run(tt.name, func(t *testing.T) {
-			e := orderCreated(func(e *envelope) { e.occurredAt = appendTime(nil, tt.time) })
-			_, headers, err := recordOf(e, Binary)
+			e := orderCreated(func(e *stored) { e.occurredAt = appendTime(nil, tt.time) })
+			_, headers, err := recordOf(e, false)
 			require.NoError(t, err)
 			require.Contains(t, headers, field{"ce_time", tt.want})
-			value, _, err := recordOf(e, Structured)
+			value, _, err := recordOf(e, true)
 			require.NoError(t, err)
 			require.Contains(t, string(value), `"time":"`+tt.want+`"`)
 			parsed, err := time.Parse(time.RFC3339Nano, tt.want)
@@ -214,15 +215,15 @@ func TestDestinationAndKey(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct {
 		name       string
-		change     func(*envelope)
+		change     func(*stored)
 		topic, key string
 	}{
 		{"by convention", nil, "order-events", "order-1"},
-		{"a topic of its own", func(e *envelope) { e.topic = []byte("orders") }, "orders", "order-1"},
-		{"a key of its own", func(e *envelope) { e.partitionKey = []byte("user-1") }, "order-events", "user-1"},
-		{"an empty key, which is not NULL", func(e *envelope) { e.partitionKey = []byte{} }, "order-events", ""},
-		{"a type without form but with a topic", func(e *envelope) { e.eventType, e.topic = []byte("!"), []byte("orders") }, "orders", "order-1"},
-		{"a type of two segments", func(e *envelope) { e.eventType = []byte("shop.order") }, "order-events", "order-1"},
+		{"a topic of its own", func(e *stored) { e.topic = []byte("orders") }, "orders", "order-1"},
+		{"a key of its own", func(e *stored) { e.partitionKey = []byte("user-1") }, "order-events", "user-1"},
+		{"an empty key, which is not NULL", func(e *stored) { e.partitionKey = []byte{} }, "order-events", ""},
+		{"a type without form but with a topic", func(e *stored) { e.eventType, e.topic = []byte("!"), []byte("orders") }, "orders", "order-1"},
+		{"a type of two segments", func(e *stored) { e.eventType = []byte("shop.order") }, "order-events", "order-1"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			e := orderCreated(tt.change)
@@ -239,11 +240,11 @@ func TestDestinationAndKey(t *testing.T) {
 func TestDestinationOfForeignRow(t *testing.T) {
 	t.Parallel()
 	for _, eventType := range []string{"", "order", "LEDGER_POSTED", "a..b", ".order", "shop.", "shop.order created", "shop.주문", "shop.order\n", "shop/order.x"} {
-		_, err := orderCreated(func(e *envelope) { e.eventType = []byte(eventType) }).destination()
+		_, err := orderCreated(func(e *stored) { e.eventType = []byte(eventType) }).destination()
 		require.ErrorIs(t, err, ErrMalformed, "%q", eventType)
-		rejected, ok := errors.AsType[*FieldError](err)
+		rejected, ok := errors.AsType[*fieldError](err)
 		require.True(t, ok)
-		require.Equal(t, FieldError{EventType: eventType, Index: -1, Field: "event_type", Err: ErrMalformed}, *rejected)
+		require.Equal(t, fieldError{EventType: eventType, Index: -1, Field: "event_type", Err: check.ErrMalformed}, *rejected)
 	}
 }
 
@@ -251,10 +252,10 @@ func TestDestinationOfForeignRow(t *testing.T) {
 func TestHeadersOfForeignRow(t *testing.T) {
 	t.Parallel()
 	for _, headers := range []string{`{"ce_id": "1"}`, `{"ce_Market": "1"}`, `{"ce_traceparent": "1"}`, `{"ce_correlationid": "1"}`, `[]`, `"a"`, `1`, `true`, `{"a": 1}`, `{"a": {"b": "c"}}`, `{"a": ["b"]}`, ``, `{`} {
-		for _, mode := range []Mode{Binary, Structured} {
-			_, _, err := recordOf(orderCreated(func(e *envelope) { e.headers = []byte(headers) }), mode)
+		for _, inJSON := range []bool{false, true} {
+			_, _, err := recordOf(orderCreated(func(e *stored) { e.headers = []byte(headers) }), inJSON)
 			require.ErrorIs(t, err, ErrMalformed, headers)
-			rejected, ok := errors.AsType[*FieldError](err)
+			rejected, ok := errors.AsType[*fieldError](err)
 			require.True(t, ok)
 			require.Equal(t, "headers", rejected.Field)
 			require.Equal(t, "loopers.order.created.v1", rejected.EventType)
@@ -277,7 +278,7 @@ func TestHeadersRoundTrip(t *testing.T) {
 	least, err := jsonb.Check(b)
 	require.NoError(t, err)
 	require.GreaterOrEqual(t, printed, least)
-	got, err := (&envelope{headers: b}).ownHeaders()
+	got, err := (&stored{headers: b}).ownHeaders()
 	require.NoError(t, err)
 	require.Len(t, got, len(own)+5)
 	require.Equal(t, "corr", got["correlationid"])
@@ -310,16 +311,16 @@ func TestFurtherHeaders(t *testing.T) {
 		`{"ce_traceid": "t1"}`: {{"ce_traceid", "t1"}, {"event-id", string(orderCreated(nil).eventID)}, {"x-trace-id", "t1"}},
 		`{"ce_traceid": "t1", "X-Trace-Id": "own", "Event-Id": "own"}`: {{"Event-Id", "own"}, {"X-Trace-Id", "own"}, {"ce_traceid", "t1"}},
 	} {
-		for _, mode := range []Mode{Binary, Structured} {
+		for _, inJSON := range []bool{false, true} {
 			e := orderCreated(nil)
 			if headers != "" {
 				e.headers = []byte(headers)
 			}
-			form.mode = mode
+			form.inJSON = inJSON
 			var got []field
 			_, err := e.record(form, func(name string, value []byte) { got = append(got, field{name, string(value)}) })
 			require.NoError(t, err)
-			if mode == Binary {
+			if !inJSON {
 				require.Equal(t, append(slices.Clone(orderCreatedAttributes), want...), got)
 				continue
 			}
@@ -349,7 +350,7 @@ func TestTraceParentOfEnvelope(t *testing.T) {
 		`{"traceparent": 1}`:                                                       "",
 		`{"traceparent`:                                                            "",
 	} {
-		e := envelope{}
+		e := stored{}
 		if headers != "" {
 			e.headers = []byte(headers)
 		}

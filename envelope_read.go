@@ -168,7 +168,7 @@ type KafkaMetadata struct {
 }
 
 // decodeRecord reads the value and the headers of a Kafka record in either mode of the
-// CloudEvents 1.0 Kafka protocol binding. It is the inverse of [envelope.record]. A record
+// CloudEvents 1.0 Kafka protocol binding. It is the inverse of [stored.record]. A record
 // in binary mode that has no ce_id goes by the header event-id or id, as other outboxes and
 // Debezium send it. Its error is a [*FieldError].
 func decodeRecord(value []byte, headers iter.Seq2[string, []byte]) (*Message, error) {

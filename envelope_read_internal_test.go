@@ -98,12 +98,12 @@ func requireUnreadable(t *testing.T, err error, field string, want error) {
 func TestDecodeRecord(t *testing.T) {
 	t.Parallel()
 	headers := []byte(`{"ce_market": "KRW-BTC", "ce_traceid": "t1", "correlationid": "corr-1", "tenant": "a", "traceparent": "` + someTrace + `"}`)
-	for name, e := range map[string]*envelope{
-		"JSON":         orderCreated(func(e *envelope) { e.headers = headers }),
-		"JSON null":    orderCreated(func(e *envelope) { e.headers, e.payload = headers, []byte(`null`) }),
+	for name, e := range map[string]*stored{
+		"JSON":         orderCreated(func(e *stored) { e.headers = headers }),
+		"JSON null":    orderCreated(func(e *stored) { e.headers, e.payload = headers, []byte(`null`) }),
 		"bytes":        protobuf([]byte{0, 1, 255}),
 		"no bytes":     protobuf([]byte{}),
-		"microseconds": orderCreated(func(e *envelope) { e.occurredAt = appendTime(nil, time.Date(2026, 2, 3, 4, 5, 6, 1000, time.UTC)) }),
+		"microseconds": orderCreated(func(e *stored) { e.occurredAt = appendTime(nil, time.Date(2026, 2, 3, 4, 5, 6, 1000, time.UTC)) }),
 	} {
 		own, err := e.ownHeaders()
 		require.NoError(t, err)
@@ -118,7 +118,7 @@ func TestDecodeRecord(t *testing.T) {
 		}
 		for _, mode := range []Mode{Binary, Structured} {
 			t.Run(name, func(t *testing.T) {
-				value, headers, err := recordOf(e, mode)
+				value, headers, err := recordOf(e, mode == Structured)
 				require.NoError(t, err)
 				got, err := decodeRecord(value, func(yield func(string, []byte) bool) {
 					for _, h := range headers {

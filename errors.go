@@ -3,11 +3,9 @@ package outbox
 import (
 	"errors"
 	"fmt"
-	"strings"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/migrator"
-	"github.com/outboxgo/outbox/internal/short"
 )
 
 // Reasons why [NewRegistry] and the methods of [Recorder] reject an event.
@@ -104,27 +102,17 @@ type FieldError struct {
 	Err error
 }
 
-// Limits of what an error repeats of its input, in bytes.
-const (
-	maxNameText   = 300
-	maxReasonText = 1_000
-)
-
 // Error implements error: "outbox: event 2 (shop.order.created.v1): aggregate_id is empty".
 // Whatever was received, the text has at most 2,000 bytes.
-func (e *FieldError) Error() string {
-	var b strings.Builder
-	b.WriteString("outbox: ")
-	eventType := short.Text(e.EventType, maxNameText)
-	switch {
-	case e.Index >= 0:
-		fmt.Fprintf(&b, "event %d (%s): ", e.Index, eventType)
-	case eventType != "":
-		b.WriteString(eventType + ": ")
-	}
-	fmt.Fprintf(&b, "%s %s", short.Text(e.Field, maxNameText), short.Text(fmt.Sprint(e.Err), maxReasonText))
-	return b.String()
-}
+func (e *FieldError) Error() string { return (*fieldError)(e).Error() }
 
 // Unwrap returns Err.
 func (e *FieldError) Unwrap() error { return e.Err }
+
+// public returns an error of the engines as users see it: a field error of theirs is a [*FieldError].
+func public(err error) error {
+	if e, ok := err.(*fieldError); ok {
+		return (*FieldError)(e)
+	}
+	return err
+}

@@ -21,7 +21,7 @@ import (
 
 // failure is an event that did not get through, and what is known about it.
 type failure struct {
-	event  *envelope
+	event  *stored
 	key    string // parking key
 	status string // StatusWaiting, StatusFailed, StatusParked, or StatusDead: of class unreadableRow
 	class  string

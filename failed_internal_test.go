@@ -146,7 +146,7 @@ func TestMovePastAnUnreadableRow(t *testing.T) {
 	d.update(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb, headers = '{"a": "b"}' WHERE id = 2`, unprintable)
 	p.last, p.highest = 2, 2
 	failures := append(slices.Clone(someFailure), failure{
-		event: &envelope{id: 2}, key: "b-events/k", status: StatusDead, class: unreadableRow, err: errors.New("out of memory"), held: true,
+		event: &stored{id: 2}, key: "b-events/k", status: StatusDead, class: unreadableRow, err: errors.New("out of memory"), held: true,
 	})
 	_, err := d.cursors.move(ctx, l, p, failures)
 	require.NoError(t, err)

@@ -14,7 +14,7 @@ import (
 
 // failedEvent is a row of outbox_failed on its way to Kafka.
 type failedEvent struct {
-	envelope          // its id is outbox.id
+	stored            // its id is outbox.id
 	row        int64  // outbox_failed.id
 	key        string // parking key
 	place      string // what it waits for
@@ -183,7 +183,7 @@ func (f *failedStore) readRows(ctx context.Context, found []failedEvent, payload
 				return err
 			}
 			e := found[n-1]
-			if e.envelope, err = r.event(raw[1:]); err != nil {
+			if e.stored, err = r.event(raw[1:]); err != nil {
 				return err
 			}
 			if payload && e.payload == nil {

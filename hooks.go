@@ -105,7 +105,7 @@ func (b SentBatch) NotTaken() iter.Seq2[SentEvent, string] {
 
 // SentEvent is an event of a [SentBatch].
 type SentEvent struct {
-	e     *envelope
+	e     *stored
 	topic string
 }
 
@@ -228,11 +228,11 @@ func (h ConsumerHooks) guarded(callback func(name string) func(call func())) Con
 }
 
 // failedEventOf returns the argument of the hooks Rejected and Dead.
-func failedEventOf(e *envelope, class string, err error, retries int) FailedEvent {
+func failedEventOf(e *stored, class string, err error, retries int) FailedEvent {
 	topic, _ := e.destination() // "" if none follows from its type
 	return FailedEvent{
 		OutboxID: e.id, EventID: string(e.eventID), Type: string(e.eventType),
 		AggregateType: string(e.aggregateType), AggregateID: string(e.aggregateID),
-		Topic: topic, Key: string(e.key()), Retries: retries, Class: class, Err: err,
+		Topic: topic, Key: string(e.key()), Retries: retries, Class: class, Err: public(err),
 	}
 }

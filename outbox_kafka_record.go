@@ -20,14 +20,14 @@ func (r *Recorder) KafkaRecord(ctx context.Context, event DomainEvent) (*kgo.Rec
 	if err != nil {
 		return nil, atIndex(-1, "", err)
 	}
-	return rows.envelope(0).kafkaRecord(Binary)
+	return rows.stored(0).kafkaRecord(Binary)
 }
 
 // KafkaRecord returns the Kafka record that a [Relay] with this mode sent for the event, or
 // would send: the same topic, key, value and headers, byte by byte, without partition, offset
 // and timestamp, and without the headers of RelayConfig.IDHeader and TraceHeader. Its error is a [*FieldError] that names the column of which no record can be made.
 func (e ArchivedEvent) KafkaRecord(mode Mode) (*kgo.Record, error) {
-	return (&envelope{
+	return (&stored{
 		id:            e.OutboxID,
 		eventID:       []byte(e.EventID),
 		eventType:     []byte(e.Type),
@@ -53,13 +53,13 @@ func bytesOrNil(text string) []byte {
 }
 
 // kafkaRecord returns the record of an event.
-func (e *envelope) kafkaRecord(mode Mode) (*kgo.Record, error) {
+func (e *stored) kafkaRecord(mode Mode) (*kgo.Record, error) {
 	topic, err := e.destination()
 	if err != nil {
 		return nil, err
 	}
 	var headers []kgo.RecordHeader
-	value, err := e.record(recordForm{mode: mode}, func(name string, value []byte) {
+	value, err := e.record(recordForm{inJSON: mode == Structured}, func(name string, value []byte) {
 		headers = append(headers, kgo.RecordHeader{Key: name, Value: value})
 	})
 	if err != nil {
@@ -70,8 +70,8 @@ func (e *envelope) kafkaRecord(mode Mode) (*kgo.Record, error) {
 
 // envelope returns an event as a relay reads it, except that its JSON is not as jsonb
 // prints it.
-func (c *columns) envelope(i int) *envelope {
-	e := &envelope{
+func (c *columns) stored(i int) *stored {
+	e := &stored{
 		eventID:       []byte(c.eventID[i].String()),
 		eventType:     []byte(c.eventType[i]),
 		source:        []byte(c.source),

@@ -476,7 +476,7 @@ func (r *Relay) probe(ctx context.Context, parts retrierParts) {
 // newProducer makes a producer that a breaker stops, if it is not nil.
 func (r *Relay) newProducer(leads leadership, b *breaker) *producer {
 	return newProducer(producerConfig{
-		opts: r.opts, form: recordForm{r.cfg.Mode, r.cfg.further()}, sendTimeout: r.cfg.SendTimeout, linger: r.cfg.Linger, passFailedKeys: r.cfg.PassFailedKeys,
+		opts: r.opts, form: recordForm{r.cfg.Mode == Structured, r.cfg.further()}, sendTimeout: r.cfg.SendTimeout, linger: r.cfg.Linger, passFailedKeys: r.cfg.PassFailedKeys,
 	}, leads.lease, b)
 }
 

@@ -204,7 +204,7 @@ const invalidEvent = "invalid_event"
 // what it is: invalidEvent, unreadableRow, or a class of [kafka.RejectionClass]. It
 // returns "" for every other error.
 func rejectionClass(err error) string {
-	if _, ok := errors.AsType[*FieldError](err); ok { // without the allocation of errors.As: this is called for every event
+	if _, ok := errors.AsType[*fieldError](err); ok { // without the allocation of errors.As: this is called for every event
 		return invalidEvent
 	}
 	if _, ok := errors.AsType[*unreadableError](err); ok {

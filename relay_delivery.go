@@ -24,14 +24,14 @@ type sender interface {
 	// send because stop has ended has errStopping. When produce returns, no record is on
 	// its way any more. An error ends the delivery: the lease is lost, the time to stop is
 	// over, or no client can be made.
-	produce(stop, held context.Context, batch []envelope, which []int) (sendResult, error)
+	produce(stop, held context.Context, batch []stored, which []int) (sendResult, error)
 	// prepare asks Kafka about topics, so that partition knows them.
 	prepare(ctx context.Context, topics []string)
 	// partition returns the partition to which an event goes, or its topic as a whole if
 	// the partition is not known.
-	partition(e *envelope) kafka.Partition
+	partition(e *stored) kafka.Partition
 	// topic returns the topic of an event.
-	topic(e *envelope) (string, error)
+	topic(e *stored) (string, error)
 }
 
 // sendResult is what became of the events that a sender took.
@@ -58,7 +58,7 @@ type deliveryParts struct {
 type deliverer struct{ parts deliveryParts }
 
 // topic returns the topic of an event.
-func (p *deliverer) topic(e *envelope) (string, error) { return p.parts.sender.topic(e) }
+func (p *deliverer) topic(e *stored) (string, error) { return p.parts.sender.topic(e) }
 
 // deliver hands a batch to Kafka and returns the outcome of each event. Events of
 // parked keys are not sent, and neither are events behind one that did not get
@@ -68,7 +68,7 @@ func (p *deliverer) topic(e *envelope) (string, error) { return p.parts.sender.t
 // has accepted an event. Events stay pending only if stop was cancelled (no error) or
 // sending ended with an error. After a stop no event is pending in front of one that was
 // sent.
-func (p *deliverer) deliver(stop, held context.Context, batch []envelope, parked *parking) ([]outcome, error) {
+func (p *deliverer) deliver(stop, held context.Context, batch []stored, parked *parking) ([]outcome, error) {
 	d := p.begin(stop, held, batch)
 	d.patient = true
 	for i := range batch {
@@ -84,18 +84,18 @@ func (p *deliverer) deliver(stop, held context.Context, batch []envelope, parked
 // attempt sends a batch of events that have failed before. It differs from deliver in
 // that it waits for nothing: what Kafka as a whole or the breaker does not let through
 // stays pending, and what is for a bad place is unavailable.
-func (p *deliverer) attempt(stop, held context.Context, batch []envelope) ([]outcome, error) {
+func (p *deliverer) attempt(stop, held context.Context, batch []stored) ([]outcome, error) {
 	return p.begin(stop, held, batch).sendAll()
 }
 
 // probe is attempt for events of bad places, which are tried.
-func (p *deliverer) probe(stop, held context.Context, batch []envelope) ([]outcome, error) {
+func (p *deliverer) probe(stop, held context.Context, batch []stored) ([]outcome, error) {
 	d := p.begin(stop, held, batch)
 	d.probing = true
 	return d.sendAll()
 }
 
-func (p *deliverer) begin(stop, held context.Context, batch []envelope) *delivery {
+func (p *deliverer) begin(stop, held context.Context, batch []stored) *delivery {
 	return &delivery{
 		deliveryParts: p.parts, stop: stop, held: held, batch: batch, began: time.Now(),
 		outcomes: make([]outcome, len(batch)), pending: make([]int, 0, len(batch)),
@@ -106,7 +106,7 @@ func (p *deliverer) begin(stop, held context.Context, batch []envelope) *deliver
 type delivery struct {
 	deliveryParts
 	stop, held context.Context
-	batch      []envelope
+	batch      []stored
 	outcomes   []outcome
 	pending    []int // events without an outcome, by their index in batch
 	patient    bool  // wait for Kafka and for the breaker

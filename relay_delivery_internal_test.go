@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"github.com/outboxgo/outbox/internal/check"
 	"bytes"
 	"context"
 	"fmt"
@@ -108,7 +109,7 @@ func TestDeliver(t *testing.T) {
 	t.Parallel()
 	for _, test := range deliverTests {
 		t.Run(test.name, func(t *testing.T) {
-			testDelivery(t, test, func(d *deliverer, stop context.Context, batch []envelope) ([]outcome, error) {
+			testDelivery(t, test, func(d *deliverer, stop context.Context, batch []stored) ([]outcome, error) {
 				return d.deliver(stop, context.Background(), batch, newParking(false))
 			})
 		})
@@ -131,7 +132,7 @@ func TestAttempt(t *testing.T) {
 		{"the lease is lost", "ab", "ab:lost", "..", "", 0},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			testDelivery(t, test, func(d *deliverer, stop context.Context, batch []envelope) ([]outcome, error) {
+			testDelivery(t, test, func(d *deliverer, stop context.Context, batch []stored) ([]outcome, error) {
 				return d.attempt(stop, context.Background(), batch)
 			})
 		})
@@ -202,7 +203,7 @@ func TestAttemptAvoidsBadPlaces(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newFakeSender(t, "a:+ ab:-- ab:++")
 		s.places.Load([]places.Bad{{Name: "orders/1", Class: "unavailable", Err: kgo.ErrRecordTimeout}})
-		try := func(send func(stop, held context.Context, batch []envelope) ([]outcome, error), want string) []outcome {
+		try := func(send func(stop, held context.Context, batch []stored) ([]outcome, error), want string) []outcome {
 			time.Sleep(time.Second)
 			outcomes, err := send(t.Context(), t.Context(), envelopesOf("ab"))
 			require.NoError(t, err)
@@ -280,7 +281,7 @@ func TestDeliverNotifies(t *testing.T) {
 	}
 }
 
-func testDelivery(t *testing.T, test deliveryTest, run func(*deliverer, context.Context, []envelope) ([]outcome, error)) {
+func testDelivery(t *testing.T, test deliveryTest, run func(*deliverer, context.Context, []stored) ([]outcome, error)) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newFakeSender(t, test.play)
 		stop, cancel := context.WithCancel(t.Context())
@@ -322,7 +323,7 @@ func newFakeSender(t *testing.T, play string) *fakeSender {
 		t: t, play: strings.Fields(play), breaker: newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {}),
 		errs: map[rune]error{
 			'+': nil, '-': kgo.ErrRecordTimeout, 't': kerr.UnknownTopicOrPartition, 'n': fmt.Errorf("%w: %w", kafka.ErrNoLeader, kgo.ErrRecordTimeout),
-			'x': kerr.MessageTooLarge, 'a': errSendAlone, 'i': &FieldError{Field: "Type", Err: ErrEmpty}, 'b': errBlocked,
+			'x': kerr.MessageTooLarge, 'a': errSendAlone, 'i': &fieldError{Field: "Type", Err: check.ErrEmpty}, 'b': errBlocked,
 			's': errStopping,
 		},
 	}
@@ -361,19 +362,19 @@ func (s *fakeSender) next(begins string) string {
 
 func (s *fakeSender) prepare(_ context.Context, topics []string) { s.prepared = topics }
 
-func (s *fakeSender) partition(e *envelope) kafka.Partition {
+func (s *fakeSender) partition(e *stored) kafka.Partition {
 	topic, _ := s.topic(e)
 	return kafka.Partition{Topic: topic, Number: int32(e.key()[0] - 'a')}
 }
 
-func (s *fakeSender) topic(e *envelope) (string, error) {
+func (s *fakeSender) topic(e *stored) (string, error) {
 	if string(e.key()) <= "m" {
 		return "orders", nil
 	}
 	return "payments", nil
 }
 
-func (s *fakeSender) produce(_, _ context.Context, batch []envelope, which []int) (sent sendResult, err error) {
+func (s *fakeSender) produce(_, _ context.Context, batch []stored, which []int) (sent sendResult, err error) {
 	events := ""
 	for _, i := range which {
 		events += string(batch[i].eventID)
@@ -411,9 +412,9 @@ func (s *fakeSender) openBreaker() {
 	}
 }
 
-func envelopesOf(events string) (batch []envelope) {
+func envelopesOf(events string) (batch []stored) {
 	for i, event := range events {
-		batch = append(batch, envelope{id: int64(i + 1), eventID: []byte(string(event)), partitionKey: []byte(strings.ToLower(string(event)))})
+		batch = append(batch, stored{id: int64(i + 1), eventID: []byte(string(event)), partitionKey: []byte(strings.ToLower(string(event)))})
 	}
 	return batch
 }

@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"github.com/outboxgo/outbox/internal/check"
 	"context"
 	"errors"
 	"fmt"
@@ -69,7 +70,7 @@ type chaos struct {
 	t      *testing.T
 	rng    *rand.Rand
 	events []chaosEvent
-	batch  []envelope // all events
+	batch  []stored   // all events
 	cursor int        // events that were decided about
 	rows   []chaosRow // of outbox_failed, in the order of events
 	parked *parking
@@ -95,7 +96,7 @@ func newChaos(t *testing.T, seed uint64) *chaos {
 		at := kafka.Partition{Topic: fmt.Sprintf("topic-%d", c.rng.IntN(chaosTopics)), Number: int32(c.rng.IntN(chaosPartitions))}
 		key := fmt.Sprintf("%d-%d", at.Number, c.rng.IntN(chaosKeys))
 		c.events = append(c.events, chaosEvent{at: at, key: at.Topic + "/" + key, poison: c.often(0.03), large: c.often(0.05), invalid: c.often(0.02)})
-		c.batch = append(c.batch, envelope{id: int64(i + 1), eventID: fmt.Appendf(nil, "%d", i), partitionKey: []byte(key), topic: []byte(at.Topic)})
+		c.batch = append(c.batch, stored{id: int64(i + 1), eventID: fmt.Appendf(nil, "%d", i), partitionKey: []byte(key), topic: []byte(at.Topic)})
 	}
 	return c
 }
@@ -224,13 +225,13 @@ func (c *chaos) retry(stop context.Context, deliverer *deliverer) bool {
 
 // attempt returns the keys of which all rows were sent. It returns false if the lease was
 // lost.
-func (c *chaos) attempt(stop context.Context, attempt func(stop, held context.Context, batch []envelope) ([]outcome, error), rows []chaosRow) (sent []string, ok bool) {
+func (c *chaos) attempt(stop context.Context, attempt func(stop, held context.Context, batch []stored) ([]outcome, error), rows []chaosRow) (sent []string, ok bool) {
 	c.inBatch = nil
 	events := make([]failedEvent, len(rows))
-	batch := make([]envelope, len(rows))
+	batch := make([]stored, len(rows))
 	for n, row := range rows {
 		batch[n] = c.batch[row.event]
-		events[n] = failedEvent{envelope: batch[n], key: row.key}
+		events[n] = failedEvent{stored: batch[n], key: row.key}
 	}
 	outcomes, err := attempt(stop, c.t.Context(), batch)
 	if err != nil {
@@ -301,12 +302,12 @@ func (c *chaos) deliverer() *deliverer {
 	}}
 }
 
-func (c *chaos) topic(e *envelope) (string, error) { return string(e.topic), nil }
+func (c *chaos) topic(e *stored) (string, error) { return string(e.topic), nil }
 
 func (c *chaos) prepare(context.Context, []string) {}
 
 // partition knows the partition most times.
-func (c *chaos) partition(e *envelope) kafka.Partition {
+func (c *chaos) partition(e *stored) kafka.Partition {
 	at := c.events[e.id-1].at
 	if c.often(0.2) {
 		return at.WholeTopic()
@@ -340,7 +341,7 @@ func (c *chaos) change() {
 
 // produce implements [sender]. Records of a partition are accepted up to the first that
 // fails.
-func (c *chaos) produce(stop, _ context.Context, batch []envelope, which []int) (sendResult, error) {
+func (c *chaos) produce(stop, _ context.Context, batch []stored, which []int) (sendResult, error) {
 	require.IsIncreasing(c.t, append([]int{-1}, which...))
 	time.Sleep(time.Duration(c.rng.IntN(20)) * time.Millisecond)
 	c.change()
@@ -364,7 +365,7 @@ func (c *chaos) produce(stop, _ context.Context, batch []envelope, which []int) 
 }
 
 // fail decides about the records of a send.
-func (c *chaos) fail(batch []envelope, which []int, sent sendResult, stopping bool) {
+func (c *chaos) fail(batch []stored, which []int, sent sendResult, stopping bool) {
 	failed := map[kafka.Partition]error{} // what is behind it is not accepted
 	waits := map[string]error{}           // keys of which an event was not sent
 	for n, i := range which {
@@ -375,7 +376,7 @@ func (c *chaos) fail(batch []envelope, which []int, sent sendResult, stopping bo
 		case waits[e.key] != nil:
 			*err = waits[e.key]
 		case e.invalid:
-			*err, waits[e.key] = &FieldError{Field: "Type", Err: ErrEmpty}, errBlocked
+			*err, waits[e.key] = &fieldError{Field: "Type", Err: check.ErrEmpty}, errBlocked
 		case e.large && len(which) > 1:
 			*err, waits[e.key] = errSendAlone, errSendAlone
 		case behind:

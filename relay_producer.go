@@ -89,7 +89,7 @@ func withGrace(stop, held context.Context) (context.Context, context.CancelFunc)
 
 // produce implements [sender]. If the breaker permits fewer calls, a batch of the
 // topic holds fewer records, or the client has no room for more, it takes only the first of the events.
-func (p *producer) produce(stop, held context.Context, batch []envelope, which []int) (sendResult, error) {
+func (p *producer) produce(stop, held context.Context, batch []stored, which []int) (sendResult, error) {
 	p.lease.awaitSure(stop, held)
 	if !p.lease.held() {
 		return sendResult{}, errLeaseLost
@@ -274,7 +274,7 @@ func (p *producer) abandon(acks *acks) {
 
 // records builds the Kafka records of events. Where that fails, errs says why, and
 // later events of the same key get errBlocked.
-func (p *producer) records(batch []envelope, which []int, errs []error) []kgo.Record {
+func (p *producer) records(batch []stored, which []int, errs []error) []kgo.Record {
 	records := make([]kgo.Record, len(which))
 	headers := make([]kgo.RecordHeader, 0, len(which)*recordHeaders)
 	var bad []string // keys of events that cannot be sent; few, if any
@@ -331,7 +331,7 @@ func (p *producer) sendAloneLater(records []kgo.Record, errs []error) {
 }
 
 // partition implements [sender].
-func (p *producer) partition(e *envelope) kafka.Partition {
+func (p *producer) partition(e *stored) kafka.Partition {
 	topic, err := p.topic(e)
 	if err != nil || p.topics == nil {
 		return kafka.Partition{Topic: topic, Number: kafka.Unassigned}
@@ -340,7 +340,7 @@ func (p *producer) partition(e *envelope) kafka.Partition {
 }
 
 // topic returns the topic of an event. Events of one topic share the string.
-func (p *producer) topic(e *envelope) (string, error) {
+func (p *producer) topic(e *stored) (string, error) {
 	known, name := p.named, e.topic
 	if name == nil {
 		known, name = p.derived, e.eventType

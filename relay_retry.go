@@ -314,13 +314,13 @@ func tookTooLong(err error) bool {
 // retry sends events and saves the results. It returns the keys of which every event was
 // sent, or errNotPermitted if an event was neither tried nor blocked.
 func (r *retrier) retry(ctx context.Context, events []failedEvent,
-	send func(stop, held context.Context, batch []envelope) ([]outcome, error)) (sent []string, err error) {
+	send func(stop, held context.Context, batch []stored) ([]outcome, error)) (sent []string, err error) {
 	if len(events) == 1 && events[0].unreadable != nil {
 		return nil, r.rejectUnreadable(&events[0])
 	}
-	batch := make([]envelope, len(events))
+	batch := make([]stored, len(events))
 	for i := range events {
-		batch[i] = events[i].envelope
+		batch[i] = events[i].stored
 	}
 	outcomes, err := send(ctx, r.held, batch)
 	if err != nil {
@@ -452,7 +452,7 @@ func (r *retrier) notifyRejected(result retryResult) {
 	e := result.event
 	topic, _ := e.destination() // "" if none follows from its type
 	args := []any{"id", e.id, "event_id", string(e.eventID), "type", string(e.eventType), "aggregate_id", string(e.aggregateID),
-		"topic", topic, "key", string(e.envelope.key()), "attempt", e.retries + result.count, "class", result.class, "error", result.err}
+		"topic", topic, "key", string(e.stored.key()), "attempt", e.retries + result.count, "class", result.class, "error", result.err}
 	ctx, hook := e.context(r.held), r.cfg.Hooks.Rejected
 	if result.status == StatusDead {
 		hook = r.cfg.Hooks.Dead
@@ -462,6 +462,6 @@ func (r *retrier) notifyRejected(result retryResult) {
 		r.log.WarnContext(ctx, "outbox: retry failed", args...)
 	}
 	if hook != nil {
-		hook(failedEventOf(&e.envelope, result.class, result.err, e.retries+result.count))
+		hook(failedEventOf(&e.stored, result.class, result.err, e.retries+result.count))
 	}
 }

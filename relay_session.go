@@ -20,7 +20,7 @@ import (
 type cursorStore interface {
 	load(ctx context.Context, l *lease) (position, error)
 	rebase(ctx context.Context, l *lease) (unsent int64, err error)
-	open(ctx context.Context, l *lease, p position, limit int) (next position, events []envelope, large bool, err error)
+	open(ctx context.Context, l *lease, p position, limit int) (next position, events []stored, large bool, err error)
 	glance(ctx context.Context) (changed bool, err error)
 	windowStore
 	move(ctx context.Context, l *lease, p position, failures []failure) (id int64, err error)
@@ -40,8 +40,8 @@ type sessionParts struct {
 		places(ctx context.Context) ([]places.Bad, error)
 	}
 	deliverer interface {
-		deliver(stop, held context.Context, batch []envelope, parked *parking) ([]outcome, error)
-		topic(e *envelope) (string, error)
+		deliver(stop, held context.Context, batch []stored, parked *parking) ([]outcome, error)
+		topic(e *stored) (string, error)
 	}
 	ticks  *wakeup.Ticks
 	parked *parking         // shared with the retrier
@@ -274,7 +274,7 @@ func (s *session) sleep(ctx context.Context, pause time.Duration) bool {
 
 // next returns the events to send next: further ones of the open window, or those of a
 // new one. It returns none when there is nothing to send, or when ctx is cancelled.
-func (s *session) next(ctx context.Context) (batch []envelope, err error) {
+func (s *session) next(ctx context.Context) (batch []stored, err error) {
 	for ctx.Err() == nil && err == nil && len(batch) == 0 {
 		switch {
 		case s.window.drained():
@@ -298,7 +298,7 @@ func (s *session) next(ctx context.Context) (batch []envelope, err error) {
 // While the statement reads, no other can renew the lease. So it gets less time than the
 // lease lasts, and it reads nothing if it took too long before, or if it is the first:
 // perhaps it is for this that the last session has lost its lease.
-func (s *session) open() (batch []envelope, large bool, err error) {
+func (s *session) open() (batch []stored, large bool, err error) {
 	began, limit := time.Now(), s.window.limits.events.most
 	if !s.opened {
 		limit = 0
@@ -326,7 +326,7 @@ func (s *session) open() (batch []envelope, large bool, err error) {
 	return batch, large, err
 }
 
-func (s *session) openUpTo(ctx context.Context, limit int) (batch []envelope, large bool, err error) {
+func (s *session) openUpTo(ctx context.Context, limit int) (batch []stored, large bool, err error) {
 	if limit > 0 {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, s.statementTimeout/4)
@@ -337,7 +337,7 @@ func (s *session) openUpTo(ctx context.Context, limit int) (batch []envelope, la
 }
 
 // take returns the events that were fetched ahead, or fetches them now.
-func (s *session) take() (batch []envelope, err error) {
+func (s *session) take() (batch []stored, err error) {
 	if batch = s.window.prefetched(); len(batch) > 0 || s.window.drained() {
 		return batch, nil
 	}
@@ -351,7 +351,7 @@ func (s *session) take() (batch []envelope, err error) {
 // send sends a batch, and moves the cursor behind the events that have an outcome. The
 // move behind the last batch of a window is left to the statement that opens the next
 // window. If ctx or the lease ends first, the next holder sends the rest.
-func (s *session) send(ctx context.Context, batch []envelope) error {
+func (s *session) send(ctx context.Context, batch []stored) error {
 	s.window.prefetch(s.pos, s.withStatementTimeout, s.beside.Go)
 	start := time.Now()
 	outcomes, err := s.deliverer.deliver(ctx, s.held, batch, s.parked)
@@ -378,7 +378,7 @@ func (s *session) send(ctx context.Context, batch []envelope) error {
 
 // failures returns how many events from the start of the batch have an outcome, and those
 // of them that did not get through.
-func (s *session) failures(batch []envelope, outcomes []outcome) (decided int, failures []failure) {
+func (s *session) failures(batch []stored, outcomes []outcome) (decided int, failures []failure) {
 	for i, o := range outcomes {
 		e := &batch[i]
 		status, wait := StatusParked, time.Duration(0)

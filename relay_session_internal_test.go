@@ -398,7 +398,7 @@ func (f *fakeStore) keys(statementContext, *[]string) func(after string) ([]keyR
 
 func (f *fakeStore) places(context.Context) ([]places.Bad, error) { return nil, nil }
 
-func (f *fakeStore) open(_ context.Context, l *lease, p position, limit int) (next position, events []envelope, large bool, err error) {
+func (f *fakeStore) open(_ context.Context, l *lease, p position, limit int) (next position, events []stored, large bool, err error) {
 	done, err := f.fault("open")
 	if !done {
 		return p, nil, false, err
@@ -456,7 +456,7 @@ func (f *fakeStore) page(_ context.Context, p position, u unpaged, limit int) (i
 	return ids, rest, err
 }
 
-func (f *fakeStore) fetch(_ context.Context, _ position, ids []int64) (events []envelope, through int64, err error) {
+func (f *fakeStore) fetch(_ context.Context, _ position, ids []int64) (events []stored, through int64, err error) {
 	done, err := f.fault("fetch")
 	switch {
 	case errors.Is(err, errTooMuch):
@@ -471,9 +471,9 @@ func (f *fakeStore) fetch(_ context.Context, _ position, ids []int64) (events []
 	return events, through, errors.Join(err, unreadable)
 }
 
-func (f *fakeStore) fetchBare(_ context.Context, _ position, id int64, _ bool) (envelope, error) {
+func (f *fakeStore) fetchBare(_ context.Context, _ position, id int64, _ bool) (stored, error) {
 	_, err := f.fault("bare")
-	return envelope{id: id}, err
+	return stored{id: id}, err
 }
 
 func (f *fakeStore) move(ctx context.Context, l *lease, p position, failures []failure) (int64, error) {
@@ -496,7 +496,7 @@ func (f *fakeStore) move(ctx context.Context, l *lease, p position, failures []f
 }
 
 // deliver plays Kafka: see [outcomeSymbols].
-func (f *fakeStore) deliver(_, _ context.Context, batch []envelope, _ *parking) (outcomes []outcome, err error) {
+func (f *fakeStore) deliver(_, _ context.Context, batch []stored, _ *parking) (outcomes []outcome, err error) {
 	var ids []byte
 	play := strings.Repeat("+", len(batch))
 	for _, e := range batch {
@@ -535,15 +535,15 @@ func (f *fakeStore) deliver(_, _ context.Context, batch []envelope, _ *parking) 
 	return outcomes, err
 }
 
-func (f *fakeStore) topic(*envelope) (string, error) { return "orders", nil }
+func (f *fakeStore) topic(*stored) (string, error) { return "orders", nil }
 
 // read returns events, each with a key of its own, up to an unreadable one.
-func (f *fakeStore) read(ids []int64) (events []envelope, err error) {
+func (f *fakeStore) read(ids []int64) (events []stored, err error) {
 	for _, id := range ids {
 		if slices.Contains(f.unreadable, id) {
 			return events, &pgconn.PgError{Code: "54000"}
 		}
-		events = append(events, envelope{id: id, partitionKey: []byte(strconv.FormatInt(id, 10))})
+		events = append(events, stored{id: id, partitionKey: []byte(strconv.FormatInt(id, 10))})
 	}
 	return events, nil
 }
@@ -568,7 +568,7 @@ func TestSessionGivesUpNothingBeforeLeaseIsExclusive(t *testing.T) {
 	unreadable := []outcome{{kind: outcomeRejected, class: unreadableRow, err: errDown}}
 	statusOf := func() string {
 		t.Helper()
-		decided, failures := s.failures([]envelope{{}}, unreadable)
+		decided, failures := s.failures([]stored{{}}, unreadable)
 		require.Equal(t, 1, decided)
 		require.Len(t, failures, 1)
 		return failures[0].status

@@ -11,8 +11,8 @@ import (
 // windowStore reads an open window. [cursors] does so in PostgreSQL.
 type windowStore interface {
 	page(ctx context.Context, p position, u unpaged, limit int) (ids []int64, rest unpaged, err error)
-	fetch(ctx context.Context, p position, ids []int64) (events []envelope, through int64, err error)
-	fetchBare(ctx context.Context, p position, id int64, headers bool) (envelope, error)
+	fetch(ctx context.Context, p position, ids []int64) (events []stored, through int64, err error)
+	fetchBare(ctx context.Context, p position, id int64, headers bool) (stored, error)
 }
 
 // windowReader reads the open window of a session: first the ids of its events, page by
@@ -78,7 +78,7 @@ const (
 
 // fetched is the result of a fetch.
 type fetched struct {
-	events  []envelope
+	events  []stored
 	through int64 // ids up to here have been read
 	limits  readLimits
 	err     error
@@ -150,7 +150,7 @@ func (w *windowReader) prefetch(p position, statement statementContext, run func
 
 // prefetched returns the events that were fetched ahead. It returns none if nothing was,
 // or if that failed: then take fetches them.
-func (w *windowReader) prefetched() []envelope {
+func (w *windowReader) prefetched() []stored {
 	if w.fetching == nil {
 		return nil
 	}
@@ -161,12 +161,12 @@ func (w *windowReader) prefetched() []envelope {
 
 // take fetches the next events. It may return none and no error: the next call asks for
 // less then.
-func (w *windowReader) take(p position, statement statementContext) ([]envelope, error) {
+func (w *windowReader) take(p position, statement statementContext) ([]stored, error) {
 	got := fetch(statement, w.store, p, w.ids.First(w.limits.events.now), w.limits)
 	return w.keep(got), got.err
 }
 
-func (w *windowReader) keep(got fetched) []envelope {
+func (w *windowReader) keep(got fetched) []stored {
 	w.limits = got.limits
 	w.ids.RemoveThrough(got.through)
 	return got.events
@@ -211,7 +211,7 @@ func fetch(statement statementContext, store windowStore, p position, ids []int6
 // fetchUnreadable reads an event that cannot be read as a whole. The cause is the error of
 // the last try.
 func fetchUnreadable(statement statementContext, store windowStore, p position, id int64, cause error) (got fetched) {
-	bare := func(headers bool) (envelope, error) {
+	bare := func(headers bool) (stored, error) {
 		ctx, cancel := statement()
 		defer cancel()
 		return store.fetchBare(ctx, p, id, headers)
@@ -233,5 +233,5 @@ func fetchUnreadable(statement statementContext, store windowStore, p position, 
 		return got
 	}
 	e.unreadable = &unreadableError{id: id, eventID: string(e.eventID), column: column, err: cause}
-	return fetched{events: []envelope{e}, through: id}
+	return fetched{events: []stored{e}, through: id}
 }

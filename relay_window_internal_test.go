@@ -15,12 +15,12 @@ type busyStore struct {
 	fetches []int
 }
 
-func (s *busyStore) fetch(_ context.Context, _ position, ids []int64) ([]envelope, int64, error) {
+func (s *busyStore) fetch(_ context.Context, _ position, ids []int64) ([]stored, int64, error) {
 	s.fetches = append(s.fetches, len(ids))
 	if len(ids) > s.most {
 		return nil, 0, &pgconn.PgError{Code: "57014"}
 	}
-	events := make([]envelope, len(ids))
+	events := make([]stored, len(ids))
 	for i, id := range ids {
 		events[i].id = id
 	}

@@ -61,13 +61,13 @@ type eventHead struct {
 	eventType, topic, key, aggregate string
 }
 
-// destination returns the topic, see [envelope.destination].
+// destination returns the topic, see [stored.destination].
 func (e eventHead) destination() (string, error) {
 	if e.topic != "" {
 		return e.topic, nil
 	}
 	if !check.HasTopic(e.eventType) {
-		return "", &FieldError{EventType: e.eventType, Index: -1, Field: "event_type", Err: ErrMalformed}
+		return "", &fieldError{EventType: e.eventType, Index: -1, Field: "event_type", Err: ErrMalformed}
 	}
 	return check.TopicOf(e.eventType), nil
 }

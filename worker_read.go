@@ -126,7 +126,7 @@ func readOutboxDelivery(d *deliveries.Delivery, about *Metadata) (m *Message, ac
 // readOutboxEvent returns an event of outbox as it would arrive in a record, and adds the
 // headers of that to the metadata.
 func readOutboxEvent(d *deliveries.Delivery, about *Metadata) (*Message, error) {
-	e := envelope{
+	e := stored{
 		eventID: []byte(d.EventID), eventType: []byte(d.Type), source: []byte(d.Source), aggregateType: []byte(d.AggregateType),
 		aggregateID: []byte(d.AggregateID), payload: d.Payload, contentType: []byte(d.ContentType), headers: d.Headers,
 	}

@@ -192,11 +192,11 @@ func (r *Relay) ReadLike(t testing.TB, name string) {
 }
 
 // inOrderOf leaves events in the order in which another cursor reads them.
-func inOrderOf(order string) func([]envelope) {
+func inOrderOf(order string) func([]stored) {
 	if order == "" {
 		return sortByID
 	}
-	return func([]envelope) {}
+	return func([]stored) {}
 }
 
 // withIDs puts another reading of ids into sqlOpen.
