@@ -5,6 +5,7 @@ import (
 	"cmp"
 	"encoding/json"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"maps"
 	"math"
 	"slices"
@@ -94,11 +95,11 @@ func withStoredHeaders(r *kgo.Record) (*kgo.Record, error) {
 	}
 	all := *r
 	all.Headers = slices.Delete(slices.Clone(r.Headers), at, at+1)
-	e := stored{headers: r.Headers[at].Value}
-	if len(e.headers) == 0 { // NULL
+	e := envelope.Event{Headers: r.Headers[at].Value}
+	if len(e.Headers) == 0 { // NULL
 		return &all, nil
 	}
-	own, err := e.ownHeaders()
+	own, err := e.OwnHeaders()
 	if err != nil {
 		return nil, unreadable("", storedHeaders, fmt.Errorf("%w: no object of texts", ErrMalformed))
 	}
@@ -144,7 +145,7 @@ func (p PlainRecords) Decode(r *kgo.Record) (*Message, error) {
 		return nil, f.err
 	}
 	attributes := f.headers // the rest of them; headers cannot set the attributes below
-	attributes["specversion"], attributes["id"], attributes["type"] = string(specVersion), cmp.Or(id, position), eventType
+	attributes["specversion"], attributes["id"], attributes["type"] = string(envelope.SpecVersion), cmp.Or(id, position), eventType
 	subject, _ := p.text(r.Key) // nothing, where the key is no text
 	attributes["source"], attributes["subject"] = cmp.Or(p.Source, r.Topic), subject
 	attributes["time"], attributes["datacontenttype"] = timeText(at, r.Timestamp), contentType

@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"slices"
 	"sync"
@@ -333,9 +334,9 @@ func (a *consumerAlerts) start(ctx context.Context) (stop func()) {
 }
 
 // awaitEnd is the work of a process that only alerts.
-func awaitEnd(ctx context.Context, leads leadership) {
+func awaitEnd(ctx context.Context, leads lease.Leadership) {
 	select {
 	case <-ctx.Done():
-	case <-leads.held.Done():
+	case <-leads.Held.Done():
 	}
 }

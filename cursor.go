@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"strconv"
 	"time"
 
@@ -64,7 +66,7 @@ type cursors struct {
 	schema string
 	relay  string
 
-	inOrder func([]stored) // puts events that were read together in the order of ids
+	inOrder func([]envelope.Event) // puts events that were read together in the order of ids
 
 	look     struct{ snapshot, own string } // of the last [cursors.open]: what it saw, and its transaction, if it was one that wrote
 	drawn    drawnIDs
@@ -127,7 +129,7 @@ func (c *cursors) query(ctx context.Context, read func(pgx.Rows) error, sql stri
 // relay without a position starts before the first event. The lease must have been taken
 // in an earlier statement: a statement that waits for a lock goes on reading what was
 // committed before it began to wait. The error may be [ErrSequenceBehind].
-func (c *cursors) load(ctx context.Context, l *lease) (position, error) {
+func (c *cursors) load(ctx context.Context, l *lease.Lease) (position, error) {
 	p, err := c.newest(ctx, c.db)
 	if errors.Is(err, pgx.ErrNoRows) {
 		p, err = c.seed(ctx, l)
@@ -139,13 +141,13 @@ func (c *cursors) load(ctx context.Context, l *lease) (position, error) {
 }
 
 // seed makes the first position of the relay.
-func (c *cursors) seed(ctx context.Context, l *lease) (p position, err error) {
-	tag, err := c.db.Exec(ctx, c.sqlSeed, c.relay, l.holder, l.epoch)
+func (c *cursors) seed(ctx context.Context, l *lease.Lease) (p position, err error) {
+	tag, err := c.db.Exec(ctx, c.sqlSeed, c.relay, l.Holder, l.Epoch)
 	if err != nil {
 		return p, fmt.Errorf("seed cursor: %w", err)
 	}
 	if tag.RowsAffected() == 0 {
-		return p, errLeaseLost
+		return p, lease.ErrLeaseLost
 	}
 	return c.newest(ctx, c.db)
 }
@@ -240,7 +242,7 @@ SELECT newest.id, moved.id, moved.xid, pg_current_snapshot()::text, found.n, ` +
 // position has no window, and equals p if p had none. The error is errTooMuch if the events
 // are much larger than their rows say. Then the window may be announced or not, as after
 // any error; if it is, the next statement returns errStale.
-func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (next position, events []stored, large bool, err error) {
+func (c *cursors) open(ctx context.Context, l *lease.Lease, p position, limit int) (next position, events []envelope.Event, large bool, err error) {
 	next = p
 	next.window = ""
 	drained := p.window != ""
@@ -259,7 +261,7 @@ func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (ne
 			cancel()
 		}
 		return err
-	}, c.sqlOpen, c.relay, l.holder, l.epoch, p.cursorID, next.base, tables.SnapshotMax(next.base), limit+1, drained,
+	}, c.sqlOpen, c.relay, l.Holder, l.Epoch, p.cursorID, next.base, tables.SnapshotMax(next.base), limit+1, drained,
 		p.last, p.highest, p.systemID, p.server, maxOpenBytes, p.epoch)
 	switch {
 	case err != nil:
@@ -267,9 +269,9 @@ func (c *cursors) open(ctx context.Context, l *lease, p position, limit int) (ne
 	case !newest.Valid:
 		return p, nil, false, errStale
 	case !moved.Valid && (drained || found > 0):
-		return p, nil, false, errLeaseLost
+		return p, nil, false, lease.ErrLeaseLost
 	case moved.Valid:
-		next.cursorID, next.epoch = moved.Int64, l.epoch
+		next.cursorID, next.epoch = moved.Int64, l.Epoch
 	}
 	if found > 0 {
 		next.window, next.last = now, 0
@@ -293,7 +295,7 @@ type drawnIDs struct {
 const maxFoundIDs = 64
 
 // find notes the events of a look.
-func (d *drawnIDs) find(events []stored) {
+func (d *drawnIDs) find(events []envelope.Event) {
 	if len(d.found)+len(events) > maxFoundIDs {
 		d.found = nil
 		return
@@ -302,8 +304,8 @@ func (d *drawnIDs) find(events []stored) {
 		d.found = map[int64]bool{}
 	}
 	for _, e := range events {
-		if e.id > d.known {
-			d.found[e.id] = true
+		if e.Id > d.known {
+			d.found[e.Id] = true
 		}
 	}
 	for d.found[d.known+1] {
@@ -361,9 +363,9 @@ RETURNING id`
 // move records that the events of the open window up to p.last have been attempted, and
 // those of them that failed, in one statement. It returns the id of the new row, or
 // errStale if the cursor has changed or the lease is lost.
-func (c *cursors) move(ctx context.Context, l *lease, p position, failures []failure) (int64, error) {
+func (c *cursors) move(ctx context.Context, l *lease.Lease, p position, failures []failure) (int64, error) {
 	sql := c.sqlMove
-	args := []any{c.relay, l.holder, l.epoch, p.cursorID, p.base, p.window, p.last, p.highest, p.systemID, p.server, p.epoch}
+	args := []any{c.relay, l.Holder, l.Epoch, p.cursorID, p.base, p.window, p.last, p.highest, p.systemID, p.server, p.epoch}
 	if len(failures) > 0 {
 		sql = c.sqlMoveFailed
 		args = append(args, failureArgs(failures)...)

@@ -3,6 +3,8 @@ package outbox
 import (
 	"context"
 	"errors"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"strings"
 	"testing"
 	"time"
@@ -22,14 +24,14 @@ type cursorFixture struct {
 	db      *pgxpool.Pool
 	schema  string
 	cursors *cursors
-	leases  *leases
+	leases  *lease.Store
 }
 
 func newCursorFixture(t *testing.T) *cursorFixture {
 	t.Helper()
 	db, schema := testenv.Schema(t)
 	require.NoError(t, Migrate(context.Background(), db, MigrateConfig{Schema: schema}))
-	return &cursorFixture{db, schema, newCursors(db, schema, "default"), newLeases(db, schema, "default", time.Minute)}
+	return &cursorFixture{db, schema, newCursors(db, schema, "default"), lease.NewStore(db, schema, "default", time.Minute)}
 }
 
 func (d *cursorFixture) exec(t *testing.T, sql string, args ...any) {
@@ -64,19 +66,19 @@ func (d *cursorFixture) insert(t *testing.T, n int) {
 }
 
 // takeOver lets another process take the lease.
-func (d *cursorFixture) takeOver(t *testing.T) *lease {
+func (d *cursorFixture) takeOver(t *testing.T) *lease.Lease {
 	t.Helper()
 	d.exec(t, `UPDATE {schema}.outbox_lease SET expires_at = '-infinity'`)
-	l, err := newLeases(d.db, d.schema, "default", time.Minute).acquire(context.Background())
+	l, err := lease.NewStore(d.db, d.schema, "default", time.Minute).Acquire(context.Background())
 	require.NoError(t, err)
 	return l
 }
 
 // opened returns a position with an open window of which one event was read.
-func (d *cursorFixture) opened(t *testing.T) (*lease, position) {
+func (d *cursorFixture) opened(t *testing.T) (*lease.Lease, position) {
 	t.Helper()
 	ctx := context.Background()
-	l, err := d.leases.acquire(ctx)
+	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	p, err := d.cursors.load(ctx, l)
 	require.NoError(t, err)
@@ -85,12 +87,12 @@ func (d *cursorFixture) opened(t *testing.T) (*lease, position) {
 	require.NoError(t, err)
 	require.False(t, large)
 	require.Len(t, events, 3)
-	p.last, p.highest = events[0].id, events[0].id
+	p.last, p.highest = events[0].Id, events[0].Id
 	return l, p
 }
 
 var someFailure = []failure{{
-	event: &stored{id: 1}, key: "b-events/k", status: StatusFailed, class: "message_too_large", err: errors.New("too large"),
+	event: &envelope.Event{Id: 1}, key: "b-events/k", status: StatusFailed, class: "message_too_large", err: errors.New("too large"),
 }}
 
 // Whoever lost the lease can neither move the cursor nor record a failure,
@@ -106,10 +108,10 @@ func TestLostLeaseMovesNothing(t *testing.T) {
 	_, err = d.cursors.move(ctx, l, p, someFailure)
 	require.ErrorIs(t, err, errStale)
 	_, _, _, err = d.cursors.open(ctx, l, p, 10)
-	require.ErrorIs(t, err, errLeaseLost)
+	require.ErrorIs(t, err, lease.ErrLeaseLost)
 	_, err = newCursors(d.db, d.schema, "other").load(ctx, l)
-	require.ErrorIs(t, err, errLeaseLost)
-	require.ErrorIs(t, d.leases.renew(ctx, l), errLeaseLost)
+	require.ErrorIs(t, err, lease.ErrLeaseLost)
+	require.ErrorIs(t, d.leases.Renew(ctx, l), lease.ErrLeaseLost)
 	require.Equal(t, before, d.count(t, "outbox_cursor"))
 	require.Zero(t, d.count(t, "outbox_failed"))
 }
@@ -142,7 +144,7 @@ func TestMoveWaitsForTakeover(t *testing.T) {
 			require.NoError(t, takeover.Commit(ctx))
 			require.ErrorIs(t, <-moved, errStale)
 			require.Zero(t, d.count(t, "outbox_failed"))
-			d.exec(t, `UPDATE {schema}.outbox_lease SET holder = $1, epoch = $2`, l.holder, l.epoch)
+			d.exec(t, `UPDATE {schema}.outbox_lease SET holder = $1, epoch = $2`, l.Holder, l.Epoch)
 		})
 	}
 }
@@ -181,7 +183,7 @@ func TestChangedCursorIsStale(t *testing.T) {
 func TestWindowIsResumed(t *testing.T) {
 	t.Parallel()
 	d, ctx := newCursorFixture(t), context.Background()
-	l, err := d.leases.acquire(ctx)
+	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	p, err := d.cursors.load(ctx, l)
 	require.NoError(t, err)
@@ -236,9 +238,9 @@ func remaining(t *testing.T, c *cursors, p position) []int64 {
 	return all.First(all.Len())
 }
 
-func ids(events []stored) (all []int64) {
+func ids(events []envelope.Event) (all []int64) {
 	for _, e := range events {
-		all = append(all, e.id)
+		all = append(all, e.Id)
 	}
 	return all
 }
@@ -247,7 +249,7 @@ func ids(events []stored) (all []int64) {
 func TestIdleOpen(t *testing.T) {
 	t.Parallel()
 	d, ctx := newCursorFixture(t), context.Background()
-	l, err := d.leases.acquire(ctx)
+	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	p, err := d.cursors.load(ctx, l)
 	require.NoError(t, err)
@@ -330,9 +332,9 @@ func TestReadsThatFail(t *testing.T) {
 // Every constructor completes every statement.
 func TestStatementsAreComplete(t *testing.T) {
 	t.Parallel()
-	c, l, r := newCursors(new(pgxpool.Pool), "s", "r"), newLeases(nil, "s", "r", 1), newRetention(nil, "s", RetentionConfig{})
+	c, l, r := newCursors(new(pgxpool.Pool), "s", "r"), lease.NewStore(nil, "s", "r", 1), newRetention(nil, "s", RetentionConfig{})
 	for _, sql := range []string{c.sqlLoad, c.sqlSeed, c.sqlOpen, c.sqlMove, c.sqlMoveFailed, c.sqlPage, c.sqlFetch, c.sqlFetchBare, c.sqlSequence, c.sqlRebase, c.sqlRebaseProof,
-		l.peek, l.take, l.renewal, l.release, r.sqlPublished, r.sqlArchived, r.sqlCursors, r.sqlResolved, r.sqlProof} {
+		l.Peek, l.Take, l.Renewal, l.Release, r.sqlPublished, r.sqlArchived, r.sqlCursors, r.sqlResolved, r.sqlProof} {
 		require.Contains(t, sql, `"s".outbox`)
 		require.False(t, strings.Contains(sql, "{schema}"))
 	}
@@ -351,7 +353,7 @@ func TestGlance(t *testing.T) {
 	// Not parallel: other transactions of the cluster end meanwhile.
 	d := newCursorFixture(t)
 	ctx := context.Background()
-	l, err := d.leases.acquire(ctx)
+	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	p, err := d.cursors.load(ctx, l)
 	require.NoError(t, err)

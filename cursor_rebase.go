@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/lease"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -80,7 +81,7 @@ const sqlRebaseProof = `SELECT FROM {schema}.outbox_lease WHERE name = $1::text 
 
 // rebase moves the cursors of all relays from another cluster to this one, and returns how
 // many events our relay has not sent. The caller loads the position afterwards.
-func (c *cursors) rebase(ctx context.Context, l *lease) (unsent int64, err error) {
+func (c *cursors) rebase(ctx context.Context, l *lease.Lease) (unsent int64, err error) {
 	err = pgx.BeginTxFunc(ctx, c.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, sqlRebaseSettings); err != nil {
 			return err
@@ -91,12 +92,12 @@ func (c *cursors) rebase(ctx context.Context, l *lease) (unsent int64, err error
 		if _, err := c.newest(ctx, tx); !errors.Is(err, errOtherCluster) {
 			return err // another relay has rebased the cursors
 		}
-		if err := tx.QueryRow(ctx, c.sqlRebase, c.relay, l.epoch).Scan(&unsent); err != nil {
+		if err := tx.QueryRow(ctx, c.sqlRebase, c.relay, l.Epoch).Scan(&unsent); err != nil {
 			return err
 		}
-		tag, err := tx.Exec(ctx, c.sqlRebaseProof, c.relay, l.holder, l.epoch)
+		tag, err := tx.Exec(ctx, c.sqlRebaseProof, c.relay, l.Holder, l.Epoch)
 		if err == nil && tag.RowsAffected() == 0 {
-			err = errLeaseLost
+			err = lease.ErrLeaseLost
 		}
 		return err
 	})

@@ -3,6 +3,8 @@ package outbox
 import (
 	"context"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
 	"strconv"
 	"strings"
@@ -31,12 +33,12 @@ func (d *cursorFixture) beginInsert(t *testing.T, n int) pgx.Tx {
 }
 
 // arrive takes the lease of a relay and loads its position.
-func (d *cursorFixture) arrive(t *testing.T, relay string) (*cursors, *lease, position, error) {
+func (d *cursorFixture) arrive(t *testing.T, relay string) (*cursors, *lease.Lease, position, error) {
 	t.Helper()
 	ctx := context.Background()
 	d.exec(t, `UPDATE {schema}.outbox_lease SET expires_at = '-infinity' WHERE name = $1`, relay)
 	c := newCursors(d.db, d.schema, relay)
-	l, err := newLeases(d.db, d.schema, relay, time.Minute).acquire(ctx)
+	l, err := lease.NewStore(d.db, d.schema, relay, time.Minute).Acquire(ctx)
 	require.NoError(t, err)
 	p, err := c.load(ctx, l)
 	return c, l, p, err
@@ -66,15 +68,15 @@ func (d *cursorFixture) unsent(t *testing.T, relay string) (ids []int64) {
 			p.last = slices.Max(append(ids, p.last))
 			p.highest = max(p.highest, p.last)
 		}
-		var events []stored
+		var events []envelope.Event
 		p, events, _, err = c.open(ctx, l, p, 100)
 		require.NoError(t, err)
 		if len(events) > 0 {
-			p.last = events[len(events)-1].id
+			p.last = events[len(events)-1].Id
 			p.highest = max(p.highest, p.last)
 		}
 		for _, e := range events {
-			ids = append(ids, e.id)
+			ids = append(ids, e.Id)
 		}
 	}
 	return ids
@@ -225,7 +227,7 @@ func TestRebaseProvesTheLease(t *testing.T) {
 	d.takeOver(t)
 	before := d.count(t, "outbox_cursor")
 	_, err := d.cursors.rebase(ctx, l)
-	require.ErrorIs(t, err, errLeaseLost)
+	require.ErrorIs(t, err, lease.ErrLeaseLost)
 	require.Equal(t, before, d.count(t, "outbox_cursor"))
 	require.Equal(t, 3, d.count(t, "outbox WHERE xid::text::bigint > 1000000000"))
 }
@@ -242,7 +244,7 @@ func TestRowsOfTheFuture(t *testing.T) {
 	d.update(t, `UPDATE {schema}.outbox SET xid = '9000000000' WHERE id = 2`)
 	c, l := d.cursors, d.takeOver(t)
 	for want := range slices.Values([][]int64{{1}, nil, nil}) { // a relay that leads already
-		var events []stored
+		var events []envelope.Event
 		p, events, _, err = c.open(ctx, l, p, 100)
 		require.NoError(t, err)
 		require.Equal(t, want, ids(events))

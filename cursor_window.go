@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"slices"
 	"strconv"
 	"time"
@@ -172,14 +173,14 @@ SELECT rest.first, ` + eventColumns + `
 // their order, and the id through which it has read. It reads fewer than all if they are
 // large. Rows that have been deleted are missing. With an error it returns the events that
 // came before it; the error is errTooMuch if it stopped by itself.
-func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []stored, through int64, err error) {
+func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []envelope.Event, through int64, err error) {
 	ctx, cancel := context.WithCancel(ctx) // closes the connection if it stops by itself
 	defer cancel()
 	first, last := ranges(ids)
 	var rest pgtype.Int8
 	known := false
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
-		events, err = readEvents(make([]stored, 0, len(ids)), rows, len(ids), 2*maxBatchBytes, &rest)
+		events, err = readEvents(make([]envelope.Event, 0, len(ids)), rows, len(ids), 2*maxBatchBytes, &rest)
 		known = rows.CommandTag().RowsAffected() > 0
 		if errors.Is(err, errTooMuch) {
 			cancel()
@@ -192,7 +193,7 @@ func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []
 		return nil, 0, fmt.Errorf("fetch events: %w", err)
 	case err != nil:
 		if len(events) > 0 {
-			through = events[len(events)-1].id
+			through = events[len(events)-1].Id
 		}
 		return events, through, fmt.Errorf("fetch events: %w", err)
 	case !known:
@@ -205,9 +206,9 @@ func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []
 	return events, ids[len(ids)-1], nil
 }
 
-func byID(a, b stored) int { return cmp.Compare(a.id, b.id) }
+func byID(a, b envelope.Event) int { return cmp.Compare(a.Id, b.Id) }
 
-func sortByID(events []stored) { slices.SortFunc(events, byID) }
+func sortByID(events []envelope.Event) { slices.SortFunc(events, byID) }
 
 // sqlFetchBare reads an event without its payload, and without its headers unless $6.
 const sqlFetchBare = `
@@ -218,8 +219,8 @@ SELECT e.id, e.event_id::text, e.event_type, e.source, e.aggregate_type, e.aggre
 
 // fetchBare reads an event of the open window without its payload, and without its headers
 // unless they are asked for.
-func (c *cursors) fetchBare(ctx context.Context, p position, id int64, headers bool) (e stored, err error) {
-	var events []stored
+func (c *cursors) fetchBare(ctx context.Context, p position, id int64, headers bool) (e envelope.Event, err error) {
+	var events []envelope.Event
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
 		defer rows.Close()
 		events, err = readEvents(nil, rows, 1, maxBatchBytes)
@@ -259,7 +260,7 @@ const (
 // without an event has only these columns. With an error it returns the events before it.
 // The error is errTooMuch if fewer than n events have more than so many bytes; more rows
 // may follow then, and the caller closes the rows.
-func readEvents(events []stored, rows pgx.Rows, n, most int, head ...any) ([]stored, error) {
+func readEvents(events []envelope.Event, rows pgx.Rows, n, most int, head ...any) ([]envelope.Event, error) {
 	var r eventReader
 	for first := true; rows.Next(); first = false {
 		r.describe(rows, len(head))
@@ -301,25 +302,25 @@ func (r *eventReader) describe(rows pgx.Rows, first int) {
 	}
 }
 
-func (r *eventReader) event(raw [][]byte) (e stored, err error) {
-	e = stored{
-		eventID:       r.keep(raw[1]),
-		eventType:     r.keep(raw[2]),
-		source:        r.keep(raw[3]),
-		aggregateType: r.keep(raw[4]),
-		aggregateID:   r.keep(raw[5]),
-		payload:       r.keep(raw[6]),
-		isJSON:        raw[6] != nil,
-		contentType:   r.keep(raw[8]),
-		topic:         r.keep(raw[9]),
-		partitionKey:  r.keep(raw[10]),
-		headers:       r.keep(raw[11]),
+func (r *eventReader) event(raw [][]byte) (e envelope.Event, err error) {
+	e = envelope.Event{
+		EventID:       r.keep(raw[1]),
+		EventType:     r.keep(raw[2]),
+		Source:        r.keep(raw[3]),
+		AggregateType: r.keep(raw[4]),
+		AggregateID:   r.keep(raw[5]),
+		Payload:       r.keep(raw[6]),
+		IsJSON:        raw[6] != nil,
+		ContentType:   r.keep(raw[8]),
+		Topic:         r.keep(raw[9]),
+		PartitionKey:  r.keep(raw[10]),
+		Headers:       r.keep(raw[11]),
 	}
-	if e.id, err = r.int8(0, raw[0]); err != nil {
+	if e.Id, err = r.int8(0, raw[0]); err != nil {
 		return e, err
 	}
-	if !e.isJSON {
-		if e.payload, err = r.bytea(7, raw[7]); err != nil {
+	if !e.IsJSON {
+		if e.Payload, err = r.bytea(7, raw[7]); err != nil {
 			return e, err
 		}
 	}
@@ -327,8 +328,8 @@ func (r *eventReader) event(raw [][]byte) (e stored, err error) {
 	if err != nil {
 		return e, err
 	}
-	e.occurredAt = r.time(at)
-	e.createdAt, err = r.timestamptz(13, raw[13])
+	e.OccurredAt = r.time(at)
+	e.CreatedAt, err = r.timestamptz(13, raw[13])
 	return e, err
 }
 
@@ -352,7 +353,7 @@ func (r *eventReader) time(t time.Time) []byte {
 		return nil
 	}
 	start := r.reserve(len("2006-01-02T15:04:05.000000Z"))
-	r.chunk = appendTime(r.chunk, t)
+	r.chunk = envelope.AppendTime(r.chunk, t)
 	return r.chunk[start:len(r.chunk):len(r.chunk)]
 }
 

@@ -6,6 +6,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
 	"testing"
 	"time"
@@ -35,9 +37,9 @@ func statements() (context.Context, context.CancelFunc) {
 }
 
 // loaded takes the lease and loads the position.
-func (d *cursorFixture) loaded(t *testing.T) (*lease, position) {
+func (d *cursorFixture) loaded(t *testing.T) (*lease.Lease, position) {
 	t.Helper()
-	l, err := d.leases.acquire(context.Background())
+	l, err := d.leases.Acquire(context.Background())
 	require.NoError(t, err)
 	p, err := d.cursors.load(context.Background(), l)
 	require.NoError(t, err)
@@ -45,7 +47,7 @@ func (d *cursorFixture) loaded(t *testing.T) (*lease, position) {
 }
 
 // announced opens a window without reading it.
-func (d *cursorFixture) announced(t *testing.T) (*lease, position) {
+func (d *cursorFixture) announced(t *testing.T) (*lease.Lease, position) {
 	t.Helper()
 	l, p := d.loaded(t)
 	p, events, large, err := d.cursors.open(context.Background(), l, p, 0)
@@ -139,7 +141,7 @@ func TestPagesReadTheWindow(t *testing.T) {
 	require.Len(t, events, 3)
 	var want []int64
 	for _, e := range events {
-		p.last = e.id
+		p.last = e.Id
 	}
 	p.highest = p.last
 	require.NoError(t, late[1].Commit(ctx))
@@ -229,7 +231,7 @@ func TestReadsSortNoPayloads(t *testing.T) {
 	for name, execute := range map[string]string{
 		"fetch": fmt.Sprintf(`EXECUTE rows(%d, 'default', %d, '%s', '{1,15}', '{9,20}', 100000000)`, p.cursorID, p.epoch, server),
 		"open": fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 100000000, %d)`,
-			l.holder, l.epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, server, p.epoch),
+			l.Holder, l.Epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, server, p.epoch),
 	} {
 		var plan []byte
 		require.NoError(t, tx.QueryRow(ctx, "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) "+execute, pgx.QueryExecModeSimpleProtocol).Scan(&plan))
@@ -267,10 +269,10 @@ func TestFetchUpToAnUnreadableRow(t *testing.T) {
 		require.Equal(t, []int64{id}, ids(got.events))
 		require.Equal(t, id, got.through)
 		e := got.events[0]
-		require.Equal(t, "k", string(e.aggregateID))
-		require.Nil(t, e.payload)
-		_, err = e.record(recordForm{}, nil)
-		require.ErrorContains(t, err, fmt.Sprintf("row %d of outbox, event %s: column %s cannot be read: ", id, e.eventID, column))
+		require.Equal(t, "k", string(e.AggregateID))
+		require.Nil(t, e.Payload)
+		_, err = e.Record(envelope.RecordForm{}, nil)
+		require.ErrorContains(t, err, fmt.Sprintf("row %d of outbox, event %s: column %s cannot be read: ", id, e.EventID, column))
 		require.ErrorContains(t, err, "54000")
 		require.Equal(t, unreadableRow, rejectionClass(err))
 	}
@@ -294,13 +296,13 @@ func TestBacklogUnderStatementTimeout(t *testing.T) {
 		require.Less(t, pages, 1000)
 	}
 	require.Equal(t, backlog, w.ids.Len())
-	var got []stored
+	var got []envelope.Event
 	for len(got) == 0 {
 		var err error
 		got, err = w.take(p, statements)
 		require.NoError(t, err)
 	}
-	require.EqualValues(t, 1, got[0].id)
+	require.EqualValues(t, 1, got[0].Id)
 	_, err := db.Exec(ctx, `SELECT pg_sleep(10)`)
 	require.True(t, pg.IsCancelled(err), "the timeout holds: %v", err)
 }

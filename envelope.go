@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"math"
 	"regexp"
 	"strings"
@@ -45,12 +46,12 @@ const (
 // most 255 characters, as the CloudEvents extension correlationid: in Kafka the
 // header ce_correlationid.
 func WithCorrelationID(ctx context.Context, id string) context.Context {
-	return withCarried(ctx, correlationKey, id)
+	return envelope.WithCarried(ctx, envelope.CorrelationKey, id)
 }
 
 // CorrelationID returns what [WithCorrelationID] put into the context, or "".
 func CorrelationID(ctx context.Context) string {
-	return carried(ctx, correlationKey)
+	return envelope.Carried(ctx, envelope.CorrelationKey)
 }
 
 // WithTraceID returns a context under which recorded events carry id, at most 255
@@ -58,24 +59,24 @@ func CorrelationID(ctx context.Context) string {
 // for ids in a form of one's own, such as X-Trace-Id of a request; those of the W3C are
 // part of [WithTraceParent].
 func WithTraceID(ctx context.Context, id string) context.Context {
-	return withCarried(ctx, traceIDKey, id)
+	return envelope.WithCarried(ctx, envelope.TraceIDKey, id)
 }
 
 // TraceID returns what [WithTraceID] put into the context, or "".
 func TraceID(ctx context.Context) string {
-	return carried(ctx, traceIDKey)
+	return envelope.Carried(ctx, envelope.TraceIDKey)
 }
 
 // WithTraceParent returns a context under which recorded events carry a W3C
 // traceparent, unless RecorderConfig.TraceParent reads it from elsewhere. In
 // Kafka it is the header ce_traceparent, and traceparent for tracing libraries.
 func WithTraceParent(ctx context.Context, traceparent string) context.Context {
-	return withCarried(ctx, traceKey, traceparent)
+	return envelope.WithCarried(ctx, envelope.TraceKey, traceparent)
 }
 
 // TraceParent returns what [WithTraceParent] put into the context, or "".
 func TraceParent(ctx context.Context) string {
-	return carried(ctx, traceKey)
+	return envelope.Carried(ctx, envelope.TraceKey)
 }
 
 // isTraceParent checks a value against the W3C Trace Context, which allows neither the

@@ -1,10 +1,11 @@
 package outbox
 
 import (
-	"github.com/outboxgo/outbox/internal/check"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"slices"
 	"strings"
 	"testing"
@@ -18,18 +19,18 @@ import (
 const someTrace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 // orderCreated is an envelope as the relay reads it; change makes it another.
-func orderCreated(change func(*stored)) *stored {
-	e := &stored{
-		id:            7,
-		eventID:       []byte("0190a5c4-7b1e-7c3d-8a2b-1f2e3d4c5b6a"),
-		eventType:     []byte("loopers.order.created.v1"),
-		source:        []byte("commerce-api"),
-		aggregateType: []byte("Order"),
-		aggregateID:   []byte("order-1"),
-		payload:       []byte(`{"total": 1.50}`),
-		isJSON:        true,
-		contentType:   []byte("application/json"),
-		occurredAt:    appendTime(nil, time.Date(2026, 2, 3, 4, 5, 6, 0, time.UTC)),
+func orderCreated(change func(*envelope.Event)) *envelope.Event {
+	e := &envelope.Event{
+		Id:            7,
+		EventID:       []byte("0190a5c4-7b1e-7c3d-8a2b-1f2e3d4c5b6a"),
+		EventType:     []byte("loopers.order.created.v1"),
+		Source:        []byte("commerce-api"),
+		AggregateType: []byte("Order"),
+		AggregateID:   []byte("order-1"),
+		Payload:       []byte(`{"total": 1.50}`),
+		IsJSON:        true,
+		ContentType:   []byte("application/json"),
+		OccurredAt:    envelope.AppendTime(nil, time.Date(2026, 2, 3, 4, 5, 6, 0, time.UTC)),
 	}
 	if change != nil {
 		change(e)
@@ -41,8 +42,8 @@ func orderCreated(change func(*stored)) *stored {
 type field struct{ name, value string }
 
 // recordOf collects what record hands out.
-func recordOf(e *stored, inJSON bool) (value []byte, headers []field, err error) {
-	value, err = e.record(recordForm{inJSON: inJSON}, func(name string, value []byte) { headers = append(headers, field{name, string(value)}) })
+func recordOf(e *envelope.Event, inJSON bool) (value []byte, headers []field, err error) {
+	value, err = e.Record(envelope.RecordForm{InJSON: inJSON}, func(name string, value []byte) { headers = append(headers, field{name, string(value)}) })
 	return value, headers, err
 }
 
@@ -59,23 +60,23 @@ var orderCreatedAttributes = []field{
 
 var binaryTests = []struct {
 	name   string
-	change func(*stored)
+	change func(*envelope.Event)
 	more   []field // behind orderCreatedAttributes
 }{
 	{"no headers", nil, nil},
-	{"headers of SQL NULL in JSON", func(e *stored) { e.headers = []byte(`null`) }, nil},
-	{"no headers in an object", func(e *stored) { e.headers = []byte(`{}`) }, nil},
-	{"a correlation id", func(e *stored) { e.headers = []byte(`{"correlationid": "corr-1"}`) },
+	{"headers of SQL NULL in JSON", func(e *envelope.Event) { e.Headers = []byte(`null`) }, nil},
+	{"no headers in an object", func(e *envelope.Event) { e.Headers = []byte(`{}`) }, nil},
+	{"a correlation id", func(e *envelope.Event) { e.Headers = []byte(`{"correlationid": "corr-1"}`) },
 		[]field{{"ce_correlationid", "corr-1"}}},
-	{"a trace, also where tracing libraries look", func(e *stored) { e.headers = []byte(`{"traceparent": "` + someTrace + `"}`) },
+	{"a trace, also where tracing libraries look", func(e *envelope.Event) { e.Headers = []byte(`{"traceparent": "` + someTrace + `"}`) },
 		[]field{{"ce_traceparent", someTrace}, {"traceparent", someTrace}}},
-	{"headers of its own, sorted", func(e *stored) { e.headers = []byte(`{"tenant": "a \"b\" é", "Region": "", "zone": "1"}`) },
+	{"headers of its own, sorted", func(e *envelope.Event) { e.Headers = []byte(`{"tenant": "a \"b\" é", "Region": "", "zone": "1"}`) },
 		[]field{{"Region", ""}, {"tenant", `a "b" é`}, {"zone", "1"}}},
-	{"other attributes, which are no headers as such", func(e *stored) {
-		e.headers = []byte(`{"market": "no attribute", "ce_market": "KRW-BTC", "ce_traceid": "t1", "traceid": "no attribute either"}`)
+	{"other attributes, which are no headers as such", func(e *envelope.Event) {
+		e.Headers = []byte(`{"market": "no attribute", "ce_market": "KRW-BTC", "ce_traceid": "t1", "traceid": "no attribute either"}`)
 	}, []field{{"ce_market", "KRW-BTC"}, {"ce_traceid", "t1"}, {"market", "no attribute"}, {"traceid", "no attribute either"}}},
-	{"everything", func(e *stored) {
-		e.headers = []byte(`{"a": "1", "correlationid": "c", "traceparent": "` + someTrace + `", "z": "2"}`)
+	{"everything", func(e *envelope.Event) {
+		e.Headers = []byte(`{"a": "1", "correlationid": "c", "traceparent": "` + someTrace + `", "z": "2"}`)
 	}, []field{{"a", "1"}, {"ce_correlationid", "c"}, {"ce_traceparent", someTrace}, {"traceparent", someTrace}, {"z", "2"}}},
 }
 
@@ -102,17 +103,17 @@ func TestBinaryBytes(t *testing.T) {
 	require.Contains(t, headers, field{"content-type", "application/protobuf"})
 }
 
-func protobuf(payload []byte) *stored {
-	return orderCreated(func(e *stored) {
-		e.payload, e.isJSON, e.contentType = payload, false, []byte("application/protobuf")
+func protobuf(payload []byte) *envelope.Event {
+	return orderCreated(func(e *envelope.Event) {
+		e.Payload, e.IsJSON, e.ContentType = payload, false, []byte("application/protobuf")
 	})
 }
 
 // https://github.com/cloudevents/spec/blob/v1.0.2/cloudevents/formats/json-format.md
 func TestStructured(t *testing.T) {
 	t.Parallel()
-	e := orderCreated(func(e *stored) {
-		e.headers = []byte(`{"ce_market": "KRW-\"BTC\"", "ce_traceid": "t1", "correlationid": "corr-1", "tenant": "a", "traceparent": "` + someTrace + `"}`)
+	e := orderCreated(func(e *envelope.Event) {
+		e.Headers = []byte(`{"ce_market": "KRW-\"BTC\"", "ce_traceid": "t1", "correlationid": "corr-1", "tenant": "a", "traceparent": "` + someTrace + `"}`)
 	})
 	value, headers, err := recordOf(e, true)
 	require.NoError(t, err)
@@ -134,16 +135,16 @@ func TestStructuredEscapes(t *testing.T) {
 	for _, text := range hardTexts {
 		headers, err := json.Marshal(map[string]string{"own": text, eventheader.Correlation: text}) // a row may hold what Record refuses
 		require.NoError(t, err)
-		e := orderCreated(func(e *stored) {
-			e.source, e.eventType, e.aggregateID, e.aggregateType, e.contentType = []byte(text), []byte(text), []byte(text), []byte(text), []byte(text)
-			e.headers = headers
+		e := orderCreated(func(e *envelope.Event) {
+			e.Source, e.EventType, e.AggregateID, e.AggregateType, e.ContentType = []byte(text), []byte(text), []byte(text), []byte(text), []byte(text)
+			e.Headers = headers
 		})
 		value, own, err := recordOf(e, true)
 		require.NoError(t, err)
 		var got map[string]any
 		require.NoError(t, json.Unmarshal(value, &got), "%s", value)
 		require.Equal(t, map[string]any{
-			"specversion": "1.0", "id": string(e.eventID), "time": "2026-02-03T04:05:06Z", "data": map[string]any{"total": 1.5},
+			"specversion": "1.0", "id": string(e.EventID), "time": "2026-02-03T04:05:06Z", "data": map[string]any{"total": 1.5},
 			"source": text, "type": text, "subject": text, "aggregatetype": text, "datacontenttype": text, "correlationid": text,
 		}, got)
 		require.Contains(t, own, field{"own", text})
@@ -160,7 +161,7 @@ func TestStructuredEscapes(t *testing.T) {
 func TestStructuredData(t *testing.T) {
 	t.Parallel()
 	for _, data := range []string{`null`, `[]`, `"text"`, `1e5`, `{"a": "주문"}`} {
-		value, _, err := recordOf(orderCreated(func(e *stored) { e.payload = []byte(data) }), true)
+		value, _, err := recordOf(orderCreated(func(e *envelope.Event) { e.Payload = []byte(data) }), true)
 		require.NoError(t, err)
 		var got map[string]json.RawMessage
 		require.NoError(t, json.Unmarshal(value, &got))
@@ -197,7 +198,7 @@ func TestEventTime(t *testing.T) {
 	t.Parallel()
 	for _, tt := range timeTests {
 		t.Run(tt.name, func(t *testing.T) {
-			e := orderCreated(func(e *stored) { e.occurredAt = appendTime(nil, tt.time) })
+			e := orderCreated(func(e *envelope.Event) { e.OccurredAt = envelope.AppendTime(nil, tt.time) })
 			_, headers, err := recordOf(e, false)
 			require.NoError(t, err)
 			require.Contains(t, headers, field{"ce_time", tt.want})
@@ -215,22 +216,22 @@ func TestDestinationAndKey(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct {
 		name       string
-		change     func(*stored)
+		change     func(*envelope.Event)
 		topic, key string
 	}{
 		{"by convention", nil, "order-events", "order-1"},
-		{"a topic of its own", func(e *stored) { e.topic = []byte("orders") }, "orders", "order-1"},
-		{"a key of its own", func(e *stored) { e.partitionKey = []byte("user-1") }, "order-events", "user-1"},
-		{"an empty key, which is not NULL", func(e *stored) { e.partitionKey = []byte{} }, "order-events", ""},
-		{"a type without form but with a topic", func(e *stored) { e.eventType, e.topic = []byte("!"), []byte("orders") }, "orders", "order-1"},
-		{"a type of two segments", func(e *stored) { e.eventType = []byte("shop.order") }, "order-events", "order-1"},
+		{"a topic of its own", func(e *envelope.Event) { e.Topic = []byte("orders") }, "orders", "order-1"},
+		{"a key of its own", func(e *envelope.Event) { e.PartitionKey = []byte("user-1") }, "order-events", "user-1"},
+		{"an empty key, which is not NULL", func(e *envelope.Event) { e.PartitionKey = []byte{} }, "order-events", ""},
+		{"a type without form but with a topic", func(e *envelope.Event) { e.EventType, e.Topic = []byte("!"), []byte("orders") }, "orders", "order-1"},
+		{"a type of two segments", func(e *envelope.Event) { e.EventType = []byte("shop.order") }, "order-events", "order-1"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			e := orderCreated(tt.change)
-			topic, err := e.destination()
+			topic, err := e.Destination()
 			require.NoError(t, err)
 			require.Equal(t, tt.topic, topic)
-			require.Equal(t, tt.key, string(e.key()))
+			require.Equal(t, tt.key, string(e.Key()))
 		})
 	}
 }
@@ -240,11 +241,11 @@ func TestDestinationAndKey(t *testing.T) {
 func TestDestinationOfForeignRow(t *testing.T) {
 	t.Parallel()
 	for _, eventType := range []string{"", "order", "LEDGER_POSTED", "a..b", ".order", "shop.", "shop.order created", "shop.주문", "shop.order\n", "shop/order.x"} {
-		_, err := orderCreated(func(e *stored) { e.eventType = []byte(eventType) }).destination()
+		_, err := orderCreated(func(e *envelope.Event) { e.EventType = []byte(eventType) }).Destination()
 		require.ErrorIs(t, err, ErrMalformed, "%q", eventType)
-		rejected, ok := errors.AsType[*fieldError](err)
+		rejected, ok := errors.AsType[*envelope.FieldError](err)
 		require.True(t, ok)
-		require.Equal(t, fieldError{EventType: eventType, Index: -1, Field: "event_type", Err: check.ErrMalformed}, *rejected)
+		require.Equal(t, envelope.FieldError{EventType: eventType, Index: -1, Field: "event_type", Err: check.ErrMalformed}, *rejected)
 	}
 }
 
@@ -253,9 +254,9 @@ func TestHeadersOfForeignRow(t *testing.T) {
 	t.Parallel()
 	for _, headers := range []string{`{"ce_id": "1"}`, `{"ce_Market": "1"}`, `{"ce_traceparent": "1"}`, `{"ce_correlationid": "1"}`, `[]`, `"a"`, `1`, `true`, `{"a": 1}`, `{"a": {"b": "c"}}`, `{"a": ["b"]}`, ``, `{`} {
 		for _, inJSON := range []bool{false, true} {
-			_, _, err := recordOf(orderCreated(func(e *stored) { e.headers = []byte(headers) }), inJSON)
+			_, _, err := recordOf(orderCreated(func(e *envelope.Event) { e.Headers = []byte(headers) }), inJSON)
 			require.ErrorIs(t, err, ErrMalformed, headers)
-			rejected, ok := errors.AsType[*fieldError](err)
+			rejected, ok := errors.AsType[*envelope.FieldError](err)
 			require.True(t, ok)
 			require.Equal(t, "headers", rejected.Field)
 			require.Equal(t, "loopers.order.created.v1", rejected.EventType)
@@ -278,7 +279,7 @@ func TestHeadersRoundTrip(t *testing.T) {
 	least, err := jsonb.Check(b)
 	require.NoError(t, err)
 	require.GreaterOrEqual(t, printed, least)
-	got, err := (&stored{headers: b}).ownHeaders()
+	got, err := (&envelope.Event{Headers: b}).OwnHeaders()
 	require.NoError(t, err)
 	require.Len(t, got, len(own)+5)
 	require.Equal(t, "corr", got["correlationid"])
@@ -305,20 +306,20 @@ func TestNoExtras(t *testing.T) {
 // event says something else there.
 func TestFurtherHeaders(t *testing.T) {
 	t.Parallel()
-	form := recordForm{further: eventheader.Further{ID: "event-id", Trace: "x-trace-id"}}
+	form := envelope.RecordForm{Further: eventheader.Further{ID: "event-id", Trace: "x-trace-id"}}
 	for headers, want := range map[string][]field{
-		``:                     {{"event-id", string(orderCreated(nil).eventID)}},
-		`{"ce_traceid": "t1"}`: {{"ce_traceid", "t1"}, {"event-id", string(orderCreated(nil).eventID)}, {"x-trace-id", "t1"}},
+		``:                     {{"event-id", string(orderCreated(nil).EventID)}},
+		`{"ce_traceid": "t1"}`: {{"ce_traceid", "t1"}, {"event-id", string(orderCreated(nil).EventID)}, {"x-trace-id", "t1"}},
 		`{"ce_traceid": "t1", "X-Trace-Id": "own", "Event-Id": "own"}`: {{"Event-Id", "own"}, {"X-Trace-Id", "own"}, {"ce_traceid", "t1"}},
 	} {
 		for _, inJSON := range []bool{false, true} {
 			e := orderCreated(nil)
 			if headers != "" {
-				e.headers = []byte(headers)
+				e.Headers = []byte(headers)
 			}
-			form.inJSON = inJSON
+			form.InJSON = inJSON
 			var got []field
-			_, err := e.record(form, func(name string, value []byte) { got = append(got, field{name, string(value)}) })
+			_, err := e.Record(form, func(name string, value []byte) { got = append(got, field{name, string(value)}) })
 			require.NoError(t, err)
 			if !inJSON {
 				require.Equal(t, append(slices.Clone(orderCreatedAttributes), want...), got)
@@ -350,10 +351,10 @@ func TestTraceParentOfEnvelope(t *testing.T) {
 		`{"traceparent": 1}`:                                                       "",
 		`{"traceparent`:                                                            "",
 	} {
-		e := stored{}
+		e := envelope.Event{}
 		if headers != "" {
-			e.headers = []byte(headers)
+			e.Headers = []byte(headers)
 		}
-		require.Equal(t, want, e.traceParent(), headers)
+		require.Equal(t, want, e.TraceParent(), headers)
 	}
 }

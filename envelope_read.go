@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"encoding/json"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"iter"
 	"math"
 	"strings"
@@ -230,8 +231,8 @@ func newMessage(attributes map[string]string, data []byte) (*Message, error) {
 		}
 	}
 	take := func(name string) string { defer delete(attributes, name); return attributes[name] }
-	if v := take("specversion"); v != string(specVersion) {
-		return nil, unreadable(eventType, "specversion", fmt.Errorf("%q %w: want %s", v, ErrMalformed, specVersion))
+	if v := take("specversion"); v != string(envelope.SpecVersion) {
+		return nil, unreadable(eventType, "specversion", fmt.Errorf("%q %w: want %s", v, ErrMalformed, envelope.SpecVersion))
 	}
 	m := &Message{
 		ID: take("id"), Source: take("source"), Type: take("type"),

@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"encoding/json"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"iter"
 	"maps"
 	"os"
@@ -98,18 +99,20 @@ func requireUnreadable(t *testing.T, err error, field string, want error) {
 func TestDecodeRecord(t *testing.T) {
 	t.Parallel()
 	headers := []byte(`{"ce_market": "KRW-BTC", "ce_traceid": "t1", "correlationid": "corr-1", "tenant": "a", "traceparent": "` + someTrace + `"}`)
-	for name, e := range map[string]*stored{
-		"JSON":         orderCreated(func(e *stored) { e.headers = headers }),
-		"JSON null":    orderCreated(func(e *stored) { e.headers, e.payload = headers, []byte(`null`) }),
-		"bytes":        protobuf([]byte{0, 1, 255}),
-		"no bytes":     protobuf([]byte{}),
-		"microseconds": orderCreated(func(e *stored) { e.occurredAt = appendTime(nil, time.Date(2026, 2, 3, 4, 5, 6, 1000, time.UTC)) }),
+	for name, e := range map[string]*envelope.Event{
+		"JSON":      orderCreated(func(e *envelope.Event) { e.Headers = headers }),
+		"JSON null": orderCreated(func(e *envelope.Event) { e.Headers, e.Payload = headers, []byte(`null`) }),
+		"bytes":     protobuf([]byte{0, 1, 255}),
+		"no bytes":  protobuf([]byte{}),
+		"microseconds": orderCreated(func(e *envelope.Event) {
+			e.OccurredAt = envelope.AppendTime(nil, time.Date(2026, 2, 3, 4, 5, 6, 1000, time.UTC))
+		}),
 	} {
-		own, err := e.ownHeaders()
+		own, err := e.OwnHeaders()
 		require.NoError(t, err)
 		want := map[string]string{
-			"specversion": "1.0", "id": string(e.eventID), "source": "commerce-api", "type": "loopers.order.created.v1", "subject": "order-1",
-			"time": string(e.occurredAt), "aggregatetype": "Order", "datacontenttype": string(e.contentType),
+			"specversion": "1.0", "id": string(e.EventID), "source": "commerce-api", "type": "loopers.order.created.v1", "subject": "order-1",
+			"time": string(e.OccurredAt), "aggregatetype": "Order", "datacontenttype": string(e.ContentType),
 		}
 		for name, value := range own {
 			if attribute := eventheader.Attribute(name); attribute != "" { // tenant is none
@@ -129,7 +132,7 @@ func TestDecodeRecord(t *testing.T) {
 				})
 				require.NoError(t, err)
 				require.Equal(t, want, attributesOf(got))
-				require.Equal(t, e.payload, got.Data)
+				require.Equal(t, e.Payload, got.Data)
 			})
 		}
 	}

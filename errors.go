@@ -3,6 +3,7 @@ package outbox
 import (
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/migrator"
@@ -104,14 +105,14 @@ type FieldError struct {
 
 // Error implements error: "outbox: event 2 (shop.order.created.v1): aggregate_id is empty".
 // Whatever was received, the text has at most 2,000 bytes.
-func (e *FieldError) Error() string { return (*fieldError)(e).Error() }
+func (e *FieldError) Error() string { return (*envelope.FieldError)(e).Error() }
 
 // Unwrap returns Err.
 func (e *FieldError) Unwrap() error { return e.Err }
 
 // public returns an error of the engines as users see it: a field error of theirs is a [*FieldError].
 func public(err error) error {
-	if e, ok := err.(*fieldError); ok {
+	if e, ok := err.(*envelope.FieldError); ok {
 		return (*FieldError)(e)
 	}
 	return err

@@ -3,6 +3,8 @@ package outbox
 import (
 	"context"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
 	"time"
 
@@ -21,7 +23,7 @@ import (
 
 // failure is an event that did not get through, and what is known about it.
 type failure struct {
-	event  *stored
+	event  *envelope.Event
 	key    string // parking key
 	status string // StatusWaiting, StatusFailed, StatusParked, or StatusDead: of class unreadableRow
 	class  string
@@ -76,7 +78,7 @@ func failureArgs(failures []failure) []any {
 	classes, errs, waits := make([]*string, n), make([]*string, n), make([]time.Duration, n)
 	readable, held, places := make([]bool, n), make([]bool, n), make([]string, n)
 	for i, f := range failures {
-		ids[i], keys[i], statuses[i] = f.event.id, f.key, f.status
+		ids[i], keys[i], statuses[i] = f.event.Id, f.key, f.status
 		classes[i], errs[i] = causeOf(f.class, f.err)
 		waits[i] = f.wait
 		if f.status == StatusWaiting {
@@ -200,7 +202,7 @@ const (
 
 // keys returns a function that returns the keys of the next rows, and none behind the last.
 // It writes nothing. Keys with a wrong head are added to wrong, unless that is nil.
-func (f *failedStore) keys(statement statementContext, wrong *[]string) func(after string) ([]keyRows, error) {
+func (f *failedStore) keys(statement lease.StatementContext, wrong *[]string) func(after string) ([]keyRows, error) {
 	last, limit, more := failedKey{}, maxKeyRows, true
 	return func(string) (keys []keyRows, err error) {
 		var page []failedKey
@@ -235,7 +237,7 @@ func (f *failedStore) keys(statement statementContext, wrong *[]string) func(aft
 }
 
 // keysPage reads the rows behind a page.
-func (f *failedStore) keysPage(statement statementContext, after failedKey, limit int) (page []failedKey, err error) {
+func (f *failedStore) keysPage(statement lease.StatementContext, after failedKey, limit int) (page []failedKey, err error) {
 	ctx, cancel := statement()
 	defer cancel()
 	err = f.query(ctx, func(rows pgx.Rows) (err error) {
@@ -254,7 +256,7 @@ SELECT DISTINCT parking_key FROM {schema}.outbox_failed
 
 // freed returns a function that returns the next keys of which operators have resolved rows, for not longer than a
 // time, and none behind the last.
-func (f *failedStore) freed(statement statementContext, since time.Duration) func() ([]keyRows, error) {
+func (f *failedStore) freed(statement lease.StatementContext, since time.Duration) func() ([]keyRows, error) {
 	last := ""
 	return func() (keys []keyRows, err error) {
 		ctx, cancel := statement()
@@ -311,9 +313,9 @@ const maxPromoted = 500
 
 // promote makes the first row of each of these keys its head. No head may be on its way to
 // Kafka meanwhile.
-func (f *failedStore) promote(stop context.Context, statement statementContext, l *lease, keys []string) error {
+func (f *failedStore) promote(stop context.Context, statement lease.StatementContext, l *lease.Lease, keys []string) error {
 	for some := range slices.Chunk(keys, maxPromoted) {
-		err := f.promoteSome(stop, statement, f.sqlPromote, f.relay, l.holder, l.epoch, some, maxPromoted)
+		err := f.promoteSome(stop, statement, f.sqlPromote, f.relay, l.Holder, l.Epoch, some, maxPromoted)
 		if err != nil {
 			return err
 		}
@@ -323,7 +325,7 @@ func (f *failedStore) promote(stop context.Context, statement statementContext, 
 
 // promoteSome repeats a statement until it has found fewer rows than it may change, or stop
 // ends.
-func (f *failedStore) promoteSome(stop context.Context, statement statementContext, sql string, args ...any) error {
+func (f *failedStore) promoteSome(stop context.Context, statement lease.StatementContext, sql string, args ...any) error {
 	for stop.Err() == nil {
 		changed := 0
 		ctx, cancel := statement()
@@ -362,7 +364,7 @@ UPDATE {schema}.outbox_failed
 RETURNING id`
 
 // promoteAll makes every parked row a head.
-func (f *failedStore) promoteAll(stop context.Context, statement statementContext, l *lease) error {
+func (f *failedStore) promoteAll(stop context.Context, statement lease.StatementContext, l *lease.Lease) error {
 	ctx, cancel := statement()
 	defer cancel()
 	var parked bool
@@ -373,7 +375,7 @@ func (f *failedStore) promoteAll(stop context.Context, statement statementContex
 	if !parked {
 		return nil
 	}
-	return f.promoteSome(stop, statement, f.sqlPromoteAll, f.relay, l.holder, l.epoch, maxPromoted)
+	return f.promoteSome(stop, statement, f.sqlPromoteAll, f.relay, l.Holder, l.Epoch, maxPromoted)
 }
 
 // sqlFailedDeadDue finds dead events whose class is tried again after a time. It is a
@@ -407,7 +409,7 @@ SELECT 'relay ' || left(relay, 94), 'retry', 'revived: ' || error_class, relay, 
 
 // retryDead parks dead events again, so that they are retried, when the time after their
 // death that after holds for their class has passed.
-func (f *failedStore) retryDead(ctx context.Context, l *lease, after map[string]time.Duration) error {
+func (f *failedStore) retryDead(ctx context.Context, l *lease.Lease, after map[string]time.Duration) error {
 	if len(after) == 0 {
 		return nil
 	}
@@ -425,7 +427,7 @@ func (f *failedStore) retryDead(ctx context.Context, l *lease, after map[string]
 		err = f.change(ctx, func(rows pgx.Rows) error {
 			rows.Close()
 			return rows.Err()
-		}, f.sqlRetryDead, f.relay, l.holder, l.epoch, ids)
+		}, f.sqlRetryDead, f.relay, l.Holder, l.Epoch, ids)
 	}
 	if err != nil {
 		return fmt.Errorf("retry dead events: %w", err)

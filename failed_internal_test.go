@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
 	"strings"
 	"testing"
@@ -39,7 +41,7 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 	failed := newFailedStore(d.db, d.schema, "default", false)
 	d.exec(t, `ALTER TABLE {schema}.outbox_failed SET (autovacuum_enabled = false)`)
 	d.exec(t, `ANALYZE {schema}.outbox_failed`)
-	l, err := d.leases.acquire(ctx)
+	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	conn, err := d.db.Acquire(ctx)
 	require.NoError(t, err)
@@ -51,7 +53,7 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 	saved := func(status string) string {
 		return fmt.Sprintf(`('default', '%s', %d, '{%s}', array_fill('%s'::text, '{%[5]d}'), array_fill('x'::text, '{%[5]d}'),
 			array_fill('x'::text, '{%[5]d}'), array_fill(1, '{%[5]d}'), array_fill('1 s'::interval, '{%[5]d}'), false, false, array_fill(''::text, '{%[5]d}'))`,
-			l.holder, l.epoch, strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ","), status, heads)
+			l.Holder, l.Epoch, strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ","), status, heads)
 	}
 	const saveArgs = "(text, text, bigint, bigint[], text[], text[], text[], int[], interval[], bool, bool, text[]) AS "
 	type statement struct {
@@ -74,8 +76,8 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 	// These are measured when a key has a third of the rows.
 	promotions := []statement{
 		{"promote", "(text, text, bigint, text[], int) AS " + failed.sqlPromote,
-			fmt.Sprintf("('default', '%s', %d, '{b-events/key-7,b-events/key-8}', 500)", l.holder, l.epoch), pg.PlannerSettings, 100},
-		{"promote_all", "(text, text, bigint, int) AS " + failed.sqlPromoteAll, fmt.Sprintf("('default', '%s', %d, 50)", l.holder, l.epoch), pg.PlannerSettings, 2000},
+			fmt.Sprintf("('default', '%s', %d, '{b-events/key-7,b-events/key-8}', 500)", l.Holder, l.Epoch), pg.PlannerSettings, 100},
+		{"promote_all", "(text, text, bigint, int) AS " + failed.sqlPromoteAll, fmt.Sprintf("('default', '%s', %d, 50)", l.Holder, l.Epoch), pg.PlannerSettings, 2000},
 		{"dead_due", "(text, text[], interval[]) AS " + failed.sqlDeadDue, "('default', '{a,b}', '{1 h,1 h}')", pg.PlannerSettings, 10},
 	}
 	inTx := func(settings string, do func(pgx.Tx)) {
@@ -146,7 +148,7 @@ func TestMovePastAnUnreadableRow(t *testing.T) {
 	d.update(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb, headers = '{"a": "b"}' WHERE id = 2`, unprintable)
 	p.last, p.highest = 2, 2
 	failures := append(slices.Clone(someFailure), failure{
-		event: &stored{id: 2}, key: "b-events/k", status: StatusDead, class: unreadableRow, err: errors.New("out of memory"), held: true,
+		event: &envelope.Event{Id: 2}, key: "b-events/k", status: StatusDead, class: unreadableRow, err: errors.New("out of memory"), held: true,
 	})
 	_, err := d.cursors.move(ctx, l, p, failures)
 	require.NoError(t, err)
@@ -179,7 +181,7 @@ func TestRetriesAreReadInParts(t *testing.T) {
 	require.Len(t, events, 3)
 	for i, e := range events {
 		require.Equal(t, found[i].row, e.row)
-		require.Len(t, e.payload, len(large))
+		require.Len(t, e.Payload, len(large))
 	}
 	events, err = failed.readRows(ctx, found, true)
 	require.NoError(t, err)
@@ -194,8 +196,8 @@ func TestRetriesAreReadInParts(t *testing.T) {
 	events, err = failed.readRows(ctx, found[2:3], false)
 	require.NoError(t, err)
 	require.Len(t, events, 1)
-	require.Nil(t, events[0].payload)
-	require.Equal(t, "key-3", string(events[0].aggregateID))
+	require.Nil(t, events[0].Payload)
+	require.Equal(t, "key-3", string(events[0].AggregateID))
 }
 
 // unprintable is a text of which a few kilobytes are stored, and more than 1 GB would be
@@ -208,7 +210,7 @@ func TestKeysInPages(t *testing.T) {
 	t.Parallel()
 	testenv.Direct(t) // a setting of the session
 	d := newCursorFixture(t)
-	l, err := d.leases.acquire(context.Background())
+	l, err := d.leases.Acquire(context.Background())
 	require.NoError(t, err)
 	const rows, keys = 3*maxKeyRows + 5, 4
 	d.exec(t, sqlInsertParked, rows, keys)
@@ -260,7 +262,7 @@ func TestFinishSkipsWhatIsResolved(t *testing.T) {
 	t.Parallel()
 	d, ctx := newCursorFixture(t), context.Background()
 	failed := newFailedStore(d.db, d.schema, "default", false)
-	l, err := d.leases.acquire(ctx)
+	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	d.exec(t, sqlInsertParked, 3, 3)
 	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved', resolution = 'kim'`)
@@ -288,11 +290,11 @@ func TestRetriedDeadEventFreesNoKey(t *testing.T) {
 			t.Parallel()
 			d, ctx := newCursorFixture(t), context.Background()
 			failed := newFailedStore(d.db, d.schema, "default", false)
-			l, err := d.leases.acquire(ctx)
+			l, err := d.leases.Acquire(ctx)
 			require.NoError(t, err)
 			held, lose := context.WithCancelCause(ctx)
 			defer lose(nil)
-			leads := leadership{lease: l, held: held, lose: lose, statementTimeout: time.Minute}
+			leads := lease.Leadership{Lease: l, Held: held, Lose: lose, StatementTimeout: time.Minute}
 			const key = "b-events/key-0"
 			d.exec(t, sqlInsertParked, 3, 1)
 			d.exec(t, `UPDATE {schema}.outbox_failed SET status = CASE outbox_id WHEN 1 THEN 'dead' WHEN 2 THEN 'waiting' ELSE 'parked' END`)
@@ -300,10 +302,10 @@ func TestRetriedDeadEventFreesNoKey(t *testing.T) {
 				d.exec(t, `DELETE FROM {schema}.outbox_failed WHERE outbox_id = 3`)
 			}
 			parked := newParking(false)
-			require.NoError(t, parked.recount(failed.keys(leads.withStatementTimeout, nil)))
+			require.NoError(t, parked.recount(failed.keys(leads.WithStatementTimeout, nil)))
 			d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE outbox_id = 1`) // the operator
 
-			r := newRetrier(retrierParts{leadership: leads, store: failed, parked: parked})
+			r := newRetrier(retrierParts{Leadership: leads, store: failed, parked: parked})
 			result := func(row int64, status string) retryResult {
 				return retryResult{event: &failedEvent{row: row, key: key}, row: row, status: status, err: ErrEmpty}
 			}

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
 	"time"
 
@@ -14,14 +16,14 @@ import (
 
 // failedEvent is a row of outbox_failed on its way to Kafka.
 type failedEvent struct {
-	stored            // its id is outbox.id
-	row        int64  // outbox_failed.id
-	key        string // parking key
-	place      string // what it waits for
-	retries    int
-	held       bool
-	size       int   // bytes of payload and headers, as the row says
-	unreadable error // why payload and headers could not be read; they are missing then
+	envelope.Event        // its id is outbox.id
+	row            int64  // outbox_failed.id
+	key            string // parking key
+	place          string // what it waits for
+	retries        int
+	held           bool
+	size           int   // bytes of payload and headers, as the row says
+	unreadable     error // why payload and headers could not be read; they are missing then
 }
 
 // failedHead are the columns by which an event to retry is found, in the order of find.
@@ -183,10 +185,10 @@ func (f *failedStore) readRows(ctx context.Context, found []failedEvent, payload
 				return err
 			}
 			e := found[n-1]
-			if e.stored, err = r.event(raw[1:]); err != nil {
+			if e.Event, err = r.event(raw[1:]); err != nil {
 				return err
 			}
-			if payload && e.payload == nil {
+			if payload && e.Payload == nil {
 				return errNoPayload
 			}
 			if full = r.kept > maxRetryBytes && len(events) > 0; full {
@@ -257,7 +259,7 @@ SELECT count(*), ARRAY(SELECT parking_key FROM next_heads) FROM lease`
 // saveResults saves the results of retries, and returns the keys that got a new head. The caller holds the lock of the parking:
 // otherwise an event could be parked behind a head that is just being removed, and its
 // key would have no head until reconcile finds it.
-func (f *failedStore) saveResults(ctx context.Context, l *lease, results []retryResult, keep bool) (promoted []string, err error) {
+func (f *failedStore) saveResults(ctx context.Context, l *lease.Lease, results []retryResult, keep bool) (promoted []string, err error) {
 	n := len(results)
 	rows, statuses, classes, errs := make([]int64, n), make([]string, n), make([]*string, n), make([]*string, n)
 	counts, waits, places := make([]int, n), make([]time.Duration, n), make([]string, n)
@@ -269,12 +271,12 @@ func (f *failedStore) saveResults(ctx context.Context, l *lease, results []retry
 	err = f.change(ctx, func(rows pgx.Rows) error {
 		_, err := pgx.ForEachRow(rows, []any{&proven, &promoted}, func() error { return nil })
 		return err
-	}, f.sqlSave, f.relay, l.holder, l.epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep, places)
+	}, f.sqlSave, f.relay, l.Holder, l.Epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep, places)
 	if err != nil {
 		return nil, fmt.Errorf("save retries: %w", err)
 	}
 	if proven == 0 {
-		return nil, errLeaseLost
+		return nil, lease.ErrLeaseLost
 	}
 	return promoted, nil
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"math"
 	"math/rand/v2"
 	"reflect"
@@ -290,11 +291,11 @@ type eventContext struct {
 // Value implements context.Context.
 func (c *eventContext) Value(key any) any {
 	switch {
-	case key == any(correlationKey) && c.correlationID != "":
+	case key == any(envelope.CorrelationKey) && c.correlationID != "":
 		return c.correlationID
-	case key == any(traceIDKey) && c.traceID != "":
+	case key == any(envelope.TraceIDKey) && c.traceID != "":
 		return c.traceID
-	case key == any(traceKey) && c.traceParent != "":
+	case key == any(envelope.TraceKey) && c.traceParent != "":
 		return c.traceParent
 	}
 	return c.Context.Value(key)

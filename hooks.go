@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"iter"
 	"slices"
 	"time"
@@ -105,33 +106,33 @@ func (b SentBatch) NotTaken() iter.Seq2[SentEvent, string] {
 
 // SentEvent is an event of a [SentBatch].
 type SentEvent struct {
-	e     *stored
+	e     *envelope.Event
 	topic string
 }
 
 // OutboxID returns outbox.id.
-func (s SentEvent) OutboxID() int64 { return s.e.id }
+func (s SentEvent) OutboxID() int64 { return s.e.Id }
 
 // ID returns the CloudEvents id.
-func (s SentEvent) ID() string { return string(s.e.eventID) }
+func (s SentEvent) ID() string { return string(s.e.EventID) }
 
 // Type returns the CloudEvents type.
-func (s SentEvent) Type() string { return string(s.e.eventType) }
+func (s SentEvent) Type() string { return string(s.e.EventType) }
 
 // Topic returns the topic, or "" if none follows from its type.
 func (s SentEvent) Topic() string { return s.topic }
 
 // Key returns the record key.
-func (s SentEvent) Key() string { return string(s.e.key()) }
+func (s SentEvent) Key() string { return string(s.e.Key()) }
 
 // Size returns the length of the payload, in bytes.
-func (s SentEvent) Size() int { return len(s.e.payload) }
+func (s SentEvent) Size() int { return len(s.e.Payload) }
 
 // RecordedAt returns when the transaction that recorded it began.
-func (s SentEvent) RecordedAt() time.Time { return s.e.createdAt }
+func (s SentEvent) RecordedAt() time.Time { return s.e.CreatedAt }
 
 // TraceParent returns the W3C traceparent that it was recorded with, or "".
-func (s SentEvent) TraceParent() string { return s.e.traceParent() }
+func (s SentEvent) TraceParent() string { return s.e.TraceParent() }
 
 // FailedEvent is an event that failed, with the error.
 type FailedEvent struct {
@@ -228,11 +229,11 @@ func (h ConsumerHooks) guarded(callback func(name string) func(call func())) Con
 }
 
 // failedEventOf returns the argument of the hooks Rejected and Dead.
-func failedEventOf(e *stored, class string, err error, retries int) FailedEvent {
-	topic, _ := e.destination() // "" if none follows from its type
+func failedEventOf(e *envelope.Event, class string, err error, retries int) FailedEvent {
+	topic, _ := e.Destination() // "" if none follows from its type
 	return FailedEvent{
-		OutboxID: e.id, EventID: string(e.eventID), Type: string(e.eventType),
-		AggregateType: string(e.aggregateType), AggregateID: string(e.aggregateID),
-		Topic: topic, Key: string(e.key()), Retries: retries, Class: class, Err: public(err),
+		OutboxID: e.Id, EventID: string(e.EventID), Type: string(e.EventType),
+		AggregateType: string(e.AggregateType), AggregateID: string(e.AggregateID),
+		Topic: topic, Key: string(e.Key()), Retries: retries, Class: class, Err: public(err),
 	}
 }

@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"testing"
 	"testing/synctest"
@@ -17,9 +18,9 @@ import (
 
 // leaseFixture is a process that has a lease, and a lock.
 type leaseFixture struct {
-	*leases
-	lease *lease
-	claim *lockClaim
+	*lease.Store
+	lease *lease.Lease
+	claim *lease.LockClaim
 }
 
 func newLeaseFixture(t *testing.T) *leaseFixture {
@@ -28,10 +29,10 @@ func newLeaseFixture(t *testing.T) *leaseFixture {
 	d := newCursorFixture(t)
 	ctx := context.Background()
 	db := testenv.Pool(t, nil)
-	f := &leaseFixture{leases: newLeases(db, d.schema, "default", time.Minute)}
+	f := &leaseFixture{Store: lease.NewStore(db, d.schema, "default", time.Minute)}
 	t.Cleanup(pgsession.Of(db).Use(slog.New(slog.DiscardHandler)))
 	var err error
-	f.lease, err = f.acquire(ctx)
+	f.lease, err = f.Acquire(ctx)
 	require.NoError(t, err)
 	f.lock(t)
 	return f
@@ -42,7 +43,7 @@ func (f *leaseFixture) lock(t *testing.T) {
 	t.Helper()
 	require.Eventually(t, func() bool {
 		var err error
-		f.claim, err = f.lockFor(context.Background(), f.lease)
+		f.claim, err = f.LockFor(context.Background(), f.lease)
 		require.NoError(t, err)
 		return f.claim != nil
 	}, testenv.Patience, 10*time.Millisecond)
@@ -51,7 +52,7 @@ func (f *leaseFixture) lock(t *testing.T) {
 // claimed reports whether outbox_lease says that the lock goes with the lease.
 func (f *leaseFixture) claimed(t *testing.T) (claimed bool) {
 	t.Helper()
-	require.NoError(t, f.db.QueryRow(context.Background(), `SELECT locked_epoch IS NOT DISTINCT FROM epoch FROM "`+f.schema+`".outbox_lease`).Scan(&claimed))
+	require.NoError(t, f.DB.QueryRow(context.Background(), `SELECT locked_epoch IS NOT DISTINCT FROM epoch FROM "`+f.Schema+`".outbox_lease`).Scan(&claimed))
 	return claimed
 }
 
@@ -61,41 +62,41 @@ func TestLostLockIsWithdrawn(t *testing.T) {
 	f := newLeaseFixture(t)
 	ctx := context.Background()
 	require.True(t, f.claimed(t))
-	require.True(t, f.lease.sure())
-	require.NoError(t, f.renew(ctx, f.lease))
+	require.True(t, f.lease.Sure())
+	require.NoError(t, f.Renew(ctx, f.lease))
 	require.True(t, f.claimed(t), "it is kept")
-	late := f.lease.expiry()
+	late := f.lease.Expiry()
 
-	f.claim.lock.Unlock(ctx)
-	require.False(t, f.lease.sure())
+	f.claim.Lock.Unlock(ctx)
+	require.False(t, f.lease.Sure())
 	require.True(t, f.claimed(t))
-	require.NoError(t, f.renew(ctx, f.lease))
+	require.NoError(t, f.Renew(ctx, f.lease))
 	require.False(t, f.claimed(t))
-	require.True(t, f.lease.sure())
+	require.True(t, f.lease.Sure())
 
 	for _, late := range []time.Time{late, late.Add(time.Hour), {}} {
-		tag, err := f.db.Exec(ctx, f.claimLock, f.relay, f.lease.holder, f.lease.epoch, late)
+		tag, err := f.DB.Exec(ctx, f.ClaimLock, f.Relay, f.lease.Holder, f.lease.Epoch, late)
 		require.NoError(t, err)
 		require.Zero(t, tag.RowsAffected(), "a claim that comes late")
 	}
-	_, err := f.db.Exec(ctx, f.renewal, f.relay, f.lease.holder, f.lease.epoch, f.duration, true, late)
+	_, err := f.DB.Exec(ctx, f.Renewal, f.Relay, f.lease.Holder, f.lease.Epoch, f.Duration, true, late)
 	require.NoError(t, err)
 	require.False(t, f.claimed(t), "a renewal that comes late")
-	require.NoError(t, f.renew(ctx, f.lease))
+	require.NoError(t, f.Renew(ctx, f.lease))
 	f.lock(t)
 	require.True(t, f.claimed(t))
-	require.True(t, f.lease.sure())
-	_, err = f.db.Exec(ctx, f.renewal, f.relay, f.lease.holder, f.lease.epoch, f.duration, false, late)
+	require.True(t, f.lease.Sure())
+	_, err = f.DB.Exec(ctx, f.Renewal, f.Relay, f.lease.Holder, f.lease.Epoch, f.Duration, false, late)
 	require.NoError(t, err)
 	require.True(t, f.claimed(t), "one that comes late and says that the lock before was lost")
 
-	f.claim.lock.Unlock(ctx)
-	require.NoError(t, f.renew(ctx, f.lease))
+	f.claim.Lock.Unlock(ctx)
+	require.NoError(t, f.Renew(ctx, f.lease))
 	require.True(t, f.claimed(t), "it does not know the lease as it is")
-	require.False(t, f.lease.sure())
-	require.NoError(t, f.renew(ctx, f.lease))
+	require.False(t, f.lease.Sure())
+	require.NoError(t, f.Renew(ctx, f.lease))
 	require.False(t, f.claimed(t))
-	require.True(t, f.lease.sure())
+	require.True(t, f.lease.Sure())
 }
 
 // A lock whose claim fails is given back.
@@ -103,13 +104,13 @@ func TestClaimThatFailsFreesLock(t *testing.T) {
 	t.Parallel()
 	f := newLeaseFixture(t)
 	ctx := context.Background()
-	f.claim.lock.Unlock(ctx)
-	require.NoError(t, f.renew(ctx, f.lease))
-	f.lease.renewed(time.Now().Add(time.Minute), time.Now()) // the answer to a renewal got lost
-	c, err := f.lockFor(ctx, f.lease)
-	require.ErrorIs(t, err, errHeld)
-	require.True(t, c.wasLost())
-	require.False(t, f.lease.sure())
+	f.claim.Lock.Unlock(ctx)
+	require.NoError(t, f.Renew(ctx, f.lease))
+	f.lease.Renewed(time.Now().Add(time.Minute), time.Now()) // the answer to a renewal got lost
+	c, err := f.LockFor(ctx, f.lease)
+	require.ErrorIs(t, err, lease.ErrHeld)
+	require.True(t, c.WasLost())
+	require.False(t, f.lease.Sure())
 	require.False(t, f.claimed(t))
 }
 
@@ -120,40 +121,40 @@ func TestTakeFromGone(t *testing.T) {
 	ctx := context.Background()
 	db := testenv.Pool(t, func(*pgxpool.Config) {})
 	t.Cleanup(pgsession.Of(db).Use(slog.New(slog.DiscardHandler)))
-	standby := newLeases(db, f.schema, "default", 10*time.Second)
-	try := func() (*lease, error) {
-		_, err := standby.acquire(ctx)
-		require.ErrorIs(t, err, errHeld)
-		require.True(t, standby.other.locked)
-		return standby.acquireFromGone(ctx)
+	standby := lease.NewStore(db, f.Schema, "default", 10*time.Second)
+	try := func() (*lease.Lease, error) {
+		_, err := standby.Acquire(ctx)
+		require.ErrorIs(t, err, lease.ErrHeld)
+		require.True(t, standby.Other.Locked)
+		return standby.AcquireFromGone(ctx)
 	}
 	require.Eventually(t, func() bool { return pgsession.Of(db).State() == pgsession.Works }, testenv.Patience, time.Millisecond)
 	_, err := try()
-	require.ErrorIs(t, err, errHeld, "the lock is held")
+	require.ErrorIs(t, err, lease.ErrHeld, "the lock is held")
 
-	f.claim.lock.Unlock(ctx)
+	f.claim.Lock.Unlock(ctx)
 	ended, cancel := context.WithCancel(ctx)
 	cancel()
-	_, err = standby.acquireFromGone(ended)
-	require.ErrorIs(t, err, errHeld)
+	_, err = standby.AcquireFromGone(ended)
+	require.ErrorIs(t, err, lease.ErrHeld)
 	began := time.Now()
 	l, err := try()
 	require.NoError(t, err)
-	require.GreaterOrEqual(t, time.Since(began), caution)
-	require.Equal(t, f.lease.epoch+1, l.epoch)
-	require.True(t, l.sure())
-	require.False(t, l.exclusive())
-	require.InDelta(t, time.Until(*f.lease.until.Load()), time.Until(l.exclusiveAt), float64(5*time.Second))
+	require.GreaterOrEqual(t, time.Since(began), lease.Caution)
+	require.Equal(t, f.lease.Epoch+1, l.Epoch)
+	require.True(t, l.Sure())
+	require.False(t, l.Exclusive())
+	require.InDelta(t, time.Until(*f.lease.Until.Load()), time.Until(l.ExclusiveAt), float64(5*time.Second))
 	require.True(t, f.claimed(t))
-	require.ErrorIs(t, f.renew(ctx, f.lease), errLeaseLost)
+	require.ErrorIs(t, f.Renew(ctx, f.lease), lease.ErrLeaseLost)
 
 	// A third one that takes the lease because it has expired is not exclusive earlier.
-	third := newLeases(f.db, f.schema, "default", time.Second)
-	_, err = f.db.Exec(ctx, `UPDATE "`+f.schema+`".outbox_lease SET expires_at = now()`)
+	third := lease.NewStore(f.DB, f.Schema, "default", time.Second)
+	_, err = f.DB.Exec(ctx, `UPDATE "`+f.Schema+`".outbox_lease SET expires_at = now()`)
 	require.NoError(t, err)
-	after, err := third.acquire(ctx)
+	after, err := third.Acquire(ctx)
 	require.NoError(t, err)
-	require.InDelta(t, time.Until(l.exclusiveAt), time.Until(after.exclusiveAt), float64(time.Second))
+	require.InDelta(t, time.Until(l.ExclusiveAt), time.Until(after.ExclusiveAt), float64(time.Second))
 	require.False(t, f.claimed(t))
 }
 
@@ -162,15 +163,15 @@ func TestNothingIsSentWithoutLock(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		lost := make(chan struct{})
 		close(lost)
-		claim := func() *lockClaim { return &lockClaim{lost: lost, withdrawn: make(chan struct{})} }
-		l := &lease{}
-		l.renewed(time.Now().Add(time.Hour), time.Time{})
+		claim := func() *lease.LockClaim { return &lease.LockClaim{Lost: lost, Withdrawn: make(chan struct{})} }
+		l := &lease.Lease{}
+		l.Renewed(time.Now().Add(time.Hour), time.Time{})
 		c := claim()
-		l.claim.Store(c)
-		require.False(t, l.sure())
+		l.Claim.Store(c)
+		require.False(t, l.Sure())
 		sure := make(chan struct{})
 		go func() {
-			l.awaitSure(t.Context(), t.Context())
+			l.AwaitSure(t.Context(), t.Context())
 			close(sure)
 		}()
 		synctest.Wait()
@@ -179,17 +180,17 @@ func TestNothingIsSentWithoutLock(t *testing.T) {
 			t.Fatal("not yet")
 		default:
 		}
-		l.withdrawn(c)
+		l.Withdrawn(c)
 		<-sure
 		for _, end := range []func(stopped context.Context){
-			func(stopped context.Context) { l.awaitSure(stopped, t.Context()) },
-			func(stopped context.Context) { l.awaitSure(t.Context(), stopped) },
+			func(stopped context.Context) { l.AwaitSure(stopped, t.Context()) },
+			func(stopped context.Context) { l.AwaitSure(t.Context(), stopped) },
 		} {
-			l.claim.Store(claim())
+			l.Claim.Store(claim())
 			ctx, cancel := context.WithCancelCause(t.Context())
 			time.AfterFunc(time.Second, func() { cancel(errors.New("the end")) })
 			end(ctx)
-			require.False(t, l.sure())
+			require.False(t, l.Sure())
 		}
 	})
 }

@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+	"github.com/outboxgo/outbox/internal/envelope"
 
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -20,28 +21,28 @@ func (r *Recorder) KafkaRecord(ctx context.Context, event DomainEvent) (*kgo.Rec
 	if err != nil {
 		return nil, atIndex(-1, "", err)
 	}
-	return rows.stored(0).kafkaRecord(Binary)
+	return kafkaRecord(rows.stored(0), Binary)
 }
 
 // KafkaRecord returns the Kafka record that a [Relay] with this mode sent for the event, or
 // would send: the same topic, key, value and headers, byte by byte, without partition, offset
 // and timestamp, and without the headers of RelayConfig.IDHeader and TraceHeader. Its error is a [*FieldError] that names the column of which no record can be made.
 func (e ArchivedEvent) KafkaRecord(mode Mode) (*kgo.Record, error) {
-	return (&stored{
-		id:            e.OutboxID,
-		eventID:       []byte(e.EventID),
-		eventType:     []byte(e.Type),
-		source:        []byte(e.Source),
-		aggregateType: []byte(e.AggregateType),
-		aggregateID:   []byte(e.AggregateID),
-		payload:       e.Payload,
-		isJSON:        e.JSON,
-		contentType:   []byte(e.ContentType),
-		topic:         bytesOrNil(e.Topic),
-		partitionKey:  bytesOrNil(e.PartitionKey),
-		headers:       e.Headers,
-		occurredAt:    appendTime(nil, e.OccurredAt),
-	}).kafkaRecord(mode)
+	return kafkaRecord(&envelope.Event{
+		Id:            e.OutboxID,
+		EventID:       []byte(e.EventID),
+		EventType:     []byte(e.Type),
+		Source:        []byte(e.Source),
+		AggregateType: []byte(e.AggregateType),
+		AggregateID:   []byte(e.AggregateID),
+		Payload:       e.Payload,
+		IsJSON:        e.JSON,
+		ContentType:   []byte(e.ContentType),
+		Topic:         bytesOrNil(e.Topic),
+		PartitionKey:  bytesOrNil(e.PartitionKey),
+		Headers:       e.Headers,
+		OccurredAt:    envelope.AppendTime(nil, e.OccurredAt),
+	}, mode)
 }
 
 // bytesOrNil returns the bytes of a text, nil for an empty one.
@@ -53,40 +54,40 @@ func bytesOrNil(text string) []byte {
 }
 
 // kafkaRecord returns the record of an event.
-func (e *stored) kafkaRecord(mode Mode) (*kgo.Record, error) {
-	topic, err := e.destination()
+func kafkaRecord(e *envelope.Event, mode Mode) (*kgo.Record, error) {
+	topic, err := e.Destination()
 	if err != nil {
-		return nil, err
+		return nil, public(err)
 	}
 	var headers []kgo.RecordHeader
-	value, err := e.record(recordForm{inJSON: mode == Structured}, func(name string, value []byte) {
+	value, err := e.Record(envelope.RecordForm{InJSON: mode == Structured}, func(name string, value []byte) {
 		headers = append(headers, kgo.RecordHeader{Key: name, Value: value})
 	})
 	if err != nil {
-		return nil, err
+		return nil, public(err)
 	}
-	return &kgo.Record{Topic: topic, Key: e.key(), Value: value, Headers: headers}, nil
+	return &kgo.Record{Topic: topic, Key: e.Key(), Value: value, Headers: headers}, nil
 }
 
 // envelope returns an event as a relay reads it, except that its JSON is not as jsonb
 // prints it.
-func (c *columns) stored(i int) *stored {
-	e := &stored{
-		eventID:       []byte(c.eventID[i].String()),
-		eventType:     []byte(c.eventType[i]),
-		source:        []byte(c.source),
-		aggregateType: []byte(c.aggregateType[i]),
-		aggregateID:   []byte(c.aggregateID[i]),
-		payload:       c.payloadBytes[i],
-		isJSON:        c.payload[i].Valid,
-		contentType:   []byte(c.contentType[i]),
-		topic:         textBytes(c.topic[i]),
-		partitionKey:  textBytes(c.partitionKey[i]),
-		headers:       textBytes(c.headers[i]),
-		occurredAt:    appendTime(nil, c.occurredAt[i]),
+func (c *columns) stored(i int) *envelope.Event {
+	e := &envelope.Event{
+		EventID:       []byte(c.eventID[i].String()),
+		EventType:     []byte(c.eventType[i]),
+		Source:        []byte(c.source),
+		AggregateType: []byte(c.aggregateType[i]),
+		AggregateID:   []byte(c.aggregateID[i]),
+		Payload:       c.payloadBytes[i],
+		IsJSON:        c.payload[i].Valid,
+		ContentType:   []byte(c.contentType[i]),
+		Topic:         textBytes(c.topic[i]),
+		PartitionKey:  textBytes(c.partitionKey[i]),
+		Headers:       textBytes(c.headers[i]),
+		OccurredAt:    envelope.AppendTime(nil, c.occurredAt[i]),
 	}
-	if e.isJSON {
-		e.payload = textBytes(c.payload[i])
+	if e.IsJSON {
+		e.Payload = textBytes(c.payload[i])
 	}
 	return e
 }

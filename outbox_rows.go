@@ -6,6 +6,7 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"strconv"
 	"time"
 
@@ -153,7 +154,7 @@ func appendValue(b []byte, value any) []byte {
 	case pgtype.UUID:
 		return append(append(append(b, '"'), uuid.UUID(v.Bytes).String()...), '"')
 	case time.Time:
-		return append(appendTime(append(b, '"'), v), '"')
+		return append(envelope.AppendTime(append(b, '"'), v), '"')
 	case int32:
 		return strconv.AppendInt(b, int64(v), 10)
 	case []byte:

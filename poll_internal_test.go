@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/lease"
 	"math"
 	"strings"
 	"testing"
@@ -51,14 +52,14 @@ func TestPollOverRetainedRows(t *testing.T) {
 	d, ctx := newCursorFixture(t), context.Background()
 	d.exec(t, `ALTER TABLE {schema}.outbox SET (autovacuum_enabled = false)`)
 	d.insert(t, retained)
-	l, err := d.leases.acquire(ctx)
+	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	d.begin(t, openTransactions)
 	_, err = d.cursors.load(ctx, l)
 	require.NoError(t, err)
 	d.exec(t, `
 		INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
-		SELECT $1, pg_current_snapshot(), $1, system_identifier, $2 FROM pg_control_system()`, retained, l.epoch)
+		SELECT $1, pg_current_snapshot(), $1, system_identifier, $2 FROM pg_control_system()`, retained, l.Epoch)
 	p, err := d.cursors.load(ctx, l)
 	require.NoError(t, err)
 	require.GreaterOrEqual(t, len(tables.SnapshotInProgress(p.base)), openTransactions)
@@ -89,12 +90,12 @@ func TestPollOverPartitions(t *testing.T) {
 		require.NoError(t, err)
 	}
 	const ids = retained / 10
-	l, err := d.leases.acquire(ctx)
+	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	d.begin(t, openTransactions)
 	d.exec(t, `
 		INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
-		SELECT $1, pg_current_snapshot(), $1, system_identifier, $2 FROM pg_control_system()`, ids, l.epoch)
+		SELECT $1, pg_current_snapshot(), $1, system_identifier, $2 FROM pg_control_system()`, ids, l.Epoch)
 	p, err := d.cursors.load(ctx, l)
 	require.NoError(t, err)
 	open := len(tables.SnapshotInProgress(p.base)) // autovacuum may have some, too
@@ -117,7 +118,7 @@ func TestPollOverPartitions(t *testing.T) {
 
 // explainPoll runs sqlOpen with some new events, in a transaction that rolls
 // back, and returns how many buffers it touched.
-func (d *cursorFixture) explainPoll(t *testing.T, l *lease, p position, mode string, fresh int) (buffers int, plan string) {
+func (d *cursorFixture) explainPoll(t *testing.T, l *lease.Lease, p position, mode string, fresh int) (buffers int, plan string) {
 	t.Helper()
 	ctx := context.Background()
 	tx, err := d.db.Begin(ctx)
@@ -134,7 +135,7 @@ func (d *cursorFixture) explainPoll(t *testing.T, l *lease, p position, mode str
 		require.NoError(t, err)
 	}
 	execute := fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 1048576, %d)`,
-		l.holder, l.epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano), p.epoch)
+		l.Holder, l.Epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano), p.epoch)
 	buffers, plan = explain(t, tx, execute)
 	_, err = tx.Exec(ctx, "DEALLOCATE poll")
 	require.NoError(t, err)
@@ -204,14 +205,14 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	})
 
 	// Then the tables grow.
-	l, err := d.leases.acquire(ctx)
+	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	d.insert(t, retained/10)
 	p, err := d.cursors.load(ctx, l)
 	require.NoError(t, err)
 	d.exec(t, `
 		INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
-		SELECT n, pg_current_snapshot(), n, $1, $2 FROM generate_series(1, 10000) AS n`, p.systemID, l.epoch)
+		SELECT n, pg_current_snapshot(), n, $1, $2 FROM generate_series(1, 10000) AS n`, p.systemID, l.Epoch)
 	p, err = d.cursors.load(ctx, l)
 	require.NoError(t, err)
 	const fresh = 100
@@ -224,7 +225,7 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	proof := fmt.Sprintf("%d, 'default', %d, '%s'", p.cursorID, p.epoch, p.server.Format(time.RFC3339Nano))
 	for name, args := range map[string]string{
 		"poll": fmt.Sprintf(`('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 1048576, %d)`,
-			l.holder, l.epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano), p.epoch),
+			l.Holder, l.Epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano), p.epoch),
 		"page": fmt.Sprintf(`(%s, '{%s}', '{%s}', 0, %d, 0, '%s')`, proof, tables.SnapshotMax(p.base), tables.SnapshotMax(now), 10*fresh, now),
 		"deep": fmt.Sprintf(`(%s, '{%s}', '{%s}', %d, %d, 0, '%s')`, proof, old, old, retained/20, fresh, now),
 		"rows": fmt.Sprintf(`(%s, '{%d}', '{%d}', 16777216)`, proof, end-fresh+1, end),

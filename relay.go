@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"strconv"
 	"sync/atomic"
@@ -27,7 +29,7 @@ import (
 type Relay struct {
 	cfg       RelayConfig
 	opts      []kgo.Opt // for Kafka
-	leases    *leases
+	leases    *lease.Store
 	cursors   *cursors
 	failed    *failedStore
 	retention *retention
@@ -92,7 +94,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 	r := &Relay{
 		cfg:       cfg,
 		opts:      producerOpts(opts),
-		leases:    newLeases(db, cfg.Schema, cfg.Name, cfg.Lease),
+		leases:    lease.NewStore(db, cfg.Schema, cfg.Name, cfg.Lease),
 		cursors:   newCursors(db, cfg.Schema, cfg.Name),
 		failed:    newFailedStore(db, cfg.Schema, cfg.Name, cfg.HoldDead),
 		retention: newRetention(db, cfg.Schema, cfg.Retention),
@@ -250,13 +252,13 @@ func (r *Relay) stopLimit() time.Duration {
 	if r.health.hangs() {
 		return hangGrace
 	}
-	return r.cfg.SendTimeout + releaseTimeout + hangGrace
+	return r.cfg.SendTimeout + lease.ReleaseTimeout + hangGrace
 }
 
 // serve stands by until it has the lease, leads until it loses the lease, and stands by
 // again.
 func (r *Relay) serve(ctx context.Context) error {
-	defer pgsession.Of(r.leases.db).Use(r.log)()
+	defer pgsession.Of(r.leases.DB).Use(r.log)()
 	r.member = r.waker.hub.Join(r.wake, r.heard, r.log)
 	defer r.member.Close()
 	for {
@@ -265,24 +267,24 @@ func (r *Relay) serve(ctx context.Context) error {
 			return err
 		}
 		err = r.lead(ctx, l)
-		if !errors.Is(err, errLeaseLost) {
+		if !errors.Is(err, lease.ErrLeaseLost) {
 			return err
 		}
-		r.log.Warn("outbox: lease lost, standing by", "holder", l.holder, "epoch", l.epoch)
+		r.log.Warn("outbox: lease lost, standing by", "holder", l.Holder, "epoch", l.Epoch)
 	}
 }
 
 // standBy waits for the lease. It returns nil when ctx is cancelled first.
-func (r *Relay) standBy(ctx context.Context) (*lease, error) {
+func (r *Relay) standBy(ctx context.Context) (*lease.Lease, error) {
 	answered := outage.Announce(r.log, "PostgreSQL, or for a connection of its pool", r.cfg.Lease)
 	defer answered()
 	waited := false
 	for ctx.Err() == nil {
 		r.health.progressed()
 		bounded, cancel := context.WithTimeout(ctx, r.cfg.Lease)
-		l, err := r.leases.acquire(bounded)
+		l, err := r.leases.Acquire(bounded)
 		answered()
-		if errors.Is(err, errHeld) && waited {
+		if errors.Is(err, lease.ErrHeld) && waited {
 			l, err = r.acquireFromGone(bounded)
 		}
 		cancel()
@@ -294,7 +296,7 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 			return l, nil
 		case pg.IsUndefined(err):
 			return nil, notMigrated(r.cfg.Schema, err)
-		case errors.Is(err, errHeld):
+		case errors.Is(err, lease.ErrHeld):
 			r.health.sawLease()
 			r.postgresOutage.Report(nil)
 			if !waited {
@@ -302,7 +304,7 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 				r.logStandby()
 			}
 			r.reportClock()
-			if r.leases.other.holder == "" { // it was released meanwhile
+			if r.leases.Other.Holder == "" { // it was released meanwhile
 				continue
 			}
 		case ctx.Err() == nil:
@@ -314,15 +316,15 @@ func (r *Relay) standBy(ctx context.Context) (*lease, error) {
 	return nil, nil
 }
 
-// acquireFromGone takes the lease of a process that is gone, or returns errHeld.
-func (r *Relay) acquireFromGone(ctx context.Context) (*lease, error) {
-	l, err := r.leases.acquireFromGone(ctx)
-	if errors.Is(err, errHeld) {
+// acquireFromGone takes the lease of a process that is gone, or returns ErrHeld.
+func (r *Relay) acquireFromGone(ctx context.Context) (*lease.Lease, error) {
+	l, err := r.leases.AcquireFromGone(ctx)
+	if errors.Is(err, lease.ErrHeld) {
 		return nil, err
 	}
 	r.lockOutage.Report(err)
 	if err != nil {
-		return nil, errHeld
+		return nil, lease.ErrHeld
 	}
 	return l, nil
 }
@@ -330,23 +332,23 @@ func (r *Relay) acquireFromGone(ctx context.Context) (*lease, error) {
 // logStandby says once what a standby waits for. If the relay that leads is gone, for example
 // because it was killed and this process is its restart, its lease has to expire.
 func (r *Relay) logStandby() {
-	other := r.leases.other
-	if other.lasts == 0 {
-		r.log.Info("outbox: standing by, another process holds a lease that does not expire", "holder", other.holder)
+	other := r.leases.Other
+	if other.Lasts == 0 {
+		r.log.Info("outbox: standing by, another process holds a lease that does not expire", "holder", other.Holder)
 		return
 	}
 	r.log.Info("outbox: standing by, another process holds the lease; if that one is gone, this one takes over within at_most",
-		"holder", other.holder, "at_most", (other.lasts + r.cfg.PollInterval).Round(time.Millisecond))
+		"holder", other.Holder, "at_most", (other.Lasts + r.cfg.PollInterval).Round(time.Millisecond))
 }
 
 // logTaken logs that this process relays now, at INFO if it was said before that it waits.
-func (r *Relay) logTaken(ctx context.Context, l *lease, waited bool) {
+func (r *Relay) logTaken(ctx context.Context, l *lease.Lease, waited bool) {
 	level := slog.LevelDebug
 	if waited {
 		level = slog.LevelInfo
 	}
-	r.log.Log(ctx, level, "outbox: lease taken, this process relays", "holder", l.holder, "epoch", l.epoch)
-	if shared := time.Until(l.exclusiveAt); shared > 0 {
+	r.log.Log(ctx, level, "outbox: lease taken, this process relays", "holder", l.Holder, "epoch", l.Epoch)
+	if shared := time.Until(l.ExclusiveAt); shared > 0 {
 		r.log.Info("outbox: a process that relayed before was taken for gone, and its lease has not expired: until then nothing that failed is tried again, and nothing dies",
 			"for", shared.Round(time.Millisecond))
 	}
@@ -355,17 +357,17 @@ func (r *Relay) logTaken(ctx context.Context, l *lease, waited bool) {
 // reportClock logs once that the clock of the database was set back while another process
 // holds the lease: by that clock, the lease lasts so much longer if its holder is gone.
 func (r *Relay) reportClock() {
-	late := r.leases.other.setBack > time.Second
+	late := r.leases.Other.SetBack > time.Second
 	if late && !r.clockReported {
 		r.log.Warn("outbox: the clock of PostgreSQL was set back; if the relay that leads is gone with its host, taking over takes so much longer",
-			"set_back", r.leases.other.setBack.Round(time.Millisecond))
+			"set_back", r.leases.Other.SetBack.Round(time.Millisecond))
 	}
 	r.clockReported = late
 }
 
 // lead relays until ctx is cancelled or the lease is lost. Whatever ends it, also a panic,
 // it ends all goroutines, and then releases the lease.
-func (r *Relay) lead(ctx context.Context, l *lease) (err error) {
+func (r *Relay) lead(ctx context.Context, l *lease.Lease) (err error) {
 	// Cancelling ctx must not tear a batch apart: Kafka may already hold its
 	// records, and if the cursor does not move they are sent again. Only the loss of
 	// the lease ends a batch, or a batch that takes too long to finish.
@@ -379,8 +381,8 @@ func (r *Relay) lead(ctx context.Context, l *lease) (err error) {
 	defer r.member.Lead(false)
 	defer r.notifyLeading(false)
 	defer func() { r.release(ctx, l, err) }()
-	leads := leadership{lease: l, held: held, lose: lose, statementTimeout: r.cfg.Lease}
-	renewing := leads.newGroup()
+	leads := lease.Leadership{Lease: l, Held: held, Lose: lose, StatementTimeout: r.cfg.Lease}
+	renewing := leads.NewGroup()
 	defer renewing.Wait()
 	defer lose(nil)
 	renewing.Go(func() { r.keepLease(leads) })
@@ -396,18 +398,18 @@ func (r *Relay) lead(ctx context.Context, l *lease) (err error) {
 }
 
 // release lets a standby take over at once, unless the lease has gone already.
-func (r *Relay) release(ctx context.Context, l *lease, err error) {
+func (r *Relay) release(ctx context.Context, l *lease.Lease, err error) {
 	defer func() {
-		if c := l.claim.Load(); c != nil {
-			r.leases.unlock(ctx, c.lock)
+		if c := l.Claim.Load(); c != nil {
+			r.leases.Unlock(ctx, c.Lock)
 		}
 	}()
-	if errors.Is(err, errLeaseLost) || errors.Is(err, ErrNotMigrated) { // without tables there is no lease either
+	if errors.Is(err, lease.ErrLeaseLost) || errors.Is(err, ErrNotMigrated) { // without tables there is no lease either
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), lease.ReleaseTimeout)
 	defer cancel()
-	if err := r.leases.giveUp(ctx, l); err != nil {
+	if err := r.leases.GiveUp(ctx, l); err != nil {
 		r.log.Warn("outbox: lease not released, a standby waits until it expires", "error", err)
 	}
 }
@@ -425,12 +427,12 @@ var errTooLate = errors.New("not finished in time")
 
 // work makes the parts of a leading relay and runs them until ctx is cancelled or the
 // lease is lost. When it returns, no record is on its way any more.
-func (r *Relay) work(ctx context.Context, leads leadership) error {
+func (r *Relay) work(ctx context.Context, leads lease.Leadership) error {
 	parked, bad := newParking(r.cfg.PassFailedKeys), places.NewRegistry(r.topicOutages)
 	producer := r.newProducer(leads, r.breaker)
 	defer producer.close()
 	session := newSession(sessionParts{
-		leadership: leads, cfg: r.cfg, cursors: r.cursors, leases: r.leases, failed: r.failed, places: bad,
+		Leadership: leads, cfg: r.cfg, cursors: r.cursors, leases: r.leases, failed: r.failed, places: bad,
 		deliverer: r.newDeliverer(producer, bad, r.kafkaOutage, r.health.progressed),
 		parked:    parked, health: r.health, log: r.log, outage: r.postgresOutage, wake: r.wake, heard: r.heard,
 		ticks: &r.cursors.glances.Ticks, eventDied: func() { wait.Signal(r.checkNow) },
@@ -438,7 +440,7 @@ func (r *Relay) work(ctx context.Context, leads leadership) error {
 	defer r.cursors.glances.Join()()
 	cleaner := newCleaner(leads, r.cleanerConfig(), r.retention, session.backlog.Load, r.log)
 	shared := retrierParts{
-		leadership: leads, cfg: r.cfg, store: r.failed, parked: parked, places: bad, probed: new(probedKeys),
+		Leadership: leads, cfg: r.cfg, store: r.failed, parked: parked, places: bad, probed: new(probedKeys),
 		breaker: r.breaker, log: r.log, retryNow: r.retryNow, eventDied: func() { wait.Signal(r.checkNow) },
 	}
 	retry := func(ctx context.Context) { r.retry(ctx, shared) }
@@ -452,8 +454,8 @@ func (r *Relay) cleanerConfig() cleanerConfig {
 
 // retry runs a retrier with a producer of its own.
 func (r *Relay) retry(ctx context.Context, parts retrierParts) {
-	parts.lease.awaitExclusive(ctx)
-	producer := r.newProducer(parts.leadership, r.breaker)
+	parts.Lease.AwaitExclusive(ctx)
+	producer := r.newProducer(parts.Leadership, r.breaker)
 	defer producer.close()
 	parts.outage = r.retryOutage
 	parts.deliverer = r.newDeliverer(producer, parts.places, outage.NewLog(r.log, "Kafka, for retries,"), func() {})
@@ -464,8 +466,8 @@ func (r *Relay) retry(ctx context.Context, parts retrierParts) {
 // does not learn its results, which say nothing about Kafka. Neither are outages logged
 // that the session and the other retrier log.
 func (r *Relay) probe(ctx context.Context, parts retrierParts) {
-	parts.lease.awaitExclusive(ctx)
-	producer := r.newProducer(parts.leadership, nil)
+	parts.Lease.AwaitExclusive(ctx)
+	producer := r.newProducer(parts.Leadership, nil)
 	defer producer.close()
 	quiet := slog.New(slog.DiscardHandler)
 	parts.outage = outage.NewLog(quiet, "PostgreSQL")
@@ -474,10 +476,10 @@ func (r *Relay) probe(ctx context.Context, parts retrierParts) {
 }
 
 // newProducer makes a producer that a breaker stops, if it is not nil.
-func (r *Relay) newProducer(leads leadership, b *breaker) *producer {
+func (r *Relay) newProducer(leads lease.Leadership, b *breaker) *producer {
 	return newProducer(producerConfig{
-		opts: r.opts, form: recordForm{r.cfg.Mode == Structured, r.cfg.further()}, sendTimeout: r.cfg.SendTimeout, linger: r.cfg.Linger, passFailedKeys: r.cfg.PassFailedKeys,
-	}, leads.lease, b)
+		opts: r.opts, form: envelope.RecordForm{InJSON: r.cfg.Mode == Structured, Further: r.cfg.further()}, sendTimeout: r.cfg.SendTimeout, linger: r.cfg.Linger, passFailedKeys: r.cfg.PassFailedKeys,
+	}, leads.Lease, b)
 }
 
 func (r *Relay) newDeliverer(to sender, bad *places.Registry, kafkaOutage *outage.Log, onSend func()) *deliverer {
@@ -487,14 +489,14 @@ func (r *Relay) newDeliverer(to sender, bad *places.Registry, kafkaOutage *outag
 	}}
 }
 
-// keepLease renews the lease until held ends, and ends held with errLeaseLost when the
+// keepLease renews the lease until held ends, and ends held with ErrLeaseLost when the
 // lease is gone, could not be renewed before it expired, or is given up because the
 // goroutine of Run hangs: a lease is for those who work.
-func (r *Relay) keepLease(leads leadership) {
-	l, pause := leads.lease, r.cfg.Lease/3
+func (r *Relay) keepLease(leads lease.Leadership) {
+	l, pause := leads.Lease, r.cfg.Lease/3
 	for {
-		wait.Sleep(leads.held, min(pause, time.Until(*l.until.Load())))
-		if leads.held.Err() != nil {
+		wait.Sleep(leads.Held, min(pause, time.Until(*l.Until.Load())))
+		if leads.Held.Err() != nil {
 			return
 		}
 		if r.health.hangs() {
@@ -502,11 +504,11 @@ func (r *Relay) keepLease(leads leadership) {
 			return
 		}
 		// Half of the time that is left, so that another connection may do it.
-		ctx, cancel := context.WithTimeout(leads.held, time.Until(*l.until.Load())/2)
-		err := r.leases.renew(ctx, l)
+		ctx, cancel := context.WithTimeout(leads.Held, time.Until(*l.Until.Load())/2)
+		err := r.leases.Renew(ctx, l)
 		cancel()
-		if errors.Is(err, errLeaseLost) || !l.held() {
-			leads.lose(errLeaseLost)
+		if errors.Is(err, lease.ErrLeaseLost) || !l.Held() {
+			leads.Lose(lease.ErrLeaseLost)
 			return
 		}
 		pause = r.cfg.Lease / 3
@@ -521,44 +523,44 @@ const lockRetry = 250 * time.Millisecond
 
 // keepLock keeps the lock of the lease until held ends, so that a standby finds out quickly if this process is gone. When the
 // lock is lost, the relay sends nothing until outbox_lease says so.
-func (r *Relay) keepLock(leads leadership) {
-	for leads.held.Err() == nil {
-		claim := leads.lease.claim.Load()
+func (r *Relay) keepLock(leads lease.Leadership) {
+	for leads.Held.Err() == nil {
+		claim := leads.Lease.Claim.Load()
 		if claim == nil {
-			ctx, cancel := context.WithTimeout(leads.held, r.cfg.Lease)
+			ctx, cancel := context.WithTimeout(leads.Held, r.cfg.Lease)
 			var err error
-			claim, err = r.leases.lockFor(ctx, leads.lease)
+			claim, err = r.leases.LockFor(ctx, leads.Lease)
 			cancel()
-			if !errors.Is(err, errHeld) { // the session says what is wrong with it
+			if !errors.Is(err, lease.ErrHeld) { // the session says what is wrong with it
 				r.lockOutage.Report(err)
 			}
 		}
 		if claim == nil {
-			wait.Sleep(leads.held, lockRetry)
+			wait.Sleep(leads.Held, lockRetry)
 			continue
 		}
 		select {
-		case <-claim.lost:
+		case <-claim.Lost:
 			r.withdraw(leads, claim)
-			wait.Sleep(leads.held, lockRetry)
-		case <-leads.held.Done():
+			wait.Sleep(leads.Held, lockRetry)
+		case <-leads.Held.Done():
 		}
 	}
 }
 
 // withdraw has outbox_lease say that a lock is lost.
-func (r *Relay) withdraw(leads leadership, claim *lockClaim) {
+func (r *Relay) withdraw(leads lease.Leadership, claim *lease.LockClaim) {
 	pause := 50 * time.Millisecond
-	for leads.held.Err() == nil && leads.lease.claim.Load() == claim {
-		ctx, cancel := context.WithTimeout(leads.held, r.cfg.Lease/3)
-		err := r.leases.renew(ctx, leads.lease)
+	for leads.Held.Err() == nil && leads.Lease.Claim.Load() == claim {
+		ctx, cancel := context.WithTimeout(leads.Held, r.cfg.Lease/3)
+		err := r.leases.Renew(ctx, leads.Lease)
 		cancel()
-		if errors.Is(err, errLeaseLost) {
-			leads.lose(errLeaseLost)
+		if errors.Is(err, lease.ErrLeaseLost) {
+			leads.Lose(lease.ErrLeaseLost)
 			return
 		}
 		if err != nil { // the session reports outages of PostgreSQL
-			wait.Sleep(leads.held, pause)
+			wait.Sleep(leads.Held, pause)
 			pause = min(2*pause, lockRetry)
 		}
 	}
@@ -566,10 +568,10 @@ func (r *Relay) withdraw(leads leadership, claim *lockClaim) {
 
 // giveUpHanging lets another process relay, because the goroutine of Run does not go on.
 // If it ever does, it finds that its lease has expired, and sends nothing.
-func (r *Relay) giveUpHanging(leads leadership) {
+func (r *Relay) giveUpHanging(leads lease.Leadership) {
 	r.log.Error("outbox: Run does not go on, the lease is given up so that another process can relay", "for", r.health.hangsAfter())
-	leads.lease.expire()
-	leads.lose(errLeaseLost)
+	leads.Lease.Expire()
+	leads.Lose(lease.ErrLeaseLost)
 	r.health.gaveUp()
-	r.release(leads.held, leads.lease, nil)
+	r.release(leads.Held, leads.Lease, nil)
 }

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"slices"
 	"sync"
 
@@ -204,10 +205,10 @@ const invalidEvent = "invalid_event"
 // what it is: invalidEvent, unreadableRow, or a class of [kafka.RejectionClass]. It
 // returns "" for every other error.
 func rejectionClass(err error) string {
-	if _, ok := errors.AsType[*fieldError](err); ok { // without the allocation of errors.As: this is called for every event
+	if _, ok := errors.AsType[*envelope.FieldError](err); ok { // without the allocation of errors.As: this is called for every event
 		return invalidEvent
 	}
-	if _, ok := errors.AsType[*unreadableError](err); ok {
+	if _, ok := errors.AsType[*envelope.UnreadableError](err); ok {
 		return unreadableRow
 	}
 	return kafka.RejectionClass(err)

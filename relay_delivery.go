@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"log/slog"
 	"slices"
 	"time"
@@ -24,14 +25,14 @@ type sender interface {
 	// send because stop has ended has errStopping. When produce returns, no record is on
 	// its way any more. An error ends the delivery: the lease is lost, the time to stop is
 	// over, or no client can be made.
-	produce(stop, held context.Context, batch []stored, which []int) (sendResult, error)
+	produce(stop, held context.Context, batch []envelope.Event, which []int) (sendResult, error)
 	// prepare asks Kafka about topics, so that partition knows them.
 	prepare(ctx context.Context, topics []string)
 	// partition returns the partition to which an event goes, or its topic as a whole if
 	// the partition is not known.
-	partition(e *stored) kafka.Partition
+	partition(e *envelope.Event) kafka.Partition
 	// topic returns the topic of an event.
-	topic(e *stored) (string, error)
+	topic(e *envelope.Event) (string, error)
 }
 
 // sendResult is what became of the events that a sender took.
@@ -58,7 +59,7 @@ type deliveryParts struct {
 type deliverer struct{ parts deliveryParts }
 
 // topic returns the topic of an event.
-func (p *deliverer) topic(e *stored) (string, error) { return p.parts.sender.topic(e) }
+func (p *deliverer) topic(e *envelope.Event) (string, error) { return p.parts.sender.topic(e) }
 
 // deliver hands a batch to Kafka and returns the outcome of each event. Events of
 // parked keys are not sent, and neither are events behind one that did not get
@@ -68,7 +69,7 @@ func (p *deliverer) topic(e *stored) (string, error) { return p.parts.sender.top
 // has accepted an event. Events stay pending only if stop was cancelled (no error) or
 // sending ended with an error. After a stop no event is pending in front of one that was
 // sent.
-func (p *deliverer) deliver(stop, held context.Context, batch []stored, parked *parking) ([]outcome, error) {
+func (p *deliverer) deliver(stop, held context.Context, batch []envelope.Event, parked *parking) ([]outcome, error) {
 	d := p.begin(stop, held, batch)
 	d.patient = true
 	for i := range batch {
@@ -84,18 +85,18 @@ func (p *deliverer) deliver(stop, held context.Context, batch []stored, parked *
 // attempt sends a batch of events that have failed before. It differs from deliver in
 // that it waits for nothing: what Kafka as a whole or the breaker does not let through
 // stays pending, and what is for a bad place is unavailable.
-func (p *deliverer) attempt(stop, held context.Context, batch []stored) ([]outcome, error) {
+func (p *deliverer) attempt(stop, held context.Context, batch []envelope.Event) ([]outcome, error) {
 	return p.begin(stop, held, batch).sendAll()
 }
 
 // probe is attempt for events of bad places, which are tried.
-func (p *deliverer) probe(stop, held context.Context, batch []stored) ([]outcome, error) {
+func (p *deliverer) probe(stop, held context.Context, batch []envelope.Event) ([]outcome, error) {
 	d := p.begin(stop, held, batch)
 	d.probing = true
 	return d.sendAll()
 }
 
-func (p *deliverer) begin(stop, held context.Context, batch []stored) *delivery {
+func (p *deliverer) begin(stop, held context.Context, batch []envelope.Event) *delivery {
 	return &delivery{
 		deliveryParts: p.parts, stop: stop, held: held, batch: batch, began: time.Now(),
 		outcomes: make([]outcome, len(batch)), pending: make([]int, 0, len(batch)),
@@ -106,7 +107,7 @@ func (p *deliverer) begin(stop, held context.Context, batch []stored) *delivery 
 type delivery struct {
 	deliveryParts
 	stop, held context.Context
-	batch      []stored
+	batch      []envelope.Event
 	outcomes   []outcome
 	pending    []int // events without an outcome, by their index in batch
 	patient    bool  // wait for Kafka and for the breaker
@@ -231,7 +232,7 @@ func (d *delivery) awaitBreaker() {
 	const shortest = 50 * time.Millisecond
 	if d.breaker.state() == BreakerOpen {
 		e := &d.batch[d.pending[0]]
-		d.log.Warn("outbox: breaker is open, batch stops", "id", e.id, "event_id", string(e.eventID), "wait", d.breaker.wait())
+		d.log.Warn("outbox: breaker is open, batch stops", "id", e.Id, "event_id", string(e.EventID), "wait", d.breaker.wait())
 	}
 	wait.Await(d.stop, d.held, nil, max(d.breaker.wait(), shortest))
 }
@@ -381,7 +382,7 @@ func (d *delivery) isLocal(works bool) bool {
 func (d *delivery) key(i int) string {
 	e := &d.batch[i]
 	topic, _ := d.sender.topic(e) // an event without a topic cannot be sent; the key then has no topic either
-	return tables.ParkingKey(topic, e.key())
+	return tables.ParkingKey(topic, e.Key())
 }
 
 func (d *delivery) markSent(i int, r *kgo.Record) {
@@ -487,7 +488,7 @@ func (d *delivery) skipBad(i int) bool {
 func (d *delivery) reportKafkaOutage(i int, err error) {
 	e := &d.batch[i]
 	topic, _ := d.sender.topic(e)
-	d.kafkaOutage.Report(err, "topic", topic, "id", e.id, "event_id", string(e.eventID))
+	d.kafkaOutage.Report(err, "topic", topic, "id", e.Id, "event_id", string(e.EventID))
 }
 
 // notifySent passes the events with an outcome to the hook, if there are any.

@@ -1,10 +1,12 @@
 package outbox
 
 import (
-	"github.com/outboxgo/outbox/internal/check"
 	"bytes"
 	"context"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"regexp"
 	"strings"
@@ -109,7 +111,7 @@ func TestDeliver(t *testing.T) {
 	t.Parallel()
 	for _, test := range deliverTests {
 		t.Run(test.name, func(t *testing.T) {
-			testDelivery(t, test, func(d *deliverer, stop context.Context, batch []stored) ([]outcome, error) {
+			testDelivery(t, test, func(d *deliverer, stop context.Context, batch []envelope.Event) ([]outcome, error) {
 				return d.deliver(stop, context.Background(), batch, newParking(false))
 			})
 		})
@@ -132,7 +134,7 @@ func TestAttempt(t *testing.T) {
 		{"the lease is lost", "ab", "ab:lost", "..", "", 0},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			testDelivery(t, test, func(d *deliverer, stop context.Context, batch []stored) ([]outcome, error) {
+			testDelivery(t, test, func(d *deliverer, stop context.Context, batch []envelope.Event) ([]outcome, error) {
 				return d.attempt(stop, context.Background(), batch)
 			})
 		})
@@ -203,7 +205,7 @@ func TestAttemptAvoidsBadPlaces(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newFakeSender(t, "a:+ ab:-- ab:++")
 		s.places.Load([]places.Bad{{Name: "orders/1", Class: "unavailable", Err: kgo.ErrRecordTimeout}})
-		try := func(send func(stop, held context.Context, batch []stored) ([]outcome, error), want string) []outcome {
+		try := func(send func(stop, held context.Context, batch []envelope.Event) ([]outcome, error), want string) []outcome {
 			time.Sleep(time.Second)
 			outcomes, err := send(t.Context(), t.Context(), envelopesOf("ab"))
 			require.NoError(t, err)
@@ -281,7 +283,7 @@ func TestDeliverNotifies(t *testing.T) {
 	}
 }
 
-func testDelivery(t *testing.T, test deliveryTest, run func(*deliverer, context.Context, []stored) ([]outcome, error)) {
+func testDelivery(t *testing.T, test deliveryTest, run func(*deliverer, context.Context, []envelope.Event) ([]outcome, error)) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newFakeSender(t, test.play)
 		stop, cancel := context.WithCancel(t.Context())
@@ -290,7 +292,7 @@ func testDelivery(t *testing.T, test deliveryTest, run func(*deliverer, context.
 		start := time.Now()
 		outcomes, err := run(s.deliverer(nil), stop, envelopesOf(test.batch))
 		if strings.Contains(test.play, "lost") {
-			require.ErrorIs(t, err, errLeaseLost)
+			require.ErrorIs(t, err, lease.ErrLeaseLost)
 		} else {
 			require.NoError(t, err)
 		}
@@ -323,7 +325,7 @@ func newFakeSender(t *testing.T, play string) *fakeSender {
 		t: t, play: strings.Fields(play), breaker: newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {}),
 		errs: map[rune]error{
 			'+': nil, '-': kgo.ErrRecordTimeout, 't': kerr.UnknownTopicOrPartition, 'n': fmt.Errorf("%w: %w", kafka.ErrNoLeader, kgo.ErrRecordTimeout),
-			'x': kerr.MessageTooLarge, 'a': errSendAlone, 'i': &fieldError{Field: "Type", Err: check.ErrEmpty}, 'b': errBlocked,
+			'x': kerr.MessageTooLarge, 'a': errSendAlone, 'i': &envelope.FieldError{Field: "Type", Err: check.ErrEmpty}, 'b': errBlocked,
 			's': errStopping,
 		},
 	}
@@ -362,29 +364,29 @@ func (s *fakeSender) next(begins string) string {
 
 func (s *fakeSender) prepare(_ context.Context, topics []string) { s.prepared = topics }
 
-func (s *fakeSender) partition(e *stored) kafka.Partition {
+func (s *fakeSender) partition(e *envelope.Event) kafka.Partition {
 	topic, _ := s.topic(e)
-	return kafka.Partition{Topic: topic, Number: int32(e.key()[0] - 'a')}
+	return kafka.Partition{Topic: topic, Number: int32(e.Key()[0] - 'a')}
 }
 
-func (s *fakeSender) topic(e *stored) (string, error) {
-	if string(e.key()) <= "m" {
+func (s *fakeSender) topic(e *envelope.Event) (string, error) {
+	if string(e.Key()) <= "m" {
 		return "orders", nil
 	}
 	return "payments", nil
 }
 
-func (s *fakeSender) produce(_, _ context.Context, batch []stored, which []int) (sent sendResult, err error) {
+func (s *fakeSender) produce(_, _ context.Context, batch []envelope.Event, which []int) (sent sendResult, err error) {
 	events := ""
 	for _, i := range which {
-		events += string(batch[i].eventID)
+		events += string(batch[i].EventID)
 	}
 	if events == "" {
 		return sent, nil
 	}
 	answers := s.next(events + ":")
 	if answers == "lost" {
-		return sent, errLeaseLost
+		return sent, lease.ErrLeaseLost
 	}
 	if before, ok := strings.CutSuffix(answers, "stop"); ok {
 		s.stop()
@@ -412,9 +414,9 @@ func (s *fakeSender) openBreaker() {
 	}
 }
 
-func envelopesOf(events string) (batch []stored) {
+func envelopesOf(events string) (batch []envelope.Event) {
 	for i, event := range events {
-		batch = append(batch, stored{id: int64(i + 1), eventID: []byte(string(event)), partitionKey: []byte(strings.ToLower(string(event)))})
+		batch = append(batch, envelope.Event{Id: int64(i + 1), EventID: []byte(string(event)), PartitionKey: []byte(strings.ToLower(string(event)))})
 	}
 	return batch
 }

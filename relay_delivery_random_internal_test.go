@@ -1,10 +1,12 @@
 package outbox
 
 import (
-	"github.com/outboxgo/outbox/internal/check"
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"math/rand/v2"
 	"testing"
@@ -70,9 +72,9 @@ type chaos struct {
 	t      *testing.T
 	rng    *rand.Rand
 	events []chaosEvent
-	batch  []stored   // all events
-	cursor int        // events that were decided about
-	rows   []chaosRow // of outbox_failed, in the order of events
+	batch  []envelope.Event // all events
+	cursor int              // events that were decided about
+	rows   []chaosRow       // of outbox_failed, in the order of events
 	parked *parking
 
 	sends     int // calls of produce; after chaosCalm nothing fails any more
@@ -96,7 +98,7 @@ func newChaos(t *testing.T, seed uint64) *chaos {
 		at := kafka.Partition{Topic: fmt.Sprintf("topic-%d", c.rng.IntN(chaosTopics)), Number: int32(c.rng.IntN(chaosPartitions))}
 		key := fmt.Sprintf("%d-%d", at.Number, c.rng.IntN(chaosKeys))
 		c.events = append(c.events, chaosEvent{at: at, key: at.Topic + "/" + key, poison: c.often(0.03), large: c.often(0.05), invalid: c.often(0.02)})
-		c.batch = append(c.batch, stored{id: int64(i + 1), eventID: fmt.Appendf(nil, "%d", i), partitionKey: []byte(key), topic: []byte(at.Topic)})
+		c.batch = append(c.batch, envelope.Event{Id: int64(i + 1), EventID: fmt.Appendf(nil, "%d", i), PartitionKey: []byte(key), Topic: []byte(at.Topic)})
 	}
 	return c
 }
@@ -162,7 +164,7 @@ func (c *chaos) send(stop context.Context, deliverer *deliverer) bool {
 	s := &session{sessionParts: sessionParts{deliverer: deliverer, cfg: RelayConfig{}.withDefaults()}}
 	decided, failures := s.failures(batch, outcomes)
 	if err != nil {
-		require.ErrorIs(c.t, err, errLeaseLost)
+		require.ErrorIs(c.t, err, lease.ErrLeaseLost)
 		c.mayRepeat(c.inBatch)
 		return false
 	}
@@ -175,7 +177,7 @@ func (c *chaos) send(stop context.Context, deliverer *deliverer) bool {
 	defer c.parked.mu.Unlock()
 	c.parked.assign(failures)
 	for _, f := range failures {
-		c.rows = append(c.rows, chaosRow{event: int(f.event.id) - 1, key: f.key})
+		c.rows = append(c.rows, chaosRow{event: int(f.event.Id) - 1, key: f.key})
 	}
 	c.parked.rowsWritten(failures)
 	for range decided {
@@ -225,17 +227,17 @@ func (c *chaos) retry(stop context.Context, deliverer *deliverer) bool {
 
 // attempt returns the keys of which all rows were sent. It returns false if the lease was
 // lost.
-func (c *chaos) attempt(stop context.Context, attempt func(stop, held context.Context, batch []stored) ([]outcome, error), rows []chaosRow) (sent []string, ok bool) {
+func (c *chaos) attempt(stop context.Context, attempt func(stop, held context.Context, batch []envelope.Event) ([]outcome, error), rows []chaosRow) (sent []string, ok bool) {
 	c.inBatch = nil
 	events := make([]failedEvent, len(rows))
-	batch := make([]stored, len(rows))
+	batch := make([]envelope.Event, len(rows))
 	for n, row := range rows {
 		batch[n] = c.batch[row.event]
-		events[n] = failedEvent{stored: batch[n], key: row.key}
+		events[n] = failedEvent{Event: batch[n], key: row.key}
 	}
 	outcomes, err := attempt(stop, c.t.Context(), batch)
 	if err != nil {
-		require.ErrorIs(c.t, err, errLeaseLost)
+		require.ErrorIs(c.t, err, lease.ErrLeaseLost)
 		c.mayRepeat(c.inBatch)
 		return nil, false
 	}
@@ -302,13 +304,13 @@ func (c *chaos) deliverer() *deliverer {
 	}}
 }
 
-func (c *chaos) topic(e *stored) (string, error) { return string(e.topic), nil }
+func (c *chaos) topic(e *envelope.Event) (string, error) { return string(e.Topic), nil }
 
 func (c *chaos) prepare(context.Context, []string) {}
 
 // partition knows the partition most times.
-func (c *chaos) partition(e *stored) kafka.Partition {
-	at := c.events[e.id-1].at
+func (c *chaos) partition(e *envelope.Event) kafka.Partition {
+	at := c.events[e.Id-1].at
 	if c.often(0.2) {
 		return at.WholeTopic()
 	}
@@ -341,7 +343,7 @@ func (c *chaos) change() {
 
 // produce implements [sender]. Records of a partition are accepted up to the first that
 // fails.
-func (c *chaos) produce(stop, _ context.Context, batch []stored, which []int) (sendResult, error) {
+func (c *chaos) produce(stop, _ context.Context, batch []envelope.Event, which []int) (sendResult, error) {
 	require.IsIncreasing(c.t, append([]int{-1}, which...))
 	time.Sleep(time.Duration(c.rng.IntN(20)) * time.Millisecond)
 	c.change()
@@ -350,7 +352,7 @@ func (c *chaos) produce(stop, _ context.Context, batch []stored, which []int) (s
 	case len(which) == 0:
 		return sendResult{}, nil
 	case c.often(0.02):
-		return sendResult{}, errLeaseLost
+		return sendResult{}, lease.ErrLeaseLost
 	case c.often(0.05): // the breaker permits nothing
 		return sendResult{}, nil
 	case c.often(0.1): // or less
@@ -365,18 +367,18 @@ func (c *chaos) produce(stop, _ context.Context, batch []stored, which []int) (s
 }
 
 // fail decides about the records of a send.
-func (c *chaos) fail(batch []stored, which []int, sent sendResult, stopping bool) {
+func (c *chaos) fail(batch []envelope.Event, which []int, sent sendResult, stopping bool) {
 	failed := map[kafka.Partition]error{} // what is behind it is not accepted
 	waits := map[string]error{}           // keys of which an event was not sent
 	for n, i := range which {
-		event := int(batch[i].id) - 1
+		event := int(batch[i].Id) - 1
 		e, err := &c.events[event], &sent.errs[n]
 		sent.records[n] = kgo.Record{Topic: e.at.Topic, Partition: e.at.Number}
 		switch behind := failed[e.at] != nil; {
 		case waits[e.key] != nil:
 			*err = waits[e.key]
 		case e.invalid:
-			*err, waits[e.key] = &fieldError{Field: "Type", Err: check.ErrEmpty}, errBlocked
+			*err, waits[e.key] = &envelope.FieldError{Field: "Type", Err: check.ErrEmpty}, errBlocked
 		case e.large && len(which) > 1:
 			*err, waits[e.key] = errSendAlone, errSendAlone
 		case behind:

@@ -8,7 +8,7 @@ import (
 
 // makePartitions makes partitions ahead of need, if outbox is partitioned.
 func (c *cleaner) makePartitions(context.Context) (int64, error) {
-	ctx, cancel := c.withStatementTimeout()
+	ctx, cancel := c.WithStatementTimeout()
 	defer cancel()
 	is, err := c.store.isPartitioned(ctx)
 	if err != nil || !is {
@@ -47,7 +47,7 @@ func (c *cleaner) cleanOutbox(ctx context.Context) (removed int64, err error) {
 
 // listPartitions returns the partitions, none for a plain table.
 func (c *cleaner) listPartitions() ([]idRange, error) {
-	ctx, cancel := c.withStatementTimeout()
+	ctx, cancel := c.WithStatementTimeout()
 	defer cancel()
 	is, err := c.store.isPartitioned(ctx)
 	if err != nil || !is {
@@ -97,7 +97,7 @@ func (c *cleaner) removeFrom(p idRange, after int64) (step, error) {
 func (c *cleaner) dropOld(ctx context.Context, partitions []idRange) (int64, error) {
 	removed, table := int64(0), true
 	for _, p := range partitions {
-		if stopped := ctx.Err() != nil || c.held.Err() != nil; stopped || !p.closed {
+		if stopped := ctx.Err() != nil || c.Held.Err() != nil; stopped || !p.closed {
 			break
 		}
 		if p.kept {
@@ -119,7 +119,7 @@ func (c *cleaner) dropOld(ctx context.Context, partitions []idRange) (int64, err
 // removed. A review that has to stop continues in the next run.
 func (c *cleaner) reviewed(p idRange) (bool, error) {
 	if c.review == nil || c.review.name != p.name {
-		ctx, cancel := c.withStatementTimeout()
+		ctx, cancel := c.WithStatementTimeout()
 		defer cancel()
 		v, err := c.store.beginReview(ctx, p)
 		if err != nil || v == nil {
@@ -151,7 +151,7 @@ func (c *cleaner) reviewBatch() (ok bool, err error) {
 // drop removes the partition that was reviewed, or only its rows unless table is set; or
 // it returns errBusy.
 func (c *cleaner) drop(table bool) (dropped bool, err error) {
-	ctx, cancel := c.withStatementTimeout()
+	ctx, cancel := c.WithStatementTimeout()
 	defer cancel()
 	dropped, err = c.store.drop(ctx, c.proof(), c.review, table)
 	switch {

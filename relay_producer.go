@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
 	"time"
 
@@ -17,7 +19,7 @@ import (
 // producerConfig is what a producer takes from the relay's configuration.
 type producerConfig struct {
 	opts        []kgo.Opt
-	form        recordForm
+	form        envelope.RecordForm
 	sendTimeout time.Duration
 	linger      time.Duration
 	// passFailedKeys is RelayConfig.PassFailedKeys.
@@ -27,7 +29,7 @@ type producerConfig struct {
 // producer hands events to Kafka. It belongs to one goroutine.
 type producer struct {
 	cfg     producerConfig
-	lease   *lease
+	lease   *lease.Lease
 	breaker *breaker // shared by all producers of a relay that it is to stop
 
 	client   *kgo.Client // nil until needed, after a send without an answer, and after a final error
@@ -39,7 +41,7 @@ type producer struct {
 	named, derived map[string]string // topics, by their name in the row or by the event type
 }
 
-func newProducer(cfg producerConfig, l *lease, b *breaker) *producer {
+func newProducer(cfg producerConfig, l *lease.Lease, b *breaker) *producer {
 	return &producer{cfg: cfg, lease: l, breaker: b, named: map[string]string{}, derived: map[string]string{}}
 }
 
@@ -89,10 +91,10 @@ func withGrace(stop, held context.Context) (context.Context, context.CancelFunc)
 
 // produce implements [sender]. If the breaker permits fewer calls, a batch of the
 // topic holds fewer records, or the client has no room for more, it takes only the first of the events.
-func (p *producer) produce(stop, held context.Context, batch []stored, which []int) (sendResult, error) {
-	p.lease.awaitSure(stop, held)
-	if !p.lease.held() {
-		return sendResult{}, errLeaseLost
+func (p *producer) produce(stop, held context.Context, batch []envelope.Event, which []int) (sendResult, error) {
+	p.lease.AwaitSure(stop, held)
+	if !p.lease.Held() {
+		return sendResult{}, lease.ErrLeaseLost
 	}
 	permit := p.breaker.allow(len(which))
 	defer permit.release()
@@ -201,7 +203,7 @@ func (p *producer) explain(ctx context.Context, acks *acks) bool {
 // passed.
 func (p *producer) handOver(stop, held, grace context.Context, acks *acks) (n int) {
 	promise := acks.promise
-	for ; n < len(acks.records) && acks.permit.holds() && stop.Err() == nil && p.lease.sure(); n++ {
+	for ; n < len(acks.records) && acks.permit.holds() && stop.Err() == nil && p.lease.Sure(); n++ {
 		r := &acks.records[n]
 		if acks.errs[n] != nil {
 			continue
@@ -274,9 +276,9 @@ func (p *producer) abandon(acks *acks) {
 
 // records builds the Kafka records of events. Where that fails, errs says why, and
 // later events of the same key get errBlocked.
-func (p *producer) records(batch []stored, which []int, errs []error) []kgo.Record {
+func (p *producer) records(batch []envelope.Event, which []int, errs []error) []kgo.Record {
 	records := make([]kgo.Record, len(which))
-	headers := make([]kgo.RecordHeader, 0, len(which)*recordHeaders)
+	headers := make([]kgo.RecordHeader, 0, len(which)*envelope.RecordHeaders)
 	var bad []string // keys of events that cannot be sent; few, if any
 	add := func(name string, value []byte) { headers = append(headers, kgo.RecordHeader{Key: name, Value: value}) }
 	for n, i := range which {
@@ -286,13 +288,13 @@ func (p *producer) records(batch []stored, which []int, errs []error) []kgo.Reco
 			continue
 		}
 		first := len(headers)
-		if r.Value, errs[n] = e.record(p.cfg.form, add); errs[n] != nil {
+		if r.Value, errs[n] = e.Record(p.cfg.form, add); errs[n] != nil {
 			if !p.cfg.passFailedKeys {
-				bad = append(bad, tables.ParkingKey(r.Topic, e.key()))
+				bad = append(bad, tables.ParkingKey(r.Topic, e.Key()))
 			}
 			continue
 		}
-		r.Key, r.Headers = e.key(), headers[first:len(headers):len(headers)]
+		r.Key, r.Headers = e.Key(), headers[first:len(headers):len(headers)]
 		if len(bad) > 0 && slices.Contains(bad, tables.ParkingKey(r.Topic, r.Key)) {
 			errs[n] = errBlocked
 		}
@@ -331,24 +333,24 @@ func (p *producer) sendAloneLater(records []kgo.Record, errs []error) {
 }
 
 // partition implements [sender].
-func (p *producer) partition(e *stored) kafka.Partition {
+func (p *producer) partition(e *envelope.Event) kafka.Partition {
 	topic, err := p.topic(e)
 	if err != nil || p.topics == nil {
 		return kafka.Partition{Topic: topic, Number: kafka.Unassigned}
 	}
-	return p.topics.Partition(topic, e.key())
+	return p.topics.Partition(topic, e.Key())
 }
 
 // topic returns the topic of an event. Events of one topic share the string.
-func (p *producer) topic(e *stored) (string, error) {
-	known, name := p.named, e.topic
+func (p *producer) topic(e *envelope.Event) (string, error) {
+	known, name := p.named, e.Topic
 	if name == nil {
-		known, name = p.derived, e.eventType
+		known, name = p.derived, e.EventType
 	}
 	if topic, ok := known[string(name)]; ok {
 		return topic, nil
 	}
-	topic, err := e.destination()
+	topic, err := e.Destination()
 	if err == nil && len(known) < kafka.MaxTopics {
 		known[string(name)] = topic
 	}

@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	"github.com/outboxgo/outbox/internal/lease"
 	"testing"
 	"time"
 
@@ -23,7 +24,7 @@ func TestPromisePanics(t *testing.T) {
 	testenv.CreateTopic(t, brokers, topic, 1)
 	for _, records := range []int{1, 3, 20_000} { // more than the client buffers
 		cfg := producerConfig{opts: []kgo.Opt{kgo.SeedBrokers(brokers...)}, sendTimeout: time.Minute}
-		p := newProducer(cfg, &lease{}, nil)
+		p := newProducer(cfg, &lease.Lease{}, nil)
 		require.NoError(t, p.connect())
 		crashing := &permit{breaker: &breaker{}, granted: records, done: func(error) { panic(bug) }}
 		crashing.unreported.Store(int64(records))

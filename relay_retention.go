@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"math"
 	"strings"
@@ -16,7 +17,7 @@ import (
 // cleaner removes rows that are not kept any longer. It works beside the session and
 // shares with it only the leadership, and whether there is a backlog.
 type cleaner struct {
-	leadership
+	lease.Leadership
 	cfg        cleanerConfig
 	store      *retention
 	hasBacklog func() bool // of events to send
@@ -48,8 +49,8 @@ type laggingRelay struct {
 	reported bool
 }
 
-func newCleaner(leads leadership, cfg cleanerConfig, store *retention, hasBacklog func() bool, log *slog.Logger) *cleaner {
-	return &cleaner{leadership: leads, cfg: cfg, store: store, hasBacklog: hasBacklog, log: log, outages: outage.NewLogs(log)}
+func newCleaner(leads lease.Leadership, cfg cleanerConfig, store *retention, hasBacklog func() bool, log *slog.Logger) *cleaner {
+	return &cleaner{Leadership: leads, cfg: cfg, store: store, hasBacklog: hasBacklog, log: log, outages: outage.NewLogs(log)}
 }
 
 const (
@@ -64,21 +65,21 @@ const (
 // run removes rows at intervals until ctx is cancelled; then it finishes the current
 // batch, if that takes no longer than cleanGrace.
 func (c *cleaner) run(ctx context.Context) {
-	held, lose := context.WithCancelCause(c.held)
+	held, lose := context.WithCancelCause(c.Held)
 	defer lose(nil)
 	stopped := context.AfterFunc(ctx, func() {
 		wait.Sleep(held, cleanGrace)
 		lose(errTooLate)
 	})
 	defer stopped()
-	c.held = held
+	c.Held = held
 	pause := func(took time.Duration) bool { return c.pause(ctx, took) }
 	c.published = walk{batch: c.removePublished, pause: pause}
 	c.handled = walk{batch: c.removeHandled, pause: pause}
 	c.audited = walk{batch: c.removeAudited, pause: pause}
 	c.delivered = walk{batch: c.removeDelivered, pause: pause}
 	for {
-		wait.Await(ctx, c.held, nil, c.cfg.retention.Interval)
+		wait.Await(ctx, c.Held, nil, c.cfg.retention.Interval)
 		if !c.pause(ctx, 0) {
 			return
 		}
@@ -87,7 +88,7 @@ func (c *cleaner) run(ctx context.Context) {
 			continue
 		}
 		result, err := c.runTasks(ctx)
-		if errors.Is(err, errLeaseLost) {
+		if errors.Is(err, lease.ErrLeaseLost) {
 			return
 		}
 		c.notify(result, time.Since(start))
@@ -100,10 +101,10 @@ func (c *cleaner) mayRun(ctx context.Context) bool {
 		return true
 	}
 	start := time.Now()
-	bounded, cancel := c.withStatementTimeout()
+	bounded, cancel := c.WithStatementTimeout()
 	defer cancel()
 	ok, err := c.cfg.mayRun(bounded)
-	if ctx.Err() == nil && c.held.Err() == nil {
+	if ctx.Err() == nil && c.Held.Err() == nil {
 		c.outages.Report("retention", start, err)
 	}
 	return ok && err == nil
@@ -132,16 +133,16 @@ func (c *cleaner) runTasks(ctx context.Context) (result RetentionResult, err err
 		{"retention of outbox_audit", c.cfg.retention.AuditedFor, c.audited.run, &result.Audited},
 		{"retention of event_delivery", c.cfg.retention.DeliveredFor, c.delivered.run, &result.Delivered},
 	} {
-		if task.keep == Forever || task.sum == &result.Resolved && c.cfg.withoutFailed || ctx.Err() != nil || c.held.Err() != nil {
+		if task.keep == Forever || task.sum == &result.Resolved && c.cfg.withoutFailed || ctx.Err() != nil || c.Held.Err() != nil {
 			continue
 		}
 		start := time.Now()
 		*task.sum, err = task.run(ctx)
 		switch {
-		case errors.Is(err, errLeaseLost):
+		case errors.Is(err, lease.ErrLeaseLost):
 			return result, err
 		case errors.Is(err, errBusy):
-		case c.held.Err() == nil:
+		case c.Held.Err() == nil:
 			c.outages.Report(task.name, start, err)
 		}
 	}
@@ -151,11 +152,11 @@ func (c *cleaner) runTasks(ctx context.Context) (result RetentionResult, err err
 // pause waits after a batch: longer after a batch that took long, and as long as there is
 // a backlog to send. It reports whether to go on.
 func (c *cleaner) pause(ctx context.Context, took time.Duration) bool {
-	wait.Await(ctx, c.held, nil, c.cfg.retention.pause(took))
-	for c.hasBacklog() && ctx.Err() == nil && c.held.Err() == nil {
-		wait.Await(ctx, c.held, nil, c.cfg.poll)
+	wait.Await(ctx, c.Held, nil, c.cfg.retention.pause(took))
+	for c.hasBacklog() && ctx.Err() == nil && c.Held.Err() == nil {
+		wait.Await(ctx, c.Held, nil, c.cfg.poll)
 	}
-	return ctx.Err() == nil && c.held.Err() == nil
+	return ctx.Err() == nil && c.Held.Err() == nil
 }
 
 // Cancelling ctx does not end a batch; run ends it after cleanGrace.
@@ -174,7 +175,7 @@ func (c *cleaner) removePublished(_ context.Context, after int64) (step, error) 
 // for the archive, that row stays, and remove is called again for the others.
 func (c *cleaner) removeBatch(after, end int64, remove func(context.Context) (step, error)) (s step, err error) {
 	for {
-		ctx, cancel := c.withStatementTimeout()
+		ctx, cancel := c.WithStatementTimeout()
 		s, err = remove(ctx)
 		cancel()
 		if c.cfg.retention.Archive == nil || !cannotPrint(err) || !c.keepUnprintable(after, end) {
@@ -186,13 +187,13 @@ func (c *cleaner) removeBatch(after, end int64, remove func(context.Context) (st
 // keepUnprintable finds the first row of a batch that PostgreSQL cannot print and keeps it
 // from the archive. It returns false if there is none, or if it finds out nothing.
 func (c *cleaner) keepUnprintable(after, end int64) bool {
-	ctx, cancel := c.withStatementTimeout()
+	ctx, cancel := c.WithStatementTimeout()
 	last, cause := c.store.lastPrintable(ctx, after, end)
 	cancel()
-	if !cannotPrint(cause) || c.held.Err() != nil {
+	if !cannotPrint(cause) || c.Held.Err() != nil {
 		return false
 	}
-	ctx, cancel = c.withStatementTimeout()
+	ctx, cancel = c.WithStatementTimeout()
 	defer cancel()
 	id, err := c.store.keepNext(ctx, last, end)
 	if err != nil {
@@ -204,36 +205,36 @@ func (c *cleaner) keepUnprintable(after, end int64) bool {
 }
 
 func (c *cleaner) removeCursors(_ context.Context, after int64) (step, error) {
-	ctx, cancel := c.withStatementTimeout()
+	ctx, cancel := c.WithStatementTimeout()
 	defer cancel()
 	return c.store.cursors(ctx, c.proof(), after)
 }
 
 func (c *cleaner) removeResolved(context.Context, int64) (step, error) {
-	ctx, cancel := c.withStatementTimeout()
+	ctx, cancel := c.WithStatementTimeout()
 	defer cancel()
 	return c.store.resolved(ctx, c.proof())
 }
 
 func (c *cleaner) removeHandled(_ context.Context, after int64) (step, error) {
-	ctx, cancel := c.withStatementTimeout()
+	ctx, cancel := c.WithStatementTimeout()
 	defer cancel()
 	return c.store.handled(ctx, after)
 }
 
 func (c *cleaner) removeAudited(_ context.Context, after int64) (step, error) {
-	ctx, cancel := c.withStatementTimeout()
+	ctx, cancel := c.WithStatementTimeout()
 	defer cancel()
 	return c.store.audited(ctx, after)
 }
 
 func (c *cleaner) removeDelivered(_ context.Context, after int64) (step, error) {
-	ctx, cancel := c.withStatementTimeout()
+	ctx, cancel := c.WithStatementTimeout()
 	defer cancel()
 	return c.store.delivered(ctx, after)
 }
 
-func (c *cleaner) proof() *proof { return &proof{c.lease, c.cfg.name} }
+func (c *cleaner) proof() *proof { return &proof{c.Lease, c.cfg.name} }
 
 // reportLagging logs once which relay or group keeps back rows that are old enough to go. It takes
 // two runs with the same relay, because an old row may have been committed just now.

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"slices"
 	"strings"
@@ -18,7 +20,7 @@ import (
 
 // retrierParts is what a retrier uses.
 type retrierParts struct {
-	leadership
+	lease.Leadership
 	cfg       RelayConfig
 	store     *failedStore
 	deliverer *deliverer       // its sender is the retrier's own
@@ -68,15 +70,15 @@ func (r *retrier) runProbes(ctx context.Context) { r.repeat(ctx, nil, r.probeAll
 
 // repeat runs rounds, unless the breaker is open.
 func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, round func(context.Context) error) {
-	for ctx.Err() == nil && r.held.Err() == nil {
+	for ctx.Err() == nil && r.Held.Err() == nil {
 		if r.breaker.state() != BreakerOpen { // a round that is skipped says nothing about PostgreSQL
 			err := round(ctx)
-			if r.held.Err() != nil || errors.Is(err, errLeaseLost) {
+			if r.Held.Err() != nil || errors.Is(err, lease.ErrLeaseLost) {
 				return
 			}
 			r.outage.Report(err)
 		}
-		wait.Await(ctx, r.held, now, r.cfg.RetryInterval)
+		wait.Await(ctx, r.Held, now, r.cfg.RetryInterval)
 	}
 }
 
@@ -91,7 +93,7 @@ func (r *retrier) retryAll(ctx context.Context) error {
 			}
 			reconciled = time.Now()
 		}
-		read, cancel := r.withStatementTimeout()
+		read, cancel := r.WithStatementTimeout()
 		queues, err := r.store.places(read)
 		cancel()
 		if err != nil {
@@ -216,16 +218,16 @@ func (r *retrier) reconcile(stop context.Context) error {
 		return nil
 	}
 	start := time.Now()
-	ctx, cancel := r.withStatementTimeout()
+	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
-	if err := r.store.retryDead(ctx, r.lease, r.cfg.RetryDeadAfter); err != nil {
+	if err := r.store.retryDead(ctx, r.Lease, r.cfg.RetryDeadAfter); err != nil {
 		return err
 	}
 	if r.cfg.PassFailedKeys {
-		return r.store.promoteAll(stop, r.withStatementTimeout, r.lease)
+		return r.store.promoteAll(stop, r.WithStatementTimeout, r.Lease)
 	}
 	var wrong []string
-	page := r.store.keys(r.withStatementTimeout, &wrong)
+	page := r.store.keys(r.WithStatementTimeout, &wrong)
 	err := r.parked.recount(func(after string) ([]keyRows, error) {
 		if stop.Err() != nil {
 			return nil, errStopping
@@ -249,20 +251,20 @@ func (r *retrier) promote(stop context.Context, keys []string) error {
 	r.probed.mu.Lock()
 	defer r.probed.mu.Unlock()
 	keys = slices.DeleteFunc(keys, func(key string) bool { return slices.Contains(r.probed.keys, key) })
-	return r.store.promote(stop, r.withStatementTimeout, r.lease, keys)
+	return r.store.promote(stop, r.WithStatementTimeout, r.Lease, keys)
 }
 
 // find returns the first of the events that a query finds, in their order: as many as
 // fitting allows. It ends in front of an event that cannot be read, or returns that one
 // alone.
 func (r *retrier) find(query func(context.Context) ([]failedEvent, error)) ([]failedEvent, error) {
-	ctx, cancel := r.withStatementTimeout()
+	ctx, cancel := r.WithStatementTimeout()
 	found, err := query(ctx)
 	cancel()
 	for n := fitting(found); err == nil && len(found) > 0; n = 1 {
 		var events []failedEvent
 		events, err = r.readRows(found[:n], true)
-		unreadable := r.held.Err() == nil && (isUnreadable(err) || tookTooLong(err))
+		unreadable := r.Held.Err() == nil && (isUnreadable(err) || tookTooLong(err))
 		switch {
 		case len(events) > 0 && (err == nil || unreadable):
 			return events, nil
@@ -278,7 +280,7 @@ func (r *retrier) find(query func(context.Context) ([]failedEvent, error)) ([]fa
 }
 
 func (r *retrier) readRows(found []failedEvent, payload bool) ([]failedEvent, error) {
-	ctx, cancel := r.withStatementTimeout()
+	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
 	return r.store.readRows(ctx, found, payload)
 }
@@ -314,15 +316,15 @@ func tookTooLong(err error) bool {
 // retry sends events and saves the results. It returns the keys of which every event was
 // sent, or errNotPermitted if an event was neither tried nor blocked.
 func (r *retrier) retry(ctx context.Context, events []failedEvent,
-	send func(stop, held context.Context, batch []stored) ([]outcome, error)) (sent []string, err error) {
+	send func(stop, held context.Context, batch []envelope.Event) ([]outcome, error)) (sent []string, err error) {
 	if len(events) == 1 && events[0].unreadable != nil {
 		return nil, r.rejectUnreadable(&events[0])
 	}
-	batch := make([]stored, len(events))
+	batch := make([]envelope.Event, len(events))
 	for i := range events {
-		batch[i] = events[i].stored
+		batch[i] = events[i].Event
 	}
-	outcomes, err := send(ctx, r.held, batch)
+	outcomes, err := send(ctx, r.Held, batch)
 	if err != nil {
 		return nil, err
 	}
@@ -387,10 +389,10 @@ func (r *retrier) save(results []retryResult) error {
 	for uncertain := false; ; uncertain = true {
 		err := r.trySave(results, uncertain)
 		switch {
-		case err == nil, errors.Is(err, errLeaseLost), pg.IsUndefined(err):
+		case err == nil, errors.Is(err, lease.ErrLeaseLost), pg.IsUndefined(err):
 			return err
-		case r.held.Err() != nil:
-			return context.Cause(r.held)
+		case r.Held.Err() != nil:
+			return context.Cause(r.Held)
 		case tookTooLong(err) && len(results) > 1:
 			if err := r.save(results[:len(results)/2]); err != nil {
 				return err
@@ -398,7 +400,7 @@ func (r *retrier) save(results []retryResult) error {
 			return r.save(results[len(results)/2:])
 		}
 		r.outage.Report(err)
-		wait.Sleep(r.held, r.outage.Backoff())
+		wait.Sleep(r.Held, r.outage.Backoff())
 	}
 }
 
@@ -408,9 +410,9 @@ func (r *retrier) save(results []retryResult) error {
 func (r *retrier) trySave(results []retryResult, uncertain bool) error {
 	r.parked.mu.Lock()
 	defer r.parked.mu.Unlock()
-	ctx, cancel := r.withStatementTimeout()
+	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
-	left, err := r.store.saveResults(ctx, r.lease, results, r.cfg.KeepSent)
+	left, err := r.store.saveResults(ctx, r.Lease, results, r.cfg.KeepSent)
 	if err != nil {
 		return err
 	}
@@ -450,10 +452,10 @@ func (r *retrier) resultOf(e *failedEvent, o outcome) (result retryResult, ok bo
 // notifyRejected logs a rejected retry and calls the hook.
 func (r *retrier) notifyRejected(result retryResult) {
 	e := result.event
-	topic, _ := e.destination() // "" if none follows from its type
-	args := []any{"id", e.id, "event_id", string(e.eventID), "type", string(e.eventType), "aggregate_id", string(e.aggregateID),
-		"topic", topic, "key", string(e.stored.key()), "attempt", e.retries + result.count, "class", result.class, "error", result.err}
-	ctx, hook := e.context(r.held), r.cfg.Hooks.Rejected
+	topic, _ := e.Destination() // "" if none follows from its type
+	args := []any{"id", e.Id, "event_id", string(e.EventID), "type", string(e.EventType), "aggregate_id", string(e.AggregateID),
+		"topic", topic, "key", string(e.Event.Key()), "attempt", e.retries + result.count, "class", result.class, "error", result.err}
+	ctx, hook := e.Context(r.Held), r.cfg.Hooks.Rejected
 	if result.status == StatusDead {
 		hook = r.cfg.Hooks.Dead
 		r.log.ErrorContext(ctx, "outbox: event is dead", append(args, "key_is_held", r.cfg.HoldDead)...)
@@ -462,6 +464,6 @@ func (r *retrier) notifyRejected(result retryResult) {
 		r.log.WarnContext(ctx, "outbox: retry failed", args...)
 	}
 	if hook != nil {
-		hook(failedEventOf(&e.stored, result.class, result.err, e.retries+result.count))
+		hook(failedEventOf(&e.Event, result.class, result.err, e.retries+result.count))
 	}
 }

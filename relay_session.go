@@ -3,6 +3,8 @@ package outbox
 import (
 	"context"
 	"errors"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"sync/atomic"
 	"time"
@@ -18,30 +20,30 @@ import (
 
 // cursorStore reads and moves the cursor of a relay. [cursors] does so in PostgreSQL.
 type cursorStore interface {
-	load(ctx context.Context, l *lease) (position, error)
-	rebase(ctx context.Context, l *lease) (unsent int64, err error)
-	open(ctx context.Context, l *lease, p position, limit int) (next position, events []stored, large bool, err error)
+	load(ctx context.Context, l *lease.Lease) (position, error)
+	rebase(ctx context.Context, l *lease.Lease) (unsent int64, err error)
+	open(ctx context.Context, l *lease.Lease, p position, limit int) (next position, events []envelope.Event, large bool, err error)
 	glance(ctx context.Context) (changed bool, err error)
 	windowStore
-	move(ctx context.Context, l *lease, p position, failures []failure) (id int64, err error)
+	move(ctx context.Context, l *lease.Lease, p position, failures []failure) (id int64, err error)
 }
 
 // sessionParts is what a session uses.
 type sessionParts struct {
-	leadership
+	lease.Leadership
 	cfg     RelayConfig
 	cursors cursorStore
 	leases  interface {
-		renew(ctx context.Context, l *lease) error
+		Renew(ctx context.Context, l *lease.Lease) error
 	}
 	failed interface {
-		keys(statement statementContext, wrong *[]string) func(after string) ([]keyRows, error)
-		freed(statement statementContext, since time.Duration) func() ([]keyRows, error)
+		keys(statement lease.StatementContext, wrong *[]string) func(after string) ([]keyRows, error)
+		freed(statement lease.StatementContext, since time.Duration) func() ([]keyRows, error)
 		places(ctx context.Context) ([]places.Bad, error)
 	}
 	deliverer interface {
-		deliver(stop, held context.Context, batch []stored, parked *parking) ([]outcome, error)
-		topic(e *stored) (string, error)
+		deliver(stop, held context.Context, batch []envelope.Event, parked *parking) ([]outcome, error)
+		topic(e *envelope.Event) (string, error)
 	}
 	ticks  *wakeup.Ticks
 	parked *parking         // shared with the retrier
@@ -71,7 +73,7 @@ type session struct {
 
 func newSession(p sessionParts) *session {
 	return &session{
-		sessionParts: p, window: newWindowReader(p.cursors, p.cfg.BatchSize), beside: p.newGroup(), rhythm: wakeup.Rhythm{Idle: p.cfg.PollInterval, Ticks: p.ticks},
+		sessionParts: p, window: newWindowReader(p.cursors, p.cfg.BatchSize), beside: p.NewGroup(), rhythm: wakeup.Rhythm{Idle: p.cfg.PollInterval, Ticks: p.ticks},
 	}
 }
 
@@ -92,7 +94,7 @@ func (s *session) run(ctx context.Context, others ...func(context.Context)) erro
 	defer func() {
 		stop()
 		if panics {
-			s.lose(errLeaseLost) // so that the others end at once
+			s.Lose(lease.ErrLeaseLost) // so that the others end at once
 		}
 	}()
 	err = s.stayUpToDate(ctx)
@@ -112,7 +114,7 @@ func (s *session) stayUpToDate(ctx context.Context) (err error) {
 		s.window.forget()
 		// Loading proves nothing, and another process may have moved the cursor: on a
 		// machine that was suspended, the clock has not seen the lease expire.
-		err = s.try(func(ctx context.Context) error { return s.leases.renew(ctx, s.lease) })
+		err = s.try(func(ctx context.Context) error { return s.leases.Renew(ctx, s.Lease) })
 		if err == nil {
 			err = s.load()
 		}
@@ -140,7 +142,7 @@ func (s *session) reportJump(known int64) {
 // first.
 func (s *session) load() error {
 	load := func(ctx context.Context) (err error) {
-		s.pos, err = s.cursors.load(ctx, s.lease)
+		s.pos, err = s.cursors.load(ctx, s.Lease)
 		return err
 	}
 	err := s.try(load)
@@ -174,12 +176,12 @@ func (s *session) load() error {
 // parkedKeys returns a function that returns the keys which have to wait. While the lease is not exclusive, these are also keys that an
 // operator has freed: the process that had the lease before may be sending what was resolved.
 func (s *session) parkedKeys() func(after string) ([]keyRows, error) {
-	page := s.failed.keys(s.withStatementTimeout, nil)
-	if s.lease.exclusive() {
+	page := s.failed.keys(s.WithStatementTimeout, nil)
+	if s.Lease.Exclusive() {
 		return page
 	}
 	const longest = time.Hour // that another process can have had an event in hand, whatever its lease was
-	freed := s.failed.freed(s.withStatementTimeout, max(longest, 2*s.cfg.Lease))
+	freed := s.failed.freed(s.WithStatementTimeout, max(longest, 2*s.cfg.Lease))
 	return func(after string) ([]keyRows, error) {
 		keys, err := page(after)
 		if err == nil && len(keys) == 0 {
@@ -197,7 +199,7 @@ func (s *session) rebase() error {
 	s.health.beginLongTask("the cursor is moved here from another cluster")
 	defer s.health.endLongTask()
 	err := s.try(func(context.Context) (err error) {
-		unsent, err = s.cursors.rebase(s.held, s.lease)
+		unsent, err = s.cursors.rebase(s.Held, s.Lease)
 		return err
 	})
 	if err == nil {
@@ -249,7 +251,7 @@ const glanceTimeout = time.Second
 // glance reports whether there may be something to find. If PostgreSQL fails, the next look says so.
 func (s *session) glance() bool {
 	s.health.progressed()
-	ctx, cancel := context.WithTimeout(s.held, glanceTimeout)
+	ctx, cancel := context.WithTimeout(s.Held, glanceTimeout)
 	defer cancel()
 	changed, err := s.cursors.glance(ctx)
 	return changed || err != nil
@@ -267,14 +269,14 @@ func (s *session) sleep(ctx context.Context, pause time.Duration) bool {
 	case <-s.heard:
 		s.rhythm.Notified(time.Now())
 	case <-ctx.Done():
-	case <-s.held.Done():
+	case <-s.Held.Done():
 	}
 	return false
 }
 
 // next returns the events to send next: further ones of the open window, or those of a
 // new one. It returns none when there is nothing to send, or when ctx is cancelled.
-func (s *session) next(ctx context.Context) (batch []stored, err error) {
+func (s *session) next(ctx context.Context) (batch []envelope.Event, err error) {
 	for ctx.Err() == nil && err == nil && len(batch) == 0 {
 		switch {
 		case s.window.drained():
@@ -298,7 +300,7 @@ func (s *session) next(ctx context.Context) (batch []stored, err error) {
 // While the statement reads, no other can renew the lease. So it gets less time than the
 // lease lasts, and it reads nothing if it took too long before, or if it is the first:
 // perhaps it is for this that the last session has lost its lease.
-func (s *session) open() (batch []stored, large bool, err error) {
+func (s *session) open() (batch []envelope.Event, large bool, err error) {
 	began, limit := time.Now(), s.window.limits.events.most
 	if !s.opened {
 		limit = 0
@@ -326,23 +328,23 @@ func (s *session) open() (batch []stored, large bool, err error) {
 	return batch, large, err
 }
 
-func (s *session) openUpTo(ctx context.Context, limit int) (batch []stored, large bool, err error) {
+func (s *session) openUpTo(ctx context.Context, limit int) (batch []envelope.Event, large bool, err error) {
 	if limit > 0 {
 		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeout(ctx, s.statementTimeout/4)
+		ctx, cancel = context.WithTimeout(ctx, s.StatementTimeout/4)
 		defer cancel()
 	}
-	s.pos, batch, large, err = s.cursors.open(ctx, s.lease, s.pos, limit)
+	s.pos, batch, large, err = s.cursors.open(ctx, s.Lease, s.pos, limit)
 	return batch, large, err
 }
 
 // take returns the events that were fetched ahead, or fetches them now.
-func (s *session) take() (batch []stored, err error) {
+func (s *session) take() (batch []envelope.Event, err error) {
 	if batch = s.window.prefetched(); len(batch) > 0 || s.window.drained() {
 		return batch, nil
 	}
 	err = s.try(func(context.Context) (err error) {
-		batch, err = s.window.take(s.pos, s.withStatementTimeout)
+		batch, err = s.window.take(s.pos, s.WithStatementTimeout)
 		return err
 	})
 	return batch, err
@@ -351,20 +353,20 @@ func (s *session) take() (batch []stored, err error) {
 // send sends a batch, and moves the cursor behind the events that have an outcome. The
 // move behind the last batch of a window is left to the statement that opens the next
 // window. If ctx or the lease ends first, the next holder sends the rest.
-func (s *session) send(ctx context.Context, batch []stored) error {
-	s.window.prefetch(s.pos, s.withStatementTimeout, s.beside.Go)
+func (s *session) send(ctx context.Context, batch []envelope.Event) error {
+	s.window.prefetch(s.pos, s.WithStatementTimeout, s.beside.Go)
 	start := time.Now()
-	outcomes, err := s.deliverer.deliver(ctx, s.held, batch, s.parked)
+	outcomes, err := s.deliverer.deliver(ctx, s.Held, batch, s.parked)
 	decided, failures := s.failures(batch, outcomes)
 	if decided > 0 {
 		s.health.cursorMoved()
-		s.pos.last = batch[decided-1].id
+		s.pos.last = batch[decided-1].Id
 		s.pos.highest = max(s.pos.highest, s.pos.last)
 		s.recorded = false
 	}
 	s.log.Debug("outbox: batch sent", "events", decided, "of", len(batch), "failed", len(failures), "last", s.pos.last,
 		"took", time.Since(start))
-	if errors.Is(err, errLeaseLost) {
+	if errors.Is(err, lease.ErrLeaseLost) {
 		return err
 	}
 	if decided < len(batch) || len(failures) > 0 || !s.window.drained() {
@@ -378,7 +380,7 @@ func (s *session) send(ctx context.Context, batch []stored) error {
 
 // failures returns how many events from the start of the batch have an outcome, and those
 // of them that did not get through.
-func (s *session) failures(batch []stored, outcomes []outcome) (decided int, failures []failure) {
+func (s *session) failures(batch []envelope.Event, outcomes []outcome) (decided int, failures []failure) {
 	for i, o := range outcomes {
 		e := &batch[i]
 		status, wait := StatusParked, time.Duration(0)
@@ -389,7 +391,7 @@ func (s *session) failures(batch []stored, outcomes []outcome) (decided int, fai
 			continue
 		case outcomeRejected:
 			status, wait = StatusFailed, s.cfg.retryWait(1)
-			if o.class == unreadableRow && s.lease.exclusive() {
+			if o.class == unreadableRow && s.Lease.Exclusive() {
 				status, wait = StatusDead, 0
 			}
 		case outcomeUnavailable:
@@ -398,7 +400,7 @@ func (s *session) failures(batch []stored, outcomes []outcome) (decided int, fai
 		}
 		topic, _ := s.deliverer.topic(e)
 		failures = append(failures, failure{
-			event: e, key: tables.ParkingKey(topic, e.key()), status: status, class: o.class, err: o.err, wait: wait, place: o.place,
+			event: e, key: tables.ParkingKey(topic, e.Key()), status: status, class: o.class, err: o.err, wait: wait, place: o.place,
 			rejected: o.kind == outcomeRejected, pending: o.kind == outcomeParked,
 			held: status == StatusDead && s.cfg.HoldDead,
 		})
@@ -414,15 +416,15 @@ func (s *session) notifyRejected(failures []failure) {
 			continue
 		}
 		e, hook := f.event, s.cfg.Hooks.Rejected
-		topic, _ := e.destination() // "" if none follows from its type
-		args := []any{"id", e.id, "event_id", string(e.eventID), "type", string(e.eventType),
-			"aggregate_id", string(e.aggregateID), "topic", topic, "key", string(e.key()), "class", f.class, "error", f.err}
+		topic, _ := e.Destination() // "" if none follows from its type
+		args := []any{"id", e.Id, "event_id", string(e.EventID), "type", string(e.EventType),
+			"aggregate_id", string(e.AggregateID), "topic", topic, "key", string(e.Key()), "class", f.class, "error", f.err}
 		if f.status == StatusDead {
 			hook = s.cfg.Hooks.Dead
-			s.log.ErrorContext(e.context(s.held), "outbox: event is dead", append(args, "key_is_held", f.held)...)
+			s.log.ErrorContext(e.Context(s.Held), "outbox: event is dead", append(args, "key_is_held", f.held)...)
 			s.eventDied()
 		} else {
-			s.log.WarnContext(e.context(s.held), "outbox: event rejected", args...)
+			s.log.WarnContext(e.Context(s.Held), "outbox: event rejected", args...)
 		}
 		if hook != nil {
 			hook(failedEventOf(e, f.class, f.err, 0))
@@ -441,9 +443,9 @@ func (s *session) record(failures []failure) error {
 		s.parked.assign(failures)
 	}
 	return s.try(func(ctx context.Context) error {
-		id, err := s.cursors.move(ctx, s.lease, s.pos, failures)
+		id, err := s.cursors.move(ctx, s.Lease, s.pos, failures)
 		if err == nil {
-			s.pos.cursorID, s.pos.epoch, s.recorded = id, s.lease.epoch, true
+			s.pos.cursorID, s.pos.epoch, s.recorded = id, s.Lease.Epoch, true
 			s.parked.rowsWritten(failures)
 		}
 		return err
@@ -455,20 +457,20 @@ func (s *session) record(failures []failure) error {
 func (s *session) try(f func(context.Context) error) error {
 	for {
 		s.health.progressed()
-		ctx, cancel := s.withStatementTimeout()
+		ctx, cancel := s.WithStatementTimeout()
 		err := f(ctx)
 		cancel()
 		switch {
-		case s.held.Err() != nil && err != nil:
-			return context.Cause(s.held)
+		case s.Held.Err() != nil && err != nil:
+			return context.Cause(s.Held)
 		case pg.IsUndefined(err):
 			return notMigrated(s.cfg.Schema, err)
-		case err == nil, errors.Is(err, errStale), errors.Is(err, errLeaseLost),
+		case err == nil, errors.Is(err, errStale), errors.Is(err, lease.ErrLeaseLost),
 			errors.Is(err, errOtherCluster), errors.Is(err, ErrSequenceBehind):
 			s.outage.Report(nil)
 			return err
 		}
 		s.outage.Report(err)
-		wait.Sleep(s.held, s.outage.Backoff())
+		wait.Sleep(s.Held, s.outage.Backoff())
 	}
 }

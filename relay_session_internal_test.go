@@ -6,6 +6,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"slices"
 	"strconv"
@@ -59,7 +61,7 @@ var sessionTests = []struct {
 	{name: "the cursor is stale when it moves: from where it is, all is sent again", events: 3, faults: []string{"move: stale"}, sent: "12 12 3", at: "3"},
 	{name: "the cursor was moved by another process", events: 5, faults: []string{"move: moved"}, sent: "12 5", at: "5", log: "cursor is not where it was left"},
 	{name: "the newest rows of the cursor were lost", events: 3, faults: []string{"move: rolled back"}, sent: "12 12 3", at: "3", log: "PostgreSQL has lost the newest rows"},
-	{name: "whoever finds the cursor stale proves the lease first", events: 3, faults: []string{"move: stale", "renew: lost"}, sent: "12", err: errLeaseLost, at: "0/3"},
+	{name: "whoever finds the cursor stale proves the lease first", events: 3, faults: []string{"move: stale", "renew: lost"}, sent: "12", err: lease.ErrLeaseLost, at: "0/3"},
 	{name: "the cursor is one of another cluster: it is rebased", events: 3, faults: []string{"load: other cluster"}, sent: "12 3", at: "3", log: "restored from another cluster"},
 	{name: "the sequence is behind: an operator has to decide", events: 3, faults: []string{"load: sequence behind"}, err: ErrSequenceBehind, at: "0"},
 
@@ -100,10 +102,10 @@ var sessionTests = []struct {
 	{name: "the tables are gone", events: 3, faults: []string{"open: undefined"}, err: ErrNotMigrated, at: "0"},
 
 	// The lease is lost.
-	{name: "the lease is lost when the cursor is loaded", events: 3, faults: []string{"load: lost"}, err: errLeaseLost, at: "0"},
-	{name: "the lease is lost when a window opens", events: 3, faults: []string{"open: lost"}, err: errLeaseLost, at: "0"},
-	{name: "the lease is lost when a batch is sent: what has no outcome is not passed", events: 5, plays: []string{"", "+.lost"}, sent: "12 34", err: errLeaseLost, at: "2/5"},
-	{name: "the lease ends while PostgreSQL does not answer", events: 3, faults: []string{"move: down and lease over"}, sent: "12", err: errLeaseLost, at: "0/3", waits: true},
+	{name: "the lease is lost when the cursor is loaded", events: 3, faults: []string{"load: lost"}, err: lease.ErrLeaseLost, at: "0"},
+	{name: "the lease is lost when a window opens", events: 3, faults: []string{"open: lost"}, err: lease.ErrLeaseLost, at: "0"},
+	{name: "the lease is lost when a batch is sent: what has no outcome is not passed", events: 5, plays: []string{"", "+.lost"}, sent: "12 34", err: lease.ErrLeaseLost, at: "2/5"},
+	{name: "the lease ends while PostgreSQL does not answer", events: 3, faults: []string{"move: down and lease over"}, sent: "12", err: lease.ErrLeaseLost, at: "0/3", waits: true},
 
 	// Not all gets through.
 	{name: "told to stop in the middle of a batch: the cursor moves behind what was sent", events: 5, plays: []string{"", "+.stop"}, sent: "12 34", at: "3/5"},
@@ -211,7 +213,7 @@ func TestSessionRunsOthers(t *testing.T) {
 		require.Equal(t, 1, ended)
 
 		f = newFakeStore(t, 3, []string{"load: lost"})
-		require.ErrorIs(t, f.run(func(context.Context) { require.Fail(t, "there is no cursor") }), errLeaseLost)
+		require.ErrorIs(t, f.run(func(context.Context) { require.Fail(t, "there is no cursor") }), lease.ErrLeaseLost)
 	})
 }
 
@@ -269,7 +271,7 @@ type fakeStore struct {
 	parked     *parking
 	log        bytes.Buffer
 
-	lease *lease
+	lease *lease.Lease
 	stop  func() // tells the session to stop
 	held  context.Context
 	lose  func(error) // ends the lease
@@ -279,8 +281,8 @@ var errDown = errors.New("connection refused")
 
 func newFakeStore(t *testing.T, events int, faults []string) *fakeStore {
 	until := time.Now().Add(time.Hour)
-	f := &fakeStore{t: t, events: events, faults: slices.Clone(faults), pos: position{cursorID: 1, base: seeing(0), epoch: 6}, parked: newParking(false), lease: &lease{epoch: 7}}
-	f.lease.until.Store(&until)
+	f := &fakeStore{t: t, events: events, faults: slices.Clone(faults), pos: position{cursorID: 1, base: seeing(0), epoch: 6}, parked: newParking(false), lease: &lease.Lease{Epoch: 7}}
+	f.lease.Until.Store(&until)
 	return f
 }
 
@@ -297,7 +299,7 @@ func (f *fakeStore) run(others ...func(context.Context)) error {
 func (f *fakeStore) session(held context.Context, cfg RelayConfig) *session {
 	log := slog.New(slog.NewTextHandler(&f.log, nil))
 	s := newSession(sessionParts{
-		leadership: leadership{lease: f.lease, held: held, lose: f.lose, statementTimeout: cfg.Lease},
+		Leadership: lease.Leadership{Lease: f.lease, Held: held, Lose: f.lose, StatementTimeout: cfg.Lease},
 		cfg:        cfg, cursors: f, leases: f, failed: f, deliverer: f, parked: f.parked, log: log, places: places.NewRegistry(outage.NewLogs(log)),
 		health: newHealthState(cfg, newBreaker(cfg.Breaker, func(_, _ BreakerState, _ float64) {})),
 		outage: outage.NewLog(log, "PostgreSQL"), wake: make(chan struct{}),
@@ -341,7 +343,7 @@ func (f *fakeStore) fault(operation string) (done bool, err error) {
 		f.stop()
 		return true, nil
 	case "down and lease over":
-		time.AfterFunc(time.Millisecond, func() { f.lose(errLeaseLost) })
+		time.AfterFunc(time.Millisecond, func() { f.lose(lease.ErrLeaseLost) })
 		return false, errDown
 	case "moved": // by another process, which has come to 4
 		f.pos = position{cursorID: f.pos.cursorID + 1, base: seeing(0), window: seeing(f.events), last: 4, highest: 4}
@@ -351,24 +353,24 @@ func (f *fakeStore) fault(operation string) (done bool, err error) {
 		return false, errStale
 	}
 	err = map[string]error{
-		"stale": errStale, "lost": errLeaseLost, "too much": errTooMuch, "late": context.DeadlineExceeded, "cancelled": &pgconn.PgError{Code: "57014"}, "other cluster": errOtherCluster,
+		"stale": errStale, "lost": lease.ErrLeaseLost, "too much": errTooMuch, "late": context.DeadlineExceeded, "cancelled": &pgconn.PgError{Code: "57014"}, "other cluster": errOtherCluster,
 		"sequence behind": ErrSequenceBehind, "undefined": &pgconn.PgError{Code: "42P01"},
 	}[what]
 	require.Error(f.t, err, what)
 	return false, err
 }
 
-func (f *fakeStore) load(context.Context, *lease) (position, error) {
+func (f *fakeStore) load(context.Context, *lease.Lease) (position, error) {
 	_, err := f.fault("load")
 	return f.pos, err
 }
 
-func (f *fakeStore) rebase(context.Context, *lease) (int64, error) {
+func (f *fakeStore) rebase(context.Context, *lease.Lease) (int64, error) {
 	_, err := f.fault("rebase")
 	return 0, err
 }
 
-func (f *fakeStore) renew(context.Context, *lease) error {
+func (f *fakeStore) Renew(context.Context, *lease.Lease) error {
 	_, err := f.fault("renew")
 	return err
 }
@@ -378,12 +380,12 @@ func (f *fakeStore) glance(context.Context) (bool, error) {
 	return true, err
 }
 
-func (f *fakeStore) freed(statementContext, time.Duration) func() ([]keyRows, error) {
+func (f *fakeStore) freed(lease.StatementContext, time.Duration) func() ([]keyRows, error) {
 	f.t.Error("its lease is exclusive")
 	return nil
 }
 
-func (f *fakeStore) keys(statementContext, *[]string) func(after string) ([]keyRows, error) {
+func (f *fakeStore) keys(lease.StatementContext, *[]string) func(after string) ([]keyRows, error) {
 	return func(after string) (keys []keyRows, err error) {
 		if after != "" {
 			return nil, nil
@@ -398,7 +400,7 @@ func (f *fakeStore) keys(statementContext, *[]string) func(after string) ([]keyR
 
 func (f *fakeStore) places(context.Context) ([]places.Bad, error) { return nil, nil }
 
-func (f *fakeStore) open(_ context.Context, l *lease, p position, limit int) (next position, events []stored, large bool, err error) {
+func (f *fakeStore) open(_ context.Context, l *lease.Lease, p position, limit int) (next position, events []envelope.Event, large bool, err error) {
 	done, err := f.fault("open")
 	if !done {
 		return p, nil, false, err
@@ -425,7 +427,7 @@ func (f *fakeStore) open(_ context.Context, l *lease, p position, limit int) (ne
 	}
 	next.epoch = p.epoch
 	if len(ids) > 0 || p.window != "" {
-		next.cursorID, next.epoch = next.cursorID+1, l.epoch
+		next.cursorID, next.epoch = next.cursorID+1, l.Epoch
 		f.pos = next
 	}
 	if err != nil {
@@ -456,7 +458,7 @@ func (f *fakeStore) page(_ context.Context, p position, u unpaged, limit int) (i
 	return ids, rest, err
 }
 
-func (f *fakeStore) fetch(_ context.Context, _ position, ids []int64) (events []stored, through int64, err error) {
+func (f *fakeStore) fetch(_ context.Context, _ position, ids []int64) (events []envelope.Event, through int64, err error) {
 	done, err := f.fault("fetch")
 	switch {
 	case errors.Is(err, errTooMuch):
@@ -466,17 +468,17 @@ func (f *fakeStore) fetch(_ context.Context, _ position, ids []int64) (events []
 	}
 	events, unreadable := f.read(ids)
 	if len(events) > 0 {
-		through = events[len(events)-1].id
+		through = events[len(events)-1].Id
 	}
 	return events, through, errors.Join(err, unreadable)
 }
 
-func (f *fakeStore) fetchBare(_ context.Context, _ position, id int64, _ bool) (stored, error) {
+func (f *fakeStore) fetchBare(_ context.Context, _ position, id int64, _ bool) (envelope.Event, error) {
 	_, err := f.fault("bare")
-	return stored{id: id}, err
+	return envelope.Event{Id: id}, err
 }
 
-func (f *fakeStore) move(ctx context.Context, l *lease, p position, failures []failure) (int64, error) {
+func (f *fakeStore) move(ctx context.Context, l *lease.Lease, p position, failures []failure) (int64, error) {
 	if err := ctx.Err(); err != nil {
 		return 0, err
 	}
@@ -488,19 +490,19 @@ func (f *fakeStore) move(ctx context.Context, l *lease, p position, failures []f
 		return 0, errStale
 	}
 	for _, failure := range failures {
-		f.failed = append(f.failed, fmt.Sprintf("%d %s", failure.event.id, failure.status))
+		f.failed = append(f.failed, fmt.Sprintf("%d %s", failure.event.Id, failure.status))
 	}
-	p.cursorID, p.epoch = p.cursorID+1, l.epoch
+	p.cursorID, p.epoch = p.cursorID+1, l.Epoch
 	f.pos = p
 	return p.cursorID, err
 }
 
 // deliver plays Kafka: see [outcomeSymbols].
-func (f *fakeStore) deliver(_, _ context.Context, batch []stored, _ *parking) (outcomes []outcome, err error) {
+func (f *fakeStore) deliver(_, _ context.Context, batch []envelope.Event, _ *parking) (outcomes []outcome, err error) {
 	var ids []byte
 	play := strings.Repeat("+", len(batch))
 	for _, e := range batch {
-		ids = strconv.AppendInt(ids, e.id, 10)
+		ids = strconv.AppendInt(ids, e.Id, 10)
 	}
 	f.sent = append(f.sent, string(ids))
 	if len(f.plays) > 0 {
@@ -515,16 +517,16 @@ func (f *fakeStore) deliver(_, _ context.Context, batch []stored, _ *parking) (o
 	}
 	play, lost := strings.CutSuffix(play, "lost")
 	if lost {
-		f.lose(errLeaseLost)
-		err = errLeaseLost
+		f.lose(lease.ErrLeaseLost)
+		err = lease.ErrLeaseLost
 	}
 	kinds := map[rune]outcomeKind{
 		'.': outcomePending, '+': outcomeSent, 'x': outcomeRejected, 'u': outcomeUnavailable, 'b': outcomeBlocked, 'p': outcomeParked,
 	}
 	for _, symbol := range play {
 		o := outcome{kind: kinds[symbol]}
-		if e := &batch[len(outcomes)]; e.unreadable != nil {
-			o = outcome{kind: outcomeRejected, class: rejectionClass(e.unreadable), err: e.unreadable}
+		if e := &batch[len(outcomes)]; e.Unreadable != nil {
+			o = outcome{kind: outcomeRejected, class: rejectionClass(e.Unreadable), err: e.Unreadable}
 		}
 		if symbol == 'x' || symbol == 'u' {
 			o.class, o.err = "class", errDown
@@ -535,15 +537,15 @@ func (f *fakeStore) deliver(_, _ context.Context, batch []stored, _ *parking) (o
 	return outcomes, err
 }
 
-func (f *fakeStore) topic(*stored) (string, error) { return "orders", nil }
+func (f *fakeStore) topic(*envelope.Event) (string, error) { return "orders", nil }
 
 // read returns events, each with a key of its own, up to an unreadable one.
-func (f *fakeStore) read(ids []int64) (events []stored, err error) {
+func (f *fakeStore) read(ids []int64) (events []envelope.Event, err error) {
 	for _, id := range ids {
 		if slices.Contains(f.unreadable, id) {
 			return events, &pgconn.PgError{Code: "54000"}
 		}
-		events = append(events, stored{id: id, partitionKey: []byte(strconv.FormatInt(id, 10))})
+		events = append(events, envelope.Event{Id: id, PartitionKey: []byte(strconv.FormatInt(id, 10))})
 	}
 	return events, nil
 }
@@ -568,12 +570,12 @@ func TestSessionGivesUpNothingBeforeLeaseIsExclusive(t *testing.T) {
 	unreadable := []outcome{{kind: outcomeRejected, class: unreadableRow, err: errDown}}
 	statusOf := func() string {
 		t.Helper()
-		decided, failures := s.failures([]stored{{}}, unreadable)
+		decided, failures := s.failures([]envelope.Event{{}}, unreadable)
 		require.Equal(t, 1, decided)
 		require.Len(t, failures, 1)
 		return failures[0].status
 	}
 	require.Equal(t, StatusDead, statusOf())
-	f.lease.exclusiveAt = time.Now().Add(time.Hour)
+	f.lease.ExclusiveAt = time.Now().Add(time.Hour)
 	require.Equal(t, StatusFailed, statusOf())
 }

@@ -3,6 +3,8 @@ package outbox
 import (
 	"context"
 	"errors"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/outboxgo/outbox/internal/idset"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -11,8 +13,8 @@ import (
 // windowStore reads an open window. [cursors] does so in PostgreSQL.
 type windowStore interface {
 	page(ctx context.Context, p position, u unpaged, limit int) (ids []int64, rest unpaged, err error)
-	fetch(ctx context.Context, p position, ids []int64) (events []stored, through int64, err error)
-	fetchBare(ctx context.Context, p position, id int64, headers bool) (stored, error)
+	fetch(ctx context.Context, p position, ids []int64) (events []envelope.Event, through int64, err error)
+	fetchBare(ctx context.Context, p position, id int64, headers bool) (envelope.Event, error)
 }
 
 // windowReader reads the open window of a session: first the ids of its events, page by
@@ -78,7 +80,7 @@ const (
 
 // fetched is the result of a fetch.
 type fetched struct {
-	events  []stored
+	events  []envelope.Event
 	through int64 // ids up to here have been read
 	limits  readLimits
 	err     error
@@ -135,14 +137,14 @@ func (w *windowReader) page(ctx context.Context, p position) error {
 // prefetch fetches the next events while others are in flight. run runs a function in
 // another goroutine. The row that announces the window was written before, so the rest of
 // the window cannot change.
-func (w *windowReader) prefetch(p position, statement statementContext, run func(func())) {
+func (w *windowReader) prefetch(p position, statement lease.StatementContext, run func(func())) {
 	if w.ids.Len() == 0 {
 		return
 	}
 	store, ids, limits, result := w.store, w.ids.First(w.limits.events.now), w.limits, make(chan fetched, 1)
 	w.fetching = result
 	run(func() {
-		got := fetched{limits: limits, err: errLeaseLost} // what a panic means
+		got := fetched{limits: limits, err: lease.ErrLeaseLost} // what a panic means
 		defer func() { result <- got }()
 		got = fetch(statement, store, p, ids, limits)
 	})
@@ -150,7 +152,7 @@ func (w *windowReader) prefetch(p position, statement statementContext, run func
 
 // prefetched returns the events that were fetched ahead. It returns none if nothing was,
 // or if that failed: then take fetches them.
-func (w *windowReader) prefetched() []stored {
+func (w *windowReader) prefetched() []envelope.Event {
 	if w.fetching == nil {
 		return nil
 	}
@@ -161,12 +163,12 @@ func (w *windowReader) prefetched() []stored {
 
 // take fetches the next events. It may return none and no error: the next call asks for
 // less then.
-func (w *windowReader) take(p position, statement statementContext) ([]stored, error) {
+func (w *windowReader) take(p position, statement lease.StatementContext) ([]envelope.Event, error) {
 	got := fetch(statement, w.store, p, w.ids.First(w.limits.events.now), w.limits)
 	return w.keep(got), got.err
 }
 
-func (w *windowReader) keep(got fetched) []stored {
+func (w *windowReader) keep(got fetched) []envelope.Event {
 	w.limits = got.limits
 	w.ids.RemoveThrough(got.through)
 	return got.events
@@ -174,7 +176,7 @@ func (w *windowReader) keep(got fetched) []stored {
 
 // fetch reads the events of ids, or as many as can be read at once. It has read none, and
 // returns no error, when it asked for too many.
-func fetch(statement statementContext, store windowStore, p position, ids []int64, limits readLimits) (got fetched) {
+func fetch(statement lease.StatementContext, store windowStore, p position, ids []int64, limits readLimits) (got fetched) {
 	ctx, cancel := statement()
 	got.events, got.through, got.err = store.fetch(ctx, p, ids)
 	cancel()
@@ -210,8 +212,8 @@ func fetch(statement statementContext, store windowStore, p position, ids []int6
 
 // fetchUnreadable reads an event that cannot be read as a whole. The cause is the error of
 // the last try.
-func fetchUnreadable(statement statementContext, store windowStore, p position, id int64, cause error) (got fetched) {
-	bare := func(headers bool) (stored, error) {
+func fetchUnreadable(statement lease.StatementContext, store windowStore, p position, id int64, cause error) (got fetched) {
+	bare := func(headers bool) (envelope.Event, error) {
 		ctx, cancel := statement()
 		defer cancel()
 		return store.fetchBare(ctx, p, id, headers)
@@ -232,6 +234,6 @@ func fetchUnreadable(statement statementContext, store windowStore, p position, 
 	if !tookTooLong(got.err) && !pg.IsUnreadable(got.err) {
 		return got
 	}
-	e.unreadable = &unreadableError{id: id, eventID: string(e.eventID), column: column, err: cause}
-	return fetched{events: []stored{e}, through: id}
+	e.Unreadable = &envelope.UnreadableError{Id: id, EventID: string(e.EventID), Column: column, Err: cause}
+	return fetched{events: []envelope.Event{e}, through: id}
 }

@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"testing"
 
 	"github.com/jackc/pgx/v5/pgconn"
@@ -15,14 +16,14 @@ type busyStore struct {
 	fetches []int
 }
 
-func (s *busyStore) fetch(_ context.Context, _ position, ids []int64) ([]stored, int64, error) {
+func (s *busyStore) fetch(_ context.Context, _ position, ids []int64) ([]envelope.Event, int64, error) {
 	s.fetches = append(s.fetches, len(ids))
 	if len(ids) > s.most {
 		return nil, 0, &pgconn.PgError{Code: "57014"}
 	}
-	events := make([]stored, len(ids))
+	events := make([]envelope.Event, len(ids))
 	for i, id := range ids {
-		events[i].id = id
+		events[i].Id = id
 	}
 	return events, ids[len(ids)-1], nil
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/lease"
 	"math"
 	"slices"
 	"time"
@@ -290,9 +291,9 @@ func (r *retention) transact(ctx context.Context, db beginner, l *proof, remove 
 		if err != nil || removed == 0 || l == nil {
 			return err
 		}
-		tag, err := tx.Exec(ctx, r.sqlProof, l.relay, l.holder, l.epoch)
+		tag, err := tx.Exec(ctx, r.sqlProof, l.relay, l.Holder, l.Epoch)
 		if err == nil && tag.RowsAffected() == 0 {
-			err = errLeaseLost
+			err = lease.ErrLeaseLost
 		}
 		return err
 	})
@@ -304,7 +305,7 @@ func (r *retention) transact(ctx context.Context, db beginner, l *proof, remove 
 
 // proof is a lease and the name of its relay.
 type proof struct {
-	*lease
+	*lease.Lease
 	relay string
 }
 

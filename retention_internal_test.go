@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"math"
 	"sync/atomic"
@@ -22,7 +23,7 @@ import (
 // cleaning returns what removes rows of the fixture, with a lease to prove.
 func (d *cursorFixture) cleaning(t *testing.T, cfg RetentionConfig) (*retention, *proof) {
 	t.Helper()
-	l, err := newLeases(d.db, d.schema, "cleaner", time.Minute).acquire(context.Background())
+	l, err := lease.NewStore(d.db, d.schema, "cleaner", time.Minute).Acquire(context.Background())
 	require.NoError(t, err)
 	return newRetention(d.db, d.schema, cfg.withDefaults()), &proof{l, "cleaner"}
 }
@@ -154,12 +155,12 @@ func TestLostLeaseRemovesNothing(t *testing.T) {
 	d.unsent(t, "default")
 	d.age(t, "outbox_cursor", "created_at", "8 days")
 	r, l := d.cleaning(t, RetentionConfig{})
-	l.epoch--
+	l.Epoch--
 	before := d.count(t, "outbox_cursor")
 	_, err := r.published(ctx, l, 0)
-	require.ErrorIs(t, err, errLeaseLost)
+	require.ErrorIs(t, err, lease.ErrLeaseLost)
 	_, err = r.cursors(ctx, l, 0)
-	require.ErrorIs(t, err, errLeaseLost)
+	require.ErrorIs(t, err, lease.ErrLeaseLost)
 	require.Equal(t, 2, d.count(t, "outbox"))
 	require.Equal(t, before, d.count(t, "outbox_cursor"))
 }
@@ -240,11 +241,11 @@ func TestResolvedRowsGo(t *testing.T) {
 	require.NoError(t, err)
 	require.EqualValues(t, 2, s.removed)
 	require.Equal(t, []int64{4, 5}, d.ids(t, "outbox_failed"))
-	l.epoch--
+	l.Epoch--
 	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved'`)
 	d.age(t, "outbox_failed", "resolved_at", "31 days")
 	_, err = r.resolved(ctx, l)
-	require.ErrorIs(t, err, errLeaseLost)
+	require.ErrorIs(t, err, lease.ErrLeaseLost)
 	require.Equal(t, 2, d.count(t, "outbox_failed"))
 }
 
@@ -408,7 +409,7 @@ func TestCleanerGivesWay(t *testing.T) {
 		var backlog atomic.Bool
 		ctx, cancel := context.WithCancel(context.Background())
 		cfg := cleanerConfig{retention: RetentionConfig{}.withDefaults(), poll: time.Second}
-		c := newCleaner(leadership{held: context.Background()}, cfg, nil, backlog.Load, slog.New(slog.DiscardHandler))
+		c := newCleaner(lease.Leadership{Held: context.Background()}, cfg, nil, backlog.Load, slog.New(slog.DiscardHandler))
 		start := time.Now()
 		require.True(t, c.pause(ctx, time.Second))
 		require.Equal(t, 4*time.Second, time.Since(start))

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
 	"time"
 
@@ -221,11 +222,11 @@ SELECT {schema}.outbox_drop_partition($1::text::name, $2::bool, $3::text::pg_sna
 var errReview = errors.New("partition has changed")
 
 // drop removes the rows of a partition that was reviewed, and the table too if table is
-// set and its lock is available; or it returns errBusy, errLeaseLost or errReview.
+// set and its lock is available; or it returns errBusy, ErrLeaseLost or errReview.
 func (r *retention) drop(ctx context.Context, l *proof, v *review, table bool) (dropped bool, err error) {
 	var why string
 	err = atOnce(ctx, r.db, func(row pgx.Row) error { return row.Scan(&why) }, r.sqlDropPartition,
-		v.name, table, v.seen, v.server, v.relays, l.relay, l.holder, l.epoch)
+		v.name, table, v.seen, v.server, v.relays, l.relay, l.Holder, l.Epoch)
 	if err != nil {
 		return false, fmt.Errorf("drop partition %s: %w", v.name, err)
 	}
@@ -235,7 +236,7 @@ func (r *retention) drop(ctx context.Context, l *proof, v *review, table bool) (
 	case "busy":
 		return false, errBusy
 	case "lease":
-		return false, errLeaseLost
+		return false, lease.ErrLeaseLost
 	}
 	return false, fmt.Errorf("%w: %s", errReview, why)
 }

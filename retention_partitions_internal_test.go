@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
 	"strings"
 	"testing"
@@ -159,7 +160,7 @@ func TestPartitionIsReviewedUnderItsLock(t *testing.T) {
 		{"the server started again", func(_ *testing.T, _ *cursorFixture, v *review) { v.server = v.server.Add(-time.Second) }, errReview},
 		{"the lease was lost", func(t *testing.T, d *cursorFixture, _ *review) {
 			d.exec(t, `UPDATE {schema}.outbox_lease SET epoch = epoch + 1 WHERE name = 'cleaner'`)
-		}, errLeaseLost},
+		}, lease.ErrLeaseLost},
 		{"somebody else dropped it", func(t *testing.T, d *cursorFixture, _ *review) { d.exec(t, `DROP TABLE {schema}.outbox_min_10`) }, errReview},
 		{"nothing", func(*testing.T, *cursorFixture, *review) {}, nil},
 	} {
@@ -286,10 +287,10 @@ func TestNobodyMakesPartitions(t *testing.T) {
 	d.insert(t, 400) // the eight, the first larger one, of 100 ids, and the second
 	require.Len(t, d.ids(t, "outbox"), 400)
 	d.age(t, "outbox", "created_at", "8 days")
-	l, err := d.leases.acquire(ctx)
+	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	d.exec(t, `INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
-	           SELECT 400, pg_current_snapshot(), 400, system_identifier, $1 FROM pg_control_system()`, l.epoch)
+	           SELECT 400, pg_current_snapshot(), 400, system_identifier, $1 FROM pg_control_system()`, l.Epoch)
 	r, p := d.cleaning(t, RetentionConfig{})
 	_, err = r.makePartitions(ctx)
 	require.NoError(t, err)

@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"strings"
 	"testing"
@@ -18,7 +19,7 @@ func (d *cursorFixture) cleanerOf(t *testing.T, keep RetentionConfig, log *slog.
 	t.Helper()
 	r, l := d.cleaning(t, keep)
 	cfg := cleanerConfig{name: l.relay, retention: keep.withDefaults(), poll: time.Second}
-	c := newCleaner(leadership{lease: l.lease, held: context.Background(), statementTimeout: 5 * time.Minute}, cfg, r, func() bool { return false }, log)
+	c := newCleaner(lease.Leadership{Lease: l.Lease, Held: context.Background(), StatementTimeout: 5 * time.Minute}, cfg, r, func() bool { return false }, log)
 	c.published = walk{batch: c.removePublished, pause: func(time.Duration) bool { return true }}
 	return c
 }

@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"math/rand/v2"
 	"slices"
 
@@ -67,7 +68,7 @@ func (e eventHead) destination() (string, error) {
 		return e.topic, nil
 	}
 	if !check.HasTopic(e.eventType) {
-		return "", &fieldError{EventType: e.eventType, Index: -1, Field: "event_type", Err: ErrMalformed}
+		return "", &envelope.FieldError{EventType: e.eventType, Index: -1, Field: "event_type", Err: ErrMalformed}
 	}
 	return check.TopicOf(e.eventType), nil
 }

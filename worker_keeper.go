@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	leases "github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"math"
 	"sync"
@@ -283,37 +284,37 @@ func (k *keeper) giveBack(ctx context.Context, waiting []deliveries.Delivery) {
 // needs none. It is safe for concurrent use.
 type groupLease struct {
 	mu     sync.Mutex // of acquire
-	leases *leases
+	leases *leases.Store
 }
 
 // newGroupLease returns the lease of this name, which says what the group is one of.
 func newGroupLease(db *pgxpool.Pool, schema, name string, duration time.Duration) *groupLease {
-	return &groupLease{leases: newLeases(db, schema, name, duration)}
+	return &groupLease{leases: leases.NewStore(db, schema, name, duration)}
 }
 
-// acquire takes the lease, or returns errHeld. If this process has it already, what it did under it loses it.
-func (g *groupLease) acquire(ctx context.Context) (*lease, error) {
+// acquire takes the lease, or returns ErrHeld. If this process has it already, what it did under it loses it.
+func (g *groupLease) acquire(ctx context.Context) (*leases.Lease, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	ctx, cancel := context.WithTimeout(ctx, g.leases.duration)
+	ctx, cancel := context.WithTimeout(ctx, g.leases.Duration)
 	defer cancel()
-	return g.leases.acquire(ctx)
+	return g.leases.Acquire(ctx)
 }
 
 // giveUp releases the lease. If that fails, it expires.
-func (g *groupLease) giveUp(l *lease, patience time.Duration) error {
-	ctx, cancel := context.WithTimeout(context.Background(), min(patience, releaseTimeout))
+func (g *groupLease) giveUp(l *leases.Lease, patience time.Duration) error {
+	ctx, cancel := context.WithTimeout(context.Background(), min(patience, leases.ReleaseTimeout))
 	defer cancel()
-	return g.leases.giveUp(ctx, l)
+	return g.leases.GiveUp(ctx, l)
 }
 
 // groupDuty is what one process of a group does for all of them, while it has the lease of the
 // group: it alerts, and works.
 type groupDuty struct {
 	lease       *groupLease
-	name        string                            // of the lease, in the log
-	cut         context.Context                   // ended when no work is to go on
-	work        func(context.Context, leadership) // until the context ends or the lease is lost
+	name        string                                   // of the lease, in the log
+	cut         context.Context                          // ended when no work is to go on
+	work        func(context.Context, leases.Leadership) // until the context ends or the lease is lost
 	monitor     *monitor
 	report      func(began time.Time, err error) // takes what became of a try to take the lease
 	stopTimeout time.Duration
@@ -328,27 +329,27 @@ func (g *groupDuty) run(ctx context.Context) {
 		switch {
 		case err == nil:
 			g.lead(ctx, l)
-		case errors.Is(err, errHeld):
+		case errors.Is(err, leases.ErrHeld):
 			err = nil
 		}
 		if ctx.Err() == nil {
 			g.report(began, err)
-			wait.Sleep(ctx, g.lease.leases.duration)
+			wait.Sleep(ctx, g.lease.leases.Duration)
 		}
 	}
 }
 
 // lead works, and alerts, until ctx is cancelled or the lease is lost.
-func (g *groupDuty) lead(ctx context.Context, l *lease) {
+func (g *groupDuty) lead(ctx context.Context, l *leases.Lease) {
 	held, lose := context.WithCancelCause(g.cut)
-	leads := leadership{lease: l, held: held, lose: lose, statementTimeout: g.lease.leases.duration}
+	leads := leases.Leadership{Lease: l, Held: held, Lose: lose, StatementTimeout: g.lease.leases.Duration}
 	renewing := contain.NewGroup(func(p *contain.Panic) { lose(p) })
 	renewing.Go(func() { g.renew(leads) })
 	alerting, stopAlerts := context.WithCancel(ctx)
 	defer context.AfterFunc(held, stopAlerts)()
 	renewing.Go(func() { g.monitor.run(alerting) })
 	g.work(ctx, leads)
-	lost := errors.Is(context.Cause(held), errLeaseLost)
+	lost := errors.Is(context.Cause(held), leases.ErrLeaseLost)
 	lose(nil)
 	renewing.Wait()
 	if lost {
@@ -361,18 +362,18 @@ func (g *groupDuty) lead(ctx context.Context, l *lease) {
 }
 
 // renew renews the lease until held ends, and ends held when the lease is lost.
-func (g *groupDuty) renew(leads leadership) {
-	third := g.lease.leases.duration / 3
+func (g *groupDuty) renew(leads leases.Leadership) {
+	third := g.lease.leases.Duration / 3
 	for {
-		wait.Sleep(leads.held, third)
-		if leads.held.Err() != nil {
+		wait.Sleep(leads.Held, third)
+		if leads.Held.Err() != nil {
 			return
 		}
-		ctx, cancel := context.WithTimeout(leads.held, third)
-		err := g.lease.leases.renew(ctx, leads.lease)
+		ctx, cancel := context.WithTimeout(leads.Held, third)
+		err := g.lease.leases.Renew(ctx, leads.Lease)
 		cancel()
-		if errors.Is(err, errLeaseLost) || !leads.lease.held() {
-			leads.lose(errLeaseLost)
+		if errors.Is(err, leases.ErrLeaseLost) || !leads.Lease.Held() {
+			leads.Lose(leases.ErrLeaseLost)
 			return
 		}
 	}
@@ -386,7 +387,7 @@ const outageCleaning = "the lease for retention"
 func newWorkerDuty(w *Worker, lease *groupLease, backlog func() bool, cut context.Context) *groupDuty {
 	store := newRetention(w.db, w.cfg.Schema, w.cfg.Retention)
 	store.callback = w.archive.Call
-	cleaner := &groupCleaner{name: lease.leases.relay, store: store, cfg: &w.cfg, backlog: backlog, log: w.processor.log}
+	cleaner := &groupCleaner{name: lease.leases.Relay, store: store, cfg: &w.cfg, backlog: backlog, log: w.processor.log}
 	return &groupDuty{
 		lease: lease, name: outageCleaning, cut: cut, work: cleaner.run, monitor: w.monitor, stopTimeout: w.cfg.StopTimeout, log: w.processor.log,
 		report: func(began time.Time, err error) { w.outages.Report(outageCleaning, began, err) },
@@ -404,7 +405,7 @@ type groupCleaner struct {
 }
 
 // run cleans until ctx is cancelled or the lease is lost.
-func (g *groupCleaner) run(ctx context.Context, leads leadership) {
+func (g *groupCleaner) run(ctx context.Context, leads leases.Leadership) {
 	newCleaner(leads, cleanerConfig{
 		name: g.name, retention: g.cfg.Retention, poll: g.cfg.PollInterval, withoutFailed: true, removed: g.cfg.Hooks.RowsRemoved,
 		mayRun: func(ctx context.Context) (bool, error) {

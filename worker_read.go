@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -126,19 +127,19 @@ func readOutboxDelivery(d *deliveries.Delivery, about *Metadata) (m *Message, ac
 // readOutboxEvent returns an event of outbox as it would arrive in a record, and adds the
 // headers of that to the metadata.
 func readOutboxEvent(d *deliveries.Delivery, about *Metadata) (*Message, error) {
-	e := stored{
-		eventID: []byte(d.EventID), eventType: []byte(d.Type), source: []byte(d.Source), aggregateType: []byte(d.AggregateType),
-		aggregateID: []byte(d.AggregateID), payload: d.Payload, contentType: []byte(d.ContentType), headers: d.Headers,
+	e := envelope.Event{
+		EventID: []byte(d.EventID), EventType: []byte(d.Type), Source: []byte(d.Source), AggregateType: []byte(d.AggregateType),
+		AggregateID: []byte(d.AggregateID), Payload: d.Payload, ContentType: []byte(d.ContentType), Headers: d.Headers,
 	}
 	if check.Time(d.OccurredAt) == nil {
-		e.occurredAt = appendTime(nil, d.OccurredAt)
+		e.OccurredAt = envelope.AppendTime(nil, d.OccurredAt)
 	}
 	type header struct {
 		name  string
 		value []byte
 	}
-	headers := make([]header, 0, recordHeaders)
-	value, err := e.record(recordForm{}, func(name string, value []byte) { headers = append(headers, header{name, value}) })
+	headers := make([]header, 0, envelope.RecordHeaders)
+	value, err := e.Record(envelope.RecordForm{}, func(name string, value []byte) { headers = append(headers, header{name, value}) })
 	if err != nil {
 		return nil, err
 	}

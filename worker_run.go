@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"sync"
 	"time"
@@ -60,7 +61,7 @@ func newDeliveryRun(parts runParts) *deliveryRun {
 	r := &deliveryRun{runParts: parts, hands: newHands(), log: parts.processor.log}
 	r.stopping, r.stop = context.WithCancel(context.Background())
 	r.cut, r.cutOff = context.WithCancel(context.Background())
-	r.store = deliveries.NewStore(r.db, r.cfg.Schema, r.cfg.Group, newHolder(), r.cfg.Lease)
+	r.store = deliveries.NewStore(r.db, r.cfg.Schema, r.cfg.Group, lease.NewHolder(), r.cfg.Lease)
 	if r.records {
 		r.store.ForRecords()
 	}

@@ -3,6 +3,8 @@ package outbox
 import (
 	"context"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
 	"strings"
 	"testing"
@@ -159,7 +161,7 @@ var plays = []struct {
 type stage struct {
 	*cursorFixture
 	ctx   context.Context
-	lease *lease
+	lease *lease.Lease
 	pos   position
 	read  []string // aggregate ids, which are the events' numbers in the play
 }
@@ -170,7 +172,7 @@ func newStage(t *testing.T, ids, order string) *stage {
 	s.cursors.sqlOpen = withIDs(t, s.cursors.sqlOpen, s.schema, ids, order)
 	s.cursors.inOrder = inOrderOf(order)
 	var err error
-	s.lease, err = s.leases.acquire(s.ctx)
+	s.lease, err = s.leases.Acquire(s.ctx)
 	require.NoError(t, err)
 	s.pos, err = s.cursors.load(s.ctx, s.lease)
 	require.NoError(t, err)
@@ -192,11 +194,11 @@ func (r *Relay) ReadLike(t testing.TB, name string) {
 }
 
 // inOrderOf leaves events in the order in which another cursor reads them.
-func inOrderOf(order string) func([]stored) {
+func inOrderOf(order string) func([]envelope.Event) {
 	if order == "" {
 		return sortByID
 	}
-	return func([]stored) {}
+	return func([]envelope.Event) {}
 }
 
 // withIDs puts another reading of ids into sqlOpen.
@@ -267,9 +269,9 @@ func (s *stage) poll(t *testing.T) {
 			return
 		}
 		for _, e := range events {
-			s.read = append(s.read, string(e.aggregateID))
-			s.pos.last = e.id
-			s.pos.highest = max(s.pos.highest, e.id)
+			s.read = append(s.read, string(e.AggregateID))
+			s.pos.last = e.Id
+			s.pos.highest = max(s.pos.highest, e.Id)
 		}
 	}
 	t.Fatal("the same events again and again")

@@ -1,4 +1,4 @@
-package outbox
+package lease
 
 import (
 	"cmp"
@@ -23,51 +23,51 @@ import (
 )
 
 var (
-	// errHeld means that another process holds the lease.
-	errHeld = errors.New("lease is held by another relay")
-	// errLeaseLost means that holder and epoch no longer stand in outbox_lease.
-	errLeaseLost = errors.New("lease is lost")
+	// ErrHeld means that another process holds the lease.
+	ErrHeld = errors.New("lease is held by another relay")
+	// ErrLeaseLost means that holder and epoch no longer stand in outbox_lease.
+	ErrLeaseLost = errors.New("lease is lost")
 )
 
-// lease is the right to relay. Holder and epoch prove it.
+// Lease is the right to relay. Holder and epoch prove it.
 //
 // A session advisory lock, which PostgreSQL frees when this process is gone, makes a takeover quick. The lock proves nothing by
 // itself: PostgreSQL frees it also when only the connection is gone. So outbox_lease says that the lock goes with the lease,
 // and the holder sends nothing while it says so and the lock is lost.
-type lease struct {
-	holder string
-	epoch  int64
+type Lease struct {
+	Holder string
+	Epoch  int64
 	// exclusiveAt is when no process can send any more that had the lease before, by the monotonic clock of this process. If one was
 	// taken for gone, its lease may not have expired yet. Until then, this one sends and parks only: what it gave up, or what
 	// an operator decided about, could still be sent by the other one, behind later events of its key.
-	exclusiveAt time.Time
+	ExclusiveAt time.Time
 	// until is when the lease expires by the monotonic clock of this process. It
 	// counts from before the statement that took or renewed the lease, so by the clock
 	// of the database the lease expires later. Written by the goroutine that renews,
 	// read by the one that sends.
-	until atomic.Pointer[time.Time]
+	Until atomic.Pointer[time.Time]
 	// claim is the lock that outbox_lease speaks of, or may; nil if there is none.
-	claim atomic.Pointer[lockClaim]
+	Claim atomic.Pointer[LockClaim]
 
 	mu        sync.Mutex
 	expiresAt time.Time // as outbox_lease has it, if the last renewal was answered
 }
 
-// lockClaim says that the lock of a lease is held, or was.
-type lockClaim struct {
-	lock      *pgsession.Lock
-	lost      <-chan struct{} // closed once the lock is
-	withdrawn chan struct{}   // closed once outbox_lease says so no longer
+// LockClaim says that the lock of a lease is held, or was.
+type LockClaim struct {
+	Lock      *pgsession.Lock
+	Lost      <-chan struct{} // closed once the lock is
+	Withdrawn chan struct{}   // closed once outbox_lease says so no longer
 }
 
-func newLockClaim(lock *pgsession.Lock) *lockClaim {
-	return &lockClaim{lock: lock, lost: lock.Lost(), withdrawn: make(chan struct{})}
+func newLockClaim(lock *pgsession.Lock) *LockClaim {
+	return &LockClaim{Lock: lock, Lost: lock.Lost(), Withdrawn: make(chan struct{})}
 }
 
 // wasLost reports whether the lock is free, and PostgreSQL gives the lease to whoever gets it.
-func (c *lockClaim) wasLost() bool {
+func (c *LockClaim) WasLost() bool {
 	select {
-	case <-c.lost:
+	case <-c.Lost:
 		return true
 	default:
 		return false
@@ -75,29 +75,29 @@ func (c *lockClaim) wasLost() bool {
 }
 
 // exclusive reports whether no process can send any more that had the lease before.
-func (l *lease) exclusive() bool { return !time.Now().Before(l.exclusiveAt) }
+func (l *Lease) Exclusive() bool { return !time.Now().Before(l.ExclusiveAt) }
 
 // awaitExclusive waits until exclusive, or until ctx ends.
-func (l *lease) awaitExclusive(ctx context.Context) { wait.Sleep(ctx, time.Until(l.exclusiveAt)) }
+func (l *Lease) AwaitExclusive(ctx context.Context) { wait.Sleep(ctx, time.Until(l.ExclusiveAt)) }
 
 // withdrawn notes that outbox_lease says no longer that a lock goes with the lease.
-func (l *lease) withdrawn(c *lockClaim) {
-	if l.claim.CompareAndSwap(c, nil) {
-		close(c.withdrawn)
+func (l *Lease) Withdrawn(c *LockClaim) {
+	if l.Claim.CompareAndSwap(c, nil) {
+		close(c.Withdrawn)
 	}
 }
 
 // sure reports whether nobody can have taken the lease for that of a process that is gone.
-func (l *lease) sure() bool {
-	c := l.claim.Load()
-	return c == nil || !c.wasLost()
+func (l *Lease) Sure() bool {
+	c := l.Claim.Load()
+	return c == nil || !c.WasLost()
 }
 
 // awaitSure waits until sure. It returns early when stop or held ends.
-func (l *lease) awaitSure(stop, held context.Context) {
-	for c := l.claim.Load(); c != nil && c.wasLost(); c = l.claim.Load() {
+func (l *Lease) AwaitSure(stop, held context.Context) {
+	for c := l.Claim.Load(); c != nil && c.WasLost(); c = l.Claim.Load() {
 		select {
-		case <-c.withdrawn:
+		case <-c.Withdrawn:
 		case <-stop.Done():
 			return
 		case <-held.Done():
@@ -106,14 +106,14 @@ func (l *lease) awaitSure(stop, held context.Context) {
 	}
 }
 
-func (l *lease) renewed(until, expiresAt time.Time) {
+func (l *Lease) Renewed(until, expiresAt time.Time) {
 	l.mu.Lock()
 	l.expiresAt = expiresAt
 	l.mu.Unlock()
-	l.until.Store(&until)
+	l.Until.Store(&until)
 }
 
-func (l *lease) expiry() time.Time {
+func (l *Lease) Expiry() time.Time {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.expiresAt
@@ -121,85 +121,85 @@ func (l *lease) expiry() time.Time {
 
 // held reports whether the lease has certainly not expired. A process that was
 // stopped for long finds out here, before any timer has fired.
-func (l *lease) held() bool { return time.Now().Before(*l.until.Load()) }
+func (l *Lease) Held() bool { return time.Now().Before(*l.Until.Load()) }
 
 // expire makes held false. The lease was given up.
-func (l *lease) expire() {
+func (l *Lease) Expire() {
 	var past time.Time
-	l.until.Store(&past)
+	l.Until.Store(&past)
 }
 
-// leadership is what the parts of a relay share while the relay leads.
-type leadership struct {
-	lease *lease
+// Leadership is what the parts of a relay share while the relay leads.
+type Leadership struct {
+	Lease *Lease
 	// held ends when the lease is lost, when a relay that was told to stop takes too
 	// long to finish its batch, and at the end of a clean stop. The cause says which.
-	held context.Context
-	lose context.CancelCauseFunc // ends held
+	Held context.Context
+	Lose context.CancelCauseFunc // ends held
 	// statementTimeout is RelayConfig.Lease.
-	statementTimeout time.Duration
+	StatementTimeout time.Duration
 }
 
 // newGroup returns a group for goroutines that work under the lease. If one panics, the
 // work under the lease ends.
-func (l *leadership) newGroup() *contain.Group {
-	return contain.NewGroup(func(p *contain.Panic) { l.lose(p) })
+func (l *Leadership) NewGroup() *contain.Group {
+	return contain.NewGroup(func(p *contain.Panic) { l.Lose(p) })
 }
 
-// statementContext returns a context for one statement.
-type statementContext func() (context.Context, context.CancelFunc)
+// StatementContext returns a context for one statement.
+type StatementContext func() (context.Context, context.CancelFunc)
 
 // withStatementTimeout returns a context for one statement. Only a rebase does without:
 // it takes as long as it takes. A connection can go dead without any notice, and TCP
 // needs a quarter of an hour to find out. Meanwhile a leader would do nothing with the
 // lease that keepLease, on another connection, renews for it.
-func (l *leadership) withStatementTimeout() (context.Context, context.CancelFunc) {
-	return context.WithTimeout(l.held, l.statementTimeout)
+func (l *Leadership) WithStatementTimeout() (context.Context, context.CancelFunc) {
+	return context.WithTimeout(l.Held, l.StatementTimeout)
 }
 
 // otherLease is the lease of another process.
 type otherLease struct {
-	holder string
+	Holder string
 	// lasts is how long the lease lasts at most if its holder is gone; 0 if it does not expire.
-	lasts time.Duration
+	Lasts time.Duration
 	// setBack is by how much the clock of the database was set back since the holder
 	// renewed the lease, if that delays a takeover.
-	setBack time.Duration
+	SetBack time.Duration
 
 	epoch     int64
 	expiresAt time.Time // as outbox_lease has it
-	locked    bool      // its holder has the lock, or had it
+	Locked    bool      // its holder has the lock, or had it
 }
 
-// leases takes, renews and releases the lease of a relay name.
-type leases struct {
-	db       *pgxpool.Pool
-	schema   string
-	relay    string
+// Store takes, renews and releases the lease of a relay name.
+type Store struct {
+	DB       *pgxpool.Pool
+	Schema   string
+	Relay    string
 	holder   string
-	duration time.Duration
+	Duration time.Duration
 
 	// other is the lease of another process, as acquire has seen it last. Only acquire and
 	// its caller use it.
-	other otherLease
+	Other otherLease
 
-	peek, take, takeFromGone, renewal, claimLock, release string
+	Peek, Take, takeFromGone, Renewal, ClaimLock, Release string
 }
 
-func newLeases(db *pgxpool.Pool, schema, relay string, duration time.Duration) *leases {
-	return &leases{
-		db: db, schema: schema, relay: relay, holder: newHolder(), duration: duration,
-		peek:         pg.InSchema(sqlLeasePeek, schema),
-		take:         pg.InSchema(sqlLeaseTake, schema),
+func NewStore(db *pgxpool.Pool, schema, relay string, duration time.Duration) *Store {
+	return &Store{
+		DB: db, Schema: schema, Relay: relay, holder: NewHolder(), Duration: duration,
+		Peek:         pg.InSchema(sqlLeasePeek, schema),
+		Take:         pg.InSchema(sqlLeaseTake, schema),
 		takeFromGone: pg.InSchema(sqlLeaseTakeFromGone, schema),
-		renewal:      pg.InSchema(sqlLeaseRenew, schema),
-		claimLock:    pg.InSchema(sqlLeaseClaimLock, schema),
-		release:      pg.InSchema(sqlLeaseRelease, schema),
+		Renewal:      pg.InSchema(sqlLeaseRenew, schema),
+		ClaimLock:    pg.InSchema(sqlLeaseClaimLock, schema),
+		Release:      pg.InSchema(sqlLeaseRelease, schema),
 	}
 }
 
-// newHolder names the process for operators. The random part makes the name a proof.
-func newHolder() string {
+// NewHolder names the process for operators. The random part makes the name a proof.
+func NewHolder() string {
 	host, err := os.Hostname()
 	if err != nil {
 		host = "unknown"
@@ -243,30 +243,30 @@ SELECT $1::text, $2::text, 1 + coalesce((SELECT c.epoch FROM {schema}.outbox_cur
 // the lease.
 const takeGrace = time.Second
 
-// acquire takes the lease, or returns errHeld.
-func (s *leases) acquire(ctx context.Context) (*lease, error) {
+// acquire takes the lease, or returns ErrHeld.
+func (s *Store) Acquire(ctx context.Context) (*Lease, error) {
 	if err := s.peekAt(ctx); err != nil {
 		return nil, err
 	}
-	if s.other.holder != "" {
-		return nil, errHeld
+	if s.Other.Holder != "" {
+		return nil, ErrHeld
 	}
 	// If the relay is told to stop now, it waits for the answer: PostgreSQL may have given
 	// it the lease, and a standby would have to wait until that expires.
 	taking, cancel := wait.Grace(ctx, takeGrace)
 	defer cancel()
 	return s.taken(func(read func(pgx.Rows) error) error {
-		return pg.Query(taking, s.db, pg.Durable, read, s.take, s.relay, s.holder, s.duration)
+		return pg.Query(taking, s.DB, pg.Durable, read, s.Take, s.Relay, s.holder, s.Duration)
 	})
 }
 
 // peekAt looks at the lease that another process has, if one has.
-func (s *leases) peekAt(ctx context.Context) error {
-	s.other = otherLease{}
+func (s *Store) peekAt(ctx context.Context) error {
+	s.Other = otherLease{}
 	var expiresAt pgtype.Timestamptz
-	err := s.db.QueryRow(ctx, s.peek, s.relay, s.holder).
-		Scan(&s.other.holder, &s.other.epoch, &s.other.lasts, &s.other.setBack, &expiresAt, &s.other.locked)
-	s.other.expiresAt = expiresAt.Time
+	err := s.DB.QueryRow(ctx, s.Peek, s.Relay, s.holder).
+		Scan(&s.Other.Holder, &s.Other.epoch, &s.Other.Lasts, &s.Other.SetBack, &expiresAt, &s.Other.Locked)
+	s.Other.expiresAt = expiresAt.Time
 	if err != nil && !errors.Is(err, pgx.ErrNoRows) {
 		return fmt.Errorf("look at lease: %w", err)
 	}
@@ -275,31 +275,31 @@ func (s *leases) peekAt(ctx context.Context) error {
 
 // taken returns the lease that a statement has taken, whose rows are to be read. If a crash could forget an
 // epoch, it would be given out twice.
-func (s *leases) taken(query func(read func(pgx.Rows) error) error) (*lease, error) {
-	l := &lease{holder: s.holder}
-	until := time.Now().Add(s.duration)
+func (s *Store) taken(query func(read func(pgx.Rows) error) error) (*Lease, error) {
+	l := &Lease{Holder: s.holder}
+	until := time.Now().Add(s.Duration)
 	var expiresAt time.Time
 	var shared time.Duration
 	err := query(func(rows pgx.Rows) error {
 		_, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
-			return struct{}{}, row.Scan(&l.epoch, &expiresAt, &shared)
+			return struct{}{}, row.Scan(&l.Epoch, &expiresAt, &shared)
 		})
 		return err
 	})
 	if errors.Is(err, pgx.ErrNoRows) {
-		return nil, errHeld
+		return nil, ErrHeld
 	}
 	if err != nil {
 		return nil, fmt.Errorf("take lease: %w", err)
 	}
-	l.exclusiveAt = time.Now().Add(shared)
-	l.renewed(until, expiresAt)
+	l.ExclusiveAt = time.Now().Add(shared)
+	l.Renewed(until, expiresAt)
 	return l, nil
 }
 
-// caution is how long a standby waits that has got the lock of a lease. The process that had it may live, and then says that
+// Caution is how long a standby waits that has got the lock of a lease. The process that had it may live, and then says that
 // it has lost the lock, once it has noticed; if it is gone, what it has written to Kafka most likely arrives meanwhile.
-const caution = time.Second
+const Caution = time.Second
 
 // sqlLeaseTakeFromGone takes a lease that has not changed since it was looked at.
 const sqlLeaseTakeFromGone = `
@@ -308,56 +308,56 @@ UPDATE {schema}.outbox_lease AS l
        exclusive_at = greatest(exclusive_at, least(expires_at, clock_timestamp() + lasts)), expires_at = clock_timestamp() + $3::interval, lasts = $3::interval
  WHERE name = $1::text AND holder = $4::text AND epoch = $5 AND locked_epoch = epoch AND expires_at = $6::timestamptz` + leaseTaken
 
-// acquireFromGone takes the lease that acquire has seen, if its holder is gone, with its lock. Otherwise it returns errHeld.
-func (s *leases) acquireFromGone(ctx context.Context) (*lease, error) {
-	if !s.other.locked {
-		return nil, errHeld
+// acquireFromGone takes the lease that acquire has seen, if its holder is gone, with its lock. Otherwise it returns ErrHeld.
+func (s *Store) AcquireFromGone(ctx context.Context) (*Lease, error) {
+	if !s.Other.Locked {
+		return nil, ErrHeld
 	}
-	seen := s.other
+	seen := s.Other
 	lock, err := s.tryLock(ctx)
 	if err != nil || lock == nil {
-		return nil, cmp.Or(err, errHeld)
+		return nil, cmp.Or(err, ErrHeld)
 	}
 	l, err := s.takeWithLock(ctx, lock, seen)
 	if err != nil {
-		s.unlock(ctx, lock)
+		s.Unlock(ctx, lock)
 	}
 	return l, err
 }
 
 // takeWithLock waits, and takes a lease if it is as it was seen.
-func (s *leases) takeWithLock(ctx context.Context, lock *pgsession.Lock, seen otherLease) (*lease, error) {
+func (s *Store) takeWithLock(ctx context.Context, lock *pgsession.Lock, seen otherLease) (*Lease, error) {
 	const look = 4 // times meanwhile: then a process that lives can lock its lease again, and one that has stopped is not waited for
 	for range look {
 		select {
-		case <-time.After(caution / look):
+		case <-time.After(Caution / look):
 		case <-lock.Lost():
-			return nil, errHeld
+			return nil, ErrHeld
 		case <-ctx.Done():
-			return nil, errHeld
+			return nil, ErrHeld
 		}
 		if err := s.peekAt(ctx); err != nil {
 			return nil, err
 		}
-		if s.other.holder != seen.holder || s.other.epoch != seen.epoch || !s.other.locked || !s.other.expiresAt.Equal(seen.expiresAt) {
-			return nil, errHeld
+		if s.Other.Holder != seen.Holder || s.Other.epoch != seen.epoch || !s.Other.Locked || !s.Other.expiresAt.Equal(seen.expiresAt) {
+			return nil, ErrHeld
 		}
 	}
 	// As in acquire, a relay that is told to stop waits for the answer.
 	taking, cancel := wait.Grace(ctx, takeGrace)
 	defer cancel()
-	taken := make(chan *lease, 1)
+	taken := make(chan *Lease, 1)
 	var over atomic.Bool // for one of the two, the statement and who waits for it; the other one comes second
 	err := lock.Do(taking, func(ctx context.Context, conn *pgx.Conn) error {
 		l, err := s.taken(func(read func(pgx.Rows) error) error {
-			return pg.Query(ctx, conn, pg.Durable, read, s.takeFromGone, s.relay, s.holder, s.duration, seen.holder, seen.epoch, seen.expiresAt)
+			return pg.Query(ctx, conn, pg.Durable, read, s.takeFromGone, s.Relay, s.holder, s.Duration, seen.Holder, seen.epoch, seen.expiresAt)
 		})
 		if err != nil {
 			return err
 		}
 		taken <- l
 		if over.Swap(true) { // nobody wants it any more
-			_, err = conn.Exec(ctx, s.release, s.relay, l.holder, l.epoch)
+			_, err = conn.Exec(ctx, s.Release, s.Relay, l.Holder, l.Epoch)
 		}
 		return err
 	})
@@ -365,20 +365,20 @@ func (s *leases) takeWithLock(ctx context.Context, lock *pgsession.Lock, seen ot
 		return nil, withoutSession(err)
 	}
 	l := <-taken
-	l.claim.Store(newLockClaim(lock))
+	l.Claim.Store(newLockClaim(lock))
 	return l, nil
 }
 
 // tryLock returns nil if another process has the lock of the lease, or nobody can tell.
-func (s *leases) tryLock(ctx context.Context) (*pgsession.Lock, error) {
-	lock, err := pgsession.Of(s.db).TryLock(ctx, s.schema, "relay:"+s.relay)
-	if err = withoutSession(err); errors.Is(err, errHeld) {
+func (s *Store) tryLock(ctx context.Context) (*pgsession.Lock, error) {
+	lock, err := pgsession.Of(s.DB).TryLock(ctx, s.Schema, "relay:"+s.Relay)
+	if err = withoutSession(err); errors.Is(err, ErrHeld) {
 		err = nil
 	}
 	return lock, err
 }
 
-// withoutSession returns errHeld for an error that says only that there is no session to tell whether a lock is free, which the
+// withoutSession returns ErrHeld for an error that says only that there is no session to tell whether a lock is free, which the
 // session itself reports, or that the lease is in use.
 func withoutSession(err error) error {
 	answer, answered := errors.AsType[*pgconn.PgError](err)
@@ -386,14 +386,14 @@ func withoutSession(err error) error {
 	if err == nil || answered && answer.Code != conflict && answer.Code != locked {
 		return err
 	}
-	return errHeld
+	return ErrHeld
 }
 
 // unlockTimeout is how long a stop waits for an answer that changes nothing: the lock goes with the session.
-const unlockTimeout = releaseTimeout / 4
+const unlockTimeout = ReleaseTimeout / 4
 
 // unlock gives a lock back, though ctx may have ended.
-func (s *leases) unlock(ctx context.Context, lock *pgsession.Lock) {
+func (s *Store) Unlock(ctx context.Context, lock *pgsession.Lock) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), unlockTimeout)
 	defer cancel()
 	lock.Unlock(ctx)
@@ -411,24 +411,24 @@ UPDATE {schema}.outbox_lease SET locked_epoch = epoch
 
 // lockFor takes the lock of a lease and says so in outbox_lease. It returns nil if that is not
 // possible now. If the claim fails, for whatever reason, the lock is lost.
-func (s *leases) lockFor(ctx context.Context, l *lease) (*lockClaim, error) {
+func (s *Store) LockFor(ctx context.Context, l *Lease) (*LockClaim, error) {
 	lock, err := s.tryLock(ctx)
 	if err != nil || lock == nil {
 		return nil, err
 	}
 	c := newLockClaim(lock)
-	l.claim.Store(c) // the answer may get lost
+	l.Claim.Store(c) // the answer may get lost
 	err = lock.Do(ctx, func(ctx context.Context, conn *pgx.Conn) error {
 		return pg.Query(ctx, conn, claimSettings, func(rows pgx.Rows) error {
 			rows.Close()
 			if err := rows.Err(); err != nil || rows.CommandTag().RowsAffected() > 0 {
 				return err
 			}
-			return errHeld
-		}, s.claimLock, s.relay, l.holder, l.epoch, l.expiry())
+			return ErrHeld
+		}, s.ClaimLock, s.Relay, l.Holder, l.Epoch, l.Expiry())
 	})
 	if err != nil {
-		s.unlock(ctx, lock)
+		s.Unlock(ctx, lock)
 	}
 	return c, withoutSession(err)
 }
@@ -443,35 +443,35 @@ UPDATE {schema}.outbox_lease
  WHERE name = $1::text AND holder = $2::text AND epoch = $3
 RETURNING expires_at, locked_epoch IS NOT NULL`
 
-// renew extends the lease, or returns errLeaseLost. If the lock is lost, outbox_lease may say so then.
-func (s *leases) renew(ctx context.Context, l *lease) error {
-	until := time.Now().Add(s.duration)
-	c := l.claim.Load()
-	keep := c == nil || !c.wasLost()
+// renew extends the lease, or returns ErrLeaseLost. If the lock is lost, outbox_lease may say so then.
+func (s *Store) Renew(ctx context.Context, l *Lease) error {
+	until := time.Now().Add(s.Duration)
+	c := l.Claim.Load()
+	keep := c == nil || !c.WasLost()
 	var expiresAt time.Time
 	var claimed bool
 	// If a crash could forget that, a standby could take a lease that its holder believes to have.
-	err := pg.Query(ctx, s.db, pg.Durable, func(rows pgx.Rows) error {
+	err := pg.Query(ctx, s.DB, pg.Durable, func(rows pgx.Rows) error {
 		_, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
 			return struct{}{}, row.Scan(&expiresAt, &claimed)
 		})
 		return err
-	}, s.renewal, s.relay, l.holder, l.epoch, s.duration, keep, l.expiry())
+	}, s.Renewal, s.Relay, l.Holder, l.Epoch, s.Duration, keep, l.Expiry())
 	if errors.Is(err, pgx.ErrNoRows) {
-		return errLeaseLost
+		return ErrLeaseLost
 	}
 	if err != nil {
 		return fmt.Errorf("renew lease: %w", err)
 	}
-	l.renewed(until, expiresAt)
+	l.Renewed(until, expiresAt)
 	if !keep && !claimed {
-		l.withdrawn(c)
+		l.Withdrawn(c)
 	}
 	return nil
 }
 
-// releaseTimeout bounds the statement that lets a standby take over at once.
-const releaseTimeout = 2 * time.Second
+// ReleaseTimeout bounds the statement that lets a standby take over at once.
+const ReleaseTimeout = 2 * time.Second
 
 // sqlLeaseRelease ends the lease and keeps the row, because its epoch must grow.
 const sqlLeaseRelease = `
@@ -480,8 +480,8 @@ UPDATE {schema}.outbox_lease
  WHERE name = $1::text AND holder = $2::text AND epoch = $3`
 
 // giveUp releases the lease, so that a standby takes over at once.
-func (s *leases) giveUp(ctx context.Context, l *lease) error {
-	if _, err := s.db.Exec(ctx, s.release, s.relay, l.holder, l.epoch); err != nil {
+func (s *Store) GiveUp(ctx context.Context, l *Lease) error {
+	if _, err := s.DB.Exec(ctx, s.Release, s.Relay, l.Holder, l.Epoch); err != nil {
 		return fmt.Errorf("release lease: %w", err)
 	}
 	return nil
