@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 	"strings"
@@ -23,7 +24,7 @@ import (
 type cursorFixture struct {
 	db      *pgxpool.Pool
 	schema  string
-	cursors *cursors
+	cursors *cursor.Store
 	leases  *lease.Store
 }
 
@@ -31,7 +32,7 @@ func newCursorFixture(t *testing.T) *cursorFixture {
 	t.Helper()
 	db, schema := testenv.Schema(t)
 	require.NoError(t, Migrate(context.Background(), db, MigrateConfig{Schema: schema}))
-	return &cursorFixture{db, schema, newCursors(db, schema, "default"), lease.NewStore(db, schema, "default", time.Minute)}
+	return &cursorFixture{db, schema, cursor.NewStore(db, schema, "default"), lease.NewStore(db, schema, "default", time.Minute)}
 }
 
 func (d *cursorFixture) exec(t *testing.T, sql string, args ...any) {
@@ -75,24 +76,24 @@ func (d *cursorFixture) takeOver(t *testing.T) *lease.Lease {
 }
 
 // opened returns a position with an open window of which one event was read.
-func (d *cursorFixture) opened(t *testing.T) (*lease.Lease, position) {
+func (d *cursorFixture) opened(t *testing.T) (*lease.Lease, cursor.Position) {
 	t.Helper()
 	ctx := context.Background()
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
-	p, err := d.cursors.load(ctx, l)
+	p, err := d.cursors.Load(ctx, l)
 	require.NoError(t, err)
 	d.insert(t, 3)
-	p, events, large, err := d.cursors.open(ctx, l, p, 3)
+	p, events, large, err := d.cursors.Open(ctx, l, p, 3)
 	require.NoError(t, err)
 	require.False(t, large)
 	require.Len(t, events, 3)
-	p.last, p.highest = events[0].Id, events[0].Id
+	p.Last, p.Highest = events[0].Id, events[0].Id
 	return l, p
 }
 
-var someFailure = []failure{{
-	event: &envelope.Event{Id: 1}, key: "b-events/k", status: StatusFailed, class: "message_too_large", err: errors.New("too large"),
+var someFailure = []cursor.Failure{{
+	Event: &envelope.Event{Id: 1}, Key: "b-events/k", Status: StatusFailed, Class: "message_too_large", Err: errors.New("too large"),
 }}
 
 // Whoever lost the lease can neither move the cursor nor record a failure,
@@ -103,13 +104,13 @@ func TestLostLeaseMovesNothing(t *testing.T) {
 	l, p := d.opened(t)
 	d.takeOver(t)
 	before := d.count(t, "outbox_cursor")
-	_, err := d.cursors.move(ctx, l, p, nil)
-	require.ErrorIs(t, err, errStale)
-	_, err = d.cursors.move(ctx, l, p, someFailure)
-	require.ErrorIs(t, err, errStale)
-	_, _, _, err = d.cursors.open(ctx, l, p, 10)
+	_, err := d.cursors.Move(ctx, l, p, nil)
+	require.ErrorIs(t, err, cursor.ErrStale)
+	_, err = d.cursors.Move(ctx, l, p, someFailure)
+	require.ErrorIs(t, err, cursor.ErrStale)
+	_, _, _, err = d.cursors.Open(ctx, l, p, 10)
 	require.ErrorIs(t, err, lease.ErrLeaseLost)
-	_, err = newCursors(d.db, d.schema, "other").load(ctx, l)
+	_, err = cursor.NewStore(d.db, d.schema, "other").Load(ctx, l)
 	require.ErrorIs(t, err, lease.ErrLeaseLost)
 	require.ErrorIs(t, d.leases.Renew(ctx, l), lease.ErrLeaseLost)
 	require.Equal(t, before, d.count(t, "outbox_cursor"))
@@ -122,7 +123,7 @@ func TestMoveWaitsForTakeover(t *testing.T) {
 	t.Parallel()
 	d, ctx := newCursorFixture(t), context.Background()
 	l, p := d.opened(t)
-	for name, failures := range map[string][]failure{"move": nil, "move with a rejection": someFailure} {
+	for name, failures := range map[string][]cursor.Failure{"move": nil, "move with a rejection": someFailure} {
 		t.Run(name, func(t *testing.T) {
 			takeover, err := d.db.Begin(ctx)
 			require.NoError(t, err)
@@ -131,7 +132,7 @@ func TestMoveWaitsForTakeover(t *testing.T) {
 			require.NoError(t, err)
 			moved := make(chan error, 1)
 			go func() {
-				_, err := d.cursors.move(ctx, l, p, failures)
+				_, err := d.cursors.Move(ctx, l, p, failures)
 				moved <- err
 			}()
 			var pid int // PgBouncer tells its clients another one
@@ -142,7 +143,7 @@ func TestMoveWaitsForTakeover(t *testing.T) {
 				return err == nil && waiting == 1
 			}, time.Minute, time.Millisecond)
 			require.NoError(t, takeover.Commit(ctx))
-			require.ErrorIs(t, <-moved, errStale)
+			require.ErrorIs(t, <-moved, cursor.ErrStale)
 			require.Zero(t, d.count(t, "outbox_failed"))
 			d.exec(t, `UPDATE {schema}.outbox_lease SET holder = $1, epoch = $2`, l.Holder, l.Epoch)
 		})
@@ -163,15 +164,15 @@ func TestChangedCursorIsStale(t *testing.T) {
 			l, p := d.opened(t)
 			d.exec(t, change)
 			before := d.count(t, "outbox_cursor")
-			_, err := d.cursors.move(ctx, l, p, nil)
-			require.ErrorIs(t, err, errStale)
-			_, err = d.cursors.move(ctx, l, p, someFailure)
-			require.ErrorIs(t, err, errStale)
-			_, _, _, err = d.cursors.open(ctx, l, p, 10)
-			require.ErrorIs(t, err, errStale)
-			p.window = "" // also when there is nothing to end
-			_, _, _, err = d.cursors.open(ctx, l, p, 10)
-			require.ErrorIs(t, err, errStale)
+			_, err := d.cursors.Move(ctx, l, p, nil)
+			require.ErrorIs(t, err, cursor.ErrStale)
+			_, err = d.cursors.Move(ctx, l, p, someFailure)
+			require.ErrorIs(t, err, cursor.ErrStale)
+			_, _, _, err = d.cursors.Open(ctx, l, p, 10)
+			require.ErrorIs(t, err, cursor.ErrStale)
+			p.Window = "" // also when there is nothing to end
+			_, _, _, err = d.cursors.Open(ctx, l, p, 10)
+			require.ErrorIs(t, err, cursor.ErrStale)
 			require.Equal(t, before, d.count(t, "outbox_cursor"))
 			require.Zero(t, d.count(t, "outbox_failed"))
 		})
@@ -185,7 +186,7 @@ func TestWindowIsResumed(t *testing.T) {
 	d, ctx := newCursorFixture(t), context.Background()
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
-	p, err := d.cursors.load(ctx, l)
+	p, err := d.cursors.Load(ctx, l)
 	require.NoError(t, err)
 
 	late, err := d.db.Begin(ctx) // takes ids in the middle and commits later
@@ -197,38 +198,38 @@ func TestWindowIsResumed(t *testing.T) {
 	require.NoError(t, err)
 	d.insert(t, 5)
 
-	p, events, large, err := d.cursors.open(ctx, l, p, 9)
+	p, events, large, err := d.cursors.Open(ctx, l, p, 9)
 	require.NoError(t, err)
 	require.True(t, large, "ten events")
 	require.Empty(t, events)
 	require.Equal(t, []int64{1, 2, 3, 4, 5, 8, 9, 10, 11, 12}, remaining(t, d.cursors, p))
 	require.NoError(t, late.Commit(ctx))
 	d.insert(t, 5)
-	p.last, p.highest = 4, 4
-	_, err = d.cursors.move(ctx, l, p, nil)
+	p.Last, p.Highest = 4, 4
+	_, err = d.cursors.Move(ctx, l, p, nil)
 	require.NoError(t, err)
 
 	l = d.takeOver(t)
-	p, err = d.cursors.load(ctx, l)
+	p, err = d.cursors.Load(ctx, l)
 	require.NoError(t, err)
 	require.Equal(t, []int64{5, 8, 9, 10, 11, 12}, remaining(t, d.cursors, p))
-	p.last, p.highest = 12, 12
-	p, events, large, err = d.cursors.open(ctx, l, p, 7)
+	p.Last, p.Highest = 12, 12
+	p, events, large, err = d.cursors.Open(ctx, l, p, 7)
 	require.NoError(t, err)
 	require.False(t, large)
 	require.Equal(t, []int64{6, 7, 13, 14, 15, 16, 17}, ids(events))
-	require.Zero(t, p.last)
+	require.Zero(t, p.Last)
 }
 
 // remaining returns the ids of the open window that are left, read in small pages.
-func remaining(t *testing.T, c *cursors, p position) []int64 {
+func remaining(t *testing.T, c *cursor.Store, p cursor.Position) []int64 {
 	t.Helper()
 	var all idset.Set
-	u, err := unpagedOf(p)
+	u, err := cursor.UnpagedOf(p)
 	require.NoError(t, err)
-	for len(u.ranges) > 0 {
+	for len(u.Ranges) > 0 {
 		var ids []int64
-		ids, u, err = c.page(context.Background(), p, u, 3)
+		ids, u, err = c.Page(context.Background(), p, u, 3)
 		require.NoError(t, err)
 		require.LessOrEqual(t, len(ids), 3)
 		for _, id := range ids {
@@ -251,7 +252,7 @@ func TestIdleOpen(t *testing.T) {
 	d, ctx := newCursorFixture(t), context.Background()
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
-	p, err := d.cursors.load(ctx, l)
+	p, err := d.cursors.Load(ctx, l)
 	require.NoError(t, err)
 	next := func() (xid string) {
 		require.NoError(t, d.db.QueryRow(ctx, `SELECT pg_snapshot_xmax(pg_current_snapshot())`).Scan(&xid))
@@ -259,7 +260,7 @@ func TestIdleOpen(t *testing.T) {
 	}
 	require.Eventually(t, func() bool { // unless somebody else on this server took one
 		before := next()
-		idle, events, large, err := d.cursors.open(ctx, l, p, 10)
+		idle, events, large, err := d.cursors.Open(ctx, l, p, 10)
 		require.NoError(t, err)
 		require.False(t, large)
 		require.Empty(t, events)
@@ -281,24 +282,24 @@ func TestVanishedWindowIsNotRead(t *testing.T) {
 		"another relay's":   `UPDATE {schema}.outbox_cursor SET relay = 'other' WHERE id = $1`,
 		"nobody's any more": `DELETE FROM {schema}.outbox_cursor WHERE id = $1`,
 	} {
-		d.exec(t, change, p.cursorID)
+		d.exec(t, change, p.CursorID)
 		d.requireStale(t, p, ids, name)
-		d.exec(t, `UPDATE {schema}.outbox_cursor SET epoch = $2, relay = 'default' WHERE id = $1`, p.cursorID, p.epoch)
+		d.exec(t, `UPDATE {schema}.outbox_cursor SET epoch = $2, relay = 'default' WHERE id = $1`, p.CursorID, p.Epoch)
 	}
 }
 
 // requireStale requires that nothing of the open window can be read.
-func (d *cursorFixture) requireStale(t *testing.T, p position, ids []int64, why string) {
+func (d *cursorFixture) requireStale(t *testing.T, p cursor.Position, ids []int64, why string) {
 	t.Helper()
 	ctx := context.Background()
-	_, _, err := d.cursors.fetch(ctx, p, ids)
-	require.ErrorIs(t, err, errStale, why)
-	_, err = d.cursors.fetchBare(ctx, p, ids[0], true)
-	require.ErrorIs(t, err, errStale, why)
-	u, err := unpagedOf(p)
+	_, _, err := d.cursors.Fetch(ctx, p, ids)
+	require.ErrorIs(t, err, cursor.ErrStale, why)
+	_, err = d.cursors.FetchBare(ctx, p, ids[0], true)
+	require.ErrorIs(t, err, cursor.ErrStale, why)
+	u, err := cursor.UnpagedOf(p)
 	require.NoError(t, err)
-	_, _, err = d.cursors.page(ctx, p, u, 100)
-	require.ErrorIs(t, err, errStale, why)
+	_, _, err = d.cursors.Page(ctx, p, u, 100)
+	require.ErrorIs(t, err, cursor.ErrStale, why)
 }
 
 // A statement that was prepared and then fails has no columns to read.
@@ -306,16 +307,19 @@ func TestReadsThatFail(t *testing.T) {
 	t.Parallel()
 	d, ctx := newCursorFixture(t), context.Background()
 	l, p := d.opened(t)
-	failed := newFailedStore(d.db, d.schema, "default", false)
+	failed := cursor.NewFailed(d.db, d.schema, "default", false)
 	reads := map[string]func() error{
-		"fetch":  func() error { _, _, err := d.cursors.fetch(ctx, p, []int64{1}); return err },
-		"bare":   func() error { _, err := d.cursors.fetchBare(ctx, p, 1, true); return err },
-		"page":   func() error { _, _, err := d.cursors.page(ctx, p, unpaged{ranges: []xidRange{{3, 4}}}, 10); return err },
-		"due":    func() error { _, err := failed.due(ctx, "", false); return err },
-		"parked": func() error { _, err := failed.parked(ctx, []string{"key"}); return err },
-		"open":   func() error { _, _, _, err := d.cursors.open(ctx, l, p, 10); return err },
-		"first":  func() error { _, err := failed.first(ctx, []string{"orders"}); return err },
-		"places": func() error { _, err := failed.places(ctx); return err },
+		"fetch": func() error { _, _, err := d.cursors.Fetch(ctx, p, []int64{1}); return err },
+		"bare":  func() error { _, err := d.cursors.FetchBare(ctx, p, 1, true); return err },
+		"page": func() error {
+			_, _, err := d.cursors.Page(ctx, p, cursor.Unpaged{Ranges: []cursor.XidRange{{3, 4}}}, 10)
+			return err
+		},
+		"due":    func() error { _, err := failed.Due(ctx, "", false); return err },
+		"parked": func() error { _, err := failed.Parked(ctx, []string{"key"}); return err },
+		"open":   func() error { _, _, _, err := d.cursors.Open(ctx, l, p, 10); return err },
+		"first":  func() error { _, err := failed.First(ctx, []string{"orders"}); return err },
+		"places": func() error { _, err := failed.Places(ctx); return err },
 	}
 	for name, read := range reads {
 		if name != "open" { // it was, by opened
@@ -332,8 +336,8 @@ func TestReadsThatFail(t *testing.T) {
 // Every constructor completes every statement.
 func TestStatementsAreComplete(t *testing.T) {
 	t.Parallel()
-	c, l, r := newCursors(new(pgxpool.Pool), "s", "r"), lease.NewStore(nil, "s", "r", 1), newRetention(nil, "s", RetentionConfig{})
-	for _, sql := range []string{c.sqlLoad, c.sqlSeed, c.sqlOpen, c.sqlMove, c.sqlMoveFailed, c.sqlPage, c.sqlFetch, c.sqlFetchBare, c.sqlSequence, c.sqlRebase, c.sqlRebaseProof,
+	c, l, r := cursor.NewStore(new(pgxpool.Pool), "s", "r"), lease.NewStore(nil, "s", "r", 1), newRetention(nil, "s", RetentionConfig{})
+	for _, sql := range []string{c.SqlLoad, c.SqlSeed, c.SqlOpen, c.SqlMove, c.SqlMoveFailed, c.SqlPage, c.SqlFetch, c.SqlFetchBare, c.SqlSequence, c.SqlRebase, c.SQLRebaseProof,
 		l.Peek, l.Take, l.Renewal, l.Release, r.sqlPublished, r.sqlArchived, r.sqlCursors, r.sqlResolved, r.sqlProof} {
 		require.Contains(t, sql, `"s".outbox`)
 		require.False(t, strings.Contains(sql, "{schema}"))
@@ -355,18 +359,18 @@ func TestGlance(t *testing.T) {
 	ctx := context.Background()
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
-	p, err := d.cursors.load(ctx, l)
+	p, err := d.cursors.Load(ctx, l)
 	require.NoError(t, err)
 	look := func() (found int) {
 		t.Helper()
-		next, events, _, err := d.cursors.open(ctx, l, p, 10)
+		next, events, _, err := d.cursors.Open(ctx, l, p, 10)
 		require.NoError(t, err)
 		p = next
 		return len(events)
 	}
 	changed := func() bool {
 		t.Helper()
-		changed, err := d.cursors.glance(ctx)
+		changed, err := d.cursors.Glance(ctx)
 		require.NoError(t, err)
 		return changed
 	}
@@ -417,7 +421,7 @@ func TestGlance(t *testing.T) {
 		require.NoError(t, err)
 		require.False(t, changed(), "transactions that cannot have events")
 	}
-	d.cursors.look.snapshot = ""
+	d.cursors.Look.Snapshot = ""
 	require.True(t, changed(), "nothing is known")
 }
 

@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"fmt"
+	cursors "github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
@@ -33,14 +34,14 @@ func (d *cursorFixture) beginInsert(t *testing.T, n int) pgx.Tx {
 }
 
 // arrive takes the lease of a relay and loads its position.
-func (d *cursorFixture) arrive(t *testing.T, relay string) (*cursors, *lease.Lease, position, error) {
+func (d *cursorFixture) arrive(t *testing.T, relay string) (*cursors.Store, *lease.Lease, cursors.Position, error) {
 	t.Helper()
 	ctx := context.Background()
 	d.exec(t, `UPDATE {schema}.outbox_lease SET expires_at = '-infinity' WHERE name = $1`, relay)
-	c := newCursors(d.db, d.schema, relay)
+	c := cursors.NewStore(d.db, d.schema, relay)
 	l, err := lease.NewStore(d.db, d.schema, relay, time.Minute).Acquire(ctx)
 	require.NoError(t, err)
-	p, err := c.load(ctx, l)
+	p, err := c.Load(ctx, l)
 	return c, l, p, err
 }
 
@@ -49,10 +50,10 @@ func (d *cursorFixture) sendUpTo(t *testing.T, relay string, last int64) {
 	t.Helper()
 	c, l, p, err := d.arrive(t, relay)
 	require.NoError(t, err)
-	p, _, _, err = c.open(context.Background(), l, p, 100)
+	p, _, _, err = c.Open(context.Background(), l, p, 100)
 	require.NoError(t, err)
-	p.last, p.highest = last, last
-	_, err = c.move(context.Background(), l, p, nil)
+	p.Last, p.Highest = last, last
+	_, err = c.Move(context.Background(), l, p, nil)
 	require.NoError(t, err)
 }
 
@@ -62,18 +63,18 @@ func (d *cursorFixture) unsent(t *testing.T, relay string) (ids []int64) {
 	ctx := context.Background()
 	c, l, p, err := d.arrive(t, relay)
 	require.NoError(t, err)
-	for first := true; first || p.window != ""; first = false {
-		if p.window != "" {
+	for first := true; first || p.Window != ""; first = false {
+		if p.Window != "" {
 			ids = append(ids, remaining(t, c, p)...)
-			p.last = slices.Max(append(ids, p.last))
-			p.highest = max(p.highest, p.last)
+			p.Last = slices.Max(append(ids, p.Last))
+			p.Highest = max(p.Highest, p.Last)
 		}
 		var events []envelope.Event
-		p, events, _, err = c.open(ctx, l, p, 100)
+		p, events, _, err = c.Open(ctx, l, p, 100)
 		require.NoError(t, err)
 		if len(events) > 0 {
-			p.last = events[len(events)-1].Id
-			p.highest = max(p.highest, p.last)
+			p.Last = events[len(events)-1].Id
+			p.Highest = max(p.Highest, p.Last)
 		}
 		for _, e := range events {
 			ids = append(ids, e.Id)
@@ -156,10 +157,10 @@ func TestRebase(t *testing.T) {
 				open := d.beginInsert(t, 2)
 
 				c, l, _, err := d.arrive(t, first)
-				require.ErrorIs(t, err, errOtherCluster)
-				unsent, err := c.rebase(ctx, l)
+				require.ErrorIs(t, err, cursors.ErrOtherCluster)
+				unsent, err := c.Rebase(ctx, l)
 				require.NoError(t, err)
-				again, err := c.rebase(ctx, l)
+				again, err := c.Rebase(ctx, l)
 				require.NoError(t, err)
 				require.Zero(t, again, "it is done")
 				require.NoError(t, open.Commit(ctx)) // 12, 13
@@ -187,16 +188,16 @@ func TestSameRowsElsewhereAreStale(t *testing.T) {
 	t.Parallel()
 	d, ctx := newCursorFixture(t), context.Background()
 	l, p := d.opened(t)
-	p.server = p.server.Add(-time.Hour) // where we come from
+	p.Server = p.Server.Add(-time.Hour) // where we come from
 	d.exec(t, `UPDATE {schema}.outbox_cursor SET system_identifier = system_identifier + 1`)
-	_, err := d.cursors.move(ctx, l, p, nil)
-	require.ErrorIs(t, err, errStale)
-	_, err = d.cursors.move(ctx, l, p, someFailure)
-	require.ErrorIs(t, err, errStale)
-	_, _, _, err = d.cursors.open(ctx, l, p, 10)
-	require.ErrorIs(t, err, errStale)
-	_, err = d.cursors.load(ctx, l)
-	require.ErrorIs(t, err, errOtherCluster)
+	_, err := d.cursors.Move(ctx, l, p, nil)
+	require.ErrorIs(t, err, cursors.ErrStale)
+	_, err = d.cursors.Move(ctx, l, p, someFailure)
+	require.ErrorIs(t, err, cursors.ErrStale)
+	_, _, _, err = d.cursors.Open(ctx, l, p, 10)
+	require.ErrorIs(t, err, cursors.ErrStale)
+	_, err = d.cursors.Load(ctx, l)
+	require.ErrorIs(t, err, cursors.ErrOtherCluster)
 }
 
 // Ids below the highest that was sent would pass for sent.
@@ -211,8 +212,8 @@ func TestRebaseWithoutSequence(t *testing.T) {
 	require.ErrorIs(t, err, ErrSequenceBehind)
 	d.exec(t, remedy(t, err))
 	c, l, _, err := d.arrive(t, "default")
-	require.ErrorIs(t, err, errOtherCluster)
-	_, err = c.rebase(ctx, l)
+	require.ErrorIs(t, err, cursors.ErrOtherCluster)
+	_, err = c.Rebase(ctx, l)
 	require.NoError(t, err)
 	d.insert(t, 1)
 	require.Equal(t, []int64{7}, d.unsent(t, "default"))
@@ -226,7 +227,7 @@ func TestRebaseProvesTheLease(t *testing.T) {
 	d.emigrate(t, 1_000_000_000, true)
 	d.takeOver(t)
 	before := d.count(t, "outbox_cursor")
-	_, err := d.cursors.rebase(ctx, l)
+	_, err := d.cursors.Rebase(ctx, l)
 	require.ErrorIs(t, err, lease.ErrLeaseLost)
 	require.Equal(t, before, d.count(t, "outbox_cursor"))
 	require.Equal(t, 3, d.count(t, "outbox WHERE xid::text::bigint > 1000000000"))
@@ -245,15 +246,15 @@ func TestRowsOfTheFuture(t *testing.T) {
 	c, l := d.cursors, d.takeOver(t)
 	for want := range slices.Values([][]int64{{1}, nil, nil}) { // a relay that leads already
 		var events []envelope.Event
-		p, events, _, err = c.open(ctx, l, p, 100)
+		p, events, _, err = c.Open(ctx, l, p, 100)
 		require.NoError(t, err)
 		require.Equal(t, want, ids(events))
-		p.last, p.highest = 1, 1
+		p.Last, p.Highest = 1, 1
 	}
 
 	c, l, _, err = d.arrive(t, "default")
-	require.ErrorIs(t, err, errOtherCluster)
-	unsent, err := c.rebase(ctx, l)
+	require.ErrorIs(t, err, cursors.ErrOtherCluster)
+	unsent, err := c.Rebase(ctx, l)
 	require.NoError(t, err)
 	require.EqualValues(t, 1, unsent)
 	require.Equal(t, []int64{2}, d.unsent(t, "default"))

@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"strings"
 	"testing"
 	"time"
@@ -91,7 +92,7 @@ func TestLoadOverManyRows(t *testing.T) {
 		_, err = tx.Exec(ctx, pg.PlannerSettings)
 		require.NoError(t, err)
 		start := time.Now()
-		buffers, plan := explain(t, tx, d.cursors.sqlSequence)
+		buffers, plan := explain(t, tx, d.cursors.SqlSequence)
 		t.Logf("%d buffers, %v", buffers, time.Since(start).Round(time.Millisecond))
 		require.LessOrEqual(t, buffers, limit, "%s", plan)
 	}
@@ -107,22 +108,22 @@ func TestFailureWithAnIDFromBefore(t *testing.T) {
 	t.Parallel()
 	d, ctx := newCursorFixture(t), context.Background()
 	l, p := d.opened(t)
-	id, err := d.cursors.move(ctx, l, p, someFailure)
+	id, err := d.cursors.Move(ctx, l, p, someFailure)
 	require.NoError(t, err)
 	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved', resolved_at = now()`)
 	d.exec(t, `TRUNCATE {schema}.outbox RESTART IDENTITY`)
 	d.insert(t, 1) // its id is 1 again
-	p.cursorID, p.last, p.highest = id, 3, 3
-	next, events, _, err := d.cursors.open(ctx, l, p, 10)
+	p.CursorID, p.Last, p.Highest = id, 3, 3
+	next, events, _, err := d.cursors.Open(ctx, l, p, 10)
 	require.NoError(t, err)
 	require.Equal(t, []int64{1}, ids(events))
-	next.last = 1
-	_, err = d.cursors.move(ctx, l, next, someFailure)
+	next.Last = 1
+	_, err = d.cursors.Move(ctx, l, next, someFailure)
 	require.NoError(t, err)
 	require.Equal(t, 1, d.count(t, "outbox_failed AS f JOIN {schema}.outbox AS o USING (event_id) WHERE f.status = 'failed'"))
 
 	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE status = 'failed'`) // without a head
-	require.NoError(t, newFailedStore(d.db, d.schema, "default", false).promote(context.Background(), statements, l, []string{someFailure[0].key}))
+	require.NoError(t, cursor.NewFailed(d.db, d.schema, "default", false).Promote(context.Background(), statements, l, []string{someFailure[0].Key}))
 	require.Equal(t, 1, d.count(t, "outbox_failed WHERE status = 'waiting'"))
 	require.Equal(t, 1, d.count(t, "outbox_failed WHERE status = 'resolved'"))
 }

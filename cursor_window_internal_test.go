@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
@@ -37,20 +38,20 @@ func statements() (context.Context, context.CancelFunc) {
 }
 
 // loaded takes the lease and loads the position.
-func (d *cursorFixture) loaded(t *testing.T) (*lease.Lease, position) {
+func (d *cursorFixture) loaded(t *testing.T) (*lease.Lease, cursor.Position) {
 	t.Helper()
 	l, err := d.leases.Acquire(context.Background())
 	require.NoError(t, err)
-	p, err := d.cursors.load(context.Background(), l)
+	p, err := d.cursors.Load(context.Background(), l)
 	require.NoError(t, err)
 	return l, p
 }
 
 // announced opens a window without reading it.
-func (d *cursorFixture) announced(t *testing.T) (*lease.Lease, position) {
+func (d *cursorFixture) announced(t *testing.T) (*lease.Lease, cursor.Position) {
 	t.Helper()
 	l, p := d.loaded(t)
-	p, events, large, err := d.cursors.open(context.Background(), l, p, 0)
+	p, events, large, err := d.cursors.Open(context.Background(), l, p, 0)
 	require.NoError(t, err)
 	require.True(t, large)
 	require.Empty(t, events)
@@ -71,31 +72,31 @@ func TestOpenReadsLittle(t *testing.T) {
 		"several that fit not together":   {events: 3, size: 400_000, limit: 10},
 		"more than asked for":             {events: 3, size: 1, limit: 2},
 		"none is asked for":               {events: 1, size: 1},
-		"many that say that they fit":     {events: 9, size: 1, limit: 10, err: errTooMuch},
+		"many that say that they fit":     {events: 9, size: 1, limit: 10, err: cursor.ErrTooMuch},
 		"one that says that it would not": {events: 1, size: 1 << 30, limit: 10},
 	} {
 		t.Run(name, func(t *testing.T) {
 			d, ctx := newCursorFixture(t), context.Background()
 			l, p := d.loaded(t)
 			d.insertLarge(t, test.events, test.size)
-			next, events, large, err := d.cursors.open(ctx, l, p, test.limit)
+			next, events, large, err := d.cursors.Open(ctx, l, p, test.limit)
 			if test.err != nil {
 				require.ErrorIs(t, err, test.err)
-				next, err = d.cursors.load(ctx, l)
+				next, err = d.cursors.Load(ctx, l)
 				require.NoError(t, err)
 				large = true
-				if next.window == "" { // PostgreSQL had not announced it yet
-					next, events, large, err = d.cursors.open(ctx, l, p, 0)
+				if next.Window == "" { // PostgreSQL had not announced it yet
+					next, events, large, err = d.cursors.Open(ctx, l, p, 0)
 				}
-				if errors.Is(err, errStale) { // it has announced it meanwhile
-					next, err = d.cursors.load(ctx, l)
+				if errors.Is(err, cursor.ErrStale) { // it has announced it meanwhile
+					next, err = d.cursors.Load(ctx, l)
 					events, large = nil, true
 				}
 			}
 			require.NoError(t, err)
 			require.Len(t, events, test.reads)
 			require.Equal(t, test.reads == 0, large)
-			require.NotEmpty(t, next.window)
+			require.NotEmpty(t, next.Window)
 			require.Len(t, remaining(t, d.cursors, next), test.events)
 		})
 	}
@@ -110,16 +111,16 @@ func TestUnreachedTransactionAnnouncesNothing(t *testing.T) {
 	l, p := d.loaded(t)
 	d.insert(t, 2)
 	d.update(t, `UPDATE {schema}.outbox SET xid = '4611686018427387904' WHERE id = 1`)
-	next, events, large, err := d.cursors.open(ctx, l, p, 10)
+	next, events, large, err := d.cursors.Open(ctx, l, p, 10)
 	require.NoError(t, err)
 	require.False(t, large)
 	require.Equal(t, []int64{2}, ids(events), "it holds up nothing else")
-	next, events, large, err = d.cursors.open(ctx, l, next, 10)
+	next, events, large, err = d.cursors.Open(ctx, l, next, 10)
 	require.NoError(t, err)
 	require.False(t, large)
 	require.Empty(t, events)
 	for range 3 {
-		again, _, _, err := d.cursors.open(ctx, l, next, 10)
+		again, _, _, err := d.cursors.Open(ctx, l, next, 10)
 		require.NoError(t, err)
 		require.Equal(t, next, again)
 	}
@@ -136,14 +137,14 @@ func TestPagesReadTheWindow(t *testing.T) {
 		late = append(late, d.beginInsert(t, 5))
 	}
 	d.insert(t, 3)
-	p, events, _, err := d.cursors.open(ctx, l, p, 100)
+	p, events, _, err := d.cursors.Open(ctx, l, p, 100)
 	require.NoError(t, err)
 	require.Len(t, events, 3)
 	var want []int64
 	for _, e := range events {
-		p.last = e.Id
+		p.Last = e.Id
 	}
-	p.highest = p.last
+	p.Highest = p.Last
 	require.NoError(t, late[1].Commit(ctx))
 	require.NoError(t, late[2].Commit(ctx))
 	require.NoError(t, late[3].Rollback(ctx))
@@ -151,10 +152,10 @@ func TestPagesReadTheWindow(t *testing.T) {
 	for range 5 {
 		d.insert(t, 4)
 	}
-	p, _, large, err := d.cursors.open(ctx, l, p, 0)
+	p, _, large, err := d.cursors.Open(ctx, l, p, 0)
 	require.NoError(t, err)
 	require.True(t, large)
-	require.GreaterOrEqual(t, len(tables.SnapshotInProgress(p.base)), 4)
+	require.GreaterOrEqual(t, len(tables.SnapshotInProgress(p.Base)), 4)
 	require.NoError(t, late[0].Commit(ctx)) // too late for this window
 	rows, err := d.db.Query(ctx, pg.InSchema(`SELECT id FROM {schema}.outbox WHERE id BETWEEN 6 AND 15 OR id > 27 ORDER BY id`, d.schema))
 	require.NoError(t, err)
@@ -162,7 +163,7 @@ func TestPagesReadTheWindow(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, want, 30)
 	require.Equal(t, want, remaining(t, d.cursors, p))
-	p.last = want[7]
+	p.Last = want[7]
 	require.Equal(t, want[8:], remaining(t, d.cursors, p))
 }
 
@@ -180,14 +181,14 @@ func TestFetchIsBounded(t *testing.T) {
 	require.Len(t, left, 37)
 	var got, batches []int64
 	for len(left) > 0 {
-		events, through, err := d.cursors.fetch(ctx, p, left)
+		events, through, err := d.cursors.Fetch(ctx, p, left)
 		require.NoError(t, err)
 		got, batches = append(got, ids(events)...), append(batches, int64(len(events)))
 		left = slices.DeleteFunc(left, func(id int64) bool { return id <= through })
 	}
 	require.Equal(t, []int64{16, 16, 5}, batches)
 	require.Equal(t, remaining(t, d.cursors, p), got)
-	events, through, err := d.cursors.fetch(ctx, p, []int64{4})
+	events, through, err := d.cursors.Fetch(ctx, p, []int64{4})
 	require.NoError(t, err)
 	require.Empty(t, events, "it was deleted")
 	require.EqualValues(t, 4, through)
@@ -200,11 +201,11 @@ func TestFetchStopsByItself(t *testing.T) {
 	d.insertLarge(t, 60, -1)
 	_, p := d.announced(t)
 	left := remaining(t, d.cursors, p)
-	events, through, err := d.cursors.fetch(ctx, p, left)
-	require.ErrorIs(t, err, errTooMuch)
+	events, through, err := d.cursors.Fetch(ctx, p, left)
+	require.ErrorIs(t, err, cursor.ErrTooMuch)
 	require.Equal(t, left[:32], ids(events), "those that came are good")
 	require.EqualValues(t, left[31], through)
-	events, _, err = d.cursors.fetch(ctx, p, left[32:48])
+	events, _, err = d.cursors.Fetch(ctx, p, left[32:48])
 	require.NoError(t, err)
 	require.Len(t, events, 16)
 }
@@ -220,18 +221,18 @@ func TestReadsSortNoPayloads(t *testing.T) {
 	require.NoError(t, err)
 	defer tx.Rollback(ctx)
 	for _, sql := range []string{
-		sqlSettings, "SET LOCAL work_mem = '64kB'",
-		"PREPARE rows (bigint, text, bigint, timestamptz, bigint[], bigint[], bigint) AS " + d.cursors.sqlFetch,
-		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.sqlOpen,
+		cursor.SQLSettings, "SET LOCAL work_mem = '64kB'",
+		"PREPARE rows (bigint, text, bigint, timestamptz, bigint[], bigint[], bigint) AS " + d.cursors.SqlFetch,
+		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.SqlOpen,
 	} {
 		_, err := tx.Exec(ctx, sql)
 		require.NoError(t, err)
 	}
-	server := p.server.Format(time.RFC3339Nano)
+	server := p.Server.Format(time.RFC3339Nano)
 	for name, execute := range map[string]string{
-		"fetch": fmt.Sprintf(`EXECUTE rows(%d, 'default', %d, '%s', '{1,15}', '{9,20}', 100000000)`, p.cursorID, p.epoch, server),
+		"fetch": fmt.Sprintf(`EXECUTE rows(%d, 'default', %d, '%s', '{1,15}', '{9,20}', 100000000)`, p.CursorID, p.Epoch, server),
 		"open": fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 100000000, %d)`,
-			l.Holder, l.Epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, server, p.epoch),
+			l.Holder, l.Epoch, p.CursorID, p.Base, tables.SnapshotMax(p.Base), p.Last, p.Highest, p.SystemID, server, p.Epoch),
 	} {
 		var plan []byte
 		require.NoError(t, tx.QueryRow(ctx, "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) "+execute, pgx.QueryExecModeSimpleProtocol).Scan(&plan))
@@ -256,10 +257,10 @@ func TestFetchUpToAnUnreadableRow(t *testing.T) {
 	d.update(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb WHERE id = 3`, unprintable)
 	d.update(t, `UPDATE {schema}.outbox SET headers = $1::text::jsonb WHERE id = 5`, unprintable)
 	l, p := d.loaded(t)
-	p, _, _, err := d.cursors.open(ctx, l, p, 0)
+	p, _, _, err := d.cursors.Open(ctx, l, p, 0)
 	require.NoError(t, err)
 
-	events, through, err := d.cursors.fetch(ctx, p, []int64{1, 2, 3, 4, 5})
+	events, through, err := d.cursors.Fetch(ctx, p, []int64{1, 2, 3, 4, 5})
 	require.True(t, pg.IsUnreadable(err), "%v", err)
 	require.Equal(t, []int64{1, 2}, ids(events))
 	require.EqualValues(t, 2, through)
@@ -274,7 +275,7 @@ func TestFetchUpToAnUnreadableRow(t *testing.T) {
 		_, err = e.Record(envelope.RecordForm{}, nil)
 		require.ErrorContains(t, err, fmt.Sprintf("row %d of outbox, event %s: column %s cannot be read: ", id, e.EventID, column))
 		require.ErrorContains(t, err, "54000")
-		require.Equal(t, unreadableRow, rejectionClass(err))
+		require.Equal(t, cursor.UnreadableRow, rejectionClass(err))
 	}
 }
 
@@ -287,7 +288,7 @@ func TestBacklogUnderStatementTimeout(t *testing.T) {
 	const backlog, timeout = 150_000, "100ms"
 	d.insert(t, backlog)
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["statement_timeout"] = timeout })
-	d.cursors = newCursors(db, d.schema, "default")
+	d.cursors = cursor.NewStore(db, d.schema, "default")
 	_, p := d.announced(t)
 	w := newWindowReader(d.cursors, 1000)
 	require.NoError(t, w.begin(p))

@@ -3,6 +3,7 @@ package outbox
 import (
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -77,7 +78,7 @@ var (
 	// sequence. After a restore into another cluster, then give new ids to the events that
 	// were recorded since, or they would be taken for sent: UPDATE outbox SET id = DEFAULT,
 	// xid = DEFAULT WHERE created_at >= the time of the restore.
-	ErrSequenceBehind = errors.New("outbox: the sequence of outbox.id is behind ids that are in use")
+	ErrSequenceBehind = cursor.ErrSequenceBehind
 )
 
 // notMigrated adds to an error of PostgreSQL in which schema something is missing.

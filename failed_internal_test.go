@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
@@ -38,7 +39,7 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 	testenv.Direct(t) // prepared statements
 	const parked, keys, heads = 60_000, 2000, 50
 	d, ctx := newCursorFixture(t), context.Background()
-	failed := newFailedStore(d.db, d.schema, "default", false)
+	failed := cursor.NewFailed(d.db, d.schema, "default", false)
 	d.exec(t, `ALTER TABLE {schema}.outbox_failed SET (autovacuum_enabled = false)`)
 	d.exec(t, `ANALYZE {schema}.outbox_failed`)
 	l, err := d.leases.Acquire(ctx)
@@ -61,24 +62,24 @@ func TestRetriesOverManyParkedRows(t *testing.T) {
 		most                      int // buffers
 	}
 	statements := []statement{
-		{"keys", "(text, text, bigint, bigint, bigint) AS " + failed.sqlKeys, "('default', 'b-events/key-1000', 0, 0, 300)", pg.PlannerSettings, 5 * 10 * parked / keys},
-		{"places", "(text) AS " + failed.sqlPlaces, "('default')", pg.PlannerSettings, 40},
-		{"due", "(text, text, bool, int) AS " + failed.sqlDue, fmt.Sprintf("('default', '', false, %d)", heads), pg.PlannerSettings, 2 * heads},
-		{"first", "(text, text[]) AS " + failed.sqlFirst, "('default', '{\"\", b-events, b-events/1}')", pg.PlannerSettings, 20},
-		{"parked", "(text, text[], int, int) AS " + failed.sqlParked, "('default', '{b-events/key-7}', 500, 500)", pg.PlannerSettings, 2 * parked / keys},
-		{"parked_of_many", "(text, text[], int, int) AS " + failed.sqlParked,
+		{"keys", "(text, text, bigint, bigint, bigint) AS " + failed.SqlKeys, "('default', 'b-events/key-1000', 0, 0, 300)", pg.PlannerSettings, 5 * 10 * parked / keys},
+		{"places", "(text) AS " + failed.SqlPlaces, "('default')", pg.PlannerSettings, 40},
+		{"due", "(text, text, bool, int) AS " + failed.SqlDue, fmt.Sprintf("('default', '', false, %d)", heads), pg.PlannerSettings, 2 * heads},
+		{"first", "(text, text[]) AS " + failed.SqlFirst, "('default', '{\"\", b-events, b-events/1}')", pg.PlannerSettings, 20},
+		{"parked", "(text, text[], int, int) AS " + failed.SqlParked, "('default', '{b-events/key-7}', 500, 500)", pg.PlannerSettings, 2 * parked / keys},
+		{"parked_of_many", "(text, text[], int, int) AS " + failed.SqlParked,
 			"('default', '{b-events/key-" + strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ",b-events/key-") + "}', 11, 500)",
 			pg.PlannerSettings, 20 * heads},
-		{"read", "(bigint[], bool) AS " + failed.sqlRead, fmt.Sprintf("('{%s}', true)", strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ",")), pg.PlannerSettings, 4 * heads},
-		{"save_sent", saveArgs + failed.sqlSave, saved("resolved"), pg.PlannerSettings, 40 * heads},
-		{"save_rejected", saveArgs + failed.sqlSave, saved("failed"), pg.PlannerSettings, 40 * heads},
+		{"read", "(bigint[], bool) AS " + failed.SqlRead, fmt.Sprintf("('{%s}', true)", strings.ReplaceAll(strings.Trim(fmt.Sprint(ids), "[]"), " ", ",")), pg.PlannerSettings, 4 * heads},
+		{"save_sent", saveArgs + failed.SqlSave, saved("resolved"), pg.PlannerSettings, 40 * heads},
+		{"save_rejected", saveArgs + failed.SqlSave, saved("failed"), pg.PlannerSettings, 40 * heads},
 	}
 	// These are measured when a key has a third of the rows.
 	promotions := []statement{
-		{"promote", "(text, text, bigint, text[], int) AS " + failed.sqlPromote,
+		{"promote", "(text, text, bigint, text[], int) AS " + failed.SqlPromote,
 			fmt.Sprintf("('default', '%s', %d, '{b-events/key-7,b-events/key-8}', 500)", l.Holder, l.Epoch), pg.PlannerSettings, 100},
-		{"promote_all", "(text, text, bigint, int) AS " + failed.sqlPromoteAll, fmt.Sprintf("('default', '%s', %d, 50)", l.Holder, l.Epoch), pg.PlannerSettings, 2000},
-		{"dead_due", "(text, text[], interval[]) AS " + failed.sqlDeadDue, "('default', '{a,b}', '{1 h,1 h}')", pg.PlannerSettings, 10},
+		{"promote_all", "(text, text, bigint, int) AS " + failed.SqlPromoteAll, fmt.Sprintf("('default', '%s', %d, 50)", l.Holder, l.Epoch), pg.PlannerSettings, 2000},
+		{"dead_due", "(text, text[], interval[]) AS " + failed.SqlDeadDue, "('default', '{a,b}', '{1 h,1 h}')", pg.PlannerSettings, 10},
 	}
 	inTx := func(settings string, do func(pgx.Tx)) {
 		tx, err := conn.Begin(ctx)
@@ -146,11 +147,11 @@ func TestMovePastAnUnreadableRow(t *testing.T) {
 	l, p := d.opened(t)
 	d.update(t, `UPDATE {schema}.outbox SET size = 7, headers = '{"a": "b"}' WHERE id = 1`)
 	d.update(t, `UPDATE {schema}.outbox SET payload = $1::text::jsonb, headers = '{"a": "b"}' WHERE id = 2`, unprintable)
-	p.last, p.highest = 2, 2
-	failures := append(slices.Clone(someFailure), failure{
-		event: &envelope.Event{Id: 2}, key: "b-events/k", status: StatusDead, class: unreadableRow, err: errors.New("out of memory"), held: true,
+	p.Last, p.Highest = 2, 2
+	failures := append(slices.Clone(someFailure), cursor.Failure{
+		Event: &envelope.Event{Id: 2}, Key: "b-events/k", Status: StatusDead, Class: cursor.UnreadableRow, Err: errors.New("out of memory"), Held: true,
 	})
-	_, err := d.cursors.move(ctx, l, p, failures)
+	_, err := d.cursors.Move(ctx, l, p, failures)
 	require.NoError(t, err)
 	rows, err := d.db.Query(ctx, pg.InSchema(`
 		SELECT format('%s %s %s %s %s %s', outbox_id, status, held, size, payload IS NULL AND payload_bytes IS NULL, headers IS NULL)
@@ -166,34 +167,34 @@ func TestMovePastAnUnreadableRow(t *testing.T) {
 func TestRetriesAreReadInParts(t *testing.T) {
 	t.Parallel()
 	d, ctx := newCursorFixture(t), context.Background()
-	failed := newFailedStore(d.db, d.schema, "default", false)
+	failed := cursor.NewFailed(d.db, d.schema, "default", false)
 	d.exec(t, sqlInsertParked, 40, 40)
 	large := `"` + strings.Repeat("x", 1<<20) + `"`
 	d.exec(t, `UPDATE {schema}.outbox_failed SET payload = $1::text::jsonb, size = 1048578`, large)
-	found, err := failed.due(ctx, "", false)
+	found, err := failed.Due(ctx, "", false)
 	require.NoError(t, err)
 	require.Len(t, found, 40)
-	require.Equal(t, 3, fitting(found), "of 4 MiB")
-	require.Equal(t, 1, fitting(found[:1]))
-	require.Equal(t, 1, fitting([]failedEvent{{size: maxRetryBytes + 1}, {size: 1}}))
-	events, err := failed.readRows(ctx, found[:3], true)
+	require.Equal(t, 3, cursor.Fitting(found), "of 4 MiB")
+	require.Equal(t, 1, cursor.Fitting(found[:1]))
+	require.Equal(t, 1, cursor.Fitting([]cursor.FailedRow{{Size: cursor.MaxRetryBytes + 1}, {Size: 1}}))
+	events, err := failed.ReadRows(ctx, found[:3], true)
 	require.NoError(t, err)
 	require.Len(t, events, 3)
 	for i, e := range events {
-		require.Equal(t, found[i].row, e.row)
+		require.Equal(t, found[i].Row, e.Row)
 		require.Len(t, e.Payload, len(large))
 	}
-	events, err = failed.readRows(ctx, found, true)
+	events, err = failed.ReadRows(ctx, found, true)
 	require.NoError(t, err)
 	require.Len(t, events, 3, "rows that are larger than they say")
 
-	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved' WHERE id = $1`, found[0].row)
-	d.exec(t, `UPDATE {schema}.outbox_failed SET payload = NULL, error_class = 'unreadable_row' WHERE id = $1`, found[2].row)
-	events, err = failed.readRows(ctx, found[:3], true)
-	require.ErrorIs(t, err, errNoPayload)
+	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved' WHERE id = $1`, found[0].Row)
+	d.exec(t, `UPDATE {schema}.outbox_failed SET payload = NULL, error_class = 'unreadable_row' WHERE id = $1`, found[2].Row)
+	events, err = failed.ReadRows(ctx, found[:3], true)
+	require.ErrorIs(t, err, cursor.ErrNoPayload)
 	require.Len(t, events, 1)
-	require.Equal(t, found[1].row, events[0].row)
-	events, err = failed.readRows(ctx, found[2:3], false)
+	require.Equal(t, found[1].Row, events[0].Row)
+	events, err = failed.ReadRows(ctx, found[2:3], false)
 	require.NoError(t, err)
 	require.Len(t, events, 1)
 	require.Nil(t, events[0].Payload)
@@ -212,7 +213,7 @@ func TestKeysInPages(t *testing.T) {
 	d := newCursorFixture(t)
 	l, err := d.leases.Acquire(context.Background())
 	require.NoError(t, err)
-	const rows, keys = 3*maxKeyRows + 5, 4
+	const rows, keys = 3*cursor.MaxKeyRows + 5, 4
 	d.exec(t, sqlInsertParked, rows, keys)
 	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE parking_key = 'b-events/key-1'`)
 	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'failed' WHERE outbox_id = (SELECT max(outbox_id) FROM {schema}.outbox_failed WHERE parking_key = 'b-events/key-2')`)
@@ -227,10 +228,10 @@ func TestKeysInPages(t *testing.T) {
 	require.Len(t, want, keys)
 
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["statement_timeout"] = "1s" })
-	failed := newFailedStore(db, d.schema, "default", false)
+	failed := cursor.NewFailed(db, d.schema, "default", false)
 	read := func() (wrong []string) {
 		clear(got)
-		page := failed.keys(statements, &wrong)
+		page := failed.Keys(statements, &wrong)
 		for {
 			keys, err := page("")
 			require.NoError(t, err)
@@ -238,20 +239,20 @@ func TestKeysInPages(t *testing.T) {
 				return wrong
 			}
 			for _, k := range keys {
-				got[k.key] += k.rows
+				got[k.Key] += k.Rows
 			}
 		}
 	}
 	wrong := read()
 	require.Equal(t, want, got)
 	require.ElementsMatch(t, []string{"b-events/key-1", "b-events/key-2"}, wrong)
-	require.NoError(t, failed.promote(context.Background(), statements, l, wrong))
+	require.NoError(t, failed.Promote(context.Background(), statements, l, wrong))
 	require.Empty(t, read())
 	require.Equal(t, want, got)
 
-	require.NoError(t, failed.promoteAll(context.Background(), statements, l), "PassFailedKeys is set")
+	require.NoError(t, failed.PromoteAll(context.Background(), statements, l), "PassFailedKeys is set")
 	require.Len(t, read(), keys-1, "a dead row holds one")
-	require.NoError(t, failed.promote(context.Background(), statements, l, read()), "and no longer")
+	require.NoError(t, failed.Promote(context.Background(), statements, l, read()), "and no longer")
 	require.Empty(t, read())
 	require.Equal(t, want, got)
 }
@@ -261,18 +262,18 @@ func TestKeysInPages(t *testing.T) {
 func TestFinishSkipsWhatIsResolved(t *testing.T) {
 	t.Parallel()
 	d, ctx := newCursorFixture(t), context.Background()
-	failed := newFailedStore(d.db, d.schema, "default", false)
+	failed := cursor.NewFailed(d.db, d.schema, "default", false)
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	d.exec(t, sqlInsertParked, 3, 3)
 	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved', resolution = 'kim'`)
-	results := []retryResult{
-		{row: 1, status: StatusFailed, count: 1, class: "c", err: ErrEmpty},
-		{row: 2, status: StatusDead, count: 1, class: "c", err: ErrEmpty},
-		{row: 3, status: StatusResolved},
+	results := []cursor.RetryResult{
+		{Row: 1, Status: StatusFailed, Count: 1, Class: "c", Err: ErrEmpty},
+		{Row: 2, Status: StatusDead, Count: 1, Class: "c", Err: ErrEmpty},
+		{Row: 3, Status: StatusResolved},
 	}
 	for _, keep := range []bool{true, false} {
-		_, err := failed.saveResults(ctx, l, results, keep)
+		_, err := failed.SaveResults(ctx, l, results, keep)
 		require.NoError(t, err)
 		var n int
 		sql := pg.InSchema(`SELECT count(*) FROM {schema}.outbox_failed WHERE status = 'resolved' AND resolution = 'kim' AND retry_count = 0`, d.schema)
@@ -289,7 +290,7 @@ func TestRetriedDeadEventFreesNoKey(t *testing.T) {
 		t.Run(fmt.Sprint("a row is parked behind: ", parkedBehind), func(t *testing.T) {
 			t.Parallel()
 			d, ctx := newCursorFixture(t), context.Background()
-			failed := newFailedStore(d.db, d.schema, "default", false)
+			failed := cursor.NewFailed(d.db, d.schema, "default", false)
 			l, err := d.leases.Acquire(ctx)
 			require.NoError(t, err)
 			held, lose := context.WithCancelCause(ctx)
@@ -302,18 +303,18 @@ func TestRetriedDeadEventFreesNoKey(t *testing.T) {
 				d.exec(t, `DELETE FROM {schema}.outbox_failed WHERE outbox_id = 3`)
 			}
 			parked := newParking(false)
-			require.NoError(t, parked.recount(failed.keys(leads.WithStatementTimeout, nil)))
+			require.NoError(t, parked.recount(failed.Keys(leads.WithStatementTimeout, nil)))
 			d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE outbox_id = 1`) // the operator
 
 			r := newRetrier(retrierParts{Leadership: leads, store: failed, parked: parked})
-			result := func(row int64, status string) retryResult {
-				return retryResult{event: &failedEvent{row: row, key: key}, row: row, status: status, err: ErrEmpty}
+			result := func(row int64, status string) cursor.RetryResult {
+				return cursor.RetryResult{Event: &cursor.FailedRow{Row: row, Key: key}, Row: row, Status: status, Err: ErrEmpty}
 			}
 			if parkedBehind {
-				require.NoError(t, r.save([]retryResult{result(2, StatusResolved)}))
-				require.NoError(t, r.save([]retryResult{result(1, StatusResolved)}))
+				require.NoError(t, r.save([]cursor.RetryResult{result(2, StatusResolved)}))
+				require.NoError(t, r.save([]cursor.RetryResult{result(1, StatusResolved)}))
 			} else {
-				require.NoError(t, r.save([]retryResult{result(1, StatusResolved), result(2, StatusFailed)}))
+				require.NoError(t, r.save([]cursor.RetryResult{result(1, StatusResolved), result(2, StatusFailed)}))
 			}
 			require.True(t, parked.mustWait(key), "a later event would overtake the row that is left")
 		})

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/lease"
 	"math"
 	"strings"
@@ -55,14 +56,14 @@ func TestPollOverRetainedRows(t *testing.T) {
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	d.begin(t, openTransactions)
-	_, err = d.cursors.load(ctx, l)
+	_, err = d.cursors.Load(ctx, l)
 	require.NoError(t, err)
 	d.exec(t, `
 		INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
 		SELECT $1, pg_current_snapshot(), $1, system_identifier, $2 FROM pg_control_system()`, retained, l.Epoch)
-	p, err := d.cursors.load(ctx, l)
+	p, err := d.cursors.Load(ctx, l)
 	require.NoError(t, err)
-	require.GreaterOrEqual(t, len(tables.SnapshotInProgress(p.base)), openTransactions)
+	require.GreaterOrEqual(t, len(tables.SnapshotInProgress(p.Base)), openTransactions)
 
 	for _, analysed := range []string{"before ANALYZE", "after ANALYZE"} {
 		for _, mode := range []string{"force_custom_plan", "force_generic_plan"} {
@@ -96,9 +97,9 @@ func TestPollOverPartitions(t *testing.T) {
 	d.exec(t, `
 		INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
 		SELECT $1, pg_current_snapshot(), $1, system_identifier, $2 FROM pg_control_system()`, ids, l.Epoch)
-	p, err := d.cursors.load(ctx, l)
+	p, err := d.cursors.Load(ctx, l)
 	require.NoError(t, err)
-	open := len(tables.SnapshotInProgress(p.base)) // autovacuum may have some, too
+	open := len(tables.SnapshotInProgress(p.Base)) // autovacuum may have some, too
 	require.GreaterOrEqual(t, open, openTransactions)
 	n := len(d.parts(t))
 	require.Greater(t, n, 20)
@@ -116,9 +117,9 @@ func TestPollOverPartitions(t *testing.T) {
 	}
 }
 
-// explainPoll runs sqlOpen with some new events, in a transaction that rolls
+// explainPoll runs SqlOpen with some new events, in a transaction that rolls
 // back, and returns how many buffers it touched.
-func (d *cursorFixture) explainPoll(t *testing.T, l *lease.Lease, p position, mode string, fresh int) (buffers int, plan string) {
+func (d *cursorFixture) explainPoll(t *testing.T, l *lease.Lease, p cursor.Position, mode string, fresh int) (buffers int, plan string) {
 	t.Helper()
 	ctx := context.Background()
 	tx, err := d.db.Begin(ctx)
@@ -127,15 +128,15 @@ func (d *cursorFixture) explainPoll(t *testing.T, l *lease.Lease, p position, mo
 	_, err = tx.Exec(ctx, pg.InSchema(sqlInsertEvents, d.schema), fresh)
 	require.NoError(t, err)
 	for _, sql := range []string{
-		sqlSettings,
+		cursor.SQLSettings,
 		"SET LOCAL plan_cache_mode = " + mode,
-		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.sqlOpen,
+		"PREPARE poll (text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.SqlOpen,
 	} {
 		_, err := tx.Exec(ctx, sql)
 		require.NoError(t, err)
 	}
 	execute := fmt.Sprintf(`EXECUTE poll('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 1048576, %d)`,
-		l.Holder, l.Epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano), p.epoch)
+		l.Holder, l.Epoch, p.CursorID, p.Base, tables.SnapshotMax(p.Base), p.Last, p.Highest, p.SystemID, p.Server.Format(time.RFC3339Nano), p.Epoch)
 	buffers, plan = explain(t, tx, execute)
 	_, err = tx.Exec(ctx, "DEALLOCATE poll")
 	require.NoError(t, err)
@@ -172,10 +173,10 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	require.NoError(t, err)
 	defer conn.Release()
 	statements := map[string]string{
-		"poll": "(text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.sqlOpen,
-		"page": "(bigint, text, bigint, timestamptz, text[], text[], bigint, bigint, bigint, pg_snapshot) AS " + d.cursors.sqlPage,
-		"rows": "(bigint, text, bigint, timestamptz, bigint[], bigint[], bigint) AS " + d.cursors.sqlFetch,
-		"bare": "(bigint, text, bigint, timestamptz, bigint, bool) AS " + d.cursors.sqlFetchBare,
+		"poll": "(text, text, bigint, bigint, pg_snapshot, xid8, bigint, bool, bigint, bigint, bigint, timestamptz, bigint, bigint) AS " + d.cursors.SqlOpen,
+		"page": "(bigint, text, bigint, timestamptz, text[], text[], bigint, bigint, bigint, pg_snapshot) AS " + d.cursors.SqlPage,
+		"rows": "(bigint, text, bigint, timestamptz, bigint[], bigint[], bigint) AS " + d.cursors.SqlFetch,
+		"bare": "(bigint, text, bigint, timestamptz, bigint, bool) AS " + d.cursors.SqlFetchBare,
 	}
 	first := map[string]string{
 		"poll": `('default', 'nobody', 1, 1, '3:3:', '3', 1000, false, 1, 1, 1, now(), 1048576, 1)`,
@@ -191,7 +192,7 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 		tx, err := conn.Begin(ctx)
 		require.NoError(t, err)
 		defer tx.Rollback(ctx)
-		_, err = tx.Exec(ctx, sqlSettings)
+		_, err = tx.Exec(ctx, cursor.SQLSettings)
 		require.NoError(t, err)
 		do(tx)
 	}
@@ -208,12 +209,12 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	l, err := d.leases.Acquire(ctx)
 	require.NoError(t, err)
 	d.insert(t, retained/10)
-	p, err := d.cursors.load(ctx, l)
+	p, err := d.cursors.Load(ctx, l)
 	require.NoError(t, err)
 	d.exec(t, `
 		INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
-		SELECT n, pg_current_snapshot(), n, $1, $2 FROM generate_series(1, 10000) AS n`, p.systemID, l.Epoch)
-	p, err = d.cursors.load(ctx, l)
+		SELECT n, pg_current_snapshot(), n, $1, $2 FROM generate_series(1, 10000) AS n`, p.SystemID, l.Epoch)
+	p, err = d.cursors.Load(ctx, l)
 	require.NoError(t, err)
 	const fresh = 100
 	d.insert(t, fresh)
@@ -222,11 +223,11 @@ func TestPlansOfTheFirstDay(t *testing.T) {
 	end := retained/10 + fresh
 	var old string // the transaction with many rows
 	require.NoError(t, conn.QueryRow(ctx, pg.InSchema(`SELECT xid::text FROM {schema}.outbox WHERE id = 1`, d.schema)).Scan(&old))
-	proof := fmt.Sprintf("%d, 'default', %d, '%s'", p.cursorID, p.epoch, p.server.Format(time.RFC3339Nano))
+	proof := fmt.Sprintf("%d, 'default', %d, '%s'", p.CursorID, p.Epoch, p.Server.Format(time.RFC3339Nano))
 	for name, args := range map[string]string{
 		"poll": fmt.Sprintf(`('default', '%s', %d, %d, '%s', '%s', 1000, false, %d, %d, %d, '%s', 1048576, %d)`,
-			l.Holder, l.Epoch, p.cursorID, p.base, tables.SnapshotMax(p.base), p.last, p.highest, p.systemID, p.server.Format(time.RFC3339Nano), p.epoch),
-		"page": fmt.Sprintf(`(%s, '{%s}', '{%s}', 0, %d, 0, '%s')`, proof, tables.SnapshotMax(p.base), tables.SnapshotMax(now), 10*fresh, now),
+			l.Holder, l.Epoch, p.CursorID, p.Base, tables.SnapshotMax(p.Base), p.Last, p.Highest, p.SystemID, p.Server.Format(time.RFC3339Nano), p.Epoch),
+		"page": fmt.Sprintf(`(%s, '{%s}', '{%s}', 0, %d, 0, '%s')`, proof, tables.SnapshotMax(p.Base), tables.SnapshotMax(now), 10*fresh, now),
 		"deep": fmt.Sprintf(`(%s, '{%s}', '{%s}', %d, %d, 0, '%s')`, proof, old, old, retained/20, fresh, now),
 		"rows": fmt.Sprintf(`(%s, '{%d}', '{%d}', 16777216)`, proof, end-fresh+1, end),
 		"bare": fmt.Sprintf(`(%s, %d, true)`, proof, end),

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
@@ -30,8 +31,8 @@ type Relay struct {
 	cfg       RelayConfig
 	opts      []kgo.Opt // for Kafka
 	leases    *lease.Store
-	cursors   *cursors
-	failed    *failedStore
+	cursors   *cursor.Store
+	failed    *cursor.Failed
 	retention *retention
 	monitor   *monitor
 	log       *slog.Logger
@@ -95,8 +96,8 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 		cfg:       cfg,
 		opts:      producerOpts(opts),
 		leases:    lease.NewStore(db, cfg.Schema, cfg.Name, cfg.Lease),
-		cursors:   newCursors(db, cfg.Schema, cfg.Name),
-		failed:    newFailedStore(db, cfg.Schema, cfg.Name, cfg.HoldDead),
+		cursors:   cursor.NewStore(db, cfg.Schema, cfg.Name),
+		failed:    cursor.NewFailed(db, cfg.Schema, cfg.Name, cfg.HoldDead),
 		retention: newRetention(db, cfg.Schema, cfg.Retention),
 		log:       log,
 
@@ -435,9 +436,9 @@ func (r *Relay) work(ctx context.Context, leads lease.Leadership) error {
 		Leadership: leads, cfg: r.cfg, cursors: r.cursors, leases: r.leases, failed: r.failed, places: bad,
 		deliverer: r.newDeliverer(producer, bad, r.kafkaOutage, r.health.progressed),
 		parked:    parked, health: r.health, log: r.log, outage: r.postgresOutage, wake: r.wake, heard: r.heard,
-		ticks: &r.cursors.glances.Ticks, eventDied: func() { wait.Signal(r.checkNow) },
+		ticks: &r.cursors.Glances.Ticks, eventDied: func() { wait.Signal(r.checkNow) },
 	})
-	defer r.cursors.glances.Join()()
+	defer r.cursors.Glances.Join()()
 	cleaner := newCleaner(leads, r.cleanerConfig(), r.retention, session.backlog.Load, r.log)
 	shared := retrierParts{
 		Leadership: leads, cfg: r.cfg, store: r.failed, parked: parked, places: bad, probed: new(probedKeys),

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"slices"
 	"sync"
@@ -202,14 +203,14 @@ const (
 const invalidEvent = "invalid_event"
 
 // rejectionClass returns the class of an error with which an event was rejected for
-// what it is: invalidEvent, unreadableRow, or a class of [kafka.RejectionClass]. It
+// what it is: invalidEvent, UnreadableRow, or a class of [kafka.RejectionClass]. It
 // returns "" for every other error.
 func rejectionClass(err error) string {
 	if _, ok := errors.AsType[*envelope.FieldError](err); ok { // without the allocation of errors.As: this is called for every event
 		return invalidEvent
 	}
 	if _, ok := errors.AsType[*envelope.UnreadableError](err); ok {
-		return unreadableRow
+		return cursor.UnreadableRow
 	}
 	return kafka.RejectionClass(err)
 }

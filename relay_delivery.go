@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"log/slog"
 	"slices"
@@ -263,7 +264,7 @@ func (d *delivery) sendBatch() error {
 			d.outcomes[i].kind = outcomeBlocked
 		case errors.Is(err, errStopping):
 			again = append(again, i)
-		case class == invalidEvent || class == unreadableRow: // found by us, whatever else was sent
+		case class == invalidEvent || class == cursor.UnreadableRow: // found by us, whatever else was sent
 			d.markRejected(i, class, err)
 		case class != "" || errors.Is(err, errSendAlone):
 			d.mode = sendOneByOne

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
@@ -142,14 +143,14 @@ func (c *chaos) lead() {
 }
 
 // keys returns the keys with rows, all on one page.
-func (c *chaos) keys(after string) (keys []keyRows, err error) {
+func (c *chaos) keys(after string) (keys []cursor.KeyRows, err error) {
 	rows := map[string]int{}
 	for _, row := range c.rows {
 		rows[row.key]++
 	}
 	for key, n := range rows {
 		if after == "" {
-			keys = append(keys, keyRows{key: key, rows: n})
+			keys = append(keys, cursor.KeyRows{Key: key, Rows: n})
 		}
 	}
 	return keys, nil
@@ -177,7 +178,7 @@ func (c *chaos) send(stop context.Context, deliverer *deliverer) bool {
 	defer c.parked.mu.Unlock()
 	c.parked.assign(failures)
 	for _, f := range failures {
-		c.rows = append(c.rows, chaosRow{event: int(f.event.Id) - 1, key: f.key})
+		c.rows = append(c.rows, chaosRow{event: int(f.Event.Id) - 1, key: f.Key})
 	}
 	c.parked.rowsWritten(failures)
 	for range decided {
@@ -229,11 +230,11 @@ func (c *chaos) retry(stop context.Context, deliverer *deliverer) bool {
 // lost.
 func (c *chaos) attempt(stop context.Context, attempt func(stop, held context.Context, batch []envelope.Event) ([]outcome, error), rows []chaosRow) (sent []string, ok bool) {
 	c.inBatch = nil
-	events := make([]failedEvent, len(rows))
+	events := make([]cursor.FailedRow, len(rows))
 	batch := make([]envelope.Event, len(rows))
 	for n, row := range rows {
 		batch[n] = c.batch[row.event]
-		events[n] = failedEvent{Event: batch[n], key: row.key}
+		events[n] = cursor.FailedRow{Event: batch[n], Key: row.key}
 	}
 	outcomes, err := attempt(stop, c.t.Context(), batch)
 	if err != nil {
@@ -394,7 +395,7 @@ func (c *chaos) fail(batch []envelope.Event, which []int, sent sendResult, stopp
 	}
 }
 
-// failure returns why Kafka does not accept an event, or nil.
+// Failure returns why Kafka does not accept an event, or nil.
 func (c *chaos) failure(e *chaosEvent, stopping bool) error {
 	switch {
 	case stopping && c.often(0.5):

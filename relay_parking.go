@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"github.com/outboxgo/outbox/internal/cursor"
 	"hash/maphash"
 	"sync"
 	"sync/atomic"
@@ -72,7 +73,7 @@ func (p *parking) reset() {
 // called under the lock with which rows are added and removed. A row that is added or removed
 // between two pages may be found twice or not at all. So if the count of a key has changed
 // meanwhile, it stays as it is.
-func (p *parking) recount(page func(after string) ([]keyRows, error)) error {
+func (p *parking) recount(page func(after string) ([]cursor.KeyRows, error)) error {
 	p.counting.Lock()
 	defer p.counting.Unlock()
 	p.mu.Lock()
@@ -85,9 +86,9 @@ func (p *parking) recount(page func(after string) ([]keyRows, error)) error {
 	return err
 }
 
-func (p *parking) countPages(page func(after string) ([]keyRows, error)) error {
+func (p *parking) countPages(page func(after string) ([]cursor.KeyRows, error)) error {
 	for after := ""; ; {
-		last, err := p.countPage(func() ([]keyRows, error) { return page(after) })
+		last, err := p.countPage(func() ([]cursor.KeyRows, error) { return page(after) })
 		if err != nil || last == "" {
 			return err
 		}
@@ -96,16 +97,16 @@ func (p *parking) countPages(page func(after string) ([]keyRows, error)) error {
 }
 
 // countPage returns the last key of a page, or "" if the page is empty.
-func (p *parking) countPage(page func() ([]keyRows, error)) (last string, err error) {
+func (p *parking) countPage(page func() ([]cursor.KeyRows, error)) (last string, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	keys, err := page()
 	for _, found := range keys {
-		hash := p.hash(found.key)
+		hash := p.hash(found.Key)
 		k := p.keys[hash]
-		k.found += int32(found.rows)
+		k.found += int32(found.Rows)
 		p.put(hash, k)
-		last = found.key
+		last = found.Key
 	}
 	return last, err
 }
@@ -140,38 +141,38 @@ func (p *parking) put(hash uint64, k parkedKey) {
 
 // assign gives failures their final status: the first failure of a key without rows is
 // the head of the key, all others are parked. Dead ones stay dead.
-func (p *parking) assign(failures []failure) {
+func (p *parking) assign(failures []cursor.Failure) {
 	if p.passing {
 		return
 	}
 	added := map[string]bool{}
 	for i := range failures {
 		f := &failures[i]
-		k := p.keys[p.hash(f.key)]
-		if f.status == StatusDead {
-			added[f.key] = added[f.key] || f.held
+		k := p.keys[p.hash(f.Key)]
+		if f.Status == StatusDead {
+			added[f.Key] = added[f.Key] || f.Held
 			continue
 		}
-		switch head := !added[f.key] && k.rows <= 0; {
+		switch head := !added[f.Key] && k.rows <= 0; {
 		case !head:
-			f.status = StatusParked
-		case f.status == StatusParked:
-			f.status = StatusWaiting // the rows that it was behind are gone
+			f.Status = StatusParked
+		case f.Status == StatusParked:
+			f.Status = StatusWaiting // the rows that it was behind are gone
 		}
-		added[f.key] = true
+		added[f.Key] = true
 	}
 }
 
 // rowsWritten counts the rows of failures, except for dead ones that do not hold their
 // keys.
-func (p *parking) rowsWritten(failures []failure) {
+func (p *parking) rowsWritten(failures []cursor.Failure) {
 	for _, f := range failures {
-		hash := p.hash(f.key)
+		hash := p.hash(f.Key)
 		k := p.keys[hash]
-		if f.status != StatusDead || f.held {
+		if f.Status != StatusDead || f.Held {
 			k.rows, k.changed = k.rows+1, p.recounts
 		}
-		if f.pending {
+		if f.Pending {
 			k.pending--
 		}
 		p.put(hash, k)

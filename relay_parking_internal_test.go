@@ -3,6 +3,7 @@ package outbox
 import (
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"maps"
 	"runtime"
 	"slices"
@@ -24,10 +25,10 @@ func parkingOf(t *testing.T, rows map[string]int) *parking {
 func recount(t *testing.T, p *parking, rows map[string]int) {
 	t.Helper()
 	names := slices.Sorted(maps.Keys(rows))
-	require.NoError(t, p.recount(func(after string) (keys []keyRows, err error) {
+	require.NoError(t, p.recount(func(after string) (keys []cursor.KeyRows, err error) {
 		for _, name := range names {
 			if name > after {
-				return []keyRows{{name, rows[name]}}, nil
+				return []cursor.KeyRows{{name, rows[name]}}, nil
 			}
 		}
 		return nil, nil
@@ -40,22 +41,22 @@ func TestParkingAssigns(t *testing.T) {
 	p := parkingOf(t, map[string]int{"old": 2})
 	require.True(t, p.mustWait("old"))
 	require.False(t, p.mustWait("new"))
-	failures := []failure{
-		{key: "new", status: StatusFailed},
-		{key: "old", status: StatusParked, pending: true},
-		{key: "new", status: StatusFailed}, // two rejections of one request
-		{key: "gone", status: StatusParked},
-		{key: "gone", status: StatusParked},
-		{key: "unavailable", status: StatusWaiting},
-		{key: "dead", status: StatusDead},
-		{key: "dead", status: StatusFailed},
-		{key: "held", status: StatusDead, held: true},
-		{key: "held", status: StatusParked},
+	failures := []cursor.Failure{
+		{Key: "new", Status: StatusFailed},
+		{Key: "old", Status: StatusParked, Pending: true},
+		{Key: "new", Status: StatusFailed}, // two rejections of one request
+		{Key: "gone", Status: StatusParked},
+		{Key: "gone", Status: StatusParked},
+		{Key: "unavailable", Status: StatusWaiting},
+		{Key: "dead", Status: StatusDead},
+		{Key: "dead", Status: StatusFailed},
+		{Key: "held", Status: StatusDead, Held: true},
+		{Key: "held", Status: StatusParked},
 	}
 	p.assign(failures)
 	var got []string
 	for _, f := range failures {
-		got = append(got, f.key+" "+f.status)
+		got = append(got, f.Key+" "+f.Status)
 	}
 	require.Equal(t, []string{
 		"new failed", "old parked", "new parked", "gone waiting", "gone parked", "unavailable waiting",
@@ -67,7 +68,7 @@ func TestParkingAssigns(t *testing.T) {
 func TestParkingOfDeadEvents(t *testing.T) {
 	t.Parallel()
 	p := parkingOf(t, nil)
-	p.rowsWritten([]failure{{key: "dead", status: StatusDead}, {key: "held", status: StatusDead, held: true}})
+	p.rowsWritten([]cursor.Failure{{Key: "dead", Status: StatusDead}, {Key: "held", Status: StatusDead, Held: true}})
 	require.False(t, p.mustWait("dead"))
 	require.True(t, p.mustWait("held"))
 }
@@ -80,9 +81,9 @@ func TestParkingWaitsForWhatIsPending(t *testing.T) {
 	require.True(t, p.mustWait("key")) // v3 is on its way
 	p.rowRemoved("key")                // v2 was sent
 	require.True(t, p.mustWait("key"), "v4 would overtake v3")
-	failures := []failure{{key: "key", status: StatusParked, pending: true}, {key: "key", status: StatusParked, pending: true}}
+	failures := []cursor.Failure{{Key: "key", Status: StatusParked, Pending: true}, {Key: "key", Status: StatusParked, Pending: true}}
 	p.assign(failures)
-	require.Equal(t, StatusWaiting, failures[0].status, "it is the head now")
+	require.Equal(t, StatusWaiting, failures[0].Status, "it is the head now")
 	p.rowsWritten(failures)
 	p.rowRemoved("key")
 	require.True(t, p.busy.Load())
@@ -107,9 +108,9 @@ func TestParkingIsCorrected(t *testing.T) {
 func TestParkingPasses(t *testing.T) {
 	t.Parallel()
 	p := newParking(true)
-	failures := []failure{{key: "key", status: StatusFailed}, {key: "key", status: StatusWaiting}}
+	failures := []cursor.Failure{{Key: "key", Status: StatusFailed}, {Key: "key", Status: StatusWaiting}}
 	p.assign(failures)
-	require.Equal(t, []string{StatusFailed, StatusWaiting}, []string{failures[0].status, failures[1].status})
+	require.Equal(t, []string{StatusFailed, StatusWaiting}, []string{failures[0].Status, failures[1].Status})
 }
 
 // A page that cannot be read frees no key.
@@ -117,9 +118,9 @@ func TestParkingIsNotCorrectedByHalf(t *testing.T) {
 	t.Parallel()
 	p := parkingOf(t, map[string]int{"a": 1, "b": 1, "c": 1})
 	broken := errors.New("PostgreSQL does not answer")
-	err := p.recount(func(after string) ([]keyRows, error) {
+	err := p.recount(func(after string) ([]cursor.KeyRows, error) {
 		if after == "" {
-			return []keyRows{{"a", 2}}, nil
+			return []cursor.KeyRows{{"a", 2}}, nil
 		}
 		return nil, broken
 	})
@@ -141,9 +142,9 @@ func TestParkingOfManyKeys(t *testing.T) {
 	}
 	before, n := heap(), 0
 	p := newParking(false)
-	require.NoError(t, p.recount(func(string) (page []keyRows, err error) {
+	require.NoError(t, p.recount(func(string) (page []cursor.KeyRows, err error) {
 		for range min(keys-n, keys/pages) {
-			page = append(page, keyRows{fmt.Sprintf("order-events/customer-%032d", n), 1})
+			page = append(page, cursor.KeyRows{fmt.Sprintf("order-events/customer-%032d", n), 1})
 			n++
 		}
 		return page, nil
@@ -160,11 +161,11 @@ func TestParkingOfManyKeys(t *testing.T) {
 func TestParkingIsCountedByTwo(t *testing.T) {
 	t.Parallel()
 	p, other := newParking(false), make(chan error)
-	fails := func(string) ([]keyRows, error) { return nil, errDown }
+	fails := func(string) ([]cursor.KeyRows, error) { return nil, errDown }
 	pages := 0
-	require.NoError(t, p.recount(func(string) ([]keyRows, error) {
+	require.NoError(t, p.recount(func(string) ([]cursor.KeyRows, error) {
 		if pages++; pages == 1 {
-			return []keyRows{{key: "orders/a", rows: 1}}, nil
+			return []cursor.KeyRows{{Key: "orders/a", Rows: 1}}, nil
 		}
 		go func() { other <- p.recount(fails) }()
 		time.Sleep(50 * time.Millisecond) // the other one begins, and waits
@@ -181,20 +182,20 @@ func TestParkingChangesDuringARecount(t *testing.T) {
 	t.Parallel()
 	p := parkingOf(t, map[string]int{"added": 1, "removed": 1, "resolved": 1, "sent": 2})
 	changes := map[string]func(){
-		"": func() { p.rowsWritten([]failure{{key: "added"}, {key: "new"}}) }, // and found later
+		"": func() { p.rowsWritten([]cursor.Failure{{Key: "added"}, {Key: "new"}}) }, // and found later
 		"new": func() {
 			p.rowRemoved("removed") // was found before
 			p.rowRemoved("sent")
-			p.rowsWritten([]failure{{key: "late"}}) // is not found
+			p.rowsWritten([]cursor.Failure{{Key: "late"}}) // is not found
 		},
 	}
-	pages := map[string]keyRows{"": {"removed", 1}, "removed": {"sent", 2}, "sent": {"added", 2}, "added": {"new", 1}}
-	require.NoError(t, p.recount(func(after string) ([]keyRows, error) {
+	pages := map[string]cursor.KeyRows{"": {"removed", 1}, "removed": {"sent", 2}, "sent": {"added", 2}, "added": {"new", 1}}
+	require.NoError(t, p.recount(func(after string) ([]cursor.KeyRows, error) {
 		if change := changes[after]; change != nil {
 			change()
 		}
 		if page, ok := pages[after]; ok {
-			return []keyRows{page}, nil
+			return []cursor.KeyRows{page}, nil
 		}
 		return nil, nil
 	}))

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
@@ -22,7 +23,7 @@ import (
 type retrierParts struct {
 	lease.Leadership
 	cfg       RelayConfig
-	store     *failedStore
+	store     *cursor.Failed
 	deliverer *deliverer       // its sender is the retrier's own
 	parked    *parking         // shared with the session
 	places    *places.Registry // shared with the session
@@ -94,7 +95,7 @@ func (r *retrier) retryAll(ctx context.Context) error {
 			reconciled = time.Now()
 		}
 		read, cancel := r.WithStatementTimeout()
-		queues, err := r.store.places(read)
+		queues, err := r.store.Places(read)
 		cancel()
 		if err != nil {
 			return err
@@ -127,7 +128,7 @@ func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err 
 		}
 		defer r.places.Release(place)
 	}
-	events, err := r.find(func(ctx context.Context) ([]failedEvent, error) { return r.store.due(ctx, place, place != "") })
+	events, err := r.find(func(ctx context.Context) ([]cursor.FailedRow, error) { return r.store.Due(ctx, place, place != "") })
 	some = len(events) > 0
 	for err == nil && len(events) > 0 && ctx.Err() == nil {
 		var sent []string
@@ -135,7 +136,7 @@ func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err 
 		if err != nil || len(sent) == 0 || r.cfg.PassFailedKeys { // then nothing is parked
 			break
 		}
-		events, err = r.find(func(ctx context.Context) ([]failedEvent, error) { return r.store.parked(ctx, sent) })
+		events, err = r.find(func(ctx context.Context) ([]cursor.FailedRow, error) { return r.store.Parked(ctx, sent) })
 	}
 	return some, err
 }
@@ -166,15 +167,15 @@ func (r *retrier) probeAll(ctx context.Context) error {
 
 // choose returns an event of each place, and those of them that are to be probed now. No
 // head of their keys changes until they are.
-func (r *retrier) choose(names []string) (waiting, events []failedEvent, err error) {
+func (r *retrier) choose(names []string) (waiting, events []cursor.FailedRow, err error) {
 	r.probed.mu.Lock()
 	defer r.probed.mu.Unlock()
-	events, err = r.find(func(ctx context.Context) (_ []failedEvent, err error) {
-		waiting, err = r.store.first(ctx, names)
+	events, err = r.find(func(ctx context.Context) (_ []cursor.FailedRow, err error) {
+		waiting, err = r.store.First(ctx, names)
 		return waiting, err
 	})
 	for i := range events {
-		r.probed.keys = append(r.probed.keys, events[i].key)
+		r.probed.keys = append(r.probed.keys, events[i].Key)
 	}
 	return waiting, events, err
 }
@@ -185,12 +186,12 @@ const emptyAfter = 5 * time.Second
 
 // forgetEmpty forgets those of some bad places for which nothing waits any more, given an
 // event of each other one.
-func (r *retrier) forgetEmpty(names []string, events []failedEvent) {
+func (r *retrier) forgetEmpty(names []string, events []cursor.FailedRow) {
 	for _, bad := range r.places.All() {
 		if !slices.Contains(names, bad.Name) { // nobody has looked
 			continue
 		}
-		waits := slices.ContainsFunc(events, func(e failedEvent) bool { return e.place == bad.Name })
+		waits := slices.ContainsFunc(events, func(e cursor.FailedRow) bool { return e.Place == bad.Name })
 		if !waits && time.Since(bad.Since) > emptyAfter {
 			r.places.Forget(bad.Name)
 		}
@@ -200,9 +201,9 @@ func (r *retrier) forgetEmpty(names []string, events []failedEvent) {
 // forgetMoved forgets the partitions whose probes have gone to other ones, because the
 // number of partitions has changed. What waits for them is tried, and whatever still goes to
 // a bad partition waits for that one again.
-func (r *retrier) forgetMoved(events []failedEvent, outcomes []outcome) {
+func (r *retrier) forgetMoved(events []cursor.FailedRow, outcomes []outcome) {
 	for i, o := range outcomes {
-		waited := events[i].place
+		waited := events[i].Place
 		if o.kind == outcomeSent && o.place != "" && o.place != waited && strings.Contains(waited, "/") {
 			r.places.Forget(waited)
 			r.deliverer.parts.onRecovered()
@@ -220,15 +221,15 @@ func (r *retrier) reconcile(stop context.Context) error {
 	start := time.Now()
 	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
-	if err := r.store.retryDead(ctx, r.Lease, r.cfg.RetryDeadAfter); err != nil {
+	if err := r.store.RetryDead(ctx, r.Lease, r.cfg.RetryDeadAfter); err != nil {
 		return err
 	}
 	if r.cfg.PassFailedKeys {
-		return r.store.promoteAll(stop, r.WithStatementTimeout, r.Lease)
+		return r.store.PromoteAll(stop, r.WithStatementTimeout, r.Lease)
 	}
 	var wrong []string
-	page := r.store.keys(r.WithStatementTimeout, &wrong)
-	err := r.parked.recount(func(after string) ([]keyRows, error) {
+	page := r.store.Keys(r.WithStatementTimeout, &wrong)
+	err := r.parked.recount(func(after string) ([]cursor.KeyRows, error) {
 		if stop.Err() != nil {
 			return nil, errStopping
 		}
@@ -251,18 +252,18 @@ func (r *retrier) promote(stop context.Context, keys []string) error {
 	r.probed.mu.Lock()
 	defer r.probed.mu.Unlock()
 	keys = slices.DeleteFunc(keys, func(key string) bool { return slices.Contains(r.probed.keys, key) })
-	return r.store.promote(stop, r.WithStatementTimeout, r.Lease, keys)
+	return r.store.Promote(stop, r.WithStatementTimeout, r.Lease, keys)
 }
 
 // find returns the first of the events that a query finds, in their order: as many as
 // fitting allows. It ends in front of an event that cannot be read, or returns that one
 // alone.
-func (r *retrier) find(query func(context.Context) ([]failedEvent, error)) ([]failedEvent, error) {
+func (r *retrier) find(query func(context.Context) ([]cursor.FailedRow, error)) ([]cursor.FailedRow, error) {
 	ctx, cancel := r.WithStatementTimeout()
 	found, err := query(ctx)
 	cancel()
-	for n := fitting(found); err == nil && len(found) > 0; n = 1 {
-		var events []failedEvent
+	for n := cursor.Fitting(found); err == nil && len(found) > 0; n = 1 {
+		var events []cursor.FailedRow
 		events, err = r.readRows(found[:n], true)
 		unreadable := r.Held.Err() == nil && (isUnreadable(err) || tookTooLong(err))
 		switch {
@@ -279,15 +280,15 @@ func (r *retrier) find(query func(context.Context) ([]failedEvent, error)) ([]fa
 	return nil, err
 }
 
-func (r *retrier) readRows(found []failedEvent, payload bool) ([]failedEvent, error) {
+func (r *retrier) readRows(found []cursor.FailedRow, payload bool) ([]cursor.FailedRow, error) {
 	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
-	return r.store.readRows(ctx, found, payload)
+	return r.store.ReadRows(ctx, found, payload)
 }
 
 // readUnreadable returns the first of some events without payload and headers, unless it
 // can be read now: PostgreSQL may have failed for a moment.
-func (r *retrier) readUnreadable(found []failedEvent, cause error) ([]failedEvent, error) {
+func (r *retrier) readUnreadable(found []cursor.FailedRow, cause error) ([]cursor.FailedRow, error) {
 	if isUnreadable(cause) {
 		events, err := r.readRows(found[:1], true)
 		if !isUnreadable(err) && !tookTooLong(err) {
@@ -299,13 +300,13 @@ func (r *retrier) readUnreadable(found []failedEvent, cause error) ([]failedEven
 		return nil, err
 	}
 	e := events[0]
-	e.unreadable = fmt.Errorf("row %d of outbox_failed: %w", e.row, cause)
-	return []failedEvent{e}, nil
+	e.Unreadable = fmt.Errorf("row %d of outbox_failed: %w", e.Row, cause)
+	return []cursor.FailedRow{e}, nil
 }
 
 // isUnreadable reports whether the row of an event cannot be read however often it is
 // tried.
-func isUnreadable(err error) bool { return pg.IsUnreadable(err) || errors.Is(err, errNoPayload) }
+func isUnreadable(err error) bool { return pg.IsUnreadable(err) || errors.Is(err, cursor.ErrNoPayload) }
 
 // tookTooLong reports whether a statement was cancelled: PostgreSQL needs seconds until it
 // finds that a text is longer than 1 GB.
@@ -315,9 +316,9 @@ func tookTooLong(err error) bool {
 
 // retry sends events and saves the results. It returns the keys of which every event was
 // sent, or errNotPermitted if an event was neither tried nor blocked.
-func (r *retrier) retry(ctx context.Context, events []failedEvent,
+func (r *retrier) retry(ctx context.Context, events []cursor.FailedRow,
 	send func(stop, held context.Context, batch []envelope.Event) ([]outcome, error)) (sent []string, err error) {
-	if len(events) == 1 && events[0].unreadable != nil {
+	if len(events) == 1 && events[0].Unreadable != nil {
 		return nil, r.rejectUnreadable(&events[0])
 	}
 	batch := make([]envelope.Event, len(events))
@@ -328,7 +329,7 @@ func (r *retrier) retry(ctx context.Context, events []failedEvent,
 	if err != nil {
 		return nil, err
 	}
-	var results []retryResult
+	var results []cursor.RetryResult
 	for i, o := range outcomes {
 		if o.kind == outcomePending {
 			err = errNotPermitted
@@ -345,7 +346,7 @@ func (r *retrier) retry(ctx context.Context, events []failedEvent,
 		return nil, err
 	}
 	for _, result := range results {
-		if result.count > 0 {
+		if result.Count > 0 {
 			r.notifyRejected(result)
 		}
 	}
@@ -354,12 +355,12 @@ func (r *retrier) retry(ctx context.Context, events []failedEvent,
 
 // rejectUnreadable makes an event dead that cannot be read. If reading it took too long,
 // that counts as a rejected retry, because PostgreSQL may be quicker another time.
-func (r *retrier) rejectUnreadable(e *failedEvent) error {
-	result := retryResult{event: e, row: e.row, status: StatusDead, class: unreadableRow, err: e.unreadable}
-	if !isUnreadable(e.unreadable) {
-		result, _ = r.resultOf(e, outcome{kind: outcomeRejected, class: unreadableRow, err: e.unreadable})
+func (r *retrier) rejectUnreadable(e *cursor.FailedRow) error {
+	result := cursor.RetryResult{Event: e, Row: e.Row, Status: StatusDead, Class: cursor.UnreadableRow, Err: e.Unreadable}
+	if !isUnreadable(e.Unreadable) {
+		result, _ = r.resultOf(e, outcome{kind: outcomeRejected, class: cursor.UnreadableRow, err: e.Unreadable})
 	}
-	if err := r.save([]retryResult{result}); err != nil {
+	if err := r.save([]cursor.RetryResult{result}); err != nil {
 		return err
 	}
 	r.notifyRejected(result)
@@ -367,15 +368,15 @@ func (r *retrier) rejectUnreadable(e *failedEvent) error {
 }
 
 // sentKeys returns the keys of which every event was sent, each once.
-func sentKeys(events []failedEvent, outcomes []outcome) (keys []string) {
+func sentKeys(events []cursor.FailedRow, outcomes []outcome) (keys []string) {
 	skip := map[string]bool{}
 	for i, o := range outcomes {
 		if o.kind != outcomeSent {
-			skip[events[i].key] = true
+			skip[events[i].Key] = true
 		}
 	}
 	for i := range events {
-		if key := events[i].key; !skip[key] {
+		if key := events[i].Key; !skip[key] {
 			keys, skip[key] = append(keys, key), true
 		}
 	}
@@ -385,7 +386,7 @@ func sentKeys(events []failedEvent, outcomes []outcome) (keys []string) {
 // save writes results down. It is repeated until PostgreSQL has them or the lease is lost:
 // without them, what Kafka has accepted would be sent again. What takes too long is saved in
 // halves.
-func (r *retrier) save(results []retryResult) error {
+func (r *retrier) save(results []cursor.RetryResult) error {
 	for uncertain := false; ; uncertain = true {
 		err := r.trySave(results, uncertain)
 		switch {
@@ -407,22 +408,22 @@ func (r *retrier) save(results []retryResult) error {
 // trySave writes results under the lock with which the session parks events. After a try
 // of uncertain outcome it is not known which keys have got a new head, so all of them stay
 // parked until they are counted again.
-func (r *retrier) trySave(results []retryResult, uncertain bool) error {
+func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
 	r.parked.mu.Lock()
 	defer r.parked.mu.Unlock()
 	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
-	left, err := r.store.saveResults(ctx, r.Lease, results, r.cfg.KeepSent)
+	left, err := r.store.SaveResults(ctx, r.Lease, results, r.cfg.KeepSent)
 	if err != nil {
 		return err
 	}
 	for _, result := range results {
-		gone := result.status == StatusResolved || result.status == StatusDead && !r.cfg.HoldDead
+		gone := result.Status == StatusResolved || result.Status == StatusDead && !r.cfg.HoldDead
 		if gone { // the row holds back nothing any more
-			r.parked.rowRemoved(result.event.key)
+			r.parked.rowRemoved(result.Event.Key)
 		}
 		if !gone || uncertain {
-			left = append(left, result.event.key)
+			left = append(left, result.Event.Key)
 		}
 	}
 	r.parked.rowsLeft(left)
@@ -431,18 +432,18 @@ func (r *retrier) trySave(results []retryResult, uncertain bool) error {
 
 // resultOf turns the outcome of a retry into what is saved. It returns false for an event
 // that was not tried.
-func (r *retrier) resultOf(e *failedEvent, o outcome) (result retryResult, ok bool) {
-	result = retryResult{event: e, row: e.row, class: o.class, err: o.err}
+func (r *retrier) resultOf(e *cursor.FailedRow, o outcome) (result cursor.RetryResult, ok bool) {
+	result = cursor.RetryResult{Event: e, Row: e.Row, Class: o.class, Err: o.err}
 	switch o.kind {
 	case outcomeSent:
-		result.status, result.err = StatusResolved, nil
+		result.Status, result.Err = StatusResolved, nil
 	case outcomeRejected:
-		result.status, result.count, result.wait = StatusFailed, 1, r.cfg.retryWait(e.retries+2)
-		if e.retries+1 >= r.cfg.MaxRetries {
-			result.status = StatusDead
+		result.Status, result.Count, result.Wait = StatusFailed, 1, r.cfg.retryWait(e.Retries+2)
+		if e.Retries+1 >= r.cfg.MaxRetries {
+			result.Status = StatusDead
 		}
 	case outcomeUnavailable:
-		result.status, result.wait, result.place = StatusWaiting, r.cfg.RetryInterval, o.place
+		result.Status, result.Wait, result.Place = StatusWaiting, r.cfg.RetryInterval, o.place
 	case outcomePending, outcomeBlocked, outcomeParked:
 		return result, false
 	}
@@ -450,13 +451,13 @@ func (r *retrier) resultOf(e *failedEvent, o outcome) (result retryResult, ok bo
 }
 
 // notifyRejected logs a rejected retry and calls the hook.
-func (r *retrier) notifyRejected(result retryResult) {
-	e := result.event
+func (r *retrier) notifyRejected(result cursor.RetryResult) {
+	e := result.Event
 	topic, _ := e.Destination() // "" if none follows from its type
 	args := []any{"id", e.Id, "event_id", string(e.EventID), "type", string(e.EventType), "aggregate_id", string(e.AggregateID),
-		"topic", topic, "key", string(e.Event.Key()), "attempt", e.retries + result.count, "class", result.class, "error", result.err}
+		"topic", topic, "key", string(e.Event.Key()), "attempt", e.Retries + result.Count, "class", result.Class, "error", result.Err}
 	ctx, hook := e.Context(r.Held), r.cfg.Hooks.Rejected
-	if result.status == StatusDead {
+	if result.Status == StatusDead {
 		hook = r.cfg.Hooks.Dead
 		r.log.ErrorContext(ctx, "outbox: event is dead", append(args, "key_is_held", r.cfg.HoldDead)...)
 		r.eventDied()
@@ -464,6 +465,6 @@ func (r *retrier) notifyRejected(result retryResult) {
 		r.log.WarnContext(ctx, "outbox: retry failed", args...)
 	}
 	if hook != nil {
-		hook(failedEventOf(&e.Event, result.class, result.err, e.retries+result.count))
+		hook(failedEventOf(&e.Event, result.Class, result.Err, e.Retries+result.Count))
 	}
 }

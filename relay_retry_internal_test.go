@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"github.com/outboxgo/outbox/internal/cursor"
 	"log/slog"
 	"testing"
 	"testing/synctest"
@@ -51,7 +52,7 @@ func TestForgetEmptyPlaces(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRetrier(retrierParts{places: places.NewRegistry(outage.NewLogs(slog.New(slog.DiscardHandler)))})
 		r.places.Load([]places.Bad{{Name: "claimed"}, {Name: "empty"}, {Name: "waiting"}})
-		looked, waiting := []string{"empty", "waiting"}, []failedEvent{{place: "waiting"}}
+		looked, waiting := []string{"empty", "waiting"}, []cursor.FailedRow{{Place: "waiting"}}
 		names := func() (names []string) {
 			for _, bad := range r.places.All() {
 				names = append(names, bad.Name)

@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
@@ -18,14 +19,14 @@ import (
 	"github.com/outboxgo/outbox/internal/wakeup"
 )
 
-// cursorStore reads and moves the cursor of a relay. [cursors] does so in PostgreSQL.
+// cursorStore reads and moves the cursor of a relay. [Store] does so in PostgreSQL.
 type cursorStore interface {
-	load(ctx context.Context, l *lease.Lease) (position, error)
-	rebase(ctx context.Context, l *lease.Lease) (unsent int64, err error)
-	open(ctx context.Context, l *lease.Lease, p position, limit int) (next position, events []envelope.Event, large bool, err error)
-	glance(ctx context.Context) (changed bool, err error)
+	Load(ctx context.Context, l *lease.Lease) (cursor.Position, error)
+	Rebase(ctx context.Context, l *lease.Lease) (unsent int64, err error)
+	Open(ctx context.Context, l *lease.Lease, p cursor.Position, limit int) (next cursor.Position, events []envelope.Event, large bool, err error)
+	Glance(ctx context.Context) (changed bool, err error)
 	windowStore
-	move(ctx context.Context, l *lease.Lease, p position, failures []failure) (id int64, err error)
+	Move(ctx context.Context, l *lease.Lease, p cursor.Position, failures []cursor.Failure) (id int64, err error)
 }
 
 // sessionParts is what a session uses.
@@ -37,9 +38,9 @@ type sessionParts struct {
 		Renew(ctx context.Context, l *lease.Lease) error
 	}
 	failed interface {
-		keys(statement lease.StatementContext, wrong *[]string) func(after string) ([]keyRows, error)
-		freed(statement lease.StatementContext, since time.Duration) func() ([]keyRows, error)
-		places(ctx context.Context) ([]places.Bad, error)
+		Keys(statement lease.StatementContext, wrong *[]string) func(after string) ([]cursor.KeyRows, error)
+		Freed(statement lease.StatementContext, since time.Duration) func() ([]cursor.KeyRows, error)
+		Places(ctx context.Context) ([]places.Bad, error)
 	}
 	deliverer interface {
 		deliver(stop, held context.Context, batch []envelope.Event, parked *parking) ([]outcome, error)
@@ -62,7 +63,7 @@ type session struct {
 	sessionParts
 
 	rhythm   wakeup.Rhythm
-	pos      position
+	pos      cursor.Position
 	recorded bool // pos is in outbox_cursor
 	opened   bool // a window, or found nothing to open
 	window   windowReader
@@ -107,8 +108,8 @@ func (s *session) run(ctx context.Context, others ...func(context.Context)) erro
 func (s *session) stayUpToDate(ctx context.Context) (err error) {
 	for err == nil {
 		err = s.follow(ctx)
-		known := s.pos.cursorID
-		if !errors.Is(err, errStale) {
+		known := s.pos.CursorID
+		if !errors.Is(err, cursor.ErrStale) {
 			return err
 		}
 		s.window.forget()
@@ -127,32 +128,32 @@ func (s *session) stayUpToDate(ctx context.Context) (err error) {
 
 // reportJump logs that the cursor is not where the session had left it.
 func (s *session) reportJump(known int64) {
-	if s.pos.cursorID == known { // another server, or the same one restarted
+	if s.pos.CursorID == known { // another server, or the same one restarted
 		return
 	}
 	what := "outbox: cursor is not where it was left; some events may be sent twice"
-	if s.pos.cursorID < known {
+	if s.pos.CursorID < known {
 		what = "outbox: PostgreSQL has lost the newest rows of the cursor, in a crash or a failover to a server that lagged; " +
 			"events since then are sent again, and some that were sent may have lost their transactions"
 	}
-	s.log.Warn(what, "left", known, "found", s.pos.cursorID)
+	s.log.Warn(what, "left", known, "found", s.pos.CursorID)
 }
 
 // load reads the newest position. One that was written in another cluster is rebased
 // first.
 func (s *session) load() error {
 	load := func(ctx context.Context) (err error) {
-		s.pos, err = s.cursors.load(ctx, s.Lease)
+		s.pos, err = s.cursors.Load(ctx, s.Lease)
 		return err
 	}
 	err := s.try(load)
-	if errors.Is(err, errOtherCluster) {
+	if errors.Is(err, cursor.ErrOtherCluster) {
 		if err = s.rebase(); err == nil {
 			err = s.try(load)
 		}
 	}
 	s.recorded = true
-	if err == nil && s.pos.window != "" {
+	if err == nil && s.pos.Window != "" {
 		err = s.window.begin(s.pos)
 	}
 	if err != nil {
@@ -164,7 +165,7 @@ func (s *session) load() error {
 		if err != nil {
 			return err
 		}
-		bad, err := s.failed.places(ctx)
+		bad, err := s.failed.Places(ctx)
 		if err != nil {
 			return err
 		}
@@ -175,14 +176,14 @@ func (s *session) load() error {
 
 // parkedKeys returns a function that returns the keys which have to wait. While the lease is not exclusive, these are also keys that an
 // operator has freed: the process that had the lease before may be sending what was resolved.
-func (s *session) parkedKeys() func(after string) ([]keyRows, error) {
-	page := s.failed.keys(s.WithStatementTimeout, nil)
+func (s *session) parkedKeys() func(after string) ([]cursor.KeyRows, error) {
+	page := s.failed.Keys(s.WithStatementTimeout, nil)
 	if s.Lease.Exclusive() {
 		return page
 	}
 	const longest = time.Hour // that another process can have had an event in hand, whatever its lease was
-	freed := s.failed.freed(s.WithStatementTimeout, max(longest, 2*s.cfg.Lease))
-	return func(after string) ([]keyRows, error) {
+	freed := s.failed.Freed(s.WithStatementTimeout, max(longest, 2*s.cfg.Lease))
+	return func(after string) ([]cursor.KeyRows, error) {
 		keys, err := page(after)
 		if err == nil && len(keys) == 0 {
 			keys, err = freed()
@@ -199,7 +200,7 @@ func (s *session) rebase() error {
 	s.health.beginLongTask("the cursor is moved here from another cluster")
 	defer s.health.endLongTask()
 	err := s.try(func(context.Context) (err error) {
-		unsent, err = s.cursors.rebase(s.Held, s.Lease)
+		unsent, err = s.cursors.Rebase(s.Held, s.Lease)
 		return err
 	})
 	if err == nil {
@@ -253,7 +254,7 @@ func (s *session) glance() bool {
 	s.health.progressed()
 	ctx, cancel := context.WithTimeout(s.Held, glanceTimeout)
 	defer cancel()
-	changed, err := s.cursors.glance(ctx)
+	changed, err := s.cursors.Glance(ctx)
 	return changed || err != nil
 }
 
@@ -310,7 +311,7 @@ func (s *session) open() (batch []envelope.Event, large bool, err error) {
 		if pg.IsCancelled(err) && limit > 1 {
 			s.window.limits.events.keepBelow(limit)
 		}
-		if limit > 0 && (tookTooLong(err) || pg.IsUnreadable(err) || errors.Is(err, errTooMuch)) {
+		if limit > 0 && (tookTooLong(err) || pg.IsUnreadable(err) || errors.Is(err, cursor.ErrTooMuch)) {
 			limit = 0
 			batch, large, err = s.openUpTo(ctx, limit)
 		}
@@ -334,7 +335,7 @@ func (s *session) openUpTo(ctx context.Context, limit int) (batch []envelope.Eve
 		ctx, cancel = context.WithTimeout(ctx, s.StatementTimeout/4)
 		defer cancel()
 	}
-	s.pos, batch, large, err = s.cursors.open(ctx, s.Lease, s.pos, limit)
+	s.pos, batch, large, err = s.cursors.Open(ctx, s.Lease, s.pos, limit)
 	return batch, large, err
 }
 
@@ -360,11 +361,11 @@ func (s *session) send(ctx context.Context, batch []envelope.Event) error {
 	decided, failures := s.failures(batch, outcomes)
 	if decided > 0 {
 		s.health.cursorMoved()
-		s.pos.last = batch[decided-1].Id
-		s.pos.highest = max(s.pos.highest, s.pos.last)
+		s.pos.Last = batch[decided-1].Id
+		s.pos.Highest = max(s.pos.Highest, s.pos.Last)
 		s.recorded = false
 	}
-	s.log.Debug("outbox: batch sent", "events", decided, "of", len(batch), "failed", len(failures), "last", s.pos.last,
+	s.log.Debug("outbox: batch sent", "events", decided, "of", len(batch), "failed", len(failures), "last", s.pos.Last,
 		"took", time.Since(start))
 	if errors.Is(err, lease.ErrLeaseLost) {
 		return err
@@ -380,7 +381,7 @@ func (s *session) send(ctx context.Context, batch []envelope.Event) error {
 
 // failures returns how many events from the start of the batch have an outcome, and those
 // of them that did not get through.
-func (s *session) failures(batch []envelope.Event, outcomes []outcome) (decided int, failures []failure) {
+func (s *session) failures(batch []envelope.Event, outcomes []outcome) (decided int, failures []cursor.Failure) {
 	for i, o := range outcomes {
 		e := &batch[i]
 		status, wait := StatusParked, time.Duration(0)
@@ -391,7 +392,7 @@ func (s *session) failures(batch []envelope.Event, outcomes []outcome) (decided 
 			continue
 		case outcomeRejected:
 			status, wait = StatusFailed, s.cfg.retryWait(1)
-			if o.class == unreadableRow && s.Lease.Exclusive() {
+			if o.class == cursor.UnreadableRow && s.Lease.Exclusive() {
 				status, wait = StatusDead, 0
 			}
 		case outcomeUnavailable:
@@ -399,10 +400,10 @@ func (s *session) failures(batch []envelope.Event, outcomes []outcome) (decided 
 		case outcomeBlocked, outcomeParked:
 		}
 		topic, _ := s.deliverer.topic(e)
-		failures = append(failures, failure{
-			event: e, key: tables.ParkingKey(topic, e.Key()), status: status, class: o.class, err: o.err, wait: wait, place: o.place,
-			rejected: o.kind == outcomeRejected, pending: o.kind == outcomeParked,
-			held: status == StatusDead && s.cfg.HoldDead,
+		failures = append(failures, cursor.Failure{
+			Event: e, Key: tables.ParkingKey(topic, e.Key()), Status: status, Class: o.class, Err: o.err, Wait: wait, Place: o.place,
+			Rejected: o.kind == outcomeRejected, Pending: o.kind == outcomeParked,
+			Held: status == StatusDead && s.cfg.HoldDead,
 		})
 	}
 	return len(batch), failures
@@ -410,30 +411,30 @@ func (s *session) failures(batch []envelope.Event, outcomes []outcome) (decided 
 
 // notifyRejected logs the events that were rejected and calls the hook, once the cursor
 // has passed them.
-func (s *session) notifyRejected(failures []failure) {
+func (s *session) notifyRejected(failures []cursor.Failure) {
 	for _, f := range failures {
-		if !f.rejected {
+		if !f.Rejected {
 			continue
 		}
-		e, hook := f.event, s.cfg.Hooks.Rejected
+		e, hook := f.Event, s.cfg.Hooks.Rejected
 		topic, _ := e.Destination() // "" if none follows from its type
 		args := []any{"id", e.Id, "event_id", string(e.EventID), "type", string(e.EventType),
-			"aggregate_id", string(e.AggregateID), "topic", topic, "key", string(e.Key()), "class", f.class, "error", f.err}
-		if f.status == StatusDead {
+			"aggregate_id", string(e.AggregateID), "topic", topic, "key", string(e.Key()), "class", f.Class, "error", f.Err}
+		if f.Status == StatusDead {
 			hook = s.cfg.Hooks.Dead
-			s.log.ErrorContext(e.Context(s.Held), "outbox: event is dead", append(args, "key_is_held", f.held)...)
+			s.log.ErrorContext(e.Context(s.Held), "outbox: event is dead", append(args, "key_is_held", f.Held)...)
 			s.eventDied()
 		} else {
 			s.log.WarnContext(e.Context(s.Held), "outbox: event rejected", args...)
 		}
 		if hook != nil {
-			hook(failedEventOf(e, f.class, f.err, 0))
+			hook(failedEventOf(e, f.Class, f.Err, 0))
 		}
 	}
 }
 
 // record writes the position, if that is not done yet, and the failures that it passes.
-func (s *session) record(failures []failure) error {
+func (s *session) record(failures []cursor.Failure) error {
 	if s.recorded {
 		return nil
 	}
@@ -443,9 +444,9 @@ func (s *session) record(failures []failure) error {
 		s.parked.assign(failures)
 	}
 	return s.try(func(ctx context.Context) error {
-		id, err := s.cursors.move(ctx, s.Lease, s.pos, failures)
+		id, err := s.cursors.Move(ctx, s.Lease, s.pos, failures)
 		if err == nil {
-			s.pos.cursorID, s.pos.epoch, s.recorded = id, s.Lease.Epoch, true
+			s.pos.CursorID, s.pos.Epoch, s.recorded = id, s.Lease.Epoch, true
 			s.parked.rowsWritten(failures)
 		}
 		return err
@@ -465,8 +466,8 @@ func (s *session) try(f func(context.Context) error) error {
 			return context.Cause(s.Held)
 		case pg.IsUndefined(err):
 			return notMigrated(s.cfg.Schema, err)
-		case err == nil, errors.Is(err, errStale), errors.Is(err, lease.ErrLeaseLost),
-			errors.Is(err, errOtherCluster), errors.Is(err, ErrSequenceBehind):
+		case err == nil, errors.Is(err, cursor.ErrStale), errors.Is(err, lease.ErrLeaseLost),
+			errors.Is(err, cursor.ErrOtherCluster), errors.Is(err, ErrSequenceBehind):
 			s.outage.Report(nil)
 			return err
 		}

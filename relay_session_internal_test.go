@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
@@ -127,7 +128,7 @@ func TestSession(t *testing.T) {
 				f := newFakeStore(t, test.events, test.faults)
 				f.plays, f.pages, f.unreadable = test.plays, test.pages, test.unreadable
 				if test.opened > 0 {
-					f.pos.window, f.pos.last = seeing(test.events), test.opened
+					f.pos.Window, f.pos.Last = seeing(test.events), test.opened
 				}
 				start := time.Now()
 				err := f.run()
@@ -259,9 +260,9 @@ func TestSessionPanics(t *testing.T) {
 type fakeStore struct {
 	t          *testing.T
 	events     int
-	mu         sync.Mutex // of faults: a prefetch may run
-	faults     []string   // in the order in which they come, by operation
-	pos        position   // the newest row of outbox_cursor
+	mu         sync.Mutex      // of faults: a prefetch may run
+	faults     []string        // in the order in which they come, by operation
+	pos        cursor.Position // the newest row of outbox_cursor
 	rows       map[string]int
 	pages      int
 	unreadable []int64
@@ -281,7 +282,7 @@ var errDown = errors.New("connection refused")
 
 func newFakeStore(t *testing.T, events int, faults []string) *fakeStore {
 	until := time.Now().Add(time.Hour)
-	f := &fakeStore{t: t, events: events, faults: slices.Clone(faults), pos: position{cursorID: 1, base: seeing(0), epoch: 6}, parked: newParking(false), lease: &lease.Lease{Epoch: 7}}
+	f := &fakeStore{t: t, events: events, faults: slices.Clone(faults), pos: cursor.Position{CursorID: 1, Base: seeing(0), Epoch: 6}, parked: newParking(false), lease: &lease.Lease{Epoch: 7}}
 	f.lease.Until.Store(&until)
 	return f
 }
@@ -312,10 +313,10 @@ func (f *fakeStore) session(held context.Context, cfg RelayConfig) *session {
 
 // at says where the cursor is.
 func (f *fakeStore) at() string {
-	if f.pos.window == "" {
-		return strconv.FormatInt(number(f.pos.base), 10)
+	if f.pos.Window == "" {
+		return strconv.FormatInt(number(f.pos.Base), 10)
 	}
-	return fmt.Sprintf("%d/%d", f.pos.last, number(f.pos.window))
+	return fmt.Sprintf("%d/%d", f.pos.Last, number(f.pos.Window))
 }
 
 // fault returns the error of an operation, and whether it is done all the same.
@@ -346,26 +347,26 @@ func (f *fakeStore) fault(operation string) (done bool, err error) {
 		time.AfterFunc(time.Millisecond, func() { f.lose(lease.ErrLeaseLost) })
 		return false, errDown
 	case "moved": // by another process, which has come to 4
-		f.pos = position{cursorID: f.pos.cursorID + 1, base: seeing(0), window: seeing(f.events), last: 4, highest: 4}
-		return false, errStale
+		f.pos = cursor.Position{CursorID: f.pos.CursorID + 1, Base: seeing(0), Window: seeing(f.events), Last: 4, Highest: 4}
+		return false, cursor.ErrStale
 	case "rolled back": // to the row before the newest one
-		f.pos = position{cursorID: f.pos.cursorID - 1, base: seeing(0)}
-		return false, errStale
+		f.pos = cursor.Position{CursorID: f.pos.CursorID - 1, Base: seeing(0)}
+		return false, cursor.ErrStale
 	}
 	err = map[string]error{
-		"stale": errStale, "lost": lease.ErrLeaseLost, "too much": errTooMuch, "late": context.DeadlineExceeded, "cancelled": &pgconn.PgError{Code: "57014"}, "other cluster": errOtherCluster,
+		"stale": cursor.ErrStale, "lost": lease.ErrLeaseLost, "too much": cursor.ErrTooMuch, "late": context.DeadlineExceeded, "cancelled": &pgconn.PgError{Code: "57014"}, "other cluster": cursor.ErrOtherCluster,
 		"sequence behind": ErrSequenceBehind, "undefined": &pgconn.PgError{Code: "42P01"},
 	}[what]
 	require.Error(f.t, err, what)
 	return false, err
 }
 
-func (f *fakeStore) load(context.Context, *lease.Lease) (position, error) {
+func (f *fakeStore) Load(context.Context, *lease.Lease) (cursor.Position, error) {
 	_, err := f.fault("load")
 	return f.pos, err
 }
 
-func (f *fakeStore) rebase(context.Context, *lease.Lease) (int64, error) {
+func (f *fakeStore) Rebase(context.Context, *lease.Lease) (int64, error) {
 	_, err := f.fault("rebase")
 	return 0, err
 }
@@ -375,45 +376,45 @@ func (f *fakeStore) Renew(context.Context, *lease.Lease) error {
 	return err
 }
 
-func (f *fakeStore) glance(context.Context) (bool, error) {
+func (f *fakeStore) Glance(context.Context) (bool, error) {
 	_, err := f.fault("glance")
 	return true, err
 }
 
-func (f *fakeStore) freed(lease.StatementContext, time.Duration) func() ([]keyRows, error) {
+func (f *fakeStore) Freed(lease.StatementContext, time.Duration) func() ([]cursor.KeyRows, error) {
 	f.t.Error("its lease is exclusive")
 	return nil
 }
 
-func (f *fakeStore) keys(lease.StatementContext, *[]string) func(after string) ([]keyRows, error) {
-	return func(after string) (keys []keyRows, err error) {
+func (f *fakeStore) Keys(lease.StatementContext, *[]string) func(after string) ([]cursor.KeyRows, error) {
+	return func(after string) (keys []cursor.KeyRows, err error) {
 		if after != "" {
 			return nil, nil
 		}
 		_, err = f.fault("keys")
 		for key, n := range f.rows {
-			keys = append(keys, keyRows{key, n})
+			keys = append(keys, cursor.KeyRows{key, n})
 		}
 		return keys, err
 	}
 }
 
-func (f *fakeStore) places(context.Context) ([]places.Bad, error) { return nil, nil }
+func (f *fakeStore) Places(context.Context) ([]places.Bad, error) { return nil, nil }
 
-func (f *fakeStore) open(_ context.Context, l *lease.Lease, p position, limit int) (next position, events []envelope.Event, large bool, err error) {
+func (f *fakeStore) Open(_ context.Context, l *lease.Lease, p cursor.Position, limit int) (next cursor.Position, events []envelope.Event, large bool, err error) {
 	done, err := f.fault("open")
 	if !done {
 		return p, nil, false, err
 	}
-	if p.cursorID != f.pos.cursorID || p.epoch != f.pos.epoch {
-		return p, nil, false, errStale
+	if p.CursorID != f.pos.CursorID || p.Epoch != f.pos.Epoch {
+		return p, nil, false, cursor.ErrStale
 	}
-	next = position{cursorID: p.cursorID, base: p.base, last: p.last, highest: p.highest}
-	if p.window != "" {
-		next.base = p.window
+	next = cursor.Position{CursorID: p.CursorID, Base: p.Base, Last: p.Last, Highest: p.Highest}
+	if p.Window != "" {
+		next.Base = p.Window
 	}
 	var ids []int64
-	for id := number(next.base) + 1; id <= int64(f.events); id++ {
+	for id := number(next.Base) + 1; id <= int64(f.events); id++ {
 		ids = append(ids, id)
 	}
 	if len(ids) <= limit {
@@ -423,11 +424,11 @@ func (f *fakeStore) open(_ context.Context, l *lease.Lease, p position, limit in
 		}
 	}
 	if len(ids) > 0 {
-		next.window, next.last = seeing(f.events), 0
+		next.Window, next.Last = seeing(f.events), 0
 	}
-	next.epoch = p.epoch
-	if len(ids) > 0 || p.window != "" {
-		next.cursorID, next.epoch = next.cursorID+1, l.Epoch
+	next.Epoch = p.Epoch
+	if len(ids) > 0 || p.Window != "" {
+		next.CursorID, next.Epoch = next.CursorID+1, l.Epoch
 		f.pos = next
 	}
 	if err != nil {
@@ -439,29 +440,29 @@ func (f *fakeStore) open(_ context.Context, l *lease.Lease, p position, limit in
 	return next, events, len(ids) > limit, nil
 }
 
-func (f *fakeStore) page(_ context.Context, p position, u unpaged, limit int) (ids []int64, rest unpaged, err error) {
+func (f *fakeStore) Page(_ context.Context, p cursor.Position, u cursor.Unpaged, limit int) (ids []int64, rest cursor.Unpaged, err error) {
 	if done, err := f.fault("page"); !done {
 		return nil, u, err
 	}
-	id := int64(u.ranges[0].first)
-	if u.id > 0 {
+	id := int64(u.Ranges[0].First)
+	if u.Id > 0 {
 		id++
 	}
-	for ; id <= number(p.window) && len(ids) < limit; id++ {
-		if id > p.last {
+	for ; id <= number(p.Window) && len(ids) < limit; id++ {
+		if id > p.Last {
 			ids = append(ids, id)
 		}
 	}
-	if id <= number(p.window) || len(ids) == limit {
-		rest, err = u.after(uint64(id-1), id-1)
+	if id <= number(p.Window) || len(ids) == limit {
+		rest, err = u.After(uint64(id-1), id-1)
 	}
 	return ids, rest, err
 }
 
-func (f *fakeStore) fetch(_ context.Context, _ position, ids []int64) (events []envelope.Event, through int64, err error) {
+func (f *fakeStore) Fetch(_ context.Context, _ cursor.Position, ids []int64) (events []envelope.Event, through int64, err error) {
 	done, err := f.fault("fetch")
 	switch {
-	case errors.Is(err, errTooMuch):
+	case errors.Is(err, cursor.ErrTooMuch):
 		ids = ids[:1]
 	case !done:
 		return nil, 0, err
@@ -473,12 +474,12 @@ func (f *fakeStore) fetch(_ context.Context, _ position, ids []int64) (events []
 	return events, through, errors.Join(err, unreadable)
 }
 
-func (f *fakeStore) fetchBare(_ context.Context, _ position, id int64, _ bool) (envelope.Event, error) {
+func (f *fakeStore) FetchBare(_ context.Context, _ cursor.Position, id int64, _ bool) (envelope.Event, error) {
 	_, err := f.fault("bare")
 	return envelope.Event{Id: id}, err
 }
 
-func (f *fakeStore) move(ctx context.Context, l *lease.Lease, p position, failures []failure) (int64, error) {
+func (f *fakeStore) Move(ctx context.Context, l *lease.Lease, p cursor.Position, failures []cursor.Failure) (int64, error) {
 	if err := ctx.Err(); err != nil {
 		return 0, err
 	}
@@ -486,15 +487,15 @@ func (f *fakeStore) move(ctx context.Context, l *lease.Lease, p position, failur
 	if !done {
 		return 0, err
 	}
-	if p.cursorID != f.pos.cursorID || p.epoch != f.pos.epoch {
-		return 0, errStale
+	if p.CursorID != f.pos.CursorID || p.Epoch != f.pos.Epoch {
+		return 0, cursor.ErrStale
 	}
 	for _, failure := range failures {
-		f.failed = append(f.failed, fmt.Sprintf("%d %s", failure.event.Id, failure.status))
+		f.failed = append(f.failed, fmt.Sprintf("%d %s", failure.Event.Id, failure.Status))
 	}
-	p.cursorID, p.epoch = p.cursorID+1, l.Epoch
+	p.CursorID, p.Epoch = p.CursorID+1, l.Epoch
 	f.pos = p
-	return p.cursorID, err
+	return p.CursorID, err
 }
 
 // deliver plays Kafka: see [outcomeSymbols].
@@ -567,13 +568,13 @@ func number(snapshot string) int64 {
 func TestSessionGivesUpNothingBeforeLeaseIsExclusive(t *testing.T) {
 	f := newFakeStore(t, 0, nil)
 	s := f.session(context.Background(), RelayConfig{}.withDefaults())
-	unreadable := []outcome{{kind: outcomeRejected, class: unreadableRow, err: errDown}}
+	unreadable := []outcome{{kind: outcomeRejected, class: cursor.UnreadableRow, err: errDown}}
 	statusOf := func() string {
 		t.Helper()
 		decided, failures := s.failures([]envelope.Event{{}}, unreadable)
 		require.Equal(t, 1, decided)
 		require.Len(t, failures, 1)
-		return failures[0].status
+		return failures[0].Status
 	}
 	require.Equal(t, StatusDead, statusOf())
 	f.lease.ExclusiveAt = time.Now().Add(time.Hour)

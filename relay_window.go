@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 
@@ -10,11 +11,11 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// windowStore reads an open window. [cursors] does so in PostgreSQL.
+// windowStore reads an open window. [Store] does so in PostgreSQL.
 type windowStore interface {
-	page(ctx context.Context, p position, u unpaged, limit int) (ids []int64, rest unpaged, err error)
-	fetch(ctx context.Context, p position, ids []int64) (events []envelope.Event, through int64, err error)
-	fetchBare(ctx context.Context, p position, id int64, headers bool) (envelope.Event, error)
+	Page(ctx context.Context, p cursor.Position, u cursor.Unpaged, limit int) (ids []int64, rest cursor.Unpaged, err error)
+	Fetch(ctx context.Context, p cursor.Position, ids []int64) (events []envelope.Event, through int64, err error)
+	FetchBare(ctx context.Context, p cursor.Position, id int64, headers bool) (envelope.Event, error)
 }
 
 // windowReader reads the open window of a session: first the ids of its events, page by
@@ -22,7 +23,7 @@ type windowStore interface {
 // session. A prefetch runs beside it and touches none of its fields.
 type windowReader struct {
 	store    windowStore
-	unpaged  unpaged
+	unpaged  cursor.Unpaged
 	ids      idset.Set // of the events that nothing has fetched yet
 	limits   readLimits
 	fetching chan fetched // the prefetch, if one runs
@@ -91,8 +92,8 @@ func newWindowReader(store windowStore, batchSize int) windowReader {
 }
 
 // begin begins to read the window of a position, above its last id.
-func (w *windowReader) begin(p position) (err error) {
-	w.unpaged, err = unpagedOf(p)
+func (w *windowReader) begin(p cursor.Position) (err error) {
+	w.unpaged, err = cursor.UnpagedOf(p)
 	return err
 }
 
@@ -102,20 +103,20 @@ func (w *windowReader) forget() {
 		<-w.fetching
 		w.fetching = nil
 	}
-	w.unpaged, w.ids = unpaged{}, idset.Set{}
+	w.unpaged, w.ids = cursor.Unpaged{}, idset.Set{}
 }
 
 // paged reports whether all ids have been read.
-func (w *windowReader) paged() bool { return len(w.unpaged.ranges) == 0 }
+func (w *windowReader) paged() bool { return len(w.unpaged.Ranges) == 0 }
 
 // drained reports whether all events have been taken.
 func (w *windowReader) drained() bool { return w.paged() && w.fetching == nil && w.ids.Len() == 0 }
 
 // page reads a page of ids. It may have read none although it returns no error: the next
 // call asks for less then.
-func (w *windowReader) page(ctx context.Context, p position) error {
+func (w *windowReader) page(ctx context.Context, p cursor.Position) error {
 	asked := w.limits.ids.now
-	ids, rest, err := w.store.page(ctx, p, w.unpaged, asked)
+	ids, rest, err := w.store.Page(ctx, p, w.unpaged, asked)
 	switch {
 	case pg.IsCancelled(err) && asked >= 2*minPageIDs:
 		w.limits.ids.keepBelow(asked)
@@ -137,7 +138,7 @@ func (w *windowReader) page(ctx context.Context, p position) error {
 // prefetch fetches the next events while others are in flight. run runs a function in
 // another goroutine. The row that announces the window was written before, so the rest of
 // the window cannot change.
-func (w *windowReader) prefetch(p position, statement lease.StatementContext, run func(func())) {
+func (w *windowReader) prefetch(p cursor.Position, statement lease.StatementContext, run func(func())) {
 	if w.ids.Len() == 0 {
 		return
 	}
@@ -163,7 +164,7 @@ func (w *windowReader) prefetched() []envelope.Event {
 
 // take fetches the next events. It may return none and no error: the next call asks for
 // less then.
-func (w *windowReader) take(p position, statement lease.StatementContext) ([]envelope.Event, error) {
+func (w *windowReader) take(p cursor.Position, statement lease.StatementContext) ([]envelope.Event, error) {
 	got := fetch(statement, w.store, p, w.ids.First(w.limits.events.now), w.limits)
 	return w.keep(got), got.err
 }
@@ -176,16 +177,16 @@ func (w *windowReader) keep(got fetched) []envelope.Event {
 
 // fetch reads the events of ids, or as many as can be read at once. It has read none, and
 // returns no error, when it asked for too many.
-func fetch(statement lease.StatementContext, store windowStore, p position, ids []int64, limits readLimits) (got fetched) {
+func fetch(statement lease.StatementContext, store windowStore, p cursor.Position, ids []int64, limits readLimits) (got fetched) {
 	ctx, cancel := statement()
-	got.events, got.through, got.err = store.fetch(ctx, p, ids)
+	got.events, got.through, got.err = store.Fetch(ctx, p, ids)
 	cancel()
 	several := len(ids) > 1
 	switch {
 	case got.err == nil:
 		limits.events.grow(len(ids))
 		limits.tooLong = 0
-	case errors.Is(got.err, errTooMuch):
+	case errors.Is(got.err, cursor.ErrTooMuch):
 		limits.events.keepBelow(len(got.events))
 		got.err = nil
 	case pg.IsCancelled(got.err) && several:
@@ -212,11 +213,11 @@ func fetch(statement lease.StatementContext, store windowStore, p position, ids 
 
 // fetchUnreadable reads an event that cannot be read as a whole. The cause is the error of
 // the last try.
-func fetchUnreadable(statement lease.StatementContext, store windowStore, p position, id int64, cause error) (got fetched) {
+func fetchUnreadable(statement lease.StatementContext, store windowStore, p cursor.Position, id int64, cause error) (got fetched) {
 	bare := func(headers bool) (envelope.Event, error) {
 		ctx, cancel := statement()
 		defer cancel()
-		return store.fetchBare(ctx, p, id, headers)
+		return store.FetchBare(ctx, p, id, headers)
 	}
 	column := "payload"
 	e, err := bare(true)
@@ -230,7 +231,7 @@ func fetchUnreadable(statement lease.StatementContext, store windowStore, p posi
 	// Perhaps everything took too long until now, or failed for a moment.
 	ctx, cancel := statement()
 	defer cancel()
-	got.events, got.through, got.err = store.fetch(ctx, p, []int64{id})
+	got.events, got.through, got.err = store.Fetch(ctx, p, []int64{id})
 	if !tookTooLong(got.err) && !pg.IsUnreadable(got.err) {
 		return got
 	}

@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"testing"
 
@@ -16,7 +17,7 @@ type busyStore struct {
 	fetches []int
 }
 
-func (s *busyStore) fetch(_ context.Context, _ position, ids []int64) ([]envelope.Event, int64, error) {
+func (s *busyStore) Fetch(_ context.Context, _ cursor.Position, ids []int64) ([]envelope.Event, int64, error) {
 	s.fetches = append(s.fetches, len(ids))
 	if len(ids) > s.most {
 		return nil, 0, &pgconn.PgError{Code: "57014"}
@@ -34,7 +35,7 @@ func TestFetchesGrowAgain(t *testing.T) {
 	t.Parallel()
 	store := &busyStore{most: 300}
 	w := newWindowReader(store, 1000)
-	p, statement := position{}, func() (context.Context, context.CancelFunc) { return t.Context(), func() {} }
+	p, statement := cursor.Position{}, func() (context.Context, context.CancelFunc) { return t.Context(), func() {} }
 	take := func(n int) {
 		for range n {
 			for id := w.ids.Len() + 1; w.ids.Len() < 4000; id++ {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/lease"
 	"math"
 	"slices"
@@ -259,7 +260,7 @@ func newRetention(db *pgxpool.Pool, schema string, cfg RetentionConfig) *retenti
 		sqlAudited:   pg.InSchema(sqlCleanAudited, schema),
 		sqlDelivered: pg.InSchema(sqlCleanDelivered, schema),
 		sqlRelay:     pg.InSchema(sqlHasRelay, schema),
-		sqlProof:     pg.InSchema(sqlRebaseProof, schema),
+		sqlProof:     pg.InSchema(cursor.SQLRebaseProof, schema),
 		sqlPrint:     pg.InSchema(sqlPrint, schema),
 		sqlNextRow:   pg.InSchema(sqlNextRow, schema),
 		partitions:   newPartitions(schema),
@@ -324,7 +325,7 @@ type proof struct {
 // read the history of all relays. Rows are deleted by ctid, because to the planner any
 // index of an empty table looks as good as any other.
 //
-// A row of which a failed event of class unreadableRow tells stays until the event is
+// A row of which a failed event of class UnreadableRow tells stays until the event is
 // resolved, or has a payload: its payload is nowhere else. $5 are rows that cannot be
 // archived; $6 bounds the bytes of a batch.
 const publishedRows = tables.NewestCursors + `, ceiling AS MATERIALIZED (
@@ -429,7 +430,7 @@ func (r *retention) publishedBy(ctx context.Context, l *proof, plain, archived s
 		} else {
 			s, err = r.removeApart(ctx, remove)
 		}
-		if !errors.Is(err, errTooMuch) {
+		if !errors.Is(err, cursor.ErrTooMuch) {
 			return s, wrapClean("outbox", err)
 		}
 		limit = max(1, limit/8)
@@ -521,7 +522,7 @@ func (r *retention) readStep(rows pgx.Rows, extra ...any) (s step, events []Arch
 		}
 		archive = len(dst) > len(head)
 		if bytes += len(e.Payload) + len(e.Headers); bytes > 2*maxArchiveBytes && len(events) > 0 {
-			return s, events, errTooMuch
+			return s, events, cursor.ErrTooMuch
 		}
 		if e.OutboxID > 0 {
 			events = append(events, e)
@@ -558,7 +559,7 @@ WITH looked AS MATERIALIZED (
 )
 SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`
 
-// cursors removes rows of outbox_cursor above an id.
+// Store removes rows of outbox_cursor above an id.
 func (r *retention) cursors(ctx context.Context, l *proof, after int64) (step, error) {
 	s, err := r.step(ctx, l, r.sqlCursors, after, r.cfg.BatchSize, r.cfg.CursorsFor, thinAfter)
 	return s, wrapClean("outbox_cursor", err)

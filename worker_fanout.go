@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"math/rand/v2"
 	"slices"
@@ -39,7 +40,7 @@ import (
 type fanOut struct {
 	db      *pgxpool.Pool
 	group   string
-	cursors *cursors
+	cursors *cursor.Store
 	store   *deliveries.Store
 	plan    func(e eventHead) []deliveries.New // what is owed for an event
 	own     []string                           // routes of this process
@@ -48,10 +49,10 @@ type fanOut struct {
 	bare    bool  // a row could not be printed: the next ones are read without their payload
 	budget  int64 // of the round under way, in bytes
 
-	pos     position
-	known   bool      // pos is what was read or written last
-	unpaged unpaged   // of the open window
-	ids     idset.Set // of the open window
+	pos     cursor.Position
+	known   bool           // pos is what was read or written last
+	unpaged cursor.Unpaged // of the open window
+	ids     idset.Set      // of the open window
 
 	sqlSubscription, sqlSubscribe, sqlRoutes, sqlSeed, sqlOpen, sqlNext, sqlLeaveGroup, sqlForget string
 }
@@ -78,7 +79,7 @@ func (e eventHead) recordKey() string { return cmp.Or(e.key, e.aggregate) }
 func newFanOut(db *pgxpool.Pool, schema, group string, own []string, store *deliveries.Store, plan func(eventHead) []deliveries.New) *fanOut {
 	in := func(sql string) string { return pg.InSchema(sql, schema) }
 	return &fanOut{
-		db: db, group: group, cursors: newCursors(db, schema, tables.WorkerPrefix+group), store: store, plan: plan, own: own, lock: fanOutLock(schema, group),
+		db: db, group: group, cursors: cursor.NewStore(db, schema, tables.WorkerPrefix+group), store: store, plan: plan, own: own, lock: fanOutLock(schema, group),
 		sqlSubscription: in(sqlSubscription), sqlSubscribe: in(sqlSubscribe), sqlRoutes: in(sqlRoutes), sqlSeed: in(sqlSeedGroup), sqlOpen: in(sqlFanOut), sqlNext: in(sqlFanOutNext),
 		sqlLeaveGroup: in(sqlLeaveGroup), sqlForget: in(sqlForget),
 	}
@@ -99,7 +100,7 @@ const (
 
 // sqlFanOutSettings end the transaction of a process that is stopped while it has the lock. The
 // commit need not be on disk: what a crash forgets, it forgets with all that came after it.
-const sqlFanOutSettings = sqlSettings + `, set_config('lock_timeout', '10s', true), set_config('idle_in_transaction_session_timeout', '10s', true)`
+const sqlFanOutSettings = cursor.SQLSettings + `, set_config('lock_timeout', '10s', true), set_config('idle_in_transaction_session_timeout', '10s', true)`
 
 const (
 	sqlFanOutLock   = `SELECT pg_advisory_xact_lock($1)`
@@ -128,7 +129,7 @@ func (f *fanOut) begin(ctx context.Context, fromStart bool) error {
 		if state.Valid && !getsEvents(state.String) {
 			return errMoved
 		}
-		if _, err := conn.Exec(ctx, f.sqlSeed, f.cursors.relay, fromStart || state.Valid, newEpoch()); err != nil {
+		if _, err := conn.Exec(ctx, f.sqlSeed, f.cursors.Relay, fromStart || state.Valid, newEpoch()); err != nil {
 			return err
 		}
 		_, err := conn.Exec(ctx, f.sqlSubscribe, f.group, f.own, routeLife)
@@ -182,9 +183,9 @@ func (f *fanOut) queueBegin(b *pgx.Batch) {
 	b.Queue(sqlFanOutLock, f.lock)
 }
 
-// load reads the position of the group. The error may be errOtherCluster.
+// load reads the position of the group. The error may be ErrOtherCluster.
 func (f *fanOut) load(ctx context.Context, db pg.RowQuerier) error {
-	pos, err := f.cursors.newest(ctx, db)
+	pos, err := f.cursors.Newest(ctx, db)
 	if err != nil {
 		return err
 	}
@@ -194,17 +195,17 @@ func (f *fanOut) load(ctx context.Context, db pg.RowQuerier) error {
 
 // moveTo takes over a position. What was paged of its window stays, if another process has gone on
 // in the same one.
-func (f *fanOut) moveTo(pos position) {
-	same := pos.window != "" && pos.window == f.pos.window && pos.base == f.pos.base && pos.last >= f.pos.last
+func (f *fanOut) moveTo(pos cursor.Position) {
+	same := pos.Window != "" && pos.Window == f.pos.Window && pos.Base == f.pos.Base && pos.Last >= f.pos.Last
 	f.pos, f.known = pos, true
 	if same {
-		f.ids.RemoveThrough(pos.last)
+		f.ids.RemoveThrough(pos.Last)
 		return
 	}
-	f.unpaged, f.ids = unpaged{}, idset.Set{}
-	if pos.window != "" {
+	f.unpaged, f.ids = cursor.Unpaged{}, idset.Set{}
+	if pos.Window != "" {
 		var err error
-		if f.unpaged, err = unpagedOf(pos); err != nil {
+		if f.unpaged, err = cursor.UnpagedOf(pos); err != nil {
 			f.known = false
 		}
 	}
@@ -229,12 +230,12 @@ func (f *fanOut) round(ctx context.Context, limit int, budget int64, claimed fun
 	tx := &fanOutTx{}
 	defer tx.end(ctx)
 	events, more, err = f.roundIn(ctx, tx, limit, claimed)
-	if errors.Is(err, errStale) && tx.conn != nil {
+	if errors.Is(err, cursor.ErrStale) && tx.conn != nil {
 		if err := f.load(ctx, tx.conn); err != nil {
 			f.known = false
 			return 0, false, err
 		}
-		if len(f.unpaged.ranges) > 0 {
+		if len(f.unpaged.Ranges) > 0 {
 			return 0, true, nil
 		}
 		events, more, err = f.roundIn(ctx, tx, limit, claimed)
@@ -242,16 +243,16 @@ func (f *fanOut) round(ctx context.Context, limit int, budget int64, claimed fun
 	if err != nil {
 		f.known = false
 	}
-	if errors.Is(err, errStale) {
+	if errors.Is(err, cursor.ErrStale) {
 		return 0, true, nil
 	}
 	return events, more, err
 }
 
-// roundIn is a round from the position that is known. The error is errStale if that is not the
+// roundIn is a round from the position that is known. The error is ErrStale if that is not the
 // newest one.
 func (f *fanOut) roundIn(ctx context.Context, tx *fanOutTx, limit int, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
-	if f.pos.window == "" || f.drained() {
+	if f.pos.Window == "" || f.drained() {
 		return f.open(ctx, tx, claimed)
 	}
 	return f.next(ctx, tx, limit, claimed)
@@ -275,9 +276,9 @@ func (tx *fanOutTx) release() {
 	tx.conn = nil
 }
 
-func (f *fanOut) drained() bool { return len(f.unpaged.ranges) == 0 && f.ids.Len() == 0 }
+func (f *fanOut) drained() bool { return len(f.unpaged.Ranges) == 0 && f.ids.Len() == 0 }
 
-// sqlFanOut is sqlOpen without a lease, and without the events themselves. A window of few events
+// sqlFanOut is SqlOpen without a lease, and without the events themselves. A window of few events
 // is attempted when the transaction commits, so it need not be announced: its end becomes
 // the base of the next one. A group that is leaving goes as far as its cut, which is the position of
 // the relay that waits for it.
@@ -332,19 +333,19 @@ SELECT (SELECT state FROM subscription), newest.id, moved.id, (SELECT snapshot F
 // open makes deliveries of all events behind the position if they are few, or else announces them
 // as a window.
 func (f *fanOut) open(ctx context.Context, tx *fanOutTx, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
-	next, drained := f.pos, f.pos.window != ""
+	next, drained := f.pos, f.pos.Window != ""
 	if drained {
-		next.base = f.pos.window
+		next.Base = f.pos.Window
 	}
-	next.window, next.epoch = "", newEpoch()
+	next.Window, next.Epoch = "", newEpoch()
 	var heads []eventHead
 	var moved pgtype.Int8
 	var state, now pgtype.Text
 	var found int64
 	var few bool
 	err = f.inRound(ctx, tx, func(b *pgx.Batch) {
-		b.Queue(f.sqlOpen, f.cursors.relay, next.base, tables.SnapshotMax(next.base), maxFanOut+1, maxFanOutBytes, f.pos.cursorID, f.pos.epoch, f.pos.server,
-			f.group, f.pos.last, f.pos.highest, f.pos.systemID, next.epoch, drained).Query(func(rows pgx.Rows) error {
+		b.Queue(f.sqlOpen, f.cursors.Relay, next.Base, tables.SnapshotMax(next.Base), maxFanOut+1, maxFanOutBytes, f.pos.CursorID, f.pos.Epoch, f.pos.Server,
+			f.group, f.pos.Last, f.pos.Highest, f.pos.SystemID, next.Epoch, drained).Query(func(rows pgx.Rows) error {
 			var newest pgtype.Int8
 			heads, err = readHeads(rows, &state, &newest, &moved, &now, &found, &few)
 			switch {
@@ -352,7 +353,7 @@ func (f *fanOut) open(ctx context.Context, tx *fanOutTx, claimed func([]deliveri
 			case !getsEvents(state.String):
 				err = errMoved
 			case !newest.Valid:
-				err = errStale
+				err = cursor.ErrStale
 			}
 			return err
 		})
@@ -366,17 +367,17 @@ func (f *fanOut) open(ctx context.Context, tx *fanOutTx, claimed func([]deliveri
 		}
 		return 0, false, nil
 	}
-	next.cursorID = moved.Int64
+	next.CursorID = moved.Int64
 	if few {
-		next.base = now.String
+		next.Base = now.String
 	} else {
-		next.window, next.last = now.String, 0
+		next.Window, next.Last = now.String, 0
 	}
 	for _, e := range heads {
-		next.last, next.highest = e.id, max(next.highest, e.id)
+		next.Last, next.Highest = e.id, max(next.Highest, e.id)
 	}
 	f.moveTo(next)
-	return len(heads), next.window != "", nil
+	return len(heads), next.Window != "", nil
 }
 
 // What a group does that has come to its cut: it leaves, and keeps no rows of outbox from being
@@ -394,11 +395,11 @@ UPDATE {schema}.event_subscription AS s SET state = 'left', changed_at = now()
 func (f *fanOut) leaveGroup(ctx context.Context) error {
 	left := false
 	err := f.transact(ctx, func(conn *pgx.Conn) error {
-		tag, err := conn.Exec(ctx, f.sqlLeaveGroup, f.group, f.cursors.relay)
+		tag, err := conn.Exec(ctx, f.sqlLeaveGroup, f.group, f.cursors.Relay)
 		if left = tag.RowsAffected() > 0; !left || err != nil {
 			return err
 		}
-		_, err = conn.Exec(ctx, f.sqlForget, f.cursors.relay)
+		_, err = conn.Exec(ctx, f.sqlForget, f.cursors.Relay)
 		return err
 	})
 	if err == nil && left {
@@ -437,9 +438,9 @@ SELECT newest.id, moved.id, through.id, e.id, e.event_type, e.topic, e.partition
 
 // next makes deliveries of the next events of the open window.
 func (f *fanOut) next(ctx context.Context, tx *fanOutTx, limit int, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
-	for len(f.unpaged.ranges) > 0 {
+	for len(f.unpaged.Ranges) > 0 {
 		bounded, cancel := context.WithTimeout(ctx, dispatchTimeout)
-		ids, rest, err := f.cursors.page(bounded, f.pos, f.unpaged, maxPageIDs)
+		ids, rest, err := f.cursors.Page(bounded, f.pos, f.unpaged, maxPageIDs)
 		cancel()
 		if err != nil {
 			return 0, false, err
@@ -453,18 +454,18 @@ func (f *fanOut) next(ctx context.Context, tx *fanOutTx, limit int, claimed func
 		return 0, true, nil
 	}
 	ids := f.ids.First(min(limit, maxFanOut))
-	first, last := ranges(ids)
+	first, last := cursor.Ranges(ids)
 	next := f.pos
-	next.epoch = newEpoch()
+	next.Epoch = newEpoch()
 	var heads []eventHead
 	var moved pgtype.Int8
 	err = f.inRound(ctx, tx, func(b *pgx.Batch) {
-		b.Queue(f.sqlNext, f.cursors.relay, f.pos.cursorID, f.pos.epoch, f.pos.server, f.group, first, last, ids[len(ids)-1], maxFanOutBytes, next.epoch).
+		b.Queue(f.sqlNext, f.cursors.Relay, f.pos.CursorID, f.pos.Epoch, f.pos.Server, f.group, first, last, ids[len(ids)-1], maxFanOutBytes, next.Epoch).
 			Query(func(rows pgx.Rows) error {
 				var newest pgtype.Int8
-				heads, err = readHeads(rows, &newest, &moved, &next.last)
+				heads, err = readHeads(rows, &newest, &moved, &next.Last)
 				if err == nil && !newest.Valid {
-					err = errStale
+					err = cursor.ErrStale
 				}
 				return err
 			})
@@ -472,7 +473,7 @@ func (f *fanOut) next(ctx context.Context, tx *fanOutTx, limit int, claimed func
 	if err != nil {
 		return 0, false, err
 	}
-	next.cursorID, next.highest = moved.Int64, max(next.highest, next.last)
+	next.CursorID, next.Highest = moved.Int64, max(next.Highest, next.Last)
 	f.moveTo(next)
 	return len(heads), true, nil
 }

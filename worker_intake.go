@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"log/slog"
 	"maps"
 	"slices"
@@ -82,7 +83,7 @@ func (in *intake) takeNew(ctx context.Context) (more, answered bool, err error) 
 		in.reportUnknown(ctx, in.round.unknown)
 	}
 	in.backlog.Store(more)
-	if errors.Is(err, pgx.ErrNoRows) || errors.Is(err, errOtherCluster) { // its position was deleted, or is another server's
+	if errors.Is(err, pgx.ErrNoRows) || errors.Is(err, cursor.ErrOtherCluster) { // its position was deleted, or is another server's
 		in.starting = true
 		return true, false, nil
 	}
@@ -104,14 +105,14 @@ func (in *intake) deal(rows []deliveries.Delivery, made time.Time) {
 
 // begin makes sure that the group has a position here.
 func (in *intake) begin(ctx context.Context) error {
-	if err := in.fanOut.cursors.checkSequence(ctx); err != nil {
+	if err := in.fanOut.cursors.CheckSequence(ctx); err != nil {
 		return err
 	}
 	if err := in.fanOut.begin(ctx, in.cfg.FromStart); err != nil {
 		return err
 	}
 	err := in.fanOut.load(ctx, in.fanOut.db)
-	if errors.Is(err, errOtherCluster) {
+	if errors.Is(err, cursor.ErrOtherCluster) {
 		if err = in.rebase(ctx); err == nil {
 			err = in.fanOut.load(ctx, in.fanOut.db)
 		}
@@ -137,10 +138,10 @@ func (in *intake) rebase(ctx context.Context) error {
 			in.log.Warn("outbox: the lease for a rebase is not released, it expires", "error", err)
 		}
 	}()
-	if err := in.fanOut.load(ctx, in.fanOut.db); !errors.Is(err, errOtherCluster) { // another process was faster
+	if err := in.fanOut.load(ctx, in.fanOut.db); !errors.Is(err, cursor.ErrOtherCluster) { // another process was faster
 		return err
 	}
-	unsent, err := in.fanOut.cursors.rebase(ctx, l)
+	unsent, err := in.fanOut.cursors.Rebase(ctx, l)
 	if err == nil {
 		in.log.Warn("outbox: database was restored from another cluster, the cursor is moved to this one",
 			"unsent", unsent, "took", time.Since(began).Round(time.Millisecond))

@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"fmt"
+	cursors "github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
@@ -17,7 +18,7 @@ import (
 )
 
 // The cursors that others use, put in place of ours, fail where ours does not,
-// each in its own way. What they do is in the ids that sqlOpen reads and in
+// each in its own way. What they do is in the ids that SqlOpen reads and in
 // their order; all else is ours.
 var otherCursors = []struct {
 	name  string
@@ -26,7 +27,7 @@ var otherCursors = []struct {
 	fails map[string]flaw
 }{
 	{
-		name: "snapshot windows, ours", ids: sqlOpen, // unchanged
+		name: "snapshot windows, ours", ids: cursors.SqlOpen, // unchanged
 	},
 	{
 		name:  "id",
@@ -162,19 +163,19 @@ type stage struct {
 	*cursorFixture
 	ctx   context.Context
 	lease *lease.Lease
-	pos   position
+	pos   cursors.Position
 	read  []string // aggregate ids, which are the events' numbers in the play
 }
 
 func newStage(t *testing.T, ids, order string) *stage {
 	t.Helper()
 	s := &stage{cursorFixture: newCursorFixture(t), ctx: context.Background()}
-	s.cursors.sqlOpen = withIDs(t, s.cursors.sqlOpen, s.schema, ids, order)
-	s.cursors.inOrder = inOrderOf(order)
+	s.cursors.SqlOpen = withIDs(t, s.cursors.SqlOpen, s.schema, ids, order)
+	s.cursors.InOrder = inOrderOf(order)
 	var err error
 	s.lease, err = s.leases.Acquire(s.ctx)
 	require.NoError(t, err)
-	s.pos, err = s.cursors.load(s.ctx, s.lease)
+	s.pos, err = s.cursors.Load(s.ctx, s.lease)
 	require.NoError(t, err)
 	return s
 }
@@ -185,8 +186,8 @@ func (r *Relay) ReadLike(t testing.TB, name string) {
 	t.Helper()
 	for _, c := range otherCursors {
 		if c.name == name {
-			r.cursors.sqlOpen = withIDs(t, r.cursors.sqlOpen, r.cfg.Schema, c.ids, c.order)
-			r.cursors.inOrder = inOrderOf(c.order)
+			r.cursors.SqlOpen = withIDs(t, r.cursors.SqlOpen, r.cfg.Schema, c.ids, c.order)
+			r.cursors.InOrder = inOrderOf(c.order)
 			return
 		}
 	}
@@ -196,15 +197,15 @@ func (r *Relay) ReadLike(t testing.TB, name string) {
 // inOrderOf leaves events in the order in which another cursor reads them.
 func inOrderOf(order string) func([]envelope.Event) {
 	if order == "" {
-		return sortByID
+		return cursors.SortByID
 	}
 	return func([]envelope.Event) {}
 }
 
-// withIDs puts another reading of ids into sqlOpen.
+// withIDs puts another reading of ids into SqlOpen.
 func withIDs(t testing.TB, open, schema, ids, order string) string {
 	t.Helper()
-	if ids == sqlOpen {
+	if ids == cursors.SqlOpen {
 		return open
 	}
 	before, rest, ok := strings.Cut(open, "WITH ids AS MATERIALIZED (")
@@ -262,7 +263,7 @@ func (s *stage) commit(t *testing.T, tx pgx.Tx) {
 func (s *stage) poll(t *testing.T) {
 	t.Helper()
 	for range 10 {
-		next, events, _, err := s.cursors.open(s.ctx, s.lease, s.pos, 100)
+		next, events, _, err := s.cursors.Open(s.ctx, s.lease, s.pos, 100)
 		require.NoError(t, err)
 		s.pos = next
 		if len(events) == 0 {
@@ -270,8 +271,8 @@ func (s *stage) poll(t *testing.T) {
 		}
 		for _, e := range events {
 			s.read = append(s.read, string(e.AggregateID))
-			s.pos.last = e.Id
-			s.pos.highest = max(s.pos.highest, e.Id)
+			s.pos.Last = e.Id
+			s.pos.Highest = max(s.pos.Highest, e.Id)
 		}
 	}
 	t.Fatal("the same events again and again")

@@ -1,4 +1,4 @@
-package outbox
+package cursor
 
 import (
 	"cmp"
@@ -43,55 +43,55 @@ import (
 // a window locks the row of the lease, so it reads few events; larger windows are read
 // afterwards, see cursor_window.go.
 
-// errStale means that the newest row of outbox_cursor is not the one that the relay knows:
+// ErrStale means that the newest row of outbox_cursor is not the one that the relay knows:
 // that row vanished in a crash, or another process moved the cursor. Load it again.
-var errStale = errors.New("cursor has changed")
+var ErrStale = errors.New("cursor has changed")
 
-// position is a row of outbox_cursor: how far a relay has come.
-type position struct {
-	cursorID int64
-	base     string // every event visible in this snapshot has been attempted
-	window   string // end of the open window; "" when none is open
-	last     int64  // highest outbox.id attempted of the open window
-	highest  int64  // highest outbox.id ever attempted
-	systemID int64  // the cluster whose transaction ids these are
-	epoch    int64  // of the lease under which the row was written
+// Position is a row of outbox_cursor: how far a relay has come.
+type Position struct {
+	CursorID int64
+	Base     string // every event visible in this snapshot has been attempted
+	Window   string // end of the open window; "" when none is open
+	Last     int64  // highest outbox.id attempted of the open window
+	Highest  int64  // highest outbox.id ever attempted
+	SystemID int64  // the cluster whose transaction ids these are
+	Epoch    int64  // of the lease under which the row was written
 
-	server time.Time // start of the server that returned the row; another server may be a copy
+	Server time.Time // start of the server that returned the row; another server may be a copy
 }
 
-// cursors reads and moves the position of one relay.
-type cursors struct {
+// Store reads and moves the position of one relay.
+type Store struct {
 	db     *pgxpool.Pool
 	schema string
-	relay  string
+	Relay  string
 
-	inOrder func([]envelope.Event) // puts events that were read together in the order of ids
+	InOrder func([]envelope.Event) // puts events that were read together in the order of ids
 
-	look     struct{ snapshot, own string } // of the last [cursors.open]: what it saw, and its transaction, if it was one that wrote
+	Look     struct{ Snapshot, own string } // of the last [cursors.open]: what it saw, and its transaction, if it was one that wrote
 	drawn    drawnIDs
-	glances  *wakeup.Glances
+	Glances  *wakeup.Glances
 	sequence string // of ids
 
-	sqlLoad, sqlSeed, sqlOpen, sqlMove, sqlMoveFailed, sqlPage, sqlFetch, sqlFetchBare string
-	sqlSequence, sqlRebase, sqlRebaseProof                                             string
+	SqlLoad, SqlSeed, SqlOpen, SqlMove, SqlMoveFailed, SqlPage, SqlFetch, SqlFetchBare string
+	SqlSequence, SqlRebase, SQLRebaseProof                                             string
 }
 
-func newCursors(db *pgxpool.Pool, schema, relay string) *cursors {
-	return &cursors{
-		db: db, schema: schema, relay: relay, inOrder: sortByID,
-		glances: wakeup.GlancesOf(db), sequence: pg.InSchema("{schema}.outbox_id_seq", schema),
-		sqlLoad:        pg.InSchema(sqlLoad, schema),
-		sqlSeed:        pg.InSchema(sqlSeed, schema),
-		sqlOpen:        pg.InSchema(sqlOpen, schema),
-		sqlMove:        pg.InSchema(sqlMove, schema),
-		sqlMoveFailed:  pg.InSchema(sqlMoveFailed, schema),
-		sqlPage:        pg.InSchema(sqlPage, schema),
-		sqlFetch:       pg.InSchema(sqlFetch, schema),
-		sqlFetchBare:   pg.InSchema(sqlFetchBare, schema),
-		sqlSequence:    pg.InSchema(tables.SQLSequence, schema),
-		sqlRebase:      pg.InSchema(sqlRebase, schema),
-		sqlRebaseProof: pg.InSchema(sqlRebaseProof, schema),
+func NewStore(db *pgxpool.Pool, schema, relay string) *Store {
+	return &Store{
+		db: db, schema: schema, Relay: relay, InOrder: SortByID,
+		Glances: wakeup.GlancesOf(db), sequence: pg.InSchema("{schema}.outbox_id_seq", schema),
+		SqlLoad:        pg.InSchema(sqlLoad, schema),
+		SqlSeed:        pg.InSchema(sqlSeed, schema),
+		SqlOpen:        pg.InSchema(SqlOpen, schema),
+		SqlMove:        pg.InSchema(sqlMove, schema),
+		SqlMoveFailed:  pg.InSchema(sqlMoveFailed, schema),
+		SqlPage:        pg.InSchema(sqlPage, schema),
+		SqlFetch:       pg.InSchema(sqlFetch, schema),
+		SqlFetchBare:   pg.InSchema(sqlFetchBare, schema),
+		SqlSequence:    pg.InSchema(tables.SQLSequence, schema),
+		SqlRebase:      pg.InSchema(sqlRebase, schema),
+		SQLRebaseProof: pg.InSchema(SQLRebaseProof, schema),
 	}
 }
 
@@ -116,65 +116,65 @@ SELECT $1::text, 0, '1:1:', 0, s.system_identifier, l.epoch
        pg_control_system() AS s
  WHERE NOT EXISTS (SELECT FROM {schema}.outbox_cursor WHERE relay = $1::text)`
 
-// sqlSettings is pg.PlannerSettings for statements that may write rows of outbox_cursor.
+// SQLSettings is pg.PlannerSettings for statements that may write rows of outbox_cursor.
 // These rows need no fsync: if PostgreSQL crashes and forgets them, the events since then
 // are sent again, as at-least-once delivery allows.
-const sqlSettings = pg.PlannerSettings + `, set_config('synchronous_commit', 'off', true)`
+const SQLSettings = pg.PlannerSettings + `, set_config('synchronous_commit', 'off', true)`
 
-func (c *cursors) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
-	return pg.Query(ctx, c.db, sqlSettings, read, sql, args...)
+func (c *Store) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
+	return pg.Query(ctx, c.db, SQLSettings, read, sql, args...)
 }
 
-// load returns the newest position, or errOtherCluster: then [cursors.rebase] it. A
+// load returns the newest position, or ErrOtherCluster: then [cursors.rebase] it. A
 // relay without a position starts before the first event. The lease must have been taken
 // in an earlier statement: a statement that waits for a lock goes on reading what was
 // committed before it began to wait. The error may be [ErrSequenceBehind].
-func (c *cursors) load(ctx context.Context, l *lease.Lease) (position, error) {
-	p, err := c.newest(ctx, c.db)
+func (c *Store) Load(ctx context.Context, l *lease.Lease) (Position, error) {
+	p, err := c.Newest(ctx, c.db)
 	if errors.Is(err, pgx.ErrNoRows) {
 		p, err = c.seed(ctx, l)
 	}
-	if err == nil || errors.Is(err, errOtherCluster) {
-		err = cmp.Or(c.checkSequence(ctx), err)
+	if err == nil || errors.Is(err, ErrOtherCluster) {
+		err = cmp.Or(c.CheckSequence(ctx), err)
 	}
 	return p, err
 }
 
 // seed makes the first position of the relay.
-func (c *cursors) seed(ctx context.Context, l *lease.Lease) (p position, err error) {
-	tag, err := c.db.Exec(ctx, c.sqlSeed, c.relay, l.Holder, l.Epoch)
+func (c *Store) seed(ctx context.Context, l *lease.Lease) (p Position, err error) {
+	tag, err := c.db.Exec(ctx, c.SqlSeed, c.Relay, l.Holder, l.Epoch)
 	if err != nil {
 		return p, fmt.Errorf("seed cursor: %w", err)
 	}
 	if tag.RowsAffected() == 0 {
 		return p, lease.ErrLeaseLost
 	}
-	return c.newest(ctx, c.db)
+	return c.Newest(ctx, c.db)
 }
 
-// newest returns pgx.ErrNoRows when the relay has no position yet, and errOtherCluster
+// newest returns pgx.ErrNoRows when the relay has no position yet, and ErrOtherCluster
 // when its position is one in another cluster.
-func (c *cursors) newest(ctx context.Context, db pg.RowQuerier) (p position, err error) {
+func (c *Store) Newest(ctx context.Context, db pg.RowQuerier) (p Position, err error) {
 	var id, last, highest, written, epoch pgtype.Int8
 	var base pgtype.Text
 	var here int64
 	var known pgtype.Bool
-	err = db.QueryRow(ctx, c.sqlLoad, c.relay).Scan(&id, &base, &p.window, &last, &highest, &written, &epoch, &here, &p.server, &known)
+	err = db.QueryRow(ctx, c.SqlLoad, c.Relay).Scan(&id, &base, &p.Window, &last, &highest, &written, &epoch, &here, &p.Server, &known)
 	if err != nil {
 		return p, fmt.Errorf("load cursor: %w", err)
 	}
 	if !id.Valid {
 		return p, pgx.ErrNoRows
 	}
-	p.cursorID, p.base, p.last, p.highest = id.Int64, base.String, last.Int64, highest.Int64
-	p.systemID, p.epoch = written.Int64, epoch.Int64
+	p.CursorID, p.Base, p.Last, p.Highest = id.Int64, base.String, last.Int64, highest.Int64
+	p.SystemID, p.Epoch = written.Int64, epoch.Int64
 	if written.Int64 != here || !known.Bool {
-		return p, errOtherCluster
+		return p, ErrOtherCluster
 	}
 	return p, nil
 }
 
-// sqlOpen ends the window that was drained, if any, opens the next window and reads its
+// SqlOpen ends the window that was drained, if any, opens the next window and reads its
 // events if they are few, all under one snapshot. It announces the new window in the
 // transaction that found it. When there is nothing to announce it writes nothing, takes no
 // lock and uses up no transaction id. Of a window with $7 events or more, or with more
@@ -195,7 +195,7 @@ func (c *cursors) newest(ctx context.Context, db pg.RowQuerier) (p position, err
 //
 // Rows are looked up in the order of their sorted ids instead of being sorted themselves:
 // a sort would hold all payloads at once.
-const sqlOpen = `
+const SqlOpen = `
 WITH ids AS MATERIALIZED (
     SELECT w.id, w.xid FROM (
        (SELECT id, xid FROM {schema}.outbox
@@ -239,15 +239,15 @@ SELECT newest.id, moved.id, moved.xid, pg_current_snapshot()::text, found.n, ` +
 // open returns the position in the window that follows p, and its events if they are at
 // most limit and maxOpenBytes. Otherwise large is true, and page returns their ids. With a
 // limit of 0 it reads no event. The window of p must be drained. Without new events the
-// position has no window, and equals p if p had none. The error is errTooMuch if the events
+// position has no window, and equals p if p had none. The error is ErrTooMuch if the events
 // are much larger than their rows say. Then the window may be announced or not, as after
-// any error; if it is, the next statement returns errStale.
-func (c *cursors) open(ctx context.Context, l *lease.Lease, p position, limit int) (next position, events []envelope.Event, large bool, err error) {
+// any error; if it is, the next statement returns ErrStale.
+func (c *Store) Open(ctx context.Context, l *lease.Lease, p Position, limit int) (next Position, events []envelope.Event, large bool, err error) {
 	next = p
-	next.window = ""
-	drained := p.window != ""
+	next.Window = ""
+	drained := p.Window != ""
 	if drained {
-		next.base = p.window
+		next.Base = p.Window
 	}
 	var newest, moved pgtype.Int8
 	var own pgtype.Text
@@ -257,28 +257,28 @@ func (c *cursors) open(ctx context.Context, l *lease.Lease, p position, limit in
 	defer cancel()
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
 		events, err = readEvents(nil, rows, limit, 2*maxOpenBytes, &newest, &moved, &own, &now, &found)
-		if errors.Is(err, errTooMuch) {
+		if errors.Is(err, ErrTooMuch) {
 			cancel()
 		}
 		return err
-	}, c.sqlOpen, c.relay, l.Holder, l.Epoch, p.cursorID, next.base, tables.SnapshotMax(next.base), limit+1, drained,
-		p.last, p.highest, p.systemID, p.server, maxOpenBytes, p.epoch)
+	}, c.SqlOpen, c.Relay, l.Holder, l.Epoch, p.CursorID, next.Base, tables.SnapshotMax(next.Base), limit+1, drained,
+		p.Last, p.Highest, p.SystemID, p.Server, maxOpenBytes, p.Epoch)
 	switch {
 	case err != nil:
 		return p, nil, false, fmt.Errorf("open window: %w", err)
 	case !newest.Valid:
-		return p, nil, false, errStale
+		return p, nil, false, ErrStale
 	case !moved.Valid && (drained || found > 0):
 		return p, nil, false, lease.ErrLeaseLost
 	case moved.Valid:
-		next.cursorID, next.epoch = moved.Int64, l.Epoch
+		next.CursorID, next.Epoch = moved.Int64, l.Epoch
 	}
 	if found > 0 {
-		next.window, next.last = now, 0
+		next.Window, next.Last = now, 0
 	}
-	c.look.snapshot, c.look.own = now, own.String
+	c.Look.Snapshot, c.Look.own = now, own.String
 	c.drawn.find(events)
-	c.inOrder(events)
+	c.InOrder(events)
 	return next, events, len(events) < found, nil
 }
 
@@ -337,17 +337,17 @@ func (d *drawnIDs) ended(below string) {
 
 // glance reports whether open may find something that it did not find the last time: whether a transaction has ended since that
 // may have drawn an id.
-func (c *cursors) glance(ctx context.Context) (bool, error) {
-	now, last, err := c.glances.Glance(ctx, c.sequence)
+func (c *Store) Glance(ctx context.Context) (bool, error) {
+	now, last, err := c.Glances.Glance(ctx, c.sequence)
 	if err != nil {
 		return false, err
 	}
 	c.drawn.draw(now, last)
-	if c.look.snapshot == "" {
+	if c.Look.Snapshot == "" {
 		return true, nil
 	}
-	c.drawn.ended(tables.SnapshotMin(c.look.snapshot))
-	return c.drawn.known < last && tables.SnapshotAdds(c.look.snapshot, now, c.look.own, c.drawn.by), nil
+	c.drawn.ended(tables.SnapshotMin(c.Look.Snapshot))
+	return c.drawn.known < last && tables.SnapshotAdds(c.Look.Snapshot, now, c.Look.own, c.drawn.by), nil
 }
 
 // sqlMove writes how far the open window has been drained.
@@ -362,12 +362,12 @@ RETURNING id`
 
 // move records that the events of the open window up to p.last have been attempted, and
 // those of them that failed, in one statement. It returns the id of the new row, or
-// errStale if the cursor has changed or the lease is lost.
-func (c *cursors) move(ctx context.Context, l *lease.Lease, p position, failures []failure) (int64, error) {
-	sql := c.sqlMove
-	args := []any{c.relay, l.Holder, l.Epoch, p.cursorID, p.base, p.window, p.last, p.highest, p.systemID, p.server, p.epoch}
+// ErrStale if the cursor has changed or the lease is lost.
+func (c *Store) Move(ctx context.Context, l *lease.Lease, p Position, failures []Failure) (int64, error) {
+	sql := c.SqlMove
+	args := []any{c.Relay, l.Holder, l.Epoch, p.CursorID, p.Base, p.Window, p.Last, p.Highest, p.SystemID, p.Server, p.Epoch}
 	if len(failures) > 0 {
-		sql = c.sqlMoveFailed
+		sql = c.SqlMoveFailed
 		args = append(args, failureArgs(failures)...)
 	}
 	var id int64
@@ -376,7 +376,7 @@ func (c *cursors) move(ctx context.Context, l *lease.Lease, p position, failures
 		return err
 	}, sql, args...)
 	if errors.Is(err, pgx.ErrNoRows) {
-		return 0, errStale
+		return 0, ErrStale
 	}
 	if err != nil {
 		return 0, fmt.Errorf("move cursor: %w", err)

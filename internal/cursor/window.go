@@ -1,4 +1,4 @@
-package outbox
+package cursor
 
 import (
 	"cmp"
@@ -27,7 +27,7 @@ import (
 //
 // Each step proves that the row that the session knows of outbox_cursor is still there.
 // If it vanished in a crash or a failover, ids and transaction ids may have been given to
-// other rows. The result has no row then, and the error is errStale.
+// other rows. The result has no row then, and the error is ErrStale.
 
 const (
 	// maxOpenBytes bounds the events that are read in the statement that announces their
@@ -38,8 +38,8 @@ const (
 	maxBatchBytes = 16 << 20
 )
 
-// errTooMuch means that events are much larger than their rows say.
-var errTooMuch = errors.New("events are larger than outbox.size says")
+// ErrTooMuch means that events are much larger than their rows say.
+var ErrTooMuch = errors.New("events are larger than outbox.size says")
 
 // sqlProof has a row if the row of outbox_cursor with the id $1 is still there.
 const sqlProof = `
@@ -47,58 +47,58 @@ const sqlProof = `
      WHERE id = $1 AND relay = $2::text AND epoch = $3 AND pg_postmaster_start_time() = $4`
 
 // proofArgs are the parameters of sqlProof.
-func (c *cursors) proofArgs(p position) []any { return []any{p.cursorID, c.relay, p.epoch, p.server} }
+func (c *Store) proofArgs(p Position) []any { return []any{p.CursorID, c.Relay, p.Epoch, p.Server} }
 
-// unpaged is what no page of a window has read yet: ranges of transaction ids, ascending,
+// Unpaged is what no page of a window has read yet: ranges of transaction ids, ascending,
 // and up to where the first of them has been read.
-type unpaged struct {
-	ranges []xidRange
-	id     int64 // of outbox, in the first transaction of the first range
+type Unpaged struct {
+	Ranges []XidRange
+	Id     int64 // of outbox, in the first transaction of the first range
 }
 
-type xidRange struct{ first, last uint64 }
+type XidRange struct{ First, Last uint64 }
 
-// unpagedOf returns a whole window: each transaction that was in progress in the base, and
+// UnpagedOf returns a whole window: each transaction that was in progress in the base, and
 // all later ones. What lies between those in progress was attempted; there may be very
 // much of it.
-func unpagedOf(p position) (u unpaged, err error) {
+func UnpagedOf(p Position) (u Unpaged, err error) {
 	var xids []uint64
-	for _, text := range append(tables.SnapshotInProgress(p.base), tables.SnapshotMax(p.base), tables.SnapshotMax(p.window)) {
+	for _, text := range append(tables.SnapshotInProgress(p.Base), tables.SnapshotMax(p.Base), tables.SnapshotMax(p.Window)) {
 		xid, err := strconv.ParseUint(text, 10, 64)
 		if err != nil {
-			return u, fmt.Errorf("read snapshots %s and %s: %w", p.base, p.window, err)
+			return u, fmt.Errorf("read snapshots %s and %s: %w", p.Base, p.Window, err)
 		}
 		xids = append(xids, xid)
 	}
 	late, end := xids[:len(xids)-2], xids[len(xids)-2:]
 	for _, xid := range late {
-		u.ranges = append(u.ranges, xidRange{xid, xid})
+		u.Ranges = append(u.Ranges, XidRange{xid, xid})
 	}
 	if end[0] < end[1] {
-		u.ranges = append(u.ranges, xidRange{end[0], end[1] - 1})
+		u.Ranges = append(u.Ranges, XidRange{end[0], end[1] - 1})
 	}
 	return u, nil
 }
 
 // args are ranges as two arrays.
-func (u unpaged) args() (first, last []string) {
-	for _, r := range u.ranges {
-		first, last = append(first, strconv.FormatUint(r.first, 10)), append(last, strconv.FormatUint(r.last, 10))
+func (u Unpaged) args() (first, last []string) {
+	for _, r := range u.Ranges {
+		first, last = append(first, strconv.FormatUint(r.First, 10)), append(last, strconv.FormatUint(r.Last, 10))
 	}
 	return first, last
 }
 
 // after returns what is left when a page has ended at a row.
-func (u unpaged) after(xid uint64, id int64) (unpaged, error) {
-	ranges := u.ranges
-	for len(ranges) > 0 && ranges[0].last < xid {
+func (u Unpaged) After(xid uint64, id int64) (Unpaged, error) {
+	ranges := u.Ranges
+	for len(ranges) > 0 && ranges[0].Last < xid {
 		ranges = ranges[1:]
 	}
-	if len(ranges) == 0 || xid < u.ranges[0].first || xid == u.ranges[0].first && id <= u.id {
+	if len(ranges) == 0 || xid < u.Ranges[0].First || xid == u.Ranges[0].First && id <= u.Id {
 		return u, fmt.Errorf("page ended at (%d, %d), outside of what was to be read", xid, id)
 	}
-	rest := unpaged{ranges: slices.Clone(ranges), id: id}
-	rest.ranges[0].first = xid
+	rest := Unpaged{Ranges: slices.Clone(ranges), Id: id}
+	rest.Ranges[0].First = xid
 	return rest, nil
 }
 
@@ -123,7 +123,7 @@ SELECT (SELECT array_agg(id) FROM page WHERE id > $9 AND pg_visible_in_snapshot(
 
 // page returns ids of the open window's events above p.last, in no order, and what is
 // left to be read. It looks at limit rows.
-func (c *cursors) page(ctx context.Context, p position, u unpaged, limit int) (ids []int64, rest unpaged, err error) {
+func (c *Store) Page(ctx context.Context, p Position, u Unpaged, limit int) (ids []int64, rest Unpaged, err error) {
 	first, last := u.args()
 	var endXid pgtype.Text
 	var endID pgtype.Int8
@@ -132,15 +132,15 @@ func (c *cursors) page(ctx context.Context, p position, u unpaged, limit int) (i
 			return struct{}{}, row.Scan(&ids, &endXid, &endID)
 		})
 		return err
-	}, c.sqlPage, append(c.proofArgs(p), first, last, u.id, limit, p.last, p.window)...)
+	}, c.SqlPage, append(c.proofArgs(p), first, last, u.Id, limit, p.Last, p.Window)...)
 	if err == nil && endXid.Valid {
 		var xid uint64
 		if xid, err = strconv.ParseUint(endXid.String, 10, 64); err == nil {
-			rest, err = u.after(xid, endID.Int64)
+			rest, err = u.After(xid, endID.Int64)
 		}
 	}
 	if errors.Is(err, pgx.ErrNoRows) {
-		return nil, u, errStale
+		return nil, u, ErrStale
 	}
 	if err != nil {
 		return nil, u, fmt.Errorf("read window: %w", err)
@@ -172,22 +172,22 @@ SELECT rest.first, ` + eventColumns + `
 // fetch reads events of the open window by their ids, which ascend, and returns them in
 // their order, and the id through which it has read. It reads fewer than all if they are
 // large. Rows that have been deleted are missing. With an error it returns the events that
-// came before it; the error is errTooMuch if it stopped by itself.
-func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []envelope.Event, through int64, err error) {
+// came before it; the error is ErrTooMuch if it stopped by itself.
+func (c *Store) Fetch(ctx context.Context, p Position, ids []int64) (events []envelope.Event, through int64, err error) {
 	ctx, cancel := context.WithCancel(ctx) // closes the connection if it stops by itself
 	defer cancel()
-	first, last := ranges(ids)
+	first, last := Ranges(ids)
 	var rest pgtype.Int8
 	known := false
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
 		events, err = readEvents(make([]envelope.Event, 0, len(ids)), rows, len(ids), 2*maxBatchBytes, &rest)
 		known = rows.CommandTag().RowsAffected() > 0
-		if errors.Is(err, errTooMuch) {
+		if errors.Is(err, ErrTooMuch) {
 			cancel()
 		}
 		rows.Close()
 		return err
-	}, c.sqlFetch, append(c.proofArgs(p), first, last, maxBatchBytes)...)
+	}, c.SqlFetch, append(c.proofArgs(p), first, last, maxBatchBytes)...)
 	switch {
 	case err != nil && !slices.IsSortedFunc(events, byID):
 		return nil, 0, fmt.Errorf("fetch events: %w", err)
@@ -197,9 +197,9 @@ func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []
 		}
 		return events, through, fmt.Errorf("fetch events: %w", err)
 	case !known:
-		return nil, 0, errStale
+		return nil, 0, ErrStale
 	}
-	c.inOrder(events)
+	c.InOrder(events)
 	if rest.Valid {
 		return events, rest.Int64 - 1, nil
 	}
@@ -208,7 +208,7 @@ func (c *cursors) fetch(ctx context.Context, p position, ids []int64) (events []
 
 func byID(a, b envelope.Event) int { return cmp.Compare(a.Id, b.Id) }
 
-func sortByID(events []envelope.Event) { slices.SortFunc(events, byID) }
+func SortByID(events []envelope.Event) { slices.SortFunc(events, byID) }
 
 // sqlFetchBare reads an event without its payload, and without its headers unless $6.
 const sqlFetchBare = `
@@ -219,25 +219,25 @@ SELECT e.id, e.event_id::text, e.event_type, e.source, e.aggregate_type, e.aggre
 
 // fetchBare reads an event of the open window without its payload, and without its headers
 // unless they are asked for.
-func (c *cursors) fetchBare(ctx context.Context, p position, id int64, headers bool) (e envelope.Event, err error) {
+func (c *Store) FetchBare(ctx context.Context, p Position, id int64, headers bool) (e envelope.Event, err error) {
 	var events []envelope.Event
 	err = c.query(ctx, func(rows pgx.Rows) (err error) {
 		defer rows.Close()
 		events, err = readEvents(nil, rows, 1, maxBatchBytes)
 		return err
-	}, c.sqlFetchBare, append(c.proofArgs(p), id, headers)...)
+	}, c.SqlFetchBare, append(c.proofArgs(p), id, headers)...)
 	if err != nil {
 		return e, fmt.Errorf("fetch event without its payload: %w", err)
 	}
 	if len(events) == 0 {
-		return e, errStale
+		return e, ErrStale
 	}
 	return events[0], nil
 }
 
-// ranges returns the first and the last number of each run without a gap in ids, which
+// Ranges returns the first and the last number of each run without a gap in ids, which
 // ascend. Almost all of a backlog is one run.
-func ranges(ids []int64) (first, last []int64) {
+func Ranges(ids []int64) (first, last []int64) {
 	for i, id := range ids {
 		if i == 0 || id != ids[i-1]+1 {
 			first, last = append(first, id), append(last, id)
@@ -258,7 +258,7 @@ const (
 // readEvents reads all rows and appends their events, at most n, to events. The columns in
 // front of those of the event are scanned into head, from the first row only. A row
 // without an event has only these columns. With an error it returns the events before it.
-// The error is errTooMuch if fewer than n events have more than so many bytes; more rows
+// The error is ErrTooMuch if fewer than n events have more than so many bytes; more rows
 // may follow then, and the caller closes the rows.
 func readEvents(events []envelope.Event, rows pgx.Rows, n, most int, head ...any) ([]envelope.Event, error) {
 	var r eventReader
@@ -279,7 +279,7 @@ func readEvents(events []envelope.Event, rows pgx.Rows, n, most int, head ...any
 		}
 		events = append(events, e)
 		if r.kept > most && len(events) < n {
-			return events, errTooMuch
+			return events, ErrTooMuch
 		}
 	}
 	return events, rows.Err()

@@ -1,4 +1,4 @@
-package outbox
+package cursor
 
 import (
 	"context"
@@ -21,26 +21,26 @@ import (
 // row, the head, is waiting or failed and has a time at which it is due. The other rows
 // are parked and become the head one after the other.
 
-// failure is an event that did not get through, and what is known about it.
-type failure struct {
-	event  *envelope.Event
-	key    string // parking key
-	status string // StatusWaiting, StatusFailed, StatusParked, or StatusDead: of class unreadableRow
-	class  string
-	err    error // nil when parked
+// Failure is an event that did not get through, and what is known about it.
+type Failure struct {
+	Event  *envelope.Event
+	Key    string // parking key
+	Status string // statusWaiting, StatusFailed, StatusParked, or StatusDead: of class unreadableRow
+	Class  string
+	Err    error // nil when parked
 
-	place    string        // what a waiting event waits for; "" for nothing in particular
-	wait     time.Duration // before the first retry
-	rejected bool          // by Kafka
-	pending  bool          // the parking counts it as pending
-	held     bool          // dead, and holds its key
+	Place    string        // what a waiting event waits for; "" for nothing in particular
+	Wait     time.Duration // before the first retry
+	Rejected bool          // by Kafka
+	Pending  bool          // the parking counts it as pending
+	Held     bool          // dead, and holds its key
 }
 
-// unreadableRow is the error class of an event whose row in outbox or outbox_failed
+// UnreadableRow is the error class of an event whose row in outbox or outbox_failed
 // PostgreSQL cannot print, see [pg.IsUnreadable]. It is dead at once: it stays as it is
 // however often it is read. Its row in outbox_failed has neither payload nor headers, and
 // its row in outbox stays until an operator has resolved it or given it a payload.
-const unreadableRow = "unreadable_row"
+const UnreadableRow = "unreadable_row"
 
 // sqlMoveFailed is sqlMove with failures: they enter outbox_failed if and only
 // if the cursor passes them. When a batch is repeated after a crash, the rows may be
@@ -72,19 +72,19 @@ SELECT $1::text, $5::pg_snapshot, $6::pg_snapshot, $7::bigint, $8::bigint, $9::b
 RETURNING id`
 
 // failureArgs are the last parameters of sqlMoveFailed.
-func failureArgs(failures []failure) []any {
+func failureArgs(failures []Failure) []any {
 	n := len(failures)
 	ids, keys, statuses := make([]int64, n), make([]string, n), make([]string, n)
 	classes, errs, waits := make([]*string, n), make([]*string, n), make([]time.Duration, n)
 	readable, held, places := make([]bool, n), make([]bool, n), make([]string, n)
 	for i, f := range failures {
-		ids[i], keys[i], statuses[i] = f.event.Id, f.key, f.status
-		classes[i], errs[i] = causeOf(f.class, f.err)
-		waits[i] = f.wait
-		if f.status == StatusWaiting {
-			places[i] = f.place
+		ids[i], keys[i], statuses[i] = f.Event.Id, f.Key, f.Status
+		classes[i], errs[i] = causeOf(f.Class, f.Err)
+		waits[i] = f.Wait
+		if f.Status == statusWaiting {
+			places[i] = f.Place
 		}
-		readable[i], held[i] = f.class != unreadableRow, f.held
+		readable[i], held[i] = f.Class != UnreadableRow, f.Held
 	}
 	return []any{ids, keys, statuses, classes, errs, waits, readable, held, places}
 }
@@ -98,36 +98,36 @@ func causeOf(class string, err error) (errorClass, lastError *string) {
 	return &class, &text
 }
 
-// failedStore reads and changes the rows of one relay in outbox_failed.
-type failedStore struct {
+// Failed reads and changes the rows of one relay in outbox_failed.
+type Failed struct {
 	db    *pgxpool.Pool
 	relay string
 	hold  bool // dead events hold their keys
 
-	sqlKeys, sqlFreed, sqlPromote, sqlAnyParked, sqlPromoteAll, sqlDeadDue, sqlRetryDead, sqlPlaces, sqlDue, sqlFirst, sqlParked, sqlRead, sqlSave string
+	SqlKeys, sqlFreed, SqlPromote, sqlAnyParked, SqlPromoteAll, SqlDeadDue, sqlRetryDead, SqlPlaces, SqlDue, SqlFirst, SqlParked, SqlRead, SqlSave string
 }
 
-func newFailedStore(db *pgxpool.Pool, schema, relay string, hold bool) *failedStore {
-	return &failedStore{
+func NewFailed(db *pgxpool.Pool, schema, relay string, hold bool) *Failed {
+	return &Failed{
 		db: db, relay: relay, hold: hold,
-		sqlKeys:       pg.InSchema(sqlFailedKeys, schema),
+		SqlKeys:       pg.InSchema(sqlFailedKeys, schema),
 		sqlFreed:      pg.InSchema(sqlFailedFreed, schema),
-		sqlPromote:    pg.InSchema(sqlFailedPromote, schema),
+		SqlPromote:    pg.InSchema(sqlFailedPromote, schema),
 		sqlAnyParked:  pg.InSchema(sqlFailedAnyParked, schema),
-		sqlPromoteAll: pg.InSchema(sqlFailedPromoteAll, schema),
-		sqlDeadDue:    pg.InSchema(sqlFailedDeadDue, schema),
+		SqlPromoteAll: pg.InSchema(sqlFailedPromoteAll, schema),
+		SqlDeadDue:    pg.InSchema(sqlFailedDeadDue, schema),
 		sqlRetryDead:  pg.InSchema(sqlFailedRetryDead, schema),
-		sqlPlaces:     pg.InSchema(sqlFailedPlaces, schema),
-		sqlDue:        pg.InSchema(sqlFailedDue, schema),
-		sqlFirst:      pg.InSchema(sqlFailedFirst, schema),
-		sqlParked:     pg.InSchema(sqlFailedParked, schema),
-		sqlRead:       pg.InSchema(sqlFailedRead, schema),
-		sqlSave:       pg.InSchema(sqlFailedSave, schema),
+		SqlPlaces:     pg.InSchema(sqlFailedPlaces, schema),
+		SqlDue:        pg.InSchema(sqlFailedDue, schema),
+		SqlFirst:      pg.InSchema(sqlFailedFirst, schema),
+		SqlParked:     pg.InSchema(sqlFailedParked, schema),
+		SqlRead:       pg.InSchema(sqlFailedRead, schema),
+		SqlSave:       pg.InSchema(sqlFailedSave, schema),
 	}
 }
 
 // query runs a statement that looks up rows by an index.
-func (f *failedStore) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
+func (f *Failed) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
 	return pg.Query(ctx, f.db, pg.PlannerSettings, read, sql, args...)
 }
 
@@ -137,7 +137,7 @@ func (f *failedStore) query(ctx context.Context, read func(pgx.Rows) error, sql 
 const changeSettings = pg.PlannerSettings + `, set_config('lock_timeout', '500ms', true)`
 
 // change runs a statement that changes rows.
-func (f *failedStore) change(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
+func (f *Failed) change(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
 	return pg.Query(ctx, f.db, changeSettings, read, sql, args...)
 }
 
@@ -159,10 +159,10 @@ SELECT parking_key, count(*) FILTER (WHERE status <> 'dead' OR held), bool_or(st
        coalesce((SELECT outbox_id FROM page OFFSET $5::bigint - 1), 0), coalesce((SELECT id FROM page OFFSET $5::bigint - 1), 0)
   FROM page GROUP BY parking_key ORDER BY parking_key`
 
-// keyRows is how many rows of a page hold back a key.
-type keyRows struct {
-	key  string
-	rows int
+// KeyRows is how many rows of a page hold back a key.
+type KeyRows struct {
+	Key  string
+	Rows int
 }
 
 // failedKey is what a page says about a key.
@@ -196,15 +196,15 @@ func (k *failedKey) wrong() bool {
 
 // Of outbox_failed rows are read, not only an index, and there may be very many keys.
 const (
-	maxKeyRows = 10_000
+	MaxKeyRows = 10_000
 	minKeyRows = 100
 )
 
 // keys returns a function that returns the keys of the next rows, and none behind the last.
 // It writes nothing. Keys with a wrong head are added to wrong, unless that is nil.
-func (f *failedStore) keys(statement lease.StatementContext, wrong *[]string) func(after string) ([]keyRows, error) {
-	last, limit, more := failedKey{}, maxKeyRows, true
-	return func(string) (keys []keyRows, err error) {
+func (f *Failed) Keys(statement lease.StatementContext, wrong *[]string) func(after string) ([]KeyRows, error) {
+	last, limit, more := failedKey{}, MaxKeyRows, true
+	return func(string) (keys []KeyRows, err error) {
 		var page []failedKey
 		for more {
 			page, err = f.keysPage(statement, last, limit)
@@ -229,7 +229,7 @@ func (f *failedStore) keys(statement lease.StatementContext, wrong *[]string) fu
 				last = k
 			}
 			if k.Key != "" {
-				keys = append(keys, keyRows{k.Key, k.Rows})
+				keys = append(keys, KeyRows{k.Key, k.Rows})
 			}
 		}
 		return keys, nil
@@ -237,13 +237,13 @@ func (f *failedStore) keys(statement lease.StatementContext, wrong *[]string) fu
 }
 
 // keysPage reads the rows behind a page.
-func (f *failedStore) keysPage(statement lease.StatementContext, after failedKey, limit int) (page []failedKey, err error) {
+func (f *Failed) keysPage(statement lease.StatementContext, after failedKey, limit int) (page []failedKey, err error) {
 	ctx, cancel := statement()
 	defer cancel()
 	err = f.query(ctx, func(rows pgx.Rows) (err error) {
 		page, err = pgx.CollectRows(rows, pgx.RowToStructByPos[failedKey])
 		return err
-	}, f.sqlKeys, f.relay, after.Key, after.EndID, after.EndRow, limit)
+	}, f.SqlKeys, f.relay, after.Key, after.EndID, after.EndRow, limit)
 	return page, err
 }
 
@@ -256,18 +256,18 @@ SELECT DISTINCT parking_key FROM {schema}.outbox_failed
 
 // freed returns a function that returns the next keys of which operators have resolved rows, for not longer than a
 // time, and none behind the last.
-func (f *failedStore) freed(statement lease.StatementContext, since time.Duration) func() ([]keyRows, error) {
+func (f *Failed) Freed(statement lease.StatementContext, since time.Duration) func() ([]KeyRows, error) {
 	last := ""
-	return func() (keys []keyRows, err error) {
+	return func() (keys []KeyRows, err error) {
 		ctx, cancel := statement()
 		defer cancel()
 		err = f.query(ctx, func(rows pgx.Rows) (err error) {
 			_, err = pgx.ForEachRow(rows, []any{&last}, func() error {
-				keys = append(keys, keyRows{last, 1})
+				keys = append(keys, KeyRows{last, 1})
 				return nil
 			})
 			return err
-		}, f.sqlFreed, f.relay, since, last, maxKeyRows)
+		}, f.sqlFreed, f.relay, since, last, MaxKeyRows)
 		if err != nil {
 			return nil, fmt.Errorf("read keys of resolved events: %w", err)
 		}
@@ -313,9 +313,9 @@ const maxPromoted = 500
 
 // promote makes the first row of each of these keys its head. No head may be on its way to
 // Kafka meanwhile.
-func (f *failedStore) promote(stop context.Context, statement lease.StatementContext, l *lease.Lease, keys []string) error {
+func (f *Failed) Promote(stop context.Context, statement lease.StatementContext, l *lease.Lease, keys []string) error {
 	for some := range slices.Chunk(keys, maxPromoted) {
-		err := f.promoteSome(stop, statement, f.sqlPromote, f.relay, l.Holder, l.Epoch, some, maxPromoted)
+		err := f.promoteSome(stop, statement, f.SqlPromote, f.relay, l.Holder, l.Epoch, some, maxPromoted)
 		if err != nil {
 			return err
 		}
@@ -325,7 +325,7 @@ func (f *failedStore) promote(stop context.Context, statement lease.StatementCon
 
 // promoteSome repeats a statement until it has found fewer rows than it may change, or stop
 // ends.
-func (f *failedStore) promoteSome(stop context.Context, statement lease.StatementContext, sql string, args ...any) error {
+func (f *Failed) promoteSome(stop context.Context, statement lease.StatementContext, sql string, args ...any) error {
 	for stop.Err() == nil {
 		changed := 0
 		ctx, cancel := statement()
@@ -364,7 +364,7 @@ UPDATE {schema}.outbox_failed
 RETURNING id`
 
 // promoteAll makes every parked row a head.
-func (f *failedStore) promoteAll(stop context.Context, statement lease.StatementContext, l *lease.Lease) error {
+func (f *Failed) PromoteAll(stop context.Context, statement lease.StatementContext, l *lease.Lease) error {
 	ctx, cancel := statement()
 	defer cancel()
 	var parked bool
@@ -375,7 +375,7 @@ func (f *failedStore) promoteAll(stop context.Context, statement lease.Statement
 	if !parked {
 		return nil
 	}
-	return f.promoteSome(stop, statement, f.sqlPromoteAll, f.relay, l.Holder, l.Epoch, maxPromoted)
+	return f.promoteSome(stop, statement, f.SqlPromoteAll, f.relay, l.Holder, l.Epoch, maxPromoted)
 }
 
 // sqlFailedDeadDue finds dead events whose class is tried again after a time. It is a
@@ -409,7 +409,7 @@ SELECT 'relay ' || left(relay, 94), 'retry', 'revived: ' || error_class, relay, 
 
 // retryDead parks dead events again, so that they are retried, when the time after their
 // death that after holds for their class has passed.
-func (f *failedStore) retryDead(ctx context.Context, l *lease.Lease, after map[string]time.Duration) error {
+func (f *Failed) RetryDead(ctx context.Context, l *lease.Lease, after map[string]time.Duration) error {
 	if len(after) == 0 {
 		return nil
 	}
@@ -422,7 +422,7 @@ func (f *failedStore) retryDead(ctx context.Context, l *lease.Lease, after map[s
 	err := f.query(ctx, func(rows pgx.Rows) (err error) {
 		ids, err = pgx.CollectRows(rows, pgx.RowTo[int64])
 		return err
-	}, f.sqlDeadDue, f.relay, classes, waits)
+	}, f.SqlDeadDue, f.relay, classes, waits)
 	if err == nil && len(ids) > 0 {
 		err = f.change(ctx, func(rows pgx.Rows) error {
 			rows.Close()
@@ -434,3 +434,5 @@ func (f *failedStore) retryDead(ctx context.Context, l *lease.Lease, after map[s
 	}
 	return nil
 }
+
+const statusWaiting = "waiting"

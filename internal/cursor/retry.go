@@ -1,4 +1,4 @@
-package outbox
+package cursor
 
 import (
 	"context"
@@ -14,16 +14,16 @@ import (
 	"github.com/outboxgo/outbox/internal/places"
 )
 
-// failedEvent is a row of outbox_failed on its way to Kafka.
-type failedEvent struct {
+// FailedRow is a row of outbox_failed on its way to Kafka.
+type FailedRow struct {
 	envelope.Event        // its id is outbox.id
-	row            int64  // outbox_failed.id
-	key            string // parking key
-	place          string // what it waits for
-	retries        int
+	Row            int64  // outbox_failed.id
+	Key            string // parking key
+	Place          string // what it waits for
+	Retries        int
 	held           bool
-	size           int   // bytes of payload and headers, as the row says
-	unreadable     error // why payload and headers could not be read; they are missing then
+	Size           int   // bytes of payload and headers, as the row says
+	Unreadable     error // why payload and headers could not be read; they are missing then
 }
 
 // failedHead are the columns by which an event to retry is found, in the order of find.
@@ -79,7 +79,7 @@ SELECT ` + failedHead + `
 
 // places returns the places that heads wait for, with "" for those that wait for nothing
 // in particular.
-func (f *failedStore) places(ctx context.Context) (all []places.Bad, err error) {
+func (f *Failed) Places(ctx context.Context) (all []places.Bad, err error) {
 	err = f.query(ctx, func(rows pgx.Rows) error {
 		var name, class, cause string
 		_, err := pgx.ForEachRow(rows, []any{&name, &class, &cause}, func() error {
@@ -87,7 +87,7 @@ func (f *failedStore) places(ctx context.Context) (all []places.Bad, err error) 
 			return nil
 		})
 		return err
-	}, f.sqlPlaces, f.relay)
+	}, f.SqlPlaces, f.relay)
 	if err != nil {
 		return nil, fmt.Errorf("read what failed events wait for: %w", err)
 	}
@@ -98,30 +98,30 @@ func (f *failedStore) places(ctx context.Context) (all []places.Bad, err error) 
 const maxFound = 500
 
 // due returns heads of a place: all, or those that are due.
-func (f *failedStore) due(ctx context.Context, place string, all bool) ([]failedEvent, error) {
-	return f.find(ctx, f.sqlDue, f.relay, place, all, maxFound)
+func (f *Failed) Due(ctx context.Context, place string, all bool) ([]FailedRow, error) {
+	return f.find(ctx, f.SqlDue, f.relay, place, all, maxFound)
 }
 
 // first returns a head of each place that has one.
-func (f *failedStore) first(ctx context.Context, places []string) ([]failedEvent, error) {
-	return f.find(ctx, f.sqlFirst, f.relay, places)
+func (f *Failed) First(ctx context.Context, places []string) ([]FailedRow, error) {
+	return f.find(ctx, f.SqlFirst, f.relay, places)
 }
 
 // parked returns events of keys, in order, of each key up to one that an operator holds.
-func (f *failedStore) parked(ctx context.Context, keys []string) ([]failedEvent, error) {
-	found, err := f.find(ctx, f.sqlParked, f.relay, keys, 1+maxFound/len(keys), maxFound)
+func (f *Failed) Parked(ctx context.Context, keys []string) ([]FailedRow, error) {
+	found, err := f.find(ctx, f.SqlParked, f.relay, keys, 1+maxFound/len(keys), maxFound)
 	held := map[string]bool{}
-	return slices.DeleteFunc(found, func(e failedEvent) bool {
-		held[e.key] = held[e.key] || e.held
-		return held[e.key]
+	return slices.DeleteFunc(found, func(e FailedRow) bool {
+		held[e.Key] = held[e.Key] || e.held
+		return held[e.Key]
 	}), err
 }
 
 // find returns the events that a statement finds, without their envelopes; see readRows.
-func (f *failedStore) find(ctx context.Context, sql string, args ...any) (found []failedEvent, err error) {
+func (f *Failed) find(ctx context.Context, sql string, args ...any) (found []FailedRow, err error) {
 	err = f.query(ctx, func(rows pgx.Rows) (err error) {
-		found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (e failedEvent, err error) {
-			err = row.Scan(&e.row, &e.key, &e.place, &e.retries, &e.held, &e.size)
+		found, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (e FailedRow, err error) {
+			err = row.Scan(&e.Row, &e.Key, &e.Place, &e.Retries, &e.held, &e.Size)
 			return e, err
 		})
 		return err
@@ -132,15 +132,15 @@ func (f *failedStore) find(ctx context.Context, sql string, args ...any) (found 
 	return found, nil
 }
 
-// maxRetryBytes bounds the events that are read at once to be retried.
-const maxRetryBytes = 4 << 20
+// MaxRetryBytes bounds the events that are read at once to be retried.
+const MaxRetryBytes = 4 << 20
 
-// fitting returns how many events from the start have at most maxRetryBytes together, as
+// Fitting returns how many events from the start have at most MaxRetryBytes together, as
 // their rows say, but at least one.
-func fitting(events []failedEvent) int {
-	left := maxRetryBytes
+func Fitting(events []FailedRow) int {
+	left := MaxRetryBytes
 	for n, e := range events {
-		if left -= e.size; left < 0 {
+		if left -= e.Size; left < 0 {
 			return max(n, 1)
 		}
 	}
@@ -159,20 +159,20 @@ SELECT r.n, e.id, ` + envelopeColumns + `
          FROM {schema}.outbox_failed
         WHERE id BETWEEN r.id AND r.id AND status <> 'resolved' ORDER BY id OFFSET 0) AS e`
 
-// errNoPayload means that an operator retries the row of an unreadable event as it is.
-var errNoPayload = errors.New("the row has neither payload nor payload_bytes")
+// ErrNoPayload means that an operator retries the row of an unreadable event as it is.
+var ErrNoPayload = errors.New("the row has neither payload nor payload_bytes")
 
 // readRows reads the envelopes of events that were found, in their order, and payload and
 // headers only if payload is set. With an error it returns the events in front of it. Events
 // that were resolved meanwhile are left out. Rows may be larger than they say: when the
-// events exceed maxRetryBytes, readRows cancels the statement, which would return the others
+// events exceed MaxRetryBytes, readRows cancels the statement, which would return the others
 // too.
-func (f *failedStore) readRows(ctx context.Context, found []failedEvent, payload bool) (events []failedEvent, err error) {
+func (f *Failed) ReadRows(ctx context.Context, found []FailedRow, payload bool) (events []FailedRow, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	rowIDs := make([]int64, len(found))
 	for i := range found {
-		rowIDs[i] = found[i].row
+		rowIDs[i] = found[i].Row
 	}
 	full := false
 	err = f.query(ctx, func(rows pgx.Rows) error {
@@ -189,32 +189,32 @@ func (f *failedStore) readRows(ctx context.Context, found []failedEvent, payload
 				return err
 			}
 			if payload && e.Payload == nil {
-				return errNoPayload
+				return ErrNoPayload
 			}
-			if full = r.kept > maxRetryBytes && len(events) > 0; full {
+			if full = r.kept > MaxRetryBytes && len(events) > 0; full {
 				cancel()
 				return nil
 			}
 			events = append(events, e)
 		}
 		return rows.Err()
-	}, f.sqlRead, rowIDs, payload)
+	}, f.SqlRead, rowIDs, payload)
 	if err != nil && !full {
 		return events, fmt.Errorf("read events to retry: %w", err)
 	}
 	return events, nil
 }
 
-// retryResult is what is saved about a retry.
-type retryResult struct {
-	event  *failedEvent
-	row    int64  // outbox_failed.id
-	status string // StatusResolved: it was sent
-	class  string
-	err    error
-	place  string        // what it waits for, if its status is StatusWaiting
-	count  int           // 1 if the retry counts
-	wait   time.Duration // until the next one
+// RetryResult is what is saved about a retry.
+type RetryResult struct {
+	Event  *FailedRow
+	Row    int64  // outbox_failed.id
+	Status string // StatusResolved: it was sent
+	Class  string
+	Err    error
+	Place  string        // what it waits for, if its status is StatusWaiting
+	Count  int           // 1 if the retry counts
+	Wait   time.Duration // until the next one
 }
 
 // sqlFailedSave saves the results of retries. A key whose head was sent, or is dead and
@@ -259,19 +259,19 @@ SELECT count(*), ARRAY(SELECT parking_key FROM next_heads) FROM lease`
 // saveResults saves the results of retries, and returns the keys that got a new head. The caller holds the lock of the parking:
 // otherwise an event could be parked behind a head that is just being removed, and its
 // key would have no head until reconcile finds it.
-func (f *failedStore) saveResults(ctx context.Context, l *lease.Lease, results []retryResult, keep bool) (promoted []string, err error) {
+func (f *Failed) SaveResults(ctx context.Context, l *lease.Lease, results []RetryResult, keep bool) (promoted []string, err error) {
 	n := len(results)
 	rows, statuses, classes, errs := make([]int64, n), make([]string, n), make([]*string, n), make([]*string, n)
 	counts, waits, places := make([]int, n), make([]time.Duration, n), make([]string, n)
 	for i, v := range results {
-		rows[i], statuses[i], counts[i], waits[i], places[i] = v.row, v.status, v.count, v.wait, v.place
-		classes[i], errs[i] = causeOf(v.class, v.err)
+		rows[i], statuses[i], counts[i], waits[i], places[i] = v.Row, v.Status, v.Count, v.Wait, v.Place
+		classes[i], errs[i] = causeOf(v.Class, v.Err)
 	}
 	var proven int
 	err = f.change(ctx, func(rows pgx.Rows) error {
 		_, err := pgx.ForEachRow(rows, []any{&proven, &promoted}, func() error { return nil })
 		return err
-	}, f.sqlSave, f.relay, l.Holder, l.Epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep, places)
+	}, f.SqlSave, f.relay, l.Holder, l.Epoch, rows, statuses, classes, errs, counts, waits, f.hold, keep, places)
 	if err != nil {
 		return nil, fmt.Errorf("save retries: %w", err)
 	}

@@ -1,4 +1,4 @@
-package outbox
+package cursor
 
 import (
 	"context"
@@ -20,8 +20,8 @@ import (
 // calls visible. The others get one that the new cursor calls unfinished, so they are its
 // next window.
 
-// errOtherCluster means that the newest cursor was written in another cluster.
-var errOtherCluster = errors.New("cursor belongs to another database cluster")
+// ErrOtherCluster means that the newest cursor was written in another cluster.
+var ErrOtherCluster = errors.New("cursor belongs to another database cluster")
 
 // sqlRebaseLock lets one relay of a schema rebase at a time, and lets its transaction
 // write other transaction ids into rows than its own. It takes no transaction id: see
@@ -75,13 +75,13 @@ WITH positions AS MATERIALIZED (
 )
 SELECT count(*) FILTER (WHERE $1 = ANY(relays)) FROM unsent`
 
-// sqlRebaseProof locks the row of the lease. It comes last, because renewing the lease
+// SQLRebaseProof locks the row of the lease. It comes last, because renewing the lease
 // must not have to wait while many rows are relabelled.
-const sqlRebaseProof = `SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE`
+const SQLRebaseProof = `SELECT FROM {schema}.outbox_lease WHERE name = $1::text AND holder = $2::text AND epoch = $3 FOR SHARE`
 
 // rebase moves the cursors of all relays from another cluster to this one, and returns how
 // many events our relay has not sent. The caller loads the position afterwards.
-func (c *cursors) rebase(ctx context.Context, l *lease.Lease) (unsent int64, err error) {
+func (c *Store) Rebase(ctx context.Context, l *lease.Lease) (unsent int64, err error) {
 	err = pgx.BeginTxFunc(ctx, c.db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, sqlRebaseSettings); err != nil {
 			return err
@@ -89,13 +89,13 @@ func (c *cursors) rebase(ctx context.Context, l *lease.Lease) (unsent int64, err
 		if _, err := tx.Exec(ctx, sqlRebaseLock, c.schema); err != nil {
 			return err
 		}
-		if _, err := c.newest(ctx, tx); !errors.Is(err, errOtherCluster) {
+		if _, err := c.Newest(ctx, tx); !errors.Is(err, ErrOtherCluster) {
 			return err // another relay has rebased the cursors
 		}
-		if err := tx.QueryRow(ctx, c.sqlRebase, c.relay, l.Epoch).Scan(&unsent); err != nil {
+		if err := tx.QueryRow(ctx, c.SqlRebase, c.Relay, l.Epoch).Scan(&unsent); err != nil {
 			return err
 		}
-		tag, err := tx.Exec(ctx, c.sqlRebaseProof, c.relay, l.Holder, l.Epoch)
+		tag, err := tx.Exec(ctx, c.SQLRebaseProof, c.Relay, l.Holder, l.Epoch)
 		if err == nil && tag.RowsAffected() == 0 {
 			err = lease.ErrLeaseLost
 		}
@@ -109,12 +109,12 @@ func (c *cursors) rebase(ctx context.Context, l *lease.Lease) (unsent int64, err
 
 // checkSequence returns [ErrSequenceBehind] if a new event could get the id of an older
 // one.
-func (c *cursors) checkSequence(ctx context.Context) error {
+func (c *Store) CheckSequence(ctx context.Context) error {
 	var drawn, highest int64
 	err := c.query(ctx, func(rows pgx.Rows) (err error) {
 		drawn, highest, err = tables.ReadSequence(rows)
 		return err
-	}, c.sqlSequence)
+	}, c.SqlSequence)
 	if err != nil {
 		return fmt.Errorf("read sequence: %w", err)
 	}
@@ -122,6 +122,9 @@ func (c *cursors) checkSequence(ctx context.Context) error {
 		return nil
 	}
 	sequence := strings.ReplaceAll(pgx.Identifier{c.schema, "outbox_id_seq"}.Sanitize(), "'", "''")
-	return fmt.Errorf("%w: the last id drawn is %d, and %d is in use already; see the comment at ErrSequenceBehind, then: SELECT setval('%s', %d)",
+	return fmt.Errorf("%w: the last id drawn is %d, and %d is in use already; see the comment at errSequenceBehind, then: SELECT setval('%s', %d)",
 		ErrSequenceBehind, drawn, highest, sequence, highest)
 }
+
+// ErrSequenceBehind is that of the package outbox.
+var ErrSequenceBehind = errors.New("outbox: the sequence of outbox.id is behind ids that are in use")
