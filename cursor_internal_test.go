@@ -336,7 +336,7 @@ func TestReadsThatFail(t *testing.T) {
 // Every constructor completes every statement.
 func TestStatementsAreComplete(t *testing.T) {
 	t.Parallel()
-	c, l, r := cursor.NewStore(new(pgxpool.Pool), "s", "r"), lease.NewStore(nil, "s", "r", 1), newRetention(nil, "s", RetentionConfig{})
+	c, l, r := cursor.NewStore(new(pgxpool.Pool), "s", "r"), lease.NewStore(nil, "s", "r", 1), newRetention(nil, "s", RetentionConfig{}.rules())
 	for _, sql := range []string{c.SqlLoad, c.SqlSeed, c.SqlOpen, c.SqlMove, c.SqlMoveFailed, c.SqlPage, c.SqlFetch, c.SqlFetchBare, c.SqlSequence, c.SqlRebase, c.SQLRebaseProof,
 		l.Peek, l.Take, l.Renewal, l.Release, r.sqlPublished, r.sqlArchived, r.sqlCursors, r.sqlResolved, r.sqlProof} {
 		require.Contains(t, sql, `"s".outbox`)

@@ -237,3 +237,11 @@ func failedEventOf(e *envelope.Event, class string, err error, retries int) Fail
 		Topic: topic, Key: string(e.Key()), Retries: retries, Class: class, Err: public(err),
 	}
 }
+
+// removedHook returns a hook as the engine calls it.
+func removedHook(hook func(RetentionResult)) func(result) {
+	if hook == nil {
+		return nil
+	}
+	return func(r result) { hook(RetentionResult(r)) }
+}

@@ -98,7 +98,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 		leases:    lease.NewStore(db, cfg.Schema, cfg.Name, cfg.Lease),
 		cursors:   cursor.NewStore(db, cfg.Schema, cfg.Name),
 		failed:    cursor.NewFailed(db, cfg.Schema, cfg.Name, cfg.HoldDead),
-		retention: newRetention(db, cfg.Schema, cfg.Retention),
+		retention: newRetention(db, cfg.Schema, cfg.Retention.rules()),
 		log:       log,
 
 		postgresOutage: outage.NewLog(log, "PostgreSQL"),
@@ -450,7 +450,7 @@ func (r *Relay) work(ctx context.Context, leads lease.Leadership) error {
 }
 
 func (r *Relay) cleanerConfig() cleanerConfig {
-	return cleanerConfig{name: r.cfg.Name, retention: r.cfg.Retention, poll: r.cfg.PollInterval, removed: r.cfg.Hooks.RowsRemoved}
+	return cleanerConfig{name: r.cfg.Name, rules: r.cfg.Retention.rules(), poll: r.cfg.PollInterval, removed: removedHook(r.cfg.Hooks.RowsRemoved)}
 }
 
 // retry runs a retrier with a producer of its own.

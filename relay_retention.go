@@ -33,9 +33,9 @@ type cleaner struct {
 // cleanerConfig is what a cleaner is told by its relay or worker.
 type cleanerConfig struct {
 	name      string // of the lease
-	retention RetentionConfig
+	rules rules
 	poll      time.Duration         // how often it looks whether a backlog is gone
-	removed   func(RetentionResult) // nil for none
+	removed   func(result) // nil for none
 
 	// mayRun says whether to remove anything at all in this run. Nil means that it does.
 	mayRun func(context.Context) (bool, error)
@@ -48,6 +48,9 @@ type laggingRelay struct {
 	name     string // "" for none
 	reported bool
 }
+
+// errTold ends a batch that is not finished in time.
+var errTold = errors.New("retention is told to stop")
 
 func newCleaner(leads lease.Leadership, cfg cleanerConfig, store *retention, hasBacklog func() bool, log *slog.Logger) *cleaner {
 	return &cleaner{Leadership: leads, cfg: cfg, store: store, hasBacklog: hasBacklog, log: log, outages: outage.NewLogs(log)}
@@ -69,7 +72,7 @@ func (c *cleaner) run(ctx context.Context) {
 	defer lose(nil)
 	stopped := context.AfterFunc(ctx, func() {
 		wait.Sleep(held, cleanGrace)
-		lose(errTooLate)
+		lose(errTold)
 	})
 	defer stopped()
 	c.Held = held
@@ -79,7 +82,7 @@ func (c *cleaner) run(ctx context.Context) {
 	c.audited = walk{batch: c.removeAudited, pause: pause}
 	c.delivered = walk{batch: c.removeDelivered, pause: pause}
 	for {
-		wait.Await(ctx, c.Held, nil, c.cfg.retention.Interval)
+		wait.Await(ctx, c.Held, nil, c.cfg.rules.Interval)
 		if !c.pause(ctx, 0) {
 			return
 		}
@@ -120,39 +123,39 @@ type cleanerTask struct {
 
 // runTasks removes rows from each table. A failure for one table holds up no other; the
 // loss of the lease ends all.
-func (c *cleaner) runTasks(ctx context.Context) (result RetentionResult, err error) {
+func (c *cleaner) runTasks(ctx context.Context) (sum result, err error) {
 	cursors := walk{batch: c.removeCursors, pause: c.published.pause}
 	resolved := walk{batch: c.removeResolved, pause: c.published.pause}
 	var made int64
 	for _, task := range []cleanerTask{
 		{"partitions of outbox", 0, c.makePartitions, &made},
-		{"retention of outbox", c.cfg.retention.PublishedFor, c.cleanOutbox, &result.Published},
-		{"retention of outbox_cursor", c.cfg.retention.CursorsFor, cursors.run, &result.Cursors},
-		{"retention of outbox_failed", c.cfg.retention.ResolvedFor, resolved.run, &result.Resolved},
-		{"retention of event_handled", c.cfg.retention.HandledFor, c.handled.run, &result.Handled},
-		{"retention of outbox_audit", c.cfg.retention.AuditedFor, c.audited.run, &result.Audited},
-		{"retention of event_delivery", c.cfg.retention.DeliveredFor, c.delivered.run, &result.Delivered},
+		{"retention of outbox", c.cfg.rules.PublishedFor, c.cleanOutbox, &sum.Published},
+		{"retention of outbox_cursor", c.cfg.rules.CursorsFor, cursors.run, &sum.Cursors},
+		{"retention of outbox_failed", c.cfg.rules.ResolvedFor, resolved.run, &sum.Resolved},
+		{"retention of event_handled", c.cfg.rules.HandledFor, c.handled.run, &sum.Handled},
+		{"retention of outbox_audit", c.cfg.rules.AuditedFor, c.audited.run, &sum.Audited},
+		{"retention of event_delivery", c.cfg.rules.DeliveredFor, c.delivered.run, &sum.Delivered},
 	} {
-		if task.keep == Forever || task.sum == &result.Resolved && c.cfg.withoutFailed || ctx.Err() != nil || c.Held.Err() != nil {
+		if task.keep == forever || task.sum == &sum.Resolved && c.cfg.withoutFailed || ctx.Err() != nil || c.Held.Err() != nil {
 			continue
 		}
 		start := time.Now()
 		*task.sum, err = task.run(ctx)
 		switch {
 		case errors.Is(err, lease.ErrLeaseLost):
-			return result, err
+			return sum, err
 		case errors.Is(err, errBusy):
 		case c.Held.Err() == nil:
 			c.outages.Report(task.name, start, err)
 		}
 	}
-	return result, nil
+	return sum, nil
 }
 
 // pause waits after a batch: longer after a batch that took long, and as long as there is
 // a backlog to send. It reports whether to go on.
 func (c *cleaner) pause(ctx context.Context, took time.Duration) bool {
-	wait.Await(ctx, c.Held, nil, c.cfg.retention.pause(took))
+	wait.Await(ctx, c.Held, nil, c.cfg.rules.pause(took))
 	for c.hasBacklog() && ctx.Err() == nil && c.Held.Err() == nil {
 		wait.Await(ctx, c.Held, nil, c.cfg.poll)
 	}
@@ -178,7 +181,7 @@ func (c *cleaner) removeBatch(after, end int64, remove func(context.Context) (st
 		ctx, cancel := c.WithStatementTimeout()
 		s, err = remove(ctx)
 		cancel()
-		if c.cfg.retention.Archive == nil || !cannotPrint(err) || !c.keepUnprintable(after, end) {
+		if c.cfg.rules.Archive == nil || !cannotPrint(err) || !c.keepUnprintable(after, end) {
 			return s, err
 		}
 	}
@@ -249,18 +252,18 @@ func (c *cleaner) reportLagging(relay string) {
 	c.lagging.reported = true
 	if group, ok := strings.CutPrefix(relay, tables.WorkerPrefix); ok {
 		c.log.Warn("outbox: the workers of a consumer group have not taken events that are old enough to go, so they stay; "+
-			"if the group is gone for good, delete its rows of outbox_cursor and event_subscription", "lagging_group", group, "older_than", c.cfg.retention.PublishedFor)
+			"if the group is gone for good, delete its rows of outbox_cursor and event_subscription", "lagging_group", group, "older_than", c.cfg.rules.PublishedFor)
 		return
 	}
 	c.log.Warn("outbox: a relay has not published events that are old enough to go, so they stay; "+
-		"if it is gone for good, delete its rows of outbox_cursor", "lagging_relay", relay, "older_than", c.cfg.retention.PublishedFor)
+		"if it is gone for good, delete its rows of outbox_cursor", "lagging_relay", relay, "older_than", c.cfg.rules.PublishedFor)
 }
 
 // notify logs how many rows were removed and calls the hook.
-func (c *cleaner) notify(result RetentionResult, took time.Duration) {
-	c.log.Debug("outbox: rows removed", "published", result.Published, "cursors", result.Cursors, "resolved", result.Resolved,
-		"handled", result.Handled, "audited", result.Audited, "delivered", result.Delivered, "took", took.Round(time.Millisecond))
-	if c.cfg.removed != nil && result.total() > 0 {
-		c.cfg.removed(result)
+func (c *cleaner) notify(sum result, took time.Duration) {
+	c.log.Debug("outbox: rows removed", "published", sum.Published, "cursors", sum.Cursors, "resolved", sum.Resolved,
+		"handled", sum.Handled, "audited", sum.Audited, "delivered", sum.Delivered, "took", took.Round(time.Millisecond))
+	if c.cfg.removed != nil && sum.total() > 0 {
+		c.cfg.removed(sum)
 	}
 }

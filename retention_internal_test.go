@@ -25,7 +25,7 @@ func (d *cursorFixture) cleaning(t *testing.T, cfg RetentionConfig) (*retention,
 	t.Helper()
 	l, err := lease.NewStore(d.db, d.schema, "cleaner", time.Minute).Acquire(context.Background())
 	require.NoError(t, err)
-	return newRetention(d.db, d.schema, cfg.withDefaults()), &proof{l, "cleaner"}
+	return newRetention(d.db, d.schema, cfg.withDefaults().rules()), &proof{l, "cleaner"}
 }
 
 // age makes all rows of a table older.
@@ -408,7 +408,7 @@ func TestCleanerGivesWay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var backlog atomic.Bool
 		ctx, cancel := context.WithCancel(context.Background())
-		cfg := cleanerConfig{retention: RetentionConfig{}.withDefaults(), poll: time.Second}
+		cfg := cleanerConfig{rules: RetentionConfig{}.withDefaults().rules(), poll: time.Second}
 		c := newCleaner(lease.Leadership{Held: context.Background()}, cfg, nil, backlog.Load, slog.New(slog.DiscardHandler))
 		start := time.Now()
 		require.True(t, c.pause(ctx, time.Second))
@@ -443,8 +443,8 @@ func TestRetentionConfig(t *testing.T) {
 	require.ErrorContains(t, err, "field Retention.PublishedFor is -1ns")
 
 	cfg := RetentionConfig{}.withDefaults()
-	require.Equal(t, 50*time.Millisecond, cfg.pause(time.Millisecond))
-	require.Equal(t, 4*time.Second, cfg.pause(time.Second), "it gives way")
+	require.Equal(t, 50*time.Millisecond, cfg.rules().pause(time.Millisecond))
+	require.Equal(t, 4*time.Second, cfg.rules().pause(time.Second), "it gives way")
 }
 
 // maxCleanBuffers is what a batch of a hundred may touch: for each row its page,

@@ -131,7 +131,7 @@ func TestPartitionStays(t *testing.T) {
 			play(t, d)
 			r, l := d.cleaning(t, RetentionConfig{})
 			require.False(t, d.first(t, r, l).done)
-			r.cfg.Archive = func(context.Context, pgx.Tx, []ArchivedEvent) error { return errors.New("nothing is to be archived") }
+			r.cfg.Archive = func(context.Context, pgx.Tx, []archivedRow) error { return errors.New("nothing is to be archived") }
 			require.False(t, d.first(t, r, l).done)
 		})
 	}

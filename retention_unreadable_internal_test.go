@@ -18,7 +18,7 @@ import (
 func (d *cursorFixture) cleanerOf(t *testing.T, keep RetentionConfig, log *slog.Logger) *cleaner {
 	t.Helper()
 	r, l := d.cleaning(t, keep)
-	cfg := cleanerConfig{name: l.relay, retention: keep.withDefaults(), poll: time.Second}
+	cfg := cleanerConfig{name: l.relay, rules: keep.withDefaults().rules(), poll: time.Second}
 	c := newCleaner(lease.Leadership{Lease: l.Lease, Held: context.Background(), StatementTimeout: 5 * time.Minute}, cfg, r, func() bool { return false }, log)
 	c.published = walk{batch: c.removePublished, pause: func(time.Duration) bool { return true }}
 	return c

@@ -35,7 +35,7 @@ type step struct {
 }
 
 // lookAgain is how long a row may stay that could not be removed when it became old.
-const lookAgain = day
+const lookAgain = 24 * time.Hour
 
 // run returns how many rows it removed, also with an error.
 func (w *walk) run(ctx context.Context) (removed int64, err error) {

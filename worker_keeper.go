@@ -385,7 +385,7 @@ const outageCleaning = "the lease for retention"
 // newWorkerDuty returns what removes rows, and alerts, while this process has the lease of the group. No batch
 // goes on once cut has ended.
 func newWorkerDuty(w *Worker, lease *groupLease, backlog func() bool, cut context.Context) *groupDuty {
-	store := newRetention(w.db, w.cfg.Schema, w.cfg.Retention)
+	store := newRetention(w.db, w.cfg.Schema, w.cfg.Retention.rules())
 	store.callback = w.archive.Call
 	cleaner := &groupCleaner{name: lease.leases.Relay, store: store, cfg: &w.cfg, backlog: backlog, log: w.processor.log}
 	return &groupDuty{
@@ -407,7 +407,7 @@ type groupCleaner struct {
 // run cleans until ctx is cancelled or the lease is lost.
 func (g *groupCleaner) run(ctx context.Context, leads leases.Leadership) {
 	newCleaner(leads, cleanerConfig{
-		name: g.name, retention: g.cfg.Retention, poll: g.cfg.PollInterval, withoutFailed: true, removed: g.cfg.Hooks.RowsRemoved,
+		name: g.name, rules: g.cfg.Retention.rules(), poll: g.cfg.PollInterval, withoutFailed: true, removed: removedHook(g.cfg.Hooks.RowsRemoved),
 		mayRun: func(ctx context.Context) (bool, error) {
 			has, err := g.store.hasRelay(ctx)
 			return !has, err
