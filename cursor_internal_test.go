@@ -6,6 +6,7 @@ import (
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/retention"
 	"strings"
 	"testing"
 	"time"
@@ -336,9 +337,9 @@ func TestReadsThatFail(t *testing.T) {
 // Every constructor completes every statement.
 func TestStatementsAreComplete(t *testing.T) {
 	t.Parallel()
-	c, l, r := cursor.NewStore(new(pgxpool.Pool), "s", "r"), lease.NewStore(nil, "s", "r", 1), newRetention(nil, "s", RetentionConfig{}.rules())
+	c, l, r := cursor.NewStore(new(pgxpool.Pool), "s", "r"), lease.NewStore(nil, "s", "r", 1), retention.NewStore(nil, "s", RetentionConfig{}.rules())
 	for _, sql := range []string{c.SqlLoad, c.SqlSeed, c.SqlOpen, c.SqlMove, c.SqlMoveFailed, c.SqlPage, c.SqlFetch, c.SqlFetchBare, c.SqlSequence, c.SqlRebase, c.SQLRebaseProof,
-		l.Peek, l.Take, l.Renewal, l.Release, r.sqlPublished, r.sqlArchived, r.sqlCursors, r.sqlResolved, r.sqlProof} {
+		l.Peek, l.Take, l.Renewal, l.Release, r.SqlPublished, r.SqlArchived, r.SqlCursors, r.SqlResolved, r.SqlProof} {
 		require.Contains(t, sql, `"s".outbox`)
 		require.False(t, strings.Contains(sql, "{schema}"))
 	}

@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/retention"
 	"iter"
 	"slices"
 	"time"
@@ -239,9 +240,9 @@ func failedEventOf(e *envelope.Event, class string, err error, retries int) Fail
 }
 
 // removedHook returns a hook as the engine calls it.
-func removedHook(hook func(RetentionResult)) func(result) {
+func removedHook(hook func(RetentionResult)) func(retention.Result) {
 	if hook == nil {
 		return nil
 	}
-	return func(r result) { hook(RetentionResult(r)) }
+	return func(r retention.Result) { hook(RetentionResult(r)) }
 }

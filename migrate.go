@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/retention"
 	"log/slog"
 	"regexp"
 	"time"
@@ -195,7 +196,7 @@ const (
 // tryPartitioned runs the steps, unless the table is partitioned already.
 func tryPartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	var partitioned bool
-	if err := db.QueryRow(ctx, pg.InSchema(sqlPartitioned, cfg.Schema)).Scan(&partitioned); err != nil || partitioned {
+	if err := db.QueryRow(ctx, pg.InSchema(retention.SqlPartitioned, cfg.Schema)).Scan(&partitioned); err != nil || partitioned {
 		return err
 	}
 	if unique, err := indexes.IsThere(ctx, db, cfg.Schema, indexes.EventID); err != nil || unique {
@@ -205,14 +206,14 @@ func tryPartitioned(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) er
 		return err
 	}
 	ignoreResult := func(row pgx.Row) error { return row.Scan(nil) }
-	if err := atOnce(ctx, db, ignoreResult, pg.InSchema(sqlPreparePartitions, cfg.Schema), cfg.PartitionRows); err != nil {
+	if err := retention.AtOnce(ctx, db, ignoreResult, pg.InSchema(sqlPreparePartitions, cfg.Schema), cfg.PartitionRows); err != nil {
 		return fmt.Errorf("prepare partitions: %w", err)
 	}
 	if _, err := db.Exec(ctx, pg.InSchema(sqlCheckPartitions, cfg.Schema)); err != nil {
 		return fmt.Errorf("check partitions: %w", err)
 	}
-	for _, sql := range []string{sqlPartition, sqlMakePartitions} {
-		if err := atOnce(ctx, db, ignoreResult, pg.InSchema(sql, cfg.Schema)); err != nil {
+	for _, sql := range []string{sqlPartition, retention.SqlMakePartitions} {
+		if err := retention.AtOnce(ctx, db, ignoreResult, pg.InSchema(sql, cfg.Schema)); err != nil {
 			return fmt.Errorf("make partitions: %w", err)
 		}
 	}
@@ -231,7 +232,7 @@ func publish(ctx context.Context, db *pgxpool.Pool, cfg MigrateConfig) error {
 	var is bool
 	err := db.QueryRow(ctx, pg.InSchema(sqlIsPublished, cfg.Schema), cfg.Publication).Scan(&is)
 	for try := 1; err == nil && !is; try++ {
-		err = atOnce(ctx, db, func(row pgx.Row) error { return row.Scan(nil) }, pg.InSchema(sqlPublish, cfg.Schema), cfg.Publication)
+		err = retention.AtOnce(ctx, db, func(row pgx.Row) error { return row.Scan(nil) }, pg.InSchema(sqlPublish, cfg.Schema), cfg.Publication)
 		if !pg.IsLocked(err) || try == lockTries {
 			break
 		}

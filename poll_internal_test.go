@@ -87,7 +87,7 @@ func TestPollOverPartitions(t *testing.T) {
 	r, _ := d.cleaning(t, RetentionConfig{})
 	for range 5 {
 		d.insert(t, retained/50)
-		_, err := r.makePartitions(ctx)
+		_, err := r.MakePartitions(ctx)
 		require.NoError(t, err)
 	}
 	const ids = retained / 10

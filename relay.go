@@ -7,6 +7,7 @@ import (
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/retention"
 	"log/slog"
 	"strconv"
 	"sync/atomic"
@@ -33,7 +34,7 @@ type Relay struct {
 	leases    *lease.Store
 	cursors   *cursor.Store
 	failed    *cursor.Failed
-	retention *retention
+	retention *retention.Store
 	monitor   *monitor
 	log       *slog.Logger
 	breaker   *breaker
@@ -98,7 +99,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 		leases:    lease.NewStore(db, cfg.Schema, cfg.Name, cfg.Lease),
 		cursors:   cursor.NewStore(db, cfg.Schema, cfg.Name),
 		failed:    cursor.NewFailed(db, cfg.Schema, cfg.Name, cfg.HoldDead),
-		retention: newRetention(db, cfg.Schema, cfg.Retention.rules()),
+		retention: retention.NewStore(db, cfg.Schema, cfg.Retention.rules()),
 		log:       log,
 
 		postgresOutage: outage.NewLog(log, "PostgreSQL"),
@@ -114,7 +115,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 		checkNow: make(chan struct{}, 1),
 	}
 	r.cfg.Hooks = cfg.Hooks.guarded(r.guardHook)
-	r.retention.callback = contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: archiveGrace}).Call
+	r.retention.Callback = contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: retention.ArchiveGrace}).Call
 	r.breaker = newBreaker(cfg.Breaker, r.breakerChanged)
 	r.health = newHealthState(cfg, r.breaker, r.postgresOutage, r.kafkaOutage)
 	r.monitor = &monitor{watch: newWatch(db, cfg, r.breaker, r.health.setStale), outage: outage.NewLog(log, "PostgreSQL, for alerts,"), checkNow: r.checkNow}
@@ -439,18 +440,18 @@ func (r *Relay) work(ctx context.Context, leads lease.Leadership) error {
 		ticks: &r.cursors.Glances.Ticks, eventDied: func() { wait.Signal(r.checkNow) },
 	})
 	defer r.cursors.Glances.Join()()
-	cleaner := newCleaner(leads, r.cleanerConfig(), r.retention, session.backlog.Load, r.log)
+	cleaner := retention.NewCleaner(leads, r.cleanerConfig(), r.retention, session.backlog.Load, r.log)
 	shared := retrierParts{
 		Leadership: leads, cfg: r.cfg, store: r.failed, parked: parked, places: bad, probed: new(probedKeys),
 		breaker: r.breaker, log: r.log, retryNow: r.retryNow, eventDied: func() { wait.Signal(r.checkNow) },
 	}
 	retry := func(ctx context.Context) { r.retry(ctx, shared) }
 	probe := func(ctx context.Context) { r.probe(ctx, shared) }
-	return session.run(ctx, retry, probe, cleaner.run, r.monitor.run)
+	return session.run(ctx, retry, probe, cleaner.Run, r.monitor.run)
 }
 
-func (r *Relay) cleanerConfig() cleanerConfig {
-	return cleanerConfig{name: r.cfg.Name, rules: r.cfg.Retention.rules(), poll: r.cfg.PollInterval, removed: removedHook(r.cfg.Hooks.RowsRemoved)}
+func (r *Relay) cleanerConfig() retention.CleanerConfig {
+	return retention.CleanerConfig{Name: r.cfg.Name, Rules: r.cfg.Retention.rules(), Poll: r.cfg.PollInterval, Removed: removedHook(r.cfg.Hooks.RowsRemoved)}
 }
 
 // retry runs a retrier with a producer of its own.

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/retention"
 	"math"
 	"time"
 
@@ -188,22 +189,21 @@ func CleanHandled(ctx context.Context, db *pgxpool.Pool, cfg CleanHandledConfig)
 	if err != nil {
 		return 0, fmt.Errorf("outbox: clean handled config: %w", err)
 	}
-	removed, err := cleanHandled(ctx, db, schema, keep.rules())
+	removed, err := retention.CleanHandled(ctx, db, schema, keep.rules())
 	if err != nil {
 		err = fmt.Errorf("outbox: %w", err)
 	}
 	return removed, err
 }
 
-
-// rules returns the configuration as the engine takes it.
-func (c RetentionConfig) rules() rules {
-	r := rules{
+// Rules returns the configuration as the engine takes it.
+func (c RetentionConfig) rules() retention.Rules {
+	r := retention.Rules{
 		PublishedFor: c.PublishedFor, CursorsFor: c.CursorsFor, ResolvedFor: c.ResolvedFor, HandledFor: c.HandledFor, AuditedFor: c.AuditedFor,
 		DeliveredFor: c.DeliveredFor, Interval: c.Interval, BatchSize: c.BatchSize, Pause: c.Pause,
 	}
 	if c.Archive != nil {
-		r.Archive = func(ctx context.Context, tx pgx.Tx, rows []archivedRow) error {
+		r.Archive = func(ctx context.Context, tx pgx.Tx, rows []retention.Row) error {
 			events := make([]ArchivedEvent, len(rows))
 			for i, row := range rows {
 				events[i] = ArchivedEvent(row)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/retention"
 	"log/slog"
 	"math"
 	"sync/atomic"
@@ -21,11 +22,11 @@ import (
 )
 
 // cleaning returns what removes rows of the fixture, with a lease to prove.
-func (d *cursorFixture) cleaning(t *testing.T, cfg RetentionConfig) (*retention, *proof) {
+func (d *cursorFixture) cleaning(t *testing.T, cfg RetentionConfig) (*retention.Store, *retention.Proof) {
 	t.Helper()
 	l, err := lease.NewStore(d.db, d.schema, "cleaner", time.Minute).Acquire(context.Background())
 	require.NoError(t, err)
-	return newRetention(d.db, d.schema, cfg.withDefaults().rules()), &proof{l, "cleaner"}
+	return retention.NewStore(d.db, d.schema, cfg.withDefaults().rules()), &retention.Proof{l, "cleaner"}
 }
 
 // age makes all rows of a table older.
@@ -107,11 +108,11 @@ func TestPublishedRowsGo(t *testing.T) {
 			d.age(t, "outbox", "created_at", "8 days")
 			test.play(t, d)
 			r, l := d.cleaning(t, RetentionConfig{})
-			s, err := r.published(ctx, l, 0)
+			s, err := r.Published(ctx, l, 0)
 			require.NoError(t, err)
-			require.EqualValues(t, 6-len(test.stay), s.removed)
+			require.EqualValues(t, 6-len(test.stay), s.Removed)
 			require.ElementsMatch(t, test.stay, d.ids(t, "outbox"))
-			require.Equal(t, test.stops, s.lagging)
+			require.Equal(t, test.stops, s.Lagging)
 		})
 	}
 }
@@ -136,13 +137,13 @@ func TestPreparedTransactionIsNotRemoved(t *testing.T) {
 	_, err = d.db.Exec(ctx, fmt.Sprintf(`COMMIT PREPARED '%s'`, d.schema))
 	require.NoError(t, err)
 
-	s, err := r.published(ctx, l, 0)
+	s, err := r.Published(ctx, l, 0)
 	require.NoError(t, err)
-	require.EqualValues(t, 3, s.removed)
+	require.EqualValues(t, 3, s.Removed)
 	require.Equal(t, []int64{1, 2}, d.unsent(t, "default"))
-	s, err = r.published(ctx, l, 0)
+	s, err = r.Published(ctx, l, 0)
 	require.NoError(t, err)
-	require.EqualValues(t, 2, s.removed)
+	require.EqualValues(t, 2, s.Removed)
 }
 
 // Whoever lost the lease removes nothing that only its holder may.
@@ -157,9 +158,9 @@ func TestLostLeaseRemovesNothing(t *testing.T) {
 	r, l := d.cleaning(t, RetentionConfig{})
 	l.Epoch--
 	before := d.count(t, "outbox_cursor")
-	_, err := r.published(ctx, l, 0)
+	_, err := r.Published(ctx, l, 0)
 	require.ErrorIs(t, err, lease.ErrLeaseLost)
-	_, err = r.cursors(ctx, l, 0)
+	_, err = r.Cursors(ctx, l, 0)
 	require.ErrorIs(t, err, lease.ErrLeaseLost)
 	require.Equal(t, 2, d.count(t, "outbox"))
 	require.Equal(t, before, d.count(t, "outbox_cursor"))
@@ -179,8 +180,8 @@ func TestLockedRowsAreLeft(t *testing.T) {
 	_, err = tx.Exec(ctx, pg.InSchema(`SELECT FROM {schema}.outbox WHERE id = 2 FOR UPDATE`, d.schema))
 	require.NoError(t, err)
 	r, l := d.cleaning(t, RetentionConfig{})
-	_, err = r.published(ctx, l, 0)
-	require.ErrorIs(t, err, errBusy)
+	_, err = r.Published(ctx, l, 0)
+	require.ErrorIs(t, err, retention.ErrBusy)
 	require.Equal(t, 2, d.count(t, "outbox"))
 }
 
@@ -205,9 +206,9 @@ func TestCursorHistory(t *testing.T) {
 		first[len(first)-1])
 	newest := d.ids(t, "outbox_cursor")
 	r, l := d.cleaning(t, RetentionConfig{})
-	s, err := r.cursors(ctx, l, 0)
+	s, err := r.Cursors(ctx, l, 0)
 	require.NoError(t, err)
-	require.False(t, s.more)
+	require.False(t, s.More)
 
 	rows, err := d.db.Query(ctx, pg.InSchema(`
 		SELECT relay || ' ' || CASE WHEN id = $1 THEN 'newest' ELSE round(extract(epoch FROM now() - created_at) / 60) || ' min' END
@@ -232,19 +233,19 @@ func TestResolvedRowsGo(t *testing.T) {
 		SELECT row_number() OVER (), 'k', gen_random_uuid(), 'a.b.c.v1', 's', 'a', 'k', '{}', 'application/json', now(), now(), now() - '90 days'::interval, status, now() - ago
 		  FROM (VALUES ('resolved', '31 days'::interval), ('resolved', '29 days'), ('resolved', NULL), ('dead', '90 days'), ('failed', NULL)) AS v (status, ago)`)
 	r, l := d.cleaning(t, RetentionConfig{})
-	s, err := r.resolved(ctx, l)
+	s, err := r.Resolved(ctx, l)
 	require.NoError(t, err)
-	require.EqualValues(t, 1, s.removed)
+	require.EqualValues(t, 1, s.Removed)
 	require.Equal(t, []int64{2, 3, 4, 5}, d.ids(t, "outbox_failed"))
 	d.age(t, "outbox_failed", "resolved_at", "31 days")
-	s, err = r.resolved(ctx, l)
+	s, err = r.Resolved(ctx, l)
 	require.NoError(t, err)
-	require.EqualValues(t, 2, s.removed)
+	require.EqualValues(t, 2, s.Removed)
 	require.Equal(t, []int64{4, 5}, d.ids(t, "outbox_failed"))
 	l.Epoch--
 	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved'`)
 	d.age(t, "outbox_failed", "resolved_at", "31 days")
-	_, err = r.resolved(ctx, l)
+	_, err = r.Resolved(ctx, l)
 	require.ErrorIs(t, err, lease.ErrLeaseLost)
 	require.Equal(t, 2, d.count(t, "outbox_failed"))
 }
@@ -256,8 +257,8 @@ func TestCleanAudit(t *testing.T) {
 		INSERT INTO {schema}.outbox_audit (operator, action, reason, relay, parking_key, created_at)
 		SELECT 'kim', 'hold', 'x', 'default', 'k', now() - CASE WHEN n <= 250 THEN '366 days' ELSE '364 days' END::interval FROM generate_series(1, 500) AS n`)
 	r, _ := d.cleaning(t, RetentionConfig{BatchSize: 100})
-	w := walk{batch: r.audited, pause: func(time.Duration) bool { return true }}
-	removed, err := w.run(ctx)
+	w := retention.Walk{Batch: r.Audited, Pause: func(time.Duration) bool { return true }}
+	removed, err := w.Run(ctx)
 	require.NoError(t, err)
 	require.EqualValues(t, 250, removed)
 	require.Equal(t, 250, d.count(t, "outbox_audit"))
@@ -312,15 +313,15 @@ func TestArchive(t *testing.T) {
 		return full
 	}})
 	full = fails
-	_, err := r.published(ctx, l, 0)
+	_, err := r.Published(ctx, l, 0)
 	require.ErrorIs(t, err, fails)
 	require.Equal(t, 3, d.count(t, "outbox"))
 	require.Zero(t, d.count(t, "archive"))
 
 	full = nil
-	s, err := r.published(ctx, l, 0)
+	s, err := r.Published(ctx, l, 0)
 	require.NoError(t, err)
-	require.EqualValues(t, 2, s.removed)
+	require.EqualValues(t, 2, s.Removed)
 	require.Equal(t, []int64{3}, d.ids(t, "outbox"))
 	require.Equal(t, []int64{1, 2}, d.ids(t, "archive"))
 	require.Len(t, got, 2)
@@ -336,9 +337,9 @@ func TestArchive(t *testing.T) {
 	require.Equal(t, []ArchivedEvent{plain, other}, got)
 
 	got = nil
-	s, err = r.published(ctx, l, 0)
+	s, err = r.Published(ctx, l, 0)
 	require.NoError(t, err)
-	require.Zero(t, s.removed)
+	require.Zero(t, s.Removed)
 	require.Nil(t, got, "there is nothing to archive")
 }
 
@@ -354,8 +355,8 @@ func TestWalk(t *testing.T) {
 			}
 		}
 		var looks []int64
-		w := walk{pause: func(time.Duration) bool { return true }}
-		w.batch = func(_ context.Context, after int64) (s step, err error) {
+		w := retention.Walk{Pause: func(time.Duration) bool { return true }}
+		w.Batch = func(_ context.Context, after int64) (s retention.Step, err error) {
 			n, young := 0, 0
 			for id := after + 1; id <= 200 && n < size; id++ {
 				kind, ok := rows[id]
@@ -363,25 +364,25 @@ func TestWalk(t *testing.T) {
 					continue
 				}
 				looks = append(looks, id)
-				n, s.last = n+1, id
+				n, s.Last = n+1, id
 				switch kind {
 				case "o":
 					delete(rows, id)
-					s.removed++
+					s.Removed++
 				case "y":
 					young++
-					if s.young == 0 {
-						s.young = id
+					if s.Young == 0 {
+						s.Young = id
 					}
 				}
 			}
-			s.more = n == size && young < n
+			s.More = n == size && young < n
 			return s, nil
 		}
 		run := func(removed int, want ...int64) {
 			t.Helper()
 			looks = nil
-			n, err := w.run(context.Background())
+			n, err := w.Run(context.Background())
 			require.NoError(t, err)
 			require.EqualValues(t, removed, n)
 			require.Equal(t, want, looks)
@@ -397,7 +398,7 @@ func TestWalk(t *testing.T) {
 		add(14, "oooooooooooooooooo")
 		run(19, 7, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31)
 		run(0)
-		time.Sleep(lookAgain + 1) // then from the start, for what could not go in its turn
+		time.Sleep(retention.LookAgain + 1) // then from the start, for what could not go in its turn
 		run(1, 3)
 	})
 }
@@ -408,20 +409,20 @@ func TestCleanerGivesWay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var backlog atomic.Bool
 		ctx, cancel := context.WithCancel(context.Background())
-		cfg := cleanerConfig{rules: RetentionConfig{}.withDefaults().rules(), poll: time.Second}
-		c := newCleaner(lease.Leadership{Held: context.Background()}, cfg, nil, backlog.Load, slog.New(slog.DiscardHandler))
+		cfg := retention.CleanerConfig{Rules: RetentionConfig{}.withDefaults().rules(), Poll: time.Second}
+		c := retention.NewCleaner(lease.Leadership{Held: context.Background()}, cfg, nil, backlog.Load, slog.New(slog.DiscardHandler))
 		start := time.Now()
-		require.True(t, c.pause(ctx, time.Second))
+		require.True(t, c.Pause(ctx, time.Second))
 		require.Equal(t, 4*time.Second, time.Since(start))
 
 		backlog.Store(true)
 		time.AfterFunc(time.Hour, func() { backlog.Store(false) })
-		require.True(t, c.pause(ctx, 0))
+		require.True(t, c.Pause(ctx, 0))
 		require.GreaterOrEqual(t, time.Since(start), time.Hour)
 
 		backlog.Store(true)
 		time.AfterFunc(time.Hour, cancel)
-		require.False(t, c.pause(ctx, 0))
+		require.False(t, c.Pause(ctx, 0))
 	})
 }
 
@@ -443,8 +444,8 @@ func TestRetentionConfig(t *testing.T) {
 	require.ErrorContains(t, err, "field Retention.PublishedFor is -1ns")
 
 	cfg := RetentionConfig{}.withDefaults()
-	require.Equal(t, 50*time.Millisecond, cfg.rules().pause(time.Millisecond))
-	require.Equal(t, 4*time.Second, cfg.rules().pause(time.Second), "it gives way")
+	require.Equal(t, 50*time.Millisecond, cfg.rules().Pause(time.Millisecond))
+	require.Equal(t, 4*time.Second, cfg.rules().Pause(time.Second), "it gives way")
 }
 
 // maxCleanBuffers is what a batch of a hundred may touch: for each row its page,
@@ -471,19 +472,19 @@ func TestCleaningOverManyRows(t *testing.T) {
 		tx, err := conn.Begin(ctx)
 		require.NoError(t, err)
 		defer tx.Rollback(ctx)
-		_, err = tx.Exec(ctx, sqlCleanSettings)
+		_, err = tx.Exec(ctx, retention.SqlCleanSettings)
 		require.NoError(t, err)
 		_, err = tx.Exec(ctx, `SET LOCAL plan_cache_mode = `+mode)
 		require.NoError(t, err)
 		do(tx)
 	}
 	statements := []struct{ name, sql, args string }{
-		{"published", "(bigint, bigint, interval, bigint, bigint[], bigint) AS " + r.sqlPublished, fmt.Sprintf(`(0, %d, '7 days', %d, '{}', 1000000000)`, batch, math.MaxInt64)},
-		{"archived", "(bigint, bigint, interval, bigint, bigint[], bigint) AS " + r.sqlArchived, fmt.Sprintf(`(0, %d, '7 days', %d, '{}', 1000000000)`, batch, math.MaxInt64)},
+		{"published", "(bigint, bigint, interval, bigint, bigint[], bigint) AS " + r.SqlPublished, fmt.Sprintf(`(0, %d, '7 days', %d, '{}', 1000000000)`, batch, math.MaxInt64)},
+		{"archived", "(bigint, bigint, interval, bigint, bigint[], bigint) AS " + r.SqlArchived, fmt.Sprintf(`(0, %d, '7 days', %d, '{}', 1000000000)`, batch, math.MaxInt64)},
 		{"held back", "", fmt.Sprintf(`(%d, %d, '7 days', %d, '{}', 1000000000)`, many, batch, math.MaxInt64)}, // of published
-		{"cursors", "(bigint, bigint, interval, interval) AS " + r.sqlCursors, fmt.Sprintf(`(0, %d, '7 days', '1 hour')`, batch)},
-		{"resolved", "(bigint, interval) AS " + r.sqlResolved, fmt.Sprintf(`(%d, '30 days')`, batch)},
-		{"handled", "(bigint, bigint, interval) AS " + r.sqlHandled, fmt.Sprintf(`(0, %d, '31 days')`, batch)},
+		{"cursors", "(bigint, bigint, interval, interval) AS " + r.SqlCursors, fmt.Sprintf(`(0, %d, '7 days', '1 hour')`, batch)},
+		{"resolved", "(bigint, interval) AS " + r.SqlResolved, fmt.Sprintf(`(%d, '30 days')`, batch)},
+		{"handled", "(bigint, bigint, interval) AS " + r.SqlHandled, fmt.Sprintf(`(0, %d, '31 days')`, batch)},
 	}
 	prepared := func(name string) string {
 		if name == "held back" {
@@ -557,11 +558,11 @@ func TestArchiveHangs(t *testing.T) {
 		ended <- err
 		return nil
 	}})
-	r.db = db
-	r.callback = contain.NewCallback("Retention.Archive", slog.New(slog.DiscardHandler), contain.Limits{Grace: 50 * time.Millisecond}).Call
-	_, err := r.published(ctx, l, 0)
+	r.DB = db
+	r.Callback = contain.NewCallback("Retention.Archive", slog.New(slog.DiscardHandler), contain.Limits{Grace: 50 * time.Millisecond}).Call
+	_, err := r.Published(ctx, l, 0)
 	require.ErrorIs(t, err, contain.ErrAbandoned)
-	_, err = r.published(context.Background(), l, 0)
+	_, err = r.Published(context.Background(), l, 0)
 	require.ErrorIs(t, err, contain.ErrOmitted)
 	d.exec(t, `DELETE FROM {schema}.outbox WHERE id = 1`)
 	db.Close()

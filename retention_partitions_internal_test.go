@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/retention"
 	"slices"
 	"strings"
 	"testing"
@@ -46,8 +47,8 @@ func (d *cursorFixture) has(t *testing.T, ids string) bool {
 
 var errEmptied = errors.New("emptied only")
 
-func (r *retention) dropWhole(ctx context.Context, l *proof, v *review) error {
-	dropped, err := r.drop(ctx, l, v, true)
+func (r *retention.Store) dropWhole(ctx context.Context, l *retention.Proof, v *retention.Review) error {
+	dropped, err := r.Drop(ctx, l, v, true)
 	if err == nil && !dropped {
 		err = errEmptied
 	}
@@ -55,12 +56,12 @@ func (r *retention) dropWhole(ctx context.Context, l *proof, v *review) error {
 }
 
 // first returns the lowest partition, reviewed as far as it goes.
-func (d *cursorFixture) first(t *testing.T, r *retention, l *proof) *review {
+func (d *cursorFixture) first(t *testing.T, r *retention.Store, l *retention.Proof) *retention.Review {
 	t.Helper()
 	ctx := context.Background()
-	all, err := r.list(ctx)
+	all, err := r.List(ctx)
 	require.NoError(t, err)
-	v, err := r.beginReview(ctx, all[0])
+	v, err := r.BeginReview(ctx, all[0])
 	require.NoError(t, err)
 	if v == nil {
 		return nil
@@ -69,11 +70,11 @@ func (d *cursorFixture) first(t *testing.T, r *retention, l *proof) *review {
 	return v
 }
 
-func (d *cursorFixture) reviewOn(t *testing.T, r *retention, l *proof, v *review) {
+func (d *cursorFixture) reviewOn(t *testing.T, r *retention.Store, l *retention.Proof, v *retention.Review) {
 	t.Helper()
-	for ok := true; ok && !v.done; {
+	for ok := true; ok && !v.Done; {
 		var err error
-		ok, err = r.reviewBatch(context.Background(), l, v)
+		ok, err = r.ReviewBatch(context.Background(), l, v)
 		require.NoError(t, err)
 	}
 }
@@ -93,20 +94,20 @@ func TestPartitionGoes(t *testing.T) {
 	d, ctx := full(t), context.Background()
 	r, l := d.cleaning(t, RetentionConfig{BatchSize: 4})
 	v := d.first(t, r, l)
-	require.False(t, v.done, "nobody has published it")
+	require.False(t, v.Done, "nobody has published it")
 	require.Len(t, d.unsent(t, "default"), 25)
 	d.reviewOn(t, r, l, v)
-	require.True(t, v.done)
-	require.ErrorIs(t, r.dropWhole(ctx, l, v), errReview, "the relay was not known when it began")
+	require.True(t, v.Done)
+	require.ErrorIs(t, r.dropWhole(ctx, l, v), retention.ErrReview, "the relay was not known when it began")
 
 	v = d.first(t, r, l)
 	require.NoError(t, r.dropWhole(ctx, l, v))
-	require.EqualValues(t, 9, v.rows)
+	require.EqualValues(t, 9, v.Rows)
 	require.False(t, d.has(t, "min_10"))
 	require.EqualValues(t, 10, d.ids(t, "outbox")[0])
 	v = d.first(t, r, l)
 	require.NoError(t, r.dropWhole(ctx, l, v))
-	require.EqualValues(t, 10, v.rows)
+	require.EqualValues(t, 10, v.Rows)
 	require.Equal(t, []int64{20, 21, 22, 23, 24, 25}, d.ids(t, "outbox"))
 }
 
@@ -130,9 +131,9 @@ func TestPartitionStays(t *testing.T) {
 			d.unsent(t, "default")
 			play(t, d)
 			r, l := d.cleaning(t, RetentionConfig{})
-			require.False(t, d.first(t, r, l).done)
-			r.cfg.Archive = func(context.Context, pgx.Tx, []archivedRow) error { return errors.New("nothing is to be archived") }
-			require.False(t, d.first(t, r, l).done)
+			require.False(t, d.first(t, r, l).Done)
+			r.Cfg.Archive = func(context.Context, pgx.Tx, []retention.Row) error { return errors.New("nothing is to be archived") }
+			require.False(t, d.first(t, r, l).Done)
 		})
 	}
 	t.Run("the last row is young", func(t *testing.T) {
@@ -149,20 +150,22 @@ func TestPartitionIsReviewedUnderItsLock(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
 		name string
-		play func(*testing.T, *cursorFixture, *review)
+		play func(*testing.T, *cursorFixture, *retention.Review)
 		want error
 	}{
-		{"a row came in, by its id", func(t *testing.T, d *cursorFixture, _ *review) {
+		{"a row came in, by its id", func(t *testing.T, d *cursorFixture, _ *retention.Review) {
 			d.update(t, `UPDATE {schema}.outbox SET id = 4 WHERE id = 24`)
 			d.update(t, `UPDATE {schema}.outbox SET xid = pg_current_xact_id() WHERE id = 4`)
-		}, errReview},
-		{"a relay began", func(t *testing.T, d *cursorFixture, _ *review) { d.sendUpTo(t, "audit", 1) }, errReview},
-		{"the server started again", func(_ *testing.T, _ *cursorFixture, v *review) { v.server = v.server.Add(-time.Second) }, errReview},
-		{"the lease was lost", func(t *testing.T, d *cursorFixture, _ *review) {
+		}, retention.ErrReview},
+		{"a relay began", func(t *testing.T, d *cursorFixture, _ *retention.Review) { d.sendUpTo(t, "audit", 1) }, retention.ErrReview},
+		{"the server started again", func(_ *testing.T, _ *cursorFixture, v *retention.Review) { v.Server = v.Server.Add(-time.Second) }, retention.ErrReview},
+		{"the lease was lost", func(t *testing.T, d *cursorFixture, _ *retention.Review) {
 			d.exec(t, `UPDATE {schema}.outbox_lease SET epoch = epoch + 1 WHERE name = 'cleaner'`)
 		}, lease.ErrLeaseLost},
-		{"somebody else dropped it", func(t *testing.T, d *cursorFixture, _ *review) { d.exec(t, `DROP TABLE {schema}.outbox_min_10`) }, errReview},
-		{"nothing", func(*testing.T, *cursorFixture, *review) {}, nil},
+		{"somebody else dropped it", func(t *testing.T, d *cursorFixture, _ *retention.Review) {
+			d.exec(t, `DROP TABLE {schema}.outbox_min_10`)
+		}, retention.ErrReview},
+		{"nothing", func(*testing.T, *cursorFixture, *retention.Review) {}, nil},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			d := full(t)
@@ -170,7 +173,7 @@ func TestPartitionIsReviewedUnderItsLock(t *testing.T) {
 			d.unsent(t, "default")
 			r, l := d.cleaning(t, RetentionConfig{})
 			v := d.first(t, r, l)
-			require.True(t, v.done)
+			require.True(t, v.Done)
 			test.play(t, d, v)
 			require.ErrorIs(t, r.dropWhole(context.Background(), l, v), test.want)
 		})
@@ -198,19 +201,19 @@ func TestPreparedTransactionKeepsItsPartition(t *testing.T) {
 	require.Len(t, d.unsent(t, "default"), 20)
 	r, l := d.cleaning(t, RetentionConfig{})
 	v := d.first(t, r, l)
-	require.True(t, v.done, "it is not to be seen")
+	require.True(t, v.Done, "it is not to be seen")
 	start := time.Now()
-	require.ErrorIs(t, r.dropWhole(ctx, l, v), errBusy)
+	require.ErrorIs(t, r.dropWhole(ctx, l, v), retention.ErrBusy)
 	require.Less(t, time.Since(start), time.Second)
 
 	_, err = d.db.Exec(ctx, fmt.Sprintf(`COMMIT PREPARED '%s'`, d.schema))
 	require.NoError(t, err)
-	require.ErrorIs(t, r.dropWhole(ctx, l, v), errReview)
+	require.ErrorIs(t, r.dropWhole(ctx, l, v), retention.ErrReview)
 	v = d.first(t, r, l)
-	require.False(t, v.done)
+	require.False(t, v.Done)
 	require.Equal(t, []int64{1, 2}, d.unsent(t, "default"))
 	d.reviewOn(t, r, l, v)
-	require.True(t, v.done)
+	require.True(t, v.Done)
 	require.NoError(t, r.dropWhole(ctx, l, v))
 }
 
@@ -250,15 +253,15 @@ func TestIDDrawnBeforeItsPartitionWent(t *testing.T) {
 	r, l := d.cleaning(t, RetentionConfig{})
 	require.NoError(t, r.dropWhole(ctx, l, d.first(t, r, l)))
 	d.exec(t, insertAt, drawn)
-	n, err := r.makePartitions(ctx)
+	n, err := r.MakePartitions(ctx)
 	require.NoError(t, err)
 	require.Positive(t, n)
 	require.Equal(t, []int64{drawn}, d.unsent(t, "default"))
-	all, err := r.list(ctx)
+	all, err := r.List(ctx)
 	require.NoError(t, err)
-	s, err := r.publishedIn(ctx, l, 0, all[0].first)
+	s, err := r.PublishedIn(ctx, l, 0, all[0].First)
 	require.NoError(t, err)
-	require.EqualValues(t, 1, s.removed)
+	require.EqualValues(t, 1, s.Removed)
 	require.NotContains(t, d.ids(t, "outbox"), drawn)
 	require.Contains(t, d.ids(t, "outbox"), int64(10))
 }
@@ -269,9 +272,9 @@ func TestPartRemovesItsOwnRows(t *testing.T) {
 	d, ctx := full(t), context.Background()
 	d.unsent(t, "default")
 	r, l := d.cleaning(t, RetentionConfig{BatchSize: 3})
-	s, err := r.publishedIn(ctx, l, 9, 20)
+	s, err := r.PublishedIn(ctx, l, 9, 20)
 	require.NoError(t, err)
-	require.EqualValues(t, 3, s.removed)
+	require.EqualValues(t, 3, s.Removed)
 	ids := d.ids(t, "outbox")
 	require.Len(t, ids, 22)
 	for _, id := range []int64{10, 11, 12} {
@@ -292,18 +295,18 @@ func TestNobodyMakesPartitions(t *testing.T) {
 	d.exec(t, `INSERT INTO {schema}.outbox_cursor (last_processed_id, snapshot, highest_id, system_identifier, epoch)
 	           SELECT 400, pg_current_snapshot(), 400, system_identifier, $1 FROM pg_control_system()`, l.Epoch)
 	r, p := d.cleaning(t, RetentionConfig{})
-	_, err = r.makePartitions(ctx)
+	_, err = r.MakePartitions(ctx)
 	require.NoError(t, err)
 	require.True(t, d.has(t, "10190_10200"), "behind the larger one: %s", d.parts(t))
 	dropped := 0
 	for {
-		all, err := r.list(ctx)
+		all, err := r.List(ctx)
 		require.NoError(t, err)
-		if !all[0].closed {
-			require.True(t, all[0].large)
-			s, err := r.publishedIn(ctx, p, all[0].first-1, all[0].end)
+		if !all[0].Closed {
+			require.True(t, all[0].Large)
+			s, err := r.PublishedIn(ctx, p, all[0].First-1, all[0].End)
 			require.NoError(t, err)
-			require.EqualValues(t, 211, s.removed)
+			require.EqualValues(t, 211, s.Removed)
 			break
 		}
 		require.NoError(t, r.dropWhole(ctx, p, d.first(t, r, p)))
@@ -313,7 +316,7 @@ func TestNobodyMakesPartitions(t *testing.T) {
 	require.Empty(t, d.ids(t, "outbox"))
 	d.exec(t, `SELECT setval('{schema}.outbox_id_seq', 10195)`)
 	d.insert(t, 1)
-	_, err = r.makePartitions(ctx)
+	_, err = r.MakePartitions(ctx)
 	require.NoError(t, err)
 }
 
@@ -344,9 +347,9 @@ func TestNobodyWaitsLongForPartitions(t *testing.T) {
 	for range 10 {
 		require.ErrorIs(t, r.dropWhole(ctx, l, v), errEmptied)
 		require.EqualValues(t, 10, d.ids(t, "outbox")[0])
-		_, err := r.makePartitions(ctx)
+		_, err := r.MakePartitions(ctx)
 		if err != nil {
-			require.ErrorIs(t, err, errBusy)
+			require.ErrorIs(t, err, retention.ErrBusy)
 		}
 	}
 	close(stop)
@@ -376,17 +379,17 @@ func TestPartitionsAreArchived(t *testing.T) {
 		}
 		return nil
 	}})
-	all, err := r.list(ctx)
+	all, err := r.List(ctx)
 	require.NoError(t, err)
-	v, err := r.beginReview(ctx, all[0])
+	v, err := r.BeginReview(ctx, all[0])
 	require.NoError(t, err)
-	_, err = r.reviewBatch(ctx, l, v)
+	_, err = r.ReviewBatch(ctx, l, v)
 	require.NoError(t, err)
-	_, err = r.reviewBatch(ctx, l, v)
+	_, err = r.ReviewBatch(ctx, l, v)
 	require.ErrorIs(t, err, broken)
-	require.False(t, v.done)
+	require.False(t, v.Done)
 	d.reviewOn(t, r, l, v)
-	require.True(t, v.done)
+	require.True(t, v.Done)
 	require.Equal(t, []int64{1, 2, 3, 4, 5, 5, 6, 7, 8, 9}, got, "5 came with the batch that failed")
 	require.NoError(t, r.dropWhole(ctx, l, v))
 }
@@ -454,7 +457,7 @@ func TestPartitionsUnderSerializable(t *testing.T) {
 	d.age(t, "outbox", "created_at", "8 days")
 	require.Len(t, d.unsent(t, "default"), 95)
 	r, l := d.cleaning(t, RetentionConfig{})
-	n, err := r.makePartitions(ctx)
+	n, err := r.MakePartitions(ctx)
 	require.NoError(t, err)
 	require.Positive(t, n)
 	require.NoError(t, r.dropWhole(ctx, l, d.first(t, r, l)))
@@ -493,13 +496,13 @@ func TestCleaningOverPartitions(t *testing.T) {
 		tx, err := conn.Begin(ctx)
 		require.NoError(t, err)
 		defer tx.Rollback(ctx)
-		for _, sql := range []string{sqlCleanSettings, `SET LOCAL plan_cache_mode = ` + mode} {
+		for _, sql := range []string{retention.SqlCleanSettings, `SET LOCAL plan_cache_mode = ` + mode} {
 			_, err = tx.Exec(ctx, sql)
 			require.NoError(t, err)
 		}
 		do(tx)
 	}
-	statements := map[string]string{"part": r.sqlPart, "part_archived": r.sqlPartArchived, "review": r.sqlReview, "review_archived": r.sqlReviewArchived}
+	statements := map[string]string{"part": r.SqlPart, "part_archived": r.SqlPartArchived, "review": r.SqlReview, "review_archived": r.SqlReviewArchived}
 	args := fmt.Sprintf(`(%d, %d, '7 days', %d, '{}', 1000000000)`, ids/2, batch, ids)
 	inTx("force_generic_plan", func(tx pgx.Tx) {
 		for name, sql := range statements {

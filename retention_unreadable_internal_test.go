@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/retention"
 	"log/slog"
 	"strings"
 	"testing"
@@ -15,12 +16,12 @@ import (
 )
 
 // cleanerOf returns a cleaner that has the fixture's lease and rests between no batches.
-func (d *cursorFixture) cleanerOf(t *testing.T, keep RetentionConfig, log *slog.Logger) *cleaner {
+func (d *cursorFixture) cleanerOf(t *testing.T, keep RetentionConfig, log *slog.Logger) *retention.Cleaner {
 	t.Helper()
 	r, l := d.cleaning(t, keep)
-	cfg := cleanerConfig{name: l.relay, rules: keep.withDefaults().rules(), poll: time.Second}
-	c := newCleaner(lease.Leadership{Lease: l.Lease, Held: context.Background(), StatementTimeout: 5 * time.Minute}, cfg, r, func() bool { return false }, log)
-	c.published = walk{batch: c.removePublished, pause: func(time.Duration) bool { return true }}
+	cfg := retention.CleanerConfig{Name: l.Relay, Rules: keep.withDefaults().rules(), Poll: time.Second}
+	c := retention.NewCleaner(lease.Leadership{Lease: l.Lease, Held: context.Background(), StatementTimeout: 5 * time.Minute}, cfg, r, func() bool { return false }, log)
+	c.Published = retention.Walk{Batch: c.RemovePublished, Pause: func(time.Duration) bool { return true }}
 	return c
 }
 
@@ -46,13 +47,13 @@ func TestUnreadableRowsStay(t *testing.T) {
 	d.cannotRead(t, StatusResolved, 3)
 	r, l := d.cleaning(t, RetentionConfig{BatchSize: 4})
 	for _, after := range []int64{0, 4} {
-		_, err := r.published(ctx, l, after)
+		_, err := r.Published(ctx, l, after)
 		require.NoError(t, err)
 	}
 	require.Equal(t, []int64{2, 5}, d.ids(t, "outbox"))
 	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved' WHERE outbox_id = 2`)
 	d.exec(t, `UPDATE {schema}.outbox_failed SET payload = '{}', error_class = NULL, status = 'parked' WHERE outbox_id = 5`)
-	_, err := r.published(ctx, l, 0)
+	_, err := r.Published(ctx, l, 0)
 	require.NoError(t, err)
 	require.Empty(t, d.ids(t, "outbox"))
 }
@@ -65,14 +66,14 @@ func TestUnreadableRowKeepsItsPartition(t *testing.T) {
 	d.unsent(t, "default")
 	d.cannotRead(t, StatusDead, 3)
 	c := d.cleanerOf(t, RetentionConfig{BatchSize: 4}, slog.New(slog.DiscardHandler))
-	removed, err := c.cleanOutbox(ctx)
+	removed, err := c.CleanOutbox(ctx)
 	require.NoError(t, err)
 	require.EqualValues(t, 18, removed)
 	require.Equal(t, []int64{3, 20, 21, 22, 23, 24, 25}, d.ids(t, "outbox"))
 	require.True(t, d.has(t, "min_10"))
 	require.False(t, d.has(t, "10_20"))
 	d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'resolved'`)
-	_, err = c.cleanOutbox(ctx)
+	_, err = c.CleanOutbox(ctx)
 	require.NoError(t, err)
 	require.Equal(t, []int64{20, 21, 22, 23, 24, 25}, d.ids(t, "outbox"))
 	require.False(t, d.has(t, "min_10"))
@@ -95,7 +96,7 @@ func TestUnreadableRowStopsNoArchive(t *testing.T) {
 		}
 		return nil
 	}}, slog.New(slog.NewTextHandler(log, nil)))
-	removed, err := c.cleanOutbox(ctx)
+	removed, err := c.CleanOutbox(ctx)
 	require.NoError(t, err)
 	require.EqualValues(t, 4, removed)
 	require.Equal(t, []int64{1, 2, 4, 5}, archived)
@@ -119,10 +120,10 @@ func TestArchiveIsBoundedInBytes(t *testing.T) {
 		most, archived = max(most, len(rows)), archived+len(rows)
 		return nil
 	}}, slog.New(slog.DiscardHandler))
-	removed, err := c.cleanOutbox(ctx)
+	removed, err := c.CleanOutbox(ctx)
 	require.NoError(t, err)
 	require.EqualValues(t, 40, removed)
 	require.Equal(t, 40, archived)
-	require.LessOrEqual(t, most, 2*maxArchiveBytes>>20)
+	require.LessOrEqual(t, most, 2*retention.MaxArchiveBytes>>20)
 	require.Empty(t, d.ids(t, "outbox"))
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/retention"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -86,7 +87,7 @@ func NewWorker(db *pgxpool.Pool, events *Registry, cfg WorkerConfig, handlers ..
 	w := &Worker{
 		cfg: cfg, db: db, slots: handling.SlotsOf(db), pauses: pauses.NewSet(), operators: pauses.NewStore(db, cfg.Schema, cfg.Group),
 		outages: outage.NewLogs(log), wake: make(chan struct{}, 1), heard: make(chan struct{}, 1), waker: newWaker(db, cfg.Schema, log),
-		archive:   contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: archiveGrace}),
+		archive:   contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: retention.ArchiveGrace}),
 		monitor:   newGroupMonitor(groupWatch{store: watch.NewWorkerStore(db, cfg.Schema), group: cfg.Group, lease: cfg.Lease}, cfg.Alerts, log),
 		processor: &processor{cfg: cfg.HandlerConfig, routes: routes, log: log, input: &inputLog{}, apart: new(sync.Map), store: newHandledStore(db, cfg.Schema, cfg.Group)},
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	leases "github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/retention"
 	"log/slog"
 	"math"
 	"sync"
@@ -385,8 +386,8 @@ const outageCleaning = "the lease for retention"
 // newWorkerDuty returns what removes rows, and alerts, while this process has the lease of the group. No batch
 // goes on once cut has ended.
 func newWorkerDuty(w *Worker, lease *groupLease, backlog func() bool, cut context.Context) *groupDuty {
-	store := newRetention(w.db, w.cfg.Schema, w.cfg.Retention.rules())
-	store.callback = w.archive.Call
+	store := retention.NewStore(w.db, w.cfg.Schema, w.cfg.Retention.rules())
+	store.Callback = w.archive.Call
 	cleaner := &groupCleaner{name: lease.leases.Relay, store: store, cfg: &w.cfg, backlog: backlog, log: w.processor.log}
 	return &groupDuty{
 		lease: lease, name: outageCleaning, cut: cut, work: cleaner.run, monitor: w.monitor, stopTimeout: w.cfg.StopTimeout, log: w.processor.log,
@@ -398,7 +399,7 @@ func newWorkerDuty(w *Worker, lease *groupLease, backlog func() bool, cut contex
 // relays to remove.
 type groupCleaner struct {
 	name    string // of the lease
-	store   *retention
+	store   *retention.Store
 	cfg     *WorkerConfig
 	backlog func() bool // of events to hand over
 	log     *slog.Logger
@@ -406,11 +407,11 @@ type groupCleaner struct {
 
 // run cleans until ctx is cancelled or the lease is lost.
 func (g *groupCleaner) run(ctx context.Context, leads leases.Leadership) {
-	newCleaner(leads, cleanerConfig{
-		name: g.name, rules: g.cfg.Retention.rules(), poll: g.cfg.PollInterval, withoutFailed: true, removed: removedHook(g.cfg.Hooks.RowsRemoved),
-		mayRun: func(ctx context.Context) (bool, error) {
-			has, err := g.store.hasRelay(ctx)
+	retention.NewCleaner(leads, retention.CleanerConfig{
+		Name: g.name, Rules: g.cfg.Retention.rules(), Poll: g.cfg.PollInterval, WithoutFailed: true, Removed: removedHook(g.cfg.Hooks.RowsRemoved),
+		MayRun: func(ctx context.Context) (bool, error) {
+			has, err := g.store.HasRelay(ctx)
 			return !has, err
 		},
-	}, g.store, g.backlog, g.log).run(ctx)
+	}, g.store, g.backlog, g.log).Run(ctx)
 }

@@ -1,11 +1,11 @@
-package outbox
+package retention
 
 import (
 	"context"
 	"time"
 )
 
-// walk removes rows of a table in the order of ids, by the primary key: there is no index
+// Walk removes rows of a table in the order of ids, by the primary key: there is no index
 // for retention alone. The time of a row is the start of its transaction, and its id was
 // drawn after that. So after a row that is too young, old rows come only from long
 // transactions and from clocks that were set. A walk ends at a batch of which every row
@@ -14,48 +14,48 @@ import (
 // mark is where the next walk begins, so that each walk looks only at the rows that have
 // become old since the last walk. Rows below mark that had to stay, or that a transaction
 // commits there later, are found when a walk begins at the start of the table, which it
-// does once in lookAgain.
-type walk struct {
-	batch func(ctx context.Context, after int64) (step, error)
-	pause func(took time.Duration) bool // between two batches; false: stop
+// does once in LookAgain.
+type Walk struct {
+	Batch func(ctx context.Context, after int64) (Step, error)
+	Pause func(took time.Duration) bool // between two batches; false: stop
 
 	mark  int64
 	began time.Time // when a walk last began at the start of the table
 }
 
-// step is the result of a batch.
-type step struct {
+// Step is the result of a batch.
+type Step struct {
 	looked  int64 // number of rows that it looked at
-	last    int64 // highest id among them
-	young   int64 // lowest id of a row that is too young; 0: there was none
-	removed int64
+	Last    int64 // highest id among them
+	Young   int64 // lowest id of a row that is too young; 0: there was none
+	Removed int64
 	full    bool   // there may be more rows behind last
-	more    bool   // there may be more to do
-	lagging string // relay that has not published rows that are old enough to go
+	More    bool   // there may be more to do
+	Lagging string // relay that has not published rows that are old enough to go
 }
 
-// lookAgain is how long a row may stay that could not be removed when it became old.
-const lookAgain = 24 * time.Hour
+// LookAgain is how long a row may stay that could not be removed when it became old.
+const LookAgain = 24 * time.Hour
 
 // run returns how many rows it removed, also with an error.
-func (w *walk) run(ctx context.Context) (removed int64, err error) {
-	if w.began.IsZero() || time.Since(w.began) > lookAgain {
+func (w *Walk) Run(ctx context.Context) (removed int64, err error) {
+	if w.began.IsZero() || time.Since(w.began) > LookAgain {
 		w.mark, w.began = 0, time.Now()
 	}
 	for at, young := w.mark, false; ; {
 		start := time.Now()
-		s, err := w.batch(ctx, at)
+		s, err := w.Batch(ctx, at)
 		if err != nil {
 			return removed, err
 		}
-		at, removed = max(at, s.last), removed+s.removed
-		if s.young > 0 && !young {
-			w.mark, young = s.young-1, true
+		at, removed = max(at, s.Last), removed+s.Removed
+		if s.Young > 0 && !young {
+			w.mark, young = s.Young-1, true
 		}
 		if !young {
 			w.mark = at
 		}
-		if !s.more || !w.pause(time.Since(start)) {
+		if !s.More || !w.Pause(time.Since(start)) {
 			return removed, nil
 		}
 	}

@@ -1,4 +1,4 @@
-package outbox
+package retention
 
 import (
 	"context"
@@ -12,8 +12,8 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 
-	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/contain"
+	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
@@ -23,40 +23,40 @@ import (
 // forever keeps rows.
 const forever time.Duration = math.MaxInt64
 
-// rules say how long rows are kept, and how they are removed: see RetentionConfig of the package outbox.
-type rules struct {
+// Rules say how long rows are kept, and how they are removed: see RetentionConfig of the package outbox.
+type Rules struct {
 	PublishedFor time.Duration
-	CursorsFor time.Duration
-	ResolvedFor time.Duration
-	HandledFor time.Duration
-	AuditedFor time.Duration
+	CursorsFor   time.Duration
+	ResolvedFor  time.Duration
+	HandledFor   time.Duration
+	AuditedFor   time.Duration
 	DeliveredFor time.Duration
 
-	Interval time.Duration
+	Interval  time.Duration
 	BatchSize int
-	Pause time.Duration
+	Pause     time.Duration
 
-	Archive func(ctx context.Context, tx pgx.Tx, rows []archivedRow) error
+	Archive func(ctx context.Context, tx pgx.Tx, rows []Row) error
 }
 
-// archivedRow is a row of outbox.
-type archivedRow struct {
-	OutboxID int64
+// Row is a row of outbox.
+type Row struct {
+	OutboxID                                          int64
 	EventID, Type, Source, AggregateType, AggregateID string
-	Payload []byte
-	ContentType string
-	JSON bool
-	Topic, PartitionKey string
-	Headers []byte
-	OccurredAt, CreatedAt time.Time
+	Payload                                           []byte
+	ContentType                                       string
+	JSON                                              bool
+	Topic, PartitionKey                               string
+	Headers                                           []byte
+	OccurredAt, CreatedAt                             time.Time
 }
 
-// result is how many rows a run removed.
-type result struct {
+// Result is how many rows a run removed.
+type Result struct {
 	Published, Cursors, Resolved, Handled, Audited, Delivered int64
 }
 
-func (c result) total() int64 {
+func (c Result) total() int64 {
 	return c.Published + c.Cursors + c.Resolved + c.Handled + c.Audited + c.Delivered
 }
 
@@ -64,79 +64,79 @@ func (c result) total() int64 {
 const pauseInBatches = 4
 
 // pause returns how long to wait after a batch.
-func (c rules) pause(took time.Duration) time.Duration {
+func (c Rules) Pause(took time.Duration) time.Duration {
 	return max(c.Pause, pauseInBatches*took)
 }
 
-// cleanHandled removes old rows of event_handled and event_delivery.
-func cleanHandled(ctx context.Context, db *pgxpool.Pool, schema string, cfg rules) (int64, error) {
-	store, removed := newRetention(db, schema, cfg), int64(0)
+// CleanHandled removes old rows of event_handled and event_delivery.
+func CleanHandled(ctx context.Context, db *pgxpool.Pool, schema string, cfg Rules) (int64, error) {
+	store, removed := NewStore(db, schema, cfg), int64(0)
 	for _, table := range []struct {
 		keep  time.Duration
-		batch func(context.Context, int64) (step, error)
+		batch func(context.Context, int64) (Step, error)
 	}{{cfg.HandledFor, store.handled}, {cfg.DeliveredFor, store.delivered}} {
 		if table.keep == forever {
 			continue
 		}
-		w := walk{batch: table.batch, pause: func(took time.Duration) bool {
-			wait.Sleep(ctx, cfg.pause(took))
+		w := Walk{Batch: table.batch, Pause: func(took time.Duration) bool {
+			wait.Sleep(ctx, cfg.Pause(took))
 			return ctx.Err() == nil
 		}}
-		n, err := w.run(ctx)
+		n, err := w.Run(ctx)
 		removed += n
 		if err == nil {
 			err = ctx.Err()
 		}
-		if err != nil && !errors.Is(err, errBusy) {
+		if err != nil && !errors.Is(err, ErrBusy) {
 			return removed, err
 		}
 	}
 	return removed, nil
 }
 
-// retention removes rows that are not kept any longer.
-type retention struct {
-	db  *pgxpool.Pool
-	cfg rules
+// Store removes rows that are not kept any longer.
+type Store struct {
+	DB  *pgxpool.Pool
+	Cfg Rules
 
 	// callback runs a transaction with the Archive of the host, which may panic or hang. Nil
 	// runs it here.
-	callback func(ctx context.Context, transaction func() error) error
+	Callback func(ctx context.Context, transaction func() error) error
 
 	// unreadable are rows that cannot be archived, and stay until the process ends. Never nil,
 	// which would be NULL.
 	unreadable []int64
 
-	sqlPublished, sqlArchived, sqlCursors, sqlResolved, sqlHandled, sqlAudited, sqlDelivered, sqlRelay, sqlProof, sqlPrint, sqlNextRow string
+	SqlPublished, SqlArchived, SqlCursors, SqlResolved, SqlHandled, sqlAudited, sqlDelivered, sqlRelay, SqlProof, sqlPrint, sqlNextRow string
 
 	partitions
 }
 
-func newRetention(db *pgxpool.Pool, schema string, cfg rules) *retention {
-	return &retention{
-		db: db, cfg: cfg, unreadable: []int64{},
-		sqlPublished: pg.InSchema(sqlCleanPublished, schema),
-		sqlArchived:  pg.InSchema(sqlCleanArchived, schema),
-		sqlCursors:   pg.InSchema(sqlCleanCursors, schema),
-		sqlResolved:  pg.InSchema(sqlCleanResolved, schema),
-		sqlHandled:   pg.InSchema(sqlCleanHandled, schema),
+func NewStore(db *pgxpool.Pool, schema string, cfg Rules) *Store {
+	return &Store{
+		DB: db, Cfg: cfg, unreadable: []int64{},
+		SqlPublished: pg.InSchema(sqlCleanPublished, schema),
+		SqlArchived:  pg.InSchema(sqlCleanArchived, schema),
+		SqlCursors:   pg.InSchema(sqlCleanCursors, schema),
+		SqlResolved:  pg.InSchema(sqlCleanResolved, schema),
+		SqlHandled:   pg.InSchema(sqlCleanHandled, schema),
 		sqlAudited:   pg.InSchema(sqlCleanAudited, schema),
 		sqlDelivered: pg.InSchema(sqlCleanDelivered, schema),
 		sqlRelay:     pg.InSchema(sqlHasRelay, schema),
-		sqlProof:     pg.InSchema(cursor.SQLRebaseProof, schema),
+		SqlProof:     pg.InSchema(cursor.SQLRebaseProof, schema),
 		sqlPrint:     pg.InSchema(sqlPrint, schema),
 		sqlNextRow:   pg.InSchema(sqlNextRow, schema),
 		partitions:   newPartitions(schema),
 	}
 }
 
-// sqlCleanSettings is pg.PlannerSettings for statements that wait for locks for 100 ms
+// SqlCleanSettings is pg.PlannerSettings for statements that wait for locks for 100 ms
 // at most: another relay of the schema may be removing the same rows.
-const sqlCleanSettings = pg.PlannerSettings + `, set_config('lock_timeout', '100ms', true)`
+const SqlCleanSettings = pg.PlannerSettings + `, set_config('lock_timeout', '100ms', true)`
 
-// errBusy means that another transaction has locked rows that this one would remove. It
+// ErrBusy means that another transaction has locked rows that this one would remove. It
 // is rolled back, and the next run tries again.
-var errBusy = errors.New("rows are locked")
+var ErrBusy = errors.New("rows are locked")
 
 // beginner begins transactions: a pool, or a connection.
 type beginner interface {
@@ -146,31 +146,31 @@ type beginner interface {
 // transact calls remove in a transaction, and proves the lease if l is set. The proof
 // locks the row of the lease, so it comes last: renewing the lease must not have to wait
 // for an archive.
-func (r *retention) transact(ctx context.Context, db beginner, l *proof, remove func(pgx.Tx) (removed int64, err error)) error {
+func (r *Store) transact(ctx context.Context, db beginner, l *Proof, remove func(pgx.Tx) (removed int64, err error)) error {
 	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.ReadCommitted}, func(tx pgx.Tx) error {
-		if _, err := tx.Exec(ctx, sqlCleanSettings); err != nil {
+		if _, err := tx.Exec(ctx, SqlCleanSettings); err != nil {
 			return err
 		}
 		removed, err := remove(tx)
 		if err != nil || removed == 0 || l == nil {
 			return err
 		}
-		tag, err := tx.Exec(ctx, r.sqlProof, l.relay, l.Holder, l.Epoch)
+		tag, err := tx.Exec(ctx, r.SqlProof, l.Relay, l.Holder, l.Epoch)
 		if err == nil && tag.RowsAffected() == 0 {
 			err = lease.ErrLeaseLost
 		}
 		return err
 	})
 	if pg.IsLocked(err) {
-		return errBusy
+		return ErrBusy
 	}
 	return err
 }
 
-// proof is a lease and the name of its relay.
-type proof struct {
+// Proof is a lease and the name of its relay.
+type Proof struct {
 	*lease.Lease
-	relay string
+	Relay string
 }
 
 // publishedRows and the constants below find and remove published rows. Whether a row is
@@ -245,51 +245,51 @@ const archivedColumns = `, g.id, g.event_id::text, g.event_type, g.source, g.agg
   FROM (VALUES (1)) AS head LEFT JOIN gone AS g ON true
  ORDER BY g.id`
 
-// maxArchiveBytes bounds the events that an Archive gets at once, as their rows say; one
+// MaxArchiveBytes bounds the events that an Archive gets at once, as their rows say; one
 // event may be larger.
-const maxArchiveBytes = 16 << 20
+const MaxArchiveBytes = 16 << 20
 
 // published removes rows of outbox above an id.
-func (r *retention) published(ctx context.Context, l *proof, after int64) (step, error) {
-	return r.publishedBy(ctx, l, r.sqlPublished, r.sqlArchived, after, math.MaxInt64)
+func (r *Store) Published(ctx context.Context, l *Proof, after int64) (Step, error) {
+	return r.publishedBy(ctx, l, r.SqlPublished, r.SqlArchived, after, math.MaxInt64)
 }
 
 // publishedBy runs one of two statements, depending on whether there is an archive, over
 // the ids above after and below end.
-func (r *retention) publishedBy(ctx context.Context, l *proof, plain, archived string, after, end int64) (step, error) {
+func (r *Store) publishedBy(ctx context.Context, l *Proof, plain, archived string, after, end int64) (Step, error) {
 	sql := plain
-	if r.cfg.Archive != nil {
+	if r.Cfg.Archive != nil {
 		sql = archived
 	}
-	limit, bytes := r.cfg.BatchSize, int64(math.MaxInt64)
-	if r.cfg.Archive != nil {
-		bytes = maxArchiveBytes
+	limit, bytes := r.Cfg.BatchSize, int64(math.MaxInt64)
+	if r.Cfg.Archive != nil {
+		bytes = MaxArchiveBytes
 	}
-	remove := func(db beginner) (s step, err error) {
+	remove := func(db beginner) (s Step, err error) {
 		err = r.transact(ctx, db, l, func(tx pgx.Tx) (int64, error) {
-			rows, err := tx.Query(ctx, sql, after, limit, r.cfg.PublishedFor, end, r.unreadable, bytes)
+			rows, err := tx.Query(ctx, sql, after, limit, r.Cfg.PublishedFor, end, r.unreadable, bytes)
 			if err != nil {
 				return 0, err
 			}
 			var lagging pgtype.Text
-			var events []archivedRow
+			var events []Row
 			s, events, err = r.readStep(rows, &lagging)
-			s.lagging = lagging.String
+			s.Lagging = lagging.String
 			if err != nil || len(events) == 0 {
-				return s.removed, err
+				return s.Removed, err
 			}
-			if err := r.cfg.Archive(ctx, tx, events); err != nil {
+			if err := r.Cfg.Archive(ctx, tx, events); err != nil {
 				return 0, fmt.Errorf("archive: %w", err)
 			}
-			return s.removed, nil
+			return s.Removed, nil
 		})
 		return s, err
 	}
 	for {
-		var s step
+		var s Step
 		var err error
-		if r.cfg.Archive == nil || r.callback == nil {
-			s, err = remove(r.db)
+		if r.Cfg.Archive == nil || r.Callback == nil {
+			s, err = remove(r.DB)
 		} else {
 			s, err = r.removeApart(ctx, remove)
 		}
@@ -311,18 +311,18 @@ const sqlNextRow = `SELECT id FROM {schema}.outbox WHERE id > $1 AND id < $2 AND
 
 // lastPrintable returns the last row of a batch in front of the first that cannot be
 // printed, and why that one cannot; nil if all can.
-func (r *retention) lastPrintable(ctx context.Context, after, end int64) (last int64, err error) {
+func (r *Store) lastPrintable(ctx context.Context, after, end int64) (last int64, err error) {
 	last = after
-	err = pg.Query(ctx, r.db, sqlCleanSettings, func(rows pgx.Rows) error {
+	err = pg.Query(ctx, r.DB, SqlCleanSettings, func(rows pgx.Rows) error {
 		_, err := pgx.ForEachRow(rows, []any{&last}, func() error { return nil })
 		return err
-	}, r.sqlPrint, after, end, r.unreadable, r.cfg.BatchSize)
+	}, r.sqlPrint, after, end, r.unreadable, r.Cfg.BatchSize)
 	return last, err
 }
 
 // keepNext keeps the first row above an id from the next batches.
-func (r *retention) keepNext(ctx context.Context, after, end int64) (id int64, err error) {
-	if err := r.db.QueryRow(ctx, r.sqlNextRow, after, end, r.unreadable).Scan(&id); err != nil {
+func (r *Store) keepNext(ctx context.Context, after, end int64) (id int64, err error) {
+	if err := r.DB.QueryRow(ctx, r.sqlNextRow, after, end, r.unreadable).Scan(&id); err != nil {
 		return 0, err
 	}
 	r.unreadable = append(r.unreadable, id)
@@ -337,13 +337,13 @@ func cannotPrint(err error) bool {
 // removeApart calls remove through callback. An archive that does not return keeps its
 // transaction, because a transaction belongs to one goroutine. Its connection is closed, so
 // PostgreSQL rolls back, and is no longer the pool's, so the host can close the pool.
-func (r *retention) removeApart(ctx context.Context, remove func(db beginner) (step, error)) (s step, err error) {
-	conn, err := pg.Borrow(ctx, r.db)
+func (r *Store) removeApart(ctx context.Context, remove func(db beginner) (Step, error)) (s Step, err error) {
+	conn, err := pg.Borrow(ctx, r.DB)
 	if err != nil {
 		return s, err
 	}
-	result := make(chan step, 1)
-	err = r.callback(ctx, func() error {
+	result := make(chan Step, 1)
+	err = r.Callback(ctx, func() error {
 		defer conn.Return()
 		s, err := remove(conn.Conn)
 		result <- s
@@ -362,15 +362,15 @@ func (r *retention) removeApart(ctx context.Context, remove func(db beginner) (s
 
 // readStep reads the result of a batch, and the rows that it removed, if the statement
 // returns them. extra are the columns in front of the count of removed rows.
-func (r *retention) readStep(rows pgx.Rows, extra ...any) (s step, events []archivedRow, err error) {
+func (r *Store) readStep(rows pgx.Rows, extra ...any) (s Step, events []Row, err error) {
 	defer rows.Close()
 	var youngs int64
 	var last, young pgtype.Int8
 	head := append([]any{&s.looked, &last, &young, &youngs}, extra...)
-	head = append(head, &s.removed)
+	head = append(head, &s.Removed)
 	archive, bytes := false, 0
 	for rows.Next() {
-		var e archivedRow
+		var e Row
 		raw, dst := rows.RawValues(), slices.Clone(head)
 		switch {
 		case len(raw) == len(head):
@@ -384,16 +384,16 @@ func (r *retention) readStep(rows pgx.Rows, extra ...any) (s step, events []arch
 			return s, nil, err
 		}
 		archive = len(dst) > len(head)
-		if bytes += len(e.Payload) + len(e.Headers); bytes > 2*maxArchiveBytes && len(events) > 0 {
+		if bytes += len(e.Payload) + len(e.Headers); bytes > 2*MaxArchiveBytes && len(events) > 0 {
 			return s, events, cursor.ErrTooMuch
 		}
 		if e.OutboxID > 0 {
 			events = append(events, e)
 		}
 	}
-	s.last, s.young = last.Int64, young.Int64
-	s.full = s.looked == int64(r.cfg.BatchSize) || archive && s.looked > 0 // maxArchiveBytes may have ended it
-	s.more = s.full && youngs < s.looked
+	s.Last, s.Young = last.Int64, young.Int64
+	s.full = s.looked == int64(r.Cfg.BatchSize) || archive && s.looked > 0 // maxArchiveBytes may have ended it
+	s.More = s.full && youngs < s.looked
 	return s, events, rows.Err()
 }
 
@@ -423,8 +423,8 @@ WITH looked AS MATERIALIZED (
 SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`
 
 // Store removes rows of outbox_cursor above an id.
-func (r *retention) cursors(ctx context.Context, l *proof, after int64) (step, error) {
-	s, err := r.step(ctx, l, r.sqlCursors, after, r.cfg.BatchSize, r.cfg.CursorsFor, thinAfter)
+func (r *Store) Cursors(ctx context.Context, l *Proof, after int64) (Step, error) {
+	s, err := r.step(ctx, l, r.SqlCursors, after, r.Cfg.BatchSize, r.Cfg.CursorsFor, thinAfter)
 	return s, wrapClean("outbox_cursor", err)
 }
 
@@ -441,8 +441,8 @@ SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`
 
 // handled removes rows of event_handled above an id. It needs no lease: only the age of
 // a row decides, whichever process removes it.
-func (r *retention) handled(ctx context.Context, after int64) (step, error) {
-	s, err := r.step(ctx, nil, r.sqlHandled, after, r.cfg.BatchSize, r.cfg.HandledFor)
+func (r *Store) handled(ctx context.Context, after int64) (Step, error) {
+	s, err := r.step(ctx, nil, r.SqlHandled, after, r.Cfg.BatchSize, r.Cfg.HandledFor)
 	return s, wrapClean("event_handled", err)
 }
 
@@ -457,8 +457,8 @@ WITH looked AS MATERIALIZED (
 SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`
 
 // audited removes rows of outbox_audit above an id. It needs no lease, as above.
-func (r *retention) audited(ctx context.Context, after int64) (step, error) {
-	s, err := r.step(ctx, nil, r.sqlAudited, after, r.cfg.BatchSize, r.cfg.AuditedFor)
+func (r *Store) Audited(ctx context.Context, after int64) (Step, error) {
+	s, err := r.step(ctx, nil, r.sqlAudited, after, r.Cfg.BatchSize, r.Cfg.AuditedFor)
 	return s, wrapClean("outbox_audit", err)
 }
 
@@ -476,8 +476,8 @@ WITH looked AS MATERIALIZED (
 SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`
 
 // delivered removes rows of event_delivery above an id. It needs no lease, as above.
-func (r *retention) delivered(ctx context.Context, after int64) (step, error) {
-	s, err := r.step(ctx, nil, r.sqlDelivered, after, r.cfg.BatchSize, r.cfg.DeliveredFor)
+func (r *Store) delivered(ctx context.Context, after int64) (Step, error) {
+	s, err := r.step(ctx, nil, r.sqlDelivered, after, r.Cfg.BatchSize, r.Cfg.DeliveredFor)
 	return s, wrapClean("event_delivery", err)
 }
 
@@ -486,22 +486,22 @@ const sqlHasRelay = tables.NewestCursors + `
 SELECT EXISTS (SELECT FROM positions WHERE NOT starts_with(relay, '` + tables.WorkerPrefix + `'))`
 
 // hasRelay reports whether a relay publishes the events, or did and may do so again.
-func (r *retention) hasRelay(ctx context.Context) (has bool, err error) {
-	err = pg.Query(ctx, r.db, pg.PlannerSettings, func(rows pgx.Rows) (err error) {
+func (r *Store) HasRelay(ctx context.Context) (has bool, err error) {
+	err = pg.Query(ctx, r.DB, pg.PlannerSettings, func(rows pgx.Rows) (err error) {
 		has, err = pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
 		return err
 	}, r.sqlRelay)
 	return has, wrapClean("tables", err)
 }
 
-// step runs a statement that returns one row.
-func (r *retention) step(ctx context.Context, l *proof, sql string, args ...any) (s step, err error) {
-	err = r.transact(ctx, r.db, l, func(tx pgx.Tx) (int64, error) {
+// Step runs a statement that returns one row.
+func (r *Store) step(ctx context.Context, l *Proof, sql string, args ...any) (s Step, err error) {
+	err = r.transact(ctx, r.DB, l, func(tx pgx.Tx) (int64, error) {
 		rows, err := tx.Query(ctx, sql, args...)
 		if err == nil {
 			s, _, err = r.readStep(rows)
 		}
-		return s.removed, err
+		return s.Removed, err
 	})
 	return s, err
 }
@@ -524,13 +524,13 @@ WITH timeless AS MATERIALIZED (
 SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM timed)`
 
 // resolved removes rows of outbox_failed.
-func (r *retention) resolved(ctx context.Context, l *proof) (s step, err error) {
+func (r *Store) Resolved(ctx context.Context, l *Proof) (s Step, err error) {
 	var timed int64
-	err = r.transact(ctx, r.db, l, func(tx pgx.Tx) (int64, error) {
-		err := tx.QueryRow(ctx, r.sqlResolved, r.cfg.BatchSize, r.cfg.ResolvedFor).Scan(&s.removed, &timed)
-		return s.removed + timed, err
+	err = r.transact(ctx, r.DB, l, func(tx pgx.Tx) (int64, error) {
+		err := tx.QueryRow(ctx, r.SqlResolved, r.Cfg.BatchSize, r.Cfg.ResolvedFor).Scan(&s.Removed, &timed)
+		return s.Removed + timed, err
 	})
-	s.more = max(s.removed, timed) == int64(r.cfg.BatchSize)
+	s.More = max(s.Removed, timed) == int64(r.Cfg.BatchSize)
 	return s, wrapClean("outbox_failed", err)
 }
 

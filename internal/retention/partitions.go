@@ -1,4 +1,4 @@
-package outbox
+package retention
 
 import (
 	"context"
@@ -37,9 +37,9 @@ import (
 // idRange is a partition, but not the default one: first <= id < end.
 type idRange struct {
 	name       string
-	first, end int64
-	closed     bool // all its ids have been drawn
-	large      bool // its rows are removed one by one
+	First, End int64
+	Closed     bool // all its ids have been drawn
+	Large      bool // its rows are removed one by one
 	kept       bool // so are its rows, because one of them must stay
 }
 
@@ -47,44 +47,44 @@ type idRange struct {
 type partitions struct {
 	sqlPartitioned, sqlPartitions, sqlKeptPartitions, sqlMakePartitions, sqlDropPartition, sqlReviewed string
 
-	sqlPart, sqlPartArchived, sqlReview, sqlReviewArchived string
+	SqlPart, SqlPartArchived, SqlReview, SqlReviewArchived string
 }
 
 func newPartitions(schema string) partitions {
 	return partitions{
-		sqlPartitioned:    pg.InSchema(sqlPartitioned, schema),
+		sqlPartitioned:    pg.InSchema(SqlPartitioned, schema),
 		sqlPartitions:     pg.InSchema(sqlPartitions, schema),
 		sqlKeptPartitions: pg.InSchema(sqlKeptPartitions, schema),
-		sqlMakePartitions: pg.InSchema(sqlMakePartitions, schema),
+		sqlMakePartitions: pg.InSchema(SqlMakePartitions, schema),
 		sqlDropPartition:  pg.InSchema(sqlDropPartition, schema),
 		sqlReviewed:       pg.InSchema(sqlReviewed, schema),
-		sqlPart:           pg.InSchema(sqlCleanPart, schema),
-		sqlPartArchived:   pg.InSchema(sqlCleanPartArchived, schema),
-		sqlReview:         pg.InSchema(sqlReview, schema),
-		sqlReviewArchived: pg.InSchema(sqlReviewArchived, schema),
+		SqlPart:           pg.InSchema(sqlCleanPart, schema),
+		SqlPartArchived:   pg.InSchema(sqlCleanPartArchived, schema),
+		SqlReview:         pg.InSchema(sqlReview, schema),
+		SqlReviewArchived: pg.InSchema(sqlReviewArchived, schema),
 	}
 }
 
-// sqlPartitioned comes before all else: the relay of a plain table needs no right to
+// SqlPartitioned comes before all else: the relay of a plain table needs no right to
 // call functions.
-const sqlPartitioned = `SELECT relkind = 'p' FROM pg_class WHERE oid = {outbox}::regclass::oid`
+const SqlPartitioned = `SELECT relkind = 'p' FROM pg_class WHERE oid = {outbox}::regclass::oid`
 
 const sqlPartitions = `SELECT name::text, first, behind, closed, large FROM {schema}.outbox_partitions() ORDER BY first`
 
 // isPartitioned reports whether outbox has partitions.
-func (r *retention) isPartitioned(ctx context.Context) (is bool, err error) {
-	err = r.db.QueryRow(ctx, r.sqlPartitioned).Scan(&is)
+func (r *Store) isPartitioned(ctx context.Context) (is bool, err error) {
+	err = r.DB.QueryRow(ctx, r.sqlPartitioned).Scan(&is)
 	return is, wrapClean("outbox", err)
 }
 
 // list returns the partitions by their ids.
-func (r *retention) list(ctx context.Context) ([]idRange, error) {
-	rows, err := r.db.Query(ctx, r.sqlPartitions)
+func (r *Store) List(ctx context.Context) ([]idRange, error) {
+	rows, err := r.DB.Query(ctx, r.sqlPartitions)
 	if err != nil {
 		return nil, wrapClean("outbox", err)
 	}
 	all, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (p idRange, err error) {
-		err = row.Scan(&p.name, &p.first, &p.end, &p.closed, &p.large)
+		err = row.Scan(&p.name, &p.First, &p.End, &p.Closed, &p.Large)
 		return p, err
 	})
 	if err == nil {
@@ -103,13 +103,13 @@ SELECT p.n - 1
           AND EXISTS (SELECT FROM {schema}.outbox AS o WHERE o.id BETWEEN f.outbox_id AND f.outbox_id))`
 
 // markKept finds the partitions that cannot be dropped, because a row of theirs is kept.
-func (r *retention) markKept(ctx context.Context, all []idRange) error {
+func (r *Store) markKept(ctx context.Context, all []idRange) error {
 	first, end := make([]int64, len(all)), make([]int64, len(all))
 	for i, p := range all {
-		first[i], end[i] = p.first, p.end
-		all[i].kept = slices.ContainsFunc(r.unreadable, func(id int64) bool { return p.first <= id && id < p.end })
+		first[i], end[i] = p.First, p.End
+		all[i].kept = slices.ContainsFunc(r.unreadable, func(id int64) bool { return p.First <= id && id < p.End })
 	}
-	return pg.Query(ctx, r.db, sqlCleanSettings, func(rows pgx.Rows) error {
+	return pg.Query(ctx, r.DB, SqlCleanSettings, func(rows pgx.Rows) error {
 		var n int
 		_, err := pgx.ForEachRow(rows, []any{&n}, func() error {
 			all[n].kept = true
@@ -119,13 +119,13 @@ func (r *retention) markKept(ctx context.Context, all []idRange) error {
 	}, r.sqlKeptPartitions, first, end)
 }
 
-const sqlMakePartitions = `SELECT {schema}.outbox_make_partitions()`
+const SqlMakePartitions = `SELECT {schema}.outbox_make_partitions()`
 
-// atOnce runs a statement that takes locks, in a transaction that is sent as a whole:
+// AtOnce runs a statement that takes locks, in a transaction that is sent as a whole:
 // a process that stops in between must not hold them. Each query in it must see what was
 // committed before it got its locks, hence READ COMMITTED; a pool may have another
 // default.
-func atOnce(ctx context.Context, db *pgxpool.Pool, read func(pgx.Row) error, sql string, args ...any) error {
+func AtOnce(ctx context.Context, db *pgxpool.Pool, read func(pgx.Row) error, sql string, args ...any) error {
 	var batch pgx.Batch
 	batch.Queue(`BEGIN ISOLATION LEVEL READ COMMITTED`)
 	batch.Queue(sql, args...).QueryRow(read)
@@ -134,10 +134,10 @@ func atOnce(ctx context.Context, db *pgxpool.Pool, read func(pgx.Row) error, sql
 }
 
 // makePartitions makes partitions ahead of need.
-func (r *retention) makePartitions(ctx context.Context) (n int, err error) {
-	err = atOnce(ctx, r.db, func(row pgx.Row) error { return row.Scan(&n) }, r.sqlMakePartitions)
+func (r *Store) MakePartitions(ctx context.Context) (n int, err error) {
+	err = AtOnce(ctx, r.DB, func(row pgx.Row) error { return row.Scan(&n) }, r.sqlMakePartitions)
 	if pg.IsLocked(err) {
-		return 0, errBusy
+		return 0, ErrBusy
 	}
 	if err != nil {
 		return 0, fmt.Errorf("make partitions: %w", err)
@@ -154,8 +154,8 @@ const sqlCleanPart = publishedRows + belowCeiling + publishedAmong + deletePart 
 const sqlCleanPartArchived = sqlCleanPart + archivedColumns
 
 // publishedIn removes published rows of one partition, above after and below end.
-func (r *retention) publishedIn(ctx context.Context, l *proof, after, end int64) (step, error) {
-	return r.publishedBy(ctx, l, r.sqlPart, r.sqlPartArchived, after, end)
+func (r *Store) PublishedIn(ctx context.Context, l *Proof, after, end int64) (Step, error) {
+	return r.publishedBy(ctx, l, r.SqlPart, r.SqlPartArchived, after, end)
 }
 
 // wholeBatch makes a review return all rows that it looked at, or none.
@@ -166,16 +166,16 @@ const sqlReview = publishedRows + publishedAmong + `SELECT FROM published WHERE 
 const sqlReviewArchived = publishedRows + publishedAmong + `
     SELECT * FROM {schema}.outbox WHERE id > $1 AND id <= (SELECT max(id) FROM looked) AND ` + wholeBatch + countRemoved + archivedColumns
 
-// review checks all rows of a partition, which may take many runs.
-type review struct {
+// Review checks all rows of a partition, which may take many runs.
+type Review struct {
 	idRange
 	seen   string    // snapshot from before the first batch
-	server time.Time // start of the server whose snapshot it is
+	Server time.Time // start of the server whose snapshot it is
 	relays []string
 
 	after int64 // reviewed up to here
-	rows  int64
-	done  bool
+	Rows  int64
+	Done  bool
 }
 
 // sqlReviewed returns what a review starts with, and whether the last row of the
@@ -185,15 +185,15 @@ SELECT pg_current_snapshot()::text, pg_postmaster_start_time(), {schema}.outbox_
        (SELECT created_at < now() - $3::interval FROM {schema}.outbox WHERE id >= $1 AND id < $2 ORDER BY id DESC LIMIT 1)`
 
 // beginReview begins a review, unless the last row of the partition is too young.
-func (r *retention) beginReview(ctx context.Context, p idRange) (*review, error) {
-	v := &review{idRange: p, after: max(p.first, 1) - 1}
+func (r *Store) BeginReview(ctx context.Context, p idRange) (*Review, error) {
+	v := &Review{idRange: p, after: max(p.First, 1) - 1}
 	var old pgtype.Bool
-	err := pg.Query(ctx, r.db, sqlCleanSettings, func(rows pgx.Rows) error {
+	err := pg.Query(ctx, r.DB, SqlCleanSettings, func(rows pgx.Rows) error {
 		_, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
-			return struct{}{}, row.Scan(&v.seen, &v.server, &v.relays, &old)
+			return struct{}{}, row.Scan(&v.seen, &v.Server, &v.relays, &old)
 		})
 		return err
-	}, r.sqlReviewed, p.first, p.end, r.cfg.PublishedFor)
+	}, r.sqlReviewed, p.First, p.End, r.Cfg.PublishedFor)
 	if err != nil {
 		return nil, wrapClean("outbox", err)
 	}
@@ -205,28 +205,28 @@ func (r *retention) beginReview(ctx context.Context, p idRange) (*review, error)
 
 // reviewBatch reviews a batch of rows. It reports whether all of them may be removed; if
 // not, the next batch begins with the same row.
-func (r *retention) reviewBatch(ctx context.Context, l *proof, v *review) (ok bool, err error) {
-	s, err := r.publishedBy(ctx, l, r.sqlReview, r.sqlReviewArchived, v.after, v.end)
-	if err != nil || s.removed < s.looked {
+func (r *Store) ReviewBatch(ctx context.Context, l *Proof, v *Review) (ok bool, err error) {
+	s, err := r.publishedBy(ctx, l, r.SqlReview, r.SqlReviewArchived, v.after, v.End)
+	if err != nil || s.Removed < s.looked {
 		return false, err
 	}
-	v.after, v.rows = max(v.after, s.last), v.rows+s.looked
-	v.done = !s.full
+	v.after, v.Rows = max(v.after, s.Last), v.Rows+s.looked
+	v.Done = !s.full
 	return true, nil
 }
 
 const sqlDropPartition = `
 SELECT {schema}.outbox_drop_partition($1::text::name, $2::bool, $3::text::pg_snapshot, $4::timestamptz, $5::text[], $6::text, $7::text, $8::bigint)`
 
-// errReview means that a review is not valid any more.
-var errReview = errors.New("partition has changed")
+// ErrReview means that a review is not valid any more.
+var ErrReview = errors.New("partition has changed")
 
 // drop removes the rows of a partition that was reviewed, and the table too if table is
-// set and its lock is available; or it returns errBusy, ErrLeaseLost or errReview.
-func (r *retention) drop(ctx context.Context, l *proof, v *review, table bool) (dropped bool, err error) {
+// set and its lock is available; or it returns ErrBusy, ErrLeaseLost or ErrReview.
+func (r *Store) Drop(ctx context.Context, l *Proof, v *Review, table bool) (dropped bool, err error) {
 	var why string
-	err = atOnce(ctx, r.db, func(row pgx.Row) error { return row.Scan(&why) }, r.sqlDropPartition,
-		v.name, table, v.seen, v.server, v.relays, l.relay, l.Holder, l.Epoch)
+	err = AtOnce(ctx, r.DB, func(row pgx.Row) error { return row.Scan(&why) }, r.sqlDropPartition,
+		v.name, table, v.seen, v.Server, v.relays, l.Relay, l.Holder, l.Epoch)
 	if err != nil {
 		return false, fmt.Errorf("drop partition %s: %w", v.name, err)
 	}
@@ -234,9 +234,9 @@ func (r *retention) drop(ctx context.Context, l *proof, v *review, table bool) (
 	case "dropped", "emptied":
 		return why == "dropped", nil
 	case "busy":
-		return false, errBusy
+		return false, ErrBusy
 	case "lease":
 		return false, lease.ErrLeaseLost
 	}
-	return false, fmt.Errorf("%w: %s", errReview, why)
+	return false, fmt.Errorf("%w: %s", ErrReview, why)
 }

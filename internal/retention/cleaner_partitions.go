@@ -1,4 +1,4 @@
-package outbox
+package retention
 
 import (
 	"context"
@@ -7,14 +7,14 @@ import (
 )
 
 // makePartitions makes partitions ahead of need, if outbox is partitioned.
-func (c *cleaner) makePartitions(context.Context) (int64, error) {
+func (c *Cleaner) makePartitions(context.Context) (int64, error) {
 	ctx, cancel := c.WithStatementTimeout()
 	defer cancel()
 	is, err := c.store.isPartitioned(ctx)
 	if err != nil || !is {
 		return 0, err
 	}
-	n, err := c.store.makePartitions(ctx)
+	n, err := c.store.MakePartitions(ctx)
 	if n > 0 {
 		c.log.Debug("outbox: partitions made", "n", n)
 	}
@@ -24,19 +24,19 @@ func (c *cleaner) makePartitions(context.Context) (int64, error) {
 // cleanOutbox removes published rows: one by one from a plain table, and with their
 // partition from a partitioned one. The default partition is never dropped, and of large
 // ones the rows are many; from these, too, rows are removed one by one.
-func (c *cleaner) cleanOutbox(ctx context.Context) (removed int64, err error) {
+func (c *Cleaner) CleanOutbox(ctx context.Context) (removed int64, err error) {
 	partitions, err := c.listPartitions()
 	if err != nil {
 		return 0, err
 	}
 	if len(partitions) == 0 {
-		return c.published.run(ctx)
+		return c.Published.Run(ctx)
 	}
-	if removed, err = c.dropOld(ctx, partitions); err != nil && !errors.Is(err, errBusy) {
+	if removed, err = c.dropOld(ctx, partitions); err != nil && !errors.Is(err, ErrBusy) {
 		return removed, err
 	}
 	for _, w := range c.walks(partitions) {
-		n, walkErr := w.run(ctx)
+		n, walkErr := w.Run(ctx)
 		removed += n
 		if walkErr != nil {
 			return removed, walkErr
@@ -46,31 +46,31 @@ func (c *cleaner) cleanOutbox(ctx context.Context) (removed int64, err error) {
 }
 
 // listPartitions returns the partitions, none for a plain table.
-func (c *cleaner) listPartitions() ([]idRange, error) {
+func (c *Cleaner) listPartitions() ([]idRange, error) {
 	ctx, cancel := c.WithStatementTimeout()
 	defer cancel()
 	is, err := c.store.isPartitioned(ctx)
 	if err != nil || !is {
 		return nil, err
 	}
-	return c.store.list(ctx)
+	return c.store.List(ctx)
 }
 
 // walks returns the walks over the partitions whose rows are removed one by one. Each
 // continues where it ended before. The default partition holds the ids below all others.
-func (c *cleaner) walks(partitions []idRange) []*walk {
-	kept, all := map[string]*walk{}, []*walk{}
+func (c *Cleaner) walks(partitions []idRange) []*Walk {
+	kept, all := map[string]*Walk{}, []*Walk{}
 	add := func(p idRange) {
 		w := c.partitions[p.name]
 		if w == nil {
-			w = &walk{pause: c.published.pause}
+			w = &Walk{Pause: c.Published.Pause}
 		}
-		w.batch = func(_ context.Context, after int64) (step, error) { return c.removeFrom(p, after) }
+		w.Batch = func(_ context.Context, after int64) (Step, error) { return c.removeFrom(p, after) }
 		kept[p.name], all = w, append(all, w)
 	}
-	add(idRange{end: partitions[0].first})
+	add(idRange{End: partitions[0].First})
 	for _, p := range partitions {
-		if p.large || p.kept {
+		if p.Large || p.kept {
 			add(p)
 		}
 	}
@@ -79,13 +79,13 @@ func (c *cleaner) walks(partitions []idRange) []*walk {
 }
 
 // removeFrom removes a batch of published rows of one partition.
-func (c *cleaner) removeFrom(p idRange, after int64) (step, error) {
-	after = max(after, max(p.first, 1)-1) // the first partition has no lower bound
-	s, err := c.removeBatch(after, p.end, func(ctx context.Context) (step, error) {
-		return c.store.publishedIn(ctx, c.proof(), after, p.end)
+func (c *Cleaner) removeFrom(p idRange, after int64) (Step, error) {
+	after = max(after, max(p.First, 1)-1) // the first partition has no lower bound
+	s, err := c.removeBatch(after, p.End, func(ctx context.Context) (Step, error) {
+		return c.store.PublishedIn(ctx, c.proof(), after, p.End)
 	})
-	if err == nil && !s.more && p.name == "" {
-		c.reportLagging(s.lagging)
+	if err == nil && !s.More && p.name == "" {
+		c.reportLagging(s.Lagging)
 	}
 	return s, err
 }
@@ -94,10 +94,10 @@ func (c *cleaner) removeFrom(p idRange, after int64) (step, error) {
 // is young; one of which a row is kept holds up no others. If the
 // lock on outbox is not available, the other partitions are emptied only, and the next
 // run drops them.
-func (c *cleaner) dropOld(ctx context.Context, partitions []idRange) (int64, error) {
+func (c *Cleaner) dropOld(ctx context.Context, partitions []idRange) (int64, error) {
 	removed, table := int64(0), true
 	for _, p := range partitions {
-		if stopped := ctx.Err() != nil || c.Held.Err() != nil; stopped || !p.closed {
+		if stopped := ctx.Err() != nil || c.Held.Err() != nil; stopped || !p.Closed {
 			break
 		}
 		if p.kept {
@@ -110,56 +110,56 @@ func (c *cleaner) dropOld(ctx context.Context, partitions []idRange) (int64, err
 		if table, err = c.drop(table); err != nil {
 			return removed, err
 		}
-		removed, c.review = removed+c.review.rows, nil
+		removed, c.review = removed+c.review.Rows, nil
 	}
 	return removed, nil
 }
 
 // reviewed reports whether all rows of the partition have been reviewed and may be
 // removed. A review that has to stop continues in the next run.
-func (c *cleaner) reviewed(p idRange) (bool, error) {
+func (c *Cleaner) reviewed(p idRange) (bool, error) {
 	if c.review == nil || c.review.name != p.name {
 		ctx, cancel := c.WithStatementTimeout()
 		defer cancel()
-		v, err := c.store.beginReview(ctx, p)
+		v, err := c.store.BeginReview(ctx, p)
 		if err != nil || v == nil {
 			return false, err
 		}
 		c.review = v
 	}
-	for !c.review.done {
+	for !c.review.Done {
 		start := time.Now()
 		ok, err := c.reviewBatch()
 		if err != nil || !ok {
 			return false, err
 		}
-		if !c.review.done && !c.published.pause(time.Since(start)) {
+		if !c.review.Done && !c.Published.Pause(time.Since(start)) {
 			return false, nil
 		}
 	}
 	return true, nil
 }
 
-func (c *cleaner) reviewBatch() (ok bool, err error) {
-	_, err = c.removeBatch(c.review.after, c.review.end, func(ctx context.Context) (step, error) {
-		ok, err = c.store.reviewBatch(ctx, c.proof(), c.review)
-		return step{}, err
+func (c *Cleaner) reviewBatch() (ok bool, err error) {
+	_, err = c.removeBatch(c.review.after, c.review.End, func(ctx context.Context) (Step, error) {
+		ok, err = c.store.ReviewBatch(ctx, c.proof(), c.review)
+		return Step{}, err
 	})
 	return ok, err
 }
 
 // drop removes the partition that was reviewed, or only its rows unless table is set; or
-// it returns errBusy.
-func (c *cleaner) drop(table bool) (dropped bool, err error) {
+// it returns ErrBusy.
+func (c *Cleaner) drop(table bool) (dropped bool, err error) {
 	ctx, cancel := c.WithStatementTimeout()
 	defer cancel()
-	dropped, err = c.store.drop(ctx, c.proof(), c.review, table)
+	dropped, err = c.store.Drop(ctx, c.proof(), c.review, table)
 	switch {
-	case errors.Is(err, errReview): // the next run reviews it again
+	case errors.Is(err, ErrReview): // the next run reviews it again
 		c.log.Debug("outbox: partition stays", "partition", c.review.name, "why", err)
-		c.review, err = nil, errBusy
-	case err == nil && (dropped || c.review.rows > 0):
-		c.log.Debug("outbox: partition removed", "partition", c.review.name, "rows", c.review.rows, "dropped", dropped)
+		c.review, err = nil, ErrBusy
+	case err == nil && (dropped || c.review.Rows > 0):
+		c.log.Debug("outbox: partition removed", "partition", c.review.name, "rows", c.review.Rows, "dropped", dropped)
 	}
 	return dropped, err
 }
