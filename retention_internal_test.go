@@ -444,8 +444,8 @@ func TestRetentionConfig(t *testing.T) {
 	require.ErrorContains(t, err, "field Retention.PublishedFor is -1ns")
 
 	cfg := RetentionConfig{}.withDefaults()
-	require.Equal(t, 50*time.Millisecond, cfg.rules().Pause(time.Millisecond))
-	require.Equal(t, 4*time.Second, cfg.rules().Pause(time.Second), "it gives way")
+	require.Equal(t, 50*time.Millisecond, cfg.rules().PauseAfter(time.Millisecond))
+	require.Equal(t, 4*time.Second, cfg.rules().PauseAfter(time.Second), "it gives way")
 }
 
 // maxCleanBuffers is what a batch of a hundred may touch: for each row its page,

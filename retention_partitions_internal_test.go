@@ -47,7 +47,7 @@ func (d *cursorFixture) has(t *testing.T, ids string) bool {
 
 var errEmptied = errors.New("emptied only")
 
-func (r *retention.Store) dropWhole(ctx context.Context, l *retention.Proof, v *retention.Review) error {
+func dropWhole(r *retention.Store, ctx context.Context, l *retention.Proof, v *retention.Review) error {
 	dropped, err := r.Drop(ctx, l, v, true)
 	if err == nil && !dropped {
 		err = errEmptied
@@ -98,15 +98,15 @@ func TestPartitionGoes(t *testing.T) {
 	require.Len(t, d.unsent(t, "default"), 25)
 	d.reviewOn(t, r, l, v)
 	require.True(t, v.Done)
-	require.ErrorIs(t, r.dropWhole(ctx, l, v), retention.ErrReview, "the relay was not known when it began")
+	require.ErrorIs(t, dropWhole(r, ctx, l, v), retention.ErrReview, "the relay was not known when it began")
 
 	v = d.first(t, r, l)
-	require.NoError(t, r.dropWhole(ctx, l, v))
+	require.NoError(t, dropWhole(r, ctx, l, v))
 	require.EqualValues(t, 9, v.Rows)
 	require.False(t, d.has(t, "min_10"))
 	require.EqualValues(t, 10, d.ids(t, "outbox")[0])
 	v = d.first(t, r, l)
-	require.NoError(t, r.dropWhole(ctx, l, v))
+	require.NoError(t, dropWhole(r, ctx, l, v))
 	require.EqualValues(t, 10, v.Rows)
 	require.Equal(t, []int64{20, 21, 22, 23, 24, 25}, d.ids(t, "outbox"))
 }
@@ -175,7 +175,7 @@ func TestPartitionIsReviewedUnderItsLock(t *testing.T) {
 			v := d.first(t, r, l)
 			require.True(t, v.Done)
 			test.play(t, d, v)
-			require.ErrorIs(t, r.dropWhole(context.Background(), l, v), test.want)
+			require.ErrorIs(t, dropWhole(r, context.Background(), l, v), test.want)
 		})
 	}
 }
@@ -203,18 +203,18 @@ func TestPreparedTransactionKeepsItsPartition(t *testing.T) {
 	v := d.first(t, r, l)
 	require.True(t, v.Done, "it is not to be seen")
 	start := time.Now()
-	require.ErrorIs(t, r.dropWhole(ctx, l, v), retention.ErrBusy)
+	require.ErrorIs(t, dropWhole(r, ctx, l, v), retention.ErrBusy)
 	require.Less(t, time.Since(start), time.Second)
 
 	_, err = d.db.Exec(ctx, fmt.Sprintf(`COMMIT PREPARED '%s'`, d.schema))
 	require.NoError(t, err)
-	require.ErrorIs(t, r.dropWhole(ctx, l, v), retention.ErrReview)
+	require.ErrorIs(t, dropWhole(r, ctx, l, v), retention.ErrReview)
 	v = d.first(t, r, l)
 	require.False(t, v.Done)
 	require.Equal(t, []int64{1, 2}, d.unsent(t, "default"))
 	d.reviewOn(t, r, l, v)
 	require.True(t, v.Done)
-	require.NoError(t, r.dropWhole(ctx, l, v))
+	require.NoError(t, dropWhole(r, ctx, l, v))
 }
 
 // Who began before the partition was full, sees nothing of all this, and records
@@ -231,7 +231,7 @@ func TestRepeatableReadWriterBehindTheCut(t *testing.T) {
 	d.age(t, "outbox", "created_at", "8 days")
 	require.Len(t, d.unsent(t, "default"), 25)
 	r, l := d.cleaning(t, RetentionConfig{})
-	require.NoError(t, r.dropWhole(ctx, l, d.first(t, r, l)))
+	require.NoError(t, dropWhole(r, ctx, l, d.first(t, r, l)))
 	_, err = tx.Exec(ctx, pg.InSchema(sqlInsertEvents, d.schema), 2)
 	require.NoError(t, err)
 	require.NoError(t, tx.Commit(ctx))
@@ -251,7 +251,7 @@ func TestIDDrawnBeforeItsPartitionWent(t *testing.T) {
 	d.age(t, "outbox", "created_at", "8 days")
 	d.unsent(t, "default")
 	r, l := d.cleaning(t, RetentionConfig{})
-	require.NoError(t, r.dropWhole(ctx, l, d.first(t, r, l)))
+	require.NoError(t, dropWhole(r, ctx, l, d.first(t, r, l)))
 	d.exec(t, insertAt, drawn)
 	n, err := r.MakePartitions(ctx)
 	require.NoError(t, err)
@@ -309,7 +309,7 @@ func TestNobodyMakesPartitions(t *testing.T) {
 			require.EqualValues(t, 211, s.Removed)
 			break
 		}
-		require.NoError(t, r.dropWhole(ctx, p, d.first(t, r, p)))
+		require.NoError(t, dropWhole(r, ctx, p, d.first(t, r, p)))
 		dropped++
 	}
 	require.Equal(t, 10, dropped)
@@ -345,7 +345,7 @@ func TestNobodyWaitsLongForPartitions(t *testing.T) {
 		}
 	}()
 	for range 10 {
-		require.ErrorIs(t, r.dropWhole(ctx, l, v), errEmptied)
+		require.ErrorIs(t, dropWhole(r, ctx, l, v), errEmptied)
 		require.EqualValues(t, 10, d.ids(t, "outbox")[0])
 		_, err := r.MakePartitions(ctx)
 		if err != nil {
@@ -358,7 +358,7 @@ func TestNobodyWaitsLongForPartitions(t *testing.T) {
 	require.Greater(t, most, 30*time.Millisecond, "somebody asked for the lock")
 	require.Less(t, most, 500*time.Millisecond, "the limit is 100 ms; the machine may be busy")
 	require.NoError(t, writer.Commit(ctx))
-	require.Eventually(t, func() bool { return r.dropWhole(ctx, l, v) == nil }, testenv.Patience, time.Millisecond)
+	require.Eventually(t, func() bool { return dropWhole(r, ctx, l, v) == nil }, testenv.Patience, time.Millisecond)
 	require.False(t, d.has(t, "min_10"))
 }
 
@@ -391,7 +391,7 @@ func TestPartitionsAreArchived(t *testing.T) {
 	d.reviewOn(t, r, l, v)
 	require.True(t, v.Done)
 	require.Equal(t, []int64{1, 2, 3, 4, 5, 5, 6, 7, 8, 9}, got, "5 came with the batch that failed")
-	require.NoError(t, r.dropWhole(ctx, l, v))
+	require.NoError(t, dropWhole(r, ctx, l, v))
 }
 
 // Many processes make partitions of a table that has rows and rights, while others
@@ -460,7 +460,7 @@ func TestPartitionsUnderSerializable(t *testing.T) {
 	n, err := r.MakePartitions(ctx)
 	require.NoError(t, err)
 	require.Positive(t, n)
-	require.NoError(t, r.dropWhole(ctx, l, d.first(t, r, l)))
+	require.NoError(t, dropWhole(r, ctx, l, d.first(t, r, l)))
 }
 
 func TestPartitionRowsOutOfRange(t *testing.T) {

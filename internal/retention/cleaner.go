@@ -155,7 +155,7 @@ func (c *Cleaner) runTasks(ctx context.Context) (sum Result, err error) {
 // pause waits after a batch: longer after a batch that took long, and as long as there is
 // a backlog to send. It reports whether to go on.
 func (c *Cleaner) Pause(ctx context.Context, took time.Duration) bool {
-	wait.Await(ctx, c.Held, nil, c.cfg.Rules.Pause(took))
+	wait.Await(ctx, c.Held, nil, c.cfg.Rules.PauseAfter(took))
 	for c.hasBacklog() && ctx.Err() == nil && c.Held.Err() == nil {
 		wait.Await(ctx, c.Held, nil, c.cfg.Poll)
 	}

@@ -64,7 +64,7 @@ func (c Result) total() int64 {
 const pauseInBatches = 4
 
 // pause returns how long to wait after a batch.
-func (c Rules) Pause(took time.Duration) time.Duration {
+func (c Rules) PauseAfter(took time.Duration) time.Duration {
 	return max(c.Pause, pauseInBatches*took)
 }
 
@@ -79,7 +79,7 @@ func CleanHandled(ctx context.Context, db *pgxpool.Pool, schema string, cfg Rule
 			continue
 		}
 		w := Walk{Batch: table.batch, Pause: func(took time.Duration) bool {
-			wait.Sleep(ctx, cfg.Pause(took))
+			wait.Sleep(ctx, cfg.PauseAfter(took))
 			return ctx.Err() == nil
 		}}
 		n, err := w.Run(ctx)
