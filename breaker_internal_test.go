@@ -21,55 +21,55 @@ var breakerTests = []struct {
 	// + a call that succeeds, - one that fails, x one that is cancelled (each only
 	// if it is allowed), ( a call that begins, ) its failure, . ten seconds pass
 	play  string
-	want  BreakerState
+	want  breakerState
 	calls int // that would be allowed now, of many
 }{
-	{"nothing was called", "", BreakerClosed, many},
-	{"too few calls to judge", "----", BreakerClosed, many},
-	{"five calls are enough", "-----", BreakerOpen, 0},
-	{"half of the calls fail", "+++---", BreakerOpen, 0},
-	{"less than half of the calls fail", "+++--", BreakerClosed, many},
-	{"a success is the fifth call", "---++", BreakerOpen, 0},
-	{"a success is the fifth call, failures are few", "--+++", BreakerClosed, many},
-	{"ten good calls bear four failures", "++++++++++----", BreakerClosed, many},
-	{"ten good calls do not bear five failures", "++++++++++-----", BreakerOpen, 0},
-	{"failures older than ten calls do not count", "--++++++++++----", BreakerClosed, many},
-	{"failures among the last ten calls do", "++--++++++++---", BreakerClosed, many},
-	{"the window moves one call at a time", "--++++++--+++++++++++-----", BreakerOpen, 0},
-	{"cancelled calls do not count as successes", "xxxxx----xxxxx-", BreakerOpen, 0},
-	{"cancelled calls do not count as failures", "xxxxxxxxxx", BreakerClosed, many},
-	{"time alone forgets nothing", "----......-", BreakerOpen, 0},
+	{"nothing was called", "", stateClosed, many},
+	{"too few calls to judge", "----", stateClosed, many},
+	{"five calls are enough", "-----", stateOpen, 0},
+	{"half of the calls fail", "+++---", stateOpen, 0},
+	{"less than half of the calls fail", "+++--", stateClosed, many},
+	{"a success is the fifth call", "---++", stateOpen, 0},
+	{"a success is the fifth call, failures are few", "--+++", stateClosed, many},
+	{"ten good calls bear four failures", "++++++++++----", stateClosed, many},
+	{"ten good calls do not bear five failures", "++++++++++-----", stateOpen, 0},
+	{"failures older than ten calls do not count", "--++++++++++----", stateClosed, many},
+	{"failures among the last ten calls do", "++--++++++++---", stateClosed, many},
+	{"the window moves one call at a time", "--++++++--+++++++++++-----", stateOpen, 0},
+	{"cancelled calls do not count as successes", "xxxxx----xxxxx-", stateOpen, 0},
+	{"cancelled calls do not count as failures", "xxxxxxxxxx", stateClosed, many},
+	{"time alone forgets nothing", "----......-", stateOpen, 0},
 
-	{"still open after 20 s", "-----..", BreakerOpen, 0},
-	{"half-open after 30 s", "-----...", BreakerHalfOpen, 3},
-	{"half-open as long as nobody calls", "-----....................", BreakerHalfOpen, 3},
-	{"calls while it is open are refused", "-----.++++..", BreakerHalfOpen, 3},
-	{"refused calls do not prolong it", "-----.--.--.", BreakerHalfOpen, 3},
+	{"still open after 20 s", "-----..", stateOpen, 0},
+	{"half-open after 30 s", "-----...", stateHalfOpen, 3},
+	{"half-open as long as nobody calls", "-----....................", stateHalfOpen, 3},
+	{"calls while it is open are refused", "-----.++++..", stateHalfOpen, 3},
+	{"refused calls do not prolong it", "-----.--.--.", stateHalfOpen, 3},
 
-	{"one trial leaves two", "-----...+", BreakerHalfOpen, 2},
-	{"two good trials do not close it", "-----...++", BreakerHalfOpen, 1},
-	{"three good trials close it", "-----...+++", BreakerClosed, many},
-	{"one bad trial opens it again", "-----...-", BreakerOpen, 0},
-	{"the third trial is bad", "-----...++-", BreakerOpen, 0},
-	{"a bad trial opens it for another 30 s", "-----...-..", BreakerOpen, 0},
-	{"half-open again", "-----...-...", BreakerHalfOpen, 3},
-	{"closed at the second attempt", "-----...-...+++", BreakerClosed, many},
-	{"a cancelled trial is given back", "-----...xxxx", BreakerHalfOpen, 3},
-	{"cancelled trials among good ones", "-----...+xx+x", BreakerHalfOpen, 1},
-	{"cancelled trials do not help to close it", "-----...++xx+", BreakerClosed, many},
-	{"trials without an outcome are all taken", "-----...(((+++", BreakerHalfOpen, 0},
-	{"time gives no trial back", "-----...(((......", BreakerHalfOpen, 0},
+	{"one trial leaves two", "-----...+", stateHalfOpen, 2},
+	{"two good trials do not close it", "-----...++", stateHalfOpen, 1},
+	{"three good trials close it", "-----...+++", stateClosed, many},
+	{"one bad trial opens it again", "-----...-", stateOpen, 0},
+	{"the third trial is bad", "-----...++-", stateOpen, 0},
+	{"a bad trial opens it for another 30 s", "-----...-..", stateOpen, 0},
+	{"half-open again", "-----...-...", stateHalfOpen, 3},
+	{"closed at the second attempt", "-----...-...+++", stateClosed, many},
+	{"a cancelled trial is given back", "-----...xxxx", stateHalfOpen, 3},
+	{"cancelled trials among good ones", "-----...+xx+x", stateHalfOpen, 1},
+	{"cancelled trials do not help to close it", "-----...++xx+", stateClosed, many},
+	{"trials without an outcome are all taken", "-----...(((+++", stateHalfOpen, 0},
+	{"time gives no trial back", "-----...(((......", stateHalfOpen, 0},
 
-	{"closed anew, it has forgotten the failures", "-----...+++----", BreakerClosed, many},
-	{"closed anew, it has forgotten the trials", "-----...+++--+-", BreakerClosed, many},
-	{"closed anew, it judges anew", "-----...+++-----", BreakerOpen, 0},
+	{"closed anew, it has forgotten the failures", "-----...+++----", stateClosed, many},
+	{"closed anew, it has forgotten the trials", "-----...+++--+-", stateClosed, many},
+	{"closed anew, it judges anew", "-----...+++-----", stateOpen, 0},
 
-	{"calls that were begun before it opened fail later", "(((((-----)))))..", BreakerOpen, 0},
-	{"late failures do not prolong it", "(((-----.).).).", BreakerHalfOpen, 3},
-	{"late failures are no trials", "(((-----...)))", BreakerHalfOpen, 3},
-	{"late failures do not count once it is closed", "(((((-----...+++)))))", BreakerClosed, many},
-	{"late trials do not count once it is closed", "-----...((-...+++))---", BreakerClosed, many},
-	{"late trials do not take up new ones", "-----...((-...)", BreakerHalfOpen, 3},
+	{"calls that were begun before it opened fail later", "(((((-----)))))..", stateOpen, 0},
+	{"late failures do not prolong it", "(((-----.).).).", stateHalfOpen, 3},
+	{"late failures are no trials", "(((-----...)))", stateHalfOpen, 3},
+	{"late failures do not count once it is closed", "(((((-----...+++)))))", stateClosed, many},
+	{"late trials do not count once it is closed", "-----...((-...+++))---", stateClosed, many},
+	{"late trials do not take up new ones", "-----...((-...)", stateHalfOpen, 3},
 }
 
 func TestBreaker(t *testing.T) {
@@ -77,7 +77,7 @@ func TestBreaker(t *testing.T) {
 	for _, test := range breakerTests {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
+				b := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
 				play(b, test.play)
 				require.Equal(t, test.want, b.state(), "%s", b.state())
 				require.Equal(t, test.calls, b.allow(many).granted)
@@ -117,7 +117,7 @@ func TestBreakerModel(t *testing.T) {
 				Window: 4 + random.IntN(8), MinCalls: 1 + random.IntN(4),
 				FailureRate: float64(1+random.IntN(10)) / 10, Trials: 1 + random.IntN(4),
 			}.withDefaults()
-			b, m := newBreaker(cfg, func(_, _ BreakerState, _ float64) {}), &breakerModel{cfg: cfg}
+			b, m := newBreaker(breakerRules(cfg), func(_, _ breakerState, _ float64) {}), &breakerModel{cfg: cfg}
 			weights := []string{"++++++++++++++-x.", "+++-", "---+.", "+-x."}
 			var played strings.Builder
 			for range 200 {
@@ -137,41 +137,41 @@ func TestBreakerModel(t *testing.T) {
 // breakerModel is a breaker of one caller.
 type breakerModel struct {
 	cfg      BreakerConfig
-	state    BreakerState
+	state    breakerState
 	outcomes string // since the last change of state
 	open     int    // in tens of seconds
 }
 
 func (m *breakerModel) play(call rune) {
 	switch {
-	case call == '.' && m.state == BreakerOpen:
+	case call == '.' && m.state == stateOpen:
 		if m.open++; m.open == 3 {
-			m.change(BreakerHalfOpen)
+			m.change(stateHalfOpen)
 		}
-	case call == '.' || call == 'x' || m.state == BreakerOpen:
-	case m.state == BreakerHalfOpen && call == '-':
-		m.change(BreakerOpen)
-	case m.state == BreakerHalfOpen:
+	case call == '.' || call == 'x' || m.state == stateOpen:
+	case m.state == stateHalfOpen && call == '-':
+		m.change(stateOpen)
+	case m.state == stateHalfOpen:
 		if m.outcomes += "+"; len(m.outcomes) == m.cfg.Trials {
-			m.change(BreakerClosed)
+			m.change(stateClosed)
 		}
 	default:
 		m.outcomes += string(call)
 		last := m.outcomes[max(0, len(m.outcomes)-m.cfg.Window):]
 		failed := strings.Count(last, "-")
 		if len(last) >= m.cfg.MinCalls && float64(failed)/float64(len(last)) >= m.cfg.FailureRate {
-			m.change(BreakerOpen)
+			m.change(stateOpen)
 		}
 	}
 }
 
-func (m *breakerModel) change(to BreakerState) { m.state, m.outcomes, m.open = to, "", 0 }
+func (m *breakerModel) change(to breakerState) { m.state, m.outcomes, m.open = to, "", 0 }
 
 // A batch asks once; what it has not begun when the breaker opens must wait.
 func TestBreakerBatch(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
+		b := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
 		batch := b.allow(5000)
 		require.Equal(t, 5000, batch.granted)
 		for range 4 {
@@ -179,7 +179,7 @@ func TestBreakerBatch(t *testing.T) {
 		}
 		require.True(t, batch.holds())
 		batch.report(callFailed)
-		require.Equal(t, BreakerOpen, b.state())
+		require.Equal(t, stateOpen, b.state())
 		require.False(t, batch.holds())
 		require.Zero(t, b.allow(5000).granted)
 
@@ -191,7 +191,7 @@ func TestBreakerBatch(t *testing.T) {
 			batch.report(callFailed)
 		}
 		batch.release()
-		require.Equal(t, BreakerHalfOpen, b.state())
+		require.Equal(t, stateHalfOpen, b.state())
 		require.Zero(t, b.allow(1).granted, "release gave back what others have")
 
 		trials.report(callSucceeded)
@@ -206,14 +206,14 @@ func TestBreakerBatch(t *testing.T) {
 func TestBreakerTooManyOutcomes(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
+		b := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
 		for _, n := range []int{0, -1} {
 			none := b.allow(n)
 			require.Zero(t, none.granted)
 			for range many {
 				none.report(callFailed)
 			}
-			require.Equal(t, BreakerClosed, b.state())
+			require.Equal(t, stateClosed, b.state())
 		}
 		play(b, "-----...")
 		require.Zero(t, b.allow(0).granted)
@@ -230,21 +230,21 @@ func TestBreakerTooManyOutcomes(t *testing.T) {
 func TestBreakerWait(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
+		b := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
 		require.Zero(t, b.wait())
 		play(b, "-----.")
 		require.Equal(t, 20*time.Second, b.wait())
 		time.Sleep(b.wait() - 1)
-		require.Equal(t, BreakerOpen, b.state())
+		require.Equal(t, stateOpen, b.state())
 		require.Zero(t, b.allow(1).granted)
 		time.Sleep(b.wait())
 		require.Equal(t, 1, b.allow(1).granted, "not half-open after the time that it said to wait")
 		require.Zero(t, b.wait())
 	})
 	synctest.Test(t, func(t *testing.T) {
-		b := newBreaker(BreakerConfig{OpenFor: 1}.withDefaults(), func(_, _ BreakerState, _ float64) {})
+		b := newBreaker(breakerRules(BreakerConfig{OpenFor: 1}.withDefaults()), func(_, _ breakerState, _ float64) {})
 		play(b, "-----.")
-		require.Equal(t, BreakerHalfOpen, b.state(), "gobreaker takes no Timeout for a minute")
+		require.Equal(t, stateHalfOpen, b.state(), "gobreaker takes no Timeout for a minute")
 	})
 }
 
@@ -256,8 +256,8 @@ func TestBreakerChanged(t *testing.T) {
 		var changes []string
 		var b *breaker
 		notifying := false
-		b = newBreaker(BreakerConfig{}.withDefaults(), func(from, to BreakerState, failureRate float64) {
-			if to == BreakerOpen {
+		b = newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(from, to breakerState, failureRate float64) {
+			if to == stateOpen {
 				require.InDelta(t, 0.5, failureRate, 0.001, "5 of 10")
 			}
 			require.False(t, notifying, "called for a change before it had returned from the last one")
@@ -265,9 +265,9 @@ func TestBreakerChanged(t *testing.T) {
 			defer func() { notifying = false }()
 			changes = append(changes, fmt.Sprintf("%s to %s", from, to))
 			require.Equal(t, to, b.state())
-			if to == BreakerHalfOpen { // the next change comes while changed is running
+			if to == stateHalfOpen { // the next change comes while changed is running
 				play(b, "+++")
-				require.Equal(t, BreakerClosed, b.state())
+				require.Equal(t, stateClosed, b.state())
 			}
 		})
 		play(b, "+++++-----")
@@ -283,8 +283,8 @@ func TestBreakerChanged(t *testing.T) {
 func TestBreakerRace(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		now, changes := BreakerClosed, map[BreakerState]int{}
-		b := newBreaker(BreakerConfig{OpenFor: time.Second}.withDefaults(), func(from, to BreakerState, _ float64) {
+		now, changes := stateClosed, map[breakerState]int{}
+		b := newBreaker(breakerRules(BreakerConfig{OpenFor: time.Second}.withDefaults()), func(from, to breakerState, _ float64) {
 			require.Equal(t, now, from)
 			now = to
 			changes[to]++
@@ -328,7 +328,7 @@ func TestBreakerRace(t *testing.T) {
 		}
 		callers.Wait()
 		require.Equal(t, now, b.state())
-		for _, state := range []BreakerState{BreakerClosed, BreakerHalfOpen, BreakerOpen} {
+		for _, state := range []breakerState{stateClosed, stateHalfOpen, stateOpen} {
 			require.Greater(t, changes[state], 10, "%s", state)
 		}
 		t.Log(changes)
@@ -361,16 +361,16 @@ func TestBreakerConfig(t *testing.T) {
 // 0.07 * 100 is 7.000000000000001 in floating point.
 func TestBreakerExactRate(t *testing.T) {
 	t.Parallel()
-	b := newBreaker(BreakerConfig{Window: 100, MinCalls: 100, FailureRate: 0.07}.withDefaults(), func(_, _ BreakerState, _ float64) {})
+	b := newBreaker(breakerRules(BreakerConfig{Window: 100, MinCalls: 100, FailureRate: 0.07}.withDefaults()), func(_, _ breakerState, _ float64) {})
 	play(b, strings.Repeat("-", 7)+strings.Repeat("+", 92))
-	require.Equal(t, BreakerClosed, b.state())
+	require.Equal(t, stateClosed, b.state())
 	play(b, "+")
-	require.Equal(t, BreakerOpen, b.state())
+	require.Equal(t, stateOpen, b.state())
 }
 
 func TestBreakerAllocs(t *testing.T) {
 	// Not parallel: it counts allocations.
-	b := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
+	b := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
 	for _, o := range []callResult{callSucceeded, callCancelled, callFailed} { // it opens, and hears of it again and again
 		p := b.allow(100_000)
 		require.Zero(t, testing.AllocsPerRun(1000, func() { p.report(o) }), "outcome %d", o)
@@ -382,7 +382,7 @@ func BenchmarkBreaker(b *testing.B) {
 	for _, batch := range []int{1, 100, 5000} {
 		b.Run(fmt.Sprintf("batch=%d", batch), func(b *testing.B) {
 			b.ReportAllocs()
-			breaker := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
+			breaker := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
 			for calls := b.N; calls > 0; calls -= batch {
 				p := breaker.allow(min(batch, calls))
 				for range p.granted {
@@ -396,7 +396,7 @@ func BenchmarkBreaker(b *testing.B) {
 	}
 	b.Run("unsettled", func(b *testing.B) { // one in four fails
 		b.ReportAllocs()
-		breaker := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
+		breaker := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
 		p := breaker.allow(b.N)
 		for n := range b.N {
 			if n%4 == 3 {
@@ -405,18 +405,18 @@ func BenchmarkBreaker(b *testing.B) {
 				p.report(callSucceeded)
 			}
 		}
-		require.Equal(b, BreakerClosed, breaker.state())
+		require.Equal(b, stateClosed, breaker.state())
 	})
 	b.Run("outage", func(b *testing.B) { // the rest of a batch fails after it opened
 		b.ReportAllocs()
-		p := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {}).allow(b.N)
+		p := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {}).allow(b.N)
 		for range b.N {
 			p.report(callFailed)
 		}
 	})
 	b.Run("parallel", func(b *testing.B) {
 		b.ReportAllocs()
-		breaker := newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {})
+		breaker := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
 		b.RunParallel(func(pb *testing.PB) {
 			for pb.Next() {
 				breaker.allow(1).report(callSucceeded)

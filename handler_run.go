@@ -242,7 +242,7 @@ func newActionBreakers(cfg *HandlerConfig, routes routes, log *slog.Logger) *act
 	all := &actionBreakers{patience: 2 * cfg.HandlerTimeout, of: map[string]*actionBreaker{}}
 	for _, route := range routes.byName {
 		for h := range route.handlers() {
-			all.of[h.action] = &actionBreaker{breaker: newBreaker(cfg.Breaker, func(from, to BreakerState, failureRate float64) {
+			all.of[h.action] = &actionBreaker{breaker: newBreaker(breakerRules(cfg.Breaker), func(from, to breakerState, failureRate float64) {
 				reportActionBreaker(cfg, log, h.action, from, to, failureRate)
 			})}
 		}
@@ -250,16 +250,16 @@ func newActionBreakers(cfg *HandlerConfig, routes routes, log *slog.Logger) *act
 	return all
 }
 
-func reportActionBreaker(cfg *HandlerConfig, log *slog.Logger, action string, from, to BreakerState, failureRate float64) {
+func reportActionBreaker(cfg *HandlerConfig, log *slog.Logger, action string, from, to breakerState, failureRate float64) {
 	switch to {
-	case BreakerOpen:
+	case stateOpen:
 		log.Warn("outbox: most events of an action fail; its events wait, and one is tried now and then", "action", action, "failure_rate", failureRate, "open_for", cfg.Breaker.OpenFor)
-	case BreakerClosed:
+	case stateClosed:
 		log.Info("outbox: an action works again", "action", action)
-	case BreakerHalfOpen:
+	case stateHalfOpen:
 	}
 	if cfg.Hooks.Breaker != nil {
-		cfg.Hooks.Breaker(action, from, to)
+		cfg.Hooks.Breaker(action, BreakerState(from), BreakerState(to))
 	}
 }
 
@@ -274,7 +274,7 @@ func (a *actionBreakers) get(action string) *actionBreaker {
 // isClosed reports whether events of an action are handled as usual.
 func (a *actionBreakers) isClosed(action string) bool {
 	b := a.get(action)
-	return b == nil || b.steady.Load() || b.state() == BreakerClosed
+	return b == nil || b.steady.Load() || b.state() == stateClosed
 }
 
 // mayTry reports whether an event of an action may be tried that was begun before its breaker opened, or with
@@ -335,7 +335,7 @@ func (a *actionBreakers) note(action string, attempt int, err error) {
 	case trial != nil:
 		trial.report(outcome)
 		trial.release()
-	case attempt <= 1 && b.state() == BreakerClosed:
+	case attempt <= 1 && b.state() == stateClosed:
 		p := b.allow(1)
 		p.report(outcome)
 		p.release()
@@ -374,7 +374,7 @@ func (a *actionBreakers) reasons() (reasons []string) {
 		return nil
 	}
 	for _, action := range slices.Sorted(maps.Keys(a.of)) {
-		if s := a.of[action].state(); s != BreakerClosed {
+		if s := a.of[action].state(); s != stateClosed {
 			reasons = append(reasons, fmt.Sprintf("the breaker of action %s is %v: most of its events fail, and others wait", action, s))
 		}
 	}

@@ -104,7 +104,7 @@ func (s *healthState) report() RelayHealth {
 	breaker := s.breaker.state() // not under mu: it may call Hooks.Breaker, which may ask for the health
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	h := RelayHealth{Relay: s.cfg.Name, Live: true, Ready: true, Leading: s.leading, Breaker: breaker}
+	h := RelayHealth{Relay: s.cfg.Name, Live: true, Ready: true, Leading: s.leading, Breaker: BreakerState(breaker)}
 	notReady := func(reason string, args ...any) {
 		h.Ready, h.Reasons = false, append(h.Reasons, fmt.Sprintf(reason, args...))
 	}

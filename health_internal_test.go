@@ -13,7 +13,7 @@ func TestHealthOfAHangingRun(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		cfg := RelayConfig{}.withDefaults()
-		s := newHealthState(cfg, newBreaker(cfg.Breaker, func(BreakerState, BreakerState, float64) {}))
+		s := newHealthState(cfg, newBreaker(breakerRules(cfg.Breaker), func(breakerState, breakerState, float64) {}))
 		r := &Relay{health: s}
 		s.runBegan()
 		s.setLeading(true)
@@ -40,7 +40,7 @@ func TestHealthInTheHookOfTheBreaker(t *testing.T) {
 		cfg := RelayConfig{}.withDefaults()
 		var s *healthState
 		var seen []BreakerState
-		s = newHealthState(cfg, newBreaker(cfg.Breaker, func(BreakerState, BreakerState, float64) {
+		s = newHealthState(cfg, newBreaker(breakerRules(cfg.Breaker), func(breakerState, breakerState, float64) {
 			seen = append(seen, s.report().Breaker)
 		}))
 		for range cfg.Breaker.MinCalls {

@@ -19,7 +19,7 @@ func newWatch(db *pgxpool.Pool, cfg RelayConfig, breaker *breaker, staleEvents f
 	return watch.New(watch.NewStore(db, cfg.Schema), watch.Config{
 		Settings:      cfg.Alerts.settings().WithDefaults(),
 		Relay:         cfg.Name,
-		BreakerClosed: func() bool { return breaker.state() == BreakerClosed },
+		BreakerClosed: func() bool { return breaker.state() == stateClosed },
 		StaleEvents:   staleEvents,
 		Deliver:       cfg.Alerts.deliver,
 		Logger:        cfg.Logger,

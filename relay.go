@@ -116,7 +116,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 	}
 	r.cfg.Hooks = cfg.Hooks.guarded(r.guardHook)
 	r.retention.Callback = contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: retention.ArchiveGrace}).Call
-	r.breaker = newBreaker(cfg.Breaker, r.breakerChanged)
+	r.breaker = newBreaker(breakerRules(cfg.Breaker), r.breakerChanged)
 	r.health = newHealthState(cfg, r.breaker, r.postgresOutage, r.kafkaOutage)
 	r.monitor = &monitor{watch: newWatch(db, cfg, r.breaker, r.health.setStale), outage: outage.NewLog(log, "PostgreSQL, for alerts,"), checkNow: r.checkNow}
 	return r, nil
@@ -136,8 +136,8 @@ func (r *Relay) guardHook(name string) func(call func()) {
 
 // breakerChanged logs a change of the breaker, calls the hooks, wakes the retrier when
 // the breaker closes, and the monitor unless it becomes half-open.
-func (r *Relay) breakerChanged(from, to BreakerState, failureRate float64) {
-	if to == BreakerOpen && from == BreakerClosed {
+func (r *Relay) breakerChanged(from, to breakerState, failureRate float64) {
+	if to == stateOpen && from == stateClosed {
 		r.log.Error("outbox: too many sends fail, breaker opens", "failure_rate", percent(failureRate),
 			"threshold", percent(r.cfg.Breaker.FailureRate), "open_for", r.cfg.Breaker.OpenFor)
 		if r.cfg.Hooks.BreakerOpened != nil {
@@ -146,12 +146,12 @@ func (r *Relay) breakerChanged(from, to BreakerState, failureRate float64) {
 	}
 	r.log.Warn("outbox: breaker changed", "from", from.String(), "to", to.String())
 	if r.cfg.Hooks.Breaker != nil {
-		r.cfg.Hooks.Breaker(from, to)
+		r.cfg.Hooks.Breaker(BreakerState(from), BreakerState(to))
 	}
-	if to == BreakerClosed {
+	if to == stateClosed {
 		wait.Signal(r.retryNow)
 	}
-	if to != BreakerHalfOpen {
+	if to != stateHalfOpen {
 		wait.Signal(r.checkNow)
 	}
 }

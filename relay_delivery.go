@@ -211,7 +211,7 @@ func (d *delivery) run() error {
 func (d *delivery) beginSend() {
 	d.obstacle, d.sendBegan = noObstacle, time.Now()
 	d.accepted, d.failed = nil, nil
-	d.avoiding = !d.probing && d.places.Failing() && (!d.patient || d.breaker.state() != BreakerOpen)
+	d.avoiding = !d.probing && d.places.Failing() && (!d.patient || d.breaker.state() != stateOpen)
 	if d.avoiding {
 		d.sender.prepare(d.stop, d.places.Topics())
 	}
@@ -231,7 +231,7 @@ func (d *delivery) reportPlaces() {
 // another goroutine uses the trial calls.
 func (d *delivery) awaitBreaker() {
 	const shortest = 50 * time.Millisecond
-	if d.breaker.state() == BreakerOpen {
+	if d.breaker.state() == stateOpen {
 		e := &d.batch[d.pending[0]]
 		d.log.Warn("outbox: breaker is open, batch stops", "id", e.Id, "event_id", string(e.EventID), "wait", d.breaker.wait())
 	}

@@ -322,7 +322,7 @@ type fakeSender struct {
 
 func newFakeSender(t *testing.T, play string) *fakeSender {
 	s := &fakeSender{
-		t: t, play: strings.Fields(play), breaker: newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {}),
+		t: t, play: strings.Fields(play), breaker: newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {}),
 		errs: map[rune]error{
 			'+': nil, '-': kgo.ErrRecordTimeout, 't': kerr.UnknownTopicOrPartition, 'n': fmt.Errorf("%w: %w", kafka.ErrNoLeader, kgo.ErrRecordTimeout),
 			'x': kerr.MessageTooLarge, 'a': errSendAlone, 'i': &envelope.FieldError{Field: "Type", Err: check.ErrEmpty}, 'b': errBlocked,

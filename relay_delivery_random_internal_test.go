@@ -300,7 +300,7 @@ func (c *chaos) mayRepeat(events []int) {
 func (c *chaos) deliverer() *deliverer {
 	log := slog.New(slog.DiscardHandler)
 	return &deliverer{deliveryParts{
-		sender: c, breaker: newBreaker(BreakerConfig{}.withDefaults(), func(_, _ BreakerState, _ float64) {}), log: log, onSend: func() {},
+		sender: c, breaker: newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {}), log: log, onSend: func() {},
 		kafkaOutage: outage.NewLog(log, "Kafka"), places: places.NewRegistry(outage.NewLogs(log)), onRecovered: func() {},
 	}}
 }

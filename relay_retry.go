@@ -72,7 +72,7 @@ func (r *retrier) runProbes(ctx context.Context) { r.repeat(ctx, nil, r.probeAll
 // repeat runs rounds, unless the breaker is open.
 func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, round func(context.Context) error) {
 	for ctx.Err() == nil && r.Held.Err() == nil {
-		if r.breaker.state() != BreakerOpen { // a round that is skipped says nothing about PostgreSQL
+		if r.breaker.state() != stateOpen { // a round that is skipped says nothing about PostgreSQL
 			err := round(ctx)
 			if r.Held.Err() != nil || errors.Is(err, lease.ErrLeaseLost) {
 				return
