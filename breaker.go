@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/breaker"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -78,4 +79,4 @@ const (
 )
 
 // String returns closed, half-open or open.
-func (s BreakerState) String() string { return breakerState(s).String() }
+func (s BreakerState) String() string { return breaker.State(s).String() }

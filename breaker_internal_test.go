@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"fmt"
+	breakers "github.com/outboxgo/outbox/internal/breaker"
 	"math"
 	"math/rand/v2"
 	"strings"
@@ -21,55 +22,55 @@ var breakerTests = []struct {
 	// + a call that succeeds, - one that fails, x one that is cancelled (each only
 	// if it is allowed), ( a call that begins, ) its failure, . ten seconds pass
 	play  string
-	want  breakerState
+	want  breakers.State
 	calls int // that would be allowed now, of many
 }{
-	{"nothing was called", "", stateClosed, many},
-	{"too few calls to judge", "----", stateClosed, many},
-	{"five calls are enough", "-----", stateOpen, 0},
-	{"half of the calls fail", "+++---", stateOpen, 0},
-	{"less than half of the calls fail", "+++--", stateClosed, many},
-	{"a success is the fifth call", "---++", stateOpen, 0},
-	{"a success is the fifth call, failures are few", "--+++", stateClosed, many},
-	{"ten good calls bear four failures", "++++++++++----", stateClosed, many},
-	{"ten good calls do not bear five failures", "++++++++++-----", stateOpen, 0},
-	{"failures older than ten calls do not count", "--++++++++++----", stateClosed, many},
-	{"failures among the last ten calls do", "++--++++++++---", stateClosed, many},
-	{"the window moves one call at a time", "--++++++--+++++++++++-----", stateOpen, 0},
-	{"cancelled calls do not count as successes", "xxxxx----xxxxx-", stateOpen, 0},
-	{"cancelled calls do not count as failures", "xxxxxxxxxx", stateClosed, many},
-	{"time alone forgets nothing", "----......-", stateOpen, 0},
+	{"nothing was called", "", breakers.Closed, many},
+	{"too few calls to judge", "----", breakers.Closed, many},
+	{"five calls are enough", "-----", breakers.Open, 0},
+	{"half of the calls fail", "+++---", breakers.Open, 0},
+	{"less than half of the calls fail", "+++--", breakers.Closed, many},
+	{"a success is the fifth call", "---++", breakers.Open, 0},
+	{"a success is the fifth call, failures are few", "--+++", breakers.Closed, many},
+	{"ten good calls bear four failures", "++++++++++----", breakers.Closed, many},
+	{"ten good calls do not bear five failures", "++++++++++-----", breakers.Open, 0},
+	{"failures older than ten calls do not count", "--++++++++++----", breakers.Closed, many},
+	{"failures among the last ten calls do", "++--++++++++---", breakers.Closed, many},
+	{"the window moves one call at a time", "--++++++--+++++++++++-----", breakers.Open, 0},
+	{"cancelled calls do not count as successes", "xxxxx----xxxxx-", breakers.Open, 0},
+	{"cancelled calls do not count as failures", "xxxxxxxxxx", breakers.Closed, many},
+	{"time alone forgets nothing", "----......-", breakers.Open, 0},
 
-	{"still open after 20 s", "-----..", stateOpen, 0},
-	{"half-open after 30 s", "-----...", stateHalfOpen, 3},
-	{"half-open as long as nobody calls", "-----....................", stateHalfOpen, 3},
-	{"calls while it is open are refused", "-----.++++..", stateHalfOpen, 3},
-	{"refused calls do not prolong it", "-----.--.--.", stateHalfOpen, 3},
+	{"still open after 20 s", "-----..", breakers.Open, 0},
+	{"half-open after 30 s", "-----...", breakers.HalfOpen, 3},
+	{"half-open as long as nobody calls", "-----....................", breakers.HalfOpen, 3},
+	{"calls while it is open are refused", "-----.++++..", breakers.HalfOpen, 3},
+	{"refused calls do not prolong it", "-----.--.--.", breakers.HalfOpen, 3},
 
-	{"one trial leaves two", "-----...+", stateHalfOpen, 2},
-	{"two good trials do not close it", "-----...++", stateHalfOpen, 1},
-	{"three good trials close it", "-----...+++", stateClosed, many},
-	{"one bad trial opens it again", "-----...-", stateOpen, 0},
-	{"the third trial is bad", "-----...++-", stateOpen, 0},
-	{"a bad trial opens it for another 30 s", "-----...-..", stateOpen, 0},
-	{"half-open again", "-----...-...", stateHalfOpen, 3},
-	{"closed at the second attempt", "-----...-...+++", stateClosed, many},
-	{"a cancelled trial is given back", "-----...xxxx", stateHalfOpen, 3},
-	{"cancelled trials among good ones", "-----...+xx+x", stateHalfOpen, 1},
-	{"cancelled trials do not help to close it", "-----...++xx+", stateClosed, many},
-	{"trials without an outcome are all taken", "-----...(((+++", stateHalfOpen, 0},
-	{"time gives no trial back", "-----...(((......", stateHalfOpen, 0},
+	{"one trial leaves two", "-----...+", breakers.HalfOpen, 2},
+	{"two good trials do not close it", "-----...++", breakers.HalfOpen, 1},
+	{"three good trials close it", "-----...+++", breakers.Closed, many},
+	{"one bad trial opens it again", "-----...-", breakers.Open, 0},
+	{"the third trial is bad", "-----...++-", breakers.Open, 0},
+	{"a bad trial opens it for another 30 s", "-----...-..", breakers.Open, 0},
+	{"half-open again", "-----...-...", breakers.HalfOpen, 3},
+	{"closed at the second attempt", "-----...-...+++", breakers.Closed, many},
+	{"a cancelled trial is given back", "-----...xxxx", breakers.HalfOpen, 3},
+	{"cancelled trials among good ones", "-----...+xx+x", breakers.HalfOpen, 1},
+	{"cancelled trials do not help to close it", "-----...++xx+", breakers.Closed, many},
+	{"trials without an outcome are all taken", "-----...(((+++", breakers.HalfOpen, 0},
+	{"time gives no trial back", "-----...(((......", breakers.HalfOpen, 0},
 
-	{"closed anew, it has forgotten the failures", "-----...+++----", stateClosed, many},
-	{"closed anew, it has forgotten the trials", "-----...+++--+-", stateClosed, many},
-	{"closed anew, it judges anew", "-----...+++-----", stateOpen, 0},
+	{"closed anew, it has forgotten the failures", "-----...+++----", breakers.Closed, many},
+	{"closed anew, it has forgotten the trials", "-----...+++--+-", breakers.Closed, many},
+	{"closed anew, it judges anew", "-----...+++-----", breakers.Open, 0},
 
-	{"calls that were begun before it opened fail later", "(((((-----)))))..", stateOpen, 0},
-	{"late failures do not prolong it", "(((-----.).).).", stateHalfOpen, 3},
-	{"late failures are no trials", "(((-----...)))", stateHalfOpen, 3},
-	{"late failures do not count once it is closed", "(((((-----...+++)))))", stateClosed, many},
-	{"late trials do not count once it is closed", "-----...((-...+++))---", stateClosed, many},
-	{"late trials do not take up new ones", "-----...((-...)", stateHalfOpen, 3},
+	{"calls that were begun before it opened fail later", "(((((-----)))))..", breakers.Open, 0},
+	{"late failures do not prolong it", "(((-----.).).).", breakers.HalfOpen, 3},
+	{"late failures are no trials", "(((-----...)))", breakers.HalfOpen, 3},
+	{"late failures do not count once it is closed", "(((((-----...+++)))))", breakers.Closed, many},
+	{"late trials do not count once it is closed", "-----...((-...+++))---", breakers.Closed, many},
+	{"late trials do not take up new ones", "-----...((-...)", breakers.HalfOpen, 3},
 }
 
 func TestBreaker(t *testing.T) {
@@ -77,34 +78,34 @@ func TestBreaker(t *testing.T) {
 	for _, test := range breakerTests {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				b := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
+				b := breakers.New(breakers.Rules(BreakerConfig{}.withDefaults()), func(_, _ breakers.State, _ float64) {})
 				play(b, test.play)
-				require.Equal(t, test.want, b.state(), "%s", b.state())
-				require.Equal(t, test.calls, b.allow(many).granted)
+				require.Equal(t, test.want, b.State(), "%s", b.State())
+				require.Equal(t, test.calls, b.Allow(many).Granted)
 			})
 		})
 	}
 }
 
 // play makes calls, one by one, as breakerTests writes them.
-func play(b *breaker, calls string) {
-	var begun []*permit
+func play(b *breakers.Breaker, calls string) {
+	var begun []*breakers.Permit
 	for _, c := range calls {
 		switch c {
 		case '.':
 			time.Sleep(10 * time.Second)
 		case '(':
-			begun = append(begun, b.allow(1))
+			begun = append(begun, b.Allow(1))
 		case ')':
-			begun[0].report(callFailed)
+			begun[0].Report(breakers.Failed)
 			begun = begun[1:]
 		default:
-			b.allow(1).report(outcomes[c])
+			b.Allow(1).Report(outcomes[c])
 		}
 	}
 }
 
-var outcomes = map[rune]callResult{'+': callSucceeded, '-': callFailed, 'x': callCancelled}
+var outcomes = map[rune]breakers.Outcome{'+': breakers.Succeeded, '-': breakers.Failed, 'x': breakers.Cancelled}
 
 // Whatever happens, the breaker is where a model of it is that keeps all
 // outcomes and knows no shortcut.
@@ -117,7 +118,7 @@ func TestBreakerModel(t *testing.T) {
 				Window: 4 + random.IntN(8), MinCalls: 1 + random.IntN(4),
 				FailureRate: float64(1+random.IntN(10)) / 10, Trials: 1 + random.IntN(4),
 			}.withDefaults()
-			b, m := newBreaker(breakerRules(cfg), func(_, _ breakerState, _ float64) {}), &breakerModel{cfg: cfg}
+			b, m := breakers.New(breakers.Rules(cfg), func(_, _ breakers.State, _ float64) {}), &breakerModel{cfg: cfg}
 			weights := []string{"++++++++++++++-x.", "+++-", "---+.", "+-x."}
 			var played strings.Builder
 			for range 200 {
@@ -127,7 +128,7 @@ func TestBreakerModel(t *testing.T) {
 					played.WriteRune(call)
 					play(b, string(call))
 					m.play(call)
-					require.Equal(t, m.state, b.state(), "seed %d, %+v: %s", seed, cfg, &played)
+					require.Equal(t, m.state, b.State(), "seed %d, %+v: %s", seed, cfg, &played)
 				}
 			}
 		})
@@ -137,68 +138,68 @@ func TestBreakerModel(t *testing.T) {
 // breakerModel is a breaker of one caller.
 type breakerModel struct {
 	cfg      BreakerConfig
-	state    breakerState
+	state    breakers.State
 	outcomes string // since the last change of state
 	open     int    // in tens of seconds
 }
 
 func (m *breakerModel) play(call rune) {
 	switch {
-	case call == '.' && m.state == stateOpen:
+	case call == '.' && m.state == breakers.Open:
 		if m.open++; m.open == 3 {
-			m.change(stateHalfOpen)
+			m.change(breakers.HalfOpen)
 		}
-	case call == '.' || call == 'x' || m.state == stateOpen:
-	case m.state == stateHalfOpen && call == '-':
-		m.change(stateOpen)
-	case m.state == stateHalfOpen:
+	case call == '.' || call == 'x' || m.state == breakers.Open:
+	case m.state == breakers.HalfOpen && call == '-':
+		m.change(breakers.Open)
+	case m.state == breakers.HalfOpen:
 		if m.outcomes += "+"; len(m.outcomes) == m.cfg.Trials {
-			m.change(stateClosed)
+			m.change(breakers.Closed)
 		}
 	default:
 		m.outcomes += string(call)
 		last := m.outcomes[max(0, len(m.outcomes)-m.cfg.Window):]
 		failed := strings.Count(last, "-")
 		if len(last) >= m.cfg.MinCalls && float64(failed)/float64(len(last)) >= m.cfg.FailureRate {
-			m.change(stateOpen)
+			m.change(breakers.Open)
 		}
 	}
 }
 
-func (m *breakerModel) change(to breakerState) { m.state, m.outcomes, m.open = to, "", 0 }
+func (m *breakerModel) change(to breakers.State) { m.state, m.outcomes, m.open = to, "", 0 }
 
 // A batch asks once; what it has not begun when the breaker opens must wait.
 func TestBreakerBatch(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		b := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
-		batch := b.allow(5000)
-		require.Equal(t, 5000, batch.granted)
+		b := breakers.New(breakers.Rules(BreakerConfig{}.withDefaults()), func(_, _ breakers.State, _ float64) {})
+		batch := b.Allow(5000)
+		require.Equal(t, 5000, batch.Granted)
 		for range 4 {
-			batch.report(callFailed)
+			batch.Report(breakers.Failed)
 		}
-		require.True(t, batch.holds())
-		batch.report(callFailed)
-		require.Equal(t, stateOpen, b.state())
-		require.False(t, batch.holds())
-		require.Zero(t, b.allow(5000).granted)
+		require.True(t, batch.Holds())
+		batch.Report(breakers.Failed)
+		require.Equal(t, breakers.Open, b.State())
+		require.False(t, batch.Holds())
+		require.Zero(t, b.Allow(5000).Granted)
 
-		time.Sleep(b.wait())
-		trials := b.allow(5000)
-		require.Equal(t, 3, trials.granted)
-		require.True(t, trials.holds())
+		time.Sleep(b.Wait())
+		trials := b.Allow(5000)
+		require.Equal(t, 3, trials.Granted)
+		require.True(t, trials.Holds())
 		for range 1000 { // the batch goes on failing
-			batch.report(callFailed)
+			batch.Report(breakers.Failed)
 		}
-		batch.release()
-		require.Equal(t, stateHalfOpen, b.state())
-		require.Zero(t, b.allow(1).granted, "release gave back what others have")
+		batch.Release()
+		require.Equal(t, breakers.HalfOpen, b.State())
+		require.Zero(t, b.Allow(1).Granted, "release gave back what others have")
 
-		trials.report(callSucceeded)
-		trials.release()
-		trials.release()
-		trials.report(callFailed)
-		require.Equal(t, 2, b.allow(5000).granted)
+		trials.Report(breakers.Succeeded)
+		trials.Release()
+		trials.Release()
+		trials.Report(breakers.Failed)
+		require.Equal(t, 2, b.Allow(5000).Granted)
 	})
 }
 
@@ -206,45 +207,45 @@ func TestBreakerBatch(t *testing.T) {
 func TestBreakerTooManyOutcomes(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		b := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
+		b := breakers.New(breakers.Rules(BreakerConfig{}.withDefaults()), func(_, _ breakers.State, _ float64) {})
 		for _, n := range []int{0, -1} {
-			none := b.allow(n)
-			require.Zero(t, none.granted)
+			none := b.Allow(n)
+			require.Zero(t, none.Granted)
 			for range many {
-				none.report(callFailed)
+				none.Report(breakers.Failed)
 			}
-			require.Equal(t, stateClosed, b.state())
+			require.Equal(t, breakers.Closed, b.State())
 		}
 		play(b, "-----...")
-		require.Zero(t, b.allow(0).granted)
-		trial := b.allow(1)
-		require.Equal(t, 1, trial.granted)
+		require.Zero(t, b.Allow(0).Granted)
+		trial := b.Allow(1)
+		require.Equal(t, 1, trial.Granted)
 		for range many {
-			trial.report(callSucceeded)
-			trial.report(callCancelled)
+			trial.Report(breakers.Succeeded)
+			trial.Report(breakers.Cancelled)
 		}
-		require.Equal(t, 2, b.allow(many).granted)
+		require.Equal(t, 2, b.Allow(many).Granted)
 	})
 }
 
 func TestBreakerWait(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		b := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
-		require.Zero(t, b.wait())
+		b := breakers.New(breakers.Rules(BreakerConfig{}.withDefaults()), func(_, _ breakers.State, _ float64) {})
+		require.Zero(t, b.Wait())
 		play(b, "-----.")
-		require.Equal(t, 20*time.Second, b.wait())
-		time.Sleep(b.wait() - 1)
-		require.Equal(t, stateOpen, b.state())
-		require.Zero(t, b.allow(1).granted)
-		time.Sleep(b.wait())
-		require.Equal(t, 1, b.allow(1).granted, "not half-open after the time that it said to wait")
-		require.Zero(t, b.wait())
+		require.Equal(t, 20*time.Second, b.Wait())
+		time.Sleep(b.Wait() - 1)
+		require.Equal(t, breakers.Open, b.State())
+		require.Zero(t, b.Allow(1).Granted)
+		time.Sleep(b.Wait())
+		require.Equal(t, 1, b.Allow(1).Granted, "not half-open after the time that it said to wait")
+		require.Zero(t, b.Wait())
 	})
 	synctest.Test(t, func(t *testing.T) {
-		b := newBreaker(breakerRules(BreakerConfig{OpenFor: 1}.withDefaults()), func(_, _ breakerState, _ float64) {})
+		b := breakers.New(breakers.Rules(BreakerConfig{OpenFor: 1}.withDefaults()), func(_, _ breakers.State, _ float64) {})
 		play(b, "-----.")
-		require.Equal(t, stateHalfOpen, b.state(), "gobreaker takes no Timeout for a minute")
+		require.Equal(t, breakers.HalfOpen, b.State(), "gobreaker takes no Timeout for a minute")
 	})
 }
 
@@ -254,26 +255,26 @@ func TestBreakerChanged(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		var changes []string
-		var b *breaker
+		var b *breakers.Breaker
 		notifying := false
-		b = newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(from, to breakerState, failureRate float64) {
-			if to == stateOpen {
+		b = breakers.New(breakers.Rules(BreakerConfig{}.withDefaults()), func(from, to breakers.State, failureRate float64) {
+			if to == breakers.Open {
 				require.InDelta(t, 0.5, failureRate, 0.001, "5 of 10")
 			}
 			require.False(t, notifying, "called for a change before it had returned from the last one")
 			notifying = true
 			defer func() { notifying = false }()
 			changes = append(changes, fmt.Sprintf("%s to %s", from, to))
-			require.Equal(t, to, b.state())
-			if to == stateHalfOpen { // the next change comes while changed is running
+			require.Equal(t, to, b.State())
+			if to == breakers.HalfOpen { // the next change comes while changed is running
 				play(b, "+++")
-				require.Equal(t, stateClosed, b.state())
+				require.Equal(t, breakers.Closed, b.State())
 			}
 		})
 		play(b, "+++++-----")
 		require.Equal(t, []string{"closed to open"}, changes)
 		play(b, "...")
-		b.wait()
+		b.Wait()
 		require.Equal(t, []string{"closed to open", "open to half-open", "half-open to closed"}, changes)
 	})
 }
@@ -283,20 +284,20 @@ func TestBreakerChanged(t *testing.T) {
 func TestBreakerRace(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		now, changes := stateClosed, map[breakerState]int{}
-		b := newBreaker(breakerRules(BreakerConfig{OpenFor: time.Second}.withDefaults()), func(from, to breakerState, _ float64) {
+		now, changes := breakers.Closed, map[breakers.State]int{}
+		b := breakers.New(breakers.Rules(BreakerConfig{OpenFor: time.Second}.withDefaults()), func(from, to breakers.State, _ float64) {
 			require.Equal(t, now, from)
 			now = to
 			changes[to]++
 		})
 		var mu sync.Mutex
 		onTrial := map[uint64]int{} // calls, by generation
-		trial := func(p *permit, calls int) {
+		trial := func(p *breakers.Permit, calls int) {
 			mu.Lock()
 			defer mu.Unlock()
-			if p.trial {
-				onTrial[p.generation] += calls
-				require.LessOrEqual(t, onTrial[p.generation], 3)
+			if p.Trial {
+				onTrial[p.Generation] += calls
+				require.LessOrEqual(t, onTrial[p.Generation], 3)
 			}
 		}
 		var callers sync.WaitGroup
@@ -304,31 +305,31 @@ func TestBreakerRace(t *testing.T) {
 			callers.Go(func() {
 				random := rand.New(rand.NewPCG(seed, 1))
 				for range 500 {
-					p := b.allow(random.IntN(20))
-					trial(p, p.granted)
+					p := b.Allow(random.IntN(20))
+					trial(p, p.Granted)
 					bad := random.IntN(3) == 0
-					for n := range p.granted {
+					for n := range p.Granted {
 						time.Sleep(time.Duration(random.IntN(5)) * time.Millisecond)
 						switch {
-						case random.IntN(20) == 0 || !p.holds():
-							trial(p, n-p.granted)
+						case random.IntN(20) == 0 || !p.Holds():
+							trial(p, n-p.Granted)
 						case bad:
-							p.report(callFailed)
+							p.Report(breakers.Failed)
 							continue
 						default:
-							p.report(callSucceeded)
+							p.Report(breakers.Succeeded)
 							continue
 						}
-						p.release()
+						p.Release()
 						break
 					}
-					time.Sleep(min(b.wait(), time.Duration(random.IntN(2000))*time.Millisecond))
+					time.Sleep(min(b.Wait(), time.Duration(random.IntN(2000))*time.Millisecond))
 				}
 			})
 		}
 		callers.Wait()
-		require.Equal(t, now, b.state())
-		for _, state := range []breakerState{stateClosed, stateHalfOpen, stateOpen} {
+		require.Equal(t, now, b.State())
+		for _, state := range []breakers.State{breakers.Closed, breakers.HalfOpen, breakers.Open} {
 			require.Greater(t, changes[state], 10, "%s", state)
 		}
 		t.Log(changes)
@@ -361,19 +362,19 @@ func TestBreakerConfig(t *testing.T) {
 // 0.07 * 100 is 7.000000000000001 in floating point.
 func TestBreakerExactRate(t *testing.T) {
 	t.Parallel()
-	b := newBreaker(breakerRules(BreakerConfig{Window: 100, MinCalls: 100, FailureRate: 0.07}.withDefaults()), func(_, _ breakerState, _ float64) {})
+	b := breakers.New(breakers.Rules(BreakerConfig{Window: 100, MinCalls: 100, FailureRate: 0.07}.withDefaults()), func(_, _ breakers.State, _ float64) {})
 	play(b, strings.Repeat("-", 7)+strings.Repeat("+", 92))
-	require.Equal(t, stateClosed, b.state())
+	require.Equal(t, breakers.Closed, b.State())
 	play(b, "+")
-	require.Equal(t, stateOpen, b.state())
+	require.Equal(t, breakers.Open, b.State())
 }
 
 func TestBreakerAllocs(t *testing.T) {
 	// Not parallel: it counts allocations.
-	b := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
-	for _, o := range []callResult{callSucceeded, callCancelled, callFailed} { // it opens, and hears of it again and again
-		p := b.allow(100_000)
-		require.Zero(t, testing.AllocsPerRun(1000, func() { p.report(o) }), "outcome %d", o)
+	b := breakers.New(breakers.Rules(BreakerConfig{}.withDefaults()), func(_, _ breakers.State, _ float64) {})
+	for _, o := range []breakers.Outcome{breakers.Succeeded, breakers.Cancelled, breakers.Failed} { // it opens, and hears of it again and again
+		p := b.Allow(100_000)
+		require.Zero(t, testing.AllocsPerRun(1000, func() { p.Report(o) }), "outcome %d", o)
 	}
 }
 
@@ -382,44 +383,44 @@ func BenchmarkBreaker(b *testing.B) {
 	for _, batch := range []int{1, 100, 5000} {
 		b.Run(fmt.Sprintf("batch=%d", batch), func(b *testing.B) {
 			b.ReportAllocs()
-			breaker := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
+			breaker := breakers.New(breakers.Rules(BreakerConfig{}.withDefaults()), func(_, _ breakers.State, _ float64) {})
 			for calls := b.N; calls > 0; calls -= batch {
-				p := breaker.allow(min(batch, calls))
-				for range p.granted {
-					if p.holds() {
-						p.report(callSucceeded)
+				p := breaker.Allow(min(batch, calls))
+				for range p.Granted {
+					if p.Holds() {
+						p.Report(breakers.Succeeded)
 					}
 				}
-				p.release()
+				p.Release()
 			}
 		})
 	}
 	b.Run("unsettled", func(b *testing.B) { // one in four fails
 		b.ReportAllocs()
-		breaker := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
-		p := breaker.allow(b.N)
+		breaker := breakers.New(breakers.Rules(BreakerConfig{}.withDefaults()), func(_, _ breakers.State, _ float64) {})
+		p := breaker.Allow(b.N)
 		for n := range b.N {
 			if n%4 == 3 {
-				p.report(callFailed)
+				p.Report(breakers.Failed)
 			} else {
-				p.report(callSucceeded)
+				p.Report(breakers.Succeeded)
 			}
 		}
-		require.Equal(b, stateClosed, breaker.state())
+		require.Equal(b, breakers.Closed, breaker.State())
 	})
 	b.Run("outage", func(b *testing.B) { // the rest of a batch fails after it opened
 		b.ReportAllocs()
-		p := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {}).allow(b.N)
+		p := breakers.New(breakers.Rules(BreakerConfig{}.withDefaults()), func(_, _ breakers.State, _ float64) {}).Allow(b.N)
 		for range b.N {
-			p.report(callFailed)
+			p.Report(breakers.Failed)
 		}
 	})
 	b.Run("parallel", func(b *testing.B) {
 		b.ReportAllocs()
-		breaker := newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {})
+		breaker := breakers.New(breakers.Rules(BreakerConfig{}.withDefaults()), func(_, _ breakers.State, _ float64) {})
 		b.RunParallel(func(pb *testing.PB) {
 			for pb.Next() {
-				breaker.allow(1).report(callSucceeded)
+				breaker.Allow(1).Report(breakers.Succeeded)
 			}
 		})
 	})

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/breaker"
 	"log/slog"
 	"maps"
 	"slices"
@@ -231,9 +232,9 @@ type actionBreakers struct {
 
 // actionBreaker is the breaker of an action, and the trial that it has permitted.
 type actionBreaker struct {
-	*breaker
+	*breaker.Breaker
 	mu    sync.Mutex
-	trial *permit // nil if none is under way
+	trial *breaker.Permit // nil if none is under way
 	began time.Time
 }
 
@@ -242,7 +243,7 @@ func newActionBreakers(cfg *HandlerConfig, routes routes, log *slog.Logger) *act
 	all := &actionBreakers{patience: 2 * cfg.HandlerTimeout, of: map[string]*actionBreaker{}}
 	for _, route := range routes.byName {
 		for h := range route.handlers() {
-			all.of[h.action] = &actionBreaker{breaker: newBreaker(breakerRules(cfg.Breaker), func(from, to breakerState, failureRate float64) {
+			all.of[h.action] = &actionBreaker{Breaker: breaker.New(breaker.Rules(cfg.Breaker), func(from, to breaker.State, failureRate float64) {
 				reportActionBreaker(cfg, log, h.action, from, to, failureRate)
 			})}
 		}
@@ -250,13 +251,13 @@ func newActionBreakers(cfg *HandlerConfig, routes routes, log *slog.Logger) *act
 	return all
 }
 
-func reportActionBreaker(cfg *HandlerConfig, log *slog.Logger, action string, from, to breakerState, failureRate float64) {
+func reportActionBreaker(cfg *HandlerConfig, log *slog.Logger, action string, from, to breaker.State, failureRate float64) {
 	switch to {
-	case stateOpen:
+	case breaker.Open:
 		log.Warn("outbox: most events of an action fail; its events wait, and one is tried now and then", "action", action, "failure_rate", failureRate, "open_for", cfg.Breaker.OpenFor)
-	case stateClosed:
+	case breaker.Closed:
 		log.Info("outbox: an action works again", "action", action)
-	case stateHalfOpen:
+	case breaker.HalfOpen:
 	}
 	if cfg.Hooks.Breaker != nil {
 		cfg.Hooks.Breaker(action, BreakerState(from), BreakerState(to))
@@ -274,7 +275,7 @@ func (a *actionBreakers) get(action string) *actionBreaker {
 // isClosed reports whether events of an action are handled as usual.
 func (a *actionBreakers) isClosed(action string) bool {
 	b := a.get(action)
-	return b == nil || b.steady.Load() || b.state() == stateClosed
+	return b == nil || b.Steady.Load() || b.State() == breaker.Closed
 }
 
 // mayTry reports whether an event of an action may be tried that was begun before its breaker opened, or with
@@ -298,18 +299,18 @@ func (a *actionBreakers) tryOne(action string) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.trial != nil && time.Since(b.began) > a.patience {
-		b.trial.release()
+		b.trial.Release()
 		b.trial = nil
 	}
 	if b.trial != nil {
 		return false
 	}
-	p := b.allow(1)
-	if p.granted == 0 {
+	p := b.Allow(1)
+	if p.Granted == 0 {
 		return false
 	}
-	if !p.trial { // it has closed meanwhile
-		p.release()
+	if !p.Trial { // it has closed meanwhile
+		p.Release()
 		return true
 	}
 	b.trial, b.began = p, time.Now()
@@ -323,22 +324,22 @@ func (a *actionBreakers) note(action string, attempt int, err error) {
 	if b == nil {
 		return
 	}
-	outcome := callSucceeded
+	outcome := breaker.Succeeded
 	if err != nil && !isPermanent(err) {
-		outcome = callFailed
+		outcome = breaker.Failed
 	}
-	if outcome == callSucceeded && b.steady.Load() {
+	if outcome == breaker.Succeeded && b.Steady.Load() {
 		return
 	}
 	trial := b.takeTrial()
 	switch {
 	case trial != nil:
-		trial.report(outcome)
-		trial.release()
-	case attempt <= 1 && b.state() == stateClosed:
-		p := b.allow(1)
-		p.report(outcome)
-		p.release()
+		trial.Report(outcome)
+		trial.Release()
+	case attempt <= 1 && b.State() == breaker.Closed:
+		p := b.Allow(1)
+		p.Report(outcome)
+		p.Release()
 	}
 }
 
@@ -346,13 +347,13 @@ func (a *actionBreakers) note(action string, attempt int, err error) {
 func (a *actionBreakers) forget(action string) {
 	if b := a.get(action); b != nil {
 		if trial := b.takeTrial(); trial != nil {
-			trial.release()
+			trial.Release()
 		}
 	}
 }
 
 // takeTrial returns the trial that is under way, or nil. From then on there is none.
-func (b *actionBreaker) takeTrial() *permit {
+func (b *actionBreaker) takeTrial() *breaker.Permit {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	trial := b.trial
@@ -363,7 +364,7 @@ func (b *actionBreaker) takeTrial() *permit {
 // wait returns how long it takes until an event of an action may be tried, 0 if that is now or not known.
 func (a *actionBreakers) wait(action string) time.Duration {
 	if b := a.get(action); b != nil {
-		return b.wait()
+		return b.Wait()
 	}
 	return 0
 }
@@ -374,7 +375,7 @@ func (a *actionBreakers) reasons() (reasons []string) {
 		return nil
 	}
 	for _, action := range slices.Sorted(maps.Keys(a.of)) {
-		if s := a.of[action].state(); s != stateClosed {
+		if s := a.of[action].State(); s != breaker.Closed {
 			reasons = append(reasons, fmt.Sprintf("the breaker of action %s is %v: most of its events fail, and others wait", action, s))
 		}
 	}

@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"fmt"
+	breakers "github.com/outboxgo/outbox/internal/breaker"
 	"sync"
 	"time"
 
@@ -29,7 +30,7 @@ type RelayHealth struct {
 // healthState is what the goroutine of Run records for [Relay.Health].
 type healthState struct {
 	cfg     RelayConfig
-	breaker *breaker
+	breaker *breakers.Breaker
 	outages []*outage.Log
 
 	mu        sync.Mutex
@@ -44,7 +45,7 @@ type healthState struct {
 	stale     []tables.EventCount // what waits for too long, by the last check of alerts
 }
 
-func newHealthState(cfg RelayConfig, b *breaker, outages ...*outage.Log) *healthState {
+func newHealthState(cfg RelayConfig, b *breakers.Breaker, outages ...*outage.Log) *healthState {
 	return &healthState{cfg: cfg, breaker: b, outages: outages}
 }
 
@@ -101,7 +102,7 @@ func (s *healthState) beginLongTask(what string) {
 }
 
 func (s *healthState) report() RelayHealth {
-	breaker := s.breaker.state() // not under mu: it may call Hooks.Breaker, which may ask for the health
+	breaker := s.breaker.State() // not under mu: it may call Hooks.Breaker, which may ask for the health
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	h := RelayHealth{Relay: s.cfg.Name, Live: true, Ready: true, Leading: s.leading, Breaker: BreakerState(breaker)}

@@ -1,6 +1,7 @@
 package outbox
 
 import (
+	"github.com/outboxgo/outbox/internal/breaker"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -13,7 +14,7 @@ func TestHealthOfAHangingRun(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		cfg := RelayConfig{}.withDefaults()
-		s := newHealthState(cfg, newBreaker(breakerRules(cfg.Breaker), func(breakerState, breakerState, float64) {}))
+		s := newHealthState(cfg, breaker.New(breaker.Rules(cfg.Breaker), func(breaker.State, breaker.State, float64) {}))
 		r := &Relay{health: s}
 		s.runBegan()
 		s.setLeading(true)
@@ -40,13 +41,13 @@ func TestHealthInTheHookOfTheBreaker(t *testing.T) {
 		cfg := RelayConfig{}.withDefaults()
 		var s *healthState
 		var seen []BreakerState
-		s = newHealthState(cfg, newBreaker(breakerRules(cfg.Breaker), func(breakerState, breakerState, float64) {
+		s = newHealthState(cfg, breaker.New(breaker.Rules(cfg.Breaker), func(breaker.State, breaker.State, float64) {
 			seen = append(seen, s.report().Breaker)
 		}))
 		for range cfg.Breaker.MinCalls {
-			p := s.breaker.allow(1)
-			p.report(callFailed)
-			p.release()
+			p := s.breaker.Allow(1)
+			p.Report(breaker.Failed)
+			p.Release()
 		}
 		time.Sleep(cfg.Breaker.OpenFor)
 		require.Equal(t, BreakerHalfOpen, s.report().Breaker)

@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+	breakers "github.com/outboxgo/outbox/internal/breaker"
 	"log/slog"
 	"time"
 
@@ -15,11 +16,11 @@ import (
 
 // newWatch returns what alerts beside a relay that leads. breaker is the relay's; staleEvents gets
 // after each check what waits for too long.
-func newWatch(db *pgxpool.Pool, cfg RelayConfig, breaker *breaker, staleEvents func([]tables.EventCount)) *watch.Watch {
+func newWatch(db *pgxpool.Pool, cfg RelayConfig, breaker *breakers.Breaker, staleEvents func([]tables.EventCount)) *watch.Watch {
 	return watch.New(watch.NewStore(db, cfg.Schema), watch.Config{
 		Settings:      cfg.Alerts.settings().WithDefaults(),
 		Relay:         cfg.Name,
-		BreakerClosed: func() bool { return breaker.state() == stateClosed },
+		BreakerClosed: func() bool { return breaker.State() == breakers.Closed },
 		StaleEvents:   staleEvents,
 		Deliver:       cfg.Alerts.deliver,
 		Logger:        cfg.Logger,

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
@@ -37,7 +38,7 @@ type Relay struct {
 	retention *retention.Store
 	monitor   *monitor
 	log       *slog.Logger
-	breaker   *breaker
+	breaker   *breaker.Breaker
 	health    *healthState
 
 	// The logs of outages are the relay's, because an outage may last longer than a lease.
@@ -116,7 +117,7 @@ func NewRelay(db *pgxpool.Pool, opts []kgo.Opt, cfg RelayConfig) (*Relay, error)
 	}
 	r.cfg.Hooks = cfg.Hooks.guarded(r.guardHook)
 	r.retention.Callback = contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: retention.ArchiveGrace}).Call
-	r.breaker = newBreaker(breakerRules(cfg.Breaker), r.breakerChanged)
+	r.breaker = breaker.New(breaker.Rules(cfg.Breaker), r.breakerChanged)
 	r.health = newHealthState(cfg, r.breaker, r.postgresOutage, r.kafkaOutage)
 	r.monitor = &monitor{watch: newWatch(db, cfg, r.breaker, r.health.setStale), outage: outage.NewLog(log, "PostgreSQL, for alerts,"), checkNow: r.checkNow}
 	return r, nil
@@ -136,8 +137,8 @@ func (r *Relay) guardHook(name string) func(call func()) {
 
 // breakerChanged logs a change of the breaker, calls the hooks, wakes the retrier when
 // the breaker closes, and the monitor unless it becomes half-open.
-func (r *Relay) breakerChanged(from, to breakerState, failureRate float64) {
-	if to == stateOpen && from == stateClosed {
+func (r *Relay) breakerChanged(from, to breaker.State, failureRate float64) {
+	if to == breaker.Open && from == breaker.Closed {
 		r.log.Error("outbox: too many sends fail, breaker opens", "failure_rate", percent(failureRate),
 			"threshold", percent(r.cfg.Breaker.FailureRate), "open_for", r.cfg.Breaker.OpenFor)
 		if r.cfg.Hooks.BreakerOpened != nil {
@@ -148,10 +149,10 @@ func (r *Relay) breakerChanged(from, to breakerState, failureRate float64) {
 	if r.cfg.Hooks.Breaker != nil {
 		r.cfg.Hooks.Breaker(BreakerState(from), BreakerState(to))
 	}
-	if to == stateClosed {
+	if to == breaker.Closed {
 		wait.Signal(r.retryNow)
 	}
-	if to != stateHalfOpen {
+	if to != breaker.HalfOpen {
 		wait.Signal(r.checkNow)
 	}
 }
@@ -478,7 +479,7 @@ func (r *Relay) probe(ctx context.Context, parts retrierParts) {
 }
 
 // newProducer makes a producer that a breaker stops, if it is not nil.
-func (r *Relay) newProducer(leads lease.Leadership, b *breaker) *producer {
+func (r *Relay) newProducer(leads lease.Leadership, b *breaker.Breaker) *producer {
 	return newProducer(producerConfig{
 		opts: r.opts, form: envelope.RecordForm{InJSON: r.cfg.Mode == Structured, Further: r.cfg.further()}, sendTimeout: r.cfg.SendTimeout, linger: r.cfg.Linger, passFailedKeys: r.cfg.PassFailedKeys,
 	}, leads.Lease, b)

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"slices"
@@ -22,7 +23,7 @@ import (
 // is: the records of a partition fail together, and a few of them would stop the sending
 // to all others. So while Kafka answers, the failures of a topic are reported as one.
 type acks struct {
-	permit  *permit
+	permit  *breaker.Permit
 	records []kgo.Record
 	errs    []error       // of records that are not to be sent
 	all     chan struct{} // closed when every outcome is known
@@ -36,7 +37,7 @@ type acks struct {
 }
 
 // newAcks expects one outcome for each record without an error.
-func newAcks(p *permit, records []kgo.Record, errs []error) *acks {
+func newAcks(p *breaker.Permit, records []kgo.Record, errs []error) *acks {
 	a := &acks{permit: p, records: records, errs: errs, all: make(chan struct{}), crashed: make(chan struct{}), open: 1}
 	for _, err := range errs {
 		if err == nil {
@@ -71,7 +72,7 @@ func (a *acks) promise(r *kgo.Record, err error) {
 		}
 	}()
 	if err == nil {
-		a.permit.report(callSucceeded)
+		a.permit.Report(breaker.Succeeded)
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -161,23 +162,23 @@ func (a *acks) reportFailures(oncePerTopic bool) {
 	reported := map[string]bool{}
 	for r, err := range a.failed {
 		result := callResultOf(err)
-		if result == callFailed && oncePerTopic {
+		if result == breaker.Failed && oncePerTopic {
 			if reported[r.Topic] {
-				result = callCancelled
+				result = breaker.Cancelled
 			}
 			reported[r.Topic] = true
 		}
-		a.permit.report(result)
+		a.permit.Report(result)
 	}
 }
 
 // callResultOf is what the breaker learns about an error. A rejected record and a
 // missing topic count as success, because Kafka answered.
-func callResultOf(err error) callResult {
+func callResultOf(err error) breaker.Outcome {
 	if kafka.IsOutage(err) {
-		return callFailed
+		return breaker.Failed
 	}
-	return callSucceeded
+	return breaker.Succeeded
 }
 
 // outcome is what happened to an event of a batch.

@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"log/slog"
@@ -46,7 +47,7 @@ type sendResult struct {
 // deliveryParts is what deliveries use.
 type deliveryParts struct {
 	sender         sender
-	breaker        *breaker
+	breaker        *breaker.Breaker
 	places         *places.Registry
 	log            *slog.Logger
 	kafkaOutage    *outage.Log       // Kafka as a whole
@@ -211,7 +212,7 @@ func (d *delivery) run() error {
 func (d *delivery) beginSend() {
 	d.obstacle, d.sendBegan = noObstacle, time.Now()
 	d.accepted, d.failed = nil, nil
-	d.avoiding = !d.probing && d.places.Failing() && (!d.patient || d.breaker.state() != stateOpen)
+	d.avoiding = !d.probing && d.places.Failing() && (!d.patient || d.breaker.State() != breaker.Open)
 	if d.avoiding {
 		d.sender.prepare(d.stop, d.places.Topics())
 	}
@@ -231,11 +232,11 @@ func (d *delivery) reportPlaces() {
 // another goroutine uses the trial calls.
 func (d *delivery) awaitBreaker() {
 	const shortest = 50 * time.Millisecond
-	if d.breaker.state() == stateOpen {
+	if d.breaker.State() == breaker.Open {
 		e := &d.batch[d.pending[0]]
-		d.log.Warn("outbox: breaker is open, batch stops", "id", e.Id, "event_id", string(e.EventID), "wait", d.breaker.wait())
+		d.log.Warn("outbox: breaker is open, batch stops", "id", e.Id, "event_id", string(e.EventID), "wait", d.breaker.Wait())
 	}
-	wait.Await(d.stop, d.held, nil, max(d.breaker.wait(), shortest))
+	wait.Await(d.stop, d.held, nil, max(d.breaker.Wait(), shortest))
 }
 
 // sendBatch sends all pending events at once. If Kafka rejects a request, it names all

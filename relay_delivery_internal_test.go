@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
@@ -186,14 +187,14 @@ func TestTrialsAreNotSpentOnBadPlaces(t *testing.T) {
 		s := newFakeSender(t, "ab:-+ c:+")
 		s.openBreaker()
 		time.Sleep(31 * time.Second)
-		require.Equal(t, BreakerHalfOpen, s.breaker.state())
+		require.Equal(t, BreakerHalfOpen, s.breaker.State())
 		deliver := func(batch string) string {
 			outcomes, err := s.deliverer(nil).deliver(t.Context(), t.Context(), envelopesOf(batch), newParking(false))
 			require.NoError(t, err)
 			return outcomeSymbols(outcomes)
 		}
 		require.Equal(t, "u+", deliver("ab"))
-		require.Equal(t, BreakerHalfOpen, s.breaker.state())
+		require.Equal(t, BreakerHalfOpen, s.breaker.State())
 		require.Equal(t, "ub+", deliver("aAc"))
 		require.Empty(t, s.play)
 	})
@@ -311,7 +312,7 @@ type fakeSender struct {
 	t       *testing.T
 	play    []string // sends that have not come yet
 	stop    func()
-	breaker *breaker
+	breaker *breaker.Breaker
 	places  *places.Registry
 	log     bytes.Buffer
 	errs    map[rune]error
@@ -322,7 +323,7 @@ type fakeSender struct {
 
 func newFakeSender(t *testing.T, play string) *fakeSender {
 	s := &fakeSender{
-		t: t, play: strings.Fields(play), breaker: newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {}),
+		t: t, play: strings.Fields(play), breaker: breaker.New(breaker.Rules(BreakerConfig{}.withDefaults()), func(_, _ breaker.State, _ float64) {}),
 		errs: map[rune]error{
 			'+': nil, '-': kgo.ErrRecordTimeout, 't': kerr.UnknownTopicOrPartition, 'n': fmt.Errorf("%w: %w", kafka.ErrNoLeader, kgo.ErrRecordTimeout),
 			'x': kerr.MessageTooLarge, 'a': errSendAlone, 'i': &envelope.FieldError{Field: "Type", Err: check.ErrEmpty}, 'b': errBlocked,
@@ -408,9 +409,9 @@ func (s *fakeSender) produce(_, _ context.Context, batch []envelope.Event, which
 
 // openBreaker opens the breaker, if it has been closed until now.
 func (s *fakeSender) openBreaker() {
-	p := s.breaker.allow(10)
-	for range p.granted {
-		p.report(callFailed)
+	p := s.breaker.Allow(10)
+	for range p.Granted {
+		p.Report(breaker.Failed)
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
@@ -300,7 +301,7 @@ func (c *chaos) mayRepeat(events []int) {
 func (c *chaos) deliverer() *deliverer {
 	log := slog.New(slog.DiscardHandler)
 	return &deliverer{deliveryParts{
-		sender: c, breaker: newBreaker(breakerRules(BreakerConfig{}.withDefaults()), func(_, _ breakerState, _ float64) {}), log: log, onSend: func() {},
+		sender: c, breaker: breaker.New(breaker.Rules(BreakerConfig{}.withDefaults()), func(_, _ breaker.State, _ float64) {}), log: log, onSend: func() {},
 		kafkaOutage: outage.NewLog(log, "Kafka"), places: places.NewRegistry(outage.NewLogs(log)), onRecovered: func() {},
 	}}
 }

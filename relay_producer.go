@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
@@ -30,7 +31,7 @@ type producerConfig struct {
 type producer struct {
 	cfg     producerConfig
 	lease   *lease.Lease
-	breaker *breaker // shared by all producers of a relay that it is to stop
+	breaker *breaker.Breaker // shared by all producers of a relay that it is to stop
 
 	client   *kgo.Client // nil until needed, after a send without an answer, and after a final error
 	inFlight *kafka.InFlight
@@ -41,7 +42,7 @@ type producer struct {
 	named, derived map[string]string // topics, by their name in the row or by the event type
 }
 
-func newProducer(cfg producerConfig, l *lease.Lease, b *breaker) *producer {
+func newProducer(cfg producerConfig, l *lease.Lease, b *breaker.Breaker) *producer {
 	return &producer{cfg: cfg, lease: l, breaker: b, named: map[string]string{}, derived: map[string]string{}}
 }
 
@@ -96,9 +97,9 @@ func (p *producer) produce(stop, held context.Context, batch []envelope.Event, w
 	if !p.lease.Held() {
 		return sendResult{}, lease.ErrLeaseLost
 	}
-	permit := p.breaker.allow(len(which))
-	defer permit.release()
-	which = which[:permit.granted]
+	permit := p.breaker.Allow(len(which))
+	defer permit.Release()
+	which = which[:permit.Granted]
 	if len(which) == 0 {
 		return sendResult{}, nil
 	}
@@ -203,7 +204,7 @@ func (p *producer) explain(ctx context.Context, acks *acks) bool {
 // passed.
 func (p *producer) handOver(stop, held, grace context.Context, acks *acks) (n int) {
 	promise := acks.promise
-	for ; n < len(acks.records) && acks.permit.holds() && stop.Err() == nil && p.lease.Sure(); n++ {
+	for ; n < len(acks.records) && acks.permit.Holds() && stop.Err() == nil && p.lease.Sure(); n++ {
 		r := &acks.records[n]
 		if acks.errs[n] != nil {
 			continue

@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"errors"
+	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/lease"
 	"testing"
 	"time"
@@ -26,8 +27,8 @@ func TestPromisePanics(t *testing.T) {
 		cfg := producerConfig{opts: []kgo.Opt{kgo.SeedBrokers(brokers...)}, sendTimeout: time.Minute}
 		p := newProducer(cfg, &lease.Lease{}, nil)
 		require.NoError(t, p.connect())
-		crashing := &permit{breaker: &breaker{}, granted: records, done: func(error) { panic(bug) }}
-		crashing.unreported.Store(int64(records))
+		crashing := &breaker.Permit{Breaker: &breaker.Breaker{}, Granted: records, Done: func(error) { panic(bug) }}
+		crashing.Unreported.Store(int64(records))
 		ctx, start := context.Background(), time.Now()
 		func() {
 			defer func() {

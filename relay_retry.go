@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
@@ -28,7 +29,7 @@ type retrierParts struct {
 	parked    *parking         // shared with the session
 	places    *places.Registry // shared with the session
 	probed    *probedKeys      // shared by the retriers
-	breaker   *breaker
+	breaker   *breaker.Breaker
 	log       *slog.Logger
 	outage    *outage.Log     // PostgreSQL
 	retryNow  <-chan struct{} // wake requests
@@ -72,7 +73,7 @@ func (r *retrier) runProbes(ctx context.Context) { r.repeat(ctx, nil, r.probeAll
 // repeat runs rounds, unless the breaker is open.
 func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, round func(context.Context) error) {
 	for ctx.Err() == nil && r.Held.Err() == nil {
-		if r.breaker.state() != stateOpen { // a round that is skipped says nothing about PostgreSQL
+		if r.breaker.State() != breaker.Open { // a round that is skipped says nothing about PostgreSQL
 			err := round(ctx)
 			if r.Held.Err() != nil || errors.Is(err, lease.ErrLeaseLost) {
 				return

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
@@ -302,7 +303,7 @@ func (f *fakeStore) session(held context.Context, cfg RelayConfig) *session {
 	s := newSession(sessionParts{
 		Leadership: lease.Leadership{Lease: f.lease, Held: held, Lose: f.lose, StatementTimeout: cfg.Lease},
 		cfg:        cfg, cursors: f, leases: f, failed: f, deliverer: f, parked: f.parked, log: log, places: places.NewRegistry(outage.NewLogs(log)),
-		health: newHealthState(cfg, newBreaker(breakerRules(cfg.Breaker), func(_, _ breakerState, _ float64) {})),
+		health: newHealthState(cfg, breaker.New(breaker.Rules(cfg.Breaker), func(_, _ breaker.State, _ float64) {})),
 		outage: outage.NewLog(log, "PostgreSQL"), wake: make(chan struct{}),
 		eventDied: func() {},
 	})

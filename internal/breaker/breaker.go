@@ -1,4 +1,4 @@
-package outbox
+package breaker
 
 import (
 	"errors"
@@ -10,50 +10,50 @@ import (
 	"github.com/sony/gobreaker/v2"
 )
 
-// breakerRules say when a breaker opens and closes: see BreakerConfig of the package outbox.
-type breakerRules struct {
-	Window int
-	MinCalls int
+// Rules say when a breaker opens and closes: see BreakerConfig of the package outbox.
+type Rules struct {
+	Window      int
+	MinCalls    int
 	FailureRate float64
-	OpenFor time.Duration
-	Trials int
+	OpenFor     time.Duration
+	Trials      int
 }
 
-// breakerState is the state of a breaker.
-type breakerState int
+// State is the state of a breaker.
+type State int
 
 const (
-	stateClosed breakerState = iota
-	stateHalfOpen
-	stateOpen
+	Closed State = iota
+	HalfOpen
+	Open
 )
 
 // String returns closed, half-open or open.
-func (s breakerState) String() string {
+func (s State) String() string {
 	switch s {
-	case stateClosed:
+	case Closed:
 		return "closed"
-	case stateHalfOpen:
+	case HalfOpen:
 		return "half-open"
-	case stateOpen:
+	case Open:
 		return "open"
 	}
 	return fmt.Sprintf("unknown state: %d", int(s))
 }
 
 // stateOf translates a state of the machine.
-func stateOf(s gobreaker.State) breakerState {
+func stateOf(s gobreaker.State) State {
 	switch s {
 	case gobreaker.StateHalfOpen:
-		return stateHalfOpen
+		return HalfOpen
 	case gobreaker.StateOpen:
-		return stateOpen
+		return Open
 	case gobreaker.StateClosed:
 	}
-	return stateClosed
+	return Closed
 }
 
-// breaker decides whether a call may be tried, from the outcomes of earlier calls.
+// Breaker decides whether a call may be tried, from the outcomes of earlier calls.
 //
 // gobreaker keeps the state: its generations exclude late outcomes, and its requests are
 // the trial calls. This file decides when to open, for two reasons. The windows of
@@ -63,19 +63,19 @@ func stateOf(s gobreaker.State) breakerState {
 // classify returns false for the outcome that opens the breaker.
 //
 // A breaker may be used by any number of goroutines.
-type breaker struct {
-	cfg     breakerRules
-	changed func(from, to breakerState, failureRate float64)
+type Breaker struct {
+	cfg     Rules
+	changed func(from, to State, failureRate float64)
 
 	// steady means that the breaker is closed and its window full of successes, so that
 	// one more success changes nothing. Only a failure ends that, so steady is false in
 	// every other state.
-	steady     atomic.Bool
+	Steady     atomic.Bool
 	generation atomic.Uint64 // counts changes of state
 
 	mu        sync.Mutex // of all below; machine has a lock of its own inside it
 	machine   *gobreaker.TwoStepCircuitBreaker[struct{}]
-	current   breakerState // what machine was last seen in
+	current   State // what machine was last seen in
 	last      window
 	trialsAt  time.Time     // when it was opened, plus OpenFor
 	changes   []stateChange // for which changed has not been called yet
@@ -83,16 +83,16 @@ type breaker struct {
 }
 
 type stateChange struct {
-	from, to    breakerState
+	from, to    State
 	failureRate float64 // of the last outcomes, in the state before
 }
 
-// newBreaker returns a closed breaker. It calls changed after each change of state, from
+// New returns a closed breaker. It calls changed after each change of state, from
 // one goroutine at a time and in the order of the changes, with the share of failures among
 // the last outcomes, 0 if it was not closed; changed may call the breaker.
 // The change to half-open happens when a method of the breaker is called.
-func newBreaker(cfg breakerRules, changed func(from, to breakerState, failureRate float64)) *breaker {
-	b := &breaker{cfg: cfg, changed: changed, last: window{failed: make([]bool, cfg.Window)}}
+func New(cfg Rules, changed func(from, to State, failureRate float64)) *Breaker {
+	b := &Breaker{cfg: cfg, changed: changed, last: window{failed: make([]bool, cfg.Window)}}
 	b.machine = gobreaker.NewTwoStepCircuitBreaker[struct{}](gobreaker.Settings{
 		MaxRequests: uint32(cfg.Trials),
 		// gobreaker waits until more than Timeout has passed, and takes 0 for a minute.
@@ -113,18 +113,18 @@ var (
 
 // classify takes the outcome of a call that was begun in the current state, and returns
 // whether the breaker can stay in this state. machine calls it under mu.
-func (b *breaker) classify(err error) bool {
-	if b.current == stateHalfOpen {
+func (b *Breaker) classify(err error) bool {
+	if b.current == HalfOpen {
 		return err == nil
 	}
 	b.last.add(err != nil)
-	b.steady.Store(b.last.calls == b.cfg.Window && b.last.failures == 0)
+	b.Steady.Store(b.last.calls == b.cfg.Window && b.last.failures == 0)
 	return b.last.calls < b.cfg.MinCalls || b.last.failureRate() < b.cfg.FailureRate
 }
 
 // onChange is called by machine, under mu and under the lock of machine. Asking machine
 // for its state here would deadlock.
-func (b *breaker) onChange(_ string, from, to gobreaker.State) {
+func (b *Breaker) onChange(_ string, from, to gobreaker.State) {
 	b.current = stateOf(to)
 	b.generation.Add(1)
 	rate := b.last.failureRate()
@@ -137,7 +137,7 @@ func (b *breaker) onChange(_ string, from, to gobreaker.State) {
 
 // unlock releases mu and calls changed. While one goroutine does that, the others leave
 // their changes to it: otherwise one could overtake another between mu and changed.
-func (b *breaker) unlock() {
+func (b *Breaker) unlock() {
 	for !b.notifying && len(b.changes) > 0 {
 		c := b.changes[0]
 		b.changes = b.changes[1:]
@@ -151,7 +151,7 @@ func (b *breaker) unlock() {
 }
 
 // state returns the present state. An open breaker becomes half-open by time alone.
-func (b *breaker) state() breakerState {
+func (b *Breaker) State() State {
 	b.mu.Lock()
 	defer b.unlock()
 	return stateOf(b.machine.State())
@@ -160,10 +160,10 @@ func (b *breaker) state() breakerState {
 // wait returns how long an open breaker stays open, and 0 in any other state. If a
 // half-open breaker allows nothing, other goroutines use the trial calls, and it is not
 // known for how long.
-func (b *breaker) wait() time.Duration {
+func (b *Breaker) Wait() time.Duration {
 	b.mu.Lock()
 	defer b.unlock()
-	if stateOf(b.machine.State()) != stateOpen {
+	if stateOf(b.machine.State()) != Open {
 		return 0
 	}
 	return time.Until(b.trialsAt)
@@ -173,11 +173,11 @@ func (b *breaker) wait() time.Duration {
 // calls that are left when half-open, none when open. Each call that was granted needs an
 // outcome; release the permit when all outcomes are reported.
 // A nil breaker grants everything and learns nothing.
-func (b *breaker) allow(n int) *permit {
+func (b *Breaker) Allow(n int) *Permit {
 	if b == nil {
-		return &permit{granted: n}
+		return &Permit{Granted: n}
 	}
-	p := &permit{breaker: b}
+	p := &Permit{Breaker: b}
 	if n <= 0 {
 		return p
 	}
@@ -187,76 +187,76 @@ func (b *breaker) allow(n int) *permit {
 	if err != nil { // open, or out of trial calls: there is no other error
 		return p
 	}
-	p.done, p.generation, p.granted = done, b.generation.Load(), n
-	if b.current == stateHalfOpen {
-		p.trial, p.granted = true, 1
-		for p.granted < n {
+	p.Done, p.Generation, p.Granted = done, b.generation.Load(), n
+	if b.current == HalfOpen {
+		p.Trial, p.Granted = true, 1
+		for p.Granted < n {
 			// done knows nothing but the generation, so one serves for all. A closed
 			// breaker does not even count requests, and is asked only once.
 			if _, err := b.machine.Allow(); err != nil {
 				break
 			}
-			p.granted++
+			p.Granted++
 		}
 	}
-	p.unreported.Store(int64(p.granted))
+	p.Unreported.Store(int64(p.Granted))
 	return p
 }
 
-// permit lets calls be tried. It may be used by several goroutines.
-type permit struct {
-	breaker    *breaker
-	granted    int // calls, from the first that was asked for
-	trial      bool
-	generation uint64
-	done       func(error)
-	unreported atomic.Int64 // calls without an outcome; negative after too many
+// Permit lets calls be tried. It may be used by several goroutines.
+type Permit struct {
+	Breaker    *Breaker
+	Granted    int // calls, from the first that was asked for
+	Trial      bool
+	Generation uint64
+	Done       func(error)
+	Unreported atomic.Int64 // calls without an outcome; negative after too many
 }
 
 // holds reports whether the breaker is still in the state in which it gave p. If not,
 // calls that have not begun should not begin.
-func (p *permit) holds() bool {
-	return p.breaker == nil || p.breaker.generation.Load() == p.generation
+func (p *Permit) Holds() bool {
+	return p.Breaker == nil || p.Breaker.generation.Load() == p.Generation
 }
 
-// callResult is how a call ended, as far as the breaker is concerned.
-type callResult int
+// Outcome is how a call ended, as far as the breaker is concerned.
+type Outcome int
 
 const (
-	callSucceeded callResult = iota // Kafka answered, even if it rejected the event
-	callFailed                      // Kafka was unavailable
-	callCancelled                   // does not count, and gives the permission back
+	Succeeded Outcome = iota // Kafka answered, even if it rejected the event
+	Failed                   // Kafka was unavailable
+	Cancelled                // does not count, and gives the permission back
 )
 
 // report takes the outcome of one call. It does not count if the breaker has
 // changed since p was given, or if all calls have an outcome already.
-func (p *permit) report(o callResult) {
-	b := p.breaker
+func (p *Permit) Report(o Outcome) {
+	b := p.Breaker
 	switch {
-	case b == nil, p.unreported.Add(-1) < 0:
+	case b == nil, p.Unreported.Add(-1) < 0:
 		return
-	case o == callSucceeded && b.steady.Load():
+	case o == Succeeded && b.Steady.Load():
 		return
-	case o == callCancelled && !p.trial:
+	case o == Cancelled && !p.Trial:
 		return
 	}
 	var err error
 	switch o {
-	case callFailed:
+	case Failed:
 		err = errCallFailed
-	case callCancelled:
+	case Cancelled:
 		err = errCallCancelled
-	case callSucceeded:
+	case Succeeded:
 	}
 	b.mu.Lock()
 	defer b.unlock()
-	p.done(err)
+	p.Done(err)
 }
 
 // release gives back the calls that have no outcome. It may be called again.
-func (p *permit) release() {
-	for p.breaker != nil && p.unreported.Load() > 0 {
-		p.report(callCancelled)
+func (p *Permit) Release() {
+	for p.Breaker != nil && p.Unreported.Load() > 0 {
+		p.Report(Cancelled)
 	}
 }
 
