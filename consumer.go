@@ -223,7 +223,7 @@ func (c *Consumer) checkTables(ctx context.Context) error {
 		cancel()
 		answered()
 		if pg.IsUndefined(err) {
-			return notMigrated(c.cfg.Schema, err)
+			return pg.NotMigrated(c.cfg.Schema, err)
 		}
 		if err == nil {
 			c.outages.Report(outagePostgres, began, nil)

@@ -2,12 +2,12 @@ package outbox
 
 import (
 	"errors"
-	"fmt"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/migrator"
+	"github.com/outboxgo/outbox/internal/pg"
 )
 
 // Reasons why [NewRegistry] and the methods of [Recorder] reject an event.
@@ -54,7 +54,7 @@ var (
 	// by what package outboxops reads and writes, when the tables of outbox are not there or
 	// are those of an earlier release: call [Migrate] first, or check the Schema of the
 	// configuration.
-	ErrNotMigrated = errors.New("outbox: the tables are missing or of an earlier release; call outbox.Migrate, or run outbox migrate up, or name another schema")
+	ErrNotMigrated = pg.ErrNotMigrated
 	// ErrDatabaseAhead is returned by [Migrate] when the database was migrated by
 	// a newer release than this one.
 	ErrDatabaseAhead = migrator.ErrDatabaseAhead
@@ -80,11 +80,6 @@ var (
 	// xid = DEFAULT WHERE created_at >= the time of the restore.
 	ErrSequenceBehind = cursor.ErrSequenceBehind
 )
-
-// notMigrated adds to an error of PostgreSQL in which schema something is missing.
-func notMigrated(schema string, err error) error {
-	return fmt.Errorf("%w than %s: %w", ErrNotMigrated, schema, err)
-}
 
 // FieldError says which field of which event was rejected, and wraps the reason.
 type FieldError struct {

@@ -5,7 +5,6 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/retention"
 	"iter"
-	"slices"
 	"time"
 )
 
@@ -81,24 +80,26 @@ type SentBatch struct {
 	// Took is the time until the last outcome was known.
 	Took time.Duration
 
-	sent     []SentEvent
-	notTaken []notTaken
-}
-
-type notTaken struct {
-	event SentEvent
-	class string
+	outcomes sentBatch
 }
 
 // All yields the events that Kafka has accepted, in the order in which they were sent.
-func (b SentBatch) All() iter.Seq[SentEvent] { return slices.Values(b.sent) }
+func (b SentBatch) All() iter.Seq[SentEvent] {
+	return func(yield func(SentEvent) bool) {
+		for _, s := range b.outcomes.Sent {
+			if !yield(SentEvent{s.Event, s.Topic}) {
+				return
+			}
+		}
+	}
+}
 
 // NotTaken yields the events that count as Failed, each with the class of its error, as
 // in outbox_failed.error_class.
 func (b SentBatch) NotTaken() iter.Seq2[SentEvent, string] {
 	return func(yield func(SentEvent, string) bool) {
-		for _, n := range b.notTaken {
-			if !yield(n.event, n.class) {
+		for _, n := range b.outcomes.NotTaken {
+			if !yield(SentEvent{n.Event, n.Topic}, n.Class) {
 				return
 			}
 		}
@@ -245,4 +246,24 @@ func removedHook(hook func(RetentionResult)) func(retention.Result) {
 		return nil
 	}
 	return func(r retention.Result) { hook(RetentionResult(r)) }
+}
+
+// sentHook returns a hook as the engine calls it.
+func sentHook(hook func(SentBatch)) func(sentBatch) {
+	if hook == nil {
+		return nil
+	}
+	return func(b sentBatch) {
+		hook(SentBatch{Events: b.Events, Failed: b.Failed, Waiting: b.Waiting, Retried: b.Retried, Began: b.Began, Took: b.Took, outcomes: b})
+	}
+}
+
+// failedHook returns a hook as the engine calls it.
+func failedHook(hook func(FailedEvent)) func(e *envelope.Event, class string, err error, retries int) {
+	if hook == nil {
+		return nil
+	}
+	return func(e *envelope.Event, class string, err error, retries int) {
+		hook(failedEventOf(e, class, err, retries))
+	}
 }

@@ -163,7 +163,7 @@ func (r *Recorder) record(ctx context.Context, tx pgx.Tx, events []DomainEvent) 
 	}
 	switch {
 	case pg.IsUndefined(err):
-		err = notMigrated(r.cfg.Schema, err)
+		err = pg.NotMigrated(r.cfg.Schema, err)
 	case pg.IsDuplicateIn(err, indexes.EventID.Name()):
 		err = fmt.Errorf("%w: %w", ErrDuplicateEvent, pg.WithDetail(err))
 	}

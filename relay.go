@@ -298,7 +298,7 @@ func (r *Relay) standBy(ctx context.Context) (*lease.Lease, error) {
 			r.logTaken(ctx, l, waited)
 			return l, nil
 		case pg.IsUndefined(err):
-			return nil, notMigrated(r.cfg.Schema, err)
+			return nil, pg.NotMigrated(r.cfg.Schema, err)
 		case errors.Is(err, lease.ErrHeld):
 			r.health.sawLease()
 			r.postgresOutage.Report(nil)
@@ -435,7 +435,7 @@ func (r *Relay) work(ctx context.Context, leads lease.Leadership) error {
 	producer := r.newProducer(leads, r.breaker)
 	defer producer.close()
 	session := newSession(sessionParts{
-		Leadership: leads, cfg: r.cfg, cursors: r.cursors, leases: r.leases, failed: r.failed, places: bad,
+		Leadership: leads, cfg: r.cfg.rules(), cursors: r.cursors, leases: r.leases, failed: r.failed, places: bad,
 		deliverer: r.newDeliverer(producer, bad, r.kafkaOutage, r.health.progressed),
 		parked:    parked, health: r.health, log: r.log, outage: r.postgresOutage, wake: r.wake, heard: r.heard,
 		ticks: &r.cursors.Glances.Ticks, eventDied: func() { wait.Signal(r.checkNow) },
@@ -443,7 +443,7 @@ func (r *Relay) work(ctx context.Context, leads lease.Leadership) error {
 	defer r.cursors.Glances.Join()()
 	cleaner := retention.NewCleaner(leads, r.cleanerConfig(), r.retention, session.backlog.Load, r.log)
 	shared := retrierParts{
-		Leadership: leads, cfg: r.cfg, store: r.failed, parked: parked, places: bad, probed: new(probedKeys),
+		Leadership: leads, cfg: r.cfg.rules(), store: r.failed, parked: parked, places: bad, probed: new(probedKeys),
 		breaker: r.breaker, log: r.log, retryNow: r.retryNow, eventDied: func() { wait.Signal(r.checkNow) },
 	}
 	retry := func(ctx context.Context) { r.retry(ctx, shared) }
@@ -488,7 +488,7 @@ func (r *Relay) newProducer(leads lease.Leadership, b *breaker.Breaker) *produce
 func (r *Relay) newDeliverer(to sender, bad *places.Registry, kafkaOutage *outage.Log, onSend func()) *deliverer {
 	return &deliverer{deliveryParts{
 		sender: to, breaker: r.breaker, places: bad, log: r.log, kafkaOutage: kafkaOutage, passFailedKeys: r.cfg.PassFailedKeys,
-		onSend: onSend, onSent: r.cfg.Hooks.Sent, onRecovered: func() { wait.Signal(r.retryNow) },
+		onSend: onSend, onSent: sentHook(r.cfg.Hooks.Sent), onRecovered: func() { wait.Signal(r.retryNow) },
 	}}
 }
 

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/check"
@@ -13,7 +12,6 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/short"
 	"github.com/outboxgo/outbox/internal/tables"
-	"github.com/outboxgo/outbox/internal/wait"
 )
 
 // RelayConfig tunes a [Relay]. The zero value is ready for production.
@@ -207,8 +205,11 @@ func (c RelayConfig) further() eventheader.Further {
 	return eventheader.Further{ID: c.IDHeader, Trace: c.TraceHeader}
 }
 
-// retryWait returns the wait before the n-th retry of a rejected event, from 1.
-func (c RelayConfig) retryWait(n int) time.Duration {
-	d := wait.Exponential(c.RetryWait, c.MaxRetryWait, n-1)
-	return d - rand.N(d/5+1)
+// rules returns the configuration as the engine takes it.
+func (c RelayConfig) rules() relayRules {
+	return relayRules{
+		Schema: c.Schema, BatchSize: c.BatchSize, PollInterval: c.PollInterval, Lease: c.Lease, RetryInterval: c.RetryInterval, MaxRetries: c.MaxRetries,
+		RetryWait: c.RetryWait, MaxRetryWait: c.MaxRetryWait, PassFailedKeys: c.PassFailedKeys, HoldDead: c.HoldDead, RetryDeadAfter: c.RetryDeadAfter,
+		KeepSent: c.KeepSent, Rejected: failedHook(c.Hooks.Rejected), Dead: failedHook(c.Hooks.Dead),
+	}
 }

@@ -53,7 +53,7 @@ type deliveryParts struct {
 	kafkaOutage    *outage.Log       // Kafka as a whole
 	passFailedKeys bool              // RelayConfig.PassFailedKeys
 	onSend         func()            // called before each send
-	onSent         func(b SentBatch) // called after each delivery; may be nil
+	onSent         func(b sentBatch) // called after each delivery; may be nil
 	onRecovered    func()            // called when a bad place has accepted an event
 }
 
@@ -498,29 +498,29 @@ func (d *delivery) notifySent() {
 	if d.onSent == nil {
 		return
 	}
-	b := SentBatch{Retried: !d.patient, Began: d.began, Took: time.Since(d.began)}
+	b := sentBatch{Retried: !d.patient, Began: d.began, Took: time.Since(d.began)}
 	for i, o := range d.outcomes {
 		switch o.kind {
 		case outcomeSent:
-			if b.sent == nil {
-				b.sent = make([]SentEvent, 0, len(d.batch))
+			if b.Sent == nil {
+				b.Sent = make([]sentEvent, 0, len(d.batch))
 			}
-			b.sent = append(b.sent, d.sentEvent(i))
+			b.Sent = append(b.Sent, d.sentEvent(i))
 		case outcomeRejected, outcomeUnavailable:
-			b.notTaken = append(b.notTaken, notTaken{d.sentEvent(i), o.class})
+			b.NotTaken = append(b.NotTaken, notTaken{d.sentEvent(i), o.class})
 		case outcomeBlocked, outcomeParked:
 			b.Waiting++
 		case outcomePending:
 		}
 	}
-	b.Events, b.Failed = len(b.sent), len(b.notTaken)
+	b.Events, b.Failed = len(b.Sent), len(b.NotTaken)
 	if b.Events+b.Failed+b.Waiting > 0 {
 		d.onSent(b)
 	}
 }
 
-func (d *delivery) sentEvent(i int) SentEvent {
+func (d *delivery) sentEvent(i int) sentEvent {
 	e := &d.batch[i]
 	topic, _ := d.sender.topic(e) // "" for an event that was rejected because it has none
-	return SentEvent{e, topic}
+	return sentEvent{e, topic}
 }

@@ -339,7 +339,7 @@ func (s *fakeSender) logger() *slog.Logger { return slog.New(slog.NewTextHandler
 func (s *fakeSender) deliverer(onSent func(SentBatch)) *deliverer {
 	return &deliverer{deliveryParts{
 		sender: s, breaker: s.breaker, places: s.places, log: s.logger(), kafkaOutage: outage.NewLog(s.logger(), "Kafka"),
-		onSend: func() {}, onSent: onSent, onRecovered: func() { s.recovered++ },
+		onSend: func() {}, onSent: sentHook(onSent), onRecovered: func() { s.recovered++ },
 	}}
 }
 

@@ -163,7 +163,7 @@ func (c *chaos) send(stop context.Context, deliverer *deliverer) bool {
 	batch := c.batch[c.cursor:min(len(c.batch), c.cursor+1+c.rng.IntN(chaosBatch))]
 	outcomes, err := deliverer.deliver(stop, c.t.Context(), batch, c.parked)
 	require.Len(c.t, outcomes, len(batch))
-	s := &session{sessionParts: sessionParts{deliverer: deliverer, cfg: RelayConfig{}.withDefaults()}}
+	s := &session{sessionParts: sessionParts{deliverer: deliverer, cfg: RelayConfig{}.withDefaults().rules()}}
 	decided, failures := s.failures(batch, outcomes)
 	if err != nil {
 		require.ErrorIs(c.t, err, lease.ErrLeaseLost)

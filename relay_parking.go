@@ -149,15 +149,15 @@ func (p *parking) assign(failures []cursor.Failure) {
 	for i := range failures {
 		f := &failures[i]
 		k := p.keys[p.hash(f.Key)]
-		if f.Status == StatusDead {
+		if f.Status == statusDead {
 			added[f.Key] = added[f.Key] || f.Held
 			continue
 		}
 		switch head := !added[f.Key] && k.rows <= 0; {
 		case !head:
-			f.Status = StatusParked
+			f.Status = statusParked
 		case f.Status == StatusParked:
-			f.Status = StatusWaiting // the rows that it was behind are gone
+			f.Status = statusWaiting // the rows that it was behind are gone
 		}
 		added[f.Key] = true
 	}
@@ -169,7 +169,7 @@ func (p *parking) rowsWritten(failures []cursor.Failure) {
 	for _, f := range failures {
 		hash := p.hash(f.Key)
 		k := p.keys[hash]
-		if f.Status != StatusDead || f.Held {
+		if f.Status != statusDead || f.Held {
 			k.rows, k.changed = k.rows+1, p.recounts
 		}
 		if f.Pending {

@@ -23,7 +23,7 @@ import (
 // retrierParts is what a retrier uses.
 type retrierParts struct {
 	lease.Leadership
-	cfg       RelayConfig
+	cfg       relayRules
 	store     *cursor.Failed
 	deliverer *deliverer       // its sender is the retrier's own
 	parked    *parking         // shared with the session
@@ -357,7 +357,7 @@ func (r *retrier) retry(ctx context.Context, events []cursor.FailedRow,
 // rejectUnreadable makes an event dead that cannot be read. If reading it took too long,
 // that counts as a rejected retry, because PostgreSQL may be quicker another time.
 func (r *retrier) rejectUnreadable(e *cursor.FailedRow) error {
-	result := cursor.RetryResult{Event: e, Row: e.Row, Status: StatusDead, Class: cursor.UnreadableRow, Err: e.Unreadable}
+	result := cursor.RetryResult{Event: e, Row: e.Row, Status: statusDead, Class: cursor.UnreadableRow, Err: e.Unreadable}
 	if !isUnreadable(e.Unreadable) {
 		result, _ = r.resultOf(e, outcome{kind: outcomeRejected, class: cursor.UnreadableRow, err: e.Unreadable})
 	}
@@ -419,7 +419,7 @@ func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
 		return err
 	}
 	for _, result := range results {
-		gone := result.Status == StatusResolved || result.Status == StatusDead && !r.cfg.HoldDead
+		gone := result.Status == statusResolved || result.Status == statusDead && !r.cfg.HoldDead
 		if gone { // the row holds back nothing any more
 			r.parked.rowRemoved(result.Event.Key)
 		}
@@ -437,14 +437,14 @@ func (r *retrier) resultOf(e *cursor.FailedRow, o outcome) (result cursor.RetryR
 	result = cursor.RetryResult{Event: e, Row: e.Row, Class: o.class, Err: o.err}
 	switch o.kind {
 	case outcomeSent:
-		result.Status, result.Err = StatusResolved, nil
+		result.Status, result.Err = statusResolved, nil
 	case outcomeRejected:
-		result.Status, result.Count, result.Wait = StatusFailed, 1, r.cfg.retryWait(e.Retries+2)
+		result.Status, result.Count, result.Wait = statusFailed, 1, r.cfg.retryWait(e.Retries+2)
 		if e.Retries+1 >= r.cfg.MaxRetries {
-			result.Status = StatusDead
+			result.Status = statusDead
 		}
 	case outcomeUnavailable:
-		result.Status, result.Wait, result.Place = StatusWaiting, r.cfg.RetryInterval, o.place
+		result.Status, result.Wait, result.Place = statusWaiting, r.cfg.RetryInterval, o.place
 	case outcomePending, outcomeBlocked, outcomeParked:
 		return result, false
 	}
@@ -457,15 +457,15 @@ func (r *retrier) notifyRejected(result cursor.RetryResult) {
 	topic, _ := e.Destination() // "" if none follows from its type
 	args := []any{"id", e.Id, "event_id", string(e.EventID), "type", string(e.EventType), "aggregate_id", string(e.AggregateID),
 		"topic", topic, "key", string(e.Event.Key()), "attempt", e.Retries + result.Count, "class", result.Class, "error", result.Err}
-	ctx, hook := e.Context(r.Held), r.cfg.Hooks.Rejected
-	if result.Status == StatusDead {
-		hook = r.cfg.Hooks.Dead
+	ctx, hook := e.Context(r.Held), r.cfg.Rejected
+	if result.Status == statusDead {
+		hook = r.cfg.Dead
 		r.log.ErrorContext(ctx, "outbox: event is dead", append(args, "key_is_held", r.cfg.HoldDead)...)
 		r.eventDied()
 	} else {
 		r.log.WarnContext(ctx, "outbox: retry failed", args...)
 	}
 	if hook != nil {
-		hook(failedEventOf(&e.Event, result.Class, result.Err, e.Retries+result.Count))
+		hook(&e.Event, result.Class, result.Err, e.Retries+result.Count)
 	}
 }

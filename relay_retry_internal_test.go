@@ -21,20 +21,20 @@ func TestRetryWait(t *testing.T) {
 	for i, seconds := range []int{1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300} {
 		most := time.Duration(seconds) * time.Second
 		for range 100 {
-			wait := cfg.retryWait(i + 1)
+			wait := cfg.rules().retryWait(i + 1)
 			require.LessOrEqual(t, wait, most)
 			require.GreaterOrEqual(t, wait, most*4/5)
 		}
 	}
-	require.LessOrEqual(t, cfg.retryWait(1000), 300*time.Second)
+	require.LessOrEqual(t, cfg.rules().retryWait(1000), 300*time.Second)
 
 	cfg = RelayConfig{RetryWait: 10 * time.Millisecond, MaxRetryWait: time.Hour}.withDefaults()
-	require.InDelta(t, 9*time.Millisecond, cfg.retryWait(1), float64(time.Millisecond))
-	require.GreaterOrEqual(t, cfg.retryWait(30), time.Hour*4/5, "small steps lead there, too")
+	require.InDelta(t, 9*time.Millisecond, cfg.rules().retryWait(1), float64(time.Millisecond))
+	require.GreaterOrEqual(t, cfg.rules().retryWait(30), time.Hour*4/5, "small steps lead there, too")
 	cfg.MaxRetryWait = Forever
-	require.Positive(t, cfg.retryWait(1_000_000))
+	require.Positive(t, cfg.rules().retryWait(1_000_000))
 	cfg.RetryWait, cfg.MaxRetryWait = 1, 1
-	require.LessOrEqual(t, cfg.retryWait(3), time.Duration(1))
+	require.LessOrEqual(t, cfg.rules().retryWait(3), time.Duration(1))
 }
 
 func TestRetryDefaults(t *testing.T) {

@@ -32,7 +32,7 @@ type cursorStore interface {
 // sessionParts is what a session uses.
 type sessionParts struct {
 	lease.Leadership
-	cfg     RelayConfig
+	cfg     relayRules
 	cursors cursorStore
 	leases  interface {
 		Renew(ctx context.Context, l *lease.Lease) error
@@ -49,7 +49,7 @@ type sessionParts struct {
 	ticks  *wakeup.Ticks
 	parked *parking         // shared with the retrier
 	places *places.Registry // shared with the retriers
-	health *healthState
+	health relayHealth
 	log    *slog.Logger
 	outage *outage.Log     // PostgreSQL
 	wake   <-chan struct{} // wake requests of this process
@@ -384,26 +384,26 @@ func (s *session) send(ctx context.Context, batch []envelope.Event) error {
 func (s *session) failures(batch []envelope.Event, outcomes []outcome) (decided int, failures []cursor.Failure) {
 	for i, o := range outcomes {
 		e := &batch[i]
-		status, wait := StatusParked, time.Duration(0)
+		status, wait := statusParked, time.Duration(0)
 		switch o.kind {
 		case outcomePending:
 			return i, failures
 		case outcomeSent:
 			continue
 		case outcomeRejected:
-			status, wait = StatusFailed, s.cfg.retryWait(1)
+			status, wait = statusFailed, s.cfg.retryWait(1)
 			if o.class == cursor.UnreadableRow && s.Lease.Exclusive() {
-				status, wait = StatusDead, 0
+				status, wait = statusDead, 0
 			}
 		case outcomeUnavailable:
-			status = StatusWaiting
+			status = statusWaiting
 		case outcomeBlocked, outcomeParked:
 		}
 		topic, _ := s.deliverer.topic(e)
 		failures = append(failures, cursor.Failure{
 			Event: e, Key: tables.ParkingKey(topic, e.Key()), Status: status, Class: o.class, Err: o.err, Wait: wait, Place: o.place,
 			Rejected: o.kind == outcomeRejected, Pending: o.kind == outcomeParked,
-			Held: status == StatusDead && s.cfg.HoldDead,
+			Held: status == statusDead && s.cfg.HoldDead,
 		})
 	}
 	return len(batch), failures
@@ -416,19 +416,19 @@ func (s *session) notifyRejected(failures []cursor.Failure) {
 		if !f.Rejected {
 			continue
 		}
-		e, hook := f.Event, s.cfg.Hooks.Rejected
+		e, hook := f.Event, s.cfg.Rejected
 		topic, _ := e.Destination() // "" if none follows from its type
 		args := []any{"id", e.Id, "event_id", string(e.EventID), "type", string(e.EventType),
 			"aggregate_id", string(e.AggregateID), "topic", topic, "key", string(e.Key()), "class", f.Class, "error", f.Err}
-		if f.Status == StatusDead {
-			hook = s.cfg.Hooks.Dead
+		if f.Status == statusDead {
+			hook = s.cfg.Dead
 			s.log.ErrorContext(e.Context(s.Held), "outbox: event is dead", append(args, "key_is_held", f.Held)...)
 			s.eventDied()
 		} else {
 			s.log.WarnContext(e.Context(s.Held), "outbox: event rejected", args...)
 		}
 		if hook != nil {
-			hook(failedEventOf(e, f.Class, f.Err, 0))
+			hook(e, f.Class, f.Err, 0)
 		}
 	}
 }
@@ -465,9 +465,9 @@ func (s *session) try(f func(context.Context) error) error {
 		case s.Held.Err() != nil && err != nil:
 			return context.Cause(s.Held)
 		case pg.IsUndefined(err):
-			return notMigrated(s.cfg.Schema, err)
+			return pg.NotMigrated(s.cfg.Schema, err)
 		case err == nil, errors.Is(err, cursor.ErrStale), errors.Is(err, lease.ErrLeaseLost),
-			errors.Is(err, cursor.ErrOtherCluster), errors.Is(err, ErrSequenceBehind):
+			errors.Is(err, cursor.ErrOtherCluster), errors.Is(err, cursor.ErrSequenceBehind):
 			s.outage.Report(nil)
 			return err
 		}

@@ -302,7 +302,7 @@ func (f *fakeStore) session(held context.Context, cfg RelayConfig) *session {
 	log := slog.New(slog.NewTextHandler(&f.log, nil))
 	s := newSession(sessionParts{
 		Leadership: lease.Leadership{Lease: f.lease, Held: held, Lose: f.lose, StatementTimeout: cfg.Lease},
-		cfg:        cfg, cursors: f, leases: f, failed: f, deliverer: f, parked: f.parked, log: log, places: places.NewRegistry(outage.NewLogs(log)),
+		cfg:        cfg.rules(), cursors: f, leases: f, failed: f, deliverer: f, parked: f.parked, log: log, places: places.NewRegistry(outage.NewLogs(log)),
 		health: newHealthState(cfg, breaker.New(breaker.Rules(cfg.Breaker), func(_, _ breaker.State, _ float64) {})),
 		outage: outage.NewLog(log, "PostgreSQL"), wake: make(chan struct{}),
 		eventDied: func() {},

@@ -67,7 +67,7 @@ func (d *dispatcher) run(stopping context.Context) error {
 		more, err := d.look(stopping)
 		switch {
 		case pg.IsUndefined(err):
-			return notMigrated(d.cfg.Schema, err)
+			return pg.NotMigrated(d.cfg.Schema, err)
 		case errors.Is(err, ErrSequenceBehind):
 			return err
 		case err != nil:

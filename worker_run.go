@@ -87,7 +87,7 @@ func (r *deliveryRun) prepare(ctx context.Context, check func(context.Context) e
 		answered()
 		switch {
 		case pg.IsUndefined(err):
-			return notMigrated(r.cfg.Schema, err)
+			return pg.NotMigrated(r.cfg.Schema, err)
 		case err == nil:
 			r.outages.Report(outagePostgres, began, nil)
 			r.session = first

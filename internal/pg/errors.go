@@ -108,3 +108,11 @@ func Code(err error) string {
 }
 
 func hasCode(err error, codes ...string) bool { return slices.Contains(codes, Code(err)) }
+
+// ErrNotMigrated is that of the package outbox.
+var ErrNotMigrated = errors.New("outbox: the tables are missing or of an earlier release; call outbox.Migrate, or run outbox migrate up, or name another schema")
+
+// NotMigrated adds to an error of PostgreSQL in which schema something is missing.
+func NotMigrated(schema string, err error) error {
+	return fmt.Errorf("%w than %s: %w", ErrNotMigrated, schema, err)
+}
