@@ -187,14 +187,14 @@ func TestTrialsAreNotSpentOnBadPlaces(t *testing.T) {
 		s := newFakeSender(t, "ab:-+ c:+")
 		s.openBreaker()
 		time.Sleep(31 * time.Second)
-		require.Equal(t, BreakerHalfOpen, s.breaker.State())
+		require.Equal(t, breaker.HalfOpen, s.breaker.State())
 		deliver := func(batch string) string {
 			outcomes, err := s.deliverer(nil).deliver(t.Context(), t.Context(), envelopesOf(batch), newParking(false))
 			require.NoError(t, err)
 			return outcomeSymbols(outcomes)
 		}
 		require.Equal(t, "u+", deliver("ab"))
-		require.Equal(t, BreakerHalfOpen, s.breaker.State())
+		require.Equal(t, breaker.HalfOpen, s.breaker.State())
 		require.Equal(t, "ub+", deliver("aAc"))
 		require.Empty(t, s.play)
 	})
@@ -265,13 +265,13 @@ func TestDeliverNotifies(t *testing.T) {
 				s := newFakeSender(t, test.play)
 				stop, cancel := context.WithCancel(t.Context())
 				s.stop = cancel
-				d := s.deliverer(func(b SentBatch) {
+				d := s.deliverer(func(b sentBatch) {
 					var sent, failed []string
-					for e := range b.All() {
-						sent = append(sent, e.Key())
+					for _, e := range b.Sent {
+						sent = append(sent, string(e.Key()))
 					}
-					for e, class := range b.NotTaken() {
-						failed = append(failed, e.Key()+":"+class)
+					for _, e := range b.NotTaken {
+						failed = append(failed, string(e.Key())+":"+e.Class)
 					}
 					require.False(t, b.Retried)
 					got = fmt.Sprintf("%d sent %v, %d failed %v, %d waiting", b.Events, sent, b.Failed, failed, b.Waiting)
@@ -323,7 +323,7 @@ type fakeSender struct {
 
 func newFakeSender(t *testing.T, play string) *fakeSender {
 	s := &fakeSender{
-		t: t, play: strings.Fields(play), breaker: breaker.New(breaker.Rules(BreakerConfig{}.withDefaults()), func(_, _ breaker.State, _ float64) {}),
+		t: t, play: strings.Fields(play), breaker: breaker.New(someRules, func(_, _ breaker.State, _ float64) {}),
 		errs: map[rune]error{
 			'+': nil, '-': kgo.ErrRecordTimeout, 't': kerr.UnknownTopicOrPartition, 'n': fmt.Errorf("%w: %w", kafka.ErrNoLeader, kgo.ErrRecordTimeout),
 			'x': kerr.MessageTooLarge, 'a': errSendAlone, 'i': &envelope.FieldError{Field: "Type", Err: check.ErrEmpty}, 'b': errBlocked,
@@ -336,10 +336,10 @@ func newFakeSender(t *testing.T, play string) *fakeSender {
 
 func (s *fakeSender) logger() *slog.Logger { return slog.New(slog.NewTextHandler(&s.log, nil)) }
 
-func (s *fakeSender) deliverer(onSent func(SentBatch)) *deliverer {
+func (s *fakeSender) deliverer(onSent func(sentBatch)) *deliverer {
 	return &deliverer{deliveryParts{
 		sender: s, breaker: s.breaker, places: s.places, log: s.logger(), kafkaOutage: outage.NewLog(s.logger(), "Kafka"),
-		onSend: func() {}, onSent: sentHook(onSent), onRecovered: func() { s.recovered++ },
+		onSend: func() {}, onSent: onSent, onRecovered: func() { s.recovered++ },
 	}}
 }
 
@@ -430,3 +430,6 @@ func outcomeSymbols(outcomes []outcome) (symbols string) {
 	}
 	return symbols
 }
+
+// someRules are the defaults of a breaker.
+var someRules = breaker.Rules{Window: 10, MinCalls: 5, FailureRate: 0.5, OpenFor: 30 * time.Second, Trials: 3}

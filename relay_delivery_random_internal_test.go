@@ -163,7 +163,7 @@ func (c *chaos) send(stop context.Context, deliverer *deliverer) bool {
 	batch := c.batch[c.cursor:min(len(c.batch), c.cursor+1+c.rng.IntN(chaosBatch))]
 	outcomes, err := deliverer.deliver(stop, c.t.Context(), batch, c.parked)
 	require.Len(c.t, outcomes, len(batch))
-	s := &session{sessionParts: sessionParts{deliverer: deliverer, cfg: RelayConfig{}.withDefaults().rules()}}
+	s := &session{sessionParts: sessionParts{deliverer: deliverer, cfg: relayRules{RetryWait: time.Second, MaxRetryWait: time.Minute}}}
 	decided, failures := s.failures(batch, outcomes)
 	if err != nil {
 		require.ErrorIs(c.t, err, lease.ErrLeaseLost)
@@ -301,7 +301,7 @@ func (c *chaos) mayRepeat(events []int) {
 func (c *chaos) deliverer() *deliverer {
 	log := slog.New(slog.DiscardHandler)
 	return &deliverer{deliveryParts{
-		sender: c, breaker: breaker.New(breaker.Rules(BreakerConfig{}.withDefaults()), func(_, _ breaker.State, _ float64) {}), log: log, onSend: func() {},
+		sender: c, breaker: breaker.New(someRules, func(_, _ breaker.State, _ float64) {}), log: log, onSend: func() {},
 		kafkaOutage: outage.NewLog(log, "Kafka"), places: places.NewRegistry(outage.NewLogs(log)), onRecovered: func() {},
 	}}
 }

@@ -156,7 +156,7 @@ func (p *parking) assign(failures []cursor.Failure) {
 		switch head := !added[f.Key] && k.rows <= 0; {
 		case !head:
 			f.Status = statusParked
-		case f.Status == StatusParked:
+		case f.Status == statusParked:
 			f.Status = statusWaiting // the rows that it was behind are gone
 		}
 		added[f.Key] = true

@@ -42,16 +42,16 @@ func TestParkingAssigns(t *testing.T) {
 	require.True(t, p.mustWait("old"))
 	require.False(t, p.mustWait("new"))
 	failures := []cursor.Failure{
-		{Key: "new", Status: StatusFailed},
-		{Key: "old", Status: StatusParked, Pending: true},
-		{Key: "new", Status: StatusFailed}, // two rejections of one request
-		{Key: "gone", Status: StatusParked},
-		{Key: "gone", Status: StatusParked},
-		{Key: "unavailable", Status: StatusWaiting},
-		{Key: "dead", Status: StatusDead},
-		{Key: "dead", Status: StatusFailed},
-		{Key: "held", Status: StatusDead, Held: true},
-		{Key: "held", Status: StatusParked},
+		{Key: "new", Status: statusFailed},
+		{Key: "old", Status: statusParked, Pending: true},
+		{Key: "new", Status: statusFailed}, // two rejections of one request
+		{Key: "gone", Status: statusParked},
+		{Key: "gone", Status: statusParked},
+		{Key: "unavailable", Status: statusWaiting},
+		{Key: "dead", Status: statusDead},
+		{Key: "dead", Status: statusFailed},
+		{Key: "held", Status: statusDead, Held: true},
+		{Key: "held", Status: statusParked},
 	}
 	p.assign(failures)
 	var got []string
@@ -68,7 +68,7 @@ func TestParkingAssigns(t *testing.T) {
 func TestParkingOfDeadEvents(t *testing.T) {
 	t.Parallel()
 	p := parkingOf(t, nil)
-	p.rowsWritten([]cursor.Failure{{Key: "dead", Status: StatusDead}, {Key: "held", Status: StatusDead, Held: true}})
+	p.rowsWritten([]cursor.Failure{{Key: "dead", Status: statusDead}, {Key: "held", Status: statusDead, Held: true}})
 	require.False(t, p.mustWait("dead"))
 	require.True(t, p.mustWait("held"))
 }
@@ -81,9 +81,9 @@ func TestParkingWaitsForWhatIsPending(t *testing.T) {
 	require.True(t, p.mustWait("key")) // v3 is on its way
 	p.rowRemoved("key")                // v2 was sent
 	require.True(t, p.mustWait("key"), "v4 would overtake v3")
-	failures := []cursor.Failure{{Key: "key", Status: StatusParked, Pending: true}, {Key: "key", Status: StatusParked, Pending: true}}
+	failures := []cursor.Failure{{Key: "key", Status: statusParked, Pending: true}, {Key: "key", Status: statusParked, Pending: true}}
 	p.assign(failures)
-	require.Equal(t, StatusWaiting, failures[0].Status, "it is the head now")
+	require.Equal(t, statusWaiting, failures[0].Status, "it is the head now")
 	p.rowsWritten(failures)
 	p.rowRemoved("key")
 	require.True(t, p.busy.Load())
@@ -108,9 +108,9 @@ func TestParkingIsCorrected(t *testing.T) {
 func TestParkingPasses(t *testing.T) {
 	t.Parallel()
 	p := newParking(true)
-	failures := []cursor.Failure{{Key: "key", Status: StatusFailed}, {Key: "key", Status: StatusWaiting}}
+	failures := []cursor.Failure{{Key: "key", Status: statusFailed}, {Key: "key", Status: statusWaiting}}
 	p.assign(failures)
-	require.Equal(t, []string{StatusFailed, StatusWaiting}, []string{failures[0].Status, failures[1].Status})
+	require.Equal(t, []string{statusFailed, statusWaiting}, []string{failures[0].Status, failures[1].Status})
 }
 
 // A page that cannot be read frees no key.
@@ -161,7 +161,7 @@ func TestParkingOfManyKeys(t *testing.T) {
 func TestParkingIsCountedByTwo(t *testing.T) {
 	t.Parallel()
 	p, other := newParking(false), make(chan error)
-	fails := func(string) ([]cursor.KeyRows, error) { return nil, errDown }
+	fails := func(string) ([]cursor.KeyRows, error) { return nil, errors.New("down") }
 	pages := 0
 	require.NoError(t, p.recount(func(string) ([]cursor.KeyRows, error) {
 		if pages++; pages == 1 {
@@ -171,7 +171,7 @@ func TestParkingIsCountedByTwo(t *testing.T) {
 		time.Sleep(50 * time.Millisecond) // the other one begins, and waits
 		return nil, nil
 	}))
-	require.ErrorIs(t, <-other, errDown)
+	require.ErrorIs(t, <-other, errors.New("down"))
 	require.True(t, p.mustWait("orders/a"))
 }
 
