@@ -9,6 +9,7 @@ import (
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/relay"
 	"slices"
 	"testing"
 	"time"
@@ -265,17 +266,17 @@ func TestFetchUpToAnUnreadableRow(t *testing.T) {
 	require.Equal(t, []int64{1, 2}, ids(events))
 	require.EqualValues(t, 2, through)
 	for id, column := range map[int64]string{3: "payload", 5: "headers"} {
-		got := fetch(statements, d.cursors, p, []int64{id}, readLimits{events: readLimit{now: 1, most: 10, all: 10}})
-		require.NoError(t, got.err)
-		require.Equal(t, []int64{id}, ids(got.events))
-		require.Equal(t, id, got.through)
-		e := got.events[0]
+		got := relay.Fetch(statements, d.cursors, p, []int64{id}, relay.ReadLimits{Events: relay.ReadLimit{Now: 1, Most: 10, All: 10}})
+		require.NoError(t, got.Err)
+		require.Equal(t, []int64{id}, ids(got.Events))
+		require.Equal(t, id, got.Through)
+		e := got.Events[0]
 		require.Equal(t, "k", string(e.AggregateID))
 		require.Nil(t, e.Payload)
 		_, err = e.Record(envelope.RecordForm{}, nil)
 		require.ErrorContains(t, err, fmt.Sprintf("row %d of outbox, event %s: column %s cannot be read: ", id, e.EventID, column))
 		require.ErrorContains(t, err, "54000")
-		require.Equal(t, cursor.UnreadableRow, rejectionClass(err))
+		require.Equal(t, cursor.UnreadableRow, relay.RejectionClass(err))
 	}
 }
 
@@ -290,17 +291,17 @@ func TestBacklogUnderStatementTimeout(t *testing.T) {
 	db := testenv.Pool(t, func(cfg *pgxpool.Config) { cfg.ConnConfig.RuntimeParams["statement_timeout"] = timeout })
 	d.cursors = cursor.NewStore(db, d.schema, "default")
 	_, p := d.announced(t)
-	w := newWindowReader(d.cursors, 1000)
-	require.NoError(t, w.begin(p))
-	for pages := 0; !w.paged(); pages++ {
-		require.NoError(t, w.page(ctx, p))
+	w := relay.NewWindowReader(d.cursors, 1000)
+	require.NoError(t, w.Begin(p))
+	for pages := 0; !w.Paged(); pages++ {
+		require.NoError(t, w.Page(ctx, p))
 		require.Less(t, pages, 1000)
 	}
-	require.Equal(t, backlog, w.ids.Len())
+	require.Equal(t, backlog, w.Ids.Len())
 	var got []envelope.Event
 	for len(got) == 0 {
 		var err error
-		got, err = w.take(p, statements)
+		got, err = w.Take(p, statements)
 		require.NoError(t, err)
 	}
 	require.EqualValues(t, 1, got[0].Id)

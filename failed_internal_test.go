@@ -8,6 +8,7 @@ import (
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/relay"
 	"slices"
 	"strings"
 	"testing"
@@ -302,21 +303,21 @@ func TestRetriedDeadEventFreesNoKey(t *testing.T) {
 			if !parkedBehind {
 				d.exec(t, `DELETE FROM {schema}.outbox_failed WHERE outbox_id = 3`)
 			}
-			parked := newParking(false)
-			require.NoError(t, parked.recount(failed.Keys(leads.WithStatementTimeout, nil)))
+			parked := relay.NewParking(false)
+			require.NoError(t, parked.Recount(failed.Keys(leads.WithStatementTimeout, nil)))
 			d.exec(t, `UPDATE {schema}.outbox_failed SET status = 'parked' WHERE outbox_id = 1`) // the operator
 
-			r := newRetrier(retrierParts{Leadership: leads, store: failed, parked: parked})
+			r := relay.NewRetrier(relay.RetrierParts{Leadership: leads, Store: failed, Parked: parked})
 			result := func(row int64, status string) cursor.RetryResult {
 				return cursor.RetryResult{Event: &cursor.FailedRow{Row: row, Key: key}, Row: row, Status: status, Err: ErrEmpty}
 			}
 			if parkedBehind {
-				require.NoError(t, r.save([]cursor.RetryResult{result(2, StatusResolved)}))
-				require.NoError(t, r.save([]cursor.RetryResult{result(1, StatusResolved)}))
+				require.NoError(t, r.Save([]cursor.RetryResult{result(2, StatusResolved)}))
+				require.NoError(t, r.Save([]cursor.RetryResult{result(1, StatusResolved)}))
 			} else {
-				require.NoError(t, r.save([]cursor.RetryResult{result(1, StatusResolved), result(2, StatusFailed)}))
+				require.NoError(t, r.Save([]cursor.RetryResult{result(1, StatusResolved), result(2, StatusFailed)}))
 			}
-			require.True(t, parked.mustWait(key), "a later event would overtake the row that is left")
+			require.True(t, parked.MustWait(key), "a later event would overtake the row that is left")
 		})
 	}
 }

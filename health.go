@@ -93,11 +93,11 @@ func (s *healthState) setStale(counts []tables.EventCount) {
 	}
 }
 
-func (s *healthState) progressed()  { s.update(func(time.Time) {}) }
+func (s *healthState) Progressed()  { s.update(func(time.Time) {}) }
 func (s *healthState) sawLease()    { s.update(func(now time.Time) { s.leaseSeen = now }) }
-func (s *healthState) cursorMoved() { s.update(func(now time.Time) { s.moved = now }) }
-func (s *healthState) endLongTask() { s.beginLongTask("") }
-func (s *healthState) beginLongTask(what string) {
+func (s *healthState) CursorMoved() { s.update(func(now time.Time) { s.moved = now }) }
+func (s *healthState) EndLongTask() { s.BeginLongTask("") }
+func (s *healthState) BeginLongTask(what string) {
 	s.update(func(time.Time) { s.longTask = what })
 }
 

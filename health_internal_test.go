@@ -22,11 +22,11 @@ func TestHealthOfAHangingRun(t *testing.T) {
 		time.Sleep(s.hangsAfter())
 		require.Equal(t, RelayHealth{Relay: "default", Live: true, Leading: true,
 			Reasons: []string{"nothing has moved for 1m46s, although there are events to send"}}, r.Health())
-		s.beginLongTask("the cursor is moved")
+		s.BeginLongTask("the cursor is moved")
 		time.Sleep(time.Hour)
 		require.Equal(t, []string{"the cursor is moved, since 1h0m0s"}, r.Health().Reasons)
 		require.True(t, r.Health().Live)
-		s.endLongTask()
+		s.EndLongTask()
 		time.Sleep(s.hangsAfter() + time.Second)
 		require.False(t, r.Health().Live)
 		require.Contains(t, r.Health().Reasons, "Run has not gone on for 1m47s")

@@ -3,6 +3,7 @@ package outbox
 import (
 	"context"
 	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/relay"
 	"github.com/outboxgo/outbox/internal/retention"
 	"iter"
 	"time"
@@ -80,7 +81,7 @@ type SentBatch struct {
 	// Took is the time until the last outcome was known.
 	Took time.Duration
 
-	outcomes sentBatch
+	outcomes relay.SentBatch
 }
 
 // All yields the events that Kafka has accepted, in the order in which they were sent.
@@ -249,11 +250,11 @@ func removedHook(hook func(RetentionResult)) func(retention.Result) {
 }
 
 // sentHook returns a hook as the engine calls it.
-func sentHook(hook func(SentBatch)) func(sentBatch) {
+func sentHook(hook func(SentBatch)) func(relay.SentBatch) {
 	if hook == nil {
 		return nil
 	}
-	return func(b sentBatch) {
+	return func(b relay.SentBatch) {
 		hook(SentBatch{Events: b.Events, Failed: b.Failed, Waiting: b.Waiting, Retried: b.Retried, Began: b.Began, Took: b.Took, outcomes: b})
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/relay"
 	"github.com/outboxgo/outbox/internal/retention"
 	"log/slog"
 	"strconv"
@@ -283,7 +284,7 @@ func (r *Relay) standBy(ctx context.Context) (*lease.Lease, error) {
 	defer answered()
 	waited := false
 	for ctx.Err() == nil {
-		r.health.progressed()
+		r.health.Progressed()
 		bounded, cancel := context.WithTimeout(ctx, r.cfg.Lease)
 		l, err := r.leases.Acquire(bounded)
 		answered()
@@ -431,24 +432,24 @@ var errTooLate = errors.New("not finished in time")
 // work makes the parts of a leading relay and runs them until ctx is cancelled or the
 // lease is lost. When it returns, no record is on its way any more.
 func (r *Relay) work(ctx context.Context, leads lease.Leadership) error {
-	parked, bad := newParking(r.cfg.PassFailedKeys), places.NewRegistry(r.topicOutages)
+	parked, bad := relay.NewParking(r.cfg.PassFailedKeys), places.NewRegistry(r.topicOutages)
 	producer := r.newProducer(leads, r.breaker)
-	defer producer.close()
-	session := newSession(sessionParts{
-		Leadership: leads, cfg: r.cfg.rules(), cursors: r.cursors, leases: r.leases, failed: r.failed, places: bad,
-		deliverer: r.newDeliverer(producer, bad, r.kafkaOutage, r.health.progressed),
-		parked:    parked, health: r.health, log: r.log, outage: r.postgresOutage, wake: r.wake, heard: r.heard,
-		ticks: &r.cursors.Glances.Ticks, eventDied: func() { wait.Signal(r.checkNow) },
+	defer producer.Close()
+	session := relay.NewSession(relay.SessionParts{
+		Leadership: leads, Cfg: r.cfg.rules(), Cursors: r.cursors, Leases: r.leases, Failed: r.failed, Places: bad,
+		Deliverer: r.newDeliverer(producer, bad, r.kafkaOutage, r.health.Progressed),
+		Parked:    parked, Health: r.health, Log: r.log, Outage: r.postgresOutage, Wake: r.wake, Heard: r.heard,
+		Ticks: &r.cursors.Glances.Ticks, EventDied: func() { wait.Signal(r.checkNow) },
 	})
 	defer r.cursors.Glances.Join()()
-	cleaner := retention.NewCleaner(leads, r.cleanerConfig(), r.retention, session.backlog.Load, r.log)
-	shared := retrierParts{
-		Leadership: leads, cfg: r.cfg.rules(), store: r.failed, parked: parked, places: bad, probed: new(probedKeys),
-		breaker: r.breaker, log: r.log, retryNow: r.retryNow, eventDied: func() { wait.Signal(r.checkNow) },
+	cleaner := retention.NewCleaner(leads, r.cleanerConfig(), r.retention, session.Backlog.Load, r.log)
+	shared := relay.RetrierParts{
+		Leadership: leads, Cfg: r.cfg.rules(), Store: r.failed, Parked: parked, Places: bad, Probed: new(relay.ProbedKeys),
+		Breaker: r.breaker, Log: r.log, RetryNow: r.retryNow, EventDied: func() { wait.Signal(r.checkNow) },
 	}
 	retry := func(ctx context.Context) { r.retry(ctx, shared) }
 	probe := func(ctx context.Context) { r.probe(ctx, shared) }
-	return session.run(ctx, retry, probe, cleaner.Run, r.monitor.run)
+	return session.Run(ctx, retry, probe, cleaner.Run, r.monitor.run)
 }
 
 func (r *Relay) cleanerConfig() retention.CleanerConfig {
@@ -456,39 +457,39 @@ func (r *Relay) cleanerConfig() retention.CleanerConfig {
 }
 
 // retry runs a retrier with a producer of its own.
-func (r *Relay) retry(ctx context.Context, parts retrierParts) {
+func (r *Relay) retry(ctx context.Context, parts relay.RetrierParts) {
 	parts.Lease.AwaitExclusive(ctx)
 	producer := r.newProducer(parts.Leadership, r.breaker)
-	defer producer.close()
-	parts.outage = r.retryOutage
-	parts.deliverer = r.newDeliverer(producer, parts.places, outage.NewLog(r.log, "Kafka, for retries,"), func() {})
-	newRetrier(parts).run(ctx)
+	defer producer.Close()
+	parts.Outage = r.retryOutage
+	parts.Deliverer = r.newDeliverer(producer, parts.Places, outage.NewLog(r.log, "Kafka, for retries,"), func() {})
+	relay.NewRetrier(parts).Run(ctx)
 }
 
 // probe runs a retrier that probes bad places, with a producer of its own. The breaker
 // does not learn its results, which say nothing about Kafka. Neither are outages logged
 // that the session and the other retrier log.
-func (r *Relay) probe(ctx context.Context, parts retrierParts) {
+func (r *Relay) probe(ctx context.Context, parts relay.RetrierParts) {
 	parts.Lease.AwaitExclusive(ctx)
 	producer := r.newProducer(parts.Leadership, nil)
-	defer producer.close()
+	defer producer.Close()
 	quiet := slog.New(slog.DiscardHandler)
-	parts.outage = outage.NewLog(quiet, "PostgreSQL")
-	parts.deliverer = r.newDeliverer(producer, parts.places, outage.NewLog(quiet, "Kafka"), func() {})
-	newRetrier(parts).runProbes(ctx)
+	parts.Outage = outage.NewLog(quiet, "PostgreSQL")
+	parts.Deliverer = r.newDeliverer(producer, parts.Places, outage.NewLog(quiet, "Kafka"), func() {})
+	relay.NewRetrier(parts).RunProbes(ctx)
 }
 
-// newProducer makes a producer that a breaker stops, if it is not nil.
-func (r *Relay) newProducer(leads lease.Leadership, b *breaker.Breaker) *producer {
-	return newProducer(producerConfig{
-		opts: r.opts, form: envelope.RecordForm{InJSON: r.cfg.Mode == Structured, Further: r.cfg.further()}, sendTimeout: r.cfg.SendTimeout, linger: r.cfg.Linger, passFailedKeys: r.cfg.PassFailedKeys,
+// NewProducer makes a producer that a breaker stops, if it is not nil.
+func (r *Relay) newProducer(leads lease.Leadership, b *breaker.Breaker) *relay.Producer {
+	return relay.NewProducer(relay.ProducerConfig{
+		Opts: r.opts, Form: envelope.RecordForm{InJSON: r.cfg.Mode == Structured, Further: r.cfg.further()}, SendTimeout: r.cfg.SendTimeout, Linger: r.cfg.Linger, PassFailedKeys: r.cfg.PassFailedKeys,
 	}, leads.Lease, b)
 }
 
-func (r *Relay) newDeliverer(to sender, bad *places.Registry, kafkaOutage *outage.Log, onSend func()) *deliverer {
-	return &deliverer{deliveryParts{
-		sender: to, breaker: r.breaker, places: bad, log: r.log, kafkaOutage: kafkaOutage, passFailedKeys: r.cfg.PassFailedKeys,
-		onSend: onSend, onSent: sentHook(r.cfg.Hooks.Sent), onRecovered: func() { wait.Signal(r.retryNow) },
+func (r *Relay) newDeliverer(to relay.Sender, bad *places.Registry, kafkaOutage *outage.Log, onSend func()) *relay.Deliverer {
+	return &relay.Deliverer{relay.DeliveryParts{
+		Sender: to, Breaker: r.breaker, Places: bad, Log: r.log, KafkaOutage: kafkaOutage, PassFailedKeys: r.cfg.PassFailedKeys,
+		OnSend: onSend, OnSent: sentHook(r.cfg.Hooks.Sent), OnRecovered: func() { wait.Signal(r.retryNow) },
 	}}
 }
 

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"github.com/outboxgo/outbox/internal/relay"
 	"log/slog"
 	"time"
 
@@ -206,8 +207,8 @@ func (c RelayConfig) further() eventheader.Further {
 }
 
 // rules returns the configuration as the engine takes it.
-func (c RelayConfig) rules() relayRules {
-	return relayRules{
+func (c RelayConfig) rules() relay.Rules {
+	return relay.Rules{
 		Schema: c.Schema, BatchSize: c.BatchSize, PollInterval: c.PollInterval, Lease: c.Lease, RetryInterval: c.RetryInterval, MaxRetries: c.MaxRetries,
 		RetryWait: c.RetryWait, MaxRetryWait: c.MaxRetryWait, PassFailedKeys: c.PassFailedKeys, HoldDead: c.HoldDead, RetryDeadAfter: c.RetryDeadAfter,
 		KeepSent: c.KeepSent, Rejected: failedHook(c.Hooks.Rejected), Dead: failedHook(c.Hooks.Dead),

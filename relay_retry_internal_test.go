@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/relay"
 	"log/slog"
 	"testing"
 	"testing/synctest"
@@ -21,20 +22,20 @@ func TestRetryWait(t *testing.T) {
 	for i, seconds := range []int{1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300} {
 		most := time.Duration(seconds) * time.Second
 		for range 100 {
-			wait := cfg.rules().retryWait(i + 1)
+			wait := cfg.rules().WaitBefore(i + 1)
 			require.LessOrEqual(t, wait, most)
 			require.GreaterOrEqual(t, wait, most*4/5)
 		}
 	}
-	require.LessOrEqual(t, cfg.rules().retryWait(1000), 300*time.Second)
+	require.LessOrEqual(t, cfg.rules().WaitBefore(1000), 300*time.Second)
 
 	cfg = RelayConfig{RetryWait: 10 * time.Millisecond, MaxRetryWait: time.Hour}.withDefaults()
-	require.InDelta(t, 9*time.Millisecond, cfg.rules().retryWait(1), float64(time.Millisecond))
-	require.GreaterOrEqual(t, cfg.rules().retryWait(30), time.Hour*4/5, "small steps lead there, too")
+	require.InDelta(t, 9*time.Millisecond, cfg.rules().WaitBefore(1), float64(time.Millisecond))
+	require.GreaterOrEqual(t, cfg.rules().WaitBefore(30), time.Hour*4/5, "small steps lead there, too")
 	cfg.MaxRetryWait = Forever
-	require.Positive(t, cfg.rules().retryWait(1_000_000))
+	require.Positive(t, cfg.rules().WaitBefore(1_000_000))
 	cfg.RetryWait, cfg.MaxRetryWait = 1, 1
-	require.LessOrEqual(t, cfg.rules().retryWait(3), time.Duration(1))
+	require.LessOrEqual(t, cfg.rules().WaitBefore(3), time.Duration(1))
 }
 
 func TestRetryDefaults(t *testing.T) {
@@ -50,19 +51,19 @@ func TestRetryDefaults(t *testing.T) {
 func TestForgetEmptyPlaces(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		r := newRetrier(retrierParts{places: places.NewRegistry(outage.NewLogs(slog.New(slog.DiscardHandler)))})
-		r.places.Load([]places.Bad{{Name: "claimed"}, {Name: "empty"}, {Name: "waiting"}})
+		r := relay.NewRetrier(relay.RetrierParts{Places: places.NewRegistry(outage.NewLogs(slog.New(slog.DiscardHandler)))})
+		r.Places.Load([]places.Bad{{Name: "claimed"}, {Name: "empty"}, {Name: "waiting"}})
 		looked, waiting := []string{"empty", "waiting"}, []cursor.FailedRow{{Place: "waiting"}}
 		names := func() (names []string) {
-			for _, bad := range r.places.All() {
+			for _, bad := range r.Places.All() {
 				names = append(names, bad.Name)
 			}
 			return names
 		}
-		r.forgetEmpty(looked, waiting)
+		r.ForgetEmpty(looked, waiting)
 		require.Len(t, names(), 3, "the session may be about to write a row")
-		time.Sleep(emptyAfter + 1)
-		r.forgetEmpty(looked, waiting)
+		time.Sleep(relay.EmptyAfter + 1)
+		r.ForgetEmpty(looked, waiting)
 		require.Equal(t, []string{"claimed", "waiting"}, names())
 	})
 }

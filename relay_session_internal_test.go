@@ -10,6 +10,7 @@ import (
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/relay"
 	"log/slog"
 	"slices"
 	"strconv"
@@ -156,13 +157,13 @@ func TestSessionParks(t *testing.T) {
 		f := newFakeStore(t, 4, []string{"move: stale"})
 		f.plays, f.rows = []string{"xu"}, map[string]int{"orders/9": 2}
 		require.NoError(t, f.run())
-		require.Len(t, f.parked.keys, 1, "what was not written down is forgotten")
+		require.Len(t, f.parked.Keys, 1, "what was not written down is forgotten")
 
 		f = newFakeStore(t, 4, nil)
 		f.plays, f.rows = []string{"xu"}, map[string]int{"orders/9": 2}
 		require.NoError(t, f.run())
-		require.Len(t, f.parked.keys, 3)
-		require.Equal(t, parkedKey{rows: 1}, f.parked.keys[f.parked.hash("orders/1")])
+		require.Len(t, f.parked.Keys, 3)
+		require.Equal(t, relay.ParkedKey{Rows: 1}, f.parked.Keys[f.parked.Hash("orders/1")])
 	})
 }
 
@@ -185,13 +186,13 @@ func TestSessionAnnouncesFirst(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeStore(t, 2, nil)
 		s := f.session(t.Context(), RelayConfig{BatchSize: 2}.withDefaults())
-		s.opened = false
-		require.NoError(t, s.load())
-		batch, large, err := s.open()
+		s.Opened = false
+		require.NoError(t, s.Load())
+		batch, large, err := s.Open()
 		require.NoError(t, err)
 		require.True(t, large)
 		require.Empty(t, batch)
-		batch, err = s.next(t.Context())
+		batch, err = s.Next(t.Context())
 		require.NoError(t, err)
 		require.Equal(t, []int64{1, 2}, ids(batch))
 	})
@@ -270,7 +271,7 @@ type fakeStore struct {
 	plays      []string
 	sent       []string // ids of the batches
 	failed     []string
-	parked     *parking
+	parked     *relay.Parking
 	log        bytes.Buffer
 
 	lease *lease.Lease
@@ -283,7 +284,7 @@ var errDown = errors.New("connection refused")
 
 func newFakeStore(t *testing.T, events int, faults []string) *fakeStore {
 	until := time.Now().Add(time.Hour)
-	f := &fakeStore{t: t, events: events, faults: slices.Clone(faults), pos: cursor.Position{CursorID: 1, Base: seeing(0), Epoch: 6}, parked: newParking(false), lease: &lease.Lease{Epoch: 7}}
+	f := &fakeStore{t: t, events: events, faults: slices.Clone(faults), pos: cursor.Position{CursorID: 1, Base: seeing(0), Epoch: 6}, parked: relay.NewParking(false), lease: &lease.Lease{Epoch: 7}}
 	f.lease.Until.Store(&until)
 	return f
 }
@@ -295,20 +296,20 @@ func (f *fakeStore) run(others ...func(context.Context)) error {
 	held, lose := context.WithCancelCause(context.Background())
 	defer lose(nil)
 	f.stop, f.held, f.lose = stop, held, lose
-	return f.session(held, RelayConfig{BatchSize: 2, PollInterval: time.Microsecond}.withDefaults()).run(ctx, others...)
+	return f.session(held, RelayConfig{BatchSize: 2, PollInterval: time.Microsecond}.withDefaults()).Run(ctx, others...)
 }
 
-func (f *fakeStore) session(held context.Context, cfg RelayConfig) *session {
+func (f *fakeStore) session(held context.Context, cfg RelayConfig) *relay.Session {
 	log := slog.New(slog.NewTextHandler(&f.log, nil))
-	s := newSession(sessionParts{
+	s := relay.NewSession(relay.SessionParts{
 		Leadership: lease.Leadership{Lease: f.lease, Held: held, Lose: f.lose, StatementTimeout: cfg.Lease},
-		cfg:        cfg.rules(), cursors: f, leases: f, failed: f, deliverer: f, parked: f.parked, log: log, places: places.NewRegistry(outage.NewLogs(log)),
-		health: newHealthState(cfg, breaker.New(breaker.Rules(cfg.Breaker), func(_, _ breaker.State, _ float64) {})),
-		outage: outage.NewLog(log, "PostgreSQL"), wake: make(chan struct{}),
-		eventDied: func() {},
+		Cfg:        cfg.rules(), Cursors: f, Leases: f, Failed: f, Deliverer: f, Parked: f.parked, Log: log, Places: places.NewRegistry(outage.NewLogs(log)),
+		Health: newHealthState(cfg, breaker.New(breaker.Rules(cfg.Breaker), func(_, _ breaker.State, _ float64) {})),
+		Outage: outage.NewLog(log, "PostgreSQL"), Wake: make(chan struct{}),
+		EventDied: func() {},
 	})
-	s.window.limits.ids = limitTo(cmp.Or(f.pages, maxPageIDs))
-	s.opened = true
+	s.Window.Limits.Ids = relay.LimitTo(cmp.Or(f.pages, relay.MaxPageIDs))
+	s.Opened = true
 	return s
 }
 
@@ -500,7 +501,7 @@ func (f *fakeStore) Move(ctx context.Context, l *lease.Lease, p cursor.Position,
 }
 
 // deliver plays Kafka: see [outcomeSymbols].
-func (f *fakeStore) deliver(_, _ context.Context, batch []envelope.Event, _ *parking) (outcomes []outcome, err error) {
+func (f *fakeStore) Deliver(_, _ context.Context, batch []envelope.Event, _ *relay.Parking) (outcomes []relay.Outcome, err error) {
 	var ids []byte
 	play := strings.Repeat("+", len(batch))
 	for _, e := range batch {
@@ -522,16 +523,16 @@ func (f *fakeStore) deliver(_, _ context.Context, batch []envelope.Event, _ *par
 		f.lose(lease.ErrLeaseLost)
 		err = lease.ErrLeaseLost
 	}
-	kinds := map[rune]outcomeKind{
-		'.': outcomePending, '+': outcomeSent, 'x': outcomeRejected, 'u': outcomeUnavailable, 'b': outcomeBlocked, 'p': outcomeParked,
+	kinds := map[rune]relay.OutcomeKind{
+		'.': relay.OutcomePending, '+': relay.OutcomeSent, 'x': relay.OutcomeRejected, 'u': relay.OutcomeUnavailable, 'b': relay.OutcomeBlocked, 'p': relay.OutcomeParked,
 	}
 	for _, symbol := range play {
-		o := outcome{kind: kinds[symbol]}
+		o := relay.Outcome{Kind: kinds[symbol]}
 		if e := &batch[len(outcomes)]; e.Unreadable != nil {
-			o = outcome{kind: outcomeRejected, class: rejectionClass(e.Unreadable), err: e.Unreadable}
+			o = relay.Outcome{Kind: relay.OutcomeRejected, Class: relay.RejectionClass(e.Unreadable), Err: e.Unreadable}
 		}
 		if symbol == 'x' || symbol == 'u' {
-			o.class, o.err = "class", errDown
+			o.Class, o.Err = "class", errDown
 		}
 		outcomes = append(outcomes, o)
 	}
@@ -539,7 +540,7 @@ func (f *fakeStore) deliver(_, _ context.Context, batch []envelope.Event, _ *par
 	return outcomes, err
 }
 
-func (f *fakeStore) topic(*envelope.Event) (string, error) { return "orders", nil }
+func (f *fakeStore) Topic(*envelope.Event) (string, error) { return "orders", nil }
 
 // read returns events, each with a key of its own, up to an unreadable one.
 func (f *fakeStore) read(ids []int64) (events []envelope.Event, err error) {
@@ -569,10 +570,10 @@ func number(snapshot string) int64 {
 func TestSessionGivesUpNothingBeforeLeaseIsExclusive(t *testing.T) {
 	f := newFakeStore(t, 0, nil)
 	s := f.session(context.Background(), RelayConfig{}.withDefaults())
-	unreadable := []outcome{{kind: outcomeRejected, class: cursor.UnreadableRow, err: errDown}}
+	unreadable := []relay.Outcome{{Kind: relay.OutcomeRejected, Class: cursor.UnreadableRow, Err: errDown}}
 	statusOf := func() string {
 		t.Helper()
-		decided, failures := s.failures([]envelope.Event{{}}, unreadable)
+		decided, failures := s.Failures([]envelope.Event{{}}, unreadable)
 		require.Equal(t, 1, decided)
 		require.Len(t, failures, 1)
 		return failures[0].Status

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/relay"
 	"math/rand/v2"
 	"slices"
 
@@ -440,7 +441,7 @@ SELECT newest.id, moved.id, through.id, e.id, e.event_type, e.topic, e.partition
 func (f *fanOut) next(ctx context.Context, tx *fanOutTx, limit int, claimed func([]deliveries.Delivery) error) (events int, more bool, err error) {
 	for len(f.unpaged.Ranges) > 0 {
 		bounded, cancel := context.WithTimeout(ctx, dispatchTimeout)
-		ids, rest, err := f.cursors.Page(bounded, f.pos, f.unpaged, maxPageIDs)
+		ids, rest, err := f.cursors.Page(bounded, f.pos, f.unpaged, relay.MaxPageIDs)
 		cancel()
 		if err != nil {
 			return 0, false, err

@@ -1,3 +1,4 @@
+// Package breaker is a part of the relay.
 package breaker
 
 import (

@@ -1,3 +1,4 @@
+// Package cursor is a part of the relay.
 package cursor
 
 import (

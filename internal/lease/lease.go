@@ -1,3 +1,4 @@
+// Package lease is a part of the relay.
 package lease
 
 import (

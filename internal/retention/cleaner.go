@@ -1,3 +1,4 @@
+// Package retention is a part of the relay.
 package retention
 
 import (

@@ -1,4 +1,4 @@
-package outbox
+package relay
 
 import (
 	"context"
@@ -24,46 +24,46 @@ type windowStore interface {
 type windowReader struct {
 	store    windowStore
 	unpaged  cursor.Unpaged
-	ids      idset.Set // of the events that nothing has fetched yet
-	limits   readLimits
+	Ids      idset.Set // of the events that nothing has fetched yet
+	Limits   ReadLimits
 	fetching chan fetched // the prefetch, if one runs
 }
 
-// readLimits are how much is read at once. What takes too long is asked for again in
+// ReadLimits are how much is read at once. What takes too long is asked for again in
 // smaller parts. If our own timeout has ended it, a connection may have died, and later
 // parts grow at once. If PostgreSQL has cancelled it, they stay small for manyReads: the
 // same would happen again.
-type readLimits struct {
-	ids     readLimit // of a page
-	events  readLimit // of a fetch
+type ReadLimits struct {
+	Ids     ReadLimit // of a page
+	Events  ReadLimit // of a fetch
 	tooLong int       // how often in a row a fetch of a single event took too long
 }
 
-// readLimit bounds the rows of one statement.
-type readLimit struct {
-	now  int // at present
-	most int // that now may grow to
-	all  int // that most may grow to
+// ReadLimit bounds the rows of one statement.
+type ReadLimit struct {
+	Now  int // at present
+	Most int // that now may grow to
+	All  int // that most may grow to
 	good int // statements in a row that have read most rows
 }
 
-func limitTo(all int) readLimit { return readLimit{now: all, most: all, all: all} }
+func LimitTo(all int) ReadLimit { return ReadLimit{Now: all, Most: all, All: all} }
 
 // keepBelow halves n and asks for no more than that from now on.
-func (l *readLimit) keepBelow(n int) {
-	l.most = max(1, n/2)
-	l.now, l.good = l.most, 0
+func (l *ReadLimit) keepBelow(n int) {
+	l.Most = max(1, n/2)
+	l.Now, l.good = l.Most, 0
 }
 
 // grow is called after a statement that was asked for n rows has gone well.
-func (l *readLimit) grow(n int) {
-	if n >= l.most {
+func (l *ReadLimit) grow(n int) {
+	if n >= l.Most {
 		l.good++
 	}
 	if l.good >= manyReads {
-		l.most, l.good = min(2*l.most, l.all), 0
+		l.Most, l.good = min(2*l.Most, l.All), 0
 	}
-	l.now = min(2*l.now, l.most)
+	l.Now = min(2*l.Now, l.Most)
 }
 
 const (
@@ -71,7 +71,7 @@ const (
 	// large. If it is cancelled again, that costs two in a hundred of the time: those
 	// before took about half as long each.
 	manyReads  = 100
-	maxPageIDs = 50_000 // takes about 50 ms
+	MaxPageIDs = 50_000 // takes about 50 ms
 	minPageIDs = 100    // fewer are not asked for
 	// maxTooLong is how often the fetch of a single event may take too long before the
 	// event is taken for unreadable. To print 1 GB takes longer than many a
@@ -81,18 +81,18 @@ const (
 
 // fetched is the result of a fetch.
 type fetched struct {
-	events  []envelope.Event
-	through int64 // ids up to here have been read
-	limits  readLimits
-	err     error
+	Events  []envelope.Event
+	Through int64 // ids up to here have been read
+	limits  ReadLimits
+	Err     error
 }
 
-func newWindowReader(store windowStore, batchSize int) windowReader {
-	return windowReader{store: store, limits: readLimits{ids: limitTo(maxPageIDs), events: limitTo(batchSize)}}
+func NewWindowReader(store windowStore, batchSize int) windowReader {
+	return windowReader{store: store, Limits: ReadLimits{Ids: LimitTo(MaxPageIDs), Events: LimitTo(batchSize)}}
 }
 
 // begin begins to read the window of a position, above its last id.
-func (w *windowReader) begin(p cursor.Position) (err error) {
+func (w *windowReader) Begin(p cursor.Position) (err error) {
 	w.unpaged, err = cursor.UnpagedOf(p)
 	return err
 }
@@ -103,33 +103,33 @@ func (w *windowReader) forget() {
 		<-w.fetching
 		w.fetching = nil
 	}
-	w.unpaged, w.ids = cursor.Unpaged{}, idset.Set{}
+	w.unpaged, w.Ids = cursor.Unpaged{}, idset.Set{}
 }
 
 // paged reports whether all ids have been read.
-func (w *windowReader) paged() bool { return len(w.unpaged.Ranges) == 0 }
+func (w *windowReader) Paged() bool { return len(w.unpaged.Ranges) == 0 }
 
 // drained reports whether all events have been taken.
-func (w *windowReader) drained() bool { return w.paged() && w.fetching == nil && w.ids.Len() == 0 }
+func (w *windowReader) drained() bool { return w.Paged() && w.fetching == nil && w.Ids.Len() == 0 }
 
 // page reads a page of ids. It may have read none although it returns no error: the next
 // call asks for less then.
-func (w *windowReader) page(ctx context.Context, p cursor.Position) error {
-	asked := w.limits.ids.now
+func (w *windowReader) Page(ctx context.Context, p cursor.Position) error {
+	asked := w.Limits.Ids.Now
 	ids, rest, err := w.store.Page(ctx, p, w.unpaged, asked)
 	switch {
 	case pg.IsCancelled(err) && asked >= 2*minPageIDs:
-		w.limits.ids.keepBelow(asked)
+		w.Limits.Ids.keepBelow(asked)
 		return nil
 	case tookTooLong(err):
-		w.limits.ids.now = max(asked/2, minPageIDs)
+		w.Limits.Ids.Now = max(asked/2, minPageIDs)
 		return err
 	case err != nil:
 		return err
 	}
-	w.limits.ids.grow(len(ids))
+	w.Limits.Ids.grow(len(ids))
 	for _, id := range ids {
-		w.ids.Add(id)
+		w.Ids.Add(id)
 	}
 	w.unpaged = rest
 	return nil
@@ -139,15 +139,15 @@ func (w *windowReader) page(ctx context.Context, p cursor.Position) error {
 // another goroutine. The row that announces the window was written before, so the rest of
 // the window cannot change.
 func (w *windowReader) prefetch(p cursor.Position, statement lease.StatementContext, run func(func())) {
-	if w.ids.Len() == 0 {
+	if w.Ids.Len() == 0 {
 		return
 	}
-	store, ids, limits, result := w.store, w.ids.First(w.limits.events.now), w.limits, make(chan fetched, 1)
+	store, ids, limits, result := w.store, w.Ids.First(w.Limits.Events.Now), w.Limits, make(chan fetched, 1)
 	w.fetching = result
 	run(func() {
-		got := fetched{limits: limits, err: lease.ErrLeaseLost} // what a panic means
+		got := fetched{limits: limits, Err: lease.ErrLeaseLost} // what a panic means
 		defer func() { result <- got }()
-		got = fetch(statement, store, p, ids, limits)
+		got = Fetch(statement, store, p, ids, limits)
 	})
 }
 
@@ -164,48 +164,48 @@ func (w *windowReader) prefetched() []envelope.Event {
 
 // take fetches the next events. It may return none and no error: the next call asks for
 // less then.
-func (w *windowReader) take(p cursor.Position, statement lease.StatementContext) ([]envelope.Event, error) {
-	got := fetch(statement, w.store, p, w.ids.First(w.limits.events.now), w.limits)
-	return w.keep(got), got.err
+func (w *windowReader) Take(p cursor.Position, statement lease.StatementContext) ([]envelope.Event, error) {
+	got := Fetch(statement, w.store, p, w.Ids.First(w.Limits.Events.Now), w.Limits)
+	return w.keep(got), got.Err
 }
 
 func (w *windowReader) keep(got fetched) []envelope.Event {
-	w.limits = got.limits
-	w.ids.RemoveThrough(got.through)
-	return got.events
+	w.Limits = got.limits
+	w.Ids.RemoveThrough(got.Through)
+	return got.Events
 }
 
-// fetch reads the events of ids, or as many as can be read at once. It has read none, and
+// Fetch reads the events of ids, or as many as can be read at once. It has read none, and
 // returns no error, when it asked for too many.
-func fetch(statement lease.StatementContext, store windowStore, p cursor.Position, ids []int64, limits readLimits) (got fetched) {
+func Fetch(statement lease.StatementContext, store windowStore, p cursor.Position, ids []int64, limits ReadLimits) (got fetched) {
 	ctx, cancel := statement()
-	got.events, got.through, got.err = store.Fetch(ctx, p, ids)
+	got.Events, got.Through, got.Err = store.Fetch(ctx, p, ids)
 	cancel()
 	several := len(ids) > 1
 	switch {
-	case got.err == nil:
-		limits.events.grow(len(ids))
+	case got.Err == nil:
+		limits.Events.grow(len(ids))
 		limits.tooLong = 0
-	case errors.Is(got.err, cursor.ErrTooMuch):
-		limits.events.keepBelow(len(got.events))
-		got.err = nil
-	case pg.IsCancelled(got.err) && several:
-		limits.events.keepBelow(len(ids))
-		got.err = nil
-	case tookTooLong(got.err) && several:
-		limits.events.now = len(ids) / 2
-		got.events, got.through = nil, 0
-	case pg.IsUnreadable(got.err) && several:
-		limits.events.now = 1 // it is the one behind those that came, and fails alone, too
-		got.err = nil
-	case tookTooLong(got.err):
+	case errors.Is(got.Err, cursor.ErrTooMuch):
+		limits.Events.keepBelow(len(got.Events))
+		got.Err = nil
+	case pg.IsCancelled(got.Err) && several:
+		limits.Events.keepBelow(len(ids))
+		got.Err = nil
+	case tookTooLong(got.Err) && several:
+		limits.Events.Now = len(ids) / 2
+		got.Events, got.Through = nil, 0
+	case pg.IsUnreadable(got.Err) && several:
+		limits.Events.Now = 1 // it is the one behind those that came, and fails alone, too
+		got.Err = nil
+	case tookTooLong(got.Err):
 		limits.tooLong++
 	}
-	if !several && (pg.IsUnreadable(got.err) || limits.tooLong >= maxTooLong) {
-		got = fetchUnreadable(statement, store, p, ids[0], got.err)
+	if !several && (pg.IsUnreadable(got.Err) || limits.tooLong >= maxTooLong) {
+		got = fetchUnreadable(statement, store, p, ids[0], got.Err)
 	}
-	if got.err != nil {
-		got.events, got.through = nil, 0
+	if got.Err != nil {
+		got.Events, got.Through = nil, 0
 	}
 	got.limits = limits
 	return got
@@ -226,15 +226,15 @@ func fetchUnreadable(statement lease.StatementContext, store windowStore, p curs
 		e, err = bare(false)
 	}
 	if err != nil {
-		return fetched{err: err}
+		return fetched{Err: err}
 	}
 	// Perhaps everything took too long until now, or failed for a moment.
 	ctx, cancel := statement()
 	defer cancel()
-	got.events, got.through, got.err = store.Fetch(ctx, p, []int64{id})
-	if !tookTooLong(got.err) && !pg.IsUnreadable(got.err) {
+	got.Events, got.Through, got.Err = store.Fetch(ctx, p, []int64{id})
+	if !tookTooLong(got.Err) && !pg.IsUnreadable(got.Err) {
 		return got
 	}
 	e.Unreadable = &envelope.UnreadableError{Id: id, EventID: string(e.EventID), Column: column, Err: cause}
-	return fetched{events: []envelope.Event{e}, through: id}
+	return fetched{Events: []envelope.Event{e}, Through: id}
 }

@@ -1,4 +1,4 @@
-package outbox
+package relay
 
 import (
 	"context"
@@ -17,19 +17,19 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// producerConfig is what a producer takes from the relay's configuration.
-type producerConfig struct {
-	opts        []kgo.Opt
-	form        envelope.RecordForm
-	sendTimeout time.Duration
-	linger      time.Duration
+// ProducerConfig is what a producer takes from the relay's configuration.
+type ProducerConfig struct {
+	Opts        []kgo.Opt
+	Form        envelope.RecordForm
+	SendTimeout time.Duration
+	Linger      time.Duration
 	// passFailedKeys is RelayConfig.PassFailedKeys.
-	passFailedKeys bool
+	PassFailedKeys bool
 }
 
-// producer hands events to Kafka. It belongs to one goroutine.
-type producer struct {
-	cfg     producerConfig
+// Producer hands events to Kafka. It belongs to one goroutine.
+type Producer struct {
+	cfg     ProducerConfig
 	lease   *lease.Lease
 	breaker *breaker.Breaker // shared by all producers of a relay that it is to stop
 
@@ -42,17 +42,17 @@ type producer struct {
 	named, derived map[string]string // topics, by their name in the row or by the event type
 }
 
-func newProducer(cfg producerConfig, l *lease.Lease, b *breaker.Breaker) *producer {
-	return &producer{cfg: cfg, lease: l, breaker: b, named: map[string]string{}, derived: map[string]string{}}
+func NewProducer(cfg ProducerConfig, l *lease.Lease, b *breaker.Breaker) *Producer {
+	return &Producer{cfg: cfg, lease: l, breaker: b, named: map[string]string{}, derived: map[string]string{}}
 }
 
 // connect makes a client if there is none.
-func (p *producer) connect() error {
+func (p *Producer) connect() error {
 	if p.client != nil {
 		return nil
 	}
 	inFlight := new(kafka.InFlight)
-	client, err := kafka.NewClient(append(slices.Clone(p.cfg.opts), kgo.WithHooks(inFlight)))
+	client, err := kafka.NewClient(append(slices.Clone(p.cfg.Opts), kgo.WithHooks(inFlight)))
 	if err != nil { // NewRelay has validated these options
 		return fmt.Errorf("make Kafka client: %w", err)
 	}
@@ -65,7 +65,7 @@ func (p *producer) connect() error {
 
 // close closes the client and drops all records that it still buffers. No record
 // leaves afterwards.
-func (p *producer) close() {
+func (p *Producer) Close() {
 	if p.client != nil {
 		p.client.Close()
 		p.client = nil
@@ -90,9 +90,9 @@ func withGrace(stop, held context.Context) (context.Context, context.CancelFunc)
 	return ctx, func() { unregister(); cancel() }
 }
 
-// produce implements [sender]. If the breaker permits fewer calls, a batch of the
+// produce implements [Sender]. If the breaker permits fewer calls, a batch of the
 // topic holds fewer records, or the client has no room for more, it takes only the first of the events.
-func (p *producer) produce(stop, held context.Context, batch []envelope.Event, which []int) (sendResult, error) {
+func (p *Producer) produce(stop, held context.Context, batch []envelope.Event, which []int) (sendResult, error) {
 	p.lease.AwaitSure(stop, held)
 	if !p.lease.Held() {
 		return sendResult{}, lease.ErrLeaseLost
@@ -124,7 +124,7 @@ func (p *producer) produce(stop, held context.Context, batch []envelope.Event, w
 
 // checkTopics gives the records of topics that are missing or denied an error. The client
 // would wait for such a topic, and with it all that is sent at the same time.
-func (p *producer) checkTopics(ctx context.Context, records []kgo.Record, errs []error) {
+func (p *Producer) checkTopics(ctx context.Context, records []kgo.Record, errs []error) {
 	bad := p.topics.Learn(ctx, func(yield func(string) bool) {
 		for i := range records {
 			if errs[i] == nil && !yield(records[i].Topic) {
@@ -142,8 +142,8 @@ func (p *producer) checkTopics(ctx context.Context, records []kgo.Record, errs [
 	}
 }
 
-// prepare implements [sender].
-func (p *producer) prepare(ctx context.Context, topics []string) {
+// prepare implements [Sender].
+func (p *Producer) prepare(ctx context.Context, topics []string) {
 	if len(topics) > 0 && p.connect() == nil { // without a client, the next send returns the error
 		p.topics.Refresh(ctx, topics)
 	}
@@ -151,8 +151,8 @@ func (p *producer) prepare(ctx context.Context, topics []string) {
 
 // send hands records without an error to the client and waits until the outcome of
 // each is known. It stops early if the breaker opens meanwhile, or if stop ends.
-func (p *producer) send(stop, held, grace context.Context, acks *acks) (sendResult, error) {
-	bounded, cancel := context.WithTimeout(held, p.cfg.sendTimeout)
+func (p *Producer) send(stop, held, grace context.Context, acks *acks) (sendResult, error) {
+	bounded, cancel := context.WithTimeout(held, p.cfg.SendTimeout)
 	defer cancel()
 	n := p.handOver(stop, held, grace, acks)
 	acks.handedOver(acks.errs[n:])
@@ -181,11 +181,11 @@ func (p *producer) send(stop, held, grace context.Context, acks *acks) (sendResu
 
 // explain reports whether Kafka works as a whole although records have failed, and adds
 // to their errors what it says about their topics and partitions.
-func (p *producer) explain(ctx context.Context, acks *acks) bool {
+func (p *Producer) explain(ctx context.Context, acks *acks) bool {
 	for r, err := range acks.failed {
 		p.topics.Forget(r.Topic)
 		if kafka.IsFinal(err) {
-			p.close()
+			p.Close()
 		}
 	}
 	topics := acks.outages()
@@ -202,7 +202,7 @@ func (p *producer) explain(ctx context.Context, acks *acks) bool {
 
 // handOver hands records without an error to the client, and returns how many it has
 // passed.
-func (p *producer) handOver(stop, held, grace context.Context, acks *acks) (n int) {
+func (p *Producer) handOver(stop, held, grace context.Context, acks *acks) (n int) {
 	promise := acks.promise
 	for ; n < len(acks.records) && acks.permit.Holds() && stop.Err() == nil && p.lease.Sure(); n++ {
 		r := &acks.records[n]
@@ -221,9 +221,9 @@ func (p *producer) handOver(stop, held, grace context.Context, acks *acks) (n in
 // then, and what comes behind is accepted, before events of its key that were rejected with others.
 // The client must not be given more before await has returned: it does when the outcome of every record
 // is known, and when the client is closed.
-func (p *producer) flush(stop, held context.Context) (await func()) {
-	if p.cfg.linger > 0 {
-		wait.Await(stop, held, nil, p.cfg.linger)
+func (p *Producer) flush(stop, held context.Context) (await func()) {
+	if p.cfg.Linger > 0 {
+		wait.Await(stop, held, nil, p.cfg.Linger)
 	}
 	client, ended := p.client, make(chan struct{})
 	go func() {
@@ -235,7 +235,7 @@ func (p *producer) flush(stop, held context.Context) (await func()) {
 
 // await waits until the outcome of every record is known, and reports whether it is. It
 // waits no longer if the promise of one has panicked.
-func (p *producer) await(bounded, grace context.Context, acks *acks) bool {
+func (p *Producer) await(bounded, grace context.Context, acks *acks) bool {
 	select {
 	case <-acks.all:
 		return true
@@ -267,8 +267,8 @@ func (p *producer) await(bounded, grace context.Context, acks *acks) bool {
 
 // abandon ends a send without waiting for Kafka. Once the client is closed no record
 // can leave any more, and the client calls back for each record.
-func (p *producer) abandon(acks *acks) {
-	p.close()
+func (p *Producer) abandon(acks *acks) {
+	p.Close()
 	select {
 	case <-acks.all:
 	case <-acks.crashed:
@@ -277,7 +277,7 @@ func (p *producer) abandon(acks *acks) {
 
 // records builds the Kafka records of events. Where that fails, errs says why, and
 // later events of the same key get errBlocked.
-func (p *producer) records(batch []envelope.Event, which []int, errs []error) []kgo.Record {
+func (p *Producer) records(batch []envelope.Event, which []int, errs []error) []kgo.Record {
 	records := make([]kgo.Record, len(which))
 	headers := make([]kgo.RecordHeader, 0, len(which)*envelope.RecordHeaders)
 	var bad []string // keys of events that cannot be sent; few, if any
@@ -289,8 +289,8 @@ func (p *producer) records(batch []envelope.Event, which []int, errs []error) []
 			continue
 		}
 		first := len(headers)
-		if r.Value, errs[n] = e.Record(p.cfg.form, add); errs[n] != nil {
-			if !p.cfg.passFailedKeys {
+		if r.Value, errs[n] = e.Record(p.cfg.Form, add); errs[n] != nil {
+			if !p.cfg.PassFailedKeys {
 				bad = append(bad, tables.ParkingKey(r.Topic, e.Key()))
 			}
 			continue
@@ -318,7 +318,7 @@ var (
 // errSendAlone, and the later records of their keys. If Kafka rejected such a record
 // in a batch, it would reject the other records of the batch with it, and later events
 // of the key could already have been accepted in another batch.
-func (p *producer) sendAloneLater(records []kgo.Record, errs []error) {
+func (p *Producer) sendAloneLater(records []kgo.Record, errs []error) {
 	var keys []string // few, if any
 	for i := range records {
 		r := &records[i]
@@ -333,8 +333,8 @@ func (p *producer) sendAloneLater(records []kgo.Record, errs []error) {
 	}
 }
 
-// partition implements [sender].
-func (p *producer) partition(e *envelope.Event) kafka.Partition {
+// partition implements [Sender].
+func (p *Producer) partition(e *envelope.Event) kafka.Partition {
 	topic, err := p.topic(e)
 	if err != nil || p.topics == nil {
 		return kafka.Partition{Topic: topic, Number: kafka.Unassigned}
@@ -343,7 +343,7 @@ func (p *producer) partition(e *envelope.Event) kafka.Partition {
 }
 
 // topic returns the topic of an event. Events of one topic share the string.
-func (p *producer) topic(e *envelope.Event) (string, error) {
+func (p *Producer) topic(e *envelope.Event) (string, error) {
 	known, name := p.named, e.Topic
 	if name == nil {
 		known, name = p.derived, e.EventType

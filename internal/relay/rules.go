@@ -1,4 +1,4 @@
-package outbox
+package relay
 
 import (
 	"math/rand/v2"
@@ -8,8 +8,8 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// relayRules say how the engine relays: see RelayConfig of the package outbox.
-type relayRules struct {
+// Rules say how the engine relays: see RelayConfig of the package outbox.
+type Rules struct {
 	Schema         string
 	BatchSize      int
 	PollInterval   time.Duration
@@ -28,7 +28,7 @@ type relayRules struct {
 }
 
 // retryWait returns the wait before the n-th retry of a rejected event, from 1.
-func (c relayRules) retryWait(n int) time.Duration {
+func (c Rules) WaitBefore(n int) time.Duration {
 	d := wait.Exponential(c.RetryWait, c.MaxRetryWait, n-1)
 	return d - rand.N(d/5+1)
 }
@@ -44,14 +44,14 @@ const (
 
 // relayHealth is told how the session gets on.
 type relayHealth interface {
-	progressed()
-	cursorMoved()
-	beginLongTask(what string)
-	endLongTask()
+	Progressed()
+	CursorMoved()
+	BeginLongTask(what string)
+	EndLongTask()
 }
 
-// sentBatch has the outcomes of events that were sent together.
-type sentBatch struct {
+// SentBatch has the outcomes of events that were sent together.
+type SentBatch struct {
 	Events, Failed, Waiting int
 	Retried                 bool
 	Began                   time.Time

@@ -1,4 +1,4 @@
-package outbox
+package relay
 
 import (
 	"context"
@@ -24,8 +24,8 @@ func TestPromisePanics(t *testing.T) {
 	topic := "promise-panics-" + uuid.NewString()
 	testenv.CreateTopic(t, brokers, topic, 1)
 	for _, records := range []int{1, 3, 20_000} { // more than the client buffers
-		cfg := producerConfig{opts: []kgo.Opt{kgo.SeedBrokers(brokers...)}, sendTimeout: time.Minute}
-		p := newProducer(cfg, &lease.Lease{}, nil)
+		cfg := ProducerConfig{Opts: []kgo.Opt{kgo.SeedBrokers(brokers...)}, SendTimeout: time.Minute}
+		p := NewProducer(cfg, &lease.Lease{}, nil)
 		require.NoError(t, p.connect())
 		crashing := &breaker.Permit{Breaker: &breaker.Breaker{}, Granted: records, Done: func(error) { panic(bug) }}
 		crashing.Unreported.Store(int64(records))

@@ -1,4 +1,4 @@
-package outbox
+package relay
 
 import (
 	"context"
@@ -19,8 +19,8 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// sender hands events to Kafka. [producer] is the sender of a relay.
-type sender interface {
+// Sender hands events to Kafka. [Producer] is the sender of a relay.
+type Sender interface {
 	// produce sends the events of batch whose indexes are in which. It takes events from
 	// the start of which: fewer than all if not all may go together or if stop ends
 	// meanwhile, none if the breaker permits no call. An event that it took and did not
@@ -44,24 +44,24 @@ type sendResult struct {
 	works   bool    // Kafka as a whole; the failures are those of topics and partitions
 }
 
-// deliveryParts is what deliveries use.
-type deliveryParts struct {
-	sender         sender
-	breaker        *breaker.Breaker
-	places         *places.Registry
-	log            *slog.Logger
-	kafkaOutage    *outage.Log       // Kafka as a whole
-	passFailedKeys bool              // RelayConfig.PassFailedKeys
-	onSend         func()            // called before each send
-	onSent         func(b sentBatch) // called after each delivery; may be nil
-	onRecovered    func()            // called when a bad place has accepted an event
+// DeliveryParts is what deliveries use.
+type DeliveryParts struct {
+	Sender         Sender
+	Breaker        *breaker.Breaker
+	Places         *places.Registry
+	Log            *slog.Logger
+	KafkaOutage    *outage.Log       // Kafka as a whole
+	PassFailedKeys bool              // RelayConfig.PassFailedKeys
+	OnSend         func()            // called before each send
+	OnSent         func(b SentBatch) // called after each delivery; may be nil
+	OnRecovered    func()            // called when a bad place has accepted an event
 }
 
-// deliverer sends batches and decides about each event. It belongs to one goroutine.
-type deliverer struct{ parts deliveryParts }
+// Deliverer sends batches and decides about each event. It belongs to one goroutine.
+type Deliverer struct{ Parts DeliveryParts }
 
 // topic returns the topic of an event.
-func (p *deliverer) topic(e *envelope.Event) (string, error) { return p.parts.sender.topic(e) }
+func (p *Deliverer) Topic(e *envelope.Event) (string, error) { return p.Parts.Sender.topic(e) }
 
 // deliver hands a batch to Kafka and returns the outcome of each event. Events of
 // parked keys are not sent, and neither are events behind one that did not get
@@ -71,12 +71,12 @@ func (p *deliverer) topic(e *envelope.Event) (string, error) { return p.parts.se
 // has accepted an event. Events stay pending only if stop was cancelled (no error) or
 // sending ended with an error. After a stop no event is pending in front of one that was
 // sent.
-func (p *deliverer) deliver(stop, held context.Context, batch []envelope.Event, parked *parking) ([]outcome, error) {
+func (p *Deliverer) Deliver(stop, held context.Context, batch []envelope.Event, parked *Parking) ([]Outcome, error) {
 	d := p.begin(stop, held, batch)
 	d.patient = true
 	for i := range batch {
-		if parked.busy.Load() && !d.passFailedKeys && parked.mustWait(d.key(i)) {
-			d.outcomes[i].kind = outcomeParked
+		if parked.busy.Load() && !d.PassFailedKeys && parked.MustWait(d.key(i)) {
+			d.outcomes[i].Kind = OutcomeParked
 		} else {
 			d.pending = append(d.pending, i)
 		}
@@ -87,30 +87,30 @@ func (p *deliverer) deliver(stop, held context.Context, batch []envelope.Event, 
 // attempt sends a batch of events that have failed before. It differs from deliver in
 // that it waits for nothing: what Kafka as a whole or the breaker does not let through
 // stays pending, and what is for a bad place is unavailable.
-func (p *deliverer) attempt(stop, held context.Context, batch []envelope.Event) ([]outcome, error) {
+func (p *Deliverer) attempt(stop, held context.Context, batch []envelope.Event) ([]Outcome, error) {
 	return p.begin(stop, held, batch).sendAll()
 }
 
 // probe is attempt for events of bad places, which are tried.
-func (p *deliverer) probe(stop, held context.Context, batch []envelope.Event) ([]outcome, error) {
+func (p *Deliverer) probe(stop, held context.Context, batch []envelope.Event) ([]Outcome, error) {
 	d := p.begin(stop, held, batch)
 	d.probing = true
 	return d.sendAll()
 }
 
-func (p *deliverer) begin(stop, held context.Context, batch []envelope.Event) *delivery {
+func (p *Deliverer) begin(stop, held context.Context, batch []envelope.Event) *delivery {
 	return &delivery{
-		deliveryParts: p.parts, stop: stop, held: held, batch: batch, began: time.Now(),
-		outcomes: make([]outcome, len(batch)), pending: make([]int, 0, len(batch)),
+		DeliveryParts: p.Parts, stop: stop, held: held, batch: batch, began: time.Now(),
+		outcomes: make([]Outcome, len(batch)), pending: make([]int, 0, len(batch)),
 	}
 }
 
 // delivery is one batch on its way.
 type delivery struct {
-	deliveryParts
+	DeliveryParts
 	stop, held context.Context
 	batch      []envelope.Event
-	outcomes   []outcome
+	outcomes   []Outcome
 	pending    []int // events without an outcome, by their index in batch
 	patient    bool  // wait for Kafka and for the breaker
 	probing    bool  // try events of bad places, too
@@ -146,7 +146,7 @@ const (
 )
 
 // finish runs the delivery, and passes what was sent to the hook.
-func (d *delivery) finish() ([]outcome, error) {
+func (d *delivery) finish() ([]Outcome, error) {
 	err := d.run()
 	if err == nil && d.patient {
 		d.parkOvertaken()
@@ -160,21 +160,21 @@ func (d *delivery) finish() ([]outcome, error) {
 // were sent, which otherwise would be sent again.
 func (d *delivery) parkOvertaken() {
 	last := len(d.batch) - 1
-	for last >= 0 && d.outcomes[last].kind != outcomeSent {
+	for last >= 0 && d.outcomes[last].Kind != OutcomeSent {
 		last--
 	}
 	for len(d.pending) > 0 && d.pending[0] < last {
 		i := d.pending[0]
 		d.pending = d.pending[1:]
 		if !d.skipBlocked(i) {
-			d.outcomes[i] = outcome{kind: outcomeUnavailable, class: kafka.UnavailableClass(errStopping), err: errStopping}
+			d.outcomes[i] = Outcome{Kind: OutcomeUnavailable, Class: kafka.UnavailableClass(errStopping), Err: errStopping}
 			d.block(i)
 		}
 	}
 }
 
 // sendAll sends every event of the batch.
-func (d *delivery) sendAll() ([]outcome, error) {
+func (d *delivery) sendAll() ([]Outcome, error) {
 	for i := range d.batch {
 		d.pending = append(d.pending, i)
 	}
@@ -183,9 +183,9 @@ func (d *delivery) sendAll() ([]outcome, error) {
 
 func (d *delivery) run() error {
 	for len(d.pending) > 0 && d.stop.Err() == nil {
-		d.onSend()
+		d.OnSend()
 		if d.obstacle == kafkaUnavailable {
-			wait.Await(d.stop, d.held, nil, d.kafkaOutage.Backoff())
+			wait.Await(d.stop, d.held, nil, d.KafkaOutage.Backoff())
 		}
 		d.beginSend()
 		send := d.sendBatch
@@ -212,9 +212,9 @@ func (d *delivery) run() error {
 func (d *delivery) beginSend() {
 	d.obstacle, d.sendBegan = noObstacle, time.Now()
 	d.accepted, d.failed = nil, nil
-	d.avoiding = !d.probing && d.places.Failing() && (!d.patient || d.breaker.State() != breaker.Open)
+	d.avoiding = !d.probing && d.Places.Failing() && (!d.patient || d.Breaker.State() != breaker.Open)
 	if d.avoiding {
-		d.sender.prepare(d.stop, d.places.Topics())
+		d.Sender.prepare(d.stop, d.Places.Topics())
 	}
 }
 
@@ -222,8 +222,8 @@ func (d *delivery) beginSend() {
 // another event has failed in the same send stay bad.
 func (d *delivery) reportPlaces() {
 	for at := range d.accepted {
-		if !d.failed[at] && !d.failed[at.WholeTopic()] && d.places.Accept(at, d.sendBegan) {
-			d.onRecovered()
+		if !d.failed[at] && !d.failed[at.WholeTopic()] && d.Places.Accept(at, d.sendBegan) {
+			d.OnRecovered()
 		}
 	}
 }
@@ -232,11 +232,11 @@ func (d *delivery) reportPlaces() {
 // another goroutine uses the trial calls.
 func (d *delivery) awaitBreaker() {
 	const shortest = 50 * time.Millisecond
-	if d.breaker.State() == breaker.Open {
+	if d.Breaker.State() == breaker.Open {
 		e := &d.batch[d.pending[0]]
-		d.log.Warn("outbox: breaker is open, batch stops", "id", e.Id, "event_id", string(e.EventID), "wait", d.breaker.Wait())
+		d.Log.Warn("outbox: breaker is open, batch stops", "id", e.Id, "event_id", string(e.EventID), "wait", d.Breaker.Wait())
 	}
-	wait.Await(d.stop, d.held, nil, max(d.breaker.Wait(), shortest))
+	wait.Await(d.stop, d.held, nil, max(d.Breaker.Wait(), shortest))
 }
 
 // sendBatch sends all pending events at once. If Kafka rejects a request, it names all
@@ -244,7 +244,7 @@ func (d *delivery) awaitBreaker() {
 func (d *delivery) sendBatch() error {
 	d.pending = slices.DeleteFunc(d.pending, d.skip)
 	which, later := d.othersFirst()
-	sent, err := d.sender.produce(d.stop, d.held, d.batch, which)
+	sent, err := d.Sender.produce(d.stop, d.held, d.batch, which)
 	if err != nil {
 		return err
 	}
@@ -258,11 +258,11 @@ func (d *delivery) sendBatch() error {
 	var again, failed []int // failed: indexes in tried
 	for n, i := range tried {
 		err := sent.errs[n]
-		switch class := rejectionClass(err); {
+		switch class := RejectionClass(err); {
 		case err == nil:
 			d.markSent(i, &sent.records[n])
 		case errors.Is(err, errBlocked):
-			d.outcomes[i].kind = outcomeBlocked
+			d.outcomes[i].Kind = OutcomeBlocked
 		case errors.Is(err, errStopping):
 			again = append(again, i)
 		case class == invalidEvent || class == cursor.UnreadableRow: // found by us, whatever else was sent
@@ -297,7 +297,7 @@ func (d *delivery) sendBatch() error {
 	if len(failed) > 0 && !local {
 		d.obstacle = kafkaUnavailable
 	} else {
-		d.kafkaOutage.Report(nil)
+		d.KafkaOutage.Report(nil)
 	}
 	return nil
 }
@@ -313,7 +313,7 @@ func (d *delivery) othersFirst() (now, later []int) {
 	}
 	keys := map[string]bool{} // of later
 	for _, i := range d.pending {
-		if _, bad := d.places.Find(d.sender.partition(&d.batch[i])); bad || len(keys) > 0 && keys[d.key(i)] {
+		if _, bad := d.Places.Find(d.Sender.partition(&d.batch[i])); bad || len(keys) > 0 && keys[d.key(i)] {
 			later = append(later, i)
 			keys[d.key(i)] = true
 		} else {
@@ -335,7 +335,7 @@ func (d *delivery) sendEach() error {
 			d.pending = d.pending[1:]
 			continue
 		}
-		sent, err := d.sender.produce(d.stop, d.held, d.batch, d.pending[:1])
+		sent, err := d.Sender.produce(d.stop, d.held, d.batch, d.pending[:1])
 		if err != nil {
 			return err
 		}
@@ -348,7 +348,7 @@ func (d *delivery) sendEach() error {
 			return nil
 		}
 		d.pending = d.pending[1:]
-		switch class := rejectionClass(err); {
+		switch class := RejectionClass(err); {
 		case err == nil:
 			d.markSent(i, r)
 		case class != "":
@@ -363,7 +363,7 @@ func (d *delivery) sendEach() error {
 			d.obstacle = kafkaUnavailable
 			return nil
 		}
-		d.kafkaOutage.Report(nil)
+		d.KafkaOutage.Report(nil)
 	}
 	d.mode = sendInBatch
 	return nil
@@ -383,16 +383,16 @@ func (d *delivery) isLocal(works bool) bool {
 // key returns the parking key of an event.
 func (d *delivery) key(i int) string {
 	e := &d.batch[i]
-	topic, _ := d.sender.topic(e) // an event without a topic cannot be sent; the key then has no topic either
+	topic, _ := d.Sender.topic(e) // an event without a topic cannot be sent; the key then has no topic either
 	return tables.ParkingKey(topic, e.Key())
 }
 
 func (d *delivery) markSent(i int, r *kgo.Record) {
-	d.outcomes[i] = outcome{kind: outcomeSent}
+	d.outcomes[i] = Outcome{Kind: OutcomeSent}
 	if d.probing {
 		d.outcomes[i].place = kafka.PartitionOf(r).Name()
 	}
-	if d.places.Failing() {
+	if d.Places.Failing() {
 		d.accepted = with(d.accepted, kafka.PartitionOf(r))
 	}
 }
@@ -407,7 +407,7 @@ func with(set map[kafka.Partition]bool, at kafka.Partition) map[kafka.Partition]
 }
 
 func (d *delivery) markRejected(i int, class string, err error) {
-	d.outcomes[i] = outcome{kind: outcomeRejected, class: class, err: err}
+	d.outcomes[i] = Outcome{Kind: OutcomeRejected, Class: class, Err: err}
 	d.block(i)
 }
 
@@ -417,7 +417,7 @@ const maxPlace = 260
 // parkUnavailable gives up an event for now, because its topic or partition is
 // unavailable.
 func (d *delivery) parkUnavailable(i int, r *kgo.Record, err error) {
-	o := outcome{kind: outcomeUnavailable, class: kafka.UnavailableClass(err), err: err}
+	o := Outcome{Kind: OutcomeUnavailable, Class: kafka.UnavailableClass(err), Err: err}
 	if !kafka.IsReplaced(err) { // only the next client knows whether the topic exists
 		at := kafka.PartitionOf(r)
 		if kafka.IsTopicOutage(err) {
@@ -427,16 +427,16 @@ func (d *delivery) parkUnavailable(i int, r *kgo.Record, err error) {
 		if o.place = at.Name(); len(o.place) > maxPlace { // Kafka has no such topic
 			o.place = ""
 		} else {
-			d.places.Fail(at, d.sendBegan, o.class, err)
+			d.Places.Fail(at, d.sendBegan, o.Class, err)
 		}
 	}
 	d.markUnavailable(i, o)
 }
 
 // markUnavailable is also called for later events of a key that has failed already.
-func (d *delivery) markUnavailable(i int, o outcome) {
+func (d *delivery) markUnavailable(i int, o Outcome) {
 	if len(d.blocked) > 0 && d.blocked[d.key(i)] {
-		o.kind = outcomeBlocked
+		o.Kind = OutcomeBlocked
 	}
 	d.outcomes[i] = o
 	d.block(i)
@@ -447,9 +447,9 @@ func (d *delivery) markUnavailable(i int, o outcome) {
 func (d *delivery) parkTopic(i int, r *kgo.Record, err error) {
 	d.parkUnavailable(i, r, err)
 	d.pending = slices.DeleteFunc(d.pending, func(j int) bool {
-		topic, _ := d.sender.topic(&d.batch[j])
+		topic, _ := d.Sender.topic(&d.batch[j])
 		if topic == r.Topic {
-			d.markUnavailable(j, outcome{kind: outcomeUnavailable, class: kafka.UnavailableClass(err), err: err})
+			d.markUnavailable(j, Outcome{Kind: OutcomeUnavailable, Class: kafka.UnavailableClass(err), Err: err})
 		}
 		return topic == r.Topic
 	})
@@ -457,7 +457,7 @@ func (d *delivery) parkTopic(i int, r *kgo.Record, err error) {
 
 // block makes the later events of an event's key wait.
 func (d *delivery) block(i int) {
-	if d.passFailedKeys {
+	if d.PassFailedKeys {
 		return
 	}
 	if d.blocked == nil {
@@ -474,53 +474,53 @@ func (d *delivery) skipBlocked(i int) bool {
 	if len(d.blocked) == 0 || !d.blocked[d.key(i)] {
 		return false
 	}
-	d.outcomes[i] = outcome{kind: outcomeBlocked}
+	d.outcomes[i] = Outcome{Kind: OutcomeBlocked}
 	return true
 }
 
 func (d *delivery) skipBad(i int) bool {
-	bad, is := d.places.Find(d.sender.partition(&d.batch[i]))
+	bad, is := d.Places.Find(d.Sender.partition(&d.batch[i]))
 	if !is || d.patient && !bad.Elsewhere {
 		return false
 	}
-	d.markUnavailable(i, outcome{kind: outcomeUnavailable, class: bad.Class, err: bad.Err, place: bad.Name})
+	d.markUnavailable(i, Outcome{Kind: OutcomeUnavailable, Class: bad.Class, Err: bad.Err, place: bad.Name})
 	return true
 }
 
 func (d *delivery) reportKafkaOutage(i int, err error) {
 	e := &d.batch[i]
-	topic, _ := d.sender.topic(e)
-	d.kafkaOutage.Report(err, "topic", topic, "id", e.Id, "event_id", string(e.EventID))
+	topic, _ := d.Sender.topic(e)
+	d.KafkaOutage.Report(err, "topic", topic, "id", e.Id, "event_id", string(e.EventID))
 }
 
 // notifySent passes the events with an outcome to the hook, if there are any.
 func (d *delivery) notifySent() {
-	if d.onSent == nil {
+	if d.OnSent == nil {
 		return
 	}
-	b := sentBatch{Retried: !d.patient, Began: d.began, Took: time.Since(d.began)}
+	b := SentBatch{Retried: !d.patient, Began: d.began, Took: time.Since(d.began)}
 	for i, o := range d.outcomes {
-		switch o.kind {
-		case outcomeSent:
+		switch o.Kind {
+		case OutcomeSent:
 			if b.Sent == nil {
 				b.Sent = make([]sentEvent, 0, len(d.batch))
 			}
 			b.Sent = append(b.Sent, d.sentEvent(i))
-		case outcomeRejected, outcomeUnavailable:
-			b.NotTaken = append(b.NotTaken, notTaken{d.sentEvent(i), o.class})
-		case outcomeBlocked, outcomeParked:
+		case OutcomeRejected, OutcomeUnavailable:
+			b.NotTaken = append(b.NotTaken, notTaken{d.sentEvent(i), o.Class})
+		case OutcomeBlocked, OutcomeParked:
 			b.Waiting++
-		case outcomePending:
+		case OutcomePending:
 		}
 	}
 	b.Events, b.Failed = len(b.Sent), len(b.NotTaken)
 	if b.Events+b.Failed+b.Waiting > 0 {
-		d.onSent(b)
+		d.OnSent(b)
 	}
 }
 
 func (d *delivery) sentEvent(i int) sentEvent {
 	e := &d.batch[i]
-	topic, _ := d.sender.topic(e) // "" for an event that was rejected because it has none
+	topic, _ := d.Sender.topic(e) // "" for an event that was rejected because it has none
 	return sentEvent{e, topic}
 }

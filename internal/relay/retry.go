@@ -1,4 +1,4 @@
-package outbox
+package relay
 
 import (
 	"context"
@@ -20,20 +20,20 @@ import (
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// retrierParts is what a retrier uses.
-type retrierParts struct {
+// RetrierParts is what a retrier uses.
+type RetrierParts struct {
 	lease.Leadership
-	cfg       relayRules
-	store     *cursor.Failed
-	deliverer *deliverer       // its sender is the retrier's own
-	parked    *parking         // shared with the session
-	places    *places.Registry // shared with the session
-	probed    *probedKeys      // shared by the retriers
-	breaker   *breaker.Breaker
-	log       *slog.Logger
-	outage    *outage.Log     // PostgreSQL
-	retryNow  <-chan struct{} // wake requests
-	eventDied func()          // called after an event has become dead
+	Cfg       Rules
+	Store     *cursor.Failed
+	Deliverer *Deliverer       // its sender is the retrier's own
+	Parked    *Parking         // shared with the session
+	Places    *places.Registry // shared with the session
+	Probed    *ProbedKeys      // shared by the retriers
+	Breaker   *breaker.Breaker
+	Log       *slog.Logger
+	Outage    *outage.Log     // PostgreSQL
+	RetryNow  <-chan struct{} // wake requests
+	EventDied func()          // called after an event has become dead
 }
 
 // retrier sends the events in outbox_failed again. It works beside the session, with a
@@ -44,43 +44,43 @@ type retrierParts struct {
 // places, and for nothing in particular. Another one probes each bad place with one event:
 // that may take long, and once it gets through, the rest of the queue is due.
 type retrier struct {
-	retrierParts
+	RetrierParts
 	reconcileAt time.Time // not before
 }
 
-// probedKeys has the keys of events that are being probed. Their heads must not change.
-type probedKeys struct {
+// ProbedKeys has the keys of events that are being probed. Their heads must not change.
+type ProbedKeys struct {
 	mu   sync.Mutex // held while heads are chosen to be probed, and while heads change
 	keys []string
 }
 
 // end is called when the events have been probed.
-func (p *probedKeys) end() {
+func (p *ProbedKeys) end() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.keys = nil
 }
 
-func newRetrier(p retrierParts) *retrier { return &retrier{retrierParts: p} }
+func NewRetrier(p RetrierParts) *retrier { return &retrier{RetrierParts: p} }
 
 // run retries what waits for no bad place until ctx is cancelled, then finishes what is in
 // flight.
-func (r *retrier) run(ctx context.Context) { r.repeat(ctx, r.retryNow, r.retryAll) }
+func (r *retrier) Run(ctx context.Context) { r.repeat(ctx, r.RetryNow, r.retryAll) }
 
 // runProbes probes bad places until ctx is cancelled.
-func (r *retrier) runProbes(ctx context.Context) { r.repeat(ctx, nil, r.probeAll) }
+func (r *retrier) RunProbes(ctx context.Context) { r.repeat(ctx, nil, r.probeAll) }
 
 // repeat runs rounds, unless the breaker is open.
 func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, round func(context.Context) error) {
 	for ctx.Err() == nil && r.Held.Err() == nil {
-		if r.breaker.State() != breaker.Open { // a round that is skipped says nothing about PostgreSQL
+		if r.Breaker.State() != breaker.Open { // a round that is skipped says nothing about PostgreSQL
 			err := round(ctx)
 			if r.Held.Err() != nil || errors.Is(err, lease.ErrLeaseLost) {
 				return
 			}
-			r.outage.Report(err)
+			r.Outage.Report(err)
 		}
-		wait.Await(ctx, r.Held, now, r.cfg.RetryInterval)
+		wait.Await(ctx, r.Held, now, r.Cfg.RetryInterval)
 	}
 }
 
@@ -89,14 +89,14 @@ func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, round func(co
 func (r *retrier) retryAll(ctx context.Context) error {
 	var reconciled time.Time
 	for more := true; more && ctx.Err() == nil; {
-		if time.Since(reconciled) >= r.cfg.RetryInterval {
+		if time.Since(reconciled) >= r.Cfg.RetryInterval {
 			if err := r.reconcile(ctx); err != nil {
 				return err
 			}
 			reconciled = time.Now()
 		}
 		read, cancel := r.WithStatementTimeout()
-		queues, err := r.store.Places(read)
+		queues, err := r.Store.Places(read)
 		cancel()
 		if err != nil {
 			return err
@@ -124,20 +124,20 @@ var errNotPermitted = errors.New("not all events were sent")
 // due.
 func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err error) {
 	if place != "" {
-		if !r.places.Claim(place, false) {
+		if !r.Places.Claim(place, false) {
 			return false, nil
 		}
-		defer r.places.Release(place)
+		defer r.Places.Release(place)
 	}
-	events, err := r.find(func(ctx context.Context) ([]cursor.FailedRow, error) { return r.store.Due(ctx, place, place != "") })
+	events, err := r.find(func(ctx context.Context) ([]cursor.FailedRow, error) { return r.Store.Due(ctx, place, place != "") })
 	some = len(events) > 0
 	for err == nil && len(events) > 0 && ctx.Err() == nil {
 		var sent []string
-		sent, err = r.retry(ctx, events, r.deliverer.attempt)
-		if err != nil || len(sent) == 0 || r.cfg.PassFailedKeys { // then nothing is parked
+		sent, err = r.retry(ctx, events, r.Deliverer.attempt)
+		if err != nil || len(sent) == 0 || r.Cfg.PassFailedKeys { // then nothing is parked
 			break
 		}
-		events, err = r.find(func(ctx context.Context) ([]cursor.FailedRow, error) { return r.store.Parked(ctx, sent) })
+		events, err = r.find(func(ctx context.Context) ([]cursor.FailedRow, error) { return r.Store.Parked(ctx, sent) })
 	}
 	return some, err
 }
@@ -145,9 +145,9 @@ func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err 
 // probeAll tries one event of each bad place.
 func (r *retrier) probeAll(ctx context.Context) error {
 	var names []string
-	for _, bad := range r.places.All() {
-		if r.places.Claim(bad.Name, true) {
-			defer r.places.Release(bad.Name)
+	for _, bad := range r.Places.All() {
+		if r.Places.Claim(bad.Name, true) {
+			defer r.Places.Release(bad.Name)
 			names = append(names, bad.Name)
 		}
 	}
@@ -158,9 +158,9 @@ func (r *retrier) probeAll(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	defer r.probed.end()
-	r.forgetEmpty(names, waiting)
-	if _, err = r.retry(ctx, events, r.deliverer.probe); errors.Is(err, errNotPermitted) {
+	defer r.Probed.end()
+	r.ForgetEmpty(names, waiting)
+	if _, err = r.retry(ctx, events, r.Deliverer.probe); errors.Is(err, errNotPermitted) {
 		return nil
 	}
 	return err
@@ -169,32 +169,32 @@ func (r *retrier) probeAll(ctx context.Context) error {
 // choose returns an event of each place, and those of them that are to be probed now. No
 // head of their keys changes until they are.
 func (r *retrier) choose(names []string) (waiting, events []cursor.FailedRow, err error) {
-	r.probed.mu.Lock()
-	defer r.probed.mu.Unlock()
+	r.Probed.mu.Lock()
+	defer r.Probed.mu.Unlock()
 	events, err = r.find(func(ctx context.Context) (_ []cursor.FailedRow, err error) {
-		waiting, err = r.store.First(ctx, names)
+		waiting, err = r.Store.First(ctx, names)
 		return waiting, err
 	})
 	for i := range events {
-		r.probed.keys = append(r.probed.keys, events[i].Key)
+		r.Probed.keys = append(r.Probed.keys, events[i].Key)
 	}
 	return waiting, events, err
 }
 
-// emptyAfter is when a bad place is forgotten that no row waits for. The session writes
+// EmptyAfter is when a bad place is forgotten that no row waits for. The session writes
 // the rows after it has found that the place is bad.
-const emptyAfter = 5 * time.Second
+const EmptyAfter = 5 * time.Second
 
 // forgetEmpty forgets those of some bad places for which nothing waits any more, given an
 // event of each other one.
-func (r *retrier) forgetEmpty(names []string, events []cursor.FailedRow) {
-	for _, bad := range r.places.All() {
+func (r *retrier) ForgetEmpty(names []string, events []cursor.FailedRow) {
+	for _, bad := range r.Places.All() {
 		if !slices.Contains(names, bad.Name) { // nobody has looked
 			continue
 		}
 		waits := slices.ContainsFunc(events, func(e cursor.FailedRow) bool { return e.Place == bad.Name })
-		if !waits && time.Since(bad.Since) > emptyAfter {
-			r.places.Forget(bad.Name)
+		if !waits && time.Since(bad.Since) > EmptyAfter {
+			r.Places.Forget(bad.Name)
 		}
 	}
 }
@@ -202,12 +202,12 @@ func (r *retrier) forgetEmpty(names []string, events []cursor.FailedRow) {
 // forgetMoved forgets the partitions whose probes have gone to other ones, because the
 // number of partitions has changed. What waits for them is tried, and whatever still goes to
 // a bad partition waits for that one again.
-func (r *retrier) forgetMoved(events []cursor.FailedRow, outcomes []outcome) {
+func (r *retrier) forgetMoved(events []cursor.FailedRow, outcomes []Outcome) {
 	for i, o := range outcomes {
 		waited := events[i].Place
-		if o.kind == outcomeSent && o.place != "" && o.place != waited && strings.Contains(waited, "/") {
-			r.places.Forget(waited)
-			r.deliverer.parts.onRecovered()
+		if o.Kind == OutcomeSent && o.place != "" && o.place != waited && strings.Contains(waited, "/") {
+			r.Places.Forget(waited)
+			r.Deliverer.Parts.OnRecovered()
 		}
 	}
 }
@@ -222,15 +222,15 @@ func (r *retrier) reconcile(stop context.Context) error {
 	start := time.Now()
 	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
-	if err := r.store.RetryDead(ctx, r.Lease, r.cfg.RetryDeadAfter); err != nil {
+	if err := r.Store.RetryDead(ctx, r.Lease, r.Cfg.RetryDeadAfter); err != nil {
 		return err
 	}
-	if r.cfg.PassFailedKeys {
-		return r.store.PromoteAll(stop, r.WithStatementTimeout, r.Lease)
+	if r.Cfg.PassFailedKeys {
+		return r.Store.PromoteAll(stop, r.WithStatementTimeout, r.Lease)
 	}
 	var wrong []string
-	page := r.store.Keys(r.WithStatementTimeout, &wrong)
-	err := r.parked.recount(func(after string) ([]cursor.KeyRows, error) {
+	page := r.Store.Keys(r.WithStatementTimeout, &wrong)
+	err := r.Parked.Recount(func(after string) ([]cursor.KeyRows, error) {
 		if stop.Err() != nil {
 			return nil, errStopping
 		}
@@ -250,10 +250,10 @@ func (r *retrier) reconcile(stop context.Context) error {
 // promote gives keys their heads, but for those that are being probed: these have their
 // turn in the next round.
 func (r *retrier) promote(stop context.Context, keys []string) error {
-	r.probed.mu.Lock()
-	defer r.probed.mu.Unlock()
-	keys = slices.DeleteFunc(keys, func(key string) bool { return slices.Contains(r.probed.keys, key) })
-	return r.store.Promote(stop, r.WithStatementTimeout, r.Lease, keys)
+	r.Probed.mu.Lock()
+	defer r.Probed.mu.Unlock()
+	keys = slices.DeleteFunc(keys, func(key string) bool { return slices.Contains(r.Probed.keys, key) })
+	return r.Store.Promote(stop, r.WithStatementTimeout, r.Lease, keys)
 }
 
 // find returns the first of the events that a query finds, in their order: as many as
@@ -284,7 +284,7 @@ func (r *retrier) find(query func(context.Context) ([]cursor.FailedRow, error)) 
 func (r *retrier) readRows(found []cursor.FailedRow, payload bool) ([]cursor.FailedRow, error) {
 	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
-	return r.store.ReadRows(ctx, found, payload)
+	return r.Store.ReadRows(ctx, found, payload)
 }
 
 // readUnreadable returns the first of some events without payload and headers, unless it
@@ -318,7 +318,7 @@ func tookTooLong(err error) bool {
 // retry sends events and saves the results. It returns the keys of which every event was
 // sent, or errNotPermitted if an event was neither tried nor blocked.
 func (r *retrier) retry(ctx context.Context, events []cursor.FailedRow,
-	send func(stop, held context.Context, batch []envelope.Event) ([]outcome, error)) (sent []string, err error) {
+	send func(stop, held context.Context, batch []envelope.Event) ([]Outcome, error)) (sent []string, err error) {
 	if len(events) == 1 && events[0].Unreadable != nil {
 		return nil, r.rejectUnreadable(&events[0])
 	}
@@ -332,7 +332,7 @@ func (r *retrier) retry(ctx context.Context, events []cursor.FailedRow,
 	}
 	var results []cursor.RetryResult
 	for i, o := range outcomes {
-		if o.kind == outcomePending {
+		if o.Kind == OutcomePending {
 			err = errNotPermitted
 		}
 		if result, ok := r.resultOf(&events[i], o); ok {
@@ -343,7 +343,7 @@ func (r *retrier) retry(ctx context.Context, events []cursor.FailedRow,
 		return nil, err
 	}
 	r.forgetMoved(events, outcomes)
-	if err := r.save(results); err != nil {
+	if err := r.Save(results); err != nil {
 		return nil, err
 	}
 	for _, result := range results {
@@ -359,9 +359,9 @@ func (r *retrier) retry(ctx context.Context, events []cursor.FailedRow,
 func (r *retrier) rejectUnreadable(e *cursor.FailedRow) error {
 	result := cursor.RetryResult{Event: e, Row: e.Row, Status: statusDead, Class: cursor.UnreadableRow, Err: e.Unreadable}
 	if !isUnreadable(e.Unreadable) {
-		result, _ = r.resultOf(e, outcome{kind: outcomeRejected, class: cursor.UnreadableRow, err: e.Unreadable})
+		result, _ = r.resultOf(e, Outcome{Kind: OutcomeRejected, Class: cursor.UnreadableRow, Err: e.Unreadable})
 	}
-	if err := r.save([]cursor.RetryResult{result}); err != nil {
+	if err := r.Save([]cursor.RetryResult{result}); err != nil {
 		return err
 	}
 	r.notifyRejected(result)
@@ -369,10 +369,10 @@ func (r *retrier) rejectUnreadable(e *cursor.FailedRow) error {
 }
 
 // sentKeys returns the keys of which every event was sent, each once.
-func sentKeys(events []cursor.FailedRow, outcomes []outcome) (keys []string) {
+func sentKeys(events []cursor.FailedRow, outcomes []Outcome) (keys []string) {
 	skip := map[string]bool{}
 	for i, o := range outcomes {
-		if o.kind != outcomeSent {
+		if o.Kind != OutcomeSent {
 			skip[events[i].Key] = true
 		}
 	}
@@ -387,7 +387,7 @@ func sentKeys(events []cursor.FailedRow, outcomes []outcome) (keys []string) {
 // save writes results down. It is repeated until PostgreSQL has them or the lease is lost:
 // without them, what Kafka has accepted would be sent again. What takes too long is saved in
 // halves.
-func (r *retrier) save(results []cursor.RetryResult) error {
+func (r *retrier) Save(results []cursor.RetryResult) error {
 	for uncertain := false; ; uncertain = true {
 		err := r.trySave(results, uncertain)
 		switch {
@@ -396,13 +396,13 @@ func (r *retrier) save(results []cursor.RetryResult) error {
 		case r.Held.Err() != nil:
 			return context.Cause(r.Held)
 		case tookTooLong(err) && len(results) > 1:
-			if err := r.save(results[:len(results)/2]); err != nil {
+			if err := r.Save(results[:len(results)/2]); err != nil {
 				return err
 			}
-			return r.save(results[len(results)/2:])
+			return r.Save(results[len(results)/2:])
 		}
-		r.outage.Report(err)
-		wait.Sleep(r.Held, r.outage.Backoff())
+		r.Outage.Report(err)
+		wait.Sleep(r.Held, r.Outage.Backoff())
 	}
 }
 
@@ -410,42 +410,42 @@ func (r *retrier) save(results []cursor.RetryResult) error {
 // of uncertain outcome it is not known which keys have got a new head, so all of them stay
 // parked until they are counted again.
 func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
-	r.parked.mu.Lock()
-	defer r.parked.mu.Unlock()
+	r.Parked.mu.Lock()
+	defer r.Parked.mu.Unlock()
 	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
-	left, err := r.store.SaveResults(ctx, r.Lease, results, r.cfg.KeepSent)
+	left, err := r.Store.SaveResults(ctx, r.Lease, results, r.Cfg.KeepSent)
 	if err != nil {
 		return err
 	}
 	for _, result := range results {
-		gone := result.Status == statusResolved || result.Status == statusDead && !r.cfg.HoldDead
+		gone := result.Status == statusResolved || result.Status == statusDead && !r.Cfg.HoldDead
 		if gone { // the row holds back nothing any more
-			r.parked.rowRemoved(result.Event.Key)
+			r.Parked.rowRemoved(result.Event.Key)
 		}
 		if !gone || uncertain {
 			left = append(left, result.Event.Key)
 		}
 	}
-	r.parked.rowsLeft(left)
+	r.Parked.rowsLeft(left)
 	return nil
 }
 
 // resultOf turns the outcome of a retry into what is saved. It returns false for an event
 // that was not tried.
-func (r *retrier) resultOf(e *cursor.FailedRow, o outcome) (result cursor.RetryResult, ok bool) {
-	result = cursor.RetryResult{Event: e, Row: e.Row, Class: o.class, Err: o.err}
-	switch o.kind {
-	case outcomeSent:
+func (r *retrier) resultOf(e *cursor.FailedRow, o Outcome) (result cursor.RetryResult, ok bool) {
+	result = cursor.RetryResult{Event: e, Row: e.Row, Class: o.Class, Err: o.Err}
+	switch o.Kind {
+	case OutcomeSent:
 		result.Status, result.Err = statusResolved, nil
-	case outcomeRejected:
-		result.Status, result.Count, result.Wait = statusFailed, 1, r.cfg.retryWait(e.Retries+2)
-		if e.Retries+1 >= r.cfg.MaxRetries {
+	case OutcomeRejected:
+		result.Status, result.Count, result.Wait = statusFailed, 1, r.Cfg.WaitBefore(e.Retries+2)
+		if e.Retries+1 >= r.Cfg.MaxRetries {
 			result.Status = statusDead
 		}
-	case outcomeUnavailable:
-		result.Status, result.Wait, result.Place = statusWaiting, r.cfg.RetryInterval, o.place
-	case outcomePending, outcomeBlocked, outcomeParked:
+	case OutcomeUnavailable:
+		result.Status, result.Wait, result.Place = statusWaiting, r.Cfg.RetryInterval, o.place
+	case OutcomePending, OutcomeBlocked, OutcomeParked:
 		return result, false
 	}
 	return result, true
@@ -457,13 +457,13 @@ func (r *retrier) notifyRejected(result cursor.RetryResult) {
 	topic, _ := e.Destination() // "" if none follows from its type
 	args := []any{"id", e.Id, "event_id", string(e.EventID), "type", string(e.EventType), "aggregate_id", string(e.AggregateID),
 		"topic", topic, "key", string(e.Event.Key()), "attempt", e.Retries + result.Count, "class", result.Class, "error", result.Err}
-	ctx, hook := e.Context(r.Held), r.cfg.Rejected
+	ctx, hook := e.Context(r.Held), r.Cfg.Rejected
 	if result.Status == statusDead {
-		hook = r.cfg.Dead
-		r.log.ErrorContext(ctx, "outbox: event is dead", append(args, "key_is_held", r.cfg.HoldDead)...)
-		r.eventDied()
+		hook = r.Cfg.Dead
+		r.Log.ErrorContext(ctx, "outbox: event is dead", append(args, "key_is_held", r.Cfg.HoldDead)...)
+		r.EventDied()
 	} else {
-		r.log.WarnContext(ctx, "outbox: retry failed", args...)
+		r.Log.WarnContext(ctx, "outbox: retry failed", args...)
 	}
 	if hook != nil {
 		hook(&e.Event, result.Class, result.Err, e.Retries+result.Count)

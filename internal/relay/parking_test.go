@@ -1,4 +1,4 @@
-package outbox
+package relay
 
 import (
 	"errors"
@@ -14,18 +14,18 @@ import (
 )
 
 // parkingOf returns a parking that has found rows of keys.
-func parkingOf(t *testing.T, rows map[string]int) *parking {
+func parkingOf(t *testing.T, rows map[string]int) *Parking {
 	t.Helper()
-	p := newParking(false)
+	p := NewParking(false)
 	recount(t, p, rows)
 	return p
 }
 
 // recount lets a parking find rows, in pages of one key.
-func recount(t *testing.T, p *parking, rows map[string]int) {
+func recount(t *testing.T, p *Parking, rows map[string]int) {
 	t.Helper()
 	names := slices.Sorted(maps.Keys(rows))
-	require.NoError(t, p.recount(func(after string) (keys []cursor.KeyRows, err error) {
+	require.NoError(t, p.Recount(func(after string) (keys []cursor.KeyRows, err error) {
 		for _, name := range names {
 			if name > after {
 				return []cursor.KeyRows{{name, rows[name]}}, nil
@@ -39,8 +39,8 @@ func recount(t *testing.T, p *parking, rows map[string]int) {
 func TestParkingAssigns(t *testing.T) {
 	t.Parallel()
 	p := parkingOf(t, map[string]int{"old": 2})
-	require.True(t, p.mustWait("old"))
-	require.False(t, p.mustWait("new"))
+	require.True(t, p.MustWait("old"))
+	require.False(t, p.MustWait("new"))
 	failures := []cursor.Failure{
 		{Key: "new", Status: statusFailed},
 		{Key: "old", Status: statusParked, Pending: true},
@@ -69,8 +69,8 @@ func TestParkingOfDeadEvents(t *testing.T) {
 	t.Parallel()
 	p := parkingOf(t, nil)
 	p.rowsWritten([]cursor.Failure{{Key: "dead", Status: statusDead}, {Key: "held", Status: statusDead, Held: true}})
-	require.False(t, p.mustWait("dead"))
-	require.True(t, p.mustWait("held"))
+	require.False(t, p.MustWait("dead"))
+	require.True(t, p.MustWait("held"))
 }
 
 // A key stays parked as long as an event is on its way to a row, although the
@@ -78,9 +78,9 @@ func TestParkingOfDeadEvents(t *testing.T) {
 func TestParkingWaitsForWhatIsPending(t *testing.T) {
 	t.Parallel()
 	p := parkingOf(t, map[string]int{"key": 1})
-	require.True(t, p.mustWait("key")) // v3 is on its way
+	require.True(t, p.MustWait("key")) // v3 is on its way
 	p.rowRemoved("key")                // v2 was sent
-	require.True(t, p.mustWait("key"), "v4 would overtake v3")
+	require.True(t, p.MustWait("key"), "v4 would overtake v3")
 	failures := []cursor.Failure{{Key: "key", Status: statusParked, Pending: true}, {Key: "key", Status: statusParked, Pending: true}}
 	p.assign(failures)
 	require.Equal(t, statusWaiting, failures[0].Status, "it is the head now")
@@ -89,25 +89,25 @@ func TestParkingWaitsForWhatIsPending(t *testing.T) {
 	require.True(t, p.busy.Load())
 	p.rowRemoved("key")
 	require.False(t, p.busy.Load())
-	require.False(t, p.mustWait("key"))
+	require.False(t, p.MustWait("key"))
 }
 
 // Operators resolve rows without the relay's knowledge.
 func TestParkingIsCorrected(t *testing.T) {
 	t.Parallel()
 	p := parkingOf(t, map[string]int{"resolved": 3, "fewer": 3, "pending": 1})
-	require.True(t, p.mustWait("pending"))
+	require.True(t, p.MustWait("pending"))
 	recount(t, p, map[string]int{"fewer": 1, "revived": 1})
-	require.False(t, p.mustWait("resolved"))
-	require.True(t, p.mustWait("pending"))
-	require.True(t, p.mustWait("fewer"))
-	require.True(t, p.mustWait("revived"))
+	require.False(t, p.MustWait("resolved"))
+	require.True(t, p.MustWait("pending"))
+	require.True(t, p.MustWait("fewer"))
+	require.True(t, p.MustWait("revived"))
 }
 
 // With PassFailedKeys every failure has a time at which it is due.
 func TestParkingPasses(t *testing.T) {
 	t.Parallel()
-	p := newParking(true)
+	p := NewParking(true)
 	failures := []cursor.Failure{{Key: "key", Status: statusFailed}, {Key: "key", Status: statusWaiting}}
 	p.assign(failures)
 	require.Equal(t, []string{statusFailed, statusWaiting}, []string{failures[0].Status, failures[1].Status})
@@ -118,16 +118,16 @@ func TestParkingIsNotCorrectedByHalf(t *testing.T) {
 	t.Parallel()
 	p := parkingOf(t, map[string]int{"a": 1, "b": 1, "c": 1})
 	broken := errors.New("PostgreSQL does not answer")
-	err := p.recount(func(after string) ([]cursor.KeyRows, error) {
+	err := p.Recount(func(after string) ([]cursor.KeyRows, error) {
 		if after == "" {
 			return []cursor.KeyRows{{"a", 2}}, nil
 		}
 		return nil, broken
 	})
 	require.ErrorIs(t, err, broken)
-	require.Len(t, p.keys, 3)
+	require.Len(t, p.Keys, 3)
 	recount(t, p, map[string]int{"b": 1})
-	require.Len(t, p.keys, 1)
+	require.Len(t, p.Keys, 1)
 }
 
 // A million parked keys fit into little memory.
@@ -141,38 +141,38 @@ func TestParkingOfManyKeys(t *testing.T) {
 		return m.HeapAlloc
 	}
 	before, n := heap(), 0
-	p := newParking(false)
-	require.NoError(t, p.recount(func(string) (page []cursor.KeyRows, err error) {
+	p := NewParking(false)
+	require.NoError(t, p.Recount(func(string) (page []cursor.KeyRows, err error) {
 		for range min(keys-n, keys/pages) {
 			page = append(page, cursor.KeyRows{fmt.Sprintf("order-events/customer-%032d", n), 1})
 			n++
 		}
 		return page, nil
 	}))
-	require.Len(t, p.keys, keys)
+	require.Len(t, p.Keys, keys)
 	used := (int64(heap()) - int64(before)) >> 20
 	t.Logf("%d MiB", used)
 	require.Less(t, used, int64(64), "MiB")
-	require.True(t, p.mustWait(fmt.Sprintf("order-events/customer-%032d", 7)))
+	require.True(t, p.MustWait(fmt.Sprintf("order-events/customer-%032d", 7)))
 }
 
 // The session counts all rows again when the cursor is not where it left it, while the
 // retrier counts them, too. A key that has rows is never free afterwards, whoever fails.
 func TestParkingIsCountedByTwo(t *testing.T) {
 	t.Parallel()
-	p, other := newParking(false), make(chan error)
-	fails := func(string) ([]cursor.KeyRows, error) { return nil, errors.New("down") }
+	p, other := NewParking(false), make(chan error)
+	fails := func(string) ([]cursor.KeyRows, error) { return nil, errDown }
 	pages := 0
-	require.NoError(t, p.recount(func(string) ([]cursor.KeyRows, error) {
+	require.NoError(t, p.Recount(func(string) ([]cursor.KeyRows, error) {
 		if pages++; pages == 1 {
 			return []cursor.KeyRows{{Key: "orders/a", Rows: 1}}, nil
 		}
-		go func() { other <- p.recount(fails) }()
+		go func() { other <- p.Recount(fails) }()
 		time.Sleep(50 * time.Millisecond) // the other one begins, and waits
 		return nil, nil
 	}))
-	require.ErrorIs(t, <-other, errors.New("down"))
-	require.True(t, p.mustWait("orders/a"))
+	require.ErrorIs(t, <-other, errDown)
+	require.True(t, p.MustWait("orders/a"))
 }
 
 // Rows come and go between the pages of a recount. What it has found of their keys, before
@@ -190,7 +190,7 @@ func TestParkingChangesDuringARecount(t *testing.T) {
 		},
 	}
 	pages := map[string]cursor.KeyRows{"": {"removed", 1}, "removed": {"sent", 2}, "sent": {"added", 2}, "added": {"new", 1}}
-	require.NoError(t, p.recount(func(after string) ([]cursor.KeyRows, error) {
+	require.NoError(t, p.Recount(func(after string) ([]cursor.KeyRows, error) {
 		if change := changes[after]; change != nil {
 			change()
 		}
@@ -201,8 +201,10 @@ func TestParkingChangesDuringARecount(t *testing.T) {
 	}))
 	got := map[string]int32{}
 	for _, key := range []string{"added", "late", "new", "removed", "resolved", "sent"} {
-		got[key] = p.keys[p.hash(key)].rows
+		got[key] = p.Keys[p.Hash(key)].Rows
 	}
 	require.Equal(t, map[string]int32{"added": 2, "late": 1, "new": 1, "removed": 0, "resolved": 0, "sent": 1}, got)
-	require.Len(t, p.keys, 4)
+	require.Len(t, p.Keys, 4)
 }
+
+var errDown = errors.New("down")

@@ -1,4 +1,4 @@
-package outbox
+package relay
 
 import (
 	"github.com/outboxgo/outbox/internal/cursor"
@@ -7,7 +7,7 @@ import (
 	"sync/atomic"
 )
 
-// parking knows which keys have rows in outbox_failed. Later events of these keys join
+// Parking knows which keys have rows in outbox_failed. Later events of these keys join
 // them there instead of being sent.
 //
 // It must not lose this race: the retrier sends the last row of a key and removes it,
@@ -18,7 +18,7 @@ import (
 //
 // There may be a million such keys, so it has hashes of them. If two keys have the same, one
 // of them waits for the other.
-type parking struct {
+type Parking struct {
 	passing bool        // RelayConfig.PassFailedKeys: no event waits behind another
 	busy    atomic.Bool // there are keys; saves the lock where there are none
 
@@ -26,43 +26,43 @@ type parking struct {
 
 	mu        sync.Mutex
 	seed      maphash.Seed
-	keys      map[uint64]parkedKey
+	Keys      map[uint64]ParkedKey
 	recounts  bool // a recount is under way
 	forgotten bool // since a reset there was no recount
 }
 
-// parkedKey counts what holds back a key. It is in the map only while a count is above
+// ParkedKey counts what holds back a key. It is in the map only while a count is above
 // zero.
-type parkedKey struct {
-	rows    int32 // in outbox_failed
+type ParkedKey struct {
+	Rows    int32 // in outbox_failed
 	pending int32 // events whose rows will be written
 	found   int32 // by the recount that is under way
 	changed bool  // rows has changed during that recount
 }
 
-func newParking(passing bool) *parking {
-	return &parking{passing: passing, seed: maphash.MakeSeed(), keys: map[uint64]parkedKey{}}
+func NewParking(passing bool) *Parking {
+	return &Parking{passing: passing, seed: maphash.MakeSeed(), Keys: map[uint64]ParkedKey{}}
 }
 
 // mustWait reports whether an event has to wait behind others of its key. If so, the
 // event counts as pending until its row is written.
-func (p *parking) mustWait(key string) bool {
+func (p *Parking) MustWait(key string) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	hash := p.hash(key)
-	k, is := p.keys[hash]
-	if is = is && (k.rows > 0 || k.pending > 0); is {
+	hash := p.Hash(key)
+	k, is := p.Keys[hash]
+	if is = is && (k.Rows > 0 || k.pending > 0); is {
 		k.pending++
-		p.keys[hash] = k
+		p.Keys[hash] = k
 	}
 	return is
 }
 
 // reset forgets all keys; no event is pending.
-func (p *parking) reset() {
+func (p *Parking) reset() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	clear(p.keys)
+	clear(p.Keys)
 	p.busy.Store(false)
 	p.forgotten = true
 }
@@ -73,7 +73,7 @@ func (p *parking) reset() {
 // called under the lock with which rows are added and removed. A row that is added or removed
 // between two pages may be found twice or not at all. So if the count of a key has changed
 // meanwhile, it stays as it is.
-func (p *parking) recount(page func(after string) ([]cursor.KeyRows, error)) error {
+func (p *Parking) Recount(page func(after string) ([]cursor.KeyRows, error)) error {
 	p.counting.Lock()
 	defer p.counting.Unlock()
 	p.mu.Lock()
@@ -86,7 +86,7 @@ func (p *parking) recount(page func(after string) ([]cursor.KeyRows, error)) err
 	return err
 }
 
-func (p *parking) countPages(page func(after string) ([]cursor.KeyRows, error)) error {
+func (p *Parking) countPages(page func(after string) ([]cursor.KeyRows, error)) error {
 	for after := ""; ; {
 		last, err := p.countPage(func() ([]cursor.KeyRows, error) { return page(after) })
 		if err != nil || last == "" {
@@ -97,13 +97,13 @@ func (p *parking) countPages(page func(after string) ([]cursor.KeyRows, error)) 
 }
 
 // countPage returns the last key of a page, or "" if the page is empty.
-func (p *parking) countPage(page func() ([]cursor.KeyRows, error)) (last string, err error) {
+func (p *Parking) countPage(page func() ([]cursor.KeyRows, error)) (last string, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	keys, err := page()
 	for _, found := range keys {
-		hash := p.hash(found.Key)
-		k := p.keys[hash]
+		hash := p.Hash(found.Key)
+		k := p.Keys[hash]
 		k.found += int32(found.Rows)
 		p.put(hash, k)
 		last = found.Key
@@ -115,10 +115,10 @@ func (p *parking) countPage(page func() ([]cursor.KeyRows, error)) (last string,
 
 // endRecount takes over what was found, if all pages were read. After a reset there is
 // nothing else to go by.
-func (p *parking) endRecount(complete bool) {
-	for hash, k := range p.keys {
+func (p *Parking) endRecount(complete bool) {
+	for hash, k := range p.Keys {
 		if complete && (!k.changed || p.forgotten) {
-			k.rows = k.found
+			k.Rows = k.found
 		}
 		k.found, k.changed = 0, false
 		p.put(hash, k)
@@ -126,34 +126,34 @@ func (p *parking) endRecount(complete bool) {
 	p.recounts, p.forgotten = false, p.forgotten && !complete
 }
 
-func (p *parking) hash(key string) uint64 { return maphash.String(p.seed, key) }
+func (p *Parking) Hash(key string) uint64 { return maphash.String(p.seed, key) }
 
 // put changes the counts of a key, and removes it if it has neither rows nor pending
 // events, and the recount knows nothing of it.
-func (p *parking) put(hash uint64, k parkedKey) {
-	if k.rows > 0 || k.pending > 0 || k.found > 0 || k.changed {
-		p.keys[hash] = k
+func (p *Parking) put(hash uint64, k ParkedKey) {
+	if k.Rows > 0 || k.pending > 0 || k.found > 0 || k.changed {
+		p.Keys[hash] = k
 	} else {
-		delete(p.keys, hash)
+		delete(p.Keys, hash)
 	}
-	p.busy.Store(len(p.keys) > 0)
+	p.busy.Store(len(p.Keys) > 0)
 }
 
 // assign gives failures their final status: the first failure of a key without rows is
 // the head of the key, all others are parked. Dead ones stay dead.
-func (p *parking) assign(failures []cursor.Failure) {
+func (p *Parking) assign(failures []cursor.Failure) {
 	if p.passing {
 		return
 	}
 	added := map[string]bool{}
 	for i := range failures {
 		f := &failures[i]
-		k := p.keys[p.hash(f.Key)]
+		k := p.Keys[p.Hash(f.Key)]
 		if f.Status == statusDead {
 			added[f.Key] = added[f.Key] || f.Held
 			continue
 		}
-		switch head := !added[f.Key] && k.rows <= 0; {
+		switch head := !added[f.Key] && k.Rows <= 0; {
 		case !head:
 			f.Status = statusParked
 		case f.Status == statusParked:
@@ -165,12 +165,12 @@ func (p *parking) assign(failures []cursor.Failure) {
 
 // rowsWritten counts the rows of failures, except for dead ones that do not hold their
 // keys.
-func (p *parking) rowsWritten(failures []cursor.Failure) {
+func (p *Parking) rowsWritten(failures []cursor.Failure) {
 	for _, f := range failures {
-		hash := p.hash(f.Key)
-		k := p.keys[hash]
+		hash := p.Hash(f.Key)
+		k := p.Keys[hash]
 		if f.Status != statusDead || f.Held {
-			k.rows, k.changed = k.rows+1, p.recounts
+			k.Rows, k.changed = k.Rows+1, p.recounts
 		}
 		if f.Pending {
 			k.pending--
@@ -180,21 +180,21 @@ func (p *parking) rowsWritten(failures []cursor.Failure) {
 }
 
 // rowRemoved counts one row less.
-func (p *parking) rowRemoved(key string) {
-	hash := p.hash(key)
-	if k, is := p.keys[hash]; is {
-		k.rows, k.changed = k.rows-1, p.recounts
+func (p *Parking) rowRemoved(key string) {
+	hash := p.Hash(key)
+	if k, is := p.Keys[hash]; is {
+		k.Rows, k.changed = k.Rows-1, p.recounts
 		p.put(hash, k)
 	}
 }
 
 // rowsLeft keeps keys parked that still have rows. An operator may have retried a dead
 // event of such a key: if its row was sent before any recount, one too few are counted.
-func (p *parking) rowsLeft(keys []string) {
+func (p *Parking) rowsLeft(keys []string) {
 	for _, key := range keys {
-		hash := p.hash(key)
-		if k := p.keys[hash]; k.rows <= 0 {
-			k.rows, k.changed = 1, p.recounts
+		hash := p.Hash(key)
+		if k := p.Keys[hash]; k.Rows <= 0 {
+			k.Rows, k.changed = 1, p.recounts
 			p.put(hash, k)
 		}
 	}

@@ -1,4 +1,4 @@
-package outbox
+package relay
 
 import (
 	"context"
@@ -34,14 +34,14 @@ func (s *busyStore) Fetch(_ context.Context, _ cursor.Position, ids []int64) ([]
 func TestFetchesGrowAgain(t *testing.T) {
 	t.Parallel()
 	store := &busyStore{most: 300}
-	w := newWindowReader(store, 1000)
+	w := NewWindowReader(store, 1000)
 	p, statement := cursor.Position{}, func() (context.Context, context.CancelFunc) { return t.Context(), func() {} }
 	take := func(n int) {
 		for range n {
-			for id := w.ids.Len() + 1; w.ids.Len() < 4000; id++ {
-				w.ids.Add(int64(len(store.fetches))*10_000 + int64(id))
+			for id := w.Ids.Len() + 1; w.Ids.Len() < 4000; id++ {
+				w.Ids.Add(int64(len(store.fetches))*10_000 + int64(id))
 			}
-			_, err := w.take(p, statement)
+			_, err := w.Take(p, statement)
 			require.NoError(t, err)
 		}
 	}
@@ -52,5 +52,5 @@ func TestFetchesGrowAgain(t *testing.T) {
 	store.most = 5000
 	take(3*manyReads + 1)
 	require.Equal(t, 1000, store.fetches[len(store.fetches)-1])
-	require.Equal(t, 1000, w.limits.events.most, "never above the configuration")
+	require.Equal(t, 1000, w.Limits.Events.Most, "never above the configuration")
 }

@@ -1,4 +1,4 @@
-package outbox
+package relay
 
 import (
 	"bytes"
@@ -112,8 +112,8 @@ func TestDeliver(t *testing.T) {
 	t.Parallel()
 	for _, test := range deliverTests {
 		t.Run(test.name, func(t *testing.T) {
-			testDelivery(t, test, func(d *deliverer, stop context.Context, batch []envelope.Event) ([]outcome, error) {
-				return d.deliver(stop, context.Background(), batch, newParking(false))
+			testDelivery(t, test, func(d *Deliverer, stop context.Context, batch []envelope.Event) ([]Outcome, error) {
+				return d.Deliver(stop, context.Background(), batch, NewParking(false))
 			})
 		})
 	}
@@ -135,7 +135,7 @@ func TestAttempt(t *testing.T) {
 		{"the lease is lost", "ab", "ab:lost", "..", "", 0},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			testDelivery(t, test, func(d *deliverer, stop context.Context, batch []envelope.Event) ([]outcome, error) {
+			testDelivery(t, test, func(d *Deliverer, stop context.Context, batch []envelope.Event) ([]Outcome, error) {
 				return d.attempt(stop, context.Background(), batch)
 			})
 		})
@@ -168,7 +168,7 @@ func TestDeliverAvoidsBadPlaces(t *testing.T) {
 					if test.recovered > 0 && n == 2 { // a probe has got through
 						require.True(t, s.places.Accept(kafka.Partition{Topic: "orders", Number: 1}, time.Now()))
 					}
-					outcomes, err := s.deliverer(nil).deliver(t.Context(), t.Context(), envelopesOf(batch), newParking(false))
+					outcomes, err := s.deliverer(nil).Deliver(t.Context(), t.Context(), envelopesOf(batch), NewParking(false))
 					require.NoError(t, err)
 					got = append(got, outcomeSymbols(outcomes))
 				}
@@ -189,7 +189,7 @@ func TestTrialsAreNotSpentOnBadPlaces(t *testing.T) {
 		time.Sleep(31 * time.Second)
 		require.Equal(t, breaker.HalfOpen, s.breaker.State())
 		deliver := func(batch string) string {
-			outcomes, err := s.deliverer(nil).deliver(t.Context(), t.Context(), envelopesOf(batch), newParking(false))
+			outcomes, err := s.deliverer(nil).Deliver(t.Context(), t.Context(), envelopesOf(batch), NewParking(false))
 			require.NoError(t, err)
 			return outcomeSymbols(outcomes)
 		}
@@ -206,7 +206,7 @@ func TestAttemptAvoidsBadPlaces(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newFakeSender(t, "a:+ ab:-- ab:++")
 		s.places.Load([]places.Bad{{Name: "orders/1", Class: "unavailable", Err: kgo.ErrRecordTimeout}})
-		try := func(send func(stop, held context.Context, batch []envelope.Event) ([]outcome, error), want string) []outcome {
+		try := func(send func(stop, held context.Context, batch []envelope.Event) ([]Outcome, error), want string) []Outcome {
 			time.Sleep(time.Second)
 			outcomes, err := send(t.Context(), t.Context(), envelopesOf("ab"))
 			require.NoError(t, err)
@@ -215,7 +215,7 @@ func TestAttemptAvoidsBadPlaces(t *testing.T) {
 		}
 		d := s.deliverer(nil)
 		outcomes := try(d.attempt, "+u")
-		require.Equal(t, outcome{kind: outcomeUnavailable, class: "unavailable", err: kgo.ErrRecordTimeout, place: "orders/1"}, outcomes[1])
+		require.Equal(t, Outcome{Kind: OutcomeUnavailable, Class: "unavailable", Err: kgo.ErrRecordTimeout, place: "orders/1"}, outcomes[1])
 		require.Equal(t, []string{"orders"}, s.prepared)
 		require.Equal(t, "orders/0", try(d.probe, "uu")[0].place)
 		try(d.probe, "++")
@@ -231,8 +231,8 @@ func TestDeliverPassesFailedKeys(t *testing.T) {
 		parked := parkingOf(t, map[string]int{"orders/a": 1})
 		s := newFakeSender(t, "abBAc:+x+++ b:x")
 		d := s.deliverer(nil)
-		d.parts.passFailedKeys = true
-		outcomes, err := d.deliver(t.Context(), t.Context(), envelopesOf("abBAc"), parked)
+		d.Parts.PassFailedKeys = true
+		outcomes, err := d.Deliver(t.Context(), t.Context(), envelopesOf("abBAc"), parked)
 		require.NoError(t, err)
 		require.Equal(t, "+x+++", outcomeSymbols(outcomes))
 	})
@@ -244,10 +244,10 @@ func TestDeliverParks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		parked := parkingOf(t, map[string]int{"orders/a": 1, "payments/b": 1})
 		s := newFakeSender(t, "bc:++")
-		outcomes, err := s.deliverer(nil).deliver(t.Context(), t.Context(), envelopesOf("abAc"), parked)
+		outcomes, err := s.deliverer(nil).Deliver(t.Context(), t.Context(), envelopesOf("abAc"), parked)
 		require.NoError(t, err)
 		require.Equal(t, "p+p+", outcomeSymbols(outcomes))
-		require.Equal(t, 2, int(parked.keys[parked.hash("orders/a")].pending))
+		require.Equal(t, 2, int(parked.Keys[parked.Hash("orders/a")].pending))
 	})
 }
 
@@ -265,7 +265,7 @@ func TestDeliverNotifies(t *testing.T) {
 				s := newFakeSender(t, test.play)
 				stop, cancel := context.WithCancel(t.Context())
 				s.stop = cancel
-				d := s.deliverer(func(b sentBatch) {
+				d := s.deliverer(func(b SentBatch) {
 					var sent, failed []string
 					for _, e := range b.Sent {
 						sent = append(sent, string(e.Key()))
@@ -276,7 +276,7 @@ func TestDeliverNotifies(t *testing.T) {
 					require.False(t, b.Retried)
 					got = fmt.Sprintf("%d sent %v, %d failed %v, %d waiting", b.Events, sent, b.Failed, failed, b.Waiting)
 				})
-				_, err := d.deliver(stop, t.Context(), envelopesOf(test.batch), newParking(false))
+				_, err := d.Deliver(stop, t.Context(), envelopesOf(test.batch), NewParking(false))
 				require.NoError(t, err)
 				require.Equal(t, test.want, got)
 			})
@@ -284,7 +284,7 @@ func TestDeliverNotifies(t *testing.T) {
 	}
 }
 
-func testDelivery(t *testing.T, test deliveryTest, run func(*deliverer, context.Context, []envelope.Event) ([]outcome, error)) {
+func testDelivery(t *testing.T, test deliveryTest, run func(*Deliverer, context.Context, []envelope.Event) ([]Outcome, error)) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newFakeSender(t, test.play)
 		stop, cancel := context.WithCancel(t.Context())
@@ -336,10 +336,10 @@ func newFakeSender(t *testing.T, play string) *fakeSender {
 
 func (s *fakeSender) logger() *slog.Logger { return slog.New(slog.NewTextHandler(&s.log, nil)) }
 
-func (s *fakeSender) deliverer(onSent func(sentBatch)) *deliverer {
-	return &deliverer{deliveryParts{
-		sender: s, breaker: s.breaker, places: s.places, log: s.logger(), kafkaOutage: outage.NewLog(s.logger(), "Kafka"),
-		onSend: func() {}, onSent: onSent, onRecovered: func() { s.recovered++ },
+func (s *fakeSender) deliverer(onSent func(SentBatch)) *Deliverer {
+	return &Deliverer{DeliveryParts{
+		Sender: s, Breaker: s.breaker, Places: s.places, Log: s.logger(), KafkaOutage: outage.NewLog(s.logger(), "Kafka"),
+		OnSend: func() {}, OnSent: onSent, OnRecovered: func() { s.recovered++ },
 	}}
 }
 
@@ -422,11 +422,11 @@ func envelopesOf(events string) (batch []envelope.Event) {
 	return batch
 }
 
-func outcomeSymbols(outcomes []outcome) (symbols string) {
+func outcomeSymbols(outcomes []Outcome) (symbols string) {
 	for _, o := range outcomes {
-		symbols += map[outcomeKind]string{
-			outcomePending: ".", outcomeSent: "+", outcomeRejected: "x", outcomeUnavailable: "u", outcomeBlocked: "b", outcomeParked: "p",
-		}[o.kind]
+		symbols += map[OutcomeKind]string{
+			OutcomePending: ".", OutcomeSent: "+", OutcomeRejected: "x", OutcomeUnavailable: "u", OutcomeBlocked: "b", OutcomeParked: "p",
+		}[o.Kind]
 	}
 	return symbols
 }

@@ -1,4 +1,5 @@
-package outbox
+// Package relay sends the events of an outbox to Kafka, while its process has the lease.
+package relay
 
 import (
 	"context"
@@ -29,60 +30,60 @@ type cursorStore interface {
 	Move(ctx context.Context, l *lease.Lease, p cursor.Position, failures []cursor.Failure) (id int64, err error)
 }
 
-// sessionParts is what a session uses.
-type sessionParts struct {
+// SessionParts is what a session uses.
+type SessionParts struct {
 	lease.Leadership
-	cfg     relayRules
-	cursors cursorStore
-	leases  interface {
+	Cfg     Rules
+	Cursors cursorStore
+	Leases  interface {
 		Renew(ctx context.Context, l *lease.Lease) error
 	}
-	failed interface {
+	Failed interface {
 		Keys(statement lease.StatementContext, wrong *[]string) func(after string) ([]cursor.KeyRows, error)
 		Freed(statement lease.StatementContext, since time.Duration) func() ([]cursor.KeyRows, error)
 		Places(ctx context.Context) ([]places.Bad, error)
 	}
-	deliverer interface {
-		deliver(stop, held context.Context, batch []envelope.Event, parked *parking) ([]outcome, error)
-		topic(e *envelope.Event) (string, error)
+	Deliverer interface {
+		Deliver(stop, held context.Context, batch []envelope.Event, parked *Parking) ([]Outcome, error)
+		Topic(e *envelope.Event) (string, error)
 	}
-	ticks  *wakeup.Ticks
-	parked *parking         // shared with the retrier
-	places *places.Registry // shared with the retriers
-	health relayHealth
-	log    *slog.Logger
-	outage *outage.Log     // PostgreSQL
-	wake   <-chan struct{} // wake requests of this process
-	heard  <-chan struct{} // notifications of others
+	Ticks  *wakeup.Ticks
+	Parked *Parking         // shared with the retrier
+	Places *places.Registry // shared with the retriers
+	Health relayHealth
+	Log    *slog.Logger
+	Outage *outage.Log     // PostgreSQL
+	Wake   <-chan struct{} // wake requests of this process
+	Heard  <-chan struct{} // notifications of others
 
-	eventDied func() // called after an event has become dead
+	EventDied func() // called after an event has become dead
 }
 
-// session relays events under one lease. It belongs to the goroutine of Run.
-type session struct {
-	sessionParts
+// Session relays events under one lease. It belongs to the goroutine of Run.
+type Session struct {
+	SessionParts
 
 	rhythm   wakeup.Rhythm
 	pos      cursor.Position
 	recorded bool // pos is in outbox_cursor
-	opened   bool // a window, or found nothing to open
-	window   windowReader
+	Opened   bool // a window, or found nothing to open
+	Window   windowReader
 	beside   *contain.Group // what runs beside it: a prefetch, and other parts of the relay
 
-	backlog atomic.Bool // more than a batch is left to send; read by the cleaner
+	Backlog atomic.Bool // more than a batch is left to send; read by the cleaner
 }
 
-func newSession(p sessionParts) *session {
-	return &session{
-		sessionParts: p, window: newWindowReader(p.cursors, p.cfg.BatchSize), beside: p.NewGroup(), rhythm: wakeup.Rhythm{Idle: p.cfg.PollInterval, Ticks: p.ticks},
+func NewSession(p SessionParts) *Session {
+	return &Session{
+		SessionParts: p, Window: NewWindowReader(p.Cursors, p.Cfg.BatchSize), beside: p.NewGroup(), rhythm: wakeup.Rhythm{Idle: p.Cfg.PollInterval, Ticks: p.Ticks},
 	}
 }
 
 // run relays until ctx is cancelled; then it returns nil. Once the position is loaded it
 // runs the other parts of the relay beside it, until it returns.
-func (s *session) run(ctx context.Context, others ...func(context.Context)) error {
-	defer s.window.forget()
-	err := s.load()
+func (s *Session) Run(ctx context.Context, others ...func(context.Context)) error {
+	defer s.Window.forget()
+	err := s.Load()
 	if err != nil {
 		return err
 	}
@@ -105,19 +106,19 @@ func (s *session) run(ctx context.Context, others ...func(context.Context)) erro
 
 // stayUpToDate relays. Whenever the cursor is not the one that the session knows, it
 // forgets all and loads it again.
-func (s *session) stayUpToDate(ctx context.Context) (err error) {
+func (s *Session) stayUpToDate(ctx context.Context) (err error) {
 	for err == nil {
 		err = s.follow(ctx)
 		known := s.pos.CursorID
 		if !errors.Is(err, cursor.ErrStale) {
 			return err
 		}
-		s.window.forget()
+		s.Window.forget()
 		// Loading proves nothing, and another process may have moved the cursor: on a
 		// machine that was suspended, the clock has not seen the lease expire.
-		err = s.try(func(ctx context.Context) error { return s.leases.Renew(ctx, s.Lease) })
+		err = s.try(func(ctx context.Context) error { return s.Leases.Renew(ctx, s.Lease) })
 		if err == nil {
-			err = s.load()
+			err = s.Load()
 		}
 		if err == nil {
 			s.reportJump(known)
@@ -127,7 +128,7 @@ func (s *session) stayUpToDate(ctx context.Context) (err error) {
 }
 
 // reportJump logs that the cursor is not where the session had left it.
-func (s *session) reportJump(known int64) {
+func (s *Session) reportJump(known int64) {
 	if s.pos.CursorID == known { // another server, or the same one restarted
 		return
 	}
@@ -136,14 +137,14 @@ func (s *session) reportJump(known int64) {
 		what = "outbox: PostgreSQL has lost the newest rows of the cursor, in a crash or a failover to a server that lagged; " +
 			"events since then are sent again, and some that were sent may have lost their transactions"
 	}
-	s.log.Warn(what, "left", known, "found", s.pos.CursorID)
+	s.Log.Warn(what, "left", known, "found", s.pos.CursorID)
 }
 
 // load reads the newest position. One that was written in another cluster is rebased
 // first.
-func (s *session) load() error {
+func (s *Session) Load() error {
 	load := func(ctx context.Context) (err error) {
-		s.pos, err = s.cursors.Load(ctx, s.Lease)
+		s.pos, err = s.Cursors.Load(ctx, s.Lease)
 		return err
 	}
 	err := s.try(load)
@@ -154,35 +155,35 @@ func (s *session) load() error {
 	}
 	s.recorded = true
 	if err == nil && s.pos.Window != "" {
-		err = s.window.begin(s.pos)
+		err = s.Window.Begin(s.pos)
 	}
 	if err != nil {
 		return err
 	}
 	return s.try(func(ctx context.Context) error {
-		s.parked.reset()
-		err := s.parked.recount(s.parkedKeys())
+		s.Parked.reset()
+		err := s.Parked.Recount(s.parkedKeys())
 		if err != nil {
 			return err
 		}
-		bad, err := s.failed.Places(ctx)
+		bad, err := s.Failed.Places(ctx)
 		if err != nil {
 			return err
 		}
-		s.places.Load(bad)
+		s.Places.Load(bad)
 		return nil
 	})
 }
 
 // parkedKeys returns a function that returns the keys which have to wait. While the lease is not exclusive, these are also keys that an
 // operator has freed: the process that had the lease before may be sending what was resolved.
-func (s *session) parkedKeys() func(after string) ([]cursor.KeyRows, error) {
-	page := s.failed.Keys(s.WithStatementTimeout, nil)
+func (s *Session) parkedKeys() func(after string) ([]cursor.KeyRows, error) {
+	page := s.Failed.Keys(s.WithStatementTimeout, nil)
 	if s.Lease.Exclusive() {
 		return page
 	}
 	const longest = time.Hour // that another process can have had an event in hand, whatever its lease was
-	freed := s.failed.Freed(s.WithStatementTimeout, max(longest, 2*s.cfg.Lease))
+	freed := s.Failed.Freed(s.WithStatementTimeout, max(longest, 2*s.Cfg.Lease))
 	return func(after string) ([]cursor.KeyRows, error) {
 		keys, err := page(after)
 		if err == nil && len(keys) == 0 {
@@ -194,39 +195,39 @@ func (s *session) parkedKeys() func(after string) ([]cursor.KeyRows, error) {
 
 // rebase moves the cursors here from the cluster that the database came from. It may
 // take as long as it takes.
-func (s *session) rebase() error {
+func (s *Session) rebase() error {
 	start := time.Now()
 	var unsent int64
-	s.health.beginLongTask("the cursor is moved here from another cluster")
-	defer s.health.endLongTask()
+	s.Health.BeginLongTask("the cursor is moved here from another cluster")
+	defer s.Health.EndLongTask()
 	err := s.try(func(context.Context) (err error) {
-		unsent, err = s.cursors.Rebase(s.Held, s.Lease)
+		unsent, err = s.Cursors.Rebase(s.Held, s.Lease)
 		return err
 	})
 	if err == nil {
-		s.log.Warn("outbox: database was restored from another cluster, the cursor is moved to this one",
+		s.Log.Warn("outbox: database was restored from another cluster, the cursor is moved to this one",
 			"unsent", unsent, "took", time.Since(start).Round(time.Millisecond))
 	}
 	return err
 }
 
 // follow relays from the loaded position on.
-func (s *session) follow(ctx context.Context) error {
+func (s *Session) follow(ctx context.Context) error {
 	for ctx.Err() == nil {
-		batch, err := s.next(ctx)
+		batch, err := s.Next(ctx)
 		if err != nil {
 			return err
 		}
-		s.backlog.Store(!s.window.drained())
+		s.Backlog.Store(!s.Window.drained())
 		if len(batch) == 0 {
-			s.health.cursorMoved()
+			s.Health.CursorMoved()
 			s.await(ctx)
 			continue
 		}
 		if err := s.send(ctx, batch); err != nil {
 			return err
 		}
-		if s.window.drained() {
+		if s.Window.drained() {
 			s.await(ctx)
 		}
 	}
@@ -234,7 +235,7 @@ func (s *session) follow(ctx context.Context) error {
 }
 
 // await waits until it is time to look for events.
-func (s *session) await(ctx context.Context) {
+func (s *Session) await(ctx context.Context) {
 	for {
 		pause := s.rhythm.Wait(time.Now())
 		if pause == 0 || !s.sleep(ctx, pause) || !s.rhythm.Glances(time.Now()) {
@@ -250,24 +251,24 @@ func (s *session) await(ctx context.Context) {
 const glanceTimeout = time.Second
 
 // glance reports whether there may be something to find. If PostgreSQL fails, the next look says so.
-func (s *session) glance() bool {
-	s.health.progressed()
+func (s *Session) glance() bool {
+	s.Health.Progressed()
 	ctx, cancel := context.WithTimeout(s.Held, glanceTimeout)
 	defer cancel()
-	changed, err := s.cursors.Glance(ctx)
+	changed, err := s.Cursors.Glance(ctx)
 	return changed || err != nil
 }
 
 // sleep reports whether it has slept so long.
-func (s *session) sleep(ctx context.Context, pause time.Duration) bool {
+func (s *Session) sleep(ctx context.Context, pause time.Duration) bool {
 	timer := time.NewTimer(pause)
 	defer timer.Stop()
 	select {
 	case <-timer.C:
 		return true
-	case <-s.wake:
+	case <-s.Wake:
 		s.rhythm.Woken()
-	case <-s.heard:
+	case <-s.Heard:
 		s.rhythm.Notified(time.Now())
 	case <-ctx.Done():
 	case <-s.Held.Done():
@@ -277,17 +278,17 @@ func (s *session) sleep(ctx context.Context, pause time.Duration) bool {
 
 // next returns the events to send next: further ones of the open window, or those of a
 // new one. It returns none when there is nothing to send, or when ctx is cancelled.
-func (s *session) next(ctx context.Context) (batch []envelope.Event, err error) {
+func (s *Session) Next(ctx context.Context) (batch []envelope.Event, err error) {
 	for ctx.Err() == nil && err == nil && len(batch) == 0 {
 		switch {
-		case s.window.drained():
+		case s.Window.drained():
 			var large bool
-			if batch, large, err = s.open(); !large {
+			if batch, large, err = s.Open(); !large {
 				return batch, err
 			}
-		case !s.window.paged():
-			err = s.try(func(ctx context.Context) error { return s.window.page(ctx, s.pos) })
-			s.health.cursorMoved()
+		case !s.Window.Paged():
+			err = s.try(func(ctx context.Context) error { return s.Window.Page(ctx, s.pos) })
+			s.Health.CursorMoved()
 		default:
 			batch, err = s.take()
 		}
@@ -301,15 +302,15 @@ func (s *session) next(ctx context.Context) (batch []envelope.Event, err error) 
 // While the statement reads, no other can renew the lease. So it gets less time than the
 // lease lasts, and it reads nothing if it took too long before, or if it is the first:
 // perhaps it is for this that the last session has lost its lease.
-func (s *session) open() (batch []envelope.Event, large bool, err error) {
-	began, limit := time.Now(), s.window.limits.events.most
-	if !s.opened {
+func (s *Session) Open() (batch []envelope.Event, large bool, err error) {
+	began, limit := time.Now(), s.Window.Limits.Events.Most
+	if !s.Opened {
 		limit = 0
 	}
 	err = s.try(func(ctx context.Context) (err error) {
 		batch, large, err = s.openUpTo(ctx, limit)
 		if pg.IsCancelled(err) && limit > 1 {
-			s.window.limits.events.keepBelow(limit)
+			s.Window.Limits.Events.keepBelow(limit)
 		}
 		if limit > 0 && (tookTooLong(err) || pg.IsUnreadable(err) || errors.Is(err, cursor.ErrTooMuch)) {
 			limit = 0
@@ -319,33 +320,33 @@ func (s *session) open() (batch []envelope.Event, large bool, err error) {
 	})
 	switch {
 	case err == nil && large:
-		s.rhythm.Looked(began, s.cfg.BatchSize) // at least about as many
-		err = s.window.begin(s.pos)
+		s.rhythm.Looked(began, s.Cfg.BatchSize) // at least about as many
+		err = s.Window.Begin(s.pos)
 	case err == nil:
 		s.rhythm.Looked(began, len(batch))
-		s.window.limits.events.grow(len(batch))
+		s.Window.Limits.Events.grow(len(batch))
 	}
-	s.opened, s.recorded = s.opened || err == nil, s.recorded || err == nil
+	s.Opened, s.recorded = s.Opened || err == nil, s.recorded || err == nil
 	return batch, large, err
 }
 
-func (s *session) openUpTo(ctx context.Context, limit int) (batch []envelope.Event, large bool, err error) {
+func (s *Session) openUpTo(ctx context.Context, limit int) (batch []envelope.Event, large bool, err error) {
 	if limit > 0 {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, s.StatementTimeout/4)
 		defer cancel()
 	}
-	s.pos, batch, large, err = s.cursors.Open(ctx, s.Lease, s.pos, limit)
+	s.pos, batch, large, err = s.Cursors.Open(ctx, s.Lease, s.pos, limit)
 	return batch, large, err
 }
 
 // take returns the events that were fetched ahead, or fetches them now.
-func (s *session) take() (batch []envelope.Event, err error) {
-	if batch = s.window.prefetched(); len(batch) > 0 || s.window.drained() {
+func (s *Session) take() (batch []envelope.Event, err error) {
+	if batch = s.Window.prefetched(); len(batch) > 0 || s.Window.drained() {
 		return batch, nil
 	}
 	err = s.try(func(context.Context) (err error) {
-		batch, err = s.window.take(s.pos, s.WithStatementTimeout)
+		batch, err = s.Window.Take(s.pos, s.WithStatementTimeout)
 		return err
 	})
 	return batch, err
@@ -354,23 +355,23 @@ func (s *session) take() (batch []envelope.Event, err error) {
 // send sends a batch, and moves the cursor behind the events that have an outcome. The
 // move behind the last batch of a window is left to the statement that opens the next
 // window. If ctx or the lease ends first, the next holder sends the rest.
-func (s *session) send(ctx context.Context, batch []envelope.Event) error {
-	s.window.prefetch(s.pos, s.WithStatementTimeout, s.beside.Go)
+func (s *Session) send(ctx context.Context, batch []envelope.Event) error {
+	s.Window.prefetch(s.pos, s.WithStatementTimeout, s.beside.Go)
 	start := time.Now()
-	outcomes, err := s.deliverer.deliver(ctx, s.Held, batch, s.parked)
-	decided, failures := s.failures(batch, outcomes)
+	outcomes, err := s.Deliverer.Deliver(ctx, s.Held, batch, s.Parked)
+	decided, failures := s.Failures(batch, outcomes)
 	if decided > 0 {
-		s.health.cursorMoved()
+		s.Health.CursorMoved()
 		s.pos.Last = batch[decided-1].Id
 		s.pos.Highest = max(s.pos.Highest, s.pos.Last)
 		s.recorded = false
 	}
-	s.log.Debug("outbox: batch sent", "events", decided, "of", len(batch), "failed", len(failures), "last", s.pos.Last,
+	s.Log.Debug("outbox: batch sent", "events", decided, "of", len(batch), "failed", len(failures), "last", s.pos.Last,
 		"took", time.Since(start))
 	if errors.Is(err, lease.ErrLeaseLost) {
 		return err
 	}
-	if decided < len(batch) || len(failures) > 0 || !s.window.drained() {
+	if decided < len(batch) || len(failures) > 0 || !s.Window.drained() {
 		if merr := s.record(failures); merr != nil {
 			return merr
 		}
@@ -381,29 +382,29 @@ func (s *session) send(ctx context.Context, batch []envelope.Event) error {
 
 // failures returns how many events from the start of the batch have an outcome, and those
 // of them that did not get through.
-func (s *session) failures(batch []envelope.Event, outcomes []outcome) (decided int, failures []cursor.Failure) {
+func (s *Session) Failures(batch []envelope.Event, outcomes []Outcome) (decided int, failures []cursor.Failure) {
 	for i, o := range outcomes {
 		e := &batch[i]
 		status, wait := statusParked, time.Duration(0)
-		switch o.kind {
-		case outcomePending:
+		switch o.Kind {
+		case OutcomePending:
 			return i, failures
-		case outcomeSent:
+		case OutcomeSent:
 			continue
-		case outcomeRejected:
-			status, wait = statusFailed, s.cfg.retryWait(1)
-			if o.class == cursor.UnreadableRow && s.Lease.Exclusive() {
+		case OutcomeRejected:
+			status, wait = statusFailed, s.Cfg.WaitBefore(1)
+			if o.Class == cursor.UnreadableRow && s.Lease.Exclusive() {
 				status, wait = statusDead, 0
 			}
-		case outcomeUnavailable:
+		case OutcomeUnavailable:
 			status = statusWaiting
-		case outcomeBlocked, outcomeParked:
+		case OutcomeBlocked, OutcomeParked:
 		}
-		topic, _ := s.deliverer.topic(e)
+		topic, _ := s.Deliverer.Topic(e)
 		failures = append(failures, cursor.Failure{
-			Event: e, Key: tables.ParkingKey(topic, e.Key()), Status: status, Class: o.class, Err: o.err, Wait: wait, Place: o.place,
-			Rejected: o.kind == outcomeRejected, Pending: o.kind == outcomeParked,
-			Held: status == statusDead && s.cfg.HoldDead,
+			Event: e, Key: tables.ParkingKey(topic, e.Key()), Status: status, Class: o.Class, Err: o.Err, Wait: wait, Place: o.place,
+			Rejected: o.Kind == OutcomeRejected, Pending: o.Kind == OutcomeParked,
+			Held: status == statusDead && s.Cfg.HoldDead,
 		})
 	}
 	return len(batch), failures
@@ -411,21 +412,21 @@ func (s *session) failures(batch []envelope.Event, outcomes []outcome) (decided 
 
 // notifyRejected logs the events that were rejected and calls the hook, once the cursor
 // has passed them.
-func (s *session) notifyRejected(failures []cursor.Failure) {
+func (s *Session) notifyRejected(failures []cursor.Failure) {
 	for _, f := range failures {
 		if !f.Rejected {
 			continue
 		}
-		e, hook := f.Event, s.cfg.Rejected
+		e, hook := f.Event, s.Cfg.Rejected
 		topic, _ := e.Destination() // "" if none follows from its type
 		args := []any{"id", e.Id, "event_id", string(e.EventID), "type", string(e.EventType),
 			"aggregate_id", string(e.AggregateID), "topic", topic, "key", string(e.Key()), "class", f.Class, "error", f.Err}
 		if f.Status == statusDead {
-			hook = s.cfg.Dead
-			s.log.ErrorContext(e.Context(s.Held), "outbox: event is dead", append(args, "key_is_held", f.Held)...)
-			s.eventDied()
+			hook = s.Cfg.Dead
+			s.Log.ErrorContext(e.Context(s.Held), "outbox: event is dead", append(args, "key_is_held", f.Held)...)
+			s.EventDied()
 		} else {
-			s.log.WarnContext(e.Context(s.Held), "outbox: event rejected", args...)
+			s.Log.WarnContext(e.Context(s.Held), "outbox: event rejected", args...)
 		}
 		if hook != nil {
 			hook(e, f.Class, f.Err, 0)
@@ -434,20 +435,20 @@ func (s *session) notifyRejected(failures []cursor.Failure) {
 }
 
 // record writes the position, if that is not done yet, and the failures that it passes.
-func (s *session) record(failures []cursor.Failure) error {
+func (s *Session) record(failures []cursor.Failure) error {
 	if s.recorded {
 		return nil
 	}
 	if len(failures) > 0 {
-		s.parked.mu.Lock()
-		defer s.parked.mu.Unlock()
-		s.parked.assign(failures)
+		s.Parked.mu.Lock()
+		defer s.Parked.mu.Unlock()
+		s.Parked.assign(failures)
 	}
 	return s.try(func(ctx context.Context) error {
-		id, err := s.cursors.Move(ctx, s.Lease, s.pos, failures)
+		id, err := s.Cursors.Move(ctx, s.Lease, s.pos, failures)
 		if err == nil {
 			s.pos.CursorID, s.pos.Epoch, s.recorded = id, s.Lease.Epoch, true
-			s.parked.rowsWritten(failures)
+			s.Parked.rowsWritten(failures)
 		}
 		return err
 	})
@@ -455,9 +456,9 @@ func (s *session) record(failures []cursor.Failure) error {
 
 // try repeats f until PostgreSQL answers. It gives up when the lease is lost or the time
 // to stop is over, and returns the errors that repeating cannot correct.
-func (s *session) try(f func(context.Context) error) error {
+func (s *Session) try(f func(context.Context) error) error {
 	for {
-		s.health.progressed()
+		s.Health.Progressed()
 		ctx, cancel := s.WithStatementTimeout()
 		err := f(ctx)
 		cancel()
@@ -465,13 +466,13 @@ func (s *session) try(f func(context.Context) error) error {
 		case s.Held.Err() != nil && err != nil:
 			return context.Cause(s.Held)
 		case pg.IsUndefined(err):
-			return pg.NotMigrated(s.cfg.Schema, err)
+			return pg.NotMigrated(s.Cfg.Schema, err)
 		case err == nil, errors.Is(err, cursor.ErrStale), errors.Is(err, lease.ErrLeaseLost),
 			errors.Is(err, cursor.ErrOtherCluster), errors.Is(err, cursor.ErrSequenceBehind):
-			s.outage.Report(nil)
+			s.Outage.Report(nil)
 			return err
 		}
-		s.outage.Report(err)
-		wait.Sleep(s.Held, s.outage.Backoff())
+		s.Outage.Report(err)
+		wait.Sleep(s.Held, s.Outage.Backoff())
 	}
 }

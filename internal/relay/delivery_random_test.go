@@ -1,4 +1,4 @@
-package outbox
+package relay
 
 import (
 	"context"
@@ -69,7 +69,7 @@ type chaosEvent struct {
 	dead     bool
 }
 
-// chaos is a relay and its Kafka. It is a [sender].
+// chaos is a relay and its Kafka. It is a [Sender].
 type chaos struct {
 	t      *testing.T
 	rng    *rand.Rand
@@ -77,7 +77,7 @@ type chaos struct {
 	batch  []envelope.Event // all events
 	cursor int              // events that were decided about
 	rows   []chaosRow       // of outbox_failed, in the order of events
-	parked *parking
+	parked *Parking
 
 	sends     int // calls of produce; after chaosCalm nothing fails any more
 	down      bool
@@ -95,7 +95,7 @@ type chaosRow struct {
 }
 
 func newChaos(t *testing.T, seed uint64) *chaos {
-	c := &chaos{t: t, parked: newParking(false), rng: rand.New(rand.NewPCG(seed, 13)), bad: map[string]error{}, lastFirst: map[string]int{}}
+	c := &chaos{t: t, parked: NewParking(false), rng: rand.New(rand.NewPCG(seed, 13)), bad: map[string]error{}, lastFirst: map[string]int{}}
 	for i := range chaosEvents {
 		at := kafka.Partition{Topic: fmt.Sprintf("topic-%d", c.rng.IntN(chaosTopics)), Number: int32(c.rng.IntN(chaosPartitions))}
 		key := fmt.Sprintf("%d-%d", at.Number, c.rng.IntN(chaosKeys))
@@ -129,7 +129,7 @@ func (c *chaos) lead() {
 	}
 	deliverer := c.deliverer()
 	c.parked.reset()
-	require.NoError(c.t, c.parked.recount(c.keys))
+	require.NoError(c.t, c.parked.Recount(c.keys))
 	for stop.Err() == nil && (c.cursor < len(c.events) || len(c.rows) > 0) {
 		if c.often(0.1) && !c.calm() {
 			time.AfterFunc(time.Duration(c.rng.IntN(300))*time.Millisecond, cancel)
@@ -158,13 +158,13 @@ func (c *chaos) keys(after string) (keys []cursor.KeyRows, err error) {
 }
 
 // send is a batch of the session. It returns false if the lease was lost.
-func (c *chaos) send(stop context.Context, deliverer *deliverer) bool {
+func (c *chaos) send(stop context.Context, deliverer *Deliverer) bool {
 	c.inBatch = nil
 	batch := c.batch[c.cursor:min(len(c.batch), c.cursor+1+c.rng.IntN(chaosBatch))]
-	outcomes, err := deliverer.deliver(stop, c.t.Context(), batch, c.parked)
+	outcomes, err := deliverer.Deliver(stop, c.t.Context(), batch, c.parked)
 	require.Len(c.t, outcomes, len(batch))
-	s := &session{sessionParts: sessionParts{deliverer: deliverer, cfg: relayRules{RetryWait: time.Second, MaxRetryWait: time.Minute}}}
-	decided, failures := s.failures(batch, outcomes)
+	s := &Session{SessionParts: SessionParts{Deliverer: deliverer, Cfg: Rules{RetryWait: time.Second, MaxRetryWait: time.Minute}}}
+	decided, failures := s.Failures(batch, outcomes)
 	if err != nil {
 		require.ErrorIs(c.t, err, lease.ErrLeaseLost)
 		c.mayRepeat(c.inBatch)
@@ -172,8 +172,8 @@ func (c *chaos) send(stop context.Context, deliverer *deliverer) bool {
 	}
 	require.True(c.t, decided == len(batch) || stop.Err() != nil, "it gave up without a stop")
 	for n, o := range outcomes {
-		require.False(c.t, n >= decided && o.kind == outcomeSent, "%s: sent behind an event that is pending", outcomeSymbols(outcomes))
-		require.False(c.t, o.kind == outcomeSent && c.events[c.cursor+n].accepted == 0, "it was not sent")
+		require.False(c.t, n >= decided && o.Kind == OutcomeSent, "%s: sent behind an event that is pending", outcomeSymbols(outcomes))
+		require.False(c.t, o.Kind == OutcomeSent && c.events[c.cursor+n].accepted == 0, "it was not sent")
 	}
 	c.parked.mu.Lock()
 	defer c.parked.mu.Unlock()
@@ -192,7 +192,7 @@ func (c *chaos) send(stop context.Context, deliverer *deliverer) bool {
 
 // retry sends the first events of all keys, and what is behind those that got through. It
 // returns false if the lease was lost.
-func (c *chaos) retry(stop context.Context, deliverer *deliverer) bool {
+func (c *chaos) retry(stop context.Context, deliverer *Deliverer) bool {
 	var heads []chaosRow
 	seen := map[string]bool{}
 	for _, row := range c.rows {
@@ -229,7 +229,7 @@ func (c *chaos) retry(stop context.Context, deliverer *deliverer) bool {
 
 // attempt returns the keys of which all rows were sent. It returns false if the lease was
 // lost.
-func (c *chaos) attempt(stop context.Context, attempt func(stop, held context.Context, batch []envelope.Event) ([]outcome, error), rows []chaosRow) (sent []string, ok bool) {
+func (c *chaos) attempt(stop context.Context, attempt func(stop, held context.Context, batch []envelope.Event) ([]Outcome, error), rows []chaosRow) (sent []string, ok bool) {
 	c.inBatch = nil
 	events := make([]cursor.FailedRow, len(rows))
 	batch := make([]envelope.Event, len(rows))
@@ -247,16 +247,16 @@ func (c *chaos) attempt(stop context.Context, attempt func(stop, held context.Co
 	defer c.parked.mu.Unlock()
 	for n, o := range outcomes {
 		row := c.rowOf(rows[n].event)
-		switch o.kind {
-		case outcomeRejected:
+		switch o.Kind {
+		case OutcomeRejected:
 			if row.retries++; row.retries >= chaosRetries {
 				c.events[row.event].dead = true
 				c.remove(row.event)
 			}
-		case outcomeSent:
+		case OutcomeSent:
 			require.NotZero(c.t, c.events[row.event].accepted, "it was not sent")
 			c.remove(row.event)
-		case outcomeUnavailable, outcomePending, outcomeBlocked, outcomeParked:
+		case OutcomeUnavailable, OutcomePending, OutcomeBlocked, OutcomeParked:
 		}
 	}
 	return sentKeys(events, outcomes), true
@@ -298,11 +298,11 @@ func (c *chaos) mayRepeat(events []int) {
 	}
 }
 
-func (c *chaos) deliverer() *deliverer {
+func (c *chaos) deliverer() *Deliverer {
 	log := slog.New(slog.DiscardHandler)
-	return &deliverer{deliveryParts{
-		sender: c, breaker: breaker.New(someRules, func(_, _ breaker.State, _ float64) {}), log: log, onSend: func() {},
-		kafkaOutage: outage.NewLog(log, "Kafka"), places: places.NewRegistry(outage.NewLogs(log)), onRecovered: func() {},
+	return &Deliverer{DeliveryParts{
+		Sender: c, Breaker: breaker.New(someRules, func(_, _ breaker.State, _ float64) {}), Log: log, OnSend: func() {},
+		KafkaOutage: outage.NewLog(log, "Kafka"), Places: places.NewRegistry(outage.NewLogs(log)), OnRecovered: func() {},
 	}}
 }
 
@@ -343,7 +343,7 @@ func (c *chaos) change() {
 	}
 }
 
-// produce implements [sender]. Records of a partition are accepted up to the first that
+// produce implements [Sender]. Records of a partition are accepted up to the first that
 // fails.
 func (c *chaos) produce(stop, _ context.Context, batch []envelope.Event, which []int) (sendResult, error) {
 	require.IsIncreasing(c.t, append([]int{-1}, which...))
