@@ -3,14 +3,12 @@ package outbox
 import (
 	"cmp"
 	"context"
-	"fmt"
 	"log/slog"
 	"slices"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/outboxgo/outbox/internal/short"
+	"github.com/outboxgo/outbox/internal/tables"
 	"github.com/outboxgo/outbox/internal/watch"
 )
 
@@ -80,161 +78,33 @@ type Alert struct {
 	Lost int64
 }
 
-// DeadEvent is an event that has died, or a delivery that was given up, as an alert shows it.
-// Of a delivery, Retries and Class are those of its attempts, and Topic is its stream.
-type DeadEvent struct {
-	FailedEvent
-
-	// ID is outbox_failed.id, or of a delivery event_delivery.id. The package outboxops and the
-	// command outbox name it with the kind: event-17, delivery-17.
-	ID int64
-	// Group and Action say whose delivery it is; empty for an event of a relay.
-	Group, Action string
-	// FailedAt is when an event failed first, or a delivery was given up.
-	FailedAt time.Time
-}
-
-// EventCount is how many events or deliveries are alike, as an alert shows it.
-type EventCount struct {
-	// Relay is the relay whose events they are; empty for those of a consumer group.
-	Relay string
-	// Group and Action say for whom deliveries are; empty for events of a relay. Action is also
-	// empty for what the group's workers have not looked at yet.
-	Group, Action string
-	// Status is one of the constants, [StatusDead] for example, or pending for what is in
-	// outbox and was not attempted. A delivery is [StatusFailed] once an attempt has failed, and
-	// [StatusWaiting] until then.
-	Status string
-	// Type is the CloudEvents type, and Class that of the last error; empty without one.
-	Type, Class string
-	// Events is how many there are, of each kind counted up to [MaxCounted].
-	Events int
-	// Oldest is when the first of them failed; of a delivery, when its row was made; of what
-	// waits for too long, when it was recorded.
-	Oldest time.Time
-}
-
 // String returns the alert as a sentence.
-func (a Alert) String() string {
-	if a.Over {
-		return a.subject() + a.overText()
+func (a Alert) String() string { return a.engine().String() }
+
+// engine returns the alert as the engine has it.
+func (a Alert) engine() watch.Alert {
+	alert := watch.Alert{Kind: string(a.Kind), Relay: a.Relay, Group: a.Group, Over: a.Over, At: a.At, Status: tables.Relay(a.Status), Died: a.Died,
+		Topic: a.Topic, Lost: a.Lost}
+	for _, d := range a.Dead {
+		alert.Dead = append(alert.Dead, watch.DeadEvent{Event: tables.Event(d.FailedEvent), ID: d.ID, Group: d.Group, Action: d.Action, FailedAt: d.FailedAt})
 	}
-	s := a.Status
-	switch a.Kind {
-	case AlertDead:
-		return fmt.Sprintf("%s%s died; %s are dead", a.subject(), counted(a.Died, "event"), upTo(s.Dead))
-	case AlertDeadDeliveries:
-		n, _ := sum(a.Counts)
-		return fmt.Sprintf("%s%s given up; %s are dead", a.subject(), counted(a.Died, "delivery"), n)
-	case AlertManyDead:
-		n, _ := sum(a.Counts)
-		return fmt.Sprintf("%s dead events and deliveries wait for a decision: %s", n, listed(a.Counts))
-	case AlertStale:
-		n, oldest := sum(a.Counts)
-		return fmt.Sprintf("%s%s events are not %s, the oldest for %s: %s", a.subject(), n, a.goal(), a.At.Sub(oldest).Round(time.Second), listed(a.Counts))
-	case AlertNoLeader:
-		return fmt.Sprintf("%sno process runs it, %d events wait", a.subject(), s.Pending)
-	case AlertLost:
-		return fmt.Sprintf("%sKafka has removed %s of %s before the group read them", a.subject(), counted(int(a.Lost), "record"), a.Topic)
-	case AlertBreaker:
-		return a.subject() + "the circuit breaker is open, Kafka fails"
-	case AlertReport:
-		_, oldest := sum(a.Counts)
-		return fmt.Sprintf("unresolved failures: %s; the oldest since %s", listed(a.Counts), oldest.UTC().Format(time.RFC3339))
+	for _, c := range a.Counts {
+		alert.Counts = append(alert.Counts, tables.EventCount(c))
 	}
-	return a.subject() + string(a.Kind)
+	return alert
 }
 
-func (a Alert) overText() string {
-	switch a.Kind {
-	case AlertManyDead:
-		n, _ := sum(a.Counts)
-		return n + " dead events and deliveries are left"
-	case AlertStale:
-		return "events no longer wait too long"
-	case AlertNoLeader:
-		return a.Status.Holder + " leads"
-	case AlertBreaker:
-		return "the circuit breaker has closed"
-	default:
-		return string(a.Kind) + " is over"
+// alertOf returns an alert of the engine.
+func alertOf(a watch.Alert) Alert {
+	alert := Alert{Kind: AlertKind(a.Kind), Relay: a.Relay, Group: a.Group, Over: a.Over, At: a.At, Status: RelayStatus(a.Status), Died: a.Died,
+		Topic: a.Topic, Lost: a.Lost}
+	for _, d := range a.Dead {
+		alert.Dead = append(alert.Dead, DeadEvent{FailedEvent: FailedEvent(d.Event), ID: d.ID, Group: d.Group, Action: d.Action, FailedAt: d.FailedAt})
 	}
-}
-
-// subject returns whom the alert is about, to begin a sentence.
-func (a Alert) subject() string {
-	switch {
-	case a.Relay != "":
-		return "relay " + a.Relay + ": "
-	case a.Group != "":
-		return "consumer group " + a.Group + ": "
+	for _, c := range a.Counts {
+		alert.Counts = append(alert.Counts, EventCount(c))
 	}
-	return ""
-}
-
-// goal is what events wait for.
-func (a Alert) goal() string {
-	if a.Group != "" {
-		return "handled"
-	}
-	return "published"
-}
-
-// sum adds up counts, as a text, and returns the time of the oldest.
-func sum(counts []EventCount) (n string, oldest time.Time) {
-	events, more := 0, ""
-	for _, c := range counts {
-		events += c.Events
-		if c.Events == MaxCounted {
-			more = " or more"
-		}
-		if oldest.IsZero() || c.Oldest.Before(oldest) {
-			oldest = c.Oldest
-		}
-	}
-	return strconv.Itoa(events) + more, oldest
-}
-
-// maxListed is how many kinds of events a sentence names.
-const maxListed = 20
-
-// listed returns counts as a list.
-func listed(counts []EventCount) string {
-	var parts []string
-	for _, c := range counts[:min(len(counts), maxListed)] {
-		parts = append(parts, upTo(int64(c.Events))+" "+c.kind())
-	}
-	if more := len(counts) - maxListed; more > 0 {
-		parts = append(parts, counted(more, "more kind"))
-	}
-	return strings.Join(parts, ", ")
-}
-
-// kind is what the events have in common, but for the relay.
-func (c EventCount) kind() string {
-	parts := []string{c.Status, c.Type, c.Class}
-	if c.Group != "" {
-		parts = append(parts, "for", c.Group, c.Action)
-	}
-	return strings.Join(slices.DeleteFunc(parts, func(part string) bool { return part == "" }), " ")
-}
-
-// upTo writes a number that is counted up to [MaxCounted].
-func upTo(n int64) string {
-	if n == MaxCounted {
-		return strconv.Itoa(MaxCounted) + " or more"
-	}
-	return strconv.FormatInt(n, 10)
-}
-
-func counted(n int, what string) string {
-	switch {
-	case n == 1:
-		return "1 " + what
-	case strings.HasSuffix(what, "y"):
-		return fmt.Sprintf("%d %sies", n, strings.TrimSuffix(what, "y"))
-	}
-	return fmt.Sprintf("%d %ss", n, what)
+	return alert
 }
 
 // AlertConfig says when alerts are sent, and to whom. The zero value is ready for
@@ -268,6 +138,20 @@ func (c AlertConfig) settings() watch.Settings {
 	}
 }
 
+// rules returns the configuration as the engine takes it.
+func (c AlertConfig) rules(log *slog.Logger) watch.Config {
+	return watch.Config{Settings: c.settings().WithDefaults(), Logger: log, Deliver: func(ctx context.Context, a watch.Alert) error {
+		return c.Alerter.Alert(ctx, alertOf(a))
+	}}
+}
+
+// groupMonitor returns what alerts in the process that has the lease of a group.
+func (c AlertConfig) groupMonitor(store watch.Store, group string, consumes bool, lease time.Duration, log *slog.Logger) *watch.Monitor {
+	rules := c.rules(log)
+	rules.Group, rules.Consumes, rules.Takeover = group, consumes, watch.Takeover(lease)
+	return watch.NewMonitor(store, rules, log, nil)
+}
+
 // LogAlerter logs alerts: as ERROR what is wrong, with a line for each event that died,
 // and as WARN reports and what is over.
 type LogAlerter struct {
@@ -282,20 +166,6 @@ func (l LogAlerter) Alert(ctx context.Context, a Alert) error {
 	if slices.Contains(l.without, a.Kind) {
 		return nil
 	}
-	level := slog.LevelError
-	if a.Over || a.Kind == AlertReport {
-		level = slog.LevelWarn
-	}
-	log := short.Logger(cmp.Or(l.Logger, slog.Default()))
-	log.Log(ctx, level, "outbox: "+a.String(), "alert", string(a.Kind), "over", a.Over, "dead", a.Status.Dead, "pending", a.Status.Pending)
-	for _, e := range a.Dead {
-		what, about := "event", []any{"failed_id", e.ID}
-		if e.Group != "" {
-			what, about = "delivery", []any{"delivery_id", e.ID, "group", e.Group, "action", e.Action}
-		}
-		log.Log(ctx, level, "outbox: "+what+" is dead", append(about, "id", e.OutboxID, "event_id", e.EventID, "type", e.Type,
-			"aggregate_type", e.AggregateType, "aggregate_id", e.AggregateID, "retries", e.Retries, "class", e.Class, "error", e.Err,
-			"failed_at", e.FailedAt)...)
-	}
+	a.engine().Log(ctx, short.Logger(cmp.Or(l.Logger, slog.Default())))
 	return nil
 }

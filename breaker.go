@@ -4,8 +4,9 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/breaker"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/breaker"
 
 	"github.com/outboxgo/outbox/internal/check"
 )

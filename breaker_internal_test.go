@@ -2,7 +2,6 @@ package outbox
 
 import (
 	"fmt"
-	breakers "github.com/outboxgo/outbox/internal/breaker"
 	"math"
 	"math/rand/v2"
 	"strings"
@@ -10,6 +9,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	breakers "github.com/outboxgo/outbox/internal/breaker"
 
 	"github.com/stretchr/testify/require"
 )

@@ -3,11 +3,12 @@ package outbox
 import (
 	"context"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"slices"
 	"sync"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/twmb/franz-go/pkg/kgo"
@@ -69,7 +70,7 @@ func (c *Consumer) Health() ConsumerHealth {
 	default:
 		for _, o := range c.outages.Current() {
 			if c.stillTried(o.Outage, since) {
-				notReady("%s fails since %v: %v", o.Name, time.Since(o.Since).Round(time.Second), o.Err)
+				notReady("%s has been failing for %v: %v", o.Name, time.Since(o.Since).Round(time.Second), o.Err)
 			}
 		}
 		if m == nil || !m.isMember() {
@@ -302,13 +303,13 @@ type consumerAlerts struct {
 	db      *pgxpool.Pool
 	cfg     *ConsumerConfig
 	log     *slog.Logger
-	monitor *monitor
+	monitor *watch.Monitor
 	outage  *outage.Log // of taking the lease
 }
 
 func newConsumerAlerts(db *pgxpool.Pool, cfg *ConsumerConfig, log *slog.Logger) *consumerAlerts {
-	of := groupWatch{store: watch.NewConsumerStore(db, cfg.Schema), group: cfg.Group, consumes: true, lease: cfg.SessionTimeout}
-	return &consumerAlerts{db: db, cfg: cfg, log: log, monitor: newGroupMonitor(of, cfg.Alerts, log), outage: outage.NewLog(log, leaseForAlerts)}
+	monitor := cfg.Alerts.groupMonitor(watch.NewConsumerStore(db, cfg.Schema), cfg.Group, true, cfg.SessionTimeout, log)
+	return &consumerAlerts{db: db, cfg: cfg, log: log, monitor: monitor, outage: outage.NewLog(log, leaseForAlerts)}
 }
 
 // leaseForAlerts is what the lease is named in the log.

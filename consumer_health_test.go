@@ -89,7 +89,7 @@ func TestConsumerHealthWithoutKafka(t *testing.T) {
 	s.sendTo(t, 1, 1)
 	require.Eventually(t, func() bool { return s.counts(t)["p-0"] == 1 }, testenv.Patience, time.Millisecond)
 	cable.breakAll()
-	requireUnready(t, c, "fails since")
+	requireUnready(t, c, "has been failing for")
 	cable.broken.Store(false)
 	s.sendTo(t, 1, 1)
 	requireReady(t, c, 1)

@@ -120,7 +120,9 @@ func TestConsumerOptions(t *testing.T) {
 // kgoOptions returns the names of the functions that make options for a client.
 func kgoOptions(t *testing.T) (names []string) {
 	t.Helper()
-	for _, imported := range typeCheck(t).pkg.Imports() {
+	pkg, err := checkPackage(".")
+	require.NoError(t, err)
+	for _, imported := range pkg.Imports() {
 		if imported.Path() != "github.com/twmb/franz-go/pkg/kgo" {
 			continue
 		}

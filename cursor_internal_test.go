@@ -3,13 +3,14 @@ package outbox
 import (
 	"context"
 	"errors"
+	"strings"
+	"testing"
+	"time"
+
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/retention"
-	"strings"
-	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -313,7 +314,7 @@ func TestReadsThatFail(t *testing.T) {
 		"fetch": func() error { _, _, err := d.cursors.Fetch(ctx, p, []int64{1}); return err },
 		"bare":  func() error { _, err := d.cursors.FetchBare(ctx, p, 1, true); return err },
 		"page": func() error {
-			_, _, err := d.cursors.Page(ctx, p, cursor.Unpaged{Ranges: []cursor.XidRange{{3, 4}}}, 10)
+			_, _, err := d.cursors.Page(ctx, p, cursor.Unpaged{Ranges: []cursor.XidRange{{First: 3, Last: 4}}}, 10)
 			return err
 		},
 		"due":    func() error { _, err := failed.Due(ctx, "", false); return err },

@@ -3,14 +3,15 @@ package outbox
 import (
 	"context"
 	"fmt"
-	cursors "github.com/outboxgo/outbox/internal/cursor"
-	"github.com/outboxgo/outbox/internal/envelope"
-	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
 	"strconv"
 	"strings"
 	"testing"
 	"time"
+
+	cursors "github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"

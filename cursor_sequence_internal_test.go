@@ -2,10 +2,11 @@ package outbox
 
 import (
 	"context"
-	"github.com/outboxgo/outbox/internal/cursor"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/cursor"
 
 	"github.com/stretchr/testify/require"
 

@@ -4,10 +4,11 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/envelope"
 	"math"
 	"regexp"
 	"strings"
+
+	"github.com/outboxgo/outbox/internal/envelope"
 
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/eventheader"

@@ -4,16 +4,18 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"errors"
-	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/envelope"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/envelope"
+
+	"github.com/stretchr/testify/require"
+
 	"github.com/outboxgo/outbox/internal/eventheader"
 	"github.com/outboxgo/outbox/internal/jsonb"
-	"github.com/stretchr/testify/require"
 )
 
 const someTrace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -2,12 +2,13 @@ package outbox
 
 import (
 	"errors"
-	"github.com/outboxgo/outbox/internal/cursor"
-	"github.com/outboxgo/outbox/internal/envelope"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/migrator"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/relay"
 )
 
 // Reasons why [NewRegistry] and the methods of [Recorder] reject an event.
@@ -45,11 +46,11 @@ var (
 
 var (
 	// ErrRunning is returned by [Relay.Run] while another call of it is running.
-	ErrRunning = errors.New("outbox: relay is running already")
+	ErrRunning = relay.ErrRunning
 	// ErrHangs is returned by [Relay.Run] when it was told to stop and its work does not
 	// end: a function of the host that it calls does not return, a hook of franz-go for
 	// example. Run returns [ErrRunning] until the work has ended after all.
-	ErrHangs = errors.New("outbox: relay does not stop")
+	ErrHangs = relay.ErrHangs
 	// ErrNotMigrated is returned by [Relay.Run], [Consumer.Run] and [Recorder.Record], and
 	// by what package outboxops reads and writes, when the tables of outbox are not there or
 	// are those of an earlier release: call [Migrate] first, or check the Schema of the

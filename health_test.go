@@ -72,12 +72,12 @@ func TestHealthWithoutKafka(t *testing.T) {
 		require.True(t, open.Health().Ready, "there is nothing to send")
 	}
 	h.commit(t, numbered("a", 1, 10)...)
-	require.Equal(t, outbox.BreakerOpen, awaitHealth(t, open, true, false, "the circuit breaker is open", "Kafka fails since").Breaker)
+	require.Equal(t, outbox.BreakerOpen, awaitHealth(t, open, true, false, "the circuit breaker is open", "Kafka has been failing for").Breaker)
 	stop()
 
 	closed := h.unreachableRelay(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{Window: 10_000, MinCalls: 10_000}})
 	testenv.Run(t, closed.Run)
-	awaitHealth(t, closed, true, false, "nothing has moved for", "Kafka fails since")
+	awaitHealth(t, closed, true, false, "nothing has moved for", "Kafka has been failing for")
 }
 
 // A standby that cannot see whether a relay leads reports that.
@@ -101,7 +101,7 @@ func TestHealthWithoutPostgres(t *testing.T) {
 	testenv.Run(t, standby.Run)
 	awaitHealth(t, standby, true, true)
 	down.Store(true)
-	awaitHealth(t, standby, true, false, "no relay is seen to hold the lease", "PostgreSQL fails since", "unplugged")
+	awaitHealth(t, standby, true, false, "no relay is seen to hold the lease", "PostgreSQL has been failing for", "unplugged")
 	down.Store(false)
 	awaitHealth(t, standby, true, true)
 }

@@ -2,11 +2,14 @@ package outbox
 
 import (
 	"context"
+	"iter"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/relay"
 	"github.com/outboxgo/outbox/internal/retention"
-	"iter"
-	"time"
+	"github.com/outboxgo/outbox/internal/tables"
 )
 
 // Hooks serve metrics and traces; the module outboxotel has those of OpenTelemetry. They
@@ -41,22 +44,6 @@ type RelayHooks struct {
 	Dead func(FailedEvent)
 	// RowsRemoved is called after each run of retention that removed rows.
 	RowsRemoved func(RetentionResult)
-}
-
-// guarded returns the hooks as a relay calls them: each through what callback returns for
-// its name, which keeps panics and calls that hang from the relay.
-func (h RelayHooks) guarded(callback func(name string) func(call func())) RelayHooks {
-	h.Leading = guardHook(h.Leading, "Leading", callback)
-	h.Sent = guardHook(h.Sent, "Sent", callback)
-	h.Rejected = guardHook(h.Rejected, "Rejected", callback)
-	h.Dead = guardHook(h.Dead, "Dead", callback)
-	h.BreakerOpened = guardHook(h.BreakerOpened, "BreakerOpened", callback)
-	h.RowsRemoved = guardHook(h.RowsRemoved, "RowsRemoved", callback)
-	if hook := h.Breaker; hook != nil {
-		notify := callback("Breaker")
-		h.Breaker = func(from, to BreakerState) { notify(func() { hook(from, to) }) }
-	}
-	return h
 }
 
 func guardHook[T any](hook func(T), name string, callback func(name string) func(call func())) func(T) {
@@ -137,23 +124,6 @@ func (s SentEvent) RecordedAt() time.Time { return s.e.CreatedAt }
 // TraceParent returns the W3C traceparent that it was recorded with, or "".
 func (s SentEvent) TraceParent() string { return s.e.TraceParent() }
 
-// FailedEvent is an event that failed, with the error.
-type FailedEvent struct {
-	// OutboxID is outbox.id, and outbox_failed.outbox_id.
-	OutboxID int64
-	// EventID, Type, AggregateType and AggregateID are the event's, as in outbox.
-	EventID, Type, AggregateType, AggregateID string
-	// Topic and Key say where it would go. Topic is empty if none follows from the
-	// type.
-	Topic, Key string
-	// Retries is how many retries Kafka rejected.
-	Retries int
-	// Class is the class of the error, as in outbox_failed.error_class.
-	Class string
-	// Err is the error of Kafka or of the client.
-	Err error
-}
-
 // ConsumerHooks are called while a consumer or a worker works, in the goroutine that handles the
 // partition or has the delivery. A hook that does not return stops it: a WARN names it, and Health
 // does, as for a handler. Lost is called for all partitions in one place, so it is waited
@@ -231,40 +201,33 @@ func (h ConsumerHooks) guarded(callback func(name string) func(call func())) Con
 	return h
 }
 
-// failedEventOf returns the argument of the hooks Rejected and Dead.
-func failedEventOf(e *envelope.Event, class string, err error, retries int) FailedEvent {
-	topic, _ := e.Destination() // "" if none follows from its type
-	return FailedEvent{
-		OutboxID: e.Id, EventID: string(e.EventID), Type: string(e.EventType),
-		AggregateType: string(e.AggregateType), AggregateID: string(e.AggregateID),
-		Topic: topic, Key: string(e.Key()), Retries: retries, Class: class, Err: public(err),
+// engine returns the hooks as the relay calls them.
+func (h RelayHooks) engine() relay.Hooks {
+	e := relay.Hooks{Leading: h.Leading, BreakerOpened: h.BreakerOpened, Rejected: failedHook(h.Rejected), Dead: failedHook(h.Dead), RowsRemoved: removedHook(h.RowsRemoved)}
+	if hook := h.Sent; hook != nil {
+		e.Sent = func(b relay.SentBatch) {
+			hook(SentBatch{Events: b.Events, Failed: b.Failed, Waiting: b.Waiting, Retried: b.Retried, Began: b.Began, Took: b.Took, outcomes: b})
+		}
+	}
+	if hook := h.Breaker; hook != nil {
+		e.Breaker = func(from, to breaker.State) { hook(BreakerState(from), BreakerState(to)) }
+	}
+	return e
+}
+
+func failedHook(hook func(FailedEvent)) func(tables.Event) {
+	if hook == nil {
+		return nil
+	}
+	return func(e tables.Event) {
+		e.Err = public(e.Err)
+		hook(FailedEvent(e))
 	}
 }
 
-// removedHook returns a hook as the engine calls it.
 func removedHook(hook func(RetentionResult)) func(retention.Result) {
 	if hook == nil {
 		return nil
 	}
 	return func(r retention.Result) { hook(RetentionResult(r)) }
-}
-
-// sentHook returns a hook as the engine calls it.
-func sentHook(hook func(SentBatch)) func(relay.SentBatch) {
-	if hook == nil {
-		return nil
-	}
-	return func(b relay.SentBatch) {
-		hook(SentBatch{Events: b.Events, Failed: b.Failed, Waiting: b.Waiting, Retried: b.Retried, Began: b.Began, Took: b.Took, outcomes: b})
-	}
-}
-
-// failedHook returns a hook as the engine calls it.
-func failedHook(hook func(FailedEvent)) func(e *envelope.Event, class string, err error, retries int) {
-	if hook == nil {
-		return nil
-	}
-	return func(e *envelope.Event, class string, err error, retries int) {
-		hook(failedEventOf(e, class, err, retries))
-	}
 }

@@ -3,11 +3,12 @@ package outbox
 import (
 	"context"
 	"errors"
-	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"

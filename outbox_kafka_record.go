@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+
 	"github.com/outboxgo/outbox/internal/envelope"
 
 	"github.com/jackc/pgx/v5/pgtype"

@@ -6,9 +6,10 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/envelope"
 	"strconv"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/envelope"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5/pgtype"

@@ -4,14 +4,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/lease"
-	"github.com/outboxgo/outbox/internal/retention"
 	"log/slog"
 	"math"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/retention"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -26,7 +27,7 @@ func (d *cursorFixture) cleaning(t *testing.T, cfg RetentionConfig) (*retention.
 	t.Helper()
 	l, err := lease.NewStore(d.db, d.schema, "cleaner", time.Minute).Acquire(context.Background())
 	require.NoError(t, err)
-	return retention.NewStore(d.db, d.schema, cfg.withDefaults().rules()), &retention.Proof{l, "cleaner"}
+	return retention.NewStore(d.db, d.schema, cfg.withDefaults().rules()), &retention.Proof{Lease: l, Relay: "cleaner"}
 }
 
 // age makes all rows of a table older.

@@ -4,12 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/lease"
-	"github.com/outboxgo/outbox/internal/retention"
 	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/retention"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"

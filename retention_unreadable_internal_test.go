@@ -2,12 +2,13 @@ package outbox
 
 import (
 	"context"
-	"github.com/outboxgo/outbox/internal/lease"
-	"github.com/outboxgo/outbox/internal/retention"
 	"log/slog"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/retention"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"

@@ -14,10 +14,11 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/stretchr/testify/require"
+
 	"github.com/outboxgo/outbox"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/migrations"
-	"github.com/stretchr/testify/require"
 )
 
 // What a role may do beside its work is nothing.

@@ -4,11 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/retention"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/retention"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -47,7 +48,7 @@ type Worker struct {
 	heard     chan struct{} // others have
 	waker     *Waker
 	archive   *contain.Callback // Retention.Archive
-	monitor   *monitor
+	monitor   *watch.Monitor
 
 	running atomic.Bool
 	current atomic.Pointer[workerRun] // nil while it does not run
@@ -88,7 +89,7 @@ func NewWorker(db *pgxpool.Pool, events *Registry, cfg WorkerConfig, handlers ..
 		cfg: cfg, db: db, slots: handling.SlotsOf(db), pauses: pauses.NewSet(), operators: pauses.NewStore(db, cfg.Schema, cfg.Group),
 		outages: outage.NewLogs(log), wake: make(chan struct{}, 1), heard: make(chan struct{}, 1), waker: newWaker(db, cfg.Schema, log),
 		archive:   contain.NewCallback("Retention.Archive", log, contain.Limits{Grace: retention.ArchiveGrace}),
-		monitor:   newGroupMonitor(groupWatch{store: watch.NewWorkerStore(db, cfg.Schema), group: cfg.Group, lease: cfg.Lease}, cfg.Alerts, log),
+		monitor:   cfg.Alerts.groupMonitor(watch.NewWorkerStore(db, cfg.Schema), cfg.Group, false, cfg.Lease, log),
 		processor: &processor{cfg: cfg.HandlerConfig, routes: routes, log: log, input: &inputLog{}, apart: new(sync.Map), store: newHandledStore(db, cfg.Schema, cfg.Group)},
 	}
 	w.breakers = newActionBreakers(&w.cfg.HandlerConfig, routes, log)

@@ -49,7 +49,7 @@ func (w *Worker) Health() WorkerHealth {
 	default:
 		for _, o := range w.outages.Current() {
 			if !o.Last.Before(since) {
-				notReady("%s fails since %v: %v", o.Name, time.Since(o.Since).Round(time.Second), o.Err)
+				notReady("%s has been failing for %v: %v", o.Name, time.Since(o.Since).Round(time.Second), o.Err)
 			}
 		}
 		if run == nil {

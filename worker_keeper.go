@@ -3,12 +3,13 @@ package outbox
 import (
 	"context"
 	"errors"
-	leases "github.com/outboxgo/outbox/internal/lease"
-	"github.com/outboxgo/outbox/internal/retention"
 	"log/slog"
 	"math"
 	"sync"
 	"time"
+
+	leases "github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/retention"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -16,6 +17,7 @@ import (
 	"github.com/outboxgo/outbox/internal/deliveries"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/wait"
+	"github.com/outboxgo/outbox/internal/watch"
 )
 
 // keeper renews the leases of what a worker has, and takes what workers had that are gone.
@@ -316,7 +318,7 @@ type groupDuty struct {
 	name        string                                   // of the lease, in the log
 	cut         context.Context                          // ended when no work is to go on
 	work        func(context.Context, leases.Leadership) // until the context ends or the lease is lost
-	monitor     *monitor
+	monitor     *watch.Monitor
 	report      func(began time.Time, err error) // takes what became of a try to take the lease
 	stopTimeout time.Duration
 	log         *slog.Logger
@@ -348,7 +350,7 @@ func (g *groupDuty) lead(ctx context.Context, l *leases.Lease) {
 	renewing.Go(func() { g.renew(leads) })
 	alerting, stopAlerts := context.WithCancel(ctx)
 	defer context.AfterFunc(held, stopAlerts)()
-	renewing.Go(func() { g.monitor.run(alerting) })
+	renewing.Go(func() { g.monitor.Run(alerting) })
 	g.work(ctx, leads)
 	lost := errors.Is(context.Cause(held), leases.ErrLeaseLost)
 	lose(nil)

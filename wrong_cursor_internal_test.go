@@ -3,12 +3,13 @@ package outbox
 import (
 	"context"
 	"fmt"
-	cursors "github.com/outboxgo/outbox/internal/cursor"
-	"github.com/outboxgo/outbox/internal/envelope"
-	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
 	"strings"
 	"testing"
+
+	cursors "github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -178,20 +179,6 @@ func newStage(t *testing.T, ids, order string) *stage {
 	s.pos, err = s.cursors.Load(s.ctx, s.lease)
 	require.NoError(t, err)
 	return s
-}
-
-// ReadLike puts one of the other cursors in place of the relay's own, for the
-// tests outside this package.
-func (r *Relay) ReadLike(t testing.TB, name string) {
-	t.Helper()
-	for _, c := range otherCursors {
-		if c.name == name {
-			r.cursors.SqlOpen = withIDs(t, r.cursors.SqlOpen, r.cfg.Schema, c.ids, c.order)
-			r.cursors.InOrder = inOrderOf(c.order)
-			return
-		}
-	}
-	t.Fatalf("no cursor %q", name)
 }
 
 // inOrderOf leaves events in the order in which another cursor reads them.

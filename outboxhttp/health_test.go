@@ -76,10 +76,10 @@ func TestProbesOfConsumers(t *testing.T) {
 	require.JSONEq(t, `{"ok": true, "relays": [
 		{"relay": "a", "live": true, "ready": true, "leading": false, "breaker": "closed", "reasons": []}],
 		"consumers": [{"group": "sales", "live": true, "ready": true, "partitions": 4, "reasons": []}]}`, body)
-	ill := fakeConsumer{Group: "cache", Live: true, Reasons: []string{"PostgreSQL fails since 3s: no route"}}
+	ill := fakeConsumer{Group: "cache", Live: true, Reasons: []string{"PostgreSQL has been failing for 3s: no route"}}
 	live, ready, body = probe(t, outboxhttp.Consumer(ill), outboxhttp.Relay(relay), outboxhttp.Consumer(well))
 	require.Equal(t, []int{200, 503}, []int{live, ready})
-	require.Contains(t, body, `{"group":"cache","live":true,"ready":false,"partitions":0,"reasons":["PostgreSQL fails since 3s: no route"]}`)
+	require.Contains(t, body, `{"group":"cache","live":true,"ready":false,"partitions":0,"reasons":["PostgreSQL has been failing for 3s: no route"]}`)
 	ill.Live = false
 	live, _, _ = probe(t, outboxhttp.Consumer(ill))
 	require.Equal(t, 503, live)

@@ -6,10 +6,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/envelope"
-	"github.com/outboxgo/outbox/internal/lease"
 	"strconv"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgtype"
@@ -121,6 +122,9 @@ SELECT $1::text, 0, '1:1:', 0, s.system_identifier, l.epoch
 // These rows need no fsync: if PostgreSQL crashes and forgets them, the events since then
 // are sent again, as at-least-once delivery allows.
 const SQLSettings = pg.PlannerSettings + `, set_config('synchronous_commit', 'off', true)`
+
+// Schema returns the schema of the tables.
+func (c *Store) Schema() string { return c.schema }
 
 func (c *Store) query(ctx context.Context, read func(pgx.Rows) error, sql string, args ...any) error {
 	return pg.Query(ctx, c.db, SQLSettings, read, sql, args...)

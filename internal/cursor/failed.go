@@ -3,10 +3,11 @@ package cursor
 import (
 	"context"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/envelope"
-	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"

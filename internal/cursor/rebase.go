@@ -4,8 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/lease"
 	"strings"
+
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/jackc/pgx/v5"
 

@@ -4,10 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/envelope"
-	"github.com/outboxgo/outbox/internal/lease"
 	"slices"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/jackc/pgx/v5"
 

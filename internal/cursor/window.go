@@ -6,10 +6,11 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/envelope"
 	"slices"
 	"strconv"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/envelope"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"

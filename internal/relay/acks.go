@@ -4,11 +4,12 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"slices"
+	"sync"
+
 	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
-	"slices"
-	"sync"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 

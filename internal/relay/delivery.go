@@ -3,12 +3,13 @@ package relay
 import (
 	"context"
 	"errors"
-	"github.com/outboxgo/outbox/internal/breaker"
-	"github.com/outboxgo/outbox/internal/cursor"
-	"github.com/outboxgo/outbox/internal/envelope"
 	"log/slog"
 	"slices"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/envelope"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 

@@ -4,16 +4,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/breaker"
-	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/cursor"
-	"github.com/outboxgo/outbox/internal/envelope"
-	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"math/rand/v2"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kerr"
@@ -163,7 +164,7 @@ func (c *chaos) send(stop context.Context, deliverer *Deliverer) bool {
 	batch := c.batch[c.cursor:min(len(c.batch), c.cursor+1+c.rng.IntN(chaosBatch))]
 	outcomes, err := deliverer.Deliver(stop, c.t.Context(), batch, c.parked)
 	require.Len(c.t, outcomes, len(batch))
-	s := &Session{SessionParts: SessionParts{Deliverer: deliverer, Cfg: Rules{RetryWait: time.Second, MaxRetryWait: time.Minute}}}
+	s := &Session{SessionParts: SessionParts{Deliverer: deliverer, Rules: Rules{RetryWait: time.Second, MaxRetryWait: time.Minute}}}
 	decided, failures := s.Failures(batch, outcomes)
 	if err != nil {
 		require.ErrorIs(c.t, err, lease.ErrLeaseLost)

@@ -1,10 +1,11 @@
 package relay
 
 import (
-	"github.com/outboxgo/outbox/internal/cursor"
 	"hash/maphash"
 	"sync"
 	"sync/atomic"
+
+	"github.com/outboxgo/outbox/internal/cursor"
 )
 
 // Parking knows which keys have rows in outbox_failed. Later events of these keys join

@@ -3,12 +3,13 @@ package relay
 import (
 	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/cursor"
 	"maps"
 	"runtime"
 	"slices"
 	"testing"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/cursor"
 
 	"github.com/stretchr/testify/require"
 )
@@ -28,7 +29,7 @@ func recount(t *testing.T, p *Parking, rows map[string]int) {
 	require.NoError(t, p.Recount(func(after string) (keys []cursor.KeyRows, err error) {
 		for _, name := range names {
 			if name > after {
-				return []cursor.KeyRows{{name, rows[name]}}, nil
+				return []cursor.KeyRows{{Key: name, Rows: rows[name]}}, nil
 			}
 		}
 		return nil, nil
@@ -120,7 +121,7 @@ func TestParkingIsNotCorrectedByHalf(t *testing.T) {
 	broken := errors.New("PostgreSQL does not answer")
 	err := p.Recount(func(after string) ([]cursor.KeyRows, error) {
 		if after == "" {
-			return []cursor.KeyRows{{"a", 2}}, nil
+			return []cursor.KeyRows{{Key: "a", Rows: 2}}, nil
 		}
 		return nil, broken
 	})
@@ -144,7 +145,7 @@ func TestParkingOfManyKeys(t *testing.T) {
 	p := NewParking(false)
 	require.NoError(t, p.Recount(func(string) (page []cursor.KeyRows, err error) {
 		for range min(keys-n, keys/pages) {
-			page = append(page, cursor.KeyRows{fmt.Sprintf("order-events/customer-%032d", n), 1})
+			page = append(page, cursor.KeyRows{Key: fmt.Sprintf("order-events/customer-%032d", n), Rows: 1})
 			n++
 		}
 		return page, nil
@@ -189,7 +190,7 @@ func TestParkingChangesDuringARecount(t *testing.T) {
 			p.rowsWritten([]cursor.Failure{{Key: "late"}}) // is not found
 		},
 	}
-	pages := map[string]cursor.KeyRows{"": {"removed", 1}, "removed": {"sent", 2}, "sent": {"added", 2}, "added": {"new", 1}}
+	pages := map[string]cursor.KeyRows{"": {Key: "removed", Rows: 1}, "removed": {Key: "sent", Rows: 2}, "sent": {Key: "added", Rows: 2}, "added": {Key: "new", Rows: 1}}
 	require.NoError(t, p.Recount(func(after string) ([]cursor.KeyRows, error) {
 		if change := changes[after]; change != nil {
 			change()

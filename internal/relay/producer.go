@@ -4,11 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
+	"time"
+
 	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
-	"slices"
-	"time"
 
 	"github.com/twmb/franz-go/pkg/kgo"
 

@@ -3,10 +3,11 @@ package relay
 import (
 	"context"
 	"errors"
-	"github.com/outboxgo/outbox/internal/breaker"
-	"github.com/outboxgo/outbox/internal/lease"
 	"testing"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"

@@ -4,15 +4,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/breaker"
-	"github.com/outboxgo/outbox/internal/cursor"
-	"github.com/outboxgo/outbox/internal/envelope"
-	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"slices"
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/pg"
@@ -23,7 +24,8 @@ import (
 // RetrierParts is what a retrier uses.
 type RetrierParts struct {
 	lease.Leadership
-	Cfg       Rules
+	Rules     Rules
+	Hooks     Hooks
 	Store     *cursor.Failed
 	Deliverer *Deliverer       // its sender is the retrier's own
 	Parked    *Parking         // shared with the session
@@ -80,7 +82,7 @@ func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, round func(co
 			}
 			r.Outage.Report(err)
 		}
-		wait.Await(ctx, r.Held, now, r.Cfg.RetryInterval)
+		wait.Await(ctx, r.Held, now, r.Rules.RetryInterval)
 	}
 }
 
@@ -89,7 +91,7 @@ func (r *retrier) repeat(ctx context.Context, now <-chan struct{}, round func(co
 func (r *retrier) retryAll(ctx context.Context) error {
 	var reconciled time.Time
 	for more := true; more && ctx.Err() == nil; {
-		if time.Since(reconciled) >= r.Cfg.RetryInterval {
+		if time.Since(reconciled) >= r.Rules.RetryInterval {
 			if err := r.reconcile(ctx); err != nil {
 				return err
 			}
@@ -134,7 +136,7 @@ func (r *retrier) retryQueue(ctx context.Context, place string) (some bool, err 
 	for err == nil && len(events) > 0 && ctx.Err() == nil {
 		var sent []string
 		sent, err = r.retry(ctx, events, r.Deliverer.attempt)
-		if err != nil || len(sent) == 0 || r.Cfg.PassFailedKeys { // then nothing is parked
+		if err != nil || len(sent) == 0 || r.Rules.PassFailedKeys { // then nothing is parked
 			break
 		}
 		events, err = r.find(func(ctx context.Context) ([]cursor.FailedRow, error) { return r.Store.Parked(ctx, sent) })
@@ -222,10 +224,10 @@ func (r *retrier) reconcile(stop context.Context) error {
 	start := time.Now()
 	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
-	if err := r.Store.RetryDead(ctx, r.Lease, r.Cfg.RetryDeadAfter); err != nil {
+	if err := r.Store.RetryDead(ctx, r.Lease, r.Rules.RetryDeadAfter); err != nil {
 		return err
 	}
-	if r.Cfg.PassFailedKeys {
+	if r.Rules.PassFailedKeys {
 		return r.Store.PromoteAll(stop, r.WithStatementTimeout, r.Lease)
 	}
 	var wrong []string
@@ -414,12 +416,12 @@ func (r *retrier) trySave(results []cursor.RetryResult, uncertain bool) error {
 	defer r.Parked.mu.Unlock()
 	ctx, cancel := r.WithStatementTimeout()
 	defer cancel()
-	left, err := r.Store.SaveResults(ctx, r.Lease, results, r.Cfg.KeepSent)
+	left, err := r.Store.SaveResults(ctx, r.Lease, results, r.Rules.KeepSent)
 	if err != nil {
 		return err
 	}
 	for _, result := range results {
-		gone := result.Status == statusResolved || result.Status == statusDead && !r.Cfg.HoldDead
+		gone := result.Status == statusResolved || result.Status == statusDead && !r.Rules.HoldDead
 		if gone { // the row holds back nothing any more
 			r.Parked.rowRemoved(result.Event.Key)
 		}
@@ -439,12 +441,12 @@ func (r *retrier) resultOf(e *cursor.FailedRow, o Outcome) (result cursor.RetryR
 	case OutcomeSent:
 		result.Status, result.Err = statusResolved, nil
 	case OutcomeRejected:
-		result.Status, result.Count, result.Wait = statusFailed, 1, r.Cfg.WaitBefore(e.Retries+2)
-		if e.Retries+1 >= r.Cfg.MaxRetries {
+		result.Status, result.Count, result.Wait = statusFailed, 1, r.Rules.WaitBefore(e.Retries+2)
+		if e.Retries+1 >= r.Rules.MaxRetries {
 			result.Status = statusDead
 		}
 	case OutcomeUnavailable:
-		result.Status, result.Wait, result.Place = statusWaiting, r.Cfg.RetryInterval, o.place
+		result.Status, result.Wait, result.Place = statusWaiting, r.Rules.RetryInterval, o.place
 	case OutcomePending, OutcomeBlocked, OutcomeParked:
 		return result, false
 	}
@@ -457,15 +459,15 @@ func (r *retrier) notifyRejected(result cursor.RetryResult) {
 	topic, _ := e.Destination() // "" if none follows from its type
 	args := []any{"id", e.Id, "event_id", string(e.EventID), "type", string(e.EventType), "aggregate_id", string(e.AggregateID),
 		"topic", topic, "key", string(e.Event.Key()), "attempt", e.Retries + result.Count, "class", result.Class, "error", result.Err}
-	ctx, hook := e.Context(r.Held), r.Cfg.Rejected
+	ctx, hook := e.Context(r.Held), r.Hooks.Rejected
 	if result.Status == statusDead {
-		hook = r.Cfg.Dead
-		r.Log.ErrorContext(ctx, "outbox: event is dead", append(args, "key_is_held", r.Cfg.HoldDead)...)
+		hook = r.Hooks.Dead
+		r.Log.ErrorContext(ctx, "outbox: event is dead", append(args, "key_is_held", r.Rules.HoldDead)...)
 		r.EventDied()
 	} else {
 		r.Log.WarnContext(ctx, "outbox: retry failed", args...)
 	}
 	if hook != nil {
-		hook(&e.Event, result.Class, result.Err, e.Retries+result.Count)
+		hook(failedEvent(&e.Event, result.Class, result.Err, e.Retries+result.Count))
 	}
 }

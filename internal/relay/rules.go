@@ -4,16 +4,21 @@ import (
 	"math/rand/v2"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/retention"
 	"github.com/outboxgo/outbox/internal/wait"
 )
 
-// Rules say how the engine relays: see RelayConfig of the package outbox.
+// Rules say how a relay works, with all defaults filled in. RelayConfig of the package outbox describes them.
 type Rules struct {
-	Schema         string
+	Schema, Name   string
+	Form           envelope.RecordForm // of the records
 	BatchSize      int
 	PollInterval   time.Duration
+	SendTimeout    time.Duration
 	Lease          time.Duration
+	Linger         time.Duration
 	RetryInterval  time.Duration
 	MaxRetries     int
 	RetryWait      time.Duration
@@ -22,14 +27,13 @@ type Rules struct {
 	HoldDead       bool
 	RetryDeadAfter map[string]time.Duration
 	KeepSent       bool
-
-	// Rejected and Dead are called for an event that Kafka rejected, and for one that is given up. Nil for none.
-	Rejected, Dead func(e *envelope.Event, class string, err error, retries int)
+	Breaker        breaker.Rules
+	Retention      retention.Rules
 }
 
-// retryWait returns the wait before the n-th retry of a rejected event, from 1.
-func (c Rules) WaitBefore(n int) time.Duration {
-	d := wait.Exponential(c.RetryWait, c.MaxRetryWait, n-1)
+// WaitBefore returns the wait before the n-th retry of a rejected event, from 1.
+func (r Rules) WaitBefore(n int) time.Duration {
+	d := wait.Exponential(r.RetryWait, r.MaxRetryWait, n-1)
 	return d - rand.N(d/5+1)
 }
 
@@ -42,33 +46,10 @@ const (
 	statusResolved = "resolved"
 )
 
-// relayHealth is told how the session gets on.
+// relayHealth is told about the progress of the session.
 type relayHealth interface {
 	Progressed()
 	CursorMoved()
 	BeginLongTask(what string)
 	EndLongTask()
-}
-
-// SentBatch has the outcomes of events that were sent together.
-type SentBatch struct {
-	Events, Failed, Waiting int
-	Retried                 bool
-	Began                   time.Time
-	Took                    time.Duration
-
-	Sent     []sentEvent
-	NotTaken []notTaken
-}
-
-// sentEvent is an event with its topic.
-type sentEvent struct {
-	*envelope.Event
-	Topic string
-}
-
-// notTaken is an event that Kafka has not accepted, with the class of its error.
-type notTaken struct {
-	sentEvent
-	Class string
 }

@@ -4,12 +4,13 @@ package relay
 import (
 	"context"
 	"errors"
-	"github.com/outboxgo/outbox/internal/cursor"
-	"github.com/outboxgo/outbox/internal/envelope"
-	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"sync/atomic"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/outage"
@@ -33,7 +34,8 @@ type cursorStore interface {
 // SessionParts is what a session uses.
 type SessionParts struct {
 	lease.Leadership
-	Cfg     Rules
+	Rules   Rules
+	Hooks   Hooks
 	Cursors cursorStore
 	Leases  interface {
 		Renew(ctx context.Context, l *lease.Lease) error
@@ -75,7 +77,7 @@ type Session struct {
 
 func NewSession(p SessionParts) *Session {
 	return &Session{
-		SessionParts: p, Window: NewWindowReader(p.Cursors, p.Cfg.BatchSize), beside: p.NewGroup(), rhythm: wakeup.Rhythm{Idle: p.Cfg.PollInterval, Ticks: p.Ticks},
+		SessionParts: p, Window: NewWindowReader(p.Cursors, p.Rules.BatchSize), beside: p.NewGroup(), rhythm: wakeup.Rhythm{Idle: p.Rules.PollInterval, Ticks: p.Ticks},
 	}
 }
 
@@ -183,7 +185,7 @@ func (s *Session) parkedKeys() func(after string) ([]cursor.KeyRows, error) {
 		return page
 	}
 	const longest = time.Hour // that another process can have had an event in hand, whatever its lease was
-	freed := s.Failed.Freed(s.WithStatementTimeout, max(longest, 2*s.Cfg.Lease))
+	freed := s.Failed.Freed(s.WithStatementTimeout, max(longest, 2*s.Rules.Lease))
 	return func(after string) ([]cursor.KeyRows, error) {
 		keys, err := page(after)
 		if err == nil && len(keys) == 0 {
@@ -320,7 +322,7 @@ func (s *Session) Open() (batch []envelope.Event, large bool, err error) {
 	})
 	switch {
 	case err == nil && large:
-		s.rhythm.Looked(began, s.Cfg.BatchSize) // at least about as many
+		s.rhythm.Looked(began, s.Rules.BatchSize) // at least about as many
 		err = s.Window.Begin(s.pos)
 	case err == nil:
 		s.rhythm.Looked(began, len(batch))
@@ -392,7 +394,7 @@ func (s *Session) Failures(batch []envelope.Event, outcomes []Outcome) (decided 
 		case OutcomeSent:
 			continue
 		case OutcomeRejected:
-			status, wait = statusFailed, s.Cfg.WaitBefore(1)
+			status, wait = statusFailed, s.Rules.WaitBefore(1)
 			if o.Class == cursor.UnreadableRow && s.Lease.Exclusive() {
 				status, wait = statusDead, 0
 			}
@@ -404,7 +406,7 @@ func (s *Session) Failures(batch []envelope.Event, outcomes []Outcome) (decided 
 		failures = append(failures, cursor.Failure{
 			Event: e, Key: tables.ParkingKey(topic, e.Key()), Status: status, Class: o.Class, Err: o.Err, Wait: wait, Place: o.place,
 			Rejected: o.Kind == OutcomeRejected, Pending: o.Kind == OutcomeParked,
-			Held: status == statusDead && s.Cfg.HoldDead,
+			Held: status == statusDead && s.Rules.HoldDead,
 		})
 	}
 	return len(batch), failures
@@ -417,19 +419,19 @@ func (s *Session) notifyRejected(failures []cursor.Failure) {
 		if !f.Rejected {
 			continue
 		}
-		e, hook := f.Event, s.Cfg.Rejected
+		e, hook := f.Event, s.Hooks.Rejected
 		topic, _ := e.Destination() // "" if none follows from its type
 		args := []any{"id", e.Id, "event_id", string(e.EventID), "type", string(e.EventType),
 			"aggregate_id", string(e.AggregateID), "topic", topic, "key", string(e.Key()), "class", f.Class, "error", f.Err}
 		if f.Status == statusDead {
-			hook = s.Cfg.Dead
+			hook = s.Hooks.Dead
 			s.Log.ErrorContext(e.Context(s.Held), "outbox: event is dead", append(args, "key_is_held", f.Held)...)
 			s.EventDied()
 		} else {
 			s.Log.WarnContext(e.Context(s.Held), "outbox: event rejected", args...)
 		}
 		if hook != nil {
-			hook(e, f.Class, f.Err, 0)
+			hook(failedEvent(e, f.Class, f.Err, 0))
 		}
 	}
 }
@@ -466,7 +468,7 @@ func (s *Session) try(f func(context.Context) error) error {
 		case s.Held.Err() != nil && err != nil:
 			return context.Cause(s.Held)
 		case pg.IsUndefined(err):
-			return pg.NotMigrated(s.Cfg.Schema, err)
+			return pg.NotMigrated(s.Rules.Schema, err)
 		case err == nil, errors.Is(err, cursor.ErrStale), errors.Is(err, lease.ErrLeaseLost),
 			errors.Is(err, cursor.ErrOtherCluster), errors.Is(err, cursor.ErrSequenceBehind):
 			s.Outage.Report(nil)

@@ -3,6 +3,7 @@ package relay
 import (
 	"context"
 	"errors"
+
 	"github.com/outboxgo/outbox/internal/cursor"
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"

@@ -4,11 +4,12 @@ package retention
 import (
 	"context"
 	"errors"
-	"github.com/outboxgo/outbox/internal/lease"
 	"log/slog"
 	"math"
 	"strings"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/lease"
 
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/tables"
@@ -50,8 +51,8 @@ type laggingRelay struct {
 	reported bool
 }
 
-// errTold ends a batch that is not finished in time.
-var errTold = errors.New("retention is told to stop")
+// errStopping ends a batch that is not finished in time.
+var errStopping = errors.New("retention is told to stop")
 
 func NewCleaner(leads lease.Leadership, cfg CleanerConfig, store *Store, hasBacklog func() bool, log *slog.Logger) *Cleaner {
 	return &Cleaner{Leadership: leads, cfg: cfg, store: store, hasBacklog: hasBacklog, log: log, outages: outage.NewLogs(log)}
@@ -73,7 +74,7 @@ func (c *Cleaner) Run(ctx context.Context) {
 	defer lose(nil)
 	stopped := context.AfterFunc(ctx, func() {
 		wait.Sleep(held, cleanGrace)
-		lose(errTold)
+		lose(errStopping)
 	})
 	defer stopped()
 	c.Held = held

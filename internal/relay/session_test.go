@@ -1,4 +1,4 @@
-package outbox
+package relay
 
 import (
 	"bytes"
@@ -6,11 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"github.com/outboxgo/outbox/internal/breaker"
-	"github.com/outboxgo/outbox/internal/cursor"
-	"github.com/outboxgo/outbox/internal/envelope"
-	"github.com/outboxgo/outbox/internal/lease"
-	"github.com/outboxgo/outbox/internal/relay"
 	"log/slog"
 	"slices"
 	"strconv"
@@ -20,10 +15,16 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/lease"
+
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/places"
 	"github.com/outboxgo/outbox/internal/tables"
 )
@@ -66,7 +67,7 @@ var sessionTests = []struct {
 	{name: "the newest rows of the cursor were lost", events: 3, faults: []string{"move: rolled back"}, sent: "12 12 3", at: "3", log: "PostgreSQL has lost the newest rows"},
 	{name: "whoever finds the cursor stale proves the lease first", events: 3, faults: []string{"move: stale", "renew: lost"}, sent: "12", err: lease.ErrLeaseLost, at: "0/3"},
 	{name: "the cursor is one of another cluster: it is rebased", events: 3, faults: []string{"load: other cluster"}, sent: "12 3", at: "3", log: "restored from another cluster"},
-	{name: "the sequence is behind: an operator has to decide", events: 3, faults: []string{"load: sequence behind"}, err: ErrSequenceBehind, at: "0"},
+	{name: "the sequence is behind: an operator has to decide", events: 3, faults: []string{"load: sequence behind"}, err: cursor.ErrSequenceBehind, at: "0"},
 
 	// PostgreSQL fails.
 	{name: "an outage when the cursor is loaded", events: 3, faults: []string{"load: down", "load: down", "keys: down"}, sent: "12 3", at: "3", log: "PostgreSQL works again", waits: true},
@@ -102,7 +103,7 @@ var sessionTests = []struct {
 	{name: "everything took too long for a while", events: 1, faults: []string{"open: cancelled", "fetch: cancelled", "fetch: cancelled", "fetch: cancelled"}, sent: "1", at: "1", waits: true},
 	{name: "PostgreSQL has an internal error for a moment: no event dies", events: 1, faults: []string{"open: internal error", "fetch: internal error"}, sent: "1", at: "1"},
 	{name: "and then is gone for a moment", events: 1, faults: []string{"open: internal error", "fetch: internal error", "fetch: down"}, sent: "1", at: "1", waits: true},
-	{name: "the tables are gone", events: 3, faults: []string{"open: undefined"}, err: ErrNotMigrated, at: "0"},
+	{name: "the tables are gone", events: 3, faults: []string{"open: undefined"}, err: pg.ErrNotMigrated, at: "0"},
 
 	// The lease is lost.
 	{name: "the lease is lost when the cursor is loaded", events: 3, faults: []string{"load: lost"}, err: lease.ErrLeaseLost, at: "0"},
@@ -163,7 +164,7 @@ func TestSessionParks(t *testing.T) {
 		f.plays, f.rows = []string{"xu"}, map[string]int{"orders/9": 2}
 		require.NoError(t, f.run())
 		require.Len(t, f.parked.Keys, 3)
-		require.Equal(t, relay.ParkedKey{Rows: 1}, f.parked.Keys[f.parked.Hash("orders/1")])
+		require.Equal(t, ParkedKey{Rows: 1}, f.parked.Keys[f.parked.Hash("orders/1")])
 	})
 }
 
@@ -185,7 +186,7 @@ func TestSessionAnnouncesFirst(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeStore(t, 2, nil)
-		s := f.session(t.Context(), RelayConfig{BatchSize: 2}.withDefaults())
+		s := f.session(t.Context(), rulesWith(2))
 		s.Opened = false
 		require.NoError(t, s.Load())
 		batch, large, err := s.Open()
@@ -271,7 +272,7 @@ type fakeStore struct {
 	plays      []string
 	sent       []string // ids of the batches
 	failed     []string
-	parked     *relay.Parking
+	parked     *Parking
 	log        bytes.Buffer
 
 	lease *lease.Lease
@@ -280,11 +281,9 @@ type fakeStore struct {
 	lose  func(error) // ends the lease
 }
 
-var errDown = errors.New("connection refused")
-
 func newFakeStore(t *testing.T, events int, faults []string) *fakeStore {
 	until := time.Now().Add(time.Hour)
-	f := &fakeStore{t: t, events: events, faults: slices.Clone(faults), pos: cursor.Position{CursorID: 1, Base: seeing(0), Epoch: 6}, parked: relay.NewParking(false), lease: &lease.Lease{Epoch: 7}}
+	f := &fakeStore{t: t, events: events, faults: slices.Clone(faults), pos: cursor.Position{CursorID: 1, Base: seeing(0), Epoch: 6}, parked: NewParking(false), lease: &lease.Lease{Epoch: 7}}
 	f.lease.Until.Store(&until)
 	return f
 }
@@ -296,19 +295,27 @@ func (f *fakeStore) run(others ...func(context.Context)) error {
 	held, lose := context.WithCancelCause(context.Background())
 	defer lose(nil)
 	f.stop, f.held, f.lose = stop, held, lose
-	return f.session(held, RelayConfig{BatchSize: 2, PollInterval: time.Microsecond}.withDefaults()).Run(ctx, others...)
+	return f.session(held, rulesWith(2)).Run(ctx, others...)
 }
 
-func (f *fakeStore) session(held context.Context, cfg RelayConfig) *relay.Session {
+// rulesWith returns the defaults with another size of batches and with a short poll interval.
+func rulesWith(batch int) Rules {
+	return Rules{
+		Name: "default", BatchSize: batch, PollInterval: time.Microsecond, SendTimeout: 15 * time.Second, Lease: 30 * time.Second,
+		RetryInterval: 5 * time.Second, MaxRetries: 10, RetryWait: time.Second, MaxRetryWait: 300 * time.Second, Breaker: someRules,
+	}
+}
+
+func (f *fakeStore) session(held context.Context, rules Rules) *Session {
 	log := slog.New(slog.NewTextHandler(&f.log, nil))
-	s := relay.NewSession(relay.SessionParts{
-		Leadership: lease.Leadership{Lease: f.lease, Held: held, Lose: f.lose, StatementTimeout: cfg.Lease},
-		Cfg:        cfg.rules(), Cursors: f, Leases: f, Failed: f, Deliverer: f, Parked: f.parked, Log: log, Places: places.NewRegistry(outage.NewLogs(log)),
-		Health: newHealthState(cfg, breaker.New(breaker.Rules(cfg.Breaker), func(_, _ breaker.State, _ float64) {})),
+	s := NewSession(SessionParts{
+		Leadership: lease.Leadership{Lease: f.lease, Held: held, Lose: f.lose, StatementTimeout: rules.Lease},
+		Rules:      rules, Cursors: f, Leases: f, Failed: f, Deliverer: f, Parked: f.parked, Log: log, Places: places.NewRegistry(outage.NewLogs(log)),
+		Health: newHealthState(rules, breaker.New(rules.Breaker, func(_, _ breaker.State, _ float64) {})),
 		Outage: outage.NewLog(log, "PostgreSQL"), Wake: make(chan struct{}),
 		EventDied: func() {},
 	})
-	s.Window.Limits.Ids = relay.LimitTo(cmp.Or(f.pages, relay.MaxPageIDs))
+	s.Window.Limits.Ids = LimitTo(cmp.Or(f.pages, MaxPageIDs))
 	s.Opened = true
 	return s
 }
@@ -357,7 +364,7 @@ func (f *fakeStore) fault(operation string) (done bool, err error) {
 	}
 	err = map[string]error{
 		"stale": cursor.ErrStale, "lost": lease.ErrLeaseLost, "too much": cursor.ErrTooMuch, "late": context.DeadlineExceeded, "cancelled": &pgconn.PgError{Code: "57014"}, "other cluster": cursor.ErrOtherCluster,
-		"sequence behind": ErrSequenceBehind, "undefined": &pgconn.PgError{Code: "42P01"},
+		"sequence behind": cursor.ErrSequenceBehind, "undefined": &pgconn.PgError{Code: "42P01"},
 	}[what]
 	require.Error(f.t, err, what)
 	return false, err
@@ -395,7 +402,7 @@ func (f *fakeStore) Keys(lease.StatementContext, *[]string) func(after string) (
 		}
 		_, err = f.fault("keys")
 		for key, n := range f.rows {
-			keys = append(keys, cursor.KeyRows{key, n})
+			keys = append(keys, cursor.KeyRows{Key: key, Rows: n})
 		}
 		return keys, err
 	}
@@ -501,7 +508,7 @@ func (f *fakeStore) Move(ctx context.Context, l *lease.Lease, p cursor.Position,
 }
 
 // deliver plays Kafka: see [outcomeSymbols].
-func (f *fakeStore) Deliver(_, _ context.Context, batch []envelope.Event, _ *relay.Parking) (outcomes []relay.Outcome, err error) {
+func (f *fakeStore) Deliver(_, _ context.Context, batch []envelope.Event, _ *Parking) (outcomes []Outcome, err error) {
 	var ids []byte
 	play := strings.Repeat("+", len(batch))
 	for _, e := range batch {
@@ -523,13 +530,13 @@ func (f *fakeStore) Deliver(_, _ context.Context, batch []envelope.Event, _ *rel
 		f.lose(lease.ErrLeaseLost)
 		err = lease.ErrLeaseLost
 	}
-	kinds := map[rune]relay.OutcomeKind{
-		'.': relay.OutcomePending, '+': relay.OutcomeSent, 'x': relay.OutcomeRejected, 'u': relay.OutcomeUnavailable, 'b': relay.OutcomeBlocked, 'p': relay.OutcomeParked,
+	kinds := map[rune]OutcomeKind{
+		'.': OutcomePending, '+': OutcomeSent, 'x': OutcomeRejected, 'u': OutcomeUnavailable, 'b': OutcomeBlocked, 'p': OutcomeParked,
 	}
 	for _, symbol := range play {
-		o := relay.Outcome{Kind: kinds[symbol]}
+		o := Outcome{Kind: kinds[symbol]}
 		if e := &batch[len(outcomes)]; e.Unreadable != nil {
-			o = relay.Outcome{Kind: relay.OutcomeRejected, Class: relay.RejectionClass(e.Unreadable), Err: e.Unreadable}
+			o = Outcome{Kind: OutcomeRejected, Class: RejectionClass(e.Unreadable), Err: e.Unreadable}
 		}
 		if symbol == 'x' || symbol == 'u' {
 			o.Class, o.Err = "class", errDown
@@ -569,8 +576,8 @@ func number(snapshot string) int64 {
 // Until the process cannot send any more that led before, an event that cannot be read is tried again, and does not die.
 func TestSessionGivesUpNothingBeforeLeaseIsExclusive(t *testing.T) {
 	f := newFakeStore(t, 0, nil)
-	s := f.session(context.Background(), RelayConfig{}.withDefaults())
-	unreadable := []relay.Outcome{{Kind: relay.OutcomeRejected, Class: cursor.UnreadableRow, Err: errDown}}
+	s := f.session(context.Background(), rulesWith(5000))
+	unreadable := []Outcome{{Kind: OutcomeRejected, Class: cursor.UnreadableRow, Err: errDown}}
 	statusOf := func() string {
 		t.Helper()
 		decided, failures := s.Failures([]envelope.Event{{}}, unreadable)
@@ -578,7 +585,14 @@ func TestSessionGivesUpNothingBeforeLeaseIsExclusive(t *testing.T) {
 		require.Len(t, failures, 1)
 		return failures[0].Status
 	}
-	require.Equal(t, StatusDead, statusOf())
+	require.Equal(t, statusDead, statusOf())
 	f.lease.ExclusiveAt = time.Now().Add(time.Hour)
-	require.Equal(t, StatusFailed, statusOf())
+	require.Equal(t, statusFailed, statusOf())
+}
+
+func ids(events []envelope.Event) (ids []int64) {
+	for _, e := range events {
+		ids = append(ids, e.Id)
+	}
+	return ids
 }

@@ -1,36 +1,32 @@
-package outbox
+package relay
 
 import (
 	"fmt"
-	breakers "github.com/outboxgo/outbox/internal/breaker"
 	"sync"
 	"time"
 
+	"github.com/outboxgo/outbox/internal/breaker"
 	"github.com/outboxgo/outbox/internal/outage"
 	"github.com/outboxgo/outbox/internal/tables"
+	"github.com/outboxgo/outbox/internal/watch"
 )
 
-// RelayHealth reports the state of a relay in this process.
-type RelayHealth struct {
-	// Relay is its name.
-	Relay string
-	// Live is false if only a restart of the process can help: Run has returned an
-	// error, or hangs.
-	Live bool
-	// Ready is false if this process does not do its part: see Reasons.
-	Ready bool
-	// Leading is set while this process holds the lease.
+// Health is the state of a relay in this process.
+type Health struct {
+	Live    bool // false if only a restart of the process can help
+	Ready   bool
 	Leading bool
-	// Breaker is the state of the circuit breaker.
-	Breaker BreakerState
-	// Reasons say why the relay is not live or not ready.
-	Reasons []string
+	Breaker breaker.State
+	Reasons []string // why the relay is not live or not ready
 }
 
-// healthState is what the goroutine of Run records for [Relay.Health].
+// Health reports the state of the relay without any I/O.
+func (r *Relay) Health() Health { return r.health.report() }
+
+// healthState is the state that the goroutines of a relay record for [Relay.Health].
 type healthState struct {
-	cfg     RelayConfig
-	breaker *breakers.Breaker
+	rules   Rules
+	breaker *breaker.Breaker
 	outages []*outage.Log
 
 	mu        sync.Mutex
@@ -40,16 +36,16 @@ type healthState struct {
 	progress  time.Time           // a loop of Run began its next round
 	leaseSeen time.Time           // our own lease, or that of another process
 	moved     time.Time           // the cursor moved, or there was nothing to send
-	longTask  string              // a task that may take as long as it takes; "" for none
+	longTask  string              // a task without a time limit; "" for none
 	leaseGone bool                // the lease was given up, because nothing has progressed
-	stale     []tables.EventCount // what waits for too long, by the last check of alerts
+	stale     []tables.EventCount // events that have waited too long, by the last check of alerts
 }
 
-func newHealthState(cfg RelayConfig, b *breakers.Breaker, outages ...*outage.Log) *healthState {
-	return &healthState{cfg: cfg, breaker: b, outages: outages}
+func newHealthState(rules Rules, b *breaker.Breaker, outages ...*outage.Log) *healthState {
+	return &healthState{rules: rules, breaker: b, outages: outages}
 }
 
-// update changes the state. Every change is progress, too.
+// update changes the state. Every change counts as progress.
 func (s *healthState) update(change func(now time.Time)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -57,15 +53,14 @@ func (s *healthState) update(change func(now time.Time)) {
 	change(s.progress)
 }
 
-// hangs reports whether the goroutine of Run has not gone on for longer than it may take.
+// hangs reports whether the goroutine of Run has made no progress for longer than a round may take.
 func (s *healthState) hangs() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.longTask == "" && time.Since(s.progress) > s.hangsAfter()
 }
 
-// gaveUp notes that the lease was given up because the goroutine of Run hangs. It is no
-// progress.
+// gaveUp records that the lease was given up because the goroutine of Run hangs. It does not count as progress.
 func (s *healthState) gaveUp() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -84,7 +79,7 @@ func (s *healthState) setLeading(leading bool) {
 	s.update(func(now time.Time) { s.leading, s.leaseSeen, s.moved, s.stale = leading, now, now, nil })
 }
 
-// setStale notes what waits for too long. It is no progress of Run.
+// setStale records the events that have waited too long. It does not count as progress of Run.
 func (s *healthState) setStale(counts []tables.EventCount) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -101,11 +96,11 @@ func (s *healthState) BeginLongTask(what string) {
 	s.update(func(time.Time) { s.longTask = what })
 }
 
-func (s *healthState) report() RelayHealth {
-	breaker := s.breaker.State() // not under mu: it may call Hooks.Breaker, which may ask for the health
+func (s *healthState) report() Health {
+	state := s.breaker.State() // not under mu: State may call Hooks.Breaker, which may ask for the health
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	h := RelayHealth{Relay: s.cfg.Name, Live: true, Ready: true, Leading: s.leading, Breaker: BreakerState(breaker)}
+	h := Health{Live: true, Ready: true, Leading: s.leading, Breaker: state}
 	notReady := func(reason string, args ...any) {
 		h.Ready, h.Reasons = false, append(h.Reasons, fmt.Sprintf(reason, args...))
 	}
@@ -134,16 +129,16 @@ func (s *healthState) report() RelayHealth {
 	if s.leading && time.Since(s.moved) > s.staleAfter() {
 		notReady("nothing has moved for %v, although there are events to send", since(s.moved))
 	}
-	if h.Breaker == BreakerOpen {
+	if h.Breaker == breaker.Open {
 		notReady("the circuit breaker is open")
 	}
 	if len(s.stale) > 0 {
-		n, oldest := sum(countsOf(s.stale))
+		n, oldest := watch.Sum(s.stale)
 		notReady("%s events are not published, the oldest for %v", n, since(oldest))
 	}
 	for _, log := range s.outages {
 		if o := log.Current(); o != nil && !h.Ready {
-			h.Reasons = append(h.Reasons, fmt.Sprintf("%s fails since %v: %v", log.What(), since(o.Since), o.Err))
+			h.Reasons = append(h.Reasons, fmt.Sprintf("%s has been failing for %v: %v", log.What(), since(o.Since), o.Err))
 		}
 	}
 	return h
@@ -151,12 +146,11 @@ func (s *healthState) report() RelayHealth {
 
 func since(t time.Time) time.Duration { return time.Since(t).Round(time.Second) }
 
-// hangsAfter is how long a round of a loop of Run may take: a send, a statement, and a
-// wait.
+// hangsAfter returns how long a round of a loop of Run may take: a send, a statement, and a wait.
 func (s *healthState) hangsAfter() time.Duration {
-	return s.cfg.SendTimeout + 2*s.cfg.Lease + s.cfg.PollInterval + s.cfg.Breaker.OpenFor
+	return s.rules.SendTimeout + 2*s.rules.Lease + s.rules.PollInterval + s.rules.Breaker.OpenFor
 }
 
-// staleAfter is how long a relay that does its part may see no lease, and a leader with
-// events to send may not move its cursor.
-func (s *healthState) staleAfter() time.Duration { return s.cfg.Lease + s.cfg.PollInterval }
+// staleAfter returns for how long a healthy standby may see no lease, and a healthy leader with events to send may
+// not move its cursor.
+func (s *healthState) staleAfter() time.Duration { return s.rules.Lease + s.rules.PollInterval }

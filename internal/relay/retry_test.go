@@ -1,12 +1,13 @@
-package outbox
+package relay
 
 import (
-	"github.com/outboxgo/outbox/internal/cursor"
-	"github.com/outboxgo/outbox/internal/relay"
 	"log/slog"
+	"math"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/cursor"
 
 	"github.com/stretchr/testify/require"
 
@@ -18,32 +19,24 @@ import (
 // by default.
 func TestRetryWait(t *testing.T) {
 	t.Parallel()
-	cfg := RelayConfig{}.withDefaults()
+	rules := rulesWith(5000)
 	for i, seconds := range []int{1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300} {
 		most := time.Duration(seconds) * time.Second
 		for range 100 {
-			wait := cfg.rules().WaitBefore(i + 1)
+			wait := rules.WaitBefore(i + 1)
 			require.LessOrEqual(t, wait, most)
 			require.GreaterOrEqual(t, wait, most*4/5)
 		}
 	}
-	require.LessOrEqual(t, cfg.rules().WaitBefore(1000), 300*time.Second)
+	require.LessOrEqual(t, rules.WaitBefore(1000), 300*time.Second)
 
-	cfg = RelayConfig{RetryWait: 10 * time.Millisecond, MaxRetryWait: time.Hour}.withDefaults()
-	require.InDelta(t, 9*time.Millisecond, cfg.rules().WaitBefore(1), float64(time.Millisecond))
-	require.GreaterOrEqual(t, cfg.rules().WaitBefore(30), time.Hour*4/5, "small steps lead there, too")
-	cfg.MaxRetryWait = Forever
-	require.Positive(t, cfg.rules().WaitBefore(1_000_000))
-	cfg.RetryWait, cfg.MaxRetryWait = 1, 1
-	require.LessOrEqual(t, cfg.rules().WaitBefore(3), time.Duration(1))
-}
-
-func TestRetryDefaults(t *testing.T) {
-	t.Parallel()
-	cfg := RelayConfig{}.withDefaults()
-	require.Equal(t, 5*time.Second, cfg.RetryInterval)
-	require.Equal(t, 10, cfg.MaxRetries)
-	require.Equal(t, BreakerConfig{Window: 10, MinCalls: 5, FailureRate: 0.5, OpenFor: 30 * time.Second, Trials: 3}, cfg.Breaker)
+	rules.RetryWait, rules.MaxRetryWait = 10*time.Millisecond, time.Hour
+	require.InDelta(t, 9*time.Millisecond, rules.WaitBefore(1), float64(time.Millisecond))
+	require.GreaterOrEqual(t, rules.WaitBefore(30), time.Hour*4/5, "small steps lead there, too")
+	rules.MaxRetryWait = math.MaxInt64
+	require.Positive(t, rules.WaitBefore(1_000_000))
+	rules.RetryWait, rules.MaxRetryWait = 1, 1
+	require.LessOrEqual(t, rules.WaitBefore(3), time.Duration(1))
 }
 
 // A bad place is forgotten if nothing waits for it, and if somebody has looked: what waits
@@ -51,7 +44,7 @@ func TestRetryDefaults(t *testing.T) {
 func TestForgetEmptyPlaces(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		r := relay.NewRetrier(relay.RetrierParts{Places: places.NewRegistry(outage.NewLogs(slog.New(slog.DiscardHandler)))})
+		r := NewRetrier(RetrierParts{Places: places.NewRegistry(outage.NewLogs(slog.New(slog.DiscardHandler)))})
 		r.Places.Load([]places.Bad{{Name: "claimed"}, {Name: "empty"}, {Name: "waiting"}})
 		looked, waiting := []string{"empty", "waiting"}, []cursor.FailedRow{{Place: "waiting"}}
 		names := func() (names []string) {
@@ -62,7 +55,7 @@ func TestForgetEmptyPlaces(t *testing.T) {
 		}
 		r.ForgetEmpty(looked, waiting)
 		require.Len(t, names(), 3, "the session may be about to write a row")
-		time.Sleep(relay.EmptyAfter + 1)
+		time.Sleep(EmptyAfter + 1)
 		r.ForgetEmpty(looked, waiting)
 		require.Equal(t, []string{"claimed", "waiting"}, names())
 	})

@@ -1,23 +1,6 @@
 package outbox
 
-import (
-	"time"
-
-	"github.com/outboxgo/outbox/internal/tables"
-)
-
-// Values of outbox_failed.status.
-const (
-	StatusWaiting  = "waiting"  // for Kafka, its topic or its partition; tries are not counted
-	StatusFailed   = "failed"   // rejected, and tried again
-	StatusParked   = "parked"   // behind another event of its key
-	StatusDead     = "dead"     // given up
-	StatusResolved = "resolved" // by an operator, or sent and kept
-)
-
-// MaxCounted is up to where failed events and keys are counted: the number stands for
-// itself or any larger one. So a look at a million of them takes no longer.
-const MaxCounted = tables.MaxCounted
+import "time"
 
 // RelayStatus is the state of a relay, by the database.
 type RelayStatus struct {

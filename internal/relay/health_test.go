@@ -1,10 +1,11 @@
-package outbox
+package relay
 
 import (
-	"github.com/outboxgo/outbox/internal/breaker"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/outboxgo/outbox/internal/breaker"
 
 	"github.com/stretchr/testify/require"
 )
@@ -13,14 +14,15 @@ import (
 func TestHealthOfAHangingRun(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		cfg := RelayConfig{}.withDefaults()
-		s := newHealthState(cfg, breaker.New(breaker.Rules(cfg.Breaker), func(breaker.State, breaker.State, float64) {}))
+		rules := rulesWith(5000)
+		rules.PollInterval = 500 * time.Millisecond
+		s := newHealthState(rules, breaker.New(rules.Breaker, func(breaker.State, breaker.State, float64) {}))
 		r := &Relay{health: s}
 		s.runBegan()
 		s.setLeading(true)
 		require.True(t, r.Health().Ready)
 		time.Sleep(s.hangsAfter())
-		require.Equal(t, RelayHealth{Relay: "default", Live: true, Leading: true,
+		require.Equal(t, Health{Live: true, Leading: true,
 			Reasons: []string{"nothing has moved for 1m46s, although there are events to send"}}, r.Health())
 		s.BeginLongTask("the cursor is moved")
 		time.Sleep(time.Hour)
@@ -38,19 +40,20 @@ func TestHealthOfAHangingRun(t *testing.T) {
 func TestHealthInTheHookOfTheBreaker(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		cfg := RelayConfig{}.withDefaults()
+		rules := rulesWith(5000)
+		rules.PollInterval = 500 * time.Millisecond
 		var s *healthState
-		var seen []BreakerState
-		s = newHealthState(cfg, breaker.New(breaker.Rules(cfg.Breaker), func(breaker.State, breaker.State, float64) {
+		var seen []breaker.State
+		s = newHealthState(rules, breaker.New(rules.Breaker, func(breaker.State, breaker.State, float64) {
 			seen = append(seen, s.report().Breaker)
 		}))
-		for range cfg.Breaker.MinCalls {
+		for range rules.Breaker.MinCalls {
 			p := s.breaker.Allow(1)
 			p.Report(breaker.Failed)
 			p.Release()
 		}
-		time.Sleep(cfg.Breaker.OpenFor)
-		require.Equal(t, BreakerHalfOpen, s.report().Breaker)
-		require.Equal(t, []BreakerState{BreakerOpen, BreakerHalfOpen}, seen)
+		time.Sleep(rules.Breaker.OpenFor)
+		require.Equal(t, breaker.HalfOpen, s.report().Breaker)
+		require.Equal(t, []breaker.State{breaker.Open, breaker.HalfOpen}, seen)
 	})
 }

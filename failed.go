@@ -1,0 +1,71 @@
+package outbox
+
+import (
+	"time"
+
+	"github.com/outboxgo/outbox/internal/tables"
+)
+
+// Values of outbox_failed.status.
+const (
+	StatusWaiting  = "waiting"  // for Kafka, its topic or its partition; tries are not counted
+	StatusFailed   = "failed"   // rejected, and tried again
+	StatusParked   = "parked"   // behind another event of its key
+	StatusDead     = "dead"     // given up
+	StatusResolved = "resolved" // by an operator, or sent and kept
+)
+
+// MaxCounted is up to where failed events and keys are counted: the number stands for
+// itself or any larger one. So a look at a million of them takes no longer.
+const MaxCounted = tables.MaxCounted
+
+// FailedEvent is an event that failed, with the error.
+type FailedEvent struct {
+	// OutboxID is outbox.id, and outbox_failed.outbox_id.
+	OutboxID int64
+	// EventID, Type, AggregateType and AggregateID are the event's, as in outbox.
+	EventID, Type, AggregateType, AggregateID string
+	// Topic and Key say where it would go. Topic is empty if none follows from the
+	// type.
+	Topic, Key string
+	// Retries is how many retries Kafka rejected.
+	Retries int
+	// Class is the class of the error, as in outbox_failed.error_class.
+	Class string
+	// Err is the error of Kafka or of the client.
+	Err error
+}
+
+// DeadEvent is an event that has died, or a delivery that was given up, as an alert shows it.
+// Of a delivery, Retries and Class are those of its attempts, and Topic is its stream.
+type DeadEvent struct {
+	FailedEvent
+
+	// ID is outbox_failed.id, or of a delivery event_delivery.id. The package outboxops and the
+	// command outbox name it with the kind: event-17, delivery-17.
+	ID int64
+	// Group and Action say whose delivery it is; empty for an event of a relay.
+	Group, Action string
+	// FailedAt is when an event failed first, or a delivery was given up.
+	FailedAt time.Time
+}
+
+// EventCount is how many events or deliveries are alike, as an alert shows it.
+type EventCount struct {
+	// Relay is the relay whose events they are; empty for those of a consumer group.
+	Relay string
+	// Group and Action say for whom deliveries are; empty for events of a relay. Action is also
+	// empty for what the group's workers have not looked at yet.
+	Group, Action string
+	// Status is one of the constants, [StatusDead] for example, or pending for what is in
+	// outbox and was not attempted. A delivery is [StatusFailed] once an attempt has failed, and
+	// [StatusWaiting] until then.
+	Status string
+	// Type is the CloudEvents type, and Class that of the last error; empty without one.
+	Type, Class string
+	// Events is how many there are, of each kind counted up to [MaxCounted].
+	Events int
+	// Oldest is when the first of them failed; of a delivery, when its row was made; of what
+	// waits for too long, when it was recorded.
+	Oldest time.Time
+}

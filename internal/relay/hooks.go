@@ -1,0 +1,83 @@
+package relay
+
+import (
+	"strconv"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/retention"
+	"github.com/outboxgo/outbox/internal/tables"
+)
+
+// Hooks are called while a relay works. Each may be nil.
+type Hooks struct {
+	Leading        func(leading bool)
+	Sent           func(SentBatch)
+	Breaker        func(from, to breaker.State)
+	BreakerOpened  func(failureRate float64)
+	Rejected, Dead func(tables.Event)
+	RowsRemoved    func(retention.Result)
+}
+
+// failedEvent returns an event that failed as [Hooks] get it. retries is how many retries Kafka rejected.
+func failedEvent(e *envelope.Event, class string, err error, retries int) tables.Event {
+	topic, _ := e.Destination() // "" if none follows from its type
+	return tables.Event{
+		OutboxID: e.Id, EventID: string(e.EventID), Type: string(e.EventType),
+		AggregateType: string(e.AggregateType), AggregateID: string(e.AggregateID),
+		Topic: topic, Key: string(e.Key()), Retries: retries, Class: class, Err: err,
+	}
+}
+
+// SentBatch has the outcomes of events that were sent together.
+type SentBatch struct {
+	Events, Failed, Waiting int // accepted by Kafka; not accepted; not sent because an earlier event of the key waits
+	Retried                 bool
+	Began                   time.Time
+	Took                    time.Duration
+
+	Sent     []sentEvent
+	NotTaken []notTaken
+}
+
+// sentEvent is an event with its topic.
+type sentEvent struct {
+	*envelope.Event
+	Topic string
+}
+
+// notTaken is an event that Kafka has not accepted, with the class of its error.
+type notTaken struct {
+	sentEvent
+	Class string
+}
+
+// guarded returns the hooks as the relay calls them. Each is called through the function that guard returns for its
+// name.
+func (h Hooks) guarded(guard func(name string) func(call func())) Hooks {
+	h.Leading = guarded(h.Leading, "Leading", guard)
+	h.Sent = guarded(h.Sent, "Sent", guard)
+	h.Rejected = guarded(h.Rejected, "Rejected", guard)
+	h.Dead = guarded(h.Dead, "Dead", guard)
+	h.BreakerOpened = guarded(h.BreakerOpened, "BreakerOpened", guard)
+	h.RowsRemoved = guarded(h.RowsRemoved, "RowsRemoved", guard)
+	if hook := h.Breaker; hook != nil {
+		notify := guard("Breaker")
+		h.Breaker = func(from, to breaker.State) { notify(func() { hook(from, to) }) }
+	}
+	return h
+}
+
+func guarded[T any](hook func(T), name string, guard func(name string) func(call func())) func(T) {
+	if hook == nil {
+		return nil
+	}
+	notify := guard(name)
+	return func(arg T) { notify(func() { hook(arg) }) }
+}
+
+// percent prints a share as "62.5%".
+func percent(share float64) string {
+	return strconv.FormatFloat(100*share, 'f', -1, 32) + "%"
+}

@@ -1,0 +1,151 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+
+	"github.com/outboxgo/outbox/internal/breaker"
+	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/places"
+	"github.com/outboxgo/outbox/internal/retention"
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// errTooLate ends a batch that is not finished SendTimeout after Run was told to stop.
+var errTooLate = errors.New("not finished in time")
+
+// lead relays until ctx is cancelled or the lease is lost. Whatever ends it, also a panic, it ends all goroutines
+// first and then releases the lease.
+func (r *Relay) lead(ctx context.Context, l *lease.Lease) (err error) {
+	// Cancelling ctx must not tear a batch apart: Kafka may already hold its records, and a cursor that does not move
+	// sends them again. Only the loss of the lease ends a batch, or a batch that takes too long to finish.
+	held, lose := context.WithCancelCause(context.WithoutCancel(ctx))
+	stopped := context.AfterFunc(ctx, func() {
+		wait.Sleep(held, r.rules.SendTimeout)
+		lose(errTooLate)
+	})
+	defer stopped()
+
+	defer r.member.Lead(false)
+	defer r.notifyLeading(false)
+	defer func() { r.release(ctx, l, err) }()
+	leads := lease.Leadership{Lease: l, Held: held, Lose: lose, StatementTimeout: r.rules.Lease}
+	upkeep := lease.NewUpkeep(r.leases, leads, r.lockOutage)
+	renewing := leads.NewGroup()
+	defer renewing.Wait()
+	defer lose(nil)
+	renewing.Go(func() {
+		if upkeep.Renew(r.health.hangs) {
+			r.giveUpHanging(leads)
+		}
+	})
+	renewing.Go(upkeep.HoldLock)
+	r.member.Lead(true)
+	r.notifyLeading(true) // while the lease is renewed, because a hook may take long
+	err = r.runParts(ctx, leads)
+	if errors.Is(err, errTooLate) {
+		r.log.Warn("outbox: stopped before the batch in flight was finished; it will be sent again")
+		err = nil
+	}
+	return err
+}
+
+// release lets a standby take over at once, unless the lease is lost already.
+func (r *Relay) release(ctx context.Context, l *lease.Lease, err error) {
+	defer func() {
+		if c := l.Claim.Load(); c != nil {
+			r.leases.Unlock(ctx, c.Lock)
+		}
+	}()
+	if errors.Is(err, lease.ErrLeaseLost) || errors.Is(err, pg.ErrNotMigrated) { // without tables there is no lease either
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), lease.ReleaseTimeout)
+	defer cancel()
+	if err := r.leases.GiveUp(ctx, l); err != nil {
+		r.log.Warn("outbox: lease not released, a standby waits until it expires", "error", err)
+	}
+}
+
+// giveUpHanging lets another process relay, because the goroutine of Run makes no progress. If that goroutine goes on
+// later, it finds that its lease has expired, and sends nothing.
+func (r *Relay) giveUpHanging(leads lease.Leadership) {
+	r.log.Error("outbox: Run does not go on, the lease is given up so that another process can relay", "for", r.health.hangsAfter())
+	leads.Lease.Expire()
+	leads.Lose(lease.ErrLeaseLost)
+	r.health.gaveUp()
+	r.release(leads.Held, leads.Lease, nil)
+}
+
+func (r *Relay) notifyLeading(leading bool) {
+	r.health.setLeading(leading)
+	if r.hooks.Leading != nil {
+		r.hooks.Leading(leading)
+	}
+}
+
+// runParts makes the parts of a leading relay and runs them until ctx is cancelled or the lease is lost. When it
+// returns, no record is on its way any more.
+func (r *Relay) runParts(ctx context.Context, leads lease.Leadership) error {
+	parked, bad := NewParking(r.rules.PassFailedKeys), places.NewRegistry(r.topicOutages)
+	producer := r.newProducer(leads, r.breaker)
+	defer producer.Close()
+	eventDied := func() { wait.Signal(r.checkNow) }
+	session := NewSession(SessionParts{
+		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Cursors: r.cursors, Leases: r.leases, Failed: r.failed, Places: bad,
+		Deliverer: r.newDeliverer(producer, bad, r.kafkaOutage, r.health.Progressed),
+		Parked:    parked, Health: r.health, Log: r.log, Outage: r.postgresOutage, Wake: r.wake, Heard: r.heard,
+		Ticks: &r.cursors.Glances.Ticks, EventDied: eventDied,
+	})
+	defer r.cursors.Glances.Join()()
+	cleaner := retention.NewCleaner(leads, retention.CleanerConfig{
+		Name: r.rules.Name, Rules: r.rules.Retention, Poll: r.rules.PollInterval, Removed: r.hooks.RowsRemoved,
+	}, r.retention, session.Backlog.Load, r.log)
+	shared := RetrierParts{
+		Leadership: leads, Rules: r.rules, Hooks: r.hooks, Store: r.failed, Parked: parked, Places: bad, Probed: new(ProbedKeys),
+		Breaker: r.breaker, Log: r.log, RetryNow: r.retryNow, EventDied: eventDied,
+	}
+	retry := func(ctx context.Context) { r.retry(ctx, shared) }
+	probe := func(ctx context.Context) { r.probe(ctx, shared) }
+	return session.Run(ctx, retry, probe, cleaner.Run, r.monitor.Run)
+}
+
+// retry runs a retrier with a producer of its own.
+func (r *Relay) retry(ctx context.Context, parts RetrierParts) {
+	parts.Lease.AwaitExclusive(ctx)
+	producer := r.newProducer(parts.Leadership, r.breaker)
+	defer producer.Close()
+	parts.Outage = r.retryOutage
+	parts.Deliverer = r.newDeliverer(producer, parts.Places, outage.NewLog(r.log, "Kafka, for retries,"), func() {})
+	NewRetrier(parts).Run(ctx)
+}
+
+// probe runs a retrier that probes bad partitions, with a producer of its own. The breaker does not get its results,
+// which say nothing about Kafka as a whole. Outages that it sees are not logged, because the session and the other
+// retrier log them.
+func (r *Relay) probe(ctx context.Context, parts RetrierParts) {
+	parts.Lease.AwaitExclusive(ctx)
+	producer := r.newProducer(parts.Leadership, nil)
+	defer producer.Close()
+	quiet := slog.New(slog.DiscardHandler)
+	parts.Outage = outage.NewLog(quiet, "PostgreSQL")
+	parts.Deliverer = r.newDeliverer(producer, parts.Places, outage.NewLog(quiet, "Kafka"), func() {})
+	NewRetrier(parts).RunProbes(ctx)
+}
+
+// newProducer makes a producer that a breaker stops. A nil breaker lets everything through.
+func (r *Relay) newProducer(leads lease.Leadership, b *breaker.Breaker) *Producer {
+	return NewProducer(ProducerConfig{
+		Opts: r.kafka, Form: r.rules.Form, SendTimeout: r.rules.SendTimeout, Linger: r.rules.Linger, PassFailedKeys: r.rules.PassFailedKeys,
+	}, leads.Lease, b)
+}
+
+func (r *Relay) newDeliverer(to Sender, bad *places.Registry, kafkaOutage *outage.Log, onSend func()) *Deliverer {
+	return &Deliverer{DeliveryParts{
+		Sender: to, Breaker: r.breaker, Places: bad, Log: r.log, KafkaOutage: kafkaOutage, PassFailedKeys: r.rules.PassFailedKeys,
+		OnSend: onSend, OnSent: r.hooks.Sent, OnRecovered: func() { wait.Signal(r.retryNow) },
+	}}
+}

@@ -1,0 +1,104 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/lease"
+	"github.com/outboxgo/outbox/internal/outage"
+	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/wait"
+)
+
+// standBy waits for the lease. It returns nil when ctx is cancelled first.
+func (r *Relay) standBy(ctx context.Context) (*lease.Lease, error) {
+	answered := outage.Announce(r.log, "PostgreSQL, or for a connection of its pool", r.rules.Lease)
+	defer answered()
+	waited := false
+	for ctx.Err() == nil {
+		r.health.Progressed()
+		bounded, cancel := context.WithTimeout(ctx, r.rules.Lease)
+		l, err := r.leases.Acquire(bounded)
+		answered()
+		if errors.Is(err, lease.ErrHeld) && waited {
+			l, err = r.acquireFromGone(bounded)
+		}
+		cancel()
+		pause := r.rules.PollInterval
+		switch {
+		case err == nil:
+			r.postgresOutage.Report(nil)
+			r.logTaken(ctx, l, waited)
+			return l, nil
+		case pg.IsUndefined(err):
+			return nil, pg.NotMigrated(r.rules.Schema, err)
+		case errors.Is(err, lease.ErrHeld):
+			r.health.sawLease()
+			r.postgresOutage.Report(nil)
+			if !waited {
+				waited = true
+				r.logStandby()
+			}
+			r.reportClock()
+			if r.leases.Other.Holder == "" { // it was released meanwhile
+				continue
+			}
+		case ctx.Err() == nil:
+			r.postgresOutage.Report(err)
+			pause = r.postgresOutage.Backoff()
+		}
+		wait.Sleep(ctx, pause)
+	}
+	return nil, nil
+}
+
+// acquireFromGone takes the lease of a process that is gone, or returns ErrHeld.
+func (r *Relay) acquireFromGone(ctx context.Context) (*lease.Lease, error) {
+	l, err := r.leases.AcquireFromGone(ctx)
+	if errors.Is(err, lease.ErrHeld) {
+		return nil, err
+	}
+	r.lockOutage.Report(err)
+	if err != nil {
+		return nil, lease.ErrHeld
+	}
+	return l, nil
+}
+
+// logStandby logs once what a standby waits for. If the process that leads was killed, and this process is its
+// restart, the lease has to expire first.
+func (r *Relay) logStandby() {
+	other := r.leases.Other
+	if other.Lasts == 0 {
+		r.log.Info("outbox: standing by, another process holds a lease that does not expire", "holder", other.Holder)
+		return
+	}
+	r.log.Info("outbox: standing by, another process holds the lease; if that one is gone, this one takes over within at_most",
+		"holder", other.Holder, "at_most", (other.Lasts + r.rules.PollInterval).Round(time.Millisecond))
+}
+
+// logTaken logs that this process leads now: at INFO if it has logged that it stands by.
+func (r *Relay) logTaken(ctx context.Context, l *lease.Lease, waited bool) {
+	level := slog.LevelDebug
+	if waited {
+		level = slog.LevelInfo
+	}
+	r.log.Log(ctx, level, "outbox: lease taken, this process relays", "holder", l.Holder, "epoch", l.Epoch)
+	if shared := time.Until(l.ExclusiveAt); shared > 0 {
+		r.log.Info("outbox: a process that relayed before was taken for gone, and its lease has not expired: until then nothing that failed is tried again, and nothing dies",
+			"for", shared.Round(time.Millisecond))
+	}
+}
+
+// reportClock logs once that the clock of the database was set back while another process holds the lease. By that
+// clock the lease of a process that is gone lasts longer.
+func (r *Relay) reportClock() {
+	late := r.leases.Other.SetBack > time.Second
+	if late && !r.clockReported {
+		r.log.Warn("outbox: the clock of PostgreSQL was set back; if the relay that leads is gone with its host, taking over takes so much longer",
+			"set_back", r.leases.Other.SetBack.Round(time.Millisecond))
+	}
+	r.clockReported = late
+}

@@ -1,0 +1,154 @@
+package watch
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/outboxgo/outbox/internal/tables"
+)
+
+// String returns the alert as a sentence.
+func (a Alert) String() string {
+	if a.Over {
+		return a.subject() + a.overText()
+	}
+	switch a.Kind {
+	case Dead:
+		return fmt.Sprintf("%s%s died; %s are dead", a.subject(), counted(a.Died, "event"), upTo(a.Status.Dead))
+	case DeadDeliveries:
+		n, _ := Sum(a.Counts)
+		return fmt.Sprintf("%s%s given up; %s are dead", a.subject(), counted(a.Died, "delivery"), n)
+	case ManyDead:
+		n, _ := Sum(a.Counts)
+		return fmt.Sprintf("%s dead events and deliveries wait for a decision: %s", n, listed(a.Counts))
+	case Stale:
+		n, oldest := Sum(a.Counts)
+		return fmt.Sprintf("%s%s events are not %s, the oldest for %s: %s", a.subject(), n, a.goal(), a.At.Sub(oldest).Round(time.Second), listed(a.Counts))
+	case NoLeader:
+		return fmt.Sprintf("%sno process runs it, %d events wait", a.subject(), a.Status.Pending)
+	case Lost:
+		return fmt.Sprintf("%sKafka has removed %s of %s before the group read them", a.subject(), counted(int(a.Lost), "record"), a.Topic)
+	case Breaker:
+		return a.subject() + "the circuit breaker is open, Kafka fails"
+	case Report:
+		_, oldest := Sum(a.Counts)
+		return fmt.Sprintf("unresolved failures: %s; the oldest since %s", listed(a.Counts), oldest.UTC().Format(time.RFC3339))
+	}
+	return a.subject() + a.Kind
+}
+
+func (a Alert) overText() string {
+	switch a.Kind {
+	case ManyDead:
+		n, _ := Sum(a.Counts)
+		return n + " dead events and deliveries are left"
+	case Stale:
+		return "events no longer wait too long"
+	case NoLeader:
+		return a.Status.Holder + " leads"
+	case Breaker:
+		return "the circuit breaker has closed"
+	default:
+		return a.Kind + " is over"
+	}
+}
+
+// subject begins a sentence with the relay or the group that the alert is about.
+func (a Alert) subject() string {
+	switch {
+	case a.Relay != "":
+		return "relay " + a.Relay + ": "
+	case a.Group != "":
+		return "consumer group " + a.Group + ": "
+	}
+	return ""
+}
+
+// goal is what events wait for.
+func (a Alert) goal() string {
+	if a.Group != "" {
+		return "handled"
+	}
+	return "published"
+}
+
+// Sum adds up counts, as a text, and returns the time of the oldest.
+func Sum(counts []tables.EventCount) (n string, oldest time.Time) {
+	events, more := 0, ""
+	for _, c := range counts {
+		events += c.Events
+		if c.Events == tables.MaxCounted {
+			more = " or more"
+		}
+		if oldest.IsZero() || c.Oldest.Before(oldest) {
+			oldest = c.Oldest
+		}
+	}
+	return strconv.Itoa(events) + more, oldest
+}
+
+// maxListed is how many kinds of events a sentence names.
+const maxListed = 20
+
+// listed returns counts as a list.
+func listed(counts []tables.EventCount) string {
+	var parts []string
+	for _, c := range counts[:min(len(counts), maxListed)] {
+		parts = append(parts, upTo(int64(c.Events))+" "+kind(c))
+	}
+	if more := len(counts) - maxListed; more > 0 {
+		parts = append(parts, counted(more, "more kind"))
+	}
+	return strings.Join(parts, ", ")
+}
+
+// kind is what the counted events have in common, except for the relay.
+func kind(c tables.EventCount) string {
+	parts := []string{c.Status, c.Type, c.Class}
+	if c.Group != "" {
+		parts = append(parts, "for", c.Group, c.Action)
+	}
+	return strings.Join(slices.DeleteFunc(parts, func(part string) bool { return part == "" }), " ")
+}
+
+// upTo writes a number that is counted up to [tables.MaxCounted].
+func upTo(n int64) string {
+	if n == tables.MaxCounted {
+		return strconv.Itoa(tables.MaxCounted) + " or more"
+	}
+	return strconv.FormatInt(n, 10)
+}
+
+func counted(n int, what string) string {
+	switch {
+	case n == 1:
+		return "1 " + what
+	case strings.HasSuffix(what, "y"):
+		return fmt.Sprintf("%d %sies", n, strings.TrimSuffix(what, "y"))
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}
+
+// Log logs the alert: as ERROR, with a line for each event that died; as WARN if it is a report or says that
+// something is over.
+func (a Alert) Log(ctx context.Context, log *slog.Logger) {
+	level := slog.LevelError
+	if a.Over || a.Kind == Report {
+		level = slog.LevelWarn
+	}
+	log.Log(ctx, level, "outbox: "+a.String(), "alert", a.Kind, "over", a.Over, "dead", a.Status.Dead, "pending", a.Status.Pending)
+	for _, e := range a.Dead {
+		what, about := "event", []any{"failed_id", e.ID}
+		if e.Group != "" {
+			what, about = "delivery", []any{"delivery_id", e.ID, "group", e.Group, "action", e.Action}
+		}
+		log.Log(ctx, level, "outbox: "+what+" is dead", append(about, "id", e.OutboxID, "event_id", e.EventID, "type", e.Type,
+			"aggregate_type", e.AggregateType, "aggregate_id", e.AggregateID, "retries", e.Retries, "class", e.Class, "error", e.Err,
+			"failed_at", e.FailedAt)...)
+	}
+}
