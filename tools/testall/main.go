@@ -4,10 +4,15 @@
 //
 // A module that fails does not keep the others from running. It prints what go test
 // prints, failures as soon as they happen, and a summary at the end: what failed in
-// which module, and what was skipped and why.
+// which module, how long each module and the slowest tests took, and what was skipped
+// and why.
 //
-// It exits with 0 if all tests passed, 1 if some failed, 2 if its arguments are wrong,
-// and 128 + n if signal n ended it.
+// When all modules have ended, a test that failed is run once more by itself, and so is
+// a package that ended early or failed without a failed test. What passes then is
+// printed as FLAKY with its first output and does not count as failed.
+//
+// It exits with 0 if all tests passed, the first or the second time, 1 if some failed,
+// 2 if its arguments are wrong, and 128 + n if signal n ended it.
 package main
 
 import (
@@ -49,22 +54,25 @@ func run(args []string, stdout, stderr io.Writer) int {
 	defer signal.Stop(signals)
 
 	var results []*module
-	stopped, failed := syscall.Signal(0), false
+	stopped := syscall.Signal(0)
 	for _, dir := range args[:dash] {
 		fmt.Fprintf(stdout, "== %s\n", dir)
 		m := newModule(dir, args[dash+1:], stdout)
 		stopped = m.run(signals, stderr)
 		results = append(results, m)
-		failed = failed || m.failed()
 		if stopped != 0 {
 			break
 		}
 	}
-	summarize(stdout, results, args[len(results):dash])
+	var flaky []*suspect
+	if stopped == 0 {
+		flaky, stopped = runAgain(suspects(results), signals, stdout, stderr)
+	}
+	summarize(stdout, results, args[len(results):dash], flaky)
 	switch {
 	case stopped != 0:
 		return exitSignal + int(stopped)
-	case failed:
+	case slices.ContainsFunc(results, (*module).failed):
 		return exitFailed
 	}
 	return 0
@@ -75,7 +83,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 func (m *module) run(signals <-chan os.Signal, stderr io.Writer) (stoppedBy syscall.Signal) {
 	began := time.Now()
 	defer func() { m.took = time.Since(began) }()
-	cmd := exec.Command("go", slices.Concat([]string{"test", "-json"}, m.args, []string{"./..."})...)
+	cmd := exec.Command("go", slices.Concat([]string{"test", "-json"}, m.args, []string{m.pattern})...)
 	cmd.Dir, cmd.Stderr = m.dir, stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // so that a signal reaches the tests, too
 	events, output, err := os.Pipe()

@@ -19,6 +19,7 @@ const quietTime = 30 * time.Second
 // module is a run of one module's tests.
 type module struct {
 	dir     string
+	pattern string // the packages
 	args    []string
 	verbose bool // print all output at once, as go test -v does
 
@@ -36,26 +37,28 @@ type testPackage struct {
 	tests  []*test // in the order in which they began
 	byName map[string]*test
 	lines  []string // output of no test
-	result string   // "" until it has ended
+	result string   // pass, fail, skip, flaky; "" until it has ended
+	early  bool     // its process ended before all its tests had
 }
 
 // test is a test, a subtest, an example or a fuzz test.
 type test struct {
 	name   string
 	lines  []string // its output, dropped when it passes
-	result string   // pass, fail, skip; "" until it has ended
+	result string   // pass, fail, skip, flaky; "" until it has ended
 	began  time.Time
-	paused bool // waits for its turn among parallel tests
+	took   time.Duration // as go test says, without waiting for its turn
+	paused bool          // waits for its turn among parallel tests
 }
 
 // event is one line of go test -json.
 type event struct {
-	Action      string
-	Package     string
-	ImportPath  string
-	Test        string
-	Output      string
-	FailedBuild string
+	Action     string
+	Package    string
+	ImportPath string
+	Test       string
+	Output     string
+	Elapsed    float64 // seconds
 }
 
 // verboseFlags make go test print what passes, too.
@@ -63,7 +66,7 @@ var verboseFlags = regexp.MustCompile(`^--?(test\.)?(v|bench|list)(=.*)?$`)
 
 func newModule(dir string, args []string, out io.Writer) *module {
 	return &module{
-		dir: dir, args: args, out: out, printed: time.Now(),
+		dir: dir, pattern: "./...", args: args, out: out, printed: time.Now(),
 		verbose: slices.ContainsFunc(args, verboseFlags.MatchString),
 	}
 }
@@ -142,9 +145,10 @@ func (m *module) packageEvent(e event) {
 		m.printLate(slices.DeleteFunc(p.lines, func(line string) bool { return !closing.MatchString(line) }))
 	case "fail":
 		p.result = e.Action
+		p.early = !slices.ContainsFunc(p.lines, verdict.MatchString)
 		for _, t := range p.tests {
 			if t.result == "" { // the process ended while it ran
-				t.result = "fail"
+				t.result, p.early = "fail", true
 				m.printLate(t.lines)
 			}
 		}
@@ -154,6 +158,9 @@ func (m *module) packageEvent(e event) {
 
 // closing matches the last line of a package that has passed.
 var closing = regexp.MustCompile(`^(ok  |\?   |    )?\t`)
+
+// verdict matches what a package prints when all its tests have ended.
+var verdict = regexp.MustCompile(`^(PASS|FAIL)\n`)
 
 // chatter matches what go test prints about the progress of a test only with -v.
 var chatter = regexp.MustCompile(`^=== (RUN|PAUSE|CONT|NAME)\b`)
@@ -180,13 +187,17 @@ func (m *module) testEvent(e event) {
 		t.paused, t.began = false, time.Now()
 	case "fail":
 		m.printLate(t.lines)
-		t.result = e.Action
+		t.end(e)
 	case "pass", "skip":
-		t.result = e.Action
+		t.end(e)
 		if e.Action == "pass" {
 			t.lines = nil
 		}
 	}
+}
+
+func (t *test) end(e event) {
+	t.result, t.took = e.Action, time.Duration(e.Elapsed*float64(time.Second))
 }
 
 // beat prints what is running if nothing was printed for a while.

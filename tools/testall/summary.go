@@ -1,26 +1,34 @@
 package main
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"maps"
 	"regexp"
 	"slices"
 	"strings"
+	"time"
 )
 
 // failed reports whether the module did not pass.
 func (m *module) failed() bool {
-	return m.err != nil || slices.ContainsFunc(m.packages, func(p *testPackage) bool { return p.result != "pass" && p.result != "skip" })
+	return m.err != nil || slices.ContainsFunc(m.packages, (*testPackage).failed)
 }
 
-// counts are of tests without a parent.
-type counts struct{ passed, failed, skipped int }
+func (p *testPackage) failed() bool { return failure(p.result) }
+func (t *test) failed() bool        { return failure(t.result) }
+
+func failure(result string) bool { return result != "pass" && result != "skip" && result != "flaky" }
+
+// counts are of tests without a parent. A package that was flaky as a whole counts as one more.
+type counts struct{ passed, failed, skipped, flaky int }
 
 func (c *counts) add(other counts) {
 	c.passed += other.passed
 	c.failed += other.failed
 	c.skipped += other.skipped
+	c.flaky += other.flaky
 }
 
 func (c counts) String() string {
@@ -28,11 +36,17 @@ func (c counts) String() string {
 	if c.skipped > 0 {
 		s += fmt.Sprintf(", %d skipped", c.skipped)
 	}
+	if c.flaky > 0 {
+		s += fmt.Sprintf(", %d flaky", c.flaky)
+	}
 	return s
 }
 
 func (m *module) counts() (c counts) {
 	for _, p := range m.packages {
+		if p.result == "flaky" && !slices.ContainsFunc(p.tests, func(t *test) bool { return t.result == "flaky" }) {
+			c.flaky++
+		}
 		for _, t := range p.tests {
 			switch {
 			case strings.Contains(t.name, "/"):
@@ -40,6 +54,8 @@ func (m *module) counts() (c counts) {
 				c.passed++
 			case t.result == "skip":
 				c.skipped++
+			case t.result == "flaky":
+				c.flaky++
 			default:
 				c.failed++
 			}
@@ -48,9 +64,10 @@ func (m *module) counts() (c counts) {
 	return c
 }
 
-// summarize prints the results of modules, the names of what failed, and why tests
-// were skipped. notRun are the modules that a signal left out.
-func summarize(w io.Writer, modules []*module, notRun []string) {
+// summarize prints the results of modules, the names of what failed, the slowest tests,
+// why tests were skipped, and the first output of what passed the second time. notRun
+// are the modules that a signal left out.
+func summarize(w io.Writer, modules []*module, notRun []string, flaky []*suspect) {
 	fmt.Fprintln(w, "\n== summary")
 	var total counts
 	for _, m := range modules {
@@ -67,8 +84,45 @@ func summarize(w io.Writer, modules []*module, notRun []string) {
 	for _, dir := range notRun {
 		fmt.Fprintf(w, "     %-20s not run\n", dir)
 	}
+	printSlowest(w, modules)
 	printSkipped(w, modules)
+	for _, s := range flaky {
+		fmt.Fprintf(w, "FLAKY %s\n", s)
+		for line := range strings.Lines(s.output) {
+			fmt.Fprintf(w, "      %s", line)
+		}
+	}
 	fmt.Fprintln(w, total)
+}
+
+// maxSlow is how many tests are named as the slowest, slow is what each takes at least.
+const (
+	maxSlow = 10
+	slow    = time.Second
+)
+
+func printSlowest(w io.Writer, modules []*module) {
+	type one struct {
+		name string
+		took time.Duration
+	}
+	var all []one
+	for _, m := range modules {
+		for _, p := range m.packages {
+			for _, t := range p.tests {
+				if t.took >= slow && !strings.Contains(t.name, "/") {
+					all = append(all, one{m.dir + " " + p.name + " " + t.name, t.took})
+				}
+			}
+		}
+	}
+	slices.SortStableFunc(all, func(a, b one) int { return cmp.Compare(b.took, a.took) })
+	if len(all) > 0 {
+		fmt.Fprintln(w, "slowest:")
+	}
+	for _, t := range all[:min(len(all), maxSlow)] {
+		fmt.Fprintf(w, "     %5.1f s %s\n", t.took.Seconds(), t.name)
+	}
 }
 
 // failures returns a line for each test that failed by itself, and for each package
@@ -78,12 +132,12 @@ func (m *module) failures() (lines []string) {
 		lines = append(lines, m.err.Error())
 	}
 	for _, p := range m.packages {
-		if p.result == "pass" || p.result == "skip" {
+		if !p.failed() {
 			continue
 		}
 		named := false
 		for _, t := range p.tests {
-			if t.result != "pass" && t.result != "skip" && !p.failedBelow(t) {
+			if t.failed() && !p.failedBelow(t) {
 				lines = append(lines, p.name+": "+t.name)
 				named = true
 			}
@@ -98,7 +152,7 @@ func (m *module) failures() (lines []string) {
 // failedBelow reports whether a subtest of t failed, which then explains it.
 func (p *testPackage) failedBelow(t *test) bool {
 	return slices.ContainsFunc(p.tests, func(sub *test) bool {
-		return strings.HasPrefix(sub.name, t.name+"/") && sub.result != "pass" && sub.result != "skip"
+		return strings.HasPrefix(sub.name, t.name+"/") && sub.failed()
 	})
 }
 

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -92,6 +93,8 @@ func TestFailuresAreNamed(t *testing.T) {
 	out := testAll(t, exitFailed, dirs, "-timeout", "2s")
 	log, summary, found := strings.Cut(out, "\n== summary\n")
 	require.True(t, found, out)
+	log, again, found := strings.Cut(log, "\n== again: ")
+	require.True(t, found, out)
 	for _, printed := range []string{": oh\n", "panic: assignment to entry in nil map", "undefined: missing", "no port\n", "panic: test timed out after 2s"} {
 		require.Equal(t, 1, strings.Count(log, printed), "%q in\n%s", printed, out)
 	}
@@ -102,8 +105,122 @@ func TestFailuresAreNamed(t *testing.T) {
 		require.Contains(t, summary, named)
 	}
 	require.NotContains(t, summary, "TestA\n")
+	require.NotContains(t, summary, "FLAKY")
+	again = "== again: " + again
+	for _, run := range []string{
+		dirs[0] + " example.com/a TestA\n", dirs[1] + " example.com/b\n",
+		dirs[2] + " example.com/c/d\n", dirs[3] + " example.com/e\n",
+	} {
+		require.Equal(t, 1, strings.Count(again, "== again: "+run), "%q in\n%s", run, out)
+	}
+	require.Equal(t, 4, strings.Count(again, "== again: "), "what was not built is not run again:\n%s", out)
 	require.Equal(t, 4, strings.Count(summary, "FAIL "), summary)
 	require.Contains(t, summary, "ok   "+dirs[4])
+}
+
+// once is Go code for a test: it calls a function the first time that it runs in a folder.
+const once = `
+func once(f func()) {
+	name := filepath.Join("testdata", "ran")
+	if _, err := os.Stat(name); err == nil {
+		return
+	}
+	_ = os.Mkdir("testdata", 0o755)
+	_ = os.WriteFile(name, nil, 0o600)
+	f()
+}
+`
+
+// What fails at the first run only does not fail the whole, and is told with what it printed then.
+func TestFlaky(t *testing.T) {
+	dirs := newModules(t, map[string]string{
+		"a/x_test.go": `import ("os"; "path/filepath"; "testing")` + once + `
+			func TestLate(t *testing.T) {
+				t.Run("sub", func(t *testing.T) { once(func() { t.Error("was late") }) })
+				t.Log("after the sub")
+			}
+			func TestBeside(t *testing.T) {
+				if _, err := os.Stat("again"); err == nil { t.Error("ran beside") }
+				_ = os.WriteFile("again", nil, 0o600)
+			}`,
+		"b/x_test.go": `import ("fmt"; "os"; "path/filepath"; "testing")` + once + `
+			func TestFine(*testing.T) {}
+			func TestMain(m *testing.M) {
+				code := m.Run()
+				once(func() { fmt.Println("a goroutine is left"); code = 1 })
+				os.Exit(code)
+			}`,
+		"c/x_test.go": `import ("os"; "path/filepath"; "testing")` + once + `
+			func TestPanics(*testing.T) { once(func() { panic("no map") }) }
+			func TestAfter(*testing.T) {}`,
+		"d/x_test.go": passing,
+	})
+	out := testAll(t, 0, dirs, "-run=Test")
+	_, summary, found := strings.Cut(out, "\n== summary\n")
+	require.True(t, found, out)
+	for _, want := range []string{
+		"FLAKY " + dirs[0] + " example.com/a TestLate\n",
+		"x_test.go:14: was late\n", "x_test.go:15: after the sub\n",
+		"FLAKY " + dirs[1] + " example.com/b\n", "      a goroutine is left\n",
+		"FLAKY " + dirs[2] + " example.com/c\n", "panic: no map",
+	} {
+		require.Equal(t, 1, strings.Count(summary, want), "%q in\n%s", want, out)
+	}
+	require.NotContains(t, summary, "FAIL "+dirs[0])
+	require.Equal(t, 4, strings.Count(summary, "ok   "), out)
+	require.Greater(t, strings.Index(summary, "FLAKY"), strings.Index(summary, "left out:"))
+	require.True(t, strings.HasSuffix(out, "\n5 passed, 0 failed, 1 skipped, 3 flaky\n"), out)
+
+	// A second failure, and a test that fails with others only, still fail.
+	require.NoError(t, os.WriteFile(filepath.Join(dirs[3], "y_test.go"), []byte(`package x
+		import "testing"
+		func TestFirst(t *testing.T) { second = true }
+		var second bool
+		func TestSecond(t *testing.T) { if second { t.Error("comes second") } }
+		func TestAlways(t *testing.T) { t.Error("always") }`), 0o600))
+	out = testAll(t, exitFailed, dirs[3:])
+	_, summary, _ = strings.Cut(out, "\n== summary\n")
+	require.Contains(t, summary, "FAIL "+dirs[3])
+	require.Contains(t, summary, "  example.com/d: TestAlways\n")
+	require.NotContains(t, summary, "  example.com/d: TestSecond\n")
+	require.Contains(t, summary, "FLAKY "+dirs[3]+" example.com/d TestSecond\n")
+	require.True(t, strings.HasSuffix(out, "\n2 passed, 1 failed, 1 skipped, 1 flaky\n"), out)
+}
+
+// A test that is skipped the second time has not passed.
+func TestSkippedAgain(t *testing.T) {
+	dirs := newModules(t, map[string]string{"a/x_test.go": `import ("os"; "path/filepath"; "testing")` + once + `
+		func TestOdd(t *testing.T) { once(func() { t.Fatal("odd") }); t.Skip("even") }`})
+	out := testAll(t, exitFailed, dirs)
+	require.Contains(t, out, "== again: ")
+	require.NotContains(t, out, "FLAKY")
+}
+
+// Too many failures have a common cause, and another run of each would take as long again.
+func TestManyFailures(t *testing.T) {
+	var all strings.Builder
+	for i := range maxAgain + 1 {
+		fmt.Fprintf(&all, "func Test%d(t *testing.T) { t.Fail() }\n", i)
+	}
+	dirs := newModules(t, map[string]string{"a/x_test.go": "import \"testing\"\n" + all.String()})
+	out := testAll(t, exitFailed, dirs)
+	require.NotContains(t, out, "== again: ")
+	require.Contains(t, out, fmt.Sprintf("%d tests and packages failed", maxAgain+1))
+}
+
+// The summary has the slowest tests, most time first.
+func TestSlowest(t *testing.T) {
+	var out strings.Builder
+	p := &testPackage{name: "example.com/a", result: "pass"}
+	for i, seconds := range []int{0, 3, 1, 12, 2, 4, 5, 6, 7, 8, 9, 10} {
+		took := time.Duration(seconds) * time.Second
+		p.tests = append(p.tests, &test{name: fmt.Sprintf("Test%d", i), result: "pass", took: took})
+	}
+	p.tests = append(p.tests, &test{name: "Test3/sub", result: "pass", took: 12 * time.Second})
+	summarize(&out, []*module{{dir: "a", packages: []*testPackage{p}, took: time.Minute}}, nil, nil)
+	require.Contains(t, out.String(), "ok   a                    12 passed, 0 failed (60 s)\n")
+	require.Contains(t, out.String(), "slowest:\n      12.0 s a example.com/a Test3\n      10.0 s a example.com/a Test11\n")
+	require.Contains(t, out.String(), "       2.0 s a example.com/a Test4\n12 passed")
 }
 
 // What go test itself refuses is a failure, too.
