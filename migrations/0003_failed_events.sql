@@ -1,0 +1,101 @@
+-- +goose Up
+
+-- Events that a relay could not send at the first attempt.
+
+CREATE TABLE outbox_failed (
+    id             bigserial    PRIMARY KEY,
+    relay          varchar(100) NOT NULL DEFAULT 'default',
+    outbox_id      bigint       NOT NULL,
+    parking_key    text         NOT NULL,
+    event_id       uuid         NOT NULL,
+    event_type     varchar(100) NOT NULL,
+    source         varchar(100) NOT NULL,
+    aggregate_type varchar(100) NOT NULL,
+    aggregate_id   varchar(255) NOT NULL,
+    payload        jsonb,
+    payload_bytes  bytea,
+    content_type   varchar(100) NOT NULL,
+    topic          varchar(249),
+    partition_key  varchar(255),
+    headers        jsonb,
+    occurred_at    timestamptz  NOT NULL,
+    created_at     timestamptz  NOT NULL,
+    retry_count    int          NOT NULL DEFAULT 0,
+    last_error     text,
+    error_class    varchar(40),
+    failed_at      timestamptz  NOT NULL DEFAULT now(),
+    next_retry_at  timestamptz  NOT NULL DEFAULT now(),
+    status         varchar(10)  NOT NULL,
+    held           boolean      NOT NULL DEFAULT false,
+    resolved_at    timestamptz,
+    resolved_by    varchar(100),
+    resolution     text,
+    size           int          NOT NULL DEFAULT 65536,
+    place          varchar(260) NOT NULL DEFAULT '',
+    CONSTRAINT outbox_failed_status CHECK (status IN ('waiting', 'failed', 'parked', 'dead', 'resolved')),
+    CONSTRAINT outbox_failed_one_payload CHECK (
+        num_nonnulls(payload, payload_bytes) = 1
+        OR num_nonnulls(payload, payload_bytes) = 0 AND coalesce(error_class, '') = 'unreadable_row'),
+    CONSTRAINT uk_outbox_failed UNIQUE (relay, outbox_id, event_id)
+);
+
+-- Events that are due, by the topic or partition that they wait for.
+CREATE INDEX idx_outbox_failed_retry ON outbox_failed (relay, place, next_retry_at, outbox_id)
+ WHERE status IN ('waiting', 'failed');
+-- The open events of a key, and the heads among them: all others are parked behind a head.
+CREATE INDEX idx_outbox_failed_parking ON outbox_failed (relay, parking_key, outbox_id)
+ WHERE status IN ('waiting', 'failed', 'parked', 'dead');
+CREATE INDEX idx_outbox_failed_heads ON outbox_failed (relay, parking_key, outbox_id) WHERE status IN ('waiting', 'failed');
+-- Retention removes resolved events, and keeps the rows of outbox whose events no relay could read until an operator
+-- has resolved them.
+CREATE INDEX idx_outbox_failed_resolved ON outbox_failed (resolved_at) WHERE status = 'resolved';
+CREATE INDEX idx_outbox_failed_unreadable ON outbox_failed (outbox_id)
+ WHERE error_class = 'unreadable_row' AND status <> 'resolved';
+-- Dead events for operators; in the order of time, for alerts; and by class, for RetryDeadAfter.
+CREATE INDEX idx_outbox_failed_dead ON outbox_failed (id) WHERE status = 'dead';
+CREATE INDEX idx_outbox_failed_deaths ON outbox_failed (next_retry_at, id) WHERE status = 'dead';
+CREATE INDEX idx_outbox_failed_dead_class ON outbox_failed (relay, error_class, next_retry_at) WHERE status = 'dead';
+-- Alerts, metrics and operators count failed events, which may be a million rows. They find the kinds that there are,
+-- and stop counting each at 10,000, so everything that they read is in the index.
+CREATE INDEX idx_outbox_failed_kinds ON outbox_failed (relay, status, event_type, error_class, failed_at);
+CREATE INDEX idx_outbox_failed_held ON outbox_failed (relay, parking_key, status)
+ WHERE held AND status IN ('waiting', 'failed', 'parked', 'dead');
+
+COMMENT ON TABLE outbox_failed IS
+    'Events that did not reach Kafka at the first attempt, with their whole envelope: a retry never reads outbox.';
+COMMENT ON COLUMN outbox_failed.id IS 'Order of the failures.';
+COMMENT ON COLUMN outbox_failed.relay IS 'The relay that sends the event.';
+COMMENT ON COLUMN outbox_failed.outbox_id IS 'outbox.id of the event; the order in which a key is sent again.';
+COMMENT ON COLUMN outbox_failed.parking_key IS
+    'Topic, a slash, and the record key: later events with the same topic and key wait behind this one.';
+COMMENT ON COLUMN outbox_failed.event_id IS 'As in outbox.';
+COMMENT ON COLUMN outbox_failed.event_type IS 'As in outbox.';
+COMMENT ON COLUMN outbox_failed.source IS 'As in outbox.';
+COMMENT ON COLUMN outbox_failed.aggregate_type IS 'As in outbox.';
+COMMENT ON COLUMN outbox_failed.aggregate_id IS 'As in outbox.';
+COMMENT ON COLUMN outbox_failed.payload IS
+    'As in outbox; neither this nor payload_bytes is set if PostgreSQL could not read the row, which then is in '
+    'outbox only.';
+COMMENT ON COLUMN outbox_failed.payload_bytes IS 'As in outbox.';
+COMMENT ON COLUMN outbox_failed.content_type IS 'As in outbox.';
+COMMENT ON COLUMN outbox_failed.topic IS 'As in outbox.';
+COMMENT ON COLUMN outbox_failed.partition_key IS 'As in outbox.';
+COMMENT ON COLUMN outbox_failed.headers IS 'As in outbox.';
+COMMENT ON COLUMN outbox_failed.occurred_at IS 'As in outbox.';
+COMMENT ON COLUMN outbox_failed.created_at IS 'As in outbox.';
+COMMENT ON COLUMN outbox_failed.retry_count IS 'Retries that Kafka refused. Outages do not count.';
+COMMENT ON COLUMN outbox_failed.last_error IS 'Error of Kafka or of the client at the last attempt.';
+COMMENT ON COLUMN outbox_failed.error_class IS 'Class of the last error, for example message_too_large.';
+COMMENT ON COLUMN outbox_failed.failed_at IS 'First failure.';
+COMMENT ON COLUMN outbox_failed.next_retry_at IS 'Not sent again before this time; of a dead event, when it died.';
+COMMENT ON COLUMN outbox_failed.status IS
+    'waiting: for infrastructure, uncounted; failed: refused, tried again; parked: behind another event of its '
+    'key; dead: not tried again until an operator acts; resolved: closed by an operator, or sent and kept.';
+COMMENT ON COLUMN outbox_failed.held IS
+    'Its key waits for an operator: no event of the key is sent, and later ones are parked here.';
+COMMENT ON COLUMN outbox_failed.resolved_at IS 'When it was resolved.';
+COMMENT ON COLUMN outbox_failed.resolved_by IS 'The operator who resolved it.';
+COMMENT ON COLUMN outbox_failed.resolution IS 'The operator''s note; sent, if the relay keeps events that it has sent.';
+COMMENT ON COLUMN outbox_failed.size IS 'As in outbox.';
+COMMENT ON COLUMN outbox_failed.place IS
+    'What it waits for: a topic, or a partition as topic/number. Empty: nothing in particular.';

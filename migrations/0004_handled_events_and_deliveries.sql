@@ -1,0 +1,412 @@
+-- +goose Up
+
+-- What consumer groups have handled, where they read, and what they still have to handle.
+
+CREATE TABLE event_handled (
+    id             bigserial    PRIMARY KEY,
+    consumer_group varchar(255) NOT NULL,
+    aggregate_type varchar(100) NOT NULL,
+    aggregate_id   varchar(255) NOT NULL,
+    action         varchar(100) NOT NULL,
+    handled_at     timestamptz  NOT NULL DEFAULT now(),
+    event_source   varchar(255),
+    CONSTRAINT uk_event_handled UNIQUE (consumer_group, aggregate_type, aggregate_id, action)
+);
+
+COMMENT ON TABLE event_handled IS
+    'What a consumer group has handled already, committed together with the effect, so that a repeated event is '
+    'skipped.';
+COMMENT ON COLUMN event_handled.id IS 'Order of handling.';
+COMMENT ON COLUMN event_handled.consumer_group IS
+    'The group that has handled it. Groups in one database do not share these rows.';
+COMMENT ON COLUMN event_handled.aggregate_type IS
+    'First part of the idempotency key: the event type, or what the handler chose, for example Order.';
+COMMENT ON COLUMN event_handled.aggregate_id IS
+    'Second part: the id of the event, or what the handler chose, for example the order''s id or '
+    '{productId}_{eventId}.';
+COMMENT ON COLUMN event_handled.action IS 'Third part: the action, for example SALES_COUNT_INCREASED.';
+COMMENT ON COLUMN event_handled.handled_at IS
+    'When it was handled; or when an event of another source with the same id was: that has a row of its own, '
+    'which this one must outlive.';
+COMMENT ON COLUMN event_handled.event_source IS
+    'Source of the event: two events with the same id from two sources are two events. The digest of a longer '
+    'source. NULL: a handler chose the key, which stands for events of all sources.';
+
+CREATE TABLE consumer_start (
+    consumer_group varchar(255) NOT NULL,
+    topic          varchar(249) NOT NULL,
+    topic_id       uuid         NOT NULL,
+    partition      int          NOT NULL,
+    start_offset   bigint,
+    position       bigint,
+    saved_at       timestamptz  NOT NULL DEFAULT now(),
+    lost           bigint       NOT NULL DEFAULT 0,
+    lost_at        timestamptz,
+    CONSTRAINT consumer_start_pkey PRIMARY KEY (consumer_group, topic, topic_id, partition),
+    CONSTRAINT consumer_start_partition CHECK (partition >= -1 AND (partition = -1) = (start_offset IS NULL))
+);
+
+COMMENT ON TABLE consumer_start IS
+    'Where consumer groups begin to read, because Kafka cannot say whether a group is new. A partition that is not '
+    'listed was added later, and is read from its beginning.';
+COMMENT ON COLUMN consumer_start.consumer_group IS 'As in event_handled.';
+COMMENT ON COLUMN consumer_start.topic IS 'Name of the topic.';
+COMMENT ON COLUMN consumer_start.topic_id IS
+    'Kafka''s id of the topic: a topic that is deleted and created again has another id. Zero if the topic did not '
+    'exist when the group first looked for it.';
+COMMENT ON COLUMN consumer_start.partition IS 'Number of the partition; -1 says only that the topic is listed.';
+COMMENT ON COLUMN consumer_start.start_offset IS 'Offset with which the group begins.';
+COMMENT ON COLUMN consumer_start.position IS
+    'Offset of the next record to handle, saved once a minute; NULL until the group has begun with the partition. '
+    'Used only if Kafka has no committed offset.';
+COMMENT ON COLUMN consumer_start.saved_at IS 'When position was saved.';
+COMMENT ON COLUMN consumer_start.lost IS 'Number of offsets that Kafka had removed before the group came to them.';
+COMMENT ON COLUMN consumer_start.lost_at IS 'When the group last found removed offsets.';
+
+CREATE TABLE consumer_pause (
+    consumer_group varchar(255) NOT NULL,
+    topic          varchar(249) NOT NULL,
+    operator       varchar(100) NOT NULL,
+    reason         text         NOT NULL,
+    paused_at      timestamptz  NOT NULL DEFAULT now(),
+    CONSTRAINT consumer_pause_pkey PRIMARY KEY (consumer_group, topic)
+);
+
+COMMENT ON TABLE consumer_pause IS
+    'Topics that operators have paused. All members of a group read it every few seconds, and handle nothing of a '
+    'topic until its row is gone.';
+COMMENT ON COLUMN consumer_pause.consumer_group IS 'As in event_handled.';
+COMMENT ON COLUMN consumer_pause.topic IS 'The topic that is paused; empty: all topics of the group.';
+COMMENT ON COLUMN consumer_pause.operator IS 'The operator who paused it.';
+COMMENT ON COLUMN consumer_pause.reason IS 'The operator''s note.';
+COMMENT ON COLUMN consumer_pause.paused_at IS 'When it was paused.';
+
+CREATE TABLE event_subscription (
+    consumer_group varchar(255) NOT NULL,
+    created_at     timestamptz  NOT NULL DEFAULT now(),
+    state          varchar(10)  NOT NULL DEFAULT 'active',
+    relay          varchar(100),
+    changed_at     timestamptz  NOT NULL DEFAULT now(),
+    routes         jsonb        NOT NULL DEFAULT '{}',
+    routes_version bigint       NOT NULL DEFAULT 0,
+    CONSTRAINT event_subscription_pkey PRIMARY KEY (consumer_group),
+    CONSTRAINT event_subscription_state CHECK (state IN ('active', 'leaving', 'left', 'returning')),
+    CONSTRAINT event_subscription_relay CHECK ((state = 'active') = (relay IS NULL))
+);
+
+COMMENT ON TABLE event_subscription IS
+    'Consumer groups whose workers get events from outbox. Their positions are in outbox_cursor.';
+COMMENT ON COLUMN event_subscription.consumer_group IS 'As in event_handled.';
+COMMENT ON COLUMN event_subscription.created_at IS 'When the first worker of the group ran.';
+COMMENT ON COLUMN event_subscription.state IS
+    'active: its workers get every event; leaving: those before the cutover; left: none, it reads from Kafka; '
+    'returning: those behind its cursor, once it has read the rest from Kafka.';
+COMMENT ON COLUMN event_subscription.relay IS
+    'The relay that sends the events of the group to Kafka; NULL if the group is active. While the group is '
+    'leaving, the position of the relay is the cutover.';
+COMMENT ON COLUMN event_subscription.changed_at IS 'When state changed.';
+COMMENT ON COLUMN event_subscription.routes IS
+    'The handlers of its workers: event type, stream and action, with line breaks between them, and when a worker '
+    'last had that handler, in seconds since 1970.';
+COMMENT ON COLUMN event_subscription.routes_version IS 'Grows when the handlers change.';
+
+CREATE TABLE event_delivery (
+    -- The order within a key, and the state of the row.
+    id                 bigserial    PRIMARY KEY,
+    position           bigint       NOT NULL,
+    order_key          bigint,
+    attempt_count      int          NOT NULL,
+    max_attempts       int          NOT NULL,
+    size               int          NOT NULL DEFAULT 65536,
+    held               boolean      NOT NULL DEFAULT false,
+    put_back           boolean      NOT NULL DEFAULT false,
+    next_retry_at      timestamptz  NOT NULL,
+    last_attempt_at    timestamptz,
+    locked_until       timestamptz,
+    created_at         timestamptz  NOT NULL,
+    updated_at         timestamptz  NOT NULL,
+    processed_at       timestamptz,
+    -- The event and its handler. Columns of a fixed size come first, so that rows need no padding.
+    occurred_at        timestamptz  NOT NULL,
+    recorded_at        timestamptz  NOT NULL,
+    event_id           uuid         NOT NULL,
+    status             varchar(10)  NOT NULL,
+    consumer_group     varchar(255) NOT NULL,
+    action             varchar(100) NOT NULL,
+    stream             varchar(249) NOT NULL,
+    event_type         varchar(100) NOT NULL,
+    source             varchar(100) NOT NULL,
+    aggregate_type     varchar(100) NOT NULL,
+    aggregate_id       varchar(255) NOT NULL,
+    content_type       varchar(100) NOT NULL,
+    partition_key      varchar(255),
+    -- The worker and the last error.
+    locked_by          varchar(255),
+    last_error_code    varchar(100),
+    last_error_message text,
+    -- The resolution of a DEAD row: all three are set, or none.
+    resolved_by        varchar(100),
+    resolved_at        timestamptz,
+    note               text,
+    -- The rest of the event.
+    headers            jsonb,
+    payload            jsonb,
+    payload_bytes      bytea,
+    -- The record from Kafka, of a row that a consumer has parked.
+    record_partition   int,
+    record_id          text,
+    record_digest      bytea,
+    record             bytea,
+    CONSTRAINT event_delivery_status CHECK (status IN ('PENDING', 'PARKED', 'PROCESSING', 'DONE', 'DEAD')),
+    CONSTRAINT event_delivery_locked CHECK (
+        (status = 'PROCESSING') = (locked_by IS NOT NULL) AND (locked_by IS NULL) = (locked_until IS NULL)),
+    CONSTRAINT event_delivery_held CHECK (NOT held OR status = 'DEAD'),
+    CONSTRAINT event_delivery_one_payload CHECK (num_nonnulls(payload, payload_bytes) = 1),
+    CONSTRAINT event_delivery_record CHECK (
+        num_nulls(record_partition, record_digest, record) IN (0, 3) AND (record IS NOT NULL OR record_id IS NULL))
+);
+
+-- Rows that are due, by action and stream: a process reads no entry of actions that are paused or that it does not
+-- know, a worker none of rows from Kafka, and a consumer none of the others. Rows whose worker was gone are claimed by
+-- themselves.
+CREATE INDEX idx_event_delivery_due ON event_delivery
+       (consumer_group, action, stream, (record IS NOT NULL), (coalesce(last_error_code, '') = 'stale'), next_retry_at, id)
+ WHERE status = 'PENDING';
+-- An event from Kafka that waits for an action, or is DEAD for it, is not handled at the same time and not parked twice.
+CREATE UNIQUE INDEX idx_event_delivery_record ON event_delivery (consumer_group, action, record_digest)
+ WHERE status <> 'DONE' AND record_digest IS NOT NULL;
+-- The open rows of a key, in their order: those that others wait for, and those that wait. PostgreSQL removes no entry
+-- of a row that has changed since while any transaction is open. So they are read from an id on below which no row of
+-- the key is open. Only a row that was put back may be below it.
+CREATE INDEX idx_event_delivery_head ON event_delivery (order_key, id)
+ WHERE (status IN ('PENDING', 'PROCESSING') OR held) AND order_key IS NOT NULL;
+CREATE INDEX idx_event_delivery_parked ON event_delivery (order_key, id) WHERE status = 'PARKED' AND order_key IS NOT NULL;
+CREATE INDEX idx_event_delivery_put_back ON event_delivery (order_key, (status = 'PARKED'), id)
+ WHERE put_back AND (status IN ('PENDING', 'PARKED', 'PROCESSING') OR held) AND order_key IS NOT NULL;
+-- Leases that have expired.
+CREATE INDEX idx_event_delivery_locked ON event_delivery (consumer_group, locked_until) WHERE status = 'PROCESSING';
+-- DEAD rows for operators; and in the order of time, for alerts.
+CREATE INDEX idx_event_delivery_dead ON event_delivery (consumer_group, id) WHERE status = 'DEAD';
+CREATE INDEX idx_event_delivery_deaths ON event_delivery (processed_at, id) WHERE status = 'DEAD' AND resolved_at IS NULL;
+-- Rows that wait, and DEAD rows that nobody has resolved: they are counted by kind, and listed by id within a kind. A
+-- row that is claimed when it is made, and then DONE, is never in this index.
+CREATE INDEX idx_event_delivery_waiting ON event_delivery (consumer_group, action, stream, status, id)
+ WHERE status IN ('PENDING', 'PARKED', 'DEAD') AND resolved_at IS NULL;
+
+COMMENT ON TABLE event_delivery IS
+    'Events that handlers have to handle. Workers have a row for each event, consumer group and action, with the '
+    'whole event; consumers have one for each event that an action could not handle, and for those behind it.';
+COMMENT ON COLUMN event_delivery.id IS 'Order in which the rows were made: the order within a key.';
+COMMENT ON COLUMN event_delivery.position IS 'outbox.id of the event, or the offset of the record that brought it.';
+COMMENT ON COLUMN event_delivery.order_key IS
+    'Digest of group, action, stream and record key: rows with the same key are handled one after the other. NULL: '
+    'the order does not matter.';
+COMMENT ON COLUMN event_delivery.attempt_count IS
+    'How often the row was claimed. It is counted before the handler runs, so an event that ends its process '
+    'counts too.';
+COMMENT ON COLUMN event_delivery.max_attempts IS
+    'After so many attempts the row is DEAD. It is stored because the retry policy belongs to the worker that made it.';
+COMMENT ON COLUMN event_delivery.size IS
+    'As in outbox: workers and consumers claim as many rows as their memory has room for, without reading their '
+    'payloads.';
+COMMENT ON COLUMN event_delivery.held IS 'The key of this DEAD row waits for an operator.';
+COMMENT ON COLUMN event_delivery.put_back IS
+    'The row is open again although later rows of its key may be handled: its worker was gone, or an operator has '
+    'requeued it. Such rows are looked for below the first open row of a key.';
+COMMENT ON COLUMN event_delivery.next_retry_at IS 'A PENDING row is not claimed before.';
+COMMENT ON COLUMN event_delivery.last_attempt_at IS 'When the row was claimed last.';
+COMMENT ON COLUMN event_delivery.locked_until IS
+    'End of the lease of a PROCESSING row. Its worker renews it; afterwards another worker may take the row over.';
+COMMENT ON COLUMN event_delivery.created_at IS 'When the row was made.';
+COMMENT ON COLUMN event_delivery.updated_at IS 'When the status changed last.';
+COMMENT ON COLUMN event_delivery.processed_at IS 'When the row became DONE or DEAD: retention and alerts go by it.';
+COMMENT ON COLUMN event_delivery.occurred_at IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.recorded_at IS
+    'outbox.created_at of the event, or the time of the record that brought it.';
+COMMENT ON COLUMN event_delivery.event_id IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.status IS
+    'PENDING: due at next_retry_at; PARKED: behind an open row of its key; PROCESSING: claimed by a worker; DONE: '
+    'handled; DEAD: not tried again until an operator acts.';
+COMMENT ON COLUMN event_delivery.consumer_group IS 'As in event_handled.';
+COMMENT ON COLUMN event_delivery.action IS
+    'The handler of the event, as in event_handled; empty if the group has none for its type.';
+COMMENT ON COLUMN event_delivery.stream IS 'The topic that the event has in Kafka, or came from.';
+COMMENT ON COLUMN event_delivery.event_type IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.source IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.aggregate_type IS 'As in outbox; empty if a record brought the event.';
+COMMENT ON COLUMN event_delivery.aggregate_id IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.content_type IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.partition_key IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.locked_by IS
+    'The claim of a PROCESSING row: host, process id and a random part of the worker, and the number of the claim. '
+    'A worker whose claim was lost changes no row.';
+COMMENT ON COLUMN event_delivery.last_error_code IS
+    'Class of the last error, for example timeout. stale: its worker was gone, and the row is claimed by itself.';
+COMMENT ON COLUMN event_delivery.last_error_message IS 'Text of the last error.';
+COMMENT ON COLUMN event_delivery.resolved_by IS 'The operator who has resolved the DEAD row.';
+COMMENT ON COLUMN event_delivery.resolved_at IS 'When the operator resolved it; NULL: nobody has.';
+COMMENT ON COLUMN event_delivery.note IS 'The operator''s note.';
+COMMENT ON COLUMN event_delivery.headers IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.payload IS 'As in outbox.';
+COMMENT ON COLUMN event_delivery.payload_bytes IS 'As in outbox, or the value of the record that brought the event.';
+COMMENT ON COLUMN event_delivery.record_partition IS
+    'The partition of the record that brought the event; NULL if it came from outbox.';
+COMMENT ON COLUMN event_delivery.record_id IS
+    'The id of an event from Kafka if it is not a UUID; event_id is derived from it then.';
+COMMENT ON COLUMN event_delivery.record_digest IS
+    'Digest of source and id of an event from Kafka, which are longer than an index entry may be: it finds the row '
+    'of an event that is received again.';
+COMMENT ON COLUMN event_delivery.record IS
+    'Key, headers and time of the record that brought the event, as JSON: together with payload_bytes it is the '
+    'record.';
+
+-- Functions over the keys of event_delivery, for workers, consumers and operators. They run with the rights of their
+-- caller. A transaction that inserts, ends or requeues rows of a key locks the key first, and decides in a later
+-- statement, which sees everything that was committed before it had the lock.
+-- +goose StatementBegin
+SELECT outbox_define(current_schema(), fragments => ARRAY[
+
+-- The locks of order_keys. A group has 64 locks, which are taken in this order.
+'locks', $sql$
+        SELECT DISTINCT base | (k & 63)
+          FROM unnest(order_keys) AS k,
+               (SELECT ('x' || encode(substr(sha256(convert_to(
+                            'outbox.event_delivery.' || @schema_name@ || '.' || $1, 'UTF8')), 1, 8), 'hex'))::bit(64)::bigint
+                       & ~63::bigint AS base OFFSET 0) AS b
+         WHERE k IS NOT NULL
+         ORDER BY 1
+$sql$,
+
+-- Makes the first row of each of order_keys PENDING if all open rows of the key are PARKED. floors has an id for each
+-- key: no row of the key is open below it, except for rows that were put back. skipped says whether a row is open below
+-- the ids. Keys are compared as ranges: with "=" the primary key, of which every entry would be read, would look as
+-- good as the index of keys while the table is empty.
+'promote', $sql$
+    WITH looked AS MATERIALIZED (
+        SELECT head.id AS head, back.status AS back, least(waiting.id, back.id) AS next,
+               least(CASE WHEN NOT head.put_back THEN head.id END, CASE WHEN NOT waiting.put_back THEN waiting.id END) < each.id
+                   AS before
+          FROM (SELECT e.k, coalesce(min(e.f), 0) AS f, min(e.i) AS id FROM unnest(order_keys, floors, ids) AS e (k, f, i)
+                 WHERE e.k IS NOT NULL GROUP BY e.k) AS each
+          LEFT JOIN LATERAL (
+               SELECT o.id, o.put_back FROM @schema@.event_delivery AS o
+                WHERE (o.order_key, o.id) >= (each.k, each.f) AND o.order_key <= each.k
+                  AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.consumer_group = $1
+                ORDER BY o.order_key, o.id LIMIT 1) AS head ON true
+          LEFT JOIN LATERAL (
+               SELECT o.id, o.status FROM @schema@.event_delivery AS o
+                WHERE o.order_key = each.k AND o.put_back
+                  AND (o.status IN ('PENDING', 'PARKED', 'PROCESSING') OR o.held) AND o.consumer_group = $1
+                ORDER BY o.order_key, (o.status = 'PARKED'), o.id LIMIT 1) AS back ON true
+          LEFT JOIN LATERAL (
+               SELECT o.id, o.put_back FROM @schema@.event_delivery AS o
+                WHERE (o.order_key, o.id) >= (each.k, each.f) AND o.order_key <= each.k
+                  AND o.status = 'PARKED' AND o.consumer_group = $1
+                ORDER BY o.order_key, o.id LIMIT 1) AS waiting ON true
+    ), promoted AS (
+        UPDATE @schema@.event_delivery AS d
+           SET status = 'PENDING', next_retry_at = clock_timestamp(), updated_at = clock_timestamp()
+         WHERE d.status = 'PARKED'
+           AND d.id = ANY (ARRAY(SELECT next FROM looked WHERE head IS NULL AND coalesce(back, 'PARKED') = 'PARKED'))
+     RETURNING 1
+    )
+    SELECT (SELECT count(*) FROM promoted), coalesce((SELECT bool_or(before) FROM looked), false) INTO done, skipped;
+$sql$
+
+], definitions => ARRAY[
+
+-- Locks keys until the end of the transaction.
+$function$
+CREATE FUNCTION @schema@.outbox_lock_keys(consumer_group text, order_keys bigint[]) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    lock bigint;
+BEGIN
+    FOR lock IN @locks@ LOOP
+        PERFORM pg_advisory_xact_lock(lock);
+    END LOOP;
+END $body$
+$function$,
+
+-- Locks keys against those who insert, promote or requeue rows of them, but not against those who
+-- end rows, nor against others who only look. Returns whether a later statement of the transaction
+-- sees what others have committed before it.
+$function$
+CREATE FUNCTION @schema@.outbox_lock_keys_shared(consumer_group text, order_keys bigint[]) RETURNS boolean
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    lock bigint;
+BEGIN
+    FOR lock IN @locks@ LOOP
+        PERFORM pg_advisory_xact_lock_shared(lock);
+    END LOOP;
+    RETURN current_setting('transaction_isolation') = 'read committed';
+END $body$
+$function$,
+
+-- Locks keys, and makes the first row of each PENDING if all of them are PARKED. A floor is an id
+-- below which no row of the key is open, unless it was put back; without one it looks at all
+-- rows. Returns how many rows it has changed. Under another isolation level than READ COMMITTED it would not
+-- see what others have committed: then it changes nothing, and returns -1.
+$function$
+CREATE FUNCTION @schema@.outbox_promote(consumer_group text, order_keys bigint[], floors bigint[] DEFAULT NULL) RETURNS bigint
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $body$
+DECLARE
+    ids     constant bigint[] := NULL;
+    done    bigint;
+    skipped boolean;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RETURN -1;
+    END IF;
+    PERFORM @schema@.outbox_lock_keys($1, $2);
+    @promote@
+    RETURN done;
+END $body$
+$function$,
+
+-- Ends rows that a worker has handled, and promotes the next of their keys, which have floors as
+-- for outbox_promote. Keys and floors are those of the rows; a row without order has no key. All rows must
+-- still be its own, and none before them in their keys be open, or nothing is done: a crash may have forgotten
+-- that one was ended. Returns what outbox_promote does.
+--
+-- Its locks are shared, because those who end rows need not wait for each other: no two of
+-- them have rows of the same key. They wait for whoever inserts, promotes or requeues rows
+-- of their keys, and the other way round.
+$function$
+CREATE FUNCTION @schema@.outbox_finish_deliveries(consumer_group text, worker text, ids bigint[], order_keys bigint[], floors bigint[]) RETURNS bigint
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $body$
+DECLARE
+    lock    bigint;
+    done    bigint;
+    skipped boolean;
+BEGIN
+    -- Only rows that are PROCESSING are with a worker.
+    UPDATE @schema@.event_delivery AS d
+       SET status = 'DONE', locked_by = NULL, locked_until = NULL, processed_at = clock_timestamp(), updated_at = clock_timestamp()
+     WHERE d.id = ANY ($3) AND d.consumer_group = $1 AND d.locked_by = $2;
+    GET DIAGNOSTICS done = ROW_COUNT;
+    IF done <> cardinality($3) THEN
+        RAISE EXCEPTION '% of % deliveries are not with this worker any more', cardinality($3) - done, cardinality($3)
+              USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    IF cardinality(array_remove($4, NULL)) = 0 THEN
+        RETURN 0;
+    ELSIF current_setting('transaction_isolation') <> 'read committed' THEN
+        RETURN -1;
+    END IF;
+    FOR lock IN @locks@ LOOP
+        PERFORM pg_advisory_xact_lock_shared(lock);
+    END LOOP;
+    @promote@
+    IF skipped THEN
+        RAISE EXCEPTION 'a delivery before these is open'
+              USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    RETURN done;
+END $body$
+$function$
+]);
+-- +goose StatementEnd

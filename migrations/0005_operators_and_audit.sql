@@ -1,0 +1,552 @@
+-- +goose Up
+
+-- What operators do. Each function changes rows and adds rows to outbox_audit that say so, in one transaction. They run
+-- with the rights of the owner, so an operator needs no right to the tables.
+
+CREATE TABLE outbox_audit (
+    id             bigserial    PRIMARY KEY,
+    created_at     timestamptz  NOT NULL DEFAULT now(),
+    operator       varchar(100) NOT NULL,
+    action         varchar(20)  NOT NULL,
+    reason         text         NOT NULL,
+    relay          varchar(100) NOT NULL,
+    parking_key    text         NOT NULL,
+    failed_id      bigint,
+    outbox_id      bigint,
+    event_id       uuid,
+    payload        jsonb,
+    payload_bytes  bytea,
+    consumer_group varchar(255),
+    login          name         DEFAULT session_user,
+    delivery_id    bigint,
+    handler        varchar(100)
+);
+
+CREATE INDEX outbox_audit_failed_id_idx ON outbox_audit (failed_id, id);
+CREATE INDEX outbox_audit_delivery_id_idx ON outbox_audit (delivery_id, id) WHERE delivery_id IS NOT NULL;
+
+COMMENT ON TABLE outbox_audit IS 'What operators did about failed events, deliveries and consumer groups, and why.';
+COMMENT ON COLUMN outbox_audit.id IS 'Order of the actions.';
+COMMENT ON COLUMN outbox_audit.created_at IS 'When it was done.';
+COMMENT ON COLUMN outbox_audit.operator IS
+    'The operator, as the application that was logged in says; of a relay "relay" and its name.';
+COMMENT ON COLUMN outbox_audit.action IS
+    'retry, resolve, edit, hold, release or read; pause, resume or rewind of a consumer group; to-kafka, '
+    'to-postgres, finish-cut or cancel-cut of groups that are moved; from-debezium, begin-relay or to-debezium of '
+    'a relay; replay of events to Kafka, and forget of what a group has handled of them.';
+COMMENT ON COLUMN outbox_audit.reason IS 'The operator''s note.';
+COMMENT ON COLUMN outbox_audit.relay IS
+    'The relay of the event or key, or at which groups are moved; empty for all other actions.';
+COMMENT ON COLUMN outbox_audit.parking_key IS
+    'Topic, a slash, and the record key. For a consumer group both may be empty.';
+COMMENT ON COLUMN outbox_audit.failed_id IS 'outbox_failed.id; NULL if the action was about a key.';
+COMMENT ON COLUMN outbox_audit.outbox_id IS
+    'outbox.id of the event; NULL if the action was about a key or a consumer group.';
+COMMENT ON COLUMN outbox_audit.event_id IS 'As in outbox; NULL likewise.';
+COMMENT ON COLUMN outbox_audit.payload IS 'The payload before an edit; NULL for all other actions.';
+COMMENT ON COLUMN outbox_audit.payload_bytes IS 'The same, for payloads that are not JSON.';
+COMMENT ON COLUMN outbox_audit.consumer_group IS
+    'The consumer group of the delivery, or that was paused, resumed, rewound or moved, or for which alone events '
+    'were replayed; NULL for all other actions.';
+COMMENT ON COLUMN outbox_audit.login IS
+    'The role that was logged in to PostgreSQL. Nobody but the owner can write another one.';
+COMMENT ON COLUMN outbox_audit.delivery_id IS 'event_delivery.id; NULL for all other actions.';
+COMMENT ON COLUMN outbox_audit.handler IS 'event_delivery.action; NULL for all other actions.';
+
+-- Rows are locked in the order of their ids, as relays and workers lock them.
+-- +goose StatementBegin
+SELECT outbox_define(current_schema(), ARRAY[
+
+$function$
+CREATE FUNCTION @schema@.outbox_check_audit(operator text, reason text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    IF coalesce(btrim(operator), '') = '' OR char_length(operator) > 100 THEN
+        RAISE EXCEPTION 'operator has to be there, in at most 100 characters' USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    IF coalesce(btrim(reason), '') = '' OR char_length(reason) > 10000 THEN
+        RAISE EXCEPTION 'reason has to be there, in at most 10000 characters' USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+END $body$
+$function$,
+
+-- Makes heads due, and parks what is dead. The relay finds its place among the events of its
+-- key, because it may be sending one of them. Returns how many events it changed.
+$function$
+CREATE FUNCTION @schema@.outbox_retry_failed(ids bigint[], operator text, reason text) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    done bigint;
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    WITH chosen AS MATERIALIZED (
+        SELECT f.id FROM @schema@.outbox_failed AS f
+         WHERE f.id = ANY (ids) AND (f.status IN ('waiting', 'failed') AND NOT f.held OR f.status = 'dead')
+           AND num_nonnulls(f.payload, f.payload_bytes) > 0
+         ORDER BY f.id FOR UPDATE
+    ), changed AS (
+        UPDATE @schema@.outbox_failed AS f
+           SET status = CASE f.status WHEN 'dead' THEN 'parked' ELSE f.status END,
+               retry_count = CASE f.status WHEN 'dead' THEN 0 ELSE f.retry_count END, held = false, next_retry_at = now()
+         WHERE f.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
+     RETURNING f.relay, f.parking_key, f.id, f.outbox_id, f.event_id
+    ), audited AS (
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id)
+        SELECT $2, 'retry', $3, c.relay, c.parking_key, c.id, c.outbox_id, c.event_id FROM changed AS c
+     RETURNING 1
+    )
+    SELECT count(*) INTO done FROM audited;
+    RETURN done;
+END $body$
+$function$,
+
+-- Closes events that are not to be sent. Returns how many events it changed.
+$function$
+CREATE FUNCTION @schema@.outbox_resolve_failed(ids bigint[], operator text, reason text) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    done bigint;
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    WITH chosen AS MATERIALIZED (
+        SELECT f.id FROM @schema@.outbox_failed AS f WHERE f.id = ANY (ids) AND f.status <> 'resolved' ORDER BY f.id FOR UPDATE
+    ), changed AS (
+        UPDATE @schema@.outbox_failed AS f
+           SET status = 'resolved', held = false, resolved_at = now(), resolved_by = $2, resolution = $3
+         WHERE f.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
+     RETURNING f.relay, f.parking_key, f.id, f.outbox_id, f.event_id
+    ), audited AS (
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id)
+        SELECT $2, 'resolve', $3, c.relay, c.parking_key, c.id, c.outbox_id, c.event_id FROM changed AS c
+     RETURNING 1
+    )
+    SELECT count(*) INTO done FROM audited;
+    RETURN done;
+END $body$
+$function$,
+
+-- Gives a dead event another payload of its content type, and retries it. All else stays,
+-- but for headers that cannot be printed, which no relay could send. Those of an event that
+-- no relay could read are still in outbox. Returns false if the event is not dead.
+$function$
+CREATE FUNCTION @schema@.outbox_edit_failed(failed_id bigint, payload bytea, operator text, reason text) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    most    constant int := 104857600; -- bytes of a payload, or of headers, in any configuration
+    old     @schema@.outbox_failed;
+    json    jsonb;
+    bytes   bytea;
+    kept    jsonb;
+    printed int;
+    octets  int;
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    SELECT f.* INTO old FROM @schema@.outbox_failed AS f WHERE f.id = $1 AND f.status = 'dead' FOR UPDATE;
+    IF NOT FOUND THEN
+        RETURN false;
+    END IF;
+    IF old.content_type = 'application/json' THEN
+        json := convert_from($2, 'UTF8')::jsonb;
+        octets := octet_length(json::text);
+    ELSE
+        bytes := $2;
+        octets := octet_length(bytes);
+    END IF;
+    IF octets IS NULL OR octets > most THEN
+        RAISE EXCEPTION 'the payload has to be there, and to have at most % bytes', most USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+
+    kept := old.headers;
+    IF kept IS NULL AND old.error_class = 'unreadable_row' THEN
+        SELECT o.headers INTO kept FROM @schema@.outbox AS o WHERE o.id = old.outbox_id AND o.event_id = old.event_id;
+    END IF;
+    BEGIN
+        printed := coalesce(octet_length(kept::text), 0);
+    EXCEPTION WHEN program_limit_exceeded OR data_exception OR internal_error THEN
+        printed := NULL;
+    END;
+    IF printed IS NULL OR printed > most THEN
+        kept := NULL;
+        printed := 0;
+    END IF;
+
+    UPDATE @schema@.outbox_failed AS f
+       SET payload = json, payload_bytes = bytes, headers = kept, size = octets + printed,
+           status = 'parked', retry_count = 0, held = false, next_retry_at = now(),
+           error_class = CASE f.error_class WHEN 'unreadable_row' THEN NULL ELSE f.error_class END
+     WHERE f.id = $1;
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id, payload, payload_bytes)
+    VALUES ($3, 'edit', $4, old.relay, old.parking_key, old.id, old.outbox_id, old.event_id, old.payload, old.payload_bytes);
+    RETURN true;
+END $body$
+$function$,
+
+-- Holds all events of a key back. Returns false if nothing of it has failed.
+$function$
+CREATE FUNCTION @schema@.outbox_hold_key(relay text, parking_key text, operator text, reason text) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    WITH chosen AS MATERIALIZED (
+        SELECT f.id FROM @schema@.outbox_failed AS f
+         WHERE f.relay = $1 AND f.parking_key = $2 AND f.status IN ('waiting', 'failed', 'parked', 'dead')
+         ORDER BY f.id FOR UPDATE
+    ), changed AS (
+        UPDATE @schema@.outbox_failed AS f SET held = true WHERE f.id = ANY (ARRAY(SELECT c.id FROM chosen AS c)) RETURNING 1
+    )
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key)
+    SELECT $3, 'hold', $4, $1, $2 WHERE EXISTS (SELECT FROM changed);
+    RETURN FOUND;
+END $body$
+$function$,
+
+-- Lets the events of a key go on. Returns false if it is not held.
+$function$
+CREATE FUNCTION @schema@.outbox_release_key(relay text, parking_key text, operator text, reason text) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    WITH chosen AS MATERIALIZED (
+        SELECT f.id FROM @schema@.outbox_failed AS f
+         WHERE f.relay = $1 AND f.parking_key = $2 AND f.status IN ('waiting', 'failed', 'parked', 'dead') AND f.held
+         ORDER BY f.id FOR UPDATE
+    ), changed AS (
+        UPDATE @schema@.outbox_failed AS f SET held = false WHERE f.id = ANY (ARRAY(SELECT c.id FROM chosen AS c)) RETURNING 1
+    )
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key)
+    SELECT $3, 'release', $4, $1, $2 WHERE EXISTS (SELECT FROM changed);
+    RETURN FOUND;
+END $body$
+$function$,
+
+-- Keeps who reads the payload of a failed event. Returns false if there is no such event.
+$function$
+CREATE FUNCTION @schema@.outbox_audit_read(failed_id bigint, operator text, reason text) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, failed_id, outbox_id, event_id)
+    SELECT $2, 'read', $3, f.relay, f.parking_key, f.id, f.outbox_id, f.event_id FROM @schema@.outbox_failed AS f WHERE f.id = $1;
+    RETURN FOUND;
+END $body$
+$function$,
+
+-- The same for an event in outbox. There is no relay: the event is of all of them.
+$function$
+CREATE FUNCTION @schema@.outbox_audit_read_recorded(outbox_id bigint, operator text, reason text) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, outbox_id, event_id)
+    SELECT $2, 'read', $3, '', coalesce(o.topic, '') || '/' || coalesce(o.partition_key, o.aggregate_id), o.id, o.event_id
+      FROM @schema@.outbox AS o WHERE o.id = $1;
+    RETURN FOUND;
+END $body$
+$function$,
+
+-- Pauses a topic of a consumer group, with an empty name all topics. Returns false if that is
+-- paused already.
+$function$
+CREATE FUNCTION @schema@.outbox_pause_consumer(consumer_group text, topic text, operator text, reason text) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    WITH paused AS (
+        INSERT INTO @schema@.consumer_pause (consumer_group, topic, operator, reason) VALUES ($1, $2, $3, $4)
+            ON CONFLICT DO NOTHING RETURNING 1
+    )
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
+    SELECT $3, 'pause', $4, '', $2 || '/', $1 WHERE EXISTS (SELECT FROM paused);
+    RETURN FOUND;
+END $body$
+$function$,
+
+-- Ends a pause. Returns false if there is none.
+$function$
+CREATE FUNCTION @schema@.outbox_resume_consumer(consumer_group text, topic text, operator text, reason text) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    WITH resumed AS (
+        DELETE FROM @schema@.consumer_pause AS p WHERE p.consumer_group = $1 AND p.topic = $2 RETURNING 1
+    )
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
+    SELECT $3, 'resume', $4, '', $2 || '/', $1 WHERE EXISTS (SELECT FROM resumed);
+    RETURN FOUND;
+END $body$
+$function$,
+
+-- Sets positions of a consumer group back, never ahead, and only where it has begun. Returns
+-- how many positions there are. saved_at stays: a rewind to a time that is repeated, because
+-- Kafka did not take its offsets, goes by the positions that were saved before that time.
+$function$
+CREATE FUNCTION @schema@.outbox_rewind_consumer(consumer_group text, topics text[], topic_ids uuid[], partitions int[], positions bigint[],
+                                            operator text, reason text) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    done bigint;
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    WITH wanted AS (
+        SELECT w.* FROM unnest($2, $3, $4, $5) AS w (topic, id, number, at) WHERE w.at >= 0
+    ), changed AS (
+        UPDATE @schema@.consumer_start AS s SET position = least(s.position, w.at)
+          FROM wanted AS w
+         WHERE s.consumer_group = $1 AND s.topic = w.topic AND s.topic_id = w.id AND s.partition = w.number AND s.position IS NOT NULL
+     RETURNING 1
+    ), audited AS (
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
+        SELECT DISTINCT $6, 'rewind', $7, '', w.topic || '/', $1 FROM wanted AS w
+    )
+    SELECT count(*) INTO done FROM changed;
+    RETURN done;
+END $body$
+$function$,
+
+-- Locks the keys of rows until the end of the transaction, group after group. What is decided
+-- under the lock has to be read by a later statement. Workers wait for the lock, so a
+-- transaction that somebody leaves open ends.
+$function$
+CREATE FUNCTION @schema@.outbox_lock_deliveries(ids bigint[]) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    keys record;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'deliveries are changed under READ COMMITTED only' USING ERRCODE = 'invalid_transaction_state';
+    END IF;
+    PERFORM set_config('idle_in_transaction_session_timeout', '10s', true);
+    FOR keys IN SELECT d.consumer_group, array_agg(d.order_key) AS list FROM @schema@.event_delivery AS d
+                 WHERE d.id = ANY (ids) AND d.order_key IS NOT NULL GROUP BY d.consumer_group ORDER BY d.consumer_group LOOP
+        PERFORM @schema@.outbox_lock_keys(keys.consumer_group, keys.list);
+    END LOOP;
+END $body$
+$function$,
+
+-- Promotes the first row of the keys of rows where all are PARKED.
+$function$
+CREATE FUNCTION @schema@.outbox_promote_deliveries(ids bigint[]) RETURNS void
+LANGUAGE sql SET search_path = pg_catalog, pg_temp AS $body$
+    SELECT @schema@.outbox_promote(keys.consumer_group, keys.list)
+      FROM (SELECT d.consumer_group, array_agg(d.order_key) AS list FROM @schema@.event_delivery AS d
+             WHERE d.id = ANY (ids) AND d.order_key IS NOT NULL GROUP BY d.consumer_group ORDER BY d.consumer_group) AS keys
+$body$
+$function$,
+
+-- Gives DEAD rows all their attempts again. A row goes before the later ones of its key that
+-- wait, unless one of them is with a worker, or is being claimed, at this moment. Returns how
+-- many rows it changed.
+$function$
+CREATE FUNCTION @schema@.outbox_requeue_deliveries(ids bigint[], operator text, reason text) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
+DECLARE
+    done bigint;
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_deliveries(ids);
+    WITH chosen AS MATERIALIZED (
+        SELECT d.id FROM @schema@.event_delivery AS d WHERE d.id = ANY (ids) AND d.status = 'DEAD' ORDER BY d.id FOR UPDATE
+    ), changed AS (
+        UPDATE @schema@.event_delivery AS d
+           SET status = CASE WHEN d.order_key IS NULL THEN 'PENDING' ELSE 'PARKED' END, held = false, put_back = true, attempt_count = 0,
+               next_retry_at = now(), updated_at = now(), processed_at = NULL,
+               resolved_by = NULL, resolved_at = NULL, note = NULL
+         WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
+     RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
+    ), audited AS (
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
+        SELECT $2, 'retry', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id
+          FROM changed AS c
+     RETURNING 1
+    )
+    SELECT count(*) INTO done FROM audited;
+    -- A later row that waits for its turn gives it up. One that is being claimed is locked, and keeps it.
+    WITH keys AS MATERIALIZED (
+        SELECT DISTINCT d.consumer_group, d.order_key FROM @schema@.event_delivery AS d WHERE d.id = ANY (ids) AND d.status = 'PARKED'
+    ), heads AS MATERIALIZED (
+        SELECT head.id FROM keys AS k
+         CROSS JOIN LATERAL (
+               SELECT o.id, o.status FROM @schema@.event_delivery AS o
+                WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.consumer_group = k.consumer_group
+                ORDER BY o.order_key, o.id LIMIT 1) AS head
+         CROSS JOIN LATERAL (
+               SELECT o.id FROM @schema@.event_delivery AS o
+                WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key AND o.status = 'PARKED' AND o.consumer_group = k.consumer_group
+                ORDER BY o.order_key, o.id LIMIT 1) AS first
+         WHERE head.status = 'PENDING' AND first.id < head.id
+    ), unclaimed AS MATERIALIZED (
+        SELECT d.id FROM @schema@.event_delivery AS d
+         WHERE d.id = ANY (ARRAY(SELECT h.id FROM heads AS h)) AND d.status = 'PENDING' ORDER BY d.id FOR UPDATE SKIP LOCKED
+    )
+    UPDATE @schema@.event_delivery AS d SET status = 'PARKED', updated_at = now() WHERE d.id = ANY (ARRAY(SELECT u.id FROM unclaimed AS u));
+    PERFORM @schema@.outbox_promote_deliveries(ids);
+    RETURN done;
+END $body$
+$function$,
+
+-- Closes rows that are not to be handled, and lets the next of their keys go on. A row that is
+-- with a worker, or is being claimed, stays. Returns how many rows it changed.
+$function$
+CREATE FUNCTION @schema@.outbox_resolve_deliveries(ids bigint[], operator text, reason text) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
+DECLARE
+    done bigint;
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_deliveries(ids);
+    WITH chosen AS MATERIALIZED (
+        SELECT d.id FROM @schema@.event_delivery AS d
+         WHERE d.id = ANY (ids) AND d.status IN ('PENDING', 'PARKED', 'DEAD') AND d.resolved_at IS NULL
+         ORDER BY d.id FOR UPDATE SKIP LOCKED
+    ), changed AS (
+        UPDATE @schema@.event_delivery AS d
+           SET status = 'DEAD', held = false, updated_at = now(), processed_at = coalesce(d.processed_at, now()),
+               resolved_by = $2, resolved_at = now(), note = $3
+         WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
+     RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
+    ), audited AS (
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
+        SELECT $2, 'resolve', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id
+          FROM changed AS c
+     RETURNING 1
+    )
+    SELECT count(*) INTO done FROM audited;
+    PERFORM @schema@.outbox_promote_deliveries(ids);
+    RETURN done;
+END $body$
+$function$,
+
+-- Has the keys of DEAD rows wait for an operator: what is behind them is not handled. A later row
+-- that waits for its turn gives it up; one that is with a worker, or is being claimed, keeps it.
+-- Returns how many rows hold their keys.
+$function$
+CREATE FUNCTION @schema@.outbox_hold_deliveries(ids bigint[], operator text, reason text) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
+DECLARE
+    done bigint;
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_deliveries(ids);
+    WITH chosen AS MATERIALIZED (
+        SELECT d.id FROM @schema@.event_delivery AS d
+         WHERE d.id = ANY (ids) AND d.status = 'DEAD' AND d.resolved_at IS NULL AND d.order_key IS NOT NULL ORDER BY d.id FOR UPDATE
+    ), changed AS ( -- put_back, as later rows may have gone on
+        UPDATE @schema@.event_delivery AS d SET held = true, put_back = true
+         WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
+     RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
+    ), audited AS (
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
+        SELECT $2, 'hold', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id
+          FROM changed AS c
+     RETURNING 1
+    )
+    SELECT count(*) INTO done FROM audited;
+    WITH keys AS MATERIALIZED (
+        SELECT DISTINCT d.consumer_group, d.order_key FROM @schema@.event_delivery AS d WHERE d.id = ANY (ids) AND d.held
+    ), heads AS MATERIALIZED (
+        SELECT o.id FROM keys AS k CROSS JOIN LATERAL (
+               SELECT o.id FROM @schema@.event_delivery AS o
+                WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.status = 'PENDING' AND o.consumer_group = k.consumer_group
+                ORDER BY o.order_key, o.id) AS o
+    ), unclaimed AS MATERIALIZED (
+        SELECT d.id FROM @schema@.event_delivery AS d
+         WHERE d.id = ANY (ARRAY(SELECT h.id FROM heads AS h)) AND d.status = 'PENDING' ORDER BY d.id FOR UPDATE SKIP LOCKED
+    )
+    UPDATE @schema@.event_delivery AS d SET status = 'PARKED', updated_at = now() WHERE d.id = ANY (ARRAY(SELECT u.id FROM unclaimed AS u));
+    RETURN done;
+END $body$
+$function$,
+
+-- Lets the keys of rows go on that DEAD rows hold, which stay DEAD. Returns how many rows it changed.
+$function$
+CREATE FUNCTION @schema@.outbox_release_deliveries(ids bigint[], operator text, reason text) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
+DECLARE
+    done bigint;
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason), @schema@.outbox_lock_deliveries(ids);
+    WITH keys AS MATERIALIZED (
+        SELECT DISTINCT d.consumer_group, d.order_key FROM @schema@.event_delivery AS d WHERE d.id = ANY (ids) AND d.order_key IS NOT NULL
+    ), found AS MATERIALIZED (
+        SELECT o.id FROM keys AS k CROSS JOIN LATERAL (
+               SELECT o.id FROM @schema@.event_delivery AS o
+                WHERE o.order_key >= k.order_key AND o.order_key <= k.order_key AND (o.status IN ('PENDING', 'PROCESSING') OR o.held) AND o.held AND o.consumer_group = k.consumer_group
+                ORDER BY o.order_key, o.id) AS o
+    ), chosen AS MATERIALIZED (
+        SELECT d.id FROM @schema@.event_delivery AS d WHERE d.id = ANY (ARRAY(SELECT f.id FROM found AS f)) AND d.held ORDER BY d.id FOR UPDATE
+    ), changed AS (
+        UPDATE @schema@.event_delivery AS d SET held = false
+         WHERE d.id = ANY (ARRAY(SELECT c.id FROM chosen AS c))
+     RETURNING d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id) AS key, CASE WHEN d.record IS NULL THEN d.position END AS position, d.event_id
+    ), audited AS (
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
+        SELECT $2, 'release', $3, '', c.stream || '/' || c.key, c.consumer_group, c.action, c.id, c.position, c.event_id
+          FROM changed AS c
+     RETURNING 1
+    )
+    SELECT count(*) INTO done FROM audited;
+    PERFORM @schema@.outbox_promote_deliveries(ids);
+    RETURN done;
+END $body$
+$function$,
+
+-- Keeps who reads the payload of a delivery. Returns false if there is no such row.
+$function$
+CREATE FUNCTION @schema@.outbox_audit_read_delivery(delivery_id bigint, operator text, reason text) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group, handler, delivery_id, outbox_id, event_id)
+    SELECT $2, 'read', $3, '', d.stream || '/' || coalesce(d.partition_key, d.aggregate_id), d.consumer_group, d.action, d.id, CASE WHEN d.record IS NULL THEN d.position END, d.event_id
+      FROM @schema@.event_delivery AS d WHERE d.id = $1;
+    RETURN FOUND;
+END $body$
+$function$,
+
+-- Keeps who sends events to Kafka again: to a topic, which is empty for their own, and for one
+-- consumer group alone, which is empty for all.
+$function$
+CREATE FUNCTION @schema@.outbox_audit_replay(topic text, consumer_group text, operator text, reason text) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group)
+    VALUES ($3, 'replay', $4, '', coalesce($1, '') || '/', nullif($2, ''));
+END $body$
+$function$,
+
+-- Has a consumer group handle events again: removes what it has noted of them, under their own key, or
+-- under the one that has the source in it. Returns how many notes it removed.
+$function$
+CREATE FUNCTION @schema@.outbox_forget_handled(consumer_group text, types text[], ids text[], sources text[], besides text[], operator text, reason text) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off SET jit = off AS $body$
+DECLARE
+    done bigint;
+BEGIN
+    PERFORM @schema@.outbox_check_audit(operator, reason);
+    IF coalesce($1, '') = '' THEN
+        RAISE EXCEPTION 'consumer_group has to be there' USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    WITH keys AS MATERIALIZED (
+        SELECT k.type, k.id, k.source FROM unnest($2, $3, $4) AS k (type, id, source)
+         UNION ALL
+        SELECT k.type, k.beside, NULL FROM unnest($2, $5) AS k (type, beside)
+    ), found AS MATERIALIZED (
+        SELECT h.id FROM keys AS k
+         CROSS JOIN LATERAL (SELECT n.id, n.event_source FROM @schema@.event_handled AS n
+                              WHERE n.consumer_group = $1 AND n.aggregate_type = k.type AND n.aggregate_id = k.id) AS h
+         WHERE k.source IS NULL OR h.event_source IS NULL OR h.event_source = k.source
+    ), gone AS (
+        DELETE FROM @schema@.event_handled AS n WHERE n.id = ANY (ARRAY(SELECT found.id FROM found)) RETURNING 1
+    )
+    SELECT count(*) INTO done FROM gone;
+    IF done > 0 THEN
+        INSERT INTO @schema@.outbox_audit (operator, action, reason, relay, parking_key, consumer_group) VALUES ($6, 'forget', $7, '', '/', $1);
+    END IF;
+    RETURN done;
+END $body$
+$function$
+]);
+-- +goose StatementEnd
