@@ -32,7 +32,7 @@ func (h *relayFixture) owe(t *testing.T, group, status string) (id int64) {
 // resolveAll resolves what is dead, and ends the rest.
 func (h *relayFixture) resolveAll(t *testing.T) {
 	t.Helper()
-	_, err := h.db.Exec(background, h.sql(`UPDATE {s}.event_delivery SET resolution = CASE status WHEN 'DEAD' THEN 'resolved' END,
+	_, err := h.db.Exec(background, h.sql(`UPDATE {s}.event_delivery SET resolved_at = CASE status WHEN 'DEAD' THEN now() END,
 		status = CASE status WHEN 'DEAD' THEN 'DEAD' ELSE 'DONE' END`))
 	require.NoError(t, err)
 }

@@ -305,7 +305,7 @@ func TestDeadLetterOfParkedEventIsReplayed(t *testing.T) {
 	}
 	require.Equal(t, "0", s.text(t, `SELECT count(*)::text FROM {s}.event_delivery WHERE consumer_group = $1`, other.group))
 	s.deadLetters(t, 4)
-	require.Equal(t, 2, s.number(t, `SELECT count(*)::int FROM {s}.event_delivery WHERE status = 'DEAD' AND resolution IS NOT NULL`))
+	require.Equal(t, 2, s.number(t, `SELECT count(*)::int FROM {s}.event_delivery WHERE status = 'DEAD' AND resolved_at IS NOT NULL`))
 }
 
 // A replay that comes while its row waits for the next attempt leaves it as it is.

@@ -38,8 +38,8 @@ func newHandledStore(db *pgxpool.Pool, schema, group string) *handledStore {
 }
 
 // handledKey marks an action that is done. An event is identified by its source and its
-// id together. The id alone, or a text in which both run together, is in aggregateID,
-// where the notes of earlier releases have it, and the source beside it.
+// id together: aggregateID is the id, or a text in which both run together, and source is
+// the source.
 type handledKey struct {
 	aggregateType, aggregateID, action string
 	source                             string // "" for a key of OncePer
@@ -70,7 +70,7 @@ SELECT $1, t, i, a, nullif(s, '')
 RETURNING aggregate_type, aggregate_id, action, coalesce(event_source, '')`
 
 // sqlOtherSources returns the keys that are noted for the event of another source. A note
-// of an earlier release names no source, and stands for all.
+// without a source has a key of [OncePer], and stands for events of all sources.
 const sqlOtherSources = `
 SELECT k.t, k.i, k.a, k.s
   FROM ` + keyColumns + ` AS k (t, i, a, s)

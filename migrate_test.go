@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io/fs"
+	"regexp"
 	"strings"
 	"sync"
 	"testing"
@@ -18,6 +19,62 @@ import (
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/migrations"
 )
+
+// schemaFixture is a schema with the tables of outbox.
+type schemaFixture struct {
+	db     *pgxpool.Pool
+	schema string
+}
+
+// migrated returns a schema that Migrate has brought up to date.
+func migrated(t *testing.T) *schemaFixture {
+	t.Helper()
+	db, schema := testenv.Schema(t)
+	require.NoError(t, outbox.Migrate(background, db, outbox.MigrateConfig{Schema: schema}))
+	return &schemaFixture{db: db, schema: schema}
+}
+
+func (f *schemaFixture) sql(sql string) string {
+	return strings.ReplaceAll(sql, "{s}", pgx.Identifier{f.schema}.Sanitize())
+}
+
+func (f *schemaFixture) exec(t *testing.T, sql string) {
+	t.Helper()
+	_, err := f.db.Exec(background, f.sql(sql))
+	require.NoError(t, err, sql)
+}
+
+// script runs statements whose names are unqualified, as a transaction.
+func (f *schemaFixture) script(t *testing.T, sql string) {
+	t.Helper()
+	require.NoError(t, f.tryScript(sql))
+}
+
+func (f *schemaFixture) tryScript(sql string) error {
+	return pgx.BeginFunc(background, f.db, func(tx pgx.Tx) error {
+		_, err := tx.Conn().PgConn().Exec(background, f.sql("SET LOCAL search_path TO {s};")+sql).ReadAll()
+		return err
+	})
+}
+
+func (f *schemaFixture) count(t *testing.T, from string) (n int) {
+	t.Helper()
+	require.NoError(t, f.db.QueryRow(background, f.sql(`SELECT count(*) FROM {s}.`+from)).Scan(&n))
+	return n
+}
+
+// insertEvents records $1 events without a Recorder.
+const insertEvents = `
+INSERT INTO {s}.outbox (event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at)
+SELECT gen_random_uuid(), 'acme.order.created.v1', 'test', 'Order', n::text, '{"n": 1}', 'application/json', now()
+  FROM generate_series(1, $1) AS n`
+
+// insertFailures has each third event wait in outbox_failed.
+const insertFailures = `
+INSERT INTO {s}.outbox_failed (outbox_id, parking_key, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type,
+                               occurred_at, created_at, status)
+SELECT id, 'order-events/' || id, event_id, event_type, source, aggregate_type, aggregate_id, payload, content_type, occurred_at, created_at, 'waiting'
+  FROM {s}.outbox WHERE id % 3 = 0`
 
 // unborn returns the name of a schema that does not exist and whose name needs
 // quoting. What is made of it is dropped when the test ends.
@@ -269,6 +326,34 @@ func TestMigrationFiles(t *testing.T) {
 	}
 }
 
+// created finds what a file creates, with the kind and the name. What functions create when they are called is indented.
+var created = regexp.MustCompile(`(?m)^CREATE (?:OR REPLACE )?(?:UNIQUE )?(TABLE|INDEX|FUNCTION|PROCEDURE|VIEW|MATERIALIZED VIEW|TRIGGER|POLICY) (?:@schema@\.)?(\w+)`)
+
+// The files say once what each object is: what is read there is what is in the database.
+func TestMigrationsDefineNothingTwice(t *testing.T) {
+	t.Parallel()
+	where := map[string]string{}
+	for _, name := range files(t) {
+		sql, err := fs.ReadFile(migrations.FS, name)
+		require.NoError(t, err)
+		for _, match := range created.FindAllStringSubmatch(string(sql), -1) {
+			what := strings.ToLower(match[1] + " " + match[2])
+			require.Empty(t, where[what], "%s defines %s again", name, what)
+			where[what] = name
+		}
+	}
+	db, schema := testenv.Schema(t)
+	require.NoError(t, outbox.Migrate(background, db, outbox.MigrateConfig{Schema: schema}))
+	rows, err := db.Query(background, `SELECT 'function ' || proname FROM pg_proc WHERE pronamespace = quote_ident($1)::regnamespace
+		UNION ALL SELECT 'table ' || relname FROM pg_class WHERE relnamespace = quote_ident($1)::regnamespace AND relkind = 'r' AND relname <> 'outbox_migration'`, schema)
+	require.NoError(t, err)
+	all, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	require.NoError(t, err)
+	for _, what := range all {
+		require.Contains(t, where, what)
+	}
+}
+
 func TestMigrateDatabaseAhead(t *testing.T) {
 	t.Parallel()
 	db, schema := unborn(t)
@@ -289,10 +374,10 @@ func TestMigrateDatabaseAhead(t *testing.T) {
 func TestMigrateFileIsOneTransaction(t *testing.T) {
 	t.Parallel()
 	db, schema := testenv.Schema(t)
-	_, err := db.Exec(background, `CREATE TABLE `+pgx.Identifier{schema, "event_handled"}.Sanitize()+` (other int)`)
+	_, err := db.Exec(background, `CREATE TABLE `+pgx.Identifier{schema, "outbox_lease"}.Sanitize()+` (other int)`)
 	require.NoError(t, err)
 	tables := describe(t, db, schema)
-	require.ErrorContains(t, outbox.Migrate(background, db, outbox.MigrateConfig{Schema: schema}), "0001_init.sql")
+	require.ErrorContains(t, outbox.Migrate(background, db, outbox.MigrateConfig{Schema: schema}), "0001_events_and_cursors.sql")
 	require.Equal(t, tables, describe(t, db, schema))
 	var remembered bool
 	require.NoError(t, db.QueryRow(background, `SELECT to_regclass($1) IS NOT NULL`, pgx.Identifier{schema, "outbox_migration"}.Sanitize()).Scan(&remembered))

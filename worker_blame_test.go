@@ -393,7 +393,7 @@ func TestRetryDeadAfterOfDeliveries(t *testing.T) {
 	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND aggregate_id = 'wrong'`, 1)
 	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND aggregate_id = 'closed' AND put_back`, 1)
 	stop()
-	f.exec(`UPDATE {schema}.event_delivery SET status = 'DEAD', processed_at = now(), resolution = 'resolved', resolved_by = 'kim', resolved_at = now() WHERE aggregate_id = 'closed'`)
+	f.exec(`UPDATE {schema}.event_delivery SET status = 'DEAD', processed_at = now(), resolved_by = 'kim', resolved_at = now() WHERE aggregate_id = 'closed'`)
 	back.Store(true)
 	f.start(cfg, f.effects("DONE", nil))
 	f.eventually(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DONE' AND aggregate_id = 'late'`, 2)

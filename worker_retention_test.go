@@ -69,7 +69,7 @@ func TestWorkerCleans(t *testing.T) {
 	f.eventually(`SELECT count(*) FROM {schema}.event_handled`, 0)
 	f.eventually(`SELECT count(*) FROM {schema}.outbox_audit`, 0)
 	f.eventually(`SELECT count(*) FROM {schema}.event_delivery`, 3)
-	require.Equal(t, 1, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND resolution IS NULL`))
+	require.Equal(t, 1, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status = 'DEAD' AND resolved_at IS NULL`))
 	require.Equal(t, 2, f.count(`SELECT count(*) FROM {schema}.event_delivery WHERE status IN ('PENDING', 'PARKED')`))
 	stop()
 	require.Equal(t, outbox.RetentionResult{Published: 6, Handled: 2, Audited: 1, Delivered: 3}, removed)

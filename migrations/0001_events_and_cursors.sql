@@ -34,14 +34,15 @@ END $migration$;
 --   @outbox@       for the name of the table outbox as a text, which can be cast to regclass,
 --   @name@         for a text that several definitions share: fragments lists its name, and then the text.
 --
--- Only the owner may call a function that it creates, whatever ALTER DEFAULT PRIVILEGES says: docs/roles.md lists what
--- to grant.
+-- Only the owner may call it, or a function that it creates, whatever ALTER DEFAULT PRIVILEGES says: docs/roles.md lists
+-- what to grant.
 -- +goose StatementBegin
 CREATE FUNCTION outbox_define(schema name, definitions text[], fragments text[] DEFAULT '{}') RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE
     space      constant oid := (SELECT n.oid FROM pg_namespace AS n WHERE n.nspname = schema);
-    before     constant oid[] := ARRAY(SELECT p.oid FROM pg_proc AS p WHERE p.pronamespace = space);
+    before     constant oid[] := ARRAY(
+        SELECT p.oid FROM pg_proc AS p WHERE p.pronamespace = space AND p.proname <> 'outbox_define');
     definition text;
     granted    record;
 BEGIN
@@ -65,7 +66,6 @@ BEGIN
     END LOOP;
 END $body$;
 -- +goose StatementEnd
-REVOKE ALL ON FUNCTION outbox_define(name, text[], text[]) FROM PUBLIC;
 
 CREATE TABLE outbox (
     id             bigserial    PRIMARY KEY,

@@ -83,7 +83,7 @@ func TestActsOnDeliveries(t *testing.T) {
 	t.Parallel()
 	h := newBusyFixture(t, nil)
 	status := func(id int) string {
-		return query1[string](h, `SELECT concat_ws(' ', status, CASE WHEN held THEN 'held' END, attempt_count, resolution) FROM {s}.event_delivery WHERE id = $1`, id)
+		return query1[string](h, `SELECT concat_ws(' ', status, CASE WHEN held THEN 'held' END, attempt_count, CASE WHEN resolved_at IS NOT NULL THEN 'resolved' END) FROM {s}.event_delivery WHERE id = $1`, id)
 	}
 	page := h.get("/failed/delivery-1")
 	for _, words := range []string{"Given up", "10 of 10", "COUNT_SALES", "context deadline exceeded", "Mina Park", "Resolve without handling", "Hold the key", "req-5"} {

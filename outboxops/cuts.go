@@ -97,9 +97,9 @@ const sqlSubscriptions = `
 SELECT s.consumer_group, s.state, s.changed_at, coalesce(s.relay, ''),
        (SELECT count(*) FROM (SELECT FROM {schema}.event_delivery AS d WHERE d.consumer_group = s.consumer_group AND d.status = 'PROCESSING' LIMIT $1) AS r)
        + (SELECT count(*) FROM (SELECT FROM {schema}.event_delivery AS d
-                                 WHERE d.consumer_group = s.consumer_group AND d.status IN ('PENDING', 'PARKED') AND d.resolution IS NULL LIMIT $1) AS r),
+                                 WHERE d.consumer_group = s.consumer_group AND d.status IN ('PENDING', 'PARKED') AND d.resolved_at IS NULL LIMIT $1) AS r),
        (SELECT count(*) FROM (SELECT FROM {schema}.event_delivery AS d
-                               WHERE d.consumer_group = s.consumer_group AND d.status = 'DEAD' AND d.resolution IS NULL LIMIT $1) AS r),
+                               WHERE d.consumer_group = s.consumer_group AND d.status = 'DEAD' AND d.resolved_at IS NULL LIMIT $1) AS r),
        EXISTS (SELECT FROM {schema}.consumer_start AS c WHERE c.consumer_group = s.consumer_group)
   FROM {schema}.event_subscription AS s
  ORDER BY s.consumer_group`

@@ -75,7 +75,7 @@ func (h *opsFixture) played(t testing.TB, ids []int64) (play string) {
 		}
 		var mark string
 		require.NoError(t, h.db.QueryRow(background, h.sql(`
-			SELECT CASE WHEN resolution IS NOT NULL THEN 'R' WHEN held THEN 'H' WHEN status = 'DEAD' THEN 'D' WHEN status = 'PENDING' THEN 'P'
+			SELECT CASE WHEN resolved_at IS NOT NULL THEN 'R' WHEN held THEN 'H' WHEN status = 'DEAD' THEN 'D' WHEN status = 'PENDING' THEN 'P'
 			            WHEN status = 'PARKED' THEN 'K' WHEN status = 'PROCESSING' THEN 'W' ELSE 'F' END
 			  FROM {schema}.event_delivery WHERE id = $1`), id).Scan(&mark))
 		play += mark

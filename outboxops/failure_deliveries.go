@@ -12,7 +12,7 @@ import (
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// The functions of 0012_delivery_operators.sql change the rows and write the audit rows, as
+// The functions of 0005_operators_and_audit.sql change the rows and write the audit rows, as
 // those of failed events do.
 const (
 	sqlRequeueDeliveries = `SELECT {schema}.outbox_requeue_deliveries($1, $2, $3)`
@@ -42,7 +42,7 @@ func newDeliveryStore(db *pgxpool.Pool, schema string, most int) deliveryStore {
 
 func failureOfDelivery(r tables.Delivery) Failure {
 	status := deliveryStatus(r.Status, r.ErrorCode)
-	if r.Resolution != "" {
+	if !r.ResolvedAt.IsZero() {
 		status = outbox.StatusResolved
 	}
 	f := Failure{

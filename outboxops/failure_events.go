@@ -12,7 +12,7 @@ import (
 	"github.com/outboxgo/outbox/internal/tables"
 )
 
-// The functions of 0010_least_privilege.sql change the events and write the audit rows, with
+// The functions of 0005_operators_and_audit.sql change the events and write the audit rows, with
 // the rights of the owner of the tables: an operator needs no right to change them in any
 // other way.
 const (

@@ -41,7 +41,7 @@ WITH at AS MATERIALIZED (
     SELECT d.position, d.event_type, d.aggregate_id, lower(d.status), greatest(d.attempt_count - 1, 0),
            concat_ws(': ', d.action, d.last_error_code, d.last_error_message)
       FROM {schema}.event_delivery AS d
-     WHERE d.consumer_group = $1::text AND d.status <> 'DONE' AND d.resolution IS NULL
+     WHERE d.consumer_group = $1::text AND d.status <> 'DONE' AND d.resolved_at IS NULL
 )
 SELECT * FROM pending ORDER BY status = 'dead' DESC, id LIMIT $2::bigint`
 

@@ -39,9 +39,9 @@ func TestMigrate(t *testing.T) {
 	d := newCommandFixture(t)
 	require.Contains(t, d.ok(t, "migrate", "status"), "pending")
 	require.Equal(t, exitProblems, d.call(t, "migrate", "status", "--check").code)
-	require.True(t, strings.HasPrefix(d.ok(t, "migrate", "up"), "applied 0001_init.sql\n"))
+	require.True(t, strings.HasPrefix(d.ok(t, "migrate", "up"), "applied 0001_events_and_cursors.sql\n"))
 	require.Contains(t, d.ok(t, "migrate", "up"), "is up to date")
-	require.Contains(t, d.ok(t, "migrate", "status", "--check"), "0001_init.sql")
+	require.Contains(t, d.ok(t, "migrate", "status", "--check"), "0001_events_and_cursors.sql")
 	var doc migrationsDoc
 	d.json(t, &doc, exitOK, "migrate", "status")
 	require.Equal(t, d.schema, doc.Schema)

@@ -222,7 +222,7 @@ func missing(t thing) finding {
 		f.Means, f.Do = "What it keeps out gets in.", fmt.Sprintf("ALTER TABLE %s ADD CONSTRAINT %s %s", t.table, t.name, t.definition)
 	case "policy":
 		f.Means, f.Do = "Roles that are not the owner cannot write there what they have to, or consumers can write for groups that are not theirs.",
-			fmt.Sprintf("Make it again, as in 0010_least_privilege.sql (outbox migrate print --from 10): %s", t.definition)
+			fmt.Sprintf("Make it again, as in 0007_roles.sql (outbox migrate print --from 7): %s", t.definition)
 	case "security":
 		f.What = "table " + t.table + " has no row level security"
 		f.Means, f.Do = "A consumer can write and remove what other groups have handled, and where they read.", fmt.Sprintf("ALTER TABLE %s ENABLE ROW LEVEL SECURITY", t.table)

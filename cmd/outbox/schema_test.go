@@ -27,7 +27,7 @@ func TestSchemaWithQuotes(t *testing.T) {
 	})
 	d := commandFixtureAt(t, db, schema)
 	d.vars["DATABASE_URL"] = d.url("&options=-c%20idle_in_transaction_session_timeout%3D60000%20-c%20search_path%3Dpg_catalog")
-	require.Contains(t, d.ok(t, "migrate", "up", "--partition-rows", "10"), "0010_least_privilege.sql")
+	require.Contains(t, d.ok(t, "migrate", "up", "--partition-rows", "10"), "0007_roles.sql")
 	d.migrate(t)
 	d.relay(t)
 	d.record(t, "a")

@@ -144,7 +144,7 @@ func (h *history) holds(key string) bool {
 func (h *history) compare() {
 	rows, err := h.db.Query(h.t.Context(), pg.InSchema(`
 		SELECT d.id, CASE WHEN d.order_key IS NULL THEN '' ELSE d.aggregate_id END AS key, d.status, d.attempt_count, coalesce(d.locked_by, ''), coalesce(d.last_error_code, '') = 'stale',
-		       d.held, d.resolution IS NOT NULL, (SELECT count(*) FROM {schema}.effects AS e WHERE e.delivery_id = d.id)
+		       d.held, d.resolved_at IS NOT NULL, (SELECT count(*) FROM {schema}.effects AS e WHERE e.delivery_id = d.id)
 		  FROM {schema}.event_delivery AS d ORDER BY d.id`, h.schema))
 	require.NoError(h.t, err)
 	found, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (string, error) {

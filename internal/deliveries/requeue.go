@@ -13,7 +13,7 @@ import (
 	"github.com/outboxgo/outbox/internal/pg"
 )
 
-// What operators do with DEAD rows is in 0012_delivery_operators.sql. Here is what happens without one: to rows whose dead letters
+// What operators do with DEAD rows is in 0005_operators_and_audit.sql. Here is what happens without one: to rows whose dead letters
 // came back, and to those of an error after which the host wants them tried again some time later.
 
 // again are the columns of a DEAD row that has all its attempts again.
@@ -26,7 +26,7 @@ const sqlReplayed = `
 UPDATE {schema}.event_delivery AS d SET ` + again + `
  WHERE d.id = ANY (ARRAY(SELECT r.id FROM unnest($2::text[], $3::bytea[]) AS n (action, digest)
                            JOIN {schema}.event_delivery AS r ON r.consumer_group = $1::text AND r.action = n.action AND r.record_digest = n.digest AND r.status <> 'DONE'
-                          WHERE r.status = 'DEAD' AND r.resolution IS NULL ORDER BY r.id FOR UPDATE OF r))
+                          WHERE r.status = 'DEAD' AND r.resolved_at IS NULL ORDER BY r.id FOR UPDATE OF r))
 RETURNING d.action, d.record_digest`
 
 // sqlGiveTurn has rows that wait for their turn give it up to an earlier one of their key that is parked. One that is being claimed
@@ -83,14 +83,14 @@ const mostRetriedDead = 500
 // sqlDeadFor finds rows that have been DEAD for some time, by the code of their error.
 const sqlDeadFor = `
 SELECT d.id, d.order_key FROM {schema}.event_delivery AS d JOIN unnest($2::text[], $3::interval[]) AS c (code, after) ON c.code = d.last_error_code
- WHERE d.consumer_group = $1::text AND d.status = 'DEAD' AND d.resolution IS NULL AND (d.record IS NOT NULL) = $4::bool AND d.processed_at < clock_timestamp() - c.after
+ WHERE d.consumer_group = $1::text AND d.status = 'DEAD' AND d.resolved_at IS NULL AND (d.record IS NOT NULL) = $4::bool AND d.processed_at < clock_timestamp() - c.after
  ORDER BY d.id LIMIT $5`
 
 // sqlRetryDead gives rows all their attempts again, if they are still DEAD.
 const sqlRetryDead = `
 UPDATE {schema}.event_delivery AS d SET ` + again + `
  WHERE d.id = ANY (ARRAY(SELECT r.id FROM {schema}.event_delivery AS r
-                          WHERE r.id = ANY ($2) AND r.consumer_group = $1::text AND r.status = 'DEAD' AND r.resolution IS NULL ORDER BY r.id FOR UPDATE))`
+                          WHERE r.id = ANY ($2) AND r.consumer_group = $1::text AND r.status = 'DEAD' AND r.resolved_at IS NULL ORDER BY r.id FOR UPDATE))`
 
 // RetryDead gives rows all their attempts again that have been DEAD for as long as after says of the code of their error, at most 500
 // of them. It returns how many these are.

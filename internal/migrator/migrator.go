@@ -39,8 +39,8 @@ type Step struct {
 }
 
 // readSteps reads the files, which are numbered from 1 without gaps.
-func readSteps() ([]Step, error) {
-	names, err := fs.Glob(migrations.FS, "*.sql")
+func readSteps(files fs.FS) ([]Step, error) {
+	names, err := fs.Glob(files, "*.sql")
 	if err != nil {
 		return nil, err
 	}
@@ -51,7 +51,7 @@ func readSteps() ([]Step, error) {
 		if err != nil || version != i+1 {
 			return nil, fmt.Errorf("file %s: want number %d", name, i+1)
 		}
-		sql, err := fs.ReadFile(migrations.FS, name)
+		sql, err := fs.ReadFile(files, name)
 		if err != nil {
 			return nil, err
 		}
@@ -66,6 +66,7 @@ type Migrator struct {
 	Schema      string
 	LockTimeout time.Duration // of a try to apply a file
 	Logger      *slog.Logger
+	Files       fs.FS // 0001_….sql, 0002_….sql and so on; nil means those of the package migrations
 
 	steps  []Step
 	warned bool // of a schema in which everybody may create
@@ -73,7 +74,11 @@ type Migrator struct {
 
 // Run applies file after file.
 func (m *Migrator) Run(ctx context.Context) (err error) {
-	if m.steps, err = readSteps(); err != nil {
+	files := m.Files
+	if files == nil {
+		files = migrations.FS
+	}
+	if m.steps, err = readSteps(files); err != nil {
 		return err
 	}
 	for {

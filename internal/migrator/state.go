@@ -9,6 +9,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/privileges"
+	"github.com/outboxgo/outbox/migrations"
 )
 
 // Applied is a file that was applied.
@@ -24,7 +25,7 @@ const sqlMigrations = `SELECT version, name, applied_at FROM {schema}.outbox_mig
 // State returns the files that were applied to a schema, and those that Run would apply, both
 // by version. Without the schema or the table all of them are pending.
 func State(ctx context.Context, db *pgxpool.Pool, schema string) (applied []Applied, pending []Step, err error) {
-	steps, err := readSteps()
+	steps, err := readSteps(migrations.FS)
 	if err != nil {
 		return nil, nil, err
 	}

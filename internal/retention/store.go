@@ -470,7 +470,7 @@ WITH looked AS MATERIALIZED (
       FROM {schema}.event_delivery WHERE id > $1 ORDER BY id LIMIT $2
 ), gone AS (
     DELETE FROM {schema}.event_delivery
-     WHERE ctid = ANY (ARRAY(SELECT place FROM looked WHERE ripe)) AND (status = 'DONE' OR status = 'DEAD' AND resolution IS NOT NULL)
+     WHERE ctid = ANY (ARRAY(SELECT place FROM looked WHERE ripe)) AND (status = 'DONE' OR status = 'DEAD' AND resolved_at IS NOT NULL)
  RETURNING id
 )
 SELECT ` + lookedColumns + `, (SELECT count(*) FROM gone)`

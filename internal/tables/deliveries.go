@@ -25,7 +25,7 @@ type Delivery struct {
 	ErrorCode                               string
 	Err                                     error
 	CreatedAt, UpdatedAt, ProcessedAt       time.Time
-	Resolution, ResolvedBy, Note            string
+	ResolvedBy, Note                        string
 	ResolvedAt                              time.Time
 	Position                                int64  // outbox.id, or the offset of the record
 	Partition                               *int32 // of the record that brought the event; nil if it came from outbox
@@ -38,7 +38,7 @@ type Delivery struct {
 const DeliveryColumns = `d.id, d.consumer_group, d.action, d.stream, coalesce(d.partition_key, d.aggregate_id), d.status, d.held,
        d.attempt_count, d.max_attempts, d.next_retry_at, d.last_attempt_at, coalesce(d.locked_by, ''), d.locked_until,
        coalesce(d.last_error_code, ''), d.last_error_message, d.created_at, d.updated_at, d.processed_at,
-       coalesce(d.resolution, ''), coalesce(d.resolved_by, ''), coalesce(d.note, ''), d.resolved_at,
+       coalesce(d.resolved_by, ''), coalesce(d.note, ''), d.resolved_at,
        d.position, d.record_partition, coalesce(d.record_id, d.event_id::text), d.event_type, d.source, d.aggregate_type, d.aggregate_id, d.content_type, d.occurred_at, d.recorded_at`
 
 // ScanDelivery reads [DeliveryColumns].
@@ -47,7 +47,7 @@ func ScanDelivery(row pgx.CollectableRow) (r Delivery, err error) {
 	err = row.Scan(&r.ID, &r.Group, &r.Action, &r.Stream, &r.Key, &r.Status, &r.Held,
 		&r.Attempts, &r.MaxAttempts, pg.Time{At: &r.NextRetryAt}, pg.Time{At: &r.LastAttemptAt}, &r.LockedBy, pg.Time{At: &r.LockedUntil},
 		&r.ErrorCode, &lastError, pg.Time{At: &r.CreatedAt}, pg.Time{At: &r.UpdatedAt}, pg.Time{At: &r.ProcessedAt},
-		&r.Resolution, &r.ResolvedBy, &r.Note, pg.Time{At: &r.ResolvedAt},
+		&r.ResolvedBy, &r.Note, pg.Time{At: &r.ResolvedAt},
 		&r.Position, &r.Partition, &r.EventID, &r.Type, &r.Source, &r.AggregateType, &r.AggregateID, &r.ContentType, pg.Time{At: &r.OccurredAt}, pg.Time{At: &r.RecordedAt})
 	if lastError != nil {
 		r.Err = errors.New(*lastError)
@@ -111,10 +111,10 @@ WITH RECURSIVE kinds AS (
 )`
 
 const (
-	deliveriesWait = ` WHERE status IN ('PENDING', 'PARKED', 'DEAD') AND resolution IS NULL`
+	deliveriesWait = ` WHERE status IN ('PENDING', 'PARKED', 'DEAD') AND resolved_at IS NULL`
 
 	// OfDeliveryKind is described at [DeliveryKinds].
-	OfDeliveryKind = ` WHERE d.status IN ('PENDING', 'PARKED', 'DEAD') AND d.resolution IS NULL
+	OfDeliveryKind = ` WHERE d.status IN ('PENDING', 'PARKED', 'DEAD') AND d.resolved_at IS NULL
                AND d.consumer_group = k.consumer_group AND d.action = k.action AND d.stream = k.stream AND d.status = k.status`
 	// ByDeliveryKind is the order of the index.
 	ByDeliveryKind = ` ORDER BY d.consumer_group, d.action, d.stream, d.status, d.id`
@@ -190,7 +190,7 @@ const (
     SELECT (SELECT d.consumer_group FROM {schema}.event_delivery AS d WHERE d.status = 'DEAD' AND d.consumer_group > g.consumer_group
              ORDER BY d.consumer_group, d.id LIMIT 1) FROM groups AS g WHERE g.consumer_group IS NOT NULL
 )`
-	resolvedOfGroup = ` WHERE d.status = 'DEAD' AND d.consumer_group = g.consumer_group AND d.resolution IS NOT NULL`
+	resolvedOfGroup = ` WHERE d.status = 'DEAD' AND d.consumer_group = g.consumer_group AND d.resolved_at IS NOT NULL`
 )
 
 // SQLDeliveryList reads up to $15 deliveries with an id below $14, or any for 0, the newest
@@ -227,7 +227,7 @@ SELECT r.id, k.stream FROM chosen AS k
 const SQLDeliveryDeaths = `
 SELECT ` + DeliveryColumns + `
   FROM {schema}.event_delivery AS d
- WHERE d.status = 'DEAD' AND d.resolution IS NULL AND d.processed_at >= $1 AND d.id <> ALL ($2::bigint[])
+ WHERE d.status = 'DEAD' AND d.resolved_at IS NULL AND d.processed_at >= $1 AND d.id <> ALL ($2::bigint[])
  ORDER BY d.processed_at, d.id LIMIT $3`
 
 // MaxProcessing is how many deliveries that are with workers are looked at.
