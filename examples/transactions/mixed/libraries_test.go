@@ -4,11 +4,11 @@ import (
 	"context"
 	"database/sql"
 
+	entsql "entgo.io/ent/dialect/sql"
 	"github.com/jackc/pgx/v5"
 	"gorm.io/gorm"
 
 	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/examples/transactions/ent/ent"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/outboxsql"
 )
@@ -105,26 +105,26 @@ func (t gormTx) Savepoint(_ context.Context, f func(oracle.Tx) error) error {
 	return t.tx.Transaction(func(tx *gorm.DB) error { return f(gormTx{tx, t.rec}) })
 }
 
-// entLibrary is ent with the feature sql/execquery.
+// entLibrary is the driver of ent, whose transactions are those of a client with the feature sql/execquery.
 type entLibrary struct {
-	client *ent.Client
+	driver *entsql.Driver
 	rec    *outbox.Recorder
 }
 
 func (l entLibrary) InTx(ctx context.Context, level pgx.TxIsoLevel, f func(oracle.Tx) error) error {
-	tx, err := l.client.BeginTx(ctx, options(level))
+	tx, err := l.driver.BeginTx(ctx, options(level))
 	if err != nil {
 		return err
 	}
 	defer tx.Rollback()
-	if err := f(entTx{tx, l.rec}); err != nil {
+	if err := f(entTx{tx.(*entsql.Tx), l.rec}); err != nil {
 		return err
 	}
 	return tx.Commit()
 }
 
 type entTx struct {
-	tx  *ent.Tx
+	tx  *entsql.Tx
 	rec *outbox.Recorder
 }
 

@@ -25,7 +25,6 @@ import (
 	"gorm.io/gorm/logger"
 
 	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/examples/transactions/ent/ent"
 	"github.com/outboxgo/outbox/examples/transactions/internal/shoptest"
 	"github.com/outboxgo/outbox/internal/oracle"
 	"github.com/outboxgo/outbox/internal/testenv"
@@ -43,7 +42,7 @@ func TestMain(m *testing.M) {
 }
 
 // The promises hold whatever library a transaction belongs to, and if several write events of the
-// same key in turn: pgx, database/sql with pgx and with lib/pq, GORM, and ent. The writers are those
+// same key in turn: pgx, database/sql with pgx and with lib/pq, GORM, and ent's driver. The writers are those
 // of TestOracle, and relays are stopped again and again.
 func TestOracleOfMixedWriters(t *testing.T) {
 	v := oracle.Result{Seed: *oracleSeed}
@@ -119,7 +118,7 @@ func (f *fixture) libraries(t *testing.T) []oracle.Library {
 		sqlLibrary{pgxDB, f.rec},
 		sqlLibrary{pqDB, f.rec},
 		gormLibrary{gormDB, f.rec},
-		entLibrary{ent.NewClient(ent.Driver(entsql.OpenDB(dialect.Postgres, entSQL))), f.rec},
+		entLibrary{entsql.OpenDB(dialect.Postgres, entSQL), f.rec},
 	}
 }
 

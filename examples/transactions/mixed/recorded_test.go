@@ -21,7 +21,6 @@ import (
 	"gorm.io/gorm/logger"
 
 	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/examples/transactions/ent/ent"
 	"github.com/outboxgo/outbox/examples/transactions/internal/shoptest"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxsql"
@@ -65,7 +64,7 @@ func TestRecordedByEachLibrary(t *testing.T) {
 	committed := cupSold{Cup: "committed", At: time.Now().Truncate(time.Microsecond)}
 	require.NoError(t, inTx(t.Context(), db, func(tx *sql.Tx) error { return outboxsql.Record(t.Context(), tx, rec, committed) }))
 	for name, library := range map[string]lookable{
-		"stdlib": ofSQL(db), "lib/pq": ofSQL(pq), "GORM": ofGORM(t, db, false), "GORM that prepares": ofGORM(t, direct, true), "ent": ofEnt(db), "Bun": ofBun(db),
+		"stdlib": ofSQL(db), "lib/pq": ofSQL(pq), "GORM": ofGORM(t, db, false), "GORM that prepares": ofGORM(t, direct, true), "driver of ent": ofEnt(db), "Bun": ofBun(db),
 		"sqlx": ofSQLX(db, "pgx"), "sqlx on lib/pq": ofSQLX(pq, "postgres"),
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -143,12 +142,13 @@ func ofGORM(t *testing.T, conn *sql.DB, prepares bool) lookable {
 }
 
 func ofEnt(db *sql.DB) lookable {
-	client := ent.NewClient(ent.Driver(entsql.OpenDB(dialect.Postgres, db)))
-	return lookable{client, func(ctx context.Context, f func(outboxsql.Tx, outboxtest.SQLDB) error) error {
-		tx, err := client.Tx(ctx)
+	driver := entsql.OpenDB(dialect.Postgres, db)
+	return lookable{driver, func(ctx context.Context, f func(outboxsql.Tx, outboxtest.SQLDB) error) error {
+		begun, err := driver.Tx(ctx)
 		if err != nil {
 			return err
 		}
+		tx := begun.(*entsql.Tx)
 		return errors.Join(f(tx, tx), tx.Rollback())
 	}}
 }
