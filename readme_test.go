@@ -49,7 +49,7 @@ func TestDocBlocks(t *testing.T) {
 // The table of docs/transactions.md shows lines of the example that a row links to.
 func TestTransactionsTable(t *testing.T) {
 	t.Parallel()
-	row := regexp.MustCompile(`(?m)^\| \[[^]]+\]\(\.\./(examples/transactions/\w+/main\.go)\) \|(.*)\|$`)
+	row := regexp.MustCompile(`(?m)^\| \[[^]]+\]\(\.\./(examples/transactions/[\w/]+/main\.go)\) \|(.*)\|$`)
 	rows := row.FindAllStringSubmatch(read(t, "docs/transactions.md"), -1)
 	require.Len(t, rows, 7, "one for each example")
 	for _, row := range rows {
