@@ -31,7 +31,7 @@ const maxConns = 32
 
 // open connects to PostgreSQL and Redis.
 func open(ctx context.Context, cfg config, stderr io.Writer) (*app, error) {
-	a := &app{id: cfg.schema, source: "commerce-api/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.brokers...)}}
+	a := &app{id: cfg.schema, source: "commerce-api/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.Brokers...)}}
 	level := slog.LevelWarn
 	if cfg.verbose {
 		level = slog.LevelDebug
@@ -41,7 +41,7 @@ func open(ctx context.Context, cfg config, stderr io.Writer) (*app, error) {
 	if a.events, err = registry(a.source); err != nil {
 		return nil, err
 	}
-	if a.db, err = show.Connect(ctx, cfg.postgres, a.id, maxConns); err != nil {
+	if a.db, err = show.Connect(ctx, cfg.Postgres, a.id, maxConns); err != nil {
 		return nil, err
 	}
 	client, err := connectRedis(ctx, cfg.redis)

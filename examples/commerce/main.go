@@ -18,9 +18,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/signal"
-	"strings"
-	"syscall"
 	"time"
 
 	"github.com/outboxgo/outbox/examples/internal/show"
@@ -46,24 +43,17 @@ Exit code: 0 all is counted right, 1 it is not, or the run failed, 2 wrong usage
 Flags:
 `
 
-// The codes that the program exits with.
-const (
-	exitRight = iota
-	exitWrong
-	exitUsage
-)
-
 const maxRate = 1000
 
 type config struct {
-	rate, kills               int
-	duration, patience        time.Duration
-	load, verbose             bool
-	listen                    string
-	schema                    string // of a process of the service
-	twice                     bool   // that publishes everything twice
-	postgres, redis, password string
-	brokers                   []string
+	show.Services
+	rate, kills        int
+	duration, patience time.Duration
+	load, verbose      bool
+	listen             string
+	schema             string // of a process of the service
+	twice              bool   // that publishes everything twice
+	redis, password    string
 }
 
 // serviceArgs are the arguments of a process of the service.
@@ -71,45 +61,24 @@ func (c config) serviceArgs() []string {
 	return []string{"-schema=" + c.schema, "-listen=" + c.listen, fmt.Sprintf("-twice=%t", c.twice), fmt.Sprintf("-v=%t", c.verbose)}
 }
 
-func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop) // a second Ctrl-C ends the program at once
-	os.Exit(start(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
-}
+func main() { show.Main("commerce", start) }
 
-// start is main without the process around it. It returns the exit code.
-func start(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) int {
+func start(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) error {
 	cfg, err := parse(args, stdout)
-	if errors.Is(err, flag.ErrHelp) {
-		return exitRight
-	}
 	if err != nil {
-		fmt.Fprintln(stderr, "commerce:", err)
-		return exitUsage
+		return err
 	}
 	if cfg.schema != "" {
 		// A signal does not end it: Ctrl-C reaches all processes of a terminal, and the
 		// service is needed until all is counted.
-		if err := serve(context.WithoutCancel(ctx), cfg, stdin, stdout, stderr); err != nil {
-			fmt.Fprintln(stderr, "commerce: service:", err)
-			return exitWrong
-		}
-		return exitRight
+		return show.Played("service", serve(context.WithoutCancel(ctx), cfg, stdin, stdout, stderr))
 	}
 	r, err := run(ctx, cfg, stdout)
-	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
-		fmt.Fprintln(stderr, "commerce: ended by a signal:", err)
-		return exitRight
-	}
 	if err != nil {
-		fmt.Fprintln(stderr, "commerce:", err)
-		return exitWrong
+		return err
 	}
 	r.print(stdout)
-	if !r.right() {
-		return exitWrong
-	}
-	return exitRight
+	return show.Verdict(r.right())
 }
 
 // parse reads the flags and the environment.
@@ -124,24 +93,20 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.BoolVar(&cfg.verbose, "v", false, "print what the service logs")
 	flags.StringVar(&cfg.schema, "schema", "", "be the service, with the tables of this schema, until the standard input ends")
 	flags.BoolVar(&cfg.twice, "twice", false, "with -schema: publish everything twice")
-	if err := show.Parse(flags, args, usage, stdout); err != nil {
-		return cfg, err
-	}
-	cfg.postgres, cfg.redis, cfg.password = os.Getenv("OUTBOX_POSTGRES_URL"), os.Getenv("REDIS_URL"), os.Getenv("OPERATOR_PASSWORD")
-	brokers := os.Getenv("OUTBOX_KAFKA_BROKERS")
-	cfg.brokers = strings.Split(brokers, ",")
-	switch {
-	case flags.NArg() > 0:
-		err = fmt.Errorf("%q is not a flag; see commerce -h", flags.Arg(0))
-	case cfg.rate < 1 || cfg.rate > maxRate || cfg.duration <= 0 || cfg.patience <= 0:
-		err = fmt.Errorf("-rate, -for and -patience start above 0, and -rate ends at %d; see commerce -h", maxRate)
-	case cfg.kills < 0:
-		err = errors.New("-kills starts at 0; see commerce -h")
-	case cfg.postgres == "" || brokers == "":
-		err = errors.New("OUTBOX_POSTGRES_URL and OUTBOX_KAFKA_BROKERS are not set: run it with `make commerce`, or see commerce -h")
-	}
-	if cfg.load {
-		cfg.kills = 0
-	}
+	cfg.Services, cfg.redis, cfg.password = show.Environment(), os.Getenv("REDIS_URL"), os.Getenv("OPERATOR_PASSWORD")
+	err = show.Parse(flags, args, usage, stdout, cfg.check)
 	return cfg, err
+}
+
+func (c *config) check() error {
+	switch {
+	case c.rate < 1 || c.rate > maxRate || c.duration <= 0 || c.patience <= 0:
+		return fmt.Errorf("-rate, -for and -patience start above 0, and -rate ends at %d", maxRate)
+	case c.kills < 0:
+		return errors.New("-kills starts at 0")
+	}
+	if c.load {
+		c.kills = 0
+	}
+	return c.Require("commerce", true)
 }

@@ -1,14 +1,11 @@
 package main
 
 import (
-	"context"
 	"strings"
 	"testing"
-	"time"
 
-	"github.com/jackc/pgx/v5"
-	"github.com/outboxgo/outbox/examples/internal/ending"
 	"github.com/outboxgo/outbox/examples/internal/program"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 )
@@ -49,13 +46,8 @@ func TestCommerce(t *testing.T) {
 func TestCommerceMissesALike(t *testing.T) {
 	t.Parallel()
 	p := startCommerce(t, "-load", "-for=2s", "-rate=15", "-patience=5s")
-	db := testenv.Pool(t, nil)
-	likes := pgx.Identifier{p.Schema, "likes"}.Sanitize()
-	require.Eventually(t, func() bool { // the program makes its tables meanwhile
-		_, err := db.Exec(context.Background(), `INSERT INTO `+likes+` (product_id, user_id) VALUES (1, 1000000)`)
-		return err == nil
-	}, testenv.Patience, 5*time.Millisecond)
-	require.Equal(t, exitWrong, p.Wait(t))
+	p.Change(t, `INSERT INTO likes (product_id, user_id) VALUES (1, 1000000)`)
+	require.Equal(t, show.ExitWrong, p.Wait(t))
 	out := p.Stdout.String()
 	require.Regexp(t, `from request to statistic: p50 \S+s, p99 \S+s\n`, out)
 	require.Contains(t, out, "the service was killed 0 times")
@@ -68,57 +60,24 @@ func TestCommerceMissesALike(t *testing.T) {
 
 // A signal closes the shop; what was sold is counted and compared.
 func TestCommerceInterrupted(t *testing.T) {
-	t.Parallel()
-	for _, signal := range ending.Signals {
-		t.Run(signal.String(), func(t *testing.T) {
-			p := startCommerce(t, "-for=1h", "-rate=15", "-kills=0")
-			db := testenv.Pool(t, nil)
-			orders := pgx.Identifier{p.Schema, "orders"}.Sanitize()
-			require.Eventually(t, func() bool {
-				n := 0
-				err := db.QueryRow(context.Background(), `SELECT count(*) FROM `+orders).Scan(&n)
-				return err == nil && n > 10
-			}, testenv.Patience, 10*time.Millisecond)
-			p.Signal(t, signal)
-			require.Zero(t, p.Wait(t))
-			p.RequireNoSchema(t)
-		})
+	start := func(t *testing.T) *program.Process {
+		return startCommerce(t, "-for=1h", "-rate=15", "-kills=0")
 	}
-}
-
-func TestCommerceInterruptedWhileStarting(t *testing.T) {
-	t.Parallel()
-	cmd := program.Command(context.Background(), nil, "OUTBOX_KAFKA_BROKERS=127.0.0.1:1", "REDIS_URL=")
-	ending.RequireWhileStarting(t, cmd, "OUTBOX_POSTGRES_URL")
+	program.TestInterrupted(t, start, "orders", 10, func(t *testing.T, p *program.Process) {
+		require.NotContains(t, p.Stdout.String(), "wrong")
+	})
 }
 
 // Wrong usage names what is wrong.
-var usageTests = []struct {
-	name, postgres, brokers, args string
-	code                          int
-	stdout, stderr                string
-}{
-	{"help", "", "", "--help", exitRight, "-load", ""},
-	{"no PostgreSQL", "", "b:1", "", exitUsage, "", "OUTBOX_POSTGRES_URL"},
-	{"no Kafka", "postgres://h/d", "", "", exitUsage, "", "OUTBOX_KAFKA_BROKERS"},
-	{"unknown flag", "postgres://h/d", "b:1", "-ratez=1", exitUsage, "", "-ratez"},
-	{"not a flag", "postgres://h/d", "b:1", "rate", exitUsage, "", `"rate" is not a flag`},
-	{"no customers", "postgres://h/d", "b:1", "-rate=0", exitUsage, "", "-rate"},
-	{"too many customers", "postgres://h/d", "b:1", "-rate=1001", exitUsage, "", "-rate"},
-	{"fewer than no kills", "postgres://h/d", "b:1", "-kills=-1", exitUsage, "", "-kills"},
-	{"no patience", "postgres://h/d", "b:1", "-patience=0s", exitUsage, "", "-patience"},
-	{"nobody answers the service", "postgres://127.0.0.1:1/d", "b:1", "-schema=s", exitWrong, "", "connect"},
-	{"nobody answers", "postgres://127.0.0.1:1/d", "b:1", "", exitWrong, "", "connect"},
-}
-
 func TestUsage(t *testing.T) {
-	t.Parallel()
-	for _, tt := range usageTests {
-		t.Run(tt.name, func(t *testing.T) {
-			env := []string{"REDIS_URL=", "OUTBOX_POSTGRES_URL=" + tt.postgres, "OUTBOX_KAFKA_BROKERS=" + tt.brokers}
-			program.RequireUsage(t, tt.args, env, tt.code, tt.stdout, tt.stderr)
-		})
-	}
+	program.TestUsage(t, "-load",
+		program.NoKafka,
+		program.Misuse("no customers", "-rate=0", "-rate"),
+		program.Misuse("too many customers", "-rate=1001", "-rate"),
+		program.Misuse("fewer than no kills", "-kills=-1", "-kills"),
+		program.Misuse("no patience", "-patience=0s", "-patience"),
+		program.Unanswered("nobody answers the service", "-schema=s", ""),
+	)
 }
 
 // Redis is asked for before anything is begun. A server that is not there is told.

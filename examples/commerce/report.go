@@ -143,7 +143,7 @@ A shop and the consumers of its events
   shop        http://%[4]s, %[5]d customers per second for %[6]v
   operators   http://%[4]s%[7]s/, as operator with the password %[8]s
   metrics     http://%[4]s/metrics
-`, cfg.schema, strings.Join(cfg.brokers, ", "), redis, cfg.listen, cfg.rate, cfg.duration, operatorsPath, cfg.password)
+`, cfg.schema, strings.Join(cfg.Brokers, ", "), redis, cfg.listen, cfg.rate, cfg.duration, operatorsPath, cfg.password)
 }
 
 func (r *report) print(out io.Writer) {

@@ -20,10 +20,13 @@ type console struct {
 
 // newConsole uses colour where somebody looks at a terminal and has not asked
 // for none (no-color.org). quiet leaves the summary.
-func newConsole(f *os.File, quiet bool) *console {
-	info, err := f.Stat()
-	terminal := err == nil && info.Mode()&os.ModeCharDevice != 0
-	return &console{w: f, quiet: quiet, color: terminal && os.Getenv("NO_COLOR") == ""}
+func newConsole(w io.Writer, quiet bool) *console {
+	terminal := false
+	if file, ok := w.(*os.File); ok {
+		info, err := file.Stat()
+		terminal = err == nil && info.Mode()&os.ModeCharDevice != 0
+	}
+	return &console{w: w, quiet: quiet, color: terminal && os.Getenv("NO_COLOR") == ""}
 }
 
 // SGR parameters of the terminal.
@@ -62,7 +65,7 @@ func (c *console) header(cfg config, runID, page string) {
 	c.title("A small shop on outbox")
 	c.row("orders", "%s by %d customers, %s", thousands(cfg.orders), cfg.shoppers, pace)
 	c.row("PostgreSQL", "schema %s, of this run", runID)
-	c.row("Kafka", "%s at %s", kind, strings.Join(cfg.brokers, ", "))
+	c.row("Kafka", "%s at %s", kind, strings.Join(cfg.Brokers, ", "))
 	until := "until the end; -keep keeps it open"
 	if cfg.keep {
 		until = "until Ctrl-C"

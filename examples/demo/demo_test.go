@@ -10,9 +10,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-	"github.com/outboxgo/outbox/examples/internal/ending"
 	"github.com/outboxgo/outbox/examples/internal/program"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxtest"
 	"github.com/stretchr/testify/require"
@@ -67,10 +66,10 @@ func TestDemoKeepsThePage(t *testing.T) {
 	}, 30*time.Second, 10*time.Millisecond)
 	require.Equal(t, http.StatusOK, status(t, page, ""))
 	require.Equal(t, http.StatusOK, status(t, page+"failed", ""))
-	db := testenv.Pool(t, nil)
+	db := p.Tables(t)
 	for table, want := range map[string]string{"outbox_failed": "message_too_large", "event_delivery": "DEAD"} {
 		var row string
-		require.NoError(t, db.QueryRow(context.Background(), `SELECT t::text FROM `+pgx.Identifier{p.Schema, table}.Sanitize()+` AS t WHERE t::text LIKE '%'||$1||'%'`, want).Scan(&row))
+		require.NoError(t, db.QueryRow(context.Background(), `SELECT t::text FROM `+table+` AS t WHERE t::text LIKE '%'||$1||'%'`, want).Scan(&row))
 	}
 	require.Equal(t, http.StatusUnauthorized, status(t, page, "rebound.example"))
 	p.Signal(t, os.Interrupt)
@@ -103,13 +102,8 @@ func TestDemoAsFastAsPossible(t *testing.T) {
 func TestDemoMissesAnEvent(t *testing.T) {
 	// Not parallel: the line must be there before the demo has ended.
 	p := startDemo(t, "-orders=800", "-rate=400", "-patience=1s", "-calm")
-	db := testenv.Pool(t, nil)
-	journal := pgx.Identifier{p.Schema, "journal"}.Sanitize()
-	require.Eventually(t, func() bool { // the demo makes its tables meanwhile
-		_, err := db.Exec(context.Background(), `INSERT INTO `+journal+` (order_id, event_type, key) VALUES (1000000, 'lost', '1')`)
-		return err == nil
-	}, 10*time.Second, 5*time.Millisecond)
-	require.Equal(t, exitWrong, p.Wait(t))
+	p.Change(t, `INSERT INTO journal (order_id, event_type, key) VALUES (1000000, 'lost', '1')`)
+	require.Equal(t, show.ExitWrong, p.Wait(t))
 	requireRow(t, p, "missing", `1$`)
 	requireRow(t, p, "never committed", `0$`)
 	require.Contains(t, p.Stdout.String(), "What arrived is not what committed.")
@@ -118,29 +112,12 @@ func TestDemoMissesAnEvent(t *testing.T) {
 
 // A signal closes the shop; what was sold is delivered and compared.
 func TestDemoInterrupted(t *testing.T) {
-	t.Parallel()
-	for _, signal := range ending.Signals {
-		t.Run(signal.String(), func(t *testing.T) {
-			p := startDemo(t, "-orders=1000000", "-rate=200")
-			db := testenv.Pool(t, nil)
-			orders := pgx.Identifier{p.Schema, "orders"}.Sanitize()
-			require.Eventually(t, func() bool {
-				n := 0
-				err := db.QueryRow(context.Background(), `SELECT count(*) FROM `+orders).Scan(&n)
-				return err == nil && n > 50
-			}, 30*time.Second, 10*time.Millisecond)
-			p.Signal(t, signal)
-			require.Zero(t, p.Wait(t))
-			requireRow(t, p, "missing", `0$`)
-			p.RequireNoSchema(t)
-		})
+	start := func(t *testing.T) *program.Process {
+		return startDemo(t, "-orders=1000000", "-rate=200")
 	}
-}
-
-func TestDemoInterruptedWhileStarting(t *testing.T) {
-	t.Parallel()
-	cmd := program.Command(context.Background(), nil, "OUTBOX_KAFKA_BROKERS=127.0.0.1:1")
-	ending.RequireWhileStarting(t, cmd, "OUTBOX_POSTGRES_URL")
+	program.TestInterrupted(t, start, "orders", 50, func(t *testing.T, p *program.Process) {
+		requireRow(t, p, "missing", `0$`)
+	})
 }
 
 func TestAllEventsAreRegistered(t *testing.T) {
@@ -150,27 +127,11 @@ func TestAllEventsAreRegistered(t *testing.T) {
 	outboxtest.RequireAllRegistered(t, events, "./...")
 }
 
-var usageTests = []struct {
-	name, postgres, brokers, args string
-	code                          int
-	stdout, stderr                string
-}{
-	{"help", "", "", "-h", exitRight, "-shoppers", ""},
-	{"no PostgreSQL", "", "b:1", "", exitUsage, "", "OUTBOX_POSTGRES_URL"},
-	{"no Kafka", "postgres://h/d", "", "", exitUsage, "", "OUTBOX_KAFKA_BROKERS"},
-	{"unknown flag", "postgres://h/d", "b:1", "-orderz=1", exitUsage, "", "-orderz"},
-	{"not a flag", "postgres://h/d", "b:1", "orders", exitUsage, "", `"orders" is not a flag`},
-	{"no orders", "postgres://h/d", "b:1", "-orders=0", exitUsage, "", "-orders"},
-	{"negative rate", "postgres://h/d", "b:1", "-rate=-1", exitUsage, "", "-rate"},
-	{"nobody answers", "postgres://127.0.0.1:1/d", "b:1", "-quiet", exitWrong, "", "connect"},
-}
-
+// Wrong usage names what is wrong.
 func TestUsage(t *testing.T) {
-	t.Parallel()
-	for _, tt := range usageTests {
-		t.Run(tt.name, func(t *testing.T) {
-			env := []string{"OUTBOX_POSTGRES_URL=" + tt.postgres, "OUTBOX_KAFKA_BROKERS=" + tt.brokers}
-			program.RequireUsage(t, tt.args, env, tt.code, tt.stdout, tt.stderr)
-		})
-	}
+	program.TestUsage(t, "-shoppers",
+		program.NoKafka,
+		program.Misuse("no orders", "-orders=0", "-orders"),
+		program.Misuse("negative rate", "-rate=-1", "-rate"),
+	)
 }

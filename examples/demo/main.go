@@ -13,12 +13,8 @@ import (
 	"context"
 	"errors"
 	"flag"
-	"fmt"
 	"io"
 	"os"
-	"os/signal"
-	"strings"
-	"syscall"
 	"time"
 
 	"github.com/google/uuid"
@@ -49,51 +45,26 @@ of order, or the run failed, 2 wrong usage.
 Flags:
 `
 
-// The codes that the demo exits with.
-const (
-	exitRight = iota
-	exitWrong
-	exitUsage
-)
-
 type config struct {
+	show.Services
 	orders, shoppers, rate int
 	patience               time.Duration
 	quiet, keep, calm      bool
-	postgres, kind         string
-	brokers                []string
+	kind                   string
 }
 
-func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop) // a second Ctrl-C ends the program at once
-	os.Exit(start(ctx, os.Args[1:], os.Stdout, os.Stderr))
-}
+func main() { show.Main("demo", start) }
 
-// start is main without the process around it. It returns the exit code.
-func start(ctx context.Context, args []string, stdout *os.File, stderr io.Writer) int {
+func start(ctx context.Context, args []string, _ io.Reader, stdout, _ io.Writer) error {
 	cfg, err := parse(args, stdout)
-	if errors.Is(err, flag.ErrHelp) {
-		return exitRight
-	}
 	if err != nil {
-		_, _ = fmt.Fprintln(stderr, "demo:", err)
-		return exitUsage
+		return err
 	}
-	out := newConsole(stdout, cfg.quiet)
-	s, err := run(ctx, cfg, out)
-	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
-		_, _ = fmt.Fprintln(stderr, "demo: ended by a signal:", err)
-		return exitRight
-	}
+	s, err := run(ctx, cfg, newConsole(stdout, cfg.quiet))
 	if err != nil {
-		_, _ = fmt.Fprintln(stderr, "demo:", err)
-		return exitWrong
+		return err
 	}
-	if !s.right() {
-		return exitWrong
-	}
-	return exitRight
+	return show.Verdict(s.right())
 }
 
 // parse reads the flags and the environment.
@@ -106,22 +77,17 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.BoolVar(&cfg.quiet, "quiet", false, "print the summary only")
 	flags.BoolVar(&cfg.calm, "calm", false, "leave out what goes wrong at the end; so does -quiet")
 	flags.BoolVar(&cfg.keep, "keep", false, "stay open for a look at the operators' page at the end, until Ctrl-C")
-	if err := show.Parse(flags, args, usage, stdout); err != nil {
-		return cfg, err
-	}
-	cfg.calm = cfg.calm || cfg.quiet
-	cfg.postgres, cfg.kind = os.Getenv("OUTBOX_POSTGRES_URL"), os.Getenv("OUTBOX_KAFKA_KIND")
-	brokers := os.Getenv("OUTBOX_KAFKA_BROKERS")
-	cfg.brokers = strings.Split(brokers, ",")
-	switch {
-	case flags.NArg() > 0:
-		err = fmt.Errorf("%q is not a flag; see demo -h", flags.Arg(0))
-	case cfg.orders < 1 || cfg.shoppers < 1 || cfg.rate < 0 || cfg.patience <= 0:
-		err = errors.New("-orders, -shoppers and -patience start above 0, -rate at 0; see demo -h")
-	case cfg.postgres == "" || brokers == "":
-		err = errors.New("OUTBOX_POSTGRES_URL and OUTBOX_KAFKA_BROKERS are not set: run it with `make demo`, or see demo -h")
-	}
+	cfg.Services, cfg.kind = show.Environment(), os.Getenv("OUTBOX_KAFKA_KIND")
+	err = show.Parse(flags, args, usage, stdout, cfg.check)
 	return cfg, err
+}
+
+func (c *config) check() error {
+	c.calm = c.calm || c.quiet
+	if c.orders < 1 || c.shoppers < 1 || c.rate < 0 || c.patience <= 0 {
+		return errors.New("-orders, -shoppers and -patience start above 0, -rate at 0")
+	}
+	return c.Require("demo", true)
 }
 
 // run opens the shop, lets everybody order, waits for the events, and compares.
@@ -130,7 +96,7 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 	// One for each shopper, three for the relay, one for the transaction that
 	// stays open, one to look around, and two for the operators' page. When the shop is
 	// closed, a worker needs nine.
-	db, err := show.Connect(ctx, cfg.postgres, runID, max(cfg.shoppers, 9)+7)
+	db, err := show.Connect(ctx, cfg.Postgres, runID, max(cfg.shoppers, 9)+7)
 	if err != nil {
 		return nil, err
 	}
@@ -150,13 +116,13 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 	if err := outbox.Migrate(ctx, db, outbox.MigrateConfig{Schema: runID}); err != nil {
 		return nil, err
 	}
-	reader, err := newReader(ctx, cfg.brokers, events, runID)
+	reader, err := newReader(ctx, cfg.Brokers, events, runID)
 	if err != nil {
 		return nil, err
 	}
 	defer reader.close()
 	kafka := new(cable)
-	relay, err := outbox.NewRelay(db, kafka.opts(cfg.brokers), outbox.RelayConfig{Schema: runID})
+	relay, err := outbox.NewRelay(db, kafka.opts(cfg.Brokers), outbox.RelayConfig{Schema: runID})
 	if err != nil {
 		return nil, err
 	}
@@ -200,7 +166,7 @@ func run(ctx context.Context, cfg config, out *console) (*summary, error) {
 	if ctx.Err() != nil || cfg.calm && !cfg.keep {
 		return s, nil
 	}
-	show, err := newFailureShow(db, cfg.brokers, kafka, events, shop, reader, out)
+	show, err := newFailureShow(db, cfg.Brokers, kafka, events, shop, reader, out)
 	if err != nil {
 		return nil, err
 	}

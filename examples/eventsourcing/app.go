@@ -33,7 +33,7 @@ const maxConns = 16
 // open connects to PostgreSQL.
 func open(ctx context.Context, cfg config) (*app, error) {
 	a := &app{
-		schema: cfg.schema, source: "/order-service/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.brokers...)},
+		schema: cfg.schema, source: "/order-service/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.Brokers...)},
 		log: slog.New(slog.DiscardHandler),
 	}
 	if cfg.verbose {
@@ -44,7 +44,7 @@ func open(ctx context.Context, cfg config) (*app, error) {
 	if a.events, err = registry(a.source); err != nil {
 		return nil, err
 	}
-	a.db, err = show.Connect(ctx, cfg.postgres, cfg.schema, maxConns)
+	a.db, err = show.Connect(ctx, cfg.Postgres, cfg.schema, maxConns)
 	return a, err
 }
 

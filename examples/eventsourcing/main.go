@@ -17,10 +17,6 @@ import (
 	"flag"
 	"fmt"
 	"io"
-	"os"
-	"os/signal"
-	"strings"
-	"syscall"
 	"time"
 
 	"github.com/outboxgo/outbox/examples/internal/show"
@@ -41,19 +37,12 @@ Exit code: 0 all adds up, 1 it does not, or the run failed, 2 wrong usage.
 Flags:
 `
 
-// The codes that the program exits with.
-const (
-	exitRight = iota
-	exitWrong
-	exitUsage
-)
-
 type config struct {
+	show.Services
 	duration, patience     time.Duration
 	rate, processes, kills int
 	worker, verbose        bool
-	postgres, schema       string
-	brokers                []string
+	schema                 string
 }
 
 // serviceArgs are the arguments of a process of the service.
@@ -61,45 +50,24 @@ func (c config) serviceArgs() []string {
 	return []string{"-schema=" + c.schema, fmt.Sprintf("-rate=%d", c.rate), fmt.Sprintf("-worker=%t", c.worker), fmt.Sprintf("-v=%t", c.verbose)}
 }
 
-func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop) // a second Ctrl-C ends the program at once
-	os.Exit(start(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
-}
+func main() { show.Main("eventsourcing", start) }
 
-// start is main without the process around it. It returns the exit code.
-func start(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) int {
+func start(ctx context.Context, args []string, stdin io.Reader, stdout, _ io.Writer) error {
 	cfg, err := parse(args, stdout)
-	if errors.Is(err, flag.ErrHelp) {
-		return exitRight
-	}
 	if err != nil {
-		fmt.Fprintln(stderr, "eventsourcing:", err)
-		return exitUsage
+		return err
 	}
 	if cfg.schema != "" {
 		// A signal does not end it: Ctrl-C reaches all processes of a terminal, and those of
 		// the service are needed until all is done.
-		if err := serve(context.WithoutCancel(ctx), cfg, stdin, stdout); err != nil {
-			fmt.Fprintln(stderr, "eventsourcing: service:", err)
-			return exitWrong
-		}
-		return exitRight
+		return show.Played("service", serve(context.WithoutCancel(ctx), cfg, stdin, stdout))
 	}
 	r, err := run(ctx, cfg, stdout)
-	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
-		fmt.Fprintln(stderr, "eventsourcing: ended by a signal:", err)
-		return exitRight
-	}
 	if err != nil {
-		fmt.Fprintln(stderr, "eventsourcing:", err)
-		return exitWrong
+		return err
 	}
 	r.print(stdout)
-	if !r.right() {
-		return exitWrong
-	}
-	return exitRight
+	return show.Verdict(r.right())
 }
 
 // parse reads the flags and the environment.
@@ -113,21 +81,17 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.DurationVar(&cfg.patience, "patience", 20*time.Second, "how long to wait for the read model while nothing happens")
 	flags.BoolVar(&cfg.verbose, "v", false, "print what the service logs")
 	flags.StringVar(&cfg.schema, "schema", "", "be a process of the service, with the tables of this schema, until the standard input ends")
-	if err := show.Parse(flags, args, usage, stdout); err != nil {
-		return cfg, err
-	}
-	cfg.postgres = os.Getenv("OUTBOX_POSTGRES_URL")
-	brokers := os.Getenv("OUTBOX_KAFKA_BROKERS")
-	cfg.brokers = strings.Split(brokers, ",")
-	switch {
-	case flags.NArg() > 0:
-		err = fmt.Errorf("%q is not a flag; see eventsourcing -h", flags.Arg(0))
-	case cfg.duration <= 0 || cfg.patience <= 0 || cfg.rate < 1 || cfg.rate > maxRate || cfg.processes < 1:
-		err = fmt.Errorf("-for, -patience, -rate and -processes start above 0, and -rate ends at %d; see eventsourcing -h", maxRate)
-	case cfg.kills < 0:
-		err = errors.New("-kills starts at 0; see eventsourcing -h")
-	case cfg.postgres == "" || brokers == "" && !cfg.worker:
-		err = errors.New("OUTBOX_POSTGRES_URL and OUTBOX_KAFKA_BROKERS are not set: run it with `make eventsourcing`, or see eventsourcing -h")
-	}
+	cfg.Services = show.Environment()
+	err = show.Parse(flags, args, usage, stdout, cfg.check)
 	return cfg, err
+}
+
+func (c *config) check() error {
+	switch {
+	case c.duration <= 0 || c.patience <= 0 || c.rate < 1 || c.rate > maxRate || c.processes < 1:
+		return fmt.Errorf("-for, -patience, -rate and -processes start above 0, and -rate ends at %d", maxRate)
+	case c.kills < 0:
+		return errors.New("-kills starts at 0")
+	}
+	return c.Require("eventsourcing", !c.worker)
 }

@@ -2,10 +2,10 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"io"
 	"net/http"
 	"net/url"
-	"os"
 	"os/exec"
 	"regexp"
 	"strings"
@@ -15,25 +15,17 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
-	"github.com/outboxgo/outbox/examples/internal/ending"
+	"github.com/outboxgo/outbox/examples/internal/program"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxdlq"
 	"github.com/outboxgo/outbox/outboxtest"
 	"github.com/stretchr/testify/require"
 	"github.com/twmb/franz-go/pkg/kgo"
-	"go.uber.org/goleak"
 )
 
 const look = 50 * time.Millisecond
 
-// TestMain runs the service instead of the tests in a process that start has made.
-func TestMain(m *testing.M) {
-	if os.Getenv("GUIDE_SERVICE") != "" {
-		main()
-		return
-	}
-	goleak.VerifyTestMain(m)
-}
+func TestMain(m *testing.M) { program.Main(m, main) }
 
 // What docs/guide.md tells its reader to do has the results that it shows.
 func TestGuide(t *testing.T) {
@@ -71,15 +63,11 @@ func TestStop(t *testing.T) {
 }
 
 func TestStopWhileStarting(t *testing.T) {
-	ending.RequireWhileStarting(t, program(), "DATABASE_URL")
+	program.RequireEndWhileStarting(t, guide(), "DATABASE_URL")
 }
 
-// program is the guide's program as a process.
-func program() *exec.Cmd {
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), "GUIDE_SERVICE=1", "LISTEN=127.0.0.1:0")
-	return cmd
-}
+// guide is the guide's program as a process.
+func guide() *exec.Cmd { return program.Command(context.Background(), nil, "LISTEN=127.0.0.1:0") }
 
 // service is a process that runs and listens.
 type service struct {
@@ -99,7 +87,7 @@ func start(t *testing.T, db *pgxpool.Pool, kafka []kgo.Opt) *service {
 	require.NoError(t, err)
 	dsn.Path = db.Config().ConnConfig.Database
 
-	s := &service{cmd: program(), log: &testenv.Buffer{}}
+	s := &service{cmd: guide(), log: &testenv.Buffer{}}
 	s.cmd.Env = append(s.cmd.Env, "DATABASE_URL="+dsn.String(), "KAFKA_BROKERS="+strings.Join(brokers, ","))
 	s.cmd.Stderr = s.log
 	require.NoError(t, s.cmd.Start())
@@ -146,7 +134,7 @@ func (s *service) waitForSales(t *testing.T, product, cents string) {
 // stop ends the service as a scheduler does.
 func (s *service) stop(t *testing.T) {
 	t.Helper()
-	ending.Require(t, s.cmd, syscall.SIGTERM)
+	program.RequireEnd(t, s.cmd, syscall.SIGTERM)
 	require.Contains(t, s.log.String(), "stopped")
 	for line := range strings.Lines(s.log.String()) {
 		require.True(t, !strings.Contains(line, "ERROR") || strings.Contains(line, "delivery is dead"), line)

@@ -37,12 +37,12 @@ const maxConns = 12
 
 // open connects to PostgreSQL.
 func open(ctx context.Context, cfg config) (*app, error) {
-	a := &app{schema: cfg.schema, source: "ledger/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.brokers...)}, log: slog.New(slog.DiscardHandler)}
+	a := &app{schema: cfg.schema, source: "ledger/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.Brokers...)}, log: slog.New(slog.DiscardHandler)}
 	if cfg.verbose {
 		a.log = slog.New(slog.NewTextHandler(os.Stderr, nil))
 	}
 	var err error
-	if a.db, err = show.Connect(ctx, cfg.postgres, cfg.schema, maxConns); err != nil {
+	if a.db, err = show.Connect(ctx, cfg.Postgres, cfg.schema, maxConns); err != nil {
 		return nil, err
 	}
 	if err := a.wire(cfg.topics); err != nil {

@@ -17,11 +17,7 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
-	"os"
-	"os/signal"
 	"strconv"
-	"strings"
-	"syscall"
 	"time"
 
 	"github.com/outboxgo/outbox/examples/internal/show"
@@ -42,21 +38,13 @@ Exit code: 0 all adds up, 1 it does not, or the run failed, 2 wrong usage.
 Flags:
 `
 
-// The codes that the program exits with.
-const (
-	exitRight = iota
-	exitWrong
-	exitUsage
-)
-
 type config struct {
+	show.Services
 	deposits, rate, accounts int
 	topics                   string
 	kill, verbose            bool
 	seed                     uint64
 	patience                 time.Duration
-	postgres                 string
-	brokers                  []string
 
 	// Of a process of this program.
 	role, schema string
@@ -73,42 +61,21 @@ func (c config) roleArgs(role string, more ...string) []string {
 	}, more...)
 }
 
-func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop) // a second Ctrl-C ends the program at once
-	os.Exit(start(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
-}
+func main() { show.Main("ledger", start) }
 
-// start is main without the process around it. It returns the exit code.
-func start(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) int {
+func start(ctx context.Context, args []string, stdin io.Reader, stdout, _ io.Writer) error {
 	cfg, err := parse(args, stdout)
-	if errors.Is(err, flag.ErrHelp) {
-		return exitRight
-	}
 	if err != nil {
-		fmt.Fprintln(stderr, "ledger:", err)
-		return exitUsage
+		return err
 	}
 	if cfg.role != "" {
-		if err := play(ctx, cfg, stdin); err != nil {
-			fmt.Fprintf(stderr, "ledger: %s: %v\n", cfg.role, err)
-			return exitWrong
-		}
-		return exitRight
+		return show.Played(cfg.role, play(ctx, cfg, stdin))
 	}
 	r, err := run(ctx, cfg, stdout)
-	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
-		fmt.Fprintln(stderr, "ledger: ended by a signal:", err)
-		return exitRight
-	}
 	if err != nil {
-		fmt.Fprintln(stderr, "ledger:", err)
-		return exitWrong
+		return err
 	}
-	if !r.print(stdout) {
-		return exitWrong
-	}
-	return exitRight
+	return show.Verdict(r.print(stdout))
 }
 
 // parse reads the flags and the environment.
@@ -126,34 +93,25 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.StringVar(&cfg.schema, "schema", "", "with -role: where the tables are")
 	flags.Int64Var(&cfg.began, "began", 0, "with -role: when the counter opened")
 	flags.Int64Var(&cfg.crashAfter, "crash-after", 0, "with -role=relay: kill the process when Kafka has so many records")
-	if err := show.Parse(flags, args, usage, stdout); err != nil {
-		return cfg, err
-	}
+	cfg.Services = show.Environment()
+	err = show.Parse(flags, args, usage, stdout, cfg.check)
 	for cfg.seed == 0 {
 		cfg.seed = uint64(rand.Uint32())
 	}
-	cfg.postgres = os.Getenv("OUTBOX_POSTGRES_URL")
-	if brokers := os.Getenv("OUTBOX_KAFKA_BROKERS"); brokers != "" {
-		cfg.brokers = strings.Split(brokers, ",")
-	}
-	return cfg, cfg.check(flags.Args())
+	return cfg, err
 }
 
-func (c config) check(rest []string) error {
+func (c *config) check() error {
 	_, isTopics := topicOptions[c.topics]
 	switch {
-	case len(rest) > 0:
-		return fmt.Errorf("%q is not a flag; see ledger -h", rest[0])
 	case c.deposits < 1 || c.rate < 1 || c.accounts < 1 || c.patience <= 0:
-		return errors.New("-deposits, -rate, -accounts and -patience start above 0; see ledger -h")
+		return errors.New("-deposits, -rate, -accounts and -patience start above 0")
 	case !isTopics:
-		return fmt.Errorf("-topics is %q, and can be one or two; see ledger -h", c.topics)
+		return fmt.Errorf("-topics is %q, and can be one or two", c.topics)
 	case c.role != "" && roles[c.role] == nil:
-		return fmt.Errorf("-role is %q, and can be %s, %s or %s; see ledger -h", c.role, tellersRole, relayRole, consumersRole)
+		return fmt.Errorf("-role is %q, and can be %s, %s or %s", c.role, tellersRole, relayRole, consumersRole)
 	case (c.role == "") != (c.schema == ""):
-		return errors.New("-role and -schema go together; see ledger -h")
-	case c.postgres == "" || len(c.brokers) == 0:
-		return errors.New("OUTBOX_POSTGRES_URL and OUTBOX_KAFKA_BROKERS are not set: run it with `make ledger`, or see ledger -h")
+		return errors.New("-role and -schema go together")
 	}
-	return nil
+	return c.Require("ledger", true)
 }

@@ -36,7 +36,7 @@ A ledger, its auditors and those who look at its balances
   Kafka       %s
   topics      %s
   seed        %d
-`, cfg.schema, strings.Join(cfg.brokers, ", "), cfg.topics, cfg.seed)
+`, cfg.schema, strings.Join(cfg.Brokers, ", "), cfg.topics, cfg.seed)
 	defer show.DropSchema(a.db, a.schema, out)
 	if err := a.migrate(ctx, cfg.accounts); err != nil {
 		return nil, err

@@ -2,17 +2,14 @@ package main
 
 import (
 	"context"
-	"os"
-	"os/exec"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/outboxgo/outbox/examples/internal/ending"
+	"github.com/outboxgo/outbox/examples/internal/program"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
-	"go.uber.org/goleak"
 )
 
 // The program serves and sells until it is told to end, and cleans up.
@@ -31,81 +28,46 @@ func TestStart(t *testing.T) {
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
 	var stdout, stderr testenv.Buffer
-	code := make(chan int, 1)
-	go func() { code <- start(ctx, []string{"-listen=127.0.0.1:0", "-rate=50", "-traces"}, &stdout, &stderr) }()
+	ended := make(chan error, 1)
+	go func() {
+		ended <- start(ctx, []string{"-listen=127.0.0.1:0", "-rate=50", "-traces"}, nil, &stdout, &stderr)
+	}()
 	require.Eventually(t, func() bool { return strings.Contains(stdout.String(), `"Name":"process observability_`) },
 		testenv.Patience, 10*time.Millisecond, "no span of the consumer: %s", &stderr)
 	require.Contains(t, stdout.String(), "metrics: http://127.0.0.1:")
 	stop()
-	require.Equal(t, exitDone, <-code, &stderr)
+	require.NoError(t, <-ended, &stderr)
 	require.Equal(t, before, schemas())
 }
 
-// asObservability makes the test binary be the program.
-const asObservability = "OUTBOX_TEST_AS_OBSERVABILITY"
-
-func TestMain(m *testing.M) {
-	if os.Getenv(asObservability) != "" {
-		main()
-	}
-	goleak.VerifyTestMain(m)
-}
-
-func observability(args ...string) *exec.Cmd {
-	cmd := exec.Command(os.Args[0], args...)
-	cmd.Env = append(os.Environ(), asObservability+"=1")
-	return cmd
-}
+func TestMain(m *testing.M) { program.Main(m, main) }
 
 func TestSignal(t *testing.T) {
 	t.Parallel()
-	for _, signal := range ending.Signals {
+	for _, signal := range program.Signals {
 		t.Run(signal.String(), func(t *testing.T) {
-			cmd := observability("-listen=127.0.0.1:0", "-rate=50")
-			cmd.Env = append(cmd.Env, "OUTBOX_POSTGRES_URL="+testenv.Pool(t, nil).Config().ConnString(),
-				"OUTBOX_KAFKA_BROKERS="+strings.Join(testenv.Brokers(t), ","))
+			cmd := program.Command(context.Background(), []string{"-listen=127.0.0.1:0", "-rate=50"},
+				"OUTBOX_POSTGRES_URL="+testenv.Pool(t, nil).Config().ConnString(), "OUTBOX_KAFKA_BROKERS="+strings.Join(testenv.Brokers(t), ","))
 			var stdout, stderr testenv.Buffer
 			cmd.Stdout, cmd.Stderr = &stdout, &stderr
 			defer func() { t.Logf("it printed:\n%s", stderr.String()) }()
 			require.NoError(t, cmd.Start())
 			require.Eventually(t, func() bool { return strings.Contains(stdout.String(), "metrics: http://127.0.0.1:") },
 				testenv.Patience, 10*time.Millisecond)
-			ending.Require(t, cmd, signal)
+			program.RequireEnd(t, cmd, signal)
 		})
 	}
 }
 
 func TestSignalWhileStarting(t *testing.T) {
 	t.Parallel()
-	cmd := observability("-listen=127.0.0.1:0")
-	cmd.Env = append(cmd.Env, "OUTBOX_KAFKA_BROKERS=127.0.0.1:1")
-	ending.RequireWhileStarting(t, cmd, "OUTBOX_POSTGRES_URL")
+	program.TestInterruptedWhileStarting(t)
 }
 
 // Wrong usage names what is wrong.
-var usageTests = []struct {
-	name, postgres, brokers, args string
-	code                          int
-	stdout, stderr                string
-}{
-	{"help", "", "", "--help", exitDone, "-listen", ""},
-	{"no PostgreSQL", "", "b:1", "", exitUsage, "", "OUTBOX_POSTGRES_URL"},
-	{"no Kafka", "postgres://h/d", "", "", exitUsage, "", "OUTBOX_KAFKA_BROKERS"},
-	{"unknown flag", "postgres://h/d", "b:1", "-ratez=1", exitUsage, "", "-ratez"},
-	{"not a flag", "postgres://h/d", "b:1", "rate", exitUsage, "", `"rate" is not a flag`},
-	{"too many orders", "postgres://h/d", "b:1", "-rate=1001", exitUsage, "", "-rate"},
-	{"nobody answers", "postgres://127.0.0.1:1/d", "b:1", "", exitFailed, "", "connect"},
-}
-
 func TestUsage(t *testing.T) {
-	for _, tt := range usageTests {
-		t.Run(tt.name, func(t *testing.T) {
-			t.Setenv("OUTBOX_POSTGRES_URL", tt.postgres)
-			t.Setenv("OUTBOX_KAFKA_BROKERS", tt.brokers)
-			var stdout, stderr strings.Builder
-			require.Equal(t, tt.code, start(t.Context(), strings.Fields(tt.args), &stdout, &stderr))
-			require.Contains(t, stdout.String(), tt.stdout)
-			require.Contains(t, stderr.String(), tt.stderr)
-		})
-	}
+	program.TestUsage(t, "-listen",
+		program.NoKafka,
+		program.Misuse("too many orders", "-rate=1001", "-rate"),
+	)
 }

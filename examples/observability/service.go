@@ -18,6 +18,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/outboxhttp"
 	"github.com/outboxgo/outbox/outboxops"
 	"github.com/outboxgo/outbox/outboxtopics"
@@ -27,12 +28,11 @@ import (
 )
 
 type config struct {
-	listen   string
-	rate     int // orders in a second that the service places by itself
-	postgres string
-	brokers  []string
-	spans    sdk.SpanExporter // nil: spans go nowhere
-	log      *slog.Logger
+	show.Services
+	listen string
+	rate   int              // orders in a second that the service places by itself
+	spans  sdk.SpanExporter // nil: spans go nowhere
+	log    *slog.Logger
 
 	topic    string             // empty: a new one
 	interval time.Duration      // between looks into the database
@@ -70,11 +70,11 @@ func serve(ctx context.Context, cfg config, stdout io.Writer) error {
 
 // open makes a service, its tables and its topics.
 func open(ctx context.Context, cfg config) (s *service, err error) {
-	s = &service{cfg: cfg, id: "observability_" + uuid.NewString()[:8], log: cfg.log, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.brokers...)}}
+	s = &service{cfg: cfg, id: "observability_" + uuid.NewString()[:8], log: cfg.log, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.Brokers...)}}
 	if s.cfg.topic == "" {
 		s.cfg.topic = s.id + "-events"
 	}
-	if s.db, err = connect(ctx, cfg.postgres); err != nil {
+	if s.db, err = connect(ctx, cfg.Postgres); err != nil {
 		return nil, err
 	}
 	for _, step := range []func(context.Context) error{s.makeTables, s.wire, s.makeTopics, s.listen} {

@@ -16,6 +16,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/outboxgo/outbox/outboxhttp"
 	dto "github.com/prometheus/client_model/go"
@@ -48,7 +49,7 @@ func startService(t *testing.T) *running {
 	relay.Retention.PublishedFor, relay.Retention.Interval = time.Second, 100*time.Millisecond
 	var err error
 	r.service, err = open(t.Context(), config{
-		listen: "127.0.0.1:0", postgres: testenv.Pool(t, nil).Config().ConnString(), brokers: testenv.Brokers(t), topic: topic,
+		listen: "127.0.0.1:0", Services: show.Services{Postgres: testenv.Pool(t, nil).Config().ConnString(), Brokers: testenv.Brokers(t)}, topic: topic,
 		spans: r.spans, interval: 50 * time.Millisecond, relay: relay,
 		log: slog.New(outboxhttp.LogTrace(slog.NewJSONHandler(&r.logs, &slog.HandlerOptions{Level: slog.LevelDebug}))),
 	})

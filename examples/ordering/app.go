@@ -35,7 +35,7 @@ const maxConns = 12
 
 // open connects to PostgreSQL.
 func open(ctx context.Context, cfg config) (*app, error) {
-	a := &app{schema: cfg.schema, source: "shop/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.brokers...)}, log: slog.New(slog.DiscardHandler)}
+	a := &app{schema: cfg.schema, source: "shop/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.Brokers...)}, log: slog.New(slog.DiscardHandler)}
 	a.decode = outbox.DecodeCloudEvent
 	if cfg.debezium {
 		a.decode = outbox.DecodeDebezium // of a relay's records, too
@@ -47,7 +47,7 @@ func open(ctx context.Context, cfg config) (*app, error) {
 		return nil, err
 	}
 	var err error
-	a.db, err = show.Connect(ctx, cfg.postgres, cfg.schema, maxConns)
+	a.db, err = show.Connect(ctx, cfg.Postgres, cfg.schema, maxConns)
 	return a, err
 }
 

@@ -19,12 +19,9 @@ import (
 	"io"
 	"maps"
 	"math/rand/v2"
-	"os"
-	"os/signal"
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/google/uuid"
@@ -48,13 +45,6 @@ Exit code: 0 all adds up, 1 it does not, or the run failed, 2 wrong usage.
 Flags:
 `
 
-// The codes that the program exits with.
-const (
-	exitRight = iota
-	exitWrong
-	exitUsage
-)
-
 // What the program computes in advance has to end.
 const (
 	maxOrders   = 1_000_000
@@ -63,12 +53,11 @@ const (
 )
 
 type config struct {
+	show.Services
 	orders, rate, products, stock int
 	kill, keep, debezium, verbose bool
 	seed                          uint64
 	patience                      time.Duration
-	postgres                      string
-	brokers                       []string
 
 	// To look at an order.
 	orderText, schema string
@@ -90,49 +79,24 @@ func (c config) roleArgs(role string, more ...string) []string {
 	}, more...)
 }
 
-func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop) // a second Ctrl-C ends the program at once
-	os.Exit(start(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
-}
+func main() { show.Main("ordering", start) }
 
-// start is main without the process around it. It returns the exit code.
-func start(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) int {
+func start(ctx context.Context, args []string, stdin io.Reader, stdout, _ io.Writer) error {
 	cfg, err := parse(args, stdout)
-	if errors.Is(err, flag.ErrHelp) {
-		return exitRight
-	}
 	if err != nil {
-		fmt.Fprintln(stderr, "ordering:", err)
-		return exitUsage
+		return err
 	}
 	switch {
 	case cfg.role != "":
-		if err := play(ctx, cfg, stdin); err != nil {
-			fmt.Fprintf(stderr, "ordering: %s: %v\n", cfg.role, err)
-			return exitWrong
-		}
-		return exitRight
+		return show.Played(cfg.role, play(ctx, cfg, stdin))
 	case cfg.order != uuid.Nil:
-		if err := look(ctx, cfg, stdout); err != nil {
-			fmt.Fprintln(stderr, "ordering:", err)
-			return exitWrong
-		}
-		return exitRight
+		return look(ctx, cfg, stdout)
 	}
 	r, err := run(ctx, cfg, stdout)
-	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
-		fmt.Fprintln(stderr, "ordering: ended by a signal:", err)
-		return exitRight
-	}
 	if err != nil {
-		fmt.Fprintln(stderr, "ordering:", err)
-		return exitWrong
+		return err
 	}
-	if !r.print(stdout) {
-		return exitWrong
-	}
-	return exitRight
+	return show.Verdict(r.print(stdout))
 }
 
 // parse reads the flags and the environment.
@@ -154,41 +118,32 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.StringVar(&cfg.mail, "mail", "", "with -role: where the mail provider is")
 	flags.Int64Var(&cfg.began, "began", 0, "with -role: when the shop opened")
 	flags.Int64Var(&cfg.crashAfter, "crash-after", 0, "with -role=relay: kill the process when Kafka has so many records")
-	if err := show.Parse(flags, args, usage, stdout); err != nil {
-		return cfg, err
-	}
+	cfg.Services = show.Environment()
+	err = show.Parse(flags, args, usage, stdout, cfg.check)
 	for cfg.seed == 0 {
 		cfg.seed = uint64(rand.Uint32())
 	}
-	cfg.postgres = os.Getenv("OUTBOX_POSTGRES_URL")
-	if brokers := os.Getenv("OUTBOX_KAFKA_BROKERS"); brokers != "" {
-		cfg.brokers = strings.Split(brokers, ",")
-	}
-	return cfg, cfg.check(flags.Args())
+	return cfg, err
 }
 
 // check also reads the id of the order.
-func (c *config) check(rest []string) (err error) {
+func (c *config) check() (err error) {
 	if c.orderText != "" {
 		if c.order, err = uuid.Parse(c.orderText); err != nil || c.order == uuid.Nil {
-			return fmt.Errorf("-order is %q, and has to be the UUID of an order; see ordering -h", c.orderText)
+			return fmt.Errorf("-order is %q, and has to be the UUID of an order", c.orderText)
 		}
 	}
 	switch {
-	case len(rest) > 0:
-		return fmt.Errorf("%q is not a flag; see ordering -h", rest[0])
 	case c.orders < 1 || c.orders > maxOrders || c.rate < 1 || c.products < 1 || c.products > maxProducts || c.patience <= 0:
-		return fmt.Errorf("-orders, -rate, -products and -patience start above 0, -orders ends at %d and -products at %d; see ordering -h", maxOrders, maxProducts)
+		return fmt.Errorf("-orders, -rate, -products and -patience start above 0, -orders ends at %d and -products at %d", maxOrders, maxProducts)
 	case c.stock < 0 || c.stock > maxStock:
-		return fmt.Errorf("-stock starts at 0 and ends at %d; see ordering -h", maxStock)
+		return fmt.Errorf("-stock starts at 0 and ends at %d", maxStock)
 	case c.role != "" && roles[c.role] == nil:
-		return fmt.Errorf("-role is %q, and can be one of %s; see ordering -h", c.role, strings.Join(slices.Sorted(maps.Keys(roles)), ", "))
+		return fmt.Errorf("-role is %q, and can be one of %s", c.role, strings.Join(slices.Sorted(maps.Keys(roles)), ", "))
 	case c.role != "" && c.orderText != "":
-		return errors.New("-role and -order exclude each other; see ordering -h")
+		return errors.New("-role and -order exclude each other")
 	case (c.role != "" || c.orderText != "") != (c.schema != ""):
-		return errors.New("-schema goes together with -role or -order; see ordering -h")
-	case c.postgres == "" || len(c.brokers) == 0 && c.orderText == "":
-		return errors.New("OUTBOX_POSTGRES_URL and OUTBOX_KAFKA_BROKERS are not set: run it with `make ordering`, or see ordering -h")
+		return errors.New("-schema goes together with -role or -order")
 	}
-	return nil
+	return c.Require("ordering", c.orderText == "")
 }

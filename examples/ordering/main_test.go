@@ -2,16 +2,12 @@ package main
 
 import (
 	"bytes"
-	"context"
 	"os"
 	"regexp"
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
-	"github.com/jackc/pgx/v5"
-	"github.com/outboxgo/outbox/examples/internal/ending"
 	"github.com/outboxgo/outbox/examples/internal/program"
 	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/internal/testenv"
@@ -49,19 +45,11 @@ func TestOrdering(t *testing.T) {
 func TestOrderingFindsWhatIsWrong(t *testing.T) {
 	t.Parallel()
 	p := startOrdering(t, "-orders=100000", "-rate=20", "-kill=false")
-	db := testenv.Pool(t, nil)
-	in := func(table string) string { return pgx.Identifier{p.Schema, table}.Sanitize() }
-	change := func(sql string) {
-		require.Eventually(t, func() bool { // the program makes its tables and works meanwhile
-			changed, err := db.Exec(context.Background(), sql)
-			return err == nil && changed.RowsAffected() == 1
-		}, testenv.Patience, 10*time.Millisecond)
-	}
-	change(`INSERT INTO ` + in("reward_entry") + ` SELECT * FROM ` + in("reward_entry") + ` WHERE points > 0 LIMIT 1`)
-	change(`INSERT INTO ` + in("notification") + ` SELECT * FROM ` + in("notification") + ` LIMIT 1`)
-	change(`UPDATE ` + in("reservation") + ` SET status = 'RESERVED' WHERE order_id = (SELECT order_id FROM ` + in("reservation") + ` WHERE status = 'RELEASED' LIMIT 1)`)
+	p.Change(t, `INSERT INTO reward_entry SELECT * FROM reward_entry WHERE points > 0 LIMIT 1`)
+	p.Change(t, `INSERT INTO notification SELECT * FROM notification LIMIT 1`)
+	p.Change(t, `UPDATE reservation SET status = 'RESERVED' WHERE order_id = (SELECT order_id FROM reservation WHERE status = 'RELEASED' LIMIT 1)`)
 	p.Signal(t, os.Interrupt)
-	require.Equal(t, exitWrong, p.Wait(t))
+	require.Equal(t, show.ExitWrong, p.Wait(t))
 	out := p.Stdout.String()
 	require.Regexp(t, `(?m)1 +reservations left of cancelled orders .* wrong$`, out)
 	require.Regexp(t, `(?m)points of customers .* wrong$`, out)
@@ -80,12 +68,7 @@ func TestOrderingInterrupted(t *testing.T) {
 	p := startOrdering(t, "-orders=100000", "-rate=20", "-stock=0", "-keep")
 	db := testenv.Pool(t, nil)
 	t.Cleanup(func() { show.DropSchema(db, p.Schema, os.Stderr) })
-	placed := pgx.Identifier{p.Schema, "orders"}.Sanitize()
-	require.Eventually(t, func() bool {
-		n := 0
-		err := db.QueryRow(context.Background(), `SELECT count(*) FROM `+placed).Scan(&n)
-		return err == nil && n > 20
-	}, testenv.Patience, 10*time.Millisecond)
+	p.AwaitRows(t, "orders", 20)
 	p.Signal(t, syscall.SIGTERM)
 	require.Zero(t, p.Wait(t))
 	out := p.Stdout.String()
@@ -106,7 +89,7 @@ func TestOrderingInterrupted(t *testing.T) {
 		"-order=00000000-0000-0000-0000-000000000001 -schema=" + p.Schema:      "there is no such order",
 		"-order=00000000-0000-0000-0000-000000000001 -schema=ordering_nowhere": "ordering_nowhere",
 	} {
-		program.RequireUsage(t, args, []string{"OUTBOX_POSTGRES_URL=" + db.Config().ConnString()}, exitWrong, "", want)
+		program.Usage{Args: args, Code: show.ExitWrong, Says: want}.Require(t, "OUTBOX_POSTGRES_URL="+db.Config().ConnString())
 	}
 }
 
@@ -121,7 +104,7 @@ func TestOrderingWithoutDebezium(t *testing.T) {
 		p.Signal(t, os.Interrupt)
 		require.Zero(t, p.Wait(t))
 	} else {
-		require.Equal(t, exitWrong, p.Wait(t))
+		require.Equal(t, show.ExitWrong, p.Wait(t))
 		require.Contains(t, p.Stderr.String(), "wal_level=logical; it is "+level)
 	}
 	p.RequireNoSchema(t)
@@ -129,44 +112,26 @@ func TestOrderingWithoutDebezium(t *testing.T) {
 
 func TestOrderingInterruptedWhileStarting(t *testing.T) {
 	t.Parallel()
-	ending.RequireWhileStarting(t, program.Command(context.Background(), nil, "OUTBOX_KAFKA_BROKERS=127.0.0.1:1"), "OUTBOX_POSTGRES_URL")
+	program.TestInterruptedWhileStarting(t)
 }
 
 // Wrong usage names what is wrong.
-var usageTests = []struct {
-	name, postgres, brokers, args string
-	code                          int
-	stdout, stderr                string
-}{
-	{"help", "", "", "--help", exitRight, "-orders", ""},
-	{"no PostgreSQL", "", "b:1", "", exitUsage, "", "OUTBOX_POSTGRES_URL"},
-	{"no Kafka", "postgres://h/d", "", "", exitUsage, "", "OUTBOX_KAFKA_BROKERS"},
-	{"unknown flag", "postgres://h/d", "b:1", "-ordes=1", exitUsage, "", "-ordes"},
-	{"not a flag", "postgres://h/d", "b:1", "orders", exitUsage, "", `"orders" is not a flag`},
-	{"no orders", "postgres://h/d", "b:1", "-orders=0", exitUsage, "", "-orders"},
-	{"no products", "postgres://h/d", "b:1", "-products=0", exitUsage, "", "-products"},
-	{"less than no stock", "postgres://h/d", "b:1", "-stock=-1", exitUsage, "", "-stock"},
-	{"too many orders", "postgres://h/d", "b:1", "-orders=1000001", exitUsage, "", "-orders"},
-	{"too many products", "postgres://h/d", "b:1", "-products=1001", exitUsage, "", "-products"},
-	{"too much stock", "postgres://h/d", "b:1", "-stock=1001", exitUsage, "", "-stock"},
-	{"no such role", "postgres://h/d", "b:1", "-role=king -schema=s", exitUsage, "", "customers, inventory, notification, orders, relay, reward"},
-	{"role without a schema", "postgres://h/d", "b:1", "-role=relay", exitUsage, "", "-schema"},
-	{"schema alone", "postgres://h/d", "b:1", "-schema=s", exitUsage, "", "-schema"},
-	{"order without a schema", "postgres://h/d", "", "-order=6f1d3f7c-5b0e-4f9a-9a41-0d8b3f6b2c11", exitUsage, "", "-schema"},
-	{"order that is none", "postgres://h/d", "", "-order=7 -schema=s", exitUsage, "", `-order is "7"`},
-	{"order and role", "postgres://h/d", "b:1", "-order=6f1d3f7c-5b0e-4f9a-9a41-0d8b3f6b2c11 -role=relay -schema=s", exitUsage, "", "exclude"},
-	{"nobody answers", "postgres://127.0.0.1:1/d", "b:1", "", exitWrong, "", "connect"},
-	{"nobody answers the relay", "postgres://127.0.0.1:1/d", "b:1", "-role=relay -schema=s", exitWrong, "", "connect"},
-	{"nobody answers a look", "postgres://127.0.0.1:1/d", "", "-order=6f1d3f7c-5b0e-4f9a-9a41-0d8b3f6b2c11 -schema=s", exitWrong, "", "connect"},
-}
-
 func TestUsage(t *testing.T) {
-	t.Parallel()
-	for _, tt := range usageTests {
-		t.Run(tt.name, func(t *testing.T) {
-			t.Parallel()
-			env := []string{"OUTBOX_POSTGRES_URL=" + tt.postgres, "OUTBOX_KAFKA_BROKERS=" + tt.brokers}
-			program.RequireUsage(t, tt.args, env, tt.code, tt.stdout, tt.stderr)
-		})
-	}
+	program.TestUsage(t, "-orders",
+		program.NoKafka,
+		program.Misuse("no orders", "-orders=0", "-orders"),
+		program.Misuse("no products", "-products=0", "-products"),
+		program.Misuse("less than no stock", "-stock=-1", "-stock"),
+		program.Misuse("too many orders", "-orders=1000001", "-orders"),
+		program.Misuse("too many products", "-products=1001", "-products"),
+		program.Misuse("too much stock", "-stock=1001", "-stock"),
+		program.Misuse("no such role", "-role=king -schema=s", "customers, inventory, notification, orders, relay, reward"),
+		program.Misuse("role without a schema", "-role=relay", "-schema"),
+		program.Misuse("schema alone", "-schema=s", "-schema"),
+		program.Misuse("order without a schema", "-order=6f1d3f7c-5b0e-4f9a-9a41-0d8b3f6b2c11", "-schema"),
+		program.Misuse("order that is none", "-order=7 -schema=s", `-order is "7"`),
+		program.Misuse("order and role", "-order=6f1d3f7c-5b0e-4f9a-9a41-0d8b3f6b2c11 -role=relay -schema=s", "exclude"),
+		program.Unanswered("nobody answers the relay", "-role=relay -schema=s", ""),
+		program.Unanswered("nobody answers a look", "-order=6f1d3f7c-5b0e-4f9a-9a41-0d8b3f6b2c11 -schema=s", "OUTBOX_KAFKA_BROKERS"),
+	)
 }

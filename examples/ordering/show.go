@@ -37,7 +37,7 @@ A shop whose orders are a saga of four services
   PostgreSQL  schema %s, of this run
   Kafka       %s
   seed        %d
-`, cfg.schema, strings.Join(cfg.brokers, ", "), cfg.seed)
+`, cfg.schema, strings.Join(cfg.Brokers, ", "), cfg.seed)
 	if !cfg.keep {
 		defer show.DropSchema(a.db, a.schema, out)
 	}

@@ -44,7 +44,7 @@ func open(ctx context.Context, cfg config) (*app, error) {
 		return nil, err
 	}
 	var err error
-	a.db, err = show.Connect(ctx, cfg.postgres, cfg.schema, maxConns)
+	a.db, err = show.Connect(ctx, cfg.Postgres, cfg.schema, maxConns)
 	return a, err
 }
 

@@ -15,13 +15,9 @@ import (
 	"context"
 	"errors"
 	"flag"
-	"fmt"
 	"io"
 	"math/rand/v2"
-	"os"
-	"os/signal"
 	"strconv"
-	"syscall"
 	"time"
 
 	"github.com/outboxgo/outbox/examples/internal/show"
@@ -41,20 +37,13 @@ Exit code: 0 all adds up, 1 it does not, or the run failed, 2 wrong usage.
 Flags:
 `
 
-// The codes that the program exits with.
-const (
-	exitRight = iota
-	exitWrong
-	exitUsage
-)
-
 type config struct {
+	show.Services
 	orders, rate, backtests, kills, processes int
 	seed                                      uint64
 	backtest, lease, patience                 time.Duration
 	verbose                                   bool
 	schema, exchange                          string // of a process of workers
-	postgres                                  string
 }
 
 // workerArgs are the arguments of a process of workers.
@@ -63,55 +52,34 @@ func (c config) workerArgs() []string {
 		"-backtest=" + c.backtest.String(), "-v=" + strconv.FormatBool(c.verbose)}
 }
 
-func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop) // a second Ctrl-C ends the program at once
-	os.Exit(start(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
-}
+func main() { show.Main("trading", start) }
 
-// start is main without the process around it. It returns the exit code.
-func start(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) int {
+func start(ctx context.Context, args []string, stdin io.Reader, stdout, _ io.Writer) error {
 	cfg, err := parse(args, stdout)
-	if errors.Is(err, flag.ErrHelp) {
-		return exitRight
-	}
 	if err != nil {
-		fmt.Fprintln(stderr, "trading:", err)
-		return exitUsage
+		return err
 	}
 	if cfg.exchange != "" {
-		return startWorkers(ctx, cfg, stdin, stderr)
+		return show.Played("workers", startWorkers(ctx, cfg, stdin))
 	}
 	r, err := run(ctx, cfg, stdout)
-	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
-		fmt.Fprintln(stderr, "trading: ended by a signal:", err)
-		return exitRight
-	}
 	if err != nil {
-		fmt.Fprintln(stderr, "trading:", err)
-		return exitWrong
+		return err
 	}
 	r.print(stdout)
-	if !r.right() {
-		return exitWrong
-	}
-	return exitRight
+	return show.Verdict(r.right())
 }
 
 // startWorkers is start for a process of workers. A signal does not end it: Ctrl-C reaches
 // all processes of a terminal, and the workers are needed until all is done.
-func startWorkers(ctx context.Context, cfg config, stdin io.Reader, stderr io.Writer) int {
+func startWorkers(ctx context.Context, cfg config, stdin io.Reader) error {
 	ctx = context.WithoutCancel(ctx)
 	a, err := open(ctx, cfg)
-	if err == nil {
-		defer a.db.Close()
-		err = a.work(ctx, stdin)
-	}
 	if err != nil {
-		fmt.Fprintln(stderr, "trading: workers:", err)
-		return exitWrong
+		return err
 	}
-	return exitRight
+	defer a.db.Close()
+	return a.work(ctx, stdin)
 }
 
 // parse reads the flags and the environment.
@@ -129,28 +97,22 @@ func parse(args []string, stdout io.Writer) (cfg config, err error) {
 	flags.BoolVar(&cfg.verbose, "v", false, "print what the workers log")
 	flags.StringVar(&cfg.schema, "schema", "", "with -exchange: where the tables are")
 	flags.StringVar(&cfg.exchange, "exchange", "", "run the workers only, against this exchange, until the standard input ends")
-	if err := show.Parse(flags, args, usage, stdout); err != nil {
-		return cfg, err
-	}
+	cfg.Services = show.Environment()
+	err = show.Parse(flags, args, usage, stdout, cfg.check)
 	for cfg.seed == 0 {
 		cfg.seed = uint64(rand.Uint32())
 	}
-	cfg.postgres = os.Getenv("OUTBOX_POSTGRES_URL")
-	return cfg, cfg.check(flags.Args())
+	return cfg, err
 }
 
-func (c config) check(rest []string) error {
+func (c *config) check() error {
 	switch {
-	case len(rest) > 0:
-		return fmt.Errorf("%q is not a flag; see trading -h", rest[0])
 	case c.orders < 1 || c.rate < 1 || c.processes < 1 || c.backtest <= 0 || c.lease <= 0 || c.patience <= 0:
-		return errors.New("-orders, -rate, -processes, -backtest, -lease and -patience start above 0; see trading -h")
+		return errors.New("-orders, -rate, -processes, -backtest, -lease and -patience start above 0")
 	case c.backtests < 0 || c.kills < 0:
-		return errors.New("-backtests and -kills start at 0; see trading -h")
+		return errors.New("-backtests and -kills start at 0")
 	case (c.schema == "") != (c.exchange == ""):
-		return errors.New("-schema and -exchange go together; see trading -h")
-	case c.postgres == "":
-		return errors.New("OUTBOX_POSTGRES_URL is not set: run it with `make trading`, or see trading -h")
+		return errors.New("-schema and -exchange go together")
 	}
-	return nil
+	return c.Require("trading", false)
 }

@@ -1,16 +1,12 @@
 package main
 
 import (
-	"context"
 	"flag"
 	"fmt"
 	"testing"
-	"time"
 
-	"github.com/jackc/pgx/v5"
-	"github.com/outboxgo/outbox/examples/internal/ending"
 	"github.com/outboxgo/outbox/examples/internal/program"
-	"github.com/outboxgo/outbox/internal/testenv"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/stretchr/testify/require"
 )
 
@@ -47,14 +43,9 @@ func TestTradingWithoutKills(t *testing.T) {
 func TestTradingFindsAWrongAttempt(t *testing.T) {
 	t.Parallel()
 	p := program.Start(t, []string{"-orders=50", "-processes=1", "-kills=0", "-backtests=0", "-patience=5s"})
-	db := testenv.Pool(t, nil)
-	in := func(table string) string { return pgx.Identifier{p.Schema, table}.Sanitize() }
-	require.Eventually(t, func() bool { // the program makes its tables meanwhile
-		changed, err := db.Exec(context.Background(), `INSERT INTO `+in("order_attempt")+` (order_intent_id, attempt_no, identifier, state)
-			SELECT id, 99, 'nowhere', 'ACKED' FROM `+in("order_intent")+` LIMIT 1`)
-		return err == nil && changed.RowsAffected() == 1
-	}, testenv.Patience, 5*time.Millisecond)
-	require.Equal(t, exitWrong, p.Wait(t))
+	p.Change(t, `INSERT INTO order_attempt (order_intent_id, attempt_no, identifier, state)
+		SELECT id, 99, 'nowhere', 'ACKED' FROM order_intent LIMIT 1`)
+	require.Equal(t, show.ExitWrong, p.Wait(t))
 	require.Regexp(t, `(?m)orders at the exchange .* wrong$`, p.Stdout.String())
 	require.Contains(t, p.Stdout.String(), "The numbers do not add up.")
 	p.RequireNoSchema(t)
@@ -62,52 +53,20 @@ func TestTradingFindsAWrongAttempt(t *testing.T) {
 
 // A signal ends what the bots do. What was decided is done and compared.
 func TestTradingInterrupted(t *testing.T) {
-	t.Parallel()
-	for _, signal := range ending.Signals {
-		t.Run(signal.String(), func(t *testing.T) {
-			p := program.Start(t, []string{"-orders=1000000", "-processes=1", "-kills=1", "-backtests=1", "-backtest=1s", "-patience=60s"})
-			db := testenv.Pool(t, nil)
-			attempts := pgx.Identifier{p.Schema, "order_attempt"}.Sanitize()
-			require.Eventually(t, func() bool {
-				n := 0
-				err := db.QueryRow(context.Background(), `SELECT count(*) FROM `+attempts).Scan(&n)
-				return err == nil && n > 10
-			}, testenv.Patience, 10*time.Millisecond)
-			p.Signal(t, signal)
-			require.Zero(t, p.Wait(t))
-			p.RequireNoSchema(t)
-		})
+	start := func(t *testing.T) *program.Process {
+		return program.Start(t, []string{"-orders=1000000", "-processes=1", "-kills=1", "-backtests=1", "-backtest=1s", "-patience=60s"})
 	}
-}
-
-func TestTradingInterruptedWhileStarting(t *testing.T) {
-	t.Parallel()
-	ending.RequireWhileStarting(t, program.Command(context.Background(), nil), "OUTBOX_POSTGRES_URL")
+	program.TestInterrupted(t, start, "order_attempt", 10, func(t *testing.T, p *program.Process) {
+		require.NotContains(t, p.Stdout.String(), "wrong")
+	})
 }
 
 // Wrong usage names what is wrong.
-var usageTests = []struct {
-	name, postgres, args string
-	code                 int
-	stdout, stderr       string
-}{
-	{"help", "", "--help", exitRight, "-orders", ""},
-	{"no PostgreSQL", "", "", exitUsage, "", "OUTBOX_POSTGRES_URL"},
-	{"unknown flag", "postgres://h/d", "-order=1", exitUsage, "", "-order"},
-	{"not a flag", "postgres://h/d", "orders", exitUsage, "", `"orders" is not a flag`},
-	{"no orders", "postgres://h/d", "-orders=0", exitUsage, "", "-orders"},
-	{"fewer than no kills", "postgres://h/d", "-kills=-1", exitUsage, "", "-kills"},
-	{"workers without a schema", "postgres://h/d", "-exchange=http://h", exitUsage, "", "-schema"},
-	{"nobody answers", "postgres://127.0.0.1:1/d", "", exitWrong, "", "connect"},
-	{"nobody answers workers", "postgres://127.0.0.1:1/d", "-exchange=http://h -schema=s", exitWrong, "", "connect"},
-}
-
 func TestUsage(t *testing.T) {
-	t.Parallel()
-	for _, tt := range usageTests {
-		t.Run(tt.name, func(t *testing.T) {
-			t.Parallel()
-			program.RequireUsage(t, tt.args, []string{"OUTBOX_POSTGRES_URL=" + tt.postgres}, tt.code, tt.stdout, tt.stderr)
-		})
-	}
+	program.TestUsage(t, "-orders",
+		program.Misuse("no orders", "-orders=0", "-orders"),
+		program.Misuse("fewer than no kills", "-kills=-1", "-kills"),
+		program.Misuse("workers without a schema", "-exchange=http://h", "-schema"),
+		program.Unanswered("nobody answers workers", "-exchange=http://h -schema=s", ""),
+	)
 }

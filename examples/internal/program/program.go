@@ -10,11 +10,12 @@ import (
 	"os"
 	"os/exec"
 	"regexp"
-	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/internal/testenv"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
@@ -27,6 +28,7 @@ const is = "OUTBOX_TEST_IS_PROGRAM"
 func Main(m *testing.M, main func()) {
 	if os.Getenv(is) != "" {
 		main()
+		os.Exit(0)
 	}
 	goleak.VerifyTestMain(m)
 }
@@ -36,18 +38,6 @@ func Command(ctx context.Context, args []string, env ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, os.Args[0], args...)
 	cmd.Env = append(append(os.Environ(), is+"=1"), env...)
 	return cmd
-}
-
-// RequireUsage requires what the program prints for some arguments, and its exit code.
-func RequireUsage(t *testing.T, args string, env []string, code int, stdout, stderr string) {
-	t.Helper()
-	cmd := Command(t.Context(), strings.Fields(args), env...)
-	var out, err bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &out, &err
-	_ = cmd.Run() // the exit code says it
-	require.Equal(t, code, cmd.ProcessState.ExitCode())
-	require.Contains(t, out.String(), stdout)
-	require.Contains(t, err.String(), stderr)
 }
 
 // Process is the program while it runs.
@@ -125,6 +115,35 @@ func (p *Process) Wait(t *testing.T) int {
 	_ = p.cmd.Wait() // the exit code says it
 	t.Logf("%s%s", p.Stdout.String(), p.Stderr.String())
 	return p.cmd.ProcessState.ExitCode()
+}
+
+// Tables returns connections that look for tables in the schema of the program.
+func (p *Process) Tables(t *testing.T) *pgxpool.Pool {
+	t.Helper()
+	db, err := show.Connect(context.Background(), testenv.Pool(t, nil).Config().ConnString(), p.Schema, 2)
+	require.NoError(t, err)
+	t.Cleanup(db.Close)
+	return db
+}
+
+// Change waits until a statement changes a row. The program makes its tables and works meanwhile.
+func (p *Process) Change(t *testing.T, sql string) {
+	t.Helper()
+	db := p.Tables(t)
+	require.Eventually(t, func() bool {
+		changed, err := db.Exec(context.Background(), sql)
+		return err == nil && changed.RowsAffected() == 1
+	}, testenv.Patience, 5*time.Millisecond)
+}
+
+// AwaitRows waits until a table has more than n rows.
+func (p *Process) AwaitRows(t *testing.T, table string, n int) {
+	t.Helper()
+	db, rows := p.Tables(t), 0
+	require.Eventually(t, func() bool { // the program makes its tables meanwhile
+		err := db.QueryRow(context.Background(), `SELECT count(*) FROM `+table).Scan(&rows)
+		return err == nil && rows > n
+	}, testenv.Patience, 10*time.Millisecond)
 }
 
 // RequireNoSchema requires that the program has cleaned up.
