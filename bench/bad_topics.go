@@ -28,25 +28,17 @@ const (
 
 // badTopics compares the relay that also has events for a topic that takes nothing
 // with the relay that has none. Its Kafka client has franz-go's defaults.
-func (b *bench) badTopics(ctx context.Context) error {
-	without, err := b.newTrack(ctx, "bad_without")
-	if err != nil {
-		return err
-	}
-	defer without.close()
-	if err := without.warmUp(ctx); err != nil {
-		return err
-	}
+func (t *track) badTopics(ctx context.Context) error {
 	for _, prepare := range []func(*bench, context.Context) (name, topic string, err error){
 		(*bench).missingTopic, (*bench).shortTopic, (*bench).deniedTopic,
 	} {
-		name, topic, err := prepare(b, ctx)
+		name, topic, err := prepare(t.bench, ctx)
 		if errors.Is(err, kerr.SecurityDisabled) {
-			b.report.Add(report.Failed("bad-topics/"+name, "the broker has no authorizer"))
+			t.report.Add(report.Failed("bad-topics/"+name, "the broker has no authorizer"))
 			continue
 		}
 		if err == nil {
-			err = b.raceBeside(ctx, without, name, topic)
+			err = t.raceBeside(ctx, t, name, topic)
 		}
 		if err != nil {
 			return fmt.Errorf("%s topic: %w", name, err)

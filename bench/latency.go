@@ -50,6 +50,21 @@ func (b *bench) newTrack(ctx context.Context, name string) (t *track, err error)
 	return t, nil
 }
 
+// onTrack is a scenario that needs a track of its own, which is warm.
+func onTrack(name string, measure func(*track, context.Context) error) func(*bench, context.Context) error {
+	return func(b *bench, ctx context.Context) error {
+		t, err := b.newTrack(ctx, name)
+		if err != nil {
+			return err
+		}
+		defer t.close()
+		if err := t.warmUp(ctx); err != nil {
+			return err
+		}
+		return measure(t, ctx)
+	}
+}
+
 func (t *track) close() {
 	t.floor.Close()
 	t.reader.Client.Close()
@@ -161,18 +176,10 @@ func (b *bench) lapTime() time.Duration { return seconds(b.cfg.seconds / float64
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 
 // latency compares the relay with the floor at each rate.
-func (b *bench) latency(ctx context.Context) error {
-	t, err := b.newTrack(ctx, "latency")
-	if err != nil {
-		return err
-	}
-	defer t.close()
-	if err := t.warmUp(ctx); err != nil {
-		return err
-	}
-	for _, rate := range b.cfg.rates {
-		err := b.race(ctx, race{
-			name: "latency/" + strconv.Itoa(rate), rate: rate, measured: b.lapTime(), limit: 2,
+func (t *track) latency(ctx context.Context) error {
+	for _, rate := range t.cfg.rates {
+		err := t.race(ctx, race{
+			name: "latency/" + strconv.Itoa(rate), rate: rate, measured: t.lapTime(), limit: 2,
 			base: side{"floor", t.withoutRelay}, with: side{"relay", t.withRelay},
 		})
 		if err != nil {
@@ -199,17 +206,9 @@ func (t *track) warmUp(ctx context.Context) error {
 }
 
 // open compares the relay beside an open transaction with the relay alone.
-func (b *bench) open(ctx context.Context) error {
-	t, err := b.newTrack(ctx, "open")
-	if err != nil {
-		return err
-	}
-	defer t.close()
-	if err := t.warmUp(ctx); err != nil {
-		return err
-	}
-	return b.race(ctx, race{
-		name: "open", rate: openRate, measured: b.lapTime(), limit: 1.2,
+func (t *track) open(ctx context.Context) error {
+	return t.race(ctx, race{
+		name: "open", rate: openRate, measured: t.lapTime(), limit: 1.2,
 		base: side{"without", t.withRelay}, with: side{"beside", t.besideOpen},
 	})
 }

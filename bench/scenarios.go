@@ -24,14 +24,14 @@ var scenarios []scenario
 
 func init() {
 	scenarios = []scenario{
-		{"latency", "from commit to arrival, against producing after the commit", true, (*bench).latency},
-		{"wake", "the same from another process, against from that of the leader; after a silence; and what a wake-up costs the writer", true, (*bench).wake},
+		{"latency", "from commit to arrival, against producing after the commit", true, onTrack("latency", (*track).latency)},
+		{"wake", "the same from another process, against from that of the leader; after a silence; and what a wake-up costs the writer", true, onTrack("wake", (*track).wake)},
 		{"takeover", "from the end of the process that leads, by kill -9 or cleanly, to the next arrival", true, (*bench).takeover},
-		{"tenants", "many schemas of one database that one process relays for: from commit to arrival, connections, processors, memory", true, (*bench).tenants},
-		{"tail", "where the slowest events spend their time at the highest of -rates, by traces", true, (*bench).tail},
-		{"open", "from commit to arrival while another transaction stays open, against without", true, (*bench).open},
+		{"tenants", "many schemas of one database that one process relays for: from commit to arrival, connections, processors, memory", true, onTrack("tenants", (*track).tenants)},
+		{"tail", "where the slowest events spend their time at the highest of -rates, by traces", true, onTrack("tail", (*track).tail)},
+		{"open", "from commit to arrival while another transaction stays open, against without", true, onTrack("open", (*track).open)},
 		{"poison", "the same while Kafka refuses some events, for those of other keys, against without", true, (*bench).poison},
-		{"bad-topics", "from commit to arrival beside a topic that takes nothing, against without", true, (*bench).badTopics},
+		{"bad-topics", "from commit to arrival beside a topic that takes nothing, against without", true, onTrack("bad_without", (*track).badTopics)},
 		{"drain", "all events, against a bare loop that reads rows and produces them", true, (*bench).drain},
 		{"outage", "all events that pile up while Kafka is away, against the bare loop, and against a relay without an outage", true, (*bench).outage},
 		{"backlog", "a large backlog against a small one: time and CPU of an event", true, (*bench).backlog},

@@ -18,20 +18,12 @@ import (
 )
 
 // tail traces every event at the highest rate, and reports where the time of the slowest of a hundred goes, and that of all.
-func (b *bench) tail(ctx context.Context) error {
-	t, err := b.newTrack(ctx, "tail")
-	if err != nil {
-		return err
-	}
-	defer t.close()
-	if err := t.warmUp(ctx); err != nil {
-		return err
-	}
-	rate := slices.Max(b.cfg.rates)
+func (t *track) tail(ctx context.Context) error {
+	rate := slices.Max(t.cfg.rates)
 	all := stretches{}
-	for range b.cfg.runs {
+	for range t.cfg.runs {
 		var one stretches
-		if err := b.rounds.Run(func() (err error) { one, err = t.traced(ctx, rate); return err }); err != nil {
+		if err := t.rounds.Run(func() (err error) { one, err = t.traced(ctx, rate); return err }); err != nil {
 			return err
 		}
 		for name, values := range one {
@@ -39,7 +31,7 @@ func (b *bench) tail(ctx context.Context) error {
 		}
 	}
 	for _, of := range stretchNames {
-		b.report.Add(report.Measured("tail/"+strconv.Itoa(rate)+"/"+of, "ms", all[of]))
+		t.report.Add(report.Measured("tail/"+strconv.Itoa(rate)+"/"+of, "ms", all[of]))
 	}
 	return nil
 }

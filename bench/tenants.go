@@ -42,17 +42,9 @@ type tenantsBench struct {
 }
 
 // tenants measures what it takes to relay for many schemas in one process, and how long their events take.
-func (b *bench) tenants(ctx context.Context) (err error) {
-	t, err := b.newTrack(ctx, "tenants")
-	if err != nil {
-		return err
-	}
-	defer t.close()
-	if err := t.warmUp(ctx); err != nil {
-		return err
-	}
+func (t *track) tenants(ctx context.Context) (err error) {
 	w := &tenantsBench{track: t}
-	if w.writers, err = services.NewPool(ctx, b.cfg.Postgres, tenantWriters+1); err != nil {
+	if w.writers, err = services.NewPool(ctx, t.cfg.Postgres, tenantWriters+1); err != nil {
 		return err
 	}
 	defer w.writers.Close()
@@ -69,7 +61,7 @@ func (b *bench) tenants(ctx context.Context) (err error) {
 	var l *laps.Lap
 	var conns int
 	j := w.connect(job{Work: "tenants", Schemas: w.names})
-	if err := spawn(running, j, b.stderr, &u, func(send func(order) error) (err error) {
+	if err := spawn(running, j, t.stderr, &u, func(send func(order) error) (err error) {
 		if l, conns, err = w.drive(running, send); err != nil {
 			return err
 		}

@@ -32,24 +32,16 @@ type wakeBench struct {
 
 // wake compares latencies from another process with those from the leader's own, and a writer's commits with
 // wake-ups with those without.
-func (b *bench) wake(ctx context.Context) error {
-	t, err := b.newTrack(ctx, "wake")
-	if err != nil {
-		return err
-	}
-	defer t.close()
-	other, err := services.NewPool(ctx, b.cfg.Postgres, b.cfg.workers+2)
+func (t *track) wake(ctx context.Context) error {
+	other, err := services.NewPool(ctx, t.cfg.Postgres, t.cfg.workers+2)
 	if err != nil {
 		return err
 	}
 	defer other.Close()
 	w := &wakeBench{t, other}
-	if err := t.warmUp(ctx); err != nil {
-		return err
-	}
 	for _, rate := range []int{200, 1000} {
-		if err := b.race(ctx, race{
-			name: "wake/" + strconv.Itoa(rate), rate: rate, measured: b.lapTime(), limit: 1.5, tail: 2,
+		if err := t.race(ctx, race{
+			name: "wake/" + strconv.Itoa(rate), rate: rate, measured: t.lapTime(), limit: 1.5, tail: 2,
 			base: side{"own", t.withRelay}, with: side{"other", w.fromOther},
 		}); err != nil {
 			return err
