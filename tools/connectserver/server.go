@@ -126,7 +126,7 @@ func (s *Server) start(ctx context.Context, cfg Config, java, libraries string) 
 	if err != nil {
 		return err
 	}
-	if err := s.awaitReady(ctx); err != nil {
+	if err := s.proc.Await(ctx, "the worker", lookEvery, s.answers); err != nil {
 		return errors.Join(err, s.proc.Kill())
 	}
 	return nil
@@ -145,32 +145,24 @@ func (s *Server) properties(cfg Config) []byte {
 	return java.Properties(settings)
 }
 
-// awaitReady waits until the REST interface answers.
-func (s *Server) awaitReady(ctx context.Context) error {
+// answers returns nil if the REST interface answers.
+func (s *Server) answers(ctx context.Context) error {
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-	for {
-		request, err := http.NewRequestWithContext(ctx, http.MethodGet, s.URL()+"/connectors", http.NoBody)
-		if err != nil {
-			return err
-		}
-		response, err := client.Do(request)
-		if err == nil {
-			code := response.StatusCode
-			if err := response.Body.Close(); err != nil {
-				return err
-			}
-			if code == http.StatusOK {
-				return nil
-			}
-		}
-		select {
-		case <-s.proc.Done():
-			return errors.Join(errors.New("the worker ended instead of starting"), s.proc.Err())
-		case <-ctx.Done():
-			return fmt.Errorf("wait for the worker: %w; its log ends with:\n%s", context.Cause(ctx), s.proc.Tail())
-		case <-time.After(lookEvery):
-		}
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, s.URL()+"/connectors", http.NoBody)
+	if err != nil {
+		return err
 	}
+	response, err := client.Do(request)
+	if err != nil {
+		return err
+	}
+	if err := response.Body.Close(); err != nil {
+		return err
+	}
+	if response.StatusCode != http.StatusOK {
+		return fmt.Errorf("its REST interface answers %s", response.Status)
+	}
+	return nil
 }
 
 func (s *Server) path(name string) string { return filepath.Join(s.run.Path, name) }

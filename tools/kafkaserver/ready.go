@@ -12,8 +12,6 @@ import (
 	"github.com/twmb/franz-go/pkg/kerr"
 	"github.com/twmb/franz-go/pkg/kgo"
 	"github.com/twmb/franz-go/pkg/kmsg"
-
-	"github.com/outboxgo/outbox/tools/internal/proc"
 )
 
 const (
@@ -30,23 +28,6 @@ func newClusterID() string {
 	rand.Read(id[:])
 	id[0] &= 0x7f // no leading "-" after encoding: it would look like an option
 	return base64.RawURLEncoding.EncodeToString(id[:])
-}
-
-// awaitReady waits until p answers, dies, or ctx ends.
-func (s *Server) awaitReady(ctx context.Context, p *proc.Process) error {
-	for {
-		err := s.ready(ctx)
-		if err == nil {
-			return nil
-		}
-		select {
-		case <-p.Done():
-			return errors.Join(errors.New("the broker ended instead of starting"), p.Err())
-		case <-ctx.Done():
-			return fmt.Errorf("wait for the broker: %w (%w); its log ends with:\n%s", context.Cause(ctx), err, p.Tail())
-		case <-time.After(retryEvery):
-		}
-	}
 }
 
 // Ping returns nil if the cluster at brokers answers and has a controller.

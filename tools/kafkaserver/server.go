@@ -230,7 +230,7 @@ func (s *Server) launch(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := s.awaitReady(ctx, p); err != nil {
+	if err := p.Await(ctx, "the broker", retryEvery, s.ready); err != nil {
 		return errors.Join(err, p.Kill())
 	}
 	s.proc = p

@@ -129,27 +129,15 @@ func (b *Bouncer) launch(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := b.awaitReady(ctx, p); err != nil {
+	answers := func(ctx context.Context) error {
+		_, err := Ping(ctx, b.URL())
+		return err
+	}
+	if err := p.Await(ctx, "it", retryEvery, answers); err != nil {
 		return errors.Join(err, p.Abort(syscall.SIGTERM))
 	}
 	b.proc = p
 	return nil
-}
-
-func (b *Bouncer) awaitReady(ctx context.Context, p *proc.Process) error {
-	for {
-		_, err := Ping(ctx, b.URL())
-		if err == nil {
-			return nil
-		}
-		select {
-		case <-p.Done():
-			return errors.Join(errors.New("it ended instead of starting"), p.Err())
-		case <-ctx.Done():
-			return fmt.Errorf("wait for it: %w (%w); its log ends with:\n%s", context.Cause(ctx), err, p.Tail())
-		case <-time.After(retryEvery):
-		}
-	}
 }
 
 // users is the file of those who may log in. The password is there as it is,

@@ -2,36 +2,16 @@ package pgserver
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-
-	"github.com/outboxgo/outbox/tools/internal/proc"
 )
 
 // retryEvery is the pause between two tries to connect.
 const retryEvery = 25 * time.Millisecond
-
-// awaitReady waits until p answers, dies, or ctx ends.
-func (s *Server) awaitReady(ctx context.Context, p *proc.Process) error {
-	for {
-		err := s.answers(ctx)
-		if err == nil {
-			return nil
-		}
-		select {
-		case <-p.Done():
-			return errors.Join(errors.New("the server ended instead of starting"), p.Err())
-		case <-ctx.Done():
-			return fmt.Errorf("wait for the server: %w (%w); its log ends with:\n%s", context.Cause(ctx), err, p.Tail())
-		case <-time.After(retryEvery):
-		}
-	}
-}
 
 // answers returns nil if the server on our port answers and is ours. It may be
 // a stranger's: then ours is about to end because the port is taken.

@@ -243,7 +243,7 @@ func (s *Server) launch(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := s.awaitReady(ctx, p); err != nil {
+	if err := p.Await(ctx, "the server", retryEvery, s.answers); err != nil {
 		return errors.Join(err, p.Abort(syscall.SIGQUIT)) // SIGKILL would leave shared memory behind
 	}
 	s.proc, s.crashed = p, false
