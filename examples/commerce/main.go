@@ -77,8 +77,7 @@ func start(ctx context.Context, args []string, stdin io.Reader, stdout, stderr i
 	if err != nil {
 		return err
 	}
-	r.print(stdout)
-	return show.Verdict(r.right())
+	return r.print(stdout)
 }
 
 // parse reads the flags and the environment.

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/examples/internal/show"
 )
 
 // report compares what the customers were told, what has committed, and what the groups made
@@ -96,42 +97,25 @@ func (s *scene) report(ctx context.Context) (*report, error) {
 	return r, nil
 }
 
-// equation is a line of the report: two numbers that must be the same.
-type equation struct {
-	got  int
-	what string
-	want int
-	as   string
-}
-
-func (e equation) right() bool { return e.got == e.want }
-
-func (r *report) equations() []equation {
+func (r *report) equations() show.Equations {
 	rightProducts := 0
 	for _, p := range r.products {
 		if p.right() {
 			rightProducts++
 		}
 	}
-	return []equation{
-		{rightProducts, "products that are counted rightly", len(r.products), "products"},
-		{r.Orders, "answered orders that are committed", r.ordered, "answered orders"},
-		{r.Paid, "answered payments that are committed", r.bills, "answered payments"},
-		{max(0, r.views-r.Viewed), "answered views that are not committed", 0, "none"},
-		{r.Traced, "events with the trace id of a visit", r.Events, "events"},
-		{r.deadLetters, "dead letters", 0, "none"},
+	return show.Equations{
+		show.Equal("products that are counted rightly", rightProducts, "products", len(r.products)),
+		show.Equal("answered orders that are committed", r.Orders, "answered orders", r.ordered),
+		show.Equal("answered payments that are committed", r.Paid, "answered payments", r.bills),
+		show.None("answered views that are not committed", max(0, r.views-r.Viewed)),
+		show.Equal("events with the trace id of a visit", r.Traced, "events", r.Events),
+		show.None("dead letters", r.deadLetters),
 	}
 }
 
 // right reports whether all adds up. A run in which nobody came shows nothing.
-func (r *report) right() bool {
-	for _, e := range r.equations() {
-		if !e.right() {
-			return false
-		}
-	}
-	return r.Events > 0
-}
+func (r *report) right() bool { return r.Events > 0 && r.equations().Right() }
 
 func printHeader(out io.Writer, cfg config, redis string) {
 	fmt.Fprintf(out, `
@@ -146,21 +130,14 @@ A shop and the consumers of its events
 `, cfg.schema, strings.Join(cfg.Brokers, ", "), redis, cfg.listen, cfg.rate, cfg.duration, operatorsPath, cfg.password)
 }
 
-func (r *report) print(out io.Writer) {
+func (r *report) print(out io.Writer) error {
 	r.printProducts(out)
 	r.printWork(out)
 	fmt.Fprintf(out, "\n  %d visits, of which %d found the shop closed or full; the service was killed %d times\n", r.begun, r.cutOff, r.kills)
 	r.printDelays(out)
 	fmt.Fprintln(out)
-	for _, e := range r.equations() {
-		wrong := map[bool]string{false: "  wrong"}[e.right()]
-		fmt.Fprintf(out, "  %6d  %-38s = %6d  %s%s\n", e.got, e.what, e.want, e.as, wrong)
-	}
-	if r.right() {
-		fmt.Fprintln(out, "\nEverything is counted once, and the pages of what is sold out are gone.")
-	} else {
-		fmt.Fprintln(out, "\nThe numbers do not add up.")
-	}
+	r.equations().Print(out)
+	return show.Conclude(out, r.right(), "Everything is counted once, and the pages of what is sold out are gone.")
 }
 
 func (r *report) printProducts(out io.Writer) {

@@ -4,14 +4,13 @@ import (
 	"context"
 	"crypto/subtle"
 	"errors"
-	"fmt"
 	"io"
 	"net"
 	"net/http"
-	"sync"
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/outboxadmin"
 	"github.com/outboxgo/outbox/outboxhttp"
 	"golang.org/x/sync/errgroup"
@@ -176,7 +175,7 @@ func serve(ctx context.Context, cfg config, stdin io.Reader, stdout, stderr io.W
 		return err
 	}
 	defer a.close()
-	say := sayTo(stdout)
+	say := show.SayTo(stdout)
 	a.hooks = outbox.ConsumerHooks{
 		Handled: func(m outbox.Metadata, action string, _ time.Duration) {
 			say(saidHandled, action, time.Since(m.Time).Microseconds())
@@ -188,22 +187,8 @@ func serve(ctx context.Context, cfg config, stdin io.Reader, stdout, stderr io.W
 	if err != nil {
 		return err
 	}
-	ctx, stop := context.WithCancel(ctx)
+	ctx, stop := show.UntilEnd(ctx, stdin)
 	defer stop()
-	go func() {
-		defer stop()
-		_, _ = io.Copy(io.Discard, stdin)
-	}()
 	say(saidOpen)
 	return s.run(ctx)
-}
-
-// sayTo returns a function that prints lines, for concurrent use.
-func sayTo(w io.Writer) func(line ...any) {
-	var mu sync.Mutex
-	return func(line ...any) {
-		mu.Lock()
-		defer mu.Unlock()
-		fmt.Fprintln(w, line...)
-	}
 }

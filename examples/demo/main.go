@@ -61,10 +61,10 @@ func start(ctx context.Context, args []string, _ io.Reader, stdout, _ io.Writer)
 		return err
 	}
 	s, err := run(ctx, cfg, newConsole(stdout, cfg.quiet))
-	if err != nil {
-		return err
+	if err == nil && !s.right() {
+		err = show.ErrWrong
 	}
-	return show.Verdict(s.right())
+	return err
 }
 
 // parse reads the flags and the environment.

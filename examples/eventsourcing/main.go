@@ -66,8 +66,7 @@ func start(ctx context.Context, args []string, stdin io.Reader, stdout, _ io.Wri
 	if err != nil {
 		return err
 	}
-	r.print(stdout)
-	return show.Verdict(r.right())
+	return r.print(stdout)
 }
 
 // parse reads the flags and the environment.

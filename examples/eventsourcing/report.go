@@ -10,6 +10,7 @@ import (
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/outboxgo/outbox/examples/internal/show"
 )
 
 // report compares what the service has acknowledged, the event store, what was published, and
@@ -154,42 +155,25 @@ func readModel(ctx context.Context, db *pgxpool.Pool) (map[uuid.UUID]State, erro
 	return byID, err
 }
 
-// equation is a line of the report: two numbers that must be the same.
-type equation struct {
-	got  int
-	what string
-	want int
-	as   string
-}
-
-func (r *report) equations() []equation {
-	return []equation{
-		{r.stored, "acknowledged changes that are stored", r.changes, "acknowledged changes"},
-		{r.Gaps, "orders with a gap in their versions", 0, "none"},
-		{r.Traced, "events with trace and correlation id", r.Events, "events in the store"},
-		{r.Recorded, "events recorded for publication", r.Events, "events in the store"},
-		{r.Matched, "of them the same in store and outbox", r.Events, "events in the store"},
-		{r.Handled, "events projected, each once", r.Events, "events in the store"},
-		{r.Readable, "orders in the read model", r.Orders, "orders in the store"},
-		{r.readable, "of them as their events say", r.Orders, "orders in the store"},
-		{r.Snapshots, "snapshots", r.SnapshotsDue, fmt.Sprintf("one for every %d events of an order", snapshotEvery)},
-		{r.loaded, "orders the same with snapshot", r.Orders, "orders in the store"},
-		{r.byVersion, "past states, by version", r.versions, "versions"},
-		{r.byTime, "past states, by point in time", r.versions, "versions"},
+func (r *report) equations() show.Equations {
+	return show.Equations{
+		show.Equal("acknowledged changes that are stored", r.stored, "acknowledged changes", r.changes),
+		show.None("orders with a gap in their versions", r.Gaps),
+		show.Equal("events with trace and correlation id", r.Traced, "events in the store", r.Events),
+		show.Equal("events recorded for publication", r.Recorded, "events in the store", r.Events),
+		show.Equal("of them the same in store and outbox", r.Matched, "events in the store", r.Events),
+		show.Equal("events projected, each once", r.Handled, "events in the store", r.Events),
+		show.Equal("orders in the read model", r.Readable, "orders in the store", r.Orders),
+		show.Equal("of them as their events say", r.readable, "orders in the store", r.Orders),
+		show.Equal("snapshots", r.Snapshots, fmt.Sprintf("one for every %d events of an order", snapshotEvery), r.SnapshotsDue),
+		show.Equal("orders the same with snapshot", r.loaded, "orders in the store", r.Orders),
+		show.Equal("past states, by version", r.byVersion, "versions", r.versions),
+		show.Equal("past states, by point in time", r.byTime, "versions", r.versions),
 	}
 }
-
-func (e equation) right() bool { return e.got == e.want }
 
 // right reports whether all adds up. A run in which nothing happened shows nothing.
-func (r *report) right() bool {
-	for _, e := range r.equations() {
-		if !e.right() {
-			return false
-		}
-	}
-	return r.Events > 0
-}
+func (r *report) right() bool { return r.Events > 0 && r.equations().Right() }
 
 func printHeader(out io.Writer, cfg config) {
 	by := "a consumer of Kafka"
@@ -205,18 +189,11 @@ An order service whose orders are their events
 `, cfg.schema, cfg.processes, cfg.rate, cfg.duration, by)
 }
 
-func (r *report) print(out io.Writer) {
+func (r *report) print(out io.Writer) error {
 	fmt.Fprintf(out, "\n  %d orders: %d paid, %d delivered, %d cancelled (%d with a refund), %d failed\n",
 		r.Orders, r.Paid, r.Delivered, r.Cancelled, r.Refunded, r.Failed)
 	fmt.Fprintf(out, "  %d processes killed; %d times somebody else was faster\n", r.kills, r.conflicts)
 	fmt.Fprintf(out, "  %d orders of the read model damaged and repaired; all of it rebuilt %d times while events came\n\n", r.damaged, r.rebuilds)
-	for _, e := range r.equations() {
-		wrong := map[bool]string{false: "  wrong"}[e.right()]
-		fmt.Fprintf(out, "  %6d  %-38s = %6d  %s%s\n", e.got, e.what, e.want, e.as, wrong)
-	}
-	if r.right() {
-		fmt.Fprintln(out, "\nThe events are the truth: what was acknowledged, published and read is what they say.")
-	} else {
-		fmt.Fprintln(out, "\nThe numbers do not add up.")
-	}
+	r.equations().Print(out)
+	return show.Conclude(out, r.right(), "The events are the truth: what was acknowledged, published and read is what they say.")
 }

@@ -7,10 +7,10 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
-	"sync"
 	"time"
 
 	"github.com/outboxgo/outbox"
+	"github.com/outboxgo/outbox/examples/internal/show"
 	"github.com/outboxgo/outbox/outboxhttp"
 	"golang.org/x/sync/errgroup"
 )
@@ -46,7 +46,7 @@ func serve(ctx context.Context, cfg config, stdin io.Reader, stdout io.Writer) e
 	if err != nil {
 		return err
 	}
-	s := &service{say: sayTo(stdout)}
+	s := &service{say: show.SayTo(stdout)}
 	s.orders = &Orders{store, func() { s.say(saidConflict) }}
 
 	ctx, stop := context.WithCancel(ctx)
@@ -68,16 +68,6 @@ func serve(ctx context.Context, cfg config, stdin io.Reader, stdout io.Writer) e
 		return s.welcome(shop, ctx, cfg.rate)
 	})
 	return g.Wait()
-}
-
-// sayTo returns a function that prints lines, for concurrent use.
-func sayTo(w io.Writer) func(line ...any) {
-	var mu sync.Mutex
-	return func(line ...any) {
-		mu.Lock()
-		defer mu.Unlock()
-		fmt.Fprintln(w, line...)
-	}
 }
 
 // welcome lets a number of customers in each second, until open ends. Who is in, finishes.

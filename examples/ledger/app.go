@@ -7,7 +7,6 @@ import (
 	"io"
 	"log/slog"
 	"math/rand/v2"
-	"os"
 	"time"
 
 	"github.com/google/uuid"
@@ -37,10 +36,7 @@ const maxConns = 12
 
 // open connects to PostgreSQL.
 func open(ctx context.Context, cfg config) (*app, error) {
-	a := &app{schema: cfg.schema, source: "ledger/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.Brokers...)}, log: slog.New(slog.DiscardHandler)}
-	if cfg.verbose {
-		a.log = slog.New(slog.NewTextHandler(os.Stderr, nil))
-	}
+	a := &app{schema: cfg.schema, source: "ledger/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.Brokers...)}, log: show.Log(cfg.verbose)}
 	var err error
 	if a.db, err = show.Connect(ctx, cfg.Postgres, cfg.schema, maxConns); err != nil {
 		return nil, err

@@ -85,8 +85,8 @@ func (p *performance) report(ctx context.Context) (*report, error) {
 	return r, r.read(ctx, p.db)
 }
 
-func (r *report) equations() []show.Equation {
-	all := []show.Equation{
+func (r *report) equations() show.Equations {
+	all := show.Equations{
 		show.Equal("transactions whose entries balance", r.Balanced, "transactions", r.Transactions),
 		show.None("cents in the sum of all entries", r.Total),
 		show.Equal("balances that are the sum of their entries", r.Matching, "accounts", r.Accounts),
@@ -112,8 +112,8 @@ func (r *report) equations() []show.Equation {
 	return all
 }
 
-// print prints the report, and reports whether all is right.
-func (r *report) print(out io.Writer) (right bool) {
+// print prints the report. The error is show.ErrWrong unless all is right.
+func (r *report) print(out io.Writer) error {
 	fmt.Fprintf(out, "\n  %d deposits, %d reversals; %d attempts were rolled back because another transaction was faster\n",
 		r.Transactions-r.Reversals, r.Reversals, r.Retried)
 	if len(r.killed) > 0 {
@@ -122,12 +122,6 @@ func (r *report) print(out io.Writer) (right bool) {
 	fmt.Fprintf(out, "  %d records in Kafka are repeats; %d events waited for an earlier one; %d are in the archive\n\n",
 		r.records-r.events, r.Waited, r.Archived)
 	equations := r.equations()
-	show.Print(out, equations)
-	right = show.Right(equations)
-	if right {
-		fmt.Fprintln(out, "\nThe books balance, and everybody knows the same of them.")
-	} else {
-		fmt.Fprintln(out, "\nThe numbers do not add up.")
-	}
-	return right
+	equations.Print(out)
+	return show.Conclude(out, equations.Right(), "The books balance, and everybody knows the same of them.")
 }

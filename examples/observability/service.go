@@ -74,7 +74,7 @@ func open(ctx context.Context, cfg config) (s *service, err error) {
 	if s.cfg.topic == "" {
 		s.cfg.topic = s.id + "-events"
 	}
-	if s.db, err = connect(ctx, cfg.Postgres); err != nil {
+	if s.db, err = show.Connect(ctx, cfg.Postgres, "", 20); err != nil {
 		return nil, err
 	}
 	for _, step := range []func(context.Context) error{s.makeTables, s.wire, s.makeTopics, s.listen} {
@@ -248,23 +248,6 @@ func (s *service) listen(ctx context.Context) (err error) {
 // PgBouncer only.
 func (s *service) sql(text string) string {
 	return strings.ReplaceAll(text, "{schema}", pgx.Identifier{s.id}.Sanitize())
-}
-
-func connect(ctx context.Context, url string) (*pgxpool.Pool, error) {
-	cfg, err := pgxpool.ParseConfig(url)
-	if err != nil {
-		return nil, err // pgx leaves the password out of it
-	}
-	cfg.MaxConns = 20
-	db, err := pgxpool.NewWithConfig(ctx, cfg)
-	if err != nil {
-		return nil, err
-	}
-	if err := db.Ping(ctx); err != nil {
-		db.Close()
-		return nil, fmt.Errorf("connect to PostgreSQL: %w", err)
-	}
-	return db, nil
 }
 
 // close sends what is left of the traces, drops the tables of this run and closes the

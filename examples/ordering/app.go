@@ -7,7 +7,6 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
-	"os"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -35,13 +34,10 @@ const maxConns = 12
 
 // open connects to PostgreSQL.
 func open(ctx context.Context, cfg config) (*app, error) {
-	a := &app{schema: cfg.schema, source: "shop/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.Brokers...)}, log: slog.New(slog.DiscardHandler)}
+	a := &app{schema: cfg.schema, source: "shop/" + cfg.schema, kafka: []kgo.Opt{kgo.SeedBrokers(cfg.Brokers...)}, log: show.Log(cfg.verbose)}
 	a.decode = outbox.DecodeCloudEvent
 	if cfg.debezium {
 		a.decode = outbox.DecodeDebezium // of a relay's records, too
-	}
-	if cfg.verbose {
-		a.log = slog.New(slog.NewTextHandler(os.Stderr, nil))
 	}
 	if err := a.wire(); err != nil {
 		return nil, err

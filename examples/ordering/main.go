@@ -96,7 +96,7 @@ func start(ctx context.Context, args []string, stdin io.Reader, stdout, _ io.Wri
 	if err != nil {
 		return err
 	}
-	return show.Verdict(r.print(stdout))
+	return r.print(stdout)
 }
 
 // parse reads the flags and the environment.

@@ -145,9 +145,9 @@ func (a *app) readKafka(ctx context.Context) (s sent, err error) {
 	return s, err
 }
 
-func (r *report) equations() []show.Equation {
+func (r *report) equations() show.Equations {
 	states := r.Orders + r.Completed + r.Cancelled
-	all := []show.Equation{
+	all := show.Equations{
 		show.Equal("orders completed or cancelled", r.Completed+r.Cancelled, "orders", r.Orders),
 		show.Equal("stocks that follow from their movements", r.Matching, "products", r.Products),
 		show.Equal("pieces that left the stock", r.Taken, "pieces in completed orders", r.Pieces),
@@ -174,8 +174,8 @@ func (r *report) equations() []show.Equation {
 	return all
 }
 
-// print prints the report, and reports whether all is right.
-func (r *report) print(out io.Writer) (right bool) {
+// print prints the report. The error is show.ErrWrong unless all is right.
+func (r *report) print(out io.Writer) error {
 	fmt.Fprintf(out, "\n  %d orders: %d completed, %d cancelled because stock was short, %d cancelled by the customer (%d reservations released)\n",
 		r.Orders, r.Completed, r.Cancelled-r.ByCustomer, r.ByCustomer, r.Released)
 	if len(r.killed) > 0 {
@@ -188,12 +188,6 @@ func (r *report) print(out io.Writer) (right bool) {
 	}
 	fmt.Fprintln(out)
 	equations := r.equations()
-	show.Print(out, equations)
-	right = show.Right(equations)
-	if right {
-		fmt.Fprintln(out, "\nEvery order has ended, and all services agree how.")
-	} else {
-		fmt.Fprintln(out, "\nThe numbers do not add up.")
-	}
-	return right
+	equations.Print(out)
+	return show.Conclude(out, equations.Right(), "Every order has ended, and all services agree how.")
 }

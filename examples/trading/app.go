@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"os"
 	"time"
 
 	"github.com/google/uuid"
@@ -36,10 +35,7 @@ const maxConns = 12
 
 // open connects to PostgreSQL.
 func open(ctx context.Context, cfg config) (*app, error) {
-	a := &app{schema: cfg.schema, exchange: cfg.exchange, lease: cfg.lease, bar: cfg.backtest / backtestBars, log: slog.New(slog.DiscardHandler)}
-	if cfg.verbose {
-		a.log = slog.New(slog.NewTextHandler(os.Stderr, nil))
-	}
+	a := &app{schema: cfg.schema, exchange: cfg.exchange, lease: cfg.lease, bar: cfg.backtest / backtestBars, log: show.Log(cfg.verbose)}
 	if err := a.wire(); err != nil {
 		return nil, err
 	}

@@ -66,8 +66,7 @@ func start(ctx context.Context, args []string, stdin io.Reader, stdout, _ io.Wri
 	if err != nil {
 		return err
 	}
-	r.print(stdout)
-	return show.Verdict(r.right())
+	return r.print(stdout)
 }
 
 // startWorkers is start for a process of workers. A signal does not end it: Ctrl-C reaches

@@ -6,6 +6,7 @@ import (
 	"io"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/outboxgo/outbox/examples/internal/show"
 )
 
 // report compares what the outside has seen with what PostgreSQL says.
@@ -82,48 +83,29 @@ func (s *scene) report(ctx context.Context) (*report, error) {
 	return r, nil
 }
 
-// equation is a line of the report: two numbers that must be the same.
-type equation struct {
-	what string
-	got  int
-	as   string
-	want int
-}
-
-func (r *report) equations() []equation {
-	all := []equation{
-		{"intents", r.Intents, "signals", r.Signals},
-		{"intents with an outcome", r.Concluded, "intents", r.Intents},
-		{"orders at the exchange", r.orders, "attempts ACKED", r.Acked},
-		{"of them under the same identifier", r.Matched, "attempts ACKED", r.Acked},
-		{"attempts with an outcome", r.Acked + r.Rejected + r.NotPlaced + r.Throttled, "attempts", r.Attempts},
-		{"identifiers ordered twice", r.again, "none", 0},
-		{"orders that overtook another", r.Overtook, "none", 0},
-		{"orders while the kill switch was on", r.whileStopped, "none", 0},
-		{"dead commands", r.Dead, "attempts REJECTED", r.Rejected},
-		{"open deliveries", r.Open, "none", 0},
-		{"events OrderAccepted", r.Accepted, "attempts ACKED", r.Acked},
-		{"notifications logged", r.Logged, "events OrderAccepted", r.Accepted},
-		{"pushes, and those cut off", r.pushed + r.CutOff, "notifications logged", r.Logged},
-		{"pushes twice", r.repeats, "none", 0},
-		{"backtests done", r.BacktestsDone, "backtests", r.Backtests},
-		{"events BacktestCompleted", r.BacktestEvents, "backtests", r.Backtests},
+func (r *report) equations() show.Equations {
+	all := show.Equations{
+		show.Equal("intents", r.Intents, "signals", r.Signals),
+		show.Equal("intents with an outcome", r.Concluded, "intents", r.Intents),
+		show.Equal("orders at the exchange", r.orders, "attempts ACKED", r.Acked),
+		show.Equal("of them under the same identifier", r.Matched, "attempts ACKED", r.Acked),
+		show.Equal("attempts with an outcome", r.Acked+r.Rejected+r.NotPlaced+r.Throttled, "attempts", r.Attempts),
+		show.None("identifiers ordered twice", r.again),
+		show.None("orders that overtook another", r.Overtook),
+		show.None("orders while the kill switch was on", r.whileStopped),
+		show.Equal("dead commands", r.Dead, "attempts REJECTED", r.Rejected),
+		show.None("open deliveries", r.Open),
+		show.Equal("events OrderAccepted", r.Accepted, "attempts ACKED", r.Acked),
+		show.Equal("notifications logged", r.Logged, "events OrderAccepted", r.Accepted),
+		show.Equal("pushes, and those cut off", r.pushed+r.CutOff, "notifications logged", r.Logged),
+		show.None("pushes twice", r.repeats),
+		show.Equal("backtests done", r.BacktestsDone, "backtests", r.Backtests),
+		show.Equal("events BacktestCompleted", r.BacktestEvents, "backtests", r.Backtests),
 	}
 	if r.kills == 0 {
-		all = append(all, equation{"backtests begun again", r.BacktestsRestarts, "none, as nothing was killed", 0})
+		all = append(all, show.Equal("backtests begun again", r.BacktestsRestarts, "none, as nothing was killed", 0))
 	}
 	return all
-}
-
-func (e equation) right() bool { return e.got == e.want }
-
-func (r *report) right() bool {
-	for _, e := range r.equations() {
-		if !e.right() {
-			return false
-		}
-	}
-	return true
 }
 
 func printHeader(out io.Writer, cfg config) {
@@ -137,17 +119,10 @@ Bots, an exchange that fails, and four groups of workers on PostgreSQL alone
 `, cfg.schema, cfg.exchange, cfg.processes, cfg.seed)
 }
 
-func (r *report) print(out io.Writer) {
+func (r *report) print(out io.Writer) error {
 	fmt.Fprintf(out, "\n  attempts: %d ACKED, %d REJECTED, %d THROTTLED and made again, %d NOT_PLACED\n", r.Acked, r.Rejected, r.Throttled, r.NotPlaced)
 	fmt.Fprintf(out, "  %d processes killed; %d backtests begun again, %d pushes cut off\n", r.kills, r.BacktestsRestarts, r.CutOff)
 	fmt.Fprintf(out, "  %d commands waited while the kill switch was on\n\n", r.waiting)
-	for _, e := range r.equations() {
-		wrong := map[bool]string{false: "  wrong"}[e.right()]
-		fmt.Fprintf(out, "  %6d  %-38s = %6d  %s%s\n", e.got, e.what, e.want, e.as, wrong)
-	}
-	if r.right() {
-		fmt.Fprintln(out, "\nEvery order is at the exchange once or not at all, and PostgreSQL knows which.")
-	} else {
-		fmt.Fprintln(out, "\nThe numbers do not add up.")
-	}
+	r.equations().Print(out)
+	return show.Conclude(out, r.equations().Right(), "Every order is at the exchange once or not at all, and PostgreSQL knows which.")
 }

@@ -22,14 +22,6 @@ const (
 // ErrWrong says that the numbers of a run do not add up. Its report, which is printed, says which.
 var ErrWrong = errors.New("the numbers do not add up")
 
-// Verdict is [ErrWrong] unless all numbers of a report are right.
-func Verdict(right bool) error {
-	if right {
-		return nil
-	}
-	return ErrWrong
-}
-
 // Program does what the arguments of a program say.
 type Program func(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer) error
 

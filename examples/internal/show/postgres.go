@@ -10,13 +10,15 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
-// Connect returns a pool of so many connections that look for tables in a schema.
+// Connect returns a pool of so many connections. They look for tables in the schema, if there is one; PgBouncer would refuse that.
 func Connect(ctx context.Context, url, schema string, conns int) (*pgxpool.Pool, error) {
 	cfg, err := pgxpool.ParseConfig(url)
 	if err != nil {
 		return nil, err // pgx leaves the password out of it
 	}
-	cfg.ConnConfig.RuntimeParams["search_path"] = schema
+	if schema != "" {
+		cfg.ConnConfig.RuntimeParams["search_path"] = schema
+	}
 	cfg.MaxConns = int32(conns)
 	db, err := pgxpool.NewWithConfig(ctx, cfg)
 	if err != nil {

@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"os"
 	"os/exec"
+	"sync"
 	"time"
 )
 
@@ -82,6 +84,24 @@ func (p *Process) Stop() error {
 	defer late.Stop()
 	<-p.ended
 	return p.err
+}
+
+// Log returns the logger of a process: it prints to its standard error, or nothing.
+func Log(verbose bool) *slog.Logger {
+	if !verbose {
+		return slog.New(slog.DiscardHandler)
+	}
+	return slog.New(slog.NewTextHandler(os.Stderr, nil))
+}
+
+// SayTo returns a function that prints lines, for concurrent use: what such a process says to the one that has started it.
+func SayTo(w io.Writer) func(line ...any) {
+	var mu sync.Mutex
+	return func(line ...any) {
+		mu.Lock()
+		defer mu.Unlock()
+		fmt.Fprintln(w, line...)
+	}
 }
 
 // UntilEnd returns a context for such a process that ends with its standard input. A signal does not end it:

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"slices"
 	"time"
 )
 
@@ -21,22 +22,30 @@ func Equal(what string, got int, as string, want int) Equation { return Equation
 // None is an equation of what must not be.
 func None(what string, got int) Equation { return Equation{what, got, "none", 0} }
 
+// Equations are the lines of a report.
+type Equations []Equation
+
 // Right reports whether all of them hold.
-func Right(equations []Equation) bool {
-	for _, e := range equations {
-		if e.Got != e.Want {
-			return false
-		}
-	}
-	return true
+func (all Equations) Right() bool {
+	return !slices.ContainsFunc(all, func(e Equation) bool { return e.Got != e.Want })
 }
 
-// Print prints equations, and says which are wrong.
-func Print(out io.Writer, equations []Equation) {
-	for _, e := range equations {
+// Print prints them, and says which are wrong.
+func (all Equations) Print(out io.Writer) {
+	for _, e := range all {
 		wrong := map[bool]string{false: "  wrong"}[e.Got == e.Want]
 		fmt.Fprintf(out, "  %6d  %-44s = %6d  %s%s\n", e.Got, e.What, e.Want, e.As, wrong)
 	}
+}
+
+// Conclude prints what a run has shown if all of its report is right. The error is [ErrWrong] if it is not.
+func Conclude(out io.Writer, right bool, shown string) error {
+	if !right {
+		fmt.Fprintln(out, "\nThe numbers do not add up.")
+		return ErrWrong
+	}
+	fmt.Fprintln(out, "\n"+shown)
+	return nil
 }
 
 // Await looks until all is complete, and reports whether it is. It ends early with ctx, and when nothing has changed
