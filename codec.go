@@ -11,7 +11,9 @@ import (
 	"strings"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/jsonb"
+	"github.com/outboxgo/outbox/internal/record"
 )
 
 // Codec encodes the payloads of an event type and decodes them again.
@@ -36,9 +38,6 @@ type Codec struct {
 	Decode func(ctx context.Context, data []byte, event any) error
 }
 
-// jsonType is the content type whose payloads are stored as jsonb.
-const jsonType = "application/json"
-
 // JSON is the default codec: encoding/json, stored as jsonb. It rejects strings
 // that are not valid UTF-8 with [ErrUTF8], where encoding/json would replace
 // the bad bytes silently; only what a MarshalJSON of the event's own has replaced
@@ -49,11 +48,11 @@ const jsonType = "application/json"
 // it. Of a type without members, or with nothing but omitempty ones, {} is an event. A type
 // that has a MarshalJSON, or an UnmarshalJSON, of its own decides that by itself.
 func JSON() Codec {
-	return Codec{ContentType: jsonType, Encode: encodeJSON, Decode: decodeJSON}
+	return Codec{ContentType: record.JSONType, Encode: encodeJSON, Decode: decodeJSON}
 }
 
 func (c Codec) check() error {
-	if err := check.Attribute(c.ContentType, maxContentType); err != nil {
+	if err := check.Attribute(c.ContentType, envelope.MaxContentType); err != nil {
 		return err
 	}
 	media, _, err := mime.ParseMediaType(c.ContentType)

@@ -14,6 +14,7 @@ import (
 	"github.com/outboxgo/outbox/internal/check"
 	"github.com/outboxgo/outbox/internal/deadletter"
 	"github.com/outboxgo/outbox/internal/deliveries"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/short"
 )
 
@@ -414,8 +415,8 @@ func (w *partitionWorker) owed(it *recordItem, t task) deliveries.Received {
 	m := &it.meta
 	row := deliveries.Received{
 		Subject: w.parking.subjectOf(t), Stream: it.record.Topic, Partition: it.record.Partition, Offset: it.record.Offset,
-		Type: storable(m.Type, maxEventType), Source: storable(m.Source, maxSource), AggregateID: storable(m.Subject, maxAggregateID),
-		ContentType: storable(m.ContentType, maxContentType), PartitionKey: storable(string(it.record.Key), maxPartitionKey),
+		Type: storable(m.Type, envelope.MaxEventType), Source: storable(m.Source, envelope.MaxSource), AggregateID: storable(m.Subject, envelope.MaxAggregateID),
+		ContentType: storable(m.ContentType, envelope.MaxContentType), PartitionKey: storable(string(it.record.Key), envelope.MaxPartitionKey),
 		Payload: it.record.Value, Record: parkedRecordOf(it.record, m.Kafka.topicID), OccurredAt: storableTime(m.Time, it.record.Timestamp), RecordedAt: storableTime(it.record.Timestamp, time.Unix(0, 0)),
 		MaxAttempts: attempts(t.retry.over(w.cfg.policy()).MaxRetries),
 	}

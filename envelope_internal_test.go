@@ -15,7 +15,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/outboxgo/outbox/internal/eventheader"
-	"github.com/outboxgo/outbox/internal/jsonb"
 )
 
 const someTrace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -265,43 +264,6 @@ func TestHeadersOfForeignRow(t *testing.T) {
 			require.Equal(t, -1, rejected.Index)
 		}
 	}
-}
-
-// What extras store, ownHeaders reads.
-func TestHeadersRoundTrip(t *testing.T) {
-	t.Parallel()
-	own := map[string]string{}
-	for _, text := range hardTexts {
-		own[text], own["n-"+text] = "", text
-	}
-	attributes := map[string]string{"market": "KRW-BTC", "owner9": "é", "omitted": ""}
-	x := extras{correlationID: "corr", traceID: "trace", traceParent: someTrace, headers: own, attributes: attributes, own: &EventOptions{Attributes: map[string]string{"market": "KRW-ETH"}}}
-	b, printed, rejected := x.encode()
-	require.Nil(t, rejected)
-	least, err := jsonb.Check(b)
-	require.NoError(t, err)
-	require.GreaterOrEqual(t, printed, least)
-	got, err := (&envelope.Event{Headers: b}).OwnHeaders()
-	require.NoError(t, err)
-	require.Len(t, got, len(own)+5)
-	require.Equal(t, "corr", got["correlationid"])
-	require.Equal(t, []string{"trace", "KRW-ETH", "é"}, []string{got["ce_traceid"], got["ce_market"], got["ce_owner9"]})
-	require.Equal(t, someTrace, got["traceparent"])
-	for name, value := range own {
-		require.Equal(t, value, got[name])
-	}
-	require.NotContains(t, own, "correlationid", "the caller's map is left alone")
-
-}
-
-// Most events have nothing, and that costs nothing.
-func TestNoExtras(t *testing.T) {
-	// Not parallel: it counts allocations.
-	none := extras{own: &noOptions}
-	require.Zero(t, testing.AllocsPerRun(100, func() {
-		b, printed, rejected := none.encode()
-		require.True(t, b == nil && printed == 0 && rejected == nil)
-	}))
 }
 
 // Consumers that know nothing of CloudEvents find id and trace where they look, unless the

@@ -8,6 +8,7 @@ import (
 	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/migrator"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/record"
 	"github.com/outboxgo/outbox/internal/relay"
 )
 
@@ -27,7 +28,7 @@ var (
 	ErrTooLong = check.ErrTooLong
 	// ErrTooLarge means that a payload, the headers, or all events of a statement exceed their
 	// limit in bytes.
-	ErrTooLarge = errors.New("is too large")
+	ErrTooLarge = record.ErrTooLarge
 	// ErrNUL means that a text holds U+0000, which PostgreSQL cannot store.
 	ErrNUL = check.ErrNUL
 	// ErrUTF8 means that a text is not valid UTF-8.
@@ -36,7 +37,7 @@ var (
 	// write it: half a surrogate pair, a number out of range, nesting too deep.
 	ErrJSON = check.ErrJSON
 	// ErrEncode means that the event's codec failed; its error is wrapped as well.
-	ErrEncode = errors.New("cannot be encoded")
+	ErrEncode = record.ErrEncode
 	// ErrTime means a zero time, or one outside the years 1 to 9999.
 	ErrTime = check.ErrTime
 	// ErrNilArgument means that a required argument is nil: an event, transaction,
@@ -67,7 +68,7 @@ var (
 	// made ids of events unique, and an event of this id is in outbox already. The
 	// transaction is aborted, as after any error of PostgreSQL. [Migrate] returns it where
 	// there are such events before.
-	ErrDuplicateEvent = errors.New("outbox: an event of this id was recorded before")
+	ErrDuplicateEvent = record.ErrDuplicateEvent
 	// ErrPartitioned is returned by [Migrate] for unique ids of events in an outbox that has
 	// partitions, or is to get some.
 	ErrPartitioned = errors.New("outbox: ids of events cannot be unique in an outbox with partitions")

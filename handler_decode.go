@@ -9,6 +9,7 @@ import (
 	"reflect"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/eventheader"
 	"github.com/outboxgo/outbox/internal/outage"
 )
@@ -88,12 +89,12 @@ var traceHeaders = []string{eventheader.TraceID, "x-trace-id"}
 func (p *processor) checkIDs(m *Metadata) {
 	for i := 0; i < len(traceHeaders) && m.Extensions[eventheader.TraceID] == ""; i++ {
 		name := traceHeaders[i]
-		if id := cmp.Or(m.Extensions[name], m.Header(name)); id != "" && check.Attribute(id, maxTraceID) == nil {
+		if id := cmp.Or(m.Extensions[name], m.Header(name)); id != "" && check.Attribute(id, envelope.MaxTraceID) == nil {
 			m.setExtension(eventheader.TraceID, id)
 		}
 	}
-	p.checkID(m, eventheader.Correlation, maxCorrelationID, "outbox: the correlation id of an event is dropped, because no event could be recorded with it")
-	p.checkID(m, eventheader.TraceID, maxTraceID, "outbox: the trace id of an event is dropped, because no event could be recorded with it")
+	p.checkID(m, eventheader.Correlation, envelope.MaxCorrelationID, "outbox: the correlation id of an event is dropped, because no event could be recorded with it")
+	p.checkID(m, eventheader.TraceID, envelope.MaxTraceID, "outbox: the trace id of an event is dropped, because no event could be recorded with it")
 }
 
 // checkID drops an id that cannot be recorded, and says so.

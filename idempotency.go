@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/guardtx"
 	"github.com/outboxgo/outbox/internal/handled"
 	"github.com/outboxgo/outbox/internal/handling"
@@ -315,7 +316,7 @@ func keyOf(t task) (handledKey, error) {
 	for _, part := range []struct {
 		field, text string
 		limit       int
-	}{{"aggregate_type", k.aggregateType, maxAggregateType}, {"aggregate_id", k.aggregateID, maxAggregateID}} {
+	}{{"aggregate_type", k.aggregateType, envelope.MaxAggregateType}, {"aggregate_id", k.aggregateID, envelope.MaxAggregateID}} {
 		if err := check.Text(part.text, part.limit); err != nil {
 			return k, Permanent(&FieldError{EventType: t.meta.Type, Index: -1, Field: part.field, Err: fmt.Errorf("of the key of %s %w", t.action, err)})
 		}

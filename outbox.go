@@ -33,13 +33,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/twmb/franz-go/pkg/kgo"
 
 	"github.com/outboxgo/outbox/internal/check"
-	"github.com/outboxgo/outbox/internal/indexes"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/pg"
+	"github.com/outboxgo/outbox/internal/record"
 )
 
 // RecorderConfig tunes a [Recorder]. The zero value is ready for production.
@@ -97,12 +100,9 @@ func (c RecorderConfig) validate() error {
 // Recorder stores events in transactions of its callers. It is safe for
 // concurrent use and holds nothing that must be closed.
 type Recorder struct {
-	events    *Registry
-	cfg       RecorderConfig
-	insert    string
-	insertOne string
-
-	insertDocument string
+	events *Registry
+	cfg    RecorderConfig
+	store  *record.Store
 }
 
 // NewRecorder returns a recorder for the events of a registry. Its error names
@@ -116,11 +116,7 @@ func NewRecorder(events *Registry, cfg RecorderConfig) (*Recorder, error) {
 	if err != nil {
 		return nil, fmt.Errorf("outbox: recorder config: %w", err)
 	}
-	return &Recorder{
-		events: events, cfg: cfg,
-		insert: pg.InSchema(sqlInsert, cfg.Schema), insertOne: pg.InSchema(sqlInsertOne, cfg.Schema),
-		insertDocument: pg.InSchema(sqlInsertDocument, cfg.Schema),
-	}, nil
+	return &Recorder{events: events, cfg: cfg, store: record.NewStore(cfg.Schema)}, nil
 }
 
 // Record stores events in tx, in their order, with one INSERT and one round
@@ -155,35 +151,7 @@ func (r *Recorder) record(ctx context.Context, tx pgx.Tx, events []DomainEvent) 
 	if err != nil || len(events) == 0 {
 		return err
 	}
-	if len(events) < minCopyRows {
-		sql, args := r.statement(rows)
-		_, err = tx.Exec(ctx, sql, args...)
-	} else {
-		_, err = tx.CopyFrom(ctx, pgx.Identifier{r.cfg.Schema, "outbox"}, rowColumns, pgx.CopyFromSlice(len(events), rows.row))
-	}
-	switch {
-	case pg.IsUndefined(err):
-		err = pg.NotMigrated(r.cfg.Schema, err)
-	case pg.IsDuplicateIn(err, indexes.EventID.Name()):
-		err = fmt.Errorf("%w: %w", ErrDuplicateEvent, pg.WithDetail(err))
-	}
-	if err != nil {
-		return fmt.Errorf("outbox: record %d events: %w", len(events), err)
-	}
-	return nil
-}
-
-// minCopyRows is the smallest number of events for which COPY is faster, as measured.
-// COPY takes a second round trip, which costs more than it saves for fewer events.
-const minCopyRows = 500
-
-// statement returns the one statement that stores rows, and its arguments.
-func (r *Recorder) statement(rows *columns) (sql string, args []any) {
-	if rows.len() == 1 {
-		args, _ := rows.row(0) // its error is always nil
-		return r.insertOne, args
-	}
-	return r.insert, rows.args()
+	return r.store.Insert(ctx, tx, rows)
 }
 
 // Queue is [Recorder.Record] on a batch that the caller sends in a transaction
@@ -202,7 +170,7 @@ func (r *Recorder) Queue(ctx context.Context, batch *pgx.Batch, events ...Domain
 		if err != nil || len(events) == 0 {
 			return err
 		}
-		sql, args := r.statement(rows)
+		sql, args := r.store.Statement(rows)
 		batch.Queue(sql, args...)
 		return nil
 	})
@@ -226,12 +194,86 @@ func (r *Recorder) Statement(ctx context.Context, events ...DomainEvent) (sql st
 		if err != nil {
 			return err
 		}
-		document, err := rows.document()
-		sql, args = r.insertDocument, []any{document}
-		return err
+		sql, args, err = r.store.DocumentStatement(rows)
+		return public(err)
 	})
 	if err != nil {
 		return "", nil, err
 	}
 	return sql, args, nil
+}
+
+// rows encodes events. Its error says which field of which event cannot be stored.
+func (r *Recorder) rows(ctx context.Context, events []DomainEvent) (*record.Rows, error) {
+	rows := record.NewRows(r.events.source, len(events), r.cfg.MaxPayload)
+	carried := record.Extras{CorrelationID: CorrelationID(ctx), TraceID: TraceID(ctx), TraceParent: r.cfg.TraceParent(ctx)}
+	one := recording{ctx: ctx, recorder: r}
+	for i, e := range events {
+		e, own := unwrap(e)
+		def, e, err := r.events.lookup(e)
+		if err != nil {
+			return nil, atIndex(i, "", err)
+		}
+		carried.Headers, carried.Attributes = r.cfg.Headers(ctx, e), def.attributesOf(e)
+		carried.OwnHeaders, carried.OwnAttributes = own.Headers, own.Attributes
+		one.event, one.def, one.own = e, def, own
+		t := record.Type{Name: def.eventType, AggregateType: def.aggregateType, ContentType: def.codec.ContentType, Topic: def.topic}
+		if rejected := rows.Add(t, &carried, &one); rejected != nil {
+			return nil, atIndex(i, def.eventType, (*FieldError)(rejected))
+		}
+	}
+	return rows, nil
+}
+
+// atIndex adds to an error about one event its index in the call and its type.
+func atIndex(i int, eventType string, err error) error {
+	var rejected *FieldError
+	if errors.As(err, &rejected) {
+		rejected.Index = i
+		rejected.EventType = cmp.Or(rejected.EventType, eventType)
+	}
+	return err
+}
+
+// recording is the event that is being recorded, as [record.Event].
+type recording struct {
+	ctx      context.Context
+	recorder *Recorder
+	event    DomainEvent
+	def      *definition
+	own      *EventOptions
+}
+
+func (e *recording) Topic() string           { return e.own.Topic }
+func (e *recording) AggregateID() string     { return e.def.aggregateID(e.event) }
+func (e *recording) Key() (string, bool)     { return e.def.keyOf(e.event, e.own) }
+func (e *recording) OccurredAt() time.Time   { return e.event.OccurredAt() }
+func (e *recording) Encode() ([]byte, error) { return e.def.codec.Encode(e.ctx, e.event) }
+
+func (e *recording) NewID() (uuid.UUID, error) {
+	if e.own.ID != (uuid.UUID{}) {
+		return e.own.ID, nil
+	}
+	return e.recorder.cfg.NewID()
+}
+
+// KafkaRecord returns the Kafka record that a [Relay] would send for an event, with a
+// new event id, and stores nothing: it is for tests of consumers. It reads the same
+// values from ctx as [Recorder.Record] and rejects the same events.
+//
+// The record is in [Binary] mode and has no partition, offset or timestamp, nor the headers of
+// RelayConfig.IDHeader and TraceHeader. A JSON
+// payload is as the codec wrote it, whereas a relay sends it as jsonb prints it, with
+// other spaces, order of keys and form of numbers.
+func (r *Recorder) KafkaRecord(ctx context.Context, event DomainEvent) (*kgo.Record, error) {
+	rows, err := r.rows(ctx, []DomainEvent{event})
+	if err != nil {
+		return nil, atIndex(-1, "", err)
+	}
+	return kafkaRecord(rows.Envelope(0), Binary)
+}
+
+func kafkaRecord(e *envelope.Event, mode Mode) (*kgo.Record, error) {
+	r, err := record.KafkaRecord(e, mode == Structured)
+	return r, public(err)
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/eventheader"
 )
 
@@ -265,7 +266,7 @@ var uriReference = regexp.MustCompile(`^([A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=-]|%[0
 // checkSource accepts URI references, as CloudEvents demands, in the form in which
 // net/url prints them.
 func checkSource(source string) error {
-	if err := check.Text(source, maxSource); err != nil {
+	if err := check.Text(source, envelope.MaxSource); err != nil {
 		return err
 	}
 	if u, err := url.Parse(source); err != nil || u.String() != source || !uriReference.MatchString(source) {
@@ -327,7 +328,7 @@ func (d *definition) check() *FieldError {
 	if err := checkEventType(d.eventType, d.topic == ""); err != nil {
 		return &FieldError{Field: "event_type", Err: err}
 	}
-	if err := check.Attribute(d.aggregateType, maxAggregateType); err != nil {
+	if err := check.Attribute(d.aggregateType, envelope.MaxAggregateType); err != nil {
 		return &FieldError{Field: "aggregate_type", Err: err}
 	}
 	if d.aggregateID == nil {
@@ -459,7 +460,7 @@ var (
 // checkEventType checks the name of an event type. With deriveTopic, the name must have
 // the form from which a topic can be derived; otherwise only its characters matter.
 func checkEventType(name string, deriveTopic bool) error {
-	if err := check.Text(name, maxEventType); err != nil {
+	if err := check.Text(name, envelope.MaxEventType); err != nil {
 		return err
 	}
 	if deriveTopic && !conventionalName.MatchString(name) {

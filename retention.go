@@ -8,6 +8,8 @@ import (
 	"math"
 	"time"
 
+	"github.com/twmb/franz-go/pkg/kgo"
+
 	"github.com/outboxgo/outbox/internal/retention"
 
 	"github.com/jackc/pgx/v5"
@@ -95,6 +97,13 @@ type ArchivedEvent struct {
 	// OccurredAt is the event's own time, in the years 1 to 9999 whatever the row has, CreatedAt the start of the transaction
 	// that recorded it.
 	OccurredAt, CreatedAt time.Time
+}
+
+// KafkaRecord returns the Kafka record that a [Relay] with this mode sent for the event, or
+// would send: the same topic, key, value and headers, byte by byte, without partition, offset
+// and timestamp, and without the headers of RelayConfig.IDHeader and TraceHeader. Its error is a [*FieldError] that names the column of which no record can be made.
+func (e ArchivedEvent) KafkaRecord(mode Mode) (*kgo.Record, error) {
+	return kafkaRecord(retention.Row(e).Envelope(), mode)
 }
 
 // RetentionResult is how many rows a run of retention removed.

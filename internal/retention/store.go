@@ -14,6 +14,7 @@ import (
 
 	"github.com/outboxgo/outbox/internal/contain"
 	"github.com/outboxgo/outbox/internal/cursor"
+	"github.com/outboxgo/outbox/internal/envelope"
 	"github.com/outboxgo/outbox/internal/lease"
 	"github.com/outboxgo/outbox/internal/pg"
 	"github.com/outboxgo/outbox/internal/tables"
@@ -49,6 +50,33 @@ type Row struct {
 	Topic, PartitionKey                               string
 	Headers                                           []byte
 	OccurredAt, CreatedAt                             time.Time
+}
+
+// Envelope returns the event as a relay reads it.
+func (r Row) Envelope() *envelope.Event {
+	return &envelope.Event{
+		Id:            r.OutboxID,
+		EventID:       []byte(r.EventID),
+		EventType:     []byte(r.Type),
+		Source:        []byte(r.Source),
+		AggregateType: []byte(r.AggregateType),
+		AggregateID:   []byte(r.AggregateID),
+		Payload:       r.Payload,
+		IsJSON:        r.JSON,
+		ContentType:   []byte(r.ContentType),
+		Topic:         bytesOrNil(r.Topic),
+		PartitionKey:  bytesOrNil(r.PartitionKey),
+		Headers:       r.Headers,
+		OccurredAt:    envelope.AppendTime(nil, r.OccurredAt),
+	}
+}
+
+// bytesOrNil returns the bytes of a text, nil for an empty one.
+func bytesOrNil(text string) []byte {
+	if text == "" {
+		return nil
+	}
+	return []byte(text)
 }
 
 // Result is how many rows a run removed.

@@ -1,0 +1,118 @@
+// Package record stores events in the table outbox, in transactions of its callers.
+//
+// [Rows] holds the events of one call, column by column. It checks each value against the limits of its column before
+// anything is sent to PostgreSQL, so a rejected event leaves the transaction usable. [Store] has the statements: one
+// INSERT of a single row, one of any number of rows, COPY, and an INSERT whose only argument is a JSON document,
+// which every driver for PostgreSQL can send.
+//
+// All of them store the events in their order, with ascending ids.
+package record
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/outboxgo/outbox/internal/indexes"
+	"github.com/outboxgo/outbox/internal/pg"
+)
+
+var (
+	// ErrTooLarge means that a payload, the headers, or all events of a statement exceed their limit in bytes.
+	ErrTooLarge = errors.New("is too large")
+	// ErrEncode means that the event's codec failed; its error is wrapped as well.
+	ErrEncode = errors.New("cannot be encoded")
+	// ErrDuplicateEvent means that ids of events are unique, and an event of this id is in outbox already.
+	ErrDuplicateEvent = errors.New("outbox: an event of this id was recorded before")
+)
+
+// Store has the statements for the tables of a schema. It holds nothing else.
+type Store struct {
+	schema, one, many, document string
+}
+
+// NewStore returns the store of a schema.
+func NewStore(schema string) *Store {
+	return &Store{
+		schema: schema, one: pg.InSchema(sqlInsertOne, schema), many: pg.InSchema(sqlInsert, schema),
+		document: pg.InSchema(sqlInsertDocument, schema),
+	}
+}
+
+// minCopyRows is the smallest number of events for which COPY is faster, as measured. COPY takes a second round trip,
+// which costs more than it saves for fewer events.
+const minCopyRows = 500
+
+// Insert stores rows in tx. Its error is pg.ErrNotMigrated or [ErrDuplicateEvent] where PostgreSQL's means that.
+func (s *Store) Insert(ctx context.Context, tx pgx.Tx, rows *Rows) (err error) {
+	if rows.Len() < minCopyRows {
+		sql, args := s.Statement(rows)
+		_, err = tx.Exec(ctx, sql, args...)
+	} else {
+		_, err = tx.CopyFrom(ctx, pgx.Identifier{s.schema, "outbox"}, rowColumns, pgx.CopyFromSlice(rows.Len(), rows.row))
+	}
+	switch {
+	case pg.IsUndefined(err):
+		err = pg.NotMigrated(s.schema, err)
+	case pg.IsDuplicateIn(err, indexes.EventID.Name()):
+		err = fmt.Errorf("%w: %w", ErrDuplicateEvent, pg.WithDetail(err))
+	}
+	if err != nil {
+		return fmt.Errorf("outbox: record %d events: %w", rows.Len(), err)
+	}
+	return nil
+}
+
+// Statement returns the one statement of pgx that stores rows, and its arguments.
+func (s *Store) Statement(rows *Rows) (sql string, args []any) {
+	if rows.Len() == 1 {
+		args, _ := rows.row(0) // its error is always nil
+		return s.one, args
+	}
+	return s.many, rows.args()
+}
+
+// DocumentStatement returns the one statement that stores rows in any driver, and its argument, a text. Its error is
+// [ErrTooLarge] for more than 256 MiB.
+func (s *Store) DocumentStatement(rows *Rows) (sql string, args []any, err error) {
+	document, err := rows.document()
+	return s.document, []any{document}, err
+}
+
+// rowColumns are the columns of outbox that a recorder fills; the others have defaults.
+var rowColumns = []string{
+	"event_id", "event_type", "source", "aggregate_type", "aggregate_id",
+	"payload", "payload_bytes", "content_type", "topic", "partition_key", "headers", "occurred_at", "size",
+}
+
+// sqlInsertOne stores one event: most transactions record only one.
+const sqlInsertOne = `
+INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
+       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at, size)
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)`
+
+// sqlInsert stores any number of events. unnest keeps the order of its arrays, and the
+// sequence is called row by row, so ids are in the order of the events.
+const sqlInsert = `
+INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
+       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at, size)
+SELECT e.event_id, e.event_type, $1::text, e.aggregate_type, e.aggregate_id,
+       e.payload::jsonb, e.payload_bytes, e.content_type, e.topic, e.partition_key, e.headers::jsonb, e.occurred_at, e.size
+  FROM unnest($2::uuid[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bytea[],
+              $8::text[], $9::text[], $10::text[], $11::text[], $12::timestamptz[], $13::int[])
+       AS e (event_id, event_type, aggregate_type, aggregate_id, payload, payload_bytes,
+             content_type, topic, partition_key, headers, occurred_at, size)`
+
+// sqlInsertDocument stores the events of a JSON document. Its argument is a text, which every driver sends in every
+// mode, whereas arrays are pgx's. JSON values are texts in the document, because a JSON null would become NULL
+// otherwise. json_to_recordset keeps the order of the document, as unnest does.
+const sqlInsertDocument = `
+INSERT INTO {schema}.outbox (event_id, event_type, source, aggregate_type, aggregate_id,
+       payload, payload_bytes, content_type, topic, partition_key, headers, occurred_at, size)
+SELECT e.event_id, e.event_type, e.source, e.aggregate_type, e.aggregate_id,
+       e.payload::jsonb, decode(e.payload_bytes, 'base64'), e.content_type, e.topic, e.partition_key, e.headers::jsonb, e.occurred_at, e.size
+  FROM json_to_recordset($1::text::json)
+       AS e (event_id uuid, event_type text, source text, aggregate_type text, aggregate_id text, payload text, payload_bytes text,
+             content_type text, topic text, partition_key text, headers text, occurred_at timestamptz, size int)`

@@ -1,0 +1,206 @@
+package record
+
+import (
+	"cmp"
+	"fmt"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgtype"
+
+	"github.com/outboxgo/outbox/internal/check"
+	"github.com/outboxgo/outbox/internal/envelope"
+	"github.com/outboxgo/outbox/internal/jsonb"
+)
+
+// JSONType is the content type whose payloads are stored as jsonb.
+const JSONType = "application/json"
+
+// Rows are the rows of events, column by column, in the order of sqlInsert.
+type Rows struct {
+	maxPayload    int // bytes
+	source        string
+	eventID       []pgtype.UUID
+	eventType     []string
+	aggregateType []string
+	aggregateID   []string
+	payload       []pgtype.Text
+	payloadBytes  [][]byte
+	contentType   []string
+	topic         []pgtype.Text
+	partitionKey  []pgtype.Text
+	headers       []pgtype.Text
+	occurredAt    []time.Time
+	size          []int32 // bytes of payload and headers as PostgreSQL prints them, or a few more
+}
+
+// NewRows returns rows with room for n events of a source. A payload may have maxPayload bytes.
+func NewRows(source string, n, maxPayload int) *Rows {
+	return &Rows{
+		maxPayload:    maxPayload,
+		source:        source,
+		eventID:       make([]pgtype.UUID, 0, n),
+		eventType:     make([]string, 0, n),
+		aggregateType: make([]string, 0, n),
+		aggregateID:   make([]string, 0, n),
+		payload:       make([]pgtype.Text, 0, n),
+		payloadBytes:  make([][]byte, 0, n),
+		contentType:   make([]string, 0, n),
+		topic:         make([]pgtype.Text, 0, n),
+		partitionKey:  make([]pgtype.Text, 0, n),
+		headers:       make([]pgtype.Text, 0, n),
+		occurredAt:    make([]time.Time, 0, n),
+		size:          make([]int32, 0, n),
+	}
+}
+
+// Len returns the number of rows.
+func (r *Rows) Len() int { return len(r.eventID) }
+
+// Type is what all events of a type have in common.
+type Type struct {
+	Name, AggregateType, ContentType string
+	Topic                            string // empty: derived from Name
+}
+
+// Event is one event as its host has it. The methods call functions of the host, each at most once.
+type Event interface {
+	// Topic is where this event goes in place of its type's topic, or empty.
+	Topic() string
+	AggregateID() string
+	// Key is the partition key; false means that it is the aggregate id.
+	Key() (key string, has bool)
+	OccurredAt() time.Time
+	Encode() ([]byte, error)
+	NewID() (uuid.UUID, error)
+}
+
+// Add adds one event. Its error names the field that cannot be stored; then the rows are of no use any more. It calls
+// Encode once the other fields are good, and NewID last.
+func (r *Rows) Add(t Type, x *Extras, e Event) *envelope.FieldError {
+	headers, size, rejected := x.encode()
+	if rejected != nil {
+		return rejected
+	}
+	aggregateID := e.AggregateID()
+	if err := check.Attribute(aggregateID, envelope.MaxAggregateID); err != nil {
+		return &envelope.FieldError{Field: "aggregate_id", Err: err}
+	}
+	own := e.Topic()
+	if own != "" {
+		if err := check.Topic(own); err != nil {
+			return &envelope.FieldError{Field: "topic", Err: err}
+		}
+	}
+	var partitionKey pgtype.Text
+	if key, has := e.Key(); has {
+		if err := check.Text(key, envelope.MaxPartitionKey); err != nil {
+			return &envelope.FieldError{Field: "partition_key", Err: err}
+		}
+		partitionKey = pgtype.Text{String: key, Valid: true}
+	}
+	occurredAt := e.OccurredAt()
+	if err := check.Time(occurredAt); err != nil {
+		return &envelope.FieldError{Field: "occurred_at", Err: err}
+	}
+	payload, printed, err := r.encode(t, e)
+	if err != nil {
+		return &envelope.FieldError{Field: "payload", Err: err}
+	}
+	id, err := e.NewID()
+	if err != nil {
+		return &envelope.FieldError{Field: "event_id", Err: err}
+	}
+	if t.ContentType == JSONType {
+		r.payload, r.payloadBytes = append(r.payload, pgtype.Text{String: string(payload), Valid: true}), append(r.payloadBytes, nil)
+	} else { // a copy, because the codec may reuse its buffer; an empty one is not NULL
+		r.payload, r.payloadBytes = append(r.payload, pgtype.Text{}), append(r.payloadBytes, append([]byte{}, payload...))
+	}
+	topic := cmp.Or(own, t.Topic)
+	r.eventID = append(r.eventID, pgtype.UUID{Bytes: id, Valid: true})
+	r.eventType = append(r.eventType, t.Name)
+	r.aggregateType = append(r.aggregateType, t.AggregateType)
+	r.aggregateID = append(r.aggregateID, aggregateID)
+	r.contentType = append(r.contentType, t.ContentType)
+	r.topic = append(r.topic, pgtype.Text{String: topic, Valid: topic != ""})
+	r.partitionKey = append(r.partitionKey, partitionKey)
+	r.headers = append(r.headers, pgtype.Text{String: string(headers), Valid: headers != nil})
+	r.occurredAt = append(r.occurredAt, occurredAt)
+	r.size = append(r.size, int32(size+printed)) // below MaxInt32: a payload has at most 100 MiB
+	return nil
+}
+
+// encode returns the payload of an event, checked for its column, and its size as PostgreSQL prints it.
+func (r *Rows) encode(t Type, e Event) (payload []byte, printed int, err error) {
+	payload, err = e.Encode()
+	if err != nil {
+		return nil, 0, fmt.Errorf("%w: %w", ErrEncode, err)
+	}
+	printed = len(payload)
+	if t.ContentType == JSONType {
+		if printed, err = jsonb.Check(payload); err != nil {
+			return nil, 0, err
+		}
+	}
+	if printed > r.maxPayload {
+		return nil, 0, fmt.Errorf("%w: %d bytes, at most %d", ErrTooLarge, printed, r.maxPayload)
+	}
+	return payload, printed, nil
+}
+
+// args returns the arguments of sqlInsert.
+func (r *Rows) args() []any {
+	return []any{
+		r.source, r.eventID, r.eventType, r.aggregateType, r.aggregateID, r.payload, r.payloadBytes,
+		r.contentType, r.topic, r.partitionKey, r.headers, r.occurredAt, r.size,
+	}
+}
+
+// row returns an event in the order of rowColumns. Its error is always nil; the signature is the one that
+// [pgx.CopyFromSlice] takes.
+func (r *Rows) row(i int) ([]any, error) {
+	return []any{
+		r.eventID[i], r.eventType[i], r.source, r.aggregateType[i], r.aggregateID[i],
+		jsonText(r.payload[i]), r.payloadBytes[i], r.contentType[i], r.topic[i], r.partitionKey[i], jsonText(r.headers[i]), r.occurredAt[i], r.size[i],
+	}, nil
+}
+
+// jsonText returns an argument for a jsonb column: pgx sends a string as it is, and would encode any other value as
+// JSON first.
+func jsonText(t pgtype.Text) any {
+	if !t.Valid {
+		return nil
+	}
+	return t.String
+}
+
+// Envelope returns an event as a relay reads it, except that its JSON is as the codec wrote it and not as jsonb
+// prints it.
+func (r *Rows) Envelope(i int) *envelope.Event {
+	e := &envelope.Event{
+		EventID:       []byte(r.eventID[i].String()),
+		EventType:     []byte(r.eventType[i]),
+		Source:        []byte(r.source),
+		AggregateType: []byte(r.aggregateType[i]),
+		AggregateID:   []byte(r.aggregateID[i]),
+		Payload:       r.payloadBytes[i],
+		IsJSON:        r.payload[i].Valid,
+		ContentType:   []byte(r.contentType[i]),
+		Topic:         textBytes(r.topic[i]),
+		PartitionKey:  textBytes(r.partitionKey[i]),
+		Headers:       textBytes(r.headers[i]),
+		OccurredAt:    envelope.AppendTime(nil, r.occurredAt[i]),
+	}
+	if e.IsJSON {
+		e.Payload = textBytes(r.payload[i])
+	}
+	return e
+}
+
+// textBytes returns the bytes of a text, nil for NULL.
+func textBytes(t pgtype.Text) []byte {
+	if !t.Valid {
+		return nil
+	}
+	return []byte(t.String)
+}
