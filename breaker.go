@@ -15,11 +15,9 @@ import (
 // when Kafka fails. An event that Kafka rejects is no failure, because Kafka answered.
 // The zero value is ready for production.
 type BreakerConfig struct {
-	// Window is how many of the last outcomes count, at most 10,000. Zero means 10.
+	// Window is how many of the last outcomes count, at most 10,000. The breaker can open once half of them are known.
+	// Zero means 10.
 	Window int
-	// MinCalls is how many outcomes must be known before the breaker can open, at most
-	// Window. Zero means 5.
-	MinCalls int
 	// FailureRate is the share of failures that opens the breaker, above 0 and at
 	// most 1. Zero means 0.5.
 	FailureRate float64
@@ -33,7 +31,6 @@ type BreakerConfig struct {
 
 const (
 	defaultWindow      = 10
-	defaultMinCalls    = 5
 	defaultFailureRate = 0.5
 	defaultOpenFor     = 30 * time.Second
 	defaultTrials      = 3
@@ -42,24 +39,20 @@ const (
 
 func (c BreakerConfig) withDefaults() BreakerConfig {
 	c.Window = cmp.Or(c.Window, defaultWindow)
-	c.MinCalls = cmp.Or(c.MinCalls, defaultMinCalls)
 	c.FailureRate = cmp.Or(c.FailureRate, defaultFailureRate)
 	c.OpenFor = cmp.Or(c.OpenFor, defaultOpenFor)
 	c.Trials = cmp.Or(c.Trials, defaultTrials)
 	return c
 }
 
-// validate checks a configuration with its defaults. given is without them.
-func (c BreakerConfig) validate(given BreakerConfig) error {
+// validate checks a configuration with its defaults.
+func (c BreakerConfig) validate() error {
 	errs := []error{
 		check.NotNegative("Breaker.Window", c.Window),
 		check.NotAbove("Breaker.Window", c.Window, maxBreakerCalls),
-		check.NotNegative("Breaker.MinCalls", c.MinCalls),
 		check.NotNegative("Breaker.OpenFor", c.OpenFor),
 		check.NotNegative("Breaker.Trials", c.Trials),
 		check.NotAbove("Breaker.Trials", c.Trials, maxBreakerCalls),
-		check.InOrder(check.Field[int]{Name: "Breaker.MinCalls", Value: c.MinCalls, Given: given.MinCalls},
-			check.Field[int]{Name: "Breaker.Window", Value: c.Window, Given: given.Window}),
 	}
 	if !(c.FailureRate > 0 && c.FailureRate <= 1) { // nor NaN
 		errs = append(errs, fmt.Errorf("field Breaker.FailureRate is %v: must be above 0 and at most 1", c.FailureRate))

@@ -32,7 +32,7 @@ func (c *changesOf) has(change string) bool {
 var errDown = errors.New("the other service is down")
 
 // neverOpen is for tests in which most events fail, and are to be tried all the same.
-var neverOpen = outbox.BreakerConfig{Window: 10_000, MinCalls: 10_000}
+var neverOpen = outbox.BreakerConfig{Window: 10_000}
 
 // While what a handler needs is away, the events of its action wait in their partitions: few are parked, none is given up,
 // and one is tried now and then. Health says so. Once it is back, all are handled.
@@ -171,7 +171,7 @@ func TestBreakerCountsEarlyEvents(t *testing.T) {
 		opens   bool
 	}{
 		"each of its own key is early": {key: func(n int) string { return fmt.Sprint(n) }, fails: func(_, attempt int) bool { return attempt == 1 }, opens: true},
-		"a wide window": {breaker: outbox.BreakerConfig{Window: 1000, MinCalls: 1000}, key: func(n int) string { return fmt.Sprint(n) },
+		"a wide window": {breaker: outbox.BreakerConfig{Window: 1000}, key: func(n int) string { return fmt.Sprint(n) },
 			fails: func(_, attempt int) bool { return attempt == 1 }},
 		"behind one that fails": {key: func(int) string { return "k" }, fails: func(n, attempt int) bool { return n == 0 && attempt <= events }},
 	} {

@@ -57,7 +57,7 @@ type HandlerConfig struct {
 	// those that end with a [Permanent] error. While it is open, the events of the action wait, and so do the other actions of
 	// a consumer on the events behind them; then one is tried after the other until Trials of them are handled. The
 	// breaker keeps an outage of something that a handler needs from parking, or giving up, all that arrives. A
-	// consumer without a database has none. Zero means Window 20, MinCalls 10, FailureRate 0.5, OpenFor 30 s and Trials 1.
+	// consumer without a database has none. Zero means Window 20, FailureRate 0.5, OpenFor 30 s and Trials 1.
 	Breaker BreakerConfig
 
 	// HandlerTimeout is when the context of a handler ends. An error that it returns then
@@ -122,7 +122,6 @@ const (
 	defaultRetryWait      = time.Second
 	defaultMaxRetryWait   = time.Minute
 	defaultActionWindow   = 20
-	defaultActionCalls    = 10
 	defaultActionTrials   = 1
 	maxGroup              = 255
 	defaultMaxPoll        = 100
@@ -136,8 +135,7 @@ func (c HandlerConfig) withDefaults() HandlerConfig {
 	c.RetryWait = cmp.Or(c.RetryWait, defaultRetryWait)
 	c.MaxRetryWait = cmp.Or(c.MaxRetryWait, defaultMaxRetryWait)
 	c.SlowHandler = cmp.Or(c.SlowHandler, defaultSlowHandler)
-	c.Breaker.Window = cmp.Or(c.Breaker.Window, max(c.Breaker.MinCalls, defaultActionWindow))
-	c.Breaker.MinCalls = cmp.Or(c.Breaker.MinCalls, min(c.Breaker.Window, defaultActionCalls))
+	c.Breaker.Window = cmp.Or(c.Breaker.Window, defaultActionWindow)
 	c.Breaker.Trials = cmp.Or(c.Breaker.Trials, defaultActionTrials)
 	c.Breaker = c.Breaker.withDefaults()
 	c.Logger = short.Logger(cmp.Or(c.Logger, slog.Default()))
@@ -183,7 +181,7 @@ func (c HandlerConfig) validate() error {
 		c.policy().validate(),
 		check.NotNegative("HandlerTimeout", c.HandlerTimeout),
 		check.NotNegative("SlowHandler", c.SlowHandler),
-		c.Breaker.validate(c.Breaker),
+		c.Breaker.validate(),
 		check.EachPositive("RetryDeadAfter", c.RetryDeadAfter),
 	}
 	for _, codec := range c.Codecs {

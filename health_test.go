@@ -75,7 +75,7 @@ func TestHealthWithoutKafka(t *testing.T) {
 	require.Equal(t, outbox.BreakerOpen, awaitHealth(t, open, true, false, "the circuit breaker is open", "Kafka has been failing for").Breaker)
 	stop()
 
-	closed := h.unreachableRelay(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{Window: 10_000, MinCalls: 10_000}})
+	closed := h.unreachableRelay(t, outbox.RelayConfig{PollInterval: 10 * time.Millisecond, Breaker: outbox.BreakerConfig{Window: 10_000}})
 	testenv.Run(t, closed.Run)
 	awaitHealth(t, closed, true, false, "nothing has moved for", "Kafka has been failing for")
 }

@@ -93,7 +93,7 @@ func (m *mailbox) await(t *testing.T, kind outbox.AlertKind, over bool) (found o
 // patiently retries soon, and has one try until an event is dead.
 func patiently() outbox.RelayConfig {
 	cfg := quick
-	cfg.MaxRetries = 1
+	cfg.Retry.MaxRetries = 1
 	cfg.Logger = slog.New(slog.DiscardHandler)
 	return cfg
 }

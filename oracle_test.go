@@ -36,7 +36,7 @@ func TestOracle(t *testing.T) {
 func TestOracleOverPartitions(t *testing.T) {
 	t.Parallel()
 	h := newPartitionedFixture(t, 500)
-	retention := outbox.RetentionConfig{PublishedFor: 2 * time.Second, Interval: 100 * time.Millisecond, Pause: time.Millisecond}
+	retention := outbox.RetentionConfig{PublishedFor: 2 * time.Second, CursorsFor: time.Second}
 	testOracle(t, h, retention)
 	t.Logf("%d rows are left", h.count(t, "outbox")) // all, where writers leave the relay no time for others
 	testenv.Run(t, h.relay(t, outbox.RelayConfig{Retention: retention}).Run)

@@ -310,7 +310,7 @@ func newPoisonFixture(t *testing.T) *poisonFixture {
 	p := &poisonFixture{consumerFixture: s, group: "poison-" + s.topic, writer: newRoles(t, s.relayFixture).as(t, "writer"), log: new(testenv.Buffer)}
 	opts := []kgo.Opt{kgo.SeedBrokers(s.brokers...)}
 	log := slog.New(slog.NewTextHandler(p.log, nil))
-	relay, err := outbox.NewRelay(s.db, opts, outbox.RelayConfig{Schema: s.schema, MaxRetries: 1, RetryWait: time.Millisecond, RetryInterval: 20 * time.Millisecond, Logger: log})
+	relay, err := outbox.NewRelay(s.db, opts, outbox.RelayConfig{Schema: s.schema, Retry: outbox.RetryPolicy{MaxRetries: 1, RetryWait: time.Millisecond}, RetryInterval: 20 * time.Millisecond, Logger: log})
 	require.NoError(t, err)
 	testenv.Run(t, relay.Run)
 	consumer, err := outbox.NewConsumer(s.db, opts, s.events, outbox.ConsumerConfig{

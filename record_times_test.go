@@ -36,7 +36,7 @@ func TestOddTimes(t *testing.T) {
 			var mu sync.Mutex
 			archived := map[string]time.Time{}
 			cfg := quick
-			cfg.Retention = outbox.RetentionConfig{PublishedFor: time.Second, Interval: 50 * time.Millisecond, Archive: func(_ context.Context, _ pgx.Tx, rows []outbox.ArchivedEvent) error {
+			cfg.Retention = outbox.RetentionConfig{PublishedFor: time.Second, CursorsFor: 500 * time.Millisecond, Archive: func(_ context.Context, _ pgx.Tx, rows []outbox.ArchivedEvent) error {
 				mu.Lock()
 				defer mu.Unlock()
 				for _, row := range rows {

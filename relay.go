@@ -64,26 +64,14 @@ type RelayConfig struct {
 	// PollInterval and a second. The lease is renewed at a third of this. Zero means 30 s.
 	Lease time.Duration
 
-	// Linger is how long the events of a send wait before they are sent. All of them are
-	// handed to the Kafka client at once and share requests, so it only delays them.
-	// kgo.ProducerLinger among the options of NewRelay has no effect. At most a tenth of
-	// DeliveryTimeout. Zero means 0 s.
-	Linger time.Duration
-
 	// RetryInterval is how long a relay waits before it looks for failed events
 	// that are due. It looks at once when the breaker closes. Zero means 5 s.
 	RetryInterval time.Duration
-	// MaxRetries is how many retries of an event Kafka rejects before the event is dead. An
-	// outage, a missing topic or a lapsed credential uses up none. Zero means 10.
-	MaxRetries int
-	// RetryWait is the wait before the first retry of an event that Kafka rejected. It
-	// doubles with each retry, up to MaxRetryWait; each wait is shorter by up to a fifth,
-	// so that events do not come back at the same moment. A retry is made when the relay
-	// looks for it, see RetryInterval. Zero means 1 s.
-	RetryWait time.Duration
-	// MaxRetryWait is the longest wait before a retry, not below RetryWait. Zero means
-	// 300 s.
-	MaxRetryWait time.Duration
+	// Retry says how an event that Kafka rejected is tried again; after the last retry the event is dead. An outage, a
+	// missing topic or a lapsed credential uses up no retry. Each wait is shorter by up to a fifth, so that events do
+	// not come back at the same moment, and ends when the relay polls for due events, see RetryInterval. Negative
+	// values are errors. Zero means MaxRetries 10, RetryWait 1 s and MaxRetryWait 300 s.
+	Retry RetryPolicy
 	// PassFailedKeys sends the later events of a key although an earlier one has failed,
 	// which is retried as before. It gives up the order of such a key. Without it they
 	// wait behind the failed one.
@@ -136,7 +124,6 @@ const (
 	defaultMaxRetries   = 10
 	minRetryWait        = time.Second
 	maxRetryWait        = 300 * time.Second
-	lingerShare         = 10 // of DeliveryTimeout: a record must not be late for having lingered
 	maxRelayName        = 100
 )
 
@@ -149,9 +136,9 @@ func (c RelayConfig) withDefaults() RelayConfig {
 	c.SendTimeout = cmp.Or(c.SendTimeout, defaultSend)
 	c.Lease = cmp.Or(c.Lease, defaultLease)
 	c.RetryInterval = cmp.Or(c.RetryInterval, defaultRetry)
-	c.MaxRetries = cmp.Or(c.MaxRetries, defaultMaxRetries)
-	c.RetryWait = cmp.Or(c.RetryWait, minRetryWait)
-	c.MaxRetryWait = cmp.Or(c.MaxRetryWait, maxRetryWait)
+	c.Retry.MaxRetries = cmp.Or(c.Retry.MaxRetries, defaultMaxRetries)
+	c.Retry.RetryWait = cmp.Or(c.Retry.RetryWait, minRetryWait)
+	c.Retry.MaxRetryWait = cmp.Or(c.Retry.MaxRetryWait, maxRetryWait)
 	c.Breaker = c.Breaker.withDefaults()
 	c.Retention = c.Retention.withDefaults()
 	c.Logger = short.Logger(cmp.Or(c.Logger, slog.Default()))
@@ -171,11 +158,10 @@ func (c RelayConfig) validate(given RelayConfig) error {
 		check.NotNegative("SendTimeout", c.SendTimeout),
 		check.NotNegative("Lease", c.Lease),
 		check.NotNegative("RetryInterval", c.RetryInterval),
-		check.NotNegative("MaxRetries", c.MaxRetries),
-		check.NotNegative("RetryWait", c.RetryWait),
-		check.NotNegative("MaxRetryWait", c.MaxRetryWait),
-		check.NotNegative("Linger", c.Linger),
-		c.Breaker.validate(given.Breaker),
+		check.NotNegative("Retry.MaxRetries", c.Retry.MaxRetries),
+		check.NotNegative("Retry.RetryWait", c.Retry.RetryWait),
+		check.NotNegative("Retry.MaxRetryWait", c.Retry.MaxRetryWait),
+		c.Breaker.validate(),
 		c.Retention.validate(),
 		c.Alerts.settings().Validate(),
 	}
@@ -183,8 +169,8 @@ func (c RelayConfig) validate(given RelayConfig) error {
 	send := check.Field[time.Duration]{Name: "SendTimeout", Value: c.SendTimeout, Given: given.SendTimeout}
 	lease := check.Field[time.Duration]{Name: "Lease", Value: c.Lease, Given: given.Lease}
 	errs = append(errs, check.Shorter(delivery, send), check.Shorter(send, lease), check.InOrder(
-		check.Field[time.Duration]{Name: "RetryWait", Value: c.RetryWait, Given: given.RetryWait},
-		check.Field[time.Duration]{Name: "MaxRetryWait", Value: c.MaxRetryWait, Given: given.MaxRetryWait}))
+		check.Field[time.Duration]{Name: "Retry.RetryWait", Value: c.Retry.RetryWait, Given: given.Retry.RetryWait},
+		check.Field[time.Duration]{Name: "Retry.MaxRetryWait", Value: c.Retry.MaxRetryWait, Given: given.Retry.MaxRetryWait}))
 	if c.PassFailedKeys && c.HoldDead {
 		errs = append(errs, errors.New("fields PassFailedKeys and HoldDead: later events either pass a failed one or wait for an operator"))
 	}
@@ -202,9 +188,6 @@ func (c RelayConfig) validate(given RelayConfig) error {
 	if c.DeliveryTimeout < minDelivery {
 		errs = append(errs, fmt.Errorf("field DeliveryTimeout is %v: at least %v", c.DeliveryTimeout, minDelivery))
 	}
-	if most := c.DeliveryTimeout / lingerShare; c.Linger > most {
-		errs = append(errs, fmt.Errorf("field Linger is %v: at most a tenth of DeliveryTimeout, %v", c.Linger, most))
-	}
 	return errors.Join(errs...)
 }
 
@@ -216,8 +199,8 @@ func (c RelayConfig) further() eventheader.Further {
 func (c RelayConfig) rules() relay.Rules {
 	return relay.Rules{
 		Schema: c.Schema, Name: c.Name, Form: envelope.RecordForm{InJSON: c.Mode == Structured, Further: c.further()},
-		BatchSize: c.BatchSize, PollInterval: c.PollInterval, SendTimeout: c.SendTimeout, Lease: c.Lease, Linger: c.Linger,
-		RetryInterval: c.RetryInterval, MaxRetries: c.MaxRetries, RetryWait: c.RetryWait, MaxRetryWait: c.MaxRetryWait,
+		BatchSize: c.BatchSize, PollInterval: c.PollInterval, SendTimeout: c.SendTimeout, Lease: c.Lease,
+		RetryInterval: c.RetryInterval, MaxRetries: c.Retry.MaxRetries, RetryWait: c.Retry.RetryWait, MaxRetryWait: c.Retry.MaxRetryWait,
 		PassFailedKeys: c.PassFailedKeys, HoldDead: c.HoldDead, RetryDeadAfter: c.RetryDeadAfter, KeepSent: c.KeepSent,
 		Breaker: breaker.Rules(c.Breaker), Retention: c.Retention.rules(),
 	}

@@ -69,7 +69,7 @@ func TestHostPanics(t *testing.T) {
 	h := newRelayFixture(t)
 	reader := h.follow(t)
 	cfg := tidy()
-	cfg.MaxRetries = 2
+	cfg.Retry.MaxRetries = 2
 	cfg.Retention.BatchSize = 3
 	log := new(testenv.Buffer)
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
@@ -112,7 +112,7 @@ func TestHostHangsAtAStop(t *testing.T) {
 	t.Parallel()
 	h := newRelayFixture(t)
 	cfg := tidy()
-	cfg.MaxRetries = 2
+	cfg.Retry.MaxRetries = 2
 	log := new(testenv.Buffer)
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
 	release := make(chan struct{})

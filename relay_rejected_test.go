@@ -31,7 +31,6 @@ func TestRejectionWhileEventsAreHandedOver(t *testing.T) {
 	h.commit(t, good[0], poison, good[1])
 	cfg := quick
 	cfg.Schema, cfg.Logger, cfg.RetryInterval = h.schema, slog.New(slog.DiscardHandler), time.Hour
-	cfg.Linger = 200 * time.Millisecond // so that the first two go together
 	slow := &slowHandOver{poison: poison, first: good[0], last: good[1], rejected: make(chan struct{})}
 	relay, err := outbox.NewRelay(h.db, append(testenv.KafkaOpts(h.brokers), kgo.WithHooks(slow)), cfg)
 	require.NoError(t, err)
@@ -75,7 +74,7 @@ func TestDeadAfterTenRetries(t *testing.T) {
 	h, _ := newPoisonedFixture(t)
 	var rejected atomic.Int32
 	cfg := quick
-	cfg.RetryWait, cfg.MaxRetryWait, cfg.Logger = time.Millisecond, time.Millisecond, slog.New(slog.DiscardHandler)
+	cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait, cfg.Logger = time.Millisecond, time.Millisecond, slog.New(slog.DiscardHandler)
 	cfg.Hooks.Rejected = func(outbox.FailedEvent) { rejected.Add(1) }
 	testenv.Run(t, h.relay(t, cfg).Run)
 	for n := range 2 { // while the second is tried, there was the time to try the first

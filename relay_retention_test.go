@@ -22,7 +22,7 @@ import (
 // tidy is quick, with a relay that cleans all the time.
 func tidy() outbox.RelayConfig {
 	cfg := quick
-	cfg.Retention = outbox.RetentionConfig{Interval: 5 * time.Millisecond, Pause: time.Millisecond}
+	cfg.Retention = outbox.RetentionConfig{CursorsFor: 50 * time.Millisecond}
 	return cfg
 }
 

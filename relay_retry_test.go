@@ -82,7 +82,7 @@ func TestDeadEventReleasesItsKey(t *testing.T) {
 	var rejected, dead atomic.Int32
 	log := new(testenv.Buffer)
 	cfg := quick
-	cfg.MaxRetries = 2
+	cfg.Retry.MaxRetries = 2
 	cfg.Logger = slog.New(slog.NewTextHandler(log, nil))
 	cfg.Hooks.Rejected = func(outbox.FailedEvent) { rejected.Add(1) }
 	cfg.Hooks.Dead = func(e outbox.FailedEvent) {
@@ -177,7 +177,7 @@ func TestTooLargeEventIsSentAlone(t *testing.T) {
 
 			sent := &batches{}
 			cfg := quick
-			cfg.Schema, cfg.Logger, cfg.MaxRetries = h.schema, slog.New(slog.DiscardHandler), 1
+			cfg.Schema, cfg.Logger, cfg.Retry.MaxRetries = h.schema, slog.New(slog.DiscardHandler), 1
 			opts := append(testenv.KafkaOpts(h.brokers), kgo.WithHooks(sent), kgo.ProducerBatchMaxBytes(int32(tt.clientLimit)))
 			relay, err := outbox.NewRelay(h.db, opts, cfg)
 			require.NoError(t, err)
@@ -229,7 +229,7 @@ func TestDeadEventHoldsItsKey(t *testing.T) {
 	t.Parallel()
 	h, reader := newPoisonedFixture(t)
 	cfg := quick
-	cfg.MaxRetries, cfg.HoldDead = 1, true
+	cfg.Retry.MaxRetries, cfg.HoldDead = 1, true
 	cfg.Logger = slog.New(slog.DiscardHandler)
 	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	events := numbered("bad", 2, 10)
@@ -377,7 +377,7 @@ func TestMissingTopicHoldsUpNothingElse(t *testing.T) {
 
 	log := new(testenv.Buffer)
 	cfg := quick
-	cfg.Schema, cfg.Logger, cfg.MaxRetries = h.schema, slog.New(slog.NewTextHandler(log, nil)), 1
+	cfg.Schema, cfg.Logger, cfg.Retry.MaxRetries = h.schema, slog.New(slog.NewTextHandler(log, nil)), 1
 	relay, err := outbox.NewRelay(h.db, []kgo.Opt{kgo.SeedBrokers(h.brokers...), kgo.UnknownTopicRetries(1), kgo.MetadataMinAge(20 * time.Millisecond)}, cfg)
 	require.NoError(t, err)
 	testenv.Run(t, relay.Run)
@@ -474,29 +474,9 @@ func TestRetryWaits(t *testing.T) {
 	h.impossible(t)
 	cfg := quick
 	cfg.Logger = slog.New(slog.DiscardHandler)
-	cfg.MaxRetries, cfg.RetryWait, cfg.MaxRetryWait = 7, 5*time.Millisecond, 50*time.Millisecond
+	cfg.Retry.MaxRetries, cfg.Retry.RetryWait, cfg.Retry.MaxRetryWait = 7, 5*time.Millisecond, 50*time.Millisecond
 	start := time.Now()
 	testenv.Run(t, h.relay(t, cfg).Run)
 	h.awaitStatuses(t, map[string]int{outbox.StatusDead: 1})
 	require.Less(t, time.Since(start), 20*time.Second)
-}
-
-// Records linger as configured, also those of a single event.
-func TestLinger(t *testing.T) {
-	t.Parallel()
-	h := newRelayFixture(t)
-	reader := h.follow(t)
-	cfg := quick
-	cfg.Linger = 500 * time.Millisecond
-	testenv.Run(t, h.relay(t, cfg).Run)
-	first := numbered("a", 1, 1)
-	h.commit(t, first...)
-	requireArrival(t, reader, first...)
-	for i := range 3 {
-		event := numbered("a", 2+i, 1)
-		start := time.Now()
-		h.commit(t, event...)
-		requireArrival(t, reader, event...)
-		require.GreaterOrEqual(t, time.Since(start), cfg.Linger)
-	}
 }

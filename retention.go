@@ -24,8 +24,9 @@ const Forever time.Duration = math.MaxInt64
 
 // RetentionConfig says how long rows are kept, and how they are removed. The relay
 // that holds the lease removes them, or a worker where no relay has a position, a batch at a
-// time, each by an index and in a transaction of its own. A duration of [Forever] keeps rows; negative ones are
-// errors.
+// time, each by an index and in a transaction of its own. It does so every 10 minutes, or as often as a tenth of
+// the shortest duration if that is less, and pauses between batches; while the relay has a backlog to send, no batch
+// begins. A duration of [Forever] keeps rows; negative ones are errors.
 type RetentionConfig struct {
 	// PublishedFor is how long rows stay in outbox, counted from the start of the
 	// transaction that recorded them. However old, a row is removed only when every relay
@@ -54,15 +55,9 @@ type RetentionConfig struct {
 	// that an operator has resolved. Zero means 7 days.
 	DeliveredFor time.Duration
 
-	// Interval is the time between two runs, and before the first. Zero means 10 min.
-	Interval time.Duration
 	// BatchSize is the most rows that a transaction looks at, at most 10,000. Zero
 	// means 1,000.
 	BatchSize int
-	// Pause is the shortest time between two batches. After a batch that took long the
-	// pause is four times as long as the batch. While the relay has a backlog to send,
-	// no batch begins. Zero means 50 ms.
-	Pause time.Duration
 
 	// Archive gets rows of outbox before they are removed, at most BatchSize of them, in
 	// the transaction that removes them. What it writes with tx commits together with
@@ -121,10 +116,8 @@ const (
 	defaultHandled    = 31 * day
 	defaultAudited    = 365 * day
 	defaultDelivered  = 7 * day
-	defaultCleaning   = 10 * time.Minute
 	defaultCleanBatch = 1000
 	maxCleanBatch     = 10_000
-	defaultCleanPause = 50 * time.Millisecond
 )
 
 func (c RetentionConfig) withDefaults() RetentionConfig {
@@ -134,9 +127,7 @@ func (c RetentionConfig) withDefaults() RetentionConfig {
 	c.HandledFor = cmp.Or(c.HandledFor, defaultHandled)
 	c.AuditedFor = cmp.Or(c.AuditedFor, defaultAudited)
 	c.DeliveredFor = cmp.Or(c.DeliveredFor, defaultDelivered)
-	c.Interval = cmp.Or(c.Interval, defaultCleaning)
 	c.BatchSize = cmp.Or(c.BatchSize, defaultCleanBatch)
-	c.Pause = cmp.Or(c.Pause, defaultCleanPause)
 	return c
 }
 
@@ -148,10 +139,8 @@ func (c RetentionConfig) validate() error {
 		check.NotNegative("Retention.HandledFor", c.HandledFor),
 		check.NotNegative("Retention.AuditedFor", c.AuditedFor),
 		check.NotNegative("Retention.DeliveredFor", c.DeliveredFor),
-		check.NotNegative("Retention.Interval", c.Interval),
 		check.NotNegative("Retention.BatchSize", c.BatchSize),
 		check.NotAbove("Retention.BatchSize", c.BatchSize, maxCleanBatch),
-		check.NotNegative("Retention.Pause", c.Pause),
 	}
 	if c.Archive != nil && c.PublishedFor == Forever {
 		errs = append(errs, errors.New("field Retention.Archive is set: nothing is archived while PublishedFor is Forever"))
@@ -168,12 +157,6 @@ type CleanHandledConfig struct {
 	// DeliveredFor is how long rows of event_delivery stay that are handled or resolved, see
 	// [RetentionConfig]. Zero means 7 days.
 	DeliveredFor time.Duration
-	// BatchSize is the most rows that a transaction looks at, at most 10,000. Zero
-	// means 1,000.
-	BatchSize int
-	// Pause is the shortest time between two batches. After a batch that took long the
-	// pause is four times as long as the batch. Zero means 50 ms.
-	Pause time.Duration
 }
 
 // CleanHandled removes the rows of event_handled that are older than cfg.HandledFor, and those
@@ -184,14 +167,11 @@ type CleanHandledConfig struct {
 // have been removed before it.
 func CleanHandled(ctx context.Context, db *pgxpool.Pool, cfg CleanHandledConfig) (int64, error) {
 	schema := cmp.Or(cfg.Schema, pg.DefaultSchema)
-	keep := RetentionConfig{HandledFor: cfg.HandledFor, DeliveredFor: cfg.DeliveredFor, BatchSize: cfg.BatchSize, Pause: cfg.Pause}.withDefaults()
+	keep := RetentionConfig{HandledFor: cfg.HandledFor, DeliveredFor: cfg.DeliveredFor}.withDefaults()
 	err := errors.Join(
 		check.Schema(schema),
 		check.NotNegative("HandledFor", keep.HandledFor),
 		check.NotNegative("DeliveredFor", keep.DeliveredFor),
-		check.NotNegative("BatchSize", keep.BatchSize),
-		check.NotAbove("BatchSize", keep.BatchSize, maxCleanBatch),
-		check.NotNegative("Pause", keep.Pause),
 	)
 	if db == nil {
 		err = errors.Join(fmt.Errorf("db %w", ErrNilArgument), err)
@@ -210,7 +190,7 @@ func CleanHandled(ctx context.Context, db *pgxpool.Pool, cfg CleanHandledConfig)
 func (c RetentionConfig) rules() retention.Rules {
 	r := retention.Rules{
 		PublishedFor: c.PublishedFor, CursorsFor: c.CursorsFor, ResolvedFor: c.ResolvedFor, HandledFor: c.HandledFor, AuditedFor: c.AuditedFor,
-		DeliveredFor: c.DeliveredFor, Interval: c.Interval, BatchSize: c.BatchSize, Pause: c.Pause,
+		DeliveredFor: c.DeliveredFor, BatchSize: c.BatchSize,
 	}
 	if c.Archive != nil {
 		r.Archive = func(ctx context.Context, tx pgx.Tx, rows []retention.Row) error {

@@ -271,7 +271,7 @@ func TestCleanHandled(t *testing.T) {
 	d.exec(t, `
 		INSERT INTO {schema}.event_handled (consumer_group, aggregate_type, aggregate_id, action, handled_at)
 		SELECT 'g', 'a', n::text, 'x', now() - CASE WHEN n <= 250 THEN '32 days' ELSE '30 days' END::interval FROM generate_series(1, 500) AS n`)
-	cfg := CleanHandledConfig{Schema: d.schema, BatchSize: 100, Pause: 1}
+	cfg := CleanHandledConfig{Schema: d.schema}
 	removed, err := CleanHandled(ctx, d.db, cfg)
 	require.NoError(t, err)
 	require.EqualValues(t, 250, removed)
@@ -425,28 +425,6 @@ func TestCleanerGivesWay(t *testing.T) {
 		time.AfterFunc(time.Hour, cancel)
 		require.False(t, c.Pause(ctx, 0))
 	})
-}
-
-func TestRetentionConfig(t *testing.T) {
-	t.Parallel()
-	require.Equal(t, RetentionConfig{PublishedFor: 7 * day, CursorsFor: 7 * day, ResolvedFor: 30 * day, HandledFor: 31 * day, AuditedFor: 365 * day, DeliveredFor: 7 * day,
-		Interval: 10 * time.Minute, BatchSize: 1000, Pause: 50 * time.Millisecond}, RetentionConfig{}.withDefaults())
-	require.NoError(t, RetentionConfig{}.withDefaults().validate())
-	require.NoError(t, RetentionConfig{PublishedFor: Forever, CursorsFor: Forever, ResolvedFor: Forever, HandledFor: Forever, AuditedFor: Forever, DeliveredFor: Forever}.withDefaults().validate())
-
-	err := RetentionConfig{PublishedFor: -1, CursorsFor: -1, ResolvedFor: -1, HandledFor: -1, AuditedFor: -1, DeliveredFor: -1, Interval: -1, BatchSize: -1, Pause: -1}.validate()
-	for _, field := range []string{"PublishedFor", "CursorsFor", "ResolvedFor", "HandledFor", "AuditedFor", "DeliveredFor", "Interval", "BatchSize", "Pause"} {
-		require.ErrorContains(t, err, "field Retention."+field+" is -1")
-	}
-	require.ErrorContains(t, RetentionConfig{BatchSize: 10_001}.withDefaults().validate(), "field Retention.BatchSize is 10001: at most 10000")
-	none := func(context.Context, pgx.Tx, []ArchivedEvent) error { return nil }
-	require.ErrorContains(t, RetentionConfig{PublishedFor: Forever, Archive: none}.withDefaults().validate(), "field Retention.Archive is set")
-	_, err = NewRelay(nil, nil, RelayConfig{Retention: RetentionConfig{PublishedFor: -1}})
-	require.ErrorContains(t, err, "field Retention.PublishedFor is -1ns")
-
-	cfg := RetentionConfig{}.withDefaults()
-	require.Equal(t, 50*time.Millisecond, cfg.rules().PauseAfter(time.Millisecond))
-	require.Equal(t, 4*time.Second, cfg.rules().PauseAfter(time.Second), "it gives way")
 }
 
 // maxCleanBuffers is what a batch of a hundred may touch: for each row its page,

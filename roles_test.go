@@ -162,10 +162,10 @@ func testRoles(t *testing.T, h *relayFixture, reader *oracle.Reader, left int) {
 	require.NoError(t, pgx.BeginFunc(background, writer, func(tx pgx.Tx) error { return h.record(background, tx, poison("bad", 1)) }))
 
 	cfg := quick
-	cfg.Schema, cfg.MaxRetries, cfg.Logger = h.schema, 1, slog.New(slog.DiscardHandler)
+	cfg.Schema, cfg.Retry.MaxRetries, cfg.Logger = h.schema, 1, slog.New(slog.DiscardHandler)
 	cfg.RetryDeadAfter = map[string]time.Duration{"message_too_large": time.Millisecond}
 	cfg.Retention = outbox.RetentionConfig{PublishedFor: time.Nanosecond, CursorsFor: time.Nanosecond, HandledFor: time.Nanosecond,
-		ResolvedFor: time.Nanosecond, Interval: 10 * time.Millisecond}
+		ResolvedFor: time.Nanosecond}
 	relay, err := outbox.NewRelay(r.as(t, "relay"), testenv.KafkaOpts(h.brokers), cfg)
 	require.NoError(t, err)
 	_, err = h.db.Exec(background, h.sql(`INSERT INTO {s}.event_handled (consumer_group, aggregate_type, aggregate_id, action) VALUES ('g', 't', 'i', 'a')`))
@@ -229,7 +229,7 @@ func TestOpenOperatorHoldsUpNothingElse(t *testing.T) {
 	r := newRoles(t, h)
 	var log testenv.Buffer
 	cfg := quick
-	cfg.Schema, cfg.MaxRetries, cfg.Logger = h.schema, 1000, slog.New(slog.NewTextHandler(&log, nil))
+	cfg.Schema, cfg.Retry.MaxRetries, cfg.Logger = h.schema, 1000, slog.New(slog.NewTextHandler(&log, nil))
 	relay, err := outbox.NewRelay(r.as(t, "relay"), testenv.KafkaOpts(h.brokers), cfg)
 	require.NoError(t, err)
 	testenv.Run(t, relay.Run)

@@ -254,7 +254,7 @@ func TestMovesWhileConnectionsBreak(t *testing.T) {
 func TestMovesInTheMiddleOfAWindow(t *testing.T) {
 	t.Parallel()
 	f := newMoveFixture(t)
-	f.retention = outbox.RetentionConfig{PublishedFor: time.Millisecond, Interval: 20 * time.Millisecond, Pause: time.Millisecond}
+	f.retention = outbox.RetentionConfig{PublishedFor: time.Millisecond}
 	f.backlog(100_000)
 	stopWorker := f.startWorker()
 	f.waitForWindow("worker:bank")

@@ -153,7 +153,7 @@ func TestWorkerHandlesLateCommits(t *testing.T) {
 func TestWorkerBesideRelay(t *testing.T) {
 	t.Parallel()
 	f := newMoveFixture(t)
-	f.retention = outbox.RetentionConfig{PublishedFor: time.Nanosecond, Interval: 5 * time.Millisecond, Pause: time.Millisecond}
+	f.retention = outbox.RetentionConfig{PublishedFor: time.Nanosecond}
 	opts := slices.Clone(f.opts)
 	f.startRelay("default")
 	f.eventually(`SELECT count(*) FROM {schema}.outbox_cursor WHERE relay = 'default'`, 1)
@@ -206,7 +206,7 @@ func TestWorkerWithFewConnections(t *testing.T) {
 			const accounts, steps = 5, 40
 			log := new(workerLog)
 			cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond, Lease: 3 * time.Second, StopTimeout: 2 * time.Second,
-				Retention: outbox.RetentionConfig{PublishedFor: time.Nanosecond, Interval: 10 * time.Millisecond, Pause: time.Millisecond}}
+				Retention: outbox.RetentionConfig{PublishedFor: time.Nanosecond}}
 			cfg.RetryWait, cfg.Logger = time.Millisecond, log.logger()
 			look := func() error {
 				if most == 1 {
@@ -253,7 +253,7 @@ func TestWorkerInEveryExecMode(t *testing.T) {
 			var archived atomic.Int64
 			log := new(workerLog)
 			cfg := outbox.WorkerConfig{FromStart: true, PollInterval: 20 * time.Millisecond, Lease: 6 * time.Second,
-				Retention: outbox.RetentionConfig{PublishedFor: time.Nanosecond, CursorsFor: time.Nanosecond, Interval: 10 * time.Millisecond, Pause: time.Millisecond,
+				Retention: outbox.RetentionConfig{PublishedFor: time.Nanosecond, CursorsFor: time.Nanosecond,
 					Archive: func(_ context.Context, _ pgx.Tx, rows []outbox.ArchivedEvent) error {
 						archived.Add(int64(len(rows)))
 						return nil

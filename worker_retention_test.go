@@ -16,7 +16,7 @@ import (
 // tidyWorker is a worker that cleans all the time.
 func tidyWorker() outbox.WorkerConfig {
 	return outbox.WorkerConfig{FromStart: true, PollInterval: 10 * time.Millisecond, Lease: time.Second,
-		Retention: outbox.RetentionConfig{Interval: 5 * time.Millisecond, Pause: time.Millisecond}}
+		Retention: outbox.RetentionConfig{CursorsFor: 50 * time.Millisecond}}
 }
 
 // age makes all rows old enough to go.

@@ -35,7 +35,7 @@ func (b *bench) retention(ctx context.Context) error {
 	if err := t.warmUp(ctx); err != nil {
 		return err
 	}
-	without, during := keeper{track: t}, keeper{track: t, cfg: outbox.RetentionConfig{Interval: time.Millisecond}}
+	without, during := keeper{track: t}, keeper{track: t, cfg: outbox.RetentionConfig{CursorsFor: 500 * time.Millisecond}}
 	err = b.race(ctx, race{
 		name: "retention", rate: openRate, measured: b.lapTime(), limit: 1.2,
 		base: side{"without", without.run}, with: side{"during", during.run},

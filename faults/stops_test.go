@@ -156,7 +156,7 @@ func (s *stopsSite) requireReleased(t *testing.T) {
 // stoppable returns a relay whose client has the options of franz-go's own.
 func (s *stopsSite) stoppable(t *testing.T, cfg outbox.RelayConfig) *outbox.Relay {
 	t.Helper()
-	cfg.MaxRetries = 1000 // what Kafka rejects is to be sent in the end
+	cfg.Retry.MaxRetries = 1000 // what Kafka rejects is to be sent in the end
 	cfg.Logger = slog.New(slog.NewTextHandler(s.log, nil))
 	relay, err := outbox.NewRelay(s.relays, []kgo.Opt{kgo.SeedBrokers(s.brokers...)}, cfg)
 	require.NoError(t, err)

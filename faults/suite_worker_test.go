@@ -53,7 +53,7 @@ func runWorker(spec string) error {
 		PollInterval: 20 * time.Millisecond, BatchSize: batch,
 		DeliveryTimeout: time.Second, SendTimeout: 2 * time.Second, Lease: lease,
 		// Failed events are given up within the time of a test, and released.
-		RetryInterval: time.Second / 2, MaxRetries: 5, Breaker: outbox.BreakerConfig{OpenFor: 2 * time.Second},
+		RetryInterval: time.Second / 2, Retry: outbox.RetryPolicy{MaxRetries: 5}, Breaker: outbox.BreakerConfig{OpenFor: 2 * time.Second},
 	})
 	if err != nil {
 		return err

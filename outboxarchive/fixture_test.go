@@ -146,7 +146,7 @@ func (f *archiveFixture) mixed(t testing.TB, rng *rand.Rand, n int) {
 // quick is a relay that archives all the time.
 func (f *archiveFixture) quick(archive func(context.Context, pgx.Tx, []outbox.ArchivedEvent) error) outbox.RelayConfig {
 	return outbox.RelayConfig{Schema: f.schema, PollInterval: 10 * time.Millisecond, RetryInterval: 20 * time.Millisecond, DeliveryTimeout: time.Second, SendTimeout: 2 * time.Second, Lease: 3 * time.Second, Logger: slog.New(slog.DiscardHandler),
-		Retention: outbox.RetentionConfig{Interval: 5 * time.Millisecond, Pause: time.Millisecond, BatchSize: 7, Archive: archive}}
+		Retention: outbox.RetentionConfig{CursorsFor: 50 * time.Millisecond, BatchSize: 7, Archive: archive}}
 }
 
 // archiveAll runs a relay until outbox is empty.

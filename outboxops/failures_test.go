@@ -38,7 +38,7 @@ func only(t *testing.T, f *outboxops.Failures, status string) outboxops.Failure 
 // patiently retries soon, and has one try until an event is dead.
 func patiently() outbox.RelayConfig {
 	cfg := quick
-	cfg.MaxRetries = 1
+	cfg.Retry.MaxRetries = 1
 	return cfg
 }
 
@@ -104,7 +104,7 @@ func TestRetryKeepsTheOrderOfTheKey(t *testing.T) {
 	f := h.operator(t)
 	second := poison("bad", 2)
 	cfg := patiently()
-	cfg.MaxRetries = 2
+	cfg.Retry.MaxRetries = 2
 	stop := testenv.Run(t, h.relay(t, cfg).Run)
 	first := poison("bad", 1)
 	h.commit(t, first)

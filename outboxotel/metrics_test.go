@@ -61,7 +61,7 @@ func TestMetrics(t *testing.T) {
 	require.Zero(t, m.value("outbox.relay.pending"), "no relay has begun")
 
 	testenv.Run(t, c.Run)
-	again := s.relay(t, outbox.RelayConfig{Name: "again", MaxRetries: 1, RetryInterval: 10 * time.Millisecond, HoldDead: true})
+	again := s.relay(t, outbox.RelayConfig{Name: "again", Retry: outbox.RetryPolicy{MaxRetries: 1}, RetryInterval: 10 * time.Millisecond, HoldDead: true})
 	eventually(t, func() bool { m = s.collect(t); return m.value("outbox.relay.stored", "outbox.status", "dead") == 1 }, "nothing is dead")
 	again()
 	topic := []string{"messaging.destination.name", s.orders}
@@ -184,8 +184,8 @@ func TestMetricNames(t *testing.T) {
 	s.tel.Worker(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks.Conflicted(outbox.Metadata{}, "FAIL", &pgconn.PgError{Code: "40001"})
 	s.tel.Worker(outbox.WorkerConfig{HandlerConfig: outbox.HandlerConfig{Group: "g"}}).Hooks.RowsRemoved(outbox.RetentionResult{Delivered: 7})
 	s.commit(t.Context(), t, tooLarge("1"), placed{ID: "2", At: time.Now()})
-	cfg := outbox.RelayConfig{MaxRetries: 1, RetryInterval: 10 * time.Millisecond}
-	cfg.Retention.PublishedFor, cfg.Retention.Interval = time.Millisecond, 100*time.Millisecond
+	cfg := outbox.RelayConfig{Retry: outbox.RetryPolicy{MaxRetries: 1}, RetryInterval: 10 * time.Millisecond}
+	cfg.Retention.PublishedFor = time.Millisecond
 	s.relay(t, cfg)
 
 	source, err := os.ReadFile("outboxotel.go")

@@ -160,7 +160,7 @@ func TestDrainFailsAtOnce(t *testing.T) {
 
 	h.impossible(t)
 	h.commit(t, orderPlaced{ID: "1", At: noon})
-	says := drain(outbox.RelayConfig{Schema: h.schema, MaxRetries: 1})
+	says := drain(outbox.RelayConfig{Schema: h.schema, Retry: outbox.RetryPolicy{MaxRetries: 1}})
 	require.Contains(t, says, "not sent:\n  1 nonsense of impossible: dead after 1 retries, invalid_event: ")
 	require.Contains(t, says, "event is dead")
 	h.exec(t, `UPDATE {s}.outbox_failed SET status = 'resolved'`)

@@ -108,7 +108,7 @@ func (d *commandFixture) record(t testing.TB, keys ...string) {
 func (d *commandFixture) relay(t testing.TB) (stop func()) {
 	t.Helper()
 	r, err := outbox.NewRelay(d.db, testenv.KafkaOpts(d.brokers), outbox.RelayConfig{Schema: d.schema, PollInterval: 10 * time.Millisecond,
-		RetryInterval: 20 * time.Millisecond, MaxRetries: 1, Logger: slog.New(slog.DiscardHandler)})
+		RetryInterval: 20 * time.Millisecond, Retry: outbox.RetryPolicy{MaxRetries: 1}, Logger: slog.New(slog.DiscardHandler)})
 	require.NoError(t, err)
 	stop = testenv.Run(t, r.Run)
 	require.Eventually(t, func() bool {

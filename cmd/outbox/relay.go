@@ -136,7 +136,7 @@ const (
 // config returns that of the relay. A short lease shortens the times that must be below it.
 func (r *relayProcess) config(e *env, log *slog.Logger) (outbox.RelayConfig, error) {
 	cfg := outbox.RelayConfig{
-		Schema: e.schema, Name: r.relay, BatchSize: r.batch, PollInterval: r.poll, Lease: r.lease, MaxRetries: r.maxRetries, HoldDead: r.holdDead,
+		Schema: e.schema, Name: r.relay, BatchSize: r.batch, PollInterval: r.poll, Lease: r.lease, Retry: outbox.RetryPolicy{MaxRetries: r.maxRetries}, HoldDead: r.holdDead,
 		Retention: outbox.RetentionConfig{PublishedFor: time.Duration(r.published), HandledFor: time.Duration(r.handled)},
 		Alerts:    outbox.AlertConfig{StaleAfter: r.stale}, Logger: log,
 	}

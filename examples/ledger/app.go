@@ -120,9 +120,8 @@ func (a *app) relay(ctx context.Context, cfg config) error {
 	relay, err := outbox.NewRelay(a.db, opts, outbox.RelayConfig{
 		Schema: a.schema,
 		Logger: a.log,
-		Retention: outbox.RetentionConfig{ // a service leaves these two at their defaults, 7 days and 10 minutes
+		Retention: outbox.RetentionConfig{ // a service leaves this at its default, 7 days
 			PublishedFor: time.Second,
-			Interval:     500 * time.Millisecond,
 			Archive:      a.archive.Archive,
 		},
 	})
@@ -156,7 +155,7 @@ func (a *app) consumer(group string, handlers ...outbox.Handler) (*outbox.Consum
 			Group:      group + "." + a.schema, // in a service it keeps its name
 			Schema:     a.schema,
 			RetriesFor: retries,
-			Breaker:    outbox.BreakerConfig{Window: 1000, MinCalls: 1000}, // events that are early are no outage
+			Breaker:    outbox.BreakerConfig{Window: 1000}, // events that are early are no outage
 			Logger:     a.log,
 		},
 		FromStart:         true, // the counter does not wait until the consumers are ready

@@ -231,8 +231,8 @@ func (a *agreement) failAll() {
 	a.monitor(a.early)
 	a.relay("gone", a.kafka, outbox.RelayConfig{})()
 	a.relay("cut", []kgo.Opt{kgo.SeedBrokers("127.0.0.1:1")}, outbox.RelayConfig{Alerts: a.alerts(a.cut),
-		Breaker: outbox.BreakerConfig{Window: 1, MinCalls: 1, Trials: 1, OpenFor: far}})
-	a.relay("main", a.kafka, outbox.RelayConfig{MaxRetries: 1, Linger: 20 * time.Millisecond, RetryInterval: 50 * time.Millisecond, RetryWait: 10 * time.Millisecond, MaxRetryWait: 10 * time.Millisecond,
+		Breaker: outbox.BreakerConfig{Window: 1, Trials: 1, OpenFor: far}})
+	a.relay("main", a.kafka, outbox.RelayConfig{Retry: outbox.RetryPolicy{MaxRetries: 1, RetryWait: 10 * time.Millisecond, MaxRetryWait: 10 * time.Millisecond}, RetryInterval: 50 * time.Millisecond,
 		Alerts: outbox.AlertConfig{Alerter: &alertLog{}}})
 
 	a.consumer("sales", outbox.ConsumerConfig{}, outbox.HandleNoTx("SALE_COUNTED", func(_ context.Context, e agreed, _ outbox.Metadata) error {
@@ -242,7 +242,7 @@ func (a *agreement) failAll() {
 		a.sold.Store(e.ID, true)
 		return nil
 	}))
-	failing := outbox.HandlerConfig{Breaker: outbox.BreakerConfig{Window: 5, MinCalls: 5, OpenFor: far}}
+	failing := outbox.HandlerConfig{Breaker: outbox.BreakerConfig{Window: 5, OpenFor: far}}
 	a.consumer("stats", outbox.ConsumerConfig{HandlerConfig: failing}, outbox.HandleNoTx("CALLED", func(context.Context, agreed, outbox.Metadata) error {
 		return errors.New("the service is away")
 	}))

@@ -45,8 +45,8 @@ func startService(t *testing.T) *running {
 	for _, name := range []string{topic, topic + ".dlq"} {
 		testenv.CreateTopic(t, testenv.Brokers(t), name, 1, "max.message.bytes", "20000")
 	}
-	relay := outbox.RelayConfig{MaxRetries: 1, RetryInterval: 10 * time.Millisecond, PollInterval: 50 * time.Millisecond}
-	relay.Retention.PublishedFor, relay.Retention.Interval = time.Second, 100*time.Millisecond
+	relay := outbox.RelayConfig{Retry: outbox.RetryPolicy{MaxRetries: 1}, RetryInterval: 10 * time.Millisecond, PollInterval: 50 * time.Millisecond}
+	relay.Retention.PublishedFor = time.Second
 	var err error
 	r.service, err = open(t.Context(), config{
 		listen: "127.0.0.1:0", Services: show.Services{Postgres: testenv.Pool(t, nil).Config().ConnString(), Brokers: testenv.Brokers(t)}, topic: topic,

@@ -14,11 +14,13 @@ import (
 // Rules say when a breaker opens and closes: see BreakerConfig of the package outbox.
 type Rules struct {
 	Window      int
-	MinCalls    int
 	FailureRate float64
 	OpenFor     time.Duration
 	Trials      int
 }
+
+// minCalls is how many outcomes must be known before a breaker can open: half of the window, rounded up.
+func (r Rules) minCalls() int { return (r.Window + 1) / 2 }
 
 // State is the state of a breaker.
 type State int
@@ -59,7 +61,7 @@ func stateOf(s gobreaker.State) State {
 // gobreaker keeps the state: its generations exclude late outcomes, and its requests are
 // the trial calls. This file decides when to open, for two reasons. The windows of
 // gobreaker are periods of time. And it calls ReadyToTrip after failures only, but a
-// success, too, can be the call that brings the number of outcomes to MinCalls. So the
+// success, too, can be the call that brings the number of outcomes to half of the window. So the
 // decision is made in IsSuccessful, which gobreaker calls after each outcome that counts:
 // classify returns false for the outcome that opens the breaker.
 //
@@ -120,7 +122,7 @@ func (b *Breaker) classify(err error) bool {
 	}
 	b.last.add(err != nil)
 	b.Steady.Store(b.last.calls == b.cfg.Window && b.last.failures == 0)
-	return b.last.calls < b.cfg.MinCalls || b.last.failureRate() < b.cfg.FailureRate
+	return b.last.calls < b.cfg.minCalls() || b.last.failureRate() < b.cfg.FailureRate
 }
 
 // onChange is called by machine, under mu and under the lock of machine. Asking machine

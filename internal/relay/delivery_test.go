@@ -433,4 +433,4 @@ func outcomeSymbols(outcomes []Outcome) (symbols string) {
 }
 
 // someRules are the defaults of a breaker.
-var someRules = breaker.Rules{Window: 10, MinCalls: 5, FailureRate: 0.5, OpenFor: 30 * time.Second, Trials: 3}
+var someRules = breaker.Rules{Window: 10, FailureRate: 0.5, OpenFor: 30 * time.Second, Trials: 3}

@@ -47,7 +47,7 @@ func TestHealthInTheHookOfTheBreaker(t *testing.T) {
 		s = newHealthState(rules, breaker.New(rules.Breaker, func(breaker.State, breaker.State, float64) {
 			seen = append(seen, s.report().Breaker)
 		}))
-		for range rules.Breaker.MinCalls {
+		for range rules.Breaker.Window / 2 {
 			p := s.breaker.Allow(1)
 			p.Report(breaker.Failed)
 			p.Release()

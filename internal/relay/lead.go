@@ -139,7 +139,7 @@ func (r *Relay) probe(ctx context.Context, parts RetrierParts) {
 // newProducer makes a producer that a breaker stops. A nil breaker lets everything through.
 func (r *Relay) newProducer(leads lease.Leadership, b *breaker.Breaker) *Producer {
 	return NewProducer(ProducerConfig{
-		Opts: r.kafka, Form: r.rules.Form, SendTimeout: r.rules.SendTimeout, Linger: r.rules.Linger, PassFailedKeys: r.rules.PassFailedKeys,
+		Opts: r.kafka, Form: r.rules.Form, SendTimeout: r.rules.SendTimeout, PassFailedKeys: r.rules.PassFailedKeys,
 	}, leads.Lease, b)
 }
 

@@ -23,7 +23,6 @@ type ProducerConfig struct {
 	Opts        []kgo.Opt
 	Form        envelope.RecordForm
 	SendTimeout time.Duration
-	Linger      time.Duration
 	// passFailedKeys is RelayConfig.PassFailedKeys.
 	PassFailedKeys bool
 }
@@ -157,7 +156,7 @@ func (p *Producer) send(stop, held, grace context.Context, acks *acks) (sendResu
 	defer cancel()
 	n := p.handOver(stop, held, grace, acks)
 	acks.handedOver(acks.errs[n:])
-	flushed := p.flush(stop, held)
+	flushed := p.flush()
 	sent := sendResult{records: acks.records[:n], errs: acks.errs[:n], works: true}
 	known := p.await(bounded, grace, acks)
 	if !known {
@@ -222,10 +221,7 @@ func (p *Producer) handOver(stop, held, grace context.Context, acks *acks) (n in
 // then, and what comes behind is accepted, before events of its key that were rejected with others.
 // The client must not be given more before await has returned: it does when the outcome of every record
 // is known, and when the client is closed.
-func (p *Producer) flush(stop, held context.Context) (await func()) {
-	if p.cfg.Linger > 0 {
-		wait.Await(stop, held, nil, p.cfg.Linger)
-	}
+func (p *Producer) flush() (await func()) {
 	client, ended := p.client, make(chan struct{})
 	go func() {
 		defer close(ended)

@@ -18,7 +18,6 @@ type Rules struct {
 	PollInterval   time.Duration
 	SendTimeout    time.Duration
 	Lease          time.Duration
-	Linger         time.Duration
 	RetryInterval  time.Duration
 	MaxRetries     int
 	RetryWait      time.Duration

@@ -84,7 +84,7 @@ func (c *Cleaner) Run(ctx context.Context) {
 	c.audited = Walk{Batch: c.removeAudited, Pause: pause}
 	c.delivered = Walk{Batch: c.removeDelivered, Pause: pause}
 	for {
-		wait.Await(ctx, c.Held, nil, c.cfg.Rules.Interval)
+		wait.Await(ctx, c.Held, nil, c.cfg.Rules.Interval())
 		if !c.Pause(ctx, 0) {
 			return
 		}

@@ -33,9 +33,7 @@ type Rules struct {
 	AuditedFor   time.Duration
 	DeliveredFor time.Duration
 
-	Interval  time.Duration
-	BatchSize int
-	Pause     time.Duration
+	BatchSize int // rows that a transaction looks at
 
 	Archive func(ctx context.Context, tx pgx.Tx, rows []Row) error
 }
@@ -88,12 +86,28 @@ func (c Result) total() int64 {
 	return c.Published + c.Cursors + c.Resolved + c.Handled + c.Audited + c.Delivered
 }
 
-// pauseInBatches is how many times as long as a batch the pause after it is.
-const pauseInBatches = 4
+const (
+	longestInterval  = 10 * time.Minute
+	shortestInterval = 5 * time.Millisecond
+	shortestPause    = 50 * time.Millisecond
+	pauseInBatches   = 4 // how many times as long as a batch the pause after it is
+)
 
-// pause returns how long to wait after a batch.
-func (c Rules) PauseAfter(took time.Duration) time.Duration {
-	return max(c.Pause, pauseInBatches*took)
+// Interval returns the time between two runs, and before the first: a tenth of the shortest duration for which rows
+// are kept, at most 10 minutes.
+func (r Rules) Interval() time.Duration {
+	interval := longestInterval
+	for _, keep := range []time.Duration{r.PublishedFor, r.CursorsFor, r.ResolvedFor, r.HandledFor, r.AuditedFor, r.DeliveredFor} {
+		if keep > 0 {
+			interval = min(interval, keep/10)
+		}
+	}
+	return max(interval, shortestInterval)
+}
+
+// PauseAfter returns how long to wait after a batch that took some time.
+func (r Rules) PauseAfter(took time.Duration) time.Duration {
+	return max(min(shortestPause, r.Interval()), pauseInBatches*took)
 }
 
 // CleanHandled removes old rows of event_handled and event_delivery.
